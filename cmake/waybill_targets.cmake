@@ -1,0 +1,84 @@
+# The few functions from which every target of the project is made.
+
+include(CMakePackageConfigHelpers)
+
+# Language level and warnings, for every target.
+function(waybill_target_defaults target)
+  target_compile_features(${target} PUBLIC cxx_std_20)
+  set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF)
+  target_compile_options(${target} PRIVATE -Wall -Wextra)
+  if(WAYBILL_DEV)
+    target_compile_options(${target} PRIVATE -Wpedantic -Wshadow -Wconversion -Wsign-conversion)
+    if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+      # gcc 12 sees overlapping copies inside std::string that are not there (gcc bug 105651).
+      target_compile_options(${target} PRIVATE -Wno-restrict)
+    endif()
+    set_target_properties(${target} PROPERTIES COMPILE_WARNING_AS_ERROR ON)
+  endif()
+endfunction()
+
+# waybill_add_room(<name> SOURCES <.cpp...> HEADERS <.h...> [DEPENDS <room...>])
+#
+# Makes the static library waybill_<name>, alias waybill::<name>, and puts it into the install.
+# SOURCES are relative to src/<name>, HEADERS to include/waybill/<name>.
+function(waybill_add_room name)
+  cmake_parse_arguments(PARSE_ARGV 1 room "" "" "SOURCES;HEADERS;DEPENDS")
+  if(room_UNPARSED_ARGUMENTS)
+    message(FATAL_ERROR "waybill_add_room(${name}): unknown ${room_UNPARSED_ARGUMENTS}")
+  endif()
+  if(NOT room_SOURCES)  # CONSTRUCTION: the room is not written yet
+    message(STATUS "waybill: room ${name} has no sources yet")
+    return()
+  endif()
+  set(include_dir ${PROJECT_SOURCE_DIR}/include)
+  list(TRANSFORM room_HEADERS PREPEND ${include_dir}/waybill/${name}/)
+  list(TRANSFORM room_DEPENDS PREPEND waybill::)
+  foreach(list room_SOURCES room_HEADERS)  # CONSTRUCTION: files that are listed but not written yet
+    foreach(file IN LISTS ${list})
+      if(NOT EXISTS ${file} AND NOT EXISTS ${CMAKE_CURRENT_SOURCE_DIR}/${file})
+        message(WARNING "waybill: ${name}: ${file} is not written yet")
+        list(REMOVE_ITEM ${list} ${file})
+      endif()
+    endforeach()
+  endforeach()
+
+  set(target waybill_${name})
+  add_library(${target} STATIC ${room_SOURCES})
+  add_library(waybill::${name} ALIAS ${target})
+  waybill_target_defaults(${target})
+  target_sources(${target} PUBLIC FILE_SET HEADERS BASE_DIRS ${include_dir} FILES ${room_HEADERS})
+  target_link_libraries(${target} PUBLIC ${room_DEPENDS})
+  set_target_properties(
+    ${target} PROPERTIES EXPORT_NAME ${name} POSITION_INDEPENDENT_CODE ON
+                         VERIFY_INTERFACE_HEADER_SETS ON)
+  install(TARGETS ${target} EXPORT waybill FILE_SET HEADERS)
+  set_property(GLOBAL APPEND PROPERTY WAYBILL_ROOMS ${name})
+endfunction()
+
+# To be called after the last room: waybill::waybill (all rooms), the target `header_checks`
+# (compiles each public header alone) and the package files for find_package(waybill).
+function(waybill_finish_library)
+  get_property(rooms GLOBAL PROPERTY WAYBILL_ROOMS)
+  add_library(waybill_all INTERFACE)
+  add_library(waybill::waybill ALIAS waybill_all)
+  foreach(room IN LISTS rooms)
+    target_link_libraries(waybill_all INTERFACE waybill::${room})
+  endforeach()
+  set_target_properties(waybill_all PROPERTIES EXPORT_NAME waybill)
+
+  # CMake makes all_verify_interface_header_sets when it generates, after all directories.
+  add_custom_target(header_checks)
+  add_dependencies(header_checks all_verify_interface_header_sets)
+
+  set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/waybill)
+  install(TARGETS waybill_all EXPORT waybill)
+  install(EXPORT waybill NAMESPACE waybill:: FILE waybillTargets.cmake DESTINATION ${package_dir})
+  configure_package_config_file(cmake/waybillConfig.cmake.in
+                                ${PROJECT_BINARY_DIR}/waybillConfig.cmake
+                                INSTALL_DESTINATION ${package_dir})
+  write_basic_package_version_file(${PROJECT_BINARY_DIR}/waybillConfigVersion.cmake
+                                   COMPATIBILITY SameMinorVersion)
+  install(FILES ${PROJECT_BINARY_DIR}/waybillConfig.cmake
+                ${PROJECT_BINARY_DIR}/waybillConfigVersion.cmake DESTINATION ${package_dir})
+  install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
+endfunction()

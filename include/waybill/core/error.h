@@ -1,0 +1,62 @@
+#pragma once
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace waybill {
+
+/// Base of everything the library throws.
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+/// The caller passed something wrong. The text names function, argument, got and expected.
+class InvalidArgument : public Error {
+ public:
+  using Error::Error;
+};
+
+/// The request is well formed, but this build cannot serve it. The text lists what it can.
+class Unsupported : public Error {
+ public:
+  using Error::Error;
+};
+
+/// A file could not be read, parsed or written. The text names the file and the place in it.
+class IoError : public Error {
+ public:
+  using Error::Error;
+};
+
+/// A defect of this library, never of the caller.
+class InternalError : public Error {
+ public:
+  using Error::Error;
+};
+
+/// Joins the parts with operator<<, without separators.
+template <class... Parts>
+[[nodiscard]] std::string concat(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  return text.str();
+}
+
+/// Throws InvalidArgument with the joined parts; out of line of the good path.
+template <class... Parts>
+[[noreturn, gnu::cold, gnu::noinline]] void throw_invalid(const Parts&... parts) {
+  throw InvalidArgument(concat(parts...));
+}
+
+/// Checks a caller's argument: `require(n >= 0, "f: n = ", n, ", expected >= 0")`.
+/// The text is built only on failure. Throws InvalidArgument.
+template <class... Parts>
+void require(bool ok, const Parts&... parts) {
+  if (!ok) [[unlikely]] {
+    throw_invalid(parts...);
+  }
+}
+
+}  // namespace waybill

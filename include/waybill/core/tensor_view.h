@@ -1,0 +1,62 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "waybill/core/dtype.h"
+#include "waybill/core/shape.h"
+
+namespace waybill {
+
+/// A non-owning view of a tensor in host memory. Strides count elements, not bytes, and may be
+/// anything (also 0 or negative): slices, transposes and padded rows are views like any other.
+template <class Byte>
+struct BasicTensorView {
+  static_assert(std::is_same_v<std::remove_const_t<Byte>, std::byte>);
+
+  Byte* data = nullptr;
+  DType dtype = DType::uint8;
+  Shape shape;
+  Shape strides;  ///< elements; the length of `shape`
+
+  BasicTensorView() = default;
+
+  /// A contiguous, row-major view.
+  BasicTensorView(void* first, DType type, Shape extents) requires(!std::is_const_v<Byte>)
+      : data(static_cast<Byte*>(first)), dtype(type), shape(std::move(extents)) {
+    strides = contiguous_strides(shape);
+  }
+  BasicTensorView(const void* first, DType type, Shape extents) requires(std::is_const_v<Byte>)
+      : data(static_cast<Byte*>(first)), dtype(type), shape(std::move(extents)) {
+    strides = contiguous_strides(shape);
+  }
+
+  /// A writable view may be read.
+  operator BasicTensorView<const std::byte>() const  // NOLINT(google-explicit-constructor)
+      requires(!std::is_const_v<Byte>) {
+    BasicTensorView<const std::byte> view;
+    view.data = data;
+    view.dtype = dtype;
+    view.shape = shape;
+    view.strides = strides;
+    return view;
+  }
+
+  [[nodiscard]] std::int64_t ndim() const { return static_cast<std::int64_t>(shape.size()); }
+
+  [[nodiscard]] static Shape contiguous_strides(const Shape& extents) {
+    Shape result(extents.size());
+    std::int64_t step = 1;
+    for (std::size_t axis = extents.size(); axis-- > 0;) {
+      result[axis] = step;
+      step *= extents[axis];
+    }
+    return result;
+  }
+};
+
+using TensorView = BasicTensorView<std::byte>;
+using ConstTensorView = BasicTensorView<const std::byte>;
+
+}  // namespace waybill

@@ -1,0 +1,104 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "waybill/routing/qkv_plan.h"
+#include "waybill/routing/qkv_routing.h"
+
+namespace waybill {
+
+/// Bytes of one row (token) on the wire.
+struct RowBytes {
+  std::int64_t q = 0;
+  std::int64_t kv = 0;  ///< K and V together
+
+  friend bool operator==(const RowBytes&, const RowBytes&) = default;
+};
+
+/// Rows of one tensor at one rank, in the forward direction.
+struct RankTraffic {
+  std::int64_t rows_out = 0;    ///< leave for other ranks; each copy counts
+  std::int64_t rows_in = 0;     ///< come from other ranks
+  std::int64_t rows_local = 0;  ///< from the rank to itself; never on the wire
+};
+
+/// What a plan asks of one rank. `bytes` are wire bytes: local rows do not count.
+struct RankFigures {
+  std::int64_t home_tokens = 0;  ///< rows in the MLP layout
+  std::int64_t home_shards = 0;
+  std::int64_t attended_shards = 0;  ///< query shards that the rank attends to
+  std::int64_t work = 0;             ///< their (query, key) pairs
+  RankTraffic q;
+  RankTraffic kv;
+  std::int64_t bytes_out = 0;
+  std::int64_t bytes_in = 0;
+  std::int64_t buffer_bytes = 0;  ///< Q and KV of the attention layout, local rows included
+};
+
+/// What one rank sends to another, forward.
+struct TrafficPair {
+  std::int32_t src_rank = 0;
+  std::int32_t dst_rank = 0;  ///< src_rank: rows that stay; they have bytes 0
+  std::int64_t q_rows = 0;
+  std::int64_t kv_rows = 0;
+  std::int64_t bytes = 0;  ///< on the wire
+};
+
+/// The largest of a figure over the ranks, beside its mean.
+struct Spread {
+  std::int64_t max = 0;
+  double mean = 0;
+  std::int32_t max_rank = 0;  ///< the first with the maximum
+
+  /// max / mean; 1 where all is 0.
+  [[nodiscard]] double imbalance() const { return mean > 0 ? static_cast<double>(max) / mean : 1; }
+};
+
+/// Which way rows move at a rank.
+enum class Direction : std::uint8_t { in, out };
+
+/// The figures of a plan, forward direction. Backward the same rows move the other way: in and out
+/// change places, the limit stays.
+struct PlanSummary {
+  std::int32_t world_size = 0;
+  KvLayout kv_layout = KvLayout::per_rank;
+  RowBytes row_bytes;
+  std::int64_t num_documents = 0;
+  std::int64_t num_shards = 0;
+  std::int64_t num_tokens = 0;
+  std::int64_t longest_document = 0;  ///< tokens
+  std::int64_t median_document = 0;   ///< tokens; the lower of two middle ones
+  std::int64_t longest_shard = 0;     ///< tokens
+
+  std::vector<RankFigures> ranks;   ///< [W]
+  std::vector<TrafficPair> pairs;   ///< by dst_rank, then src_rank; only those with rows
+  std::int64_t num_wire_pairs = 0;  ///< of W * (W - 1)
+
+  RankTraffic q;  ///< sums over the ranks; rows_out equals rows_in
+  RankTraffic kv;
+  std::int64_t wire_bytes = 0;
+  std::int64_t work = 0;
+  double kv_copies = 0;  ///< KV rows stored in the attention layout over tokens
+
+  Spread rank_work;
+  Spread rank_bytes_in;
+  Spread rank_bytes_out;
+
+  /// The limit of the plan: max over ranks of max(bytes in, bytes out).
+  std::int64_t limit_bytes = 0;
+  std::int32_t limit_rank = 0;
+  Direction limit_direction = Direction::in;
+
+  /// Seconds that the limit takes at `gb_per_s` (1e9 bytes a second, each way, a rank).
+  /// @throws InvalidArgument unless gb_per_s > 0.
+  [[nodiscard]] double limit_seconds(double gb_per_s) const;
+};
+
+/// Counts what `routing`, computed from `plan`, moves. Linear in shards, copies and ranks.
+/// @throws InvalidArgument when plan.check() does, for negative row sizes, for a routing of another
+///   plan (world size, shards, lengths), and when bytes or work exceed 2^63 - 1.
+[[nodiscard]] PlanSummary summarize(const QkvPlan& plan, const QkvRouting& routing,
+                                    const RowBytes& row_bytes);
+
+}  // namespace waybill

@@ -1,0 +1,61 @@
+#pragma once
+
+#include <cstdint>
+#include <iosfwd>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "waybill/core/index_array.h"
+#include "waybill/core/topology.h"
+
+namespace waybill {
+
+/// Which rows of one tensor go where, in one direction, for all ranks: the dense form, field by
+/// field that of the original (DistCA). W = world_size, S = most shards on a rank, C = most copies
+/// of a shard. Every offset, length and count is in tokens (rows).
+///
+/// Rank w holds its shards back to back in index order, so shard j begins at row
+/// seq_len[w][0] + ... + seq_len[w][j-1]. Padding: dst_rank -1, dst_offset 0, seq_len 0; it may
+/// stand anywhere. The slice of one rank drops the first axis.
+struct Metadata {
+  IndexArray dst_rank;         ///< [W, S] or [W, S, C]: destination rank, -1 none
+  IndexArray dst_offset;       ///< as dst_rank: first row in the destination's buffer
+  IndexArray seq_len;          ///< [W, S]: rows of the shard
+  IndexArray num_recv_tokens;  ///< [W, W + 1]: [r][i] rows that r gets from i; last column the sum
+  std::optional<IndexArray> seq_recv_mask;  ///< [W, S, C] bool: which copies come back (reverse)
+  std::optional<IndexArray> recv_seq_lens;  ///< [W, S]: lengths of the shards that come back
+  std::optional<IndexArray> num_seqs;       ///< [W]: shards with rows; none in a slice
+  std::optional<std::int64_t> world_size;   ///< none in a slice
+  bool normalized = false;                  ///< dtypes are those of the device form
+  std::vector<std::int64_t> num_total_recv_tokens;  ///< [W]; one value in a slice; empty: unknown
+
+  /// True for what get_slice returns.
+  [[nodiscard]] bool is_slice() const { return seq_len.ndim() == 1; }
+
+  /// True when a shard may have several destinations (dst_rank has a copy axis).
+  [[nodiscard]] bool has_copies() const { return dst_rank.ndim() == seq_len.ndim() + 1; }
+
+  /// The lines of one rank. Entries that move nothing (no destination and no rows) are dropped
+  /// wherever they stand, so interior padding and shards of length 0 lose nothing. seq_recv_mask
+  /// and recv_seq_lens keep their padding, since they describe the receiving buffer.
+  /// @throws InvalidArgument for a rank outside the world, or when *this is a slice.
+  [[nodiscard]] Metadata get_slice(Rank rank) const;
+
+  /// The dtypes of device tables: dst_rank, num_seqs int32; dst_offset, seq_len, seq_recv_mask,
+  /// recv_seq_lens uint32; num_recv_tokens uint64. Works on slices too.
+  /// @throws InvalidArgument naming field, position and value of what does not fit.
+  [[nodiscard]] Metadata normalize_dtype() const;
+
+  /// Throws unless the shapes agree with each other as stated above. Values are not looked at.
+  /// @throws InvalidArgument naming the field, its shape and the expected one; `who` begins it.
+  void check_shapes(const char* who) const;
+
+  friend bool operator==(const Metadata&, const Metadata&) = default;
+};
+
+/// Rank by rank, one line a shard, for people.
+[[nodiscard]] std::string to_string(const Metadata& metadata);
+std::ostream& operator<<(std::ostream& out, const Metadata& metadata);
+
+}  // namespace waybill

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "waybill/core/topology.h"
+
+namespace waybill {
+
+/// How K and V lie on a rank after the forward dispatch.
+enum class KvLayout : std::uint8_t {
+  per_query,  ///< the original's: every query shard has a contiguous copy of its whole context
+  per_rank,   ///< one copy a rank and document; query shards read ranges of it
+};
+
+[[nodiscard]] std::string_view to_string(KvLayout layout);
+
+/// A dispatch plan: which shard of which document lives where, and which rank attends to it. The
+/// library's own sparse form; everything else is computed from it. N = shards, D = documents.
+///
+/// Shards are numbered in the global order: rank by rank, and on a rank in the order of their rows
+/// in the MLP layout. A document is a list of shards in the order of its tokens; they may lie on
+/// different ranks. Under a causal mask the query shard at position q of its document needs the KV
+/// shards at positions kv_begin..q, itself included.
+struct QkvPlan {
+  std::int32_t world_size = 0;
+  KvLayout kv_layout = KvLayout::per_rank;
+  std::vector<std::int64_t> rank_shard_offsets;  ///< [W + 1]: rank w has shards [o[w], o[w + 1])
+  std::vector<std::int64_t> shard_len;           ///< [N]: tokens
+  std::vector<std::int32_t> q_dst;               ///< [N]: rank that attends to the shard's queries
+  std::vector<std::int64_t> doc_shard_offsets;   ///< [D + 1]: into doc_shards
+  std::vector<std::int32_t> doc_shards;          ///< [N]: shards, document by document
+  /// [N] by shard number, or empty for all 0: first needed KV shard, a position in the document.
+  /// Along a document it must not decrease (a sliding window never moves back).
+  std::vector<std::int32_t> kv_begin;
+
+  [[nodiscard]] std::int64_t num_shards() const {
+    return static_cast<std::int64_t>(shard_len.size());
+  }
+  [[nodiscard]] std::int64_t num_documents() const {
+    return doc_shard_offsets.empty() ? 0 : static_cast<std::int64_t>(doc_shard_offsets.size()) - 1;
+  }
+
+  /// Throws unless every rule above holds (lengths >= 0, 0 <= q_dst < W, each shard in exactly one
+  /// document, at most 2^40 tokens in all). Linear. `who` begins the text.
+  /// @throws InvalidArgument naming the field, the place, got and expected.
+  void check(const char* who) const;
+
+  friend bool operator==(const QkvPlan&, const QkvPlan&) = default;
+};
+
+}  // namespace waybill

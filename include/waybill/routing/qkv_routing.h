@@ -1,0 +1,68 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "waybill/routing/attention_layout.h"
+#include "waybill/routing/compute_metadata_kv.h"
+#include "waybill/routing/e2e_metadata.h"
+#include "waybill/routing/qkv_plan.h"
+#include "waybill/routing/sparse_metadata.h"
+
+namespace waybill {
+
+/// The attention layout of all ranks in flat form. Rank r received query shards
+/// [rank_offsets[r], rank_offsets[r + 1]), in the global order. Tokens.
+struct SparseAttnLayout {
+  std::vector<std::int64_t> rank_offsets;      ///< [W + 1]
+  UninitializedVector<std::int32_t> shard;     ///< [N]: shard of the plan
+  UninitializedVector<std::int64_t> q_begin;   ///< [N]: first row of the shard's queries
+  UninitializedVector<std::int64_t> q_len;     ///< [N]
+  UninitializedVector<std::int64_t> kv_begin;  ///< [N]: first row of its context in the KV buffer
+  UninitializedVector<std::int64_t> kv_len;    ///< [N]: rows of its context, itself included
+  std::vector<std::int64_t> max_seqlen_q;      ///< [W]
+  std::vector<std::int64_t> max_seqlen_kv;     ///< [W]
+
+  friend bool operator==(const SparseAttnLayout&, const SparseAttnLayout&) = default;
+};
+
+/// All that a step needs: four metadata and the attention layout.
+struct QkvRouting {
+  KvLayout kv_layout = KvLayout::per_rank;  ///< the plan's
+  SparseMetadata fwd_q;                     ///< one copy a line
+  SparseMetadata rev_q;
+  SparseMetadata fwd_kv;  ///< a line a shard, a copy a KV group that holds it
+  SparseMetadata rev_kv;  ///< one copy a line; planes of the home rank's rows, by copy
+  SparseAttnLayout attention;
+
+  friend bool operator==(const QkvRouting&, const QkvRouting&) = default;
+};
+
+/// Computes the routing of a plan in time linear in shards, copies and ranks.
+///
+/// Q: buffers are filled without gaps in the global order. KV, per_query: as compute_metadata_kv.
+/// KV, per_rank: one group a document and rank, in document order; it holds the KV shards that the
+/// document's queries on that rank need, in document order, once. Copies of a shard are numbered
+/// by the last query of the rank that holds them, last first; under a causal mask copy c of all
+/// shards of a document is on the same rank. Reverse offsets are `copy * T + begin`, as in
+/// compute_metadata.
+///
+/// @param num_threads 0: all cores. The result does not depend on it, bit for bit.
+/// @throws InvalidArgument when plan.check() does, or for more than 2^31 - 1 shards.
+[[nodiscard]] QkvRouting compute_qkv_routing(const QkvPlan& plan, int num_threads = 1);
+
+/// The same into `routing`, whose memory is used again: for a plan a step.
+void compute_qkv_routing(const QkvPlan& plan, QkvRouting& routing, int num_threads = 1);
+
+/// The dense form. `reverse` fills seq_recv_mask and recv_seq_lens from `forward`, the metadata it
+/// answers, when that has copies. Memory W x (W + 1) + W x S x C.
+[[nodiscard]] Metadata to_dense(const SparseMetadata& forward);
+[[nodiscard]] Metadata to_dense_reverse(const SparseMetadata& reverse,
+                                        const SparseMetadata& forward);
+
+/// The four dense metadata and the ragged attention layout. For the per_query layout they equal
+/// what compute_e2e_metadata gives for to_raw_dispatch(plan). For per_rank the attention layout has
+/// kv_begin and kv_len in place of cu_seqlens_kv.
+[[nodiscard]] E2eMetadata to_dense(const QkvRouting& routing);
+
+}  // namespace waybill

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "waybill/core/host_tensor.h"
+#include "waybill/core/tensor_view.h"
+#include "waybill/routing/metadata.h"
+
+namespace waybill {
+
+/// What two copies that write the same row mean.
+enum class Overlap : std::uint8_t {
+  reject,     ///< an error
+  last_wins,  ///< the later one in the global order (source rank, shard, copy) stays
+};
+
+struct SimulateOptions {
+  Overlap overlap = Overlap::reject;
+  int num_threads = 0;  ///< 0: all cores; the result does not depend on it
+};
+
+/// Moves rows between ranks as `metadata` says, in one process: what a dispatch on real hardware
+/// must produce, bit for bit. Rows that no copy addresses keep what they hold.
+///
+/// A rank's shards lie back to back from row 0; a shard without destination is stepped over with
+/// all its rows. Only dst_rank, dst_offset and seq_len are read, in any integer dtype.
+///
+/// @param tensor [W, n, H], rank by rank; any dtype, any strides
+/// @param output [W, m, H], same W, H and dtype; any strides that place no two elements at one
+///   address; not the memory of `tensor`
+/// @throws InvalidArgument, with `output` unchanged: shapes or dtypes that do not fit, a
+///   destination outside -1..W-1, negative lengths and offsets, shards longer than the source,
+///   rows past the end of the output, overlaps unless allowed, shared memory. The text has source
+///   rank, destination rank, shard, copy, offset, length, both shapes and the rows consumed before.
+/// After the function of the same name in the original (DistCA), which refuses less.
+void orchestrate_simulate(const ConstTensorView& tensor, const TensorView& output,
+                          const Metadata& metadata, const SimulateOptions& options = {});
+
+/// The same for ranks with different numbers of rows, into new buffers that start as zeros.
+/// @param tensors W views [n_w, H] of one dtype
+/// @return W tensors [R_w, H], R_w the largest value of num_recv_tokens[w], which is its total
+/// @throws InvalidArgument as orchestrate_simulate, and when R_w is not the number of rows that
+///   the entries send to rank w.
+[[nodiscard]] std::vector<HostTensor> simulate_communication(
+    std::span<const ConstTensorView> tensors, const Metadata& metadata,
+    const SimulateOptions& options = {});
+
+}  // namespace waybill

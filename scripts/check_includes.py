@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""Holds the #include lines to the table of rooms, and the files to the lists in CMake.
+
+Prints one line for each offence and exits 1 when there is one.
+"""
+
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+# Which rooms a room may include, besides itself. The table in CONTRIBUTING.md says the same.
+ROOMS = {
+    "core": set(),
+    "routing": {"core"},
+    "simulate": {"routing", "core"},
+    "json": {"routing", "core"},
+    "report": {"routing", "core"},
+    "cli": {"core", "routing", "simulate", "json", "report"},
+}
+
+# Third-party headers, and the folders that may include them (never a public header).
+THIRD_PARTY = {
+    "nlohmann/": ("src/json/", "tests/"),
+    "CLI/": ("src/cli/",),
+    "gtest/": ("tests/",),
+    "gmock/": ("tests/",),
+    "rapidcheck": ("tests/",),
+    "benchmark/": ("bench/",),
+}
+
+# Headers of the operating system; for .cpp files only.
+SYSTEM = re.compile(r"(sys/\w+|sched|unistd|fcntl|pthread)\.h$")
+STANDARD = re.compile(r"\w+$")
+
+INCLUDE = re.compile(r"^\s*#\s*include\s*([<\"])([^>\"]+)[>\"]", re.MULTILINE)
+
+
+def room_of(path):
+    """The room that a file of include/ or src/ belongs to; None for the leaves."""
+    parts = path.parts
+    if parts[:2] == ("include", "waybill"):
+        return parts[2]
+    return parts[1] if parts[0] == "src" else None
+
+
+def check_angle(path, name):
+    for prefix, folders in THIRD_PARTY.items():
+        if name.startswith(prefix):
+            if not str(path).startswith(folders):
+                return f"<{name}> belongs to {' and '.join(folders)}"
+            return None
+    if STANDARD.match(name):
+        return None
+    if not SYSTEM.match(name):
+        return f"<{name}> is neither a standard header nor a known dependency"
+    if path.suffix == ".h":
+        return f"<{name}> is a system header; include it in a .cpp file"
+    return None
+
+
+def check_quoted(path, name):
+    room = room_of(path)
+    if name.startswith("waybill/"):
+        target = name.split("/")[1]
+        if not (ROOT / "include" / name).is_file():
+            return f'"{name}" does not exist'
+        if room and target != room and target not in ROOMS[room]:
+            return f'"{name}": {room} may include {", ".join(sorted(ROOMS[room])) or "only std"}'
+        return None
+    if str(path).startswith("include/"):
+        return f'"{name}": a public header includes "waybill/ROOM/x.h" or <x>'
+    bases = [ROOT / path.parent] + ([ROOT / "tests"] if path.parts[0] == "tests" else [])
+    if ".." in name or not any((base / name).is_file() for base in bases):
+        return f'"{name}" is not a file beside this one'
+    return None
+
+
+def check_file(path):
+    text = (ROOT / path).read_text(encoding="utf-8")
+    if path.suffix == ".h" and not re.search(r"^#pragma once$", text, re.MULTILINE):
+        yield f"{path}:1: no #pragma once"
+    for match in INCLUDE.finditer(text):
+        kind, name = match.groups()
+        problem = (check_angle if kind == "<" else check_quoted)(path, name)
+        if problem:
+            yield f"{path}:{text.count(chr(10), 0, match.start(2)) + 1}: {problem}"
+
+
+def check_lists(room):
+    """Every source and public header of a room stands in its CMakeLists.txt."""
+    cmake = ROOT / "src" / room / "CMakeLists.txt"
+    listed = set(re.findall(r"[\w/]+\.(?:cpp|h)\b", cmake.read_text(encoding="utf-8")))
+    for folder, pattern in (("src", "*.cpp"), ("include/waybill", "*.h")):
+        for path in sorted((ROOT / folder / room).glob(pattern)):
+            if path.name not in listed:
+                yield f"{path.relative_to(ROOT)}:1: not named in src/{room}/CMakeLists.txt"
+
+
+def main():
+    problems = []
+    num_files = 0
+    for folder in ("include", "src", "tests", "bench", "examples"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (".h", ".cpp"):
+                num_files += 1
+                path = path.relative_to(ROOT)
+                room = room_of(path)
+                if room and room not in ROOMS:
+                    problems.append(f"{path}:1: {room} is not a room")
+                else:
+                    problems += check_file(path)
+    for room in ROOMS:
+        problems += check_lists(room)
+    print("\n".join(problems) if problems else f"includes: {num_files} files keep the rules")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Formats all C++ files, or with --check only says which are not formatted.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+mode=(-i)
+[[ ${1:-} == --check ]] && mode=(--dry-run -Werror)
+
+# Other versions of clang-format break some lines elsewhere.
+tool=clang-format-14
+command -v "$tool" >/dev/null || {
+  echo "format: $tool is missing; scripts/setup.sh --ci installs it" >&2
+  exit 1
+}
+find include src tests bench examples \( -name '*.h' -o -name '*.cpp' \) -print0 |
+  xargs -0 -r -n 8 -P "$(nproc)" "$tool" "${mode[@]}"

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Builds the libFuzzer targets with clang and runs each for some seconds (default 60) from its seed
+# inputs in tests/fuzz/corpus. An input that fails is kept in build/fuzz/found.
+#
+#   scripts/fuzz.sh [seconds]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+seconds=${1:-60}
+
+scripts/setup.sh --ci
+cmake --preset fuzz --log-level=WARNING
+cmake --build --preset fuzz
+
+shopt -s nullglob
+targets=(tests/fuzz/fuzz_*.cpp)
+if ((${#targets[@]} == 0)); then
+  echo "fuzz: no targets in tests/fuzz" >&2
+  exit 1
+fi
+mkdir -p build/fuzz/found
+for source in "${targets[@]}"; do
+  name=$(basename "$source" .cpp)
+  inputs=(build/fuzz/corpus/"$name")  # the first folder takes what is newly found
+  mkdir -p "${inputs[0]}"
+  [[ -d tests/fuzz/corpus/$name ]] && inputs+=("tests/fuzz/corpus/$name")
+  echo "fuzz: $name for $seconds s"
+  scripts/fixed_addresses.sh "build/fuzz/fuzz/$name" -max_total_time="$seconds" -timeout=10 \
+    -rss_limit_mb=2048 -artifact_prefix=build/fuzz/found/ -print_final_stats=1 -verbosity=0 \
+    "${inputs[@]}"
+done

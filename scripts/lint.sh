@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Format, shell scripts, include rules, sizes, header self-containment and clang-tidy. Runs all of
+# them, then says which failed.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+scripts/setup.sh --ci
+cmake --preset release --log-level=WARNING
+
+run_clang_tidy() {
+  find src -name '*.cpp' -print0 |
+    xargs -0 -n 1 -P "$(nproc)" clang-tidy -p build/release --quiet 2>/dev/null
+}
+
+failed=()
+check() {
+  local name=$1 start=$SECONDS
+  shift
+  if "$@"; then
+    echo "lint: $name: ok ($((SECONDS - start)) s)"
+  else
+    echo "lint: $name: FAILED"
+    failed+=("$name")
+  fi
+}
+
+check format scripts/format.sh --check
+check shell shellcheck .ci/run scripts/*.sh
+check includes scripts/check_includes.py
+check sizes scripts/check_sizes.py
+check headers cmake --build build/release --target header_checks
+check clang-tidy run_clang_tidy
+
+if ((${#failed[@]} > 0)); then
+  echo "lint: failed: ${failed[*]}" >&2
+  exit 1
+fi

@@ -1,0 +1,90 @@
+#include <CLI/CLI.hpp>
+#include <memory>
+
+#include "commands.h"
+#include "main_job.h"
+#include "waybill/json/file.h"
+#include "waybill/json/plan_json.h"
+#include "waybill/report/format.h"
+#include "waybill/report/text_summary.h"
+
+namespace waybill::cli {
+namespace {
+
+struct DemoOptions {
+  MainJobOptions job;
+  std::string html = "waybill-report.html";
+  bool no_html = false;
+  bool no_simulate = false;
+  std::string plan_out;
+};
+
+std::string accounted_text(const MainJob& job, const RowOptions& rows) {
+  std::string text =
+      concat("Bytes below are counted for rows of ", format_bytes(job.summary.row_bytes.q),
+             " (Q) and ", format_bytes(job.summary.row_bytes.kv), " (K and V, ", rows.dtype, ")");
+  text += job.check ? concat(";\nthe dispatch above was simulated with rows of ",
+                             format_bytes(job.payload_bytes), ".\n")
+                    : ".\n";
+  return text;
+}
+
+int run_demo(const DemoOptions& options, Program& program) {
+  Console& console = program.console;
+  MainJobOptions job_options = options.job;
+  job_options.simulate = !options.no_simulate;
+  console.print("Waybill: from document lengths to a dispatch that is proven right\n\n");
+  const MainJob job = run_main_job(job_options, console);
+
+  TextStyle style = console.style();
+  style.gb_per_s = job_options.rows.gb_per_s;
+  console.print(concat("\n", accounted_text(job, job_options.rows), "\n"));
+  console.print(text_summary(job.plan, job.routing, job.summary, style));
+  if (!options.plan_out.empty()) write_plan(options.plan_out, job.plan);
+  if (!options.no_html) {
+    write_file(options.html, html_report(job.plan, job.routing, job.summary,
+                                         report_context(job, job_options, program.command_line)));
+    console.print(concat("\nReport: ", options.html, " (open it in a browser)\n"));
+  }
+  if (!job.passed()) {
+    console.print_error("the checks above found something wrong");
+    return exit_failure;
+  }
+  return exit_good;
+}
+
+}  // namespace
+
+void add_demo_command(CLI::App& app, Program& program) {
+  auto options = std::make_shared<DemoOptions>();
+  CLI::App* command = app.add_subcommand(
+      "demo",
+      "The main job: document lengths -> plan -> metadata -> validation -> dispatch there and "
+      "back with every byte checked -> summary and HTML report. Needs no arguments.");
+  add_source_options(*command, options->job.source);
+  add_planning_options(*command, options->job.planning);
+  add_row_options(*command, options->job.rows);
+  add_simulation_options(*command, options->job.simulation);
+  const std::string group = "Output";
+  auto* html = command->add_option("--html", options->html, "Where the report goes")
+                   ->type_name("FILE")
+                   ->capture_default_str()
+                   ->group(group);
+  command->add_flag("--no-html", options->no_html, "Write no report")->excludes(html)->group(group);
+  command->add_flag("--no-simulate", options->no_simulate, "Leave out the byte-checked run")
+      ->group(group);
+  command->add_option("-o,--plan-out", options->plan_out, "Also write the plan as JSON")
+      ->type_name("FILE")
+      ->group(group);
+  command->footer(
+      "Examples:\n"
+      "  waybill demo\n"
+      "  waybill demo --world-size 64 --tokens-per-rank 32768 --gb-per-s 400\n"
+      "  waybill demo --corpus ~/documents --world-size 4 --shard-tokens 1024\n"
+      "  waybill demo --lengths lengths.txt --html run.html -o run.plan.json");
+  command->callback([options, &program] {
+    program.run = [options, &program] { return run_demo(*options, program); };
+  });
+}
+
+}  // namespace waybill::cli

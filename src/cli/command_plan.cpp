@@ -1,0 +1,53 @@
+#include <CLI/CLI.hpp>
+#include <memory>
+
+#include "commands.h"
+#include "job_options.h"
+#include "waybill/json/plan_json.h"
+#include "waybill/report/format.h"
+
+namespace waybill::cli {
+namespace {
+
+struct PlanOptions {
+  SourceOptions source;
+  PlanningOptions planning;
+  std::string output;
+  bool compact = false;
+};
+
+int run_plan(const PlanOptions& options, Program& program) {
+  std::string text;
+  {
+    const Progress progress(program.console, "plan");
+    const Documents documents = load_documents(options.source, options.planning);
+    for (const std::string& remark : documents.remarks) program.console.print_remark(remark);
+    text = to_json(plan_documents(documents.lengths, documents.plan),
+                   options.compact ? JsonStyle::compact : JsonStyle::readable);
+  }
+  write_output(program.console, options.output, text);
+  return exit_good;
+}
+
+}  // namespace
+
+void add_plan_command(CLI::App& app, Program& program) {
+  auto options = std::make_shared<PlanOptions>();
+  CLI::App* command = app.add_subcommand(
+      "plan", "Packs documents into ranks, cuts them into shards and spreads the work: plan JSON");
+  add_source_options(*command, options->source);
+  add_planning_options(*command, options->planning);
+  command->add_option("-o,--output", options->output, "The plan; standard output without it")
+      ->type_name("FILE");
+  command->add_flag("--compact", options->compact, "JSON without line breaks");
+  command->footer(
+      "Examples:\n"
+      "  waybill plan -o plan.json\n"
+      "  waybill plan --distribution prolong --world-size 64 -o plan.json\n"
+      "  echo 9000 500 4000 | waybill plan --lengths - --world-size 2 --shard-tokens 1000");
+  command->callback([options, &program] {
+    program.run = [options, &program] { return run_plan(*options, program); };
+  });
+}
+
+}  // namespace waybill::cli

@@ -1,0 +1,115 @@
+#include <CLI/CLI.hpp>
+#include <memory>
+
+#include "commands.h"
+#include "dispatch_file.h"
+#include "main_job.h"
+#include "waybill/report/format.h"
+#include "waybill/routing/validate.h"
+
+namespace waybill::cli {
+namespace {
+
+struct ValidateCommand {
+  std::string input;
+  std::string reverse;
+  ValidateOptions options;
+};
+
+// A forward table alone is checked against the reverse that it implies.
+std::vector<Finding> validate_alone(const DispatchFile& file, const ValidateOptions& options) {
+  const Metadata& metadata = *file.metadata;
+  if (metadata.is_slice())
+    throw IoError(concat(file.name, ": is the slice of one rank, expected the metadata of all"));
+  if (metadata.seq_recv_mask) {
+    throw IoError(concat(file.name,
+                         ": is a reverse metadata with planes for copies; give the "
+                         "forward one first: waybill validate FORWARD REVERSE"));
+  }
+  try {
+    return validate(metadata, answer_to(metadata), options);
+  } catch (const InvalidArgument& error) {
+    Finding finding;
+    finding.kind = FindingKind::shape;
+    finding.table = "metadata";
+    finding.field = "shape";
+    finding.got = error.what();
+    finding.expected = "shapes and values that agree";
+    return {finding};
+  }
+}
+
+std::vector<Finding> findings_of(const ValidateCommand& command) {
+  const DispatchFile file = read_dispatch_file(command.input, ReadCheck::form);
+  if (!command.reverse.empty()) {
+    const DispatchFile reverse = read_dispatch_file(command.reverse, ReadCheck::form);
+    if (!file.metadata || !reverse.metadata)
+      throw UsageError("validate: two files must both be metadata, forward and reverse");
+    return validate(*file.metadata, *reverse.metadata, command.options);
+  }
+  if (file.metadata) return validate_alone(file, command.options);
+  if (file.bundle) return validate(*file.plan, *file.bundle, command.options);
+
+  std::vector<Finding> findings = validate(*file.plan, command.options);
+  if (!findings.empty()) return findings;
+  check_routing_size(*file.plan);
+  return validate(*file.plan, compute_qkv_routing(*file.plan), command.options);
+}
+
+int run_validate(const ValidateCommand& command, Program& program) {
+  std::vector<Finding> findings;
+  {
+    const Progress progress(program.console, "validation");
+    findings = findings_of(command);
+  }
+  const std::string name = input_name(command.input);
+  program.console.print(findings_text(findings, findings.size()));
+  if (findings.empty()) {
+    program.console.print(concat(program.console.mark(true), " ", name, ": no findings\n"));
+    return exit_good;
+  }
+  program.console.print_error(
+      concat(name, ": ", format_plural(std::ssize(findings), "finding"),
+             std::ssize(findings) >= command.options.max_findings ? " (there may be more)" : ""));
+  return exit_failure;
+}
+
+}  // namespace
+
+void add_validate_command(CLI::App& app, Program& program) {
+  auto command_options = std::make_shared<ValidateCommand>();
+  CLI::App* command = app.add_subcommand(
+      "validate",
+      "Looks for everything that could be wrong in a plan, a dispatch or metadata and prints a "
+      "line for each finding. Exit 1 when there is one.");
+  command
+      ->add_option("FILE", command_options->input,
+                   "Plan, dispatch or metadata JSON; - is standard input")
+      ->required()
+      ->type_name("");
+  command
+      ->add_option("REVERSE", command_options->reverse,
+                   "Reverse metadata, when FILE is forward metadata")
+      ->type_name("");
+  ValidateOptions& options = command_options->options;
+  command->add_option("--q-capacity", options.q_capacity, "Rows of a rank's Q buffer")
+      ->type_name("N")
+      ->check(CLI::NonNegativeNumber);
+  command->add_option("--kv-capacity", options.kv_capacity, "Rows of a rank's K and V buffers")
+      ->type_name("N")
+      ->check(CLI::NonNegativeNumber);
+  command->add_option("--max-findings", options.max_findings, "Stop after so many")
+      ->type_name("N")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  command->footer(
+      "Examples:\n"
+      "  waybill validate plan.json\n"
+      "  waybill validate dispatch.json --kv-capacity 200000\n"
+      "  waybill validate forward.json reverse.json");
+  command->callback([command_options, &program] {
+    program.run = [command_options, &program] { return run_validate(*command_options, program); };
+  });
+}
+
+}  // namespace waybill::cli

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include "console.h"
+
+namespace CLI {
+class App;
+}
+
+namespace waybill::cli {
+
+/// What the commands share while the program runs.
+struct Program {
+  Console console;
+  std::string command_line;  ///< as it was typed, quoted for a shell
+  std::function<int()> run;  ///< the chosen command; set while options are read
+};
+
+/// Each adds one command with its options, help and examples to the program.
+void add_demo_command(CLI::App& app, Program& program);
+void add_plan_command(CLI::App& app, Program& program);
+void add_metadata_command(CLI::App& app, Program& program);
+void add_simulate_command(CLI::App& app, Program& program);
+void add_validate_command(CLI::App& app, Program& program);
+void add_show_command(CLI::App& app, Program& program);
+
+}  // namespace waybill::cli

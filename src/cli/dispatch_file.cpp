@@ -1,0 +1,106 @@
+#include "dispatch_file.h"
+
+#include <algorithm>
+
+#include "console.h"
+#include "waybill/core/error.h"
+#include "waybill/json/dispatch_json.h"
+#include "waybill/json/metadata_json.h"
+#include "waybill/json/plan_json.h"
+#include "waybill/report/format.h"
+
+namespace waybill::cli {
+namespace {
+
+std::size_t at(std::int64_t idx) { return static_cast<std::size_t>(idx); }
+
+}  // namespace
+
+DispatchFile read_dispatch_file(const std::string& path, ReadCheck check) {
+  const std::string text = read_input(path);
+  DispatchFile file;
+  file.name = input_name(path);
+  const std::string format = json_format(text, file.name);
+  if (format == "waybill.plan") {
+    file.plan = plan_from_json(text, file.name, check);
+  } else if (format == "waybill.dispatch") {
+    DispatchBundle bundle = dispatch_from_json(text, file.name, check);
+    file.plan = std::move(bundle.plan);
+    file.bundle = std::move(bundle.metadata);
+  } else if (format == "waybill.metadata") {
+    file.metadata = metadata_from_json(text, file.name, check);
+  } else {
+    throw IoError(concat(file.name, ": /format = \"", format,
+                         "\", expected waybill.plan, waybill.dispatch or waybill.metadata"));
+  }
+  return file;
+}
+
+DispatchFile read_plan_file(const std::string& path, ReadCheck check) {
+  DispatchFile file = read_dispatch_file(path, check);
+  if (!file.plan) {
+    throw IoError(concat(file.name,
+                         ": /format = \"waybill.metadata\", expected waybill.plan or "
+                         "waybill.dispatch"));
+  }
+  return file;
+}
+
+Metadata& table_of(E2eMetadata& metadata, std::string_view name) {
+  if (name == "fwd_q") return metadata.fwd_q;
+  if (name == "rev_q") return metadata.rev_q;
+  if (name == "fwd_kv") return metadata.fwd_kv;
+  if (name == "rev_kv") return metadata.rev_kv;
+  throw UsageError(concat("--table: got ", name, ", expected fwd_q, rev_q, fwd_kv or rev_kv"));
+}
+
+void check_routing_size(const QkvPlan& plan) {
+  constexpr std::int64_t most_copies = std::int64_t{1} << 28;
+  std::int64_t copies = 0;
+  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
+    const std::int64_t n = plan.doc_shard_offsets[at(d + 1)] - plan.doc_shard_offsets[at(d)];
+    const std::int64_t holders = plan.kv_layout == KvLayout::per_query
+                                     ? (n + 1) / 2
+                                     : std::min<std::int64_t>(n, plan.world_size);
+    copies += n * holders;  // both factors are below 2^31, and the sum is looked at every time
+    if (copies > most_copies) {
+      throw Unsupported(
+          concat("the plan may need more than ", format_count(most_copies),
+                 " copies of KV shards (document ", d, " has ", format_count(n),
+                 " shards); use longer shards (--shard-tokens) or --kv-layout per_rank"));
+    }
+  }
+}
+
+void check_dense_size(const QkvPlan& plan, const QkvRouting& routing) {
+  constexpr std::int64_t most_entries = std::int64_t{1} << 27;
+  std::int64_t most_shards = 0;
+  for (std::int64_t w = 0; w < plan.world_size; ++w) {
+    most_shards =
+        std::max(most_shards, plan.rank_shard_offsets[at(w + 1)] - plan.rank_shard_offsets[at(w)]);
+  }
+  std::int64_t most_lines = most_shards;
+  for (const SparseMetadata* table : {&routing.rev_q, &routing.rev_kv}) {
+    for (std::int64_t w = 0; w < plan.world_size; ++w) {
+      most_lines =
+          std::max(most_lines, table->rank_offsets[at(w + 1)] - table->rank_offsets[at(w)]);
+    }
+  }
+  std::int64_t most_copies = 1;
+  for (std::int64_t line = 0; line < routing.fwd_kv.num_lines(); ++line) {
+    most_copies =
+        std::max(most_copies, routing.fwd_kv.copy_end(line) - routing.fwd_kv.copy_begin(line));
+  }
+  const double world = plan.world_size;
+  const double entries =
+      world * (world + 1) + world * static_cast<double>(most_lines) +
+      world * static_cast<double>(most_shards) * static_cast<double>(most_copies);
+  if (entries > static_cast<double>(most_entries)) {
+    throw Unsupported(concat("the dense form needs about ", format_si(entries),
+                             " entries a table, at most ",
+                             format_si(static_cast<double>(most_entries)),
+                             " are written as JSON; work with the plan, which is small"));
+  }
+}
+
+}  // namespace waybill::cli

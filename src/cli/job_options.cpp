@@ -1,0 +1,136 @@
+#include "job_options.h"
+
+#include <CLI/CLI.hpp>
+
+#include "console.h"
+#include "numbers.h"
+#include "waybill/core/dtype.h"
+#include "waybill/core/topology.h"
+#include "waybill/json/length_distribution_json.h"
+
+namespace waybill::cli {
+namespace {
+
+constexpr std::int64_t most_tokens = std::int64_t{1} << 40;
+
+std::string distribution_names() {
+  std::string names;
+  for (const LengthDistribution& distribution : builtin_length_distributions())
+    names += (names.empty() ? "" : ", ") + distribution.name;
+  return names;
+}
+
+}  // namespace
+
+RowBytes RowOptions::row_bytes() const {
+  const std::int64_t element = dtype_bytes(dtype_from_name(dtype));
+  return {.q = q_hidden * element, .kv = 2 * kv_hidden * element};
+}
+
+void add_source_options(CLI::App& command, SourceOptions& options) {
+  const std::string group = "Documents";
+  auto* distribution = command
+                           .add_option("--distribution", options.distribution,
+                                       "Draw lengths from a named distribution (the default): " +
+                                           distribution_names())
+                           ->type_name("NAME")
+                           ->group(group);
+  auto* lengths = command
+                      .add_option("--lengths", options.lengths_path,
+                                  "Read lengths in tokens: JSON list or text; - is standard input")
+                      ->type_name("FILE")
+                      ->group(group);
+  command
+      .add_option("--corpus", options.corpus_path,
+                  "Count the tokens of all text files below a folder. " + corpus_rule())
+      ->type_name("DIR")
+      ->group(group)
+      ->excludes(distribution)
+      ->excludes(lengths);
+  lengths->excludes(distribution);
+  command.add_option("--seed", options.seed, "Seed of the drawn lengths")
+      ->type_name("N")
+      ->capture_default_str()
+      ->group(group);
+}
+
+void add_planning_options(CLI::App& command, PlanningOptions& options) {
+  const std::string group = "Plan";
+  command.add_option("--world-size", options.world_size, "Number of ranks")
+      ->type_name("N")
+      ->check(CLI::Range(std::int32_t{1}, max_world_size))
+      ->capture_default_str()
+      ->group(group);
+  command
+      .add_option("--tokens-per-rank", options.tokens_per_rank,
+                  "Rows of a rank before dispatch, or auto: just enough for the documents "
+                  "(default: 65536 for drawn lengths, else auto)")
+      ->type_name("N|auto")
+      ->check(number_or_auto(1, most_tokens))
+      ->group(group);
+  command.add_option("--shard-tokens", options.shard_tokens, "Longest shard in tokens")
+      ->type_name("N")
+      ->check(CLI::Range(std::int64_t{1}, most_tokens))
+      ->capture_default_str()
+      ->group(group);
+  command
+      .add_option("--kv-layout", options.kv_layout,
+                  "per_rank: K and V once on each rank that needs them; per_query: once for every "
+                  "query shard")
+      ->type_name("NAME")
+      ->check(CLI::IsMember({"per_rank", "per_query"}))
+      ->capture_default_str()
+      ->group(group);
+}
+
+void add_row_options(CLI::App& command, RowOptions& options) {
+  const std::string group = "Bytes that are counted";
+  constexpr std::int64_t most_hidden = 1 << 24;
+  command.add_option("--q-hidden", options.q_hidden, "Elements of a row of Q")
+      ->type_name("N")
+      ->check(CLI::Range(std::int64_t{1}, most_hidden))
+      ->capture_default_str()
+      ->group(group);
+  command.add_option("--kv-hidden", options.kv_hidden, "Elements of a row of K, and of V")
+      ->type_name("N")
+      ->check(CLI::Range(std::int64_t{1}, most_hidden))
+      ->capture_default_str()
+      ->group(group);
+  command.add_option("--dtype", options.dtype, "Type of the elements")
+      ->type_name("NAME")
+      ->check([](const std::string& name) {
+        try {
+          (void)dtype_from_name(name);
+          return std::string();
+        } catch (const InvalidArgument& error) {
+          return std::string(error.what());
+        }
+      })
+      ->capture_default_str()
+      ->group(group);
+  command
+      .add_option("--gb-per-s", options.gb_per_s,
+                  "Speed of a rank's link each way, in 1e9 bytes a second: adds times")
+      ->type_name("X")
+      ->check(CLI::PositiveNumber)
+      ->group(group);
+}
+
+void add_simulation_options(CLI::App& command, SimulationOptions& options) {
+  const std::string group = "Byte-checked run";
+  command
+      .add_option("--payload-bytes", options.payload_bytes,
+                  "Bytes of a simulated row of Q, and of K and V together; auto: up to 256, less "
+                  "for large plans")
+      ->type_name("N|auto")
+      ->check(number_or_auto(8, 1 << 24))
+      ->capture_default_str()
+      ->group(group);
+  command.add_option("--threads", options.num_threads, "Threads, 0 for all cores")
+      ->type_name("N")
+      ->check(CLI::Range(0, 4096))
+      ->capture_default_str()
+      ->group(group);
+}
+
+}  // namespace waybill::cli

@@ -1,0 +1,71 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "waybill/report/plan_summary.h"
+#include "waybill/routing/document_plan.h"
+
+namespace CLI {
+class App;
+}
+
+namespace waybill::cli {
+
+/// Where document lengths come from: one of the three.
+struct SourceOptions {
+  std::string distribution;  ///< a name; empty: the first
+  std::string lengths_path;
+  std::string corpus_path;
+  std::uint64_t seed = 0;
+
+  [[nodiscard]] bool is_drawn() const { return lengths_path.empty() && corpus_path.empty(); }
+};
+
+/// How documents become a plan, before `auto` is resolved.
+struct PlanningOptions {
+  std::int32_t world_size = 8;
+  std::string tokens_per_rank;  ///< a number, "auto", or empty: what fits the source
+  std::int64_t shard_tokens = 4096;
+  std::string kv_layout = "per_rank";
+};
+
+/// Sizes of the rows for which bytes are counted.
+struct RowOptions {
+  std::int64_t q_hidden = 4096;
+  std::int64_t kv_hidden = 1024;
+  std::string dtype = "bfloat16";
+  double gb_per_s = 0;
+
+  [[nodiscard]] RowBytes row_bytes() const;
+};
+
+/// What the byte-checked run moves.
+struct SimulationOptions {
+  std::string payload_bytes = "auto";
+  int num_threads = 0;
+};
+
+void add_source_options(CLI::App& command, SourceOptions& options);
+void add_planning_options(CLI::App& command, PlanningOptions& options);
+void add_row_options(CLI::App& command, RowOptions& options);
+void add_simulation_options(CLI::App& command, SimulationOptions& options);
+
+/// Document lengths that fit a plan, and how they came about.
+struct Documents {
+  std::vector<std::int64_t> lengths;
+  std::string origin;                ///< one line
+  std::vector<std::string> remarks;  ///< what was skipped, cut, left out or left empty
+  DocumentPlanOptions plan;          ///< with tokens_per_rank decided
+};
+
+/// Reads or draws the documents and fits them into the ranks.
+/// @throws UsageError for an unknown distribution; IoError for what cannot be read.
+[[nodiscard]] Documents load_documents(const SourceOptions& source,
+                                       const PlanningOptions& planning);
+
+/// The rule by which --corpus counts tokens, for --help and reports.
+[[nodiscard]] std::string corpus_rule();
+
+}  // namespace waybill::cli

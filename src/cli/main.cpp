@@ -1,0 +1,92 @@
+#include <CLI/CLI.hpp>
+#include <exception>
+#include <new>
+
+#include "commands.h"
+
+namespace waybill::cli {
+namespace {
+
+/// One word of a command line as a shell would want it.
+std::string quoted(const std::string& word) {
+  const bool plain =
+      !word.empty() && word.find_first_not_of(
+                           "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+                           "_-+=.,:/@%~") == std::string::npos;
+  if (plain) return word;
+  std::string result = "'";
+  for (const char c : word) result += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return result + "'";
+}
+
+std::string command_line(int argc, char** argv) {
+  std::string result = "waybill";
+  for (int i = 1; i < argc; ++i) result += concat(" ", quoted(argv[i]));
+  return result;
+}
+
+void add_commands(CLI::App& app, Program& program) {
+  app.set_version_flag("--version", "waybill " WAYBILL_VERSION, "Print the version and leave");
+  app.require_subcommand(0, 1);
+  app.fallthrough();
+  app.add_flag_callback(
+         "--progress", [&program] { program.console.set_plain_progress(true); },
+         "Progress as plain lines on standard error, also where that is no terminal")
+      ->trigger_on_parse();
+  add_demo_command(app, program);
+  add_plan_command(app, program);
+  add_metadata_command(app, program);
+  add_simulate_command(app, program);
+  add_validate_command(app, program);
+  add_show_command(app, program);
+  app.footer(
+      "Examples:\n"
+      "  waybill demo                                   the whole way, nothing else needed\n"
+      "  waybill plan -o plan.json                      documents -> plan\n"
+      "  waybill metadata plan.json -o dispatch.json    plan -> metadata\n"
+      "  waybill validate dispatch.json                 what could be wrong with it?\n"
+      "  waybill simulate dispatch.json                 carry it out, check every byte\n"
+      "  waybill show plan.json --rank 3                read it\n"
+      "Exit: 0 good, 1 failure or findings, 2 wrong usage.");
+}
+
+int run(int argc, char** argv, Program& program) {
+  CLI::App app{"Waybill routes tokens between ranks: plans, checks and simulates dispatches.",
+               "waybill"};
+  program.command_line = command_line(argc, argv);
+  add_commands(app, program);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::CallForHelp&) {
+    const auto chosen = app.get_subcommands();
+    program.console.print(chosen.empty() ? app.help() : chosen.front()->help());
+    return exit_good;
+  } catch (const CLI::CallForVersion& version) {
+    program.console.print(concat(version.what(), "\n"));
+    return exit_good;
+  } catch (const CLI::ParseError& error) {
+    throw UsageError(error.what());
+  }
+  if (!program.run) throw UsageError("a command is needed; waybill --help lists them");
+  return program.run();
+}
+
+}  // namespace
+}  // namespace waybill::cli
+
+int main(int argc, char** argv) {
+  using namespace waybill::cli;
+  Program program;
+  try {
+    return run(argc, argv, program);
+  } catch (const UsageError& error) {
+    program.console.print_error(error.what());
+    return exit_usage;
+  } catch (const std::bad_alloc&) {
+    program.console.print_error("out of memory; ask for fewer tokens, ranks or shards");
+    return exit_failure;
+  } catch (const std::exception& error) {
+    program.console.print_error(error.what());
+    return exit_failure;
+  }
+}

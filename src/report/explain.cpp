@@ -1,0 +1,104 @@
+#include <algorithm>
+
+#include "figures.h"
+#include "waybill/core/error.h"
+#include "waybill/report/document_figures.h"
+#include "waybill/report/format.h"
+#include "waybill/report/text_summary.h"
+
+namespace waybill {
+namespace {
+
+using detail::at;
+
+std::string percent(std::int64_t part, std::int64_t whole) {
+  if (part == whole) return "all";
+  const double share = 100.0 * static_cast<double>(part) / static_cast<double>(whole);
+  return format_fixed(std::min(share, 99.0), 0) + "%";
+}
+
+std::string times(double factor) { return format_fixed(factor, factor < 1.1 ? 3 : 2) + " times"; }
+
+std::string limit_sentence(const PlanSummary& summary, double gb_per_s) {
+  const bool in = summary.limit_direction == Direction::in;
+  const Spread& spread = in ? summary.rank_bytes_in : summary.rank_bytes_out;
+  std::string text =
+      concat("Rank ", summary.limit_rank, " sets the limit: ", format_bytes(summary.limit_bytes),
+             in ? " come in" : " go out", ", ", times(spread.imbalance()), " the mean");
+  if (gb_per_s > 0) {
+    text +=
+        concat("; at ", format_si(gb_per_s * 1e9), "B/s each way no dispatch can be faster than ",
+               format_seconds(summary.limit_seconds(gb_per_s)));
+  }
+  return text + ".";
+}
+
+std::string cause_sentence(const QkvPlan& plan, const QkvRouting& routing,
+                           const PlanSummary& summary) {
+  const DocumentBytes cause =
+      document_bytes(plan, routing, summary.row_bytes, summary.limit_rank, summary.limit_direction)
+          .front();
+  const DocumentFigures document = document_figures(plan)[at(cause.document)];
+  return concat("Document ", cause.document, " (", format_plural(document.tokens, "token"), " in ",
+                format_plural(document.num_shards, "shard"), ", attended on ",
+                format_plural(document.num_attending_ranks, "rank"), ") causes ",
+                percent(cause.bytes(), summary.limit_bytes),
+                " of these bytes: ", format_bytes(cause.q_bytes), " of Q and ",
+                format_bytes(cause.kv_bytes), " of K and V.");
+}
+
+std::string work_sentence(const PlanSummary& summary) {
+  const Spread& work = summary.rank_work;
+  const auto idle = std::count_if(summary.ranks.begin(), summary.ranks.end(),
+                                  [](const RankFigures& rank) { return rank.work == 0; });
+  std::string text =
+      concat(work.imbalance() <= 1.05 ? "Attention work is even" : "Attention work is uneven",
+             ": rank ", work.max_rank, " has most of it, ", times(work.imbalance()),
+             " the mean of ", format_si(work.mean), " (query, key) pairs");
+  if (idle > 0) text += concat("; ", format_plural(idle, "rank"), " without any");
+  return text + ".";
+}
+
+std::string copies_sentence(const PlanSummary& summary) {
+  return concat("A row of K and V is stored ", format_fixed(summary.kv_copies, 2),
+                " times on the mean: ",
+                summary.kv_layout == KvLayout::per_rank
+                    ? "once on every rank where queries need it."
+                    : "once for every query shard that needs it, also on the same rank.");
+}
+
+// One long document feeds many ranks: then what one rank sends limits all.
+void add_relay_sentence(const PlanSummary& summary, std::vector<std::string>& sentences) {
+  const std::int64_t out = summary.rank_bytes_out.max;
+  const std::int64_t in = summary.rank_bytes_in.max;
+  if (in == 0 || out < 2 * in) return;
+  sentences.push_back(concat(
+      "That is ", format_fixed(static_cast<double>(out) / static_cast<double>(in), 1),
+      " times what any rank receives: if the receivers forwarded rows to each other, the limit "
+      "could fall towards ",
+      format_bytes(in), "."));
+}
+
+}  // namespace
+
+std::vector<std::string> explain(const QkvPlan& plan, const QkvRouting& routing,
+                                 const PlanSummary& summary, double gb_per_s) {
+  detail::check_belongs(plan, routing, summary.row_bytes, "explain");
+  std::vector<std::string> sentences;
+  if (summary.num_tokens == 0) {
+    sentences.push_back("The plan has no tokens: nothing moves.");
+    return sentences;
+  }
+  if (summary.limit_bytes == 0) {
+    sentences.push_back("Nothing crosses the wire: every row stays on its rank or has no bytes.");
+  } else {
+    sentences.push_back(limit_sentence(summary, gb_per_s));
+    sentences.push_back(cause_sentence(plan, routing, summary));
+    add_relay_sentence(summary, sentences);
+  }
+  sentences.push_back(work_sentence(summary));
+  sentences.push_back(copies_sentence(summary));
+  return sentences;
+}
+
+}  // namespace waybill

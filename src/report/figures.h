@@ -1,0 +1,30 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "waybill/report/plan_summary.h"
+
+namespace waybill::detail {
+
+/// An index that is known not to be negative.
+template <class Integer>
+[[nodiscard]] constexpr std::size_t at(Integer idx) {
+  return static_cast<std::size_t>(idx);
+}
+
+/// Products and sums of counts. @throws InvalidArgument over 2^63 - 1; `who` begins the text.
+[[nodiscard]] std::int64_t checked_mul(std::int64_t a, std::int64_t b, const char* who);
+[[nodiscard]] std::int64_t checked_add(std::int64_t a, std::int64_t b, const char* who);
+
+/// Throws unless `routing` has the plan's world, shards and lengths.
+void check_belongs(const QkvPlan& plan, const QkvRouting& routing, const RowBytes& row_bytes,
+                   const char* who);
+
+/// The document of each shard. [N]
+[[nodiscard]] std::vector<std::int64_t> document_of_shards(const QkvPlan& plan);
+
+/// The home rank of each shard. [N]
+[[nodiscard]] std::vector<std::int32_t> home_of_shards(const QkvPlan& plan);
+
+}  // namespace waybill::detail

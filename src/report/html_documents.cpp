@@ -1,0 +1,163 @@
+#include <algorithm>
+
+#include "figures.h"
+#include "html_parts.h"
+#include "waybill/core/error.h"
+#include "waybill/report/document_figures.h"
+#include "waybill/report/format.h"
+
+namespace waybill::detail {
+namespace {
+
+constexpr std::int64_t max_pieces_a_document = 400;
+constexpr std::int64_t max_pieces = 2500;  // keeps the page small
+
+struct Drawing {
+  const QkvPlan& plan;
+  std::vector<std::int32_t> home;  // [N]
+  std::int64_t longest = 1;        // tokens of a bar of full width
+};
+
+// Shards [begin, end) of a document's list, drawn as one where there are too many.
+struct Piece {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  std::int64_t first_token = 0;
+  std::int64_t tokens = 0;
+};
+
+std::vector<Piece> pieces_of(const QkvPlan& plan, std::int64_t document) {
+  const std::int64_t first = plan.doc_shard_offsets[at(document)];
+  const std::int64_t last = plan.doc_shard_offsets[at(document + 1)];
+  const std::int64_t shards_a_piece =
+      std::max<std::int64_t>(1, (last - first + max_pieces_a_document - 1) / max_pieces_a_document);
+  std::vector<Piece> pieces;
+  std::int64_t token = 0;
+  for (std::int64_t begin = first; begin < last; begin += shards_a_piece) {
+    Piece piece{
+        .begin = begin, .end = std::min(last, begin + shards_a_piece), .first_token = token};
+    for (std::int64_t i = piece.begin; i < piece.end; ++i)
+      piece.tokens += plan.shard_len[at(plan.doc_shards[at(i)])];
+    token += piece.tokens;
+    pieces.push_back(piece);
+  }
+  return pieces;
+}
+
+std::string percent(std::int64_t tokens, std::int64_t longest) {
+  return svg_number(100.0 * static_cast<double>(tokens) / static_cast<double>(longest)) + "%";
+}
+
+std::string piece_rect(const Drawing& drawing, std::int64_t document, const Piece& piece) {
+  const QkvPlan& plan = drawing.plan;
+  const auto shard = plan.doc_shards[at(piece.begin)];
+  const std::int32_t rank = plan.q_dst[at(shard)];
+  const std::int64_t place = piece.begin - plan.doc_shard_offsets[at(document)];
+  std::string text =
+      concat("<rect x=\"", percent(piece.first_token, drawing.longest), "\" width=\"",
+             percent(piece.tokens, drawing.longest), "\" height=\"17\" fill=\"",
+             rank_colour(rank, plan.world_size), "\"><title>document ", document, ", tokens ",
+             format_count(piece.first_token), "\u2013",
+             format_count(piece.first_token + piece.tokens - 1));
+  if (piece.end - piece.begin == 1) {
+    text += concat(", shard ", place, "\nhome: rank ", drawing.home[at(shard)],
+                   "\nattended by rank ", rank, drawing.home[at(shard)] == rank ? " (stays)" : "");
+  } else {
+    text += concat(", ", piece.end - piece.begin, " shards from ", place,
+                   "; coloured as the first, attended by rank ", rank);
+  }
+  text += "</title></rect>\n";
+  const double share = static_cast<double>(piece.tokens) / static_cast<double>(drawing.longest);
+  if (share >= 0.025) {
+    text += concat("<text x=\"", percent(piece.first_token + piece.tokens / 2, drawing.longest),
+                   "\" y=\"12.5\" text-anchor=\"middle\">", rank, "</text>\n");
+  }
+  return text;
+}
+
+// The thin strip below: where the tokens live in the MLP layout.
+std::string home_strip(const Drawing& drawing, std::int64_t document) {
+  const QkvPlan& plan = drawing.plan;
+  std::string text;
+  std::int64_t token = 0;
+  std::int64_t run_begin = 0;
+  const std::int64_t end = plan.doc_shard_offsets[at(document + 1)];
+  for (std::int64_t i = plan.doc_shard_offsets[at(document)]; i < end; ++i) {
+    const std::int32_t shard = plan.doc_shards[at(i)];
+    token += plan.shard_len[at(shard)];
+    const std::int32_t rank = drawing.home[at(shard)];
+    if (i + 1 < end && drawing.home[at(plan.doc_shards[at(i + 1)])] == rank) continue;
+    text += concat("<rect x=\"", percent(run_begin, drawing.longest), "\" y=\"19\" width=\"",
+                   percent(token - run_begin, drawing.longest), "\" height=\"4\" fill=\"",
+                   rank_colour(rank, plan.world_size), "\"><title>home of tokens ",
+                   format_count(run_begin), "\u2013", format_count(token - 1), ": rank ", rank,
+                   "</title></rect>\n");
+    run_begin = token;
+  }
+  return text;
+}
+
+std::string document_row(const Drawing& drawing, const DocumentFigures& document,
+                         const std::vector<Piece>& pieces) {
+  std::string text = concat("<div class=\"doc\"><span class=\"name\">#", document.document,
+                            "</span><span class=\"num\">", format_count(document.tokens),
+                            "</span><svg role=\"img\" aria-label=\"document ", document.document,
+                            " on ", document.num_attending_ranks, " ranks\">\n");
+  for (const Piece& piece : pieces) {
+    if (piece.tokens > 0) text += piece_rect(drawing, document.document, piece);
+  }
+  return text + home_strip(drawing, document.document) + "</svg></div>\n";
+}
+
+std::string colour_legend(std::int32_t world_size) {
+  constexpr std::int32_t max_chips = 32;
+  const std::int32_t shown = std::min(world_size, max_chips);
+  std::string text = "<p class=\"chips\"><span>Rank</span>";
+  for (std::int32_t i = 0; i < shown; ++i) {
+    const auto rank = static_cast<std::int32_t>(std::int64_t{i} * world_size / shown);
+    text += concat(
+        "<svg class=\"chip\" viewBox=\"0 0 30 18\" aria-hidden=\"true\"><rect width=\"30\" "
+        "height=\"18\" "
+        "rx=\"4\" fill=\"",
+        rank_colour(rank, world_size), "\"/><text x=\"15\" y=\"13\" text-anchor=\"middle\">", rank,
+        "</text></svg>");
+  }
+  return text + "</p>\n";
+}
+
+}  // namespace
+
+std::string documents_section(const QkvPlan& plan, std::int64_t max_documents) {
+  std::vector<DocumentFigures> documents = document_figures(plan);
+  std::stable_sort(documents.begin(), documents.end(),
+                   [](const auto& a, const auto& b) { return a.tokens > b.tokens; });
+  Drawing drawing{.plan = plan, .home = home_of_shards(plan)};
+  if (!documents.empty()) drawing.longest = std::max<std::int64_t>(1, documents.front().tokens);
+
+  std::string rows;
+  std::int64_t num_shown = 0;
+  std::int64_t num_pieces = 0;
+  for (const DocumentFigures& document : documents) {
+    if (num_shown == max_documents || document.tokens == 0) break;
+    const std::vector<Piece> pieces = pieces_of(plan, document.document);
+    num_pieces += std::ssize(pieces);
+    if (num_shown > 0 && num_pieces > max_pieces) break;
+    rows += document_row(drawing, document, pieces);
+    ++num_shown;
+  }
+  const std::int64_t num_left = std::ssize(documents) - num_shown;
+  std::string text =
+      "<section><h2>Where each document went</h2>\n<p class=\"note\">The longest documents, one a "
+      "row, with their tokens. The pieces are query shards in the colour and with the number of "
+      "the "
+      "rank that attends to them; the thin strip below is the rank where the tokens live.</p>\n" +
+      colour_legend(plan.world_size) + "<div class=\"docs\">\n" + rows + "</div>\n";
+  if (num_left > 0) {
+    text += concat("<p class=\"note\">",
+                   format_plural(num_left, num_shown > 0 ? "shorter document" : "document"),
+                   num_left == 1 ? " is" : " are", " not shown.</p>\n");
+  }
+  return text + "</section>\n";
+}
+
+}  // namespace waybill::detail

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "waybill/report/html_report.h"
+
+namespace waybill::detail {
+
+/// Text for use between tags and in quoted attributes. Control characters and what is no UTF-8
+/// become U+FFFD.
+[[nodiscard]] std::string html_escape(std::string_view text);
+
+/// A number for an SVG attribute: at most two digits after the point, no trailing zeros.
+[[nodiscard]] std::string svg_number(double value);
+
+/// Ranks drawn as one where a world is too large for a drawing: blocks of equal size, the last may
+/// be smaller.
+struct RankBlocks {
+  std::int32_t world_size = 1;
+  std::int32_t ranks_per_block = 1;
+
+  /// At most `max_blocks` blocks.
+  [[nodiscard]] static RankBlocks make(std::int32_t world_size, std::int32_t max_blocks);
+
+  [[nodiscard]] std::int32_t count() const {
+    return (world_size + ranks_per_block - 1) / ranks_per_block;
+  }
+  [[nodiscard]] std::int32_t first(std::int32_t block) const { return block * ranks_per_block; }
+  [[nodiscard]] std::int32_t last(std::int32_t block) const {
+    const std::int32_t end = (block + 1) * ranks_per_block;
+    return (end < world_size ? end : world_size) - 1;
+  }
+  /// "rank 3", "ranks 4-7"
+  [[nodiscard]] std::string name(std::int32_t block) const;
+};
+
+/// Fill of everything that stands for a rank.
+[[nodiscard]] std::string rank_colour(std::int32_t rank, std::int32_t world_size);
+
+/// The sections of the page, each a complete <section> element.
+[[nodiscard]] std::string matrix_section(const PlanSummary& summary);
+[[nodiscard]] std::string loads_section(const PlanSummary& summary);
+[[nodiscard]] std::string documents_section(const QkvPlan& plan, std::int64_t max_documents);
+[[nodiscard]] std::string table_section(const PlanSummary& summary);
+
+/// The page's style sheet.
+[[nodiscard]] std::string_view html_style();
+
+}  // namespace waybill::detail

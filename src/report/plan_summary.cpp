@@ -1,0 +1,154 @@
+#include "waybill/report/plan_summary.h"
+
+#include <algorithm>
+
+#include "figures.h"
+#include "waybill/core/error.h"
+#include "waybill/routing/document_plan.h"
+
+namespace waybill {
+namespace {
+
+using detail::at;
+using detail::checked_add;
+using detail::checked_mul;
+
+constexpr const char* who = "summarize";
+
+void count_homes_and_work(const QkvPlan& plan, PlanSummary& summary) {
+  const std::vector<std::int64_t> work = shard_work(plan);
+  for (std::int32_t rank = 0; rank < plan.world_size; ++rank) {
+    RankFigures& home = summary.ranks[at(rank)];
+    const std::int64_t end = plan.rank_shard_offsets[at(rank + 1)];
+    for (std::int64_t n = plan.rank_shard_offsets[at(rank)]; n < end; ++n) {
+      home.home_tokens += plan.shard_len[at(n)];
+      ++home.home_shards;
+      RankFigures& attending = summary.ranks[at(plan.q_dst[at(n)])];
+      ++attending.attended_shards;
+      attending.work = checked_add(attending.work, work[at(n)], who);
+      summary.work = checked_add(summary.work, work[at(n)], who);
+      summary.longest_shard = std::max(summary.longest_shard, plan.shard_len[at(n)]);
+    }
+    summary.num_tokens += home.home_tokens;
+  }
+}
+
+void count_documents(const QkvPlan& plan, PlanSummary& summary) {
+  std::vector<std::int64_t> lengths(at(plan.num_documents()));
+  for (std::size_t d = 0; d < lengths.size(); ++d) {
+    for (std::int64_t i = plan.doc_shard_offsets[d]; i < plan.doc_shard_offsets[d + 1]; ++i)
+      lengths[d] += plan.shard_len[at(plan.doc_shards[at(i)])];
+  }
+  if (lengths.empty()) return;
+  const auto middle = lengths.begin() + (std::ssize(lengths) - 1) / 2;
+  std::nth_element(lengths.begin(), middle, lengths.end());
+  summary.median_document = *middle;
+  summary.longest_document = *std::max_element(middle, lengths.end());
+}
+
+// Both lists are ordered by source rank: merges them into one list of pairs.
+void merge_pairs(const RecvCounts& q, const RecvCounts& kv, std::int32_t dst,
+                 PlanSummary& summary) {
+  std::int64_t i = q.offsets[at(dst)];
+  std::int64_t j = kv.offsets[at(dst)];
+  const std::int64_t q_end = q.offsets[at(dst + 1)];
+  const std::int64_t kv_end = kv.offsets[at(dst + 1)];
+  while (i < q_end || j < kv_end) {
+    const std::int32_t q_src = i < q_end ? q.src_rank[at(i)] : summary.world_size;
+    const std::int32_t kv_src = j < kv_end ? kv.src_rank[at(j)] : summary.world_size;
+    TrafficPair pair{.src_rank = std::min(q_src, kv_src), .dst_rank = dst};
+    require(0 <= pair.src_rank && pair.src_rank < summary.world_size, who,
+            ": recv.src_rank = ", pair.src_rank, ", expected 0..", summary.world_size - 1);
+    if (q_src == pair.src_rank) pair.q_rows = q.tokens[at(i++)];
+    if (kv_src == pair.src_rank) pair.kv_rows = kv.tokens[at(j++)];
+    if (pair.src_rank != pair.dst_rank) {
+      pair.bytes = checked_add(checked_mul(pair.q_rows, summary.row_bytes.q, who),
+                               checked_mul(pair.kv_rows, summary.row_bytes.kv, who), who);
+    }
+    summary.pairs.push_back(pair);
+  }
+}
+
+void add_rows(RankTraffic& src, RankTraffic& dst, RankTraffic& sum, std::int64_t rows) {
+  if (&src == &dst) {
+    src.rows_local += rows;
+    sum.rows_local += rows;
+    return;
+  }
+  src.rows_out += rows;
+  dst.rows_in += rows;
+  sum.rows_out += rows;
+  sum.rows_in += rows;
+}
+
+void count_traffic(PlanSummary& summary) {
+  for (const TrafficPair& pair : summary.pairs) {
+    RankFigures& src = summary.ranks[at(pair.src_rank)];
+    RankFigures& dst = summary.ranks[at(pair.dst_rank)];
+    add_rows(src.q, dst.q, summary.q, pair.q_rows);
+    add_rows(src.kv, dst.kv, summary.kv, pair.kv_rows);
+    src.bytes_out = checked_add(src.bytes_out, pair.bytes, who);
+    dst.bytes_in = checked_add(dst.bytes_in, pair.bytes, who);
+    summary.wire_bytes = checked_add(summary.wire_bytes, pair.bytes, who);
+    if (pair.src_rank != pair.dst_rank) ++summary.num_wire_pairs;
+  }
+  for (RankFigures& rank : summary.ranks) {
+    rank.buffer_bytes = checked_add(
+        checked_mul(rank.q.rows_in + rank.q.rows_local, summary.row_bytes.q, who),
+        checked_mul(rank.kv.rows_in + rank.kv.rows_local, summary.row_bytes.kv, who), who);
+  }
+  if (summary.num_tokens > 0) {
+    summary.kv_copies = static_cast<double>(summary.kv.rows_in + summary.kv.rows_local) /
+                        static_cast<double>(summary.num_tokens);
+  }
+}
+
+Spread spread_of(const std::vector<RankFigures>& ranks, std::int64_t RankFigures::*figure) {
+  Spread result{.max = -1};
+  double sum = 0;
+  for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+    const std::int64_t value = ranks[rank].*figure;
+    sum += static_cast<double>(value);
+    if (value > result.max) {
+      result.max = value;
+      result.max_rank = static_cast<std::int32_t>(rank);
+    }
+  }
+  result.mean = sum / static_cast<double>(ranks.size());
+  return result;
+}
+
+}  // namespace
+
+double PlanSummary::limit_seconds(double gb_per_s) const {
+  require(gb_per_s > 0, "limit_seconds: gb_per_s = ", gb_per_s, ", expected > 0");
+  return static_cast<double>(limit_bytes) / (gb_per_s * 1e9);
+}
+
+PlanSummary summarize(const QkvPlan& plan, const QkvRouting& routing, const RowBytes& row_bytes) {
+  detail::check_belongs(plan, routing, row_bytes, who);
+  PlanSummary summary;
+  summary.world_size = plan.world_size;
+  summary.kv_layout = plan.kv_layout;
+  summary.row_bytes = row_bytes;
+  summary.num_documents = plan.num_documents();
+  summary.num_shards = plan.num_shards();
+  summary.ranks.resize(at(plan.world_size));
+  count_homes_and_work(plan, summary);
+  count_documents(plan, summary);
+  for (std::int32_t dst = 0; dst < plan.world_size; ++dst)
+    merge_pairs(routing.fwd_q.recv, routing.fwd_kv.recv, dst, summary);
+  count_traffic(summary);
+
+  summary.rank_work = spread_of(summary.ranks, &RankFigures::work);
+  summary.rank_bytes_in = spread_of(summary.ranks, &RankFigures::bytes_in);
+  summary.rank_bytes_out = spread_of(summary.ranks, &RankFigures::bytes_out);
+  const bool in = summary.rank_bytes_in.max >= summary.rank_bytes_out.max;
+  const Spread& limit = in ? summary.rank_bytes_in : summary.rank_bytes_out;
+  summary.limit_bytes = limit.max;
+  summary.limit_rank = limit.max_rank;
+  summary.limit_direction = in ? Direction::in : Direction::out;
+  return summary;
+}
+
+}  // namespace waybill

@@ -1,0 +1,103 @@
+#include "waybill/routing/attention_layout.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "dense_checks.h"
+#include "waybill/core/error.h"
+
+namespace waybill {
+namespace {
+
+constexpr const char* who = "compute_attn_layout_seqlens";
+
+using Lists = std::vector<std::vector<std::int64_t>>;  ///< [W][n_r]
+
+/// The values of the shards that each rank receives, in the global order.
+Lists received_by_rank(const IndexArray& values, const IndexArray& dispatch) {
+  Lists lists(static_cast<std::size_t>(dispatch.dim(0)));
+  for (std::size_t i = 0; i < dispatch.i64().size(); ++i) {
+    const std::int64_t dst = dispatch.i64()[i];
+    if (dst >= 0) lists[static_cast<std::size_t>(dst)].push_back(values.i64()[i]);
+  }
+  return lists;
+}
+
+/// Inclusive sums of the list padded with zeros to `length`, after an optional 0.
+std::vector<std::int64_t> cumulative(const std::vector<std::int64_t>& list, std::size_t length,
+                                     bool leading_zero) {
+  std::vector<std::int64_t> sums;
+  std::int64_t sum = 0;
+  if (leading_zero) sums.push_back(0);
+  for (std::size_t i = 0; i < length; ++i) {
+    sum += i < list.size() ? list[i] : 0;
+    sums.push_back(sum);
+  }
+  return sums;
+}
+
+std::vector<IndexArray> cu_seqlens(const Lists& lists, bool leading_zero, bool ragged) {
+  std::vector<IndexArray> result;
+  if (ragged) {
+    for (const auto& list : lists) {
+      std::vector<std::int64_t> sums = cumulative(list, list.size(), leading_zero);
+      const auto size = std::ssize(sums);
+      result.emplace_back(Shape{size}, std::move(sums));
+    }
+    return result;
+  }
+  std::size_t most = 0;
+  for (const auto& list : lists) most = std::max(most, list.size());
+  std::vector<std::int64_t> all;
+  for (const auto& list : lists) {
+    const std::vector<std::int64_t> sums = cumulative(list, most, leading_zero);
+    all.insert(all.end(), sums.begin(), sums.end());
+  }
+  const auto columns = static_cast<std::int64_t>(most) + (leading_zero ? 1 : 0);
+  result.emplace_back(Shape{std::ssize(lists), columns}, std::move(all));
+  return result;
+}
+
+IndexArray maxima(const Lists& lists) {
+  std::vector<std::int64_t> result;
+  for (const auto& list : lists) {
+    result.push_back(list.empty() ? 0 : *std::max_element(list.begin(), list.end()));
+  }
+  const auto size = std::ssize(result);
+  return {Shape{size}, std::move(result)};
+}
+
+IndexArray counts(const Lists& lists) {
+  std::vector<std::int64_t> result;
+  for (const auto& list : lists) result.push_back(std::ssize(list));
+  const auto size = std::ssize(result);
+  return {Shape{size}, std::move(result)};
+}
+
+}  // namespace
+
+AttnLayout compute_attn_layout_seqlens(const IndexArray& seq_shard_len,
+                                       const IndexArray& seq_shard_cumsum,
+                                       const IndexArray& dispatch, bool leading_zero,
+                                       bool shard_to_tuple) {
+  const auto [world_size, num_shards] =
+      detail::check_world_matrix(who, "seq_shard_len", seq_shard_len);
+  const Shape shape{world_size, num_shards};
+  detail::check_same_shape(who, "seq_shard_cumsum", seq_shard_cumsum, shape);
+  detail::check_same_shape(who, "dispatch", dispatch, shape);
+  detail::check_lengths(who, "seq_shard_len", seq_shard_len);
+  detail::check_range(who, "seq_shard_cumsum", seq_shard_cumsum, 0, detail::max_total_rows,
+                      "0..2^40 rows");
+  detail::check_range(who, "dispatch", dispatch, -1, world_size - 1, "a rank, or -1 for none");
+  const Lists q = received_by_rank(seq_shard_len, dispatch);
+  const Lists kv = received_by_rank(seq_shard_cumsum, dispatch);
+  AttnLayout layout;
+  layout.cu_seqlens_q = cu_seqlens(q, leading_zero, shard_to_tuple);
+  layout.cu_seqlens_kv = cu_seqlens(kv, leading_zero, shard_to_tuple);
+  layout.max_seqlen_q = maxima(q);
+  layout.max_seqlen_kv = maxima(kv);
+  layout.num_local_seqs_recv = counts(q);
+  return layout;
+}
+
+}  // namespace waybill

@@ -1,0 +1,297 @@
+#include "waybill/routing/compute_metadata_kv.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "dense_checks.h"
+#include "waybill/core/error.h"
+
+namespace waybill {
+namespace {
+
+constexpr const char* who = "compute_metadata_kv";
+
+/// The arguments after the checks at the door. Flat spans; copies are [W * S * C].
+struct Job {
+  std::int64_t world_size;
+  std::int64_t num_shards;
+  std::int64_t num_copies;
+  std::span<const std::int64_t> query;     ///< [copies, 2]
+  std::span<const std::int64_t> place;     ///< [copies]: among the query's KV shards
+  std::span<const std::int64_t> context;   ///< [W * S]
+  std::span<const std::int64_t> q_shards;  ///< [W * S]
+  std::span<const std::int64_t> q_tokens;  ///< [W * S]
+  std::span<const std::int64_t> seq_len;   ///< [W * S]
+  std::span<const std::int64_t> q_dst;     ///< [W * S]
+
+  [[nodiscard]] std::size_t num_entries() const { return seq_len.size(); }
+  [[nodiscard]] std::size_t copy(std::size_t shard, std::int64_t c) const {
+    return shard * static_cast<std::size_t>(num_copies) + static_cast<std::size_t>(c);
+  }
+  /// Flat number of the query that a copy serves.
+  [[nodiscard]] std::size_t query_of(std::size_t copy_idx) const {
+    return static_cast<std::size_t>(query[2 * copy_idx] * num_shards + query[2 * copy_idx + 1]);
+  }
+  [[nodiscard]] bool used(std::size_t copy_idx) const { return query[2 * copy_idx] >= 0; }
+  [[nodiscard]] std::int64_t rank_of(std::size_t shard) const {
+    return static_cast<std::int64_t>(shard) / num_shards;
+  }
+  /// "rank 3, shard 7"
+  [[nodiscard]] std::string name(std::size_t shard) const {
+    return concat("rank ", rank_of(shard), ", shard ",
+                  static_cast<std::int64_t>(shard) % num_shards);
+  }
+};
+
+void check_copies(const Job& job) {
+  for (std::size_t shard = 0; shard < job.num_entries(); ++shard) {
+    for (std::int64_t c = 0; c < job.num_copies; ++c) {
+      const std::size_t at = job.copy(shard, c);
+      const std::int64_t a = job.query[2 * at];
+      const std::int64_t b = job.query[2 * at + 1];
+      const bool unused = a == -1 && b == -1;
+      const bool in_range = 0 <= a && a < job.world_size && 0 <= b && b < job.num_shards;
+      require(unused || in_range, who, ": kv_to_q_mapping of ", job.name(shard), ", copy ", c,
+              " = (", a, ", ", b, "), expected a query shard of 0..", job.world_size - 1, " x 0..",
+              job.num_shards - 1, ", or (-1, -1)");
+      if (unused) continue;
+      const std::size_t q = job.query_of(at);
+      require(job.q_dst[q] >= 0, who, ": kv_to_q_mapping of ", job.name(shard), ", copy ", c,
+              " names the query of ", job.name(q), ", which has no destination (q_dispatch = -1)");
+      require(0 <= job.place[at] && job.place[at] < job.q_shards[q], who, ": kv_to_q_rank of ",
+              job.name(shard), ", copy ", c, " = ", job.place[at], ", expected 0..",
+              job.q_shards[q] - 1, " (q_to_num_kv_seq of ", job.name(q), ")");
+    }
+  }
+}
+
+Job open_job(const KvMapping& mapping, const IndexArray& seq_len, const IndexArray& num_seqs,
+             const IndexArray& q_dispatch) {
+  const auto [world_size, num_shards] = detail::check_world_matrix(who, "seq_len", seq_len);
+  const Shape matrix{world_size, num_shards};
+  const IndexArray& map = mapping.kv_to_q_mapping;
+  require(map.ndim() == 4, who, ": kv_to_q_mapping has shape ", to_string(map.shape()),
+          ", expected [W, S, C, 2]");
+  const std::int64_t copies = map.dim(2);
+  require(copies <= (std::int64_t{1} << 20), who, ": kv_to_q_mapping has ", copies,
+          " copies, expected at most 2^20");
+  detail::check_same_shape(who, "kv_to_q_mapping", map, {world_size, num_shards, copies, 2});
+  detail::check_same_shape(who, "kv_to_q_rank", mapping.kv_to_q_rank,
+                           {world_size, num_shards, copies});
+  detail::check_same_shape(who, "kv_context_size", mapping.kv_context_size, matrix);
+  detail::check_same_shape(who, "q_to_num_kv_seq", mapping.q_to_num_kv_seq, matrix);
+  detail::check_same_shape(who, "q_to_num_kv_token", mapping.q_to_num_kv_token, matrix);
+  detail::check_same_shape(who, "q_dispatch", q_dispatch, matrix);
+  detail::check_same_shape(who, "num_seqs", num_seqs, {world_size});
+  detail::check_range(who, "num_seqs", num_seqs, 0, num_shards, "0..S");
+  detail::check_lengths(who, "seq_len", seq_len);
+  constexpr auto max_rows = detail::max_total_rows;
+  detail::check_range(who, "kv_context_size", mapping.kv_context_size, 0, max_rows, "0..2^40");
+  detail::check_range(who, "q_to_num_kv_seq", mapping.q_to_num_kv_seq, 0, seq_len.size(),
+                      "0..number of shards");
+  detail::check_range(who, "q_to_num_kv_token", mapping.q_to_num_kv_token, 0, max_rows, "0..2^40");
+  detail::check_range(who, "q_dispatch", q_dispatch, -1, world_size - 1, "a rank, or -1 for none");
+  return {.world_size = world_size,
+          .num_shards = num_shards,
+          .num_copies = copies,
+          .query = map.i64(),
+          .place = mapping.kv_to_q_rank.i64(),
+          .context = mapping.kv_context_size.i64(),
+          .q_shards = mapping.q_to_num_kv_seq.i64(),
+          .q_tokens = mapping.q_to_num_kv_token.i64(),
+          .seq_len = seq_len.i64(),
+          .q_dst = q_dispatch.i64()};
+}
+
+/// Where each query's group lies on its attention rank, in rows and in KV shards.
+struct Groups {
+  std::vector<std::int64_t> first_row;   ///< [W * S]
+  std::vector<std::int64_t> first_slot;  ///< [W * S]
+  std::vector<std::int64_t> rank_slots;  ///< [W]
+  std::int64_t most_slots = 0;
+};
+
+Groups place_groups(const Job& job) {
+  Groups groups{.first_row = std::vector<std::int64_t>(job.num_entries()),
+                .first_slot = std::vector<std::int64_t>(job.num_entries()),
+                .rank_slots = std::vector<std::int64_t>(static_cast<std::size_t>(job.world_size))};
+  std::vector<std::int64_t> rank_rows(static_cast<std::size_t>(job.world_size));
+  std::int64_t num_slots = 0;
+  for (std::size_t q = 0; q < job.num_entries(); ++q) {
+    if (job.q_dst[q] < 0) continue;
+    const auto r = static_cast<std::size_t>(job.q_dst[q]);
+    groups.first_row[q] = rank_rows[r];
+    groups.first_slot[q] = groups.rank_slots[r];
+    rank_rows[r] += job.q_tokens[q];
+    require(rank_rows[r] <= (std::int64_t{1} << 60), who, ": q_to_num_kv_token of rank ", r,
+            "'s queries sums to over 2^60 rows; no such buffer exists");
+    groups.rank_slots[r] += job.q_shards[q];
+    num_slots += job.q_shards[q];
+    require(num_slots <= std::ssize(job.place), who, ": q_to_num_kv_seq up to ", job.name(q),
+            " asks for ", num_slots, " KV copies, but kv_to_q_mapping has room for ",
+            job.place.size());
+  }
+  for (const std::int64_t slots : groups.rank_slots) {
+    groups.most_slots = std::max(groups.most_slots, slots);
+  }
+  return groups;
+}
+
+/// The copy that fills each slot of an attention rank, [W, R]; -1 none.
+/// @throws InvalidArgument when two copies fill one slot.
+std::vector<std::int64_t> fill_slots(const Job& job, const Groups& groups) {
+  std::vector<std::int64_t> slots(static_cast<std::size_t>(job.world_size * groups.most_slots), -1);
+  for (std::size_t at = 0; at < job.place.size(); ++at) {
+    if (!job.used(at)) continue;
+    const std::size_t q = job.query_of(at);
+    const std::int64_t slot =
+        job.q_dst[q] * groups.most_slots + groups.first_slot[q] + job.place[at];
+    std::int64_t& filled_by = slots[static_cast<std::size_t>(slot)];
+    const auto copies = static_cast<std::size_t>(job.num_copies);
+    require(filled_by < 0, who, ": KV shards of ",
+            job.name(static_cast<std::size_t>(std::max<std::int64_t>(filled_by, 0)) / copies),
+            " and ", job.name(at / copies), " both have kv_to_q_rank = ", job.place[at],
+            " for the query of ", job.name(q));
+    filled_by = static_cast<std::int64_t>(at);
+  }
+  return slots;
+}
+
+/// The KV shards of every query must follow each other from row 0 to its number of KV rows.
+void check_contexts(const Job& job, const Groups& groups, const std::vector<std::int64_t>& slots) {
+  for (std::size_t q = 0; q < job.num_entries(); ++q) {
+    if (job.q_dst[q] < 0) continue;
+    std::int64_t rows = 0;
+    for (std::int64_t k = 0; k < job.q_shards[q]; ++k) {
+      const std::int64_t at = slots[static_cast<std::size_t>(job.q_dst[q] * groups.most_slots +
+                                                             groups.first_slot[q] + k)];
+      require(at >= 0, who, ": the query of ", job.name(q),
+              " has q_to_num_kv_seq = ", job.q_shards[q],
+              ", but no KV shard has kv_to_q_rank = ", k, " for it");
+      const std::size_t shard =
+          static_cast<std::size_t>(at) / static_cast<std::size_t>(job.num_copies);
+      require(job.context[shard] == rows, who, ": kv_context_size of ", job.name(shard), " = ",
+              job.context[shard], ", expected ", rows, " (KV shard ", k, " of the query of ",
+              job.name(q), ")");
+      rows += job.seq_len[shard];
+    }
+    require(rows == job.q_tokens[q], who, ": q_to_num_kv_token of ", job.name(q), " = ",
+            job.q_tokens[q], ", expected ", rows, ", the rows of its KV shards");
+  }
+}
+
+/// Both count matrices, by the KV shard's own rank: [r][i] forward, [i][r] reverse, and totals.
+void count_rows(const Job& job, Metadata& fwd, Metadata& rev) {
+  const std::int64_t world = job.world_size;
+  fwd.num_recv_tokens = IndexArray({world, world + 1});
+  rev.num_recv_tokens = IndexArray({world, world + 1});
+  const auto forward = fwd.num_recv_tokens.i64();
+  const auto reverse = rev.num_recv_tokens.i64();
+  fwd.num_total_recv_tokens.assign(static_cast<std::size_t>(world), 0);
+  rev.num_total_recv_tokens.assign(static_cast<std::size_t>(world), 0);
+  const auto cell = [&](std::int64_t row, std::int64_t column) {
+    return static_cast<std::size_t>(row * (world + 1) + column);
+  };
+  for (std::size_t at = 0; at < job.place.size(); ++at) {
+    if (!job.used(at)) continue;
+    const std::size_t shard = at / static_cast<std::size_t>(job.num_copies);
+    const std::int64_t i = job.rank_of(shard);
+    const std::int64_t r = job.q_dst[job.query_of(at)];
+    const std::int64_t rows = job.seq_len[shard];
+    forward[cell(r, i)] += rows;
+    forward[cell(r, world)] += rows;
+    reverse[cell(i, r)] += rows;
+    reverse[cell(i, world)] += rows;
+    fwd.num_total_recv_tokens[static_cast<std::size_t>(r)] += rows;
+    rev.num_total_recv_tokens[static_cast<std::size_t>(i)] += rows;
+  }
+}
+
+void fill_forward(const Job& job, const Groups& groups, const Shape& shape, Metadata& fwd) {
+  fwd.dst_rank = IndexArray::full(shape, -1);
+  fwd.dst_offset = IndexArray(shape);
+  const auto dst_rank = fwd.dst_rank.i64();
+  const auto dst_offset = fwd.dst_offset.i64();
+  for (std::size_t at = 0; at < job.place.size(); ++at) {
+    if (!job.used(at)) continue;
+    const std::size_t q = job.query_of(at);
+    dst_rank[at] = job.q_dst[q];
+    dst_offset[at] =
+        groups.first_row[q] + job.context[at / static_cast<std::size_t>(job.num_copies)];
+  }
+}
+
+void fill_reverse(const Job& job, const Groups& groups, const std::vector<std::int64_t>& slots,
+                  Metadata& rev) {
+  std::vector<std::int64_t> shard_begin(job.num_entries());
+  std::vector<std::int64_t> rank_rows(static_cast<std::size_t>(job.world_size));
+  for (std::size_t shard = 0; shard < job.num_entries(); ++shard) {
+    std::int64_t& rows = rank_rows[static_cast<std::size_t>(job.rank_of(shard))];
+    shard_begin[shard] = rows;
+    rows += job.seq_len[shard];
+  }
+  const Shape shape{job.world_size, groups.most_slots};
+  rev.dst_rank = IndexArray::full(shape, -1);
+  rev.dst_offset = IndexArray(shape);
+  rev.seq_len = IndexArray(shape);
+  const auto home = rev.dst_rank.i64();
+  const auto offset = rev.dst_offset.i64();
+  const auto rows = rev.seq_len.i64();
+  for (std::size_t slot = 0; slot < slots.size(); ++slot) {
+    if (slots[slot] < 0) continue;
+    const std::int64_t c = slots[slot] % job.num_copies;
+    const auto shard = static_cast<std::size_t>(slots[slot] / job.num_copies);
+    home[slot] = job.rank_of(shard);
+    offset[slot] = c * rank_rows[static_cast<std::size_t>(home[slot])] + shard_begin[shard];
+    rows[slot] = job.seq_len[shard];
+  }
+}
+
+IndexArray used_copies(const Job& job, const Shape& shape) {
+  IndexArray mask(shape);
+  for (std::size_t at = 0; at < job.place.size(); ++at) mask.i64()[at] = job.used(at) ? 1 : 0;
+  return mask.to(DType::boolean);
+}
+
+/// The inverse of `slots`: a copy's place in [W, R].
+IndexArray global_seq_ids(const std::vector<std::int64_t>& slots, const Shape& shape) {
+  IndexArray ids = IndexArray::full(shape, -1);
+  for (std::size_t slot = 0; slot < slots.size(); ++slot) {
+    if (slots[slot] >= 0) {
+      ids.i64()[static_cast<std::size_t>(slots[slot])] = static_cast<std::int64_t>(slot);
+    }
+  }
+  return ids;
+}
+
+}  // namespace
+
+KvMetadata compute_metadata_kv(const KvMapping& mapping, const IndexArray& seq_len,
+                               const IndexArray& num_seqs, const IndexArray& q_dispatch,
+                               bool return_intermediate) {
+  const Job job = open_job(mapping, seq_len, num_seqs, q_dispatch);
+  check_copies(job);
+  const Groups groups = place_groups(job);
+  const std::vector<std::int64_t> slots = fill_slots(job, groups);
+  check_contexts(job, groups, slots);
+
+  const Shape copies_shape{job.world_size, job.num_shards, job.num_copies};
+  KvMetadata result;
+  fill_forward(job, groups, copies_shape, result.fwd);
+  fill_reverse(job, groups, slots, result.rev);
+  count_rows(job, result.fwd, result.rev);
+  result.fwd.seq_len = seq_len;
+  result.fwd.num_seqs = num_seqs;
+  result.fwd.world_size = job.world_size;
+  result.rev.num_seqs = IndexArray({job.world_size}, groups.rank_slots);
+  result.rev.world_size = job.world_size;
+  result.rev.seq_recv_mask = used_copies(job, copies_shape);
+  result.rev.recv_seq_lens = seq_len;
+  if (return_intermediate) {
+    result.kv_dst_global_seq_id = global_seq_ids(slots, copies_shape);
+  }
+  return result;
+}
+
+}  // namespace waybill

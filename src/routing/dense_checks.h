@@ -1,0 +1,62 @@
+#pragma once
+
+#include <cstdint>
+
+#include "waybill/core/error.h"
+#include "waybill/core/index_array.h"
+#include "waybill/core/topology.h"
+
+namespace waybill::detail {
+
+/// No sum of rows may exceed this: offsets of copies are products of two of them at most.
+inline constexpr std::int64_t max_total_rows = std::int64_t{1} << 40;
+
+/// [W, S] of an int64 matrix, with 1 <= W.
+struct WorldShape {
+  std::int64_t world_size;
+  std::int64_t num_shards;  ///< most on a rank
+};
+
+inline WorldShape check_world_matrix(const char* who, const char* name, const IndexArray& array) {
+  require(array.ndim() == 2, who, ": ", name, " has shape ", to_string(array.shape()),
+          ", expected [W, S]");
+  require(array.dtype() == DType::int64, who, ": ", name, " has dtype ", array.dtype(),
+          ", expected int64");
+  require(1 <= array.dim(0) && array.dim(0) <= max_world_size, who, ": world_size = ", array.dim(0),
+          " (first extent of ", name, "), expected 1..", max_world_size);
+  return {array.dim(0), array.dim(1)};
+}
+
+inline void check_same_shape(const char* who, const char* name, const IndexArray& array,
+                             const Shape& expected) {
+  require(array.shape() == expected, who, ": ", name, " has shape ", to_string(array.shape()),
+          ", expected ", to_string(expected));
+  require(array.dtype() == DType::int64, who, ": ", name, " has dtype ", array.dtype(),
+          ", expected int64");
+}
+
+/// Every element within [low, high]; otherwise names the rank (row) and the place in it.
+inline void check_range(const char* who, const char* name, const IndexArray& array,
+                        std::int64_t low, std::int64_t high, const char* expected) {
+  const auto values = array.i64();
+  const std::int64_t row_size =
+      array.ndim() == 0 || array.dim(0) == 0 ? 1 : array.size() / array.dim(0);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const auto at = static_cast<std::int64_t>(i);
+    require(low <= values[i] && values[i] <= high, who, ": ", name, " of rank ", at / row_size,
+            ", entry ", at % row_size, " = ", values[i], ", expected ", expected);
+  }
+}
+
+/// Lengths: not negative, and all together at most max_total_rows.
+inline void check_lengths(const char* who, const char* name, const IndexArray& array) {
+  check_range(who, name, array, 0, max_total_rows, "0..2^40 rows");
+  std::int64_t total = 0;
+  for (const std::int64_t rows : array.i64()) {
+    total += rows;
+    require(total <= max_total_rows, who, ": the sum of ", name,
+            " exceeds 2^40 rows; no such buffer exists");
+  }
+}
+
+}  // namespace waybill::detail

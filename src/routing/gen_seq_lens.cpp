@@ -1,0 +1,99 @@
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <queue>
+#include <utility>
+#include <vector>
+
+#include "waybill/core/error.h"
+#include "waybill/core/random.h"
+#include "waybill/core/topology.h"
+#include "waybill/routing/generators.h"
+
+namespace waybill {
+namespace {
+
+constexpr const char* who = "gen_seq_lens";
+
+/// Raises every length to `minimum` with rows of the longest, one at a time.
+void fill_up(std::span<std::int64_t> lens, std::int64_t minimum) {
+  std::int64_t missing = 0;
+  for (std::int64_t& len : lens) {
+    if (len < minimum) missing += minimum - std::exchange(len, minimum);
+  }
+  if (missing == 0) return;
+  using Longest = std::pair<std::int64_t, std::int64_t>;  // length, -index: ties go to the first
+  std::priority_queue<Longest> heap;
+  for (std::size_t i = 0; i < lens.size(); ++i)
+    heap.emplace(lens[i], -static_cast<std::int64_t>(i));
+  for (; missing > 0; --missing) {
+    const auto [len, negative_idx] = heap.top();
+    heap.pop();
+    lens[static_cast<std::size_t>(-negative_idx)] = len - 1;
+    heap.emplace(len - 1, negative_idx);
+  }
+}
+
+/// Round half to even, whatever rounding mode the caller has set.
+std::int64_t round_half_even(double value) {
+  const double below = std::floor(value);
+  const double rest = value - below;
+  const auto whole = static_cast<std::int64_t>(below);
+  if (rest != 0.5) return rest < 0.5 ? whole : whole + 1;
+  return whole % 2 == 0 ? whole : whole + 1;
+}
+
+void row_lens(std::span<const float> uniforms, std::int64_t total_len, std::int64_t min_len,
+              std::span<std::int64_t> lens) {
+  const auto count = static_cast<double>(lens.size());
+  double sum = 0;
+  for (const float u : uniforms) sum += static_cast<double>(u) + 0.25 / count;
+  std::int64_t given = 0;
+  for (std::size_t i = 0; i + 1 < lens.size(); ++i) {
+    const double share = (static_cast<double>(uniforms[i]) + 0.25 / count) / sum;
+    lens[i] = round_half_even(share * static_cast<double>(total_len));
+    given += lens[i];
+  }
+  lens.back() = total_len - given;
+  fill_up(lens, std::min(min_len, total_len / std::ssize(lens)));
+}
+
+}  // namespace
+
+IndexArray gen_seq_lens(std::int64_t world_size, std::int64_t num_seqs, std::int64_t total_len,
+                        std::span<const float> uniforms, std::int64_t min_len) {
+  require(1 <= world_size && world_size <= max_world_size, who, ": world_size = ", world_size,
+          ", expected 1..", max_world_size);
+  require(1 <= num_seqs && num_seqs <= std::numeric_limits<std::int32_t>::max() / world_size, who,
+          ": num_seqs = ", num_seqs, ", expected 1..2^31 / world_size");
+  require(0 <= total_len && total_len <= std::numeric_limits<std::int32_t>::max(), who,
+          ": total_len = ", total_len, ", expected 0..2^31 - 1");
+  require(min_len >= 0, who, ": min_len = ", min_len, ", expected >= 0");
+  require(std::ssize(uniforms) == world_size * num_seqs, who, ": uniforms has ", uniforms.size(),
+          " values, expected ", world_size * num_seqs, " (world_size x num_seqs)");
+  for (std::size_t i = 0; i < uniforms.size(); ++i) {
+    require(0 <= uniforms[i] && uniforms[i] < 1, who, ": uniforms[", i, "] = ", uniforms[i],
+            ", expected 0 <= u < 1");
+  }
+  IndexArray lens({world_size, num_seqs});
+  const auto columns = static_cast<std::size_t>(num_seqs);
+  for (std::size_t w = 0; w < static_cast<std::size_t>(world_size); ++w) {
+    row_lens(uniforms.subspan(w * columns, columns), total_len, min_len,
+             lens.i64().subspan(w * columns, columns));
+  }
+  return lens.to(DType::int32, "seq_lens");
+}
+
+IndexArray gen_seq_lens(std::int64_t world_size, std::int64_t num_seqs, std::int64_t total_len,
+                        std::uint64_t seed, std::int64_t min_len) {
+  require(1 <= world_size && world_size <= max_world_size, who, ": world_size = ", world_size,
+          ", expected 1..", max_world_size);
+  require(1 <= num_seqs && num_seqs <= std::numeric_limits<std::int32_t>::max() / world_size, who,
+          ": num_seqs = ", num_seqs, ", expected 1..2^31 / world_size");
+  Random random(seed);
+  std::vector<float> uniforms(static_cast<std::size_t>(world_size * num_seqs));
+  for (float& u : uniforms) u = random.uniform_float();
+  return gen_seq_lens(world_size, num_seqs, total_len, uniforms, min_len);
+}
+
+}  // namespace waybill

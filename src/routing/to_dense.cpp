@@ -1,0 +1,149 @@
+#include <algorithm>
+#include <utility>
+
+#include "waybill/core/error.h"
+#include "waybill/routing/qkv_routing.h"
+
+namespace waybill {
+namespace {
+
+std::size_t at(std::int64_t idx) { return static_cast<std::size_t>(idx); }
+
+/// Whether num_seqs counts lines without rows: in tables of KV it does (see compute_metadata_kv).
+enum class Count { lines_with_rows, all_lines };
+
+std::int64_t most_lines(const SparseMetadata& table) {
+  std::int64_t most = 0;
+  for (std::int32_t r = 0; r < table.world_size; ++r) {
+    most = std::max(most, table.rank_offsets[at(r) + 1] - table.rank_offsets[at(r)]);
+  }
+  return most;
+}
+
+std::int64_t most_copies(const SparseMetadata& table) {
+  std::int64_t most = 0;
+  for (std::int64_t line = 0; line < table.num_lines(); ++line) {
+    most = std::max(most, table.copy_end(line) - table.copy_begin(line));
+  }
+  return most;
+}
+
+IndexArray dense_counts(const RecvCounts& recv) {
+  const std::int64_t world = std::ssize(recv.total);
+  IndexArray result({world, world + 1});
+  const auto cells = result.i64();
+  for (std::int64_t r = 0; r < world; ++r) {
+    for (std::int64_t k = recv.offsets[at(r)]; k < recv.offsets[at(r + 1)]; ++k) {
+      cells[at(r * (world + 1) + recv.src_rank[at(k)])] = recv.tokens[at(k)];
+    }
+    cells[at(r * (world + 1) + world)] = recv.total[at(r)];
+  }
+  return result;
+}
+
+Metadata dense_table(const SparseMetadata& table, Count count) {
+  const std::int64_t world = table.world_size;
+  const std::int64_t lines = most_lines(table);
+  const bool has_copies = !table.copy_offsets.empty();
+  const std::int64_t copies = has_copies ? most_copies(table) : 1;
+  Shape shape{world, lines};
+  if (has_copies) shape.push_back(copies);
+  Metadata dense;
+  dense.dst_rank = IndexArray::full(shape, -1);
+  dense.dst_offset = IndexArray(shape);
+  dense.seq_len = IndexArray({world, lines});
+  dense.num_seqs = IndexArray({world});
+  const auto dst_rank = dense.dst_rank.i64();
+  const auto dst_offset = dense.dst_offset.i64();
+  const auto seq_len = dense.seq_len.i64();
+  const auto num_seqs = dense.num_seqs->i64();
+  for (std::int64_t r = 0; r < world; ++r) {
+    std::int64_t entry = r * lines;
+    for (std::int64_t line = table.rank_offsets[at(r)]; line < table.rank_offsets[at(r + 1)];
+         ++line, ++entry) {
+      seq_len[at(entry)] = table.seq_len[at(line)];
+      num_seqs[at(r)] += count == Count::all_lines || table.seq_len[at(line)] > 0 ? 1 : 0;
+      for (std::int64_t c = table.copy_begin(line); c < table.copy_end(line); ++c) {
+        const auto cell = at(entry * copies + c - table.copy_begin(line));
+        dst_rank[cell] = table.dst_rank[at(c)];
+        dst_offset[cell] = table.dst_offset[at(c)];
+      }
+    }
+  }
+  dense.num_recv_tokens = dense_counts(table.recv);
+  dense.num_total_recv_tokens = table.recv.total;
+  dense.world_size = world;
+  return dense;
+}
+
+IndexArray used_copies(const IndexArray& dst_rank) {
+  IndexArray mask(dst_rank.shape());
+  std::transform(dst_rank.i64().begin(), dst_rank.i64().end(), mask.i64().begin(),
+                 [](std::int64_t dst) { return dst >= 0 ? 1 : 0; });
+  return mask.to(DType::boolean);
+}
+
+using Flat = UninitializedVector<std::int64_t>;
+
+IndexArray rank_values(const SparseAttnLayout& attn, const Flat& values, std::int32_t rank) {
+  const auto first = values.begin() + attn.rank_offsets[at(rank)];
+  const auto last = values.begin() + attn.rank_offsets[at(rank) + 1];
+  return {Shape{last - first}, std::vector<std::int64_t>(first, last)};
+}
+
+IndexArray cumulative(const IndexArray& lengths) {
+  IndexArray sums({lengths.size() + 1});
+  const auto values = sums.i64();
+  for (std::size_t i = 0; i + 1 < values.size(); ++i) values[i + 1] = values[i] + lengths.i64()[i];
+  return sums;
+}
+
+AttnLayout dense_attention(const SparseAttnLayout& attn, KvLayout kv_layout) {
+  const auto world = static_cast<std::int32_t>(attn.max_seqlen_q.size());
+  AttnLayout layout;
+  layout.max_seqlen_q = IndexArray({world}, attn.max_seqlen_q);
+  layout.max_seqlen_kv = IndexArray({world}, attn.max_seqlen_kv);
+  layout.num_local_seqs_recv = IndexArray({world});
+  for (std::int32_t r = 0; r < world; ++r) {
+    const IndexArray kv_len = rank_values(attn, attn.kv_len, r);
+    layout.cu_seqlens_q.push_back(cumulative(rank_values(attn, attn.q_len, r)));
+    layout.num_local_seqs_recv.i64()[at(r)] = kv_len.size();
+    if (kv_layout == KvLayout::per_query) {
+      layout.cu_seqlens_kv.push_back(cumulative(kv_len));
+    } else {
+      layout.kv_begin.push_back(rank_values(attn, attn.kv_begin, r));
+      layout.kv_len.push_back(kv_len);
+    }
+  }
+  return layout;
+}
+
+}  // namespace
+
+Metadata to_dense(const SparseMetadata& forward) {
+  return dense_table(forward,
+                     forward.copy_offsets.empty() ? Count::lines_with_rows : Count::all_lines);
+}
+
+Metadata to_dense_reverse(const SparseMetadata& reverse, const SparseMetadata& forward) {
+  require(reverse.world_size == forward.world_size, "to_dense_reverse: reverse has world_size ",
+          reverse.world_size, ", expected ", forward.world_size, " as forward");
+  if (forward.copy_offsets.empty()) return dense_table(reverse, Count::lines_with_rows);
+  const Metadata dense_forward = to_dense(forward);
+  Metadata dense = dense_table(reverse, Count::all_lines);
+  dense.seq_recv_mask = used_copies(dense_forward.dst_rank);
+  dense.recv_seq_lens = dense_forward.seq_len;
+  return dense;
+}
+
+E2eMetadata to_dense(const QkvRouting& routing) {
+  E2eMetadata result;
+  result.fwd_q = to_dense(routing.fwd_q);
+  result.rev_q = to_dense_reverse(routing.rev_q, routing.fwd_q);
+  result.fwd_kv = to_dense(routing.fwd_kv);
+  result.rev_kv = to_dense_reverse(routing.rev_kv, routing.fwd_kv);
+  result.attention = dense_attention(routing.attention, routing.kv_layout);
+  return result;
+}
+
+}  // namespace waybill

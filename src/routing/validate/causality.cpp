@@ -1,0 +1,193 @@
+#include <algorithm>
+#include <tuple>
+
+#include "follow_plan.h"
+
+namespace waybill::validation {
+namespace {
+
+/// A KV shard in a buffer, expected or there.
+struct Held {
+  std::int64_t line;
+  std::int64_t slot;   ///< copy; -1: any
+  std::int64_t place;  ///< of the KV shard in the plan; -1 for what is there
+  std::int64_t query;  ///< place of the first query that reads it
+};
+
+/// Compares the KV buffer of one rank with what the plan asks for.
+class KvBuffer {
+ public:
+  KvBuffer(const SendTable& table, const Arrivals& arrivals, const PlanIndex& index,
+           std::int32_t rank, Findings& findings)
+      : table_(table),
+        arrived_(arrivals.of(rank)),
+        index_(index),
+        rank_(rank),
+        findings_(findings),
+        per_query_(index.plan->kv_layout == KvLayout::per_query) {}
+
+  /// True: shard by shard as expected.
+  [[nodiscard]] bool matches() const {
+    std::int64_t t = 0;
+    bool same = true;
+    walk_kv(index_, rank_, [&](const KvStep& step) {
+      same = same && step.query - step.new_first < std::ssize(arrived_) - t;
+      for (std::int64_t p = step.new_first; same && p <= step.query; ++p, ++t) {
+        const Arrival& a = arrived_[at(t)];
+        same = line_of(p) == a.line && (!per_query_ || a.slot == step.query - p);
+      }
+    });
+    return same && t == std::ssize(arrived_);
+  }
+
+  /// Says where they differ. Shards without rows that land on the same row may stand in any order.
+  [[gnu::cold]] void report() {
+    std::vector<Held> expected;
+    walk_kv(index_, rank_, [&](const KvStep& step) {
+      for (std::int64_t p = step.new_first; p <= step.query; ++p) {
+        expected.push_back({line_of(p), per_query_ ? step.query - p : -1, p, step.query});
+      }
+    });
+    std::vector<Held> got;
+    for (const Arrival& a : arrived_) got.push_back({a.line, a.slot, -1, -1});
+    order_empty(expected);
+    order_empty(got);
+    compare(expected, got);
+  }
+
+ private:
+  [[nodiscard]] std::int64_t line_of(std::int64_t place) const {
+    const std::int32_t shard = index_.shard(place);
+    const std::int32_t home = index_.home[at(shard)];
+    return table_.rank_offsets[at(home)] + shard - index_.plan->rank_shard_offsets[at(home)];
+  }
+
+  void order_empty(std::vector<Held>& list) const {
+    const auto has_rows = [&](const Held& held) { return table_.lines[at(held.line)].len > 0; };
+    const auto before = [](const Held& a, const Held& b) {
+      return std::tie(a.line, a.slot) < std::tie(b.line, b.slot);
+    };
+    for (auto first = list.begin(); first != list.end();) {
+      const auto last = std::find_if(first, list.end(), has_rows);
+      std::sort(first, last, before);
+      first = last == list.end() ? last : last + 1;
+    }
+  }
+
+  void compare(const std::vector<Held>& expected, const std::vector<Held>& got) {
+    std::int64_t e = 0;
+    std::int64_t g = 0;
+    while ((e < std::ssize(expected) || g < std::ssize(got)) && !findings_.full()) {
+      if (agree(expected, e, got, g)) {
+        ++e;
+        ++g;
+        continue;
+      }
+      const auto [missing, superfluous] = resume(expected, e, got, g);
+      if (missing == 1 && superfluous == 1 && expected[at(e)].line == got[at(g)].line) {
+        report_number(expected[at(e++)], got[at(g++)]);
+        continue;
+      }
+      for (const std::int64_t end = e + missing; e < end; ++e) report_missing(expected[at(e)]);
+      for (const std::int64_t end = g + superfluous; g < end; ++g) {
+        report_superfluous(got[at(g)]);
+      }
+    }
+  }
+
+  /// The same copy of the same shard. On a rank no other entry is equal to it.
+  [[nodiscard]] static bool agree(const std::vector<Held>& expected, std::int64_t e,
+                                  const std::vector<Held>& got, std::int64_t g) {
+    if (e >= std::ssize(expected) || g >= std::ssize(got)) return false;
+    const Held& wanted = expected[at(e)];
+    return wanted.line == got[at(g)].line && (wanted.slot < 0 || wanted.slot == got[at(g)].slot);
+  }
+
+  /// How many to leave out on one side so that both agree again, within reach; or one on each.
+  [[nodiscard]] static std::pair<std::int64_t, std::int64_t> resume(
+      const std::vector<Held>& expected, std::int64_t e, const std::vector<Held>& got,
+      std::int64_t g) {
+    constexpr std::int64_t reach = 16;
+    if (e == std::ssize(expected)) return {0, 1};
+    if (g == std::ssize(got)) return {1, 0};
+    for (std::int64_t skip = 1; skip <= reach; ++skip) {
+      const bool ahead = agree(expected, e + skip, got, g);
+      const bool behind = agree(expected, e, got, g + skip);
+      if (ahead && behind) return {1, 1};  // they changed places
+      if (ahead) return {skip, 0};
+      if (behind) return {0, skip};
+    }
+    return {1, 1};
+  }
+
+  void report_number(const Held& expected, const Held& got) {
+    findings_.add(FindingKind::order, table_.name, "dst_offset", table_.place(got.line, got.slot),
+                  concat("this copy for ", reader(expected)), concat("copy ", expected.slot));
+  }
+
+  void report_missing(const Held& held) {
+    findings_.add(FindingKind::causality, table_.name, "dst_rank",
+                  table_.place(held.line, held.slot), concat("no copy in place on rank ", rank_),
+                  concat("one for ", reader(held)));
+  }
+
+  void report_superfluous(const Held& held) {
+    findings_.add(FindingKind::causality, table_.name, "dst_rank",
+                  table_.place(held.line, held.slot), concat("a copy on rank ", rank_),
+                  "none there: no query reads it at that place");
+  }
+
+  [[nodiscard]] std::string reader(const Held& held) const {
+    return concat("the query of ", index_.describe(held.query));
+  }
+
+  const SendTable& table_;
+  std::span<const Arrival> arrived_;
+  const PlanIndex& index_;
+  std::int32_t rank_;
+  Findings& findings_;
+  bool per_query_;
+};
+
+}  // namespace
+
+void check_causality(const SendTable& table, const Arrivals& arrivals, const PlanIndex& index,
+                     Findings& findings) {
+  for (std::int32_t r = 0; r < table.world_size && !findings.full(); ++r) {
+    KvBuffer buffer(table, arrivals, index, r, findings);
+    if (!buffer.matches()) buffer.report();
+  }
+}
+
+void check_copy_order(const SendTable& table, const PlanIndex& index, Findings& findings) {
+  const QkvPlan& plan = *index.plan;
+  struct LastQuery {
+    std::int64_t document = -1;
+    std::int64_t place = -1;
+  };
+  std::vector<LastQuery> last(at(plan.world_size));
+  for (std::int64_t d = 0; d < plan.num_documents() && !findings.full(); ++d) {
+    const std::int64_t first = plan.doc_shard_offsets[at(d)];
+    const std::int64_t end = plan.doc_shard_offsets[at(d + 1)];
+    for (std::int64_t p = first; p < end; ++p) last[at(plan.q_dst[at(index.shard(p))])] = {d, p};
+    for (std::int64_t p = first; p < end; ++p) {
+      const std::int32_t shard = index.shard(p);
+      const std::int32_t home = index.home[at(shard)];
+      const std::int64_t line =
+          table.rank_offsets[at(home)] + shard - plan.rank_shard_offsets[at(home)];
+      std::int64_t before = end;
+      for (std::int64_t c = table.copy_begin(line); c < table.copy_begin(line + 1); ++c) {
+        const LastQuery& query = last[at(table.dst_rank[at(c)])];
+        if (query.document != d) continue;  // a copy that nobody reads: not a matter of order
+        if (query.place >= before) [[unlikely]] {
+          findings.add(FindingKind::order, table.name, "dst_rank",
+                       table.place(line, table.slot(line, c)), table.dst_rank[at(c)],
+                       "a rank whose last query comes before that of the copy before");
+        }
+        before = query.place;
+      }
+    }
+  }
+}
+
+}  // namespace waybill::validation

@@ -1,0 +1,132 @@
+#include "counts.h"
+#include "index_reader.h"
+
+namespace waybill::validation {
+namespace {
+
+FindingKind count_kind(std::int64_t got) {
+  return got < 0 ? FindingKind::negative : FindingKind::count;
+}
+
+void check_matrix(const Metadata& m, const SendTable& table,
+                  std::span<const std::int64_t> received_rows, Findings& findings) {
+  const std::int64_t world = table.world_size;
+  if (!check_shape(table.name, "num_recv_tokens", m.num_recv_tokens, {world, world + 1},
+                   findings)) {
+    return;
+  }
+  std::vector<std::int64_t> expected(at(world * (world + 1)));
+  for (std::int64_t line = 0; line < table.num_lines(); ++line) {
+    const Line& info = table.lines[at(line)];
+    for (std::int64_t c = table.copy_begin(line); c < table.copy_begin(line + 1); ++c) {
+      expected[at(table.dst_rank[at(c)] * (world + 1) + info.rank)] += info.len;
+    }
+  }
+  for (std::int64_t r = 0; r < world; ++r) {
+    expected[at(r * (world + 1) + world)] = received_rows[at(r)];
+  }
+  const IndexReader cells(m.num_recv_tokens);
+  for (std::int64_t cell = 0; cell < std::ssize(expected) && !findings.full(); ++cell) {
+    const std::int64_t got = cells[cell];
+    if (got == expected[at(cell)]) [[likely]]
+      continue;
+    const std::int64_t src = cell % (world + 1);
+    const std::string from = src == world ? " rows in all" : concat(" rows from rank ", src);
+    findings.add(count_kind(got), table.name, "num_recv_tokens", {.rank = cell / (world + 1)},
+                 concat(got, from), concat(expected[at(cell)], from));
+  }
+}
+
+void check_totals(const Metadata& m, const SendTable& table,
+                  std::span<const std::int64_t> received_rows, Findings& findings) {
+  const std::vector<std::int64_t>& totals = m.num_total_recv_tokens;
+  if (totals.empty()) return;  // not known
+  if (std::ssize(totals) != table.world_size) {
+    findings.add(FindingKind::shape, table.name, "num_total_recv_tokens", {},
+                 concat(totals.size(), " values"), table.world_size);
+    return;
+  }
+  for (std::int32_t r = 0; r < table.world_size; ++r) {
+    if (totals[at(r)] == received_rows[at(r)]) continue;
+    findings.add(count_kind(totals[at(r)]), table.name, "num_total_recv_tokens", {.rank = r},
+                 totals[at(r)], received_rows[at(r)]);
+  }
+}
+
+void check_num_seqs(const Metadata& m, const SendTable& table, NumSeqs rule, Findings& findings) {
+  if (!m.num_seqs ||
+      !check_shape(table.name, "num_seqs", *m.num_seqs, {table.world_size}, findings)) {
+    return;
+  }
+  const IndexReader num_seqs(*m.num_seqs);
+  for (std::int32_t r = 0; r < table.world_size; ++r) {
+    std::int64_t with_rows = 0;
+    std::int64_t with_copies = 0;
+    for (std::int64_t i = table.rank_offsets[at(r)]; i < table.rank_offsets[at(r + 1)]; ++i) {
+      const bool rows = table.lines[at(i)].len > 0;
+      with_rows += rows ? 1 : 0;
+      with_copies += rows || table.copy_begin(i + 1) > table.copy_begin(i) ? 1 : 0;
+    }
+    const std::int64_t got = num_seqs[r];
+    if (got == with_rows) continue;
+    if (rule == NumSeqs::with_rows_or_copies && got == with_copies) continue;
+    findings.add(count_kind(got), table.name, "num_seqs", {.rank = r}, got, with_rows);
+  }
+}
+
+bool no_mask(const char* name, const char* field, bool present, Findings& findings) {
+  if (!present) return true;
+  findings.add(FindingKind::mask, name, field, {}, "an array", "none: no shard has copies");
+  return false;
+}
+
+bool has_mask(const char* name, const char* field, bool present, Findings& findings) {
+  if (present) return true;
+  findings.add(FindingKind::mask, name, field, {}, "none", "an array, as forward has copies");
+  return false;
+}
+
+}  // namespace
+
+void check_counts(const Metadata& metadata, const SendTable& table,
+                  std::span<const std::int64_t> received_rows, NumSeqs num_seqs,
+                  Findings& findings) {
+  check_matrix(metadata, table, received_rows, findings);
+  check_totals(metadata, table, received_rows, findings);
+  check_num_seqs(metadata, table, num_seqs, findings);
+}
+
+void check_masks(const Metadata& fwd, const Metadata& rev, const SendTable& forward,
+                 const char* reverse_name, Findings& findings) {
+  const char* mask = "seq_recv_mask";
+  const char* lens = "recv_seq_lens";
+  no_mask(forward.name, mask, fwd.seq_recv_mask.has_value(), findings);
+  no_mask(forward.name, lens, fwd.recv_seq_lens.has_value(), findings);
+  if (!fwd.has_copies()) {
+    no_mask(reverse_name, mask, rev.seq_recv_mask.has_value(), findings);
+    no_mask(reverse_name, lens, rev.recv_seq_lens.has_value(), findings);
+    return;
+  }
+  if (has_mask(reverse_name, mask, rev.seq_recv_mask.has_value(), findings) &&
+      check_shape(reverse_name, mask, *rev.seq_recv_mask, fwd.dst_rank.shape(), findings)) {
+    const IndexReader bits(*rev.seq_recv_mask);
+    const IndexReader dst(fwd.dst_rank);
+    const std::int64_t copies = fwd.dst_rank.dim(-1);
+    for (std::int64_t i = 0; i < fwd.dst_rank.size() && !findings.full(); ++i) {
+      if (bits[i] == (dst[i] >= 0 ? 1 : 0)) continue;
+      Place place = forward.place(i / copies, i % copies);
+      findings.add(FindingKind::mask, reverse_name, mask, place, bits[i], dst[i] >= 0 ? 1 : 0);
+    }
+  }
+  if (has_mask(reverse_name, lens, rev.recv_seq_lens.has_value(), findings) &&
+      check_shape(reverse_name, lens, *rev.recv_seq_lens, fwd.seq_len.shape(), findings)) {
+    const IndexReader got(*rev.recv_seq_lens);
+    for (std::int64_t line = 0; line < forward.num_lines() && !findings.full(); ++line) {
+      if (got[line] == forward.lines[at(line)].len) continue;
+      findings.add(FindingKind::mask, reverse_name, lens, forward.place(line), got[line],
+                   forward.lines[at(line)].len);
+    }
+  }
+}
+
+}  // namespace waybill::validation

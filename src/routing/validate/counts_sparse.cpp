@@ -1,0 +1,109 @@
+#include "counts.h"
+
+namespace waybill::validation {
+namespace {
+
+FindingKind count_kind(std::int64_t got) {
+  return got < 0 ? FindingKind::negative : FindingKind::count;
+}
+
+std::string from_rank(std::int64_t rows, std::int64_t src) {
+  return concat(rows, " rows from rank ", src);
+}
+
+bool check_pairs(const RecvCounts& recv, const SendTable& table, Findings& findings) {
+  const std::int32_t world = table.world_size;
+  const std::int64_t num_pairs = std::ssize(recv.src_rank);
+  bool ok = check_offsets(table.name, "recv.offsets", recv.offsets, world, num_pairs, findings);
+  if (std::ssize(recv.tokens) != num_pairs) {
+    findings.add(FindingKind::shape, table.name, "recv.tokens", {},
+                 concat(recv.tokens.size(), " values"), concat(num_pairs, ", as recv.src_rank"));
+    ok = false;
+  }
+  if (std::ssize(recv.total) != world) {
+    findings.add(FindingKind::shape, table.name, "recv.total", {},
+                 concat(recv.total.size(), " values"), world);
+    ok = false;
+  }
+  if (!ok) return false;
+  for (std::int32_t r = 0; r < world; ++r) {
+    std::int64_t before = -1;
+    for (std::int64_t p = recv.offsets[at(r)]; p < recv.offsets[at(r + 1)]; ++p) {
+      const std::int64_t src = recv.src_rank[at(p)];
+      if (before < src && src < world) [[likely]] {
+        before = src;
+        continue;
+      }
+      const bool in_world = 0 <= src && src < world;
+      findings.add(in_world ? FindingKind::order : FindingKind::rank_range, table.name,
+                   "recv.src_rank", {.rank = r}, src,
+                   in_world ? concat("more than ", before, ", the one before it")
+                            : concat("0..", world - 1));
+      ok = false;
+    }
+  }
+  return ok;
+}
+
+/// Rows of each pair of `recv`, by one walk in the global order: the sending ranks of a receiver
+/// come in ascending order, so one position a receiver suffices.
+std::vector<std::int64_t> rows_of_pairs(const RecvCounts& recv, const SendTable& table,
+                                        Findings& findings) {
+  std::vector<std::int64_t> rows(recv.src_rank.size());
+  std::vector<std::int64_t> position(recv.offsets.begin(), recv.offsets.end() - 1);
+  std::vector<std::int32_t> reported(position.size(), -1);
+  for (std::int64_t line = 0; line < table.num_lines(); ++line) {
+    const Line& info = table.lines[at(line)];
+    if (info.len == 0) continue;
+    for (std::int64_t c = table.copy_begin(line); c < table.copy_begin(line + 1); ++c) {
+      const auto r = at(table.dst_rank[at(c)]);
+      std::int64_t& p = position[r];
+      while (p < recv.offsets[r + 1] && recv.src_rank[at(p)] < info.rank) ++p;
+      if (p < recv.offsets[r + 1] && recv.src_rank[at(p)] == info.rank) [[likely]] {
+        rows[at(p)] += info.len;
+      } else if (reported[r] != info.rank) {
+        reported[r] = info.rank;
+        findings.add(FindingKind::count, table.name, "recv.src_rank",
+                     {.rank = table.dst_rank[at(c)]}, concat("no rows from rank ", info.rank),
+                     "some, as it sends them");
+      }
+    }
+  }
+  return rows;
+}
+
+}  // namespace
+
+void check_counts(const SparseMetadata& metadata, const SendTable& table,
+                  std::span<const std::int64_t> received_rows, Findings& findings) {
+  const RecvCounts& recv = metadata.recv;
+  if (!check_pairs(recv, table, findings)) return;
+  const std::vector<std::int64_t> rows = rows_of_pairs(recv, table, findings);
+  for (std::int32_t r = 0; r < table.world_size && !findings.full(); ++r) {
+    for (std::int64_t p = recv.offsets[at(r)]; p < recv.offsets[at(r + 1)]; ++p) {
+      const std::int64_t got = recv.tokens[at(p)];
+      if (got == rows[at(p)] && got > 0) [[likely]]
+        continue;
+      const std::int64_t src = recv.src_rank[at(p)];
+      findings.add(
+          count_kind(got), table.name, "recv.tokens", {.rank = r}, from_rank(got, src),
+          rows[at(p)] == 0 ? "no such pair, as it sends nothing" : from_rank(rows[at(p)], src));
+    }
+    if (recv.total[at(r)] == received_rows[at(r)]) [[likely]]
+      continue;
+    findings.add(count_kind(recv.total[at(r)]), table.name, "recv.total", {.rank = r},
+                 recv.total[at(r)], received_rows[at(r)]);
+  }
+}
+
+std::vector<std::int64_t> received_rows(const SendTable& table) {
+  std::vector<std::int64_t> rows(at(table.world_size));
+  for (std::int64_t line = 0; line < table.num_lines(); ++line) {
+    for (std::int64_t c = table.copy_begin(line); c < table.copy_begin(line + 1); ++c) {
+      rows[at(table.dst_rank[at(c)])] += table.lines[at(line)].len;
+    }
+  }
+  return rows;
+}
+
+}  // namespace waybill::validation

@@ -1,0 +1,112 @@
+#include "send_table.h"
+#include "waybill/core/topology.h"
+
+namespace waybill::validation {
+namespace {
+
+bool check_sizes(const SparseMetadata& m, const char* name, Findings& findings) {
+  if (m.world_size < 1 || m.world_size > max_world_size) {
+    findings.add(FindingKind::shape, name, "world_size", {}, m.world_size,
+                 concat("1..", max_world_size));
+    return false;
+  }
+  if (m.num_lines() > INT32_MAX) {
+    findings.add(FindingKind::shape, name, "seq_len", {}, concat(m.num_lines(), " lines"),
+                 "at most 2^31 - 1");
+    return false;
+  }
+  const bool lines_ok =
+      check_offsets(name, "rank_offsets", m.rank_offsets, m.world_size, m.num_lines(), findings);
+  if (m.dst_offset.size() != m.dst_rank.size()) {
+    findings.add(FindingKind::shape, name, "dst_offset", {}, concat(m.dst_offset.size(), " values"),
+                 concat(m.num_copies(), ", as dst_rank"));
+    return false;
+  }
+  if (m.copy_offsets.empty()) {
+    if (m.num_copies() == m.num_lines()) return lines_ok;
+    findings.add(FindingKind::shape, name, "dst_rank", {}, concat(m.num_copies(), " copies"),
+                 concat(m.num_lines(), ", one a line"));
+    return false;
+  }
+  return check_offsets(name, "copy_offsets", m.copy_offsets, m.num_lines(), m.num_copies(),
+                       findings) &&
+         lines_ok;
+}
+
+bool check_lengths(const SendTable& table, Findings& findings) {
+  bool safe = true;
+  for (std::int64_t i = 0; i < table.num_lines(); ++i) {
+    const std::int64_t len = table.lines[at(i)].len;
+    if (0 <= len && len <= max_offset) [[likely]]
+      continue;
+    safe = false;
+    findings.add(len < 0 ? FindingKind::negative : FindingKind::bounds, table.name, "seq_len",
+                 table.place(i), len, concat("0..", max_offset));
+  }
+  return safe;
+}
+
+bool check_copies(const SendTable& table, Findings& findings) {
+  bool safe = true;
+  for (std::int64_t i = 0; i < table.num_lines(); ++i) {
+    const std::int64_t first = table.copy_begin(i);
+    const std::int64_t last = table.copy_begin(i + 1);
+    if (last == first && table.lines[at(i)].len > 0) {
+      // Safe to go on: the rows stay behind.
+      findings.add(FindingKind::undispatched, table.name, "dst_rank", table.place(i),
+                   concat("no destination for ", table.lines[at(i)].len, " rows"), "one");
+    }
+    if (table.reverse && last != first + 1) {
+      findings.add(FindingKind::shape, table.name, "copy_offsets", table.place(i),
+                   concat(last - first, " copies"), "1 in a reverse table");
+      safe = false;
+    }
+    for (std::int64_t c = first; c < last; ++c) {
+      const std::int32_t dst = table.dst_rank[at(c)];
+      const std::int64_t row = table.dst_row[at(c)];
+      if (dst < 0 || dst >= table.world_size) [[unlikely]] {
+        safe = false;
+        findings.add(FindingKind::rank_range, table.name, "dst_rank", table.place(i, c - first),
+                     dst, concat("0..", table.world_size - 1));
+      }
+      if (row < 0 || row > max_offset) [[unlikely]] {
+        safe = false;
+        findings.add(row < 0 ? FindingKind::negative : FindingKind::bounds, table.name,
+                     "dst_offset", table.place(i, c - first), row, concat("0..", max_offset));
+      }
+    }
+  }
+  return safe;
+}
+
+}  // namespace
+
+std::optional<SendTable> load(const SparseMetadata& m, const char* name, Direction direction,
+                              Findings& findings) {
+  if (!check_sizes(m, name, findings)) return std::nullopt;
+  SendTable table;
+  table.name = name;
+  table.world_size = m.world_size;
+  table.rank_offsets = m.rank_offsets;
+  table.copy_offsets = m.copy_offsets;
+  table.dst_rank = m.dst_rank;
+  table.dst_row = m.dst_offset;
+  table.one_copy = m.copy_offsets.empty();
+  table.reverse = direction == Direction::reverse;
+  table.lines.resize(m.seq_len.size());
+  for (std::int32_t r = 0; r < m.world_size; ++r) {
+    const std::int64_t first = m.rank_offsets[at(r)];
+    for (std::int64_t line = first; line < m.rank_offsets[at(r + 1)]; ++line) {
+      table.lines[at(line)] = {.len = m.seq_len[at(line)],
+                               .begin = 0,
+                               .rank = r,
+                               .shard = static_cast<std::int32_t>(line - first)};
+    }
+  }
+  const bool lengths_ok = check_lengths(table, findings);
+  if (!check_copies(table, findings) || !lengths_ok) return std::nullopt;
+  if (!sum_lengths(table, findings)) return std::nullopt;
+  return table;
+}
+
+}  // namespace waybill::validation

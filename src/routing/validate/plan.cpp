@@ -1,0 +1,197 @@
+#include "plan_index.h"
+#include "send_table.h"
+#include "waybill/core/topology.h"
+
+namespace waybill::validation {
+namespace {
+
+constexpr const char* table = "plan";
+
+bool check_size(const char* field, std::int64_t got, std::int64_t expected, Findings& findings) {
+  if (got == expected) return true;
+  findings.add(FindingKind::shape, table, field, {}, concat(got, " values"),
+               concat(expected, ", one a shard"));
+  return false;
+}
+
+bool check_sizes(const QkvPlan& plan, Findings& findings) {
+  if (plan.world_size < 1 || plan.world_size > max_world_size) {
+    findings.add(FindingKind::shape, table, "world_size", {}, plan.world_size,
+                 concat("1..", max_world_size));
+    return false;
+  }
+  const std::int64_t num_shards = plan.num_shards();
+  if (num_shards > INT32_MAX) {
+    findings.add(FindingKind::shape, table, "shard_len", {}, concat(num_shards, " shards"),
+                 "at most 2^31 - 1");
+    return false;
+  }
+  bool ok = check_offsets(table, "rank_shard_offsets", plan.rank_shard_offsets, plan.world_size,
+                          num_shards, findings);
+  ok &= check_size("q_dst", std::ssize(plan.q_dst), num_shards, findings);
+  ok &= check_size("doc_shards", std::ssize(plan.doc_shards), num_shards, findings);
+  if (!plan.kv_begin.empty()) {
+    ok &= check_size("kv_begin", std::ssize(plan.kv_begin), num_shards, findings);
+  }
+  // Without any document the offsets may be left out.
+  if (plan.doc_shard_offsets.empty() && num_shards == 0) return ok;
+  return check_offsets(table, "doc_shard_offsets", plan.doc_shard_offsets, plan.num_documents(),
+                       num_shards, findings) &&
+         ok;
+}
+
+bool check_shards(const QkvPlan& plan, Findings& findings) {
+  bool ok = true;
+  std::int64_t total = 0;
+  for (std::int32_t r = 0; r < plan.world_size && !findings.full(); ++r) {
+    for (std::int64_t s = plan.rank_shard_offsets[at(r)]; s < plan.rank_shard_offsets[at(r + 1)];
+         ++s) {
+      const Place place{.rank = r, .shard = s};
+      const std::int64_t len = plan.shard_len[at(s)];
+      if (len < 0) {
+        findings.add(FindingKind::negative, table, "shard_len", place, len, "0 or more");
+        ok = false;
+      } else {
+        const std::int64_t before = total;
+        total = add_rows(total, len);
+        if (total > max_total_rows && before <= max_total_rows) {
+          findings.add(FindingKind::bounds, table, "shard_len", place,
+                       concat(len, ", ", total, " tokens up to here"),
+                       concat("at most ", max_total_rows, " in all"));
+          ok = false;
+        }
+      }
+      if (plan.q_dst[at(s)] < 0 || plan.q_dst[at(s)] >= plan.world_size) {
+        findings.add(FindingKind::rank_range, table, "q_dst", place, plan.q_dst[at(s)],
+                     concat("0..", plan.world_size - 1));
+        ok = false;
+      }
+    }
+  }
+  return ok;
+}
+
+bool check_documents(const QkvPlan& plan, Findings& findings) {
+  const std::int64_t num_shards = plan.num_shards();
+  std::vector<std::uint8_t> held(at(num_shards));
+  bool ok = true;
+  for (std::int64_t place = 0; place < num_shards && !findings.full(); ++place) {
+    const std::int64_t shard = plan.doc_shards[at(place)];
+    if (shard < 0 || shard >= num_shards) {
+      findings.add(FindingKind::document, table, "doc_shards", {}, concat(shard, " at ", place),
+                   concat("0..", num_shards - 1));
+      ok = false;
+    } else if (held[at(shard)]++ != 0) {
+      findings.add(FindingKind::document, table, "doc_shards", {.shard = shard},
+                   concat("this shard again at ", place), "each shard once");
+      held[at(shard)] = 1;
+      ok = false;
+    }
+  }
+  for (std::int64_t shard = 0; !ok && shard < num_shards && !findings.full(); ++shard) {
+    if (held[at(shard)] != 0) continue;
+    findings.add(FindingKind::document, table, "doc_shards", {.shard = shard},
+                 "this shard in no document", "each shard once");
+  }
+  return ok;
+}
+
+bool check_windows(const QkvPlan& plan, Findings& findings) {
+  if (plan.kv_begin.empty()) return true;
+  bool ok = true;
+  for (std::int64_t d = 0; d < plan.num_documents() && !findings.full(); ++d) {
+    const std::int64_t first = plan.doc_shard_offsets[at(d)];
+    std::int64_t before = 0;
+    for (std::int64_t p = 0; p < plan.doc_shard_offsets[at(d + 1)] - first; ++p) {
+      const std::int32_t shard = plan.doc_shards[at(first + p)];
+      const std::int64_t begin = plan.kv_begin[at(shard)];
+      if (before <= begin && begin <= p) [[likely]] {
+        before = begin;
+        continue;
+      }
+      findings.add(FindingKind::causality, table, "kv_begin", {.shard = shard}, begin,
+                   concat(before, "..", p, " at position ", p, " of document ", d));
+      ok = false;
+    }
+  }
+  return ok;
+}
+
+}  // namespace
+
+bool check_plan(const QkvPlan& plan, Findings& findings) {
+  if (!check_sizes(plan, findings)) return false;
+  const bool shards_ok = check_shards(plan, findings);
+  return check_documents(plan, findings) && check_windows(plan, findings) && shards_ok;
+}
+
+PlanIndex index_plan(const QkvPlan& plan) {
+  const std::size_t num_shards = plan.shard_len.size();
+  PlanIndex index;
+  index.plan = &plan;
+  index.document.resize(num_shards);
+  index.home.resize(num_shards);
+  index.kv_first.resize(num_shards);
+  index.rows_before.resize(num_shards + 1);
+  index.queries.resize(num_shards);
+  index.rows_before[0] = 0;
+  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
+    const auto first = static_cast<std::int32_t>(plan.doc_shard_offsets[at(d)]);
+    for (std::int64_t place = first; place < plan.doc_shard_offsets[at(d + 1)]; ++place) {
+      const auto shard = at(plan.doc_shards[at(place)]);
+      index.document[at(place)] = static_cast<std::int32_t>(d);
+      index.kv_first[at(place)] = first + (plan.kv_begin.empty() ? 0 : plan.kv_begin[shard]);
+      index.rows_before[at(place + 1)] = index.rows_before[at(place)] + plan.shard_len[shard];
+    }
+  }
+  for (std::int32_t r = 0; r < plan.world_size; ++r) {
+    for (std::int64_t s = plan.rank_shard_offsets[at(r)]; s < plan.rank_shard_offsets[at(r + 1)];
+         ++s) {
+      index.home[at(s)] = r;
+    }
+  }
+  index.rank_offsets.assign(at(plan.world_size) + 1, 0);
+  for (const std::int32_t dst : plan.q_dst) ++index.rank_offsets[at(dst) + 1];
+  for (std::size_t r = 0; r < at(plan.world_size); ++r) {
+    index.rank_offsets[r + 1] += index.rank_offsets[r];
+  }
+  std::vector<std::int64_t> next(index.rank_offsets.begin(), index.rank_offsets.end() - 1);
+  const auto append = [&](std::int32_t shard, std::int32_t place) {
+    index.queries[at(next[at(plan.q_dst[at(shard)])]++)] = place;
+  };
+  const auto last = static_cast<std::int32_t>(num_shards);
+  if (plan.kv_layout == KvLayout::per_rank) {  // a group a document
+    for (std::int32_t place = 0; place < last; ++place) append(index.shard(place), place);
+  } else {  // a group a query, in the global order
+    UninitializedVector<std::int32_t> place_of(num_shards);
+    for (std::int32_t place = 0; place < last; ++place) place_of[at(index.shard(place))] = place;
+    for (std::int32_t shard = 0; shard < last; ++shard) append(shard, place_of[at(shard)]);
+  }
+  return index;
+}
+
+std::string PlanIndex::describe(std::int64_t place) const {
+  const std::int32_t number = shard(place);
+  const std::int32_t rank = home[at(number)];
+  return concat("shard ", number - plan->rank_shard_offsets[at(rank)], " of rank ", rank);
+}
+
+void check_plan_capacity(const PlanIndex& index, const ValidateOptions& options,
+                         Findings& findings) {
+  if (options.q_capacity < 0 && options.kv_capacity < 0) return;
+  for (std::int32_t r = 0; r < index.plan->world_size && !findings.full(); ++r) {
+    std::int64_t q_rows = 0;
+    const std::int64_t kv_rows = walk_kv(
+        index, r, [&](const KvStep& step) { q_rows += index.rows(step.query, step.query); });
+    if (options.q_capacity >= 0 && q_rows > options.q_capacity) {
+      findings.add(FindingKind::capacity, table, "q_dst", {.rank = r}, concat(q_rows, " Q rows"),
+                   concat("at most ", options.q_capacity, ", the capacity"));
+    }
+    if (options.kv_capacity >= 0 && kv_rows > options.kv_capacity) {
+      findings.add(FindingKind::capacity, table, "q_dst", {.rank = r}, concat(kv_rows, " KV rows"),
+                   concat("at most ", options.kv_capacity, ", the capacity"));
+    }
+  }
+}
+
+}  // namespace waybill::validation

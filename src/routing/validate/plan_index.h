@@ -1,0 +1,82 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "findings.h"
+#include "waybill/core/uninitialized_vector.h"
+#include "waybill/routing/qkv_plan.h"
+
+namespace waybill::validation {
+
+/// Checks every rule that QkvPlan states. False: an index of it must not be built.
+[[nodiscard]] bool check_plan(const QkvPlan& plan, Findings& findings);
+
+/// A plan seen from its documents and from the attending ranks. A place is an index into
+/// doc_shards: documents back to back, each in the order of its tokens.
+struct PlanIndex {
+  const QkvPlan* plan = nullptr;
+  UninitializedVector<std::int32_t> document;  ///< [N] by place
+  UninitializedVector<std::int32_t> home;      ///< [N] by shard: rank that holds it
+  UninitializedVector<std::int32_t> kv_first;  ///< [N] by place: place of the first needed KV shard
+  UninitializedVector<std::int64_t> rows_before;  ///< [N + 1] by place: rows of all places before
+  std::vector<std::int64_t> rank_offsets;         ///< [W + 1]: queries by attending rank
+  /// [N]: places of the queries of each rank, in the order of the groups of its KV buffer.
+  UninitializedVector<std::int32_t> queries;
+
+  [[nodiscard]] std::int32_t shard(std::int64_t place) const { return plan->doc_shards[at(place)]; }
+  [[nodiscard]] std::int64_t rows(std::int64_t first, std::int64_t last) const {
+    return rows_before[at(last + 1)] - rows_before[at(first)];
+  }
+  [[nodiscard]] std::span<const std::int32_t> queries_of(std::int32_t rank) const {
+    return {queries.data() + rank_offsets[at(rank)], queries.data() + rank_offsets[at(rank + 1)]};
+  }
+  /// "shard 3 of rank 5"
+  [[nodiscard]] std::string describe(std::int64_t place) const;
+};
+
+[[nodiscard]] PlanIndex index_plan(const QkvPlan& plan);
+
+/// What one query reads and what it adds to the KV buffer of its rank.
+struct KvStep {
+  std::int32_t query;      ///< place
+  std::int64_t kv_row;     ///< first row of its context in the buffer
+  std::int64_t kv_len;     ///< rows of its context
+  std::int64_t new_first;  ///< places new_first..query follow in the buffer
+};
+
+/// Walks one rank's KV buffer as it must be, query by query in the order of the groups, and calls
+/// step(const KvStep&). Returns the rows of the buffer.
+template <class Step>
+std::int64_t walk_kv(const PlanIndex& index, std::int32_t rank, Step&& step) {
+  const bool share = index.plan->kv_layout == KvLayout::per_rank;
+  std::int32_t document = -1;
+  std::int64_t row = 0;           // rows of the buffer so far
+  std::int64_t interval = 0;      // first place of the current run of places in the buffer
+  std::int64_t interval_row = 0;  // its row
+  std::int64_t next = 0;          // the place after that run
+  for (const std::int32_t query : index.queries_of(rank)) {
+    const std::int64_t first = index.kv_first[at(query)];
+    // Along a document windows never move back, so a run is continued or left for good.
+    if (!share || index.document[at(query)] != document || first > next) {
+      document = index.document[at(query)];
+      interval = first;
+      interval_row = row;
+      next = first;
+    }
+    step(KvStep{.query = query,
+                .kv_row = add_rows(interval_row, index.rows(interval, first - 1)),
+                .kv_len = index.rows(first, query),
+                .new_first = next});
+    row = add_rows(interval_row, index.rows(interval, query));
+    next = query + 1;
+  }
+  return row;
+}
+
+/// No rank needs more rows than the capacities; -1: any.
+void check_plan_capacity(const PlanIndex& index, const ValidateOptions& options,
+                         Findings& findings);
+
+}  // namespace waybill::validation

@@ -1,0 +1,90 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "findings.h"
+#include "waybill/core/uninitialized_vector.h"
+#include "waybill/routing/metadata.h"
+#include "waybill/routing/sparse_metadata.h"
+
+namespace waybill::validation {
+
+/// No buffer has more rows, and no offset may be larger.
+inline constexpr std::int64_t max_offset = std::int64_t{1} << 62;
+
+/// The most rows that the lengths of a plan or a table may add up to.
+inline constexpr std::int64_t max_total_rows = std::int64_t{1} << 40;
+
+/// What the checks ask of a shard.
+struct Line {
+  std::int64_t len;
+  std::int64_t begin;  ///< first row on its rank
+  std::int32_t rank;   ///< sending rank
+  std::int32_t shard;  ///< place among the lines of its rank
+};
+
+enum class Direction { forward, reverse };
+
+/// One direction of one tensor, dense or sparse, in the one form that the checks know. Loading
+/// proves what they rely on: sizes agree, ranks are in the world, lengths and offsets are in
+/// 0..max_offset, and so are the sums of lengths, copies included.
+struct SendTable {
+  const char* name = "";  ///< for findings
+  std::int32_t world_size = 0;
+  std::vector<std::int64_t> rank_offsets;      ///< [W + 1]: lines of each rank
+  UninitializedVector<Line> lines;             ///< padding of the dense form included
+  std::vector<std::int64_t> rank_rows;         ///< [W]: rows that live on the rank
+  std::span<const std::int64_t> copy_offsets;  ///< [lines + 1]; empty: one copy a line
+  std::span<const std::int32_t> dst_rank;      ///< [copies]
+  std::span<const std::int64_t> dst_row;       ///< [copies]
+  std::span<const std::int32_t> copy_slot;     ///< [copies]; empty: the place within the line
+  bool one_copy = true;                        ///< the form has no copy axis
+  bool reverse = false;
+
+  [[nodiscard]] std::int64_t num_lines() const { return std::ssize(lines); }
+  [[nodiscard]] std::int64_t num_copies() const { return std::ssize(dst_rank); }
+  [[nodiscard]] std::int64_t copy_begin(std::int64_t line) const {
+    return copy_offsets.empty() ? line : copy_offsets[at(line)];
+  }
+  [[nodiscard]] std::int64_t slot(std::int64_t line, std::int64_t copy) const {
+    return copy_slot.empty() ? copy - copy_begin(line) : copy_slot[at(copy)];
+  }
+  [[nodiscard]] Place place(std::int64_t line, std::int64_t slot_idx = -1) const {
+    const Line& info = lines[at(line)];
+    return {.rank = info.rank, .shard = info.shard, .copy = reverse ? -1 : slot_idx};
+  }
+
+  SendTable() = default;
+  SendTable(SendTable&&) = default;
+  SendTable& operator=(SendTable&&) = default;
+  SendTable(const SendTable&) = delete;  // the spans would look at the other's vectors
+  SendTable& operator=(const SendTable&) = delete;
+  ~SendTable() = default;
+
+  // What the spans above look at where the table is not sparse already.
+  std::vector<std::int64_t> own_copy_offsets;
+  std::vector<std::int32_t> own_dst_rank;
+  std::vector<std::int64_t> own_dst_row;
+  std::vector<std::int32_t> own_copy_slot;
+};
+
+/// Checks sizes, padding and ranges. Nothing when it is not safe to go on; the findings say why.
+/// The table borrows from `metadata`.
+[[nodiscard]] std::optional<SendTable> load(const SparseMetadata& metadata, const char* name,
+                                            Direction direction, Findings& findings);
+[[nodiscard]] std::optional<SendTable> load(const Metadata& metadata, const char* name,
+                                            Direction direction, Findings& findings);
+
+/// Fills begin and rank_rows from the lengths, which are >= 0. False: some sum is too large, which
+/// is a finding.
+[[nodiscard]] bool sum_lengths(SendTable& table, Findings& findings);
+
+/// offsets[0] = 0, never falling, offsets[n] = size. False: it is not so, which is a finding.
+[[nodiscard]] bool check_offsets(const char* table, const char* field,
+                                 std::span<const std::int64_t> offsets, std::int64_t num_parts,
+                                 std::int64_t size, Findings& findings);
+
+}  // namespace waybill::validation

@@ -1,0 +1,129 @@
+#include "waybill/routing/validate.h"
+
+#include <optional>
+
+#include "counts.h"
+#include "follow_plan.h"
+
+namespace waybill {
+namespace {
+
+using namespace validation;
+
+/// A forward table that is sound in itself, with what lands where.
+struct Checked {
+  SendTable table;
+  Arrivals arrivals;
+};
+
+void check_table_counts(const SparseMetadata& metadata, const SparseMetadata& /*fwd*/,
+                        const SendTable& table, std::span<const std::int64_t> rows,
+                        Findings& findings) {
+  check_counts(metadata, table, rows, findings);
+}
+
+void check_table_counts(const Metadata& metadata, const Metadata& fwd, const SendTable& table,
+                        std::span<const std::int64_t> rows, Findings& findings) {
+  const NumSeqs rule = fwd.has_copies() ? NumSeqs::with_rows_or_copies : NumSeqs::with_rows;
+  check_counts(metadata, table, rows, rule, findings);
+}
+
+void check_pair_masks(const SparseMetadata&, const SparseMetadata&, const SendTable&, const char*,
+                      Findings&) {}  // the sparse form has none
+
+void check_pair_masks(const Metadata& fwd, const Metadata& rev, const SendTable& forward,
+                      const char* reverse_name, Findings& findings) {
+  check_masks(fwd, rev, forward, reverse_name, findings);
+}
+
+/// Forward and reverse of one tensor, dense or sparse. Nothing when forward is not sound.
+template <class Table>
+std::optional<Checked> check_pair(const Table& fwd, const Table& rev, const char* fwd_name,
+                                  const char* rev_name, Findings& findings) {
+  std::optional<SendTable> forward = load(fwd, fwd_name, Direction::forward, findings);
+  const std::optional<SendTable> reverse = load(rev, rev_name, Direction::reverse, findings);
+  if (reverse) check_table_counts(rev, fwd, *reverse, received_rows(*reverse), findings);
+  if (!forward) return std::nullopt;
+  Arrivals arrivals = sort_arrivals(*forward);
+  check_tiling(*forward, arrivals, findings);
+  check_table_counts(fwd, fwd, *forward, arrivals.rows, findings);
+  check_pair_masks(fwd, rev, *forward, rev_name, findings);
+  if (reverse && reverse->world_size == forward->world_size) {
+    check_reverse(*forward, arrivals, *reverse, findings);
+  } else if (reverse) {
+    findings.add(FindingKind::shape, rev_name, "world_size", {}, reverse->world_size,
+                 concat(forward->world_size, ", as ", fwd_name));
+  }
+  return Checked{*std::move(forward), std::move(arrivals)};
+}
+
+template <class Table>
+std::vector<Finding> validate_pair(const Table& fwd, const Table& rev,
+                                   const ValidateOptions& options) {
+  Findings findings(options.max_findings);
+  const std::optional<Checked> checked = check_pair(fwd, rev, "fwd", "rev", findings);
+  if (checked) {
+    const bool is_q = checked->table.one_copy;
+    check_capacity(checked->table, checked->arrivals,
+                   is_q ? options.q_capacity : options.kv_capacity, findings);
+  }
+  return std::move(findings).take();
+}
+
+/// QkvRouting and E2eMetadata name their tables alike.
+template <class Routing>
+std::vector<Finding> validate_routing(const QkvPlan& plan, const Routing& routing,
+                                      const ValidateOptions& options, Findings findings) {
+  if (!check_plan(plan, findings)) return std::move(findings).take();
+  const PlanIndex index = index_plan(plan);
+  if (const auto q = check_pair(routing.fwd_q, routing.rev_q, "fwd_q", "rev_q", findings)) {
+    check_capacity(q->table, q->arrivals, options.q_capacity, findings);
+    if (check_lines(q->table, index, findings)) {
+      check_queries(q->table, q->arrivals, index, findings);
+    }
+  }
+  if (const auto kv = check_pair(routing.fwd_kv, routing.rev_kv, "fwd_kv", "rev_kv", findings)) {
+    check_capacity(kv->table, kv->arrivals, options.kv_capacity, findings);
+    if (check_lines(kv->table, index, findings)) {
+      check_causality(kv->table, kv->arrivals, index, findings);
+      if (plan.kv_layout == KvLayout::per_rank) check_copy_order(kv->table, index, findings);
+    }
+  }
+  check_attention(routing.attention, index, findings);
+  return std::move(findings).take();
+}
+
+}  // namespace
+
+std::vector<Finding> validate(const QkvPlan& plan, const ValidateOptions& options) {
+  Findings findings(options.max_findings);
+  if (check_plan(plan, findings)) check_plan_capacity(index_plan(plan), options, findings);
+  return std::move(findings).take();
+}
+
+std::vector<Finding> validate(const Metadata& fwd, const Metadata& rev,
+                              const ValidateOptions& options) {
+  return validate_pair(fwd, rev, options);
+}
+
+std::vector<Finding> validate(const SparseMetadata& fwd, const SparseMetadata& rev,
+                              const ValidateOptions& options) {
+  return validate_pair(fwd, rev, options);
+}
+
+std::vector<Finding> validate(const QkvPlan& plan, const QkvRouting& routing,
+                              const ValidateOptions& options) {
+  Findings findings(options.max_findings);
+  if (routing.kv_layout != plan.kv_layout) {
+    findings.add(FindingKind::plan, "attention", "kv_layout", {}, to_string(routing.kv_layout),
+                 concat(to_string(plan.kv_layout), ", as the plan"));
+  }
+  return validate_routing(plan, routing, options, std::move(findings));
+}
+
+std::vector<Finding> validate(const QkvPlan& plan, const E2eMetadata& metadata,
+                              const ValidateOptions& options) {
+  return validate_routing(plan, metadata, options, Findings(options.max_findings));
+}
+
+}  // namespace waybill

@@ -1,0 +1,202 @@
+#include "waybill/simulate/kv_gradient.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "view_checks.h"
+#include "waybill/core/error.h"
+#include "waybill/core/float_convert.h"
+#include "waybill/core/parallel_for.h"
+
+namespace waybill {
+namespace {
+
+constexpr const char* who = "sum_kv_copies";
+constexpr std::int64_t block_elements = 512;  // of a row, summed at a time
+constexpr std::int64_t work_item_elements = 65536;
+
+/// One dtype: how it is stored and what it is summed in.
+struct Float32 {
+  using Stored = float;
+  using Sum = float;
+  static Sum load(Stored value) { return value; }
+  static Stored round(Sum value) { return value; }
+};
+struct Float64 {
+  using Stored = double;
+  using Sum = double;
+  static Sum load(Stored value) { return value; }
+  static Stored round(Sum value) { return value; }
+};
+struct BFloat16 {
+  using Stored = std::uint16_t;
+  using Sum = float;
+  static Sum load(Stored value) { return bfloat16_to_float(value); }
+  static Stored round(Sum value) { return float_to_bfloat16(value); }
+};
+struct Float16 {
+  using Stored = std::uint16_t;
+  using Sum = float;
+  static Sum load(Stored value) { return float16_to_float(value); }
+  static Stored round(Sum value) { return float_to_float16(value); }
+};
+
+/// What a shard's rows are made of.
+struct Shard {
+  std::int64_t end_row;              ///< past its last row
+  std::vector<std::int64_t> copies;  ///< used, ascending
+};
+
+template <class T>
+T read(const std::byte* from) {
+  T value;
+  std::memcpy(&value, from, sizeof(T));
+  return value;
+}
+
+template <class T>
+void write(std::byte* to, T value) {
+  std::memcpy(to, &value, sizeof(T));
+}
+
+/// Sums one row. Where the only copy goes to its own dtype, the bits are moved as they are.
+template <class In, class Out>
+void sum_row(const ConstTensorView& planes, const TensorView& output, const Shard& shard,
+             std::int64_t row) {
+  using Sum = typename In::Sum;
+  using InStored = typename In::Stored;
+  using OutStored = typename Out::Stored;
+  constexpr auto in_bytes = static_cast<std::int64_t>(sizeof(InStored));
+  constexpr auto out_bytes = static_cast<std::int64_t>(sizeof(OutStored));
+  const std::int64_t num_rows = output.shape[0];
+  const std::int64_t hidden = output.shape[1];
+  const std::int64_t from_step = planes.strides[1] * in_bytes;
+  const std::int64_t to_step = output.strides[1] * out_bytes;
+  std::byte* to = output.data + row * output.strides[0] * out_bytes;
+  const auto row_of_copy = [&](std::int64_t copy) {
+    return planes.data + (copy * num_rows + row) * planes.strides[0] * in_bytes;
+  };
+  if (std::is_same_v<In, Out> && shard.copies.size() == 1) {
+    const std::byte* from = row_of_copy(shard.copies[0]);
+    for (std::int64_t i = 0; i < hidden; ++i) {
+      write(to + i * to_step, read<InStored>(from + i * from_step));
+    }
+    return;
+  }
+  std::array<Sum, block_elements> sums;
+  for (std::int64_t first = 0; first < hidden; first += block_elements) {
+    const std::int64_t count = std::min(block_elements, hidden - first);
+    if (shard.copies.empty()) std::fill_n(sums.begin(), count, Sum{0});
+    for (std::size_t k = 0; k < shard.copies.size(); ++k) {
+      const std::byte* from = row_of_copy(shard.copies[k]) + first * from_step;
+      for (std::int64_t i = 0; i < count; ++i) {
+        const Sum value = In::load(read<InStored>(from + i * from_step));
+        Sum& sum = sums[static_cast<std::size_t>(i)];
+        sum = k == 0 ? value : sum + value;
+      }
+    }
+    for (std::int64_t i = 0; i < count; ++i) {
+      write(to + (first + i) * to_step, Out::round(sums[static_cast<std::size_t>(i)]));
+    }
+  }
+}
+
+template <class In, class Out>
+void sum_rows(const ConstTensorView& planes, const TensorView& output,
+              const std::vector<Shard>& shards, int num_threads) {
+  const std::int64_t grain =
+      std::max<std::int64_t>(1, work_item_elements / std::max<std::int64_t>(1, output.shape[1]));
+  parallel_for(output.shape[0], grain, num_threads, [&](std::int64_t begin, std::int64_t end) {
+    auto shard = std::ranges::upper_bound(shards, begin, {}, &Shard::end_row);
+    for (std::int64_t row = begin; row < end; ++row) {
+      while (row >= shard->end_row) ++shard;
+      sum_row<In, Out>(planes, output, *shard, row);
+    }
+  });
+}
+
+std::vector<Shard> shards_of(const IndexArray& mask, const IndexArray& lens) {
+  require(lens.ndim() == 1, who, ": recv_seq_lens has shape ", to_string(lens.shape()),
+          ", expected [S]");
+  require(mask.ndim() == 2 && mask.dim(0) == lens.dim(0), who, ": seq_recv_mask has shape ",
+          to_string(mask.shape()), ", expected [", lens.dim(0), ", C]");
+  const Int64View used(mask);
+  const Int64View rows(lens);
+  const std::int64_t copies = mask.dim(1);
+  std::vector<Shard> shards;
+  std::int64_t end = 0;
+  for (std::int64_t s = 0; s < lens.dim(0); ++s) {
+    require(rows[s] >= 0 && !__builtin_add_overflow(end, rows[s], &end), who, ": recv_seq_lens[", s,
+            "] = ", rows[s], ", expected >= 0 and a sum below 2^63");
+    Shard shard{end, {}};
+    for (std::int64_t c = 0; c < copies; ++c) {
+      const std::int64_t flag = used[s * copies + c];
+      require(flag == 0 || flag == 1, who, ": seq_recv_mask[", s, ", ", c, "] = ", flag,
+              ", expected 0 or 1");
+      if (flag == 1) shard.copies.push_back(c);
+    }
+    shards.push_back(std::move(shard));
+  }
+  return shards;
+}
+
+}  // namespace
+
+void sum_kv_copies(const ConstTensorView& planes, const TensorView& output,
+                   const IndexArray& seq_recv_mask, const IndexArray& recv_seq_lens,
+                   int num_threads) {
+  require(num_threads >= 0, who, ": num_threads = ", num_threads, ", expected >= 0");
+  detail::check_view(who, "planes", planes, 2);
+  detail::check_view(who, "output", output, 2);
+  const std::vector<Shard> shards = shards_of(seq_recv_mask, recv_seq_lens);
+  const std::int64_t num_rows = shards.empty() ? 0 : shards.back().end_row;
+  const std::int64_t copies = seq_recv_mask.dim(1);
+  require(output.shape[0] == num_rows, who, ": output has shape ", to_string(output.shape),
+          ", expected ", num_rows, " rows, the sum of recv_seq_lens");
+  std::int64_t plane_rows = 0;
+  require(!__builtin_mul_overflow(copies, num_rows, &plane_rows) && planes.shape[0] == plane_rows &&
+              planes.shape[1] == output.shape[1],
+          who, ": planes has shape ", to_string(planes.shape), ", expected [", copies, " * ",
+          num_rows, ", ", output.shape[1], "]");
+  detail::check_memory(who, {&planes, 1}, {&output, 1});
+
+  using Kernel =
+      void (*)(const ConstTensorView&, const TensorView&, const std::vector<Shard>&, int);
+  Kernel kernel = nullptr;
+  const bool same = output.dtype == planes.dtype;
+  const bool to_float32 = output.dtype == DType::float32;
+  if (planes.dtype == DType::float32 && same) kernel = sum_rows<Float32, Float32>;
+  if (planes.dtype == DType::float64 && same) kernel = sum_rows<Float64, Float64>;
+  if (planes.dtype == DType::bfloat16 && same) kernel = sum_rows<BFloat16, BFloat16>;
+  if (planes.dtype == DType::bfloat16 && to_float32) kernel = sum_rows<BFloat16, Float32>;
+  if (planes.dtype == DType::float16 && same) kernel = sum_rows<Float16, Float16>;
+  if (planes.dtype == DType::float16 && to_float32) kernel = sum_rows<Float16, Float32>;
+  require(kernel != nullptr, who, ": planes of ", planes.dtype, " and output of ", output.dtype,
+          ", expected float32, float64, bfloat16 or float16, and the same for output or float32 "
+          "for planes of bfloat16 or float16");
+  kernel(planes, output, shards, num_threads);
+}
+
+void sum_kv_copies(const ConstTensorView& planes, const TensorView& output, const Metadata& rev_kv,
+                   Rank rank, int num_threads) {
+  require(rev_kv.seq_recv_mask && rev_kv.recv_seq_lens, who,
+          ": rev_kv has no seq_recv_mask or recv_seq_lens, expected the reverse of a dispatch with "
+          "copies");
+  if (rev_kv.is_slice()) {
+    sum_kv_copies(planes, output, *rev_kv.seq_recv_mask, *rev_kv.recv_seq_lens, num_threads);
+    return;
+  }
+  const IndexArray& mask = *rev_kv.seq_recv_mask;
+  const IndexArray& lens = *rev_kv.recv_seq_lens;
+  require(mask.ndim() == 3 && lens.ndim() == 2 && mask.dim(0) == lens.dim(0), who,
+          ": seq_recv_mask has shape ", to_string(mask.shape()), " and recv_seq_lens ",
+          to_string(lens.shape()), ", expected [W, S, C] and [W, S]");
+  const std::int64_t r = to_int(rank);
+  require(0 <= r && r < lens.dim(0), who, ": rank = ", r, ", expected 0..", lens.dim(0) - 1);
+  sum_kv_copies(planes, output, mask.row(r), lens.row(r), num_threads);
+}
+
+}  // namespace waybill

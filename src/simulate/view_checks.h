@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "waybill/core/tensor_view.h"
+
+namespace waybill::detail {
+
+/// A usable view with `ndim` axes: shape and strides agree, no negative extent, every address can
+/// be computed, memory is there unless the view is empty. @throws InvalidArgument
+void check_view(const char* who, const char* name, const ConstTensorView& view, std::int64_t ndim);
+
+/// False when two elements may lie at one address. Exact for slices and transposes of an ordinary
+/// tensor; a view of another making may be refused though it is fine.
+[[nodiscard]] bool is_injective(const ConstTensorView& view);
+
+/// False only when no byte belongs to both. Knows views that lie side by side in one tensor.
+[[nodiscard]] bool may_share_memory(const ConstTensorView& a, const ConstTensorView& b);
+
+/// Every output is injective, no two outputs share memory, and none with a source.
+/// @throws InvalidArgument naming the two and their shapes
+void check_memory(const char* who, std::span<const ConstTensorView> sources,
+                  std::span<const TensorView> outputs);
+
+}  // namespace waybill::detail

@@ -1,0 +1,79 @@
+#pragma once
+
+// What the examples of docs/ may use without saying so.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <filesystem>
+#include <iostream>
+#include <numeric>
+#include <source_location>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "waybill/core/error.h"
+#include "waybill/core/float_convert.h"
+#include "waybill/core/host_tensor.h"
+#include "waybill/core/index_array.h"
+#include "waybill/core/parallel_for.h"
+#include "waybill/core/random.h"
+#include "waybill/core/tensor_view.h"
+#include "waybill/core/topology.h"
+#include "waybill/json/dispatch_json.h"
+#include "waybill/json/file.h"
+#include "waybill/json/length_distribution_json.h"
+#include "waybill/json/lengths.h"
+#include "waybill/json/metadata_json.h"
+#include "waybill/json/plan_json.h"
+#include "waybill/report/document_figures.h"
+#include "waybill/report/html_report.h"
+#include "waybill/report/plan_summary.h"
+#include "waybill/report/text_summary.h"
+#include "waybill/routing/attention_layout.h"
+#include "waybill/routing/compute_metadata.h"
+#include "waybill/routing/compute_metadata_kv.h"
+#include "waybill/routing/document_plan.h"
+#include "waybill/routing/e2e_metadata.h"
+#include "waybill/routing/generators.h"
+#include "waybill/routing/index_ops.h"
+#include "waybill/routing/length_distribution.h"
+#include "waybill/routing/metadata.h"
+#include "waybill/routing/mlp_layout.h"
+#include "waybill/routing/qkv_plan.h"
+#include "waybill/routing/qkv_routing.h"
+#include "waybill/routing/raw_dispatch.h"
+#include "waybill/routing/validate.h"
+#include "waybill/simulate/check.h"
+#include "waybill/simulate/dispatch.h"
+#include "waybill/simulate/kv_gradient.h"
+#include "waybill/simulate/orchestrate.h"
+
+namespace {
+
+using namespace waybill;  // NOLINT(google-build-using-namespace): examples read better
+
+/// Fails the test, at the line of the page, unless `ok`.
+[[maybe_unused]] void expect(bool ok, std::source_location at = std::source_location::current()) {
+  if (!ok) ADD_FAILURE_AT(at.file_name(), static_cast<int>(at.line())) << "expect() got false";
+}
+
+/// Fails the test unless `call` throws an Error whose text contains `part`.
+template <class Call>
+void expect_error(Call&& call, std::string_view part,
+                  std::source_location at = std::source_location::current()) {
+  const auto line = static_cast<int>(at.line());
+  try {
+    call();
+  } catch (const Error& error) {
+    if (std::string_view(error.what()).find(part) != std::string_view::npos) return;
+    ADD_FAILURE_AT(at.file_name(), line) << "the error says: " << error.what();
+    return;
+  }
+  ADD_FAILURE_AT(at.file_name(), line) << "no error";
+}
+
+}  // namespace

@@ -1,0 +1,186 @@
+#include "waybill/json/plan_json.h"
+
+#include <gtest/gtest.h>
+
+#include <limits>
+
+#include "json/support.h"
+#include "waybill/json/file.h"
+
+namespace waybill::json_tests {
+namespace {
+
+constexpr const char* small_plan_text = R"({
+  "format": "waybill.plan",
+  "version": 1,
+  "world_size": 3,
+  "kv_layout": "per_rank",
+  "rank_shard_offsets": [0, 2, 4, 5],
+  "shard_len": [4, 6, 3, 5, 8],
+  "q_dst": [0, 1, 2, 0, 1],
+  "doc_shard_offsets": [0, 3, 5],
+  "doc_shards": [0, 1, 2, 3, 4]
+}
+)";
+
+std::string error_with(std::string_view what, std::string_view with) {
+  const std::string text = replaced(small_plan_text, what, with);
+  return error_of([&] { return plan_from_json(text, "plan.json"); });
+}
+
+TEST(plan_json, has_a_field_a_line_and_an_array_on_one_line) {
+  EXPECT_EQ(to_json(small_plan()), small_plan_text);
+}
+
+TEST(plan_json, compact_has_no_space) {
+  const std::string text = to_json(small_plan(), JsonStyle::compact);
+  EXPECT_EQ(text.find_first_of(" \n"), std::string::npos) << text;
+  EXPECT_EQ(plan_from_json(text), small_plan());
+}
+
+TEST(plan_json, reads_back_equal) {
+  QkvPlan plan = small_plan();
+  EXPECT_EQ(plan_from_json(to_json(plan)), plan);
+  plan.kv_begin = {0, 0, 1, 0, 0};
+  plan.kv_layout = KvLayout::per_query;
+  EXPECT_EQ(plan_from_json(to_json(plan)), plan);
+}
+
+TEST(plan_json, a_world_without_shards_reads_back_equal) {
+  QkvPlan plan;
+  plan.world_size = 2;
+  plan.rank_shard_offsets = {0, 0, 0};
+  plan.doc_shard_offsets = {0};
+  EXPECT_EQ(plan_from_json(to_json(plan)), plan);
+}
+
+TEST(plan_json, fields_may_come_in_any_order) {
+  const std::string text = replaced(replaced(small_plan_text, "\"world_size\": 3,\n", ""),
+                                    "[0, 1, 2, 3, 4]", "[0, 1, 2, 3, 4], \"world_size\": 3");
+  EXPECT_EQ(plan_from_json(text), small_plan());
+}
+
+TEST(plan_json, a_wrong_type_names_path_got_and_expected) {
+  EXPECT_EQ(error_with("5, 8]", "\"abc\", 8]"),
+            "plan.json: /shard_len/3 = \"abc\", expected an integer");
+  EXPECT_EQ(error_with("5, 8]", "5.0, 8]"), "plan.json: /shard_len/3 = 5.0, expected an integer");
+  EXPECT_EQ(error_with("5, 8]", "null, 8]"), "plan.json: /shard_len/3 = null, expected an integer");
+  EXPECT_EQ(error_with("5, 8]", "[5], 8]"),
+            "plan.json: /shard_len/3 = a list of 1, expected an integer");
+  EXPECT_EQ(error_with("[4, 6, 3, 5, 8]", "7"), "plan.json: /shard_len = 7, expected a list");
+  EXPECT_EQ(error_with("[4, 6, 3, 5, 8]", "{}"),
+            "plan.json: /shard_len = an object, expected a list");
+  EXPECT_EQ(error_with("\"world_size\": 3", "\"world_size\": true"),
+            "plan.json: /world_size = true, expected an integer");
+  EXPECT_EQ(error_with("\"per_rank\"", "\"per_node\""),
+            "plan.json: /kv_layout = \"per_node\", expected \"per_query\" or \"per_rank\"");
+}
+
+TEST(plan_json, a_number_that_is_too_large_is_an_error) {
+  expect_parts(error_with("5, 8]", "9223372036854775808, 8]"),
+               {"/shard_len/3", "9223372036854775808", "an integer"});
+  expect_parts(error_with("5, 8]", "123456789012345678901234567890, 8]"), {"/shard_len/3"});
+  expect_parts(error_with("5, 8]", "1e400, 8]"), {"plan.json: line 7, column ", "1e400"});
+  expect_parts(error_with("5, 8]", "1e3, 8]"), {"/shard_len/3 = 1e3"});
+  expect_parts(error_with("2, 0, 1]", "2, 4294967296, 1]"), {"/q_dst/3 = 4294967296", "32 bits"});
+  expect_parts(error_with("\"world_size\": 3", "\"world_size\": 2000000000"),
+               {"/world_size = 2000000000", "1..1048576"});
+}
+
+TEST(plan_json, not_a_number_is_an_error_with_line_and_column) {
+  expect_parts(error_with("5, 8]", "NaN, 8]"), {"plan.json: line 7, column ", "invalid literal"});
+  expect_parts(error_with("5, 8]", "-Infinity, 8]"), {"plan.json: line 7, column "});
+  expect_parts(error_with("5, 8]", "0x10, 8]"), {"plan.json: line 7, column "});
+}
+
+TEST(plan_json, what_check_refuses_is_an_error_of_the_file) {
+  expect_parts(error_with("5, 8]", "-5, 8]"), {"plan.json: /: ", "shard_len[3] = -5"});
+  expect_parts(error_with("2, 0, 1]", "3, 0, 1]"), {"q_dst[2] = 3", "0..2"});
+  expect_parts(error_with("5, 8]", "9223372036854775807, 8]"), {"shard_len[3]"});
+  expect_parts(error_with("[0, 1, 2, 3, 4]", "[0, 1, 2, 3, 3]"), {"doc_shards[4] = 3"});
+  expect_parts(error_with("[4, 6, 3, 5, 8]", "[4, 6, 3, 5]"), {"plan."});
+  expect_parts(error_with("\"world_size\": 3", "\"world_size\": 0"), {"/world_size = 0"});
+  expect_parts(error_with("\"world_size\": 3", "\"world_size\": -3"), {"/world_size = -3"});
+}
+
+TEST(plan_json, form_only_leaves_values_to_the_caller) {
+  const std::string text = replaced(small_plan_text, "2, 0, 1]", "-7, 0, 1]");
+  EXPECT_THROW((void)plan_from_json(text), IoError);
+  EXPECT_EQ(plan_from_json(text, "JSON", ReadCheck::form).q_dst.at(2), -7);
+}
+
+TEST(plan_json, keys_are_checked) {
+  EXPECT_EQ(error_with("  \"q_dst\": [0, 1, 2, 0, 1],\n", ""),
+            "plan.json: /: the key \"q_dst\" is missing");
+  expect_parts(error_with("\"q_dst\"", "\"q_dest\""), {"unknown key \"q_dest\"", "q_dst"});
+  expect_parts(error_with("\"world_size\": 3", "\"world_size\": 3, \"world_size\": 3"),
+               {"plan.json: /: the key \"world_size\" appears twice"});
+}
+
+TEST(plan_json, format_and_version_are_checked) {
+  EXPECT_EQ(error_with("waybill.plan", "waybill.plans"),
+            "plan.json: /format = \"waybill.plans\", expected \"waybill.plan\"");
+  EXPECT_EQ(error_with("\"version\": 1", "\"version\": 2"),
+            "plan.json: /version = 2, expected version 1");
+  expect_parts(error_with("\"version\": 1", "\"version\": \"1\""), {"/version = \"1\""});
+  expect_parts(error_with("  \"format\": \"waybill.plan\",\n", ""), {"\"format\" is missing"});
+  expect_parts(error_of([] { return plan_from_json("[1, 2]", "plan.json"); }),
+               {"plan.json: / = a list of 2, expected an object"});
+}
+
+TEST(plan_json, every_truncation_is_an_error) {
+  const std::string_view text = small_plan_text;
+  for (std::size_t size = 0; size + 2 < text.size(); ++size) {
+    const std::string error =
+        error_of([&] { return plan_from_json(text.substr(0, size), "plan.json"); });
+    expect_parts(error, {"plan.json: line "});
+  }
+}
+
+TEST(plan_json, trailing_text_is_an_error) {
+  expect_parts(error_of([] { return plan_from_json(std::string(small_plan_text) + "x", "f"); }),
+               {"f: line 12, column 1: "});
+  expect_parts(error_of([] { return plan_from_json(std::string(small_plan_text) + "{}", "f"); }),
+               {"f: line 12, column 1: "});
+}
+
+TEST(plan_json, deep_nesting_is_an_error) {
+  for (const std::size_t depth : {std::size_t{25}, std::size_t{1000000}}) {
+    expect_parts(error_of([&] { return plan_from_json(std::string(depth, '['), "f"); }),
+                 {"nested deeper than 24 levels"});
+  }
+  std::string objects;
+  for (int i = 0; i < 100000; ++i) objects += "{\"a\":";
+  expect_parts(error_of([&] { return plan_from_json(objects, "f"); }),
+               {"f: /a/a/a", "nested deeper than 24 levels"});
+}
+
+TEST(plan_json, an_error_stays_short) {
+  const std::string long_text(1000000, 'x');
+  const std::string wrong_type = error_with("\"per_rank\"", concat('"', long_text, '"'));
+  EXPECT_LT(wrong_type.size(), 200U);
+  const std::string no_json = error_with("\"per_rank\"", long_text);
+  EXPECT_LT(no_json.size(), 400U);
+  const std::string unknown_key = error_with("\"q_dst\"", concat('"', long_text, '"'));
+  EXPECT_LT(unknown_key.size(), 400U);
+}
+
+TEST(plan_json, bytes_that_are_no_text_are_an_error) {
+  expect_parts(error_with("\"per_rank\"", "\"\xff\xfe\""), {"line 5"});
+  expect_parts(error_of([] { return plan_from_json(std::string_view("\0\0", 2), "f"); }),
+               {"f: line 1, column 1"});
+}
+
+TEST(plan_json, files_read_back_equal_and_errors_name_them) {
+  const TemporaryFolder folder;
+  write_plan(folder / "plan.json", small_plan());
+  EXPECT_EQ(read_plan(folder / "plan.json"), small_plan());
+  write_file(folder / "bad.json", "{\"format\": \"waybill.plan\",\n \"version\": }");
+  const std::string error = error_of([&] { return read_plan(folder / "bad.json"); });
+  expect_parts(error, {(folder / "bad.json").string(), "line 2, column 13"});
+  expect_parts(error_of([&] { return read_plan(folder / "none.json"); }),
+               {(folder / "none.json").string(), "No such file"});
+}
+
+}  // namespace
+}  // namespace waybill::json_tests

@@ -1,0 +1,148 @@
+#include "waybill/routing/qkv_plan.h"
+
+#include <gtest/gtest.h>
+#include <rapidcheck/gtest.h>
+
+#include <cstdint>
+#include <functional>
+#include <string_view>
+
+#include "support/expect_error.h"
+#include "support/random_plan.h"
+#include "waybill/routing/qkv_routing.h"
+#include "waybill/routing/raw_dispatch.h"
+
+namespace waybill {
+namespace {
+
+using test::rejects;
+
+/// Ranks of 2, 0 and 3 shards; documents 0: shards 3, 1, 0; 1: none; 2: shards 2, 4.
+QkvPlan good_plan() {
+  QkvPlan plan;
+  plan.world_size = 3;
+  plan.rank_shard_offsets = {0, 2, 2, 5};
+  plan.shard_len = {4, 0, 7, 1, 2};
+  plan.q_dst = {0, 2, 2, 1, 0};
+  plan.doc_shard_offsets = {0, 3, 3, 5};
+  plan.doc_shards = {3, 1, 0, 2, 4};
+  plan.kv_begin = {1, 1, 0, 0, 1};
+  return plan;
+}
+
+::testing::AssertionResult rejected(const std::function<void(QkvPlan&)>& damage,
+                                    std::initializer_list<std::string_view> parts) {
+  QkvPlan plan = good_plan();
+  damage(plan);
+  const auto named = rejects([&] { plan.check("caller"); }, {"caller: "});
+  return named ? rejects([&] { plan.check("caller"); }, parts) : named;
+}
+
+TEST(QkvPlanCheck, AcceptsTheGoodPlan) {
+  EXPECT_NO_THROW(good_plan().check("caller"));
+  QkvPlan causal = good_plan();
+  causal.kv_begin.clear();
+  EXPECT_NO_THROW(causal.check("caller"));
+  EXPECT_EQ(causal.num_shards(), 5);
+  EXPECT_EQ(causal.num_documents(), 3);
+}
+
+TEST(QkvPlanCheck, AcceptsAPlanOfNothing) {
+  QkvPlan plan;
+  plan.world_size = 2;
+  plan.rank_shard_offsets = {0, 0, 0};
+  plan.doc_shard_offsets = {0};
+  EXPECT_NO_THROW(plan.check("caller"));
+  EXPECT_EQ(plan.num_documents(), 0);
+}
+
+TEST(QkvPlanCheck, WorldSize) {
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.world_size = 0; }, {"world_size = 0"}));
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.world_size = -3; }, {"world_size = -3"}));
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.world_size = max_world_size + 1; }, {"world_size"}));
+  EXPECT_TRUE(rejects([] { QkvPlan().check("caller"); }, {"caller", "world_size = 0"}));
+}
+
+TEST(QkvPlanCheck, RankShardOffsets) {
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.rank_shard_offsets.pop_back(); },
+                       {"rank_shard_offsets", "3", "4"}));
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.rank_shard_offsets.clear(); },
+                       {"rank_shard_offsets", "0", "4"}));
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.rank_shard_offsets[0] = 1; },
+                       {"rank_shard_offsets[0] = 1", "0"}));
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.rank_shard_offsets[2] = 1; },
+                       {"rank_shard_offsets[2] = 1", "2"}));
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.rank_shard_offsets[3] = 4; },
+                       {"rank_shard_offsets[3] = 4", "5"}));
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.rank_shard_offsets[1] = -2; },
+                       {"rank_shard_offsets[1] = -2"}));
+}
+
+TEST(QkvPlanCheck, Shards) {
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.shard_len[2] = -7; }, {"shard_len[2] = -7"}));
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.shard_len[2] = (std::int64_t{1} << 40) + 1; },
+                       {"shard_len", "2^40"}));
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.shard_len[2] = std::int64_t{1} << 40; },
+                       {"shard_len", "2^40"}));
+  EXPECT_TRUE(rejected(
+      [](QkvPlan& p) { p.shard_len.assign(5, std::int64_t{1} << 62); }, {"shard_len"}));
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.q_dst[4] = 3; }, {"q_dst[4] = 3", "0..2"}));
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.q_dst[0] = -1; }, {"q_dst[0] = -1", "0..2"}));
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.q_dst.pop_back(); }, {"q_dst", "4", "5"}));
+}
+
+TEST(QkvPlanCheck, Documents) {
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.doc_shards[3] = 5; }, {"doc_shards[3] = 5", "0..4"}));
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.doc_shards[3] = -1; }, {"doc_shards[3] = -1", "0..4"}));
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.doc_shards[4] = 1; }, {"doc_shards[4] = 1", "once"}));
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.doc_shards.pop_back(); }, {"doc_shards", "4", "5"}));
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.doc_shards.push_back(0); }, {"doc_shards", "6", "5"}));
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.doc_shard_offsets.back() = 4; },
+                       {"doc_shard_offsets[3] = 4", "5"}));
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.doc_shard_offsets[2] = 2; },
+                       {"doc_shard_offsets[2] = 2", "3"}));
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.doc_shard_offsets[0] = 1; },
+                       {"doc_shard_offsets[0] = 1", "0"}));
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.doc_shard_offsets.clear(); }, {"doc_shard_offsets"}));
+}
+
+TEST(QkvPlanCheck, Windows) {
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.kv_begin.pop_back(); }, {"kv_begin", "4", "5"}));
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.kv_begin[1] = 2; }, {"kv_begin[1] = 2", "1"}));
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.kv_begin[0] = 0; }, {"kv_begin[0] = 0", "1"}));
+  EXPECT_TRUE(rejected([](QkvPlan& p) { p.kv_begin[3] = -1; }, {"kv_begin[3] = -1"}));
+}
+
+TEST(QkvPlanCheck, TheCallersOfAPlanCheckIt) {
+  QkvPlan plan = good_plan();
+  plan.q_dst[1] = 3;
+  EXPECT_TRUE(rejects([&] { (void)compute_qkv_routing(plan); }, {"compute_qkv_routing", "q_dst[1]"}));
+  EXPECT_TRUE(rejects([&] { (void)to_raw_dispatch(plan); }, {"to_raw_dispatch", "q_dst[1]"}));
+}
+
+TEST(QkvPlanCheck, TheDenseFormHasNoWindows) {
+  EXPECT_TRUE(
+      rejects([] { (void)to_raw_dispatch(good_plan()); }, {"to_raw_dispatch", "kv_begin"}));
+  QkvPlan causal = good_plan();
+  causal.kv_begin.assign(5, 0);
+  EXPECT_NO_THROW((void)to_raw_dispatch(causal));
+}
+
+TEST(KvLayoutText, Names) {
+  EXPECT_EQ(to_string(KvLayout::per_query), "per_query");
+  EXPECT_EQ(to_string(KvLayout::per_rank), "per_rank");
+}
+
+RC_GTEST_PROP(RandomPlanProperty, IsAlwaysGood, (std::uint64_t seed, bool stay, bool windows)) {
+  const QkvPlan plan = test::random_plan(seed, {.world_size = *rc::gen::inRange(1, 65),
+                                                .documents_stay_on_rank = stay,
+                                                .windows = windows});
+  plan.check("random_plan");
+  RC_ASSERT(plan == test::random_plan(seed, {.world_size = plan.world_size,
+                                             .documents_stay_on_rank = stay,
+                                             .windows = windows}));
+  RC_CLASSIFY(plan.num_shards() == 0, "no shards");
+}
+
+}  // namespace
+}  // namespace waybill

@@ -1,0 +1,226 @@
+// The sparse routing against a slow model of its documentation, for both layouts and windows.
+#include "waybill/routing/qkv_routing.h"
+
+#include <gtest/gtest.h>
+#include <rapidcheck/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "support/difference.h"
+#include "support/expect_error.h"
+#include "support/random_plan.h"
+#include "support/routing_model.h"
+
+namespace waybill {
+namespace {
+
+using test::RankModel;
+
+template <class T, class Allocator>
+std::vector<std::int64_t> plain(const std::vector<T, Allocator>& values) {
+  return {values.begin(), values.end()};
+}
+
+using Pairs = std::map<std::pair<std::int64_t, std::int64_t>, std::int64_t>;  // receiver, sender
+
+void check_recv(const RecvCounts& recv, std::int32_t world_size, const Pairs& pairs) {
+  RecvCounts expected;
+  expected.offsets.push_back(0);
+  for (std::int64_t r = 0; r < world_size; ++r) {
+    std::int64_t total = 0;
+    for (const auto& [ranks, rows] : pairs) {
+      if (ranks.first != r || rows == 0) continue;
+      expected.src_rank.push_back(static_cast<std::int32_t>(ranks.second));
+      expected.tokens.push_back(rows);
+      total += rows;
+    }
+    expected.offsets.push_back(std::ssize(expected.tokens));
+    expected.total.push_back(total);
+  }
+  RC_ASSERT(recv.offsets == expected.offsets);
+  RC_ASSERT(recv.src_rank == expected.src_rank);
+  RC_ASSERT(recv.tokens == expected.tokens);
+  RC_ASSERT(recv.total == expected.total);
+}
+
+std::int64_t begin_at_home(const QkvPlan& plan, const test::ShardPlace& home, std::size_t shard) {
+  std::int64_t rows = 0;
+  for (auto s = static_cast<std::size_t>(plan.rank_shard_offsets[static_cast<std::size_t>(home.rank)]);
+       s < shard; ++s) {
+    rows += plan.shard_len[s];
+  }
+  return rows;
+}
+
+void check_q(const QkvPlan& plan, const QkvRouting& got, const std::vector<RankModel>& ranks) {
+  const auto places = test::shard_places(plan);
+  RC_ASSERT(got.fwd_q.rank_offsets == plan.rank_shard_offsets);
+  RC_ASSERT(plain(got.fwd_q.seq_len) == plan.shard_len);
+  RC_ASSERT(got.fwd_q.copy_offsets.empty());
+  RC_ASSERT(plain(got.fwd_q.dst_rank) == plain(plan.q_dst));
+  std::vector<std::int64_t> offset(places.size());
+  std::vector<std::int64_t> rank_offsets{0}, rev_len, rev_rank, rev_offset;
+  Pairs there, back;
+  for (std::size_t r = 0; r < ranks.size(); ++r) {
+    for (const test::QueryRead& read : ranks[r].queries) {
+      const auto shard = static_cast<std::size_t>(read.shard);
+      offset[shard] = read.q_begin;
+      rev_len.push_back(plan.shard_len[shard]);
+      rev_rank.push_back(places[shard].rank);
+      rev_offset.push_back(begin_at_home(plan, places[shard], shard));
+      there[{static_cast<std::int64_t>(r), places[shard].rank}] += plan.shard_len[shard];
+      back[{places[shard].rank, static_cast<std::int64_t>(r)}] += plan.shard_len[shard];
+    }
+    rank_offsets.push_back(std::ssize(rev_len));
+  }
+  RC_ASSERT(plain(got.fwd_q.dst_offset) == offset);
+  RC_ASSERT(got.rev_q.rank_offsets == rank_offsets);
+  RC_ASSERT(plain(got.rev_q.seq_len) == rev_len);
+  RC_ASSERT(plain(got.rev_q.dst_rank) == rev_rank);
+  RC_ASSERT(plain(got.rev_q.dst_offset) == rev_offset);
+  RC_ASSERT(got.rev_q.copy_offsets.empty());
+  check_recv(got.fwd_q.recv, plan.world_size, there);
+  check_recv(got.rev_q.recv, plan.world_size, back);
+}
+
+void check_kv(const QkvPlan& plan, const QkvRouting& got, const std::vector<RankModel>& ranks) {
+  const auto places = test::shard_places(plan);
+  std::vector<std::int64_t> home_rows(static_cast<std::size_t>(plan.world_size));
+  for (std::size_t s = 0; s < places.size(); ++s) {
+    home_rows[static_cast<std::size_t>(places[s].rank)] += plan.shard_len[s];
+  }
+  std::vector<std::map<std::int64_t, std::pair<std::int64_t, std::int64_t>>> copies(places.size());
+  std::vector<std::int64_t> rank_offsets{0}, rev_len, rev_rank, rev_offset;
+  Pairs there, back;
+  for (std::size_t r = 0; r < ranks.size(); ++r) {
+    for (const test::KvHeld& held : ranks[r].kv) {
+      const auto shard = static_cast<std::size_t>(held.shard);
+      const auto rank = static_cast<std::int64_t>(r);
+      const bool fresh = copies[shard].emplace(held.copy, std::pair{rank, held.row}).second;
+      RC_ASSERT(fresh);  // of the model: no copy number twice
+      rev_len.push_back(plan.shard_len[shard]);
+      rev_rank.push_back(places[shard].rank);
+      rev_offset.push_back(held.copy * home_rows[static_cast<std::size_t>(places[shard].rank)] +
+                           begin_at_home(plan, places[shard], shard));
+      there[{rank, places[shard].rank}] += plan.shard_len[shard];
+      back[{places[shard].rank, rank}] += plan.shard_len[shard];
+    }
+    rank_offsets.push_back(std::ssize(rev_len));
+  }
+  std::vector<std::int64_t> copy_offsets{0}, dst_rank, dst_offset;
+  for (const auto& of_shard : copies) {
+    for (const auto& [copy, place] : of_shard) {
+      dst_rank.push_back(place.first);
+      dst_offset.push_back(place.second);
+    }
+    copy_offsets.push_back(std::ssize(dst_rank));
+  }
+  RC_ASSERT(got.fwd_kv.rank_offsets == plan.rank_shard_offsets);
+  RC_ASSERT(plain(got.fwd_kv.seq_len) == plan.shard_len);
+  RC_ASSERT(plain(got.fwd_kv.copy_offsets) == copy_offsets);
+  RC_ASSERT(plain(got.fwd_kv.dst_rank) == dst_rank);
+  RC_ASSERT(plain(got.fwd_kv.dst_offset) == dst_offset);
+  RC_ASSERT(got.rev_kv.rank_offsets == rank_offsets);
+  RC_ASSERT(plain(got.rev_kv.seq_len) == rev_len);
+  RC_ASSERT(plain(got.rev_kv.dst_rank) == rev_rank);
+  RC_ASSERT(got.rev_kv.copy_offsets.empty());
+  RC_ASSERT(plain(got.rev_kv.dst_offset) == rev_offset);
+  check_recv(got.fwd_kv.recv, plan.world_size, there);
+  check_recv(got.rev_kv.recv, plan.world_size, back);
+}
+
+void check_attention(const QkvPlan& plan, const QkvRouting& got,
+                     const std::vector<RankModel>& ranks) {
+  std::vector<std::int64_t> rank_offsets{0}, shard, q_begin, q_len, kv_begin, kv_len, max_q, max_kv;
+  for (const RankModel& rank : ranks) {
+    max_q.push_back(0);
+    max_kv.push_back(0);
+    for (const test::QueryRead& read : rank.queries) {
+      shard.push_back(read.shard);
+      q_begin.push_back(read.q_begin);
+      q_len.push_back(plan.shard_len[static_cast<std::size_t>(read.shard)]);
+      kv_begin.push_back(read.kv_begin);
+      kv_len.push_back(read.kv_len);
+      max_q.back() = std::max(max_q.back(), q_len.back());
+      max_kv.back() = std::max(max_kv.back(), read.kv_len);
+    }
+    rank_offsets.push_back(std::ssize(shard));
+  }
+  const SparseAttnLayout& layout = got.attention;
+  RC_ASSERT(layout.rank_offsets == rank_offsets);
+  RC_ASSERT(plain(layout.shard) == shard);
+  RC_ASSERT(plain(layout.q_begin) == q_begin);
+  RC_ASSERT(plain(layout.q_len) == q_len);
+  RC_ASSERT(plain(layout.kv_begin) == kv_begin);
+  RC_ASSERT(plain(layout.kv_len) == kv_len);
+  RC_ASSERT(layout.max_seqlen_q == max_q);
+  RC_ASSERT(layout.max_seqlen_kv == max_kv);
+}
+
+void check_against_model(const QkvPlan& plan) {
+  std::vector<RankModel> ranks = test::model_ranks(plan);
+  if (plan.kv_layout == KvLayout::per_rank) {
+    test::number_copies_per_rank(plan, ranks);
+  } else {
+    test::number_copies_per_query(plan, ranks);
+  }
+  const QkvRouting got = compute_qkv_routing(plan);
+  RC_ASSERT(got.kv_layout == plan.kv_layout);
+  for (const SparseMetadata* table : {&got.fwd_q, &got.rev_q, &got.fwd_kv, &got.rev_kv}) {
+    RC_ASSERT(table->world_size == plan.world_size);
+  }
+  check_q(plan, got, ranks);
+  check_attention(plan, got, ranks);
+  check_kv(plan, got, ranks);
+}
+
+test::RandomPlanOptions random_options(KvLayout layout, bool windows) {
+  test::RandomPlanOptions options;
+  options.kv_layout = layout;
+  options.windows = windows;
+  options.world_size = *rc::gen::oneOf(rc::gen::inRange(1, 8), rc::gen::inRange(8, 65));
+  options.max_shards_per_rank = *rc::gen::inRange<std::int64_t>(0, 9);
+  options.max_document_shards = *rc::gen::element<std::int64_t>(1, 3, 8, 30);
+  options.documents_stay_on_rank = *rc::gen::arbitrary<bool>();
+  options.destinations = *rc::gen::inRange(0, std::min(options.world_size, 5) + 1);
+  return options;
+}
+
+RC_GTEST_PROP(QkvRoutingProperty, PerRankEqualsTheSlowModel, (std::uint64_t seed)) {
+  check_against_model(test::random_plan(seed, random_options(KvLayout::per_rank, false)));
+}
+
+RC_GTEST_PROP(QkvRoutingProperty, PerRankWithWindowsEqualsTheSlowModel, (std::uint64_t seed)) {
+  check_against_model(test::random_plan(seed, random_options(KvLayout::per_rank, true)));
+}
+
+RC_GTEST_PROP(QkvRoutingProperty, PerQueryEqualsTheSlowModel, (std::uint64_t seed)) {
+  check_against_model(test::random_plan(seed, random_options(KvLayout::per_query, false)));
+}
+
+RC_GTEST_PROP(QkvRoutingProperty, PerQueryWithWindowsEqualsTheSlowModel, (std::uint64_t seed)) {
+  check_against_model(test::random_plan(seed, random_options(KvLayout::per_query, true)));
+}
+
+// Under a causal mask copy c of all shards of a document is on the same rank.
+RC_GTEST_PROP(QkvRoutingProperty, ACopyOfACausalDocumentIsOnOneRank, (std::uint64_t seed)) {
+  const QkvPlan plan = test::random_plan(seed, random_options(KvLayout::per_rank, false));
+  const QkvRouting got = compute_qkv_routing(plan);
+  std::map<std::pair<std::int64_t, std::int64_t>, std::int32_t> rank_of;  // by document, copy
+  const auto places = test::shard_places(plan);
+  for (std::size_t s = 0; s < places.size(); ++s) {
+    const auto line = static_cast<std::int64_t>(s);
+    for (std::int64_t at = got.fwd_kv.copy_begin(line); at < got.fwd_kv.copy_end(line); ++at) {
+      const std::int32_t rank = got.fwd_kv.dst_rank[static_cast<std::size_t>(at)];
+      const std::int64_t copy = at - got.fwd_kv.copy_begin(line);
+      RC_ASSERT(rank_of.emplace(std::pair{places[s].doc, copy}, rank).first->second == rank);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace waybill

@@ -1,0 +1,124 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "waybill/core/random.h"
+#include "waybill/routing/qkv_plan.h"
+
+namespace waybill::test {
+
+/// What random_plan makes. Shares are probabilities, 0..1.
+struct RandomPlanOptions {
+  std::int32_t world_size = 4;
+  std::int64_t max_shards_per_rank = 6;  ///< shards of a rank: uniform in 0..this
+  std::int64_t max_shard_len = 20;       ///< tokens of a shard: uniform in 1..this
+  double zero_length_share = 0.1;        ///< shards without tokens
+  double empty_rank_share = 0.1;         ///< ranks without shards in the MLP layout
+  double empty_document_share = 0.1;     ///< documents without shards
+  std::int64_t max_document_shards = 7;  ///< shards of a document: uniform in 1..this
+  /// Shards of a document are consecutive ones of one rank; else they lie anywhere, in any order.
+  bool documents_stay_on_rank = false;
+  bool windows = false;            ///< fill kv_begin
+  std::int32_t destinations = 0;   ///< q_dst is one of 0..this-1; 0: any rank
+  KvLayout kv_layout = KvLayout::per_rank;
+};
+
+namespace detail {
+
+inline bool chance(Random& random, double share) { return random.uniform_double() < share; }
+
+inline void random_shards(Random& random, const RandomPlanOptions& options, QkvPlan& plan) {
+  const std::int32_t destinations =
+      options.destinations > 0 ? options.destinations : options.world_size;
+  plan.rank_shard_offsets.push_back(0);
+  for (std::int32_t w = 0; w < options.world_size; ++w) {
+    const std::int64_t shards = chance(random, options.empty_rank_share)
+                                    ? 0
+                                    : random.below(options.max_shards_per_rank + 1);
+    for (std::int64_t s = 0; s < shards; ++s) {
+      const bool empty = chance(random, options.zero_length_share);
+      plan.shard_len.push_back(empty ? 0 : 1 + random.below(options.max_shard_len));
+      plan.q_dst.push_back(static_cast<std::int32_t>(random.below(destinations)));
+    }
+    plan.rank_shard_offsets.push_back(plan.num_shards());
+  }
+}
+
+/// Number of shards of the next document, of `left` that have none yet.
+inline std::int64_t document_size(Random& random, const RandomPlanOptions& options,
+                                  std::int64_t left) {
+  return std::min(left, 1 + random.below(options.max_document_shards));
+}
+
+inline void random_documents(Random& random, const RandomPlanOptions& options, QkvPlan& plan) {
+  for (std::int32_t s = 0; s < plan.num_shards(); ++s) plan.doc_shards.push_back(s);
+  if (!options.documents_stay_on_rank) {
+    for (std::size_t i = plan.doc_shards.size(); i > 1; --i) {
+      const auto other = static_cast<std::size_t>(random.below(static_cast<std::int64_t>(i)));
+      std::swap(plan.doc_shards[i - 1], plan.doc_shards[other]);
+    }
+  }
+  std::int64_t at = 0;
+  std::size_t rank = 1;
+  plan.doc_shard_offsets.push_back(0);
+  while (at < plan.num_shards()) {
+    if (chance(random, options.empty_document_share)) plan.doc_shard_offsets.push_back(at);
+    std::int64_t end = plan.num_shards();
+    if (options.documents_stay_on_rank) {
+      while (plan.rank_shard_offsets[rank] <= at) ++rank;
+      end = plan.rank_shard_offsets[rank];
+    }
+    at += document_size(random, options, end - at);
+    plan.doc_shard_offsets.push_back(at);
+  }
+  if (chance(random, options.empty_document_share)) plan.doc_shard_offsets.push_back(at);
+}
+
+inline void random_windows(Random& random, QkvPlan& plan) {
+  plan.kv_begin.resize(plan.shard_len.size());
+  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
+    const std::int64_t first = plan.doc_shard_offsets[static_cast<std::size_t>(d)];
+    const std::int64_t last = plan.doc_shard_offsets[static_cast<std::size_t>(d) + 1];
+    std::int64_t begin = 0;
+    for (std::int64_t p = 0; p < last - first; ++p) {
+      if (chance(random, 0.6)) begin += random.below(p - begin + 1);
+      const std::int32_t shard = plan.doc_shards[static_cast<std::size_t>(first + p)];
+      plan.kv_begin[static_cast<std::size_t>(shard)] = static_cast<std::int32_t>(begin);
+    }
+  }
+}
+
+}  // namespace detail
+
+/// A plan that passes QkvPlan::check, the same for the same arguments. With the default options
+/// documents lie across ranks in any order, and some ranks, shards and documents are empty.
+inline QkvPlan random_plan(std::uint64_t seed, const RandomPlanOptions& options = {}) {
+  Random random(seed);
+  QkvPlan plan;
+  plan.world_size = options.world_size;
+  plan.kv_layout = options.kv_layout;
+  detail::random_shards(random, options, plan);
+  detail::random_documents(random, options, plan);
+  if (options.windows) detail::random_windows(random, plan);
+  return plan;
+}
+
+/// Rows of the largest rank in the MLP layout.
+inline std::int64_t most_rows_of_a_rank(const QkvPlan& plan) {
+  std::int64_t most = 0;
+  for (std::int32_t w = 0; w < plan.world_size; ++w) {
+    std::int64_t rows = 0;
+    for (std::int64_t s = plan.rank_shard_offsets[static_cast<std::size_t>(w)];
+         s < plan.rank_shard_offsets[static_cast<std::size_t>(w) + 1]; ++s) {
+      rows += plan.shard_len[static_cast<std::size_t>(s)];
+    }
+    most = std::max(most, rows);
+  }
+  return most;
+}
+
+}  // namespace waybill::test
