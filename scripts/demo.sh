@@ -11,6 +11,12 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
   cmake --build --preset release --target waybill_cli
 )
 
-report=$root/build/demo/report.html
-mkdir -p "$(dirname "$report")"
-"$root/build/release/bin/waybill" demo --html "$report" "$@"
+# The report lands in build/demo unless the caller says otherwise.
+report=(--html "$root/build/demo/report.html")
+for argument in "$@"; do
+  case "$argument" in
+    --html | --html=* | --no-html | --help | -h) report=() ;;
+  esac
+done
+mkdir -p "$root/build/demo"
+"$root/build/release/bin/waybill" demo "${report[@]}" "$@"

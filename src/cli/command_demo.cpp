@@ -76,12 +76,13 @@ void add_demo_command(CLI::App& app, Program& program) {
   command->add_option("-o,--plan-out", options->plan_out, "Also write the plan as JSON")
       ->type_name("FILE")
       ->group(group);
-  command->footer(
-      "Examples:\n"
-      "  waybill demo\n"
-      "  waybill demo --world-size 64 --tokens-per-rank 32768 --gb-per-s 400\n"
-      "  waybill demo --corpus ~/documents --world-size 4 --shard-tokens 1024\n"
-      "  waybill demo --lengths lengths.txt --html run.html -o run.plan.json");
+  command->footer("Tokens of a corpus: " + corpus_rule() +
+                  "\n\n"
+                  "Examples:\n"
+                  "  waybill demo\n"
+                  "  waybill demo --world-size 64 --tokens-per-rank 32768 --gb-per-s 400\n"
+                  "  waybill demo --corpus ~/documents --world-size 4 --shard-tokens 1024\n"
+                  "  waybill demo --lengths lengths.txt --html run.html -o run.plan.json");
   command->callback([options, &program] {
     program.run = [options, &program] { return run_demo(*options, program); };
   });

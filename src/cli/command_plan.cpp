@@ -41,6 +41,8 @@ void add_plan_command(CLI::App& app, Program& program) {
       ->type_name("FILE");
   command->add_flag("--compact", options->compact, "JSON without line breaks");
   command->footer(
+      "Tokens of a corpus: " + corpus_rule() +
+      "\n\n"
       "Examples:\n"
       "  waybill plan -o plan.json\n"
       "  waybill plan --distribution prolong --world-size 64 -o plan.json\n"

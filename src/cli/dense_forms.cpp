@@ -27,17 +27,20 @@ std::vector<std::vector<Arrival>> arrivals(const Metadata& forward) {
   const Int64View offsets(forward.dst_offset);
   std::vector<std::vector<Arrival>> result(at(world));
   for (std::int64_t w = 0; w < world; ++w) {
-    std::int64_t total = 0;
-    for (std::int64_t s = 0; s < shards; ++s) total += lens[w * shards + s];
-    std::int64_t begin = 0;
+    std::uint64_t total = 0;  // unsigned: what stands in a damaged file may wrap around
+    for (std::int64_t s = 0; s < shards; ++s)
+      total += static_cast<std::uint64_t>(lens[w * shards + s]);
+    std::uint64_t begin = 0;
     for (std::int64_t s = 0; s < shards; ++s) {
       for (std::int64_t c = 0; c < copies; ++c) {
         const std::int64_t entry = (w * shards + s) * copies + c;
         if (ranks[entry] < 0 || ranks[entry] >= world) continue;
         result[at(ranks[entry])].push_back(
-            {offsets[entry], w, c * total + begin, lens[w * shards + s]});
+            {offsets[entry], w,
+             static_cast<std::int64_t>(static_cast<std::uint64_t>(c) * total + begin),
+             lens[w * shards + s]});
       }
-      begin += lens[w * shards + s];
+      begin += static_cast<std::uint64_t>(lens[w * shards + s]);
     }
   }
   for (std::vector<Arrival>& list : result) {
@@ -54,13 +57,14 @@ void fill_counts(const Metadata& forward, Metadata& reverse) {
   reverse.num_total_recv_tokens.assign(at(world), 0);
   const auto result = reverse.num_recv_tokens.i64();
   for (std::int64_t i = 0; i < world; ++i) {
-    std::int64_t total = 0;
+    std::uint64_t total = 0;
     for (std::int64_t r = 0; r < world; ++r) {
       const std::int64_t rows = counts[r * (world + 1) + i];
       result[at(i * (world + 1) + r)] = rows;
-      total += rows;
+      total += static_cast<std::uint64_t>(rows);
     }
-    result[at(i * (world + 1) + world)] = reverse.num_total_recv_tokens[at(i)] = total;
+    reverse.num_total_recv_tokens[at(i)] = static_cast<std::int64_t>(total);
+    result[at(i * (world + 1) + world)] = reverse.num_total_recv_tokens[at(i)];
   }
 }
 
@@ -123,9 +127,8 @@ RecvCounts sparse_counts(const IndexArray& dense, std::int64_t world) {
   return result;
 }
 
-// The first num_lines(w) entries of each rank, or, for a reverse table, all with a destination.
-template <class NumLines>
-SparseMetadata sparse_table(const Metadata& dense, bool one_copy, const NumLines& num_lines) {
+// Entries without destination and rows are padding, wherever they stand.
+SparseMetadata sparse_table(const Metadata& dense, bool one_copy) {
   const std::int64_t world = dense.seq_len.dim(0);
   const std::int64_t shards = dense.seq_len.dim(1);
   const std::int64_t copies = dense.has_copies() ? dense.dst_rank.dim(2) : 1;
@@ -136,31 +139,22 @@ SparseMetadata sparse_table(const Metadata& dense, bool one_copy, const NumLines
   table.world_size = static_cast<std::int32_t>(world);
   table.rank_offsets.push_back(0);
   if (!one_copy) table.copy_offsets.push_back(0);
-  for (std::int64_t w = 0; w < world; ++w) {
-    for (std::int64_t s = 0; s < num_lines(w); ++s) {
-      table.seq_len.push_back(lens[w * shards + s]);
-      for (std::int64_t c = 0; c < copies; ++c) {
-        const std::int64_t entry = (w * shards + s) * copies + c;
-        if (ranks[entry] < 0) continue;
-        table.dst_rank.push_back(static_cast<std::int32_t>(ranks[entry]));
-        table.dst_offset.push_back(offsets[entry]);
-      }
+  for (std::int64_t line = 0; line < world * shards; ++line) {
+    const std::int64_t copies_before = table.num_copies();
+    for (std::int64_t entry = line * copies; entry < (line + 1) * copies; ++entry) {
+      if (ranks[entry] < 0) continue;
+      table.dst_rank.push_back(static_cast<std::int32_t>(ranks[entry]));
+      table.dst_offset.push_back(offsets[entry]);
+    }
+    if (table.num_copies() > copies_before || lens[line] > 0) {
+      table.seq_len.push_back(lens[line]);
       if (!one_copy) table.copy_offsets.push_back(table.num_copies());
     }
-    table.rank_offsets.push_back(table.num_lines());
+    if ((line + 1) % shards == 0) table.rank_offsets.push_back(table.num_lines());
   }
+  table.rank_offsets.resize(at(world + 1), table.num_lines());  // no shards at all
   table.recv = sparse_counts(dense.num_recv_tokens, world);
   return table;
-}
-
-SparseMetadata sparse_reverse(const Metadata& dense) {
-  const std::int64_t width = dense.seq_len.dim(1);
-  const Int64View ranks(dense.dst_rank);
-  return sparse_table(dense, true, [&](std::int64_t w) {
-    std::int64_t lines = 0;
-    while (lines < width && ranks[w * width + lines] >= 0) ++lines;
-    return lines;
-  });
 }
 
 SparseAttnLayout sparse_attention(const QkvPlan& plan, const AttnLayout& dense) {
@@ -192,15 +186,12 @@ SparseAttnLayout sparse_attention(const QkvPlan& plan, const AttnLayout& dense) 
 }  // namespace
 
 QkvRouting sparse_routing(const QkvPlan& plan, const E2eMetadata& metadata) {
-  const auto num_home_shards = [&](std::int64_t w) {
-    return plan.rank_shard_offsets[at(w + 1)] - plan.rank_shard_offsets[at(w)];
-  };
   QkvRouting routing;
   routing.kv_layout = plan.kv_layout;
-  routing.fwd_q = sparse_table(metadata.fwd_q, true, num_home_shards);
-  routing.rev_q = sparse_reverse(metadata.rev_q);
-  routing.fwd_kv = sparse_table(metadata.fwd_kv, false, num_home_shards);
-  routing.rev_kv = sparse_reverse(metadata.rev_kv);
+  routing.fwd_q = sparse_table(metadata.fwd_q, true);
+  routing.rev_q = sparse_table(metadata.rev_q, true);
+  routing.fwd_kv = sparse_table(metadata.fwd_kv, false);
+  routing.rev_kv = sparse_table(metadata.rev_kv, true);
   routing.attention = sparse_attention(plan, metadata.attention);
   return routing;
 }

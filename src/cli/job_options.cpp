@@ -20,6 +20,30 @@ std::string distribution_names() {
   return names;
 }
 
+std::string check_distribution(const std::string& name) {
+  try {
+    (void)length_distribution(name);
+    return "";
+  } catch (const InvalidArgument& error) {
+    return error.what();
+  }
+}
+
+// CLI11 alone would let -1 wrap around.
+std::string check_seed(const std::string& text) {
+  const bool digits = !text.empty() && text.find_first_not_of("0123456789") == std::string::npos;
+  return digits ? "" : concat("got ", text, ", expected 0..2^64 - 1");
+}
+
+std::string check_dtype(const std::string& name) {
+  try {
+    (void)dtype_from_name(name);
+    return "";
+  } catch (const InvalidArgument& error) {
+    return error.what();
+  }
+}
+
 }  // namespace
 
 RowBytes RowOptions::row_bytes() const {
@@ -34,6 +58,7 @@ void add_source_options(CLI::App& command, SourceOptions& options) {
                                        "Draw lengths from a named distribution (the default): " +
                                            distribution_names())
                            ->type_name("NAME")
+                           ->check(check_distribution)
                            ->group(group);
   auto* lengths = command
                       .add_option("--lengths", options.lengths_path,
@@ -42,7 +67,7 @@ void add_source_options(CLI::App& command, SourceOptions& options) {
                       ->group(group);
   command
       .add_option("--corpus", options.corpus_path,
-                  "Count the tokens of all text files below a folder. " + corpus_rule())
+                  "Count the tokens of all text files below a folder; the rule is below")
       ->type_name("DIR")
       ->group(group)
       ->excludes(distribution)
@@ -50,6 +75,7 @@ void add_source_options(CLI::App& command, SourceOptions& options) {
   lengths->excludes(distribution);
   command.add_option("--seed", options.seed, "Seed of the drawn lengths")
       ->type_name("N")
+      ->check(check_seed)
       ->capture_default_str()
       ->group(group);
 }
@@ -98,14 +124,7 @@ void add_row_options(CLI::App& command, RowOptions& options) {
       ->group(group);
   command.add_option("--dtype", options.dtype, "Type of the elements")
       ->type_name("NAME")
-      ->check([](const std::string& name) {
-        try {
-          (void)dtype_from_name(name);
-          return std::string();
-        } catch (const InvalidArgument& error) {
-          return std::string(error.what());
-        }
-      })
+      ->check(check_dtype)
       ->capture_default_str()
       ->group(group);
   command

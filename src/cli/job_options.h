@@ -61,7 +61,7 @@ struct Documents {
 };
 
 /// Reads or draws the documents and fits them into the ranks.
-/// @throws UsageError for an unknown distribution; IoError for what cannot be read.
+/// @throws UsageError for options that do not go together; IoError for what cannot be read.
 [[nodiscard]] Documents load_documents(const SourceOptions& source,
                                        const PlanningOptions& planning);
 

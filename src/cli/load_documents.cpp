@@ -18,12 +18,7 @@ constexpr std::int64_t most_drawn_tokens = std::int64_t{1} << 34;
 constexpr std::int64_t default_tokens_per_rank = 65536;
 
 const LengthDistribution& named_distribution(const std::string& name) {
-  if (name.empty()) return builtin_length_distributions().front();
-  try {
-    return length_distribution(name);
-  } catch (const InvalidArgument& error) {
-    throw UsageError(concat("--distribution: ", error.what()));
-  }
+  return name.empty() ? builtin_length_distributions().front() : length_distribution(name);
 }
 
 void draw(const SourceOptions& source, Documents& documents) {
@@ -57,7 +52,9 @@ void count(const std::string& folder, Documents& documents) {
   documents.remarks.push_back(concat("Files skipped: ", format_count(corpus.num_binary),
                                      " binary, ", format_count(corpus.num_empty), " empty, ",
                                      format_count(corpus.num_unreadable), " unreadable."));
-  documents.remarks.push_back(corpus_rule());
+  std::string rule = "Tokens: " + corpus_rule();
+  std::replace(rule.begin(), rule.end(), '\n', ' ');
+  documents.remarks.push_back(std::move(rule));
   documents.lengths = std::move(corpus.lengths);
 }
 
@@ -115,9 +112,10 @@ std::int64_t decide_tokens_per_rank(const SourceOptions& source, const PlanningO
 }  // namespace
 
 std::string corpus_rule() {
-  return "A token is a run of letters and digits or one other visible character; Chinese, Japanese "
-         "and Korean characters count one each. What is not UTF-8 text is skipped, as are links "
-         "and names that begin with a dot.";
+  return "a token is a run of letters and digits or one other visible\ncharacter; Chinese, "
+         "Japanese and Korean characters count one each. What is not\nUTF-8 text is skipped, as "
+         "are "
+         "links and names that begin with a dot.";
 }
 
 Documents load_documents(const SourceOptions& source, const PlanningOptions& planning) {

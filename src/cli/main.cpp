@@ -58,8 +58,7 @@ int run(int argc, char** argv, Program& program) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::CallForHelp&) {
-    const auto chosen = app.get_subcommands();
-    program.console.print(chosen.empty() ? app.help() : chosen.front()->help());
+    program.console.print(app.help());
     return exit_good;
   } catch (const CLI::CallForVersion& version) {
     program.console.print(concat(version.what(), "\n"));

@@ -1,4 +1,6 @@
 #include <bit>
+#include <cstdint>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -12,7 +14,7 @@ namespace waybill {
 namespace {
 
 void check_arguments(const char* who, std::int64_t world_size, std::int64_t total_seq_len,
-                     std::int64_t max_cp_degree) {
+                     std::int64_t num_seqs, std::int64_t max_cp_degree) {
   require(1 <= world_size && world_size <= max_world_size, who, ": world_size = ", world_size,
           ", expected 1..", max_world_size);
   require(1 <= max_cp_degree && max_cp_degree <= world_size, who,
@@ -21,6 +23,11 @@ void check_arguments(const char* who, std::int64_t world_size, std::int64_t tota
   require(total_seq_len >= 0 && total_seq_len % max_cp_degree == 0, who,
           ": total_seq_len = ", total_seq_len,
           ", expected a multiple of max_cp_degree = ", max_cp_degree);
+  constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();  // of gen_seq_lens
+  require(total_seq_len / max_cp_degree <= most, who, ": total_seq_len = ", total_seq_len,
+          ", expected at most (2^31 - 1) * max_cp_degree");
+  require(1 <= num_seqs && num_seqs <= most / world_size, who, ": num_seqs = ", num_seqs,
+          ", expected 1..2^31 / world_size");
 }
 
 /// Cuts a sequence into `destinations.size()` shards, equal to one row, longer ones first.
@@ -39,7 +46,7 @@ void add_sequence(detail::PlanBuilder& plan, std::int64_t num_tokens,
 RawQkvDispatchWithLens create_raw_qkv_dispatch(std::int64_t world_size, std::int64_t total_seq_len,
                                                std::int64_t num_seqs, std::int64_t max_cp_degree,
                                                std::uint64_t seed) {
-  check_arguments("create_raw_qkv_dispatch", world_size, total_seq_len, max_cp_degree);
+  check_arguments("create_raw_qkv_dispatch", world_size, total_seq_len, num_seqs, max_cp_degree);
   Random random(seed);
   IndexArray seq_lens =
       gen_seq_lens(world_size, num_seqs, total_seq_len / max_cp_degree, random.bits())

@@ -21,7 +21,7 @@ std::int64_t most_lines(const SparseMetadata& table) {
 }
 
 std::int64_t most_copies(const SparseMetadata& table) {
-  std::int64_t most = 0;
+  std::int64_t most = 1;
   for (std::int64_t line = 0; line < table.num_lines(); ++line) {
     most = std::max(most, table.copy_end(line) - table.copy_begin(line));
   }

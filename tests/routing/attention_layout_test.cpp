@@ -66,8 +66,8 @@ TEST(AttnLayoutTest, RaggedWithoutLeadingZero) {
 }
 
 TEST(AttnLayoutTest, NothingAnywhere) {
-  const AttnLayout layout = compute_attn_layout_seqlens(IndexArray(Shape{2, 0}), IndexArray(Shape{2, 0}),
-                                                        IndexArray(Shape{2, 0}));
+  const AttnLayout layout = compute_attn_layout_seqlens(
+      IndexArray(Shape{2, 0}), IndexArray(Shape{2, 0}), IndexArray(Shape{2, 0}));
   EXPECT_EQ(layout.cu_seqlens_q, std::vector{IndexArray(Shape{2, 1})});
   EXPECT_EQ(layout.num_local_seqs_recv, IndexArray(Shape{2}));
   EXPECT_EQ(layout.max_seqlen_kv, IndexArray(Shape{2}));
@@ -85,8 +85,7 @@ TEST(AttnLayoutTest, Errors) {
                       {"compute_attn_layout_seqlens", "seq_shard_len", "[3]"}));
   EXPECT_TRUE(rejects(call(len, small, dispatch), {"seq_shard_cumsum", "[3, 2]", "[3, 3]"}));
   EXPECT_TRUE(rejects(call(len, context, small), {"dispatch", "[3, 2]", "[3, 3]"}));
-  EXPECT_TRUE(
-      rejects(call(len, context, dispatch.reshaped({3, 3, 1})), {"dispatch", "[3, 3, 1]"}));
+  EXPECT_TRUE(rejects(call(len, context, dispatch.reshaped({3, 3, 1})), {"dispatch", "[3, 3, 1]"}));
   EXPECT_TRUE(rejects(call(len, context, dispatch.to(DType::int32)), {"dispatch", "int32"}));
   IndexArray bad = dispatch;
   test::element(bad, {1, 2}) = 3;
@@ -97,8 +96,9 @@ TEST(AttnLayoutTest, Errors) {
   test::element(bad, {2, 0}) = -6;
   EXPECT_TRUE(rejects(call(bad, context, dispatch), {"seq_shard_len", "rank 2", "-6"}));
   EXPECT_TRUE(rejects(call(len, bad, dispatch), {"seq_shard_cumsum", "rank 2", "-6"}));
-  EXPECT_TRUE(rejects(call(IndexArray(Shape{0, 2}), IndexArray(Shape{0, 2}), IndexArray(Shape{0, 2})),
-                      {"world_size", "0"}));
+  EXPECT_TRUE(
+      rejects(call(IndexArray(Shape{0, 2}), IndexArray(Shape{0, 2}), IndexArray(Shape{0, 2})),
+              {"world_size", "0"}));
 }
 
 RC_GTEST_PROP(AttnLayoutProperty, EachRankListsItsShardsInTheGlobalOrder, (std::uint64_t seed)) {
@@ -150,15 +150,22 @@ TEST(MlpLayout, NoSequencesAndOtherDtypes) {
   EXPECT_EQ(none.cu_seqlens_q, IndexArray::vector({0}));
   EXPECT_EQ(none.cu_seqlens_kv, IndexArray::vector({0}));
   EXPECT_EQ(none.max_seqlen_q, 0);
-  const PackedSeqParams small = mlp_layout_packed_params(IndexArray::vector({2, 3}).to(DType::int32));
+  const PackedSeqParams small =
+      mlp_layout_packed_params(IndexArray::vector({2, 3}).to(DType::int32));
   EXPECT_EQ(small.cu_seqlens_q, IndexArray::vector({0, 2, 5}));
 }
 
 TEST(MlpLayout, Errors) {
-  EXPECT_TRUE(rejects([] { (void)mlp_layout_packed_params(IndexArray(Shape{2, 2})); },
-                      {"mlp_layout_packed_params", "seq_lens", "[2, 2]"}));
-  EXPECT_TRUE(rejects([] { (void)mlp_layout_packed_params(IndexArray::vector({3, -2})); },
-                      {"mlp_layout_packed_params", "seq_lens", "-2"}));
+  EXPECT_TRUE(rejects(
+      [] {
+        (void)mlp_layout_packed_params(IndexArray(Shape{2, 2}));
+      },
+      {"mlp_layout_packed_params", "seq_lens", "[2, 2]"}));
+  EXPECT_TRUE(rejects(
+      [] {
+        (void)mlp_layout_packed_params(IndexArray::vector({3, -2}));
+      },
+      {"mlp_layout_packed_params", "seq_lens", "-2"}));
 }
 
 }  // namespace

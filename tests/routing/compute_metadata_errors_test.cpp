@@ -58,8 +58,8 @@ TEST(ComputeMetadataErrors, Dtypes) {
 }
 
 TEST(ComputeMetadataErrors, RanksOutsideTheWorld) {
-  EXPECT_TRUE(fails(good_len, with(good_dispatch, 4, 2),
-                    {"global_dispatch", "rank 1", " = 2", "-1", "1"}));
+  EXPECT_TRUE(
+      fails(good_len, with(good_dispatch, 4, 2), {"global_dispatch", "rank 1", " = 2", "-1", "1"}));
   EXPECT_TRUE(fails(good_len, with(good_dispatch, 0, -2), {"global_dispatch", "rank 0", "-2"}));
   EXPECT_TRUE(fails(good_len, with(good_dispatch, 5, std::int64_t{1} << 40),
                     {"global_dispatch", "rank 1", "1099511627776"}));
@@ -86,7 +86,8 @@ TEST(ComputeMetadataErrors, KeepAllowsOnlyRowsWithoutDestination) {
     return compute_metadata(len, dispatch, false, Undispatched::keep);
   };
   EXPECT_NO_THROW((void)keep(with(good_len, 2, 7), good_dispatch));
-  EXPECT_TRUE(rejects([&] { (void)keep(with(good_len, 2, -7), good_dispatch); }, {"seq_len", "-7"}));
+  EXPECT_TRUE(
+      rejects([&] { (void)keep(with(good_len, 2, -7), good_dispatch); }, {"seq_len", "-7"}));
   EXPECT_TRUE(rejects([&] { (void)keep(good_len, with(good_dispatch, 2, 2)); },
                       {"global_dispatch", " = 2"}));
 }
@@ -94,8 +95,10 @@ TEST(ComputeMetadataErrors, KeepAllowsOnlyRowsWithoutDestination) {
 TEST(ComputeMetadataErrors, MoreRowsThanAnyBufferHolds) {
   const std::int64_t most = std::int64_t{1} << 40;
   EXPECT_NO_THROW((void)compute_metadata(IndexArray(Shape{1, 1}, {most}), IndexArray(Shape{1, 1})));
-  EXPECT_TRUE(fails(IndexArray(Shape{1, 1}, {most + 1}), IndexArray(Shape{1, 1}), {"seq_len", "2^40"}));
-  EXPECT_TRUE(fails(IndexArray(Shape{2, 1}, {most, 1}), IndexArray(Shape{2, 1}), {"seq_len", "2^40"}));
+  EXPECT_TRUE(
+      fails(IndexArray(Shape{1, 1}, {most + 1}), IndexArray(Shape{1, 1}), {"seq_len", "2^40"}));
+  EXPECT_TRUE(
+      fails(IndexArray(Shape{2, 1}, {most, 1}), IndexArray(Shape{2, 1}), {"seq_len", "2^40"}));
   EXPECT_TRUE(fails(IndexArray::full({1, 4}, std::int64_t{1} << 62), IndexArray(Shape{1, 4}),
                     {"seq_len", "2^40"}));
 }

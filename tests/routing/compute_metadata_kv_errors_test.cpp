@@ -14,13 +14,12 @@ using test::rejects;
 
 /// One document of two shards, (0, 0) and (1, 0), and one of a single shard, (0, 1).
 struct Call {
-  KvMapping mapping{
-      .kv_to_q_mapping =
-          IndexArray(Shape{2, 2, 2, 2}, {0, 0, 1, 0, 0, 1, -1, -1, 1, 0, -1, -1, -1, -1, -1, -1}),
-      .kv_to_q_rank = IndexArray::cube({{{0, 0}, {0, -1}}, {{1, -1}, {-1, -1}}}),
-      .kv_context_size = IndexArray::matrix({{0, 0}, {3, 0}}),
-      .q_to_num_kv_seq = IndexArray::matrix({{1, 1}, {2, 0}}),
-      .q_to_num_kv_token = IndexArray::matrix({{3, 2}, {7, 0}})};
+  KvMapping mapping{.kv_to_q_mapping = IndexArray(Shape{2, 2, 2, 2}, {0, 0, 1, 0, 0, 1, -1, -1, 1,
+                                                                      0, -1, -1, -1, -1, -1, -1}),
+                    .kv_to_q_rank = IndexArray::cube({{{0, 0}, {0, -1}}, {{1, -1}, {-1, -1}}}),
+                    .kv_context_size = IndexArray::matrix({{0, 0}, {3, 0}}),
+                    .q_to_num_kv_seq = IndexArray::matrix({{1, 1}, {2, 0}}),
+                    .q_to_num_kv_token = IndexArray::matrix({{3, 2}, {7, 0}})};
   IndexArray seq_len = IndexArray::matrix({{3, 2}, {4, 0}});
   IndexArray num_seqs = IndexArray::vector({2, 1});
   IndexArray q_dispatch = IndexArray::matrix({{1, 1}, {0, -1}});
@@ -48,24 +47,35 @@ TEST(ComputeMetadataKvErrors, TheUndamagedCallIsGood) {
 
 TEST(ComputeMetadataKvErrors, Shapes) {
   const IndexArray wide(Shape{2, 3});
-  EXPECT_TRUE(rejected([&](Call& c) { c.mapping.kv_to_q_mapping = IndexArray(Shape{2, 2, 2}); },
-                       {"kv_to_q_mapping", "[2, 2, 2]"}));
-  EXPECT_TRUE(rejected([&](Call& c) { c.mapping.kv_to_q_mapping = IndexArray(Shape{2, 2, 2, 3}); },
-                       {"kv_to_q_mapping", "[2, 2, 2, 3]", "[2, 2, 2, 2]"}));
-  EXPECT_TRUE(rejected([&](Call& c) { c.mapping.kv_to_q_mapping = IndexArray(Shape{2, 3, 2, 2}); },
-                       {"kv_to_q_mapping", "[2, 3, 2, 2]", "[2, 2, 2, 2]"}));
-  EXPECT_TRUE(rejected([&](Call& c) { c.mapping.kv_to_q_rank = IndexArray(Shape{2, 2, 3}); },
-                       {"kv_to_q_rank", "[2, 2, 3]", "[2, 2, 2]"}));
+  EXPECT_TRUE(rejected(
+      [&](Call& c) {
+        c.mapping.kv_to_q_mapping = IndexArray(Shape{2, 2, 2});
+      },
+      {"kv_to_q_mapping", "[2, 2, 2]"}));
+  EXPECT_TRUE(rejected(
+      [&](Call& c) {
+        c.mapping.kv_to_q_mapping = IndexArray(Shape{2, 2, 2, 3});
+      },
+      {"kv_to_q_mapping", "[2, 2, 2, 3]", "[2, 2, 2, 2]"}));
+  EXPECT_TRUE(rejected(
+      [&](Call& c) {
+        c.mapping.kv_to_q_mapping = IndexArray(Shape{2, 3, 2, 2});
+      },
+      {"kv_to_q_mapping", "[2, 3, 2, 2]", "[2, 2, 2, 2]"}));
+  EXPECT_TRUE(rejected(
+      [&](Call& c) {
+        c.mapping.kv_to_q_rank = IndexArray(Shape{2, 2, 3});
+      },
+      {"kv_to_q_rank", "[2, 2, 3]", "[2, 2, 2]"}));
   EXPECT_TRUE(rejected([&](Call& c) { c.mapping.kv_context_size = wide; },
                        {"kv_context_size", "[2, 3]", "[2, 2]"}));
   EXPECT_TRUE(rejected([&](Call& c) { c.mapping.q_to_num_kv_seq = wide; },
                        {"q_to_num_kv_seq", "[2, 3]", "[2, 2]"}));
   EXPECT_TRUE(rejected([&](Call& c) { c.mapping.q_to_num_kv_token = wide; },
                        {"q_to_num_kv_token", "[2, 3]", "[2, 2]"}));
-  EXPECT_TRUE(rejected([&](Call& c) { c.num_seqs = IndexArray(Shape{3}); },
-                       {"num_seqs", "[3]", "[2]"}));
   EXPECT_TRUE(
-      rejected([&](Call& c) { c.q_dispatch = wide; }, {"q_dispatch", "[2, 3]", "[2, 2]"}));
+      rejected([&](Call& c) { c.num_seqs = IndexArray(Shape{3}); }, {"num_seqs", "[3]", "[2]"}));
+  EXPECT_TRUE(rejected([&](Call& c) { c.q_dispatch = wide; }, {"q_dispatch", "[2, 3]", "[2, 2]"}));
   EXPECT_TRUE(rejected([&](Call& c) { c.seq_len = IndexArray(Shape{2}); }, {"seq_len", "[2]"}));
 }
 
@@ -80,9 +90,9 @@ TEST(ComputeMetadataKvErrors, Dtypes) {
                        {"q_dispatch", "int32", "int64"}));
   EXPECT_TRUE(rejected([](Call& c) { c.num_seqs = c.num_seqs.to(DType::uint32); },
                        {"num_seqs", "uint32", "int64"}));
-  EXPECT_TRUE(rejected(
-      [](Call& c) { c.mapping.kv_to_q_rank = c.mapping.kv_to_q_rank.to(DType::int32); },
-      {"kv_to_q_rank", "int32", "int64"}));
+  EXPECT_TRUE(
+      rejected([](Call& c) { c.mapping.kv_to_q_rank = c.mapping.kv_to_q_rank.to(DType::int32); },
+               {"kv_to_q_rank", "int32", "int64"}));
 }
 
 TEST(ComputeMetadataKvErrors, QueriesOutsideTheWorld) {

@@ -29,9 +29,8 @@ TEST(ComputeMetadataKv, ADocumentAcrossRanksByHand) {
   mapping.kv_context_size = IndexArray::matrix({{0, 0}, {3, 0}});
   mapping.q_to_num_kv_seq = IndexArray::matrix({{1, 1}, {2, 0}});
   mapping.q_to_num_kv_token = IndexArray::matrix({{3, 2}, {7, 0}});
-  const KvMetadata got =
-      compute_metadata_kv(mapping, len, IndexArray::vector({2, 1}),
-                          IndexArray::matrix({{1, 1}, {0, -1}}), true);
+  const KvMetadata got = compute_metadata_kv(mapping, len, IndexArray::vector({2, 1}),
+                                             IndexArray::matrix({{1, 1}, {0, -1}}), true);
 
   Metadata fwd;
   fwd.dst_rank = IndexArray::cube({{{1, 0}, {1, -1}}, {{0, -1}, {-1, -1}}});
@@ -64,8 +63,8 @@ TEST(ComputeMetadataKv, ADocumentAcrossRanksByHand) {
 std::string differs_from_model(const QkvPlan& plan, const KvCase& dense) {
   const auto sends = test::model_kv_sends(plan, dense);
   const std::int64_t copies = dense.mapping.kv_to_q_rank.dim(2);
-  const KvMetadata got = compute_metadata_kv(dense.mapping, dense.seq_len, dense.num_seqs,
-                                             dense.q_dispatch, true);
+  const KvMetadata got =
+      compute_metadata_kv(dense.mapping, dense.seq_len, dense.num_seqs, dense.q_dispatch, true);
   const Metadata rev = test::model_reverse(dense.seq_len, copies, sends, test::Counted::all);
   IndexArray ids = IndexArray::full(dense.mapping.kv_to_q_rank.shape(), -1);
   std::vector<std::int64_t> slot(static_cast<std::size_t>(plan.world_size));
@@ -73,8 +72,7 @@ std::string differs_from_model(const QkvPlan& plan, const KvCase& dense) {
     test::element(ids, {sent.src, sent.shard, sent.copy}) =
         sent.dst * rev.dst_rank.dim(1) + slot[static_cast<std::size_t>(sent.dst)]++;
   }
-  return difference(got.fwd,
-                    test::model_forward(dense.seq_len, copies, sends, dense.num_seqs)) +
+  return difference(got.fwd, test::model_forward(dense.seq_len, copies, sends, dense.num_seqs)) +
          difference(got.rev, rev) +
          difference("kv_dst_global_seq_id", got.kv_dst_global_seq_id, ids);
 }
@@ -98,8 +96,8 @@ RC_GTEST_PROP(ComputeMetadataKvProperty, ReverseEntryComesFromItsGlobalSequence,
               (std::uint64_t seed)) {
   const QkvPlan plan = test::random_plan(seed, random_options());
   const KvCase dense = test::kv_case(plan, 0, nullptr);
-  const KvMetadata got = compute_metadata_kv(dense.mapping, dense.seq_len, dense.num_seqs,
-                                             dense.q_dispatch, true);
+  const KvMetadata got =
+      compute_metadata_kv(dense.mapping, dense.seq_len, dense.num_seqs, dense.q_dispatch, true);
   const IndexArray& ids = *got.kv_dst_global_seq_id;
   for (std::int64_t i = 0; i < ids.size(); ++i) {
     const std::int64_t id = ids.flat_at(i);
@@ -143,8 +141,8 @@ TEST(ComputeMetadataKv, NothingToSend) {
   mapping.kv_context_size = IndexArray(Shape{2, 0});
   mapping.q_to_num_kv_seq = IndexArray(Shape{2, 0});
   mapping.q_to_num_kv_token = IndexArray(Shape{2, 0});
-  const KvMetadata got = compute_metadata_kv(mapping, IndexArray(Shape{2, 0}),
-                                             IndexArray(Shape{2}), IndexArray(Shape{2, 0}), true);
+  const KvMetadata got = compute_metadata_kv(mapping, IndexArray(Shape{2, 0}), IndexArray(Shape{2}),
+                                             IndexArray(Shape{2, 0}), true);
   EXPECT_EQ(got.fwd.dst_rank, IndexArray(Shape{2, 0, 3}));
   EXPECT_EQ(got.rev.dst_rank, IndexArray(Shape{2, 0}));
   EXPECT_EQ(got.rev.num_seqs, IndexArray(Shape{2}));

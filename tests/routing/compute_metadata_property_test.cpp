@@ -45,9 +45,10 @@ std::string differs_from_model(const Dispatch& made, Undispatched undispatched) 
   const std::int64_t copies = made.dispatch.ndim() == 3 ? made.dispatch.dim(2) : 0;
   const auto sends = test::model_q_sends(made.len, made.dispatch);
   const DispatchMetadata got = compute_metadata(made.len, made.dispatch, false, undispatched);
-  return difference(got.fwd, test::model_forward(made.len, copies, sends,
-                                                 test::count_with_rows(made.len))) +
-         difference(got.rev, test::model_reverse(made.len, copies, sends, test::Counted::with_rows));
+  return difference(got.fwd,
+                    test::model_forward(made.len, copies, sends, test::count_with_rows(made.len))) +
+         difference(got.rev,
+                    test::model_reverse(made.len, copies, sends, test::Counted::with_rows));
 }
 
 RC_GTEST_PROP(ComputeMetadataProperty, EqualsTheSlowModel,
@@ -56,14 +57,15 @@ RC_GTEST_PROP(ComputeMetadataProperty, EqualsTheSlowModel,
   const auto num_shards = *rc::gen::inRange<std::int64_t>(0, 7);
   const auto copies = *rc::gen::inRange<std::int64_t>(0, 5);
   const Dispatch made = random_dispatch(seed, world_size, num_shards, copies, undispatched);
-  RC_ASSERT(differs_from_model(made, undispatched ? Undispatched::keep : Undispatched::reject) == "");
+  RC_ASSERT(differs_from_model(made, undispatched ? Undispatched::keep : Undispatched::reject) ==
+            "");
 }
 
 TEST(ComputeMetadataModel, WorldsUpTo64) {
   for (std::int64_t world_size = 1; world_size <= 64; ++world_size) {
     for (const std::int64_t copies : {0, 1, 3}) {
-      const Dispatch made =
-          random_dispatch(static_cast<std::uint64_t>(world_size * 10 + copies), world_size, 4, copies, false);
+      const Dispatch made = random_dispatch(static_cast<std::uint64_t>(world_size * 10 + copies),
+                                            world_size, 4, copies, false);
       EXPECT_EQ(differs_from_model(made, Undispatched::reject), "") << world_size << ", " << copies;
     }
   }

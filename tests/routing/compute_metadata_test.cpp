@@ -53,8 +53,7 @@ TEST(ComputeMetadata, DocumentedExampleIn3D) {
   Metadata rev = documented_rev();
   rev.seq_recv_mask = IndexArray(cube, {1, 1, 0, 1, 1, 1, 1, 0, 1}).to(DType::boolean);
   rev.recv_seq_lens = documented_len;
-  const DispatchMetadata got =
-      compute_metadata(documented_len, documented_dispatch.reshaped(cube));
+  const DispatchMetadata got = compute_metadata(documented_len, documented_dispatch.reshaped(cube));
   EXPECT_EQ(difference(got.fwd, fwd), "");
   EXPECT_EQ(difference(got.rev, rev), "");
 }
@@ -62,8 +61,8 @@ TEST(ComputeMetadata, DocumentedExampleIn3D) {
 TEST(ComputeMetadata, IntermediatesOfTheDocumentedExample) {
   const DispatchMetadata got = compute_metadata(documented_len, documented_dispatch, true);
   ASSERT_TRUE(got.intermediates.has_value());
-  const IndexArray one_hot(Shape{3, 3, 1, 3}, {0, 1, 0, 0, 0, 1, 0, 0, 0,   //
-                                               0, 0, 1, 1, 0, 0, 0, 1, 0,   //
+  const IndexArray one_hot(Shape{3, 3, 1, 3}, {0, 1, 0, 0, 0, 1, 0, 0, 0,  //
+                                               0, 0, 1, 1, 0, 0, 0, 1, 0,  //
                                                1, 0, 0, 0, 0, 0, 0, 0, 1});
   const IndexArray tokens(Shape{3, 3, 1, 3}, {0, 10, 0, 0,  0, 5, 0, 0, 0,  //
                                               0, 0,  8, 12, 0, 0, 0, 4, 0,  //
@@ -95,8 +94,7 @@ TEST(ComputeMetadata, CopiesReturnToPlanesOfTheHomeRanksRows) {
   rev.num_seqs = IndexArray::vector({2, 2});
   rev.world_size = 2;
   rev.num_total_recv_tokens = {8, 4};
-  rev.seq_recv_mask =
-      IndexArray::cube({{{1, 1}, {1, 0}}, {{0, 1}, {0, 0}}}).to(DType::boolean);
+  rev.seq_recv_mask = IndexArray::cube({{{1, 1}, {1, 0}}, {{0, 1}, {0, 0}}}).to(DType::boolean);
   rev.recv_seq_lens = len;
   const DispatchMetadata got = compute_metadata(len, dispatch);
   EXPECT_EQ(difference(got.fwd, fwd), "");
@@ -137,7 +135,8 @@ TEST(ComputeMetadata, AllPaddingGivesAnEmptyReverse) {
 }
 
 TEST(ComputeMetadata, NoShardsAtAll) {
-  const DispatchMetadata flat = compute_metadata(IndexArray(Shape{2, 0}), IndexArray(Shape{2, 0}), true);
+  const DispatchMetadata flat =
+      compute_metadata(IndexArray(Shape{2, 0}), IndexArray(Shape{2, 0}), true);
   EXPECT_EQ(flat.fwd.dst_rank, IndexArray(Shape{2, 0}));
   EXPECT_EQ(flat.fwd.num_recv_tokens, IndexArray(Shape{2, 3}));
   EXPECT_EQ(flat.fwd.num_seqs, IndexArray(Shape{2}));
@@ -151,9 +150,8 @@ TEST(ComputeMetadata, NoShardsAtAll) {
 }
 
 TEST(ComputeMetadata, AKeptShardIsSteppedOver) {
-  const DispatchMetadata got =
-      compute_metadata(IndexArray::matrix({{2, 3, 4}}), IndexArray::matrix({{0, -1, 0}}), false,
-                       Undispatched::keep);
+  const DispatchMetadata got = compute_metadata(
+      IndexArray::matrix({{2, 3, 4}}), IndexArray::matrix({{0, -1, 0}}), false, Undispatched::keep);
   EXPECT_EQ(got.fwd.dst_rank, IndexArray::matrix({{0, -1, 0}}));
   EXPECT_EQ(got.fwd.dst_offset, IndexArray::matrix({{0, 0, 2}}));
   EXPECT_EQ(got.fwd.num_recv_tokens, IndexArray::matrix({{6, 6}}));

@@ -70,7 +70,8 @@ RC_GTEST_PROP(CreateRawQkvDispatchProperty, KeepsItsPromises, (std::uint64_t see
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     const Sequence sequence = sequence_of(plan, d);
     const std::int64_t cp = std::ssize(sequence.lens);
-    const std::int64_t len = std::accumulate(sequence.lens.begin(), sequence.lens.end(), std::int64_t{0});
+    const std::int64_t len =
+        std::accumulate(sequence.lens.begin(), sequence.lens.end(), std::int64_t{0});
     RC_ASSERT(cp <= copies);
     RC_ASSERT((cp & (cp - 1)) == 0);
     RC_ASSERT(std::ssize(sequence.destinations) == cp);
@@ -137,7 +138,7 @@ TEST(CreateRawQkvDispatch, Errors) {
   EXPECT_TRUE(rejects(call(4, 12, 2, 0), {who, "max_cp_degree = 0"}));
   EXPECT_TRUE(rejects(call(4, -12, 2, 4), {who, "total_seq_len = -12"}));
   EXPECT_TRUE(rejects(call(4, 12, 0, 4), {who, "num_seqs = 0"}));
-  EXPECT_TRUE(rejects(call(4, std::int64_t{1} << 60, 2, 4), {who}));
+  EXPECT_TRUE(rejects(call(4, std::int64_t{1} << 60, 2, 4), {who, "total_seq_len", "2^31"}));
 }
 
 TEST(CreateQkvDispatch, IsTheRawPlanWithItsMetadata) {
@@ -153,7 +154,7 @@ TEST(CreateQkvDispatch, IsTheRawPlanWithItsMetadata) {
   EXPECT_FALSE(bare.metadata.q_intermediates.has_value());
   EXPECT_FALSE(bare.metadata.kv_dst_global_seq_id.has_value());
   EXPECT_TRUE(rejects([] { (void)create_qkv_dispatch(2, 12, 2, 4); },
-                      {"create_qkv_dispatch", "max_cp_degree = 4"}));
+                      {"max_cp_degree = 4", "world_size = 2"}));
 }
 
 std::vector<std::int32_t> destinations_of_rank(const QkvPlan& plan, std::size_t rank) {

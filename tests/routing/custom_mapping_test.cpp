@@ -104,53 +104,100 @@ TEST(CustomMappingErrors, Shapes) {
   EXPECT_TRUE(rejected([](Call& c) { c.world_size = 3; }, {"seq_lens", "2", "3"}));
   EXPECT_TRUE(rejected([](Call& c) { c.world_size = 0; }, {"world_size", "0"}));
   EXPECT_TRUE(rejected([](Call& c) { c.seq_lens = IndexArray(Shape{4}); }, {"seq_lens", "[4]"}));
-  EXPECT_TRUE(
-      rejected([](Call& c) { c.cp_num = IndexArray(Shape{2, 3}); }, {"cp_num", "[2, 3]", "[2, 2]"}));
-  EXPECT_TRUE(
-      rejected([](Call& c) { c.cp_dst = IndexArray(Shape{2, 2}); }, {"cp_dst", "[2, 2]"}));
-  EXPECT_TRUE(rejected([](Call& c) { c.cp_dst = IndexArray(Shape{2, 3, 3}); },
-                       {"cp_dst", "[2, 3, 3]", "[2, 2, 3]"}));
-  EXPECT_TRUE(rejected([](Call& c) { c.shard_lens = IndexArray(Shape{2, 2, 4}); },
-                       {"seq_shard_lens", "[2, 2, 4]", "[2, 2, 3]"}));
+  EXPECT_TRUE(rejected(
+      [](Call& c) {
+        c.cp_num = IndexArray(Shape{2, 3});
+      },
+      {"cp_num", "[2, 3]", "[2, 2]"}));
+  EXPECT_TRUE(rejected([](Call& c) { c.cp_dst = IndexArray(Shape{2, 2}); }, {"cp_dst", "[2, 2]"}));
+  EXPECT_TRUE(rejected(
+      [](Call& c) {
+        c.cp_dst = IndexArray(Shape{2, 3, 3});
+      },
+      {"cp_dst", "[2, 3, 3]", "[2, 2, 3]"}));
+  EXPECT_TRUE(rejected(
+      [](Call& c) {
+        c.shard_lens = IndexArray(Shape{2, 2, 4});
+      },
+      {"seq_shard_lens", "[2, 2, 4]", "[2, 2, 3]"}));
 }
 
 TEST(CustomMappingErrors, SequencesOfOneRank) {
-  EXPECT_TRUE(rejected([](Call& c) { test::element(c.seq_lens, {0, 0}) = -6; },
-                       {"seq_lens", "rank 0", "-6"}));
-  EXPECT_TRUE(rejected([](Call& c) { test::element(c.seq_lens, {1, 1}) = 5; },
-                       {"seq_lens", "rank 1", "sequence 1", "5"}));
-  EXPECT_TRUE(rejected([](Call& c) { test::element(c.seq_lens, {0, 0}) = 7; },
-                       {"seq_shard_lens", "rank 0", "sequence 0", "6", "expected 7"}));
+  EXPECT_TRUE(rejected(
+      [](Call& c) {
+        test::element(c.seq_lens, {0, 0}) = -6;
+      },
+      {"seq_lens", "rank 0", "-6"}));
+  EXPECT_TRUE(rejected(
+      [](Call& c) {
+        test::element(c.seq_lens, {1, 1}) = 5;
+      },
+      {"seq_lens", "rank 1", "sequence 1", "5"}));
+  EXPECT_TRUE(rejected(
+      [](Call& c) {
+        test::element(c.seq_lens, {0, 0}) = 7;
+      },
+      {"seq_shard_lens", "rank 0", "sequence 0", "6", "expected 7"}));
 }
 
 TEST(CustomMappingErrors, NumberOfShards) {
-  EXPECT_TRUE(rejected([](Call& c) { test::element(c.cp_num, {0, 0}) = 4; },
-                       {"cp_num", "rank 0", "sequence 0", "4", "3"}));
-  EXPECT_TRUE(rejected([](Call& c) { test::element(c.cp_num, {0, 1}) = 0; },
-                       {"cp_num", "rank 0", "sequence 1", "0"}));
+  EXPECT_TRUE(rejected(
+      [](Call& c) {
+        test::element(c.cp_num, {0, 0}) = 4;
+      },
+      {"cp_num", "rank 0", "sequence 0", "4", "3"}));
+  EXPECT_TRUE(rejected(
+      [](Call& c) {
+        test::element(c.cp_num, {0, 1}) = 0;
+      },
+      {"cp_num", "rank 0", "sequence 1", "0"}));
   EXPECT_TRUE(rejected([](Call& c) { test::element(c.cp_num, {0, 1}) = -1; }, {"cp_num", "-1"}));
-  EXPECT_TRUE(rejected([](Call& c) { test::element(c.cp_num, {1, 0}) = 1; },
-                       {"cp_num", "rank 1", "sequence 0", "1"}));
+  EXPECT_TRUE(rejected(
+      [](Call& c) {
+        test::element(c.cp_num, {1, 0}) = 1;
+      },
+      {"cp_num", "rank 1", "sequence 0", "1"}));
 }
 
 TEST(CustomMappingErrors, Destinations) {
-  EXPECT_TRUE(rejected([](Call& c) { test::element(c.cp_dst, {0, 0, 1}) = 2; },
-                       {"cp_dst", "rank 0", "sequence 0", "shard 1", "2", "0..1"}));
-  EXPECT_TRUE(rejected([](Call& c) { test::element(c.cp_dst, {0, 0, 2}) = -1; },
-                       {"cp_dst", "rank 0", "sequence 0", "shard 2", "-1", "0..1"}));
-  EXPECT_TRUE(rejected([](Call& c) { test::element(c.cp_dst, {0, 1, 2}) = 0; },
-                       {"cp_dst", "rank 0", "sequence 1", "shard 2", "0", "-1"}));
-  EXPECT_TRUE(rejected([](Call& c) { test::element(c.cp_dst, {1, 1, 0}) = 1; },
-                       {"cp_dst", "rank 1", "sequence 1", "shard 0"}));
+  EXPECT_TRUE(rejected(
+      [](Call& c) {
+        test::element(c.cp_dst, {0, 0, 1}) = 2;
+      },
+      {"cp_dst", "rank 0", "sequence 0", "shard 1", "2", "0..1"}));
+  EXPECT_TRUE(rejected(
+      [](Call& c) {
+        test::element(c.cp_dst, {0, 0, 2}) = -1;
+      },
+      {"cp_dst", "rank 0", "sequence 0", "shard 2", "-1", "0..1"}));
+  EXPECT_TRUE(rejected(
+      [](Call& c) {
+        test::element(c.cp_dst, {0, 1, 2}) = 0;
+      },
+      {"cp_dst", "rank 0", "sequence 1", "shard 2", "0", "-1"}));
+  EXPECT_TRUE(rejected(
+      [](Call& c) {
+        test::element(c.cp_dst, {1, 1, 0}) = 1;
+      },
+      {"cp_dst", "rank 1", "sequence 1", "shard 0"}));
 }
 
 TEST(CustomMappingErrors, ShardLengths) {
-  EXPECT_TRUE(rejected([](Call& c) { test::element(c.shard_lens, {0, 0, 1}) = 0; },
-                       {"seq_shard_lens", "rank 0", "sequence 0", "shard 1", "0", "> 0"}));
-  EXPECT_TRUE(rejected([](Call& c) { test::element(c.shard_lens, {0, 0, 1}) = -3; },
-                       {"seq_shard_lens", "rank 0", "sequence 0", "shard 1", "-3"}));
-  EXPECT_TRUE(rejected([](Call& c) { test::element(c.shard_lens, {0, 1, 1}) = 2; },
-                       {"seq_shard_lens", "rank 0", "sequence 1", "shard 1", "2", "0"}));
+  EXPECT_TRUE(rejected(
+      [](Call& c) {
+        test::element(c.shard_lens, {0, 0, 1}) = 0;
+      },
+      {"seq_shard_lens", "rank 0", "sequence 0", "shard 1", "0", "> 0"}));
+  EXPECT_TRUE(rejected(
+      [](Call& c) {
+        test::element(c.shard_lens, {0, 0, 1}) = -3;
+      },
+      {"seq_shard_lens", "rank 0", "sequence 0", "shard 1", "-3"}));
+  EXPECT_TRUE(rejected(
+      [](Call& c) {
+        test::element(c.shard_lens, {0, 1, 1}) = 2;
+      },
+      {"seq_shard_lens", "rank 0", "sequence 1", "shard 1", "2", "0"}));
 }
 
 }  // namespace

@@ -60,8 +60,11 @@ TEST(PlanDocuments, NoDocuments) {
 TEST(PlanDocuments, ExactlyFullAndOneTooMany) {
   const DocumentPlanOptions options{.world_size = 2, .tokens_per_rank = 8, .shard_tokens = 3};
   EXPECT_NO_THROW((void)plan_documents(Lengths{16}, options));
-  EXPECT_TRUE(rejects([&] { (void)plan_documents(Lengths{9, 8}, options); },
-                      {"plan_documents", "doc_lengths", "17", "16"}));
+  EXPECT_TRUE(rejects(
+      [&] {
+        (void)plan_documents(Lengths{9, 8}, options);
+      },
+      {"plan_documents", "doc_lengths", "17", "16"}));
 }
 
 TEST(PlanDocuments, Errors) {
@@ -112,7 +115,8 @@ RC_GTEST_PROP(PlanDocumentsProperty, PiecesOfARankAreEqual, (std::uint64_t seed)
   const Lengths lengths = random_lengths(seed, 12, 300);
   const auto longest = *rc::gen::inRange<std::int64_t>(1, 100);
   const QkvPlan plan = plan_documents(
-      lengths, {.world_size = 4, .tokens_per_rank = (sum(lengths) + 3) / 4, .shard_tokens = longest});
+      lengths,
+      {.world_size = 4, .tokens_per_rank = (sum(lengths) + 3) / 4, .shard_tokens = longest});
   const auto places = test::shard_places(plan);
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     for (std::int64_t w = 0; w < 4; ++w) {
@@ -133,10 +137,10 @@ RC_GTEST_PROP(PlanDocumentsProperty, PiecesOfARankAreEqual, (std::uint64_t seed)
 RC_GTEST_PROP(PlanDocumentsProperty, WorkIsBalanced, (std::uint64_t seed)) {
   const Lengths lengths = random_lengths(seed, *rc::gen::inRange<std::int64_t>(1, 40), 500);
   const auto world_size = *rc::gen::inRange<std::int32_t>(1, 17);
-  const QkvPlan plan = plan_documents(
-      lengths, {.world_size = world_size,
-                .tokens_per_rank = (sum(lengths) + world_size - 1) / world_size,
-                .shard_tokens = *rc::gen::inRange<std::int64_t>(8, 200)});
+  const QkvPlan plan =
+      plan_documents(lengths, {.world_size = world_size,
+                               .tokens_per_rank = (sum(lengths) + world_size - 1) / world_size,
+                               .shard_tokens = *rc::gen::inRange<std::int64_t>(8, 200)});
   const Lengths work = shard_work(plan);
   const Lengths ranks = rank_work(plan);
   RC_ASSERT(std::ssize(ranks) == world_size);

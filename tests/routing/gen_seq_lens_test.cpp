@@ -91,10 +91,10 @@ TEST(GenSeqLens, ManySmallTotalsAreNeverNegative) {
 RC_GTEST_PROP(GenSeqLensProperty, RowsSumExactlyAndKeepTheMinimum, (std::uint64_t seed)) {
   const auto num_seqs = *rc::gen::inRange<std::int64_t>(1, 40);
   const auto min_len = *rc::gen::inRange<std::int64_t>(0, 50);
-  const auto total = *rc::gen::oneOf(
-      rc::gen::inRange<std::int64_t>(0, 3000),
-      rc::gen::inRange<std::int64_t>(0, std::numeric_limits<std::int32_t>::max()),
-      rc::gen::just<std::int64_t>(std::numeric_limits<std::int32_t>::max()));
+  const auto total =
+      *rc::gen::oneOf(rc::gen::inRange<std::int64_t>(0, 3000),
+                      rc::gen::inRange<std::int64_t>(0, std::numeric_limits<std::int32_t>::max()),
+                      rc::gen::just<std::int64_t>(std::numeric_limits<std::int32_t>::max()));
   const IndexArray lens = gen_seq_lens(3, num_seqs, total, seed, min_len);
   for (std::int64_t w = 0; w < 3; ++w) {
     RC_ASSERT(sum(row(lens, w)) == total);
@@ -140,7 +140,8 @@ TEST(GenSeqLens, Errors) {
   EXPECT_TRUE(rejects([] { (void)gen_seq_lens(2, 4, -1); }, {"gen_seq_lens", "total_len = -1"}));
   EXPECT_TRUE(rejects([] { (void)gen_seq_lens(2, 4, std::int64_t{1} << 31); },
                       {"gen_seq_lens", "total_len = 2147483648"}));
-  EXPECT_TRUE(rejects([] { (void)gen_seq_lens(2, 4, 10, 0, -1); }, {"gen_seq_lens", "min_len = -1"}));
+  EXPECT_TRUE(
+      rejects([] { (void)gen_seq_lens(2, 4, 10, 0, -1); }, {"gen_seq_lens", "min_len = -1"}));
   EXPECT_TRUE(rejects([] { (void)gen_seq_lens(std::int64_t{1} << 20, std::int64_t{1} << 40, 10); },
                       {"gen_seq_lens", "num_seqs"}));
 }

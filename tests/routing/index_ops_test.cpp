@@ -32,7 +32,8 @@ TEST(ExclusiveCumsum, BothDimsOfAMatrix) {
 }
 
 TEST(ExclusiveCumsum, MiddleDimOfACube) {
-  const IndexArray cube = IndexArray::cube({{{1, 10}, {2, 20}, {3, 30}}, {{4, 40}, {5, 50}, {6, 60}}});
+  const IndexArray cube =
+      IndexArray::cube({{{1, 10}, {2, 20}, {3, 30}}, {{4, 40}, {5, 50}, {6, 60}}});
   EXPECT_EQ(exclusive_cumsum(cube, 1),
             IndexArray::cube({{{0, 0}, {1, 10}, {3, 30}}, {{0, 0}, {4, 40}, {9, 90}}}));
 }
@@ -55,8 +56,11 @@ TEST(ExclusiveCumsum, EmptyAxisStaysEmpty) {
 
 TEST(ExclusiveCumsum, OverflowOnlyWhereTheSumIsUsed) {
   EXPECT_EQ(exclusive_cumsum(IndexArray::vector({largest, 1})), IndexArray::vector({0, largest}));
-  EXPECT_TRUE(rejects([] { (void)exclusive_cumsum(IndexArray::vector({largest, 1, 0})); },
-                      {"exclusive_cumsum", "int64"}));
+  EXPECT_TRUE(rejects(
+      [] {
+        (void)exclusive_cumsum(IndexArray::vector({largest, 1, 0}));
+      },
+      {"exclusive_cumsum", "int64"}));
 }
 
 TEST(ExclusiveCumsum, RejectsScalarsAndWrongDims) {
@@ -138,10 +142,16 @@ TEST(MaskByNeg, EveryDtypeAndShape) {
 }
 
 TEST(MaskByNeg, RejectsAnotherShape) {
-  EXPECT_TRUE(rejects([] { (void)mask_by_neg(IndexArray(Shape{2, 3}), IndexArray(Shape{3, 2})); },
-                      {"mask_by_neg", "mask", "[3, 2]", "[2, 3]"}));
-  EXPECT_TRUE(rejects([] { (void)mask_by_neg(IndexArray(Shape{2}), IndexArray(Shape{1, 2})); },
-                      {"mask_by_neg", "[1, 2]", "[2]"}));
+  EXPECT_TRUE(rejects(
+      [] {
+        (void)mask_by_neg(IndexArray(Shape{2, 3}), IndexArray(Shape{3, 2}));
+      },
+      {"mask_by_neg", "mask", "[3, 2]", "[2, 3]"}));
+  EXPECT_TRUE(rejects(
+      [] {
+        (void)mask_by_neg(IndexArray(Shape{2}), IndexArray(Shape{1, 2}));
+      },
+      {"mask_by_neg", "[1, 2]", "[2]"}));
 }
 
 TEST(IndexPut, DocumentedExample) {
@@ -153,16 +163,17 @@ TEST(IndexPut, DocumentedExample) {
 }
 
 TEST(IndexPut, OfRepeatedIndicesTheLastWins) {
-  EXPECT_EQ(index_put_with_neg_padding_1d(IndexArray::vector({0, 0}), IndexArray::vector({5, 6, 7, 8}),
-                                          IndexArray::vector({1, 0, 1, -1})),
-            IndexArray::vector({6, 7}));
+  EXPECT_EQ(
+      index_put_with_neg_padding_1d(IndexArray::vector({0, 0}), IndexArray::vector({5, 6, 7, 8}),
+                                    IndexArray::vector({1, 0, 1, -1})),
+      IndexArray::vector({6, 7}));
 }
 
 TEST(IndexPut, WorksOnFlattenedElements) {
-  EXPECT_EQ(
-      index_put_with_neg_padding_1d(IndexArray::matrix({{1, 2}, {3, 4}}),
-                                    IndexArray::matrix({{9, 8, 7}}), IndexArray::vector({3, -1, 1})),
-      IndexArray::matrix({{1, 7}, {3, 9}}));
+  EXPECT_EQ(index_put_with_neg_padding_1d(IndexArray::matrix({{1, 2}, {3, 4}}),
+                                          IndexArray::matrix({{9, 8, 7}}),
+                                          IndexArray::vector({3, -1, 1})),
+            IndexArray::matrix({{1, 7}, {3, 9}}));
 }
 
 TEST(IndexPut, OneSourceValueServesAll) {

@@ -54,14 +54,16 @@ TEST(SampleDocuments, LengthsStayInTheirBuckets) {
 TEST(SampleDocuments, SharesAndMeansAreKept) {
   const auto lengths = sample_documents(two_sizes(), 20000000, 4);
   std::vector<std::int64_t> short_ones, long_ones;
-  for (const std::int64_t length : lengths) (length < 64 ? short_ones : long_ones).push_back(length);
+  for (const std::int64_t length : lengths)
+    (length < 64 ? short_ones : long_ones).push_back(length);
   const auto count = static_cast<double>(lengths.size());
   const double share = static_cast<double>(long_ones.size()) / count;
   EXPECT_NEAR(share, 0.25, 5 * std::sqrt(0.25 * 0.75 / count));
   const auto mean = [](const std::vector<std::int64_t>& values) {
     return static_cast<double>(sum(values)) / static_cast<double>(values.size());
   };
-  EXPECT_NEAR(mean(short_ones), 40.0, 5 * 20 / std::sqrt(static_cast<double>(short_ones.size())) + 0.5);
+  EXPECT_NEAR(mean(short_ones), 40.0,
+              5 * 20 / std::sqrt(static_cast<double>(short_ones.size())) + 0.5);
   EXPECT_NEAR(mean(long_ones), 1400.0,
               5 * 600 / std::sqrt(static_cast<double>(long_ones.size())) + 0.5);
 }

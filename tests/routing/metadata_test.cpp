@@ -80,8 +80,8 @@ TEST(MetadataSlice, TheReverseKeepsMaskAndLengthsPadded) {
 }
 
 TEST(MetadataSlice, ARankWithoutEntries) {
-  const DispatchMetadata both =
-      compute_metadata(IndexArray::matrix({{0, 0}, {5, 1}}), IndexArray::matrix({{-1, -1}, {1, 1}}));
+  const DispatchMetadata both = compute_metadata(IndexArray::matrix({{0, 0}, {5, 1}}),
+                                                 IndexArray::matrix({{-1, -1}, {1, 1}}));
   EXPECT_EQ(both.fwd.get_slice(Rank{0}).seq_len, IndexArray(Shape{0}));
   EXPECT_EQ(both.fwd.get_slice(Rank{0}).num_total_recv_tokens, std::vector<std::int64_t>{0});
   EXPECT_EQ(both.rev.get_slice(Rank{0}).dst_rank, IndexArray(Shape{0}));
@@ -159,16 +159,19 @@ TEST(MetadataNormalize, WhatDoesNotFit) {
   EXPECT_TRUE(fails([](Metadata& m) { m.dst_offset.i64()[5] = uint32_end; },
                     {"dst_offset", "4294967296", "uint32"}));
   EXPECT_TRUE(fails([](Metadata& m) { m.dst_offset.i64()[5] = -1; }, {"dst_offset", "-1"}));
-  EXPECT_TRUE(fails([](Metadata& m) { m.seq_len.i64()[1] = uint32_end + 7; },
-                    {"seq_len", "4294967303"}));
+  EXPECT_TRUE(
+      fails([](Metadata& m) { m.seq_len.i64()[1] = uint32_end + 7; }, {"seq_len", "4294967303"}));
   EXPECT_TRUE(fails([](Metadata& m) { m.dst_rank.i64()[0] = std::int64_t{1} << 31; },
                     {"dst_rank", "2147483648", "int32"}));
   EXPECT_TRUE(fails([](Metadata& m) { m.num_recv_tokens.i64()[3] = -9; },
                     {"num_recv_tokens", "-9", "uint64"}));
   EXPECT_TRUE(fails([](Metadata& m) { m.num_seqs->i64()[2] = std::int64_t{1} << 31; },
                     {"num_seqs", "2147483648"}));
-  EXPECT_TRUE(fails([](Metadata& m) { m.recv_seq_lens = IndexArray::full({3, 3}, -4); },
-                    {"recv_seq_lens", "-4"}));
+  EXPECT_TRUE(fails(
+      [](Metadata& m) {
+        m.recv_seq_lens = IndexArray::full({3, 3}, -4);
+      },
+      {"recv_seq_lens", "-4"}));
   Metadata largest = documented().fwd;
   largest.dst_offset.i64()[5] = uint32_end - 1;
   EXPECT_EQ(largest.normalize_dtype().dst_offset.flat_at(5), uint32_end - 1);
@@ -193,7 +196,8 @@ TEST(MetadataText, NamesEveryShardRankByRank) {
   const std::size_t first = text.find("rank 0");
   const std::size_t second = text.find("rank 1", first);
   EXPECT_LT(first, second) << text;
-  for (const char* value : {"12", "13", "22"}) EXPECT_NE(text.find(value), std::string::npos) << text;
+  for (const char* value : {"12", "13", "22"})
+    EXPECT_NE(text.find(value), std::string::npos) << text;
   EXPECT_FALSE(to_string(fwd.get_slice(Rank{2})).empty());
   EXPECT_FALSE(to_string(with_copies().rev).empty());
 }
@@ -212,12 +216,18 @@ TEST(MetadataShapes, EveryFieldIsNamed) {
   EXPECT_NO_THROW(with_copies().rev.get_slice(Rank{0}).check_shapes("reader"));
   EXPECT_TRUE(fails([&](Metadata& m) { m.dst_rank = odd; }, {"dst_rank", "[7, 5]"}));
   EXPECT_TRUE(fails([&](Metadata& m) { m.dst_offset = odd; }, {"dst_offset", "[7, 5]"}));
-  EXPECT_TRUE(fails([&](Metadata& m) { m.seq_len = IndexArray(Shape{2, 3, 1}); },
-                    {"seq_len", "[2, 3, 1]"}));
-  EXPECT_TRUE(fails([&](Metadata& m) { m.num_recv_tokens = IndexArray(Shape{2, 2}); },
-                    {"num_recv_tokens", "[2, 2]", "[2, 3]"}));
-  EXPECT_TRUE(fails([&](Metadata& m) { m.num_seqs = IndexArray(Shape{3}); },
-                    {"num_seqs", "[3]", "[2]"}));
+  EXPECT_TRUE(fails(
+      [&](Metadata& m) {
+        m.seq_len = IndexArray(Shape{2, 3, 1});
+      },
+      {"seq_len", "[2, 3, 1]"}));
+  EXPECT_TRUE(fails(
+      [&](Metadata& m) {
+        m.num_recv_tokens = IndexArray(Shape{2, 2});
+      },
+      {"num_recv_tokens", "[2, 2]", "[2, 3]"}));
+  EXPECT_TRUE(
+      fails([&](Metadata& m) { m.num_seqs = IndexArray(Shape{3}); }, {"num_seqs", "[3]", "[2]"}));
   EXPECT_TRUE(fails([](Metadata& m) { m.world_size = 3; }, {"world_size", "3", "2"}));
   EXPECT_TRUE(fails([](Metadata& m) { m.num_total_recv_tokens.push_back(1); },
                     {"num_total_recv_tokens", "3", "2"}));

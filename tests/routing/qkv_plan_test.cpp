@@ -66,26 +66,26 @@ TEST(QkvPlanCheck, WorldSize) {
 TEST(QkvPlanCheck, RankShardOffsets) {
   EXPECT_TRUE(rejected([](QkvPlan& p) { p.rank_shard_offsets.pop_back(); },
                        {"rank_shard_offsets", "3", "4"}));
-  EXPECT_TRUE(rejected([](QkvPlan& p) { p.rank_shard_offsets.clear(); },
-                       {"rank_shard_offsets", "0", "4"}));
+  EXPECT_TRUE(
+      rejected([](QkvPlan& p) { p.rank_shard_offsets.clear(); }, {"rank_shard_offsets", "0", "4"}));
   EXPECT_TRUE(rejected([](QkvPlan& p) { p.rank_shard_offsets[0] = 1; },
                        {"rank_shard_offsets[0] = 1", "0"}));
   EXPECT_TRUE(rejected([](QkvPlan& p) { p.rank_shard_offsets[2] = 1; },
                        {"rank_shard_offsets[2] = 1", "2"}));
   EXPECT_TRUE(rejected([](QkvPlan& p) { p.rank_shard_offsets[3] = 4; },
                        {"rank_shard_offsets[3] = 4", "5"}));
-  EXPECT_TRUE(rejected([](QkvPlan& p) { p.rank_shard_offsets[1] = -2; },
-                       {"rank_shard_offsets[1] = -2"}));
+  EXPECT_TRUE(
+      rejected([](QkvPlan& p) { p.rank_shard_offsets[1] = -2; }, {"rank_shard_offsets[1] = -2"}));
 }
 
 TEST(QkvPlanCheck, Shards) {
   EXPECT_TRUE(rejected([](QkvPlan& p) { p.shard_len[2] = -7; }, {"shard_len[2] = -7"}));
   EXPECT_TRUE(rejected([](QkvPlan& p) { p.shard_len[2] = (std::int64_t{1} << 40) + 1; },
                        {"shard_len", "2^40"}));
-  EXPECT_TRUE(rejected([](QkvPlan& p) { p.shard_len[2] = std::int64_t{1} << 40; },
-                       {"shard_len", "2^40"}));
-  EXPECT_TRUE(rejected(
-      [](QkvPlan& p) { p.shard_len.assign(5, std::int64_t{1} << 62); }, {"shard_len"}));
+  EXPECT_TRUE(
+      rejected([](QkvPlan& p) { p.shard_len[2] = std::int64_t{1} << 40; }, {"shard_len", "2^40"}));
+  EXPECT_TRUE(
+      rejected([](QkvPlan& p) { p.shard_len.assign(5, std::int64_t{1} << 62); }, {"shard_len"}));
   EXPECT_TRUE(rejected([](QkvPlan& p) { p.q_dst[4] = 3; }, {"q_dst[4] = 3", "0..2"}));
   EXPECT_TRUE(rejected([](QkvPlan& p) { p.q_dst[0] = -1; }, {"q_dst[0] = -1", "0..2"}));
   EXPECT_TRUE(rejected([](QkvPlan& p) { p.q_dst.pop_back(); }, {"q_dst", "4", "5"}));
@@ -99,10 +99,10 @@ TEST(QkvPlanCheck, Documents) {
   EXPECT_TRUE(rejected([](QkvPlan& p) { p.doc_shards.push_back(0); }, {"doc_shards", "6", "5"}));
   EXPECT_TRUE(rejected([](QkvPlan& p) { p.doc_shard_offsets.back() = 4; },
                        {"doc_shard_offsets[3] = 4", "5"}));
-  EXPECT_TRUE(rejected([](QkvPlan& p) { p.doc_shard_offsets[2] = 2; },
-                       {"doc_shard_offsets[2] = 2", "3"}));
-  EXPECT_TRUE(rejected([](QkvPlan& p) { p.doc_shard_offsets[0] = 1; },
-                       {"doc_shard_offsets[0] = 1", "0"}));
+  EXPECT_TRUE(
+      rejected([](QkvPlan& p) { p.doc_shard_offsets[2] = 2; }, {"doc_shard_offsets[2] = 2", "3"}));
+  EXPECT_TRUE(
+      rejected([](QkvPlan& p) { p.doc_shard_offsets[0] = 1; }, {"doc_shard_offsets[0] = 1", "0"}));
   EXPECT_TRUE(rejected([](QkvPlan& p) { p.doc_shard_offsets.clear(); }, {"doc_shard_offsets"}));
 }
 
@@ -116,13 +116,13 @@ TEST(QkvPlanCheck, Windows) {
 TEST(QkvPlanCheck, TheCallersOfAPlanCheckIt) {
   QkvPlan plan = good_plan();
   plan.q_dst[1] = 3;
-  EXPECT_TRUE(rejects([&] { (void)compute_qkv_routing(plan); }, {"compute_qkv_routing", "q_dst[1]"}));
+  EXPECT_TRUE(
+      rejects([&] { (void)compute_qkv_routing(plan); }, {"compute_qkv_routing", "q_dst[1]"}));
   EXPECT_TRUE(rejects([&] { (void)to_raw_dispatch(plan); }, {"to_raw_dispatch", "q_dst[1]"}));
 }
 
 TEST(QkvPlanCheck, TheDenseFormHasNoWindows) {
-  EXPECT_TRUE(
-      rejects([] { (void)to_raw_dispatch(good_plan()); }, {"to_raw_dispatch", "kv_begin"}));
+  EXPECT_TRUE(rejects([] { (void)to_raw_dispatch(good_plan()); }, {"to_raw_dispatch", "kv_begin"}));
   QkvPlan causal = good_plan();
   causal.kv_begin.assign(5, 0);
   EXPECT_NO_THROW((void)to_raw_dispatch(causal));
@@ -134,9 +134,9 @@ TEST(KvLayoutText, Names) {
 }
 
 RC_GTEST_PROP(RandomPlanProperty, IsAlwaysGood, (std::uint64_t seed, bool stay, bool windows)) {
-  const QkvPlan plan = test::random_plan(seed, {.world_size = *rc::gen::inRange(1, 65),
-                                                .documents_stay_on_rank = stay,
-                                                .windows = windows});
+  const QkvPlan plan = test::random_plan(
+      seed,
+      {.world_size = *rc::gen::inRange(1, 65), .documents_stay_on_rank = stay, .windows = windows});
   plan.check("random_plan");
   RC_ASSERT(plan == test::random_plan(seed, {.world_size = plan.world_size,
                                              .documents_stay_on_rank = stay,

@@ -92,18 +92,18 @@ RC_GTEST_PROP(QkvRoutingDenseProperty, QIsTheSameInBothLayouts, (std::uint64_t s
 TEST(ComputeE2eMetadata, IsTheThreeFunctionsInOneCall) {
   const QkvPlan plan = test::random_plan(5, {.kv_layout = KvLayout::per_query});
   const RawQkvDispatch raw = to_raw_dispatch(plan);
-  const E2eMetadata all = compute_e2e_metadata(raw.cp_seq_lens, raw.num_cp_shards,
-                                               raw.cp_query_dst, raw.kv, true);
+  const E2eMetadata all =
+      compute_e2e_metadata(raw.cp_seq_lens, raw.num_cp_shards, raw.cp_query_dst, raw.kv, true);
   const DispatchMetadata q = compute_metadata(raw.cp_seq_lens, raw.cp_query_dst, true);
-  const KvMetadata kv = compute_metadata_kv(raw.kv, raw.cp_seq_lens, raw.num_cp_shards,
-                                            raw.cp_query_dst, true);
+  const KvMetadata kv =
+      compute_metadata_kv(raw.kv, raw.cp_seq_lens, raw.num_cp_shards, raw.cp_query_dst, true);
   EXPECT_EQ(difference(all.fwd_q, q.fwd), "");
   EXPECT_EQ(difference(all.rev_q, q.rev), "");
   EXPECT_EQ(difference(all.fwd_kv, kv.fwd), "");
   EXPECT_EQ(difference(all.rev_kv, kv.rev), "");
-  EXPECT_EQ(difference(all.attention, compute_attn_layout_seqlens(
-                                          raw.cp_seq_lens, raw.kv.q_to_num_kv_token,
-                                          raw.cp_query_dst, true, true)),
+  EXPECT_EQ(difference(all.attention,
+                       compute_attn_layout_seqlens(raw.cp_seq_lens, raw.kv.q_to_num_kv_token,
+                                                   raw.cp_query_dst, true, true)),
             "");
   ASSERT_TRUE(all.q_intermediates.has_value());
   EXPECT_EQ(all.q_intermediates->seq_to_dst, q.intermediates->seq_to_dst);

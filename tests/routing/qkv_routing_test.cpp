@@ -49,7 +49,8 @@ void check_recv(const RecvCounts& recv, std::int32_t world_size, const Pairs& pa
 
 std::int64_t begin_at_home(const QkvPlan& plan, const test::ShardPlace& home, std::size_t shard) {
   std::int64_t rows = 0;
-  for (auto s = static_cast<std::size_t>(plan.rank_shard_offsets[static_cast<std::size_t>(home.rank)]);
+  for (auto s =
+           static_cast<std::size_t>(plan.rank_shard_offsets[static_cast<std::size_t>(home.rank)]);
        s < shard; ++s) {
     rows += plan.shard_len[s];
   }

@@ -33,9 +33,10 @@ TEST(QkvRoutingThreads, AnyNumberGivesTheSame) {
   }
 }
 
-RC_GTEST_PROP(QkvRoutingThreadsProperty, AnyNumberGivesTheSame, (std::uint64_t seed, bool windows)) {
-  const QkvPlan plan = test::random_plan(
-      seed, {.world_size = *rc::gen::inRange(1, 65), .windows = windows});
+RC_GTEST_PROP(QkvRoutingThreadsProperty, AnyNumberGivesTheSame,
+              (std::uint64_t seed, bool windows)) {
+  const QkvPlan plan =
+      test::random_plan(seed, {.world_size = *rc::gen::inRange(1, 65), .windows = windows});
   const QkvRouting one = compute_qkv_routing(plan, 1);
   for (const int threads : {2, 3, 8}) RC_ASSERT(compute_qkv_routing(plan, threads) == one);
 }
@@ -58,7 +59,8 @@ TEST(QkvRoutingReuse, AnErrorLeavesTheRoutingAsItWas) {
   QkvRouting routing = compute_qkv_routing(plan);
   const QkvRouting before = routing;
   plan.q_dst[0] = -1;
-  EXPECT_TRUE(rejects([&] { compute_qkv_routing(plan, routing); }, {"compute_qkv_routing", "q_dst[0]"}));
+  EXPECT_TRUE(
+      rejects([&] { compute_qkv_routing(plan, routing); }, {"compute_qkv_routing", "q_dst[0]"}));
   EXPECT_EQ(routing, before);
 }
 
@@ -67,7 +69,8 @@ TEST(QkvRoutingMemory, CountsAreOnlyPairsThatExchangeRows) {
   const QkvRouting got = compute_qkv_routing(plan);
   for (const SparseMetadata* table : {&got.fwd_q, &got.rev_q, &got.fwd_kv, &got.rev_kv}) {
     EXPECT_LE(std::ssize(table->recv.tokens), table->num_copies());
-    EXPECT_LE(table->recv.tokens.capacity(), 2 * static_cast<std::size_t>(table->num_copies()) + 64);
+    EXPECT_LE(table->recv.tokens.capacity(),
+              2 * static_cast<std::size_t>(table->num_copies()) + 64);
   }
   // A world in which only one rank has anything: W entries, not W x W.
   QkvPlan wide;

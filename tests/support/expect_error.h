@@ -12,7 +12,8 @@ namespace waybill::test {
 
 /// Success when `call` throws InvalidArgument with a text that holds every part.
 template <class Call>
-::testing::AssertionResult rejects(const Call& call, std::initializer_list<std::string_view> parts) {
+::testing::AssertionResult rejects(const Call& call,
+                                   std::initializer_list<std::string_view> parts) {
   try {
     call();
   } catch (const InvalidArgument& error) {

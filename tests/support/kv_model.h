@@ -64,9 +64,9 @@ inline std::int64_t most_shards(const QkvPlan& plan) {
 /// A causal plan in the original's dense form, and which copy of a KV shard serves which query.
 struct KvCase {
   KvMapping mapping;
-  IndexArray seq_len;     ///< [W, S]
-  IndexArray num_seqs;    ///< [W]
-  IndexArray q_dispatch;  ///< [W, S]
+  IndexArray seq_len;                                                ///< [W, S]
+  IndexArray num_seqs;                                               ///< [W]
+  IndexArray q_dispatch;                                             ///< [W, S]
   std::map<std::pair<std::size_t, std::size_t>, std::int64_t> copy;  ///< by (KV shard, query)
 };
 

@@ -22,8 +22,8 @@ struct RandomPlanOptions {
   std::int64_t max_document_shards = 7;  ///< shards of a document: uniform in 1..this
   /// Shards of a document are consecutive ones of one rank; else they lie anywhere, in any order.
   bool documents_stay_on_rank = false;
-  bool windows = false;            ///< fill kv_begin
-  std::int32_t destinations = 0;   ///< q_dst is one of 0..this-1; 0: any rank
+  bool windows = false;           ///< fill kv_begin
+  std::int32_t destinations = 0;  ///< q_dst is one of 0..this-1; 0: any rank
   KvLayout kv_layout = KvLayout::per_rank;
 };
 

@@ -38,7 +38,8 @@ inline std::int64_t window_begin(const QkvPlan& plan, std::size_t shard) {
 }
 
 /// Shards that query shard `query` needs, in document order.
-inline std::vector<std::size_t> needed_by(const QkvPlan& plan, const std::vector<ShardPlace>& places,
+inline std::vector<std::size_t> needed_by(const QkvPlan& plan,
+                                          const std::vector<ShardPlace>& places,
                                           std::size_t query) {
   std::vector<std::size_t> shards;
   for (std::int64_t p = window_begin(plan, query); p <= places[query].pos; ++p) {
@@ -133,9 +134,8 @@ inline void number_copies_per_rank(const QkvPlan& plan, std::vector<RankModel>& 
     for (KvHeld& held : rank.kv) {
       const std::int64_t doc = places[static_cast<std::size_t>(held.shard)].doc;
       for (const RankModel& other : ranks) {
-        const bool holds = std::any_of(other.kv.begin(), other.kv.end(), [&](const KvHeld& kv) {
-          return kv.shard == held.shard;
-        });
+        const bool holds = std::any_of(other.kv.begin(), other.kv.end(),
+                                       [&](const KvHeld& kv) { return kv.shard == held.shard; });
         if (holds && last_query(other, doc) > last_query(rank, doc)) ++held.copy;
       }
     }

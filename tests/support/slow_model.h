@@ -48,7 +48,8 @@ inline std::vector<Sent> model_q_sends(const IndexArray& seq_len, const IndexArr
   for (std::int64_t w = 0; w < seq_len.dim(0); ++w) {
     for (std::int64_t s = 0; s < seq_len.dim(1); ++s) {
       for (std::int64_t c = 0; c < copies; ++c) {
-        const std::int64_t dst = dispatch.ndim() == 3 ? dispatch.at({w, s, c}) : dispatch.at({w, s});
+        const std::int64_t dst =
+            dispatch.ndim() == 3 ? dispatch.at({w, s, c}) : dispatch.at({w, s});
         if (dst < 0) continue;
         std::int64_t& filled = rows[static_cast<std::size_t>(dst)];
         sends.push_back({w, s, c, dst, filled, seq_len.at({w, s})});

@@ -48,20 +48,25 @@ Arrivals sort_arrivals(const SendTable& table) {
   result.list.resize(at(table.num_copies()));
   for (const std::int32_t dst : table.dst_rank) ++result.offsets[at(dst + 1)];
   for (std::int64_t r = 0; r < world; ++r) result.offsets[at(r + 1)] += result.offsets[at(r)];
+  result.tiled.assign(at(world), 1);
   std::vector<std::int64_t> next(result.offsets.begin(), result.offsets.end() - 1);
   for (std::int64_t line = 0; line < table.num_lines(); ++line) {
     const std::int64_t first = table.copy_begin(line);
-    for (std::int64_t c = first; c < table.copy_begin(line + 1); ++c) {
+    const std::int64_t last = table.copy_begin(line + 1);
+    const std::int64_t len = table.lines[at(line)].len;
+    for (std::int64_t c = first; c < last; ++c) {
       const auto r = at(table.dst_rank[at(c)]);
+      if (table.dst_row[at(c)] != result.rows[r]) result.tiled[r] = 0;
       result.list[at(next[r]++)] = {.row = table.dst_row[at(c)],
                                     .line = static_cast<std::int32_t>(line),
                                     .slot = static_cast<std::int32_t>(table.slot(line, c))};
-      result.rows[r] += table.lines[at(line)].len;
+      result.rows[r] += len;
     }
   }
   const Key key{table};
   std::vector<Arrival> scratch;
   for (std::int64_t r = 0; r < world; ++r) {
+    if (result.tiled[at(r)] != 0) continue;  // without gaps in the global order, hence in order
     const std::span<Arrival> list(result.list.data() + result.offsets[at(r)],
                                   result.list.data() + result.offsets[at(r + 1)]);
     const auto falls = [&](const Arrival& a, const Arrival& b) { return key(a) > key(b); };

@@ -21,7 +21,9 @@ struct Arrivals {
   std::vector<std::int64_t> offsets;  ///< [W + 1]
   UninitializedVector<Arrival> list;  ///< [copies]
   std::vector<std::int64_t> rows;     ///< [W]: sum of the lengths
-  std::vector<bool> tiled;            ///< [W]: check_tiling found nothing wrong
+  /// [W]: 1 where the rows are without gap or overlap. Before check_tiling only of those whose
+  /// rows come in the global order.
+  std::vector<std::uint8_t> tiled;
 
   [[nodiscard]] std::span<const Arrival> of(std::int32_t rank) const {
     return {list.data() + offsets[at(rank)], list.data() + offsets[at(rank + 1)]};

@@ -6,9 +6,11 @@
 namespace waybill::validation {
 
 /// What ranks are told to expect agrees with the entries: rows by pair of ranks, and totals.
-/// `received_rows` [W] is the sum of the lengths by destination.
+/// `received_rows` [W] is the sum of the lengths by destination. Where the arrivals are known they
+/// make the check faster; otherwise null.
 void check_counts(const SparseMetadata& metadata, const SendTable& table,
-                  std::span<const std::int64_t> received_rows, Findings& findings);
+                  std::span<const std::int64_t> received_rows, const Arrivals* arrivals,
+                  Findings& findings);
 
 /// Which lines num_seqs counts.
 enum class NumSeqs {

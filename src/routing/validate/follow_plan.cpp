@@ -69,7 +69,7 @@ void check_queries(const SendTable& table, const Arrivals& arrivals, const PlanI
       findings.add(FindingKind::plan, table.name, "dst_rank", table.place(line, 0), dst, expected);
     }
     std::int64_t& next = filled[at(dst)];
-    if (table.dst_row[at(copy)] != next && arrivals.tiled[at(dst)]) [[unlikely]] {
+    if (table.dst_row[at(copy)] != next && arrivals.tiled[at(dst)] != 0) [[unlikely]] {
       findings.add(FindingKind::order, table.name, "dst_offset", table.place(line, 0),
                    table.dst_row[at(copy)], next);
     }

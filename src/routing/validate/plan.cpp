@@ -33,8 +33,6 @@ bool check_sizes(const QkvPlan& plan, Findings& findings) {
   if (!plan.kv_begin.empty()) {
     ok &= check_size("kv_begin", std::ssize(plan.kv_begin), num_shards, findings);
   }
-  // Without any document the offsets may be left out.
-  if (plan.doc_shard_offsets.empty() && num_shards == 0) return ok;
   return check_offsets(table, "doc_shard_offsets", plan.doc_shard_offsets, plan.num_documents(),
                        num_shards, findings) &&
          ok;

@@ -22,7 +22,7 @@ class ReverseOfRank {
       : forward_(forward),
         reverse_(reverse),
         rank_(rank),
-        tiled_(arrivals.tiled[at(rank)]),
+        tiled_(arrivals.tiled[at(rank)] != 0),
         arrived_(arrivals.of(rank)),
         findings_(findings) {
     // Padding of the dense form has no copy, so copies are the entries.

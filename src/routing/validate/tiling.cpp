@@ -37,7 +37,6 @@ namespace {
 }  // namespace
 
 void check_tiling(const SendTable& table, Arrivals& arrivals, Findings& findings) {
-  arrivals.tiled.assign(at(table.world_size), true);
   for (std::int32_t r = 0; r < table.world_size; ++r) {
     std::int64_t next = 0;
     bool tiled = true;

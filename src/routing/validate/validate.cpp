@@ -18,12 +18,13 @@ struct Checked {
 
 void check_table_counts(const SparseMetadata& metadata, const SparseMetadata& /*fwd*/,
                         const SendTable& table, std::span<const std::int64_t> rows,
-                        Findings& findings) {
-  check_counts(metadata, table, rows, findings);
+                        const Arrivals* arrivals, Findings& findings) {
+  check_counts(metadata, table, rows, arrivals, findings);
 }
 
 void check_table_counts(const Metadata& metadata, const Metadata& fwd, const SendTable& table,
-                        std::span<const std::int64_t> rows, Findings& findings) {
+                        std::span<const std::int64_t> rows, const Arrivals* /*arrivals*/,
+                        Findings& findings) {
   const NumSeqs rule = fwd.has_copies() ? NumSeqs::with_rows_or_copies : NumSeqs::with_rows;
   check_counts(metadata, table, rows, rule, findings);
 }
@@ -42,11 +43,11 @@ std::optional<Checked> check_pair(const Table& fwd, const Table& rev, const char
                                   const char* rev_name, Findings& findings) {
   std::optional<SendTable> forward = load(fwd, fwd_name, Direction::forward, findings);
   const std::optional<SendTable> reverse = load(rev, rev_name, Direction::reverse, findings);
-  if (reverse) check_table_counts(rev, fwd, *reverse, received_rows(*reverse), findings);
+  if (reverse) check_table_counts(rev, fwd, *reverse, received_rows(*reverse), nullptr, findings);
   if (!forward) return std::nullopt;
   Arrivals arrivals = sort_arrivals(*forward);
   check_tiling(*forward, arrivals, findings);
-  check_table_counts(fwd, fwd, *forward, arrivals.rows, findings);
+  check_table_counts(fwd, fwd, *forward, arrivals.rows, &arrivals, findings);
   check_pair_masks(fwd, rev, *forward, rev_name, findings);
   if (reverse && reverse->world_size == forward->world_size) {
     check_reverse(*forward, arrivals, *reverse, findings);

@@ -1,0 +1,110 @@
+#include "program_runner.h"
+
+namespace waybill::test {
+namespace {
+
+using BadInputTest = ProgramTest;
+
+TEST_F(BadInputTest, WrongUsageExitsWith2) {
+  EXPECT_TRUE(fails(run(""), 2, {"a command is needed"}));
+  EXPECT_TRUE(fails(run("fly"), 2, {"fly"}));
+  EXPECT_TRUE(fails(run("demo --what"), 2, {"--what"}));
+  EXPECT_TRUE(fails(run("demo --world-size 0"), 2, {"--world-size", "0"}));
+  EXPECT_TRUE(fails(run("demo --world-size -3"), 2, {"--world-size", "-3"}));
+  EXPECT_TRUE(fails(run("demo --world-size x"), 2, {"--world-size", "x"}));
+  EXPECT_TRUE(fails(run("demo --world-size 99999999999999999999"), 2, {"--world-size"}));
+  EXPECT_TRUE(fails(run("demo --shard-tokens 0"), 2, {"--shard-tokens"}));
+  EXPECT_TRUE(fails(run("demo --tokens-per-rank 0"), 2, {"--tokens-per-rank", "auto"}));
+  EXPECT_TRUE(fails(run("demo --tokens-per-rank auto"), 2, {"--lengths or --corpus"}));
+  EXPECT_TRUE(fails(run("demo --payload-bytes 7"), 2, {"--payload-bytes", "7"}));
+  EXPECT_TRUE(fails(run("demo --dtype float31"), 2, {"float31", "bfloat16"}));
+  EXPECT_TRUE(fails(run("demo --kv-layout x"), 2, {"per_rank", "per_query"}));
+  EXPECT_TRUE(fails(run("demo --seed -1"), 2, {"--seed"}));
+  EXPECT_TRUE(fails(run("demo --gb-per-s 0"), 2, {"--gb-per-s"}));
+  EXPECT_TRUE(fails(run("demo --lengths a --corpus b"), 2, {"--corpus", "--lengths"}));
+  EXPECT_TRUE(fails(run("simulate"), 2, {"FILE"}));
+  EXPECT_TRUE(fails(run("metadata p.json --rank 1"), 2, {"--table"}));
+  EXPECT_FALSE(std::filesystem::exists(path("waybill-report.html")));
+}
+
+TEST_F(BadInputTest, AnUnknownDistributionListsTheNames) {
+  EXPECT_TRUE(fails(run("demo --distribution nope"), 2, {"nope", "dist_wlbllm", "dist_prolong"}));
+}
+
+TEST_F(BadInputTest, FilesThatAreNotThereOrNotWhatTheyShouldBe) {
+  for (const std::string command : {"metadata", "simulate", "validate", "show"}) {
+    EXPECT_TRUE(fails(run(command + " nothing.json"), 1, {"nothing.json"}));
+    EXPECT_TRUE(fails(run(command + " -"), 1, {"standard input"}));
+    EXPECT_TRUE(fails(run(command + " -", R"({"format": "other"})"), 1, {"other", "waybill.plan"}));
+  }
+  EXPECT_TRUE(fails(run("demo --lengths nothing.txt"), 1, {"nothing.txt"}));
+  EXPECT_TRUE(fails(run("demo --lengths -", "12 -3"), 1, {"-3"}));
+  EXPECT_TRUE(fails(run("demo --lengths -", ""), 1, {"standard input"}));
+  EXPECT_TRUE(fails(run("demo --corpus nothing"), 1, {"nothing"}));
+  write("folder/empty.txt", "");
+  EXPECT_TRUE(fails(run("demo --corpus folder"), 1, {"folder", "1 empty"}));
+}
+
+TEST_F(BadInputTest, TruncatedJsonNamesThePlace) {
+  ASSERT_EQ(run("plan --world-size 2 --tokens-per-rank 512 -o plan.json").exit_code, 0);
+  const std::string plan = text_of(path("plan.json"));
+  for (const std::size_t cut : {std::size_t{0}, std::size_t{1}, plan.size() / 2, plan.size() - 3}) {
+    write("cut.json", plan.substr(0, cut));
+    for (const std::string command : {"metadata", "simulate", "validate", "show"})
+      EXPECT_TRUE(fails(run(command + " cut.json"), 1, {"cut.json"})) << cut;
+  }
+}
+
+TEST_F(BadInputTest, APlanWithDamageIsRefusedOrFound) {
+  const std::string plan = R"({"format": "waybill.plan", "version": 1, "world_size": 2,
+    "kv_layout": "per_rank", "rank_shard_offsets": [0, 1, 2], "shard_len": [5, LEN],
+    "q_dst": [0, DST], "doc_shard_offsets": [0, 2], "doc_shards": [0, 1]})";
+  const auto with = [&](const std::string& length, const std::string& rank) {
+    std::string text = plan;
+    text.replace(text.find("LEN"), 3, length);
+    text.replace(text.find("DST"), 3, rank);
+    return text;
+  };
+  EXPECT_EQ(run("simulate -", with("7", "1")).exit_code, 0);
+  for (const std::string& damaged : {with("-7", "1"), with("7", "2"), with("7", "-1")}) {
+    EXPECT_TRUE(fails(run("simulate -", damaged), 1, {}));
+    const ProgramResult validated = run("validate -", damaged);
+    EXPECT_TRUE(fails(validated, 1, {"1 finding"})) << validated.out;
+    EXPECT_NE(validated.out.find("plan."), std::string::npos) << validated.out;
+  }
+  EXPECT_TRUE(fails(run("simulate -", with("99999999999999999999", "1")), 1, {"shard_len"}));
+}
+
+TEST_F(BadInputTest, HugeRequestsEndWithAnError) {
+  EXPECT_TRUE(fails(run("demo --tokens-per-rank 1099511627776"), 2, {"--tokens-per-rank"}));
+  EXPECT_TRUE(
+      fails(run("plan --lengths - --world-size 1048576 --tokens-per-rank 1099511627776", "5"), 1,
+            {"2^40"}));
+  // Every key would be copied for every query: 500,000 shards of one document.
+  EXPECT_TRUE(fails(run("demo --lengths - --shard-tokens 1 --kv-layout per_query", "500000"), 1,
+                    {"copies", "--shard-tokens"}));
+}
+
+TEST_F(BadInputTest, AFailureLeavesOldFilesAlone) {
+  write("old.json", "precious");
+  EXPECT_EQ(run("metadata nothing.json -o old.json").exit_code, 1);
+  EXPECT_EQ(run("plan --lengths nothing -o old.json").exit_code, 1);
+  EXPECT_EQ(text_of(path("old.json")), "precious");
+  EXPECT_TRUE(fails(run("plan --world-size 2 -o no/such/folder/p.json"), 1, {"no/such/folder"}));
+  EXPECT_TRUE(fails(run("demo --world-size 2 --tokens-per-rank 512 --html no/such/r.html"), 1,
+                    {"no/such"}));
+}
+
+TEST_F(BadInputTest, AFullDiskIsAnError) {
+  if (!std::filesystem::exists("/dev/full")) GTEST_SKIP() << "no /dev/full here";
+  EXPECT_TRUE(fails(run("plan --world-size 2", "", " >/dev/full"), 1, {"standard output"}));
+}
+
+TEST_F(BadInputTest, ARankOutsideTheWorld) {
+  ASSERT_EQ(run("plan --world-size 2 --tokens-per-rank 512 -o plan.json").exit_code, 0);
+  EXPECT_TRUE(fails(run("show plan.json --rank 2"), 1, {"rank", "2"}));
+  EXPECT_TRUE(fails(run("metadata plan.json --table fwd_q --rank 2"), 1, {"rank", "2"}));
+}
+
+}  // namespace
+}  // namespace waybill::test

@@ -1,0 +1,119 @@
+#include "waybill/report/html_report.h"
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "waybill/core/random.h"
+#include "waybill/report/format.h"
+#include "waybill/routing/document_plan.h"
+
+namespace waybill::test {
+namespace {
+
+std::string page_of(std::int32_t world_size, const std::vector<std::int64_t>& lengths,
+                    std::int64_t shard_tokens, const ReportContext& context = {}) {
+  std::int64_t total = 0;
+  for (const std::int64_t length : lengths) total += length;
+  const QkvPlan plan = plan_documents(lengths, {.world_size = world_size,
+                                                .tokens_per_rank = total / world_size + 1,
+                                                .shard_tokens = shard_tokens});
+  const QkvRouting routing = compute_qkv_routing(plan);
+  return html_report(plan, routing, summarize(plan, routing, {.q = 8192, .kv = 4096}), context);
+}
+
+// Empty when every tag is closed in order and every attribute is quoted; else what is wrong.
+std::string tag_trouble(const std::string& page) {
+  std::vector<std::string> open;
+  for (std::size_t at = page.find('<'); at != std::string::npos; at = page.find('<', at + 1)) {
+    const std::size_t end = page.find('>', at);
+    if (end == std::string::npos) return "no > after " + page.substr(at, 30);
+    const std::string tag = page.substr(at + 1, end - at - 1);
+    if (tag.find('<') != std::string::npos) return "< inside " + tag;
+    if (tag[0] == '!' || tag.back() == '/') continue;
+    const std::string name = tag.substr(tag[0] == '/' ? 1 : 0, tag.find(' '));
+    if (tag[0] != '/') {
+      open.push_back(name);
+      if (name == "style") at = page.find("</style>", at) - 1;
+      continue;
+    }
+    if (open.empty() || open.back() != name)
+      return "</" + name + "> closes <" + (open.empty() ? "" : open.back()) + ">";
+    open.pop_back();
+  }
+  return open.empty() ? "" : "<" + open.back() + "> stays open";
+}
+
+std::vector<std::int64_t> mixed_lengths(std::int64_t count, std::int64_t longest) {
+  Random random(7);
+  std::vector<std::int64_t> lengths;
+  for (std::int64_t i = 0; i < count; ++i)
+    lengths.push_back(1 + random.below(i % 20 == 0 ? longest : 4000));
+  return lengths;
+}
+
+TEST(HtmlReport, IsWellFormedAtManySizes) {
+  for (const std::int32_t world_size : {1, 2, 8, 33, 64, 65, 129, 300}) {
+    const std::string page = page_of(world_size, mixed_lengths(120, 60000), 2048);
+    EXPECT_EQ(tag_trouble(page), "") << world_size;
+    EXPECT_EQ(page.find("\"nan"), page.npos) << world_size;
+    EXPECT_EQ(page.find("inf\""), page.npos) << world_size;
+  }
+  EXPECT_EQ(tag_trouble(page_of(4, {}, 16)), "");
+}
+
+TEST(HtmlReport, NeedsNothingFromOutside) {
+  const std::string page = page_of(8, mixed_lengths(50, 30000), 1024);
+  for (const std::string word : {"http:", "https:", "src=", "href=", "<script", "<link", "@import",
+                                 "url(", "<iframe", "onload"})
+    EXPECT_EQ(page.find(word), page.npos) << word;
+}
+
+TEST(HtmlReport, StaysSmallInALargeWorld) {
+  const std::string page = page_of(512, mixed_lengths(6000, 120000), 1024);
+  EXPECT_LT(page.size(), std::size_t{2} << 20);
+  EXPECT_NE(page.find("A cell is a block of 4 by 4 ranks"), page.npos);
+  EXPECT_NE(page.find("shorter documents are not shown"), page.npos);
+}
+
+TEST(HtmlReport, EscapesEveryText) {
+  ReportContext context;
+  context.title = "<b>title</b>";
+  context.command = "waybill --lengths 'a&b'";
+  context.inputs = {{"<i>", "\"quoted\" \xFF \x01"}};
+  context.checks = {{"<u>check", CheckState::failed, "</section>"}};
+  const std::string page = page_of(2, {100, 50}, 16, context);
+  EXPECT_EQ(tag_trouble(page), "");
+  for (const std::string raw : {"<b>title", "a&b", "<u>", "\xFF", "\x01"})
+    EXPECT_EQ(page.find(raw), page.npos) << raw;
+  EXPECT_NE(page.find("&lt;b&gt;title&lt;/b&gt;"), page.npos);
+  EXPECT_NE(page.find("&#39;a&amp;b&#39;"), page.npos);
+}
+
+TEST(HtmlReport, TellsPassedFailedAndNotRunApart) {
+  ReportContext context;
+  context.checks = {{"one", CheckState::passed, ""}, {"two", CheckState::passed, ""}};
+  EXPECT_NE(page_of(2, {100}, 16, context).find("all 2 checks passed"), std::string::npos);
+  context.checks[1].state = CheckState::not_run;
+  EXPECT_NE(page_of(2, {100}, 16, context).find("1 of 2 checks passed"), std::string::npos);
+  context.checks[0].state = CheckState::failed;
+  EXPECT_NE(page_of(2, {100}, 16, context).find("1 check failed"), std::string::npos);
+  EXPECT_NE(page_of(2, {100}, 16).find("not checked"), std::string::npos);
+}
+
+TEST(Format, Numbers) {
+  EXPECT_EQ(format_count(0), "0");
+  EXPECT_EQ(format_count(999), "999");
+  EXPECT_EQ(format_count(-1234567), "-1,234,567");
+  EXPECT_EQ(format_bytes(1023), "1023 B");
+  EXPECT_EQ(format_bytes(1536), "1.50 KiB");
+  EXPECT_EQ(format_bytes(std::int64_t{1} << 30), "1.00 GiB");
+  EXPECT_EQ(format_si(950), "950");
+  EXPECT_EQ(format_si(1234567), "1.23 M");
+  EXPECT_EQ(format_seconds(0.00123), "1.23 ms");
+  EXPECT_EQ(format_plural(1, "rank"), "1 rank");
+  EXPECT_EQ(format_plural(2, "rank"), "2 ranks");
+}
+
+}  // namespace
+}  // namespace waybill::test
