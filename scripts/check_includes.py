@@ -30,8 +30,8 @@ THIRD_PARTY = {
     "benchmark/": ("bench/",),
 }
 
-# Headers of the operating system; for .cpp files only.
-SYSTEM = re.compile(r"(sys/\w+|sched|unistd|fcntl|pthread)\.h$")
+# Headers of the operating system and the processor; in the library for .cpp files only.
+SYSTEM = re.compile(r"(sys/\w+|sched|unistd|fcntl|pthread|\w+intrin)\.h$")
 STANDARD = re.compile(r"\w+$")
 
 INCLUDE = re.compile(r"^\s*#\s*include\s*([<\"])([^>\"]+)[>\"]", re.MULTILINE)
@@ -55,7 +55,7 @@ def check_angle(path, name):
         return None
     if not SYSTEM.match(name):
         return f"<{name}> is neither a standard header nor a known dependency"
-    if path.suffix == ".h":
+    if path.suffix == ".h" and room_of(path):
         return f"<{name}> is a system header; include it in a .cpp file"
     return None
 

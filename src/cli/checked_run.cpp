@@ -10,39 +10,51 @@
 namespace waybill::cli {
 namespace {
 
-// Rows of the buffers that are in memory at the same time. The planes of the KV gradient have a
-// place for every copy that a shard may have, also for those that it has not.
-double rows_in_memory(const QkvPlan& plan, const QkvRouting& routing) {
-  double tokens = 0;
-  double kv_rows = 0;
-  std::int64_t most_copies = 1;
-  for (std::int64_t line = 0; line < plan.num_shards(); ++line) {
-    const auto rows = static_cast<double>(plan.shard_len[static_cast<std::size_t>(line)]);
-    const std::int64_t copies = routing.fwd_kv.copy_end(line) - routing.fwd_kv.copy_begin(line);
-    tokens += rows;
-    kv_rows += rows * static_cast<double>(copies);
-    most_copies = std::max(most_copies, copies);
+// What the check keeps in memory at the same time.
+struct Footprint {
+  double written_rows = 0;  // of K and V: at home, in the attention layout, and back in planes
+  double plane_rows = 0;    // places in the planes; one nobody writes costs only its number
+
+  [[nodiscard]] double bytes(std::int64_t payload_bytes) const {
+    return written_rows * static_cast<double>(payload_bytes) + plane_rows * sizeof(std::int64_t);
   }
-  return tokens + kv_rows + static_cast<double>(most_copies) * tokens;
+};
+
+Footprint footprint(const QkvPlan& plan, const QkvRouting& routing) {
+  Footprint result;
+  for (std::size_t rank = 0; rank + 1 < plan.rank_shard_offsets.size(); ++rank) {
+    double home_rows = 0;
+    std::int64_t most_copies = 0;
+    const std::int64_t end = plan.rank_shard_offsets[rank + 1];
+    for (std::int64_t n = plan.rank_shard_offsets[rank]; n < end; ++n) {
+      const auto rows = static_cast<double>(plan.shard_len[static_cast<std::size_t>(n)]);
+      const std::int64_t copies = routing.fwd_kv.copy_end(n) - routing.fwd_kv.copy_begin(n);
+      home_rows += rows;
+      result.written_rows += rows * static_cast<double>(1 + 2 * copies);
+      most_copies = std::max(most_copies, copies);
+    }
+    result.plane_rows += home_rows * static_cast<double>(most_copies);
+  }
+  return result;
 }
 
-std::int64_t choose_payload(const std::string& wanted, double rows) {
+std::int64_t choose_payload(const std::string& wanted, const Footprint& memory) {
   if (wanted != "auto") return parse_number(wanted).value();
   constexpr double budget_bytes = 0x1p30;
   std::int64_t payload = 256;
-  while (payload > 16 && static_cast<double>(payload) * rows > budget_bytes) payload /= 2;
+  while (payload > 16 && memory.bytes(payload) > budget_bytes) payload /= 2;
   return payload;
 }
 
-void check_memory(double rows, std::int64_t payload_bytes) {
+void check_memory(const Footprint& memory, std::int64_t payload_bytes) {
   const double machine =
       static_cast<double>(::sysconf(_SC_PHYS_PAGES)) * static_cast<double>(::sysconf(_SC_PAGESIZE));
-  const double needed = rows * static_cast<double>(payload_bytes + 8);
+  const double needed = memory.bytes(payload_bytes);
   if (needed <= 0.8 * machine) return;
   throw Unsupported(concat("the byte-checked run needs about ", format_si(needed),
                            "B of memory, this machine has ", format_si(machine),
-                           "B; ask for fewer tokens or ranks, a smaller --payload-bytes, or only "
-                           "the plan"));
+                           "B; ask for fewer tokens or ranks, a smaller --payload-bytes, or leave "
+                           "it out (demo --no-simulate)"));
 }
 
 }  // namespace
@@ -50,9 +62,9 @@ void check_memory(double rows, std::int64_t payload_bytes) {
 DispatchCheck run_checked(const QkvPlan& plan, const QkvRouting& routing,
                           const SimulationOptions& options, const Console& console,
                           std::int64_t& payload_bytes) {
-  const double rows = rows_in_memory(plan, routing);
-  payload_bytes = choose_payload(options.payload_bytes, rows);
-  check_memory(rows, payload_bytes);
+  const Footprint memory = footprint(plan, routing);
+  payload_bytes = choose_payload(options.payload_bytes, memory);
+  check_memory(memory, payload_bytes);
   CheckOptions check;
   check.q_row_bytes = payload_bytes;
   check.kv_row_bytes = payload_bytes;

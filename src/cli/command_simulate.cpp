@@ -17,7 +17,7 @@ struct SimulateOptions {
 // The file's own metadata where it has some, else those of its plan.
 QkvRouting routing_of(const DispatchFile& file, int num_threads) {
   check_routing_size(*file.plan);
-  if (file.bundle) return sparse_routing(*file.plan, *file.bundle);
+  if (file.bundle) return to_sparse(*file.plan, *file.bundle);
   return compute_qkv_routing(*file.plan, num_threads);
 }
 

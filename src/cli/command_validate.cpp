@@ -16,29 +16,6 @@ struct ValidateCommand {
   ValidateOptions options;
 };
 
-// A forward table alone is checked against the reverse that it implies.
-std::vector<Finding> validate_alone(const DispatchFile& file, const ValidateOptions& options) {
-  const Metadata& metadata = *file.metadata;
-  if (metadata.is_slice())
-    throw IoError(concat(file.name, ": is the slice of one rank, expected the metadata of all"));
-  if (metadata.seq_recv_mask) {
-    throw IoError(concat(file.name,
-                         ": is a reverse metadata with planes for copies; give the "
-                         "forward one first: waybill validate FORWARD REVERSE"));
-  }
-  try {
-    return validate(metadata, answer_to(metadata), options);
-  } catch (const InvalidArgument& error) {
-    Finding finding;
-    finding.kind = FindingKind::shape;
-    finding.table = "metadata";
-    finding.field = "shape";
-    finding.got = error.what();
-    finding.expected = "shapes and values that agree";
-    return {finding};
-  }
-}
-
 std::vector<Finding> findings_of(const ValidateCommand& command) {
   const DispatchFile file = read_dispatch_file(command.input, ReadCheck::form);
   if (!command.reverse.empty()) {
@@ -47,7 +24,7 @@ std::vector<Finding> findings_of(const ValidateCommand& command) {
       throw UsageError("validate: two files must both be metadata, forward and reverse");
     return validate(*file.metadata, *reverse.metadata, command.options);
   }
-  if (file.metadata) return validate_alone(file, command.options);
+  if (file.metadata) return validate(*file.metadata, command.options);
   if (file.bundle) return validate(*file.plan, *file.bundle, command.options);
 
   std::vector<Finding> findings = validate(*file.plan, command.options);
@@ -89,7 +66,7 @@ void add_validate_command(CLI::App& app, Program& program) {
       ->type_name("");
   command
       ->add_option("REVERSE", command_options->reverse,
-                   "Reverse metadata, when FILE is forward metadata")
+                   "Reverse metadata, to be checked against the forward metadata in FILE")
       ->type_name("");
   ValidateOptions& options = command_options->options;
   command->add_option("--q-capacity", options.q_capacity, "Rows of a rank's Q buffer")

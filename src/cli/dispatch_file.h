@@ -30,13 +30,6 @@ struct DispatchFile {
 /// One of the four metadata by its name. @throws UsageError for another name.
 [[nodiscard]] Metadata& table_of(E2eMetadata& metadata, std::string_view name);
 
-/// The reverse table that answers a forward one: every rank sends back what it received, in the
-/// order of its buffer. @throws InvalidArgument when metadata.check_shapes() does.
-[[nodiscard]] Metadata answer_to(const Metadata& forward);
-
-/// The sparse form of a bundle's metadata. Only for a bundle without findings of validate().
-[[nodiscard]] QkvRouting sparse_routing(const QkvPlan& plan, const E2eMetadata& metadata);
-
 /// Throws unless the routing of the plan, in the sparse form, fits a machine's memory: a KV shard
 /// has up to as many copies as its document has shards. @throws Unsupported
 void check_routing_size(const QkvPlan& plan);

@@ -16,16 +16,12 @@ class Steps {
  public:
   explicit Steps(Console& console) : console_(console) {}
 
-  /// `work` returns what there is to say; its first line stands beside the label.
+  /// `work` returns what there is to say beside the label.
   template <class Work>
   void run(const std::string& label, const Work& work) {
     using Clock = std::chrono::steady_clock;
     const auto start = Clock::now();
-    std::string text;
-    {
-      const Progress progress(console_, label);
-      text = work();
-    }
+    const std::string text = work();
     const std::chrono::duration<double> seconds = Clock::now() - start;
     const std::string gap(label.size() < label_width ? label_width - label.size() : 1, ' ');
     console_.print(concat("  ", ++num_done_, "  ", label, gap, text, "  [",
@@ -47,6 +43,7 @@ MainJob run_main_job(const MainJobOptions& options, Console& console) {
   MainJob job;
   Steps steps(console);
   steps.run("documents", [&] {
+    const Progress progress(console, "documents");
     job.documents = load_documents(options.source, options.planning);
     std::int64_t total = 0;
     for (const std::int64_t length : job.documents.lengths) total += length;
@@ -55,17 +52,20 @@ MainJob run_main_job(const MainJobOptions& options, Console& console) {
   for (const std::string& remark : job.documents.remarks)
     console.print(concat("     ", std::string(label_width, ' '), remark, "\n"));
   steps.run("plan", [&] {
+    const Progress progress(console, "plan");
     job.plan = plan_documents(job.documents.lengths, job.documents.plan);
     check_routing_size(job.plan);
     return concat(format_plural(job.plan.num_shards(), "shard"), " on ",
                   format_plural(job.plan.world_size, "rank"));
   });
   steps.run("metadata", [&] {
+    const Progress progress(console, "metadata");
     compute_qkv_routing(job.plan, job.routing, options.simulation.num_threads);
     return concat("Q and KV, forward and reverse: ", format_count(job.routing.fwd_q.num_copies()),
                   " + ", format_count(job.routing.fwd_kv.num_copies()), " copies of shards");
   });
   steps.run("validation", [&] {
+    const Progress progress(console, "validation");
     job.findings = validate(job.plan, job.routing);
     return concat(console.mark(job.findings.empty()), " ",
                   format_plural(std::ssize(job.findings), "finding"));

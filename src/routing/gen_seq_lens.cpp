@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <queue>
 #include <utility>
 #include <vector>
 
@@ -15,22 +14,36 @@ namespace {
 
 constexpr const char* who = "gen_seq_lens";
 
-/// Raises every length to `minimum` with rows of the longest, one at a time.
+/// Rows above `level`, over all lengths.
+std::int64_t rows_above(std::span<const std::int64_t> lens, std::int64_t level) {
+  std::int64_t rows = 0;
+  for (const std::int64_t len : lens) rows += std::max<std::int64_t>(len - level, 0);
+  return rows;
+}
+
+/// Raises every length to `minimum` with rows of the longest: as if taken one at a time, always
+/// from the longest, of several from the first.
 void fill_up(std::span<std::int64_t> lens, std::int64_t minimum) {
   std::int64_t missing = 0;
   for (std::int64_t& len : lens) {
     if (len < minimum) missing += minimum - std::exchange(len, minimum);
   }
   if (missing == 0) return;
-  using Longest = std::pair<std::int64_t, std::int64_t>;  // length, -index: ties go to the first
-  std::priority_queue<Longest> heap;
-  for (std::size_t i = 0; i < lens.size(); ++i)
-    heap.emplace(lens[i], -static_cast<std::int64_t>(i));
-  for (; missing > 0; --missing) {
-    const auto [len, negative_idx] = heap.top();
-    heap.pop();
-    lens[static_cast<std::size_t>(-negative_idx)] = len - 1;
-    heap.emplace(len - 1, negative_idx);
+  // The lowest level to which all longer ones can be cut; the first few then give one row more.
+  std::int64_t level = *std::max_element(lens.begin(), lens.end());
+  for (std::int64_t low = minimum; low < level;) {
+    const std::int64_t middle = low + (level - low) / 2;
+    if (rows_above(lens, middle) <= missing) {
+      level = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  missing -= rows_above(lens, level);
+  for (std::int64_t& len : lens) {
+    if (len < level) continue;
+    len = level - (missing > 0 ? 1 : 0);
+    missing -= missing > 0 ? 1 : 0;
   }
 }
 

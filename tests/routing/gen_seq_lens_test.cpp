@@ -71,6 +71,32 @@ TEST(GenSeqLens, ANegativeRestIsRepaired) {
   EXPECT_GE(least(filled), 1);
 }
 
+// Half of the rows or more move to the short sequences; one at a time would take minutes.
+TEST(GenSeqLens, AHighMinimumOfAHugeTotal) {
+  constexpr std::int64_t total = std::numeric_limits<std::int32_t>::max();
+  const std::vector<std::int64_t> lens = row(gen_seq_lens(1, 32, total, 3, total), 0);
+  EXPECT_EQ(sum(lens), total);
+  for (const std::int64_t len : lens) EXPECT_NEAR(static_cast<double>(len), total / 32, 1);
+}
+
+/// Lengths that are too short take rows of the longest, of several from the first.
+RC_GTEST_PROP(GenSeqLensProperty, RowsComeFromTheLongestOneAtATime, (std::uint64_t seed)) {
+  const auto num_seqs = *rc::gen::inRange<std::size_t>(1, 9);
+  const auto total = *rc::gen::inRange<std::int64_t>(0, 60);
+  const auto min_len = *rc::gen::inRange<std::int64_t>(0, 12);
+  Random random(seed);
+  std::vector<float> draws(num_seqs);
+  for (float& draw : draws) draw = random.uniform_float();
+  const auto count = static_cast<std::int64_t>(num_seqs);
+  std::vector<std::int64_t> lens = row(gen_seq_lens(1, count, total, draws, 0), 0);
+  const std::int64_t minimum = std::min(min_len, total / count);
+  while (least(lens) < minimum) {
+    ++*std::find_if(lens.begin(), lens.end(), [&](std::int64_t len) { return len < minimum; });
+    --*std::max_element(lens.begin(), lens.end());
+  }
+  RC_ASSERT(row(gen_seq_lens(1, count, total, draws, min_len), 0) == lens);
+}
+
 TEST(GenSeqLens, ManySmallTotalsAreNeverNegative) {
   for (const std::int64_t num_seqs : {2, 3, 4, 8, 32}) {
     for (std::int64_t total = 0; total <= 70; ++total) {

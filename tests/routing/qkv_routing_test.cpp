@@ -191,6 +191,30 @@ test::RandomPlanOptions random_options(KvLayout layout, bool windows) {
   return options;
 }
 
+// Rank 0 reads shards 0, 4 and 5 of one document, rank 1 shards 0..2, rank 2 shards 0, 1, 3, 4.
+TEST(QkvRoutingByHand, WindowsMayLeaveGapsInAGroup) {
+  QkvPlan plan;
+  plan.world_size = 3;
+  plan.rank_shard_offsets = {0, 6, 6, 6};
+  plan.shard_len = {1, 1, 1, 1, 1, 1};
+  plan.q_dst = {0, 2, 1, 2, 2, 0};
+  plan.doc_shard_offsets = {0, 6};
+  plan.doc_shards = {0, 1, 2, 3, 4, 5};
+  plan.kv_begin = {0, 0, 0, 3, 4, 4};
+  const QkvRouting got = compute_qkv_routing(plan);
+  using Values = std::vector<std::int64_t>;
+  // Last queries: rank 0 at 5, rank 2 at 4, rank 1 at 2.
+  EXPECT_EQ(plain(got.fwd_kv.copy_offsets), (Values{0, 3, 5, 6, 7, 9, 10}));
+  EXPECT_EQ(plain(got.fwd_kv.dst_rank), (Values{0, 2, 1, 2, 1, 1, 2, 0, 2, 0}));
+  EXPECT_EQ(plain(got.fwd_kv.dst_offset), (Values{0, 0, 0, 1, 1, 2, 2, 1, 3, 2}));
+  EXPECT_EQ(got.fwd_kv.recv.total, (Values{3, 3, 4}));
+  EXPECT_EQ(plain(got.attention.shard), (Values{0, 5, 2, 1, 3, 4}));
+  EXPECT_EQ(plain(got.attention.kv_begin), (Values{0, 1, 0, 0, 2, 3}));
+  EXPECT_EQ(plain(got.attention.kv_len), (Values{1, 2, 3, 2, 1, 1}));
+  // Rows go back to copy * 6 + shard.
+  EXPECT_EQ(plain(got.rev_kv.dst_offset), (Values{0, 4, 5, 12, 7, 2, 6, 1, 3, 10}));
+}
+
 RC_GTEST_PROP(QkvRoutingProperty, PerRankEqualsTheSlowModel, (std::uint64_t seed)) {
   check_against_model(test::random_plan(seed, random_options(KvLayout::per_rank, false)));
 }

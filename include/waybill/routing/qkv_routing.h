@@ -65,4 +65,15 @@ void compute_qkv_routing(const QkvPlan& plan, QkvRouting& routing, int num_threa
 /// kv_begin and kv_len in place of cu_seqlens_kv.
 [[nodiscard]] E2eMetadata to_dense(const QkvRouting& routing);
 
+/// The inverse of to_dense: entries that move nothing are dropped, wherever they stand. One copy a
+/// line where the dense form has no copy axis and every shard with rows has a destination.
+/// @throws InvalidArgument when dense.check_shapes() does, for a slice, and for ranks outside
+///   -1..W-1 and negative lengths; nothing else is checked: see validate.
+[[nodiscard]] SparseMetadata to_sparse(const Metadata& dense);
+
+/// The inverse for everything that was computed from a plan.
+/// @throws InvalidArgument as above, and for an attention layout that does not have the plan's
+///   number of ranks and received shards.
+[[nodiscard]] QkvRouting to_sparse(const QkvPlan& plan, const E2eMetadata& metadata);
+
 }  // namespace waybill

@@ -68,6 +68,12 @@ struct ValidateOptions {
 [[nodiscard]] std::vector<Finding> validate(const QkvPlan& plan,
                                             const ValidateOptions& options = {});
 
+/// Checks one metadata by itself: shapes, padding, ranks, bounds, overlap, coverage, counts,
+/// dtypes. With a seq_recv_mask it is the reverse of a table with copies: what arrives must be
+/// exactly the copies that the mask names. The table's name in findings is "metadata".
+[[nodiscard]] std::vector<Finding> validate(const Metadata& metadata,
+                                            const ValidateOptions& options = {});
+
 /// Checks one pair of metadata by itself: shapes, padding, ranks, bounds, overlap, coverage,
 /// counts, masks, dtypes, and that reverse takes every row back to where forward took it from.
 /// A forward table without a copy axis is held against q_capacity, one with it against kv_capacity.

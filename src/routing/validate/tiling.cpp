@@ -38,15 +38,15 @@ namespace {
 
 void check_tiling(const SendTable& table, Arrivals& arrivals, Findings& findings) {
   for (std::int32_t r = 0; r < table.world_size; ++r) {
+    if (arrivals.tiled[at(r)] != 0) continue;
     std::int64_t next = 0;
     bool tiled = true;
     for (const Arrival& a : arrivals.of(r)) {
       tiled &= a.row == next;
       next += table.lines[at(a.line)].len;
     }
-    if (tiled) [[likely]]
-      continue;
-    arrivals.tiled[at(r)] = false;
+    arrivals.tiled[at(r)] = tiled ? 1 : 0;
+    if (tiled) continue;
     report_tiling(table, arrivals, r, findings);
   }
 }

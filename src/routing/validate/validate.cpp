@@ -4,6 +4,7 @@
 
 #include "counts.h"
 #include "follow_plan.h"
+#include "planes.h"
 
 namespace waybill {
 namespace {
@@ -99,6 +100,26 @@ std::vector<Finding> validate_routing(const QkvPlan& plan, const Routing& routin
 std::vector<Finding> validate(const QkvPlan& plan, const ValidateOptions& options) {
   Findings findings(options.max_findings);
   if (check_plan(plan, findings)) check_plan_capacity(index_plan(plan), options, findings);
+  return std::move(findings).take();
+}
+
+std::vector<Finding> validate(const Metadata& metadata, const ValidateOptions& options) {
+  Findings findings(options.max_findings);
+  const bool planes = metadata.seq_recv_mask.has_value();
+  const auto table =
+      load(metadata, "metadata", planes ? Direction::reverse : Direction::forward, findings);
+  if (!table) return std::move(findings).take();
+  Arrivals arrivals = sort_arrivals(*table);
+  if (planes) {
+    check_planes(metadata, *table, arrivals, findings);
+  } else {
+    check_tiling(*table, arrivals, findings);
+    check_capacity(*table, arrivals, table->one_copy ? options.q_capacity : options.kv_capacity,
+                   findings);
+  }
+  const bool of_copies = planes || !table->one_copy;
+  check_counts(metadata, *table, arrivals.rows,
+               of_copies ? NumSeqs::with_rows_or_copies : NumSeqs::with_rows, findings);
   return std::move(findings).take();
 }
 

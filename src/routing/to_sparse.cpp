@@ -1,0 +1,179 @@
+#include <algorithm>
+#include <utility>
+
+#include "waybill/core/error.h"
+#include "waybill/routing/qkv_routing.h"
+
+namespace waybill {
+namespace {
+
+constexpr const char* who = "to_sparse";
+
+std::size_t at(std::int64_t idx) { return static_cast<std::size_t>(idx); }
+
+RecvCounts sparse_counts(const IndexArray& dense) {
+  const std::int64_t world = dense.dim(0);
+  const Int64View cells(dense);
+  RecvCounts result;
+  result.offsets.push_back(0);
+  for (std::int64_t r = 0; r < world; ++r) {
+    for (std::int64_t i = 0; i < world; ++i) {
+      const std::int64_t rows = cells[r * (world + 1) + i];
+      if (rows == 0) continue;
+      result.src_rank.push_back(static_cast<std::int32_t>(i));
+      result.tokens.push_back(rows);
+    }
+    result.offsets.push_back(std::ssize(result.src_rank));
+    result.total.push_back(cells[r * (world + 1) + world]);
+  }
+  return result;
+}
+
+/// The entries of a dense table, each with its copies: [W * S] and [W * S * C].
+class Entries {
+ public:
+  explicit Entries(const Metadata& dense)
+      : num_copies_(dense.has_copies() ? dense.dst_rank.dim(2) : 1),
+        seq_len_(dense.seq_len),
+        dst_rank_(dense.dst_rank),
+        dst_offset_(dense.dst_offset) {}
+
+  [[nodiscard]] std::int64_t rows(std::int64_t entry) const { return seq_len_[entry]; }
+
+  [[nodiscard]] std::int64_t copies(std::int64_t entry) const {
+    std::int64_t count = 0;
+    for_each_copy(entry, [&](std::int64_t, std::int64_t) { ++count; });
+    return count;
+  }
+
+  template <class Body>
+  void for_each_copy(std::int64_t entry, Body&& body) const {
+    for (std::int64_t c = entry * num_copies_; c < (entry + 1) * num_copies_; ++c) {
+      if (dst_rank_[c] >= 0) body(dst_rank_[c], dst_offset_[c]);
+    }
+  }
+
+  void check(std::int64_t world) const {
+    for (const std::int64_t rows : seq_len_.span()) {
+      require(rows >= 0, who, ": seq_len has ", rows, ", expected >= 0");
+    }
+    for (const std::int64_t rank : dst_rank_.span()) {
+      require(-1 <= rank && rank < world, who, ": dst_rank has ", rank, ", expected -1..",
+              world - 1);
+    }
+  }
+
+ private:
+  std::int64_t num_copies_;
+  Int64View seq_len_;
+  Int64View dst_rank_;
+  Int64View dst_offset_;
+};
+
+/// The values of one rank, appended to a flat table.
+void append(UninitializedVector<std::int64_t>& table, const IndexArray& values) {
+  const Int64View view(values);
+  table.insert(table.end(), view.span().begin(), view.span().end());
+}
+
+void check_length(const IndexArray& array, const char* name, std::size_t rank,
+                  std::int64_t expected) {
+  require(array.ndim() == 1 && array.size() == expected, who, ": attention.", name, " of rank ",
+          rank, " has shape ", to_string(array.shape()), ", expected [", expected, "]");
+}
+
+/// Appends begins and lengths from prefix sums with a leading 0.
+void append_sums(const IndexArray& cu_seqlens, UninitializedVector<std::int64_t>& begins,
+                 UninitializedVector<std::int64_t>& lengths) {
+  const Int64View sums(cu_seqlens);
+  for (std::int64_t i = 0; i + 1 < cu_seqlens.size(); ++i) {
+    begins.push_back(sums[i]);
+    lengths.push_back(sums[i + 1] - sums[i]);
+  }
+}
+
+SparseAttnLayout sparse_attention(const QkvPlan& plan, const AttnLayout& dense) {
+  const std::size_t world = at(plan.world_size);
+  const bool per_query = plan.kv_layout == KvLayout::per_query;
+  require(dense.cu_seqlens_q.size() == world &&
+              (per_query ? dense.cu_seqlens_kv.size() == world
+                         : dense.kv_begin.size() == world && dense.kv_len.size() == world),
+          who, ": attention has ", dense.cu_seqlens_q.size(), " ranks of cu_seqlens_q, ",
+          dense.cu_seqlens_kv.size(), " of cu_seqlens_kv, ", dense.kv_begin.size(),
+          " of kv_begin, expected ", world, ", as the KV layout ", to_string(plan.kv_layout),
+          " asks for");
+  std::vector<std::vector<std::int32_t>> received(world);
+  for (std::int32_t s = 0; s < plan.num_shards(); ++s) {
+    received[at(plan.q_dst[at(s)])].push_back(s);
+  }
+  SparseAttnLayout result;
+  result.rank_offsets.push_back(0);
+  for (std::size_t r = 0; r < world; ++r) {
+    const std::int64_t count = std::ssize(received[r]);
+    check_length(dense.cu_seqlens_q[r], "cu_seqlens_q", r, count + 1);
+    append_sums(dense.cu_seqlens_q[r], result.q_begin, result.q_len);
+    if (per_query) {
+      check_length(dense.cu_seqlens_kv[r], "cu_seqlens_kv", r, count + 1);
+      append_sums(dense.cu_seqlens_kv[r], result.kv_begin, result.kv_len);
+    } else {
+      check_length(dense.kv_begin[r], "kv_begin", r, count);
+      check_length(dense.kv_len[r], "kv_len", r, count);
+      append(result.kv_begin, dense.kv_begin[r]);
+      append(result.kv_len, dense.kv_len[r]);
+    }
+    result.shard.insert(result.shard.end(), received[r].begin(), received[r].end());
+    result.rank_offsets.push_back(std::ssize(result.shard));
+  }
+  result.max_seqlen_q = dense.max_seqlen_q.to_vector();
+  result.max_seqlen_kv = dense.max_seqlen_kv.to_vector();
+  return result;
+}
+
+}  // namespace
+
+SparseMetadata to_sparse(const Metadata& dense) {
+  dense.check_shapes(who);
+  require(!dense.is_slice(), who, ": got the slice of one rank, expected the metadata of all");
+  const std::int64_t world = dense.seq_len.dim(0);
+  const std::int64_t per_rank = dense.seq_len.dim(1);
+  require(1 <= world && world <= max_world_size, who, ": seq_len has ", world,
+          " ranks, expected 1..", max_world_size);
+  const Entries entries(dense);
+  entries.check(world);
+  bool one_copy = !dense.has_copies();
+  SparseMetadata sparse;
+  sparse.world_size = static_cast<std::int32_t>(world);
+  sparse.rank_offsets.push_back(0);
+  sparse.copy_offsets.push_back(0);
+  for (std::int64_t r = 0; r < world; ++r) {
+    for (std::int64_t entry = r * per_rank; entry < (r + 1) * per_rank; ++entry) {
+      const std::int64_t copies = entries.copies(entry);
+      if (copies == 0 && entries.rows(entry) == 0) continue;
+      one_copy = one_copy && copies == 1;
+      sparse.seq_len.push_back(entries.rows(entry));
+      entries.for_each_copy(entry, [&](std::int64_t rank, std::int64_t offset) {
+        sparse.dst_rank.push_back(static_cast<std::int32_t>(rank));
+        sparse.dst_offset.push_back(offset);
+      });
+      sparse.copy_offsets.push_back(sparse.num_copies());
+    }
+    sparse.rank_offsets.push_back(sparse.num_lines());
+  }
+  if (one_copy) sparse.copy_offsets.clear();
+  sparse.recv = sparse_counts(dense.num_recv_tokens);
+  return sparse;
+}
+
+QkvRouting to_sparse(const QkvPlan& plan, const E2eMetadata& metadata) {
+  plan.check(who);
+  QkvRouting routing;
+  routing.kv_layout = plan.kv_layout;
+  routing.fwd_q = to_sparse(metadata.fwd_q);
+  routing.rev_q = to_sparse(metadata.rev_q);
+  routing.fwd_kv = to_sparse(metadata.fwd_kv);
+  routing.rev_kv = to_sparse(metadata.rev_kv);
+  routing.attention = sparse_attention(plan, metadata.attention);
+  return routing;
+}
+
+}  // namespace waybill
