@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <ostream>
 #include <type_traits>
 #include <utility>
 
@@ -237,6 +238,10 @@ std::string to_string(const IndexArray& array) {
   };
   print(print, 0);
   return text;
+}
+
+std::ostream& operator<<(std::ostream& out, const IndexArray& array) {
+  return out << to_string(array);
 }
 
 Int64View::Int64View(const IndexArray& array) {

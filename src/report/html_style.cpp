@@ -1,9 +1,9 @@
 #include "html_parts.h"
 
 namespace waybill::detail {
+namespace {
 
-std::string_view html_style() {
-  return R"css(
+constexpr std::string_view style = R"css(
 :root{color-scheme:light dark;
 --paper:#f5f3ee;--card:#fffdf9;--ink:#1d2327;--soft:#5d666d;--line:#dcd6ca;
 --accent:#0f766e;--good:#15803d;--bad:#b91c1c;
@@ -86,6 +86,9 @@ thead th{color:var(--soft);font-weight:600}
 footer{color:var(--soft);font-size:.84rem;text-align:center}
 @media print{body{background:#fff}header,section{break-inside:avoid}}
 )css";
-}
+
+}  // namespace
+
+std::string_view html_style() { return style; }
 
 }  // namespace waybill::detail

@@ -17,8 +17,10 @@ std::int64_t draw(const LengthDistribution::Bucket& bucket, Random& random) {
   const bool upper = random.uniform_double() * (hi - lo) < mean - lo;
   const double low = upper ? mean : lo;
   const double high = upper ? hi : mean;
-  const double value = std::floor(low + random.uniform_double() * (high - low));
-  return std::max<std::int64_t>(1, static_cast<std::int64_t>(value));
+  const auto value =
+      static_cast<std::int64_t>(std::round(low + random.uniform_double() * (high - low)));
+  const std::int64_t shortest = std::max<std::int64_t>(bucket.lo, 1);
+  return std::clamp(value, shortest, std::max(bucket.hi - 1, shortest));
 }
 
 }  // namespace
@@ -34,6 +36,11 @@ void LengthDistribution::check() const {
     require(0 <= bucket.docs && bucket.docs <= (std::int64_t{1} << 40) - total,
             "LengthDistribution ", name, ": bucket ", i, " has docs = ", bucket.docs,
             ", expected >= 0 and at most 2^40 in all");
+    const auto lo = static_cast<double>(bucket.lo);
+    const auto hi = static_cast<double>(bucket.hi);
+    require(bucket.mean_len == 0 || (lo <= bucket.mean_len && bucket.mean_len < hi),
+            "LengthDistribution ", name, ": bucket ", i, " has mean_len = ", bucket.mean_len,
+            ", expected ", bucket.lo, " <= mean_len < ", bucket.hi, ", or 0");
     total += bucket.docs;
   }
   require(total > 0, "LengthDistribution ", name, ": no documents in any bucket");

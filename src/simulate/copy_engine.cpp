@@ -58,11 +58,11 @@ void copy_run(std::byte* to, const std::byte* from, std::size_t count, bool stre
   }
 }
 
-template <std::size_t element_bytes>
+template <std::size_t ElementBytes>
 void copy_elements(std::byte* to, std::int64_t to_step, const std::byte* from,
                    std::int64_t from_step, std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) {
-    std::memcpy(to + i * to_step, from + i * from_step, element_bytes);
+    std::memcpy(to + i * to_step, from + i * from_step, ElementBytes);
   }
 }
 

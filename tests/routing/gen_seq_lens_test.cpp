@@ -76,7 +76,7 @@ TEST(GenSeqLens, AHighMinimumOfAHugeTotal) {
   constexpr std::int64_t total = std::numeric_limits<std::int32_t>::max();
   const std::vector<std::int64_t> lens = row(gen_seq_lens(1, 32, total, 3, total), 0);
   EXPECT_EQ(sum(lens), total);
-  for (const std::int64_t len : lens) EXPECT_NEAR(static_cast<double>(len), total / 32, 1);
+  EXPECT_GE(least(lens), total / 32);
 }
 
 /// Lengths that are too short take rows of the longest, of several from the first.

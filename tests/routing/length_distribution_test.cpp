@@ -97,7 +97,8 @@ RC_GTEST_PROP(SampleDocumentsProperty, AnyMeanAndAnyTotal, (std::uint64_t seed))
   const auto lo = *rc::gen::inRange<std::int64_t>(0, 50);
   const auto width = *rc::gen::inRange<std::int64_t>(1, 50);
   const auto tokens = *rc::gen::inRange<std::int64_t>(0, 5000);
-  const double mean = *rc::gen::inRange(-10, 200);  // also means outside of the bucket
+  const auto known_mean = *rc::gen::inRange<std::int64_t>(lo, lo + width);
+  const auto mean = static_cast<double>(*rc::gen::element<std::int64_t>(0, known_mean));
   const LengthDistribution one{.name = "one", .source = "", .buckets = {{lo, lo + width, 3, mean}}};
   auto lengths = sample_documents(one, tokens, seed);
   RC_ASSERT(sum(lengths) == tokens);
@@ -122,6 +123,8 @@ TEST(LengthDistributionCheck, Errors) {
   EXPECT_TRUE(fails({{0, 4, 1, 0}, {9, 4, 1, 0}}, {"bad", "bucket 1", "[9, 4)"}));
   EXPECT_TRUE(fails({{-1, 4, 1, 0}}, {"bad", "bucket 0", "-1"}));
   EXPECT_TRUE(fails({{0, 4, -2, 0}}, {"bad", "bucket 0", "docs = -2"}));
+  EXPECT_TRUE(fails({{2, 4, 1, 1}}, {"bad", "bucket 0", "mean_len = 1", "2 <= mean_len < 4"}));
+  EXPECT_TRUE(fails({{2, 4, 1, 4}}, {"bad", "bucket 0", "mean_len = 4"}));
   EXPECT_TRUE(fails({{0, 4, 0, 0}, {4, 8, 0, 0}}, {"bad", "no documents"}));
   EXPECT_NO_THROW(two_sizes().check());
 }

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <iosfwd>
 #include <span>
 #include <string>
 #include <variant>
@@ -90,6 +91,7 @@ class IndexArray {
 
 /// Nested brackets, as Python prints a tensor: "[[1, 2], [3, -1]]".
 [[nodiscard]] std::string to_string(const IndexArray& array);
+std::ostream& operator<<(std::ostream& out, const IndexArray& array);
 
 /// A read-only int64 view of an IndexArray of any dtype; converts only when it must.
 class Int64View {
