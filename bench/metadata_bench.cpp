@@ -16,18 +16,17 @@ void count_entries(benchmark::State& state, const QkvPlan& plan, const QkvRoutin
       benchmark::Counter::kIsIterationInvariantRate | benchmark::Counter::kInvert);
 }
 
-/// All four metadata and the attention layout from the sparse plan; memory is used again.
+/// All four metadata and the attention layout from the sparse plan; the memory is kept.
 void run(benchmark::State& state, const QkvPlan& plan, int num_threads) {
-  QkvRouting routing;
+  QkvRouter router;
   for (auto _ : state) {
-    compute_qkv_routing(plan, routing, num_threads);
-    benchmark::DoNotOptimize(routing.rev_kv.dst_offset.data());
+    benchmark::DoNotOptimize(router.compute(plan, num_threads).rev_kv.dst_offset.data());
     benchmark::ClobberMemory();
   }
-  count_entries(state, plan, routing);
+  count_entries(state, plan, router.compute(plan));
 }
 
-/// The same, memory and all, as the first call of a program pays it.
+/// The same with memory fetched from the system and given back in every call.
 void run_fresh(benchmark::State& state, const QkvPlan& plan) {
   for (auto _ : state) {
     QkvRouting routing = compute_qkv_routing(plan, /*num_threads=*/1);

@@ -44,12 +44,9 @@ KvLayout layout_of(const benchmark::State& state) {
 
 void compute(benchmark::State& state) {
   const auto plan = make_plan(state.range(0), state.range(1), layout_of(state));
-  waybill::QkvRouting routing;
-  for (auto _ : state) {
-    waybill::compute_qkv_routing(plan, routing);
-    benchmark::DoNotOptimize(routing);
-  }
-  set_counters(state, plan, routing);
+  waybill::QkvRouter router;
+  for (auto _ : state) benchmark::DoNotOptimize(&router.compute(plan));
+  set_counters(state, plan, router.compute(plan));
 }
 
 void validate_sparse(benchmark::State& state) {

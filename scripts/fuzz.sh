@@ -23,8 +23,13 @@ for source in "${targets[@]}"; do
   inputs=(build/fuzz/corpus/"$name")  # the first folder takes what is newly found
   mkdir -p "${inputs[0]}"
   [[ -d tests/fuzz/corpus/$name ]] && inputs+=("tests/fuzz/corpus/$name")
-  echo "fuzz: $name for $seconds s"
-  scripts/fixed_addresses.sh "build/fuzz/fuzz/$name" -max_total_time="$seconds" -timeout=10 \
-    -rss_limit_mb=2048 -artifact_prefix=build/fuzz/found/ -print_final_stats=1 -verbosity=0 \
-    "${inputs[@]}"
+  log=build/fuzz/$name.log
+  if ! scripts/fixed_addresses.sh "build/fuzz/fuzz/$name" -max_total_time="$seconds" -timeout=10 \
+    -rss_limit_mb=2048 -artifact_prefix=build/fuzz/found/ -print_final_stats=1 \
+    "${inputs[@]}" >"$log" 2>&1; then
+    tail -n 60 "$log"
+    echo "fuzz: $name failed; the input is in build/fuzz/found, all output in $log" >&2
+    exit 1
+  fi
+  echo "fuzz: $name: $(sed -n 's/^stat::number_of_executed_units: *//p' "$log") inputs in $seconds s, none failed"
 done

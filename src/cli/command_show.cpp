@@ -5,6 +5,7 @@
 #include "commands.h"
 #include "dispatch_file.h"
 #include "job_options.h"
+#include "waybill/core/at.h"
 #include "waybill/report/format.h"
 #include "waybill/report/text_summary.h"
 
@@ -18,7 +19,7 @@ struct ShowOptions {
   RowOptions rows;
 };
 
-std::size_t at(std::int64_t idx) { return static_cast<std::size_t>(idx); }
+using detail::at;
 
 std::string pad(const std::string& text, std::size_t width) {
   return text.size() >= width ? text : std::string(width - text.size(), ' ') + text;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "console.h"
+#include "waybill/core/at.h"
 #include "waybill/core/error.h"
 #include "waybill/json/dispatch_json.h"
 #include "waybill/json/metadata_json.h"
@@ -12,7 +13,7 @@
 namespace waybill::cli {
 namespace {
 
-std::size_t at(std::int64_t idx) { return static_cast<std::size_t>(idx); }
+using detail::at;
 
 }  // namespace
 

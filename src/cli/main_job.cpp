@@ -60,7 +60,7 @@ MainJob run_main_job(const MainJobOptions& options, Console& console) {
   });
   steps.run("metadata", [&] {
     const Progress progress(console, "metadata");
-    compute_qkv_routing(job.plan, job.routing, options.simulation.num_threads);
+    job.routing = compute_qkv_routing(job.plan, options.simulation.num_threads);
     return concat("Q and KV, forward and reverse: ", format_count(job.routing.fwd_q.num_copies()),
                   " + ", format_count(job.routing.fwd_kv.num_copies()), " copies of shards");
   });

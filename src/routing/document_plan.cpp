@@ -6,12 +6,13 @@
 #include <utility>
 
 #include "plan_builder.h"
+#include "waybill/core/at.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
 namespace {
 
-std::size_t at(std::int64_t idx) { return static_cast<std::size_t>(idx); }
+using detail::at;
 
 void check_arguments(std::span<const std::int64_t> doc_lengths,
                      const DocumentPlanOptions& options) {

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "waybill/core/at.h"
 #include "waybill/core/uninitialized_vector.h"
 #include "waybill/routing/qkv_plan.h"
 
@@ -15,9 +16,7 @@ struct Homes {
   std::vector<std::int64_t> rank_rows;      ///< [W]
 };
 
-[[nodiscard]] inline Homes find_homes(const QkvPlan& plan) {
-  const auto at = [](std::int64_t idx) { return static_cast<std::size_t>(idx); };
-  Homes homes;
+inline void find_homes(const QkvPlan& plan, Homes& homes) {
   homes.rank.resize(at(plan.num_shards()));
   homes.begin.resize(at(plan.num_shards()));
   homes.rank_rows.resize(at(plan.world_size));
@@ -31,7 +30,6 @@ struct Homes {
     }
     homes.rank_rows[at(w)] = rows;
   }
-  return homes;
 }
 
 }  // namespace waybill::detail

@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <utility>
 
+#include "waybill/core/at.h"
+
 namespace waybill::detail {
 namespace {
-
-std::size_t at(std::int64_t idx) { return static_cast<std::size_t>(idx); }
 
 /// Forms the groups of one document after another.
 class GroupBuilder {
@@ -18,7 +18,7 @@ class GroupBuilder {
     shards_ = plan_.doc_shards.data() + plan_.doc_shard_offsets[at(doc)];
     num_shards_ = static_cast<std::int32_t>(plan_.doc_shard_offsets[at(doc + 1)] -
                                             plan_.doc_shard_offsets[at(doc)]);
-    doc_begin_ = plan_.doc_shard_offsets[at(doc)];
+    doc_begin_ = static_cast<std::int32_t>(plan_.doc_shard_offsets[at(doc)]);
     first_group_ = result_.groups.size();
     std::int64_t rows = 0;
     for (std::int32_t p = 0; p < num_shards_; ++p) {
@@ -46,14 +46,15 @@ class GroupBuilder {
   }
 
   void append_group(std::int32_t rank, std::int32_t first, std::int32_t last) {
-    result_.groups.push_back({.rank = rank,
-                              .first = first,
-                              .last = last,
-                              .doc_begin = doc_begin_,
-                              .doc_group = static_cast<std::int64_t>(first_group_),
-                              .context = result_.context[at(shards_[first])],
-                              .rows = rows_between(first, last),
-                              .row = 0});
+    result_.groups.push_back(
+        {.rank = rank,
+         .first = first,
+         .last = last,
+         .doc_begin = doc_begin_,
+         .number = static_cast<std::int32_t>(result_.groups.size() - first_group_),
+         .context = result_.context[at(shards_[first])],
+         .rows = rows_between(first, last),
+         .row = 0});
   }
 
   /// per_query: the context of every query is a group of its own.
@@ -160,29 +161,33 @@ class GroupBuilder {
   std::vector<Seen> seen_;
   const std::int32_t* shards_ = nullptr;
   std::int32_t num_shards_ = 0;
-  std::int64_t doc_begin_ = 0;
+  std::int32_t doc_begin_ = 0;
   std::size_t first_group_ = 0;
 };
 
 /// Lays the groups into the KV buffers of their ranks, in the order in which `for_each` names them.
 template <class ForEach>
 void place_groups(std::int32_t world_size, ForEach for_each, KvGroups& result) {
-  result.rank_groups.assign(at(world_size) + 1, 0);
-  for (const KvGroup& group : result.groups) ++result.rank_groups[at(group.rank) + 1];
-  for (std::size_t r = 1; r < result.rank_groups.size(); ++r) {
-    result.rank_groups[r] += result.rank_groups[r - 1];
+  result.rank_runs.assign(at(world_size) + 1, 0);
+  for (const KvGroup& group : result.groups) ++result.rank_runs[at(group.rank) + 1];
+  for (std::size_t r = 1; r < result.rank_runs.size(); ++r) {
+    result.rank_runs[r] += result.rank_runs[r - 1];
   }
-  result.by_rank.resize(result.groups.size());
+  result.runs.resize(result.groups.size());
   result.rank_slots.assign(at(world_size), 0);
-  std::vector<std::int64_t> next(result.rank_groups.begin(), result.rank_groups.end() - 1);
+  std::vector<std::int64_t> next(result.rank_runs.begin(), result.rank_runs.end() - 1);
   std::vector<std::int64_t> rank_rows(at(world_size));
   for_each([&](std::int32_t group_idx) {
     KvGroup& group = result.groups[at(group_idx)];
     const auto r = at(group.rank);
-    result.by_rank[at(next[r]++)] = group_idx;
+    const std::int32_t count = group.last - group.first + 1;
+    result.runs[at(next[r]++)] = {.begin = group.doc_begin + group.first,
+                                  .count = count,
+                                  .number = group.number,
+                                  .group = group_idx};
     group.row = rank_rows[r];
     rank_rows[r] += group.rows;
-    result.rank_slots[r] += group.last - group.first + 1;
+    result.rank_slots[r] += count;
   });
 }
 

@@ -3,40 +3,29 @@
 #include <algorithm>
 
 #include "recv_counts.h"
+#include "waybill/core/at.h"
 #include "waybill/core/parallel_for.h"
 
 namespace waybill::detail {
 namespace {
 
-std::size_t at(std::int64_t idx) { return static_cast<std::size_t>(idx); }
-
-/// The shards in document order, so that a group reads them in one run. [N] each.
-struct DocumentRows {
-  UninitializedVector<std::int64_t> len;
-  UninitializedVector<std::int64_t> end;    ///< document rows up to the shard, itself included
-  UninitializedVector<std::int64_t> begin;  ///< first row at home
-  UninitializedVector<std::int64_t> plane;  ///< rows of the home rank: copies lie that far apart
-  UninitializedVector<std::int32_t> home;
-  UninitializedVector<std::int32_t> run_end;  ///< first later shard with another home
-
-  DocumentRows(const QkvPlan& plan, const Homes& homes, const KvGroups& kv) {
-    const std::size_t count = plan.doc_shards.size();
-    for (auto* column : {&len, &end, &begin, &plane}) column->resize(count);
-    for (auto* column : {&home, &run_end}) column->resize(count);
-    for (std::size_t k = 0; k < count; ++k) {
-      const auto shard = at(plan.doc_shards[k]);
-      len[k] = plan.shard_len[shard];
-      end[k] = kv.context[shard] + plan.shard_len[shard];
-      begin[k] = homes.begin[shard];
-      plane[k] = homes.rank_rows[at(homes.rank[shard])];
-      home[k] = homes.rank[shard];
-    }
-    for (std::size_t k = count; k-- > 0;) {
-      const bool run = k + 1 < count && home[k + 1] == home[k];
-      run_end[k] = run ? run_end[k + 1] : static_cast<std::int32_t>(k + 1);
-    }
+void load_rows(const QkvPlan& plan, const Homes& homes, const KvGroups& kv, KvRows& rows) {
+  rows.resize(plan.doc_shards.size());
+  std::int32_t next_home = -1;
+  std::int32_t run_end = 0;
+  for (std::size_t k = rows.size(); k-- > 0;) {
+    const auto shard = at(plan.doc_shards[k]);
+    const std::int32_t home = homes.rank[shard];
+    if (home != next_home) run_end = static_cast<std::int32_t>(k + 1);
+    next_home = home;
+    rows[k] = {.len = plan.shard_len[shard],
+               .end = kv.context[shard] + plan.shard_len[shard],
+               .begin = homes.begin[shard],
+               .plane = homes.rank_rows[at(home)],
+               .home = home,
+               .run_end = run_end};
   }
-};
+}
 
 /// Copy numbers by reverse line, where they follow no formula (windows, one KV copy a rank).
 using CopyNumbers = UninitializedVector<std::int32_t>;
@@ -67,16 +56,13 @@ void write_forward(const QkvPlan& plan, const KvGroups& kv, std::int64_t doc_beg
 }
 
 /// Forward where copies follow no formula: group by group, counting the copies of each shard.
-void number_copies(const QkvPlan& plan, const KvGroups& kv, const SparseMetadata& rev,
-                   SparseMetadata& fwd, CopyNumbers& numbers) {
+void number_copies(const QkvPlan& plan, const KvGroups& kv, SparseMetadata& fwd,
+                   CopyNumbers& numbers) {
   std::vector<std::int64_t> first_line(kv.groups.size());
-  for (std::size_t r = 0; r + 1 < kv.rank_groups.size(); ++r) {
-    std::int64_t line = rev.rank_offsets[r];
-    for (std::int64_t i = kv.rank_groups[r]; i < kv.rank_groups[r + 1]; ++i) {
-      const auto g = at(kv.by_rank[at(i)]);
-      first_line[g] = line;
-      line += kv.groups[g].last - kv.groups[g].first + 1;
-    }
+  std::int64_t next_line = 0;
+  for (const KvRun& run : kv.runs) {
+    first_line[at(run.group)] = next_line;
+    next_line += run.count;
   }
   numbers.resize(fwd.dst_rank.size());
   std::vector<std::int32_t> copies(plan.doc_shards.size());  // so far, in document order
@@ -93,67 +79,70 @@ void number_copies(const QkvPlan& plan, const KvGroups& kv, const SparseMetadata
   }
 }
 
-/// Reverse of one group, from `line` on. copy_of(position, line) numbers the copy that it holds.
+/// Runs are read in the order of ranks, their shards lie in the order of documents: the shards of
+/// a run are fetched this many runs ahead.
+constexpr std::size_t runs_ahead = 8;
+
+void fetch_ahead(const KvGroups& kv, const KvRows& rows, std::size_t run_idx) {
+  if (run_idx + runs_ahead >= kv.runs.size()) return;
+  __builtin_prefetch(&rows[at(kv.runs[run_idx + runs_ahead].begin)]);
+}
+
+/// Reverse of one run, from `line` on. copy_of(i, line) numbers the copy of its shard i.
 template <class CopyOf>
-void write_group(const KvGroup& group, const DocumentRows& rows, std::int64_t line, CopyOf copy_of,
-                 SparseMetadata& rev) {
-  const std::int64_t count = group.last - group.first + 1;
-  const auto first = at(group.doc_begin + group.first);
-  // The tables never overlap: __restrict lets the loops be vectorised.
-  const std::int64_t* __restrict len = rows.len.data() + first;
-  const std::int64_t* __restrict begin = rows.begin.data() + first;
-  const std::int64_t* __restrict plane = rows.plane.data() + first;
-  const std::int32_t* __restrict home = rows.home.data() + first;
+void write_run(const KvRun& run, const KvRows& rows, std::int64_t line, CopyOf copy_of,
+               SparseMetadata& rev) {
+  // The tables never overlap: __restrict saves reading them again after every store.
+  const KvRow* __restrict row = rows.data() + run.begin;
   std::int64_t* __restrict to_len = rev.seq_len.data() + line;
   std::int64_t* __restrict to_offset = rev.dst_offset.data() + line;
   std::int32_t* __restrict to_rank = rev.dst_rank.data() + line;
-  for (std::int64_t i = 0; i < count; ++i) to_len[i] = len[i];
-  for (std::int64_t i = 0; i < count; ++i) to_rank[i] = home[i];
-  for (std::int64_t i = 0; i < count; ++i) {
-    to_offset[i] = copy_of(group.first + i, line + i) * plane[i] + begin[i];
+  for (std::int64_t i = 0; i < run.count; ++i) {
+    to_len[i] = row[i].len;
+    to_rank[i] = row[i].home;
+    to_offset[i] = copy_of(i, line + i) * row[i].plane + row[i].begin;
   }
 }
 
 /// Reverse of ranks [begin, end): the groups of a rank one after another, in its KV order.
-void write_reverse(const QkvPlan& plan, const KvGroups& kv, const DocumentRows& rows,
+void write_reverse(const QkvPlan& plan, const KvGroups& kv, const KvRows& rows,
                    const CopyNumbers& numbers, std::int64_t begin, std::int64_t end,
                    SparseMetadata& rev) {
-  for (std::int64_t r = begin; r < end; ++r) {
-    std::int64_t line = rev.rank_offsets[at(r)];
-    for (std::int64_t i = kv.rank_groups[at(r)]; i < kv.rank_groups[at(r + 1)]; ++i) {
-      const std::int32_t g = kv.by_rank[at(i)];
-      const KvGroup& group = kv.groups[at(g)];
-      if (plan.kv_layout == KvLayout::per_query) {
-        const std::int64_t query = group.last;
-        const auto copy_of = [=](std::int64_t p, std::int64_t) { return query - p; };
-        write_group(group, rows, line, copy_of, rev);
-      } else if (has_formula(plan)) {
-        const std::int64_t copy = g - group.doc_group;
-        const auto copy_of = [=](std::int64_t, std::int64_t) { return copy; };
-        write_group(group, rows, line, copy_of, rev);
-      } else {
-        const std::int32_t* by_line = numbers.data();
-        const auto copy_of = [=](std::int64_t, std::int64_t l) { return std::int64_t{by_line[l]}; };
-        write_group(group, rows, line, copy_of, rev);
-      }
-      line += group.last - group.first + 1;
+  std::int64_t line = rev.rank_offsets[at(begin)];
+  const bool formula = has_formula(plan);
+  const std::int32_t* by_line = numbers.data();
+  for (auto i = at(kv.rank_runs[at(begin)]); i < at(kv.rank_runs[at(end)]); ++i) {
+    const KvRun run = kv.runs[i];
+    fetch_ahead(kv, rows, i);
+    if (plan.kv_layout == KvLayout::per_query) {  // the run ends with the query itself, copy 0
+      const auto copy_of = [&](std::int64_t k, std::int64_t) { return run.count - 1 - k; };
+      write_run(run, rows, line, copy_of, rev);
+    } else if (formula) {
+      const auto copy_of = [&](std::int64_t, std::int64_t) { return std::int64_t{run.number}; };
+      write_run(run, rows, line, copy_of, rev);
+    } else {
+      const auto copy_of = [&](std::int64_t, std::int64_t l) { return std::int64_t{by_line[l]}; };
+      write_run(run, rows, line, copy_of, rev);
     }
+    line += run.count;
   }
 }
 
-/// Rows by sending rank, run by run of shards from one home.
-void count_received(const KvGroups& kv, const DocumentRows& rows, SparseMetadata& fwd) {
+/// Rows by sending rank: in a run, shards from one home are counted together.
+void count_received(const KvGroups& kv, const KvRows& rows, SparseMetadata& fwd) {
   RecvCounter counter(fwd.world_size, fwd.recv);
-  for (std::int64_t r = 0; r < fwd.world_size; ++r) {
-    for (std::int64_t i = kv.rank_groups[at(r)]; i < kv.rank_groups[at(r + 1)]; ++i) {
-      const KvGroup& group = kv.groups[at(kv.by_rank[at(i)])];
-      const std::int64_t group_end = group.doc_begin + group.last + 1;
-      std::int64_t counted = group.context;
-      for (std::int64_t k = group.doc_begin + group.first; k < group_end;) {
-        const std::int64_t run_end = std::min<std::int64_t>(rows.run_end[at(k)], group_end);
-        counter.add(rows.home[at(k)], rows.end[at(run_end - 1)] - counted);
-        counted = rows.end[at(run_end - 1)];
-        k = run_end;
+  for (std::size_t r = 0; r + 1 < kv.rank_runs.size(); ++r) {
+    for (auto i = at(kv.rank_runs[r]); i < at(kv.rank_runs[r + 1]); ++i) {
+      const KvRun run = kv.runs[i];
+      fetch_ahead(kv, rows, i);
+      const std::int32_t run_end = run.begin + run.count;
+      std::int64_t counted = rows[at(run.begin)].end - rows[at(run.begin)].len;
+      for (std::int32_t k = run.begin; k < run_end;) {
+        const std::int32_t same_until = std::min(rows[at(k)].run_end, run_end);
+        const std::int64_t end = rows[at(same_until - 1)].end;
+        counter.add(rows[at(k)].home, end - counted);
+        counted = end;
+        k = same_until;
       }
     }
     counter.end_rank();
@@ -163,17 +152,17 @@ void count_received(const KvGroups& kv, const DocumentRows& rows, SparseMetadata
 }  // namespace
 
 void write_kv_tables(const QkvPlan& plan, const Homes& homes, const KvGroups& kv, int num_threads,
-                     SparseMetadata& fwd, SparseMetadata& rev) {
+                     KvRows& rows, SparseMetadata& fwd, SparseMetadata& rev) {
   constexpr std::int64_t docs_per_chunk = 512;
   constexpr std::int64_t ranks_per_chunk = 16;
-  const DocumentRows rows(plan, homes, kv);
+  load_rows(plan, homes, kv, rows);
   CopyNumbers numbers;
   if (has_formula(plan)) {
     parallel_for(
         plan.num_documents(), docs_per_chunk, num_threads,
         [&](std::int64_t begin, std::int64_t end) { write_forward(plan, kv, begin, end, fwd); });
   } else {
-    number_copies(plan, kv, rev, fwd, numbers);
+    number_copies(plan, kv, fwd, numbers);
   }
   parallel_for(plan.world_size, ranks_per_chunk, num_threads,
                [&](std::int64_t begin, std::int64_t end) {

@@ -7,15 +7,15 @@
 #include "kv_groups.h"
 #include "kv_tables.h"
 #include "recv_counts.h"
+#include "waybill/core/at.h"
 
 namespace waybill {
 namespace {
 
+using detail::at;
 using detail::Homes;
 using detail::KvGroup;
 using detail::KvGroups;
-
-std::size_t at(std::int64_t idx) { return static_cast<std::size_t>(idx); }
 
 /// Offsets of items counted by rank.
 void offsets_from_counts(const std::vector<std::int64_t>& counts,
@@ -108,7 +108,7 @@ void place_contexts(const QkvPlan& plan, const KvGroups& kv, QkvRouting& routing
 }
 
 void route_keys_and_values(const QkvPlan& plan, const Homes& homes, const KvGroups& kv,
-                           int num_threads, QkvRouting& routing) {
+                           int num_threads, detail::KvRows& rows, QkvRouting& routing) {
   SparseMetadata& fwd = routing.fwd_kv;
   SparseMetadata& rev = routing.rev_kv;
   const std::int64_t num_copies = kv.copy_offsets.back();
@@ -119,27 +119,42 @@ void route_keys_and_values(const QkvPlan& plan, const Homes& homes, const KvGrou
   rev.copy_offsets.clear();
   std::copy(plan.shard_len.begin(), plan.shard_len.end(), fwd.seq_len.begin());
   offsets_from_counts(kv.rank_slots, rev.rank_offsets);
-  detail::write_kv_tables(plan, homes, kv, num_threads, fwd, rev);
+  detail::write_kv_tables(plan, homes, kv, num_threads, rows, fwd, rev);
   detail::transpose_counts(fwd.recv, rev.recv);
 }
 
 }  // namespace
 
-void compute_qkv_routing(const QkvPlan& plan, QkvRouting& routing, int num_threads) {
+struct QkvRouter::Memory {
+  QkvRouting routing;
+  Homes homes;
+  KvGroups kv;
+  detail::KvRows rows;
+};
+
+QkvRouter::QkvRouter() : memory_(std::make_unique<Memory>()) {}
+QkvRouter::~QkvRouter() = default;
+QkvRouter::QkvRouter(QkvRouter&&) noexcept = default;
+QkvRouter& QkvRouter::operator=(QkvRouter&&) noexcept = default;
+
+const QkvRouting& QkvRouter::compute(const QkvPlan& plan, int num_threads) {
   plan.check("compute_qkv_routing");
-  const Homes homes = detail::find_homes(plan);
+  auto& [routing, homes, kv, rows] = *memory_;
+  detail::find_homes(plan, homes);
   routing.kv_layout = plan.kv_layout;
   route_queries(plan, homes, routing);
-  KvGroups kv;
   detail::form_kv_groups(plan, kv);
   place_contexts(plan, kv, routing);
-  route_keys_and_values(plan, homes, kv, num_threads, routing);
+  route_keys_and_values(plan, homes, kv, num_threads, rows, routing);
+  return routing;
 }
 
+QkvRouting QkvRouter::take() { return std::exchange(memory_->routing, {}); }
+
 QkvRouting compute_qkv_routing(const QkvPlan& plan, int num_threads) {
-  QkvRouting routing;
-  compute_qkv_routing(plan, routing, num_threads);
-  return routing;
+  QkvRouter router;
+  router.compute(plan, num_threads);
+  return router.take();
 }
 
 }  // namespace waybill

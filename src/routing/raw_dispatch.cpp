@@ -2,12 +2,13 @@
 
 #include <algorithm>
 
+#include "waybill/core/at.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
 namespace {
 
-std::size_t at(std::int64_t idx) { return static_cast<std::size_t>(idx); }
+using detail::at;
 
 /// Where a shard stands in the dense tables.
 struct Entry {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "waybill/core/at.h"
 #include "waybill/routing/sparse_metadata.h"
 
 namespace waybill::detail {
@@ -52,7 +53,6 @@ class RecvCounter {
 
 /// The counts of the way back: [i][r] from [r][i].
 inline void transpose_counts(const RecvCounts& counts, RecvCounts& result) {
-  const auto at = [](std::int64_t idx) { return static_cast<std::size_t>(idx); };
   const std::int64_t world_size = std::ssize(counts.total);
   result.offsets.assign(at(world_size) + 1, 0);
   result.total.assign(at(world_size), 0);

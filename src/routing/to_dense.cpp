@@ -1,13 +1,14 @@
 #include <algorithm>
 #include <utility>
 
+#include "waybill/core/at.h"
 #include "waybill/core/error.h"
 #include "waybill/routing/qkv_routing.h"
 
 namespace waybill {
 namespace {
 
-std::size_t at(std::int64_t idx) { return static_cast<std::size_t>(idx); }
+using detail::at;
 
 /// Whether num_seqs counts lines without rows: in tables of KV it does (see compute_metadata_kv).
 enum class Count { lines_with_rows, all_lines };

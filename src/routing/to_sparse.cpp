@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "waybill/core/at.h"
 #include "waybill/core/error.h"
 #include "waybill/routing/qkv_routing.h"
 
@@ -9,7 +10,7 @@ namespace {
 
 constexpr const char* who = "to_sparse";
 
-std::size_t at(std::int64_t idx) { return static_cast<std::size_t>(idx); }
+using detail::at;
 
 RecvCounts sparse_counts(const IndexArray& dense) {
   const std::int64_t world = dense.dim(0);

@@ -5,12 +5,11 @@
 #include <utility>
 #include <vector>
 
+#include "waybill/core/at.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {
 namespace {
-
-std::size_t at(std::int64_t idx) { return static_cast<std::size_t>(idx); }
 
 /// Compares an array with what it should be; reports the first difference.
 void expect_array(FindingList& findings, FindingKind kind, const char* table, const char* field,

@@ -8,6 +8,7 @@
 #include "expected_layout.h"
 #include "finding_list.h"
 #include "identity_rows.h"
+#include "waybill/core/at.h"
 #include "waybill/core/error.h"
 #include "waybill/simulate/check.h"
 #include "waybill/simulate/dispatch.h"
@@ -19,7 +20,7 @@ using detail::ExpectedLayout;
 using detail::FindingList;
 using detail::RankBuffers;
 
-std::size_t at(std::int64_t idx) { return static_cast<std::size_t>(idx); }
+using detail::at;
 
 /// Numbers of rows, of all ranks in a line.
 using RowIds = std::vector<std::int64_t>;

@@ -5,10 +5,10 @@
 #include <utility>
 #include <vector>
 
+#include "waybill/core/at.h"
+
 namespace waybill::detail {
 namespace {
-
-std::size_t at(std::int64_t idx) { return static_cast<std::size_t>(idx); }
 
 /// Compares one number of the attention layout.
 struct AttentionField {

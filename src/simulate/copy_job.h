@@ -64,15 +64,15 @@ void check_ends(const CopyJob& job);
 /// Throws with everything that is known about a segment. @throws InvalidArgument
 [[noreturn]] void fail_at(const CopyJob& job, const CopySegment& segment, const std::string& what);
 
-/// Segments by destination rank, in the global order inside a rank.
+/// Segments by destination rank, in the global order inside a rank; empty unless they overlap.
 struct Destinations {
   std::vector<std::int64_t> offsets;   ///< [W + 1]
   std::vector<std::int64_t> segments;  ///< indices
   bool overlapping = false;            ///< two segments write one row
 };
 
-/// Groups the segments and looks for rows that two of them write. Linear; a rank whose segments do
-/// not come in the order of their rows costs a sort. @throws InvalidArgument unless allowed
+/// Looks for rows that two segments write. Linear, but for outputs that are nearly empty and
+/// filled out of order: these cost a sort. @throws InvalidArgument unless allowed
 [[nodiscard]] Destinations find_destinations(const CopyJob& job,
                                              const std::vector<CopySegment>& segments,
                                              Overlap overlap);

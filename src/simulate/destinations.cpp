@@ -1,5 +1,7 @@
 #include <algorithm>
 #include <compare>
+#include <cstdint>
+#include <vector>
 
 #include "copy_job.h"
 #include "waybill/core/error.h"
@@ -41,10 +43,70 @@ struct Placed {
                  ", length ", earlier.rows));
 }
 
+/// Every destination is filled upwards: nothing overlaps, and nothing is left to look at.
+bool come_in_order(const CopyJob& job, const std::vector<CopySegment>& segments) {
+  std::vector<std::int64_t> filled(job.outputs.size());
+  return std::ranges::all_of(segments, [&](const CopySegment& segment) {
+    std::int64_t& end = filled[static_cast<std::size_t>(segment.dst_rank)];
+    const bool above = segment.dst_row >= end;
+    end = segment.dst_row + segment.rows;
+    return above;
+  });
+}
+
+/// A bit a row of every output, set when a segment takes it.
+class TakenRows {
+ public:
+  explicit TakenRows(const CopyJob& job) {
+    for (const TensorView& output : job.outputs) {
+      first_word_.push_back(num_words_);
+      num_words_ = std::min(num_words_ + output.shape[0] / 64 + 1, most_words);
+    }
+  }
+
+  /// Up to most_words.
+  [[nodiscard]] std::int64_t num_words() const { return num_words_; }
+  void clear() { words_.assign(static_cast<std::size_t>(num_words_), 0); }
+
+  /// False: one of the rows was taken before.
+  [[nodiscard]] bool take(const CopySegment& segment) {
+    std::uint64_t* words = words_.data() + first_word_[static_cast<std::size_t>(segment.dst_rank)];
+    bool free = true;
+    for (std::int64_t row = segment.dst_row, end = row + segment.rows; row < end;) {
+      const std::int64_t count = std::min(end - row, 64 - row % 64);
+      const std::uint64_t mask = (~std::uint64_t{0} >> (64 - count)) << (row % 64);
+      free = free && (words[row / 64] & mask) == 0;
+      words[row / 64] |= mask;
+      row += count;
+    }
+    return free;
+  }
+
+ private:
+  static constexpr std::int64_t most_words = std::int64_t{1} << 60;  // more is never cleared
+
+  std::vector<std::int64_t> first_word_;
+  std::int64_t num_words_ = 0;
+  std::vector<std::uint64_t> words_;
+};
+
+/// True: no row is taken twice. False: perhaps; sorting will tell. Linear in the segments and the
+/// rows that they write, of which it reads 64 at a time.
+bool surely_disjoint(const CopyJob& job, const std::vector<CopySegment>& segments) {
+  if (come_in_order(job, segments)) return true;
+  TakenRows taken(job);
+  constexpr std::int64_t words_per_segment = 64;
+  if (taken.num_words() / words_per_segment > std::ssize(segments)) return false;
+  taken.clear();
+  return std::ranges::all_of(segments,
+                             [&](const CopySegment& segment) { return taken.take(segment); });
+}
+
 }  // namespace
 
 Destinations find_destinations(const CopyJob& job, const std::vector<CopySegment>& segments,
                                Overlap overlap) {
+  if (surely_disjoint(job, segments)) return {};
   Destinations groups = group_by_destination(segments, job.sources.size());
   std::vector<Placed> placed;
   for (std::size_t r = 0; r < job.sources.size(); ++r) {

@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <span>
 
+#include "waybill/core/at.h"
+
 namespace waybill::detail {
 namespace {
-
-std::size_t at(std::int64_t idx) { return static_cast<std::size_t>(idx); }
 
 void place_at_home(const QkvPlan& plan, ExpectedLayout& layout) {
   std::int64_t row = 0;

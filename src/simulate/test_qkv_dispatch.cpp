@@ -8,6 +8,7 @@
 #include "expected_layout.h"
 #include "finding_list.h"
 #include "stacked_slices.h"
+#include "waybill/core/at.h"
 #include "waybill/core/error.h"
 #include "waybill/core/host_tensor.h"
 #include "waybill/core/random.h"
@@ -21,7 +22,7 @@ namespace {
 using detail::ExpectedLayout;
 using detail::FindingList;
 
-std::size_t at(std::int64_t idx) { return static_cast<std::size_t>(idx); }
+using detail::at;
 
 bool all_zero(std::span<const float> values) {
   return std::ranges::all_of(values, [](float value) { return value == 0.0F; });

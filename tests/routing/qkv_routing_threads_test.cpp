@@ -43,25 +43,25 @@ RC_GTEST_PROP(QkvRoutingThreadsProperty, AnyNumberGivesTheSame,
 
 // Whatever plan the memory served before, larger or smaller, causal or not.
 RC_GTEST_PROP(QkvRoutingReuse, UsedMemoryGivesTheSame, (std::uint64_t seed)) {
-  QkvRouting reused;
+  QkvRouter router;
   for (std::uint64_t step = 0; step < 4; ++step) {
     const QkvPlan plan = test::random_plan(
         seed + step, {.world_size = *rc::gen::inRange(1, 30),
                       .windows = *rc::gen::arbitrary<bool>(),
                       .kv_layout = *rc::gen::element(KvLayout::per_rank, KvLayout::per_query)});
-    compute_qkv_routing(plan, reused, *rc::gen::inRange(1, 4));
-    RC_ASSERT(reused == compute_qkv_routing(plan));
+    RC_ASSERT(router.compute(plan, *rc::gen::inRange(1, 4)) == compute_qkv_routing(plan));
   }
 }
 
-TEST(QkvRoutingReuse, AnErrorLeavesTheRoutingAsItWas) {
+TEST(QkvRoutingReuse, AnErrorLeavesTheResultAsItWas) {
   QkvPlan plan = test::random_plan(3);
-  QkvRouting routing = compute_qkv_routing(plan);
+  QkvRouter router;
+  const QkvRouting& routing = router.compute(plan);
   const QkvRouting before = routing;
   plan.q_dst[0] = -1;
-  EXPECT_TRUE(
-      rejects([&] { compute_qkv_routing(plan, routing); }, {"compute_qkv_routing", "q_dst[0]"}));
+  EXPECT_TRUE(rejects([&] { router.compute(plan); }, {"compute_qkv_routing", "q_dst[0]"}));
   EXPECT_EQ(routing, before);
+  EXPECT_EQ(router.take(), before);
 }
 
 TEST(QkvRoutingMemory, CountsAreOnlyPairsThatExchangeRows) {

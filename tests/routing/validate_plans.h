@@ -4,13 +4,14 @@
 #include <cstdint>
 #include <vector>
 
+#include "waybill/core/at.h"
 #include "waybill/core/random.h"
 #include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/qkv_routing.h"
 
 namespace waybill::testing {
 
-[[nodiscard]] inline std::size_t at(std::int64_t idx) { return static_cast<std::size_t>(idx); }
+using detail::at;
 
 struct RandomPlanOptions {
   std::int32_t max_world_size = 64;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "waybill/routing/attention_layout.h"
@@ -51,8 +52,25 @@ struct QkvRouting {
 /// @throws InvalidArgument when plan.check() does, or for more than 2^31 - 1 shards.
 [[nodiscard]] QkvRouting compute_qkv_routing(const QkvPlan& plan, int num_threads = 1);
 
-/// The same into `routing`, whose memory is used again: for a plan a step.
-void compute_qkv_routing(const QkvPlan& plan, QkvRouting& routing, int num_threads = 1);
+/// Computes one routing after another in memory that it keeps, for a plan a step: fetching fresh
+/// memory from the system costs more than the computation.
+class QkvRouter {
+ public:
+  QkvRouter();
+  ~QkvRouter();
+  QkvRouter(QkvRouter&&) noexcept;
+  QkvRouter& operator=(QkvRouter&&) noexcept;
+
+  /// As compute_qkv_routing. The result lives until the next call; one that throws leaves it.
+  const QkvRouting& compute(const QkvPlan& plan, int num_threads = 1);
+
+  /// Gives the latest result away.
+  [[nodiscard]] QkvRouting take();
+
+ private:
+  struct Memory;
+  std::unique_ptr<Memory> memory_;
+};
 
 /// The dense form. `reverse` fills seq_recv_mask and recv_seq_lens from `forward`, the metadata it
 /// answers, when that has copies. Memory W x (W + 1) + W x S x C.

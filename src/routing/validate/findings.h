@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "waybill/core/at.h"
 #include "waybill/core/error.h"
 #include "waybill/routing/validate.h"
 
@@ -47,8 +48,7 @@ class Findings {
   std::vector<Finding> list_;
 };
 
-/// Index of a standard container.
-[[nodiscard]] inline std::size_t at(std::int64_t idx) { return static_cast<std::size_t>(idx); }
+using detail::at;
 
 /// a + b >= 0, or the largest number where that is more. For a, b >= 0.
 [[nodiscard]] inline std::int64_t add_rows(std::int64_t a, std::int64_t b) {
