@@ -55,8 +55,8 @@ struct DispatchCheck {
 /// each plane of the KV gradient, row by row, from where that copy went, and nothing anywhere else;
 /// the number of copies; the counts of received rows.
 ///
-/// Memory: both layouts of Q, or those of KV with the gradient planes (their unused rows cost
-/// nothing on Linux), plus 8 bytes a row.
+/// Memory: both layouts of Q, or those of KV with the gradient planes, plus 8 bytes a row (of the
+/// planes too). Rows of planes that no copy uses are never touched, which costs nothing on Linux.
 ///
 /// @throws InvalidArgument when plan.check() does, and for options out of range; never for what it
 ///   finds in `routing`. A dispatch that simulate_dispatch refuses is a finding with its text.
