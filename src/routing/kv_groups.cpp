@@ -54,7 +54,7 @@ class GroupBuilder {
          .number = static_cast<std::int32_t>(result_.groups.size() - first_group_),
          .context = result_.context[at(shards_[first])],
          .rows = rows_between(first, last),
-         .row = 0});
+         .to_row = 0});
   }
 
   /// per_query: the context of every query is a group of its own.
@@ -185,7 +185,7 @@ void place_groups(std::int32_t world_size, ForEach for_each, KvGroups& result) {
                                   .count = count,
                                   .number = group.number,
                                   .group = group_idx};
-    group.row = rank_rows[r];
+    group.to_row = rank_rows[r] - group.context;
     rank_rows[r] += group.rows;
     result.rank_slots[r] += count;
   });

@@ -17,7 +17,7 @@ struct KvGroup {
   std::int32_t number;     ///< among the groups of its document
   std::int64_t context;    ///< document rows before it
   std::int64_t rows;       ///< of its shards together
-  std::int64_t row;        ///< first row in the rank's KV buffer
+  std::int64_t to_row;     ///< from rows of the document to rows of the rank's KV buffer
 };
 
 /// A group as its rank's KV buffer sees it; small, since buffers are written in the order of ranks.

@@ -48,7 +48,7 @@ void write_forward(const QkvPlan& plan, const KvGroups& kv, std::int64_t doc_beg
       const std::int64_t context = kv.context[shard];
       for (std::int64_t copy = kv.copy_offsets[shard]; copy < kv.copy_offsets[shard + 1]; ++copy) {
         fwd.dst_rank[at(copy)] = group->rank;
-        fwd.dst_offset[at(copy)] = group->row + context - group->context;
+        fwd.dst_offset[at(copy)] = group->to_row + context;
         ++group;
       }
     }
@@ -73,7 +73,7 @@ void number_copies(const QkvPlan& plan, const KvGroups& kv, SparseMetadata& fwd,
       const auto shard = at(plan.doc_shards[at(k)]);
       const auto copy = at(kv.copy_offsets[shard] + copies[at(k)]);
       fwd.dst_rank[copy] = group.rank;
-      fwd.dst_offset[copy] = group.row + kv.context[shard] - group.context;
+      fwd.dst_offset[copy] = group.to_row + kv.context[shard];
       numbers[at(line++)] = copies[at(k)]++;
     }
   }

@@ -99,7 +99,7 @@ void place_contexts(const QkvPlan& plan, const KvGroups& kv, QkvRouting& routing
       const auto shard = at(attn.shard[at(i)]);
       const KvGroup& group = kv.groups[at(kv.query_group[shard])];
       const std::int64_t before = kv.window[shard];
-      attn.kv_begin[at(i)] = group.row + before - group.context;
+      attn.kv_begin[at(i)] = group.to_row + before;
       attn.kv_len[at(i)] = kv.context[shard] + plan.shard_len[shard] - before;
       longest = std::max(longest, attn.kv_len[at(i)]);
     }
