@@ -22,6 +22,7 @@ ROOMS = {
 
 # Third-party headers, and the folders that may include them (never a public header).
 THIRD_PARTY = {
+    "nanobind/": ("python/bindings/",),
     "nlohmann/": ("src/json/", "tests/"),
     "CLI/": ("src/cli/",),
     "gtest/": ("tests/",),
@@ -101,7 +102,7 @@ def check_lists(room):
 def main():
     problems = []
     num_files = 0
-    for folder in ("include", "src", "tests", "bench", "examples"):
+    for folder in ("include", "src", "python", "tests", "bench", "examples"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in (".h", ".cpp"):
                 num_files += 1

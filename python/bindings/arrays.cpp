@@ -38,11 +38,13 @@ DType index_dtype(nb::dlpack::dtype dtype, const char* name) {
                 " bits that holds no indices, expected int64 (or int32, uint32, uint64, bool)");
 }
 
-/// numpy has two int64 on Linux; this is the one that people's own arrays have, and that prints
-/// without its dtype.
-nb::object with_default_integer(nb::object array) {
-  static const auto* const int64 = new nb::object(nb::module_::import_("numpy").attr("int64"));
-  return array.attr("view")(*int64);
+/// numpy has two types of 64-bit integers on Linux; this is the one that people's own arrays have,
+/// that torch takes, and that prints without its dtype.
+nb::object with_usual_dtype(nb::object array, nb::dlpack::dtype dtype) {
+  if (dtype.bits != 64) return array;
+  static const auto numpy = new nb::module_(nb::module_::import_("numpy"));  // never destroyed
+  const bool is_signed = dtype.code == static_cast<std::uint8_t>(dtype_code::Int);
+  return array.attr("view")(numpy->attr(is_signed ? "int64" : "uint64"));
 }
 
 Shape shape_of(const auto& array) {
@@ -64,9 +66,9 @@ nb::object keep_and_view(Kept&& kept, nb::dlpack::dtype dtype, const Shape& shap
   });
   held.release();  // NOLINT(bugprone-unused-return-value): the capsule has it
   const std::vector<std::size_t> extents(shape.begin(), shape.end());
-  nb::object array = nb::cast(
-      nb::ndarray<nb::numpy>(data, extents.size(), extents.data(), owner, nullptr, dtype));
-  return dtype == dlpack_dtype(DType::int64) ? with_default_integer(std::move(array)) : array;
+  nb::object array =
+      nb::cast(nb::ndarray<nb::numpy>(data, extents.size(), extents.data(), owner, nullptr, dtype));
+  return with_usual_dtype(std::move(array), dtype);
 }
 
 template <class Element>
@@ -76,7 +78,7 @@ nb::object view_of(std::span<const Element> values, nb::handle owner, nb::dlpack
   void* const data = const_cast<Element*>(values.data());  // NOLINT
   nb::object array =
       nb::cast(nb::ndarray<nb::numpy, nb::ro>(data, 1, &size, owner, nullptr, dtype));
-  return dtype == dlpack_dtype(DType::int64) ? with_default_integer(std::move(array)) : array;
+  return with_usual_dtype(std::move(array), dtype);
 }
 
 template <class View>

@@ -46,8 +46,8 @@ void translate(const std::exception_ptr& thrown, void* /*payload*/) {
 void bind_errors(nb::module_& m) {
   m.def(
       "set_error_types",
-      [](nb::object error, nb::object invalid_argument, nb::object unsupported,
-         nb::object io_error, nb::object internal_error) {
+      [](nb::object error, nb::object invalid_argument, nb::object unsupported, nb::object io_error,
+         nb::object internal_error) {
         error_types() = {std::move(error), std::move(invalid_argument), std::move(unsupported),
                          std::move(io_error), std::move(internal_error)};
       },

@@ -61,8 +61,8 @@ void bind_lengths(nb::module_& m) {
   m.def(
       "sample_documents",
       [](std::string_view name, std::int64_t num_tokens, std::uint64_t seed) {
-        return numpy_array(
-            unlocked([&] { return sample_documents(length_distribution(name), num_tokens, seed); }));
+        return numpy_array(unlocked(
+            [&] { return sample_documents(length_distribution(name), num_tokens, seed); }));
       },
       "distribution"_a, "num_tokens"_a, "seed"_a);
 }
@@ -83,10 +83,10 @@ void bind_generators(nb::module_& m) {
   m.def(
       "create_raw_qkv_dispatch_from",
       [](const ArrayArg& seq_lens, const ArrayArg& cp_num, const ArrayArg& cp_dst) {
-        return raw_result(create_raw_qkv_dispatch(
-            index_array(seq_lens, "create_raw_qkv_dispatch: seq_lens"),
-            index_array(cp_num, "create_raw_qkv_dispatch: cp_num"),
-            index_array(cp_dst, "create_raw_qkv_dispatch: cp_dst")));
+        return raw_result(
+            create_raw_qkv_dispatch(index_array(seq_lens, "create_raw_qkv_dispatch: seq_lens"),
+                                    index_array(cp_num, "create_raw_qkv_dispatch: cp_num"),
+                                    index_array(cp_dst, "create_raw_qkv_dispatch: cp_dst")));
       },
       "seq_lens"_a, "cp_num"_a, "cp_dst"_a);
   m.def(

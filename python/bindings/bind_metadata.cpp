@@ -31,9 +31,8 @@ void bind_metadata(nb::module_& m) {
       "metadata_to_json",
       [](const Fields& fields, bool compact) {
         const Metadata metadata = metadata_from(fields);
-        return unlocked([&] {
-          return to_json(metadata, compact ? JsonStyle::compact : JsonStyle::readable);
-        });
+        return unlocked(
+            [&] { return to_json(metadata, compact ? JsonStyle::compact : JsonStyle::readable); });
       },
       "fields"_a, "compact"_a);
   m.def(

@@ -46,7 +46,8 @@ nb::tuple traffic(const QkvPlan& plan) {
     IndexArray rows({world, world});
     for (std::int64_t r = 0; r < world; ++r) {
       const auto begin = static_cast<std::size_t>(table.recv.offsets[static_cast<std::size_t>(r)]);
-      const auto end = static_cast<std::size_t>(table.recv.offsets[static_cast<std::size_t>(r) + 1]);
+      const auto end =
+          static_cast<std::size_t>(table.recv.offsets[static_cast<std::size_t>(r) + 1]);
       for (std::size_t i = begin; i < end; ++i) {
         rows.i64()[static_cast<std::size_t>(r * world + table.recv.src_rank[i])] =
             table.recv.tokens[i];
@@ -87,9 +88,8 @@ std::string report_page(const QkvPlan& plan, std::int64_t q_row_bytes, std::int6
 
 QkvPlan make_plan(std::int32_t world_size, std::vector<std::int64_t> rank_shard_offsets,
                   std::vector<std::int64_t> shard_len, std::vector<std::int32_t> q_dst,
-                  std::vector<std::int64_t> doc_shard_offsets,
-                  std::vector<std::int32_t> doc_shards, std::vector<std::int32_t> kv_begin,
-                  std::string_view kv_layout) {
+                  std::vector<std::int64_t> doc_shard_offsets, std::vector<std::int32_t> doc_shards,
+                  std::vector<std::int32_t> kv_begin, std::string_view kv_layout) {
   QkvPlan plan{world_size,
                layout_from_name(kv_layout),
                std::move(rank_shard_offsets),
@@ -108,14 +108,16 @@ void bind_plan(nb::module_& m) {
   m.def("make_plan", make_plan);
   nb::class_<QkvPlan> plan(m, "Plan");
   plan.def_ro("world_size", &QkvPlan::world_size);
-  plan.def_prop_ro("kv_layout", [](const QkvPlan& p) { return std::string(to_string(p.kv_layout)); });
+  plan.def_prop_ro("kv_layout",
+                   [](const QkvPlan& p) { return std::string(to_string(p.kv_layout)); });
   add_table(plan, "rank_shard_offsets", &QkvPlan::rank_shard_offsets);
   add_table(plan, "shard_len", &QkvPlan::shard_len);
   add_table(plan, "q_dst", &QkvPlan::q_dst);
   add_table(plan, "doc_shard_offsets", &QkvPlan::doc_shard_offsets);
   add_table(plan, "doc_shards", &QkvPlan::doc_shards);
   add_table(plan, "kv_begin", &QkvPlan::kv_begin);
-  plan.def("__eq__", [](const QkvPlan& a, const QkvPlan& b) { return a == b; }, nb::is_operator());
+  plan.def(
+      "__eq__", [](const QkvPlan& a, const QkvPlan& b) { return a == b; }, nb::is_operator());
   plan.def("to_json", [](const QkvPlan& p, bool compact) {
     return to_json(p, compact ? JsonStyle::compact : JsonStyle::readable);
   });

@@ -18,9 +18,7 @@ namespace {
 
 KvMapping mapping_from(const nb::tuple& arrays, const char* who) {
   require(arrays.size() == 5, who, ": got ", arrays.size(), " KV tables, expected 5");
-  const auto field = [&](std::size_t i) {
-    return index_array(nb::cast<ArrayArg>(arrays[i]), who);
-  };
+  const auto field = [&](std::size_t i) { return index_array(nb::cast<ArrayArg>(arrays[i]), who); };
   return {field(0), field(1), field(2), field(3), field(4)};
 }
 
@@ -52,9 +50,8 @@ nb::tuple compute_metadata_kv_py(const nb::tuple& tables, const ArrayArg& seq_le
 nb::tuple compute_attn_layout_py(const ArrayArg& len, const ArrayArg& cumsum, const ArrayArg& dst,
                                  bool leading_zero, bool ragged) {
   const char* who = "compute_attn_layout_seqlens";
-  return layout_tuple(compute_attn_layout_seqlens(
-      index_array(len, who), index_array(cumsum, who), index_array(dst, who), leading_zero,
-      ragged));
+  return layout_tuple(compute_attn_layout_seqlens(index_array(len, who), index_array(cumsum, who),
+                                                  index_array(dst, who), leading_zero, ragged));
 }
 
 nb::tuple compute_e2e_py(const ArrayArg& seq_len, const ArrayArg& num_seqs,

@@ -77,8 +77,8 @@ void bind_simulate(nb::module_& m) {
          std::string_view overlap) {
         const Metadata metadata = metadata_from(fields);
         const SimulateOptions options = options_from("orchestrate_simulate", overlap, 0);
-        return numpy_array(unlocked(
-            [&] { return source_rows(tensor_shape, output_shape, metadata, options); }));
+        return numpy_array(
+            unlocked([&] { return source_rows(tensor_shape, output_shape, metadata, options); }));
       },
       "tensor_shape"_a, "output_shape"_a, "fields"_a, "overlap"_a);
   m.def(
@@ -92,8 +92,8 @@ void bind_simulate(nb::module_& m) {
       },
       "planes"_a, "planes_dtype"_a, "output"_a, "output_dtype"_a, "rev_kv"_a, "rank"_a,
       "num_threads"_a);
-  m.def("test_qkv_dispatch", test_qkv_dispatch_py, "world_size"_a, "total_seq_len"_a,
-        "num_seqs"_a, "max_cp_degree"_a, "hidden_q"_a, "hidden_k"_a, "seed"_a);
+  m.def("test_qkv_dispatch", test_qkv_dispatch_py, "world_size"_a, "total_seq_len"_a, "num_seqs"_a,
+        "max_cp_degree"_a, "hidden_q"_a, "hidden_k"_a, "seed"_a);
 }
 
 }  // namespace waybill::python

@@ -23,12 +23,12 @@ nb::tuple layout_tuple(AttnLayout&& layout) {
 }
 
 nb::tuple e2e_tuple(E2eMetadata&& metadata) {
-  return nb::make_tuple(
-      fields_of(std::move(metadata.fwd_q)), fields_of(std::move(metadata.rev_q)),
-      fields_of(std::move(metadata.fwd_kv)), fields_of(std::move(metadata.rev_kv)),
-      layout_tuple(std::move(metadata.attention)),
-      intermediate_tuple(std::move(metadata.q_intermediates)),
-      numpy_or_none(std::move(metadata.kv_dst_global_seq_id)));
+  return nb::make_tuple(fields_of(std::move(metadata.fwd_q)), fields_of(std::move(metadata.rev_q)),
+                        fields_of(std::move(metadata.fwd_kv)),
+                        fields_of(std::move(metadata.rev_kv)),
+                        layout_tuple(std::move(metadata.attention)),
+                        intermediate_tuple(std::move(metadata.q_intermediates)),
+                        numpy_or_none(std::move(metadata.kv_dst_global_seq_id)));
 }
 
 nb::tuple raw_tuple(RawQkvDispatch&& raw) {

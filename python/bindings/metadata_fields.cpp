@@ -63,8 +63,8 @@ Fields fields_of(Metadata&& metadata) {
       numpy_array(std::move(metadata.dst_rank)), numpy_array(std::move(metadata.dst_offset)),
       numpy_array(std::move(metadata.seq_len)), numpy_array(std::move(metadata.num_recv_tokens)),
       numpy_or_none(std::move(metadata.seq_recv_mask)),
-      numpy_or_none(std::move(metadata.recv_seq_lens)),
-      numpy_or_none(std::move(metadata.num_seqs)), world, metadata.normalized, totals);
+      numpy_or_none(std::move(metadata.recv_seq_lens)), numpy_or_none(std::move(metadata.num_seqs)),
+      world, metadata.normalized, totals);
 }
 
 nb::list finding_tuples(const std::vector<Finding>& findings) {

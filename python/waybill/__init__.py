@@ -1,4 +1,4 @@
-"""Waybill routes tokens between GPU ranks: it computes which rows go where, proves it, simulates it.
+"""Waybill routes tokens between GPU ranks: computes which rows go where, proves it, simulates it.
 
 Arrays in, numpy arrays out; ``waybill.torch`` has the same functions for torch tensors. Offsets,
 lengths and counts are tokens (rows), never bytes.

@@ -1,7 +1,8 @@
-"""The door for arrays: whatever a caller has becomes a numpy array, without a copy where possible."""
+"""The door for arrays: what a caller has becomes a numpy array, without a copy where possible."""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,10 @@ def as_numpy(value: Any, name: str) -> AnyArray:
             )
         if getattr(value, "requires_grad", False):
             value = value.detach()
-        return np.from_dlpack(value)
+        try:
+            return np.from_dlpack(value)
+        except (BufferError, RuntimeError, TypeError) as error:  # such as a dtype that numpy lacks
+            raise InvalidArgument(f"{name} cannot be seen as a numpy array: {error}") from None
     try:
         return np.asarray(value)
     except ValueError as error:
@@ -55,8 +59,22 @@ def index_array(value: ArrayLike, name: str) -> IntArray:
 
 _BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 _LIBRARY_NAMES = frozenset(
-    "bool int8 uint8 int16 int32 uint32 int64 uint64 float8_e4m3fn float8_e5m2 float16 bfloat16"
-    " float32 float64".split()
+    [
+        "bool",
+        "int8",
+        "uint8",
+        "int16",
+        "int32",
+        "uint32",
+        "int64",
+        "uint64",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+    ]
 )
 
 
@@ -69,6 +87,28 @@ def bits_of(array: AnyArray, name: str) -> AnyArray:
             " bytes"
         )
     return array.view(_BITS[size])
+
+
+def dtype_name(array: AnyArray) -> str:
+    """Names what the bytes mean: numpy's own name leaves out their order and what a record has."""
+    plain = array.dtype.isnative and array.dtype.names is None
+    return array.dtype.name if plain else str(array.dtype)
+
+
+def integer(value: Any, name: str) -> int:
+    """A plain int of anything that is one."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InvalidArgument(f"{name} = {value!r}, expected an integer") from None
+
+
+def int64(value: Any, name: str) -> int:
+    """The same for what the compiled part takes as 64 bits."""
+    number = integer(value, name)
+    if not -(2**63) <= number < 2**63:
+        raise InvalidArgument(f"{name} = {number}, expected an integer of 64 bits")
+    return number
 
 
 def library_dtype(dtype_name: str, itemsize: int) -> str:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Iterable, Sequence
 
 import numpy as np
 
+from .errors import InvalidArgument
+
 if TYPE_CHECKING:
     from .metadata import Metadata
     from .plans import QkvPlan
@@ -47,7 +49,14 @@ def shown_ranks(values: Any) -> list[int]:
     return sorted({*range(4), *range(world - 4, world), *(int(rank) for rank in worst)})
 
 
-def _slice_html(m: "Metadata") -> str:
+def _slice_html(m: Metadata) -> str:
+    for name in ("dst_rank", "dst_offset"):
+        shape = np.shape(getattr(m, name))
+        if len(shape) not in (1, 2) or shape[0] != len(m.seq_len):
+            raise InvalidArgument(
+                f"Metadata: {name} has shape {list(shape)}, expected [{len(m.seq_len)}] or"
+                f" [{len(m.seq_len)}, C]"
+            )
     begins = np.cumsum(m.seq_len.astype(np.int64)) - m.seq_len.astype(np.int64)
     rows = []
     for j in range(min(len(m.seq_len), 32)):
@@ -60,7 +69,7 @@ def _slice_html(m: "Metadata") -> str:
     return table(["line", "first row", "rows", "to rank, at row"], rows, caption)
 
 
-def metadata_html(m: "Metadata") -> str:
+def metadata_html(m: Metadata) -> str:
     """A line a rank: what it sends, gets and keeps."""
     if m.is_slice:
         return _slice_html(m)
@@ -84,14 +93,14 @@ def metadata_html(m: "Metadata") -> str:
     return table(["rank", "shards", "rows out", "", "rows in", "", "rows that stay"], rows, caption)
 
 
-def plan_html(plan: "QkvPlan") -> str:
+def plan_html(plan: QkvPlan) -> str:
     """A line a rank: its work and its rows on the wire."""
     work = plan.work
     q, kv = plan.traffic()
     columns = []
-    for rows in (q, kv):
-        local = np.diagonal(rows)
-        columns += [rows.sum(axis=1) - local, rows.sum(axis=0) - local]
+    for traffic in (q, kv):
+        local = np.diagonal(traffic)
+        columns += [traffic.sum(axis=1) - local, traffic.sum(axis=0) - local]
     ranks = shown_ranks(work)
     largest = float(work.max(initial=0))
     rows = [

@@ -1,4 +1,4 @@
-"""What the library raises. The texts name function, argument, what was got and what was expected."""
+"""What the library raises. The texts name function, argument, what was got and was expected."""
 
 from . import _core
 
@@ -12,15 +12,15 @@ class InvalidArgument(Error, ValueError):
 
 
 class ShapeMismatch(InvalidArgument, RuntimeError):
-    """Tensors that do not fit the metadata in a simulation; the original has a RuntimeError there."""
+    """Tensors that do not fit the metadata in a simulation; a RuntimeError in the original."""
 
 
 class RankOutOfRange(InvalidArgument, IndexError):
-    """A destination outside the world in a simulation; the original has an IndexError there."""
+    """A destination outside the world in a simulation; an IndexError in the original."""
 
 
 class NotThreeAxes(InvalidArgument, AssertionError):
-    """A simulated tensor without three axes; the original has an AssertionError there."""
+    """A simulated tensor without three axes; an AssertionError in the original."""
 
 
 class Unsupported(Error, NotImplementedError):

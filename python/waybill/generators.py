@@ -7,7 +7,7 @@ from typing import Any, Optional, Tuple
 import numpy as np
 
 from . import _core
-from ._arrays import ArrayLike, IntArray, as_numpy, index_array
+from ._arrays import ArrayLike, IntArray, as_numpy, index_array, integer
 from .errors import InvalidArgument
 from .layouts import RawQkvDispatch, attention_layout
 from .metadata import Metadata
@@ -40,7 +40,11 @@ def gen_seq_lens(
         return _core.gen_seq_lens(world_size, num_seqs, total_len, _seed(seed, "gen_seq_lens"))
     if seed is not None:
         raise InvalidArgument("gen_seq_lens: got seed and uniforms, expected one of them")
-    draws = np.ascontiguousarray(as_numpy(uniforms, "gen_seq_lens: uniforms"), dtype=np.float32)
+    given = as_numpy(uniforms, "gen_seq_lens: uniforms")
+    if given.dtype.kind not in "fiu":
+        raise InvalidArgument(f"gen_seq_lens: uniforms has dtype {given.dtype}, expected float32")
+    with np.errstate(over="ignore"):  # infinity is refused below
+        draws = np.ascontiguousarray(given, dtype=np.float32)
     return _core.gen_seq_lens_from(world_size, num_seqs, total_len, draws.reshape(-1))
 
 
@@ -59,7 +63,7 @@ def create_raw_qkv_dispatch(
     raw, seq_lens, _ = _core.create_raw_qkv_dispatch(
         world_size, total_seq_len, num_seqs, max_cp_degree, _seed(seed, "create_raw_qkv_dispatch")
     )
-    return RawQkvDispatch(*raw, (seq_lens,) if return_mlp_no_shard_seq_lens else ())
+    return RawQkvDispatch._make((*raw, (seq_lens,) if return_mlp_no_shard_seq_lens else ()))
 
 
 def create_qkv_dispatch(
@@ -142,6 +146,6 @@ def dispatch_tuple(fields: Any, return_intermediate: bool) -> Tuple[Any, ...]:
 def _seed(seed: Optional[int], who: str) -> int:
     if seed is None:
         return 0
-    if not 0 <= seed < 2**64:
+    if not 0 <= integer(seed, f"{who}: seed") < 2**64:
         raise InvalidArgument(f"{who}: seed = {seed}, expected 0..2^64 - 1")
-    return seed
+    return int(seed)

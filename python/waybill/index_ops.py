@@ -15,7 +15,7 @@ __all__ = [
 
 
 def exclusive_cumsum(tensor: ArrayLike, dim: int = 0) -> IntArray:
-    """Prefix sums along ``dim``, shifted by one: the first slice is 0, the last never enters. int64.
+    """Prefix sums along ``dim``, shifted by one: first slice 0, the last never enters. int64.
 
     ``[0, 1, 2, 3, 4, 5]`` gives ``[0, 0, 1, 3, 6, 10]``.
     """

@@ -1,4 +1,4 @@
-"""Plain records that the functions return; all are tuples, so that they unpack as the original's."""
+"""Plain records that the functions return; tuples, so that they unpack as the original's."""
 
 from __future__ import annotations
 
@@ -77,9 +77,7 @@ def attention_layout(fields: LayoutFields, ragged: bool) -> Union[AttnLayout, Ra
     """From what the compiled part returns."""
     cu_q, cu_kv, max_q, max_kv, num_recv, kv_begin, kv_len = fields
     if ragged and not cu_kv and len(cu_q) > 0:
-        return RankKvLayout(
-            tuple(cu_q), tuple(kv_begin), tuple(kv_len), max_q, max_kv, num_recv
-        )
+        return RankKvLayout(tuple(cu_q), tuple(kv_begin), tuple(kv_len), max_q, max_kv, num_recv)
     if ragged:
         return AttnLayout(tuple(cu_q), tuple(cu_kv), max_q, max_kv, num_recv)
     return AttnLayout(cu_q[0], cu_kv[0], max_q, max_kv, num_recv)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from dataclasses import dataclass
 from typing import Any, Optional, Sequence, Tuple, TypeVar, Union
@@ -11,7 +10,7 @@ from typing import Any, Optional, Sequence, Tuple, TypeVar, Union
 import numpy as np
 
 from . import _core, _html, _plot
-from ._arrays import index_array
+from ._arrays import index_array, int64, integer
 from .errors import InvalidArgument
 
 Fields = Tuple[Any, ...]
@@ -32,8 +31,9 @@ class Metadata:
     """Which rows of one tensor go where, in one direction, for all ranks; or for one (a slice).
 
     W = world_size, S = most shards on a rank, C = most copies of a shard. Every offset, length and
-    count is in tokens (rows). Padding: dst_rank -1, dst_offset 0, seq_len 0. Rank w holds its shards
-    back to back, so shard j begins at row ``seq_len[w, :j].sum()``. A slice drops the first axis.
+    count is in tokens (rows). Padding: dst_rank -1, dst_offset 0, seq_len 0. Rank w holds its
+    shards back to back, so shard j begins at row ``seq_len[w, :j].sum()``. A slice drops the
+    first axis.
 
     Fields are numpy arrays here and torch tensors in ``waybill.torch.Metadata``; the constructor
     keeps what it is given.
@@ -52,7 +52,10 @@ class Metadata:
 
     def get_slice(self: _M, rank: int) -> _M:
         """The lines of one rank, without those that move nothing."""
-        return self._from_fields(_core.get_slice(self._fields(), rank))
+        number = integer(rank, "Metadata.get_slice: rank")
+        if abs(number) >= 2**31:  # the compiled part names the others
+            raise InvalidArgument(f"Metadata.get_slice: rank = {number}, expected one of the world")
+        return self._from_fields(_core.get_slice(self._fields(), number))
 
     def normalize_dtype(self: _M) -> _M:
         """The dtypes of device tables: int32 ranks, uint32 offsets and lengths, uint64 counts.
@@ -67,7 +70,9 @@ class Metadata:
 
         return waybill_torch.Metadata.from_numpy(self).cuda(device)
 
-    def to_json(self, path: Union[str, os.PathLike[str], None] = None, compact: bool = False) -> str:
+    def to_json(
+        self, path: Union[str, os.PathLike[str], None] = None, compact: bool = False
+    ) -> str:
         """The text of format ``waybill.metadata``; also written to ``path`` when one is given."""
         text = _core.metadata_to_json(self._fields(), compact)
         if path is not None:
@@ -78,21 +83,25 @@ class Metadata:
     @classmethod
     def from_json(cls: type[_M], text: Union[str, os.PathLike[str]]) -> _M:
         """The inverse of to_json: from a text, or from a file (a path that is no JSON text)."""
-        if isinstance(text, os.PathLike) or not text.lstrip().startswith("{"):
-            with open(text, encoding="utf-8") as file:
-                return cls._from_fields(_core.metadata_from_json(file.read(), os.fspath(text)))
-        return cls._from_fields(_core.metadata_from_json(text, "JSON"))
+        return cls._from_fields(_core.metadata_from_json(*json_text(text, "Metadata.from_json")))
 
     @property
     def is_slice(self) -> bool:
         """True for what get_slice returns."""
-        return len(self.seq_len.shape) == 1
+        return np.ndim(self.seq_len) == 1
 
     def traffic(self) -> Any:
         """(W, W): rows that rank i (row) sends to rank r (column), local ones on the diagonal."""
         if self.is_slice:
             raise InvalidArgument("Metadata.traffic: a slice knows one rank, expected all ranks")
-        counts = index_array(self._host(self.num_recv_tokens), "num_recv_tokens")
+        _, _, lens, counts, *_ = self._fields()
+        world = len(lens) if lens is not None and lens.ndim == 2 else -1
+        if world < 0 or counts is None or counts.shape != (world, world + 1):
+            shapes = [list(np.shape(array)) for array in (lens, counts)]
+            raise InvalidArgument(
+                f"Metadata.traffic: seq_len and num_recv_tokens have shapes {shapes}, expected"
+                " [W, S] and [W, W + 1]"
+            )
         return counts[:, :-1].astype(np.int64).T
 
     def plot_traffic(self, ax: Any = None) -> Any:
@@ -140,8 +149,12 @@ class Metadata:
         ]
         totals = self.num_total_recv_tokens
         if totals is not None and not isinstance(totals, int):
-            totals = [int(total) for total in totals] if np.ndim(totals) else int(totals)  # type: ignore[call-overload, arg-type]
-        world = None if self.world_size is None else int(self.world_size)
+            name = "Metadata: num_total_recv_tokens"
+            totals = index_array(self._host(totals), name).astype(np.int64).tolist()
+            if isinstance(totals, list) and any(isinstance(total, list) for total in totals):
+                raise InvalidArgument(f"{name} has several axes, expected W totals or one")
+        world = self.world_size
+        world = None if world is None else int64(world, "Metadata: world_size")
         return (*tensors, world, bool(self.normalized), totals)
 
     @staticmethod
@@ -151,3 +164,22 @@ class Metadata:
     @classmethod
     def _from_fields(cls: type[_M], fields: Fields) -> _M:
         return cls(*fields)
+
+
+def require_metadata(value: Any, who: str) -> Metadata:
+    """An argument that must be Metadata, of numpy or torch."""
+    if not isinstance(value, Metadata):
+        raise InvalidArgument(
+            f"{who}: metadata is a {type(value).__name__}, expected a waybill.Metadata"
+        )
+    return value
+
+
+def json_text(text: Any, who: str) -> Tuple[str, str]:
+    """(text, where it comes from) of a JSON text, or of the file of a path that is no JSON text."""
+    if not isinstance(text, (str, os.PathLike)):
+        raise InvalidArgument(f"{who}: got a {type(text).__name__}, expected a JSON text or a path")
+    if isinstance(text, str) and text.lstrip().startswith("{"):
+        return text, "JSON"
+    with open(text, encoding="utf-8") as file:
+        return file.read(), os.fspath(text)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any, Optional, Sequence, Union
 
-import numpy as np
-
 from . import _core, _html, _plot
-from ._arrays import AnyArray, IntArray
+from ._arrays import AnyArray, IntArray, index_array
 from .layouts import QkvMetadata, RawQkvDispatch, attention_layout
-from .metadata import Metadata
+from .metadata import Metadata, json_text
 
 __all__ = ["QkvPlan"]
 
@@ -46,27 +44,28 @@ class QkvPlan:
         kv_begin: Optional[Sequence[int]] = None,
         kv_layout: str = "per_rank",
     ) -> None:
-        tables = (rank_shard_offsets, shard_len, q_dst, doc_shard_offsets, doc_shards)
-        self._plan: _core.Plan = _core.make_plan(
-            world_size, *(np.asarray(table).tolist() for table in tables),
-            [] if kv_begin is None else np.asarray(kv_begin).tolist(), kv_layout,
-        )  # fmt: skip
+        tables = {
+            "rank_shard_offsets": rank_shard_offsets, "shard_len": shard_len, "q_dst": q_dst,
+            "doc_shard_offsets": doc_shard_offsets, "doc_shards": doc_shards,
+            "kv_begin": [] if kv_begin is None else kv_begin,
+        }  # fmt: skip
+        lists = (index_array(table, f"QkvPlan: {name}").tolist() for name, table in tables.items())
+        self._plan: _core.Plan = _core.make_plan(world_size, *lists, kv_layout)
 
     @classmethod
-    def _wrap(cls, plan: _core.Plan) -> "QkvPlan":
+    def _wrap(cls, plan: _core.Plan) -> QkvPlan:
         self = cls.__new__(cls)
         self._plan = plan
         return self
 
     @classmethod
-    def from_json(cls, text: Union[str, os.PathLike[str]]) -> "QkvPlan":
+    def from_json(cls, text: Union[str, os.PathLike[str]]) -> QkvPlan:
         """From a text of format ``waybill.plan``, or from a file that holds one."""
-        if isinstance(text, os.PathLike) or not text.lstrip().startswith("{"):
-            with open(text, encoding="utf-8") as file:
-                return cls._wrap(_core.plan_from_json(file.read(), os.fspath(text)))
-        return cls._wrap(_core.plan_from_json(text, "JSON"))
+        return cls._wrap(_core.plan_from_json(*json_text(text, "QkvPlan.from_json")))
 
-    def to_json(self, path: Union[str, os.PathLike[str], None] = None, compact: bool = False) -> str:
+    def to_json(
+        self, path: Union[str, os.PathLike[str], None] = None, compact: bool = False
+    ) -> str:
         """The text of format ``waybill.plan``; also written to ``path`` when one is given."""
         text: str = self._plan.to_json(compact)
         if path is not None:
@@ -148,7 +147,7 @@ class QkvPlan:
 
     def to_raw_dispatch(self, max_cp_degree: int = 1) -> RawQkvDispatch:
         """The plan in the original's dense form (causal plans, one KV copy a query)."""
-        return RawQkvDispatch(*self._plan.to_raw_dispatch(max_cp_degree), ())
+        return RawQkvDispatch._make((*self._plan.to_raw_dispatch(max_cp_degree), ()))
 
     def traffic(self) -> tuple[AnyArray, AnyArray]:
         """Rows of Q and of KV: two (W, W), sending rank first, local ones on the diagonal."""

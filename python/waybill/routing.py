@@ -7,7 +7,7 @@ from typing import Any, Tuple, Union
 import numpy as np
 
 from . import _core
-from ._arrays import ArrayLike, IntArray, index_array
+from ._arrays import ArrayLike, IntArray, index_array, integer
 from .errors import InvalidArgument
 from .layouts import AttnLayout, PackedSeqParams, attention_layout
 from .metadata import Metadata
@@ -194,14 +194,18 @@ def _kv_tables(who: str, *tables: ArrayLike) -> Tuple[IntArray, ...]:
 
 def _check_hints(dispatch: IntArray, q_seq_to_dst: ArrayLike, max_num_local_seqs: Any) -> None:
     """What the original takes beside the tables follows from q_dispatch."""
-    if max_num_local_seqs is not None and dispatch.ndim == 2:
-        if int(max_num_local_seqs) != dispatch.shape[1]:
-            raise InvalidArgument(
-                f"compute_metadata_kv: max_num_local_seqs = {int(max_num_local_seqs)}, expected"
-                f" {dispatch.shape[1]}, that of q_dispatch {list(dispatch.shape)}"
-            )
-    if q_seq_to_dst is not None and dispatch.ndim == 2:
-        shape = list(np.shape(q_seq_to_dst))
+    if dispatch.ndim != 2:
+        return  # the compiled part says what is wrong
+    name = "compute_metadata_kv: max_num_local_seqs"
+    if max_num_local_seqs is not None and integer(max_num_local_seqs, name) != dispatch.shape[1]:
+        raise InvalidArgument(
+            f"{name} = {int(max_num_local_seqs)}, expected {dispatch.shape[1]}, that of q_dispatch"
+            f" {list(dispatch.shape)}"
+        )
+    if q_seq_to_dst is not None:
+        shape = list(
+            q_seq_to_dst.shape if hasattr(q_seq_to_dst, "shape") else np.shape(q_seq_to_dst)
+        )
         expected = [dispatch.shape[0], dispatch.shape[1], dispatch.shape[0]]
         if shape != expected:
             raise InvalidArgument(

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any, NoReturn, Sequence
 
 import numpy as np
 
 from . import _core
-from ._arrays import AnyArray, ArrayLike, IntArray, as_numpy, bits_of, library_dtype
+from ._arrays import (
+    AnyArray,
+    ArrayLike,
+    IntArray,
+    as_numpy,
+    bits_of,
+    dtype_name,
+    integer,
+    library_dtype,
+)
 from .errors import InvalidArgument, NotThreeAxes, RankOutOfRange, ShapeMismatch
-from .metadata import Metadata
+from .metadata import Metadata, require_metadata
 
 __all__ = [
     "orchestrate_simulate",
@@ -49,8 +59,8 @@ def orchestrate_simulate(
     source = as_numpy(tensor, "orchestrate_simulate: tensor")
     output = writable(output_tensor, "orchestrate_simulate: output_tensor")
     run_simulation(
-        bits_of(source, "orchestrate_simulate: tensor"), source.dtype.name,
-        bits_of(output, "orchestrate_simulate: output_tensor"), output.dtype.name,
+        bits_of(source, "orchestrate_simulate: tensor"), dtype_name(source),
+        bits_of(output, "orchestrate_simulate: output_tensor"), dtype_name(output),
         metadata, overlap, num_threads,
     )  # fmt: skip
     return output_tensor
@@ -68,8 +78,8 @@ def simulate_communication(
         W arrays (R_w, ...), R_w the total of num_recv_tokens[w].
     """
     sources = [as_numpy(t, f"simulate_communication: tensors[{i}]") for i, t in enumerate(tensors)]
-    flat = [bits_of(s.reshape(len(s), -1) if s.ndim != 2 else s, "tensors") for s in sources]
-    received = run_communication(flat, [s.dtype.name for s in sources], metadata, overlap)
+    flat = [bits_of(as_matrix(s), "simulate_communication: tensors") for s in sources]
+    received = run_communication(flat, [dtype_name(s) for s in sources], metadata, overlap)
     return [
         rows.view(s.dtype).reshape(len(rows), *s.shape[1:]) for rows, s in zip(received, sources)
     ]
@@ -85,12 +95,16 @@ def source_rows(
     """What orchestrate_simulate would move, as a gather, for tensors of any framework and device.
 
     Returns:
-        (W, m) int64: for every row of the output the row of the tensor that ends there, w * n + row,
-        or -1 where none does.
+        (W, m) int64: for every row of the output the row of the tensor that ends there,
+        w * n + row, or -1 where none does.
     """
-    shapes = [[int(extent) for extent in shape] for shape in (tensor_shape, output_shape)]
+    fields = require_metadata(metadata, "orchestrate_simulate")._fields()
+    shapes = [
+        [integer(extent, f"orchestrate_simulate: an extent of {name}") for extent in shape]
+        for name, shape in (("tensor", tensor_shape), ("output", output_shape))
+    ]
     try:
-        return _core.source_rows(*shapes, metadata._fields(), overlap)
+        return _core.source_rows(*shapes, fields, overlap)
     except InvalidArgument as error:
         _raise_as_simulation_error(error, metadata, shapes[0])
 
@@ -109,15 +123,12 @@ def sum_kv_copies(
     """
     source = as_numpy(planes, "sum_kv_copies: planes")
     if output is None:
-        lens = metadata.recv_seq_lens
-        if lens is None:
-            raise InvalidArgument("sum_kv_copies: metadata has no recv_seq_lens, expected reverse KV")
-        rows = int((lens if metadata.is_slice else lens[rank]).sum())
+        rows = gradient_rows(source.shape, metadata, rank)
         output = np.empty((rows, *source.shape[1:]), dtype=source.dtype)
     target = writable(output, "sum_kv_copies: output")
     run_sum(
-        bits_of(source, "sum_kv_copies: planes"), source.dtype.name,
-        bits_of(target, "sum_kv_copies: output"), target.dtype.name,
+        bits_of(source, "sum_kv_copies: planes"), dtype_name(source),
+        bits_of(target, "sum_kv_copies: output"), dtype_name(target),
         metadata, rank, num_threads,
     )  # fmt: skip
     return output
@@ -141,7 +152,9 @@ def test_qkv_dispatch(args: Any = None, **overrides: Any) -> None:
     }  # fmt: skip
     unknown = sorted(set(overrides) - set(defaults))
     if unknown:
-        raise InvalidArgument(f"test_qkv_dispatch: got {unknown}, expected some of {list(defaults)}")
+        raise InvalidArgument(
+            f"test_qkv_dispatch: got {unknown}, expected some of {list(defaults)}"
+        )
     values = {name: getattr(args, name, value) for name, value in defaults.items()}
     o = SimpleNamespace(**{**values, **overrides})
     findings, _ = _core.test_qkv_dispatch(
@@ -162,21 +175,51 @@ def writable(output: Any, name: str) -> AnyArray:
     return array
 
 
+def as_matrix(rows: Any) -> Any:
+    """(n, H) of an array or tensor (n, ...); H may be 0, and so may n."""
+    if rows.ndim == 0:
+        raise ShapeMismatch("simulate_communication: got a scalar, expected tensors (n, ...)")
+    return rows if rows.ndim == 2 else rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
+
+
+def gradient_rows(planes_shape: Sequence[int], metadata: Metadata, rank: int) -> int:
+    """T of sum_kv_copies for a new output; held against planes, since tables may be wrong."""
+    who = "sum_kv_copies"
+    fields = require_metadata(metadata, who)._fields()
+    mask, lens = fields[4:6]
+    if mask is None or lens is None:
+        raise InvalidArgument(
+            f"{who}: metadata has no seq_recv_mask or recv_seq_lens, expected those of the reverse"
+            " of a dispatch with copies"
+        )
+    if lens.ndim == 2:
+        if not 0 <= integer(rank, f"{who}: rank") < len(lens):
+            raise InvalidArgument(f"{who}: rank = {rank}, expected 0..{len(lens) - 1}")
+        lens = lens[int(rank)]
+    rows, copies = sum(lens.reshape(-1).tolist()), mask.shape[-1] if mask.ndim else 0
+    if len(planes_shape) != 2 or planes_shape[0] != copies * rows or rows < 0:
+        raise InvalidArgument(
+            f"{who}: planes has shape {list(planes_shape)}, expected [{copies} * {rows}, hidden]"
+        )
+    return rows
+
+
 def run_simulation(
     source: AnyArray, source_dtype: str, output: AnyArray, output_dtype: str, metadata: Metadata,
     overlap: str, num_threads: int,
 ) -> None:  # fmt: skip
-    """orchestrate_simulate on integers of the elements' size, with the dtypes' names beside them."""
+    """orchestrate_simulate on integers of the elements' size, the dtypes' names beside them."""
     if source_dtype != output_dtype and source.itemsize == output.itemsize:
         raise ShapeMismatch(
             f"orchestrate_simulate: output has dtype {output_dtype}, expected {source_dtype}, that"
             " of tensor"
         )
+    fields = require_metadata(metadata, "orchestrate_simulate")._fields()
     try:
         _core.orchestrate_simulate(
             source, library_dtype(source_dtype, source.itemsize),
             output, library_dtype(output_dtype, output.itemsize),
-            metadata._fields(), overlap, num_threads,
+            fields, overlap, num_threads,
         )  # fmt: skip
     except InvalidArgument as error:
         _raise_as_simulation_error(error, metadata, source.shape)
@@ -190,7 +233,8 @@ def run_sum(
     _core.sum_kv_copies(
         planes, library_dtype(planes_dtype, planes.itemsize),
         output, library_dtype(output_dtype, output.itemsize),
-        metadata._fields(), rank, num_threads,
+        require_metadata(metadata, "sum_kv_copies")._fields(),
+        integer(rank, "sum_kv_copies: rank"), num_threads,
     )  # fmt: skip
 
 
@@ -203,8 +247,9 @@ def run_communication(
             f"simulate_communication: tensors have dtypes {sorted(set(dtypes))}, expected one dtype"
         )
     dtype = library_dtype(dtypes[0], flat[0].itemsize) if flat else "uint8"
+    fields = require_metadata(metadata, "simulate_communication")._fields()
     try:
-        return _core.simulate_communication(flat, dtype, metadata._fields(), overlap, 0)
+        return _core.simulate_communication(flat, dtype, fields, overlap, 0)
     except InvalidArgument as error:
         _raise_as_simulation_error(error, metadata, [len(flat), 0, 0])
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, List, NamedTuple, Optional
 
 from . import _core
+from ._arrays import int64
 from .errors import InvalidArgument
-from .layouts import layout_fields
+from .layouts import AttnLayout, RankKvLayout, layout_fields
 from .metadata import Metadata
 from .plans import QkvPlan
 
@@ -39,16 +40,17 @@ def validate(
     """What is wrong; empty when all is right. Never raises for what it finds.
 
     Args:
-        tables: one of: a plan; one Metadata; forward and reverse Metadata; the four metadata and
-            the attention layout of Q and KV, as create_qkv_dispatch returns them (each pair is then
-            checked); a plan and the QkvMetadata of its to_metadata().
+        tables: one of: a plan; one Metadata; forward and reverse Metadata; the four metadata of Q
+            and KV, as create_qkv_dispatch returns them, where each pair is checked (an attention
+            layout may follow and is not looked at: only a plan says what belongs in it); a plan and
+            the QkvMetadata of its to_metadata(), where everything is.
         q_capacity, kv_capacity: most rows of a rank's buffer; None is any number.
         max_findings: stop after so many.
     """
     options = (
-        -1 if q_capacity is None else q_capacity,
-        -1 if kv_capacity is None else kv_capacity,
-        max_findings,
+        -1 if q_capacity is None else int64(q_capacity, "validate: q_capacity"),
+        -1 if kv_capacity is None else int64(kv_capacity, "validate: kv_capacity"),
+        int64(max_findings, "validate: max_findings"),
     )
     return [Finding(*found) for found in _findings(tables, options)]
 
@@ -62,15 +64,32 @@ def _findings(tables: Any, options: Any) -> Any:
         return _core.validate_metadata(metadata[0]._fields(), options)
     if len(tables) == 2 and len(metadata) == 2:
         return _core.validate_pair(metadata[0]._fields(), metadata[1]._fields(), options)
-    if len(tables) == 2 and isinstance(tables[0], QkvPlan) and isinstance(tables[1], tuple):
+    if len(tables) == 2 and isinstance(tables[0], QkvPlan) and _is_qkv_metadata(tables[1]):
         *four, layout = tables[1]
         return _core.validate_all(
             tables[0]._plan, *(table._fields() for table in four), layout_fields(layout), options
         )
     if len(tables) in (4, 5) and len(metadata) == 4:
         q = _core.validate_pair(metadata[0]._fields(), metadata[1]._fields(), options)
-        return q + _core.validate_pair(metadata[2]._fields(), metadata[3]._fields(), options)
+        kv = _core.validate_pair(metadata[2]._fields(), metadata[3]._fields(), options)
+        return [_of_pair(found, "_q") for found in q] + [_of_pair(found, "_kv") for found in kv]
     raise InvalidArgument(
         f"validate: got {[kind.__name__ for kind in kinds]}, expected a plan, one Metadata, forward"
         " and reverse Metadata, four Metadata, or a plan and its QkvMetadata"
     )
+
+
+def _is_qkv_metadata(value: Any) -> bool:
+    return (
+        isinstance(value, tuple)
+        and len(value) == 5
+        and all(isinstance(table, Metadata) for table in value[:4])
+        and isinstance(value[4], (AttnLayout, RankKvLayout))
+    )
+
+
+def _of_pair(found: Any, suffix: str) -> Any:
+    """A finding about "fwd" or "rev" under the name of the table that the caller gave."""
+    kind, table, *rest, text = found
+    named = table + suffix
+    return (kind, named, *rest, named + text.removeprefix(table))

@@ -73,8 +73,7 @@ RawQkvDispatchWithLens create_raw_qkv_dispatch(std::int64_t world_size, std::int
   return result;
 }
 
-RawQkvDispatchWithLens create_raw_qkv_dispatch(const IndexArray& seq_lens,
-                                               const IndexArray& cp_num,
+RawQkvDispatchWithLens create_raw_qkv_dispatch(const IndexArray& seq_lens, const IndexArray& cp_num,
                                                const IndexArray& cp_dst) {
   const char* who = "create_raw_qkv_dispatch";
   const auto [world_size, num_seqs] = detail::check_world_matrix(who, "seq_lens", seq_lens);

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <string>
 
 #include "waybill/core/error.h"
 #include "waybill/core/index_array.h"
@@ -46,6 +48,17 @@ inline void check_range(const char* who, const char* name, const IndexArray& arr
     require(low <= values[i] && values[i] <= high, who, ": ", name, " of rank ", at / row_size,
             ", entry ", at % row_size, " = ", values[i], ", expected ", expected);
   }
+}
+
+/// Destinations: a rank, or -1.
+inline void check_ranks(const char* who, const char* name, const IndexArray& array,
+                        std::int64_t world_size) {
+  const auto values = array.i64();
+  const bool good = std::all_of(values.begin(), values.end(),
+                                [&](std::int64_t rank) { return -1 <= rank && rank < world_size; });
+  if (good) return;  // the text is built only for the bad path
+  const std::string expected = concat("-1 (none) or 0..", world_size - 1);
+  check_range(who, name, array, -1, world_size - 1, expected.c_str());
 }
 
 /// Lengths: not negative, and all together at most max_total_rows.

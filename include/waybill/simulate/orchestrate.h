@@ -48,7 +48,8 @@ void orchestrate_simulate(const ConstTensorView& tensor, const TensorView& outpu
 [[nodiscard]] IndexArray source_rows(const Shape& tensor_shape, const Shape& output_shape,
                                      const Metadata& metadata, const SimulateOptions& options = {});
 
-/// orchestrate_simulate for ranks with different numbers of rows, into new buffers that start as zeros.
+/// orchestrate_simulate for ranks with different numbers of rows, into new buffers that start as
+/// zeros.
 /// @param tensors W views [n_w, H] of one dtype
 /// @return W tensors [R_w, H], R_w the largest value of num_recv_tokens[w], which is its total
 /// @throws InvalidArgument as orchestrate_simulate, and when R_w is not the number of rows that

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Optional, Tuple
 
 import numpy as np
@@ -13,11 +14,22 @@ from ..errors import InvalidArgument, Unsupported
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def host_array(value: Any, name: str) -> Any:
+def host_array(value: Any) -> Any:
     """A numpy array over a CPU tensor's memory, a copy of another device's; the rest as it is."""
-    if isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor):
+        return value
+    try:
         return value.detach().cpu().numpy()
-    return value
+    except (RuntimeError, TypeError) as error:  # sparse, or of a dtype that numpy lacks
+        raise InvalidArgument(
+            f"got a tensor of {value.dtype} ({value.layout}, {value.device}), expected one of int64"
+            f" with strides: {error}"
+        ) from None
+
+
+def on_host(function: Callable[..., Any], *values: Any, **options: Any) -> Any:
+    """Calls a function of the numpy face with the values as numpy arrays."""
+    return function(*(host_array(value) for value in values), **options)
 
 
 def tensor(array: Any, device: Optional[torch.device] = None) -> Any:
@@ -57,6 +69,8 @@ def require_tensor(value: Any, name: str) -> torch.Tensor:
     """Payloads are tensors: anything else would be copied without the caller noticing."""
     if not isinstance(value, torch.Tensor):
         raise InvalidArgument(f"{name} is a {type(value).__name__}, expected a torch.Tensor")
+    if value.layout is not torch.strided:
+        raise InvalidArgument(f"{name} has layout {value.layout}, expected torch.strided")
     return value
 
 

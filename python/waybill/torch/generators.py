@@ -11,9 +11,10 @@ from typing import Any, Optional, Tuple
 import torch
 
 from .. import _core, generators
+from .._arrays import int64
 from ..errors import InvalidArgument
 from ..layouts import RawQkvDispatch
-from ._tensors import host_array, tensor, tensors
+from ._tensors import host_array, on_host, tensor, tensors
 from .metadata import metadata_of
 
 __all__ = [
@@ -33,10 +34,17 @@ def gen_seq_lens(
 ) -> torch.Tensor:
     """Random sequence lengths: (world_size, num_seqs) int32, every row sums to total_len."""
     if seed is None and uniforms is None:
-        if world_size < 1 or num_seqs < 1:  # the compiled part's error, before anything is drawn
+        world_size, num_seqs, total_len = (
+            int64(value, f"gen_seq_lens: {name}")
+            for name, value in (
+                ("world_size", world_size), ("num_seqs", num_seqs), ("total_len", total_len)
+            )
+        )  # fmt: skip
+        in_range = 1 <= world_size <= 2**20 and 1 <= num_seqs and 0 <= total_len < 2**31
+        if not in_range or world_size * num_seqs >= 2**31:  # an error, before anything is drawn
             generators.gen_seq_lens(world_size, num_seqs, total_len)
         uniforms = torch.rand((world_size, num_seqs))
-    draws = None if uniforms is None else host_array(uniforms, "uniforms")
+    draws = None if uniforms is None else host_array(uniforms)
     result: torch.Tensor = tensor(
         generators.gen_seq_lens(world_size, num_seqs, total_len, seed, draws)
     )
@@ -54,7 +62,7 @@ def create_raw_qkv_dispatch(
     """A random plan: each sequence is cut into a power of two of shards for different ranks."""
     raw, seq_lens = _raw(world_size, total_seq_len, num_seqs, max_cp_degree, seed)
     extra = (seq_lens,) if return_mlp_no_shard_seq_lens else ()
-    result: RawQkvDispatch = tensors(RawQkvDispatch(*raw, extra))
+    result: RawQkvDispatch = tensors(RawQkvDispatch._make((*raw, extra)))
     return result
 
 
@@ -87,9 +95,16 @@ def create_qkv_dispatch_with_custom_mapping(
     verbose: bool = False,
 ) -> Tuple[Any, ...]:
     """The same for given shards, which may be uneven and share destinations."""
-    given = (host_array(t, "mapping") for t in (seq_lens, cp_num, cp_dst, seq_shard_lens))
-    result = generators.create_qkv_dispatch_with_custom_mapping(
-        world_size, *given, return_intermediate, return_mlp_no_shard_seq_lens, verbose
+    result = on_host(
+        generators.create_qkv_dispatch_with_custom_mapping,
+        world_size,
+        seq_lens,
+        cp_num,
+        cp_dst,
+        seq_shard_lens,
+        return_intermediate=return_intermediate,
+        return_mlp_no_shard_seq_lens=return_mlp_no_shard_seq_lens,
+        verbose=verbose,
     )
     return _with_tensors(result)
 
@@ -107,6 +122,11 @@ def _raw(
             world_size, total_seq_len, num_seqs, max_cp_degree, seed
         )
         return raw, seq_lens
+    names = ("world_size", "total_seq_len", "num_seqs", "max_cp_degree")
+    world_size, total_seq_len, num_seqs, max_cp_degree = (
+        int64(value, f"create_raw_qkv_dispatch: {name}")
+        for name, value in zip(names, (world_size, total_seq_len, num_seqs, max_cp_degree))
+    )
     if min(world_size, num_seqs, max_cp_degree) < 1 or total_seq_len % max_cp_degree:
         _core.create_raw_qkv_dispatch(world_size, total_seq_len, num_seqs, max_cp_degree, 0)
     if max_cp_degree > world_size:

@@ -20,14 +20,14 @@ __all__ = [
 def exclusive_cumsum(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """Prefix sums along ``dim``, shifted by one: the first slice is 0, the last never enters."""
     value = require_tensor(tensor, "exclusive_cumsum: tensor")
-    result = index_ops.exclusive_cumsum(host_array(value, "tensor"), dim)
+    result = index_ops.exclusive_cumsum(host_array(value), dim)
     return as_tensor(result, value.device)
 
 
 def prepend_zero(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """One slice of zeros in front along ``dim``; the dtype is kept."""
     value = require_tensor(tensor, "prepend_zero: tensor")
-    return as_tensor(index_ops.prepend_zero(host_array(value, "tensor"), dim), value.device)
+    return as_tensor(index_ops.prepend_zero(host_array(value), dim), value.device)
 
 
 prepend_zero_fn = prepend_zero
@@ -36,7 +36,7 @@ prepend_zero_fn = prepend_zero
 def mask_by_neg(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """``tensor`` where ``mask`` is true (not 0), -1 elsewhere."""
     value = require_tensor(tensor, "mask_by_neg: tensor")
-    result = index_ops.mask_by_neg(host_array(value, "tensor"), host_array(mask, "mask"))
+    result = index_ops.mask_by_neg(host_array(value), host_array(mask))
     return as_tensor(result, value.device)
 
 
@@ -46,6 +46,6 @@ def index_put_with_neg_padding_1d(
     """A copy of ``tensor`` with ``tensor[index[i]] = src[i]``, in order; index -1 is dropped."""
     value = require_tensor(tensor, "index_put_with_neg_padding_1d: tensor")
     result = index_ops.index_put_with_neg_padding_1d(
-        host_array(value, "tensor"), host_array(src, "src"), host_array(index, "index")
+        host_array(value), host_array(src), host_array(index)
     )
     return as_tensor(result, value.device)

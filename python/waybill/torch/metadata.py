@@ -27,8 +27,9 @@ class Metadata(numpy_metadata.Metadata):
 
     def cuda(self: _M, device: Any = None) -> _M:
         """Every tensor on the current (or given) GPU, contiguous."""
-        where = torch.device("cuda") if device is None else torch.device("cuda", device) if isinstance(device, int) else torch.device(device)  # fmt: skip
-        return self.to(where)
+        if isinstance(device, int):
+            device = torch.device("cuda", device)
+        return self.to(torch.device("cuda") if device is None else device)
 
     def cpu(self: _M) -> _M:
         """Every tensor in host memory, contiguous."""
@@ -63,7 +64,7 @@ class Metadata(numpy_metadata.Metadata):
 
     @staticmethod
     def _host(value: Any) -> Any:
-        return host_array(value, "Metadata")
+        return host_array(value)
 
     @classmethod
     def _from_fields(cls: Type[_M], fields: Tuple[Any, ...]) -> _M:

@@ -10,10 +10,11 @@ from typing import Any, Tuple
 import torch
 
 from .. import routing
+from ..errors import InvalidArgument
 from ..layouts import AttnLayout, PackedSeqParams, QkvMetadata
 from ..plans import QkvPlan
-from ._tensors import device_of, host_array, tensor, tensors
-from .metadata import Metadata, metadata_of
+from ._tensors import device_of, host_array, on_host, tensor, tensors
+from .metadata import metadata_of
 
 __all__ = [
     "compute_attn_layout_seqlens",
@@ -39,7 +40,7 @@ def compute_metadata(
     """
     device = device_of(global_dispatch, seq_len)
     fwd, rev, *rest = routing.compute_metadata(
-        host_array(seq_len, "seq_len"), host_array(global_dispatch, "global_dispatch"),
+        host_array(seq_len), host_array(global_dispatch),
         return_intermediate, undispatched=undispatched,
     )  # fmt: skip
     forward, reverse = metadata_of(fwd, device), metadata_of(rev, device)
@@ -71,10 +72,10 @@ def compute_metadata_kv(
         kv_to_q_mapping, kv_to_q_rank, kv_context_size, q_to_num_kv_seq, q_to_num_kv_token,
         seq_len, num_seqs, q_dispatch,
     )  # fmt: skip
-    fwd, rev, *rest = routing.compute_metadata_kv(
-        *(host_array(table, "table") for table in tables),
-        None if q_seq_to_dst is None else _Shape(q_seq_to_dst.shape),
-        max_num_local_seqs, return_intermediate,
+    fwd, rev, *rest = on_host(
+        routing.compute_metadata_kv, *tables,
+        q_seq_to_dst=q_seq_to_dst,
+        max_num_local_seqs=max_num_local_seqs, return_intermediate=return_intermediate,
     )  # fmt: skip
     forward, reverse = metadata_of(fwd, device), metadata_of(rev, device)
     return (forward, reverse, *tensors(tuple(rest), device))
@@ -89,8 +90,8 @@ def compute_attn_layout_seqlens(
 ) -> AttnLayout:
     """Sequence lengths of Q and of its KV context in the attention layout of every rank."""
     layout = routing.compute_attn_layout_seqlens(
-        host_array(seq_shard_len, "seq_shard_len"), host_array(seq_shard_cumsum, "cumsum"),
-        host_array(dispatch, "dispatch"), prepend_zero, shard_to_tuple,
+        host_array(seq_shard_len), host_array(seq_shard_cumsum),
+        host_array(dispatch), prepend_zero, shard_to_tuple,
     )  # fmt: skip
     result: AttnLayout = tensors(layout, device_of(dispatch))
     return result
@@ -98,10 +99,11 @@ def compute_attn_layout_seqlens(
 
 def mlp_layout_packed_params(seq_lens: torch.Tensor) -> PackedSeqParams:
     """Arguments of variable-length attention in the MLP layout of one rank; seq_lens (n,) rows."""
-    params = routing.mlp_layout_packed_params(host_array(seq_lens, "seq_lens"))
+    params = routing.mlp_layout_packed_params(host_array(seq_lens))
     device = device_of(seq_lens)
     cu_seqlens = tensor(params.cu_seqlens_q, device)
-    longest = torch.tensor(int(params.max_seqlen_q), dtype=seq_lens.dtype, device=device)
+    dtype = seq_lens.dtype if isinstance(seq_lens, torch.Tensor) else torch.int64
+    longest = torch.tensor(int(params.max_seqlen_q), dtype=dtype, device=device)
     return PackedSeqParams(params.qkv_format, cu_seqlens, cu_seqlens, longest, longest)
 
 
@@ -122,28 +124,18 @@ def compute_e2e_metadata(
         mlp_seq_len, mlp_num_seqs, mlp_q_dispatch, kv_to_q_mapping, kv_to_q_rank, kv_context_size,
         q_to_num_kv_seq, q_to_num_kv_token,
     )  # fmt: skip
-    four, rest = _split(
-        routing.compute_e2e_metadata(
-            *(host_array(table, "table") for table in tables), return_intermediate
-        )
+    fwd_q, rev_q, fwd_kv, rev_kv, *rest = on_host(
+        routing.compute_e2e_metadata, *tables, return_intermediate=return_intermediate
     )
-    return (*(metadata_of(m, device) for m in four), *tensors(rest, device))
+    four = (metadata_of(m, device) for m in (fwd_q, rev_q, fwd_kv, rev_kv))
+    return (*four, *tensors(tuple(rest), device))
 
 
 def plan_metadata(plan: QkvPlan, device: Any = None) -> QkvMetadata:
     """``plan.to_metadata()`` with tensors, on ``device``."""
+    if not isinstance(plan, QkvPlan):
+        raise InvalidArgument(f"plan_metadata: plan is a {type(plan).__name__}, expected a QkvPlan")
     where = None if device is None else torch.device(device)
     *four, layout = plan.to_metadata()
     fwd_q, rev_q, fwd_kv, rev_kv = (metadata_of(m, where) for m in four)
     return QkvMetadata(fwd_q, rev_q, fwd_kv, rev_kv, tensors(layout, where))
-
-
-def _split(values: Tuple[Any, ...]) -> Tuple[Tuple[Any, ...], Tuple[Any, ...]]:
-    return values[:4], values[4:]
-
-
-class _Shape:
-    """Stands for a tensor of which only the shape is looked at."""
-
-    def __init__(self, shape: Any) -> None:
-        self.shape = tuple(shape)

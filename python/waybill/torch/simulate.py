@@ -16,7 +16,7 @@ __all__ = ["orchestrate_simulate", "simulate_communication", "sum_kv_copies"]
 _WHO = "orchestrate_simulate"
 
 
-@torch.no_grad()  # type: ignore[misc]
+@torch.no_grad()
 def orchestrate_simulate(
     tensor: torch.Tensor,
     output_tensor: torch.Tensor,
@@ -59,29 +59,34 @@ def _on_device(
             f" {dtype_name(source.dtype)}, that of tensor"
         )
     rows = simulate.source_rows(source.shape, output.shape, metadata, overlap=overlap)
+    if 0 in (source.numel(), output.numel()):
+        return
     if source.untyped_storage().data_ptr() == output.untyped_storage().data_ptr():
-        raise InvalidArgument(f"{_WHO}: output shares its memory with tensor, expected another")
+        raise ShapeMismatch(f"{_WHO}: output shares memory with tensor, expected memory of its own")
     flat = torch.from_numpy(rows.reshape(-1))
     moved = flat >= 0
     to = moved.nonzero().squeeze(1).to(source.device)
     from_ = flat[moved].to(source.device)
     n, m = source.shape[1], output.shape[1]
-    if to.numel() == 0:
-        return
     bits_of(output, _WHO)[to // m, to % m] = bits_of(source, _WHO)[from_ // n, from_ % n]
 
 
-@torch.no_grad()  # type: ignore[misc]
+@torch.no_grad()
 def simulate_communication(
-    tensors: Sequence[torch.Tensor], metadata: numpy_metadata.Metadata, *, overlap: str = "last_wins"
+    tensors: Sequence[torch.Tensor],
+    metadata: numpy_metadata.Metadata,
+    *,
+    overlap: str = "last_wins",
 ) -> list[torch.Tensor]:
-    """orchestrate_simulate for ranks with different numbers of rows, into new tensors (R_w, ...)."""
-    given = [require_tensor(t, f"simulate_communication: tensors[{i}]") for i, t in enumerate(tensors)]
+    """orchestrate_simulate for ranks with different numbers of rows; new tensors (R_w, ...)."""
+    given = [
+        require_tensor(t, f"simulate_communication: tensors[{i}]") for i, t in enumerate(tensors)
+    ]
     devices = {t.device for t in given}
     if len(devices) > 1:
         names = sorted(map(str, devices))
         raise ShapeMismatch(f"simulate_communication: tensors lie on {names}, expected one device")
-    flat = [t.cpu().reshape(t.shape[0], -1) if t.ndim != 2 else t.cpu() for t in given]
+    flat = [simulate.as_matrix(t.cpu()) for t in given]
     received = simulate.run_communication(
         [payload(t, "simulate_communication: tensors")[0] for t in flat],
         [dtype_name(t.dtype) for t in given], metadata, overlap,
@@ -92,7 +97,7 @@ def simulate_communication(
     ]
 
 
-@torch.no_grad()  # type: ignore[misc]
+@torch.no_grad()
 def sum_kv_copies(
     planes: torch.Tensor,
     metadata: numpy_metadata.Metadata,
@@ -103,17 +108,17 @@ def sum_kv_copies(
     """Sums the gradients of the copies of a rank's K (or V) rows after the reverse dispatch."""
     source = require_tensor(planes, "sum_kv_copies: planes")
     if source.device.type != "cpu":
-        raise InvalidArgument(
-            f"sum_kv_copies: planes lie on {source.device}, expected host memory"
-        )
+        raise InvalidArgument(f"sum_kv_copies: planes lie on {source.device}, expected host memory")
     if output is None:
-        lens = metadata.recv_seq_lens
-        if lens is None:
-            raise InvalidArgument("sum_kv_copies: metadata has no recv_seq_lens, expected reverse KV")
-        rows = int((lens if metadata.is_slice else lens[rank]).sum())
+        rows = simulate.gradient_rows(source.shape, metadata, rank)
         output = torch.empty((rows, *source.shape[1:]), dtype=source.dtype)
+    target = require_tensor(output, "sum_kv_copies: output")
+    if target.device.type != "cpu":
+        raise InvalidArgument(
+            f"sum_kv_copies: output lies on {target.device}, expected host memory"
+        )
     simulate.run_sum(
-        *payload(source, "sum_kv_copies: planes"), *payload(output, "sum_kv_copies: output"),
+        *payload(source, "sum_kv_copies: planes"), *payload(target, "sum_kv_copies: output"),
         metadata, rank, num_threads,
     )  # fmt: skip
     return output
