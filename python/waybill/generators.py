@@ -37,7 +37,9 @@ def gen_seq_lens(
             makes of the same draws (which may round to 0), but for its negative lengths.
     """
     if uniforms is None:
-        return _core.gen_seq_lens(world_size, num_seqs, total_len, _seed(seed, "gen_seq_lens"))
+        return _core.gen_seq_lens(
+            world_size, num_seqs, total_len, checked_seed(seed, "gen_seq_lens")
+        )
     if seed is not None:
         raise InvalidArgument("gen_seq_lens: got seed and uniforms, expected one of them")
     given = as_numpy(uniforms, "gen_seq_lens: uniforms")
@@ -61,7 +63,11 @@ def create_raw_qkv_dispatch(
     total_seq_len is the number of rows on every rank, a multiple of max_cp_degree.
     """
     raw, seq_lens, _ = _core.create_raw_qkv_dispatch(
-        world_size, total_seq_len, num_seqs, max_cp_degree, _seed(seed, "create_raw_qkv_dispatch")
+        world_size,
+        total_seq_len,
+        num_seqs,
+        max_cp_degree,
+        checked_seed(seed, "create_raw_qkv_dispatch"),
     )
     return RawQkvDispatch._make((*raw, (seq_lens,) if return_mlp_no_shard_seq_lens else ()))
 
@@ -82,7 +88,11 @@ def create_qkv_dispatch(
         lengths before sharding, each when asked for.
     """
     raw, seq_lens, _ = _core.create_raw_qkv_dispatch(
-        world_size, total_seq_len, num_seqs, max_cp_degree, _seed(seed, "create_qkv_dispatch")
+        world_size,
+        total_seq_len,
+        num_seqs,
+        max_cp_degree,
+        checked_seed(seed, "create_qkv_dispatch"),
     )
     lens, num_shards, dst, *tables = raw
     fields = _core.compute_e2e_metadata(lens, num_shards, dst, tuple(tables), return_intermediate)
@@ -143,7 +153,7 @@ def dispatch_tuple(fields: Any, return_intermediate: bool) -> Tuple[Any, ...]:
     return (*result, (*q_intermediates, kv_ids)) if return_intermediate else result
 
 
-def _seed(seed: Optional[int], who: str) -> int:
+def checked_seed(seed: Optional[int], who: str) -> int:
     if seed is None:
         return 0
     if not 0 <= integer(seed, f"{who}: seed") < 2**64:

@@ -196,7 +196,8 @@ def gradient_rows(planes_shape: Sequence[int], metadata: Metadata, rank: int) ->
         if not 0 <= integer(rank, f"{who}: rank") < len(lens):
             raise InvalidArgument(f"{who}: rank = {rank}, expected 0..{len(lens) - 1}")
         lens = lens[int(rank)]
-    rows, copies = sum(lens.reshape(-1).tolist()), mask.shape[-1] if mask.ndim else 0
+    rows = int(sum(lens.reshape(-1).tolist()))
+    copies = mask.shape[-1] if mask.ndim else 0
     if len(planes_shape) != 2 or planes_shape[0] != copies * rows or rows < 0:
         raise InvalidArgument(
             f"{who}: planes has shape {list(planes_shape)}, expected [{copies} * {rows}, hidden]"

@@ -40,7 +40,7 @@ def gen_seq_lens(
                 ("world_size", world_size), ("num_seqs", num_seqs), ("total_len", total_len)
             )
         )  # fmt: skip
-        in_range = 1 <= world_size <= 2**20 and 1 <= num_seqs and 0 <= total_len < 2**31
+        in_range = 1 <= world_size <= 2**20 and num_seqs >= 1 and 0 <= total_len < 2**31
         if not in_range or world_size * num_seqs >= 2**31:  # an error, before anything is drawn
             generators.gen_seq_lens(world_size, num_seqs, total_len)
         uniforms = torch.rand((world_size, num_seqs))
@@ -118,8 +118,9 @@ def _raw(
 ) -> Tuple[Any, Any]:
     """The eight tables and the lengths before sharding."""
     if seed is not None:
+        number = generators.checked_seed(seed, "create_raw_qkv_dispatch")
         raw, seq_lens, _ = _core.create_raw_qkv_dispatch(
-            world_size, total_seq_len, num_seqs, max_cp_degree, seed
+            world_size, total_seq_len, num_seqs, max_cp_degree, number
         )
         return raw, seq_lens
     names = ("world_size", "total_seq_len", "num_seqs", "max_cp_degree")
