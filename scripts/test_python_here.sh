@@ -12,5 +12,5 @@ site=$PWD/build/site
 rm -rf "$site"
 CMAKE_PREFIX_PATH=$PWD/build/headers${CMAKE_PREFIX_PATH:+:$CMAKE_PREFIX_PATH} \
   "$python" -m pip install -q --no-index --no-deps --no-build-isolation --target "$site" .
-export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} PATH=$site/bin:$PATH
 "$python" -m pytest "$@"

@@ -1,6 +1,5 @@
 #include "arrays.h"
 
-#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
@@ -96,10 +95,7 @@ View view_as(const auto& array, std::string_view dtype) {
 }  // namespace
 
 IndexArray index_array(const ArrayArg& array, const char* name) {
-  IndexArray result(shape_of(array), index_dtype(array.dtype(), name));
-  const std::size_t bytes = array.nbytes();
-  if (bytes > 0) std::memcpy(result.data(), array.data(), bytes);
-  return result;
+  return IndexArray::copy_of(array.data(), shape_of(array), index_dtype(array.dtype(), name));
 }
 
 nb::object numpy_array(IndexArray&& array) {

@@ -24,10 +24,10 @@ KvMapping mapping_from(const nb::tuple& arrays, const char* who) {
 
 nb::tuple compute_metadata_py(const ArrayArg& seq_len, const ArrayArg& dispatch, bool intermediate,
                               bool keep_undispatched) {
-  const IndexArray lens = index_array(seq_len, "compute_metadata: seq_len");
-  const IndexArray dst = index_array(dispatch, "compute_metadata: global_dispatch");
+  IndexArray lens = index_array(seq_len, "compute_metadata: seq_len");
+  IndexArray dst = index_array(dispatch, "compute_metadata: global_dispatch");
   DispatchMetadata result = unlocked([&] {
-    return compute_metadata(lens, dst, intermediate,
+    return compute_metadata(std::move(lens), std::move(dst), intermediate,
                             keep_undispatched ? Undispatched::keep : Undispatched::reject);
   });
   return nb::make_tuple(fields_of(std::move(result.fwd)), fields_of(std::move(result.rev)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, List, NamedTuple, Optional
 
 from . import _core
-from ._arrays import int64
+from ._arrays import index_array, int64
 from .errors import InvalidArgument
 from .layouts import AttnLayout, RankKvLayout, layout_fields
 from .metadata import Metadata
@@ -67,8 +67,9 @@ def _findings(tables: Any, options: Any) -> Any:
     if len(tables) == 2 and isinstance(tables[0], QkvPlan) and _is_qkv_metadata(tables[1]):
         *four, layout = tables[1]
         return _core.validate_all(
-            tables[0]._plan, *(table._fields() for table in four), layout_fields(layout), options
-        )
+            tables[0]._plan, *(table._fields() for table in four),
+            _layout_arrays(layout, four[0]._host), options,
+        )  # fmt: skip
     if len(tables) in (4, 5) and len(metadata) == 4:
         q = _core.validate_pair(metadata[0]._fields(), metadata[1]._fields(), options)
         kv = _core.validate_pair(metadata[2]._fields(), metadata[3]._fields(), options)
@@ -77,6 +78,20 @@ def _findings(tables: Any, options: Any) -> Any:
         f"validate: got {[kind.__name__ for kind in kinds]}, expected a plan, one Metadata, forward"
         " and reverse Metadata, four Metadata, or a plan and its QkvMetadata"
     )
+
+
+def _layout_arrays(layout: Any, host: Any) -> Any:
+    """Its fields as numpy arrays and lists of them; ``host`` takes them there."""
+
+    def array(value: Any) -> Any:
+        return index_array(host(value), "validate: attention layout")
+
+    cu_q, cu_kv, max_q, max_kv, num_recv, kv_begin, kv_len = layout_fields(layout)
+    return (
+        [array(value) for value in cu_q], [array(value) for value in cu_kv], array(max_q),
+        array(max_kv), array(num_recv), [array(value) for value in kv_begin],
+        [array(value) for value in kv_len],
+    )  # fmt: skip
 
 
 def _is_qkv_metadata(value: Any) -> bool:

@@ -79,6 +79,20 @@ IndexArray::IndexArray(Shape shape, const std::vector<std::int64_t>& values)
           " for shape ", to_string(shape_));
 }
 
+IndexArray IndexArray::copy_of(const void* elements, Shape shape, DType dtype) {
+  const std::size_t size = unsigned_size(num_elements(shape, "IndexArray::copy_of"));
+  IndexArray result({0}, dtype);
+  std::visit(
+      [&](auto& target) {
+        using T = typename std::remove_reference_t<decltype(target)>::value_type;
+        const auto* first = static_cast<const T*>(elements);
+        target.assign(first, first + size);
+      },
+      result.storage_);
+  result.shape_ = std::move(shape);
+  return result;
+}
+
 IndexArray IndexArray::vector(Row values) {
   return {{static_cast<std::int64_t>(values.size())}, std::vector<std::int64_t>(values)};
 }

@@ -49,6 +49,7 @@ void check_destinations(const Job& job, Undispatched undispatched) {
   for (std::int64_t i = 0; i < job.world_size; ++i) {
     for (std::int64_t j = 0; j < job.num_shards; ++j) {
       const std::size_t shard = job.shard(i, j);
+      if (job.num_copies == 1 && job.dispatch[shard] >= 0) continue;  // nearly all
       const auto first = job.dispatch.begin() + static_cast<std::ptrdiff_t>(job.copy(shard, 0));
       const bool sent =
           std::any_of(first, first + job.num_copies, [](std::int64_t dst) { return dst >= 0; });
@@ -108,12 +109,11 @@ IndexArray count_entries_with_rows(const IndexArray& seq_len) {
   return result;
 }
 
+/// Without dst_rank and seq_len, which are the arguments themselves.
 Metadata forward_metadata(const Job& job, const IndexArray& seq_len, const IndexArray& dispatch) {
   const std::int64_t world = job.world_size;
   Metadata fwd;
-  fwd.dst_rank = dispatch;
   fwd.dst_offset = IndexArray(dispatch.shape());
-  fwd.seq_len = seq_len;
   fwd.num_recv_tokens = IndexArray({world, world + 1});
   const auto offset = fwd.dst_offset.i64();
   const auto recv = fwd.num_recv_tokens.i64();
@@ -200,13 +200,15 @@ DispatchIntermediates intermediates(const Job& job) {
 
 }  // namespace
 
-DispatchMetadata compute_metadata(const IndexArray& seq_len, const IndexArray& global_dispatch,
+DispatchMetadata compute_metadata(IndexArray seq_len, IndexArray global_dispatch,
                                   bool return_intermediate, Undispatched undispatched) {
   const Job job = open_job(seq_len, global_dispatch, undispatched);
   DispatchMetadata result;
   result.fwd = forward_metadata(job, seq_len, global_dispatch);
   result.rev = reverse_metadata(job, seq_len, global_dispatch);
   if (return_intermediate) result.intermediates = intermediates(job);
+  result.fwd.dst_rank = std::move(global_dispatch);  // last: the job looks at both
+  result.fwd.seq_len = std::move(seq_len);
   return result;
 }
 

@@ -63,13 +63,16 @@ inline void check_ranks(const char* who, const char* name, const IndexArray& arr
 
 /// Lengths: not negative, and all together at most max_total_rows.
 inline void check_lengths(const char* who, const char* name, const IndexArray& array) {
-  check_range(who, name, array, 0, max_total_rows, "0..2^40 rows");
+  const auto values = array.i64();
   std::int64_t total = 0;
-  for (const std::int64_t rows : array.i64()) {
-    total += rows;
-    require(total <= max_total_rows, who, ": the sum of ", name,
-            " exceeds 2^40 rows; no such buffer exists");
+  bool good = true;  // each at most 2^40, so that the sum cannot overflow where all are good
+  for (const std::int64_t rows : values) {
+    good = good && 0 <= rows && rows <= max_total_rows && total <= max_total_rows;
+    total += good ? rows : 0;
   }
+  if (good && total <= max_total_rows) return;
+  check_range(who, name, array, 0, max_total_rows, "0..2^40 rows");
+  throw_invalid(who, ": the sum of ", name, " exceeds 2^40 rows; no such buffer exists");
 }
 
 }  // namespace waybill::detail

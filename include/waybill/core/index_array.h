@@ -27,6 +27,10 @@ class IndexArray {
   /// Holds `values`, row-major. @throws InvalidArgument if their number does not fit `shape`.
   IndexArray(Shape shape, const std::vector<std::int64_t>& values);
 
+  /// A copy of elements that lie in memory, row-major: as many as `shape` has, of `dtype`.
+  /// @throws InvalidArgument for a negative extent or an unsupported dtype.
+  [[nodiscard]] static IndexArray copy_of(const void* elements, Shape shape, DType dtype);
+
   /// From (nested) lists: `IndexArray::matrix({{1, 2, -1}, {0, 3, 4}})`.
   /// @throws InvalidArgument when the rows differ in length.
   using Row = std::initializer_list<std::int64_t>;
