@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=build/venv
 packages=(scikit-build-core nanobind nlohmann_json build numpy pytest hypothesis mypy ml_dtypes
-  matplotlib ruff)
+  matplotlib ruff==0.17.6)
 case "${1:-}" in
   "" | --torch) ;;
   *)

@@ -17,6 +17,7 @@ import time
 from typing import Any, Callable
 
 import torch
+
 import waybill.torch as waybill
 
 

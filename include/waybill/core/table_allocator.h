@@ -21,7 +21,7 @@ class TableAllocator {
 
   TableAllocator() = default;
   template <class U>
-  explicit(false) TableAllocator(const TableAllocator<U>&) noexcept {}
+  TableAllocator(const TableAllocator<U>&) noexcept {}  // NOLINT(google-explicit-constructor)
 
   [[nodiscard]] T* allocate(std::size_t count) {
     if (count > std::numeric_limits<std::size_t>::max() / sizeof(T))
