@@ -64,14 +64,14 @@ IndexArray maxima(const Lists& lists) {
     result.push_back(list.empty() ? 0 : *std::max_element(list.begin(), list.end()));
   }
   const auto size = std::ssize(result);
-  return {Shape{size}, std::move(result)};
+  return {Shape{size}, result};
 }
 
 IndexArray counts(const Lists& lists) {
   std::vector<std::int64_t> result;
   for (const auto& list : lists) result.push_back(std::ssize(list));
   const auto size = std::ssize(result);
-  return {Shape{size}, std::move(result)};
+  return {Shape{size}, result};
 }
 
 }  // namespace
