@@ -131,9 +131,8 @@ QkvPlan greedy_plan(std::span<const std::int64_t> documents, const BaselineOptio
   std::vector<std::int32_t> order;
   for (std::int32_t r = 0; r < options.world_size; ++r)
     if (excess[at(r)] < 0) order.push_back(r);
-  std::stable_sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
-    return excess[at(a)] < excess[at(b)];
-  });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::int32_t a, std::int32_t b) { return excess[at(a)] < excess[at(b)]; });
   for (const std::int32_t rank : order) {
     double needed = -excess[at(rank)];
     while (needed > tolerance * mean) {
@@ -159,8 +158,9 @@ QkvPlan greedy_plan(std::span<const std::int64_t> documents, const BaselineOptio
       } else {
         const auto pairs = std::min(
             static_cast<std::int64_t>(moved / static_cast<double>(item.doc_len + 1)),
-            item.whole ? item.doc_len / 2
-                       : std::min(item.head.end - item.head.begin, item.tail.end - item.tail.begin));
+            item.whole
+                ? item.doc_len / 2
+                : std::min(item.head.end - item.head.begin, item.tail.end - item.tail.begin));
         if (pairs <= 0) break;
         const Item part = cut_pair(item, pairs, rank);
         moved = part.work();

@@ -7,12 +7,6 @@
 #include "waybill/core/error.h"
 
 namespace waybill::detail {
-namespace {
-
-constexpr int most_tries = 32;
-
-}  // namespace
-
 void Balancer::run(const HomeLayout& home, const PlannerOptions& options, double target) {
   home_ = &home;
   moves_.clear();
@@ -23,10 +17,13 @@ void Balancer::run(const HomeLayout& home, const PlannerOptions& options, double
   count_home_work();
   mean_ = std::accumulate(load_.begin(), load_.end(), 0.0) / home.world_size;
   costs_ = SlabCosts(options, mean_);
-  limit_ = static_cast<std::int64_t>(target * mean_);
-  crumb_ = static_cast<std::int64_t>((target - 1) * mean_ / 5);
+  // At most what int64 holds; a crumb stays below what the balance notices.
+  limit_ = static_cast<std::int64_t>(std::min(target * mean_, 9.0e18));
+  crumb_ = static_cast<std::int64_t>((options.imbalance_target - 1) * mean_ / 5);
+  ranks_per_node_ = options.hardware.ranks_per_node;
   capacity_.reset(home, costs_, options.max_tokens_per_rank);
   count_home_bytes();
+  keep_capacity();
   reunite_short_tails();
   fill_pool();
   shed_all();
@@ -59,14 +56,6 @@ void Balancer::count_home_bytes() {
   }
 }
 
-double Balancer::bytes_in_after(const Offer& offer, std::int32_t rank) const {
-  const Region& region = regions_[at(offer.last - 1)];
-  const Slab slab =
-      costs_.slab_down(region.slab.begin, region.slab.end, limit_ - load_[at(rank)]);
-  return bytes_in_[at(rank)] + costs_.q_row * static_cast<double>(slab.end - slab.begin) +
-         costs_.kv_row * static_cast<double>(costs_.context(slab));
-}
-
 void Balancer::send_whole(std::int32_t piece_idx, std::int32_t dst) {
   const HomePiece& piece = home_->pieces[at(piece_idx)];
   const Slab slab{piece.begin, piece.end};
@@ -80,6 +69,52 @@ void Balancer::send_whole(std::int32_t piece_idx, std::int32_t dst) {
   bytes_in_[at(dst)] += costs_.q_row * static_cast<double>(piece.end - piece.begin);
   capacity_.take_piece(piece_idx);
   capacity_.give(dst, piece.doc, slab);
+}
+
+// The piece whose keys free most of the rank's buffer.
+std::int32_t Balancer::piece_to_evict(std::int32_t rank) const {
+  std::int32_t best = -1;
+  std::int64_t most = 0;
+  for (std::int32_t p = home_->rank_pieces[at(rank)]; p < home_->rank_pieces[at(rank + 1)]; ++p) {
+    const HomePiece& piece = home_->pieces[at(p)];
+    const std::int64_t rows = costs_.context({piece.begin, piece.end});
+    if (settled_[at(p)] != 0 || rows <= most) continue;
+    most = rows;
+    best = p;
+  }
+  return best;
+}
+
+// Another home of the document, latest first, else the rank that needs least; -1: none has room.
+std::int32_t Balancer::rank_that_holds(std::int32_t piece_idx) const {
+  const HomePiece& piece = home_->pieces[at(piece_idx)];
+  const Slab slab{piece.begin, piece.end};
+  const auto holds = [&](std::int32_t rank) {
+    return rank != piece.rank && capacity_.fitting(rank, piece.doc, slab).begin == slab.begin;
+  };
+  for (std::int32_t p = home_->doc_pieces[at(piece.doc + 1)];
+       p-- > home_->doc_pieces[at(piece.doc)];) {
+    if (holds(home_->pieces[at(p)].rank)) return home_->pieces[at(p)].rank;
+  }
+  std::int32_t best = -1;
+  for (std::int32_t rank = 0; rank < home_->world_size; ++rank) {
+    if (holds(rank) && (best < 0 || capacity_.needed(rank) < capacity_.needed(best))) best = rank;
+  }
+  return best;
+}
+
+// Whole pieces leave ranks whose buffers are too small for what is at home there.
+void Balancer::keep_capacity() {
+  if (!capacity_.limited()) return;
+  for (std::int32_t rank = 0; rank < home_->world_size; ++rank) {
+    while (capacity_.exceeded(rank)) {
+      const std::int32_t piece = piece_to_evict(rank);
+      const std::int32_t dst = piece < 0 ? -1 : rank_that_holds(piece);
+      require(dst >= 0, "plan_attention: infeasible: rank ", rank, " needs ",
+              capacity_.needed(rank), " tokens, max_tokens_per_rank has ", capacity_.limit());
+      send_whole(piece, dst);
+    }
+  }
 }
 
 // Where a rank boundary cuts off the short end of a document, its queries go to the rank before:
@@ -148,8 +183,8 @@ bool Balancer::tail_is_cheaper(std::int32_t tail, std::int32_t other, std::int64
                             (rows(costs_.context({t.begin, t.end})) - saved) * costs_.kv_row;
   const HomePiece& o = home_->pieces[at(other)];
   const Slab region = costs_.cheapest_region({o.begin, o.end}, surplus, slab_work_);
-  const double bytes = rows(region.end - region.begin) * costs_.q_row +
-                       rows(costs_.context(region)) * costs_.kv_row;
+  const double bytes =
+      rows(region.end - region.begin) * costs_.q_row + rows(costs_.context(region)) * costs_.kv_row;
   return tail_bytes / static_cast<double>(work_of(tail)) <
          bytes / static_cast<double>(std::max<std::int64_t>(1, costs_.work(region)));
 }
@@ -175,166 +210,6 @@ void Balancer::shed(std::int32_t rank, std::int64_t surplus) {
 void Balancer::shed_all() {
   for (std::int32_t rank = 0; rank < home_->world_size; ++rank) {
     if (load_[at(rank)] > limit_) shed(rank, load_[at(rank)] - limit_ + crumb_);
-  }
-}
-
-void Balancer::make_offers() {
-  std::sort(regions_.begin(), regions_.end(),
-            [](const Region& a, const Region& b) { return a.piece < b.piece; });
-  for (std::size_t i = 0; i < regions_.size(); ++i) {
-    const std::int32_t doc = home_->pieces[at(regions_[i].piece)].doc;
-    if (offers_.empty() || offers_.back().doc != doc) {
-      offers_.push_back({.doc = doc,
-                         .first = static_cast<std::int32_t>(i)});
-    }
-    Offer& offer = offers_.back();
-    offer.last = static_cast<std::int32_t>(i) + 1;
-    offer.end = regions_[i].slab.end;
-    offer.work += costs_.work(regions_[i].slab);
-  }
-  double sum = std::accumulate(bytes_in_.begin(), bytes_in_.end(), 0.0);
-  for (const Region& region : regions_) sum += costs_.bytes_of(region.slab, slab_work_);
-  mean_bytes_in_ = sum / home_->world_size;
-  // Large offers before small ones; of the large ones those that end last, of the small ones those
-  // with most work.
-  const auto is_large = [&](const Offer& offer) {
-    return static_cast<double>(offer.work) > slab_work_ / 2;
-  };
-  std::sort(offers_.begin(), offers_.end(), [&](const Offer& a, const Offer& b) {
-    if (is_large(a) != is_large(b)) return is_large(a);
-    const auto key = [&](const Offer& offer) { return is_large(a) ? offer.end : offer.work; };
-    return key(a) != key(b) ? key(a) > key(b) : a.doc < b.doc;
-  });
-}
-
-void Balancer::serve_offers() {
-  open_ = -1;
-  for (Offer& offer : offers_) {
-    if (static_cast<double>(offer.work) > slab_work_ / 2) {
-      serve_large(offer);
-    } else {
-      if (open_ >= 0) pool_.put(open_, room(open_));
-      open_ = -1;
-      serve_small(offer);
-    }
-  }
-}
-
-// From the end to the beginning, each rank as much as it has room for. What is left for the last
-// one leaves room on it: that is filled with the beginning of the next offer. So ranks take from two
-// documents at most, and where keys are few.
-void Balancer::serve_large(Offer& offer) {
-  serve_homes(offer);
-  if (open_ >= 0 && offer.first < offer.last) {
-    give_beginning(offer, open_);
-    if (offer.first == offer.last) {
-      if (room(open_) < crumb_) open_ = -1;
-      return;
-    }
-    open_ = -1;
-  }
-  while (offer.first < offer.last) {
-    const std::int32_t rank =
-        offer.work < room(pool_.most_room()) ? rank_for_rest(offer) : rank_for_end(offer);
-    if (rank < 0) return;
-    pool_.remove(rank);
-    if (!give_end(offer, rank)) continue;
-    if (offer.first == offer.last && room(rank) > 4 * crumb_) open_ = rank;
-  }
-}
-
-// Whole to the rank with the least room that holds it, without more bytes than others have.
-void Balancer::serve_small(Offer& offer) {
-  while (offer.first < offer.last && offer.work > crumb_ / 2) {
-    const std::int32_t rank = rank_for_rest(offer);
-    if (rank < 0) return;
-    pool_.remove(rank);
-    if (give_end(offer, rank) && room(rank) > crumb_ / 2) pool_.put(rank, room(rank));
-  }
-}
-
-// Ranks with room that hold keys of the document already.
-void Balancer::serve_homes(Offer& offer) {
-  std::int32_t piece = home_->doc_pieces[at(offer.doc + 1)];
-  while (--piece >= home_->doc_pieces[at(offer.doc)] && offer.first < offer.last) {
-    const std::int32_t rank = home_->pieces[at(piece)].rank;
-    if (static_cast<double>(room(rank)) < slab_work_ / 10 || rank == open_) continue;
-    if (give_end(offer, rank)) pool_.remove(rank);
-  }
-}
-
-std::int32_t Balancer::rank_for_end(const Offer&) const { return pool_.most_room(); }
-
-std::int32_t Balancer::rank_for_rest(const Offer& offer) const {
-  std::int32_t best = -1;
-  double least = 0;
-  std::int32_t rank = pool_.least_room(offer.work);
-  for (int i = 0; i < most_tries && rank >= 0; ++i, rank = pool_.after(rank)) {
-    const double bytes = bytes_in_after(offer, rank);
-    if (best < 0 || bytes < least) {
-      best = rank;
-      least = bytes;
-    }
-    if (bytes <= 1.6 * mean_bytes_in_) break;
-  }
-  return best;
-}
-
-bool Balancer::give_end(Offer& offer, std::int32_t rank) {
-  bool any = false;
-  while (offer.first < offer.last) {
-    const Region& region = regions_[at(offer.last - 1)];
-    Slab slab = costs_.slab_down(region.slab.begin, region.slab.end, room(rank));
-    slab = capacity_.fitting(rank, offer.doc, slab);
-    if (slab.begin >= slab.end) break;
-    const bool whole = slab.begin == region.slab.begin;
-    give(offer, offer.last - 1, slab, rank, !any);
-    any = true;
-    if (!whole) break;
-  }
-  return any;
-}
-
-bool Balancer::give_beginning(Offer& offer, std::int32_t rank) {
-  if (offer.work <= room(rank)) return give_end(offer, rank);
-  bool any = false;
-  while (offer.first < offer.last) {
-    const Region& region = regions_[at(offer.first)];
-    const Slab slab = costs_.slab_up(region.slab.begin, region.slab.end, room(rank));
-    if (slab.begin >= slab.end ||
-        capacity_.fitting(rank, offer.doc, slab).begin != slab.begin)
-      break;
-    const bool whole = slab.end == region.slab.end;
-    give(offer, offer.first, slab, rank, true);
-    any = true;
-    if (!whole) break;
-  }
-  return any;
-}
-
-// `slab` lies at one end of the region. `first`: the rank gets the keys as well.
-void Balancer::give(Offer& offer, std::int32_t region_idx, Slab slab, std::int32_t rank,
-                    bool first) {
-  Region& region = regions_[at(region_idx)];
-  const HomePiece& piece = home_->pieces[at(region.piece)];
-  const std::int64_t work = costs_.work(slab);
-  if (piece.rank != rank) {
-    moves_.push_back({.slab = slab, .piece = region.piece, .dst = rank});
-    bytes_in_[at(rank)] += costs_.q_row * static_cast<double>(slab.end - slab.begin);
-  }
-  if (first) bytes_in_[at(rank)] += costs_.kv_row * static_cast<double>(costs_.context(slab));
-  load_[at(rank)] += work;
-  load_[at(piece.rank)] -= work;
-  capacity_.take(piece.rank, slab);
-  capacity_.give(rank, offer.doc, slab);
-  offer.work -= work;
-  (slab.begin == region.slab.begin ? region.slab.begin : region.slab.end) =
-      slab.begin == region.slab.begin ? slab.end : slab.begin;
-  if (region.slab.begin < region.slab.end) return;
-  if (region_idx == offer.first) {
-    ++offer.first;
-  } else {
-    --offer.last;
   }
 }
 

@@ -26,16 +26,20 @@ struct Region {
 
 /// The regions of one document, handed out from both ends.
 struct Offer {
-  std::int64_t end = 0;         ///< of the last region
-  std::int64_t work = 0;        ///< left
+  std::int64_t end = 0;   ///< of the last region
+  std::int64_t work = 0;  ///< left
   std::int32_t doc = 0;
-  std::int32_t first = 0;       ///< regions [first, last) are left
+  std::int32_t first = 0;  ///< regions [first, last) are left
   std::int32_t last = 0;
+  std::int32_t node = -1;  ///< where the keys went last
 };
 
 /// Moves queries from ranks with too much work to ranks with room. Keeps its memory.
 class Balancer {
  public:
+  /// A target with which queries move only where capacity asks for it.
+  static constexpr double no_target = 1e12;
+
   /// Fills moves(): disjoint, ordered by piece and position.
   /// @throws InvalidArgument where capacity cannot be kept even at home.
   void run(const HomeLayout& home, const PlannerOptions& options, double target);
@@ -46,6 +50,9 @@ class Balancer {
  private:
   void count_home_work();
   void count_home_bytes();
+  void keep_capacity();
+  [[nodiscard]] std::int32_t piece_to_evict(std::int32_t rank) const;
+  [[nodiscard]] std::int32_t rank_that_holds(std::int32_t piece) const;
   void send_whole(std::int32_t piece, std::int32_t dst);
   void reunite_short_tails();
   void fill_pool();
@@ -56,9 +63,11 @@ class Balancer {
                                      std::int64_t surplus) const;
   void make_offers();
   void serve_offers();
+  void set_aside(std::int32_t rank);
   void serve_large(Offer& offer);
   void serve_small(Offer& offer);
   void serve_homes(Offer& offer);
+  [[nodiscard]] std::int32_t rank_in_node(std::int32_t node) const;
   [[nodiscard]] std::int32_t rank_for_end(const Offer& offer) const;
   [[nodiscard]] std::int32_t rank_for_rest(const Offer& offer) const;
   bool give_end(Offer& offer, std::int32_t rank);
@@ -77,18 +86,20 @@ class Balancer {
   SlabCosts costs_;
   Capacity capacity_;
   ReceiverPool pool_;
+  std::int32_t ranks_per_node_ = 0;
   double mean_ = 0;
-  std::int64_t limit_ = 0;   ///< work that no rank shall exceed
-  std::int64_t crumb_ = 0;   ///< work that is not worth a move of its own
-  double slab_work_ = 0;     ///< what a rank with room takes, typically
-  double mean_bytes_in_ = 0;  ///< expected
-  std::vector<std::int64_t> load_;    ///< [W]
-  std::vector<double> bytes_in_;      ///< [W] about
+  std::int64_t limit_ = 0;             ///< work that no rank shall exceed
+  std::int64_t crumb_ = 0;             ///< work that is not worth a move of its own
+  double slab_work_ = 0;               ///< what a rank with room takes, typically
+  double mean_bytes_in_ = 0;           ///< expected
+  std::vector<std::int64_t> load_;     ///< [W]
+  std::vector<double> bytes_in_;       ///< [W] about
   std::vector<std::uint8_t> settled_;  ///< [pieces] not to be shed (any more)
-  std::vector<std::int64_t> rooms_;   ///< [<= W]
+  std::vector<std::int64_t> rooms_;    ///< [<= W]
   std::vector<Region> regions_;
   std::vector<Offer> offers_;
-  std::int32_t open_ = -1;     ///< the rank with room that took the rest of the latest large offer
+  std::vector<std::int32_t> aside_;  ///< ranks that lack capacity for the offer at hand
+  std::int32_t open_ = -1;  ///< the rank with room that took the rest of the latest large offer
   std::vector<Move> moves_;
 };
 

@@ -23,8 +23,7 @@ void for_each_run(const HomeLayout& home, std::span<const Move> moves, Run&& run
       if (move->slab.begin > position) run(piece, Slab{position, move->slab.begin}, piece.rank);
       Slab slab = move->slab;
       const std::int32_t dst = move->dst;
-      while (++move != last && move->piece == p && move->dst == dst &&
-             move->slab.begin == slab.end)
+      while (++move != last && move->piece == p && move->dst == dst && move->slab.begin == slab.end)
         slab.end = move->slab.end;
       run(piece, slab, dst);
       position = slab.end;

@@ -5,6 +5,11 @@
 #include "waybill/core/at.h"
 
 namespace waybill::detail {
+namespace {
+
+std::int64_t rows_of(Slab slab) { return slab.end - slab.begin; }
+
+}  // namespace
 
 void Capacity::reset(const HomeLayout& home, const SlabCosts& costs, std::int64_t limit) {
   home_ = &home;
@@ -15,7 +20,13 @@ void Capacity::reset(const HomeLayout& home, const SlabCosts& costs, std::int64_
   kv_rows_.assign(at(home.world_size), 0);
   held_.assign(at(home.world_size), {});
   for (const HomePiece& piece : home.pieces)
-    kv_rows_[at(piece.rank)] += costs.context({piece.begin, piece.end});
+    kv_rows_[at(piece.rank)] += rows_of(keys_of({piece.begin, piece.end}));
+}
+
+// Keys are cut at blocks.
+Slab Capacity::keys_of(Slab slab) const {
+  const std::int64_t first = costs_->mask.first_key(slab.begin);
+  return {first / costs_->block_tokens * costs_->block_tokens, slab.end};
 }
 
 bool Capacity::exceeded(std::int32_t rank) const { return limited() && needed(rank) > limit_; }
@@ -25,7 +36,7 @@ std::int64_t Capacity::needed(std::int32_t rank) const {
 }
 
 std::int64_t Capacity::new_kv_rows(std::int32_t rank, std::int32_t doc, Slab slab) const {
-  const Slab rows{costs_->mask.first_key(slab.begin), slab.end};
+  const Slab rows = keys_of(slab);
   const Held& held = held_[at(rank)];
   if (held.doc != doc) return rows.end - rows.begin;
   return std::max<std::int64_t>(0, std::min(held.rows.begin, rows.end) - rows.begin) +
@@ -41,8 +52,7 @@ Slab Capacity::fitting(std::int32_t rank, std::int32_t doc, Slab slab) const {
   // Fewer queries need less KV only where a window moves with them.
   const std::int64_t excess = new_kv_rows(rank, doc, slab) - kv_room;
   if (excess > 0) slab.begin += excess;
-  if (slab.begin >= slab.end || new_kv_rows(rank, doc, slab) > kv_room)
-    return {slab.end, slab.end};
+  if (slab.begin >= slab.end || new_kv_rows(rank, doc, slab) > kv_room) return {slab.end, slab.end};
   return slab;
 }
 
@@ -55,7 +65,7 @@ void Capacity::give(std::int32_t rank, std::int32_t doc, Slab slab) {
   q_rows_[at(rank)] += slab.end - slab.begin;
   kv_rows_[at(rank)] += new_kv_rows(rank, doc, slab);
   Held& held = held_[at(rank)];
-  const Slab rows{costs_->mask.first_key(slab.begin), slab.end};
+  const Slab rows = keys_of(slab);
   if (held.doc == doc && rows.begin <= held.rows.end && held.rows.begin <= rows.end) {
     held.rows = {std::min(held.rows.begin, rows.begin), std::max(held.rows.end, rows.end)};
   } else {
@@ -71,7 +81,7 @@ void Capacity::take_piece(std::int32_t piece_idx) {
   if (!limited()) return;
   const HomePiece& piece = home_->pieces[at(piece_idx)];
   q_rows_[at(piece.rank)] -= piece.end - piece.begin;
-  kv_rows_[at(piece.rank)] -= costs_->context({piece.begin, piece.end});
+  kv_rows_[at(piece.rank)] -= rows_of(keys_of({piece.begin, piece.end}));
 }
 
 }  // namespace waybill::detail

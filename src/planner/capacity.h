@@ -30,6 +30,7 @@ class Capacity {
   void take_piece(std::int32_t piece);      ///< a whole piece leaves its home, and its KV
 
  private:
+  [[nodiscard]] Slab keys_of(Slab slab) const;
   [[nodiscard]] std::int64_t new_kv_rows(std::int32_t rank, std::int32_t doc, Slab slab) const;
 
   struct Held {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "slab.h"
 #include "waybill/core/at.h"
 
 namespace waybill::detail {
@@ -52,8 +53,7 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
     plan.work[at(dst)] += plan.options.mask.pairs(begin, position_.back());
     plan.attention_tokens[at(dst)] += qkv.shard_len[at(n)];
     if (dst != home_rank_)
-      add_link(q_links, home_rank_, dst,
-               qkv.shard_len[at(n)] * plan.options.model.q_row_bytes());
+      add_link(q_links, home_rank_, dst, qkv.shard_len[at(n)] * plan.options.model.q_row_bytes());
     const std::int32_t key =
         static_cast<std::int32_t>(first) + (qkv.kv_begin.empty() ? 0 : qkv.kv_begin[at(n)]);
     std::int32_t& need = need_of_rank_[at(dst)];
@@ -72,11 +72,41 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
   } else {
     for (std::int64_t n = first; n < last; ++n) {
       const std::int64_t key = first + (qkv.kv_begin.empty() ? 0 : qkv.kv_begin[at(n)]);
-      add_rows(static_cast<std::int32_t>(key), static_cast<std::int32_t>(n) + 1,
-               qkv.q_dst[at(n)], doc, plan);
+      add_rows(static_cast<std::int32_t>(key), static_cast<std::int32_t>(n) + 1, qkv.q_dst[at(n)],
+               doc, plan);
     }
   }
   documents.push_back(doc);
+}
+
+// See AttentionPlan::least_bytes_in. Queries at `begin` or later have more work than all homes of
+// the document may do, so that a rank without its keys attends to one of them. And whoever attends
+// to the last query has at most one home's rows.
+void FigureCounter::bound_bytes_in(const HomeLayout& home, AttentionPlan& plan) const {
+  const AttentionMask& mask = plan.options.mask;
+  SlabCosts costs(plan.options, 0);
+  costs.block_tokens = 1;
+  const std::int64_t most_work = *std::max_element(plan.work.begin(), plan.work.end());
+  std::int64_t rows = 0;
+  for (std::size_t d = 0; d + 1 < home.doc_pieces.size(); ++d) {
+    const std::int32_t first = home.doc_pieces[d];
+    const std::int32_t last = home.doc_pieces[d + 1];
+    const std::int64_t end = home.pieces[at(last - 1)].end;
+    if (end <= rows || (last - first == 1 && mask.pairs(0, end) <= most_work)) continue;
+    const std::int64_t num_homes = std::min<std::int64_t>(last - first, home.world_size);
+    std::int64_t homes_work = 0;
+    if (__builtin_mul_overflow(num_homes, most_work, &homes_work)) continue;
+    const std::int64_t begin = costs.slab_down(0, end, homes_work).begin;
+    if (begin > 0) rows = std::max(rows, begin - mask.first_key(begin - 1));
+    const std::int64_t first_key = mask.first_key(end - 1);
+    std::int64_t at_home = 0;
+    for (std::int32_t p = first; p < last; ++p) {
+      const HomePiece& piece = home.pieces[at(p)];
+      at_home = std::max(at_home, piece.end - std::max(piece.begin, first_key));
+    }
+    rows = std::max(rows, end - first_key - at_home);
+  }
+  plan.least_bytes_in = rows * plan.options.model.kv_row_bytes();
 }
 
 void FigureCounter::count(const HomeLayout& home, AttentionPlan& plan) {
@@ -113,8 +143,9 @@ void FigureCounter::count(const HomeLayout& home, AttentionPlan& plan) {
     plan.attention_tokens[at(home_rank_)] += len;
     plan.kv_tokens[at(home_rank_)] += len;
   }
-  plan.block_work = mask.pairs(std::max<std::int64_t>(0, longest - plan.options.block_tokens),
-                               longest);
+  bound_bytes_in(home, plan);
+  plan.block_work =
+      mask.pairs(std::max<std::int64_t>(0, longest - plan.options.block_tokens), longest);
   for (std::size_t r = 0; r < world_size; ++r) {
     plan.links[r].nvlink_in += q_links[r].nvlink_in;
     plan.links[r].nvlink_out += q_links[r].nvlink_out;

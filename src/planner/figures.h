@@ -8,7 +8,8 @@
 
 namespace waybill::detail {
 
-/// KV shards [first, last) of the plan, all of one document, that a rank needs; some may be its own.
+/// KV shards [first, last) of the plan, all of one document, that a rank needs; some may be its
+/// own.
 struct KvNeed {
   std::int32_t rank = 0;
   std::int32_t first = 0;
@@ -44,6 +45,7 @@ class FigureCounter {
   std::vector<std::int32_t> nodes;  ///< [W]
 
  private:
+  void bound_bytes_in(const HomeLayout& home, AttentionPlan& plan) const;
   void count_document(std::int64_t first, std::int64_t last, AttentionPlan& plan);
   void add_rows(std::int32_t first, std::int32_t last, std::int32_t dst, const KvDocument& doc,
                 AttentionPlan& plan);

@@ -79,8 +79,8 @@ void lay_out(std::span<const std::vector<std::int64_t>> rank_doc_lengths,
   for (std::size_t r = 0; r < rank_doc_lengths.size(); ++r) {
     std::int64_t tokens = 0;
     for (std::size_t i = 0; i < rank_doc_lengths[r].size(); ++i) {
-      require(is_length(rank_doc_lengths[r][i]), who, ": doc_lengths[", r, "][", i, "] = ",
-              rank_doc_lengths[r][i], ", expected 1..2^31 tokens");
+      require(is_length(rank_doc_lengths[r][i]), who, ": doc_lengths[", r, "][", i,
+              "] = ", rank_doc_lengths[r][i], ", expected 1..2^31 tokens");
       tokens += rank_doc_lengths[r][i];
       total += rank_doc_lengths[r][i];
       require(total <= most_tokens, who, ": doc_lengths up to rank ", r, " sum to ", total,

@@ -1,7 +1,6 @@
 #include "waybill/planner/planner.h"
 
 #include <algorithm>
-#include <array>
 #include <utility>
 
 #include "balance.h"
@@ -21,51 +20,67 @@ struct Planner::Memory {
   detail::PlanWriter writer;
   detail::FigureCounter figures;
   detail::RelayPlanner relay;
-  AttentionPlan plan;
+  AttentionPlan plan;  ///< the latest result
+  AttentionPlan next;  ///< in the making
   AttentionPlan best;
 
   void compute(const PlannerOptions& options);
-  void compute(const PlannerOptions& options, double target);
-  void check_capacity() const;
+  void compute_next(const PlannerOptions& options, double target);
+  void write_next(const PlannerOptions& options);
+  [[nodiscard]] std::int32_t rank_over_capacity() const;
 };
 
-void Planner::Memory::check_capacity() const {
-  const std::int64_t limit = plan.options.max_tokens_per_rank;
-  if (limit == 0) return;
-  for (std::int32_t r = 0; r < plan.options.world_size; ++r) {
-    const std::int64_t needed = std::max(plan.attention_tokens[at(r)], plan.kv_tokens[at(r)]);
-    require(needed <= limit, "plan_attention: infeasible: rank ", r, " needs ", needed,
-            " tokens, max_tokens_per_rank has ", limit);
+// The first rank whose buffers are too small; -1: none.
+std::int32_t Planner::Memory::rank_over_capacity() const {
+  const std::int64_t limit = next.options.max_tokens_per_rank;
+  if (limit == 0) return -1;
+  for (std::int32_t r = 0; r < next.options.world_size; ++r) {
+    if (std::max(next.attention_tokens[at(r)], next.kv_tokens[at(r)]) > limit) return r;
   }
+  return -1;
 }
 
-void Planner::Memory::compute(const PlannerOptions& options, double target) {
+void Planner::Memory::write_next(const PlannerOptions& options) {
+  next.options = options;
+  next.options.tokens_per_rank = home.tokens_per_rank;
+  writer.write(home, balancer.moves(), options, next.plan);
+  figures.count(home, next);
+}
+
+void Planner::Memory::compute_next(const PlannerOptions& options, double target) {
   balancer.run(home, options, target);
-  plan.options = options;
-  plan.options.tokens_per_rank = home.tokens_per_rank;
-  writer.write(home, balancer.moves(), options, plan.plan);
-  figures.count(home, plan);
-  check_capacity();
+  write_next(options);
+  if (rank_over_capacity() >= 0) {  // per_query: a document cut in two needs its keys twice
+    balancer.run(home, options, detail::Balancer::no_target);
+    write_next(options);
+  }
+  const std::int32_t over = rank_over_capacity();
+  require(over < 0, "plan_attention: infeasible: rank ", over, " needs ",
+          over < 0 ? 0 : std::max(next.attention_tokens[at(over)], next.kv_tokens[at(over)]),
+          " tokens, max_tokens_per_rank has ", options.max_tokens_per_rank);
   if (options.relay) {
-    relay.plan(figures, plan);
+    relay.plan(figures, next);
   } else {
-    plan.relay = {};
+    next.relay = {};
   }
 }
 
 void Planner::Memory::compute(const PlannerOptions& options) {
-  if (options.byte_weight == 0) return compute(options, options.imbalance_target);
+  if (options.byte_weight == 0) {
+    compute_next(options, options.imbalance_target);
+    return std::swap(plan, next);
+  }
   double least = 0;
   bool any = false;
   for (const double excess : {1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 1e9}) {
-    compute(options, 1 + (options.imbalance_target - 1) * excess);
-    const double work = static_cast<double>(*std::max_element(plan.work.begin(), plan.work.end()));
-    const double seconds = work / options.hardware.pairs_per_second +
-                           options.byte_weight * plan.limit_seconds();
+    compute_next(options, 1 + (options.imbalance_target - 1) * excess);
+    const double work = static_cast<double>(*std::max_element(next.work.begin(), next.work.end()));
+    const double seconds =
+        work / options.hardware.pairs_per_second + options.byte_weight * next.limit_seconds();
     if (any && seconds >= least) continue;
     any = true;
     least = seconds;
-    std::swap(plan, best);
+    std::swap(next, best);
   }
   std::swap(plan, best);
 }

@@ -40,8 +40,8 @@ void PlannerOptions::check(const char* who) const {
   check_positive(who, "hardware.pairs_per_second", hardware.pairs_per_second, true);
   require(byte_weight == 0 || hardware.pairs_per_second > 0, who, ": byte_weight = ", byte_weight,
           " needs hardware.pairs_per_second, got 0");
-  require(hardware.ranks_per_node >= 1, who, ": hardware.ranks_per_node = ",
-          hardware.ranks_per_node, ", expected >= 1");
+  require(hardware.ranks_per_node >= 1, who,
+          ": hardware.ranks_per_node = ", hardware.ranks_per_node, ", expected >= 1");
 }
 
 }  // namespace waybill

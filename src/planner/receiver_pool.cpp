@@ -75,9 +75,9 @@ std::int32_t ReceiverPool::least_room(std::int64_t room) const {
   return bucket < 0 ? most_room() : first_[at(bucket)];
 }
 
-std::int32_t ReceiverPool::after(std::int32_t rank) const {
+std::int32_t ReceiverPool::roomier(std::int32_t rank) const {
   if (next_[at(rank)] >= 0) return next_[at(rank)];
-  const std::int32_t bucket = bucket_at_most(bucket_[at(rank)] - 1);
+  const std::int32_t bucket = bucket_at_least(bucket_[at(rank)] + 1);
   return bucket < 0 ? -1 : first_[at(bucket)];
 }
 

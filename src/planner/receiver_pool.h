@@ -16,13 +16,16 @@ class ReceiverPool {
   /// Adds a rank that is not in it, or changes its room.
   void put(std::int32_t rank, std::int64_t room);
   void remove(std::int32_t rank);
+  [[nodiscard]] bool contains(std::int32_t rank) const {
+    return bucket_[static_cast<std::size_t>(rank)] >= 0;
+  }
 
   /// The rank with the most room, or -1.
   [[nodiscard]] std::int32_t most_room() const;
   /// The rank with the least room of at least `room`, else the one with the most, or -1.
   [[nodiscard]] std::int32_t least_room(std::int64_t room) const;
-  /// The next rank with no more room, after one of the above; -1: none.
-  [[nodiscard]] std::int32_t after(std::int32_t rank) const;
+  /// The next rank in the pool with about as much room or more; -1: none.
+  [[nodiscard]] std::int32_t roomier(std::int32_t rank) const;
 
  private:
   static constexpr std::int32_t num_buckets = 1024;

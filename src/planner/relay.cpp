@@ -107,8 +107,7 @@ void RelayPlanner::send_document(const FigureCounter& figures, const KvDocument&
 void RelayPlanner::send_shard(std::int32_t shard, std::int32_t home) {
   const std::int64_t num_rows = plan_->plan.shard_len[at(shard)];
   const Tier& reserved = reserved_[at(shard)] == reserved_nvlink ? nvlink_ : network_;
-  const std::int64_t num_parts =
-      receivers_.size() == 1 ? 1 : (num_rows - 1) / part_rows_ + 1;
+  const std::int64_t num_parts = receivers_.size() == 1 ? 1 : (num_rows - 1) / part_rows_ + 1;
   for (std::int64_t i = 0; i < num_parts; ++i) {
     const std::int64_t begin = num_rows * i / num_parts;
     const std::int64_t part_rows = num_rows * (i + 1) / num_parts - begin;
@@ -120,9 +119,7 @@ void RelayPlanner::send_shard(std::int32_t shard, std::int32_t home) {
 
 std::size_t RelayPlanner::end_of_node(std::size_t first) const {
   std::size_t last = first;
-  while (last < receivers_.size() &&
-         nodes_[receivers_[last]] == nodes_[receivers_[first]])
-    ++last;
+  while (last < receivers_.size() && nodes_[receivers_[last]] == nodes_[receivers_[first]]) ++last;
   return last;
 }
 
@@ -159,8 +156,8 @@ void RelayPlanner::send_part(const RelayHop& part, std::int32_t home) {
 void RelayPlanner::order_by_room(std::vector<Entry>& entries, std::int64_t num_rows,
                                  const Tier& tier) {
   if (entries.size() < 2) return;
-  std::rotate(entries.begin(),
-              entries.begin() + turn_ % static_cast<std::int64_t>(entries.size()), entries.end());
+  std::rotate(entries.begin(), entries.begin() + turn_ % static_cast<std::int64_t>(entries.size()),
+              entries.end());
   std::stable_partition(entries.begin(), entries.end(), [&](const Entry& entry) {
     return bytes_out(entry.rank, tier) + num_rows * row_bytes_ <= tier.cap;
   });
@@ -170,8 +167,7 @@ void RelayPlanner::order_by_room(std::vector<Entry>& entries, std::int64_t num_r
 std::int32_t RelayPlanner::entry_of_node(std::size_t first, std::size_t last) const {
   std::int32_t best = receivers_[first];
   for (std::size_t i = first + 1; i < last; ++i) {
-    if (plan_->relay.links[at(receivers_[i])].network_in <
-        plan_->relay.links[at(best)].network_in)
+    if (plan_->relay.links[at(receivers_[i])].network_in < plan_->relay.links[at(best)].network_in)
       best = receivers_[i];
   }
   return best;
@@ -220,9 +216,8 @@ RelayPlanner::Holder RelayPlanner::hop(const RelayHop& part, Queue& queue, Tier&
   hop.dst_rank = dst;
   hop.stage = from.stage + 1;
   hop.after = from.hop;
-  const Holder to{.rank = dst,
-                  .hop = static_cast<std::int32_t>(plan_->relay.hops.size()),
-                  .stage = hop.stage};
+  const Holder to{
+      .rank = dst, .hop = static_cast<std::int32_t>(plan_->relay.hops.size()), .stage = hop.stage};
   plan_->relay.hops.push_back(hop);
   plan_->relay.num_stages = std::max(plan_->relay.num_stages, hop.stage + 1);
   queue.holders.push_back(to);

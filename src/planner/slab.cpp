@@ -47,8 +47,7 @@ std::int64_t SlabCosts::end_for(std::int64_t begin, double work_wanted) const {
   if (mask.window == 0) return static_cast<std::int64_t>(std::sqrt(b * b + 2 * work_wanted)) + 1;
   if (b >= window) return begin + static_cast<std::int64_t>(work_wanted / window) + 1;
   const double ramp = (window * window - b * b) / 2;
-  if (work_wanted <= ramp)
-    return static_cast<std::int64_t>(std::sqrt(b * b + 2 * work_wanted)) + 1;
+  if (work_wanted <= ramp) return static_cast<std::int64_t>(std::sqrt(b * b + 2 * work_wanted)) + 1;
   return static_cast<std::int64_t>(window + (work_wanted - ramp) / window) + 1;
 }
 

@@ -36,6 +36,9 @@ struct AttentionPlan {
   /// Work of the heaviest block of `options.block_tokens` queries in the plan: what balance by
   /// blocks cannot go below.
   std::int64_t block_work = 0;
+  /// No plan whose largest work is as small has fewer bytes in at its worst rank: the end of a long
+  /// document goes to ranks that are not its home, as its homes cannot do all of that work.
+  std::int64_t least_bytes_in = 0;
 
   [[nodiscard]] std::vector<std::int64_t> bytes_in()
       const;  ///< [W] direct; relay does not change it

@@ -31,9 +31,9 @@ struct ModelShape {
 struct HardwareFacts {
   double nvlink_bytes_per_second = 450e9;  ///< between ranks of a node
   double network_bytes_per_second = 50e9;  ///< between nodes, one NIC a rank
-  std::int32_t ranks_per_node = 8;  ///< consecutive ranks; the last node may have fewer
-  double message_seconds = 2e-6;    ///< cost of one message beside its bytes
-  double pairs_per_second = 0;      ///< (query, key) pairs a rank attends to; 0: not known
+  std::int32_t ranks_per_node = 8;         ///< consecutive ranks; the last node may have fewer
+  double message_seconds = 2e-6;           ///< cost of one message beside its bytes
+  double pairs_per_second = 0;             ///< (query, key) pairs a rank attends to; 0: not known
 
   friend bool operator==(const HardwareFacts&, const HardwareFacts&) = default;
 };
