@@ -63,6 +63,7 @@ class Balancer {
                                      std::int64_t surplus) const;
   void make_offers();
   void serve_offers();
+  void put_back(std::int32_t rank);
   void set_aside(std::int32_t rank);
   void serve_large(Offer& offer);
   void serve_small(Offer& offer);

@@ -62,6 +62,14 @@ void Balancer::serve_offers() {
   }
 }
 
+void Balancer::put_back(std::int32_t rank) {
+  if (room(rank) > crumb_ / 2) {
+    pool_.put(rank, room(rank));
+  } else {
+    pool_.remove(rank);
+  }
+}
+
 // Out of the pool; back in it for the next offer if only capacity was lacking.
 void Balancer::set_aside(std::int32_t rank) {
   pool_.remove(rank);
@@ -101,10 +109,8 @@ void Balancer::serve_small(Offer& offer) {
     if (rank < 0) return;
     if (!give_end(offer, rank)) {
       set_aside(rank);
-    } else if (room(rank) > crumb_ / 2) {
-      pool_.put(rank, room(rank));
     } else {
-      pool_.remove(rank);
+      put_back(rank);
     }
   }
 }
@@ -115,7 +121,7 @@ void Balancer::serve_homes(Offer& offer) {
   while (--piece >= home_->doc_pieces[at(offer.doc)] && offer.first < offer.last) {
     const std::int32_t rank = home_->pieces[at(piece)].rank;
     if (static_cast<double>(room(rank)) < slab_work_ / 10 || rank == open_) continue;
-    if (give_end(offer, rank)) pool_.remove(rank);
+    if (give_end(offer, rank)) put_back(rank);
   }
 }
 

@@ -44,8 +44,8 @@ struct PlannerOptions {
   /// Rows of a rank in the MLP layout. Flat documents are packed by it; lists a rank must keep it.
   /// 0: flat documents fill all ranks evenly (rounded up); lists may have any length.
   std::int64_t tokens_per_rank = 65536;
-  ModelShape model;
-  AttentionMask mask;
+  ModelShape model = {};
+  AttentionMask mask = {};
   KvLayout kv_layout = KvLayout::per_rank;
 
   /// The largest work of a rank over the mean that is aimed at, > 1. Tighter costs bytes.
@@ -62,7 +62,7 @@ struct PlannerOptions {
   std::int64_t block_tokens = 128;
 
   bool relay = true;  ///< let receivers forward KV to each other
-  HardwareFacts hardware;
+  HardwareFacts hardware = {};
 
   /// @throws InvalidArgument "who: field = got, expected ..."
   void check(const char* who) const;
