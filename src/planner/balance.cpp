@@ -157,18 +157,27 @@ void Balancer::fill_pool() {
   slab_work_ = num_ranks > 0 ? static_cast<double>(sum) / static_cast<double>(num_ranks) : 1;
 }
 
-std::int32_t Balancer::heaviest_piece(std::int32_t rank) const {
-  std::int32_t heaviest = -1;
-  std::int64_t most = 0;
-  for (std::int32_t p = home_->rank_pieces[at(rank)]; p < home_->rank_pieces[at(rank + 1)]; ++p) {
-    if (settled_[at(p)] != 0) continue;
-    const std::int64_t work = work_of(p);
-    if (work > most) {
-      most = work;
-      heaviest = p;
-    }
+bool Balancer::has_less_work(std::int32_t a, std::int32_t b) const {
+  const std::int64_t work_a = work_of(a);
+  const std::int64_t work_b = work_of(b);
+  return work_a != work_b ? work_a < work_b : a > b;
+}
+
+void Balancer::heap_pieces(std::int32_t rank) {
+  by_work_.resize(at(home_->rank_pieces[at(rank + 1)] - home_->rank_pieces[at(rank)]));
+  std::iota(by_work_.begin(), by_work_.end(), home_->rank_pieces[at(rank)]);
+  std::make_heap(by_work_.begin(), by_work_.end(),
+                 [&](std::int32_t a, std::int32_t b) { return has_less_work(a, b); });
+}
+
+// The piece with most work that is not settled; -1: none.
+std::int32_t Balancer::heaviest_piece() {
+  while (!by_work_.empty() && settled_[at(by_work_.front())] != 0) {
+    std::pop_heap(by_work_.begin(), by_work_.end(),
+                  [&](std::int32_t a, std::int32_t b) { return has_less_work(a, b); });
+    by_work_.pop_back();
   }
-  return heaviest;
+  return by_work_.empty() ? -1 : by_work_.front();
 }
 
 // Whether to give away all of `tail`, whose document begins on an earlier rank, before a part of
@@ -190,10 +199,11 @@ bool Balancer::tail_is_cheaper(std::int32_t tail, std::int32_t other, std::int64
 }
 
 void Balancer::shed(std::int32_t rank, std::int64_t surplus) {
+  const std::int32_t first = home_->rank_pieces[at(rank)];
+  heap_pieces(rank);
   while (surplus > 0) {
-    std::int32_t idx = heaviest_piece(rank);
+    std::int32_t idx = heaviest_piece();
     if (idx < 0) return;
-    const std::int32_t first = home_->rank_pieces[at(rank)];
     if (tail_is_cheaper(first, idx, surplus)) idx = first;
     const HomePiece& piece = home_->pieces[at(idx)];
     settled_[at(idx)] = 1;

@@ -58,11 +58,14 @@ class Balancer {
   void fill_pool();
   void shed_all();
   void shed(std::int32_t rank, std::int64_t surplus);
-  [[nodiscard]] std::int32_t heaviest_piece(std::int32_t rank) const;
+  [[nodiscard]] bool has_less_work(std::int32_t a, std::int32_t b) const;
+  void heap_pieces(std::int32_t rank);
+  [[nodiscard]] std::int32_t heaviest_piece();
   [[nodiscard]] bool tail_is_cheaper(std::int32_t tail, std::int32_t other,
                                      std::int64_t surplus) const;
   void make_offers();
   void serve_offers();
+  [[nodiscard]] bool needs_serving(Offer& offer);
   void put_back(std::int32_t rank);
   void set_aside(std::int32_t rank);
   void serve_large(Offer& offer);
@@ -97,6 +100,7 @@ class Balancer {
   std::vector<double> bytes_in_;       ///< [W] about
   std::vector<std::uint8_t> settled_;  ///< [pieces] not to be shed (any more)
   std::vector<std::int64_t> rooms_;    ///< [<= W]
+  std::vector<std::int32_t> by_work_;  ///< pieces of the rank at hand, a heap
   std::vector<Region> regions_;
   std::vector<Offer> offers_;
   std::vector<std::int32_t> aside_;  ///< ranks that lack capacity for the offer at hand

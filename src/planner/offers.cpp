@@ -62,6 +62,17 @@ void Balancer::serve_offers() {
   }
 }
 
+// Takes regions back whose home is within the limit without giving them away.
+bool Balancer::needs_serving(Offer& offer) {
+  while (offer.first < offer.last) {
+    const Region& region = regions_[at(offer.last - 1)];
+    if (load_[at(home_->pieces[at(region.piece)].rank)] > limit_) return true;
+    offer.work -= costs_.work(region.slab);
+    --offer.last;
+  }
+  return false;
+}
+
 void Balancer::put_back(std::int32_t rank) {
   if (room(rank) > crumb_ / 2) {
     pool_.put(rank, room(rank));
@@ -81,15 +92,16 @@ void Balancer::set_aside(std::int32_t rank) {
 // two documents at most, and where keys are few.
 void Balancer::serve_large(Offer& offer) {
   serve_homes(offer);
-  if (open_ >= 0 && offer.first < offer.last) {
+  if (open_ >= 0 && needs_serving(offer)) {
     give_beginning(offer, open_);
-    if (offer.first == offer.last) {
+    if (!needs_serving(offer)) {
       if (room(open_) < crumb_) open_ = -1;
       return;
     }
+    put_back(open_);
     open_ = -1;
   }
-  while (offer.first < offer.last && offer.work > crumb_ / 2) {
+  while (needs_serving(offer)) {
     const std::int32_t most = pool_.most_room();
     if (most < 0) return;
     const std::int32_t rank = offer.work < room(most) ? rank_for_rest(offer) : rank_for_end(offer);
@@ -98,13 +110,13 @@ void Balancer::serve_large(Offer& offer) {
       continue;
     }
     pool_.remove(rank);
-    if (offer.first == offer.last && room(rank) > 4 * crumb_) open_ = rank;
+    if (!needs_serving(offer) && room(rank) > 4 * crumb_) open_ = rank;
   }
 }
 
 // Whole to the rank with the least room that holds it, without more bytes than others have.
 void Balancer::serve_small(Offer& offer) {
-  while (offer.first < offer.last && offer.work > crumb_ / 2) {
+  while (needs_serving(offer)) {
     const std::int32_t rank = rank_for_rest(offer);
     if (rank < 0) return;
     if (!give_end(offer, rank)) {
