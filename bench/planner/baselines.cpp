@@ -1,4 +1,4 @@
-#include "planner_baselines.h"
+#include "baselines.h"
 
 #include <algorithm>
 #include <numeric>
@@ -35,7 +35,8 @@ QkvPlan plan_of_chunks(std::vector<Chunk> chunks, std::size_t num_docs, std::int
                ? std::pair(a.home, a.doc) < std::pair(b.home, b.doc)
                : a.begin < b.begin;
   });
-  QkvPlan plan{.world_size = world_size};
+  QkvPlan plan;
+  plan.world_size = world_size;
   plan.rank_shard_offsets.assign(at(world_size) + 1, 0);
   plan.doc_shard_offsets.assign(num_docs + 1, 0);
   for (const Chunk& c : chunks) {
@@ -61,7 +62,7 @@ QkvPlan plan_of_chunks(std::vector<Chunk> chunks, std::size_t num_docs, std::int
 /// length that lie symmetrically about the middle of it.
 struct Item {
   Chunk head;
-  Chunk tail;  ///< empty for a whole document
+  Chunk tail = {};  ///< empty for a whole document
   std::int64_t doc_len = 0;
   bool whole = true;
 
