@@ -19,7 +19,7 @@ void Balancer::run(const HomeLayout& home, const PlannerOptions& options, double
   costs_ = SlabCosts(options, mean_);
   // At most what int64 holds; a crumb stays below what the balance notices.
   limit_ = static_cast<std::int64_t>(std::min(target * mean_, 9.0e18));
-  crumb_ = static_cast<std::int64_t>((options.imbalance_target - 1) * mean_ / 5);
+  crumb_ = static_cast<std::int64_t>((options.imbalance_target - 1) * mean_ / 3);
   ranks_per_node_ = options.hardware.ranks_per_node;
   capacity_.reset(home, costs_, options.max_tokens_per_rank);
   count_home_bytes();

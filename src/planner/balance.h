@@ -75,7 +75,6 @@ class Balancer {
   [[nodiscard]] std::int32_t rank_for_end(const Offer& offer) const;
   [[nodiscard]] std::int32_t rank_for_rest(const Offer& offer) const;
   bool give_end(Offer& offer, std::int32_t rank);
-  bool give_beginning(Offer& offer, std::int32_t rank);
   void give(Offer& offer, std::int32_t region, Slab slab, std::int32_t rank, bool first);
   [[nodiscard]] std::int64_t room(std::int32_t rank) const {
     return limit_ - load_[static_cast<std::size_t>(rank)];
@@ -104,7 +103,6 @@ class Balancer {
   std::vector<Region> regions_;
   std::vector<Offer> offers_;
   std::vector<std::int32_t> aside_;  ///< ranks that lack capacity for the offer at hand
-  std::int32_t open_ = -1;  ///< the rank with room that took the rest of the latest large offer
   std::vector<Move> moves_;
 };
 

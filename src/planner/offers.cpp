@@ -38,7 +38,7 @@ void Balancer::make_offers() {
   // Large offers before small ones; of the large ones those that end last, of the small ones those
   // with most work.
   const auto is_large = [&](const Offer& offer) {
-    return static_cast<double>(offer.work) > slab_work_ / 2;
+    return static_cast<double>(offer.work) > slab_work_;
   };
   std::sort(offers_.begin(), offers_.end(), [&](const Offer& a, const Offer& b) {
     if (is_large(a) != is_large(b)) return is_large(a);
@@ -48,13 +48,10 @@ void Balancer::make_offers() {
 }
 
 void Balancer::serve_offers() {
-  open_ = -1;
   for (Offer& offer : offers_) {
-    if (static_cast<double>(offer.work) > slab_work_ / 2) {
+    if (static_cast<double>(offer.work) > slab_work_) {
       serve_large(offer);
     } else {
-      if (open_ >= 0) pool_.put(open_, room(open_));
-      open_ = -1;
       serve_small(offer);
     }
     for (const std::int32_t rank : aside_) pool_.put(rank, room(rank));
@@ -92,15 +89,6 @@ void Balancer::set_aside(std::int32_t rank) {
 // two documents at most, and where keys are few.
 void Balancer::serve_large(Offer& offer) {
   serve_homes(offer);
-  if (open_ >= 0 && needs_serving(offer)) {
-    give_beginning(offer, open_);
-    if (!needs_serving(offer)) {
-      if (room(open_) < crumb_) open_ = -1;
-      return;
-    }
-    put_back(open_);
-    open_ = -1;
-  }
   while (needs_serving(offer)) {
     const std::int32_t most = pool_.most_room();
     if (most < 0) return;
@@ -109,8 +97,7 @@ void Balancer::serve_large(Offer& offer) {
       set_aside(rank);
       continue;
     }
-    pool_.remove(rank);
-    if (!needs_serving(offer) && room(rank) > 4 * crumb_) open_ = rank;
+    put_back(rank);
   }
 }
 
@@ -132,7 +119,7 @@ void Balancer::serve_homes(Offer& offer) {
   std::int32_t piece = home_->doc_pieces[at(offer.doc + 1)];
   while (--piece >= home_->doc_pieces[at(offer.doc)] && offer.first < offer.last) {
     const std::int32_t rank = home_->pieces[at(piece)].rank;
-    if (static_cast<double>(room(rank)) < slab_work_ / 10 || rank == open_) continue;
+    if (static_cast<double>(room(rank)) < slab_work_ / 10) continue;
     if (give_end(offer, rank)) put_back(rank);
   }
 }
@@ -140,7 +127,7 @@ void Balancer::serve_homes(Offer& offer) {
 // The rank of a node with the most room, if it can take a good part of a usual slab.
 std::int32_t Balancer::rank_in_node(std::int32_t node) const {
   std::int32_t best = -1;
-  auto most = static_cast<std::int64_t>(slab_work_ / 2);
+  auto most = static_cast<std::int64_t>(slab_work_);
   const std::int32_t last = std::min(home_->world_size, (node + 1) * ranks_per_node_);
   for (std::int32_t rank = node * ranks_per_node_; rank < last; ++rank) {
     if (!pool_.contains(rank) || room(rank) <= most) continue;
@@ -183,22 +170,6 @@ bool Balancer::give_end(Offer& offer, std::int32_t rank) {
     if (slab.begin >= slab.end) break;
     const bool whole = slab.begin == region.slab.begin;
     give(offer, offer.last - 1, slab, rank, !any);
-    any = true;
-    if (!whole) break;
-  }
-  return any;
-}
-
-bool Balancer::give_beginning(Offer& offer, std::int32_t rank) {
-  if (offer.work <= room(rank)) return give_end(offer, rank);
-  bool any = false;
-  while (offer.first < offer.last) {
-    const Region& region = regions_[at(offer.first)];
-    const Slab slab = costs_.slab_up(region.slab.begin, region.slab.end, room(rank));
-    if (slab.begin >= slab.end || capacity_.fitting(rank, offer.doc, slab).begin != slab.begin)
-      break;
-    const bool whole = slab.end == region.slab.end;
-    give(offer, offer.first, slab, rank, true);
     any = true;
     if (!whole) break;
   }
