@@ -40,6 +40,16 @@ std::int64_t checked_total(std::span<const std::int64_t> doc_lengths,
   return total;
 }
 
+// Bytes in of a rank are at most those of all rows; bytes out those of its rows to every rank.
+void check_bytes(const PlannerOptions& options, std::int64_t total, std::int64_t most_at_home) {
+  const auto q_row = static_cast<double>(options.model.q_row_bytes());
+  const auto kv_row = static_cast<double>(options.model.kv_row_bytes());
+  const double in = static_cast<double>(total) * (q_row + kv_row);
+  const double out = static_cast<double>(most_at_home) * (q_row + kv_row * options.world_size);
+  require(std::max(in, out) < 9e18, who, ": ", total, " tokens with rows of ", q_row, " and ",
+          kv_row, " bytes on ", options.world_size, " ranks, expected fewer bytes than 2^63");
+}
+
 }  // namespace
 
 void lay_out(std::span<const std::int64_t> doc_lengths, const PlannerOptions& options,
@@ -69,6 +79,7 @@ void lay_out(std::span<const std::int64_t> doc_lengths, const PlannerOptions& op
     home.doc_pieces.push_back(static_cast<std::int32_t>(home.pieces.size()));
   }
   while (rank < options.world_size) close_rank();
+  check_bytes(options, total, std::min(total, home.tokens_per_rank));
 }
 
 void lay_out(std::span<const std::vector<std::int64_t>> rank_doc_lengths,
@@ -101,6 +112,7 @@ void lay_out(std::span<const std::vector<std::int64_t>> rank_doc_lengths,
     }
     home.rank_pieces.push_back(doc);
   }
+  check_bytes(options, total, *std::max_element(home.tokens.begin(), home.tokens.end()));
 }
 
 }  // namespace waybill::detail

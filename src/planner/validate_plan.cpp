@@ -39,14 +39,24 @@ void PlanFindings::compare(const char* field, const std::vector<LinkBytes>& got,
   }
 }
 
+namespace {
+
+// Numbers of an untrusted plan may be absurd; then they only have to differ.
+void add_wrapping(std::int64_t& sum, std::int64_t number) {
+  sum = static_cast<std::int64_t>(static_cast<std::uint64_t>(sum) +
+                                  static_cast<std::uint64_t>(number));
+}
+
+}  // namespace
+
 void add_link_bytes(std::vector<LinkBytes>& links, std::int64_t src, std::int64_t dst,
                     std::int64_t num_bytes, std::int64_t ranks_per_node) {
   if (src == dst) return;
   const bool near = src / ranks_per_node == dst / ranks_per_node;
   LinkBytes& from = links[at(src)];
   LinkBytes& to = links[at(dst)];
-  (near ? from.nvlink_out : from.network_out) += num_bytes;
-  (near ? to.nvlink_in : to.network_in) += num_bytes;
+  add_wrapping(near ? from.nvlink_out : from.network_out, num_bytes);
+  add_wrapping(near ? to.nvlink_in : to.network_in, num_bytes);
 }
 
 namespace {
@@ -78,8 +88,9 @@ std::vector<std::int64_t> count_work(const AttentionPlan& plan) {
       const std::int64_t window = plan.options.mask.window;
       const std::int64_t growing =
           window == 0 ? len : std::clamp<std::int64_t>(window - position, 0, len);
-      work[at(qkv.q_dst[at(n)])] +=
+      const std::int64_t pairs =
           growing * position + growing * (growing + 1) / 2 + (len - growing) * window;
+      add_wrapping(work[at(qkv.q_dst[at(n)])], pairs);
       position += len;
     }
   }
@@ -104,6 +115,29 @@ bool check_sizes(const AttentionPlan& plan, PlanFindings& findings) {
   return good;
 }
 
+// Work and bytes of absurd sizes would not fit their types.
+bool check_totals(const AttentionPlan& plan, PlanFindings& findings) {
+  const QkvPlan& qkv = plan.plan;
+  double most_copies = 0;
+  for (std::int64_t d = 0; d < qkv.num_documents(); ++d) {
+    std::int64_t tokens = 0;
+    for (std::int64_t i = qkv.doc_shard_offsets[at(d)]; i < qkv.doc_shard_offsets[at(d + 1)]; ++i)
+      tokens += qkv.shard_len[at(qkv.doc_shards[at(i)])];
+    most_copies +=
+        static_cast<double>(tokens) *
+        static_cast<double>(qkv.doc_shard_offsets[at(d + 1)] - qkv.doc_shard_offsets[at(d)]);
+    if (tokens <= (std::int64_t{1} << 31)) continue;
+    findings.add(FindingKind::count, "plan", -1, -1, concat(tokens, " tokens in document ", d),
+                 "at most 2^31");
+    return false;
+  }
+  const auto row_bytes =
+      static_cast<double>(plan.options.model.q_row_bytes() + plan.options.model.kv_row_bytes());
+  if (most_copies * row_bytes < 9e18) return true;
+  findings.add(FindingKind::count, "links", -1, -1, "more bytes than 2^63 - 1", "fewer");
+  return false;
+}
+
 bool check_options(const AttentionPlan& plan, PlanFindings& findings) {
   try {
     plan.options.check("options");
@@ -125,7 +159,7 @@ std::vector<Finding> validate(const AttentionPlan& plan, const ValidateOptions& 
   detail::PlanFindings findings(validate(plan.plan, limits),
                                 std::max<std::int64_t>(1, options.max_findings));
   if (!findings.none() || !detail::check_options(plan, findings) ||
-      !detail::check_sizes(plan, findings))
+      !detail::check_sizes(plan, findings) || !detail::check_totals(plan, findings))
     return findings.take();
 
   const QkvRouting routing = compute_qkv_routing(plan.plan);

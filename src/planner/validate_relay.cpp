@@ -54,8 +54,8 @@ std::vector<Arrival> needed_arrivals(const QkvPlan& plan, const SparseMetadata& 
 }
 
 std::string hop_text(const RelayHop& hop, std::size_t idx) {
-  return concat("hop ", idx, ": rows ", hop.row_begin, "..", hop.row_begin + hop.num_rows,
-                " from rank ", hop.src_rank, " to ", hop.dst_rank);
+  return concat("hop ", idx, ": ", hop.num_rows, " rows from ", hop.row_begin, ", from rank ",
+                hop.src_rank, " to ", hop.dst_rank);
 }
 
 // Whether the sender has the rows when the hop starts.
@@ -79,7 +79,7 @@ const char* wrong_with(const RelaySchedule& relay, std::size_t idx,
   if (feed.shard != hop.shard || feed.dst_rank != hop.src_rank || feed.row_begin > hop.row_begin ||
       feed.row_begin + feed.num_rows < hop.row_begin + hop.num_rows)
     return "a hop in `after` that brings these rows to the sender";
-  return hop.stage == feed.stage + 1 ? nullptr : "one stage more than the hop before";
+  return hop.stage == std::int64_t{feed.stage} + 1 ? nullptr : "one stage more than the hop before";
 }
 
 // Joins arrivals that continue each other; what overlaps or leaves gaps stays apart.
@@ -130,7 +130,7 @@ void check_relay(const AttentionPlan& plan, const QkvRouting& routing,
   const std::vector<std::int32_t> homes = homes_of(plan.plan);
   std::vector<LinkBytes> links = q_links;
   std::vector<Arrival> arrivals;
-  std::int32_t num_stages = 0;
+  std::int64_t num_stages = 0;
   for (std::size_t i = 0; i < relay.hops.size(); ++i) {
     const RelayHop& hop = relay.hops[i];
     if (const char* expected = wrong_with(relay, i, homes, plan.plan)) {
@@ -139,7 +139,7 @@ void check_relay(const AttentionPlan& plan, const QkvRouting& routing,
       if (findings.full()) return;
       continue;
     }
-    num_stages = std::max(num_stages, hop.stage + 1);
+    num_stages = std::max(num_stages, std::int64_t{hop.stage} + 1);
     add_link_bytes(links, hop.src_rank, hop.dst_rank,
                    hop.num_rows * plan.options.model.kv_row_bytes(),
                    plan.options.hardware.ranks_per_node);
