@@ -1,6 +1,7 @@
 #include "balance.h"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 
 #include "waybill/core/at.h"
@@ -18,7 +19,7 @@ void Balancer::run(const HomeLayout& home, const PlannerOptions& options, double
   mean_ = std::accumulate(load_.begin(), load_.end(), 0.0) / home.world_size;
   costs_ = SlabCosts(options, mean_);
   // At most what int64 holds; a crumb stays below what the balance notices.
-  limit_ = static_cast<std::int64_t>(std::min(target * mean_, 9.0e18));
+  limit_ = static_cast<std::int64_t>(std::min(std::max(target * mean_, std::ceil(mean_)), 9.0e18));
   crumb_ = static_cast<std::int64_t>((options.imbalance_target - 1) * mean_ / 3);
   ranks_per_node_ = options.hardware.ranks_per_node;
   capacity_.reset(home, costs_, options.max_tokens_per_rank);
@@ -125,7 +126,7 @@ void Balancer::reunite_short_tails() {
     const std::int32_t idx = home_->rank_pieces[at(rank)];
     if (idx == home_->rank_pieces[at(rank + 1)]) continue;
     const HomePiece& piece = home_->pieces[at(idx)];
-    if (piece.begin == 0) continue;
+    if (piece.begin == 0 || settled_[at(idx)] != 0) continue;
     const std::int64_t remote = piece.begin - costs_.mask.first_key(piece.begin);
     const bool cheaper = static_cast<double>(piece.end - piece.begin) * costs_.q_row <
                          static_cast<double>(remote) * costs_.kv_row;

@@ -65,6 +65,7 @@ class Balancer {
                                      std::int64_t surplus) const;
   void make_offers();
   void serve_offers();
+  bool raise_limit();
   [[nodiscard]] bool needs_serving(Offer& offer);
   void put_back(std::int32_t rank);
   void set_aside(std::int32_t rank);

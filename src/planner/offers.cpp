@@ -10,6 +10,9 @@ namespace {
 // Ranks looked at for one that does not get more bytes than usual.
 constexpr int most_tries = 32;
 
+// How often the limit may rise.
+constexpr int most_rounds = 8;
+
 }  // namespace
 
 double Balancer::bytes_in_after(const Offer& offer, std::int32_t rank) const {
@@ -48,15 +51,36 @@ void Balancer::make_offers() {
 }
 
 void Balancer::serve_offers() {
-  for (Offer& offer : offers_) {
-    if (static_cast<double>(offer.work) > slab_work_) {
-      serve_large(offer);
-    } else {
-      serve_small(offer);
+  for (int round = 0; round < most_rounds; ++round) {
+    for (Offer& offer : offers_) {
+      if (static_cast<double>(offer.work) > slab_work_) {
+        serve_large(offer);
+      } else {
+        serve_small(offer);
+      }
+      for (const std::int32_t rank : aside_) pool_.put(rank, room(rank));
+      aside_.clear();
     }
-    for (const std::int32_t rank : aside_) pool_.put(rank, room(rank));
-    aside_.clear();
+    if (!raise_limit()) return;
   }
+}
+
+// Where offers are left because single steps of the grid do not fit into the room there is, which
+// happens with few tokens, the limit rises by half a step. False: nothing is left.
+bool Balancer::raise_limit() {
+  std::int64_t step = 0;
+  for (Offer& offer : offers_) {
+    if (!needs_serving(offer)) continue;
+    const std::int64_t end = regions_[at(offer.last - 1)].slab.end;
+    step = std::max(step, costs_.work({std::max<std::int64_t>(0, end - costs_.grid(end)), end}));
+  }
+  if (step == 0) return false;
+  limit_ += (step + 1) / 2;
+  pool_.reset(home_->world_size, limit_);
+  for (std::int32_t rank = 0; rank < home_->world_size; ++rank) {
+    if (room(rank) > 0) pool_.put(rank, room(rank));
+  }
+  return true;
 }
 
 // Takes regions back whose home is within the limit without giving them away.
@@ -84,9 +108,8 @@ void Balancer::set_aside(std::int32_t rank) {
   if (capacity_.limited() && room(rank) > crumb_) aside_.push_back(rank);
 }
 
-// From the end to the beginning, each rank as much as it has room for. What is left for the last
-// one leaves room on it: that is filled with the beginning of the next offer. So ranks take from
-// two documents at most, and where keys are few.
+// From the end to the beginning, each rank as much as it has room for; the rest, where keys are
+// few, goes where it fits best.
 void Balancer::serve_large(Offer& offer) {
   serve_homes(offer);
   while (needs_serving(offer)) {

@@ -136,6 +136,34 @@ TEST(PlanAttention, ReachesTheTargetWithBlocksOfAnySize) {
   }
 }
 
+// Even with a handful of tokens the work is even up to a block, but for rare cases.
+TEST(PlanAttention, IsBalancedWithFewTokens) {
+  int num_over = 0;
+  for (std::uint64_t seed = 0; seed < 1000; ++seed) {
+    Random random(seed + 5000);
+    PlannerOptions options = test::random_options(random);
+    options.tokens_per_rank = 1 + random.below(200);
+    const AttentionPlan plan = plan_attention(test::random_flat(random, options), options);
+    num_over += plan.balanced() ? 0 : 1;
+  }
+  EXPECT_LE(num_over, 3);
+}
+
+TEST(PlanAttention, NoPlanHasFewerBytesInThanTheBound) {
+  int num_close = 0;
+  for (std::uint64_t seed = 0; seed < 500; ++seed) {
+    Random random(seed + 9000);
+    PlannerOptions options = test::random_options(random);
+    options.kv_layout = KvLayout::per_rank;
+    const AttentionPlan plan = plan_attention(test::random_flat(random, options), options);
+    const Lengths in = plan.bytes_in();
+    const std::int64_t most = *std::max_element(in.begin(), in.end());
+    ASSERT_LE(plan.least_bytes_in, most) << "seed " << seed;
+    num_close += plan.least_bytes_in > 0 && most < 3 * plan.least_bytes_in ? 1 : 0;
+  }
+  EXPECT_GT(num_close, 100);  // and it is not idle
+}
+
 TEST(PlanAttention, OneDocumentOverAllRanks) {
   const PlannerOptions options{.world_size = 8, .tokens_per_rank = 4096};
   const AttentionPlan plan = plan_attention(Lengths{8 * 4096}, options);
