@@ -94,18 +94,18 @@ TEST(PlannerCapacity, MovesDocumentsThatDoNotFitAtHome) {
   EXPECT_TRUE(validate(plan).empty());
 }
 
-// The last token of the document of 11 leaves rank 2 for lack of room; that it would be better off
-// with the rest of its document must not move it again.
+// A short end of a document has to leave its home for lack of room. That it is better off with the
+// rest of its document must not move it again.
 TEST(PlannerCapacity, APieceThatHadToLeaveLeavesOnce) {
   PlannerOptions options{.world_size = 4, .tokens_per_rank = 100};
-  options.max_tokens_per_rank = 90;
-  Lengths lengths(10, 10);
-  for (const std::int64_t length : {30, 30, 30, 11, 33, 33, 33}) lengths.push_back(length);
+  options.imbalance_target = 1.2;
+  options.block_tokens = 8;
+  options.max_tokens_per_rank = 107;
+  const Lengths lengths{39, 45, 18, 26, 43, 30, 27, 30, 29, 14, 44};
   const AttentionPlan plan = plan_attention(lengths, options);
-  EXPECT_LE(most_tokens(plan), 90);
-  EXPECT_EQ(plan.home_tokens, (Lengths{100, 100, 100, 0}));
-  const auto findings = validate(plan);
-  EXPECT_TRUE(findings.empty()) << to_string(findings.front());
+  EXPECT_LE(most_tokens(plan), 107);
+  EXPECT_EQ(plan.home_tokens, (Lengths{100, 100, 100, 45}));
+  EXPECT_TRUE(validate(plan).empty());
 }
 
 }  // namespace
