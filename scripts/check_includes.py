@@ -14,10 +14,11 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 ROOMS = {
     "core": set(),
     "routing": {"core"},
+    "planner": {"routing", "core"},
     "simulate": {"routing", "core"},
-    "json": {"routing", "core"},
+    "json": {"planner", "routing", "core"},
     "report": {"routing", "core"},
-    "cli": {"core", "routing", "simulate", "json", "report"},
+    "cli": {"core", "routing", "planner", "simulate", "json", "report"},
 }
 
 # Third-party headers, and the folders that may include them (never a public header).
