@@ -21,5 +21,6 @@ void bind_generators(nanobind::module_& m);
 void bind_simulate(nanobind::module_& m);
 void bind_validate(nanobind::module_& m);
 void bind_plan(nanobind::module_& m);
+void bind_planner(nanobind::module_& m);
 
 }  // namespace waybill::python

@@ -13,4 +13,5 @@ NB_MODULE(_core, m) {
   waybill::python::bind_simulate(m);
   waybill::python::bind_validate(m);
   waybill::python::bind_plan(m);
+  waybill::python::bind_planner(m);
 }

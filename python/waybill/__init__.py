@@ -32,6 +32,7 @@ from .index_ops import (
 )
 from .layouts import AttnLayout, PackedSeqParams, QkvMetadata, RankKvLayout, RawQkvDispatch
 from .metadata import Metadata
+from .planner import AttentionPlan, RelayHop, plan, plan_documents
 from .plans import QkvPlan
 from .routing import (
     compute_attn_layout_seqlens,
@@ -50,6 +51,7 @@ from .simulate import (
 from .validation import Finding, validate
 
 __all__ = [
+    "AttentionPlan",
     "AttnLayout",
     "Error",
     "Finding",
@@ -64,6 +66,7 @@ __all__ = [
     "RankKvLayout",
     "RankOutOfRange",
     "RawQkvDispatch",
+    "RelayHop",
     "ShapeMismatch",
     "Unsupported",
     "__version__",
@@ -81,6 +84,8 @@ __all__ = [
     "mask_by_neg",
     "mlp_layout_packed_params",
     "orchestrate_simulate",
+    "plan",
+    "plan_documents",
     "prepend_zero",
     "prepend_zero_fn",
     "sample_documents",

@@ -40,10 +40,10 @@ def validate(
     """What is wrong; empty when all is right. Never raises for what it finds.
 
     Args:
-        tables: one of: a plan; one Metadata; forward and reverse Metadata; the four metadata of Q
-            and KV, as create_qkv_dispatch returns them, where each pair is checked (an attention
-            layout may follow and is not looked at: only a plan says what belongs in it); a plan and
-            the QkvMetadata of its to_metadata(), where everything is.
+        tables: one of: a QkvPlan or AttentionPlan; one Metadata; forward and reverse Metadata; the
+            four metadata of Q and KV, as create_qkv_dispatch returns them, where each pair is
+            checked (an attention layout may follow and is not looked at: only a plan says what
+            belongs in it); a plan and the QkvMetadata of its to_metadata(), where everything is.
         q_capacity, kv_capacity: most rows of a rank's buffer; None is any number.
         max_findings: stop after so many.
     """
@@ -58,6 +58,8 @@ def validate(
 def _findings(tables: Any, options: Any) -> Any:
     kinds = [type(table) for table in tables]
     metadata = [table for table in tables if isinstance(table, Metadata)]
+    if len(tables) == 1 and hasattr(kinds[0], "_validate"):  # an AttentionPlan
+        return tables[0]._validate(options[2])
     if len(tables) == 1 and isinstance(tables[0], QkvPlan):
         return _core.validate_plan(tables[0]._plan, options)
     if len(tables) == 1 and len(metadata) == 1:

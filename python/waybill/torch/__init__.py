@@ -16,6 +16,7 @@ from ..errors import (
     Unsupported,
 )
 from ..layouts import AttnLayout, PackedSeqParams, QkvMetadata, RankKvLayout, RawQkvDispatch
+from ..planner import AttentionPlan, RelayHop, plan, plan_documents
 from ..plans import QkvPlan
 from ..simulate import test_qkv_dispatch
 from ..validation import Finding, validate
@@ -44,6 +45,7 @@ from .routing import (
 from .simulate import orchestrate_simulate, simulate_communication, sum_kv_copies
 
 __all__ = [
+    "AttentionPlan",
     "AttnLayout",
     "Error",
     "Finding",
@@ -58,6 +60,7 @@ __all__ = [
     "RankKvLayout",
     "RankOutOfRange",
     "RawQkvDispatch",
+    "RelayHop",
     "ShapeMismatch",
     "Unsupported",
     "compute_attn_layout_seqlens",
@@ -73,6 +76,8 @@ __all__ = [
     "mask_by_neg",
     "mlp_layout_packed_params",
     "orchestrate_simulate",
+    "plan",
+    "plan_documents",
     "plan_metadata",
     "prepend_zero",
     "prepend_zero_fn",

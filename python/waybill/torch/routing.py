@@ -5,13 +5,14 @@ Tables on a GPU are copied to the host, where routing is computed, and the resul
 
 from __future__ import annotations
 
-from typing import Any, Tuple
+from typing import Any, Tuple, Union
 
 import torch
 
 from .. import routing
 from ..errors import InvalidArgument
 from ..layouts import AttnLayout, PackedSeqParams, QkvMetadata
+from ..planner import AttentionPlan
 from ..plans import QkvPlan
 from ._tensors import device_of, host_array, on_host, tensor, tensors
 from .metadata import metadata_of
@@ -131,10 +132,12 @@ def compute_e2e_metadata(
     return (*four, *tensors(tuple(rest), device))
 
 
-def plan_metadata(plan: QkvPlan, device: Any = None) -> QkvMetadata:
+def plan_metadata(plan: Union[QkvPlan, AttentionPlan], device: Any = None) -> QkvMetadata:
     """``plan.to_metadata()`` with tensors, on ``device``."""
-    if not isinstance(plan, QkvPlan):
-        raise InvalidArgument(f"plan_metadata: plan is a {type(plan).__name__}, expected a QkvPlan")
+    if not isinstance(plan, (QkvPlan, AttentionPlan)):
+        raise InvalidArgument(
+            f"plan_metadata: plan is a {type(plan).__name__}, expected a QkvPlan or AttentionPlan"
+        )
     where = None if device is None else torch.device(device)
     *four, layout = plan.to_metadata()
     fwd_q, rev_q, fwd_kv, rev_kv = (metadata_of(m, where) for m in four)
