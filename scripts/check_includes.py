@@ -15,9 +15,11 @@ ROOMS = {
     "core": set(),
     "routing": {"core"},
     "simulate": {"routing", "core"},
+    "transport": {"core"},
+    "runtime": {"transport", "routing", "core"},
     "json": {"routing", "core"},
     "report": {"routing", "core"},
-    "cli": {"core", "routing", "simulate", "json", "report"},
+    "cli": {"core", "routing", "simulate", "json", "report", "transport", "runtime"},
 }
 
 # Third-party headers, and the folders that may include them (never a public header).
@@ -31,7 +33,7 @@ THIRD_PARTY = {
 }
 
 # Headers of the operating system and the processor; in the library for .cpp files only.
-SYSTEM = re.compile(r"(sys/\w+|sched|unistd|fcntl|pthread|\w+intrin)\.h$")
+SYSTEM = re.compile(r"((sys|netinet)/\w+|sched|unistd|fcntl|netdb|poll|pthread|\w+intrin)\.h$")
 STANDARD = re.compile(r"\w+$")
 
 INCLUDE = re.compile(r"^\s*#\s*include\s*([<\"])([^>\"]+)[>\"]", re.MULTILINE)
