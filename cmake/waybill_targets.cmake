@@ -6,14 +6,18 @@ include(CMakePackageConfigHelpers)
 function(waybill_target_defaults target)
   target_compile_features(${target} PUBLIC cxx_std_20)
   set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF)
-  target_compile_options(${target} PRIVATE -Wall -Wextra)
+  set(cxx "$<COMPILE_LANGUAGE:CXX>")
+  target_compile_options(${target} PRIVATE $<${cxx}:-Wall> $<${cxx}:-Wextra>)
   if(WAYBILL_DEV)
-    target_compile_options(${target} PRIVATE -Wpedantic -Wshadow -Wconversion -Wsign-conversion)
+    target_compile_options(
+      ${target} PRIVATE "$<${cxx}:-Wpedantic;-Wshadow;-Wconversion;-Wsign-conversion>")
     if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
       # What gcc's optimiser guesses about inlined std::string and std::vector is often wrong.
-      target_compile_options(${target} PRIVATE -Wno-restrict -Wno-error=array-bounds
-                                               -Wno-error=stringop-overflow
-                                               -Wno-error=maybe-uninitialized)
+      target_compile_options(
+        ${target}
+        PRIVATE
+          "$<${cxx}:-Wno-restrict;-Wno-error=array-bounds;-Wno-error=stringop-overflow;-Wno-error=maybe-uninitialized>"
+      )
     endif()
     set_target_properties(${target} PROPERTIES COMPILE_WARNING_AS_ERROR ON)
   endif()

@@ -50,6 +50,8 @@ void check_outputs(const char* who, const SequencePlan& plan, std::span<const Te
     require(sum_runs_of(plan.tensors[t].dtype, outputs[t].dtype) != nullptr, who, ": outputs[", t,
             "] is ", outputs[t].dtype, ", expected ", plan.tensors[t].dtype,
             " as the gradients, or float32 for 16-bit ones");
+    require(outputs[t].dtype == outputs[0].dtype, who, ": outputs are ", outputs[0].dtype, " and ",
+            outputs[t].dtype, ", expected one dtype");
   }
 }
 

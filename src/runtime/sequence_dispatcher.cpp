@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <utility>
 
 #include "call_checks.h"
 #include "waybill/core/at.h"
@@ -43,7 +44,7 @@ void SequenceDispatcher::close() {
   guarded([&] {
     world_.executor().synchronize({});
     Transport& transport = world_.transport();
-    for (SymmetricBuffer& window : windows_) retired_.push_back(std::move(window));
+    for (SymmetricBuffer& window : windows_) retired_.push_back(std::exchange(window, {}));
     for (SymmetricBuffer& buffer : retired_) transport.release(buffer);
     retired_.clear();
     transport.release(arrivals_);

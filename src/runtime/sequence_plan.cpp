@@ -15,7 +15,11 @@ using detail::at;
 using detail::ChunkWriter;
 using detail::WindowMap;
 
+/// Small, as an executor holds the addends of many chunks at once.
+constexpr std::int64_t most_gradient_chunk_bytes = 2048;
+
 void check_formats(const char* who, std::span<const SequencePart> parts, SequenceOperation op) {
+  const TensorFormat* first = nullptr;
   for (const SequencePart& part : parts) {
     for (const TensorFormat& format : part.tensors) {
       require(0 <= format.hidden && format.hidden <= (std::int64_t{1} << 27), who,
@@ -24,6 +28,9 @@ void check_formats(const char* who, std::span<const SequencePart> parts, Sequenc
                             format.dtype == DType::float32 || format.dtype == DType::float64;
       require(op == SequenceOperation::dispatch || floating, who, ": dtype = ", format.dtype,
               ", expected float16, bfloat16, float32 or float64");
+      if (first == nullptr) first = &format;
+      require(op == SequenceOperation::dispatch || format.dtype == first->dtype, who,
+              ": dtypes are ", first->dtype, " and ", format.dtype, ", expected one");
     }
   }
 }
@@ -53,7 +60,10 @@ SequencePlan compile(const char* who, SequenceOperation operation,
   plan.world_size = parts.front().metadata->world_size;
   const WindowMap windows(who, parts);
   const auto r = at(to_int(rank));
-  ChunkWriter writer(plan, windows, options.chunk_bytes);
+  plan.chunk_bytes = operation == SequenceOperation::dispatch
+                         ? options.chunk_bytes
+                         : std::min(options.chunk_bytes, most_gradient_chunk_bytes);
+  ChunkWriter writer(plan, windows, plan.chunk_bytes);
   for (const auto pass : {ChunkWriter::Pass::count, ChunkWriter::Pass::write}) {
     writer.begin(pass);
     std::int32_t first_tensor = 0;

@@ -22,21 +22,17 @@ World make_thread_world(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks
   return {std::move(transport), std::move(executor)};
 }
 
-void run_thread_world(std::int32_t world_size, const std::function<void(World&)>& body,
-                      const ThreadWorldOptions& options) {
-  auto bootstraps = make_thread_bootstraps(world_size, options.timeout_s);
-  const Topology topology{world_size,
-                          options.ranks_per_node == 0 ? world_size : options.ranks_per_node};
-  topology.check();
+void run_ranks_as_threads(std::int32_t world_size,
+                          const std::function<void(std::shared_ptr<Bootstrap>)>& body,
+                          double timeout_s) {
+  auto bootstraps = make_thread_bootstraps(world_size, timeout_s);
   std::vector<std::exception_ptr> errors(detail::at(world_size));
   {
     std::vector<std::jthread> threads;
     for (std::int32_t r = 0; r < world_size; ++r) {
       threads.emplace_back([&, r] {
         try {
-          World world =
-              make_thread_world(std::move(bootstraps[detail::at(r)]), options.ranks_per_node);
-          body(world);
+          body(std::move(bootstraps[detail::at(r)]));
         } catch (...) {
           errors[detail::at(r)] = std::current_exception();
         }
@@ -56,6 +52,17 @@ void run_thread_world(std::int32_t world_size, const std::function<void(World&)>
     }
   }
   if (first) std::rethrow_exception(first);
+}
+
+void run_thread_world(std::int32_t world_size, const std::function<void(World&)>& body,
+                      const ThreadWorldOptions& options) {
+  run_ranks_as_threads(
+      world_size,
+      [&](std::shared_ptr<Bootstrap> bootstrap) {
+        World world = make_thread_world(std::move(bootstrap), options.ranks_per_node);
+        body(world);
+      },
+      options.timeout_s);
 }
 
 }  // namespace waybill

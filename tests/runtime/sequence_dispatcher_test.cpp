@@ -9,12 +9,16 @@
 
 #include "support/expect_error.h"
 #include "support/run_ranks.h"
-#include "support/sequence_case.h"
+#include "support/sequence_expected.h"
 
 namespace waybill {
 namespace {
 
 using test::at;
+using test::Expected;
+using test::forward_parts;
+using test::kv_parts;
+using test::reverse_parts;
 using test::SequenceCase;
 
 /// Success when the view has exactly the elements of `expected`.
@@ -27,33 +31,6 @@ testing::AssertionResult same_bytes(const ConstTensorView& view, const HostTenso
   const auto wrong = std::mismatch(bytes.begin(), bytes.end(), view.data).first;
   if (wrong == bytes.end()) return testing::AssertionSuccess();
   return testing::AssertionFailure() << "byte " << wrong - bytes.begin() << " differs";
-}
-
-/// The inputs of all ranks and what must come out.
-struct Expected {
-  explicit Expected(const SequenceCase& the, std::uint64_t seed = 1)
-      : q(test::random_tensors(the.q, test::rows_sent(the.routing.fwd_q), seed)),
-        k(test::random_tensors(the.k, test::rows_sent(the.routing.fwd_kv), seed + 1)),
-        v(test::random_tensors(the.v, test::rows_sent(the.routing.fwd_kv), seed + 2)),
-        q_out(test::simulated(the.routing.fwd_q, q)),
-        k_out(test::simulated(the.routing.fwd_kv, k)),
-        v_out(test::simulated(the.routing.fwd_kv, v)),
-        k_gradient(test::simulated_gradient(the.routing, k_out, the.k.dtype)),
-        v_gradient(test::simulated_gradient(the.routing, v_out, the.v.dtype)) {}
-
-  std::vector<HostTensor> q, k, v;              ///< [W], what each rank has
-  std::vector<HostTensor> q_out, k_out, v_out;  ///< [W], what each rank gets
-  std::vector<HostTensor> k_gradient, v_gradient;
-};
-
-std::vector<SequencePart> forward_parts(const SequenceCase& the) {
-  return {{&the.routing.fwd_q, {the.q}}, {&the.routing.fwd_kv, {the.k, the.v}}};
-}
-std::vector<SequencePart> kv_parts(const SequenceCase& the) {
-  return {{&the.routing.fwd_kv, {the.k, the.v}}};
-}
-std::vector<SequencePart> reverse_parts(const SequenceCase& the) {
-  return {{&the.routing.rev_q, {the.q}}};
 }
 
 void check_step(World& world, SequenceDispatcher& dispatcher, const SequenceCase& the,

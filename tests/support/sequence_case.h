@@ -178,7 +178,7 @@ inline std::vector<SequenceCase> sequence_cases(std::int32_t world, int num_rand
     SequenceCase& random = add(concat("random ", i), random_plan(at(i + 1), options));
     random.q = {dtypes[i % 4], hiddens[i % 8]};
     random.k = {dtypes[(i / 2) % 4], hiddens[(i + 1) % 8]};
-    random.v = {dtypes[(i / 3) % 4], hiddens[(i + 2) % 8]};
+    random.v = {random.k.dtype, hiddens[(i + 2) % 8]};
   }
   return cases;
 }

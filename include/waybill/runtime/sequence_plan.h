@@ -47,6 +47,7 @@ struct SequencePlan {
   std::vector<std::int64_t> window_rows;     ///< [tensors]: rows in this rank's window
   std::vector<std::int64_t> window_offsets;  ///< [tensors]: bytes, in this rank's window
   std::int64_t window_bytes = 0;             ///< the largest window of all ranks
+  std::int64_t chunk_bytes = 0;              ///< no chunk is larger
   UninitializedVector<RowChunk> chunks;      ///< in the order in which they should be begun
   UninitializedVector<std::uint64_t> places;
   std::vector<std::int64_t> wire_bytes;  ///< [W]: to (or from) each rank; the own one is local
@@ -67,7 +68,8 @@ struct SequencePlanOptions {
 
 /// Compiles the sums for `rank`: `metadata` are those of the forward dispatch of K and V. Row x of
 /// the result is the sum of the copies of row x, in the order of the copies, 0 without copies.
-/// Tensors of float16, bfloat16, float32 and float64.
+/// Tensors of float16, bfloat16, float32 or float64, all of one dtype. Chunks are of at most 2048
+/// bytes.
 /// @throws InvalidArgument as above and for other dtypes.
 [[nodiscard]] SequencePlan compile_kv_gradient(std::span<const SequencePart> parts, Rank rank,
                                                const SequencePlanOptions& options = {});

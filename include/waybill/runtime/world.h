@@ -42,8 +42,14 @@ struct ThreadWorldOptions {
   double timeout_s = default_timeout_s;
 };
 
-/// Runs body(world) on one thread a rank and waits for all.
+/// Runs body(bootstrap) on one thread a rank and waits for all: for worlds of threads of any kind.
 /// @throws what a body threw: of several the first that is no Timeout, else the first.
+void run_ranks_as_threads(std::int32_t world_size,
+                          const std::function<void(std::shared_ptr<Bootstrap>)>& body,
+                          double timeout_s = default_timeout_s);
+
+/// Runs body(world) with a make_thread_world on one thread a rank and waits for all.
+/// @throws as run_ranks_as_threads
 void run_thread_world(std::int32_t world_size, const std::function<void(World&)>& body,
                       const ThreadWorldOptions& options = {});
 
