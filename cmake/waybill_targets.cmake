@@ -23,6 +23,19 @@ function(waybill_target_defaults target)
   endif()
 endfunction()
 
+# How .cu files are compiled: for each architecture that differs in what it can do, 90a and 100a for
+# their own instructions. CMake 3.25 does not know how nvcc is told about C++20.
+set(WAYBILL_CUDA_ARCHITECTURES "80;90a;100a" CACHE STRING "Compute capabilities to compile for")
+function(waybill_cuda_options target)
+  set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES OFF)
+  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20>)
+  foreach(arch IN LISTS WAYBILL_CUDA_ARCHITECTURES)
+    target_compile_options(
+      ${target}
+      PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_${arch},code=sm_${arch}>)
+  endforeach()
+endfunction()
+
 # waybill_add_room(<name> SOURCES <.cpp...> HEADERS <.h...> [DEPENDS <room...>])
 #
 # Makes the static library waybill_<name>, alias waybill::<name>, and puts it into the install.

@@ -30,8 +30,8 @@ World make_gpu_thread_world(std::shared_ptr<Bootstrap> bootstrap, int device,
   topology.check();
   const auto devices = all_gather_value(*bootstrap, device, "gpu world: devices");
   const auto share = static_cast<int>(std::ranges::count(devices, device));
-  auto gpu = std::make_shared<cuda::GpuRank>(bootstrap->rank(), topology, device,
-                                             bootstrap->timeout_s());
+  auto gpu =
+      std::make_shared<cuda::GpuRank>(bootstrap->rank(), topology, device, bootstrap->timeout_s());
   auto transport = cuda::make_gpu_thread_transport(std::move(bootstrap), topology, gpu);
   auto executor = cuda::make_gpu_executor(*transport, std::move(gpu), share);
   return {std::move(transport), std::move(executor)};

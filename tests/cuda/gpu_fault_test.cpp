@@ -45,8 +45,8 @@ void a_rank_never_calls(int num_sms) {
   for (const std::int32_t r : {0, 2, 3}) {
     const std::string& text = results[at(r)].text;
     // A rank that shares its device may lose it to another one's report, and then says whose.
-    EXPECT_NE(text.find("for signal >= 3 from rank 1"), std::string::npos) << "rank " << r << ": "
-                                                                          << text;
+    EXPECT_NE(text.find("for signal >= 3 from rank 1"), std::string::npos)
+        << "rank " << r << ": " << text;
     EXPECT_NE(text.find("last seen 2"), std::string::npos) << text;
     if (text.find("dispatch: rank " + std::to_string(r) + " waited 2") != std::string::npos) {
       ++named;

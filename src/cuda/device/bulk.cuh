@@ -30,10 +30,10 @@ __device__ inline void fence_async_proxy() {
 
 __device__ inline void barrier_expect(std::uint64_t* barrier, std::uint32_t bytes) {
 #ifdef WAYBILL_HAS_BULK
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
 #endif
 }
 

@@ -19,8 +19,8 @@ struct FaultRecord {
 
 /// Where a kernel reports to, and how long it waits before it does.
 struct FaultSink {
-  FaultRecord* record = nullptr;           ///< host memory, as the device sees it
-  unsigned long long* claimed = nullptr;   ///< device memory: 0 until a thread reports
+  FaultRecord* record = nullptr;          ///< host memory, as the device sees it
+  unsigned long long* claimed = nullptr;  ///< device memory: 0 until a thread reports
   std::uint64_t timeout_ns = 0;
   std::uint64_t grace_ns = 0;  ///< between the report and the trap: ranks that share the device
                                ///< lose it with the trap, and report as well

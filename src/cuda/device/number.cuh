@@ -41,9 +41,7 @@ struct Float16 {
   using Stored = std::uint16_t;
   using Sum = float;
   __device__ static Sum load(Stored value) { return __half2float(__ushort_as_half(value)); }
-  __device__ static Stored round(Sum value) {
-    return __half_as_ushort(__float2half_rn(value));
-  }
+  __device__ static Stored round(Sum value) { return __half_as_ushort(__float2half_rn(value)); }
 };
 
 }  // namespace waybill::cuda

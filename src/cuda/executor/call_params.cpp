@@ -28,8 +28,8 @@ std::int64_t pitch_of(const ConstTensorView& view) {
 MeetParams meet_params(const SequenceCall& call, const GpuRank& gpu, FaultKind kind, int share) {
   const std::int32_t world = call.plan->world_size;
   if (world > max_gpu_ranks) {
-    throw Unsupported(concat(call.operation, ": ", world, " ranks, expected at most ",
-                             max_gpu_ranks));
+    throw Unsupported(
+        concat(call.operation, ": ", world, " ranks, expected at most ", max_gpu_ranks));
   }
   MeetParams params{};
   params.rank = to_int(call.plan->rank);

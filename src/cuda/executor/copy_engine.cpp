@@ -39,8 +39,8 @@ std::vector<std::vector<CopyEngine::Copy>> CopyEngine::copies_of(const SequenceC
     const std::int64_t pitch = pitch_of(input);
     const std::byte* const from = input.data + chunk.row * pitch + chunk.col_bytes;
     const bool one_piece = chunk.rows == 1 || pitch == chunk.part_bytes;
-    const std::int64_t bytes = one_piece ? std::int64_t{chunk.rows} * chunk.part_bytes
-                                         : chunk.part_bytes;
+    const std::int64_t bytes =
+        one_piece ? std::int64_t{chunk.rows} * chunk.part_bytes : chunk.part_bytes;
     const std::int64_t rows = one_piece ? 1 : chunk.rows;
     for (std::int32_t p = 0; p < chunk.num_places; ++p) {
       const std::uint64_t place = plan.places[at(chunk.first_place + p)];

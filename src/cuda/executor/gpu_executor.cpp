@@ -37,8 +37,8 @@ class GpuExecutor final : public Executor {
                                        std::unique_ptr<UploadedPlan> earlier,
                                        Stream stream) override {
     gpu_->use();
-    auto uploaded = earlier != nullptr ? std::move(earlier)
-                                       : std::make_unique<GpuPlan>(pool_, gpu_, plan);
+    auto uploaded =
+        earlier != nullptr ? std::move(earlier) : std::make_unique<GpuPlan>(pool_, gpu_, plan);
     static_cast<GpuPlan&>(*uploaded).fill(plan, stream_of(stream));
     return uploaded;
   }
@@ -118,8 +118,8 @@ class GpuExecutor final : public Executor {
           pitch == row_bytes
               ? cudaMemcpyAsync(to, input.data, at(rows * row_bytes), cudaMemcpyDeviceToDevice,
                                 stream)
-              : cudaMemcpy2DAsync(to, at(row_bytes), input.data, at(pitch), at(row_bytes),
-                                  at(rows), cudaMemcpyDeviceToDevice, stream);
+              : cudaMemcpy2DAsync(to, at(row_bytes), input.data, at(pitch), at(row_bytes), at(rows),
+                                  cudaMemcpyDeviceToDevice, stream);
       gpu_->check(status, "copying gradients", call.operation);
     }
   }

@@ -62,8 +62,8 @@ void GpuPlan::fill(const SequencePlan& plan, cudaStream_t stream) {
   const auto chunks = std::ssize(plan.chunks);
   const auto places = std::ssize(plan.places);
   require(chunks <= max_chunks_ && places <= max_places_, "replace_plan: the plan has ", chunks,
-          " chunks and ", places, " places, expected at most ", max_chunks_, " and ",
-          max_places_, ", as the first one had");
+          " chunks and ", places, " places, expected at most ", max_chunks_, " and ", max_places_,
+          ", as the first one had");
   // The pinned memory may still be on its way to the device.
   gpu_->check(cudaEventSynchronize(block_.used), "waiting for the last use of a plan", "plan");
   auto* const pinned = static_cast<std::byte*>(block_.pinned.get());
@@ -79,9 +79,9 @@ void GpuPlan::fill(const SequencePlan& plan, cudaStream_t stream) {
   }
   auto* const device = static_cast<std::byte*>(block_.device.get());
   const auto copy = [&](std::int64_t from, std::int64_t size) {
-    gpu_->check(cudaMemcpyAsync(device + from, pinned + from, at(size), cudaMemcpyHostToDevice,
-                                stream),
-                "uploading a plan", "plan");
+    gpu_->check(
+        cudaMemcpyAsync(device + from, pinned + from, at(size), cudaMemcpyHostToDevice, stream),
+        "uploading a plan", "plan");
   };
   if (chunks == max_chunks_) {
     copy(0, places_at + places * place_size);

@@ -46,8 +46,9 @@ const char* name_of(FaultKind kind) {
 }
 
 std::string describe(const FaultRecord& record) {
-  return concat(name_of(record.kind), ": rank ", record.rank, " waited for signal >= ",
-                record.wanted, " from rank ", record.peer, "; last seen ", record.seen);
+  return concat(name_of(record.kind), ": rank ", record.rank,
+                " waited for signal >= ", record.wanted, " from rank ", record.peer, "; last seen ",
+                record.seen);
 }
 
 }  // namespace
@@ -69,9 +70,8 @@ GpuRank::GpuRank(Rank rank, Topology topology, int device, double timeout_s)
 
 GpuRank::~GpuRank() {
   const std::lock_guard lock(registry().mutex);
-  std::erase_if(registry().entries, [&](const Registry::Entry& entry) {
-    return entry.record == record_.get();
-  });
+  std::erase_if(registry().entries,
+                [&](const Registry::Entry& entry) { return entry.record == record_.get(); });
 }
 
 void GpuRank::use() const { cuda_check(cudaSetDevice(device_), "choosing the device"); }

@@ -97,8 +97,7 @@ class WarpWork {
     const TensorParams& tensor = p_.inputs[chunk.tensor];
     std::byte* const to = stage_[i % stages];
     std::uint64_t* const barrier = &memory_.loaded[i % stages];
-    const std::byte* const from =
-        tensor.data + chunk.row * tensor.pitch_bytes + chunk.col_bytes;
+    const std::byte* const from = tensor.data + chunk.row * tensor.pitch_bytes + chunk.col_bytes;
     const auto bytes = static_cast<std::uint32_t>(chunk.rows * chunk.part_bytes);
     const bool one_piece = chunk.rows == 1 || tensor.pitch_bytes == chunk.part_bytes;
     if (lane_ == 0) {
@@ -160,8 +159,8 @@ cudaError_t prepare_dispatch_bulk() {
 }
 
 cudaError_t launch_dispatch_bulk(const SequenceParams& params, int num_sms, cudaStream_t stream) {
-  dispatch_bulk_kernel<<<static_cast<unsigned>(num_sms), warps * 32, sizeof(BlockMemory),
-                         stream>>>(params);
+  dispatch_bulk_kernel<<<static_cast<unsigned>(num_sms), warps * 32, sizeof(BlockMemory), stream>>>(
+      params);
   return cudaGetLastError();
 }
 

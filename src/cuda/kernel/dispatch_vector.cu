@@ -73,8 +73,8 @@ __global__ void __launch_bounds__(warps * 32)
       continue;
     }
     for (int row = 0; row < chunk.rows; ++row) {
-      copy_piece(p, chunk, from + row * tensor.pitch_bytes,
-                 std::int64_t{row} * chunk.part_bytes, chunk.part_bytes);
+      copy_piece(p, chunk, from + row * tensor.pitch_bytes, std::int64_t{row} * chunk.part_bytes,
+                 chunk.part_bytes);
     }
   }
   if (!is_last_block(p.meet) || threadIdx.x >= 32) return;
@@ -90,8 +90,7 @@ cudaError_t prepare_dispatch_vector() {
   return cudaFuncGetAttributes(&unused, dispatch_vector_kernel);
 }
 
-cudaError_t launch_dispatch_vector(const SequenceParams& params, int num_sms,
-                                   cudaStream_t stream) {
+cudaError_t launch_dispatch_vector(const SequenceParams& params, int num_sms, cudaStream_t stream) {
   dispatch_vector_kernel<<<static_cast<unsigned>(num_sms), warps * 32, 0, stream>>>(params);
   return cudaGetLastError();
 }

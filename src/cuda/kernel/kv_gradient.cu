@@ -95,15 +95,13 @@ struct Cursor {
   __device__ void read(const SequenceParams& p, std::int64_t num_chunks) {
     if (chunk < num_chunks) at = p.chunks[chunk];
   }
-  __device__ void next_chunk(const SequenceParams& p, std::int64_t num_chunks,
-                             std::int64_t step) {
+  __device__ void next_chunk(const SequenceParams& p, std::int64_t num_chunks, std::int64_t step) {
     chunk += step;
     copy = 0;
     read(p, num_chunks);
   }
   /// To the next chunk that has addends, this one included.
-  __device__ void skip_empty(const SequenceParams& p, std::int64_t num_chunks,
-                             std::int64_t step) {
+  __device__ void skip_empty(const SequenceParams& p, std::int64_t num_chunks, std::int64_t step) {
     while (chunk < num_chunks && at.num_places == 0) next_chunk(p, num_chunks, step);
   }
   __device__ void next(const SequenceParams& p, std::int64_t num_chunks, std::int64_t step) {
@@ -142,9 +140,8 @@ __device__ void sum_bulk(const SequenceParams& p, BulkMemory& memory) {
     if (lane == 0) {
       const auto bytes = static_cast<std::uint32_t>(ahead.at.rows * ahead.at.part_bytes);
       barrier_expect(&loaded[asked % stages], bytes);
-      bulk_load(stage[asked % stages],
-                place_of(p, p.places[ahead.at.first_place + ahead.copy]), bytes,
-                &loaded[asked % stages]);
+      bulk_load(stage[asked % stages], place_of(p, p.places[ahead.at.first_place + ahead.copy]),
+                bytes, &loaded[asked % stages]);
     }
     ++asked;
     ahead.next(p, num_chunks, step);

@@ -1,6 +1,5 @@
-#include "meet.cuh"
-
 #include "launch.h"
+#include "meet.cuh"
 
 namespace waybill::cuda {
 namespace {
@@ -27,9 +26,9 @@ __global__ void wait_kernel(const std::uint64_t* flag, std::uint64_t wanted, std
 
 cudaError_t prepare_meet() {
   cudaFuncAttributes unused{};
-  for (const void* kernel : {reinterpret_cast<const void*>(meet_kernel),
-                             reinterpret_cast<const void*>(signal_kernel),
-                             reinterpret_cast<const void*>(wait_kernel)}) {
+  for (const void* kernel :
+       {reinterpret_cast<const void*>(meet_kernel), reinterpret_cast<const void*>(signal_kernel),
+        reinterpret_cast<const void*>(wait_kernel)}) {
     const cudaError_t status = cudaFuncGetAttributes(&unused, kernel);
     if (status != cudaSuccess) return status;
   }

@@ -8,7 +8,7 @@
 
 namespace waybill::cuda {
 
-inline constexpr int max_gpu_ranks = 64;    ///< that reach each other by load and store
+inline constexpr int max_gpu_ranks = 64;  ///< that reach each other by load and store
 inline constexpr int max_call_tensors = 16;
 
 /// Counters of one dispatcher on its rank's device. They move on when a call ends, so that the

@@ -17,8 +17,8 @@ void enable_peer_access(int device, int peer) {
   int can = 0;
   cuda_check(cudaDeviceCanAccessPeer(&can, device, peer), "asking for peer access");
   if (can == 0) {
-    throw Unsupported(concat("gpu world: device ", device, " cannot reach the memory of device ",
-                             peer));
+    throw Unsupported(
+        concat("gpu world: device ", device, " cannot reach the memory of device ", peer));
   }
   const cudaError_t status = cudaDeviceEnablePeerAccess(peer, 0);
   if (status == cudaErrorPeerAccessAlreadyEnabled) {
@@ -97,9 +97,9 @@ class GpuThreadTransport final : public Transport {
     check_slot(slot);
     gpu_->use();
     const std::uint64_t* const flag = slot.pad->local + slot.idx;
-    gpu_->check(launch_wait(flag, wanted, to_int(rank()), to_int(peer), gpu_->sink(share_),
-                            stream_),
-                "launching a wait", operation);
+    gpu_->check(
+        launch_wait(flag, wanted, to_int(rank()), to_int(peer), gpu_->sink(share_), stream_),
+        "launching a wait", operation);
     std::uint64_t seen = 0;
     gpu_->check(cudaMemcpyAsync(&seen, flag, sizeof(seen), cudaMemcpyDeviceToHost, stream_),
                 "reading a signal", operation);
