@@ -39,6 +39,7 @@ class Ceilings {
 class Table {
  public:
   Table(std::int32_t world_size, int gpus) : world_size_(world_size), ceilings_(gpus) {
+    if (gpus < 2) std::printf("one GPU: nothing crosses a link, columns that need one are 0\n");
     std::printf("link: bulk push 8 SMs %.0f, 16 SMs %.0f, 132 SMs %.0f, copy engines %.0f GB/s\n",
                 ceilings_.at(8), ceilings_.at(16), ceilings_.at(132), ceilings_.at(0));
     std::printf("%-34s %4s %9s %9s %9s %9s %9s %7s %7s\n", "workload", "SMs", "wire MiB", "us",
@@ -53,11 +54,12 @@ class Table {
     const CallTimes times = measure(world_size_, workload, options);
     const double us = times.median_us;
     const double rate = static_cast<double>(bytes.most()) / us / 1e3;
-    const double limit = static_cast<double>(bytes.most()) / ceilings_.best() / 1e3;
+    const auto over = [](double a, double b) { return b > 0 ? a / b : 0; };
+    const double limit = over(static_cast<double>(bytes.most()), ceilings_.best()) / 1e3;
     std::printf("%-34s %4d %9.1f %9.1f %9.1f %9.1f %9.1f %6.1f%% %6.1f%%  compile %.0f us\n",
                 workload.name.c_str(), num_sms, static_cast<double>(bytes.most()) / mib, us,
-                times.graph_us, limit, rate, 100 * rate / ceilings_.at(num_sms),
-                100 * rate / ceilings_.best(), times.compile_us);
+                times.graph_us, limit, rate, over(100 * rate, ceilings_.at(num_sms)),
+                over(100 * rate, ceilings_.best()), times.compile_us);
     std::fflush(stdout);
   }
 

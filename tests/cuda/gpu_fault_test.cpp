@@ -25,7 +25,7 @@ void a_rank_never_calls(int num_sms) {
   const auto results = test::run_ranks(world_size, [&](std::int32_t rank) {
     const auto r = at(rank);
     World world = make_gpu_thread_world(std::move(bootstraps[r]), rank % num_gpus());
-    DeviceArena arena(std::int64_t{16} << 20);
+    DeviceArena arena(world, std::int64_t{16} << 20);
     const Stream stream{arena.stream()};
     SequenceDispatcher dispatcher(world, {.num_sms = num_sms});
     dispatcher.reserve(std::int64_t{1} << 20, stream);
@@ -65,7 +65,7 @@ TEST(GpuFault, an_odd_number_of_captured_calls_is_found) {
   const auto results = test::run_ranks(2, [&](std::int32_t rank) {
     const auto r = at(rank);
     World world = make_gpu_thread_world(std::move(bootstraps[r]), rank % num_gpus());
-    DeviceArena arena(std::int64_t{16} << 20);
+    DeviceArena arena(world, std::int64_t{16} << 20);
     const Stream stream{arena.stream()};
     SequenceDispatcher dispatcher(world, {.num_sms = 4});
     dispatcher.reserve(std::int64_t{1} << 20, stream);
@@ -78,8 +78,8 @@ TEST(GpuFault, an_odd_number_of_captured_calls_is_found) {
     (void)dispatcher.dispatch(plan, inputs, stream);
     test::cuda_ok(cudaStreamEndCapture(arena.stream(), &graph));
     test::cuda_ok(cudaGraphInstantiate(&ready, graph, 0));
-    test::cuda_ok(cudaGraphLaunch(ready, arena.stream()));
-    test::cuda_ok(cudaGraphLaunch(ready, arena.stream()));
+    test::cuda_ok(cudaGraphLaunch(ready, arena.stream()), world);
+    test::cuda_ok(cudaGraphLaunch(ready, arena.stream()), world);
     dispatcher.synchronize(stream);
   });
   EXPECT_NE(results[0].text.find("even number of calls"), std::string::npos) << results[0].text;

@@ -83,24 +83,24 @@ void check_cases(std::int32_t world_size, int num_random, std::int64_t scale) {
   const auto cases = test::sequence_cases(world_size, num_random, scale);
   std::vector<Expected> expected;
   for (const SequenceCase& the : cases) expected.emplace_back(the);
-  run_gpu_thread_world(world_size,
-                       [&](World& world) {
-                         DeviceArena arena;
-                         for (const Way& way : ways(world.world_size())) {
-                           SequenceDispatcher dispatcher(world, way.options);
-                           dispatcher.reserve(std::int64_t{64} << 20, {arena.stream()});
-                           for (std::size_t i = 0; i < cases.size(); ++i) {
-                             const std::string name =
-                                 concat(way.name, ", ", cases[i].name, ", rank ", world.rank(),
-                                        " of ", world_size);
-                             check_step(world, dispatcher, arena, cases[i], expected[i], name);
-                           }
-                           world.barrier();
-                           dispatcher.close();
-                         }
-                         world.barrier();
-                       },
-                       {.timeout_s = 20});
+  run_gpu_thread_world(
+      world_size,
+      [&](World& world) {
+        DeviceArena arena(world);
+        for (const Way& way : ways(world.world_size())) {
+          SequenceDispatcher dispatcher(world, way.options);
+          dispatcher.reserve(std::int64_t{64} << 20, {arena.stream()});
+          for (std::size_t i = 0; i < cases.size(); ++i) {
+            const std::string name =
+                concat(way.name, ", ", cases[i].name, ", rank ", world.rank(), " of ", world_size);
+            check_step(world, dispatcher, arena, cases[i], expected[i], name);
+          }
+          world.barrier();
+          dispatcher.close();
+        }
+        world.barrier();
+      },
+      test::world_options());
 }
 
 TEST(GpuSequence, one_rank_equals_the_simulation) { check_cases(1, 8, 1); }
@@ -115,7 +115,7 @@ TEST(GpuSequence, inputs_may_be_strided_and_unaligned) {
   run_gpu_thread_world(
       4,
       [&](World& world) {
-        DeviceArena arena;
+        DeviceArena arena(world);
         const Stream stream{arena.stream()};
         const auto r = at(to_int(world.rank()));
         for (const Way& way : ways(world.world_size())) {
@@ -148,7 +148,7 @@ TEST(GpuSequence, inputs_may_be_strided_and_unaligned) {
           dispatcher.close();
         }
       },
-      {.timeout_s = 20});
+      test::world_options());
 }
 
 /// Many calls are queued without a host wait in between; each output is copied on the stream and
@@ -160,7 +160,7 @@ TEST(GpuSequence, calls_follow_each_other_without_barriers_and_with_late_ranks) 
   run_gpu_thread_world(
       4,
       [&](World& world) {
-        DeviceArena arena;
+        DeviceArena arena(world);
         const Stream stream{arena.stream()};
         const auto r = at(to_int(world.rank()));
         Random random(r);
@@ -197,7 +197,7 @@ TEST(GpuSequence, calls_follow_each_other_without_barriers_and_with_late_ranks) 
           dispatcher.close();
         }
       },
-      {.timeout_s = 20});
+      test::world_options());
 }
 
 TEST(GpuSequence, nothing_but_the_tensors_is_written) {
@@ -205,7 +205,7 @@ TEST(GpuSequence, nothing_but_the_tensors_is_written) {
   run_gpu_thread_world(
       3,
       [&](World& world) {
-        DeviceArena arena;
+        DeviceArena arena(world);
         const Stream stream{arena.stream()};
         const auto r = at(to_int(world.rank()));
         for (const Way& way : ways(world.world_size())) {
@@ -227,8 +227,7 @@ TEST(GpuSequence, nothing_but_the_tensors_is_written) {
             dispatcher.synchronize(stream);
             world.barrier();
             ASSERT_EQ(dispatcher.dispatch(plan, inputs, stream)[0].data, window);
-            arena.copy(bytes.bytes().data(), window, bytes.size_bytes());
-            dispatcher.synchronize(stream);
+            arena.read(bytes.bytes().data(), window, bytes.size_bytes());
             for (std::size_t t = 0; t < 3; ++t) {
               std::fill_n(bytes.bytes().begin() + plan.plan().window_offsets[t],
                           plan.plan().window_rows[t] * plan.plan().tensors[t].row_bytes(),
@@ -241,7 +240,7 @@ TEST(GpuSequence, nothing_but_the_tensors_is_written) {
           dispatcher.close();
         }
       },
-      {.timeout_s = 20});
+      test::world_options());
 }
 
 TEST(GpuSequence, sums_of_16_bit_gradients_may_stay_float32) {
@@ -254,7 +253,7 @@ TEST(GpuSequence, sums_of_16_bit_gradients_may_stay_float32) {
   run_gpu_thread_world(
       4,
       [&](World& world) {
-        DeviceArena arena;
+        DeviceArena arena(world);
         const Stream stream{arena.stream()};
         const auto r = at(to_int(world.rank()));
         SequenceDispatcher dispatcher(world);
@@ -272,7 +271,7 @@ TEST(GpuSequence, sums_of_16_bit_gradients_may_stay_float32) {
         dispatcher.synchronize(stream);
         world.barrier();
       },
-      {.timeout_s = 20});
+      test::world_options());
 }
 
 /// Two calls are captured once and replayed with other data, then with another plan.
@@ -295,7 +294,7 @@ TEST(GpuSequence, a_captured_graph_replays_with_a_new_plan) {
   run_gpu_thread_world(
       world_size,
       [&](World& world) {
-        DeviceArena arena;
+        DeviceArena arena(world);
         const Stream stream{arena.stream()};
         const auto r = at(to_int(world.rank()));
         SequenceDispatcher dispatcher(world, {.num_sms = 4});
@@ -304,7 +303,7 @@ TEST(GpuSequence, a_captured_graph_replays_with_a_new_plan) {
         const Views inputs{arena.take(DType::bfloat16, {800, 64}),
                            arena.take(DType::bfloat16, {800, 32}),
                            arena.take(DType::bfloat16, {800, 32})};
-        cuda_ok(cudaStreamSynchronize(arena.stream()));
+        arena.synchronize();
         cudaGraph_t graph = nullptr;
         cudaGraphExec_t ready = nullptr;
         cuda_ok(cudaStreamBeginCapture(arena.stream(), cudaStreamCaptureModeThreadLocal));
@@ -321,7 +320,7 @@ TEST(GpuSequence, a_captured_graph_replays_with_a_new_plan) {
             arena.copy(const_cast<std::byte*>(view.data), tensor->bytes().data(),
                        tensor->size_bytes());
           }
-          cuda_ok(cudaGraphLaunch(ready, arena.stream()));
+          cuda_ok(cudaGraphLaunch(ready, arena.stream()), world);
           const TensorView k_out(const_cast<std::byte*>(window) + plan.plan().window_offsets[1],
                                  DType::bfloat16, expected[i].k_out[r].shape());
           ASSERT_TRUE(same_bytes(arena.download(k_out), expected[i].k_out[r]))
@@ -332,7 +331,7 @@ TEST(GpuSequence, a_captured_graph_replays_with_a_new_plan) {
         cuda_ok(cudaGraphExecDestroy(ready));
         cuda_ok(cudaGraphDestroy(graph));
       },
-      {.timeout_s = 20});
+      test::world_options());
 }
 
 }  // namespace

@@ -6,8 +6,6 @@
 namespace waybill {
 namespace {
 
-using test::cuda_ok;
-
 TEST(GpuThreadTransport, puts_and_signals_reach_every_peer) {
   constexpr std::int32_t world_size = 4;
   run_gpu_thread_world(
@@ -17,12 +15,12 @@ TEST(GpuThreadTransport, puts_and_signals_reach_every_peer) {
         const std::int32_t me = to_int(world.rank());
         SymmetricBuffer buffer = transport.allocate(world_size * 8, "test");
         SignalPad pad = transport.allocate_signals(world_size, "test");
-        test::DeviceArena arena(1 << 20);
+        test::DeviceArena arena(world, 1 << 20);
         const TensorView value = arena.take(DType::uint64, {1});
         for (std::uint64_t epoch = 1; epoch <= 20; ++epoch) {
           const std::uint64_t mine = epoch * 100 + static_cast<std::uint64_t>(me);
           arena.copy(value.data, &mine, sizeof(mine));
-          cuda_ok(cudaStreamSynchronize(arena.stream()));
+          arena.synchronize();
           for (std::int32_t r = 0; r < world_size; ++r) {
             transport.put_signal(buffer, {Rank{r}, me * 8, value.data, 8}, {&pad, me}, epoch);
           }
@@ -30,8 +28,7 @@ TEST(GpuThreadTransport, puts_and_signals_reach_every_peer) {
           for (std::int32_t r = 0; r < world_size; ++r) {
             ASSERT_EQ(transport.wait({&pad, r}, epoch, Rank{r}, "test"), epoch);
             std::uint64_t got = 0;
-            arena.copy(&got, buffer.local + r * 8, sizeof(got));
-            cuda_ok(cudaStreamSynchronize(arena.stream()));
+            arena.read(&got, buffer.local + r * 8, sizeof(got));
             ASSERT_EQ(got, epoch * 100 + static_cast<std::uint64_t>(r));
           }
           transport.barrier("all have read");
@@ -39,7 +36,7 @@ TEST(GpuThreadTransport, puts_and_signals_reach_every_peer) {
         transport.release(buffer);
         transport.release(pad);
       },
-      {.timeout_s = 20});
+      test::world_options());
 }
 
 }  // namespace

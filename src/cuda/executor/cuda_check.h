@@ -22,9 +22,10 @@ inline void cuda_check(cudaError_t status, std::string_view doing) {
                          cudaGetErrorName(status), " (", cudaGetErrorString(status), ")"));
 }
 
-/// Zeros in the memory of the current device. They go back to the device whatever it has been
-/// through.
-[[nodiscard]] inline std::shared_ptr<void> device_memory(std::int64_t size_bytes) {
+/// Zeros in the memory of the current device, cleared on `stream` (not the default stream, on which
+/// calls may wait for other ranks). They go back to the device whatever it has been through.
+[[nodiscard]] inline std::shared_ptr<void> device_memory(std::int64_t size_bytes,
+                                                         cudaStream_t stream) {
   int device = 0;
   cuda_check(cudaGetDevice(&device), "asking for the current device");
   void* memory = nullptr;
@@ -37,8 +38,8 @@ inline void cuda_check(cudaError_t status, std::string_view doing) {
     (void)cudaFree(at);
     (void)cudaSetDevice(current);
   });
-  cuda_check(cudaMemset(memory, 0, size), "clearing device memory");
-  cuda_check(cudaStreamSynchronize(nullptr), "clearing device memory");
+  cuda_check(cudaMemsetAsync(memory, 0, size, stream), "clearing device memory");
+  cuda_check(cudaStreamSynchronize(stream), "clearing device memory");
   return owner;
 }
 

@@ -59,6 +59,7 @@ class GpuExecutor final : public Executor {
     const auto launch = bulk ? launch_dispatch_bulk : launch_dispatch_vector;
     gpu_->check(launch(params, num_sms(call), stream_of(call.stream)), "launching a kernel",
                 call.operation);
+    plan_of(call).note_use(stream_of(call.stream));
   }
 
   void kv_gradient(const SequenceCall& call) override {
@@ -72,6 +73,7 @@ class GpuExecutor final : public Executor {
     const bool bulk = gpu_->has_bulk_copies() && suits_bulk(call);
     gpu_->check(launch_kv_gradient(params, from, to, bulk, num_sms(call), stream_of(call.stream)),
                 "launching a kernel", call.operation);
+    plan_of(call).note_use(stream_of(call.stream));
   }
 
   void synchronize(Stream stream) override {
@@ -96,7 +98,6 @@ class GpuExecutor final : public Executor {
   void begin(const SequenceCall& call) const {
     gpu_->use();
     gpu_->throw_fault(call.operation);
-    plan_of(call).note_use(stream_of(call.stream));
   }
 
   /// Ranks on one device must fit on it together, as they wait for each other.

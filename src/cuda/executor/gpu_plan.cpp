@@ -23,7 +23,10 @@ std::int64_t table_bytes(std::int64_t chunks, std::int64_t places) {
 }  // namespace
 
 PlanPool::~PlanPool() {
-  for (const PlanBlock& block : free_) (void)cudaEventDestroy(block.used);
+  for (const PlanBlock& block : free_) {
+    (void)cudaEventDestroy(block.uploaded);
+    (void)cudaEventDestroy(block.used);
+  }
 }
 
 PlanBlock PlanPool::take(std::int64_t size_bytes) {
@@ -37,10 +40,11 @@ PlanBlock PlanPool::take(std::int64_t size_bytes) {
   PlanBlock block;
   block.size_bytes = static_cast<std::int64_t>(
       std::bit_ceil(static_cast<std::uint64_t>(std::max<std::int64_t>(size_bytes, 4096))));
-  block.device = device_memory(block.size_bytes);
+  block.device = device_memory(block.size_bytes, gpu_->stream());
   block.pinned = pinned_memory(block.size_bytes);
-  gpu_->check(cudaEventCreateWithFlags(&block.used, cudaEventDisableTiming), "making an event",
-              "plan");
+  for (cudaEvent_t* event : {&block.uploaded, &block.used}) {
+    gpu_->check(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "making an event", "plan");
+  }
   return block;
 }
 
@@ -52,10 +56,14 @@ GpuPlan::GpuPlan(std::shared_ptr<PlanPool> pool, std::shared_ptr<GpuRank> gpu,
       max_places_(std::ssize(plan.places)),
       block_(pool_->take(table_bytes(max_chunks_, max_places_))) {}
 
-GpuPlan::~GpuPlan() {
-  (void)cudaSetDevice(gpu_->device());
-  (void)cudaEventRecord(block_.used, last_use_);
-  pool_->give(std::move(block_));
+// Asks nothing of a stream: the caller may have destroyed it before the plan.
+GpuPlan::~GpuPlan() { pool_->give(std::move(block_)); }
+
+void GpuPlan::note_use(cudaStream_t stream) const {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  gpu_->check(cudaStreamIsCapturing(stream, &status), "asking about a capture", "plan");
+  if (status != cudaStreamCaptureStatusNone) return;
+  gpu_->check(cudaEventRecord(block_.used, stream), "recording an event", "plan");
 }
 
 void GpuPlan::fill(const SequencePlan& plan, cudaStream_t stream) {
@@ -64,8 +72,9 @@ void GpuPlan::fill(const SequencePlan& plan, cudaStream_t stream) {
   require(chunks <= max_chunks_ && places <= max_places_, "replace_plan: the plan has ", chunks,
           " chunks and ", places, " places, expected at most ", max_chunks_, " and ", max_places_,
           ", as the first one had");
-  // The pinned memory may still be on its way to the device.
-  gpu_->check(cudaEventSynchronize(block_.used), "waiting for the last use of a plan", "plan");
+  // The pinned memory may still be on its way to the device, and the device memory in use.
+  gpu_->check(cudaEventSynchronize(block_.uploaded), "waiting for the last upload", "plan");
+  gpu_->check(cudaStreamWaitEvent(stream, block_.used, 0), "ordering streams", "plan");
   auto* const pinned = static_cast<std::byte*>(block_.pinned.get());
   const PlanHead head{chunks};
   std::memcpy(pinned, &head, sizeof(head));
@@ -89,8 +98,8 @@ void GpuPlan::fill(const SequencePlan& plan, cudaStream_t stream) {
     copy(0, head_bytes + chunks * chunk_size);
     if (places > 0) copy(places_at, places * place_size);
   }
+  gpu_->check(cudaEventRecord(block_.uploaded, stream), "recording an event", "plan");
   gpu_->check(cudaEventRecord(block_.used, stream), "recording an event", "plan");
-  note_use(stream);
 }
 
 void GpuPlan::point(SequenceParams& params) const {

@@ -19,7 +19,8 @@ struct PlanBlock {
   std::shared_ptr<void> device;
   std::shared_ptr<void> pinned;
   std::int64_t size_bytes = 0;
-  cudaEvent_t used = nullptr;  ///< recorded behind the last use
+  cudaEvent_t uploaded = nullptr;  ///< recorded behind the last copy out of the pinned memory
+  cudaEvent_t used = nullptr;      ///< recorded behind the last use of the device memory
 };
 
 class PlanPool {
@@ -47,8 +48,9 @@ class GpuPlan final : public UploadedPlan {
   /// Queues the copy. @throws InvalidArgument for more chunks or places than there is room for
   void fill(const SequencePlan& plan, cudaStream_t stream);
 
-  /// The stream of the latest use: the tables are free again when it has come past it.
-  void note_use(cudaStream_t stream) const { last_use_ = stream; }
+  /// To be called behind each launch: another plan gets the tables when the stream has come past
+  /// it. Without a word while the stream is captured: who replays a graph keeps its plans.
+  void note_use(cudaStream_t stream) const;
 
   void point(SequenceParams& params) const;
 
@@ -58,7 +60,6 @@ class GpuPlan final : public UploadedPlan {
   std::int64_t max_chunks_;
   std::int64_t max_places_;
   PlanBlock block_;
-  mutable cudaStream_t last_use_ = nullptr;
 };
 
 }  // namespace waybill::cuda

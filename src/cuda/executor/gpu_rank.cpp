@@ -60,15 +60,17 @@ GpuRank::GpuRank(Rank rank, Topology topology, int device, double timeout_s)
   cuda_check(cudaGetDeviceProperties(&properties, device), "reading device properties");
   num_sms_ = properties.multiProcessorCount;
   has_bulk_copies_ = properties.major >= 9;
+  cuda_check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
   record_ = pinned_memory(sizeof(FaultRecord));
   std::memset(record_.get(), 0, sizeof(FaultRecord));
-  claimed_ = device_memory(sizeof(unsigned long long));
+  claimed_ = device_memory(sizeof(unsigned long long), stream_);
   const std::lock_guard lock(registry().mutex);
   registry().entries.push_back(
       {static_cast<const FaultRecord*>(record_.get()), device, to_int(rank)});
 }
 
 GpuRank::~GpuRank() {
+  (void)cudaStreamDestroy(stream_);
   const std::lock_guard lock(registry().mutex);
   std::erase_if(registry().entries,
                 [&](const Registry::Entry& entry) { return entry.record == record_.get(); });

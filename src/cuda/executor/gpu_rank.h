@@ -24,6 +24,9 @@ class GpuRank {
   [[nodiscard]] int num_sms() const noexcept { return num_sms_; }
   [[nodiscard]] bool has_bulk_copies() const noexcept { return has_bulk_copies_; }
 
+  /// For the library's own work; it waits for no other stream.
+  [[nodiscard]] cudaStream_t stream() const noexcept { return stream_; }
+
   /// Makes the device the current one of the calling thread.
   void use() const;
 
@@ -44,6 +47,7 @@ class GpuRank {
   int num_sms_ = 0;
   bool has_bulk_copies_ = false;
   double timeout_s_;
+  cudaStream_t stream_ = nullptr;
   std::shared_ptr<void> record_;   ///< a FaultRecord
   std::shared_ptr<void> claimed_;  ///< device memory
 };

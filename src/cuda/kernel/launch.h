@@ -35,9 +35,19 @@ cudaError_t launch_kv_gradient(const SequenceParams& params, DType from, DType t
 /// Ends a call whose rows went by other means: raises this rank's slots and waits for the others.
 cudaError_t launch_meet(const MeetParams& params, cudaStream_t stream);
 
-/// Raises a flag, or waits for one (with the deadline of `sink`).
+/// Raises a flag.
 cudaError_t launch_signal(std::uint64_t* flag, std::uint64_t epoch, cudaStream_t stream);
-cudaError_t launch_wait(const std::uint64_t* flag, std::uint64_t wanted, std::int32_t rank,
-                        std::int32_t peer, const FaultSink& sink, cudaStream_t stream);
+
+/// One rank's wait for a flag that another raises.
+struct FlagWait {
+  const std::uint64_t* flag;
+  std::uint64_t wanted;
+  std::int32_t rank;
+  std::int32_t peer;
+  std::uint64_t* seen;  ///< pinned host memory: the flag in the end
+};
+
+/// Waits for a flag, with the deadline of `sink`.
+cudaError_t launch_wait(const FlagWait& wait, const FaultSink& sink, cudaStream_t stream);
 
 }  // namespace waybill::cuda

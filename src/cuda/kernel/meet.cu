@@ -17,9 +17,9 @@ __global__ void signal_kernel(std::uint64_t* flag, std::uint64_t epoch) {
   publish(flag, epoch);
 }
 
-__global__ void wait_kernel(const std::uint64_t* flag, std::uint64_t wanted, std::int32_t rank,
-                            std::int32_t peer, FaultSink sink) {
-  await(flag, wanted, FaultKind::wait, rank, peer, sink);
+__global__ void wait_kernel(FlagWait wait, FaultSink sink) {
+  await(wait.flag, wait.wanted, FaultKind::wait, wait.rank, wait.peer, sink);
+  *wait.seen = load_acquire(wait.flag);
 }
 
 }  // namespace
@@ -45,9 +45,8 @@ cudaError_t launch_signal(std::uint64_t* flag, std::uint64_t epoch, cudaStream_t
   return cudaGetLastError();
 }
 
-cudaError_t launch_wait(const std::uint64_t* flag, std::uint64_t wanted, std::int32_t rank,
-                        std::int32_t peer, const FaultSink& sink, cudaStream_t stream) {
-  wait_kernel<<<1, 1, 0, stream>>>(flag, wanted, rank, peer, sink);
+cudaError_t launch_wait(const FlagWait& wait, const FaultSink& sink, cudaStream_t stream) {
+  wait_kernel<<<1, 1, 0, stream>>>(wait, sink);
   return cudaGetLastError();
 }
 

@@ -40,11 +40,9 @@ class GpuThreadTransport final : public Transport {
       enable_peer_access(gpu_->device(), peer);
       if (peer == gpu_->device()) ++share_;
     }
-    cuda_check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
+    seen_ = pinned_memory(sizeof(std::uint64_t));
     cuda_check(prepare_meet(), "loading kernels");
   }
-
-  ~GpuThreadTransport() override { (void)cudaStreamDestroy(stream_); }
 
   SymmetricBuffer allocate(std::int64_t size_bytes, std::string_view name) override {
     require(size_bytes >= 0, "allocate: size_bytes = ", size_bytes, ", expected >= 0");
@@ -78,7 +76,7 @@ class GpuThreadTransport final : public Transport {
     gpu_->use();
     auto* const base = static_cast<std::byte*>(to.memory[at(to_int(piece.peer))].get());
     gpu_->check(cudaMemcpyAsync(base + piece.dst_offset_bytes, piece.source, at(piece.size_bytes),
-                                cudaMemcpyDefault, stream_),
+                                cudaMemcpyDefault, gpu_->stream()),
                 "copying to a peer", "put");
   }
 
@@ -89,7 +87,8 @@ class GpuThreadTransport final : public Transport {
             topology().world_size - 1);
     gpu_->use();
     auto* const base = static_cast<std::uint64_t*>(slot.pad->memory[r].get());
-    gpu_->check(launch_signal(base + slot.idx, epoch, stream_), "launching a signal", "signal");
+    gpu_->check(launch_signal(base + slot.idx, epoch, gpu_->stream()), "launching a signal",
+                "signal");
   }
 
   std::uint64_t wait(SignalSlot slot, std::uint64_t wanted, Rank peer,
@@ -97,19 +96,17 @@ class GpuThreadTransport final : public Transport {
     check_slot(slot);
     gpu_->use();
     const std::uint64_t* const flag = slot.pad->local + slot.idx;
-    gpu_->check(
-        launch_wait(flag, wanted, to_int(rank()), to_int(peer), gpu_->sink(share_), stream_),
-        "launching a wait", operation);
-    std::uint64_t seen = 0;
-    gpu_->check(cudaMemcpyAsync(&seen, flag, sizeof(seen), cudaMemcpyDeviceToHost, stream_),
-                "reading a signal", operation);
-    gpu_->check(cudaStreamSynchronize(stream_), "waiting for a signal", operation);
-    return seen;
+    auto* const seen = static_cast<std::uint64_t*>(seen_.get());
+    gpu_->check(launch_wait({flag, wanted, to_int(rank()), to_int(peer), seen}, gpu_->sink(share_),
+                            gpu_->stream()),
+                "launching a wait", operation);
+    gpu_->check(cudaStreamSynchronize(gpu_->stream()), "waiting for a signal", operation);
+    return *seen;
   }
 
   void quiet() override {
     gpu_->use();
-    gpu_->check(cudaStreamSynchronize(stream_), "waiting for puts", "quiet");
+    gpu_->check(cudaStreamSynchronize(gpu_->stream()), "waiting for puts", "quiet");
   }
 
   void barrier(std::string_view operation) override { bootstrap_->barrier(operation); }
@@ -119,7 +116,8 @@ class GpuThreadTransport final : public Transport {
   void share(Symmetric& result, std::int64_t size_bytes, std::string_view name) {
     using Element = std::remove_pointer_t<decltype(result.local)>;
     gpu_->use();
-    result.memory = share_memory(*bootstrap_, device_memory(size_bytes), size_bytes, name);
+    result.memory =
+        share_memory(*bootstrap_, device_memory(size_bytes, gpu_->stream()), size_bytes, name);
     for (std::int32_t r = 0; r < topology().world_size; ++r) {
       auto* const part = static_cast<Element*>(result.memory[at(r)].get());
       result.peers.push_back(reach(Rank{r}) == Reach::network ? nullptr : part);
@@ -129,8 +127,8 @@ class GpuThreadTransport final : public Transport {
 
   std::shared_ptr<Bootstrap> bootstrap_;
   std::shared_ptr<GpuRank> gpu_;
-  int share_ = 0;  ///< ranks on this rank's device
-  cudaStream_t stream_ = nullptr;
+  int share_ = 0;               ///< ranks on this rank's device
+  std::shared_ptr<void> seen_;  ///< pinned: what a wait saw
 };
 
 }  // namespace
