@@ -54,6 +54,7 @@ class HostExecutor final : public Executor {
   }
 
   void synchronize(Stream /*stream*/) override {}
+  void finish() override {}
   [[nodiscard]] bool is_capturing(Stream /*stream*/) const override { return false; }
 
  private:

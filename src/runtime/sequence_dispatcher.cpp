@@ -29,6 +29,8 @@ std::int64_t grown_size(std::int64_t need, std::int64_t most) {
 
 SequenceDispatcher::SequenceDispatcher(World& world, SequenceDispatcherOptions options)
     : world_(world), options_(options) {
+  options_.plan.chunks = !world.executor().expands_plans();
+  options_.plan.local_apart = world.executor().expands_plans();
   require(options.num_sms >= 0, "SequenceDispatcher: num_sms = ", options.num_sms,
           ", expected >= 0");
   require(options.max_window_bytes >= 0,
@@ -37,12 +39,17 @@ SequenceDispatcher::SequenceDispatcher(World& world, SequenceDispatcherOptions o
       world.transport().allocate_signals(world.world_size() + num_executor_slots, "arrivals");
 }
 
-SequenceDispatcher::~SequenceDispatcher() = default;
+SequenceDispatcher::~SequenceDispatcher() {
+  Transport& transport = world_.transport();
+  for (SymmetricBuffer& window : windows_) transport.abandon(std::move(window.memory));
+  for (SymmetricBuffer& buffer : retired_) transport.abandon(std::move(buffer.memory));
+  transport.abandon(std::move(arrivals_.memory));
+}
 
 void SequenceDispatcher::close() {
   if (arrivals_.local == nullptr) return;
   guarded([&] {
-    world_.executor().synchronize({});
+    world_.executor().finish();
     Transport& transport = world_.transport();
     for (SymmetricBuffer& window : windows_) retired_.push_back(std::exchange(window, {}));
     for (SymmetricBuffer& buffer : retired_) transport.release(buffer);
@@ -113,15 +120,14 @@ void SequenceDispatcher::guarded(Call&& call) {
 void SequenceDispatcher::grow_for(const char* who, std::int64_t window_bytes, Stream stream) {
   Executor& executor = world_.executor();
   const bool capturing = executor.is_capturing(stream);
-  if (!retired_.empty() && retired_epoch_ < epoch_ && !capturing) {
-    executor.synchronize(stream);
-    for (SymmetricBuffer& buffer : retired_) world_.transport().release(buffer);
-    retired_.clear();
-  }
   if (window_bytes <= windows_[0].size_bytes && windows_[0].local != nullptr) return;
   require(!capturing, who, ": windows of ", window_bytes, " bytes, but they have ",
           windows_[0].size_bytes, " and cannot grow inside a graph: reserve() before");
   executor.synchronize(stream);
+  if (retired_epoch_ < epoch_) {  // they do not hold the last output any more
+    for (SymmetricBuffer& buffer : retired_) world_.transport().release(buffer);
+    retired_.clear();
+  }
   const std::int64_t size = grown_size(window_bytes, options_.max_window_bytes);
   for (SymmetricBuffer& window : windows_) {
     SymmetricBuffer larger = world_.transport().allocate(size, "window");

@@ -5,6 +5,7 @@
 #include <new>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "waybill/core/at.h"
 #include "waybill/transport/share_memory.h"
@@ -51,13 +52,15 @@ class ThreadTransport final : public Transport {
   }
 
   void release(SymmetricBuffer& buffer) override {
-    barrier("release");
-    buffer = {};
+    give_back(buffer);
   }
 
   void release(SignalPad& pad) override {
-    barrier("release");
-    pad = {};
+    give_back(pad);
+  }
+
+  void abandon(std::vector<std::shared_ptr<void>> memory) override {
+    abandoned_.insert(abandoned_.end(), memory.begin(), memory.end());
   }
 
   void put(const SymmetricBuffer& to, const PutRequest& piece) override {
@@ -120,7 +123,15 @@ class ThreadTransport final : public Transport {
     result.local = result.peers[at(to_int(rank()))];
   }
 
+  template <class Symmetric>
+  void give_back(Symmetric& memory) {
+    barrier("release");
+    memory = {};
+    barrier("release");
+  }
+
   std::shared_ptr<Bootstrap> bootstrap_;
+  std::vector<std::shared_ptr<void>> abandoned_;
 };
 
 }  // namespace

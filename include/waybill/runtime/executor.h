@@ -51,6 +51,10 @@ class Executor {
   Executor& operator=(const Executor&) = delete;
   virtual ~Executor() = default;
 
+  /// Whether it makes the chunks of a plan from its segments, and knows local segments: plans then
+  /// come without chunks.
+  [[nodiscard]] virtual bool expands_plans() const { return false; }
+
   /// Keeps the tables of a plan. With `earlier`, in the memory of that one where it is enough.
   [[nodiscard]] virtual std::unique_ptr<UploadedPlan> upload(const SequencePlan& plan,
                                                              std::unique_ptr<UploadedPlan> earlier,
@@ -65,6 +69,9 @@ class Executor {
 
   /// Returns when all work on the stream is done. @throws Timeout that a call on it has met
   virtual void synchronize(Stream stream) = 0;
+
+  /// Returns when all work of this rank's device is done, on whatever stream. @throws Timeout
+  virtual void finish() = 0;
 
   /// Whether the calls on this stream are recorded, not run (a CUDA graph).
   [[nodiscard]] virtual bool is_capturing(Stream stream) const = 0;

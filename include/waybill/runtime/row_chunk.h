@@ -18,6 +18,28 @@ struct RowChunk {
 };
 static_assert(sizeof(RowChunk) == 32 && std::is_trivially_copyable_v<RowChunk>);
 
+/// Adjacent rows of one of this rank's tensors that go the same way, of any number: what chunks are
+/// cut from.
+struct RowSegment {
+  std::int64_t row = 0;  ///< first row of this rank's tensor
+  std::int64_t rows = 0;
+  std::int32_t tensor = 0;       ///< index of the tensor in the call
+  std::int32_t bucket = 0;       ///< distance from rank + 1 to its first place's rank
+  std::int32_t first_chunk = 0;  ///< counted in its bucket
+  std::int32_t first_place = 0;  ///< of its chunks, into SequencePlan::places
+  std::int32_t first_copy = 0;   ///< into SequencePlan::segment_places
+  std::int32_t num_copies = 0;
+};
+static_assert(sizeof(RowSegment) == 40 && std::is_trivially_copyable_v<RowSegment>);
+
+/// How the rows of a tensor are cut into chunks: several rows each, or parts of one.
+struct RowCut {
+  std::int64_t row_bytes = 0;
+  std::int32_t rows_each = 1;   ///< rows of a chunk
+  std::int32_t part_bytes = 0;  ///< of a row
+  std::int32_t parts = 1;       ///< chunks across a row
+};
+
 /// A place in the window of a rank, in one word: the rank above, the bytes from the window's begin
 /// in the lower 44 bits.
 inline constexpr int place_rank_shift = 44;

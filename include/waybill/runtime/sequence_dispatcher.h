@@ -47,7 +47,8 @@ class ReadyPlan {
 /// Windows grow when a plan needs more, at the first call with that plan: to the next power of two
 /// (above 256 MiB, the next multiple of that) of the largest need of all ranks, at least 1 MiB.
 /// That call waits for all ranks and for the stream. reserve() does it ahead of time. They never
-/// shrink.
+/// shrink; outgrown ones are kept until the next growth or close(), as freeing device memory waits
+/// for the device and so may happen only where all ranks wait for each other anyway.
 ///
 /// A call that throws Timeout leaves the dispatcher of no use: later calls throw TransportError.
 class SequenceDispatcher {
@@ -59,8 +60,8 @@ class SequenceDispatcher {
   SequenceDispatcher(const SequenceDispatcher&) = delete;
   SequenceDispatcher& operator=(const SequenceDispatcher&) = delete;
 
-  /// Collective: gives the windows back. Without it their memory goes when the last rank's
-  /// dispatcher does; the destructor does not wait for anybody.
+  /// Collective: waits for this rank's device, then gives the windows back. Without it their memory
+  /// goes with the world; the destructor does not wait for anybody.
   void close();
 
   /// Compiles and uploads this rank's work. Not collective. @throws as compile_dispatch

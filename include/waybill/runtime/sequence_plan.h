@@ -42,24 +42,37 @@ struct SequencePlan {
   SequenceOperation operation = SequenceOperation::dispatch;
   std::int32_t world_size = 1;
   Rank rank{};
-  std::vector<TensorFormat> tensors;         ///< of all parts, in order
-  std::vector<std::int64_t> own_rows;        ///< [tensors]: rows of this rank's tensor
-  std::vector<std::int64_t> window_rows;     ///< [tensors]: rows in this rank's window
-  std::vector<std::int64_t> window_offsets;  ///< [tensors]: bytes, in this rank's window
-  std::int64_t window_bytes = 0;             ///< the largest window of all ranks
-  std::int64_t chunk_bytes = 0;              ///< no chunk is larger
-  UninitializedVector<RowChunk> chunks;      ///< in the order in which they should be begun
+  std::vector<TensorFormat> tensors;          ///< of all parts, in order
+  std::vector<std::int64_t> own_rows;         ///< [tensors]: rows of this rank's tensor
+  std::vector<std::int64_t> window_rows;      ///< [tensors]: rows in this rank's window
+  std::vector<std::int64_t> window_offsets;   ///< [tensors]: bytes, in this rank's window
+  std::int64_t window_bytes = 0;              ///< the largest window of all ranks
+  std::int64_t chunk_bytes = 0;               ///< no chunk is larger
+  std::vector<RowSegment> segments;           ///< all work but local_segments, in any order
+  std::vector<std::uint64_t> segment_places;  ///< where the first row of each copy goes
+  std::vector<RowSegment> local_segments;     ///< with `local_apart`: rows that stay on the rank
+  std::vector<RowCut> cuts;                   ///< [tensors]
+  std::vector<std::int64_t> bucket_chunks;    ///< [W]: chunks by distance from rank + 1
+  std::int64_t num_chunks = 0;
+  std::int64_t num_places = 0;
+  UninitializedVector<RowChunk> chunks;  ///< in the order in which they should be begun
   UninitializedVector<std::uint64_t> places;
   std::vector<std::int64_t> wire_bytes;  ///< [W]: to (or from) each rank; the own one is local
 };
 
 struct SequencePlanOptions {
   std::int64_t chunk_bytes = 8192;  ///< a multiple of 16; a chunk has at least one row or this
+  bool chunks = true;  ///< false: chunks and places are left to expand_chunks() or the executor
+  bool local_apart = false;  ///< dispatch: rows that stay on the rank are no chunks, where there
+                             ///< are many in long pieces
 };
 
-/// Compiles the rows that `rank` sends. In time linear in the lines and copies of all ranks and in
-/// this rank's chunks. Chunks to different ranks alternate, in proportion to their number,
-/// beginning with rank + 1; a chunk with several places is read once.
+/// Makes the chunks and places of a plan from its segments.
+void expand_chunks(SequencePlan& plan);
+
+/// Compiles the rows that `rank` sends. In time linear in the lines and copies of all ranks and,
+/// with `chunks`, in this rank's chunks. Chunks to different ranks alternate, in proportion to
+/// their number, beginning with rank + 1; a chunk with several places is read once.
 /// @throws InvalidArgument for metadata whose tables do not fit each other, ranks and offsets out
 ///   of range, parts of different worlds, and windows of 2^44 bytes and more. Rows that two lines
 ///   write are not looked for: see validate.

@@ -5,6 +5,7 @@
 #include <memory>
 #include <span>
 #include <string_view>
+#include <vector>
 
 #include "waybill/core/topology.h"
 #include "waybill/transport/bootstrap.h"
@@ -58,9 +59,14 @@ class Transport {
                                                  std::string_view name) = 0;
   [[nodiscard]] virtual SignalPad allocate_signals(std::int64_t count, std::string_view name) = 0;
 
-  /// Collective: nobody uses the memory any more once all have called. Empties the argument.
+  /// Collective: nobody uses the memory any more once all have called, and nobody returns before it
+  /// is free. Empties the argument.
   virtual void release(SymmetricBuffer& buffer) = 0;
   virtual void release(SignalPad& pad) = 0;
+
+  /// Keeps symmetric memory that nobody has released until this object goes. Not collective; for
+  /// destructors.
+  virtual void abandon(std::vector<std::shared_ptr<void>> memory) = 0;
 
   /// Writes a piece into a peer's part. It has arrived when a later signal to that peer has, or
   /// after quiet() and a barrier.

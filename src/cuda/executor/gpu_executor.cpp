@@ -26,12 +26,15 @@ class GpuExecutor final : public Executor {
         copy_engine_(gpu_) {
     gpu_->use();
     cuda_check(prepare_meet(), "loading kernels");
+    cuda_check(prepare_expand_plan(), "loading kernels");
     cuda_check(prepare_dispatch_vector(), "loading kernels");
     cuda_check(prepare_kv_gradient(false), "loading kernels");
     if (!gpu_->has_bulk_copies()) return;
     cuda_check(prepare_dispatch_bulk(), "loading kernels");
     cuda_check(prepare_kv_gradient(true), "loading kernels");
   }
+
+  [[nodiscard]] bool expands_plans() const override { return true; }
 
   std::unique_ptr<UploadedPlan> upload(const SequencePlan& plan,
                                        std::unique_ptr<UploadedPlan> earlier,
@@ -46,7 +49,8 @@ class GpuExecutor final : public Executor {
   void dispatch(const SequenceCall& call) override {
     begin(call);
     if (call.num_sms == 0) {
-      copy_engine_.send(call);
+      copy_engine_.send_all(call);
+      copy_engine_.join(call);
       gpu_->check(launch_meet(meet_params(call, *gpu_, FaultKind::dispatch, share_),
                               stream_of(call.stream)),
                   "launching a kernel", call.operation);
@@ -56,9 +60,13 @@ class GpuExecutor final : public Executor {
     plan_of(call).point(params);
     const bool bulk = gpu_->has_bulk_copies() && suits_bulk(call) &&
                       call.plan->chunk_bytes <= max_bulk_chunk_bytes;
+    // The copy engine moves what stays here, so that the multiprocessors have the links alone.
+    const bool apart = !call.plan->local_segments.empty();
+    if (apart) copy_engine_.send_local(call);
     const auto launch = bulk ? launch_dispatch_bulk : launch_dispatch_vector;
     gpu_->check(launch(params, num_sms(call), stream_of(call.stream)), "launching a kernel",
                 call.operation);
+    if (apart) copy_engine_.join(call);
     plan_of(call).note_use(stream_of(call.stream));
   }
 
@@ -80,6 +88,12 @@ class GpuExecutor final : public Executor {
     gpu_->use();
     gpu_->check(cudaStreamSynchronize(stream_of(stream)), "waiting for a stream", "synchronize");
     gpu_->throw_fault("synchronize");
+  }
+
+  void finish() override {
+    gpu_->use();
+    gpu_->check(cudaDeviceSynchronize(), "waiting for a device", "close");
+    gpu_->throw_fault("close");
   }
 
   [[nodiscard]] bool is_capturing(Stream stream) const override {

@@ -18,6 +18,7 @@ cudaError_t prepare_dispatch_bulk();
 cudaError_t prepare_dispatch_vector();
 cudaError_t prepare_kv_gradient(bool bulk);
 cudaError_t prepare_meet();
+cudaError_t prepare_expand_plan();
 
 /// Sends the chunks with bulk copies (sm_90 and later): tensors, pitches and rows are multiples of
 /// 16 bytes, no chunk over max_bulk_chunk_bytes.
@@ -31,6 +32,10 @@ cudaError_t launch_dispatch_vector(const SequenceParams& params, int num_sms, cu
 ///   max_gradient_chunk_bytes. Without it elements must be aligned to their size.
 cudaError_t launch_kv_gradient(const SequenceParams& params, DType from, DType to, bool bulk,
                                int num_sms, cudaStream_t stream);
+
+/// Makes the chunks and places of a plan, as expand_chunks() of the runtime does.
+cudaError_t launch_expand_plan(const ExpandParams& params, std::int64_t num_segments,
+                               cudaStream_t stream);
 
 /// Ends a call whose rows went by other means: raises this rank's slots and waits for the others.
 cudaError_t launch_meet(const MeetParams& params, cudaStream_t stream);

@@ -36,9 +36,22 @@ struct TensorParams {
   std::int64_t pitch_bytes;  ///< from row to row
 };
 
-/// A plan in device memory: the head says how much of the tables is used.
+/// A plan in device memory: the head says how much of the tables is used, and how segments become
+/// chunks.
 struct PlanHead {
   std::int64_t num_chunks;
+  std::int32_t world_size;
+  RowCut cuts[max_call_tensors];
+  std::int64_t bucket_chunks[max_gpu_ranks];
+};
+
+/// What makes chunks and places from segments: the device's part of compiling a plan.
+struct ExpandParams {
+  const PlanHead* head;
+  const RowSegment* segments;
+  const std::uint64_t* segment_places;
+  RowChunk* chunks;
+  std::uint64_t* places;
 };
 
 struct SequenceParams {

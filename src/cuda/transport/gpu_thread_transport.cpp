@@ -1,6 +1,7 @@
 #include "gpu_thread_transport.h"
 
 #include <string>
+#include <vector>
 
 #include "../executor/cuda_check.h"
 #include "../kernel/launch.h"
@@ -61,13 +62,15 @@ class GpuThreadTransport final : public Transport {
   }
 
   void release(SymmetricBuffer& buffer) override {
-    barrier("release");
-    buffer = {};
+    give_back(buffer);
   }
 
   void release(SignalPad& pad) override {
-    barrier("release");
-    pad = {};
+    give_back(pad);
+  }
+
+  void abandon(std::vector<std::shared_ptr<void>> memory) override {
+    abandoned_.insert(abandoned_.end(), memory.begin(), memory.end());
   }
 
   void put(const SymmetricBuffer& to, const PutRequest& piece) override {
@@ -125,8 +128,18 @@ class GpuThreadTransport final : public Transport {
     result.local = result.peers[at(to_int(rank()))];
   }
 
+  /// cudaFree waits for the device, on which a kernel may wait for a rank that has yet to launch
+  /// its own: so nobody goes on before the memory of all is free.
+  template <class Symmetric>
+  void give_back(Symmetric& memory) {
+    barrier("release");
+    memory = {};
+    barrier("release");
+  }
+
   std::shared_ptr<Bootstrap> bootstrap_;
   std::shared_ptr<GpuRank> gpu_;
+  std::vector<std::shared_ptr<void>> abandoned_;
   int share_ = 0;               ///< ranks on this rank's device
   std::shared_ptr<void> seen_;  ///< pinned: what a wait saw
 };
