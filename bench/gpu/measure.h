@@ -10,7 +10,7 @@ namespace waybill::bench {
 struct CallTimes {
   double median_us = 0;   ///< of single calls, from event to event
   double graph_us = 0;    ///< a call, of many replayed in a graph; 0: not measured
-  double compile_us = 0;  ///< plan_dispatch on the host, upload queued
+  double compile_us = 0;  ///< plan_dispatch on the host, in kept memory, upload queued
 };
 
 struct MeasureOptions {

@@ -83,6 +83,8 @@ void run(std::int32_t world_size, bool quick) {
   table.row(uniform(world_size, 8 * mib, row), 16, true);
   for (const int sms : {8, 16, 0}) table.row(uniform(world_size, 64 * mib, row), sms);
   if (quick) return;
+  for (const int sms : {32, 64}) table.row(uniform(world_size, 8 * mib, row), sms, true);
+  for (const int sms : {64, 132}) table.row(uniform(world_size, 64 * mib, row), sms);
   for (const int sms : {8, 16, 24, 64, 0}) table.row(uniform(world_size, 256 * mib, row), sms);
   table.row(uniform(world_size, 64 * mib, 2048), 16);
   table.row(uniform(world_size, 64 * mib, 256), 16);
@@ -90,7 +92,7 @@ void run(std::int32_t world_size, bool quick) {
     const auto forward = documents(world_size, lengths, SequenceOperation::dispatch);
     for (const int sms : {8, 16, 0}) table.row(forward, sms);
     const auto backward = documents(world_size, lengths, SequenceOperation::kv_gradient);
-    for (const int sms : {16, 24, 32, 64}) table.row(backward, sms);
+    for (const int sms : {16, 24, 32}) table.row(backward, sms);
   }
 }
 

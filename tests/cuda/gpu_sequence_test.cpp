@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "cuda/device_arena.h"
+#include "cuda/ways.h"
 #include "support/sequence_expected.h"
 #include "waybill/cuda/gpu_world.h"
 #include "waybill/runtime/sequence_dispatcher.h"
@@ -17,40 +18,11 @@ using test::at;
 using test::cuda_ok;
 using test::DeviceArena;
 using test::Expected;
+using test::same_bytes;
 using test::SequenceCase;
+using test::Way;
+using test::ways;
 using Views = std::vector<ConstTensorView>;
-
-testing::AssertionResult same_bytes(const HostTensor& got, const HostTensor& expected) {
-  if (got.shape() != expected.shape()) {
-    return testing::AssertionFailure()
-           << "shape " << to_string(got.shape()) << ", expected " << to_string(expected.shape());
-  }
-  const auto a = got.bytes();
-  const auto b = expected.bytes();
-  const auto wrong = std::mismatch(a.begin(), a.end(), b.begin()).first;
-  if (wrong == a.end()) return testing::AssertionSuccess();
-  return testing::AssertionFailure()
-         << "byte " << wrong - a.begin() << " of " << a.size() << " differs";
-}
-
-/// How the bytes go.
-struct Way {
-  const char* name;
-  SequenceDispatcherOptions options;
-};
-
-/// Copy engines need a queue a pair of ranks. Where more ranks share a device than it has hardware
-/// queues for, the copies of one could wait behind another's kernel, so they are left out there.
-std::vector<Way> ways(std::int32_t world_size) {
-  std::vector<Way> all{
-      {"bulk, 8 SMs", {.num_sms = 8}},
-      {"bulk, 1 SM", {.num_sms = 1}},
-      {"chunks of 256 bytes", {.num_sms = 8, .plan = {.chunk_bytes = 256}}},
-      {"vector", {.num_sms = 8, .plan = {.chunk_bytes = 16384}}},  // too large for bulk
-      {"copy engines", {.num_sms = 0}}};
-  if (world_size > 4 * num_gpus()) all.pop_back();
-  return all;
-}
 
 /// Forward, back and gradient of one case on one rank, against the simulation.
 void check_step(World& world, SequenceDispatcher& dispatcher, DeviceArena& arena,
@@ -194,49 +166,6 @@ TEST(GpuSequence, calls_follow_each_other_without_barriers_and_with_late_ranks) 
                 << way.name << ", call " << s << ", " << cases[i].name;
           }
           world.barrier();
-          dispatcher.close();
-        }
-      },
-      test::world_options());
-}
-
-TEST(GpuSequence, nothing_but_the_tensors_is_written) {
-  const auto cases = test::sequence_cases(3, 12, 2);
-  run_gpu_thread_world(
-      3,
-      [&](World& world) {
-        DeviceArena arena(world);
-        const Stream stream{arena.stream()};
-        const auto r = at(to_int(world.rank()));
-        for (const Way& way : ways(world.world_size())) {
-          SequenceDispatcher dispatcher(world, way.options);
-          dispatcher.reserve(std::int64_t{4} << 20, stream);
-          for (const SequenceCase& the : cases) {
-            arena.reset();
-            const Expected expected(the);
-            const auto plan = dispatcher.plan_dispatch(test::forward_parts(the), stream);
-            const Views inputs{arena.upload(expected.q[r]), arena.upload(expected.k[r]),
-                               arena.upload(expected.v[r])};
-            std::byte* const window = dispatcher.dispatch(plan, inputs, stream)[0].data;
-            (void)dispatcher.dispatch(plan, inputs, stream);  // the other window
-            dispatcher.synchronize(stream);
-            world.barrier();
-            HostTensor bytes(DType::uint8, {dispatcher.window_bytes()});
-            std::ranges::fill(bytes.bytes(), std::byte{0xA5});
-            arena.copy(window, bytes.bytes().data(), bytes.size_bytes());
-            dispatcher.synchronize(stream);
-            world.barrier();
-            ASSERT_EQ(dispatcher.dispatch(plan, inputs, stream)[0].data, window);
-            arena.read(bytes.bytes().data(), window, bytes.size_bytes());
-            for (std::size_t t = 0; t < 3; ++t) {
-              std::fill_n(bytes.bytes().begin() + plan.plan().window_offsets[t],
-                          plan.plan().window_rows[t] * plan.plan().tensors[t].row_bytes(),
-                          std::byte{0xA5});
-            }
-            ASSERT_EQ(std::ranges::count(bytes.bytes(), std::byte{0xA5}), bytes.size_bytes())
-                << way.name << ", " << the.name;
-            world.barrier();
-          }
           dispatcher.close();
         }
       },
