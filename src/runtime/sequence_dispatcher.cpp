@@ -30,7 +30,7 @@ std::int64_t grown_size(std::int64_t need, std::int64_t most) {
 SequenceDispatcher::SequenceDispatcher(World& world, SequenceDispatcherOptions options)
     : world_(world), options_(options) {
   options_.plan.chunks = !world.executor().expands_plans();
-  options_.plan.local_apart = world.executor().expands_plans();
+  options_.plan.local_apart = options.local_by_copy_engine && world.executor().expands_plans();
   require(options.num_sms >= 0, "SequenceDispatcher: num_sms = ", options.num_sms,
           ", expected >= 0");
   require(options.max_window_bytes >= 0,
@@ -78,9 +78,11 @@ void SequenceDispatcher::replace_plan(ReadyPlan& ready, std::span<const Sequence
                                       Stream stream) {
   constexpr const char* who = "replace_plan";
   const SequencePlan& old = ready.plan_;
+  SequencePlanOptions options = options_.plan;
+  options.local_apart = !old.local_segments.empty();  // a captured launch does one or the other
   SequencePlan plan = old.operation == SequenceOperation::dispatch
-                          ? compile_dispatch(parts, world_.rank(), options_.plan)
-                          : compile_kv_gradient(parts, world_.rank(), options_.plan);
+                          ? compile_dispatch(parts, world_.rank(), options)
+                          : compile_kv_gradient(parts, world_.rank(), options);
   require(plan.tensors == old.tensors, who, ": parts have other formats than the plan");
   require(plan.window_bytes <= window_bytes(), who, ": the plan needs windows of ",
           plan.window_bytes, " bytes, expected at most ", window_bytes(), ": reserve() more");

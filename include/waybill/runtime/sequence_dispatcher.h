@@ -18,6 +18,9 @@ struct SequenceDispatcherOptions {
   /// Multiprocessors that a call may use; 0: none, the copy engines do it. Host worlds ignore it.
   int num_sms = 16;
   SequencePlanOptions plan = {};
+  /// GPU worlds: rows that stay on their rank go by copy engine, beside the kernel, where there are
+  /// many in long pieces. A graph that holds such copies cannot replay another plan.
+  bool local_by_copy_engine = true;
   /// A plan whose window is larger is refused. All ranks say the same.
   std::int64_t max_window_bytes = std::numeric_limits<std::int64_t>::max();
 };
@@ -72,7 +75,8 @@ class SequenceDispatcher {
 
   /// Replaces a plan by one of the same operation and formats, in the same memory: a captured graph
   /// replays the new one. @throws InvalidArgument, the plan unchanged, when it has more chunks or
-  ///   places than the plan was made with or the windows are too small.
+  ///   places than the plan was made with, the windows are too small, or a graph holds copies of
+  ///   its ranges (num_sms = 0, local_by_copy_engine).
   void replace_plan(ReadyPlan& ready, std::span<const SequencePart> parts, Stream stream = {});
 
   /// Collective: makes the windows large enough for plans with this window_bytes.

@@ -49,11 +49,11 @@ class GpuExecutor final : public Executor {
   void dispatch(const SequenceCall& call) override {
     begin(call);
     if (call.num_sms == 0) {
+      const MeetParams meet = meet_params(call, *gpu_, FaultKind::dispatch, share_);
       copy_engine_.send_all(call);
       copy_engine_.join(call);
-      gpu_->check(launch_meet(meet_params(call, *gpu_, FaultKind::dispatch, share_),
-                              stream_of(call.stream)),
-                  "launching a kernel", call.operation);
+      gpu_->check(launch_meet(meet, stream_of(call.stream)), "launching a kernel", call.operation);
+      plan_of(call).note_copies(is_capturing(call.stream));
       return;
     }
     SequenceParams params = sequence_params(call, *gpu_, FaultKind::dispatch, share_);
@@ -66,7 +66,10 @@ class GpuExecutor final : public Executor {
     const auto launch = bulk ? launch_dispatch_bulk : launch_dispatch_vector;
     gpu_->check(launch(params, num_sms(call), stream_of(call.stream)), "launching a kernel",
                 call.operation);
-    if (apart) copy_engine_.join(call);
+    if (apart) {
+      copy_engine_.join(call);
+      plan_of(call).note_copies(is_capturing(call.stream));
+    }
     plan_of(call).note_use(stream_of(call.stream));
   }
 

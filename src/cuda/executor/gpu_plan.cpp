@@ -111,6 +111,10 @@ void GpuPlan::write_upload(const SequencePlan& plan) const {
 void GpuPlan::fill(const SequencePlan& plan, cudaStream_t stream) {
   const auto segments = std::ssize(plan.segments);
   const auto segment_places = std::ssize(plan.segment_places);
+  require(
+      !fixed_,
+      "replace_plan: a graph holds copies of this plan's ranges, expected a dispatcher with SMs "
+      "and without local_by_copy_engine");
   require(plan.num_chunks <= layout_.max_chunks && plan.num_places <= layout_.max_places,
           "replace_plan: the plan has ", plan.num_chunks, " chunks and ", plan.num_places,
           " places, expected at most ", layout_.max_chunks, " and ", layout_.max_places,

@@ -74,6 +74,10 @@ class GpuPlan final : public UploadedPlan {
   /// it. Without a word while the stream is captured: who replays a graph keeps its plans.
   void note_use(cudaStream_t stream) const;
 
+  /// To be called when copies of the plan's ranges were queued: a graph that holds them replays
+  /// them for ever, so that the plan cannot be replaced.
+  void note_copies(bool capturing) const { fixed_ = fixed_ || capturing; }
+
   void point(SequenceParams& params) const;
 
  private:
@@ -83,6 +87,7 @@ class GpuPlan final : public UploadedPlan {
   std::shared_ptr<GpuRank> gpu_;
   PlanLayout layout_;
   PlanBlock block_;
+  mutable bool fixed_ = false;
 };
 
 }  // namespace waybill::cuda
