@@ -51,13 +51,9 @@ class ThreadTransport final : public Transport {
     return pad;
   }
 
-  void release(SymmetricBuffer& buffer) override {
-    give_back(buffer);
-  }
+  void release(SymmetricBuffer& buffer) override { give_back(buffer); }
 
-  void release(SignalPad& pad) override {
-    give_back(pad);
-  }
+  void release(SignalPad& pad) override { give_back(pad); }
 
   void abandon(std::vector<std::shared_ptr<void>> memory) override {
     abandoned_.insert(abandoned_.end(), memory.begin(), memory.end());

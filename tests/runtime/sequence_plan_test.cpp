@@ -134,6 +134,44 @@ TEST(compile_dispatch, several_tensors_share_a_window_without_overlap) {
   EXPECT_GT(largest, compile_dispatch(parts, Rank{0}).window_bytes - 256);
 }
 
+TEST(compile_dispatch, long_local_rows_stand_apart) {
+  // Rank 0 keeps 6000 rows of 1 KiB and sends 3000; the others keep single rows.
+  const auto routing = compute_qkv_routing(test::plain_plan(
+      3, {{4000, 3000, 2000}, {1, 1}, {1, 1}}, {0, 1, 0, 1, 2, 2, 0}, KvLayout::per_rank));
+  const SequencePart part{&routing.fwd_q, {{DType::uint8, 1024}}};
+  SequencePlanOptions options;
+  options.local_apart = true;
+  const SequencePlan apart = compile_dispatch({&part, 1}, Rank{0}, options);
+  const SequencePlan whole = compile_dispatch({&part, 1}, Rank{0});
+  EXPECT_EQ(apart.wire_bytes, whole.wire_bytes);
+  std::int64_t rows = 0;
+  for (const RowSegment& segment : apart.local_segments) {
+    EXPECT_EQ(apart.segment_places[at(segment.first_copy)] >> place_rank_shift, 0U);
+    rows += segment.rows;
+  }
+  EXPECT_EQ(rows, 6000);
+  for (const std::uint64_t place : apart.places) EXPECT_NE(place >> place_rank_shift, 0U);
+  EXPECT_EQ(apart.chunks.size(), 375U);  // 3000 rows, 8 each
+  EXPECT_EQ(whole.chunks.size(), 1125U);
+  EXPECT_TRUE(compile_dispatch({&part, 1}, Rank{1}, options).local_segments.empty());
+}
+
+TEST(compile_dispatch, segments_alone_become_the_same_chunks) {
+  for (const auto& the : test::sequence_cases(4, 12, 9)) {
+    const SequencePart part{&the.routing.fwd_kv, {the.k, the.v}};
+    SequencePlanOptions options;
+    options.chunks = false;
+    SequencePlan plan = compile_dispatch({&part, 1}, Rank{2}, options);
+    EXPECT_TRUE(plan.chunks.empty() && plan.places.empty());
+    expand_chunks(plan);
+    const SequencePlan whole = compile_dispatch({&part, 1}, Rank{2});
+    ASSERT_EQ(plan.places, whole.places) << the.name;
+    ASSERT_EQ(plan.chunks.size(), whole.chunks.size());
+    ASSERT_TRUE(plan.chunks.empty() || std::memcmp(plan.chunks.data(), whole.chunks.data(),
+                                                   whole.chunks.size() * sizeof(RowChunk)) == 0);
+  }
+}
+
 TEST(compile_kv_gradient, places_keep_the_order_of_the_copies) {
   for (const auto& the : test::sequence_cases(4, 10)) {
     const SequencePart part{&the.routing.fwd_kv, {the.k}};
