@@ -93,7 +93,7 @@ void SegmentWriter::add_group(std::int64_t row, std::int64_t rows, std::span<con
   }
 }
 
-void SegmentWriter::finish() {
+void SegmentWriter::finish() const {
   constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
   require(plan_.num_chunks <= most && plan_.num_places <= most, "compile: ", plan_.num_chunks,
           " chunks with ", plan_.num_places,

@@ -22,7 +22,7 @@ class SegmentWriter {
                 std::span<const std::int64_t> offsets);
 
   /// @throws InvalidArgument for 2^31 chunks or places
-  void finish();
+  void finish() const;
 
  private:
   struct Copy {
