@@ -6,7 +6,6 @@
 - every page of docs/functions has an example that runs, and stands in the index
 """
 
-import pathlib
 import re
 import sys
 
@@ -18,8 +17,21 @@ STRING = re.compile(r'"(?:\\.|[^"\\\n])*"')
 TYPE = re.compile(r"\b(?:class|struct|enum class)\s+(\w+)[^;{}()]*$")
 CALL = re.compile(r"([A-Za-z_]\w*)\s*\(")
 TEMPLATE = re.compile(r"^template\s*<[^>]*>\s*")
-NOT_NAMES = {"if", "for", "while", "switch", "requires", "static_assert", "sizeof", "noexcept",
-             "decltype", "alignas", "defined", "void", "operator"}
+NOT_NAMES = {
+    "if",
+    "for",
+    "while",
+    "switch",
+    "requires",
+    "static_assert",
+    "sizeof",
+    "noexcept",
+    "decltype",
+    "alignas",
+    "defined",
+    "void",
+    "operator",
+}
 LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\(([^)\s]+)\)")
 
 
@@ -29,7 +41,7 @@ def statements(text):
     stack, start = [""], 0
     private = [False]
     for match in re.finditer(r"[{};]|\b(?:public|private|protected):", text):
-        head = TEMPLATE.sub("", text[start:match.start()].strip())
+        head = TEMPLATE.sub("", text[start : match.start()].strip())
         start = match.end()
         token = match.group()
         if token.endswith(":"):
@@ -43,8 +55,9 @@ def statements(text):
                 stack.append(None if head.endswith("detail") else "")
             else:
                 stack.append(kind.group(1) if kind and stack[-1] is not None else None)
-            private.append(bool(kind) and re.search(r"\bclass\b", head) is not None
-                           and "enum" not in head)
+            private.append(
+                bool(kind) and re.search(r"\bclass\b", head) is not None and "enum" not in head
+            )
         elif token == "}":
             stack.pop()
             private.pop()
@@ -76,7 +89,7 @@ def check_names(pages):
             if name not in words:
                 yield f"{header.relative_to(ROOT)}:1: {name} is not named on any page of docs/"
     if count < 50:
-        yield f"include/waybill:1: found only {count} names; this script no longer reads the headers"
+        yield f"include/waybill:1: found only {count} names; the script no longer reads the headers"
 
 
 def anchors(page):
@@ -115,8 +128,11 @@ def check_functions():
 
 
 def main():
-    every_page = [page for page in sorted(ROOT.rglob("*.md"))
-                  if not SKIP_FOLDERS & set(page.relative_to(ROOT).parts)]
+    every_page = [
+        page
+        for page in sorted(ROOT.rglob("*.md"))
+        if not SKIP_FOLDERS & set(page.relative_to(ROOT).parts)
+    ]
     docs = [page for page in every_page if page.relative_to(ROOT).parts[0] == "docs"]
     problems = [*check_names(docs), *check_functions()]
     for page in every_page:

@@ -14,17 +14,19 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 ROOMS = {
     "core": set(),
     "routing": {"core"},
+    "planner": {"routing", "core"},
     "simulate": {"routing", "core"},
     "transport": {"core"},
     "runtime": {"transport", "routing", "core"},
     "cuda": {"runtime", "transport", "routing", "core"},
-    "json": {"routing", "core"},
+    "json": {"planner", "routing", "core"},
     "report": {"routing", "core"},
-    "cli": {"core", "routing", "simulate", "json", "report", "transport", "runtime"},
+    "cli": {"core", "routing", "planner", "simulate", "json", "report", "transport", "runtime"},
 }
 
 # Third-party headers, and the folders that may include them (never a public header).
 THIRD_PARTY = {
+    "nanobind/": ("python/bindings/",),
     "nlohmann/": ("src/json/", "tests/"),
     "CLI/": ("src/cli/",),
     "gtest/": ("tests/",),
@@ -119,7 +121,7 @@ def check_lists(room):
 def main():
     problems = []
     num_files = 0
-    for folder in ("include", "src", "tests", "bench", "examples"):
+    for folder in ("include", "src", "python", "tests", "bench", "examples"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in SUFFIXES:
                 num_files += 1

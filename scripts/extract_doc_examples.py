@@ -30,7 +30,7 @@ class Example:
 
 def pages():
     """The pages whose examples run."""
-    return [ROOT / "README.md"] + sorted((ROOT / "docs").rglob("*.md"))
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def examples_of(page):
@@ -69,17 +69,36 @@ def test_source(example):
         inside, call = body, f"EXPECT_EQ({name}::main(), 0);"
     else:
         inside, call = ["void run() {", place, *body, "}"], f"{name}::run();"
-    return "\n".join([f"namespace {name} {{", place, *inside, f"}}  // namespace {name}",
-                      f"TEST({suite}, example_{example.number}) {{ {call} }}", ""])
+    return "\n".join(
+        [
+            f"namespace {name} {{",
+            place,
+            *inside,
+            f"}}  // namespace {name}",
+            f"TEST({suite}, example_{example.number}) {{ {call} }}",
+            "",
+        ]
+    )
 
 
 def file_source(examples):
-    includes = sorted({line.strip() for example in examples for line in example.lines
-                       if INCLUDE.match(line)})
-    return "\n".join(["// Made by scripts/extract_doc_examples.py.", '#include "preamble.h"', "",
-                      *includes, "", "namespace {", "",
-                      *(test_source(example) for example in examples),
-                      "}  // namespace", ""])
+    includes = sorted(
+        {line.strip() for example in examples for line in example.lines if INCLUDE.match(line)}
+    )
+    return "\n".join(
+        [
+            "// Made by scripts/extract_doc_examples.py.",
+            '#include "preamble.h"',
+            "",
+            *includes,
+            "",
+            "namespace {",
+            "",
+            *(test_source(example) for example in examples),
+            "}  // namespace",
+            "",
+        ]
+    )
 
 
 def main():

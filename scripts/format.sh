@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Formats all C++ files, or with --check only says which are not formatted.
+# Formats all C++ and Python files, or with --check only says which are not formatted.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -12,5 +12,10 @@ command -v "$tool" >/dev/null || {
   echo "format: $tool is missing; scripts/setup.sh --ci installs it" >&2
   exit 1
 }
-find include src tests bench examples \( -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu' \) -print0 |
+find include src python tests bench examples \( -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu' \) -print0 |
   xargs -0 -r -n 8 -P "$(nproc)" "$tool" "${mode[@]}"
+
+scripts/python_env.sh
+python_mode=()
+[[ ${1:-} == --check ]] && python_mode=(--check)
+build/venv/bin/ruff format -q "${python_mode[@]}" .

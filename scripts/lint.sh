@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 scripts/setup.sh --ci
+scripts/python_env.sh
 cmake --preset release --log-level=WARNING
 
 run_clang_tidy() {
@@ -29,6 +30,7 @@ check format scripts/format.sh --check
 check shell shellcheck .ci/run scripts/*.sh
 check includes scripts/check_includes.py
 check sizes scripts/check_sizes.py
+check python build/venv/bin/ruff check -q .
 check headers cmake --build build/release --target header_checks
 check clang-tidy run_clang_tidy
 

@@ -40,6 +40,8 @@ int run_demo(const DemoOptions& options, Program& program) {
   style.gb_per_s = job_options.rows.gb_per_s;
   console.print(concat("\n", accounted_text(job, job_options.rows), "\n"));
   console.print(text_summary(job.plan, job.routing, job.summary, style));
+  if (!job.attention.relay.hops.empty())
+    console.print(concat("\nRelay: ", relay_text(job.attention), ".\n"));
   if (!options.plan_out.empty()) write_plan(options.plan_out, job.plan);
   if (!options.no_html) {
     write_file(options.html, html_report(job.plan, job.routing, job.summary,
@@ -81,7 +83,7 @@ void add_demo_command(CLI::App& app, Program& program) {
                   "Examples:\n"
                   "  waybill demo\n"
                   "  waybill demo --world-size 64 --tokens-per-rank 32768 --gb-per-s 400\n"
-                  "  waybill demo --corpus ~/documents --world-size 4 --shard-tokens 1024\n"
+                  "  waybill demo --corpus ~/documents --world-size 4 --window 4096\n"
                   "  waybill demo --lengths lengths.txt --html run.html -o run.plan.json");
   command->callback([options, &program] {
     program.run = [options, &program] { return run_demo(*options, program); };

@@ -3,7 +3,9 @@
 
 #include "commands.h"
 #include "job_options.h"
+#include "waybill/json/attention_plan_json.h"
 #include "waybill/json/plan_json.h"
+#include "waybill/planner/planner.h"
 #include "waybill/report/format.h"
 
 namespace waybill::cli {
@@ -12,18 +14,21 @@ namespace {
 struct PlanOptions {
   SourceOptions source;
   PlanningOptions planning;
+  RowOptions rows;
   std::string output;
   bool compact = false;
+  bool full = false;
 };
 
 int run_plan(const PlanOptions& options, Program& program) {
   std::string text;
   {
     const Progress progress(program.console, "plan");
-    const Documents documents = load_documents(options.source, options.planning);
+    const Documents documents = load_documents(options.source, options.planning, options.rows);
     for (const std::string& remark : documents.remarks) program.console.print_remark(remark);
-    text = to_json(plan_documents(documents.lengths, documents.plan),
-                   options.compact ? JsonStyle::compact : JsonStyle::readable);
+    const AttentionPlan plan = plan_attention(documents.lengths, documents.plan);
+    const JsonStyle style = options.compact ? JsonStyle::compact : JsonStyle::readable;
+    text = options.full ? to_json(plan, style) : to_json(plan.plan, style);
   }
   write_output(program.console, options.output, text);
   return exit_good;
@@ -34,19 +39,21 @@ int run_plan(const PlanOptions& options, Program& program) {
 void add_plan_command(CLI::App& app, Program& program) {
   auto options = std::make_shared<PlanOptions>();
   CLI::App* command = app.add_subcommand(
-      "plan", "Packs documents into ranks, cuts them into shards and spreads the work: plan JSON");
+      "plan", "Packs documents into ranks and decides who attends to what: even work, few bytes");
   add_source_options(*command, options->source);
   add_planning_options(*command, options->planning);
+  add_row_options(*command, options->rows);
   command->add_option("-o,--output", options->output, "The plan; standard output without it")
       ->type_name("FILE");
+  command->add_flag("--full", options->full,
+                    "With all figures and the relay schedule (waybill.attention_plan)");
   command->add_flag("--compact", options->compact, "JSON without line breaks");
-  command->footer(
-      "Tokens of a corpus: " + corpus_rule() +
-      "\n\n"
-      "Examples:\n"
-      "  waybill plan -o plan.json\n"
-      "  waybill plan --distribution prolong --world-size 64 -o plan.json\n"
-      "  echo 9000 500 4000 | waybill plan --lengths - --world-size 2 --shard-tokens 1000");
+  command->footer("Tokens of a corpus: " + corpus_rule() +
+                  "\n\n"
+                  "Examples:\n"
+                  "  waybill plan -o plan.json\n"
+                  "  waybill plan --distribution prolong --world-size 64 -o plan.json\n"
+                  "  echo 9000 500 4000 | waybill plan --lengths - --world-size 2 --full");
   command->callback([options, &program] {
     program.run = [options, &program] { return run_plan(*options, program); };
   });

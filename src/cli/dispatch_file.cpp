@@ -65,10 +65,9 @@ void check_routing_size(const QkvPlan& plan) {
                                      : std::min<std::int64_t>(n, plan.world_size);
     copies += n * holders;  // both factors are below 2^31, and the sum is looked at every time
     if (copies > most_copies) {
-      throw Unsupported(
-          concat("the plan may need more than ", format_count(most_copies),
-                 " copies of KV shards (document ", d, " has ", format_count(n),
-                 " shards); use longer shards (--shard-tokens) or --kv-layout per_rank"));
+      throw Unsupported(concat("the plan may need more than ", format_count(most_copies),
+                               " copies of KV shards (document ", d, " has ", format_count(n),
+                               " shards); use fewer shards, or --kv-layout per_rank"));
     }
   }
 }

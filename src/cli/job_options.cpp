@@ -94,9 +94,32 @@ void add_planning_options(CLI::App& command, PlanningOptions& options) {
       ->type_name("N|auto")
       ->check(number_or_auto(1, most_tokens))
       ->group(group);
-  command.add_option("--shard-tokens", options.shard_tokens, "Longest shard in tokens")
+  command
+      .add_option("--imbalance", options.imbalance,
+                  "Largest work of a rank over the mean that is aimed at; tighter costs bytes")
+      ->type_name("X")
+      ->check(CLI::Range(1.0001, 1e6))
+      ->capture_default_str()
+      ->group(group);
+  command
+      .add_option("--window", options.window,
+                  "Sliding window: keys that a query meets, itself included; 0: all before it")
       ->type_name("N")
-      ->check(CLI::Range(std::int64_t{1}, most_tokens))
+      ->check(CLI::Range(std::int64_t{0}, most_tokens))
+      ->capture_default_str()
+      ->group(group);
+  command
+      .add_option("--max-tokens", options.max_tokens,
+                  "Rows of Q, and of K and V, that a rank's buffers hold; 0: no limit")
+      ->type_name("N")
+      ->check(CLI::Range(std::int64_t{0}, most_tokens))
+      ->capture_default_str()
+      ->group(group);
+  command
+      .add_option("--ranks-per-node", options.ranks_per_node,
+                  "Ranks of a node, joined by NVLink; nodes are joined by a network")
+      ->type_name("N")
+      ->check(CLI::Range(std::int32_t{1}, max_world_size))
       ->capture_default_str()
       ->group(group);
   command

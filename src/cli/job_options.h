@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "waybill/planner/planner_options.h"
 #include "waybill/report/plan_summary.h"
-#include "waybill/routing/document_plan.h"
 
 namespace CLI {
 class App;
@@ -27,8 +27,11 @@ struct SourceOptions {
 struct PlanningOptions {
   std::int32_t world_size = 8;
   std::string tokens_per_rank;  ///< a number, "auto", or empty: what fits the source
-  std::int64_t shard_tokens = 4096;
   std::string kv_layout = "per_rank";
+  std::int64_t window = 0;
+  std::int64_t max_tokens = 0;
+  double imbalance = 1.01;
+  std::int32_t ranks_per_node = 8;
 };
 
 /// Sizes of the rows for which bytes are counted.
@@ -57,13 +60,13 @@ struct Documents {
   std::vector<std::int64_t> lengths;
   std::string origin;                ///< one line
   std::vector<std::string> remarks;  ///< what was skipped, cut, left out or left empty
-  DocumentPlanOptions plan;          ///< with tokens_per_rank decided
+  PlannerOptions plan;               ///< with tokens_per_rank decided
 };
 
 /// Reads or draws the documents and fits them into the ranks.
 /// @throws UsageError for options that do not go together; IoError for what cannot be read.
-[[nodiscard]] Documents load_documents(const SourceOptions& source,
-                                       const PlanningOptions& planning);
+[[nodiscard]] Documents load_documents(const SourceOptions& source, const PlanningOptions& planning,
+                                       const RowOptions& rows);
 
 /// The rule by which --corpus counts tokens, for --help and reports.
 [[nodiscard]] std::string corpus_rule();

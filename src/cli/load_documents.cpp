@@ -118,10 +118,17 @@ std::string corpus_rule() {
          "links and names that begin with a dot.";
 }
 
-Documents load_documents(const SourceOptions& source, const PlanningOptions& planning) {
+Documents load_documents(const SourceOptions& source, const PlanningOptions& planning,
+                         const RowOptions& rows) {
   Documents documents;
   documents.plan.world_size = planning.world_size;
-  documents.plan.shard_tokens = planning.shard_tokens;
+  documents.plan.model = {
+      .q_hidden = rows.q_hidden, .kv_hidden = rows.kv_hidden, .dtype = dtype_from_name(rows.dtype)};
+  documents.plan.mask.window = planning.window;
+  documents.plan.max_tokens_per_rank = planning.max_tokens;
+  documents.plan.imbalance_target = planning.imbalance;
+  documents.plan.hardware.ranks_per_node = planning.ranks_per_node;
+  if (rows.gb_per_s > 0) documents.plan.hardware.nvlink_bytes_per_second = rows.gb_per_s * 1e9;
   documents.plan.kv_layout =
       planning.kv_layout == "per_query" ? KvLayout::per_query : KvLayout::per_rank;
   if (!source.lengths_path.empty()) read(source.lengths_path, documents);

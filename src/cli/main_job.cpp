@@ -3,8 +3,8 @@
 #include <chrono>
 
 #include "dispatch_file.h"
+#include "waybill/planner/planner.h"
 #include "waybill/report/format.h"
-#include "waybill/routing/document_plan.h"
 
 namespace waybill::cli {
 namespace {
@@ -44,7 +44,7 @@ MainJob run_main_job(const MainJobOptions& options, Console& console) {
   Steps steps(console);
   steps.run("documents", [&] {
     const Progress progress(console, "documents");
-    job.documents = load_documents(options.source, options.planning);
+    job.documents = load_documents(options.source, options.planning, options.rows);
     std::int64_t total = 0;
     for (const std::int64_t length : job.documents.lengths) total += length;
     return concat(job.documents.origin, ": ", format_plural(total, "token"));
@@ -53,10 +53,12 @@ MainJob run_main_job(const MainJobOptions& options, Console& console) {
     console.print(concat("     ", std::string(label_width, ' '), remark, "\n"));
   steps.run("plan", [&] {
     const Progress progress(console, "plan");
-    job.plan = plan_documents(job.documents.lengths, job.documents.plan);
+    job.attention = plan_attention(job.documents.lengths, job.documents.plan);
+    job.plan = job.attention.plan;
     check_routing_size(job.plan);
     return concat(format_plural(job.plan.num_shards(), "shard"), " on ",
-                  format_plural(job.plan.world_size, "rank"));
+                  format_plural(job.plan.world_size, "rank"), ", largest work ",
+                  format_fixed(job.attention.imbalance(), 3), " x the mean");
   });
   steps.run("metadata", [&] {
     const Progress progress(console, "metadata");
@@ -67,6 +69,7 @@ MainJob run_main_job(const MainJobOptions& options, Console& console) {
   steps.run("validation", [&] {
     const Progress progress(console, "validation");
     job.findings = validate(job.plan, job.routing);
+    if (job.findings.empty()) job.findings = validate(job.attention);
     return concat(console.mark(job.findings.empty()), " ",
                   format_plural(std::ssize(job.findings), "finding"));
   });

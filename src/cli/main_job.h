@@ -7,6 +7,7 @@
 
 #include "console.h"
 #include "job_options.h"
+#include "waybill/planner/attention_plan.h"
 #include "waybill/report/html_report.h"
 #include "waybill/report/plan_summary.h"
 #include "waybill/routing/qkv_routing.h"
@@ -27,7 +28,8 @@ struct MainJobOptions {
 /// What the main job made and found, step by step.
 struct MainJob {
   Documents documents;
-  QkvPlan plan;
+  AttentionPlan attention;
+  QkvPlan plan;  ///< that of `attention`
   QkvRouting routing;
   std::vector<Finding> findings;       ///< of validate
   std::int64_t payload_bytes = 0;      ///< of a simulated row
@@ -52,6 +54,9 @@ struct MainJob {
 
 /// Findings a line each, at most `most`, with a line for what is left.
 [[nodiscard]] std::string findings_text(const std::vector<Finding>& findings, std::size_t most);
+
+/// What forwarding K and V changes: the largest bytes out and the limit.
+[[nodiscard]] std::string relay_text(const AttentionPlan& plan);
 
 /// What the report says beside the figures.
 [[nodiscard]] ReportContext report_context(const MainJob& job, const MainJobOptions& options,

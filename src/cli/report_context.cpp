@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "main_job.h"
 #include "waybill/report/format.h"
 
@@ -43,6 +45,17 @@ std::vector<ReportCheck> checks_of(const MainJob& job) {
 
 }  // namespace
 
+std::string relay_text(const AttentionPlan& plan) {
+  const auto largest = [](const std::vector<std::int64_t>& bytes) {
+    return format_bytes(*std::max_element(bytes.begin(), bytes.end()));
+  };
+  return concat("receivers that forward K and V bring the largest bytes out from ",
+                largest(plan.bytes_out(Transfer::direct)), " to ",
+                largest(plan.bytes_out(Transfer::relay)), ", the limit from ",
+                format_seconds(plan.limit_seconds(Transfer::direct)), " to ",
+                format_seconds(plan.limit_seconds(Transfer::relay)));
+}
+
 ReportContext report_context(const MainJob& job, const MainJobOptions& options,
                              const std::string& command) {
   ReportContext context;
@@ -55,7 +68,12 @@ ReportContext report_context(const MainJob& job, const MainJobOptions& options,
       {"Documents", job.documents.origin},
       {"Ranks", concat(job.plan.world_size, ", at most ",
                        format_count(job.documents.plan.tokens_per_rank), " tokens each")},
-      {"Shards", concat("at most ", format_count(job.documents.plan.shard_tokens), " tokens")},
+      {"Balance", concat("largest work ", format_fixed(job.attention.imbalance(), 4),
+                         " x the mean, aimed at ", job.documents.plan.imbalance_target)},
+      {"Mask", job.documents.plan.mask.is_causal()
+                   ? "causal"
+                   : concat("causal, window ", format_count(job.documents.plan.mask.window))},
+      {"Relay", relay_text(job.attention)},
       {"KV layout", std::string(to_string(job.plan.kv_layout))},
       {"Bytes counted", concat("Q ", options.rows.q_hidden, ", K and V ", options.rows.kv_hidden,
                                " elements each of ", options.rows.dtype)},

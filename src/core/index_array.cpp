@@ -51,31 +51,46 @@ IndexArray::Storage IndexArray::make_storage(DType dtype, std::int64_t size) {
   const std::size_t n = unsigned_size(size);
   switch (dtype) {
     case DType::int64:
-      return std::vector<std::int64_t>(n);
+      return detail::TableVector<std::int64_t>(n);
     case DType::int32:
-      return std::vector<std::int32_t>(n);
+      return detail::TableVector<std::int32_t>(n);
     case DType::uint32:
-      return std::vector<std::uint32_t>(n);
+      return detail::TableVector<std::uint32_t>(n);
     case DType::uint64:
-      return std::vector<std::uint64_t>(n);
+      return detail::TableVector<std::uint64_t>(n);
     case DType::boolean:
-      return std::vector<Flag>(n);
+      return detail::TableVector<Flag>(n);
     default:
       throw_invalid("IndexArray: dtype = ", dtype,
                     ", expected bool, int32, uint32, int64 or uint64");
   }
 }
 
-IndexArray::IndexArray() : storage_(std::vector<std::int64_t>{}) {}
+IndexArray::IndexArray() : storage_(detail::TableVector<std::int64_t>{}) {}
 
 IndexArray::IndexArray(Shape shape, DType dtype)
     : shape_(std::move(shape)), storage_(make_storage(dtype, num_elements(shape_, "IndexArray"))) {}
 
-IndexArray::IndexArray(Shape shape, std::vector<std::int64_t> values)
-    : shape_(std::move(shape)), storage_(std::move(values)) {
+IndexArray::IndexArray(Shape shape, const std::vector<std::int64_t>& values)
+    : shape_(std::move(shape)),
+      storage_(detail::TableVector<std::int64_t>(values.begin(), values.end())) {
   const std::int64_t expected = num_elements(shape_, "IndexArray");
   require(size() == expected, "IndexArray: got ", size(), " values, expected ", expected,
           " for shape ", to_string(shape_));
+}
+
+IndexArray IndexArray::copy_of(const void* elements, Shape shape, DType dtype) {
+  const std::size_t size = unsigned_size(num_elements(shape, "IndexArray::copy_of"));
+  IndexArray result({0}, dtype);
+  std::visit(
+      [&](auto& target) {
+        using T = typename std::remove_reference_t<decltype(target)>::value_type;
+        const auto* first = static_cast<const T*>(elements);
+        target.assign(first, first + size);
+      },
+      result.storage_);
+  result.shape_ = std::move(shape);
+  return result;
 }
 
 IndexArray IndexArray::vector(Row values) {
@@ -90,8 +105,7 @@ IndexArray IndexArray::matrix(Matrix values) {
             " values, expected ", num_columns);
     flat.insert(flat.end(), row.begin(), row.end());
   }
-  return {{static_cast<std::int64_t>(values.size()), static_cast<std::int64_t>(num_columns)},
-          std::move(flat)};
+  return {{static_cast<std::int64_t>(values.size()), static_cast<std::int64_t>(num_columns)}, flat};
 }
 
 IndexArray IndexArray::cube(Cube values) {
@@ -108,12 +122,13 @@ IndexArray IndexArray::cube(Cube values) {
     const auto elements = plane.i64();
     flat.insert(flat.end(), elements.begin(), elements.end());
   }
-  return {std::move(shape), std::move(flat)};
+  return {std::move(shape), flat};
 }
 
 IndexArray IndexArray::full(Shape shape, std::int64_t value) {
-  const std::int64_t size = num_elements(shape, "IndexArray::full");
-  return {std::move(shape), std::vector<std::int64_t>(unsigned_size(size), value)};
+  IndexArray result(std::move(shape));
+  std::ranges::fill(result.i64(), value);
+  return result;
 }
 
 std::int64_t IndexArray::dim(std::int64_t axis) const {
@@ -131,13 +146,13 @@ DType IndexArray::dtype() const noexcept {
 }
 
 std::span<const std::int64_t> IndexArray::i64() const {
-  const auto* values = std::get_if<std::vector<std::int64_t>>(&storage_);
+  const auto* values = std::get_if<detail::TableVector<std::int64_t>>(&storage_);
   require(values != nullptr, "IndexArray::i64: dtype = ", dtype(), ", expected int64");
   return *values;
 }
 
 std::span<std::int64_t> IndexArray::i64() {
-  auto* values = std::get_if<std::vector<std::int64_t>>(&storage_);
+  auto* values = std::get_if<detail::TableVector<std::int64_t>>(&storage_);
   require(values != nullptr, "IndexArray::i64: dtype = ", dtype(), ", expected int64");
   return *values;
 }

@@ -8,14 +8,17 @@ std::int64_t num_elements(std::span<const std::int64_t> shape, const char* who) 
   constexpr std::int64_t limit = std::int64_t{1} << 62;
   std::int64_t product = 1;
   for (const std::int64_t extent : shape) {
-    require(extent >= 0, who, ": shape = ", to_string(shape), ", expected no negative extent");
+    if (extent < 0) {
+      throw_invalid(who, ": shape = ", to_string(shape), ", expected no negative extent");
+    }
   }
   for (const std::int64_t extent : shape) {
     if (extent == 0) return 0;
   }
   for (const std::int64_t extent : shape) {
-    require(extent <= limit / product, who, ": shape = ", to_string(shape),
-            ", expected at most 2^62 elements");
+    if (extent > limit / product) {
+      throw_invalid(who, ": shape = ", to_string(shape), ", expected at most 2^62 elements");
+    }
     product *= extent;
   }
   return product;
@@ -24,7 +27,8 @@ std::int64_t num_elements(std::span<const std::int64_t> shape, const char* who) 
 std::string to_string(std::span<const std::int64_t> shape) {
   std::string text = "[";
   for (std::size_t axis = 0; axis < shape.size(); ++axis) {
-    text += concat(axis == 0 ? "" : ", ", shape[axis]);
+    if (axis > 0) text += ", ";
+    text += std::to_string(shape[axis]);
   }
   return text + "]";
 }

@@ -29,6 +29,7 @@ void write_arrays(JsonWriter& writer, const std::vector<IndexArray>& arrays);
 void write_metadata_members(JsonWriter& writer, const Metadata& metadata);
 [[nodiscard]] Metadata read_metadata(const JsonNode& node, ReadCheck check);
 
+[[nodiscard]] KvLayout read_kv_layout(const JsonNode& node);
 void write_plan_members(JsonWriter& writer, const QkvPlan& plan);
 [[nodiscard]] QkvPlan read_plan(const JsonNode& node, ReadCheck check);
 

@@ -8,7 +8,6 @@
 
 namespace waybill {
 namespace detail {
-namespace {
 
 KvLayout read_kv_layout(const JsonNode& node) {
   for (const KvLayout layout : {KvLayout::per_query, KvLayout::per_rank}) {
@@ -16,8 +15,6 @@ KvLayout read_kv_layout(const JsonNode& node) {
   }
   node.fail("\"per_query\" or \"per_rank\"");
 }
-
-}  // namespace
 
 void write_plan_members(JsonWriter& writer, const QkvPlan& plan) {
   writer.key("world_size").integer(plan.world_size);

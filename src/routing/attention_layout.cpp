@@ -64,14 +64,14 @@ IndexArray maxima(const Lists& lists) {
     result.push_back(list.empty() ? 0 : *std::max_element(list.begin(), list.end()));
   }
   const auto size = std::ssize(result);
-  return {Shape{size}, std::move(result)};
+  return {Shape{size}, result};
 }
 
 IndexArray counts(const Lists& lists) {
   std::vector<std::int64_t> result;
   for (const auto& list : lists) result.push_back(std::ssize(list));
   const auto size = std::ssize(result);
-  return {Shape{size}, std::move(result)};
+  return {Shape{size}, result};
 }
 
 }  // namespace
@@ -88,7 +88,7 @@ AttnLayout compute_attn_layout_seqlens(const IndexArray& seq_shard_len,
   detail::check_lengths(who, "seq_shard_len", seq_shard_len);
   detail::check_range(who, "seq_shard_cumsum", seq_shard_cumsum, 0, detail::max_total_rows,
                       "0..2^40 rows");
-  detail::check_range(who, "dispatch", dispatch, -1, world_size - 1, "a rank, or -1 for none");
+  detail::check_ranks(who, "dispatch", dispatch, world_size);
   const Lists q = received_by_rank(seq_shard_len, dispatch);
   const Lists kv = received_by_rank(seq_shard_cumsum, dispatch);
   AttnLayout layout;

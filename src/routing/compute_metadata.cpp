@@ -49,6 +49,7 @@ void check_destinations(const Job& job, Undispatched undispatched) {
   for (std::int64_t i = 0; i < job.world_size; ++i) {
     for (std::int64_t j = 0; j < job.num_shards; ++j) {
       const std::size_t shard = job.shard(i, j);
+      if (job.num_copies == 1 && job.dispatch[shard] >= 0) continue;  // nearly all
       const auto first = job.dispatch.begin() + static_cast<std::ptrdiff_t>(job.copy(shard, 0));
       const bool sent =
           std::any_of(first, first + job.num_copies, [](std::int64_t dst) { return dst >= 0; });
@@ -66,8 +67,7 @@ Job open_job(const IndexArray& seq_len, const IndexArray& dispatch, Undispatched
   if (has_copies) expected.push_back(dispatch.dim(2));
   detail::check_same_shape(who, "global_dispatch", dispatch, expected);
   detail::check_lengths(who, "seq_len", seq_len);
-  detail::check_range(who, "global_dispatch", dispatch, -1, world_size - 1,
-                      "a rank, or -1 for none");
+  detail::check_ranks(who, "global_dispatch", dispatch, world_size);
   Job job{.world_size = world_size,
           .num_shards = num_shards,
           .num_copies = has_copies ? dispatch.dim(2) : 1,
@@ -109,12 +109,11 @@ IndexArray count_entries_with_rows(const IndexArray& seq_len) {
   return result;
 }
 
+/// Without dst_rank and seq_len, which are the arguments themselves.
 Metadata forward_metadata(const Job& job, const IndexArray& seq_len, const IndexArray& dispatch) {
   const std::int64_t world = job.world_size;
   Metadata fwd;
-  fwd.dst_rank = dispatch;
   fwd.dst_offset = IndexArray(dispatch.shape());
-  fwd.seq_len = seq_len;
   fwd.num_recv_tokens = IndexArray({world, world + 1});
   const auto offset = fwd.dst_offset.i64();
   const auto recv = fwd.num_recv_tokens.i64();
@@ -134,22 +133,6 @@ Metadata forward_metadata(const Job& job, const IndexArray& seq_len, const Index
   return fwd;
 }
 
-/// Reverse counts: [i][r] is what i had sent to r.
-IndexArray transposed_counts(const IndexArray& recv) {
-  const std::int64_t world = recv.dim(0);
-  IndexArray result(recv.shape());
-  const auto source = recv.i64();
-  const auto target = result.i64();
-  for (std::int64_t r = 0; r < world; ++r) {
-    for (std::int64_t i = 0; i < world; ++i) {
-      const std::int64_t rows = source[static_cast<std::size_t>(r * (world + 1) + i)];
-      target[static_cast<std::size_t>(i * (world + 1) + r)] = rows;
-      target[static_cast<std::size_t>(i * (world + 1) + world)] += rows;
-    }
-  }
-  return result;
-}
-
 std::vector<std::int64_t> count_received(const Job& job) {
   std::vector<std::int64_t> received(static_cast<std::size_t>(job.world_size));
   for (const std::int64_t dst : job.dispatch) {
@@ -165,17 +148,18 @@ IndexArray used_copies(const IndexArray& dispatch) {
   return mask.to(DType::boolean);
 }
 
-Metadata reverse_metadata(const Job& job, const IndexArray& seq_len, const IndexArray& dispatch,
-                          const Metadata& fwd) {
+Metadata reverse_metadata(const Job& job, const IndexArray& seq_len, const IndexArray& dispatch) {
   const std::vector<std::int64_t> received = count_received(job);
   const std::int64_t most = *std::max_element(received.begin(), received.end());
   Metadata rev;
   rev.dst_rank = IndexArray::full({job.world_size, most}, -1);
   rev.dst_offset = IndexArray({job.world_size, most});
   rev.seq_len = IndexArray({job.world_size, most});
+  rev.num_recv_tokens = IndexArray({job.world_size, job.world_size + 1});
   const auto home = rev.dst_rank.i64();
   const auto offset = rev.dst_offset.i64();
   const auto rows = rev.seq_len.i64();
+  const auto recv = rev.num_recv_tokens.i64();  // [i][r] is what i had sent to r
   std::vector<std::int64_t> next(static_cast<std::size_t>(job.world_size));
   for_each_copy(job, [&](std::int64_t i, std::size_t shard, std::int64_t c, std::int64_t dst) {
     const std::int64_t t = next[static_cast<std::size_t>(dst)]++;
@@ -183,8 +167,10 @@ Metadata reverse_metadata(const Job& job, const IndexArray& seq_len, const Index
     home[entry] = i;
     offset[entry] = c * job.rank_rows[static_cast<std::size_t>(i)] + job.shard_begin[shard];
     rows[entry] = job.seq_len[shard];
+    const std::int64_t row = i * (job.world_size + 1);
+    recv[static_cast<std::size_t>(row + dst)] += job.seq_len[shard];
+    recv[static_cast<std::size_t>(row + job.world_size)] += job.seq_len[shard];
   });
-  rev.num_recv_tokens = transposed_counts(fwd.num_recv_tokens);
   rev.num_seqs = count_entries_with_rows(rev.seq_len);
   rev.world_size = job.world_size;
   rev.num_total_recv_tokens = last_column(rev.num_recv_tokens);
@@ -214,13 +200,15 @@ DispatchIntermediates intermediates(const Job& job) {
 
 }  // namespace
 
-DispatchMetadata compute_metadata(const IndexArray& seq_len, const IndexArray& global_dispatch,
+DispatchMetadata compute_metadata(IndexArray seq_len, IndexArray global_dispatch,
                                   bool return_intermediate, Undispatched undispatched) {
   const Job job = open_job(seq_len, global_dispatch, undispatched);
   DispatchMetadata result;
   result.fwd = forward_metadata(job, seq_len, global_dispatch);
-  result.rev = reverse_metadata(job, seq_len, global_dispatch, result.fwd);
+  result.rev = reverse_metadata(job, seq_len, global_dispatch);
   if (return_intermediate) result.intermediates = intermediates(job);
+  result.fwd.dst_rank = std::move(global_dispatch);  // last: the job looks at both
+  result.fwd.seq_len = std::move(seq_len);
   return result;
 }
 

@@ -91,7 +91,7 @@ Job open_job(const KvMapping& mapping, const IndexArray& seq_len, const IndexArr
   detail::check_range(who, "q_to_num_kv_seq", mapping.q_to_num_kv_seq, 0, seq_len.size(),
                       "0..number of shards");
   detail::check_range(who, "q_to_num_kv_token", mapping.q_to_num_kv_token, 0, max_rows, "0..2^40");
-  detail::check_range(who, "q_dispatch", q_dispatch, -1, world_size - 1, "a rank, or -1 for none");
+  detail::check_ranks(who, "q_dispatch", q_dispatch, world_size);
   return {.world_size = world_size,
           .num_shards = num_shards,
           .num_copies = copies,

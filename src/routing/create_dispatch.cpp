@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <limits>
@@ -69,6 +70,40 @@ RawQkvDispatchWithLens create_raw_qkv_dispatch(std::int64_t world_size, std::int
   result.plan = builder.take();
   result.raw = to_raw_dispatch(result.plan, max_cp_degree);
   result.seq_lens = std::move(seq_lens);
+  return result;
+}
+
+RawQkvDispatchWithLens create_raw_qkv_dispatch(const IndexArray& seq_lens, const IndexArray& cp_num,
+                                               const IndexArray& cp_dst) {
+  const char* who = "create_raw_qkv_dispatch";
+  const auto [world_size, num_seqs] = detail::check_world_matrix(who, "seq_lens", seq_lens);
+  require(cp_dst.ndim() == 3, who, ": cp_dst has shape ", to_string(cp_dst.shape()),
+          ", expected [W, n, C]");
+  const std::int64_t slots = cp_dst.dim(2);
+  detail::check_same_shape(who, "cp_num", cp_num, seq_lens.shape());
+  detail::check_same_shape(who, "cp_dst", cp_dst, {world_size, num_seqs, slots});
+  detail::check_lengths(who, "seq_lens", seq_lens);
+  detail::PlanBuilder builder(world_size, KvLayout::per_query);
+  for (std::int64_t w = 0; w < world_size; ++w) {
+    for (std::int64_t i = 0; i < num_seqs; ++i) {
+      const std::int64_t cp = cp_num.at({w, i});
+      require(1 <= cp && cp <= slots, who, ": cp_num of rank ", w, ", sequence ", i, " = ", cp,
+              ", expected 1..", slots);
+      std::vector<std::int32_t> destinations;
+      for (std::int64_t c = 0; c < cp; ++c) {
+        const std::int64_t dst = cp_dst.at({w, i, c});
+        require(0 <= dst && dst < world_size, who, ": cp_dst of rank ", w, ", sequence ", i,
+                ", shard ", c, " = ", dst, ", expected 0..", world_size - 1);
+        destinations.push_back(static_cast<std::int32_t>(dst));
+      }
+      add_sequence(builder, seq_lens.at({w, i}), destinations);
+    }
+    builder.end_rank();
+  }
+  RawQkvDispatchWithLens result;
+  result.plan = builder.take();
+  result.raw = to_raw_dispatch(result.plan, std::max<std::int64_t>(slots, 1));
+  result.seq_lens = seq_lens;
   return result;
 }
 

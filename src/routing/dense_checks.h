@@ -1,6 +1,8 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <string>
 
 #include "waybill/core/error.h"
 #include "waybill/core/index_array.h"
@@ -48,15 +50,29 @@ inline void check_range(const char* who, const char* name, const IndexArray& arr
   }
 }
 
+/// Destinations: a rank, or -1.
+inline void check_ranks(const char* who, const char* name, const IndexArray& array,
+                        std::int64_t world_size) {
+  const auto values = array.i64();
+  const bool good = std::all_of(values.begin(), values.end(),
+                                [&](std::int64_t rank) { return -1 <= rank && rank < world_size; });
+  if (good) return;  // the text is built only for the bad path
+  const std::string expected = concat("-1 (none) or 0..", world_size - 1);
+  check_range(who, name, array, -1, world_size - 1, expected.c_str());
+}
+
 /// Lengths: not negative, and all together at most max_total_rows.
 inline void check_lengths(const char* who, const char* name, const IndexArray& array) {
-  check_range(who, name, array, 0, max_total_rows, "0..2^40 rows");
+  const auto values = array.i64();
   std::int64_t total = 0;
-  for (const std::int64_t rows : array.i64()) {
-    total += rows;
-    require(total <= max_total_rows, who, ": the sum of ", name,
-            " exceeds 2^40 rows; no such buffer exists");
+  bool good = true;  // each at most 2^40, so that the sum cannot overflow where all are good
+  for (const std::int64_t rows : values) {
+    good = good && 0 <= rows && rows <= max_total_rows && total <= max_total_rows;
+    total += good ? rows : 0;
   }
+  if (good && total <= max_total_rows) return;
+  check_range(who, name, array, 0, max_total_rows, "0..2^40 rows");
+  throw_invalid(who, ": the sum of ", name, " exceeds 2^40 rows; no such buffer exists");
 }
 
 }  // namespace waybill::detail

@@ -41,7 +41,7 @@ IndexArray take_rows(const IndexArray& array, const std::vector<std::int64_t>& k
     const auto first = source.span().begin() + j * row_size;
     values.insert(values.end(), first, first + row_size);
   }
-  IndexArray result(std::move(shape), std::move(values));
+  IndexArray result(std::move(shape), values);
   return array.dtype() == DType::int64 ? result : result.to(array.dtype());
 }
 

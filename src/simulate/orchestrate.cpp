@@ -1,6 +1,8 @@
 #include "waybill/simulate/orchestrate.h"
 
 #include <algorithm>
+#include <numeric>
+#include <tuple>
 
 #include "copy_job.h"
 #include "view_checks.h"
@@ -18,6 +20,13 @@ void check_options(const char* who, const SimulateOptions& options) {
 void check_world(const char* who, std::size_t num_ranks) {
   require(1 <= num_ranks && num_ranks <= static_cast<std::size_t>(max_world_size), who,
           ": world_size = ", num_ranks, ", expected 1..", max_world_size);
+}
+
+void check_shapes(const char* who, const Shape& tensor, const Shape& output) {
+  require(tensor[0] == output[0] && tensor[2] == output[2], who, ": output has shape ",
+          to_string(output), ", expected [", tensor[0], ", rows, ", tensor[2],
+          "] for tensor of shape ", to_string(tensor));
+  check_world(who, static_cast<std::size_t>(tensor[0]));
 }
 
 /// R_w of simulate_communication.
@@ -48,14 +57,34 @@ void orchestrate_simulate(const ConstTensorView& tensor, const TensorView& outpu
   detail::check_view(who, "output", output, 3);
   require(tensor.dtype == output.dtype, who, ": output has dtype ", output.dtype, ", expected ",
           tensor.dtype, ", that of tensor");
-  require(tensor.shape[0] == output.shape[0] && tensor.shape[2] == output.shape[2], who,
-          ": output has shape ", to_string(output.shape), ", expected [", tensor.shape[0],
-          ", rows, ", tensor.shape[2], "] for tensor of shape ", to_string(tensor.shape));
-  check_world(who, static_cast<std::size_t>(tensor.shape[0]));
+  check_shapes(who, tensor.shape, output.shape);
   detail::check_memory(who, {&tensor, 1}, {&output, 1});
   detail::CopyJob job{who, detail::views_of_ranks(tensor), detail::views_of_ranks(output),
                       tensor.shape, output.shape};
   detail::run_job(job, metadata, options);
+}
+
+IndexArray source_rows(const Shape& tensor_shape, const Shape& output_shape,
+                       const Metadata& metadata, const SimulateOptions& options) {
+  const char* who = "orchestrate_simulate";
+  check_options(who, options);
+  for (const Shape* shape : {&tensor_shape, &output_shape}) {
+    require(shape->size() == 3, who, ": ", shape == &tensor_shape ? "tensor" : "output",
+            " has shape ", to_string(*shape), ", expected 3 axes");
+    std::ignore = num_elements(*shape, who);
+  }
+  check_shapes(who, tensor_shape, output_shape);
+  const std::int64_t world = tensor_shape[0];
+  const std::int64_t num_rows = tensor_shape[1];
+  IndexArray numbers({world, num_rows});
+  std::iota(numbers.i64().begin(), numbers.i64().end(), std::int64_t{0});
+  IndexArray rows = IndexArray::full({world, output_shape[1]}, -1);
+  const ConstTensorView from(numbers.data(), DType::int64, {world, num_rows, 1});
+  const TensorView to(rows.data(), DType::int64, {world, output_shape[1], 1});
+  detail::CopyJob job{who, detail::views_of_ranks(from), detail::views_of_ranks(to), tensor_shape,
+                      output_shape};
+  detail::run_job(job, metadata, options);
+  return rows;
 }
 
 std::vector<HostTensor> simulate_communication(std::span<const ConstTensorView> tensors,

@@ -1,4 +1,7 @@
+#include <numeric>
+
 #include "program_runner.h"
+#include "waybill/json/plan_json.h"
 
 namespace waybill::test {
 namespace {
@@ -13,7 +16,9 @@ TEST_F(BadInputTest, WrongUsageExitsWith2) {
   EXPECT_TRUE(fails(run("demo --world-size -3"), 2, {"--world-size", "-3"}));
   EXPECT_TRUE(fails(run("demo --world-size x"), 2, {"--world-size", "x"}));
   EXPECT_TRUE(fails(run("demo --world-size 99999999999999999999"), 2, {"--world-size"}));
-  EXPECT_TRUE(fails(run("demo --shard-tokens 0"), 2, {"--shard-tokens"}));
+  EXPECT_TRUE(fails(run("demo --imbalance 1"), 2, {"--imbalance"}));
+  EXPECT_TRUE(fails(run("demo --window -1"), 2, {"--window"}));
+  EXPECT_TRUE(fails(run("demo --ranks-per-node 0"), 2, {"--ranks-per-node"}));
   EXPECT_TRUE(fails(run("demo --tokens-per-rank 0"), 2, {"--tokens-per-rank", "auto"}));
   EXPECT_TRUE(fails(run("demo --tokens-per-rank auto"), 2, {"--lengths or --corpus"}));
   EXPECT_TRUE(fails(run("demo --payload-bytes 7"), 2, {"--payload-bytes", "7"}));
@@ -80,9 +85,18 @@ TEST_F(BadInputTest, HugeRequestsEndWithAnError) {
   EXPECT_TRUE(
       fails(run("plan --lengths - --world-size 1048576 --tokens-per-rank 1099511627776", "5"), 1,
             {"2^40"}));
-  // Every key would be copied for every query: 500,000 shards of one document.
-  EXPECT_TRUE(fails(run("demo --lengths - --shard-tokens 1 --kv-layout per_query", "500000"), 1,
-                    {"copies", "--shard-tokens"}));
+  // Every key would be copied for every query: 40,000 shards of one document.
+  QkvPlan plan;
+  plan.world_size = 1;
+  plan.kv_layout = KvLayout::per_query;
+  plan.rank_shard_offsets = plan.doc_shard_offsets = {0, 40000};
+  plan.shard_len.assign(40000, 1);
+  plan.q_dst.assign(40000, 0);
+  plan.doc_shards.resize(40000);
+  std::iota(plan.doc_shards.begin(), plan.doc_shards.end(), 0);
+  EXPECT_TRUE(fails(run("simulate -", to_json(plan)), 1, {"copies", "per_rank"}));
+  EXPECT_TRUE(
+      fails(run("demo --lengths - --max-tokens 60", "100 20"), 1, {"infeasible: rank", "60"}));
 }
 
 TEST_F(BadInputTest, AFailureLeavesOldFilesAlone) {

@@ -1,10 +1,11 @@
 #include <algorithm>
 
 #include "program_runner.h"
+#include "waybill/json/attention_plan_json.h"
 #include "waybill/json/dispatch_json.h"
 #include "waybill/json/metadata_json.h"
 #include "waybill/json/plan_json.h"
-#include "waybill/routing/document_plan.h"
+#include "waybill/planner/planner.h"
 #include "waybill/routing/qkv_routing.h"
 
 namespace waybill::test {
@@ -12,7 +13,7 @@ namespace {
 
 using CommandsTest = ProgramTest;
 
-const std::string small = " --world-size 4 --tokens-per-rank 2048 --shard-tokens 512 ";
+const std::string small = " --world-size 4 --tokens-per-rank 2048 ";
 
 TEST_F(CommandsTest, VersionAndHelp) {
   EXPECT_EQ(run("--version").out.rfind("waybill ", 0), 0U);
@@ -75,13 +76,18 @@ TEST_F(CommandsTest, DemoCountsACorpus) {
 }
 
 TEST_F(CommandsTest, PlanEqualsTheLibrarysOwn) {
-  ASSERT_EQ(run("plan --lengths - --world-size 2 --shard-tokens 1000 -o p.json", "9000 500 4000")
-                .exit_code,
-            0);
+  const std::string options =
+      "plan --lengths - --world-size 2 --window 3000 --q-hidden 512 --ranks-per-node 1 ";
+  ASSERT_EQ(run(options + "-o p.json", "9000 500 4000").exit_code, 0);
+  ASSERT_EQ(run(options + "--full -o full.json", "9000 500 4000").exit_code, 0);
+  PlannerOptions planner{.world_size = 2, .tokens_per_rank = 6750};
+  planner.mask.window = 3000;
+  planner.model.q_hidden = 512;
+  planner.hardware.ranks_per_node = 1;
   const std::vector<std::int64_t> lengths = {9000, 500, 4000};
-  EXPECT_EQ(
-      read_plan(path("p.json")),
-      plan_documents(lengths, {.world_size = 2, .tokens_per_rank = 6750, .shard_tokens = 1000}));
+  const AttentionPlan plan = plan_attention(lengths, planner);
+  EXPECT_EQ(read_plan(path("p.json")), plan.plan);
+  EXPECT_EQ(read_attention_plan(path("full.json")), plan);
 }
 
 TEST_F(CommandsTest, PlanSaysWhatDoesNotFit) {

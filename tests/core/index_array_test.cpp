@@ -4,6 +4,7 @@
 
 #include <limits>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 
@@ -177,6 +178,19 @@ TEST(Int64View, borrows_int64_and_converts_the_rest) {
   const Int64View view(narrow);
   EXPECT_EQ(view[1], 4);
   EXPECT_EQ(view.span().size(), 2U);
+}
+
+TEST(IndexArray, CopiesElementsOfEveryDtypeFromMemory) {
+  const std::int32_t narrow[] = {1, -2, 3, 4, 5, 6};
+  const IndexArray array = IndexArray::copy_of(narrow, {2, 3}, DType::int32);
+  EXPECT_EQ(array.dtype(), DType::int32);
+  EXPECT_EQ(array.to(DType::int64), IndexArray::matrix({{1, -2, 3}, {4, 5, 6}}));
+  const bool flags[] = {true, false};
+  EXPECT_EQ(IndexArray::copy_of(flags, {2}, DType::boolean).to_vector(),
+            (std::vector<std::int64_t>{1, 0}));
+  EXPECT_EQ(IndexArray::copy_of(nullptr, {3, 0}, DType::uint64).shape(), (Shape{3, 0}));
+  EXPECT_THROW(std::ignore = IndexArray::copy_of(narrow, {-1}, DType::int32), InvalidArgument);
+  EXPECT_THROW(std::ignore = IndexArray::copy_of(narrow, {1}, DType::float32), InvalidArgument);
 }
 
 }  // namespace

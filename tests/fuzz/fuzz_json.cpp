@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "waybill/core/error.h"
+#include "waybill/json/attention_plan_json.h"
 #include "waybill/json/dispatch_json.h"
 #include "waybill/json/length_distribution_json.h"
 #include "waybill/json/lengths.h"
@@ -56,6 +57,11 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   for (const ReadCheck check : {ReadCheck::values, ReadCheck::form}) {
     round_trip(text, "a plan changes",
                [&](std::string_view t) { return plan_from_json(t, "fuzz", check); });
+    round_trip(text, "an attention plan changes", [&](std::string_view t) {
+      AttentionPlan plan = attention_plan_from_json(t, "fuzz", check);
+      (void)validate(plan);  // never throws, whatever the plan says
+      return plan;
+    });
     round_trip(text, "metadata change",
                [&](std::string_view t) { return metadata_from_json(t, "fuzz", check); });
     round_trip(text, "a dispatch changes",

@@ -3,6 +3,7 @@
 #include <map>
 
 #include "json/support.h"
+#include "waybill/json/attention_plan_json.h"
 #include "waybill/json/dispatch_json.h"
 #include "waybill/json/file.h"
 #include "waybill/json/length_distribution_json.h"
@@ -30,13 +31,17 @@ TEST(formats_page, has_an_example_of_every_format) {
   std::string formats;
   for (const auto& [format, text] : examples()) formats += format + ' ';
   EXPECT_EQ(formats,
-            "waybill.dispatch waybill.length_distributions waybill.metadata waybill.plan ");
+            "waybill.attention_plan waybill.dispatch waybill.length_distributions waybill.metadata "
+            "waybill.plan ");
 }
 
 TEST(formats_page, examples_are_what_the_library_writes) {
   const auto page = examples();
   const std::string plan = page.at("waybill.plan");
   EXPECT_EQ(to_json(plan_from_json(plan)), plan);
+  const std::string attention = page.at("waybill.attention_plan");
+  EXPECT_EQ(to_json(attention_plan_from_json(attention)), attention);
+  EXPECT_TRUE(validate(attention_plan_from_json(attention)).empty());
   const std::string metadata = page.at("waybill.metadata");
   EXPECT_EQ(to_json(metadata_from_json(metadata)), metadata);
   const DispatchBundle bundle = dispatch_from_json(page.at("waybill.dispatch"));

@@ -181,6 +181,33 @@ TEST(CreateBalancedExample, ShardsAndDestinations) {
   EXPECT_EQ(difference(example.metadata, again(example.raw)), "");
 }
 
+TEST(CreateRawQkvDispatch, GivenDrawsSayEverything) {
+  const auto made = create_raw_qkv_dispatch(
+      IndexArray::matrix({{8, 0}, {5, 3}}), IndexArray::matrix({{2, 1}, {1, 2}}),
+      IndexArray::cube({{{1, 0}, {0, 9}}, {{0, -5}, {1, 1}}}));
+  EXPECT_EQ(made.raw.cp_seq_lens, IndexArray::matrix({{4, 4, 0}, {5, 2, 1}}));
+  EXPECT_EQ(made.raw.cp_query_dst, IndexArray::matrix({{1, 0, 0}, {0, 1, 1}}));
+  EXPECT_EQ(made.raw.num_cp_shards, IndexArray::vector({3, 3}));
+  EXPECT_EQ(made.raw.kv.kv_to_q_rank.dim(2), 2);
+  EXPECT_EQ(made.seq_lens, IndexArray::matrix({{8, 0}, {5, 3}}));
+}
+
+TEST(CreateRawQkvDispatch, RefusesDrawsThatAreNoPlan) {
+  const IndexArray lens = IndexArray::matrix({{4}, {4}});
+  const IndexArray cp = IndexArray::matrix({{1}, {2}});
+  const IndexArray dst = IndexArray::cube({{{1, 0}}, {{0, 1}}});
+  const auto call = [](const IndexArray& l, const IndexArray& n, const IndexArray& d) {
+    return [=] { (void)create_raw_qkv_dispatch(l, n, d); };
+  };
+  EXPECT_TRUE(rejects(call(lens, IndexArray::matrix({{1}, {3}}), dst),
+                      {"cp_num of rank 1, sequence 0 = 3", "expected 1..2"}));
+  EXPECT_TRUE(rejects(call(lens, cp, IndexArray::cube({{{1, 0}}, {{0, 2}}})),
+                      {"cp_dst of rank 1, sequence 0, shard 1 = 2", "expected 0..1"}));
+  EXPECT_TRUE(rejects(call(IndexArray::matrix({{4}, {-4}}), cp, dst), {"seq_lens", "-4"}));
+  EXPECT_TRUE(rejects(call(lens, IndexArray::matrix({{1}}), dst), {"cp_num has shape"}));
+  EXPECT_TRUE(rejects(call(lens, cp, lens), {"cp_dst has shape"}));
+}
+
 TEST(CreateBalancedExample, TheLongSequenceIsEqualWorkForAll) {
   const QkvPlan plan = create_balanced_example().plan;
   const std::vector<std::int64_t> work = shard_work(plan);

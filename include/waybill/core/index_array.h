@@ -10,6 +10,7 @@
 
 #include "waybill/core/dtype.h"
 #include "waybill/core/shape.h"
+#include "waybill/core/table_allocator.h"
 
 namespace waybill {
 
@@ -23,8 +24,12 @@ class IndexArray {
   /// Zero-filled. @throws InvalidArgument for a negative extent or an unsupported dtype.
   explicit IndexArray(Shape shape, DType dtype = DType::int64);
 
-  /// Takes over `values`, row-major. @throws InvalidArgument if their number does not fit `shape`.
-  IndexArray(Shape shape, std::vector<std::int64_t> values);
+  /// Holds `values`, row-major. @throws InvalidArgument if their number does not fit `shape`.
+  IndexArray(Shape shape, const std::vector<std::int64_t>& values);
+
+  /// A copy of elements that lie in memory, row-major: as many as `shape` has, of `dtype`.
+  /// @throws InvalidArgument for a negative extent or an unsupported dtype.
+  [[nodiscard]] static IndexArray copy_of(const void* elements, Shape shape, DType dtype);
 
   /// From (nested) lists: `IndexArray::matrix({{1, 2, -1}, {0, 3, 4}})`.
   /// @throws InvalidArgument when the rows differ in length.
@@ -80,9 +85,9 @@ class IndexArray {
     std::uint8_t value = 0;
     friend bool operator==(const Flag&, const Flag&) = default;
   };
-  using Storage =
-      std::variant<std::vector<std::int64_t>, std::vector<std::int32_t>, std::vector<std::uint32_t>,
-                   std::vector<std::uint64_t>, std::vector<Flag>>;
+  using Storage = std::variant<detail::TableVector<std::int64_t>, detail::TableVector<std::int32_t>,
+                               detail::TableVector<std::uint32_t>,
+                               detail::TableVector<std::uint64_t>, detail::TableVector<Flag>>;
   static Storage make_storage(DType dtype, std::int64_t size);
 
   Shape shape_{0};

@@ -1,15 +1,17 @@
 #pragma once
 
-#include <memory>
+#include <new>
 #include <utility>
 #include <vector>
+
+#include "waybill/core/table_allocator.h"
 
 namespace waybill {
 
 /// An allocator whose vectors leave plain elements unwritten on resize: tables of millions of
 /// entries that are filled right after should not be cleared first.
 template <class T>
-class UninitializedAllocator : public std::allocator<T> {
+class UninitializedAllocator : public detail::TableAllocator<T> {
  public:
   template <class U>
   struct rebind {  // NOLINT(readability-identifier-naming): the standard's name

@@ -36,13 +36,13 @@ enum class Undispatched {
 /// received; the rows return to `copy * T + begin`, where T is the home rank's number of rows and
 /// begin the shard's first row there (so copies land in planes of T rows).
 ///
+/// The arguments become part of the result: move them in where they are not needed any more.
 /// @param seq_len [W, S] int64, rows of each shard in the MLP layout
 /// @param global_dispatch [W, S] or [W, S, C] int64, destination rank of the shard (copy), -1 none
 /// @throws InvalidArgument for wrong shapes, a rank outside -1..W-1, a negative length, more than
 ///   2^40 rows in all, and for a shard with rows but without destination unless `undispatched` is
 ///   keep.
-[[nodiscard]] DispatchMetadata compute_metadata(const IndexArray& seq_len,
-                                                const IndexArray& global_dispatch,
+[[nodiscard]] DispatchMetadata compute_metadata(IndexArray seq_len, IndexArray global_dispatch,
                                                 bool return_intermediate = false,
                                                 Undispatched undispatched = Undispatched::reject);
 

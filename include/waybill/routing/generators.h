@@ -44,6 +44,15 @@ struct RawQkvDispatchWithLens {
                                                              std::int64_t max_cp_degree,
                                                              std::uint64_t seed = 0);
 
+/// The same from given draws.
+/// @param seq_lens [W, n] int64, rows of each sequence, >= 0
+/// @param cp_num [W, n] int64, shards of each sequence, 1..C; the longer ones come first
+/// @param cp_dst [W, n, C] int64, destination of each shard; slots from cp_num on are not read
+/// @throws InvalidArgument naming rank, sequence, got and expected.
+[[nodiscard]] RawQkvDispatchWithLens create_raw_qkv_dispatch(const IndexArray& seq_lens,
+                                                             const IndexArray& cp_num,
+                                                             const IndexArray& cp_dst);
+
 /// A random plan with all its metadata.
 struct QkvDispatch {
   E2eMetadata metadata;

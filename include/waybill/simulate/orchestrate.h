@@ -38,7 +38,18 @@ struct SimulateOptions {
 void orchestrate_simulate(const ConstTensorView& tensor, const TensorView& output,
                           const Metadata& metadata, const SimulateOptions& options = {});
 
-/// The same for ranks with different numbers of rows, into new buffers that start as zeros.
+/// What orchestrate_simulate would move, as a gather: for every row of the output the row of the
+/// tensor that ends there, w * n + row, or -1 where no copy addresses it. For tensors that the CPU
+/// cannot reach, such as those on a GPU.
+/// @param tensor_shape [W, n, H]
+/// @param output_shape [W, m, H]
+/// @return [W, m] int64
+/// @throws InvalidArgument as orchestrate_simulate, with the same text.
+[[nodiscard]] IndexArray source_rows(const Shape& tensor_shape, const Shape& output_shape,
+                                     const Metadata& metadata, const SimulateOptions& options = {});
+
+/// orchestrate_simulate for ranks with different numbers of rows, into new buffers that start as
+/// zeros.
 /// @param tensors W views [n_w, H] of one dtype
 /// @return W tensors [R_w, H], R_w the largest value of num_recv_tokens[w], which is its total
 /// @throws InvalidArgument as orchestrate_simulate, and when R_w is not the number of rows that

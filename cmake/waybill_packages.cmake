@@ -1,0 +1,41 @@
+# The third-party packages that the library's rooms and the program are built with. Those of the
+# system come first; what pip brought, or a pinned snapshot, serves where there are none.
+
+# nlohmann_json::nlohmann_json
+function(waybill_find_json)
+  find_package(nlohmann_json 3.11 QUIET GLOBAL)
+  if(nlohmann_json_FOUND)
+    return()
+  endif()
+  if(SKBUILD)  # the wheel of the headers is among the build requirements in pyproject.toml
+    find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
+    execute_process(
+      COMMAND ${Python_EXECUTABLE} -c
+              "import importlib.resources as r; print(r.files('nlohmann_json') / 'include')"
+      OUTPUT_STRIP_TRAILING_WHITESPACE
+      OUTPUT_VARIABLE include_dir COMMAND_ERROR_IS_FATAL ANY)
+    add_library(nlohmann_json::nlohmann_json INTERFACE IMPORTED GLOBAL)
+    target_include_directories(nlohmann_json::nlohmann_json INTERFACE ${include_dir})
+    return()
+  endif()
+  message(FATAL_ERROR "nlohmann_json 3.11 was not found: run scripts/setup.sh")
+endfunction()
+
+# CLI11::CLI11
+function(waybill_find_cli11)
+  find_package(CLI11 2.1 QUIET GLOBAL)
+  if(CLI11_FOUND)
+    return()
+  endif()
+  message(STATUS "CLI11 is not installed: fetching it (scripts/setup.sh installs it)")
+  include(FetchContent)
+  FetchContent_Declare(
+    cli11
+    GIT_REPOSITORY https://github.com/CLIUtils/CLI11.git
+    GIT_TAG 6c7b07a878ad834957b98d0f9ce1dbe0cb204fc9) # v2.4.2
+  set(CLI11_BUILD_TESTS OFF)
+  set(CLI11_BUILD_EXAMPLES OFF)
+  set(CLI11_BUILD_DOCS OFF)
+  set(CLI11_INSTALL OFF)
+  FetchContent_MakeAvailable(cli11)
+endfunction()

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "waybill/planner/attention_plan.h"
+#include "waybill/planner/planner_options.h"
+
+namespace waybill {
+
+/// Decides which rank attends to which queries, so that the work is even and few bytes move.
+///
+/// Queries stay at home where work allows. A rank with too much gives contiguous slabs of its
+/// longest documents away, cut so that the bytes of Q and KV for the work are least; the rank with
+/// the most room takes the slab that ends last, ranks that hold KV of the document first. Near
+/// linear in documents and ranks, deterministic. docs/decisions/planner_algorithm.md tells why.
+///
+/// @param doc_lengths tokens, each >= 1, packed in order into the ranks: a document may lie across
+///   ranks. Their sum at most world_size * tokens_per_rank.
+/// @throws InvalidArgument naming the option or the document, got and expected; and "infeasible:"
+///   with rank, tokens needed and tokens there are, when no plan within max_tokens_per_rank is
+///   found.
+[[nodiscard]] AttentionPlan plan_attention(std::span<const std::int64_t> doc_lengths,
+                                           const PlannerOptions& options);
+
+/// The same for documents that lie on a rank each: one list a rank, which may be empty. [W][docs]
+[[nodiscard]] AttentionPlan plan_attention(
+    std::span<const std::vector<std::int64_t>> rank_doc_lengths, const PlannerOptions& options);
+
+/// Plans one step after another in memory that it keeps. Results equal plan_attention's.
+class Planner {
+ public:
+  Planner();
+  ~Planner();
+  Planner(Planner&&) noexcept;
+  Planner& operator=(Planner&&) noexcept;
+
+  /// The result lives until the next call; one that throws leaves it.
+  const AttentionPlan& plan(std::span<const std::int64_t> doc_lengths,
+                            const PlannerOptions& options);
+  const AttentionPlan& plan(std::span<const std::vector<std::int64_t>> rank_doc_lengths,
+                            const PlannerOptions& options);
+
+  /// Gives the latest result away.
+  [[nodiscard]] AttentionPlan take();
+
+ private:
+  struct Memory;
+  std::unique_ptr<Memory> memory_;
+};
+
+}  // namespace waybill

@@ -1,0 +1,73 @@
+#pragma once
+
+#include <cstdint>
+
+#include "waybill/core/dtype.h"
+#include "waybill/planner/attention_mask.h"
+#include "waybill/routing/qkv_plan.h"
+
+namespace waybill {
+
+/// What a row (token) of the model weighs. Elements of the whole model or of one tensor-parallel
+/// slice, as the ranks are.
+struct ModelShape {
+  std::int64_t q_hidden = 4096;   ///< elements of a row of Q: query heads * head size
+  std::int64_t kv_hidden = 1024;  ///< elements of a row of K, and of V: KV heads * head size
+  DType dtype = DType::bfloat16;
+
+  [[nodiscard]] static ModelShape of_heads(std::int64_t q_heads, std::int64_t kv_heads,
+                                           std::int64_t head_size, DType dtype = DType::bfloat16) {
+    return {.q_hidden = q_heads * head_size, .kv_hidden = kv_heads * head_size, .dtype = dtype};
+  }
+
+  [[nodiscard]] std::int64_t q_row_bytes() const { return q_hidden * dtype_bytes(dtype); }
+  /// K and V together: a row of each crosses.
+  [[nodiscard]] std::int64_t kv_row_bytes() const { return 2 * kv_hidden * dtype_bytes(dtype); }
+
+  friend bool operator==(const ModelShape&, const ModelShape&) = default;
+};
+
+/// Speeds, one direction, of one rank. Bytes a second are what the wire really gives.
+struct HardwareFacts {
+  double nvlink_bytes_per_second = 450e9;  ///< between ranks of a node
+  double network_bytes_per_second = 50e9;  ///< between nodes, one NIC a rank
+  std::int32_t ranks_per_node = 8;         ///< consecutive ranks; the last node may have fewer
+  double message_seconds = 2e-6;           ///< cost of one message beside its bytes
+  double pairs_per_second = 0;             ///< (query, key) pairs a rank attends to; 0: not known
+
+  friend bool operator==(const HardwareFacts&, const HardwareFacts&) = default;
+};
+
+/// What plan_attention is asked for.
+struct PlannerOptions {
+  std::int32_t world_size = 8;
+  /// Rows of a rank in the MLP layout. Flat documents are packed by it; lists a rank must keep it.
+  /// 0: flat documents fill all ranks evenly (rounded up); lists may have any length.
+  std::int64_t tokens_per_rank = 65536;
+  ModelShape model = {};
+  AttentionMask mask = {};
+  KvLayout kv_layout = KvLayout::per_rank;
+
+  /// The largest work of a rank over the mean that is aimed at, > 1. Tighter costs bytes.
+  double imbalance_target = 1.01;
+  /// 0: the target holds whatever bytes it costs. Above: of the targets imbalance_target and looser
+  /// ones, the plan with the least `largest work / pairs_per_second + byte_weight * limit_seconds`
+  /// is taken; needs hardware.pairs_per_second.
+  double byte_weight = 0;
+  /// Rows of Q, and rows of KV, that the buffers of a rank hold in the attention layout: neither
+  /// exceeds it. 0: no limit.
+  std::int64_t max_tokens_per_rank = 0;
+  /// Documents are cut at multiples of it, from their beginning, where ranks allow; at finer powers
+  /// of two where one block of queries weighs more than a quarter of the balance that is aimed at.
+  std::int64_t block_tokens = 128;
+
+  bool relay = true;  ///< let receivers forward KV to each other
+  HardwareFacts hardware = {};
+
+  /// @throws InvalidArgument "who: field = got, expected ..."
+  void check(const char* who) const;
+
+  friend bool operator==(const PlannerOptions&, const PlannerOptions&) = default;
+};
+
+}  // namespace waybill

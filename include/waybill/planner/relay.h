@@ -1,0 +1,48 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace waybill {
+
+/// Bytes of one rank by kind of link; rows that stay on a rank do not count. [of one rank]
+struct LinkBytes {
+  std::int64_t nvlink_in = 0;  ///< from ranks of its node
+  std::int64_t nvlink_out = 0;
+  std::int64_t network_in = 0;  ///< from other nodes
+  std::int64_t network_out = 0;
+
+  [[nodiscard]] std::int64_t in() const { return nvlink_in + network_in; }
+  [[nodiscard]] std::int64_t out() const { return nvlink_out + network_out; }
+
+  friend bool operator==(const LinkBytes&, const LinkBytes&) = default;
+};
+
+/// Rows [row_begin, row_begin + num_rows) of a KV shard go from one rank to another. A hop whose
+/// `after` is not -1 forwards what hop `after`, which stands before it, has brought to src_rank.
+struct RelayHop {
+  std::int32_t src_rank = 0;
+  std::int32_t dst_rank = 0;
+  std::int32_t shard = 0;      ///< of the plan
+  std::int32_t stage = 0;      ///< hops before it on the way from home: 0 from home itself
+  std::int64_t row_begin = 0;  ///< rows of the shard
+  std::int64_t num_rows = 0;
+  std::int32_t after = -1;  ///< hop
+
+  friend bool operator==(const RelayHop&, const RelayHop&) = default;
+};
+
+/// How KV rows reach all who need them when receivers forward. Every rank still receives every row
+/// that it needs once, so bytes in stay; bytes out spread. Rows of Q go straight from home.
+/// Over several nodes a row enters each node once, and spreads inside it over NVLink.
+struct RelaySchedule {
+  std::vector<RelayHop> hops;    ///< ordered: a hop stands after the one that feeds it
+  std::vector<LinkBytes> links;  ///< [W] Q and KV; empty: no relay was asked for
+  std::int32_t num_stages = 0;
+
+  [[nodiscard]] bool empty() const { return links.empty(); }
+
+  friend bool operator==(const RelaySchedule&, const RelaySchedule&) = default;
+};
+
+}  // namespace waybill

@@ -1,0 +1,146 @@
+#include "arrays.h"
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "waybill/core/error.h"
+
+namespace waybill::python {
+namespace {
+
+using nb::dlpack::dtype_code;
+
+nb::dlpack::dtype dlpack_dtype(dtype_code code, std::int64_t bytes) {
+  return {static_cast<std::uint8_t>(code), static_cast<std::uint8_t>(bytes * 8), 1};
+}
+
+nb::dlpack::dtype dlpack_dtype(DType dtype) {
+  const std::int64_t bytes = dtype_bytes(dtype);
+  switch (dtype) {
+    case DType::boolean:
+      return dlpack_dtype(dtype_code::Bool, bytes);
+    case DType::uint32:
+    case DType::uint64:
+      return dlpack_dtype(dtype_code::UInt, bytes);
+    default:
+      return dlpack_dtype(dtype_code::Int, bytes);
+  }
+}
+
+DType index_dtype(nb::dlpack::dtype dtype, const char* name) {
+  for (const DType known :
+       {DType::int64, DType::int32, DType::uint32, DType::uint64, DType::boolean}) {
+    if (dlpack_dtype(known) == dtype) return known;
+  }
+  throw_invalid(name, " has a dtype of ", static_cast<int>(dtype.bits),
+                " bits that holds no indices, expected int64 (or int32, uint32, uint64, bool)");
+}
+
+/// numpy has two types of 64-bit integers on Linux; this is the one that people's own arrays have,
+/// that torch takes, and that prints without its dtype.
+nb::object with_usual_dtype(nb::object array, nb::dlpack::dtype dtype) {
+  if (dtype.bits != 64) return array;
+  static const auto numpy = new nb::module_(nb::module_::import_("numpy"));  // never destroyed
+  const bool is_signed = dtype.code == static_cast<std::uint8_t>(dtype_code::Int);
+  return array.attr("view")(numpy->attr(is_signed ? "int64" : "uint64"));
+}
+
+Shape shape_of(const auto& array) {
+  Shape shape;
+  for (std::size_t axis = 0; axis < array.ndim(); ++axis) {
+    shape.push_back(static_cast<std::int64_t>(array.shape(axis)));
+  }
+  return shape;
+}
+
+/// A numpy array of `shape` over the memory of `kept`, which moves to the heap.
+template <class Kept>
+nb::object keep_and_view(Kept&& kept, nb::dlpack::dtype dtype, const Shape& shape,
+                         auto&& first_byte) {
+  auto held = std::make_unique<std::remove_cvref_t<Kept>>(std::forward<Kept>(kept));
+  void* const data = first_byte(*held);
+  const nb::capsule owner(held.get(), [](void* memory) noexcept {
+    delete static_cast<std::remove_cvref_t<Kept>*>(memory);
+  });
+  held.release();  // NOLINT(bugprone-unused-return-value): the capsule has it
+  const std::vector<std::size_t> extents(shape.begin(), shape.end());
+  nb::object array =
+      nb::cast(nb::ndarray<nb::numpy>(data, extents.size(), extents.data(), owner, nullptr, dtype));
+  return with_usual_dtype(std::move(array), dtype);
+}
+
+template <class Element>
+nb::object view_of(std::span<const Element> values, nb::handle owner, nb::dlpack::dtype dtype) {
+  const std::size_t size = values.size();
+  // numpy marks it read-only; nobody writes through this pointer.
+  void* const data = const_cast<Element*>(values.data());  // NOLINT
+  nb::object array =
+      nb::cast(nb::ndarray<nb::numpy, nb::ro>(data, 1, &size, owner, nullptr, dtype));
+  return with_usual_dtype(std::move(array), dtype);
+}
+
+template <class View>
+View view_as(const auto& array, std::string_view dtype) {
+  View view;
+  view.dtype = dtype_from_name(dtype);
+  view.shape = shape_of(array);
+  for (std::size_t axis = 0; axis < array.ndim(); ++axis) {
+    view.strides.push_back(array.stride(axis));
+  }
+  view.data = static_cast<decltype(view.data)>(array.data());
+  return view;
+}
+
+}  // namespace
+
+IndexArray index_array(const ArrayArg& array, const char* name) {
+  return IndexArray::copy_of(array.data(), shape_of(array), index_dtype(array.dtype(), name));
+}
+
+nb::object numpy_array(IndexArray&& array) {
+  const nb::dlpack::dtype dtype = dlpack_dtype(array.dtype());
+  const Shape shape = array.shape();
+  return keep_and_view(std::move(array), dtype, shape, [](IndexArray& a) { return a.data(); });
+}
+
+nb::object numpy_array(std::vector<std::int64_t>&& values) {
+  const Shape shape{std::ssize(values)};
+  return keep_and_view(std::move(values), dlpack_dtype(DType::int64), shape,
+                       [](std::vector<std::int64_t>& v) -> void* { return v.data(); });
+}
+
+nb::object numpy_array(HostTensor&& tensor) {
+  const nb::dlpack::dtype dtype = dlpack_dtype(dtype_code::Int, dtype_bytes(tensor.dtype()));
+  const Shape shape = tensor.shape();
+  return keep_and_view(std::move(tensor), dtype, shape,
+                       [](HostTensor& t) -> void* { return t.bytes().data(); });
+}
+
+nb::object numpy_or_none(std::optional<IndexArray>&& array) {
+  return array ? numpy_array(std::move(*array)) : nb::none();
+}
+
+nb::list numpy_arrays(std::vector<IndexArray>&& arrays) {
+  nb::list result;
+  for (IndexArray& array : arrays) result.append(numpy_array(std::move(array)));
+  return result;
+}
+
+nb::object numpy_view(std::span<const std::int64_t> values, nb::handle owner) {
+  return view_of(values, owner, dlpack_dtype(DType::int64));
+}
+
+nb::object numpy_view(std::span<const std::int32_t> values, nb::handle owner) {
+  return view_of(values, owner, dlpack_dtype(DType::int32));
+}
+
+ConstTensorView tensor_view(const PayloadArg& array, std::string_view dtype) {
+  return view_as<ConstTensorView>(array, dtype);
+}
+
+TensorView tensor_view(const OutputArg& array, std::string_view dtype) {
+  return view_as<TensorView>(array, dtype);
+}
+
+}  // namespace waybill::python

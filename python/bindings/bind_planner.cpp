@@ -1,0 +1,125 @@
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "arrays.h"
+#include "bindings.h"
+#include "metadata_fields.h"
+#include "waybill/core/dtype.h"
+#include "waybill/core/error.h"
+#include "waybill/json/attention_plan_json.h"
+#include "waybill/planner/planner.h"
+
+namespace waybill::python {
+
+using namespace nb::literals;
+
+namespace {
+
+using RankLengths = std::vector<std::vector<std::int64_t>>;
+
+/// The options by name, as the package has them; all must be there.
+PlannerOptions options_from(const nb::dict& given) {
+  const auto integer = [&](const char* name) { return nb::cast<std::int64_t>(given[name]); };
+  const auto number = [&](const char* name) { return nb::cast<double>(given[name]); };
+  PlannerOptions options;
+  options.world_size = nb::cast<std::int32_t>(given["world_size"]);
+  options.tokens_per_rank = integer("tokens_per_rank");
+  options.model = {integer("q_hidden"), integer("kv_hidden"),
+                   dtype_from_name(nb::cast<std::string>(given["dtype"]))};
+  options.mask = {integer("window")};
+  options.kv_layout = nb::cast<bool>(given["per_query"]) ? KvLayout::per_query : KvLayout::per_rank;
+  options.imbalance_target = number("imbalance_target");
+  options.byte_weight = number("byte_weight");
+  options.max_tokens_per_rank = integer("max_tokens_per_rank");
+  options.block_tokens = integer("block_tokens");
+  options.relay = nb::cast<bool>(given["relay"]);
+  options.hardware = {number("nvlink_bytes_per_second"), number("network_bytes_per_second"),
+                      nb::cast<std::int32_t>(given["ranks_per_node"]), number("message_seconds"),
+                      number("pairs_per_second")};
+  return options;
+}
+
+void add_figures(nb::class_<AttentionPlan>& plan) {
+  const auto add = [&](const char* name, std::vector<std::int64_t> AttentionPlan::*figures) {
+    plan.def_prop_ro(name, [figures](nb::handle self) {
+      return numpy_view(nb::cast<const AttentionPlan&>(self).*figures, self);
+    });
+  };
+  add("work", &AttentionPlan::work);
+  add("home_tokens", &AttentionPlan::home_tokens);
+  add("attention_tokens", &AttentionPlan::attention_tokens);
+  add("kv_tokens", &AttentionPlan::kv_tokens);
+  plan.def_ro("block_work", &AttentionPlan::block_work);
+  plan.def_ro("least_bytes_in", &AttentionPlan::least_bytes_in);
+  plan.def_prop_ro("has_relay", [](const AttentionPlan& p) { return !p.relay.empty(); });
+  plan.def("bytes_in", [](const AttentionPlan& p) { return numpy_array(p.bytes_in()); });
+  plan.def(
+      "bytes_out",
+      [](const AttentionPlan& p, bool relay) {
+        return numpy_array(p.bytes_out(relay ? Transfer::relay : Transfer::direct));
+      },
+      "relay"_a);
+  plan.def(
+      "limit_seconds",
+      [](const AttentionPlan& p, bool relay) {
+        return p.limit_seconds(relay ? Transfer::relay : Transfer::direct);
+      },
+      "relay"_a);
+  plan.def("imbalance", &AttentionPlan::imbalance);
+  plan.def("balanced", &AttentionPlan::balanced);
+}
+
+nb::list hop_tuples(const AttentionPlan& plan) {
+  nb::list hops;
+  for (const RelayHop& hop : plan.relay.hops) {
+    hops.append(nb::make_tuple(hop.src_rank, hop.dst_rank, hop.shard, hop.stage, hop.row_begin,
+                               hop.num_rows, hop.after));
+  }
+  return hops;
+}
+
+}  // namespace
+
+void bind_planner(nb::module_& m) {
+  nb::class_<AttentionPlan> plan(m, "AttentionPlan");
+  add_figures(plan);
+  plan.def_ro("plan", &AttentionPlan::plan);
+  plan.def("hops", &hop_tuples);
+  plan.def("text", [](const AttentionPlan& p) { return to_string(p); });
+  plan.def(
+      "__eq__", [](const AttentionPlan& a, const AttentionPlan& b) { return a == b; },
+      nb::is_operator());
+  plan.def("to_json", [](const AttentionPlan& p, bool compact) {
+    return unlocked([&] { return to_json(p, compact ? JsonStyle::compact : JsonStyle::readable); });
+  });
+  plan.def("validate", [](const AttentionPlan& p, std::int64_t max_findings) {
+    ValidateOptions options;
+    options.max_findings = max_findings;
+    return finding_tuples(unlocked([&] { return validate(p, options); }));
+  });
+  m.def(
+      "plan_flat",
+      [](const std::vector<std::int64_t>& lengths, const nb::dict& options) {
+        const PlannerOptions given = options_from(options);
+        return unlocked([&] { return plan_attention(lengths, given); });
+      },
+      "doc_lengths"_a, "options"_a);
+  m.def(
+      "plan_ranks",
+      [](const RankLengths& lengths, const nb::dict& options) {
+        const PlannerOptions given = options_from(options);
+        return unlocked([&] { return plan_attention(lengths, given); });
+      },
+      "rank_doc_lengths"_a, "options"_a);
+  m.def("attention_plan_from_json", [](std::string_view text, std::string_view origin) {
+    return unlocked([&] { return attention_plan_from_json(text, origin); });
+  });
+}
+
+}  // namespace waybill::python

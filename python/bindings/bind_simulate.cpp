@@ -1,0 +1,99 @@
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "arrays.h"
+#include "bindings.h"
+#include "metadata_fields.h"
+#include "waybill/core/error.h"
+#include "waybill/simulate/check.h"
+#include "waybill/simulate/kv_gradient.h"
+#include "waybill/simulate/orchestrate.h"
+
+namespace waybill::python {
+
+using namespace nb::literals;
+
+namespace {
+
+SimulateOptions options_from(const char* who, std::string_view overlap, int num_threads) {
+  require(overlap == "reject" || overlap == "last_wins", who, ": overlap = \"", overlap,
+          "\", expected \"reject\" or \"last_wins\"");
+  return {overlap == "reject" ? Overlap::reject : Overlap::last_wins, num_threads};
+}
+
+void orchestrate_py(const PayloadArg& tensor, std::string_view tensor_dtype,
+                    const OutputArg& output, std::string_view output_dtype, const Fields& fields,
+                    std::string_view overlap, int num_threads) {
+  const Metadata metadata = metadata_from(fields);
+  const ConstTensorView from = tensor_view(tensor, tensor_dtype);
+  const TensorView to = tensor_view(output, output_dtype);
+  const SimulateOptions options = options_from("orchestrate_simulate", overlap, num_threads);
+  unlocked([&] { orchestrate_simulate(from, to, metadata, options); });
+}
+
+nb::list communicate_py(const std::vector<PayloadArg>& tensors, std::string_view dtype,
+                        const Fields& fields, std::string_view overlap, int num_threads) {
+  const Metadata metadata = metadata_from(fields);
+  std::vector<ConstTensorView> views;
+  for (const PayloadArg& tensor : tensors) views.push_back(tensor_view(tensor, dtype));
+  const SimulateOptions options = options_from("simulate_communication", overlap, num_threads);
+  std::vector<HostTensor> received =
+      unlocked([&] { return simulate_communication(views, metadata, options); });
+  nb::list result;
+  for (HostTensor& tensor : received) result.append(numpy_array(std::move(tensor)));
+  return result;
+}
+
+nb::tuple test_qkv_dispatch_py(std::int64_t world_size, std::int64_t total_seq_len,
+                               std::int64_t num_seqs, std::int64_t max_cp_degree,
+                               std::int64_t hidden_q, std::int64_t hidden_k, std::uint64_t seed) {
+  QkvDispatchTestOptions options;
+  options.world_size = world_size;
+  options.total_seq_len = total_seq_len;
+  options.num_seqs = num_seqs;
+  options.max_cp_degree = max_cp_degree;
+  options.hidden_q = hidden_q;
+  options.hidden_k = hidden_k;
+  options.seed = seed;
+  const QkvDispatchTest result = unlocked([&] { return test_qkv_dispatch(options); });
+  return nb::make_tuple(finding_tuples(result.findings), result.elements_compared);
+}
+
+}  // namespace
+
+void bind_simulate(nb::module_& m) {
+  m.def("orchestrate_simulate", orchestrate_py, "tensor"_a, "tensor_dtype"_a, "output"_a,
+        "output_dtype"_a, "fields"_a, "overlap"_a, "num_threads"_a);
+  m.def("simulate_communication", communicate_py, "tensors"_a, "dtype"_a, "fields"_a, "overlap"_a,
+        "num_threads"_a);
+  m.def(
+      "source_rows",
+      [](const Shape& tensor_shape, const Shape& output_shape, const Fields& fields,
+         std::string_view overlap) {
+        const Metadata metadata = metadata_from(fields);
+        const SimulateOptions options = options_from("orchestrate_simulate", overlap, 0);
+        return numpy_array(
+            unlocked([&] { return source_rows(tensor_shape, output_shape, metadata, options); }));
+      },
+      "tensor_shape"_a, "output_shape"_a, "fields"_a, "overlap"_a);
+  m.def(
+      "sum_kv_copies",
+      [](const PayloadArg& planes, std::string_view planes_dtype, const OutputArg& output,
+         std::string_view output_dtype, const Fields& rev_kv, std::int32_t rank, int num_threads) {
+        const Metadata metadata = metadata_from(rev_kv);
+        const ConstTensorView from = tensor_view(planes, planes_dtype);
+        const TensorView to = tensor_view(output, output_dtype);
+        unlocked([&] { sum_kv_copies(from, to, metadata, Rank{rank}, num_threads); });
+      },
+      "planes"_a, "planes_dtype"_a, "output"_a, "output_dtype"_a, "rev_kv"_a, "rank"_a,
+      "num_threads"_a);
+  m.def("test_qkv_dispatch", test_qkv_dispatch_py, "world_size"_a, "total_seq_len"_a, "num_seqs"_a,
+        "max_cp_degree"_a, "hidden_q"_a, "hidden_k"_a, "seed"_a);
+}
+
+}  // namespace waybill::python

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <utility>
+
+namespace waybill::python {
+
+/// Runs `work` without the interpreter's lock; it must touch no Python object.
+template <class Work>
+auto unlocked(Work&& work) {
+  const nanobind::gil_scoped_release release;
+  return std::forward<Work>(work)();
+}
+
+void bind_errors(nanobind::module_& m);
+void bind_index_ops(nanobind::module_& m);
+void bind_metadata(nanobind::module_& m);
+void bind_routing(nanobind::module_& m);
+void bind_generators(nanobind::module_& m);
+void bind_simulate(nanobind::module_& m);
+void bind_validate(nanobind::module_& m);
+void bind_plan(nanobind::module_& m);
+void bind_planner(nanobind::module_& m);
+
+}  // namespace waybill::python

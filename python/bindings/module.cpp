@@ -1,0 +1,17 @@
+#include <nanobind/nanobind.h>
+
+#include "bindings.h"
+
+NB_MODULE(_core, m) {
+  m.doc() = "The compiled part of waybill. Arrays in, arrays out; the package gives them names.";
+  m.attr("version") = WAYBILL_VERSION;
+  waybill::python::bind_errors(m);
+  waybill::python::bind_index_ops(m);
+  waybill::python::bind_metadata(m);
+  waybill::python::bind_routing(m);
+  waybill::python::bind_generators(m);
+  waybill::python::bind_simulate(m);
+  waybill::python::bind_validate(m);
+  waybill::python::bind_plan(m);
+  waybill::python::bind_planner(m);
+}

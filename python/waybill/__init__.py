@@ -1,0 +1,97 @@
+"""Waybill routes tokens between GPU ranks: computes which rows go where, proves it, simulates it.
+
+Arrays in, numpy arrays out; ``waybill.torch`` has the same functions for torch tensors. Offsets,
+lengths and counts are tokens (rows), never bytes.
+"""
+
+from ._core import version as __version__
+from .errors import (
+    Error,
+    InternalError,
+    InvalidArgument,
+    IoError,
+    NotThreeAxes,
+    RankOutOfRange,
+    ShapeMismatch,
+    Unsupported,
+)
+from .generators import (
+    create_qkv_dispatch,
+    create_qkv_dispatch_with_custom_mapping,
+    create_raw_qkv_dispatch,
+    gen_seq_lens,
+    length_distributions,
+    sample_documents,
+)
+from .index_ops import (
+    exclusive_cumsum,
+    index_put_with_neg_padding_1d,
+    mask_by_neg,
+    prepend_zero,
+    prepend_zero_fn,
+)
+from .layouts import AttnLayout, PackedSeqParams, QkvMetadata, RankKvLayout, RawQkvDispatch
+from .metadata import Metadata
+from .planner import AttentionPlan, RelayHop, plan, plan_documents
+from .plans import QkvPlan
+from .routing import (
+    compute_attn_layout_seqlens,
+    compute_e2e_metadata,
+    compute_metadata,
+    compute_metadata_kv,
+    mlp_layout_packed_params,
+)
+from .simulate import (
+    orchestrate_simulate,
+    simulate_communication,
+    source_rows,
+    sum_kv_copies,
+    test_qkv_dispatch,
+)
+from .validation import Finding, validate
+
+__all__ = [
+    "AttentionPlan",
+    "AttnLayout",
+    "Error",
+    "Finding",
+    "InternalError",
+    "InvalidArgument",
+    "IoError",
+    "Metadata",
+    "NotThreeAxes",
+    "PackedSeqParams",
+    "QkvMetadata",
+    "QkvPlan",
+    "RankKvLayout",
+    "RankOutOfRange",
+    "RawQkvDispatch",
+    "RelayHop",
+    "ShapeMismatch",
+    "Unsupported",
+    "__version__",
+    "compute_attn_layout_seqlens",
+    "compute_e2e_metadata",
+    "compute_metadata",
+    "compute_metadata_kv",
+    "create_qkv_dispatch",
+    "create_qkv_dispatch_with_custom_mapping",
+    "create_raw_qkv_dispatch",
+    "exclusive_cumsum",
+    "gen_seq_lens",
+    "index_put_with_neg_padding_1d",
+    "length_distributions",
+    "mask_by_neg",
+    "mlp_layout_packed_params",
+    "orchestrate_simulate",
+    "plan",
+    "plan_documents",
+    "prepend_zero",
+    "prepend_zero_fn",
+    "sample_documents",
+    "simulate_communication",
+    "source_rows",
+    "sum_kv_copies",
+    "test_qkv_dispatch",
+    "validate",
+]

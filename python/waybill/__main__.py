@@ -1,0 +1,32 @@
+"""``python -m waybill``: runs the program ``waybill`` that comes with the package."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import sys
+from typing import NoReturn
+
+
+def program() -> str:
+    """Path of the program: where this package's installer put it, else the one on PATH."""
+    for file in importlib.metadata.files("waybill") or []:
+        if file.name == "waybill" and file.parent.name in ("bin", "Scripts"):
+            path = os.path.normpath(str(file.locate()))
+            if os.access(path, os.X_OK):
+                return path
+    found = shutil.which("waybill")
+    if found is None:
+        sys.exit("waybill: the program is not installed beside the package; run pip install again")
+    return found
+
+
+def main() -> NoReturn:
+    """Becomes the program, with this process's arguments."""
+    path = program()
+    os.execv(path, ["waybill", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""The door for arrays: what a caller has becomes a numpy array, without a copy where possible."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import InvalidArgument, Unsupported
+
+#: What functions accept for indices, counts and lengths: a numpy array, anything with
+#: ``__dlpack__`` in host memory, or nested sequences of integers.
+ArrayLike = Any
+IntArray = npt.NDArray[Any]
+AnyArray = npt.NDArray[Any]
+
+_KNOWN = frozenset(np.dtype(name) for name in ("int64", "int32", "uint32", "uint64", "bool"))
+_DLPACK_CPU = 1
+_CUDA_DEVICES = (2, 13)
+
+
+def as_numpy(value: Any, name: str) -> AnyArray:
+    """A numpy array over the caller's memory where it has some, else a new one."""
+    if isinstance(value, np.ndarray):
+        return value
+    if hasattr(value, "__dlpack_device__"):
+        device = value.__dlpack_device__()[0]
+        if device != _DLPACK_CPU:
+            where = "a CUDA device" if device in _CUDA_DEVICES else f"DLPack device {int(device)}"
+            raise InvalidArgument(
+                f"{name} lies on {where}, expected host memory: use waybill.torch for GPU tensors"
+            )
+        if getattr(value, "requires_grad", False):
+            value = value.detach()
+        try:
+            return np.from_dlpack(value)
+        except (BufferError, RuntimeError, TypeError) as error:  # such as a dtype that numpy lacks
+            raise InvalidArgument(f"{name} cannot be seen as a numpy array: {error}") from None
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise InvalidArgument(f"{name} is no array: {error}") from None
+
+
+def index_array(value: ArrayLike, name: str) -> IntArray:
+    """A contiguous array of a dtype that indices may have; the compiled part checks the rest."""
+    array = as_numpy(value, name)
+    if array.dtype not in _KNOWN:
+        if array.size == 0 and not isinstance(value, np.ndarray):
+            array = array.astype(np.int64)  # numpy makes [] a float array
+        elif array.dtype.newbyteorder("=") in _KNOWN:
+            array = array.astype(array.dtype.newbyteorder("="))
+        else:
+            raise InvalidArgument(f"{name} has dtype {array.dtype}, expected int64")
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+
+_BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+_LIBRARY_NAMES = frozenset(
+    [
+        "bool",
+        "int8",
+        "uint8",
+        "int16",
+        "int32",
+        "uint32",
+        "int64",
+        "uint64",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+    ]
+)
+
+
+def bits_of(array: AnyArray, name: str) -> AnyArray:
+    """The same memory as integers of the element's size: rows move as bytes, whatever they mean."""
+    size = array.dtype.itemsize
+    if size not in _BITS or array.dtype.hasobject:
+        raise Unsupported(
+            f"{name} has dtype {array.dtype} of {size} bytes, expected elements of 1, 2, 4 or 8"
+            " bytes"
+        )
+    return array.view(_BITS[size])
+
+
+def dtype_name(array: AnyArray) -> str:
+    """Names what the bytes mean: numpy's own name leaves out their order and what a record has."""
+    plain = array.dtype.isnative and array.dtype.names is None
+    return array.dtype.name if plain else str(array.dtype)
+
+
+def integer(value: Any, name: str) -> int:
+    """A plain int of anything that is one."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InvalidArgument(f"{name} = {value!r}, expected an integer") from None
+
+
+def int64(value: Any, name: str) -> int:
+    """The same for what the compiled part takes as 64 bits."""
+    number = integer(value, name)
+    if not -(2**63) <= number < 2**63:
+        raise InvalidArgument(f"{name} = {number}, expected an integer of 64 bits")
+    return number
+
+
+def library_dtype(dtype_name: str, itemsize: int) -> str:
+    """The library's name of a dtype; one that it has no name for passes as integers of its size."""
+    return dtype_name if dtype_name in _LIBRARY_NAMES else f"int{8 * itemsize}"

@@ -1,0 +1,116 @@
+"""What notebooks show: small tables with inline style, no script."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING, Any, Iterable, Sequence
+
+import numpy as np
+
+from .errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from .metadata import Metadata
+    from .plans import QkvPlan
+
+_MAX_RANKS = 16
+_TH = 'style="text-align:right;padding:2px 8px"'
+_TD = 'style="text-align:right;padding:2px 8px;font-variant-numeric:tabular-nums"'
+
+
+def count(value: Any) -> str:
+    """1,234,567"""
+    return f"{int(value):,}"
+
+
+def bar(value: float, largest: float, colour: str = "#4c78a8") -> str:
+    """A bar of at most 120 pixels."""
+    width = 0 if largest <= 0 else round(120 * value / largest)
+    return f'<div style="background:{colour};height:10px;width:{width}px"></div>'
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -> str:
+    """Cells are HTML already; the caption is text."""
+    lines = ["<table><caption style='text-align:left'>", escape(caption), "</caption><tr>"]
+    lines += [f"<th {_TH}>{escape(name)}</th>" for name in head]
+    lines.append("</tr>")
+    for row in rows:
+        lines.append("<tr>" + "".join(f"<td {_TD}>{cell}</td>" for cell in row) + "</tr>")
+    lines.append("</table>")
+    return "".join(lines)
+
+
+def shown_ranks(values: Any) -> list[int]:
+    """All ranks of a small world; else the first, the last and those with the largest values."""
+    world = len(values)
+    if world <= _MAX_RANKS:
+        return list(range(world))
+    worst = np.argsort(-np.asarray(values), kind="stable")[: _MAX_RANKS - 8]
+    return sorted({*range(4), *range(world - 4, world), *(int(rank) for rank in worst)})
+
+
+def _slice_html(m: Metadata) -> str:
+    for name in ("dst_rank", "dst_offset"):
+        shape = np.shape(getattr(m, name))
+        if len(shape) not in (1, 2) or shape[0] != len(m.seq_len):
+            raise InvalidArgument(
+                f"Metadata: {name} has shape {list(shape)}, expected [{len(m.seq_len)}] or"
+                f" [{len(m.seq_len)}, C]"
+            )
+    begins = np.cumsum(m.seq_len.astype(np.int64)) - m.seq_len.astype(np.int64)
+    rows = []
+    for j in range(min(len(m.seq_len), 32)):
+        ranks, offsets = np.atleast_1d(m.dst_rank[j]), np.atleast_1d(m.dst_offset[j])
+        to = [f"{int(r)} at {count(o)}" for r, o in zip(ranks, offsets) if r >= 0]
+        rows.append([count(j), count(begins[j]), count(m.seq_len[j]), ", ".join(to) or "&ndash;"])
+    caption = f"Metadata of one rank: {count(len(m.seq_len))} lines"
+    if len(m.seq_len) > len(rows):
+        caption += f", the first {len(rows)}"
+    return table(["line", "first row", "rows", "to rank, at row"], rows, caption)
+
+
+def metadata_html(m: Metadata) -> str:
+    """A line a rank: what it sends, gets and keeps."""
+    if m.is_slice:
+        return _slice_html(m)
+    traffic = m.traffic()
+    local = np.diagonal(traffic)
+    sent, got = traffic.sum(axis=1) - local, traffic.sum(axis=0) - local
+    largest = float(max(sent.max(initial=0), got.max(initial=0)))
+    shards = (np.asarray(m.seq_len) > 0).sum(axis=1)
+    ranks = shown_ranks(sent + got)
+    rows = [
+        [count(r), count(shards[r]), count(sent[r]), bar(sent[r], largest), count(got[r]),
+         bar(got[r], largest, "#f58518"), count(local[r])]
+        for r in ranks
+    ]  # fmt: skip
+    caption = (
+        f"Metadata: {count(len(shards))} ranks, {count(shards.sum())} shards,"
+        f" {count(sent.sum())} rows on the wire, {count(local.sum())} stay"
+    )
+    if len(ranks) < len(shards):
+        caption += f"; the first, the last and the busiest of {len(shards)} ranks"
+    return table(["rank", "shards", "rows out", "", "rows in", "", "rows that stay"], rows, caption)
+
+
+def plan_html(plan: QkvPlan) -> str:
+    """A line a rank: its work and its rows on the wire."""
+    work = plan.work
+    q, kv = plan.traffic()
+    columns = []
+    for traffic in (q, kv):
+        local = np.diagonal(traffic)
+        columns += [traffic.sum(axis=1) - local, traffic.sum(axis=0) - local]
+    ranks = shown_ranks(work)
+    largest = float(work.max(initial=0))
+    rows = [
+        [count(r), count(work[r]), bar(work[r], largest), *(count(c[r]) for c in columns)]
+        for r in ranks
+    ]
+    caption = (
+        f"Plan: {count(plan.world_size)} ranks, {count(plan.num_documents)} documents,"
+        f" {count(plan.num_shards)} shards, {count(plan.shard_len.sum())} tokens;"
+        f" max / mean work {plan.imbalance:.3f}; KV {plan.kv_layout}"
+    )
+    head = ["rank", "work", "", "Q rows out", "Q rows in", "KV rows out", "KV rows in"]
+    return table(head, rows, caption)

@@ -1,0 +1,185 @@
+"""Metadata: which rows of one tensor go where, in one direction."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any, Optional, Sequence, Tuple, TypeVar, Union
+
+import numpy as np
+
+from . import _core, _html, _plot
+from ._arrays import index_array, int64, integer
+from .errors import InvalidArgument
+
+Fields = Tuple[Any, ...]
+_TENSORS = (
+    "dst_rank",
+    "dst_offset",
+    "seq_len",
+    "num_recv_tokens",
+    "seq_recv_mask",
+    "recv_seq_lens",
+    "num_seqs",
+)
+_M = TypeVar("_M", bound="Metadata")
+
+
+@dataclass(eq=False, repr=False)
+class Metadata:
+    """Which rows of one tensor go where, in one direction, for all ranks; or for one (a slice).
+
+    W = world_size, S = most shards on a rank, C = most copies of a shard. Every offset, length and
+    count is in tokens (rows). Padding: dst_rank -1, dst_offset 0, seq_len 0. Rank w holds its
+    shards back to back, so shard j begins at row ``seq_len[w, :j].sum()``. A slice drops the
+    first axis.
+
+    Fields are numpy arrays here and torch tensors in ``waybill.torch.Metadata``; the constructor
+    keeps what it is given.
+    """
+
+    dst_rank: Any  #: (W, S) or (W, S, C): destination rank, -1 none
+    dst_offset: Any  #: as dst_rank: first row in the destination's buffer
+    seq_len: Any  #: (W, S): rows of the shard
+    num_recv_tokens: Any  #: (W, W + 1): [r, i] rows that r gets from i; last column the sum
+    seq_recv_mask: Optional[Any] = None  #: (W, S, C) bool: which copies come back (reverse)
+    recv_seq_lens: Optional[Any] = None  #: (W, S): lengths of the shards that come back
+    num_seqs: Optional[Any] = None  #: (W,): shards with rows; None in a slice
+    world_size: Optional[int] = None  #: None in a slice
+    normalized: bool = False  #: dtypes are those of the device form
+    num_total_recv_tokens: Union[int, Sequence[int], None] = None  #: W totals; one in a slice
+
+    def get_slice(self: _M, rank: int) -> _M:
+        """The lines of one rank, without those that move nothing."""
+        number = integer(rank, "Metadata.get_slice: rank")
+        if abs(number) >= 2**31:  # the compiled part names the others
+            raise InvalidArgument(f"Metadata.get_slice: rank = {number}, expected one of the world")
+        return self._from_fields(_core.get_slice(self._fields(), number))
+
+    def normalize_dtype(self: _M) -> _M:
+        """The dtypes of device tables: int32 ranks, uint32 offsets and lengths, uint64 counts.
+
+        Raises InvalidArgument naming field, position and value of what does not fit.
+        """
+        return self._from_fields(_core.normalize_dtype(self._fields()))
+
+    def cuda(self, device: Any = None) -> Any:
+        """A ``waybill.torch.Metadata`` with every tensor on the GPU, contiguous."""
+        from . import torch as waybill_torch  # needs torch, which the package does not
+
+        return waybill_torch.Metadata.from_numpy(self).cuda(device)
+
+    def to_json(
+        self, path: Union[str, os.PathLike[str], None] = None, compact: bool = False
+    ) -> str:
+        """The text of format ``waybill.metadata``; also written to ``path`` when one is given."""
+        text = _core.metadata_to_json(self._fields(), compact)
+        if path is not None:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
+        return text
+
+    @classmethod
+    def from_json(cls: type[_M], text: Union[str, os.PathLike[str]]) -> _M:
+        """The inverse of to_json: from a text, or from a file (a path that is no JSON text)."""
+        return cls._from_fields(_core.metadata_from_json(*json_text(text, "Metadata.from_json")))
+
+    @property
+    def is_slice(self) -> bool:
+        """True for what get_slice returns."""
+        return np.ndim(self.seq_len) == 1
+
+    def traffic(self) -> Any:
+        """(W, W): rows that rank i (row) sends to rank r (column), local ones on the diagonal."""
+        if self.is_slice:
+            raise InvalidArgument("Metadata.traffic: a slice knows one rank, expected all ranks")
+        _, _, lens, counts, *_ = self._fields()
+        world = len(lens) if lens is not None and lens.ndim == 2 else -1
+        if world < 0 or counts is None or counts.shape != (world, world + 1):
+            shapes = [list(np.shape(array)) for array in (lens, counts)]
+            raise InvalidArgument(
+                f"Metadata.traffic: seq_len and num_recv_tokens have shapes {shapes}, expected"
+                " [W, S] and [W, W + 1]"
+            )
+        return counts[:, :-1].astype(np.int64).T
+
+    def plot_traffic(self, ax: Any = None) -> Any:
+        """Draws traffic() as a heat map with matplotlib; returns the axes."""
+        return _plot.heat_map(self.traffic(), ax, "rows sent", "receiving rank", "sending rank")
+
+    def plot_load(self, ax: Any = None) -> Any:
+        """Draws the rows that every rank sends to and gets from others; returns the axes."""
+        rows = self.traffic().copy()
+        np.fill_diagonal(rows, 0)
+        return _plot.bars({"out": rows.sum(axis=1), "in": rows.sum(axis=0)}, ax, "rows on the wire")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Metadata):
+            return NotImplemented
+        for ours, theirs in zip(self._fields(), other._fields()):
+            if isinstance(ours, np.ndarray) and isinstance(theirs, np.ndarray):
+                if ours.dtype != theirs.dtype or not np.array_equal(ours, theirs):
+                    return False
+            elif ours is None or theirs is None:
+                if ours is not theirs:
+                    return False
+            elif ours != theirs:
+                return False
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        return _core.metadata_text(self._fields())
+
+    def __repr__(self) -> str:
+        given = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
+        inside = ", ".join(f"{name}={value!r}" for name, value in given if value is not None)
+        return f"{type(self).__name__}({inside})"
+
+    def _repr_html_(self) -> str:
+        return _html.metadata_html(Metadata(*self._fields()))
+
+    def _fields(self) -> Fields:
+        """The ten fields for the compiled part: numpy arrays, plain numbers, None."""
+        tensors = [
+            None if value is None else index_array(self._host(value), f"Metadata: {name}")
+            for name, value in ((name, getattr(self, name)) for name in _TENSORS)
+        ]
+        totals = self.num_total_recv_tokens
+        if totals is not None and not isinstance(totals, int):
+            name = "Metadata: num_total_recv_tokens"
+            totals = index_array(self._host(totals), name).astype(np.int64).tolist()
+            if isinstance(totals, list) and any(isinstance(total, list) for total in totals):
+                raise InvalidArgument(f"{name} has several axes, expected W totals or one")
+        world = self.world_size
+        world = None if world is None else int64(world, "Metadata: world_size")
+        return (*tensors, world, bool(self.normalized), totals)
+
+    @staticmethod
+    def _host(value: Any) -> Any:
+        return value
+
+    @classmethod
+    def _from_fields(cls: type[_M], fields: Fields) -> _M:
+        return cls(*fields)
+
+
+def require_metadata(value: Any, who: str) -> Metadata:
+    """An argument that must be Metadata, of numpy or torch."""
+    if not isinstance(value, Metadata):
+        raise InvalidArgument(
+            f"{who}: metadata is a {type(value).__name__}, expected a waybill.Metadata"
+        )
+    return value
+
+
+def json_text(text: Any, who: str) -> Tuple[str, str]:
+    """(text, where it comes from) of a JSON text, or of the file of a path that is no JSON text."""
+    if not isinstance(text, (str, os.PathLike)):
+        raise InvalidArgument(f"{who}: got a {type(text).__name__}, expected a JSON text or a path")
+    if isinstance(text, str) and text.lstrip().startswith("{"):
+        return text, "JSON"
+    with open(text, encoding="utf-8") as file:
+        return file.read(), os.fspath(text)

@@ -1,0 +1,279 @@
+"""From documents to a plan: even work, few bytes, buffers that hold."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple, Optional, Sequence, Union
+
+from . import _core, _html, _plot
+from ._arrays import IntArray, index_array, int64
+from .errors import InvalidArgument
+from .layouts import QkvMetadata
+from .metadata import json_text
+from .plans import QkvPlan
+from .validation import Finding, validate
+
+__all__ = ["AttentionPlan", "RelayHop", "plan", "plan_documents"]
+
+
+class RelayHop(NamedTuple):
+    """Rows [row_begin, row_begin + num_rows) of a KV shard go from one rank to another."""
+
+    src_rank: int
+    dst_rank: int
+    shard: int  #: of the plan
+    stage: int  #: hops before it on the way from home: 0 from home itself
+    row_begin: int  #: rows of the shard
+    num_rows: int
+    after: int  #: the hop, earlier in the list, that brought the rows to src_rank; -1 from home
+
+
+class AttentionPlan:
+    """Which rank attends to which queries, and what that costs. From ``plan``; immutable.
+
+    Bytes are wire bytes, forward: rows of Q that leave home, and rows of KV that other ranks need,
+    once a rank and document. Backward in and out change places.
+    """
+
+    __slots__ = ("_plan",)
+    _plan: _core.AttentionPlan
+
+    def __init__(self) -> None:
+        raise InvalidArgument("AttentionPlan: got a constructor call, expected waybill.plan(...)")
+
+    @classmethod
+    def _wrap(cls, plan: _core.AttentionPlan) -> AttentionPlan:
+        self = cls.__new__(cls)
+        self._plan = plan
+        return self
+
+    @classmethod
+    def from_json(cls, text: Union[str, os.PathLike[str]]) -> AttentionPlan:
+        """From a text of format ``waybill.attention_plan``, or from a file that holds one."""
+        given = json_text(text, "AttentionPlan.from_json")
+        return cls._wrap(_core.attention_plan_from_json(*given))
+
+    def to_json(
+        self, path: Union[str, os.PathLike[str], None] = None, compact: bool = False
+    ) -> str:
+        """The text of format ``waybill.attention_plan``; also written to ``path`` when given."""
+        text: str = self._plan.to_json(compact)
+        if path is not None:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
+        return text
+
+    @property
+    def work(self) -> IntArray:
+        """(W,): (query, key) pairs of the mask that each rank attends to, exact."""
+        return self._plan.work
+
+    @property
+    def home_tokens(self) -> IntArray:
+        """(W,): rows in the MLP layout."""
+        return self._plan.home_tokens
+
+    @property
+    def attention_tokens(self) -> IntArray:
+        """(W,): rows of Q in the attention layout."""
+        return self._plan.attention_tokens
+
+    @property
+    def kv_tokens(self) -> IntArray:
+        """(W,): rows of KV in the attention layout."""
+        return self._plan.kv_tokens
+
+    @property
+    def bytes_in(self) -> IntArray:
+        """(W,): from other ranks; relay does not change it."""
+        return self._plan.bytes_in()
+
+    @property
+    def bytes_out(self) -> IntArray:
+        """(W,): to other ranks, every row straight from home."""
+        return self._plan.bytes_out(False)
+
+    @property
+    def relay_bytes_out(self) -> IntArray:
+        """(W,): to other ranks when receivers forward; bytes_out where there is no relay."""
+        return self._plan.bytes_out(True)
+
+    @property
+    def imbalance(self) -> float:
+        """Largest work of a rank over the mean."""
+        return self._plan.imbalance()
+
+    @property
+    def balanced(self) -> bool:
+        """Whether imbalance is within its target, or the largest work one block from the mean."""
+        return self._plan.balanced()
+
+    @property
+    def relay_hops(self) -> list[RelayHop]:
+        """The relay schedule, in an order in which it can be carried out; empty without relay."""
+        return [RelayHop(*hop) for hop in self._plan.hops()]
+
+    def limit_seconds(self, relay: Optional[bool] = None) -> float:
+        """The least time that the links allow; with relay where there is one, unless said."""
+        return self._plan.limit_seconds(self._plan.has_relay if relay is None else relay)
+
+    def validate(self, max_findings: int = 100) -> list[Finding]:
+        """What is wrong: everything is counted again from the routing; empty when all is right."""
+        return validate(self, max_findings=max_findings)
+
+    def _validate(self, max_findings: int) -> Any:
+        return self._plan.validate(max_findings)
+
+    def to_qkv_plan(self) -> QkvPlan:
+        """The plan without its figures."""
+        return QkvPlan._wrap(self._plan.plan)
+
+    def to_metadata(self, num_threads: int = 1) -> QkvMetadata:
+        """Forward and reverse metadata of Q and KV, and the attention layout of every rank."""
+        return self.to_qkv_plan().to_metadata(num_threads)
+
+    def plot_traffic(self, ax: Any = None) -> Any:
+        """Draws the rows of Q and KV between ranks as a heat map; returns the axes."""
+        return self.to_qkv_plan().plot_traffic(ax)
+
+    def plot_load(self, ax: Any = None) -> Any:
+        """Draws the work of every rank; returns the axes."""
+        return _plot.bars({"(query, key) pairs": self.work}, ax, "work")
+
+    def __eq__(self, other: object) -> bool:
+        return self._plan == other._plan if isinstance(other, AttentionPlan) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        return self._plan.text()
+
+    def __repr__(self) -> str:
+        return (
+            f"AttentionPlan(world_size={len(self.work)}, imbalance={self.imbalance:.4f},"
+            f" max_bytes_in={int(self.bytes_in.max())}, max_bytes_out={int(self.bytes_out.max())},"
+            f" limit_seconds={self.limit_seconds():.3g})"
+        )
+
+    def _repr_html_(self) -> str:
+        return _html.plan_html(self.to_qkv_plan())
+
+
+def plan(
+    doc_lengths: Sequence[Any],
+    world_size: int,
+    tokens_per_rank: int = 65536,
+    q_hidden: int = 4096,
+    kv_hidden: int = 1024,
+    dtype: str = "bfloat16",
+    mask: str = "causal",
+    window: Optional[int] = None,
+    max_tokens_per_rank: Optional[int] = None,
+    relay: bool = True,
+    *,
+    kv_layout: str = "per_rank",
+    imbalance_target: float = 1.01,
+    byte_weight: float = 0.0,
+    block_tokens: int = 128,
+    ranks_per_node: int = 8,
+    nvlink_bytes_per_second: float = 450e9,
+    network_bytes_per_second: float = 50e9,
+    message_seconds: float = 2e-6,
+    pairs_per_second: float = 0.0,
+) -> AttentionPlan:
+    """Decides which rank attends to which queries, so that the work is even and few bytes move.
+
+    Args:
+        doc_lengths: tokens, each >= 1. Flat: packed in order into the ranks, a document may lie
+            across ranks. One list a rank: its documents, or none.
+        tokens_per_rank: rows of a rank in the MLP layout; 0 lets flat documents fill all ranks
+            evenly and lists have any length.
+        q_hidden, kv_hidden: elements of a row of Q; of K, and of V.
+        dtype: of Q, K and V, by name.
+        mask: "causal"; with ``window`` a query meets only that many keys, itself included.
+        max_tokens_per_rank: rows of Q, and rows of KV, that a rank's buffers hold: a hard limit.
+        relay: receivers may forward KV to each other.
+        imbalance_target: largest work over mean work that is aimed at.
+        byte_weight: above 0, looser targets are tried and the plan with the least largest work /
+            pairs_per_second + byte_weight * limit_seconds() is taken.
+        block_tokens: documents are cut at multiples of it where balance allows.
+
+    Raises:
+        InvalidArgument: naming the option or document; "infeasible: rank 3 needs 71680 tokens,
+            max_tokens_per_rank has 65536" where no plan within the limit is found.
+    """
+    if mask != "causal":
+        raise InvalidArgument(f'plan: mask = {mask!r}, expected "causal"')
+    if kv_layout not in ("per_rank", "per_query"):
+        raise InvalidArgument(
+            f'plan: kv_layout = {kv_layout!r}, expected "per_rank" or "per_query"'
+        )
+    options = {
+        "world_size": _world(world_size, "plan"),
+        "tokens_per_rank": int64(tokens_per_rank, "plan: tokens_per_rank"),
+        "q_hidden": int64(q_hidden, "plan: q_hidden"),
+        "kv_hidden": int64(kv_hidden, "plan: kv_hidden"),
+        "dtype": str(dtype).removeprefix("torch."),
+        "window": _limit(window, "window"),
+        "max_tokens_per_rank": _limit(max_tokens_per_rank, "max_tokens_per_rank"),
+        "relay": bool(relay),
+        "per_query": kv_layout == "per_query",
+        "imbalance_target": float(imbalance_target),
+        "byte_weight": float(byte_weight),
+        "block_tokens": int64(block_tokens, "plan: block_tokens"),
+        "ranks_per_node": int64(ranks_per_node, "plan: ranks_per_node"),
+        "nvlink_bytes_per_second": float(nvlink_bytes_per_second),
+        "network_bytes_per_second": float(network_bytes_per_second),
+        "message_seconds": float(message_seconds),
+        "pairs_per_second": float(pairs_per_second),
+    }
+    nested = len(doc_lengths) > 0 and hasattr(doc_lengths[0], "__len__")
+    if nested:
+        ranks = [_lengths(docs, f"plan: doc_lengths[{r}]") for r, docs in enumerate(doc_lengths)]
+        return AttentionPlan._wrap(_core.plan_ranks(ranks, options))
+    return AttentionPlan._wrap(_core.plan_flat(_lengths(doc_lengths, "plan: doc_lengths"), options))
+
+
+def plan_documents(
+    doc_lengths: Sequence[int],
+    world_size: int,
+    tokens_per_rank: int = 65536,
+    shard_tokens: int = 4096,
+    kv_layout: str = "per_rank",
+) -> QkvPlan:
+    """A plain plan for comparison: equal shards of at most ``shard_tokens``, most work first; each
+    stays at home while that is within the mean work, else goes to the rank with the least.
+    """
+    return QkvPlan._wrap(
+        _core.plan_documents(
+            _lengths(doc_lengths, "plan_documents: doc_lengths"),
+            _world(world_size, "plan_documents"),
+            int64(tokens_per_rank, "plan_documents: tokens_per_rank"),
+            int64(shard_tokens, "plan_documents: shard_tokens"),
+            kv_layout,
+        )
+    )
+
+
+def _world(value: Any, who: str) -> int:
+    number = int64(value, f"{who}: world_size")
+    if not 1 <= number <= 2**20:
+        raise InvalidArgument(f"{who}: world_size = {number}, expected 1..2^20")
+    return number
+
+
+def _limit(value: Optional[int], name: str) -> int:
+    """None is none, which the compiled part writes as 0; 0 itself would be a mistake."""
+    if value is None:
+        return 0
+    number = int64(value, f"plan: {name}")
+    if number < 1:
+        raise InvalidArgument(f"plan: {name} = {number}, expected >= 1, or None for none")
+    return number
+
+
+def _lengths(values: Any, name: str) -> list[int]:
+    lengths = index_array(values, name)
+    if lengths.ndim != 1:
+        raise InvalidArgument(f"{name} has shape {list(lengths.shape)}, expected one axis")
+    return lengths.tolist()

@@ -1,0 +1,266 @@
+"""Moving rows in one process, as a dispatch on real hardware must."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any, NoReturn, Sequence
+
+import numpy as np
+
+from . import _core
+from ._arrays import (
+    AnyArray,
+    ArrayLike,
+    IntArray,
+    as_numpy,
+    bits_of,
+    dtype_name,
+    integer,
+    library_dtype,
+)
+from .errors import InvalidArgument, NotThreeAxes, RankOutOfRange, ShapeMismatch
+from .metadata import Metadata, require_metadata
+
+__all__ = [
+    "orchestrate_simulate",
+    "simulate_communication",
+    "source_rows",
+    "sum_kv_copies",
+    "test_qkv_dispatch",
+]
+
+
+def orchestrate_simulate(
+    tensor: ArrayLike,
+    output_tensor: Any,
+    metadata: Metadata,
+    *,
+    overlap: str = "last_wins",
+    num_threads: int = 0,
+) -> Any:
+    """Moves rows between ranks as ``metadata`` says; returns ``output_tensor``, written in place.
+
+    Args:
+        tensor: (W, n, H), the rows of every rank, back to back from row 0. Any dtype and strides.
+        output_tensor: (W, m, H), the same dtype; rows that nothing addresses keep what they hold.
+        metadata: only dst_rank, dst_offset and seq_len are read; -1 is no destination.
+        overlap: what two copies that write one row mean: "last_wins", the later one in the order
+            (source rank, shard, copy) stays, as in the original; or "reject", an error.
+        num_threads: 0 is all cores; the result does not depend on it.
+
+    Raises:
+        ShapeMismatch: (a RuntimeError) shapes, dtypes, offsets or lengths that do not fit; the text
+            has source rank, destination rank, shard, copy, offset, length, both shapes and the rows
+            consumed before. output_tensor is then unchanged.
+        RankOutOfRange: (an IndexError) a destination outside -1..W-1.
+        NotThreeAxes: (an AssertionError) ``tensor`` has not three axes.
+    """
+    source = as_numpy(tensor, "orchestrate_simulate: tensor")
+    output = writable(output_tensor, "orchestrate_simulate: output_tensor")
+    run_simulation(
+        bits_of(source, "orchestrate_simulate: tensor"), dtype_name(source),
+        bits_of(output, "orchestrate_simulate: output_tensor"), dtype_name(output),
+        metadata, overlap, num_threads,
+    )  # fmt: skip
+    return output_tensor
+
+
+def simulate_communication(
+    tensors: Sequence[ArrayLike], metadata: Metadata, *, overlap: str = "last_wins"
+) -> list[AnyArray]:
+    """orchestrate_simulate for ranks with different numbers of rows, into new arrays.
+
+    Args:
+        tensors: W arrays (n_w, ...) of one dtype; axes after the first are carried along.
+
+    Returns:
+        W arrays (R_w, ...), R_w the total of num_recv_tokens[w].
+    """
+    sources = [as_numpy(t, f"simulate_communication: tensors[{i}]") for i, t in enumerate(tensors)]
+    flat = [bits_of(as_matrix(s), "simulate_communication: tensors") for s in sources]
+    received = run_communication(flat, [dtype_name(s) for s in sources], metadata, overlap)
+    return [
+        rows.view(s.dtype).reshape(len(rows), *s.shape[1:]) for rows, s in zip(received, sources)
+    ]
+
+
+def source_rows(
+    tensor_shape: Sequence[int],
+    output_shape: Sequence[int],
+    metadata: Metadata,
+    *,
+    overlap: str = "last_wins",
+) -> IntArray:
+    """What orchestrate_simulate would move, as a gather, for tensors of any framework and device.
+
+    Returns:
+        (W, m) int64: for every row of the output the row of the tensor that ends there,
+        w * n + row, or -1 where none does.
+    """
+    fields = require_metadata(metadata, "orchestrate_simulate")._fields()
+    shapes = [
+        [integer(extent, f"orchestrate_simulate: an extent of {name}") for extent in shape]
+        for name, shape in (("tensor", tensor_shape), ("output", output_shape))
+    ]
+    try:
+        return _core.source_rows(*shapes, fields, overlap)
+    except InvalidArgument as error:
+        _raise_as_simulation_error(error, metadata, shapes[0])
+
+
+def sum_kv_copies(
+    planes: ArrayLike, metadata: Metadata, rank: int, output: Any = None, num_threads: int = 0
+) -> Any:
+    """Sums the gradients of the copies of a rank's K (or V) rows after the reverse dispatch.
+
+    Row x is the sum over copies c, in that order, of row c * T + x of ``planes`` (C * T, H), where
+    the row's shard uses copy c. Sums run in float32 (float64 for float64), are rounded once.
+
+    Args:
+        metadata: the reverse metadata of KV, of all ranks or the slice of ``rank``.
+        output: (T, H), the dtype of ``planes`` or float32; None makes one of the dtype of planes.
+    """
+    source = as_numpy(planes, "sum_kv_copies: planes")
+    if output is None:
+        rows = gradient_rows(source.shape, metadata, rank)
+        output = np.empty((rows, *source.shape[1:]), dtype=source.dtype)
+    target = writable(output, "sum_kv_copies: output")
+    run_sum(
+        bits_of(source, "sum_kv_copies: planes"), dtype_name(source),
+        bits_of(target, "sum_kv_copies: output"), dtype_name(target),
+        metadata, rank, num_threads,
+    )  # fmt: skip
+    return output
+
+
+def test_qkv_dispatch(args: Any = None, **overrides: Any) -> None:
+    """Sends a random plan's payload forward and back and checks every element.
+
+    Args:
+        args: anything with attributes world_size, num_seqs, max_seq_shard, num_tokens, hidden_size
+            and seed, such as the original's command line; those that lack have the original's
+            defaults 2, 4, 2, 1024, 128, 0.
+        overrides: the same by keyword.
+
+    Raises:
+        AssertionError: naming every finding.
+    """
+    defaults = {
+        "world_size": 2, "num_seqs": 4, "max_seq_shard": 2, "num_tokens": 1024, "hidden_size": 128,
+        "seed": 0,
+    }  # fmt: skip
+    unknown = sorted(set(overrides) - set(defaults))
+    if unknown:
+        raise InvalidArgument(
+            f"test_qkv_dispatch: got {unknown}, expected some of {list(defaults)}"
+        )
+    values = {name: getattr(args, name, value) for name, value in defaults.items()}
+    o = SimpleNamespace(**{**values, **overrides})
+    findings, _ = _core.test_qkv_dispatch(
+        o.world_size, o.num_tokens, o.num_seqs, o.max_seq_shard, o.hidden_size, o.hidden_size,
+        o.seed,
+    )  # fmt: skip
+    if findings:
+        raise AssertionError("test_qkv_dispatch: " + "; ".join(text for *_, text in findings))
+
+
+def writable(output: Any, name: str) -> AnyArray:
+    """The caller's own memory; a copy would take the result away from them."""
+    if not isinstance(output, np.ndarray) and not hasattr(output, "__dlpack__"):
+        raise InvalidArgument(f"{name} is a {type(output).__name__}, expected an array to write to")
+    array = as_numpy(output, name)
+    if not array.flags.writeable:
+        raise InvalidArgument(f"{name} is read-only, expected an array to write to")
+    return array
+
+
+def as_matrix(rows: Any) -> Any:
+    """(n, H) of an array or tensor (n, ...); H may be 0, and so may n."""
+    if rows.ndim == 0:
+        raise ShapeMismatch("simulate_communication: got a scalar, expected tensors (n, ...)")
+    return rows if rows.ndim == 2 else rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
+
+
+def gradient_rows(planes_shape: Sequence[int], metadata: Metadata, rank: int) -> int:
+    """T of sum_kv_copies for a new output; held against planes, since tables may be wrong."""
+    who = "sum_kv_copies"
+    fields = require_metadata(metadata, who)._fields()
+    mask, lens = fields[4:6]
+    if mask is None or lens is None:
+        raise InvalidArgument(
+            f"{who}: metadata has no seq_recv_mask or recv_seq_lens, expected those of the reverse"
+            " of a dispatch with copies"
+        )
+    if lens.ndim == 2:
+        if not 0 <= integer(rank, f"{who}: rank") < len(lens):
+            raise InvalidArgument(f"{who}: rank = {rank}, expected 0..{len(lens) - 1}")
+        lens = lens[int(rank)]
+    rows = int(sum(lens.reshape(-1).tolist()))
+    copies = mask.shape[-1] if mask.ndim else 0
+    if len(planes_shape) != 2 or planes_shape[0] != copies * rows or rows < 0:
+        raise InvalidArgument(
+            f"{who}: planes has shape {list(planes_shape)}, expected [{copies} * {rows}, hidden]"
+        )
+    return rows
+
+
+def run_simulation(
+    source: AnyArray, source_dtype: str, output: AnyArray, output_dtype: str, metadata: Metadata,
+    overlap: str, num_threads: int,
+) -> None:  # fmt: skip
+    """orchestrate_simulate on integers of the elements' size, the dtypes' names beside them."""
+    if source_dtype != output_dtype and source.itemsize == output.itemsize:
+        raise ShapeMismatch(
+            f"orchestrate_simulate: output has dtype {output_dtype}, expected {source_dtype}, that"
+            " of tensor"
+        )
+    fields = require_metadata(metadata, "orchestrate_simulate")._fields()
+    try:
+        _core.orchestrate_simulate(
+            source, library_dtype(source_dtype, source.itemsize),
+            output, library_dtype(output_dtype, output.itemsize),
+            fields, overlap, num_threads,
+        )  # fmt: skip
+    except InvalidArgument as error:
+        _raise_as_simulation_error(error, metadata, source.shape)
+
+
+def run_sum(
+    planes: AnyArray, planes_dtype: str, output: AnyArray, output_dtype: str, metadata: Metadata,
+    rank: int, num_threads: int,
+) -> None:  # fmt: skip
+    """sum_kv_copies on integers of the elements' size."""
+    _core.sum_kv_copies(
+        planes, library_dtype(planes_dtype, planes.itemsize),
+        output, library_dtype(output_dtype, output.itemsize),
+        require_metadata(metadata, "sum_kv_copies")._fields(),
+        integer(rank, "sum_kv_copies: rank"), num_threads,
+    )  # fmt: skip
+
+
+def run_communication(
+    flat: Sequence[AnyArray], dtypes: Sequence[str], metadata: Metadata, overlap: str
+) -> list[AnyArray]:
+    """simulate_communication on (n_w, H) integers of the elements' size."""
+    if len(set(dtypes)) > 1:
+        raise ShapeMismatch(
+            f"simulate_communication: tensors have dtypes {sorted(set(dtypes))}, expected one dtype"
+        )
+    dtype = library_dtype(dtypes[0], flat[0].itemsize) if flat else "uint8"
+    fields = require_metadata(metadata, "simulate_communication")._fields()
+    try:
+        return _core.simulate_communication(flat, dtype, fields, overlap, 0)
+    except InvalidArgument as error:
+        _raise_as_simulation_error(error, metadata, [len(flat), 0, 0])
+
+
+def _raise_as_simulation_error(
+    error: InvalidArgument, metadata: Metadata, tensor_shape: Sequence[int]
+) -> NoReturn:
+    """The same text under the class that callers of the original catch."""
+    if len(tensor_shape) != 3:
+        raise NotThreeAxes(str(error)) from None
+    if "destination rank = " in str(error) and "expected -1 (none)" in str(error):
+        raise RankOutOfRange(str(error)) from None
+    raise ShapeMismatch(str(error)) from None

@@ -1,0 +1,88 @@
+"""The functions of ``waybill`` for torch tensors, on the CPU and on CUDA devices.
+
+Tensors in, tensors out, on the device of the inputs; tensors of the CPU share memory with what the
+compiled part reads and writes. A program written for the original changes only its import:
+the random generators without a seed draw from torch's global generator, in the original's order.
+"""
+
+from ..errors import (
+    Error,
+    InternalError,
+    InvalidArgument,
+    IoError,
+    NotThreeAxes,
+    RankOutOfRange,
+    ShapeMismatch,
+    Unsupported,
+)
+from ..layouts import AttnLayout, PackedSeqParams, QkvMetadata, RankKvLayout, RawQkvDispatch
+from ..planner import AttentionPlan, RelayHop, plan, plan_documents
+from ..plans import QkvPlan
+from ..simulate import test_qkv_dispatch
+from ..validation import Finding, validate
+from .generators import (
+    create_qkv_dispatch,
+    create_qkv_dispatch_with_custom_mapping,
+    create_raw_qkv_dispatch,
+    gen_seq_lens,
+)
+from .index_ops import (
+    exclusive_cumsum,
+    index_put_with_neg_padding_1d,
+    mask_by_neg,
+    prepend_zero,
+    prepend_zero_fn,
+)
+from .metadata import Metadata
+from .routing import (
+    compute_attn_layout_seqlens,
+    compute_e2e_metadata,
+    compute_metadata,
+    compute_metadata_kv,
+    mlp_layout_packed_params,
+    plan_metadata,
+)
+from .simulate import orchestrate_simulate, simulate_communication, sum_kv_copies
+
+__all__ = [
+    "AttentionPlan",
+    "AttnLayout",
+    "Error",
+    "Finding",
+    "InternalError",
+    "InvalidArgument",
+    "IoError",
+    "Metadata",
+    "NotThreeAxes",
+    "PackedSeqParams",
+    "QkvMetadata",
+    "QkvPlan",
+    "RankKvLayout",
+    "RankOutOfRange",
+    "RawQkvDispatch",
+    "RelayHop",
+    "ShapeMismatch",
+    "Unsupported",
+    "compute_attn_layout_seqlens",
+    "compute_e2e_metadata",
+    "compute_metadata",
+    "compute_metadata_kv",
+    "create_qkv_dispatch",
+    "create_qkv_dispatch_with_custom_mapping",
+    "create_raw_qkv_dispatch",
+    "exclusive_cumsum",
+    "gen_seq_lens",
+    "index_put_with_neg_padding_1d",
+    "mask_by_neg",
+    "mlp_layout_packed_params",
+    "orchestrate_simulate",
+    "plan",
+    "plan_documents",
+    "plan_metadata",
+    "prepend_zero",
+    "prepend_zero_fn",
+    "simulate_communication",
+    "sum_kv_copies",
+    "test_qkv_dispatch",
+    "validate",
+]

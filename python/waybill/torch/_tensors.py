@@ -1,0 +1,90 @@
+"""Between torch tensors and the numpy arrays of the compiled part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Optional, Tuple
+
+import numpy as np
+import torch
+
+from .._arrays import AnyArray, as_numpy
+from ..errors import InvalidArgument, Unsupported
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def host_array(value: Any) -> Any:
+    """A numpy array over a CPU tensor's memory, a copy of another device's; the rest as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    try:
+        return value.detach().cpu().numpy()
+    except (RuntimeError, TypeError) as error:  # sparse, or of a dtype that numpy lacks
+        raise InvalidArgument(
+            f"got a tensor of {value.dtype} ({value.layout}, {value.device}), expected one of int64"
+            f" with strides: {error}"
+        ) from None
+
+
+def on_host(function: Callable[..., Any], *values: Any, **options: Any) -> Any:
+    """Calls a function of the numpy face with the values as numpy arrays."""
+    return function(*(host_array(value) for value in values), **options)
+
+
+def tensor(array: Any, device: Optional[torch.device] = None) -> Any:
+    """A tensor over an array's memory, or its copy on a device; None stays None."""
+    if array is None:
+        return None
+    shared = torch.from_numpy(array)
+    return shared if device is None or device.type == "cpu" else shared.to(device)
+
+
+def tensors(value: Any, device: Optional[torch.device] = None) -> Any:
+    """The same inside tuples and lists; records keep their type."""
+    if isinstance(value, np.ndarray):
+        return tensor(value, device)
+    if isinstance(value, tuple):
+        inside = (tensors(item, device) for item in value)
+        return type(value)(*inside) if hasattr(value, "_fields") else tuple(inside)
+    if isinstance(value, list):
+        return [tensors(item, device) for item in value]
+    return value
+
+
+def device_of(*values: Any) -> Optional[torch.device]:
+    """Where the first tensor lies; None where there is none."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return value.device
+    return None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "bfloat16" of torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def require_tensor(value: Any, name: str) -> torch.Tensor:
+    """Payloads are tensors: anything else would be copied without the caller noticing."""
+    if not isinstance(value, torch.Tensor):
+        raise InvalidArgument(f"{name} is a {type(value).__name__}, expected a torch.Tensor")
+    if value.layout is not torch.strided:
+        raise InvalidArgument(f"{name} has layout {value.layout}, expected torch.strided")
+    return value
+
+
+def bits_of(value: torch.Tensor, name: str) -> torch.Tensor:
+    """The same memory as integers of the element's size."""
+    size = value.element_size()
+    if size not in _BITS:
+        raise Unsupported(
+            f"{name} has dtype {value.dtype} of {size} bytes, expected elements of 1, 2, 4 or 8"
+            " bytes"
+        )
+    return value.detach().view(_BITS[size])
+
+
+def payload(value: torch.Tensor, name: str) -> Tuple[AnyArray, str]:
+    """A CPU tensor's memory and its dtype's name."""
+    return as_numpy(bits_of(value, name).numpy(), name), dtype_name(value.dtype)

@@ -1,0 +1,124 @@
+#include "waybill/planner/attention_plan.h"
+
+#include <algorithm>
+#include <numeric>
+#include <ostream>
+#include <sstream>
+
+#include "waybill/core/at.h"
+#include "waybill/core/error.h"
+
+namespace waybill {
+namespace {
+
+double mean_of(const std::vector<std::int64_t>& values) {
+  return values.empty() ? 0
+                        : std::accumulate(values.begin(), values.end(), 0.0) /
+                              static_cast<double>(values.size());
+}
+
+std::int64_t largest(const std::vector<std::int64_t>& values) {
+  return values.empty() ? 0 : *std::max_element(values.begin(), values.end());
+}
+
+}  // namespace
+
+std::vector<std::int64_t> AttentionPlan::bytes_in() const {
+  std::vector<std::int64_t> sums(links.size());
+  std::transform(links.begin(), links.end(), sums.begin(), [](const auto& l) { return l.in(); });
+  return sums;
+}
+
+std::vector<std::int64_t> AttentionPlan::bytes_out() const { return bytes_out(Transfer::direct); }
+
+std::vector<std::int64_t> AttentionPlan::bytes_out(Transfer transfer) const {
+  const auto& from = transfer == Transfer::relay && !relay.empty() ? relay.links : links;
+  std::vector<std::int64_t> sums(from.size());
+  std::transform(from.begin(), from.end(), sums.begin(), [](const auto& l) { return l.out(); });
+  return sums;
+}
+
+double AttentionPlan::imbalance() const {
+  const double mean = mean_of(work);
+  return mean > 0 ? static_cast<double>(largest(work)) / mean : 1;
+}
+
+bool AttentionPlan::balanced() const {
+  const double mean = mean_of(work);
+  return static_cast<double>(largest(work)) <=
+         std::max(options.imbalance_target * mean, mean + static_cast<double>(block_work));
+}
+
+double AttentionPlan::limit_seconds(Transfer transfer) const {
+  const auto& used = transfer == Transfer::relay && !relay.empty() ? relay.links : links;
+  std::int64_t nvlink = 0;
+  std::int64_t network = 0;
+  for (const LinkBytes& link : used) {
+    nvlink = std::max({nvlink, link.nvlink_in, link.nvlink_out});
+    network = std::max({network, link.network_in, link.network_out});
+  }
+  return std::max(static_cast<double>(nvlink) / options.hardware.nvlink_bytes_per_second,
+                  static_cast<double>(network) / options.hardware.network_bytes_per_second);
+}
+
+namespace {
+
+std::string mib(double num_bytes) {
+  std::ostringstream text;
+  text.setf(std::ios::fixed);
+  text.precision(1);
+  text << num_bytes / (1 << 20) << " MiB";
+  return text.str();
+}
+
+std::string milliseconds(double seconds) {
+  std::ostringstream text;
+  text.setf(std::ios::fixed);
+  text.precision(3);
+  text << seconds * 1e3 << " ms";
+  return text.str();
+}
+
+void write_bytes(std::ostream& out, const char* name, const std::vector<std::int64_t>& bytes) {
+  const auto most = std::max_element(bytes.begin(), bytes.end());
+  out << name << " a rank: mean " << mib(mean_of(bytes)) << ", largest "
+      << mib(static_cast<double>(largest(bytes)));
+  if (most != bytes.end() && *most > 0) out << " (rank " << most - bytes.begin() << ')';
+  out << '\n';
+}
+
+}  // namespace
+
+std::string to_string(const AttentionPlan& plan) {
+  std::ostringstream out;
+  const auto most = std::max_element(plan.work.begin(), plan.work.end());
+  out << "AttentionPlan: " << plan.plan.world_size << " ranks, " << plan.plan.num_documents()
+      << " documents, " << plan.plan.num_shards() << " shards, "
+      << std::accumulate(plan.home_tokens.begin(), plan.home_tokens.end(), std::int64_t{0})
+      << " tokens, " << (plan.options.mask.is_causal() ? "causal" : "causal, window ");
+  if (!plan.options.mask.is_causal()) out << plan.options.mask.window;
+  out << ", " << to_string(plan.plan.kv_layout) << '\n';
+  out << "work: largest / mean ";
+  out.setf(std::ios::fixed);
+  out.precision(4);
+  out << plan.imbalance();
+  if (most != plan.work.end() && *most > 0) out << " (rank " << most - plan.work.begin() << ')';
+  out << (plan.balanced() ? "" : ", over the target") << '\n';
+  write_bytes(out, "bytes in", plan.bytes_in());
+  write_bytes(out, "bytes out", plan.bytes_out());
+  if (!plan.relay.empty()) {
+    write_bytes(out, "bytes out with relay", plan.bytes_out(Transfer::relay));
+    out << "relay: " << plan.relay.hops.size() << " hops, " << plan.relay.num_stages << " stages\n";
+  }
+  out << "limit: " << milliseconds(plan.limit_seconds(Transfer::direct));
+  if (!plan.relay.empty())
+    out << ", with relay " << milliseconds(plan.limit_seconds(Transfer::relay));
+  out << '\n';
+  return out.str();
+}
+
+std::ostream& operator<<(std::ostream& out, const AttentionPlan& plan) {
+  return out << to_string(plan);
+}
+
+}  // namespace waybill

@@ -1,0 +1,107 @@
+#include "build_plan.h"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+#include "waybill/core/at.h"
+#include "waybill/core/error.h"
+
+namespace waybill::detail {
+namespace {
+
+// Calls run(piece, slab, dst) for the longest runs of queries of a piece with one destination.
+template <class Run>
+void for_each_run(const HomeLayout& home, std::span<const Move> moves, Run&& run) {
+  const Move* move = moves.data();
+  const Move* last = move + moves.size();
+  const auto num_pieces = static_cast<std::int32_t>(home.pieces.size());
+  for (std::int32_t p = 0; p < num_pieces; ++p) {
+    const HomePiece& piece = home.pieces[at(p)];
+    std::int64_t position = piece.begin;
+    for (; move != last && move->piece == p;) {
+      if (move->slab.begin > position) run(piece, Slab{position, move->slab.begin}, piece.rank);
+      Slab slab = move->slab;
+      const std::int32_t dst = move->dst;
+      while (++move != last && move->piece == p && move->dst == dst && move->slab.begin == slab.end)
+        slab.end = move->slab.end;
+      run(piece, slab, dst);
+      position = slab.end;
+    }
+    if (position < piece.end) run(piece, Slab{position, piece.end}, piece.rank);
+  }
+}
+
+}  // namespace
+
+void PlanWriter::find_cuts(const HomeLayout& home, std::span<const Move> moves,
+                           const PlannerOptions& options) {
+  cuts_.clear();
+  if (options.mask.is_causal()) return;
+  for_each_run(home, moves, [&](const HomePiece& piece, Slab slab, std::int32_t dst) {
+    const std::int64_t key = options.mask.first_key(slab.begin);
+    const std::int64_t cut = key / options.block_tokens * options.block_tokens;
+    if (cut > 0 && (dst != piece.rank || cut < piece.begin))
+      cuts_.push_back({.position = cut, .doc = piece.doc});
+  });
+  // Documents come in order already; positions of one document nearly so.
+  std::sort(cuts_.begin(), cuts_.end(), [](const Cut& a, const Cut& b) {
+    return a.doc != b.doc ? a.doc < b.doc : a.position < b.position;
+  });
+}
+
+void PlanWriter::write(const HomeLayout& home, std::span<const Move> moves,
+                       const PlannerOptions& options, QkvPlan& plan) {
+  find_cuts(home, moves, options);
+  plan.world_size = options.world_size;
+  plan.kv_layout = options.kv_layout;
+  plan.rank_shard_offsets.assign(1, 0);
+  plan.doc_shard_offsets.assign(1, 0);
+  plan.shard_len.clear();
+  plan.q_dst.clear();
+  plan.kv_begin.clear();
+  std::int32_t rank = 0;
+  std::int32_t doc = 0;
+  auto cut = cuts_.begin();
+  for_each_run(home, moves, [&](const HomePiece& piece, Slab slab, std::int32_t dst) {
+    for (; doc < piece.doc; ++doc) plan.doc_shard_offsets.push_back(plan.num_shards());
+    for (; rank < piece.rank; ++rank) plan.rank_shard_offsets.push_back(plan.num_shards());
+    while (cut != cuts_.end() &&
+           (cut->doc < piece.doc || (cut->doc == piece.doc && cut->position <= slab.begin)))
+      ++cut;
+    for (; cut != cuts_.end() && cut->doc == piece.doc && cut->position < slab.end; ++cut) {
+      if (cut->position == slab.begin) continue;
+      plan.shard_len.push_back(cut->position - slab.begin);
+      plan.q_dst.push_back(dst);
+      slab.begin = cut->position;
+    }
+    plan.shard_len.push_back(slab.end - slab.begin);
+    plan.q_dst.push_back(dst);
+  });
+  for (; doc < home.num_docs(); ++doc) plan.doc_shard_offsets.push_back(plan.num_shards());
+  for (; rank < home.world_size; ++rank) plan.rank_shard_offsets.push_back(plan.num_shards());
+  require(plan.num_shards() <= std::numeric_limits<std::int32_t>::max(),
+          "plan_attention: the plan has ", plan.num_shards(), " shards, expected at most 2^31 - 1");
+  plan.doc_shards.resize(plan.shard_len.size());
+  std::iota(plan.doc_shards.begin(), plan.doc_shards.end(), 0);
+  if (!options.mask.is_causal()) write_kv_begin(options.mask, plan);
+}
+
+void PlanWriter::write_kv_begin(const AttentionMask& mask, QkvPlan& plan) {
+  plan.kv_begin.resize(plan.shard_len.size());
+  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
+    const std::int64_t first = plan.doc_shard_offsets[at(d)];
+    ends_.clear();
+    std::int32_t begin = 0;
+    std::int64_t position = 0;
+    for (std::int64_t n = first; n < plan.doc_shard_offsets[at(d + 1)]; ++n) {
+      const std::int64_t key = mask.first_key(position);
+      position += plan.shard_len[at(n)];
+      ends_.push_back(position);
+      while (ends_[at(begin)] <= key) ++begin;
+      plan.kv_begin[at(n)] = begin;
+    }
+  }
+}
+
+}  // namespace waybill::detail

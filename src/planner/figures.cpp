@@ -1,0 +1,157 @@
+#include "figures.h"
+
+#include <algorithm>
+
+#include "slab.h"
+#include "waybill/core/at.h"
+
+namespace waybill::detail {
+
+void FigureCounter::add_link(std::vector<LinkBytes>& links, std::int32_t src, std::int32_t dst,
+                             std::int64_t num_bytes) const {
+  if (nodes[at(src)] == nodes[at(dst)]) {
+    links[at(src)].nvlink_out += num_bytes;
+    links[at(dst)].nvlink_in += num_bytes;
+  } else {
+    links[at(src)].network_out += num_bytes;
+    links[at(dst)].network_in += num_bytes;
+  }
+}
+
+// KV rows of shards [first, last) go to `dst`.
+void FigureCounter::add_rows(std::int32_t first, std::int32_t last, std::int32_t dst,
+                             const KvDocument& doc, AttentionPlan& plan) {
+  const std::int64_t row_bytes = plan.options.model.kv_row_bytes();
+  const std::int32_t doc_first = runs[at(doc.first_run)].first;
+  const auto position = [&](std::int32_t n) { return position_[at(n - doc_first)]; };
+  plan.kv_tokens[at(dst)] += position(last) - position(first);
+  for (std::int32_t i = doc.first_run; i < doc.last_run; ++i) {
+    const HomeRun& run = runs[at(i)];
+    if (run.last <= first || run.rank == dst) continue;
+    if (run.first >= last) break;
+    const std::int64_t rows =
+        position(std::min(run.last, last)) - position(std::max(run.first, first));
+    add_link(plan.links, run.rank, dst, rows * row_bytes);
+  }
+}
+
+void FigureCounter::count_document(std::int64_t first, std::int64_t last, AttentionPlan& plan) {
+  const QkvPlan& qkv = plan.plan;
+  KvDocument doc;
+  doc.first_need = static_cast<std::int32_t>(needs.size());
+  doc.first_run = static_cast<std::int32_t>(runs.size());
+  position_.assign(1, 0);
+  for (std::int64_t n = first; n < last; ++n) {
+    const auto shard = static_cast<std::int32_t>(n);
+    while (n >= qkv.rank_shard_offsets[at(home_rank_ + 1)]) ++home_rank_;
+    if (n == first || runs.back().rank != home_rank_)
+      runs.push_back({.first = shard, .last = shard, .rank = home_rank_});
+    runs.back().last = shard + 1;
+    const std::int64_t begin = position_.back();
+    position_.push_back(begin + qkv.shard_len[at(n)]);
+    const std::int32_t dst = qkv.q_dst[at(n)];
+    plan.work[at(dst)] += plan.options.mask.pairs(begin, position_.back());
+    plan.attention_tokens[at(dst)] += qkv.shard_len[at(n)];
+    if (dst != home_rank_)
+      add_link(q_links, home_rank_, dst, qkv.shard_len[at(n)] * plan.options.model.q_row_bytes());
+    const std::int32_t key =
+        static_cast<std::int32_t>(first) + (qkv.kv_begin.empty() ? 0 : qkv.kv_begin[at(n)]);
+    std::int32_t& need = need_of_rank_[at(dst)];
+    if (need < doc.first_need || needs[at(need)].last < key) {
+      need = static_cast<std::int32_t>(needs.size());
+      needs.push_back({.rank = dst, .first = key, .last = shard + 1});
+    } else {
+      needs[at(need)].last = shard + 1;
+    }
+  }
+  doc.last_need = static_cast<std::int32_t>(needs.size());
+  doc.last_run = static_cast<std::int32_t>(runs.size());
+  if (qkv.kv_layout == KvLayout::per_rank) {
+    for (std::int32_t i = doc.first_need; i < doc.last_need; ++i)
+      add_rows(needs[at(i)].first, needs[at(i)].last, needs[at(i)].rank, doc, plan);
+  } else {
+    for (std::int64_t n = first; n < last; ++n) {
+      const std::int64_t key = first + (qkv.kv_begin.empty() ? 0 : qkv.kv_begin[at(n)]);
+      add_rows(static_cast<std::int32_t>(key), static_cast<std::int32_t>(n) + 1, qkv.q_dst[at(n)],
+               doc, plan);
+    }
+  }
+  documents.push_back(doc);
+}
+
+// See AttentionPlan::least_bytes_in. Queries at `begin` or later have more work than all homes of
+// the document may do, so that a rank without its keys attends to one of them. And whoever attends
+// to the last query has at most one home's rows.
+void FigureCounter::bound_bytes_in(const HomeLayout& home, AttentionPlan& plan) const {
+  const AttentionMask& mask = plan.options.mask;
+  SlabCosts costs(plan.options, 0);
+  costs.block_tokens = 1;
+  const std::int64_t most_work = *std::max_element(plan.work.begin(), plan.work.end());
+  std::int64_t rows = 0;
+  for (std::size_t d = 0; d + 1 < home.doc_pieces.size(); ++d) {
+    const std::int32_t first = home.doc_pieces[d];
+    const std::int32_t last = home.doc_pieces[d + 1];
+    const std::int64_t end = home.pieces[at(last - 1)].end;
+    if (end <= rows || (last - first == 1 && mask.pairs(0, end) <= most_work)) continue;
+    const std::int64_t num_homes = std::min<std::int64_t>(last - first, home.world_size);
+    std::int64_t homes_work = 0;
+    if (__builtin_mul_overflow(num_homes, most_work, &homes_work)) continue;
+    const std::int64_t begin = costs.slab_down(0, end, homes_work).begin;
+    if (begin > 0) rows = std::max(rows, begin - mask.first_key(begin - 1));
+    const std::int64_t first_key = mask.first_key(end - 1);
+    std::int64_t at_home = 0;
+    for (std::int32_t p = first; p < last; ++p) {
+      const HomePiece& piece = home.pieces[at(p)];
+      at_home = std::max(at_home, piece.end - std::max(piece.begin, first_key));
+    }
+    rows = std::max(rows, end - first_key - at_home);
+  }
+  plan.least_bytes_in = rows * plan.options.model.kv_row_bytes();
+}
+
+void FigureCounter::count(const HomeLayout& home, AttentionPlan& plan) {
+  const std::size_t world_size = at(home.world_size);
+  const QkvPlan& qkv = plan.plan;
+  const AttentionMask& mask = plan.options.mask;
+  plan.work.assign(world_size, 0);
+  plan.home_tokens.assign(home.tokens.begin(), home.tokens.end());
+  plan.attention_tokens.assign(world_size, 0);
+  plan.kv_tokens.assign(world_size, 0);
+  plan.links.assign(world_size, {});
+  plan.block_work = 0;
+  q_links.assign(world_size, {});
+  need_of_rank_.assign(world_size, -1);
+  nodes.resize(world_size);
+  for (std::size_t r = 0; r < world_size; ++r)
+    nodes[r] = static_cast<std::int32_t>(r) / plan.options.hardware.ranks_per_node;
+  needs.clear();
+  runs.clear();
+  documents.clear();
+  home_rank_ = 0;
+  std::int64_t longest = 0;
+  for (std::int64_t d = 0; d < qkv.num_documents(); ++d) {
+    const std::int64_t first = qkv.doc_shard_offsets[at(d)];
+    const std::int64_t last = qkv.doc_shard_offsets[at(d + 1)];
+    longest = std::max(longest, home.pieces[at(home.doc_pieces[at(d + 1)] - 1)].end);
+    while (first >= qkv.rank_shard_offsets[at(home_rank_ + 1)]) ++home_rank_;
+    if (last - first > 1 || qkv.q_dst[at(first)] != home_rank_) {
+      count_document(first, last, plan);
+      continue;
+    }
+    const std::int64_t len = qkv.shard_len[at(first)];
+    plan.work[at(home_rank_)] += mask.pairs(0, len);
+    plan.attention_tokens[at(home_rank_)] += len;
+    plan.kv_tokens[at(home_rank_)] += len;
+  }
+  bound_bytes_in(home, plan);
+  plan.block_work =
+      mask.pairs(std::max<std::int64_t>(0, longest - plan.options.block_tokens), longest);
+  for (std::size_t r = 0; r < world_size; ++r) {
+    plan.links[r].nvlink_in += q_links[r].nvlink_in;
+    plan.links[r].nvlink_out += q_links[r].nvlink_out;
+    plan.links[r].network_in += q_links[r].network_in;
+    plan.links[r].network_out += q_links[r].network_out;
+  }
+}
+
+}  // namespace waybill::detail

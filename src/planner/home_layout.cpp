@@ -1,0 +1,118 @@
+#include "home_layout.h"
+
+#include <algorithm>
+
+#include "waybill/core/at.h"
+#include "waybill/core/error.h"
+
+namespace waybill::detail {
+namespace {
+
+constexpr const char* who = "plan_attention";
+constexpr std::int64_t most_tokens = std::int64_t{1} << 40;
+// The area of a causal mask over 2^31 tokens just fits int64.
+constexpr std::int64_t longest_document = std::int64_t{1} << 31;
+
+bool is_length(std::int64_t length) { return 1 <= length && length <= longest_document; }
+
+void start(const PlannerOptions& options, HomeLayout& home) {
+  home.world_size = options.world_size;
+  home.pieces.clear();
+  home.rank_pieces.assign(1, 0);
+  home.doc_pieces.assign(1, 0);
+  home.tokens.assign(at(options.world_size), 0);
+}
+
+std::int64_t checked_total(std::span<const std::int64_t> doc_lengths,
+                           const PlannerOptions& options) {
+  std::int64_t total = 0;
+  for (std::size_t i = 0; i < doc_lengths.size(); ++i) {
+    require(is_length(doc_lengths[i]), who, ": doc_lengths[", i, "] = ", doc_lengths[i],
+            ", expected 1..2^31 tokens");
+    total += doc_lengths[i];
+    require(total <= most_tokens, who, ": doc_lengths up to document ", i, " sum to ", total,
+            " tokens, expected at most 2^40");
+  }
+  require(options.tokens_per_rank == 0 || total <= options.world_size * options.tokens_per_rank,
+          who, ": doc_lengths sum to ", total, " tokens, expected at most ",
+          options.world_size * options.tokens_per_rank, " (world_size ", options.world_size,
+          " x tokens_per_rank ", options.tokens_per_rank, ")");
+  return total;
+}
+
+// Bytes in of a rank are at most those of all rows; bytes out those of its rows to every rank.
+void check_bytes(const PlannerOptions& options, std::int64_t total, std::int64_t most_at_home) {
+  const auto q_row = static_cast<double>(options.model.q_row_bytes());
+  const auto kv_row = static_cast<double>(options.model.kv_row_bytes());
+  const double in = static_cast<double>(total) * (q_row + kv_row);
+  const double out = static_cast<double>(most_at_home) * (q_row + kv_row * options.world_size);
+  require(std::max(in, out) < 9e18, who, ": ", total, " tokens with rows of ", q_row, " and ",
+          kv_row, " bytes on ", options.world_size, " ranks, expected fewer bytes than 2^63");
+}
+
+}  // namespace
+
+void lay_out(std::span<const std::int64_t> doc_lengths, const PlannerOptions& options,
+             HomeLayout& home) {
+  const std::int64_t total = checked_total(doc_lengths, options);
+  start(options, home);
+  home.tokens_per_rank = options.tokens_per_rank;
+  if (home.tokens_per_rank == 0)
+    home.tokens_per_rank = std::max<std::int64_t>(1, (total - 1) / options.world_size + 1);
+  std::int32_t rank = 0;
+  std::int64_t room = home.tokens_per_rank;
+  const auto close_rank = [&] {
+    home.tokens[at(rank)] = home.tokens_per_rank - room;
+    home.rank_pieces.push_back(static_cast<std::int32_t>(home.pieces.size()));
+    ++rank;
+    room = home.tokens_per_rank;
+  };
+  for (std::size_t d = 0; d < doc_lengths.size(); ++d) {
+    for (std::int64_t begin = 0; begin < doc_lengths[d];) {
+      if (room == 0) close_rank();
+      const std::int64_t end = std::min(doc_lengths[d], begin + room);
+      home.pieces.push_back(
+          {.begin = begin, .end = end, .doc = static_cast<std::int32_t>(d), .rank = rank});
+      room -= end - begin;
+      begin = end;
+    }
+    home.doc_pieces.push_back(static_cast<std::int32_t>(home.pieces.size()));
+  }
+  while (rank < options.world_size) close_rank();
+  check_bytes(options, total, std::min(total, home.tokens_per_rank));
+}
+
+void lay_out(std::span<const std::vector<std::int64_t>> rank_doc_lengths,
+             const PlannerOptions& options, HomeLayout& home) {
+  require(std::ssize(rank_doc_lengths) == options.world_size, who, ": ", rank_doc_lengths.size(),
+          " lists of documents, expected one a rank (world_size ", options.world_size, ")");
+  std::int64_t total = 0;
+  for (std::size_t r = 0; r < rank_doc_lengths.size(); ++r) {
+    std::int64_t tokens = 0;
+    for (std::size_t i = 0; i < rank_doc_lengths[r].size(); ++i) {
+      require(is_length(rank_doc_lengths[r][i]), who, ": doc_lengths[", r, "][", i,
+              "] = ", rank_doc_lengths[r][i], ", expected 1..2^31 tokens");
+      tokens += rank_doc_lengths[r][i];
+      total += rank_doc_lengths[r][i];
+      require(total <= most_tokens, who, ": doc_lengths up to rank ", r, " sum to ", total,
+              " tokens, expected at most 2^40");
+    }
+    require(options.tokens_per_rank == 0 || tokens <= options.tokens_per_rank, who,
+            ": doc_lengths[", r, "] sum to ", tokens, " tokens, expected at most tokens_per_rank ",
+            options.tokens_per_rank);
+  }
+  start(options, home);
+  home.tokens_per_rank = options.tokens_per_rank;
+  std::int32_t doc = 0;
+  for (std::int32_t r = 0; r < options.world_size; ++r) {
+    for (const std::int64_t length : rank_doc_lengths[at(r)]) {
+      home.pieces.push_back({.begin = 0, .end = length, .doc = doc++, .rank = r});
+      home.doc_pieces.push_back(doc);
+      home.tokens[at(r)] += length;
+    }
+    home.rank_pieces.push_back(doc);
+  }
+  check_bytes(options, total, *std::max_element(home.tokens.begin(), home.tokens.end()));
+}
+
+}  // namespace waybill::detail

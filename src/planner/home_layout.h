@@ -1,0 +1,42 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "waybill/planner/planner_options.h"
+
+namespace waybill::detail {
+
+/// Tokens [begin, end) of a document that lie on one rank in the MLP layout.
+struct HomePiece {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  std::int32_t doc = 0;
+  std::int32_t rank = 0;
+};
+
+/// Where documents lie. Pieces are numbered in the global order, which is also the order of the
+/// documents and of their tokens: the pieces of a rank, and those of a document, are consecutive.
+struct HomeLayout {
+  std::int32_t world_size = 0;
+  std::int64_t tokens_per_rank = 0;  ///< as packed; of lists: the most that a rank has
+  std::vector<HomePiece> pieces;
+  std::vector<std::int32_t> rank_pieces;  ///< [W + 1]
+  std::vector<std::int32_t> doc_pieces;   ///< [D + 1]
+  std::vector<std::int64_t> tokens;       ///< [W]
+
+  [[nodiscard]] std::int64_t num_docs() const {
+    return static_cast<std::int64_t>(doc_pieces.size()) - 1;
+  }
+};
+
+/// Packs flat documents in order into the ranks. @throws InvalidArgument, see plan_attention.
+void lay_out(std::span<const std::int64_t> doc_lengths, const PlannerOptions& options,
+             HomeLayout& home);
+
+/// Documents that lie on a rank each. @throws InvalidArgument, see plan_attention.
+void lay_out(std::span<const std::vector<std::int64_t>> rank_doc_lengths,
+             const PlannerOptions& options, HomeLayout& home);
+
+}  // namespace waybill::detail

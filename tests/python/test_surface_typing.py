@@ -1,0 +1,94 @@
+"""mypy --strict on the package, and on a program that uses it. Slow: the first run reads numpy."""
+
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import waybill
+
+pytest.importorskip("mypy")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A folder with the package's Python files and stubs."""
+    folder = tmp_path_factory.mktemp("typed")
+    shutil.copytree(
+        Path(waybill.__file__).parent, folder / "waybill",
+        ignore=shutil.ignore_patterns("__pycache__", "*.so"),
+    )  # fmt: skip
+    settings = (ROOT / "pyproject.toml").read_text()
+    assert "strict = true" in settings
+    (folder / "settings.toml").write_text(settings)
+    return folder
+
+
+def mypy(folder, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file", "settings.toml",
+         "--cache-dir", str(ROOT / ".mypy_cache"), "--no-color-output", *arguments],
+        cwd=folder, env={"MYPYPATH": str(folder), "PATH": ""}, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
+
+
+def test_the_package(sources):
+    result = mypy(sources, "-p", "waybill")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+PROGRAM = """
+    import numpy as np
+
+    import waybill
+
+    lens = np.array([[4, 2], [3, 0]])
+    fwd, rev = waybill.compute_metadata(lens, np.array([[1, 0], [1, -1]]))
+    first: waybill.Metadata = fwd.get_slice(0).normalize_dtype()
+    text: str = first.to_json()
+    again: waybill.Metadata = waybill.Metadata.from_json(text)
+    sums = waybill.exclusive_cumsum(lens, dim=1)
+    total: int = int(sums.sum())
+    output = waybill.orchestrate_simulate(np.ones((2, 6, 3)), np.zeros((2, 9, 3)), fwd)
+    received: list[int] = [len(rows) for rows in waybill.simulate_communication(list(output), fwd)]
+    layout = waybill.compute_attn_layout_seqlens(lens, lens, lens, shard_to_tuple=True)
+    longest: int = int(layout.max_seqlen_q.max())
+    plan = waybill.QkvPlan(1, [0, 1], [3], [0], [0, 1], [0], kv_layout="per_query")
+    fwd_q: waybill.Metadata = plan.to_metadata().fwd_q
+    share: float = plan.imbalance
+    for finding in waybill.validate(fwd, rev, q_capacity=100):
+        print(finding.kind.upper(), finding.rank + 1)
+    try:
+        waybill.gen_seq_lens(0, 1, 1)
+    except waybill.InvalidArgument as error:
+        print(error)
+"""
+
+
+def test_a_users_program(sources):
+    (sources / "program.py").write_text(textwrap.dedent(PROGRAM))
+    result = mypy(sources, "--follow-imports=silent", "--strict", "program.py")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "waybill.gen_seq_lens('two', 1, 1)",
+        "waybill.exclusive_cumsum([1], dim='x')",
+        "waybill.orchestrate_simulate([], [])",
+        "waybill.validate(max_findings='x')",
+        "waybill.no_such_name",
+        "waybill.sample_documents(3, 1) + 'x'",
+    ],
+)
+def test_mistakes_are_seen(sources, mistake):
+    (sources / "mistake.py").write_text(f"import waybill\n\n{mistake}\n")
+    result = mypy(sources, "--follow-imports=silent", "--strict", "mistake.py")
+    assert result.returncode == 1 and "mistake.py:3: error" in result.stdout, result.stdout
