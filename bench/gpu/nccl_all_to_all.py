@@ -7,6 +7,7 @@ rows into send order and out of receive order that it needs and a dispatch does 
 import os
 import statistics
 import sys
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -27,13 +28,32 @@ def time_calls(call, calls=60):
         call()
         event.record()
     torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) * 1e3 for a, b in zip(events, events[1:]))
+    return statistics.median(a.elapsed_time(b) * 1e3 for a, b in pairwise(events))
 
 
 def slowest(us):
     value = torch.tensor([us], device="cuda")
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return value.item()
+
+
+def measure(mib):
+    """The slowest rank's us of an all to all of `mib` MiB a rank, alone and with packing."""
+    rows = mib * MIB // (2 * ROW)
+    source = torch.randn(rows, ROW, device="cuda").bfloat16()
+    send, recv = torch.empty_like(source), torch.empty_like(source)
+    result = torch.empty_like(source)
+    order = torch.randperm(rows, device="cuda")
+
+    def plain():
+        dist.all_to_all_single(recv, send)
+
+    def packed():
+        torch.index_select(source, 0, order, out=send)
+        dist.all_to_all_single(recv, send)
+        torch.index_select(recv, 0, order, out=result)
+
+    return slowest(time_calls(plain)), slowest(time_calls(packed))
 
 
 def worker(rank, world):
@@ -44,21 +64,7 @@ def worker(rank, world):
         print(f"NCCL {torch.cuda.nccl.version()}, PyTorch {torch.__version__}, {world} GPUs")
         print(f"{'MiB a rank':>10} {'us':>9} {'GB/s':>8} {'with pack and unpack us':>24}")
     for mib in (1, 8, 64, 256):
-        rows = mib * MIB // (2 * ROW)
-        source = torch.randn(rows, ROW, device="cuda").bfloat16()
-        send, recv = torch.empty_like(source), torch.empty_like(source)
-        result = torch.empty_like(source)
-        order = torch.randperm(rows, device="cuda")
-
-        def plain():
-            dist.all_to_all_single(recv, send)
-
-        def packed():
-            torch.index_select(source, 0, order, out=send)
-            dist.all_to_all_single(recv, send)
-            torch.index_select(recv, 0, order, out=result)
-
-        us, packed_us = slowest(time_calls(plain)), slowest(time_calls(packed))
+        us, packed_us = measure(mib)
         if rank == 0:
             rate = mib * MIB * (world - 1) / world / us / 1e3
             print(f"{mib:>10} {us:>9.1f} {rate:>8.1f} {packed_us:>24.1f}", flush=True)
