@@ -6,17 +6,34 @@ include(CMakePackageConfigHelpers)
 function(waybill_target_defaults target)
   target_compile_features(${target} PUBLIC cxx_std_20)
   set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF)
-  target_compile_options(${target} PRIVATE -Wall -Wextra)
+  set(cxx "$<COMPILE_LANGUAGE:CXX>")
+  target_compile_options(${target} PRIVATE $<${cxx}:-Wall> $<${cxx}:-Wextra>)
   if(WAYBILL_DEV)
-    target_compile_options(${target} PRIVATE -Wpedantic -Wshadow -Wconversion -Wsign-conversion)
+    target_compile_options(
+      ${target} PRIVATE "$<${cxx}:-Wpedantic;-Wshadow;-Wconversion;-Wsign-conversion>")
     if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
       # What gcc's optimiser guesses about inlined std::string and std::vector is often wrong.
-      target_compile_options(${target} PRIVATE -Wno-restrict -Wno-error=array-bounds
-                                               -Wno-error=stringop-overflow
-                                               -Wno-error=maybe-uninitialized)
+      target_compile_options(
+        ${target}
+        PRIVATE
+          "$<${cxx}:-Wno-restrict;-Wno-error=array-bounds;-Wno-error=stringop-overflow;-Wno-error=maybe-uninitialized>"
+      )
     endif()
     set_target_properties(${target} PROPERTIES COMPILE_WARNING_AS_ERROR ON)
   endif()
+endfunction()
+
+# How .cu files are compiled: for each architecture that differs in what it can do, 90a and 100a for
+# their own instructions. CMake 3.25 does not know how nvcc is told about C++20.
+set(WAYBILL_CUDA_ARCHITECTURES "80;90a;100a" CACHE STRING "Compute capabilities to compile for")
+function(waybill_cuda_options target)
+  set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES OFF)
+  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20>)
+  foreach(arch IN LISTS WAYBILL_CUDA_ARCHITECTURES)
+    target_compile_options(
+      ${target}
+      PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_${arch},code=sm_${arch}>)
+  endforeach()
 endfunction()
 
 # waybill_add_room(<name> SOURCES <.cpp...> HEADERS <.h...> [DEPENDS <room...>])

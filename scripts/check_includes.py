@@ -16,9 +16,12 @@ ROOMS = {
     "routing": {"core"},
     "planner": {"routing", "core"},
     "simulate": {"routing", "core"},
+    "transport": {"core"},
+    "runtime": {"transport", "routing", "core"},
+    "cuda": {"runtime", "transport", "routing", "core"},
     "json": {"planner", "routing", "core"},
     "report": {"routing", "core"},
-    "cli": {"core", "routing", "planner", "simulate", "json", "report"},
+    "cli": {"core", "routing", "planner", "simulate", "json", "report", "transport", "runtime"},
 }
 
 # Third-party headers, and the folders that may include them (never a public header).
@@ -30,10 +33,17 @@ THIRD_PARTY = {
     "gmock/": ("tests/",),
     "rapidcheck": ("tests/",),
     "benchmark/": ("bench/",),
+    "cuda_runtime": ("src/cuda/", "tests/cuda/", "bench/gpu/"),
+    "cuda_fp16.h": ("src/cuda/device/",),
 }
 
+# The folders of a room that is a house of its own: each may include those before it.
+FOLDERS = {"cuda": ("device", "kernel", "executor", "transport")}
+
+SUFFIXES = (".h", ".cpp", ".cuh", ".cu")
+
 # Headers of the operating system and the processor; in the library for .cpp files only.
-SYSTEM = re.compile(r"(sys/\w+|sched|unistd|fcntl|pthread|\w+intrin)\.h$")
+SYSTEM = re.compile(r"((sys|netinet)/\w+|sched|unistd|fcntl|netdb|poll|pthread|\w+intrin)\.h$")
 STANDARD = re.compile(r"\w+$")
 
 INCLUDE = re.compile(r"^\s*#\s*include\s*([<\"])([^>\"]+)[>\"]", re.MULTILINE)
@@ -73,6 +83,14 @@ def check_quoted(path, name):
         return None
     if str(path).startswith("include/"):
         return f'"{name}": a public header includes "waybill/ROOM/x.h" or <x>'
+    if room in FOLDERS and name.startswith("../"):
+        mine, other = path.parts[2], name.split("/")[1]
+        order = FOLDERS[room]
+        if other not in order or mine not in order or order.index(other) >= order.index(mine):
+            return f'"{name}": {room}/{mine} may not include {other}'
+        return None if (ROOT / path.parent / name).is_file() else f'"{name}" does not exist'
+    if str(path).startswith("bench/gpu/") and name.startswith("../../src/cuda/device/"):
+        return None  # the link benchmark copies with the room's own instructions
     bases = [ROOT / path.parent] + ([ROOT / "tests"] if path.parts[0] == "tests" else [])
     if ".." in name or not any((base / name).is_file() for base in bases):
         return f'"{name}" is not a file beside this one'
@@ -81,7 +99,7 @@ def check_quoted(path, name):
 
 def check_file(path):
     text = (ROOT / path).read_text(encoding="utf-8")
-    if path.suffix == ".h" and not re.search(r"^#pragma once$", text, re.MULTILINE):
+    if path.suffix in (".h", ".cuh") and not re.search(r"^#pragma once$", text, re.MULTILINE):
         yield f"{path}:1: no #pragma once"
     for match in INCLUDE.finditer(text):
         kind, name = match.groups()
@@ -105,7 +123,7 @@ def main():
     num_files = 0
     for folder in ("include", "src", "python", "tests", "bench", "examples"):
         for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix in (".h", ".cpp"):
+            if path.suffix in SUFFIXES:
                 num_files += 1
                 path = path.relative_to(ROOT)
                 room = room_of(path)

@@ -7,7 +7,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MAX_LINES = 400
 FOLDERS = ("include", "src", "python", "tests", "bench", "examples", "scripts", "cmake")
-SUFFIXES = (".h", ".cpp", ".py", ".sh", ".cmake")
+SUFFIXES = (".h", ".cpp", ".cuh", ".cu", ".py", ".sh", ".cmake")
 
 
 def main():

@@ -12,7 +12,7 @@ command -v "$tool" >/dev/null || {
   echo "format: $tool is missing; scripts/setup.sh --ci installs it" >&2
   exit 1
 }
-find include src python tests bench examples \( -name '*.h' -o -name '*.cpp' \) -print0 |
+find include src python tests bench examples \( -name '*.h' -o -name '*.cpp' -o -name '*.cuh' -o -name '*.cu' \) -print0 |
   xargs -0 -r -n 8 -P "$(nproc)" "$tool" "${mode[@]}"
 
 scripts/python_env.sh

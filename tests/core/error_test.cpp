@@ -51,5 +51,20 @@ TEST(require, builds_the_text_only_on_failure) {
 
 TEST(throw_invalid, throws) { EXPECT_THROW(throw_invalid("a", 1), InvalidArgument); }
 
+TEST(Timeout, says_who_waited_for_whom_and_what) {
+  const Timeout timeout({.operation = "dispatch",
+                         .rank = 3,
+                         .peer = 5,
+                         .wanted = 7,
+                         .seen = 6,
+                         .seconds = 10,
+                         .peer_node = 0,
+                         .peer_local = 5});
+  EXPECT_STREQ(timeout.what(),
+               "dispatch: rank 3 waited 10.0 s for signal >= 7 from rank 5 (node 0, local_rank 5); "
+               "last seen 6");
+  EXPECT_EQ(timeout.missed().peer, 5);
+}
+
 }  // namespace
 }  // namespace waybill

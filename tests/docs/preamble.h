@@ -5,14 +5,18 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstdint>
 #include <filesystem>
 #include <iostream>
+#include <map>
 #include <numeric>
 #include <source_location>
 #include <span>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include "waybill/core/error.h"
@@ -49,10 +53,13 @@
 #include "waybill/routing/qkv_routing.h"
 #include "waybill/routing/raw_dispatch.h"
 #include "waybill/routing/validate.h"
+#include "waybill/runtime/sequence_dispatcher.h"
+#include "waybill/runtime/world.h"
 #include "waybill/simulate/check.h"
 #include "waybill/simulate/dispatch.h"
 #include "waybill/simulate/kv_gradient.h"
 #include "waybill/simulate/orchestrate.h"
+#include "waybill/transport/bootstraps.h"
 
 namespace {
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -28,6 +29,35 @@ class Unsupported : public Error {
 class IoError : public Error {
  public:
   using Error::Error;
+};
+
+/// The machinery between ranks failed; the text says what was being done.
+class TransportError : public Error {
+ public:
+  using Error::Error;
+};
+
+/// A wait that reached its deadline: who waited for whom, and for what.
+struct MissedWait {
+  std::string operation;         ///< "dispatch"
+  std::string what = "signal";   ///< what was counted: "signal", "exchange"
+  std::int32_t rank = 0;         ///< that waited
+  std::int32_t peer = 0;         ///< that was waited for
+  std::uint64_t wanted = 0;      ///< the least count that would have ended the wait
+  std::uint64_t seen = 0;        ///< the last count seen
+  double seconds = 0;            ///< waited
+  std::int32_t peer_node = -1;   ///< -1: not known
+  std::int32_t peer_local = -1;  ///< the peer's index inside its node
+};
+
+/// A rank stayed silent past the deadline.
+class Timeout : public Error {
+ public:
+  explicit Timeout(MissedWait missed);
+  [[nodiscard]] const MissedWait& missed() const noexcept { return missed_; }
+
+ private:
+  MissedWait missed_;
 };
 
 /// A defect of this library, never of the caller.

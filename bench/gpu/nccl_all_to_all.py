@@ -1,0 +1,78 @@
+"""NCCL's all_to_all_single through PyTorch on the GPUs of this machine, to compare with.
+
+One process a GPU, bfloat16; the slowest rank's median of 60 calls, with and without the packing of
+rows into send order and out of receive order that it needs and a dispatch does not.
+"""
+
+import os
+import statistics
+import sys
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+ROW = 4096  # elements
+MIB = 1 << 20
+
+
+def time_calls(call, calls=60):
+    for _ in range(10):
+        call()
+    torch.cuda.synchronize()
+    dist.barrier()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) * 1e3 for a, b in pairwise(events))
+
+
+def slowest(us):
+    value = torch.tensor([us], device="cuda")
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return value.item()
+
+
+def measure(mib):
+    """The slowest rank's us of an all to all of `mib` MiB a rank, alone and with packing."""
+    rows = mib * MIB // (2 * ROW)
+    source = torch.randn(rows, ROW, device="cuda").bfloat16()
+    send, recv = torch.empty_like(source), torch.empty_like(source)
+    result = torch.empty_like(source)
+    order = torch.randperm(rows, device="cuda")
+
+    def plain():
+        dist.all_to_all_single(recv, send)
+
+    def packed():
+        torch.index_select(source, 0, order, out=send)
+        dist.all_to_all_single(recv, send)
+        torch.index_select(recv, 0, order, out=result)
+
+    return slowest(time_calls(plain)), slowest(time_calls(packed))
+
+
+def worker(rank, world):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29555")
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=world)
+    if rank == 0:
+        print(f"NCCL {torch.cuda.nccl.version()}, PyTorch {torch.__version__}, {world} GPUs")
+        print(f"{'MiB a rank':>10} {'us':>9} {'GB/s':>8} {'with pack and unpack us':>24}")
+    for mib in (1, 8, 64, 256):
+        us, packed_us = measure(mib)
+        if rank == 0:
+            rate = mib * MIB * (world - 1) / world / us / 1e3
+            print(f"{mib:>10} {us:>9.1f} {rate:>8.1f} {packed_us:>24.1f}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        sys.exit("nccl_all_to_all: needs two GPUs, nothing measured")
+    mp.spawn(worker, args=(gpus,), nprocs=gpus)

@@ -1,0 +1,124 @@
+// Times SequenceDispatcher on the GPUs of this host against what the links give.
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <map>
+#include <string_view>
+
+#include "link_probe.h"
+#include "measure.h"
+#include "waybill/cuda/gpu_world.h"
+#include "workload.h"
+
+namespace waybill::bench {
+namespace {
+
+constexpr std::int64_t mib = std::int64_t{1} << 20;
+
+/// The link probe at each number of SMs, asked once.
+class Ceilings {
+ public:
+  explicit Ceilings(int gpus) : gpus_(gpus) {}
+  double at(int num_sms) {
+    const auto [found, is_new] = known_.try_emplace(num_sms, 0);
+    if (is_new) {
+      const LinkWay way = num_sms == 0 ? LinkWay::copy_engines : LinkWay::push_bulk;
+      found->second = link_gb_s(gpus_, way, std::max(1, num_sms), 64 * mib);
+    }
+    return found->second;
+  }
+  double best() { return std::max({at(8), at(16), at(132)}); }
+
+ private:
+  int gpus_;
+  std::map<int, double> known_;
+};
+
+class Table {
+ public:
+  Table(std::int32_t world_size, int gpus) : world_size_(world_size), ceilings_(gpus) {
+    if (gpus < 2) std::printf("one GPU: nothing crosses a link, columns that need one are 0\n");
+    std::printf("link: bulk push 8 SMs %.0f, 16 SMs %.0f, 132 SMs %.0f, copy engines %.0f GB/s\n",
+                ceilings_.at(8), ceilings_.at(16), ceilings_.at(132), ceilings_.at(0));
+    std::printf("%-34s %4s %9s %9s %9s %9s %9s %7s %7s\n", "workload", "SMs", "wire MiB", "us",
+                "graph us", "limit us", "GB/s", "of link", "of best");
+  }
+
+  void row(const Workload& workload, int num_sms, bool graph = false) {
+    MeasureOptions options;
+    options.dispatcher.num_sms = num_sms;
+    options.graph = graph;
+    const WireBytes bytes = wire_bytes(workload);
+    const CallTimes times = measure(world_size_, workload, options);
+    const double us = times.median_us;
+    const double rate = static_cast<double>(bytes.most()) / us / 1e3;
+    const auto over = [](double a, double b) { return b > 0 ? a / b : 0; };
+    const double limit = over(static_cast<double>(bytes.most()), ceilings_.best()) / 1e3;
+    std::printf("%-34s %4d %9.1f %9.1f %9.1f %9.1f %9.1f %6.1f%% %6.1f%%  compile %.0f us\n",
+                workload.name.c_str(), num_sms, static_cast<double>(bytes.most()) / mib, us,
+                times.graph_us, limit, rate, over(100 * rate, ceilings_.at(num_sms)),
+                over(100 * rate, ceilings_.best()), times.compile_us);
+    std::fflush(stdout);
+  }
+
+ private:
+  std::int32_t world_size_;
+  Ceilings ceilings_;
+};
+
+void run(std::int32_t world_size, bool quick) {
+  const int gpus = num_gpus();
+  std::printf("%d ranks on %d GPUs, bfloat16; slowest rank's median of 60 calls\n", world_size,
+              gpus);
+  Table table(world_size, gpus);
+  constexpr std::int64_t row = 8192;
+  Workload empty = uniform(world_size, 0, row);
+  empty.name = "empty plan";
+  table.row(empty, 16, true);
+  table.row(uniform(world_size, mib, row), 8, true);
+  table.row(uniform(world_size, mib, row), 16, true);
+  table.row(uniform(world_size, mib, row), 32, true);
+  table.row(uniform(world_size, 8 * mib, row), 16, true);
+  for (const int sms : {8, 16, 0}) table.row(uniform(world_size, 64 * mib, row), sms);
+  if (quick) return;
+  for (const int sms : {32, 64}) table.row(uniform(world_size, 8 * mib, row), sms, true);
+  for (const int sms : {64, 132}) table.row(uniform(world_size, 64 * mib, row), sms);
+  for (const int sms : {8, 16, 24, 64, 0}) table.row(uniform(world_size, 256 * mib, row), sms);
+  table.row(uniform(world_size, 64 * mib, 2048), 16);
+  table.row(uniform(world_size, 64 * mib, 256), 16);
+  for (const char* lengths : {"wlbllm", "prolong"}) {
+    const auto forward = documents(world_size, lengths, SequenceOperation::dispatch);
+    for (const int sms : {8, 16, 0}) table.row(forward, sms);
+    const auto backward = documents(world_size, lengths, SequenceOperation::kv_gradient);
+    for (const int sms : {16, 24, 32}) table.row(backward, sms);
+  }
+}
+
+}  // namespace
+}  // namespace waybill::bench
+
+/// waybill_bench_gpu_sequence [--quick] [RANKS]: one rank a GPU unless told.
+int main(int argc, char** argv) {
+  bool quick = false;
+  std::int32_t ranks = waybill::num_gpus();
+  for (int i = 1; i < argc; ++i) {
+    if (std::string_view(argv[i]) == "--quick") {
+      quick = true;
+    } else {
+      ranks = static_cast<std::int32_t>(std::strtol(argv[i], nullptr, 10));
+    }
+  }
+  if (ranks < 1) {
+    std::fprintf(stderr, "error: no GPU\n");
+    return 1;
+  }
+  try {
+    waybill::bench::run(ranks, quick);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "error: %s\n", error.what());
+    return 1;
+  }
+  return 0;
+}

@@ -1,0 +1,85 @@
+#include "workload.h"
+
+#include <algorithm>
+
+#include "waybill/core/at.h"
+#include "waybill/json/length_distribution_json.h"
+#include "waybill/routing/document_plan.h"
+#include "waybill/routing/length_distribution.h"
+
+namespace waybill::bench {
+
+using detail::at;
+
+std::vector<SequencePart> Workload::parts() const {
+  std::vector<SequencePart> result;
+  if (q.hidden > 0) result.push_back({&routing.fwd_q, {q}});
+  if (kv.hidden > 0) result.push_back({&routing.fwd_kv, {kv, kv}});
+  return result;
+}
+
+WireBytes wire_bytes(const Workload& workload) {
+  const std::int32_t world = workload.routing.fwd_q.world_size;
+  std::vector<std::int64_t> out(at(world));
+  std::vector<std::int64_t> in(at(world));
+  WireBytes most;
+  for (std::int32_t w = 0; w < world; ++w) {
+    const auto parts = workload.parts();
+    const SequencePlan plan = compile_dispatch(parts, Rank{w});
+    for (std::int32_t r = 0; r < world; ++r) {
+      const std::int64_t bytes = plan.wire_bytes[at(r)];
+      if (r == w) {
+        most.local = std::max(most.local, bytes);
+        continue;
+      }
+      out[at(w)] += bytes;
+      in[at(r)] += bytes;
+      most.total += bytes;
+    }
+  }
+  most.out = *std::ranges::max_element(out);
+  most.in = *std::ranges::max_element(in);
+  return most;
+}
+
+Workload uniform(std::int32_t world_size, std::int64_t bytes_a_rank, std::int64_t row_bytes,
+                 std::int64_t shards) {
+  QkvPlan plan;
+  plan.world_size = world_size;
+  plan.rank_shard_offsets.push_back(0);
+  const std::int64_t rows = bytes_a_rank / row_bytes;
+  for (std::int32_t w = 0; w < world_size; ++w) {
+    for (std::int64_t s = 0; s < shards * world_size; ++s) {
+      plan.shard_len.push_back(rows / (shards * world_size));
+      plan.q_dst.push_back(static_cast<std::int32_t>(s % world_size));
+    }
+    plan.rank_shard_offsets.push_back(plan.num_shards());
+  }
+  plan.doc_shard_offsets.push_back(0);
+  for (std::int32_t s = 0; s < plan.num_shards(); ++s) {  // each shard a document
+    plan.doc_shards.push_back(s);
+    plan.doc_shard_offsets.push_back(s + 1);
+  }
+  Workload workload;
+  workload.name = concat("uniform ", bytes_a_rank >> 20, " MiB, rows of ", row_bytes, " B");
+  workload.routing = compute_qkv_routing(plan);
+  workload.q.hidden = row_bytes / 2;
+  return workload;
+}
+
+Workload documents(std::int32_t world_size, const std::string& lengths,
+                   SequenceOperation operation) {
+  DocumentPlanOptions options;
+  options.world_size = world_size;
+  const auto docs = sample_documents(length_distribution(lengths),
+                                     world_size * options.tokens_per_rank, /*seed=*/1);
+  Workload workload;
+  workload.operation = operation;
+  workload.routing = compute_qkv_routing(plan_documents(docs, options));
+  workload.kv.hidden = 8 * 128;
+  if (operation == SequenceOperation::dispatch) workload.q.hidden = 32 * 128;
+  workload.name = concat(lengths, operation == SequenceOperation::dispatch ? ", Q K V" : ", dK dV");
+  return workload;
+}
+
+}  // namespace waybill::bench

@@ -1,0 +1,83 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "waybill/core/tensor_view.h"
+#include "waybill/runtime/sequence_plan.h"
+#include "waybill/transport/transport.h"
+
+namespace waybill {
+
+/// A queue of device work: a cudaStream_t in GPU worlds (null: the default stream). Worlds in host
+/// memory have none.
+struct Stream {
+  void* handle = nullptr;
+};
+
+/// What an executor keeps of a plan between calls: its tables, where the work is done.
+class UploadedPlan {
+ public:
+  UploadedPlan() = default;
+  UploadedPlan(const UploadedPlan&) = delete;
+  UploadedPlan& operator=(const UploadedPlan&) = delete;
+  virtual ~UploadedPlan() = default;
+};
+
+/// Slots of an arrivals pad behind those of the ranks, for the executor's own counters.
+inline constexpr std::int64_t num_executor_slots = 3;
+
+/// One call of an operation, checked. All ranks have the same epoch.
+struct SequenceCall {
+  const char* operation = "";  ///< in errors
+  const SequencePlan* plan = nullptr;
+  const UploadedPlan* uploaded = nullptr;
+  std::span<const ConstTensorView> inputs;  ///< [tensors]; rows may have any distance
+  std::span<const TensorView> outputs;      ///< kv_gradient: [tensors]
+  const SymmetricBuffer* window = nullptr;  ///< of this epoch's parity
+  const SignalPad* arrivals = nullptr;      ///< [W + num_executor_slots]: rank r raises slot r
+  std::uint64_t epoch = 0;                  ///< this call's; may be behind what a graph replays
+  int num_sms = 0;
+  Stream stream;
+};
+
+/// Does the work of a world, on its kind of memory. Every call ends the epoch: each rank raises its
+/// slot at all ranks, and no rank is past the call before all have raised theirs.
+class Executor {
+ public:
+  Executor() = default;
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
+  virtual ~Executor() = default;
+
+  /// Whether it makes the chunks of a plan from its segments, and knows local segments: plans then
+  /// come without chunks.
+  [[nodiscard]] virtual bool expands_plans() const { return false; }
+
+  /// Keeps the tables of a plan. With `earlier`, in the memory of that one where it is enough.
+  [[nodiscard]] virtual std::unique_ptr<UploadedPlan> upload(const SequencePlan& plan,
+                                                             std::unique_ptr<UploadedPlan> earlier,
+                                                             Stream stream) = 0;
+
+  /// Rows from the inputs into the windows of all ranks. @throws Timeout
+  virtual void dispatch(const SequenceCall& call) = 0;
+
+  /// Inputs into this rank's window, then the sums of what the windows of all ranks hold into the
+  /// outputs. An input that is its place in the window stays there. @throws Timeout
+  virtual void kv_gradient(const SequenceCall& call) = 0;
+
+  /// Returns when all work on the stream is done. @throws Timeout that a call on it has met
+  virtual void synchronize(Stream stream) = 0;
+
+  /// Returns when all work of this rank's device is done, on whatever stream. @throws Timeout
+  virtual void finish() = 0;
+
+  /// Whether the calls on this stream are recorded, not run (a CUDA graph).
+  [[nodiscard]] virtual bool is_capturing(Stream stream) const = 0;
+};
+
+/// For worlds whose windows are host memory. Calls return when their work is done.
+[[nodiscard]] std::unique_ptr<Executor> make_host_executor(Transport& transport);
+
+}  // namespace waybill

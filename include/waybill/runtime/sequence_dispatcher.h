@@ -1,0 +1,135 @@
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "waybill/core/tensor_view.h"
+#include "waybill/runtime/sequence_plan.h"
+#include "waybill/runtime/world.h"
+
+namespace waybill {
+
+struct SequenceDispatcherOptions {
+  /// Multiprocessors that a call may use; 0: none, the copy engines do it. Host worlds ignore it.
+  int num_sms = 16;
+  SequencePlanOptions plan = {};
+  /// GPU worlds: rows that stay on their rank go by copy engine, beside the kernel, where there are
+  /// many in long pieces. A graph that holds such copies cannot replay another plan.
+  bool local_by_copy_engine = true;
+  /// A plan whose window is larger is refused. All ranks say the same.
+  std::int64_t max_window_bytes = std::numeric_limits<std::int64_t>::max();
+};
+
+/// A plan with its tables where the work is done. Belongs to the dispatcher that made it.
+class ReadyPlan {
+ public:
+  [[nodiscard]] const SequencePlan& plan() const noexcept { return plan_; }
+
+ private:
+  friend class SequenceDispatcher;
+  SequencePlan plan_;
+  std::unique_ptr<UploadedPlan> uploaded_;
+};
+
+/// Moves shards of Q, K and V between the ranks of a world, by plans, and sums the gradients of the
+/// copies of K and V.
+///
+/// All calls are collective: every rank makes the same calls in the same order, each with its own
+/// part of the same plan. Calls on one dispatcher are ordered on one stream, or by events.
+///
+/// Every rank has two windows, used in turn. The tensors that dispatch returns lie in a window:
+/// they may be read until this rank's next call has begun on the stream, and be the input of that
+/// call. Who needs them longer copies them, or uses another dispatcher for what comes in between.
+/// A fast rank may be one call ahead of a slow one; there is no barrier.
+///
+/// Windows grow when a plan needs more, at the first call with that plan: to the next power of two
+/// (above 256 MiB, the next multiple of that) of the largest need of all ranks, at least 1 MiB.
+/// That call waits for all ranks and for the stream. reserve() does it ahead of time. They never
+/// shrink; outgrown ones are kept until the next growth or close(), as freeing device memory waits
+/// for the device and so may happen only where all ranks wait for each other anyway.
+///
+/// A call that throws Timeout leaves the dispatcher of no use: later calls throw TransportError.
+class SequenceDispatcher {
+ public:
+  /// Collective. `world` must outlive the dispatcher.
+  /// @throws InvalidArgument for options out of range, Timeout
+  explicit SequenceDispatcher(World& world, SequenceDispatcherOptions options = {});
+  ~SequenceDispatcher();
+  SequenceDispatcher(const SequenceDispatcher&) = delete;
+  SequenceDispatcher& operator=(const SequenceDispatcher&) = delete;
+
+  /// Collective: waits for this rank's device, then gives the windows back. Without it their memory
+  /// goes with the world; the destructor does not wait for anybody.
+  void close();
+
+  /// Compiles and uploads this rank's work. Not collective. @throws as compile_dispatch
+  [[nodiscard]] ReadyPlan plan_dispatch(std::span<const SequencePart> parts, Stream stream = {});
+
+  /// The same for kv_gradient; `parts` hold the forward metadata of K and V.
+  [[nodiscard]] ReadyPlan plan_kv_gradient(std::span<const SequencePart> parts, Stream stream = {});
+
+  /// Replaces a plan by one of the same operation and formats, in the same memory: a captured graph
+  /// replays the new one. @throws InvalidArgument, the plan unchanged, when it has more chunks or
+  ///   places than the plan was made with, the windows are too small, or a graph holds copies of
+  ///   its ranges (num_sms = 0, local_by_copy_engine).
+  void replace_plan(ReadyPlan& ready, std::span<const SequencePart> parts, Stream stream = {});
+
+  /// Collective: makes the windows large enough for plans with this window_bytes.
+  void reserve(std::int64_t window_bytes, Stream stream = {});
+
+  /// Collective: sends the rows of `tensors` to where the plan says.
+  /// @param tensors [own_rows or more, hidden] each, in the plan's order; the elements of a row are
+  ///   adjacent, rows may have any distance
+  /// @return one view [window_rows, hidden] a tensor, in this rank's window; rows that no line of
+  ///   the plan writes are undefined
+  /// @throws InvalidArgument before anything moves; Timeout
+  std::vector<TensorView> dispatch(const ReadyPlan& ready, std::span<const ConstTensorView> tensors,
+                                   Stream stream = {});
+
+  /// Collective: row x of an output is the sum over the copies of row x, in float32 (float64 for
+  /// float64), in the order of the copies, rounded once; one copy alone keeps its bits; 0 without
+  /// copies. The same as sum_kv_copies after a reverse dispatch into planes.
+  /// @param gradients [window_rows or more, hidden] each: of the rows that this rank had received
+  /// @param outputs [own_rows, hidden], dtype of the gradients, or float32 for 16-bit ones
+  /// @throws InvalidArgument before anything moves; Timeout
+  void kv_gradient(const ReadyPlan& ready, std::span<const ConstTensorView> gradients,
+                   std::span<const TensorView> outputs, Stream stream = {});
+
+  /// Where the next kv_gradient would copy its gradients: whoever writes them there, and passes
+  /// these views, saves the copy. Collective when the windows must grow. Valid for the next call.
+  [[nodiscard]] std::vector<TensorView> gradient_inputs(const ReadyPlan& ready, Stream stream = {});
+
+  /// Returns when the calls on the stream are done. @throws Timeout that one of them has met
+  void synchronize(Stream stream = {});
+
+  [[nodiscard]] std::int64_t window_bytes() const noexcept { return windows_[0].size_bytes; }
+  [[nodiscard]] const SequenceDispatcherOptions& options() const noexcept { return options_; }
+
+ private:
+  [[nodiscard]] ReadyPlan ready(SequencePlan plan, Stream stream);
+  void check_call(const char* who, const ReadyPlan& ready, SequenceOperation operation) const;
+  void grow_for(const char* who, std::int64_t window_bytes, Stream stream);
+  [[nodiscard]] SymmetricBuffer& window_of(std::uint64_t epoch) { return windows_[epoch % 2]; }
+  [[nodiscard]] std::vector<TensorView> window_views(const SequencePlan& plan, std::uint64_t epoch);
+  [[nodiscard]] SequenceCall next_call(const char* who, const ReadyPlan& ready,
+                                       std::span<const ConstTensorView> inputs,
+                                       std::span<const TensorView> outputs, Stream stream);
+  template <class Call>
+  void guarded(Call&& call);
+
+  World& world_;
+  SequenceDispatcherOptions options_;
+  SymmetricBuffer windows_[2];
+  std::vector<SymmetricBuffer> retired_;  ///< outgrown, perhaps holding the last output
+  std::uint64_t retired_epoch_ = 0;       ///< of the last call when they were
+  SignalPad arrivals_;
+  std::uint64_t epoch_ = 0;  ///< of the last call
+  std::string broken_;       ///< why it is of no use any more
+};
+
+}  // namespace waybill

@@ -1,0 +1,90 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "waybill/core/dtype.h"
+#include "waybill/core/topology.h"
+#include "waybill/core/uninitialized_vector.h"
+#include "waybill/routing/sparse_metadata.h"
+#include "waybill/runtime/row_chunk.h"
+
+namespace waybill {
+
+/// The rows of a tensor [tokens, hidden].
+struct TensorFormat {
+  DType dtype = DType::bfloat16;
+  std::int64_t hidden = 0;  ///< elements of a row
+
+  [[nodiscard]] std::int64_t row_bytes() const { return hidden * dtype_bytes(dtype); }
+  friend bool operator==(const TensorFormat&, const TensorFormat&) = default;
+};
+
+/// Tensors that go the same way: Q alone, or K and V.
+struct SequencePart {
+  const SparseMetadata* metadata = nullptr;
+  std::vector<TensorFormat> tensors;
+};
+
+/// Which way the bytes of a plan go.
+enum class SequenceOperation : std::uint8_t {
+  dispatch,     ///< from this rank's tensors into the windows of others
+  kv_gradient,  ///< from the windows of others, summed, into this rank's tensors
+};
+
+/// One rank's work for one operation, ready to be run any number of times: the lines of a
+/// SparseMetadata that begin at this rank, cut into chunks. Plain data.
+///
+/// A window is the memory of a rank that other ranks write to or read from. Its tensors lie one
+/// behind the other, each on a 256-byte boundary, rows without gaps.
+struct SequencePlan {
+  SequenceOperation operation = SequenceOperation::dispatch;
+  std::int32_t world_size = 1;
+  Rank rank{};
+  std::vector<TensorFormat> tensors;          ///< of all parts, in order
+  std::vector<std::int64_t> own_rows;         ///< [tensors]: rows of this rank's tensor
+  std::vector<std::int64_t> window_rows;      ///< [tensors]: rows in this rank's window
+  std::vector<std::int64_t> window_offsets;   ///< [tensors]: bytes, in this rank's window
+  std::int64_t window_bytes = 0;              ///< the largest window of all ranks
+  std::int64_t chunk_bytes = 0;               ///< no chunk is larger
+  std::vector<RowSegment> segments;           ///< all work but local_segments, in any order
+  std::vector<std::uint64_t> segment_places;  ///< where the first row of each copy goes
+  std::vector<RowSegment> local_segments;     ///< with `local_apart`: rows that stay on the rank
+  std::vector<RowCut> cuts;                   ///< [tensors]
+  std::vector<std::int64_t> bucket_chunks;    ///< [W]: chunks by distance from rank + 1
+  std::int64_t num_chunks = 0;
+  std::int64_t num_places = 0;
+  UninitializedVector<RowChunk> chunks;  ///< in the order in which they should be begun
+  UninitializedVector<std::uint64_t> places;
+  std::vector<std::int64_t> wire_bytes;  ///< [W]: to (or from) each rank; the own one is local
+};
+
+struct SequencePlanOptions {
+  std::int64_t chunk_bytes = 8192;  ///< a multiple of 16; a chunk has at least one row or this
+  bool chunks = true;  ///< false: chunks and places are left to expand_chunks() or the executor
+  bool local_apart = false;  ///< dispatch: rows that stay on the rank are no chunks, where there
+                             ///< are many in long pieces
+};
+
+/// Makes the chunks and places of a plan from its segments.
+void expand_chunks(SequencePlan& plan);
+
+/// Compiles the rows that `rank` sends. In time linear in the lines and copies of all ranks and,
+/// with `chunks`, in this rank's chunks. Chunks to different ranks alternate, in proportion to
+/// their number, beginning with rank + 1; a chunk with several places is read once.
+/// @throws InvalidArgument for metadata whose tables do not fit each other, ranks and offsets out
+///   of range, parts of different worlds, and windows of 2^44 bytes and more. Rows that two lines
+///   write are not looked for: see validate.
+[[nodiscard]] SequencePlan compile_dispatch(std::span<const SequencePart> parts, Rank rank,
+                                            const SequencePlanOptions& options = {});
+
+/// Compiles the sums for `rank`: `metadata` are those of the forward dispatch of K and V. Row x of
+/// the result is the sum of the copies of row x, in the order of the copies, 0 without copies.
+/// Tensors of float16, bfloat16, float32 or float64, all of one dtype. Chunks are of at most 2048
+/// bytes.
+/// @throws InvalidArgument as above and for other dtypes.
+[[nodiscard]] SequencePlan compile_kv_gradient(std::span<const SequencePart> parts, Rank rank,
+                                               const SequencePlanOptions& options = {});
+
+}  // namespace waybill

@@ -1,0 +1,56 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "waybill/core/topology.h"
+#include "waybill/runtime/executor.h"
+#include "waybill/transport/bootstrap.h"
+#include "waybill/transport/transport.h"
+
+namespace waybill {
+
+/// The ranks, how they reach each other and what does their work. One object a rank; it serves one
+/// thread at a time and outlives the dispatchers made on it.
+class World {
+ public:
+  /// For engines. @throws InvalidArgument for null.
+  World(std::unique_ptr<Transport> transport, std::unique_ptr<Executor> executor);
+
+  [[nodiscard]] Rank rank() const noexcept { return transport_->rank(); }
+  [[nodiscard]] const Topology& topology() const noexcept { return transport_->topology(); }
+  [[nodiscard]] std::int32_t world_size() const noexcept { return topology().world_size; }
+  [[nodiscard]] Transport& transport() noexcept { return *transport_; }
+  [[nodiscard]] Executor& executor() noexcept { return *executor_; }
+
+  /// Collective. @throws Timeout
+  void barrier() { transport_->barrier("World::barrier"); }
+
+ private:
+  std::unique_ptr<Transport> transport_;
+  std::unique_ptr<Executor> executor_;
+};
+
+/// A rank of the world whose ranks are threads of this process, in host memory. Collective.
+/// @param ranks_per_node 0: all ranks on one node
+[[nodiscard]] World make_thread_world(std::shared_ptr<Bootstrap> bootstrap,
+                                      std::int32_t ranks_per_node = 0);
+
+struct ThreadWorldOptions {
+  std::int32_t ranks_per_node = 0;  ///< 0: all ranks on one node
+  double timeout_s = default_timeout_s;
+};
+
+/// Runs body(bootstrap) on one thread a rank and waits for all: for worlds of threads of any kind.
+/// @throws what a body threw: of several the first that is no Timeout, else the first.
+void run_ranks_as_threads(std::int32_t world_size,
+                          const std::function<void(std::shared_ptr<Bootstrap>)>& body,
+                          double timeout_s = default_timeout_s);
+
+/// Runs body(world) with a make_thread_world on one thread a rank and waits for all.
+/// @throws as run_ranks_as_threads
+void run_thread_world(std::int32_t world_size, const std::function<void(World&)>& body,
+                      const ThreadWorldOptions& options = {});
+
+}  // namespace waybill

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+
+namespace waybill {
+
+/// What a launcher tells its processes.
+struct LaunchEnvironment {
+  std::string launcher;  ///< "torchrun", "openmpi", "slurm", "pmi" or "none"
+  std::int32_t rank = 0;
+  std::int32_t world_size = 1;
+  std::int32_t local_rank = 0;
+  std::int32_t ranks_per_node = 1;
+  /// Where ranks meet: "tcp://HOST:PORT" or "file:///FOLDER". Empty: not said.
+  std::string rendezvous;
+};
+
+/// Looks up one variable; nullopt when it is not set.
+using GetVariable = std::function<std::optional<std::string>(const std::string& name)>;
+
+/// Reads the variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE), Open MPI
+/// (OMPI_COMM_WORLD_*), Slurm (SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_NTASKS_PER_NODE)
+/// and PMI (PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS), the first that is there in this
+/// order; without any of them it is one rank, alone. WAYBILL_RENDEZVOUS names where ranks meet;
+/// else it is MASTER_ADDR and the port after MASTER_PORT, as torchrun itself listens on
+/// MASTER_PORT. Unknown sizes of a node become 1 where ranks lie on several nodes, world_size else.
+/// @throws InvalidArgument naming the variable, for numbers that are none or do not fit each other.
+[[nodiscard]] LaunchEnvironment read_launch_environment(const GetVariable& get);
+
+/// The same with the variables of this process.
+[[nodiscard]] LaunchEnvironment read_launch_environment();
+
+}  // namespace waybill

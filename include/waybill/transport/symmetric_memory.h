@@ -1,0 +1,27 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace waybill {
+
+/// Memory of one size on every rank, and where the ranks' parts are seen from here. It lives until
+/// the last rank that holds it lets go, so a rank that leaves early takes nothing from the others.
+struct SymmetricBuffer {
+  std::int64_t size_bytes = 0;
+  std::byte* local = nullptr;
+  std::vector<std::byte*> peers;  ///< [W]: `local` for this rank, null where reach is network
+  std::vector<std::shared_ptr<void>> memory;  ///< what keeps the parts alive
+};
+
+/// Counters that other ranks raise: on every rank `count` epochs, 0 at first, that only grow.
+struct SignalPad {
+  std::int64_t count = 0;
+  std::uint64_t* local = nullptr;
+  std::vector<std::uint64_t*> peers;  ///< [W], as above
+  std::vector<std::shared_ptr<void>> memory;
+};
+
+}  // namespace waybill

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Times the links and the sequence dispatch on the GPUs of this machine:
+# scripts/bench_gpu.sh [--quick] [FOLDER_WITH_PROGRAMS]. Without a folder it builds them first.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+options=()
+if [[ ${1:-} == --quick ]]; then
+  options+=(--quick)
+  shift
+fi
+if (($# > 0)); then
+  programs=$1
+else
+  cmake -S . -B build/cuda -G Ninja -DCMAKE_BUILD_TYPE=Release -DWAYBILL_CUDA=ON \
+    -DWAYBILL_CLI=OFF -DWAYBILL_TESTS=OFF
+  cmake --build build/cuda --target waybill_bench_gpu_link waybill_bench_gpu_sequence
+  programs=build/cuda/bin
+fi
+
+export CUDA_DEVICE_MAX_CONNECTIONS=32
+export CUDA_MODULE_LOADING=EAGER
+
+nvidia-smi --query-gpu=index,name,driver_version --format=csv,noheader
+"$programs/waybill_bench_gpu_link"
+"$programs/waybill_bench_gpu_sequence" "${options[@]}"
+if python3 -c 'import torch' 2>/dev/null; then
+  python3 bench/gpu/nccl_all_to_all.py
+fi

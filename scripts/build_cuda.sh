@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Compiles and links everything that needs CUDA, for all architectures; needs no GPU. Where there is
+# no nvcc it says so and builds nothing.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+nvcc=$(command -v nvcc || command -v /usr/local/cuda/bin/nvcc || true)
+if [[ -z $nvcc ]]; then
+  echo "build_cuda: SKIPPED: no nvcc here, so NOTHING of the room cuda was compiled" >&2
+  exit 0
+fi
+"$nvcc" --version | tail -2
+cmake -S . -B build/cuda -G Ninja --log-level=WARNING -DCMAKE_BUILD_TYPE=Release \
+  -DCMAKE_CUDA_COMPILER="$nvcc" -DWAYBILL_CUDA=ON -DWAYBILL_DEV=ON -DWAYBILL_CLI=OFF \
+  -DWAYBILL_EXAMPLES=OFF
+cmake --build build/cuda --target waybill_cuda waybill_tests_cuda waybill_bench_gpu_link \
+  waybill_bench_gpu_sequence waybill_bench_gpu_blocking
+echo "build_cuda: compiled and linked; run by scripts/test_gpu.sh on a machine with GPUs"

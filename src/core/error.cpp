@@ -1,0 +1,25 @@
+#include "waybill/core/error.h"
+
+#include <iomanip>
+#include <utility>
+
+namespace waybill {
+namespace {
+
+std::string describe(const MissedWait& missed) {
+  std::ostringstream text;
+  text << missed.operation << ": rank " << missed.rank << " waited " << std::fixed
+       << std::setprecision(missed.seconds < 1 ? 3 : 1) << missed.seconds << " s for "
+       << missed.what << " >= " << missed.wanted << " from rank " << missed.peer;
+  if (missed.peer_node >= 0) {
+    text << " (node " << missed.peer_node << ", local_rank " << missed.peer_local << ")";
+  }
+  text << "; last seen " << missed.seen;
+  return text.str();
+}
+
+}  // namespace
+
+Timeout::Timeout(MissedWait missed) : Error(describe(missed)), missed_(std::move(missed)) {}
+
+}  // namespace waybill

@@ -1,0 +1,93 @@
+#pragma once
+
+#include <cstdint>
+
+// Bulk copies between global and shared memory by the copy engine of a multiprocessor (sm_90 and
+// later). Addresses and sizes are multiples of 16 bytes.
+
+namespace waybill::cuda {
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define WAYBILL_HAS_BULK 1
+#endif
+
+__device__ inline std::uint32_t shared_address(const void* pointer) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+/// A barrier that counts the bytes of loads; one thread arrives at it.
+__device__ inline void barrier_init(std::uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)));
+}
+
+/// Makes barriers known to the copy engine, and orders what this thread wrote before what the
+/// engine does next.
+__device__ inline void fence_async_proxy() {
+#ifdef WAYBILL_HAS_BULK
+  asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
+
+__device__ inline void barrier_expect(std::uint64_t* barrier, std::uint32_t bytes) {
+#ifdef WAYBILL_HAS_BULK
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+#endif
+}
+
+__device__ inline void barrier_wait(std::uint64_t* barrier, std::uint32_t phase) {
+#ifdef WAYBILL_HAS_BULK
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(phase)
+      : "memory");
+#endif
+}
+
+__device__ inline void bulk_load(void* shared, const void* global, std::uint32_t bytes,
+                                 std::uint64_t* barrier) {
+#ifdef WAYBILL_HAS_BULK
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+#endif
+}
+
+__device__ inline void bulk_store(void* global, const void* shared, std::uint32_t bytes) {
+#ifdef WAYBILL_HAS_BULK
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+               "r"(shared_address(shared)), "r"(bytes)
+               : "memory");
+#endif
+}
+
+__device__ inline void bulk_commit() {
+#ifdef WAYBILL_HAS_BULK
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#endif
+}
+
+/// Waits until all groups of this thread but the last one have left shared memory.
+__device__ inline void bulk_wait_read_but_one() {
+#ifdef WAYBILL_HAS_BULK
+  asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+#endif
+}
+
+/// Waits until all stores of this thread have arrived.
+__device__ inline void bulk_wait_all() {
+#ifdef WAYBILL_HAS_BULK
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+#endif
+}
+
+}  // namespace waybill::cuda

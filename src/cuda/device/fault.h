@@ -1,0 +1,29 @@
+#pragma once
+
+#include <cstdint>
+
+namespace waybill::cuda {
+
+/// What a kernel was doing when it gave up.
+enum class FaultKind : std::uint32_t { none, dispatch, kv_gradient, meet, wait, parity };
+
+/// Written by a kernel into pinned host memory, once; the host reads it when a call fails.
+struct FaultRecord {
+  volatile FaultKind kind;  ///< written last
+  volatile std::int32_t rank;
+  volatile std::int32_t peer;
+  volatile std::uint64_t wanted;
+  volatile std::uint64_t seen;
+  volatile std::uint64_t waited_ns;
+};
+
+/// Where a kernel reports to, and how long it waits before it does.
+struct FaultSink {
+  FaultRecord* record = nullptr;          ///< host memory, as the device sees it
+  unsigned long long* claimed = nullptr;  ///< device memory: 0 until a thread reports
+  std::uint64_t timeout_ns = 0;
+  std::uint64_t grace_ns = 0;  ///< between the report and the trap: ranks that share the device
+                               ///< lose it with the trap, and report as well
+};
+
+}  // namespace waybill::cuda

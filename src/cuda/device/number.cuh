@@ -1,0 +1,47 @@
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace waybill::cuda {
+
+// How each dtype is stored, and what it is summed in. The roundings are those of float_convert.h;
+// only the payload of a NaN that a sum makes may differ from the host's.
+
+struct Float32 {
+  using Stored = float;
+  using Sum = float;
+  __device__ static Sum load(Stored value) { return value; }
+  __device__ static Stored round(Sum value) { return value; }
+};
+
+struct Float64 {
+  using Stored = double;
+  using Sum = double;
+  __device__ static Sum load(Stored value) { return value; }
+  __device__ static Stored round(Sum value) { return value; }
+};
+
+struct BFloat16 {
+  using Stored = std::uint16_t;
+  using Sum = float;
+  __device__ static Sum load(Stored value) {
+    return __uint_as_float(static_cast<unsigned>(value) << 16);
+  }
+  __device__ static Stored round(Sum value) {
+    const unsigned bits = __float_as_uint(value);
+    if ((bits & 0x7FFFFFFFU) > 0x7F800000U) return static_cast<Stored>((bits >> 16) | 0x40U);
+    return static_cast<Stored>((bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16);
+  }
+};
+
+struct Float16 {
+  using Stored = std::uint16_t;
+  using Sum = float;
+  __device__ static Sum load(Stored value) { return __half2float(__ushort_as_half(value)); }
+  __device__ static Stored round(Sum value) { return __half_as_ushort(__float2half_rn(value)); }
+};
+
+}  // namespace waybill::cuda

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <cstdint>
+
+#include "fault.h"
+
+namespace waybill::cuda {
+
+__device__ inline std::uint64_t now_ns() {
+  std::uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+/// Publishes this thread's earlier writes, and those that it has seen. Pairs with await().
+__device__ inline void publish(std::uint64_t* flag, std::uint64_t epoch) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(epoch) : "memory");
+}
+
+__device__ inline std::uint64_t load_acquire(const std::uint64_t* flag) {
+  std::uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+  return value;
+}
+
+/// Reports and ends the context: nothing behind this kernel on the device runs any more. The first
+/// thread writes the record; others leave it the time to do so.
+__device__ __noinline__ inline void report_and_trap(const FaultSink& sink, FaultKind kind,
+                                                    std::int32_t rank, std::int32_t peer,
+                                                    std::uint64_t wanted, std::uint64_t seen,
+                                                    std::uint64_t waited_ns) {
+  constexpr std::uint64_t time_to_write_ns = 5'000'000;
+  if (atomicCAS(sink.claimed, 0ULL, 1ULL) == 0ULL) {
+    sink.record->rank = rank;
+    sink.record->peer = peer;
+    sink.record->wanted = wanted;
+    sink.record->seen = seen;
+    sink.record->waited_ns = waited_ns;
+    __threadfence_system();
+    sink.record->kind = kind;
+    __threadfence_system();
+  }
+  const std::uint64_t start = now_ns();
+  while (now_ns() - start < sink.grace_ns + time_to_write_ns) __nanosleep(100'000);
+  __trap();
+}
+
+/// Waits until the flag is at least `wanted`: what the peer published before is then visible.
+__device__ inline void await(const std::uint64_t* flag, std::uint64_t wanted, FaultKind kind,
+                             std::int32_t rank, std::int32_t peer, const FaultSink& sink) {
+  const std::uint64_t start = now_ns();
+  for (;;) {
+    const std::uint64_t seen = load_acquire(flag);
+    if (seen >= wanted) return;
+    const std::uint64_t waited = now_ns() - start;
+    if (waited > sink.timeout_ns) {
+      report_and_trap(sink, kind, rank, peer, wanted, seen, waited);
+    }
+  }
+}
+
+}  // namespace waybill::cuda

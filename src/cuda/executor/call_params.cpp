@@ -1,0 +1,86 @@
+#include "call_params.h"
+
+#include "waybill/core/at.h"
+#include "waybill/core/error.h"
+
+namespace waybill::cuda {
+namespace {
+
+using waybill::detail::at;
+
+constexpr std::int64_t bulk_alignment_bytes = 16;
+
+bool is_bulk_multiple(std::int64_t bytes) { return bytes % bulk_alignment_bytes == 0; }
+
+bool suits_bulk(const ConstTensorView& view, std::int64_t row_bytes) {
+  if (view.shape[0] == 0) return true;
+  const auto address = static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(view.data));
+  return is_bulk_multiple(address) && is_bulk_multiple(row_bytes) &&
+         (view.shape[0] == 1 || is_bulk_multiple(pitch_of(view)));
+}
+
+}  // namespace
+
+std::int64_t pitch_of(const ConstTensorView& view) {
+  return view.strides[0] * dtype_bytes(view.dtype);
+}
+
+MeetParams meet_params(const SequenceCall& call, const GpuRank& gpu, FaultKind kind, int share) {
+  const std::int32_t world = call.plan->world_size;
+  if (world > max_gpu_ranks) {
+    throw Unsupported(
+        concat(call.operation, ": ", world, " ranks, expected at most ", max_gpu_ranks));
+  }
+  MeetParams params{};
+  params.rank = to_int(call.plan->rank);
+  params.world_size = world;
+  params.parity = static_cast<std::uint32_t>(call.epoch % 2);
+  params.kind = kind;
+  params.state = reinterpret_cast<CallState*>(call.arrivals->local + world);
+  params.sink = gpu.sink(share);
+  params.own_arrivals = call.arrivals->local;
+  for (std::int32_t r = 0; r < world; ++r) {
+    params.peer_arrivals[r] = call.arrivals->peers[at(r)];
+    if (params.peer_arrivals[r] == nullptr) {
+      throw Unsupported(concat(call.operation, ": rank ", r,
+                               " is on another node, expected ranks that reach each other by load "
+                               "and store"));
+    }
+  }
+  return params;
+}
+
+SequenceParams sequence_params(const SequenceCall& call, const GpuRank& gpu, FaultKind kind,
+                               int share) {
+  if (call.inputs.size() > max_call_tensors) {
+    throw Unsupported(concat(call.operation, ": ", call.inputs.size(),
+                             " tensors, expected at most ", max_call_tensors));
+  }
+  SequenceParams params{};
+  params.meet = meet_params(call, gpu, kind, share);
+  for (std::int32_t r = 0; r < call.plan->world_size; ++r) {
+    params.windows[r] = call.window->peers[at(r)];
+  }
+  for (std::size_t t = 0; t < call.inputs.size(); ++t) {
+    // Kernels only read the inputs.
+    params.inputs[t] = {const_cast<std::byte*>(call.inputs[t].data), pitch_of(call.inputs[t])};
+  }
+  for (std::size_t t = 0; t < call.outputs.size(); ++t) {
+    params.outputs[t] = {call.outputs[t].data, pitch_of(call.outputs[t])};
+  }
+  return params;
+}
+
+bool suits_bulk(const SequenceCall& call) {
+  const bool sends = call.plan->operation == SequenceOperation::dispatch;
+  for (std::size_t t = 0; t < call.plan->tensors.size(); ++t) {
+    const std::int64_t row_bytes = call.plan->tensors[t].row_bytes();
+    // A sum is read from windows, whose tensors are aligned, and written with 16-byte words.
+    const bool good = sends ? suits_bulk(call.inputs[t], row_bytes)
+                            : suits_bulk(call.outputs[t], row_bytes) && is_bulk_multiple(row_bytes);
+    if (!good) return false;
+  }
+  return true;
+}
+
+}  // namespace waybill::cuda

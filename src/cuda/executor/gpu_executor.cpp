@@ -1,0 +1,159 @@
+#include "gpu_executor.h"
+
+#include <algorithm>
+
+#include "../kernel/launch.h"
+#include "call_params.h"
+#include "copy_engine.h"
+#include "cuda_check.h"
+#include "gpu_plan.h"
+#include "waybill/core/at.h"
+
+namespace waybill::cuda {
+namespace {
+
+using waybill::detail::at;
+
+cudaStream_t stream_of(Stream stream) { return static_cast<cudaStream_t>(stream.handle); }
+
+class GpuExecutor final : public Executor {
+ public:
+  GpuExecutor(Transport& transport, std::shared_ptr<GpuRank> gpu, int share)
+      : transport_(transport),
+        gpu_(std::move(gpu)),
+        share_(share),
+        pool_(std::make_shared<PlanPool>(gpu_)),
+        copy_engine_(gpu_) {
+    gpu_->use();
+    cuda_check(prepare_meet(), "loading kernels");
+    cuda_check(prepare_expand_plan(), "loading kernels");
+    cuda_check(prepare_dispatch_vector(), "loading kernels");
+    cuda_check(prepare_kv_gradient(false), "loading kernels");
+    if (!gpu_->has_bulk_copies()) return;
+    cuda_check(prepare_dispatch_bulk(), "loading kernels");
+    cuda_check(prepare_kv_gradient(true), "loading kernels");
+  }
+
+  [[nodiscard]] bool expands_plans() const override { return true; }
+
+  std::unique_ptr<UploadedPlan> upload(const SequencePlan& plan,
+                                       std::unique_ptr<UploadedPlan> earlier,
+                                       Stream stream) override {
+    gpu_->use();
+    auto uploaded =
+        earlier != nullptr ? std::move(earlier) : std::make_unique<GpuPlan>(pool_, gpu_, plan);
+    static_cast<GpuPlan&>(*uploaded).fill(plan, stream_of(stream));
+    return uploaded;
+  }
+
+  void dispatch(const SequenceCall& call) override {
+    begin(call);
+    if (call.num_sms == 0) {
+      const MeetParams meet = meet_params(call, *gpu_, FaultKind::dispatch, share_);
+      copy_engine_.send_all(call);
+      copy_engine_.join(call);
+      gpu_->check(launch_meet(meet, stream_of(call.stream)), "launching a kernel", call.operation);
+      plan_of(call).note_copies(is_capturing(call.stream));
+      return;
+    }
+    SequenceParams params = sequence_params(call, *gpu_, FaultKind::dispatch, share_);
+    plan_of(call).point(params);
+    const bool bulk = gpu_->has_bulk_copies() && suits_bulk(call) &&
+                      call.plan->chunk_bytes <= max_bulk_chunk_bytes;
+    // The copy engine moves what stays here, so that the multiprocessors have the links alone.
+    const bool apart = !call.plan->local_segments.empty();
+    if (apart) copy_engine_.send_local(call);
+    const auto launch = bulk ? launch_dispatch_bulk : launch_dispatch_vector;
+    gpu_->check(launch(params, num_sms(call), stream_of(call.stream)), "launching a kernel",
+                call.operation);
+    if (apart) {
+      copy_engine_.join(call);
+      plan_of(call).note_copies(is_capturing(call.stream));
+    }
+    plan_of(call).note_use(stream_of(call.stream));
+  }
+
+  void kv_gradient(const SequenceCall& call) override {
+    begin(call);
+    SequenceParams params = sequence_params(call, *gpu_, FaultKind::kv_gradient, share_);
+    plan_of(call).point(params);
+    stage(call);
+    const bool any = !call.plan->tensors.empty();
+    const DType from = any ? call.plan->tensors[0].dtype : DType::float32;
+    const DType to = any ? call.outputs[0].dtype : DType::float32;
+    const bool bulk = gpu_->has_bulk_copies() && suits_bulk(call);
+    gpu_->check(launch_kv_gradient(params, from, to, bulk, num_sms(call), stream_of(call.stream)),
+                "launching a kernel", call.operation);
+    plan_of(call).note_use(stream_of(call.stream));
+  }
+
+  void synchronize(Stream stream) override {
+    gpu_->use();
+    gpu_->check(cudaStreamSynchronize(stream_of(stream)), "waiting for a stream", "synchronize");
+    gpu_->throw_fault("synchronize");
+  }
+
+  void finish() override {
+    gpu_->use();
+    gpu_->check(cudaDeviceSynchronize(), "waiting for a device", "close");
+    gpu_->throw_fault("close");
+  }
+
+  [[nodiscard]] bool is_capturing(Stream stream) const override {
+    gpu_->use();
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    gpu_->check(cudaStreamIsCapturing(stream_of(stream), &status), "asking about a capture",
+                "dispatch");
+    return status != cudaStreamCaptureStatusNone;
+  }
+
+ private:
+  static const GpuPlan& plan_of(const SequenceCall& call) {
+    return static_cast<const GpuPlan&>(*call.uploaded);
+  }
+
+  void begin(const SequenceCall& call) const {
+    gpu_->use();
+    gpu_->throw_fault(call.operation);
+  }
+
+  /// Ranks on one device must fit on it together, as they wait for each other.
+  [[nodiscard]] int num_sms(const SequenceCall& call) const {
+    return std::max(1, std::min(call.num_sms, gpu_->num_sms() / share_));
+  }
+
+  /// Gradients into this rank's window, where the other ranks read them.
+  void stage(const SequenceCall& call) const {
+    for (std::size_t t = 0; t < call.inputs.size(); ++t) {
+      const ConstTensorView& input = call.inputs[t];
+      const std::int64_t row_bytes = call.plan->tensors[t].row_bytes();
+      const std::int64_t rows = call.plan->window_rows[t];
+      std::byte* const to = call.window->local + call.plan->window_offsets[t];
+      const std::int64_t pitch = pitch_of(input);
+      if (rows == 0 || row_bytes == 0 || (input.data == to && pitch == row_bytes)) continue;
+      const cudaStream_t stream = stream_of(call.stream);
+      const cudaError_t status =
+          pitch == row_bytes
+              ? cudaMemcpyAsync(to, input.data, at(rows * row_bytes), cudaMemcpyDeviceToDevice,
+                                stream)
+              : cudaMemcpy2DAsync(to, at(row_bytes), input.data, at(pitch), at(row_bytes), at(rows),
+                                  cudaMemcpyDeviceToDevice, stream);
+      gpu_->check(status, "copying gradients", call.operation);
+    }
+  }
+
+  Transport& transport_;
+  std::shared_ptr<GpuRank> gpu_;
+  int share_;
+  std::shared_ptr<PlanPool> pool_;
+  CopyEngine copy_engine_;
+};
+
+}  // namespace
+
+std::unique_ptr<Executor> make_gpu_executor(Transport& transport, std::shared_ptr<GpuRank> gpu,
+                                            int share) {
+  return std::make_unique<GpuExecutor>(transport, std::move(gpu), share);
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,166 @@
+#include "gpu_plan.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <new>
+
+#include "../kernel/launch.h"
+#include "cuda_check.h"
+#include "waybill/core/at.h"
+
+namespace waybill::cuda {
+namespace {
+
+using waybill::detail::at;
+
+/// Segments and places for which a plan has room in any case, as far as its chunks could be as
+/// many.
+constexpr std::int64_t spare_segments = 4096;
+
+/// Takes the next `count` values of a type.
+template <class T>
+std::int64_t take_room(std::int64_t& used, std::int64_t count) {
+  constexpr std::int64_t alignment_bytes = 64;
+  const std::int64_t begin = (used + alignment_bytes - 1) / alignment_bytes * alignment_bytes;
+  used = begin + count * static_cast<std::int64_t>(sizeof(T));
+  return begin;
+}
+
+template <class T>
+void copy_values(std::byte* to, const std::vector<T>& values) {
+  if (!values.empty()) std::memcpy(to, values.data(), values.size() * sizeof(T));
+}
+
+}  // namespace
+
+PlanLayout::PlanLayout(const SequencePlan& plan)
+    : max_chunks(plan.num_chunks), max_places(plan.num_places) {
+  max_segments =
+      std::max<std::int64_t>(std::ssize(plan.segments), std::min(max_chunks, spare_segments));
+  const auto copies = std::ssize(plan.segment_places);
+  max_segment_places = std::max<std::int64_t>(copies, std::min(max_places, 4 * spare_segments));
+  std::int64_t used = sizeof(PlanHead);
+  segments_at = take_room<RowSegment>(used, max_segments);
+  segment_places_at = take_room<std::uint64_t>(used, max_segment_places);
+  upload_bytes = used;
+  chunks_at = take_room<RowChunk>(used, max_chunks);
+  places_at = take_room<std::uint64_t>(used, max_places);
+  size_bytes = used;
+}
+
+PlanPool::~PlanPool() {
+  for (const PlanBlock& block : free_) {
+    (void)cudaEventDestroy(block.uploaded);
+    (void)cudaEventDestroy(block.used);
+  }
+}
+
+PlanBlock PlanPool::take(std::int64_t size_bytes, std::int64_t upload_bytes) {
+  const auto found = std::ranges::find_if(free_, [&](const PlanBlock& block) {
+    return block.size_bytes >= size_bytes && block.upload_bytes >= upload_bytes;
+  });
+  if (found != free_.end()) {
+    PlanBlock block = std::move(*found);
+    free_.erase(found);
+    return block;
+  }
+  const auto room = [](std::int64_t bytes) {
+    return static_cast<std::int64_t>(
+        std::bit_ceil(static_cast<std::uint64_t>(std::max<std::int64_t>(bytes, 4096))));
+  };
+  PlanBlock block;
+  block.size_bytes = room(size_bytes);
+  block.upload_bytes = room(upload_bytes);
+  block.device = device_memory(block.size_bytes, gpu_->stream());
+  block.pinned = pinned_memory(block.upload_bytes);
+  for (cudaEvent_t* event : {&block.uploaded, &block.used}) {
+    gpu_->check(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "making an event", "plan");
+  }
+  return block;
+}
+
+GpuPlan::GpuPlan(std::shared_ptr<PlanPool> pool, std::shared_ptr<GpuRank> gpu,
+                 const SequencePlan& plan)
+    : pool_(std::move(pool)),
+      gpu_(std::move(gpu)),
+      layout_(plan),
+      block_(pool_->take(layout_.size_bytes, layout_.upload_bytes)) {}
+
+// Asks nothing of a stream: the caller may have destroyed it before the plan.
+GpuPlan::~GpuPlan() { pool_->give(std::move(block_)); }
+
+void GpuPlan::note_use(cudaStream_t stream) const {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  gpu_->check(cudaStreamIsCapturing(stream, &status), "asking about a capture", "plan");
+  if (status != cudaStreamCaptureStatusNone) return;
+  gpu_->check(cudaEventRecord(block_.used, stream), "recording an event", "plan");
+}
+
+void GpuPlan::write_upload(const SequencePlan& plan) const {
+  auto* const pinned = static_cast<std::byte*>(block_.pinned.get());
+  auto& head = *new (pinned) PlanHead{};
+  head.num_chunks = plan.num_chunks;
+  head.world_size = plan.world_size;
+  std::ranges::copy(plan.cuts, head.cuts);
+  std::ranges::copy(plan.bucket_chunks, head.bucket_chunks);
+  copy_values(pinned + layout_.segments_at, plan.segments);
+  copy_values(pinned + layout_.segment_places_at, plan.segment_places);
+}
+
+void GpuPlan::fill(const SequencePlan& plan, cudaStream_t stream) {
+  const auto segments = std::ssize(plan.segments);
+  const auto segment_places = std::ssize(plan.segment_places);
+  require(
+      !fixed_,
+      "replace_plan: a graph holds copies of this plan's ranges, expected a dispatcher with SMs "
+      "and without local_by_copy_engine");
+  require(plan.num_chunks <= layout_.max_chunks && plan.num_places <= layout_.max_places,
+          "replace_plan: the plan has ", plan.num_chunks, " chunks and ", plan.num_places,
+          " places, expected at most ", layout_.max_chunks, " and ", layout_.max_places,
+          ", as the first one had");
+  require(segments <= layout_.max_segments && segment_places <= layout_.max_segment_places,
+          "replace_plan: the plan has ", segments, " segments and ", segment_places,
+          " places of them, expected at most ", layout_.max_segments, " and ",
+          layout_.max_segment_places);
+  if (plan.world_size > max_gpu_ranks || plan.tensors.size() > max_call_tensors) {
+    throw Unsupported(concat("plan: ", plan.world_size, " ranks and ", plan.tensors.size(),
+                             " tensors, expected at most ", max_gpu_ranks, " and ",
+                             max_call_tensors));
+  }
+  // The pinned memory may still be on its way to the device, and the device memory in use.
+  gpu_->check(cudaEventSynchronize(block_.uploaded), "waiting for the last upload", "plan");
+  gpu_->check(cudaStreamWaitEvent(stream, block_.used, 0), "ordering streams", "plan");
+  write_upload(plan);
+  auto* const pinned = static_cast<std::byte*>(block_.pinned.get());
+  auto* const device = static_cast<std::byte*>(block_.device.get());
+  const auto copy = [&](std::int64_t from, std::int64_t end) {
+    gpu_->check(cudaMemcpyAsync(device + from, pinned + from, at(end - from),
+                                cudaMemcpyHostToDevice, stream),
+                "uploading a plan", "plan");
+  };
+  copy(0, layout_.segments_at + segments * static_cast<std::int64_t>(sizeof(RowSegment)));
+  if (segment_places > 0) {
+    copy(layout_.segment_places_at,
+         layout_.segment_places_at +
+             segment_places * static_cast<std::int64_t>(sizeof(std::uint64_t)));
+  }
+  gpu_->check(cudaEventRecord(block_.uploaded, stream), "recording an event", "plan");
+  const ExpandParams params{
+      .head = reinterpret_cast<const PlanHead*>(device),
+      .segments = reinterpret_cast<const RowSegment*>(device + layout_.segments_at),
+      .segment_places = reinterpret_cast<const std::uint64_t*>(device + layout_.segment_places_at),
+      .chunks = reinterpret_cast<RowChunk*>(device + layout_.chunks_at),
+      .places = reinterpret_cast<std::uint64_t*>(device + layout_.places_at)};
+  gpu_->check(launch_expand_plan(params, segments, stream), "launching a kernel", "plan");
+  gpu_->check(cudaEventRecord(block_.used, stream), "recording an event", "plan");
+}
+
+void GpuPlan::point(SequenceParams& params) const {
+  const auto* const device = static_cast<const std::byte*>(block_.device.get());
+  params.head = reinterpret_cast<const PlanHead*>(device);
+  params.chunks = reinterpret_cast<const RowChunk*>(device + layout_.chunks_at);
+  params.places = reinterpret_cast<const std::uint64_t*>(device + layout_.places_at);
+}
+
+}  // namespace waybill::cuda

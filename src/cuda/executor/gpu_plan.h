@@ -1,0 +1,93 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "../kernel/sequence_params.h"
+#include "gpu_rank.h"
+#include "waybill/runtime/executor.h"
+
+namespace waybill::cuda {
+
+/// Device memory for a plan's tables, and pinned host memory for those that are uploaded.
+/// Kept for the next plan when one goes: cudaFree would wait for the device, on which another
+/// rank's kernel may wait for this rank.
+struct PlanBlock {
+  std::shared_ptr<void> device;
+  std::shared_ptr<void> pinned;
+  std::int64_t size_bytes = 0;     ///< of the device memory
+  std::int64_t upload_bytes = 0;   ///< of the pinned memory
+  cudaEvent_t uploaded = nullptr;  ///< recorded behind the last copy out of the pinned memory
+  cudaEvent_t used = nullptr;      ///< recorded behind the last use of the device memory
+};
+
+class PlanPool {
+ public:
+  explicit PlanPool(std::shared_ptr<GpuRank> gpu) : gpu_(std::move(gpu)) {}
+  PlanPool(const PlanPool&) = delete;
+  PlanPool& operator=(const PlanPool&) = delete;
+  ~PlanPool();
+
+  [[nodiscard]] PlanBlock take(std::int64_t size_bytes, std::int64_t upload_bytes);
+  void give(PlanBlock block) { free_.push_back(std::move(block)); }
+
+ private:
+  std::shared_ptr<GpuRank> gpu_;
+  std::vector<PlanBlock> free_;
+};
+
+/// Where the tables of a plan lie in its block: what is uploaded (head, segments and their places),
+/// then what the device makes of it (chunks, places).
+struct PlanLayout {
+  PlanLayout() = default;
+  /// With room for as many segments as a plan of the same chunks may have, up to some thousand.
+  explicit PlanLayout(const SequencePlan& plan);
+
+  std::int64_t max_segments = 0;
+  std::int64_t max_segment_places = 0;
+  std::int64_t max_chunks = 0;
+  std::int64_t max_places = 0;
+  std::int64_t segments_at = 0;
+  std::int64_t segment_places_at = 0;
+  std::int64_t upload_bytes = 0;
+  std::int64_t chunks_at = 0;
+  std::int64_t places_at = 0;
+  std::int64_t size_bytes = 0;
+};
+
+/// A plan's tables on the device. Their place does not change when a plan is replaced, so that a
+/// captured launch reads the new one.
+class GpuPlan final : public UploadedPlan {
+ public:
+  GpuPlan(std::shared_ptr<PlanPool> pool, std::shared_ptr<GpuRank> gpu, const SequencePlan& plan);
+  ~GpuPlan() override;
+
+  /// Queues the copy and the making of chunks. @throws InvalidArgument for a plan for which there
+  /// is
+  ///   no room, Unsupported for more ranks or tensors than kernels take
+  void fill(const SequencePlan& plan, cudaStream_t stream);
+
+  /// To be called behind each launch: another plan gets the tables when the stream has come past
+  /// it. Without a word while the stream is captured: who replays a graph keeps its plans.
+  void note_use(cudaStream_t stream) const;
+
+  /// To be called when copies of the plan's ranges were queued: a graph that holds them replays
+  /// them for ever, so that the plan cannot be replaced.
+  void note_copies(bool capturing) const { fixed_ = fixed_ || capturing; }
+
+  void point(SequenceParams& params) const;
+
+ private:
+  void write_upload(const SequencePlan& plan) const;
+
+  std::shared_ptr<PlanPool> pool_;
+  std::shared_ptr<GpuRank> gpu_;
+  PlanLayout layout_;
+  PlanBlock block_;
+  mutable bool fixed_ = false;
+};
+
+}  // namespace waybill::cuda

@@ -1,0 +1,125 @@
+#include "gpu_rank.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda_check.h"
+
+namespace waybill::cuda {
+namespace {
+
+constexpr double nanoseconds = 1e9;
+constexpr std::uint64_t shared_device_grace_ns = 300'000'000;
+
+/// The records of all ranks in this process, to say who took a shared device down.
+struct Registry {
+  struct Entry {
+    const FaultRecord* record;
+    int device;
+    std::int32_t rank;
+  };
+  std::mutex mutex;
+  std::vector<Entry> entries;
+};
+
+Registry& registry() {
+  static Registry all;
+  return all;
+}
+
+const char* name_of(FaultKind kind) {
+  switch (kind) {
+    case FaultKind::dispatch:
+      return "dispatch";
+    case FaultKind::kv_gradient:
+      return "kv_gradient";
+    case FaultKind::wait:
+      return "wait";
+    default:
+      return "meet";
+  }
+}
+
+std::string describe(const FaultRecord& record) {
+  return concat(name_of(record.kind), ": rank ", record.rank,
+                " waited for signal >= ", record.wanted, " from rank ", record.peer, "; last seen ",
+                record.seen);
+}
+
+}  // namespace
+
+GpuRank::GpuRank(Rank rank, Topology topology, int device, double timeout_s)
+    : rank_(rank), topology_(topology), device_(device), timeout_s_(timeout_s) {
+  use();
+  cudaDeviceProp properties{};
+  cuda_check(cudaGetDeviceProperties(&properties, device), "reading device properties");
+  num_sms_ = properties.multiProcessorCount;
+  has_bulk_copies_ = properties.major >= 9;
+  cuda_check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
+  record_ = pinned_memory(sizeof(FaultRecord));
+  std::memset(record_.get(), 0, sizeof(FaultRecord));
+  claimed_ = device_memory(sizeof(unsigned long long), stream_);
+  const std::lock_guard lock(registry().mutex);
+  registry().entries.push_back(
+      {static_cast<const FaultRecord*>(record_.get()), device, to_int(rank)});
+}
+
+GpuRank::~GpuRank() {
+  (void)cudaStreamDestroy(stream_);
+  const std::lock_guard lock(registry().mutex);
+  std::erase_if(registry().entries,
+                [&](const Registry::Entry& entry) { return entry.record == record_.get(); });
+}
+
+void GpuRank::use() const { cuda_check(cudaSetDevice(device_), "choosing the device"); }
+
+FaultSink GpuRank::sink(int share) const {
+  return {.record = static_cast<FaultRecord*>(record_.get()),
+          .claimed = static_cast<unsigned long long*>(claimed_.get()),
+          .timeout_ns = static_cast<std::uint64_t>(timeout_s_ * nanoseconds),
+          .grace_ns = share > 1 ? shared_device_grace_ns : 0};
+}
+
+void GpuRank::throw_fault(std::string_view operation) const {
+  const auto& record = *static_cast<const FaultRecord*>(record_.get());
+  if (record.kind == FaultKind::none) return;
+  if (record.kind == FaultKind::parity) {
+    throw TransportError(concat(operation, ": rank ", rank_, " replayed a graph in epoch ",
+                                record.seen, ", expected ", record.wanted == 0 ? "even" : "odd",
+                                ": a graph must hold an even number of calls of a dispatcher, and "
+                                "its device is lost now"));
+  }
+  throw Timeout({.operation = name_of(record.kind),
+                 .rank = to_int(rank_),
+                 .peer = record.peer,
+                 .wanted = record.wanted,
+                 .seen = record.seen,
+                 .seconds = static_cast<double>(record.waited_ns) / nanoseconds,
+                 .peer_node = to_int(topology_.node(Rank{record.peer})),
+                 .peer_local = to_int(topology_.local_rank(Rank{record.peer}))});
+}
+
+void GpuRank::check(cudaError_t status, std::string_view doing, std::string_view operation) const {
+  if (status == cudaSuccess) [[likely]] {
+    return;
+  }
+  throw_fault(operation);
+  {
+    const std::lock_guard lock(registry().mutex);
+    for (const Registry::Entry& entry : registry().entries) {
+      if (entry.device == device_ && entry.record->kind != FaultKind::none) {
+        throw TransportError(concat(operation, ": rank ", rank_, " lost device ", device_,
+                                    ", which it shares with rank ", entry.rank, ": ",
+                                    describe(*entry.record)));
+      }
+    }
+  }
+  cuda_check(status, doing);
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <memory>
+#include <string_view>
+
+#include "../device/fault.h"
+#include "waybill/core/topology.h"
+
+namespace waybill::cuda {
+
+/// What the transport and the executor of one rank share: its device, and where the kernels report
+/// a wait that came to its end.
+class GpuRank {
+ public:
+  GpuRank(Rank rank, Topology topology, int device, double timeout_s);
+  GpuRank(const GpuRank&) = delete;
+  GpuRank& operator=(const GpuRank&) = delete;
+  ~GpuRank();
+
+  [[nodiscard]] int device() const noexcept { return device_; }
+  [[nodiscard]] int num_sms() const noexcept { return num_sms_; }
+  [[nodiscard]] bool has_bulk_copies() const noexcept { return has_bulk_copies_; }
+
+  /// For the library's own work; it waits for no other stream.
+  [[nodiscard]] cudaStream_t stream() const noexcept { return stream_; }
+
+  /// Makes the device the current one of the calling thread.
+  void use() const;
+
+  /// Where kernels report. `share`: ranks on this device.
+  [[nodiscard]] FaultSink sink(int share) const;
+
+  /// @throws Timeout when a kernel of this rank has reported
+  void throw_fault(std::string_view operation) const;
+
+  /// Looks for a report first. @throws Timeout; TransportError when a rank that shares the device
+  ///   has reported, as the device is lost with it; CudaError
+  void check(cudaError_t status, std::string_view doing, std::string_view operation) const;
+
+ private:
+  Rank rank_;
+  Topology topology_;
+  int device_;
+  int num_sms_ = 0;
+  bool has_bulk_copies_ = false;
+  double timeout_s_;
+  cudaStream_t stream_ = nullptr;
+  std::shared_ptr<void> record_;   ///< a FaultRecord
+  std::shared_ptr<void> claimed_;  ///< device memory
+};
+
+}  // namespace waybill::cuda

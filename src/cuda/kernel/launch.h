@@ -1,0 +1,58 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "sequence_params.h"
+#include "waybill/core/dtype.h"
+
+namespace waybill::cuda {
+
+inline constexpr int max_bulk_chunk_bytes = 8192;      ///< of a chunk that is sent
+inline constexpr int max_gradient_chunk_bytes = 2048;  ///< of a chunk that is summed
+
+/// Each loads a kernel into the context of the current device, so that no launch has to wait for a
+/// device on which another rank's kernel waits for this one's.
+cudaError_t prepare_dispatch_bulk();
+cudaError_t prepare_dispatch_vector();
+cudaError_t prepare_kv_gradient(bool bulk);
+cudaError_t prepare_meet();
+cudaError_t prepare_expand_plan();
+
+/// Sends the chunks with bulk copies (sm_90 and later): tensors, pitches and rows are multiples of
+/// 16 bytes, no chunk over max_bulk_chunk_bytes.
+cudaError_t launch_dispatch_bulk(const SequenceParams& params, int num_sms, cudaStream_t stream);
+
+/// The same with loads and stores of the threads, for any address and size.
+cudaError_t launch_dispatch_vector(const SequenceParams& params, int num_sms, cudaStream_t stream);
+
+/// Sums the chunks; the windows hold the addends once all ranks have come to this call.
+/// @param bulk needs what launch_dispatch_bulk needs, of windows and outputs; chunks up to
+///   max_gradient_chunk_bytes. Without it elements must be aligned to their size.
+cudaError_t launch_kv_gradient(const SequenceParams& params, DType from, DType to, bool bulk,
+                               int num_sms, cudaStream_t stream);
+
+/// Makes the chunks and places of a plan, as expand_chunks() of the runtime does.
+cudaError_t launch_expand_plan(const ExpandParams& params, std::int64_t num_segments,
+                               cudaStream_t stream);
+
+/// Ends a call whose rows went by other means: raises this rank's slots and waits for the others.
+cudaError_t launch_meet(const MeetParams& params, cudaStream_t stream);
+
+/// Raises a flag.
+cudaError_t launch_signal(std::uint64_t* flag, std::uint64_t epoch, cudaStream_t stream);
+
+/// One rank's wait for a flag that another raises.
+struct FlagWait {
+  const std::uint64_t* flag;
+  std::uint64_t wanted;
+  std::int32_t rank;
+  std::int32_t peer;
+  std::uint64_t* seen;  ///< pinned host memory: the flag in the end
+};
+
+/// Waits for a flag, with the deadline of `sink`.
+cudaError_t launch_wait(const FlagWait& wait, const FaultSink& sink, cudaStream_t stream);
+
+}  // namespace waybill::cuda

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "../device/fault.h"
+#include "waybill/runtime/row_chunk.h"
+
+namespace waybill::cuda {
+
+inline constexpr int max_gpu_ranks = 64;  ///< that reach each other by load and store
+inline constexpr int max_call_tensors = 16;
+
+/// Counters of one dispatcher on its rank's device. They move on when a call ends, so that the
+/// same launch can be replayed.
+struct CallState {
+  std::uint64_t epoch;        ///< of the last call that has ended
+  unsigned long long blocks;  ///< of the running call, that have done their part
+};
+
+/// What every kernel of a call needs to meet the others.
+struct MeetParams {
+  std::int32_t rank;
+  std::int32_t world_size;
+  std::uint32_t parity;  ///< of the epoch for which the windows below were chosen
+  FaultKind kind;
+  CallState* state;
+  FaultSink sink;
+  std::uint64_t* own_arrivals;                  ///< [W]: slot r is raised by rank r
+  std::uint64_t* peer_arrivals[max_gpu_ranks];  ///< [W]: the same of each rank
+};
+
+/// Where a tensor of this rank lies.
+struct TensorParams {
+  std::byte* data;
+  std::int64_t pitch_bytes;  ///< from row to row
+};
+
+/// A plan in device memory: the head says how much of the tables is used, and how segments become
+/// chunks.
+struct PlanHead {
+  std::int64_t num_chunks;
+  std::int32_t world_size;
+  RowCut cuts[max_call_tensors];
+  std::int64_t bucket_chunks[max_gpu_ranks];
+};
+
+/// What makes chunks and places from segments: the device's part of compiling a plan.
+struct ExpandParams {
+  const PlanHead* head;
+  const RowSegment* segments;
+  const std::uint64_t* segment_places;
+  RowChunk* chunks;
+  std::uint64_t* places;
+};
+
+struct SequenceParams {
+  MeetParams meet;
+  const PlanHead* head;
+  const RowChunk* chunks;
+  const std::uint64_t* places;
+  std::byte* windows[max_gpu_ranks];  ///< [W]
+  TensorParams inputs[max_call_tensors];
+  TensorParams outputs[max_call_tensors];  ///< of a gradient
+};
+static_assert(sizeof(SequenceParams) <= 4096);
+
+}  // namespace waybill::cuda

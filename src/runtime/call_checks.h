@@ -1,0 +1,17 @@
+#pragma once
+
+#include <span>
+
+#include "waybill/core/tensor_view.h"
+#include "waybill/runtime/sequence_plan.h"
+
+namespace waybill::detail {
+
+/// One tensor an entry of the plan: format, rows and adjacent elements. @throws InvalidArgument
+void check_inputs(const char* who, const SequencePlan& plan,
+                  std::span<const ConstTensorView> inputs);
+
+/// The outputs of a gradient. @throws InvalidArgument
+void check_outputs(const char* who, const SequencePlan& plan, std::span<const TensorView> outputs);
+
+}  // namespace waybill::detail

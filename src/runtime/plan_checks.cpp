@@ -1,0 +1,101 @@
+#include "plan_checks.h"
+
+#include <algorithm>
+
+#include "waybill/core/error.h"
+
+namespace waybill::detail {
+namespace {
+
+constexpr std::int64_t max_rows = std::int64_t{1} << 44;
+constexpr std::int64_t alignment_bytes = 256;
+
+void check_offsets(const char* who, const char* name, std::span<const std::int64_t> offsets,
+                   std::int64_t num_parts, std::int64_t last) {
+  require(std::ssize(offsets) == num_parts + 1, who, ": ", name, " has ", offsets.size(),
+          " values, expected ", num_parts + 1);
+  require(offsets.front() == 0 && offsets.back() == last, who, ": ", name, " goes from ",
+          offsets.front(), " to ", offsets.back(), ", expected 0 to ", last);
+  require(std::ranges::is_sorted(offsets), who, ": ", name, " is not ascending");
+}
+
+void check_metadata(const char* who, const SparseMetadata& metadata) {
+  const std::int64_t lines = metadata.num_lines();
+  const std::int64_t copies = metadata.num_copies();
+  require(1 <= metadata.world_size && metadata.world_size <= max_world_size, who,
+          ": world_size = ", metadata.world_size, ", expected 1..", max_world_size);
+  check_offsets(who, "rank_offsets", metadata.rank_offsets, metadata.world_size, lines);
+  if (metadata.copy_offsets.empty()) {
+    require(copies == lines, who, ": dst_rank has ", copies, " values, expected ", lines,
+            ", one a line");
+  } else {
+    check_offsets(who, "copy_offsets", metadata.copy_offsets, lines, copies);
+  }
+  require(std::ssize(metadata.dst_offset) == copies, who, ": dst_offset has ",
+          metadata.dst_offset.size(), " values, expected ", copies, ", as many as dst_rank");
+  for (std::int64_t j = 0; j < lines; ++j) {
+    const std::int64_t rows = metadata.seq_len[at(j)];
+    require(0 <= rows && rows < max_rows, who, ": seq_len[", j, "] = ", rows,
+            ", expected 0..2^44 - 1");
+  }
+  for (std::int64_t c = 0; c < copies; ++c) {
+    const std::int32_t r = metadata.dst_rank[at(c)];
+    const std::int64_t row = metadata.dst_offset[at(c)];
+    require(0 <= r && r < metadata.world_size, who, ": dst_rank[", c, "] = ", r, ", expected 0..",
+            metadata.world_size - 1);
+    require(0 <= row && row < max_rows, who, ": dst_offset[", c, "] = ", row,
+            ", expected 0..2^44 - 1");
+  }
+}
+
+/// Rows that each rank needs so that every copy has room.
+std::vector<std::int64_t> rows_needed(const SparseMetadata& metadata) {
+  std::vector<std::int64_t> rows(at(metadata.world_size));
+  for (std::int64_t j = 0; j < metadata.num_lines(); ++j) {
+    const std::int64_t len = metadata.seq_len[at(j)];
+    if (len == 0) continue;
+    for (std::int64_t c = metadata.copy_begin(j); c < metadata.copy_end(j); ++c) {
+      std::int64_t& end = rows[at(metadata.dst_rank[at(c)])];
+      end = std::max(end, metadata.dst_offset[at(c)] + len);
+    }
+  }
+  return rows;
+}
+
+}  // namespace
+
+void check_parts(const char* who, std::span<const SequencePart> parts, Rank rank) {
+  for (const SequencePart& part : parts) {
+    require(part.metadata != nullptr, who, ": a part has no metadata");
+    check_metadata(who, *part.metadata);
+    require(part.metadata->world_size == parts.front().metadata->world_size, who,
+            ": parts have world_size ", parts.front().metadata->world_size, " and ",
+            part.metadata->world_size, ", expected one world");
+  }
+  const std::int32_t world = parts.front().metadata->world_size;
+  require(0 <= to_int(rank) && to_int(rank) < world, who, ": rank = ", rank, ", expected 0..",
+          world - 1);
+}
+
+WindowMap::WindowMap(const char* who, std::span<const SequencePart> parts) {
+  const auto world = at(parts.front().metadata->world_size);
+  std::vector<std::int64_t> used(world);
+  for (std::size_t p = 0; p < parts.size(); ++p) {
+    rows_.push_back(rows_needed(*parts[p].metadata));
+    for (const TensorFormat& format : parts[p].tensors) {
+      tensor_part_.push_back(p);
+      offsets_.push_back(used);
+      for (std::size_t r = 0; r < world; ++r) {
+        std::int64_t bytes = 0;
+        require(!__builtin_mul_overflow(rows_[p][r], format.row_bytes(), &bytes) &&
+                    bytes < (std::int64_t{1} << place_rank_shift) - used[r] - alignment_bytes,
+                who, ": the window of rank ", r, " would need 2^", place_rank_shift,
+                " bytes or more");
+        used[r] += (bytes + alignment_bytes - 1) / alignment_bytes * alignment_bytes;
+      }
+    }
+  }
+  largest_ = *std::ranges::max_element(used);
+}
+
+}  // namespace waybill::detail

@@ -1,0 +1,167 @@
+#include "segment_writer.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "waybill/core/at.h"
+#include "waybill/core/error.h"
+
+namespace waybill {
+namespace detail {
+
+RowCut cut_rows(std::int64_t row_bytes, std::int64_t chunk_bytes) {
+  if (row_bytes <= chunk_bytes) {
+    const std::int64_t rows_each = chunk_bytes / std::max<std::int64_t>(1, row_bytes);
+    return {row_bytes, static_cast<std::int32_t>(rows_each), static_cast<std::int32_t>(row_bytes),
+            1};
+  }
+  return {row_bytes, 1, static_cast<std::int32_t>(chunk_bytes),
+          static_cast<std::int32_t>((row_bytes + chunk_bytes - 1) / chunk_bytes)};
+}
+
+SegmentWriter::SegmentWriter(SequencePlan& plan, const WindowMap& windows, bool local_apart)
+    : plan_(plan), windows_(windows), local_apart_(local_apart) {
+  plan_.wire_bytes.assign(at(plan.world_size), 0);
+  plan_.bucket_chunks.assign(at(plan.world_size), 0);
+}
+
+void SegmentWriter::begin_part(const SequencePart& part, std::int32_t first_tensor) {
+  num_formats_ = std::ssize(part.tensors);
+  first_tensor_ = first_tensor;
+}
+
+void SegmentWriter::read_copies(std::span<const std::int32_t> ranks,
+                                std::span<const std::int64_t> offsets) {
+  copies_.clear();
+  const std::int32_t me = to_int(plan_.rank);
+  for (std::size_t c = 0; c < ranks.size(); ++c) {
+    const std::int32_t ahead = ranks[c] - me - 1;
+    copies_.push_back({ahead < 0 ? ahead + plan_.world_size : ahead, ranks[c], offsets[c]});
+  }
+  if (plan_.operation == SequenceOperation::dispatch && copies_.size() > 1) {
+    std::ranges::stable_sort(copies_, {}, &Copy::distance);
+  }
+}
+
+void SegmentWriter::add_line(std::int64_t row, std::int64_t rows,
+                             std::span<const std::int32_t> ranks,
+                             std::span<const std::int64_t> offsets) {
+  if (rows == 0) return;
+  read_copies(ranks, offsets);
+  std::span<const Copy> copies(copies_);
+  if (plan_.operation == SequenceOperation::kv_gradient) {
+    add_group(row, rows, copies, false);  // a sum needs all of them, in their order; none: zeros
+    return;
+  }
+  while (local_apart_ && !copies.empty() && copies.back().rank == to_int(plan_.rank)) {
+    add_group(row, rows, copies.last(1), true);
+    copies = copies.first(copies.size() - 1);
+  }
+  for (std::size_t c = 0; c < copies.size(); c += max_places_sent) {
+    add_group(row, rows,
+              copies.subspan(c, std::min<std::size_t>(max_places_sent, copies.size() - c)), false);
+  }
+}
+
+void SegmentWriter::add_group(std::int64_t row, std::int64_t rows, std::span<const Copy> copies,
+                              bool local) {
+  const std::int32_t bucket = copies.empty() ? plan_.world_size - 1 : copies.front().distance;
+  for (std::int32_t t = first_tensor_; t < first_tensor_ + num_formats_; ++t) {
+    const RowCut& cut = plan_.cuts[at(t)];
+    if (cut.row_bytes == 0) continue;
+    std::int64_t& bucket_chunks = plan_.bucket_chunks[at(bucket)];
+    RowSegment& segment = (local ? plan_.local_segments : plan_.segments).emplace_back();
+    segment = {.row = row,
+               .rows = rows,
+               .tensor = t,
+               .bucket = bucket,
+               .first_chunk = static_cast<std::int32_t>(bucket_chunks),
+               .first_place = static_cast<std::int32_t>(plan_.num_places),
+               .first_copy = static_cast<std::int32_t>(plan_.segment_places.size()),
+               .num_copies = static_cast<std::int32_t>(copies.size())};
+    for (const Copy& copy : copies) {
+      const std::int64_t offset = windows_.offset(at(t), copy.rank) + copy.row * cut.row_bytes;
+      plan_.segment_places.push_back(static_cast<std::uint64_t>(copy.rank) << place_rank_shift |
+                                     static_cast<std::uint64_t>(offset));
+      plan_.wire_bytes[at(copy.rank)] += rows * cut.row_bytes;
+    }
+    if (local) continue;
+    const std::int64_t chunks = (rows + cut.rows_each - 1) / cut.rows_each * cut.parts;
+    bucket_chunks += chunks;
+    plan_.num_chunks += chunks;
+    plan_.num_places += chunks * std::ssize(copies);
+  }
+}
+
+void SegmentWriter::finish() const {
+  constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
+  require(plan_.num_chunks <= most && plan_.num_places <= most, "compile: ", plan_.num_chunks,
+          " chunks with ", plan_.num_places,
+          " places, expected fewer than 2^31 (larger chunk_bytes make fewer)");
+}
+
+namespace {
+
+/// Chunk k of the n of a bucket belongs at (k + 1/2) / n of the whole. As n is at most N, no two of
+/// one bucket share a position of N, so sorting by position is counting.
+/// @return bucket by bucket: where the chunk goes
+std::vector<std::int32_t> interleaved(const SequencePlan& plan) {
+  std::vector<std::int32_t> positions(at(plan.num_chunks));
+  std::vector<std::int32_t> before(at(plan.num_chunks + 1));
+  const auto each = [&](const auto& visit) {
+    std::int64_t idx = 0;
+    for (const std::int64_t chunks : plan.bucket_chunks) {
+      if (chunks == 0) continue;
+      const std::uint64_t step =
+          (static_cast<std::uint64_t>(plan.num_chunks) << 32) / static_cast<std::uint64_t>(chunks);
+      std::uint64_t where = step / 2;
+      for (std::int64_t k = 0; k < chunks; ++k, where += step) visit(idx++, where >> 32);
+    }
+  };
+  each([&](std::int64_t, std::uint64_t where) { ++before[where + 1]; });
+  for (std::size_t i = 1; i < before.size(); ++i) before[i] += before[i - 1];
+  each([&](std::int64_t idx, std::uint64_t where) { positions[at(idx)] = before[where]++; });
+  return positions;
+}
+
+void expand_segment(SequencePlan& plan, const RowSegment& segment, const std::int32_t* positions) {
+  const RowCut& cut = plan.cuts[at(segment.tensor)];
+  std::int64_t place = segment.first_place;
+  for (std::int64_t k = 0; k < segment.rows; k += cut.rows_each) {
+    for (std::int64_t col = 0; col < cut.row_bytes; col += cut.part_bytes) {
+      RowChunk& chunk = plan.chunks[at(*positions++)];
+      chunk.row = segment.row + k;
+      chunk.rows =
+          static_cast<std::int32_t>(std::min<std::int64_t>(cut.rows_each, segment.rows - k));
+      chunk.tensor = segment.tensor;
+      chunk.col_bytes = static_cast<std::int32_t>(col);
+      chunk.part_bytes =
+          static_cast<std::int32_t>(std::min<std::int64_t>(cut.part_bytes, cut.row_bytes - col));
+      chunk.first_place = static_cast<std::int32_t>(place);
+      chunk.num_places = segment.num_copies;
+      const auto offset = static_cast<std::uint64_t>(k * cut.row_bytes + col);
+      for (std::int32_t c = 0; c < segment.num_copies; ++c) {
+        plan.places[at(place++)] = plan.segment_places[at(segment.first_copy + c)] + offset;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace detail
+
+void expand_chunks(SequencePlan& plan) {
+  using detail::at;
+  plan.chunks.resize(at(plan.num_chunks));
+  plan.places.resize(at(plan.num_places));
+  const std::vector<std::int32_t> positions = detail::interleaved(plan);
+  std::vector<std::int64_t> begin(plan.bucket_chunks.size());
+  for (std::size_t b = 1; b < begin.size(); ++b)
+    begin[b] = begin[b - 1] + plan.bucket_chunks[b - 1];
+  for (const RowSegment& segment : plan.segments) {
+    detail::expand_segment(plan, segment,
+                           positions.data() + begin[at(segment.bucket)] + segment.first_chunk);
+  }
+}
+
+}  // namespace waybill

@@ -1,0 +1,212 @@
+#include "waybill/runtime/sequence_dispatcher.h"
+
+#include <algorithm>
+#include <bit>
+#include <utility>
+
+#include "call_checks.h"
+#include "waybill/core/at.h"
+#include "waybill/core/error.h"
+
+namespace waybill {
+namespace {
+
+constexpr std::int64_t least_window_bytes = std::int64_t{1} << 20;
+constexpr std::int64_t large_window_bytes = std::int64_t{1} << 28;
+
+/// The documented rule: powers of two, and multiples of 256 MiB above that.
+std::int64_t grown_size(std::int64_t need, std::int64_t most) {
+  std::int64_t size = std::max(need, least_window_bytes);
+  if (size <= large_window_bytes) {
+    size = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(size)));
+  } else {
+    size = (size + large_window_bytes - 1) / large_window_bytes * large_window_bytes;
+  }
+  return std::max(need, std::min(size, most));
+}
+
+}  // namespace
+
+SequenceDispatcher::SequenceDispatcher(World& world, SequenceDispatcherOptions options)
+    : world_(world), options_(options) {
+  options_.plan.chunks = !world.executor().expands_plans();
+  options_.plan.local_apart = options.local_by_copy_engine && world.executor().expands_plans();
+  require(options.num_sms >= 0, "SequenceDispatcher: num_sms = ", options.num_sms,
+          ", expected >= 0");
+  require(options.max_window_bytes >= 0,
+          "SequenceDispatcher: max_window_bytes = ", options.max_window_bytes, ", expected >= 0");
+  arrivals_ =
+      world.transport().allocate_signals(world.world_size() + num_executor_slots, "arrivals");
+}
+
+SequenceDispatcher::~SequenceDispatcher() {
+  Transport& transport = world_.transport();
+  for (SymmetricBuffer& window : windows_) transport.abandon(std::move(window.memory));
+  for (SymmetricBuffer& buffer : retired_) transport.abandon(std::move(buffer.memory));
+  transport.abandon(std::move(arrivals_.memory));
+}
+
+void SequenceDispatcher::close() {
+  if (arrivals_.local == nullptr) return;
+  guarded([&] {
+    world_.executor().finish();
+    Transport& transport = world_.transport();
+    for (SymmetricBuffer& window : windows_) retired_.push_back(std::exchange(window, {}));
+    for (SymmetricBuffer& buffer : retired_) transport.release(buffer);
+    retired_.clear();
+    transport.release(arrivals_);
+  });
+  broken_ = "it was closed";
+}
+
+ReadyPlan SequenceDispatcher::ready(SequencePlan plan, Stream stream) {
+  ReadyPlan result;
+  result.plan_ = std::move(plan);
+  result.uploaded_ = world_.executor().upload(result.plan_, nullptr, stream);
+  return result;
+}
+
+ReadyPlan SequenceDispatcher::plan_dispatch(std::span<const SequencePart> parts, Stream stream) {
+  return ready(compile_dispatch(parts, world_.rank(), options_.plan), stream);
+}
+
+ReadyPlan SequenceDispatcher::plan_kv_gradient(std::span<const SequencePart> parts, Stream stream) {
+  return ready(compile_kv_gradient(parts, world_.rank(), options_.plan), stream);
+}
+
+void SequenceDispatcher::replace_plan(ReadyPlan& ready, std::span<const SequencePart> parts,
+                                      Stream stream) {
+  constexpr const char* who = "replace_plan";
+  const SequencePlan& old = ready.plan_;
+  SequencePlanOptions options = options_.plan;
+  options.local_apart = !old.local_segments.empty();  // a captured launch does one or the other
+  SequencePlan plan = old.operation == SequenceOperation::dispatch
+                          ? compile_dispatch(parts, world_.rank(), options)
+                          : compile_kv_gradient(parts, world_.rank(), options);
+  require(plan.tensors == old.tensors, who, ": parts have other formats than the plan");
+  require(plan.window_bytes <= window_bytes(), who, ": the plan needs windows of ",
+          plan.window_bytes, " bytes, expected at most ", window_bytes(), ": reserve() more");
+  ready.uploaded_ = world_.executor().upload(plan, std::move(ready.uploaded_), stream);
+  ready.plan_ = std::move(plan);
+}
+
+void SequenceDispatcher::check_call(const char* who, const ReadyPlan& ready,
+                                    SequenceOperation operation) const {
+  if (!broken_.empty()) {
+    throw TransportError(concat(who, ": the dispatcher is of no use any more: ", broken_));
+  }
+  const SequencePlan& plan = ready.plan_;
+  require(ready.uploaded_ != nullptr, who, ": the plan is empty");
+  require(plan.operation == operation, who, ": the plan is for the other operation");
+  require(plan.world_size == world_.world_size() && plan.rank == world_.rank(), who,
+          ": the plan is for rank ", plan.rank, " of ", plan.world_size, ", expected rank ",
+          world_.rank(), " of ", world_.world_size());
+  require(plan.window_bytes <= options_.max_window_bytes, who, ": the plan needs windows of ",
+          plan.window_bytes,
+          " bytes, expected at most max_window_bytes = ", options_.max_window_bytes);
+}
+
+template <class Call>
+void SequenceDispatcher::guarded(Call&& call) {
+  try {
+    call();
+  } catch (const Timeout& error) {
+    broken_ = error.what();
+    throw;
+  } catch (const TransportError& error) {
+    broken_ = error.what();
+    throw;
+  }
+}
+
+void SequenceDispatcher::grow_for(const char* who, std::int64_t window_bytes, Stream stream) {
+  Executor& executor = world_.executor();
+  const bool capturing = executor.is_capturing(stream);
+  if (window_bytes <= windows_[0].size_bytes && windows_[0].local != nullptr) return;
+  require(!capturing, who, ": windows of ", window_bytes, " bytes, but they have ",
+          windows_[0].size_bytes, " and cannot grow inside a graph: reserve() before");
+  executor.synchronize(stream);
+  if (retired_epoch_ < epoch_) {  // they do not hold the last output any more
+    for (SymmetricBuffer& buffer : retired_) world_.transport().release(buffer);
+    retired_.clear();
+  }
+  const std::int64_t size = grown_size(window_bytes, options_.max_window_bytes);
+  for (SymmetricBuffer& window : windows_) {
+    SymmetricBuffer larger = world_.transport().allocate(size, "window");
+    if (window.local != nullptr) retired_.push_back(std::move(window));
+    window = std::move(larger);
+  }
+  retired_epoch_ = epoch_;
+}
+
+void SequenceDispatcher::reserve(std::int64_t window_bytes, Stream stream) {
+  require(0 <= window_bytes && window_bytes <= options_.max_window_bytes,
+          "reserve: window_bytes = ", window_bytes, ", expected 0..", options_.max_window_bytes);
+  guarded([&] { grow_for("reserve", window_bytes, stream); });
+}
+
+std::vector<TensorView> SequenceDispatcher::window_views(const SequencePlan& plan,
+                                                         std::uint64_t epoch) {
+  std::vector<TensorView> views;
+  for (std::size_t t = 0; t < plan.tensors.size(); ++t) {
+    views.emplace_back(window_of(epoch).local + plan.window_offsets[t], plan.tensors[t].dtype,
+                       Shape{plan.window_rows[t], plan.tensors[t].hidden});
+  }
+  return views;
+}
+
+SequenceCall SequenceDispatcher::next_call(const char* who, const ReadyPlan& ready,
+                                           std::span<const ConstTensorView> inputs,
+                                           std::span<const TensorView> outputs, Stream stream) {
+  return {.operation = who,
+          .plan = &ready.plan_,
+          .uploaded = ready.uploaded_.get(),
+          .inputs = inputs,
+          .outputs = outputs,
+          .window = &window_of(epoch_ + 1),
+          .arrivals = &arrivals_,
+          .epoch = epoch_ + 1,
+          .num_sms = options_.num_sms,
+          .stream = stream};
+}
+
+std::vector<TensorView> SequenceDispatcher::dispatch(const ReadyPlan& ready,
+                                                     std::span<const ConstTensorView> tensors,
+                                                     Stream stream) {
+  constexpr const char* who = "dispatch";
+  check_call(who, ready, SequenceOperation::dispatch);
+  detail::check_inputs(who, ready.plan_, tensors);
+  guarded([&] {
+    grow_for(who, ready.plan_.window_bytes, stream);
+    world_.executor().dispatch(next_call(who, ready, tensors, {}, stream));
+    ++epoch_;
+  });
+  return window_views(ready.plan_, epoch_);
+}
+
+void SequenceDispatcher::kv_gradient(const ReadyPlan& ready,
+                                     std::span<const ConstTensorView> gradients,
+                                     std::span<const TensorView> outputs, Stream stream) {
+  constexpr const char* who = "kv_gradient";
+  check_call(who, ready, SequenceOperation::kv_gradient);
+  detail::check_inputs(who, ready.plan_, gradients);
+  detail::check_outputs(who, ready.plan_, outputs);
+  guarded([&] {
+    grow_for(who, ready.plan_.window_bytes, stream);
+    world_.executor().kv_gradient(next_call(who, ready, gradients, outputs, stream));
+    ++epoch_;
+  });
+}
+
+std::vector<TensorView> SequenceDispatcher::gradient_inputs(const ReadyPlan& ready, Stream stream) {
+  constexpr const char* who = "gradient_inputs";
+  check_call(who, ready, SequenceOperation::kv_gradient);
+  guarded([&] { grow_for(who, ready.plan_.window_bytes, stream); });
+  return window_views(ready.plan_, epoch_ + 1);
+}
+
+void SequenceDispatcher::synchronize(Stream stream) {
+  guarded([&] { world_.executor().synchronize(stream); });
+}
+
+}  // namespace waybill

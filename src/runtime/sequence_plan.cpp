@@ -1,0 +1,141 @@
+#include "waybill/runtime/sequence_plan.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "plan_checks.h"
+#include "segment_writer.h"
+#include "waybill/core/at.h"
+#include "waybill/core/error.h"
+
+namespace waybill {
+namespace {
+
+using detail::at;
+using detail::SegmentWriter;
+using detail::WindowMap;
+
+/// Small, as an executor holds the addends of many chunks at once.
+constexpr std::int64_t most_gradient_chunk_bytes = 2048;
+
+void check_formats(const char* who, std::span<const SequencePart> parts, SequenceOperation op) {
+  const TensorFormat* first = nullptr;
+  for (const SequencePart& part : parts) {
+    for (const TensorFormat& format : part.tensors) {
+      require(0 <= format.hidden && format.hidden <= (std::int64_t{1} << 27), who,
+              ": hidden = ", format.hidden, ", expected 0..2^27");
+      const bool floating = format.dtype == DType::float16 || format.dtype == DType::bfloat16 ||
+                            format.dtype == DType::float32 || format.dtype == DType::float64;
+      require(op == SequenceOperation::dispatch || floating, who, ": dtype = ", format.dtype,
+              ", expected float16, bfloat16, float32 or float64");
+      if (first == nullptr) first = &format;
+      require(op == SequenceOperation::dispatch || format.dtype == first->dtype, who,
+              ": dtypes are ", first->dtype, " and ", format.dtype, ", expected one");
+    }
+  }
+}
+
+/// Whether rows that stay on the rank are worth a call to the copy engine of their own: each piece
+/// costs it a microsecond or two, in which it copies a megabyte.
+bool local_rows_are_long(std::span<const SequencePart> parts, Rank rank) {
+  constexpr std::int64_t least_bytes = std::int64_t{4} << 20;
+  constexpr std::int64_t least_piece_bytes = std::int64_t{1} << 19;
+  std::int64_t bytes = 0;
+  std::int64_t pieces = 0;
+  const auto r = at(to_int(rank));
+  for (const SequencePart& part : parts) {
+    const SparseMetadata& metadata = *part.metadata;
+    std::int64_t rows = 0;
+    std::int64_t runs = 0;
+    std::int64_t next = -1;
+    std::int64_t row = 0;
+    std::int64_t next_row = -1;
+    for (auto j = metadata.rank_offsets[r]; j < metadata.rank_offsets[r + 1]; ++j) {
+      const std::int64_t len = metadata.seq_len[at(j)];
+      for (auto c = metadata.copy_begin(j); c < metadata.copy_end(j); ++c) {
+        if (metadata.dst_rank[at(c)] != to_int(rank)) continue;
+        rows += len;
+        if (metadata.dst_offset[at(c)] != next || row != next_row) ++runs;
+        next = metadata.dst_offset[at(c)] + len;
+        next_row = row + len;
+      }
+      row += len;
+    }
+    for (const TensorFormat& format : part.tensors) {
+      bytes += rows * format.row_bytes();
+      pieces += runs;
+    }
+  }
+  return bytes >= least_bytes && bytes >= pieces * least_piece_bytes;
+}
+
+/// All lines of the plan's rank.
+void write_lines(SegmentWriter& writer, std::span<const SequencePart> parts, SequencePlan& plan) {
+  const auto r = at(to_int(plan.rank));
+  std::int32_t first_tensor = 0;
+  for (const SequencePart& part : parts) {
+    const SparseMetadata& metadata = *part.metadata;
+    writer.begin_part(part, first_tensor);
+    std::int64_t row = 0;
+    for (std::int64_t j = metadata.rank_offsets[r]; j < metadata.rank_offsets[r + 1]; ++j) {
+      const std::int64_t begin = metadata.copy_begin(j);
+      const auto count = at(metadata.copy_end(j) - begin);
+      writer.add_line(row, metadata.seq_len[at(j)],
+                      std::span(metadata.dst_rank.data() + begin, count),
+                      std::span(metadata.dst_offset.data() + begin, count));
+      row += metadata.seq_len[at(j)];
+    }
+    plan.own_rows.insert(plan.own_rows.end(), part.tensors.size(), row);
+    first_tensor += static_cast<std::int32_t>(part.tensors.size());
+  }
+  writer.finish();
+}
+
+SequencePlan compile(const char* who, SequenceOperation operation,
+                     std::span<const SequencePart> parts, Rank rank,
+                     const SequencePlanOptions& options) {
+  require(!parts.empty(), who, ": parts are empty");
+  require(options.chunk_bytes >= 16 && options.chunk_bytes % 16 == 0 &&
+              options.chunk_bytes <= std::numeric_limits<std::int32_t>::max() / 2,
+          who, ": chunk_bytes = ", options.chunk_bytes, ", expected a multiple of 16, up to 2^30");
+  detail::check_parts(who, parts, rank);
+  check_formats(who, parts, operation);
+  SequencePlan plan;
+  plan.operation = operation;
+  plan.rank = rank;
+  plan.world_size = parts.front().metadata->world_size;
+  const bool sends = operation == SequenceOperation::dispatch;
+  plan.chunk_bytes =
+      sends ? options.chunk_bytes : std::min(options.chunk_bytes, most_gradient_chunk_bytes);
+  for (const SequencePart& part : parts) {
+    for (const TensorFormat& format : part.tensors) {
+      plan.tensors.push_back(format);
+      plan.cuts.push_back(detail::cut_rows(format.row_bytes(), plan.chunk_bytes));
+    }
+  }
+  const WindowMap windows(who, parts);
+  SegmentWriter writer(plan, windows,
+                       sends && options.local_apart && local_rows_are_long(parts, rank));
+  write_lines(writer, parts, plan);
+  if (options.chunks) expand_chunks(plan);
+  for (std::size_t t = 0; t < plan.tensors.size(); ++t) {
+    plan.window_rows.push_back(windows.rows(t, to_int(rank)));
+    plan.window_offsets.push_back(windows.offset(t, to_int(rank)));
+  }
+  plan.window_bytes = windows.largest();
+  return plan;
+}
+
+}  // namespace
+
+SequencePlan compile_dispatch(std::span<const SequencePart> parts, Rank rank,
+                              const SequencePlanOptions& options) {
+  return compile("compile_dispatch", SequenceOperation::dispatch, parts, rank, options);
+}
+
+SequencePlan compile_kv_gradient(std::span<const SequencePart> parts, Rank rank,
+                                 const SequencePlanOptions& options) {
+  return compile("compile_kv_gradient", SequenceOperation::kv_gradient, parts, rank, options);
+}
+
+}  // namespace waybill

@@ -1,0 +1,93 @@
+#include "waybill/transport/launch_environment.h"
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cstdlib>
+
+#include "waybill/core/error.h"
+#include "waybill/core/topology.h"
+
+namespace waybill {
+namespace {
+
+/// The variables of one launcher.
+struct Launcher {
+  const char* name;
+  const char* rank;
+  const char* world_size;
+  const char* local_rank;
+  const char* ranks_per_node;
+};
+
+constexpr std::array launchers{
+    Launcher{"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
+    Launcher{"openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+             "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"},
+    Launcher{"slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"},
+    Launcher{"pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
+};
+
+std::optional<std::int32_t> number(const GetVariable& get, const std::string& name) {
+  const auto text = get(name);
+  if (!text) return std::nullopt;
+  std::int32_t value = 0;
+  const auto [end, error] = std::from_chars(text->data(), text->data() + text->size(), value);
+  require(error == std::errc{} && end == text->data() + text->size() && value >= 0,
+          "read_launch_environment: ", name, " = \"", *text, "\", expected a number >= 0");
+  return value;
+}
+
+void read_ranks(const GetVariable& get, const Launcher& launcher, LaunchEnvironment& result) {
+  result.launcher = launcher.name;
+  result.rank = *number(get, launcher.rank);
+  result.world_size = *number(get, launcher.world_size);
+  require(1 <= result.world_size && result.world_size <= max_world_size,
+          "read_launch_environment: ", launcher.world_size, " = ", result.world_size,
+          ", expected 1..", max_world_size);
+  require(result.rank < result.world_size, "read_launch_environment: ", launcher.rank, " = ",
+          result.rank, ", expected 0..", result.world_size - 1);
+  const auto local_rank = number(get, launcher.local_rank);
+  const auto per_node = number(get, launcher.ranks_per_node);
+  // Ranks whose numbers in the world and in the node differ lie on a later node.
+  const bool several_nodes = local_rank && *local_rank != result.rank;
+  result.ranks_per_node = per_node.value_or(several_nodes ? 1 : result.world_size);
+  result.local_rank = local_rank.value_or(result.rank % std::max(1, result.ranks_per_node));
+  require(result.ranks_per_node >= 1 && result.world_size % result.ranks_per_node == 0,
+          "read_launch_environment: ", launcher.ranks_per_node, " = ", result.ranks_per_node,
+          ", expected a divisor of ", launcher.world_size, " = ", result.world_size);
+  require(result.local_rank < std::max(result.ranks_per_node, 1) || !per_node,
+          "read_launch_environment: ", launcher.local_rank, " = ", result.local_rank,
+          ", expected below ", launcher.ranks_per_node, " = ", result.ranks_per_node);
+}
+
+}  // namespace
+
+LaunchEnvironment read_launch_environment(const GetVariable& get) {
+  LaunchEnvironment result;
+  result.launcher = "none";
+  for (const Launcher& launcher : launchers) {
+    if (get(launcher.rank) && get(launcher.world_size)) {
+      read_ranks(get, launcher, result);
+      break;
+    }
+  }
+  if (const auto named = get("WAYBILL_RENDEZVOUS")) {
+    result.rendezvous = *named;
+  } else if (const auto host = get("MASTER_ADDR")) {
+    const std::int32_t port = number(get, "MASTER_PORT").value_or(29500);
+    require(port < 65535, "read_launch_environment: MASTER_PORT = ", port, ", expected 0..65534");
+    result.rendezvous = concat("tcp://", *host, ":", port + 1);
+  }
+  return result;
+}
+
+LaunchEnvironment read_launch_environment() {
+  return read_launch_environment([](const std::string& name) -> std::optional<std::string> {
+    const char* text = std::getenv(name.c_str());  // NOLINT(concurrency-mt-unsafe): only read
+    if (text == nullptr) return std::nullopt;
+    return text;
+  });
+}
+
+}  // namespace waybill

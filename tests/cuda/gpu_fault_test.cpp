@@ -1,0 +1,89 @@
+// Each of these loses the device for the process: run them one by one (ctest and
+// scripts/test_gpu.sh do).
+
+#include <gtest/gtest.h>
+
+#include "cuda/device_arena.h"
+#include "support/run_ranks.h"
+#include "support/sequence_expected.h"
+#include "waybill/cuda/gpu_world.h"
+#include "waybill/runtime/sequence_dispatcher.h"
+
+namespace waybill {
+namespace {
+
+using test::at;
+using test::DeviceArena;
+using test::Expected;
+using Views = std::vector<ConstTensorView>;
+
+void a_rank_never_calls(int num_sms) {
+  constexpr std::int32_t world_size = 4;
+  const auto the = test::sequence_cases(world_size, 1).back();
+  const Expected expected(the);
+  auto bootstraps = make_thread_bootstraps(world_size, 2.0);
+  const auto results = test::run_ranks(world_size, [&](std::int32_t rank) {
+    const auto r = at(rank);
+    World world = make_gpu_thread_world(std::move(bootstraps[r]), rank % num_gpus());
+    DeviceArena arena(world, std::int64_t{16} << 20);
+    const Stream stream{arena.stream()};
+    SequenceDispatcher dispatcher(world, {.num_sms = num_sms});
+    dispatcher.reserve(std::int64_t{1} << 20, stream);
+    const auto plan = dispatcher.plan_dispatch(test::forward_parts(the), stream);
+    const Views inputs{arena.upload(expected.q[r]), arena.upload(expected.k[r]),
+                       arena.upload(expected.v[r])};
+    for (int call = 1; call <= 3; ++call) {
+      if (call == 3 && rank == 1) {
+        std::this_thread::sleep_for(std::chrono::seconds(4));
+        return;
+      }
+      (void)dispatcher.dispatch(plan, inputs, stream);
+    }
+    dispatcher.synchronize(stream);
+  });
+  int named = 0;
+  for (const std::int32_t r : {0, 2, 3}) {
+    const std::string& text = results[at(r)].text;
+    // A rank that shares its device may lose it to another one's report, and then says whose.
+    EXPECT_NE(text.find("for signal >= 3 from rank 1"), std::string::npos)
+        << "rank " << r << ": " << text;
+    EXPECT_NE(text.find("last seen 2"), std::string::npos) << text;
+    if (text.find("dispatch: rank " + std::to_string(r) + " waited 2") != std::string::npos) {
+      ++named;
+    }
+  }
+  EXPECT_EQ(named, 3);
+}
+
+TEST(GpuFault, a_rank_that_never_calls_is_named_by_all_others) { a_rank_never_calls(4); }
+TEST(GpuFault, the_same_with_copy_engines) { a_rank_never_calls(0); }
+
+TEST(GpuFault, an_odd_number_of_captured_calls_is_found) {
+  const auto the = test::sequence_cases(2, 1).back();
+  const Expected expected(the);
+  auto bootstraps = make_thread_bootstraps(2, 5.0);
+  const auto results = test::run_ranks(2, [&](std::int32_t rank) {
+    const auto r = at(rank);
+    World world = make_gpu_thread_world(std::move(bootstraps[r]), rank % num_gpus());
+    DeviceArena arena(world, std::int64_t{16} << 20);
+    const Stream stream{arena.stream()};
+    SequenceDispatcher dispatcher(world, {.num_sms = 4});
+    dispatcher.reserve(std::int64_t{1} << 20, stream);
+    const auto plan = dispatcher.plan_dispatch(test::forward_parts(the), stream);
+    const Views inputs{arena.upload(expected.q[r]), arena.upload(expected.k[r]),
+                       arena.upload(expected.v[r])};
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t ready = nullptr;
+    test::cuda_ok(cudaStreamBeginCapture(arena.stream(), cudaStreamCaptureModeThreadLocal));
+    (void)dispatcher.dispatch(plan, inputs, stream);
+    test::cuda_ok(cudaStreamEndCapture(arena.stream(), &graph));
+    test::cuda_ok(cudaGraphInstantiate(&ready, graph, 0));
+    test::cuda_ok(cudaGraphLaunch(ready, arena.stream()), world);
+    test::cuda_ok(cudaGraphLaunch(ready, arena.stream()), world);
+    dispatcher.synchronize(stream);
+  });
+  EXPECT_NE(results[0].text.find("even number of calls"), std::string::npos) << results[0].text;
+}
+
+}  // namespace
+}  // namespace waybill

@@ -1,0 +1,118 @@
+#include "waybill/transport/launch_environment.h"
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <map>
+
+#include "support/expect_error.h"
+#include "support/run_ranks.h"
+#include "waybill/transport/bootstraps.h"
+
+namespace waybill {
+namespace {
+
+using test::rejects;
+using Variables = std::map<std::string, std::string>;
+
+LaunchEnvironment read(const Variables& variables) {
+  return read_launch_environment([&](const std::string& name) -> std::optional<std::string> {
+    const auto found = variables.find(name);
+    if (found == variables.end()) return std::nullopt;
+    return found->second;
+  });
+}
+
+TEST(LaunchEnvironment, AloneWithoutALauncher) {
+  const auto environment = read({});
+  EXPECT_EQ(environment.launcher, "none");
+  EXPECT_EQ(environment.rank, 0);
+  EXPECT_EQ(environment.world_size, 1);
+  EXPECT_EQ(make_environment_bootstrap(environment)->world_size(), 1);
+}
+
+TEST(LaunchEnvironment, Torchrun) {
+  const auto environment = read({{"RANK", "5"},
+                                 {"WORLD_SIZE", "8"},
+                                 {"LOCAL_RANK", "1"},
+                                 {"LOCAL_WORLD_SIZE", "4"},
+                                 {"MASTER_ADDR", "node7"},
+                                 {"MASTER_PORT", "1234"},
+                                 {"SLURM_PROCID", "0"},  // torchrun inside of a Slurm job
+                                 {"SLURM_NTASKS", "1"}});
+  EXPECT_EQ(environment.launcher, "torchrun");
+  EXPECT_EQ(environment.rank, 5);
+  EXPECT_EQ(environment.world_size, 8);
+  EXPECT_EQ(environment.local_rank, 1);
+  EXPECT_EQ(environment.ranks_per_node, 4);
+  EXPECT_EQ(environment.rendezvous, "tcp://node7:1235");
+}
+
+TEST(LaunchEnvironment, OtherLaunchers) {
+  const auto openmpi = read({{"OMPI_COMM_WORLD_RANK", "1"},
+                             {"OMPI_COMM_WORLD_SIZE", "2"},
+                             {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
+                             {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+                             {"WAYBILL_RENDEZVOUS", "file:///tmp/x"}});
+  EXPECT_EQ(openmpi.launcher, "openmpi");
+  EXPECT_EQ(openmpi.ranks_per_node, 2);
+  EXPECT_EQ(openmpi.rendezvous, "file:///tmp/x");
+  const auto slurm = read({{"SLURM_PROCID", "3"}, {"SLURM_NTASKS", "4"}, {"SLURM_LOCALID", "1"}});
+  EXPECT_EQ(slurm.launcher, "slurm");
+  EXPECT_EQ(slurm.rank, 3);
+  EXPECT_EQ(slurm.local_rank, 1);
+  EXPECT_EQ(slurm.ranks_per_node, 1);
+  const auto pmi = read({{"PMI_RANK", "1"}, {"PMI_SIZE", "3"}});
+  EXPECT_EQ(pmi.launcher, "pmi");
+  EXPECT_EQ(pmi.ranks_per_node, 3);
+  EXPECT_EQ(pmi.local_rank, 1);
+}
+
+TEST(LaunchEnvironment, NamesTheVariableThatIsWrong) {
+  EXPECT_TRUE(rejects(
+      [] {
+        (void)read({{"RANK", "x"}, {"WORLD_SIZE", "2"}});
+      },
+      {"RANK = \"x\"", "expected a number"}));
+  EXPECT_TRUE(rejects(
+      [] {
+        (void)read({{"RANK", "2"}, {"WORLD_SIZE", "2"}});
+      },
+      {"RANK = 2", "expected 0..1"}));
+  EXPECT_TRUE(rejects([] { (void)read({{"RANK", "-1"}, {"WORLD_SIZE", "2"}}); }, {"RANK"}));
+  EXPECT_TRUE(rejects([] { (void)read({{"RANK", "0"}, {"WORLD_SIZE", "0"}}); }, {"WORLD_SIZE"}));
+  EXPECT_TRUE(rejects(
+      [] {
+        (void)read({{"RANK", "0"}, {"WORLD_SIZE", "3"}, {"LOCAL_WORLD_SIZE", "2"}});
+      },
+      {"LOCAL_WORLD_SIZE = 2", "divisor"}));
+}
+
+TEST(LaunchEnvironment, APlaceToMeetIsNeeded) {
+  LaunchEnvironment environment;
+  environment.world_size = 2;
+  for (const char* place : {"", "tcp://", "tcp://host", "tcp://host:x", "tcp://:5", "http://a:1"}) {
+    environment.rendezvous = place;
+    EXPECT_TRUE(rejects([&] { (void)make_environment_bootstrap(environment); }, {"rendezvous"}))
+        << place;
+  }
+}
+
+TEST(LaunchEnvironment, RanksMeetThroughFiles) {
+  const auto folder =
+      std::filesystem::temp_directory_path() /
+      concat("waybill_environment_",
+             std::filesystem::file_time_type::clock::now().time_since_epoch().count());
+  test::expect_no_errors(test::run_ranks(2, [&](std::int32_t rank) {
+    const auto environment = read({{"RANK", std::to_string(rank)},
+                                   {"WORLD_SIZE", "2"},
+                                   {"WAYBILL_RENDEZVOUS", "file://" + folder.string()}});
+    const auto bootstrap = make_environment_bootstrap(environment, 20);
+    const auto ranks = all_gather_value(*bootstrap, to_int(bootstrap->rank()), "test");
+    ASSERT_EQ(ranks, (std::vector<std::int32_t>{0, 1}));
+  }));
+  std::filesystem::remove_all(folder);
+}
+
+}  // namespace
+}  // namespace waybill

@@ -1,0 +1,139 @@
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstring>
+#include <numeric>
+
+#include "support/expect_error.h"
+#include "support/run_ranks.h"
+#include "waybill/core/at.h"
+#include "waybill/transport/transport.h"
+
+namespace waybill {
+namespace {
+
+using detail::at;
+using test::expect_no_errors;
+using test::missed_by;
+using test::run_with_bootstrap;
+
+TEST(ThreadTransport, PutsAndSignalsReachEveryPeer) {
+  constexpr std::int32_t world = 4;
+  for (const std::int32_t per_node : {0, 2, 1}) {
+    expect_no_errors(run_with_bootstrap(world, 20, [&](std::shared_ptr<Bootstrap> bootstrap) {
+      const auto transport = make_thread_transport(std::move(bootstrap), per_node);
+      const std::int32_t me = to_int(transport->rank());
+      SymmetricBuffer buffer = transport->allocate(world * 8, "test");
+      SignalPad pad = transport->allocate_signals(world, "test");
+      for (std::uint64_t epoch = 1; epoch <= 50; ++epoch) {
+        const std::uint64_t value = epoch * 100 + static_cast<std::uint64_t>(me);
+        for (std::int32_t r = 0; r < world; ++r) {
+          transport->put_signal(
+              buffer, {Rank{r}, me * 8, reinterpret_cast<const std::byte*>(&value), sizeof(value)},
+              {&pad, me}, epoch);
+        }
+        transport->quiet();
+        for (std::int32_t r = 0; r < world; ++r) {
+          ASSERT_EQ(transport->wait({&pad, r}, epoch, Rank{r}, "test"), epoch);
+          std::uint64_t got = 0;
+          std::memcpy(&got, buffer.local + r * 8, sizeof(got));
+          ASSERT_EQ(got, epoch * 100 + static_cast<std::uint64_t>(r));
+        }
+        transport->barrier("all have read");
+      }
+      transport->release(buffer);
+      transport->release(pad);
+      EXPECT_EQ(buffer.local, nullptr);
+      EXPECT_EQ(pad.count, 0);
+    }));
+  }
+}
+
+TEST(ThreadTransport, ReachFollowsTheNodes) {
+  expect_no_errors(run_with_bootstrap(4, 20, [](std::shared_ptr<Bootstrap> bootstrap) {
+    const auto transport = make_thread_transport(std::move(bootstrap), 2);
+    SymmetricBuffer buffer = transport->allocate(10, "test");
+    const std::int32_t me = to_int(transport->rank());
+    for (std::int32_t r = 0; r < 4; ++r) {
+      const Reach expected = r == me           ? Reach::self
+                             : r / 2 == me / 2 ? Reach::load_store
+                                               : Reach::network;
+      ASSERT_EQ(transport->reach(Rank{r}), expected);
+      ASSERT_EQ(buffer.peers[at(r)] == nullptr, expected == Reach::network);
+    }
+    ASSERT_EQ(buffer.peers[at(me)], buffer.local);
+    ASSERT_EQ(reinterpret_cast<std::uintptr_t>(buffer.local) % 256, 0U);
+    ASSERT_EQ(std::accumulate(buffer.local, buffer.local + 10, 0,
+                              [](int sum, std::byte b) { return sum + static_cast<int>(b); }),
+              0);
+    transport->release(buffer);
+  }));
+}
+
+TEST(ThreadTransport, ASilentPeerIsNamedWithAllThatIsKnown) {
+  const auto results = run_with_bootstrap(4, 0.3, [](std::shared_ptr<Bootstrap> bootstrap) {
+    const auto transport = make_thread_transport(std::move(bootstrap), 2);
+    const SignalPad pad = transport->allocate_signals(4, "test");
+    const std::int32_t me = to_int(transport->rank());
+    for (std::int32_t r = 0; r < 4; ++r) transport->signal(Rank{r}, {&pad, me}, me == 3 ? 1 : 2);
+    for (std::int32_t r = 0; r < 4; ++r) (void)transport->wait({&pad, r}, 2, Rank{r}, "unload");
+  });
+  for (std::int32_t r = 0; r < 4; ++r) {
+    const MissedWait missed = missed_by(results[at(r)]);
+    EXPECT_EQ(missed.operation, "unload");
+    EXPECT_EQ(missed.rank, r);
+    EXPECT_EQ(missed.peer, 3);
+    EXPECT_EQ(missed.wanted, 2U);
+    EXPECT_EQ(missed.seen, 1U);
+    EXPECT_GE(missed.seconds, 0.3);
+    EXPECT_NE(results[at(r)].text.find("for signal >= 2 from rank 3 (node 1, local_rank 1)"),
+              std::string::npos)
+        << results[at(r)].text;
+  }
+}
+
+TEST(ThreadTransport, MemoryOutlivesARankThatLeaves) {
+  expect_no_errors(run_with_bootstrap(2, 20, [](std::shared_ptr<Bootstrap> bootstrap) {
+    SymmetricBuffer buffer;
+    {
+      const auto transport = make_thread_transport(bootstrap);
+      buffer = transport->allocate(1 << 20, "test");
+    }
+    if (bootstrap->rank() == Rank{0}) buffer = {};  // its own part stays while rank 1 has it
+    bootstrap->barrier("left");
+    if (bootstrap->rank() == Rank{1}) std::memset(buffer.peers[0], 7, 1 << 20);
+  }));
+}
+
+TEST(ThreadTransport, SizesThatDifferAreRefusedByAll) {
+  const auto results = run_with_bootstrap(3, 20, [](std::shared_ptr<Bootstrap> bootstrap) {
+    const auto transport = make_thread_transport(std::move(bootstrap));
+    (void)transport->allocate(to_int(transport->rank()) == 1 ? 16 : 32, "landing");
+  });
+  for (const auto& result : results) {
+    EXPECT_NE(result.text.find("share_memory(landing): size = "), std::string::npos) << result.text;
+  }
+}
+
+TEST(ThreadTransport, RejectsWhatDoesNotFit) {
+  expect_no_errors(run_with_bootstrap(1, 20, [](std::shared_ptr<Bootstrap> bootstrap) {
+    const auto transport = make_thread_transport(std::move(bootstrap));
+    const SymmetricBuffer buffer = transport->allocate(8, "test");
+    const SignalPad pad = transport->allocate_signals(1, "test");
+    const std::byte byte{};
+    const auto rejects = [](const auto& call, std::string_view part) {
+      EXPECT_TRUE(test::rejects(call, {part}));
+    };
+    rejects([&] { transport->put(buffer, {Rank{0}, 8, &byte, 1}); }, "8 + 1");
+    rejects([&] { transport->put(buffer, {Rank{0}, -1, &byte, 1}); }, "-1 + 1");
+    rejects([&] { transport->put(buffer, {Rank{1}, 0, &byte, 1}); }, "peer = 1");
+    rejects([&] { transport->put(buffer, {Rank{0}, 0, nullptr, 1}); }, "source is null");
+    rejects([&] { transport->signal(Rank{0}, {&pad, 1}, 1); }, "idx = 1");
+    rejects([&] { transport->signal(Rank{2}, {&pad, 0}, 1); }, "peer = 2");
+    rejects([&] { (void)transport->allocate(-1, "test"); }, "size_bytes = -1");
+    rejects([&] { (void)transport->reach(Rank{1}); }, "peer = 1");
+  }));
+}
+
+}  // namespace
+}  // namespace waybill
