@@ -132,13 +132,13 @@ void bind_plan(nb::module_& m) {
   plan.def("traffic", &traffic);
   plan.def("summary_text", &summary_text);
   plan.def("report_page", &report_page);
-  m.def("plan_documents", [](const std::vector<std::int64_t>& lengths, std::int32_t world_size,
-                             std::int64_t tokens_per_rank, std::int64_t shard_tokens,
-                             std::string_view kv_layout) {
-    const DocumentPlanOptions options{world_size, tokens_per_rank, shard_tokens,
-                                      layout_from_name(kv_layout)};
-    return unlocked([&] { return plan_documents(lengths, options); });
-  });
+  m.def("plan_documents",
+        [](const std::vector<std::int64_t>& lengths, std::int32_t world_size,
+           std::int64_t tokens_per_rank, std::int64_t shard_tokens, std::string_view kv_layout) {
+          const DocumentPlanOptions options{world_size, tokens_per_rank, shard_tokens,
+                                            layout_from_name(kv_layout)};
+          return unlocked([&] { return plan_documents(lengths, options); });
+        });
   m.def("plan_from_json", [](std::string_view text, std::string_view origin) {
     return unlocked([&] { return plan_from_json(text, origin); });
   });
