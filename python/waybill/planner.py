@@ -227,8 +227,8 @@ def plan(
         "message_seconds": float(message_seconds),
         "pairs_per_second": float(pairs_per_second),
     }
-    nested = len(doc_lengths) > 0 and hasattr(doc_lengths[0], "__len__")
-    if nested:
+    first = doc_lengths[0] if len(doc_lengths) > 0 else 0
+    if hasattr(first, "__len__") and getattr(first, "ndim", 1) > 0:  # a number of torch has a len
         ranks = [_lengths(docs, f"plan: doc_lengths[{r}]") for r, docs in enumerate(doc_lengths)]
         return AttentionPlan._wrap(_core.plan_ranks(ranks, options))
     return AttentionPlan._wrap(_core.plan_flat(_lengths(doc_lengths, "plan: doc_lengths"), options))
