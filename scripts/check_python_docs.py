@@ -20,6 +20,7 @@ in which the package is installed. Exits 1 when something does not hold.
 import argparse
 import ast
 import contextlib
+NO_PYTHON = ("README.md", "bootstrap.md", "sequence_dispatcher.md", "transport.md", "world.md")
 import importlib.util
 import inspect
 import io
