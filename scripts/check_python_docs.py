@@ -20,7 +20,6 @@ in which the package is installed. Exits 1 when something does not hold.
 import argparse
 import ast
 import contextlib
-NO_PYTHON = ("README.md", "bootstrap.md", "sequence_dispatcher.md", "transport.md", "world.md")
 import importlib.util
 import inspect
 import io
@@ -36,6 +35,7 @@ import warnings
 
 from extract_doc_examples import FENCE, ROOT, pages
 
+NO_PYTHON = ("README.md", "bootstrap.md", "sequence_dispatcher.md", "transport.md", "world.md")
 OPTIONAL = ("torch", "matplotlib")
 SKIPPED = 77  # exit status of a program that lacks a package
 LIMIT_S = 60
