@@ -49,6 +49,12 @@ def shown_ranks(values: Any) -> list[int]:
     return sorted({*range(4), *range(world - 4, world), *(int(rank) for rank in worst)})
 
 
+def wire_rows(traffic: Any) -> tuple[Any, Any]:
+    """Rows that every rank sends to others, and gets from them, of a (W, W) table of traffic."""
+    local = np.diagonal(traffic)
+    return traffic.sum(axis=1) - local, traffic.sum(axis=0) - local
+
+
 def _slice_html(m: Metadata) -> str:
     for name in ("dst_rank", "dst_offset"):
         shape = np.shape(getattr(m, name))
@@ -75,7 +81,7 @@ def metadata_html(m: Metadata) -> str:
         return _slice_html(m)
     traffic = m.traffic()
     local = np.diagonal(traffic)
-    sent, got = traffic.sum(axis=1) - local, traffic.sum(axis=0) - local
+    sent, got = wire_rows(traffic)
     largest = float(max(sent.max(initial=0), got.max(initial=0)))
     shards = (np.asarray(m.seq_len) > 0).sum(axis=1)
     ranks = shown_ranks(sent + got)
@@ -96,11 +102,7 @@ def metadata_html(m: Metadata) -> str:
 def plan_html(plan: QkvPlan) -> str:
     """A line a rank: its work and its rows on the wire."""
     work = plan.work
-    q, kv = plan.traffic()
-    columns = []
-    for traffic in (q, kv):
-        local = np.diagonal(traffic)
-        columns += [traffic.sum(axis=1) - local, traffic.sum(axis=0) - local]
+    columns = [rows for traffic in plan.traffic() for rows in wire_rows(traffic)]
     ranks = shown_ranks(work)
     largest = float(work.max(initial=0))
     rows = [

@@ -37,14 +37,14 @@ class InternalError(Error, RuntimeError):
 
 _core.set_error_types(Error, InvalidArgument, Unsupported, IoError, InternalError)
 
-for _name in (
-    "Error",
-    "InvalidArgument",
-    "ShapeMismatch",
-    "RankOutOfRange",
-    "NotThreeAxes",
-    "Unsupported",
-    "IoError",
-    "InternalError",
+for _error in (
+    Error,
+    InvalidArgument,
+    ShapeMismatch,
+    RankOutOfRange,
+    NotThreeAxes,
+    Unsupported,
+    IoError,
+    InternalError,
 ):
-    globals()[_name].__module__ = "waybill"  # what users see and catch
+    _error.__module__ = "waybill"  # what users see and catch

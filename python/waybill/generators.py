@@ -94,10 +94,8 @@ def create_qkv_dispatch(
         max_cp_degree,
         checked_seed(seed, "create_qkv_dispatch"),
     )
-    lens, num_shards, dst, *tables = raw
-    fields = _core.compute_e2e_metadata(lens, num_shards, dst, tuple(tables), return_intermediate)
     extra = (seq_lens,) if return_mlp_no_shard_seq_lens else ()
-    return (*dispatch_tuple(fields, return_intermediate), *extra)
+    return (*dispatch_of_raw(raw, return_intermediate), *extra)
 
 
 def create_qkv_dispatch_with_custom_mapping(
@@ -144,6 +142,13 @@ def length_distributions() -> list[str]:
 def sample_documents(distribution: str, num_tokens: int, seed: int = 0) -> IntArray:
     """Document lengths, (n,) int64, drawn until they fill num_tokens exactly; the last is cut."""
     return _core.sample_documents(distribution, num_tokens, seed)
+
+
+def dispatch_of_raw(raw: Any, return_intermediate: bool) -> Tuple[Any, ...]:
+    """All metadata of a plan in dense form, of which ``raw`` has the eight tables."""
+    lens, num_shards, dst, *tables = raw
+    fields = _core.compute_e2e_metadata(lens, num_shards, dst, tuple(tables), return_intermediate)
+    return dispatch_tuple(fields, return_intermediate)
 
 
 def dispatch_tuple(fields: Any, return_intermediate: bool) -> Tuple[Any, ...]:

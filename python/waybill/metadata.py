@@ -11,6 +11,7 @@ import numpy as np
 
 from . import _core, _html, _plot
 from ._arrays import index_array, int64, integer
+from ._files import json_text, kept
 from .errors import InvalidArgument
 
 Fields = Tuple[Any, ...]
@@ -74,11 +75,7 @@ class Metadata:
         self, path: Union[str, os.PathLike[str], None] = None, compact: bool = False
     ) -> str:
         """The text of format ``waybill.metadata``; also written to ``path`` when one is given."""
-        text = _core.metadata_to_json(self._fields(), compact)
-        if path is not None:
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(text)
-        return text
+        return kept(_core.metadata_to_json(self._fields(), compact), path)
 
     @classmethod
     def from_json(cls: type[_M], text: Union[str, os.PathLike[str]]) -> _M:
@@ -110,9 +107,8 @@ class Metadata:
 
     def plot_load(self, ax: Any = None) -> Any:
         """Draws the rows that every rank sends to and gets from others; returns the axes."""
-        rows = self.traffic().copy()
-        np.fill_diagonal(rows, 0)
-        return _plot.bars({"out": rows.sum(axis=1), "in": rows.sum(axis=0)}, ax, "rows on the wire")
+        sent, got = _html.wire_rows(self.traffic())
+        return _plot.bars({"out": sent, "in": got}, ax, "rows on the wire")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Metadata):
@@ -173,13 +169,3 @@ def require_metadata(value: Any, who: str) -> Metadata:
             f"{who}: metadata is a {type(value).__name__}, expected a waybill.Metadata"
         )
     return value
-
-
-def json_text(text: Any, who: str) -> Tuple[str, str]:
-    """(text, where it comes from) of a JSON text, or of the file of a path that is no JSON text."""
-    if not isinstance(text, (str, os.PathLike)):
-        raise InvalidArgument(f"{who}: got a {type(text).__name__}, expected a JSON text or a path")
-    if isinstance(text, str) and text.lstrip().startswith("{"):
-        return text, "JSON"
-    with open(text, encoding="utf-8") as file:
-        return file.read(), os.fspath(text)

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, Optional, Sequence, Union
 
 from . import _core, _html, _plot
 from ._arrays import IntArray, index_array, int64
+from ._files import json_text, kept
 from .errors import InvalidArgument
 from .layouts import QkvMetadata
-from .metadata import json_text
 from .plans import QkvPlan
 from .validation import Finding, validate
 
@@ -57,11 +57,7 @@ class AttentionPlan:
         self, path: Union[str, os.PathLike[str], None] = None, compact: bool = False
     ) -> str:
         """The text of format ``waybill.attention_plan``; also written to ``path`` when given."""
-        text: str = self._plan.to_json(compact)
-        if path is not None:
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(text)
-        return text
+        return kept(self._plan.to_json(compact), path)
 
     @property
     def work(self) -> IntArray:

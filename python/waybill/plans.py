@@ -7,8 +7,9 @@ from typing import Any, Optional, Sequence, Union
 
 from . import _core, _html, _plot
 from ._arrays import AnyArray, IntArray, index_array
+from ._files import json_text, kept
 from .layouts import QkvMetadata, RawQkvDispatch, attention_layout
-from .metadata import Metadata, json_text
+from .metadata import Metadata
 
 __all__ = ["QkvPlan"]
 
@@ -67,11 +68,7 @@ class QkvPlan:
         self, path: Union[str, os.PathLike[str], None] = None, compact: bool = False
     ) -> str:
         """The text of format ``waybill.plan``; also written to ``path`` when one is given."""
-        text: str = self._plan.to_json(compact)
-        if path is not None:
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(text)
-        return text
+        return kept(self._plan.to_json(compact), path)
 
     @property
     def world_size(self) -> int:
@@ -169,11 +166,7 @@ class QkvPlan:
         title: str = "Waybill report",
     ) -> str:
         """A page that stands alone in one file; also written to ``path`` when one is given."""
-        page: str = self._plan.report_page(q_row_bytes, kv_row_bytes, gb_per_s, title)
-        if path is not None:
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(page)
-        return page
+        return kept(self._plan.report_page(q_row_bytes, kv_row_bytes, gb_per_s, title), path)
 
     def plot_traffic(self, ax: Any = None) -> Any:
         """Draws the rows of Q and KV between ranks as a heat map; returns the axes."""

@@ -77,9 +77,7 @@ def create_qkv_dispatch(
 ) -> Tuple[Any, ...]:
     """A random plan with all its metadata: (fwd_q, rev_q, fwd_k, rev_k, attention layout, ...)."""
     raw, seq_lens = _raw(world_size, total_seq_len, num_seqs, max_cp_degree, seed)
-    lens, num_shards, dst, *tables = raw
-    fields = _core.compute_e2e_metadata(lens, num_shards, dst, tuple(tables), return_intermediate)
-    result = generators.dispatch_tuple(fields, return_intermediate)
+    result = generators.dispatch_of_raw(raw, return_intermediate)
     extra = (tensor(seq_lens),) if return_mlp_no_shard_seq_lens else ()
     return (*_with_tensors(result), *extra)
 

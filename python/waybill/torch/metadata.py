@@ -74,5 +74,6 @@ class Metadata(numpy_metadata.Metadata):
 def metadata_of(
     metadata: numpy_metadata.Metadata, device: Optional[torch.device] = None
 ) -> Metadata:
-    """A function's result, on the device of its inputs."""
-    return Metadata.from_numpy(metadata)._placed(device)
+    """A function's result, whose fields are arrays already, on the device of its inputs."""
+    fields = tuple(getattr(metadata, field.name) for field in dataclasses.fields(metadata))
+    return Metadata._from_fields(fields)._placed(device)
