@@ -9,6 +9,7 @@
 
 #include "support/expect_error.h"
 #include "support/run_ranks.h"
+#include "support/same_bytes.h"
 #include "support/sequence_expected.h"
 
 namespace waybill {
@@ -19,19 +20,8 @@ using test::Expected;
 using test::forward_parts;
 using test::kv_parts;
 using test::reverse_parts;
+using test::same_bytes;
 using test::SequenceCase;
-
-/// Success when the view has exactly the elements of `expected`.
-testing::AssertionResult same_bytes(const ConstTensorView& view, const HostTensor& expected) {
-  if (view.shape != expected.shape()) {
-    return testing::AssertionFailure()
-           << "shape " << to_string(view.shape) << ", expected " << to_string(expected.shape());
-  }
-  const auto bytes = expected.bytes();
-  const auto wrong = std::mismatch(bytes.begin(), bytes.end(), view.data).first;
-  if (wrong == bytes.end()) return testing::AssertionSuccess();
-  return testing::AssertionFailure() << "byte " << wrong - bytes.begin() << " differs";
-}
 
 void check_step(World& world, SequenceDispatcher& dispatcher, const SequenceCase& the,
                 const Expected& expected) {
@@ -70,25 +60,6 @@ TEST(SequenceDispatcher, equals_the_simulation) {
       dispatcher.close();
     });
   }
-}
-
-TEST(SequenceDispatcher, dispatch_reaches_other_nodes) {
-  const auto cases = test::sequence_cases(4, 6);
-  run_thread_world(
-      4,
-      [&](World& world) {
-        SequenceDispatcher dispatcher(world);
-        for (const SequenceCase& the : cases) {
-          const Expected expected(the);
-          const auto r = at(to_int(world.rank()));
-          const auto plan = dispatcher.plan_dispatch(kv_parts(the));
-          const auto outputs = dispatcher.dispatch(
-              plan, std::vector<ConstTensorView>{expected.k[r].view(), expected.v[r].view()});
-          ASSERT_TRUE(same_bytes(outputs[0], expected.k_out[r])) << the.name;
-          ASSERT_TRUE(same_bytes(outputs[1], expected.v_out[r])) << the.name;
-        }
-      },
-      {.ranks_per_node = 2});
 }
 
 TEST(SequenceDispatcher, rows_of_the_input_may_have_any_distance) {
