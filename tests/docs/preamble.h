@@ -35,6 +35,7 @@
 #include "waybill/json/metadata_json.h"
 #include "waybill/json/plan_json.h"
 #include "waybill/planner/planner.h"
+#include "waybill/planner/static_plans.h"
 #include "waybill/report/document_figures.h"
 #include "waybill/report/html_report.h"
 #include "waybill/report/plan_summary.h"
@@ -59,6 +60,8 @@
 #include "waybill/simulate/dispatch.h"
 #include "waybill/simulate/kv_gradient.h"
 #include "waybill/simulate/orchestrate.h"
+#include "waybill/timing/predict_step.h"
+#include "waybill/timing/remedies.h"
 #include "waybill/transport/bootstraps.h"
 
 namespace {

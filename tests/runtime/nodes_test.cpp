@@ -5,7 +5,7 @@
 #include "support/faulty_transport.h"
 #include "support/node_case.h"
 #include "support/run_ranks.h"
-#include "support/same_bytes.h"
+#include "support/sequence_step.h"
 
 namespace waybill {
 namespace {
