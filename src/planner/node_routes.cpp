@@ -29,8 +29,9 @@ void for_each_line(const SparseMetadata& metadata, Visit&& visit) {
 
 class NodeRouter {
  public:
-  NodeRouter(const SparseMetadata& metadata, const Topology& topology, std::int64_t row_bytes)
-      : metadata_(metadata), topology_(topology), row_bytes_(row_bytes) {
+  NodeRouter(const SparseMetadata& metadata, const Topology& topology, std::int64_t row_bytes,
+             bool once)
+      : metadata_(metadata), topology_(topology), row_bytes_(row_bytes), once_(once) {
     schedule_.links.assign(at(topology.world_size), {});
   }
 
@@ -73,7 +74,7 @@ class NodeRouter {
   }
 
   void enter_node(std::int32_t home, std::int64_t line, std::span<const std::int32_t> ranks) {
-    if (ranks.size() == 1 || node(ranks[0]) == node(home)) {
+    if (!once_ || ranks.size() == 1 || node(ranks[0]) == node(home)) {
       for (const std::int32_t dst : ranks) hop(home, dst, line, -1);
       return;
     }
@@ -103,6 +104,7 @@ class NodeRouter {
   const SparseMetadata& metadata_;
   const Topology topology_;
   const std::int64_t row_bytes_;
+  const bool once_;
   RelaySchedule schedule_;
   std::vector<std::int32_t> receivers_;
 };
@@ -110,9 +112,9 @@ class NodeRouter {
 }  // namespace
 
 RelaySchedule route_over_nodes(const SparseMetadata& metadata, const Topology& topology,
-                               std::int64_t row_bytes) {
+                               std::int64_t row_bytes, bool once) {
   check("route_over_nodes", metadata, topology);
-  return NodeRouter(metadata, topology, row_bytes).route();
+  return NodeRouter(metadata, topology, row_bytes, once).route();
 }
 
 std::vector<LinkBytes> direct_links(const SparseMetadata& metadata, const Topology& topology,

@@ -149,12 +149,6 @@ std::vector<RelayHop> completed(const SparseMetadata& metadata, const RelaySched
   return hops;
 }
 
-bool takes_relay(const SequencePlanOptions& options, const PlanLimits& limits, bool any) {
-  if (!any || options.relay == RelayUse::never) return false;
-  return options.relay == RelayUse::always ||
-         limits.relay_seconds <= 0.9 * limits.node_once_seconds;
-}
-
 Topology checked_topology(const char* who, std::int32_t world, const SequencePlanOptions& options) {
   const Topology topology{world, options.ranks_per_node == 0 ? world : options.ranks_per_node};
   require(options.ranks_per_node >= 0 && world % topology.ranks_per_node == 0, who,
@@ -167,6 +161,54 @@ Topology checked_topology(const char* who, std::int32_t world, const SequencePla
           ", expected >= 0");
   return topology;
 }
+
+bool has_relay(const SequencePart& part) { return part.relay != nullptr && !part.relay->empty(); }
+
+/// Hops of all parts on different ways, and what they cost.
+class WayFinder {
+ public:
+  WayFinder(const Topology& topology, SequenceOperation operation,
+            std::span<const SequencePart> parts, const SequencePlanOptions& options)
+      : topology_(topology), operation_(operation), parts_(parts), options_(options) {}
+
+  using Hops = std::vector<std::vector<RelayHop>>;
+
+  [[nodiscard]] Hops over_nodes(bool once) const {
+    Hops hops;
+    for (const SequencePart& part : parts_)
+      hops.push_back(
+          route_over_nodes(*part.metadata, topology_, row_bytes_of(part), once).hops);
+    return hops;
+  }
+
+  /// @param others for lines of which the schedules have no hops
+  /// @throws InvalidArgument for schedules that do not fit
+  [[nodiscard]] Hops by_schedules(const char* who, const Hops& others) const {
+    Hops hops;
+    const std::vector<std::int64_t> no_rows(at(topology_.world_size));
+    for (std::size_t p = 0; p < parts_.size(); ++p) {
+      hops.push_back(others[p]);
+      if (!has_relay(parts_[p])) continue;
+      (void)follow_hops(who, *parts_[p].metadata, parts_[p].relay->hops, no_rows);
+      hops.back() = completed(*parts_[p].metadata, *parts_[p].relay, others[p]);
+    }
+    return hops;
+  }
+
+  [[nodiscard]] double seconds(const Hops& hops) const {
+    std::vector<LinkBytes> links(at(topology_.world_size));
+    for (std::size_t p = 0; p < parts_.size(); ++p)
+      add_traffic(links, topology_, operation_, parts_[p], hops[p]);
+    return limit_seconds(links, options_.nvlink_bytes_per_second,
+                         options_.network_bytes_per_second);
+  }
+
+ private:
+  const Topology& topology_;
+  SequenceOperation operation_;
+  std::span<const SequencePart> parts_;
+  const SequencePlanOptions& options_;
+};
 
 }  // namespace
 
@@ -229,41 +271,38 @@ PartRoutes follow_hops(const char* who, const SparseMetadata& metadata, std::vec
 ChosenWay choose_way(const char* who, SequenceOperation operation,
                      std::span<const SequencePart> parts, const SequencePlanOptions& options) {
   const Topology topology = checked_topology(who, parts.front().metadata->world_size, options);
-  const auto world = at(topology.world_size);
-  const bool nodes = topology.num_nodes() > 1;
+  const bool back = operation == SequenceOperation::kv_gradient;
+  const WayFinder finder(topology, operation, parts, options);
   ChosenWay chosen;
-  std::vector<std::vector<RelayHop>> relay_hops;
-  std::vector<LinkBytes> direct(world);
-  std::vector<LinkBytes> node_once(world);
-  std::vector<LinkBytes> relay(world);
-  bool any_relay = false;
-  for (const SequencePart& part : parts) {
-    add_traffic(direct, topology, SequenceOperation::dispatch, part, {});
-    std::vector<RelayHop> hops;
-    if (nodes) hops = route_over_nodes(*part.metadata, topology, row_bytes_of(part)).hops;
-    add_traffic(node_once, topology, operation, part, hops);
-    relay_hops.push_back(hops);
-    if (part.relay != nullptr && !part.relay->empty()) {
-      any_relay = true;
-      // A schedule that does not fit is refused whether it is used or not.
-      const std::vector<std::int64_t> no_rows(world);
-      (void)follow_hops(who, *part.metadata, part.relay->hops, no_rows);
-      relay_hops.back() = completed(*part.metadata, *part.relay, hops);
+  PlanLimits& limits = chosen.limits;
+  std::vector<std::vector<RelayHop>> hops(parts.size());
+  if (topology.num_nodes() > 1 && back) hops = finder.over_nodes(false);
+  limits.direct_seconds = finder.seconds(hops);
+  limits.node_once_seconds = limits.direct_seconds;
+  if (topology.num_nodes() > 1) {
+    auto once = finder.over_nodes(true);
+    limits.node_once_seconds = finder.seconds(once);
+    // Rows cross once in any case; sums, which are wider, where that takes less time.
+    if (!back || limits.node_once_seconds < limits.direct_seconds) {
+      limits.way = SequenceWay::node_once;
+      hops = std::move(once);
     }
-    add_traffic(relay, topology, operation, part, relay_hops.back());
-    chosen.hops.push_back(std::move(hops));
   }
-  const auto seconds = [&](std::vector<LinkBytes>& links) {
-    return limit_seconds(links, options.nvlink_bytes_per_second, options.network_bytes_per_second);
-  };
-  chosen.limits = {.way = nodes ? SequenceWay::node_once : SequenceWay::direct,
-                   .direct_seconds = seconds(direct),
-                   .node_once_seconds = seconds(node_once),
-                   .relay_seconds = seconds(relay)};
-  if (takes_relay(options, chosen.limits, any_relay)) {
-    chosen.limits.way = SequenceWay::relay;
-    chosen.hops = std::move(relay_hops);
+  const double without =
+      limits.way == SequenceWay::direct ? limits.direct_seconds : limits.node_once_seconds;
+  limits.relay_seconds = without;
+  const bool any = std::ranges::any_of(parts, has_relay);
+  if (any) {
+    auto relay = finder.by_schedules(who, hops);
+    limits.relay_seconds = finder.seconds(relay);
+    if (options.relay == RelayUse::always ||
+        (options.relay == RelayUse::automatic && limits.relay_seconds <= 0.9 * without)) {
+      limits.way = SequenceWay::relay;
+      hops = std::move(relay);
+    }
   }
+  chosen.batched = topology.num_nodes() > 1 || limits.way == SequenceWay::relay;
+  chosen.hops = std::move(hops);
   return chosen;
 }
 

@@ -32,7 +32,8 @@ struct PartRoutes {
 /// The way that a plan takes, and the hops of each part on it.
 struct ChosenWay {
   PlanLimits limits;
-  std::vector<std::vector<RelayHop>> hops;  ///< [parts]; none where the way is direct
+  bool batched = false;                     ///< else every rank is reached by load and store
+  std::vector<std::vector<RelayHop>> hops;  ///< [parts]; where batched
 };
 
 [[nodiscard]] ChosenWay choose_way(const char* who, SequenceOperation operation,

@@ -158,7 +158,7 @@ SequencePlan compile(const char* who, SequenceOperation operation,
     const std::int64_t rows = detail::rows_needed(*part.metadata)[at(to_int(rank))];
     plan.window_rows.insert(plan.window_rows.end(), part.tensors.size(), rows);
   }
-  if (way.limits.way == SequenceWay::direct) {
+  if (!way.batched) {
     compile_direct(who, parts, options, plan);
   } else {
     compile_batched(who, parts, way, options, plan);

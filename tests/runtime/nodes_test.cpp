@@ -19,7 +19,8 @@ using test::same_bytes;
 /// Forward, back home, and the gradients: everything as expected.
 void check_step(World& world, SequenceDispatcher& dispatcher, const NodeCase& node) {
   const auto r = at(to_int(world.rank()));
-  const auto& [the, topology, relay, expected] = node;
+  const test::SequenceCase& the = node.the;
+  const test::Expected& expected = node.expected;
   const auto forward = dispatcher.plan_dispatch(node.forward());
   const auto reverse = dispatcher.plan_dispatch(node.reverse());
   const auto gradient = dispatcher.plan_kv_gradient(node.kv());

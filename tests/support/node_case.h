@@ -17,12 +17,15 @@ namespace waybill::test {
 struct NodeCase {
   NodeCase(SequenceCase sequence, Topology on, RelaySchedule schedule, std::uint64_t seed = 1)
       : the(std::move(sequence)), topology(on), relay(std::move(schedule)), expected(the, seed) {
-    const SparseMetadata& kv = the.routing.fwd_kv;
+    const SparseMetadata& kv_metadata = the.routing.fwd_kv;
     const std::int64_t row_bytes = the.k.row_bytes() + the.v.row_bytes();
     std::vector<RelayHop> hops = relay.hops;
     // Lines of which the schedule says nothing go as they do without it.
-    const auto others = topology.num_nodes() > 1 ? route_over_nodes(kv, topology, row_bytes).hops
-                                                 : std::vector<RelayHop>{};
+    const PlanLimits limits = compile_kv_gradient(kv(), Rank{0}, gradient_options()).limits;
+    once = limits.node_once_seconds < limits.direct_seconds;
+    std::vector<RelayHop> others;
+    if (topology.num_nodes() > 1)
+      others = route_over_nodes(kv_metadata, topology, row_bytes, once).hops;
     std::vector<std::int32_t> moved(others.size(), -1);
     for (std::size_t h = 0; h < others.size(); ++h) {
       const auto same = [&](const RelayHop& hop) { return hop.shard == others[h].shard; };
@@ -31,7 +34,7 @@ struct NodeCase {
       hops.push_back(others[h]);
       if (others[h].after >= 0) hops.back().after = moved[at(others[h].after)];
     }
-    const SumOrder order(kv, hops, topology);
+    const SumOrder order(kv_metadata, hops, topology);
     expected.k_gradient = order.sums(expected.k_out, the.k.dtype);
     expected.v_gradient = order.sums(expected.v_out, the.v.dtype);
   }
@@ -47,10 +50,15 @@ struct NodeCase {
     return {{&the.routing.rev_q, {the.q}}};
   }
 
+  [[nodiscard]] SequencePlanOptions gradient_options() const {
+    return {.ranks_per_node = topology.ranks_per_node, .relay = RelayUse::always};
+  }
+
   SequenceCase the;
   Topology topology;
   RelaySchedule relay;
   Expected expected;
+  bool once = false;  ///< sums are made in nodes where no schedule says how
 };
 
 /// Small batches, so that there are many; relays wherever there are schedules.

@@ -19,9 +19,11 @@ namespace waybill {
 /// itself and passes them on. Lines without a destination in another node have no hops.
 /// @param row_bytes of all tensors that go this way, for `links`: all traffic of the metadata, also
 ///   that of lines without hops
+/// @param once false: the same lines, straight from home to every rank
 /// @throws InvalidArgument for a topology whose check() does or of another world size
 [[nodiscard]] RelaySchedule route_over_nodes(const SparseMetadata& metadata,
-                                             const Topology& topology, std::int64_t row_bytes);
+                                             const Topology& topology, std::int64_t row_bytes,
+                                             bool once = true);
 
 /// Bytes a rank and link when every copy goes straight from home. [W]
 [[nodiscard]] std::vector<LinkBytes> direct_links(const SparseMetadata& metadata,

@@ -45,12 +45,13 @@ enum class SequenceWay : std::uint8_t {
 };
 
 /// What the links allow, in seconds: the least time of each way at the options' speeds, and the way
-/// that was taken. Local rows do not count. kv_gradient: with sums on the way in float32.
+/// that was taken. Local rows do not count. On the way back, kv_gradient, sums are in float32, twice
+/// as wide as 16-bit rows: they are made in nodes where that takes less time than all rows do.
 struct PlanLimits {
   SequenceWay way = SequenceWay::direct;
   double direct_seconds = 0;
   double node_once_seconds = 0;  ///< on one node: direct_seconds
-  double relay_seconds = 0;      ///< without a schedule: node_once_seconds
+  double relay_seconds = 0;      ///< without a schedule: that of the way without
 };
 
 /// One rank's work for one operation, ready to be run any number of times: the lines of a
