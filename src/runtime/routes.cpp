@@ -262,10 +262,12 @@ PartRoutes follow_hops(const char* who, const SparseMetadata& metadata, std::vec
             ", which neither needs nor forwards them");
   }
   const auto wrong = std::ranges::find_if(missing, [](std::int64_t rows) { return rows != 0; });
-  require(wrong == missing.end(), who, ": the relay hops of line ", wrong - missing.begin(),
-          " bring ", wrong == missing.end() ? 0 : -*wrong,
-          " rows more than its destinations need, expected 0");
-  return routes;
+  if (wrong == missing.end()) return routes;
+  const std::int64_t line = wrong - missing.begin();
+  copies.look_at(line, routes.home[at(line)]);
+  const std::int64_t needed = copies.receivers() * metadata.seq_len[at(line)];
+  throw InvalidArgument(concat(who, ": the relay hops of line ", line, " bring ", needed - *wrong,
+                               " rows to ranks that need them, expected ", needed));
 }
 
 ChosenWay choose_way(const char* who, SequenceOperation operation,
