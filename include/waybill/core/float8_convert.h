@@ -23,9 +23,7 @@ namespace waybill {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   const std::uint32_t sign = (bits >> 24) & 0x80U;
   const std::uint32_t magnitude = bits & 0x7FFFFFFFU;
-  const auto result = [sign](std::uint32_t code) {
-    return static_cast<std::uint8_t>(sign | code);
-  };
+  const auto result = [sign](std::uint32_t code) { return static_cast<std::uint8_t>(sign | code); };
   if (magnitude > 0x7F800000U) return 0x7FU;
   if (magnitude >= 0x43E00000U) return result(0x7EU);  // 448 and more
   if (magnitude < 0x3C800000U) {

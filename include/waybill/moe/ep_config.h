@@ -17,9 +17,9 @@ inline constexpr std::int64_t scale_group = 128;
 /// What all ranks of an expert-parallel layer agree on, and which of them this is. Names as in the
 /// original.
 struct EPConfig {
-  std::int64_t max_tokens = 0;  ///< most tokens a rank may dispatch
-  std::int64_t hidden = 0;      ///< elements of a token
-  std::int32_t topk = 0;        ///< choices of a token
+  std::int64_t max_tokens = 0;   ///< most tokens a rank may dispatch
+  std::int64_t hidden = 0;       ///< elements of a token
+  std::int32_t topk = 0;         ///< choices of a token
   std::int32_t num_experts = 0;  ///< of all ranks together; expert e lives on rank e / per rank
   std::int32_t rank = 0;
   std::int32_t world_size = 1;
@@ -62,7 +62,7 @@ enum class EPPayload : std::uint8_t {
 /// How rows are laid out. All ranks of a layer say the same.
 struct EPDispatchOptions {
   /// The id of a choice that goes nowhere: num_experts when not set, as in the original, or -1.
-  std::optional<std::int32_t> dropped_id;
+  std::optional<std::int32_t> dropped_id = std::nullopt;
   EPRows rows = EPRows::grouped;
   /// Rows of each local expert are padded to a multiple of this; rows of padding are zeros. Of
   /// grouped rows; with compact rows, of the grouped places that the maps speak of.

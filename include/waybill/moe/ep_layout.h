@@ -33,8 +33,9 @@ struct EPAllToAllLayoutDesc {
   std::optional<IndexArray> skipped_token_topk_mapping_indices;
 
   // What the original does not have.
-  IndexArray recv_expert_counts;   ///< [P]: rows of each local expert, without padding
-  IndexArray recv_expert_offsets;  ///< [P + 1]: first rows, with padding; the sizes of a grouped GEMM
+  IndexArray recv_expert_counts;  ///< [P]: rows of each local expert, without padding
+  IndexArray
+      recv_expert_offsets;  ///< [P + 1]: first rows, with padding; the sizes of a grouped GEMM
   /// Compact rows only: [R, K] local expert of each choice that is here, -1 else.
   std::optional<IndexArray> recv_topk_indices;
   /// Compact rows only: [R, K] place of each choice that is here in the grouped order, -1 else.

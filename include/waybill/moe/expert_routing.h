@@ -9,8 +9,9 @@
 
 namespace waybill {
 
-// Who gets which rows, in steps that each rank can do for itself. W ranks, P experts a rank, E = W P
-// experts, K choices. All tables are int32 and row-major. A row is a place in a receiver's output.
+// Who gets which rows, in steps that each rank can do for itself. W ranks, P experts a rank, E = W
+// P experts, K choices. All tables are int32 and row-major. A row is a place in a receiver's
+// output.
 
 /// Entries of one rank's counts: its choices of each expert [E], its dropped choices [1], and its
 /// tokens with a choice on each rank [W]. Ranks exchange this much before rows can be placed.

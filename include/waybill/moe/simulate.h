@@ -48,8 +48,8 @@ struct ExpertDispatch {
   std::vector<HostTensor> source_weights;  ///< [T, topk] of the sources; empty without weights
   std::vector<HostTensor> recv_tokens;     ///< [R, hidden]
   std::vector<HostTensor> recv_scales;     ///< [R, hidden / 128]; empty without scales
-  std::vector<HostTensor> recv_weights;    ///< [R]; of compact rows [R, topk]; empty without weights
-  std::vector<IndexArray> recv_origin;     ///< [R, 3] int32: source rank, token, (first) choice; -1
+  std::vector<HostTensor> recv_weights;  ///< [R]; of compact rows [R, topk]; empty without weights
+  std::vector<IndexArray> recv_origin;   ///< [R, 3] int32: source rank, token, (first) choice; -1
   std::vector<EPAllToAllLayoutDesc> layout;
   ExpertTraffic traffic;
 };
@@ -77,10 +77,10 @@ struct EPCombineOptions {
 /// Sums the experts' outputs of each token, where it came from.
 ///
 /// Sums are float32, from +0, each addition rounded, never fused with a product; then rounded to
-/// token_dtype (nearest even). Order: one node: choices ascending. local_combine: as said above,
-/// choices ascending, rounded where there are two or more; then the ranks by the first choice they
-/// have. Several nodes: choices ascending in each node, rounded; then nodes ascending. Compact
-/// rows hold the sum of a rank already: ranks by the first choice they have, within nodes as above.
+/// token_dtype (nearest even). Order: one node: choices ascending. local_combine: choices ascending
+/// on each rank, rounded; then the ranks by the first choice they have. Several nodes: choices
+/// ascending in each node, rounded; then nodes ascending. Compact rows hold the sum of a rank
+/// already: ranks by the first choice they have, in one node or in each node as above.
 /// Biases are added first. A token without a choice is the sum of its biases, or 0.
 /// Source: EPAll2AllLayer.combine of Triton-distributed; local_combine as it was meant.
 /// @param expert_outputs [R, hidden] of token_dtype, one a rank, rows as in recv_tokens

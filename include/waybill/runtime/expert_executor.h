@@ -17,18 +17,18 @@ struct Stream;
 /// device). All int32 unless said. T tokens of this rank, M = max_tokens, N nodes, K choices, W
 /// ranks, P experts a rank. Sizes that depend on counts are those of `row_capacity`.
 struct ExpertTableViews {
-  ConstTensorView ids;         ///< one node [T, K], else [N, M, K]; a dropped choice: num_experts
-  ConstTensorView dst_rows;    ///< [N, M, K]: row on the expert's rank; -1
-  ConstTensorView weights;     ///< as ids, weight_dtype; null data without weights
-  ConstTensorView num_input_tokens;  ///< [W]
-  ConstTensorView splits;            ///< [W, E + 1]
-  ConstTensorView segment_offsets;   ///< [W, P, W], see ExpertRows
-  ConstTensorView expert_counts;     ///< [P], of this rank
-  ConstTensorView expert_offsets;    ///< [P + 1], of this rank
-  ConstTensorView num_recv_rows;     ///< [W]
-  ConstTensorView leader_rows;       ///< [row_capacity]: see skipped_token_mapping_indices
-  ConstTensorView choice_rows;       ///< [row_capacity, K]: skipped_token_topk_mapping_indices
-  ConstTensorView send_reqs;         ///< several nodes: [N, 2, M], see send_reqs_recv_tensor
+  ConstTensorView ids;       ///< one node [T, K], else [N, M, K]; a dropped choice: num_experts
+  ConstTensorView dst_rows;  ///< [N, M, K]: row on the expert's rank; -1
+  ConstTensorView weights;   ///< as ids, weight_dtype; null data without weights
+  ConstTensorView num_input_tokens;    ///< [W]
+  ConstTensorView splits;              ///< [W, E + 1]
+  ConstTensorView segment_offsets;     ///< [W, P, W], see ExpertRows
+  ConstTensorView expert_counts;       ///< [P], of this rank
+  ConstTensorView expert_offsets;      ///< [P + 1], of this rank
+  ConstTensorView num_recv_rows;       ///< [W]
+  ConstTensorView leader_rows;         ///< [row_capacity]: see skipped_token_mapping_indices
+  ConstTensorView choice_rows;         ///< [row_capacity, K]: skipped_token_topk_mapping_indices
+  ConstTensorView send_reqs;           ///< several nodes: [N, 2, M], see send_reqs_recv_tensor
   ConstTensorView compact_to_grouped;  ///< compact rows: [row_capacity, K]
   ConstTensorView grouped_to_compact;  ///< compact rows: [most grouped rows]
   ConstTensorView recv_topk;           ///< compact rows: [row_capacity, K]
@@ -55,7 +55,7 @@ class ExpertTables {
 struct ExpertCall {
   const char* operation = "";  ///< in errors
   const ExpertMemory* memory = nullptr;
-  std::uint64_t epoch = 0;  ///< this call's; may be behind what a graph replays
+  std::uint64_t epoch = 0;   ///< this call's; may be behind what a graph replays
   std::uint32_t parity = 0;  ///< of this dispatch among dispatches, of this combine among combines
   int num_sms = 0;
   const Stream* stream = nullptr;
