@@ -40,8 +40,10 @@ NO_PYTHON = (
     "bootstrap.md",
     "expert_executor.md",
     "expert_layout.md",
-    "simulate_expert_dispatch.md",
+    "predict_step.md",
     "sequence_dispatcher.md",
+    "simulate_expert_dispatch.md",
+    "static_plans.md",
     "transport.md",
     "world.md",
 )
