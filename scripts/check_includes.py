@@ -18,8 +18,9 @@ ROOMS = {
     "timing": {"planner", "routing", "core"},
     "simulate": {"routing", "core"},
     "transport": {"core"},
-    "runtime": {"transport", "planner", "routing", "core"},
-    "cuda": {"runtime", "transport", "planner", "routing", "core"},
+    "moe": {"core"},
+    "runtime": {"moe", "transport", "planner", "routing", "core"},
+    "cuda": {"runtime", "moe", "transport", "planner", "routing", "core"},
     "json": {"planner", "routing", "core"},
     "report": {"timing", "planner", "routing", "core"},
     "cli": {

@@ -38,8 +38,11 @@ from extract_doc_examples import FENCE, ROOT, pages
 NO_PYTHON = (
     "README.md",
     "bootstrap.md",
+    "expert_executor.md",
+    "expert_layout.md",
     "predict_step.md",
     "sequence_dispatcher.md",
+    "simulate_expert_dispatch.md",
     "static_plans.md",
     "transport.md",
     "world.md",

@@ -124,8 +124,7 @@ std::vector<LinkBytes> direct_links(const SparseMetadata& metadata, const Topolo
   for_each_line(metadata, [&](std::int32_t home, std::int64_t line) {
     for (auto c = metadata.copy_begin(line); c < metadata.copy_end(line); ++c) {
       const std::int32_t dst = metadata.dst_rank[at(c)];
-      if (dst != home)
-        add_hop(links, topology, home, dst, metadata.seq_len[at(line)] * row_bytes);
+      if (dst != home) add_hop(links, topology, home, dst, metadata.seq_len[at(line)] * row_bytes);
     }
   });
   return links;

@@ -42,7 +42,7 @@ class HopBatches {
   std::int32_t behind(std::int32_t batch, std::int32_t rank);
 
   std::vector<BatchJob> jobs;
-  std::vector<std::int32_t> after;             ///< [batches]
+  std::vector<std::int32_t> after;            ///< [batches]
   std::vector<std::vector<std::int32_t>> of;  ///< [parts][hops] batch that carries the hop; -1
 
  private:

@@ -41,11 +41,11 @@ BatchWriter::BatchWriter(SequencePlan& plan, const WindowMap& windows)
 }
 
 std::uint64_t BatchWriter::place(std::int32_t tensor, std::int32_t rank, std::int64_t row) const {
-  const std::int64_t offset = windows_.offset(at(tensor), rank) +
-                              row * plan_.cuts[at(tensor)].row_bytes;
+  const std::int64_t offset =
+      windows_.offset(at(tensor), rank) + row * plan_.cuts[at(tensor)].row_bytes;
   const bool sums = tensor >= std::ssize(plan_.tensors);
-  return static_cast<std::uint64_t>(rank) << place_rank_shift |
-         static_cast<std::uint64_t>(offset) | (sums ? place_sum_bit : 0);
+  return static_cast<std::uint64_t>(rank) << place_rank_shift | static_cast<std::uint64_t>(offset) |
+         (sums ? place_sum_bit : 0);
 }
 
 void BatchWriter::begin(BatchKind kind) {

@@ -12,12 +12,12 @@ namespace {
 /// What is added up at one place: rows [begin, end) of a line have the same addends.
 struct SumPiece {
   std::size_t part = 0;
-  std::int64_t to_row = 0;         ///< of the output, or of the sums in the window
+  std::int64_t to_row = 0;  ///< of the output, or of the sums in the window
   std::int64_t rows = 0;
-  std::int64_t ready = 0;          ///< when all that it waits for has come
+  std::int64_t ready = 0;  ///< when all that it waits for has come
   std::size_t first_addend = 0;
   std::size_t last_addend = 0;
-  std::size_t first_wait = 0;      ///< batches
+  std::size_t first_wait = 0;  ///< batches
   std::size_t last_wait = 0;
 };
 
@@ -197,8 +197,7 @@ class GradientCompiler {
       places_.clear();
       for (std::size_t a = piece.first_addend; a < piece.last_addend; ++a) {
         const Addend& addend = addends_[a];
-        const auto tensor =
-            t + (addend.sum ? static_cast<std::int32_t>(plan_.tensors.size()) : 0);
+        const auto tensor = t + (addend.sum ? static_cast<std::int32_t>(plan_.tensors.size()) : 0);
         places_.push_back(writer_.place(tensor, addend.rank, addend.row));
         plan_.wire_bytes[at(addend.from)] += piece.rows * plan_.cuts[at(tensor)].row_bytes;
       }
@@ -253,7 +252,8 @@ class GradientCompiler {
   /// Sums that wait for nothing, as many as fit into `num_bytes`.
   void write_leaves(std::int64_t num_bytes) {
     const std::size_t first = next_leaf_;
-    while (num_bytes > 0 && next_leaf_ < leaves_.size()) num_bytes -= bytes_of(leaves_[next_leaf_++]);
+    while (num_bytes > 0 && next_leaf_ < leaves_.size())
+      num_bytes -= bytes_of(leaves_[next_leaf_++]);
     if (first == next_leaf_) return;
     write_sums(BatchKind::sum, std::span(leaves_).subspan(first, next_leaf_ - first));
     writer_.end();
@@ -306,7 +306,7 @@ class GradientCompiler {
   std::vector<std::int64_t> cuts_;
   std::vector<Addend> addends_;
   std::vector<std::int32_t> waits_;
-  std::vector<std::vector<SumPiece>> sums_of_;  ///< [return batches]
+  std::vector<std::vector<SumPiece>> sums_of_;                             ///< [return batches]
   std::vector<std::vector<std::pair<std::size_t, std::size_t>>> puts_of_;  ///< part, hop
   std::vector<SumPiece> sums_;
   std::vector<SumPiece> leaves_;

@@ -305,8 +305,8 @@ class PlanChecker {
         find("rank ", rank, ", tensor ", tensor, ": row ", row, " is made of ", sorted.size(),
              " rows, expected ", wanted.size(), cell == got.end() ? " (it is not written)" : "");
     }
-    const std::int64_t rows = sends_ ? plan(rank).window_rows[at(tensor)]
-                                     : plan(rank).own_rows[at(tensor)];
+    const std::int64_t rows =
+        sends_ ? plan(rank).window_rows[at(tensor)] : plan(rank).own_rows[at(tensor)];
     for (const auto& [row, cell] : got) {
       if (row < rows && !expected.contains(row))
         find("rank ", rank, ", tensor ", tensor, ": row ", row, " is written, expected nothing");
@@ -319,9 +319,9 @@ class PlanChecker {
   const std::size_t max_findings_;
   const bool sends_;
   std::vector<std::string> findings_;
-  std::vector<std::map<std::int32_t, Region>> windows_;  ///< [W] by tensor
-  std::vector<std::map<std::int32_t, Region>> outputs_;  ///< [W]
-  std::vector<std::int32_t> next_;                       ///< [W] batch
+  std::vector<std::map<std::int32_t, Region>> windows_;                   ///< [W] by tensor
+  std::vector<std::map<std::int32_t, Region>> outputs_;                   ///< [W]
+  std::vector<std::int32_t> next_;                                        ///< [W] batch
   std::map<std::pair<std::int32_t, std::int32_t>, BatchName> raised_by_;  ///< rank, slot
   std::vector<BatchName> waited_for_;  ///< by the batch that runs
 };

@@ -43,10 +43,9 @@ void GradientReturns::find_kinds(std::span<const PartRoutes> routes, const Topol
 void GradientReturns::find_batches(std::span<const SequencePart> parts,
                                    std::span<const PartRoutes> routes, const Topology& topology,
                                    std::int64_t batch_bytes) {
-  const HopBatches forward(parts, routes, batch_bytes,
-                           [&](const PartRoutes& part, std::size_t h) {
-                             return !is_read_at_copies(topology, part.hops[h], part.feeds[h] != 0);
-                           });
+  const HopBatches forward(parts, routes, batch_bytes, [&](const PartRoutes& part, std::size_t h) {
+    return !is_read_at_copies(topology, part.hops[h], part.feeds[h] != 0);
+  });
   std::vector<std::vector<std::int32_t>> of_forward(forward.jobs.size());
   for (std::size_t p = 0; p < parts.size(); ++p) {
     batch.emplace_back(routes[p].hops.size(), -1);
@@ -62,9 +61,9 @@ void GradientReturns::find_batches(std::span<const SequencePart> parts,
         the = static_cast<std::int32_t>(batches.size());
         candidates.push_back(the);
         jobs.push_back({hop.dst_rank, 0});
-        batches.push_back({.to = hop.src_rank,
-                           .network = topology.node(Rank{hop.src_rank}) !=
-                                      topology.node(Rank{hop.dst_rank})});
+        batches.push_back(
+            {.to = hop.src_rank,
+             .network = topology.node(Rank{hop.src_rank}) != topology.node(Rank{hop.dst_rank})});
       }
       batch[p][h] = the;
       jobs[at(the)].num_bytes += hop.num_rows * row_bytes;

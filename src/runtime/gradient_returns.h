@@ -21,8 +21,8 @@ enum class ReturnKind : std::uint8_t {
 /// A batch of rows that a rank returns to the one from which it had them.
 struct ReturnBatch {
   std::int32_t to = 0;
-  bool network = false;       ///< `to` is on another node: it does not read, rows are put there
-  bool sums = false;          ///< some of it are sums
+  bool network = false;        ///< `to` is on another node: it does not read, rows are put there
+  bool sums = false;           ///< some of it are sums
   std::int32_t own_slot = -1;  ///< raised at the rank itself when the sums are made, before the put
   std::int32_t slot = -1;      ///< raised at `to`
 };
@@ -34,9 +34,9 @@ struct GradientReturns {
                   std::span<const std::vector<std::int64_t>> rows_needed, const Topology& topology,
                   std::int64_t batch_bytes);
 
-  std::vector<std::vector<ReturnKind>> kind;      ///< [parts][hops]
-  std::vector<std::vector<std::int32_t>> batch;   ///< [parts][hops]; -1: read
-  std::vector<std::vector<std::int32_t>> key;     ///< [parts][hops] the first copy in what it returns
+  std::vector<std::vector<ReturnKind>> kind;     ///< [parts][hops]
+  std::vector<std::vector<std::int32_t>> batch;  ///< [parts][hops]; -1: read
+  std::vector<std::vector<std::int32_t>> key;  ///< [parts][hops] the first copy in what it returns
   std::vector<std::vector<std::int64_t>> sum_row;   ///< [parts][hops] at dst, of the sums there
   std::vector<std::vector<std::int64_t>> land_row;  ///< [parts][hops] at src, where rows are put
   std::vector<WindowRows> rows;                     ///< [parts]

@@ -176,8 +176,8 @@ class HostExecutor final : public Executor {
   }
 
   /// @param row where the sum of the chunk's first row goes, as `to`
-  void sum_rows(const SequenceCall& call, const RowChunk& chunk, std::byte* row,
-                std::int64_t pitch, DType to) {
+  void sum_rows(const SequenceCall& call, const RowChunk& chunk, std::byte* row, std::int64_t pitch,
+                DType to) {
     const DType from = call.plan->tensors[at(chunk.tensor)].dtype;
     const std::int64_t in_bytes = dtype_bytes(from);
     const bool batches = !call.plan->batches.empty();

@@ -8,9 +8,9 @@
 
 namespace waybill::detail {
 
-/// Waits of a call in host memory, with the transport's deadline. A rank that has waited for half of
-/// it tells all others for whom, so that who waits for a rank that only waits itself names the one
-/// that is silent.
+/// Waits of a call in host memory, with the transport's deadline. A rank that has waited for half
+/// of it tells all others for whom, so that who waits for a rank that only waits itself names the
+/// one that is silent.
 class PeerWatch {
  public:
   PeerWatch(Transport& transport, const SequenceCall& call) : transport_(transport), call_(call) {}

@@ -63,8 +63,7 @@ const char* wrong_with(const PartRoutes& routes, std::size_t idx, const SparseMe
       hop.num_rows > metadata.seq_len[at(hop.shard)] - hop.row_begin)
     return "rows of the line";
   if (hop.after < 0) {
-    return hop.src_rank == routes.home[at(hop.shard)] ? nullptr
-                                                      : "a sender that is the rows' home";
+    return hop.src_rank == routes.home[at(hop.shard)] ? nullptr : "a sender that is the rows' home";
   }
   if (at(hop.after) >= idx) return "an earlier hop in `after`";
   const RelayHop& feed = routes.hops[at(hop.after)];
@@ -176,8 +175,7 @@ class WayFinder {
   [[nodiscard]] Hops over_nodes(bool once) const {
     Hops hops;
     for (const SequencePart& part : parts_)
-      hops.push_back(
-          route_over_nodes(*part.metadata, topology_, row_bytes_of(part), once).hops);
+      hops.push_back(route_over_nodes(*part.metadata, topology_, row_bytes_of(part), once).hops);
     return hops;
   }
 

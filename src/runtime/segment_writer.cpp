@@ -154,8 +154,9 @@ void expand_segment(SequencePlan& plan, const RowSegment& segment, Position&& po
       chunk.first_place = static_cast<std::int32_t>(place);
       chunk.num_places = segment.num_copies;
       for (std::int32_t c = 0; c < segment.num_copies; ++c) {
-        plan.places[at(place++)] = place_of(
-            plan, segment, plan.segment_places[at(segment.first_copy + c)], k * cut.row_bytes + col);
+        plan.places[at(place++)] =
+            place_of(plan, segment, plan.segment_places[at(segment.first_copy + c)],
+                     k * cut.row_bytes + col);
       }
     }
   }

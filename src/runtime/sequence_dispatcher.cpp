@@ -178,8 +178,7 @@ void SequenceDispatcher::grow_for(const char* who, std::int64_t window_bytes,
   retired_epoch_ = epoch_;
 }
 
-void SequenceDispatcher::reserve(std::int64_t window_bytes, Stream stream,
-                                 std::int32_t num_slots) {
+void SequenceDispatcher::reserve(std::int64_t window_bytes, Stream stream, std::int32_t num_slots) {
   require(0 <= window_bytes && window_bytes <= options_.max_window_bytes,
           "reserve: window_bytes = ", window_bytes, ", expected 0..", options_.max_window_bytes);
   require(0 <= num_slots && num_slots <= (1 << 24), "reserve: num_slots = ", num_slots,

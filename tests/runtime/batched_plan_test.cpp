@@ -49,8 +49,7 @@ TEST(BatchedPlans, the_checker_finds_nothing) {
         const auto plans = plans_of(parts, operation, options);
         ASSERT_EQ(first_of(check_sequence_plans(plans, parts, topology.ranks_per_node)), "")
             << node->the.name << ", " << topology.world_size << " ranks";
-        for (const SequencePlan& plan : plans)
-          num_batches += static_cast<int>(plan.batches.size());
+        for (const SequencePlan& plan : plans) num_batches += static_cast<int>(plan.batches.size());
       }
       if (topology.num_nodes() > 1) ++(node->once ? num_once : num_all_rows);
     }
@@ -64,11 +63,11 @@ TEST(BatchedPlans, direct_plans_are_checked_too) {
   for (const test::SequenceCase& the : test::sequence_cases(4, 12)) {
     const auto forward = test::forward_parts(the);
     const auto kv = test::kv_parts(the);
-    EXPECT_EQ(first_of(check_sequence_plans(plans_of(forward, SequenceOperation::dispatch, {}),
-                                            forward)),
-              "");
     EXPECT_EQ(
-        first_of(check_sequence_plans(plans_of(kv, SequenceOperation::kv_gradient, {}), kv)), "");
+        first_of(check_sequence_plans(plans_of(forward, SequenceOperation::dispatch, {}), forward)),
+        "");
+    EXPECT_EQ(first_of(check_sequence_plans(plans_of(kv, SequenceOperation::kv_gradient, {}), kv)),
+              "");
   }
 }
 
@@ -264,9 +263,13 @@ TEST(BatchedPlans, refuses_schedules_that_do_not_fit) {
   rejected([](auto& hops) { hops[0].src_rank = 2; }, "a sender that is the rows' home");
   rejected([](auto& hops) { hops[1].after = 1; }, "an earlier hop");
   rejected([](auto& hops) { hops[1].src_rank = 1; }, "a hop in `after`");
-  rejected([](auto& hops) { hops[2].num_rows = 50; }, "bring 250 rows to ranks that need them, expected 300");
-  rejected([](auto& hops) { hops.push_back({0, 1, 3, 0, 0, 100, -1}); },
-           "neither needs nor forwards");
+  rejected([](auto& hops) { hops[2].num_rows = 50; },
+           "bring 250 rows to ranks that need them, expected 300");
+  rejected(
+      [](auto& hops) {
+        hops.push_back({0, 1, 3, 0, 0, 100, -1});
+      },
+      "neither needs nor forwards");
   SequencePlanOptions options{.ranks_per_node = 3};
   const std::vector<SequencePart> kv{{&routing.fwd_kv, {{DType::float32, 4}}}};
   EXPECT_TRUE(test::rejects([&] { (void)compile_dispatch(kv, Rank{0}, options); },

@@ -50,17 +50,16 @@ World faulty_world(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_
 }
 
 TEST(Nodes, equal_the_simulation) {
-  for (const Topology topology : {Topology{4, 2}, Topology{8, 4}, Topology{8, 2}, Topology{3, 1},
-                                  Topology{5, 5}}) {
+  for (const Topology topology :
+       {Topology{4, 2}, Topology{8, 4}, Topology{8, 2}, Topology{3, 1}, Topology{5, 5}}) {
     const auto cases = test::node_cases(topology, 16);
-    run_thread_world(
-        topology.world_size,
-        [&](World& world) {
-          SequenceDispatcher dispatcher(world, eager_options());
-          for (const auto& node : cases) check_step(world, dispatcher, *node);
-          dispatcher.close();
-        },
-        {.ranks_per_node = topology.ranks_per_node});
+    run_thread_world(topology.world_size,
+                     [&](World& world) {
+                       SequenceDispatcher dispatcher(world, eager_options());
+                       for (const auto& node : cases) check_step(world, dispatcher, *node);
+                       dispatcher.close();
+                     },
+                     {.ranks_per_node = topology.ranks_per_node});
   }
 }
 
@@ -87,9 +86,8 @@ NodeCase busy_case(Topology topology) {
   std::vector<std::int32_t> dst;
   for (std::int32_t s = 0; s < 2 * topology.world_size; ++s)
     dst.push_back((s * 5 + 1) % topology.world_size);
-  test::SequenceCase the{"busy",
-                         compute_qkv_routing(test::plain_plan(topology.world_size, shards, dst,
-                                                              KvLayout::per_rank))};
+  test::SequenceCase the{"busy", compute_qkv_routing(test::plain_plan(topology.world_size, shards,
+                                                                      dst, KvLayout::per_rank))};
   RelaySchedule relay;
   if (topology.num_nodes() == 1) relay = test::random_relay(the.routing.fwd_kv, 3);
   return {std::move(the), topology, std::move(relay)};
@@ -98,14 +96,13 @@ NodeCase busy_case(Topology topology) {
 TEST(Nodes, a_dead_link_is_named) {
   const NodeCase node = busy_case({4, 2});
   for (const std::int64_t after : {0, 3}) {
-    const auto results =
-        test::run_with_bootstrap(4, 1, [&](std::shared_ptr<Bootstrap> bootstrap) {
-          const bool source = bootstrap->rank() == Rank{1};
-          World world = faulty_world(std::move(bootstrap), 2,
-                                     {.drop_to = source ? 3 : -1, .drop_after = after});
-          SequenceDispatcher dispatcher(world, eager_options());
-          for (;;) check_step(world, dispatcher, node);
-        });
+    const auto results = test::run_with_bootstrap(4, 1, [&](std::shared_ptr<Bootstrap> bootstrap) {
+      const bool source = bootstrap->rank() == Rank{1};
+      World world =
+          faulty_world(std::move(bootstrap), 2, {.drop_to = source ? 3 : -1, .drop_after = after});
+      SequenceDispatcher dispatcher(world, eager_options());
+      for (;;) check_step(world, dispatcher, node);
+    });
     EXPECT_EQ(test::missed_by(results[3]).peer, 1);
     EXPECT_LT(test::missed_by(results[3]).seconds, 2);
   }

@@ -22,7 +22,7 @@ namespace waybill::test {
 /// What a network may do within what the seam promises, and what it may not. Shares are 0..1.
 struct NetworkFaults {
   std::uint64_t seed = 1;
-  double delay_share = 0.2;      ///< of pieces and signals
+  double delay_share = 0.2;  ///< of pieces and signals
   std::int64_t max_delay_us = 300;
   bool reorder = true;           ///< puts between two signals arrive in any order
   double duplicate_share = 0.2;  ///< puts that arrive twice, signals that are raised twice

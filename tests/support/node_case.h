@@ -77,9 +77,9 @@ inline std::vector<std::unique_ptr<NodeCase>> node_cases(Topology topology, int 
   std::uint64_t seed = 7;
   for (SequenceCase& the : sequence_cases(topology.world_size, num_random, scale)) {
     RelaySchedule relay;
-    if (++seed % 2 == 0 || topology.num_nodes() == 1) relay = random_relay(the.routing.fwd_kv, seed);
-    cases.push_back(
-        std::make_unique<NodeCase>(std::move(the), topology, std::move(relay), seed));
+    if (++seed % 2 == 0 || topology.num_nodes() == 1)
+      relay = random_relay(the.routing.fwd_kv, seed);
+    cases.push_back(std::make_unique<NodeCase>(std::move(the), topology, std::move(relay), seed));
   }
   return cases;
 }

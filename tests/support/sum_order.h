@@ -104,8 +104,8 @@ class SumOrder {
   }
 
   [[nodiscard]] bool is_leaf_nearby(std::size_t h) const {
-    return on_[h].empty() && topology_.node(Rank{hops_[h].src_rank}) ==
-                                 topology_.node(Rank{hops_[h].dst_rank});
+    return on_[h].empty() &&
+           topology_.node(Rank{hops_[h].src_rank}) == topology_.node(Rank{hops_[h].dst_rank});
   }
 
   /// The first copy on the hop's destination or behind it.

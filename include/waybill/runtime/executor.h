@@ -5,6 +5,7 @@
 #include <span>
 
 #include "waybill/core/tensor_view.h"
+#include "waybill/runtime/expert_executor.h"
 #include "waybill/runtime/sequence_plan.h"
 #include "waybill/transport/transport.h"
 
@@ -40,7 +41,7 @@ struct SequenceCall {
   /// [W * (1 + num_slots or more)] slot r: rank r's notes for whom it waits, where the executor
   /// writes such; behind them the slots of batches: slot k of a plan is counter W + k.
   const SignalPad* slots = nullptr;
-  std::uint64_t epoch = 0;                  ///< this call's; may be behind what a graph replays
+  std::uint64_t epoch = 0;  ///< this call's; may be behind what a graph replays
   int num_sms = 0;
   Stream stream;
 };
@@ -72,6 +73,12 @@ class Executor {
   /// Inputs into this rank's window, then the sums of what the windows of all ranks hold into the
   /// outputs. An input that is its place in the window stays there. @throws Timeout
   virtual void kv_gradient(const SequenceCall& call) = 0;
+
+  /// What does the work of one layer of experts. `memory` stays where it is while the result lives;
+  /// what it holds changes when the windows grow.
+  /// @throws Unsupported for a world that has none
+  [[nodiscard]] virtual std::unique_ptr<ExpertExecutor> make_expert_executor(
+      const EPConfig& config, const EPDispatchOptions& options, const ExpertMemory& memory);
 
   /// Returns when all work on the stream is done. @throws Timeout that a call on it has met
   virtual void synchronize(Stream stream) = 0;

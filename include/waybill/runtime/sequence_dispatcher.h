@@ -131,10 +131,10 @@ class SequenceDispatcher {
   std::vector<SymmetricBuffer> retired_;  ///< outgrown, perhaps holding the last output
   std::uint64_t retired_epoch_ = 0;       ///< of the last call when they were
   SignalPad arrivals_;
-  SignalPad slots_;                    ///< for whom ranks wait, and the slots of batches
-  std::vector<SignalPad> old_slots_;   ///< outgrown
-  std::uint64_t epoch_ = 0;  ///< of the last call
-  std::string broken_;       ///< why it is of no use any more
+  SignalPad slots_;                   ///< for whom ranks wait, and the slots of batches
+  std::vector<SignalPad> old_slots_;  ///< outgrown
+  std::uint64_t epoch_ = 0;           ///< of the last call
+  std::string broken_;                ///< why it is of no use any more
 };
 
 }  // namespace waybill

@@ -45,8 +45,9 @@ enum class SequenceWay : std::uint8_t {
 };
 
 /// What the links allow, in seconds: the least time of each way at the options' speeds, and the way
-/// that was taken. Local rows do not count. On the way back, kv_gradient, sums are in float32, twice
-/// as wide as 16-bit rows: they are made in nodes where that takes less time than all rows do.
+/// that was taken. Local rows do not count. On the way back, kv_gradient, sums are in float32,
+/// twice as wide as 16-bit rows: they are made in nodes where that takes less time than all rows
+/// do.
 struct PlanLimits {
   SequenceWay way = SequenceWay::direct;
   double direct_seconds = 0;

@@ -8,7 +8,8 @@ namespace waybill {
 /// What a batch does with each of its segments.
 enum class BatchKind : std::int32_t {
   send,     ///< rows of this rank's tensors, to places in windows
-  forward,  ///< rows of this rank's window (RowSegment::row counts in the window's tensor), to places
+  forward,  ///< rows of this rank's window (RowSegment::row counts in the window's tensor), to
+            ///< places
   sum,      ///< what stands at the places, added up in their order, to rows of this rank's outputs
   partial,  ///< the same, not rounded, to rows of this rank's window (RowSegment::row, ::tensor)
 };
