@@ -5,6 +5,7 @@
 #include "batch_writer.h"
 #include "batched_plans.h"
 #include "plan_checks.h"
+#include "sort_unique.h"
 #include "waybill/core/at.h"
 
 namespace waybill::detail {
@@ -127,9 +128,7 @@ class DispatchCompiler {
         if (batch >= 0 && is_waited_for(p, h)) signals_.push_back({batch, hop.dst_rank});
       }
     }
-    std::ranges::sort(signals_);
-    const auto rest = std::ranges::unique(signals_);
-    signals_.erase(rest.begin(), rest.end());
+    sort_unique(signals_);
   }
 
   /// Copies that no hop brings: on this rank, and all of lines without hops.

@@ -4,6 +4,7 @@
 #include "batch_writer.h"
 #include "batched_plans.h"
 #include "gradient_returns.h"
+#include "sort_unique.h"
 #include "waybill/core/at.h"
 
 namespace waybill::detail {
@@ -98,9 +99,7 @@ class GradientCompiler {
       cuts.push_back(std::clamp(hop.row_begin, begin, end));
       cuts.push_back(std::clamp(hop.row_begin + hop.num_rows, begin, end));
     }
-    std::ranges::sort(cuts);
-    const auto rest = std::ranges::unique(cuts);
-    cuts.erase(rest.begin(), rest.end());
+    sort_unique(cuts);
     for (std::size_t i = 0; i + 1 < cuts.size(); ++i) {
       SumPiece piece{.part = p, .to_row = to_row + cuts[i] - begin, .rows = cuts[i + 1] - cuts[i]};
       add_addends(piece, line, cuts[i], children);
@@ -213,9 +212,7 @@ class GradientCompiler {
       write_piece(piece);
       for (std::size_t w = piece.first_wait; w < piece.last_wait; ++w) batches.push_back(waits_[w]);
     }
-    std::ranges::sort(batches);
-    const auto rest = std::ranges::unique(batches);
-    batches.erase(rest.begin(), rest.end());
+    sort_unique(batches);
     for (const std::int32_t b : batches)
       writer_.wait({returns_.jobs[at(b)].rank, returns_.batches[at(b)].slot});
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "sort_unique.h"
 #include "waybill/core/at.h"
 
 namespace waybill::detail {
@@ -102,9 +103,7 @@ void GradientReturns::order_batches(std::span<const PartRoutes> routes, std::int
       if (feed >= 0 && batch[p][h] >= 0) edges.emplace_back(batch[p][h], batch[p][at(feed)]);
     }
   }
-  std::ranges::sort(edges);
-  const auto rest = std::ranges::unique(edges);
-  edges.erase(rest.begin(), rest.end());
+  sort_unique(edges);
   order = order_jobs(world_size, jobs, edges);
   std::vector<std::int32_t> used(at(world_size));
   for (const std::int32_t b : order.order) {

@@ -108,12 +108,15 @@ TEST(Nodes, a_dead_link_is_named) {
   }
 }
 
+/// Long enough for threads that share a busy processor to be heard.
+constexpr double deadline_s = 2;
+
 /// Runs two steps; or step after step until one rank stops at its n-th put or signal.
 std::vector<test::RankResult> run_with_stop(const NodeCase& node, std::int32_t stopping,
                                             std::int64_t stop_at,
                                             std::atomic<std::int64_t>& num_steps) {
   return test::run_with_bootstrap(
-      node.topology.world_size, 1, [&](std::shared_ptr<Bootstrap> bootstrap) {
+      node.topology.world_size, deadline_s, [&](std::shared_ptr<Bootstrap> bootstrap) {
         const bool stops = to_int(bootstrap->rank()) == stopping;
         auto transport = std::make_unique<test::FaultyTransport>(
             make_thread_transport(std::move(bootstrap), node.topology.ranks_per_node),
@@ -143,17 +146,17 @@ void check_stops(const NodeCase& node, std::int32_t stopping, int num_stops) {
       const MissedWait missed = test::missed_by(results[at(r)]);
       EXPECT_EQ(missed.peer, stopping) << "rank " << r << ", stop at " << stop_at << " of " << steps
                                        << ": " << results[at(r)].text;
-      EXPECT_LT(missed.seconds, 2);
+      EXPECT_LT(missed.seconds, 3 * deadline_s);
     }
   }
 }
 
 TEST(Nodes, a_rank_that_stops_in_any_phase_is_named_by_all_others) {
-  check_stops(busy_case({4, 2}), 2, 12);
+  check_stops(busy_case({4, 2}), 2, 8);
 }
 
 TEST(Nodes, a_rank_that_stops_within_a_relay_is_named_by_all_others) {
-  check_stops(busy_case({5, 5}), 1, 8);
+  check_stops(busy_case({5, 5}), 1, 5);
 }
 
 }  // namespace
