@@ -38,6 +38,8 @@ from extract_doc_examples import FENCE, ROOT, pages
 NO_PYTHON = (
     "README.md",
     "bootstrap.md",
+    "compare.md",
+    "explain.md",
     "predict_step.md",
     "sequence_dispatcher.md",
     "static_plans.md",
