@@ -18,8 +18,9 @@ ROOMS = {
     "timing": {"planner", "routing", "core"},
     "simulate": {"routing", "core"},
     "transport": {"core"},
-    "runtime": {"transport", "routing", "core"},
-    "cuda": {"runtime", "transport", "routing", "core"},
+    "moe": {"core"},
+    "runtime": {"moe", "transport", "routing", "core"},
+    "cuda": {"runtime", "moe", "transport", "routing", "core"},
     "json": {"planner", "routing", "core"},
     "report": {"timing", "planner", "routing", "core"},
     "cli": {

@@ -39,6 +39,7 @@ NO_PYTHON = (
     "README.md",
     "bootstrap.md",
     "compare.md",
+    "expert_executor.md",
     "explain.md",
     "predict_step.md",
     "sequence_dispatcher.md",
