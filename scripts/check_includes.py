@@ -56,7 +56,9 @@ FOLDERS = {"cuda": ("device", "nvshmem", "kernel", "executor", "transport")}
 SUFFIXES = (".h", ".cpp", ".cuh", ".cu")
 
 # Headers of the operating system and the processor; in the library for .cpp files only.
-SYSTEM = re.compile(r"((sys|netinet)/\w+|sched|unistd|dlfcn|fcntl|netdb|poll|pthread|\w+intrin)\.h$")
+SYSTEM = re.compile(
+    r"((sys|netinet)/\w+|sched|unistd|dlfcn|fcntl|netdb|poll|pthread|\w+intrin)\.h$"
+)
 STANDARD = re.compile(r"\w+$")
 
 INCLUDE = re.compile(r"^\s*#\s*include\s*([<\"])([^>\"]+)[>\"]", re.MULTILINE)
