@@ -27,8 +27,7 @@ using PartArg = std::pair<const SparseMetadata*, std::vector<std::pair<std::stri
 /// Rows in host or device memory: (address, dtype, rows, elements of a row, elements from row to
 /// row). The package has checked that the memory is there: exporting a tensor of a GPU through
 /// DLPack would queue events on other streams, which a captured graph forbids.
-using RowsArg =
-    std::tuple<std::uintptr_t, std::string, std::int64_t, std::int64_t, std::int64_t>;
+using RowsArg = std::tuple<std::uintptr_t, std::string, std::int64_t, std::int64_t, std::int64_t>;
 
 std::vector<SequencePart> parts_from(const std::vector<PartArg>& given) {
   std::vector<SequencePart> parts;
@@ -103,20 +102,17 @@ void bind_dispatcher(nb::module_& m) {
     const auto inputs = views_from<ConstTensorView>(tensors);
     return d.arrays(unlocked([&] { return d.dispatch(plan.plan(), inputs, stream_from(stream)); }));
   });
-  dispatcher.def("kv_gradient",
-                 [](RankDispatcher& d, const PlanHandle& plan, const std::vector<RowsArg>& gradients,
-                    const std::vector<RowsArg>& sums, std::uintptr_t stream) {
-                   const auto inputs = views_from<ConstTensorView>(gradients);
-                   const auto outputs = views_from<TensorView>(sums);
-                   unlocked([&] {
-                     d.kv_gradient(plan.plan(), inputs, outputs, stream_from(stream));
-                   });
-                 });
-  dispatcher.def("gradient_inputs",
-                 [](RankDispatcher& d, const PlanHandle& plan, std::uintptr_t stream) {
-                   return d.arrays(unlocked(
-                       [&] { return d.gradient_inputs(plan.plan(), stream_from(stream)); }));
-                 });
+  dispatcher.def("kv_gradient", [](RankDispatcher& d, const PlanHandle& plan,
+                                   const std::vector<RowsArg>& gradients,
+                                   const std::vector<RowsArg>& sums, std::uintptr_t stream) {
+    const auto inputs = views_from<ConstTensorView>(gradients);
+    const auto outputs = views_from<TensorView>(sums);
+    unlocked([&] { d.kv_gradient(plan.plan(), inputs, outputs, stream_from(stream)); });
+  });
+  dispatcher.def("gradient_inputs", [](RankDispatcher& d, const PlanHandle& plan,
+                                       std::uintptr_t stream) {
+    return d.arrays(unlocked([&] { return d.gradient_inputs(plan.plan(), stream_from(stream)); }));
+  });
   dispatcher.def("synchronize", [](RankDispatcher& d, std::uintptr_t stream) {
     unlocked([&] { d.synchronize(stream_from(stream)); });
   });

@@ -82,10 +82,10 @@ void bind_world(nb::module_& m) {
   m.def("gpu_world", &gpu_world, "meeting"_a, "device"_a, "ranks_per_node"_a);
   nb::class_<WorldHandle> world(m, "World");
   world.def_prop_ro("rank", [](const WorldHandle& w) { return to_int(w.rank->world().rank()); });
-  world.def_prop_ro("world_size", [](const WorldHandle& w) { return w.rank->world().world_size(); });
-  world.def_prop_ro("ranks_per_node", [](const WorldHandle& w) {
-    return w.rank->world().topology().ranks_per_node;
-  });
+  world.def_prop_ro("world_size",
+                    [](const WorldHandle& w) { return w.rank->world().world_size(); });
+  world.def_prop_ro("ranks_per_node",
+                    [](const WorldHandle& w) { return w.rank->world().topology().ranks_per_node; });
   world.def_prop_ro("timeout_s",
                     [](const WorldHandle& w) { return w.rank->world().transport().timeout_s(); });
   world.def_prop_ro("device", [](const WorldHandle& w) { return w.rank->device(); });

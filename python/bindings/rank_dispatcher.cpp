@@ -93,8 +93,8 @@ nb::list RankDispatcher::arrays(const std::vector<TensorView>& views) const {
     const std::array extents{static_cast<std::size_t>(view.shape[0]),
                              static_cast<std::size_t>(view.shape[1])};
     if (rank_->device() < 0) {
-      result.append(nb::cast(
-          nb::ndarray<nb::numpy>(view.data, 2, extents.data(), owner, nullptr, dtype)));
+      result.append(
+          nb::cast(nb::ndarray<nb::numpy>(view.data, 2, extents.data(), owner, nullptr, dtype)));
     } else {
       result.append(nb::cast(nb::ndarray<>(view.data, 2, extents.data(), owner, nullptr, dtype,
                                            nb::device::cuda::value, rank_->device())));
