@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional, TypeVar
 
 from . import _core
@@ -39,21 +39,88 @@ class Topology(NamedTuple):
 class World:
     """One rank's view of the ranks: who it is, how many there are, where their memory lies.
 
-    ``run_threads`` makes one for each rank. It serves one thread at a time; a second call meanwhile
-    is an InvalidArgument. Calls that wait for other ranks release the GIL and have a deadline.
+    ``run_threads`` makes one for each rank, where ranks are threads; ``from_environment``,
+    ``from_process_group`` and ``from_all_gather`` make one where ranks are processes of one host.
+    It serves one thread at a time; a second call meanwhile is an InvalidArgument. Calls that wait
+    for other ranks release the GIL and have a deadline.
     """
 
     __slots__ = ("_world",)
     _world: _core.World
 
     def __init__(self) -> None:
-        raise InvalidArgument("World: got a constructor call, expected waybill.run_threads(...)")
+        raise InvalidArgument(
+            "World: got a constructor call, expected waybill.run_threads(...) or"
+            " World.from_environment()"
+        )
 
     @classmethod
     def _wrap(cls, world: _core.World) -> World:
         self = cls.__new__(cls)
         self._world = world
         return self
+
+    @classmethod
+    def from_environment(cls, *, timeout_s: float = 60.0) -> World:
+        """Collective: the rank that torchrun, Open MPI, Slurm or PMI say this process is; alone
+        without any of them. In shared memory of the host.
+
+        Ranks meet where WAYBILL_RENDEZVOUS says ("tcp://HOST:PORT" or "file:///FOLDER"), else at
+        MASTER_ADDR and the port after MASTER_PORT.
+
+        Raises:
+            InvalidArgument naming the variable; Timeout naming a rank that did not come;
+            Unsupported when a rank is on another host.
+        """
+        who = "World.from_environment"
+        meeting, per_node, _ = _core.environment_meeting(_seconds(timeout_s, who))
+        return cls._wrap(_core.process_world(meeting, per_node))
+
+    @classmethod
+    def from_all_gather(
+        cls,
+        rank: int,
+        world_size: int,
+        all_gather: Callable[[bytes], Sequence[bytes]],
+        *,
+        ranks_per_node: Optional[int] = None,
+        timeout_s: float = 60.0,
+    ) -> World:
+        """Collective: this rank of processes that can already exchange some bytes, as MPI does.
+
+        Args:
+            all_gather: gets this rank's bytes and returns those of all ranks, by rank. It answers
+                for its own deadline; it is called where worlds and windows are made or freed, and
+                by barrier(), never on the way of the data.
+        """
+        who = "World.from_all_gather"
+        rank, world_size = int64(rank, f"{who}: rank"), int64(world_size, f"{who}: world_size")
+        if not 0 <= rank < world_size <= 2**20:
+            raise InvalidArgument(
+                f"{who}: rank = {rank} of world_size = {world_size}, expected 0..world_size-1"
+            )
+        per_node = _per_node(ranks_per_node, world_size, who)
+        if not callable(all_gather):
+            raise InvalidArgument(
+                f"{who}: all_gather is a {type(all_gather).__name__}, expected a function"
+            )
+        meeting = _core.callable_meeting(rank, world_size, all_gather, _seconds(timeout_s, who))
+        return cls._wrap(_core.process_world(meeting, per_node))
+
+    @classmethod
+    def from_process_group(cls, group: Any = None, *, timeout_s: float = 60.0) -> World:
+        """Collective: the rank that this process has in a group of torch.distributed, the default
+        one unless given, of processes of one host.
+        """
+        from torch import distributed  # needs torch, which the package does not
+
+        def all_gather(mine: bytes) -> Sequence[bytes]:
+            everyone: list[Any] = [None] * size
+            distributed.all_gather_object(everyone, mine, group=group)
+            return everyone
+
+        rank, size = distributed.get_rank(group), distributed.get_world_size(group)
+        return cls.from_all_gather(rank, size, all_gather, timeout_s=timeout_s)
 
     @property
     def rank(self) -> int:
@@ -119,26 +186,41 @@ def run_threads(
             waited for that rank. Unsupported without CUDA, GPUs, or access from one to another.
     """
     who = "run_threads"
-    world_size, per_node = int64(world_size, f"{who}: world_size"), 0
+    world_size = int64(world_size, f"{who}: world_size")
     if not 1 <= world_size <= 2**20:
         raise InvalidArgument(f"{who}: world_size = {world_size}, expected 1..2^20")
-    if ranks_per_node is not None:
-        per_node = int64(ranks_per_node, f"{who}: ranks_per_node")
-        if not 1 <= per_node <= world_size or world_size % per_node != 0:
-            raise InvalidArgument(
-                f"{who}: ranks_per_node = {per_node}, expected a divisor of world_size ="
-                f" {world_size}"
-            )
+    per_node = _per_node(ranks_per_node, world_size, who)
     gpus = _gpus_for(device, who)
+    if not callable(body):
+        raise InvalidArgument(f"{who}: body is a {type(body).__name__}, expected a function")
 
     def rank_main(rank: int) -> _T:
         meeting = meetings[rank]
         if gpus == 0:
-            return body(World._wrap(_core.host_world(meeting, per_node)))
-        return body(World._wrap(_core.gpu_world(meeting, rank % gpus, per_node)))
+            return body(World._wrap(_core.thread_world(meeting, per_node)))
+        return body(World._wrap(_core.gpu_thread_world(meeting, rank % gpus, per_node)))
 
-    meetings = _core.thread_meetings(world_size, float(timeout_s))
+    meetings = _core.thread_meetings(world_size, _seconds(timeout_s, who))
     return _on_threads(world_size, rank_main)
+
+
+def _seconds(timeout_s: Any, who: str) -> float:
+    try:
+        return float(timeout_s)
+    except (TypeError, ValueError):
+        raise InvalidArgument(f"{who}: timeout_s = {timeout_s!r}, expected seconds") from None
+
+
+def _per_node(ranks_per_node: Optional[int], world_size: int, who: str) -> int:
+    """None is all ranks on one node, which the compiled part writes as 0."""
+    if ranks_per_node is None:
+        return 0
+    number = int64(ranks_per_node, f"{who}: ranks_per_node")
+    if not 1 <= number <= world_size or world_size % number != 0:
+        raise InvalidArgument(
+            f"{who}: ranks_per_node = {number}, expected a divisor of world_size = {world_size}"
+        )
+    return number
 
 
 def _gpus_for(device: Any, who: str) -> int:

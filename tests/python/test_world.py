@@ -113,12 +113,14 @@ def test_worlds_are_made_by_functions():
         ({"world_size": 4, "ranks_per_node": 3}, "ranks_per_node = 3, expected a divisor"),
         ({"world_size": 4, "ranks_per_node": 0}, "ranks_per_node = 0, expected a divisor"),
         ({"world_size": 2, "timeout_s": 0}, "timeout_s"),
+        ({"world_size": 2, "timeout_s": None}, "timeout_s = None, expected seconds"),
+        ({"world_size": 2, "body": 5}, "body is a int, expected a function"),
         ({"world_size": 2, "device": "tpu"}, 'device = \'tpu\', expected "cpu" or "cuda"'),
     ],
 )
 def test_wrong_arguments(arguments, text):
     with pytest.raises(waybill.InvalidArgument, match=text):
-        waybill.run_threads(body=lambda world: None, **arguments)
+        waybill.run_threads(**{"body": lambda world: None, **arguments})
 
 
 @pytest.mark.skipif(waybill._core.has_cuda, reason="built with CUDA")

@@ -10,6 +10,7 @@ import torch
 from .._dispatcher import ReadyPlan
 from ..errors import InvalidArgument
 from ..sparse import QkvRouting, RankAttention
+from ._tensors import require_tensor
 from .sequence_dispatcher import SequenceDispatcher
 
 __all__ = ["AttentionStep", "recomputed_attention"]
@@ -193,6 +194,16 @@ def recomputed_attention(
             ``step.attention`` says; gradients flow to q and kv alone. Random numbers are drawn
             anew in backward.
     """
+    who = "recomputed_attention"
+    if not callable(attend):
+        raise InvalidArgument(f"{who}: attend is a {type(attend).__name__}, expected a function")
+    for name, step in (("forward", forward), ("backward", backward)):
+        if not isinstance(step, AttentionStep):
+            raise InvalidArgument(
+                f"{who}: {name} is a {type(step).__name__}, expected an AttentionStep"
+            )
+    for i, tensor in enumerate((q, *kv)):
+        require_tensor(tensor, f"{who}: {'q' if i == 0 else f'kv[{i - 1}]'}")
     out: torch.Tensor = _Recomputed.apply(attend, forward, backward, q, *kv)
     return out
 
