@@ -35,7 +35,13 @@ import warnings
 
 from extract_doc_examples import FENCE, ROOT, pages
 
-NO_PYTHON = ("README.md", "transport.md")
+NO_PYTHON = (
+    "README.md",
+    "expert_executor.md",
+    "predict_step.md",
+    "static_plans.md",
+    "transport.md",
+)
 OPTIONAL = ("torch", "matplotlib")
 SKIPPED = 77  # exit status of a program that lacks a package
 LIMIT_S = 60

@@ -19,4 +19,5 @@ NB_MODULE(_core, m) {
   waybill::python::bind_sparse(m);
   waybill::python::bind_world(m);
   waybill::python::bind_dispatcher(m);
+  waybill::python::bind_moe(m);
 }
