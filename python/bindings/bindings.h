@@ -22,5 +22,6 @@ void bind_simulate(nanobind::module_& m);
 void bind_validate(nanobind::module_& m);
 void bind_plan(nanobind::module_& m);
 void bind_planner(nanobind::module_& m);
+void bind_moe(nanobind::module_& m);
 
 }  // namespace waybill::python

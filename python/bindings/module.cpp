@@ -14,4 +14,5 @@ NB_MODULE(_core, m) {
   waybill::python::bind_validate(m);
   waybill::python::bind_plan(m);
   waybill::python::bind_planner(m);
+  waybill::python::bind_moe(m);
 }

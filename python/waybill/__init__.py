@@ -4,6 +4,7 @@ Arrays in, numpy arrays out; ``waybill.torch`` has the same functions for torch 
 lengths and counts are tokens (rows), never bytes.
 """
 
+from . import moe as moe
 from ._core import version as __version__
 from .errors import (
     Error,
