@@ -123,9 +123,9 @@ SequencePlan compile(const char* who, SequenceOperation operation,
     }
   }
   const WindowMap windows(who, parts);
-  SegmentWriter writer(plan, windows,
-                       sends && options.local_apart &&
-                           local_rows_go_apart(parts, rank, options.num_sms));
+  SegmentWriter writer(
+      plan, windows,
+      sends && options.local_apart && local_rows_go_apart(parts, rank, options.num_sms));
   write_lines(writer, parts, plan);
   if (options.chunks) expand_chunks(plan);
   for (std::size_t t = 0; t < plan.tensors.size(); ++t) {

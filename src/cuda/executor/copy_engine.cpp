@@ -16,14 +16,13 @@ namespace {
 /// 32), of which every rank needs some for other work.
 constexpr int device_queues = 32;
 constexpr int other_queues_a_rank = 2;
-constexpr int most_queues = 16;
+constexpr int most_queues = 2;
 
 }  // namespace
 
 CopyEngine::CopyEngine(std::shared_ptr<GpuRank> gpu, int share)
     : gpu_(std::move(gpu)),
-      max_queues_(std::clamp(device_queues / share - other_queues_a_rank, 1, most_queues)) {
-}
+      max_queues_(std::clamp(device_queues / share - other_queues_a_rank, 1, most_queues)) {}
 
 CopyEngine::~CopyEngine() {
   for (const Queue& queue : queues_) {

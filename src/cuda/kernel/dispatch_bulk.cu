@@ -136,8 +136,8 @@ class Tickets {
       return;
     }
     if (lane_ == 0) {
-      taken_ = static_cast<int>(
-          atomicAdd(here_.taken, static_cast<unsigned long long>(here_.batch)));
+      taken_ =
+          static_cast<int>(atomicAdd(here_.taken, static_cast<unsigned long long>(here_.batch)));
     }
     begin_ = -1;
     step_ = Step::chunks;

@@ -14,8 +14,8 @@ inline constexpr int max_call_tensors = 16;
 /// Counters of one dispatcher on its rank's device. They move on when a call ends, so that the
 /// same launch can be replayed.
 struct CallState {
-  std::uint64_t epoch;        ///< of the last call that has ended
-  unsigned long long blocks;  ///< of the running call, that have done their part
+  std::uint64_t epoch;          ///< of the last call that has ended
+  unsigned long long blocks;    ///< of the running call, that have done their part
   unsigned long long taken[2];  ///< of the running call: chunks of each queue taken by ticket
 };
 
