@@ -44,6 +44,7 @@ SequenceDispatcher::SequenceDispatcher(World& world, SequenceDispatcherOptions o
     options_.plan.ranks_per_node = 0;
     options_.plan.relay = RelayUse::never;
   }
+  options_.plan.num_sms = options.num_sms;
   require(options.num_sms >= 0, "SequenceDispatcher: num_sms = ", options.num_sms,
           ", expected >= 0");
   require(options.max_window_bytes >= 0,
