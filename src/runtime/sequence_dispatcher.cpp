@@ -205,6 +205,12 @@ std::vector<TensorView> SequenceDispatcher::gradient_inputs(const ReadyPlan& rea
   return window_views(ready.plan_, epoch_ + 1);
 }
 
+std::vector<std::shared_ptr<void>> SequenceDispatcher::window_memory() const {
+  std::vector<std::shared_ptr<void>> memory = windows_[0].memory;
+  memory.insert(memory.end(), windows_[1].memory.begin(), windows_[1].memory.end());
+  return memory;
+}
+
 void SequenceDispatcher::synchronize(Stream stream) {
   guarded([&] { world_.executor().synchronize(stream); });
 }
