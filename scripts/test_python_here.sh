@@ -6,7 +6,8 @@
 #   scripts/test_python_here.sh [--cuda[=ARCHITECTURE]] [pytest arguments]
 #
 # With --cuda (CUDA 13) the package is built with ranks on GPUs, for 90a unless another compute
-# capability is named, and the example of distributed attention runs on the GPUs too.
+# capability is named, and the example of distributed attention runs on the GPUs too, with ranks as
+# threads and as processes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -38,4 +39,8 @@ fi
 "$python" -m pytest "$@"
 if [[ $cuda == yes ]]; then
   "$python" examples/python/distributed_attention.py --device cuda
+  # The same with a process a rank.
+  gpus=$("$python" -c 'import waybill; print(waybill.num_gpus())')
+  GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} OMP_NUM_THREADS=1 "$python" -m torch.distributed.run \
+    --standalone --nproc-per-node "$gpus" examples/python/distributed_attention.py --device cuda
 fi

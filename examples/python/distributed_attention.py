@@ -1,17 +1,21 @@
 """Causal attention of documents that are spread over ranks, trained through.
 
     python examples/python/distributed_attention.py [--ranks N] [--device cpu|cuda]
+    torchrun --nproc-per-node N examples/python/distributed_attention.py
 
 Every rank has rows of Q, K and V; a plan says which rank attends to which queries, so that all have
 equal work. Each layer sends Q, K and V there, attends, and sends the output home; autograd goes the
 same way back. The loss and all gradients are compared with those of one process.
 
 Needs torch; without it, it says so and ends with status 77, which test runners show as skipped.
-Ranks are threads: on the GPUs where Waybill was built with CUDA and there are some, else in host
-memory.
+Ranks are threads, or processes under torchrun: on the GPUs where Waybill was built with CUDA and
+there are some, else in host memory.
 """
 
 import argparse
+import contextlib
+import io
+import os
 import sys
 
 try:
@@ -110,13 +114,19 @@ def compare(ranks, expected):
         check(f"gradients of layer {i}", sum(rank[2 + i] for rank in ranks), weight)
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Distributed causal attention, checked.")
-    gpus = waybill.num_gpus() if torch.cuda.is_available() else 0
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if gpus else "cpu")
-    parser.add_argument("--ranks", type=int, default=gpus or 4)
-    options = parser.parse_args()
+def run_ranks(options, body):
+    """What body(world) returns on each rank, by rank: of threads, or of torchrun's processes."""
+    if not options.launched:
+        return waybill.run_threads(options.ranks, body, device=options.device)
+    world = waybill.World.from_process_group(device=options.device)
+    if world.device != "cpu":
+        torch.cuda.set_device(world.device)
+    results = [None] * options.ranks
+    torch.distributed.all_gather_object(results, body(world))
+    return results
 
+
+def train(options):
     torch.manual_seed(0)
     size = HEADS * HEAD
     hidden = torch.randn(sum(LENGTHS), size, dtype=torch.float64)
@@ -132,14 +142,31 @@ def main():
         rows = hidden.split(plan.home_tokens.tolist())
         print(f"{options.ranks} ranks on {options.device}, KV {kv_layout}: {plan!r}")
         for recompute in (False, True):
-            ranks = waybill.run_threads(
-                options.ranks,
+            ranks = run_ranks(
+                options,
                 lambda world: one_rank(world, plan, rows[world.rank], weights, recompute),  # noqa: B023
-                device=options.device,
             )
             print("  with recomputation" if recompute else "  with what autograd keeps")
             compare(ranks, expected)
     print("All is well.")
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Distributed causal attention, checked.")
+    gpus = waybill.num_gpus() if torch.cuda.is_available() else 0
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if gpus else "cpu")
+    parser.add_argument("--ranks", type=int, default=gpus or 4, help="of threads")
+    options = parser.parse_args()
+    options.launched = "TORCHELASTIC_RUN_ID" in os.environ
+    if not options.launched:
+        train(options)
+        return
+    torch.distributed.init_process_group("gloo")
+    options.ranks = torch.distributed.get_world_size()
+    first = torch.distributed.get_rank() == 0
+    with contextlib.redirect_stdout(sys.stdout if first else io.StringIO()):
+        train(options)
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -97,15 +97,27 @@ WorldHandle gpu_thread_world(Meeting& meeting, int device, std::int32_t ranks_pe
   return handle_of(device,
                    [&] { return make_gpu_thread_world(meeting.take(), device, ranks_per_node); });
 }
+
+WorldHandle gpu_process_world(Meeting& meeting, int device, std::int32_t ranks_per_node) {
+  return handle_of(device,
+                   [&] { return make_gpu_process_world(meeting.take(), device, ranks_per_node); });
+}
+
+WorldHandle nvshmem_world(Meeting& meeting, int device, std::int32_t ranks_per_node) {
+  return handle_of(device,
+                   [&] { return make_nvshmem_world(meeting.take(), device, ranks_per_node); });
+}
 #else
 constexpr bool has_cuda = false;
 
 int count_gpus() { return 0; }
 
-WorldHandle gpu_thread_world(Meeting& /*meeting*/, int /*device*/,
-                             std::int32_t /*ranks_per_node*/) {
+WorldHandle no_gpu_world(Meeting& /*meeting*/, int /*device*/, std::int32_t /*ranks_per_node*/) {
   throw Unsupported("World: this installation was built without CUDA");
 }
+constexpr auto gpu_thread_world = no_gpu_world;
+constexpr auto gpu_process_world = no_gpu_world;
+constexpr auto nvshmem_world = no_gpu_world;
 #endif
 
 }  // namespace
@@ -120,7 +132,9 @@ void bind_world(nb::module_& m) {
         "timeout_s"_a);
   m.def("thread_world", &thread_world, "meeting"_a, "ranks_per_node"_a);
   m.def("process_world", &process_world, "meeting"_a, "ranks_per_node"_a);
-  m.def("gpu_thread_world", &gpu_thread_world, "meeting"_a, "device"_a, "ranks_per_node"_a);
+  m.def("gpu_thread_world", gpu_thread_world, "meeting"_a, "device"_a, "ranks_per_node"_a);
+  m.def("gpu_process_world", gpu_process_world, "meeting"_a, "device"_a, "ranks_per_node"_a);
+  m.def("nvshmem_world", nvshmem_world, "meeting"_a, "device"_a, "ranks_per_node"_a);
   nb::class_<WorldHandle> world(m, "World");
   world.def_prop_ro("rank", [](const WorldHandle& w) { return to_int(w.rank->world().rank()); });
   world.def_prop_ro("world_size",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional, TypeVar
@@ -13,6 +14,7 @@ from .errors import InvalidArgument, Timeout, Unsupported
 __all__ = ["Topology", "World", "num_gpus", "run_threads"]
 
 _T = TypeVar("_T")
+_ORDINAL = re.compile(r"cuda(?::(\d{1,4}))?")
 _BUILD = "pip install . -C cmake.define.WAYBILL_CUDA=ON, with CUDA 13"
 
 
@@ -61,20 +63,29 @@ class World:
         return self
 
     @classmethod
-    def from_environment(cls, *, timeout_s: float = 60.0) -> World:
+    def from_environment(
+        cls, *, device: Any = "cpu", nvshmem: bool = False, timeout_s: float = 60.0
+    ) -> World:
         """Collective: the rank that torchrun, Open MPI, Slurm or PMI say this process is; alone
-        without any of them. In shared memory of the host.
+        without any of them.
 
         Ranks meet where WAYBILL_RENDEZVOUS says ("tcp://HOST:PORT" or "file:///FOLDER"), else at
         MASTER_ADDR and the port after MASTER_PORT.
 
+        Args:
+            device: "cpu" for shared memory of one host; "cuda:1" for that GPU, "cuda" for the one
+                of the local rank (modulo their number), whose memory the ranks of one host map.
+            nvshmem: ranks on GPUs reach each other through NVSHMEM instead, on one host or many.
+            timeout_s: deadline of every wait for another rank.
+
         Raises:
             InvalidArgument naming the variable; Timeout naming a rank that did not come;
-            Unsupported when a rank is on another host.
+            Unsupported for ranks on other hosts, and without what the device needs.
         """
         who = "World.from_environment"
-        meeting, per_node, _ = _core.environment_meeting(_seconds(timeout_s, who))
-        return cls._wrap(_core.process_world(meeting, per_node))
+        make = _process_engine(device, nvshmem, who)
+        meeting, per_node, local_rank = _core.environment_meeting(_seconds(timeout_s, who))
+        return cls._wrap(make(meeting, per_node, local_rank))
 
     @classmethod
     def from_all_gather(
@@ -83,6 +94,8 @@ class World:
         world_size: int,
         all_gather: Callable[[bytes], Sequence[bytes]],
         *,
+        device: Any = "cpu",
+        nvshmem: bool = False,
         ranks_per_node: Optional[int] = None,
         timeout_s: float = 60.0,
     ) -> World:
@@ -92,6 +105,8 @@ class World:
             all_gather: gets this rank's bytes and returns those of all ranks, by rank. It answers
                 for its own deadline; it is called where worlds and windows are made or freed, and
                 by barrier(), never on the way of the data.
+            device, nvshmem, timeout_s: as in from_environment.
+            ranks_per_node: None is all ranks on one node.
         """
         who = "World.from_all_gather"
         rank, world_size = int64(rank, f"{who}: rank"), int64(world_size, f"{who}: world_size")
@@ -104,13 +119,22 @@ class World:
             raise InvalidArgument(
                 f"{who}: all_gather is a {type(all_gather).__name__}, expected a function"
             )
+        make = _process_engine(device, nvshmem, who)
         meeting = _core.callable_meeting(rank, world_size, all_gather, _seconds(timeout_s, who))
-        return cls._wrap(_core.process_world(meeting, per_node))
+        return cls._wrap(make(meeting, per_node, rank % (per_node or world_size)))
 
     @classmethod
-    def from_process_group(cls, group: Any = None, *, timeout_s: float = 60.0) -> World:
+    def from_process_group(
+        cls,
+        group: Any = None,
+        *,
+        device: Any = "cpu",
+        nvshmem: bool = False,
+        ranks_per_node: Optional[int] = None,
+        timeout_s: float = 60.0,
+    ) -> World:
         """Collective: the rank that this process has in a group of torch.distributed, the default
-        one unless given, of processes of one host.
+        one unless given. The arguments are those of from_all_gather.
         """
         from torch import distributed  # needs torch, which the package does not
 
@@ -120,7 +144,10 @@ class World:
             return everyone
 
         rank, size = distributed.get_rank(group), distributed.get_world_size(group)
-        return cls.from_all_gather(rank, size, all_gather, timeout_s=timeout_s)
+        return cls.from_all_gather(
+            rank, size, all_gather, device=device, nvshmem=nvshmem, ranks_per_node=ranks_per_node,
+            timeout_s=timeout_s,
+        )  # fmt: skip
 
     @property
     def rank(self) -> int:
@@ -229,15 +256,41 @@ def _gpus_for(device: Any, who: str) -> int:
         return 0
     if device != "cuda":
         raise InvalidArgument(f'{who}: device = {device!r}, expected "cpu" or "cuda"')
+    return _require_gpus(device, who)
+
+
+def _require_gpus(device: str, who: str) -> int:
     if not _core.has_cuda:
         raise Unsupported(
-            f'{who}: device = "cuda", but this installation was built without CUDA and has ranks in'
-            f" host memory only; to build it with CUDA: {_BUILD}"
+            f'{who}: device = "{device}", but this installation was built without CUDA and has'
+            f" ranks in host memory only; to build it with CUDA: {_BUILD}"
         )
     gpus = num_gpus()
     if gpus == 0:
-        raise Unsupported(f'{who}: device = "cuda", but there is no GPU')
+        raise Unsupported(f'{who}: device = "{device}", but there is no GPU')
     return gpus
+
+
+def _process_engine(device: Any, nvshmem: bool, who: str) -> Callable[[Any, int, int], Any]:
+    """What makes the world of a rank that is a process, from (meeting, ranks_per_node, local
+    rank).
+    """
+    name = str(device)  # also torch's
+    ordinal = _ORDINAL.fullmatch(name)
+    if name != "cpu" and ordinal is None:
+        raise InvalidArgument(f'{who}: device = {device!r}, expected "cpu", "cuda" or "cuda:0"')
+    if ordinal is None:
+        if nvshmem:
+            raise InvalidArgument(f'{who}: nvshmem with device = "cpu", expected "cuda"')
+        return lambda meeting, per_node, _: _core.process_world(meeting, per_node)
+    gpus = _require_gpus(name, who)
+    chosen = ordinal.group(1)
+    engine = _core.nvshmem_world if nvshmem else _core.gpu_process_world
+
+    def make(meeting: Any, per_node: int, local_rank: int) -> Any:
+        return engine(meeting, local_rank % gpus if chosen is None else int(chosen), per_node)
+
+    return make
 
 
 def _on_threads(world_size: int, rank_main: Callable[[int], _T]) -> list[_T]:

@@ -60,9 +60,9 @@ def plan_for(world_size, kv_layout, block_tokens=4):
     return waybill.plan(LENGTHS, world_size, 0, kv_layout=kv_layout, block_tokens=block_tokens)
 
 
-def split(tensor, plan, device):
+def split(tensor, plan):
     """The rows of each rank."""
-    return [part.to(device) for part in tensor.split(rows_of(plan))]
+    return tensor.split(rows_of(plan))
 
 
 def compare(results, expected, tolerance=1e-12):
@@ -72,8 +72,9 @@ def compare(results, expected, tolerance=1e-12):
 
 
 def leaves(world, parts):
-    """This rank's Q, K and V."""
-    return [part[world.rank].clone().requires_grad_() for part in parts[:3]]
+    """This rank's Q, K and V, on its device."""
+    mine = (part[world.rank] for part in parts[:3])
+    return [part.to(world.device, copy=True).requires_grad_() for part in mine]
 
 
 @pytest.mark.parametrize("kv_layout", ["per_rank", "per_query"])
@@ -83,7 +84,7 @@ def test_output_and_gradients(torch_way, world_size, kv_layout):
         world_size = waybill.num_gpus()
     plan = plan_for(world_size, kv_layout)
     routing, all_tensors = plan.to_routing(), tensors()
-    parts = [split(t, plan, torch_way.device) for t in all_tensors]
+    parts = [split(t, plan) for t in all_tensors]
 
     def body(world):
         q, k, v = leaves(world, parts)
@@ -104,7 +105,7 @@ def test_layers_that_feed_each_other(torch_way):
     """Two layers share a dispatcher; the second one's gradients go through the first."""
     plan = plan_for(2, "per_rank")
     routing, all_tensors = plan.to_routing(), tensors()
-    parts = [split(t, plan, torch_way.device) for t in all_tensors]
+    parts = [split(t, plan) for t in all_tensors]
 
     def layered(layer, q, k, v):
         hidden = layer(q, k, v)
@@ -142,7 +143,7 @@ def test_backward_may_have_another_plan(torch_way, kv_layout):
     plan, other = plan_for(2, kv_layout), plan_for(2, kv_layout, block_tokens=64)
     assert rows_of(plan) == rows_of(other) and plan != other
     all_tensors = tensors()
-    parts = [split(t, plan, torch_way.device) for t in all_tensors]
+    parts = [split(t, plan) for t in all_tensors]
     routings = plan.to_routing(), other.to_routing()
 
     def body(world):
@@ -207,10 +208,10 @@ def test_rows_beyond_the_plan_have_no_gradient(torch_way):
 def test_frozen_keys_and_inference(torch_way):
     plan = plan_for(2, "per_rank")
     all_tensors = tensors(torch.float32)
-    parts = [split(t, plan, torch_way.device) for t in all_tensors]
+    parts = [split(t, plan) for t in all_tensors]
 
     def body(world):
-        q, k, v = (part[world.rank].clone() for part in parts[:3])
+        q, k, v = (part[world.rank].to(world.device, copy=True) for part in parts[:3])
         weights = parts[3][world.rank].to(q.device)
         q.requires_grad_()
         with torch_way.face.SequenceDispatcher(world) as dispatcher:

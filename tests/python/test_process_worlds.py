@@ -149,6 +149,19 @@ def test_wrong_arguments(arguments, text):
         waybill.World.from_all_gather(*arguments)
 
 
+def test_wrong_devices():
+    for options, text in [
+        ({"device": "tpu"}, "device = 'tpu', expected \"cpu\""),
+        ({"device": "cuda:x"}, "device = 'cuda:x'"),
+        ({"nvshmem": True}, 'nvshmem with device = "cpu"'),
+    ]:
+        with pytest.raises(waybill.InvalidArgument, match=text):
+            waybill.World.from_all_gather(0, 1, lambda mine: [mine], **options)
+    if not waybill._core.has_cuda:
+        with pytest.raises(waybill.Unsupported, match="built without CUDA"):
+            waybill.World.from_environment(device="cuda:0")
+
+
 def test_errors_of_the_callers_all_gather():
     def broken(mine):
         raise ConnectionError("the network is gone")
