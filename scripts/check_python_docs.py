@@ -38,6 +38,7 @@ from extract_doc_examples import FENCE, ROOT, pages
 NO_PYTHON = (
     "README.md",
     "bootstrap.md",
+    "ep_all2all_layer.md",
     "expert_executor.md",
     "predict_step.md",
     "sequence_dispatcher.md",

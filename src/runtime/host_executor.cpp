@@ -1,6 +1,7 @@
 #include <cstring>
 #include <vector>
 
+#include "host_expert_executor.h"
 #include "row_sum.h"
 #include "waybill/core/at.h"
 #include "waybill/core/error.h"
@@ -51,6 +52,12 @@ class HostExecutor final : public Executor {
     meet(call);
     std::vector<const std::byte*> sources;
     for (const RowChunk& chunk : call.plan->chunks) sum(call, chunk, sources);
+  }
+
+  std::unique_ptr<ExpertExecutor> make_expert_executor(const EPConfig& config,
+                                                       const EPDispatchOptions& options,
+                                                       const ExpertMemory& memory) override {
+    return detail::make_host_expert_executor(transport_, config, options, memory);
   }
 
   void synchronize(Stream /*stream*/) override {}
