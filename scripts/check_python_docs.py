@@ -37,14 +37,13 @@ from extract_doc_examples import FENCE, ROOT, pages
 
 NO_PYTHON = (
     "README.md",
-    "bootstrap.md",
+    "compare.md",
     "ep_all2all_layer.md",
     "expert_executor.md",
+    "explain.md",
     "predict_step.md",
-    "sequence_dispatcher.md",
     "static_plans.md",
     "transport.md",
-    "world.md",
 )
 OPTIONAL = ("torch", "matplotlib")
 SKIPPED = 77  # exit status of a program that lacks a package

@@ -7,6 +7,7 @@ lengths and counts are tokens (rows), never bytes.
 from . import moe as moe
 from ._core import version as __version__
 from .errors import (
+    CudaError,
     Error,
     InternalError,
     InvalidArgument,
@@ -14,6 +15,8 @@ from .errors import (
     NotThreeAxes,
     RankOutOfRange,
     ShapeMismatch,
+    Timeout,
+    TransportError,
     Unsupported,
 )
 from .generators import (
@@ -42,6 +45,7 @@ from .routing import (
     compute_metadata_kv,
     mlp_layout_packed_params,
 )
+from .sequence_dispatcher import ReadyPlan, SequenceDispatcher, TensorFormat
 from .simulate import (
     orchestrate_simulate,
     simulate_communication,
@@ -49,11 +53,14 @@ from .simulate import (
     sum_kv_copies,
     test_qkv_dispatch,
 )
+from .sparse import QkvRouting, RankAttention, SparseMetadata
 from .validation import Finding, validate
+from .world import Topology, World, num_gpus, run_threads
 
 __all__ = [
     "AttentionPlan",
     "AttnLayout",
+    "CudaError",
     "Error",
     "Finding",
     "InternalError",
@@ -64,12 +71,22 @@ __all__ = [
     "PackedSeqParams",
     "QkvMetadata",
     "QkvPlan",
+    "QkvRouting",
+    "RankAttention",
     "RankKvLayout",
     "RankOutOfRange",
     "RawQkvDispatch",
+    "ReadyPlan",
     "RelayHop",
+    "SequenceDispatcher",
     "ShapeMismatch",
+    "SparseMetadata",
+    "TensorFormat",
+    "Timeout",
+    "Topology",
+    "TransportError",
     "Unsupported",
+    "World",
     "__version__",
     "compute_attn_layout_seqlens",
     "compute_e2e_metadata",
@@ -84,11 +101,13 @@ __all__ = [
     "length_distributions",
     "mask_by_neg",
     "mlp_layout_packed_params",
+    "num_gpus",
     "orchestrate_simulate",
     "plan",
     "plan_documents",
     "prepend_zero",
     "prepend_zero_fn",
+    "run_threads",
     "sample_documents",
     "simulate_communication",
     "source_rows",
