@@ -3,12 +3,9 @@
 #include <limits>
 #include <utility>
 
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
-
-using detail::at;
 
 DispatchCombineContext DispatchCombineContext::create(World& world, const EPConfig& config,
                                                       std::int64_t capacity,
