@@ -31,6 +31,7 @@ SequenceDispatcher::SequenceDispatcher(World& world, SequenceDispatcherOptions o
     : world_(world), options_(options) {
   options_.plan.chunks = !world.executor().expands_plans();
   options_.plan.local_apart = options.local_by_copy_engine && world.executor().expands_plans();
+  options_.plan.num_sms = options.num_sms;
   require(options.num_sms >= 0, "SequenceDispatcher: num_sms = ", options.num_sms,
           ", expected >= 0");
   require(options.max_window_bytes >= 0,
