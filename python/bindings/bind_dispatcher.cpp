@@ -64,6 +64,7 @@ void bind_ready_plan(nb::module_& m) {
   plan.def_prop_ro("window_rows", [](const PlanHandle& p) { return p.plan().plan().window_rows; });
   plan.def_prop_ro("window_bytes",
                    [](const PlanHandle& p) { return p.plan().plan().window_bytes; });
+  plan.def_prop_ro("num_slots", [](const PlanHandle& p) { return p.plan().plan().num_slots; });
   plan.def_prop_ro("wire_bytes", [](const PlanHandle& p) { return p.plan().plan().wire_bytes; });
 }
 
@@ -94,8 +95,9 @@ void bind_dispatcher(nb::module_& m) {
     const auto parts = parts_from(given);
     unlocked([&] { d.replace_plan(plan.plan(), parts, stream_from(stream)); });
   });
-  dispatcher.def("reserve", [](RankDispatcher& d, std::int64_t bytes, std::uintptr_t stream) {
-    unlocked([&] { d.reserve(bytes, stream_from(stream)); });
+  dispatcher.def("reserve", [](RankDispatcher& d, std::int64_t bytes, std::int32_t num_slots,
+                               std::uintptr_t stream) {
+    unlocked([&] { d.reserve(bytes, num_slots, stream_from(stream)); });
   });
   dispatcher.def("dispatch", [](RankDispatcher& d, const PlanHandle& plan,
                                 const std::vector<RowsArg>& tensors, std::uintptr_t stream) {

@@ -151,7 +151,8 @@ class Dispatcher(Generic[_Array]):
             p.window_bytes if isinstance(p, ReadyPlan) else int64(p, "reserve: bytes")
             for p in plans
         ]
-        self._dispatcher.reserve(max(sizes, default=0), self._stream())
+        slots = [p._plan.num_slots for p in plans if isinstance(p, ReadyPlan)]
+        self._dispatcher.reserve(max(sizes, default=0), max(slots, default=0), self._stream())
 
     def dispatch(self, plan: ReadyPlan, *tensors: Any) -> Tuple[_Array, ...]:
         """Collective: sends the rows of the tensors to where the plan says.
