@@ -83,7 +83,8 @@ namespace {
 
 std::int32_t require_gpus() { refuse(); }
 
-bool run_gpu_demo(const QkvRouting& /*routing*/, const RowOptions& /*rows*/, Console& /*console*/) {
+bool run_gpu_demo(const QkvRouting& /*routing*/, const RowOptions& /*rows*/, int /*num_sms*/,
+                  Console& /*console*/) {
   refuse();
 }
 #endif
