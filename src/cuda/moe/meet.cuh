@@ -1,0 +1,52 @@
+#pragma once
+
+#include "../kernel/meet.cuh"
+#include "moe_params.h"
+
+namespace waybill::cuda {
+
+/// The epoch of a call that begins with this kernel. Every block asks once.
+__device__ inline std::uint64_t begin_moe_call(const MoeMeet& m, int kind) {
+  const std::uint64_t epoch = m.state->call.epoch + 1;
+  if (m.state->last_turn[kind] == m.turn + 1) {
+    report_and_trap(m.meet.sink, FaultKind::parity, m.meet.rank, m.meet.rank, m.turn, epoch, 0);
+  }
+  return epoch;
+}
+
+/// One thread of the last block.
+__device__ inline void end_moe_call(const MoeMeet& m, int kind, std::uint64_t epoch) {
+  m.state->last_turn[kind] = m.turn + 1;
+  end_call(m.meet, epoch);
+}
+
+/// Raises this rank's own slot too, for the blocks that wait for what this one has made. One warp.
+__device__ inline void publish_to_all_and_self(const MeetParams& p, std::uint64_t epoch) {
+  publish_to_all(p, epoch);
+  if (threadIdx.x % 32 == 0) publish(p.own_arrivals + p.rank, epoch);
+}
+
+/// Waits for this rank's own slot and for all others. One warp.
+__device__ inline void await_all_and_self(const MeetParams& p, std::uint64_t epoch) {
+  await(p.own_arrivals + p.rank, epoch, p.kind, p.rank, p.rank, p.sink);
+  await_all(p, epoch);
+}
+
+/// Waits for a slot that counts in steps below an epoch; reports speak of epochs.
+/// @return what it came to
+__device__ inline std::uint64_t await_step(const MeetParams& p, const std::uint64_t* slot,
+                                           std::uint64_t wanted, int epoch_shift,
+                                           std::int32_t peer) {
+  const std::uint64_t start = now_ns();
+  for (;;) {
+    const std::uint64_t seen = load_acquire(slot);
+    if (seen >= wanted) return seen;
+    const std::uint64_t waited = now_ns() - start;
+    if (waited > p.sink.timeout_ns) {
+      report_and_trap(p.sink, p.kind, p.rank, peer, wanted >> epoch_shift, seen >> epoch_shift,
+                      waited);
+    }
+  }
+}
+
+}  // namespace waybill::cuda
