@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "waybill/core/error.h"
+#include "waybill/core/float8_convert.h"
 #include "waybill/core/float_convert.h"
 #include "waybill/core/host_tensor.h"
 #include "waybill/core/index_array.h"
@@ -34,6 +35,10 @@
 #include "waybill/json/lengths.h"
 #include "waybill/json/metadata_json.h"
 #include "waybill/json/plan_json.h"
+#include "waybill/moe/expert_routing.h"
+#include "waybill/moe/quantize.h"
+#include "waybill/moe/row_accumulator.h"
+#include "waybill/moe/simulate.h"
 #include "waybill/planner/planner.h"
 #include "waybill/report/document_figures.h"
 #include "waybill/report/html_report.h"
@@ -53,6 +58,7 @@
 #include "waybill/routing/qkv_routing.h"
 #include "waybill/routing/raw_dispatch.h"
 #include "waybill/routing/validate.h"
+#include "waybill/runtime/expert_memory.h"
 #include "waybill/runtime/sequence_dispatcher.h"
 #include "waybill/runtime/world.h"
 #include "waybill/simulate/check.h"

@@ -5,6 +5,7 @@
 #include <span>
 
 #include "waybill/core/tensor_view.h"
+#include "waybill/runtime/expert_executor.h"
 #include "waybill/runtime/sequence_plan.h"
 #include "waybill/transport/transport.h"
 
@@ -66,6 +67,12 @@ class Executor {
   /// Inputs into this rank's window, then the sums of what the windows of all ranks hold into the
   /// outputs. An input that is its place in the window stays there. @throws Timeout
   virtual void kv_gradient(const SequenceCall& call) = 0;
+
+  /// What does the work of one layer of experts. `memory` stays where it is while the result lives;
+  /// what it holds changes when the windows grow.
+  /// @throws Unsupported for a world that has none
+  [[nodiscard]] virtual std::unique_ptr<ExpertExecutor> make_expert_executor(
+      const EPConfig& config, const EPDispatchOptions& options, const ExpertMemory& memory);
 
   /// Returns when all work on the stream is done. @throws Timeout that a call on it has met
   virtual void synchronize(Stream stream) = 0;

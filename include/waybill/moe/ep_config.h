@@ -1,0 +1,101 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "waybill/core/dtype.h"
+#include "waybill/core/topology.h"
+
+namespace waybill {
+
+/// The most choices a token may have.
+inline constexpr std::int32_t max_topk = 32;
+
+/// Elements that share a scale in 8-bit payloads.
+inline constexpr std::int64_t scale_group = 128;
+
+/// What all ranks of an expert-parallel layer agree on, and which of them this is. Names as in the
+/// original.
+struct EPConfig {
+  std::int64_t max_tokens = 0;   ///< most tokens a rank may dispatch
+  std::int64_t hidden = 0;       ///< elements of a token
+  std::int32_t topk = 0;         ///< choices of a token
+  std::int32_t num_experts = 0;  ///< of all ranks together; expert e lives on rank e / per rank
+  std::int32_t rank = 0;
+  std::int32_t world_size = 1;
+  std::int32_t local_world_size = 1;    ///< ranks of a node
+  DType token_dtype = DType::bfloat16;  ///< or float16, float32; of what combine sums
+  DType weight_dtype = DType::float32;  ///< or float16, bfloat16
+  DType offset_dtype = DType::int32;    ///< of every table of rows and counts; nothing else
+
+  [[nodiscard]] std::int32_t num_experts_per_rank() const { return num_experts / world_size; }
+  [[nodiscard]] bool is_intra_node() const { return world_size == local_world_size; }
+  [[nodiscard]] std::int32_t num_nodes() const { return world_size / local_world_size; }
+  [[nodiscard]] Topology topology() const { return {world_size, local_world_size}; }
+
+  /// The rank where an expert lives; world_size for a dropped choice.
+  [[nodiscard]] std::int32_t rank_of_expert(std::int32_t expert) const {
+    return expert / num_experts_per_rank();
+  }
+
+  /// @throws InvalidArgument naming the field, unless sizes are positive, topk <= max_topk,
+  ///   world_size divides num_experts, local_world_size divides world_size, rank is one of them and
+  ///   the dtypes are among those above; `who` begins the text.
+  void check(const char* who) const;
+
+  friend bool operator==(const EPConfig&, const EPConfig&) = default;
+};
+
+/// Which rows a rank receives.
+enum class EPRows : std::uint8_t {
+  grouped,  ///< one a choice: by local expert, then source rank, then token, then choice
+  compact,  ///< one a token, however many of its choices are here: by source rank, then token
+};
+
+/// In what form tokens travel.
+enum class EPPayload : std::uint8_t {
+  plain,      ///< token_dtype
+  quantized,  ///< given in token_dtype, sent as float8_e4m3fn with a float32 scale a scale_group
+  scaled,     ///< given as float8_e4m3fn with such scales
+};
+
+/// How rows are laid out. All ranks of a layer say the same.
+struct EPDispatchOptions {
+  /// The id of a choice that goes nowhere: num_experts when not set, as in the original, or -1.
+  std::optional<std::int32_t> dropped_id = std::nullopt;
+  EPRows rows = EPRows::grouped;
+  /// Rows of each local expert are padded to a multiple of this; rows of padding are zeros. Of
+  /// grouped rows; with compact rows, of the grouped places that the maps speak of.
+  std::int64_t expert_alignment = 1;
+  EPPayload payload = EPPayload::plain;
+
+  [[nodiscard]] std::int32_t dropped(const EPConfig& config) const {
+    return dropped_id.value_or(config.num_experts);
+  }
+
+  /// @throws InvalidArgument for a dropped_id that is neither, an alignment < 1, a payload with
+  ///   scales unless scale_group divides hidden, or when a rank could get 2^31 rows or more.
+  void check(const EPConfig& config, const char* who) const;
+
+  friend bool operator==(const EPDispatchOptions&, const EPDispatchOptions&) = default;
+};
+
+/// The dtype of the rows that travel.
+[[nodiscard]] inline DType payload_dtype(const EPConfig& config, const EPDispatchOptions& options) {
+  return options.payload == EPPayload::plain ? config.token_dtype : DType::float8_e4m3fn;
+}
+
+/// Scales of a row: 0 without.
+[[nodiscard]] inline std::int64_t num_scales(const EPConfig& config,
+                                             const EPDispatchOptions& options) {
+  return options.payload == EPPayload::plain ? 0 : config.hidden / scale_group;
+}
+
+/// The most rows that a rank can get, padding among them.
+[[nodiscard]] std::int64_t most_recv_rows(const EPConfig& config, const EPDispatchOptions& options);
+
+/// The growth rule of the original: rows that a buffer of `rows` has after a dispatch in which the
+/// largest receiver got `largest`: the same while it fits, else twice `largest` rounded up to 1024.
+[[nodiscard]] std::int64_t grown_output_rows(std::int64_t rows, std::int64_t largest);
+
+}  // namespace waybill

@@ -1,0 +1,95 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "waybill/core/host_tensor.h"
+#include "waybill/core/index_array.h"
+#include "waybill/core/tensor_view.h"
+#include "waybill/moe/ep_config.h"
+#include "waybill/moe/ep_layout.h"
+#include "waybill/moe/expert_routing.h"
+
+namespace waybill {
+
+/// What all ranks bring to a dispatch: one entry a rank.
+struct ExpertInputs {
+  std::span<const ConstTensorView> tokens;       ///< [T, hidden]: token_dtype, or float8_e4m3fn
+  std::span<const ConstTensorView> exp_indices;  ///< [T, topk], int32 or int64
+  std::span<const ConstTensorView> weights;      ///< none, or [T, topk] of weight_dtype each
+  std::span<const ConstTensorView> scales;       ///< of a scaled payload: [T, hidden / 128] float32
+  /// Where the caller wants each row: [sum of T, topk], int32 or int64; positions in the outputs of
+  /// all ranks, one after the other. Only with grouped rows and no padding.
+  std::optional<ConstTensorView> full_scatter_indices;
+};
+
+/// Payloads that cross links. A token goes once to each rank; between nodes once to each node, to
+/// the rank of the same local index, which forwards it.
+struct ExpertTraffic {
+  IndexArray rows_per_rank_pair;           ///< [W source, W]
+  IndexArray unique_tokens_per_rank_pair;  ///< [W source, W]
+  IndexArray inter_node_tokens;            ///< [W source, N]
+  IndexArray inter_node_ranges;            ///< [W source, N]: contiguous pieces they go in
+  /// [W, W]: tokens that rank r hands to rank s in a dispatch, forwarded ones among them. What
+  /// stays on a rank does not count. A combine returns as many the other way, where the rows of a
+  /// token are summed before they leave a rank (local_combine) or a node (several nodes).
+  IndexArray crossings;
+};
+
+/// A dispatch of all ranks, and what belongs to it: one entry a rank.
+struct ExpertDispatch {
+  EPConfig config;
+  EPDispatchOptions options;
+  ExpertRows rows;
+  std::vector<std::vector<std::int32_t>> ids;      ///< [T, topk]; a dropped choice is num_experts
+  std::vector<std::vector<std::int32_t>> dst_row;  ///< [T, topk]: row on the expert's rank; -1
+  std::vector<HostTensor> source_weights;  ///< [T, topk] of the sources; empty without weights
+  std::vector<HostTensor> recv_tokens;     ///< [R, hidden]
+  std::vector<HostTensor> recv_scales;     ///< [R, hidden / 128]; empty without scales
+  std::vector<HostTensor> recv_weights;  ///< [R]; of compact rows [R, topk]; empty without weights
+  std::vector<IndexArray> recv_origin;   ///< [R, 3] int32: source rank, token, (first) choice; -1
+  std::vector<EPAllToAllLayoutDesc> layout;
+  ExpertTraffic traffic;
+};
+
+/// Dispatches the tokens of all ranks: rows and their order as EPRows says, always the same.
+/// Rows grouped by expert hold a token once for each choice; all forms carry its weight.
+/// `config.rank` is not looked at.
+/// Source: the behaviour of EPAll2AllLayer.dispatch of Triton-distributed, with a fixed order.
+/// @throws InvalidArgument naming the argument and the rank, before anything is moved
+[[nodiscard]] ExpertDispatch simulate_expert_dispatch(const EPConfig& config,
+                                                      const ExpertInputs& inputs,
+                                                      const EPDispatchOptions& options = {});
+
+/// How rows are summed.
+struct EPCombineOptions {
+  /// One node: rows of a token on one rank are summed there and rounded, then the ranks' sums.
+  /// Several nodes do so per node anyway; it has no effect there.
+  bool local_combine = false;
+  /// Each row times the weight of its choice, in float32, rounded, before it is added. Needs a
+  /// dispatch with weights and grouped rows.
+  bool weighted = false;
+  friend bool operator==(const EPCombineOptions&, const EPCombineOptions&) = default;
+};
+
+/// Sums the experts' outputs of each token, where it came from.
+///
+/// Sums are float32, from +0, each addition rounded, never fused with a product; then rounded to
+/// token_dtype (nearest even). Order: one node: choices ascending. local_combine: choices ascending
+/// on each rank, rounded; then the ranks by the first choice they have. Several nodes: choices
+/// ascending in each node, rounded; then nodes ascending. Compact rows hold the sum of a rank
+/// already: ranks by the first choice they have, in one node or in each node as above.
+/// Biases are added first. A token without a choice is the sum of its biases, or 0.
+/// Source: EPAll2AllLayer.combine of Triton-distributed; local_combine as it was meant.
+/// @param expert_outputs [R, hidden] of token_dtype, one a rank, rows as in recv_tokens
+/// @param biases up to two, of one entry a rank each: [T, hidden] of token_dtype
+/// @return [T, hidden] of token_dtype, one a rank
+/// @throws InvalidArgument
+[[nodiscard]] std::vector<HostTensor> simulate_expert_combine(
+    const ExpertDispatch& dispatch, std::span<const ConstTensorView> expert_outputs,
+    const EPCombineOptions& options = {},
+    std::span<const std::span<const ConstTensorView>> biases = {});
+
+}  // namespace waybill

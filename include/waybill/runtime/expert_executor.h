@@ -1,0 +1,120 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "waybill/core/tensor_view.h"
+#include "waybill/moe/ep_config.h"
+#include "waybill/moe/simulate.h"
+#include "waybill/runtime/expert_memory.h"
+
+namespace waybill {
+
+struct Stream;
+
+/// What a rank knows of one dispatch, as views of the memory of its world (on a GPU: of the
+/// device). All int32 unless said. T tokens of this rank, M = max_tokens, N nodes, K choices, W
+/// ranks, P experts a rank. Sizes that depend on counts are those of `row_capacity`.
+struct ExpertTableViews {
+  ConstTensorView ids;       ///< one node [T, K], else [N, M, K]; a dropped choice: num_experts
+  ConstTensorView dst_rows;  ///< [N, M, K]: row on the expert's rank; -1
+  ConstTensorView weights;   ///< as ids, weight_dtype; null data without weights
+  ConstTensorView num_input_tokens;    ///< [W]
+  ConstTensorView splits;              ///< [W, E + 1]
+  ConstTensorView segment_offsets;     ///< [W, P, W], see ExpertRows
+  ConstTensorView expert_counts;       ///< [P], of this rank
+  ConstTensorView expert_offsets;      ///< [P + 1], of this rank
+  ConstTensorView num_recv_rows;       ///< [W]
+  ConstTensorView leader_rows;         ///< [row_capacity]: see skipped_token_mapping_indices
+  ConstTensorView choice_rows;         ///< [row_capacity, K]: skipped_token_topk_mapping_indices
+  ConstTensorView send_reqs;           ///< several nodes: [N, 2, M], see send_reqs_recv_tensor
+  ConstTensorView compact_to_grouped;  ///< compact rows: [row_capacity, K]
+  ConstTensorView grouped_to_compact;  ///< compact rows: [most grouped rows]
+  ConstTensorView recv_topk;           ///< compact rows: [row_capacity, K]
+  ConstTensorView recv_tags;           ///< [row_capacity, 4]: RowTag, kept beyond the window
+};
+
+/// The tables of one dispatch. Belongs to the layer that made it; many may be alive.
+class ExpertTables {
+ public:
+  ExpertTables() = default;
+  ExpertTables(const ExpertTables&) = delete;
+  ExpertTables& operator=(const ExpertTables&) = delete;
+  virtual ~ExpertTables() = default;
+
+  /// What the views hold is there when the dispatch is done on its stream.
+  [[nodiscard]] virtual ExpertTableViews views() const = 0;
+
+  /// Rows that each rank receives [W], in host memory (on a GPU: pinned, written by the device).
+  /// Waits until they are known, not for the rows. @throws Timeout
+  [[nodiscard]] virtual std::span<const std::int32_t> wait_counts() = 0;
+};
+
+/// One call of a layer, checked. All ranks have the same number.
+struct ExpertCall {
+  const char* operation = "";  ///< in errors
+  const ExpertMemory* memory = nullptr;
+  std::uint64_t epoch = 0;   ///< this call's; may be behind what a graph replays
+  std::uint32_t parity = 0;  ///< of this dispatch among dispatches, of this combine among combines
+  int num_sms = 0;
+  const Stream* stream = nullptr;
+};
+
+/// What a rank dispatches. Views of the world's memory; rows and elements adjacent.
+struct ExpertDispatchInput {
+  ConstTensorView tokens;   ///< [T, hidden]
+  ConstTensorView ids;      ///< [T, K], int32 or int64, unchecked where the host cannot read them
+  ConstTensorView weights;  ///< [T, K], or null data
+  ConstTensorView scales;   ///< [T, num_scales] float32, or null data
+  ConstTensorView full_scatter_indices;  ///< [sum of T, K], int32 or int64, or null data
+};
+
+struct ExpertCombineInput {
+  ConstTensorView rows;  ///< [R, hidden]; may be its place in the combine window already
+  EPCombineOptions options;
+  std::span<const ConstTensorView> biases;  ///< up to two, [T, hidden]
+  TensorView output;                        ///< [T, hidden]
+};
+
+/// Does the work of one layer on a world's kind of memory.
+///
+/// Protocol, the same on all worlds, by call number n: a rank raises `entered` to n at all ranks
+/// when it has begun call n, and writes to or reads from a rank after that rank has entered n. So
+/// what the last call left in a window, the board or an output may be overwritten. A dispatch
+/// raises `arrived` after its last row and ends when all ranks of the node have; a combine reads
+/// the combine windows of the ranks of the node, and ends when it has summed. All waits have the
+/// transport's deadline.
+class ExpertExecutor {
+ public:
+  ExpertExecutor() = default;
+  ExpertExecutor(const ExpertExecutor&) = delete;
+  ExpertExecutor& operator=(const ExpertExecutor&) = delete;
+  virtual ~ExpertExecutor() = default;
+
+  /// First half of a dispatch: enters the call with this rank's counts; when all have, places rows
+  /// and fills the tables. GPU worlds queue it and return.
+  /// @throws Timeout; InvalidArgument for ids out of range, where the host reads them
+  [[nodiscard]] virtual std::shared_ptr<ExpertTables> route(const ExpertCall& call,
+                                                            const ExpertDispatchInput& input) = 0;
+
+  /// Without counting, for tables of an earlier dispatch: enters the call, and takes the new
+  /// weights where there are any.
+  virtual void enter(const ExpertCall& call, const ExpertDispatchInput& input,
+                     ExpertTables& tables) = 0;
+
+  /// Second half: rows, tags, scales and weights into the windows of parity `call.parity`. Rows
+  /// past the capacity are not written; the receiver's overflow flag is raised instead.
+  virtual void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
+                        ExpertTables& tables) = 0;
+
+  /// Expert outputs into the combine window unless they are there, enters the call, sums.
+  virtual void combine(const ExpertCall& call, const ExpertCombineInput& input,
+                       const ExpertTables& tables) = 0;
+
+  /// Whether a dispatch since the last call of this has received more rows than the capacity, and
+  /// how many at most; 0: none. Waits for nothing.
+  [[nodiscard]] virtual std::int64_t take_overflow() = 0;
+};
+
+}  // namespace waybill

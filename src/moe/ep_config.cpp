@@ -1,0 +1,65 @@
+#include "waybill/moe/ep_config.h"
+
+#include <limits>
+
+#include "waybill/core/error.h"
+
+namespace waybill {
+namespace {
+
+constexpr std::int64_t growth_rows = 1024;
+
+bool is_sum_dtype(DType dtype) {
+  return dtype == DType::bfloat16 || dtype == DType::float16 || dtype == DType::float32;
+}
+
+}  // namespace
+
+void EPConfig::check(const char* who) const {
+  constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
+  require(1 <= max_tokens && max_tokens <= most, who, ": max_tokens = ", max_tokens,
+          ", expected 1..", most);
+  require(1 <= hidden && hidden <= most, who, ": hidden = ", hidden, ", expected 1..", most);
+  require(1 <= topk && topk <= max_topk, who, ": topk = ", topk, ", expected 1..", max_topk);
+  require(1 <= world_size && world_size <= max_world_size, who, ": world_size = ", world_size,
+          ", expected 1..", max_world_size);
+  require(1 <= local_world_size && world_size % local_world_size == 0, who,
+          ": local_world_size = ", local_world_size,
+          ", expected a divisor of world_size = ", world_size);
+  require(1 <= num_experts && num_experts % world_size == 0, who, ": num_experts = ", num_experts,
+          ", expected a multiple of world_size = ", world_size);
+  require(0 <= rank && rank < world_size, who, ": rank = ", rank, ", expected 0..", world_size - 1);
+  require(is_sum_dtype(token_dtype), who, ": token_dtype = ", token_dtype,
+          ", expected bfloat16, float16 or float32");
+  require(is_sum_dtype(weight_dtype), who, ": weight_dtype = ", weight_dtype,
+          ", expected float32, float16 or bfloat16");
+  require(offset_dtype == DType::int32, who, ": offset_dtype = ", offset_dtype, ", expected int32");
+}
+
+void EPDispatchOptions::check(const EPConfig& config, const char* who) const {
+  require(!dropped_id || *dropped_id == -1 || *dropped_id == config.num_experts, who,
+          ": dropped_id = ", dropped(config),
+          ", expected -1 or num_experts = ", config.num_experts);
+  require(expert_alignment >= 1, who, ": expert_alignment = ", expert_alignment, ", expected >= 1");
+  require(payload == EPPayload::plain || config.hidden % scale_group == 0, who,
+          ": hidden = ", config.hidden, ", expected a multiple of ", scale_group,
+          " for a payload with scales");
+  constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
+  require(expert_alignment <= most && most_recv_rows(config, *this) <= most, who,
+          ": a rank could receive ", most_recv_rows(config, *this), " rows, expected at most ",
+          most, ": max_tokens, topk or expert_alignment are too large");
+}
+
+std::int64_t most_recv_rows(const EPConfig& config, const EPDispatchOptions& options) {
+  // Repeated experts are allowed, so all choices of all ranks may meet on one rank.
+  const std::int64_t grouped = config.world_size * config.max_tokens * config.topk +
+                               config.num_experts_per_rank() * (options.expert_alignment - 1);
+  return options.rows == EPRows::grouped ? grouped : config.world_size * config.max_tokens;
+}
+
+std::int64_t grown_output_rows(std::int64_t rows, std::int64_t largest) {
+  if (largest <= rows) return rows;
+  return (largest + growth_rows - 1) / growth_rows * growth_rows * 2;
+}
+
+}  // namespace waybill

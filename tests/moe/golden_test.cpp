@@ -1,0 +1,262 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <numeric>
+
+#include "moe/expert_case.h"
+#include "support/expect_error.h"
+
+// The cases of tests/golden/expert_parallel: every field of every step.
+
+namespace waybill::test {
+namespace {
+
+using Json = nlohmann::json;
+using detail::at;
+
+std::vector<std::filesystem::path> case_files() {
+  std::vector<std::filesystem::path> files;
+  const auto folder = std::filesystem::path(WAYBILL_TEST_DATA_DIR) / "golden" / "expert_parallel";
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    if (entry.path().extension() == ".json") files.push_back(entry.path());
+  }
+  std::ranges::sort(files);
+  return files;
+}
+
+EPConfig read_config(const Json& json) {
+  EPConfig config;
+  config.max_tokens = json.at("max_tokens");
+  config.hidden = json.at("hidden");
+  config.topk = json.at("topk");
+  config.num_experts = json.at("num_experts");
+  config.world_size = json.at("world_size");
+  config.local_world_size = json.at("local_world_size");
+  config.token_dtype = dtype_from_name(json.at("dtype").get<std::string>());
+  config.weight_dtype = dtype_from_name(json.value("weight_dtype", "float32"));
+  return config;
+}
+
+void append_numbers(const Json& json, std::vector<double>& numbers) {
+  if (json.is_array()) {
+    for (const Json& part : json) append_numbers(part, numbers);
+  } else {
+    numbers.push_back(json.get<double>());
+  }
+}
+
+std::vector<double> numbers_of(const Json& json) {
+  std::vector<double> numbers;
+  append_numbers(json, numbers);
+  return numbers;
+}
+
+/// [rows][columns] numbers; rows of another length make a tensor of that width.
+HostTensor read_matrix(const Json& json, DType dtype, std::int64_t columns) {
+  const auto rows = static_cast<std::int64_t>(json.size());
+  if (rows > 0) columns = static_cast<std::int64_t>(json.at(0).size());
+  HostTensor result(dtype, {rows, columns});
+  const std::vector<double> numbers = numbers_of(json);
+  for (std::size_t i = 0; i < numbers.size(); ++i) {
+    if (dtype == DType::int32) {
+      result.as<std::int32_t>()[i] = static_cast<std::int32_t>(numbers[i]);
+    } else if (dtype == DType::int64) {
+      result.as<std::int64_t>()[i] = static_cast<std::int64_t>(numbers[i]);
+    } else {
+      set_float(result, static_cast<std::int64_t>(i), static_cast<float>(numbers[i]));
+    }
+  }
+  return result;
+}
+
+ExpertCase read_inputs(const EPConfig& config, const Json& inputs, DType id_dtype) {
+  ExpertCase result;
+  result.config = config;
+  for (const Json& rows : inputs.at("tokens")) {
+    result.tokens.push_back(read_matrix(rows, config.token_dtype, config.hidden));
+  }
+  for (const Json& rows : inputs.at("exp_indices")) {
+    result.ids.push_back(read_matrix(rows, id_dtype, config.topk));
+  }
+  if (!inputs.at("weights").is_null()) {
+    for (const Json& rows : inputs.at("weights")) {
+      result.weights.push_back(read_matrix(rows, config.weight_dtype, config.topk));
+    }
+  }
+  const Json positions = inputs.value("full_scatter_indices", Json());
+  if (!positions.is_null()) result.positions = read_matrix(positions, id_dtype, config.topk);
+  return result;
+}
+
+template <class Number>
+std::vector<double> widened(const std::vector<Number>& values) {
+  return {values.begin(), values.end()};
+}
+std::vector<double> widened(const IndexArray& array) { return widened(array.to_vector()); }
+std::vector<double> widened(const HostTensor& tensor) {
+  std::vector<double> values;
+  const auto count = tensor.size_bytes() / dtype_bytes(tensor.dtype());
+  for (std::int64_t i = 0; i < count; ++i) values.push_back(float_at(tensor, i));
+  return values;
+}
+
+/// Compares a table [nodes, max_tokens, columns] with one that holds each node's tokens only.
+void expect_cut_table(const IndexArray& table, const Json& expected, bool by_node) {
+  const std::int64_t columns = table.dim(-1);
+  for (std::size_t node = 0; node < (by_node ? expected.size() : 1); ++node) {
+    const std::vector<double> wanted = numbers_of(by_node ? expected.at(node) : expected);
+    const std::int64_t first =
+        by_node ? static_cast<std::int64_t>(node) * table.dim(1) * columns : 0;
+    for (std::size_t i = 0; i < wanted.size(); ++i) {
+      ASSERT_EQ(table.flat_at(first + static_cast<std::int64_t>(i)), wanted[i])
+          << "node " << node << ", entry " << i;
+    }
+  }
+}
+
+void expect_send_requests(const IndexArray& table, const Json& expected) {
+  IndexArray wanted = IndexArray::full(table.shape(), -1);
+  for (std::size_t node = 0; node < expected.size(); ++node) {
+    for (const Json& run : expected.at(node)) {
+      const auto plane = static_cast<std::int64_t>(node) * 2 * table.dim(2);
+      const auto slot = plane + run.at(0).get<std::int64_t>();
+      wanted.i64()[at(slot)] = run.at(1);
+      wanted.i64()[at(slot + table.dim(2))] = run.at(2);
+    }
+  }
+  EXPECT_EQ(table.to_vector(), wanted.to_vector());
+}
+
+void expect_layout(const EPAllToAllLayoutDesc& layout, const Json& expected) {
+  EXPECT_EQ(layout.num_dispatch_token_cur_rank, expected.at("num_dispatch_token_cur_rank"));
+  expect_cut_table(layout.token_dst_scatter_idx, expected.at("token_dst_scatter_idx"), true);
+  const Json& ids = expected.at("topk_indices_tensor");
+  if (!ids.is_null()) {
+    expect_cut_table(layout.topk_indices_tensor, ids, layout.topk_indices_tensor.ndim() == 3);
+  }
+  const Json& requests = expected.at("send_reqs_recv");
+  ASSERT_EQ(layout.send_reqs_recv_tensor.has_value(), !requests.is_null());
+  if (!requests.is_null()) expect_send_requests(*layout.send_reqs_recv_tensor, requests);
+  const Json& leaders = expected.at("skipped_token_mapping_indices");
+  ASSERT_EQ(layout.skipped_token_mapping_indices.has_value(), !leaders.is_null());
+  if (leaders.is_null()) return;
+  EXPECT_EQ(widened(*layout.skipped_token_mapping_indices), numbers_of(leaders));
+  EXPECT_EQ(widened(*layout.skipped_token_topk_mapping_indices),
+            numbers_of(expected.at("skipped_token_topk_mapping_indices")));
+}
+
+void expect_rows(const ExpertDispatch& dispatch, const Json& expected) {
+  EXPECT_EQ(widened(dispatch.rows.num_input_tokens),
+            numbers_of(expected.at("num_input_tokens_per_rank")));
+  EXPECT_EQ(widened(dispatch.rows.num_recv_rows),
+            numbers_of(expected.at("num_recv_tokens_per_rank")));
+  EXPECT_EQ(widened(dispatch.rows.splits), numbers_of(expected.at("splits")));
+  EXPECT_EQ(widened(dispatch.rows.segment_offsets),
+            numbers_of(expected.at("recv_buf_offset_per_expert")));
+  for (std::size_t r = 0; r < dispatch.recv_tokens.size(); ++r) {
+    SCOPED_TRACE(concat("rank ", r));
+    EXPECT_EQ(widened(dispatch.recv_tokens[r]), numbers_of(expected.at("recv_tokens").at(r)));
+    EXPECT_EQ(widened(dispatch.recv_origin[r]), numbers_of(expected.at("recv_origin").at(r)));
+    const Json& weights = expected.at("recv_weights");
+    ASSERT_EQ(dispatch.recv_weights.empty(), weights.is_null());
+    if (!weights.is_null()) {
+      EXPECT_EQ(widened(dispatch.recv_weights[r]), numbers_of(weights.at(r)));
+    }
+    expect_layout(dispatch.layout[r], expected.at("layout").at(r));
+  }
+}
+
+void expect_traffic(const ExpertTraffic& traffic, const Json& expected) {
+  EXPECT_EQ(widened(traffic.inter_node_tokens), numbers_of(expected.at("inter_node_tokens")));
+  EXPECT_EQ(widened(traffic.inter_node_ranges), numbers_of(expected.at("inter_node_ranges")));
+  EXPECT_EQ(widened(traffic.rows_per_rank_pair), numbers_of(expected.at("rows_per_rank_pair")));
+  EXPECT_EQ(widened(traffic.unique_tokens_per_rank_pair),
+            numbers_of(expected.at("unique_tokens_per_rank_pair")));
+}
+
+/// Toy experts on what arrived: y = scale x + bias, then perhaps y = weight y; rounded each time.
+std::vector<HostTensor> run_experts(const ExpertDispatch& dispatch, const Json& experts) {
+  std::vector<HostTensor> outputs;
+  const std::int64_t hidden = dispatch.config.hidden;
+  for (std::size_t r = 0; r < dispatch.recv_tokens.size(); ++r) {
+    HostTensor output(dispatch.recv_tokens[r]);
+    for (std::int64_t row = 0; row < output.shape()[0]; ++row) {
+      const auto origin = [&](std::int64_t field) {
+        return dispatch.recv_origin[r].at({row, field});
+      };
+      const std::int32_t expert =
+          dispatch.ids[at(origin(0))][at(origin(1) * dispatch.config.topk + origin(2))];
+      const float scale = experts.at("scale").at(at(expert));
+      const float bias = experts.at("bias").at(at(expert));
+      for (std::int64_t i = row * hidden; i < (row + 1) * hidden; ++i) {
+        set_float(output, i, scale * float_at(output, i) + bias);
+        if (!experts.at("apply_weight").get<bool>()) continue;
+        set_float(output, i, float_at(dispatch.recv_weights[r], row) * float_at(output, i));
+      }
+    }
+    outputs.push_back(std::move(output));
+  }
+  return outputs;
+}
+
+void expect_combined(const ExpertDispatch& dispatch, const std::vector<HostTensor>& outputs,
+                     const Json& expected, bool local_combine) {
+  if (expected.is_null()) return;
+  const auto combined =
+      simulate_expert_combine(dispatch, views_of(outputs), {.local_combine = local_combine});
+  for (std::size_t r = 0; r < combined.size(); ++r) {
+    EXPECT_EQ(widened(combined[r]), numbers_of(expected.at(r)))
+        << "rank " << r << ", local_combine " << local_combine;
+  }
+}
+
+class GoldenCase : public testing::TestWithParam<std::filesystem::path> {
+ protected:
+  void SetUp() override {
+    std::ifstream file(GetParam());
+    json_ = Json::parse(file);
+  }
+  Json json_;
+};
+
+TEST_P(GoldenCase, SimulationGivesEveryField) {
+  const EPConfig config = read_config(json_.at("config"));
+  if (json_.value("expect_error", false)) {
+    EXPECT_TRUE(rejects(
+        [&] {
+          config.check("EPConfig");
+          for (const Json& step : json_.at("steps")) {
+            (void)read_inputs(config, step.at("inputs"), DType::int32).dispatch();
+          }
+        },
+        {}));
+    return;
+  }
+  std::int64_t output_rows = config.max_tokens * config.topk * 2;
+  for (const Json& step : json_.at("steps")) {
+    const Json& expected = step.at("expected");
+    for (const DType id_dtype : {DType::int32, DType::int64}) {
+      const auto dispatch = read_inputs(config, step.at("inputs"), id_dtype).dispatch();
+      expect_rows(dispatch, expected);
+      expect_traffic(dispatch.traffic, expected.at("traffic"));
+      const auto outputs = run_experts(dispatch, step.at("expert_fn"));
+      expect_combined(dispatch, outputs, expected.at("combine"), false);
+      expect_combined(dispatch, outputs, expected.at("combine_local"), true);
+      if (id_dtype == DType::int64) continue;
+      EXPECT_EQ(output_rows, expected.at("output_rows_before"));
+      output_rows = grown_output_rows(output_rows, dispatch.rows.largest_recv_rows);
+      EXPECT_EQ(output_rows, expected.at("output_rows_after"));
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Files, GoldenCase, testing::ValuesIn(case_files()),
+                         [](const auto& file) { return file.param.stem().string(); });
+
+TEST(GoldenCases, AreAllThere) { EXPECT_EQ(case_files().size(), 38U); }
+
+}  // namespace
+}  // namespace waybill::test

@@ -1,0 +1,229 @@
+#include "waybill/moe/simulate.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <set>
+
+#include "moe/expert_case.h"
+#include "waybill/moe/quantize.h"
+
+namespace waybill::test {
+namespace {
+
+using detail::at;
+
+EPConfig config_of(std::int32_t world, std::int32_t per_node, std::int32_t experts_per_rank,
+                   std::int32_t topk, DType dtype = DType::bfloat16) {
+  EPConfig config;
+  config.max_tokens = 9;
+  config.hidden = 24;
+  config.topk = topk;
+  config.num_experts = world * experts_per_rank;
+  config.world_size = world;
+  config.local_world_size = per_node;
+  config.token_dtype = dtype;
+  return config;
+}
+
+std::int64_t id_at(const ExpertCase& one, std::size_t src, std::int64_t idx) {
+  return one.ids[src].dtype() == DType::int32 ? one.ids[src].as<std::int32_t>()[at(idx)]
+                                              : one.ids[src].as<std::int64_t>()[at(idx)];
+}
+
+/// One choice: expert, source, token, choice. Sorted, that is the order of rows.
+using Choice = std::array<std::int64_t, 4>;
+
+std::vector<Choice> choices_of(const ExpertCase& one, std::int64_t rank) {
+  const EPConfig& config = one.config;
+  std::vector<Choice> result;
+  for (std::size_t src = 0; src < one.ids.size(); ++src) {
+    for (std::int64_t i = 0; i < one.ids[src].shape()[0] * config.topk; ++i) {
+      const std::int64_t id = id_at(one, src, i);
+      if (id < 0 || id / config.num_experts_per_rank() != rank) continue;
+      result.push_back({id, static_cast<std::int64_t>(src), i / config.topk, i % config.topk});
+    }
+  }
+  std::ranges::sort(result);
+  return result;
+}
+
+void expect_row(const ExpertDispatch& dispatch, const ExpertCase& one, std::size_t dst,
+                std::int64_t row, const Choice& from) {
+  const std::int64_t hidden = one.config.hidden;
+  for (std::int64_t field = 0; field < 3; ++field) {
+    ASSERT_EQ(dispatch.recv_origin[dst].at({row, field}), from[at(field + 1)]);
+  }
+  for (std::int64_t i = 0; i < hidden; ++i) {
+    ASSERT_EQ(float_at(dispatch.recv_tokens[dst], row * hidden + i),
+              float_at(one.tokens[at(from[1])], from[2] * hidden + i));
+  }
+}
+
+void expect_padding(const ExpertDispatch& dispatch, std::size_t dst, std::int64_t row) {
+  ASSERT_EQ(dispatch.recv_origin[dst].at({row, 0}), -1);
+  ASSERT_EQ(float_at(dispatch.recv_weights[dst], row), 0);
+  for (std::int64_t i = 0; i < dispatch.config.hidden; ++i) {
+    ASSERT_EQ(float_at(dispatch.recv_tokens[dst], row * dispatch.config.hidden + i), 0);
+  }
+}
+
+TEST(SimulateExpertDispatch, RowsAreSortedChoicesPaddedPerExpert) {
+  Random random(11);
+  for (int round = 0; round < 60; ++round) {
+    const std::int32_t world = 1 << random.below(4);
+    const EPConfig config =
+        config_of(world, world, 3, static_cast<std::int32_t>(random.below(5)) + 1);
+    RandomCaseOptions draw;
+    draw.id_dtype = round % 2 == 0 ? DType::int32 : DType::int64;
+    const ExpertCase one = random_case(config, random, draw);
+    EPDispatchOptions options;
+    options.expert_alignment = random.below(6) + 1;
+    const ExpertDispatch dispatch = one.dispatch(options);
+    for (std::int32_t dst = 0; dst < world; ++dst) {
+      std::int64_t row = 0;
+      std::int64_t expert = std::int64_t{dst} * 3;
+      const auto close_expert = [&] {
+        for (; row % options.expert_alignment != 0; ++row) expect_padding(dispatch, at(dst), row);
+        ++expert;
+        EXPECT_EQ(dispatch.layout[at(dst)].recv_expert_offsets.at({expert - dst * 3}), row);
+      };
+      for (const Choice& choice : choices_of(one, dst)) {
+        while (expert < choice[0]) close_expert();
+        ASSERT_NO_FATAL_FAILURE(expect_row(dispatch, one, at(dst), row, choice));
+        ASSERT_EQ(float_at(dispatch.recv_weights[at(dst)], row),
+                  float_at(one.weights[at(choice[1])], choice[2] * config.topk + choice[3]));
+        ++row;
+      }
+      while (expert < (dst + 1) * 3) close_expert();
+      EXPECT_EQ(dispatch.recv_tokens[at(dst)].shape()[0], row);
+    }
+  }
+}
+
+TEST(SimulateExpertDispatch, CompactRowsAndTheirMapsGiveTheGroupedRows) {
+  Random random(12);
+  for (int round = 0; round < 40; ++round) {
+    const std::int32_t world = 1 << random.below(4);
+    const EPConfig config = config_of(world, world > 2 ? world / 2 : world, 2, 4);
+    const ExpertCase one = random_case(config, random);
+    EPDispatchOptions options;
+    options.expert_alignment = round % 3 + 1;
+    const ExpertDispatch grouped = one.dispatch(options);
+    options.rows = EPRows::compact;
+    const ExpertDispatch compact = one.dispatch(options);
+    for (std::size_t dst = 0; dst < at(world); ++dst) {
+      const IndexArray& map = *compact.layout[dst].grouped_to_compact;
+      const IndexArray& back = *compact.layout[dst].compact_to_grouped;
+      const IndexArray& experts = *compact.layout[dst].recv_topk_indices;
+      ASSERT_EQ(map.dim(0), grouped.recv_tokens[dst].shape()[0]);
+      std::set<std::int64_t> used;
+      for (std::int64_t row = 0; row < map.dim(0); ++row) {
+        const std::int64_t from = map.at({row});
+        used.insert(from);
+        if (from < 0) {
+          EXPECT_EQ(grouped.recv_origin[dst].at({row, 0}), -1);
+          continue;
+        }
+        const std::int64_t choice = grouped.recv_origin[dst].at({row, 2});
+        EXPECT_EQ(back.at({from, choice}), row);
+        EXPECT_LE(grouped.layout[dst].recv_expert_offsets.at({experts.at({from, choice})}), row);
+        EXPECT_GT(grouped.layout[dst].recv_expert_offsets.at({experts.at({from, choice}) + 1}),
+                  row);
+        EXPECT_EQ(float_at(compact.recv_weights[dst], from * config.topk + choice),
+                  float_at(grouped.recv_weights[dst], row));
+        for (std::int64_t i = 0; i < config.hidden; ++i) {
+          ASSERT_EQ(float_at(compact.recv_tokens[dst], from * config.hidden + i),
+                    float_at(grouped.recv_tokens[dst], row * config.hidden + i));
+        }
+      }
+      used.erase(-1);
+      EXPECT_EQ(static_cast<std::int64_t>(used.size()), compact.recv_tokens[dst].shape()[0]);
+    }
+  }
+}
+
+TEST(SimulateExpertDispatch, MinusOneDropsWhereItIsAskedFor) {
+  Random random(13);
+  const EPConfig config = config_of(4, 2, 2, 3);
+  ExpertCase one = random_case(config, random);
+  const ExpertDispatch usual = one.dispatch();
+  for (HostTensor& ids : one.ids) {
+    std::ranges::replace(ids.as<std::int32_t>(), config.num_experts, -1);
+  }
+  EPDispatchOptions options;
+  options.dropped_id = -1;
+  const ExpertDispatch other = one.dispatch(options);
+  EXPECT_EQ(other.ids, usual.ids);
+  EXPECT_EQ(other.rows, usual.rows);
+}
+
+TEST(SimulateExpertDispatch, CanonicalPositionsChangeNothing) {
+  Random random(14);
+  for (const std::int32_t per_node : {4, 2, 1}) {
+    ExpertCase one = random_case(config_of(4, per_node, 3, 4), random);
+    const ExpertDispatch usual = one.dispatch();
+    const auto positions = canonical_scatter_indices(one.config, usual.ids);
+    one.positions = HostTensor(DType::int32, {static_cast<std::int64_t>(positions.size()) / 4, 4});
+    std::ranges::copy(positions, one.positions->as<std::int32_t>().begin());
+    const ExpertDispatch same = one.dispatch();
+    EXPECT_EQ(same.dst_row, usual.dst_row);
+    for (std::size_t r = 0; r < 4; ++r) EXPECT_EQ(same.recv_origin[r], usual.recv_origin[r]);
+  }
+}
+
+TEST(SimulateExpertDispatch, QuantisesOnceAtTheSource) {
+  Random random(15);
+  EPConfig config = config_of(2, 2, 2, 2);
+  config.hidden = 256;
+  ExpertCase one = random_case(config, random, {.tokens = 5});
+  std::ranges::fill(one.tokens[0].as<std::uint16_t>().first(128), std::uint16_t{0});
+  const ExpertDispatch quantized = one.dispatch({.payload = EPPayload::quantized});
+  ExpertCase given = one;
+  for (std::size_t src = 0; src < 2; ++src) {
+    given.tokens[src] = HostTensor(DType::float8_e4m3fn, {5, 256});
+    given.scales.emplace_back(DType::float32, Shape{5, 2});
+    for (std::size_t t = 0; t < 5; ++t) {
+      quantize_row(one.tokens[src].as<std::uint16_t>().data() + t * 256, DType::bfloat16,
+                   given.tokens[src].as<std::uint8_t>().subspan(t * 256, 256),
+                   given.scales[src].as<float>().subspan(t * 2, 2));
+    }
+  }
+  const ExpertDispatch scaled = given.dispatch({.payload = EPPayload::scaled});
+  for (std::size_t dst = 0; dst < 2; ++dst) {
+    EXPECT_EQ(quantized.recv_tokens[dst].dtype(), DType::float8_e4m3fn);
+    EXPECT_TRUE(
+        std::ranges::equal(quantized.recv_tokens[dst].bytes(), scaled.recv_tokens[dst].bytes()));
+    EXPECT_TRUE(
+        std::ranges::equal(quantized.recv_scales[dst].bytes(), scaled.recv_scales[dst].bytes()));
+    for (std::int64_t row = 0; row < quantized.recv_tokens[dst].shape()[0]; ++row) {
+      const bool zeros = quantized.recv_origin[dst].at({row, 0}) == 0 &&
+                         quantized.recv_origin[dst].at({row, 1}) == 0;
+      EXPECT_EQ(quantized.recv_scales[dst].as<float>()[at(row * 2)] == 0, zeros);
+    }
+  }
+}
+
+TEST(SimulateExpertDispatch, CrossingsFollowTheTwoStages) {
+  Random random(16);
+  const EPConfig config = config_of(8, 4, 2, 4);
+  const ExpertDispatch dispatch = random_case(config, random).dispatch();
+  const ExpertTraffic& traffic = dispatch.traffic;
+  for (std::int64_t from = 0; from < 8; ++from) {
+    for (std::int64_t to = 0; to < 8; ++to) {
+      const std::int64_t crossed = traffic.crossings.at({from, to});
+      if (from == to) {
+        EXPECT_EQ(crossed, 0);
+      } else if (from / 4 != to / 4) {
+        EXPECT_EQ(crossed, from % 4 == to % 4 ? traffic.inter_node_tokens.at({from, to / 4}) : 0);
+      } else {  // its own tokens, and those of the rank of the same local index
+        EXPECT_EQ(crossed, traffic.unique_tokens_per_rank_pair.at({from, to}) +
+                               traffic.unique_tokens_per_rank_pair.at({(from + 4) % 8, to}));
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace waybill::test
