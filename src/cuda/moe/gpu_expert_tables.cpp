@@ -122,7 +122,7 @@ void GpuExpertTables::note_use(cudaStream_t work, bool capturing) {
 }
 
 ConstTensorView GpuExpertTables::view(std::int64_t offset, Shape shape) const {
-  return {at(offset), DType::int32, std::move(shape)};
+  return {part(offset), DType::int32, std::move(shape)};
 }
 
 ExpertTableViews GpuExpertTables::views() const {
@@ -135,7 +135,7 @@ ExpertTableViews GpuExpertTables::views() const {
   views.ids = view(layout_.ids, {num_tokens, topk});
   views.dst_rows = view(layout_.dst_rows, {1, config_.max_tokens, topk});
   if (has_weights) {
-    views.weights = {at<std::byte>(layout_.weights), config_.weight_dtype, Shape{num_tokens, topk}};
+    views.weights = {part<std::byte>(layout_.weights), config_.weight_dtype, Shape{num_tokens, topk}};
   }
   views.num_input_tokens = view(layout_.num_input_tokens, {world});
   views.splits = view(layout_.splits, {world, config_.num_experts + 1});

@@ -61,7 +61,7 @@ class GpuExpertTables final : public ExpertTables {
   [[nodiscard]] std::span<const std::int32_t> wait_counts() override;
 
   template <class T = std::int32_t>
-  [[nodiscard]] T* at(std::int64_t offset) const {
+  [[nodiscard]] T* part(std::int64_t offset) const {
     return reinterpret_cast<T*>(static_cast<std::byte*>(memory_.device.get()) + offset);
   }
   [[nodiscard]] const TableLayout& layout() const noexcept { return layout_; }
