@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "../kernel/launch.h"
+#include "../moe/gpu_expert_executor.h"
 #include "call_params.h"
 #include "copy_engine.h"
 #include "cuda_check.h"
@@ -85,6 +86,12 @@ class GpuExecutor final : public Executor {
     gpu_->check(launch_kv_gradient(params, from, to, bulk, num_sms(call), stream_of(call.stream)),
                 "launching a kernel", call.operation);
     plan_of(call).note_use(stream_of(call.stream));
+  }
+
+  std::unique_ptr<ExpertExecutor> make_expert_executor(const EPConfig& config,
+                                                       const EPDispatchOptions& options,
+                                                       const ExpertMemory& memory) override {
+    return make_gpu_expert_executor(transport_, gpu_, share_, config, options, memory);
   }
 
   void synchronize(Stream stream) override {

@@ -157,7 +157,9 @@ class GpuExpertExecutor final : public ExpertExecutor {
   std::int64_t take_overflow() override {
     gpu_->throw_fault("take_overflow");
     throw_bad_inputs();
-    return std::exchange(last_overflow_, 0) | exchange_overflow();
+    const std::int64_t rows = faults()->most_rows;
+    faults()->most_rows = 0;
+    return rows;
   }
 
  private:
@@ -203,12 +205,6 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
   [[nodiscard]] MoeHostFaults* faults() const {
     return static_cast<MoeHostFaults*>(faults_.get());
-  }
-
-  std::int64_t exchange_overflow() const {
-    const std::int64_t rows = faults()->most_rows;
-    faults()->most_rows = 0;
-    return rows;
   }
 
   void throw_bad_inputs() const {
@@ -303,7 +299,6 @@ class GpuExpertExecutor final : public ExpertExecutor {
   std::shared_ptr<void> elements_;     ///< of a quantised payload
   std::shared_ptr<void> scales_;
   std::uint64_t last_ticket_ = 0;
-  std::int64_t last_overflow_ = 0;
 };
 
 RouteParams GpuExpertExecutor::route_params(const ExpertCall& call,
@@ -364,7 +359,6 @@ bool GpuExpertExecutor::cut(RowsParams& params) const {
 }
 
 void GpuExpertExecutor::point_windows(const ExpertCall& call, RowsParams& params) const {
-  const std::int64_t world = config_.world_size;
   const SymmetricBuffer& window = memory_.dispatch_windows[call.parity];
   for (std::int32_t r = 0; r < config_.world_size; ++r) {
     params.windows[r] = window.peers[at(r)] + memory_.window.rows;
@@ -374,7 +368,6 @@ void GpuExpertExecutor::point_windows(const ExpertCall& call, RowsParams& params
   params.tags = reinterpret_cast<MoeTag*>(window.local + memory_.window.tags);
   params.weights = window.local + memory_.window.weights;
   params.topk = reinterpret_cast<std::int32_t*>(window.local + memory_.window.topk);
-  static_cast<void>(world);
 }
 
 void GpuExpertExecutor::point_tables(const ExpertCall& call, const ExpertDispatchInput& input,
