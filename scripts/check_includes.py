@@ -36,10 +36,11 @@ THIRD_PARTY = {
     "benchmark/": ("bench/",),
     "cuda_runtime": ("src/cuda/", "tests/cuda/", "bench/gpu/"),
     "cuda_fp16.h": ("src/cuda/device/",),
+    "cuda_fp8.h": ("src/cuda/device/",),
 }
 
 # The folders of a room that is a house of its own: each may include those before it.
-FOLDERS = {"cuda": ("device", "kernel", "executor", "transport")}
+FOLDERS = {"cuda": ("device", "kernel", "moe", "executor", "transport")}
 
 SUFFIXES = (".h", ".cpp", ".cuh", ".cu")
 

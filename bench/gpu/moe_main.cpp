@@ -109,27 +109,26 @@ class Table {
     for (auto* times : {&us, &graph_us}) {
       for (auto& line : *times) line.resize(at(world_size_));
     }
-    run_gpu_thread_world(
-        world_size_,
-        [&](World& world) {
-          MoeRank rank(world, workload, options);
-          const auto r = at(to_int(world.rank()));
-          rank.dispatch();
-          for (std::size_t i = 0; i < lines.size(); ++i) {
-            const Line& line = lines[i];
-            rank.use_sms(line.num_sms);
-            for (int k = 0; k < 10; ++k) line.call(rank);
-            rank.synchronize();
-            if (line.check) line.check(rank);
-            world.barrier();
-            us[i][r] = time_calls(rank, line.call, calls_);
-            if (line.check) line.check(rank);
-            world.barrier();
-            if (line.graph) graph_us[i][r] = time_graph(rank, line.call, 20, 10);
-            world.barrier();
-          }
-        },
-        {.timeout_s = 20});
+    run_gpu_thread_world(world_size_,
+                         [&](World& world) {
+                           MoeRank rank(world, workload, options);
+                           const auto r = at(to_int(world.rank()));
+                           rank.dispatch();
+                           for (std::size_t i = 0; i < lines.size(); ++i) {
+                             const Line& line = lines[i];
+                             rank.use_sms(line.num_sms);
+                             for (int k = 0; k < 10; ++k) line.call(rank);
+                             rank.synchronize();
+                             if (line.check) line.check(rank);
+                             world.barrier();
+                             us[i][r] = time_calls(rank, line.call, calls_);
+                             if (line.check) line.check(rank);
+                             world.barrier();
+                             if (line.graph) graph_us[i][r] = time_graph(rank, line.call, 20, 10);
+                             world.barrier();
+                           }
+                         },
+                         {.timeout_s = 20});
     std::printf("\n%s; %d ranks\n", workload.name.c_str(), world_size_);
     std::printf("%-40s %4s %9s %9s %9s %9s %9s %8s\n", "call", "SMs", "us", "graph us", "wire MB",
                 "copies MB", "wire GB/s", "of link");
@@ -162,8 +161,8 @@ void dispatch_lines(Table& table, const MoeWorkload& workload, bool graph,
   const Call check_rows = [](MoeRank& rank) { rank.check_rows(); };
   const Call check_sums = [](MoeRank& rank) { rank.check_sums(); };
   std::vector<Line> lines;
-  lines.push_back({"counting and placing alone", 16, [](MoeRank& rank) { rank.route(); }, {}, 0, 0,
-                   graph});
+  lines.push_back(
+      {"counting and placing alone", 16, [](MoeRank& rank) { rank.route(); }, {}, 0, 0, graph});
   for (const int sms : all_sms) {
     lines.push_back({"dispatch bf16, grouped, with counting", sms,
                      [](MoeRank& rank) { rank.dispatch(); }, check_rows, rows.wire * bytes,
@@ -183,12 +182,16 @@ void dispatch_lines(Table& table, const MoeWorkload& workload, bool graph,
                      [](MoeRank& rank) { rank.combine(); }, check_sums, rows.wire * bytes, 0,
                      graph});
   }
-  lines.push_back({"pair: dispatch with counting, combine", all_sms.back(),
+  lines.push_back({"pair: dispatch with counting, combine",
+                   all_sms.back(),
                    [](MoeRank& rank) {
                      rank.dispatch();
                      rank.combine();
                    },
-                   {}, rows.wire * bytes * 2, 0, graph});
+                   {},
+                   rows.wire * bytes * 2,
+                   0,
+                   graph});
   table.run(workload, options, lines);
   lines.clear();
   options.payload = EPPayload::scaled;
@@ -205,7 +208,8 @@ void run(bool quick) {
   std::printf("%d GPUs; slowest rank's median of %d calls, from event to event\n", world_size,
               quick ? 20 : 60);
   Table table(world_size, quick ? 20 : 60);
-  const std::vector<int> sms = quick ? std::vector<int>{8, 16} : std::vector<int>{8, 12, 16, 20, 32};
+  const std::vector<int> sms =
+      quick ? std::vector<int>{8, 16} : std::vector<int>{8, 12, 16, 20, 32};
   dispatch_lines(table, uniform_moe(world_size, 128, 7168, 8, 256), true,
                  quick ? std::vector<int>{16, 32} : std::vector<int>{8, 16, 32, 64});
   dispatch_lines(table, uniform_moe(world_size, 4096, 7168, 8, 256), false, sms);

@@ -58,8 +58,8 @@ MoeRank::MoeRank(World& world, const MoeWorkload& workload, const EPDispatchOpti
   void* const device_ids = memory(std::ssize(ids) * 4);
   check(cudaMemcpy(device_ids, ids.data(), ids.size() * 4, cudaMemcpyDefault), "copying ids");
   input_.ids = ConstTensorView(device_ids, DType::int32, {tokens, config_.topk});
-  input_.weights = ConstTensorView(memory(std::ssize(ids) * 4), DType::float32,
-                                   {tokens, config_.topk});
+  input_.weights =
+      ConstTensorView(memory(std::ssize(ids) * 4), DType::float32, {tokens, config_.topk});
   if (const std::int64_t scales = num_scales(config_, options_); scales > 0) {
     input_.scales = ConstTensorView(memory(tokens * scales * 4), DType::float32, {tokens, scales});
   }
@@ -85,13 +85,11 @@ std::int64_t MoeRank::row_bytes() const {
 }
 
 ExpertCall MoeRank::next_call(const char* operation, std::uint64_t number) {
-  return {operation, &memory_, ++calls_, static_cast<std::uint32_t>(number % 2), num_sms_,
-          &as_stream_};
+  return {operation, &memory_,   ++calls_, static_cast<std::uint32_t>(number % 2),
+          num_sms_,  &as_stream_};
 }
 
-void MoeRank::route() {
-  tables_ = executor_->route(next_call("dispatch", dispatches_++), input_);
-}
+void MoeRank::route() { tables_ = executor_->route(next_call("dispatch", dispatches_++), input_); }
 
 void MoeRank::dispatch() {
   const ExpertCall call = next_call("dispatch", dispatches_++);
@@ -125,7 +123,8 @@ void MoeRank::check_rows() {
   for (std::int64_t row = 0; row < rows; row += 1 + rows / 97) {
     const std::int32_t source = tags[at(row * 4)];
     const std::int32_t token = tags[at(row * 4 + 1)];
-    const auto got = download<std::uint64_t>(window + memory_.window.rows + row * row_bytes(), words);
+    const auto got =
+        download<std::uint64_t>(window + memory_.window.rows + row * row_bytes(), words);
     for (std::int64_t i = 0; i < words; ++i) {
       if (got[at(i)] != word_of(source, 0, static_cast<std::uint64_t>(token * words + i))) {
         throw InternalError(concat("moe: row ", row, " of rank ", config_.rank, " (token ", token,
@@ -158,8 +157,8 @@ void MoeRank::check_sums() {
     }
     for (std::int64_t e = 0; e < config_.hidden; ++e) {
       if (got[at(e)] != float_to_bfloat16(sums[at(e)])) {
-        throw InternalError(concat("moe: sum of token ", t, " of rank ", config_.rank,
-                                   " is wrong in element ", e));
+        throw InternalError(
+            concat("moe: sum of token ", t, " of rank ", config_.rank, " is wrong in element ", e));
       }
     }
   }

@@ -70,7 +70,8 @@ MoeWorkload like_eight_ranks(std::int64_t tokens, std::int64_t hidden) {
   const double remote = ranks * 7 / 8;
   const double second_remote = (8 - ranks) / remote;
   const double second_local = ranks / 8 / remote;
-  auto workload = uniform_moe(2, std::llround(static_cast<double>(tokens) * remote), hidden, 2, 256);
+  auto workload =
+      uniform_moe(2, std::llround(static_cast<double>(tokens) * remote), hidden, 2, 256);
   workload.name = concat("bytes of 8 ranks, ", tokens, " x ", hidden);
   Random random(2);
   for (std::int32_t r = 0; r < 2; ++r) {

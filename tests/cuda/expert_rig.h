@@ -84,8 +84,8 @@ class ExpertRig {
 
  private:
   ExpertCall next_call(const char* operation, std::uint64_t number, const Stream& stream) {
-    return {operation, &memory_, ++calls_, static_cast<std::uint32_t>(number % 2), num_sms_,
-            &stream};
+    return {operation, &memory_, ++calls_, static_cast<std::uint32_t>(number % 2),
+            num_sms_,  &stream};
   }
 
   World& world_;

@@ -46,8 +46,8 @@ std::vector<Round> random_rounds(const EPConfig& config, const EPDispatchOptions
     how.id_dtype = i % 2 == 0 ? DType::int32 : DType::int64;
     if (i == 4) how.tokens = 0;
     if (i == 5) how.tokens = config.max_tokens;
-    rounds.push_back(make_round(concat("round ", i), test::random_case(config, random, how),
-                                options, random));
+    rounds.push_back(
+        make_round(concat("round ", i), test::random_case(config, random, how), options, random));
   }
   return rounds;
 }
@@ -92,8 +92,8 @@ void check_rounds(const EPConfig& config, const EPDispatchOptions& options,
 }
 
 EPConfig config_of(std::int32_t world_size, std::int32_t num_experts, std::int32_t topk,
-                   std::int64_t max_tokens, std::int64_t hidden,
-                   DType dtype = DType::bfloat16, DType weights = DType::float32) {
+                   std::int64_t max_tokens, std::int64_t hidden, DType dtype = DType::bfloat16,
+                   DType weights = DType::float32) {
   EPConfig config;
   config.max_tokens = max_tokens;
   config.hidden = hidden;

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "../kernel/launch.h"
-#include "../moe/gpu_expert_executor.h"
+#include "gpu_expert_executor.h"
 #include "call_params.h"
 #include "copy_engine.h"
 #include "cuda_check.h"

@@ -168,8 +168,7 @@ __device__ void sum_bulk(const CombineParams& p, BulkMemory& memory) {
     ahead.next(p, pieces, count, step);
     if (ahead.item < count) ask(ahead, static_cast<int>((turn + 1) % bulk_stages));
     const int bytes = bytes_of(here.item);
-    const std::int64_t offset =
-        here.item / pieces * p.row_bytes + here.item % pieces * piece_bytes;
+    const std::int64_t offset = here.item / pieces * p.row_bytes + here.item % pieces * piece_bytes;
     if (here.batch == 0) {
       sums.clear();
       for (const std::byte* bias : p.biases) {

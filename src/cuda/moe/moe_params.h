@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <cstddef>
 #include <cstdint>
 
@@ -13,7 +15,7 @@ inline constexpr int max_streams = 1024;  ///< warps of a rank that send rows
 struct MoeState {
   CallState call;
   std::uint32_t last_turn[2];  ///< 1 + parity of the last dispatch and combine; 0 before the first
-  std::uint32_t next_unit;       ///< of the running dispatch: the next piece of arrived rows
+  std::uint32_t next_unit;     ///< of the running dispatch: the next piece of arrived rows
 };
 
 /// What one rank of a layer is.
@@ -55,9 +57,9 @@ struct MoeHostCounts {
 
 /// What the device has found wrong, in pinned host memory.
 struct MoeHostFaults {
-  volatile std::int32_t most_rows;       ///< received rows, where more than fit; 0: none
-  volatile std::int32_t bad_ids;         ///< 1: ids out of range, which were taken as dropped
-  volatile std::int32_t bad_positions;   ///< 1: scatter indices that are not on their rank
+  volatile std::int32_t most_rows;      ///< received rows, where more than fit; 0: none
+  volatile std::int32_t bad_ids;        ///< 1: ids out of range, which were taken as dropped
+  volatile std::int32_t bad_positions;  ///< 1: scatter indices that are not on their rank
 };
 
 /// A part of a call's parameters: how ranks meet.
@@ -78,10 +80,10 @@ struct RouteParams {
   bool wide_scatter;
   const std::byte* weights;  ///< [T, K] or null
   std::int32_t weight_bytes;
-  std::int32_t* counts[max_gpu_ranks];        ///< [W, num_counts] of each rank
-  std::int32_t* records[max_gpu_ranks];       ///< [W, M, record_stride] of each rank
-  std::byte* sent_weights[max_gpu_ranks];     ///< [W, M, K] of each rank
-  std::int32_t* tile_counts;                  ///< scratch: [blocks, num_counts]
+  std::int32_t* counts[max_gpu_ranks];     ///< [W, num_counts] of each rank
+  std::int32_t* records[max_gpu_ranks];    ///< [W, M, record_stride] of each rank
+  std::byte* sent_weights[max_gpu_ranks];  ///< [W, M, K] of each rank
+  std::int32_t* tile_counts;               ///< scratch: [blocks, num_counts]
   // What the tables hold; see ExpertTableViews.
   std::int32_t* out_ids;
   std::int32_t* dst_rows;
@@ -116,7 +118,8 @@ struct RowCuts {
 inline constexpr int stream_config_shift = 24;
 __host__ __device__ constexpr std::uint64_t stream_config(std::uint64_t epoch, int streams,
                                                           int group) {
-  return epoch << stream_config_shift | static_cast<std::uint64_t>(streams) << 8 | static_cast<std::uint64_t>(group);
+  return epoch << stream_config_shift | static_cast<std::uint64_t>(streams) << 8 |
+         static_cast<std::uint64_t>(group);
 }
 inline constexpr int stream_epoch_shift = 20;
 
@@ -137,12 +140,12 @@ struct RowsParams {
   const std::byte* tokens;   ///< [T] rows
   const std::byte* scales;   ///< [T, scale_bytes] or null
   const std::int64_t* places;
-  std::byte* windows[max_gpu_ranks];          ///< first row of each rank's window
-  std::int64_t scales_offset;                 ///< in a window, from its first row
-  std::uint64_t* streams[max_gpu_ranks];      ///< [W, max_streams], then [2, W] configs
+  std::byte* windows[max_gpu_ranks];      ///< first row of each rank's window
+  std::int64_t scales_offset;             ///< in a window, from its first row
+  std::uint64_t* streams[max_gpu_ranks];  ///< [W, max_streams], then [2, W] configs
   // The receiver's part.
-  const std::int32_t* records;  ///< [W, M, record_stride]
-  std::int32_t* kept_records;   ///< the same, in the tables; null when they are the source
+  const std::int32_t* records;    ///< [W, M, record_stride]
+  std::int32_t* kept_records;     ///< the same, in the tables; null when they are the source
   const std::byte* sent_weights;  ///< [W, M, K] or null
   std::int32_t weight_bytes;
   const std::int32_t* num_input_tokens;
@@ -180,8 +183,8 @@ struct StageParams {
   const std::byte* input;
   std::byte* window;  ///< may be the input
   std::int64_t row_bytes;
-  const std::int32_t* num_recv_rows;     ///< of this rank
-  const std::int32_t* records;           ///< [W, M, K]: sums of a token's rows; null: copies rows
+  const std::int32_t* num_recv_rows;  ///< of this rank
+  const std::int32_t* records;        ///< [W, M, K]: sums of a token's rows; null: copies rows
   const std::int32_t* num_input_tokens;
 };
 
@@ -189,7 +192,7 @@ struct StageParams {
 struct QuantizeParams {
   const std::byte* input;  ///< [rows, groups * 128]
   std::uint8_t* elements;
-  float* scales;  ///< [rows, groups]
+  float* scales;            ///< [rows, groups]
   std::int64_t num_groups;  ///< of all rows
 };
 

@@ -174,9 +174,8 @@ class VectorPump {
       }
       for (unsigned left = stores; left != 0; left &= left - 1) {
         const std::int64_t to = __shfl_sync(0xFFFFFFFFU, place, __ffs(static_cast<int>(left)) - 1);
-        auto* const at =
-            reinterpret_cast<Word*>(p_.windows[to >> place_dst_shift & 0xFFFF] + offset +
-                                    (to & 0xFFFFFFFF) * bytes);
+        auto* const at = reinterpret_cast<Word*>(p_.windows[to >> place_dst_shift & 0xFFFF] +
+                                                 offset + (to & 0xFFFFFFFF) * bytes);
 #pragma unroll
         for (int u = 0; u < unroll; ++u) {
           if (first + u * 32 < count) at[first + u * 32] = words[u];

@@ -1,47 +1,13 @@
 #include "launch.h"
-#include "meet.cuh"
 #include "row_pump.cuh"
+#include "streams.cuh"
 
 namespace waybill::cuda {
 namespace {
 
 constexpr unsigned all_lanes = 0xFFFFFFFFU;
 constexpr int vector_warps = 16;
-
-/// How each rank's rows come.
-struct Sources {
-  std::int32_t streams[max_gpu_ranks];
-  std::int32_t groups[max_gpu_ranks];  ///< tokens of a stream that are published together
-  std::int32_t tokens[max_gpu_ranks];
-  std::int32_t units[max_gpu_ranks];  ///< groups of all its streams
-  std::int32_t most_units;
-};
-
-__device__ int lane_id() { return static_cast<int>(threadIdx.x % 32); }
-
-/// Where the source raises what it has sent to this rank.
-__device__ std::uint64_t* stream_slot(const RowsParams& p, std::int32_t at, std::int32_t source,
-                                      std::int32_t stream) {
-  return p.streams[at] + std::int64_t{source} * max_streams + stream;
-}
-
-__device__ std::uint64_t* config_slot(const RowsParams& p, std::int32_t at, std::int32_t source) {
-  const std::int64_t first = std::int64_t{p.shape.world_size} * max_streams;
-  return p.streams[at] + first + std::int64_t{p.m.turn} * p.shape.world_size + source;
-}
-
-/// Tells all ranks that the tokens of the first `groups` groups of a stream have arrived. One warp;
-/// its stores are complete.
-__device__ void publish_groups(const RowsParams& p, std::int32_t stream, std::uint64_t epoch,
-                               std::int32_t groups) {
-  __threadfence_system();
-  __syncwarp();
-  for (std::int32_t k = lane_id(); k < p.shape.world_size; k += 32) {
-    const std::int32_t d = (p.shape.rank + k) % p.shape.world_size;
-    publish(stream_slot(p, d, p.shape.rank, stream),
-            (epoch << stream_epoch_shift) + static_cast<std::uint64_t>(groups));
-  }
-}
+constexpr int taker_warps = 5;  // beside pump_warps
 
 /// Sends the tokens stream, stream + streams, ..., each once to every rank that it goes to.
 template <class Pump>
@@ -57,13 +23,13 @@ __device__ void send_stream(const RowsParams& p, Pump& pump, std::int32_t stream
   std::int32_t groups = 0;
   std::int64_t next = place_of(stream);
   for (std::int32_t t = stream; t < s.num_tokens; t += streams) {
-    const bool sends = next >= 0 && (next & place_leader_bit) != 0 &&
-                       (next & 0xFFFFFFFF) < s.capacity;
+    const bool sends =
+        next >= 0 && (next & place_leader_bit) != 0 && (next & 0xFFFFFFFF) < s.capacity;
     const std::int64_t place = sends ? next & ~place_leader_bit : -1;
     next = place_of(t + streams);
-    const PumpSource from{p.tokens + std::int64_t{t} * p.cuts.row_bytes,
-                          p.scales == nullptr ? nullptr
-                                              : p.scales + std::int64_t{t} * p.cuts.scale_bytes};
+    const PumpSource from{
+        p.tokens + std::int64_t{t} * p.cuts.row_bytes,
+        p.scales == nullptr ? nullptr : p.scales + std::int64_t{t} * p.cuts.scale_bytes};
     for (std::int32_t piece = 0; piece < p.cuts.pieces; ++piece) pump.push(from, piece, place);
     if (++in_group < p.cuts.group) continue;
     in_group = 0;
@@ -73,31 +39,6 @@ __device__ void send_stream(const RowsParams& p, Pump& pump, std::int32_t stream
   }
   pump.wait_all();
   if (groups > 0 || in_group > 0) publish_groups(p, stream, epoch, groups + (in_group > 0 ? 1 : 0));
-}
-
-/// One warp learns how the others send; all of the block see it.
-__device__ void learn_sources(const RowsParams& p, Sources& sources, std::uint64_t epoch) {
-  const MoeShape& s = p.shape;
-  for (std::int32_t k = lane_id(); k < s.world_size; k += 32) {
-    const std::int32_t r = (s.rank + k) % s.world_size;
-    const std::uint64_t seen = await_step(p.m.meet, config_slot(p, s.rank, r),
-                                          epoch << stream_config_shift, stream_config_shift, r);
-    const auto streams = static_cast<std::int32_t>(seen >> 8 & 0xFFFF);
-    const auto group = static_cast<std::int32_t>(seen & 0xFF);
-    const std::int32_t tokens = __ldcg(p.num_input_tokens + r);
-    sources.streams[r] = streams;
-    sources.groups[r] = group;
-    sources.tokens[r] = tokens;
-    const std::int32_t each = (tokens + streams - 1) / streams;
-    sources.units[r] = (each + group - 1) / group * streams;
-  }
-  __syncwarp();
-  if (lane_id() == 0) {
-    sources.most_units = 0;
-    for (std::int32_t r = 0; r < s.world_size; ++r) {
-      sources.most_units = max(sources.most_units, sources.units[r]);
-    }
-  }
 }
 
 /// The weight of one choice, from where its sender left it.
@@ -126,65 +67,87 @@ __device__ std::int32_t expert_of(const RowsParams& p, std::int32_t row) {
   return low;
 }
 
-/// Grouped rows of one token that is here: tables, and the copies of its first row.
-template <class Pump>
-__device__ void take_grouped(const RowsParams& p, Pump& pump, std::int32_t source,
-                             std::int32_t token, std::int32_t row) {
+/// One choice of a token that has arrived, or may have none here; a lane each.
+struct Arrived {
+  std::int32_t source;
+  std::int32_t token;
+  std::int32_t choice;
+  std::int32_t place;   ///< grouped row, or place in the grouped order; -1: not here
+  unsigned here;        ///< lanes of this token's choices that are here
+  std::int32_t leader;  ///< the first of their places
+};
+
+__device__ bool leads(const Arrived& a) {
+  return a.place >= 0 && lane_id() == __ffs(static_cast<int>(a.here)) - 1;
+}
+
+/// What tables and window say of grouped rows.
+__device__ void note_grouped(const RowsParams& p, const Arrived& a) {
   const MoeShape& s = p.shape;
-  const int lane = lane_id();
-  const unsigned here = __ballot_sync(all_lanes, row >= 0);
-  if (here == 0) return;
-  const int first = __ffs(static_cast<int>(here)) - 1;
-  const std::int32_t leader = __shfl_sync(all_lanes, row, first);
-  const bool fits = row >= 0 && row < s.capacity;
-  const bool copies = fits && lane != first && leader < s.capacity;
-  if (__any_sync(all_lanes, copies)) {
-    std::byte* const window = p.windows[s.rank];
-    const PumpSource from{window + std::int64_t{leader} * p.cuts.row_bytes,
-                          p.cuts.scale_bytes == 0
-                              ? nullptr
-                              : window + p.scales_offset + std::int64_t{leader} * p.cuts.scale_bytes};
-    const std::int64_t place = copies ? (std::int64_t{s.rank} << place_dst_shift) + row : -1;
-    for (std::int32_t piece = 0; piece < p.cuts.pieces; ++piece) pump.push(from, piece, place);
-  }
+  const bool fits = a.place >= 0 && a.place < s.capacity;
   if (fits) {
-    const MoeTag tag{source, token, lane, leader};
-    p.tags[row] = tag;
+    const MoeTag tag{a.source, a.token, a.choice, a.leader};
+    p.tags[a.place] = tag;
     if (p.sent_weights != nullptr) {
-      take_weight(p, row, (std::int64_t{source} * s.max_tokens + token) * s.topk + lane);
+      take_weight(p, a.place,
+                  (std::int64_t{a.source} * s.max_tokens + a.token) * s.topk + a.choice);
     }
     if (p.fills_tables) {
-      p.kept_tags[row] = tag;
-      p.leader_rows[row] = leader;
+      p.kept_tags[a.place] = tag;
+      p.leader_rows[a.place] = a.leader;
     }
   }
   if (!p.fills_tables) return;
-  for (unsigned left = __ballot_sync(all_lanes, fits); left != 0; left &= left - 1) {
-    const std::int32_t to = __shfl_sync(all_lanes, row, __ffs(static_cast<int>(left)) - 1);
-    if (lane < s.topk) p.choice_rows[std::int64_t{to} * s.topk + lane] = to == leader ? row : -1;
+  const bool leader = leads(a);
+  for (std::int32_t k = 0; k < s.topk; ++k) {
+    const std::int32_t other = __shfl_sync(all_lanes, a.place, (lane_id() - a.choice + k) & 31);
+    if (fits) p.choice_rows[std::int64_t{a.place} * s.topk + k] = leader ? other : -1;
   }
 }
 
-/// The compact row of one token that is here; `place` of each choice in the grouped order.
-__device__ void take_compact(const RowsParams& p, std::int32_t source, std::int32_t token,
-                             std::int32_t place, std::int32_t row) {
+/// Copies the first row of each token of the round to its further rows.
+template <class Pump>
+__device__ void copy_grouped(const RowsParams& p, Pump& pump, const Arrived& a) {
   const MoeShape& s = p.shape;
-  const int lane = lane_id();
-  const unsigned here = __ballot_sync(all_lanes, place >= 0);
-  if (here == 0 || row >= s.capacity) return;
-  const int first = __ffs(static_cast<int>(here)) - 1;
-  const MoeTag tag{source, token, first, row};
-  if (lane == first) {
+  const bool copies = a.place >= 0 && a.place < s.capacity && !leads(a) && a.leader < s.capacity;
+  const std::int64_t to = (std::int64_t{s.rank} << place_dst_shift) + a.place;
+  const std::byte* const window = p.windows[s.rank];
+  unsigned left = __ballot_sync(all_lanes, copies);
+  while (left != 0) {
+    const int lane = __ffs(static_cast<int>(left)) - 1;
+    const std::int64_t leader = __shfl_sync(all_lanes, a.leader, lane);
+    const unsigned token = __shfl_sync(all_lanes, a.here, lane);
+    const PumpSource from{
+        window + leader * p.cuts.row_bytes,
+        p.cuts.scale_bytes == 0 ? nullptr : window + p.scales_offset + leader * p.cuts.scale_bytes};
+    const bool mine = copies && (token >> lane_id() & 1U) != 0;
+    for (std::int32_t piece = 0; piece < p.cuts.pieces; ++piece) {
+      pump.push(from, piece, mine ? to : -1);
+    }
+    left &= ~token;
+  }
+}
+
+/// What tables and window say of compact rows; `row` is that of the token.
+__device__ void note_compact(const RowsParams& p, const Arrived& a, std::int32_t row) {
+  const MoeShape& s = p.shape;
+  if (a.here == 0 || row >= s.capacity) return;
+  if (leads(a)) {
+    const MoeTag tag{a.source, a.token, a.choice, row};
     p.tags[row] = tag;
     if (p.fills_tables) p.kept_tags[row] = tag;
   }
-  if (lane >= s.topk) return;
-  const std::int64_t at = std::int64_t{row} * s.topk + lane;
-  const std::int32_t expert = place >= 0 ? expert_of(p, place) : -1;
+  const std::int64_t at = std::int64_t{row} * s.topk + a.choice;
+  std::int32_t expert = -1;
+  if (!p.fills_tables) {
+    expert = p.kept_topk[at];
+  } else if (a.place >= 0) {
+    expert = expert_of(p, a.place);
+  }
   p.topk[at] = expert;
   if (p.sent_weights != nullptr) {
-    if (place >= 0) {
-      take_weight(p, at, (std::int64_t{source} * s.max_tokens + token) * s.topk + lane);
+    if (a.place >= 0) {
+      take_weight(p, at, (std::int64_t{a.source} * s.max_tokens + a.token) * s.topk + a.choice);
     } else if (p.weight_bytes == 4) {
       reinterpret_cast<std::uint32_t*>(p.weights)[at] = 0;
     } else {
@@ -193,49 +156,58 @@ __device__ void take_compact(const RowsParams& p, std::int32_t source, std::int3
   }
   if (!p.fills_tables) return;
   p.kept_topk[at] = expert;
-  p.compact_to_grouped[at] = place;
-  if (place >= 0) p.grouped_to_compact[place] = row;
+  p.compact_to_grouped[at] = a.place;
+  if (a.place >= 0) p.grouped_to_compact[a.place] = row;
+}
+
+/// Takes some tokens of a group: a lane a choice.
+template <class Pump>
+__device__ void take_round(const RowsParams& p, Pump& pump, const Source& source,
+                           std::int32_t token, bool active) {
+  const MoeShape& s = p.shape;
+  const std::int32_t k = lane_id() % s.topk;
+  const std::int64_t at = (std::int64_t{source.rank} * s.max_tokens + token) * record_stride(s);
+  Arrived a{source.rank, token, k, -1, 0, -1};
+  std::int32_t row = -1;
+  if (active) {
+    a.place = __ldcg(p.records + at + k);
+    if (s.compact != 0) row = __ldcg(p.records + at + s.topk);
+    if (p.kept_records != nullptr) {
+      p.kept_records[at + k] = a.place;
+      if (s.compact != 0 && k == 0) p.kept_records[at + s.topk] = row;
+    }
+  }
+  const unsigned of_token = s.topk == 32 ? all_lanes : ((1U << s.topk) - 1) << (lane_id() - k);
+  a.here = __ballot_sync(all_lanes, a.place >= 0) & of_token;
+  const int first = a.here == 0 ? lane_id() : __ffs(static_cast<int>(a.here)) - 1;
+  a.leader = __shfl_sync(all_lanes, a.place, first);
+  if (s.compact != 0) {
+    if (active) note_compact(p, a, row);
+    return;
+  }
+  copy_grouped(p, pump, a);
+  note_grouped(p, a);
 }
 
 /// Takes a group of a stream of `source`, once it has arrived.
 template <class Pump>
-__device__ void take_unit(const RowsParams& p, Pump& pump, const Sources& sources,
-                          std::int32_t source, std::int32_t unit, std::uint64_t epoch) {
-  const MoeShape& s = p.shape;
-  const std::int32_t streams = sources.streams[source];
-  const std::int32_t group = sources.groups[source];
-  const std::int32_t tokens = sources.tokens[source];
-  const std::int32_t stream = unit % streams;
-  const std::int32_t g = unit / streams;
-  const std::int32_t begin = stream + g * group * streams;
-  if (begin >= tokens) return;
+__device__ void take_unit(const RowsParams& p, Pump& pump, const Source& source, std::int32_t unit,
+                          std::uint64_t epoch) {
+  const std::int32_t stream = unit % source.streams;
+  const std::int32_t g = unit / source.streams;
+  const std::int32_t begin = stream + g * source.group * source.streams;
+  if (begin >= source.tokens) return;
   const std::uint64_t wanted = (epoch << stream_epoch_shift) + static_cast<std::uint64_t>(g) + 1;
-  (void)await_step(p.m.meet, stream_slot(p, s.rank, source, stream), wanted, stream_epoch_shift,
-                   source);
+  (void)await_step(p.m.meet, stream_slot(p, p.shape.rank, source.rank, stream), wanted,
+                   stream_epoch_shift, source.rank);
   __syncwarp();
   pump.expect_arrived();
-  const std::int32_t stride = record_stride(s);
-  const std::int64_t first = std::int64_t{source} * s.max_tokens;
-  const auto record_of = [&](std::int32_t token) {
-    return lane_id() < stride && token < tokens
-               ? __ldcg(p.records + (first + token) * stride + lane_id())
-               : -1;
-  };
-  std::int32_t next = record_of(begin);
-  for (std::int32_t i = 0, token = begin; i < group && token < tokens; ++i, token += streams) {
-    const std::int32_t record = next;
-    next = record_of(token + streams);
-    const std::int64_t at = (first + token) * stride;
-    if (p.kept_records != nullptr && lane_id() < stride) {
-      p.kept_records[at + lane_id()] = record;
-    }
-    if (s.compact == 0) {
-      take_grouped(p, pump, source, token, record);
-      continue;
-    }
-    const std::int32_t row = __ldcg(p.records + at + s.topk);
-    if (p.kept_records != nullptr && lane_id() == 0) p.kept_records[at + s.topk] = row;
-    take_compact(p, source, token, lane_id() < s.topk ? record : -1, row);
+  const std::int32_t together = 32 / p.shape.topk;
+  const std::int32_t mine = lane_id() / p.shape.topk;
+  for (std::int32_t i = 0; i < source.group; i += together) {
+    const std::int32_t token = begin + (i + mine) * source.streams;
+    const bool active = mine < together && i + mine < source.group && token < source.tokens;
+    take_round(p, pump, source, token, active);
   }
 }
 
@@ -258,8 +230,8 @@ __device__ void clear_bytes(std::byte* at, std::int64_t bytes, int word_bytes) {
 __device__ void clear_padding(const RowsParams& p, int warps) {
   const MoeShape& s = p.shape;
   if (s.alignment == 1) return;
-  const auto warp = static_cast<std::int32_t>(blockIdx.x) * warps +
-                    static_cast<std::int32_t>(threadIdx.x / 32);
+  const auto warp =
+      static_cast<std::int32_t>(blockIdx.x) * warps + static_cast<std::int32_t>(threadIdx.x / 32);
   const std::int32_t step = static_cast<std::int32_t>(gridDim.x) * warps;
   for (std::int32_t i = warp; i < s.experts_per_rank * s.alignment; i += step) {
     const std::int32_t e = i / s.alignment;
@@ -289,61 +261,71 @@ __device__ void clear_padding(const RowsParams& p, int warps) {
 
 /// Takes arrived rows piece by piece, whoever comes first: so senders help when they are done.
 template <class Pump>
-__device__ void receive(const RowsParams& p, Pump& pump, const Sources& sources,
-                        std::uint64_t epoch) {
-  const MoeShape& s = p.shape;
+__device__ void receive(const RowsParams& p, Pump& pump, std::uint64_t epoch) {
+  const auto world = static_cast<std::uint32_t>(p.shape.world_size);
+  const Sources sources = learn_sources(p, epoch);
   const auto claim = [&] {
     std::uint32_t unit = 0;
     if (lane_id() == 0) unit = atomicAdd(&p.m.state->next_unit, 1U);
     return unit;
   };
-  const auto total = static_cast<std::uint32_t>(sources.most_units * s.world_size);
+  const std::uint32_t total = static_cast<std::uint32_t>(sources.most_units) * world;
   std::uint32_t unit = __shfl_sync(all_lanes, claim(), 0);
   while (unit < total) {
     const std::uint32_t next = claim();
-    const auto source = static_cast<std::int32_t>(
-        (unit + static_cast<std::uint32_t>(s.rank)) % static_cast<std::uint32_t>(s.world_size));
-    const auto number =
-        static_cast<std::int32_t>(unit / static_cast<std::uint32_t>(s.world_size));
-    if (number < sources.units[source]) take_unit(p, pump, sources, source, number, epoch);
+    const auto rank =
+        static_cast<std::int32_t>((unit + static_cast<std::uint32_t>(p.shape.rank)) % world);
+    take_unit(p, pump, source_of(sources, rank), static_cast<std::int32_t>(unit / world), epoch);
     unit = __shfl_sync(all_lanes, next, 0);
   }
   pump.wait_all();
 }
 
-template <class Pump, int Warps>
-__global__ void __launch_bounds__(Warps * 32, 1) rows_kernel(const __grid_constant__ RowsParams p) {
+/// For warps that only fill tables.
+struct NoPump {
+  __device__ void expect_arrived() const {}
+  __device__ void push(const PumpSource& /*from*/, std::int32_t /*piece*/,
+                       std::int64_t /*place*/) const {}
+  __device__ void wait_all() const {}
+};
+
+/// A block has `Movers` warps that send and copy rows. `Takers` more fill the tables of compact
+/// rows, which are not copied, while the others send.
+template <class Pump, int Movers, int Takers>
+__global__ void __launch_bounds__((Movers + Takers) * 32, 1)
+    rows_kernel(const __grid_constant__ RowsParams p) {
   extern __shared__ __align__(128) std::byte shared[];
-  __shared__ std::uint64_t barriers[Warps][most_pump_stages];
-  __shared__ Sources sources;
-  const MoeShape& s = p.shape;
+  __shared__ std::uint64_t barriers[Movers][most_pump_stages];
   const auto warp = static_cast<int>(threadIdx.x / 32);
+  const auto block = static_cast<std::int32_t>(blockIdx.x);
   const std::uint64_t epoch = p.m.state->call.epoch;  // the call began with an earlier kernel
-  Pump pump(p, shared + warp * p.cuts.stages * p.cuts.stage_bytes, barriers[warp]);
-  const std::int32_t senders = p.num_senders * Warps;
-  const std::int32_t streams = senders < max_streams ? senders : max_streams;
-  if (blockIdx.x == 0 && warp == 0) {
-    for (std::int32_t k = lane_id(); k < s.world_size; k += 32) {
-      publish(config_slot(p, (s.rank + k) % s.world_size, s.rank),
+  const std::int32_t most = p.num_senders * Movers;
+  const std::int32_t streams = most < max_streams ? most : max_streams;
+  if (block == 0 && warp == 0) {
+    for (std::int32_t k = lane_id(); k < p.shape.world_size; k += 32) {
+      publish(config_slot(p, (p.shape.rank + k) % p.shape.world_size, p.shape.rank),
               stream_config(epoch, streams, p.cuts.group));
     }
   }
-  // Neighbouring tokens go to different blocks.
-  const std::int32_t stream =
-      warp * p.num_senders + static_cast<std::int32_t>(blockIdx.x);
-  if (static_cast<std::int32_t>(blockIdx.x) < p.num_senders && stream < streams) {
-    send_stream(p, pump, stream, streams, epoch);
+  if (warp < Movers) {
+    Pump pump(p, shared + warp * p.cuts.stages * p.cuts.stage_bytes, barriers[warp]);
+    // Neighbouring tokens go to different blocks.
+    const std::int32_t stream = warp * p.num_senders + block;
+    if (block < p.num_senders && stream < streams) send_stream(p, pump, stream, streams, epoch);
+    receive(p, pump, epoch);
+  } else if (p.shape.compact != 0) {
+    NoPump pump;
+    receive(p, pump, epoch);
   }
-  __syncthreads();
-  if (warp == 0) learn_sources(p, sources, epoch);
-  __syncthreads();
-  receive(p, pump, sources, epoch);
-  clear_padding(p, Warps);
+  clear_padding(p, Movers + Takers);
   if (is_last_block(p.m.meet) && threadIdx.x == 0) {
     p.m.state->call.blocks = 0;
     p.m.state->next_unit = 0;
   }
 }
+
+constexpr auto bulk_kernel = rows_kernel<BulkPump, pump_warps, taker_warps>;
+constexpr auto vector_kernel = rows_kernel<VectorPump, vector_warps, 0>;
 
 constexpr int most_shared_bytes = 227 * 1024 - 6 * 1024;
 
@@ -379,10 +361,10 @@ RowCuts cut_rows(std::int64_t row_bytes, std::int32_t scale_bytes, bool bulk, in
 cudaError_t prepare_rows(bool bulk) {
   if (!bulk) {
     cudaFuncAttributes unused{};
-    return cudaFuncGetAttributes(&unused, rows_kernel<VectorPump, vector_warps>);
+    return cudaFuncGetAttributes(&unused, vector_kernel);
   }
-  return cudaFuncSetAttribute(rows_kernel<BulkPump, pump_warps>,
-                              cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared_bytes);
+  return cudaFuncSetAttribute(bulk_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              most_shared_bytes);
 }
 
 cudaError_t launch_rows(const RowsParams& params, bool bulk, int blocks, cudaStream_t stream) {
@@ -391,9 +373,9 @@ cudaError_t launch_rows(const RowsParams& params, bool bulk, int blocks, cudaStr
     const auto bytes = static_cast<std::size_t>(pump_warps) *
                        static_cast<std::size_t>(params.cuts.stages) *
                        static_cast<std::size_t>(params.cuts.stage_bytes);
-    rows_kernel<BulkPump, pump_warps><<<grid, pump_warps * 32, bytes, stream>>>(params);
+    bulk_kernel<<<grid, (pump_warps + taker_warps) * 32, bytes, stream>>>(params);
   } else {
-    rows_kernel<VectorPump, vector_warps><<<grid, vector_warps * 32, 0, stream>>>(params);
+    vector_kernel<<<grid, vector_warps * 32, 0, stream>>>(params);
   }
   return cudaGetLastError();
 }

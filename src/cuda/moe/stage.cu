@@ -1,8 +1,6 @@
 // What happens to rows on their own rank before they travel: staging, sums of a token's rows,
 // quantisation.
 
-#include <cuda_fp8.h>
-
 #include "../device/number.cuh"
 #include "launch.h"
 
@@ -14,9 +12,7 @@ constexpr int warps = 16;
 constexpr int unroll = 4;
 
 __device__ int lane_id() { return static_cast<int>(threadIdx.x % 32); }
-__device__ std::int64_t warp_id() {
-  return std::int64_t{blockIdx.x} * warps + threadIdx.x / 32;
-}
+__device__ std::int64_t warp_id() { return std::int64_t{blockIdx.x} * warps + threadIdx.x / 32; }
 __device__ std::int64_t num_warps() { return std::int64_t{gridDim.x} * warps; }
 
 /// Expert outputs as they are.
@@ -167,9 +163,8 @@ __global__ void __launch_bounds__(warps * 32) quantize_kernel(QuantizeParams p) 
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       const float q = scale == 0 ? 0.0F : __fdiv_rn(x[e], scale);
-      std::uint64_t byte = __nv_cvt_float_to_fp8(q, __NV_SATFINITE, __NV_E4M3);
-      if (scale != scale) byte = 0x7F;
-      bytes |= byte << (8 * e);
+      const float q_or_nan = scale == scale ? q : scale;
+      bytes |= std::uint64_t{float_to_e4m3(q_or_nan)} << (8 * e);
     }
     *reinterpret_cast<std::uint64_t*>(p.elements + g * 128 + lane * 8) = bytes;
     if (lane == 0) p.scales[g] = scale;

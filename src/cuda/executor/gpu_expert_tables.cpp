@@ -4,7 +4,7 @@
 #include <thread>
 #include <utility>
 
-#include "../executor/cuda_check.h"
+#include "cuda_check.h"
 #include "waybill/core/at.h"
 
 namespace waybill::cuda {
@@ -66,8 +66,7 @@ TableLayout::TableLayout(const EPConfig& config, const EPDispatchOptions& option
   choice_rows = take(is_compact ? 0 : capacity * config.topk);
   tags = take(capacity, sizeof(MoeTag));
   compact_to_grouped = take(is_compact ? capacity * config.topk : 0);
-  grouped_to_compact =
-      take(is_compact ? world * choices + per_rank * options.expert_alignment : 0);
+  grouped_to_compact = take(is_compact ? world * choices + per_rank * options.expert_alignment : 0);
   topk = take(is_compact ? capacity * config.topk : 0);
   total = next;
 }
@@ -135,7 +134,8 @@ ExpertTableViews GpuExpertTables::views() const {
   views.ids = view(layout_.ids, {num_tokens, topk});
   views.dst_rows = view(layout_.dst_rows, {1, config_.max_tokens, topk});
   if (has_weights) {
-    views.weights = {part<std::byte>(layout_.weights), config_.weight_dtype, Shape{num_tokens, topk}};
+    views.weights = {part<std::byte>(layout_.weights), config_.weight_dtype,
+                     Shape{num_tokens, topk}};
   }
   views.num_input_tokens = view(layout_.num_input_tokens, {world});
   views.splits = view(layout_.splits, {world, config_.num_experts + 1});

@@ -2,7 +2,7 @@
 
 #include <memory>
 
-#include "../executor/gpu_rank.h"
+#include "gpu_rank.h"
 #include "waybill/runtime/expert_executor.h"
 #include "waybill/transport/transport.h"
 

@@ -7,8 +7,8 @@
 #include <span>
 #include <vector>
 
-#include "../executor/gpu_rank.h"
-#include "moe_params.h"
+#include "../moe/moe_params.h"
+#include "gpu_rank.h"
 #include "waybill/runtime/expert_executor.h"
 
 namespace waybill::cuda {
@@ -72,10 +72,10 @@ class GpuExpertTables final : public ExpertTables {
   /// Behind work on the stream that uses the tables. @param capturing the work is recorded
   void note_use(cudaStream_t stream, bool capturing);
 
-  std::int64_t num_tokens = 0;   ///< of this rank
-  std::uint64_t ticket = 0;      ///< of the route that fills them
+  std::int64_t num_tokens = 0;  ///< of this rank
+  std::uint64_t ticket = 0;     ///< of the route that fills them
   bool has_weights = false;
-  bool are_filled = false;       ///< a dispatch has kept tags and records
+  bool are_filled = false;        ///< a dispatch has kept tags and records
   cudaStream_t stream = nullptr;  ///< of the route
 
  private:
