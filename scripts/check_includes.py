@@ -15,14 +15,25 @@ ROOMS = {
     "core": set(),
     "routing": {"core"},
     "planner": {"routing", "core"},
+    "timing": {"planner", "routing", "core"},
     "simulate": {"routing", "core"},
     "transport": {"core"},
     "moe": {"core"},
     "runtime": {"moe", "transport", "routing", "core"},
     "cuda": {"runtime", "moe", "transport", "routing", "core"},
     "json": {"planner", "routing", "core"},
-    "report": {"routing", "core"},
-    "cli": {"core", "routing", "planner", "simulate", "json", "report", "transport", "runtime"},
+    "report": {"timing", "planner", "routing", "core"},
+    "cli": {
+        "core",
+        "routing",
+        "planner",
+        "timing",
+        "simulate",
+        "json",
+        "report",
+        "transport",
+        "runtime",
+    },
 }
 
 # Third-party headers, and the folders that may include them (never a public header).

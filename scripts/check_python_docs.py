@@ -35,7 +35,18 @@ import warnings
 
 from extract_doc_examples import FENCE, ROOT, pages
 
-NO_PYTHON = ("README.md", "bootstrap.md", "expert_executor.md", "expert_layout.md", "simulate_expert_dispatch.md", "sequence_dispatcher.md", "transport.md", "world.md")
+NO_PYTHON = (
+    "README.md",
+    "bootstrap.md",
+    "expert_executor.md",
+    "expert_layout.md",
+    "predict_step.md",
+    "sequence_dispatcher.md",
+    "simulate_expert_dispatch.md",
+    "static_plans.md",
+    "transport.md",
+    "world.md",
+)
 OPTIONAL = ("torch", "matplotlib")
 SKIPPED = 77  # exit status of a program that lacks a package
 LIMIT_S = 60

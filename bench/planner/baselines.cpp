@@ -7,66 +7,28 @@
 #include <vector>
 
 #include "waybill/core/at.h"
+#include "waybill/planner/static_plans.h"
 
 namespace waybill::bench {
 namespace {
 
 using detail::at;
 
-/// Tokens [begin, end) of a document, at home on one rank, attended to by another.
-struct Chunk {
-  std::int64_t begin = 0;
-  std::int64_t end = 0;
-  std::int32_t doc = 0;
-  std::int32_t home = 0;
-  std::int32_t dst = 0;
-
-  [[nodiscard]] double work() const {
-    const auto b = static_cast<double>(begin);
-    const auto e = static_cast<double>(end);
-    return (e * (e + 1) - b * (b + 1)) / 2;
-  }
-};
-
-QkvPlan plan_of_chunks(std::vector<Chunk> chunks, std::size_t num_docs, std::int32_t world_size) {
-  std::erase_if(chunks, [](const Chunk& c) { return c.begin == c.end; });
-  std::stable_sort(chunks.begin(), chunks.end(), [](const Chunk& a, const Chunk& b) {
-    return std::pair(a.home, a.doc) != std::pair(b.home, b.doc)
-               ? std::pair(a.home, a.doc) < std::pair(b.home, b.doc)
-               : a.begin < b.begin;
-  });
-  QkvPlan plan;
-  plan.world_size = world_size;
-  plan.rank_shard_offsets.assign(at(world_size) + 1, 0);
-  plan.doc_shard_offsets.assign(num_docs + 1, 0);
-  for (const Chunk& c : chunks) {
-    plan.shard_len.push_back(c.end - c.begin);
-    plan.q_dst.push_back(c.dst);
-    ++plan.rank_shard_offsets[at(c.home) + 1];
-    ++plan.doc_shard_offsets[at(c.doc) + 1];
-  }
-  std::partial_sum(plan.rank_shard_offsets.begin(), plan.rank_shard_offsets.end(),
-                   plan.rank_shard_offsets.begin());
-  std::partial_sum(plan.doc_shard_offsets.begin(), plan.doc_shard_offsets.end(),
-                   plan.doc_shard_offsets.begin());
-  plan.doc_shards.resize(chunks.size());
-  std::iota(plan.doc_shards.begin(), plan.doc_shards.end(), 0);
-  std::sort(plan.doc_shards.begin(), plan.doc_shards.end(), [&](std::int32_t a, std::int32_t b) {
-    return std::pair(chunks[at(a)].doc, chunks[at(a)].begin) <
-           std::pair(chunks[at(b)].doc, chunks[at(b)].begin);
-  });
-  return plan;
+double work_of(const DocumentPiece& piece) {
+  const auto b = static_cast<double>(piece.begin);
+  const auto e = static_cast<double>(piece.end);
+  return (e * (e + 1) - b * (b + 1)) / 2;
 }
 
 /// Work that the greedy planner moves as one: a whole document, or a head and a tail of equal
 /// length that lie symmetrically about the middle of it.
 struct Item {
-  Chunk head;
-  Chunk tail = {};  ///< empty for a whole document
+  DocumentPiece head;
+  DocumentPiece tail = {};  ///< empty for a whole document
   std::int64_t doc_len = 0;
   bool whole = true;
 
-  [[nodiscard]] double work() const { return head.work() + (whole ? 0 : tail.work()); }
+  [[nodiscard]] double work() const { return work_of(head) + (whole ? 0 : work_of(tail)); }
 };
 
 std::vector<Item> lay_out_items(std::span<const std::int64_t> documents,
@@ -114,7 +76,7 @@ Item cut_pair(Item& item, std::int64_t pairs, std::int32_t dst) {
   item.head.end = part.head.begin;
   part.tail.end = item.tail.begin + pairs;
   item.tail.begin = part.tail.end;
-  part.head.dst = part.tail.dst = dst;
+  part.head.q_dst = part.tail.q_dst = dst;
   return part;
 }
 
@@ -126,7 +88,7 @@ QkvPlan greedy_plan(std::span<const std::int64_t> documents, const BaselineOptio
   constexpr double kv_row = 2048;
   std::vector<Item> items = lay_out_items(documents, options);
   std::vector<double> excess(at(options.world_size));
-  for (const Item& item : items) excess[at(item.head.dst)] += item.work();
+  for (const Item& item : items) excess[at(item.head.q_dst)] += item.work();
   const double mean = std::accumulate(excess.begin(), excess.end(), 0.0) / options.world_size;
   for (double& e : excess) e -= mean;
   std::vector<std::int32_t> order;
@@ -140,7 +102,7 @@ QkvPlan greedy_plan(std::span<const std::int64_t> documents, const BaselineOptio
       std::size_t best = items.size();
       double best_cost = 0;
       for (std::size_t i = 0; i < items.size(); ++i) {
-        const double donor = excess[at(items[i].head.dst)];
+        const double donor = excess[at(items[i].head.q_dst)];
         const double work = items[i].work();
         if (donor <= 0 || work <= 0) continue;
         const double moved = std::min({donor, needed, work});
@@ -152,10 +114,10 @@ QkvPlan greedy_plan(std::span<const std::int64_t> documents, const BaselineOptio
       }
       if (best == items.size()) break;
       Item& item = items[best];
-      const std::int32_t donor = item.head.dst;
+      const std::int32_t donor = item.head.q_dst;
       double moved = std::min({needed, item.work(), excess[at(donor)]});
       if (moved >= item.work()) {
-        item.head.dst = item.tail.dst = rank;
+        item.head.q_dst = item.tail.q_dst = rank;
       } else {
         const auto pairs = std::min(
             static_cast<std::int64_t>(moved / static_cast<double>(item.doc_len + 1)),
@@ -172,30 +134,12 @@ QkvPlan greedy_plan(std::span<const std::int64_t> documents, const BaselineOptio
       needed -= moved;
     }
   }
-  std::vector<Chunk> chunks;
+  std::vector<DocumentPiece> chunks;
   for (const Item& item : items) {
     chunks.push_back(item.head);
     if (!item.whole) chunks.push_back(item.tail);
   }
-  return plan_of_chunks(std::move(chunks), documents.size(), options.world_size);
-}
-
-QkvPlan zigzag_plan(std::span<const std::int64_t> documents, const BaselineOptions& options,
-                    std::int32_t degree) {
-  std::vector<Chunk> chunks;
-  std::int64_t tokens = 0;
-  for (std::size_t d = 0; d < documents.size(); ++d) {
-    // The group of ranks where the document begins.
-    const auto group = static_cast<std::int32_t>(tokens / (options.tokens_per_rank * degree));
-    const std::int32_t first = group * degree;
-    for (std::int32_t i = 0; i < 2 * degree; ++i) {
-      const std::int32_t rank = first + (i < degree ? i : 2 * degree - 1 - i);
-      chunks.push_back({documents[d] * i / (2 * degree), documents[d] * (i + 1) / (2 * degree),
-                        static_cast<std::int32_t>(d), rank, rank});
-    }
-    tokens += documents[d];
-  }
-  return plan_of_chunks(std::move(chunks), documents.size(), options.world_size);
+  return plan_of_pieces(std::move(chunks), std::ssize(documents), options.world_size);
 }
 
 QkvPlan longest_first_plan(std::span<const std::int64_t> documents,
@@ -216,7 +160,7 @@ QkvPlan longest_first_plan(std::span<const std::int64_t> documents,
     const auto len = static_cast<double>(documents[at(d)]);
     lightest.emplace(load + len * (len + 1) / 2, rank);
   }
-  std::vector<Chunk> chunks;
+  std::vector<DocumentPiece> chunks;
   std::int64_t tokens = 0;
   for (std::size_t d = 0; d < documents.size(); ++d) {
     for (std::int64_t begin = 0; begin < documents[d];) {
@@ -228,7 +172,7 @@ QkvPlan longest_first_plan(std::span<const std::int64_t> documents,
     }
     tokens += documents[d];
   }
-  return plan_of_chunks(std::move(chunks), documents.size(), options.world_size);
+  return plan_of_pieces(std::move(chunks), std::ssize(documents), options.world_size);
 }
 
 }  // namespace waybill::bench

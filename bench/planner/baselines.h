@@ -22,11 +22,6 @@ struct BaselineOptions {
 [[nodiscard]] QkvPlan greedy_plan(std::span<const std::int64_t> documents,
                                   const BaselineOptions& options, double tolerance = 0.1);
 
-/// Static context parallelism: groups of `degree` ranks; every document of a group in 2 * degree
-/// chunks, of which rank i has the i-th and the i-th from the end. Queries stay, keys are gathered.
-[[nodiscard]] QkvPlan zigzag_plan(std::span<const std::int64_t> documents,
-                                  const BaselineOptions& options, std::int32_t degree);
-
 /// Whole documents, most work first, each to the rank with the least work so far (Graham).
 [[nodiscard]] QkvPlan longest_first_plan(std::span<const std::int64_t> documents,
                                          const BaselineOptions& options);

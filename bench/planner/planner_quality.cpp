@@ -14,6 +14,7 @@
 #include "waybill/core/error.h"
 #include "waybill/json/length_distribution_json.h"
 #include "waybill/planner/planner.h"
+#include "waybill/planner/static_plans.h"
 #include "waybill/report/plan_summary.h"
 
 namespace waybill::bench {
@@ -158,8 +159,16 @@ std::vector<Contender> contenders() {
        [](const auto& documents, const auto& options) {
          return greedy_plan(documents, options, 0.02);
        }},
-      {"zigzag, 8 ranks", [](const auto& documents,
-                             const auto& options) { return zigzag_plan(documents, options, 8); }},
+      {"by document, 8 ranks",
+       [](const auto& documents, const auto& options) {
+         return per_document_plan(documents, {.world_size = options.world_size,
+                                              .tokens_per_rank = options.tokens_per_rank});
+       }},
+      {"zigzag, 8 ranks",
+       [](const auto& documents, const auto& options) {
+         return zigzag_plan(documents, {.world_size = options.world_size,
+                                        .tokens_per_rank = options.tokens_per_rank});
+       }},
       {"longest first, whole documents",
        [](const auto& documents, const auto& options) {
          return longest_first_plan(documents, options);

@@ -172,9 +172,9 @@ def plan(
     byte_weight: float = 0.0,
     block_tokens: int = 128,
     ranks_per_node: int = 8,
-    nvlink_bytes_per_second: float = 450e9,
+    nvlink_bytes_per_second: float = 345e9,
     network_bytes_per_second: float = 50e9,
-    message_seconds: float = 2e-6,
+    message_seconds: float = 1.6e-6,
     pairs_per_second: float = 0.0,
 ) -> AttentionPlan:
     """Decides which rank attends to which queries, so that the work is even and few bytes move.

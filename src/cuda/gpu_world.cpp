@@ -32,7 +32,8 @@ World make_gpu_thread_world(std::shared_ptr<Bootstrap> bootstrap, int device,
   const auto share = static_cast<int>(std::ranges::count(devices, device));
   auto gpu =
       std::make_shared<cuda::GpuRank>(bootstrap->rank(), topology, device, bootstrap->timeout_s());
-  auto transport = cuda::make_gpu_thread_transport(std::move(bootstrap), topology, gpu);
+  auto transport =
+      cuda::make_gpu_thread_transport(std::move(bootstrap), ranks_per_node, gpu, share);
   auto executor = cuda::make_gpu_executor(*transport, std::move(gpu), share);
   return {std::move(transport), std::move(executor)};
 }

@@ -77,7 +77,7 @@ void fill_duplicate_maps(const ExpertDispatch& dispatch, std::int32_t rank,
       const std::int32_t row = dispatch.dst_row[src][i];
       if (first < 0) first = row;
       leader[at(row)] = first;
-      choices[at(first * config.topk + choice)] = row;
+      choices[at(std::int64_t{first} * config.topk + choice)] = row;
     }
   }
   desc.skipped_token_mapping_indices = int64_array(leader, {count});
@@ -103,7 +103,7 @@ void fill_compact_maps(const ExpertDispatch& dispatch, std::int32_t rank,
     for (std::size_t i = 0; i < ids.size(); ++i) {
       if (config.rank_of_expert(ids[i]) != rank) continue;
       const std::int32_t row = dispatch.dst_row[at(src)][i];
-      const std::size_t entry = at(row * config.topk) + i % at(config.topk);
+      const std::size_t entry = at(std::int64_t{row} * config.topk) + i % at(config.topk);
       topk[entry] = static_cast<std::int32_t>(ids[i] % experts);
       to_grouped[entry] = place[i];
       to_compact[at(place[i])] = row;

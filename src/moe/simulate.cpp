@@ -88,7 +88,7 @@ bool deliver(ExpertDispatch& dispatch, std::size_t src, std::int64_t token, std:
   const bool compact = dispatch.options.rows == EPRows::compact;
   if (!dispatch.source_weights.empty()) {
     const std::int64_t bytes = dtype_bytes(config.weight_dtype);
-    const std::int64_t place = compact ? row * config.topk + choice : row;
+    const std::int64_t place = compact ? std::int64_t{row} * config.topk + choice : row;
     std::memcpy(dispatch.recv_weights[dst].bytes().data() + place * bytes,
                 dispatch.source_weights[src].bytes().data() + at(bytes) * entry, at(bytes));
   }

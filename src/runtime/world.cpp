@@ -16,10 +16,21 @@ World::World(std::unique_ptr<Transport> transport, std::unique_ptr<Executor> exe
   require(executor_ != nullptr, "World: executor is null");
 }
 
-World make_thread_world(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node) {
-  auto transport = make_thread_transport(std::move(bootstrap), ranks_per_node);
+namespace {
+
+World host_world(std::unique_ptr<Transport> transport) {
   auto executor = make_host_executor(*transport);
   return {std::move(transport), std::move(executor)};
+}
+
+}  // namespace
+
+World make_thread_world(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node) {
+  return host_world(make_thread_transport(std::move(bootstrap), ranks_per_node));
+}
+
+World make_process_world(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node) {
+  return host_world(make_process_transport(std::move(bootstrap), ranks_per_node));
 }
 
 void run_ranks_as_threads(std::int32_t world_size,

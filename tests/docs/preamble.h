@@ -40,6 +40,7 @@
 #include "waybill/moe/row_accumulator.h"
 #include "waybill/moe/simulate.h"
 #include "waybill/planner/planner.h"
+#include "waybill/planner/static_plans.h"
 #include "waybill/report/document_figures.h"
 #include "waybill/report/html_report.h"
 #include "waybill/report/plan_summary.h"
@@ -65,6 +66,8 @@
 #include "waybill/simulate/dispatch.h"
 #include "waybill/simulate/kv_gradient.h"
 #include "waybill/simulate/orchestrate.h"
+#include "waybill/timing/predict_step.h"
+#include "waybill/timing/remedies.h"
 #include "waybill/transport/bootstraps.h"
 
 namespace {

@@ -37,7 +37,7 @@ def test_bytes_are_the_rows_that_cross():
     assert made.bytes_out.tolist() == row_bytes.sum(axis=1).tolist()
     assert made.relay_bytes_out.max() < made.bytes_out.max()
     assert made.relay_bytes_out.sum() == made.bytes_out.sum()
-    limit = max(made.bytes_in.max(), made.bytes_out.max()) / 450e9
+    limit = max(made.bytes_in.max(), made.bytes_out.max()) / 345e9
     assert made.limit_seconds(relay=False) == pytest.approx(limit)
     assert made.limit_seconds() == made.limit_seconds(relay=True) < limit
 

@@ -9,53 +9,18 @@
 
 #include "support/expect_error.h"
 #include "support/run_ranks.h"
-#include "support/sequence_expected.h"
+#include "support/sequence_step.h"
 
 namespace waybill {
 namespace {
 
 using test::at;
+using test::check_step;
 using test::Expected;
 using test::forward_parts;
 using test::kv_parts;
-using test::reverse_parts;
+using test::same_bytes;
 using test::SequenceCase;
-
-/// Success when the view has exactly the elements of `expected`.
-testing::AssertionResult same_bytes(const ConstTensorView& view, const HostTensor& expected) {
-  if (view.shape != expected.shape()) {
-    return testing::AssertionFailure()
-           << "shape " << to_string(view.shape) << ", expected " << to_string(expected.shape());
-  }
-  const auto bytes = expected.bytes();
-  const auto wrong = std::mismatch(bytes.begin(), bytes.end(), view.data).first;
-  if (wrong == bytes.end()) return testing::AssertionSuccess();
-  return testing::AssertionFailure() << "byte " << wrong - bytes.begin() << " differs";
-}
-
-void check_step(World& world, SequenceDispatcher& dispatcher, const SequenceCase& the,
-                const Expected& expected) {
-  const auto r = at(to_int(world.rank()));
-  const auto forward = dispatcher.plan_dispatch(forward_parts(the));
-  const auto reverse = dispatcher.plan_dispatch(reverse_parts(the));
-  const auto gradient = dispatcher.plan_kv_gradient(kv_parts(the));
-  const auto outputs = dispatcher.dispatch(
-      forward, std::vector<ConstTensorView>{expected.q[r].view(), expected.k[r].view(),
-                                            expected.v[r].view()});
-  ASSERT_TRUE(same_bytes(outputs[0], expected.q_out[r])) << the.name << ": Q of rank " << r;
-  ASSERT_TRUE(same_bytes(outputs[1], expected.k_out[r])) << the.name << ": K of rank " << r;
-  ASSERT_TRUE(same_bytes(outputs[2], expected.v_out[r])) << the.name << ": V of rank " << r;
-  // The output of one call is the input of the next: Q comes home as it left.
-  const auto home = dispatcher.dispatch(reverse, std::vector<ConstTensorView>{outputs[0]});
-  ASSERT_TRUE(same_bytes(home[0], expected.q[r])) << the.name << ": Q back on rank " << r;
-  HostTensor dk(the.k.dtype, expected.k[r].shape());
-  HostTensor dv(the.v.dtype, expected.v[r].shape());
-  dispatcher.kv_gradient(
-      gradient, std::vector<ConstTensorView>{expected.k_out[r].view(), expected.v_out[r].view()},
-      std::vector<TensorView>{dk.view(), dv.view()});
-  ASSERT_TRUE(same_bytes(dk.view(), expected.k_gradient[r])) << the.name << ": dK of rank " << r;
-  ASSERT_TRUE(same_bytes(dv.view(), expected.v_gradient[r])) << the.name << ": dV of rank " << r;
-}
 
 TEST(SequenceDispatcher, equals_the_simulation) {
   for (const std::int32_t world_size : {1, 2, 5}) {

@@ -1,11 +1,10 @@
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <cstring>
-#include <numeric>
 
 #include "support/expect_error.h"
 #include "support/run_ranks.h"
+#include "support/transport_checks.h"
 #include "waybill/core/at.h"
 #include "waybill/transport/transport.h"
 
@@ -18,65 +17,22 @@ using test::missed_by;
 using test::run_with_bootstrap;
 
 TEST(ThreadTransport, PutsAndSignalsReachEveryPeer) {
-  constexpr std::int32_t world = 4;
   for (const std::int32_t per_node : {0, 2, 1}) {
-    expect_no_errors(run_with_bootstrap(world, 20, [&](std::shared_ptr<Bootstrap> bootstrap) {
-      const auto transport = make_thread_transport(std::move(bootstrap), per_node);
-      const std::int32_t me = to_int(transport->rank());
-      SymmetricBuffer buffer = transport->allocate(world * 8, "test");
-      SignalPad pad = transport->allocate_signals(world, "test");
-      for (std::uint64_t epoch = 1; epoch <= 50; ++epoch) {
-        const std::uint64_t value = epoch * 100 + static_cast<std::uint64_t>(me);
-        for (std::int32_t r = 0; r < world; ++r) {
-          transport->put_signal(
-              buffer, {Rank{r}, me * 8, reinterpret_cast<const std::byte*>(&value), sizeof(value)},
-              {&pad, me}, epoch);
-        }
-        transport->quiet();
-        for (std::int32_t r = 0; r < world; ++r) {
-          ASSERT_EQ(transport->wait({&pad, r}, epoch, Rank{r}, "test"), epoch);
-          std::uint64_t got = 0;
-          std::memcpy(&got, buffer.local + r * 8, sizeof(got));
-          ASSERT_EQ(got, epoch * 100 + static_cast<std::uint64_t>(r));
-        }
-        transport->barrier("all have read");
-      }
-      transport->release(buffer);
-      transport->release(pad);
-      EXPECT_EQ(buffer.local, nullptr);
-      EXPECT_EQ(pad.count, 0);
+    expect_no_errors(run_with_bootstrap(4, 20, [&](std::shared_ptr<Bootstrap> bootstrap) {
+      test::check_puts_and_signals(*make_thread_transport(std::move(bootstrap), per_node));
     }));
   }
 }
 
 TEST(ThreadTransport, ReachFollowsTheNodes) {
   expect_no_errors(run_with_bootstrap(4, 20, [](std::shared_ptr<Bootstrap> bootstrap) {
-    const auto transport = make_thread_transport(std::move(bootstrap), 2);
-    SymmetricBuffer buffer = transport->allocate(10, "test");
-    const std::int32_t me = to_int(transport->rank());
-    for (std::int32_t r = 0; r < 4; ++r) {
-      const Reach expected = r == me           ? Reach::self
-                             : r / 2 == me / 2 ? Reach::load_store
-                                               : Reach::network;
-      ASSERT_EQ(transport->reach(Rank{r}), expected);
-      ASSERT_EQ(buffer.peers[at(r)] == nullptr, expected == Reach::network);
-    }
-    ASSERT_EQ(buffer.peers[at(me)], buffer.local);
-    ASSERT_EQ(reinterpret_cast<std::uintptr_t>(buffer.local) % 256, 0U);
-    ASSERT_EQ(std::accumulate(buffer.local, buffer.local + 10, 0,
-                              [](int sum, std::byte b) { return sum + static_cast<int>(b); }),
-              0);
-    transport->release(buffer);
+    test::check_reach(*make_thread_transport(std::move(bootstrap), 2));
   }));
 }
 
 TEST(ThreadTransport, ASilentPeerIsNamedWithAllThatIsKnown) {
   const auto results = run_with_bootstrap(4, 0.3, [](std::shared_ptr<Bootstrap> bootstrap) {
-    const auto transport = make_thread_transport(std::move(bootstrap), 2);
-    const SignalPad pad = transport->allocate_signals(4, "test");
-    const std::int32_t me = to_int(transport->rank());
-    for (std::int32_t r = 0; r < 4; ++r) transport->signal(Rank{r}, {&pad, me}, me == 3 ? 1 : 2);
-    for (std::int32_t r = 0; r < 4; ++r) (void)transport->wait({&pad, r}, 2, Rank{r}, "unload");
+    test::miss_rank_3(*make_thread_transport(std::move(bootstrap), 2));
   });
   for (std::int32_t r = 0; r < 4; ++r) {
     const MissedWait missed = missed_by(results[at(r)]);

@@ -27,13 +27,20 @@ struct ModelShape {
   friend bool operator==(const ModelShape&, const ModelShape&) = default;
 };
 
-/// Speeds, one direction, of one rank. Bytes a second are what the wire really gives.
+/// Speeds, one direction, of one rank. Bytes a second are what the wire really gives. Defaults:
+/// "measured" is a host with 8 x H200 (NVLink 4 through an NVSwitch, multicast off), 2026-11-20;
+/// "nominal" comes from data sheets and was not measured.
 struct HardwareFacts {
-  double nvlink_bytes_per_second = 450e9;  ///< between ranks of a node
-  double network_bytes_per_second = 50e9;  ///< between nodes, one NIC a rank
-  std::int32_t ranks_per_node = 8;         ///< consecutive ranks; the last node may have fewer
-  double message_seconds = 2e-6;           ///< cost of one message beside its bytes
-  double pairs_per_second = 0;             ///< (query, key) pairs a rank attends to; 0: not known
+  /// Between ranks of a node. Measured: every GPU pushes to all its peers at once.
+  double nvlink_bytes_per_second = 345e9;
+  /// Between nodes. Nominal: one network card of 400 Gbit/s a rank.
+  double network_bytes_per_second = 50e9;
+  std::int32_t ranks_per_node = 8;  ///< consecutive ranks; the last node may have fewer
+  /// What each peer costs beside the bytes. Measured: a signal stored by one GPU and seen by
+  /// another (a barrier of 4 or 8 GPUs inside a kernel).
+  double message_seconds = 1.6e-6;
+  /// (query, key) pairs a rank attends to, forward. 0: not known.
+  double pairs_per_second = 0;
 
   friend bool operator==(const HardwareFacts&, const HardwareFacts&) = default;
 };

@@ -37,6 +37,12 @@ class World {
 [[nodiscard]] World make_thread_world(std::shared_ptr<Bootstrap> bootstrap,
                                       std::int32_t ranks_per_node = 0);
 
+/// A rank of the world whose ranks are processes of one host, in host memory. Collective.
+/// @param ranks_per_node 0: all ranks on one node
+/// @throws Unsupported when a rank is on another host
+[[nodiscard]] World make_process_world(std::shared_ptr<Bootstrap> bootstrap,
+                                       std::int32_t ranks_per_node = 0);
+
 struct ThreadWorldOptions {
   std::int32_t ranks_per_node = 0;  ///< 0: all ranks on one node
   double timeout_s = default_timeout_s;

@@ -111,4 +111,12 @@ class Transport {
 [[nodiscard]] std::unique_ptr<Transport> make_thread_transport(std::shared_ptr<Bootstrap> bootstrap,
                                                                std::int32_t ranks_per_node = 0);
 
+/// The world whose ranks are processes of one host, in POSIX shared memory (/dev/shm must hold the
+/// memory of all). Collective. Memory has no name once it has bytes: it goes with the last process
+/// that has it, also when that is killed.
+/// @param ranks_per_node as above
+/// @throws Unsupported when a rank is on another host
+[[nodiscard]] std::unique_ptr<Transport> make_process_transport(
+    std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node = 0);
+
 }  // namespace waybill

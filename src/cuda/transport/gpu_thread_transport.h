@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <memory>
 
 #include "../executor/gpu_rank.h"
@@ -8,7 +9,10 @@
 namespace waybill::cuda {
 
 /// Ranks are threads of one process, with the memory of GPUs that reach each other's.
+/// @param share ranks on this rank's device
+/// @throws Unsupported without peer access
 [[nodiscard]] std::unique_ptr<Transport> make_gpu_thread_transport(
-    std::shared_ptr<Bootstrap> bootstrap, Topology topology, std::shared_ptr<GpuRank> gpu);
+    std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node, std::shared_ptr<GpuRank> gpu,
+    int share);
 
 }  // namespace waybill::cuda

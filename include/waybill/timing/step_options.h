@@ -1,0 +1,62 @@
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "waybill/planner/attention_plan.h"
+#include "waybill/planner/planner_options.h"
+
+namespace waybill {
+
+/// How rows of KV travel. Rows of Q, and what belongs to them backward, always go straight.
+enum class StepTransfer : std::uint8_t {
+  direct,         ///< from home to each rank that needs them
+  once_per_node,  ///< over the network once a node, to the rank with home's local index there if
+                  ///< several ranks of the node need them; it forwards over NVLink
+  relay,          ///< as the planner's relay schedule says
+};
+
+[[nodiscard]] std::string_view to_string(StepTransfer transfer);
+
+/// What a step costs beside bytes over NVLink and network (see HardwareFacts for "measured" and
+/// "nominal").
+struct StepCosts {
+  /// A phase in which nothing moves: launch, one round of signals, event. Measured, 4 x H200: 11
+  /// us.
+  double phase_seconds = 11e-6;
+  /// Speed of a pull over that of a push, NVLink: the gradients of K and V are pulled. Measured:
+  /// 325 to 345.
+  double pull_share = 325.0 / 345.0;
+  /// As HardwareFacts::message_seconds, between nodes. Nominal.
+  double network_message_seconds = 3e-6;
+  /// Rows are forwarded in pieces of this size: each rank on the way adds the time of one piece and
+  /// of one message. A choice, not a fact.
+  std::int64_t forward_chunk_bytes = 1 << 20;
+  /// Attention of one rank; a (query, key) pair has 4 * q_hidden operations forward and 10 *
+  /// q_hidden backward. Nominal: long causal documents, head size 128, FlashAttention-3 on a
+  /// Hopper GPU as published. Not used where HardwareFacts::pairs_per_second is known, but for the
+  /// ratio of backward to forward.
+  double forward_flops_per_second = 600e12;
+  double backward_flops_per_second = 450e12;
+
+  friend bool operator==(const StepCosts&, const StepCosts&) = default;
+};
+
+/// What predict_step is asked.
+struct StepOptions {
+  ModelShape model = {};
+  AttentionMask mask = {};
+  HardwareFacts hardware = {};
+  StepCosts costs = {};
+  StepTransfer transfer = StepTransfer::direct;
+
+  /// Those of a plan; its relay schedule where it has one.
+  [[nodiscard]] static StepOptions of(const AttentionPlan& plan);
+
+  /// @throws InvalidArgument "who: field = got, expected ..."
+  void check(const char* who) const;
+
+  friend bool operator==(const StepOptions&, const StepOptions&) = default;
+};
+
+}  // namespace waybill

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <exception>
+#include <string>
+#include <string_view>
+
+#include "waybill/transport/bootstrap.h"
+
+namespace waybill {
+
+/// Collective: every rank says what went wrong on it; empty: nothing.
+/// @throws TransportError on all ranks when there is trouble, naming the first rank that has some;
+///   Timeout
+void agree(Bootstrap& bootstrap, std::string_view trouble, std::string_view operation);
+
+/// Collective: does this rank's part of something that succeeds on all ranks or fails on all.
+/// @throws what `work` threw, on the ranks where it did; on the others as agree
+template <class Work>
+void do_together(Bootstrap& bootstrap, std::string_view operation, Work&& work) {
+  std::exception_ptr error;
+  std::string trouble;
+  try {
+    work();
+  } catch (const std::exception& caught) {
+    error = std::current_exception();
+    trouble = caught.what();
+    if (trouble.empty()) trouble = "an error without a text";
+  }
+  try {
+    agree(bootstrap, trouble, operation);
+  } catch (const Error&) {
+    if (!error) throw;
+  }
+  if (error) std::rethrow_exception(error);
+}
+
+/// Collective: whether all ranks run under one operating system.
+[[nodiscard]] bool on_one_host(Bootstrap& bootstrap);
+
+/// The same as a demand. @throws Unsupported on all ranks, naming one that is elsewhere; Timeout
+void require_one_host(Bootstrap& bootstrap, std::string_view who);
+
+}  // namespace waybill

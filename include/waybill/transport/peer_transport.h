@@ -1,0 +1,58 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include "waybill/transport/transport.h"
+
+namespace waybill {
+
+/// The part of a Transport that engines share whose ranks meet over a Bootstrap and whose symmetric
+/// memory consists of one block a rank. An engine says how the blocks are made and freed, and how
+/// pieces and signals get there.
+class PeerTransport : public Transport {
+ public:
+  [[nodiscard]] SymmetricBuffer allocate(std::int64_t size_bytes, std::string_view name) final;
+  [[nodiscard]] SignalPad allocate_signals(std::int64_t count, std::string_view name) final;
+  void release(SymmetricBuffer& buffer) final;
+  void release(SignalPad& pad) final;
+  void abandon(std::vector<std::shared_ptr<void>> memory) final;
+  void barrier(std::string_view operation) final { bootstrap_->barrier(operation); }
+
+ protected:
+  /// The parts of all ranks, as this one sees them.
+  using Parts = std::vector<std::shared_ptr<void>>;
+
+  /// @param bootstrap not null
+  /// @param ranks_per_node 0: all ranks on one node
+  /// @throws as Transport
+  PeerTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node);
+
+  [[nodiscard]] Bootstrap& bootstrap() noexcept { return *bootstrap_; }
+
+  /// Where a rank's slot lies, also on another node. @throws InvalidArgument as check_slot
+  [[nodiscard]] std::uint64_t* slot_of(Rank peer, SignalSlot slot) const;
+
+  /// Where a piece goes, also on another node. @throws InvalidArgument as check_piece
+  [[nodiscard]] std::byte* place_of(const SymmetricBuffer& to, const PutRequest& piece) const;
+
+ private:
+  /// Collective: [W] blocks of size_bytes >= 0 zeros, aligned to 256 bytes; null for a rank whose
+  /// memory cannot be reached through a pointer. Ranks check that they ask for the same size.
+  [[nodiscard]] virtual Parts make_parts(std::int64_t size_bytes, std::string_view name) = 0;
+
+  /// Collective, when nobody uses the parts any more.
+  virtual void free_parts(Parts parts);
+
+  template <class Symmetric>
+  void share(Symmetric& result, std::int64_t size_bytes, std::string_view name);
+  template <class Symmetric>
+  void give_back(Symmetric& memory);
+
+  std::shared_ptr<Bootstrap> bootstrap_;
+  Parts abandoned_;
+};
+
+}  // namespace waybill

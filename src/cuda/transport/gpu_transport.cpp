@@ -1,0 +1,51 @@
+#include "gpu_transport.h"
+
+#include <utility>
+
+#include "../executor/cuda_check.h"
+#include "../kernel/launch.h"
+#include "waybill/core/at.h"
+
+namespace waybill::cuda {
+
+GpuTransport::GpuTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
+                           std::shared_ptr<GpuRank> gpu, int share)
+    : PeerTransport(std::move(bootstrap), ranks_per_node), gpu_(std::move(gpu)), share_(share) {
+  gpu_->use();
+  seen_ = pinned_memory(sizeof(std::uint64_t));
+  cuda_check(prepare_meet(), "loading kernels");
+}
+
+void GpuTransport::put(const SymmetricBuffer& to, const PutRequest& piece) {
+  std::byte* const place = place_of(to, piece);
+  if (piece.size_bytes == 0) return;
+  gpu_->use();
+  gpu_->check(cudaMemcpyAsync(place, piece.source, waybill::detail::at(piece.size_bytes),
+                              cudaMemcpyDefault, gpu_->stream()),
+              "copying to a peer", "put");
+}
+
+void GpuTransport::signal(Rank peer, SignalSlot slot, std::uint64_t epoch) {
+  std::uint64_t* const flag = slot_of(peer, slot);
+  gpu_->use();
+  gpu_->check(launch_signal(flag, epoch, gpu_->stream()), "launching a signal", "signal");
+}
+
+std::uint64_t GpuTransport::wait(SignalSlot slot, std::uint64_t wanted, Rank peer,
+                                 std::string_view operation) {
+  check_slot(slot);
+  gpu_->use();
+  const std::uint64_t* const flag = slot.pad->local + slot.idx;
+  gpu_->check(
+      launch_wait({flag, wanted, to_int(rank()), to_int(peer), seen()}, sink(), gpu_->stream()),
+      "launching a wait", operation);
+  gpu_->check(cudaStreamSynchronize(gpu_->stream()), "waiting for a signal", operation);
+  return *seen();
+}
+
+void GpuTransport::quiet() {
+  gpu_->use();
+  gpu_->check(cudaStreamSynchronize(gpu_->stream()), "waiting for puts", "quiet");
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string_view>
+
+#include "../executor/gpu_rank.h"
+#include "waybill/transport/peer_transport.h"
+
+namespace waybill::cuda {
+
+/// What engines share whose symmetric memory is device memory that every rank has mapped. Pieces
+/// and signals go in the order of the rank's own stream.
+class GpuTransport : public PeerTransport {
+ public:
+  void put(const SymmetricBuffer& to, const PutRequest& piece) override;
+  void signal(Rank peer, SignalSlot slot, std::uint64_t epoch) override;
+  std::uint64_t wait(SignalSlot slot, std::uint64_t wanted, Rank peer,
+                     std::string_view operation) override;
+  void quiet() override;
+
+ protected:
+  /// @param share ranks on this rank's device
+  GpuTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
+               std::shared_ptr<GpuRank> gpu, int share);
+
+  [[nodiscard]] const GpuRank& gpu() const noexcept { return *gpu_; }
+  [[nodiscard]] FaultSink sink() const { return gpu_->sink(share_); }
+  /// Pinned host memory: what a wait saw.
+  [[nodiscard]] std::uint64_t* seen() const { return static_cast<std::uint64_t*>(seen_.get()); }
+
+ private:
+  std::shared_ptr<GpuRank> gpu_;
+  int share_;
+  std::shared_ptr<void> seen_;
+};
+
+}  // namespace waybill::cuda

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "moves.h"
+#include "waybill/planner/relay.h"
+
+namespace waybill::detail {
+
+/// Bytes from one rank to another, forward. A flow with `after` forwards what that flow, which
+/// stands before it, brings.
+struct Flow {
+  std::int32_t src = 0;
+  std::int32_t dst = 0;
+  std::int32_t after = -1;
+  std::int64_t bytes = 0;
+};
+
+/// Peers of one rank by kind of link.
+struct LinkPeers {
+  std::int32_t nvlink_in = 0;
+  std::int32_t nvlink_out = 0;
+  std::int32_t network_in = 0;
+  std::int32_t network_out = 0;
+};
+
+/// What crosses in a phase, forward, with its sums. Backward in and out change places.
+struct FlowSet {
+  std::vector<Flow> flows;
+  std::vector<LinkBytes> links;  ///< [W]
+  std::vector<LinkPeers> peers;  ///< [W] distinct ones
+
+  /// Sums of `flows`.
+  void count(const NodeMap& nodes);
+};
+
+/// Rows of Q; once a pair of ranks.
+[[nodiscard]] std::vector<Flow> q_flows(const TimedPlan& timed, std::int64_t row_bytes);
+
+/// Rows of KV; once a pair of ranks and feeder, or once a hop.
+[[nodiscard]] std::vector<Flow> kv_flows(const TimedPlan& timed, const NodeMap& nodes,
+                                         StepTransfer transfer, std::int64_t row_bytes);
+
+}  // namespace waybill::detail

@@ -1,0 +1,90 @@
+#include "moves.h"
+
+#include <algorithm>
+
+#include "waybill/core/at.h"
+#include "waybill/routing/document_plan.h"
+
+namespace waybill::detail {
+namespace {
+
+// One KV shard once a node. `ranks`: who needs it, ascending; once for each copy.
+void visit_once_per_node(const NodeMap& nodes, Move move, const std::vector<std::int32_t>& ranks,
+                         const std::function<void(const Move&)>& visit) {
+  const std::int32_t home = move.src;
+  for (std::size_t first = 0; first < ranks.size();) {
+    const std::int32_t node = nodes.node(ranks[first]);
+    std::size_t last = first;
+    while (last < ranks.size() && nodes.node(ranks[last]) == node) ++last;
+    move.src = home;
+    move.via = -1;
+    if (node != nodes.node(home)) {
+      const bool several = ranks[first] != ranks[last - 1];
+      const std::int32_t entry = several ? nodes.peer(home, node) : ranks[first];
+      move.dst = entry;
+      visit(move);
+      move.src = entry;
+      move.via = home;
+    }
+    for (std::size_t i = first; i < last; ++i) {
+      move.dst = ranks[i];
+      if (move.dst != move.src) visit(move);
+    }
+    first = last;
+  }
+}
+
+void visit_relay(const TimedPlan& timed, const std::function<void(const Move&)>& visit) {
+  const auto& hops = timed.relay->hops;
+  for (const RelayHop& hop : hops) {
+    visit({.shard = hop.shard,
+           .src = hop.src_rank,
+           .dst = hop.dst_rank,
+           .via = hop.after < 0 ? -1 : hops[at(hop.after)].src_rank,
+           .rows = hop.num_rows});
+  }
+}
+
+}  // namespace
+
+std::int32_t NodeMap::peer(std::int32_t rank, std::int32_t node) const {
+  const std::int32_t first = node * ranks_per_node;
+  const std::int32_t size = std::min(ranks_per_node, world_size - first);
+  return first + rank % ranks_per_node % size;
+}
+
+void visit_kv_moves(const TimedPlan& timed, const NodeMap& nodes, StepTransfer transfer,
+                    const std::function<void(const Move&)>& visit) {
+  if (transfer == StepTransfer::relay) {
+    visit_relay(timed, visit);
+    return;
+  }
+  const SparseMetadata& kv = timed.routing.fwd_kv;
+  std::vector<std::int32_t> ranks;
+  for (std::int64_t n = 0; n < timed.plan->num_shards(); ++n) {
+    Move move{.shard = static_cast<std::int32_t>(n),
+              .src = timed.home[at(n)],
+              .rows = timed.plan->shard_len[at(n)]};
+    if (move.rows == 0) continue;
+    ranks.assign(kv.dst_rank.begin() + kv.copy_begin(n), kv.dst_rank.begin() + kv.copy_end(n));
+    if (transfer == StepTransfer::once_per_node) {
+      std::sort(ranks.begin(), ranks.end());
+      visit_once_per_node(nodes, move, ranks, visit);
+      continue;
+    }
+    for (const std::int32_t rank : ranks) {
+      move.dst = rank;
+      if (move.dst != move.src) visit(move);
+    }
+  }
+}
+
+std::vector<std::int64_t> work_of_shards(const TimedPlan& timed, const AttentionMask& mask) {
+  if (mask.is_causal()) return shard_work(*timed.plan);
+  std::vector<std::int64_t> work(at(timed.plan->num_shards()));
+  for (std::size_t n = 0; n < work.size(); ++n)
+    work[n] = mask.pairs(timed.position[n], timed.position[n] + timed.plan->shard_len[n]);
+  return work;
+}
+
+}  // namespace waybill::detail

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "waybill/planner/relay.h"
+#include "waybill/routing/qkv_plan.h"
+#include "waybill/routing/qkv_routing.h"
+#include "waybill/timing/step_options.h"
+
+namespace waybill::detail {
+
+/// Which ranks share a node.
+struct NodeMap {
+  std::int32_t world_size = 1;
+  std::int32_t ranks_per_node = 1;
+
+  [[nodiscard]] std::int32_t node(std::int32_t rank) const { return rank / ranks_per_node; }
+  [[nodiscard]] bool same(std::int32_t a, std::int32_t b) const { return node(a) == node(b); }
+  /// The rank of `node` with the local index of `rank`; the last node may have fewer ranks.
+  [[nodiscard]] std::int32_t peer(std::int32_t rank, std::int32_t node) const;
+};
+
+/// Rows of a KV shard that cross from one rank to another, forward.
+struct Move {
+  std::int32_t shard = 0;
+  std::int32_t src = 0;
+  std::int32_t dst = 0;
+  std::int32_t via = -1;  ///< the rank that brought them to src; -1: src is home
+  std::int64_t rows = 0;
+};
+
+/// A plan with what every prediction of it needs.
+struct TimedPlan {
+  const QkvPlan* plan = nullptr;
+  const RelaySchedule* relay = nullptr;
+  QkvRouting routing;
+  std::vector<std::int32_t> home;      ///< [N]
+  std::vector<std::int32_t> document;  ///< [N]
+  std::vector<std::int64_t> position;  ///< [N] first token, in the document
+};
+
+/// Calls `visit` for every move of KV between ranks, straight or once a node.
+void visit_kv_moves(const TimedPlan& timed, const NodeMap& nodes, StepTransfer transfer,
+                    const std::function<void(const Move&)>& visit);
+
+/// [N] (query, key) pairs of each shard: by the mask; without a window by the plan's kv_begin.
+[[nodiscard]] std::vector<std::int64_t> work_of_shards(const TimedPlan& timed,
+                                                       const AttentionMask& mask);
+
+}  // namespace waybill::detail

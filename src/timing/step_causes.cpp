@@ -1,0 +1,95 @@
+#include "step_causes.h"
+
+#include <algorithm>
+#include <unordered_map>
+
+#include "waybill/core/at.h"
+
+namespace waybill::detail {
+namespace {
+
+bool goes_out(StepResource resource) {
+  return resource == StepResource::nvlink_out || resource == StepResource::network_out;
+}
+
+bool over_network(StepResource resource) {
+  return resource == StepResource::network_in || resource == StepResource::network_out;
+}
+
+bool is_reverse(StepPhase phase) {
+  return phase == StepPhase::output || phase == StepPhase::q_gradient ||
+         phase == StepPhase::kv_gradient;
+}
+
+/// Amounts by document for one cause.
+struct Tally {
+  StepCause* cause = nullptr;
+  std::unordered_map<std::int32_t, std::int64_t> amounts;
+
+  /// Whether a row from `src` to `dst`, forward, crosses the link that the cause names.
+  [[nodiscard]] bool crosses(std::int32_t src, std::int32_t dst, bool same_node) const {
+    if (over_network(cause->resource) == same_node) return false;
+    const bool from_src = goes_out(cause->resource) != is_reverse(cause->phase);
+    return (from_src ? src : dst) == cause->rank;
+  }
+
+  void add(std::int32_t document, std::int64_t amount) {
+    amounts[document] += amount;
+    cause->amount += amount;
+  }
+
+  void finish() const {
+    for (const auto& [document, amount] : amounts) {
+      if (amount < cause->document_amount) continue;
+      if (amount == cause->document_amount && document > cause->document) continue;
+      cause->document = document;
+      cause->document_amount = amount;
+    }
+  }
+};
+
+bool moves_q(StepPhase phase) { return moves_rows(phase) && phase != StepPhase::kv_gradient; }
+bool moves_kv(StepPhase phase) {
+  return phase == StepPhase::dispatch || phase == StepPhase::kv_gradient;
+}
+
+}  // namespace
+
+void find_documents(const TimedPlan& timed, const NodeMap& nodes, const StepOptions& options,
+                    const std::vector<std::int64_t>& work, std::vector<StepCause*> causes) {
+  const QkvPlan& plan = *timed.plan;
+  std::vector<Tally> kernels;
+  std::vector<Tally> links;
+  for (StepCause* cause : causes) {
+    if (cause->resource == StepResource::nothing) continue;
+    (cause->resource == StepResource::compute ? kernels : links).push_back({cause, {}});
+  }
+  for (std::int64_t n = 0; n < plan.num_shards() && !kernels.empty(); ++n) {
+    for (Tally& tally : kernels) {
+      if (plan.q_dst[at(n)] == tally.cause->rank) tally.add(timed.document[at(n)], work[at(n)]);
+    }
+  }
+  const std::int64_t q_bytes = options.model.q_row_bytes();
+  const std::int64_t kv_bytes = options.model.kv_row_bytes();
+  for (std::int64_t n = 0; n < plan.num_shards(); ++n) {
+    const std::int32_t src = timed.home[at(n)];
+    const std::int32_t dst = plan.q_dst[at(n)];
+    if (src == dst) continue;
+    for (Tally& tally : links) {
+      if (moves_q(tally.cause->phase) && tally.crosses(src, dst, nodes.same(src, dst)))
+        tally.add(timed.document[at(n)], plan.shard_len[at(n)] * q_bytes);
+    }
+  }
+  visit_kv_moves(timed, nodes, options.transfer, [&](const Move& move) {
+    for (Tally& tally : links) {
+      if (moves_kv(tally.cause->phase) &&
+          tally.crosses(move.src, move.dst, nodes.same(move.src, move.dst)))
+        tally.add(timed.document[at(move.shard)], move.rows * kv_bytes);
+    }
+  });
+  for (const auto* tallies : {&kernels, &links}) {
+    for (const Tally& tally : *tallies) tally.finish();
+  }
+}
+
+}  // namespace waybill::detail

@@ -1,0 +1,63 @@
+#include "waybill/transport/agree.h"
+
+#include <unistd.h>
+
+#include <array>
+#include <fstream>
+#include <span>
+#include <vector>
+
+namespace waybill {
+namespace {
+
+std::vector<std::string> gather_texts(Bootstrap& bootstrap, std::string_view mine,
+                                      std::string_view operation) {
+  std::vector<std::string> texts;
+  for (const auto& bytes : bootstrap.all_gather(std::as_bytes(std::span(mine)), operation)) {
+    texts.emplace_back(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  }
+  return texts;
+}
+
+/// The same for all processes between two starts of the system, also in containers; where there is
+/// none, the name of the host.
+std::string host_id() {
+  std::string id;
+  std::ifstream boot("/proc/sys/kernel/random/boot_id");
+  if (std::getline(boot, id) && !id.empty()) return id;
+  std::array<char, 256> name{};
+  (void)gethostname(name.data(), name.size() - 1);
+  return name.data();
+}
+
+/// The first rank on another host than rank 0; world_size: there is none.
+std::size_t first_elsewhere(Bootstrap& bootstrap, std::string_view operation) {
+  const auto hosts = gather_texts(bootstrap, host_id(), operation);
+  std::size_t r = 0;
+  while (r < hosts.size() && hosts[r] == hosts[0]) ++r;
+  return r;
+}
+
+}  // namespace
+
+void agree(Bootstrap& bootstrap, std::string_view trouble, std::string_view operation) {
+  const auto troubles = gather_texts(bootstrap, trouble, operation);
+  for (std::size_t r = 0; r < troubles.size(); ++r) {
+    if (troubles[r].empty()) continue;
+    throw TransportError(concat(operation, ": rank ", r, " failed: ", troubles[r]));
+  }
+}
+
+bool on_one_host(Bootstrap& bootstrap) {
+  return first_elsewhere(bootstrap, "on_one_host") ==
+         static_cast<std::size_t>(bootstrap.world_size());
+}
+
+void require_one_host(Bootstrap& bootstrap, std::string_view who) {
+  const std::size_t r = first_elsewhere(bootstrap, who);
+  if (r == static_cast<std::size_t>(bootstrap.world_size())) return;
+  throw Unsupported(
+      concat(who, ": rank ", r, " is on another host than rank 0, expected all on one"));
+}
+
+}  // namespace waybill

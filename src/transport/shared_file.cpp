@@ -1,0 +1,88 @@
+#include "shared_file.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <iomanip>
+#include <random>
+#include <sstream>
+#include <system_error>
+#include <utility>
+
+#include "waybill/core/at.h"
+#include "waybill/core/error.h"
+
+namespace waybill::detail {
+namespace {
+
+std::string reason(int error) { return std::generic_category().message(error); }
+
+}  // namespace
+
+SharedFile::SharedFile(SharedFile&& other) noexcept
+    : descriptor_(std::exchange(other.descriptor_, -1)) {}
+
+SharedFile& SharedFile::operator=(SharedFile&& other) noexcept {
+  std::swap(descriptor_, other.descriptor_);
+  return *this;
+}
+
+SharedFile::~SharedFile() {
+  if (descriptor_ >= 0) (void)::close(descriptor_);
+}
+
+std::string SharedFile::unique_name() {
+  static std::atomic<std::uint64_t> count = 0;
+  std::random_device random;
+  std::ostringstream name;
+  name << "/waybill-" << getpid() << "-" << count++ << "-" << std::hex << std::setfill('0')
+       << std::setw(8) << random() << std::setw(8) << random();
+  return name.str();
+}
+
+SharedFile SharedFile::create(const std::string& name) {
+  const int descriptor = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR, S_IRUSR | S_IWUSR);
+  if (descriptor < 0) {
+    throw TransportError(concat("cannot make the shared memory ", name, ": ", reason(errno)));
+  }
+  return SharedFile(descriptor);
+}
+
+SharedFile SharedFile::open(const std::string& name) {
+  const int descriptor = shm_open(name.c_str(), O_RDWR, 0);
+  if (descriptor < 0) {
+    throw TransportError(concat("cannot open the shared memory ", name, ": ", reason(errno),
+                                "; expected processes of one user that see the same /dev/shm"));
+  }
+  return SharedFile(descriptor);
+}
+
+void SharedFile::unlink(const std::string& name) noexcept { (void)shm_unlink(name.c_str()); }
+
+void SharedFile::reserve(std::int64_t size_bytes) const {
+  int error = 0;
+  do {
+    error = posix_fallocate(descriptor_, 0, size_bytes);
+  } while (error == EINTR);
+  if (error == 0) return;
+  throw TransportError(concat("cannot reserve ", size_bytes,
+                              " bytes of shared memory: ", reason(error),
+                              "; /dev/shm must hold the memory of all ranks "
+                              "(containers: --shm-size or --ipc=host)"));
+}
+
+std::shared_ptr<void> SharedFile::map(std::int64_t size_bytes) const {
+  const std::size_t size = at(size_bytes);
+  void* const memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
+  if (memory == MAP_FAILED) {
+    throw TransportError(
+        concat("cannot map ", size_bytes, " bytes of shared memory: ", reason(errno)));
+  }
+  return {memory, [size](void* begin) { (void)munmap(begin, size); }};
+}
+
+}  // namespace waybill::detail

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace waybill::detail {
+
+/// POSIX shared memory that processes of one host open by name. The name may go as soon as all have
+/// opened it; the memory lives as long as somebody has it open or mapped, a process that is killed
+/// included.
+class SharedFile {
+ public:
+  SharedFile() = default;
+  SharedFile(SharedFile&& other) noexcept;
+  SharedFile& operator=(SharedFile&& other) noexcept;
+  SharedFile(const SharedFile&) = delete;
+  SharedFile& operator=(const SharedFile&) = delete;
+  ~SharedFile();
+
+  /// A name that no other call returns on this host.
+  [[nodiscard]] static std::string unique_name();
+
+  /// Makes it, empty, for this user alone. @throws TransportError
+  [[nodiscard]] static SharedFile create(const std::string& name);
+  [[nodiscard]] static SharedFile open(const std::string& name);
+
+  /// Does nothing when there is none.
+  static void unlink(const std::string& name) noexcept;
+
+  /// Makes it so many zeros, all of them there: no later write can fail for want of memory.
+  /// @throws TransportError when the host has not that much
+  void reserve(std::int64_t size_bytes) const;
+
+  /// This process' view of size_bytes > 0 bytes, which outlives the object. They must have been
+  /// reserved before they are used. @throws TransportError
+  [[nodiscard]] std::shared_ptr<void> map(std::int64_t size_bytes) const;
+
+ private:
+  explicit SharedFile(int descriptor) : descriptor_(descriptor) {}
+
+  int descriptor_ = -1;
+};
+
+}  // namespace waybill::detail

@@ -1,0 +1,147 @@
+#include <gtest/gtest.h>
+
+#include <csignal>
+#include <filesystem>
+
+#include "support/run_processes.h"
+#include "support/transport_checks.h"
+#include "waybill/transport/agree.h"
+#include "waybill/transport/bootstraps.h"
+
+namespace waybill {
+namespace {
+
+using detail::at;
+using test::expect_no_errors;
+using test::MeetingFolder;
+using test::ProcessEnd;
+
+/// Runs body(bootstrap) in one process a rank.
+std::vector<ProcessEnd> run_with_files(
+    std::int32_t world_size, double timeout_s,
+    const std::function<void(std::shared_ptr<Bootstrap>)>& body) {
+  const MeetingFolder folder;
+  return test::run_processes(world_size, [&](std::int32_t rank) {
+    body(make_file_bootstrap(rank, world_size, folder.path(), timeout_s));
+  });
+}
+
+/// Shared memory that still has a name.
+std::vector<std::string> names_of(const std::vector<ProcessEnd>& ends) {
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator("/dev/shm")) {
+    const std::string name = entry.path().filename().string();
+    for (const ProcessEnd& end : ends) {
+      if (name.starts_with(concat("waybill-", end.process, "-"))) names.push_back(name);
+    }
+  }
+  return names;
+}
+
+TEST(ProcessTransport, PutsAndSignalsReachEveryPeer) {
+  for (const std::int32_t per_node : {0, 2, 1}) {
+    const auto ends = run_with_files(4, 20, [&](std::shared_ptr<Bootstrap> bootstrap) {
+      test::check_puts_and_signals(*make_process_transport(std::move(bootstrap), per_node));
+    });
+    expect_no_errors(ends);
+    EXPECT_EQ(names_of(ends), std::vector<std::string>{});
+  }
+}
+
+TEST(ProcessTransport, ReachFollowsTheNodes) {
+  expect_no_errors(run_with_files(4, 20, [](std::shared_ptr<Bootstrap> bootstrap) {
+    test::check_reach(*make_process_transport(std::move(bootstrap), 2));
+  }));
+}
+
+TEST(ProcessTransport, ASilentPeerIsNamedWithAllThatIsKnown) {
+  const auto ends = run_with_files(4, 0.5, [](std::shared_ptr<Bootstrap> bootstrap) {
+    test::miss_rank_3(*make_process_transport(std::move(bootstrap), 2));
+  });
+  for (std::int32_t r = 0; r < 4; ++r) {
+    const std::string& text = ends[at(r)].text;
+    EXPECT_TRUE(test::names_missed_wait(
+        text, {.operation = "unload", .rank = r, .peer = 3, .wanted = 2, .seen = 1}, 0.5, 5));
+    EXPECT_NE(text.find("from rank 3 (node 1, local_rank 1)"), std::string::npos) << text;
+  }
+}
+
+TEST(ProcessTransport, AKilledRankIsNamedAndLeavesNothing) {
+  const auto ends = run_with_files(3, 1, [](std::shared_ptr<Bootstrap> bootstrap) {
+    const auto transport = make_process_transport(std::move(bootstrap));
+    const SymmetricBuffer buffer = transport->allocate(1 << 20, "test");
+    const SignalPad pad = transport->allocate_signals(3, "test");
+    if (transport->rank() == Rank{1}) (void)std::raise(SIGKILL);
+    std::memset(buffer.peers[1], 7, 1 << 20);  // what it had stays while others have it
+    EXPECT_EQ(buffer.peers[1][(1 << 20) - 1], std::byte{7});
+    (void)transport->wait({&pad, 1}, 5, Rank{1}, "unload");
+  });
+  EXPECT_EQ(ends[1].signal, SIGKILL);
+  for (const std::int32_t r : {0, 2}) {
+    EXPECT_TRUE(test::names_missed_wait(
+        ends[at(r)].text, {.operation = "unload", .rank = r, .peer = 1, .wanted = 5, .seen = 0}, 1,
+        6));
+  }
+  EXPECT_EQ(names_of(ends), std::vector<std::string>{});
+}
+
+TEST(ProcessTransport, ARankKilledBeforeAnAllocationIsNamedAndLeavesNothing) {
+  const auto ends = run_with_files(3, 1, [](std::shared_ptr<Bootstrap> bootstrap) {
+    const auto transport = make_process_transport(bootstrap);
+    if (transport->rank() == Rank{2}) (void)std::raise(SIGKILL);
+    (void)transport->allocate(1 << 20, "landing");
+  });
+  for (const std::int32_t r : {0, 1}) {
+    const std::string& text = ends[at(r)].text;
+    EXPECT_NE(text.find(concat("allocate(landing): rank ", r, " waited ")), std::string::npos)
+        << text;
+    EXPECT_NE(text.find("from rank 2"), std::string::npos) << text;
+  }
+  EXPECT_EQ(names_of(ends), std::vector<std::string>{});
+}
+
+TEST(ProcessTransport, SizesThatDifferAreRefusedByAll) {
+  const auto ends = run_with_files(3, 20, [](std::shared_ptr<Bootstrap> bootstrap) {
+    const auto transport = make_process_transport(std::move(bootstrap));
+    (void)transport->allocate(transport->rank() == Rank{1} ? 16 : 32, "landing");
+  });
+  for (const ProcessEnd& end : ends) {
+    EXPECT_NE(end.text.find("allocate(landing): size_bytes = "), std::string::npos) << end.text;
+  }
+}
+
+TEST(ProcessTransport, MoreThanTheHostHasIsRefusedByAll) {
+  const auto ends = run_with_files(2, 20, [](std::shared_ptr<Bootstrap> bootstrap) {
+    const auto transport = make_process_transport(std::move(bootstrap));
+    EXPECT_THROW((void)transport->allocate(std::int64_t{1} << 60, "landing"), TransportError);
+    SymmetricBuffer small = transport->allocate(8, "small");  // all are still at the same call
+    transport->release(small);
+    (void)transport->allocate(std::int64_t{1} << 60, "landing");
+  });
+  for (const ProcessEnd& end : ends) {
+    EXPECT_NE(end.text.find("cannot reserve 1152921504606846976 bytes of shared memory"),
+              std::string::npos)
+        << end.text;
+  }
+  EXPECT_EQ(names_of(ends), std::vector<std::string>{});
+}
+
+TEST(Agree, TroubleOnOneRankIsAnErrorOnAll) {
+  const auto ends = run_with_files(3, 20, [](std::shared_ptr<Bootstrap> bootstrap) {
+    EXPECT_TRUE(on_one_host(*bootstrap));
+    require_one_host(*bootstrap, "test");
+    int calls = 0;
+    do_together(*bootstrap, "test", [&] { ++calls; });
+    EXPECT_EQ(calls, 1);
+    do_together(*bootstrap, "opening", [&] {
+      if (bootstrap->rank() == Rank{1}) throw InvalidArgument("the door is shut");
+    });
+  });
+  EXPECT_EQ(ends[1].text, "the door is shut");
+  for (const std::int32_t r : {0, 2}) {
+    EXPECT_EQ(ends[at(r)].text, "opening: rank 1 failed: the door is shut");
+  }
+}
+
+}  // namespace
+}  // namespace waybill
