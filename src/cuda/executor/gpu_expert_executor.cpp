@@ -82,8 +82,8 @@ class GpuExpertExecutor final : public ExpertExecutor {
     tables->stream = stream_of(call);
     const RouteParams params = params_.route(call, input, *tables);
     const int blocks = route_blocks(params.shape, num_sms(call));
+    // No event here: the rows' kernel begins early only right behind this one.
     check(launch_route(params, blocks, stream_of(call)), call);
-    tables->note_use(stream_of(call), capturing);
     return tables;
   }
 
@@ -95,7 +95,6 @@ class GpuExpertExecutor final : public ExpertExecutor {
     const RouteParams params = params_.route(call, input, the);
     const int blocks = params.weights == nullptr ? 1 : route_blocks(params.shape, num_sms(call));
     check(launch_enter(params, blocks, stream_of(call)), call);
-    the.note_use(stream_of(call), is_capturing(call));
   }
 
   void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
@@ -114,7 +113,9 @@ class GpuExpertExecutor final : public ExpertExecutor {
     params.cuts = cut_rows(row_bytes, static_cast<std::int32_t>(scale_bytes), bulk, word);
     const int blocks = num_sms(call);
     params.num_senders = num_sending_blocks(config_, options_, blocks);
-    check(launch_rows(params, bulk, blocks, stream_of(call)), call);
+    // Early blocks take room from the route of a rank on the same device.
+    const bool early = share_ == 1 && options_.payload != EPPayload::quantized;
+    check(launch_rows(params, {bulk, early, blocks}, stream_of(call)), call);
     the.are_filled = true;
     the.note_use(stream_of(call), is_capturing(call));
   }

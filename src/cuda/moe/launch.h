@@ -33,10 +33,15 @@ cudaError_t launch_enter(const RouteParams& params, int blocks, cudaStream_t str
 
 cudaError_t prepare_rows(bool bulk);
 
+struct RowsLaunch {
+  bool bulk;   ///< sm_90 and later, with cuts made for it
+  bool early;  ///< takes its place on the device while the kernel before it runs
+  int blocks;
+};
+
 /// Rows into the windows of all ranks; returns when those of all ranks are here. In the epoch of
 /// the route or enter before it.
-/// @param bulk sm_90 and later, with cuts made for it
-cudaError_t launch_rows(const RowsParams& params, bool bulk, int blocks, cudaStream_t stream);
+cudaError_t launch_rows(const RowsParams& params, const RowsLaunch& how, cudaStream_t stream);
 
 cudaError_t prepare_combine(DType tokens, DType weights, bool bulk);
 

@@ -32,6 +32,22 @@ __device__ inline void await_all_and_self(const MeetParams& p, std::uint64_t epo
   await_all(p, epoch);
 }
 
+/// Lets the kernel behind this one on the stream take its place on the device, if it was launched
+/// to do so.
+__device__ inline void let_next_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/// Waits until the kernel before this one on the stream has ended, where this one was launched
+/// early.
+__device__ inline void await_earlier_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 /// Waits for a slot that counts in steps below an epoch; reports speak of epochs.
 /// @return what it came to
 __device__ inline std::uint64_t await_step(const MeetParams& p, const std::uint64_t* slot,

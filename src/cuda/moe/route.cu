@@ -87,6 +87,7 @@ __global__ void __launch_bounds__(route_threads)
   const MoeShape& s = p.shape;
   const std::int32_t n = num_counts(s);
   const Scratch scratch{shared, shared + tile_warps * n, shared + tile_warps * n + s.num_experts};
+  let_next_begin();
   const std::uint64_t epoch = begin_moe_call(p.m, 0);
   count_block(p, scratch, tile_warps);
   if (is_last_block(p.m.meet)) tell_counts(p, epoch);
@@ -116,6 +117,7 @@ __global__ void __launch_bounds__(route_threads)
 __global__ void __launch_bounds__(route_threads)
     enter_kernel(const __grid_constant__ RouteParams p) {
   const MoeShape& s = p.shape;
+  let_next_begin();
   const std::uint64_t epoch = begin_moe_call(p.m, 0);
   if (threadIdx.x < 32) {
     if (blockIdx.x == 0) publish_to_all(p.m.meet, epoch);

@@ -298,6 +298,7 @@ __global__ void __launch_bounds__((Movers + Takers) * 32, 1)
   __shared__ std::uint64_t barriers[Movers][most_pump_stages];
   const auto warp = static_cast<int>(threadIdx.x / 32);
   const auto block = static_cast<std::int32_t>(blockIdx.x);
+  await_earlier_kernel();
   const std::uint64_t epoch = p.m.state->call.epoch;  // the call began with an earlier kernel
   const std::int32_t most = p.num_senders * Movers;
   const std::int32_t streams = most < max_streams ? most : max_streams;
@@ -367,17 +368,21 @@ cudaError_t prepare_rows(bool bulk) {
                               most_shared_bytes);
 }
 
-cudaError_t launch_rows(const RowsParams& params, bool bulk, int blocks, cudaStream_t stream) {
-  const auto grid = static_cast<unsigned>(blocks);
-  if (bulk) {
-    const auto bytes = static_cast<std::size_t>(pump_warps) *
-                       static_cast<std::size_t>(params.cuts.stages) *
-                       static_cast<std::size_t>(params.cuts.stage_bytes);
-    bulk_kernel<<<grid, (pump_warps + taker_warps) * 32, bytes, stream>>>(params);
-  } else {
-    vector_kernel<<<grid, vector_warps * 32, 0, stream>>>(params);
-  }
-  return cudaGetLastError();
+cudaError_t launch_rows(const RowsParams& params, const RowsLaunch& how, cudaStream_t stream) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = static_cast<unsigned>(how.blocks);
+  config.blockDim = (how.bulk ? pump_warps + taker_warps : vector_warps) * 32;
+  config.dynamicSmemBytes =
+      how.bulk ? static_cast<std::size_t>(pump_warps * params.cuts.stages * params.cuts.stage_bytes)
+               : 0;
+  config.stream = stream;
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = how.bulk && how.early ? 1 : 0;
+  return how.bulk ? cudaLaunchKernelEx(&config, bulk_kernel, params)
+                  : cudaLaunchKernelEx(&config, vector_kernel, params);
 }
 
 }  // namespace waybill::cuda
