@@ -72,14 +72,11 @@ class GpuExpertExecutor final : public ExpertExecutor {
   std::shared_ptr<ExpertTables> route(const ExpertCall& call,
                                       const ExpertDispatchInput& input) override {
     begin(call);
-    const TableLayout layout(config_, options_, memory_.capacity);
-    const bool capturing = is_capturing(call);
-    auto tables = std::make_shared<GpuExpertTables>(
-        config_, options_, layout, pool_, gpu_, pool_->take(layout, stream_of(call), capturing));
+    auto tables = std::make_shared<GpuExpertTables>(config_, options_, memory_.capacity, pool_,
+                                                    gpu_, stream_of(call), is_capturing(call));
     tables->num_tokens = input.ids.shape[0];
     tables->has_weights = input.weights.data != nullptr;
     tables->ticket = ++last_ticket_;
-    tables->stream = stream_of(call);
     const RouteParams params = params_.route(call, input, *tables);
     const int blocks = route_blocks(params.shape, num_sms(call));
     // No event here: the rows' kernel begins early only right behind this one.
@@ -101,6 +98,8 @@ class GpuExpertExecutor final : public ExpertExecutor {
                 ExpertTables& tables) override {
     begin(call);
     auto& the = static_cast<GpuExpertTables&>(tables);
+    const bool capturing = is_capturing(call);
+    the.fit(memory_.capacity, stream_of(call), capturing);
     RowsParams params = params_.rows(call, input, the);
     params.tokens = input.tokens.data;
     params.scales = input.scales.data;
@@ -117,7 +116,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     const bool early = share_ == 1 && options_.payload != EPPayload::quantized;
     check(launch_rows(params, {bulk, early, blocks}, stream_of(call)), call);
     the.are_filled = true;
-    the.note_use(stream_of(call), is_capturing(call));
+    the.note_use(stream_of(call), capturing);
   }
 
   void combine(const ExpertCall& call, const ExpertCombineInput& input,
@@ -208,7 +207,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     const int blocks = 2 * gpu_->num_sms();
     const cudaStream_t stream = stream_of(call);
     if (input.options.local_combine && options_.rows == EPRows::grouped) {
-      params.records = tables.part(tables.layout().records);
+      params.records = tables.part(tables.fixed().records);
       check(launch_sum_rows(params, config_.token_dtype, word == 16, blocks, stream), call);
     } else if (params.input != params.window) {
       check(launch_copy_rows(params, word, blocks, stream), call);

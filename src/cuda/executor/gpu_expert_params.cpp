@@ -96,7 +96,7 @@ MoeShape ExpertParams::shape(const GpuExpertTables& tables) const {
   s.max_tokens = static_cast<std::int32_t>(config_.max_tokens);
   s.compact = options_.rows == EPRows::compact ? 1 : 0;
   s.alignment = static_cast<std::int32_t>(options_.expert_alignment);
-  s.capacity = tables.layout().capacity;
+  s.capacity = tables.rows().capacity;
   return s;
 }
 
@@ -120,7 +120,7 @@ RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInpu
     params.sent_weights[r] = board + board_.weights[call.parity];
   }
   params.tile_counts = static_cast<std::int32_t*>(tile_counts_.get());
-  const TableLayout& layout = tables.layout();
+  const FixedTables& layout = tables.fixed();
   params.out_ids = tables.part(layout.ids);
   params.dst_rows = tables.part(layout.dst_rows);
   params.out_weights = tables.part<std::byte>(layout.weights);
@@ -151,7 +151,7 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
   params.tags = reinterpret_cast<MoeTag*>(window.local + memory_.window.tags);
   params.weights = window.local + memory_.window.weights;
   params.topk = reinterpret_cast<std::int32_t*>(window.local + memory_.window.topk);
-  const TableLayout& layout = tables.layout();
+  const FixedTables& layout = tables.fixed();
   params.places = tables.part<std::int64_t>(layout.places);
   params.fills_tables = !tables.are_filled;
   auto* const kept = tables.part(layout.records);
@@ -167,12 +167,14 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
   params.num_input_tokens = tables.part(layout.num_input_tokens);
   params.expert_counts = tables.part(layout.expert_counts);
   params.expert_offsets = tables.part(layout.expert_offsets);
-  params.kept_tags = tables.part<MoeTag>(layout.tags);
-  params.leader_rows = tables.part(layout.leader_rows);
-  params.choice_rows = tables.part(layout.choice_rows);
-  params.compact_to_grouped = tables.part(layout.compact_to_grouped);
+  params.num_recv_rows = tables.part(layout.num_recv_rows) + config_.rank;
+  params.faults = faults();
+  params.kept_tags = tables.row_part<MoeTag>(tables.rows().tags);
+  params.leader_rows = tables.row_part(tables.rows().leader_rows);
+  params.choice_rows = tables.row_part(tables.rows().choice_rows);
+  params.compact_to_grouped = tables.row_part(tables.rows().compact_to_grouped);
   params.grouped_to_compact = tables.part(layout.grouped_to_compact);
-  params.kept_topk = tables.part(layout.topk);
+  params.kept_topk = tables.row_part(tables.rows().topk);
   return params;
 }
 
@@ -183,8 +185,8 @@ StageParams ExpertParams::stage(const ExpertCall& call, const ExpertCombineInput
   params.input = input.rows.data;
   params.window = memory_.combine_windows[call.parity].local;
   params.row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
-  params.num_recv_rows = tables.part(tables.layout().num_recv_rows) + config_.rank;
-  params.num_input_tokens = tables.part(tables.layout().num_input_tokens);
+  params.num_recv_rows = tables.part(tables.fixed().num_recv_rows) + config_.rank;
+  params.num_input_tokens = tables.part(tables.fixed().num_input_tokens);
   return params;
 }
 
@@ -193,7 +195,7 @@ CombineParams ExpertParams::combine(const ExpertCall& call, const ExpertCombineI
   CombineParams params{};
   params.m = meet(call, FaultKind::moe_combine);
   params.shape = shape(tables);
-  params.places = tables.part<std::int64_t>(tables.layout().places);
+  params.places = tables.part<std::int64_t>(tables.fixed().places);
   for (std::int32_t r = 0; r < config_.world_size; ++r) {
     params.windows[r] = memory_.combine_windows[call.parity].peers[at(r)];
   }
@@ -201,7 +203,7 @@ CombineParams ExpertParams::combine(const ExpertCall& call, const ExpertCombineI
   params.leaders_only = compact || input.options.local_combine ? 1 : 0;
   params.row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
   for (std::size_t i = 0; i < input.biases.size(); ++i) params.biases[i] = input.biases[i].data;
-  if (input.options.weighted) params.weights = tables.part<std::byte>(tables.layout().weights);
+  if (input.options.weighted) params.weights = tables.part<std::byte>(tables.fixed().weights);
   params.output = input.output.data;
   return params;
 }

@@ -36,48 +36,65 @@ std::shared_ptr<void> plain_device_memory(std::int64_t size_bytes, int device) {
           }};
 }
 
+/// Parts of one block of memory, each at a multiple of 256 bytes.
+struct Parts {
+  std::int64_t total = 0;
+
+  std::int64_t take(std::int64_t count, std::int64_t element_bytes = 4) {
+    const std::int64_t here = total;
+    total += (count * element_bytes + 255) / 256 * 256;
+    return here;
+  }
+};
+
+std::int64_t most_grouped_rows(const EPConfig& config, const EPDispatchOptions& options) {
+  return config.world_size * config.max_tokens * config.topk +
+         config.num_experts_per_rank() * options.expert_alignment;
+}
+
 }  // namespace
 
-TableLayout::TableLayout(const EPConfig& config, const EPDispatchOptions& options,
-                         std::int64_t capacity_rows)
-    : capacity(capacity_rows) {
+FixedTables::FixedTables(const EPConfig& config, const EPDispatchOptions& options) {
   const bool is_compact = options.rows == EPRows::compact;
   const std::int64_t world = config.world_size;
   const std::int64_t choices = config.max_tokens * config.topk;
   const std::int64_t per_rank = config.num_experts_per_rank();
-  std::int64_t next = 0;
-  const auto take = [&](std::int64_t count, std::int64_t element_bytes = 4) {
-    const std::int64_t here = next;
-    next += (count * element_bytes + 255) / 256 * 256;
-    return here;
-  };
-  ids = take(choices);
-  dst_rows = take(choices);
-  weights = take(choices, dtype_bytes(config.weight_dtype));
-  places = take(choices, 8);
-  records = take(world * config.max_tokens * (config.topk + (is_compact ? 1 : 0)));
-  num_input_tokens = take(world);
-  splits = take(world * (config.num_experts + 1));
-  segment_offsets = take(world * config.num_experts);
-  expert_counts = take(per_rank);
-  expert_offsets = take(per_rank + 1);
-  num_recv_rows = take(world);
-  leader_rows = take(is_compact ? 0 : capacity);
-  choice_rows = take(is_compact ? 0 : capacity * config.topk);
-  tags = take(capacity, sizeof(MoeTag));
-  compact_to_grouped = take(is_compact ? capacity * config.topk : 0);
-  grouped_to_compact = take(is_compact ? world * choices + per_rank * options.expert_alignment : 0);
-  topk = take(is_compact ? capacity * config.topk : 0);
-  total = next;
+  Parts parts;
+  ids = parts.take(choices);
+  dst_rows = parts.take(choices);
+  weights = parts.take(choices, dtype_bytes(config.weight_dtype));
+  places = parts.take(choices, 8);
+  records = parts.take(world * config.max_tokens * (config.topk + (is_compact ? 1 : 0)));
+  grouped_to_compact = parts.take(is_compact ? most_grouped_rows(config, options) : 0);
+  num_input_tokens = parts.take(world);
+  splits = parts.take(world * (config.num_experts + 1));
+  segment_offsets = parts.take(world * config.num_experts);
+  expert_counts = parts.take(per_rank);
+  expert_offsets = parts.take(per_rank + 1);
+  num_recv_rows = parts.take(world);
+  total = parts.total;
+}
+
+RowTables::RowTables(const EPConfig& config, const EPDispatchOptions& options,
+                     std::int64_t capacity_rows)
+    : capacity(capacity_rows) {
+  const bool is_compact = options.rows == EPRows::compact;
+  Parts parts;
+  tags = parts.take(capacity, sizeof(MoeTag));
+  leader_rows = parts.take(is_compact ? 0 : capacity);
+  choice_rows = parts.take(is_compact ? 0 : capacity * config.topk);
+  compact_to_grouped = parts.take(is_compact ? capacity * config.topk : 0);
+  topk = parts.take(is_compact ? capacity * config.topk : 0);
+  total = parts.total;
 }
 
 TablePool::~TablePool() {
   for (const TableMemory& memory : free_) (void)cudaEventDestroy(memory.used);
 }
 
-TableMemory TablePool::take(const TableLayout& layout, cudaStream_t stream, bool capturing) {
+TableMemory TablePool::take(std::int64_t size_bytes, cudaStream_t stream, bool capturing) {
   const auto fits = [&](const TableMemory& memory) {
-    return memory.captured == capturing && memory.capacity == layout.capacity;
+    return memory.captured == capturing && memory.size_bytes == size_bytes;
   };
   const RelaxedCapture relaxed;
   if (const auto found = std::ranges::find_if(free_, fits); found != free_.end()) {
@@ -89,10 +106,10 @@ TableMemory TablePool::take(const TableLayout& layout, cudaStream_t stream, bool
     return memory;
   }
   TableMemory memory;
-  memory.device = plain_device_memory(layout.total, gpu_->device());
+  memory.device = plain_device_memory(size_bytes, gpu_->device());
   memory.counts = pinned_memory(sizeof(MoeHostCounts));
   *static_cast<MoeHostCounts*>(memory.counts.get()) = {};
-  memory.capacity = layout.capacity;
+  memory.size_bytes = size_bytes;
   memory.captured = capturing;
   cuda_check(cudaEventCreateWithFlags(&memory.used, cudaEventDisableTiming), "making an event");
   return memory;
@@ -101,27 +118,38 @@ TableMemory TablePool::take(const TableLayout& layout, cudaStream_t stream, bool
 void TablePool::give_back(TableMemory memory) { free_.push_back(std::move(memory)); }
 
 GpuExpertTables::GpuExpertTables(const EPConfig& config, const EPDispatchOptions& options,
-                                 const TableLayout& layout, std::shared_ptr<TablePool> pool,
-                                 std::shared_ptr<GpuRank> gpu, TableMemory memory)
-    : config_(config),
+                                 std::int64_t capacity, std::shared_ptr<TablePool> pool,
+                                 std::shared_ptr<GpuRank> gpu, cudaStream_t route_stream,
+                                 bool capturing)
+    : stream(route_stream),
+      config_(config),
       options_(options),
-      layout_(layout),
+      fixed_(config, options),
+      rows_(config, options, capacity),
       pool_(std::move(pool)),
       gpu_(std::move(gpu)),
-      memory_(std::move(memory)) {}
+      memory_(pool_->take(fixed_.total, stream, capturing)),
+      row_memory_(pool_->take(rows_.total, stream, capturing)) {}
 
-GpuExpertTables::~GpuExpertTables() { pool_->give_back(std::move(memory_)); }
-
-void GpuExpertTables::note_use(cudaStream_t work, bool capturing) {
-  if (capturing) {
-    memory_.captured = true;
-    return;
-  }
-  gpu_->check(cudaEventRecord(memory_.used, work), "recording an event", "dispatch");
+GpuExpertTables::~GpuExpertTables() {
+  pool_->give_back(std::move(memory_));
+  pool_->give_back(std::move(row_memory_));
 }
 
-ConstTensorView GpuExpertTables::view(std::int64_t offset, Shape shape) const {
-  return {part(offset), DType::int32, std::move(shape)};
+void GpuExpertTables::fit(std::int64_t capacity, cudaStream_t work, bool capturing) {
+  if (are_filled || capacity <= rows_.capacity) return;
+  rows_ = RowTables(config_, options_, capacity);
+  pool_->give_back(std::exchange(row_memory_, pool_->take(rows_.total, work, capturing)));
+}
+
+void GpuExpertTables::note_use(cudaStream_t work, bool capturing) {
+  for (TableMemory* memory : {&memory_, &row_memory_}) {
+    if (capturing) {
+      memory->captured = true;
+    } else {
+      gpu_->check(cudaEventRecord(memory->used, work), "recording an event", "dispatch");
+    }
+  }
 }
 
 ExpertTableViews GpuExpertTables::views() const {
@@ -129,30 +157,35 @@ ExpertTableViews GpuExpertTables::views() const {
   const std::int64_t world = config_.world_size;
   const std::int64_t per_rank = config_.num_experts_per_rank();
   const std::int64_t topk = config_.topk;
-  const std::int64_t rows = layout_.capacity;
+  const std::int64_t rows = rows_.capacity;
+  const auto view = [&](std::int64_t offset, Shape shape) {
+    return ConstTensorView(part(offset), DType::int32, std::move(shape));
+  };
+  const auto row_view = [&](std::int64_t offset, Shape shape) {
+    return ConstTensorView(row_part(offset), DType::int32, std::move(shape));
+  };
   ExpertTableViews views;
-  views.ids = view(layout_.ids, {num_tokens, topk});
-  views.dst_rows = view(layout_.dst_rows, {1, config_.max_tokens, topk});
+  views.ids = view(fixed_.ids, {num_tokens, topk});
+  views.dst_rows = view(fixed_.dst_rows, {1, config_.max_tokens, topk});
   if (has_weights) {
-    views.weights = {part<std::byte>(layout_.weights), config_.weight_dtype,
+    views.weights = {part<std::byte>(fixed_.weights), config_.weight_dtype,
                      Shape{num_tokens, topk}};
   }
-  views.num_input_tokens = view(layout_.num_input_tokens, {world});
-  views.splits = view(layout_.splits, {world, config_.num_experts + 1});
-  views.segment_offsets = view(layout_.segment_offsets, {world, per_rank, world});
-  views.expert_counts = view(layout_.expert_counts, {per_rank});
-  views.expert_offsets = view(layout_.expert_offsets, {per_rank + 1});
-  views.num_recv_rows = view(layout_.num_recv_rows, {world});
-  views.recv_tags = view(layout_.tags, {rows, 4});
+  views.num_input_tokens = view(fixed_.num_input_tokens, {world});
+  views.splits = view(fixed_.splits, {world, config_.num_experts + 1});
+  views.segment_offsets = view(fixed_.segment_offsets, {world, per_rank, world});
+  views.expert_counts = view(fixed_.expert_counts, {per_rank});
+  views.expert_offsets = view(fixed_.expert_offsets, {per_rank + 1});
+  views.num_recv_rows = view(fixed_.num_recv_rows, {world});
+  views.recv_tags = row_view(rows_.tags, {rows, 4});
   if (compact) {
-    views.compact_to_grouped = view(layout_.compact_to_grouped, {rows, topk});
+    views.compact_to_grouped = row_view(rows_.compact_to_grouped, {rows, topk});
     views.grouped_to_compact =
-        view(layout_.grouped_to_compact,
-             {world * config_.max_tokens * topk + per_rank * options_.expert_alignment});
-    views.recv_topk = view(layout_.topk, {rows, topk});
+        view(fixed_.grouped_to_compact, {most_grouped_rows(config_, options_)});
+    views.recv_topk = row_view(rows_.topk, {rows, topk});
   } else {
-    views.leader_rows = view(layout_.leader_rows, {rows});
-    views.choice_rows = view(layout_.choice_rows, {rows, topk});
+    views.leader_rows = row_view(rows_.leader_rows, {rows});
+    views.choice_rows = row_view(rows_.choice_rows, {rows, topk});
   }
   return views;
 }

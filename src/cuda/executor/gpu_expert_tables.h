@@ -13,23 +13,30 @@
 
 namespace waybill::cuda {
 
-/// Byte offsets of the tables of one dispatch in its device memory.
-struct TableLayout {
-  TableLayout(const EPConfig& config, const EPDispatchOptions& options, std::int64_t capacity);
+/// Byte offsets of the tables whose size is known ahead.
+struct FixedTables {
+  FixedTables(const EPConfig& config, const EPDispatchOptions& options);
 
-  std::int64_t capacity;
-  std::int64_t ids, dst_rows, weights, places, records;
+  std::int64_t ids, dst_rows, weights, places, records, grouped_to_compact;
   std::int64_t num_input_tokens, splits, segment_offsets, expert_counts, expert_offsets;
-  std::int64_t num_recv_rows, leader_rows, choice_rows, tags;
-  std::int64_t compact_to_grouped, grouped_to_compact, topk;
+  std::int64_t num_recv_rows;
   std::int64_t total;
 };
 
-/// Memory of one dispatch's tables.
+/// Byte offsets of the tables that have an entry a received row.
+struct RowTables {
+  RowTables(const EPConfig& config, const EPDispatchOptions& options, std::int64_t capacity);
+
+  std::int64_t capacity;  ///< rows
+  std::int64_t tags, leader_rows, choice_rows, compact_to_grouped, topk;
+  std::int64_t total;
+};
+
+/// Memory of one dispatch's tables, or of a part of them.
 struct TableMemory {
   std::shared_ptr<void> device;
   std::shared_ptr<void> counts;  ///< pinned MoeHostCounts
-  std::int64_t capacity = 0;
+  std::int64_t size_bytes = 0;
   cudaEvent_t used = nullptr;  ///< behind the last work with it
   bool captured = false;       ///< a graph may write it at any time
 };
@@ -42,7 +49,7 @@ class TablePool {
   TablePool& operator=(const TablePool&) = delete;
   ~TablePool();
 
-  [[nodiscard]] TableMemory take(const TableLayout& layout, cudaStream_t stream, bool capturing);
+  [[nodiscard]] TableMemory take(std::int64_t size_bytes, cudaStream_t stream, bool capturing);
   void give_back(TableMemory memory);
 
  private:
@@ -52,19 +59,28 @@ class TablePool {
 
 class GpuExpertTables final : public ExpertTables {
  public:
-  GpuExpertTables(const EPConfig& config, const EPDispatchOptions& options,
-                  const TableLayout& layout, std::shared_ptr<TablePool> pool,
-                  std::shared_ptr<GpuRank> gpu, TableMemory memory);
+  /// @param capacity received rows that they have room for; fit() may change it
+  GpuExpertTables(const EPConfig& config, const EPDispatchOptions& options, std::int64_t capacity,
+                  std::shared_ptr<TablePool> pool, std::shared_ptr<GpuRank> gpu,
+                  cudaStream_t route_stream, bool capturing);
   ~GpuExpertTables() override;
 
   [[nodiscard]] ExpertTableViews views() const override;
   [[nodiscard]] std::span<const std::int32_t> wait_counts() override;
 
+  /// Before rows come: room for `capacity` of them, if windows have grown meanwhile.
+  void fit(std::int64_t capacity, cudaStream_t work, bool capturing);
+
   template <class T = std::int32_t>
   [[nodiscard]] T* part(std::int64_t offset) const {
     return reinterpret_cast<T*>(static_cast<std::byte*>(memory_.device.get()) + offset);
   }
-  [[nodiscard]] const TableLayout& layout() const noexcept { return layout_; }
+  template <class T = std::int32_t>
+  [[nodiscard]] T* row_part(std::int64_t offset) const {
+    return reinterpret_cast<T*>(static_cast<std::byte*>(row_memory_.device.get()) + offset);
+  }
+  [[nodiscard]] const FixedTables& fixed() const noexcept { return fixed_; }
+  [[nodiscard]] const RowTables& rows() const noexcept { return rows_; }
   [[nodiscard]] MoeHostCounts* counts() const {
     return static_cast<MoeHostCounts*>(memory_.counts.get());
   }
@@ -79,14 +95,14 @@ class GpuExpertTables final : public ExpertTables {
   cudaStream_t stream = nullptr;  ///< of the route
 
  private:
-  [[nodiscard]] ConstTensorView view(std::int64_t offset, Shape shape) const;
-
   EPConfig config_;
   EPDispatchOptions options_;
-  TableLayout layout_;
+  FixedTables fixed_;
+  RowTables rows_;
   std::shared_ptr<TablePool> pool_;
   std::shared_ptr<GpuRank> gpu_;
   TableMemory memory_;
+  TableMemory row_memory_;
   std::vector<std::int32_t> num_recv_rows_;
 };
 

@@ -120,10 +120,6 @@ __device__ inline void tell_host(const RouteParams& p, const BlockTotals& totals
   for (auto r = static_cast<std::int32_t>(threadIdx.x); r < p.shape.world_size; r += 32) {
     p.host->num_recv_rows[r] = totals.recv_rows[r];
   }
-  const std::int32_t own = totals.recv_rows[p.shape.rank];
-  if (threadIdx.x == 0 && own > p.shape.capacity && own > p.faults->most_rows) {
-    p.faults->most_rows = own;
-  }
   __threadfence_system();
   __syncwarp();
   if (threadIdx.x == 0) p.host->ticket = p.ticket;

@@ -151,6 +151,8 @@ struct RowsParams {
   const std::int32_t* num_input_tokens;
   const std::int32_t* expert_counts;
   const std::int32_t* expert_offsets;
+  const std::int32_t* num_recv_rows;  ///< of this rank
+  MoeHostFaults* faults;
   MoeTag* tags;  ///< of the window, as the next two
   std::byte* weights;
   std::int32_t* topk;

@@ -303,6 +303,8 @@ __global__ void __launch_bounds__((Movers + Takers) * 32, 1)
   const std::int32_t most = p.num_senders * Movers;
   const std::int32_t streams = most < max_streams ? most : max_streams;
   if (block == 0 && warp == 0) {
+    const std::int32_t rows = *p.num_recv_rows;
+    if (rows > p.shape.capacity && rows > p.faults->most_rows) p.faults->most_rows = rows;
     for (std::int32_t k = lane_id(); k < p.shape.world_size; k += 32) {
       publish(config_slot(p, (p.shape.rank + k) % p.shape.world_size, p.shape.rank),
               stream_config(epoch, streams, p.cuts.group));
