@@ -46,6 +46,7 @@ THIRD_PARTY = {
     "rapidcheck": ("tests/",),
     "benchmark/": ("bench/",),
     "cuda_runtime": ("src/cuda/", "tests/cuda/", "bench/gpu/"),
+    "cuda_bf16.h": ("src/cuda/device/",),
     "cuda_fp16.h": ("src/cuda/device/",),
     "cuda_fp8.h": ("src/cuda/device/",),
 }

@@ -130,7 +130,7 @@ class Table {
                          },
                          {.timeout_s = 20});
     std::printf("\n%s; %d ranks\n", workload.name.c_str(), world_size_);
-    std::printf("%-40s %4s %9s %9s %9s %9s %9s %8s\n", "call", "SMs", "us", "graph us", "wire MB",
+    std::printf("%-46s %4s %9s %9s %9s %9s %9s %8s\n", "call", "SMs", "us", "graph us", "wire MB",
                 "copies MB", "wire GB/s", "of link");
     for (std::size_t i = 0; i < lines.size(); ++i) {
       print(lines[i], *std::ranges::max_element(us[i]), *std::ranges::max_element(graph_us[i]));
@@ -142,7 +142,7 @@ class Table {
   void print(const Line& line, double us, double graph_us) {
     const double rate = static_cast<double>(line.wire_bytes) / us / 1e3;
     const double link = std::max({push_[8], push_[16], push_[132]});
-    std::printf("%-40s %4d %9.1f %9.1f %9.1f %9.1f %9.1f %7.1f%%\n", line.name, line.num_sms, us,
+    std::printf("%-46s %4d %9.1f %9.1f %9.1f %9.1f %9.1f %7.1f%%\n", line.name, line.num_sms, us,
                 graph_us, static_cast<double>(line.wire_bytes) / 1e6,
                 static_cast<double>(line.copy_bytes) / 1e6, rate, link > 0 ? 100 * rate / link : 0);
   }
@@ -168,6 +168,23 @@ void dispatch_lines(Table& table, const MoeWorkload& workload, bool graph,
                      [](MoeRank& rank) { rank.dispatch(); }, check_rows, rows.wire * bytes,
                      rows.copies * bytes, graph});
   }
+  const Call combine_grouped = [](MoeRank& rank) { rank.combine(); };
+  lines.push_back(
+      {"combine bf16 of grouped rows", all_sms.back(), combine_grouped, check_sums, 0, 0, graph});
+  lines.push_back({"the same, rows copied to the window",
+                   all_sms.back(),
+                   [](MoeRank& rank) { rank.combine({}, false); },
+                   {},
+                   0,
+                   0,
+                   graph});
+  lines.push_back({"combine bf16, local combine",
+                   all_sms.back(),
+                   [](MoeRank& rank) { rank.combine({.local_combine = true}, false); },
+                   {},
+                   rows.wire * bytes,
+                   0,
+                   graph});
   table.run(workload, {}, lines);
   lines.clear();
   EPDispatchOptions options;
@@ -201,17 +218,27 @@ void dispatch_lines(Table& table, const MoeWorkload& workload, bool graph,
                      graph});
   }
   table.run(workload, options, lines);
+  options.payload = EPPayload::quantized;
+  table.run(workload, options,
+            {{"dispatch fp8, quantised here, compact, cached",
+              all_sms.back(),
+              [](MoeRank& rank) { rank.dispatch_again(); },
+              {},
+              rows.wire * fp8,
+              0,
+              graph}});
 }
 
 void run(bool quick) {
   const std::int32_t world_size = num_gpus();
+  const int calls = quick ? 30 : 60;
   std::printf("%d GPUs; slowest rank's median of %d calls, from event to event\n", world_size,
-              quick ? 20 : 60);
-  Table table(world_size, quick ? 20 : 60);
-  const std::vector<int> sms =
-      quick ? std::vector<int>{8, 16} : std::vector<int>{8, 12, 16, 20, 32};
+              calls);
+  Table table(world_size, calls);
+  using Sms = std::vector<int>;
   dispatch_lines(table, uniform_moe(world_size, 128, 7168, 8, 256), true,
-                 quick ? std::vector<int>{16, 32} : std::vector<int>{8, 16, 32, 64});
+                 quick ? Sms{16, 64} : Sms{16, 20, 32, 64, 132});
+  const Sms sms = quick ? Sms{8, 16} : Sms{8, 10, 12, 16, 20, 24, 32};
   dispatch_lines(table, uniform_moe(world_size, 4096, 7168, 8, 256), false, sms);
   if (world_size == 2) dispatch_lines(table, like_eight_ranks(4096, 7168), false, sms);
 }

@@ -51,8 +51,10 @@ MoeRank::MoeRank(World& world, const MoeWorkload& workload, const EPDispatchOpti
   executor_ = world.executor().make_expert_executor(config_, options_, memory_);
   const auto& ids = workload.ids[at(config_.rank)];
   const std::int64_t tokens = std::ssize(ids) / config_.topk;
-  const DType dtype = payload_dtype(config_, options_);
-  const TensorView rows_in(memory(tokens * row_bytes()), dtype, {tokens, config_.hidden});
+  const bool quantized = options_.payload == EPPayload::quantized;
+  const DType dtype = quantized ? config_.token_dtype : payload_dtype(config_, options_);
+  const TensorView rows_in(memory(tokens * config_.hidden * dtype_bytes(dtype)), dtype,
+                           {tokens, config_.hidden});
   fill_rows(rows_in, config_.rank, 0);
   input_.tokens = rows_in;
   void* const device_ids = memory(std::ssize(ids) * 4);
@@ -60,7 +62,7 @@ MoeRank::MoeRank(World& world, const MoeWorkload& workload, const EPDispatchOpti
   input_.ids = ConstTensorView(device_ids, DType::int32, {tokens, config_.topk});
   input_.weights =
       ConstTensorView(memory(std::ssize(ids) * 4), DType::float32, {tokens, config_.topk});
-  if (const std::int64_t scales = num_scales(config_, options_); scales > 0) {
+  if (const std::int64_t scales = num_scales(config_, options_); scales > 0 && !quantized) {
     input_.scales = ConstTensorView(memory(tokens * scales * 4), DType::float32, {tokens, scales});
   }
   sums_ = {memory(tokens * sum_bytes), config_.token_dtype, Shape{tokens, config_.hidden}};
@@ -105,11 +107,14 @@ void MoeRank::dispatch_again() {
   executor_->dispatch(call, input, *tables_);
 }
 
-void MoeRank::combine() {
+void MoeRank::combine(const EPCombineOptions& options, bool staged) {
   const ExpertCall call = next_call("combine", combines_++);
   ExpertCombineInput input;
-  input.rows = ConstTensorView(memory_.combine_windows[call.parity].local, config_.token_dtype,
-                               {memory_.capacity, config_.hidden});
+  input.options = options;
+  // What is not staged is as long as the dispatched rows: their window serves.
+  const SymmetricBuffer& from =
+      staged ? memory_.combine_windows[call.parity] : memory_.dispatch_windows[0];
+  input.rows = ConstTensorView(from.local, config_.token_dtype, {memory_.capacity, config_.hidden});
   input.output = sums_;
   executor_->combine(call, input, *tables_);
 }

@@ -28,7 +28,9 @@ class MoeRank {
   /// With the tables of the last dispatch().
   void dispatch_again();
   /// Of rows that are in the window already.
-  void combine();
+  void combine() { combine({}, true); }
+  /// @param staged the rows are in the window; else they are copied there
+  void combine(const EPCombineOptions& options, bool staged);
 
   /// Compares some rows, or sums, with what they should be. @throws InternalError
   void check_rows();

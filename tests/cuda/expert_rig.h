@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -24,16 +25,9 @@ class ExpertRig {
             int num_sms)
       : world_(world), config_(config), options_(options), num_sms_(num_sms) {
     config_.rank = to_int(world.rank());
-    memory_.capacity = capacity;
-    memory_.window = expert_window_layout(config_, options_, capacity);
     memory_.board_layout = expert_board_layout(config_, options_);
     Transport& transport = world.transport();
-    const std::int64_t row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
-    for (int parity = 0; parity < 2; ++parity) {
-      memory_.dispatch_windows[parity] = transport.allocate(memory_.window.total, "dispatch");
-      memory_.combine_windows[parity] =
-          transport.allocate(std::max<std::int64_t>(capacity * row_bytes, 1), "combine");
-    }
+    take_windows(capacity);
     memory_.board = transport.allocate(memory_.board_layout.total, "board");
     memory_.signals = transport.allocate_signals(
         num_expert_signals * config_.world_size + num_executor_slots, "signals");
@@ -42,11 +36,8 @@ class ExpertRig {
   ExpertRig(const ExpertRig&) = delete;
   ExpertRig& operator=(const ExpertRig&) = delete;
   ~ExpertRig() {
-    for (SymmetricBuffer* buffer :
-         {&memory_.dispatch_windows[0], &memory_.dispatch_windows[1], &memory_.combine_windows[0],
-          &memory_.combine_windows[1], &memory_.board}) {
-      world_.transport().abandon(std::move(buffer->memory));
-    }
+    abandon_windows();
+    world_.transport().abandon(std::move(memory_.board.memory));
     world_.transport().abandon(std::move(memory_.signals.memory));
   }
 
@@ -58,6 +49,20 @@ class ExpertRig {
       tables = executor_->route(call, input);
     } else {
       executor_->enter(call, input, *tables);
+    }
+    executor_->dispatch(call, input, *tables);
+    return tables;
+  }
+
+  /// One dispatch, in windows that grow between its halves when too many rows come.
+  std::shared_ptr<ExpertTables> dispatch_growing(const ExpertDispatchInput& input,
+                                                 const Stream& stream) {
+    const ExpertCall call = next_call("dispatch", dispatches_++, stream);
+    auto tables = executor_->route(call, input);
+    const std::int64_t largest = std::ranges::max(tables->wait_counts());
+    if (largest > memory_.capacity) {
+      abandon_windows();
+      take_windows(grown_output_rows(memory_.capacity, largest));
     }
     executor_->dispatch(call, input, *tables);
     return tables;
@@ -83,6 +88,25 @@ class ExpertRig {
   void use_sms(int num_sms) { num_sms_ = num_sms; }
 
  private:
+  void take_windows(std::int64_t capacity) {
+    memory_.capacity = capacity;
+    memory_.window = expert_window_layout(config_, options_, capacity);
+    const std::int64_t row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
+    Transport& transport = world_.transport();
+    for (int parity = 0; parity < 2; ++parity) {
+      memory_.dispatch_windows[parity] = transport.allocate(memory_.window.total, "dispatch");
+      memory_.combine_windows[parity] =
+          transport.allocate(std::max<std::int64_t>(capacity * row_bytes, 1), "combine");
+    }
+  }
+
+  void abandon_windows() {
+    for (int parity = 0; parity < 2; ++parity) {
+      world_.transport().abandon(std::move(memory_.dispatch_windows[parity].memory));
+      world_.transport().abandon(std::move(memory_.combine_windows[parity].memory));
+    }
+  }
+
   ExpertCall next_call(const char* operation, std::uint64_t number, const Stream& stream) {
     return {operation, &memory_, ++calls_, static_cast<std::uint32_t>(number % 2),
             num_sms_,  &stream};

@@ -244,6 +244,39 @@ TEST(GpuExpertCalls, rows_past_the_capacity_are_counted_and_not_written) {
       test::world_options());
 }
 
+/// More rows than the windows hold, but the caller waits for the counts: larger windows come
+/// between counting and rows.
+TEST(GpuExpertCalls, windows_grow_between_counts_and_rows) {
+  const EPConfig config = config_of(2);
+  for (const EPRows form : {EPRows::grouped, EPRows::compact}) {
+    EPDispatchOptions options;
+    options.rows = form;
+    Random random(37);
+    std::vector<ExpertCase> cases;
+    std::vector<ExpertDispatch> expected;
+    for (const std::int64_t tokens : {5, 60, 20}) {
+      cases.push_back(test::random_case(config, random, {.drop = 0, .tokens = tokens}));
+      expected.push_back(cases.back().dispatch(options));
+    }
+    run_gpu_thread_world(
+        2,
+        [&](World& world) {
+          DeviceArena arena(world, arena_bytes);
+          ExpertRig rig(world, config, options, 48, 4);
+          for (std::size_t i = 0; i < cases.size(); ++i) {
+            const DeviceInput device(arena, cases[i], rig.config().rank);
+            const auto tables = rig.dispatch_growing(device.input, {arena.stream()});
+            test::expect_rows(rig, arena, expected[i]);
+            test::expect_tables(arena, tables->views(), expected[i], rig.config().rank);
+            EXPECT_EQ(rig.executor().take_overflow(), 0);
+            EXPECT_EQ(rig.memory().capacity > 48, i > 0);
+          }
+          world.barrier();
+        },
+        test::world_options());
+  }
+}
+
 TEST(GpuExpertCalls, ids_out_of_range_are_dropped_and_reported) {
   const EPConfig config = config_of(2);
   Random random(35);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
@@ -32,9 +33,7 @@ struct BFloat16 {
     return __uint_as_float(static_cast<unsigned>(value) << 16);
   }
   __device__ static Stored round(Sum value) {
-    const unsigned bits = __float_as_uint(value);
-    if ((bits & 0x7FFFFFFFU) > 0x7F800000U) return static_cast<Stored>((bits >> 16) | 0x40U);
-    return static_cast<Stored>((bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16);
+    return __bfloat16_as_ushort(__float2bfloat16_rn(value));
   }
 };
 

@@ -3,10 +3,10 @@
 #include <algorithm>
 
 #include "../kernel/launch.h"
-#include "gpu_expert_executor.h"
 #include "call_params.h"
 #include "copy_engine.h"
 #include "cuda_check.h"
+#include "gpu_expert_executor.h"
 #include "gpu_plan.h"
 #include "waybill/core/at.h"
 

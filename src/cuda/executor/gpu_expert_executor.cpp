@@ -76,7 +76,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
                                                     gpu_, stream_of(call), is_capturing(call));
     tables->num_tokens = input.ids.shape[0];
     tables->has_weights = input.weights.data != nullptr;
-    tables->ticket = ++last_ticket_;
+    tables->ticket = ++last_ticket_ & 0xFFFFFFFF;
     const RouteParams params = params_.route(call, input, *tables);
     const int blocks = route_blocks(params.shape, num_sms(call));
     // No event here: the rows' kernel begins early only right behind this one.
@@ -111,7 +111,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     const bool bulk = gpu_->has_bulk_copies() && word == 16;
     params.cuts = cut_rows(row_bytes, static_cast<std::int32_t>(scale_bytes), bulk, word);
     const int blocks = num_sms(call);
-    params.num_senders = num_sending_blocks(config_, options_, blocks);
+    params.num_senders = num_sending_blocks(config_, options_, blocks, the.num_tokens);
     // Early blocks take room from the route of a rank on the same device.
     const bool early = share_ == 1 && options_.payload != EPPayload::quantized;
     check(launch_rows(params, {bulk, early, blocks}, stream_of(call)), call);
@@ -227,11 +227,16 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
 }  // namespace
 
-int num_sending_blocks(const EPConfig& config, const EPDispatchOptions& options, int blocks) {
+int num_sending_blocks(const EPConfig& config, const EPDispatchOptions& options, int blocks,
+                       std::int64_t num_tokens) {
   constexpr double link_gb_s = 345;
-  constexpr double block_gb_s = 45;  // that a multiprocessor stores, wherever to
+  constexpr std::int64_t long_row_bytes = 12288;
+  // What a block stores, wherever to; rows of half the size take it nearly as long.
+  const std::int64_t row_bytes = config.hidden * dtype_bytes(payload_dtype(config, options));
+  const double block_gb_s = row_bytes >= long_row_bytes ? 45 : 32;
+  // A few tokens a warp: nobody has to wait for a warp that sends, so all do both.
+  if (blocks == 1 || num_tokens <= std::int64_t{2} * pump_warps * blocks) return blocks;
   const double world = config.world_size;
-  if (blocks == 1) return 1;
   const double sent = world * (1 - std::pow(1 - 1 / world, config.topk));
   const double all = options.rows == EPRows::compact ? sent : config.topk;
   auto most = static_cast<int>(blocks * sent / all + 0.5);

@@ -31,6 +31,8 @@ RecordBoard::RecordBoard(const EPConfig& config, const EPDispatchOptions& option
     total += (bytes + 255) / 256 * 256;
     return here;
   };
+  for (std::int64_t& part : counts)
+    part = take(config.world_size * waybill::num_counts(config) * 8);
   for (std::int64_t& part : records) part = take(tokens * stride * 4);
   for (std::int64_t& part : weights) {
     part = take(tokens * config.topk * dtype_bytes(config.weight_dtype));
@@ -113,9 +115,8 @@ RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInpu
   params.weights = input.weights.data;
   params.weight_bytes = static_cast<std::int32_t>(dtype_bytes(config_.weight_dtype));
   for (std::int32_t r = 0; r < config_.world_size; ++r) {
-    params.counts[r] = reinterpret_cast<std::int32_t*>(memory_.board.peers[at(r)] +
-                                                       memory_.board_layout.counts[call.parity]);
     std::byte* const board = records_.peers[at(r)];
+    params.counts[r] = reinterpret_cast<std::uint64_t*>(board + board_.counts[call.parity]);
     params.records[r] = reinterpret_cast<std::int32_t*>(board + board_.records[call.parity]);
     params.sent_weights[r] = board + board_.weights[call.parity];
   }

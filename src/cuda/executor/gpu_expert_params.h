@@ -11,9 +11,10 @@
 
 namespace waybill::cuda {
 
-/// Symmetric memory of the executor's own: records and weights of each source's tokens, by parity
-/// of the dispatch.
+/// Symmetric memory of the executor's own: counts, records and weights of each source's tokens, by
+/// parity of the dispatch.
 struct RecordBoard {
+  std::int64_t counts[2] = {};
   std::int64_t records[2] = {};
   std::int64_t weights[2] = {};
   std::int64_t total = 0;

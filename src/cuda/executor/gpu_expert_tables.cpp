@@ -192,7 +192,13 @@ ExpertTableViews GpuExpertTables::views() const {
 
 std::span<const std::int32_t> GpuExpertTables::wait_counts() {
   // The kernel has the deadline; what it reports ends the stream.
-  for (int spin = 0; counts()->ticket != ticket; ++spin) {
+  const auto have_come = [&] {
+    for (std::int32_t r = 0; r < config_.world_size; ++r) {
+      if (counts()->rows[r] >> ticket_shift != ticket) return false;
+    }
+    return true;
+  };
+  for (int spin = 0; !have_come(); ++spin) {
     if (spin % 256 != 255) continue;
     const cudaError_t status = cudaStreamQuery(stream);
     if (status == cudaErrorNotReady) {
@@ -204,7 +210,7 @@ std::span<const std::int32_t> GpuExpertTables::wait_counts() {
   }
   num_recv_rows_.resize(at(std::int64_t{config_.world_size}));
   for (std::size_t r = 0; r < num_recv_rows_.size(); ++r) {
-    num_recv_rows_[r] = counts()->num_recv_rows[r];
+    num_recv_rows_[r] = static_cast<std::int32_t>(counts()->rows[r]);
   }
   return num_recv_rows_;
 }

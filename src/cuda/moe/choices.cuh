@@ -25,6 +25,8 @@ struct Scratch {
   std::int32_t* cursors;  ///< [tile_warps, num_counts]
   std::int32_t* starts;   ///< [E]: choices of an expert, then its first row
   std::int32_t* before;   ///< [E]: choices of lower ranks
+  std::int32_t* shares;   ///< [num_counts]: of this block, then of the blocks before it
+  std::int32_t* counts;   ///< [W, num_counts]: of all ranks; null where there is no room
 };
 
 struct Tile {
@@ -85,8 +87,7 @@ __device__ inline void count_tile(const RouteParams& p, Tile tile, std::int32_t*
   if (bad) p.faults->bad_ids = 1;
 }
 
-/// Counts of the block's warps, then what the warps before have: the block's share goes to
-/// tile_counts.
+/// Counts of the block's warps, then what the warps before have.
 __device__ inline void count_block(const RouteParams& p, const Scratch& scratch, int tile_warps) {
   const std::int32_t n = num_counts(p.shape);
   const auto warp = static_cast<int>(threadIdx.x / 32);
@@ -100,35 +101,47 @@ __device__ inline void count_block(const RouteParams& p, const Scratch& scratch,
   __syncthreads();
   for (int e = static_cast<int>(threadIdx.x); e < n; e += route_threads) {
     std::int32_t sum = 0;
+#pragma unroll 4
     for (int w = 0; w < tile_warps; ++w) {
       const std::int32_t own = scratch.cursors[w * n + e];
       scratch.cursors[w * n + e] = sum;
       sum += own;
     }
-    p.tile_counts[std::int64_t{blockIdx.x} * n + e] = sum;
+    scratch.shares[e] = sum;
+    if (gridDim.x > 1) p.tile_counts[std::int64_t{blockIdx.x} * n + e] = sum;
   }
 }
 
-/// The last block: what the blocks before have, in place; the rank's counts to all ranks.
-__device__ inline void tell_counts(const RouteParams& p, std::uint64_t epoch) {
+/// Learns what the blocks before have, and tells all ranks this block's share of the counts.
+__device__ inline void tell_counts(const RouteParams& p, const Scratch& scratch,
+                                   std::uint64_t epoch) {
   const std::int32_t n = num_counts(p.shape);
+  await_blocks(p.m);
   for (int e = static_cast<int>(threadIdx.x); e < n; e += route_threads) {
+    std::int32_t earlier = 0;
     std::int32_t sum = 0;
+    if (gridDim.x == 1) {
+      sum = scratch.shares[e];
+    } else {
 #pragma unroll 8
-    for (unsigned b = 0; b < gridDim.x; ++b) {
-      std::int32_t* const at = p.tile_counts + std::int64_t{b} * n + e;
-      const std::int32_t own = __ldcg(at);
-      __stcg(at, sum);
-      sum += own;
+      for (unsigned b = 0; b < gridDim.x; ++b) {
+        const std::int32_t own = __ldcg(p.tile_counts + std::int64_t{b} * n + e);
+        if (b < blockIdx.x) earlier += own;
+        sum += own;
+      }
     }
-    for (std::int32_t r = 0; r < p.shape.world_size; ++r) {
-      p.counts[r][std::int64_t{p.shape.rank} * n + e] = sum;
+    scratch.shares[e] = earlier;
+    if (static_cast<unsigned>(e) % gridDim.x != blockIdx.x) continue;
+    const std::uint64_t word =
+        epoch << count_epoch_shift | static_cast<std::uint64_t>(static_cast<std::uint32_t>(sum));
+    for (std::int32_t i = 0; i < p.shape.world_size; ++i) {
+      const std::int32_t r = (p.shape.rank + i) % p.shape.world_size;
+      asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p.counts[r] +
+                                                               std::int64_t{p.shape.rank} * n + e),
+                   "l"(word)
+                   : "memory");
     }
   }
-  if (threadIdx.x == 0) p.m.state->call.blocks = 0;  // counted again when the kernel ends
-  __threadfence_system();
-  __syncthreads();
-  if (threadIdx.x < 32) publish_to_all_and_self(p.m.meet, epoch);
 }
 
 }  // namespace waybill::cuda

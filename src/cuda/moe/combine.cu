@@ -27,31 +27,35 @@ __device__ float weight_of(const std::byte* weights, std::int64_t i) {
 struct TokenRows {
   std::int64_t place;
   float weight;
-  unsigned valid;  ///< lanes with a row
 };
 
 template <class Weight>
-__device__ TokenRows read_token(const CombineParams& p, std::int64_t token) {
-  TokenRows rows{-1, 0, 0};
-  if (lane_id() < p.shape.topk) {
-    const std::int64_t i = token * p.shape.topk + lane_id();
+__device__ TokenRows read_token(const CombineParams& p, std::int32_t token) {
+  TokenRows rows{-1, 0};
+  if (lane_id() < p.shape.topk && token < p.shape.num_tokens) {
+    const std::int64_t i = std::int64_t{token} * p.shape.topk + lane_id();
     rows.place = p.places[i];
     if (p.weights != nullptr) rows.weight = weight_of<Weight>(p.weights, i);
   }
+  return rows;
+}
+
+/// Lanes whose row is part of the sum.
+__device__ unsigned lanes_summed(const CombineParams& p, const TokenRows& rows) {
   const bool counts = rows.place >= 0 && (rows.place & 0xFFFFFFFF) < p.shape.capacity &&
                       (p.leaders_only == 0 || (rows.place & place_leader_bit) != 0);
-  rows.valid = __ballot_sync(all_lanes, counts);
-  return rows;
+  return __ballot_sync(all_lanes, counts);
 }
 
 __device__ const std::byte* row_at(const CombineParams& p, std::int64_t place) {
   return p.windows[place >> place_dst_shift & 0xFFFF] + (place & 0xFFFFFFFF) * p.row_bytes;
 }
 
-template <class Number>
-__device__ float sum_with(float sum, typename Number::Stored value, float weight, bool weighted) {
+/// Each product and each sum is rounded.
+template <class Number, bool Weighted>
+__device__ float sum_with(float sum, typename Number::Stored value, float weight) {
   const float x = Number::load(value);
-  return __fadd_rn(sum, weighted ? __fmul_rn(weight, x) : x);
+  return __fadd_rn(sum, Weighted ? __fmul_rn(weight, x) : x);
 }
 
 template <class Number>
@@ -73,15 +77,17 @@ struct Sums {
     }
   }
 
-  __device__ void add(const std::byte* from, int bytes, float weight, bool weighted) {
+  /// @tparam Full a whole piece, not the last of a row
+  template <bool Weighted, bool Full>
+  __device__ void add(const std::byte* from, int bytes, float weight) {
 #pragma unroll
     for (int w = 0; w < words_a_lane; ++w) {
       const int offset = (w * 32 + lane_id()) * word_bytes;
-      if (offset >= bytes) continue;
+      if (!Full && offset >= bytes) continue;
       const auto in = *reinterpret_cast<const Word<Number>*>(from + offset);
 #pragma unroll
       for (int e = 0; e < Word<Number>::count; ++e) {
-        sums[w][e] = sum_with<Number>(sums[w][e], in.values[e], weight, weighted);
+        sums[w][e] = sum_with<Number, Weighted>(sums[w][e], in.values[e], weight);
       }
     }
   }
@@ -104,90 +110,152 @@ struct BulkMemory {
   std::uint64_t loaded[bulk_warps][bulk_stages];
 };
 
-/// Where a warp is in its work: piece `item` (of all tokens), and of its rows those from 8 * batch.
-template <class Weight>
-struct Cursor {
-  std::int64_t item;
-  int batch;
-  TokenRows rows;
+/// A piece of a token's sum.
+struct Piece {
+  std::int32_t token;
+  std::int32_t piece;
+};
 
-  __device__ void read(const CombineParams& p, std::int64_t pieces, std::int64_t count) {
-    if (item < count) rows = read_token<Weight>(p, item / pieces);
+/// The pieces of one warp, in turn, without divisions on the way.
+struct PieceSteps {
+  std::int32_t pieces;  ///< of a row
+  std::int32_t tokens;  ///< that a step goes on, and pieces beyond them
+  std::int32_t beyond;
+
+  __device__ PieceSteps(const CombineParams& p, int warps)
+      : pieces(static_cast<std::int32_t>((p.row_bytes + piece_bytes - 1) / piece_bytes)) {
+    const auto step = static_cast<std::int32_t>(gridDim.x) * warps;
+    tokens = step / pieces;
+    beyond = step % pieces;
   }
-  __device__ bool is_last_batch() const { return (batch + 1) * slots >= __popc(rows.valid); }
-  __device__ void next(const CombineParams& p, std::int64_t pieces, std::int64_t count,
-                       std::int64_t step) {
-    if (!is_last_batch()) {
-      ++batch;
-      return;
-    }
-    batch = 0;
-    item += step;
-    read(p, pieces, count);
+  [[nodiscard]] __device__ Piece first() const {
+    const auto i = static_cast<std::int32_t>(blockIdx.x + threadIdx.x / 32 * gridDim.x);
+    return {i / pieces, i % pieces};
+  }
+  __device__ void advance(Piece& at) const {
+    at.token += tokens;
+    at.piece += beyond;
+    if (at.piece < pieces) return;
+    at.piece -= pieces;
+    ++at.token;
   }
 };
 
-/// Pulls the rows of a token, piece by piece, through shared memory.
+/// Rows of a piece that fill one stage: those of its lanes from number 8 * batch on.
+struct Turn {
+  Piece at;
+  TokenRows rows;
+  unsigned left;  ///< lanes of this batch and the later ones
+  bool is_first;
+};
+
+/// Pulls the rows of tokens, piece by piece, through shared memory: rows of the next piece are on
+/// their way, and places of the one after it.
 template <class Number, class Weight>
-__device__ void sum_bulk(const CombineParams& p, BulkMemory& memory) {
-  const auto warp = static_cast<int>(threadIdx.x / 32);
-  const int lane = lane_id();
-  std::uint64_t* const loaded = memory.loaded[warp];
-  if (lane == 0) {
-    for (int s = 0; s < bulk_stages; ++s) barrier_init(&loaded[s]);
-  }
-  fence_async_proxy();
-  __syncwarp();
-  const std::int64_t pieces = (p.row_bytes + piece_bytes - 1) / piece_bytes;
-  const std::int64_t count = p.shape.num_tokens * pieces;
-  const std::int64_t step = std::int64_t{gridDim.x} * bulk_warps;
-  const auto bytes_of = [&](std::int64_t item) {
-    const std::int64_t left = p.row_bytes - item % pieces * piece_bytes;
-    return static_cast<int>(left < piece_bytes ? left : piece_bytes);
-  };
-  const auto ask = [&](const Cursor<Weight>& at, int stage) {
-    const auto bytes = static_cast<std::uint32_t>(bytes_of(at.item));
-    const int total = __popc(at.rows.valid) - at.batch * slots;
-    const int here = total < slots ? total : slots;
-    if (lane == 0) barrier_expect(&loaded[stage], bytes * static_cast<std::uint32_t>(here));
-    __syncwarp();
-    const int slot = __popc(at.rows.valid & ((1U << lane) - 1)) - at.batch * slots;
-    if ((at.rows.valid >> lane & 1U) != 0 && 0 <= slot && slot < slots) {
-      bulk_load(memory.stage[warp][stage][slot],
-                row_at(p, at.rows.place) + at.item % pieces * piece_bytes, bytes, &loaded[stage]);
+class BulkSum {
+ public:
+  __device__ BulkSum(const CombineParams& p, BulkMemory& memory)
+      : p_(p),
+        stage_(memory.stage[threadIdx.x / 32]),
+        loaded_(memory.loaded[threadIdx.x / 32]),
+        steps_(p, bulk_warps),
+        last_bytes_(static_cast<int>(p.row_bytes - std::int64_t{steps_.pieces - 1} * piece_bytes)) {
+    if (lane_id() == 0) {
+      for (int s = 0; s < bulk_stages; ++s) barrier_init(&loaded_[s]);
     }
-  };
-  Cursor<Weight> here{blockIdx.x + std::int64_t{warp} * gridDim.x, 0, {}};
-  here.read(p, pieces, count);
-  Cursor<Weight> ahead = here;
-  if (ahead.item < count) ask(ahead, 0);
-  Sums<Number> sums;
-  const bool weighted = p.weights != nullptr;
-  for (std::uint32_t turn = 0; here.item < count; ++turn) {
-    const auto stage = static_cast<int>(turn % bulk_stages);
-    ahead.next(p, pieces, count, step);
-    if (ahead.item < count) ask(ahead, static_cast<int>((turn + 1) % bulk_stages));
-    const int bytes = bytes_of(here.item);
-    const std::int64_t offset = here.item / pieces * p.row_bytes + here.item % pieces * piece_bytes;
-    if (here.batch == 0) {
-      sums.clear();
-      for (const std::byte* bias : p.biases) {
-        if (bias != nullptr) sums.add(bias + offset, bytes, 0, false);
+    fence_async_proxy();
+    __syncwarp();
+  }
+
+  template <bool Weighted>
+  __device__ void run() {
+    coming_ = steps_.first();
+    coming_rows_ = read_token<Weight>(p_, coming_.token);
+    Turn ahead = begin_piece();
+    if (ahead.at.token < p_.shape.num_tokens) ask(ahead, 0);
+    for (unsigned turn = 0; ahead.at.token < p_.shape.num_tokens; ++turn) {
+      const Turn here = ahead;
+      const bool is_last = __popc(here.left) <= slots;
+      if (is_last) {
+        ahead = begin_piece();
+      } else {
+        for (int i = 0; i < slots; ++i) ahead.left &= ahead.left - 1;
+        ahead.is_first = false;
+      }
+      if (ahead.at.token < p_.shape.num_tokens) ask(ahead, (turn + 1) % bulk_stages);
+      add<Weighted>(here, turn, is_last);
+      __syncwarp();  // all lanes have read the stage before it is filled again
+    }
+  }
+
+ private:
+  [[nodiscard]] __device__ int bytes_of(const Piece& at) const {
+    return at.piece + 1 < steps_.pieces ? piece_bytes : last_bytes_;
+  }
+
+  /// The piece whose places have come; asks for those of the next.
+  __device__ Turn begin_piece() {
+    const Turn turn{coming_, coming_rows_, lanes_summed(p_, coming_rows_), true};
+    steps_.advance(coming_);
+    coming_rows_ = read_token<Weight>(p_, coming_.token);
+    return turn;
+  }
+
+  __device__ void ask(const Turn& turn, unsigned stage) {
+    const auto bytes = static_cast<std::uint32_t>(bytes_of(turn.at));
+    const auto count = static_cast<std::uint32_t>(__popc(turn.left));
+    if (lane_id() == 0) {
+      barrier_expect(&loaded_[stage], bytes * (count < slots ? count : slots));
+    }
+    __syncwarp();
+    const int slot = __popc(turn.left & ((1U << lane_id()) - 1));
+    if ((turn.left >> lane_id() & 1U) != 0 && slot < slots) {
+      bulk_load(stage_[stage][slot], row_at(p_, turn.rows.place) + turn.at.piece * piece_bytes,
+                bytes, &loaded_[stage]);
+    }
+  }
+
+  template <bool Weighted>
+  __device__ void add(const Turn& turn, unsigned number, bool is_last) {
+    const int bytes = bytes_of(turn.at);
+    const std::int64_t offset = turn.at.token * p_.row_bytes + turn.at.piece * piece_bytes;
+    if (turn.is_first) {
+      sums_.clear();
+      for (const std::byte* bias : p_.biases) {
+        if (bias != nullptr) sums_.template add<false, false>(bias + offset, bytes, 0);
       }
     }
-    barrier_wait(&loaded[stage], turn / bulk_stages % 2);
-    unsigned left = here.rows.valid;
-    for (int i = 0; i < here.batch * slots; ++i) left &= left - 1;
-    for (int slot = 0; slot < slots && left != 0; ++slot, left &= left - 1) {
-      const float weight =
-          __shfl_sync(all_lanes, here.rows.weight, __ffs(static_cast<int>(left)) - 1);
-      sums.add(memory.stage[warp][stage][slot], bytes, weight, weighted);
+    const unsigned stage = number % bulk_stages;
+    barrier_wait(&loaded_[stage], number / bulk_stages % 2);
+    if (bytes == piece_bytes) {
+      add_rows<Weighted, true>(turn, stage, bytes);
+    } else {
+      add_rows<Weighted, false>(turn, stage, bytes);
     }
-    if (here.is_last_batch()) sums.write(p.output + offset, bytes);
-    __syncwarp();  // all lanes have read the stage before it is filled again
-    here.next(p, pieces, count, step);
+    if (is_last) sums_.write(p_.output + offset, bytes);
   }
-}
+
+  template <bool Weighted, bool Full>
+  __device__ void add_rows(const Turn& turn, unsigned stage, int bytes) {
+    unsigned left = turn.left;
+    for (int slot = 0; slot < slots && left != 0; ++slot, left &= left - 1) {
+      float weight = 0;
+      if (Weighted) {
+        weight = __shfl_sync(all_lanes, turn.rows.weight, __ffs(static_cast<int>(left)) - 1);
+      }
+      sums_.template add<Weighted, Full>(stage_[stage][slot], bytes, weight);
+    }
+  }
+
+  const CombineParams& p_;
+  std::byte (*const stage_)[slots][piece_bytes];
+  std::uint64_t* const loaded_;
+  const PieceSteps steps_;
+  const int last_bytes_;
+  Piece coming_;
+  TokenRows coming_rows_;
+  Sums<Number> sums_;
+};
 
 /// Without bulk copies, or for addresses that do not suit them.
 template <class Number, class Weight>
@@ -201,22 +269,23 @@ __device__ void sum_elements(const CombineParams& p) {
   const bool weighted = p.weights != nullptr;
   for (std::int64_t item = blockIdx.x + std::int64_t{threadIdx.x / 32} * gridDim.x;
        item < p.shape.num_tokens * pieces; item += step) {
-    const TokenRows rows = read_token<Weight>(p, item / pieces);
+    const TokenRows rows = read_token<Weight>(p, static_cast<std::int32_t>(item / pieces));
     const std::int64_t first = item % pieces * 32 * unroll + lane_id();
     const std::int64_t offset = item / pieces * elements;
     float sums[unroll] = {};
     const auto add = [&](const Stored* from, float weight, bool with_weight) {
 #pragma unroll
       for (int u = 0; u < unroll; ++u) {
-        if (first + u * 32 < elements) {
-          sums[u] = sum_with<Number>(sums[u], from[first + u * 32], weight, with_weight);
-        }
+        if (first + u * 32 >= elements) continue;
+        const Stored value = from[first + u * 32];
+        sums[u] = with_weight ? sum_with<Number, true>(sums[u], value, weight)
+                              : sum_with<Number, false>(sums[u], value, weight);
       }
     };
     for (const std::byte* bias : p.biases) {
       if (bias != nullptr) add(reinterpret_cast<const Stored*>(bias) + offset, 0, false);
     }
-    for (unsigned left = rows.valid; left != 0; left &= left - 1) {
+    for (unsigned left = lanes_summed(p, rows); left != 0; left &= left - 1) {
       const int k = __ffs(static_cast<int>(left)) - 1;
       const std::int64_t place = __shfl_sync(all_lanes, rows.place, k);
       const float weight = __shfl_sync(all_lanes, rows.weight, k);
@@ -241,11 +310,16 @@ __global__ void __launch_bounds__((Bulk ? bulk_warps : element_warps) * 32, 1)
   }
   __syncthreads();
   if constexpr (Bulk) {
-    sum_bulk<Number, Weight>(p, *reinterpret_cast<BulkMemory*>(shared));
+    BulkSum<Number, Weight> sum(p, *reinterpret_cast<BulkMemory*>(shared));
+    if (p.weights != nullptr) {
+      sum.template run<true>();
+    } else {
+      sum.template run<false>();
+    }
   } else {
     sum_elements<Number, Weight>(p);
   }
-  if (is_last_block(p.m.meet) && threadIdx.x == 0) end_moe_call(p.m, 1, epoch);
+  if (comes_last(p.m.state)) end_moe_call(p.m, 1, epoch);
 }
 
 using Kernel = void (*)(CombineParams);

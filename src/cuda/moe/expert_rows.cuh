@@ -14,27 +14,81 @@ struct BlockTotals {
   std::int32_t first_token;                  ///< with scatter indices: tokens of lower ranks
 };
 
-/// First row of each expert, on its rank; rows of each rank. All blocks do the same.
-__device__ inline void locate_experts(const RouteParams& p, const Scratch& scratch,
-                                      BlockTotals& totals) {
+__device__ inline std::uint64_t load_count(const std::uint64_t* word) {
+  std::uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
+/// A count of rank r, when it has come; `word` was seen first.
+__device__ inline std::int32_t await_count(const RouteParams& p, std::int32_t r, std::int32_t e,
+                                           std::uint64_t word, std::uint64_t epoch) {
+  const auto wanted = static_cast<std::uint32_t>(epoch);
+  if (word >> count_epoch_shift != wanted) {
+    const std::uint64_t* const at =
+        p.counts[p.shape.rank] + std::int64_t{r} * num_counts(p.shape) + e;
+    const std::uint64_t start = now_ns();
+    do {
+      word = load_count(at);
+      const std::uint64_t waited = now_ns() - start;
+      if (waited > p.m.meet.sink.timeout_ns) {
+        report_and_trap(p.m.meet.sink, p.m.meet.kind, p.shape.rank, r, epoch,
+                        word >> count_epoch_shift, waited);
+      }
+    } while (word >> count_epoch_shift != wanted);
+  }
+  return static_cast<std::int32_t>(word);
+}
+
+/// A count that has come.
+__device__ inline std::int32_t count_at(const RouteParams& p, const Scratch& scratch,
+                                        std::int32_t r, std::int32_t e) {
+  const std::int64_t i = std::int64_t{r} * num_counts(p.shape) + e;
+  return scratch.counts != nullptr
+             ? scratch.counts[i]
+             : static_cast<std::int32_t>(load_count(p.counts[p.shape.rank] + i));
+}
+
+/// Waits for the counts of all ranks, and adds up those of each expert.
+__device__ inline void take_counts(const RouteParams& p, const Scratch& scratch,
+                                   std::uint64_t epoch) {
+  constexpr int together = 8;
   const MoeShape& s = p.shape;
   const std::int32_t n = num_counts(s);
-  const std::int32_t* const counts = p.counts[s.rank];
-  const auto thread = static_cast<std::int32_t>(threadIdx.x);
-  for (std::int32_t e = thread; e < s.num_experts; e += route_threads) {
+  for (auto e = static_cast<std::int32_t>(threadIdx.x); e < n; e += route_threads) {
     std::int32_t sum = 0;
     std::int32_t lower = 0;
-#pragma unroll 8
-    for (std::int32_t r = 0; r < s.world_size; ++r) {
-      const std::int32_t own = __ldcg(counts + std::int64_t{r} * n + e);
-      if (r < s.rank) lower += own;
-      sum += own;
+    for (std::int32_t first = 0; first < s.world_size; first += together) {
+      std::uint64_t words[together];
+#pragma unroll
+      for (int i = 0; i < together; ++i) {
+        if (first + i < s.world_size) {
+          words[i] = load_count(p.counts[s.rank] + std::int64_t{first + i} * n + e);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < together; ++i) {
+        const std::int32_t r = first + i;
+        if (r >= s.world_size) continue;
+        const std::int32_t own = await_count(p, r, e, words[i], epoch);
+        if (scratch.counts != nullptr) scratch.counts[std::int64_t{r} * n + e] = own;
+        if (r < s.rank) lower += own;
+        sum += own;
+      }
     }
+    if (e >= s.num_experts) continue;
     scratch.starts[e] = sum;
     scratch.before[e] = lower;
     const std::int32_t local = e - s.rank * s.experts_per_rank;
     if (blockIdx.x == 0 && 0 <= local && local < s.experts_per_rank) p.expert_counts[local] = sum;
   }
+}
+
+/// First row of each expert, on its rank; rows of each rank. All blocks do the same.
+__device__ inline void locate_experts(const RouteParams& p, const Scratch& scratch,
+                                      BlockTotals& totals) {
+  const MoeShape& s = p.shape;
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
   __syncthreads();
   const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
   for (std::int32_t d = thread / 32; d < s.world_size; d += route_warps) {
@@ -59,7 +113,7 @@ __device__ inline void locate_experts(const RouteParams& p, const Scratch& scrat
     std::int32_t sum = 0;
     for (std::int32_t r = 0; r < s.world_size; ++r) {
       if (r == s.rank) totals.compact_base[thread] = sum;
-      sum += __ldcg(counts + std::int64_t{r} * n + s.num_experts + 1 + thread);
+      sum += count_at(p, scratch, r, s.num_experts + 1 + thread);
     }
     totals.recv_rows[thread] = s.compact != 0 ? sum : totals.grouped_rows[thread];
   }
@@ -67,12 +121,12 @@ __device__ inline void locate_experts(const RouteParams& p, const Scratch& scrat
 }
 
 /// Tokens of rank r, by a warp.
-__device__ inline std::int32_t tokens_of(const RouteParams& p, std::int32_t r) {
+__device__ inline std::int32_t tokens_of(const RouteParams& p, const Scratch& scratch,
+                                         std::int32_t r) {
   const MoeShape& s = p.shape;
-  const std::int32_t* const row = p.counts[s.rank] + std::int64_t{r} * num_counts(s);
   std::int32_t sum = 0;
   for (auto e = static_cast<std::int32_t>(threadIdx.x % 32); e <= s.num_experts; e += 32) {
-    sum += __ldcg(row + e);
+    sum += count_at(p, scratch, r, e);
   }
   return __reduce_add_sync(all_lanes, sum) / s.topk;
 }
@@ -81,26 +135,23 @@ __device__ inline std::int32_t tokens_of(const RouteParams& p, std::int32_t r) {
 __device__ inline void write_tables(const RouteParams& p, const Scratch& scratch,
                                     const BlockTotals& totals) {
   const MoeShape& s = p.shape;
-  const std::int32_t n = num_counts(s);
-  const std::int32_t* const counts = p.counts[s.rank];
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const auto warp = static_cast<std::int32_t>(blockIdx.x * route_warps + threadIdx.x / 32);
   for (std::int32_t r = warp; r < s.world_size;
        r += static_cast<std::int32_t>(gridDim.x) * route_warps) {
-    const std::int32_t tokens = tokens_of(p, r);
+    const std::int32_t tokens = tokens_of(p, scratch, r);
     if (threadIdx.x % 32 == 0) p.num_input_tokens[r] = tokens;
   }
   const auto step = static_cast<std::int32_t>(gridDim.x) * route_threads;
   const std::int32_t first = static_cast<std::int32_t>(blockIdx.x) * route_threads + thread;
   for (std::int32_t i = first; i < s.world_size * (s.num_experts + 1); i += step) {
-    p.splits[i] =
-        __ldcg(counts + std::int64_t{i / (s.num_experts + 1)} * n + i % (s.num_experts + 1));
+    p.splits[i] = count_at(p, scratch, i / (s.num_experts + 1), i % (s.num_experts + 1));
   }
   for (std::int32_t e = first; e < s.num_experts; e += step) {
     std::int32_t row = scratch.starts[e];
     for (std::int32_t r = 0; r < s.world_size; ++r) {
       p.segment_offsets[std::int64_t{e} * s.world_size + r] = row;
-      row += __ldcg(counts + std::int64_t{r} * n + e);
+      row += count_at(p, scratch, r, e);
     }
   }
   // No token is there.
@@ -117,20 +168,19 @@ __device__ inline void write_tables(const RouteParams& p, const Scratch& scratch
 
 /// One warp tells the host how many rows come.
 __device__ inline void tell_host(const RouteParams& p, const BlockTotals& totals) {
-  for (auto r = static_cast<std::int32_t>(threadIdx.x); r < p.shape.world_size; r += 32) {
-    p.host->num_recv_rows[r] = totals.recv_rows[r];
+  for (auto r = static_cast<std::int32_t>(threadIdx.x % 32); r < p.shape.world_size; r += 32) {
+    p.host->rows[r] = p.ticket << ticket_shift |
+                      static_cast<std::uint64_t>(static_cast<std::uint32_t>(totals.recv_rows[r]));
   }
-  __threadfence_system();
-  __syncwarp();
-  if (threadIdx.x == 0) p.host->ticket = p.ticket;
 }
 
 /// For scatter indices: what lower ranks have.
-__device__ inline void locate_positions(const RouteParams& p, BlockTotals& totals) {
+__device__ inline void locate_positions(const RouteParams& p, const Scratch& scratch,
+                                        BlockTotals& totals) {
   const MoeShape& s = p.shape;
   if (threadIdx.x < 32) {
     std::int32_t first = 0;
-    for (std::int32_t r = 0; r < s.rank; ++r) first += tokens_of(p, r);
+    for (std::int32_t r = 0; r < s.rank; ++r) first += tokens_of(p, scratch, r);
     if (threadIdx.x == 0) {
       totals.first_token = first;
       std::int32_t rows = 0;

@@ -17,19 +17,42 @@ __device__ inline std::uint64_t begin_moe_call(const MoeMeet& m, int kind) {
 /// One thread of the last block.
 __device__ inline void end_moe_call(const MoeMeet& m, int kind, std::uint64_t epoch) {
   m.state->last_turn[kind] = m.turn + 1;
+  m.state->arrived_blocks = 0;
   end_call(m.meet, epoch);
 }
 
-/// Raises this rank's own slot too, for the blocks that wait for what this one has made. One warp.
-__device__ inline void publish_to_all_and_self(const MeetParams& p, std::uint64_t epoch) {
-  publish_to_all(p, epoch);
-  if (threadIdx.x % 32 == 0) publish(p.own_arrivals + p.rank, epoch);
+/// True in thread 0 of the block that comes last: all others have done their part.
+__device__ inline bool comes_last(MoeState* state) {
+  __syncthreads();
+  if (threadIdx.x != 0) return false;
+  if (gridDim.x == 1) return true;
+  __threadfence();
+  return atomicAdd(&state->call.blocks, 1ULL) == gridDim.x - 1;
 }
 
-/// Waits for this rank's own slot and for all others. One warp.
-__device__ inline void await_all_and_self(const MeetParams& p, std::uint64_t epoch) {
-  await(p.own_arrivals + p.rank, epoch, p.kind, p.rank, p.rank, p.sink);
-  await_all(p, epoch);
+/// All blocks of the kernel wait for each other; once a kernel. They see what each had written.
+__device__ inline void await_blocks(const MoeMeet& m) {
+  if (gridDim.x == 1) return;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    atomicAdd(&m.state->arrived_blocks, 1U);
+    const std::uint64_t start = now_ns();
+    std::uint32_t seen = 0;
+    for (;;) {
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                   : "=r"(seen)
+                   : "l"(&m.state->arrived_blocks)
+                   : "memory");
+      if (seen >= gridDim.x) break;
+      const std::uint64_t waited = now_ns() - start;
+      if (waited > m.meet.sink.timeout_ns) {
+        report_and_trap(m.meet.sink, m.meet.kind, m.meet.rank, m.meet.rank, gridDim.x, seen,
+                        waited);
+      }
+    }
+  }
+  __syncthreads();
 }
 
 /// Lets the kernel behind this one on the stream take its place on the device, if it was launched

@@ -10,12 +10,14 @@
 namespace waybill::cuda {
 
 inline constexpr int max_streams = 1024;  ///< warps of a rank that send rows
+inline constexpr int pump_warps = 7;      ///< of a block, that move rows
 
 /// Counters of one layer on its rank's device.
 struct MoeState {
   CallState call;
   std::uint32_t last_turn[2];  ///< 1 + parity of the last dispatch and combine; 0 before the first
   std::uint32_t next_unit;     ///< of the running dispatch: the next piece of arrived rows
+  std::uint32_t arrived_blocks;  ///< of the running kernel, that have come to its middle
 };
 
 /// What one rank of a layer is.
@@ -49,11 +51,16 @@ inline constexpr int place_dst_shift = 32;
 /// Of the first choice of a token on a rank.
 inline constexpr std::int64_t place_leader_bit = std::int64_t{1} << 48;
 
-/// Written by the device into pinned host memory when the counts of a dispatch are known.
+/// Written by the device into pinned host memory when the counts of a dispatch are known: received
+/// rows of each rank, with the ticket of the route above them.
 struct MoeHostCounts {
-  volatile std::int32_t num_recv_rows[max_gpu_ranks];
-  volatile std::uint64_t ticket;  ///< of the route that wrote the rest; written last
+  volatile std::uint64_t rows[max_gpu_ranks];
 };
+inline constexpr int ticket_shift = 32;
+
+/// A count on its way, with the lower half of the call's epoch above it: whoever sees the epoch has
+/// the count.
+inline constexpr int count_epoch_shift = 32;
 
 /// What the device has found wrong, in pinned host memory.
 struct MoeHostFaults {
@@ -80,7 +87,7 @@ struct RouteParams {
   bool wide_scatter;
   const std::byte* weights;  ///< [T, K] or null
   std::int32_t weight_bytes;
-  std::int32_t* counts[max_gpu_ranks];     ///< [W, num_counts] of each rank
+  std::uint64_t* counts[max_gpu_ranks];    ///< [W, num_counts] of each rank
   std::int32_t* records[max_gpu_ranks];    ///< [W, M, record_stride] of each rank
   std::byte* sent_weights[max_gpu_ranks];  ///< [W, M, K] of each rank
   std::int32_t* tile_counts;               ///< scratch: [blocks, num_counts]

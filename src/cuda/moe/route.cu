@@ -81,28 +81,27 @@ __device__ void place_tile(const RouteParams& p, Tile tile, std::int32_t* cursor
 }
 
 __global__ void __launch_bounds__(route_threads)
-    route_kernel(const __grid_constant__ RouteParams p, int tile_warps) {
+    route_kernel(const __grid_constant__ RouteParams p, int tile_warps, bool keeps_counts) {
   extern __shared__ std::int32_t shared[];
   __shared__ BlockTotals totals;
   const MoeShape& s = p.shape;
   const std::int32_t n = num_counts(s);
-  const Scratch scratch{shared, shared + tile_warps * n, shared + tile_warps * n + s.num_experts};
+  std::int32_t* const behind = shared + tile_warps * n;
+  const Scratch scratch{shared, behind, behind + s.num_experts, behind + 2 * s.num_experts,
+                        keeps_counts ? behind + 2 * s.num_experts + n : nullptr};
   let_next_begin();
   const std::uint64_t epoch = begin_moe_call(p.m, 0);
   count_block(p, scratch, tile_warps);
-  if (is_last_block(p.m.meet)) tell_counts(p, epoch);
-  if (threadIdx.x < 32) await_all_and_self(p.m.meet, epoch);
+  tell_counts(p, scratch, epoch);
+  take_counts(p, scratch, epoch);
   __syncthreads();
   locate_experts(p, scratch, totals);
-  if (blockIdx.x == 0 && threadIdx.x < 32) tell_host(p, totals);
-  if (p.scatter != nullptr) locate_positions(p, totals);
-  const std::int32_t* const earlier = p.tile_counts + std::int64_t{blockIdx.x} * n;
-  for (int i = static_cast<int>(threadIdx.x); i < tile_warps * n; i += route_threads) {
-    const std::int32_t e = i % n;
+  if (p.scatter != nullptr) locate_positions(p, scratch, totals);
+  for (int e = static_cast<int>(threadIdx.x); e < n; e += route_threads) {
     const std::int32_t base = e < s.num_experts   ? scratch.starts[e] + scratch.before[e]
                               : e > s.num_experts ? totals.compact_base[e - s.num_experts - 1]
                                                   : 0;
-    scratch.cursors[i] += base + __ldcg(earlier + e);
+    for (int w = 0; w < tile_warps; ++w) scratch.cursors[w * n + e] += base + scratch.shares[e];
   }
   __syncthreads();
   const auto warp = static_cast<int>(threadIdx.x / 32);
@@ -110,7 +109,8 @@ __global__ void __launch_bounds__(route_threads)
     place_tile(p, tile_of(s, warp, tile_warps), scratch.cursors + warp * n, totals);
   }
   write_tables(p, scratch, totals);
-  if (is_last_block(p.m.meet) && threadIdx.x == 0) end_moe_call(p.m, 0, epoch);
+  if (blockIdx.x == 0 && warp == 0) tell_host(p, totals);
+  if (comes_last(p.m.state)) end_moe_call(p.m, 0, epoch);
 }
 
 /// A dispatch with the tables of an earlier one: meets the others, sends new weights.
@@ -136,24 +136,26 @@ __global__ void __launch_bounds__(route_threads)
       copy_weight(to + there * p.weight_bytes, p.weights, i, p.weight_bytes);
     }
   }
-  if (is_last_block(p.m.meet) && threadIdx.x == 0) end_moe_call(p.m, 0, epoch);
+  if (comes_last(p.m.state)) end_moe_call(p.m, 0, epoch);
 }
 
 constexpr int most_shared_bytes = 200 * 1024;
 
 /// Warps of a block that have a tile each: as many as have room for their counts.
 int tile_warps_of(const MoeShape& s) {
-  const int room = most_shared_bytes / 4 - 2 * s.num_experts;
+  const int room = most_shared_bytes / 4 - 2 * s.num_experts - num_counts(s);
   const int fit = room / num_counts(s);
   return fit < route_warps ? fit : route_warps;
 }
 
 }  // namespace
 
-int max_experts_on_gpu(int world_size) { return (most_shared_bytes / 4 - 1 - world_size) / 3; }
+int max_experts_on_gpu(int world_size) {
+  return (most_shared_bytes / 4 - 2 * (1 + world_size)) / 4;
+}
 
 int route_blocks(const MoeShape& shape, int num_sms) {
-  constexpr std::int64_t choices_a_block = 512;
+  constexpr std::int64_t choices_a_block = 1024;
   const std::int64_t wanted =
       (std::int64_t{shape.num_tokens} * shape.topk + choices_a_block - 1) / choices_a_block;
   return static_cast<int>(wanted < 1 ? 1 : wanted < num_sms ? wanted : num_sms);
@@ -173,11 +175,13 @@ cudaError_t prepare_route() {
 
 cudaError_t launch_route(const RouteParams& params, int blocks, cudaStream_t stream) {
   const int tile_warps = tile_warps_of(params.shape);
-  const std::size_t bytes =
-      (static_cast<std::size_t>(tile_warps) * static_cast<std::size_t>(num_counts(params.shape)) +
-       2 * static_cast<std::size_t>(params.shape.num_experts)) *
-      4;
-  route_kernel<<<static_cast<unsigned>(blocks), route_threads, bytes, stream>>>(params, tile_warps);
+  const int counts = num_counts(params.shape);
+  int words = (tile_warps + 1) * counts + 2 * params.shape.num_experts;
+  const bool keeps_counts =
+      words + std::int64_t{params.shape.world_size} * counts <= most_shared_bytes / 4;
+  if (keeps_counts) words += params.shape.world_size * counts;
+  route_kernel<<<static_cast<unsigned>(blocks), route_threads, static_cast<std::size_t>(words) * 4,
+                 stream>>>(params, tile_warps, keeps_counts);
   return cudaGetLastError();
 }
 

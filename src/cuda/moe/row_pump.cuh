@@ -5,7 +5,6 @@
 
 namespace waybill::cuda {
 
-inline constexpr int pump_warps = 7;
 inline constexpr int most_pump_stages = 6;
 
 /// A piece of a row on its way: what its lanes store where.

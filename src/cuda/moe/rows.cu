@@ -321,7 +321,7 @@ __global__ void __launch_bounds__((Movers + Takers) * 32, 1)
     receive(p, pump, epoch);
   }
   clear_padding(p, Movers + Takers);
-  if (is_last_block(p.m.meet) && threadIdx.x == 0) {
+  if (comes_last(p.m.state)) {
     p.m.state->call.blocks = 0;
     p.m.state->next_unit = 0;
   }

@@ -24,8 +24,6 @@ __device__ inline std::uint64_t* config_slot(const RowsParams& p, std::int32_t a
 /// its stores are complete.
 __device__ inline void publish_groups(const RowsParams& p, std::int32_t stream, std::uint64_t epoch,
                                       std::int32_t groups) {
-  __threadfence_system();
-  __syncwarp();
   for (std::int32_t k = lane_id(); k < p.shape.world_size; k += 32) {
     const std::int32_t d = (p.shape.rank + k) % p.shape.world_size;
     publish(stream_slot(p, d, p.shape.rank, stream),
