@@ -45,19 +45,22 @@ THIRD_PARTY = {
     "gmock/": ("tests/",),
     "rapidcheck": ("tests/",),
     "benchmark/": ("bench/",),
-    "cuda_runtime": ("src/cuda/", "tests/cuda/", "bench/gpu/"),
+    "nvshmem": ("src/cuda/nvshmem/",),
+    "cuda_runtime": ("src/cuda/", "tests/cuda/", "bench/gpu/", "examples/cpp/"),
     "cuda_bf16.h": ("src/cuda/device/",),
     "cuda_fp16.h": ("src/cuda/device/",),
     "cuda_fp8.h": ("src/cuda/device/",),
 }
 
 # The folders of a room that is a house of its own: each may include those before it.
-FOLDERS = {"cuda": ("device", "kernel", "moe", "executor", "transport")}
+FOLDERS = {"cuda": ("device", "nvshmem", "kernel", "moe", "executor", "transport")}
 
 SUFFIXES = (".h", ".cpp", ".cuh", ".cu")
 
 # Headers of the operating system and the processor; in the library for .cpp files only.
-SYSTEM = re.compile(r"((sys|netinet)/\w+|sched|unistd|fcntl|netdb|poll|pthread|\w+intrin)\.h$")
+SYSTEM = re.compile(
+    r"((sys|netinet)/\w+|sched|unistd|dlfcn|fcntl|netdb|poll|pthread|\w+intrin)\.h$"
+)
 STANDARD = re.compile(r"\w+$")
 
 INCLUDE = re.compile(r"^\s*#\s*include\s*([<\"])([^>\"]+)[>\"]", re.MULTILINE)

@@ -37,15 +37,12 @@ from extract_doc_examples import FENCE, ROOT, pages
 
 NO_PYTHON = (
     "README.md",
-    "bootstrap.md",
+    "compare.md",
     "expert_executor.md",
-    "expert_layout.md",
+    "explain.md",
     "predict_step.md",
-    "sequence_dispatcher.md",
-    "simulate_expert_dispatch.md",
     "static_plans.md",
     "transport.md",
-    "world.md",
 )
 OPTIONAL = ("torch", "matplotlib")
 SKIPPED = 77  # exit status of a program that lacks a package

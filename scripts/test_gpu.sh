@@ -1,24 +1,45 @@
 #!/usr/bin/env bash
-# Runs the GPU tests on this machine: scripts/test_gpu.sh [--sanitize] [FOLDER_WITH_PROGRAMS]
+# Runs the GPU tests on this machine: scripts/test_gpu.sh [OPTION...] [FOLDER_WITH_PROGRAMS]
 # Without a folder it builds them first (CUDA 13, GoogleTest and the other libraries of the tests).
-# With --sanitize also under compute-sanitizer (memcheck and racecheck).
+#
+#   --sanitize         also under compute-sanitizer (memcheck and racecheck)
+#   --filter PATTERN   only the tests that a GoogleTest filter fits, such as 'GpuProcess.*'
+#
+# Tests of worlds over NVSHMEM are there when the programs were built with -DWAYBILL_NVSHMEM=ON.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 sanitize=no
-if [[ ${1:-} == --sanitize ]]; then
-  sanitize=yes
+filter='*'
+while [[ ${1:-} == --* ]]; do
+  case $1 in
+    --sanitize) sanitize=yes ;;
+    --filter)
+      filter=${2:?test_gpu: --filter needs a pattern}
+      shift
+      ;;
+    *)
+      echo "usage: scripts/test_gpu.sh [--sanitize] [--filter PATTERN] [FOLDER_WITH_PROGRAMS]" >&2
+      exit 2
+      ;;
+  esac
   shift
-fi
+done
 if (($# > 0)); then
   programs=$1
 else
   cmake -S . -B build/cuda -G Ninja -DCMAKE_BUILD_TYPE=Release -DWAYBILL_CUDA=ON -DWAYBILL_CLI=OFF
-  cmake --build build/cuda --target waybill_tests_cuda
+  cmake --build build/cuda --target waybill_tests_cuda example_launch
+  cp build/cuda/examples/launch build/cuda/tests/
   programs=build/cuda/tests
 fi
 tests=$programs/waybill_tests_cuda
 
+# For the worlds over NVSHMEM: the one of the Python that is here.
+if [[ -z ${NVSHMEM_HOME:-} ]]; then
+  NVSHMEM_HOME=$(python3 -c 'import nvidia.nvshmem as n; print(list(n.__path__)[0])' 2>/dev/null) &&
+    export NVSHMEM_HOME
+fi
 # Ranks that share a device must not share its hardware queues.
 export CUDA_DEVICE_MAX_CONNECTIONS=32
 export CUDA_MODULE_LOADING=EAGER
@@ -29,6 +50,10 @@ check() {
   local name=$1 start=$SECONDS status=0 output
   shift
   output=$(timeout 120 "$@" 2>&1) || status=$?
+  if ((status == 0)) && grep -q '^\[  SKIPPED \]' <<<"$output"; then
+    echo "test_gpu: $name: SKIPPED: it needs more GPUs"
+    return
+  fi
   # A filter that fits nothing passes nothing.
   if ((status == 0)) && ! grep -q -E 'PASSED *\] [1-9]' <<<"$output"; then status=no-test; fi
   if [[ $status == 0 ]]; then
@@ -45,7 +70,7 @@ nvidia-smi --query-gpu=index,name,driver_version --format=csv,noheader
 # Each test has its own process: a fault takes the device from all that follows in the same one.
 while read -r name; do
   check "$name" "$tests" --gtest_brief=1 --gtest_filter="$name"
-done < <("$tests" --gtest_list_tests | awk '/^[^ ]/ {suite = $1} /^ / {print suite $1}')
+done < <("$tests" --gtest_list_tests --gtest_filter="$filter" | awk '/^[^ ]/ {suite = $1} /^ / {print suite $1}')
 if [[ $sanitize == yes ]]; then
   for tool in memcheck racecheck; do
     for name in GpuSequence.one_rank_equals_the_simulation \
@@ -57,6 +82,28 @@ if [[ $sanitize == yes ]]; then
         --gtest_brief=1 --gtest_filter="$name"
     done
   done
+fi
+# The example program, in all the ways it can be started.
+launches() {
+  local way=$1
+  if "$(dirname "$0")/test_launch.sh" "$programs/launch" "$way"; then
+    num_passed=$((num_passed + 1))
+  else
+    failed+=("launch $way")
+  fi
+}
+if [[ $filter == '*' && -x $programs/launch ]]; then
+  WAYBILL_TEST_RANKS=$(nvidia-smi --list-gpus | wc -l)
+  if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
+    WAYBILL_TEST_RANKS=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | wc -l)
+  fi
+  export WAYBILL_TEST_RANKS
+  launches --gpu
+  if [[ -f $programs/libwaybill_nvshmem.so ]]; then launches --nvshmem; fi
+fi
+if ((num_passed + ${#failed[@]} == 0)); then
+  echo "test_gpu: no test fits $filter" >&2
+  exit 1
 fi
 if ((${#failed[@]} > 0)); then
   echo "test_gpu: $num_passed passed; failed: ${failed[*]}" >&2

@@ -1,8 +1,10 @@
+#include <nanobind/stl/string.h>
+
 #include <exception>
-#include <utility>
 
 #include "bindings.h"
 #include "waybill/core/error.h"
+#include "waybill/cuda/cuda_error.h"
 
 namespace waybill::python {
 namespace {
@@ -10,34 +12,49 @@ namespace {
 namespace nb = nanobind;
 using namespace nb::literals;
 
-/// Python's classes for the library's errors; they live as long as the interpreter.
-struct ErrorTypes {
-  nb::object error;
-  nb::object invalid_argument;
-  nb::object unsupported;
-  nb::object io_error;
-  nb::object internal_error;
-};
-
-ErrorTypes& error_types() {
-  static auto* types = new ErrorTypes;  // never destroyed: the interpreter may be gone by then
+/// Python's classes by the names of the library's; they live as long as the interpreter.
+nb::dict& error_types() {
+  static auto* types = new nb::dict;  // never destroyed: the interpreter may be gone by then
   return *types;
 }
 
+void raise(const char* name, const char* text) {
+  PyErr_SetString(nb::object(error_types()[name]).ptr(), text);
+}
+
+/// With what was missed as attributes.
+void raise_timeout(const Timeout& error) {
+  const MissedWait& missed = error.missed();
+  const nb::object made = nb::object(error_types()["Timeout"])(nb::str(error.what()));
+  made.attr("operation") = missed.operation;
+  made.attr("what") = missed.what;
+  made.attr("rank") = missed.rank;
+  made.attr("peer") = missed.peer;
+  made.attr("wanted") = missed.wanted;
+  made.attr("seen") = missed.seen;
+  made.attr("seconds") = missed.seconds;
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
+}
+
 void translate(const std::exception_ptr& thrown, void* /*payload*/) {
-  const ErrorTypes& types = error_types();
   try {
     std::rethrow_exception(thrown);
   } catch (const InvalidArgument& e) {
-    PyErr_SetString(types.invalid_argument.ptr(), e.what());
+    raise("InvalidArgument", e.what());
   } catch (const Unsupported& e) {
-    PyErr_SetString(types.unsupported.ptr(), e.what());
+    raise("Unsupported", e.what());
   } catch (const IoError& e) {
-    PyErr_SetString(types.io_error.ptr(), e.what());
+    raise("IoError", e.what());
+  } catch (const Timeout& e) {
+    raise_timeout(e);
+  } catch (const TransportError& e) {
+    raise("TransportError", e.what());
+  } catch (const CudaError& e) {
+    raise("CudaError", e.what());
   } catch (const InternalError& e) {
-    PyErr_SetString(types.internal_error.ptr(), e.what());
+    raise("InternalError", e.what());
   } catch (const Error& e) {
-    PyErr_SetString(types.error.ptr(), e.what());
+    raise("Error", e.what());
   }
 }
 
@@ -46,12 +63,10 @@ void translate(const std::exception_ptr& thrown, void* /*payload*/) {
 void bind_errors(nb::module_& m) {
   m.def(
       "set_error_types",
-      [](nb::object error, nb::object invalid_argument, nb::object unsupported, nb::object io_error,
-         nb::object internal_error) {
-        error_types() = {std::move(error), std::move(invalid_argument), std::move(unsupported),
-                         std::move(io_error), std::move(internal_error)};
+      [](const nb::list& types) {
+        for (const nb::handle type : types) error_types()[type.attr("__name__")] = type;
       },
-      "error"_a, "invalid_argument"_a, "unsupported"_a, "io_error"_a, "internal_error"_a);
+      "types"_a);
   nb::register_exception_translator(translate);
 }
 

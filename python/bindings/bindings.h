@@ -22,5 +22,9 @@ void bind_simulate(nanobind::module_& m);
 void bind_validate(nanobind::module_& m);
 void bind_plan(nanobind::module_& m);
 void bind_planner(nanobind::module_& m);
+void bind_sparse(nanobind::module_& m);
+void bind_world(nanobind::module_& m);
+void bind_dispatcher(nanobind::module_& m);
+void bind_moe(nanobind::module_& m);
 
 }  // namespace waybill::python

@@ -4,6 +4,8 @@
 
 NB_MODULE(_core, m) {
   m.doc() = "The compiled part of waybill. Arrays in, arrays out; the package gives them names.";
+  // A tensor that remembers its graph may hold a dispatcher when a program ends: no mistake.
+  nanobind::set_leak_warnings(false);
   m.attr("version") = WAYBILL_VERSION;
   waybill::python::bind_errors(m);
   waybill::python::bind_index_ops(m);
@@ -14,4 +16,8 @@ NB_MODULE(_core, m) {
   waybill::python::bind_validate(m);
   waybill::python::bind_plan(m);
   waybill::python::bind_planner(m);
+  waybill::python::bind_sparse(m);
+  waybill::python::bind_world(m);
+  waybill::python::bind_dispatcher(m);
+  waybill::python::bind_moe(m);
 }

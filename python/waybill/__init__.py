@@ -4,8 +4,10 @@ Arrays in, numpy arrays out; ``waybill.torch`` has the same functions for torch 
 lengths and counts are tokens (rows), never bytes.
 """
 
+from . import moe as moe
 from ._core import version as __version__
 from .errors import (
+    CudaError,
     Error,
     InternalError,
     InvalidArgument,
@@ -13,6 +15,8 @@ from .errors import (
     NotThreeAxes,
     RankOutOfRange,
     ShapeMismatch,
+    Timeout,
+    TransportError,
     Unsupported,
 )
 from .generators import (
@@ -41,6 +45,7 @@ from .routing import (
     compute_metadata_kv,
     mlp_layout_packed_params,
 )
+from .sequence_dispatcher import ReadyPlan, SequenceDispatcher, TensorFormat
 from .simulate import (
     orchestrate_simulate,
     simulate_communication,
@@ -48,11 +53,14 @@ from .simulate import (
     sum_kv_copies,
     test_qkv_dispatch,
 )
+from .sparse import QkvRouting, RankAttention, SparseMetadata
 from .validation import Finding, validate
+from .world import Topology, World, num_gpus, run_threads
 
 __all__ = [
     "AttentionPlan",
     "AttnLayout",
+    "CudaError",
     "Error",
     "Finding",
     "InternalError",
@@ -63,12 +71,22 @@ __all__ = [
     "PackedSeqParams",
     "QkvMetadata",
     "QkvPlan",
+    "QkvRouting",
+    "RankAttention",
     "RankKvLayout",
     "RankOutOfRange",
     "RawQkvDispatch",
+    "ReadyPlan",
     "RelayHop",
+    "SequenceDispatcher",
     "ShapeMismatch",
+    "SparseMetadata",
+    "TensorFormat",
+    "Timeout",
+    "Topology",
+    "TransportError",
     "Unsupported",
+    "World",
     "__version__",
     "compute_attn_layout_seqlens",
     "compute_e2e_metadata",
@@ -83,11 +101,13 @@ __all__ = [
     "length_distributions",
     "mask_by_neg",
     "mlp_layout_packed_params",
+    "num_gpus",
     "orchestrate_simulate",
     "plan",
     "plan_documents",
     "prepend_zero",
     "prepend_zero_fn",
+    "run_threads",
     "sample_documents",
     "simulate_communication",
     "source_rows",

@@ -3,11 +3,21 @@
 from typing import Any
 
 version: str
+has_cuda: bool
 
 class Plan:
     def __getattr__(self, name: str) -> Any: ...
 
 class AttentionPlan:
+    def __getattr__(self, name: str) -> Any: ...
+
+class SparseMetadata:
+    def __getattr__(self, name: str) -> Any: ...
+
+class Routing:
+    def __getattr__(self, name: str) -> Any: ...
+
+class World:
     def __getattr__(self, name: str) -> Any: ...
 
 def __getattr__(name: str) -> Any: ...

@@ -1,5 +1,7 @@
 """What the library raises. The texts name function, argument, what was got and was expected."""
 
+from typing import Optional
+
 from . import _core
 
 
@@ -31,13 +33,34 @@ class IoError(Error, OSError):
     """A file or text could not be read, parsed or written."""
 
 
+class TransportError(Error, RuntimeError):
+    """The machinery between ranks failed; the text says what was being done."""
+
+
+class CudaError(Error, RuntimeError):
+    """A CUDA call failed; the text says what was being done, on which device."""
+
+
+class Timeout(Error, TimeoutError):
+    """A rank stayed silent past the deadline: who waited for whom, and for what.
+
+    The attributes are None where a Timeout was not raised by the library.
+    """
+
+    operation: Optional[str] = None  #: "dispatch"
+    what: Optional[str] = None  #: what was counted: "signal", "exchange"
+    rank: Optional[int] = None  #: that waited
+    peer: Optional[int] = None  #: that was waited for
+    wanted: Optional[int] = None  #: the least count that would have ended the wait
+    seen: Optional[int] = None  #: the last count seen
+    seconds: Optional[float] = None  #: waited
+
+
 class InternalError(Error, RuntimeError):
     """A defect of the library, never of the caller."""
 
 
-_core.set_error_types(Error, InvalidArgument, Unsupported, IoError, InternalError)
-
-for _error in (
+_ALL = [
     Error,
     InvalidArgument,
     ShapeMismatch,
@@ -45,6 +68,12 @@ for _error in (
     NotThreeAxes,
     Unsupported,
     IoError,
+    TransportError,
+    CudaError,
+    Timeout,
     InternalError,
-):
+]
+_core.set_error_types(_ALL)
+
+for _error in _ALL:
     _error.__module__ = "waybill"  # what users see and catch

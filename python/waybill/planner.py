@@ -11,6 +11,7 @@ from ._files import json_text, kept
 from .errors import InvalidArgument
 from .layouts import QkvMetadata
 from .plans import QkvPlan
+from .sparse import QkvRouting
 from .validation import Finding, validate
 
 __all__ = ["AttentionPlan", "RelayHop", "plan", "plan_documents"]
@@ -127,6 +128,10 @@ class AttentionPlan:
     def to_metadata(self, num_threads: int = 1) -> QkvMetadata:
         """Forward and reverse metadata of Q and KV, and the attention layout of every rank."""
         return self.to_qkv_plan().to_metadata(num_threads)
+
+    def to_routing(self, num_threads: int = 1) -> QkvRouting:
+        """The same in sparse form: what a SequenceDispatcher takes."""
+        return self.to_qkv_plan().to_routing(num_threads)
 
     def plot_traffic(self, ax: Any = None) -> Any:
         """Draws the rows of Q and KV between ranks as a heat map; returns the axes."""

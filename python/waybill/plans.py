@@ -6,10 +6,11 @@ import os
 from typing import Any, Optional, Sequence, Union
 
 from . import _core, _html, _plot
-from ._arrays import AnyArray, IntArray, index_array
+from ._arrays import AnyArray, IntArray, index_array, int64
 from ._files import json_text, kept
 from .layouts import QkvMetadata, RawQkvDispatch, attention_layout
 from .metadata import Metadata
+from .sparse import QkvRouting
 
 __all__ = ["QkvPlan"]
 
@@ -141,6 +142,11 @@ class QkvPlan:
         *tables, layout, _, _ = self._plan.to_metadata(num_threads)
         q, rev_q, kv, rev_kv = (Metadata._from_fields(table) for table in tables)
         return QkvMetadata(q, rev_q, kv, rev_kv, attention_layout(layout, True))
+
+    def to_routing(self, num_threads: int = 1) -> QkvRouting:
+        """The same in sparse form: what a SequenceDispatcher takes. num_threads 0: all cores."""
+        threads = int64(num_threads, "QkvPlan.to_routing: num_threads")
+        return QkvRouting._wrap(_core.compute_qkv_routing(self._plan, threads))
 
     def to_raw_dispatch(self, max_cp_degree: int = 1) -> RawQkvDispatch:
         """The plan in the original's dense form (causal plans, one KV copy a query)."""

@@ -3,6 +3,7 @@
 
 #include "commands.h"
 #include "main_job.h"
+#include "step_job.h"
 #include "waybill/json/file.h"
 #include "waybill/json/plan_json.h"
 #include "waybill/report/format.h"
@@ -17,6 +18,7 @@ struct DemoOptions {
   bool no_html = false;
   bool no_simulate = false;
   std::string plan_out;
+  StepOutputOptions step;
 };
 
 std::string accounted_text(const MainJob& job, const RowOptions& rows) {
@@ -43,11 +45,18 @@ int run_demo(const DemoOptions& options, Program& program) {
   if (!job.attention.relay.hops.empty())
     console.print(concat("\nRelay: ", relay_text(job.attention), ".\n"));
   if (!options.plan_out.empty()) write_plan(options.plan_out, job.plan);
+  const StepPredictor predictor(job.attention);
+  const std::vector<NamedStep> steps =
+      compare_transfers(predictor, StepOptions::of(job.attention), job.plan.num_shards());
+  console.print(concat("\nPredicted step (", steps.back().name, "): ",
+                       format_seconds(steps.back().step.seconds), "; see waybill explain.\n"));
   if (!options.no_html) {
-    write_file(options.html, html_report(job.plan, job.routing, job.summary,
-                                         report_context(job, job_options, program.command_line)));
+    ReportContext context = report_context(job, job_options, program.command_line);
+    context.steps = steps;
+    write_file(options.html, html_report(job.plan, job.routing, job.summary, context));
     console.print(concat("\nReport: ", options.html, " (open it in a browser)\n"));
   }
+  write_trace(options.step, steps, console);
   if (!job.passed()) {
     console.print_error("the checks above found something wrong");
     return exit_failure;
@@ -75,6 +84,7 @@ void add_demo_command(CLI::App& app, Program& program) {
   command->add_flag("--no-html", options->no_html, "Write no report")->excludes(html)->group(group);
   command->add_flag("--no-simulate", options->no_simulate, "Leave out the byte-checked run")
       ->group(group);
+  add_trace_option(*command, options->step);
   command->add_option("-o,--plan-out", options->plan_out, "Also write the plan as JSON")
       ->type_name("FILE")
       ->group(group);

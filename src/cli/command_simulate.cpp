@@ -4,6 +4,7 @@
 #include "commands.h"
 #include "dispatch_file.h"
 #include "main_job.h"
+#include "step_job.h"
 #include "waybill/report/format.h"
 
 namespace waybill::cli {
@@ -12,6 +13,12 @@ namespace {
 struct SimulateOptions {
   std::string input;
   SimulationOptions simulation;
+  // Without a file: what is planned and predicted.
+  SourceOptions source;
+  PlanningOptions planning;
+  RowOptions rows;
+  HardwareOptions hardware;
+  StepOutputOptions output;
 };
 
 // The file's own metadata where it has some, else those of its plan.
@@ -31,6 +38,29 @@ std::string phases_text(const DispatchCheck& check) {
     text += "\n";
   }
   return text;
+}
+
+int run_prediction(const SimulateOptions& options, Program& program) {
+  Console& console = program.console;
+  StepJob job;
+  std::vector<NamedStep> steps;
+  std::vector<Remedy> remedies;
+  {
+    const Progress progress(console, "predict");
+    job = step_job_of_documents(options.source, options.planning, options.rows, options.hardware);
+    const StepPredictor predictor = job.predictor();
+    steps = compare_transfers(predictor, job.options, job.plan.num_shards());
+    remedies = step_remedies(predictor, steps.back().step);
+  }
+  for (const std::string& remark : job.remarks) console.print_remark(remark);
+  console.print(concat("Predicted, not run: one attention layer, forward and backward\n",
+                       job.origin, "\n", hardware_text(job.options), "\n\n", step_table(steps),
+                       "\nPhases: the slowest rank by itself. Bytes: of the first dispatch.\n\n",
+                       steps.back().name, ":\n",
+                       sentence_list(explain_step(steps.back().step, remedies))));
+  write_step_html(options.output, job, steps, program.command_line, console);
+  write_trace(options.output, steps, console);
+  return exit_good;
 }
 
 int run_simulate(const SimulateOptions& options, Program& program) {
@@ -69,19 +99,41 @@ void add_simulate_command(CLI::App& app, Program& program) {
   auto options = std::make_shared<SimulateOptions>();
   CLI::App* command = app.add_subcommand(
       "simulate",
-      "Carries a plan or dispatch out in memory: Q, K and V to the attention layout and back, "
-      "every byte checked. Exit 1 when one is wrong.");
-  command->add_option("FILE", options->input, "Plan or dispatch JSON; - is standard input")
-      ->required()
-      ->type_name("");
+      "With a FILE: carries a plan or dispatch out in memory, Q, K and V to the attention layout "
+      "and back, every byte checked. Exit 1 when one is wrong. With --ranks: plans documents and "
+      "predicts the time of a step on that many ranks, with and without forwarding.");
+  auto* file = command
+                   ->add_option("FILE", options->input,
+                                "Plan or dispatch JSON to carry out; - is standard input")
+                   ->type_name("");
   add_simulation_options(*command, options->simulation);
+  for (CLI::Option* option : command->get_options()) {
+    if (option->get_group() == "Byte-checked run") option->needs(file);
+  }
+  add_source_options(*command, options->source);
+  add_planning_options(*command, options->planning, "--ranks,--world-size");
+  add_row_options(*command, options->rows);
+  add_hardware_options(*command, options->hardware);
+  command->add_option("--html", options->output.html, "Write a report with the timelines")
+      ->type_name("FILE")
+      ->group("Output");
+  add_trace_option(*command, options->output);
+  exclude_groups(*command, file,
+                 {"Documents", "Plan", "Bytes that are counted", "Hardware", "Output"});
   command->footer(
       "Examples:\n"
       "  waybill simulate plan.json\n"
       "  waybill simulate dispatch.json --payload-bytes 1024 --threads 2\n"
-      "  waybill plan --world-size 16 | waybill simulate -");
-  command->callback([options, &program] {
-    program.run = [options, &program] { return run_simulate(*options, program); };
+      "  waybill plan --world-size 16 | waybill simulate -\n"
+      "  waybill simulate --ranks 4096 --ranks-per-node 8 --network 50GB/s\n"
+      "  waybill simulate --ranks 64 --distribution prolong --trace step.json");
+  command->callback([options, command, &program] {
+    const bool predict = options->input.empty();
+    if (predict && command->count("--ranks") == 0)
+      throw UsageError("simulate: FILE is required, or --ranks for a prediction");
+    program.run = [options, predict, &program] {
+      return predict ? run_prediction(*options, program) : run_simulate(*options, program);
+    };
   });
 }
 

@@ -25,5 +25,7 @@ void add_metadata_command(CLI::App& app, Program& program);
 void add_simulate_command(CLI::App& app, Program& program);
 void add_validate_command(CLI::App& app, Program& program);
 void add_show_command(CLI::App& app, Program& program);
+void add_explain_command(CLI::App& app, Program& program);
+void add_compare_command(CLI::App& app, Program& program);
 
 }  // namespace waybill::cli

@@ -15,12 +15,9 @@ namespace {
 
 using detail::at;
 
-}  // namespace
-
-DispatchFile read_dispatch_file(const std::string& path, ReadCheck check) {
-  const std::string text = read_input(path);
+DispatchFile dispatch_file_of(const std::string& text, const std::string& name, ReadCheck check) {
   DispatchFile file;
-  file.name = input_name(path);
+  file.name = name;
   const std::string format = json_format(text, file.name);
   if (format == "waybill.plan") {
     file.plan = plan_from_json(text, file.name, check);
@@ -37,8 +34,18 @@ DispatchFile read_dispatch_file(const std::string& path, ReadCheck check) {
   return file;
 }
 
+}  // namespace
+
+DispatchFile read_dispatch_file(const std::string& path, ReadCheck check) {
+  return dispatch_file_of(read_input(path), input_name(path), check);
+}
+
 DispatchFile read_plan_file(const std::string& path, ReadCheck check) {
-  DispatchFile file = read_dispatch_file(path, check);
+  return plan_from_text(read_input(path), input_name(path), check);
+}
+
+DispatchFile plan_from_text(const std::string& text, const std::string& name, ReadCheck check) {
+  DispatchFile file = dispatch_file_of(text, name, check);
   if (!file.plan) {
     throw IoError(concat(file.name,
                          ": /format = \"waybill.metadata\", expected waybill.plan or "

@@ -24,6 +24,10 @@ struct DispatchFile {
 /// @throws IoError for what cannot be read or holds something else.
 [[nodiscard]] DispatchFile read_dispatch_file(const std::string& path, ReadCheck check);
 
+/// The same for a text that was read already; throws for one without a plan.
+[[nodiscard]] DispatchFile plan_from_text(const std::string& text, const std::string& name,
+                                          ReadCheck check);
+
 /// The same, but throws for a file without a plan.
 [[nodiscard]] DispatchFile read_plan_file(const std::string& path, ReadCheck check);
 

@@ -1,6 +1,7 @@
 #include "job_options.h"
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 
 #include "console.h"
 #include "numbers.h"
@@ -80,9 +81,10 @@ void add_source_options(CLI::App& command, SourceOptions& options) {
       ->group(group);
 }
 
-void add_planning_options(CLI::App& command, PlanningOptions& options) {
+void add_planning_options(CLI::App& command, PlanningOptions& options,
+                          const std::string& ranks_name) {
   const std::string group = "Plan";
-  command.add_option("--world-size", options.world_size, "Number of ranks")
+  command.add_option(ranks_name, options.world_size, "Number of ranks")
       ->type_name("N")
       ->check(CLI::Range(std::int32_t{1}, max_world_size))
       ->capture_default_str()
@@ -173,6 +175,54 @@ void add_simulation_options(CLI::App& command, SimulationOptions& options) {
       ->check(CLI::Range(0, 4096))
       ->capture_default_str()
       ->group(group);
+}
+
+HardwareFacts HardwareOptions::facts(HardwareFacts defaults) const {
+  if (!nvlink.empty()) defaults.nvlink_bytes_per_second = parse_rate(nvlink).value();
+  if (!network.empty()) defaults.network_bytes_per_second = parse_rate(network).value();
+  if (pairs_per_second > 0) defaults.pairs_per_second = pairs_per_second;
+  return defaults;
+}
+
+void add_hardware_options(CLI::App& command, HardwareOptions& options) {
+  const std::string group = "Hardware";
+  command
+      .add_option(
+          "--nvlink", options.nvlink,
+          "Speed of a rank's NVLink each way, such as 345GB/s (the default, measured on 8 x "
+          "H200)")
+      ->type_name("RATE")
+      ->check(check_rate)
+      ->group(group);
+  command
+      .add_option("--network", options.network,
+                  "Speed of a rank's network card each way, such as 50GB/s (the default) or "
+                  "400Gbit/s")
+      ->type_name("RATE")
+      ->check(check_rate)
+      ->group(group);
+  command
+      .add_option("--pairs-per-s", options.pairs_per_second,
+                  "(query, key) pairs that a rank attends to in a second, forward; default: 600e12 "
+                  "operations a second, 4 for each pair and element of a row of Q")
+      ->type_name("X")
+      ->check(CLI::PositiveNumber)
+      ->group(group);
+}
+
+void add_trace_option(CLI::App& command, StepOutputOptions& options) {
+  command
+      .add_option("--trace", options.trace,
+                  "Write the predicted timelines for Perfetto or chrome://tracing (JSON)")
+      ->type_name("FILE")
+      ->group("Output");
+}
+
+void exclude_groups(CLI::App& command, CLI::Option* other, const std::vector<std::string>& groups) {
+  for (CLI::Option* option : command.get_options()) {
+    if (std::find(groups.begin(), groups.end(), option->get_group()) != groups.end())
+      option->excludes(other);
+  }
 }
 
 }  // namespace waybill::cli

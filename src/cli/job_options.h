@@ -9,7 +9,8 @@
 
 namespace CLI {
 class App;
-}
+class Option;
+}  // namespace CLI
 
 namespace waybill::cli {
 
@@ -50,10 +51,32 @@ struct SimulationOptions {
   int num_threads = 0;
 };
 
+/// Speeds for predictions; empty: the default, or what the file says.
+struct HardwareOptions {
+  std::string nvlink;
+  std::string network;
+  double pairs_per_second = 0;  ///< 0: from the default operations a second
+
+  [[nodiscard]] HardwareFacts facts(HardwareFacts defaults) const;
+};
+
+/// Where predictions go beside the terminal.
+struct StepOutputOptions {
+  std::string trace;
+  std::string html;
+};
+
 void add_source_options(CLI::App& command, SourceOptions& options);
-void add_planning_options(CLI::App& command, PlanningOptions& options);
+/// @param ranks_name how the number of ranks is called
+void add_planning_options(CLI::App& command, PlanningOptions& options,
+                          const std::string& ranks_name = "--world-size");
+void add_hardware_options(CLI::App& command, HardwareOptions& options);
+void add_trace_option(CLI::App& command, StepOutputOptions& options);
 void add_row_options(CLI::App& command, RowOptions& options);
 void add_simulation_options(CLI::App& command, SimulationOptions& options);
+
+/// The options of these groups cannot be given beside `other`.
+void exclude_groups(CLI::App& command, CLI::Option* other, const std::vector<std::string>& groups);
 
 /// Document lengths that fit a plan, and how they came about.
 struct Documents {

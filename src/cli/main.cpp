@@ -39,6 +39,8 @@ void add_commands(CLI::App& app, Program& program) {
   add_simulate_command(app, program);
   add_validate_command(app, program);
   add_show_command(app, program);
+  add_explain_command(app, program);
+  add_compare_command(app, program);
   app.footer(
       "Examples:\n"
       "  waybill demo                                   the whole way, nothing else needed\n"
@@ -47,6 +49,9 @@ void add_commands(CLI::App& app, Program& program) {
       "  waybill validate dispatch.json                 what could be wrong with it?\n"
       "  waybill simulate dispatch.json                 carry it out, check every byte\n"
       "  waybill show plan.json --rank 3                read it\n"
+      "  waybill explain --world-size 64                how long does a step take, and why?\n"
+      "  waybill compare --world-size 64                against static context parallelism\n"
+      "  waybill simulate --ranks 4096                  predict a step of a large world\n"
       "Exit: 0 good, 1 failure or findings, 2 wrong usage.");
 }
 

@@ -1,6 +1,8 @@
 #include "numbers.h"
 
 #include <charconv>
+#include <cmath>
+#include <string_view>
 
 #include "waybill/core/error.h"
 
@@ -19,6 +21,36 @@ std::function<std::string(const std::string&)> number_or_auto(std::int64_t min, 
     if (text == "auto" || (number && min <= *number && *number <= max)) return "";
     return concat("got ", text, ", expected auto or a number from ", min, " to ", max);
   };
+}
+
+std::optional<double> parse_rate(const std::string& text) {
+  double number = 0;
+  const char* const end = text.data() + text.size();
+  const auto [rest, error] = std::from_chars(text.data(), end, number);
+  if (error != std::errc() || !std::isfinite(number) || number <= 0) return std::nullopt;
+  std::string_view unit(rest, static_cast<std::size_t>(end - rest));
+  while (unit.starts_with(' ')) unit.remove_prefix(1);
+  if (unit.empty()) return number * 1e9;
+  if (!unit.ends_with("/s")) return std::nullopt;
+  unit.remove_suffix(2);
+  double scale = 1;
+  if (unit.ends_with("bit")) {
+    unit.remove_suffix(3);
+    scale = 1.0 / 8;
+  } else if (unit.ends_with("B")) {
+    unit.remove_suffix(1);
+  } else {
+    return std::nullopt;
+  }
+  if (unit.empty()) return number * scale;
+  const std::size_t power = std::string_view("kMGT").find(unit);
+  if (unit.size() != 1 || power == std::string_view::npos) return std::nullopt;
+  return number * scale * std::pow(1000.0, static_cast<double>(power + 1));
+}
+
+std::string check_rate(const std::string& text) {
+  return parse_rate(text) ? ""
+                          : concat("got ", text, ", expected a speed such as 50GB/s or 400Gbit/s");
 }
 
 }  // namespace waybill::cli

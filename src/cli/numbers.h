@@ -14,4 +14,11 @@ namespace waybill::cli {
 [[nodiscard]] std::function<std::string(const std::string&)> number_or_auto(std::int64_t min,
                                                                             std::int64_t max);
 
+/// Bytes a second from "50GB/s", "400Gbit/s", "345" (GB/s); units B, kB, MB, GB, TB, and bit in
+/// place of B. None when it is something else, or not above 0.
+[[nodiscard]] std::optional<double> parse_rate(const std::string& text);
+
+/// A check for CLI11 of parse_rate.
+[[nodiscard]] std::string check_rate(const std::string& text);
+
 }  // namespace waybill::cli

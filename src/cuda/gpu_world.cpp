@@ -2,12 +2,15 @@
 
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
+#include <utility>
+#include <vector>
 
-#include "executor/cuda_check.h"
 #include "executor/gpu_executor.h"
 #include "executor/gpu_rank.h"
+#include "transport/gpu_place.h"
+#include "transport/gpu_process_transport.h"
 #include "transport/gpu_thread_transport.h"
+#include "transport/nvshmem_transport.h"
 
 namespace waybill {
 
@@ -20,22 +23,57 @@ int num_gpus() {
   return count;
 }
 
-World make_gpu_thread_world(std::shared_ptr<Bootstrap> bootstrap, int device,
-                            std::int32_t ranks_per_node) {
-  require(bootstrap != nullptr, "make_gpu_thread_world: bootstrap is null");
-  require(0 <= device && device < num_gpus(), "make_gpu_thread_world: device = ", device,
-          ", expected 0..", num_gpus() - 1);
+namespace {
+
+using MakeTransport = std::function<std::unique_ptr<Transport>(
+    std::shared_ptr<Bootstrap>, std::shared_ptr<cuda::GpuRank>,
+    const std::vector<cuda::GpuPlace>& places)>;
+
+World make_world(const char* who, std::shared_ptr<Bootstrap> bootstrap, int device,
+                 std::int32_t ranks_per_node, const MakeTransport& make_transport) {
+  require(bootstrap != nullptr, who, ": bootstrap is null");
+  require(0 <= device && device < num_gpus(), who, ": device = ", device, ", expected 0..",
+          num_gpus() - 1);
   const std::int32_t world = bootstrap->world_size();
   const Topology topology{world, ranks_per_node == 0 ? world : ranks_per_node};
   topology.check();
-  const auto devices = all_gather_value(*bootstrap, device, "gpu world: devices");
-  const auto share = static_cast<int>(std::ranges::count(devices, device));
   auto gpu =
       std::make_shared<cuda::GpuRank>(bootstrap->rank(), topology, device, bootstrap->timeout_s());
-  auto transport =
-      cuda::make_gpu_thread_transport(std::move(bootstrap), ranks_per_node, gpu, share);
+  const auto places = cuda::exchange_places(*bootstrap, device);
+  const int share = cuda::ranks_on_gpu_of(places, bootstrap->rank());
+  auto transport = make_transport(std::move(bootstrap), gpu, places);
   auto executor = cuda::make_gpu_executor(*transport, std::move(gpu), share);
   return {std::move(transport), std::move(executor)};
+}
+
+}  // namespace
+
+World make_gpu_thread_world(std::shared_ptr<Bootstrap> bootstrap, int device,
+                            std::int32_t ranks_per_node) {
+  return make_world("make_gpu_thread_world", std::move(bootstrap), device, ranks_per_node,
+                    [&](auto meeting, auto gpu, const auto& places) {
+                      const int share = cuda::ranks_on_gpu_of(places, meeting->rank());
+                      return cuda::make_gpu_thread_transport(std::move(meeting), ranks_per_node,
+                                                             std::move(gpu), share);
+                    });
+}
+
+World make_gpu_process_world(std::shared_ptr<Bootstrap> bootstrap, int device,
+                             std::int32_t ranks_per_node) {
+  return make_world("make_gpu_process_world", std::move(bootstrap), device, ranks_per_node,
+                    [&](auto meeting, auto gpu, const auto& places) {
+                      return cuda::make_gpu_process_transport(std::move(meeting), ranks_per_node,
+                                                              std::move(gpu), places);
+                    });
+}
+
+World make_nvshmem_world(std::shared_ptr<Bootstrap> bootstrap, int device,
+                         std::int32_t ranks_per_node) {
+  return make_world("make_nvshmem_world", std::move(bootstrap), device, ranks_per_node,
+                    [&](auto meeting, auto gpu, const auto& places) {
+                      return cuda::make_nvshmem_transport(std::move(meeting), ranks_per_node,
+                                                          std::move(gpu), places);
+                    });
 }
 
 void run_gpu_thread_world(std::int32_t world_size, const std::function<void(World&)>& body,

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "waybill/report/html_report.h"
 
@@ -44,6 +45,9 @@ struct RankBlocks {
 [[nodiscard]] std::string loads_section(const PlanSummary& summary);
 [[nodiscard]] std::string documents_section(const QkvPlan& plan, std::int64_t max_documents);
 [[nodiscard]] std::string table_section(const PlanSummary& summary);
+
+/// Predictions, one below the other on one scale; nothing for none.
+[[nodiscard]] std::string timeline_section(const std::vector<NamedStep>& steps);
 
 /// The page's style sheet.
 [[nodiscard]] std::string_view html_style();

@@ -142,6 +142,7 @@ std::string html_report(const QkvPlan& plan, const QkvRouting& routing, const Pl
   page += checks_section(context.checks);
   page += "</div>\n";
   page += detail::loads_section(summary);
+  page += detail::timeline_section(context.steps);
   page += detail::matrix_section(summary);
   page += detail::documents_section(plan, context.max_documents);
   page += input_section(context);

@@ -64,7 +64,10 @@ figcaption b{display:block;color:var(--ink);font-size:.95rem}
 .load{display:block;width:100%;max-width:520px}
 .work{fill:var(--work)}.in{fill:var(--in)}.out{fill:var(--out)}
 .load rect{opacity:.72}.load rect.top{opacity:1}
-.load rect:hover,.heat rect:hover,.doc rect:hover{opacity:1;stroke:var(--ink);stroke-width:1.2}
+.load rect:hover,.time rect:hover,.heat rect:hover,.doc rect:hover{opacity:1;stroke:var(--ink);stroke-width:1.2}
+.time{display:block;width:100%}.chip.time{width:30px;display:inline-block}
+.p0{fill:#2563a8}.p1{fill:#0f766e}.p2{fill:#7ba7d9}.p3{fill:#c2701c}.p4{fill:#3b5b52}
+.p5{fill:#e0a25f}.p6{fill:#9a3f6b}
 .mean{stroke:var(--ink);stroke-dasharray:5 4;opacity:.75}.base{stroke:var(--line)}
 .chips{display:flex;flex-wrap:wrap;gap:4px;align-items:center;font-size:.85rem;
 color:var(--soft)}

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 
 #include "waybill/core/at.h"
 #include "waybill/core/error.h"
@@ -66,6 +67,8 @@ void SegmentWriter::add_line(std::int64_t row, std::int64_t rows,
 void SegmentWriter::add_group(std::int64_t row, std::int64_t rows, std::span<const Copy> copies,
                               bool local) {
   const std::int32_t bucket = copies.empty() ? plan_.world_size - 1 : copies.front().distance;
+  const bool stays =
+      plan_.operation == SequenceOperation::dispatch && bucket == plan_.world_size - 1;
   for (std::int32_t t = first_tensor_; t < first_tensor_ + num_formats_; ++t) {
     const RowCut& cut = plan_.cuts[at(t)];
     if (cut.row_bytes == 0) continue;
@@ -89,6 +92,7 @@ void SegmentWriter::add_group(std::int64_t row, std::int64_t rows, std::span<con
     const std::int64_t chunks = (rows + cut.rows_each - 1) / cut.rows_each * cut.parts;
     bucket_chunks += chunks;
     plan_.num_chunks += chunks;
+    if (!stays) plan_.num_wire_chunks += chunks;
     plan_.num_places += chunks * std::ssize(copies);
   }
 }
@@ -103,17 +107,24 @@ void SegmentWriter::finish() const {
 namespace {
 
 /// Chunk k of the n of a bucket belongs at (k + 1/2) / n of the whole. As n is at most N, no two of
-/// one bucket share a position of N, so sorting by position is counting.
+/// one bucket share a position of N, so sorting by position is counting. Chunks that stay (the last
+/// bucket of a dispatch) are behind all others.
 /// @return bucket by bucket: where the chunk goes
 std::vector<std::int32_t> interleaved(const SequencePlan& plan) {
   std::vector<std::int32_t> positions(at(plan.num_chunks));
-  std::vector<std::int32_t> before(at(plan.num_chunks + 1));
+  const std::int64_t total = plan.num_wire_chunks;
+  std::vector<std::int32_t> before(at(total + 1));
+  std::span<const std::int64_t> buckets(plan.bucket_chunks);
+  if (total < plan.num_chunks) {
+    buckets = buckets.first(buckets.size() - 1);
+    std::iota(positions.begin() + total, positions.end(), static_cast<std::int32_t>(total));
+  }
   const auto each = [&](const auto& visit) {
     std::int64_t idx = 0;
-    for (const std::int64_t chunks : plan.bucket_chunks) {
+    for (const std::int64_t chunks : buckets) {
       if (chunks == 0) continue;
       const std::uint64_t step =
-          (static_cast<std::uint64_t>(plan.num_chunks) << 32) / static_cast<std::uint64_t>(chunks);
+          (static_cast<std::uint64_t>(total) << 32) / static_cast<std::uint64_t>(chunks);
       std::uint64_t where = step / 2;
       for (std::int64_t k = 0; k < chunks; ++k, where += step) visit(idx++, where >> 32);
     }

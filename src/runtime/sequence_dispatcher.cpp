@@ -31,6 +31,7 @@ SequenceDispatcher::SequenceDispatcher(World& world, SequenceDispatcherOptions o
     : world_(world), options_(options) {
   options_.plan.chunks = !world.executor().expands_plans();
   options_.plan.local_apart = options.local_by_copy_engine && world.executor().expands_plans();
+  options_.plan.num_sms = options.num_sms;
   require(options.num_sms >= 0, "SequenceDispatcher: num_sms = ", options.num_sms,
           ", expected >= 0");
   require(options.max_window_bytes >= 0,
@@ -203,6 +204,12 @@ std::vector<TensorView> SequenceDispatcher::gradient_inputs(const ReadyPlan& rea
   check_call(who, ready, SequenceOperation::kv_gradient);
   guarded([&] { grow_for(who, ready.plan_.window_bytes, stream); });
   return window_views(ready.plan_, epoch_ + 1);
+}
+
+std::vector<std::shared_ptr<void>> SequenceDispatcher::window_memory() const {
+  std::vector<std::shared_ptr<void>> memory = windows_[0].memory;
+  memory.insert(memory.end(), windows_[1].memory.begin(), windows_[1].memory.end());
+  return memory;
 }
 
 void SequenceDispatcher::synchronize(Stream stream) {

@@ -36,16 +36,20 @@ void check_formats(const char* who, std::span<const SequencePart> parts, Sequenc
 }
 
 /// Whether rows that stay on the rank are worth a call to the copy engine of their own: each piece
-/// costs it a microsecond or two, in which it copies a megabyte.
-bool local_rows_are_long(std::span<const SequencePart> parts, Rank rank) {
+/// costs it a microsecond or two, in which it copies a megabyte, and `num_sms` multiprocessors that
+/// have time beside the links do it themselves.
+bool local_rows_go_apart(std::span<const SequencePart> parts, Rank rank, std::int32_t num_sms) {
   constexpr std::int64_t least_bytes = std::int64_t{4} << 20;
   constexpr std::int64_t least_piece_bytes = std::int64_t{1} << 19;
+  constexpr std::int64_t sms_of_links = 8;  // docs/performance/gpu_sequences.md
   std::int64_t bytes = 0;
+  std::int64_t sent_bytes = 0;
   std::int64_t pieces = 0;
   const auto r = at(to_int(rank));
   for (const SequencePart& part : parts) {
     const SparseMetadata& metadata = *part.metadata;
     std::int64_t rows = 0;
+    std::int64_t sent = 0;
     std::int64_t runs = 0;
     std::int64_t next = -1;
     std::int64_t row = 0;
@@ -53,7 +57,10 @@ bool local_rows_are_long(std::span<const SequencePart> parts, Rank rank) {
     for (auto j = metadata.rank_offsets[r]; j < metadata.rank_offsets[r + 1]; ++j) {
       const std::int64_t len = metadata.seq_len[at(j)];
       for (auto c = metadata.copy_begin(j); c < metadata.copy_end(j); ++c) {
-        if (metadata.dst_rank[at(c)] != to_int(rank)) continue;
+        if (metadata.dst_rank[at(c)] != to_int(rank)) {
+          sent += len;
+          continue;
+        }
         rows += len;
         if (metadata.dst_offset[at(c)] != next || row != next_row) ++runs;
         next = metadata.dst_offset[at(c)] + len;
@@ -63,10 +70,12 @@ bool local_rows_are_long(std::span<const SequencePart> parts, Rank rank) {
     }
     for (const TensorFormat& format : part.tensors) {
       bytes += rows * format.row_bytes();
+      sent_bytes += sent * format.row_bytes();
       pieces += runs;
     }
   }
-  return bytes >= least_bytes && bytes >= pieces * least_piece_bytes;
+  return bytes >= least_bytes && bytes >= pieces * least_piece_bytes &&
+         num_sms * sent_bytes < sms_of_links * (sent_bytes + bytes);
 }
 
 /// All lines of the plan's rank.
@@ -114,8 +123,9 @@ SequencePlan compile(const char* who, SequenceOperation operation,
     }
   }
   const WindowMap windows(who, parts);
-  SegmentWriter writer(plan, windows,
-                       sends && options.local_apart && local_rows_are_long(parts, rank));
+  SegmentWriter writer(
+      plan, windows,
+      sends && options.local_apart && local_rows_go_apart(parts, rank, options.num_sms));
   write_lines(writer, parts, plan);
   if (options.chunks) expand_chunks(plan);
   for (std::size_t t = 0; t < plan.tensors.size(); ++t) {

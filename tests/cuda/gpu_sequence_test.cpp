@@ -6,8 +6,7 @@
 #include <thread>
 
 #include "cuda/device_arena.h"
-#include "cuda/ways.h"
-#include "support/sequence_expected.h"
+#include "cuda/gpu_step.h"
 #include "waybill/cuda/gpu_world.h"
 #include "waybill/runtime/sequence_dispatcher.h"
 
@@ -24,55 +23,10 @@ using test::Way;
 using test::ways;
 using Views = std::vector<ConstTensorView>;
 
-/// Forward, back and gradient of one case on one rank, against the simulation.
-void check_step(World& world, SequenceDispatcher& dispatcher, DeviceArena& arena,
-                const SequenceCase& the, const Expected& expected, const std::string& name) {
-  const auto r = at(to_int(world.rank()));
-  const Stream stream{arena.stream()};
-  arena.reset();
-  const auto forward = dispatcher.plan_dispatch(test::forward_parts(the), stream);
-  const auto reverse = dispatcher.plan_dispatch(test::reverse_parts(the), stream);
-  const auto gradient = dispatcher.plan_kv_gradient(test::kv_parts(the), stream);
-  const Views inputs{arena.upload(expected.q[r]), arena.upload(expected.k[r]),
-                     arena.upload(expected.v[r])};
-  const auto outputs = dispatcher.dispatch(forward, inputs, stream);
-  ASSERT_TRUE(same_bytes(arena.download(outputs[0]), expected.q_out[r])) << name << ": Q";
-  ASSERT_TRUE(same_bytes(arena.download(outputs[1]), expected.k_out[r])) << name << ": K";
-  ASSERT_TRUE(same_bytes(arena.download(outputs[2]), expected.v_out[r])) << name << ": V";
-  const auto home = dispatcher.dispatch(reverse, Views{outputs[0]}, stream);
-  ASSERT_TRUE(same_bytes(arena.download(home[0]), expected.q[r])) << name << ": Q back";
-  const std::vector<TensorView> sums{arena.take(the.k.dtype, expected.k[r].shape()),
-                                     arena.take(the.v.dtype, expected.v[r].shape())};
-  const Views gradients{arena.upload(expected.k_out[r]), arena.upload(expected.v_out[r])};
-  dispatcher.kv_gradient(gradient, gradients, sums, stream);
-  ASSERT_TRUE(same_bytes(arena.download(sums[0]), expected.k_gradient[r])) << name << ": dK";
-  ASSERT_TRUE(same_bytes(arena.download(sums[1]), expected.v_gradient[r])) << name << ": dV";
-  for (const TensorView& sum : sums) ASSERT_TRUE(arena.guards_hold(sum)) << name;
-  dispatcher.synchronize(stream);
-}
-
 void check_cases(std::int32_t world_size, int num_random, std::int64_t scale) {
-  const auto cases = test::sequence_cases(world_size, num_random, scale);
-  std::vector<Expected> expected;
-  for (const SequenceCase& the : cases) expected.emplace_back(the);
+  const test::CasesOnGpu cases(world_size, num_random, scale);
   run_gpu_thread_world(
-      world_size,
-      [&](World& world) {
-        DeviceArena arena(world);
-        for (const Way& way : ways(world.world_size())) {
-          SequenceDispatcher dispatcher(world, way.options);
-          dispatcher.reserve(std::int64_t{64} << 20, {arena.stream()});
-          for (std::size_t i = 0; i < cases.size(); ++i) {
-            const std::string name =
-                concat(way.name, ", ", cases[i].name, ", rank ", world.rank(), " of ", world_size);
-            check_step(world, dispatcher, arena, cases[i], expected[i], name);
-          }
-          world.barrier();
-          dispatcher.close();
-        }
-        world.barrier();
-      },
-      test::world_options());
+      world_size, [&](World& world) { cases.check(world); }, test::world_options());
 }
 
 TEST(GpuSequence, one_rank_equals_the_simulation) { check_cases(1, 8, 1); }

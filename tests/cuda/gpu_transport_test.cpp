@@ -1,42 +1,13 @@
 #include <gtest/gtest.h>
 
-#include "cuda/device_arena.h"
+#include "cuda/gpu_transport_step.h"
 #include "waybill/cuda/gpu_world.h"
 
 namespace waybill {
 namespace {
 
 TEST(GpuThreadTransport, puts_and_signals_reach_every_peer) {
-  constexpr std::int32_t world_size = 4;
-  run_gpu_thread_world(
-      world_size,
-      [](World& world) {
-        Transport& transport = world.transport();
-        const std::int32_t me = to_int(world.rank());
-        SymmetricBuffer buffer = transport.allocate(world_size * 8, "test");
-        SignalPad pad = transport.allocate_signals(world_size, "test");
-        test::DeviceArena arena(world, 1 << 20);
-        const TensorView value = arena.take(DType::uint64, {1});
-        for (std::uint64_t epoch = 1; epoch <= 20; ++epoch) {
-          const std::uint64_t mine = epoch * 100 + static_cast<std::uint64_t>(me);
-          arena.copy(value.data, &mine, sizeof(mine));
-          arena.synchronize();
-          for (std::int32_t r = 0; r < world_size; ++r) {
-            transport.put_signal(buffer, {Rank{r}, me * 8, value.data, 8}, {&pad, me}, epoch);
-          }
-          transport.quiet();
-          for (std::int32_t r = 0; r < world_size; ++r) {
-            ASSERT_EQ(transport.wait({&pad, r}, epoch, Rank{r}, "test"), epoch);
-            std::uint64_t got = 0;
-            arena.read(&got, buffer.local + r * 8, sizeof(got));
-            ASSERT_EQ(got, epoch * 100 + static_cast<std::uint64_t>(r));
-          }
-          transport.barrier("all have read");
-        }
-        transport.release(buffer);
-        transport.release(pad);
-      },
-      test::world_options());
+  run_gpu_thread_world(4, test::check_gpu_puts_and_signals, test::world_options());
 }
 
 }  // namespace

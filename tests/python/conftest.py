@@ -3,6 +3,9 @@
 import pytest
 from faces import NumpyFace, torch_face
 from hypothesis import HealthCheck, settings
+from ways import NumpyWay, TorchWay
+
+import waybill
 
 settings.register_profile(
     "waybill",
@@ -22,3 +25,24 @@ def face(request):
         return NumpyFace()
     pytest.importorskip("torch")
     return torch_face()
+
+
+def _tensors_on(device):
+    torch = pytest.importorskip("torch")
+    if device == "cuda" and not (waybill.num_gpus() and torch.cuda.is_available()):
+        pytest.skip("no GPU, or an installation without CUDA")
+    return TorchWay(device)
+
+
+@pytest.fixture(params=["numpy", "torch-cpu", "torch-cuda"])
+def way(request):
+    """What ranks are made of. Those on GPUs need an installation with CUDA, and a GPU."""
+    if request.param == "numpy":
+        return NumpyWay()
+    return _tensors_on(request.param.removeprefix("torch-"))
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def torch_way(request):
+    """The same without numpy."""
+    return _tensors_on(request.param)

@@ -124,7 +124,10 @@ def test_classes():
     assert issubclass(waybill.IoError, OSError)
     assert issubclass(waybill.InternalError, RuntimeError)
     errors = [v for v in vars(waybill).values() if inspect.isclass(v) and issubclass(v, Exception)]
-    assert len(errors) == 8 and all(issubclass(error, waybill.Error) for error in errors)
+    assert issubclass(waybill.Timeout, TimeoutError)
+    assert issubclass(waybill.TransportError, RuntimeError)
+    assert issubclass(waybill.CudaError, RuntimeError)
+    assert len(errors) == 11 and all(issubclass(error, waybill.Error) for error in errors)
     assert all(error.__module__ == "waybill" and error.__doc__ for error in errors)
 
 

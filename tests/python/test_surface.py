@@ -111,7 +111,11 @@ def test_the_faces_have_the_same_functions():
 
     only_numpy = {"__version__", "length_distributions", "sample_documents", "source_rows"}
     assert set(waybill.__all__) - set(wt.__all__) == only_numpy
-    assert set(wt.__all__) - set(waybill.__all__) == {"plan_metadata"}
+    assert set(wt.__all__) - set(waybill.__all__) == {
+        "AttentionStep",
+        "plan_metadata",
+        "recomputed_attention",
+    }
 
 
 def test_version():

@@ -215,6 +215,25 @@ TEST(SequenceDispatcher, a_rank_that_never_calls_is_named_by_all_others) {
   }
 }
 
+TEST(SequenceDispatcher, views_may_outlive_close_with_their_memory) {
+  const auto cases = test::sequence_cases(2, 1);
+  const Expected expected(cases.back());
+  run_thread_world(2, [&](World& world) {
+    const auto r = at(to_int(world.rank()));
+    SequenceDispatcher dispatcher(world);
+    EXPECT_TRUE(dispatcher.window_memory().empty());
+    const auto plan = dispatcher.plan_dispatch(forward_parts(cases.back()));
+    const auto outputs = dispatcher.dispatch(
+        plan, std::vector<ConstTensorView>{expected.q[r].view(), expected.k[r].view(),
+                                           expected.v[r].view()});
+    const auto memory = dispatcher.window_memory();
+    EXPECT_FALSE(memory.empty());
+    dispatcher.close();
+    EXPECT_TRUE(same_bytes(outputs[0], expected.q_out[r]));
+    EXPECT_TRUE(same_bytes(outputs[2], expected.v_out[r]));
+  });
+}
+
 TEST(SequenceDispatcher, refuses_before_anything_moves) {
   const auto the = test::sequence_cases(2, 0)[2];
   const Expected expected(the);

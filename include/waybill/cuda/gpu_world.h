@@ -22,6 +22,29 @@ namespace waybill {
 [[nodiscard]] World make_gpu_thread_world(std::shared_ptr<Bootstrap> bootstrap, int device,
                                           std::int32_t ranks_per_node = 0);
 
+/// A rank of the world whose ranks are processes of one host, with a GPU each (or several on one,
+/// which then take turns), in GPU memory that each maps of the others (CUDA IPC). Collective.
+/// Memory that is not given back by close() stays until the process ends, as others may use it.
+/// @param device the GPU of this rank among those that its process sees
+/// @param ranks_per_node 0: all ranks on one node
+/// @throws InvalidArgument for a device that is not there, Unsupported for ranks on several hosts,
+///   in one process or on GPUs without peer access to each other, and for more than 64; CudaError
+[[nodiscard]] World make_gpu_process_world(std::shared_ptr<Bootstrap> bootstrap, int device,
+                                           std::int32_t ranks_per_node = 0);
+
+/// A rank of the world whose ranks are processes with a GPU each, in the symmetric memory of
+/// NVSHMEM. Collective. Ranks of a node reach each other by load and store, others by put and
+/// signal. NVSHMEM starts with the first such world of a process and stays until the process ends,
+/// as does memory that is not given back by close(). On one host NVSHMEM_REMOTE_TRANSPORT=none and
+/// NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=lo are set for it, unless they are set.
+/// @param device as above
+/// @param ranks_per_node 0: all ranks on one node
+/// @throws Unsupported when libwaybill_nvshmem.so (-DWAYBILL_NVSHMEM=ON) or NVSHMEM is not found,
+///   for ranks in one process or on one GPU, and for ranks of one node without pointers to each
+///   other; TransportError when NVSHMEM does not start or has no memory left; CudaError
+[[nodiscard]] World make_nvshmem_world(std::shared_ptr<Bootstrap> bootstrap, int device,
+                                       std::int32_t ranks_per_node = 0);
+
 /// Runs body(world) on one thread a rank and waits for all; rank r on GPU r modulo their number,
 /// which is also the current device of its thread.
 /// @throws as run_thread_world; Unsupported without a GPU

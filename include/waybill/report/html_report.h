@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "waybill/report/plan_summary.h"
+#include "waybill/report/step_report.h"
 #include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/qkv_routing.h"
 
@@ -32,6 +33,7 @@ struct ReportContext {
   std::vector<ReportFact> inputs;
   std::vector<ReportCheck> checks;
   double gb_per_s = 0;              ///< link speed for times, 1e9 bytes a second each way; 0: none
+  std::vector<NamedStep> steps;     ///< predictions to be drawn as timelines
   std::int64_t max_documents = 40;  ///< documents drawn, longest first
 };
 

@@ -27,7 +27,7 @@ class UploadedPlan {
 };
 
 /// Slots of an arrivals pad behind those of the ranks, for the executor's own counters.
-inline constexpr std::int64_t num_executor_slots = 3;
+inline constexpr std::int64_t num_executor_slots = 4;
 
 /// One call of an operation, checked. All ranks have the same epoch.
 struct SequenceCall {

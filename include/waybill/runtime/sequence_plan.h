@@ -54,6 +54,8 @@ struct SequencePlan {
   std::vector<RowCut> cuts;                   ///< [tensors]
   std::vector<std::int64_t> bucket_chunks;    ///< [W]: chunks by distance from rank + 1
   std::int64_t num_chunks = 0;
+  std::int64_t num_wire_chunks = 0;  ///< dispatch: the first ones, that go to another rank (too);
+                                     ///< behind them those that only stay. kv_gradient: all
   std::int64_t num_places = 0;
   UninitializedVector<RowChunk> chunks;  ///< in the order in which they should be begun
   UninitializedVector<std::uint64_t> places;
@@ -63,8 +65,10 @@ struct SequencePlan {
 struct SequencePlanOptions {
   std::int64_t chunk_bytes = 8192;  ///< a multiple of 16; a chunk has at least one row or this
   bool chunks = true;  ///< false: chunks and places are left to expand_chunks() or the executor
-  bool local_apart = false;  ///< dispatch: rows that stay on the rank are no chunks, where there
-                             ///< are many in long pieces
+  /// dispatch: rows that stay on the rank are no chunks, where they are many in long pieces and
+  /// `num_sms` multiprocessors have enough to do with the others
+  bool local_apart = false;
+  std::int32_t num_sms = 16;
 };
 
 /// Makes the chunks and places of a plan from its segments.
@@ -72,7 +76,8 @@ void expand_chunks(SequencePlan& plan);
 
 /// Compiles the rows that `rank` sends. In time linear in the lines and copies of all ranks and,
 /// with `chunks`, in this rank's chunks. Chunks to different ranks alternate, in proportion to
-/// their number, beginning with rank + 1; a chunk with several places is read once.
+/// their number, beginning with rank + 1, those that stay come last; a chunk with several places is
+/// read once.
 /// @throws InvalidArgument for metadata whose tables do not fit each other, ranks and offsets out
 ///   of range, parts of different worlds, and windows of 2^44 bytes and more. Rows that two lines
 ///   write are not looked for: see validate.

@@ -5,7 +5,9 @@ compiled part reads and writes. A program written for the original changes only 
 the random generators without a seed draw from torch's global generator, in the original's order.
 """
 
+from .._dispatcher import ReadyPlan, TensorFormat
 from ..errors import (
+    CudaError,
     Error,
     InternalError,
     InvalidArgument,
@@ -13,13 +15,18 @@ from ..errors import (
     NotThreeAxes,
     RankOutOfRange,
     ShapeMismatch,
+    Timeout,
+    TransportError,
     Unsupported,
 )
 from ..layouts import AttnLayout, PackedSeqParams, QkvMetadata, RankKvLayout, RawQkvDispatch
 from ..planner import AttentionPlan, RelayHop, plan, plan_documents
 from ..plans import QkvPlan
 from ..simulate import test_qkv_dispatch
+from ..sparse import QkvRouting, RankAttention, SparseMetadata
 from ..validation import Finding, validate
+from ..world import Topology, World, num_gpus
+from .attention_step import AttentionStep, recomputed_attention
 from .generators import (
     create_qkv_dispatch,
     create_qkv_dispatch_with_custom_mapping,
@@ -42,11 +49,15 @@ from .routing import (
     mlp_layout_packed_params,
     plan_metadata,
 )
+from .sequence_dispatcher import SequenceDispatcher
 from .simulate import orchestrate_simulate, simulate_communication, sum_kv_copies
+from .world import run_threads
 
 __all__ = [
     "AttentionPlan",
+    "AttentionStep",
     "AttnLayout",
+    "CudaError",
     "Error",
     "Finding",
     "InternalError",
@@ -57,12 +68,22 @@ __all__ = [
     "PackedSeqParams",
     "QkvMetadata",
     "QkvPlan",
+    "QkvRouting",
+    "RankAttention",
     "RankKvLayout",
     "RankOutOfRange",
     "RawQkvDispatch",
+    "ReadyPlan",
     "RelayHop",
+    "SequenceDispatcher",
     "ShapeMismatch",
+    "SparseMetadata",
+    "TensorFormat",
+    "Timeout",
+    "Topology",
+    "TransportError",
     "Unsupported",
+    "World",
     "compute_attn_layout_seqlens",
     "compute_e2e_metadata",
     "compute_metadata",
@@ -75,12 +96,15 @@ __all__ = [
     "index_put_with_neg_padding_1d",
     "mask_by_neg",
     "mlp_layout_packed_params",
+    "num_gpus",
     "orchestrate_simulate",
     "plan",
     "plan_documents",
     "plan_metadata",
     "prepend_zero",
     "prepend_zero_fn",
+    "recomputed_attention",
+    "run_threads",
     "simulate_communication",
     "sum_kv_copies",
     "test_qkv_dispatch",

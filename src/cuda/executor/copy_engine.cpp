@@ -10,9 +10,25 @@ namespace waybill::cuda {
 
 using waybill::detail::at;
 
+namespace {
+
+/// Streams of a device that do not stand behind each other (CUDA_DEVICE_MAX_CONNECTIONS, at most
+/// 32), of which every rank needs some for other work.
+constexpr int device_queues = 32;
+constexpr int other_queues_a_rank = 2;
+constexpr int most_queues = 2;
+
+}  // namespace
+
+CopyEngine::CopyEngine(std::shared_ptr<GpuRank> gpu, int share)
+    : gpu_(std::move(gpu)),
+      max_queues_(std::clamp(device_queues / share - other_queues_a_rank, 1, most_queues)) {}
+
 CopyEngine::~CopyEngine() {
-  for (cudaStream_t queue : queues_) (void)cudaStreamDestroy(queue);
-  for (cudaEvent_t event : done_) (void)cudaEventDestroy(event);
+  for (const Queue& queue : queues_) {
+    if (queue.stream != nullptr) (void)cudaStreamDestroy(queue.stream);
+    if (queue.done != nullptr) (void)cudaEventDestroy(queue.done);
+  }
   if (begun_ != nullptr) (void)cudaEventDestroy(begun_);
 }
 
@@ -23,27 +39,33 @@ void CopyEngine::begin(const SequenceCall& call) {
                 "dispatch");
   };
   if (begun_ == nullptr) new_event(begun_);
-  while (std::ssize(queues_) < call.plan->world_size) {
-    gpu_->check(cudaStreamCreateWithFlags(&queues_.emplace_back(), cudaStreamNonBlocking),
-                "making a stream", "dispatch");
-    new_event(done_.emplace_back());
+  while (std::ssize(queues_) < std::min(max_queues_, call.plan->world_size)) {
+    Queue& queue = queues_.emplace_back();
+    gpu_->check(cudaStreamCreateWithFlags(&queue.stream, cudaStreamNonBlocking), "making a stream",
+                "dispatch");
+    new_event(queue.done);
   }
+  for (Queue& queue : queues_) queue.used = false;
   batches_.resize(at(call.plan->world_size));
   for (Batch& batch : batches_) {
     batch.to.clear();
     batch.from.clear();
     batch.bytes.clear();
     batch.last.assign(call.inputs.size(), -1);
-    batch.used = false;
   }
   auto* const stream = static_cast<cudaStream_t>(call.stream.handle);
   gpu_->check(cudaEventRecord(begun_, stream), "recording an event", "dispatch");
 }
 
-void CopyEngine::use_queue(std::size_t rank) {
-  if (batches_[rank].used) return;
-  batches_[rank].used = true;
-  gpu_->check(cudaStreamWaitEvent(queues_[rank], begun_, 0), "ordering streams", "dispatch");
+CopyEngine::Queue& CopyEngine::use_queue(const SequenceCall& call, std::size_t rank) {
+  const std::size_t me = at(to_int(call.plan->rank));
+  const std::size_t last = queues_.size() - 1;
+  const std::size_t distance = (rank + batches_.size() - me - 1) % batches_.size();
+  Queue& queue = queues_[rank == me || last == 0 ? last : distance % last];
+  if (queue.used) return queue;
+  queue.used = true;
+  gpu_->check(cudaStreamWaitEvent(queue.stream, begun_, 0), "ordering streams", "dispatch");
+  return queue;
 }
 
 void CopyEngine::add_rows(const SequenceCall& call, const RowSegment& segment,
@@ -55,10 +77,10 @@ void CopyEngine::add_rows(const SequenceCall& call, const RowSegment& segment,
   const std::byte* const from = input.data + segment.row * pitch;
   std::byte* const to = call.window->peers[rank] + (place & place_offset_mask);
   if (segment.rows > 1 && pitch != row_bytes) {
-    use_queue(rank);
-    gpu_->check(cudaMemcpy2DAsync(to, at(row_bytes), from, at(pitch), at(row_bytes),
-                                  at(segment.rows), cudaMemcpyDeviceToDevice, queues_[rank]),
-                "copying rows", "dispatch");
+    gpu_->check(
+        cudaMemcpy2DAsync(to, at(row_bytes), from, at(pitch), at(row_bytes), at(segment.rows),
+                          cudaMemcpyDeviceToDevice, use_queue(call, rank).stream),
+        "copying rows", "dispatch");
     return;
   }
   const std::size_t bytes = at(segment.rows * row_bytes);
@@ -111,12 +133,12 @@ void CopyEngine::queue_batches(const SequenceCall& call) {
   const std::int32_t world = call.plan->world_size;
   for (std::int32_t k = 1; k <= world; ++k) {
     const auto r = at((to_int(call.plan->rank) + k) % world);
-    if (!batches_[r].to.empty()) {
-      use_queue(r);
-      queue(batches_[r], queues_[r], status != cudaStreamCaptureStatusNone);
-    }
-    if (!batches_[r].used) continue;
-    gpu_->check(cudaEventRecord(done_[r], queues_[r]), "recording an event", "dispatch");
+    if (batches_[r].to.empty()) continue;
+    queue(batches_[r], use_queue(call, r).stream, status != cudaStreamCaptureStatusNone);
+  }
+  for (const Queue& queue : queues_) {
+    if (!queue.used) continue;
+    gpu_->check(cudaEventRecord(queue.done, queue.stream), "recording an event", "dispatch");
   }
 }
 
@@ -135,9 +157,9 @@ void CopyEngine::send_local(const SequenceCall& call) {
 
 void CopyEngine::join(const SequenceCall& call) {
   auto* const stream = static_cast<cudaStream_t>(call.stream.handle);
-  for (std::size_t r = 0; r < batches_.size(); ++r) {
-    if (!batches_[r].used) continue;
-    gpu_->check(cudaStreamWaitEvent(stream, done_[r], 0), "ordering streams", "dispatch");
+  for (const Queue& queue : queues_) {
+    if (!queue.used) continue;
+    gpu_->check(cudaStreamWaitEvent(stream, queue.done, 0), "ordering streams", "dispatch");
   }
 }
 

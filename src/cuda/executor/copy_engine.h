@@ -11,11 +11,13 @@
 
 namespace waybill::cuda {
 
-/// Sends rows with the copy engines of the device, one queue a destination. What continues both in
-/// the tensor and in the window is one copy; the copies of a queue are handed over as one batch.
+/// Sends rows with the copy engines of the device, over a few queues. What continues both in the
+/// tensor and in the window is one copy; the copies to a rank are handed over as one batch.
 class CopyEngine {
  public:
-  explicit CopyEngine(std::shared_ptr<GpuRank> gpu) : gpu_(std::move(gpu)) {}
+  /// @param share ranks on this device: together they must not have more queues than the device, or
+  ///   one rank's kernel, waiting for another's, would stand before that one's copies
+  CopyEngine(std::shared_ptr<GpuRank> gpu, int share);
   CopyEngine(const CopyEngine&) = delete;
   CopyEngine& operator=(const CopyEngine&) = delete;
   ~CopyEngine();
@@ -37,7 +39,12 @@ class CopyEngine {
     std::vector<const void*> from;
     std::vector<std::size_t> bytes;
     std::vector<std::int64_t> last;  ///< [tensors]: of the tensor, -1: none yet
-    bool used = false;
+  };
+
+  struct Queue {
+    cudaStream_t stream = nullptr;
+    cudaEvent_t done = nullptr;
+    bool used = false;  ///< by this call
   };
 
   void begin(const SequenceCall& call);
@@ -45,12 +52,13 @@ class CopyEngine {
   void add_rows(const SequenceCall& call, const RowSegment& segment, std::uint64_t place);
   void queue_batches(const SequenceCall& call);
   void queue(const Batch& batch, cudaStream_t stream, bool capturing) const;
-  void use_queue(std::size_t rank);
+  /// The queue of a destination, behind what was on the stream.
+  Queue& use_queue(const SequenceCall& call, std::size_t rank);
 
   std::shared_ptr<GpuRank> gpu_;
-  std::vector<Batch> batches_;        ///< [W]
-  std::vector<cudaStream_t> queues_;  ///< [W]
-  std::vector<cudaEvent_t> done_;     ///< [W]
+  int max_queues_;
+  std::vector<Batch> batches_;  ///< [W]
+  std::vector<Queue> queues_;   ///< the last one is for rows that stay
   cudaEvent_t begun_ = nullptr;
 };
 

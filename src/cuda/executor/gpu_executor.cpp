@@ -24,7 +24,7 @@ class GpuExecutor final : public Executor {
         gpu_(std::move(gpu)),
         share_(share),
         pool_(std::make_shared<PlanPool>(gpu_)),
-        copy_engine_(gpu_) {
+        copy_engine_(gpu_, share) {
     gpu_->use();
     cuda_check(prepare_meet(), "loading kernels");
     cuda_check(prepare_expand_plan(), "loading kernels");

@@ -101,6 +101,7 @@ void GpuPlan::write_upload(const SequencePlan& plan) const {
   auto* const pinned = static_cast<std::byte*>(block_.pinned.get());
   auto& head = *new (pinned) PlanHead{};
   head.num_chunks = plan.num_chunks;
+  head.num_wire_chunks = plan.num_wire_chunks;
   head.world_size = plan.world_size;
   std::ranges::copy(plan.cuts, head.cuts);
   std::ranges::copy(plan.bucket_chunks, head.bucket_chunks);

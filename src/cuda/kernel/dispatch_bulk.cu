@@ -7,8 +7,10 @@ namespace {
 
 constexpr int warps = 6;
 constexpr int stages = 4;
-constexpr int batch = 16;  // descriptors that a warp fetches at a time
-constexpr int ring = 2 * batch;
+constexpr int min_batch = 4;  // descriptors that a warp fetches at a time
+constexpr int max_batch = 6;
+constexpr int ring = 32;
+constexpr int sms_of_links = 8;  // as many as fill the links
 
 /// A chunk with its places, as the warp's loops read it.
 struct Descriptor {
@@ -26,63 +28,155 @@ struct BlockMemory {
   WarpMemory warp[warps];
 };
 
-/// The chunks of one warp, in turn: number i is chunk first + i * step.
-class WarpWork {
- public:
-  __device__ WarpWork(const SequenceParams& p, BlockMemory& memory)
-      : p_(p),
-        lane_(static_cast<int>(threadIdx.x % 32)),
-        memory_(memory.warp[threadIdx.x / 32]),
-        stage_(memory.stage[threadIdx.x / 32]),
-        first_(blockIdx.x + std::int64_t{threadIdx.x / 32} * gridDim.x),
-        step_(std::int64_t{gridDim.x} * warps) {
-    const std::int64_t left = p.head->num_chunks - first_;
-    count_ = left <= 0 ? 0 : (left + step_ - 1) / step_;
-    if (lane_ == 0) {
-      for (int s = 0; s < stages; ++s) barrier_init(&memory_.loaded[s]);
-      fence_async_proxy();
+/// Blocks that begin with the chunks of the links; the others begin with those that stay. Where 8
+/// can fill the links for long and the rest is enough for what stays, 8; else in proportion.
+__device__ int blocks_for_links(int wire, int stay, int blocks) {
+  if (stay == 0 || wire == 0) return stay == 0 ? blocks : 0;
+  const float ratio = static_cast<float>(stay) / static_cast<float>(wire);
+  const auto share = static_cast<int>(ceilf(static_cast<float>(blocks) / (1 + ratio)));
+  constexpr int long_time = 64 * sms_of_links * warps;
+  if (share > sms_of_links && blocks <= 4 * sms_of_links && wire >= long_time &&
+      static_cast<float>(blocks - sms_of_links) >= sms_of_links * ratio) {
+    return sms_of_links;
+  }
+  return share < blocks || blocks == 1 ? share : blocks - 1;
+}
+
+/// Chunks that warps take from, in batches: the first by a warp's number, more by ticket.
+struct Queue {
+  int first;  ///< chunk
+  int count;
+  int batch;
+  int given;  ///< chunks that warps have by number
+  unsigned long long* taken;
+
+  __device__ Queue(int first_chunk, int num_chunks, int num_warps, int given_warps,
+                   unsigned long long* counter)
+      : first(first_chunk), count(num_chunks), taken(counter) {
+    // Few are given by number alone, in equal shares; more in batches that keep a warp busy while
+    // the next one comes, and small enough that all warps end together.
+    const int each = num_chunks / (num_warps * 16);
+    batch = each < min_batch ? min_batch : each > max_batch ? max_batch : each;
+    if (given_warps > 0 && num_chunks < given_warps * batch) {
+      batch = (num_chunks + given_warps - 1) / given_warps;
     }
-    __syncwarp();
+    given = given_warps * batch;
+  }
+  [[nodiscard]] __device__ bool has_tickets() const { return given < count; }
+};
+
+/// Gives a warp its chunks: those of the queue that its block begins with, then those of the other.
+/// Each step of fetching a batch is asked for well before its result is needed, so that nobody
+/// waits for memory.
+class Tickets {
+ public:
+  __device__ Tickets(const SequenceParams& p, WarpMemory& memory)
+      : Tickets(p, memory, static_cast<int>(p.head->num_wire_chunks),
+                static_cast<int>(p.head->num_chunks)) {}
+
+  [[nodiscard]] __device__ const Descriptor& operator[](int i) const {
+    return memory_.ring_[i % ring];
   }
 
-  __device__ void run() {
-    fetch_chunk(0);
-    fetch_places();
-    keep(0);
-    for (std::int64_t i = 0; i < stages - 1 && i < count_; ++i) load(i);
-    for (std::int64_t i = 0; i < count_; ++i) {
-      const auto in_batch = static_cast<int>(i % batch);
-      // The next batch comes in three steps, far enough apart that nobody waits for memory.
-      if (in_batch == 0) fetch_chunk(i + batch);
-      if (in_batch == batch / 4) fetch_places();
-      if (in_batch == batch / 2) keep(i - in_batch + batch);
-      store(i);
-      if (i + stages - 1 < count_) {
-        if (lane_ == 0) bulk_wait_read_but_one();
-        __syncwarp();
-        load(i + stages - 1);
-      }
+  /// Chunks that are known so far; more() may add to them.
+  [[nodiscard]] __device__ int known() const { return known_; }
+
+  /// One step further, unless all is taken or the ring is full. `done`: chunks not needed any more.
+  /// @return false when there will be no more
+  __device__ bool more(int done) {
+    if (step_ == Step::end) return false;
+    if (known_ + max_batch - done > ring) return true;
+    switch (step_) {
+      case Step::chunks:
+        fetch_chunks();
+        break;
+      case Step::places:
+        fetch_places();
+        break;
+      default:
+        keep();
     }
-    if (lane_ == 0) bulk_wait_all();
-    fence_async_proxy();
+    return step_ != Step::end;
   }
 
  private:
-  /// Each of the first lanes asks for one descriptor of the batch that begins with number i.
-  __device__ void fetch_chunk(std::int64_t i) {
-    has_next_ = lane_ < batch && i + lane_ < count_;
-    if (has_next_) next_ = p_.chunks[first_ + (i + lane_) * step_];
-  }
-  __device__ void fetch_places() {
-    if (!has_next_) return;
-#pragma unroll
-    for (int k = 0; k < max_places_sent; ++k) {
-      if (k < next_.num_places) next_places_[k] = p_.places[next_.first_place + k];
+  enum class Step : std::uint8_t { chunks, places, keep, end };
+
+  __device__ Tickets(const SequenceParams& p, WarpMemory& memory, int wire, int all)
+      : Tickets(p, memory, wire, all,
+                blocks_for_links(wire, all - wire, static_cast<int>(gridDim.x))) {}
+
+  __device__ Tickets(const SequenceParams& p, WarpMemory& memory, int wire, int all, int split)
+      : p_(p),
+        memory_(memory),
+        lane_(static_cast<int>(threadIdx.x % 32)),
+        here_(0, wire, static_cast<int>(gridDim.x) * warps, split * warps, p.meet.state->taken),
+        other_(wire, all - wire, static_cast<int>(gridDim.x) * warps,
+               (static_cast<int>(gridDim.x) - split) * warps, p.meet.state->taken + 1) {
+    auto block = static_cast<int>(blockIdx.x);
+    int blocks = split;
+    if (block >= split) {
+      swap_queues();
+      block -= split;
+      blocks = static_cast<int>(gridDim.x) - split;
     }
+    begin_ = (block + static_cast<int>(threadIdx.x / 32) * blocks) * here_.batch;
+    if (all == 0) step_ = Step::end;
   }
-  __device__ void keep(std::int64_t i) {
-    if (has_next_) {
-      Descriptor& to = memory_.ring_[(i + lane_) % ring];
+
+  __device__ void swap_queues() {
+    const Queue queue = here_;
+    here_ = other_;
+    other_ = queue;
+  }
+
+  __device__ void ask() {
+    if (!here_.has_tickets()) {  // what was given by number was all
+      next_queue();
+      return;
+    }
+    if (lane_ == 0) {
+      taken_ =
+          static_cast<int>(atomicAdd(here_.taken, static_cast<unsigned long long>(here_.batch)));
+    }
+    begin_ = -1;
+    step_ = Step::chunks;
+  }
+
+  __device__ void next_queue() {
+    if (switched_) {
+      step_ = Step::end;
+      return;
+    }
+    switched_ = true;
+    swap_queues();
+    ask();
+  }
+
+  __device__ void fetch_chunks() {
+    if (begin_ < 0) begin_ = here_.given + __shfl_sync(0xFFFFFFFFU, taken_, 0);
+    if (begin_ >= here_.count) {
+      next_queue();
+      return;
+    }
+    size_ = here_.count - begin_ < here_.batch ? here_.count - begin_ : here_.batch;
+    if (lane_ < size_) next_ = p_.chunks[here_.first + begin_ + lane_];
+    step_ = Step::places;
+  }
+
+  __device__ void fetch_places() {
+    if (lane_ < size_) {
+#pragma unroll
+      for (int k = 0; k < max_places_sent; ++k) {
+        if (k < next_.num_places) next_places_[k] = p_.places[next_.first_place + k];
+      }
+    }
+    step_ = Step::keep;
+  }
+
+  __device__ void keep() {
+    if (lane_ < size_) {
+      Descriptor& to = memory_.ring_[(known_ + lane_) % ring];
       to.chunk = next_;
 #pragma unroll
       for (int k = 0; k < max_places_sent; ++k) {
@@ -90,13 +184,73 @@ class WarpWork {
       }
     }
     __syncwarp();
+    known_ += size_;
+    ask();
   }
 
-  __device__ void load(std::int64_t i) {
-    const RowChunk& chunk = memory_.ring_[i % ring].chunk;
+  const SequenceParams& p_;
+  WarpMemory& memory_;
+  const int lane_;
+  Queue here_;
+  Queue other_;
+  bool switched_ = false;
+  Step step_ = Step::chunks;
+  int taken_ = 0;  ///< lane 0: the ticket asked for
+  int begin_ = 0;  ///< of the batch in its queue; -1: by ticket
+  int size_ = 0;
+  int known_ = 0;
+  RowChunk next_;
+  std::uint64_t next_places_[max_places_sent];
+};
+
+/// Moves the chunks of one warp through a ring of stages.
+class WarpWork {
+ public:
+  __device__ WarpWork(const SequenceParams& p, BlockMemory& memory)
+      : p_(p),
+        lane_(static_cast<int>(threadIdx.x % 32)),
+        loaded_(memory.warp[threadIdx.x / 32].loaded),
+        stage_(memory.stage[threadIdx.x / 32]),
+        tickets_(p, memory.warp[threadIdx.x / 32]) {
+    if (lane_ == 0) {
+      for (int s = 0; s < stages; ++s) barrier_init(&loaded_[s]);
+      fence_async_proxy();
+    }
+    __syncwarp();
+  }
+
+  __device__ void run() {
+    int asked = 0;  // loads
+    for (int i = 0;; ++i) {
+      while (tickets_.known() <= i && tickets_.more(i)) {
+      }
+      if (tickets_.known() <= i) break;
+      if (asked == i) {  // nothing was known to load ahead
+        make_room(i);
+        while (asked < tickets_.known() && asked < i + stages - 1) load(asked++);
+      }
+      store(i);
+      tickets_.more(i);
+      if (asked >= tickets_.known() || asked >= i + stages) continue;
+      make_room(i + 1);
+      while (asked < tickets_.known() && asked < i + stages) load(asked++);
+    }
+    if (lane_ == 0) bulk_wait_all();
+    fence_async_proxy();
+  }
+
+ private:
+  /// All stores but the last have left their stages.
+  __device__ void make_room(int stored) {
+    if (stored > 0 && lane_ == 0) bulk_wait_read_but_one();
+    __syncwarp();
+  }
+
+  __device__ void load(int i) {
+    const RowChunk& chunk = tickets_[i].chunk;
     const TensorParams& tensor = p_.inputs[chunk.tensor];
     std::byte* const to = stage_[i % stages];
-    std::uint64_t* const barrier = &memory_.loaded[i % stages];
+    std::uint64_t* const barrier = &loaded_[i % stages];
     const std::byte* const from = tensor.data + chunk.row * tensor.pitch_bytes + chunk.col_bytes;
     const auto bytes = static_cast<std::uint32_t>(chunk.rows * chunk.part_bytes);
     const bool one_piece = chunk.rows == 1 || tensor.pitch_bytes == chunk.part_bytes;
@@ -112,12 +266,12 @@ class WarpWork {
     }
   }
 
-  __device__ void store(std::int64_t i) {
-    const Descriptor& descriptor = memory_.ring_[i % ring];
+  __device__ void store(int i) {
+    const Descriptor& descriptor = tickets_[i];
     const auto bytes =
         static_cast<std::uint32_t>(descriptor.chunk.rows * descriptor.chunk.part_bytes);
     if (lane_ == 0) {
-      barrier_wait(&memory_.loaded[i % stages], static_cast<std::uint32_t>(i / stages % 2));
+      barrier_wait(&loaded_[i % stages], static_cast<std::uint32_t>(i / stages % 2));
       for (int k = 0; k < descriptor.chunk.num_places; ++k) {
         const std::uint64_t place = descriptor.places[k];
         bulk_store(p_.windows[place >> place_rank_shift] + (place & place_offset_mask),
@@ -125,18 +279,14 @@ class WarpWork {
       }
       bulk_commit();
     }
+    __syncwarp();
   }
 
   const SequenceParams& p_;
   const int lane_;
-  WarpMemory& memory_;
-  std::byte (*stage_)[max_bulk_chunk_bytes];
-  const std::int64_t first_;
-  const std::int64_t step_;
-  std::int64_t count_ = 0;
-  bool has_next_ = false;
-  RowChunk next_;
-  std::uint64_t next_places_[max_places_sent];
+  std::uint64_t* const loaded_;
+  std::byte (*const stage_)[max_bulk_chunk_bytes];
+  Tickets tickets_;
 };
 
 /// Compiled for every architecture, of use from sm_90 on.

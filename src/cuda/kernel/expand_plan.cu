@@ -19,13 +19,16 @@ __device__ std::int64_t count_below(std::uint64_t end, std::int64_t chunks, std:
 
 /// The position of chunk k of a bucket in the order in which chunks are begun.
 __device__ std::int64_t position_of(const PlanHead& head, int bucket, std::int64_t k) {
-  const std::uint64_t step = (static_cast<std::uint64_t>(head.num_chunks) << 32) /
+  const std::int64_t total = head.num_wire_chunks;
+  const bool local_last = total < head.num_chunks;
+  if (local_last && bucket == head.world_size - 1) return total + k;
+  const std::uint64_t step = (static_cast<std::uint64_t>(total) << 32) /
                              static_cast<std::uint64_t>(head.bucket_chunks[bucket]);
   const std::uint64_t where = (step / 2 + static_cast<std::uint64_t>(k) * step) >> 32;
   std::int64_t position = k;
-  for (int b = 0; b < head.world_size; ++b) {
+  for (int b = 0; b < head.world_size - (local_last ? 1 : 0); ++b) {
     if (b == bucket) continue;
-    position += count_below(b < bucket ? where + 1 : where, head.bucket_chunks[b], head.num_chunks);
+    position += count_below(b < bucket ? where + 1 : where, head.bucket_chunks[b], total);
   }
   return position;
 }

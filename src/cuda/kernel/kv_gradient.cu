@@ -46,7 +46,8 @@ struct Sums {
   using Sum = typename In::Sum;
   static constexpr int elements = Elements<In>::count;
 
-  __device__ void add(const std::byte* addend, int bytes, bool first) {
+  template <bool First>
+  __device__ void add(const std::byte* addend, int bytes) {
 #pragma unroll
     for (int w = 0; w < words_a_lane; ++w) {
       const int offset = (w * 32 + static_cast<int>(threadIdx.x % 32)) * word_bytes;
@@ -55,7 +56,7 @@ struct Sums {
 #pragma unroll
       for (int e = 0; e < elements; ++e) {
         const Sum value = In::load(in.values[e]);
-        sums[w][e] = first ? value : sums[w][e] + value;
+        sums[w][e] = First ? value : sums[w][e] + value;
       }
     }
   }
@@ -86,28 +87,52 @@ struct Sums {
   Sum sums[words_a_lane][elements];
 };
 
-/// Where a warp is in its list of addends: chunk by chunk, and in each the copies in their order.
-struct Cursor {
+/// A warp's chunks in turn; the next one is on its way while one is worked on.
+struct ChunkCursor {
   std::int64_t chunk;  ///< >= num_chunks: at the end
-  int copy;
+  std::int64_t num_chunks;
+  std::int64_t step;
   RowChunk at;
+  RowChunk upcoming;
 
-  __device__ void read(const SequenceParams& p, std::int64_t num_chunks) {
+  __device__ void begin(const SequenceParams& p) {
     if (chunk < num_chunks) at = p.chunks[chunk];
+    if (chunk + step < num_chunks) upcoming = p.chunks[chunk + step];
   }
-  __device__ void next_chunk(const SequenceParams& p, std::int64_t num_chunks, std::int64_t step) {
+  __device__ void next(const SequenceParams& p) {
     chunk += step;
+    at = upcoming;
+    if (chunk + step < num_chunks) upcoming = p.chunks[chunk + step];
+  }
+  [[nodiscard]] __device__ bool at_end() const { return chunk >= num_chunks; }
+};
+
+/// A warp's addends in turn: chunk by chunk, and in each the copies in their order. The place of
+/// the next one is on its way too.
+struct AddendCursor {
+  ChunkCursor chunks;
+  int copy = 0;
+  std::uint64_t place = 0;
+
+  __device__ void begin(const SequenceParams& p) {
+    chunks.begin(p);
+    to_next_with_addends(p);
+  }
+  __device__ void next(const SequenceParams& p) {
+    if (++copy < chunks.at.num_places) {
+      place = p.places[chunks.at.first_place + copy];
+      return;
+    }
     copy = 0;
-    read(p, num_chunks);
+    chunks.next(p);
+    to_next_with_addends(p);
   }
-  /// To the next chunk that has addends, this one included.
-  __device__ void skip_empty(const SequenceParams& p, std::int64_t num_chunks, std::int64_t step) {
-    while (chunk < num_chunks && at.num_places == 0) next_chunk(p, num_chunks, step);
-  }
-  __device__ void next(const SequenceParams& p, std::int64_t num_chunks, std::int64_t step) {
-    if (++copy < at.num_places) return;
-    next_chunk(p, num_chunks, step);
-    skip_empty(p, num_chunks, step);
+
+ private:
+  /// This chunk included.
+  __device__ void to_next_with_addends(const SequenceParams& p) {
+    while (!chunks.at_end() && chunks.at.num_places == 0) chunks.next(p);
+    if (!chunks.at_end()) place = p.places[chunks.at.first_place];
   }
 };
 
@@ -116,11 +141,25 @@ struct BulkMemory {
   std::uint64_t loaded[warps][stages];
 };
 
+/// Sends a chunk that has one addend on to the output as it is. One lane.
+template <class In, class Out>
+__device__ void copy_chunk(const SequenceParams& p, const RowChunk& chunk, const std::byte* from) {
+  const TensorParams& output = p.outputs[chunk.tensor];
+  const bool one_piece = chunk.rows == 1 || output.pitch_bytes == chunk.part_bytes;
+  const int pieces = one_piece ? 1 : chunk.rows;
+  const int bytes = one_piece ? chunk.rows * chunk.part_bytes : chunk.part_bytes;
+  for (int i = 0; i < pieces; ++i) {
+    bulk_store(output_of<In, Out>(p, chunk, i * bytes), from + i * bytes,
+               static_cast<std::uint32_t>(bytes));
+  }
+}
+
 /// Pulls the addends of a warp's chunks through a ring of stages.
 template <class In, class Out>
 __device__ void sum_bulk(const SequenceParams& p, BulkMemory& memory) {
   const auto warp = static_cast<int>(threadIdx.x / 32);
   const auto lane = static_cast<int>(threadIdx.x % 32);
+  constexpr bool copies = std::is_same_v<In, Out>;
   auto& stage = memory.stage[warp];
   std::uint64_t* const loaded = memory.loaded[warp];
   const std::int64_t num_chunks = p.head->num_chunks;
@@ -130,36 +169,48 @@ __device__ void sum_bulk(const SequenceParams& p, BulkMemory& memory) {
   }
   fence_async_proxy();  // what the ranks wrote before they came here, and the barriers
   __syncwarp();
-  Cursor ahead{blockIdx.x + std::int64_t{warp} * gridDim.x, 0, {}};
-  ahead.read(p, num_chunks);
-  Cursor here = ahead;
-  ahead.skip_empty(p, num_chunks, step);
+  ChunkCursor here{blockIdx.x + std::int64_t{warp} * gridDim.x, num_chunks, step, {}, {}};
+  here.begin(p);
+  AddendCursor ahead{here};
+  ahead.begin(p);
   std::uint32_t asked = 0;
   const auto ask = [&] {
-    if (ahead.chunk >= num_chunks) return;
+    if (ahead.chunks.at_end()) return;
     if (lane == 0) {
-      const auto bytes = static_cast<std::uint32_t>(ahead.at.rows * ahead.at.part_bytes);
+      if constexpr (copies) bulk_wait_read_but_one();  // the stage may be on its way out
+      const RowChunk& chunk = ahead.chunks.at;
+      const auto bytes = static_cast<std::uint32_t>(chunk.rows * chunk.part_bytes);
       barrier_expect(&loaded[asked % stages], bytes);
-      bulk_load(stage[asked % stages], place_of(p, p.places[ahead.at.first_place + ahead.copy]),
-                bytes, &loaded[asked % stages]);
+      bulk_load(stage[asked % stages], place_of(p, ahead.place), bytes, &loaded[asked % stages]);
     }
     ++asked;
-    ahead.next(p, num_chunks, step);
+    ahead.next(p);
   };
   for (int s = 0; s < stages - 1; ++s) ask();
   Sums<In, Out> sums;
   std::uint32_t taken = 0;
-  for (; here.chunk < num_chunks; here.next_chunk(p, num_chunks, step)) {
+  for (; !here.at_end(); here.next(p)) {
     const int bytes = here.at.rows * here.at.part_bytes;
+    const bool alone = copies && here.at.num_places == 1;
     if (here.at.num_places == 0) sums.clear();
     for (int copy = 0; copy < here.at.num_places; ++copy, ++taken) {
+      const std::byte* const addend = stage[taken % stages];
       barrier_wait(&loaded[taken % stages], taken / stages % 2);
-      sums.add(stage[taken % stages], bytes, copy == 0);
+      if (alone) {
+        if (lane == 0) copy_chunk<In, Out>(p, here.at, addend);
+      } else if (copy == 0) {
+        sums.template add<true>(addend, bytes);
+      } else {
+        sums.template add<false>(addend, bytes);
+      }
+      if (copies && lane == 0) bulk_commit();  // a group, perhaps empty, for each stage
       __syncwarp();  // all lanes have read the stage before it, which is filled next
       ask();
     }
-    sums.write(p, here.at);
+    if (!alone) sums.write(p, here.at);
   }
+  if (copies && lane == 0) bulk_wait_all();
+  fence_async_proxy();
 }
 
 /// Without bulk copies, or for addresses that do not suit them.

@@ -51,6 +51,8 @@ __device__ inline bool is_last_block(const MeetParams& p) {
 /// One thread of the last block: the next launch on the stream finds everything as this one did.
 __device__ inline void end_call(const MeetParams& p, std::uint64_t epoch) {
   p.state->blocks = 0;
+  p.state->taken[0] = 0;
+  p.state->taken[1] = 0;
   p.state->epoch = epoch;
 }
 

@@ -14,8 +14,9 @@ inline constexpr int max_call_tensors = 16;
 /// Counters of one dispatcher on its rank's device. They move on when a call ends, so that the
 /// same launch can be replayed.
 struct CallState {
-  std::uint64_t epoch;        ///< of the last call that has ended
-  unsigned long long blocks;  ///< of the running call, that have done their part
+  std::uint64_t epoch;          ///< of the last call that has ended
+  unsigned long long blocks;    ///< of the running call, that have done their part
+  unsigned long long taken[2];  ///< of the running call: chunks of each queue taken by ticket
 };
 
 /// What every kernel of a call needs to meet the others.
@@ -40,6 +41,7 @@ struct TensorParams {
 /// chunks.
 struct PlanHead {
   std::int64_t num_chunks;
+  std::int64_t num_wire_chunks;
   std::int32_t world_size;
   RowCut cuts[max_call_tensors];
   std::int64_t bucket_chunks[max_gpu_ranks];

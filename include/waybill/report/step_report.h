@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "waybill/timing/compare_plans.h"
+#include "waybill/timing/remedies.h"
+
+namespace waybill {
+
+/// Predictions side by side, a column each: largest over mean work, bytes in and out, the slowest
+/// rank's time of each phase, forward, and the step. 80 columns wide for four predictions.
+[[nodiscard]] std::string step_table(std::span<const NamedStep> steps);
+
+/// The phases of one prediction, a line each: time, rank, what of it is busy with how much, and the
+/// document behind most of that. For a terminal 80 columns wide.
+[[nodiscard]] std::string phase_table(const StepPrediction& step);
+
+/// The phases of one rank: begin, end, its own time, and for whom it waits.
+/// @throws InvalidArgument for a rank outside the world.
+[[nodiscard]] std::string rank_table(const StepPrediction& step, std::int32_t rank);
+
+/// Which rank, which document and which link make the step slow, how even the work is, and what
+/// would help, a sentence each, with numbers. Plain text without line breaks.
+[[nodiscard]] std::vector<std::string> explain_step(const StepPrediction& step,
+                                                    std::span<const Remedy> remedies = {});
+
+/// Timelines for Chrome (chrome://tracing) and Perfetto (ui.perfetto.dev): JSON in the trace-event
+/// format. A process is a node of a prediction, a thread a rank, an event a phase; its arguments
+/// hold the rank's bytes, its own time, and for whom it waited. Microseconds.
+[[nodiscard]] std::string chrome_trace(std::span<const NamedStep> steps);
+
+}  // namespace waybill

@@ -1,0 +1,123 @@
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "rank_dispatcher.h"
+#include "waybill/core/error.h"
+
+namespace waybill::python {
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+/// Metadata and the (dtype, elements of a row) of the tensors that go that way.
+using PartArg = std::pair<const SparseMetadata*, std::vector<std::pair<std::string, std::int64_t>>>;
+
+/// Rows in host or device memory: (address, dtype, rows, elements of a row, elements from row to
+/// row). The package has checked that the memory is there: exporting a tensor of a GPU through
+/// DLPack would queue events on other streams, which a captured graph forbids.
+using RowsArg = std::tuple<std::uintptr_t, std::string, std::int64_t, std::int64_t, std::int64_t>;
+
+std::vector<SequencePart> parts_from(const std::vector<PartArg>& given) {
+  std::vector<SequencePart> parts;
+  for (const auto& [metadata, formats] : given) {
+    SequencePart part{metadata, {}};
+    for (const auto& [dtype, hidden] : formats) {
+      part.tensors.push_back({dtype_from_name(dtype), hidden});
+    }
+    parts.push_back(std::move(part));
+  }
+  return parts;
+}
+
+template <class View>
+std::vector<View> views_from(const std::vector<RowsArg>& given) {
+  std::vector<View> views;
+  for (const auto& [address, dtype, rows, hidden, row_stride] : given) {
+    // The address is one that Python has of the caller's tensor.
+    View view(reinterpret_cast<void*>(address),  // NOLINT(performance-no-int-to-ptr)
+              dtype_from_name(dtype), Shape{rows, hidden});
+    view.strides = {row_stride, 1};
+    views.push_back(std::move(view));
+  }
+  return views;
+}
+
+Stream stream_from(std::uintptr_t handle) {
+  return {reinterpret_cast<void*>(handle)};  // NOLINT(performance-no-int-to-ptr): a cudaStream_t
+}
+
+void bind_ready_plan(nb::module_& m) {
+  nb::class_<PlanHandle> plan(m, "ReadyPlan");
+  plan.def_prop_ro("own_rows", [](const PlanHandle& p) { return p.plan().plan().own_rows; });
+  plan.def_prop_ro("window_rows", [](const PlanHandle& p) { return p.plan().plan().window_rows; });
+  plan.def_prop_ro("window_bytes",
+                   [](const PlanHandle& p) { return p.plan().plan().window_bytes; });
+  plan.def_prop_ro("wire_bytes", [](const PlanHandle& p) { return p.plan().plan().wire_bytes; });
+}
+
+}  // namespace
+
+void bind_dispatcher(nb::module_& m) {
+  bind_ready_plan(m);
+  nb::class_<RankDispatcher> dispatcher(m, "Dispatcher");
+  dispatcher.def(
+      "__init__",
+      [](RankDispatcher* self, const WorldHandle& world, int num_sms, std::int64_t chunk_bytes,
+         bool local_by_copy_engine, std::int64_t max_window_bytes) {
+        SequenceDispatcherOptions options;
+        options.num_sms = num_sms;
+        options.plan.chunk_bytes = chunk_bytes;
+        options.local_by_copy_engine = local_by_copy_engine;
+        options.max_window_bytes = max_window_bytes;
+        unlocked([&] { new (self) RankDispatcher(world.rank, options); });
+      },
+      "world"_a, "num_sms"_a, "chunk_bytes"_a, "local_by_copy_engine"_a, "max_window_bytes"_a);
+  dispatcher.def("plan", [](RankDispatcher& d, bool gradient, const std::vector<PartArg>& given,
+                            std::uintptr_t stream) {
+    const auto parts = parts_from(given);
+    return unlocked([&] { return d.plan(gradient, parts, stream_from(stream)); });
+  });
+  dispatcher.def("replace_plan", [](RankDispatcher& d, PlanHandle& plan,
+                                    const std::vector<PartArg>& given, std::uintptr_t stream) {
+    const auto parts = parts_from(given);
+    unlocked([&] { d.replace_plan(plan.plan(), parts, stream_from(stream)); });
+  });
+  dispatcher.def("reserve", [](RankDispatcher& d, std::int64_t bytes, std::uintptr_t stream) {
+    unlocked([&] { d.reserve(bytes, stream_from(stream)); });
+  });
+  dispatcher.def("dispatch", [](RankDispatcher& d, const PlanHandle& plan,
+                                const std::vector<RowsArg>& tensors, std::uintptr_t stream) {
+    const auto inputs = views_from<ConstTensorView>(tensors);
+    return d.arrays(unlocked([&] { return d.dispatch(plan.plan(), inputs, stream_from(stream)); }));
+  });
+  dispatcher.def("kv_gradient", [](RankDispatcher& d, const PlanHandle& plan,
+                                   const std::vector<RowsArg>& gradients,
+                                   const std::vector<RowsArg>& sums, std::uintptr_t stream) {
+    const auto inputs = views_from<ConstTensorView>(gradients);
+    const auto outputs = views_from<TensorView>(sums);
+    unlocked([&] { d.kv_gradient(plan.plan(), inputs, outputs, stream_from(stream)); });
+  });
+  dispatcher.def("gradient_inputs", [](RankDispatcher& d, const PlanHandle& plan,
+                                       std::uintptr_t stream) {
+    return d.arrays(unlocked([&] { return d.gradient_inputs(plan.plan(), stream_from(stream)); }));
+  });
+  dispatcher.def("synchronize", [](RankDispatcher& d, std::uintptr_t stream) {
+    unlocked([&] { d.synchronize(stream_from(stream)); });
+  });
+  dispatcher.def("close", [](RankDispatcher& d) { unlocked([&] { d.close(); }); });
+  dispatcher.def_prop_ro("window_bytes", &RankDispatcher::window_bytes);
+}
+
+}  // namespace waybill::python

@@ -1,0 +1,155 @@
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "rank_world.h"
+#include "waybill/core/error.h"
+#include "waybill/transport/bootstraps.h"
+#ifdef WAYBILL_PYTHON_CUDA
+#include "waybill/cuda/gpu_world.h"
+#endif
+
+namespace waybill::python {
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+/// How a rank meets the others; used up by the world that is made with it.
+struct Meeting {
+  std::unique_ptr<Bootstrap> bootstrap;
+
+  std::shared_ptr<Bootstrap> take() {
+    require(bootstrap != nullptr, "World: the meeting was used before, expected a fresh one");
+    return std::move(bootstrap);
+  }
+};
+
+std::vector<Meeting> thread_meetings(std::int32_t world_size, double timeout_s) {
+  std::vector<Meeting> meetings;
+  for (auto& bootstrap : make_thread_bootstraps(world_size, timeout_s)) {
+    meetings.push_back({std::move(bootstrap)});
+  }
+  return meetings;
+}
+
+/// The meeting, ranks_per_node and local_rank that the launcher's variables say.
+std::tuple<Meeting, std::int32_t, std::int32_t> environment_meeting(double timeout_s) {
+  return unlocked([&] {
+    const LaunchEnvironment environment = read_launch_environment();
+    return std::tuple(Meeting{make_environment_bootstrap(environment, timeout_s)},
+                      environment.ranks_per_node, environment.local_rank);
+  });
+}
+
+/// `all_gather(mine: bytes) -> list of bytes, by rank` of the caller's.
+Meeting callable_meeting(std::int32_t rank, std::int32_t world_size, nb::callable all_gather,
+                         double timeout_s) {
+  // The world may go on a thread without the interpreter's lock.
+  const std::shared_ptr<nb::callable> gather(new nb::callable(std::move(all_gather)),
+                                             [](nb::callable* held) {
+                                               const nb::gil_scoped_acquire acquire;
+                                               delete held;
+                                             });
+  const auto exchange = [gather](const Bootstrap::Bytes& mine) {
+    const nb::gil_scoped_acquire acquire;
+    std::vector<Bootstrap::Bytes> all;
+    for (const nb::handle item : (*gather)(nb::bytes(mine.data(), mine.size()))) {
+      require(nb::isinstance<nb::bytes>(item), "World: all_gather returned ",
+              nb::type_name(item.type()).c_str(), ", expected bytes of each rank");
+      const auto given = nb::borrow<nb::bytes>(item);
+      const auto* const first = reinterpret_cast<const std::byte*>(given.c_str());
+      all.emplace_back(first, first + given.size());
+    }
+    return all;
+  };
+  return {make_callable_bootstrap(rank, world_size, exchange, timeout_s)};
+}
+
+template <class Make>
+WorldHandle handle_of(int device, const Make& make) {
+  return unlocked([&] { return WorldHandle{std::make_shared<RankWorld>(make(), device)}; });
+}
+
+WorldHandle thread_world(Meeting& meeting, std::int32_t ranks_per_node) {
+  return handle_of(-1, [&] { return make_thread_world(meeting.take(), ranks_per_node); });
+}
+
+WorldHandle process_world(Meeting& meeting, std::int32_t ranks_per_node) {
+  return handle_of(-1, [&] { return make_process_world(meeting.take(), ranks_per_node); });
+}
+
+#ifdef WAYBILL_PYTHON_CUDA
+constexpr bool has_cuda = true;
+
+int count_gpus() { return num_gpus(); }
+
+WorldHandle gpu_thread_world(Meeting& meeting, int device, std::int32_t ranks_per_node) {
+  return handle_of(device,
+                   [&] { return make_gpu_thread_world(meeting.take(), device, ranks_per_node); });
+}
+
+WorldHandle gpu_process_world(Meeting& meeting, int device, std::int32_t ranks_per_node) {
+  return handle_of(device,
+                   [&] { return make_gpu_process_world(meeting.take(), device, ranks_per_node); });
+}
+
+WorldHandle nvshmem_world(Meeting& meeting, int device, std::int32_t ranks_per_node) {
+  return handle_of(device,
+                   [&] { return make_nvshmem_world(meeting.take(), device, ranks_per_node); });
+}
+#else
+constexpr bool has_cuda = false;
+
+int count_gpus() { return 0; }
+
+WorldHandle no_gpu_world(Meeting& /*meeting*/, int /*device*/, std::int32_t /*ranks_per_node*/) {
+  throw Unsupported("World: this installation was built without CUDA");
+}
+constexpr auto gpu_thread_world = no_gpu_world;
+constexpr auto gpu_process_world = no_gpu_world;
+constexpr auto nvshmem_world = no_gpu_world;
+#endif
+
+}  // namespace
+
+void bind_world(nb::module_& m) {
+  m.attr("has_cuda") = has_cuda;
+  m.def("num_gpus", [] { return unlocked(count_gpus); });
+  nb::class_<Meeting>(m, "Meeting");
+  m.def("thread_meetings", &thread_meetings, "world_size"_a, "timeout_s"_a);
+  m.def("environment_meeting", &environment_meeting, "timeout_s"_a);
+  m.def("callable_meeting", &callable_meeting, "rank"_a, "world_size"_a, "all_gather"_a,
+        "timeout_s"_a);
+  m.def("thread_world", &thread_world, "meeting"_a, "ranks_per_node"_a);
+  m.def("process_world", &process_world, "meeting"_a, "ranks_per_node"_a);
+  m.def("gpu_thread_world", gpu_thread_world, "meeting"_a, "device"_a, "ranks_per_node"_a);
+  m.def("gpu_process_world", gpu_process_world, "meeting"_a, "device"_a, "ranks_per_node"_a);
+  m.def("nvshmem_world", nvshmem_world, "meeting"_a, "device"_a, "ranks_per_node"_a);
+  nb::class_<WorldHandle> world(m, "World");
+  world.def_prop_ro("rank", [](const WorldHandle& w) { return to_int(w.rank->world().rank()); });
+  world.def_prop_ro("world_size",
+                    [](const WorldHandle& w) { return w.rank->world().world_size(); });
+  world.def_prop_ro("ranks_per_node",
+                    [](const WorldHandle& w) { return w.rank->world().topology().ranks_per_node; });
+  world.def_prop_ro("timeout_s",
+                    [](const WorldHandle& w) { return w.rank->world().transport().timeout_s(); });
+  world.def_prop_ro("device", [](const WorldHandle& w) { return w.rank->device(); });
+  world.def("barrier", [](const WorldHandle& w) {
+    unlocked([&] {
+      const RankWorld::Call call(*w.rank, "World.barrier");
+      w.rank->world().barrier();
+    });
+  });
+}
+
+}  // namespace waybill::python

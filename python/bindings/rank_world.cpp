@@ -1,0 +1,40 @@
+#include "rank_world.h"
+
+#include <optional>
+#include <utility>
+
+#include "waybill/core/error.h"
+
+namespace waybill::python {
+
+RankWorld::~RankWorld() {
+  // Memory of a GPU is freed when the device is idle, for which another rank's thread may need the
+  // interpreter.
+  std::optional<nanobind::gil_scoped_release> release;
+  if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) release.emplace();
+  dead_plans_.clear();
+  retired_.clear();
+  World gone = std::move(world_);
+}
+
+RankWorld::Call::Call(RankWorld& rank, const char* who) : rank_(rank) {
+  require(!rank.busy_.test_and_set(), who, ": the world of rank ", rank.world_.rank(),
+          " is in a call of another thread, expected one call at a time");
+  std::vector<ReadyPlan> dead;
+  const std::lock_guard lock(rank.mutex_);
+  dead.swap(rank.dead_plans_);
+}
+
+void RankWorld::discard(ReadyPlan plan) {
+  const std::lock_guard lock(mutex_);
+  dead_plans_.push_back(std::move(plan));
+}
+
+void RankWorld::retire(std::vector<std::shared_ptr<void>> memory) {
+  const std::lock_guard lock(mutex_);
+  for (std::shared_ptr<void>& block : memory) {
+    if (block.use_count() == 1) retired_.push_back(std::move(block));
+  }
+}
+
+}  // namespace waybill::python

@@ -1,0 +1,63 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "waybill/runtime/sequence_dispatcher.h"
+#include "waybill/runtime/world.h"
+
+namespace waybill::python {
+
+/// One rank's world as Python holds it. Objects of Python die on any thread at any time; what must
+/// not die while the rank works is kept here until its next call, or until the world ends.
+class RankWorld {
+ public:
+  /// @param device ordinal of the GPU whose memory the windows are; -1: host memory
+  RankWorld(World world, int device) : world_(std::move(world)), device_(device) {}
+  RankWorld(const RankWorld&) = delete;
+  RankWorld& operator=(const RankWorld&) = delete;
+  ~RankWorld();
+
+  [[nodiscard]] World& world() noexcept { return world_; }
+  [[nodiscard]] int device() const noexcept { return device_; }
+
+  /// A call of this rank: refuses a second one at the same time, and clears away what has died.
+  class Call {
+   public:
+    /// @throws InvalidArgument when another thread is inside a call
+    Call(RankWorld& rank, const char* who);
+    Call(const Call&) = delete;
+    Call& operator=(const Call&) = delete;
+    ~Call() { rank_.busy_.clear(); }
+
+   private:
+    RankWorld& rank_;
+  };
+
+  /// To be destroyed in the rank's next call.
+  void discard(ReadyPlan plan);
+
+  /// Memory under a view that died. What nobody else holds is freed with the world: freeing waits
+  /// for the device, on which another rank may wait for this one.
+  void retire(std::vector<std::shared_ptr<void>> memory);
+
+ private:
+  World world_;
+  int device_;
+  std::atomic_flag busy_;
+  std::mutex mutex_;
+  std::vector<ReadyPlan> dead_plans_;
+  std::vector<std::shared_ptr<void>> retired_;
+};
+
+/// What Python's World holds.
+struct WorldHandle {
+  std::shared_ptr<RankWorld> rank;
+};
+
+}  // namespace waybill::python

@@ -1,0 +1,329 @@
+"""What SequenceDispatcher does for arrays of any kind; the faces say what their arrays are."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar, Union
+
+from . import _core
+from ._arrays import int64
+from .errors import InvalidArgument
+from .sparse import sparse_table
+from .world import World
+
+_Array = TypeVar("_Array")
+_D = TypeVar("_D", bound="Dispatcher[Any]")
+
+#: Rows for the compiled part: address, dtype, rows, elements of a row, elements from row to row.
+Rows = Tuple[int, str, int, int, int]
+_MOST_BYTES = 2**63 - 1
+
+
+class TensorFormat(NamedTuple):
+    """The rows of a tensor [tokens, ...]. A tensor of that kind says the same."""
+
+    dtype: Any  #: numpy's or torch's, or its name
+    row_shape: Tuple[int, ...]  #: (hidden,), or (heads, head size)
+
+    @property
+    def hidden(self) -> int:
+        """Elements of a row."""
+        elements = 1
+        for extent in self.row_shape:
+            elements *= extent
+        return elements
+
+
+class ReadyPlan:
+    """One rank's work for one operation, compiled, with its tables where the work is done.
+
+    Made by plan_dispatch and plan_kv_gradient of the dispatcher to which it belongs; used any
+    number of times.
+    """
+
+    __slots__ = ("_dispatcher", "_plan", "formats", "operation")
+    _dispatcher: Any
+    _plan: Any
+    operation: str  #: "dispatch" or "kv_gradient"
+    formats: Tuple[TensorFormat, ...]  #: of the tensors of all parts, in order
+
+    def __init__(self) -> None:
+        raise InvalidArgument(
+            "ReadyPlan: got a constructor call, expected SequenceDispatcher.plan_dispatch(...)"
+        )
+
+    @classmethod
+    def _make(cls, dispatcher: Any, plan: Any, gradient: bool, formats: Any) -> ReadyPlan:
+        self = cls.__new__(cls)
+        self._dispatcher, self._plan = dispatcher, plan
+        self.operation = "kv_gradient" if gradient else "dispatch"
+        self.formats = tuple(formats)
+        return self
+
+    @property
+    def own_rows(self) -> list[int]:
+        """Rows of this rank's tensor, one number a tensor."""
+        return self._plan.own_rows
+
+    @property
+    def window_rows(self) -> list[int]:
+        """Rows of this rank's tensor in the attention layout, one number a tensor."""
+        return self._plan.window_rows
+
+    @property
+    def window_bytes(self) -> int:
+        """What the windows must have, the largest of all ranks."""
+        return self._plan.window_bytes
+
+    @property
+    def wire_bytes(self) -> list[int]:
+        """(W,): bytes to (or from) each rank; the own one is what stays."""
+        return self._plan.wire_bytes
+
+    def __repr__(self) -> str:
+        return (
+            f"ReadyPlan({self.operation}, tensors={len(self.formats)}, own_rows={self.own_rows},"
+            f" window_rows={self.window_rows}, window_bytes={self.window_bytes})"
+        )
+
+
+class Dispatcher(Generic[_Array]):
+    """The shared part of waybill.SequenceDispatcher and waybill.torch.SequenceDispatcher."""
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        num_sms: int = 16,
+        chunk_bytes: int = 8192,
+        local_by_copy_engine: bool = True,
+        max_window_bytes: Optional[int] = None,
+    ) -> None:
+        who = "SequenceDispatcher"
+        if not isinstance(world, World):
+            raise InvalidArgument(
+                f"{who}: world is a {type(world).__name__}, expected a waybill.World"
+            )
+        sms = int64(num_sms, f"{who}: num_sms")
+        if not 0 <= sms < 2**31:
+            raise InvalidArgument(f"{who}: num_sms = {sms}, expected >= 0")
+        most = _MOST_BYTES if max_window_bytes is None else max_window_bytes
+        self._check_world(world)
+        self.world = world
+        self.num_sms = sms
+        self._closed = False
+        self._dispatcher: Any = _core.Dispatcher(
+            world._world,
+            sms,
+            int64(chunk_bytes, f"{who}: chunk_bytes"),
+            bool(local_by_copy_engine),
+            int64(most, f"{who}: max_window_bytes"),
+        )
+
+    def plan_dispatch(self, *parts: Sequence[Any]) -> ReadyPlan:
+        """Compiles and uploads this rank's part of a dispatch. Not collective.
+
+        Each part is (metadata, tensor, ...): which way these tensors go, as SparseMetadata or
+        Metadata, and their formats: TensorFormat, or tensors that have it.
+        """
+        return self._plan("plan_dispatch", False, parts)
+
+    def plan_kv_gradient(self, *parts: Sequence[Any]) -> ReadyPlan:
+        """The same for kv_gradient; parts hold the forward metadata of K and V."""
+        return self._plan("plan_kv_gradient", True, parts)
+
+    def replace_plan(self, plan: ReadyPlan, *parts: Sequence[Any]) -> None:
+        """Puts another plan of the same operation and formats into the memory of ``plan``: a graph
+        that was captured with it replays the new one.
+
+        Raises InvalidArgument, the plan unchanged, when it has more chunks than the plan was made
+        with, the windows are too small, or a graph holds copies by copy engine (num_sms = 0, or
+        local_by_copy_engine).
+        """
+        who = "replace_plan"
+        self._check_plan(who, plan, plan.operation)
+        given, _ = self._parts(who, parts)
+        self._dispatcher.replace_plan(plan._plan, given, self._stream())
+
+    def reserve(self, *plans: Union[ReadyPlan, int]) -> None:
+        """Collective: makes the windows large enough for these plans, or numbers of bytes."""
+        sizes = [
+            p.window_bytes if isinstance(p, ReadyPlan) else int64(p, "reserve: bytes")
+            for p in plans
+        ]
+        self._dispatcher.reserve(max(sizes, default=0), self._stream())
+
+    def dispatch(self, plan: ReadyPlan, *tensors: Any) -> Tuple[_Array, ...]:
+        """Collective: sends the rows of the tensors to where the plan says.
+
+        Args:
+            tensors: [own rows or more, ...] each, in the plan's order; the elements of a row are
+                adjacent, rows may have any distance. Not copied.
+
+        Returns:
+            one view [window rows, ...] a tensor of what this rank received. Nothing is copied: the
+            views show this rank's window, whose memory they keep. They hold until this rank's next
+            call of this dispatcher, whose input they may be. After that other ranks write there
+            and the views show their rows, silently: copy what is needed longer. Rows that no line
+            of the plan writes are undefined.
+
+        Raises:
+            InvalidArgument before anything moves; Timeout.
+        """
+        self._check_plan("dispatch", plan, "dispatch")
+        rows, kept = self._given("dispatch: tensors", tensors)
+        views = self._dispatcher.dispatch(plan._plan, rows, self._stream())
+        del kept
+        return self._shown(plan, views)
+
+    def kv_gradient(
+        self,
+        plan: ReadyPlan,
+        *gradients: Any,
+        out: Optional[Sequence[Any]] = None,
+        dtype: Any = None,
+    ) -> Tuple[_Array, ...]:
+        """Collective: row x of a result is the sum over the copies of row x, in float32 (float64
+        for float64), in the order of the copies, rounded once; 0 without copies.
+
+        Args:
+            gradients: [window rows or more, ...] each: of the rows that this rank had received.
+            out: where the sums go, [own rows, ...] each; new tensors without.
+            dtype: of new tensors: that of the gradients unless said, or float32 for 16-bit ones.
+        """
+        who = "kv_gradient"
+        self._check_plan(who, plan, who)
+        if out is None:
+            out = [
+                self._empty((rows, *fmt.row_shape), fmt.dtype if dtype is None else dtype)
+                for rows, fmt in zip(plan.own_rows, plan.formats)
+            ]
+        elif dtype is not None:
+            raise InvalidArgument(f"{who}: got out and dtype, expected one of them")
+        rows, kept = self._given(f"{who}: gradients", gradients)
+        sums, kept_out = self._given(f"{who}: out", out, writable=True)
+        self._dispatcher.kv_gradient(plan._plan, rows, sums, self._stream())
+        del kept, kept_out
+        return tuple(out)
+
+    def gradient_inputs(self, plan: ReadyPlan) -> Tuple[_Array, ...]:
+        """Where the next kv_gradient would copy its gradients: who writes them there, and passes
+        these views, saves the copy. Valid for the next call. Collective when the windows must grow.
+        """
+        self._check_plan("gradient_inputs", plan, "kv_gradient")
+        return self._shown(plan, self._dispatcher.gradient_inputs(plan._plan, self._stream()))
+
+    def synchronize(self) -> None:
+        """Returns when this rank's calls are done (on GPUs: on torch's current stream). Raises a
+        Timeout that one of them has met.
+        """
+        self._dispatcher.synchronize(self._stream())
+
+    def close(self) -> None:
+        """Collective: waits for this rank's device, then gives the windows back. Without it their
+        memory goes with the world. Views that are left keep theirs.
+        """
+        self._dispatcher.close()
+        self._closed = True
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of each of this rank's two windows."""
+        return self._dispatcher.window_bytes
+
+    def __enter__(self: _D) -> _D:
+        return self
+
+    def __exit__(
+        self,
+        kind: Optional[Type[BaseException]],
+        error: Optional[BaseException],
+        traceback: Optional[TracebackType],
+    ) -> None:
+        if kind is None:  # other ranks would not come to close() when this one has failed
+            self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"window_bytes={self.window_bytes}"
+        return (
+            f"SequenceDispatcher(rank={self.world.rank}, world_size={self.world.world_size},"
+            f" device={self.world.device!r}, num_sms={self.num_sms}, {state})"
+        )
+
+    # What a face says about its arrays.
+
+    def _check_world(self, world: World) -> None:
+        raise NotImplementedError
+
+    def _stream(self) -> int:
+        raise NotImplementedError
+
+    def _format(self, value: Any, name: str) -> Tuple[TensorFormat, str]:
+        """Its format, and the library's name of its dtype."""
+        raise NotImplementedError
+
+    def _rows(self, value: Any, name: str, writable: bool) -> Tuple[Rows, Any]:
+        """Its memory, and what must live until the call is over."""
+        raise NotImplementedError
+
+    def _show(self, bits: Any, format_: TensorFormat) -> _Array:
+        """A view [rows, ...] of integers [rows, hidden] in a window."""
+        raise NotImplementedError
+
+    def _empty(self, shape: Tuple[int, ...], dtype: Any) -> _Array:
+        raise NotImplementedError
+
+    # What follows from that.
+
+    def _plan(self, who: str, gradient: bool, parts: Sequence[Any]) -> ReadyPlan:
+        given, formats = self._parts(who, parts)
+        plan = self._dispatcher.plan(gradient, given, self._stream())
+        return ReadyPlan._make(self, plan, gradient, formats)
+
+    def _parts(self, who: str, parts: Sequence[Any]) -> Tuple[list[Any], list[TensorFormat]]:
+        given, formats = [], []
+        for p, part in enumerate(parts):
+            if not isinstance(part, (tuple, list)) or len(part) < 1:
+                raise InvalidArgument(
+                    f"{who}: parts[{p}] is a {type(part).__name__}, expected"
+                    " (metadata, tensor, ...)"
+                )
+            pairs = [self._format(v, f"{who}: parts[{p}][{t + 1}]") for t, v in enumerate(part[1:])]
+            formats += [format_ for format_, _ in pairs]
+            table = sparse_table(part[0], f"{who}: parts[{p}][0]")
+            given.append((table, [(name, format_.hidden) for format_, name in pairs]))
+        return given, formats
+
+    def _check_plan(self, who: str, plan: Any, operation: str) -> None:
+        if not isinstance(plan, ReadyPlan):
+            raise InvalidArgument(f"{who}: plan is a {type(plan).__name__}, expected a ReadyPlan")
+        if plan._dispatcher is not self:
+            raise InvalidArgument(f"{who}: the plan belongs to another dispatcher")
+        if plan.operation != operation:
+            raise InvalidArgument(f"{who}: the plan is for {plan.operation}")
+
+    def _given(
+        self, name: str, values: Sequence[Any], writable: bool = False
+    ) -> Tuple[list[Rows], list[Any]]:
+        pairs = [self._rows(v, f"{name}[{t}]", writable) for t, v in enumerate(values)]
+        return [rows for rows, _ in pairs], [kept for _, kept in pairs]
+
+    def _shown(self, plan: ReadyPlan, views: Sequence[Any]) -> Tuple[_Array, ...]:
+        return tuple(self._show(bits, format_) for bits, format_ in zip(views, plan.formats))
+
+
+def row_layout(shape: Sequence[int], strides: Sequence[int], name: str) -> Tuple[int, int, int]:
+    """(rows, elements of a row, elements from row to row) of a tensor [rows, ...] whose elements
+    of a row are adjacent; strides in elements.
+    """
+    if len(shape) == 0:
+        raise InvalidArgument(f"{name} has no axes, expected [rows, ...]")
+    hidden = 1
+    for extent, stride in zip(reversed(shape[1:]), reversed(strides[1:])):
+        if extent != 1 and stride != hidden and 0 not in shape:
+            raise InvalidArgument(
+                f"{name} has shape {list(shape)} and strides {list(strides)}, expected adjacent"
+                " elements in a row"
+            )
+        hidden *= extent
+    return shape[0], hidden, strides[0]

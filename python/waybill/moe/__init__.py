@@ -1,0 +1,17 @@
+"""Experts: tokens of all ranks to their experts and back, in one process, for numpy arrays.
+
+Rows are ordered by local expert, then source rank, then token, then choice: always. What
+``simulate_dispatch`` delivers is what a layer must deliver on any world, bit for bit.
+"""
+
+from .config import EPConfig
+from .quantize import quantize_fp8
+from .simulate import EPAllToAllLayoutDesc, ExpertDispatch, simulate_dispatch
+
+__all__ = [
+    "EPAllToAllLayoutDesc",
+    "EPConfig",
+    "ExpertDispatch",
+    "quantize_fp8",
+    "simulate_dispatch",
+]

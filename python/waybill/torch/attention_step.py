@@ -1,0 +1,247 @@
+"""Q, K and V to the ranks that attend to them, and attention's output back, for autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Optional, Tuple
+
+import torch
+
+from .._dispatcher import ReadyPlan
+from ..errors import InvalidArgument
+from ..sparse import QkvRouting, RankAttention
+from ._tensors import require_tensor
+from .sequence_dispatcher import SequenceDispatcher
+
+__all__ = ["AttentionStep", "recomputed_attention"]
+
+Attend = Callable[..., torch.Tensor]
+
+
+class AttentionStep:
+    """One rank's plans of one routing: Q, K and V out, attention's output home, and the ways back
+    of their gradients.
+
+    ``dispatch_qkv``, then attention on what came, then ``return_outputs``; autograd knows both. All
+    ranks make the same calls, forward and backward. A rank that receives no rows is no exception:
+    its backward calls happen although its attention computes nothing.
+
+    Results are tensors of their own, since autograd keeps them: one copy on the device each.
+    Windows are reserved here, which all ranks wait for, never in a backward pass.
+
+    Args:
+        dispatcher: of this rank; kept alive. Several steps may share it, one after the other.
+        routing: the same on all ranks.
+        q, kv: their formats: tensors, or TensorFormat. K and V, or one tensor that holds both.
+        out: the format of attention's output; that of q without.
+    """
+
+    def __init__(
+        self,
+        dispatcher: SequenceDispatcher,
+        routing: QkvRouting,
+        q: Any,
+        *kv: Any,
+        out: Any = None,
+    ) -> None:
+        who = "AttentionStep"
+        if not isinstance(dispatcher, SequenceDispatcher):
+            raise InvalidArgument(
+                f"{who}: dispatcher is a {type(dispatcher).__name__}, expected a"
+                " waybill.torch.SequenceDispatcher"
+            )
+        if len(kv) == 0:
+            raise InvalidArgument(f"{who}: got no format of K and V, expected one or two")
+        self.dispatcher = dispatcher
+        self._q, _ = dispatcher._format(q, f"{who}: q")
+        self._kv = [dispatcher._format(v, f"{who}: kv[{i}]")[0] for i, v in enumerate(kv)]
+        self._out = self._q if out is None else dispatcher._format(out, f"{who}: out")[0]
+        self._token: Optional[torch.Tensor] = None
+        forward, q_gradient, kv_gradient, output, output_gradient = self._parts(routing)
+        self.routing = routing
+        self._forward = dispatcher.plan_dispatch(*forward)
+        self._q_gradient = dispatcher.plan_dispatch(*q_gradient)
+        self._kv_gradient = dispatcher.plan_kv_gradient(*kv_gradient)
+        self._output = dispatcher.plan_dispatch(*output)
+        self._output_gradient = dispatcher.plan_dispatch(*output_gradient)
+        dispatcher.reserve(*self._plans())
+
+    @property
+    def attention(self) -> RankAttention:
+        """Where the rows and contexts of the query shards lie that this rank attends to."""
+        return self.routing.attention(self.dispatcher.world.rank)
+
+    @property
+    def window_bytes(self) -> int:
+        """What the windows must have for all of its calls."""
+        return max(plan.window_bytes for plan in self._plans())
+
+    def dispatch_qkv(self, q: torch.Tensor, *kv: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+        """Collective: Q and KV in the attention layout, in one launch: (q, *kv).
+
+        Backward sends the gradient of Q home, and sums those of the copies of K and V in float32,
+        in the order of the copies. Whether q, and whether kv, need gradients is the same on all
+        ranks.
+        """
+        *there, self._token = _QkvDispatch.apply(self, q, *kv)
+        return tuple(there)
+
+    def return_outputs(self, out: torch.Tensor) -> torch.Tensor:
+        """Collective: attention's output, in the rows of this rank's q, which the loss must depend
+        on. Backward sends its gradient to where the output came from.
+        """
+        token, self._token = self._token, None
+        home: torch.Tensor = _OutputReturn.apply(self, out, token)
+        return home
+
+    def replace_routing(self, routing: QkvRouting) -> None:
+        """Puts another routing into the memory of this one: a captured graph replays the new one.
+        Not collective. Raises as SequenceDispatcher.replace_plan; of no use after that.
+        """
+        for plan, parts in zip(self._plans(), self._parts(routing)):
+            self.dispatcher.replace_plan(plan, *parts)
+        self.routing = routing
+
+    def __repr__(self) -> str:
+        return f"AttentionStep({self.routing!r}, rank={self.dispatcher.world.rank})"
+
+    def _parts(self, routing: QkvRouting) -> Tuple[Any, ...]:
+        """Of the five plans, in the order of _plans."""
+        if not isinstance(routing, QkvRouting):
+            raise InvalidArgument(
+                f"AttentionStep: routing is a {type(routing).__name__}, expected a QkvRouting, as"
+                " of QkvPlan.to_routing()"
+            )
+        kv = (routing.fwd_kv, *self._kv)
+        return (
+            [(routing.fwd_q, self._q), kv],
+            [(routing.rev_q, self._q)],
+            [kv],
+            [(routing.rev_q, self._out)],
+            [(routing.fwd_q, self._out)],
+        )
+
+    def _plans(self) -> Tuple[ReadyPlan, ...]:
+        return (
+            self._forward, self._q_gradient, self._kv_gradient, self._output,
+            self._output_gradient,
+        )  # fmt: skip
+
+    def _moved(self, plan: ReadyPlan, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+        """A copy of what arrives, with zeros below where the caller has more rows."""
+        (view,) = self.dispatcher.dispatch(plan, _adjacent(tensor))
+        return _padded(view, rows) if rows > view.shape[0] else view.clone()
+
+
+class _QkvDispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, step: AttentionStep, *tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+        ctx.step = step
+        ctx.rows = [tensor.shape[0] for tensor in tensors]
+        views = step.dispatcher.dispatch(step._forward, *tensors)
+        # Without elements, it ties return_outputs to this call: where attention computes nothing
+        # from no rows, backward would else leave this call out, for which other ranks wait.
+        token = tensors[0].new_empty(0, dtype=torch.float32)
+        return (*(view.clone() for view in views), token)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
+        step, (q_rows, *kv_rows) = ctx.step, ctx.rows
+        q, *kv = gradients[:-1]
+        dq: Optional[torch.Tensor] = None
+        dkv: list[Optional[torch.Tensor]] = [None] * len(kv)
+        if ctx.needs_input_grad[1]:
+            dq = step._moved(step._q_gradient, q, q_rows)
+        if any(ctx.needs_input_grad[2:]):
+            sums = step.dispatcher.kv_gradient(step._kv_gradient, *map(_adjacent, kv))
+            dkv = [_padded(s, rows) for s, rows in zip(sums, kv_rows)]
+        return (None, dq, *dkv)
+
+
+class _OutputReturn(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, step: AttentionStep, out: torch.Tensor, token: Optional[torch.Tensor]
+    ) -> torch.Tensor:
+        ctx.step, ctx.rows = step, out.shape[0]
+        return step._moved(step._output, out, 0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
+        step = ctx.step
+        there = step._moved(step._output_gradient, gradient, ctx.rows)
+        token = there.new_zeros(0, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        return None, there if ctx.needs_input_grad[1] else None, token
+
+
+def recomputed_attention(
+    attend: Attend,
+    forward: AttentionStep,
+    backward: AttentionStep,
+    q: torch.Tensor,
+    *kv: torch.Tensor,
+) -> torch.Tensor:
+    """Collective: attention's output in the rows of q, with nothing kept in the attention layout.
+
+    Backward dispatches Q, K and V again under ``backward``, whose routing may be another one,
+    computes attention again, and sends the gradients home. That keeps a rank's memory to its own
+    rows, and lets the backward pass be balanced by itself.
+
+    Args:
+        attend: ``attend(step, q, *kv)`` computes the output of this rank's queries, where
+            ``step.attention`` says; gradients flow to q and kv alone. Random numbers are drawn
+            anew in backward.
+    """
+    who = "recomputed_attention"
+    if not callable(attend):
+        raise InvalidArgument(f"{who}: attend is a {type(attend).__name__}, expected a function")
+    for name, step in (("forward", forward), ("backward", backward)):
+        if not isinstance(step, AttentionStep):
+            raise InvalidArgument(
+                f"{who}: {name} is a {type(step).__name__}, expected an AttentionStep"
+            )
+    for i, tensor in enumerate((q, *kv)):
+        require_tensor(tensor, f"{who}: {'q' if i == 0 else f'kv[{i - 1}]'}")
+    out: torch.Tensor = _Recomputed.apply(attend, forward, backward, q, *kv)
+    return out
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, attend: Attend, forward: AttentionStep, backward: AttentionStep,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.attend, ctx.step = attend, backward
+        ctx.save_for_backward(*tensors)
+        return forward.return_outputs(attend(forward, *forward.dispatch_qkv(*tensors)))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
+        needed = ctx.needs_input_grad[3:]
+        leaves = [t.detach().requires_grad_(n) for t, n in zip(ctx.saved_tensors, needed)]
+        with torch.enable_grad():
+            step: AttentionStep = ctx.step
+            out = step.return_outputs(ctx.attend(step, *step.dispatch_qkv(*leaves)))
+        wanted = [leaf for leaf, n in zip(leaves, needed) if n]
+        found = iter(torch.autograd.grad(out, wanted, gradient))
+        return (None, None, None, *(next(found) if n else None for n in needed))
+
+
+def _adjacent(tensor: torch.Tensor) -> torch.Tensor:
+    """Gradients come with any strides, also 0 along a row."""
+    if tensor.ndim > 0 and tensor.shape[0] > 0 and tensor[0].is_contiguous():
+        return tensor
+    return tensor.contiguous()
+
+
+def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """With zeros below, where the caller's tensor has more rows than the plan."""
+    if tensor.shape[0] >= rows:
+        return tensor
+    padded = tensor.new_zeros(rows, *tensor.shape[1:])
+    padded[: tensor.shape[0]] = tensor
+    return padded

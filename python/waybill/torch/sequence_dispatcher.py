@@ -1,0 +1,82 @@
+"""Moving shards of Q, K and V between ranks, for torch tensors in host memory and on GPUs."""
+
+from __future__ import annotations
+
+from typing import Any, Tuple
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from .._arrays import library_dtype
+from .._dispatcher import Dispatcher, Rows, TensorFormat, row_layout
+from ..errors import InvalidArgument, Unsupported
+from ..world import World
+from ._tensors import dtype_name, require_tensor
+
+__all__ = ["SequenceDispatcher"]
+
+
+class SequenceDispatcher(Dispatcher[torch.Tensor]):
+    """``waybill.SequenceDispatcher`` for tensors on the device of the world: "cpu" or a GPU.
+
+    On GPUs calls are queued on torch's current stream of that device and return at once, but for
+    those in which the windows grow; what they read must not change before they are done. They can
+    be captured in a CUDA graph: an even number of calls, windows reserved before,
+    ``capture_error_mode="thread_local"`` where other ranks are threads of the process. A Timeout is
+    then raised by the next call, or by synchronize(); the GPU is lost to the process.
+
+    Gradients do not flow through these calls: AttentionStep has functions that autograd knows.
+    """
+
+    _device: torch.device
+
+    def _check_world(self, world: World) -> None:
+        self._device = torch.device(world.device)
+
+    def _stream(self) -> int:
+        if self._device.type == "cpu":
+            return 0
+        return torch.cuda.current_stream(self._device).cuda_stream
+
+    def _format(self, value: Any, name: str) -> Tuple[TensorFormat, str]:
+        if isinstance(value, TensorFormat):
+            dtype = value.dtype
+            if isinstance(dtype, str):
+                dtype = getattr(torch, dtype.removeprefix("torch."), None)
+            if not isinstance(dtype, torch.dtype):
+                raise InvalidArgument(f"{name} has dtype {value.dtype!r}, expected one of torch")
+            format_ = TensorFormat(dtype, tuple(int(extent) for extent in value.row_shape))
+        else:
+            tensor = require_tensor(value, name)
+            if tensor.ndim == 0:
+                raise InvalidArgument(f"{name} has no axes, expected [rows, ...]")
+            format_ = TensorFormat(tensor.dtype, tuple(tensor.shape[1:]))
+        return format_, _library_name(format_.dtype, name)
+
+    def _rows(self, value: Any, name: str, writable: bool) -> Tuple[Rows, Any]:
+        tensor = require_tensor(value, name)
+        if tensor.device != self._device:
+            raise InvalidArgument(
+                f"{name} lies on {tensor.device}, expected {self._device}, that of the world"
+            )
+        library_name = _library_name(tensor.dtype, name)
+        if tensor.is_neg() or tensor.is_conj():
+            raise InvalidArgument(f"{name} is a lazy view, expected memory: resolve it first")
+        rows, hidden, stride = row_layout(tensor.shape, tensor.stride(), name)
+        return (tensor.data_ptr(), library_name, rows, hidden, stride), tensor
+
+    def _show(self, bits: Any, format_: TensorFormat) -> torch.Tensor:
+        tensor = from_dlpack(bits).view(format_.dtype)
+        return tensor.reshape(tensor.shape[0], *format_.row_shape)
+
+    def _empty(self, shape: Tuple[int, ...], dtype: Any) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+
+def _library_name(dtype: torch.dtype, name: str) -> str:
+    if dtype.itemsize not in (1, 2, 4, 8):
+        raise Unsupported(
+            f"{name} has dtype {dtype} of {dtype.itemsize} bytes, expected elements of 1, 2, 4 or 8"
+            " bytes"
+        )
+    return library_dtype(dtype_name(dtype), dtype.itemsize)

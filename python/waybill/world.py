@@ -1,0 +1,326 @@
+"""The ranks, and how they reach each other."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Optional, TypeVar
+
+from . import _core
+from ._arrays import int64
+from .errors import InvalidArgument, Timeout, Unsupported
+
+__all__ = ["Topology", "World", "num_gpus", "run_threads"]
+
+_T = TypeVar("_T")
+_ORDINAL = re.compile(r"cuda(?::(\d{1,4}))?")
+_BUILD = "pip install . -C cmake.define.WAYBILL_CUDA=ON, with CUDA 13"
+
+
+class Topology(NamedTuple):
+    """How the ranks lie on nodes: consecutive ranks share a node."""
+
+    world_size: int
+    ranks_per_node: int
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes (hosts, or logical hosts) of the world."""
+        return self.world_size // self.ranks_per_node
+
+    def node(self, rank: int) -> int:
+        """The node that a rank lies on."""
+        return rank // self.ranks_per_node
+
+    def local_rank(self, rank: int) -> int:
+        """A rank's index inside its node."""
+        return rank % self.ranks_per_node
+
+
+class World:
+    """One rank's view of the ranks: who it is, how many there are, where their memory lies.
+
+    ``run_threads`` makes one for each rank, where ranks are threads; ``from_environment``,
+    ``from_process_group`` and ``from_all_gather`` make one where ranks are processes of one host.
+    It serves one thread at a time; a second call meanwhile is an InvalidArgument. Calls that wait
+    for other ranks release the GIL and have a deadline.
+    """
+
+    __slots__ = ("_world",)
+    _world: _core.World
+
+    def __init__(self) -> None:
+        raise InvalidArgument(
+            "World: got a constructor call, expected waybill.run_threads(...) or"
+            " World.from_environment()"
+        )
+
+    @classmethod
+    def _wrap(cls, world: _core.World) -> World:
+        self = cls.__new__(cls)
+        self._world = world
+        return self
+
+    @classmethod
+    def from_environment(
+        cls, *, device: Any = "cpu", nvshmem: bool = False, timeout_s: float = 60.0
+    ) -> World:
+        """Collective: the rank that torchrun, Open MPI, Slurm or PMI say this process is; alone
+        without any of them.
+
+        Ranks meet where WAYBILL_RENDEZVOUS says ("tcp://HOST:PORT" or "file:///FOLDER"), else at
+        MASTER_ADDR and the port after MASTER_PORT.
+
+        Args:
+            device: "cpu" for shared memory of one host; "cuda:1" for that GPU, "cuda" for the one
+                of the local rank (modulo their number), whose memory the ranks of one host map.
+            nvshmem: ranks on GPUs reach each other through NVSHMEM instead, on one host or many.
+            timeout_s: deadline of every wait for another rank.
+
+        Raises:
+            InvalidArgument naming the variable; Timeout naming a rank that did not come;
+            Unsupported for ranks on other hosts, and without what the device needs.
+        """
+        who = "World.from_environment"
+        make = _process_engine(device, nvshmem, who)
+        meeting, per_node, local_rank = _core.environment_meeting(_seconds(timeout_s, who))
+        return cls._wrap(make(meeting, per_node, local_rank))
+
+    @classmethod
+    def from_all_gather(
+        cls,
+        rank: int,
+        world_size: int,
+        all_gather: Callable[[bytes], Sequence[bytes]],
+        *,
+        device: Any = "cpu",
+        nvshmem: bool = False,
+        ranks_per_node: Optional[int] = None,
+        timeout_s: float = 60.0,
+    ) -> World:
+        """Collective: this rank of processes that can already exchange some bytes, as MPI does.
+
+        Args:
+            all_gather: gets this rank's bytes and returns those of all ranks, by rank. It answers
+                for its own deadline; it is called where worlds and windows are made or freed, and
+                by barrier(), never on the way of the data.
+            device, nvshmem, timeout_s: as in from_environment.
+            ranks_per_node: None is all ranks on one node.
+        """
+        who = "World.from_all_gather"
+        rank, world_size = int64(rank, f"{who}: rank"), int64(world_size, f"{who}: world_size")
+        if not 0 <= rank < world_size <= 2**20:
+            raise InvalidArgument(
+                f"{who}: rank = {rank} of world_size = {world_size}, expected 0..world_size-1"
+            )
+        per_node = _per_node(ranks_per_node, world_size, who)
+        if not callable(all_gather):
+            raise InvalidArgument(
+                f"{who}: all_gather is a {type(all_gather).__name__}, expected a function"
+            )
+        make = _process_engine(device, nvshmem, who)
+        meeting = _core.callable_meeting(rank, world_size, all_gather, _seconds(timeout_s, who))
+        return cls._wrap(make(meeting, per_node, rank % (per_node or world_size)))
+
+    @classmethod
+    def from_process_group(
+        cls,
+        group: Any = None,
+        *,
+        device: Any = "cpu",
+        nvshmem: bool = False,
+        ranks_per_node: Optional[int] = None,
+        timeout_s: float = 60.0,
+    ) -> World:
+        """Collective: the rank that this process has in a group of torch.distributed, the default
+        one unless given. The arguments are those of from_all_gather.
+        """
+        from torch import distributed  # needs torch, which the package does not
+
+        def all_gather(mine: bytes) -> Sequence[bytes]:
+            everyone: list[Any] = [None] * size
+            distributed.all_gather_object(everyone, mine, group=group)
+            return everyone
+
+        rank, size = distributed.get_rank(group), distributed.get_world_size(group)
+        return cls.from_all_gather(
+            rank, size, all_gather, device=device, nvshmem=nvshmem, ranks_per_node=ranks_per_node,
+            timeout_s=timeout_s,
+        )  # fmt: skip
+
+    @property
+    def rank(self) -> int:
+        """This rank, 0..world_size-1."""
+        return self._world.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._world.world_size
+
+    @property
+    def topology(self) -> Topology:
+        """How the ranks lie on nodes."""
+        return Topology(self._world.world_size, self._world.ranks_per_node)
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that a wait for another rank may last."""
+        return self._world.timeout_s
+
+    @property
+    def device(self) -> str:
+        """Where the rank's tensors lie: "cpu", or "cuda:0"."""
+        ordinal = self._world.device
+        return "cpu" if ordinal < 0 else f"cuda:{ordinal}"
+
+    def barrier(self) -> None:
+        """Returns when all ranks have called. Raises Timeout."""
+        self._world.barrier()
+
+    def __repr__(self) -> str:
+        return (
+            f"World(rank={self.rank}, world_size={self.world_size}, device={self.device!r},"
+            f" ranks_per_node={self._world.ranks_per_node}, timeout_s={self.timeout_s:g})"
+        )
+
+
+def num_gpus() -> int:
+    """GPUs on which ranks may lie: 0 also where this installation was built without CUDA."""
+    return _core.num_gpus()
+
+
+def run_threads(
+    world_size: int,
+    body: Callable[[World], _T],
+    *,
+    device: str = "cpu",
+    ranks_per_node: Optional[int] = None,
+    timeout_s: float = 60.0,
+) -> list[_T]:
+    """Runs ``body(world)`` on one thread a rank and returns what each returned, by rank.
+
+    Args:
+        device: "cpu" for ranks in host memory; "cuda" for rank r on GPU r modulo their number,
+            which must reach each other's memory. ``waybill.torch.run_threads`` also makes it
+            torch's current device.
+        ranks_per_node: less than world_size makes logical nodes; None is one node.
+        timeout_s: deadline of every wait for another rank.
+
+    Raises:
+        what a body raised: of several the first that is no Timeout, since the others may have
+            waited for that rank. Unsupported without CUDA, GPUs, or access from one to another.
+    """
+    who = "run_threads"
+    world_size = int64(world_size, f"{who}: world_size")
+    if not 1 <= world_size <= 2**20:
+        raise InvalidArgument(f"{who}: world_size = {world_size}, expected 1..2^20")
+    per_node = _per_node(ranks_per_node, world_size, who)
+    gpus = _gpus_for(device, who)
+    if not callable(body):
+        raise InvalidArgument(f"{who}: body is a {type(body).__name__}, expected a function")
+
+    def rank_main(rank: int) -> _T:
+        meeting = meetings[rank]
+        if gpus == 0:
+            return body(World._wrap(_core.thread_world(meeting, per_node)))
+        return body(World._wrap(_core.gpu_thread_world(meeting, rank % gpus, per_node)))
+
+    meetings = _core.thread_meetings(world_size, _seconds(timeout_s, who))
+    return _on_threads(world_size, rank_main)
+
+
+def _seconds(timeout_s: Any, who: str) -> float:
+    try:
+        return float(timeout_s)
+    except (TypeError, ValueError):
+        raise InvalidArgument(f"{who}: timeout_s = {timeout_s!r}, expected seconds") from None
+
+
+def _per_node(ranks_per_node: Optional[int], world_size: int, who: str) -> int:
+    """None is all ranks on one node, which the compiled part writes as 0."""
+    if ranks_per_node is None:
+        return 0
+    number = int64(ranks_per_node, f"{who}: ranks_per_node")
+    if not 1 <= number <= world_size or world_size % number != 0:
+        raise InvalidArgument(
+            f"{who}: ranks_per_node = {number}, expected a divisor of world_size = {world_size}"
+        )
+    return number
+
+
+def _gpus_for(device: Any, who: str) -> int:
+    """GPUs to spread the ranks over; 0 for host memory."""
+    if device == "cpu":
+        return 0
+    if device != "cuda":
+        raise InvalidArgument(f'{who}: device = {device!r}, expected "cpu" or "cuda"')
+    return _require_gpus(device, who)
+
+
+def _require_gpus(device: str, who: str) -> int:
+    if not _core.has_cuda:
+        raise Unsupported(
+            f'{who}: device = "{device}", but this installation was built without CUDA and has'
+            f" ranks in host memory only; to build it with CUDA: {_BUILD}"
+        )
+    gpus = num_gpus()
+    if gpus == 0:
+        raise Unsupported(f'{who}: device = "{device}", but there is no GPU')
+    return gpus
+
+
+def _process_engine(device: Any, nvshmem: bool, who: str) -> Callable[[Any, int, int], Any]:
+    """What makes the world of a rank that is a process, from (meeting, ranks_per_node, local
+    rank).
+    """
+    name = str(device)  # also torch's
+    ordinal = _ORDINAL.fullmatch(name)
+    if name != "cpu" and ordinal is None:
+        raise InvalidArgument(f'{who}: device = {device!r}, expected "cpu", "cuda" or "cuda:0"')
+    if ordinal is None:
+        if nvshmem:
+            raise InvalidArgument(f'{who}: nvshmem with device = "cpu", expected "cuda"')
+        return lambda meeting, per_node, _: _core.process_world(meeting, per_node)
+    gpus = _require_gpus(name, who)
+    chosen = ordinal.group(1)
+    engine = _core.nvshmem_world if nvshmem else _core.gpu_process_world
+
+    def make(meeting: Any, per_node: int, local_rank: int) -> Any:
+        return engine(meeting, local_rank % gpus if chosen is None else int(chosen), per_node)
+
+    return make
+
+
+def _on_threads(world_size: int, rank_main: Callable[[int], _T]) -> list[_T]:
+    results: dict[int, _T] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = rank_main(rank)
+        except BaseException as error:  # raised again below
+            errors[rank] = error
+
+    # Daemons: who interrupts the program does not wait for the deadlines of its ranks.
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        ranks = sorted(errors)
+        first = next((r for r in ranks if not isinstance(errors[r], Timeout)), ranks[0])
+        error = errors[first]
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"raised by rank {first} of {world_size}")
+        try:
+            raise error
+        finally:
+            del error
+            errors.clear()  # their tracebacks hold the ranks' worlds
+    return [results[rank] for rank in range(world_size)]

@@ -1,0 +1,90 @@
+#include <CLI/CLI.hpp>
+#include <memory>
+
+#include "commands.h"
+#include "step_job.h"
+#include "waybill/report/format.h"
+#include "waybill/timing/compare_plans.h"
+
+namespace waybill::cli {
+namespace {
+
+struct CompareCommand {
+  SourceOptions source;
+  PlanningOptions planning;
+  RowOptions rows;
+  HardwareOptions hardware;
+  StepOutputOptions output;
+  std::int32_t degree = 0;
+};
+
+// The last one is the planner's best.
+std::vector<std::string> comparison_sentences(const std::vector<NamedStep>& steps) {
+  std::vector<std::string> sentences;
+  const NamedStep& best = steps.back();
+  for (const NamedStep& other : steps) {
+    if (&other == &best) continue;
+    const bool faster = other.step.seconds >= best.step.seconds;
+    const double times =
+        faster ? other.step.seconds / best.step.seconds : best.step.seconds / other.step.seconds;
+    sentences.push_back(concat("\"", best.name, "\" is ", format_fixed(times, 2),
+                               faster ? " times as fast as \"" : " times as slow as \"", other.name,
+                               "\". ", explain_step(other.step)[1]));
+  }
+  sentences.push_back(concat("\"", best.name, "\": ", explain_step(best.step)[1]));
+  return sentences;
+}
+
+int run_compare(const CompareCommand& options, Program& program) {
+  Console& console = program.console;
+  std::vector<NamedStep> steps;
+  Documents documents;
+  {
+    const Progress progress(console, "compare");
+    documents = load_documents(options.source, options.planning, options.rows);
+    documents.plan.hardware = options.hardware.facts(documents.plan.hardware);
+    for (const std::string& remark : documents.remarks) console.print_remark(remark);
+    steps = compare_plans(documents.lengths, {.planner = documents.plan, .degree = options.degree});
+  }
+  console.print(concat(
+      documents.origin, ", ", format_plural(documents.plan.world_size, "rank"), "\n",
+      hardware_text(steps.front().step.options), "\n\n", step_table(steps),
+      "\nPhases: the slowest rank by itself. Bytes: of the first dispatch.\nKeys move before "
+      "attention, also those of static plans: no overlap.\n\n",
+      sentence_list(comparison_sentences(steps))));
+  write_trace(options.output, steps, console);
+  return exit_good;
+}
+
+}  // namespace
+
+void add_compare_command(CLI::App& app, Program& program) {
+  auto options = std::make_shared<CompareCommand>();
+  CLI::App* command = app.add_subcommand(
+      "compare",
+      "The same documents by static zigzag context parallelism, by sharding each document, and by "
+      "the planner: work, bytes and predicted times side by side.");
+  add_source_options(*command, options->source);
+  add_planning_options(*command, options->planning);
+  add_row_options(*command, options->rows);
+  add_hardware_options(*command, options->hardware);
+  command
+      ->add_option("--degree", options->degree,
+                   "Ranks of a static context-parallel group, a divisor of the world; 0: the "
+                   "largest within a node")
+      ->type_name("N")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str()
+      ->group("Plan");
+  add_trace_option(*command, options->output);
+  command->footer(
+      "Examples:\n"
+      "  waybill compare\n"
+      "  waybill compare --distribution prolong --world-size 256 --degree 16\n"
+      "  echo 300000 5000 5000 | waybill compare --lengths - --world-size 4 --trace steps.json");
+  command->callback([options, &program] {
+    program.run = [options, &program] { return run_compare(*options, program); };
+  });
+}
+
+}  // namespace waybill::cli

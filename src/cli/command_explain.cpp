@@ -1,0 +1,107 @@
+#include <CLI/CLI.hpp>
+#include <memory>
+
+#include "commands.h"
+#include "step_job.h"
+#include "waybill/report/format.h"
+
+namespace waybill::cli {
+namespace {
+
+struct ExplainOptions {
+  std::string input;
+  SourceOptions source;
+  PlanningOptions planning;
+  RowOptions rows;
+  HardwareOptions hardware;
+  StepOutputOptions output;
+  std::string transfer = "auto";
+  std::int32_t rank = -1;
+};
+
+void choose_transfer(const std::string& name, StepJob& job) {
+  if (name == "auto") return;
+  if (name == "relay" && job.relay.empty())
+    throw UsageError("--transfer: relay needs a plan with a relay schedule (plan --full)");
+  job.options.transfer = name == "direct"  ? StepTransfer::direct
+                         : name == "relay" ? StepTransfer::relay
+                                           : StepTransfer::once_per_node;
+}
+
+int run_explain(const ExplainOptions& options, Program& program) {
+  Console& console = program.console;
+  StepJob job =
+      options.input.empty()
+          ? step_job_of_documents(options.source, options.planning, options.rows, options.hardware)
+          : step_job_of_file(options.input, options.planning, options.rows, options.hardware);
+  choose_transfer(options.transfer, job);
+  require(options.rank < job.plan.world_size, "--rank = ", options.rank, ", expected 0..",
+          job.plan.world_size - 1);
+  for (const std::string& remark : job.remarks) console.print_remark(remark);
+  const StepPredictor predictor = job.predictor();
+  const StepPrediction step = predictor.predict(job.options);
+  console.print(concat(job.origin, "\n", hardware_text(job.options),
+                       "\nK and V travel: ", to_string(job.options.transfer), "\n\n"));
+  if (options.rank >= 0) {
+    console.print(rank_table(step, options.rank));
+  } else {
+    console.print(phase_table(step));
+    console.print("\n" + sentence_list(explain_step(step, step_remedies(predictor, step))));
+  }
+  const std::vector<NamedStep> steps = {
+      {std::string(to_string(job.options.transfer)), job.plan.num_shards(), step}};
+  write_step_html(options.output, job, steps, program.command_line, console);
+  write_trace(options.output, steps, console);
+  return exit_good;
+}
+
+}  // namespace
+
+void add_explain_command(CLI::App& app, Program& program) {
+  auto options = std::make_shared<ExplainOptions>();
+  CLI::App* command = app.add_subcommand(
+      "explain",
+      "Predicts the step of a plan: how long each phase takes, which rank, document and link make "
+      "it slow, and what would help. Nothing is run.");
+  auto* file = command
+                   ->add_option("FILE", options->input,
+                                "Plan or dispatch JSON; a plan of `plan --full` brings rows, nodes "
+                                "and relay with it; - is standard input; without it documents are "
+                                "planned")
+                   ->type_name("");
+  add_source_options(*command, options->source);
+  add_planning_options(*command, options->planning);
+  exclude_groups(*command, file, {"Documents"});
+  for (const char* name :
+       {"--world-size", "--tokens-per-rank", "--imbalance", "--max-tokens", "--kv-layout"})
+    command->get_option(name)->excludes(file);
+  add_row_options(*command, options->rows);
+  add_hardware_options(*command, options->hardware);
+  command
+      ->add_option("--transfer", options->transfer,
+                   "How K and V travel: direct, once_per_node, relay; auto: relay where there is a "
+                   "schedule")
+      ->type_name("NAME")
+      ->check(CLI::IsMember({"auto", "direct", "once_per_node", "relay"}))
+      ->capture_default_str()
+      ->group("Prediction");
+  command->add_option("--rank", options->rank, "The phases of this rank")
+      ->type_name("N")
+      ->check(CLI::NonNegativeNumber)
+      ->group("Prediction");
+  command->add_option("--html", options->output.html, "Write a report with the timeline")
+      ->type_name("FILE")
+      ->group("Output");
+  add_trace_option(*command, options->output);
+  command->footer(
+      "Examples:\n"
+      "  waybill explain --distribution prolong --world-size 64\n"
+      "  waybill explain --world-size 64 --transfer direct --network 400Gbit/s\n"
+      "  waybill plan --full --world-size 16 | waybill explain - --trace step.json\n"
+      "  waybill explain plan.json --rank 3");
+  command->callback([options, &program] {
+    program.run = [options, &program] { return run_explain(*options, program); };
+  });
+}
+
+}  // namespace waybill::cli

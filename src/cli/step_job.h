@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "console.h"
+#include "job_options.h"
+#include "waybill/report/html_report.h"
+#include "waybill/report/step_report.h"
+#include "waybill/timing/predict_step.h"
+
+namespace waybill::cli {
+
+/// A plan whose step is to be predicted, and on what.
+struct StepJob {
+  std::string origin;  ///< one line
+  std::vector<std::string> remarks;
+  QkvPlan plan;
+  RelaySchedule relay;  ///< empty: none
+  StepOptions options;  ///< with relay where there is a schedule
+
+  [[nodiscard]] StepPredictor predictor() const { return StepPredictor(plan, &relay); }
+};
+
+/// Plans documents. @throws as load_documents and plan_attention.
+[[nodiscard]] StepJob step_job_of_documents(const SourceOptions& source,
+                                            const PlanningOptions& planning, const RowOptions& rows,
+                                            const HardwareOptions& hardware);
+
+/// A file of format waybill.attention_plan (with its own options but for the speeds that are
+/// given), waybill.plan or waybill.dispatch (with `planning`'s nodes and window, and `rows`).
+[[nodiscard]] StepJob step_job_of_file(const std::string& path, const PlanningOptions& planning,
+                                       const RowOptions& rows, const HardwareOptions& hardware);
+
+/// "345 GB/s NVLink, 50.0 GB/s network, 8 ranks a node": what was assumed.
+[[nodiscard]] std::string hardware_text(const StepOptions& options);
+
+/// Sentences as an indented list, wrapped at 80 columns.
+[[nodiscard]] std::string sentence_list(const std::vector<std::string>& sentences);
+
+/// Writes the trace where one is asked for, and says so.
+void write_trace(const StepOutputOptions& output, const std::vector<NamedStep>& steps,
+                 Console& console);
+
+/// Writes the report of a plan with its timelines where one is asked for, and says so.
+void write_step_html(const StepOutputOptions& output, const StepJob& job,
+                     const std::vector<NamedStep>& steps, const std::string& command,
+                     Console& console);
+
+}  // namespace waybill::cli

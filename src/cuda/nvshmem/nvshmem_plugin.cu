@@ -1,0 +1,97 @@
+// The only file that includes NVSHMEM: the shared library waybill_nvshmem.
+
+#include <nvshmem.h>
+#include <nvshmemx.h>
+
+#include "../device/signal.cuh"
+#include "nvshmem_api.h"
+
+namespace waybill::cuda {
+namespace {
+
+constexpr std::size_t alignment_bytes = 256;
+
+#define WAYBILL_TEXT_OF(x) #x
+#define WAYBILL_TEXT(x) WAYBILL_TEXT_OF(x)
+constexpr const char* version_text = WAYBILL_TEXT(NVSHMEM_VENDOR_MAJOR_VERSION) "." WAYBILL_TEXT(
+    NVSHMEM_VENDOR_MINOR_VERSION) "." WAYBILL_TEXT(NVSHMEM_VENDOR_PATCH_VERSION);
+
+/// Waits for a slot, with the deadline of `sink`. NVSHMEM's own test also makes what a network card
+/// has written before the signal visible.
+__global__ void wait_kernel(NvshmemWait wait, FaultSink sink) {
+  const std::uint64_t start = now_ns();
+  while (nvshmem_uint64_test(wait.flag, NVSHMEM_CMP_GE, wait.wanted) == 0) {
+    const std::uint64_t waited = now_ns() - start;
+    if (waited > sink.timeout_ns) {
+      report_and_trap(sink, FaultKind::wait, wait.rank, wait.peer, wait.wanted,
+                      load_acquire(wait.flag), waited);
+    }
+  }
+  *wait.seen = load_acquire(wait.flag);
+}
+
+int make_unique_id(void* id) {
+  auto* const made = static_cast<nvshmemx_uniqueid_t*>(id);
+  *made = NVSHMEMX_UNIQUEID_INITIALIZER;
+  return nvshmemx_get_uniqueid(made);
+}
+
+int initialize(int rank, int world_size, const void* id) {
+  nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
+  const int status = nvshmemx_set_attr_uniqueid_args(
+      rank, world_size, static_cast<const nvshmemx_uniqueid_t*>(id), &attributes);
+  if (status != 0) return status;
+  // What nvshmemx_init_attr calls, which would end the process on failure.
+  const nvshmemi_version_t version = {NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION,
+                                      NVSHMEM_VENDOR_PATCH_VERSION};
+  nvshmemx_init_init_attr_ver_only(attributes);
+  int provided = 0;
+  const int failed = nvshmemi_init_thread(NVSHMEM_THREAD_SERIALIZED, &provided,
+                                          NVSHMEMX_INIT_WITH_UNIQUEID, &attributes, version);
+  if (failed != 0) return failed;
+  cudaFuncAttributes unused{};  // loads the kernel while no other one can be waiting
+  return static_cast<int>(
+      cudaFuncGetAttributes(&unused, reinterpret_cast<const void*>(wait_kernel)));
+}
+
+void* allocate(std::size_t size_bytes) { return nvshmem_align(alignment_bytes, size_bytes); }
+
+void free_memory(void* memory) { nvshmem_free(memory); }
+
+void* peer(const void* mine, int rank) { return nvshmem_ptr(mine, rank); }
+
+void put(void* to, const void* from, std::size_t size_bytes, int rank, cudaStream_t stream) {
+  nvshmemx_putmem_on_stream(to, from, size_bytes, rank, stream);
+}
+
+void signal(std::uint64_t* slot, std::uint64_t epoch, int rank, cudaStream_t stream) {
+  nvshmemx_signal_op_on_stream(slot, epoch, NVSHMEM_SIGNAL_SET, rank, stream);
+}
+
+void quiet(cudaStream_t stream) { nvshmemx_quiet_on_stream(stream); }
+
+cudaError_t wait(const NvshmemWait* wait, const FaultSink* sink, cudaStream_t stream) {
+  wait_kernel<<<1, 1, 0, stream>>>(*wait, *sink);
+  return cudaGetLastError();
+}
+
+constexpr NvshmemApi api{.version = nvshmem_api_version,
+                         .nvshmem_version = version_text,
+                         .unique_id_bytes = sizeof(nvshmemx_uniqueid_t),
+                         .make_unique_id = make_unique_id,
+                         .initialize = initialize,
+                         .allocate = allocate,
+                         .free = free_memory,
+                         .peer = peer,
+                         .put = put,
+                         .signal = signal,
+                         .quiet = quiet,
+                         .wait = wait};
+
+}  // namespace
+}  // namespace waybill::cuda
+
+extern "C" __attribute__((visibility("default"))) const waybill::cuda::NvshmemApi*
+waybill_nvshmem_api() {
+  return &waybill::cuda::api;
+}

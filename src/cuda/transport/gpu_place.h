@@ -1,0 +1,33 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "waybill/transport/bootstrap.h"
+
+namespace waybill::cuda {
+
+/// Where a rank works: its process and its GPU, by an id that does not depend on which devices a
+/// process sees.
+struct GpuPlace {
+  std::int64_t process = 0;
+  cudaUUID_t gpu{};
+};
+
+/// Collective: the places of all ranks. @throws CudaError, Timeout
+[[nodiscard]] std::vector<GpuPlace> exchange_places(Bootstrap& bootstrap, int device);
+
+/// Ranks on the same GPU as `rank`, itself included.
+[[nodiscard]] int ranks_on_gpu_of(const std::vector<GpuPlace>& places, Rank rank);
+
+/// @throws Unsupported when two ranks are in one process, naming them and what to use
+void require_own_processes(const std::vector<GpuPlace>& places, std::string_view who);
+
+/// @throws Unsupported when `device` is known not to reach a peer's GPU. GPUs that this process
+///   does not see are left to the driver, which refuses when it is asked to map their memory.
+void require_peer_access(const std::vector<GpuPlace>& places, int device, std::string_view who);
+
+}  // namespace waybill::cuda

@@ -1,0 +1,209 @@
+#include "nvshmem_transport.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <string>
+#include <utility>
+
+#include "../executor/cuda_check.h"
+#include "../nvshmem/nvshmem_library.h"
+#include "gpu_transport.h"
+#include "keep_memory.h"
+#include "waybill/core/at.h"
+#include "waybill/transport/agree.h"
+
+namespace waybill::cuda {
+namespace {
+
+using waybill::detail::at;
+
+constexpr const char* who = "make_nvshmem_world";
+constexpr std::int64_t staging_bytes = std::int64_t{8} << 20;
+
+/// On one host NVSHMEM needs no network: without these it looks for cards and for an interface.
+/// Multicast is not used. What the caller has set stays.
+void set_defaults(bool one_host) {
+  (void)setenv("NVSHMEM_DISABLE_NVLS", "1", 0);
+  if (!one_host) return;
+  (void)setenv("NVSHMEM_REMOTE_TRANSPORT", "none", 0);
+  (void)setenv("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo", 0);
+}
+
+/// NVSHMEM lives once a process: who made it first says which rank this is.
+struct ProcessRank {
+  bool initialized = false;
+  std::int32_t rank = 0;
+  std::int32_t world_size = 0;
+  int device = 0;
+};
+
+void check_same_rank(const ProcessRank& first, const ProcessRank& now) {
+  if (first.rank == now.rank && first.world_size == now.world_size && first.device == now.device) {
+    return;
+  }
+  throw Unsupported(concat(who, ": this process is rank ", now.rank, " of ", now.world_size,
+                           " on device ", now.device, ", but it made an NVSHMEM world as rank ",
+                           first.rank, " of ", first.world_size, " on device ", first.device,
+                           "; expected the same, as NVSHMEM starts once a process"));
+}
+
+void start(Bootstrap& bootstrap, int device) {
+  static ProcessRank first;
+  const ProcessRank now{true, to_int(bootstrap.rank()), bootstrap.world_size(), device};
+  do_together(bootstrap, who, [&] {
+    (void)nvshmem_api();
+    if (first.initialized) check_same_rank(first, now);
+  });
+  if (first.initialized) return;
+  const NvshmemApi& api = nvshmem_api();
+  set_defaults(on_one_host(bootstrap));
+  Bootstrap::Bytes id(api.unique_id_bytes);
+  do_together(bootstrap, who, [&] {
+    if (now.rank != 0) return;
+    const int status = api.make_unique_id(id.data());
+    if (status != 0) {
+      throw TransportError(concat("nvshmemx_get_uniqueid returned ", status,
+                                  " (NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME names the network interface "
+                                  "on which ranks meet)"));
+    }
+  });
+  id = bootstrap.all_gather(id, who).front();
+  do_together(bootstrap, who, [&] {
+    const int status = api.initialize(now.rank, now.world_size, id.data());
+    if (status != 0) {
+      throw TransportError(concat("NVSHMEM ", api.nvshmem_version, " did not start: status ",
+                                  status, " (NVSHMEM_DEBUG=INFO says more)"));
+    }
+  });
+  first = now;
+}
+
+void require_own_gpus(const std::vector<GpuPlace>& places) {
+  for (std::size_t r = 0; r < places.size(); ++r) {
+    const int ranks = ranks_on_gpu_of(places, Rank{static_cast<std::int32_t>(r)});
+    if (ranks == 1) continue;
+    throw Unsupported(concat(who, ": ", ranks, " ranks are on the GPU of rank ", r,
+                             ", expected one GPU a rank (make_gpu_process_world shares GPUs)"));
+  }
+}
+
+class NvshmemTransport final : public GpuTransport {
+ public:
+  NvshmemTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
+                   std::shared_ptr<GpuRank> gpu, const std::vector<GpuPlace>& places)
+      : GpuTransport(std::move(bootstrap), ranks_per_node, std::move(gpu), 1) {
+    require_own_processes(places, who);
+    require_own_gpus(places);
+    this->gpu().use();
+    start(this->bootstrap(), this->gpu().device());
+    api_ = &nvshmem_api();
+    if (topology().num_nodes() > 1) staging_ = make_own(staging_bytes, "staging");
+  }
+
+  void put(const SymmetricBuffer& to, const PutRequest& piece) override {
+    if (reach(piece.peer) != Reach::network) return GpuTransport::put(to, piece);
+    check_piece(to, piece);
+    gpu().use();
+    // A network card reads symmetric memory alone. The stream keeps slices apart.
+    for (std::int64_t done = 0; done < piece.size_bytes; done += staging_bytes) {
+      const std::size_t size = at(std::min(staging_bytes, piece.size_bytes - done));
+      gpu().check(cudaMemcpyAsync(staging_.get(), piece.source + done, size, cudaMemcpyDefault,
+                                  gpu().stream()),
+                  "copying to a peer", "put");
+      api_->put(to.local + piece.dst_offset_bytes + done, staging_.get(), size, to_int(piece.peer),
+                gpu().stream());
+    }
+  }
+
+  void signal(Rank peer, SignalSlot slot, std::uint64_t epoch) override {
+    check_slot(slot);
+    if (reach(peer) != Reach::network) return GpuTransport::signal(peer, slot, epoch);
+    gpu().use();
+    api_->quiet(gpu().stream());  // puts and signals may overtake each other in a network
+    api_->signal(slot.pad->local + slot.idx, epoch, to_int(peer), gpu().stream());
+  }
+
+  std::uint64_t wait(SignalSlot slot, std::uint64_t wanted, Rank peer,
+                     std::string_view operation) override {
+    check_slot(slot);
+    if (reach(peer) != Reach::network) return GpuTransport::wait(slot, wanted, peer, operation);
+    gpu().use();
+    const NvshmemWait wait{slot.pad->local + slot.idx, wanted, to_int(rank()), to_int(peer),
+                           seen()};
+    const FaultSink to = sink();
+    gpu().check(api_->wait(&wait, &to, gpu().stream()), "launching a wait", operation);
+    gpu().check(cudaStreamSynchronize(gpu().stream()), "waiting for a signal", operation);
+    return *seen();
+  }
+
+  void quiet() override {
+    gpu().use();
+    api_->quiet(gpu().stream());
+    GpuTransport::quiet();
+  }
+
+ private:
+  /// NVSHMEM's own part of an allocation waits for all ranks without a deadline: so they meet
+  /// first.
+  std::shared_ptr<void> make_own(std::int64_t size_bytes, const std::string& operation) {
+    bootstrap().barrier(operation);
+    std::shared_ptr<void> own;
+    const std::size_t room = at(std::max<std::int64_t>(size_bytes, 1));
+    do_together(bootstrap(), operation, [&] {
+      void* const memory = api_->allocate(room);
+      if (memory == nullptr) {
+        throw TransportError(concat("the symmetric heap of NVSHMEM has no room for ", room,
+                                    " bytes (NVSHMEM_SYMMETRIC_SIZE)"));
+      }
+      own = keep_until_released({memory, [api = api_](void* begin) { api->free(begin); }});
+      cuda_check(cudaMemsetAsync(memory, 0, room, gpu().stream()), "clearing symmetric memory");
+      cuda_check(cudaStreamSynchronize(gpu().stream()), "clearing symmetric memory");
+    });
+    return own;
+  }
+
+  Parts make_parts(std::int64_t size_bytes, std::string_view name) override {
+    const std::string operation = concat("allocate(", name, ")");
+    const auto sizes = all_gather_value(bootstrap(), size_bytes, operation);
+    for (std::size_t r = 0; r < sizes.size(); ++r) {
+      require(sizes[r] == size_bytes, operation, ": size_bytes = ", size_bytes, ", but ", sizes[r],
+              " on rank ", r);
+    }
+    gpu().use();
+    const std::shared_ptr<void> own = make_own(size_bytes, operation);
+    Parts parts;
+    do_together(bootstrap(), operation, [&] {
+      for (std::int32_t r = 0; r < topology().world_size; ++r) {
+        void* const part = api_->peer(own.get(), r);
+        if (part == nullptr && reach(Rank{r}) != Reach::network) {
+          throw Unsupported(
+              concat("rank ", r, " cannot be reached through pointers, but ranks_per_node = ",
+                     topology().ranks_per_node, " puts it on the node of rank ", rank()));
+        }
+        parts.emplace_back(own, part);  // one owner for all
+      }
+    });
+    return parts;
+  }
+
+  void free_parts(Parts parts) override {
+    gpu().use();
+    note_release(parts.front());
+    parts.clear();
+  }
+
+  const NvshmemApi* api_ = nullptr;
+  std::shared_ptr<void> staging_;  ///< symmetric; for puts to other nodes
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_nvshmem_transport(std::shared_ptr<Bootstrap> bootstrap,
+                                                  std::int32_t ranks_per_node,
+                                                  std::shared_ptr<GpuRank> gpu,
+                                                  const std::vector<GpuPlace>& places) {
+  return std::make_unique<NvshmemTransport>(std::move(bootstrap), ranks_per_node, std::move(gpu),
+                                            places);
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,108 @@
+#include <algorithm>
+#include <array>
+#include <string_view>
+
+#include "figures.h"
+#include "html_parts.h"
+#include "waybill/core/error.h"
+#include "waybill/report/format.h"
+
+namespace waybill::detail {
+namespace {
+
+constexpr std::int32_t max_lines = 64;
+constexpr double width = 960;
+constexpr double label_width = 74;
+
+constexpr std::array<std::string_view, num_step_phases> css_classes = {"p0", "p1", "p2", "p3",
+                                                                       "p4", "p5", "p6"};
+
+// The rank of a block that ends last.
+std::int32_t last_of_block(const StepPrediction& step, const RankBlocks& blocks,
+                           std::int32_t block) {
+  const std::vector<double>& ends = step.phases.back().end;
+  const auto first = ends.begin() + blocks.first(block);
+  const auto last = ends.begin() + blocks.last(block) + 1;
+  return static_cast<std::int32_t>(std::max_element(first, last) - ends.begin());
+}
+
+std::string phase_rect(const PhasePrediction& phase, std::int32_t rank, double scale, double y,
+                       double height) {
+  const double begin = phase.begin[at(rank)];
+  const double end = phase.end[at(rank)];
+  if (end <= begin) return "";
+  const std::int32_t other = phase.waits_for[at(rank)];
+  return concat("<rect class=\"", css_classes[static_cast<std::size_t>(phase.phase)], "\" x=\"",
+                svg_number(begin * scale), "\" y=\"", svg_number(y), "\" width=\"",
+                svg_number((end - begin) * scale), "\" height=\"", svg_number(height),
+                "\"><title>rank ", rank, ", ", to_string(phase.phase), ": ",
+                format_seconds(end - begin), " from ", format_seconds(begin),
+                other == rank ? "" : concat(", waits for rank ", other), "</title></rect>");
+}
+
+std::string legend() {
+  std::string text = "<p class=\"chips\">";
+  for (int i = 0; i < num_step_phases; ++i) {
+    text +=
+        concat("<svg class=\"chip time\" viewBox=\"0 0 30 18\"><rect class=\"", css_classes[at(i)],
+               "\" width=\"30\" height=\"18\"/></svg>", to_string(static_cast<StepPhase>(i)), " ");
+  }
+  return text + "</p>\n";
+}
+
+std::string timeline(const NamedStep& named, double longest) {
+  const StepPrediction& step = named.step;
+  const RankBlocks blocks = RankBlocks::make(step.world_size, max_lines);
+  const double line = blocks.count() <= 16 ? 18 : 9;
+  const double scale = longest > 0 ? width / longest : 0;
+  const double height = line * blocks.count();
+  std::string text =
+      concat("<figure><figcaption><b>", html_escape(named.name), ": ", format_seconds(step.seconds),
+             "</b> forward ", format_seconds(step.forward_seconds), ", ",
+             html_escape(explain_step(step)[1]), "</figcaption>\n<svg class=\"time\" viewBox=\"",
+             svg_number(-label_width), " -2 ", svg_number(width + label_width + 2), " ",
+             svg_number(height + 22), "\" role=\"img\" aria-label=\"Timeline, ",
+             html_escape(named.name), "\">\n");
+  const std::int32_t stride = line > 12 ? 1 : 4;
+  for (std::int32_t block = 0; block < blocks.count(); ++block) {
+    const std::int32_t rank = last_of_block(step, blocks, block);
+    const double y = block * line;
+    if (block % stride == 0) {
+      text += concat("<text x=\"-6\" y=\"", svg_number(y + line * 0.5 + 4),
+                     "\" text-anchor=\"end\">rank ", rank, "</text>");
+    }
+    for (const PhasePrediction& phase : step.phases)
+      text += phase_rect(phase, rank, scale, y, line - 1);
+    text += "\n";
+  }
+  for (int i = 0; i <= 4; ++i) {
+    text += concat("<text x=\"", svg_number(width * i / 4), "\" y=\"", svg_number(height + 16),
+                   "\" text-anchor=\"",
+                   i == 0   ? "start"
+                   : i == 4 ? "end"
+                            : "middle",
+                   "\">", format_seconds(longest * i / 4), "</text>");
+  }
+  return text + "\n</svg></figure>\n";
+}
+
+}  // namespace
+
+std::string timeline_section(const std::vector<NamedStep>& steps) {
+  if (steps.empty()) return "";
+  double longest = 0;
+  bool blocks = false;
+  for (const NamedStep& named : steps) {
+    longest = std::max(longest, named.step.seconds);
+    blocks = blocks || named.step.world_size > max_lines;
+  }
+  std::string text =
+      "<section><h2>Predicted timeline</h2>\n<p class=\"note\">One attention layer, forward and "
+      "backward, by the cost model; nothing was measured. All on one scale.";
+  if (blocks) text += " A line is the rank of its block that ends last.";
+  text += "</p>\n" + legend();
+  for (const NamedStep& named : steps) text += timeline(named, longest);
+  return text + "</section>\n";
+}
+
+}  // namespace waybill::detail

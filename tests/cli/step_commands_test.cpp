@@ -1,0 +1,117 @@
+// explain, compare, and simulate --ranks.
+#include <nlohmann/json.hpp>
+
+#include "program_runner.h"
+
+namespace waybill::test {
+namespace {
+
+using StepCommandsTest = ProgramTest;
+
+const std::string small = " --world-size 8 --tokens-per-rank 8192 --ranks-per-node 4 ";
+
+bool holds(const std::string& text, std::initializer_list<std::string> parts) {
+  for (const std::string& part : parts) {
+    if (text.find(part) != std::string::npos) continue;
+    ADD_FAILURE() << "no \"" << part << "\" in:\n" << text;
+    return false;
+  }
+  return true;
+}
+
+TEST_F(StepCommandsTest, HelpHasExamples) {
+  for (const std::string command : {"explain", "compare", "simulate"}) {
+    const ProgramResult help = run(command + " --help");
+    EXPECT_EQ(help.exit_code, 0);
+    EXPECT_TRUE(holds(help.out, {"Examples:\n  waybill " + command, "--network", "--trace"}));
+  }
+}
+
+TEST_F(StepCommandsTest, ExplainSaysRankDocumentLinkAndRemedy) {
+  const ProgramResult direct = run("explain" + small + "--transfer direct --network 1GB/s");
+  ASSERT_EQ(direct.exit_code, 0) << direct.err;
+  EXPECT_TRUE(holds(direct.out, {"1.00 GB/s network", "network", "document ", "The step takes ",
+                                 "Moving rows is ", "relay schedule says would save"}));
+  const ProgramResult rank = run("explain" + small + "--rank 3");
+  EXPECT_TRUE(holds(rank.out, {"rank 3", "waits for", "return dK dV"}));
+}
+
+TEST_F(StepCommandsTest, ExplainReadsPlansWithAndWithoutTheirOptions) {
+  ASSERT_EQ(run("plan --full" + small + "-o full.json").exit_code, 0);
+  ASSERT_EQ(run("plan" + small + "-o plan.json").exit_code, 0);
+  const ProgramResult planned = run("explain" + small);
+  const ProgramResult full = run("explain full.json");
+  const auto after_origin = [](const std::string& text) { return text.substr(text.find('\n')); };
+  EXPECT_EQ(after_origin(full.out), after_origin(planned.out)) << full.err;
+  const ProgramResult plain = run("explain plan.json --ranks-per-node 4");
+  EXPECT_EQ(plain.exit_code, 0);
+  EXPECT_TRUE(holds(plain.out, {"K and V travel: direct", "4 ranks a node"}));
+  const ProgramResult direct = run("explain full.json --transfer direct");
+  const auto table = [](const std::string& text) {
+    return text.substr(text.find("phase, "), text.find("  - ") - text.find("phase, "));
+  };
+  EXPECT_EQ(table(direct.out), table(plain.out));
+  EXPECT_TRUE(fails(run("explain plan.json --transfer relay"), 2, {"--transfer", "plan --full"}));
+}
+
+TEST_F(StepCommandsTest, CompareShowsAllSideBySide) {
+  const ProgramResult compared = run("compare" + small + "--trace steps.json");
+  ASSERT_EQ(compared.exit_code, 0) << compared.err;
+  EXPECT_TRUE(
+      holds(compared.out, {"zigzag", "per document", "planner, relay", "work, max / mean",
+                           "bytes in, mean", "bytes out, max", "attention backward", "\n  step "}));
+  const auto trace = nlohmann::json::parse(text_of(path("steps.json")));
+  EXPECT_EQ(trace.at("traceEvents").size(), 4U * (8 * (7 + 1) + 2)) << "phases, names, nodes";
+}
+
+TEST_F(StepCommandsTest, SimulatePredictsLargeWorlds) {
+  const ProgramResult predicted =
+      run("simulate --ranks 4096 --ranks-per-node 8 --network 50GB/s --html r.html --trace t.json");
+  ASSERT_EQ(predicted.exit_code, 0) << predicted.err;
+  EXPECT_TRUE(holds(predicted.out, {"Predicted, not run", "4,096 ranks", "direct", "once a node",
+                                    "relay", "50.0 GB/s network", "The step takes "}));
+  EXPECT_NE(text_of(path("r.html")).find("Predicted timeline"), std::string::npos);
+  EXPECT_LT(std::filesystem::file_size(path("r.html")), 2U << 20);
+  EXPECT_EQ(text_of(path("t.json")).substr(0, 2), "{\"");
+}
+
+TEST_F(StepCommandsTest, RatesMeanWhatTheySay) {
+  const auto network = [&](const std::string& rate) {
+    const std::string out = run("explain" + small + "--network '" + rate + "'").out;
+    const std::size_t end = out.find(" network");
+    const std::size_t begin = out.rfind(", ", end) + 2;
+    return out.substr(begin, end - begin);
+  };
+  EXPECT_EQ(network("400Gbit/s"), "50.0 GB/s");
+  EXPECT_EQ(network("25"), "25.0 GB/s");
+  EXPECT_EQ(network("12500 MB/s"), "12.5 GB/s");
+  EXPECT_EQ(network("1.5TB/s"), "1.50 TB/s");
+}
+
+TEST_F(StepCommandsTest, WrongUsageExitsWith2) {
+  EXPECT_TRUE(fails(run("simulate"), 2, {"FILE", "--ranks"}));
+  EXPECT_TRUE(fails(run("simulate plan.json --ranks 4"), 2, {"--ranks", "FILE"}));
+  EXPECT_TRUE(fails(run("simulate --ranks 4 --threads 2"), 2, {"--threads", "FILE"}));
+  EXPECT_TRUE(fails(run("simulate --ranks 0"), 2, {"--ranks"}));
+  EXPECT_TRUE(fails(run("explain --network 0"), 2, {"--network", "50GB/s"}));
+  EXPECT_TRUE(fails(run("explain --network 5GB"), 2, {"5GB", "50GB/s"}));
+  EXPECT_TRUE(fails(run("explain --nvlink 5XB/s"), 2, {"--nvlink", "5XB/s"}));
+  EXPECT_TRUE(fails(run("explain --transfer by_mail"), 2, {"--transfer", "once_per_node"}));
+  EXPECT_TRUE(fails(run("explain p.json --world-size 4"), 2, {"--world-size", "FILE"}));
+  EXPECT_TRUE(fails(run("explain" + small + "--rank 8"), 1, {"--rank = 8", "0..7"}));
+  EXPECT_TRUE(fails(run("compare" + small + "--degree 3"), 1, {"degree = 3"}));
+  EXPECT_TRUE(fails(run("explain nothing.json"), 1, {"nothing.json"}));
+  EXPECT_TRUE(fails(run("explain" + small + "--trace no/such/t.json"), 1, {"no/such"}));
+}
+
+TEST_F(StepCommandsTest, DemoPredictsAndDraws) {
+  const ProgramResult demo =
+      run("demo --world-size 4 --tokens-per-rank 2048 --html r.html --trace t.json");
+  ASSERT_EQ(demo.exit_code, 0) << demo.err;
+  EXPECT_TRUE(holds(demo.out, {"Predicted step (relay): "}));
+  EXPECT_NE(text_of(path("r.html")).find("Predicted timeline"), std::string::npos);
+  EXPECT_EQ(nlohmann::json::parse(text_of(path("t.json"))).at("displayTimeUnit"), "ms");
+}
+
+}  // namespace
+}  // namespace waybill::test

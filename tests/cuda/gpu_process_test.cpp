@@ -1,0 +1,63 @@
+// Ranks are processes. The program that runs one of these has used no CUDA before: run them one by
+// one (scripts/test_gpu.sh does).
+
+#include <gtest/gtest.h>
+
+#include "cuda/gpu_processes.h"
+#include "cuda/gpu_step.h"
+#include "cuda/gpu_transport_step.h"
+#include "support/transport_checks.h"
+
+namespace waybill {
+namespace {
+
+using test::at;
+using test::Death;
+
+World make_world(std::shared_ptr<Bootstrap> bootstrap, int device) {
+  return make_gpu_process_world(std::move(bootstrap), device);
+}
+
+void check_cases(std::int32_t world_size, int num_random, std::int64_t scale) {
+  const test::CasesOnGpu cases(world_size, num_random, scale);
+  test::expect_no_errors(
+      test::run_gpu_processes(world_size, make_world, [&](World& world) { cases.check(world); }));
+}
+
+TEST(GpuProcess, one_rank_equals_the_simulation) { check_cases(1, 4, 1); }
+TEST(GpuProcess, two_ranks_equal_the_simulation) { check_cases(2, 24, 3); }
+TEST(GpuProcess, four_ranks_equal_the_simulation) { check_cases(4, 8, 7); }
+
+TEST(GpuProcess, puts_and_signals_reach_every_peer) {
+  test::expect_no_errors(test::run_gpu_processes(2, make_world, test::check_gpu_puts_and_signals));
+}
+
+TEST(GpuProcess, a_killed_rank_is_named_by_all_others) {
+  const auto ends = test::run_until_rank_1_dies(3, make_world, Death::before_the_third_call);
+  EXPECT_EQ(ends[1].signal, SIGKILL);
+  for (const std::int32_t r : {0, 2}) {
+    EXPECT_TRUE(test::names_missed_wait(
+        ends[at(r)].text, {.operation = "dispatch", .rank = r, .peer = 1, .wanted = 3, .seen = 2},
+        2, 10));
+  }
+}
+
+TEST(GpuProcess, a_rank_killed_at_any_time_ends_the_calls_of_all_others) {
+  const auto ends = test::run_until_rank_1_dies(2, make_world, Death::during_some_call);
+  EXPECT_EQ(ends[1].signal, SIGKILL);
+  EXPECT_NE(ends[0].text.find("dispatch: rank 0 waited 2"), std::string::npos) << ends[0].text;
+  EXPECT_NE(ends[0].text.find("from rank 1"), std::string::npos) << ends[0].text;
+}
+
+TEST(GpuProcess, ranks_in_one_process_are_refused_by_all) {
+  const auto ends = test::run_processes(1, [](std::int32_t) {
+    run_ranks_as_threads(
+        2, [](std::shared_ptr<Bootstrap> bootstrap) { (void)make_world(std::move(bootstrap), 0); });
+  });
+  EXPECT_NE(ends[0].text.find("make_gpu_process_world: ranks 0 and 1 are both in process"),
+            std::string::npos)
+      << ends[0].text;
+}
+
+}  // namespace
+}  // namespace waybill

@@ -1,0 +1,107 @@
+// Ranks are processes, one a GPU; run them one by one (scripts/test_gpu.sh does).
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "cuda/gpu_processes.h"
+#include "cuda/gpu_step.h"
+#include "cuda/gpu_transport_step.h"
+#include "support/transport_checks.h"
+
+namespace waybill {
+namespace {
+
+using test::at;
+using test::Death;
+using test::ProcessEnd;
+
+World make_world(std::shared_ptr<Bootstrap> bootstrap, int device) {
+  return make_nvshmem_world(std::move(bootstrap), device);
+}
+
+/// One a GPU, 4 at most.
+std::int32_t num_ranks() { return std::clamp(test::num_gpus_seen_by_a_child(), 1, 4); }
+
+TEST(NvshmemWorld, ranks_equal_the_simulation) {
+  const test::CasesOnGpu cases(num_ranks(), 16, 3);
+  test::expect_no_errors(
+      test::run_gpu_processes(num_ranks(), make_world, [&](World& world) { cases.check(world); }));
+}
+
+TEST(NvshmemWorld, puts_and_signals_reach_every_peer) {
+  test::expect_no_errors(
+      test::run_gpu_processes(num_ranks(), make_world, test::check_gpu_puts_and_signals));
+}
+
+TEST(NvshmemWorld, puts_and_signals_go_between_nodes_without_pointers) {
+  const auto one_rank_a_node = [](std::shared_ptr<Bootstrap> bootstrap, int device) {
+    return make_nvshmem_world(std::move(bootstrap), device, 1);
+  };
+  test::expect_no_errors(test::run_gpu_processes(num_ranks(), one_rank_a_node, [](World& world) {
+    SymmetricBuffer buffer = world.transport().allocate(8, "test");
+    for (std::int32_t r = 0; r < world.world_size(); ++r) {
+      EXPECT_EQ(buffer.peers[at(r)] == nullptr, Rank{r} != world.rank());
+    }
+    world.transport().release(buffer);
+    test::check_gpu_puts_and_signals(world);
+  }));
+}
+
+TEST(NvshmemWorld, a_silent_rank_of_another_node_is_named) {
+  if (num_ranks() < 2) GTEST_SKIP() << "needs 2 GPUs";
+  const auto one_rank_a_node = [](std::shared_ptr<Bootstrap> bootstrap, int device) {
+    return make_nvshmem_world(std::move(bootstrap), device, 1);
+  };
+  const auto ends = test::run_gpu_processes(
+      2, one_rank_a_node,
+      [](World& world) {
+        const SignalPad pad = world.transport().allocate_signals(1, "test");
+        if (world.rank() == Rank{1}) std::this_thread::sleep_for(std::chrono::seconds(5));
+        if (world.rank() == Rank{0}) (void)world.transport().wait({&pad, 0}, 7, Rank{1}, "unload");
+      },
+      2);
+  EXPECT_TRUE(test::names_missed_wait(
+      ends[0].text, {.operation = "wait", .rank = 0, .peer = 1, .wanted = 7, .seen = 0}, 2, 10));
+  EXPECT_EQ(ends[1].text, "");
+}
+
+TEST(NvshmemWorld, a_killed_rank_is_named_by_all_others) {
+  if (num_ranks() < 2) GTEST_SKIP() << "needs 2 GPUs";
+  const auto ends =
+      test::run_until_rank_1_dies(num_ranks(), make_world, Death::before_the_third_call);
+  EXPECT_EQ(ends[1].signal, SIGKILL);
+  for (std::int32_t r = 0; r < num_ranks(); ++r) {
+    if (r == 1) continue;
+    EXPECT_TRUE(test::names_missed_wait(
+        ends[at(r)].text, {.operation = "dispatch", .rank = r, .peer = 1, .wanted = 3, .seen = 2},
+        2, 10));
+  }
+}
+
+TEST(NvshmemWorld, two_worlds_of_a_process_share_nvshmem) {
+  test::expect_no_errors(test::run_processes(1, [](std::int32_t) {
+    for (int i = 0; i < 2; ++i) {
+      World world = make_nvshmem_world(std::move(make_thread_bootstraps(1).front()), /*device=*/0);
+      SymmetricBuffer buffer = world.transport().allocate(1 << 20, "test");
+      world.transport().release(buffer);
+    }
+  }));
+}
+
+TEST(NvshmemWorld, a_missing_library_is_explained_on_all_ranks) {
+  const auto ends = test::run_gpu_processes(
+      num_ranks(),
+      [](std::shared_ptr<Bootstrap> bootstrap, int device) {
+        if (bootstrap->rank() == Rank{0}) (void)setenv("WAYBILL_NVSHMEM_LIBRARY", "/nowhere.so", 1);
+        return make_nvshmem_world(std::move(bootstrap), device);
+      },
+      [](World&) {});
+  for (const ProcessEnd& end : ends) {
+    EXPECT_NE(end.text.find("NVSHMEM cannot be used"), std::string::npos) << end.text;
+    EXPECT_NE(end.text.find("/nowhere.so: cannot open"), std::string::npos) << end.text;
+  }
+}
+
+}  // namespace
+}  // namespace waybill

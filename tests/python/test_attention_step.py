@@ -1,0 +1,296 @@
+"""Distributed causal attention equals the undistributed one, in its output and its gradients."""
+
+import gc
+import weakref
+
+import pytest
+from ways import rows_of
+
+import waybill
+
+torch = pytest.importorskip("torch")
+
+LENGTHS = [70, 10, 3, 17, 44, 1, 1, 30]
+HEADS, KV_HEADS, HEAD = 4, 2, 8
+
+
+def dot_product(q, k, v, visible):
+    """Attention of one query shard; visible (queries, keys)."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(repeats, 1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+def attend(step, q, k, v):
+    """Of what this rank received; without rows it computes nothing, and autograd sees nothing."""
+    outputs = []
+    for _, q_begin, q_len, kv_begin, kv_len in zip(*(t.tolist() for t in step.attention)):
+        rows, keys = slice(q_begin, q_begin + q_len), slice(kv_begin, kv_begin + kv_len)
+        last = torch.arange(q_len, device=q.device)[:, None] + (kv_len - q_len)
+        visible = torch.arange(kv_len, device=q.device)[None] <= last
+        outputs.append(dot_product(q[rows], k[keys], v[keys], visible))
+    if not outputs:
+        return torch.empty(0, *q.shape[1:], dtype=q.dtype, device=q.device)
+    return torch.cat(outputs)
+
+
+def undistributed(q, k, v, weights):
+    """Output and gradients of sum(output * weights), document by document."""
+    q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
+    outputs, begin = [], 0
+    for length in LENGTHS:
+        rows = slice(begin, begin + length)
+        visible = torch.ones(length, length, dtype=torch.bool).tril()
+        outputs.append(dot_product(q[rows], k[rows], v[rows], visible))
+        begin += length
+    output = torch.cat(outputs)
+    (output * weights).sum().backward()
+    return output.detach(), q.grad, k.grad, v.grad
+
+
+def tensors(dtype=torch.float64):
+    torch.manual_seed(3)
+    shapes = [(HEADS, HEAD), (KV_HEADS, HEAD), (KV_HEADS, HEAD), (HEADS, HEAD)]
+    return [torch.randn(sum(LENGTHS), *shape, dtype=dtype) for shape in shapes]
+
+
+def plan_for(world_size, kv_layout, block_tokens=4):
+    return waybill.plan(LENGTHS, world_size, 0, kv_layout=kv_layout, block_tokens=block_tokens)
+
+
+def split(tensor, plan):
+    """The rows of each rank."""
+    return tensor.split(rows_of(plan))
+
+
+def compare(results, expected, tolerance=1e-12):
+    for i, want in enumerate(expected):
+        got = torch.cat([rank[i].cpu() for rank in results])
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def leaves(world, parts):
+    """This rank's Q, K and V, on its device."""
+    mine = (part[world.rank] for part in parts[:3])
+    return [part.to(world.device, copy=True).requires_grad_() for part in mine]
+
+
+@pytest.mark.parametrize("kv_layout", ["per_rank", "per_query"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_output_and_gradients(torch_way, world_size, kv_layout):
+    if torch_way.device == "cuda" and world_size == 4:
+        world_size = waybill.num_gpus()
+    plan = plan_for(world_size, kv_layout)
+    routing, all_tensors = plan.to_routing(), tensors()
+    parts = [split(t, plan) for t in all_tensors]
+
+    def body(world):
+        q, k, v = leaves(world, parts)
+        weights = parts[3][world.rank].to(q.device)
+        with torch_way.face.SequenceDispatcher(world) as dispatcher:
+            step = torch_way.face.AttentionStep(dispatcher, routing, q, k, v)
+            for _ in range(2):  # gradients add up; the second round must be as the first
+                there = step.dispatch_qkv(q, k, v)
+                out = step.return_outputs(attend(step, *there))
+                (out * weights).sum().backward()
+            dispatcher.synchronize()
+        return out.detach(), q.grad / 2, k.grad / 2, v.grad / 2
+
+    compare(torch_way.run(world_size, body), undistributed(*all_tensors))
+
+
+def test_layers_that_feed_each_other(torch_way):
+    """Two layers share a dispatcher; the second one's gradients go through the first."""
+    plan = plan_for(2, "per_rank")
+    routing, all_tensors = plan.to_routing(), tensors()
+    parts = [split(t, plan) for t in all_tensors]
+
+    def layered(layer, q, k, v):
+        hidden = layer(q, k, v)
+        return layer(hidden.sin(), k * 2, hidden[:, :KV_HEADS] + v)
+
+    def body(world):
+        q, k, v = leaves(world, parts)
+        with torch_way.face.SequenceDispatcher(world) as dispatcher:
+            step = torch_way.face.AttentionStep(dispatcher, routing, q, k, v)
+
+            def layer(*qkv):
+                return step.return_outputs(attend(step, *step.dispatch_qkv(*qkv)))
+
+            layered(layer, q, k, v).square().sum().backward()
+            dispatcher.synchronize()
+        return q.grad, k.grad, v.grad
+
+    one = plan_for(1, "per_rank").to_routing()
+
+    def alone(world):
+        q, k, v = (t.clone().requires_grad_() for t in all_tensors[:3])
+        step = waybill.torch.AttentionStep(
+            waybill.torch.SequenceDispatcher(world), one, q, k, v
+        )  # only for its layout: one rank, nothing moves
+        layered(lambda *qkv: attend(step, *qkv), q, k, v).square().sum().backward()
+        return q.grad, k.grad, v.grad
+
+    expected = waybill.torch.run_threads(1, alone)[0]
+    compare(torch_way.run(2, body), expected, 1e-10)
+
+
+@pytest.mark.parametrize("kv_layout", ["per_rank", "per_query"])
+def test_backward_may_have_another_plan(torch_way, kv_layout):
+    """Nothing is kept in the attention layout; backward computes it again, elsewhere."""
+    plan, other = plan_for(2, kv_layout), plan_for(2, kv_layout, block_tokens=64)
+    assert rows_of(plan) == rows_of(other) and plan != other
+    all_tensors = tensors()
+    parts = [split(t, plan) for t in all_tensors]
+    routings = plan.to_routing(), other.to_routing()
+
+    def body(world):
+        q, k, v = leaves(world, parts)
+        weights = parts[3][world.rank].to(q.device)
+        with torch_way.face.SequenceDispatcher(world) as dispatcher:
+            steps = [torch_way.face.AttentionStep(dispatcher, r, q, k, v) for r in routings]
+            out = torch_way.face.recomputed_attention(attend, *steps, q, k, v)
+            (out * weights).sum().backward()
+            dispatcher.synchronize()
+        return out.detach(), q.grad, k.grad, v.grad
+
+    compare(torch_way.run(2, body), undistributed(*all_tensors))
+
+
+def test_a_rank_without_rows_still_takes_part(torch_way):
+    """Rank 1 attends to nothing and its attention leaves no trace for autograd."""
+    plan = waybill.QkvPlan(2, [0, 1, 2], [3, 2], [0, 0], [0, 2], [0, 1])
+    routing = plan.to_routing()
+
+    def body(world):
+        q, k, v = (
+            torch.ones(3 - world.rank, 1, 2, device=torch_way.device, requires_grad=True)
+            for _ in range(3)
+        )
+        with torch_way.face.SequenceDispatcher(world) as dispatcher:
+            step = torch_way.face.AttentionStep(dispatcher, routing, q, k, v)
+            received = step.dispatch_qkv(q, k, v)
+            assert received[0].shape[0] == (0 if world.rank else 5)
+            out = step.return_outputs(attend(step, *received))
+            out.sum().backward()
+            dispatcher.synchronize()
+        return out.detach().cpu(), v.grad.cpu()
+
+    got = torch_way.run(2, body)
+    assert torch.equal(torch.cat([out for out, _ in got]), torch.ones(5, 1, 2))
+    total = sum(grad.sum() for _, grad in got)  # weights of each query add up to 1
+    torch.testing.assert_close(total, torch.tensor(10.0))
+
+
+def test_rows_beyond_the_plan_have_no_gradient(torch_way):
+    plan = waybill.QkvPlan(2, [0, 1, 2], [3, 2], [1, 0], [0, 2], [0, 1])
+
+    def body(world):
+        q, k, v = (
+            torch.ones(6, 2, device=torch_way.device, requires_grad=True) for _ in range(3)
+        )  # of which 3 or 2 are in the plan
+        with torch_way.face.SequenceDispatcher(world) as dispatcher:
+            step = torch_way.face.AttentionStep(dispatcher, plan.to_routing(), q, k, v)
+            there = step.dispatch_qkv(q, k, v)
+            home = step.return_outputs(there[0] * 2)
+            assert home.shape[0] == 3 - world.rank
+            (home.sum() + there[1].sum() + 3 * there[2].sum()).backward()
+            dispatcher.synchronize()
+        return [t.grad[:, 0].tolist() for t in (q, k, v)]
+
+    first, second = torch_way.run(2, body)
+    assert first == [[2, 2, 2, 0, 0, 0], [2, 2, 2, 0, 0, 0], [6, 6, 6, 0, 0, 0]]
+    assert second == [[2, 2, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [3, 3, 0, 0, 0, 0]]
+
+
+def test_frozen_keys_and_inference(torch_way):
+    plan = plan_for(2, "per_rank")
+    all_tensors = tensors(torch.float32)
+    parts = [split(t, plan) for t in all_tensors]
+
+    def body(world):
+        q, k, v = (part[world.rank].to(world.device, copy=True) for part in parts[:3])
+        weights = parts[3][world.rank].to(q.device)
+        q.requires_grad_()
+        with torch_way.face.SequenceDispatcher(world) as dispatcher:
+            step = torch_way.face.AttentionStep(dispatcher, plan.to_routing(), q, k, v)
+            with torch.no_grad():
+                quiet = step.return_outputs(attend(step, *step.dispatch_qkv(q, k, v)))
+            assert not quiet.requires_grad
+            out = step.return_outputs(attend(step, *step.dispatch_qkv(q, k, v)))
+            (out * weights).sum().backward()
+            dispatcher.synchronize()
+            assert k.grad is None and torch.equal(quiet, out.detach())
+        return out.detach(), q.grad
+
+    expected = undistributed(*all_tensors)
+    compare(torch_way.run(2, body), expected[:2], 1e-4)
+
+
+def test_gradients_with_any_strides_and_16_bits(torch_way):
+    """sum() gives one element for all rows; bfloat16 sums are rounded once."""
+    plan = plan_for(2, "per_query")
+    rows = rows_of(plan)
+    copies = plan.to_metadata().rev_kv.seq_recv_mask.sum(2)
+
+    def body(world):
+        q, k = (
+            torch.zeros(rows[world.rank], 4, dtype=torch.bfloat16, device=torch_way.device)
+            .requires_grad_()
+            for _ in range(2)
+        )  # fmt: skip
+        with torch_way.face.SequenceDispatcher(world) as dispatcher:
+            step = torch_way.face.AttentionStep(dispatcher, plan.to_routing(), q, k)
+            q_there, kv_there = step.dispatch_qkv(q, k)
+            (step.return_outputs(q_there).sum() + kv_there.sum()).backward()
+            dispatcher.synchronize()
+        return q.grad.cpu(), k.grad.cpu()
+
+    lens = plan.to_metadata().fwd_kv.seq_len
+    for rank, (dq, dk) in enumerate(torch_way.run(2, body)):
+        assert torch.equal(dq, torch.ones_like(dq))
+        want = torch.from_numpy(copies[rank].repeat(lens[rank]).astype("float32")).bfloat16()
+        assert torch.equal(dk, want[:, None].expand(-1, 4))
+
+
+def test_nothing_is_left_behind():
+    plan = plan_for(1, "per_rank")
+    q = torch.ones(sum(LENGTHS), 1, 4, requires_grad=True)
+
+    def body(world):
+        dispatcher = waybill.torch.SequenceDispatcher(world)
+        step = waybill.torch.AttentionStep(dispatcher, plan.to_routing(), q, q, q)
+        out = step.return_outputs(attend(step, *step.dispatch_qkv(q, q, q)))
+        return weakref.ref(step), weakref.ref(dispatcher), out
+
+    step, dispatcher, out = waybill.torch.run_threads(1, body)[0]
+    assert step() is not None and dispatcher() is not None  # the graph needs them
+    out.sum().backward()
+    del out
+    gc.collect()
+    assert step() is None and dispatcher() is None
+
+
+def test_wrong_arguments():
+    plan = plan_for(1, "per_rank")
+    q = torch.zeros(sum(LENGTHS), 4)
+
+    def body(world):
+        dispatcher = waybill.torch.SequenceDispatcher(world)
+        make = waybill.torch.AttentionStep
+        for arguments, text in [
+            ((None, plan.to_routing(), q, q), "dispatcher is a NoneType"),
+            ((dispatcher, plan, q, q), "routing is a AttentionPlan, expected a QkvRouting"),
+            ((dispatcher, plan.to_routing(), q), "no format of K and V"),
+            ((dispatcher, plan.to_routing(), q, 7), r"kv\[0\] is a int"),
+        ]:
+            with pytest.raises(waybill.InvalidArgument, match=text):
+                make(*arguments)
+        step = make(dispatcher, plan.to_routing(), q, q)
+        assert step.window_bytes <= dispatcher.window_bytes
+        with pytest.raises(waybill.InvalidArgument, match="lies on meta, expected cpu"):
+            step.dispatch_qkv(q.to("meta"), q)
+
+    waybill.torch.run_threads(1, body)

@@ -1,0 +1,174 @@
+"""Ranks that are processes of this host: started by a launcher's variables, or in a group."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import waybill
+
+LAUNCHERS = ("OMPI_", "SLURM_", "PMI_", "MPI_", "MASTER_", "WAYBILL_")
+PREAMBLE = """
+    import os, sys
+    import numpy as np
+    import waybill
+
+    plan = waybill.QkvPlan(3, [0, 2, 3, 3], [4, 2, 3], [1, 2, 0], [0, 2, 3], [0, 1, 2])
+    metadata = plan.to_metadata()
+    rows = [np.arange(n * 5).reshape(n, 5) + 100 * r for r, n in enumerate((6, 3, 0))]
+
+    def check(world):
+        with waybill.SequenceDispatcher(world) as dispatcher:
+            there = dispatcher.plan_dispatch((metadata.fwd_kv, rows[0]))
+            (got,) = dispatcher.dispatch(there, rows[world.rank])
+            want = waybill.simulate_communication(rows, metadata.fwd_kv)[world.rank]
+            assert (got == want).all() and got.shape == want.shape
+            gradient = np.ones(got.shape, np.float32)
+            back = dispatcher.plan_kv_gradient((metadata.fwd_kv, gradient))
+            (sums,) = dispatcher.kv_gradient(back, gradient)
+            assert sums.shape == rows[world.rank].shape and (sums >= 1).all()
+        world.barrier()
+        print("rank", world.rank, "of", world.world_size, "is well")
+"""
+
+
+def run_ranks(tmp_path, program, world_size=3, environment=None):
+    """(exit status, output) of each rank's process."""
+    base = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
+    code = textwrap.dedent(PREAMBLE) + textwrap.dedent(program)
+    ranks = []
+    for rank in range(world_size):
+        variables = {
+            "RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank,
+            "LOCAL_WORLD_SIZE": world_size, "WAYBILL_RENDEZVOUS": f"file://{tmp_path}/meet",
+            **(environment or {}),
+        }  # fmt: skip
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, "-c", code],
+                env=base | {k: str(v) for k, v in variables.items()},
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+        )  # fmt: skip
+    try:
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, output) for rank, output in zip(ranks, outputs)]
+
+
+def expect_all_well(results):
+    for rank, (status, output) in enumerate(results):
+        assert status == 0 and f"rank {rank} of {len(results)} is well" in output, output
+
+
+def test_a_launchers_variables(tmp_path):
+    expect_all_well(run_ranks(tmp_path, "check(waybill.World.from_environment(timeout_s=60))"))
+
+
+def test_the_callers_all_gather(tmp_path):
+    """Here through files; MPI has one."""
+    program = f"""
+        import pathlib, time
+
+        folder, count = pathlib.Path({str(tmp_path)!r}), 0
+        rank = int(os.environ["RANK"])
+
+        def all_gather(mine):
+            global count
+            count += 1
+            part = folder / f"part_{{count}}_{{rank}}"
+            part.write_bytes(mine)
+            part.rename(folder / f"{{count}}_{{rank}}")
+            places = [folder / f"{{count}}_{{r}}" for r in range(3)]
+            while not all(place.exists() for place in places):
+                time.sleep(0.005)
+            return [place.read_bytes() for place in places]
+
+        check(waybill.World.from_all_gather(rank, 3, all_gather))
+        assert count > 2
+    """
+    expect_all_well(run_ranks(tmp_path, program))
+
+
+def test_a_group_of_torch_distributed(tmp_path):
+    pytest.importorskip("torch")
+    program = f"""
+        from torch import distributed
+
+        distributed.init_process_group(
+            "gloo", init_method="file://{tmp_path}/torch", rank=int(os.environ["RANK"]),
+            world_size=3,
+        )
+        check(waybill.World.from_process_group())
+        distributed.destroy_process_group()
+    """
+    expect_all_well(run_ranks(tmp_path, program))
+
+
+def test_a_rank_that_dies_is_named(tmp_path):
+    program = """
+        world = waybill.World.from_environment(timeout_s=5)
+        if world.rank == 1:
+            os._exit(7)
+        try:
+            check(world)
+        except waybill.Timeout as error:
+            assert error.peer == 1 and error.rank == world.rank
+            print("rank", world.rank, "waited for", error.peer)
+    """
+    results = run_ranks(tmp_path, program)
+    assert [status for status, _ in results] == [0, 7, 0], results
+    assert "rank 0 waited for 1" in results[0][1] and "rank 2 waited for 1" in results[2][1]
+
+
+def test_alone_without_a_launcher(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in list(os.environ):
+        if name.startswith(LAUNCHERS):
+            monkeypatch.delenv(name)
+    world = waybill.World.from_environment()
+    assert (world.rank, world.world_size, world.device) == (0, 1, "cpu")
+    world.barrier()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((2, 2, list), "rank = 2 of world_size = 2"),
+        ((0, 1, None), "all_gather is a NoneType"),
+        ((0, 0, list), "world_size = 0"),
+    ],
+)
+def test_wrong_arguments(arguments, text):
+    with pytest.raises(waybill.InvalidArgument, match=text):
+        waybill.World.from_all_gather(*arguments)
+
+
+def test_wrong_devices():
+    for options, text in [
+        ({"device": "tpu"}, "device = 'tpu', expected \"cpu\""),
+        ({"device": "cuda:x"}, "device = 'cuda:x'"),
+        ({"nvshmem": True}, 'nvshmem with device = "cpu"'),
+    ]:
+        with pytest.raises(waybill.InvalidArgument, match=text):
+            waybill.World.from_all_gather(0, 1, lambda mine: [mine], **options)
+    if not waybill._core.has_cuda:
+        with pytest.raises(waybill.Unsupported, match="built without CUDA"):
+            waybill.World.from_environment(device="cuda:0")
+
+
+def test_errors_of_the_callers_all_gather():
+    def broken(mine):
+        raise ConnectionError("the network is gone")
+
+    with pytest.raises(ConnectionError, match="the network is gone"):
+        waybill.World.from_all_gather(0, 2, broken)
+    with pytest.raises(waybill.TransportError, match=r"1 .*expected 2"):
+        waybill.World.from_all_gather(0, 2, lambda mine: [mine])
+    with pytest.raises(waybill.InvalidArgument, match=r"all_gather returned .*, expected bytes"):
+        waybill.World.from_all_gather(0, 2, lambda mine: [1, 2])

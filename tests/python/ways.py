@@ -1,0 +1,104 @@
+"""What ranks can be made of, behind one interface: numpy, torch on the CPU, torch on GPUs."""
+
+import itertools
+
+import numpy as np
+
+import waybill
+
+INTEGERS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
+TIMEOUT_S = 20.0
+
+
+class NumpyWay:
+    """``waybill``: ranks in host memory, numpy arrays."""
+
+    name, device = "numpy", "cpu"
+    face = waybill
+
+    def run(self, world_size, body, **options):
+        options.setdefault("timeout_s", TIMEOUT_S)
+        return self.face.run_threads(world_size, body, device=self.device, **options)
+
+    def dtype(self, name):
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name, name))
+
+    def from_bits(self, bits, dtype):
+        """An array of the dtype over integers of its size."""
+        return bits.view(self.dtype(dtype))
+
+    def bits(self, array):
+        """A copy in host memory, as integers of the element's size."""
+        return np.array(array).view(INTEGERS[array.dtype.itemsize])
+
+
+class TorchWay(NumpyWay):
+    """``waybill.torch``: tensors."""
+
+    def __init__(self, device):
+        import torch
+
+        import waybill.torch
+
+        self.torch, self.face = torch, waybill.torch
+        self.device, self.name = device, f"torch-{device}"
+
+    def dtype(self, name):
+        return getattr(self.torch, name)
+
+    def from_bits(self, bits, dtype):
+        # On a GPU: that of the rank's thread.
+        return self.torch.from_numpy(bits).to(self.device).view(self.dtype(dtype))
+
+    def bits(self, array):
+        if array.is_cuda:  # nothing copies to pageable memory behind a kernel that waits
+            self.torch.cuda.current_stream().synchronize()
+        integers = getattr(self.torch, INTEGERS[array.element_size()])
+        return array.detach().contiguous().view(integers).cpu().numpy().copy()
+
+
+def random_bits(dtype_size, shape, seed):
+    """Any bits."""
+    high = 2 ** (8 * dtype_size - 1)
+    numbers = np.random.default_rng(seed).integers(-high, high, shape)
+    return numbers.astype(INTEGERS[dtype_size])
+
+
+def random_plan(world_size, seed, kv_layout, scale=40):
+    """Documents of uneven lengths, packed into the ranks; some ranks have little or nothing."""
+    rng = np.random.default_rng(seed)
+    lengths = [int(n) for n in rng.integers(1, scale, int(rng.integers(1, 4 * world_size)))]
+    return waybill.plan(
+        lengths, world_size, 0, kv_layout=kv_layout, block_tokens=int(rng.integers(1, 9)),
+        window=int(rng.integers(1, scale)) if seed % 3 == 0 else None, imbalance_target=1.3,
+    )  # fmt: skip
+
+
+def rows_of(plan):
+    """Rows of each rank in the MLP layout."""
+    plan = plan.to_qkv_plan() if isinstance(plan, waybill.AttentionPlan) else plan
+    offsets = plan.rank_shard_offsets
+    return [int(plan.shard_len[a:b].sum()) for a, b in itertools.pairwise(offsets)]
+
+
+def simulated(tensors, metadata):
+    """What the simulation delivers to each rank, in integers."""
+    return [np.asarray(rows) for rows in waybill.simulate_communication(tensors, metadata)]
+
+
+def simulated_sums(gradients, metadata, rows):
+    """Gradients of copies into planes, and their sums, by rank."""
+    sums = []
+    copies = metadata.rev_kv.seq_recv_mask.shape[2]
+    world, hidden = len(gradients), gradients[0].shape[1]
+    given = np.zeros((world, max(map(len, gradients)), hidden), gradients[0].dtype)
+    for rank, gradient in enumerate(gradients):
+        given[rank, : len(gradient)] = gradient
+    planes = np.zeros((world, copies * max(rows), hidden), given.dtype)
+    waybill.orchestrate_simulate(given, planes, metadata.rev_kv)
+    for rank in range(world):
+        whole = planes[rank, : copies * rows[rank]]
+        sums.append(waybill.sum_kv_copies(whole, metadata.rev_kv, rank))
+    return sums
