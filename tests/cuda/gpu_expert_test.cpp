@@ -2,7 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <fstream>
+
 #include "cuda/expert_rig.h"
+#include "moe/golden_cases.h"
 
 namespace waybill {
 namespace {
@@ -192,6 +195,31 @@ TEST(GpuExpert, an_order_that_the_caller_chose) {
     rounds.push_back(make_round("reversed", std::move(the), {}, random));
   }
   check_rounds(config, {}, rounds, {4});
+}
+
+/// All cases of one node; what the simulation makes of them is compared with the files by its own
+/// tests.
+TEST(GpuExpert, golden_cases_of_one_node) {
+  int num_cases = 0;
+  for (const auto& path : test::case_files()) {
+    std::ifstream file(path);
+    const auto json = test::Json::parse(file);
+    if (json.value("expect_error", false)) continue;
+    const EPConfig config = test::read_config(json.at("config"));
+    if (!config.is_intra_node()) continue;
+    SCOPED_TRACE(path.stem().string());
+    Random random(21);
+    std::vector<Round> rounds;
+    for (const auto& step : json.at("steps")) {
+      for (const DType ids : {DType::int32, DType::int64}) {
+        rounds.push_back(
+            make_round("golden", test::read_inputs(config, step.at("inputs"), ids), {}, random));
+      }
+    }
+    check_rounds(config, {}, rounds, {4});
+    ++num_cases;
+  }
+  EXPECT_EQ(num_cases, 15);
 }
 
 TEST(GpuExpert, unaligned_tokens) {

@@ -239,7 +239,7 @@ int num_sending_blocks(const EPConfig& config, const EPDispatchOptions& options,
   const double world = config.world_size;
   const double sent = world * (1 - std::pow(1 - 1 / world, config.topk));
   const double all = options.rows == EPRows::compact ? sent : config.topk;
-  auto most = static_cast<int>(blocks * sent / all + 0.5);
+  auto most = static_cast<int>(std::lround(blocks * sent / all));
   if (world > 1) {
     most = std::min(most, static_cast<int>(link_gb_s / block_gb_s * world / (world - 1)));
   }

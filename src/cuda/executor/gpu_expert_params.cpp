@@ -1,5 +1,6 @@
 #include "gpu_expert_params.h"
 
+#include <cstring>
 #include <utility>
 
 #include "cuda_check.h"
@@ -54,7 +55,7 @@ ExpertParams::ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, i
   tile_counts_ =
       device_memory(std::int64_t{gpu_->num_sms()} * waybill::num_counts(config) * 4, stream);
   faults_ = pinned_memory(sizeof(MoeHostFaults));
-  *faults() = {};
+  std::memset(faults_.get(), 0, sizeof(MoeHostFaults));
   if (options.payload == EPPayload::quantized) {
     elements_ = device_memory(config.max_tokens * config.hidden, stream);
     scales_ = device_memory(config.max_tokens * num_scales(config, options) * 4, stream);

@@ -1,6 +1,7 @@
 #include "gpu_expert_tables.h"
 
 #include <algorithm>
+#include <cstring>
 #include <thread>
 #include <utility>
 
@@ -108,7 +109,7 @@ TableMemory TablePool::take(std::int64_t size_bytes, cudaStream_t stream, bool c
   TableMemory memory;
   memory.device = plain_device_memory(size_bytes, gpu_->device());
   memory.counts = pinned_memory(sizeof(MoeHostCounts));
-  *static_cast<MoeHostCounts*>(memory.counts.get()) = {};
+  std::memset(memory.counts.get(), 0, sizeof(MoeHostCounts));
   memory.size_bytes = size_bytes;
   memory.captured = capturing;
   cuda_check(cudaEventCreateWithFlags(&memory.used, cudaEventDisableTiming), "making an event");
