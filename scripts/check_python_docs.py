@@ -37,11 +37,8 @@ from extract_doc_examples import FENCE, ROOT, pages
 
 NO_PYTHON = (
     "README.md",
-    "compare.md",
+    "ep_all2all_layer.md",
     "expert_executor.md",
-    "explain.md",
-    "predict_step.md",
-    "static_plans.md",
     "transport.md",
 )
 OPTIONAL = ("torch", "matplotlib")

@@ -230,10 +230,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
 int num_sending_blocks(const EPConfig& config, const EPDispatchOptions& options, int blocks,
                        std::int64_t num_tokens) {
   constexpr double link_gb_s = 345;
-  constexpr std::int64_t long_row_bytes = 12288;
-  // What a block stores, wherever to; rows of half the size take it nearly as long.
-  const std::int64_t row_bytes = config.hidden * dtype_bytes(payload_dtype(config, options));
-  const double block_gb_s = row_bytes >= long_row_bytes ? 45 : 32;
+  constexpr double block_gb_s = 45;  // that a multiprocessor stores, wherever to
   // A few tokens a warp: nobody has to wait for a warp that sends, so all do both.
   if (blocks == 1 || num_tokens <= std::int64_t{2} * pump_warps * blocks) return blocks;
   const double world = config.world_size;
