@@ -8,10 +8,10 @@
 #include <map>
 #include <string_view>
 
-#include "link_probe.h"
 #include "moe_rank.h"
 #include "waybill/core/at.h"
 #include "waybill/cuda/gpu_world.h"
+#include "waybill/cuda/link_probe.h"
 
 namespace waybill::bench {
 namespace {
