@@ -33,6 +33,7 @@ ROOMS = {
         "report",
         "transport",
         "runtime",
+        "cuda",
     },
 }
 
@@ -47,11 +48,13 @@ THIRD_PARTY = {
     "benchmark/": ("bench/",),
     "nvshmem": ("src/cuda/nvshmem/",),
     "cuda_runtime": ("src/cuda/", "tests/cuda/", "bench/gpu/", "examples/cpp/"),
+    "cuda_bf16.h": ("src/cuda/device/",),
     "cuda_fp16.h": ("src/cuda/device/",),
+    "cuda_fp8.h": ("src/cuda/device/",),
 }
 
 # The folders of a room that is a house of its own: each may include those before it.
-FOLDERS = {"cuda": ("device", "nvshmem", "kernel", "executor", "transport")}
+FOLDERS = {"cuda": ("device", "nvshmem", "kernel", "moe", "executor", "transport")}
 
 SUFFIXES = (".h", ".cpp", ".cuh", ".cu")
 
@@ -104,8 +107,6 @@ def check_quoted(path, name):
         if other not in order or mine not in order or order.index(other) >= order.index(mine):
             return f'"{name}": {room}/{mine} may not include {other}'
         return None if (ROOT / path.parent / name).is_file() else f'"{name}" does not exist'
-    if str(path).startswith("bench/gpu/") and name.startswith("../../src/cuda/device/"):
-        return None  # the link benchmark copies with the room's own instructions
     bases = [ROOT / path.parent] + ([ROOT / "tests"] if path.parts[0] == "tests" else [])
     if ".." in name or not any((base / name).is_file() for base in bases):
         return f'"{name}" is not a file beside this one'

@@ -83,6 +83,13 @@ __device__ inline void bulk_wait_read_but_one() {
 #endif
 }
 
+/// Waits until all groups of this thread but the last three have arrived.
+__device__ inline void bulk_wait_but_three() {
+#ifdef WAYBILL_HAS_BULK
+  asm volatile("cp.async.bulk.wait_group 3;" ::: "memory");
+#endif
+}
+
 /// Waits until all stores of this thread have arrived.
 __device__ inline void bulk_wait_all() {
 #ifdef WAYBILL_HAS_BULK

@@ -1,0 +1,92 @@
+#include "gpu_demo.h"
+
+#ifdef WAYBILL_CLI_CUDA
+#include <array>
+
+#include "waybill/cuda/gpu_trial.h"
+#include "waybill/cuda/gpu_world.h"
+#include "waybill/report/format.h"
+#endif
+
+namespace waybill::cli {
+
+#ifdef WAYBILL_CLI_CUDA
+namespace {
+
+using Cells = std::array<std::string, 7>;
+constexpr std::array<std::size_t, 7> widths{13, 13, 13, 11, 11, 11, 0};
+
+std::string line_of(const Cells& cells) {
+  std::string line = "  ";
+  for (std::size_t i = 0; i < cells.size(); ++i) {
+    line += cells[i];
+    const std::size_t gap = cells[i].size() < widths[i] ? widths[i] - cells[i].size() : 1;
+    if (i + 1 < cells.size()) line.append(gap, ' ');
+  }
+  return line + "\n";
+}
+
+std::string step_line(const GpuTrial& trial, const GpuTrialStep& step, Console& console) {
+  const double limit_us = trial.limit_us(step);
+  const bool right = step.elements_wrong == 0;
+  const std::string wrong =
+      right ? "" : concat(", ", format_count(step.elements_wrong), " elements wrong");
+  return line_of({step.name, format_bytes(step.link_bytes), format_bytes(step.local_bytes),
+                  format_seconds(limit_us * 1e-6), format_seconds(step.median_us * 1e-6),
+                  concat(format_fixed(100 * limit_us / step.median_us, 0), " %"),
+                  concat(console.mark(right), " ", format_bytes(step.bytes_checked), wrong)});
+}
+
+}  // namespace
+
+std::int32_t require_gpus() {
+  const int gpus = num_gpus();
+  if (gpus == 0) throw Unsupported("demo --gpus: there is no GPU, or no driver for it");
+  return gpus;
+}
+
+bool run_gpu_demo(const QkvRouting& routing, const RowOptions& rows, int num_sms,
+                  Console& console) {
+  const DType dtype = dtype_from_name(rows.dtype);
+  GpuTrial trial;
+  {
+    const Progress progress(console, "the plan on the GPUs");
+    trial =
+        try_on_gpus(routing, {dtype, rows.q_hidden}, {dtype, rows.kv_hidden}, {.num_sms = num_sms});
+  }
+  console.print(concat(
+      "\nOn the GPUs: ", format_plural(trial.world_size, "rank"), " on ",
+      format_plural(trial.num_gpus, "GPU"), ", ", num_sms,
+      " multiprocessors a rank. Measured now: ",
+      trial.num_gpus > 1
+          ? concat("links ", format_fixed(trial.link_gb_s, 0), " GB/s a GPU and direction, ")
+          : "",
+      "a copy on one GPU ", format_fixed(trial.local_gb_s, 0), " GB/s, read and written.\n"));
+  console.print(line_of({"", "over a link", "stay", "limit", "measured", "achieved", "compared"}));
+  for (const GpuTrialStep& step : trial.steps) console.print(step_line(trial, step, console));
+  console.print(
+      "  over a link: the most bytes that one GPU sends to, or gets from, the others; stay: that "
+      "are\n  copied on one GPU; limit: what takes longer at these rates; measured: the slowest "
+      "rank's\n  median of 20 calls.\n");
+  return trial.passed();
+}
+#else
+namespace {
+
+[[noreturn]] void refuse() {
+  throw Unsupported(
+      "demo --gpus: this program was built without CUDA; with CUDA 13: scripts/demo.sh --gpus, or "
+      "cmake -DWAYBILL_CUDA=ON");
+}
+
+}  // namespace
+
+std::int32_t require_gpus() { refuse(); }
+
+bool run_gpu_demo(const QkvRouting& /*routing*/, const RowOptions& /*rows*/, int /*num_sms*/,
+                  Console& /*console*/) {
+  refuse();
+}
+#endif
+
+}  // namespace waybill::cli
