@@ -29,8 +29,8 @@ struct StepJob {
                                             const PlanningOptions& planning, const RowOptions& rows,
                                             const HardwareOptions& hardware);
 
-/// A file of format waybill.attention_plan, waybill.plan or waybill.dispatch. Nodes, window, rows and
-/// speeds are those of the options; of a waybill.attention_plan its own, but for options that
+/// A file of format waybill.attention_plan, waybill.plan or waybill.dispatch. Nodes, window, rows
+/// and speeds are those of the options; of a waybill.attention_plan its own, but for options that
 /// `is_given` says were typed.
 [[nodiscard]] StepJob step_job_of_file(const std::string& path, const PlanningOptions& planning,
                                        const RowOptions& rows, const HardwareOptions& hardware,
