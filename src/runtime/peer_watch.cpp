@@ -10,7 +10,8 @@
 namespace waybill::detail {
 namespace {
 
-constexpr int yields_before_sleep = 2000;
+/// Then waits sleep in between: on a busy processor a yield may take long.
+constexpr double seconds_of_yields = 0.001;
 
 // A note: the epoch above, then a count, as notes only grow, and the rank waited for + 1; 0: none.
 constexpr int epoch_shift = 32;
@@ -48,14 +49,14 @@ std::int32_t PeerWatch::silent_rank(std::int32_t peer) const {
 void PeerWatch::wait(const SignalPad& pad, std::int64_t idx, Rank peer) {
   const auto start = std::chrono::steady_clock::now();
   bool noted = false;
-  for (int tries = 0;; ++tries) {
+  for (;;) {
     const std::uint64_t seen = read(pad, idx);
     if (seen >= call_.epoch) break;
-    if (tries < yields_before_sleep) {
+    const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
+    if (waited.count() < seconds_of_yields && waited.count() < transport_.timeout_s()) {
       std::this_thread::yield();
       continue;
     }
-    const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
     if (waited.count() > transport_.timeout_s()) {
       const Rank silent{silent_rank(to_int(peer))};
       const Topology& topology = transport_.topology();
