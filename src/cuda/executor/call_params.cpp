@@ -60,6 +60,7 @@ SequenceParams sequence_params(const SequenceCall& call, const GpuRank& gpu, Fau
   params.meet = meet_params(call, gpu, kind, share);
   for (std::int32_t r = 0; r < call.plan->world_size; ++r) {
     params.windows[r] = call.window->peers[at(r)];
+    if (call.slots != nullptr) params.slots[r] = call.slots->peers[at(r)];
   }
   for (std::size_t t = 0; t < call.inputs.size(); ++t) {
     // Kernels only read the inputs.

@@ -35,6 +35,7 @@ class GpuExecutor final : public Executor {
   }
 
   [[nodiscard]] bool expands_plans() const override { return true; }
+  [[nodiscard]] bool runs_batches() const override { return true; }
 
   std::unique_ptr<UploadedPlan> upload(const SequencePlan& plan,
                                        std::unique_ptr<UploadedPlan> earlier,
@@ -64,8 +65,9 @@ class GpuExecutor final : public Executor {
     const bool apart = !call.plan->local_segments.empty();
     if (apart) copy_engine_.send_local(call);
     const auto launch = bulk ? launch_dispatch_bulk : launch_dispatch_vector;
-    gpu_->check(launch(params, num_sms(call), stream_of(call.stream)), "launching a kernel",
-                call.operation);
+    const bool batched = !call.plan->batches.empty();
+    gpu_->check(launch(params, batched, num_sms(call), stream_of(call.stream)),
+                "launching a kernel", call.operation);
     if (apart) {
       copy_engine_.join(call);
       plan_of(call).note_copies(is_capturing(call.stream));
@@ -81,8 +83,11 @@ class GpuExecutor final : public Executor {
     const bool any = !call.plan->tensors.empty();
     const DType from = any ? call.plan->tensors[0].dtype : DType::float32;
     const DType to = any ? call.outputs[0].dtype : DType::float32;
-    const bool bulk = gpu_->has_bulk_copies() && suits_bulk(call);
-    gpu_->check(launch_kv_gradient(params, from, to, bulk, num_sms(call), stream_of(call.stream)),
+    const GradientKernel kernel{.from = from,
+                                .to = to,
+                                .bulk = gpu_->has_bulk_copies() && suits_bulk(call),
+                                .batched = !call.plan->batches.empty()};
+    gpu_->check(launch_kv_gradient(params, kernel, num_sms(call), stream_of(call.stream)),
                 "launching a kernel", call.operation);
     plan_of(call).note_use(stream_of(call.stream));
   }
