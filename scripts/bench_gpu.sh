@@ -14,7 +14,8 @@ if (($# > 0)); then
 else
   cmake -S . -B build/cuda -G Ninja -DCMAKE_BUILD_TYPE=Release -DWAYBILL_CUDA=ON \
     -DWAYBILL_CLI=OFF -DWAYBILL_TESTS=OFF
-  cmake --build build/cuda --target waybill_bench_gpu_link waybill_bench_gpu_sequence
+  cmake --build build/cuda --target waybill_bench_gpu_link waybill_bench_gpu_sequence \
+    waybill_bench_gpu_processes
   programs=build/cuda/bin
 fi
 
@@ -24,6 +25,15 @@ export CUDA_MODULE_LOADING=EAGER
 nvidia-smi --query-gpu=index,name,driver_version --format=csv,noheader
 "$programs/waybill_bench_gpu_link"
 "$programs/waybill_bench_gpu_sequence" "${options[@]}"
+gpus=$(nvidia-smi --list-gpus | wc -l)
+scripts/start_ranks.sh -n "$gpus" "$programs/waybill_bench_gpu_processes"
+if [[ -f $programs/libwaybill_nvshmem.so ]]; then
+  if [[ -z ${NVSHMEM_HOME:-} ]]; then
+    NVSHMEM_HOME=$(python3 -c 'import nvidia.nvshmem as n; print(list(n.__path__)[0])') &&
+      export NVSHMEM_HOME
+  fi
+  scripts/start_ranks.sh -n "$gpus" "$programs/waybill_bench_gpu_processes" --nvshmem
+fi
 if python3 -c 'import torch' 2>/dev/null; then
   python3 bench/gpu/nccl_all_to_all.py
 fi

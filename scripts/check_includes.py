@@ -19,8 +19,8 @@ ROOMS = {
     "simulate": {"routing", "core"},
     "transport": {"core"},
     "moe": {"core"},
-    "runtime": {"moe", "transport", "routing", "core"},
-    "cuda": {"runtime", "moe", "transport", "routing", "core"},
+    "runtime": {"moe", "transport", "planner", "routing", "core"},
+    "cuda": {"runtime", "moe", "transport", "planner", "routing", "core"},
     "json": {"planner", "routing", "core"},
     "report": {"timing", "planner", "routing", "core"},
     "cli": {

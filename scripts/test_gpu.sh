@@ -91,6 +91,9 @@ launches() {
 }
 if [[ $filter == '*' && -x $programs/launch ]]; then
   WAYBILL_TEST_RANKS=$(nvidia-smi --list-gpus | wc -l)
+  if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
+    WAYBILL_TEST_RANKS=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | wc -l)
+  fi
   export WAYBILL_TEST_RANKS
   launches --gpu
   if [[ -f $programs/libwaybill_nvshmem.so ]]; then launches --nvshmem; fi

@@ -54,8 +54,9 @@ done
 expect "as torchrun, TCP" 0 "$ranks" "$good" \
   env MASTER_ADDR=127.0.0.1 MASTER_PORT="$(free_port)" "${start[@]}" -n "$ranks" "${run[@]}"
 expect "one process" 0 1 "$good" "${start[@]}" -n 1 "${run[@]}"
-if command -v torchrun >/dev/null; then
-  expect "torchrun" 0 "$ranks" "$good" torchrun --nproc-per-node "$ranks" --master-addr 127.0.0.1 \
+torchrun=$(command -v torchrun || command -v "$here/../build/venv/bin/torchrun" || true)
+if [[ -n $torchrun ]]; then
+  expect "torchrun" 0 "$ranks" "$good" "$torchrun" --nproc-per-node "$ranks" --master-addr 127.0.0.1 \
     --master-port "$(free_port)" --no-python "${run[@]}"
 else
   echo "test_launch: no torchrun here"

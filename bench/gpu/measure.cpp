@@ -160,34 +160,43 @@ class RankSetup {
 
 }  // namespace
 
+CallTimes measure_rank(World& world, const Workload& workload, const MeasureOptions& options) {
+  RankSetup setup(world, workload, options);
+  CallTimes times;
+  world.barrier();
+  for (int i = 0; i < options.warmup; ++i) setup.call();
+  setup.synchronize();
+  setup.check_outputs();
+  world.barrier();
+  times.median_us = setup.time_calls(options.calls);
+  setup.check_outputs();
+  world.barrier();
+  if (options.graph) times.graph_us = setup.time_graph(20, 10);
+  times.compile_us = setup.compile_us();
+  world.barrier();
+  setup.close();
+  return times;
+}
+
+CallTimes slowest(std::span<const CallTimes> ranks) {
+  CallTimes result;
+  for (const CallTimes& times : ranks) {
+    result.median_us = std::max(result.median_us, times.median_us);
+    result.graph_us = std::max(result.graph_us, times.graph_us);
+    result.compile_us = std::max(result.compile_us, times.compile_us);
+  }
+  return result;
+}
+
 CallTimes measure(std::int32_t world_size, const Workload& workload,
                   const MeasureOptions& options) {
   std::vector<CallTimes> ranks(at(world_size));
   run_gpu_thread_world(world_size,
                        [&](World& world) {
-                         RankSetup setup(world, workload, options);
-                         CallTimes& times = ranks[at(to_int(world.rank()))];
-                         world.barrier();
-                         for (int i = 0; i < options.warmup; ++i) setup.call();
-                         setup.synchronize();
-                         setup.check_outputs();
-                         world.barrier();
-                         times.median_us = setup.time_calls(options.calls);
-                         setup.check_outputs();
-                         world.barrier();
-                         if (options.graph) times.graph_us = setup.time_graph(20, 10);
-                         times.compile_us = setup.compile_us();
-                         world.barrier();
-                         setup.close();
+                         ranks[at(to_int(world.rank()))] = measure_rank(world, workload, options);
                        },
                        {.timeout_s = 30});
-  CallTimes slowest;
-  for (const CallTimes& times : ranks) {
-    slowest.median_us = std::max(slowest.median_us, times.median_us);
-    slowest.graph_us = std::max(slowest.graph_us, times.graph_us);
-    slowest.compile_us = std::max(slowest.compile_us, times.compile_us);
-  }
-  return slowest;
+  return slowest(ranks);
 }
 
 }  // namespace waybill::bench

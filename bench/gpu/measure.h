@@ -1,5 +1,7 @@
 #pragma once
 
+#include <span>
+
 #include "waybill/runtime/sequence_dispatcher.h"
 #include "waybill/runtime/world.h"
 #include "workload.h"
@@ -19,6 +21,14 @@ struct MeasureOptions {
   int calls = 60;
   bool graph = false;
 };
+
+/// On one rank of a world of GPUs: runs a workload, checks what arrives and times this rank.
+/// Collective. @throws InternalError when it is wrong
+[[nodiscard]] CallTimes measure_rank(World& world, const Workload& workload,
+                                     const MeasureOptions& options);
+
+/// The largest of each.
+[[nodiscard]] CallTimes slowest(std::span<const CallTimes> ranks);
 
 /// Runs a workload on all GPUs of this process, one rank each unless `world_size` says more, checks
 /// what arrives and times it. @throws InternalError when it is wrong

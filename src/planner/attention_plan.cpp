@@ -7,6 +7,7 @@
 
 #include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/planner/node_routes.h"
 
 namespace waybill {
 namespace {
@@ -51,14 +52,8 @@ bool AttentionPlan::balanced() const {
 
 double AttentionPlan::limit_seconds(Transfer transfer) const {
   const auto& used = transfer == Transfer::relay && !relay.empty() ? relay.links : links;
-  std::int64_t nvlink = 0;
-  std::int64_t network = 0;
-  for (const LinkBytes& link : used) {
-    nvlink = std::max({nvlink, link.nvlink_in, link.nvlink_out});
-    network = std::max({network, link.network_in, link.network_out});
-  }
-  return std::max(static_cast<double>(nvlink) / options.hardware.nvlink_bytes_per_second,
-                  static_cast<double>(network) / options.hardware.network_bytes_per_second);
+  return waybill::limit_seconds(used, options.hardware.nvlink_bytes_per_second,
+                                options.hardware.network_bytes_per_second);
 }
 
 namespace {

@@ -47,8 +47,8 @@ void check_outputs(const char* who, const SequencePlan& plan, std::span<const Te
     check_rows(who, "outputs", t, outputs[t], plan.tensors[t].hidden);
     require(outputs[t].shape[0] == plan.own_rows[t], who, ": outputs[", t, "] has ",
             outputs[t].shape[0], " rows, expected ", plan.own_rows[t]);
-    require(sum_runs_of(plan.tensors[t].dtype, outputs[t].dtype) != nullptr, who, ": outputs[", t,
-            "] is ", outputs[t].dtype, ", expected ", plan.tensors[t].dtype,
+    require(can_sum(plan.tensors[t].dtype, outputs[t].dtype), who, ": outputs[", t, "] is ",
+            outputs[t].dtype, ", expected ", plan.tensors[t].dtype,
             " as the gradients, or float32 for 16-bit ones");
     require(outputs[t].dtype == outputs[0].dtype, who, ": outputs are ", outputs[0].dtype, " and ",
             outputs[t].dtype, ", expected one dtype");

@@ -1,6 +1,7 @@
 #include <cstring>
 #include <vector>
 
+#include "peer_watch.h"
 #include "row_sum.h"
 #include "waybill/core/at.h"
 #include "waybill/core/error.h"
@@ -10,6 +11,7 @@ namespace waybill {
 namespace {
 
 using detail::at;
+using detail::PeerWatch;
 
 /// The tables stay where they are: in the plan.
 class NoTables final : public UploadedPlan {};
@@ -35,22 +37,28 @@ class HostExecutor final : public Executor {
     return earlier != nullptr ? std::move(earlier) : std::make_unique<NoTables>();
   }
 
+  [[nodiscard]] bool runs_batches() const override { return true; }
+
   void dispatch(const SequenceCall& call) override {
-    for (const RowChunk& chunk : call.plan->chunks) send(call, chunk);
-    meet(call);
+    PeerWatch watch(transport_, call);
+    run_batches(call, watch);
+    for (const RowChunk& chunk : call.plan->chunks) {
+      if (call.plan->batches.empty()) send(call, chunk);
+    }
+    meet(call, watch);
+    // Rows may still be on their way out of the inputs and the window.
+    if (transport_.topology().num_nodes() > 1) transport_.quiet();
   }
 
   void kv_gradient(const SequenceCall& call) override {
-    for (std::size_t r = 0; r < call.plan->wire_bytes.size(); ++r) {
-      if (call.plan->wire_bytes[r] == 0 || call.window->peers[r] != nullptr) continue;
-      throw Unsupported(concat(call.operation, ": rank ", r,
-                               " is on another node; gradients are read through pointers, so all "
-                               "ranks must be on one node"));
-    }
+    PeerWatch watch(transport_, call);
     stage(call);
-    meet(call);
-    std::vector<const std::byte*> sources;
-    for (const RowChunk& chunk : call.plan->chunks) sum(call, chunk, sources);
+    meet(call, watch);
+    run_batches(call, watch);
+    for (const RowChunk& chunk : call.plan->chunks) {
+      if (call.plan->batches.empty()) sum(call, chunk);
+    }
+    if (transport_.topology().num_nodes() > 1) transport_.quiet();
   }
 
   void synchronize(Stream /*stream*/) override {}
@@ -58,10 +66,61 @@ class HostExecutor final : public Executor {
   [[nodiscard]] bool is_capturing(Stream /*stream*/) const override { return false; }
 
  private:
+  void run_batches(const SequenceCall& call, PeerWatch& watch) {
+    const SequencePlan& plan = *call.plan;
+    const std::int32_t world = plan.world_size;
+    for (const WorkBatch& batch : plan.batches) {
+      for (std::int32_t w = batch.first_wait; w < batch.first_wait + batch.num_waits; ++w) {
+        const BatchSlot& slot = plan.waits[at(w)];
+        watch.wait(*call.slots, std::int64_t{world} + slot.slot, Rank{slot.rank});
+      }
+      for (auto c = batch.first_chunk; c < batch.first_chunk + batch.num_chunks; ++c) {
+        run_chunk(call, batch.kind, plan.chunks[at(c)]);
+      }
+      for (std::int32_t s = batch.first_signal; s < batch.first_signal + batch.num_signals; ++s) {
+        const BatchSlot& slot = plan.signals[at(s)];
+        transport_.signal(Rank{slot.rank}, {call.slots, std::int64_t{world} + slot.slot},
+                          call.epoch);
+      }
+    }
+  }
+
+  void run_chunk(const SequenceCall& call, BatchKind kind, const RowChunk& chunk) {
+    switch (kind) {
+      case BatchKind::send:
+        return send(call, chunk);
+      case BatchKind::forward: {
+        const std::int64_t pitch = call.plan->cuts[at(chunk.tensor)].row_bytes;
+        return send_rows(call, chunk, in_window(call, chunk.tensor, chunk), pitch);
+      }
+      case BatchKind::sum:
+        return sum(call, chunk);
+      case BatchKind::partial: {
+        const auto sums = chunk.tensor + static_cast<std::int32_t>(call.plan->tensors.size());
+        const DType from = call.plan->tensors[at(chunk.tensor)].dtype;
+        const DType to = from == DType::float64 ? DType::float64 : DType::float32;
+        return sum_rows(call, chunk, in_window(call, sums, chunk),
+                        call.plan->cuts[at(sums)].row_bytes, to);
+      }
+    }
+  }
+
+  /// The first row of a chunk in this rank's window.
+  static std::byte* in_window(const SequenceCall& call, std::int32_t tensor,
+                              const RowChunk& chunk) {
+    return call.window->local + call.plan->window_offsets[at(tensor)] +
+           chunk.row * call.plan->cuts[at(tensor)].row_bytes;
+  }
+
   void send(const SequenceCall& call, const RowChunk& chunk) {
     const ConstTensorView& input = call.inputs[at(chunk.tensor)];
     const std::int64_t pitch = row_pitch(input);
-    const std::byte* const first = input.data + chunk.row * pitch + chunk.col_bytes;
+    send_rows(call, chunk, input.data + chunk.row * pitch, pitch);
+  }
+
+  void send_rows(const SequenceCall& call, const RowChunk& chunk, const std::byte* row,
+                 std::int64_t pitch) {
+    const std::byte* const first = row + chunk.col_bytes;
     const bool one_piece = chunk.rows == 1 || pitch == chunk.part_bytes;
     const std::int64_t pieces = one_piece ? 1 : chunk.rows;
     const std::int64_t piece_bytes =
@@ -85,7 +144,7 @@ class HostExecutor final : public Executor {
   }
 
   /// Raises this rank's slot everywhere, beginning with rank + 1, and waits for all others'.
-  void meet(const SequenceCall& call) {
+  void meet(const SequenceCall& call, PeerWatch& watch) {
     const std::int32_t world = transport_.topology().world_size;
     const std::int32_t me = to_int(transport_.rank());
     for (std::int32_t k = 1; k < world; ++k) {
@@ -93,7 +152,7 @@ class HostExecutor final : public Executor {
     }
     for (std::int32_t k = 1; k < world; ++k) {
       const std::int32_t peer = (me + k) % world;
-      (void)transport_.wait({call.arrivals, peer}, call.epoch, Rank{peer}, call.operation);
+      watch.wait(*call.arrivals, peer, Rank{peer});
     }
   }
 
@@ -110,27 +169,37 @@ class HostExecutor final : public Executor {
     }
   }
 
-  static void sum(const SequenceCall& call, const RowChunk& chunk,
-                  std::vector<const std::byte*>& sources) {
-    const TensorFormat& format = call.plan->tensors[at(chunk.tensor)];
+  void sum(const SequenceCall& call, const RowChunk& chunk) {
     const TensorView& output = call.outputs[at(chunk.tensor)];
-    const std::int64_t in_bytes = dtype_bytes(format.dtype);
-    const std::int64_t out_bytes = dtype_bytes(output.dtype);
-    const auto sum_runs = detail::sum_runs_of(format.dtype, output.dtype);
+    const std::int64_t pitch = output.strides[0] * dtype_bytes(output.dtype);
+    sum_rows(call, chunk, output.data + chunk.row * pitch, pitch, output.dtype);
+  }
+
+  /// @param row where the sum of the chunk's first row goes, as `to`
+  void sum_rows(const SequenceCall& call, const RowChunk& chunk, std::byte* row, std::int64_t pitch,
+                DType to) {
+    const DType from = call.plan->tensors[at(chunk.tensor)].dtype;
+    const std::int64_t in_bytes = dtype_bytes(from);
+    const bool batches = !call.plan->batches.empty();
+    addends_.resize(at(chunk.num_places));
     for (std::int64_t k = 0; k < chunk.rows; ++k) {
-      sources.clear();
       for (std::int32_t p = 0; p < chunk.num_places; ++p) {
         const std::uint64_t place = call.plan->places[at(chunk.first_place + p)];
+        const bool is_sum = batches && (place & place_sum_bit) != 0;
+        const std::int64_t row_bytes =
+            is_sum ? call.plan->cuts[at(chunk.tensor) + call.plan->tensors.size()].row_bytes
+                   : chunk.part_bytes;
         const std::byte* const base = call.window->peers[at(rank_of(place))];
-        sources.push_back(base + offset_of(place) + k * chunk.part_bytes);
+        addends_[at(p)] = {
+            base + offset_of(is_sum ? place & ~place_sum_bit : place) + k * row_bytes, is_sum};
       }
-      sum_runs(sources,
-               output.data + (chunk.row + k) * output.strides[0] * out_bytes +
-                   chunk.col_bytes / in_bytes * out_bytes,
-               chunk.part_bytes / in_bytes);
+      detail::sum_runs(addends_, from, to,
+                       row + k * pitch + chunk.col_bytes / in_bytes * dtype_bytes(to),
+                       chunk.part_bytes / in_bytes);
     }
   }
 
+  std::vector<detail::SumAddend> addends_;
   Transport& transport_;
 };
 

@@ -48,20 +48,6 @@ void check_metadata(const char* who, const SparseMetadata& metadata) {
   }
 }
 
-/// Rows that each rank needs so that every copy has room.
-std::vector<std::int64_t> rows_needed(const SparseMetadata& metadata) {
-  std::vector<std::int64_t> rows(at(metadata.world_size));
-  for (std::int64_t j = 0; j < metadata.num_lines(); ++j) {
-    const std::int64_t len = metadata.seq_len[at(j)];
-    if (len == 0) continue;
-    for (std::int64_t c = metadata.copy_begin(j); c < metadata.copy_end(j); ++c) {
-      std::int64_t& end = rows[at(metadata.dst_rank[at(c)])];
-      end = std::max(end, metadata.dst_offset[at(c)] + len);
-    }
-  }
-  return rows;
-}
-
 }  // namespace
 
 void check_parts(const char* who, std::span<const SequencePart> parts, Rank rank) {
@@ -77,25 +63,48 @@ void check_parts(const char* who, std::span<const SequencePart> parts, Rank rank
           world - 1);
 }
 
-WindowMap::WindowMap(const char* who, std::span<const SequencePart> parts) {
-  const auto world = at(parts.front().metadata->world_size);
-  std::vector<std::int64_t> used(world);
-  for (std::size_t p = 0; p < parts.size(); ++p) {
-    rows_.push_back(rows_needed(*parts[p].metadata));
-    for (const TensorFormat& format : parts[p].tensors) {
-      tensor_part_.push_back(p);
-      offsets_.push_back(used);
-      for (std::size_t r = 0; r < world; ++r) {
-        std::int64_t bytes = 0;
-        require(!__builtin_mul_overflow(rows_[p][r], format.row_bytes(), &bytes) &&
-                    bytes < (std::int64_t{1} << place_rank_shift) - used[r] - alignment_bytes,
-                who, ": the window of rank ", r, " would need 2^", place_rank_shift,
-                " bytes or more");
-        used[r] += (bytes + alignment_bytes - 1) / alignment_bytes * alignment_bytes;
-      }
+std::vector<std::int64_t> rows_needed(const SparseMetadata& metadata) {
+  std::vector<std::int64_t> rows(at(metadata.world_size));
+  for (std::int64_t j = 0; j < metadata.num_lines(); ++j) {
+    const std::int64_t len = metadata.seq_len[at(j)];
+    if (len == 0) continue;
+    for (std::int64_t c = metadata.copy_begin(j); c < metadata.copy_end(j); ++c) {
+      std::int64_t& end = rows[at(metadata.dst_rank[at(c)])];
+      end = std::max(end, metadata.dst_offset[at(c)] + len);
     }
   }
-  largest_ = *std::ranges::max_element(used);
+  return rows;
 }
+
+TensorFormat sum_format(const TensorFormat& format) {
+  return {format.dtype == DType::float64 ? DType::float64 : DType::float32, format.hidden};
+}
+
+WindowMap::WindowMap(const char* who, std::span<const SequencePart> parts,
+                     std::span<const WindowRows> rows, int bits)
+    : used_(at(parts.front().metadata->world_size)) {
+  for (std::size_t p = 0; p < parts.size(); ++p) {
+    for (const TensorFormat& format : parts[p].tensors) add(who, format, rows[p].tensor, bits);
+  }
+  if (std::ranges::all_of(rows, [](const WindowRows& r) { return r.sums.empty(); })) return;
+  for (std::size_t p = 0; p < parts.size(); ++p) {
+    for (const TensorFormat& format : parts[p].tensors)
+      add(who, sum_format(format), rows[p].sums, bits);
+  }
+}
+
+void WindowMap::add(const char* who, const TensorFormat& format, std::span<const std::int64_t> rows,
+                    int bits) {
+  offsets_.push_back(used_);
+  for (std::size_t r = 0; r < used_.size(); ++r) {
+    std::int64_t bytes = 0;
+    require(!__builtin_mul_overflow(rows[r], format.row_bytes(), &bytes) &&
+                bytes < (std::int64_t{1} << bits) - used_[r] - alignment_bytes,
+            who, ": the window of rank ", r, " would need 2^", bits, " bytes or more");
+    used_[r] += (bytes + alignment_bytes - 1) / alignment_bytes * alignment_bytes;
+  }
+}
+
+std::int64_t WindowMap::largest() const { return *std::ranges::max_element(used_); }
 
 }  // namespace waybill::detail

@@ -12,28 +12,38 @@ namespace waybill::detail {
 /// Tables that fit each other, ranks and offsets in range, one world. @throws InvalidArgument
 void check_parts(const char* who, std::span<const SequencePart> parts, Rank rank);
 
-/// Where the tensors of a call lie in the windows of all ranks.
+/// Rows that each rank's window needs of the part's tensors, so that every copy has room. [W]
+[[nodiscard]] std::vector<std::int64_t> rows_needed(const SparseMetadata& metadata);
+
+/// What rows of a format are added up in: float32, float64 for float64.
+[[nodiscard]] TensorFormat sum_format(const TensorFormat& format);
+
+/// Rows of a part's tensors in the windows of all ranks.
+struct WindowRows {
+  std::vector<std::int64_t> tensor;  ///< [W] with those that only pass through
+  std::vector<std::int64_t> sums;    ///< [W] of the sums on the way; empty: none
+};
+
+/// Where the tensors of a call lie in the windows of all ranks, and behind them, tensor
+/// `num_tensors + t`, the sums on the way of tensor t.
 class WindowMap {
  public:
-  /// @throws InvalidArgument when a window would need 2^44 bytes.
-  WindowMap(const char* who, std::span<const SequencePart> parts);
+  /// @throws InvalidArgument when a window would need 2^`bits` bytes.
+  WindowMap(const char* who, std::span<const SequencePart> parts, std::span<const WindowRows> rows,
+            int bits = place_rank_shift);
 
-  [[nodiscard]] std::int64_t rows(std::size_t tensor, std::int32_t rank) const {
-    return rows_[tensor_part_[tensor]][at(rank)];
-  }
   [[nodiscard]] std::int64_t offset(std::size_t tensor, std::int32_t rank) const {
     return offsets_[tensor][at(rank)];
   }
-  [[nodiscard]] std::span<const std::int64_t> offsets(std::size_t tensor) const {
-    return offsets_[tensor];
-  }
-  [[nodiscard]] std::int64_t largest() const { return largest_; }
+  [[nodiscard]] std::size_t num_tensors() const { return offsets_.size(); }
+  [[nodiscard]] std::int64_t largest() const;
 
  private:
-  std::vector<std::vector<std::int64_t>> rows_;     ///< [parts][W]
+  void add(const char* who, const TensorFormat& format, std::span<const std::int64_t> rows,
+           int bits);
+
   std::vector<std::vector<std::int64_t>> offsets_;  ///< [tensors][W]
-  std::vector<std::size_t> tensor_part_;
-  std::int64_t largest_ = 0;
+  std::vector<std::int64_t> used_;                  ///< [W]
 };
 
 }  // namespace waybill::detail

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "waybill/core/at.h"
+#include "waybill/core/error.h"
 #include "waybill/core/float_convert.h"
 
 namespace waybill::detail {
@@ -13,10 +14,17 @@ namespace {
 
 constexpr std::int64_t block_elements = 512;
 
-template <class Stored, class Sum>
-Sum widen(Stored value, DType from) {
-  if constexpr (sizeof(Stored) == 2) {
-    return from == DType::bfloat16 ? bfloat16_to_float(value) : float16_to_float(value);
+template <DType Type>
+using Stored =
+    std::conditional_t<Type == DType::float32, float,
+                       std::conditional_t<Type == DType::float64, double, std::uint16_t>>;
+
+template <DType From, class Sum>
+Sum widen(Stored<From> value) {
+  if constexpr (From == DType::bfloat16) {
+    return bfloat16_to_float(value);
+  } else if constexpr (From == DType::float16) {
+    return float16_to_float(value);
   } else {
     return value;
   }
@@ -33,49 +41,64 @@ auto narrow(Sum value) {
   }
 }
 
-template <DType Type>
-using Stored =
-    std::conditional_t<Type == DType::float32, float,
-                       std::conditional_t<Type == DType::float64, double, std::uint16_t>>;
+/// Reads `count` elements as they are summed.
+template <DType From, class Sum>
+void load(const std::byte* data, std::size_t first, std::size_t count, Sum* values) {
+  std::array<Stored<From>, block_elements> in;
+  std::memcpy(in.data(), data + first * sizeof(in[0]), count * sizeof(in[0]));
+  for (std::size_t i = 0; i < count; ++i) values[i] = widen<From, Sum>(in[i]);
+}
 
 template <DType From, DType To>
-void sum_runs(std::span<const std::byte* const> sources, std::byte* out,
-              std::int64_t num_elements) {
-  using In = Stored<From>;
+void sum_as(std::span<const SumAddend> addends, std::byte* out, std::int64_t num_elements) {
   using Out = Stored<To>;
   using Sum = std::conditional_t<From == DType::float64, double, float>;
-  if (From == To && sources.size() == 1) {
-    std::memcpy(out, sources[0], at(num_elements) * sizeof(In));
+  constexpr DType sum_type = From == DType::float64 ? DType::float64 : DType::float32;
+  if (addends.size() == 1 && (addends[0].is_sum ? sum_type : From) == To) {
+    std::memcpy(out, addends[0].data, at(num_elements) * sizeof(Out));
     return;
   }
   std::array<Sum, block_elements> sums{};
-  std::array<In, block_elements> in;
+  std::array<Sum, block_elements> values;
   std::array<Out, block_elements> rounded;
   for (std::int64_t first = 0; first < num_elements; first += block_elements) {
     const std::size_t count = at(std::min(block_elements, num_elements - first));
-    for (std::size_t k = 0; k < sources.size(); ++k) {
-      std::memcpy(in.data(), sources[k] + at(first) * sizeof(In), count * sizeof(In));
-      for (std::size_t i = 0; i < count; ++i) {
-        const Sum value = widen<In, Sum>(in[i], From);
-        sums[i] = k == 0 ? value : sums[i] + value;
+    for (std::size_t k = 0; k < addends.size(); ++k) {
+      Sum* const into = k == 0 ? sums.data() : values.data();
+      if (addends[k].is_sum) {
+        load<sum_type, Sum>(addends[k].data, at(first), count, into);
+      } else {
+        load<From, Sum>(addends[k].data, at(first), count, into);
       }
+      for (std::size_t i = 0; k > 0 && i < count; ++i) sums[i] += values[i];
     }
     for (std::size_t i = 0; i < count; ++i) rounded[i] = narrow<To>(sums[i]);
     std::memcpy(out + at(first) * sizeof(Out), rounded.data(), count * sizeof(Out));
   }
 }
 
+using SumAs = void (*)(std::span<const SumAddend>, std::byte*, std::int64_t);
+
+SumAs sum_of(DType from, DType to) {
+  using enum DType;
+  if (from == float32 && to == float32) return sum_as<float32, float32>;
+  if (from == float64 && to == float64) return sum_as<float64, float64>;
+  if (from == bfloat16 && to == bfloat16) return sum_as<bfloat16, bfloat16>;
+  if (from == bfloat16 && to == float32) return sum_as<bfloat16, float32>;
+  if (from == float16 && to == float16) return sum_as<float16, float16>;
+  if (from == float16 && to == float32) return sum_as<float16, float32>;
+  return nullptr;
+}
+
 }  // namespace
 
-SumRuns sum_runs_of(DType from, DType to) {
-  using enum DType;
-  if (from == float32 && to == float32) return sum_runs<float32, float32>;
-  if (from == float64 && to == float64) return sum_runs<float64, float64>;
-  if (from == bfloat16 && to == bfloat16) return sum_runs<bfloat16, bfloat16>;
-  if (from == bfloat16 && to == float32) return sum_runs<bfloat16, float32>;
-  if (from == float16 && to == float16) return sum_runs<float16, float16>;
-  if (from == float16 && to == float32) return sum_runs<float16, float32>;
-  return nullptr;
+bool can_sum(DType from, DType to) { return sum_of(from, to) != nullptr; }
+
+void sum_runs(std::span<const SumAddend> addends, DType from, DType to, std::byte* out,
+              std::int64_t num_elements) {
+  const SumAs sum = sum_of(from, to);
+  require(sum != nullptr, "sum_runs: from ", from, " to ", to, ", expected dtypes that can_sum");
+  sum(addends, out, num_elements);
 }
 
 }  // namespace waybill::detail

@@ -97,10 +97,10 @@ void SegmentWriter::add_group(std::int64_t row, std::int64_t rows, std::span<con
   }
 }
 
-void SegmentWriter::finish() const {
+void check_chunk_numbers(const SequencePlan& plan) {
   constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
-  require(plan_.num_chunks <= most && plan_.num_places <= most, "compile: ", plan_.num_chunks,
-          " chunks with ", plan_.num_places,
+  require(plan.num_chunks <= most && plan.num_places <= most, "compile: ", plan.num_chunks,
+          " chunks with ", plan.num_places,
           " places, expected fewer than 2^31 (larger chunk_bytes make fewer)");
 }
 
@@ -135,12 +135,26 @@ std::vector<std::int32_t> interleaved(const SequencePlan& plan) {
   return positions;
 }
 
-void expand_segment(SequencePlan& plan, const RowSegment& segment, const std::int32_t* positions) {
+/// Bytes behind the first row of a place of a chunk that begins `offset` bytes behind the first row
+/// of its segment. Sums on the way are wider than the rows.
+std::uint64_t place_of(const SequencePlan& plan, const RowSegment& segment, std::uint64_t place,
+                       std::int64_t offset) {
+  if (plan.batches.empty() || (place & place_sum_bit) == 0)
+    return place + static_cast<std::uint64_t>(offset);
+  const std::int64_t sum_row = plan.cuts[at(segment.tensor) + plan.tensors.size()].row_bytes;
+  const std::int64_t row_bytes = plan.cuts[at(segment.tensor)].row_bytes;
+  return place + static_cast<std::uint64_t>(offset * (sum_row / row_bytes));
+}
+
+/// @param position of chunk k of the segment
+template <class Position>
+void expand_segment(SequencePlan& plan, const RowSegment& segment, Position&& position) {
   const RowCut& cut = plan.cuts[at(segment.tensor)];
   std::int64_t place = segment.first_place;
+  std::int64_t idx = 0;
   for (std::int64_t k = 0; k < segment.rows; k += cut.rows_each) {
     for (std::int64_t col = 0; col < cut.row_bytes; col += cut.part_bytes) {
-      RowChunk& chunk = plan.chunks[at(*positions++)];
+      RowChunk& chunk = plan.chunks[at(position(idx++))];
       chunk.row = segment.row + k;
       chunk.rows =
           static_cast<std::int32_t>(std::min<std::int64_t>(cut.rows_each, segment.rows - k));
@@ -150,9 +164,10 @@ void expand_segment(SequencePlan& plan, const RowSegment& segment, const std::in
           static_cast<std::int32_t>(std::min<std::int64_t>(cut.part_bytes, cut.row_bytes - col));
       chunk.first_place = static_cast<std::int32_t>(place);
       chunk.num_places = segment.num_copies;
-      const auto offset = static_cast<std::uint64_t>(k * cut.row_bytes + col);
       for (std::int32_t c = 0; c < segment.num_copies; ++c) {
-        plan.places[at(place++)] = plan.segment_places[at(segment.first_copy + c)] + offset;
+        plan.places[at(place++)] =
+            place_of(plan, segment, plan.segment_places[at(segment.first_copy + c)],
+                     k * cut.row_bytes + col);
       }
     }
   }
@@ -165,13 +180,20 @@ void expand_chunks(SequencePlan& plan) {
   using detail::at;
   plan.chunks.resize(at(plan.num_chunks));
   plan.places.resize(at(plan.num_places));
+  if (!plan.batches.empty()) {
+    for (const RowSegment& segment : plan.segments) {
+      detail::expand_segment(plan, segment,
+                             [&](std::int64_t k) { return segment.first_chunk + k; });
+    }
+    return;
+  }
   const std::vector<std::int32_t> positions = detail::interleaved(plan);
   std::vector<std::int64_t> begin(plan.bucket_chunks.size());
   for (std::size_t b = 1; b < begin.size(); ++b)
     begin[b] = begin[b - 1] + plan.bucket_chunks[b - 1];
   for (const RowSegment& segment : plan.segments) {
-    detail::expand_segment(plan, segment,
-                           positions.data() + begin[at(segment.bucket)] + segment.first_chunk);
+    const std::int64_t first = begin[at(segment.bucket)] + segment.first_chunk;
+    detail::expand_segment(plan, segment, [&](std::int64_t k) { return positions[at(first + k)]; });
   }
 }
 

@@ -9,6 +9,9 @@
 
 namespace waybill::detail {
 
+/// @throws InvalidArgument for 2^31 chunks or places
+void check_chunk_numbers(const SequencePlan& plan);
+
 /// Writes the lines of this rank as segments, and counts the chunks that they will be cut into.
 class SegmentWriter {
  public:
@@ -22,7 +25,7 @@ class SegmentWriter {
                 std::span<const std::int64_t> offsets);
 
   /// @throws InvalidArgument for 2^31 chunks or places
-  void finish() const;
+  void finish() const { check_chunk_numbers(plan_); }
 
  private:
   struct Copy {

@@ -25,12 +25,25 @@ std::int64_t grown_size(std::int64_t need, std::int64_t most) {
   return std::max(need, std::min(size, most));
 }
 
+/// Counters for notes and for slots of batches, in powers of two.
+std::int64_t pad_size(std::int32_t world_size, std::int32_t num_slots) {
+  const auto slots = std::max(num_slots, least_batch_slots);
+  return std::int64_t{world_size} *
+         (1 + static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint32_t>(slots))));
+}
+
 }  // namespace
 
 SequenceDispatcher::SequenceDispatcher(World& world, SequenceDispatcherOptions options)
     : world_(world), options_(options) {
   options_.plan.chunks = !world.executor().expands_plans();
   options_.plan.local_apart = options.local_by_copy_engine && world.executor().expands_plans();
+  if (world.executor().runs_batches()) {
+    options_.plan.ranks_per_node = world.topology().ranks_per_node;
+  } else {
+    options_.plan.ranks_per_node = 0;
+    options_.plan.relay = RelayUse::never;
+  }
   options_.plan.num_sms = options.num_sms;
   require(options.num_sms >= 0, "SequenceDispatcher: num_sms = ", options.num_sms,
           ", expected >= 0");
@@ -38,12 +51,16 @@ SequenceDispatcher::SequenceDispatcher(World& world, SequenceDispatcherOptions o
           "SequenceDispatcher: max_window_bytes = ", options.max_window_bytes, ", expected >= 0");
   arrivals_ =
       world.transport().allocate_signals(world.world_size() + num_executor_slots, "arrivals");
+  slots_ = world.transport().allocate_signals(pad_size(world.world_size(), least_batch_slots),
+                                              "slots of batches");
 }
 
 SequenceDispatcher::~SequenceDispatcher() {
   Transport& transport = world_.transport();
   for (SymmetricBuffer& window : windows_) transport.abandon(std::move(window.memory));
   for (SymmetricBuffer& buffer : retired_) transport.abandon(std::move(buffer.memory));
+  for (SignalPad& pad : old_slots_) transport.abandon(std::move(pad.memory));
+  transport.abandon(std::move(slots_.memory));
   transport.abandon(std::move(arrivals_.memory));
 }
 
@@ -55,6 +72,9 @@ void SequenceDispatcher::close() {
     for (SymmetricBuffer& window : windows_) retired_.push_back(std::exchange(window, {}));
     for (SymmetricBuffer& buffer : retired_) transport.release(buffer);
     retired_.clear();
+    for (SignalPad& pad : old_slots_) transport.release(pad);
+    old_slots_.clear();
+    transport.release(slots_);
     transport.release(arrivals_);
   });
   broken_ = "it was closed";
@@ -87,6 +107,9 @@ void SequenceDispatcher::replace_plan(ReadyPlan& ready, std::span<const Sequence
   require(plan.tensors == old.tensors, who, ": parts have other formats than the plan");
   require(plan.window_bytes <= window_bytes(), who, ": the plan needs windows of ",
           plan.window_bytes, " bytes, expected at most ", window_bytes(), ": reserve() more");
+  require(pad_size(world_.world_size(), plan.num_slots) <= slots_.count, who, ": the plan has ",
+          plan.num_slots, " slots of batches, expected at most ",
+          slots_.count / world_.world_size() - 1, ": reserve() more");
   ready.uploaded_ = world_.executor().upload(plan, std::move(ready.uploaded_), stream);
   ready.plan_ = std::move(plan);
 }
@@ -120,30 +143,48 @@ void SequenceDispatcher::guarded(Call&& call) {
   }
 }
 
-void SequenceDispatcher::grow_for(const char* who, std::int64_t window_bytes, Stream stream) {
+void SequenceDispatcher::retire() {
+  if (retired_epoch_ == epoch_) return;  // they may hold the last output
+  for (SymmetricBuffer& buffer : retired_) world_.transport().release(buffer);
+  retired_.clear();
+  for (SignalPad& pad : old_slots_) world_.transport().release(pad);
+  old_slots_.clear();
+}
+
+void SequenceDispatcher::grow_for(const char* who, std::int64_t window_bytes,
+                                  std::int32_t num_slots, Stream stream) {
   Executor& executor = world_.executor();
   const bool capturing = executor.is_capturing(stream);
-  if (window_bytes <= windows_[0].size_bytes && windows_[0].local != nullptr) return;
-  require(!capturing, who, ": windows of ", window_bytes, " bytes, but they have ",
-          windows_[0].size_bytes, " and cannot grow inside a graph: reserve() before");
+  const bool windows = window_bytes > windows_[0].size_bytes || windows_[0].local == nullptr;
+  const std::int64_t counters = pad_size(world_.world_size(), num_slots);
+  if (!windows && counters <= slots_.count) return;
+  require(!capturing, who, ": windows of ", window_bytes, " bytes and ", num_slots,
+          " slots of batches, but they have ", windows_[0].size_bytes, " and ",
+          slots_.count / world_.world_size() - 1,
+          " and cannot grow inside a graph: reserve() before");
   executor.synchronize(stream);
-  if (retired_epoch_ < epoch_) {  // they do not hold the last output any more
-    for (SymmetricBuffer& buffer : retired_) world_.transport().release(buffer);
-    retired_.clear();
+  retire();
+  if (windows) {
+    const std::int64_t size = grown_size(window_bytes, options_.max_window_bytes);
+    for (SymmetricBuffer& window : windows_) {
+      SymmetricBuffer larger = world_.transport().allocate(size, "window");
+      if (window.local != nullptr) retired_.push_back(std::move(window));
+      window = std::move(larger);
+    }
   }
-  const std::int64_t size = grown_size(window_bytes, options_.max_window_bytes);
-  for (SymmetricBuffer& window : windows_) {
-    SymmetricBuffer larger = world_.transport().allocate(size, "window");
-    if (window.local != nullptr) retired_.push_back(std::move(window));
-    window = std::move(larger);
+  if (counters > slots_.count) {
+    old_slots_.push_back(std::move(slots_));
+    slots_ = world_.transport().allocate_signals(counters, "slots of batches");
   }
   retired_epoch_ = epoch_;
 }
 
-void SequenceDispatcher::reserve(std::int64_t window_bytes, Stream stream) {
+void SequenceDispatcher::reserve(std::int64_t window_bytes, Stream stream, std::int32_t num_slots) {
   require(0 <= window_bytes && window_bytes <= options_.max_window_bytes,
           "reserve: window_bytes = ", window_bytes, ", expected 0..", options_.max_window_bytes);
-  guarded([&] { grow_for("reserve", window_bytes, stream); });
+  require(0 <= num_slots && num_slots <= (1 << 24), "reserve: num_slots = ", num_slots,
+          ", expected 0..2^24");
+  guarded([&] { grow_for("reserve", window_bytes, num_slots, stream); });
 }
 
 std::vector<TensorView> SequenceDispatcher::window_views(const SequencePlan& plan,
@@ -166,6 +207,7 @@ SequenceCall SequenceDispatcher::next_call(const char* who, const ReadyPlan& rea
           .outputs = outputs,
           .window = &window_of(epoch_ + 1),
           .arrivals = &arrivals_,
+          .slots = &slots_,
           .epoch = epoch_ + 1,
           .num_sms = options_.num_sms,
           .stream = stream};
@@ -178,7 +220,7 @@ std::vector<TensorView> SequenceDispatcher::dispatch(const ReadyPlan& ready,
   check_call(who, ready, SequenceOperation::dispatch);
   detail::check_inputs(who, ready.plan_, tensors);
   guarded([&] {
-    grow_for(who, ready.plan_.window_bytes, stream);
+    grow_for(who, ready.plan_.window_bytes, ready.plan_.num_slots, stream);
     world_.executor().dispatch(next_call(who, ready, tensors, {}, stream));
     ++epoch_;
   });
@@ -193,7 +235,7 @@ void SequenceDispatcher::kv_gradient(const ReadyPlan& ready,
   detail::check_inputs(who, ready.plan_, gradients);
   detail::check_outputs(who, ready.plan_, outputs);
   guarded([&] {
-    grow_for(who, ready.plan_.window_bytes, stream);
+    grow_for(who, ready.plan_.window_bytes, ready.plan_.num_slots, stream);
     world_.executor().kv_gradient(next_call(who, ready, gradients, outputs, stream));
     ++epoch_;
   });
@@ -202,7 +244,7 @@ void SequenceDispatcher::kv_gradient(const ReadyPlan& ready,
 std::vector<TensorView> SequenceDispatcher::gradient_inputs(const ReadyPlan& ready, Stream stream) {
   constexpr const char* who = "gradient_inputs";
   check_call(who, ready, SequenceOperation::kv_gradient);
-  guarded([&] { grow_for(who, ready.plan_.window_bytes, stream); });
+  guarded([&] { grow_for(who, ready.plan_.window_bytes, ready.plan_.num_slots, stream); });
   return window_views(ready.plan_, epoch_ + 1);
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "batched_plans.h"
 #include "plan_checks.h"
 #include "segment_writer.h"
 #include "waybill/core/at.h"
@@ -12,8 +13,10 @@ namespace waybill {
 namespace {
 
 using detail::at;
+using detail::ChosenWay;
 using detail::SegmentWriter;
 using detail::WindowMap;
+using detail::WindowRows;
 
 /// Small, as an executor holds the addends of many chunks at once.
 constexpr std::int64_t most_gradient_chunk_bytes = 2048;
@@ -100,6 +103,43 @@ void write_lines(SegmentWriter& writer, std::span<const SequencePart> parts, Seq
   writer.finish();
 }
 
+void compile_direct(const char* who, std::span<const SequencePart> parts,
+                    const SequencePlanOptions& options, SequencePlan& plan) {
+  std::vector<WindowRows> rows;
+  for (const SequencePart& part : parts) rows.push_back({detail::rows_needed(*part.metadata), {}});
+  const WindowMap windows(who, parts, rows);
+  const bool apart = plan.operation == SequenceOperation::dispatch && options.local_apart &&
+                     local_rows_go_apart(parts, plan.rank, options.num_sms);
+  SegmentWriter writer(plan, windows, apart);
+  write_lines(writer, parts, plan);
+  for (std::size_t t = 0; t < plan.tensors.size(); ++t)
+    plan.window_offsets.push_back(windows.offset(t, to_int(plan.rank)));
+  plan.window_bytes = windows.largest();
+}
+
+void compile_batched(const char* who, std::span<const SequencePart> parts, const ChosenWay& way,
+                     SequencePlanOptions options, SequencePlan& plan) {
+  for (const SequencePart& part : parts) {
+    std::int64_t rows = 0;
+    const auto r = at(to_int(plan.rank));
+    for (auto j = part.metadata->rank_offsets[r]; j < part.metadata->rank_offsets[r + 1]; ++j)
+      rows += part.metadata->seq_len[at(j)];
+    plan.own_rows.insert(plan.own_rows.end(), part.tensors.size(), rows);
+  }
+  if (plan.operation == SequenceOperation::dispatch) {
+    options.local_apart =
+        options.local_apart && local_rows_go_apart(parts, plan.rank, options.num_sms);
+    detail::compile_batched_dispatch(who, parts, way, options, plan);
+    return;
+  }
+  for (const SequencePart& part : parts) {
+    for (const TensorFormat& format : part.tensors)
+      plan.cuts.push_back(
+          detail::cut_rows(detail::sum_format(format).row_bytes(), plan.chunk_bytes));
+  }
+  detail::compile_batched_gradient(who, parts, way, options, plan);
+}
+
 SequencePlan compile(const char* who, SequenceOperation operation,
                      std::span<const SequencePart> parts, Rank rank,
                      const SequencePlanOptions& options) {
@@ -122,17 +162,18 @@ SequencePlan compile(const char* who, SequenceOperation operation,
       plan.cuts.push_back(detail::cut_rows(format.row_bytes(), plan.chunk_bytes));
     }
   }
-  const WindowMap windows(who, parts);
-  SegmentWriter writer(
-      plan, windows,
-      sends && options.local_apart && local_rows_go_apart(parts, rank, options.num_sms));
-  write_lines(writer, parts, plan);
-  if (options.chunks) expand_chunks(plan);
-  for (std::size_t t = 0; t < plan.tensors.size(); ++t) {
-    plan.window_rows.push_back(windows.rows(t, to_int(rank)));
-    plan.window_offsets.push_back(windows.offset(t, to_int(rank)));
+  const ChosenWay way = detail::choose_way(who, operation, parts, options);
+  plan.limits = way.limits;
+  for (const SequencePart& part : parts) {
+    const std::int64_t rows = detail::rows_needed(*part.metadata)[at(to_int(rank))];
+    plan.window_rows.insert(plan.window_rows.end(), part.tensors.size(), rows);
   }
-  plan.window_bytes = windows.largest();
+  if (!way.batched) {
+    compile_direct(who, parts, options, plan);
+  } else {
+    compile_batched(who, parts, way, options, plan);
+  }
+  if (options.chunks) expand_chunks(plan);
   return plan;
 }
 

@@ -1,11 +1,16 @@
 #pragma once
 
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <csignal>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <exception>
 #include <filesystem>
@@ -64,10 +69,22 @@ class MeetingFolder {
   _exit(failed ? 1 : 0);
 }
 
-inline std::string read_all(int descriptor) {
+using Clock = std::chrono::steady_clock;
+inline constexpr std::chrono::seconds longest_test{90};
+
+/// What the child writes until it ends; says so, and kills it, when that takes too long.
+inline std::string read_all(int descriptor, pid_t child, Clock::time_point deadline) {
   std::string text;
   char part[4096];
   for (;;) {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
+    pollfd wanted{descriptor, POLLIN, 0};
+    const int ready = poll(&wanted, 1, static_cast<int>(std::max<std::int64_t>(0, left.count())));
+    if (ready < 0 && errno == EINTR) continue;
+    if (ready == 0) {
+      (void)kill(child, SIGKILL);
+      return text + " (still running after " + std::to_string(longest_test.count()) + " s: killed)";
+    }
     const ssize_t n = read(descriptor, part, sizeof(part));
     if (n < 0 && errno == EINTR) continue;
     if (n <= 0) return text;
@@ -81,6 +98,7 @@ inline std::vector<ProcessEnd> run_processes(std::int32_t world_size,
                                              const std::function<void(std::int32_t)>& body) {
   std::vector<ProcessEnd> ends(static_cast<std::size_t>(world_size));
   std::vector<int> results;
+  const auto deadline = Clock::now() + longest_test;
   std::fflush(nullptr);
   for (std::int32_t r = 0; r < world_size; ++r) {
     int ends_of_pipe[2];
@@ -93,7 +111,7 @@ inline std::vector<ProcessEnd> run_processes(std::int32_t world_size,
     ends[static_cast<std::size_t>(r)].process = child;
   }
   for (std::size_t r = 0; r < ends.size(); ++r) {
-    ends[r].text = read_all(results[r]);
+    ends[r].text = read_all(results[r], ends[r].process, deadline);
     close(results[r]);
     int status = 0;
     while (waitpid(ends[r].process, &status, 0) < 0 && errno == EINTR) {

@@ -38,7 +38,10 @@ struct SequenceCall {
   std::span<const TensorView> outputs;      ///< kv_gradient: [tensors]
   const SymmetricBuffer* window = nullptr;  ///< of this epoch's parity
   const SignalPad* arrivals = nullptr;      ///< [W + num_executor_slots]: rank r raises slot r
-  std::uint64_t epoch = 0;                  ///< this call's; may be behind what a graph replays
+  /// [W * (1 + num_slots or more)] slot r: rank r's notes for whom it waits, where the executor
+  /// writes such; behind them the slots of batches: slot k of a plan is counter W + k.
+  const SignalPad* slots = nullptr;
+  std::uint64_t epoch = 0;  ///< this call's; may be behind what a graph replays
   int num_sms = 0;
   Stream stream;
 };
@@ -55,6 +58,9 @@ class Executor {
   /// Whether it makes the chunks of a plan from its segments, and knows local segments: plans then
   /// come without chunks.
   [[nodiscard]] virtual bool expands_plans() const { return false; }
+
+  /// Whether it runs plans with batches: relays, and several nodes.
+  [[nodiscard]] virtual bool runs_batches() const { return false; }
 
   /// Keeps the tables of a plan. With `earlier`, in the memory of that one where it is enough.
   [[nodiscard]] virtual std::unique_ptr<UploadedPlan> upload(const SequencePlan& plan,

@@ -79,8 +79,10 @@ class SequenceDispatcher {
   ///   its ranges (num_sms = 0, local_by_copy_engine).
   void replace_plan(ReadyPlan& ready, std::span<const SequencePart> parts, Stream stream = {});
 
-  /// Collective: makes the windows large enough for plans with this window_bytes.
-  void reserve(std::int64_t window_bytes, Stream stream = {});
+  /// Collective: makes the windows large enough for plans with this window_bytes, and the counters
+  /// for plans with this num_slots.
+  void reserve(std::int64_t window_bytes, Stream stream = {},
+               std::int32_t num_slots = least_batch_slots);
 
   /// Collective: sends the rows of `tensors` to where the plan says.
   /// @param tensors [own_rows or more, hidden] each, in the plan's order; the elements of a row are
@@ -118,7 +120,8 @@ class SequenceDispatcher {
  private:
   [[nodiscard]] ReadyPlan ready(SequencePlan plan, Stream stream);
   void check_call(const char* who, const ReadyPlan& ready, SequenceOperation operation) const;
-  void grow_for(const char* who, std::int64_t window_bytes, Stream stream);
+  void grow_for(const char* who, std::int64_t window_bytes, std::int32_t num_slots, Stream stream);
+  void retire();
   [[nodiscard]] SymmetricBuffer& window_of(std::uint64_t epoch) { return windows_[epoch % 2]; }
   [[nodiscard]] std::vector<TensorView> window_views(const SequencePlan& plan, std::uint64_t epoch);
   [[nodiscard]] SequenceCall next_call(const char* who, const ReadyPlan& ready,
@@ -133,8 +136,10 @@ class SequenceDispatcher {
   std::vector<SymmetricBuffer> retired_;  ///< outgrown, perhaps holding the last output
   std::uint64_t retired_epoch_ = 0;       ///< of the last call when they were
   SignalPad arrivals_;
-  std::uint64_t epoch_ = 0;  ///< of the last call
-  std::string broken_;       ///< why it is of no use any more
+  SignalPad slots_;                   ///< for whom ranks wait, and the slots of batches
+  std::vector<SignalPad> old_slots_;  ///< outgrown
+  std::uint64_t epoch_ = 0;           ///< of the last call
+  std::string broken_;                ///< why it is of no use any more
 };
 
 }  // namespace waybill

@@ -7,8 +7,10 @@
 #include "waybill/core/dtype.h"
 #include "waybill/core/topology.h"
 #include "waybill/core/uninitialized_vector.h"
+#include "waybill/planner/relay.h"
 #include "waybill/routing/sparse_metadata.h"
 #include "waybill/runtime/row_chunk.h"
+#include "waybill/runtime/work_batch.h"
 
 namespace waybill {
 
@@ -25,12 +27,32 @@ struct TensorFormat {
 struct SequencePart {
   const SparseMetadata* metadata = nullptr;
   std::vector<TensorFormat> tensors;
+  /// Of the same plan, K and V: who may forward rows. A hop's `shard` is the line. Null: nobody.
+  const RelaySchedule* relay = nullptr;
 };
 
 /// Which way the bytes of a plan go.
 enum class SequenceOperation : std::uint8_t {
   dispatch,     ///< from this rank's tensors into the windows of others
   kv_gradient,  ///< from the windows of others, summed, into this rank's tensors
+};
+
+/// How rows reach the ranks that need them.
+enum class SequenceWay : std::uint8_t {
+  direct,     ///< from home to each rank
+  node_once,  ///< once to each other node, where the rank with the home's local index forwards
+  relay,      ///< by the relay schedules of the parts
+};
+
+/// What the links allow, in seconds: the least time of each way at the options' speeds, and the way
+/// that was taken. Local rows do not count. On the way back, kv_gradient, sums are in float32,
+/// twice as wide as 16-bit rows: they are made in nodes where that takes less time than all rows
+/// do.
+struct PlanLimits {
+  SequenceWay way = SequenceWay::direct;
+  double direct_seconds = 0;
+  double node_once_seconds = 0;  ///< on one node: direct_seconds
+  double relay_seconds = 0;      ///< without a schedule: that of the way without
 };
 
 /// One rank's work for one operation, ready to be run any number of times: the lines of a
@@ -60,6 +82,24 @@ struct SequencePlan {
   UninitializedVector<RowChunk> chunks;  ///< in the order in which they should be begun
   UninitializedVector<std::uint64_t> places;
   std::vector<std::int64_t> wire_bytes;  ///< [W]: to (or from) each rank; the own one is local
+
+  /// Empty: all segments at once, in any order; places are in reach of their ranks. Else all work
+  /// is in batches, one behind the other: the chunks of a segment are adjacent from its first_chunk
+  /// on, `bucket` is the segment's batch, and behind the rows of a tensor in the window lie rows
+  /// that this rank passes on. kv_gradient: `window_offsets` and `cuts` have twice as many values,
+  /// entry tensors + t for the sums on the way of tensor t, in float32 (float64 for float64).
+  std::vector<WorkBatch> batches;
+  std::vector<BatchSlot> waits;
+  std::vector<BatchSlot> signals;
+  std::int32_t num_slots = 0;  ///< that the rank with the most needs
+  PlanLimits limits;
+};
+
+/// When receivers forward to each other, where a part has a relay schedule.
+enum class RelayUse : std::uint8_t {
+  automatic,  ///< when its limit is at least a tenth below that without
+  never,
+  always,
 };
 
 struct SequencePlanOptions {
@@ -69,6 +109,14 @@ struct SequencePlanOptions {
   /// `num_sms` multiprocessors have enough to do with the others
   bool local_apart = false;
   std::int32_t num_sms = 16;
+
+  std::int32_t ranks_per_node = 0;  ///< 0: all ranks on one node
+  RelayUse relay = RelayUse::automatic;
+  double nvlink_bytes_per_second = 450e9;  ///< of one rank and direction, for the limits
+  double network_bytes_per_second = 50e9;
+  /// Of a batch that others forward or add up. 0: a sixteenth of what the rank sends to such, at
+  /// least 256 KiB.
+  std::int64_t batch_bytes = 0;
 };
 
 /// Makes the chunks and places of a plan from its segments.
@@ -86,6 +134,7 @@ void expand_chunks(SequencePlan& plan);
 
 /// Compiles the sums for `rank`: `metadata` are those of the forward dispatch of K and V. Row x of
 /// the result is the sum of the copies of row x, in the order of the copies, 0 without copies.
+/// With batches sums are made on the way: docs/decisions/sums_on_the_way.md says in which order.
 /// Tensors of float16, bfloat16, float32 or float64, all of one dtype. Chunks are of at most 2048
 /// bytes.
 /// @throws InvalidArgument as above and for other dtypes.

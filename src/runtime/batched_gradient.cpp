@@ -1,0 +1,322 @@
+#include <algorithm>
+#include <vector>
+
+#include "batch_writer.h"
+#include "batched_plans.h"
+#include "gradient_returns.h"
+#include "sort_unique.h"
+#include "waybill/core/at.h"
+
+namespace waybill::detail {
+namespace {
+
+/// What is added up at one place: rows [begin, end) of a line have the same addends.
+struct SumPiece {
+  std::size_t part = 0;
+  std::int64_t to_row = 0;  ///< of the output, or of the sums in the window
+  std::int64_t rows = 0;
+  std::int64_t ready = 0;  ///< when all that it waits for has come
+  std::size_t first_addend = 0;
+  std::size_t last_addend = 0;
+  std::size_t first_wait = 0;  ///< batches
+  std::size_t last_wait = 0;
+};
+
+struct Addend {
+  std::int32_t key = 0;   ///< the first copy in it
+  std::int32_t from = 0;  ///< rank whose gradients they are
+  std::int32_t rank = 0;  ///< where they lie
+  bool sum = false;
+  std::int64_t row = 0;  ///< of the tensor, or of the sums there
+};
+
+class GradientCompiler {
+ public:
+  GradientCompiler(const char* who, std::span<const SequencePart> parts, const ChosenWay& way,
+                   const SequencePlanOptions& options, SequencePlan& plan)
+      : parts_(parts),
+        options_(options),
+        plan_(plan),
+        first_tensor_(first_tensors(parts)),
+        routes_(follow(who, parts, way)),
+        returns_(parts, routes_, needed_, topology(), options.batch_bytes),
+        windows_(who, parts, returns_.rows, batched_window_bits),
+        writer_(plan, windows_),
+        read_from_(at(plan.world_size), -1) {}
+
+  void compile() {
+    collect_children();
+    collect_returns();
+    collect_sums();
+    write();
+    writer_.finish();
+    for (std::size_t t = 0; t < windows_.num_tensors(); ++t)
+      plan_.window_offsets.push_back(windows_.offset(t, to_int(plan_.rank)));
+    plan_.window_bytes = windows_.largest();
+    plan_.num_slots = returns_.num_slots;
+  }
+
+ private:
+  [[nodiscard]] Topology topology() const {
+    return {plan_.world_size,
+            options_.ranks_per_node == 0 ? plan_.world_size : options_.ranks_per_node};
+  }
+
+  std::vector<PartRoutes> follow(const char* who, std::span<const SequencePart> parts,
+                                 const ChosenWay& way) {
+    std::vector<PartRoutes> routes;
+    for (std::size_t p = 0; p < parts.size(); ++p) {
+      needed_.push_back(rows_needed(*parts[p].metadata));
+      routes.push_back(follow_hops(who, *parts[p].metadata, way.hops[p], needed_.back()));
+    }
+    return routes;
+  }
+
+  /// Hops from this rank: on each hop to it, and from home on each of its lines.
+  void collect_children() {
+    const std::int32_t me = to_int(plan_.rank);
+    for (std::size_t p = 0; p < parts_.size(); ++p) {
+      const PartRoutes& routes = routes_[p];
+      children_.emplace_back(routes.hops.size());
+      from_home_.emplace_back(at(parts_[p].metadata->num_lines()));
+      for (std::size_t h = 0; h < routes.hops.size(); ++h) {
+        const RelayHop& hop = routes.hops[h];
+        if (hop.src_rank != me) continue;
+        auto& list = hop.after < 0 ? from_home_[p][at(hop.shard)] : children_[p][at(hop.after)];
+        list.push_back(static_cast<std::int32_t>(h));
+      }
+    }
+  }
+
+  /// Cuts rows [begin, end) of a line where the children's rows begin and end.
+  void add_pieces(std::vector<SumPiece>& pieces, std::size_t p, std::int64_t line,
+                  std::int64_t begin, std::int64_t end, std::int64_t to_row,
+                  std::span<const std::int32_t> children) {
+    std::vector<std::int64_t>& cuts = cuts_;
+    cuts.assign({begin, end});
+    for (const std::int32_t h : children) {
+      const RelayHop& hop = routes_[p].hops[at(h)];
+      cuts.push_back(std::clamp(hop.row_begin, begin, end));
+      cuts.push_back(std::clamp(hop.row_begin + hop.num_rows, begin, end));
+    }
+    sort_unique(cuts);
+    for (std::size_t i = 0; i + 1 < cuts.size(); ++i) {
+      SumPiece piece{.part = p, .to_row = to_row + cuts[i] - begin, .rows = cuts[i + 1] - cuts[i]};
+      add_addends(piece, line, cuts[i], children);
+      pieces.push_back(piece);
+    }
+  }
+
+  void add_addends(SumPiece& piece, std::int64_t line, std::int64_t begin,
+                   std::span<const std::int32_t> children) {
+    const std::size_t p = piece.part;
+    const std::int32_t me = to_int(plan_.rank);
+    piece.first_addend = addends_.size();
+    piece.first_wait = waits_.size();
+    ++stamp_;
+    read_from_[at(me)] = stamp_;
+    for (const std::int32_t h : children) {
+      const RelayHop& hop = routes_[p].hops[at(h)];
+      if (begin < hop.row_begin || begin >= hop.row_begin + hop.num_rows) continue;
+      if (returns_.kind[p][at(h)] == ReturnKind::read) {
+        read_from_[at(hop.dst_rank)] = stamp_;
+      } else {
+        add_return(piece, h, begin - hop.row_begin);
+      }
+    }
+    const SparseMetadata& metadata = *parts_[p].metadata;
+    const bool direct = routes_[p].has_hops[at(line)] == 0;
+    for (auto c = metadata.copy_begin(line); c < metadata.copy_end(line); ++c) {
+      const std::int32_t rank = metadata.dst_rank[at(c)];
+      if (!direct && read_from_[at(rank)] != stamp_) continue;
+      addends_.push_back({.key = static_cast<std::int32_t>(c - metadata.copy_begin(line)),
+                          .from = rank,
+                          .rank = rank,
+                          .sum = false,
+                          .row = metadata.dst_offset[at(c)] + begin});
+    }
+    piece.last_addend = addends_.size();
+    piece.last_wait = waits_.size();
+    std::sort(addends_.begin() + static_cast<std::ptrdiff_t>(piece.first_addend), addends_.end(),
+              [](const Addend& a, const Addend& b) { return a.key < b.key; });
+  }
+
+  void add_return(SumPiece& piece, std::int32_t h, std::int64_t row) {
+    const std::size_t p = piece.part;
+    const std::int32_t batch = returns_.batch[p][at(h)];
+    const bool network = returns_.batches[at(batch)].network;
+    const std::int32_t dst = routes_[p].hops[at(h)].dst_rank;
+    addends_.push_back({.key = returns_.key[p][at(h)],
+                        .from = dst,
+                        .rank = network ? to_int(plan_.rank) : dst,
+                        .sum = returns_.kind[p][at(h)] == ReturnKind::sum,
+                        .row = (network ? returns_.land_row : returns_.sum_row)[p][at(h)] + row});
+    waits_.push_back(batch);
+    piece.ready = std::max(piece.ready, returns_.order.finish[at(batch)]);
+  }
+
+  /// The sums and the puts of each batch that this rank returns.
+  void collect_returns() {
+    sums_of_.resize(returns_.batches.size());
+    puts_of_.resize(returns_.batches.size());
+    for (std::size_t p = 0; p < parts_.size(); ++p) {
+      for (std::size_t h = 0; h < routes_[p].hops.size(); ++h) {
+        const RelayHop& hop = routes_[p].hops[h];
+        if (hop.dst_rank != to_int(plan_.rank) || returns_.batch[p][h] < 0) continue;
+        const auto b = at(returns_.batch[p][h]);
+        if (returns_.kind[p][h] == ReturnKind::sum) {
+          add_pieces(sums_of_[b], p, hop.shard, hop.row_begin, hop.row_begin + hop.num_rows,
+                     returns_.sum_row[p][h], children_[p][h]);
+        }
+        if (returns_.batches[b].network) puts_of_[b].push_back({p, h});
+      }
+    }
+  }
+
+  /// The sums of this rank's rows: those for which nothing must come first, and the others in the
+  /// order in which they can be made.
+  void collect_sums() {
+    std::vector<SumPiece> all;
+    for_own_lines(parts_, plan_.rank, [&](std::size_t p, std::int64_t line, std::int64_t row) {
+      add_pieces(all, p, line, 0, parts_[p].metadata->seq_len[at(line)], row,
+                 from_home_[p][at(line)]);
+    });
+    for (const SumPiece& piece : all)
+      (piece.first_wait == piece.last_wait ? leaves_ : sums_).push_back(piece);
+    std::ranges::stable_sort(sums_, {}, &SumPiece::ready);
+  }
+
+  [[nodiscard]] std::int64_t bytes_of(const SumPiece& piece) const {
+    return piece.rows * row_bytes_of(parts_[piece.part]) *
+           static_cast<std::int64_t>(piece.last_addend - piece.first_addend);
+  }
+
+  void write_piece(const SumPiece& piece) {
+    for (std::int32_t t = first_tensor_[piece.part]; t < first_tensor_[piece.part + 1]; ++t) {
+      places_.clear();
+      for (std::size_t a = piece.first_addend; a < piece.last_addend; ++a) {
+        const Addend& addend = addends_[a];
+        const auto tensor = t + (addend.sum ? static_cast<std::int32_t>(plan_.tensors.size()) : 0);
+        places_.push_back(writer_.place(tensor, addend.rank, addend.row));
+        plan_.wire_bytes[at(addend.from)] += piece.rows * plan_.cuts[at(tensor)].row_bytes;
+      }
+      writer_.add(t, piece.to_row, piece.rows, places_);
+    }
+  }
+
+  /// One batch of sums, with the waits of all its pieces.
+  void write_sums(BatchKind kind, std::span<const SumPiece> pieces) {
+    writer_.begin(kind);
+    std::vector<std::int32_t> batches;
+    for (const SumPiece& piece : pieces) {
+      write_piece(piece);
+      for (std::size_t w = piece.first_wait; w < piece.last_wait; ++w) batches.push_back(waits_[w]);
+    }
+    sort_unique(batches);
+    for (const std::int32_t b : batches)
+      writer_.wait({returns_.jobs[at(b)].rank, returns_.batches[at(b)].slot});
+  }
+
+  void write_return(std::size_t b) {
+    const ReturnBatch& batch = returns_.batches[b];
+    const std::int32_t me = to_int(plan_.rank);
+    if (batch.sums) {
+      write_sums(BatchKind::partial, sums_of_[b]);
+      writer_.signal(batch.network ? BatchSlot{me, batch.own_slot}
+                                   : BatchSlot{batch.to, batch.slot});
+      writer_.end();
+    }
+    if (!batch.network) return;
+    writer_.begin(BatchKind::forward);
+    if (batch.sums) writer_.wait({me, batch.own_slot});
+    for (const auto& [p, h] : puts_of_[b]) write_put(p, h);
+    writer_.signal({batch.to, batch.slot});
+    writer_.end();
+  }
+
+  void write_put(std::size_t p, std::size_t h) {
+    const RelayHop& hop = routes_[p].hops[h];
+    const bool sum = returns_.kind[p][h] == ReturnKind::sum;
+    const std::int64_t row = sum ? returns_.sum_row[p][h] : routes_[p].dst_row[h];
+    const std::int32_t shift = sum ? static_cast<std::int32_t>(plan_.tensors.size()) : 0;
+    for (std::int32_t t = first_tensor_[p] + shift; t < first_tensor_[p + 1] + shift; ++t) {
+      const std::uint64_t to =
+          writer_.place(t, hop.src_rank, returns_.land_row[p][h]) & ~place_sum_bit;
+      writer_.add(t, row, hop.num_rows, {&to, 1});
+    }
+  }
+
+  /// Sums that wait for nothing, as many as fit into `num_bytes`.
+  void write_leaves(std::int64_t num_bytes) {
+    const std::size_t first = next_leaf_;
+    while (num_bytes > 0 && next_leaf_ < leaves_.size())
+      num_bytes -= bytes_of(leaves_[next_leaf_++]);
+    if (first == next_leaf_) return;
+    write_sums(BatchKind::sum, std::span(leaves_).subspan(first, next_leaf_ - first));
+    writer_.end();
+  }
+
+  /// What others wait for as soon as it can be done; sums in between.
+  void write() {
+    std::int64_t total = 0;
+    for (const SumPiece& piece : sums_) total += bytes_of(piece);
+    const std::int64_t most = batch_size(total, options_.batch_bytes);
+    std::int64_t busy = 0;
+    std::size_t next = 0;
+    const auto write_until = [&](std::int64_t time) {  // own sums that are ready before
+      while (next < sums_.size() && sums_[next].ready < time) {
+        const std::size_t first = next;
+        std::int64_t bytes = 0;
+        while (next < sums_.size() && sums_[next].ready < time && bytes < most)
+          bytes += bytes_of(sums_[next++]);
+        write_leaves(sums_[next - 1].ready - busy);
+        busy = std::max(busy, sums_[next - 1].ready) + bytes;
+        write_sums(BatchKind::sum, std::span(sums_).subspan(first, next - first));
+        writer_.end();
+      }
+    };
+    for (const std::int32_t b : returns_.order.order) {
+      if (returns_.jobs[at(b)].rank != to_int(plan_.rank)) continue;
+      const std::int64_t ready = returns_.order.ready[at(b)];
+      write_until(ready);
+      write_leaves(ready - busy);
+      busy = std::max(busy, ready) + returns_.jobs[at(b)].num_bytes;
+      write_return(at(b));
+    }
+    write_until(std::numeric_limits<std::int64_t>::max());
+    write_leaves(std::numeric_limits<std::int64_t>::max());
+  }
+
+  std::span<const SequencePart> parts_;
+  const SequencePlanOptions& options_;
+  SequencePlan& plan_;
+  std::vector<std::int32_t> first_tensor_;
+  std::vector<std::vector<std::int64_t>> needed_;  ///< [parts][W]
+  std::vector<PartRoutes> routes_;
+  GradientReturns returns_;
+  WindowMap windows_;
+  BatchWriter writer_;
+  std::vector<std::vector<std::vector<std::int32_t>>> children_;   ///< [parts][hops]
+  std::vector<std::vector<std::vector<std::int32_t>>> from_home_;  ///< [parts][lines]
+  std::vector<std::int64_t> read_from_;                            ///< [W] stamp of the piece
+  std::int64_t stamp_ = 0;
+  std::vector<std::int64_t> cuts_;
+  std::vector<Addend> addends_;
+  std::vector<std::int32_t> waits_;
+  std::vector<std::vector<SumPiece>> sums_of_;                             ///< [return batches]
+  std::vector<std::vector<std::pair<std::size_t, std::size_t>>> puts_of_;  ///< part, hop
+  std::vector<SumPiece> sums_;
+  std::vector<SumPiece> leaves_;
+  std::size_t next_leaf_ = 0;
+  std::vector<std::uint64_t> places_;
+};
+
+}  // namespace
+
+void compile_batched_gradient(const char* who, std::span<const SequencePart> parts,
+                              const ChosenWay& way, const SequencePlanOptions& options,
+                              SequencePlan& plan) {
+  GradientCompiler(who, parts, way, options, plan).compile();
+}
+
+}  // namespace waybill::detail

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "waybill/runtime/executor.h"
+#include "waybill/transport/transport.h"
+
+namespace waybill::detail {
+
+/// Waits of a call in host memory, with the transport's deadline. A rank that has waited for half
+/// of it tells all others for whom, so that who waits for a rank that only waits itself names the
+/// one that is silent.
+class PeerWatch {
+ public:
+  PeerWatch(Transport& transport, const SequenceCall& call) : transport_(transport), call_(call) {}
+
+  /// Until the own counter `idx` of the pad is at least the call's epoch; `peer` raises it.
+  /// @throws Timeout naming the rank at the end of the notes that begin with `peer`
+  void wait(const SignalPad& pad, std::int64_t idx, Rank peer);
+
+ private:
+  void note(std::int32_t peer);
+  [[nodiscard]] std::int32_t silent_rank(std::int32_t peer) const;
+
+  Transport& transport_;
+  const SequenceCall& call_;
+  std::uint64_t num_notes_ = 0;
+};
+
+}  // namespace waybill::detail

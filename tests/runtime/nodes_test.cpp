@@ -1,0 +1,163 @@
+#include <gtest/gtest.h>
+
+#include <atomic>
+
+#include "support/faulty_transport.h"
+#include "support/node_case.h"
+#include "support/run_ranks.h"
+#include "support/sequence_step.h"
+
+namespace waybill {
+namespace {
+
+using test::at;
+using test::eager_options;
+using test::NetworkFaults;
+using test::NodeCase;
+using test::same_bytes;
+
+/// Forward, back home, and the gradients: everything as expected.
+void check_step(World& world, SequenceDispatcher& dispatcher, const NodeCase& node) {
+  const auto r = at(to_int(world.rank()));
+  const test::SequenceCase& the = node.the;
+  const test::Expected& expected = node.expected;
+  const auto forward = dispatcher.plan_dispatch(node.forward());
+  const auto reverse = dispatcher.plan_dispatch(node.reverse());
+  const auto gradient = dispatcher.plan_kv_gradient(node.kv());
+  const auto outputs = dispatcher.dispatch(
+      forward, std::vector<ConstTensorView>{expected.q[r].view(), expected.k[r].view(),
+                                            expected.v[r].view()});
+  ASSERT_TRUE(same_bytes(outputs[0], expected.q_out[r])) << the.name << ": Q of rank " << r;
+  ASSERT_TRUE(same_bytes(outputs[1], expected.k_out[r])) << the.name << ": K of rank " << r;
+  ASSERT_TRUE(same_bytes(outputs[2], expected.v_out[r])) << the.name << ": V of rank " << r;
+  const auto home = dispatcher.dispatch(reverse, std::vector<ConstTensorView>{outputs[0]});
+  ASSERT_TRUE(same_bytes(home[0], expected.q[r])) << the.name << ": Q back on rank " << r;
+  HostTensor dk(the.k.dtype, expected.k[r].shape());
+  HostTensor dv(the.v.dtype, expected.v[r].shape());
+  dispatcher.kv_gradient(
+      gradient, std::vector<ConstTensorView>{expected.k_out[r].view(), expected.v_out[r].view()},
+      std::vector<TensorView>{dk.view(), dv.view()});
+  ASSERT_TRUE(same_bytes(dk.view(), expected.k_gradient[r])) << the.name << ": dK of rank " << r;
+  ASSERT_TRUE(same_bytes(dv.view(), expected.v_gradient[r])) << the.name << ": dV of rank " << r;
+}
+
+World faulty_world(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
+                   const NetworkFaults& faults) {
+  auto transport = std::make_unique<test::FaultyTransport>(
+      make_thread_transport(std::move(bootstrap), ranks_per_node), faults);
+  auto executor = make_host_executor(*transport);
+  return {std::move(transport), std::move(executor)};
+}
+
+TEST(Nodes, equal_the_simulation) {
+  for (const Topology topology :
+       {Topology{4, 2}, Topology{8, 4}, Topology{8, 2}, Topology{3, 1}, Topology{5, 5}}) {
+    const auto cases = test::node_cases(topology, 16);
+    run_thread_world(topology.world_size,
+                     [&](World& world) {
+                       SequenceDispatcher dispatcher(world, eager_options());
+                       for (const auto& node : cases) check_step(world, dispatcher, *node);
+                       dispatcher.close();
+                     },
+                     {.ranks_per_node = topology.ranks_per_node});
+  }
+}
+
+TEST(Nodes, late_reordered_and_repeated_pieces_change_nothing) {
+  for (const Topology topology : {Topology{4, 2}, Topology{8, 4}, Topology{8, 2}}) {
+    const auto cases = test::node_cases(topology, 6);
+    for (const std::uint64_t seed : {1U, 2U}) {
+      test::expect_no_errors(test::run_with_bootstrap(
+          topology.world_size, 20, [&](std::shared_ptr<Bootstrap> bootstrap) {
+            World world = faulty_world(std::move(bootstrap), topology.ranks_per_node,
+                                       {.seed = seed, .delay_share = 0.05});
+            SequenceDispatcher dispatcher(world, eager_options());
+            for (const auto& node : cases) check_step(world, dispatcher, *node);
+            dispatcher.close();
+          }));
+    }
+  }
+}
+
+/// A case in which every rank sends to, forwards to and adds up for others.
+NodeCase busy_case(Topology topology) {
+  const auto world = at(topology.world_size);
+  const std::vector<std::vector<std::int64_t>> shards(world, {4, 3});
+  std::vector<std::int32_t> dst;
+  for (std::int32_t s = 0; s < 2 * topology.world_size; ++s)
+    dst.push_back((s * 5 + 1) % topology.world_size);
+  test::SequenceCase the{"busy", compute_qkv_routing(test::plain_plan(topology.world_size, shards,
+                                                                      dst, KvLayout::per_rank))};
+  RelaySchedule relay;
+  if (topology.num_nodes() == 1) relay = test::random_relay(the.routing.fwd_kv, 3);
+  return {std::move(the), topology, std::move(relay)};
+}
+
+TEST(Nodes, a_dead_link_is_named) {
+  const NodeCase node = busy_case({4, 2});
+  for (const std::int64_t after : {0, 3}) {
+    const auto results = test::run_with_bootstrap(4, 1, [&](std::shared_ptr<Bootstrap> bootstrap) {
+      const bool source = bootstrap->rank() == Rank{1};
+      World world =
+          faulty_world(std::move(bootstrap), 2, {.drop_to = source ? 3 : -1, .drop_after = after});
+      SequenceDispatcher dispatcher(world, eager_options());
+      for (;;) check_step(world, dispatcher, node);
+    });
+    EXPECT_EQ(test::missed_by(results[3]).peer, 1);
+    EXPECT_LT(test::missed_by(results[3]).seconds, 2);
+  }
+}
+
+/// Long enough for threads that share a busy processor to be heard.
+constexpr double deadline_s = 2;
+
+/// Runs two steps; or step after step until one rank stops at its n-th put or signal.
+std::vector<test::RankResult> run_with_stop(const NodeCase& node, std::int32_t stopping,
+                                            std::int64_t stop_at,
+                                            std::atomic<std::int64_t>& num_steps) {
+  return test::run_with_bootstrap(
+      node.topology.world_size, deadline_s, [&](std::shared_ptr<Bootstrap> bootstrap) {
+        const bool stops = to_int(bootstrap->rank()) == stopping;
+        auto transport = std::make_unique<test::FaultyTransport>(
+            make_thread_transport(std::move(bootstrap), node.topology.ranks_per_node),
+            NetworkFaults{.delay_share = 0.05, .stop_at = stops ? stop_at : -1});
+        test::FaultyTransport& steps = *transport;
+        auto executor = make_host_executor(steps);
+        World world(std::move(transport), std::move(executor));
+        SequenceDispatcher dispatcher(world, eager_options());
+        for (int i = 0; i < 2 || stop_at >= 0; ++i) check_step(world, dispatcher, node);
+        if (stops) num_steps = steps.num_steps();
+      });
+}
+
+void check_stops(const NodeCase& node, std::int32_t stopping, int num_stops) {
+  std::atomic<std::int64_t> num_steps = 0;
+  test::expect_no_errors(run_with_stop(node, stopping, -1, num_steps));
+  const std::int64_t steps = num_steps;
+  ASSERT_GT(steps, 2 * num_stops);
+  for (int i = 0; i < num_stops; ++i) {
+    const std::int64_t stop_at = steps * i / num_stops;
+    const auto results = run_with_stop(node, stopping, stop_at, num_steps);
+    for (std::int32_t r = 0; r < node.topology.world_size; ++r) {
+      if (r == stopping) {
+        EXPECT_EQ(results[at(r)].text, "this rank was stopped");
+        continue;
+      }
+      const MissedWait missed = test::missed_by(results[at(r)]);
+      EXPECT_EQ(missed.peer, stopping) << "rank " << r << ", stop at " << stop_at << " of " << steps
+                                       << ": " << results[at(r)].text;
+      EXPECT_LT(missed.seconds, 3 * deadline_s);
+    }
+  }
+}
+
+TEST(Nodes, a_rank_that_stops_in_any_phase_is_named_by_all_others) {
+  check_stops(busy_case({4, 2}), 2, 8);
+}
+
+TEST(Nodes, a_rank_that_stops_within_a_relay_is_named_by_all_others) {
+  check_stops(busy_case({5, 5}), 1, 5);
+}
+
+}  // namespace
+}  // namespace waybill

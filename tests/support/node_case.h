@@ -1,0 +1,87 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "support/random_relay.h"
+#include "support/sequence_expected.h"
+#include "support/sum_order.h"
+#include "waybill/planner/node_routes.h"
+#include "waybill/runtime/sequence_dispatcher.h"
+
+namespace waybill::test {
+
+/// A case on logical nodes, with a relay or without, and what must come out.
+struct NodeCase {
+  NodeCase(SequenceCase sequence, Topology on, RelaySchedule schedule, std::uint64_t seed = 1)
+      : the(std::move(sequence)), topology(on), relay(std::move(schedule)), expected(the, seed) {
+    const SparseMetadata& kv_metadata = the.routing.fwd_kv;
+    const std::int64_t row_bytes = the.k.row_bytes() + the.v.row_bytes();
+    std::vector<RelayHop> hops = relay.hops;
+    // Lines of which the schedule says nothing go as they do without it.
+    const PlanLimits limits = compile_kv_gradient(kv(), Rank{0}, gradient_options()).limits;
+    once = limits.node_once_seconds < limits.direct_seconds;
+    std::vector<RelayHop> others;
+    if (topology.num_nodes() > 1)
+      others = route_over_nodes(kv_metadata, topology, row_bytes, once).hops;
+    std::vector<std::int32_t> moved(others.size(), -1);
+    for (std::size_t h = 0; h < others.size(); ++h) {
+      const auto same = [&](const RelayHop& hop) { return hop.shard == others[h].shard; };
+      if (std::ranges::any_of(relay.hops, same)) continue;
+      moved[h] = static_cast<std::int32_t>(hops.size());
+      hops.push_back(others[h]);
+      if (others[h].after >= 0) hops.back().after = moved[at(others[h].after)];
+    }
+    const SumOrder order(kv_metadata, hops, topology);
+    expected.k_gradient = order.sums(expected.k_out, the.k.dtype);
+    expected.v_gradient = order.sums(expected.v_out, the.v.dtype);
+  }
+
+  [[nodiscard]] const RelaySchedule* schedule() const { return relay.empty() ? nullptr : &relay; }
+  [[nodiscard]] std::vector<SequencePart> forward() const {
+    return {{&the.routing.fwd_q, {the.q}}, {&the.routing.fwd_kv, {the.k, the.v}, schedule()}};
+  }
+  [[nodiscard]] std::vector<SequencePart> kv() const {
+    return {{&the.routing.fwd_kv, {the.k, the.v}, schedule()}};
+  }
+  [[nodiscard]] std::vector<SequencePart> reverse() const {
+    return {{&the.routing.rev_q, {the.q}}};
+  }
+
+  [[nodiscard]] SequencePlanOptions gradient_options() const {
+    return {.ranks_per_node = topology.ranks_per_node, .relay = RelayUse::always};
+  }
+
+  SequenceCase the;
+  Topology topology;
+  RelaySchedule relay;
+  Expected expected;
+  bool once = false;  ///< sums are made in nodes where no schedule says how
+};
+
+/// Small batches, so that there are many; relays wherever there are schedules.
+inline SequenceDispatcherOptions eager_options() {
+  SequenceDispatcherOptions options;
+  options.plan.relay = RelayUse::always;
+  options.plan.batch_bytes = 256;
+  options.plan.chunk_bytes = 64;
+  return options;
+}
+
+/// The cases of sequence_cases on nodes: every other one with a random relay.
+inline std::vector<std::unique_ptr<NodeCase>> node_cases(Topology topology, int num_random,
+                                                         std::int64_t scale = 1) {
+  std::vector<std::unique_ptr<NodeCase>> cases;
+  std::uint64_t seed = 7;
+  for (SequenceCase& the : sequence_cases(topology.world_size, num_random, scale)) {
+    RelaySchedule relay;
+    if (++seed % 2 == 0 || topology.num_nodes() == 1)
+      relay = random_relay(the.routing.fwd_kv, seed);
+    cases.push_back(std::make_unique<NodeCase>(std::move(the), topology, std::move(relay), seed));
+  }
+  return cases;
+}
+
+}  // namespace waybill::test
