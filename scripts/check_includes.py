@@ -33,6 +33,7 @@ ROOMS = {
         "report",
         "transport",
         "runtime",
+        "cuda",
     },
 }
 
@@ -104,8 +105,6 @@ def check_quoted(path, name):
         if other not in order or mine not in order or order.index(other) >= order.index(mine):
             return f'"{name}": {room}/{mine} may not include {other}'
         return None if (ROOT / path.parent / name).is_file() else f'"{name}" does not exist'
-    if str(path).startswith("bench/gpu/") and name.startswith("../../src/cuda/device/"):
-        return None  # the link benchmark copies with the room's own instructions
     bases = [ROOT / path.parent] + ([ROOT / "tests"] if path.parts[0] == "tests" else [])
     if ".." in name or not any((base / name).is_file() for base in bases):
         return f'"{name}" is not a file beside this one'

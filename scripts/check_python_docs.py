@@ -37,11 +37,7 @@ from extract_doc_examples import FENCE, ROOT, pages
 
 NO_PYTHON = (
     "README.md",
-    "compare.md",
     "expert_executor.md",
-    "explain.md",
-    "predict_step.md",
-    "static_plans.md",
     "transport.md",
 )
 OPTIONAL = ("torch", "matplotlib")

@@ -1,14 +1,28 @@
 #!/usr/bin/env bash
 # Builds the waybill program and runs its main job on a real distribution of document lengths.
-# Arguments go to `waybill demo`: try scripts/demo.sh --help.
+# Arguments go to `waybill demo`: try scripts/demo.sh --help. With --gpus it is built with CUDA 13.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+build=$root/build/release
+cuda=()
+for argument in "$@"; do
+  if [[ $argument == --gpus ]]; then
+    nvcc=$(command -v nvcc || command -v /usr/local/cuda/bin/nvcc || true)
+    if [[ -z $nvcc ]]; then
+      echo "demo: --gpus needs CUDA 13, and there is no nvcc here" >&2
+      exit 1
+    fi
+    build=$root/build/release-cuda
+    cuda=(-B "$build" -DWAYBILL_CUDA=ON "-DCMAKE_CUDA_COMPILER=$nvcc")
+  fi
+done
 
 "$root/scripts/setup.sh"
 (
   cd "$root"
-  cmake --preset release --log-level=WARNING
-  cmake --build --preset release --target waybill_cli
+  cmake --preset release --log-level=WARNING "${cuda[@]}"
+  cmake --build "$build" --target waybill_cli
 )
 
 # The report lands in build/demo unless the caller says otherwise.
@@ -19,4 +33,4 @@ for argument in "$@"; do
   esac
 done
 mkdir -p "$root/build/demo"
-"$root/build/release/bin/waybill" demo "${report[@]}" "$@"
+"$build/bin/waybill" demo "${report[@]}" "$@"

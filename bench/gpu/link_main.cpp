@@ -2,15 +2,15 @@
 
 #include <cstdio>
 
-#include "link_probe.h"
 #include "waybill/cuda/gpu_world.h"
+#include "waybill/cuda/link_probe.h"
 
 int main() {
-  using waybill::bench::link_gb_s;
-  using waybill::bench::LinkWay;
+  using waybill::link_gb_s;
+  using waybill::LinkWay;
   const int gpus = waybill::num_gpus();
   std::printf("GPUs %d; local copy %.0f GB/s (read + written)\n", gpus,
-              waybill::bench::local_copy_gb_s(std::int64_t{1} << 30));
+              waybill::local_copy_gb_s(std::int64_t{1} << 30));
   if (gpus < 2) {
     std::printf("link: needs two GPUs, nothing measured\n");
     return 0;

@@ -7,9 +7,9 @@
 #include <map>
 #include <string_view>
 
-#include "link_probe.h"
 #include "measure.h"
 #include "waybill/cuda/gpu_world.h"
+#include "waybill/cuda/link_probe.h"
 #include "workload.h"
 
 namespace waybill::bench {

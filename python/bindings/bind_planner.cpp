@@ -10,6 +10,7 @@
 #include "arrays.h"
 #include "bindings.h"
 #include "metadata_fields.h"
+#include "planner_options.h"
 #include "waybill/core/dtype.h"
 #include "waybill/core/error.h"
 #include "waybill/json/attention_plan_json.h"
@@ -19,12 +20,7 @@ namespace waybill::python {
 
 using namespace nb::literals;
 
-namespace {
-
-using RankLengths = std::vector<std::vector<std::int64_t>>;
-
-/// The options by name, as the package has them; all must be there.
-PlannerOptions options_from(const nb::dict& given) {
+PlannerOptions planner_options_from(const nb::dict& given) {
   const auto integer = [&](const char* name) { return nb::cast<std::int64_t>(given[name]); };
   const auto number = [&](const char* name) { return nb::cast<double>(given[name]); };
   PlannerOptions options;
@@ -44,6 +40,10 @@ PlannerOptions options_from(const nb::dict& given) {
                       number("pairs_per_second")};
   return options;
 }
+
+namespace {
+
+using RankLengths = std::vector<std::vector<std::int64_t>>;
 
 void add_figures(nb::class_<AttentionPlan>& plan) {
   const auto add = [&](const char* name, std::vector<std::int64_t> AttentionPlan::*figures) {
@@ -106,14 +106,14 @@ void bind_planner(nb::module_& m) {
   m.def(
       "plan_flat",
       [](const std::vector<std::int64_t>& lengths, const nb::dict& options) {
-        const PlannerOptions given = options_from(options);
+        const PlannerOptions given = planner_options_from(options);
         return unlocked([&] { return plan_attention(lengths, given); });
       },
       "doc_lengths"_a, "options"_a);
   m.def(
       "plan_ranks",
       [](const RankLengths& lengths, const nb::dict& options) {
-        const PlannerOptions given = options_from(options);
+        const PlannerOptions given = planner_options_from(options);
         return unlocked([&] { return plan_attention(lengths, given); });
       },
       "rank_doc_lengths"_a, "options"_a);

@@ -22,6 +22,7 @@ void bind_simulate(nanobind::module_& m);
 void bind_validate(nanobind::module_& m);
 void bind_plan(nanobind::module_& m);
 void bind_planner(nanobind::module_& m);
+void bind_timing(nanobind::module_& m);
 void bind_sparse(nanobind::module_& m);
 void bind_world(nanobind::module_& m);
 void bind_dispatcher(nanobind::module_& m);

@@ -54,12 +54,25 @@ from .simulate import (
     test_qkv_dispatch,
 )
 from .sparse import QkvRouting, RankAttention, SparseMetadata
+from .timing import (
+    Comparison,
+    PhasePrediction,
+    Remedy,
+    StepCause,
+    StepPrediction,
+    compare,
+    explain,
+    per_document_plan,
+    predict_step,
+    zigzag_plan,
+)
 from .validation import Finding, validate
 from .world import Topology, World, num_gpus, run_threads
 
 __all__ = [
     "AttentionPlan",
     "AttnLayout",
+    "Comparison",
     "CudaError",
     "Error",
     "Finding",
@@ -69,6 +82,7 @@ __all__ = [
     "Metadata",
     "NotThreeAxes",
     "PackedSeqParams",
+    "PhasePrediction",
     "QkvMetadata",
     "QkvPlan",
     "QkvRouting",
@@ -78,9 +92,12 @@ __all__ = [
     "RawQkvDispatch",
     "ReadyPlan",
     "RelayHop",
+    "Remedy",
     "SequenceDispatcher",
     "ShapeMismatch",
     "SparseMetadata",
+    "StepCause",
+    "StepPrediction",
     "TensorFormat",
     "Timeout",
     "Topology",
@@ -88,6 +105,7 @@ __all__ = [
     "Unsupported",
     "World",
     "__version__",
+    "compare",
     "compute_attn_layout_seqlens",
     "compute_e2e_metadata",
     "compute_metadata",
@@ -96,6 +114,7 @@ __all__ = [
     "create_qkv_dispatch_with_custom_mapping",
     "create_raw_qkv_dispatch",
     "exclusive_cumsum",
+    "explain",
     "gen_seq_lens",
     "index_put_with_neg_padding_1d",
     "length_distributions",
@@ -103,8 +122,10 @@ __all__ = [
     "mlp_layout_packed_params",
     "num_gpus",
     "orchestrate_simulate",
+    "per_document_plan",
     "plan",
     "plan_documents",
+    "predict_step",
     "prepend_zero",
     "prepend_zero_fn",
     "run_threads",
@@ -114,4 +135,5 @@ __all__ = [
     "sum_kv_copies",
     "test_qkv_dispatch",
     "validate",
+    "zigzag_plan",
 ]

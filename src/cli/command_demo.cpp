@@ -1,7 +1,9 @@
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <memory>
 
 #include "commands.h"
+#include "gpu_demo.h"
 #include "main_job.h"
 #include "step_job.h"
 #include "waybill/json/file.h"
@@ -17,6 +19,8 @@ struct DemoOptions {
   std::string html = "waybill-report.html";
   bool no_html = false;
   bool no_simulate = false;
+  bool gpus = false;
+  bool world_size_given = false;
   std::string plan_out;
   StepOutputOptions step;
 };
@@ -35,6 +39,10 @@ int run_demo(const DemoOptions& options, Program& program) {
   Console& console = program.console;
   MainJobOptions job_options = options.job;
   job_options.simulate = !options.no_simulate;
+  if (options.gpus) {
+    const std::int32_t gpus = require_gpus();
+    if (!options.world_size_given) job_options.planning.world_size = std::max(2, gpus);
+  }
   console.print("Waybill: from document lengths to a dispatch that is proven right\n\n");
   const MainJob job = run_main_job(job_options, console);
 
@@ -45,6 +53,7 @@ int run_demo(const DemoOptions& options, Program& program) {
   if (!job.attention.relay.hops.empty())
     console.print(concat("\nRelay: ", relay_text(job.attention), ".\n"));
   if (!options.plan_out.empty()) write_plan(options.plan_out, job.plan);
+  const bool gpus_right = !options.gpus || run_gpu_demo(job.routing, job_options.rows, console);
   const StepPredictor predictor(job.attention);
   const std::vector<NamedStep> steps =
       compare_transfers(predictor, StepOptions::of(job.attention), job.plan.num_shards());
@@ -57,7 +66,7 @@ int run_demo(const DemoOptions& options, Program& program) {
     console.print(concat("\nReport: ", options.html, " (open it in a browser)\n"));
   }
   write_trace(options.step, steps, console);
-  if (!job.passed()) {
+  if (!job.passed() || !gpus_right) {
     console.print_error("the checks above found something wrong");
     return exit_failure;
   }
@@ -84,6 +93,11 @@ void add_demo_command(CLI::App& app, Program& program) {
   command->add_flag("--no-html", options->no_html, "Write no report")->excludes(html)->group(group);
   command->add_flag("--no-simulate", options->no_simulate, "Leave out the byte-checked run")
       ->group(group);
+  command
+      ->add_flag("--gpus", options->gpus,
+                 "Also carry the plan out on the GPUs of this host: every byte compared, achieved "
+                 "against what the links allow. One rank a GPU unless --world-size says otherwise")
+      ->group("GPUs");
   add_trace_option(*command, options->step);
   command->add_option("-o,--plan-out", options->plan_out, "Also write the plan as JSON")
       ->type_name("FILE")
@@ -94,8 +108,10 @@ void add_demo_command(CLI::App& app, Program& program) {
                   "  waybill demo\n"
                   "  waybill demo --world-size 64 --tokens-per-rank 32768 --gb-per-s 400\n"
                   "  waybill demo --corpus ~/documents --world-size 4 --window 4096\n"
+                  "  waybill demo --gpus --world-size 4\n"
                   "  waybill demo --lengths lengths.txt --html run.html -o run.plan.json");
-  command->callback([options, &program] {
+  command->callback([options, command, &program] {
+    options->world_size_given = command->count("--world-size") > 0;
     program.run = [options, &program] { return run_demo(*options, program); };
   });
 }

@@ -8,6 +8,13 @@ namespace {
 
 using BadInputTest = ProgramTest;
 
+TEST_F(BadInputTest, GpusNeedCuda) {
+  if (WAYBILL_TEST_CUDA) GTEST_SKIP() << "this program was built with CUDA";
+  const ProgramResult result = run("demo --gpus");
+  EXPECT_TRUE(fails(result, 1, {"built without CUDA", "scripts/demo.sh --gpus"}));
+  EXPECT_EQ(result.out.find("documents"), std::string::npos);  // at once, before any work
+}
+
 TEST_F(BadInputTest, WrongUsageExitsWith2) {
   EXPECT_TRUE(fails(run(""), 2, {"a command is needed"}));
   EXPECT_TRUE(fails(run("fly"), 2, {"fly"}));

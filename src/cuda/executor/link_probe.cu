@@ -1,18 +1,14 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
-#include <memory>
 #include <vector>
 
-#include "../../src/cuda/device/bulk.cuh"
-#include "link_probe.h"
+#include "../device/bulk.cuh"
+#include "cuda_check.h"
+#include "waybill/cuda/link_probe.h"
 
-namespace waybill::bench {
+namespace waybill {
 namespace {
-
-namespace cuda = waybill::cuda;
 
 constexpr int max_gpus = 8;
 constexpr int chunk_bytes = 8192;
@@ -20,11 +16,7 @@ constexpr int stages = 4;
 constexpr int warps = 6;
 constexpr int vector_chunk_bytes = 65536;
 
-void check(cudaError_t status, const char* doing) {
-  if (status == cudaSuccess) return;
-  std::fprintf(stderr, "link probe: %s: %s\n", doing, cudaGetErrorString(status));
-  std::exit(1);
-}
+void check(cudaError_t status, const char* doing) { cuda::cuda_check(status, doing); }
 
 /// One GPU's sources and destinations, by peer. Peers take turns, the next GPU first.
 struct Pairs {
@@ -229,4 +221,4 @@ double local_copy_gb_s(std::int64_t bytes) {
   return 2.0 * static_cast<double>(bytes) / times[times.size() / 2] / 1e6;
 }
 
-}  // namespace waybill::bench
+}  // namespace waybill

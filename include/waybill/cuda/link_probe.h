@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-namespace waybill::bench {
+namespace waybill {
 
 /// How the bytes of the probe go.
 enum class LinkWay : std::uint8_t { push_bulk, push_vector, pull_bulk, copy_engines };
@@ -10,10 +10,11 @@ enum class LinkWay : std::uint8_t { push_bulk, push_vector, pull_bulk, copy_engi
 /// Every GPU copies `bytes_a_peer` to (or from) each of the others at once; the median over
 /// `repeats` calls of the slowest GPU's time.
 /// @return remote GB/s per GPU and direction; 0 with one GPU
+/// @throws CudaError
 [[nodiscard]] double link_gb_s(int num_gpus, LinkWay way, int num_sms, std::int64_t bytes_a_peer,
                                int repeats = 10);
 
 /// Local copy by a device-to-device cudaMemcpy: bytes read plus written a second, in GB/s.
 [[nodiscard]] double local_copy_gb_s(std::int64_t bytes);
 
-}  // namespace waybill::bench
+}  // namespace waybill

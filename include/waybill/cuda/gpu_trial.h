@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "waybill/cuda/cuda_error.h"
+#include "waybill/routing/qkv_routing.h"
+#include "waybill/runtime/sequence_plan.h"
+
+namespace waybill {
+
+struct GpuTrialOptions {
+  int num_sms = 16;  ///< of each rank
+  int warmup = 3;    ///< calls before the timed ones
+  int calls = 20;    ///< timed, from event to event
+  double timeout_s = 60;
+};
+
+/// One operation of a trial.
+struct GpuTrialStep {
+  std::string name;              ///< "Q, K and V"
+  std::int64_t link_bytes = 0;   ///< the most that one GPU sends to, or gets from, the others
+  std::int64_t moved_bytes = 0;  ///< by all ranks, those that stay on their GPU included
+  double median_us = 0;          ///< of the slowest rank
+  std::int64_t bytes_checked = 0;
+  std::int64_t elements_wrong = 0;  ///< of those checked
+
+  /// The least time that links of this rate allow; 0 without links.
+  [[nodiscard]] double limit_us(double link_gb_s) const {
+    return link_gb_s > 0 ? static_cast<double>(link_bytes) / link_gb_s / 1e3 : 0;
+  }
+};
+
+/// What the GPUs of this host did with a routing.
+struct GpuTrial {
+  int num_gpus = 0;
+  std::int32_t world_size = 0;
+  double link_gb_s = 0;  ///< measured in the same run, the best of several ways; 0 with one GPU
+  std::vector<GpuTrialStep> steps;
+
+  [[nodiscard]] bool passed() const;
+};
+
+/// Carries a step out on the GPUs of this host, rank r on GPU r modulo their number: Q, K and V to
+/// where attention is, Q back home, and, for floating types of 16 bits and more, the sums of the
+/// gradients of K and V. Rows are made and every byte that arrives is compared on the devices;
+/// sums are of whole numbers, hence exact. Each operation is then timed.
+/// @param q, kv formats of Q, and of K and of V
+/// @throws Unsupported without a GPU or peer access, Timeout, CudaError (also when the rows do not
+///   fit), InvalidArgument for options out of range
+[[nodiscard]] GpuTrial try_on_gpus(const QkvRouting& routing, const TensorFormat& q,
+                                   const TensorFormat& kv, const GpuTrialOptions& options = {});
+
+}  // namespace waybill

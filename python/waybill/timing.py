@@ -1,0 +1,366 @@
+"""How long a step takes, which rank and document make it slow, and what would help: predictions."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Iterator, Mapping, NamedTuple, Optional, Sequence, Union
+
+from . import _core
+from ._arrays import IntArray, int64
+from ._files import kept
+from .errors import InvalidArgument
+from .planner import AttentionPlan, _lengths, _limit, _world
+from .plans import QkvPlan
+
+__all__ = [
+    "Comparison",
+    "PhasePrediction",
+    "Remedy",
+    "StepCause",
+    "StepPrediction",
+    "compare",
+    "explain",
+    "per_document_plan",
+    "predict_step",
+    "zigzag_plan",
+]
+
+AnyPlan = Union[AttentionPlan, QkvPlan]
+
+
+class StepCause(NamedTuple):
+    """What takes time in a phase: a rank, what of it is busy, and the document behind it."""
+
+    phase: str
+    rank: int
+    resource: str  #: "compute", "NVLink in", "NVLink out", "network in", "network out", "nothing"
+    seconds: float
+    amount: int  #: bytes, or (query, key) pairs
+    document: int  #: -1: none
+    document_amount: int  #: of amount
+
+
+class PhasePrediction(NamedTuple):
+    """One phase of all ranks; arrays have one entry a rank, seconds from the step's beginning."""
+
+    phase: str
+    begin: Any  #: (W,) float64
+    end: Any  #: (W,) float64
+    seconds: Any  #: (W,) float64: what the rank takes if it waits for nobody
+    waits_for: IntArray  #: (W,) rank that decides end; itself: nobody
+    nvlink_in: IntArray  #: (W,) wire bytes; 0 in kernels
+    nvlink_out: IntArray
+    network_in: IntArray
+    network_out: IntArray
+    slowest: StepCause
+
+
+class Remedy(NamedTuple):
+    """One change, and the step with it."""
+
+    kind: str  #: "relay", "once_per_node", "even_work", "double_nvlink", "double_network", ...
+    seconds: float
+
+
+class StepPrediction:
+    """One attention layer, forward and backward, as it would run. From ``predict_step``."""
+
+    __slots__ = ("_name", "_num_shards", "_plan", "_step")
+    _name: str
+    _num_shards: int
+    _plan: Any
+    _step: Any
+
+    def __init__(self) -> None:
+        raise InvalidArgument(
+            "StepPrediction: got a constructor call, expected waybill.predict_step(...)"
+        )
+
+    @classmethod
+    def _wrap(cls, step: Any, name: str, num_shards: int, plan: Any = None) -> StepPrediction:
+        self = cls.__new__(cls)
+        self._step, self._name, self._num_shards, self._plan = step, name, num_shards, plan
+        return self
+
+    @property
+    def seconds(self) -> float:
+        """When the last rank has ended."""
+        return self._step.seconds
+
+    @property
+    def forward_seconds(self) -> float:
+        """When the last rank has the output of its queries."""
+        return self._step.forward_seconds
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, W."""
+        return self._step.world_size
+
+    @property
+    def transfer(self) -> str:
+        """How K and V travel: "direct", "once_per_node" or "relay"."""
+        return self._step.transfer
+
+    @property
+    def work(self) -> IntArray:
+        """(W,): (query, key) pairs."""
+        return self._step.work
+
+    @property
+    def phases(self) -> list[PhasePrediction]:
+        """The seven phases in their order."""
+        return [PhasePrediction._make((*p[:-1], StepCause(*p[-1]))) for p in self._step.phases()]
+
+    @property
+    def path(self) -> list[StepCause]:
+        """What the last rank waited for, phase by phase; the seconds add up to the step."""
+        return [StepCause(*cause) for cause in self._step.path()]
+
+    @property
+    def bottleneck(self) -> StepCause:
+        """The longest piece of ``path``."""
+        return StepCause(*self._step.bottleneck())
+
+    def remedies(self) -> list[Remedy]:
+        """The step with one change at a time, shortest first; only of ``predict_step``."""
+        return [Remedy(*r) for r in _core.step_remedies(self._needed_plan("remedies"), self._step)]
+
+    def explain(self) -> list[str]:
+        """Which rank, document and link make it slow, and what would help: sentences."""
+        return _core.explain_step(self._needed_plan("explain"), self._step)
+
+    def rank_table(self, rank: int) -> str:
+        """The phases of one rank, a line each."""
+        return self._step.rank_table(int64(rank, "rank_table: rank"))
+
+    def to_trace(self, path: Union[str, os.PathLike[str], None] = None) -> str:
+        """Timelines for ui.perfetto.dev and chrome://tracing; also written to ``path``."""
+        return kept(_core.chrome_trace([self._named()]), path)
+
+    def _named(self) -> Any:
+        return _core.NamedStep.make(self._name, self._num_shards, self._step)
+
+    def _needed_plan(self, who: str) -> Any:
+        if self._plan is None:
+            raise InvalidArgument(
+                f"{who}: the prediction has no plan, expected one of waybill.predict_step(...)"
+            )
+        return self._plan
+
+    def __eq__(self, other: object) -> bool:
+        return self._step == other._step if isinstance(other, StepPrediction) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        return self._step.phase_table()
+
+    def __repr__(self) -> str:
+        return (
+            f"StepPrediction(world_size={self.world_size}, transfer={self.transfer!r},"
+            f" seconds={self.seconds:.3g}, forward_seconds={self.forward_seconds:.3g})"
+        )
+
+
+class Comparison(Mapping[str, StepPrediction]):
+    """Predictions by name, as ``compare`` gives them; prints as a table."""
+
+    __slots__ = ("_steps",)
+    _steps: dict[str, StepPrediction]
+
+    def __init__(self, steps: Mapping[str, StepPrediction]) -> None:
+        self._steps = dict(steps)
+
+    def __getitem__(self, name: str) -> StepPrediction:
+        return self._steps[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._steps)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def to_trace(self, path: Union[str, os.PathLike[str], None] = None) -> str:
+        """All timelines for ui.perfetto.dev and chrome://tracing; also written to ``path``."""
+        return kept(_core.chrome_trace([s._named() for s in self._steps.values()]), path)
+
+    def __str__(self) -> str:
+        return _core.step_table([step._named() for step in self._steps.values()])
+
+    def __repr__(self) -> str:
+        steps = ", ".join(f"{name!r}: {step.seconds:.3g} s" for name, step in self.items())
+        return f"Comparison({steps})"
+
+
+def predict_step(
+    plan: AnyPlan,
+    transfer: str = "auto",
+    *,
+    q_hidden: Optional[int] = None,
+    kv_hidden: Optional[int] = None,
+    dtype: Optional[str] = None,
+    window: Optional[int] = None,
+    ranks_per_node: Optional[int] = None,
+    nvlink_bytes_per_second: Optional[float] = None,
+    network_bytes_per_second: Optional[float] = None,
+    message_seconds: Optional[float] = None,
+    pairs_per_second: Optional[float] = None,
+    phase_seconds: float = 11e-6,
+    pull_share: float = 325 / 345,
+    network_message_seconds: float = 3e-6,
+    forward_chunk_bytes: int = 1 << 20,
+    forward_flops_per_second: float = 600e12,
+    backward_flops_per_second: float = 450e12,
+) -> StepPrediction:
+    """Predicts the time of each phase of a step of the plan. Pure arithmetic; nothing runs.
+
+    Args:
+        plan: an AttentionPlan brings rows, mask, hardware and relay with it; what is given here
+            takes their place. For a QkvPlan the defaults are those of ``waybill.plan``.
+        transfer: how K and V travel: "direct", "once_per_node", "relay"; "auto" is relay where the
+            plan has a schedule, else direct.
+        nvlink_bytes_per_second, network_bytes_per_second: of a rank, each way.
+        message_seconds, network_message_seconds: cost of each peer beside the bytes.
+        pairs_per_second: (query, key) pairs a rank attends to, forward; takes the place of the
+            operations a second.
+        phase_seconds: a phase in which nothing moves.
+        pull_share: speed of a pull over that of a push, NVLink.
+        forward_chunk_bytes: pieces in which rows are forwarded.
+
+    Raises:
+        InvalidArgument: naming the option, got and expected.
+    """
+    given: dict[str, Any] = {
+        "phase_seconds": float(phase_seconds),
+        "pull_share": float(pull_share),
+        "network_message_seconds": float(network_message_seconds),
+        "forward_chunk_bytes": int64(forward_chunk_bytes, "predict_step: forward_chunk_bytes"),
+        "forward_flops_per_second": float(forward_flops_per_second),
+        "backward_flops_per_second": float(backward_flops_per_second),
+    }
+    whole = {"q_hidden": q_hidden, "kv_hidden": kv_hidden, "window": window}
+    whole["ranks_per_node"] = ranks_per_node
+    given.update({k: int64(v, f"predict_step: {k}") for k, v in whole.items() if v is not None})
+    real = {
+        "nvlink_bytes_per_second": nvlink_bytes_per_second,
+        "network_bytes_per_second": network_bytes_per_second,
+        "message_seconds": message_seconds,
+        "pairs_per_second": pairs_per_second,
+    }
+    given.update({name: float(value) for name, value in real.items() if value is not None})
+    if dtype is not None:
+        given["dtype"] = str(dtype).removeprefix("torch.")
+    if not isinstance(plan, (AttentionPlan, QkvPlan)):
+        raise InvalidArgument(
+            f"predict_step: plan is a {type(plan).__name__}, expected an AttentionPlan or a QkvPlan"
+        )
+    step = _core.predict_step(plan._plan, given, transfer)
+    sparse = plan.to_qkv_plan() if isinstance(plan, AttentionPlan) else plan
+    return StepPrediction._wrap(step, step.transfer, sparse.num_shards, plan._plan)
+
+
+def explain(plan: AnyPlan, transfer: str = "auto", **hardware: Any) -> list[str]:
+    """``predict_step(plan, transfer, **hardware).explain()``: sentences with numbers."""
+    return predict_step(plan, transfer, **hardware).explain()
+
+
+def compare(
+    doc_lengths: Sequence[int],
+    world_size: int,
+    tokens_per_rank: int = 65536,
+    q_hidden: int = 4096,
+    kv_hidden: int = 1024,
+    dtype: str = "bfloat16",
+    window: Optional[int] = None,
+    relay: bool = True,
+    *,
+    degree: Optional[int] = None,
+    imbalance_target: float = 1.01,
+    ranks_per_node: int = 8,
+    nvlink_bytes_per_second: float = 345e9,
+    network_bytes_per_second: float = 50e9,
+    message_seconds: float = 1.6e-6,
+    pairs_per_second: float = 0.0,
+) -> Comparison:
+    """The same documents by static zigzag ("zigzag"), by sharding each document ("per document")
+    and by the planner ("planner"; "planner, relay"), as predicted steps.
+
+    Args:
+        doc_lengths: tokens, packed in order into the ranks.
+        degree: ranks of a static context-parallel group, a divisor of world_size; None: the largest
+            within a node.
+    """
+    planner = {
+        "world_size": _world(world_size, "compare"),
+        "tokens_per_rank": int64(tokens_per_rank, "compare: tokens_per_rank"),
+        "q_hidden": int64(q_hidden, "compare: q_hidden"),
+        "kv_hidden": int64(kv_hidden, "compare: kv_hidden"),
+        "dtype": str(dtype).removeprefix("torch."),
+        "window": _limit(window, "window"),
+        "max_tokens_per_rank": 0,
+        "relay": bool(relay),
+        "per_query": False,
+        "imbalance_target": float(imbalance_target),
+        "byte_weight": 0.0,
+        "block_tokens": 128,
+        "ranks_per_node": int64(ranks_per_node, "compare: ranks_per_node"),
+        "nvlink_bytes_per_second": float(nvlink_bytes_per_second),
+        "network_bytes_per_second": float(network_bytes_per_second),
+        "message_seconds": float(message_seconds),
+        "pairs_per_second": float(pairs_per_second),
+    }
+    lengths = _lengths(doc_lengths, "compare: doc_lengths")
+    group = 0 if degree is None else _degree(degree, "compare")
+    steps = _core.compare_plans(lengths, planner, {}, group)
+    return Comparison({s.name: StepPrediction._wrap(s.step, s.name, s.num_shards) for s in steps})
+
+
+def zigzag_plan(
+    doc_lengths: Sequence[int],
+    world_size: int,
+    tokens_per_rank: int = 65536,
+    degree: Optional[int] = None,
+) -> QkvPlan:
+    """Static context parallelism over packed sequences: groups of ``degree`` ranks (None: as many
+    as divide the world, at most 8), each sequence in 2 * degree chunks, rank i has the i-th and the
+    i-th from the end.
+    """
+    return _static(
+        _core.zigzag_plan, "zigzag_plan", doc_lengths, world_size, tokens_per_rank, degree
+    )
+
+
+def per_document_plan(
+    doc_lengths: Sequence[int],
+    world_size: int,
+    tokens_per_rank: int = 65536,
+    degree: Optional[int] = None,
+) -> QkvPlan:
+    """The same with 2 * degree chunks of every document."""
+    return _static(
+        _core.per_document_plan,
+        "per_document_plan",
+        doc_lengths,
+        world_size,
+        tokens_per_rank,
+        degree,
+    )
+
+
+def _static(
+    make: Any, who: str, doc_lengths: Any, world_size: Any, tokens_per_rank: Any, degree: Any
+) -> QkvPlan:
+    world = _world(world_size, who)
+    group = _core.static_degree(world, 8) if degree is None else _degree(degree, who)
+    lengths = _lengths(doc_lengths, f"{who}: doc_lengths")
+    return QkvPlan._wrap(
+        make(lengths, world, int64(tokens_per_rank, f"{who}: tokens_per_rank"), group)
+    )
+
+
+def _degree(value: Any, who: str) -> int:
+    number = int64(value, f"{who}: degree")
+    if not 1 <= number <= 2**20:
+        raise InvalidArgument(f"{who}: degree = {number}, expected 1..2^20")
+    return number

@@ -1,0 +1,20 @@
+#pragma once
+
+#include <cstdint>
+
+#include "console.h"
+#include "job_options.h"
+#include "waybill/routing/qkv_routing.h"
+
+namespace waybill::cli {
+
+/// GPUs of this host. @throws Unsupported, saying how to build, for a program without CUDA;
+/// Unsupported where there is no GPU
+[[nodiscard]] std::int32_t require_gpus();
+
+/// Carries the plan out on the GPUs and prints, for each operation, the time that the links allow
+/// (measured in the same run), the time that it took, and whether every byte was right.
+/// @return whether it was. @throws as try_on_gpus
+bool run_gpu_demo(const QkvRouting& routing, const RowOptions& rows, Console& console);
+
+}  // namespace waybill::cli

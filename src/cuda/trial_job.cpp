@@ -1,0 +1,141 @@
+#include "trial_job.h"
+
+#include <algorithm>
+#include <bit>
+#include <numeric>
+
+#include "waybill/core/at.h"
+#include "waybill/core/float_convert.h"
+
+namespace waybill::cuda {
+namespace {
+
+using waybill::detail::at;
+
+constexpr std::int64_t largest_number = 256;  // whole numbers up to it are exact in bfloat16
+constexpr std::uint32_t most_numbers = 4;
+
+/// Calls visit(source rank, first row there, line) for all lines.
+template <class Visit>
+void each_line(const SparseMetadata& metadata, const Visit& visit) {
+  for (std::int32_t w = 0; w < metadata.world_size; ++w) {
+    std::int64_t row = 0;
+    for (auto j = metadata.rank_offsets[at(w)]; j < metadata.rank_offsets[at(w) + 1]; ++j) {
+      visit(w, row, j);
+      row += metadata.seq_len[at(j)];
+    }
+  }
+}
+
+std::int64_t place_of(std::int32_t rank, std::int64_t row) {
+  return (std::int64_t{rank} << trial_rank_shift) | row;
+}
+
+std::vector<std::vector<std::int64_t>> places_of(const SparseMetadata& metadata) {
+  std::vector<std::vector<std::int64_t>> places(at(metadata.world_size));
+  each_line(metadata, [&](std::int32_t from, std::int64_t first, std::int64_t line) {
+    const std::int64_t len = metadata.seq_len[at(line)];
+    for (auto c = metadata.copy_begin(line); c < metadata.copy_end(line) && len > 0; ++c) {
+      auto& rows = places[at(metadata.dst_rank[at(c)])];
+      const std::int64_t begin = metadata.dst_offset[at(c)];
+      if (std::ssize(rows) < begin + len) rows.resize(at(begin + len), -1);
+      for (std::int64_t k = 0; k < len; ++k) rows[at(begin + k)] = place_of(from, first + k);
+    }
+  });
+  return places;
+}
+
+std::vector<std::vector<std::int32_t>> copies_of(const SparseMetadata& metadata) {
+  std::vector<std::vector<std::int32_t>> copies(at(metadata.world_size));
+  each_line(metadata, [&](std::int32_t from, std::int64_t /*first*/, std::int64_t line) {
+    const auto count = metadata.copy_end(line) - metadata.copy_begin(line);
+    copies[at(from)].insert(copies[at(from)].end(), at(metadata.seq_len[at(line)]),
+                            static_cast<std::int32_t>(count));
+  });
+  return copies;
+}
+
+bool encode(DType dtype, float value, std::uint64_t& code) {
+  switch (dtype) {
+    case DType::bfloat16:
+      code = float_to_bfloat16(value);
+      return true;
+    case DType::float16:
+      code = float_to_float16(value);
+      return true;
+    case DType::float32:
+      code = std::bit_cast<std::uint32_t>(value);
+      return true;
+    case DType::float64:
+      code = std::bit_cast<std::uint64_t>(static_cast<double>(value));
+      return true;
+    default:
+      return false;
+  }
+}
+
+/// The most bytes that one GPU sends to, or gets from, the others; and all that move.
+void count_bytes(GpuTrialStep& step, const std::vector<SequencePart>& parts, std::int32_t world,
+                 int gpus) {
+  std::vector<std::int64_t> out(at(gpus));
+  std::vector<std::int64_t> in(at(gpus));
+  for (std::int32_t w = 0; w < world; ++w) {
+    const SequencePlan plan = compile_dispatch(parts, Rank{w}, {.chunks = false});
+    for (std::int32_t r = 0; r < world; ++r) {
+      const std::int64_t bytes = plan.wire_bytes[at(r)];
+      step.moved_bytes += bytes;
+      if (w % gpus == r % gpus) continue;
+      out[at(w % gpus)] += bytes;
+      in[at(r % gpus)] += bytes;
+    }
+  }
+  step.link_bytes = std::max(*std::ranges::max_element(out), *std::ranges::max_element(in));
+}
+
+}  // namespace
+
+TrialJob::TrialJob(const QkvRouting& the_routing, const TensorFormat& the_q,
+                   const TensorFormat& the_kv, const GpuTrialOptions& the_options)
+    : routing(the_routing),
+      q(the_q),
+      kv(the_kv),
+      options(the_options),
+      q_places(places_of(routing.fwd_q)),
+      kv_places(places_of(routing.fwd_kv)),
+      copies(copies_of(routing.fwd_kv)),
+      byte_codes(256),
+      codes(largest_number + 1) {
+  std::iota(byte_codes.begin(), byte_codes.end(), std::uint64_t{0});
+  bool encoded = true;
+  for (std::size_t i = 0; i < codes.size(); ++i) {
+    encoded = encode(kv.dtype, static_cast<float>(i), codes[i]) && encoded;
+  }
+  std::int64_t most_copies = 1;
+  for (const auto& of_rank : copies) {
+    for (const std::int32_t count : of_rank) {
+      most_copies = std::max<std::int64_t>(most_copies, count);
+    }
+  }
+  if (!encoded || most_copies > largest_number) return;
+  number_span = std::min(most_numbers, static_cast<std::uint32_t>(largest_number / most_copies));
+}
+
+std::vector<GpuTrialStep> TrialJob::steps(int gpus) const {
+  std::vector<GpuTrialStep> all;
+  const auto add = [&](const char* name, const std::vector<SequencePart>& parts) {
+    all.push_back({.name = name});
+    count_bytes(all.back(), parts, routing.fwd_q.world_size, gpus);
+  };
+  add("Q, K and V", forward());
+  add("Q back", back());
+  if (has_gradient()) add("dK and dV", gradient());
+  return all;
+}
+
+std::vector<std::int64_t> TrialJob::home_places(std::int32_t rank, std::int64_t rows) {
+  std::vector<std::int64_t> places(at(rows));
+  std::iota(places.begin(), places.end(), place_of(rank, 0));
+  return places;
+}
+
+}  // namespace waybill::cuda
