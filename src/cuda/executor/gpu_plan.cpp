@@ -176,9 +176,9 @@ void GpuPlan::queue_upload(const SequencePlan& plan, cudaStream_t stream) const 
   copy(layout_.waits_at, plan.waits.size() * sizeof(BatchSlot));
   copy(layout_.signals_at, plan.signals.size() * sizeof(BatchSlot));
   if (plan.batches.empty()) return;
-  gpu_->check(cudaMemsetAsync(device + layout_.done_at, 0, plan.batches.size() * sizeof(unsigned),
-                              stream),
-              "uploading a plan", "plan");
+  gpu_->check(
+      cudaMemsetAsync(device + layout_.done_at, 0, plan.batches.size() * sizeof(unsigned), stream),
+      "uploading a plan", "plan");
 }
 
 void GpuPlan::fill(const SequencePlan& plan, cudaStream_t stream) {
@@ -190,13 +190,12 @@ void GpuPlan::fill(const SequencePlan& plan, cudaStream_t stream) {
   queue_upload(plan, stream);
   batched_ = !plan.batches.empty();
   gpu_->check(cudaEventRecord(block_.uploaded, stream), "recording an event", "plan");
-  const ExpandParams params{
-      .head = table<const PlanHead>(0),
-      .segments = table<const RowSegment>(layout_.segments_at),
-      .segment_places = table<const std::uint64_t>(layout_.segment_places_at),
-      .chunks = table<RowChunk>(layout_.chunks_at),
-      .places = table<std::uint64_t>(layout_.places_at),
-      .chunk_batches = table<std::int32_t>(layout_.chunk_batches_at)};
+  const ExpandParams params{.head = table<const PlanHead>(0),
+                            .segments = table<const RowSegment>(layout_.segments_at),
+                            .segment_places = table<const std::uint64_t>(layout_.segment_places_at),
+                            .chunks = table<RowChunk>(layout_.chunks_at),
+                            .places = table<std::uint64_t>(layout_.places_at),
+                            .chunk_batches = table<std::int32_t>(layout_.chunk_batches_at)};
   gpu_->check(launch_expand_plan(params, std::ssize(plan.segments), stream), "launching a kernel",
               "plan");
   gpu_->check(cudaEventRecord(block_.used, stream), "recording an event", "plan");

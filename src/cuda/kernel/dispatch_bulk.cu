@@ -378,9 +378,8 @@ __global__ void __launch_bounds__(warps * 32, 1)
 
 cudaError_t prepare_dispatch_bulk() {
   for (const auto kernel : {dispatch_bulk_kernel<false>, dispatch_bulk_kernel<true>}) {
-    const cudaError_t status =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(sizeof(BlockMemory)));
+    const cudaError_t status = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(BlockMemory)));
     if (status != cudaSuccess) return status;
   }
   return cudaSuccess;

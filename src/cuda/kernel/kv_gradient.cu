@@ -49,8 +49,13 @@ class BulkSummer {
     fence_async_proxy();  // what the ranks wrote before they came here, and the barriers
     __syncwarp();
     const auto warp = static_cast<int>(threadIdx.x / 32);
-    here_ = {blockIdx.x + std::int64_t{warp} * gridDim.x, p.head->num_chunks,
-             std::int64_t{gridDim.x} * warps, {}, {}, -1, -1};
+    here_ = {blockIdx.x + std::int64_t{warp} * gridDim.x,
+             p.head->num_chunks,
+             std::int64_t{gridDim.x} * warps,
+             {},
+             {},
+             -1,
+             -1};
     here_.template begin<Batched>(p);
     ahead_.chunks = here_;
     ahead_.begin(p);

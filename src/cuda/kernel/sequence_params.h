@@ -58,7 +58,7 @@ struct BatchTables {
   const BatchSlot* waits;
   const BatchSlot* signals;
   const std::int32_t* chunk_batches;  ///< [chunks]
-  unsigned* done;                     ///< [batches]: chunks whose rows have arrived; 0 between calls
+  unsigned* done;  ///< [batches]: chunks whose rows have arrived; 0 between calls
 };
 
 /// What makes chunks and places from segments: the device's part of compiling a plan.
