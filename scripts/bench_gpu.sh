@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Times the links and the sequence dispatch on the GPUs of this machine:
+# Times the links, sequences, and the dispatch and combine of experts on the GPUs of this machine:
 # scripts/bench_gpu.sh [--quick] [FOLDER_WITH_PROGRAMS]. Without a folder it builds them first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -14,8 +14,8 @@ if (($# > 0)); then
 else
   cmake -S . -B build/cuda -G Ninja -DCMAKE_BUILD_TYPE=Release -DWAYBILL_CUDA=ON \
     -DWAYBILL_CLI=OFF -DWAYBILL_TESTS=OFF
-  cmake --build build/cuda --target waybill_bench_gpu_link waybill_bench_gpu_sequence \
-    waybill_bench_gpu_processes
+  cmake --build build/cuda --target waybill_bench_gpu_link waybill_bench_gpu_moe \
+    waybill_bench_gpu_sequence waybill_bench_gpu_processes
   programs=build/cuda/bin
 fi
 
@@ -25,6 +25,7 @@ export CUDA_MODULE_LOADING=EAGER
 nvidia-smi --query-gpu=index,name,driver_version --format=csv,noheader
 "$programs/waybill_bench_gpu_link"
 "$programs/waybill_bench_gpu_sequence" "${options[@]}"
+"$programs/waybill_bench_gpu_moe" "${options[@]}"
 gpus=$(nvidia-smi --list-gpus | wc -l)
 scripts/start_ranks.sh -n "$gpus" "$programs/waybill_bench_gpu_processes"
 if [[ -f $programs/libwaybill_nvshmem.so ]]; then

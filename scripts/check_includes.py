@@ -48,11 +48,13 @@ THIRD_PARTY = {
     "benchmark/": ("bench/",),
     "nvshmem": ("src/cuda/nvshmem/",),
     "cuda_runtime": ("src/cuda/", "tests/cuda/", "bench/gpu/", "examples/cpp/"),
+    "cuda_bf16.h": ("src/cuda/device/",),
     "cuda_fp16.h": ("src/cuda/device/",),
+    "cuda_fp8.h": ("src/cuda/device/",),
 }
 
 # The folders of a room that is a house of its own: each may include those before it.
-FOLDERS = {"cuda": ("device", "nvshmem", "kernel", "executor", "transport")}
+FOLDERS = {"cuda": ("device", "nvshmem", "kernel", "moe", "executor", "transport")}
 
 SUFFIXES = (".h", ".cpp", ".cuh", ".cu")
 

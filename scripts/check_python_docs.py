@@ -37,6 +37,7 @@ from extract_doc_examples import FENCE, ROOT, pages
 
 NO_PYTHON = (
     "README.md",
+    "ep_all2all_layer.md",
     "expert_executor.md",
     "transport.md",
 )

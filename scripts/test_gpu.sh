@@ -73,10 +73,13 @@ while read -r name; do
 done < <("$tests" --gtest_list_tests --gtest_filter="$filter" | awk '/^[^ ]/ {suite = $1} /^ / {print suite $1}')
 if [[ $sanitize == yes ]]; then
   for tool in memcheck racecheck; do
-    for name in one_rank_equals_the_simulation two_ranks_equal_the_simulation \
-      sums_of_16_bit_gradients_may_stay_float32 a_captured_graph_replays_with_a_new_plan; do
+    for name in GpuSequence.one_rank_equals_the_simulation \
+      GpuSequence.two_ranks_equal_the_simulation \
+      GpuSequence.sums_of_16_bit_gradients_may_stay_float32 \
+      GpuSequence.a_captured_graph_replays_with_a_new_plan GpuExpert.one_rank \
+      GpuExpert.two_ranks GpuExpert.compact_rows GpuExpert.padded_rows; do
       check "$tool $name" compute-sanitizer --tool "$tool" --error-exitcode 9 "$tests" \
-        --gtest_brief=1 --gtest_filter="GpuSequence.$name"
+        --gtest_brief=1 --gtest_filter="$name"
     done
   done
 fi

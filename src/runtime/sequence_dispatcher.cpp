@@ -32,6 +32,16 @@ std::int64_t pad_size(std::int32_t world_size, std::int32_t num_slots) {
          (1 + static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint32_t>(slots))));
 }
 
+/// Options by which all ranks compile and check plans of all.
+std::vector<Setting> common_settings(const SequenceDispatcherOptions& options) {
+  const SequencePlanOptions& plan = options.plan;
+  return {{"max_window_bytes", concat(options.max_window_bytes)},
+          {"plan.relay", concat(static_cast<int>(plan.relay))},
+          {"plan.batch_bytes", concat(plan.batch_bytes)},
+          {"plan.nvlink_bytes_per_second", concat(plan.nvlink_bytes_per_second)},
+          {"plan.network_bytes_per_second", concat(plan.network_bytes_per_second)}};
+}
+
 }  // namespace
 
 SequenceDispatcher::SequenceDispatcher(World& world, SequenceDispatcherOptions options)
@@ -53,6 +63,7 @@ SequenceDispatcher::SequenceDispatcher(World& world, SequenceDispatcherOptions o
           ", expected >= 0");
   require(options.max_window_bytes >= 0,
           "SequenceDispatcher: max_window_bytes = ", options.max_window_bytes, ", expected >= 0");
+  world.transport().require_same("SequenceDispatcher", common_settings(options_));
   arrivals_ =
       world.transport().allocate_signals(world.world_size() + num_executor_slots, "arrivals");
   slots_ = world.transport().allocate_signals(pad_size(world.world_size(), least_batch_slots),

@@ -10,7 +10,11 @@ namespace {
 
 using detail::at;
 
-Topology topology_of(const Bootstrap& bootstrap, std::int32_t ranks_per_node) {
+/// Ranks that are set up differently would wait for each other: that is said before.
+Topology topology_of(Bootstrap& bootstrap, std::int32_t ranks_per_node) {
+  const Setting settings[] = {{"waybill version", WAYBILL_VERSION},
+                              {"ranks_per_node", concat(ranks_per_node)}};
+  require_same(bootstrap, "world", settings);
   const std::int32_t world = bootstrap.world_size();
   return {world, ranks_per_node == 0 ? world : ranks_per_node};
 }

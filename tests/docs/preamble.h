@@ -60,6 +60,7 @@
 #include "waybill/routing/qkv_routing.h"
 #include "waybill/routing/raw_dispatch.h"
 #include "waybill/routing/validate.h"
+#include "waybill/runtime/ep_all2all_layer.h"
 #include "waybill/runtime/check_sequence_plans.h"
 #include "waybill/runtime/expert_memory.h"
 #include "waybill/runtime/sequence_dispatcher.h"

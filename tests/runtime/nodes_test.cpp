@@ -5,41 +5,18 @@
 #include "support/faulty_transport.h"
 #include "support/node_case.h"
 #include "support/run_ranks.h"
-#include "support/sequence_step.h"
+#include "waybill/json/length_distribution_json.h"
+#include "waybill/planner/planner.h"
+#include "waybill/routing/length_distribution.h"
 
 namespace waybill {
 namespace {
 
 using test::at;
+using test::check_step;
 using test::eager_options;
 using test::NetworkFaults;
 using test::NodeCase;
-using test::same_bytes;
-
-/// Forward, back home, and the gradients: everything as expected.
-void check_step(World& world, SequenceDispatcher& dispatcher, const NodeCase& node) {
-  const auto r = at(to_int(world.rank()));
-  const test::SequenceCase& the = node.the;
-  const test::Expected& expected = node.expected;
-  const auto forward = dispatcher.plan_dispatch(node.forward());
-  const auto reverse = dispatcher.plan_dispatch(node.reverse());
-  const auto gradient = dispatcher.plan_kv_gradient(node.kv());
-  const auto outputs = dispatcher.dispatch(
-      forward, std::vector<ConstTensorView>{expected.q[r].view(), expected.k[r].view(),
-                                            expected.v[r].view()});
-  ASSERT_TRUE(same_bytes(outputs[0], expected.q_out[r])) << the.name << ": Q of rank " << r;
-  ASSERT_TRUE(same_bytes(outputs[1], expected.k_out[r])) << the.name << ": K of rank " << r;
-  ASSERT_TRUE(same_bytes(outputs[2], expected.v_out[r])) << the.name << ": V of rank " << r;
-  const auto home = dispatcher.dispatch(reverse, std::vector<ConstTensorView>{outputs[0]});
-  ASSERT_TRUE(same_bytes(home[0], expected.q[r])) << the.name << ": Q back on rank " << r;
-  HostTensor dk(the.k.dtype, expected.k[r].shape());
-  HostTensor dv(the.v.dtype, expected.v[r].shape());
-  dispatcher.kv_gradient(
-      gradient, std::vector<ConstTensorView>{expected.k_out[r].view(), expected.v_out[r].view()},
-      std::vector<TensorView>{dk.view(), dv.view()});
-  ASSERT_TRUE(same_bytes(dk.view(), expected.k_gradient[r])) << the.name << ": dK of rank " << r;
-  ASSERT_TRUE(same_bytes(dv.view(), expected.v_gradient[r])) << the.name << ": dV of rank " << r;
-}
 
 World faulty_world(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
                    const NetworkFaults& faults) {
@@ -63,6 +40,49 @@ TEST(Nodes, equal_the_simulation) {
   }
 }
 
+/// A 32nd of the lengths of a real list, on 8 ranks, where bytes out dominate.
+NodeCase real_case(const std::string& list, Topology topology) {
+  const LengthDistribution& lengths = length_distribution(list);
+  for (std::uint64_t seed = 1;; ++seed) {
+    std::vector<std::int64_t> documents = sample_documents(lengths, 8 * 65536, seed);
+    for (std::int64_t& length : documents) length = (length + 31) / 32;
+    PlannerOptions options{.world_size = 8, .tokens_per_rank = 0, .block_tokens = 8};
+    options.hardware.ranks_per_node = topology.ranks_per_node;
+    const AttentionPlan plan = plan_attention(documents, options);
+    if (std::ranges::max(plan.bytes_out()) < 3 * std::ranges::max(plan.bytes_in())) continue;
+    test::SequenceCase the{list, compute_qkv_routing(plan.plan)};
+    the.q.hidden = 2;
+    the.k.hidden = the.v.hidden = 3;
+    return {std::move(the), topology, plan.relay};
+  }
+}
+
+TEST(Nodes, real_skewed_plans_equal_the_simulation) {
+  for (const std::string list : {"wlbllm", "prolong"}) {
+    for (const Topology topology : {Topology{8, 8}, Topology{8, 4}, Topology{8, 2}}) {
+      const NodeCase node = real_case(list, topology);
+      for (const RelayUse use : {RelayUse::always, RelayUse::automatic}) {
+        SequenceDispatcherOptions options = eager_options();
+        options.plan.relay = use;
+        options.plan.batch_bytes = 1024;
+        run_thread_world(8,
+                         [&](World& world) {
+                           SequenceDispatcher dispatcher(world, options);
+                           const auto forward = dispatcher.plan_dispatch(node.forward());
+                           if (use == RelayUse::always) {
+                             check_step(world, dispatcher, node);
+                           } else if (topology.num_nodes() == 1) {  // a real plan needs no order
+                             EXPECT_EQ(forward.plan().limits.way, SequenceWay::relay);
+                             EXPECT_GT(forward.plan().limits.direct_seconds,
+                                       1.8 * forward.plan().limits.relay_seconds);
+                           }
+                         },
+                         {.ranks_per_node = topology.ranks_per_node});
+      }
+    }
+  }
+}
+
 TEST(Nodes, late_reordered_and_repeated_pieces_change_nothing) {
   for (const Topology topology : {Topology{4, 2}, Topology{8, 4}, Topology{8, 2}}) {
     const auto cases = test::node_cases(topology, 6);
@@ -76,6 +96,20 @@ TEST(Nodes, late_reordered_and_repeated_pieces_change_nothing) {
             dispatcher.close();
           }));
     }
+  }
+}
+
+TEST(Nodes, options_that_differ_are_named) {
+  const auto results = test::run_with_bootstrap(3, 20, [](std::shared_ptr<Bootstrap> bootstrap) {
+    World world = make_thread_world(std::move(bootstrap));
+    SequenceDispatcherOptions options;
+    if (world.rank() == Rank{1}) options.plan.batch_bytes = 4096;
+    SequenceDispatcher dispatcher(world, options);
+  });
+  for (const auto& result : results) {
+    EXPECT_EQ(result.text,
+              "SequenceDispatcher: rank 1 with plan.batch_bytes = 4096, the others 0, expected the "
+              "same on all ranks");
   }
 }
 

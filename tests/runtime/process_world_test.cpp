@@ -7,6 +7,7 @@
 #include <cstring>
 #include <thread>
 
+#include "support/node_case.h"
 #include "support/run_processes.h"
 #include "support/sequence_step.h"
 #include "support/transport_checks.h"
@@ -47,21 +48,16 @@ TEST(ProcessWorld, equals_the_simulation) {
   }
 }
 
-TEST(ProcessWorld, dispatch_reaches_other_nodes) {
-  const auto cases = test::sequence_cases(4, 6);
-  const auto body = [&](World& world) {
-    SequenceDispatcher dispatcher(world);
-    for (const SequenceCase& the : cases) {
-      const Expected expected(the);
-      const auto r = at(to_int(world.rank()));
-      const auto plan = dispatcher.plan_dispatch(test::kv_parts(the));
-      const auto outputs = dispatcher.dispatch(
-          plan, std::vector<ConstTensorView>{expected.k[r].view(), expected.v[r].view()});
-      ASSERT_TRUE(test::same_bytes(outputs[0], expected.k_out[r])) << the.name;
-      ASSERT_TRUE(test::same_bytes(outputs[1], expected.v_out[r])) << the.name;
-    }
-  };
-  test::expect_no_errors(run_process_world(4, 20, body, 2));
+TEST(ProcessWorld, nodes_and_relays_equal_the_simulation) {
+  for (const Topology topology : {Topology{4, 2}, Topology{4, 4}}) {
+    const auto cases = test::node_cases(topology, 8);
+    const auto body = [&](World& world) {
+      SequenceDispatcher dispatcher(world, test::eager_options());
+      for (const auto& node : cases) test::check_step(world, dispatcher, *node);
+      dispatcher.close();
+    };
+    test::expect_no_errors(run_process_world(4, 20, body, topology.ranks_per_node));
+  }
 }
 
 TEST(ProcessWorld, calls_follow_each_other_with_late_ranks) {

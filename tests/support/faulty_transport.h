@@ -107,6 +107,9 @@ class FaultyTransport final : public Transport {
   }
 
   void barrier(std::string_view operation) override { inner_->barrier(operation); }
+  void require_same(std::string_view who, std::span<const Setting> mine) override {
+    inner_->require_same(who, mine);
+  }
 
   [[nodiscard]] std::int64_t num_steps() const { return steps_; }
 

@@ -19,7 +19,7 @@ struct Stream;
 struct ExpertTableViews {
   ConstTensorView ids;       ///< one node [T, K], else [N, M, K]; a dropped choice: num_experts
   ConstTensorView dst_rows;  ///< [N, M, K]: row on the expert's rank; -1
-  ConstTensorView weights;   ///< as ids, weight_dtype; null data without weights
+  ConstTensorView weights;   ///< as ids, weight_dtype; not given without weights
   ConstTensorView num_input_tokens;    ///< [W]
   ConstTensorView splits;              ///< [W, E + 1]
   ConstTensorView segment_offsets;     ///< [W, P, W], see ExpertRows
@@ -61,13 +61,16 @@ struct ExpertCall {
   const Stream* stream = nullptr;
 };
 
-/// What a rank dispatches. Views of the world's memory; rows and elements adjacent.
+/// Whether a tensor was given at all; one without a shape was not. One of no tokens may be null.
+[[nodiscard]] inline bool is_given(const ConstTensorView& view) { return !view.shape.empty(); }
+
+/// What a rank dispatches. Contiguous views of the world's memory. All ranks give weights, or none.
 struct ExpertDispatchInput {
   ConstTensorView tokens;   ///< [T, hidden]
   ConstTensorView ids;      ///< [T, K], int32 or int64, unchecked where the host cannot read them
-  ConstTensorView weights;  ///< [T, K], or null data
-  ConstTensorView scales;   ///< [T, num_scales] float32, or null data
-  ConstTensorView full_scatter_indices;  ///< [sum of T, K], int32 or int64, or null data
+  ConstTensorView weights;  ///< [T, K], or not given
+  ConstTensorView scales;   ///< [T, num_scales] float32, or not given
+  ConstTensorView full_scatter_indices;  ///< [sum of T, K], int32 or int64, or not given
 };
 
 struct ExpertCombineInput {

@@ -57,7 +57,8 @@ class ReadyPlan {
 class SequenceDispatcher {
  public:
   /// Collective. `world` must outlive the dispatcher.
-  /// @throws InvalidArgument for options out of range, Timeout
+  /// @throws InvalidArgument for options out of range; on all ranks when max_window_bytes or the
+  ///   plan's relay, batch_bytes or speeds differ, naming the rank; Timeout
   explicit SequenceDispatcher(World& world, SequenceDispatcherOptions options = {});
   ~SequenceDispatcher();
   SequenceDispatcher(const SequenceDispatcher&) = delete;

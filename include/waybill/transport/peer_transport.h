@@ -20,14 +20,19 @@ class PeerTransport : public Transport {
   void release(SignalPad& pad) final;
   void abandon(std::vector<std::shared_ptr<void>> memory) final;
   void barrier(std::string_view operation) final { bootstrap_->barrier(operation); }
+  void require_same(std::string_view who, std::span<const Setting> mine) final {
+    waybill::require_same(*bootstrap_, who, mine);
+  }
 
  protected:
   /// The parts of all ranks, as this one sees them.
   using Parts = std::vector<std::shared_ptr<void>>;
 
   /// @param bootstrap not null
+  /// Collective.
   /// @param ranks_per_node 0: all ranks on one node
-  /// @throws as Transport
+  /// @throws as Transport; InvalidArgument on all ranks when versions of the library or
+  ///   ranks_per_node differ, naming the rank that does
   PeerTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node);
 
   [[nodiscard]] Bootstrap& bootstrap() noexcept { return *bootstrap_; }

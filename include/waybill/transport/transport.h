@@ -9,6 +9,7 @@
 
 #include "waybill/core/topology.h"
 #include "waybill/transport/bootstrap.h"
+#include "waybill/transport/settings.h"
 #include "waybill/transport/symmetric_memory.h"
 
 namespace waybill {
@@ -92,6 +93,10 @@ class Transport {
 
   /// Collective. @throws Timeout
   virtual void barrier(std::string_view operation) = 0;
+
+  /// Collective: the same settings on all ranks? @throws InvalidArgument on all ranks, naming the
+  ///   one that differs, as require_same(Bootstrap&, ...); Timeout
+  virtual void require_same(std::string_view who, std::span<const Setting> mine) = 0;
 
  protected:
   /// @throws InvalidArgument when topology.check() does or rank is not in it.

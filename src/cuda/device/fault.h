@@ -5,7 +5,16 @@
 namespace waybill::cuda {
 
 /// What a kernel was doing when it gave up.
-enum class FaultKind : std::uint32_t { none, dispatch, kv_gradient, meet, wait, parity };
+enum class FaultKind : std::uint32_t {
+  none,
+  dispatch,
+  kv_gradient,
+  meet,
+  wait,
+  parity,
+  moe_dispatch,
+  moe_combine
+};
 
 /// Written by a kernel into pinned host memory, once; the host reads it when a call fails.
 struct FaultRecord {

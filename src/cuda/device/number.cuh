@@ -2,6 +2,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 #include <cstring>
@@ -42,5 +43,11 @@ struct Float16 {
   __device__ static Sum load(Stored value) { return __half2float(__ushort_as_half(value)); }
   __device__ static Stored round(Sum value) { return __half_as_ushort(__float2half_rn(value)); }
 };
+
+/// float32 to float8_e4m3fn, to nearest, ties to even, 448 at most; NaN becomes 0x7F.
+__device__ inline std::uint8_t float_to_e4m3(float value) {
+  if (value != value) return 0x7F;
+  return __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3);
+}
 
 }  // namespace waybill::cuda

@@ -6,6 +6,7 @@
 #include "call_params.h"
 #include "copy_engine.h"
 #include "cuda_check.h"
+#include "gpu_expert_executor.h"
 #include "gpu_plan.h"
 #include "waybill/core/at.h"
 
@@ -90,6 +91,12 @@ class GpuExecutor final : public Executor {
     gpu_->check(launch_kv_gradient(params, kernel, num_sms(call), stream_of(call.stream)),
                 "launching a kernel", call.operation);
     plan_of(call).note_use(stream_of(call.stream));
+  }
+
+  std::unique_ptr<ExpertExecutor> make_expert_executor(const EPConfig& config,
+                                                       const EPDispatchOptions& options,
+                                                       const ExpertMemory& memory) override {
+    return make_gpu_expert_executor(transport_, gpu_, share_, config, options, memory);
   }
 
   void synchronize(Stream stream) override {

@@ -35,7 +35,10 @@ Registry& registry() {
 const char* name_of(FaultKind kind) {
   switch (kind) {
     case FaultKind::dispatch:
+    case FaultKind::moe_dispatch:
       return "dispatch";
+    case FaultKind::moe_combine:
+      return "combine";
     case FaultKind::kv_gradient:
       return "kv_gradient";
     case FaultKind::wait:

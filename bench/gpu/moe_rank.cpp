@@ -1,0 +1,172 @@
+#include "moe_rank.h"
+
+#include <algorithm>
+
+#include "rows.h"
+#include "waybill/core/at.h"
+#include "waybill/core/float_convert.h"
+
+namespace waybill::bench {
+namespace {
+
+using detail::at;
+
+void check(cudaError_t status, const char* doing) {
+  if (status != cudaSuccess) {
+    throw InternalError(concat("moe: ", doing, ": ", cudaGetErrorString(status)));
+  }
+}
+
+template <class T>
+std::vector<T> download(const void* from, std::int64_t count) {
+  std::vector<T> result(at(count));
+  check(cudaMemcpy(result.data(), from, result.size() * sizeof(T), cudaMemcpyDefault), "reading");
+  return result;
+}
+
+}  // namespace
+
+MoeRank::MoeRank(World& world, const MoeWorkload& workload, const EPDispatchOptions& options)
+    : world_(world), workload_(workload), config_(workload.config), options_(options) {
+  config_.rank = to_int(world.rank());
+  check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
+  as_stream_ = {stream_};
+  const MoeRows rows = rows_of(workload);
+  const std::int64_t capacity = options.rows == EPRows::compact ? rows.compact : rows.grouped;
+  memory_.capacity = capacity;
+  memory_.window = expert_window_layout(config_, options_, capacity);
+  memory_.board_layout = expert_board_layout(config_, options_);
+  Transport& transport = world.transport();
+  const std::int64_t sum_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
+  for (int parity = 0; parity < 2; ++parity) {
+    memory_.dispatch_windows[parity] = transport.allocate(memory_.window.total, "dispatch");
+    memory_.combine_windows[parity] = transport.allocate(capacity * sum_bytes, "combine");
+    fill_rows({memory_.combine_windows[parity].local, config_.token_dtype,
+               Shape{capacity, config_.hidden}},
+              config_.rank, 7);
+  }
+  memory_.board = transport.allocate(memory_.board_layout.total, "board");
+  memory_.signals = transport.allocate_signals(
+      num_expert_signals * config_.world_size + num_executor_slots, "signals");
+  executor_ = world.executor().make_expert_executor(config_, options_, memory_);
+  const auto& ids = workload.ids[at(config_.rank)];
+  const std::int64_t tokens = std::ssize(ids) / config_.topk;
+  const bool quantized = options_.payload == EPPayload::quantized;
+  const DType dtype = quantized ? config_.token_dtype : payload_dtype(config_, options_);
+  const TensorView rows_in(memory(tokens * config_.hidden * dtype_bytes(dtype)), dtype,
+                           {tokens, config_.hidden});
+  fill_rows(rows_in, config_.rank, 0);
+  input_.tokens = rows_in;
+  void* const device_ids = memory(std::ssize(ids) * 4);
+  check(cudaMemcpy(device_ids, ids.data(), ids.size() * 4, cudaMemcpyDefault), "copying ids");
+  input_.ids = ConstTensorView(device_ids, DType::int32, {tokens, config_.topk});
+  input_.weights =
+      ConstTensorView(memory(std::ssize(ids) * 4), DType::float32, {tokens, config_.topk});
+  if (const std::int64_t scales = num_scales(config_, options_); scales > 0 && !quantized) {
+    input_.scales = ConstTensorView(memory(tokens * scales * 4), DType::float32, {tokens, scales});
+  }
+  sums_ = {memory(tokens * sum_bytes), config_.token_dtype, Shape{tokens, config_.hidden}};
+}
+
+MoeRank::~MoeRank() {
+  tables_.reset();
+  for (void* part : allocated_) (void)cudaFree(part);
+  (void)cudaStreamDestroy(stream_);
+}
+
+void* MoeRank::memory(std::int64_t bytes) {
+  void* part = nullptr;
+  check(cudaMalloc(&part, at(std::max<std::int64_t>(bytes, 16))), "allocating");
+  allocated_.push_back(part);
+  check(cudaMemset(part, 0, at(bytes)), "clearing");
+  return part;
+}
+
+std::int64_t MoeRank::row_bytes() const {
+  return config_.hidden * dtype_bytes(payload_dtype(config_, options_));
+}
+
+ExpertCall MoeRank::next_call(const char* operation, std::uint64_t number) {
+  return {operation, &memory_,   ++calls_, static_cast<std::uint32_t>(number % 2),
+          num_sms_,  &as_stream_};
+}
+
+void MoeRank::route() { tables_ = executor_->route(next_call("dispatch", dispatches_++), input_); }
+
+void MoeRank::dispatch() {
+  const ExpertCall call = next_call("dispatch", dispatches_++);
+  tables_ = executor_->route(call, input_);
+  executor_->dispatch(call, input_, *tables_);
+}
+
+void MoeRank::dispatch_again() {
+  const ExpertCall call = next_call("dispatch", dispatches_++);
+  ExpertDispatchInput input = input_;
+  input.weights.data = nullptr;
+  executor_->enter(call, input, *tables_);
+  executor_->dispatch(call, input, *tables_);
+}
+
+void MoeRank::combine(const EPCombineOptions& options, bool staged) {
+  const ExpertCall call = next_call("combine", combines_++);
+  ExpertCombineInput input;
+  input.options = options;
+  // What is not staged is as long as the dispatched rows: their window serves.
+  const SymmetricBuffer& from =
+      staged ? memory_.combine_windows[call.parity] : memory_.dispatch_windows[0];
+  input.rows = ConstTensorView(from.local, config_.token_dtype, {memory_.capacity, config_.hidden});
+  input.output = sums_;
+  executor_->combine(call, input, *tables_);
+}
+
+void MoeRank::check_rows() {
+  const std::byte* const window = memory_.dispatch_windows[(dispatches_ - 1) % 2].local;
+  const auto counts = tables_->wait_counts();
+  const std::int64_t rows = counts[at(config_.rank)];
+  const auto tags = download<std::int32_t>(window + memory_.window.tags, rows * 4);
+  const std::int64_t words = row_bytes() / 8;
+  for (std::int64_t row = 0; row < rows; row += 1 + rows / 97) {
+    const std::int32_t source = tags[at(row * 4)];
+    const std::int32_t token = tags[at(row * 4 + 1)];
+    const auto got =
+        download<std::uint64_t>(window + memory_.window.rows + row * row_bytes(), words);
+    for (std::int64_t i = 0; i < words; ++i) {
+      if (got[at(i)] != word_of(source, 0, static_cast<std::uint64_t>(token * words + i))) {
+        throw InternalError(concat("moe: row ", row, " of rank ", config_.rank, " (token ", token,
+                                   " of rank ", source, ") is wrong in word ", i));
+      }
+    }
+  }
+}
+
+void MoeRank::check_sums() {
+  const auto& ids = workload_.ids[at(config_.rank)];
+  const std::int64_t tokens = std::ssize(ids) / config_.topk;
+  const auto rows = download<std::int32_t>(tables_->views().dst_rows.data, std::ssize(ids));
+  const bool compact = options_.rows == EPRows::compact;
+  const std::int64_t words = config_.hidden / 4;
+  for (std::int64_t t = 0; t < tokens; t += 1 + tokens / 53) {
+    const auto got = download<std::uint16_t>(sums_.data + t * config_.hidden * 2, config_.hidden);
+    std::vector<float> sums(at(config_.hidden));
+    std::vector<bool> seen(at(std::int64_t{config_.world_size}) + 1);
+    for (std::int64_t k = 0; k < config_.topk; ++k) {
+      const std::int32_t id = ids[at(t * config_.topk + k)];
+      const std::int32_t rank = config_.rank_of_expert(id);
+      if (id == config_.num_experts || (compact && seen[at(rank)])) continue;
+      seen[at(rank)] = true;
+      const std::int64_t row = rows[at(t * config_.topk + k)];
+      for (std::int64_t e = 0; e < config_.hidden; ++e) {
+        const auto word = word_of(rank, 7, static_cast<std::uint64_t>(row * words + e / 4));
+        sums[at(e)] += bfloat16_to_float(static_cast<std::uint16_t>(word >> (e % 4 * 16)));
+      }
+    }
+    for (std::int64_t e = 0; e < config_.hidden; ++e) {
+      if (got[at(e)] != float_to_bfloat16(sums[at(e)])) {
+        throw InternalError(
+            concat("moe: sum of token ", t, " of rank ", config_.rank, " is wrong in element ", e));
+      }
+    }
+  }
+}
+
+}  // namespace waybill::bench

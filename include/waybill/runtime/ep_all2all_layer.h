@@ -1,0 +1,142 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "waybill/core/tensor_view.h"
+#include "waybill/moe/ep_layout.h"
+#include "waybill/runtime/dispatch_combine_context.h"
+#include "waybill/runtime/expert_executor.h"
+#include "waybill/runtime/world.h"
+
+namespace waybill {
+
+struct EPLayerOptions {
+  EPDispatchOptions dispatch = {};
+  int num_sm = 20;  ///< multiprocessors that a call may use. Host worlds ignore it
+  /// One node: combine sums a rank's rows of a token there before they travel.
+  bool enable_local_combine = false;
+  /// The first windows have max_tokens * topk * capacity rows.
+  std::int64_t capacity = 2;
+  /// Rows of the windows, for ever; 0: they grow. Then no call waits for counts on the host, views
+  /// have this many rows, and what does not fit is left out and reported by overflow().
+  std::int64_t fixed_rows = 0;
+};
+
+/// What a rank knows of one dispatch: what combine, and a dispatch of the same routing, need. It
+/// may outlive later dispatches, and calls of other layouts may come in between.
+class EPLayout {
+ public:
+  /// Tokens of this rank.
+  [[nodiscard]] std::int64_t num_tokens() const noexcept { return num_tokens_; }
+  [[nodiscard]] bool has_weights() const noexcept { return has_weights_; }
+  /// Rows that this rank received. Waits until they are known. @throws Timeout
+  [[nodiscard]] std::int64_t num_recv_rows() const;
+  /// All tables, in the memory of the world.
+  [[nodiscard]] ExpertTableViews tables() const { return tables_->views(); }
+  /// The descriptor of the original, copied: of worlds in host memory.
+  [[nodiscard]] EPAllToAllLayoutDesc describe() const;
+
+ private:
+  friend class EPAll2AllLayer;
+  EPConfig config_;
+  EPDispatchOptions options_;
+  std::shared_ptr<ExpertTables> tables_;
+  std::int64_t num_tokens_ = 0;
+  bool has_weights_ = false;
+};
+
+/// What a dispatch gives: views of this rank's window. They may be read until this rank begins the
+/// second dispatch after it.
+struct EPDispatched {
+  TensorView rows;     ///< [R, hidden]; with fixed_rows [fixed_rows, hidden]
+  TensorView weights;  ///< [R], of compact rows [R, topk]; not given without weights
+  TensorView scales;   ///< [R, hidden / 128] float32; not given without scales
+  std::shared_ptr<EPLayout> layout;
+};
+
+/// Takes tokens to their experts on all ranks of a world, and what the experts made of them back.
+///
+/// What arrives, its order and every rounding are those of simulate_expert_dispatch and
+/// simulate_expert_combine, bit for bit, on one node and in two stages on several (from world_size
+/// and local_world_size: tokens go once to each node, to the rank of the same local index, which
+/// forwards them).
+///
+/// All calls are collective: every rank makes the same calls in the same order, each with its own
+/// tokens; a rank without tokens calls too. Several dispatches may come before their combines. A
+/// call that throws InvalidArgument because of an argument has told nobody, and may be made again;
+/// one that throws Timeout leaves the layer of no use: later calls throw TransportError.
+class EPAll2AllLayer {
+ public:
+  /// Collective, with the same arguments but for config.rank. `world` outlives the layer.
+  /// @throws InvalidArgument naming the field; Unsupported for a world without layers; Timeout
+  EPAll2AllLayer(World& world, const EPConfig& config, const EPLayerOptions& options = {});
+  EPAll2AllLayer(const EPAll2AllLayer&) = delete;
+  EPAll2AllLayer& operator=(const EPAll2AllLayer&) = delete;
+  ~EPAll2AllLayer();
+
+  /// Collective. Windows grow when a rank gets more rows than they have, by the rule of the
+  /// original (grown_output_rows): that dispatch waits for all ranks.
+  /// @param input contiguous views of the world's memory
+  /// @throws InvalidArgument before any communication; after it, when full_scatter_indices fit no
+  ///   rank's rows; Timeout
+  EPDispatched dispatch(const ExpertDispatchInput& input, Stream stream = {});
+
+  /// The same routing again, with other tokens and weights: nothing is counted. `input.ids` and
+  /// full_scatter_indices are not looked at. All ranks give the layout of the same dispatch.
+  EPDispatched dispatch(const ExpertDispatchInput& input, const EPLayout& layout,
+                        Stream stream = {});
+
+  /// Collective: the sums of the tokens' rows, [T, hidden], into `input.output`. input.options is
+  /// looked at for `weighted` alone: whether sums are local is the layer's.
+  /// @throws InvalidArgument before any communication; Timeout
+  void combine(const ExpertCombineInput& input, const EPLayout& layout, Stream stream = {});
+
+  /// Where the next combine would copy its rows: whoever writes them there, and passes this view,
+  /// saves the copy. local_combine changes them.
+  [[nodiscard]] TensorView combine_input(std::int64_t rows) const;
+
+  /// Collective, of the node or the world.
+  void ep_barrier_all(Stream stream = {}, bool intra_node_only = false);
+
+  /// The most rows that a rank would have received where windows of fixed_rows were too small since
+  /// the last call of this; 0: they were large enough. Waits for nothing; on GPUs call it when the
+  /// stream is done.
+  [[nodiscard]] std::int64_t overflow();
+  /// The same as an error. @throws InvalidArgument naming rows and fixed_rows
+  void check_overflow();
+
+  /// Collective: gives all symmetric memory back. Twice does nothing. Later calls throw
+  /// TransportError.
+  void finalize();
+
+  [[nodiscard]] const EPConfig& config() const noexcept { return config_; }
+  [[nodiscard]] const EPLayerOptions& options() const noexcept { return options_; }
+  [[nodiscard]] const DispatchCombineContext& context() const noexcept { return context_; }
+  /// Rows that the windows have.
+  [[nodiscard]] std::int64_t output_rows() const noexcept { return context_.capacity(); }
+
+ private:
+  [[nodiscard]] ExpertCall next_call(const char* operation, std::uint64_t number,
+                                     const Stream& stream) const;
+  void check_usable(const char* who) const;
+  EPDispatched move_rows(ExpertCall call, const ExpertDispatchInput& input, EPLayout layout);
+  void grow_for(const EPLayout& layout, const Stream& stream);
+  template <class Call>
+  void guarded(Call&& call);
+
+  World& world_;
+  EPConfig config_;
+  EPLayerOptions options_;
+  DispatchCombineContext context_;
+  BarrierAllContext barrier_;
+  std::unique_ptr<ExpertExecutor> executor_;
+  std::uint64_t epoch_ = 0;  ///< of the last call
+  std::uint64_t num_dispatches_ = 0;
+  std::uint64_t num_combines_ = 0;
+  std::string broken_;  ///< why it is of no use any more
+};
+
+}  // namespace waybill

@@ -1,0 +1,257 @@
+#include "gpu_expert_executor.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "../moe/launch.h"
+#include "cuda_check.h"
+#include "gpu_expert_params.h"
+#include "gpu_expert_tables.h"
+#include "waybill/core/error.h"
+#include "waybill/runtime/executor.h"
+
+namespace waybill::cuda {
+namespace {
+
+constexpr int default_sms = 16;
+
+cudaStream_t stream_of(const ExpertCall& call) {
+  return call.stream == nullptr ? nullptr : static_cast<cudaStream_t>(call.stream->handle);
+}
+
+void check_supported(const Transport& transport, const EPConfig& config) {
+  const std::int32_t world = config.world_size;
+  if (!config.is_intra_node()) {
+    throw Unsupported(concat("experts on GPUs: ", world, " ranks on ", config.num_nodes(),
+                             " nodes, expected one node"));
+  }
+  if (world > max_gpu_ranks) {
+    throw Unsupported(
+        concat("experts on GPUs: ", world, " ranks, expected at most ", max_gpu_ranks));
+  }
+  if (config.num_experts > max_experts_on_gpu(world)) {
+    throw Unsupported(concat("experts on GPUs: num_experts = ", config.num_experts,
+                             ", expected at most ", max_experts_on_gpu(world)));
+  }
+  for (std::int32_t r = 0; r < world; ++r) {
+    if (transport.reach(Rank{r}) == Reach::network) {
+      throw Unsupported(concat("experts on GPUs: rank ", r,
+                               " is on another node, expected ranks that reach each other by load "
+                               "and store"));
+    }
+  }
+}
+
+class GpuExpertExecutor final : public ExpertExecutor {
+ public:
+  GpuExpertExecutor(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,
+                    const EPConfig& config, const EPDispatchOptions& options,
+                    const ExpertMemory& memory)
+      : transport_(transport),
+        gpu_(std::move(gpu)),
+        share_(share),
+        config_(config),
+        options_(options),
+        memory_(memory),
+        params_(transport, gpu_, share, config, options, memory),
+        pool_(std::make_shared<TablePool>(gpu_)) {
+    cuda_check(prepare_route(), "loading kernels");
+    cuda_check(prepare_stage(config_.token_dtype), "loading kernels");
+    for (const bool bulk : {false, true}) {
+      if (bulk && !gpu_->has_bulk_copies()) continue;
+      cuda_check(prepare_rows(bulk), "loading kernels");
+      cuda_check(prepare_combine(config_.token_dtype, config_.weight_dtype, bulk),
+                 "loading kernels");
+    }
+  }
+  GpuExpertExecutor(const GpuExpertExecutor&) = delete;
+  GpuExpertExecutor& operator=(const GpuExpertExecutor&) = delete;
+  ~GpuExpertExecutor() override { transport_.abandon({pool_}); }
+
+  std::shared_ptr<ExpertTables> route(const ExpertCall& call,
+                                      const ExpertDispatchInput& input) override {
+    begin(call);
+    auto tables = std::make_shared<GpuExpertTables>(config_, options_, memory_.capacity, pool_,
+                                                    gpu_, stream_of(call), is_capturing(call));
+    tables->num_tokens = input.ids.shape[0];
+    tables->has_weights = input.weights.data != nullptr;
+    tables->ticket = ++last_ticket_ & 0xFFFFFFFF;
+    const RouteParams params = params_.route(call, input, *tables);
+    const int blocks = route_blocks(params.shape, num_sms(call));
+    // No event here: the rows' kernel begins early only right behind this one.
+    check(launch_route(params, blocks, stream_of(call)), call);
+    return tables;
+  }
+
+  void enter(const ExpertCall& call, const ExpertDispatchInput& input,
+             ExpertTables& tables) override {
+    begin(call);
+    auto& the = static_cast<GpuExpertTables&>(tables);
+    if (input.weights.data != nullptr) the.has_weights = true;
+    const RouteParams params = params_.route(call, input, the);
+    const int blocks = params.weights == nullptr ? 1 : route_blocks(params.shape, num_sms(call));
+    check(launch_enter(params, blocks, stream_of(call)), call);
+  }
+
+  void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
+                ExpertTables& tables) override {
+    begin(call);
+    auto& the = static_cast<GpuExpertTables&>(tables);
+    const bool capturing = is_capturing(call);
+    the.fit(memory_.capacity, stream_of(call), capturing);
+    RowsParams params = params_.rows(call, input, the);
+    params.tokens = input.tokens.data;
+    params.scales = input.scales.data;
+    if (options_.payload == EPPayload::quantized) quantize(call, input, params);
+    const std::int64_t row_bytes = config_.hidden * dtype_bytes(payload_dtype(config_, options_));
+    const std::int64_t scale_bytes = num_scales(config_, options_) * 4;
+    const int word =
+        common_word({address_of(params.tokens), row_bytes, address_of(params.scales), scale_bytes});
+    const bool bulk = gpu_->has_bulk_copies() && word == 16;
+    params.cuts = cut_rows(row_bytes, static_cast<std::int32_t>(scale_bytes), bulk, word);
+    const int blocks = num_sms(call);
+    params.num_senders = num_sending_blocks(config_, options_, blocks, the.num_tokens);
+    // Early blocks take room from the route of a rank on the same device.
+    const bool early = share_ == 1 && options_.payload != EPPayload::quantized;
+    check(launch_rows(params, {bulk, early, blocks}, stream_of(call)), call);
+    the.are_filled = true;
+    the.note_use(stream_of(call), capturing);
+  }
+
+  void combine(const ExpertCall& call, const ExpertCombineInput& input,
+               const ExpertTables& tables) override {
+    begin(call);
+    const auto& the = static_cast<const GpuExpertTables&>(tables);
+    if (input.rows.shape[0] > 0) stage(call, input, the);
+    const CombineParams params = params_.combine(call, input, the);
+    const bool bulk =
+        gpu_->has_bulk_copies() &&
+        common_word({params.row_bytes, address_of(params.output), address_of(params.biases[0]),
+                     address_of(params.biases[1])}) == 16;
+    check(launch_combine(params, config_.token_dtype, config_.weight_dtype, bulk, num_sms(call),
+                         stream_of(call)),
+          call);
+    const_cast<GpuExpertTables&>(the).note_use(stream_of(call), is_capturing(call));
+  }
+
+  std::int64_t take_overflow() override {
+    gpu_->throw_fault("take_overflow");
+    throw_bad_inputs();
+    const std::int64_t rows = params_.faults()->most_rows;
+    params_.faults()->most_rows = 0;
+    return rows;
+  }
+
+ private:
+  void begin(const ExpertCall& call) const {
+    gpu_->use();
+    gpu_->throw_fault(call.operation);
+    throw_bad_inputs();
+  }
+
+  void throw_bad_inputs() const {
+    MoeHostFaults& faults = *params_.faults();
+    if (faults.bad_ids != 0) {
+      faults.bad_ids = 0;
+      throw InvalidArgument(
+          concat("dispatch: exp_indices of an earlier call hold an id that is "
+                 "neither in 0..",
+                 config_.num_experts - 1, " nor ", options_.dropped(config_),
+                 " (dropped); such choices were dropped"));
+    }
+    if (faults.bad_positions != 0) {
+      faults.bad_positions = 0;
+      throw InvalidArgument(
+          "dispatch: full_scatter_indices of an earlier call hold a position that is not on the "
+          "rank of the choice's expert; such choices were dropped");
+    }
+  }
+
+  void check(cudaError_t status, const ExpertCall& call) const {
+    gpu_->check(status, "launching a kernel", call.operation);
+  }
+
+  [[nodiscard]] bool is_capturing(const ExpertCall& call) const {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    gpu_->check(cudaStreamIsCapturing(stream_of(call), &status), "asking about a capture",
+                call.operation);
+    return status != cudaStreamCaptureStatusNone;
+  }
+
+  /// Ranks on one device must fit on it together, as they wait for each other.
+  [[nodiscard]] int num_sms(const ExpertCall& call) const {
+    const int wanted = call.num_sms > 0 ? call.num_sms : default_sms;
+    return std::max(1, std::min(wanted, gpu_->num_sms() / share_));
+  }
+
+  /// Tokens as float8 with scales, into memory of the layer.
+  void quantize(const ExpertCall& call, const ExpertDispatchInput& input, RowsParams& params) {
+    QuantizeParams q{};
+    q.input = input.tokens.data;
+    q.elements = reinterpret_cast<std::uint8_t*>(params_.elements());
+    q.scales = reinterpret_cast<float*>(params_.scales());
+    q.num_groups = input.tokens.shape[0] * num_scales(config_, options_);
+    params.tokens = params_.elements();
+    params.scales = params_.scales();
+    if (q.num_groups == 0) return;
+    check(launch_quantize(q, config_.token_dtype, gpu_->num_sms(), stream_of(call)), call);
+  }
+
+  /// Expert outputs to where the other ranks pull them. The whole device does it: it is bound by
+  /// its memory, and meets nobody.
+  void stage(const ExpertCall& call, const ExpertCombineInput& input,
+             const GpuExpertTables& tables) const {
+    StageParams params = params_.stage(call, input, tables);
+    const int word = common_word({address_of(params.input), params.row_bytes});
+    const int blocks = 2 * gpu_->num_sms();
+    const cudaStream_t stream = stream_of(call);
+    if (input.options.local_combine && options_.rows == EPRows::grouped) {
+      params.records = tables.part(tables.fixed().records);
+      check(launch_sum_rows(params, config_.token_dtype, word == 16, blocks, stream), call);
+    } else if (params.input != params.window) {
+      check(launch_copy_rows(params, word, blocks, stream), call);
+    }
+  }
+
+  Transport& transport_;
+  std::shared_ptr<GpuRank> gpu_;
+  int share_;
+  EPConfig config_;
+  EPDispatchOptions options_;
+  const ExpertMemory& memory_;
+  ExpertParams params_;
+  std::shared_ptr<TablePool> pool_;
+  std::uint64_t last_ticket_ = 0;
+};
+
+}  // namespace
+
+int num_sending_blocks(const EPConfig& config, const EPDispatchOptions& options, int blocks,
+                       std::int64_t num_tokens) {
+  constexpr double link_gb_s = 345;
+  constexpr double block_gb_s = 45;  // that a multiprocessor stores, wherever to
+  // A few tokens a warp: nobody has to wait for a warp that sends, so all do both.
+  if (blocks == 1 || num_tokens <= std::int64_t{2} * pump_warps * blocks) return blocks;
+  const double world = config.world_size;
+  const double sent = world * (1 - std::pow(1 - 1 / world, config.topk));
+  const double all = options.rows == EPRows::compact ? sent : config.topk;
+  auto most = static_cast<int>(std::lround(blocks * sent / all));
+  if (world > 1) {
+    most = std::min(most, static_cast<int>(link_gb_s / block_gb_s * world / (world - 1)));
+  }
+  return std::clamp(most, 1, blocks);
+}
+
+std::unique_ptr<ExpertExecutor> make_gpu_expert_executor(Transport& transport,
+                                                         std::shared_ptr<GpuRank> gpu, int share,
+                                                         const EPConfig& config,
+                                                         const EPDispatchOptions& options,
+                                                         const ExpertMemory& memory) {
+  gpu->use();
+  check_supported(transport, config);
+  return std::make_unique<GpuExpertExecutor>(transport, std::move(gpu), share, config, options,
+                                             memory);
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,213 @@
+#include "gpu_expert_params.h"
+
+#include <cstring>
+#include <utility>
+
+#include "cuda_check.h"
+#include "waybill/core/at.h"
+#include "waybill/moe/expert_routing.h"
+
+namespace waybill::cuda {
+namespace {
+
+using waybill::detail::at;
+
+}  // namespace
+
+std::int64_t address_of(const void* pointer) {
+  return static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(pointer));
+}
+
+int common_word(std::initializer_list<std::int64_t> values) {
+  std::int64_t bits = 16;
+  for (const std::int64_t value : values) bits |= value;
+  return static_cast<int>(bits & -bits);
+}
+
+RecordBoard::RecordBoard(const EPConfig& config, const EPDispatchOptions& options) {
+  const std::int64_t tokens = std::int64_t{config.world_size} * config.max_tokens;
+  const std::int64_t stride = config.topk + (options.rows == EPRows::compact ? 1 : 0);
+  const auto take = [&](std::int64_t bytes) {
+    const std::int64_t here = total;
+    total += (bytes + 255) / 256 * 256;
+    return here;
+  };
+  for (std::int64_t& part : counts)
+    part = take(config.world_size * waybill::num_counts(config) * 8);
+  for (std::int64_t& part : records) part = take(tokens * stride * 4);
+  for (std::int64_t& part : weights) {
+    part = take(tokens * config.topk * dtype_bytes(config.weight_dtype));
+  }
+}
+
+ExpertParams::ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,
+                           const EPConfig& config, const EPDispatchOptions& options,
+                           const ExpertMemory& memory)
+    : transport_(transport),
+      gpu_(std::move(gpu)),
+      share_(share),
+      config_(config),
+      options_(options),
+      memory_(memory),
+      board_(config, options) {
+  const cudaStream_t stream = gpu_->stream();
+  state_ = device_memory(sizeof(MoeState), stream);
+  tile_counts_ =
+      device_memory(std::int64_t{gpu_->num_sms()} * waybill::num_counts(config) * 4, stream);
+  faults_ = pinned_memory(sizeof(MoeHostFaults));
+  std::memset(faults_.get(), 0, sizeof(MoeHostFaults));
+  if (options.payload == EPPayload::quantized) {
+    elements_ = device_memory(config.max_tokens * config.hidden, stream);
+    scales_ = device_memory(config.max_tokens * num_scales(config, options) * 4, stream);
+  }
+  const std::int64_t world = config.world_size;
+  records_ = transport_.allocate(board_.total, "expert records");
+  streams_ = transport_.allocate_signals(world * max_streams + 2 * world, "expert streams");
+}
+
+ExpertParams::~ExpertParams() {
+  transport_.abandon(std::move(records_.memory));
+  transport_.abandon(std::move(streams_.memory));
+  transport_.abandon({state_, tile_counts_, faults_, elements_, scales_});
+}
+
+MoeMeet ExpertParams::meet(const ExpertCall& call, FaultKind kind) const {
+  MoeMeet m{};
+  m.meet.rank = config_.rank;
+  m.meet.world_size = config_.world_size;
+  m.meet.kind = kind;
+  m.state = static_cast<MoeState*>(state_.get());
+  m.meet.state = &m.state->call;
+  m.meet.sink = gpu_->sink(share_);
+  const std::int64_t slots = static_cast<std::int64_t>(ExpertSignal::entered) * config_.world_size;
+  m.meet.own_arrivals = memory_.signals.local + slots;
+  for (std::int32_t r = 0; r < config_.world_size; ++r) {
+    m.meet.peer_arrivals[r] = memory_.signals.peers[at(r)] + slots;
+  }
+  m.turn = call.parity;
+  return m;
+}
+
+MoeShape ExpertParams::shape(const GpuExpertTables& tables) const {
+  MoeShape s{};
+  s.rank = config_.rank;
+  s.world_size = config_.world_size;
+  s.num_experts = config_.num_experts;
+  s.experts_per_rank = config_.num_experts_per_rank();
+  s.topk = config_.topk;
+  s.num_tokens = static_cast<std::int32_t>(tables.num_tokens);
+  s.max_tokens = static_cast<std::int32_t>(config_.max_tokens);
+  s.compact = options_.rows == EPRows::compact ? 1 : 0;
+  s.alignment = static_cast<std::int32_t>(options_.expert_alignment);
+  s.capacity = tables.rows().capacity;
+  return s;
+}
+
+RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInput& input,
+                                const GpuExpertTables& tables) const {
+  RouteParams params{};
+  params.m = meet(call, FaultKind::moe_dispatch);
+  params.shape = shape(tables);
+  params.ids = input.ids.data;
+  params.wide_ids = input.ids.dtype == DType::int64;
+  params.dropped_id = options_.dropped(config_);
+  params.scatter = input.full_scatter_indices.data;
+  params.wide_scatter = input.full_scatter_indices.dtype == DType::int64;
+  params.weights = input.weights.data;
+  params.weight_bytes = static_cast<std::int32_t>(dtype_bytes(config_.weight_dtype));
+  for (std::int32_t r = 0; r < config_.world_size; ++r) {
+    std::byte* const board = records_.peers[at(r)];
+    params.counts[r] = reinterpret_cast<std::uint64_t*>(board + board_.counts[call.parity]);
+    params.records[r] = reinterpret_cast<std::int32_t*>(board + board_.records[call.parity]);
+    params.sent_weights[r] = board + board_.weights[call.parity];
+  }
+  params.tile_counts = static_cast<std::int32_t*>(tile_counts_.get());
+  const FixedTables& layout = tables.fixed();
+  params.out_ids = tables.part(layout.ids);
+  params.dst_rows = tables.part(layout.dst_rows);
+  params.out_weights = tables.part<std::byte>(layout.weights);
+  params.places = tables.part<std::int64_t>(layout.places);
+  params.num_input_tokens = tables.part(layout.num_input_tokens);
+  params.splits = tables.part(layout.splits);
+  params.segment_offsets = tables.part(layout.segment_offsets);
+  params.expert_counts = tables.part(layout.expert_counts);
+  params.expert_offsets = tables.part(layout.expert_offsets);
+  params.num_recv_rows = tables.part(layout.num_recv_rows);
+  params.host = tables.counts();
+  params.faults = faults();
+  params.ticket = tables.ticket;
+  return params;
+}
+
+RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput& input,
+                              const GpuExpertTables& tables) const {
+  RowsParams params{};
+  params.m = meet(call, FaultKind::moe_dispatch);
+  params.shape = shape(tables);
+  const SymmetricBuffer& window = memory_.dispatch_windows[call.parity];
+  for (std::int32_t r = 0; r < config_.world_size; ++r) {
+    params.windows[r] = window.peers[at(r)] + memory_.window.rows;
+    params.streams[r] = streams_.peers[at(r)];
+  }
+  params.scales_offset = memory_.window.scales - memory_.window.rows;
+  params.tags = reinterpret_cast<MoeTag*>(window.local + memory_.window.tags);
+  params.weights = window.local + memory_.window.weights;
+  params.topk = reinterpret_cast<std::int32_t*>(window.local + memory_.window.topk);
+  const FixedTables& layout = tables.fixed();
+  params.places = tables.part<std::int64_t>(layout.places);
+  params.fills_tables = !tables.are_filled;
+  auto* const kept = tables.part(layout.records);
+  params.records =
+      tables.are_filled
+          ? kept
+          : reinterpret_cast<const std::int32_t*>(records_.local + board_.records[call.parity]);
+  params.kept_records = tables.are_filled ? nullptr : kept;
+  if (input.weights.data != nullptr) {
+    params.sent_weights = records_.local + board_.weights[call.parity];
+  }
+  params.weight_bytes = static_cast<std::int32_t>(dtype_bytes(config_.weight_dtype));
+  params.num_input_tokens = tables.part(layout.num_input_tokens);
+  params.expert_counts = tables.part(layout.expert_counts);
+  params.expert_offsets = tables.part(layout.expert_offsets);
+  params.num_recv_rows = tables.part(layout.num_recv_rows) + config_.rank;
+  params.faults = faults();
+  params.kept_tags = tables.row_part<MoeTag>(tables.rows().tags);
+  params.leader_rows = tables.row_part(tables.rows().leader_rows);
+  params.choice_rows = tables.row_part(tables.rows().choice_rows);
+  params.compact_to_grouped = tables.row_part(tables.rows().compact_to_grouped);
+  params.grouped_to_compact = tables.part(layout.grouped_to_compact);
+  params.kept_topk = tables.row_part(tables.rows().topk);
+  return params;
+}
+
+StageParams ExpertParams::stage(const ExpertCall& call, const ExpertCombineInput& input,
+                                const GpuExpertTables& tables) const {
+  StageParams params{};
+  params.shape = shape(tables);
+  params.input = input.rows.data;
+  params.window = memory_.combine_windows[call.parity].local;
+  params.row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
+  params.num_recv_rows = tables.part(tables.fixed().num_recv_rows) + config_.rank;
+  params.num_input_tokens = tables.part(tables.fixed().num_input_tokens);
+  return params;
+}
+
+CombineParams ExpertParams::combine(const ExpertCall& call, const ExpertCombineInput& input,
+                                    const GpuExpertTables& tables) const {
+  CombineParams params{};
+  params.m = meet(call, FaultKind::moe_combine);
+  params.shape = shape(tables);
+  params.places = tables.part<std::int64_t>(tables.fixed().places);
+  for (std::int32_t r = 0; r < config_.world_size; ++r) {
+    params.windows[r] = memory_.combine_windows[call.parity].peers[at(r)];
+  }
+  const bool compact = options_.rows == EPRows::compact;
+  params.leaders_only = compact || input.options.local_combine ? 1 : 0;
+  params.row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
+  for (std::size_t i = 0; i < input.biases.size(); ++i) params.biases[i] = input.biases[i].data;
+  if (input.options.weighted) params.weights = tables.part<std::byte>(tables.fixed().weights);
+  params.output = input.output.data;
+  return params;
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,82 @@
+#pragma once
+
+#include <initializer_list>
+#include <memory>
+
+#include "../moe/moe_params.h"
+#include "gpu_expert_tables.h"
+#include "gpu_rank.h"
+#include "waybill/runtime/expert_executor.h"
+#include "waybill/transport/transport.h"
+
+namespace waybill::cuda {
+
+/// Symmetric memory of the executor's own: counts, records and weights of each source's tokens, by
+/// parity of the dispatch.
+struct RecordBoard {
+  std::int64_t counts[2] = {};
+  std::int64_t records[2] = {};
+  std::int64_t weights[2] = {};
+  std::int64_t total = 0;
+
+  RecordBoard(const EPConfig& config, const EPDispatchOptions& options);
+};
+
+/// The widest word, at most 16 bytes, of which all of these are multiples.
+[[nodiscard]] int common_word(std::initializer_list<std::int64_t> values);
+[[nodiscard]] std::int64_t address_of(const void* pointer);
+
+/// What kernels of one layer work with: memory beyond the layer's own, and the parameters that
+/// point to all of it. Collective to make.
+class ExpertParams {
+ public:
+  ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,
+               const EPConfig& config, const EPDispatchOptions& options,
+               const ExpertMemory& memory);
+  ExpertParams(const ExpertParams&) = delete;
+  ExpertParams& operator=(const ExpertParams&) = delete;
+  /// Nothing is freed while other ranks may still use it.
+  ~ExpertParams();
+
+  [[nodiscard]] RouteParams route(const ExpertCall& call, const ExpertDispatchInput& input,
+                                  const GpuExpertTables& tables) const;
+
+  /// But for the tokens, their cuts and the number of senders.
+  [[nodiscard]] RowsParams rows(const ExpertCall& call, const ExpertDispatchInput& input,
+                                const GpuExpertTables& tables) const;
+
+  /// Without records: rows are copied, not summed.
+  [[nodiscard]] StageParams stage(const ExpertCall& call, const ExpertCombineInput& input,
+                                  const GpuExpertTables& tables) const;
+
+  [[nodiscard]] CombineParams combine(const ExpertCall& call, const ExpertCombineInput& input,
+                                      const GpuExpertTables& tables) const;
+
+  [[nodiscard]] MoeHostFaults* faults() const { return static_cast<MoeHostFaults*>(faults_.get()); }
+
+  /// Room for float8 elements and scales of this rank's tokens; null unless the payload is
+  /// quantised here.
+  [[nodiscard]] std::byte* elements() const { return static_cast<std::byte*>(elements_.get()); }
+  [[nodiscard]] std::byte* scales() const { return static_cast<std::byte*>(scales_.get()); }
+
+ private:
+  [[nodiscard]] MoeMeet meet(const ExpertCall& call, FaultKind kind) const;
+  [[nodiscard]] MoeShape shape(const GpuExpertTables& tables) const;
+
+  Transport& transport_;
+  std::shared_ptr<GpuRank> gpu_;
+  int share_;
+  EPConfig config_;
+  EPDispatchOptions options_;
+  const ExpertMemory& memory_;
+  RecordBoard board_;
+  SymmetricBuffer records_;
+  SignalPad streams_;
+  std::shared_ptr<void> state_;        ///< MoeState
+  std::shared_ptr<void> tile_counts_;  ///< scratch of route
+  std::shared_ptr<void> faults_;       ///< pinned MoeHostFaults
+  std::shared_ptr<void> elements_;
+  std::shared_ptr<void> scales_;
+};
+
+}  // namespace waybill::cuda

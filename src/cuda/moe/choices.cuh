@@ -1,0 +1,147 @@
+#pragma once
+
+#include "meet.cuh"
+
+// Reading and counting the choices of a rank's tokens.
+
+namespace waybill::cuda {
+
+inline constexpr int route_threads = 512;
+inline constexpr int route_warps = route_threads / 32;
+inline constexpr unsigned all_lanes = 0xFFFFFFFFU;
+
+/// One choice of a round; lanes hold them in order of token and choice.
+struct Choice {
+  bool active;
+  std::int32_t token;
+  std::int32_t k;
+  std::int32_t expert;  ///< num_experts when dropped
+  std::int32_t dst;     ///< world_size when dropped
+  bool bad;             ///< id out of range
+};
+
+/// Shared memory of a block.
+struct Scratch {
+  std::int32_t* cursors;  ///< [tile_warps, num_counts]
+  std::int32_t* starts;   ///< [E]: choices of an expert, then its first row
+  std::int32_t* before;   ///< [E]: choices of lower ranks
+  std::int32_t* shares;   ///< [num_counts]: of this block, then of the blocks before it
+  std::int32_t* counts;   ///< [W, num_counts]: of all ranks; null where there is no room
+};
+
+struct Tile {
+  std::int32_t begin;
+  std::int32_t end;
+};
+
+/// Tokens of warp `warp` of this block: a stretch of the rank's tokens.
+__device__ inline Tile tile_of(const MoeShape& s, int warp, int tile_warps) {
+  const std::int64_t total = std::int64_t{gridDim.x} * tile_warps;
+  const std::int64_t i = std::int64_t{blockIdx.x} * tile_warps + warp;
+  return {static_cast<std::int32_t>(s.num_tokens * i / total),
+          static_cast<std::int32_t>(s.num_tokens * (i + 1) / total)};
+}
+
+__device__ inline Choice read_choice(const RouteParams& p, std::int32_t first, std::int32_t end) {
+  const MoeShape& s = p.shape;
+  const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
+  Choice c{};
+  c.token = first + lane / s.topk;
+  c.k = lane % s.topk;
+  c.active = lane / s.topk < 32 / s.topk && c.token < end;
+  c.expert = s.num_experts;
+  if (c.active) {
+    const std::int64_t i = std::int64_t{c.token} * s.topk + c.k;
+    const std::int64_t id = p.wide_ids ? static_cast<const std::int64_t*>(p.ids)[i]
+                                       : static_cast<const std::int32_t*>(p.ids)[i];
+    const bool in_range = 0 <= id && id < s.num_experts;
+    if (in_range) c.expert = static_cast<std::int32_t>(id);
+    c.bad = !in_range && id != p.dropped_id;
+  }
+  c.dst = c.expert / s.experts_per_rank;
+  return c;
+}
+
+/// Lanes with the same token and rank.
+__device__ inline unsigned same_rank(const Choice& c) {
+  const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
+  return __match_any_sync(all_lanes, c.active ? (c.token << 8) + c.dst : -1 - lane);
+}
+
+__device__ inline bool is_first(unsigned lanes) {
+  return static_cast<int>(threadIdx.x % 32) == __ffs(static_cast<int>(lanes)) - 1;
+}
+
+__device__ inline void count_tile(const RouteParams& p, Tile tile, std::int32_t* counts) {
+  const MoeShape& s = p.shape;
+  bool bad = false;
+  for (std::int32_t t = tile.begin; t < tile.end; t += 32 / s.topk) {
+    const Choice c = read_choice(p, t, tile.end);
+    const unsigned same = same_rank(c);
+    if (c.active) {
+      atomicAdd(&counts[c.expert], 1);
+      if (c.dst < s.world_size && is_first(same)) atomicAdd(&counts[s.num_experts + 1 + c.dst], 1);
+    }
+    bad |= c.bad;
+  }
+  if (bad) p.faults->bad_ids = 1;
+}
+
+/// Counts of the block's warps, then what the warps before have.
+__device__ inline void count_block(const RouteParams& p, const Scratch& scratch, int tile_warps) {
+  const std::int32_t n = num_counts(p.shape);
+  const auto warp = static_cast<int>(threadIdx.x / 32);
+  for (int i = static_cast<int>(threadIdx.x); i < tile_warps * n; i += route_threads) {
+    scratch.cursors[i] = 0;
+  }
+  __syncthreads();
+  if (warp < tile_warps) {
+    count_tile(p, tile_of(p.shape, warp, tile_warps), scratch.cursors + warp * n);
+  }
+  __syncthreads();
+  for (int e = static_cast<int>(threadIdx.x); e < n; e += route_threads) {
+    std::int32_t sum = 0;
+#pragma unroll 4
+    for (int w = 0; w < tile_warps; ++w) {
+      const std::int32_t own = scratch.cursors[w * n + e];
+      scratch.cursors[w * n + e] = sum;
+      sum += own;
+    }
+    scratch.shares[e] = sum;
+    if (gridDim.x > 1) p.tile_counts[std::int64_t{blockIdx.x} * n + e] = sum;
+  }
+}
+
+/// Learns what the blocks before have, and tells all ranks this block's share of the counts.
+__device__ inline void tell_counts(const RouteParams& p, const Scratch& scratch,
+                                   std::uint64_t epoch) {
+  const std::int32_t n = num_counts(p.shape);
+  await_blocks(p.m);
+  for (int e = static_cast<int>(threadIdx.x); e < n; e += route_threads) {
+    std::int32_t earlier = 0;
+    std::int32_t sum = 0;
+    if (gridDim.x == 1) {
+      sum = scratch.shares[e];
+    } else {
+#pragma unroll 8
+      for (unsigned b = 0; b < gridDim.x; ++b) {
+        const std::int32_t own = __ldcg(p.tile_counts + std::int64_t{b} * n + e);
+        if (b < blockIdx.x) earlier += own;
+        sum += own;
+      }
+    }
+    scratch.shares[e] = earlier;
+    if (static_cast<unsigned>(e) % gridDim.x != blockIdx.x) continue;
+    const std::uint64_t word =
+        epoch << count_epoch_shift | static_cast<std::uint64_t>(static_cast<std::uint32_t>(sum));
+    for (std::int32_t i = 0; i < p.shape.world_size; ++i) {
+      const std::int32_t r = (p.shape.rank + i) % p.shape.world_size;
+      asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p.counts[r] +
+                                                               std::int64_t{p.shape.rank} * n + e),
+                   "l"(word)
+                   : "memory");
+    }
+  }
+}
+
+}  // namespace waybill::cuda

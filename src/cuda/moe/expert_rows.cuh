@@ -1,0 +1,196 @@
+#pragma once
+
+#include "choices.cuh"
+
+// Where each rank keeps the rows of each expert, from the counts of all.
+
+namespace waybill::cuda {
+
+struct BlockTotals {
+  std::int32_t recv_rows[max_gpu_ranks];
+  std::int32_t grouped_rows[max_gpu_ranks];
+  std::int32_t compact_base[max_gpu_ranks];  ///< first compact row of this rank's tokens
+  std::int32_t first_row[max_gpu_ranks];     ///< with scatter indices: rows of lower ranks
+  std::int32_t first_token;                  ///< with scatter indices: tokens of lower ranks
+};
+
+__device__ inline std::uint64_t load_count(const std::uint64_t* word) {
+  std::uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
+/// A count of rank r, when it has come; `word` was seen first.
+__device__ inline std::int32_t await_count(const RouteParams& p, std::int32_t r, std::int32_t e,
+                                           std::uint64_t word, std::uint64_t epoch) {
+  const auto wanted = static_cast<std::uint32_t>(epoch);
+  if (word >> count_epoch_shift != wanted) {
+    const std::uint64_t* const at =
+        p.counts[p.shape.rank] + std::int64_t{r} * num_counts(p.shape) + e;
+    const std::uint64_t start = now_ns();
+    do {
+      word = load_count(at);
+      const std::uint64_t waited = now_ns() - start;
+      if (waited > p.m.meet.sink.timeout_ns) {
+        report_and_trap(p.m.meet.sink, p.m.meet.kind, p.shape.rank, r, epoch,
+                        word >> count_epoch_shift, waited);
+      }
+    } while (word >> count_epoch_shift != wanted);
+  }
+  return static_cast<std::int32_t>(word);
+}
+
+/// A count that has come.
+__device__ inline std::int32_t count_at(const RouteParams& p, const Scratch& scratch,
+                                        std::int32_t r, std::int32_t e) {
+  const std::int64_t i = std::int64_t{r} * num_counts(p.shape) + e;
+  return scratch.counts != nullptr
+             ? scratch.counts[i]
+             : static_cast<std::int32_t>(load_count(p.counts[p.shape.rank] + i));
+}
+
+/// Waits for the counts of all ranks, and adds up those of each expert.
+__device__ inline void take_counts(const RouteParams& p, const Scratch& scratch,
+                                   std::uint64_t epoch) {
+  constexpr int together = 8;
+  const MoeShape& s = p.shape;
+  const std::int32_t n = num_counts(s);
+  for (auto e = static_cast<std::int32_t>(threadIdx.x); e < n; e += route_threads) {
+    std::int32_t sum = 0;
+    std::int32_t lower = 0;
+    for (std::int32_t first = 0; first < s.world_size; first += together) {
+      std::uint64_t words[together];
+#pragma unroll
+      for (int i = 0; i < together; ++i) {
+        if (first + i < s.world_size) {
+          words[i] = load_count(p.counts[s.rank] + std::int64_t{first + i} * n + e);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < together; ++i) {
+        const std::int32_t r = first + i;
+        if (r >= s.world_size) continue;
+        const std::int32_t own = await_count(p, r, e, words[i], epoch);
+        if (scratch.counts != nullptr) scratch.counts[std::int64_t{r} * n + e] = own;
+        if (r < s.rank) lower += own;
+        sum += own;
+      }
+    }
+    if (e >= s.num_experts) continue;
+    scratch.starts[e] = sum;
+    scratch.before[e] = lower;
+    const std::int32_t local = e - s.rank * s.experts_per_rank;
+    if (blockIdx.x == 0 && 0 <= local && local < s.experts_per_rank) p.expert_counts[local] = sum;
+  }
+}
+
+/// First row of each expert, on its rank; rows of each rank. All blocks do the same.
+__device__ inline void locate_experts(const RouteParams& p, const Scratch& scratch,
+                                      BlockTotals& totals) {
+  const MoeShape& s = p.shape;
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  __syncthreads();
+  const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
+  for (std::int32_t d = thread / 32; d < s.world_size; d += route_warps) {
+    std::int32_t carry = 0;
+    for (std::int32_t first = 0; first < s.experts_per_rank; first += 32) {
+      const bool is_expert = first + lane < s.experts_per_rank;
+      const std::int32_t e = d * s.experts_per_rank + first + lane;
+      const std::int32_t rows =
+          is_expert ? (scratch.starts[e] + s.alignment - 1) / s.alignment * s.alignment : 0;
+      std::int32_t upto = rows;
+      for (int step = 1; step < 32; step *= 2) {
+        const std::int32_t left = __shfl_up_sync(all_lanes, upto, step);
+        if (lane >= step) upto += left;
+      }
+      if (is_expert) scratch.starts[e] = carry + upto - rows;
+      carry += __shfl_sync(all_lanes, upto, 31);
+    }
+    if (lane == 0) totals.grouped_rows[d] = carry;
+  }
+  __syncthreads();
+  if (thread < s.world_size) {
+    std::int32_t sum = 0;
+    for (std::int32_t r = 0; r < s.world_size; ++r) {
+      if (r == s.rank) totals.compact_base[thread] = sum;
+      sum += count_at(p, scratch, r, s.num_experts + 1 + thread);
+    }
+    totals.recv_rows[thread] = s.compact != 0 ? sum : totals.grouped_rows[thread];
+  }
+  __syncthreads();
+}
+
+/// Tokens of rank r, by a warp.
+__device__ inline std::int32_t tokens_of(const RouteParams& p, const Scratch& scratch,
+                                         std::int32_t r) {
+  const MoeShape& s = p.shape;
+  std::int32_t sum = 0;
+  for (auto e = static_cast<std::int32_t>(threadIdx.x % 32); e <= s.num_experts; e += 32) {
+    sum += count_at(p, scratch, r, e);
+  }
+  return __reduce_add_sync(all_lanes, sum) / s.topk;
+}
+
+/// The tables that all ranks know alike, spread over the blocks.
+__device__ inline void write_tables(const RouteParams& p, const Scratch& scratch,
+                                    const BlockTotals& totals) {
+  const MoeShape& s = p.shape;
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  const auto warp = static_cast<std::int32_t>(blockIdx.x * route_warps + threadIdx.x / 32);
+  for (std::int32_t r = warp; r < s.world_size;
+       r += static_cast<std::int32_t>(gridDim.x) * route_warps) {
+    const std::int32_t tokens = tokens_of(p, scratch, r);
+    if (threadIdx.x % 32 == 0) p.num_input_tokens[r] = tokens;
+  }
+  const auto step = static_cast<std::int32_t>(gridDim.x) * route_threads;
+  const std::int32_t first = static_cast<std::int32_t>(blockIdx.x) * route_threads + thread;
+  for (std::int32_t i = first; i < s.world_size * (s.num_experts + 1); i += step) {
+    p.splits[i] = count_at(p, scratch, i / (s.num_experts + 1), i % (s.num_experts + 1));
+  }
+  for (std::int32_t e = first; e < s.num_experts; e += step) {
+    std::int32_t row = scratch.starts[e];
+    for (std::int32_t r = 0; r < s.world_size; ++r) {
+      p.segment_offsets[std::int64_t{e} * s.world_size + r] = row;
+      row += count_at(p, scratch, r, e);
+    }
+  }
+  // No token is there.
+  for (std::int32_t i = s.num_tokens * s.topk + first; i < s.max_tokens * s.topk; i += step) {
+    p.dst_rows[i] = -1;
+  }
+  if (blockIdx.x != 0) return;
+  for (std::int32_t i = thread; i < s.experts_per_rank; i += route_threads) {
+    p.expert_offsets[i] = scratch.starts[s.rank * s.experts_per_rank + i];
+  }
+  if (thread == 0) p.expert_offsets[s.experts_per_rank] = totals.grouped_rows[s.rank];
+  if (thread < s.world_size) p.num_recv_rows[thread] = totals.recv_rows[thread];
+}
+
+/// One warp tells the host how many rows come.
+__device__ inline void tell_host(const RouteParams& p, const BlockTotals& totals) {
+  for (auto r = static_cast<std::int32_t>(threadIdx.x % 32); r < p.shape.world_size; r += 32) {
+    p.host->rows[r] = p.ticket << ticket_shift |
+                      static_cast<std::uint64_t>(static_cast<std::uint32_t>(totals.recv_rows[r]));
+  }
+}
+
+/// For scatter indices: what lower ranks have.
+__device__ inline void locate_positions(const RouteParams& p, const Scratch& scratch,
+                                        BlockTotals& totals) {
+  const MoeShape& s = p.shape;
+  if (threadIdx.x < 32) {
+    std::int32_t first = 0;
+    for (std::int32_t r = 0; r < s.rank; ++r) first += tokens_of(p, scratch, r);
+    if (threadIdx.x == 0) {
+      totals.first_token = first;
+      std::int32_t rows = 0;
+      for (std::int32_t r = 0; r < s.world_size; ++r) {
+        totals.first_row[r] = rows;
+        rows += totals.recv_rows[r];
+      }
+    }
+  }
+  __syncthreads();
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "moe_params.h"
+#include "waybill/core/dtype.h"
+
+namespace waybill::cuda {
+
+// Each prepare_ loads kernels into the context of the current device, so that no launch has to wait
+// for a device on which another rank's kernel waits for this one's. Blocks of kernels that meet
+// must fit on the device together.
+
+/// The most experts whose counts fit into shared memory.
+[[nodiscard]] int max_experts_on_gpu(int world_size);
+
+/// Blocks that counting takes: few for few tokens, at most num_sms.
+[[nodiscard]] int route_blocks(const MoeShape& shape, int num_sms);
+
+cudaError_t prepare_route();
+
+/// Counts, meets the other ranks, places the choices, fills the tables. Begins and ends an epoch.
+cudaError_t launch_route(const RouteParams& params, int blocks, cudaStream_t stream);
+
+/// The same for tables that are filled: meets the others, and sends the weights if there are any.
+cudaError_t launch_enter(const RouteParams& params, int blocks, cudaStream_t stream);
+
+/// @param bulk rows and scales are multiples of 16 bytes at such addresses
+[[nodiscard]] RowCuts cut_rows(std::int64_t row_bytes, std::int32_t scale_bytes, bool bulk,
+                               int word_bytes);
+
+cudaError_t prepare_rows(bool bulk);
+
+struct RowsLaunch {
+  bool bulk;   ///< sm_90 and later, with cuts made for it
+  bool early;  ///< takes its place on the device while the kernel before it runs
+  int blocks;
+};
+
+/// Rows into the windows of all ranks; returns when those of all ranks are here. In the epoch of
+/// the route or enter before it.
+cudaError_t launch_rows(const RowsParams& params, const RowsLaunch& how, cudaStream_t stream);
+
+cudaError_t prepare_combine(DType tokens, DType weights, bool bulk);
+
+/// Sums each token's rows, pulled from the combine windows. Begins and ends an epoch.
+/// @param bulk sm_90 and later, rows in multiples of 16 bytes
+cudaError_t launch_combine(const CombineParams& params, DType tokens, DType weights, bool bulk,
+                           int blocks, cudaStream_t stream);
+
+cudaError_t prepare_stage(DType dtype);
+
+/// Received rows, as many as there are, from the input to the window.
+cudaError_t launch_copy_rows(const StageParams& params, int word_bytes, int blocks,
+                             cudaStream_t stream);
+
+/// Sums of each token's rows into the place of the first one. @param wide 16-byte words
+cudaError_t launch_sum_rows(const StageParams& params, DType dtype, bool wide, int blocks,
+                            cudaStream_t stream);
+
+/// float8_e4m3fn elements with a float32 scale a group of 128, see quantize_row().
+cudaError_t launch_quantize(const QuantizeParams& params, DType dtype, int blocks,
+                            cudaStream_t stream);
+
+}  // namespace waybill::cuda

@@ -1,0 +1,208 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "../kernel/sequence_params.h"
+
+namespace waybill::cuda {
+
+inline constexpr int max_streams = 1024;  ///< warps of a rank that send rows
+inline constexpr int pump_warps = 7;      ///< of a block, that move rows
+
+/// Counters of one layer on its rank's device.
+struct MoeState {
+  CallState call;
+  std::uint32_t last_turn[2];  ///< 1 + parity of the last dispatch and combine; 0 before the first
+  std::uint32_t next_unit;     ///< of the running dispatch: the next piece of arrived rows
+  std::uint32_t arrived_blocks;  ///< of the running kernel, that have come to its middle
+};
+
+/// What one rank of a layer is.
+struct MoeShape {
+  std::int32_t rank;
+  std::int32_t world_size;
+  std::int32_t num_experts;
+  std::int32_t experts_per_rank;
+  std::int32_t topk;
+  std::int32_t num_tokens;  ///< of this rank in this call
+  std::int32_t max_tokens;
+  std::int32_t compact;  ///< rows: one a token, not one a choice
+  std::int32_t alignment;
+  std::int64_t capacity;  ///< rows of a window
+};
+
+/// What a rank tells the others before rows can be placed: choices of each expert, dropped ones,
+/// tokens with a choice on each rank.
+__host__ __device__ constexpr std::int32_t num_counts(const MoeShape& s) {
+  return s.num_experts + 1 + s.world_size;
+}
+
+/// int32 that the sender of a token tells each rank: the row of each choice there, -1 if it is
+/// elsewhere; with compact rows these are places in the grouped order, and the compact row follows.
+__host__ __device__ constexpr std::int32_t record_stride(const MoeShape& s) {
+  return s.topk + s.compact;
+}
+
+// A choice's place: row in the lower half, rank above it. Negative: dropped.
+inline constexpr int place_dst_shift = 32;
+/// Of the first choice of a token on a rank.
+inline constexpr std::int64_t place_leader_bit = std::int64_t{1} << 48;
+
+/// Written by the device into pinned host memory when the counts of a dispatch are known: received
+/// rows of each rank, with the ticket of the route above them.
+struct MoeHostCounts {
+  volatile std::uint64_t rows[max_gpu_ranks];
+};
+inline constexpr int ticket_shift = 32;
+
+/// A count on its way, with the lower half of the call's epoch above it: whoever sees the epoch has
+/// the count.
+inline constexpr int count_epoch_shift = 32;
+
+/// What the device has found wrong, in pinned host memory.
+struct MoeHostFaults {
+  volatile std::int32_t most_rows;      ///< received rows, where more than fit; 0: none
+  volatile std::int32_t bad_ids;        ///< 1: ids out of range, which were taken as dropped
+  volatile std::int32_t bad_positions;  ///< 1: scatter indices that are not on their rank
+};
+
+/// A part of a call's parameters: how ranks meet.
+struct MoeMeet {
+  MeetParams meet;  ///< slots: `entered`; its state is MoeState::call
+  MoeState* state;
+  std::uint32_t turn;  ///< parity of this dispatch or combine
+};
+
+/// Counting, exchange of counts, placing.
+struct RouteParams {
+  MoeMeet m;
+  MoeShape shape;
+  const void* ids;  ///< [T, K]
+  bool wide_ids;    ///< int64
+  std::int32_t dropped_id;
+  const void* scatter;  ///< [sum of T, K] or null
+  bool wide_scatter;
+  const std::byte* weights;  ///< [T, K] or null
+  std::int32_t weight_bytes;
+  std::uint64_t* counts[max_gpu_ranks];    ///< [W, num_counts] of each rank
+  std::int32_t* records[max_gpu_ranks];    ///< [W, M, record_stride] of each rank
+  std::byte* sent_weights[max_gpu_ranks];  ///< [W, M, K] of each rank
+  std::int32_t* tile_counts;               ///< scratch: [blocks, num_counts]
+  // What the tables hold; see ExpertTableViews.
+  std::int32_t* out_ids;
+  std::int32_t* dst_rows;
+  std::byte* out_weights;
+  std::int64_t* places;  ///< [M, K]
+  std::int32_t* num_input_tokens;
+  std::int32_t* splits;
+  std::int32_t* segment_offsets;
+  std::int32_t* expert_counts;
+  std::int32_t* expert_offsets;
+  std::int32_t* num_recv_rows;
+  MoeHostCounts* host;
+  MoeHostFaults* faults;
+  std::uint64_t ticket;
+};
+static_assert(sizeof(RouteParams) <= 4096);
+
+/// Cuts of rows into what passes through shared memory.
+struct RowCuts {
+  std::int64_t row_bytes;
+  std::int32_t scale_bytes;  ///< of a row; 0 without
+  std::int32_t piece_bytes;  ///< of a row that are on the way together
+  std::int32_t pieces;
+  std::int32_t stages;       ///< pieces that a warp has on the way
+  std::int32_t stage_bytes;  ///< shared memory of one
+  std::int32_t group;        ///< tokens of a stream that are published together
+  std::int32_t word_bytes;   ///< common alignment, where threads copy
+};
+
+/// How the rows of a source come in a call: by so many streams (a stream: the tokens of one warp),
+/// so many tokens at a time.
+inline constexpr int stream_config_shift = 24;
+__host__ __device__ constexpr std::uint64_t stream_config(std::uint64_t epoch, int streams,
+                                                          int group) {
+  return epoch << stream_config_shift | static_cast<std::uint64_t>(streams) << 8 |
+         static_cast<std::uint64_t>(group);
+}
+inline constexpr int stream_epoch_shift = 20;
+
+/// RowTag of the runtime.
+struct alignas(16) MoeTag {
+  std::int32_t source_rank;
+  std::int32_t token;
+  std::int32_t choice;
+  std::int32_t leader;
+};
+
+/// Rows to their places, and what receivers make of them.
+struct RowsParams {
+  MoeMeet m;
+  MoeShape shape;
+  RowCuts cuts;
+  std::int32_t num_senders;  ///< blocks that send before they receive
+  const std::byte* tokens;   ///< [T] rows
+  const std::byte* scales;   ///< [T, scale_bytes] or null
+  const std::int64_t* places;
+  std::byte* windows[max_gpu_ranks];      ///< first row of each rank's window
+  std::int64_t scales_offset;             ///< in a window, from its first row
+  std::uint64_t* streams[max_gpu_ranks];  ///< [W, max_streams], then [2, W] configs
+  // The receiver's part.
+  const std::int32_t* records;    ///< [W, M, record_stride]
+  std::int32_t* kept_records;     ///< the same, in the tables; null when they are the source
+  const std::byte* sent_weights;  ///< [W, M, K] or null
+  std::int32_t weight_bytes;
+  const std::int32_t* num_input_tokens;
+  const std::int32_t* expert_counts;
+  const std::int32_t* expert_offsets;
+  const std::int32_t* num_recv_rows;  ///< of this rank
+  MoeHostFaults* faults;
+  MoeTag* tags;  ///< of the window, as the next two
+  std::byte* weights;
+  std::int32_t* topk;
+  bool fills_tables;  ///< these:
+  MoeTag* kept_tags;
+  std::int32_t* leader_rows;
+  std::int32_t* choice_rows;
+  std::int32_t* compact_to_grouped;
+  std::int32_t* grouped_to_compact;
+  std::int32_t* kept_topk;
+};
+static_assert(sizeof(RowsParams) <= 4096);
+
+struct CombineParams {
+  MoeMeet m;
+  MoeShape shape;
+  const std::int64_t* places;
+  const std::byte* windows[max_gpu_ranks];
+  std::int32_t leaders_only;  ///< one row a rank
+  std::int64_t row_bytes;
+  const std::byte* biases[2];
+  const std::byte* weights;  ///< [T, K] or null
+  std::byte* output;
+};
+static_assert(sizeof(CombineParams) <= 4096);
+
+/// Expert outputs into the combine window, on their own rank.
+struct StageParams {
+  MoeShape shape;
+  const std::byte* input;
+  std::byte* window;  ///< may be the input
+  std::int64_t row_bytes;
+  const std::int32_t* num_recv_rows;  ///< of this rank
+  const std::int32_t* records;        ///< [W, M, K]: sums of a token's rows; null: copies rows
+  const std::int32_t* num_input_tokens;
+};
+
+/// float8 with scales, ahead of the rows' way.
+struct QuantizeParams {
+  const std::byte* input;  ///< [rows, groups * 128]
+  std::uint8_t* elements;
+  float* scales;            ///< [rows, groups]
+  std::int64_t num_groups;  ///< of all rows
+};
+
+}  // namespace waybill::cuda

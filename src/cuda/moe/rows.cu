@@ -1,0 +1,390 @@
+#include "launch.h"
+#include "row_pump.cuh"
+#include "streams.cuh"
+
+namespace waybill::cuda {
+namespace {
+
+constexpr unsigned all_lanes = 0xFFFFFFFFU;
+constexpr int vector_warps = 16;
+constexpr int taker_warps = 5;  // beside pump_warps
+
+/// Sends the tokens stream, stream + streams, ..., each once to every rank that it goes to.
+template <class Pump>
+__device__ void send_stream(const RowsParams& p, Pump& pump, std::int32_t stream,
+                            std::int32_t streams, std::uint64_t epoch) {
+  const MoeShape& s = p.shape;
+  const auto place_of = [&](std::int32_t token) {
+    return lane_id() < s.topk && token < s.num_tokens
+               ? p.places[std::int64_t{token} * s.topk + lane_id()]
+               : -1;
+  };
+  std::int32_t in_group = 0;
+  std::int32_t groups = 0;
+  std::int64_t next = place_of(stream);
+  for (std::int32_t t = stream; t < s.num_tokens; t += streams) {
+    const bool sends =
+        next >= 0 && (next & place_leader_bit) != 0 && (next & 0xFFFFFFFF) < s.capacity;
+    const std::int64_t place = sends ? next & ~place_leader_bit : -1;
+    next = place_of(t + streams);
+    const PumpSource from{
+        p.tokens + std::int64_t{t} * p.cuts.row_bytes,
+        p.scales == nullptr ? nullptr : p.scales + std::int64_t{t} * p.cuts.scale_bytes};
+    for (std::int32_t piece = 0; piece < p.cuts.pieces; ++piece) pump.push(from, piece, place);
+    if (++in_group < p.cuts.group) continue;
+    in_group = 0;
+    if (++groups < 2) continue;
+    pump.wait_earlier();
+    publish_groups(p, stream, epoch, groups - 1);
+  }
+  pump.wait_all();
+  if (groups > 0 || in_group > 0) publish_groups(p, stream, epoch, groups + (in_group > 0 ? 1 : 0));
+}
+
+/// The weight of one choice, from where its sender left it.
+__device__ void take_weight(const RowsParams& p, std::int64_t to, std::int64_t from) {
+  if (p.weight_bytes == 4) {
+    reinterpret_cast<std::uint32_t*>(p.weights)[to] =
+        __ldcg(reinterpret_cast<const std::uint32_t*>(p.sent_weights) + from);
+  } else {
+    reinterpret_cast<std::uint16_t*>(p.weights)[to] =
+        __ldcg(reinterpret_cast<const std::uint16_t*>(p.sent_weights) + from);
+  }
+}
+
+/// The local expert whose rows, in the grouped order, row `row` is among.
+__device__ std::int32_t expert_of(const RowsParams& p, std::int32_t row) {
+  std::int32_t low = 0;
+  std::int32_t high = p.shape.experts_per_rank;  // offsets[low] <= row < offsets[high]
+  while (high - low > 1) {
+    const std::int32_t middle = (low + high) / 2;
+    if (__ldg(p.expert_offsets + middle) <= row) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+/// One choice of a token that has arrived, or may have none here; a lane each.
+struct Arrived {
+  std::int32_t source;
+  std::int32_t token;
+  std::int32_t choice;
+  std::int32_t place;   ///< grouped row, or place in the grouped order; -1: not here
+  unsigned here;        ///< lanes of this token's choices that are here
+  std::int32_t leader;  ///< the first of their places
+};
+
+__device__ bool leads(const Arrived& a) {
+  return a.place >= 0 && lane_id() == __ffs(static_cast<int>(a.here)) - 1;
+}
+
+/// What tables and window say of grouped rows.
+__device__ void note_grouped(const RowsParams& p, const Arrived& a) {
+  const MoeShape& s = p.shape;
+  const bool fits = a.place >= 0 && a.place < s.capacity;
+  if (fits) {
+    const MoeTag tag{a.source, a.token, a.choice, a.leader};
+    p.tags[a.place] = tag;
+    if (p.sent_weights != nullptr) {
+      take_weight(p, a.place,
+                  (std::int64_t{a.source} * s.max_tokens + a.token) * s.topk + a.choice);
+    }
+    if (p.fills_tables) {
+      p.kept_tags[a.place] = tag;
+      p.leader_rows[a.place] = a.leader;
+    }
+  }
+  if (!p.fills_tables) return;
+  const bool leader = leads(a);
+  for (std::int32_t k = 0; k < s.topk; ++k) {
+    const std::int32_t other = __shfl_sync(all_lanes, a.place, (lane_id() - a.choice + k) & 31);
+    if (fits) p.choice_rows[std::int64_t{a.place} * s.topk + k] = leader ? other : -1;
+  }
+}
+
+/// Copies the first row of each token of the round to its further rows.
+template <class Pump>
+__device__ void copy_grouped(const RowsParams& p, Pump& pump, const Arrived& a) {
+  const MoeShape& s = p.shape;
+  const bool copies = a.place >= 0 && a.place < s.capacity && !leads(a) && a.leader < s.capacity;
+  const std::int64_t to = (std::int64_t{s.rank} << place_dst_shift) + a.place;
+  const std::byte* const window = p.windows[s.rank];
+  unsigned left = __ballot_sync(all_lanes, copies);
+  while (left != 0) {
+    const int lane = __ffs(static_cast<int>(left)) - 1;
+    const std::int64_t leader = __shfl_sync(all_lanes, a.leader, lane);
+    const unsigned token = __shfl_sync(all_lanes, a.here, lane);
+    const PumpSource from{
+        window + leader * p.cuts.row_bytes,
+        p.cuts.scale_bytes == 0 ? nullptr : window + p.scales_offset + leader * p.cuts.scale_bytes};
+    const bool mine = copies && (token >> lane_id() & 1U) != 0;
+    for (std::int32_t piece = 0; piece < p.cuts.pieces; ++piece) {
+      pump.push(from, piece, mine ? to : -1);
+    }
+    left &= ~token;
+  }
+}
+
+/// What tables and window say of compact rows; `row` is that of the token.
+__device__ void note_compact(const RowsParams& p, const Arrived& a, std::int32_t row) {
+  const MoeShape& s = p.shape;
+  if (a.here == 0 || row >= s.capacity) return;
+  if (leads(a)) {
+    const MoeTag tag{a.source, a.token, a.choice, row};
+    p.tags[row] = tag;
+    if (p.fills_tables) p.kept_tags[row] = tag;
+  }
+  const std::int64_t at = std::int64_t{row} * s.topk + a.choice;
+  std::int32_t expert = -1;
+  if (!p.fills_tables) {
+    expert = p.kept_topk[at];
+  } else if (a.place >= 0) {
+    expert = expert_of(p, a.place);
+  }
+  p.topk[at] = expert;
+  if (p.sent_weights != nullptr) {
+    if (a.place >= 0) {
+      take_weight(p, at, (std::int64_t{a.source} * s.max_tokens + a.token) * s.topk + a.choice);
+    } else if (p.weight_bytes == 4) {
+      reinterpret_cast<std::uint32_t*>(p.weights)[at] = 0;
+    } else {
+      reinterpret_cast<std::uint16_t*>(p.weights)[at] = 0;
+    }
+  }
+  if (!p.fills_tables) return;
+  p.kept_topk[at] = expert;
+  p.compact_to_grouped[at] = a.place;
+  if (a.place >= 0) p.grouped_to_compact[a.place] = row;
+}
+
+/// Takes some tokens of a group: a lane a choice.
+template <class Pump>
+__device__ void take_round(const RowsParams& p, Pump& pump, const Source& source,
+                           std::int32_t token, bool active) {
+  const MoeShape& s = p.shape;
+  const std::int32_t k = lane_id() % s.topk;
+  const std::int64_t at = (std::int64_t{source.rank} * s.max_tokens + token) * record_stride(s);
+  Arrived a{source.rank, token, k, -1, 0, -1};
+  std::int32_t row = -1;
+  if (active) {
+    a.place = __ldcg(p.records + at + k);
+    if (s.compact != 0) row = __ldcg(p.records + at + s.topk);
+    if (p.kept_records != nullptr) {
+      p.kept_records[at + k] = a.place;
+      if (s.compact != 0 && k == 0) p.kept_records[at + s.topk] = row;
+    }
+  }
+  const unsigned of_token = s.topk == 32 ? all_lanes : ((1U << s.topk) - 1) << (lane_id() - k);
+  a.here = __ballot_sync(all_lanes, a.place >= 0) & of_token;
+  const int first = a.here == 0 ? lane_id() : __ffs(static_cast<int>(a.here)) - 1;
+  a.leader = __shfl_sync(all_lanes, a.place, first);
+  if (s.compact != 0) {
+    if (active) note_compact(p, a, row);
+    return;
+  }
+  copy_grouped(p, pump, a);
+  note_grouped(p, a);
+}
+
+/// Takes a group of a stream of `source`, once it has arrived.
+template <class Pump>
+__device__ void take_unit(const RowsParams& p, Pump& pump, const Source& source, std::int32_t unit,
+                          std::uint64_t epoch) {
+  const std::int32_t stream = unit % source.streams;
+  const std::int32_t g = unit / source.streams;
+  const std::int32_t begin = stream + g * source.group * source.streams;
+  if (begin >= source.tokens) return;
+  const std::uint64_t wanted = (epoch << stream_epoch_shift) + static_cast<std::uint64_t>(g) + 1;
+  (void)await_step(p.m.meet, stream_slot(p, p.shape.rank, source.rank, stream), wanted,
+                   stream_epoch_shift, source.rank);
+  __syncwarp();
+  pump.expect_arrived();
+  const std::int32_t together = 32 / p.shape.topk;
+  const std::int32_t mine = lane_id() / p.shape.topk;
+  for (std::int32_t i = 0; i < source.group; i += together) {
+    const std::int32_t token = begin + (i + mine) * source.streams;
+    const bool active = mine < together && i + mine < source.group && token < source.tokens;
+    take_round(p, pump, source, token, active);
+  }
+}
+
+template <class Word>
+__device__ void clear_words(std::byte* at, std::int64_t bytes) {
+  for (std::int64_t i = lane_id(); i < bytes / static_cast<int>(sizeof(Word)); i += 32) {
+    reinterpret_cast<Word*>(at)[i] = Word{};
+  }
+}
+
+__device__ void clear_bytes(std::byte* at, std::int64_t bytes, int word_bytes) {
+  if (word_bytes == 16) {
+    clear_words<uint4>(at, bytes);
+  } else {
+    clear_words<std::uint8_t>(at, bytes);
+  }
+}
+
+/// Rows between the experts' are zeros, and come from nowhere. A warp each.
+__device__ void clear_padding(const RowsParams& p, int warps) {
+  const MoeShape& s = p.shape;
+  if (s.alignment == 1) return;
+  const auto warp =
+      static_cast<std::int32_t>(blockIdx.x) * warps + static_cast<std::int32_t>(threadIdx.x / 32);
+  const std::int32_t step = static_cast<std::int32_t>(gridDim.x) * warps;
+  for (std::int32_t i = warp; i < s.experts_per_rank * s.alignment; i += step) {
+    const std::int32_t e = i / s.alignment;
+    const std::int32_t row = p.expert_offsets[e] + p.expert_counts[e] + i % s.alignment;
+    if (row >= p.expert_offsets[e + 1]) continue;
+    if (s.compact != 0) {
+      if (p.fills_tables && lane_id() == 0) p.grouped_to_compact[row] = -1;
+      continue;
+    }
+    if (row >= s.capacity) continue;
+    std::byte* const window = p.windows[s.rank];
+    clear_bytes(window + std::int64_t{row} * p.cuts.row_bytes, p.cuts.row_bytes, p.cuts.word_bytes);
+    clear_bytes(window + p.scales_offset + std::int64_t{row} * p.cuts.scale_bytes,
+                p.cuts.scale_bytes, 1);
+    if (p.sent_weights != nullptr) {
+      clear_bytes(p.weights + std::int64_t{row} * p.weight_bytes, p.weight_bytes, 1);
+    }
+    if (lane_id() == 0) p.tags[row] = {-1, -1, -1, -1};
+    if (!p.fills_tables) continue;
+    if (lane_id() == 0) {
+      p.kept_tags[row] = {-1, -1, -1, -1};
+      p.leader_rows[row] = -1;
+    }
+    if (lane_id() < s.topk) p.choice_rows[std::int64_t{row} * s.topk + lane_id()] = -1;
+  }
+}
+
+/// Takes arrived rows piece by piece, whoever comes first: so senders help when they are done.
+template <class Pump>
+__device__ void receive(const RowsParams& p, Pump& pump, std::uint64_t epoch) {
+  const auto world = static_cast<std::uint32_t>(p.shape.world_size);
+  const Sources sources = learn_sources(p, epoch);
+  const auto claim = [&] {
+    std::uint32_t unit = 0;
+    if (lane_id() == 0) unit = atomicAdd(&p.m.state->next_unit, 1U);
+    return unit;
+  };
+  const std::uint32_t total = static_cast<std::uint32_t>(sources.most_units) * world;
+  std::uint32_t unit = __shfl_sync(all_lanes, claim(), 0);
+  while (unit < total) {
+    const std::uint32_t next = claim();
+    const auto rank =
+        static_cast<std::int32_t>((unit + static_cast<std::uint32_t>(p.shape.rank)) % world);
+    take_unit(p, pump, source_of(sources, rank), static_cast<std::int32_t>(unit / world), epoch);
+    unit = __shfl_sync(all_lanes, next, 0);
+  }
+  pump.wait_all();
+}
+
+/// For warps that only fill tables.
+struct NoPump {
+  __device__ void expect_arrived() const {}
+  __device__ void push(const PumpSource& /*from*/, std::int32_t /*piece*/,
+                       std::int64_t /*place*/) const {}
+  __device__ void wait_all() const {}
+};
+
+/// A block has `Movers` warps that send and copy rows. `Takers` more fill the tables of compact
+/// rows, which are not copied, while the others send.
+template <class Pump, int Movers, int Takers>
+__global__ void __launch_bounds__((Movers + Takers) * 32, 1)
+    rows_kernel(const __grid_constant__ RowsParams p) {
+  extern __shared__ __align__(128) std::byte shared[];
+  __shared__ std::uint64_t barriers[Movers][most_pump_stages];
+  const auto warp = static_cast<int>(threadIdx.x / 32);
+  const auto block = static_cast<std::int32_t>(blockIdx.x);
+  await_earlier_kernel();
+  const std::uint64_t epoch = p.m.state->call.epoch;  // the call began with an earlier kernel
+  const std::int32_t most = p.num_senders * Movers;
+  const std::int32_t streams = most < max_streams ? most : max_streams;
+  if (block == 0 && warp == 0) {
+    const std::int32_t rows = *p.num_recv_rows;
+    if (rows > p.shape.capacity && rows > p.faults->most_rows) p.faults->most_rows = rows;
+    for (std::int32_t k = lane_id(); k < p.shape.world_size; k += 32) {
+      publish(config_slot(p, (p.shape.rank + k) % p.shape.world_size, p.shape.rank),
+              stream_config(epoch, streams, p.cuts.group));
+    }
+  }
+  if (warp < Movers) {
+    Pump pump(p, shared + warp * p.cuts.stages * p.cuts.stage_bytes, barriers[warp]);
+    // Neighbouring tokens go to different blocks.
+    const std::int32_t stream = warp * p.num_senders + block;
+    if (block < p.num_senders && stream < streams) send_stream(p, pump, stream, streams, epoch);
+    receive(p, pump, epoch);
+  } else if (p.shape.compact != 0) {
+    NoPump pump;
+    receive(p, pump, epoch);
+  }
+  clear_padding(p, Movers + Takers);
+  if (comes_last(p.m.state)) {
+    p.m.state->call.blocks = 0;
+    p.m.state->next_unit = 0;
+  }
+}
+
+constexpr auto bulk_kernel = rows_kernel<BulkPump, pump_warps, taker_warps>;
+constexpr auto vector_kernel = rows_kernel<VectorPump, vector_warps, 0>;
+
+constexpr int most_shared_bytes = 227 * 1024 - 6 * 1024;
+
+}  // namespace
+
+RowCuts cut_rows(std::int64_t row_bytes, std::int32_t scale_bytes, bool bulk, int word_bytes) {
+  constexpr int room = most_shared_bytes / pump_warps;
+  constexpr std::int64_t most_piece = 14336;
+  RowCuts cuts{};
+  cuts.row_bytes = row_bytes;
+  cuts.scale_bytes = scale_bytes;
+  cuts.word_bytes = word_bytes;
+  cuts.pieces = 1;
+  cuts.piece_bytes = static_cast<std::int32_t>(row_bytes);
+  cuts.stages = 2;
+  cuts.group = 4;
+  if (!bulk) return cuts;
+  const std::int64_t fits = std::int64_t{room} / 2 - 256 - scale_bytes - 128;
+  const std::int64_t piece = fits < most_piece ? fits / 128 * 128 : most_piece;
+  cuts.pieces = static_cast<std::int32_t>((row_bytes + piece - 1) / piece);
+  cuts.piece_bytes =
+      static_cast<std::int32_t>((row_bytes + cuts.pieces - 1) / cuts.pieces + 15) / 16 * 16;
+  cuts.stage_bytes = static_cast<std::int32_t>(
+      (static_cast<int>(sizeof(PumpStage)) + cuts.piece_bytes + scale_bytes + 127) / 128 * 128);
+  const int stages = room / cuts.stage_bytes;
+  cuts.stages = stages < most_pump_stages ? stages : most_pump_stages;
+  const int pushes = cuts.stages - 1 + 3;  // see BulkPump::wait_earlier
+  const int tokens = (pushes + cuts.pieces - 1) / cuts.pieces;
+  if (tokens > cuts.group) cuts.group = tokens;
+  return cuts;
+}
+
+cudaError_t prepare_rows(bool bulk) {
+  if (!bulk) {
+    cudaFuncAttributes unused{};
+    return cudaFuncGetAttributes(&unused, vector_kernel);
+  }
+  return cudaFuncSetAttribute(bulk_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              most_shared_bytes);
+}
+
+cudaError_t launch_rows(const RowsParams& params, const RowsLaunch& how, cudaStream_t stream) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = static_cast<unsigned>(how.blocks);
+  config.blockDim = (how.bulk ? pump_warps + taker_warps : vector_warps) * 32;
+  config.dynamicSmemBytes =
+      how.bulk ? static_cast<std::size_t>(pump_warps * params.cuts.stages * params.cuts.stage_bytes)
+               : 0;
+  config.stream = stream;
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = how.bulk && how.early ? 1 : 0;
+  return how.bulk ? cudaLaunchKernelEx(&config, bulk_kernel, params)
+                  : cudaLaunchKernelEx(&config, vector_kernel, params);
+}
+
+}  // namespace waybill::cuda

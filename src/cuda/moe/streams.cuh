@@ -1,0 +1,81 @@
+#pragma once
+
+#include "meet.cuh"
+
+// How ranks tell each other which of their rows have arrived.
+
+namespace waybill::cuda {
+
+__device__ inline int lane_id() { return static_cast<int>(threadIdx.x % 32); }
+
+/// Where the source raises what it has sent to this rank.
+__device__ inline std::uint64_t* stream_slot(const RowsParams& p, std::int32_t at,
+                                             std::int32_t source, std::int32_t stream) {
+  return p.streams[at] + std::int64_t{source} * max_streams + stream;
+}
+
+__device__ inline std::uint64_t* config_slot(const RowsParams& p, std::int32_t at,
+                                             std::int32_t source) {
+  const std::int64_t first = std::int64_t{p.shape.world_size} * max_streams;
+  return p.streams[at] + first + std::int64_t{p.m.turn} * p.shape.world_size + source;
+}
+
+/// Tells all ranks that the tokens of the first `groups` groups of a stream have arrived. One warp;
+/// its stores are complete.
+__device__ inline void publish_groups(const RowsParams& p, std::int32_t stream, std::uint64_t epoch,
+                                      std::int32_t groups) {
+  for (std::int32_t k = lane_id(); k < p.shape.world_size; k += 32) {
+    const std::int32_t d = (p.shape.rank + k) % p.shape.world_size;
+    publish(stream_slot(p, d, p.shape.rank, stream),
+            (epoch << stream_epoch_shift) + static_cast<std::uint64_t>(groups));
+  }
+}
+
+/// How the rows of each rank come; lane i of a warp holds ranks i and i + 32.
+struct Sources {
+  std::int32_t streams[2];
+  std::int32_t group[2];  ///< tokens of a stream that are published together
+  std::int32_t tokens[2];
+  std::int32_t most_units;  ///< groups of all streams of a rank, at most
+};
+
+/// What a warp must know of one rank.
+struct Source {
+  std::int32_t rank;
+  std::int32_t streams;
+  std::int32_t group;
+  std::int32_t tokens;
+};
+
+/// Waits until all ranks have said how they send. One warp.
+__device__ inline Sources learn_sources(const RowsParams& p, std::uint64_t epoch) {
+  const MoeShape& s = p.shape;
+  Sources sources{};
+  std::int32_t units = 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const std::int32_t r = half * 32 + lane_id();
+    if (r >= s.world_size) continue;
+    const std::uint64_t seen = await_step(p.m.meet, config_slot(p, s.rank, r),
+                                          epoch << stream_config_shift, stream_config_shift, r);
+    const auto streams = static_cast<std::int32_t>(seen >> 8 & 0xFFFF);
+    const auto group = static_cast<std::int32_t>(seen & 0xFF);
+    const std::int32_t tokens = __ldcg(p.num_input_tokens + r);
+    sources.streams[half] = streams;
+    sources.group[half] = group;
+    sources.tokens[half] = tokens;
+    const std::int32_t each = (tokens + streams - 1) / streams;
+    units = max(units, (each + group - 1) / group * streams);
+  }
+  sources.most_units = __reduce_max_sync(0xFFFFFFFFU, units);
+  return sources;
+}
+
+__device__ inline Source source_of(const Sources& all, std::int32_t rank) {
+  const auto of = [&](const std::int32_t(&values)[2]) {
+    return __shfl_sync(0xFFFFFFFFU, rank < 32 ? values[0] : values[1], rank % 32);
+  };
+  return {rank, of(all.streams), of(all.group), of(all.tokens)};
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,183 @@
+#include "waybill/runtime/ep_all2all_layer.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "expert_checks.h"
+#include "waybill/core/error.h"
+
+namespace waybill {
+namespace {
+
+DispatchCombineContext make_context(World& world, const EPConfig& config,
+                                    const EPLayerOptions& options) {
+  require(options.num_sm >= 1, "EPAll2AllLayer: num_sm = ", options.num_sm, ", expected >= 1");
+  require(options.fixed_rows >= 0, "EPAll2AllLayer: fixed_rows = ", options.fixed_rows,
+          ", expected >= 0");
+  if (options.fixed_rows > 0) {
+    return DispatchCombineContext::with_rows(world, config, options.dispatch, options.fixed_rows);
+  }
+  return DispatchCombineContext::create(world, config, options.capacity, options.dispatch);
+}
+
+}  // namespace
+
+EPAll2AllLayer::EPAll2AllLayer(World& world, const EPConfig& config, const EPLayerOptions& options)
+    : world_(world),
+      config_(config),
+      options_(options),
+      context_(make_context(world, config, options)),
+      barrier_(world),
+      executor_(
+          world.executor().make_expert_executor(config_, options_.dispatch, context_.memory())) {}
+
+EPAll2AllLayer::~EPAll2AllLayer() = default;
+
+template <class Call>
+void EPAll2AllLayer::guarded(Call&& call) {
+  try {
+    call();
+  } catch (const Timeout& error) {
+    broken_ = error.what();
+    throw;
+  } catch (const TransportError& error) {
+    broken_ = error.what();
+    throw;
+  }
+}
+
+void EPAll2AllLayer::check_usable(const char* who) const {
+  if (!broken_.empty()) {
+    throw TransportError(concat(who, ": the layer is of no use any more: ", broken_));
+  }
+}
+
+ExpertCall EPAll2AllLayer::next_call(const char* operation, std::uint64_t number,
+                                     const Stream& stream) const {
+  return {.operation = operation,
+          .memory = &context_.memory(),
+          .epoch = epoch_ + 1,
+          .parity = static_cast<std::uint32_t>(number % 2),
+          .num_sms = options_.num_sm,
+          .stream = &stream};
+}
+
+void EPAll2AllLayer::grow_for(const EPLayout& layout, const Stream& stream) {
+  if (options_.fixed_rows > 0) return;
+  const auto counts = layout.tables_->wait_counts();
+  const std::int64_t rows =
+      grown_output_rows(context_.capacity(), *std::ranges::max_element(counts));
+  if (rows == context_.capacity()) return;
+  world_.executor().synchronize(stream);
+  (void)context_.reallocate_dispatch_output_buf(rows);
+}
+
+EPDispatched EPAll2AllLayer::move_rows(ExpertCall call, const ExpertDispatchInput& input,
+                                       EPLayout layout) {
+  layout.num_tokens_ = input.tokens.shape[0];
+  layout.has_weights_ = is_given(input.weights);
+  guarded([&] {
+    grow_for(layout, *call.stream);
+    executor_->dispatch(call, input, *layout.tables_);
+  });
+  const std::int64_t rows = options_.fixed_rows > 0 ? options_.fixed_rows : layout.num_recv_rows();
+  const DispatchOutputBuffers buffers = context_.buffers(call.parity, rows);
+  EPDispatched result{.rows = buffers.rows,
+                      .weights = buffers.weights,
+                      .scales = context_.scales(call.parity, rows),
+                      .layout = std::make_shared<EPLayout>(std::move(layout))};
+  if (!is_given(input.weights)) result.weights = {};
+  return result;
+}
+
+EPDispatched EPAll2AllLayer::dispatch(const ExpertDispatchInput& input, Stream stream) {
+  check_usable("dispatch");
+  detail::check_dispatch_input(config_, options_.dispatch, input, true);
+  const ExpertCall call = next_call("dispatch", num_dispatches_, stream);
+  EPLayout layout;
+  layout.config_ = config_;
+  layout.options_ = options_.dispatch;
+  guarded([&] { layout.tables_ = executor_->route(call, input); });
+  ++epoch_;
+  ++num_dispatches_;
+  return move_rows(call, input, std::move(layout));
+}
+
+EPDispatched EPAll2AllLayer::dispatch(const ExpertDispatchInput& input, const EPLayout& layout,
+                                      Stream stream) {
+  check_usable("dispatch");
+  detail::check_dispatch_input(config_, options_.dispatch, input, false);
+  require(layout.tables_ != nullptr && layout.config_ == config_ &&
+              layout.options_ == options_.dispatch,
+          "dispatch: the layout is not of this layer");
+  require(input.tokens.shape[0] == layout.num_tokens_, "dispatch: input has ",
+          input.tokens.shape[0], " tokens, expected ", layout.num_tokens_, ", as the layout");
+  const ExpertCall call = next_call("dispatch", num_dispatches_, stream);
+  guarded([&] { executor_->enter(call, input, *layout.tables_); });
+  ++epoch_;
+  ++num_dispatches_;
+  return move_rows(call, input, layout);
+}
+
+void EPAll2AllLayer::combine(const ExpertCombineInput& input, const EPLayout& layout,
+                             Stream stream) {
+  check_usable("combine");
+  require(layout.tables_ != nullptr && layout.config_ == config_ &&
+              layout.options_ == options_.dispatch,
+          "combine: the layout is not of this layer");
+  const bool fixed = options_.fixed_rows > 0;
+  detail::check_combine_input(config_, input, fixed ? -1 : layout.num_recv_rows(),
+                              layout.num_tokens_);
+  require(input.rows.shape[0] <= context_.capacity(), "combine: input has ", input.rows.shape[0],
+          " rows, expected at most ", context_.capacity());
+  require(!input.options.weighted || layout.has_weights_,
+          "combine: weighted = true, but the dispatch had no weights");
+  require(!input.options.weighted || options_.dispatch.rows == EPRows::grouped,
+          "combine: weighted = true, expected false for compact rows: they hold sums already");
+  ExpertCombineInput checked = input;
+  checked.options.local_combine = options_.enable_local_combine;
+  const ExpertCall call = next_call("combine", num_combines_, stream);
+  guarded([&] { executor_->combine(call, checked, *layout.tables_); });
+  ++epoch_;
+  ++num_combines_;
+}
+
+TensorView EPAll2AllLayer::combine_input(std::int64_t rows) const {
+  check_usable("combine_input");
+  require(0 <= rows && rows <= context_.capacity(), "combine_input: rows = ", rows,
+          ", expected 0..", context_.capacity());
+  return context_.combine_rows(static_cast<std::uint32_t>(num_combines_ % 2), rows);
+}
+
+void EPAll2AllLayer::ep_barrier_all(Stream stream, bool intra_node_only) {
+  check_usable("ep_barrier_all");
+  guarded([&] {
+    world_.executor().synchronize(stream);
+    if (intra_node_only || config_.is_intra_node()) {
+      barrier_.barrier_all("ep_barrier_all");
+    } else {
+      world_.transport().barrier("ep_barrier_all");
+    }
+  });
+}
+
+std::int64_t EPAll2AllLayer::overflow() { return executor_->take_overflow(); }
+
+void EPAll2AllLayer::check_overflow() {
+  const std::int64_t rows = overflow();
+  require(rows == 0, "dispatch: a rank was sent ", rows,
+          " rows, expected at most fixed_rows = ", options_.fixed_rows,
+          "; those that did not fit are lost");
+}
+
+void EPAll2AllLayer::finalize() {
+  if (context_.finalized()) return;
+  check_usable("finalize");
+  guarded([&] {
+    context_.finalize();
+    barrier_.finalize();
+  });
+  broken_ = "it was finalized";
+}
+
+}  // namespace waybill

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "expert_round.h"
+#include "host_expert_tables.h"
+#include "waybill/moe/row_accumulator.h"
+
+namespace waybill::detail {
+
+/// The combine half of the host executor. Orders and roundings are those of
+/// simulate_expert_combine.
+class HostExpertCombine {
+ public:
+  HostExpertCombine(Transport& transport, const EPConfig& config, const EPDispatchOptions& options,
+                    const ExpertMemory& memory)
+      : config_(config),
+        compact_(options.rows == EPRows::compact),
+        memory_(memory),
+        row_bytes_(config.hidden * dtype_bytes(config.token_dtype)),
+        round_(transport, config, memory),
+        sum_(config.hidden, config.token_dtype) {}
+
+  void run(const ExpertCall& call, const ExpertCombineInput& input, const HostExpertTables& tables);
+
+ private:
+  void stage(const ExpertCall& call, const ExpertCombineInput& input) const;
+  void sum_local(const ExpertCall& call, const ExpertCombineInput& input,
+                 const HostExpertTables& tables);
+  void add_token(const ExpertCall& call, const HostExpertTables& tables, std::int32_t node,
+                 std::int64_t token, const EPCombineOptions& options);
+  void share_node(const ExpertCall& call, const HostExpertTables& tables, std::int32_t node,
+                  const EPCombineOptions& options);
+  void add_shares(const HostExpertTables& tables, std::int64_t token);
+  void add_biases(const ExpertCombineInput& input, std::int64_t token);
+  [[nodiscard]] std::int64_t share_offset(std::int32_t node, std::int64_t token) const {
+    return memory_.board_layout.shares + (node * config_.max_tokens + token) * row_bytes_;
+  }
+
+  const EPConfig& config_;
+  bool compact_;
+  const ExpertMemory& memory_;
+  std::int64_t row_bytes_;
+  ExpertRound round_;
+  RowAccumulator sum_;
+};
+
+}  // namespace waybill::detail

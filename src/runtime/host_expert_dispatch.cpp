@@ -1,0 +1,280 @@
+#include "host_expert_dispatch.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "waybill/core/error.h"
+#include "waybill/moe/quantize.h"
+
+namespace waybill::detail {
+namespace {
+
+std::vector<std::int64_t> read_positions(const ConstTensorView& view) {
+  std::vector<std::int64_t> positions;
+  if (!is_given(view)) return positions;
+  const std::int64_t count = view.shape[0] * view.shape[1];
+  for (std::int64_t i = 0; i < count; ++i) {
+    positions.push_back(view.dtype == DType::int32
+                            ? reinterpret_cast<const std::int32_t*>(view.data)[i]
+                            : reinterpret_cast<const std::int64_t*>(view.data)[i]);
+  }
+  return positions;
+}
+
+}  // namespace
+
+ExpertWindow HostExpertDispatch::own_window(const ExpertCall& call) const {
+  return {config_, options_, memory_, memory_.dispatch_windows[call.parity].local};
+}
+
+void HostExpertDispatch::clear_tags(const ExpertCall& call) {
+  const ExpertWindow window = own_window(call);
+  for (std::int64_t row = 0; row < memory_.capacity; ++row) window.tag(row).source_rank = -1;
+  cleared_window_ = memory_.dispatch_windows[call.parity].local;
+}
+
+std::shared_ptr<HostExpertTables> HostExpertDispatch::route(const ExpertCall& call,
+                                                            const ExpertDispatchInput& input) {
+  auto tables = std::make_shared<HostExpertTables>(config_, options_);
+  const auto ids = read_expert_ids(config_, options_, input.ids, call.operation);
+  tables->positions = read_positions(input.full_scatter_indices);
+  if (!tables->positions.empty()) clear_tags(call);
+  const auto counts = count_choices(config_, ids);
+  const std::int64_t size_bytes =
+      num_counts(config_) * static_cast<std::int64_t>(sizeof(counts[0]));
+  const std::int64_t board = memory_.board_layout.counts[call.parity];
+  for (std::int32_t r = 0; r < config_.world_size; ++r) {
+    round_.post(r, board + config_.rank * size_bytes, counts.data(), size_bytes);
+  }
+  round_.enter(call);
+  tables->rows = locate_rows(
+      config_, options_,
+      {round_.read<std::int32_t>(board), at(num_counts(config_)) * at(config_.world_size)});
+  tables->dst_rows.assign(at(slice(config_.num_nodes()) * config_.topk), -1);
+  if (config_.is_intra_node()) {
+    tables->ids = ids;
+  } else {
+    tables->ids.assign(tables->dst_rows.size(), -1);
+    tables->send_reqs.assign(at(slice(config_.num_nodes()) * 2), -1);
+    std::ranges::copy(ids, tables->ids_of(tables->own_node()).begin());
+  }
+  take_weights(input, *tables);
+  place_own(input, *tables);
+  return tables;
+}
+
+void HostExpertDispatch::enter(const ExpertCall& call, const ExpertDispatchInput& input,
+                               HostExpertTables& tables) {
+  take_weights(input, tables);
+  round_.enter(call);
+}
+
+void HostExpertDispatch::take_weights(const ExpertDispatchInput& input,
+                                      HostExpertTables& tables) const {
+  const auto bytes = at(dtype_bytes(config_.weight_dtype));
+  tables.weights.clear();
+  tables.has_weights = is_given(input.weights);
+  if (!tables.has_weights) return;
+  tables.weights.resize(tables.ids.size() * bytes);
+  const auto own = tables.ids_of(tables.own_node());
+  if (own.empty()) return;
+  std::memcpy(tables.weights_of(tables.own_node()), input.weights.data, own.size() * bytes);
+}
+
+void HostExpertDispatch::place(std::int32_t node, HostExpertTables& tables) const {
+  const std::int32_t source = tables.peer(node);
+  const auto ids = tables.ids_of(node);
+  if (tables.positions.empty()) {
+    const auto places = place_choices(config_, options_, tables.rows, source, ids);
+    const auto out = tables.places_of(node);
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      const std::int32_t rank = config_.rank_of_expert(ids[i]);
+      if (rank / config_.local_world_size == tables.own_node()) out[i] = places[i];
+    }
+    return;
+  }
+  std::int64_t first = 0;
+  for (std::int32_t r = 0; r < source; ++r) first += tables.rows.num_input_tokens[at(r)];
+  const auto positions = std::span(tables.positions).subspan(at(first * config_.topk), ids.size());
+  std::ranges::copy(
+      place_by_scatter_indices(config_, tables.rows, source, ids, positions, "dispatch"),
+      tables.places_of(node).begin());
+}
+
+void HostExpertDispatch::place_own(const ExpertDispatchInput& /*input*/,
+                                   HostExpertTables& tables) const {
+  std::int64_t tokens = 0;
+  for (const std::int32_t count : tables.rows.num_input_tokens) tokens += count;
+  try {
+    require(tables.positions.empty() || std::ssize(tables.positions) == tokens * config_.topk,
+            "dispatch: full_scatter_indices has ", std::ssize(tables.positions) / config_.topk,
+            " tokens, expected ", tokens, ": those of all ranks");
+    place(tables.own_node(), tables);
+  } catch (const InvalidArgument& error) {  // the others count on this rank's part of the call
+    tables.wrong_positions = error.what();
+  }
+}
+
+void HostExpertDispatch::place_forwarded(std::int32_t node, HostExpertTables& tables) const {
+  const auto ids = tables.ids_of(node);
+  const std::int64_t entry = slice(node) * config_.topk;
+  const ExpertBoardLayout& board = memory_.board_layout;
+  const auto* const from = round_.read<std::int32_t>(
+      board.forward_ids + entry * static_cast<std::int64_t>(sizeof(std::int32_t)));
+  std::copy_n(from, ids.size(), ids.begin());
+  try {
+    place(node, tables);
+  } catch (const InvalidArgument& error) {
+    tables.wrong_positions = error.what();
+  }
+  const auto sent = node_send_requests(config_, tables.peer(node), ids);
+  const std::int64_t plane = 2 * config_.max_tokens;
+  std::copy_n(sent.begin() + tables.own_node() * plane, plane,
+              tables.send_reqs.begin() + node * plane);
+}
+
+void HostExpertDispatch::prepare_payload(const ExpertDispatchInput& input) {
+  const std::int64_t tokens = input.tokens.shape[0];
+  payload_ = {.source_rank = config_.rank, .rows = input.tokens.data, .scales = input.scales.data};
+  if (options_.payload != EPPayload::quantized) return;
+  const auto hidden = at(config_.hidden);
+  const auto scales = at(num_scales(config_, options_));
+  quantized_rows_.resize(at(tokens) * hidden);
+  quantized_scales_.resize(at(tokens) * scales);
+  for (std::size_t t = 0; t < at(tokens); ++t) {
+    quantize_row(input.tokens.data + t * hidden * at(dtype_bytes(input.tokens.dtype)),
+                 input.tokens.dtype,
+                 {reinterpret_cast<std::uint8_t*>(quantized_rows_.data()) + t * hidden, hidden},
+                 std::span(quantized_scales_).subspan(t * scales, scales));
+  }
+  payload_.rows = quantized_rows_.data();
+  payload_.scales = reinterpret_cast<const std::byte*>(quantized_scales_.data());
+}
+
+void HostExpertDispatch::send_to_node(const ExpertCall& call, std::int32_t node,
+                                      const HostExpertTables& tables) {
+  const ExpertBoardLayout& board = memory_.board_layout;
+  const ExpertWindow window = own_window(call);
+  const std::int32_t peer = tables.peer(node);
+  const std::int32_t own = tables.own_node();
+  const auto ids = tables.ids_of(own);
+  const auto ranges = node_send_requests(config_, config_.rank, ids);
+  const std::int32_t* const starts = ranges.data() + slice(node) * 2;
+  const std::int32_t* const ends = starts + config_.max_tokens;
+  for (std::int64_t slot = 0; slot < config_.max_tokens; ++slot) {
+    if (starts[slot] < 0) continue;
+    const auto send = [&](std::int64_t part, const std::byte* from, std::int64_t bytes) {
+      round_.post(peer, part + (slice(own) + starts[slot]) * bytes, from + starts[slot] * bytes,
+                  (ends[slot] - starts[slot]) * bytes);
+    };
+    send(board.forward_rows, payload_.rows, window.row_bytes());
+    if (window.scale_bytes() > 0) send(board.forward_scales, payload_.scales, window.scale_bytes());
+  }
+  const std::int64_t entry = slice(own) * config_.topk;
+  if (!ids.empty()) {
+    const auto count = std::ssize(ids);
+    const auto id_bytes = static_cast<std::int64_t>(sizeof(ids[0]));
+    round_.post(peer, board.forward_ids + entry * id_bytes, ids.data(), count * id_bytes);
+    if (const std::byte* const weights = tables.weights_of(own); weights != nullptr) {
+      const std::int64_t bytes = window.weight_bytes();
+      round_.post(peer, board.forward_weights + entry * bytes, weights, count * bytes);
+    }
+  }
+  round_.raise(ExpertSignal::forwarded, peer, call);
+}
+
+void HostExpertDispatch::deliver_from(std::int32_t node, const TokenBlock& payload,
+                                      const HostExpertTables& tables,
+                                      const ExpertCall& call) const {
+  if (!tables.wrong_positions.empty()) return;
+  const std::int32_t local = config_.local_world_size;
+  std::vector<ExpertWindow> windows;
+  for (std::int32_t r = 0; r < local; ++r) {
+    const auto rank = at(tables.own_node() * local + r);
+    windows.emplace_back(config_, options_, memory_,
+                         memory_.dispatch_windows[call.parity].peers[rank]);
+  }
+  TokenBlock block = payload;
+  block.source_rank = tables.peer(node);
+  block.weights = tables.weights_of(node);
+  block.ids = tables.ids_of(node);
+  block.places = tables.places_of(node);
+  deliver(config_, options_, memory_.capacity, windows, block);
+}
+
+void HostExpertDispatch::run(const ExpertCall& call, const ExpertDispatchInput& input,
+                             HostExpertTables& tables) {
+  if (!tables.positions.empty() && cleared_window_ != memory_.dispatch_windows[call.parity].local) {
+    clear_tags(call);  // the windows have grown since route: on all ranks
+    round_.barrier(call);
+  }
+  prepare_payload(input);
+  const std::int32_t nodes = config_.num_nodes();
+  const std::int32_t own = tables.own_node();
+  const ExpertWindow window = own_window(call);
+  const ExpertBoardLayout& board = memory_.board_layout;
+  for (std::int32_t k = 1; k < nodes; ++k) send_to_node(call, (own + k) % nodes, tables);
+  deliver_from(own, payload_, tables, call);
+  for (std::int32_t k = 1; k < nodes; ++k) {
+    const std::int32_t node = (own + nodes - k) % nodes;
+    round_.await(ExpertSignal::forwarded, tables.peer(node), call);
+    place_forwarded(node, tables);
+    if (std::byte* const weights = tables.weights_of(node); weights != nullptr) {
+      const std::int64_t entry = slice(node) * config_.topk;
+      std::memcpy(weights,
+                  round_.read<std::byte>(board.forward_weights + entry * window.weight_bytes()),
+                  tables.ids_of(node).size() * at(window.weight_bytes()));
+    }
+    TokenBlock block;
+    block.rows = round_.read<std::byte>(board.forward_rows + slice(node) * window.row_bytes());
+    block.scales =
+        round_.read<std::byte>(board.forward_scales + slice(node) * window.scale_bytes());
+    deliver_from(node, block, tables, call);
+  }
+  round_.meet(ExpertSignal::arrived, own * config_.local_world_size, config_.local_world_size,
+              call);
+  check_positions(call, tables);
+  finish_rows(call, tables);
+}
+
+void HostExpertDispatch::check_positions(const ExpertCall& call,
+                                         const HostExpertTables& tables) const {
+  if (tables.positions.empty()) return;
+  require(tables.wrong_positions.empty(), tables.wrong_positions);
+  const ExpertWindow window = own_window(call);
+  for (std::int64_t row = 0; row < tables.num_rows(memory_.capacity); ++row) {
+    require(window.tag(row).source_rank >= 0, call.operation, ": full_scatter_indices leave row ",
+            row, " of rank ", config_.rank,
+            " empty: they are no bijection, or those of another rank were refused");
+  }
+}
+
+void HostExpertDispatch::finish_rows(const ExpertCall& call, HostExpertTables& tables) const {
+  const ExpertWindow window = own_window(call);
+  const std::int64_t count = tables.num_rows(memory_.capacity);
+  const bool has_weights = tables.has_weights;
+  const std::int64_t experts = config_.num_experts_per_rank();
+  if (options_.rows == EPRows::grouped) {
+    const std::int32_t* const first =
+        tables.rows.expert_offsets.data() + config_.rank * (experts + 1);
+    for (std::int64_t p = 0; p < experts; ++p) {
+      const std::int32_t used = tables.rows.expert_counts[at(config_.rank * experts + p)];
+      const std::int64_t end = std::min<std::int64_t>(first[p + 1], memory_.capacity);
+      for (std::int64_t row = first[p] + used; row < end; ++row) window.clear(row, has_weights);
+    }
+  }
+  for (std::int64_t row = 0; row < count; ++row) {
+    const std::int32_t leader = window.tag(row).leader;
+    if (leader >= 0 && leader != row) window.copy(leader, row);
+  }
+  tables.read_tags({&window.tag(0), at(count)});
+  if (options_.rows == EPRows::compact) {
+    tables.read_topk({window.topk(0), at(count * config_.topk)});
+  }
+  tables.recv_weights.clear();
+  if (!has_weights) return;
+  const auto bytes = at(count * window.weights_per_row() * window.weight_bytes());
+  tables.recv_weights.assign(window.weights(0), window.weights(0) + bytes);
+}
+
+}  // namespace waybill::detail

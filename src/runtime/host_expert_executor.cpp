@@ -1,0 +1,68 @@
+#include "host_expert_executor.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "host_expert_combine.h"
+#include "host_expert_dispatch.h"
+
+namespace waybill::detail {
+namespace {
+
+class HostExpertExecutor final : public ExpertExecutor {
+ public:
+  HostExpertExecutor(Transport& transport, const EPConfig& config, const EPDispatchOptions& options,
+                     const ExpertMemory& memory)
+      : config_(config),
+        options_(options),
+        memory_(memory),
+        dispatch_(transport, config_, options_, memory_),
+        combine_(transport, config_, options_, memory_) {}
+
+  std::shared_ptr<ExpertTables> route(const ExpertCall& call,
+                                      const ExpertDispatchInput& input) override {
+    return dispatch_.route(call, input);
+  }
+
+  void enter(const ExpertCall& call, const ExpertDispatchInput& input,
+             ExpertTables& tables) override {
+    dispatch_.enter(call, input, host(tables));
+  }
+
+  void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
+                ExpertTables& tables) override {
+    const std::int64_t largest = host(tables).rows.largest_recv_rows;
+    if (largest > memory_.capacity) overflow_ = std::max(overflow_, largest);
+    dispatch_.run(call, input, host(tables));
+  }
+
+  void combine(const ExpertCall& call, const ExpertCombineInput& input,
+               const ExpertTables& tables) override {
+    combine_.run(call, input, static_cast<const HostExpertTables&>(tables));
+  }
+
+  std::int64_t take_overflow() override { return std::exchange(overflow_, 0); }
+
+ private:
+  static HostExpertTables& host(ExpertTables& tables) {
+    return static_cast<HostExpertTables&>(tables);
+  }
+
+  EPConfig config_;
+  EPDispatchOptions options_;
+  const ExpertMemory& memory_;
+  HostExpertDispatch dispatch_;
+  HostExpertCombine combine_;
+  std::int64_t overflow_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<ExpertExecutor> make_host_expert_executor(Transport& transport,
+                                                          const EPConfig& config,
+                                                          const EPDispatchOptions& options,
+                                                          const ExpertMemory& memory) {
+  return std::make_unique<HostExpertExecutor>(transport, config, options, memory);
+}
+
+}  // namespace waybill::detail

@@ -1,0 +1,110 @@
+#include "host_expert_tables.h"
+
+#include <algorithm>
+
+#include "waybill/core/at.h"
+
+namespace waybill::detail {
+namespace {
+
+ConstTensorView table(const std::vector<std::int32_t>& values, Shape shape) {
+  return {values.data(), DType::int32, std::move(shape)};
+}
+
+}  // namespace
+
+ExpertTableViews HostExpertTables::views() const {
+  const std::int64_t world = config_.world_size;
+  const std::int64_t experts = config_.num_experts_per_rank();
+  const std::int64_t topk = config_.topk;
+  const Shape columns{config_.num_nodes(), config_.max_tokens, topk};
+  const Shape by_id =
+      config_.is_intra_node() ? Shape{rows.num_input_tokens[at(config_.rank)], topk} : columns;
+  const std::int64_t received = std::ssize(tags);
+  ExpertTableViews views;
+  views.ids = table(ids, by_id);
+  views.dst_rows = table(dst_rows, columns);
+  if (has_weights) views.weights = {weights.data(), config_.weight_dtype, by_id};
+  views.num_input_tokens = table(rows.num_input_tokens, {world});
+  views.splits = table(rows.splits, {world, config_.num_experts + 1});
+  views.segment_offsets = table(rows.segment_offsets, {world, experts, world});
+  views.expert_counts = {
+      rows.expert_counts.data() + config_.rank * experts, DType::int32, {experts}};
+  views.expert_offsets = {
+      rows.expert_offsets.data() + config_.rank * (experts + 1), DType::int32, {experts + 1}};
+  views.num_recv_rows = table(rows.num_recv_rows, {world});
+  views.leader_rows = table(leader_rows, {received});
+  views.choice_rows = table(choice_rows, {received, topk});
+  views.send_reqs = table(send_reqs, {config_.num_nodes(), 2, config_.max_tokens});
+  views.recv_topk = table(recv_topk, {received, topk});
+  views.compact_to_grouped = table(compact_to_grouped, {received, topk});
+  views.grouped_to_compact = table(grouped_to_compact, {std::ssize(grouped_to_compact)});
+  views.recv_tags = {tags.data(), DType::int32, {received, 4}};
+  return views;
+}
+
+std::size_t HostExpertTables::first_entry(std::int32_t node) const {
+  return config_.is_intra_node() ? 0 : at(node * config_.max_tokens * config_.topk);
+}
+
+std::span<std::int32_t> HostExpertTables::ids_of(std::int32_t node) {
+  return std::span(ids).subspan(first_entry(node),
+                                at(rows.num_input_tokens[at(peer(node))]) * at(config_.topk));
+}
+
+std::span<std::int32_t> HostExpertTables::places_of(std::int32_t node) {
+  return std::span(dst_rows).subspan(at(node * config_.max_tokens * config_.topk),
+                                     at(rows.num_input_tokens[at(peer(node))]) * at(config_.topk));
+}
+
+std::span<const std::int32_t> HostExpertTables::ids_of(std::int32_t node) const {
+  return const_cast<HostExpertTables*>(this)->ids_of(node);  // NOLINT: it only looks
+}
+
+std::span<const std::int32_t> HostExpertTables::places_of(std::int32_t node) const {
+  return const_cast<HostExpertTables*>(this)->places_of(node);  // NOLINT: it only looks
+}
+
+std::byte* HostExpertTables::weights_of(std::int32_t node) {
+  if (!has_weights) return nullptr;
+  return weights.data() + first_entry(node) * at(dtype_bytes(config_.weight_dtype));
+}
+
+const std::byte* HostExpertTables::weights_of(std::int32_t node) const {
+  return const_cast<HostExpertTables*>(this)->weights_of(node);  // NOLINT: it only looks
+}
+
+std::int64_t HostExpertTables::num_rows(std::int64_t capacity) const {
+  return std::min<std::int64_t>(rows.num_recv_rows[at(config_.rank)], capacity);
+}
+
+void HostExpertTables::read_tags(std::span<const RowTag> received) {
+  const std::int64_t topk = config_.topk;
+  tags.assign(received.begin(), received.end());
+  leader_rows.assign(tags.size(), -1);
+  choice_rows.assign(tags.size() * at(topk), -1);
+  for (std::size_t row = 0; row < tags.size(); ++row) {
+    const RowTag& tag = tags[row];
+    if (tag.source_rank < 0) continue;
+    leader_rows[row] = tag.leader;
+    choice_rows[at(tag.leader * topk + tag.choice)] = static_cast<std::int32_t>(row);
+  }
+}
+
+void HostExpertTables::read_topk(std::span<const std::int32_t> received) {
+  recv_topk.assign(received.begin(), received.end());
+  const std::int64_t experts = config_.num_experts_per_rank();
+  const auto first = rows.expert_offsets.begin() + config_.rank * (experts + 1);
+  // Compact rows are ordered by source and token: so are the places of each expert.
+  std::vector<std::int32_t> next(first, first + experts);
+  compact_to_grouped.assign(recv_topk.size(), -1);
+  grouped_to_compact.assign(at(first[experts]), -1);
+  for (std::size_t entry = 0; entry < recv_topk.size(); ++entry) {
+    if (recv_topk[entry] < 0) continue;
+    const std::int32_t place = next[at(recv_topk[entry])]++;
+    compact_to_grouped[entry] = place;
+    grouped_to_compact[at(place)] = static_cast<std::int32_t>(entry / at(config_.topk));
+  }
+}
+
+}  // namespace waybill::detail

@@ -1,0 +1,285 @@
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cuda/device_arena.h"
+#include "cuda/ways.h"
+#include "moe/expert_case.h"
+#include "support/sequence_expected.h"
+#include "waybill/cuda/gpu_world.h"
+#include "waybill/runtime/expert_executor.h"
+
+namespace waybill::test {
+
+/// The memory, call numbers and executor of one rank's layer, without the layer's checks and
+/// growth. Collective.
+class ExpertRig {
+ public:
+  ExpertRig(World& world, EPConfig config, EPDispatchOptions options, std::int64_t capacity,
+            int num_sms)
+      : world_(world), config_(config), options_(options), num_sms_(num_sms) {
+    config_.rank = to_int(world.rank());
+    memory_.board_layout = expert_board_layout(config_, options_);
+    Transport& transport = world.transport();
+    take_windows(capacity);
+    memory_.board = transport.allocate(memory_.board_layout.total, "board");
+    memory_.signals = transport.allocate_signals(
+        num_expert_signals * config_.world_size + num_executor_slots, "signals");
+    executor_ = world.executor().make_expert_executor(config_, options_, memory_);
+  }
+  ExpertRig(const ExpertRig&) = delete;
+  ExpertRig& operator=(const ExpertRig&) = delete;
+  ~ExpertRig() {
+    abandon_windows();
+    world_.transport().abandon(std::move(memory_.board.memory));
+    world_.transport().abandon(std::move(memory_.signals.memory));
+  }
+
+  /// One dispatch; with tables, of an earlier one.
+  std::shared_ptr<ExpertTables> dispatch(const ExpertDispatchInput& input, const Stream& stream,
+                                         std::shared_ptr<ExpertTables> tables = nullptr) {
+    const ExpertCall call = next_call("dispatch", dispatches_++, stream);
+    if (tables == nullptr) {
+      tables = executor_->route(call, input);
+    } else {
+      executor_->enter(call, input, *tables);
+    }
+    executor_->dispatch(call, input, *tables);
+    return tables;
+  }
+
+  /// One dispatch, in windows that grow between its halves when too many rows come.
+  std::shared_ptr<ExpertTables> dispatch_growing(const ExpertDispatchInput& input,
+                                                 const Stream& stream) {
+    const ExpertCall call = next_call("dispatch", dispatches_++, stream);
+    auto tables = executor_->route(call, input);
+    const std::int64_t largest = std::ranges::max(tables->wait_counts());
+    if (largest > memory_.capacity) {
+      abandon_windows();
+      take_windows(grown_output_rows(memory_.capacity, largest));
+    }
+    executor_->dispatch(call, input, *tables);
+    return tables;
+  }
+
+  void combine(const ExpertCombineInput& input, const ExpertTables& tables, const Stream& stream) {
+    executor_->combine(next_call("combine", combines_++, stream), input, tables);
+  }
+
+  /// Where the last dispatch left its rows.
+  [[nodiscard]] std::byte* window() const {
+    return memory_.dispatch_windows[(dispatches_ - 1) % 2].local;
+  }
+  /// Where the next combine takes them from.
+  [[nodiscard]] std::byte* combine_window() const {
+    return memory_.combine_windows[combines_ % 2].local;
+  }
+
+  [[nodiscard]] const ExpertMemory& memory() const { return memory_; }
+  [[nodiscard]] const EPConfig& config() const { return config_; }
+  [[nodiscard]] const EPDispatchOptions& options() const { return options_; }
+  [[nodiscard]] ExpertExecutor& executor() { return *executor_; }
+  void use_sms(int num_sms) { num_sms_ = num_sms; }
+
+ private:
+  void take_windows(std::int64_t capacity) {
+    memory_.capacity = capacity;
+    memory_.window = expert_window_layout(config_, options_, capacity);
+    const std::int64_t row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
+    Transport& transport = world_.transport();
+    for (int parity = 0; parity < 2; ++parity) {
+      memory_.dispatch_windows[parity] = transport.allocate(memory_.window.total, "dispatch");
+      memory_.combine_windows[parity] =
+          transport.allocate(std::max<std::int64_t>(capacity * row_bytes, 1), "combine");
+    }
+  }
+
+  void abandon_windows() {
+    for (int parity = 0; parity < 2; ++parity) {
+      world_.transport().abandon(std::move(memory_.dispatch_windows[parity].memory));
+      world_.transport().abandon(std::move(memory_.combine_windows[parity].memory));
+    }
+  }
+
+  ExpertCall next_call(const char* operation, std::uint64_t number, const Stream& stream) {
+    return {operation, &memory_, ++calls_, static_cast<std::uint32_t>(number % 2),
+            num_sms_,  &stream};
+  }
+
+  World& world_;
+  EPConfig config_;
+  EPDispatchOptions options_;
+  int num_sms_;
+  ExpertMemory memory_;
+  std::unique_ptr<ExpertExecutor> executor_;
+  std::uint64_t calls_ = 0;
+  std::uint64_t dispatches_ = 0;
+  std::uint64_t combines_ = 0;
+};
+
+/// The first elements of a table as numbers.
+inline std::vector<std::int64_t> numbers(const DeviceArena& arena, const ConstTensorView& view,
+                                         std::int64_t count) {
+  std::vector<std::int32_t> raw(at(count));
+  arena.read(raw.data(), view.data, count * 4);
+  return {raw.begin(), raw.end()};
+}
+
+inline std::vector<std::int64_t> numbers(const IndexArray& array) { return array.to_vector(); }
+
+inline std::vector<std::int64_t> numbers(const std::vector<std::int32_t>& values) {
+  return {values.begin(), values.end()};
+}
+
+/// What the tables of a dispatch hold is what the simulation says of `rank`.
+inline void expect_tables(const DeviceArena& arena, const ExpertTableViews& got,
+                          const ExpertDispatch& expected, std::int32_t rank) {
+  const auto r = at(rank);
+  const EPAllToAllLayoutDesc& desc = expected.layout[r];
+  const auto same = [&](const char* name, const ConstTensorView& view,
+                        const std::vector<std::int64_t>& want) {
+    EXPECT_EQ(numbers(arena, view, std::ssize(want)), want) << name;
+  };
+  same("ids", got.ids, numbers(expected.ids[r]));
+  same("dst_rows", got.dst_rows, numbers(desc.token_dst_scatter_idx));
+  same("num_input_tokens", got.num_input_tokens, numbers(desc.num_input_tokens_per_rank));
+  same("splits", got.splits, numbers(expected.rows.splits));
+  same("segment_offsets", got.segment_offsets, numbers(expected.rows.segment_offsets));
+  same("expert_counts", got.expert_counts, numbers(desc.recv_expert_counts));
+  same("expert_offsets", got.expert_offsets, numbers(desc.recv_expert_offsets));
+  same("num_recv_rows", got.num_recv_rows, numbers(expected.rows.num_recv_rows));
+  if (desc.skipped_token_mapping_indices) {
+    same("leader_rows", got.leader_rows, numbers(*desc.skipped_token_mapping_indices));
+    same("choice_rows", got.choice_rows, numbers(*desc.skipped_token_topk_mapping_indices));
+  }
+  if (desc.recv_topk_indices) {
+    same("recv_topk", got.recv_topk, numbers(*desc.recv_topk_indices));
+    same("compact_to_grouped", got.compact_to_grouped, numbers(*desc.compact_to_grouped));
+    same("grouped_to_compact", got.grouped_to_compact, numbers(*desc.grouped_to_compact));
+  }
+  const auto origin = numbers(expected.recv_origin[r]);
+  const auto tags = numbers(arena, got.recv_tags, std::ssize(origin) / 3 * 4);
+  for (std::size_t row = 0; row < origin.size() / 3; ++row) {
+    for (std::size_t i = 0; i < 3; ++i) {
+      ASSERT_EQ(tags[row * 4 + i], origin[row * 3 + i]) << "tag of row " << row;
+    }
+  }
+}
+
+/// The last dispatch's rows, scales and weights are what the simulation says.
+inline void expect_rows(const ExpertRig& rig, const DeviceArena& arena,
+                        const ExpertDispatch& expected) {
+  const auto r = at(rig.config().rank);
+  const ExpertWindowLayout& window = rig.memory().window;
+  const auto same = [&](const char* name, std::int64_t offset, const HostTensor& want) {
+    HostTensor got(want.dtype(), want.shape());
+    arena.read(got.bytes().data(), rig.window() + offset, got.size_bytes());
+    EXPECT_TRUE(same_bytes(got, want)) << name;
+  };
+  same("rows", window.rows, expected.recv_tokens[r]);
+  if (!expected.recv_scales.empty()) same("scales", window.scales, expected.recv_scales[r]);
+  if (!expected.recv_weights.empty()) same("weights", window.weights, expected.recv_weights[r]);
+}
+
+/// A case on a rank's device.
+struct DeviceInput {
+  DeviceInput(DeviceArena& arena, const ExpertCase& the, std::int32_t rank, bool weights = true,
+              std::int64_t shift = 0) {
+    const auto r = at(rank);
+    input.tokens = arena.upload(the.tokens[r], shift);
+    input.ids = arena.upload(the.ids[r]);
+    if (weights && !the.weights.empty()) input.weights = arena.upload(the.weights[r]);
+    if (!the.scales.empty()) input.scales = arena.upload(the.scales[r]);
+    if (the.positions) input.full_scatter_indices = arena.upload(*the.positions);
+  }
+  ExpertDispatchInput input;
+};
+
+/// Rows that experts could have made: random, of the token dtype, as many as arrived.
+inline std::vector<HostTensor> random_outputs(const ExpertDispatch& dispatch, Random& random) {
+  std::vector<HostTensor> outputs;
+  for (const HostTensor& rows : dispatch.recv_tokens) {
+    HostTensor output(dispatch.config.token_dtype, rows.shape());
+    for (std::int64_t i = 0; i < rows.shape()[0] * rows.shape()[1]; ++i) {
+      set_float(output, i, random.uniform_float() * 4 - 2);
+    }
+    outputs.push_back(std::move(output));
+  }
+  return outputs;
+}
+
+/// One way to combine, and what comes of it.
+struct CombineCase {
+  std::string name;
+  EPCombineOptions options;
+  std::vector<std::vector<HostTensor>> biases;
+  std::vector<HostTensor> expected;
+};
+
+inline std::vector<CombineCase> combine_cases(const ExpertDispatch& dispatch,
+                                              const std::vector<HostTensor>& outputs,
+                                              Random& random) {
+  const bool grouped = dispatch.options.rows == EPRows::grouped;
+  std::vector<CombineCase> cases;
+  cases.push_back({"plain", {}, {}, {}});
+  if (grouped) cases.push_back({"local", {.local_combine = true}, {}, {}});
+  if (grouped && !dispatch.source_weights.empty()) {
+    cases.push_back({"weighted", {.weighted = true}, {}, {}});
+  }
+  for (const std::size_t num_biases : {std::size_t{1}, std::size_t{2}}) {
+    CombineCase with{concat(num_biases, " biases"), {}, {}, {}};
+    for (std::size_t b = 0; b < num_biases; ++b) {
+      std::vector<HostTensor> bias;
+      for (const auto& ids : dispatch.ids) {
+        const std::int64_t tokens = std::ssize(ids) / dispatch.config.topk;
+        HostTensor values(dispatch.config.token_dtype, {tokens, dispatch.config.hidden});
+        for (std::int64_t i = 0; i < tokens * dispatch.config.hidden; ++i) {
+          set_float(values, i, random.uniform_float() - 0.5F);
+        }
+        bias.push_back(std::move(values));
+      }
+      with.biases.push_back(std::move(bias));
+    }
+    cases.push_back(std::move(with));
+  }
+  const auto output_views = views_of(outputs);
+  for (CombineCase& the : cases) {
+    std::vector<std::vector<ConstTensorView>> views;
+    for (const auto& bias : the.biases) views.push_back(views_of(bias));
+    const std::vector<std::span<const ConstTensorView>> biases(views.begin(), views.end());
+    the.expected = simulate_expert_combine(dispatch, output_views, the.options, biases);
+  }
+  return cases;
+}
+
+/// Combines on a rank, and compares. @param staged the outputs are in the window already
+inline void expect_combine(ExpertRig& rig, DeviceArena& arena, const ExpertTables& tables,
+                           const CombineCase& the, const HostTensor& outputs, bool staged) {
+  const auto r = at(rig.config().rank);
+  const Stream stream{arena.stream()};
+  ExpertCombineInput input;
+  if (staged) {
+    input.rows = ConstTensorView(rig.combine_window(), outputs.dtype(), outputs.shape());
+    arena.copy(rig.combine_window(), outputs.bytes().data(), outputs.size_bytes());
+    arena.synchronize();
+  } else {
+    input.rows = arena.upload(outputs);
+  }
+  std::vector<ConstTensorView> biases;
+  for (const auto& bias : the.biases) biases.push_back(arena.upload(bias[r]));
+  input.options = the.options;
+  input.biases = biases;
+  input.output = arena.take(the.expected[r].dtype(), the.expected[r].shape());
+  rig.combine(input, tables, stream);
+  EXPECT_TRUE(same_bytes(arena.download(input.output), the.expected[r]))
+      << the.name << (staged ? ", staged" : "");
+  EXPECT_TRUE(arena.guards_hold(input.output)) << the.name;
+}
+
+}  // namespace waybill::test

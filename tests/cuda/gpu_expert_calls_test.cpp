@@ -1,0 +1,360 @@
+// How calls of a layer of experts follow each other on GPUs.
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "cuda/expert_rig.h"
+#include "support/run_ranks.h"
+
+namespace waybill {
+namespace {
+
+using test::at;
+using test::cuda_ok;
+using test::DeviceArena;
+using test::DeviceInput;
+using test::ExpertCase;
+using test::ExpertRig;
+using test::same_bytes;
+
+constexpr std::int64_t arena_bytes = std::int64_t{64} << 20;
+
+EPConfig config_of(std::int32_t world_size, std::int64_t max_tokens = 60) {
+  EPConfig config;
+  config.max_tokens = max_tokens;
+  config.hidden = 256;
+  config.topk = 4;
+  config.num_experts = 16;
+  config.world_size = world_size;
+  config.local_world_size = world_size;
+  return config;
+}
+
+/// The same experts again, other tokens and weights.
+TEST(GpuExpertCalls, a_dispatch_with_earlier_tables) {
+  for (const EPRows form : {EPRows::grouped, EPRows::compact}) {
+    const EPConfig config = config_of(2);
+    EPDispatchOptions options;
+    options.rows = form;
+    Random random(31);
+    std::vector<ExpertCase> cases{test::random_case(config, random)};
+    for (int i = 0; i < 5; ++i) {
+      ExpertCase next = cases[0];
+      for (auto* tensors : {&next.tokens, &next.weights}) {
+        for (HostTensor& tensor : *tensors) {
+          for (std::int64_t e = 0; e < tensor.size_bytes() / dtype_bytes(tensor.dtype()); ++e) {
+            test::set_float(tensor, e, random.uniform_float());
+          }
+        }
+      }
+      cases.push_back(std::move(next));
+    }
+    std::vector<ExpertDispatch> expected;
+    for (const ExpertCase& the : cases) expected.push_back(the.dispatch(options));
+    run_gpu_thread_world(
+        2,
+        [&](World& world) {
+          DeviceArena arena(world, arena_bytes);
+          ExpertRig rig(world, config, options, most_recv_rows(config, options), 4);
+          std::shared_ptr<ExpertTables> tables;
+          for (std::size_t i = 0; i < cases.size(); ++i) {
+            const DeviceInput device(arena, cases[i], rig.config().rank);
+            rig.use_sms(static_cast<int>(1 + i));
+            tables = rig.dispatch(device.input, {arena.stream()}, tables);
+            test::expect_rows(rig, arena, expected[i]);
+            test::expect_tables(arena, tables->views(), expected[i], rig.config().rank);
+          }
+          world.barrier();
+        },
+        test::world_options());
+  }
+}
+
+/// What one step makes of a case: rows dispatched, and the sum of what experts answer to them:
+/// here the rows themselves.
+struct Step {
+  ExpertCase the;
+  ExpertDispatch dispatch;
+  std::vector<HostTensor> sums;
+};
+
+std::vector<Step> random_steps(const EPConfig& config, int count, Random& random) {
+  std::vector<Step> steps;
+  for (int i = 0; i < count; ++i) {
+    Step step{test::random_case(config, random), {}, {}};
+    step.dispatch = step.the.dispatch();
+    step.sums = simulate_expert_combine(step.dispatch, test::views_of(step.dispatch.recv_tokens));
+    steps.push_back(std::move(step));
+  }
+  return steps;
+}
+
+/// Two dispatches, then their combines, over and over, without a host wait and with late ranks.
+TEST(GpuExpertCalls, calls_follow_each_other_without_barriers_and_with_late_ranks) {
+  const EPConfig config = config_of(4);
+  Random random(32);
+  const auto steps = random_steps(config, 40, random);
+  run_gpu_thread_world(
+      4,
+      [&](World& world) {
+        DeviceArena arena(world, std::int64_t{256} << 20);
+        const Stream stream{arena.stream()};
+        const auto r = at(to_int(world.rank()));
+        ExpertRig rig(world, config, {}, most_recv_rows(config, {}), 4);
+        Random delays(r);
+        std::vector<TensorView> sums;
+        std::vector<DeviceInput> inputs;
+        for (const Step& step : steps) inputs.emplace_back(arena, step.the, rig.config().rank);
+        world.barrier();
+        for (std::size_t i = 0; i < steps.size(); i += 2) {
+          std::vector<std::shared_ptr<ExpertTables>> tables;
+          std::vector<TensorView> rows;
+          for (std::size_t k = i; k < i + 2; ++k) {
+            if (delays.below(4) == 0) {
+              std::this_thread::sleep_for(std::chrono::milliseconds(delays.below(20)));
+            }
+            tables.push_back(rig.dispatch(inputs[k].input, stream));
+            const auto& expected = steps[k].dispatch.recv_tokens[r];
+            rows.push_back(arena.take(expected.dtype(), expected.shape()));
+            arena.copy(rows.back().data, rig.window(), expected.size_bytes());
+          }
+          for (std::size_t k = 0; k < 2; ++k) {
+            const auto& expected = steps[i + k].sums[r];
+            sums.push_back(arena.take(expected.dtype(), expected.shape()));
+            rig.combine({rows[k], {}, {}, sums.back()}, *tables[k], stream);
+          }
+        }
+        for (std::size_t i = 0; i < steps.size(); ++i) {
+          ASSERT_TRUE(same_bytes(arena.download(sums[i]), steps[i].sums[r])) << "step " << i;
+          ASSERT_TRUE(arena.guards_hold(sums[i])) << "step " << i;
+        }
+        world.barrier();
+      },
+      test::world_options());
+}
+
+/// With a fixed capacity nothing waits for the host: dispatches and combines of one graph, replayed
+/// with other ids.
+TEST(GpuExpertCalls, a_captured_graph_replays_with_other_ids) {
+  const EPConfig config = config_of(2);
+  Random random(33);
+  std::vector<Step> steps;
+  for (int i = 0; i < 6; ++i) {
+    Step step{test::random_case(config, random, {.tokens = 50}), {}, {}};
+    step.dispatch = step.the.dispatch();
+    step.sums = simulate_expert_combine(step.dispatch, test::views_of(step.dispatch.recv_tokens));
+    steps.push_back(std::move(step));
+  }
+  run_gpu_thread_world(
+      2,
+      [&](World& world) {
+        DeviceArena arena(world, arena_bytes);
+        const Stream stream{arena.stream()};
+        const auto r = at(to_int(world.rank()));
+        const std::int64_t capacity = most_recv_rows(config, {});
+        ExpertRig rig(world, config, {}, capacity, 4);
+        DeviceInput device(arena, steps[0].the, rig.config().rank);
+        const TensorView rows = arena.take(config.token_dtype, {capacity, config.hidden});
+        const TensorView sums = arena.take(config.token_dtype, {50, config.hidden});
+        const auto call = [&] {
+          const auto tables = rig.dispatch(device.input, stream);
+          arena.copy(rows.data, rig.window(), capacity * config.hidden * 2);
+          rig.combine({rows, {}, {}, sums}, *tables, stream);
+        };
+        call();
+        call();
+        arena.synchronize();
+        world.barrier();
+        cudaGraph_t graph = nullptr;
+        cudaGraphExec_t ready = nullptr;
+        cuda_ok(cudaStreamBeginCapture(arena.stream(), cudaStreamCaptureModeThreadLocal));
+        call();
+        call();
+        cuda_ok(cudaStreamEndCapture(arena.stream(), &graph));
+        cuda_ok(cudaGraphInstantiate(&ready, graph, 0));
+        for (const Step& step : steps) {
+          const auto replace = [&](const ConstTensorView& to, const HostTensor& from) {
+            arena.copy(const_cast<std::byte*>(to.data), from.bytes().data(), from.size_bytes());
+          };
+          replace(device.input.tokens, step.the.tokens[r]);
+          replace(device.input.ids, step.the.ids[r]);
+          replace(device.input.weights, step.the.weights[r]);
+          arena.synchronize();
+          cuda_ok(cudaGraphLaunch(ready, arena.stream()), world);
+          ASSERT_TRUE(same_bytes(arena.download(sums), step.sums[r]));
+          test::expect_rows(rig, arena, step.dispatch);
+        }
+        (void)cudaGraphExecDestroy(ready);
+        (void)cudaGraphDestroy(graph);
+        world.barrier();
+      },
+      test::world_options());
+}
+
+/// More rows than the windows hold: told to the host, nothing behind the windows is written, and
+/// the next call is right.
+TEST(GpuExpertCalls, rows_past_the_capacity_are_counted_and_not_written) {
+  const EPConfig config = config_of(2);
+  Random random(34);
+  const ExpertCase large = test::random_case(
+      config, random, {.draw = test::Draw::one_expert, .drop = 0, .tokens = config.max_tokens});
+  const ExpertCase small = test::random_case(config, random, {.drop = 0, .tokens = 5});
+  const ExpertDispatch too_many = large.dispatch();
+  const ExpertDispatch fits = small.dispatch();
+  constexpr std::int64_t capacity = 41;
+  run_gpu_thread_world(
+      2,
+      [&](World& world) {
+        DeviceArena arena(world, arena_bytes);
+        const Stream stream{arena.stream()};
+        const auto r = at(to_int(world.rank()));
+        ExpertRig rig(world, config, {}, capacity, 4);
+        const DeviceInput first(arena, large, rig.config().rank);
+        const DeviceInput second(arena, small, rig.config().rank);
+        // Dispatch windows are larger than their rows: what lies between the parts must stay.
+        const std::int64_t bytes = rig.memory().window.total;
+        std::vector<std::byte> marks(at(bytes), std::byte{0x77});
+        arena.copy(rig.memory().dispatch_windows[0].local, marks.data(), bytes);
+        arena.synchronize();
+        world.barrier();
+        (void)rig.dispatch(first.input, stream);
+        std::vector<std::byte> after(at(bytes));
+        arena.read(after.data(), rig.window(), bytes);
+        const std::int64_t rows = too_many.rows.num_recv_rows[r];
+        EXPECT_EQ(rig.executor().take_overflow(), rows > capacity ? rows : 0);
+        EXPECT_EQ(rig.executor().take_overflow(), 0);
+        const ExpertWindowLayout& window = rig.memory().window;
+        for (const auto& [end, next] :
+             {std::pair{window.rows + capacity * config.hidden * 2, window.tags},
+              std::pair{window.tags + capacity * 16, window.scales},
+              std::pair{window.weights + capacity * 4, window.topk}}) {
+          for (std::int64_t i = end; i < next; ++i) {
+            ASSERT_EQ(after[at(i)], std::byte{0x77}) << "byte " << i;
+          }
+        }
+        const auto tables = rig.dispatch(second.input, stream);
+        test::expect_rows(rig, arena, fits);
+        test::expect_tables(arena, tables->views(), fits, rig.config().rank);
+        EXPECT_EQ(rig.executor().take_overflow(), 0);
+        world.barrier();
+      },
+      test::world_options());
+}
+
+/// More rows than the windows hold, but the caller waits for the counts: larger windows come
+/// between counting and rows.
+TEST(GpuExpertCalls, windows_grow_between_counts_and_rows) {
+  const EPConfig config = config_of(2);
+  for (const EPRows form : {EPRows::grouped, EPRows::compact}) {
+    EPDispatchOptions options;
+    options.rows = form;
+    Random random(37);
+    std::vector<ExpertCase> cases;
+    std::vector<ExpertDispatch> expected;
+    for (const std::int64_t tokens : {5, 60, 20}) {
+      cases.push_back(test::random_case(config, random, {.drop = 0, .tokens = tokens}));
+      expected.push_back(cases.back().dispatch(options));
+    }
+    run_gpu_thread_world(
+        2,
+        [&](World& world) {
+          DeviceArena arena(world, arena_bytes);
+          ExpertRig rig(world, config, options, 48, 4);
+          for (std::size_t i = 0; i < cases.size(); ++i) {
+            const DeviceInput device(arena, cases[i], rig.config().rank);
+            const auto tables = rig.dispatch_growing(device.input, {arena.stream()});
+            test::expect_rows(rig, arena, expected[i]);
+            test::expect_tables(arena, tables->views(), expected[i], rig.config().rank);
+            EXPECT_EQ(rig.executor().take_overflow(), 0);
+            EXPECT_EQ(rig.memory().capacity > 48, i > 0);
+          }
+          world.barrier();
+        },
+        test::world_options());
+  }
+}
+
+TEST(GpuExpertCalls, ids_out_of_range_are_dropped_and_reported) {
+  const EPConfig config = config_of(2);
+  Random random(35);
+  ExpertCase the = test::random_case(config, random, {.drop = 0, .tokens = 20});
+  ExpertCase meant = the;
+  for (const std::int64_t i : {3, 17}) {
+    the.ids[0].as<std::int32_t>()[at(i)] = i == 3 ? -1 : 4711;
+    meant.ids[0].as<std::int32_t>()[at(i)] = config.num_experts;
+  }
+  const ExpertDispatch expected = meant.dispatch();
+  run_gpu_thread_world(
+      2,
+      [&](World& world) {
+        DeviceArena arena(world, arena_bytes);
+        const Stream stream{arena.stream()};
+        ExpertRig rig(world, config, {}, most_recv_rows(config, {}), 4);
+        const DeviceInput device(arena, the, rig.config().rank);
+        (void)rig.dispatch(device.input, stream);
+        test::expect_rows(rig, arena, expected);
+        if (world.rank() == Rank{0}) {
+          EXPECT_THROW((void)rig.executor().take_overflow(), InvalidArgument);
+        }
+        EXPECT_EQ(rig.executor().take_overflow(), 0);
+        world.barrier();
+      },
+      test::world_options());
+}
+
+/// Loses the device for the process, as the next one does: run them one by one.
+void a_rank_never_calls(bool in_combine) {
+  constexpr std::int32_t world_size = 4;
+  const EPConfig config = config_of(world_size);
+  Random random(36);
+  const auto steps = random_steps(config, 1, random);
+  auto bootstraps = make_thread_bootstraps(world_size, 2.0);
+  const auto results = test::run_ranks(world_size, [&](std::int32_t rank) {
+    World world = make_gpu_thread_world(std::move(bootstraps[at(rank)]), rank % num_gpus());
+    DeviceArena arena(world, arena_bytes);
+    const Stream stream{arena.stream()};
+    ExpertRig rig(world, config, {}, most_recv_rows(config, {}), 4);
+    const DeviceInput device(arena, steps[0].the, rank);
+    const auto& rows = steps[0].dispatch.recv_tokens[at(rank)];
+    const auto& sums = steps[0].sums[at(rank)];
+    const TensorView copy = arena.take(rows.dtype(), rows.shape());
+    const TensorView sum = arena.take(sums.dtype(), sums.shape());
+    for (int call = 1; call <= 2; ++call) {
+      if (call == 2 && !in_combine && rank == 1) {
+        std::this_thread::sleep_for(std::chrono::seconds(4));
+        return;
+      }
+      const auto tables = rig.dispatch(device.input, stream);
+      if (call == 2 && in_combine && rank == 1) {
+        std::this_thread::sleep_for(std::chrono::seconds(4));
+        return;
+      }
+      arena.copy(copy.data, rig.window(), rows.size_bytes());
+      rig.combine({copy, {}, {}, sum}, *tables, stream);
+    }
+    arena.synchronize();
+  });
+  const std::string wanted = in_combine ? "combine: rank " : "dispatch: rank ";
+  const std::string signal =
+      in_combine ? "for signal >= 4 from rank 1" : "for signal >= 3 from rank 1";
+  int named = 0;
+  for (const std::int32_t r : {0, 2, 3}) {
+    const std::string& text = results[at(r)].text;
+    EXPECT_NE(text.find(signal), std::string::npos) << "rank " << r << ": " << text;
+    if (text.find(wanted + std::to_string(r) + " waited 2") != std::string::npos) ++named;
+  }
+  EXPECT_EQ(named, 3) << results[0].text;
+}
+
+TEST(GpuExpertFault, a_rank_that_never_dispatches_is_named_by_all_others) {
+  a_rank_never_calls(false);
+}
+TEST(GpuExpertFault, a_rank_that_never_combines_is_named_by_all_others) {
+  a_rank_never_calls(true);
+}
+
+}  // namespace
+}  // namespace waybill
