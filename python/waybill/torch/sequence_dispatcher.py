@@ -22,7 +22,8 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
     On GPUs calls are queued on torch's current stream of that device and return at once, but for
     those in which the windows grow; what they read must not change before they are done. They can
     be captured in a CUDA graph: an even number of calls, windows reserved before,
-    ``capture_error_mode="thread_local"`` where other ranks are threads of the process. A Timeout is
+    and where other ranks are threads of the process with ``capture_error_mode="thread_local"`` and
+    a stream of the rank's own. A Timeout is
     then raised by the next call, or by synchronize(); the GPU is lost to the process.
 
     Gradients do not flow through these calls: AttentionStep has functions that autograd knows.
@@ -67,16 +68,24 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
 
     def _show(self, bits: Any, format_: TensorFormat) -> torch.Tensor:
         tensor = from_dlpack(bits).view(format_.dtype)
+        if len(format_.row_shape) == 1:
+            return tensor
         return tensor.reshape(tensor.shape[0], *format_.row_shape)
 
     def _empty(self, shape: Tuple[int, ...], dtype: Any) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
 
+_NAMES: dict[torch.dtype, str] = {}
+
+
 def _library_name(dtype: torch.dtype, name: str) -> str:
+    known = _NAMES.get(dtype)
+    if known is not None:
+        return known
     if dtype.itemsize not in (1, 2, 4, 8):
         raise Unsupported(
             f"{name} has dtype {dtype} of {dtype.itemsize} bytes, expected elements of 1, 2, 4 or 8"
             " bytes"
         )
-    return library_dtype(dtype_name(dtype), dtype.itemsize)
+    return _NAMES.setdefault(dtype, library_dtype(dtype_name(dtype), dtype.itemsize))
