@@ -9,6 +9,7 @@
 #include "gpu_expert_executor.h"
 #include "gpu_plan.h"
 #include "waybill/core/at.h"
+#include "waybill/runtime/sequence_dispatcher.h"
 
 namespace waybill::cuda {
 namespace {
@@ -129,9 +130,12 @@ class GpuExecutor final : public Executor {
     gpu_->throw_fault(call.operation);
   }
 
-  /// Ranks on one device must fit on it together, as they wait for each other.
+  /// Ranks on one device must fit on it together, as they wait for each other. Copy engines add
+  /// nothing up: a gradient takes the usual number where none is given.
   [[nodiscard]] int num_sms(const SequenceCall& call) const {
-    return std::max(1, std::min(call.num_sms, gpu_->num_sms() / share_));
+    constexpr int usual = SequenceDispatcherOptions{}.num_sms;
+    const int wanted = call.num_sms == 0 ? usual : call.num_sms;
+    return std::max(1, std::min(wanted, gpu_->num_sms() / share_));
   }
 
   /// Gradients into this rank's window, where the other ranks read them.
