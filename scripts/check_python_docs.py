@@ -37,7 +37,6 @@ from extract_doc_examples import FENCE, ROOT, pages
 
 NO_PYTHON = (
     "README.md",
-    "ep_all2all_layer.md",
     "expert_executor.md",
     "transport.md",
 )

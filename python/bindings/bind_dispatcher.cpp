@@ -1,11 +1,13 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -13,6 +15,7 @@
 #include "bindings.h"
 #include "rank_dispatcher.h"
 #include "waybill/core/error.h"
+#include "waybill/planner/attention_plan.h"
 
 namespace waybill::python {
 
@@ -21,8 +24,10 @@ using namespace nb::literals;
 
 namespace {
 
-/// Metadata and the (dtype, elements of a row) of the tensors that go that way.
-using PartArg = std::pair<const SparseMetadata*, std::vector<std::pair<std::string, std::int64_t>>>;
+/// Metadata, the (dtype, elements of a row) of the tensors that go that way, and the plan whose
+/// relay schedule they may follow, or None.
+using PartArg = std::tuple<const SparseMetadata*, std::vector<std::pair<std::string, std::int64_t>>,
+                           const AttentionPlan*>;
 
 /// Rows in host or device memory: (address, dtype, rows, elements of a row, elements from row to
 /// row). The package has checked that the memory is there: exporting a tensor of a GPU through
@@ -31,8 +36,9 @@ using RowsArg = std::tuple<std::uintptr_t, std::string, std::int64_t, std::int64
 
 std::vector<SequencePart> parts_from(const std::vector<PartArg>& given) {
   std::vector<SequencePart> parts;
-  for (const auto& [metadata, formats] : given) {
-    SequencePart part{metadata, {}};
+  for (const auto& [metadata, formats, relayed] : given) {
+    SequencePart part{metadata, {}, nullptr};
+    if (relayed != nullptr && !relayed->relay.empty()) part.relay = &relayed->relay;
     for (const auto& [dtype, hidden] : formats) {
       part.tensors.push_back({dtype_from_name(dtype), hidden});
     }
@@ -58,12 +64,33 @@ Stream stream_from(std::uintptr_t handle) {
   return {reinterpret_cast<void*>(handle)};  // NOLINT(performance-no-int-to-ptr): a cudaStream_t
 }
 
+RelayUse relay_from(std::string_view name) {
+  if (name == "automatic") return RelayUse::automatic;
+  if (name == "never") return RelayUse::never;
+  require(name == "always", "SequenceDispatcher: relay = \"", name,
+          "\", expected \"automatic\", \"never\" or \"always\"");
+  return RelayUse::always;
+}
+
+const char* name_of(SequenceWay way) {
+  switch (way) {
+    case SequenceWay::node_once:
+      return "node_once";
+    case SequenceWay::relay:
+      return "relay";
+    default:
+      return "direct";
+  }
+}
+
 void bind_ready_plan(nb::module_& m) {
   nb::class_<PlanHandle> plan(m, "ReadyPlan");
   plan.def_prop_ro("own_rows", [](const PlanHandle& p) { return p.plan().plan().own_rows; });
   plan.def_prop_ro("window_rows", [](const PlanHandle& p) { return p.plan().plan().window_rows; });
   plan.def_prop_ro("window_bytes",
                    [](const PlanHandle& p) { return p.plan().plan().window_bytes; });
+  plan.def_prop_ro("way", [](const PlanHandle& p) { return name_of(p.plan().plan().limits.way); });
+  plan.def_prop_ro("num_slots", [](const PlanHandle& p) { return p.plan().plan().num_slots; });
   plan.def_prop_ro("wire_bytes", [](const PlanHandle& p) { return p.plan().plan().wire_bytes; });
 }
 
@@ -75,15 +102,17 @@ void bind_dispatcher(nb::module_& m) {
   dispatcher.def(
       "__init__",
       [](RankDispatcher* self, const WorldHandle& world, int num_sms, std::int64_t chunk_bytes,
-         bool local_by_copy_engine, std::int64_t max_window_bytes) {
+         bool local_by_copy_engine, std::int64_t max_window_bytes, std::string_view relay) {
         SequenceDispatcherOptions options;
         options.num_sms = num_sms;
         options.plan.chunk_bytes = chunk_bytes;
         options.local_by_copy_engine = local_by_copy_engine;
         options.max_window_bytes = max_window_bytes;
+        options.plan.relay = relay_from(relay);
         unlocked([&] { new (self) RankDispatcher(world.rank, options); });
       },
-      "world"_a, "num_sms"_a, "chunk_bytes"_a, "local_by_copy_engine"_a, "max_window_bytes"_a);
+      "world"_a, "num_sms"_a, "chunk_bytes"_a, "local_by_copy_engine"_a, "max_window_bytes"_a,
+      "relay"_a);
   dispatcher.def("plan", [](RankDispatcher& d, bool gradient, const std::vector<PartArg>& given,
                             std::uintptr_t stream) {
     const auto parts = parts_from(given);
@@ -94,8 +123,9 @@ void bind_dispatcher(nb::module_& m) {
     const auto parts = parts_from(given);
     unlocked([&] { d.replace_plan(plan.plan(), parts, stream_from(stream)); });
   });
-  dispatcher.def("reserve", [](RankDispatcher& d, std::int64_t bytes, std::uintptr_t stream) {
-    unlocked([&] { d.reserve(bytes, stream_from(stream)); });
+  dispatcher.def("reserve", [](RankDispatcher& d, std::int64_t bytes, std::int32_t num_slots,
+                               std::uintptr_t stream) {
+    unlocked([&] { d.reserve(bytes, num_slots, stream_from(stream)); });
   });
   dispatcher.def("dispatch", [](RankDispatcher& d, const PlanHandle& plan,
                                 const std::vector<RowsArg>& tensors, std::uintptr_t stream) {

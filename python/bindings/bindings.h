@@ -27,5 +27,6 @@ void bind_sparse(nanobind::module_& m);
 void bind_world(nanobind::module_& m);
 void bind_dispatcher(nanobind::module_& m);
 void bind_moe(nanobind::module_& m);
+void bind_moe_layer(nanobind::module_& m);
 
 }  // namespace waybill::python

@@ -21,4 +21,5 @@ NB_MODULE(_core, m) {
   waybill::python::bind_world(m);
   waybill::python::bind_dispatcher(m);
   waybill::python::bind_moe(m);
+  waybill::python::bind_moe_layer(m);
 }

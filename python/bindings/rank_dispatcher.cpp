@@ -51,9 +51,9 @@ void RankDispatcher::replace_plan(ReadyPlan& plan, std::span<const SequencePart>
   dispatcher_->replace_plan(plan, parts, stream);
 }
 
-void RankDispatcher::reserve(std::int64_t window_bytes, Stream stream) {
+void RankDispatcher::reserve(std::int64_t window_bytes, std::int32_t num_slots, Stream stream) {
   const Call call(*rank_, "reserve");
-  dispatcher_->reserve(window_bytes, stream);
+  dispatcher_->reserve(window_bytes, stream, num_slots);
 }
 
 std::vector<TensorView> RankDispatcher::dispatch(const ReadyPlan& plan,

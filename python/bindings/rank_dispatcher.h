@@ -38,7 +38,7 @@ class RankDispatcher {
 
   PlanHandle plan(bool gradient, std::span<const SequencePart> parts, Stream stream);
   void replace_plan(ReadyPlan& plan, std::span<const SequencePart> parts, Stream stream);
-  void reserve(std::int64_t window_bytes, Stream stream);
+  void reserve(std::int64_t window_bytes, std::int32_t num_slots, Stream stream);
   std::vector<TensorView> dispatch(const ReadyPlan& plan, std::span<const ConstTensorView> tensors,
                                    Stream stream);
   void kv_gradient(const ReadyPlan& plan, std::span<const ConstTensorView> gradients,

@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple, Optional, Sequence, Tuple, Type, Ty
 from . import _core
 from ._arrays import int64
 from .errors import InvalidArgument
-from .sparse import sparse_table
+from .sparse import relay_of, sparse_table
 from .world import World
 
 _Array = TypeVar("_Array")
@@ -76,14 +76,22 @@ class ReadyPlan:
         return self._plan.window_bytes
 
     @property
+    def way(self) -> str:
+        """How rows reach the ranks: "direct"; "node_once", once to each other node, where a rank
+        forwards them; or "relay", as the AttentionPlan's schedule says.
+        """
+        return self._plan.way
+
+    @property
     def wire_bytes(self) -> list[int]:
         """(W,): bytes to (or from) each rank; the own one is what stays."""
         return self._plan.wire_bytes
 
     def __repr__(self) -> str:
         return (
-            f"ReadyPlan({self.operation}, tensors={len(self.formats)}, own_rows={self.own_rows},"
-            f" window_rows={self.window_rows}, window_bytes={self.window_bytes})"
+            f"ReadyPlan({self.operation}, {self.way}, tensors={len(self.formats)},"
+            f" own_rows={self.own_rows}, window_rows={self.window_rows},"
+            f" window_bytes={self.window_bytes})"
         )
 
 
@@ -98,6 +106,7 @@ class Dispatcher(Generic[_Array]):
         chunk_bytes: int = 8192,
         local_by_copy_engine: bool = True,
         max_window_bytes: Optional[int] = None,
+        relay: str = "automatic",
     ) -> None:
         who = "SequenceDispatcher"
         if not isinstance(world, World):
@@ -118,6 +127,7 @@ class Dispatcher(Generic[_Array]):
             int64(chunk_bytes, f"{who}: chunk_bytes"),
             bool(local_by_copy_engine),
             int64(most, f"{who}: max_window_bytes"),
+            str(relay),
         )
 
     def plan_dispatch(self, *parts: Sequence[Any]) -> ReadyPlan:
@@ -151,7 +161,8 @@ class Dispatcher(Generic[_Array]):
             p.window_bytes if isinstance(p, ReadyPlan) else int64(p, "reserve: bytes")
             for p in plans
         ]
-        self._dispatcher.reserve(max(sizes, default=0), self._stream())
+        slots = [p._plan.num_slots for p in plans if isinstance(p, ReadyPlan)]
+        self._dispatcher.reserve(max(sizes, default=0), max(slots, default=0), self._stream())
 
     def dispatch(self, plan: ReadyPlan, *tensors: Any) -> Tuple[_Array, ...]:
         """Collective: sends the rows of the tensors to where the plan says.
@@ -291,7 +302,8 @@ class Dispatcher(Generic[_Array]):
             pairs = [self._format(v, f"{who}: parts[{p}][{t + 1}]") for t, v in enumerate(part[1:])]
             formats += [format_ for format_, _ in pairs]
             table = sparse_table(part[0], f"{who}: parts[{p}][0]")
-            given.append((table, [(name, format_.hidden) for format_, name in pairs]))
+            hidden = [(name, format_.hidden) for format_, name in pairs]
+            given.append((table, hidden, relay_of(part[0])))
         return given, formats
 
     def _check_plan(self, who: str, plan: Any, operation: str) -> None:

@@ -130,8 +130,9 @@ class AttentionPlan:
         return self.to_qkv_plan().to_metadata(num_threads)
 
     def to_routing(self, num_threads: int = 1) -> QkvRouting:
-        """The same in sparse form: what a SequenceDispatcher takes."""
-        return self.to_qkv_plan().to_routing(num_threads)
+        """The same in sparse form: what a SequenceDispatcher takes, with the relay schedule."""
+        routing = self.to_qkv_plan().to_routing(num_threads)
+        return QkvRouting._wrap(routing._routing, self._plan if self._plan.has_relay else None)
 
     def plot_traffic(self, ax: Any = None) -> Any:
         """Draws the rows of Q and KV between ranks as a heat map; returns the axes."""

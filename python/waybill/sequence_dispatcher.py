@@ -35,6 +35,9 @@ class SequenceDispatcher(Dispatcher[AnyArray]):
         chunk_bytes: unit of work, a multiple of 16.
         local_by_copy_engine: on GPUs long rows that stay on their rank go by copy engine.
         max_window_bytes: larger plans are refused; the same on all ranks.
+        relay: with the routing of an AttentionPlan that has a relay schedule, whether receivers
+            forward K and V to each other: "automatic" where the links then allow clearly less time,
+            "never" or "always". Ranks on GPUs may send all rows directly; ReadyPlan.way says so.
     """
 
     def _check_world(self, world: World) -> None:

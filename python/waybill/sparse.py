@@ -19,8 +19,9 @@ class SparseMetadata:
     are tokens. Tables are read-only views.
     """
 
-    __slots__ = ("_table",)
+    __slots__ = ("_relay", "_table")
     _table: _core.SparseMetadata
+    _relay: Any  # the compiled AttentionPlan whose relay schedule these rows may follow, or None
 
     def __init__(self) -> None:
         raise InvalidArgument(
@@ -29,9 +30,9 @@ class SparseMetadata:
         )
 
     @classmethod
-    def _wrap(cls, table: _core.SparseMetadata) -> SparseMetadata:
+    def _wrap(cls, table: _core.SparseMetadata, relay: Any = None) -> SparseMetadata:
         self = cls.__new__(cls)
-        self._table = table
+        self._table, self._relay = table, relay
         return self
 
     @classmethod
@@ -108,16 +109,17 @@ class RankAttention(NamedTuple):
 class QkvRouting:
     """All that a step needs, in sparse form: four metadata and the attention layout. Immutable."""
 
-    __slots__ = ("_routing",)
+    __slots__ = ("_relay", "_routing")
     _routing: _core.Routing
+    _relay: Any
 
     def __init__(self) -> None:
         raise InvalidArgument("QkvRouting: got a constructor call, expected QkvPlan.to_routing()")
 
     @classmethod
-    def _wrap(cls, routing: _core.Routing) -> QkvRouting:
+    def _wrap(cls, routing: _core.Routing, relay: Any = None) -> QkvRouting:
         self = cls.__new__(cls)
-        self._routing = routing
+        self._routing, self._relay = routing, relay
         return self
 
     @property
@@ -142,8 +144,8 @@ class QkvRouting:
 
     @property
     def fwd_kv(self) -> SparseMetadata:
-        """K and V; also what plan_kv_gradient takes."""
-        return SparseMetadata._wrap(self._routing.fwd_kv)
+        """K and V; also what plan_kv_gradient takes. Of an AttentionPlan it carries the relay."""
+        return SparseMetadata._wrap(self._routing.fwd_kv, self._relay)
 
     @property
     def rev_kv(self) -> SparseMetadata:
@@ -164,6 +166,11 @@ class QkvRouting:
             f"QkvRouting(world_size={self.world_size}, kv_layout={self.kv_layout!r},"
             f" shards={len(self.fwd_q.seq_len)}, kv_copies={len(self.fwd_kv.dst_rank)})"
         )
+
+
+def relay_of(value: Any) -> Any:
+    """The compiled AttentionPlan with the relay schedule of metadata, or None."""
+    return value._relay if isinstance(value, SparseMetadata) else None
 
 
 def sparse_table(value: Any, who: str) -> Any:

@@ -20,6 +20,7 @@ struct DemoOptions {
   bool no_html = false;
   bool no_simulate = false;
   bool gpus = false;
+  int num_sms = 16;
   bool world_size_given = false;
   std::string plan_out;
   StepOutputOptions step;
@@ -53,7 +54,8 @@ int run_demo(const DemoOptions& options, Program& program) {
   if (!job.attention.relay.hops.empty())
     console.print(concat("\nRelay: ", relay_text(job.attention), ".\n"));
   if (!options.plan_out.empty()) write_plan(options.plan_out, job.plan);
-  const bool gpus_right = !options.gpus || run_gpu_demo(job.routing, job_options.rows, console);
+  const bool gpus_right =
+      !options.gpus || run_gpu_demo(job.routing, job_options.rows, options.num_sms, console);
   const StepPredictor predictor(job.attention);
   const std::vector<NamedStep> steps =
       compare_transfers(predictor, StepOptions::of(job.attention), job.plan.num_shards());
@@ -93,10 +95,17 @@ void add_demo_command(CLI::App& app, Program& program) {
   command->add_flag("--no-html", options->no_html, "Write no report")->excludes(html)->group(group);
   command->add_flag("--no-simulate", options->no_simulate, "Leave out the byte-checked run")
       ->group(group);
-  command
-      ->add_flag("--gpus", options->gpus,
-                 "Also carry the plan out on the GPUs of this host: every byte compared, achieved "
-                 "against what the links allow. One rank a GPU unless --world-size says otherwise")
+  auto* gpus =
+      command
+          ->add_flag("--gpus", options->gpus,
+                     "Also carry the plan out on the GPUs of this host: every byte compared, "
+                     "achieved against what links and memory allow. One rank a GPU unless "
+                     "--world-size says otherwise")
+          ->group("GPUs");
+  command->add_option("--sms", options->num_sms, "Multiprocessors a rank; 0: copy engines")
+      ->check(CLI::Range(0, 1024))
+      ->capture_default_str()
+      ->needs(gpus)
       ->group("GPUs");
   add_trace_option(*command, options->step);
   command->add_option("-o,--plan-out", options->plan_out, "Also write the plan as JSON")

@@ -13,9 +13,10 @@ namespace waybill::cli {
 #ifdef WAYBILL_CLI_CUDA
 namespace {
 
-constexpr std::array<std::size_t, 6> widths{13, 13, 11, 11, 11, 0};
+using Cells = std::array<std::string, 7>;
+constexpr std::array<std::size_t, 7> widths{13, 13, 13, 11, 11, 11, 0};
 
-std::string line_of(const std::array<std::string, 6>& cells) {
+std::string line_of(const Cells& cells) {
   std::string line = "  ";
   for (std::size_t i = 0; i < cells.size(); ++i) {
     line += cells[i];
@@ -25,23 +26,15 @@ std::string line_of(const std::array<std::string, 6>& cells) {
   return line + "\n";
 }
 
-std::string rate_text(const GpuTrialStep& step) {
-  return concat(format_fixed(static_cast<double>(step.moved_bytes) / step.median_us / 1e3, 0),
-                " GB/s");
-}
-
-std::string step_line(const GpuTrialStep& step, double link_gb_s, Console& console) {
-  const double limit_us = step.limit_us(link_gb_s);
+std::string step_line(const GpuTrial& trial, const GpuTrialStep& step, Console& console) {
+  const double limit_us = trial.limit_us(step);
   const bool right = step.elements_wrong == 0;
-  const std::string checked =
-      concat(console.mark(right), " ", format_bytes(step.bytes_checked),
-             right ? "" : concat(", ", format_count(step.elements_wrong), " elements wrong"));
-  const bool limited = limit_us > 0;
-  return line_of(
-      {step.name, format_bytes(step.link_bytes), limited ? format_seconds(limit_us * 1e-6) : "-",
-       format_seconds(step.median_us * 1e-6),
-       limited ? concat(format_fixed(100 * limit_us / step.median_us, 0), " %") : rate_text(step),
-       checked});
+  const std::string wrong =
+      right ? "" : concat(", ", format_count(step.elements_wrong), " elements wrong");
+  return line_of({step.name, format_bytes(step.link_bytes), format_bytes(step.local_bytes),
+                  format_seconds(limit_us * 1e-6), format_seconds(step.median_us * 1e-6),
+                  concat(format_fixed(100 * limit_us / step.median_us, 0), " %"),
+                  concat(console.mark(right), " ", format_bytes(step.bytes_checked), wrong)});
 }
 
 }  // namespace
@@ -52,28 +45,29 @@ std::int32_t require_gpus() {
   return gpus;
 }
 
-bool run_gpu_demo(const QkvRouting& routing, const RowOptions& rows, Console& console) {
+bool run_gpu_demo(const QkvRouting& routing, const RowOptions& rows, int num_sms,
+                  Console& console) {
   const DType dtype = dtype_from_name(rows.dtype);
   GpuTrial trial;
   {
     const Progress progress(console, "the plan on the GPUs");
-    trial = try_on_gpus(routing, {dtype, rows.q_hidden}, {dtype, rows.kv_hidden});
+    trial =
+        try_on_gpus(routing, {dtype, rows.q_hidden}, {dtype, rows.kv_hidden}, {.num_sms = num_sms});
   }
-  console.print(concat("\nOn the GPUs: ", format_plural(trial.world_size, "rank"), " on ",
-                       format_plural(trial.num_gpus, "GPU")));
-  if (trial.num_gpus > 1) {
-    console.print(concat("; their links move ", format_fixed(trial.link_gb_s, 0),
-                         " GB/s a GPU and direction, measured now.\n"));
-  } else {
-    console.print("; with one GPU no link limits, and achieved counts all bytes moved.\n");
-  }
-  console.print(line_of({"", "over a link", "limit", "measured", "achieved", "compared"}));
-  for (const GpuTrialStep& step : trial.steps) {
-    console.print(step_line(step, trial.link_gb_s, console));
-  }
+  console.print(concat(
+      "\nOn the GPUs: ", format_plural(trial.world_size, "rank"), " on ",
+      format_plural(trial.num_gpus, "GPU"), ", ", num_sms,
+      " multiprocessors a rank. Measured now: ",
+      trial.num_gpus > 1
+          ? concat("links ", format_fixed(trial.link_gb_s, 0), " GB/s a GPU and direction, ")
+          : "",
+      "a copy on one GPU ", format_fixed(trial.local_gb_s, 0), " GB/s, read and written.\n"));
+  console.print(line_of({"", "over a link", "stay", "limit", "measured", "achieved", "compared"}));
+  for (const GpuTrialStep& step : trial.steps) console.print(step_line(trial, step, console));
   console.print(
-      "  over a link: the most bytes that one GPU sends to, or gets from, the others; limit: these "
-      "at the\n  links' rate; measured: the slowest rank's median of 20 calls.\n");
+      "  over a link: the most bytes that one GPU sends to, or gets from, the others; stay: that "
+      "are\n  copied on one GPU; limit: what takes longer at these rates; measured: the slowest "
+      "rank's\n  median of 20 calls.\n");
   return trial.passed();
 }
 #else
@@ -89,7 +83,8 @@ namespace {
 
 std::int32_t require_gpus() { refuse(); }
 
-bool run_gpu_demo(const QkvRouting& /*routing*/, const RowOptions& /*rows*/, Console& /*console*/) {
+bool run_gpu_demo(const QkvRouting& /*routing*/, const RowOptions& /*rows*/, int /*num_sms*/,
+                  Console& /*console*/) {
   refuse();
 }
 #endif

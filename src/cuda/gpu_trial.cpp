@@ -237,12 +237,20 @@ double best_link_gb_s(int gpus) {
 
 }  // namespace
 
+double GpuTrial::limit_us(const GpuTrialStep& step) const {
+  const auto time_us = [](std::int64_t bytes, double gb_s) {
+    return gb_s > 0 ? static_cast<double>(bytes) / gb_s / 1e3 : 0;
+  };
+  return std::max(time_us(step.link_bytes, link_gb_s), time_us(2 * step.local_bytes, local_gb_s));
+}
+
 bool GpuTrial::passed() const {
   return std::ranges::all_of(steps, [](const GpuTrialStep& s) { return s.elements_wrong == 0; });
 }
 
 GpuTrial try_on_gpus(const QkvRouting& routing, const TensorFormat& q, const TensorFormat& kv,
                      const GpuTrialOptions& options) {
+  require(options.num_sms >= 0, "try_on_gpus: num_sms = ", options.num_sms, ", expected >= 0");
   require(options.warmup >= 0 && options.calls >= 1, "try_on_gpus: warmup = ", options.warmup,
           " and calls = ", options.calls, ", expected >= 0 and >= 1");
   const int gpus = num_gpus();
@@ -252,6 +260,7 @@ GpuTrial try_on_gpus(const QkvRouting& routing, const TensorFormat& q, const Ten
   trial.world_size = routing.fwd_q.world_size;
   trial.num_gpus = std::min(gpus, trial.world_size);
   trial.link_gb_s = trial.num_gpus > 1 ? best_link_gb_s(trial.num_gpus) : 0;
+  trial.local_gb_s = local_copy_gb_s(std::int64_t{1} << 30);
   trial.steps = job.steps(gpus);
   std::vector<std::vector<RankStep>> ranks(at(trial.world_size));
   run_gpu_thread_world(trial.world_size,

@@ -74,21 +74,25 @@ bool encode(DType dtype, float value, std::uint64_t& code) {
   }
 }
 
-/// The most bytes that one GPU sends to, or gets from, the others; and all that move.
+/// The most bytes that one GPU sends to, or gets from, the others; and that stay on one.
 void count_bytes(GpuTrialStep& step, const std::vector<SequencePart>& parts, std::int32_t world,
                  int gpus) {
   std::vector<std::int64_t> out(at(gpus));
   std::vector<std::int64_t> in(at(gpus));
+  std::vector<std::int64_t> local(at(gpus));
   for (std::int32_t w = 0; w < world; ++w) {
     const SequencePlan plan = compile_dispatch(parts, Rank{w}, {.chunks = false});
     for (std::int32_t r = 0; r < world; ++r) {
       const std::int64_t bytes = plan.wire_bytes[at(r)];
-      step.moved_bytes += bytes;
-      if (w % gpus == r % gpus) continue;
-      out[at(w % gpus)] += bytes;
-      in[at(r % gpus)] += bytes;
+      if (w % gpus == r % gpus) {
+        local[at(w % gpus)] += bytes;
+      } else {
+        out[at(w % gpus)] += bytes;
+        in[at(r % gpus)] += bytes;
+      }
     }
   }
+  step.local_bytes = *std::ranges::max_element(local);
   step.link_bytes = std::max(*std::ranges::max_element(out), *std::ranges::max_element(in));
 }
 

@@ -46,7 +46,7 @@ TEST(GpuTrial, every_byte_arrives) {
     for (const GpuTrialStep& step : trial.steps) {
       EXPECT_GT(step.median_us, 0);
       EXPECT_EQ(step.link_bytes > 0, num_gpus() > 1) << step.name;
-      EXPECT_LE(step.link_bytes, step.moved_bytes) << step.name;
+      EXPECT_GT(trial.limit_us(step), 0) << step.name;
     }
   }
 }
@@ -61,9 +61,14 @@ TEST(GpuTrial, bytes_have_no_sums) {
 
 TEST(GpuTrial, a_wrong_element_is_no_pass) {
   GpuTrial trial;
-  trial.steps = {{.name = "Q", .link_bytes = 2'000'000}, {.name = "K", .elements_wrong = 1}};
+  trial.steps = {{.name = "Q", .link_bytes = 2'000'000, .local_bytes = 3'000'000},
+                 {.name = "K", .elements_wrong = 1}};
   EXPECT_FALSE(trial.passed());
-  EXPECT_DOUBLE_EQ(trial.steps[0].limit_us(100), 20);
+  EXPECT_EQ(trial.limit_us(trial.steps[0]), 0);
+  trial.link_gb_s = 100;
+  EXPECT_DOUBLE_EQ(trial.limit_us(trial.steps[0]), 20);
+  trial.local_gb_s = 200;
+  EXPECT_DOUBLE_EQ(trial.limit_us(trial.steps[0]), 30);
   trial.steps.pop_back();
   EXPECT_TRUE(trial.passed());
 }

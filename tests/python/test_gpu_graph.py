@@ -46,7 +46,7 @@ def test_a_graph_replays_with_new_rows_and_a_new_plan():
         dispatcher.synchronize()
         world.barrier()  # entering a capture waits for the device
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
             (received,) = dispatcher.dispatch(there, q)
             copy = received.new_empty(1 << 12, 512)
             copy[: len(received)] = received
@@ -83,7 +83,7 @@ def test_windows_cannot_grow_inside_a_graph():
         q = torch.zeros(rows_of(plan)[0], 8, device="cuda")
         ready = dispatcher.plan_dispatch((plan.to_routing().fwd_q, q))
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
             with pytest.raises(waybill.InvalidArgument, match="cannot grow inside a graph"):
                 dispatcher.dispatch(ready, q)
             q.add_(1)  # an empty graph is a warning

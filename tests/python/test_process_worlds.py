@@ -109,6 +109,31 @@ def test_a_group_of_torch_distributed(tmp_path):
     expect_all_well(run_ranks(tmp_path, program))
 
 
+def test_gpus_of_this_host(tmp_path):
+    torch = pytest.importorskip("torch")
+    if not (waybill.num_gpus() and torch.cuda.is_available()):
+        pytest.skip("no GPU, or an installation without CUDA")
+    program = """
+        import torch
+        import waybill.torch as wt
+
+        world = wt.World.from_environment(device="cuda", timeout_s=60)
+        torch.cuda.set_device(world.device)
+        q = torch.from_numpy(rows[world.rank]).cuda().double().requires_grad_()
+        with wt.SequenceDispatcher(world) as dispatcher:
+            step = wt.AttentionStep(dispatcher, plan.to_routing(), q, q)
+            received, kv = step.dispatch_qkv(q, q)
+            want = waybill.simulate_communication(rows, metadata.fwd_q)[world.rank]
+            (step.return_outputs(received).sum() + 0 * kv.sum()).backward()
+            dispatcher.synchronize()
+            assert torch.equal(received.detach().cpu(), torch.from_numpy(want).double())
+            assert (q.grad == 1).all() and q.grad.device == torch.device(world.device)
+        world.barrier()
+        print("rank", world.rank, "of", world.world_size, "is well")
+    """
+    expect_all_well(run_ranks(tmp_path, program))
+
+
 def test_a_rank_that_dies_is_named(tmp_path):
     program = """
         world = waybill.World.from_environment(timeout_s=5)

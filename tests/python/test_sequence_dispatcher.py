@@ -181,6 +181,50 @@ def test_plans_can_be_replaced(way):
             assert np.array_equal(got[rank][i], expected[rank])
 
 
+@pytest.mark.parametrize("relay", ["never", "always", "automatic"])
+def test_a_relay_delivers_the_same(relay):
+    """One long document: its home would send to everybody."""
+    plan = waybill.plan([1600], 4, 400, block_tokens=16)
+    assert plan.relay_hops
+    metadata, routing, rows = plan.to_metadata(), plan.to_routing(), rows_of(plan)
+    kv = [
+        np.random.default_rng(r).integers(-4, 5, (n, 8)).astype(np.float32)
+        for r, n in enumerate(rows)
+    ]
+    received = simulated(kv, metadata.fwd_kv)
+    sums = simulated_sums(received, metadata, rows)  # of whole numbers: exact in any order
+
+    def body(world):
+        with waybill.SequenceDispatcher(world, relay=relay) as dispatcher:
+            there = dispatcher.plan_dispatch((routing.fwd_kv, kv[0]))
+            back = dispatcher.plan_kv_gradient((routing.fwd_kv, kv[0]))
+            dispatcher.reserve(there, back)
+            (got,) = dispatcher.dispatch(there, kv[world.rank])
+            got = got.copy()
+            (gradient,) = dispatcher.kv_gradient(back, got)
+            return there.way, got, gradient
+
+    for rank, (way, got, gradient) in enumerate(waybill.run_threads(4, body, timeout_s=20)):
+        if relay != "automatic":
+            assert way == {"never": "direct", "always": "relay"}[relay]
+        assert np.array_equal(got, received[rank]) and np.array_equal(gradient, sums[rank])
+
+
+def test_rows_cross_to_another_node_once():
+    plan = random_plan(4, 9, "per_rank")
+    metadata, routing = plan.to_metadata(), plan.to_routing()
+    k = payloads(plan, 2, 16, 1)
+    expected = simulated(k, metadata.fwd_kv)
+
+    def body(world):
+        with waybill.SequenceDispatcher(world) as dispatcher:
+            there = dispatcher.plan_dispatch((routing.fwd_kv, k[0]))
+            return there.way, dispatcher.dispatch(there, k[world.rank])[0].copy()
+
+    for rank, (way, got) in enumerate(waybill.run_threads(4, body, ranks_per_node=2)):
+        assert way == "node_once" and np.array_equal(got, expected[rank])
+
+
 def test_wrong_arguments_move_nothing(way):
     plan = random_plan(1, 2, "per_rank")
     routing, rows = plan.to_routing(), rows_of(plan)[0]
@@ -208,6 +252,7 @@ def test_wrong_arguments_move_nothing(way):
             (lambda: way.face.SequenceDispatcher(None), "world is a NoneType"),
             (lambda: way.face.SequenceDispatcher(world, num_sms=-1), "num_sms = -1"),
             (lambda: way.face.SequenceDispatcher(world, chunk_bytes=7).plan_dispatch(part), "7"),
+            (lambda: way.face.SequenceDispatcher(world, relay="no"), 'relay = "no"'),
             (lambda: way.face.ReadyPlan(), "got a constructor call"),
         ]
         for call, text in cases:

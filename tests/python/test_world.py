@@ -63,7 +63,7 @@ def test_a_late_rank_is_named():
     error = caught.value
     assert isinstance(error, (TimeoutError, waybill.Error))
     assert (error.operation, error.what, error.peer) == ("World::barrier", "exchange", 2)
-    assert error.rank in (0, 1) and (error.wanted, error.seen) == (1, 0)
+    assert error.rank in (0, 1) and error.wanted == error.seen + 1
     assert 0.1 <= error.seconds < 5
     assert str(error).startswith(f"World::barrier: rank {error.rank} waited 0.1")
     again = pickle.loads(pickle.dumps(error))

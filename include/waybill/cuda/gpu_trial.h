@@ -21,23 +21,23 @@ struct GpuTrialOptions {
 struct GpuTrialStep {
   std::string name;              ///< "Q, K and V"
   std::int64_t link_bytes = 0;   ///< the most that one GPU sends to, or gets from, the others
-  std::int64_t moved_bytes = 0;  ///< by all ranks, those that stay on their GPU included
+  std::int64_t local_bytes = 0;  ///< the most that stay on one GPU, and are read and written there
   double median_us = 0;          ///< of the slowest rank
   std::int64_t bytes_checked = 0;
   std::int64_t elements_wrong = 0;  ///< of those checked
-
-  /// The least time that links of this rate allow; 0 without links.
-  [[nodiscard]] double limit_us(double link_gb_s) const {
-    return link_gb_s > 0 ? static_cast<double>(link_bytes) / link_gb_s / 1e3 : 0;
-  }
 };
 
 /// What the GPUs of this host did with a routing.
 struct GpuTrial {
   int num_gpus = 0;
   std::int32_t world_size = 0;
-  double link_gb_s = 0;  ///< measured in the same run, the best of several ways; 0 with one GPU
+  /// Measured in the same run, the best of several ways, a GPU and direction; 0 with one GPU.
+  double link_gb_s = 0;
+  double local_gb_s = 0;  ///< so measured: read and written by a copy on one GPU
   std::vector<GpuTrialStep> steps;
+
+  /// The least time that links and memory of these rates allow.
+  [[nodiscard]] double limit_us(const GpuTrialStep& step) const;
 
   [[nodiscard]] bool passed() const;
 };

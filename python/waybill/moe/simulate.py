@@ -36,6 +36,10 @@ class EPAllToAllLayoutDesc:
     recv_topk_indices: Optional[Any] = None  #: compact rows: [R, K] local experts, -1
     compact_to_grouped: Optional[Any] = None  #: compact rows: [R, K] places in the grouped order
     grouped_to_compact: Optional[Any] = None  #: compact rows: [grouped rows] compact row, -1
+    #: of layers: [R, 4] source rank, token, choice and first row of the token; -1 for padding
+    recv_tags: Optional[Any] = None
+    num_recv_tokens_per_rank: Optional[Any] = None  #: of layers: [W] rows that each rank received
+    recv_scales: Optional[Any] = None  #: of layers with a float8 payload: [R, hidden / 128]
 
 
 class ExpertDispatch:

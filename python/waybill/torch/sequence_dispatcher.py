@@ -22,7 +22,8 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
     On GPUs calls are queued on torch's current stream of that device and return at once, but for
     those in which the windows grow; what they read must not change before they are done. They can
     be captured in a CUDA graph: an even number of calls, windows reserved before,
-    ``capture_error_mode="thread_local"`` where other ranks are threads of the process. A Timeout is
+    and where other ranks are threads of the process with ``capture_error_mode="thread_local"`` and
+    a stream of the rank's own. A Timeout is
     then raised by the next call, or by synchronize(); the GPU is lost to the process.
 
     Gradients do not flow through these calls: AttentionStep has functions that autograd knows.

@@ -1,0 +1,288 @@
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "rank_world.h"
+#include "waybill/runtime/ep_all2all_layer.h"
+
+namespace waybill::python {
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+/// A contiguous tensor in host or device memory: address, dtype, shape. The package has checked
+/// that the memory is there.
+using TensorArg = std::tuple<std::uintptr_t, std::string, std::vector<std::int64_t>>;
+using OptionalTensor = std::optional<TensorArg>;
+
+template <class View>
+View view_from(const TensorArg& given) {
+  const auto& [address, dtype, shape] = given;
+  // The address is one that Python has of the caller's tensor.
+  return View(reinterpret_cast<void*>(address),  // NOLINT(performance-no-int-to-ptr)
+              dtype_from_name(dtype), Shape(shape.begin(), shape.end()));
+}
+
+ConstTensorView view_or_none(const OptionalTensor& given) {
+  return given ? view_from<ConstTensorView>(*given) : ConstTensorView{};
+}
+
+Stream stream_from(std::uintptr_t handle) {
+  return {reinterpret_cast<void*>(handle)};  // NOLINT(performance-no-int-to-ptr): a cudaStream_t
+}
+
+/// What an array over memory of a layer keeps.
+struct Held {
+  std::shared_ptr<RankWorld> rank;
+  std::shared_ptr<EPLayout> layout;
+  std::vector<std::shared_ptr<void>> memory;
+};
+
+/// An array of integers of the dtype's size over a view: numpy's in host memory; for a GPU's an
+/// object that speaks DLPack.
+nb::object array_over(const ConstTensorView& view, const std::shared_ptr<RankWorld>& rank,
+                      Held&& kept) {
+  if (!is_given(view)) return nb::none();
+  auto held = std::make_unique<Held>(std::move(kept));
+  const nb::capsule owner(held.release(), [](void* pointer) noexcept {
+    const std::unique_ptr<Held> last(static_cast<Held*>(pointer));
+    last->rank->retire(std::move(last->memory));
+  });
+  const auto bits = static_cast<std::uint8_t>(dtype_bytes(view.dtype) * 8);
+  const nb::dlpack::dtype dtype{static_cast<std::uint8_t>(nb::dlpack::dtype_code::Int), bits, 1};
+  const std::vector<std::size_t> extents(view.shape.begin(), view.shape.end());
+  void* const data = const_cast<std::byte*>(view.data);  // NOLINT: tensors have no read-only form
+  if (rank->device() < 0) {
+    return nb::cast(
+        nb::ndarray<nb::numpy>(data, extents.size(), extents.data(), owner, nullptr, dtype));
+  }
+  return nb::cast(nb::ndarray<>(data, extents.size(), extents.data(), owner, nullptr, dtype,
+                                nb::device::cuda::value, rank->device()));
+}
+
+/// What Python's descriptor holds.
+struct LayoutHandle {
+  std::shared_ptr<RankWorld> rank;
+  std::shared_ptr<EPLayout> layout;
+
+  [[nodiscard]] nb::dict tables() const {
+    const ExpertTableViews views = layout->tables();
+    nb::dict result;
+    const auto add = [&](const char* name, const ConstTensorView& view) {
+      result[name] = array_over(view, rank, {rank, layout, {}});
+    };
+    add("num_input_tokens_per_rank", views.num_input_tokens);
+    add("send_reqs_recv_tensor", views.send_reqs);
+    add("topk_indices_tensor", views.ids);
+    add("token_dst_scatter_idx", views.dst_rows);
+    add("skipped_token_mapping_indices", views.leader_rows);
+    add("skipped_token_topk_mapping_indices", views.choice_rows);
+    add("recv_expert_counts", views.expert_counts);
+    add("recv_expert_offsets", views.expert_offsets);
+    add("recv_topk_indices", views.recv_topk);
+    add("compact_to_grouped", views.compact_to_grouped);
+    add("grouped_to_compact", views.grouped_to_compact);
+    add("recv_tags", views.recv_tags);
+    add("num_recv_tokens_per_rank", views.num_recv_rows);
+    return result;
+  }
+};
+
+/// A layer as Python holds it: with its world, one call at a time.
+class RankLayer {
+ public:
+  RankLayer(std::shared_ptr<RankWorld> rank, const EPConfig& config, const EPLayerOptions& options)
+      : rank_(std::move(rank)) {
+    const RankWorld::Call call(*rank_, "EPAll2AllLayer");
+    layer_ = std::make_unique<EPAll2AllLayer>(rank_->world(), config, options);
+  }
+
+  nb::tuple dispatch(const TensorArg& tokens, const OptionalTensor& ids,
+                     const OptionalTensor& weights, const OptionalTensor& scales,
+                     const OptionalTensor& positions, const LayoutHandle* layout,
+                     std::uintptr_t stream) {
+    ExpertDispatchInput input;
+    input.tokens = view_from<ConstTensorView>(tokens);
+    input.ids = view_or_none(ids);
+    input.weights = view_or_none(weights);
+    input.scales = view_or_none(scales);
+    input.full_scatter_indices = view_or_none(positions);
+    EPDispatched got = unlocked([&] {
+      const RankWorld::Call call(*rank_, "dispatch");
+      return layout == nullptr ? layer_->dispatch(input, stream_from(stream))
+                               : layer_->dispatch(input, *layout->layout, stream_from(stream));
+    });
+    const auto array = [&](const TensorView& view) {
+      return array_over(view, rank_, {rank_, nullptr, window_memory()});
+    };
+    return nb::make_tuple(array(got.rows), array(got.weights), array(got.scales),
+                          LayoutHandle{rank_, std::move(got.layout)});
+  }
+
+  void combine(const TensorArg& rows, const LayoutHandle& layout, const TensorArg& output,
+               bool weighted, const std::vector<TensorArg>& biases, std::uintptr_t stream) {
+    std::vector<ConstTensorView> bias_views;
+    for (const TensorArg& bias : biases) bias_views.push_back(view_from<ConstTensorView>(bias));
+    const ExpertCombineInput input{.rows = view_from<ConstTensorView>(rows),
+                                   .options = {.weighted = weighted},
+                                   .biases = bias_views,
+                                   .output = view_from<TensorView>(output)};
+    unlocked([&] {
+      const RankWorld::Call call(*rank_, "combine");
+      layer_->combine(input, *layout.layout, stream_from(stream));
+    });
+  }
+
+  void barrier(std::uintptr_t stream, bool intra_node_only) {
+    unlocked([&] {
+      const RankWorld::Call call(*rank_, "ep_barrier_all");
+      layer_->ep_barrier_all(stream_from(stream), intra_node_only);
+    });
+  }
+
+  void finalize() {
+    unlocked([&] {
+      const RankWorld::Call call(*rank_, "finalize");
+      layer_->finalize();
+    });
+  }
+
+  [[nodiscard]] std::int64_t overflow() { return layer_->overflow(); }
+  [[nodiscard]] std::int64_t output_rows() const { return layer_->output_rows(); }
+
+ private:
+  [[nodiscard]] std::vector<std::shared_ptr<void>> window_memory() const {
+    std::vector<std::shared_ptr<void>> kept;
+    for (const SymmetricBuffer& window : layer_->context().memory().dispatch_windows) {
+      kept.insert(kept.end(), window.memory.begin(), window.memory.end());
+    }
+    return kept;
+  }
+
+  std::shared_ptr<RankWorld> rank_;
+  std::unique_ptr<EPAll2AllLayer> layer_;
+};
+
+/// A context as Python holds it.
+class RankContext {
+ public:
+  RankContext(std::shared_ptr<RankWorld> rank, const EPConfig& config, std::int64_t capacity)
+      : rank_(std::move(rank)), context_(make(*rank_, config, capacity)) {}
+
+  nb::tuple reallocate(std::int64_t rows) {
+    const DispatchOutputBuffers buffers = unlocked([&] {
+      const RankWorld::Call call(*rank_, "reallocate_dispatch_output_buf");
+      return context_.reallocate_dispatch_output_buf(rows);
+    });
+    const auto array = [&](const TensorView& view) {
+      return array_over(view, rank_,
+                        {rank_, nullptr, context_.memory().dispatch_windows[0].memory});
+    };
+    return nb::make_tuple(array(buffers.rows), array(buffers.weights));
+  }
+
+  void finalize() {
+    unlocked([&] {
+      const RankWorld::Call call(*rank_, "finalize");
+      context_.finalize();
+    });
+  }
+
+  [[nodiscard]] std::int64_t capacity() const { return context_.capacity(); }
+
+ private:
+  static DispatchCombineContext make(RankWorld& rank, const EPConfig& config,
+                                     std::int64_t capacity) {
+    const RankWorld::Call call(rank, "DispatchCombineContext");
+    return DispatchCombineContext::create(rank.world(), config, capacity);
+  }
+
+  std::shared_ptr<RankWorld> rank_;
+  DispatchCombineContext context_;
+};
+
+class RankBarrier {
+ public:
+  RankBarrier(std::shared_ptr<RankWorld> rank, bool is_intra_node) : rank_(std::move(rank)) {
+    const RankWorld::Call call(*rank_, "BarrierAllContext");
+    barrier_ = std::make_unique<BarrierAllContext>(rank_->world(), is_intra_node);
+  }
+  void barrier_all() {
+    unlocked([&] {
+      const RankWorld::Call call(*rank_, "barrier_all");
+      barrier_->barrier_all();
+    });
+  }
+  void finalize() {
+    unlocked([&] {
+      const RankWorld::Call call(*rank_, "finalize");
+      barrier_->finalize();
+    });
+  }
+
+ private:
+  std::shared_ptr<RankWorld> rank_;
+  std::unique_ptr<BarrierAllContext> barrier_;
+};
+
+}  // namespace
+
+void bind_moe_layer(nb::module_& m) {
+  nb::class_<LayoutHandle>(m, "EPLayout")
+      .def_prop_ro("num_tokens", [](const LayoutHandle& h) { return h.layout->num_tokens(); })
+      .def(
+          "num_recv_rows",
+          [](const LayoutHandle& h) { return unlocked([&] { return h.layout->num_recv_rows(); }); })
+      .def("tables", &LayoutHandle::tables);
+  nb::class_<RankLayer>(m, "ExpertLayer")
+      .def("__init__",
+           [](RankLayer* self, const WorldHandle& world, const EPConfig& config,
+              const EPDispatchOptions& dispatch, int num_sm, bool enable_local_combine,
+              std::int64_t capacity, std::int64_t fixed_rows) {
+             const EPLayerOptions options{.dispatch = dispatch,
+                                          .num_sm = num_sm,
+                                          .enable_local_combine = enable_local_combine,
+                                          .capacity = capacity,
+                                          .fixed_rows = fixed_rows};
+             unlocked([&] { new (self) RankLayer(world.rank, config, options); });
+           })
+      .def("dispatch", &RankLayer::dispatch, "tokens"_a, "ids"_a.none(), "weights"_a.none(),
+           "scales"_a.none(), "positions"_a.none(), "layout"_a.none(), "stream"_a)
+      .def("combine", &RankLayer::combine)
+      .def("barrier", &RankLayer::barrier)
+      .def("finalize", &RankLayer::finalize)
+      .def("overflow", &RankLayer::overflow)
+      .def_prop_ro("output_rows", &RankLayer::output_rows);
+  nb::class_<RankContext>(m, "ExpertContext")
+      .def("__init__",
+           [](RankContext* self, const WorldHandle& world, const EPConfig& config,
+              std::int64_t capacity) {
+             unlocked([&] { new (self) RankContext(world.rank, config, capacity); });
+           })
+      .def("reallocate", &RankContext::reallocate)
+      .def("finalize", &RankContext::finalize)
+      .def_prop_ro("capacity", &RankContext::capacity);
+  nb::class_<RankBarrier>(m, "ExpertBarrier")
+      .def("__init__",
+           [](RankBarrier* self, const WorldHandle& world, bool is_intra_node) {
+             unlocked([&] { new (self) RankBarrier(world.rank, is_intra_node); });
+           })
+      .def("barrier_all", &RankBarrier::barrier_all)
+      .def("finalize", &RankBarrier::finalize);
+}
+
+}  // namespace waybill::python

@@ -1,0 +1,17 @@
+"""Experts on ranks: EPAll2AllLayer for torch tensors, on the device of a World.
+
+The names of Triton-distributed's layer. Rows are ordered by local expert, then source rank, then
+token, then choice: always. ``waybill.moe.simulate_dispatch`` says what must arrive.
+"""
+
+from ...moe import EPAllToAllLayoutDesc, EPConfig
+from .context import BarrierAllContext, DispatchCombineContext
+from .layer import EPAll2AllLayer
+
+__all__ = [
+    "BarrierAllContext",
+    "DispatchCombineContext",
+    "EPAll2AllLayer",
+    "EPAllToAllLayoutDesc",
+    "EPConfig",
+]

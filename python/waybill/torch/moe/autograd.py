@@ -1,0 +1,87 @@
+"""The gradients of dispatch and combine: each is the other, with the same layout."""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Tuple
+
+import torch
+
+_Gradients = Tuple[Optional[torch.Tensor], ...]
+
+
+class Dispatch(torch.autograd.Function):
+    """Rows and weights of a dispatch. Backward sums the gradients of a token's rows, as combine
+    does, and takes each weight's gradient home.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: Any, tokens: Any, weight: Any, ids: Any, positions: Any, layout: Any,
+        holder: Any,
+    ) -> Any:  # fmt: skip
+        rows, weights, made = layer._dispatch(tokens, ids, weight, positions, None, layout)
+        holder.append(made)
+        ctx.layer, ctx.layout, ctx.ids, ctx.positions = layer, made, ids, positions
+        ctx.weight_dtype = None if weight is None else weight.dtype
+        # Without elements, it ties combine to this call: where no rows arrive, backward would else
+        # leave this call out, for which other ranks wait.
+        token = tokens.new_empty(0, dtype=torch.float32)
+        if weights is None:
+            weights = tokens.new_empty(0, dtype=torch.float32)
+            ctx.mark_non_differentiable(weights)
+        return rows, weights, token
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, rows: Any, weights: Any, _token: Any) -> _Gradients:
+        layer, tokens_gradient, weight_gradient = ctx.layer, None, None
+        if ctx.needs_input_grad[1]:
+            tokens_gradient = layer._combine(rows, ctx.layout, False, ())
+        if ctx.needs_input_grad[2]:
+            weight_gradient = _weights_home(ctx, weights).to(ctx.weight_dtype)
+        return None, tokens_gradient, weight_gradient, None, None, None, None
+
+
+def _weights_home(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    """[T, topk] of what the receivers have, [R] or of compact rows [R, topk]: as rows of which each
+    holds its own choice alone, so that the sum of a token's rows is all of them.
+    """
+    layer = ctx.layer._choice_layer
+    topk = layer.ep_config.topk
+    ids = ctx.ids if ctx.ids is not None else ctx.layout.topk_indices_tensor
+    nothing = torch.zeros(
+        ctx.layout.num_dispatch_token_cur_rank, topk, dtype=torch.float32, device=layer.device
+    )
+    _, _, layout = layer._dispatch(nothing, ids, None, ctx.positions, None, None)
+    if layer.rows == "compact":
+        here = ctx.layout.recv_topk_indices >= 0
+        rows = gradient.to(torch.float32) * here
+    else:
+        choice = ctx.layout.recv_tags[:, 2].to(torch.int64)
+        rows = torch.zeros(gradient.shape[0], topk, dtype=torch.float32, device=layer.device)
+        live = choice >= 0
+        rows[live, choice[live]] = gradient.to(torch.float32)[live]
+    home: torch.Tensor = layer._combine(rows, layout, False, ())
+    return home
+
+
+class Combine(torch.autograd.Function):
+    """Sums of rows. Backward dispatches the gradient of each sum to all of its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Any, layout: Any, rows: Any, token: Any, *biases: Any) -> Any:
+        ctx.layer, ctx.layout = layer, layout
+        ctx.has_token = token is not None
+        return layer._combine(rows, layout, False, biases)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, sums: torch.Tensor) -> _Gradients:
+        rows = None
+        # Also where this rank's rows need none, perhaps as it has none: others wait for the call.
+        if ctx.needs_input_grad[2] or ctx.has_token:
+            rows, _, _ = ctx.layer._dispatch(sums, None, None, None, None, ctx.layout)
+            rows = rows.clone() if not ctx.layer.copy_out else rows
+        token = sums.new_zeros(0, dtype=torch.float32) if ctx.has_token else None
+        biases = [sums if needed else None for needed in ctx.needs_input_grad[4:]]
+        return None, None, rows, token, *biases

@@ -1,0 +1,85 @@
+"""The symmetric memory of a layer, and its barrier, by themselves."""
+
+from __future__ import annotations
+
+from typing import Any, Tuple
+
+import torch
+
+from ... import _core
+from ..._arrays import int64
+from ...errors import InvalidArgument
+from ...moe import EPConfig
+from .tensors import shown, torch_dtype, world_of
+
+
+class DispatchCombineContext:
+    """The symmetric buffers of an expert-parallel layer. From ``create``; collective calls."""
+
+    ep_config: EPConfig
+    dispatch_output_buf: torch.Tensor  #: [rows, hidden]: rows received
+    weight_recv_buf: torch.Tensor  #: [rows]: their weights
+
+    def __init__(self) -> None:
+        raise InvalidArgument(
+            "DispatchCombineContext: got a constructor call, expected DispatchCombineContext.create"
+        )
+
+    @classmethod
+    def create(
+        cls, ep_config: EPConfig, capacity: int = 2, *, world: Any = None
+    ) -> DispatchCombineContext:
+        """Collective: buffers of max_tokens * topk * capacity rows.
+
+        :param world: a World, or a group of torch.distributed; None is the default group
+        """
+        who = "DispatchCombineContext"
+        if not isinstance(ep_config, EPConfig):
+            raise InvalidArgument(f"{who}: ep_config is a {type(ep_config).__name__}")
+        rank = world_of(world, ep_config.local_world_size, None, who)
+        self = cls.__new__(cls)
+        self.ep_config = ep_config
+        self._context = _core.ExpertContext(
+            rank._world, ep_config._compiled(), int64(capacity, f"{who}: capacity")
+        )
+        self.reallocate_dispatch_output_buf(0)
+        return self
+
+    def reallocate_dispatch_output_buf(
+        self, dispatch_recv_tokens: int
+    ) -> Tuple[torch.Tensor, torch.Tensor]:
+        """The output and weight buffers, with at least so many rows. Collective when they must
+        grow, that is on all ranks alike; they never shrink.
+        """
+        rows = int64(dispatch_recv_tokens, "reallocate_dispatch_output_buf: dispatch_recv_tokens")
+        tokens, weights = self._context.reallocate(rows)
+        config = self.ep_config
+        output = shown(tokens, torch_dtype(config.token_dtype_name, "token_dtype"))
+        received = shown(weights, torch_dtype(config.weight_dtype_name, "weight_dtype"))
+        assert output is not None and received is not None
+        self.dispatch_output_buf, self.weight_recv_buf = output, received
+        return output, received
+
+    def finalize(self) -> None:
+        """Collective: gives all symmetric memory back. Twice does nothing."""
+        self.__dict__.pop("dispatch_output_buf", None)
+        self.__dict__.pop("weight_recv_buf", None)
+        self._context.finalize()
+
+    _context: Any
+
+
+class BarrierAllContext:
+    """A barrier of the ranks of a node, or of the world, by signals that only grow."""
+
+    def __init__(self, is_intra_node: bool = True, *, world: Any = None) -> None:
+        rank = world_of(world, None, None, "BarrierAllContext")
+        self._barrier = _core.ExpertBarrier(rank._world, bool(is_intra_node))
+
+    def barrier_all(self) -> None:
+        """Returns when all ranks of the node (or the world) have called. Raises Timeout."""
+        self._barrier.barrier_all()
+
+    def finalize(self) -> None:
+        """Collective: gives the signals back. Twice does nothing."""
+        self._barrier.finalize()

@@ -1,0 +1,63 @@
+"""Tensors between torch and the compiled layers."""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Tuple
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from ..._arrays import library_dtype
+from ...errors import InvalidArgument
+from ...world import World
+from .._tensors import dtype_name, require_tensor
+
+#: A tensor for the compiled part: address, dtype, shape.
+Given = Tuple[int, str, Tuple[int, ...]]
+
+
+def given(value: Any, name: str, device: torch.device) -> Tuple[Given, torch.Tensor]:
+    """A contiguous tensor on the device, and what must live while it is used."""
+    tensor = require_tensor(value, name)
+    if tensor.device != device:
+        raise InvalidArgument(f"{name} lies on {tensor.device}, expected {device}")
+    tensor = tensor.detach().contiguous()
+    name_ = library_dtype(dtype_name(tensor.dtype), tensor.dtype.itemsize)
+    return (tensor.data_ptr(), name_, tuple(tensor.shape)), tensor
+
+
+def shown(bits: Any, dtype: torch.dtype) -> Optional[torch.Tensor]:
+    """A tensor over memory of the layer; None stays None."""
+    return None if bits is None else from_dlpack(bits).view(dtype)
+
+
+def torch_dtype(value: Any, name: str) -> torch.dtype:
+    """torch's dtype of that name, or itself."""
+    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if not isinstance(found, torch.dtype):
+        raise InvalidArgument(f"{name} = {value!r}, expected a torch dtype")
+    return found
+
+
+def stream_of(device: torch.device) -> int:
+    """torch's current stream of a GPU; 0 for host memory."""
+    return 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
+
+
+def world_of(group: Any, local_world_size: Optional[int], device: Any, who: str) -> World:
+    """A World itself, or one of a group of torch.distributed (None: the default one). Collective.
+
+    Without a device, ranks lie on GPUs where the group's backend is NCCL, else in host memory.
+    """
+    if isinstance(group, World):
+        return group
+    from torch import distributed
+
+    if not distributed.is_available() or not distributed.is_initialized():
+        raise InvalidArgument(
+            f"{who}: group is {group!r}, expected a waybill.World, or a process group of an"
+            " initialized torch.distributed"
+        )
+    if device is None:
+        device = "cuda" if "nccl" in distributed.get_backend(group) else "cpu"
+    return World.from_process_group(group, device=device, ranks_per_node=local_world_size)
