@@ -295,8 +295,9 @@ ChosenWay choose_way(const char* who, SequenceOperation operation,
   if (any) {
     auto relay = finder.by_schedules(who, hops);
     limits.relay_seconds = finder.seconds(relay);
-    if (options.relay == RelayUse::always ||
-        (options.relay == RelayUse::automatic && limits.relay_seconds <= 0.9 * without)) {
+    // On the way back on one node, adding up on the way costs more than the links give back.
+    const bool pays = limits.relay_seconds <= 0.9 * without && !(back && topology.num_nodes() == 1);
+    if (options.relay == RelayUse::always || (options.relay == RelayUse::automatic && pays)) {
       limits.way = SequenceWay::relay;
       hops = std::move(relay);
     }

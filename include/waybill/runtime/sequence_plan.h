@@ -97,7 +97,8 @@ struct SequencePlan {
 
 /// When receivers forward to each other, where a part has a relay schedule.
 enum class RelayUse : std::uint8_t {
-  automatic,  ///< when its limit is at least a tenth below that without
+  automatic,  ///< when its limit is at least a tenth below that without; kv_gradient on one node:
+              ///< never (docs/performance/gpu_sequences.md)
   never,
   always,
 };
