@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Builds and runs the table of planner figures (docs/performance/planner.md). Arguments: as
-# planner_quality, such as --worlds 8,64 --seeds 20 and lists of document lengths.
+# Builds and runs the tables of planner figures (docs/performance/planner.md): on one node, against
+# other planners, then over nodes of 8 ranks. Arguments: as planner_quality, such as --worlds 8,64
+# --seeds 20 and lists of document lengths; with --nodes only what is asked for.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -11,3 +12,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
   cmake --build --preset bench --target planner_quality
 )
 "$root/build/bench/bin/planner_quality" "$@"
+if [[ " $* " != *" --nodes "* ]]; then
+  printf '\nNodes of 8 ranks\n\n'
+  "$root/build/bench/bin/planner_quality" "$@" --nodes 8 --baselines 0
+fi

@@ -236,6 +236,7 @@ void run(bool quick) {
               calls);
   Table table(world_size, calls);
   using Sms = std::vector<int>;
+  dispatch_lines(table, uniform_moe(world_size, 1, 7168, 8, 256), true, Sms{16});
   dispatch_lines(table, uniform_moe(world_size, 128, 7168, 8, 256), true,
                  quick ? Sms{16, 64} : Sms{16, 20, 32, 64, 132});
   const Sms sms = quick ? Sms{8, 16} : Sms{8, 10, 12, 16, 20, 24, 32};

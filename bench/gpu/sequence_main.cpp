@@ -49,6 +49,7 @@ class Table {
   void row(const Workload& workload, int num_sms, bool graph = false) {
     MeasureOptions options;
     options.dispatcher.num_sms = num_sms;
+    if (!workload.relay.empty()) options.dispatcher.plan.relay = RelayUse::always;
     options.graph = graph;
     const WireBytes bytes = wire_bytes(workload);
     const CallTimes times = measure(world_size_, workload, options);
@@ -67,6 +68,27 @@ class Table {
   std::int32_t world_size_;
   Ceilings ceilings_;
 };
+
+/// Direct, then with receivers that forward; what the plan's own limits say of both.
+void relay_rows(Table& table, std::int32_t world_size, const char* lengths,
+                SequenceOperation operation) {
+  Workload direct = skewed(world_size, lengths, operation);
+  Workload relayed = direct;
+  direct.relay = {};
+  relayed.name += ", relay";
+  const auto parts = relayed.parts();
+  const SequencePlanOptions options{.relay = RelayUse::always};
+  const PlanLimits limits = operation == SequenceOperation::dispatch
+                                ? compile_dispatch(parts, Rank{0}, options).limits
+                                : compile_kv_gradient(parts, Rank{0}, options).limits;
+  std::printf("%s: limit %.0f us direct, %.0f us with relay at 450 GB/s: %.2f times\n",
+              direct.name.c_str(), 1e6 * limits.direct_seconds, 1e6 * limits.relay_seconds,
+              limits.direct_seconds / limits.relay_seconds);
+  for (const int sms : {16, 24}) {
+    table.row(direct, sms);
+    table.row(relayed, sms);
+  }
+}
 
 void run(std::int32_t world_size, bool quick) {
   const int gpus = num_gpus();
@@ -93,6 +115,8 @@ void run(std::int32_t world_size, bool quick) {
     for (const int sms : {8, 16, 0}) table.row(forward, sms);
     const auto backward = documents(world_size, lengths, SequenceOperation::kv_gradient);
     for (const int sms : {16, 24, 32}) table.row(backward, sms);
+    relay_rows(table, world_size, lengths, SequenceOperation::dispatch);
+    relay_rows(table, world_size, lengths, SequenceOperation::kv_gradient);
   }
 }
 

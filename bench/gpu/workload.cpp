@@ -3,7 +3,9 @@
 #include <algorithm>
 
 #include "waybill/core/at.h"
+#include "waybill/core/error.h"
 #include "waybill/json/length_distribution_json.h"
+#include "waybill/planner/planner.h"
 #include "waybill/routing/document_plan.h"
 #include "waybill/routing/length_distribution.h"
 
@@ -14,7 +16,8 @@ using detail::at;
 std::vector<SequencePart> Workload::parts() const {
   std::vector<SequencePart> result;
   if (q.hidden > 0) result.push_back({&routing.fwd_q, {q}});
-  if (kv.hidden > 0) result.push_back({&routing.fwd_kv, {kv, kv}});
+  const RelaySchedule* const schedule = relay.empty() ? nullptr : &relay;
+  if (kv.hidden > 0) result.push_back({&routing.fwd_kv, {kv, kv}, schedule});
   return result;
 }
 
@@ -25,7 +28,7 @@ WireBytes wire_bytes(const Workload& workload) {
   WireBytes most;
   for (std::int32_t w = 0; w < world; ++w) {
     const auto parts = workload.parts();
-    const SequencePlan plan = compile_dispatch(parts, Rank{w});
+    const SequencePlan plan = compile_dispatch(parts, Rank{w}, {.relay = RelayUse::never});
     for (std::int32_t r = 0; r < world; ++r) {
       const std::int64_t bytes = plan.wire_bytes[at(r)];
       if (r == w) {
@@ -79,6 +82,35 @@ Workload documents(std::int32_t world_size, const std::string& lengths,
   workload.kv.hidden = 8 * 128;
   if (operation == SequenceOperation::dispatch) workload.q.hidden = 32 * 128;
   workload.name = concat(lengths, operation == SequenceOperation::dispatch ? ", Q K V" : ", dK dV");
+  return workload;
+}
+
+Workload skewed(std::int32_t world_size, const std::string& lengths, SequenceOperation operation) {
+  constexpr std::int64_t tokens = 65536;
+  double most = 0;
+  AttentionPlan worst;
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    const auto docs = sample_documents(length_distribution(lengths), world_size * tokens, seed);
+    PlannerOptions options;
+    options.world_size = world_size;
+    options.hardware.ranks_per_node = world_size;
+    AttentionPlan plan = plan_attention(docs, options);
+    const auto in = plan.bytes_in();
+    const auto out = plan.bytes_out();
+    const double skew =
+        static_cast<double>(*std::ranges::max_element(out)) /
+        static_cast<double>(std::max<std::int64_t>(1, *std::ranges::max_element(in)));
+    if (skew <= most) continue;
+    most = skew;
+    worst = std::move(plan);
+  }
+  Workload workload;
+  workload.operation = operation;
+  workload.routing = compute_qkv_routing(worst.plan);
+  workload.relay = std::move(worst.relay);
+  workload.kv.hidden = 8 * 128;
+  workload.name =
+      concat(lengths, ", skewed, ", operation == SequenceOperation::dispatch ? "K V" : "dK dV");
   return workload;
 }
 

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "waybill/planner/relay.h"
 #include "waybill/routing/qkv_routing.h"
 #include "waybill/runtime/sequence_plan.h"
 
@@ -16,6 +17,7 @@ struct Workload {
   QkvRouting routing;
   TensorFormat q{DType::bfloat16, 0};   ///< hidden 0: not part of it
   TensorFormat kv{DType::bfloat16, 0};  ///< K and V each
+  RelaySchedule relay = {};             ///< empty: nobody forwards
 
   [[nodiscard]] std::vector<SequencePart> parts() const;
 };
@@ -39,5 +41,10 @@ struct WireBytes {
 /// heads of K and V of 128 elements in bfloat16: rows of 8 KiB and 2 KiB.
 [[nodiscard]] Workload documents(std::int32_t world_size, const std::string& lengths,
                                  SequenceOperation operation);
+
+/// K and V of the planner's plan whose largest bytes out are the largest multiple of its largest
+/// bytes in, of 20 draws from a list of lengths, with the plan's relay schedule.
+[[nodiscard]] Workload skewed(std::int32_t world_size, const std::string& lengths,
+                              SequenceOperation operation);
 
 }  // namespace waybill::bench

@@ -74,8 +74,8 @@ RelayUse relay_from(std::string_view name) {
 
 const char* name_of(SequenceWay way) {
   switch (way) {
-    case SequenceWay::node_once:
-      return "node_once";
+    case SequenceWay::once_per_node:
+      return "once_per_node";
     case SequenceWay::relay:
       return "relay";
     default:

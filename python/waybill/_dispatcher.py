@@ -77,8 +77,8 @@ class ReadyPlan:
 
     @property
     def way(self) -> str:
-        """How rows reach the ranks: "direct"; "node_once", once to each other node, where a rank
-        forwards them; or "relay", as the AttentionPlan's schedule says.
+        """How rows reach the ranks: "direct"; "once_per_node", once to each other node, where a
+        rank forwards them; or "relay", as the AttentionPlan's schedule says.
         """
         return self._plan.way
 

@@ -209,7 +209,7 @@ def predict_step(
     phase_seconds: float = 11e-6,
     pull_share: float = 325 / 345,
     network_message_seconds: float = 3e-6,
-    forward_chunk_bytes: int = 1 << 20,
+    forward_chunk_bytes: int = 0,
     forward_flops_per_second: float = 600e12,
     backward_flops_per_second: float = 450e12,
 ) -> StepPrediction:
@@ -226,7 +226,7 @@ def predict_step(
             operations a second.
         phase_seconds: a phase in which nothing moves.
         pull_share: speed of a pull over that of a push, NVLink.
-        forward_chunk_bytes: pieces in which rows are forwarded.
+        forward_chunk_bytes: pieces in which rows are forwarded; 0: as SequenceDispatcher cuts them.
 
     Raises:
         InvalidArgument: naming the option, got and expected.

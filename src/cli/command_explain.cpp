@@ -28,12 +28,13 @@ void choose_transfer(const std::string& name, StepJob& job) {
                                            : StepTransfer::once_per_node;
 }
 
-int run_explain(const ExplainOptions& options, Program& program) {
+int run_explain(const ExplainOptions& options, const CLI::App& command, Program& program) {
   Console& console = program.console;
-  StepJob job =
-      options.input.empty()
-          ? step_job_of_documents(options.source, options.planning, options.rows, options.hardware)
-          : step_job_of_file(options.input, options.planning, options.rows, options.hardware);
+  const auto is_given = [&](const std::string& name) { return command.count(name) > 0; };
+  StepJob job = options.input.empty() ? step_job_of_documents(options.source, options.planning,
+                                                              options.rows, options.hardware)
+                                      : step_job_of_file(options.input, options.planning,
+                                                         options.rows, options.hardware, is_given);
   choose_transfer(options.transfer, job);
   require(options.rank < job.plan.world_size, "--rank = ", options.rank, ", expected 0..",
           job.plan.world_size - 1);
@@ -65,8 +66,9 @@ void add_explain_command(CLI::App& app, Program& program) {
       "it slow, and what would help. Nothing is run.");
   auto* file = command
                    ->add_option("FILE", options->input,
-                                "Plan or dispatch JSON; a plan of `plan --full` brings rows, nodes "
-                                "and relay with it; - is standard input; without it documents are "
+                                "Plan or dispatch JSON; one of `plan --full` brings rows, nodes, "
+                                "window and relay with it unless they are given; - is standard "
+                                "input; without it documents are "
                                 "planned")
                    ->type_name("");
   add_source_options(*command, options->source);
@@ -99,8 +101,8 @@ void add_explain_command(CLI::App& app, Program& program) {
       "  waybill explain --world-size 64 --transfer direct --network 400Gbit/s\n"
       "  waybill plan --full --world-size 16 | waybill explain - --trace step.json\n"
       "  waybill explain plan.json --rank 3");
-  command->callback([options, &program] {
-    program.run = [options, &program] { return run_explain(*options, program); };
+  command->callback([options, command, &program] {
+    program.run = [options, command, &program] { return run_explain(*options, *command, program); };
   });
 }
 

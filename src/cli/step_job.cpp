@@ -41,21 +41,27 @@ StepJob step_job_of_documents(const SourceOptions& source, const PlanningOptions
 }
 
 StepJob step_job_of_file(const std::string& path, const PlanningOptions& planning,
-                         const RowOptions& rows, const HardwareOptions& hardware) {
+                         const RowOptions& rows, const HardwareOptions& hardware,
+                         const std::function<bool(const std::string&)>& is_given) {
   const std::string text = read_input(path);
   const std::string name = input_name(path);
   StepJob job;
-  if (json_format(text, name) == "waybill.attention_plan") {
+  const bool has_options = json_format(text, name) == "waybill.attention_plan";
+  if (has_options) {
     job = step_job_of(attention_plan_from_json(text, name), name);
   } else {
     job.plan = std::move(*plan_from_text(text, name, ReadCheck::values).plan);
-    job.options.model = {.q_hidden = rows.q_hidden,
-                         .kv_hidden = rows.kv_hidden,
-                         .dtype = dtype_from_name(rows.dtype)};
-    job.options.mask.window = planning.window;
-    job.options.hardware.ranks_per_node = planning.ranks_per_node;
     job.origin = name;
   }
+  const auto take = [&](const char* option, auto& field, const auto& value) {
+    if (!has_options || is_given(option)) field = value;
+  };
+  take("--q-hidden", job.options.model.q_hidden, rows.q_hidden);
+  take("--kv-hidden", job.options.model.kv_hidden, rows.kv_hidden);
+  take("--dtype", job.options.model.dtype, dtype_from_name(rows.dtype));
+  take("--window", job.options.mask.window, planning.window);
+  take("--ranks-per-node", job.options.hardware.ranks_per_node, planning.ranks_per_node);
+  if (rows.gb_per_s > 0) job.options.hardware.nvlink_bytes_per_second = rows.gb_per_s * 1e9;
   check_routing_size(job.plan);
   job.options.hardware = hardware.facts(job.options.hardware);
   job.origin += concat(": ", plan_text(job.plan));

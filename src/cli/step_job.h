@@ -1,7 +1,7 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -29,10 +29,12 @@ struct StepJob {
                                             const PlanningOptions& planning, const RowOptions& rows,
                                             const HardwareOptions& hardware);
 
-/// A file of format waybill.attention_plan (with its own options but for the speeds that are
-/// given), waybill.plan or waybill.dispatch (with `planning`'s nodes and window, and `rows`).
+/// A file of format waybill.attention_plan, waybill.plan or waybill.dispatch. Nodes, window, rows
+/// and speeds are those of the options; of a waybill.attention_plan its own, but for options that
+/// `is_given` says were typed.
 [[nodiscard]] StepJob step_job_of_file(const std::string& path, const PlanningOptions& planning,
-                                       const RowOptions& rows, const HardwareOptions& hardware);
+                                       const RowOptions& rows, const HardwareOptions& hardware,
+                                       const std::function<bool(const std::string&)>& is_given);
 
 /// "345 GB/s NVLink, 50.0 GB/s network, 8 ranks a node": what was assumed.
 [[nodiscard]] std::string hardware_text(const StepOptions& options);

@@ -8,6 +8,7 @@
 #include "waybill/core/at.h"
 #include "waybill/core/error.h"
 #include "waybill/planner/node_routes.h"
+#include "waybill/routing/qkv_routing.h"
 
 namespace waybill {
 namespace {
@@ -33,9 +34,26 @@ std::vector<std::int64_t> AttentionPlan::bytes_in() const {
 std::vector<std::int64_t> AttentionPlan::bytes_out() const { return bytes_out(Transfer::direct); }
 
 std::vector<std::int64_t> AttentionPlan::bytes_out(Transfer transfer) const {
-  const auto& from = transfer == Transfer::relay && !relay.empty() ? relay.links : links;
+  const std::vector<LinkBytes> from = links_of(transfer);
   std::vector<std::int64_t> sums(from.size());
   std::transform(from.begin(), from.end(), sums.begin(), [](const auto& l) { return l.out(); });
+  return sums;
+}
+
+std::vector<LinkBytes> AttentionPlan::links_of(Transfer transfer) const {
+  if (transfer == Transfer::relay && !relay.empty()) return relay.links;
+  const Topology topology{plan.world_size, options.hardware.ranks_per_node};
+  const bool full_nodes = topology.world_size % topology.ranks_per_node == 0;
+  if (transfer != Transfer::once_per_node || !full_nodes || topology.num_nodes() < 2) return links;
+  const QkvRouting routing = compute_qkv_routing(plan);
+  auto sums = route_over_nodes(routing.fwd_kv, topology, options.model.kv_row_bytes()).links;
+  const auto q = direct_links(routing.fwd_q, topology, options.model.q_row_bytes());
+  for (std::size_t r = 0; r < sums.size(); ++r) {
+    sums[r].nvlink_in += q[r].nvlink_in;
+    sums[r].nvlink_out += q[r].nvlink_out;
+    sums[r].network_in += q[r].network_in;
+    sums[r].network_out += q[r].network_out;
+  }
   return sums;
 }
 
@@ -51,8 +69,7 @@ bool AttentionPlan::balanced() const {
 }
 
 double AttentionPlan::limit_seconds(Transfer transfer) const {
-  const auto& used = transfer == Transfer::relay && !relay.empty() ? relay.links : links;
-  return waybill::limit_seconds(used, options.hardware.nvlink_bytes_per_second,
+  return waybill::limit_seconds(links_of(transfer), options.hardware.nvlink_bytes_per_second,
                                 options.hardware.network_bytes_per_second);
 }
 
@@ -106,6 +123,8 @@ std::string to_string(const AttentionPlan& plan) {
     out << "relay: " << plan.relay.hops.size() << " hops, " << plan.relay.num_stages << " stages\n";
   }
   out << "limit: " << milliseconds(plan.limit_seconds(Transfer::direct));
+  if (plan.plan.world_size > plan.options.hardware.ranks_per_node)
+    out << ", once per node " << milliseconds(plan.limit_seconds(Transfer::once_per_node));
   if (!plan.relay.empty())
     out << ", with relay " << milliseconds(plan.limit_seconds(Transfer::relay));
   out << '\n';

@@ -278,25 +278,26 @@ ChosenWay choose_way(const char* who, SequenceOperation operation,
   std::vector<std::vector<RelayHop>> hops(parts.size());
   if (topology.num_nodes() > 1 && back) hops = finder.over_nodes(false);
   limits.direct_seconds = finder.seconds(hops);
-  limits.node_once_seconds = limits.direct_seconds;
+  limits.once_per_node_seconds = limits.direct_seconds;
   if (topology.num_nodes() > 1) {
     auto once = finder.over_nodes(true);
-    limits.node_once_seconds = finder.seconds(once);
+    limits.once_per_node_seconds = finder.seconds(once);
     // Rows cross once in any case; sums, which are wider, where that takes less time.
-    if (!back || limits.node_once_seconds < limits.direct_seconds) {
-      limits.way = SequenceWay::node_once;
+    if (!back || limits.once_per_node_seconds < limits.direct_seconds) {
+      limits.way = SequenceWay::once_per_node;
       hops = std::move(once);
     }
   }
   const double without =
-      limits.way == SequenceWay::direct ? limits.direct_seconds : limits.node_once_seconds;
+      limits.way == SequenceWay::direct ? limits.direct_seconds : limits.once_per_node_seconds;
   limits.relay_seconds = without;
   const bool any = std::ranges::any_of(parts, has_relay);
   if (any) {
     auto relay = finder.by_schedules(who, hops);
     limits.relay_seconds = finder.seconds(relay);
-    if (options.relay == RelayUse::always ||
-        (options.relay == RelayUse::automatic && limits.relay_seconds <= 0.9 * without)) {
+    // On the way back on one node, adding up on the way costs more than the links give back.
+    const bool pays = limits.relay_seconds <= 0.9 * without && !(back && topology.num_nodes() == 1);
+    if (options.relay == RelayUse::always || (options.relay == RelayUse::automatic && pays)) {
       limits.way = SequenceWay::relay;
       hops = std::move(relay);
     }

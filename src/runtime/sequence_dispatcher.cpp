@@ -55,6 +55,10 @@ SequenceDispatcher::SequenceDispatcher(World& world, SequenceDispatcherOptions o
     options_.plan.relay = RelayUse::never;
   }
   options_.plan.num_sms = options.num_sms;
+  // Copy engines forward nothing.
+  if (options.num_sms == 0 && world.executor().expands_plans()) {
+    options_.plan.relay = RelayUse::never;
+  }
   require(options.num_sms >= 0, "SequenceDispatcher: num_sms = ", options.num_sms,
           ", expected >= 0");
   require(options.max_window_bytes >= 0,

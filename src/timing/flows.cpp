@@ -26,6 +26,9 @@ std::vector<Flow> flows_of_hops(const std::vector<RelayHop>& hops, std::int64_t 
   flows.reserve(hops.size());
   for (const RelayHop& hop : hops)
     flows.push_back({hop.src_rank, hop.dst_rank, hop.after, hop.num_rows * row_bytes});
+  for (const RelayHop& hop : hops) {
+    if (hop.after >= 0) flows[at(hop.after)].sum_bytes = flows[at(hop.after)].bytes;
+  }
   return flows;
 }
 
@@ -50,12 +53,18 @@ std::vector<Flow> flows_of_moves(std::vector<Move> moves, std::int64_t row_bytes
       flows.push_back(flow);
     }
     flows.back().bytes += move.rows * row_bytes;
+    if (move.is_fed_on) flows.back().sum_bytes += move.rows * row_bytes;
     if (move.via < 0) from_home = flows.size();
   }
   return flows;
 }
 
 }  // namespace
+
+std::vector<Flow> gradient_flows(std::vector<Flow> flows, std::int64_t width) {
+  for (Flow& flow : flows) flow.bytes += flow.sum_bytes * (width - 1);
+  return flows;
+}
 
 std::vector<Flow> q_flows(const TimedPlan& timed, std::int64_t row_bytes) {
   return flows_of_pairs(timed.routing.fwd_q.recv, row_bytes);

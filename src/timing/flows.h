@@ -15,6 +15,7 @@ struct Flow {
   std::int32_t dst = 0;
   std::int32_t after = -1;
   std::int64_t bytes = 0;
+  std::int64_t sum_bytes = 0;  ///< of these, what comes back as sums of gradients
 };
 
 /// Peers of one rank by kind of link.
@@ -37,6 +38,9 @@ struct FlowSet {
 
 /// Rows of Q; once a pair of ranks.
 [[nodiscard]] std::vector<Flow> q_flows(const TimedPlan& timed, std::int64_t row_bytes);
+
+/// What comes back along flows of KV: sums are `width` times as wide.
+[[nodiscard]] std::vector<Flow> gradient_flows(std::vector<Flow> flows, std::int64_t width);
 
 /// Rows of KV; once a pair of ranks and feeder, or once a hop.
 [[nodiscard]] std::vector<Flow> kv_flows(const TimedPlan& timed, const NodeMap& nodes,

@@ -22,7 +22,9 @@ void visit_once_per_node(const NodeMap& nodes, Move move, const std::vector<std:
       const bool several = ranks[first] != ranks[last - 1];
       const std::int32_t entry = several ? nodes.peer(home, node) : ranks[first];
       move.dst = entry;
+      move.is_fed_on = several;
       visit(move);
+      move.is_fed_on = false;
       move.src = entry;
       move.via = home;
     }
@@ -36,16 +38,27 @@ void visit_once_per_node(const NodeMap& nodes, Move move, const std::vector<std:
 
 void visit_relay(const TimedPlan& timed, const std::function<void(const Move&)>& visit) {
   const auto& hops = timed.relay->hops;
+  std::vector<std::uint8_t> fed(hops.size(), 0);
   for (const RelayHop& hop : hops) {
+    if (hop.after >= 0) fed[at(hop.after)] = 1;
+  }
+  for (std::size_t i = 0; i < hops.size(); ++i) {
+    const RelayHop& hop = hops[i];
     visit({.shard = hop.shard,
            .src = hop.src_rank,
            .dst = hop.dst_rank,
            .via = hop.after < 0 ? -1 : hops[at(hop.after)].src_rank,
-           .rows = hop.num_rows});
+           .rows = hop.num_rows,
+           .is_fed_on = fed[i] != 0});
   }
 }
 
 }  // namespace
+
+std::int64_t sum_width(const ModelShape& model) {
+  const std::int64_t element = dtype_bytes(model.dtype);
+  return element >= 4 ? 1 : 4 / element;
+}
 
 std::int32_t NodeMap::peer(std::int32_t rank, std::int32_t node) const {
   const std::int32_t first = node * ranks_per_node;

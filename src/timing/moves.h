@@ -29,7 +29,11 @@ struct Move {
   std::int32_t dst = 0;
   std::int32_t via = -1;  ///< the rank that brought them to src; -1: src is home
   std::int64_t rows = 0;
+  bool is_fed_on = false;  ///< dst forwards them: their gradients come back as one sum
 };
+
+/// Width of a sum of gradients on its way over that of a row: it is float32, or float64.
+[[nodiscard]] std::int64_t sum_width(const ModelShape& model);
 
 /// A plan with what every prediction of it needs.
 struct TimedPlan {

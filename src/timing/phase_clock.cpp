@@ -47,6 +47,7 @@ class TransferClock {
       done_[r] = {phase.begin[r] + own_[r].most(), rank};
       phase.seconds[r] = own_[r].most() + costs_.phase_seconds;
     }
+    cut_pieces();
     if (way_ == FlowWay::forward) {
       follow_forward();
     } else {
@@ -81,9 +82,28 @@ class TransferClock {
             .network_out = network(bytes.network_out, peers.network_out)};
   }
 
+  // The size of a piece, flow by flow: what its home sends to be forwarded decides.
+  void cut_pieces() {
+    constexpr std::int64_t pieces = 16;
+    constexpr std::int64_t least_bytes = std::int64_t{256} << 10;
+    std::vector<std::int64_t> to_forward(at(nodes_.world_size), 0);
+    home_.resize(set_.flows.size());
+    for (std::size_t i = 0; i < set_.flows.size(); ++i) {
+      const Flow& flow = set_.flows[i];
+      home_[i] = flow.after < 0 ? flow.src : home_[at(flow.after)];
+      if (flow.after < 0) to_forward[at(flow.src)] += flow.sum_bytes;
+    }
+    piece_.resize(to_forward.size());
+    for (std::size_t r = 0; r < piece_.size(); ++r) {
+      piece_[r] = costs_.forward_chunk_bytes > 0 ? costs_.forward_chunk_bytes
+                                                 : std::max(least_bytes, to_forward[r] / pieces);
+    }
+  }
+
   // One piece of what passes through a rank, over the link by which it leaves.
-  double piece_seconds(const Flow& flow) const {
-    const auto chunk = static_cast<double>(std::min(flow.bytes, costs_.forward_chunk_bytes));
+  double piece_seconds(std::size_t i) const {
+    const Flow& flow = set_.flows[i];
+    const auto chunk = static_cast<double>(std::min(flow.bytes, piece_[at(home_[i])]));
     return nodes_.same(flow.src, flow.dst)
                ? chunk / nvlink_speed_ + nvlink_message_
                : chunk / network_speed_ + costs_.network_message_seconds;
@@ -96,7 +116,7 @@ class TransferClock {
       arrived[i] = sent_[at(flow.src)];
       if (flow.after >= 0) {
         Ready fed = arrived[at(flow.after)];
-        fed.seconds += piece_seconds(flow);
+        fed.seconds += piece_seconds(i);
         arrived[i].wait_for(fed);
       }
       done_[at(flow.dst)].wait_for(arrived[i]);
@@ -112,7 +132,7 @@ class TransferClock {
       ready.wait_for(sent_[at(flow.dst)]);
       done_[at(flow.src)].wait_for(ready);
       if (flow.after < 0) continue;
-      ready.seconds += piece_seconds(set_.flows[at(flow.after)]);
+      ready.seconds += piece_seconds(at(flow.after));
       passed[at(flow.after)].wait_for(ready);
     }
   }
@@ -134,8 +154,10 @@ class TransferClock {
   double network_speed_;
   double nvlink_message_;
   std::vector<LinkSeconds> own_;
-  std::vector<Ready> sent_;  // when a rank's last row has left
-  std::vector<Ready> done_;  // when its links are done and all rows for it are there
+  std::vector<std::int32_t> home_;   // [flows] where its rows come from
+  std::vector<std::int64_t> piece_;  // [W] bytes of a piece of a home's rows
+  std::vector<Ready> sent_;          // when a rank's last row has left
+  std::vector<Ready> done_;          // when its links are done and all rows for it are there
 };
 
 }  // namespace

@@ -82,14 +82,22 @@ std::vector<double> kernel_seconds(const std::vector<std::int64_t>& work, double
 struct StepFlows {
   FlowSet dispatch;
   FlowSet q;
-  FlowSet kv;
+  FlowSet gradient;            ///< of K and V, straight
+  FlowSet forwarded_gradient;  ///< as K and V went; empty where they went straight
 
   StepFlows(const TimedPlan& timed, const NodeMap& nodes, const StepOptions& options) {
     q.flows = detail::q_flows(timed, options.model.q_row_bytes());
-    kv.flows = detail::kv_flows(timed, nodes, options.transfer, options.model.kv_row_bytes());
-    dispatch.flows = kv.flows;  // first: flows name others by their place
+    std::vector<detail::Flow> kv =
+        detail::kv_flows(timed, nodes, options.transfer, options.model.kv_row_bytes());
+    dispatch.flows = kv;  // first: flows name others by their place
     dispatch.flows.insert(dispatch.flows.end(), q.flows.begin(), q.flows.end());
-    for (FlowSet* set : {&dispatch, &q, &kv}) set->count(nodes);
+    gradient.flows =
+        detail::kv_flows(timed, nodes, StepTransfer::direct, options.model.kv_row_bytes());
+    if (options.transfer != StepTransfer::direct) {
+      forwarded_gradient.flows =
+          detail::gradient_flows(std::move(kv), detail::sum_width(options.model));
+    }
+    for (FlowSet* set : {&dispatch, &q, &gradient, &forwarded_gradient}) set->count(nodes);
   }
 };
 
@@ -108,13 +116,30 @@ void run_phase(const StepFlows& flows, const NodeMap& nodes, const StepPredictio
     case StepPhase::output_gradient:
       return transfer(flows.q, FlowWay::forward);
     case StepPhase::kv_gradient:
-      return transfer(flows.kv, FlowWay::reverse, options.costs.pull_share);
+      return transfer(flows.gradient, FlowWay::reverse, options.costs.pull_share);
     case StepPhase::attention:
     case StepPhase::attention_gradient:
       phase.seconds =
           kernel_seconds(step.work, kernel_pairs_per_second(options, phase.phase), even);
       return detail::run_kernel(phase);
   }
+}
+
+double end_of(const PhasePrediction& phase) {
+  return *std::max_element(phase.end.begin(), phase.end.end());
+}
+
+// Takes dK and dV back as K and V went, where that is sooner than straight.
+void try_forwarded_gradient(const StepFlows& flows, const NodeMap& nodes, StepPrediction& step) {
+  if (step.options.transfer == StepTransfer::direct) return;
+  PhasePrediction forwarded;
+  forwarded.phase = StepPhase::kv_gradient;
+  forwarded.begin = step.phases.back().begin;
+  detail::run_transfer(flows.forwarded_gradient, FlowWay::reverse, step.options.costs.pull_share,
+                       nodes, step.options, forwarded);
+  if (end_of(forwarded) >= end_of(step.phases.back())) return;
+  step.phases.back() = std::move(forwarded);
+  step.gradient_transfer = step.options.transfer;
 }
 
 // What of a rank keeps others waiting, or itself.
@@ -242,14 +267,14 @@ StepPrediction StepPredictor::Memory::predict(const StepOptions& options, bool e
     run_phase(flows, nodes, step, even, phase);
     begin = phase.end;
   }
-  step.seconds = *std::max_element(begin.begin(), begin.end());
-  const std::vector<double>& forward = step.phase(StepPhase::output).end;
-  step.forward_seconds = *std::max_element(forward.begin(), forward.end());
+  try_forwarded_gradient(flows, nodes, step);
+  step.seconds = end_of(step.phases.back());
+  step.forward_seconds = end_of(step.phase(StepPhase::output));
   step.path = path_of(step);
   std::vector<StepCause*> causes;
   for (PhasePrediction& phase : step.phases) causes.push_back(&phase.slowest);
   for (StepCause& cause : step.path) causes.push_back(&cause);
-  detail::find_documents(timed, nodes, options, shard_pairs, std::move(causes));
+  detail::find_documents(timed, nodes, step, shard_pairs, causes);
   return step;
 }
 

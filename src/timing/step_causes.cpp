@@ -49,14 +49,11 @@ struct Tally {
 };
 
 bool moves_q(StepPhase phase) { return moves_rows(phase) && phase != StepPhase::kv_gradient; }
-bool moves_kv(StepPhase phase) {
-  return phase == StepPhase::dispatch || phase == StepPhase::kv_gradient;
-}
 
 }  // namespace
 
-void find_documents(const TimedPlan& timed, const NodeMap& nodes, const StepOptions& options,
-                    const std::vector<std::int64_t>& work, std::vector<StepCause*> causes) {
+void find_documents(const TimedPlan& timed, const NodeMap& nodes, const StepPrediction& step,
+                    const std::vector<std::int64_t>& work, const std::vector<StepCause*>& causes) {
   const QkvPlan& plan = *timed.plan;
   std::vector<Tally> kernels;
   std::vector<Tally> links;
@@ -69,8 +66,8 @@ void find_documents(const TimedPlan& timed, const NodeMap& nodes, const StepOpti
       if (plan.q_dst[at(n)] == tally.cause->rank) tally.add(timed.document[at(n)], work[at(n)]);
     }
   }
-  const std::int64_t q_bytes = options.model.q_row_bytes();
-  const std::int64_t kv_bytes = options.model.kv_row_bytes();
+  const ModelShape& model = step.options.model;
+  const std::int64_t q_bytes = model.q_row_bytes();
   for (std::int64_t n = 0; n < plan.num_shards(); ++n) {
     const std::int32_t src = timed.home[at(n)];
     const std::int32_t dst = plan.q_dst[at(n)];
@@ -80,13 +77,18 @@ void find_documents(const TimedPlan& timed, const NodeMap& nodes, const StepOpti
         tally.add(timed.document[at(n)], plan.shard_len[at(n)] * q_bytes);
     }
   }
-  visit_kv_moves(timed, nodes, options.transfer, [&](const Move& move) {
-    for (Tally& tally : links) {
-      if (moves_kv(tally.cause->phase) &&
-          tally.crosses(move.src, move.dst, nodes.same(move.src, move.dst)))
-        tally.add(timed.document[at(move.shard)], move.rows * kv_bytes);
-    }
-  });
+  const auto add_kv = [&](StepPhase phase, StepTransfer transfer, std::int64_t width) {
+    visit_kv_moves(timed, nodes, transfer, [&](const Move& move) {
+      const bool same = nodes.same(move.src, move.dst);
+      for (Tally& tally : links) {
+        if (tally.cause->phase != phase || !tally.crosses(move.src, move.dst, same)) continue;
+        tally.add(timed.document[at(move.shard)],
+                  move.rows * model.kv_row_bytes() * (move.is_fed_on ? width : 1));
+      }
+    });
+  };
+  add_kv(StepPhase::dispatch, step.options.transfer, 1);
+  add_kv(StepPhase::kv_gradient, step.gradient_transfer, sum_width(model));
   for (const auto* tallies : {&kernels, &links}) {
     for (const Tally& tally : *tallies) tally.finish();
   }

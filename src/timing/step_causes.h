@@ -8,9 +8,9 @@
 namespace waybill::detail {
 
 /// Fills amount, document and document_amount of causes whose phase, rank and resource are set.
-/// One walk over all rows that move, whatever their number.
+/// A walk over all rows that move, for all causes at once.
 /// @param work [N] pairs of each shard
-void find_documents(const TimedPlan& timed, const NodeMap& nodes, const StepOptions& options,
-                    const std::vector<std::int64_t>& work, std::vector<StepCause*> causes);
+void find_documents(const TimedPlan& timed, const NodeMap& nodes, const StepPrediction& step,
+                    const std::vector<std::int64_t>& work, const std::vector<StepCause*>& causes);
 
 }  // namespace waybill::detail

@@ -5,13 +5,10 @@
 #include <map>
 #include <vector>
 
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
 namespace {
-
-using detail::at;
 
 constexpr char end_of_text = '\0';
 

@@ -51,6 +51,10 @@ TEST_F(StepCommandsTest, ExplainReadsPlansWithAndWithoutTheirOptions) {
     return text.substr(text.find("phase, "), text.find("  - ") - text.find("phase, "));
   };
   EXPECT_EQ(table(direct.out), table(plain.out));
+  const ProgramResult wide = run("explain full.json --transfer direct --ranks-per-node 8");
+  EXPECT_TRUE(holds(wide.out, {"8 ranks a node", "rows of 8.00 KiB (Q)"}));
+  EXPECT_EQ(wide.out.find("network out"), std::string::npos) << "one node has no network";
+  EXPECT_TRUE(holds(run("explain full.json --q-hidden 512").out, {"rows of 1.00 KiB (Q)"}));
   EXPECT_TRUE(fails(run("explain plan.json --transfer relay"), 2, {"--transfer", "plan --full"}));
 }
 

@@ -210,7 +210,7 @@ def test_a_relay_delivers_the_same(relay):
         assert np.array_equal(got, received[rank]) and np.array_equal(gradient, sums[rank])
 
 
-def test_rows_cross_to_another_node_once():
+def test_rows_cross_to_another_once_per_node():
     plan = random_plan(4, 9, "per_rank")
     metadata, routing = plan.to_metadata(), plan.to_routing()
     k = payloads(plan, 2, 16, 1)
@@ -222,7 +222,7 @@ def test_rows_cross_to_another_node_once():
             return there.way, dispatcher.dispatch(there, k[world.rank])[0].copy()
 
     for rank, (way, got) in enumerate(waybill.run_threads(4, body, ranks_per_node=2)):
-        assert way == "node_once" and np.array_equal(got, expected[rank])
+        assert way == "once_per_node" and np.array_equal(got, expected[rank])
 
 
 def test_wrong_arguments_move_nothing(way):

@@ -238,8 +238,8 @@ TEST(BatchedPlans, rows_cross_between_nodes_once) {
   SequencePlanOptions options{.ranks_per_node = 4, .network_bytes_per_second = 1e9};
   const auto plans = plans_of(kv, SequenceOperation::dispatch, options);
   // Shards 0..4 go to ranks 4..7, shards 5..7 to fewer; each once, to rank 4 but for the last.
-  EXPECT_EQ(plans[0].limits.way, SequenceWay::node_once);
-  EXPECT_NEAR(plans[0].limits.node_once_seconds, 8 * 100 * 2000 / 1e9, 1e-9);
+  EXPECT_EQ(plans[0].limits.way, SequenceWay::once_per_node);
+  EXPECT_NEAR(plans[0].limits.once_per_node_seconds, 8 * 100 * 2000 / 1e9, 1e-9);
   EXPECT_NEAR(plans[0].limits.direct_seconds, (5 * 4 + 3 + 2 + 1) * 100 * 2000 / 1e9, 1e-9);
   EXPECT_EQ(plans[0].wire_bytes[4], 7 * 100 * 2000);
   EXPECT_EQ(plans[0].wire_bytes[5] + plans[0].wire_bytes[6], 0);

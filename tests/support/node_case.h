@@ -22,7 +22,7 @@ struct NodeCase {
     std::vector<RelayHop> hops = relay.hops;
     // Lines of which the schedule says nothing go as they do without it.
     const PlanLimits limits = compile_kv_gradient(kv(), Rank{0}, gradient_options()).limits;
-    once = limits.node_once_seconds < limits.direct_seconds;
+    once = limits.once_per_node_seconds < limits.direct_seconds;
     std::vector<RelayHop> others;
     if (topology.num_nodes() > 1)
       others = route_over_nodes(kv_metadata, topology, row_bytes, once).hops;

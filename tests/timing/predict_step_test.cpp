@@ -146,20 +146,55 @@ TEST(PredictStep, OverTheNetworkOnceANode) {
   EXPECT_DOUBLE_EQ(dispatch.end[3], out + 100 / 10.0 + message + phase);
   EXPECT_EQ(dispatch.waits_for[3], 0);
 
-  // Backward rank 2 adds what rank 3 sends to its own, and sends the sum over the network.
+  // Backward the sum of two copies would be as wide as both: they come straight.
+  EXPECT_EQ(step.gradient_transfer, StepTransfer::direct);
+  EXPECT_EQ(step.phase(StepPhase::kv_gradient).links[0], (LinkBytes{.network_in = 160 + 400}));
+}
+
+// Three ranks a node: keys 0..19 are needed by ranks 3, 4 and 5, keys 20..49 by 4 and 5, the rest
+// by rank 5. The first two come by way of rank 3, which has no need of the second.
+TEST(PredictStep, GradientsAreSummedOnTheWay) {
+  QkvPlan plan;
+  plan.world_size = 6;
+  plan.rank_shard_offsets = {0, 3, 3, 3, 3, 3, 3};
+  plan.shard_len = {20, 30, 10};
+  plan.q_dst = {3, 4, 5};
+  plan.doc_shard_offsets = {0, 3};
+  plan.doc_shards = {0, 1, 2};
+  StepOptions options = round_options();
+  options.hardware.ranks_per_node = 3;
+  options.transfer = StepTransfer::once_per_node;
+  const StepPrediction step = predict_step(plan, options);
+  const PhasePrediction& dispatch = step.phase(StepPhase::dispatch);
+  EXPECT_EQ(dispatch.links[0], (LinkBytes{.network_out = 60 * 20 + 160 + 240 + 80}));
+  EXPECT_EQ(dispatch.links[3],
+            (LinkBytes{.nvlink_out = 2 * 160 + 2 * 240, .network_in = 20 * 20 + 160 + 240}));
+
+  EXPECT_EQ(step.gradient_transfer, StepTransfer::once_per_node);
   const PhasePrediction& gradient = step.phase(StepPhase::kv_gradient);
-  EXPECT_EQ(gradient.links[0], (LinkBytes{.network_in = 160 + 240}));
-  EXPECT_EQ(gradient.links[2], (LinkBytes{.nvlink_in = 160, .network_out = 160}));
-  EXPECT_EQ(gradient.links[3], (LinkBytes{.nvlink_out = 160, .network_out = 240}));
+  // Two sums in float32 from rank 3, and rank 5's own rows.
+  EXPECT_EQ(gradient.links[0], (LinkBytes{.network_in = 2 * 160 + 2 * 240 + 80}));
+  EXPECT_EQ(gradient.links[3],
+            (LinkBytes{.nvlink_in = 2 * 160 + 2 * 240, .network_out = 2 * 160 + 2 * 240}));
+  EXPECT_EQ(gradient.links[5], (LinkBytes{.nvlink_out = 160 + 240, .network_out = 80}));
+  EXPECT_DOUBLE_EQ(gradient.seconds[0], 880 / 2.0 + 2 * 5 + phase);
   EXPECT_EQ(gradient.slowest.rank, 0);
   EXPECT_EQ(gradient.slowest.resource, StepResource::network_in);
-  // Rank 0 begins early and then waits: for its own link, for rank 3's, and for rank 3's by way of
-  // rank 2 and one piece over the network.
-  const double from_0 = gradient.begin[0] + 400 / 2.0 + 2 * 5;
-  const double by_3 = gradient.begin[3] + 240 / 2.0 + 5;
-  const double by_2 = gradient.begin[2] + 160 / 2.0 + 5;
-  const double passed_on = by_3 + 100 / 2.0 + 5;
-  EXPECT_DOUBLE_EQ(gradient.end[0], std::max({from_0, by_2, passed_on}) + phase);
+  EXPECT_EQ(gradient.slowest.amount, 880);
+  // Rank 0 waits for its own link, for those of ranks 3 and 5, and for what 4 and 5 send to rank 3
+  // and one piece over the network.
+  const auto sent = [&](int rank, double seconds) {
+    return gradient.begin[static_cast<std::size_t>(rank)] + seconds;
+  };
+  const double by_3 = sent(3, 800 / 2.0 + 5);
+  const double by_5 = sent(5, std::max(400 / 5.0 + 3, 80 / 2.0 + 5));
+  const double by_4 = sent(4, 400 / 5.0 + 3);
+  const double passed_on = std::max(by_4, by_5) + 100 / 2.0 + 5;
+  EXPECT_DOUBLE_EQ(gradient.end[0],
+                   std::max({sent(0, 880 / 2.0 + 10), by_3, by_5, passed_on}) + phase);
+  options.model.dtype = DType::float32;  // then sums are as wide as rows
+  EXPECT_EQ(predict_step(plan, options).phase(StepPhase::kv_gradient).links[0].network_in,
+            2 * (160 + 240 + 80));
 }
 
 TEST(PredictStep, RelayFollowsItsHops) {

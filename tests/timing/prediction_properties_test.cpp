@@ -118,6 +118,7 @@ TEST(PredictionProperties, MoreOfAnythingIsNeverSlower) {
     for (const StepTransfer transfer : transfers()) {
       StepOptions options = StepOptions::of(plan);
       options.transfer = transfer;
+      options.costs.forward_chunk_bytes = 20000;
       const double before = predictor.predict(options).seconds * (1 + 1e-12);
       const auto better = [&](const auto& change) {
         StepOptions changed = options;
@@ -158,6 +159,30 @@ TEST(PredictionProperties, DispatchStaysNearTheLimit) {
       EXPECT_LE(end, most) << "seed " << seed;
     }
   }
+}
+
+// Unless told, a home's rows are cut into sixteen pieces.
+TEST(PredictionProperties, PiecesAreTheDispatchersOwn) {
+  QkvPlan plan;
+  plan.world_size = 3;
+  plan.rank_shard_offsets = {0, 2, 2, 2};
+  plan.shard_len = {65536, 1};
+  plan.q_dst = {1, 2};
+  plan.doc_shard_offsets = {0, 2};
+  plan.doc_shards = {0, 1};
+  RelaySchedule relay;
+  relay.links.resize(3);
+  relay.hops = {{.src_rank = 0, .dst_rank = 1, .shard = 0, .num_rows = 65536},
+                {.src_rank = 1, .dst_rank = 2, .shard = 0, .num_rows = 65536, .after = 0},
+                {.src_rank = 0, .dst_rank = 2, .shard = 1, .num_rows = 1}};
+  const StepPredictor predictor(plan, &relay);
+  StepOptions options;
+  options.transfer = StepTransfer::relay;
+  const StepPrediction unsaid = predictor.predict(options);
+  options.costs.forward_chunk_bytes = 65536 * 4096 / 16;
+  EXPECT_EQ(unsaid.phases[0], predictor.predict(options).phases[0]);
+  options.costs.forward_chunk_bytes *= 2;
+  EXPECT_LT(unsaid.phases[0].end[2], predictor.predict(options).phases[0].end[2]);
 }
 
 TEST(PredictionProperties, RemediesAreStepsWithOneChange) {

@@ -14,8 +14,9 @@ namespace waybill {
 
 /// How rows travel.
 enum class Transfer : std::uint8_t {
-  direct,  ///< every row straight from home to each rank that needs it
-  relay,   ///< the relay schedule; once per node over the network
+  direct,         ///< every row straight from home to each rank that needs it
+  once_per_node,  ///< once over the network to a node, to the home's local index, which forwards
+  relay,          ///< the relay schedule; once per node over the network
 };
 
 /// A plan with its figures: which rank attends to which queries, and what that costs. Plain data.
@@ -44,6 +45,9 @@ struct AttentionPlan {
       const;  ///< [W] direct; relay does not change it
   [[nodiscard]] std::vector<std::int64_t> bytes_out() const;                   ///< [W] direct
   [[nodiscard]] std::vector<std::int64_t> bytes_out(Transfer transfer) const;  ///< [W]
+  /// Bytes a rank and link. once_per_node computes the routing anew; where ranks do not fill all
+  /// nodes it equals direct. Without relay, relay equals direct. [W]
+  [[nodiscard]] std::vector<LinkBytes> links_of(Transfer transfer) const;
 
   /// Largest work over mean work; 1 where there is none.
   [[nodiscard]] double imbalance() const;
@@ -52,7 +56,7 @@ struct AttentionPlan {
   [[nodiscard]] bool balanced() const;
 
   /// The least time that the links allow: over ranks, the largest of bytes in and bytes out of each
-  /// kind of link over its speed. Without relay, Transfer::relay equals direct.
+  /// kind of link over its speed, of links_of(transfer).
   [[nodiscard]] double limit_seconds(Transfer transfer) const;
   /// With relay where there is one.
   [[nodiscard]] double limit_seconds() const {

@@ -15,7 +15,8 @@
 namespace waybill {
 
 struct SequenceDispatcherOptions {
-  /// Multiprocessors that a call may use; 0: none, the copy engines do it. Host worlds ignore it.
+  /// Multiprocessors that a call may use; 0: none, the copy engines do it (they add nothing up: a
+  /// gradient takes 16, and nobody forwards). Host worlds ignore it.
   int num_sms = 16;
   SequencePlanOptions plan = {};
   /// GPU worlds: rows that stay on their rank go by copy engine, beside the kernel, where there are

@@ -39,9 +39,9 @@ enum class SequenceOperation : std::uint8_t {
 
 /// How rows reach the ranks that need them.
 enum class SequenceWay : std::uint8_t {
-  direct,     ///< from home to each rank
-  node_once,  ///< once to each other node, where the rank with the home's local index forwards
-  relay,      ///< by the relay schedules of the parts
+  direct,         ///< from home to each rank
+  once_per_node,  ///< once to each other node, where the rank with the home's local index forwards
+  relay,          ///< by the relay schedules of the parts
 };
 
 /// What the links allow, in seconds: the least time of each way at the options' speeds, and the way
@@ -51,8 +51,8 @@ enum class SequenceWay : std::uint8_t {
 struct PlanLimits {
   SequenceWay way = SequenceWay::direct;
   double direct_seconds = 0;
-  double node_once_seconds = 0;  ///< on one node: direct_seconds
-  double relay_seconds = 0;      ///< without a schedule: that of the way without
+  double once_per_node_seconds = 0;  ///< on one node: direct_seconds
+  double relay_seconds = 0;          ///< without a schedule: that of the way without
 };
 
 /// One rank's work for one operation, ready to be run any number of times: the lines of a
@@ -97,7 +97,8 @@ struct SequencePlan {
 
 /// When receivers forward to each other, where a part has a relay schedule.
 enum class RelayUse : std::uint8_t {
-  automatic,  ///< when its limit is at least a tenth below that without
+  automatic,  ///< when its limit is at least a tenth below that without; kv_gradient on one node:
+              ///< never (docs/performance/gpu_sequences.md)
   never,
   always,
 };

@@ -75,6 +75,9 @@ struct StepPrediction {
   /// Why the step takes as long: what the last rank waited for, phase by phase from the first on.
   /// The seconds add up to `seconds`.
   std::vector<StepCause> path;
+  /// How dK and dV come back: as K and V went or, where that is sooner, straight. Sums of 16-bit
+  /// gradients on their way are float32, so forwarding wins less than on the way out.
+  StepTransfer gradient_transfer = StepTransfer::direct;
   double forward_seconds = 0;  ///< end of the last rank's output
   double seconds = 0;          ///< end of the last rank
 

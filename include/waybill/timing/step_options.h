@@ -30,8 +30,9 @@ struct StepCosts {
   /// As HardwareFacts::message_seconds, between nodes. Nominal.
   double network_message_seconds = 3e-6;
   /// Rows are forwarded in pieces of this size: each rank on the way adds the time of one piece and
-  /// of one message. A choice, not a fact.
-  std::int64_t forward_chunk_bytes = 1 << 20;
+  /// of one message. 0: as SequenceDispatcher cuts them, a sixteenth of what a home sends to be
+  /// forwarded, at least 256 KiB.
+  std::int64_t forward_chunk_bytes = 0;
   /// Attention of one rank; a (query, key) pair has 4 * q_hidden operations forward and 10 *
   /// q_hidden backward. Nominal: long causal documents, head size 128, FlashAttention-3 on a
   /// Hopper GPU as published. Not used where HardwareFacts::pairs_per_second is known, but for the

@@ -68,16 +68,24 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
 
     def _show(self, bits: Any, format_: TensorFormat) -> torch.Tensor:
         tensor = from_dlpack(bits).view(format_.dtype)
+        if len(format_.row_shape) == 1:
+            return tensor
         return tensor.reshape(tensor.shape[0], *format_.row_shape)
 
     def _empty(self, shape: Tuple[int, ...], dtype: Any) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
 
+_NAMES: dict[torch.dtype, str] = {}
+
+
 def _library_name(dtype: torch.dtype, name: str) -> str:
+    known = _NAMES.get(dtype)
+    if known is not None:
+        return known
     if dtype.itemsize not in (1, 2, 4, 8):
         raise Unsupported(
             f"{name} has dtype {dtype} of {dtype.itemsize} bytes, expected elements of 1, 2, 4 or 8"
             " bytes"
         )
-    return library_dtype(dtype_name(dtype), dtype.itemsize)
+    return _NAMES.setdefault(dtype, library_dtype(dtype_name(dtype), dtype.itemsize))

@@ -83,10 +83,11 @@ __device__ inline void bulk_wait_read_but_one() {
 #endif
 }
 
-/// Waits until all groups of this thread but the last three have arrived.
-__device__ inline void bulk_wait_but_three() {
+/// Waits until the stores of all groups of this thread but the last `Groups` have arrived.
+template <int Groups>
+__device__ inline void bulk_wait_but() {
 #ifdef WAYBILL_HAS_BULK
-  asm volatile("cp.async.bulk.wait_group 3;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(Groups) : "memory");
 #endif
 }
 

@@ -60,6 +60,7 @@ SequenceParams sequence_params(const SequenceCall& call, const GpuRank& gpu, Fau
   params.meet = meet_params(call, gpu, kind, share);
   for (std::int32_t r = 0; r < call.plan->world_size; ++r) {
     params.windows[r] = call.window->peers[at(r)];
+    if (call.slots != nullptr) params.slots[r] = call.slots->peers[at(r)];
   }
   for (std::size_t t = 0; t < call.inputs.size(); ++t) {
     // Kernels only read the inputs.
@@ -76,8 +77,11 @@ bool suits_bulk(const SequenceCall& call) {
   for (std::size_t t = 0; t < call.plan->tensors.size(); ++t) {
     const std::int64_t row_bytes = call.plan->tensors[t].row_bytes();
     // A sum is read from windows, whose tensors are aligned, and written with 16-byte words.
-    const bool good = sends ? suits_bulk(call.inputs[t], row_bytes)
-                            : suits_bulk(call.outputs[t], row_bytes) && is_bulk_multiple(row_bytes);
+    // Who has no rows of its own may forward some.
+    const bool forwards = !call.plan->batches.empty();
+    const bool good =
+        sends ? suits_bulk(call.inputs[t], row_bytes) && (!forwards || is_bulk_multiple(row_bytes))
+              : suits_bulk(call.outputs[t], row_bytes) && is_bulk_multiple(row_bytes);
     if (!good) return false;
   }
   return true;

@@ -11,12 +11,14 @@
 
 namespace waybill::cuda {
 
-/// Sends rows with the copy engines of the device, over a few queues. What continues both in the
-/// tensor and in the window is one copy; the copies to a rank are handed over as one batch.
+/// Sends rows with the copy engines of the device: one queue for the links, one for what stays.
+/// More queues share the engines, and wait for each other (docs/performance/gpu_sequences.md). What
+/// continues both in the tensor and in the window is one copy; destinations take turns.
 class CopyEngine {
  public:
-  /// @param share ranks on this device: together they must not have more queues than the device, or
-  ///   one rank's kernel, waiting for another's, would stand before that one's copies
+  /// @param share ranks on this device: where there are many, one queue does both, as all ranks
+  ///   together must not have more than the device, or one rank's kernel, waiting for another's,
+  ///   would stand before that one's copies
   CopyEngine(std::shared_ptr<GpuRank> gpu, int share);
   CopyEngine(const CopyEngine&) = delete;
   CopyEngine& operator=(const CopyEngine&) = delete;
@@ -33,12 +35,16 @@ class CopyEngine {
   void join(const SequenceCall& call);
 
  private:
-  /// The contiguous copies to one rank.
+  /// Contiguous copies.
   struct Batch {
     std::vector<void*> to;
     std::vector<const void*> from;
     std::vector<std::size_t> bytes;
     std::vector<std::int64_t> last;  ///< [tensors]: of the tensor, -1: none yet
+    std::size_t total = 0;           ///< bytes
+
+    void clear(std::size_t num_tensors);
+    void add(std::byte* destination, const std::byte* source, std::size_t size);
   };
 
   struct Queue {
@@ -50,15 +56,17 @@ class CopyEngine {
   void begin(const SequenceCall& call);
   void add(const SequenceCall& call, std::span<const RowSegment> segments);
   void add_rows(const SequenceCall& call, const RowSegment& segment, std::uint64_t place);
+  void take_turns(std::size_t me);
   void queue_batches(const SequenceCall& call);
   void queue(const Batch& batch, cudaStream_t stream, bool capturing) const;
   /// The queue of a destination, behind what was on the stream.
-  Queue& use_queue(const SequenceCall& call, std::size_t rank);
+  cudaStream_t use_queue(bool local);
 
   std::shared_ptr<GpuRank> gpu_;
-  int max_queues_;
+  std::size_t num_queues_;
   std::vector<Batch> batches_;  ///< [W]
-  std::vector<Queue> queues_;   ///< the last one is for rows that stay
+  Batch links_;                 ///< those of all other ranks, in turn
+  Queue queues_[2];             ///< for the links; for what stays
   cudaEvent_t begun_ = nullptr;
 };
 

@@ -9,6 +9,7 @@
 #include "gpu_expert_executor.h"
 #include "gpu_plan.h"
 #include "waybill/core/at.h"
+#include "waybill/runtime/sequence_dispatcher.h"
 
 namespace waybill::cuda {
 namespace {
@@ -36,6 +37,7 @@ class GpuExecutor final : public Executor {
   }
 
   [[nodiscard]] bool expands_plans() const override { return true; }
+  [[nodiscard]] bool runs_batches() const override { return true; }
 
   std::unique_ptr<UploadedPlan> upload(const SequencePlan& plan,
                                        std::unique_ptr<UploadedPlan> earlier,
@@ -65,8 +67,9 @@ class GpuExecutor final : public Executor {
     const bool apart = !call.plan->local_segments.empty();
     if (apart) copy_engine_.send_local(call);
     const auto launch = bulk ? launch_dispatch_bulk : launch_dispatch_vector;
-    gpu_->check(launch(params, num_sms(call), stream_of(call.stream)), "launching a kernel",
-                call.operation);
+    const bool batched = !call.plan->batches.empty();
+    gpu_->check(launch(params, batched, num_sms(call), stream_of(call.stream)),
+                "launching a kernel", call.operation);
     if (apart) {
       copy_engine_.join(call);
       plan_of(call).note_copies(is_capturing(call.stream));
@@ -82,8 +85,11 @@ class GpuExecutor final : public Executor {
     const bool any = !call.plan->tensors.empty();
     const DType from = any ? call.plan->tensors[0].dtype : DType::float32;
     const DType to = any ? call.outputs[0].dtype : DType::float32;
-    const bool bulk = gpu_->has_bulk_copies() && suits_bulk(call);
-    gpu_->check(launch_kv_gradient(params, from, to, bulk, num_sms(call), stream_of(call.stream)),
+    const GradientKernel kernel{.from = from,
+                                .to = to,
+                                .bulk = gpu_->has_bulk_copies() && suits_bulk(call),
+                                .batched = !call.plan->batches.empty()};
+    gpu_->check(launch_kv_gradient(params, kernel, num_sms(call), stream_of(call.stream)),
                 "launching a kernel", call.operation);
     plan_of(call).note_use(stream_of(call.stream));
   }
@@ -124,9 +130,12 @@ class GpuExecutor final : public Executor {
     gpu_->throw_fault(call.operation);
   }
 
-  /// Ranks on one device must fit on it together, as they wait for each other.
+  /// Ranks on one device must fit on it together, as they wait for each other. Copy engines add
+  /// nothing up: a gradient takes the usual number where none is given.
   [[nodiscard]] int num_sms(const SequenceCall& call) const {
-    return std::max(1, std::min(call.num_sms, gpu_->num_sms() / share_));
+    constexpr int usual = SequenceDispatcherOptions{}.num_sms;
+    const int wanted = call.num_sms == 0 ? usual : call.num_sms;
+    return std::max(1, std::min(wanted, gpu_->num_sms() / share_));
   }
 
   /// Gradients into this rank's window, where the other ranks read them.

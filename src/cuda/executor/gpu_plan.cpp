@@ -43,9 +43,18 @@ PlanLayout::PlanLayout(const SequencePlan& plan)
   std::int64_t used = sizeof(PlanHead);
   segments_at = take_room<RowSegment>(used, max_segments);
   segment_places_at = take_room<std::uint64_t>(used, max_segment_places);
+  // With batches there is room for plans with twice as many.
+  max_batches = 2 * std::ssize(plan.batches);
+  max_waits = 2 * std::ssize(plan.waits) + max_batches;
+  max_signals = 2 * std::ssize(plan.signals) + max_batches;
+  batches_at = take_room<WorkBatch>(used, max_batches);
+  waits_at = take_room<BatchSlot>(used, max_waits);
+  signals_at = take_room<BatchSlot>(used, max_signals);
   upload_bytes = used;
   chunks_at = take_room<RowChunk>(used, max_chunks);
   places_at = take_room<std::uint64_t>(used, max_places);
+  chunk_batches_at = take_room<std::int32_t>(used, max_batches > 0 ? max_chunks : 0);
+  done_at = take_room<unsigned>(used, max_batches);
   size_bytes = used;
 }
 
@@ -93,8 +102,16 @@ GpuPlan::~GpuPlan() { pool_->give(std::move(block_)); }
 void GpuPlan::note_use(cudaStream_t stream) const {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   gpu_->check(cudaStreamIsCapturing(stream, &status), "asking about a capture", "plan");
-  if (status != cudaStreamCaptureStatusNone) return;
+  if (status != cudaStreamCaptureStatusNone) {
+    captured_ = true;
+    return;
+  }
   gpu_->check(cudaEventRecord(block_.used, stream), "recording an event", "plan");
+}
+
+template <class T>
+T* GpuPlan::table(std::int64_t at) const {
+  return reinterpret_cast<T*>(static_cast<std::byte*>(block_.device.get()) + at);
 }
 
 void GpuPlan::write_upload(const SequencePlan& plan) const {
@@ -103,65 +120,96 @@ void GpuPlan::write_upload(const SequencePlan& plan) const {
   head.num_chunks = plan.num_chunks;
   head.num_wire_chunks = plan.num_wire_chunks;
   head.world_size = plan.world_size;
+  head.num_tensors = static_cast<std::int32_t>(plan.tensors.size());
+  head.num_batches = static_cast<std::int32_t>(plan.batches.size());
+  const bool halves = !plan.tensors.empty() && dtype_bytes(plan.tensors[0].dtype) == 2;
+  head.sum_scale = halves ? 2 : 1;
   std::ranges::copy(plan.cuts, head.cuts);
+  std::ranges::copy(plan.window_offsets, head.window_offsets);
   std::ranges::copy(plan.bucket_chunks, head.bucket_chunks);
   copy_values(pinned + layout_.segments_at, plan.segments);
   copy_values(pinned + layout_.segment_places_at, plan.segment_places);
+  copy_values(pinned + layout_.batches_at, plan.batches);
+  copy_values(pinned + layout_.waits_at, plan.waits);
+  copy_values(pinned + layout_.signals_at, plan.signals);
 }
 
-void GpuPlan::fill(const SequencePlan& plan, cudaStream_t stream) {
-  const auto segments = std::ssize(plan.segments);
-  const auto segment_places = std::ssize(plan.segment_places);
+void GpuPlan::check_room(const SequencePlan& plan) const {
   require(
       !fixed_,
       "replace_plan: a graph holds copies of this plan's ranges, expected a dispatcher with SMs "
       "and without local_by_copy_engine");
+  require(!captured_ || batched_ == !plan.batches.empty(), "replace_plan: a graph holds the plan ",
+          batched_ ? "with" : "without", " forwarding, expected one of the same kind");
   require(plan.num_chunks <= layout_.max_chunks && plan.num_places <= layout_.max_places,
           "replace_plan: the plan has ", plan.num_chunks, " chunks and ", plan.num_places,
           " places, expected at most ", layout_.max_chunks, " and ", layout_.max_places,
           ", as the first one had");
-  require(segments <= layout_.max_segments && segment_places <= layout_.max_segment_places,
-          "replace_plan: the plan has ", segments, " segments and ", segment_places,
-          " places of them, expected at most ", layout_.max_segments, " and ",
-          layout_.max_segment_places);
+  const auto check = [](std::size_t count, std::int64_t most, const char* what) {
+    require(static_cast<std::int64_t>(count) <= most, "replace_plan: the plan has ", count, " ",
+            what, ", expected at most ", most);
+  };
+  check(plan.segments.size(), layout_.max_segments, "segments");
+  check(plan.segment_places.size(), layout_.max_segment_places, "places of segments");
+  check(plan.batches.size(), layout_.max_batches, "batches");
+  check(plan.waits.size(), layout_.max_waits, "waits");
+  check(plan.signals.size(), layout_.max_signals, "signals");
   if (plan.world_size > max_gpu_ranks || plan.tensors.size() > max_call_tensors) {
     throw Unsupported(concat("plan: ", plan.world_size, " ranks and ", plan.tensors.size(),
                              " tensors, expected at most ", max_gpu_ranks, " and ",
                              max_call_tensors));
   }
+}
+
+void GpuPlan::queue_upload(const SequencePlan& plan, cudaStream_t stream) const {
+  auto* const pinned = static_cast<std::byte*>(block_.pinned.get());
+  auto* const device = static_cast<std::byte*>(block_.device.get());
+  const auto copy = [&](std::int64_t from, std::size_t bytes) {
+    if (bytes == 0) return;
+    gpu_->check(
+        cudaMemcpyAsync(device + from, pinned + from, bytes, cudaMemcpyHostToDevice, stream),
+        "uploading a plan", "plan");
+  };
+  copy(0, at(layout_.segments_at) + plan.segments.size() * sizeof(RowSegment));
+  copy(layout_.segment_places_at, plan.segment_places.size() * sizeof(std::uint64_t));
+  copy(layout_.batches_at, plan.batches.size() * sizeof(WorkBatch));
+  copy(layout_.waits_at, plan.waits.size() * sizeof(BatchSlot));
+  copy(layout_.signals_at, plan.signals.size() * sizeof(BatchSlot));
+  if (plan.batches.empty()) return;
+  gpu_->check(
+      cudaMemsetAsync(device + layout_.done_at, 0, plan.batches.size() * sizeof(unsigned), stream),
+      "uploading a plan", "plan");
+}
+
+void GpuPlan::fill(const SequencePlan& plan, cudaStream_t stream) {
+  check_room(plan);
   // The pinned memory may still be on its way to the device, and the device memory in use.
   gpu_->check(cudaEventSynchronize(block_.uploaded), "waiting for the last upload", "plan");
   gpu_->check(cudaStreamWaitEvent(stream, block_.used, 0), "ordering streams", "plan");
   write_upload(plan);
-  auto* const pinned = static_cast<std::byte*>(block_.pinned.get());
-  auto* const device = static_cast<std::byte*>(block_.device.get());
-  const auto copy = [&](std::int64_t from, std::int64_t end) {
-    gpu_->check(cudaMemcpyAsync(device + from, pinned + from, at(end - from),
-                                cudaMemcpyHostToDevice, stream),
-                "uploading a plan", "plan");
-  };
-  copy(0, layout_.segments_at + segments * static_cast<std::int64_t>(sizeof(RowSegment)));
-  if (segment_places > 0) {
-    copy(layout_.segment_places_at,
-         layout_.segment_places_at +
-             segment_places * static_cast<std::int64_t>(sizeof(std::uint64_t)));
-  }
+  queue_upload(plan, stream);
+  batched_ = !plan.batches.empty();
   gpu_->check(cudaEventRecord(block_.uploaded, stream), "recording an event", "plan");
-  const ExpandParams params{
-      .head = reinterpret_cast<const PlanHead*>(device),
-      .segments = reinterpret_cast<const RowSegment*>(device + layout_.segments_at),
-      .segment_places = reinterpret_cast<const std::uint64_t*>(device + layout_.segment_places_at),
-      .chunks = reinterpret_cast<RowChunk*>(device + layout_.chunks_at),
-      .places = reinterpret_cast<std::uint64_t*>(device + layout_.places_at)};
-  gpu_->check(launch_expand_plan(params, segments, stream), "launching a kernel", "plan");
+  const ExpandParams params{.head = table<const PlanHead>(0),
+                            .segments = table<const RowSegment>(layout_.segments_at),
+                            .segment_places = table<const std::uint64_t>(layout_.segment_places_at),
+                            .chunks = table<RowChunk>(layout_.chunks_at),
+                            .places = table<std::uint64_t>(layout_.places_at),
+                            .chunk_batches = table<std::int32_t>(layout_.chunk_batches_at)};
+  gpu_->check(launch_expand_plan(params, std::ssize(plan.segments), stream), "launching a kernel",
+              "plan");
   gpu_->check(cudaEventRecord(block_.used, stream), "recording an event", "plan");
 }
 
 void GpuPlan::point(SequenceParams& params) const {
-  const auto* const device = static_cast<const std::byte*>(block_.device.get());
-  params.head = reinterpret_cast<const PlanHead*>(device);
-  params.chunks = reinterpret_cast<const RowChunk*>(device + layout_.chunks_at);
-  params.places = reinterpret_cast<const std::uint64_t*>(device + layout_.places_at);
+  params.head = table<const PlanHead>(0);
+  params.chunks = table<const RowChunk>(layout_.chunks_at);
+  params.places = table<const std::uint64_t>(layout_.places_at);
+  params.batches = {.batches = table<const WorkBatch>(layout_.batches_at),
+                    .waits = table<const BatchSlot>(layout_.waits_at),
+                    .signals = table<const BatchSlot>(layout_.signals_at),
+                    .chunk_batches = table<const std::int32_t>(layout_.chunk_batches_at),
+                    .done = table<unsigned>(layout_.done_at)};
 }
 
 }  // namespace waybill::cuda

@@ -39,8 +39,8 @@ class PlanPool {
   std::vector<PlanBlock> free_;
 };
 
-/// Where the tables of a plan lie in its block: what is uploaded (head, segments and their places),
-/// then what the device makes of it (chunks, places).
+/// Where the tables of a plan lie in its block: what is uploaded (head, segments and their places,
+/// batches), then what the device makes of it (chunks, places).
 struct PlanLayout {
   PlanLayout() = default;
   /// With room for as many segments as a plan of the same chunks may have, up to some thousand.
@@ -50,11 +50,19 @@ struct PlanLayout {
   std::int64_t max_segment_places = 0;
   std::int64_t max_chunks = 0;
   std::int64_t max_places = 0;
+  std::int64_t max_batches = 0;
+  std::int64_t max_waits = 0;
+  std::int64_t max_signals = 0;
   std::int64_t segments_at = 0;
   std::int64_t segment_places_at = 0;
+  std::int64_t batches_at = 0;
+  std::int64_t waits_at = 0;
+  std::int64_t signals_at = 0;
   std::int64_t upload_bytes = 0;
   std::int64_t chunks_at = 0;
   std::int64_t places_at = 0;
+  std::int64_t chunk_batches_at = 0;
+  std::int64_t done_at = 0;
   std::int64_t size_bytes = 0;
 };
 
@@ -81,12 +89,18 @@ class GpuPlan final : public UploadedPlan {
   void point(SequenceParams& params) const;
 
  private:
+  void check_room(const SequencePlan& plan) const;
   void write_upload(const SequencePlan& plan) const;
+  void queue_upload(const SequencePlan& plan, cudaStream_t stream) const;
+  template <class T>
+  [[nodiscard]] T* table(std::int64_t at) const;
 
   std::shared_ptr<PlanPool> pool_;
   std::shared_ptr<GpuRank> gpu_;
   PlanLayout layout_;
   PlanBlock block_;
+  bool batched_ = false;
+  mutable bool captured_ = false;
   mutable bool fixed_ = false;
 };
 

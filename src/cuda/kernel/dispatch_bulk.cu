@@ -1,4 +1,5 @@
 #include "../device/bulk.cuh"
+#include "batch.cuh"
 #include "launch.h"
 #include "meet.cuh"
 
@@ -16,6 +17,7 @@ constexpr int sms_of_links = 8;  // as many as fill the links
 struct Descriptor {
   RowChunk chunk;
   std::uint64_t places[max_places_sent];
+  std::int32_t batch;  ///< in plans with batches
 };
 
 struct WarpMemory {
@@ -68,6 +70,7 @@ struct Queue {
 /// Gives a warp its chunks: those of the queue that its block begins with, then those of the other.
 /// Each step of fetching a batch is asked for well before its result is needed, so that nobody
 /// waits for memory.
+template <bool Batched>
 class Tickets {
  public:
   __device__ Tickets(const SequenceParams& p, WarpMemory& memory)
@@ -160,7 +163,11 @@ class Tickets {
       return;
     }
     size_ = here_.count - begin_ < here_.batch ? here_.count - begin_ : here_.batch;
-    if (lane_ < size_) next_ = p_.chunks[here_.first + begin_ + lane_];
+    if (lane_ < size_) {
+      const int number = here_.first + begin_ + lane_;
+      next_ = p_.chunks[number];
+      if constexpr (Batched) next_batch_ = p_.batches.chunk_batches[number];
+    }
     step_ = Step::places;
   }
 
@@ -178,6 +185,7 @@ class Tickets {
     if (lane_ < size_) {
       Descriptor& to = memory_.ring_[(known_ + lane_) % ring];
       to.chunk = next_;
+      if constexpr (Batched) to.batch = next_batch_;
 #pragma unroll
       for (int k = 0; k < max_places_sent; ++k) {
         if (k < next_.num_places) to.places[k] = next_places_[k];
@@ -200,18 +208,22 @@ class Tickets {
   int size_ = 0;
   int known_ = 0;
   RowChunk next_;
+  std::int32_t next_batch_ = 0;
   std::uint64_t next_places_[max_places_sent];
 };
 
 /// Moves the chunks of one warp through a ring of stages.
+template <bool Batched>
 class WarpWork {
  public:
-  __device__ WarpWork(const SequenceParams& p, BlockMemory& memory)
+  __device__ WarpWork(const SequenceParams& p, BlockMemory& memory, std::uint64_t epoch)
       : p_(p),
+        epoch_(epoch),
         lane_(static_cast<int>(threadIdx.x % 32)),
         loaded_(memory.warp[threadIdx.x / 32].loaded),
         stage_(memory.stage[threadIdx.x / 32]),
-        tickets_(p, memory.warp[threadIdx.x / 32]) {
+        tickets_(p, memory.warp[threadIdx.x / 32]),
+        arrived_(p, epoch) {
     if (lane_ == 0) {
       for (int s = 0; s < stages; ++s) barrier_init(&loaded_[s]);
       fence_async_proxy();
@@ -221,19 +233,30 @@ class WarpWork {
 
   __device__ void run() {
     int asked = 0;  // loads
-    for (int i = 0;; ++i) {
-      while (tickets_.known() <= i && tickets_.more(i)) {
+    int i = 0;
+    for (;; ++i) {
+      const int done = Batched ? i - stages : i;  // descriptors that nobody needs any more
+      while (tickets_.known() <= i && tickets_.more(done)) {
       }
       if (tickets_.known() <= i) break;
-      if (asked == i) {  // nothing was known to load ahead
+      if (asked == i) {  // nothing to load ahead was known, or ready
         make_room(i);
-        while (asked < tickets_.known() && asked < i + stages - 1) load(asked++);
+        if constexpr (Batched) await_chunk(i);
+        load(asked++);
+        while (asked < i + stages - 1 && can_load(asked)) load(asked++);
       }
       store(i);
-      tickets_.more(i);
-      if (asked >= tickets_.known() || asked >= i + stages) continue;
+      if constexpr (Batched) settle<stages - 1>(i);
+      tickets_.more(done);
+      if (asked >= i + stages || !can_load(asked)) continue;
       make_room(i + 1);
-      while (asked < tickets_.known() && asked < i + stages) load(asked++);
+      do {
+        load(asked++);
+      } while (asked < i + stages && can_load(asked));
+    }
+    if constexpr (Batched) {
+      settle<0>(i - 1);
+      if (lane_ == 0) arrived_.flush();
     }
     if (lane_ == 0) bulk_wait_all();
     fence_async_proxy();
@@ -246,9 +269,53 @@ class WarpWork {
     __syncwarp();
   }
 
+  [[nodiscard]] __device__ bool can_load(int i) {
+    if (i >= tickets_.known()) return false;
+    if constexpr (!Batched) {
+      return true;
+    } else {
+      const std::int32_t batch = tickets_[i].batch;
+      if (batch == ready_) return true;
+      if (!is_ready(p_, p_.batches.batches[batch], epoch_)) return false;
+      set_ready(batch);
+      return true;
+    }
+  }
+
+  /// Waits for what chunk i waits for; nothing that others wait for is left behind.
+  __device__ void await_chunk(int i) {
+    if (can_load(i)) return;
+    settle<0>(i - 1);
+    if (lane_ == 0) arrived_.flush();
+    __syncwarp();
+    await_batch(p_, p_.batches.batches[tickets_[i].batch], epoch_);
+    set_ready(tickets_[i].batch);
+  }
+
+  __device__ void set_ready(std::int32_t batch) {
+    ready_ = batch;
+    forwards_ = p_.batches.batches[batch].kind == BatchKind::forward;
+  }
+
+  /// Counts the chunks that have arrived: all up to `stored` but the last `Groups`.
+  template <int Groups>
+  __device__ void settle(int stored) {
+    if (lane_ == 0) bulk_wait_but<Groups>();
+    for (; settled_ <= stored - Groups; ++settled_) {
+      if (lane_ == 0) arrived_.add(tickets_[settled_].batch);
+    }
+  }
+
+  /// Where the rows of a chunk are.
+  [[nodiscard]] __device__ TensorParams source_of(const RowChunk& chunk) const {
+    if (!Batched || !forwards_) return p_.inputs[chunk.tensor];
+    return {p_.windows[p_.meet.rank] + p_.head->window_offsets[chunk.tensor],
+            p_.head->cuts[chunk.tensor].row_bytes};
+  }
+
   __device__ void load(int i) {
     const RowChunk& chunk = tickets_[i].chunk;
-    const TensorParams& tensor = p_.inputs[chunk.tensor];
+    const TensorParams tensor = source_of(chunk);
     std::byte* const to = stage_[i % stages];
     std::uint64_t* const barrier = &loaded_[i % stages];
     const std::byte* const from = tensor.data + chunk.row * tensor.pitch_bytes + chunk.col_bytes;
@@ -283,18 +350,24 @@ class WarpWork {
   }
 
   const SequenceParams& p_;
+  const std::uint64_t epoch_;
   const int lane_;
   std::uint64_t* const loaded_;
   std::byte (*const stage_)[max_bulk_chunk_bytes];
-  Tickets tickets_;
+  Tickets<Batched> tickets_;
+  ArrivalCount arrived_;
+  int settled_ = 0;          ///< chunks counted as arrived
+  std::int32_t ready_ = -1;  ///< the last batch found ready
+  bool forwards_ = false;    ///< it sends rows of the window
 };
 
 /// Compiled for every architecture, of use from sm_90 on.
+template <bool Batched>
 __global__ void __launch_bounds__(warps * 32, 1)
     dispatch_bulk_kernel(const __grid_constant__ SequenceParams p) {
   extern __shared__ __align__(128) std::byte shared[];
   const std::uint64_t epoch = begin_call(p.meet);
-  WarpWork(p, *reinterpret_cast<BlockMemory*>(shared)).run();
+  WarpWork<Batched>(p, *reinterpret_cast<BlockMemory*>(shared), epoch).run();
   if (!is_last_block(p.meet) || threadIdx.x >= 32) return;
   publish_to_all(p.meet, epoch);
   await_all(p.meet, epoch);
@@ -304,13 +377,18 @@ __global__ void __launch_bounds__(warps * 32, 1)
 }  // namespace
 
 cudaError_t prepare_dispatch_bulk() {
-  return cudaFuncSetAttribute(dispatch_bulk_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              static_cast<int>(sizeof(BlockMemory)));
+  for (const auto kernel : {dispatch_bulk_kernel<false>, dispatch_bulk_kernel<true>}) {
+    const cudaError_t status = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(BlockMemory)));
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
 }
 
-cudaError_t launch_dispatch_bulk(const SequenceParams& params, int num_sms, cudaStream_t stream) {
-  dispatch_bulk_kernel<<<static_cast<unsigned>(num_sms), warps * 32, sizeof(BlockMemory), stream>>>(
-      params);
+cudaError_t launch_dispatch_bulk(const SequenceParams& params, bool batched, int num_sms,
+                                 cudaStream_t stream) {
+  const auto kernel = batched ? dispatch_bulk_kernel<true> : dispatch_bulk_kernel<false>;
+  kernel<<<static_cast<unsigned>(num_sms), warps * 32, sizeof(BlockMemory), stream>>>(params);
   return cudaGetLastError();
 }
 

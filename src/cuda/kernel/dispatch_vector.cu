@@ -1,3 +1,4 @@
+#include "batch.cuh"
 #include "launch.h"
 #include "meet.cuh"
 
@@ -58,24 +59,47 @@ __device__ void copy_piece(const SequenceParams& p, const RowChunk& chunk, const
   }
 }
 
+__device__ void copy_chunk(const SequenceParams& p, const RowChunk& chunk,
+                           const TensorParams& tensor) {
+  const std::byte* const from = tensor.data + chunk.row * tensor.pitch_bytes + chunk.col_bytes;
+  if (chunk.rows == 1 || tensor.pitch_bytes == chunk.part_bytes) {
+    copy_piece(p, chunk, from, 0, chunk.rows * chunk.part_bytes);
+    return;
+  }
+  for (int row = 0; row < chunk.rows; ++row) {
+    copy_piece(p, chunk, from + row * tensor.pitch_bytes, std::int64_t{row} * chunk.part_bytes,
+               chunk.part_bytes);
+  }
+}
+
 __global__ void __launch_bounds__(warps * 32)
     dispatch_vector_kernel(const __grid_constant__ SequenceParams p) {
   const std::uint64_t epoch = begin_call(p.meet);
   const std::int64_t num_chunks = p.head->num_chunks;
+  const bool batched = p.head->num_batches > 0;
   const std::int64_t step = std::int64_t{gridDim.x} * warps;
+  // Block by block, so that the first chunks, for which others wait, are begun first.
   for (std::int64_t c = blockIdx.x + std::int64_t{threadIdx.x / 32} * gridDim.x; c < num_chunks;
        c += step) {
     const RowChunk chunk = p.chunks[c];
-    const TensorParams& tensor = p.inputs[chunk.tensor];
-    const std::byte* const from = tensor.data + chunk.row * tensor.pitch_bytes + chunk.col_bytes;
-    if (chunk.rows == 1 || tensor.pitch_bytes == chunk.part_bytes) {
-      copy_piece(p, chunk, from, 0, chunk.rows * chunk.part_bytes);
+    if (!batched) {
+      copy_chunk(p, chunk, p.inputs[chunk.tensor]);
       continue;
     }
-    for (int row = 0; row < chunk.rows; ++row) {
-      copy_piece(p, chunk, from + row * tensor.pitch_bytes, std::int64_t{row} * chunk.part_bytes,
-                 chunk.part_bytes);
+    const std::int32_t number = p.batches.chunk_batches[c];
+    const WorkBatch& batch = p.batches.batches[number];
+    await_batch(p, batch, epoch);
+    if (batch.kind == BatchKind::forward) {
+      copy_chunk(p, chunk,
+                 {p.windows[p.meet.rank] + p.head->window_offsets[chunk.tensor],
+                  p.head->cuts[chunk.tensor].row_bytes});
+    } else {
+      copy_chunk(p, chunk, p.inputs[chunk.tensor]);
     }
+    if (batch.num_signals == 0) continue;
+    __threadfence_system();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) count_chunks(p, number, 1, epoch);
   }
   if (!is_last_block(p.meet) || threadIdx.x >= 32) return;
   publish_to_all(p.meet, epoch);
@@ -90,7 +114,8 @@ cudaError_t prepare_dispatch_vector() {
   return cudaFuncGetAttributes(&unused, dispatch_vector_kernel);
 }
 
-cudaError_t launch_dispatch_vector(const SequenceParams& params, int num_sms, cudaStream_t stream) {
+cudaError_t launch_dispatch_vector(const SequenceParams& params, bool /*batched*/, int num_sms,
+                                   cudaStream_t stream) {
   dispatch_vector_kernel<<<static_cast<unsigned>(num_sms), warps * 32, 0, stream>>>(params);
   return cudaGetLastError();
 }

@@ -36,6 +36,7 @@ __device__ std::int64_t position_of(const PlanHead& head, int bucket, std::int64
 __global__ void __launch_bounds__(threads) expand_plan_kernel(ExpandParams p) {
   const RowSegment segment = p.segments[blockIdx.x];
   const RowCut cut = p.head->cuts[segment.tensor];
+  const bool batched = p.head->num_batches > 0;
   const std::int64_t steps = (segment.rows + cut.rows_each - 1) / cut.rows_each;
   for (std::int64_t i = blockIdx.y * threads + threadIdx.x; i < steps * cut.parts;
        i += std::int64_t{gridDim.y} * threads) {
@@ -51,10 +52,15 @@ __global__ void __launch_bounds__(threads) expand_plan_kernel(ExpandParams p) {
         cut.row_bytes - col < cut.part_bytes ? cut.row_bytes - col : cut.part_bytes);
     chunk.first_place = static_cast<std::int32_t>(segment.first_place + i * segment.num_copies);
     chunk.num_places = segment.num_copies;
-    p.chunks[position_of(*p.head, segment.bucket, segment.first_chunk + i)] = chunk;
+    const std::int64_t number = segment.first_chunk + i;
+    p.chunks[batched ? number : position_of(*p.head, segment.bucket, number)] = chunk;
+    if (batched) p.chunk_batches[number] = segment.bucket;
     const auto offset = static_cast<std::uint64_t>(k * cut.row_bytes + col);
     for (std::int32_t c = 0; c < segment.num_copies; ++c) {
-      p.places[chunk.first_place + c] = p.segment_places[segment.first_copy + c] + offset;
+      const std::uint64_t place = p.segment_places[segment.first_copy + c];
+      const bool is_sum = batched && (place & place_sum_bit) != 0;
+      p.places[chunk.first_place + c] =
+          place + offset * (is_sum ? static_cast<unsigned>(p.head->sum_scale) : 1U);
     }
   }
 }

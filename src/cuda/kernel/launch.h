@@ -22,15 +22,24 @@ cudaError_t prepare_expand_plan();
 
 /// Sends the chunks with bulk copies (sm_90 and later): tensors, pitches and rows are multiples of
 /// 16 bytes, no chunk over max_bulk_chunk_bytes.
-cudaError_t launch_dispatch_bulk(const SequenceParams& params, int num_sms, cudaStream_t stream);
+/// @param batched whether the plan has batches
+cudaError_t launch_dispatch_bulk(const SequenceParams& params, bool batched, int num_sms,
+                                 cudaStream_t stream);
 
 /// The same with loads and stores of the threads, for any address and size.
-cudaError_t launch_dispatch_vector(const SequenceParams& params, int num_sms, cudaStream_t stream);
+cudaError_t launch_dispatch_vector(const SequenceParams& params, bool batched, int num_sms,
+                                   cudaStream_t stream);
+
+struct GradientKernel {
+  DType from;
+  DType to;
+  bool bulk;     ///< needs what launch_dispatch_bulk needs, of windows and outputs; chunks up to
+                 ///< max_gradient_chunk_bytes. Without it elements must be aligned to their size.
+  bool batched;  ///< whether the plan has batches
+};
 
 /// Sums the chunks; the windows hold the addends once all ranks have come to this call.
-/// @param bulk needs what launch_dispatch_bulk needs, of windows and outputs; chunks up to
-///   max_gradient_chunk_bytes. Without it elements must be aligned to their size.
-cudaError_t launch_kv_gradient(const SequenceParams& params, DType from, DType to, bool bulk,
+cudaError_t launch_kv_gradient(const SequenceParams& params, const GradientKernel& which,
                                int num_sms, cudaStream_t stream);
 
 /// Makes the chunks and places of a plan, as expand_chunks() of the runtime does.

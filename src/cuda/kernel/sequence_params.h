@@ -5,6 +5,7 @@
 
 #include "../device/fault.h"
 #include "waybill/runtime/row_chunk.h"
+#include "waybill/runtime/work_batch.h"
 
 namespace waybill::cuda {
 
@@ -38,13 +39,26 @@ struct TensorParams {
 };
 
 /// A plan in device memory: the head says how much of the tables is used, and how segments become
-/// chunks.
+/// chunks. With batches the tables have values for the sums on the way behind those of the tensors.
 struct PlanHead {
   std::int64_t num_chunks;
   std::int64_t num_wire_chunks;
   std::int32_t world_size;
-  RowCut cuts[max_call_tensors];
-  std::int64_t bucket_chunks[max_gpu_ranks];
+  std::int32_t num_tensors;
+  std::int32_t num_batches;  ///< 0: a plan without
+  std::int32_t sum_scale;    ///< bytes of a sum on the way a byte of the tensors: 1 or 2
+  RowCut cuts[2 * max_call_tensors];
+  std::int64_t window_offsets[2 * max_call_tensors];  ///< bytes, with batches
+  std::int64_t bucket_chunks[max_gpu_ranks];          ///< without batches
+};
+
+/// The tables of a plan with batches.
+struct BatchTables {
+  const WorkBatch* batches;
+  const BatchSlot* waits;
+  const BatchSlot* signals;
+  const std::int32_t* chunk_batches;  ///< [chunks]
+  unsigned* done;  ///< [batches]: chunks whose rows have arrived; 0 between calls
 };
 
 /// What makes chunks and places from segments: the device's part of compiling a plan.
@@ -54,6 +68,7 @@ struct ExpandParams {
   const std::uint64_t* segment_places;
   RowChunk* chunks;
   std::uint64_t* places;
+  std::int32_t* chunk_batches;
 };
 
 struct SequenceParams {
@@ -61,7 +76,9 @@ struct SequenceParams {
   const PlanHead* head;
   const RowChunk* chunks;
   const std::uint64_t* places;
-  std::byte* windows[max_gpu_ranks];  ///< [W]
+  BatchTables batches;
+  std::uint64_t* slots[max_gpu_ranks];  ///< [W]: of the batches, each rank's
+  std::byte* windows[max_gpu_ranks];    ///< [W]
   TensorParams inputs[max_call_tensors];
   TensorParams outputs[max_call_tensors];  ///< of a gradient
 };

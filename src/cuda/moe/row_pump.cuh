@@ -63,7 +63,7 @@ class BulkPump {
   /// All pieces that were pushed as many pushes ago as the stages hold, and three more, have
   /// arrived. @pre that many pushes
   __device__ void wait_earlier() const {
-    bulk_wait_but_three();
+    bulk_wait_but<3>();
     fence_async_proxy();
     __syncwarp();
   }

@@ -1,5 +1,7 @@
 #include "gpu_thread_transport.h"
 
+#include <mutex>
+#include <set>
 #include <utility>
 
 #include "../executor/cuda_check.h"
@@ -9,8 +11,13 @@
 namespace waybill::cuda {
 namespace {
 
+/// Once a process: asking again is an error, which tools report.
 void enable_peer_access(int device, int peer) {
+  static std::mutex lock;
+  static std::set<std::pair<int, int>> enabled;
   if (device == peer) return;
+  const std::scoped_lock hold(lock);
+  if (enabled.contains({device, peer})) return;
   int can = 0;
   cuda_check(cudaDeviceCanAccessPeer(&can, device, peer), "asking for peer access");
   if (can == 0) {
@@ -18,11 +25,12 @@ void enable_peer_access(int device, int peer) {
         concat("gpu world: device ", device, " cannot reach the memory of device ", peer));
   }
   const cudaError_t status = cudaDeviceEnablePeerAccess(peer, 0);
-  if (status == cudaErrorPeerAccessAlreadyEnabled) {
+  if (status == cudaErrorPeerAccessAlreadyEnabled) {  // by somebody else
     (void)cudaGetLastError();
-    return;
+  } else {
+    cuda_check(status, "enabling peer access");
   }
-  cuda_check(status, "enabling peer access");
+  enabled.emplace(device, peer);
 }
 
 class GpuThreadTransport final : public GpuTransport {
