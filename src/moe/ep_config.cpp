@@ -45,9 +45,11 @@ void EPDispatchOptions::check(const EPConfig& config, const char* who) const {
           ": hidden = ", config.hidden, ", expected a multiple of ", scale_group,
           " for a payload with scales");
   constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
-  require(expert_alignment <= most && most_recv_rows(config, *this) <= most, who,
-          ": a rank could receive ", most_recv_rows(config, *this), " rows, expected at most ",
-          most, ": max_tokens, topk or expert_alignment are too large");
+  require(expert_alignment <= most, who, ": expert_alignment = ", expert_alignment,
+          ", expected at most ", most);
+  require(most_recv_rows(config, *this) <= most, who, ": a rank could receive ",
+          most_recv_rows(config, *this), " rows, expected at most ", most,
+          ": max_tokens, topk or expert_alignment are too large");
 }
 
 std::int64_t most_recv_rows(const EPConfig& config, const EPDispatchOptions& options) {

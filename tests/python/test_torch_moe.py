@@ -124,6 +124,10 @@ def test_gradients_equal_those_without_ranks(per_node, rows):
         r = world.rank
         layer = layer_on(world, per_node, rows=rows)
         x, w = tokens[r].clone().requires_grad_(), weights[r].clone().requires_grad_()
+        plain, _, _ = layer.dispatch(tokens[r], ids[r], w)
+        assert not plain.requires_grad
+        _, plain_weights, _ = layer.dispatch(x, ids[r], weights[r])
+        assert not plain_weights.requires_grad
         received, row_weights, layout = layer.dispatch(x, ids[r], w)
         per_rank = EXPERTS // WORLD
         if rows == "grouped":

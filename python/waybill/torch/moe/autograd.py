@@ -28,7 +28,10 @@ class Dispatch(torch.autograd.Function):
         token = tokens.new_empty(0, dtype=torch.float32)
         if weights is None:
             weights = tokens.new_empty(0, dtype=torch.float32)
+        if not ctx.needs_input_grad[2]:
             ctx.mark_non_differentiable(weights)
+        if not ctx.needs_input_grad[1]:
+            ctx.mark_non_differentiable(rows)
         return rows, weights, token
 
     @staticmethod
