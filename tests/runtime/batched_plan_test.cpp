@@ -214,7 +214,10 @@ TEST(BatchedPlans, limits_decide_and_can_be_overridden) {
   options.relay = RelayUse::automatic;
   const SequencePlan back = compile_kv_gradient(kv, Rank{0}, options);
   EXPECT_GT(back.limits.relay_seconds, 1.5 * plan.limits.relay_seconds);
-  EXPECT_EQ(back.limits.way, SequenceWay::relay);
+  EXPECT_EQ(back.limits.way, SequenceWay::direct);  // on one node only when asked for
+  options.relay = RelayUse::always;
+  EXPECT_EQ(compile_kv_gradient(kv, Rank{0}, options).limits.way, SequenceWay::relay);
+  options.relay = RelayUse::automatic;
 
   // A schedule that wins little is not taken, unless it must be.
   RelaySchedule straight;
