@@ -11,7 +11,8 @@
 namespace waybill::detail {
 namespace {
 
-constexpr int yields_before_sleep = 2000;
+/// Then waits sleep in between: on a busy processor a yield may take long.
+constexpr double seconds_of_yields = 0.001;
 
 // Ranks may be processes: a lock beside the value would not be shared.
 static_assert(std::atomic_ref<std::uint64_t>::is_always_lock_free);
@@ -33,14 +34,14 @@ std::uint64_t HostTransport::wait(SignalSlot slot, std::uint64_t wanted, Rank pe
   check_slot(slot);
   const std::atomic_ref flag(slot.pad->local[slot.idx]);
   const auto start = std::chrono::steady_clock::now();
-  for (int tries = 0;; ++tries) {
+  for (;;) {
     const std::uint64_t seen = flag.load(std::memory_order_acquire);
     if (seen >= wanted) return seen;
-    if (tries < yields_before_sleep) {
+    const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
+    if (waited.count() < seconds_of_yields && waited.count() < timeout_s()) {
       std::this_thread::yield();
       continue;
     }
-    const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
     if (waited.count() > timeout_s()) {
       throw Timeout({.operation = std::string(operation),
                      .rank = to_int(rank()),
