@@ -72,7 +72,7 @@ void fill_traffic(ExpertDispatch& dispatch) {
     for (std::size_t slot = 0; slot < ranges.size(); ++slot) {
       const auto plane = static_cast<std::int64_t>(slot) / config.max_tokens;
       if (plane % 2 != 0 || ranges[slot] < 0) continue;  // starts only
-      ++traffic.inter_node_ranges.i64()[at(src * config.num_nodes() + plane / 2)];
+      ++traffic.inter_node_ranges.i64()[at(std::int64_t{src} * config.num_nodes() + plane / 2)];
     }
   }
 }
