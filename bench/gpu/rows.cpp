@@ -8,6 +8,7 @@
 #include "waybill/core/at.h"
 #include "waybill/core/error.h"
 #include "waybill/core/float_convert.h"
+#include "waybill/routing/for_each_line.h"
 
 namespace waybill::bench {
 namespace {
@@ -48,18 +49,6 @@ void expect(bool same, const char* what, std::int32_t rank, std::int64_t row) {
   if (!same) throw InternalError(concat("rows: ", what, " ", row, " of rank ", rank, " is wrong"));
 }
 
-/// Calls visit(source rank, first row there, line) for all lines.
-template <class Visit>
-void each_line(const SparseMetadata& metadata, const Visit& visit) {
-  for (std::int32_t w = 0; w < metadata.world_size; ++w) {
-    std::int64_t row = 0;
-    for (auto j = metadata.rank_offsets[at(w)]; j < metadata.rank_offsets[at(w) + 1]; ++j) {
-      visit(w, row, j);
-      row += metadata.seq_len[at(j)];
-    }
-  }
-}
-
 }  // namespace
 
 void fill_rows(const TensorView& view, std::int32_t rank, std::size_t tensor) {
@@ -76,7 +65,7 @@ void fill_rows(const TensorView& view, std::int32_t rank, std::size_t tensor) {
 
 void check_rows(const TensorView& output, const SparseMetadata& metadata, std::int32_t rank,
                 std::size_t tensor) {
-  each_line(metadata, [&](std::int32_t from, std::int64_t row, std::int64_t line) {
+  detail::for_each_line(metadata, [&](std::int32_t from, std::int64_t row, std::int64_t line) {
     const std::int64_t len = metadata.seq_len[at(line)];
     if (len == 0) return;
     for (auto c = metadata.copy_begin(line); c < metadata.copy_end(line); ++c) {
@@ -92,7 +81,7 @@ void check_rows(const TensorView& output, const SparseMetadata& metadata, std::i
 
 void check_sums(const TensorView& output, const SparseMetadata& metadata, std::int32_t rank,
                 std::size_t tensor) {
-  each_line(metadata, [&](std::int32_t home, std::int64_t row, std::int64_t line) {
+  detail::for_each_line(metadata, [&](std::int32_t home, std::int64_t row, std::int64_t line) {
     const std::int64_t len = metadata.seq_len[at(line)];
     if (home != rank || len == 0) return;
     const std::int64_t words = words_of(output);

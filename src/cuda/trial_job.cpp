@@ -6,6 +6,7 @@
 
 #include "waybill/core/at.h"
 #include "waybill/core/float_convert.h"
+#include "waybill/routing/for_each_line.h"
 
 namespace waybill::cuda {
 namespace {
@@ -15,43 +16,33 @@ using waybill::detail::at;
 constexpr std::int64_t largest_number = 256;  // whole numbers up to it are exact in bfloat16
 constexpr std::uint32_t most_numbers = 4;
 
-/// Calls visit(source rank, first row there, line) for all lines.
-template <class Visit>
-void each_line(const SparseMetadata& metadata, const Visit& visit) {
-  for (std::int32_t w = 0; w < metadata.world_size; ++w) {
-    std::int64_t row = 0;
-    for (auto j = metadata.rank_offsets[at(w)]; j < metadata.rank_offsets[at(w) + 1]; ++j) {
-      visit(w, row, j);
-      row += metadata.seq_len[at(j)];
-    }
-  }
-}
-
 std::int64_t place_of(std::int32_t rank, std::int64_t row) {
   return (std::int64_t{rank} << trial_rank_shift) | row;
 }
 
 std::vector<std::vector<std::int64_t>> places_of(const SparseMetadata& metadata) {
   std::vector<std::vector<std::int64_t>> places(at(metadata.world_size));
-  each_line(metadata, [&](std::int32_t from, std::int64_t first, std::int64_t line) {
-    const std::int64_t len = metadata.seq_len[at(line)];
-    for (auto c = metadata.copy_begin(line); c < metadata.copy_end(line) && len > 0; ++c) {
-      auto& rows = places[at(metadata.dst_rank[at(c)])];
-      const std::int64_t begin = metadata.dst_offset[at(c)];
-      if (std::ssize(rows) < begin + len) rows.resize(at(begin + len), -1);
-      for (std::int64_t k = 0; k < len; ++k) rows[at(begin + k)] = place_of(from, first + k);
-    }
-  });
+  waybill::detail::for_each_line(
+      metadata, [&](std::int32_t from, std::int64_t first, std::int64_t line) {
+        const std::int64_t len = metadata.seq_len[at(line)];
+        for (auto c = metadata.copy_begin(line); c < metadata.copy_end(line) && len > 0; ++c) {
+          auto& rows = places[at(metadata.dst_rank[at(c)])];
+          const std::int64_t begin = metadata.dst_offset[at(c)];
+          if (std::ssize(rows) < begin + len) rows.resize(at(begin + len), -1);
+          for (std::int64_t k = 0; k < len; ++k) rows[at(begin + k)] = place_of(from, first + k);
+        }
+      });
   return places;
 }
 
 std::vector<std::vector<std::int32_t>> copies_of(const SparseMetadata& metadata) {
   std::vector<std::vector<std::int32_t>> copies(at(metadata.world_size));
-  each_line(metadata, [&](std::int32_t from, std::int64_t /*first*/, std::int64_t line) {
-    const auto count = metadata.copy_end(line) - metadata.copy_begin(line);
-    copies[at(from)].insert(copies[at(from)].end(), at(metadata.seq_len[at(line)]),
-                            static_cast<std::int32_t>(count));
-  });
+  waybill::detail::for_each_line(
+      metadata, [&](std::int32_t from, std::int64_t /*first*/, std::int64_t line) {
+        const auto count = metadata.copy_end(line) - metadata.copy_begin(line);
+        copies[at(from)].insert(copies[at(from)].end(), at(metadata.seq_len[at(line)]),
+                                static_cast<std::int32_t>(count));
+      });
   return copies;
 }
 

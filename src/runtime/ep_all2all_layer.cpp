@@ -33,25 +33,6 @@ EPAll2AllLayer::EPAll2AllLayer(World& world, const EPConfig& config, const EPLay
 
 EPAll2AllLayer::~EPAll2AllLayer() = default;
 
-template <class Call>
-void EPAll2AllLayer::guarded(Call&& call) {
-  try {
-    call();
-  } catch (const Timeout& error) {
-    broken_ = error.what();
-    throw;
-  } catch (const TransportError& error) {
-    broken_ = error.what();
-    throw;
-  }
-}
-
-void EPAll2AllLayer::check_usable(const char* who) const {
-  if (!broken_.empty()) {
-    throw TransportError(concat(who, ": the layer is of no use any more: ", broken_));
-  }
-}
-
 ExpertCall EPAll2AllLayer::next_call(const char* operation, std::uint64_t number,
                                      const Stream& stream) const {
   return {.operation = operation,
@@ -76,7 +57,7 @@ EPDispatched EPAll2AllLayer::move_rows(ExpertCall call, const ExpertDispatchInpu
                                        EPLayout layout) {
   layout.num_tokens_ = input.tokens.shape[0];
   layout.has_weights_ = is_given(input.weights);
-  guarded([&] {
+  usability_.guard([&] {
     grow_for(layout, *call.stream);
     executor_->dispatch(call, input, *layout.tables_);
   });
@@ -91,13 +72,13 @@ EPDispatched EPAll2AllLayer::move_rows(ExpertCall call, const ExpertDispatchInpu
 }
 
 EPDispatched EPAll2AllLayer::dispatch(const ExpertDispatchInput& input, Stream stream) {
-  check_usable("dispatch");
+  usability_.check("dispatch");
   detail::check_dispatch_input(config_, options_.dispatch, input, true);
   const ExpertCall call = next_call("dispatch", num_dispatches_, stream);
   EPLayout layout;
   layout.config_ = config_;
   layout.options_ = options_.dispatch;
-  guarded([&] { layout.tables_ = executor_->route(call, input); });
+  usability_.guard([&] { layout.tables_ = executor_->route(call, input); });
   ++epoch_;
   ++num_dispatches_;
   return move_rows(call, input, std::move(layout));
@@ -105,7 +86,7 @@ EPDispatched EPAll2AllLayer::dispatch(const ExpertDispatchInput& input, Stream s
 
 EPDispatched EPAll2AllLayer::dispatch(const ExpertDispatchInput& input, const EPLayout& layout,
                                       Stream stream) {
-  check_usable("dispatch");
+  usability_.check("dispatch");
   detail::check_dispatch_input(config_, options_.dispatch, input, false);
   require(layout.tables_ != nullptr && layout.config_ == config_ &&
               layout.options_ == options_.dispatch,
@@ -113,7 +94,7 @@ EPDispatched EPAll2AllLayer::dispatch(const ExpertDispatchInput& input, const EP
   require(input.tokens.shape[0] == layout.num_tokens_, "dispatch: input has ",
           input.tokens.shape[0], " tokens, expected ", layout.num_tokens_, ", as the layout");
   const ExpertCall call = next_call("dispatch", num_dispatches_, stream);
-  guarded([&] { executor_->enter(call, input, *layout.tables_); });
+  usability_.guard([&] { executor_->enter(call, input, *layout.tables_); });
   ++epoch_;
   ++num_dispatches_;
   return move_rows(call, input, layout);
@@ -121,7 +102,7 @@ EPDispatched EPAll2AllLayer::dispatch(const ExpertDispatchInput& input, const EP
 
 void EPAll2AllLayer::combine(const ExpertCombineInput& input, const EPLayout& layout,
                              Stream stream) {
-  check_usable("combine");
+  usability_.check("combine");
   require(layout.tables_ != nullptr && layout.config_ == config_ &&
               layout.options_ == options_.dispatch,
           "combine: the layout is not of this layer");
@@ -137,21 +118,21 @@ void EPAll2AllLayer::combine(const ExpertCombineInput& input, const EPLayout& la
   ExpertCombineInput checked = input;
   checked.options.local_combine = options_.enable_local_combine;
   const ExpertCall call = next_call("combine", num_combines_, stream);
-  guarded([&] { executor_->combine(call, checked, *layout.tables_); });
+  usability_.guard([&] { executor_->combine(call, checked, *layout.tables_); });
   ++epoch_;
   ++num_combines_;
 }
 
 TensorView EPAll2AllLayer::combine_input(std::int64_t rows) const {
-  check_usable("combine_input");
+  usability_.check("combine_input");
   require(0 <= rows && rows <= context_.capacity(), "combine_input: rows = ", rows,
           ", expected 0..", context_.capacity());
   return context_.combine_rows(static_cast<std::uint32_t>(num_combines_ % 2), rows);
 }
 
 void EPAll2AllLayer::ep_barrier_all(Stream stream, bool intra_node_only) {
-  check_usable("ep_barrier_all");
-  guarded([&] {
+  usability_.check("ep_barrier_all");
+  usability_.guard([&] {
     world_.executor().synchronize(stream);
     if (intra_node_only || config_.is_intra_node()) {
       barrier_.barrier_all("ep_barrier_all");
@@ -172,12 +153,12 @@ void EPAll2AllLayer::check_overflow() {
 
 void EPAll2AllLayer::finalize() {
   if (context_.finalized()) return;
-  check_usable("finalize");
-  guarded([&] {
+  usability_.check("finalize");
+  usability_.guard([&] {
     context_.finalize();
     barrier_.finalize();
   });
-  broken_ = "it was finalized";
+  usability_.end("it was finalized");
 }
 
 }  // namespace waybill

@@ -81,7 +81,7 @@ SequenceDispatcher::~SequenceDispatcher() {
 
 void SequenceDispatcher::close() {
   if (arrivals_.local == nullptr) return;
-  guarded([&] {
+  usability_.guard([&] {
     world_.executor().finish();
     Transport& transport = world_.transport();
     for (SymmetricBuffer& window : windows_) retired_.push_back(std::exchange(window, {}));
@@ -92,7 +92,7 @@ void SequenceDispatcher::close() {
     transport.release(slots_);
     transport.release(arrivals_);
   });
-  broken_ = "it was closed";
+  usability_.end("it was closed");
 }
 
 ReadyPlan SequenceDispatcher::ready(SequencePlan plan, Stream stream) {
@@ -131,9 +131,7 @@ void SequenceDispatcher::replace_plan(ReadyPlan& ready, std::span<const Sequence
 
 void SequenceDispatcher::check_call(const char* who, const ReadyPlan& ready,
                                     SequenceOperation operation) const {
-  if (!broken_.empty()) {
-    throw TransportError(concat(who, ": the dispatcher is of no use any more: ", broken_));
-  }
+  usability_.check(who);
   const SequencePlan& plan = ready.plan_;
   require(ready.uploaded_ != nullptr, who, ": the plan is empty");
   require(plan.operation == operation, who, ": the plan is for the other operation");
@@ -143,19 +141,6 @@ void SequenceDispatcher::check_call(const char* who, const ReadyPlan& ready,
   require(plan.window_bytes <= options_.max_window_bytes, who, ": the plan needs windows of ",
           plan.window_bytes,
           " bytes, expected at most max_window_bytes = ", options_.max_window_bytes);
-}
-
-template <class Call>
-void SequenceDispatcher::guarded(Call&& call) {
-  try {
-    call();
-  } catch (const Timeout& error) {
-    broken_ = error.what();
-    throw;
-  } catch (const TransportError& error) {
-    broken_ = error.what();
-    throw;
-  }
 }
 
 void SequenceDispatcher::retire() {
@@ -199,7 +184,7 @@ void SequenceDispatcher::reserve(std::int64_t window_bytes, Stream stream, std::
           "reserve: window_bytes = ", window_bytes, ", expected 0..", options_.max_window_bytes);
   require(0 <= num_slots && num_slots <= (1 << 24), "reserve: num_slots = ", num_slots,
           ", expected 0..2^24");
-  guarded([&] { grow_for("reserve", window_bytes, num_slots, stream); });
+  usability_.guard([&] { grow_for("reserve", window_bytes, num_slots, stream); });
 }
 
 std::vector<TensorView> SequenceDispatcher::window_views(const SequencePlan& plan,
@@ -234,7 +219,7 @@ std::vector<TensorView> SequenceDispatcher::dispatch(const ReadyPlan& ready,
   constexpr const char* who = "dispatch";
   check_call(who, ready, SequenceOperation::dispatch);
   detail::check_inputs(who, ready.plan_, tensors);
-  guarded([&] {
+  usability_.guard([&] {
     grow_for(who, ready.plan_.window_bytes, ready.plan_.num_slots, stream);
     world_.executor().dispatch(next_call(who, ready, tensors, {}, stream));
     ++epoch_;
@@ -249,7 +234,7 @@ void SequenceDispatcher::kv_gradient(const ReadyPlan& ready,
   check_call(who, ready, SequenceOperation::kv_gradient);
   detail::check_inputs(who, ready.plan_, gradients);
   detail::check_outputs(who, ready.plan_, outputs);
-  guarded([&] {
+  usability_.guard([&] {
     grow_for(who, ready.plan_.window_bytes, ready.plan_.num_slots, stream);
     world_.executor().kv_gradient(next_call(who, ready, gradients, outputs, stream));
     ++epoch_;
@@ -259,7 +244,7 @@ void SequenceDispatcher::kv_gradient(const ReadyPlan& ready,
 std::vector<TensorView> SequenceDispatcher::gradient_inputs(const ReadyPlan& ready, Stream stream) {
   constexpr const char* who = "gradient_inputs";
   check_call(who, ready, SequenceOperation::kv_gradient);
-  guarded([&] { grow_for(who, ready.plan_.window_bytes, ready.plan_.num_slots, stream); });
+  usability_.guard([&] { grow_for(who, ready.plan_.window_bytes, ready.plan_.num_slots, stream); });
   return window_views(ready.plan_, epoch_ + 1);
 }
 
@@ -270,7 +255,7 @@ std::vector<std::shared_ptr<void>> SequenceDispatcher::window_memory() const {
 }
 
 void SequenceDispatcher::synchronize(Stream stream) {
-  guarded([&] { world_.executor().synchronize(stream); });
+  usability_.guard([&] { world_.executor().synchronize(stream); });
 }
 
 }  // namespace waybill

@@ -12,16 +12,10 @@
 
 namespace waybill::test {
 
-/// The parts of a forward dispatch of Q, K and V, of Q's way home, and of the gradient.
-struct GpuStep {
-  std::vector<SequencePart> forward;
-  std::vector<SequencePart> reverse;
-  std::vector<SequencePart> kv;
-};
-
 /// Forward, back and gradient of one case on one rank, against what is expected.
 inline void check_gpu_step(World& world, SequenceDispatcher& dispatcher, DeviceArena& arena,
-                           const GpuStep& step, const Expected& expected, const std::string& name) {
+                           const StepParts& step, const Expected& expected,
+                           const std::string& name) {
   using Views = std::vector<ConstTensorView>;
   const auto r = at(to_int(world.rank()));
   const Stream stream{arena.stream()};
@@ -63,8 +57,7 @@ class CasesOnGpu {
       for (std::size_t i = 0; i < cases_.size(); ++i) {
         const std::string name = concat(way.name, ", ", cases_[i].name, ", rank ", world.rank(),
                                         " of ", world.world_size());
-        const GpuStep step{forward_parts(cases_[i]), reverse_parts(cases_[i]), kv_parts(cases_[i])};
-        check_gpu_step(world, dispatcher, arena, step, expected_[i], name);
+        check_gpu_step(world, dispatcher, arena, step_parts(cases_[i]), expected_[i], name);
       }
       world.barrier();
       dispatcher.close();

@@ -49,6 +49,7 @@ struct NodeCase {
   [[nodiscard]] std::vector<SequencePart> reverse() const {
     return {{&the.routing.rev_q, {the.q}}};
   }
+  [[nodiscard]] StepParts parts() const { return {forward(), reverse(), kv()}; }
 
   [[nodiscard]] SequencePlanOptions gradient_options() const {
     return {.ranks_per_node = topology.ranks_per_node, .relay = RelayUse::always};
@@ -61,29 +62,8 @@ struct NodeCase {
   bool once = false;  ///< sums are made in nodes where no schedule says how
 };
 
-/// Forward, back home, and the gradients: everything as expected.
 inline void check_step(World& world, SequenceDispatcher& dispatcher, const NodeCase& node) {
-  const auto r = at(to_int(world.rank()));
-  const SequenceCase& the = node.the;
-  const Expected& expected = node.expected;
-  const auto forward = dispatcher.plan_dispatch(node.forward());
-  const auto reverse = dispatcher.plan_dispatch(node.reverse());
-  const auto gradient = dispatcher.plan_kv_gradient(node.kv());
-  const auto outputs = dispatcher.dispatch(
-      forward, std::vector<ConstTensorView>{expected.q[r].view(), expected.k[r].view(),
-                                            expected.v[r].view()});
-  ASSERT_TRUE(same_bytes(outputs[0], expected.q_out[r])) << the.name << ": Q of rank " << r;
-  ASSERT_TRUE(same_bytes(outputs[1], expected.k_out[r])) << the.name << ": K of rank " << r;
-  ASSERT_TRUE(same_bytes(outputs[2], expected.v_out[r])) << the.name << ": V of rank " << r;
-  const auto home = dispatcher.dispatch(reverse, std::vector<ConstTensorView>{outputs[0]});
-  ASSERT_TRUE(same_bytes(home[0], expected.q[r])) << the.name << ": Q back on rank " << r;
-  HostTensor dk(the.k.dtype, expected.k[r].shape());
-  HostTensor dv(the.v.dtype, expected.v[r].shape());
-  dispatcher.kv_gradient(
-      gradient, std::vector<ConstTensorView>{expected.k_out[r].view(), expected.v_out[r].view()},
-      std::vector<TensorView>{dk.view(), dv.view()});
-  ASSERT_TRUE(same_bytes(dk.view(), expected.k_gradient[r])) << the.name << ": dK of rank " << r;
-  ASSERT_TRUE(same_bytes(dv.view(), expected.v_gradient[r])) << the.name << ": dV of rank " << r;
+  check_step(world, dispatcher, node.the, node.parts(), node.expected);
 }
 
 /// Small batches, so that there are many; relays wherever there are schedules.

@@ -34,4 +34,15 @@ inline std::vector<SequencePart> reverse_parts(const SequenceCase& the) {
   return {{&the.routing.rev_q, {the.q}}};
 }
 
+/// The parts of a forward dispatch of Q, K and V, of Q's way home, and of the gradient.
+struct StepParts {
+  std::vector<SequencePart> forward;
+  std::vector<SequencePart> reverse;
+  std::vector<SequencePart> kv;
+};
+
+inline StepParts step_parts(const SequenceCase& the) {
+  return {forward_parts(the), reverse_parts(the), kv_parts(the)};
+}
+
 }  // namespace waybill::test

@@ -25,11 +25,11 @@ inline testing::AssertionResult same_bytes(const ConstTensorView& view,
 
 /// Q, K and V there, Q back, gradients of K and V, in host memory. On all ranks.
 inline void check_step(World& world, SequenceDispatcher& dispatcher, const SequenceCase& the,
-                       const Expected& expected) {
+                       const StepParts& parts, const Expected& expected) {
   const auto r = at(to_int(world.rank()));
-  const auto forward = dispatcher.plan_dispatch(forward_parts(the));
-  const auto reverse = dispatcher.plan_dispatch(reverse_parts(the));
-  const auto gradient = dispatcher.plan_kv_gradient(kv_parts(the));
+  const auto forward = dispatcher.plan_dispatch(parts.forward);
+  const auto reverse = dispatcher.plan_dispatch(parts.reverse);
+  const auto gradient = dispatcher.plan_kv_gradient(parts.kv);
   const auto outputs = dispatcher.dispatch(
       forward, std::vector<ConstTensorView>{expected.q[r].view(), expected.k[r].view(),
                                             expected.v[r].view()});
@@ -46,6 +46,11 @@ inline void check_step(World& world, SequenceDispatcher& dispatcher, const Seque
       std::vector<TensorView>{dk.view(), dv.view()});
   ASSERT_TRUE(same_bytes(dk.view(), expected.k_gradient[r])) << the.name << ": dK of rank " << r;
   ASSERT_TRUE(same_bytes(dv.view(), expected.v_gradient[r])) << the.name << ": dV of rank " << r;
+}
+
+inline void check_step(World& world, SequenceDispatcher& dispatcher, const SequenceCase& the,
+                       const Expected& expected) {
+  check_step(world, dispatcher, the, step_parts(the), expected);
 }
 
 }  // namespace waybill::test

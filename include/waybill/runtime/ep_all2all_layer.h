@@ -3,12 +3,12 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <string>
 
 #include "waybill/core/tensor_view.h"
 #include "waybill/moe/ep_layout.h"
 #include "waybill/runtime/dispatch_combine_context.h"
 #include "waybill/runtime/expert_executor.h"
+#include "waybill/runtime/usability.h"
 #include "waybill/runtime/world.h"
 
 namespace waybill {
@@ -121,11 +121,8 @@ class EPAll2AllLayer {
  private:
   [[nodiscard]] ExpertCall next_call(const char* operation, std::uint64_t number,
                                      const Stream& stream) const;
-  void check_usable(const char* who) const;
   EPDispatched move_rows(ExpertCall call, const ExpertDispatchInput& input, EPLayout layout);
   void grow_for(const EPLayout& layout, const Stream& stream);
-  template <class Call>
-  void guarded(Call&& call);
 
   World& world_;
   EPConfig config_;
@@ -136,7 +133,7 @@ class EPAll2AllLayer {
   std::uint64_t epoch_ = 0;  ///< of the last call
   std::uint64_t num_dispatches_ = 0;
   std::uint64_t num_combines_ = 0;
-  std::string broken_;  ///< why it is of no use any more
+  detail::Usability usability_{"layer"};
 };
 
 }  // namespace waybill

@@ -5,11 +5,11 @@
 #include <memory>
 #include <optional>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "waybill/core/tensor_view.h"
 #include "waybill/runtime/sequence_plan.h"
+#include "waybill/runtime/usability.h"
 #include "waybill/runtime/world.h"
 
 namespace waybill {
@@ -129,8 +129,6 @@ class SequenceDispatcher {
   [[nodiscard]] SequenceCall next_call(const char* who, const ReadyPlan& ready,
                                        std::span<const ConstTensorView> inputs,
                                        std::span<const TensorView> outputs, Stream stream);
-  template <class Call>
-  void guarded(Call&& call);
 
   World& world_;
   SequenceDispatcherOptions options_;
@@ -141,7 +139,7 @@ class SequenceDispatcher {
   SignalPad slots_;                   ///< for whom ranks wait, and the slots of batches
   std::vector<SignalPad> old_slots_;  ///< outgrown
   std::uint64_t epoch_ = 0;           ///< of the last call
-  std::string broken_;                ///< why it is of no use any more
+  detail::Usability usability_{"dispatcher"};
 };
 
 }  // namespace waybill

@@ -92,10 +92,6 @@ __device__ inline void bulk_wait_but() {
 }
 
 /// Waits until all stores of this thread have arrived.
-__device__ inline void bulk_wait_all() {
-#ifdef WAYBILL_HAS_BULK
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-#endif
-}
+__device__ inline void bulk_wait_all() { bulk_wait_but<0>(); }
 
 }  // namespace waybill::cuda
