@@ -8,15 +8,15 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 seconds=${1:-60}
 
 scripts/setup.sh --ci
-cmake --preset fuzz --log-level=WARNING
-cmake --build --preset fuzz
-
 shopt -s nullglob
 targets=(tests/fuzz/fuzz_*.cpp)
 if ((${#targets[@]} == 0)); then
   echo "fuzz: no targets in tests/fuzz" >&2
   exit 1
 fi
+names=("${targets[@]##*/}")
+cmake --preset asan-ubsan --log-level=WARNING
+cmake --build --preset asan-ubsan --target "${names[@]%.cpp}"
 mkdir -p build/fuzz/found
 for source in "${targets[@]}"; do
   name=$(basename "$source" .cpp)
@@ -24,7 +24,7 @@ for source in "${targets[@]}"; do
   mkdir -p "${inputs[0]}"
   [[ -d tests/fuzz/corpus/$name ]] && inputs+=("tests/fuzz/corpus/$name")
   log=build/fuzz/$name.log
-  if ! scripts/fixed_addresses.sh "build/fuzz/fuzz/$name" -max_total_time="$seconds" -timeout=10 \
+  if ! scripts/fixed_addresses.sh "build/asan-ubsan/fuzz/$name" -max_total_time="$seconds" -timeout=10 \
     -rss_limit_mb=2048 -artifact_prefix=build/fuzz/found/ -print_final_stats=1 \
     "${inputs[@]}" >"$log" 2>&1; then
     tail -n 60 "$log"
