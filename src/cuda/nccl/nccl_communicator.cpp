@@ -104,9 +104,10 @@ void NcclCommunicator::connect(const Topology& topology) {
     return status != cudaErrorNotReady;
   });
   if (!done) {
-    throw TransportError(concat("NCCL: rank ", rank_, " got no message from all ranks of other "
-                                "nodes within ", patience_s_,
-                                " s (NCCL_DEBUG=INFO says more)"));
+    throw TransportError(concat("NCCL: rank ", rank_,
+                                " got no message from all ranks of other "
+                                "nodes within ",
+                                patience_s_, " s (NCCL_DEBUG=INFO says more)"));
   }
   gpu_->check(status, "connecting to other nodes", starting);
 }
@@ -169,9 +170,8 @@ void NcclCommunicator::fail(NcclResult result, std::string_view doing) const {
 void NcclCommunicator::abort() noexcept {
   if (comm_ == nullptr) return;
   try {
-    std::packaged_task<void()> task([api = api_, comm = std::exchange(comm_, nullptr)] {
-      (void)api->abort(comm);
-    });
+    std::packaged_task<void()> task(
+        [api = api_, comm = std::exchange(comm_, nullptr)] { (void)api->abort(comm); });
     const auto done = task.get_future();
     std::thread(std::move(task)).detach();
     (void)done.wait_for(Seconds(abort_patience_s));

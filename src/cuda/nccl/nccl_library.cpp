@@ -76,7 +76,8 @@ std::vector<Place> places() {
   if (const std::string named = variable("WAYBILL_NCCL_LIBRARY"); !named.empty()) {
     return {{named}};
   }
-  std::vector<Place> places{{library_file, RTLD_NOLOAD}};  // two NCCLs in a process are one too many
+  std::vector<Place> places{
+      {library_file, RTLD_NOLOAD}};  // two NCCLs in a process are one too many
   if (const std::string home = variable("NCCL_HOME"); !home.empty()) {
     places.push_back({(std::filesystem::path(home) / "lib" / library_file).string()});
   }

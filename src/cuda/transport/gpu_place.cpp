@@ -75,8 +75,8 @@ void require_peer_access(std::span<const GpuPlace> peers, std::int32_t first, in
   for (int other = 0; other < count; ++other) {
     if (other == device) continue;
     const cudaUUID_t id = id_of(other);
-    const auto used = std::ranges::find_if(
-        peers, [&](const GpuPlace& place) { return same_gpu(place.gpu, id); });
+    const auto used =
+        std::ranges::find_if(peers, [&](const GpuPlace& place) { return same_gpu(place.gpu, id); });
     if (used == peers.end()) continue;
     int can = 0;
     cuda_check(cudaDeviceCanAccessPeer(&can, device, other), "asking for peer access");

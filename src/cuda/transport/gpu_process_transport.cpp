@@ -48,6 +48,11 @@ std::shared_ptr<void> open_peer(const cudaIpcMemHandle_t& handle, std::size_t ra
           }};
 }
 
+const char* name_of(NetworkWire wire) {
+  if (wire == NetworkWire::peer) return "peer";
+  return wire == NetworkWire::nccl ? "nccl" : "automatic";
+}
+
 /// How ranks of different nodes reach each other, from what was asked for.
 NetworkWire choose_wire(NetworkWire asked, const std::vector<GpuPlace>& places,
                         const Topology& topology) {
@@ -62,7 +67,7 @@ class GpuProcessTransport final : public GpuTransport {
                       std::shared_ptr<GpuRank> gpu, const std::vector<GpuPlace>& places,
                       NetworkWire wire)
       : GpuTransport(std::move(bootstrap), ranks_per_node, gpu, 1) {
-    const Setting settings[] = {{"wire", concat(static_cast<int>(wire))}};
+    const Setting settings[] = {{"wire", name_of(wire)}};
     require_same(who, settings);
     require_own_processes(places, who);
     require_nodes_on_hosts(places, topology().ranks_per_node, who);
