@@ -112,7 +112,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
   void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
                 ExpertTables& tables) override {
-    begin(call);
+    resume(call);
     auto& the = static_cast<GpuExpertTables&>(tables);
     const bool capturing = is_capturing(call);
     the.fit(memory_.capacity, stream_of(call), capturing);
@@ -174,9 +174,14 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
  private:
   void begin(const ExpertCall& call) const {
+    resume(call);
+    throw_bad_inputs();
+  }
+
+  /// In the middle of a call, on whose end the others count, bad inputs are no reason to stop.
+  void resume(const ExpertCall& call) const {
     gpu_->use();
     gpu_->throw_fault(call.operation);
-    throw_bad_inputs();
   }
 
   void throw_bad_inputs() const {
