@@ -112,7 +112,8 @@ EPConfig config_of(std::int32_t world_size, std::int32_t num_experts, std::int32
 void check_random(const EPConfig& config, const EPDispatchOptions& options, int count,
                   std::uint64_t number, const std::vector<int>& sms = {8, 1, 16}) {
   Random random(number);
-  check_rounds(config, options, random_rounds(config, options, count, random), sms);
+  check_rounds(config, options,
+               random_rounds(config, options, test::num_random_cases(count), random), sms);
 }
 
 TEST(GpuExpert, one_rank) { check_random(config_of(1, 4, 2, 40, 64), {}, 8, 1); }
