@@ -204,7 +204,7 @@ def run_threads(
     Args:
         device: "cpu" for ranks in host memory; "cuda" for rank r on GPU r modulo their number,
             which must reach each other's memory. ``waybill.torch.run_threads`` also makes it
-            torch's current device.
+            torch's current device. Ranks with a GPU each queue every call together, see world.md.
         ranks_per_node: less than world_size makes logical nodes; None is one node.
         timeout_s: deadline of every wait for another rank.
 

@@ -22,7 +22,6 @@ class Dispatch(torch.autograd.Function):
         rows, weights, made = layer._dispatch(tokens, ids, weight, positions, None, layout)
         holder.append(made)
         ctx.layer, ctx.layout, ctx.ids, ctx.positions = layer, made, ids, positions
-        ctx.num_rows = rows.shape[0]
         ctx.weight_dtype = None if weight is None else weight.dtype
         # Without elements, it ties combine to this call: where no rows arrive, backward would else
         # leave this call out, for which other ranks wait.
@@ -56,13 +55,13 @@ def _weights_home(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     nothing = torch.zeros(
         ctx.layout.num_dispatch_token_cur_rank, topk, dtype=torch.float32, device=layer.device
     )
-    _, _, layout = layer._dispatch(nothing, ids, None, ctx.positions, None, None)
+    there, _, layout = layer._dispatch(nothing, ids, None, ctx.positions, None, None)
     compact = layer.rows == "compact"
     table = ctx.layout.recv_topk_indices if compact else ctx.layout.recv_tags[:, 2:3]
-    # Tables and results may have room for more rows than have come: not both of them the same.
-    count = min(gradient.shape[0], table.shape[0])
+    # Gradient and table may have room for more rows than have come: not both of them the same.
+    rows = torch.zeros_like(there)
+    count = min(rows.shape[0], gradient.shape[0], table.shape[0])
     gradient, table = gradient[:count].to(torch.float32), table[:count].to(torch.int64)
-    rows = torch.zeros(ctx.num_rows, topk, dtype=torch.float32, device=layer.device)
     zero = torch.zeros((), dtype=torch.float32, device=layer.device)
     if compact:
         rows[:count] = torch.where(table >= 0, gradient, zero)
