@@ -83,9 +83,9 @@ struct SequencePlan {
   /// With `local_apart`: rows that stay on the rank. kv_gradient: their sums are what stands at
   /// their place in the window, and this rank copies them from its gradients to its outputs.
   std::vector<RowSegment> local_segments;
-  std::vector<StagedRows> staged;  ///< kv_gradient: gradients that sums read in the window
-  std::vector<RowCut> cuts;                   ///< [tensors]
-  std::vector<std::int64_t> bucket_chunks;    ///< [W]: chunks by distance from rank + 1
+  std::vector<StagedRows> staged;           ///< kv_gradient: gradients that sums read in the window
+  std::vector<RowCut> cuts;                 ///< [tensors]
+  std::vector<std::int64_t> bucket_chunks;  ///< [W]: chunks by distance from rank + 1
   std::int64_t num_chunks = 0;
   std::int64_t num_wire_chunks = 0;  ///< dispatch: the first ones, that go to another rank (too);
                                      ///< behind them those that only stay. kv_gradient: all
