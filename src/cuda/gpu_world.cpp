@@ -25,7 +25,7 @@ int num_gpus() {
 
 namespace {
 
-using MakeTransport = std::function<std::unique_ptr<Transport>(
+using MakeTransport = std::function<std::unique_ptr<cuda::GpuTransport>(
     std::shared_ptr<Bootstrap>, std::shared_ptr<cuda::GpuRank>,
     const std::vector<cuda::GpuPlace>& places)>;
 

@@ -9,6 +9,7 @@
 #include "waybill/core/uninitialized_vector.h"
 #include "waybill/planner/relay.h"
 #include "waybill/routing/sparse_metadata.h"
+#include "waybill/runtime/network_program.h"
 #include "waybill/runtime/row_chunk.h"
 #include "waybill/runtime/work_batch.h"
 
@@ -92,6 +93,7 @@ struct SequencePlan {
   std::vector<BatchSlot> waits;
   std::vector<BatchSlot> signals;
   std::int32_t num_slots = 0;  ///< that the rank with the most needs
+  NetworkProgram network;      ///< with `split_network`: what the batches leave to others
   PlanLimits limits;
 };
 
@@ -118,6 +120,9 @@ struct SequencePlanOptions {
   /// Of a batch that others forward or add up. 0: a sixteenth of what the rank sends to such, at
   /// least 256 KiB.
   std::int64_t batch_bytes = 0;
+  /// What goes to other nodes is SequencePlan::network, and no batch has places there: for
+  /// executors that have somebody else for it.
+  bool split_network = false;
 };
 
 /// Makes the chunks and places of a plan from its segments.

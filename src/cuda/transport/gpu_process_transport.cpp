@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "../executor/cuda_check.h"
-#include "gpu_transport.h"
 #include "keep_memory.h"
 #include "waybill/core/at.h"
 #include "waybill/transport/agree.h"
@@ -91,10 +90,10 @@ class GpuProcessTransport final : public GpuTransport {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_gpu_process_transport(std::shared_ptr<Bootstrap> bootstrap,
-                                                      std::int32_t ranks_per_node,
-                                                      std::shared_ptr<GpuRank> gpu,
-                                                      const std::vector<GpuPlace>& places) {
+std::unique_ptr<GpuTransport> make_gpu_process_transport(std::shared_ptr<Bootstrap> bootstrap,
+                                                         std::int32_t ranks_per_node,
+                                                         std::shared_ptr<GpuRank> gpu,
+                                                         const std::vector<GpuPlace>& places) {
   return std::make_unique<GpuProcessTransport>(std::move(bootstrap), ranks_per_node, std::move(gpu),
                                                places);
 }

@@ -6,12 +6,12 @@
 
 #include "../executor/gpu_rank.h"
 #include "gpu_place.h"
-#include "waybill/transport/transport.h"
+#include "gpu_transport.h"
 
 namespace waybill::cuda {
 
 /// Ranks are processes of one host; each maps the device memory of the others (CUDA IPC).
-[[nodiscard]] std::unique_ptr<Transport> make_gpu_process_transport(
+[[nodiscard]] std::unique_ptr<GpuTransport> make_gpu_process_transport(
     std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node, std::shared_ptr<GpuRank> gpu,
     const std::vector<GpuPlace>& places);
 

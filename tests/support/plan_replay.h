@@ -1,0 +1,149 @@
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <vector>
+
+#include "support/sequence_case.h"
+#include "waybill/runtime/sequence_plan.h"
+
+namespace waybill::test {
+
+/// Carries out the plans of all ranks, of float32 tensors and with chunks, one thing at a time: the
+/// batches of each rank in their order, and beside them the puts of its network program in theirs.
+/// Sums are in float32, in the order of the places.
+class PlanReplay {
+ public:
+  PlanReplay(std::span<const SequencePlan> plans,
+             const std::vector<std::vector<HostTensor>>& tensors)
+      : plans_(plans), tensors_(tensors), world_(plans.size()), workers_(2 * plans.size()) {
+    for (const SequencePlan& plan : plans) {
+      windows.emplace_back(at(plan.window_bytes));
+      slots_.emplace_back(at(plan.num_slots) * world_);
+      ready_.emplace_back(at(plan.network.num_ready));
+      auto& sums = outputs.emplace_back();
+      for (std::size_t t = 0; t < plan.tensors.size(); ++t)
+        sums.emplace_back(DType::float32, Shape{plan.own_rows[t], plan.tensors[t].hidden});
+    }
+    if (plans.front().operation == SequenceOperation::kv_gradient) stage();
+  }
+
+  /// @return whether all ranks came to the end
+  bool run() {
+    for (bool moves = true; moves;) {
+      moves = false;
+      for (std::size_t r = 0; r < world_; ++r) {
+        while (run_batch(r)) moves = true;
+        while (run_step(r)) moves = true;
+      }
+    }
+    for (std::size_t r = 0; r < world_; ++r) {
+      if (workers_[r] < plans_[r].batches.size()) return false;
+      if (workers_[world_ + r] < plans_[r].network.steps.size()) return false;
+    }
+    return true;
+  }
+
+  std::vector<std::vector<std::byte>> windows;   ///< [W]
+  std::vector<std::vector<HostTensor>> outputs;  ///< [W][tensors] sums
+
+ private:
+  void stage() {
+    for (std::size_t r = 0; r < world_; ++r) {
+      for (std::size_t t = 0; t < plans_[r].tensors.size(); ++t) {
+        const auto bytes = tensors_[r][t].bytes();
+        std::memcpy(windows[r].data() + plans_[r].window_offsets[t], bytes.data(), bytes.size());
+      }
+    }
+  }
+
+  bool is_raised(std::size_t rank, const BatchSlot& slot) const {
+    if (at(slot.rank) == world_) return ready_[rank][at(slot.slot)] != 0;
+    return slots_[rank][at(slot.slot)] != 0;
+  }
+  void raise(std::size_t from, const BatchSlot& slot) {
+    if (at(slot.rank) == world_) {
+      ready_[from][at(slot.slot)] = 1;
+    } else {
+      slots_[at(slot.rank)][at(slot.slot)] = 1;
+    }
+  }
+
+  bool run_batch(std::size_t r) {
+    const SequencePlan& plan = plans_[r];
+    if (workers_[r] == plan.batches.size()) return false;
+    const WorkBatch& batch = plan.batches[workers_[r]];
+    for (std::int32_t w = 0; w < batch.num_waits; ++w) {
+      if (!is_raised(r, plan.waits[at(batch.first_wait + w)])) return false;
+    }
+    for (std::int64_t c = 0; c < batch.num_chunks; ++c)
+      run_chunk(r, batch.kind, plan.chunks[at(batch.first_chunk + c)]);
+    for (std::int32_t s = 0; s < batch.num_signals; ++s)
+      raise(r, plan.signals[at(batch.first_signal + s)]);
+    ++workers_[r];
+    return true;
+  }
+
+  bool run_step(std::size_t r) {
+    const NetworkProgram& network = plans_[r].network;
+    if (workers_[world_ + r] == network.steps.size()) return false;
+    const NetworkStep& step = network.steps[workers_[world_ + r]];
+    for (std::int32_t w = 0; w < step.num_waits; ++w) {
+      if (!is_raised(r, network.waits[at(step.first_wait + w)])) return false;
+    }
+    for (std::int32_t i = 0; i < step.num_puts; ++i) {
+      const NetworkPut& put = network.puts[at(step.first_put + i)];
+      std::memcpy(windows[at(put.peer)].data() + put.to_bytes, windows[r].data() + put.from_bytes,
+                  at(put.size_bytes));
+    }
+    for (std::int32_t s = 0; s < step.num_signals; ++s)
+      raise(r, network.signals[at(step.first_signal + s)]);
+    ++workers_[world_ + r];
+    return true;
+  }
+
+  std::byte* in_window(std::size_t r, std::size_t tensor, const RowChunk& chunk) {
+    return windows[r].data() + plans_[r].window_offsets[tensor] +
+           chunk.row * plans_[r].cuts[tensor].row_bytes + chunk.col_bytes;
+  }
+
+  void run_chunk(std::size_t r, BatchKind kind, const RowChunk& chunk) {
+    const SequencePlan& plan = plans_[r];
+    const auto t = at(chunk.tensor);
+    const std::size_t bytes = at(chunk.rows) * at(chunk.part_bytes);
+    const std::size_t in_tensor = at(chunk.row * plan.cuts[t].row_bytes + chunk.col_bytes);
+    if (kind == BatchKind::send || kind == BatchKind::forward) {
+      const std::byte* const from = kind == BatchKind::send
+                                        ? tensors_[r][t].bytes().data() + in_tensor
+                                        : in_window(r, t, chunk);
+      for (std::int32_t p = 0; p < chunk.num_places; ++p)
+        std::memcpy(at_place(plan.places[at(chunk.first_place + p)]), from, bytes);
+      return;
+    }
+    std::byte* const to = kind == BatchKind::partial ? in_window(r, t + plan.tensors.size(), chunk)
+                                                     : outputs[r][t].bytes().data() + in_tensor;
+    for (std::size_t i = 0; i < bytes; i += sizeof(float)) {
+      float sum = 0;
+      for (std::int32_t p = 0; p < chunk.num_places; ++p) {
+        float addend = 0;
+        std::memcpy(&addend, at_place(plan.places[at(chunk.first_place + p)]) + i, sizeof(float));
+        sum = p == 0 ? addend : sum + addend;
+      }
+      std::memcpy(to + i, &sum, sizeof(float));
+    }
+  }
+
+  std::byte* at_place(std::uint64_t place) {
+    return windows[place >> place_rank_shift].data() + (place & place_offset_mask & ~place_sum_bit);
+  }
+
+  std::span<const SequencePlan> plans_;
+  const std::vector<std::vector<HostTensor>>& tensors_;  ///< [W][tensors]
+  std::size_t world_;
+  std::vector<std::size_t> workers_;              ///< [2 W] next batch, next step
+  std::vector<std::vector<std::uint8_t>> slots_;  ///< [W] pads
+  std::vector<std::vector<std::uint8_t>> ready_;  ///< [W]
+};
+
+}  // namespace waybill::test
