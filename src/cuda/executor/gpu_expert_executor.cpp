@@ -9,14 +9,11 @@
 #include "gpu_expert_nodes.h"
 #include "gpu_expert_params.h"
 #include "gpu_expert_tables.h"
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
 #include "waybill/runtime/executor.h"
 
 namespace waybill::cuda {
 namespace {
-
-using waybill::detail::at;
 
 constexpr int default_sms = 16;
 
@@ -24,8 +21,7 @@ cudaStream_t stream_of(const ExpertCall& call) {
   return call.stream == nullptr ? nullptr : static_cast<cudaStream_t>(call.stream->handle);
 }
 
-void check_supported(const Transport& transport, const EPConfig& config,
-                     const ExpertMemory& memory) {
+void check_supported(const Transport& transport, const EPConfig& config) {
   const std::int32_t world = config.world_size;
   if (world > max_gpu_ranks) {
     throw Unsupported(
@@ -43,18 +39,17 @@ void check_supported(const Transport& transport, const EPConfig& config,
                                " is on another node, expected ranks that reach each other by load "
                                "and store"));
     }
-    if (memory.board.memory[at(r)] == nullptr) {
-      throw Unsupported(concat("experts on GPUs: the memory of rank ", r, " on node ", r / local,
-                               " is not mapped here, expected nodes of one host in a world of "
-                               "gpu threads or gpu processes; NVSHMEM and NCCL do not carry "
-                               "experts between nodes yet"));
-    }
+  }
+  const std::int32_t of_world = transport.topology().ranks_per_node;
+  if (!config.is_intra_node() && local != of_world) {
+    throw Unsupported(concat("experts on GPUs: local_world_size = ", local, ", expected ", of_world,
+                             ", as the nodes of the world"));
   }
 }
 
 class GpuExpertExecutor final : public ExpertExecutor {
  public:
-  GpuExpertExecutor(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,
+  GpuExpertExecutor(GpuTransport& transport, std::shared_ptr<GpuRank> gpu, int share,
                     const EPConfig& config, const EPDispatchOptions& options,
                     const ExpertMemory& memory)
       : transport_(transport),
@@ -112,7 +107,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
   void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
                 ExpertTables& tables) override {
-    begin(call);
+    resume(call);
     auto& the = static_cast<GpuExpertTables&>(tables);
     const bool capturing = is_capturing(call);
     the.fit(memory_.capacity, stream_of(call), capturing);
@@ -150,7 +145,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     if (input.rows.shape[0] > 0) stage(call, input, the);
     CombineParams params = params_.combine(call, input, the);
     if (nodes_ != nullptr) {
-      nodes_->meet(call);
+      nodes_->meet(call, the, num_sms(call));
       params.output = nodes_->sums();
     }
     const bool bulk =
@@ -174,9 +169,14 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
  private:
   void begin(const ExpertCall& call) const {
+    resume(call);
+    throw_bad_inputs();
+  }
+
+  /// In the middle of a call, on whose end the others count, bad inputs are no reason to stop.
+  void resume(const ExpertCall& call) const {
     gpu_->use();
     gpu_->throw_fault(call.operation);
-    throw_bad_inputs();
   }
 
   void throw_bad_inputs() const {
@@ -244,7 +244,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     }
   }
 
-  Transport& transport_;
+  GpuTransport& transport_;
   std::shared_ptr<GpuRank> gpu_;
   int share_;
   EPConfig config_;
@@ -274,13 +274,13 @@ int num_sending_blocks(const EPConfig& config, const EPDispatchOptions& options,
   return std::clamp(most, 1, blocks);
 }
 
-std::unique_ptr<ExpertExecutor> make_gpu_expert_executor(Transport& transport,
+std::unique_ptr<ExpertExecutor> make_gpu_expert_executor(GpuTransport& transport,
                                                          std::shared_ptr<GpuRank> gpu, int share,
                                                          const EPConfig& config,
                                                          const EPDispatchOptions& options,
                                                          const ExpertMemory& memory) {
   gpu->use();
-  check_supported(transport, config, memory);
+  check_supported(transport, config);
   return std::make_unique<GpuExpertExecutor>(transport, std::move(gpu), share, config, options,
                                              memory);
 }

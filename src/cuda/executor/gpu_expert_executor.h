@@ -2,9 +2,9 @@
 
 #include <memory>
 
+#include "../transport/gpu_transport.h"
 #include "gpu_rank.h"
 #include "waybill/runtime/expert_executor.h"
-#include "waybill/transport/transport.h"
 
 namespace waybill::cuda {
 
@@ -12,7 +12,7 @@ namespace waybill::cuda {
 /// @throws Unsupported for ranks that do not reach each other by load and store, and for more
 ///   experts than shared memory counts
 [[nodiscard]] std::unique_ptr<ExpertExecutor> make_gpu_expert_executor(
-    Transport& transport, std::shared_ptr<GpuRank> gpu, int share, const EPConfig& config,
+    GpuTransport& transport, std::shared_ptr<GpuRank> gpu, int share, const EPConfig& config,
     const EPDispatchOptions& options, const ExpertMemory& memory);
 
 /// Blocks of a dispatch that send before they receive: as many as the links take, and a share of

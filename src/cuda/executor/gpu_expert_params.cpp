@@ -82,8 +82,8 @@ MoeMeet ExpertParams::meet(const ExpertCall& call, FaultKind kind) const {
   const std::int64_t slots = static_cast<std::int64_t>(ExpertSignal::entered) * config_.world_size;
   m.meet.own_arrivals = memory_.signals.local + slots;
   for (std::int32_t r = 0; r < config_.world_size; ++r) {
-    auto* const signals = static_cast<std::uint64_t*>(memory_.signals.memory[at(r)].get());
-    m.meet.peer_arrivals[r] = signals + slots;
+    std::uint64_t* const signals = memory_.signals.peers[at(r)];  // null on another node
+    m.meet.peer_arrivals[r] = signals == nullptr ? nullptr : signals + slots;
   }
   m.turn = call.parity;
   return m;
