@@ -54,7 +54,7 @@ THIRD_PARTY = {
 }
 
 # The folders of a room that is a house of its own: each may include those before it.
-FOLDERS = {"cuda": ("device", "nvshmem", "kernel", "moe", "executor", "transport")}
+FOLDERS = {"cuda": ("device", "network", "nvshmem", "kernel", "moe", "executor", "transport")}
 
 SUFFIXES = (".h", ".cpp", ".cuh", ".cu")
 

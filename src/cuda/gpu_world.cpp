@@ -42,7 +42,8 @@ World make_world(const char* who, std::shared_ptr<Bootstrap> bootstrap, int devi
   const auto places = cuda::exchange_places(*bootstrap, device);
   const int share = cuda::ranks_on_gpu_of(places, bootstrap->rank());
   auto transport = make_transport(std::move(bootstrap), gpu, places);
-  auto executor = cuda::make_gpu_executor(*transport, std::move(gpu), share);
+  auto leg = topology.num_nodes() > 1 ? transport->make_network_leg() : nullptr;
+  auto executor = cuda::make_gpu_executor(*transport, std::move(gpu), share, std::move(leg));
   return {std::move(transport), std::move(executor)};
 }
 

@@ -20,18 +20,19 @@ cudaStream_t stream_of(Stream stream) { return static_cast<cudaStream_t>(stream.
 
 class GpuExecutor final : public Executor {
  public:
-  GpuExecutor(GpuTransport& transport, std::shared_ptr<GpuRank> gpu, int share)
+  GpuExecutor(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,
+              std::unique_ptr<NetworkLeg> leg)
       : transport_(transport),
         gpu_(std::move(gpu)),
         share_(share),
         pool_(std::make_shared<PlanPool>(gpu_)),
-        copy_engine_(gpu_, share) {
+        copy_engine_(gpu_, share),
+        leg_(std::move(leg)) {
     gpu_->use();
     cuda_check(prepare_meet(), "loading kernels");
     cuda_check(prepare_expand_plan(), "loading kernels");
     cuda_check(prepare_dispatch_vector(), "loading kernels");
     cuda_check(prepare_kv_gradient(false), "loading kernels");
-    if (transport.topology().num_nodes() > 1) leg_ = transport.make_network_leg();
     if (!gpu_->has_bulk_copies()) return;
     cuda_check(prepare_dispatch_bulk(), "loading kernels");
     cuda_check(prepare_kv_gradient(true), "loading kernels");
@@ -206,7 +207,7 @@ class GpuExecutor final : public Executor {
     }
   }
 
-  GpuTransport& transport_;
+  Transport& transport_;
   std::shared_ptr<GpuRank> gpu_;
   int share_;
   std::shared_ptr<PlanPool> pool_;
@@ -216,9 +217,9 @@ class GpuExecutor final : public Executor {
 
 }  // namespace
 
-std::unique_ptr<Executor> make_gpu_executor(GpuTransport& transport, std::shared_ptr<GpuRank> gpu,
-                                            int share) {
-  return std::make_unique<GpuExecutor>(transport, std::move(gpu), share);
+std::unique_ptr<Executor> make_gpu_executor(Transport& transport, std::shared_ptr<GpuRank> gpu,
+                                            int share, std::unique_ptr<NetworkLeg> leg) {
+  return std::make_unique<GpuExecutor>(transport, std::move(gpu), share, std::move(leg));
 }
 
 }  // namespace waybill::cuda

@@ -4,7 +4,7 @@
 
 #include "../executor/cuda_check.h"
 #include "../kernel/launch.h"
-#include "../network/peer_leg.h"
+#include "peer_leg.h"
 #include "waybill/core/at.h"
 
 namespace waybill::cuda {

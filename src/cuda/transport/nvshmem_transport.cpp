@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "../executor/cuda_check.h"
-#include "../network/nvshmem_leg.h"
 #include "../nvshmem/nvshmem_library.h"
 #include "keep_memory.h"
+#include "nvshmem_leg.h"
 #include "waybill/core/at.h"
 #include "waybill/transport/agree.h"
 

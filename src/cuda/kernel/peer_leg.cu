@@ -1,4 +1,4 @@
-#include "leg_kernel.cuh"
+#include "../network/leg_kernel.cuh"
 #include "peer_leg.h"
 
 namespace waybill::cuda {

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "side_stream.h"
+
 namespace waybill::cuda {
 namespace {
 

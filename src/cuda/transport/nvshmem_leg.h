@@ -3,8 +3,8 @@
 #include <memory>
 
 #include "../executor/gpu_rank.h"
+#include "../network/network_leg.h"
 #include "../nvshmem/nvshmem_api.h"
-#include "network_leg.h"
 
 namespace waybill::cuda {
 

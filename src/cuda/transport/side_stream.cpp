@@ -1,4 +1,4 @@
-#include "network_leg.h"
+#include "side_stream.h"
 
 #include <utility>
 

@@ -3,6 +3,8 @@
 #include <utility>
 
 #include "../executor/cuda_check.h"
+#include "../kernel/peer_leg.h"
+#include "side_stream.h"
 #include "waybill/core/at.h"
 
 namespace waybill::cuda {
