@@ -21,7 +21,7 @@ cudaStream_t stream_of(const ExpertCall& call) {
   return call.stream == nullptr ? nullptr : static_cast<cudaStream_t>(call.stream->handle);
 }
 
-void check_supported(const Transport& transport, const EPConfig& config) {
+void check_supported(const Transport& transport, const NetworkLeg* leg, const EPConfig& config) {
   const std::int32_t world = config.world_size;
   if (world > max_gpu_ranks) {
     throw Unsupported(
@@ -40,8 +40,13 @@ void check_supported(const Transport& transport, const EPConfig& config) {
                                "and store"));
     }
   }
+  if (config.is_intra_node()) return;
+  if (leg == nullptr) {
+    throw Unsupported(concat("experts on GPUs: ", config.num_nodes(),
+                             " nodes, expected one: this world does not carry rows between nodes"));
+  }
   const std::int32_t of_world = transport.topology().ranks_per_node;
-  if (!config.is_intra_node() && local != of_world) {
+  if (local != of_world) {
     throw Unsupported(concat("experts on GPUs: local_world_size = ", local, ", expected ", of_world,
                              ", as the nodes of the world"));
   }
@@ -49,7 +54,7 @@ void check_supported(const Transport& transport, const EPConfig& config) {
 
 class GpuExpertExecutor final : public ExpertExecutor {
  public:
-  GpuExpertExecutor(GpuTransport& transport, std::shared_ptr<GpuRank> gpu, int share,
+  GpuExpertExecutor(Transport& transport, std::shared_ptr<GpuRank> gpu, int share, NetworkLeg* leg,
                     const EPConfig& config, const EPDispatchOptions& options,
                     const ExpertMemory& memory)
       : transport_(transport),
@@ -62,7 +67,8 @@ class GpuExpertExecutor final : public ExpertExecutor {
         pool_(std::make_shared<TablePool>(gpu_)) {
     const bool nodes = !config_.is_intra_node();
     if (nodes) {
-      nodes_ = std::make_unique<ExpertNodes>(transport, gpu_, config_, options_, memory_, params_);
+      nodes_ =
+          std::make_unique<ExpertNodes>(transport, gpu_, *leg, config_, options_, memory_, params_);
     }
     cuda_check(prepare_route(nodes), "loading kernels");
     cuda_check(prepare_stage(config_.token_dtype), "loading kernels");
@@ -244,7 +250,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     }
   }
 
-  GpuTransport& transport_;
+  Transport& transport_;
   std::shared_ptr<GpuRank> gpu_;
   int share_;
   EPConfig config_;
@@ -274,14 +280,14 @@ int num_sending_blocks(const EPConfig& config, const EPDispatchOptions& options,
   return std::clamp(most, 1, blocks);
 }
 
-std::unique_ptr<ExpertExecutor> make_gpu_expert_executor(GpuTransport& transport,
+std::unique_ptr<ExpertExecutor> make_gpu_expert_executor(Transport& transport,
                                                          std::shared_ptr<GpuRank> gpu, int share,
-                                                         const EPConfig& config,
+                                                         NetworkLeg* leg, const EPConfig& config,
                                                          const EPDispatchOptions& options,
                                                          const ExpertMemory& memory) {
   gpu->use();
-  check_supported(transport, config);
-  return std::make_unique<GpuExpertExecutor>(transport, std::move(gpu), share, config, options,
+  check_supported(transport, leg, config);
+  return std::make_unique<GpuExpertExecutor>(transport, std::move(gpu), share, leg, config, options,
                                              memory);
 }
 

@@ -28,21 +28,17 @@ std::int64_t most_puts(const EPConfig& config) {
 
 }  // namespace
 
-ExpertNodes::ExpertNodes(GpuTransport& transport, std::shared_ptr<GpuRank> gpu,
+ExpertNodes::ExpertNodes(Transport& transport, std::shared_ptr<GpuRank> gpu, NetworkLeg& leg,
                          const EPConfig& config, const EPDispatchOptions& options,
                          const ExpertMemory& memory, const ExpertParams& params)
     : transport_(transport),
       gpu_(std::move(gpu)),
+      leg_(leg),
       config_(config),
       options_(options),
       memory_(memory),
       params_(params),
-      own_node_(config.rank / config.local_world_size),
-      leg_(transport.make_network_leg()) {
-  if (leg_ == nullptr) {
-    throw Unsupported(concat("experts on GPUs: ", config_.num_nodes(),
-                             " nodes, expected one: this world does not carry rows between nodes"));
-  }
+      own_node_(config.rank / config.local_world_size) {
   cuda_check(prepare_nodes(config_.token_dtype), "loading kernels");
   const std::int64_t steps = config_.num_nodes() - 1;
   std::int64_t total = 0;
@@ -127,26 +123,26 @@ void ExpertNodes::run(const ListPutsParams& params, ExpertSignal signal, const E
   const cudaStream_t stream = stream_of(call);
   const bool begins = params.begins >= 0;
   gpu_->check(launch_list_puts(params, stream), "launching a kernel", call.operation);
-  leg_->start({.operation = call.operation,
-               .kind = params.m.meet.kind,
-               .arrival = begins ? LegArrival::first : LegArrival::none,
-               .tables = {.num_puts = program_.num_puts,
-                          .steps = program_.steps,
-                          .puts = program_.puts,
-                          .waits = program_.waits,
-                          .signals = program_.signals,
-                          .done = done_,
-                          .ready = nullptr},
-               .state = program_.state,
-               .plan = nullptr,
-               .window = &memory_.board,
-               .slots = &memory_.signals,
-               .first_slot = 0,
-               .arrivals = &memory_.signals,
-               .epoch = call.epoch,
-               .num_sms = num_sms,
-               .stream = stream});
-  leg_->join(stream);
+  leg_.start({.operation = call.operation,
+              .kind = params.m.meet.kind,
+              .arrival = begins ? LegArrival::first : LegArrival::none,
+              .tables = {.num_puts = program_.num_puts,
+                         .steps = program_.steps,
+                         .puts = program_.puts,
+                         .waits = program_.waits,
+                         .signals = program_.signals,
+                         .done = done_,
+                         .ready = nullptr},
+              .state = program_.state,
+              .plan = nullptr,
+              .window = &memory_.board,
+              .slots = &memory_.signals,
+              .first_slot = 0,
+              .arrivals = &memory_.signals,
+              .epoch = call.epoch,
+              .num_sms = num_sms,
+              .stream = stream});
+  leg_.join(stream);
   AwaitNodesParams wait{};
   wait.m = params.m;
   wait.shape = params.shape;

@@ -4,11 +4,11 @@
 
 #include "../moe/nodes_params.h"
 #include "../network/network_leg.h"
-#include "../transport/gpu_transport.h"
 #include "gpu_expert_params.h"
 #include "gpu_expert_tables.h"
 #include "gpu_rank.h"
 #include "waybill/runtime/expert_executor.h"
+#include "waybill/transport/transport.h"
 
 namespace waybill::cuda {
 
@@ -19,9 +19,8 @@ namespace waybill::cuda {
 /// to the boards of the peers.
 class ExpertNodes {
  public:
-  /// @throws Unsupported where nothing carries rows between the nodes
-  ExpertNodes(GpuTransport& transport, std::shared_ptr<GpuRank> gpu, const EPConfig& config,
-              const EPDispatchOptions& options, const ExpertMemory& memory,
+  ExpertNodes(Transport& transport, std::shared_ptr<GpuRank> gpu, NetworkLeg& leg,
+              const EPConfig& config, const EPDispatchOptions& options, const ExpertMemory& memory,
               const ExpertParams& params);
   ExpertNodes(const ExpertNodes&) = delete;
   ExpertNodes& operator=(const ExpertNodes&) = delete;
@@ -70,14 +69,14 @@ class ExpertNodes {
     return static_cast<std::int64_t>(signal) * config_.world_size;
   }
 
-  GpuTransport& transport_;
+  Transport& transport_;
   std::shared_ptr<GpuRank> gpu_;
+  NetworkLeg& leg_;
   EPConfig config_;
   EPDispatchOptions options_;
   const ExpertMemory& memory_;
   const ExpertParams& params_;
   std::int32_t own_node_;
-  std::unique_ptr<NetworkLeg> leg_;
   std::shared_ptr<void> program_memory_;
   LegProgram program_{};
   unsigned* done_ = nullptr;  ///< of the leg: puts of a step that have arrived
