@@ -121,8 +121,11 @@ class GpuExpertExecutor final : public ExpertExecutor {
     params.tokens = input.tokens.data;
     params.scales = input.scales.data;
     if (options_.payload == EPPayload::quantized) quantize(call, input, params);
+    int blocks = num_sms(call);
     if (nodes_ != nullptr) {
-      nodes_->exchange_rows(call, input, the, num_sms(call));
+      const int of_leg = ExpertNodes::leg_sms(blocks);
+      nodes_->start_rows(call, input, the, of_leg);
+      blocks = std::max(1, blocks - of_leg);
       params.tokens = memory_.board.local + memory_.board_layout.forward_rows;
       params.scales = options_.payload == EPPayload::plain
                           ? nullptr
@@ -134,12 +137,12 @@ class GpuExpertExecutor final : public ExpertExecutor {
         common_word({address_of(params.tokens), row_bytes, address_of(params.scales), scale_bytes});
     const bool bulk = gpu_->has_bulk_copies() && word == 16;
     params.cuts = cut_rows(row_bytes, static_cast<std::int32_t>(scale_bytes), bulk, word);
-    const int blocks = num_sms(call);
     params.num_senders = num_sending_blocks(config_, options_, blocks, params.shape.num_tokens);
     // Early blocks take room from the route of a rank on the same device. On several nodes others
     // kernels come between.
     const bool early = share_ == 1 && options_.payload != EPPayload::quantized && nodes_ == nullptr;
     check(launch_rows(params, {bulk, early, blocks}, stream_of(call)), call);
+    if (nodes_ != nullptr) nodes_->finish_rows(call);
     the.are_filled = true;
     the.note_use(stream_of(call), capturing);
   }
@@ -149,19 +152,12 @@ class GpuExpertExecutor final : public ExpertExecutor {
     begin(call);
     const auto& the = static_cast<const GpuExpertTables&>(tables);
     if (input.rows.shape[0] > 0) stage(call, input, the);
-    CombineParams params = params_.combine(call, input, the);
+    const CombineParams params = params_.combine(call, input, the);
     if (nodes_ != nullptr) {
-      nodes_->meet(call, the, num_sms(call));
-      params.output = nodes_->sums();
+      combine_nodes(call, input, the, params);
+    } else {
+      sum(params, num_sms(call), call);
     }
-    const bool bulk =
-        gpu_->has_bulk_copies() &&
-        common_word({params.row_bytes, address_of(params.output), address_of(params.biases[0]),
-                     address_of(params.biases[1])}) == 16;
-    check(launch_combine(params, config_.token_dtype, config_.weight_dtype, bulk, num_sms(call),
-                         stream_of(call)),
-          call);
-    if (nodes_ != nullptr) nodes_->add_shares(call, input, the, num_sms(call));
     const_cast<GpuExpertTables&>(the).note_use(stream_of(call), is_capturing(call));
   }
 
@@ -183,6 +179,41 @@ class GpuExpertExecutor final : public ExpertExecutor {
   void resume(const ExpertCall& call) const {
     gpu_->use();
     gpu_->throw_fault(call.operation);
+  }
+
+  void sum(const CombineParams& params, int blocks, const ExpertCall& call) const {
+    const bool bulk =
+        gpu_->has_bulk_copies() &&
+        common_word({params.row_bytes, address_of(params.output), address_of(params.biases[0]),
+                     address_of(params.biases[1])}) == 16;
+    check(launch_combine(params, config_.token_dtype, config_.weight_dtype, bulk, blocks,
+                         stream_of(call)),
+          call);
+  }
+
+  /// Sums of other nodes' tokens first, which travel while those of this node are made.
+  void combine_nodes(const ExpertCall& call, const ExpertCombineInput& input,
+                     const GpuExpertTables& tables, const CombineParams& all) const {
+    const int sms = num_sms(call);
+    const int of_leg = ExpertNodes::leg_sms(sms);
+    const std::int32_t own = config_.rank / config_.local_world_size;
+    const auto sum_nodes = [&](std::int32_t first, std::int32_t count, int blocks) {
+      if (count == 0) return;
+      CombineParams part = all;
+      const std::int64_t token = first * config_.max_tokens;
+      const std::int64_t entry = token * config_.topk;
+      part.shape.num_tokens = static_cast<std::int32_t>(count * config_.max_tokens);
+      part.places += entry;
+      if (part.weights != nullptr) part.weights += entry * dtype_bytes(config_.weight_dtype);
+      part.output = nodes_->sums() + token * all.row_bytes;
+      sum(part, blocks, call);
+    };
+    nodes_->meet(call, tables, sms);
+    sum_nodes(0, own, sms);
+    sum_nodes(own + 1, config_.num_nodes() - own - 1, sms);
+    nodes_->start_shares(call, tables, of_leg);
+    sum_nodes(own, 1, std::max(1, sms - of_leg));
+    nodes_->add_shares(call, input, tables);
   }
 
   void throw_bad_inputs() const {

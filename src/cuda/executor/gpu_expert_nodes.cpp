@@ -1,5 +1,6 @@
 #include "gpu_expert_nodes.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "../moe/launch.h"
@@ -67,6 +68,8 @@ ExpertNodes::ExpertNodes(Transport& transport, std::shared_ptr<GpuRank> gpu, Net
 
 ExpertNodes::~ExpertNodes() { transport_.abandon({program_memory_}); }
 
+int ExpertNodes::leg_sms(int num_sms) { return std::clamp(num_sms / 4, 1, 8); }
+
 std::byte* ExpertNodes::own_rows() const {
   const std::int64_t row_bytes = config_.hidden * dtype_bytes(payload_dtype(config_, options_));
   return memory_.board.local + memory_.board_layout.forward_rows + own_slice() * row_bytes;
@@ -118,14 +121,12 @@ void ExpertNodes::add_weights(const ExpertCall& call, const ExpertDispatchInput&
   add_part(params, memory_.board_layout.forward_weights, row_bytes);
 }
 
-void ExpertNodes::run(const ListPutsParams& params, ExpertSignal signal, const ExpertCall& call,
-                      int num_sms) {
+void ExpertNodes::start(const ListPutsParams& params, const ExpertCall& call, int num_sms) {
   const cudaStream_t stream = stream_of(call);
-  const bool begins = params.begins >= 0;
   gpu_->check(launch_list_puts(params, stream), "launching a kernel", call.operation);
   leg_.start({.operation = call.operation,
               .kind = params.m.meet.kind,
-              .arrival = begins ? LegArrival::first : LegArrival::none,
+              .arrival = params.begins >= 0 ? LegArrival::first : LegArrival::none,
               .tables = {.num_puts = program_.num_puts,
                          .steps = program_.steps,
                          .puts = program_.puts,
@@ -142,19 +143,26 @@ void ExpertNodes::run(const ListPutsParams& params, ExpertSignal signal, const E
               .epoch = call.epoch,
               .num_sms = num_sms,
               .stream = stream});
+}
+
+/// Joins the leg, and waits for what the other nodes have sent with theirs.
+void ExpertNodes::await(const ListPutsParams& params, const ExpertCall& call, bool counts) {
+  const cudaStream_t stream = stream_of(call);
   leg_.join(stream);
   AwaitNodesParams wait{};
   wait.m = params.m;
   wait.shape = params.shape;
-  wait.begins = begins;
-  if (params.num_parts > 0) wait.slots = memory_.signals.local + first_slot(signal);
+  wait.begins = params.begins;
+  wait.counts = counts;
+  if (params.num_parts > 0) wait.slots = memory_.signals.local + params.first_signal;
   gpu_->check(launch_await_nodes(wait, stream), "launching a kernel", call.operation);
 }
 
 void ExpertNodes::meet(const ExpertCall& call, const GpuExpertTables& tables, int num_sms) {
   ListPutsParams params = puts(call, tables, FaultKind::moe_combine, ExpertSignal::shared);
   params.begins = 1;
-  run(params, ExpertSignal::shared, call, num_sms);
+  start(params, call, num_sms);
+  await(params, call, true);
 }
 
 void ExpertNodes::exchange_ids(const ExpertCall& call, const ExpertDispatchInput& input,
@@ -174,7 +182,8 @@ void ExpertNodes::exchange_ids(const ExpertCall& call, const ExpertDispatchInput
   add_part(params, memory_.board_layout.forward_ids, row_bytes);
   params.parts[0].total_bytes = config_.max_tokens * row_bytes;  // with what says: no token
   add_weights(call, input, params);
-  run(params, ExpertSignal::posted, call, num_sms);
+  start(params, call, num_sms);
+  await(params, call, false);
 }
 
 void ExpertNodes::exchange_weights(const ExpertCall& call, const ExpertDispatchInput& input,
@@ -182,7 +191,8 @@ void ExpertNodes::exchange_weights(const ExpertCall& call, const ExpertDispatchI
   ListPutsParams params = puts(call, tables, FaultKind::moe_dispatch, ExpertSignal::posted);
   params.begins = 0;
   add_weights(call, input, params);
-  run(params, ExpertSignal::posted, call, num_sms);
+  start(params, call, num_sms);
+  await(params, call, false);
 }
 
 void ExpertNodes::note_runs(const ExpertCall& call, const GpuExpertTables& tables) const {
@@ -193,8 +203,8 @@ void ExpertNodes::note_runs(const ExpertCall& call, const GpuExpertTables& table
   gpu_->check(launch_node_runs(params, stream_of(call)), "launching a kernel", call.operation);
 }
 
-void ExpertNodes::exchange_rows(const ExpertCall& call, const ExpertDispatchInput& input,
-                                const GpuExpertTables& tables, int num_sms) {
+void ExpertNodes::start_rows(const ExpertCall& call, const ExpertDispatchInput& input,
+                             const GpuExpertTables& tables, int num_sms) {
   const std::int64_t row_bytes = config_.hidden * dtype_bytes(payload_dtype(config_, options_));
   const std::int64_t scale_bytes = num_scales(config_, options_) * 4;
   if (options_.payload != EPPayload::quantized) {  // else they are there
@@ -206,11 +216,14 @@ void ExpertNodes::exchange_rows(const ExpertCall& call, const ExpertDispatchInpu
   params.ids = tables.part(tables.fixed().ids) + own_slice() * config_.topk;
   add_part(params, memory_.board_layout.forward_rows, row_bytes);
   add_part(params, memory_.board_layout.forward_scales, scale_bytes);
-  run(params, ExpertSignal::forwarded, call, num_sms);
+  start(params, call, num_sms);
 }
 
-void ExpertNodes::add_shares(const ExpertCall& call, const ExpertCombineInput& input,
-                             const GpuExpertTables& tables, int num_sms) {
+void ExpertNodes::finish_rows(const ExpertCall& call) { leg_.join(stream_of(call)); }
+
+/// What start_shares sends.
+ListPutsParams ExpertNodes::share_puts(const ExpertCall& call,
+                                       const GpuExpertTables& tables) const {
   const std::int64_t row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
   const std::int64_t slice_bytes = config_.max_tokens * row_bytes;
   const ExpertBoardLayout& board = memory_.board_layout;
@@ -223,12 +236,24 @@ void ExpertNodes::add_shares(const ExpertCall& call, const ExpertCombineInput& i
                      .to = board.shares + own_node_ * slice_bytes,
                      .row_bytes = row_bytes,
                      .total_bytes = slice_bytes};
-  run(params, ExpertSignal::shared, call, num_sms);
+  return params;
+}
+
+void ExpertNodes::start_shares(const ExpertCall& call, const GpuExpertTables& tables, int num_sms) {
+  start(share_puts(call, tables), call, num_sms);
+}
+
+void ExpertNodes::add_shares(const ExpertCall& call, const ExpertCombineInput& input,
+                             const GpuExpertTables& tables) {
+  const ListPutsParams params = share_puts(call, tables);
+  const std::int64_t row_bytes = params.parts[0].row_bytes;
+  const std::int64_t slice_bytes = params.parts[0].total_bytes;
+  await(params, call, false);
   AddSharesParams add{};
   add.shape = params.shape;
   add.row_bytes = row_bytes;
   add.ids = params.ids + own_slice() * config_.topk;
-  add.shares = memory_.board.local + board.shares;
+  add.shares = memory_.board.local + memory_.board_layout.shares;
   add.own_share = sums() + own_node_ * slice_bytes;
   for (std::size_t i = 0; i < input.biases.size(); ++i) add.biases[i] = input.biases[i].data;
   add.output = input.output.data;

@@ -19,6 +19,9 @@ namespace waybill::cuda {
 /// to the boards of the peers.
 class ExpertNodes {
  public:
+  /// Of so many multiprocessors, those for a leg that a kernel of the node runs beside.
+  [[nodiscard]] static int leg_sms(int num_sms);
+
   ExpertNodes(Transport& transport, std::shared_ptr<GpuRank> gpu, NetworkLeg& leg,
               const EPConfig& config, const EPDispatchOptions& options, const ExpertMemory& memory,
               const ExpertParams& params);
@@ -37,9 +40,13 @@ class ExpertNodes {
   /// The table of runs, from the ids in the tables.
   void note_runs(const ExpertCall& call, const GpuExpertTables& tables) const;
 
-  /// Exchanges rows, once counting or weights are done. Rows that were quantised are in place.
-  void exchange_rows(const ExpertCall& call, const ExpertDispatchInput& input,
-                     const GpuExpertTables& tables, int num_sms);
+  /// Begins to exchange rows, once counting or weights are done, beside the kernel of the node,
+  /// which waits for them. Rows that were quantised are in place.
+  void start_rows(const ExpertCall& call, const ExpertDispatchInput& input,
+                  const GpuExpertTables& tables, int num_sms);
+
+  /// Behind that kernel, which other kernels may then follow.
+  void finish_rows(const ExpertCall& call);
 
   /// Begins a combine: meets all ranks, whose expert outputs are then in the combine windows.
   void meet(const ExpertCall& call, const GpuExpertTables& tables, int num_sms);
@@ -47,9 +54,12 @@ class ExpertNodes {
   /// Where the combine of a node's ranks leaves sums: [nodes, M] rows, by home node.
   [[nodiscard]] std::byte* sums() const { return memory_.board.local + memory_.board_layout.sums; }
 
-  /// Sends the sums home, and adds those that come.
+  /// Begins to send the sums of other nodes' tokens home.
+  void start_shares(const ExpertCall& call, const GpuExpertTables& tables, int num_sms);
+
+  /// Adds this node's sums and those that come.
   void add_shares(const ExpertCall& call, const ExpertCombineInput& input,
-                  const GpuExpertTables& tables, int num_sms);
+                  const GpuExpertTables& tables);
 
   /// This rank's part of the board: where its payload and scales lie.
   [[nodiscard]] std::byte* own_rows() const;
@@ -58,10 +68,13 @@ class ExpertNodes {
  private:
   [[nodiscard]] ListPutsParams puts(const ExpertCall& call, const GpuExpertTables& tables,
                                     FaultKind kind, ExpertSignal signal) const;
+  [[nodiscard]] ListPutsParams share_puts(const ExpertCall& call,
+                                          const GpuExpertTables& tables) const;
   void add_part(ListPutsParams& params, std::int64_t part, std::int64_t row_bytes) const;
   void add_weights(const ExpertCall& call, const ExpertDispatchInput& input,
                    ListPutsParams& params) const;
-  void run(const ListPutsParams& params, ExpertSignal signal, const ExpertCall& call, int num_sms);
+  void start(const ListPutsParams& params, const ExpertCall& call, int num_sms);
+  void await(const ListPutsParams& params, const ExpertCall& call, bool counts);
   void copy(std::byte* to, const ConstTensorView& from, std::int64_t row_bytes,
             const ExpertCall& call) const;
   [[nodiscard]] std::int64_t own_slice() const { return own_node_ * config_.max_tokens; }

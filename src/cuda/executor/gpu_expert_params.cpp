@@ -171,6 +171,8 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
     params.windows[i] = window.peers[r] + memory_.window.rows;
     params.streams[i] = streams_.peers[r];
   }
+  params.forwarded = memory_.signals.local +
+                     static_cast<std::int64_t>(ExpertSignal::forwarded) * config_.world_size;
   params.scales_offset = memory_.window.scales - memory_.window.rows;
   params.tags = reinterpret_cast<MoeTag*>(window.local + memory_.window.tags);
   params.weights = window.local + memory_.window.weights;
@@ -229,7 +231,7 @@ CombineParams ExpertParams::combine(const ExpertCall& call, const ExpertCombineI
   params.row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
   if (input.options.weighted) params.weights = tables.part<std::byte>(tables.fixed().weights);
   if (!config_.is_intra_node()) {
-    params.m.meet.world_size = 1;
+    params.in_call = true;
     return params;
   }
   for (std::size_t i = 0; i < input.biases.size(); ++i) params.biases[i] = input.biases[i].data;

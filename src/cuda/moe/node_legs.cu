@@ -152,13 +152,14 @@ __global__ void __launch_bounds__(list_warps * 32)
 __global__ void __launch_bounds__(32)
     await_nodes_kernel(const __grid_constant__ AwaitNodesParams p) {
   const MoeShape& s = p.shape;
-  const std::uint64_t epoch = p.m.state->call.epoch + (p.begins ? 1 : 0);
-  if (p.begins) await_all(p.m.meet, epoch);
-  if (p.slots == nullptr) return;
-  for (std::int32_t k = 1 + lane_id(); k < s.num_nodes; k += 32) {
+  const std::uint64_t epoch = p.m.state->call.epoch + (p.begins >= 0 ? 1 : 0);
+  if (p.begins >= 0) await_all(p.m.meet, epoch);
+  for (std::int32_t k = 1 + lane_id(); k < s.num_nodes && p.slots != nullptr; k += 32) {
     const std::int32_t peer = peer_on(s, (own_node(s) + k) % s.num_nodes);
     await(p.slots + peer, epoch, p.m.meet.kind, s.rank, peer, p.m.meet.sink);
   }
+  __syncwarp();
+  if (p.counts && threadIdx.x == 0) end_moe_call(p.m, p.begins, epoch);
 }
 
 }  // namespace

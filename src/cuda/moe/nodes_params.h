@@ -60,7 +60,8 @@ struct ListPutsParams {
 struct AwaitNodesParams {
   MoeMeet m;
   MoeShape shape;
-  bool begins;                 ///< the call has begun and not ended: all ranks must have entered
+  std::int32_t begins;         ///< as in ListPutsParams; not -1: all ranks must have entered
+  bool counts;                 ///< and then the call is counted
   const std::uint64_t* slots;  ///< [W]: those that peers on other nodes raise; null: none
 };
 
