@@ -96,7 +96,6 @@ class GpuExpertExecutor final : public ExpertExecutor {
     const int blocks = route_blocks(params.shape, num_sms(call));
     // No event here: the rows' kernel begins early only right behind this one.
     check(launch_route(params, blocks, stream_of(call)), call);
-    if (nodes_ != nullptr) nodes_->note_runs(call, *tables);
     return tables;
   }
 
@@ -142,7 +141,10 @@ class GpuExpertExecutor final : public ExpertExecutor {
     // kernels come between.
     const bool early = share_ == 1 && options_.payload != EPPayload::quantized && nodes_ == nullptr;
     check(launch_rows(params, {bulk, early, blocks}, stream_of(call)), call);
-    if (nodes_ != nullptr) nodes_->finish_rows(call);
+    if (nodes_ != nullptr) {
+      if (!the.are_filled) nodes_->note_runs(call, the);
+      nodes_->finish_rows(call);
+    }
     the.are_filled = true;
     the.note_use(stream_of(call), capturing);
   }
