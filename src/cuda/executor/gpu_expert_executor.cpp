@@ -6,13 +6,17 @@
 
 #include "../moe/launch.h"
 #include "cuda_check.h"
+#include "gpu_expert_nodes.h"
 #include "gpu_expert_params.h"
 #include "gpu_expert_tables.h"
+#include "waybill/core/at.h"
 #include "waybill/core/error.h"
 #include "waybill/runtime/executor.h"
 
 namespace waybill::cuda {
 namespace {
+
+using waybill::detail::at;
 
 constexpr int default_sms = 16;
 
@@ -20,12 +24,9 @@ cudaStream_t stream_of(const ExpertCall& call) {
   return call.stream == nullptr ? nullptr : static_cast<cudaStream_t>(call.stream->handle);
 }
 
-void check_supported(const Transport& transport, const EPConfig& config) {
+void check_supported(const Transport& transport, const EPConfig& config,
+                     const ExpertMemory& memory) {
   const std::int32_t world = config.world_size;
-  if (!config.is_intra_node()) {
-    throw Unsupported(concat("experts on GPUs: ", world, " ranks on ", config.num_nodes(),
-                             " nodes, expected one node"));
-  }
   if (world > max_gpu_ranks) {
     throw Unsupported(
         concat("experts on GPUs: ", world, " ranks, expected at most ", max_gpu_ranks));
@@ -34,11 +35,19 @@ void check_supported(const Transport& transport, const EPConfig& config) {
     throw Unsupported(concat("experts on GPUs: num_experts = ", config.num_experts,
                              ", expected at most ", max_experts_on_gpu(world)));
   }
+  const std::int32_t local = config.local_world_size;
   for (std::int32_t r = 0; r < world; ++r) {
-    if (transport.reach(Rank{r}) == Reach::network) {
+    const bool of_node = r / local == config.rank / local;
+    if (of_node && transport.reach(Rank{r}) == Reach::network) {
       throw Unsupported(concat("experts on GPUs: rank ", r,
                                " is on another node, expected ranks that reach each other by load "
                                "and store"));
+    }
+    if (memory.board.memory[at(r)] == nullptr) {
+      throw Unsupported(concat("experts on GPUs: the memory of rank ", r, " on node ", r / local,
+                               " is not mapped here, expected nodes of one host in a world of "
+                               "gpu threads or gpu processes; NVSHMEM and NCCL do not carry "
+                               "experts between nodes yet"));
     }
   }
 }
@@ -56,7 +65,11 @@ class GpuExpertExecutor final : public ExpertExecutor {
         memory_(memory),
         params_(transport, gpu_, share, config, options, memory),
         pool_(std::make_shared<TablePool>(gpu_)) {
-    cuda_check(prepare_route(), "loading kernels");
+    const bool nodes = !config_.is_intra_node();
+    if (nodes) {
+      nodes_ = std::make_unique<ExpertNodes>(transport, gpu_, config_, options_, memory_, params_);
+    }
+    cuda_check(prepare_route(nodes), "loading kernels");
     cuda_check(prepare_stage(config_.token_dtype), "loading kernels");
     for (const bool bulk : {false, true}) {
       if (bulk && !gpu_->has_bulk_copies()) continue;
@@ -75,12 +88,14 @@ class GpuExpertExecutor final : public ExpertExecutor {
     auto tables = std::make_shared<GpuExpertTables>(config_, options_, memory_.capacity, pool_,
                                                     gpu_, stream_of(call), is_capturing(call));
     tables->num_tokens = input.ids.shape[0];
-    tables->has_weights = input.weights.data != nullptr;
+    tables->has_weights = is_given(input.weights);
     tables->ticket = ++last_ticket_ & 0xFFFFFFFF;
+    if (nodes_ != nullptr) nodes_->exchange_ids(call, input, *tables, num_sms(call));
     const RouteParams params = params_.route(call, input, *tables);
     const int blocks = route_blocks(params.shape, num_sms(call));
     // No event here: the rows' kernel begins early only right behind this one.
     check(launch_route(params, blocks, stream_of(call)), call);
+    if (nodes_ != nullptr) nodes_->note_runs(call, *tables);
     return tables;
   }
 
@@ -88,7 +103,8 @@ class GpuExpertExecutor final : public ExpertExecutor {
              ExpertTables& tables) override {
     begin(call);
     auto& the = static_cast<GpuExpertTables&>(tables);
-    if (input.weights.data != nullptr) the.has_weights = true;
+    if (is_given(input.weights)) the.has_weights = true;
+    if (nodes_ != nullptr) nodes_->exchange_weights(call, input, the, num_sms(call));
     const RouteParams params = params_.route(call, input, the);
     const int blocks = params.weights == nullptr ? 1 : route_blocks(params.shape, num_sms(call));
     check(launch_enter(params, blocks, stream_of(call)), call);
@@ -96,7 +112,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
   void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
                 ExpertTables& tables) override {
-    begin(call);
+    resume(call);
     auto& the = static_cast<GpuExpertTables&>(tables);
     const bool capturing = is_capturing(call);
     the.fit(memory_.capacity, stream_of(call), capturing);
@@ -104,6 +120,13 @@ class GpuExpertExecutor final : public ExpertExecutor {
     params.tokens = input.tokens.data;
     params.scales = input.scales.data;
     if (options_.payload == EPPayload::quantized) quantize(call, input, params);
+    if (nodes_ != nullptr) {
+      nodes_->exchange_rows(call, input, the, num_sms(call));
+      params.tokens = memory_.board.local + memory_.board_layout.forward_rows;
+      params.scales = options_.payload == EPPayload::plain
+                          ? nullptr
+                          : memory_.board.local + memory_.board_layout.forward_scales;
+    }
     const std::int64_t row_bytes = config_.hidden * dtype_bytes(payload_dtype(config_, options_));
     const std::int64_t scale_bytes = num_scales(config_, options_) * 4;
     const int word =
@@ -111,9 +134,10 @@ class GpuExpertExecutor final : public ExpertExecutor {
     const bool bulk = gpu_->has_bulk_copies() && word == 16;
     params.cuts = cut_rows(row_bytes, static_cast<std::int32_t>(scale_bytes), bulk, word);
     const int blocks = num_sms(call);
-    params.num_senders = num_sending_blocks(config_, options_, blocks, the.num_tokens);
-    // Early blocks take room from the route of a rank on the same device.
-    const bool early = share_ == 1 && options_.payload != EPPayload::quantized;
+    params.num_senders = num_sending_blocks(config_, options_, blocks, params.shape.num_tokens);
+    // Early blocks take room from the route of a rank on the same device. On several nodes others
+    // kernels come between.
+    const bool early = share_ == 1 && options_.payload != EPPayload::quantized && nodes_ == nullptr;
     check(launch_rows(params, {bulk, early, blocks}, stream_of(call)), call);
     the.are_filled = true;
     the.note_use(stream_of(call), capturing);
@@ -124,7 +148,11 @@ class GpuExpertExecutor final : public ExpertExecutor {
     begin(call);
     const auto& the = static_cast<const GpuExpertTables&>(tables);
     if (input.rows.shape[0] > 0) stage(call, input, the);
-    const CombineParams params = params_.combine(call, input, the);
+    CombineParams params = params_.combine(call, input, the);
+    if (nodes_ != nullptr) {
+      nodes_->meet(call);
+      params.output = nodes_->sums();
+    }
     const bool bulk =
         gpu_->has_bulk_copies() &&
         common_word({params.row_bytes, address_of(params.output), address_of(params.biases[0]),
@@ -132,6 +160,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     check(launch_combine(params, config_.token_dtype, config_.weight_dtype, bulk, num_sms(call),
                          stream_of(call)),
           call);
+    if (nodes_ != nullptr) nodes_->add_shares(call, input, the, num_sms(call));
     const_cast<GpuExpertTables&>(the).note_use(stream_of(call), is_capturing(call));
   }
 
@@ -145,9 +174,14 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
  private:
   void begin(const ExpertCall& call) const {
+    resume(call);
+    throw_bad_inputs();
+  }
+
+  /// In the middle of a call, on whose end the others count, bad inputs are no reason to stop.
+  void resume(const ExpertCall& call) const {
     gpu_->use();
     gpu_->throw_fault(call.operation);
-    throw_bad_inputs();
   }
 
   void throw_bad_inputs() const {
@@ -189,11 +223,11 @@ class GpuExpertExecutor final : public ExpertExecutor {
   void quantize(const ExpertCall& call, const ExpertDispatchInput& input, RowsParams& params) {
     QuantizeParams q{};
     q.input = input.tokens.data;
-    q.elements = reinterpret_cast<std::uint8_t*>(params_.elements());
-    q.scales = reinterpret_cast<float*>(params_.scales());
+    params.tokens = nodes_ != nullptr ? nodes_->own_rows() : params_.elements();
+    params.scales = nodes_ != nullptr ? nodes_->own_scales() : params_.scales();
+    q.elements = reinterpret_cast<std::uint8_t*>(const_cast<std::byte*>(params.tokens));
+    q.scales = reinterpret_cast<float*>(const_cast<std::byte*>(params.scales));
     q.num_groups = input.tokens.shape[0] * num_scales(config_, options_);
-    params.tokens = params_.elements();
-    params.scales = params_.scales();
     if (q.num_groups == 0) return;
     check(launch_quantize(q, config_.token_dtype, gpu_->num_sms(), stream_of(call)), call);
   }
@@ -206,7 +240,8 @@ class GpuExpertExecutor final : public ExpertExecutor {
     const int word = common_word({address_of(params.input), params.row_bytes});
     const int blocks = 2 * gpu_->num_sms();
     const cudaStream_t stream = stream_of(call);
-    if (input.options.local_combine && options_.rows == EPRows::grouped) {
+    const bool sums = input.options.local_combine && nodes_ == nullptr;
+    if (sums && options_.rows == EPRows::grouped) {
       params.records = tables.part(tables.fixed().records);
       check(launch_sum_rows(params, config_.token_dtype, word == 16, blocks, stream), call);
     } else if (params.input != params.window) {
@@ -221,6 +256,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
   EPDispatchOptions options_;
   const ExpertMemory& memory_;
   ExpertParams params_;
+  std::unique_ptr<ExpertNodes> nodes_;  ///< null on one node
   std::shared_ptr<TablePool> pool_;
   std::uint64_t last_ticket_ = 0;
 };
@@ -249,7 +285,7 @@ std::unique_ptr<ExpertExecutor> make_gpu_expert_executor(Transport& transport,
                                                          const EPDispatchOptions& options,
                                                          const ExpertMemory& memory) {
   gpu->use();
-  check_supported(transport, config);
+  check_supported(transport, config, memory);
   return std::make_unique<GpuExpertExecutor>(transport, std::move(gpu), share, config, options,
                                              memory);
 }
