@@ -15,7 +15,7 @@ using test::PlanReplay;
 
 /// Of a case, with tensors of float32: Q, K, V forward or the gradients of K and V.
 std::vector<SequencePart> parts_of(const NodeCase& node, SequenceOperation operation) {
-  const TensorFormat q{DType::float32, 5};
+  const TensorFormat q = node.the.name == "long" ? node.the.q : TensorFormat{DType::float32, 5};
   const TensorFormat k{DType::float32, 4};
   const TensorFormat v{DType::float32, 12};
   const SequencePart kv{&node.the.routing.fwd_kv, {k, v}, node.schedule()};
@@ -25,7 +25,8 @@ std::vector<SequencePart> parts_of(const NodeCase& node, SequenceOperation opera
 
 std::vector<SequencePlan> plans_of(const NodeCase& node, SequenceOperation operation,
                                    std::int64_t batch_bytes, bool split) {
-  SequencePlanOptions options{.chunk_bytes = 64,
+  SequencePlanOptions options{.chunk_bytes = node.the.name == "long" ? 8192 : 64,
+                              .local_apart = true,
                               .ranks_per_node = node.topology.ranks_per_node,
                               .relay = RelayUse::always,
                               .batch_bytes = batch_bytes,
@@ -130,6 +131,20 @@ TEST(NetworkProgram, on_one_node_there_is_none) {
     for (const auto operation : {SequenceOperation::dispatch, SequenceOperation::kv_gradient})
       EXPECT_EQ(check_split(*node, operation, 256), 0);
   }
+}
+
+/// Rows that stay on their rank go by copies of their own, where they are many.
+TEST(NetworkProgram, local_rows_stay_apart) {
+  const Topology topology{4, 2};
+  const std::vector<std::vector<std::int64_t>> shards(4, {900, 40, 7});
+  test::SequenceCase the{
+      "long", compute_qkv_routing(test::plain_plan(4, shards, {0, 1, 2, 1, 3, 3, 2, 2, 0, 3, 0, 1},
+                                                   KvLayout::per_rank))};
+  the.q = {DType::float32, 2048};
+  const NodeCase node(std::move(the), topology, {});
+  const auto plans = plans_of(node, SequenceOperation::dispatch, 0, true);
+  EXPECT_FALSE(plans[0].local_segments.empty());
+  EXPECT_GT(check_split(node, SequenceOperation::dispatch, 0), 4);
 }
 
 /// Rank 0 sends `lengths` to rank 1, each on a node of its own, where they lie one behind the other
