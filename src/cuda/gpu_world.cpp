@@ -41,6 +41,7 @@ World make_world(const char* who, std::shared_ptr<Bootstrap> bootstrap, int devi
       std::make_shared<cuda::GpuRank>(bootstrap->rank(), topology, device, bootstrap->timeout_s());
   const auto places = cuda::exchange_places(*bootstrap, device);
   const int share = cuda::ranks_on_gpu_of(places, bootstrap->rank());
+  if (cuda::shares_gpu_with_processes(places, bootstrap->rank())) gpu->share_with_processes();
   auto transport = make_transport(std::move(bootstrap), gpu, places);
   auto leg = topology.num_nodes() > 1 ? transport->make_network_leg() : nullptr;
   auto executor = cuda::make_gpu_executor(*transport, std::move(gpu), share, std::move(leg));

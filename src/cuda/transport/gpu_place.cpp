@@ -35,6 +35,13 @@ int ranks_on_gpu_of(const std::vector<GpuPlace>& places, Rank rank) {
       places, [&](const GpuPlace& place) { return same_gpu(place.gpu, mine); }));
 }
 
+bool shares_gpu_with_processes(const std::vector<GpuPlace>& places, Rank rank) {
+  const GpuPlace& mine = places[waybill::detail::at(to_int(rank))];
+  return std::ranges::any_of(places, [&](const GpuPlace& place) {
+    return place.process != mine.process && same_gpu(place.gpu, mine.gpu);
+  });
+}
+
 void require_own_processes(const std::vector<GpuPlace>& places, std::string_view who) {
   std::map<std::int64_t, std::size_t> rank_in;
   for (std::size_t r = 0; r < places.size(); ++r) {

@@ -23,6 +23,9 @@ struct GpuPlace {
 /// Ranks on the same GPU as `rank`, itself included.
 [[nodiscard]] int ranks_on_gpu_of(const std::vector<GpuPlace>& places, Rank rank);
 
+/// Whether one of them is in another process.
+[[nodiscard]] bool shares_gpu_with_processes(const std::vector<GpuPlace>& places, Rank rank);
+
 /// @throws Unsupported when two ranks are in one process, naming them and what to use
 void require_own_processes(const std::vector<GpuPlace>& places, std::string_view who);
 
