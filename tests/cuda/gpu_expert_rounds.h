@@ -115,7 +115,8 @@ inline EPConfig config_of(std::int32_t world_size, std::int32_t num_experts, std
 inline void check_random(const EPConfig& config, const EPDispatchOptions& options, int count,
                          std::uint64_t number, const std::vector<int>& sms = {8, 1, 16}) {
   Random random(number);
-  check_rounds(config, options, random_rounds(config, options, count, random), sms);
+  check_rounds(config, options, random_rounds(config, options, num_random_cases(count), random),
+               sms);
 }
 
 /// Orders that the caller chose: rows of a rank in reverse.

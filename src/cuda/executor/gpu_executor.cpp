@@ -32,6 +32,7 @@ class GpuExecutor final : public Executor {
     cuda_check(prepare_meet(), "loading kernels");
     cuda_check(prepare_expand_plan(), "loading kernels");
     cuda_check(prepare_dispatch_vector(), "loading kernels");
+    cuda_check(prepare_widen_rows(), "loading kernels");
     cuda_check(prepare_kv_gradient(false), "loading kernels");
     if (!gpu_->has_bulk_copies()) return;
     cuda_check(prepare_dispatch_bulk(), "loading kernels");
@@ -86,6 +87,8 @@ class GpuExecutor final : public Executor {
     begin(call);
     SequenceParams params = sequence_params(call, *gpu_, FaultKind::kv_gradient, share_);
     plan_of(call).point(params);
+    const bool apart = !call.plan->local_segments.empty();
+    if (apart) copy_engine_.return_local(call, num_sms(call));
     stage(call);
     const bool any = !call.plan->tensors.empty();
     const DType from = any ? call.plan->tensors[0].dtype : DType::float32;
@@ -99,6 +102,10 @@ class GpuExecutor final : public Executor {
     gpu_->check(launch_kv_gradient(params, kernel, num_sms(call), stream_of(call.stream)),
                 "launching a kernel", call.operation);
     join_leg(call);
+    if (apart) {
+      copy_engine_.join(call);
+      plan_of(call).note_copies(is_capturing(call.stream));
+    }
     plan_of(call).note_use(stream_of(call.stream));
   }
 
@@ -187,22 +194,23 @@ class GpuExecutor final : public Executor {
     if (leg_ != nullptr) leg_->join(stream_of(call.stream));
   }
 
-  /// Gradients into this rank's window, where the other ranks read them.
+  /// Gradients into this rank's window, where sums read them.
   void stage(const SequenceCall& call) const {
-    for (std::size_t t = 0; t < call.inputs.size(); ++t) {
+    for (const StagedRows& staged : call.plan->staged) {
+      const auto t = at(staged.tensor);
       const ConstTensorView& input = call.inputs[t];
       const std::int64_t row_bytes = call.plan->tensors[t].row_bytes();
-      const std::int64_t rows = call.plan->window_rows[t];
-      std::byte* const to = call.window->local + call.plan->window_offsets[t];
       const std::int64_t pitch = pitch_of(input);
-      if (rows == 0 || row_bytes == 0 || (input.data == to && pitch == row_bytes)) continue;
+      const std::byte* const from = input.data + staged.row * pitch;
+      std::byte* const to =
+          call.window->local + call.plan->window_offsets[t] + staged.row * row_bytes;
+      if (from == to && pitch == row_bytes) continue;
       const cudaStream_t stream = stream_of(call.stream);
       const cudaError_t status =
-          pitch == row_bytes
-              ? cudaMemcpyAsync(to, input.data, at(rows * row_bytes), cudaMemcpyDeviceToDevice,
-                                stream)
-              : cudaMemcpy2DAsync(to, at(row_bytes), input.data, at(pitch), at(row_bytes), at(rows),
-                                  cudaMemcpyDeviceToDevice, stream);
+          pitch == row_bytes ? cudaMemcpyAsync(to, from, at(staged.rows * row_bytes),
+                                               cudaMemcpyDeviceToDevice, stream)
+                             : cudaMemcpy2DAsync(to, at(row_bytes), from, at(pitch), at(row_bytes),
+                                                 at(staged.rows), cudaMemcpyDeviceToDevice, stream);
       gpu_->check(status, "copying gradients", call.operation);
     }
   }

@@ -160,7 +160,10 @@ ExpertTableViews GpuExpertTables::views() const {
   const std::int64_t world = config_.world_size;
   const std::int64_t per_rank = config_.num_experts_per_rank();
   const std::int64_t topk = config_.topk;
-  const std::int64_t rows = rows_.capacity;
+  std::int64_t rows = rows_.capacity;
+  if (!num_recv_rows_.empty()) {
+    rows = std::min<std::int64_t>(rows, num_recv_rows_[at(std::int64_t{config_.rank})]);
+  }
   const auto view = [&](std::int64_t offset, Shape shape) {
     return ConstTensorView(part(offset), DType::int32, std::move(shape));
   };
@@ -213,6 +216,7 @@ std::span<const std::int32_t> GpuExpertTables::wait_counts() {
       continue;
     }
     gpu_->check(status, "waiting for counts", "dispatch");
+    gpu_->throw_fault("dispatch");
   }
   num_recv_rows_.resize(at(std::int64_t{config_.world_size}));
   for (std::size_t r = 0; r < num_recv_rows_.size(); ++r) {

@@ -168,6 +168,18 @@ void GpuPlan::check_network_room(const NetworkProgram& network) const {
   check_count(network.signals.size(), layout_.max_step_signals, "signals to other nodes");
 }
 
+/// A graph with a gradient copies as many rows to the same places as when it was captured.
+void GpuPlan::check_staging(const SequencePlan& plan) const {
+  if (!captured_ || plan.operation != SequenceOperation::kv_gradient) return;
+  for (std::size_t t = 0; t < plan.tensors.size(); ++t) {
+    require(plan.window_rows[t] <= window_rows_[t] && plan.window_offsets[t] == window_offsets_[t],
+            "replace_plan: a graph holds a gradient with ", window_rows_[t], " rows of tensor ", t,
+            " at byte ", window_offsets_[t], " of the window, but the plan has ",
+            plan.window_rows[t], " at byte ", plan.window_offsets[t],
+            ", expected at most as many at the same place");
+  }
+}
+
 void GpuPlan::check_room(const SequencePlan& plan) const {
   require(
       !fixed_,
@@ -176,6 +188,7 @@ void GpuPlan::check_room(const SequencePlan& plan) const {
   require(!captured_ || plan.num_chunks == 0 || batched_ == !plan.batches.empty(),
           "replace_plan: a graph holds the plan ", batched_ ? "with" : "without",
           " forwarding, expected one of the same kind");
+  check_staging(plan);
   require(plan.num_chunks <= layout_.max_chunks && plan.num_places <= layout_.max_places,
           "replace_plan: the plan has ", plan.num_chunks, " chunks and ", plan.num_places,
           " places, expected at most ", layout_.max_chunks, " and ", layout_.max_places,
@@ -228,6 +241,10 @@ void GpuPlan::fill(const SequencePlan& plan, cudaStream_t stream) {
   write_upload(plan);
   queue_upload(plan, stream);
   batched_ = !plan.batches.empty();
+  if (!captured_) {
+    window_offsets_ = plan.window_offsets;
+    window_rows_ = plan.window_rows;
+  }
   gpu_->check(cudaEventRecord(block_.uploaded, stream), "recording an event", "plan");
   const ExpandParams params{.head = table<const PlanHead>(0),
                             .segments = table<const RowSegment>(layout_.segments_at),

@@ -103,6 +103,7 @@ class GpuPlan final : public UploadedPlan {
  private:
   void check_room(const SequencePlan& plan) const;
   void check_network_room(const NetworkProgram& network) const;
+  void check_staging(const SequencePlan& plan) const;
   void write_upload(const SequencePlan& plan) const;
   void queue_upload(const SequencePlan& plan, cudaStream_t stream) const;
   template <class T>
@@ -112,6 +113,8 @@ class GpuPlan final : public UploadedPlan {
   std::shared_ptr<GpuRank> gpu_;
   PlanLayout layout_;
   PlanBlock block_;
+  std::vector<std::int64_t> window_offsets_;  ///< [tensors] of the plan
+  std::vector<std::int64_t> window_rows_;
   bool batched_ = false;
   mutable bool captured_ = false;
   mutable bool fixed_ = false;

@@ -39,6 +39,7 @@ class LegWork {
         step = p_.tables.steps[number];
         await_step(step);
       }
+      if (p_.arrival == LegArrival::first) await_peer(p_.tables.puts[i].peer);
       do_put(p_.tables.puts[i], step, number);
     }
     wire_.settle();
@@ -57,6 +58,14 @@ class LegWork {
         await(p_.slots + slot.slot, epoch_, p_.kind, p_.rank, slot.rank, p_.sink);
       }
     }
+    __syncthreads();
+  }
+
+  /// Nothing is put into the window of a rank that has not come to this call.
+  __device__ void await_peer(std::int32_t peer) {
+    if (peer == come_) return;
+    come_ = peer;
+    if (threadIdx.x == 0) await(p_.arrivals + peer, epoch_, p_.kind, p_.rank, peer, p_.sink);
     __syncthreads();
   }
 
@@ -115,6 +124,7 @@ class LegWork {
   const LegParams& p_;
   Wire& wire_;
   const std::uint64_t epoch_;
+  std::int32_t come_ = -1;  ///< the last peer that was waited for
 };
 
 template <class Wire>

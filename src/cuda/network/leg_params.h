@@ -18,7 +18,7 @@ struct LegState {
 /// When a leg raises its rank's slot of the arrivals at all ranks of other nodes.
 enum class LegArrival : std::uint32_t {
   none,
-  first,  ///< before its puts
+  first,  ///< before its puts, which wait for that of their peer
   last,   ///< when all of them have arrived
 };
 
