@@ -60,11 +60,11 @@ World make_gpu_thread_world(std::shared_ptr<Bootstrap> bootstrap, int device,
 }
 
 World make_gpu_process_world(std::shared_ptr<Bootstrap> bootstrap, int device,
-                             std::int32_t ranks_per_node) {
+                             std::int32_t ranks_per_node, NetworkWire wire) {
   return make_world("make_gpu_process_world", std::move(bootstrap), device, ranks_per_node,
                     [&](auto meeting, auto gpu, const auto& places) {
                       return cuda::make_gpu_process_transport(std::move(meeting), ranks_per_node,
-                                                              std::move(gpu), places);
+                                                              std::move(gpu), places, wire);
                     });
 }
 

@@ -38,6 +38,7 @@ std::vector<Setting> common_settings(const SequenceDispatcherOptions& options) {
   return {{"max_window_bytes", concat(options.max_window_bytes)},
           {"plan.relay", concat(static_cast<int>(plan.relay))},
           {"plan.batch_bytes", concat(plan.batch_bytes)},
+          {"plan.phase_bytes", concat(plan.phase_bytes)},
           {"plan.nvlink_bytes_per_second", concat(plan.nvlink_bytes_per_second)},
           {"plan.network_bytes_per_second", concat(plan.network_bytes_per_second)}};
 }

@@ -5,10 +5,12 @@
 
 #include "batched_plans.h"
 #include "local_runs.h"
+#include "network_phases.h"
 #include "plan_checks.h"
 #include "segment_writer.h"
 #include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/parallel_for.h"
 
 namespace waybill {
 namespace {
@@ -157,11 +159,37 @@ void compile_batched(const char* who, std::span<const SequencePart> parts, const
 
 SequencePlan compile(const char* who, SequenceOperation operation,
                      std::span<const SequencePart> parts, Rank rank,
+                     const SequencePlanOptions& options);
+
+/// What a rank receives stands in the plans of those that send it.
+std::vector<NetworkPhase> compile_phases(const char* who, std::span<const SequencePart> parts,
+                                         const SequencePlan& plan, SequencePlanOptions options) {
+  const Topology topology = detail::topology_of(plan, options);
+  if (topology.num_nodes() == 1) return {};
+  options.pair_network = false;
+  options.chunks = false;
+  std::vector<SequencePlan> others(at(plan.world_size));
+  parallel_for(plan.world_size, 1, 0, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t r = begin; r < end; ++r) {
+      if (r == to_int(plan.rank)) continue;
+      others[at(r)] =
+          compile(who, plan.operation, parts, Rank{static_cast<std::int32_t>(r)}, options);
+    }
+  });
+  std::vector<const SequencePlan*> plans;
+  for (const SequencePlan& other : others) plans.push_back(&other);
+  plans[at(to_int(plan.rank))] = &plan;
+  return detail::network_phases(plans, topology, plan.rank, options.phase_bytes);
+}
+
+SequencePlan compile(const char* who, SequenceOperation operation,
+                     std::span<const SequencePart> parts, Rank rank,
                      const SequencePlanOptions& options) {
   require(!parts.empty(), who, ": parts are empty");
   require(options.chunk_bytes >= 16 && options.chunk_bytes % 16 == 0 &&
               options.chunk_bytes <= std::numeric_limits<std::int32_t>::max() / 2,
           who, ": chunk_bytes = ", options.chunk_bytes, ", expected a multiple of 16, up to 2^30");
+  require(options.phase_bytes > 0, who, ": phase_bytes = ", options.phase_bytes, ", expected > 0");
   detail::check_parts(who, parts, rank);
   check_formats(who, parts, operation);
   SequencePlan plan;
@@ -189,6 +217,8 @@ SequencePlan compile(const char* who, SequenceOperation operation,
     compile_batched(who, parts, way, options, plan);
   }
   if (!sends) plan.staged = detail::rows_to_stage(plan);
+  if (options.split_network && options.pair_network)
+    plan.phases = compile_phases(who, parts, plan, options);
   if (options.chunks) expand_chunks(plan);
   return plan;
 }

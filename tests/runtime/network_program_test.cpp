@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "support/node_case.h"
 #include "support/plan_replay.h"
+#include "support/split_plans.h"
 
 namespace waybill {
 namespace {
@@ -12,48 +12,8 @@ namespace {
 using test::at;
 using test::NodeCase;
 using test::PlanReplay;
-
-/// Of a case, with tensors of float32: Q, K, V forward or the gradients of K and V.
-std::vector<SequencePart> parts_of(const NodeCase& node, SequenceOperation operation) {
-  const TensorFormat q{DType::float32, 5};
-  const TensorFormat k{DType::float32, 4};
-  const TensorFormat v{DType::float32, 12};
-  const SequencePart kv{&node.the.routing.fwd_kv, {k, v}, node.schedule()};
-  if (operation == SequenceOperation::kv_gradient) return {kv};
-  return {{&node.the.routing.fwd_q, {q}}, kv};
-}
-
-std::vector<SequencePlan> plans_of(const NodeCase& node, SequenceOperation operation,
-                                   std::int64_t batch_bytes, bool split) {
-  SequencePlanOptions options{.chunk_bytes = 64,
-                              .ranks_per_node = node.topology.ranks_per_node,
-                              .relay = RelayUse::always,
-                              .batch_bytes = batch_bytes,
-                              .split_network = split};
-  const auto parts = parts_of(node, operation);
-  std::vector<SequencePlan> plans;
-  for (std::int32_t r = 0; r < node.topology.world_size; ++r) {
-    plans.push_back(operation == SequenceOperation::dispatch
-                        ? compile_dispatch(parts, Rank{r}, options)
-                        : compile_kv_gradient(parts, Rank{r}, options));
-  }
-  return plans;
-}
-
-/// What the ranks send, or the gradients that they have.
-std::vector<std::vector<HostTensor>> tensors_of(std::span<const SequencePlan> plans) {
-  const bool sends = plans.front().operation == SequenceOperation::dispatch;
-  std::vector<std::vector<HostTensor>> tensors;
-  for (const SequencePlan& plan : plans) {
-    auto& own = tensors.emplace_back();
-    for (std::size_t t = 0; t < plan.tensors.size(); ++t) {
-      own.emplace_back(DType::float32, Shape{(sends ? plan.own_rows : plan.window_rows)[t],
-                                             plan.tensors[t].hidden});
-      test::fill(own.back(), static_cast<std::uint64_t>(7 * to_int(plan.rank)) + t);
-    }
-  }
-  return tensors;
-}
+using test::plans_of;
+using test::tensors_of;
 
 /// Everything that a batch does stays on the node; puts leave it, from inside the window.
 void expect_apart(const SequencePlan& plan, const Topology& topology) {
@@ -81,8 +41,8 @@ void expect_apart(const SequencePlan& plan, const Topology& topology) {
 /// @return puts of all ranks
 std::int64_t check_split(const NodeCase& node, SequenceOperation operation,
                          std::int64_t batch_bytes) {
-  const auto whole = plans_of(node, operation, batch_bytes, false);
-  const auto split = plans_of(node, operation, batch_bytes, true);
+  const auto whole = plans_of(node, operation, {.batch_bytes = batch_bytes});
+  const auto split = plans_of(node, operation, {.batch_bytes = batch_bytes, .split_network = true});
   const auto tensors = tensors_of(whole);
   PlanReplay expected(whole, tensors);
   PlanReplay got(split, tensors);

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstring>
 #include <span>
+#include <stdexcept>
 #include <vector>
 
 #include "support/sequence_case.h"
@@ -11,13 +12,19 @@
 namespace waybill::test {
 
 /// Carries out the plans of all ranks, of float32 tensors and with chunks, one thing at a time: the
-/// batches of each rank in their order, and beside them the puts of its network program in theirs.
-/// Sums are in float32, in the order of the places.
+/// batches of each rank in their order, and beside them the puts of its network program in theirs,
+/// or its phases. Sums are in float32, in the order of the places.
 class PlanReplay {
  public:
+  enum class Network { steps, phases };
+
   PlanReplay(std::span<const SequencePlan> plans,
-             const std::vector<std::vector<HostTensor>>& tensors)
-      : plans_(plans), tensors_(tensors), world_(plans.size()), workers_(2 * plans.size()) {
+             const std::vector<std::vector<HostTensor>>& tensors, Network network = Network::steps)
+      : plans_(plans),
+        tensors_(tensors),
+        network_(network),
+        world_(plans.size()),
+        workers_(2 * plans.size()) {
     for (const SequencePlan& plan : plans) {
       windows.emplace_back(at(plan.window_bytes));
       slots_.emplace_back(at(plan.num_slots) * world_);
@@ -35,12 +42,14 @@ class PlanReplay {
       moves = false;
       for (std::size_t r = 0; r < world_; ++r) {
         while (run_batch(r)) moves = true;
-        while (run_step(r)) moves = true;
+        while (network_ == Network::steps ? run_step(r) : run_phase(r)) moves = true;
       }
     }
     for (std::size_t r = 0; r < world_; ++r) {
       if (workers_[r] < plans_[r].batches.size()) return false;
-      if (workers_[world_ + r] < plans_[r].network.steps.size()) return false;
+      const std::size_t rest =
+          network_ == Network::steps ? plans_[r].network.steps.size() : plans_[r].phases.size();
+      if (workers_[world_ + r] < rest) return false;
     }
     return true;
   }
@@ -103,6 +112,56 @@ class PlanReplay {
     return true;
   }
 
+  /// The phase in which a rank is; null: in none, as it waits or has come to its end.
+  const NetworkPhase* begun(std::size_t r) const {
+    if (workers_[world_ + r] == plans_[r].phases.size()) return nullptr;
+    const NetworkPhase& phase = plans_[r].phases[workers_[world_ + r]];
+    for (const BatchSlot& slot : phase.waits) {
+      if (!is_raised(r, slot)) return nullptr;
+    }
+    return &phase;
+  }
+
+  /// Whether a rank has begun a phase of this number, or is past it.
+  bool has_come_to(std::size_t r, std::int64_t number) const {
+    if (workers_[world_ + r] == plans_[r].phases.size()) return true;
+    const NetworkPhase* const phase = begun(r);
+    return plans_[r].phases[workers_[world_ + r]].number > number ||
+           (phase != nullptr && phase->number == number);
+  }
+
+  /// Ends when all to whom it sends, or from whom it receives, have come to it.
+  bool run_phase(std::size_t r) {
+    const NetworkPhase* const phase = begun(r);
+    if (phase == nullptr) return false;
+    for (const auto* pieces : {&phase->sent, &phase->received}) {
+      for (const NetworkPiece& piece : *pieces)
+        if (!has_come_to(at(piece.peer), phase->number)) return false;
+    }
+    std::vector<std::size_t> taken(world_);
+    for (const NetworkPiece& piece : phase->received) {
+      const NetworkPiece& from = sent_in(at(piece.peer), phase->number,
+                                         static_cast<std::int32_t>(r), taken[at(piece.peer)]++);
+      if (from.size_bytes != piece.size_bytes) throw std::logic_error("pieces of other sizes");
+      std::memcpy(windows[r].data() + piece.offset_bytes,
+                  windows[at(piece.peer)].data() + from.offset_bytes, at(piece.size_bytes));
+    }
+    for (const std::int32_t slot : phase->slots) slots_[r][at(slot)] = 1;
+    ++workers_[world_ + r];
+    return true;
+  }
+
+  const NetworkPiece& sent_in(std::size_t from, std::int64_t number, std::int32_t to,
+                              std::size_t idx) const {
+    for (const NetworkPhase& phase : plans_[from].phases) {
+      if (phase.number != number) continue;
+      for (const NetworkPiece& piece : phase.sent) {
+        if (piece.peer == to && idx-- == 0) return piece;
+      }
+    }
+    throw std::logic_error("a piece that nobody sends");
+  }
+
   std::byte* in_window(std::size_t r, std::size_t tensor, const RowChunk& chunk) {
     return windows[r].data() + plans_[r].window_offsets[tensor] +
            chunk.row * plans_[r].cuts[tensor].row_bytes + chunk.col_bytes;
@@ -140,8 +199,9 @@ class PlanReplay {
 
   std::span<const SequencePlan> plans_;
   const std::vector<std::vector<HostTensor>>& tensors_;  ///< [W][tensors]
+  Network network_;
   std::size_t world_;
-  std::vector<std::size_t> workers_;              ///< [2 W] next batch, next step
+  std::vector<std::size_t> workers_;              ///< [2 W] next batch, next step or phase
   std::vector<std::vector<std::uint8_t>> slots_;  ///< [W] pads
   std::vector<std::vector<std::uint8_t>> ready_;  ///< [W]
 };

@@ -9,6 +9,7 @@
 #include "waybill/core/uninitialized_vector.h"
 #include "waybill/planner/relay.h"
 #include "waybill/routing/sparse_metadata.h"
+#include "waybill/runtime/network_phase.h"
 #include "waybill/runtime/network_program.h"
 #include "waybill/runtime/row_chunk.h"
 #include "waybill/runtime/work_batch.h"
@@ -102,8 +103,9 @@ struct SequencePlan {
   std::vector<WorkBatch> batches;
   std::vector<BatchSlot> waits;
   std::vector<BatchSlot> signals;
-  std::int32_t num_slots = 0;  ///< that the rank with the most needs
-  NetworkProgram network;      ///< with `split_network`: what the batches leave to others
+  std::int32_t num_slots = 0;        ///< that the rank with the most needs
+  NetworkProgram network;            ///< with `split_network`: what the batches leave to others
+  std::vector<NetworkPhase> phases;  ///< with `pair_network`: the same, with what arrives
   PlanLimits limits;
 };
 
@@ -134,6 +136,10 @@ struct SequencePlanOptions {
   /// What goes to other nodes is SequencePlan::network, and no batch has places there: for
   /// executors that have somebody else for it.
   bool split_network = false;
+  /// With split_network: also SequencePlan::phases, for networks in which the receiver must ask for
+  /// what is sent. The plans of all ranks are compiled for it, on all cores.
+  bool pair_network = false;
+  std::int64_t phase_bytes = std::int64_t{8} << 20;  ///< about so much does a rank send in a phase
 };
 
 /// Makes the chunks and places of a plan from its segments.
