@@ -47,6 +47,7 @@ THIRD_PARTY = {
     "rapidcheck": ("tests/",),
     "benchmark/": ("bench/",),
     "nvshmem": ("src/cuda/nvshmem/",),
+    "nccl.h": ("src/cuda/nccl/",),
     "cuda_runtime": ("src/cuda/", "tests/cuda/", "bench/gpu/", "examples/cpp/"),
     "cuda_bf16.h": ("src/cuda/device/",),
     "cuda_fp16.h": ("src/cuda/device/",),
@@ -54,7 +55,9 @@ THIRD_PARTY = {
 }
 
 # The folders of a room that is a house of its own: each may include those before it.
-FOLDERS = {"cuda": ("device", "nvshmem", "kernel", "moe", "executor", "transport")}
+FOLDERS = {
+    "cuda": ("device", "network", "nvshmem", "kernel", "moe", "executor", "nccl", "transport")
+}
 
 SUFFIXES = (".h", ".cpp", ".cuh", ".cu")
 

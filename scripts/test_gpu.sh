@@ -2,24 +2,35 @@
 # Runs the GPU tests on this machine: scripts/test_gpu.sh [OPTION...] [FOLDER_WITH_PROGRAMS]
 # Without a folder it builds them first (CUDA 13, GoogleTest and the other libraries of the tests).
 #
-#   --sanitize         also under compute-sanitizer (memcheck and racecheck)
+#   --sanitize[=TOOL]  also under compute-sanitizer: memcheck and racecheck, or the one named
+#   --only-sanitize    nothing else
 #   --filter PATTERN   only the tests that a GoogleTest filter fits, such as 'GpuProcess.*'
+#
+# Under compute-sanitizer a chosen list of tests runs with fewer cases and longer deadlines. It lets
+# kernels of a process run on a device one after the other, so threads that share a GPU would wait for
+# ever: there processes share it instead.
 #
 # Tests of worlds over NVSHMEM are there when the programs were built with -DWAYBILL_NVSHMEM=ON.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-sanitize=no
+tools=()
+plain=yes
 filter='*'
 while [[ ${1:-} == --* ]]; do
   case $1 in
-    --sanitize) sanitize=yes ;;
+    --sanitize) tools=(memcheck racecheck) ;;
+    --sanitize=*) tools=("${1#*=}") ;;
+    --only-sanitize)
+      ((${#tools[@]} > 0)) || tools=(memcheck racecheck)
+      plain=no
+      ;;
     --filter)
       filter=${2:?test_gpu: --filter needs a pattern}
       shift
       ;;
     *)
-      echo "usage: scripts/test_gpu.sh [--sanitize] [--filter PATTERN] [FOLDER_WITH_PROGRAMS]" >&2
+      echo "usage: scripts/test_gpu.sh [--sanitize[=TOOL]] [--only-sanitize] [--filter PATTERN] [FOLDER_WITH_PROGRAMS]" >&2
       exit 2
       ;;
   esac
@@ -46,10 +57,11 @@ export CUDA_MODULE_LOADING=EAGER
 
 num_passed=0
 failed=()
+limit_s=120
 check() {
   local name=$1 start=$SECONDS status=0 output
   shift
-  output=$(timeout 120 "$@" 2>&1) || status=$?
+  output=$(timeout "$limit_s" "$@" 2>&1) || status=$?
   if ((status == 0)) && grep -q '^\[  SKIPPED \]' <<<"$output"; then
     echo "test_gpu: $name: SKIPPED: it needs more GPUs"
     return
@@ -68,21 +80,39 @@ check() {
 
 nvidia-smi --query-gpu=index,name,driver_version --format=csv,noheader
 # Each test has its own process: a fault takes the device from all that follows in the same one.
-while read -r name; do
-  check "$name" "$tests" --gtest_brief=1 --gtest_filter="$name"
-done < <("$tests" --gtest_list_tests --gtest_filter="$filter" | awk '/^[^ ]/ {suite = $1} /^ / {print suite $1}')
-if [[ $sanitize == yes ]]; then
-  for tool in memcheck racecheck; do
-    for name in GpuSequence.one_rank_equals_the_simulation \
+if [[ $plain == yes ]]; then
+  while read -r name; do
+    check "$name" "$tests" --gtest_brief=1 --gtest_filter="$name"
+  done < <("$tests" --gtest_list_tests --gtest_filter="$filter" |
+    awk '/^[^ ]/ {suite = $1} /^ / {print suite $1}')
+fi
+
+# sanitized TOOL NAME...: those of the tests that the filter fits.
+sanitized() {
+  local tool=$1 name
+  for name in "${@:2}"; do
+    # shellcheck disable=SC2053 # a pattern
+    if [[ $name != $filter ]]; then continue; fi
+    check "$tool $name" compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 9 \
+      --print-limit 10 "$tests" --gtest_brief=1 --gtest_filter="$name"
+  done
+}
+if ((${#tools[@]} > 0)); then
+  export WAYBILL_TEST_TIMEOUT_S=60 WAYBILL_TEST_RANDOM_CASES=3
+  limit_s=150
+  for tool in "${tools[@]}"; do
+    sanitized "$tool" GpuSequence.one_rank_equals_the_simulation \
       GpuSequence.two_ranks_equal_the_simulation \
       GpuSequence.sums_of_16_bit_gradients_may_stay_float32 \
-      GpuSequence.a_captured_graph_replays_with_a_new_plan GpuExpert.one_rank \
-      GpuExpert.two_ranks GpuExpert.compact_rows GpuExpert.padded_rows; do
-      check "$tool $name" compute-sanitizer --tool "$tool" --error-exitcode 9 "$tests" \
-        --gtest_brief=1 --gtest_filter="$name"
-    done
+      GpuSequence.a_captured_graph_replays_with_a_new_plan \
+      GpuRelay.two_ranks_equal_the_simulation GpuWindows.nothing_but_the_tensors_is_written \
+      GpuExpert.one_rank GpuExpert.two_ranks GpuExpert.compact_rows GpuExpert.padded_rows \
+      GpuExpert.quantized_payload GpuEpLayer.two_ranks_grow
+    CUDA_VISIBLE_DEVICES=0 sanitized "$tool" GpuProcess.two_ranks_equal_the_simulation
   done
+  unset WAYBILL_TEST_TIMEOUT_S WAYBILL_TEST_RANDOM_CASES
 fi
+
 # The example program, in all the ways it can be started.
 launches() {
   local way=$1
@@ -92,7 +122,7 @@ launches() {
     failed+=("launch $way")
   fi
 }
-if [[ $filter == '*' && -x $programs/launch ]]; then
+if [[ $plain == yes && $filter == '*' && -x $programs/launch ]]; then
   WAYBILL_TEST_RANKS=$(nvidia-smi --list-gpus | wc -l)
   if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
     WAYBILL_TEST_RANKS=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | wc -l)

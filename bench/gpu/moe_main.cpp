@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <functional>
 #include <map>
@@ -128,8 +129,9 @@ class Table {
                              world.barrier();
                            }
                          },
-                         {.timeout_s = 20});
-    std::printf("\n%s; %d ranks\n", workload.name.c_str(), world_size_);
+                         {.ranks_per_node = workload.config.local_world_size, .timeout_s = 20});
+    std::printf("\n%s; %d ranks, %d on a node\n", workload.name.c_str(), world_size_,
+                workload.config.local_world_size);
     std::printf("%-46s %4s %9s %9s %9s %9s %9s %8s\n", "call", "SMs", "us", "graph us", "wire MB",
                 "copies MB", "wire GB/s", "of link");
     for (std::size_t i = 0; i < lines.size(); ++i) {
@@ -229,6 +231,21 @@ void dispatch_lines(Table& table, const MoeWorkload& workload, bool graph,
               graph}});
 }
 
+MoeWorkload on_nodes(MoeWorkload workload, std::int32_t ranks_per_node) {
+  workload.config.local_world_size = ranks_per_node;
+  return workload;
+}
+
+/// Logical nodes: what crosses a link is counted as on one node.
+void run_on_nodes(std::int32_t ranks_per_node) {
+  const std::int32_t world_size = num_gpus();
+  Table table(world_size, 30);
+  for (const std::int64_t tokens : {std::int64_t{128}, std::int64_t{4096}}) {
+    dispatch_lines(table, on_nodes(uniform_moe(world_size, tokens, 7168, 8, 256), ranks_per_node),
+                   tokens == 128, {16, 32});
+  }
+}
+
 void run(bool quick) {
   const std::int32_t world_size = num_gpus();
   const int calls = quick ? 30 : 60;
@@ -247,14 +264,19 @@ void run(bool quick) {
 }  // namespace
 }  // namespace waybill::bench
 
-/// waybill_bench_gpu_moe [--quick]: one rank a GPU.
+/// waybill_bench_gpu_moe [--quick | --ranks-per-node N]: one rank a GPU; on logical nodes of N.
 int main(int argc, char** argv) {
   if (waybill::num_gpus() < 1) {
     std::fprintf(stderr, "error: no GPU\n");
     return 1;
   }
   try {
-    waybill::bench::run(argc > 1 && std::string_view(argv[1]) == "--quick");
+    const std::string_view way = argc > 1 ? argv[1] : "";
+    if (way == "--ranks-per-node" && argc > 2) {
+      waybill::bench::run_on_nodes(std::atoi(argv[2]));
+    } else {
+      waybill::bench::run(way == "--quick");
+    }
   } catch (const std::exception& error) {
     std::fprintf(stderr, "error: %s\n", error.what());
     return 1;

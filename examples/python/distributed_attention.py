@@ -118,7 +118,7 @@ def run_ranks(options, body):
     """What body(world) returns on each rank, by rank: of threads, or of torchrun's processes."""
     if not options.launched:
         return waybill.run_threads(options.ranks, body, device=options.device)
-    world = waybill.World.from_process_group(device=options.device)
+    world = waybill.World.from_process_group(device=options.device, nvshmem=options.nvshmem)
     if world.device != "cpu":
         torch.cuda.set_device(world.device)
     results = [None] * options.ranks
@@ -156,6 +156,7 @@ def main():
     gpus = waybill.num_gpus() if torch.cuda.is_available() else 0
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if gpus else "cpu")
     parser.add_argument("--ranks", type=int, default=gpus or 4, help="of threads")
+    parser.add_argument("--nvshmem", action="store_true", help="between processes with GPUs")
     options = parser.parse_args()
     options.launched = "TORCHELASTIC_RUN_ID" in os.environ
     if not options.launched:

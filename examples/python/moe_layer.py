@@ -20,6 +20,7 @@ except ImportError:
     print("torch is not installed: nothing was run")
     sys.exit(77)
 
+from waybill import num_gpus
 from waybill.torch import run_threads
 from waybill.torch.moe import EPAll2AllLayer
 
@@ -138,11 +139,18 @@ def train(world, steps, shared):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--nodes", type=int, default=2, help="logical nodes: two-stage dispatch")
+    parser.add_argument("--ranks", type=int, help="default: 4; on GPUs as many as there are")
+    parser.add_argument(
+        "--nodes", type=int, help="logical nodes: two-stage dispatch; default: 2, on GPUs 1"
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
+    on_gpus = options.device == "cuda"
+    if options.ranks is None:
+        options.ranks = num_gpus() if on_gpus else 4
+    if options.nodes is None:
+        options.nodes = 1 if on_gpus else min(2, options.ranks)
     torch.set_num_threads(1)
 
     shared = [None] * options.ranks

@@ -123,8 +123,12 @@ class RankLayer {
     input.full_scatter_indices = view_or_none(positions);
     EPDispatched got = unlocked([&] {
       const RankWorld::Call call(*rank_, "dispatch");
-      return layout == nullptr ? layer_->dispatch(input, stream_from(stream))
-                               : layer_->dispatch(input, *layout->layout, stream_from(stream));
+      const Stream queue = stream_from(stream);
+      rank_->meet("dispatch", queue);
+      EPDispatched arrived = layout == nullptr ? layer_->dispatch(input, queue)
+                                               : layer_->dispatch(input, *layout->layout, queue);
+      rank_->meet("dispatch", queue);
+      return arrived;
     });
     const auto array = [&](const TensorView& view) {
       return array_over(view, rank_, {rank_, nullptr, window_memory()});
@@ -143,7 +147,9 @@ class RankLayer {
                                    .output = view_from<TensorView>(output)};
     unlocked([&] {
       const RankWorld::Call call(*rank_, "combine");
+      rank_->meet("combine", stream_from(stream));
       layer_->combine(input, *layout.layout, stream_from(stream));
+      rank_->meet("combine", stream_from(stream));
     });
   }
 

@@ -76,8 +76,9 @@ Meeting callable_meeting(std::int32_t rank, std::int32_t world_size, nb::callabl
 }
 
 template <class Make>
-WorldHandle handle_of(int device, const Make& make) {
-  return unlocked([&] { return WorldHandle{std::make_shared<RankWorld>(make(), device)}; });
+WorldHandle handle_of(int device, const Make& make, bool in_step = false) {
+  return unlocked(
+      [&] { return WorldHandle{std::make_shared<RankWorld>(make(), device, in_step)}; });
 }
 
 WorldHandle thread_world(Meeting& meeting, std::int32_t ranks_per_node) {
@@ -93,9 +94,13 @@ constexpr bool has_cuda = true;
 
 int count_gpus() { return num_gpus(); }
 
-WorldHandle gpu_thread_world(Meeting& meeting, int device, std::int32_t ranks_per_node) {
-  return handle_of(device,
-                   [&] { return make_gpu_thread_world(meeting.take(), device, ranks_per_node); });
+/// @param in_step no two ranks share a GPU. Where they do, one thread of autograd runs the backward
+///   calls of both, and could not meet itself.
+WorldHandle gpu_thread_world(Meeting& meeting, int device, std::int32_t ranks_per_node,
+                             bool in_step) {
+  return handle_of(
+      device, [&] { return make_gpu_thread_world(meeting.take(), device, ranks_per_node); },
+      in_step);
 }
 
 WorldHandle gpu_process_world(Meeting& meeting, int device, std::int32_t ranks_per_node) {
@@ -115,7 +120,11 @@ int count_gpus() { return 0; }
 WorldHandle no_gpu_world(Meeting& /*meeting*/, int /*device*/, std::int32_t /*ranks_per_node*/) {
   throw Unsupported("World: this installation was built without CUDA");
 }
-constexpr auto gpu_thread_world = no_gpu_world;
+
+WorldHandle gpu_thread_world(Meeting& meeting, int device, std::int32_t ranks_per_node,
+                             bool /*in_step*/) {
+  return no_gpu_world(meeting, device, ranks_per_node);
+}
 constexpr auto gpu_process_world = no_gpu_world;
 constexpr auto nvshmem_world = no_gpu_world;
 #endif
@@ -132,7 +141,8 @@ void bind_world(nb::module_& m) {
         "timeout_s"_a);
   m.def("thread_world", &thread_world, "meeting"_a, "ranks_per_node"_a);
   m.def("process_world", &process_world, "meeting"_a, "ranks_per_node"_a);
-  m.def("gpu_thread_world", gpu_thread_world, "meeting"_a, "device"_a, "ranks_per_node"_a);
+  m.def("gpu_thread_world", gpu_thread_world, "meeting"_a, "device"_a, "ranks_per_node"_a,
+        "in_step"_a);
   m.def("gpu_process_world", gpu_process_world, "meeting"_a, "device"_a, "ranks_per_node"_a);
   m.def("nvshmem_world", nvshmem_world, "meeting"_a, "device"_a, "ranks_per_node"_a);
   nb::class_<WorldHandle> world(m, "World");

@@ -60,13 +60,18 @@ std::vector<TensorView> RankDispatcher::dispatch(const ReadyPlan& plan,
                                                  std::span<const ConstTensorView> tensors,
                                                  Stream stream) {
   const Call call(*rank_, "dispatch");
-  return dispatcher_->dispatch(plan, tensors, stream);
+  rank_->meet("dispatch", stream);
+  auto views = dispatcher_->dispatch(plan, tensors, stream);
+  rank_->meet("dispatch", stream);
+  return views;
 }
 
 void RankDispatcher::kv_gradient(const ReadyPlan& plan, std::span<const ConstTensorView> gradients,
                                  std::span<const TensorView> outputs, Stream stream) {
   const Call call(*rank_, "kv_gradient");
+  rank_->meet("kv_gradient", stream);
   dispatcher_->kv_gradient(plan, gradients, outputs, stream);
+  rank_->meet("kv_gradient", stream);
 }
 
 std::vector<TensorView> RankDispatcher::gradient_inputs(const ReadyPlan& plan, Stream stream) {

@@ -25,6 +25,12 @@ RankWorld::Call::Call(RankWorld& rank, const char* who) : rank_(rank) {
   dead.swap(rank.dead_plans_);
 }
 
+void RankWorld::meet(const char* operation, Stream stream) {
+  if (!in_step_ || world_.executor().is_capturing(stream)) return;
+  usability_.check(operation);
+  usability_.guard([&] { world_.transport().barrier(operation); });
+}
+
 void RankWorld::discard(ReadyPlan plan) {
   const std::lock_guard lock(mutex_);
   dead_plans_.push_back(std::move(plan));

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "waybill/runtime/sequence_dispatcher.h"
+#include "waybill/runtime/usability.h"
 #include "waybill/runtime/world.h"
 
 namespace waybill::python {
@@ -18,7 +19,9 @@ namespace waybill::python {
 class RankWorld {
  public:
   /// @param device ordinal of the GPU whose memory the windows are; -1: host memory
-  RankWorld(World world, int device) : world_(std::move(world)), device_(device) {}
+  /// @param in_step ranks are threads with a GPU each: meet() meets
+  RankWorld(World world, int device, bool in_step)
+      : world_(std::move(world)), device_(device), in_step_(in_step) {}
   RankWorld(const RankWorld&) = delete;
   RankWorld& operator=(const RankWorld&) = delete;
   ~RankWorld();
@@ -39,6 +42,13 @@ class RankWorld {
     RankWorld& rank_;
   };
 
+  /// Around what queues work that waits for other ranks. What a thread loads, allocates or copies
+  /// at other times may stop until any device of the process is idle. So no device is left waiting
+  /// for a thread that may do such things: all ranks queue their parts, then all go on. A rank that
+  /// does not come is a Timeout before anything is queued, and no device is lost; this rank's world
+  /// is of no use then. Nothing is done while `stream` is captured.
+  void meet(const char* operation, Stream stream);
+
   /// To be destroyed in the rank's next call.
   void discard(ReadyPlan plan);
 
@@ -49,6 +59,8 @@ class RankWorld {
  private:
   World world_;
   int device_;
+  bool in_step_;
+  detail::Usability usability_{"world"};
   std::atomic_flag busy_;
   std::mutex mutex_;
   std::vector<ReadyPlan> dead_plans_;

@@ -204,7 +204,7 @@ def run_threads(
     Args:
         device: "cpu" for ranks in host memory; "cuda" for rank r on GPU r modulo their number,
             which must reach each other's memory. ``waybill.torch.run_threads`` also makes it
-            torch's current device.
+            torch's current device. Ranks with a GPU each queue every call together, see world.md.
         ranks_per_node: less than world_size makes logical nodes; None is one node.
         timeout_s: deadline of every wait for another rank.
 
@@ -225,7 +225,8 @@ def run_threads(
         meeting = meetings[rank]
         if gpus == 0:
             return body(World._wrap(_core.thread_world(meeting, per_node)))
-        return body(World._wrap(_core.gpu_thread_world(meeting, rank % gpus, per_node)))
+        made = _core.gpu_thread_world(meeting, rank % gpus, per_node, world_size <= gpus)
+        return body(World._wrap(made))
 
     meetings = _core.thread_meetings(world_size, _seconds(timeout_s, who))
     return _on_threads(world_size, rank_main)
@@ -318,6 +319,9 @@ def _on_threads(world_size: int, rank_main: Callable[[int], _T]) -> list[_T]:
         error = errors[first]
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"raised by rank {first} of {world_size}")
+            for rank in ranks:
+                if rank != first:
+                    error.add_note(f"rank {rank}: {type(errors[rank]).__name__}: {errors[rank]}")
         try:
             raise error
         finally:

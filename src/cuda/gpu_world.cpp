@@ -25,7 +25,7 @@ int num_gpus() {
 
 namespace {
 
-using MakeTransport = std::function<std::unique_ptr<Transport>(
+using MakeTransport = std::function<std::unique_ptr<cuda::GpuTransport>(
     std::shared_ptr<Bootstrap>, std::shared_ptr<cuda::GpuRank>,
     const std::vector<cuda::GpuPlace>& places)>;
 
@@ -41,8 +41,10 @@ World make_world(const char* who, std::shared_ptr<Bootstrap> bootstrap, int devi
       std::make_shared<cuda::GpuRank>(bootstrap->rank(), topology, device, bootstrap->timeout_s());
   const auto places = cuda::exchange_places(*bootstrap, device);
   const int share = cuda::ranks_on_gpu_of(places, bootstrap->rank());
+  if (cuda::shares_gpu_with_processes(places, bootstrap->rank())) gpu->share_with_processes();
   auto transport = make_transport(std::move(bootstrap), gpu, places);
-  auto executor = cuda::make_gpu_executor(*transport, std::move(gpu), share);
+  auto leg = topology.num_nodes() > 1 ? transport->make_network_leg() : nullptr;
+  auto executor = cuda::make_gpu_executor(*transport, std::move(gpu), share, std::move(leg));
   return {std::move(transport), std::move(executor)};
 }
 
@@ -59,11 +61,11 @@ World make_gpu_thread_world(std::shared_ptr<Bootstrap> bootstrap, int device,
 }
 
 World make_gpu_process_world(std::shared_ptr<Bootstrap> bootstrap, int device,
-                             std::int32_t ranks_per_node) {
+                             std::int32_t ranks_per_node, NetworkWire wire) {
   return make_world("make_gpu_process_world", std::move(bootstrap), device, ranks_per_node,
                     [&](auto meeting, auto gpu, const auto& places) {
                       return cuda::make_gpu_process_transport(std::move(meeting), ranks_per_node,
-                                                              std::move(gpu), places);
+                                                              std::move(gpu), places, wire);
                     });
 }
 

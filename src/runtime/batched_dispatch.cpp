@@ -4,6 +4,7 @@
 #include "batch_jobs.h"
 #include "batch_writer.h"
 #include "batched_plans.h"
+#include "network_program.h"
 #include "plan_checks.h"
 #include "sort_unique.h"
 #include "waybill/core/at.h"
@@ -18,7 +19,8 @@ class DispatchCompiler {
  public:
   DispatchCompiler(const char* who, std::span<const SequencePart> parts, const ChosenWay& way,
                    const SequencePlanOptions& options, SequencePlan& plan)
-      : parts_(parts),
+      : who_(who),
+        parts_(parts),
         options_(options),
         plan_(plan),
         first_tensor_(first_tensors(parts)),
@@ -37,9 +39,10 @@ class DispatchCompiler {
     collect_moves();
     write_leaves_apart();
     write();
-    writer_.finish();
     for (std::size_t t = 0; t < plan_.tensors.size(); ++t)
       plan_.window_offsets.push_back(windows_.offset(t, to_int(plan_.rank)));
+    if (options_.split_network) split();
+    writer_.finish();
     plan_.window_bytes = windows_.largest();
   }
 
@@ -54,6 +57,14 @@ class DispatchCompiler {
       rows.push_back({std::move(needed), {}});
     }
     return routes;
+  }
+
+  void split() {
+    const Topology topology = topology_of(plan_, options_);
+    const auto stages = staged_bytes(parts_, routes_, topology);
+    const std::int64_t begin = windows_.add_stage(who_, stages, to_int(plan_.rank));
+    split_network(plan_, topology, begin, options_.batch_bytes);
+    plan_.network.stage_bytes = stages[at(to_int(plan_.rank))];
   }
 
   /// Whether somebody at the end of the hop waits for its batch.
@@ -227,6 +238,7 @@ class DispatchCompiler {
     friend auto operator<=>(const Signal&, const Signal&) = default;
   };
 
+  const char* const who_;
   std::span<const SequencePart> parts_;
   const SequencePlanOptions& options_;
   SequencePlan& plan_;
@@ -248,6 +260,10 @@ class DispatchCompiler {
 };
 
 }  // namespace
+
+Topology topology_of(const SequencePlan& plan, const SequencePlanOptions& options) {
+  return {plan.world_size, options.ranks_per_node == 0 ? plan.world_size : options.ranks_per_node};
+}
 
 std::vector<std::int32_t> first_tensors(std::span<const SequencePart> parts) {
   std::vector<std::int32_t> first(1, 0);

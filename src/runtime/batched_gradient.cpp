@@ -4,6 +4,7 @@
 #include "batch_writer.h"
 #include "batched_plans.h"
 #include "gradient_returns.h"
+#include "network_program.h"
 #include "sort_unique.h"
 #include "waybill/core/at.h"
 
@@ -39,7 +40,7 @@ class GradientCompiler {
         plan_(plan),
         first_tensor_(first_tensors(parts)),
         routes_(follow(who, parts, way)),
-        returns_(parts, routes_, needed_, topology(), options.batch_bytes),
+        returns_(parts, routes_, needed_, topology_of(plan, options), options.batch_bytes),
         windows_(who, parts, returns_.rows, batched_window_bits),
         writer_(plan, windows_),
         read_from_(at(plan.world_size), -1) {}
@@ -49,19 +50,17 @@ class GradientCompiler {
     collect_returns();
     collect_sums();
     write();
-    writer_.finish();
     for (std::size_t t = 0; t < windows_.num_tensors(); ++t)
       plan_.window_offsets.push_back(windows_.offset(t, to_int(plan_.rank)));
+    // All that crosses lies in the window: there is no stage.
+    if (options_.split_network)
+      split_network(plan_, topology_of(plan_, options_), windows_.largest(), options_.batch_bytes);
+    writer_.finish();
     plan_.window_bytes = windows_.largest();
     plan_.num_slots = returns_.num_slots;
   }
 
  private:
-  [[nodiscard]] Topology topology() const {
-    return {plan_.world_size,
-            options_.ranks_per_node == 0 ? plan_.world_size : options_.ranks_per_node};
-  }
-
   std::vector<PartRoutes> follow(const char* who, std::span<const SequencePart> parts,
                                  const ChosenWay& way) {
     std::vector<PartRoutes> routes;

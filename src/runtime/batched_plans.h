@@ -23,6 +23,9 @@ void compile_batched_gradient(const char* who, std::span<const SequencePart> par
                               const ChosenWay& way, const SequencePlanOptions& options,
                               SequencePlan& plan);
 
+/// The nodes on which the ranks of a plan are.
+[[nodiscard]] Topology topology_of(const SequencePlan& plan, const SequencePlanOptions& options);
+
 /// First tensor of each part, and their number. [parts + 1]
 [[nodiscard]] std::vector<std::int32_t> first_tensors(std::span<const SequencePart> parts);
 

@@ -102,9 +102,9 @@ class PlanChecker {
 
   void stage_gradients() {
     for (std::int32_t r = 0; r < std::ssize(plans_); ++r) {
-      for (std::int32_t t = 0; t < std::ssize(plan(r).tensors); ++t) {
-        for (std::int64_t row = 0; row < plan(r).window_rows[at(t)]; ++row)
-          windows_[at(r)][t][row] = {{-1, -1}, {{r, row}}};
+      for (const StagedRows& staged : plan(r).staged) {
+        for (std::int64_t row = staged.row; row < staged.row + staged.rows; ++row)
+          windows_[at(r)][staged.tensor][row] = {{-1, -1}, {{r, row}}};
       }
     }
   }
@@ -123,7 +123,8 @@ class PlanChecker {
     for (std::int32_t r = 0; r < std::ssize(plans_); ++r) {
       if (next_[at(r)] < num_batches(r))
         find("rank ", r, ": batch ", next_[at(r)], " waits for ever");
-      for (const RowSegment& segment : plan(r).local_segments) copy(r, {-1, -1}, segment, false);
+      for (const RowSegment& segment : plan(r).local_segments)
+        sends_ ? copy(r, {-1, -1}, segment, false) : return_rows(r, segment);
     }
   }
 
@@ -231,6 +232,20 @@ class PlanChecker {
         write(windows_[at(to)][segment.tensor], "window", to, segment.tensor, first + k,
               std::move(cell));
       }
+    }
+  }
+
+  /// Gradients that are their sums.
+  void return_rows(std::int32_t rank, const RowSegment& segment) {
+    const std::uint64_t place = plan(rank).segment_places[at(segment.first_copy)];
+    const std::int64_t first = row_at(place, segment.tensor);
+    if (first < 0 || place >> place_rank_shift != at(rank) || segment.num_copies != 1) {
+      find("rank ", rank, ": a local segment is no run of rows of its own tensor ", segment.tensor);
+      return;
+    }
+    for (std::int64_t k = 0; k < segment.rows; ++k) {
+      write(outputs_[at(rank)][segment.tensor], "output", rank, segment.tensor, segment.row + k,
+            {{rank, -1}, {{rank, first + k}}});
     }
   }
 

@@ -1,10 +1,12 @@
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "host_expert_executor.h"
 #include "peer_watch.h"
 #include "row_sum.h"
 #include "waybill/core/at.h"
+#include "waybill/core/copy_bytes.h"
 #include "waybill/core/error.h"
 #include "waybill/runtime/executor.h"
 
@@ -42,10 +44,12 @@ class HostExecutor final : public Executor {
 
   void dispatch(const SequenceCall& call) override {
     PeerWatch watch(transport_, call);
+    streaming_ = is_large(*call.plan);
     run_batches(call, watch);
     for (const RowChunk& chunk : call.plan->chunks) {
       if (call.plan->batches.empty()) send(call, chunk);
     }
+    detail::finish_streaming();
     meet(call, watch);
     // Rows may still be on their way out of the inputs and the window.
     if (transport_.topology().num_nodes() > 1) transport_.quiet();
@@ -53,6 +57,7 @@ class HostExecutor final : public Executor {
 
   void kv_gradient(const SequenceCall& call) override {
     PeerWatch watch(transport_, call);
+    streaming_ = false;
     stage(call);
     meet(call, watch);
     run_batches(call, watch);
@@ -73,6 +78,13 @@ class HostExecutor final : public Executor {
   [[nodiscard]] bool is_capturing(Stream /*stream*/) const override { return false; }
 
  private:
+  /// Whether what the ranks of this host write, if all have as much, is more than caches keep.
+  [[nodiscard]] bool is_large(const SequencePlan& plan) const {
+    const std::int64_t bytes =
+        std::accumulate(plan.wire_bytes.begin(), plan.wire_bytes.end(), std::int64_t{0});
+    return bytes > detail::streaming_bytes / transport_.topology().world_size;
+  }
+
   void run_batches(const SequenceCall& call, PeerWatch& watch) {
     const SequencePlan& plan = *call.plan;
     const std::int32_t world = plan.world_size;
@@ -84,6 +96,7 @@ class HostExecutor final : public Executor {
       for (auto c = batch.first_chunk; c < batch.first_chunk + batch.num_chunks; ++c) {
         run_chunk(call, batch.kind, plan.chunks[at(c)]);
       }
+      detail::finish_streaming();
       for (std::int32_t s = batch.first_signal; s < batch.first_signal + batch.num_signals; ++s) {
         const BatchSlot& slot = plan.signals[at(s)];
         transport_.signal(Rank{slot.rank}, {call.slots, std::int64_t{world} + slot.slot},
@@ -144,7 +157,7 @@ class HostExecutor final : public Executor {
   void put(const SymmetricBuffer& window, std::int32_t rank, std::int64_t offset,
            const std::byte* source, std::int64_t size_bytes) {
     if (std::byte* const base = window.peers[at(rank)]; base != nullptr) {
-      std::memcpy(base + offset, source, at(size_bytes));
+      detail::copy_bytes(base + offset, source, at(size_bytes), streaming_);
     } else {
       transport_.put(window, {Rank{rank}, offset, source, size_bytes});
     }
@@ -207,6 +220,7 @@ class HostExecutor final : public Executor {
   }
 
   std::vector<detail::SumAddend> addends_;
+  bool streaming_ = false;  ///< rows that are sent by this call
   Transport& transport_;
 };
 

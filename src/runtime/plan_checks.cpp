@@ -1,6 +1,7 @@
 #include "plan_checks.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "waybill/core/error.h"
 
@@ -82,27 +83,37 @@ TensorFormat sum_format(const TensorFormat& format) {
 
 WindowMap::WindowMap(const char* who, std::span<const SequencePart> parts,
                      std::span<const WindowRows> rows, int bits)
-    : used_(at(parts.front().metadata->world_size)) {
+    : used_(at(parts.front().metadata->world_size)), bits_(bits) {
   for (std::size_t p = 0; p < parts.size(); ++p) {
-    for (const TensorFormat& format : parts[p].tensors) add(who, format, rows[p].tensor, bits);
+    for (const TensorFormat& format : parts[p].tensors) add(who, format, rows[p].tensor);
   }
   if (std::ranges::all_of(rows, [](const WindowRows& r) { return r.sums.empty(); })) return;
   for (std::size_t p = 0; p < parts.size(); ++p) {
-    for (const TensorFormat& format : parts[p].tensors)
-      add(who, sum_format(format), rows[p].sums, bits);
+    for (const TensorFormat& format : parts[p].tensors) add(who, sum_format(format), rows[p].sums);
   }
 }
 
-void WindowMap::add(const char* who, const TensorFormat& format, std::span<const std::int64_t> rows,
-                    int bits) {
+void WindowMap::add(const char* who, const TensorFormat& format,
+                    std::span<const std::int64_t> rows) {
   offsets_.push_back(used_);
   for (std::size_t r = 0; r < used_.size(); ++r) {
     std::int64_t bytes = 0;
-    require(!__builtin_mul_overflow(rows[r], format.row_bytes(), &bytes) &&
-                bytes < (std::int64_t{1} << bits) - used_[r] - alignment_bytes,
-            who, ": the window of rank ", r, " would need 2^", bits, " bytes or more");
-    used_[r] += (bytes + alignment_bytes - 1) / alignment_bytes * alignment_bytes;
+    const bool overflows = __builtin_mul_overflow(rows[r], format.row_bytes(), &bytes);
+    take(who, r, overflows ? std::numeric_limits<std::int64_t>::max() : bytes);
   }
+}
+
+void WindowMap::take(const char* who, std::size_t rank, std::int64_t bytes) {
+  require(bytes < (std::int64_t{1} << bits_) - used_[rank] - alignment_bytes, who,
+          ": the window of rank ", rank, " would need 2^", bits_, " bytes or more");
+  used_[rank] += (bytes + alignment_bytes - 1) / alignment_bytes * alignment_bytes;
+}
+
+std::int64_t WindowMap::add_stage(const char* who, std::span<const std::int64_t> size_bytes,
+                                  std::int32_t rank) {
+  const std::int64_t begin = used_[at(rank)];
+  for (std::size_t r = 0; r < used_.size(); ++r) take(who, r, size_bytes[r]);
+  return begin;
 }
 
 std::int64_t WindowMap::largest() const { return *std::ranges::max_element(used_); }

@@ -38,12 +38,19 @@ class WindowMap {
   [[nodiscard]] std::size_t num_tensors() const { return offsets_.size(); }
   [[nodiscard]] std::int64_t largest() const;
 
+  /// Room behind the tensors of each rank's window. [W]
+  /// @return where it begins in the window of `rank`
+  /// @throws InvalidArgument as above
+  std::int64_t add_stage(const char* who, std::span<const std::int64_t> size_bytes,
+                         std::int32_t rank);
+
  private:
-  void add(const char* who, const TensorFormat& format, std::span<const std::int64_t> rows,
-           int bits);
+  void add(const char* who, const TensorFormat& format, std::span<const std::int64_t> rows);
+  void take(const char* who, std::size_t rank, std::int64_t bytes);
 
   std::vector<std::vector<std::int64_t>> offsets_;  ///< [tensors][W]
   std::vector<std::int64_t> used_;                  ///< [W]
+  int bits_;
 };
 
 }  // namespace waybill::detail

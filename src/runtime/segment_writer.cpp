@@ -64,6 +64,12 @@ void SegmentWriter::add_line(std::int64_t row, std::int64_t rows,
   }
 }
 
+void SegmentWriter::add_local(std::int64_t row, std::int64_t rows, std::int64_t window_row) {
+  const std::int32_t me = to_int(plan_.rank);
+  read_copies({&me, 1}, {&window_row, 1});
+  add_group(row, rows, copies_, true);
+}
+
 void SegmentWriter::add_group(std::int64_t row, std::int64_t rows, std::span<const Copy> copies,
                               bool local) {
   const std::int32_t bucket = copies.empty() ? plan_.world_size - 1 : copies.front().distance;

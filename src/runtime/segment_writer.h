@@ -15,7 +15,7 @@ void check_chunk_numbers(const SequencePlan& plan);
 /// Writes the lines of this rank as segments, and counts the chunks that they will be cut into.
 class SegmentWriter {
  public:
-  /// @param local_apart rows that stay on this rank go to plan.local_segments
+  /// @param local_apart dispatch: rows that stay on this rank go to plan.local_segments
   SegmentWriter(SequencePlan& plan, const WindowMap& windows, bool local_apart);
 
   void begin_part(const SequencePart& part, std::int32_t first_tensor);
@@ -23,6 +23,9 @@ class SegmentWriter {
   /// A line of this rank: its rows and their copies (rank, first row there).
   void add_line(std::int64_t row, std::int64_t rows, std::span<const std::int32_t> ranks,
                 std::span<const std::int64_t> offsets);
+
+  /// Rows that stay, as local segments.
+  void add_local(std::int64_t row, std::int64_t rows, std::int64_t window_row);
 
   /// @throws InvalidArgument for 2^31 chunks or places
   void finish() const { check_chunk_numbers(plan_); }

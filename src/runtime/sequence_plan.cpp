@@ -4,16 +4,20 @@
 #include <limits>
 
 #include "batched_plans.h"
+#include "local_runs.h"
+#include "network_phases.h"
 #include "plan_checks.h"
 #include "segment_writer.h"
 #include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/parallel_for.h"
 
 namespace waybill {
 namespace {
 
 using detail::at;
 using detail::ChosenWay;
+using detail::LocalRun;
 using detail::SegmentWriter;
 using detail::WindowMap;
 using detail::WindowRows;
@@ -81,15 +85,24 @@ bool local_rows_go_apart(std::span<const SequencePart> parts, Rank rank, std::in
          num_sms * sent_bytes < sms_of_links * (sent_bytes + bytes);
 }
 
-/// All lines of the plan's rank.
-void write_lines(SegmentWriter& writer, std::span<const SequencePart> parts, SequencePlan& plan) {
+/// All lines of the plan's rank. @param local [parts] runs that stand apart
+void write_lines(SegmentWriter& writer, std::span<const SequencePart> parts,
+                 std::span<const std::vector<LocalRun>> local, SequencePlan& plan) {
   const auto r = at(to_int(plan.rank));
   std::int32_t first_tensor = 0;
-  for (const SequencePart& part : parts) {
+  for (std::size_t p = 0; p < parts.size(); ++p) {
+    const SequencePart& part = parts[p];
     const SparseMetadata& metadata = *part.metadata;
     writer.begin_part(part, first_tensor);
     std::int64_t row = 0;
+    auto run = local[p].begin();
     for (std::int64_t j = metadata.rank_offsets[r]; j < metadata.rank_offsets[r + 1]; ++j) {
+      if (run != local[p].end() && j == run->first_line) {
+        writer.add_local(row, run->rows, run->window_row);
+        row += run->rows;
+        j = run++->end_line - 1;
+        continue;
+      }
       const std::int64_t begin = metadata.copy_begin(j);
       const auto count = at(metadata.copy_end(j) - begin);
       writer.add_line(row, metadata.seq_len[at(j)],
@@ -108,10 +121,14 @@ void compile_direct(const char* who, std::span<const SequencePart> parts,
   std::vector<WindowRows> rows;
   for (const SequencePart& part : parts) rows.push_back({detail::rows_needed(*part.metadata), {}});
   const WindowMap windows(who, parts, rows);
-  const bool apart = plan.operation == SequenceOperation::dispatch && options.local_apart &&
-                     local_rows_go_apart(parts, plan.rank, options.num_sms);
+  const bool sends = plan.operation == SequenceOperation::dispatch;
+  const bool apart =
+      sends && options.local_apart && local_rows_go_apart(parts, plan.rank, options.num_sms);
   SegmentWriter writer(plan, windows, apart);
-  write_lines(writer, parts, plan);
+  const auto local = !sends && options.local_apart
+                         ? detail::long_local_runs(parts, plan.rank)
+                         : std::vector<std::vector<LocalRun>>(parts.size());
+  write_lines(writer, parts, local, plan);
   for (std::size_t t = 0; t < plan.tensors.size(); ++t)
     plan.window_offsets.push_back(windows.offset(t, to_int(plan.rank)));
   plan.window_bytes = windows.largest();
@@ -142,11 +159,37 @@ void compile_batched(const char* who, std::span<const SequencePart> parts, const
 
 SequencePlan compile(const char* who, SequenceOperation operation,
                      std::span<const SequencePart> parts, Rank rank,
+                     const SequencePlanOptions& options);
+
+/// What a rank receives stands in the plans of those that send it.
+std::vector<NetworkPhase> compile_phases(const char* who, std::span<const SequencePart> parts,
+                                         const SequencePlan& plan, SequencePlanOptions options) {
+  const Topology topology = detail::topology_of(plan, options);
+  if (topology.num_nodes() == 1) return {};
+  options.pair_network = false;
+  options.chunks = false;
+  std::vector<SequencePlan> others(at(plan.world_size));
+  parallel_for(plan.world_size, 1, 0, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t r = begin; r < end; ++r) {
+      if (r == to_int(plan.rank)) continue;
+      others[at(r)] =
+          compile(who, plan.operation, parts, Rank{static_cast<std::int32_t>(r)}, options);
+    }
+  });
+  std::vector<const SequencePlan*> plans;
+  for (const SequencePlan& other : others) plans.push_back(&other);
+  plans[at(to_int(plan.rank))] = &plan;
+  return detail::network_phases(plans, topology, plan.rank, options.phase_bytes);
+}
+
+SequencePlan compile(const char* who, SequenceOperation operation,
+                     std::span<const SequencePart> parts, Rank rank,
                      const SequencePlanOptions& options) {
   require(!parts.empty(), who, ": parts are empty");
   require(options.chunk_bytes >= 16 && options.chunk_bytes % 16 == 0 &&
               options.chunk_bytes <= std::numeric_limits<std::int32_t>::max() / 2,
           who, ": chunk_bytes = ", options.chunk_bytes, ", expected a multiple of 16, up to 2^30");
+  require(options.phase_bytes > 0, who, ": phase_bytes = ", options.phase_bytes, ", expected > 0");
   detail::check_parts(who, parts, rank);
   check_formats(who, parts, operation);
   SequencePlan plan;
@@ -173,6 +216,9 @@ SequencePlan compile(const char* who, SequenceOperation operation,
   } else {
     compile_batched(who, parts, way, options, plan);
   }
+  if (!sends) plan.staged = detail::rows_to_stage(plan);
+  if (options.split_network && options.pair_network)
+    plan.phases = compile_phases(who, parts, plan, options);
   if (options.chunks) expand_chunks(plan);
   return plan;
 }

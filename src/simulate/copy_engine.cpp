@@ -2,61 +2,14 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
-
 #include "copy_job.h"
+#include "waybill/core/copy_bytes.h"
 #include "waybill/core/parallel_for.h"
 
 namespace waybill::detail {
 namespace {
 
 constexpr std::int64_t work_item_bytes = std::int64_t{1} << 20;
-
-/// A job that writes more than this does not find its output in the cache afterwards anyway, so its
-/// stores go around it: that saves reading every line before it is overwritten.
-constexpr std::int64_t streaming_bytes = std::int64_t{64} << 20;
-constexpr std::size_t min_streaming_run = 1024;  // shorter runs fill too few write buffers
-
-#if defined(__SSE2__)
-void stream_bytes(std::byte* to, const std::byte* from, std::size_t count) {
-  const std::size_t head = (16 - reinterpret_cast<std::uintptr_t>(to) % 16) % 16;
-  std::memcpy(to, from, head);
-  to += head;
-  from += head;
-  count -= head;
-  for (; count >= 64; to += 64, from += 64, count -= 64) {
-    const auto* source = reinterpret_cast<const __m128i*>(from);
-    auto* target = reinterpret_cast<__m128i*>(to);
-    const __m128i a = _mm_loadu_si128(source);
-    const __m128i b = _mm_loadu_si128(source + 1);
-    const __m128i c = _mm_loadu_si128(source + 2);
-    const __m128i d = _mm_loadu_si128(source + 3);
-    _mm_stream_si128(target, a);
-    _mm_stream_si128(target + 1, b);
-    _mm_stream_si128(target + 2, c);
-    _mm_stream_si128(target + 3, d);
-  }
-  std::memcpy(to, from, count);
-}
-
-void finish_streaming() { _mm_sfence(); }  // before another thread may look
-#else
-void stream_bytes(std::byte* to, const std::byte* from, std::size_t count) {
-  std::memcpy(to, from, count);
-}
-
-void finish_streaming() {}
-#endif
-
-void copy_run(std::byte* to, const std::byte* from, std::size_t count, bool streaming) {
-  if (streaming && count >= min_streaming_run) {
-    stream_bytes(to, from, count);
-  } else {
-    std::memcpy(to, from, count);
-  }
-}
 
 template <std::size_t ElementBytes>
 void copy_elements(std::byte* to, std::int64_t to_step, const std::byte* from,
@@ -81,13 +34,13 @@ void copy_rows(const CopyJob& job, const CopySegment& segment, std::int64_t firs
 
   const bool unit_steps = hidden == 1 || (source.strides[1] == 1 && output.strides[1] == 1);
   if (unit_steps && from_row == row_bytes && to_row == row_bytes) {
-    copy_run(to, from, static_cast<std::size_t>(count * row_bytes), streaming);
+    copy_bytes(to, from, static_cast<std::size_t>(count * row_bytes), streaming);
     return;
   }
   if (unit_steps) {
     for (std::int64_t i = 0; i < count; ++i) {
-      copy_run(to + i * to_row, from + i * from_row, static_cast<std::size_t>(row_bytes),
-               streaming);
+      copy_bytes(to + i * to_row, from + i * from_row, static_cast<std::size_t>(row_bytes),
+                 streaming);
     }
     return;
   }

@@ -19,17 +19,6 @@ std::vector<std::string> gather_texts(Bootstrap& bootstrap, std::string_view min
   return texts;
 }
 
-/// The same for all processes between two starts of the system, also in containers; where there is
-/// none, the name of the host.
-std::string host_id() {
-  std::string id;
-  std::ifstream boot("/proc/sys/kernel/random/boot_id");
-  if (std::getline(boot, id) && !id.empty()) return id;
-  std::array<char, 256> name{};
-  (void)gethostname(name.data(), name.size() - 1);
-  return name.data();
-}
-
 /// The first rank on another host than rank 0; world_size: there is none.
 std::size_t first_elsewhere(Bootstrap& bootstrap, std::string_view operation) {
   const auto hosts = gather_texts(bootstrap, host_id(), operation);
@@ -39,6 +28,16 @@ std::size_t first_elsewhere(Bootstrap& bootstrap, std::string_view operation) {
 }
 
 }  // namespace
+
+/// Containers of a host have the same one too. Where there is none, the name of the host.
+std::string host_id() {
+  std::string id;
+  std::ifstream boot("/proc/sys/kernel/random/boot_id");
+  if (std::getline(boot, id) && !id.empty()) return id;
+  std::array<char, 256> name{};
+  (void)gethostname(name.data(), name.size() - 1);
+  return name.data();
+}
 
 void agree(Bootstrap& bootstrap, std::string_view trouble, std::string_view operation) {
   const auto troubles = gather_texts(bootstrap, trouble, operation);

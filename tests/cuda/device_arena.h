@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -30,6 +31,12 @@ inline void cuda_ok(cudaError_t status, World& world) {
 inline ThreadWorldOptions world_options() {
   const char* const seconds = std::getenv("WAYBILL_TEST_TIMEOUT_S");
   return {.timeout_s = seconds != nullptr ? std::strtod(seconds, nullptr) : 20};
+}
+
+/// WAYBILL_TEST_RANDOM_CASES says how many random cases a test has at most: tools are slow.
+inline int num_random_cases(int wanted) {
+  const char* const most = std::getenv("WAYBILL_TEST_RANDOM_CASES");
+  return most != nullptr ? std::min(wanted, std::atoi(most)) : wanted;
 }
 
 /// Device memory of one rank, taken once and given piece by piece with guard bytes around each:

@@ -17,6 +17,13 @@
 
 namespace waybill::test {
 
+/// A world of the config's nodes.
+inline ThreadWorldOptions options_of(const EPConfig& config) {
+  ThreadWorldOptions options = world_options();
+  options.ranks_per_node = config.local_world_size;
+  return options;
+}
+
 /// The memory, call numbers and executor of one rank's layer, without the layer's checks and
 /// growth. Collective.
 class ExpertRig {
@@ -146,7 +153,7 @@ inline void expect_tables(const DeviceArena& arena, const ExpertTableViews& got,
                         const std::vector<std::int64_t>& want) {
     EXPECT_EQ(numbers(arena, view, std::ssize(want)), want) << name;
   };
-  same("ids", got.ids, numbers(expected.ids[r]));
+  same("ids", got.ids, numbers(desc.topk_indices_tensor));
   same("dst_rows", got.dst_rows, numbers(desc.token_dst_scatter_idx));
   same("num_input_tokens", got.num_input_tokens, numbers(desc.num_input_tokens_per_rank));
   same("splits", got.splits, numbers(expected.rows.splits));
@@ -154,6 +161,9 @@ inline void expect_tables(const DeviceArena& arena, const ExpertTableViews& got,
   same("expert_counts", got.expert_counts, numbers(desc.recv_expert_counts));
   same("expert_offsets", got.expert_offsets, numbers(desc.recv_expert_offsets));
   same("num_recv_rows", got.num_recv_rows, numbers(expected.rows.num_recv_rows));
+  if (desc.send_reqs_recv_tensor) {
+    same("send_reqs", got.send_reqs, numbers(*desc.send_reqs_recv_tensor));
+  }
   if (desc.skipped_token_mapping_indices) {
     same("leader_rows", got.leader_rows, numbers(*desc.skipped_token_mapping_indices));
     same("choice_rows", got.choice_rows, numbers(*desc.skipped_token_topk_mapping_indices));

@@ -17,14 +17,16 @@ using test::same_bytes;
 
 constexpr std::int64_t arena_bytes = std::int64_t{128} << 20;
 
-EPConfig config_of(std::int32_t world_size, DType dtype = DType::bfloat16) {
+/// @param ranks_per_node 0: one node
+EPConfig config_of(std::int32_t world_size, DType dtype = DType::bfloat16,
+                   std::int32_t ranks_per_node = 0) {
   EPConfig config;
   config.max_tokens = 48;
   config.hidden = 256;
   config.topk = 4;
   config.num_experts = 16;
   config.world_size = world_size;
-  config.local_world_size = world_size;
+  config.local_world_size = ranks_per_node == 0 ? world_size : ranks_per_node;
   config.token_dtype = dtype;
   return config;
 }
@@ -106,7 +108,7 @@ void check_layer(const EPConfig& config, const EPLayerOptions& options, std::uin
         world.barrier();
         layer.finalize();
       },
-      test::world_options());
+      test::options_of(config));
 }
 
 TEST(GpuEpLayer, one_rank) { check_layer(config_of(1), {.num_sm = 4, .capacity = 1}, 51); }
@@ -116,6 +118,13 @@ TEST(GpuEpLayer, four_ranks_grow) {
 }
 TEST(GpuEpLayer, local_combine) {
   check_layer(config_of(2), {.num_sm = 4, .enable_local_combine = true, .capacity = 1}, 54);
+}
+TEST(GpuEpLayer, two_nodes_grow) {
+  check_layer(config_of(4, DType::bfloat16, 2), {.num_sm = 4, .capacity = 1}, 57);
+}
+TEST(GpuEpLayer, local_combine_on_two_nodes) {
+  check_layer(config_of(4, DType::float16, 2),
+              {.num_sm = 4, .enable_local_combine = true, .capacity = 1}, 58);
 }
 TEST(GpuEpLayer, compact_rows) {
   EPLayerOptions options{.num_sm = 4};

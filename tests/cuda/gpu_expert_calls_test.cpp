@@ -7,7 +7,6 @@
 #include <thread>
 
 #include "cuda/expert_rig.h"
-#include "support/run_ranks.h"
 
 namespace waybill {
 namespace {
@@ -22,21 +21,21 @@ using test::same_bytes;
 
 constexpr std::int64_t arena_bytes = std::int64_t{64} << 20;
 
-EPConfig config_of(std::int32_t world_size, std::int64_t max_tokens = 60) {
+/// @param ranks_per_node 0: one node
+EPConfig config_of(std::int32_t world_size, std::int32_t ranks_per_node = 0) {
   EPConfig config;
-  config.max_tokens = max_tokens;
+  config.max_tokens = 60;
   config.hidden = 256;
   config.topk = 4;
   config.num_experts = 16;
   config.world_size = world_size;
-  config.local_world_size = world_size;
+  config.local_world_size = ranks_per_node == 0 ? world_size : ranks_per_node;
   return config;
 }
 
 /// The same experts again, other tokens and weights.
-TEST(GpuExpertCalls, a_dispatch_with_earlier_tables) {
+void dispatch_with_earlier_tables(const EPConfig& config) {
   for (const EPRows form : {EPRows::grouped, EPRows::compact}) {
-    const EPConfig config = config_of(2);
     EPDispatchOptions options;
     options.rows = form;
     Random random(31);
@@ -55,7 +54,7 @@ TEST(GpuExpertCalls, a_dispatch_with_earlier_tables) {
     std::vector<ExpertDispatch> expected;
     for (const ExpertCase& the : cases) expected.push_back(the.dispatch(options));
     run_gpu_thread_world(
-        2,
+        config.world_size,
         [&](World& world) {
           DeviceArena arena(world, arena_bytes);
           ExpertRig rig(world, config, options, most_recv_rows(config, options), 4);
@@ -69,8 +68,13 @@ TEST(GpuExpertCalls, a_dispatch_with_earlier_tables) {
           }
           world.barrier();
         },
-        test::world_options());
+        test::options_of(config));
   }
+}
+
+TEST(GpuExpertCalls, a_dispatch_with_earlier_tables) { dispatch_with_earlier_tables(config_of(2)); }
+TEST(GpuExpertCalls, a_dispatch_with_earlier_tables_on_nodes) {
+  dispatch_with_earlier_tables(config_of(4, 2));
 }
 
 /// What one step makes of a case: rows dispatched, and the sum of what experts answer to them:
@@ -93,12 +97,11 @@ std::vector<Step> random_steps(const EPConfig& config, int count, Random& random
 }
 
 /// Two dispatches, then their combines, over and over, without a host wait and with late ranks.
-TEST(GpuExpertCalls, calls_follow_each_other_without_barriers_and_with_late_ranks) {
-  const EPConfig config = config_of(4);
+void follow_each_other(const EPConfig& config) {
   Random random(32);
   const auto steps = random_steps(config, 40, random);
   run_gpu_thread_world(
-      4,
+      config.world_size,
       [&](World& world) {
         DeviceArena arena(world, std::int64_t{256} << 20);
         const Stream stream{arena.stream()};
@@ -133,13 +136,19 @@ TEST(GpuExpertCalls, calls_follow_each_other_without_barriers_and_with_late_rank
         }
         world.barrier();
       },
-      test::world_options());
+      test::options_of(config));
+}
+
+TEST(GpuExpertCalls, calls_follow_each_other_without_barriers_and_with_late_ranks) {
+  follow_each_other(config_of(4));
+}
+TEST(GpuExpertCalls, calls_follow_each_other_without_barriers_and_with_late_ranks_on_nodes) {
+  follow_each_other(config_of(4, 2));
 }
 
 /// With a fixed capacity nothing waits for the host: dispatches and combines of one graph, replayed
 /// with other ids.
-TEST(GpuExpertCalls, a_captured_graph_replays_with_other_ids) {
-  const EPConfig config = config_of(2);
+void replay_with_other_ids(const EPConfig& config) {
   Random random(33);
   std::vector<Step> steps;
   for (int i = 0; i < 6; ++i) {
@@ -149,7 +158,7 @@ TEST(GpuExpertCalls, a_captured_graph_replays_with_other_ids) {
     steps.push_back(std::move(step));
   }
   run_gpu_thread_world(
-      2,
+      config.world_size,
       [&](World& world) {
         DeviceArena arena(world, arena_bytes);
         const Stream stream{arena.stream()};
@@ -191,13 +200,19 @@ TEST(GpuExpertCalls, a_captured_graph_replays_with_other_ids) {
         (void)cudaGraphDestroy(graph);
         world.barrier();
       },
-      test::world_options());
+      test::options_of(config));
+}
+
+TEST(GpuExpertCalls, a_captured_graph_replays_with_other_ids) {
+  replay_with_other_ids(config_of(2));
+}
+TEST(GpuExpertCalls, a_captured_graph_replays_with_other_ids_on_nodes) {
+  replay_with_other_ids(config_of(4, 2));
 }
 
 /// More rows than the windows hold: told to the host, nothing behind the windows is written, and
 /// the next call is right.
-TEST(GpuExpertCalls, rows_past_the_capacity_are_counted_and_not_written) {
-  const EPConfig config = config_of(2);
+void count_rows_past_the_capacity(const EPConfig& config) {
   Random random(34);
   const ExpertCase large = test::random_case(
       config, random, {.draw = test::Draw::one_expert, .drop = 0, .tokens = config.max_tokens});
@@ -206,7 +221,7 @@ TEST(GpuExpertCalls, rows_past_the_capacity_are_counted_and_not_written) {
   const ExpertDispatch fits = small.dispatch();
   constexpr std::int64_t capacity = 41;
   run_gpu_thread_world(
-      2,
+      config.world_size,
       [&](World& world) {
         DeviceArena arena(world, arena_bytes);
         const Stream stream{arena.stream()};
@@ -241,13 +256,19 @@ TEST(GpuExpertCalls, rows_past_the_capacity_are_counted_and_not_written) {
         EXPECT_EQ(rig.executor().take_overflow(), 0);
         world.barrier();
       },
-      test::world_options());
+      test::options_of(config));
+}
+
+TEST(GpuExpertCalls, rows_past_the_capacity_are_counted_and_not_written) {
+  count_rows_past_the_capacity(config_of(2));
+}
+TEST(GpuExpertCalls, rows_past_the_capacity_are_counted_and_not_written_on_nodes) {
+  count_rows_past_the_capacity(config_of(4, 2));
 }
 
 /// More rows than the windows hold, but the caller waits for the counts: larger windows come
 /// between counting and rows.
-TEST(GpuExpertCalls, windows_grow_between_counts_and_rows) {
-  const EPConfig config = config_of(2);
+void grow_between_counts_and_rows(const EPConfig& config) {
   for (const EPRows form : {EPRows::grouped, EPRows::compact}) {
     EPDispatchOptions options;
     options.rows = form;
@@ -259,7 +280,7 @@ TEST(GpuExpertCalls, windows_grow_between_counts_and_rows) {
       expected.push_back(cases.back().dispatch(options));
     }
     run_gpu_thread_world(
-        2,
+        config.world_size,
         [&](World& world) {
           DeviceArena arena(world, arena_bytes);
           ExpertRig rig(world, config, options, 48, 4);
@@ -273,12 +294,18 @@ TEST(GpuExpertCalls, windows_grow_between_counts_and_rows) {
           }
           world.barrier();
         },
-        test::world_options());
+        test::options_of(config));
   }
 }
 
-TEST(GpuExpertCalls, ids_out_of_range_are_dropped_and_reported) {
-  const EPConfig config = config_of(2);
+TEST(GpuExpertCalls, windows_grow_between_counts_and_rows) {
+  grow_between_counts_and_rows(config_of(2));
+}
+TEST(GpuExpertCalls, windows_grow_between_counts_and_rows_on_nodes) {
+  grow_between_counts_and_rows(config_of(4, 2));
+}
+
+void report_ids_out_of_range(const EPConfig& config) {
   Random random(35);
   ExpertCase the = test::random_case(config, random, {.drop = 0, .tokens = 20});
   ExpertCase meant = the;
@@ -288,7 +315,7 @@ TEST(GpuExpertCalls, ids_out_of_range_are_dropped_and_reported) {
   }
   const ExpertDispatch expected = meant.dispatch();
   run_gpu_thread_world(
-      2,
+      config.world_size,
       [&](World& world) {
         DeviceArena arena(world, arena_bytes);
         const Stream stream{arena.stream()};
@@ -302,58 +329,14 @@ TEST(GpuExpertCalls, ids_out_of_range_are_dropped_and_reported) {
         EXPECT_EQ(rig.executor().take_overflow(), 0);
         world.barrier();
       },
-      test::world_options());
+      test::options_of(config));
 }
 
-/// Loses the device for the process, as the next one does: run them one by one.
-void a_rank_never_calls(bool in_combine) {
-  constexpr std::int32_t world_size = 4;
-  const EPConfig config = config_of(world_size);
-  Random random(36);
-  const auto steps = random_steps(config, 1, random);
-  auto bootstraps = make_thread_bootstraps(world_size, 2.0);
-  const auto results = test::run_ranks(world_size, [&](std::int32_t rank) {
-    World world = make_gpu_thread_world(std::move(bootstraps[at(rank)]), rank % num_gpus());
-    DeviceArena arena(world, arena_bytes);
-    const Stream stream{arena.stream()};
-    ExpertRig rig(world, config, {}, most_recv_rows(config, {}), 4);
-    const DeviceInput device(arena, steps[0].the, rank);
-    const auto& rows = steps[0].dispatch.recv_tokens[at(rank)];
-    const auto& sums = steps[0].sums[at(rank)];
-    const TensorView copy = arena.take(rows.dtype(), rows.shape());
-    const TensorView sum = arena.take(sums.dtype(), sums.shape());
-    for (int call = 1; call <= 2; ++call) {
-      if (call == 2 && !in_combine && rank == 1) {
-        std::this_thread::sleep_for(std::chrono::seconds(4));
-        return;
-      }
-      const auto tables = rig.dispatch(device.input, stream);
-      if (call == 2 && in_combine && rank == 1) {
-        std::this_thread::sleep_for(std::chrono::seconds(4));
-        return;
-      }
-      arena.copy(copy.data, rig.window(), rows.size_bytes());
-      rig.combine({copy, {}, {}, sum}, *tables, stream);
-    }
-    arena.synchronize();
-  });
-  const std::string wanted = in_combine ? "combine: rank " : "dispatch: rank ";
-  const std::string signal =
-      in_combine ? "for signal >= 4 from rank 1" : "for signal >= 3 from rank 1";
-  int named = 0;
-  for (const std::int32_t r : {0, 2, 3}) {
-    const std::string& text = results[at(r)].text;
-    EXPECT_NE(text.find(signal), std::string::npos) << "rank " << r << ": " << text;
-    if (text.find(wanted + std::to_string(r) + " waited 2") != std::string::npos) ++named;
-  }
-  EXPECT_EQ(named, 3) << results[0].text;
+TEST(GpuExpertCalls, ids_out_of_range_are_dropped_and_reported) {
+  report_ids_out_of_range(config_of(2));
 }
-
-TEST(GpuExpertFault, a_rank_that_never_dispatches_is_named_by_all_others) {
-  a_rank_never_calls(false);
-}
-TEST(GpuExpertFault, a_rank_that_never_combines_is_named_by_all_others) {
-  a_rank_never_calls(true);
+TEST(GpuExpertCalls, ids_out_of_range_are_dropped_and_reported_on_nodes) {
+  report_ids_out_of_range(config_of(4, 2));
 }
 
 }  // namespace

@@ -48,6 +48,19 @@ TEST(GpuProcess, a_killed_rank_is_named_by_all_others) {
   }
 }
 
+TEST(GpuProcess, survivors_that_share_a_gpu_name_a_killed_rank) {
+  const auto on_one_gpu = [](std::shared_ptr<Bootstrap> bootstrap, int /*device*/) {
+    return make_gpu_process_world(std::move(bootstrap), 0);
+  };
+  const auto ends = test::run_until_rank_1_dies(3, on_one_gpu, Death::before_the_third_call);
+  EXPECT_EQ(ends[1].signal, SIGKILL);
+  for (const std::int32_t r : {0, 2}) {
+    EXPECT_TRUE(test::names_missed_wait(
+        ends[at(r)].text, {.operation = "dispatch", .rank = r, .peer = 1, .wanted = 3, .seen = 2},
+        2, 10));
+  }
+}
+
 TEST(GpuProcess, a_rank_killed_at_any_time_ends_the_calls_of_all_others) {
   const auto ends = test::run_until_rank_1_dies(2, make_world, Death::during_some_call);
   EXPECT_EQ(ends[1].signal, SIGKILL);

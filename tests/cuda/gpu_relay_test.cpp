@@ -25,7 +25,8 @@ std::vector<Way> relay_ways() {
 
 /// Random schedules in which anybody forwards to anybody, over plans of all kinds.
 void check_relays(std::int32_t world_size, int num_random, std::int64_t scale) {
-  const auto cases = test::node_cases({world_size, world_size}, num_random, scale);
+  const auto cases =
+      test::node_cases({world_size, world_size}, test::num_random_cases(num_random), scale);
   run_gpu_thread_world(
       world_size,
       [&](World& world) {

@@ -45,7 +45,7 @@ inline void check_gpu_step(World& world, SequenceDispatcher& dispatcher, DeviceA
 class CasesOnGpu {
  public:
   CasesOnGpu(std::int32_t world_size, int num_random, std::int64_t scale)
-      : cases_(sequence_cases(world_size, num_random, scale)) {
+      : cases_(sequence_cases(world_size, num_random_cases(num_random), scale)) {
     for (const SequenceCase& the : cases_) expected_.emplace_back(the);
   }
 

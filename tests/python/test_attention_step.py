@@ -14,6 +14,18 @@ LENGTHS = [70, 10, 3, 17, 44, 1, 1, 30]
 HEADS, KV_HEADS, HEAD = 4, 2, 8
 
 
+@pytest.fixture(autouse=True)
+def a_gpu_for_each_rank(request):
+    """Where ranks share one, autograd has one thread for both, and what it loads at first use may
+    wait for both: world.md says so.
+    """
+    device = getattr(request.node, "callspec", None) and request.node.callspec.params.get(
+        "torch_way"
+    )
+    if device == "cuda" and waybill.num_gpus() == 1:
+        pytest.skip("needs two GPUs")
+
+
 def dot_product(q, k, v, visible):
     """Attention of one query shard; visible (queries, keys)."""
     repeats = q.shape[1] // k.shape[1]

@@ -1,5 +1,7 @@
 """A CUDA graph that holds a dispatch and its way back, on one rank a GPU."""
 
+import contextlib
+
 import numpy as np
 import pytest
 from ways import TorchWay, random_bits, random_plan, rows_of, simulated
@@ -11,6 +13,17 @@ pytestmark = pytest.mark.skipif(
     not (waybill.num_gpus() and torch.cuda.is_available()),
     reason="no GPU, or an installation without CUDA",
 )
+
+
+@contextlib.contextmanager
+def captured(graph):
+    """On a stream of this thread, for what this thread does alone. torch.cuda.graph also empties
+    the caches of all GPUs first, also of those on which other threads capture already.
+    """
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(capture_error_mode="thread_local")
+        yield
+        graph.capture_end()
 
 
 def plans_of_one_size(world_size):
@@ -44,9 +57,8 @@ def test_a_graph_replays_with_new_rows_and_a_new_plan():
         (received,) = dispatcher.dispatch(there, q)
         dispatcher.dispatch(back, received)
         dispatcher.synchronize()
-        world.barrier()  # entering a capture waits for the device
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+        with captured(graph):
             (received,) = dispatcher.dispatch(there, q)
             copy = received.new_empty(1 << 12, 512)
             copy[: len(received)] = received
@@ -83,7 +95,7 @@ def test_windows_cannot_grow_inside_a_graph():
         q = torch.zeros(rows_of(plan)[0], 8, device="cuda")
         ready = dispatcher.plan_dispatch((plan.to_routing().fwd_q, q))
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+        with captured(graph):
             with pytest.raises(waybill.InvalidArgument, match="cannot grow inside a graph"):
                 dispatcher.dispatch(ready, q)
             q.add_(1)  # an empty graph is a warning

@@ -1,6 +1,7 @@
 """Ranks that are processes of this host: started by a launcher's variables, or in a group."""
 
 import os
+import pathlib
 import subprocess
 import sys
 import textwrap
@@ -132,6 +133,42 @@ def test_gpus_of_this_host(tmp_path):
         print("rank", world.rank, "of", world.world_size, "is well")
     """
     expect_all_well(run_ranks(tmp_path, program))
+
+
+def test_gpus_over_nvshmem(tmp_path):
+    torch = pytest.importorskip("torch")
+    gpus = waybill.num_gpus() if torch.cuda.is_available() else 0
+    library = pathlib.Path(waybill._core.__file__).with_name("libwaybill_nvshmem.so")
+    if gpus == 0 or not (library.exists() or "WAYBILL_NVSHMEM_LIBRARY" in os.environ):
+        pytest.skip("no GPU, or an installation without NVSHMEM")
+    world_size = min(gpus, 4)
+    program = """
+        import torch
+        import waybill.torch as wt
+
+        world = wt.World.from_environment(device="cuda", nvshmem=True, timeout_s=60)
+        torch.cuda.set_device(world.device)
+        size = world.world_size
+        plan = waybill.plan([300, 41, 7, 90, 200], size, 0, block_tokens=8)
+        home = plan.home_tokens.tolist()
+        rows = [np.arange(n * 8, dtype=np.float32).reshape(n, 8) + 1e4 * r
+                for r, n in enumerate(home)]
+        routing, metadata = plan.to_routing(), plan.to_metadata()
+        mine = torch.from_numpy(rows[world.rank]).cuda()
+        with wt.SequenceDispatcher(world) as dispatcher:
+            there = dispatcher.plan_dispatch((routing.fwd_kv, mine))
+            for _ in range(3):
+                (got,) = dispatcher.dispatch(there, mine)
+                want = waybill.simulate_communication(rows, metadata.fwd_kv)[world.rank]
+                assert torch.equal(got.cpu(), torch.from_numpy(want))
+            back = dispatcher.plan_kv_gradient((routing.fwd_kv, mine))
+            (sums,) = dispatcher.kv_gradient(back, torch.ones_like(got))
+            dispatcher.synchronize()
+            assert sums.shape == mine.shape and (sums >= 1).all()
+        world.barrier()
+        print("rank", world.rank, "of", world.world_size, "is well")
+    """
+    expect_all_well(run_ranks(tmp_path, program, world_size))
 
 
 def test_a_rank_that_dies_is_named(tmp_path):

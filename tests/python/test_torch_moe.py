@@ -185,6 +185,35 @@ def test_views_last_until_the_second_dispatch_after():
     run_threads(WORLD, body)
 
 
+@pytest.mark.parametrize("rows", ["grouped", "compact"])
+def test_gradients_of_weights_with_room_for_more_rows(rows):
+    """Results have fixed_rows rows, tables those that have come; on GPUs it may be otherwise."""
+    tokens, ids, weights = inputs(3)
+
+    def gradients(world, **options):
+        r = world.rank
+        layer = layer_on(world, rows=rows, **options)
+        x, w = tokens[r].clone().requires_grad_(), weights[r].clone().requires_grad_()
+        received, row_weights, layout = layer.dispatch(x, ids[r], w)
+        come = int(layout.num_recv_tokens_per_rank[r])
+        assert len(received) == options.get("fixed_rows", come)
+        factor = row_weights[:come]
+        if rows == "compact":
+            factor = torch.where(layout.recv_topk_indices[:come] >= 0, factor, 0.0).sum(1)
+        else:
+            factor = factor.clone()
+        out = torch.zeros_like(received)
+        out[:come] = received[:come] * factor[:, None]
+        layer.combine(out, layout).square().sum().backward()
+        layer.finalize()
+        return x.grad, w.grad
+
+    wide = run_threads(WORLD, lambda world: gradients(world, fixed_rows=MAX * WORLD * TOPK))
+    for got, want in zip(wide, run_threads(WORLD, gradients)):
+        assert all(torch.equal(a, b) for a, b in zip(got, want))
+        assert len(got[1]) == 0 or got[1].abs().sum() > 0
+
+
 def test_fixed_rows_and_float8():
     tokens = [torch.randn(4, 128) for _ in range(WORLD)]
     ids = [torch.zeros(4, TOPK, dtype=torch.int32) for _ in range(WORLD)]

@@ -79,7 +79,11 @@ def test_what_a_rank_raised_is_raised_and_not_that_others_waited():
     with pytest.raises(KeyError, match="mine") as caught:
         waybill.run_threads(3, body, timeout_s=0.1)
     if hasattr(caught.value, "__notes__"):
-        assert caught.value.__notes__ == ["raised by rank 1 of 3"]
+        raised, *others = caught.value.__notes__
+        assert raised == "raised by rank 1 of 3"
+        assert [note[: note.index(" waited")] for note in others] == [
+            f"rank {rank}: Timeout: World::barrier: rank {rank}" for rank in (0, 2)
+        ]
 
 
 def test_one_call_of_a_rank_at_a_time():

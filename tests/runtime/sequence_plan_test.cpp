@@ -9,6 +9,7 @@
 
 #include "support/expect_error.h"
 #include "support/sequence_case.h"
+#include "waybill/runtime/check_sequence_plans.h"
 
 namespace waybill {
 namespace {
@@ -202,6 +203,68 @@ TEST(compile_kv_gradient, places_keep_the_order_of_the_copies) {
       }
       EXPECT_EQ(bytes, row * the.k.row_bytes());  // every row once, those without copies too
     }
+  }
+}
+
+std::vector<SequencePlan> gradients_apart(const SequencePart& part) {
+  SequencePlanOptions options;
+  options.local_apart = true;
+  options.chunks = false;
+  std::vector<SequencePlan> plans;
+  for (std::int32_t r = 0; r < part.metadata->world_size; ++r) {
+    plans.push_back(compile_kv_gradient({&part, 1}, Rank{r}, options));
+  }
+  return plans;
+}
+
+std::int64_t rows_of(const auto& pieces, std::int32_t tensor) {
+  std::int64_t rows = 0;
+  for (const auto& piece : pieces) rows += piece.tensor == tensor ? piece.rows : 0;
+  return rows;
+}
+
+TEST(compile_kv_gradient, long_runs_with_one_copy_that_stay_stand_apart) {
+  // Rank 0 keeps 6000 rows of 1 KiB, of which 2000 and 4000 adjoin, and 3 rows; it sends 3000.
+  QkvPlan plan = test::plain_plan(3, {{2000, 4000, 3000, 3}, {1, 1}, {1, 1}},
+                                  {0, 0, 1, 0, 1, 2, 2, 0}, KvLayout::per_rank);
+  plan.doc_shard_offsets = {0, 1, 2, 3, 4, 5, 6, 7, 8};  // a document each
+  const QkvRouting routing = compute_qkv_routing(plan);
+  SequencePart part{&routing.fwd_kv, {{DType::float32, 256}, {DType::float32, 256}}};
+  const auto plans = gradients_apart(part);
+  EXPECT_EQ(check_sequence_plans(plans, {&part, 1}), std::vector<std::string>{});
+  ASSERT_EQ(plans[0].local_segments.size(), 2U);  // a run of each tensor
+  EXPECT_EQ(plans[0].local_segments[0].rows, 6000);
+  EXPECT_EQ(rows_of(plans[0].segments, 1), 3003);
+  for (std::int32_t t : {0, 1}) {
+    EXPECT_EQ(rows_of(plans[0].staged, t), plans[0].window_rows[at(t)] - 6000);
+    EXPECT_EQ(rows_of(plans[1].staged, t), plans[1].window_rows[at(t)]);
+  }
+  EXPECT_TRUE(plans[1].local_segments.empty());
+  EXPECT_EQ(plans[0].wire_bytes, compile_kv_gradient({&part, 1}, Rank{0}).wire_bytes);
+  EXPECT_TRUE(compile_kv_gradient({&part, 1}, Rank{0}).local_segments.empty());
+  part.tensors[0].hidden = part.tensors[1].hidden = 80;  // 3.7 MiB together
+  EXPECT_TRUE(gradients_apart(part)[0].local_segments.empty());
+}
+
+TEST(compile_kv_gradient, what_stands_apart_is_what_has_one_copy_here) {
+  for (const auto& the : test::sequence_cases(4, 30)) {
+    const SparseMetadata& metadata = the.routing.fwd_kv;
+    const SequencePart part{&metadata, {{DType::float64, std::int64_t{1} << 19}}};  // 4 MiB a row
+    auto plans = gradients_apart(part);
+    ASSERT_EQ(check_sequence_plans(plans, {&part, 1}), std::vector<std::string>{}) << the.name;
+    for (std::int32_t r = 0; r < 4; ++r) {
+      std::int64_t alone = 0;
+      for (auto j = metadata.rank_offsets[at(r)]; j < metadata.rank_offsets[at(r) + 1]; ++j) {
+        const std::int64_t copy = metadata.copy_begin(j);
+        if (metadata.copy_end(j) - copy == 1 && metadata.dst_rank[at(copy)] == r)
+          alone += metadata.seq_len[at(j)];
+      }
+      ASSERT_EQ(rows_of(plans[at(r)].local_segments, 0), alone) << the.name;
+      ASSERT_EQ(rows_of(plans[at(r)].staged, 0), plans[at(r)].window_rows[0] - alone) << the.name;
+    }
+    if (plans[1].staged.empty()) continue;
+    plans[1].staged[0].row += 1;
+    ASSERT_NE(check_sequence_plans(plans, {&part, 1}), std::vector<std::string>{}) << the.name;
   }
 }
 

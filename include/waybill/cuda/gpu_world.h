@@ -22,15 +22,26 @@ namespace waybill {
 [[nodiscard]] World make_gpu_thread_world(std::shared_ptr<Bootstrap> bootstrap, int device,
                                           std::int32_t ranks_per_node = 0);
 
-/// A rank of the world whose ranks are processes of one host, with a GPU each (or several on one,
-/// which then take turns), in GPU memory that each maps of the others (CUDA IPC). Collective.
-/// Memory that is not given back by close() stays until the process ends, as others may use it.
+/// How the ranks of one node reach those of another.
+enum class NetworkWire : std::uint8_t {
+  automatic,  ///< peer where all ranks are on one host, else nccl
+  peer,       ///< through mapped memory: the nodes are parts of one host
+  nccl,       ///< through NCCL 2.28 or later, over any network that it knows
+};
+
+/// A rank of the world whose ranks are processes with a GPU each (or several on one, which then
+/// take turns). The ranks of a node map each other's GPU memory (CUDA IPC). Collective. Memory that
+/// is not given back by close() stays until the process ends, as others may use it.
 /// @param device the GPU of this rank among those that its process sees
-/// @param ranks_per_node 0: all ranks on one node
-/// @throws InvalidArgument for a device that is not there, Unsupported for ranks on several hosts,
-///   in one process or on GPUs without peer access to each other, and for more than 64; CudaError
+/// @param ranks_per_node 0: all ranks on one node. A node is a host or a part of one
+/// @param wire between nodes; all ranks say the same
+/// @throws InvalidArgument for a device that is not there; Unsupported for ranks of one node on
+///   several hosts, in one process or on GPUs without peer access to each other, for more than 64,
+///   and where NCCL is needed and not found; TransportError in NCCL's words, naming the rank, when
+///   it does not start; CudaError
 [[nodiscard]] World make_gpu_process_world(std::shared_ptr<Bootstrap> bootstrap, int device,
-                                           std::int32_t ranks_per_node = 0);
+                                           std::int32_t ranks_per_node = 0,
+                                           NetworkWire wire = NetworkWire::automatic);
 
 /// A rank of the world whose ranks are processes with a GPU each, in the symmetric memory of
 /// NVSHMEM. Collective. Ranks of a node reach each other by load and store, others by put and

@@ -9,6 +9,8 @@
 #include "waybill/core/uninitialized_vector.h"
 #include "waybill/planner/relay.h"
 #include "waybill/routing/sparse_metadata.h"
+#include "waybill/runtime/network_phase.h"
+#include "waybill/runtime/network_program.h"
 #include "waybill/runtime/row_chunk.h"
 #include "waybill/runtime/work_batch.h"
 
@@ -55,6 +57,13 @@ struct PlanLimits {
   double relay_seconds = 0;          ///< without a schedule: that of the way without
 };
 
+/// Adjacent rows of one of this rank's tensors of gradients.
+struct StagedRows {
+  std::int32_t tensor = 0;
+  std::int64_t row = 0;  ///< first row, of the tensor as of the window
+  std::int64_t rows = 0;
+};
+
 /// One rank's work for one operation, ready to be run any number of times: the lines of a
 /// SparseMetadata that begin at this rank, cut into chunks. Plain data.
 ///
@@ -72,9 +81,12 @@ struct SequencePlan {
   std::int64_t chunk_bytes = 0;               ///< no chunk is larger
   std::vector<RowSegment> segments;           ///< all work but local_segments, in any order
   std::vector<std::uint64_t> segment_places;  ///< where the first row of each copy goes
-  std::vector<RowSegment> local_segments;     ///< with `local_apart`: rows that stay on the rank
-  std::vector<RowCut> cuts;                   ///< [tensors]
-  std::vector<std::int64_t> bucket_chunks;    ///< [W]: chunks by distance from rank + 1
+  /// With `local_apart`: rows that stay on the rank. kv_gradient: their sums are what stands at
+  /// their place in the window, and this rank copies them from its gradients to its outputs.
+  std::vector<RowSegment> local_segments;
+  std::vector<StagedRows> staged;           ///< kv_gradient: gradients that sums read in the window
+  std::vector<RowCut> cuts;                 ///< [tensors]
+  std::vector<std::int64_t> bucket_chunks;  ///< [W]: chunks by distance from rank + 1
   std::int64_t num_chunks = 0;
   std::int64_t num_wire_chunks = 0;  ///< dispatch: the first ones, that go to another rank (too);
                                      ///< behind them those that only stay. kv_gradient: all
@@ -91,7 +103,9 @@ struct SequencePlan {
   std::vector<WorkBatch> batches;
   std::vector<BatchSlot> waits;
   std::vector<BatchSlot> signals;
-  std::int32_t num_slots = 0;  ///< that the rank with the most needs
+  std::int32_t num_slots = 0;        ///< that the rank with the most needs
+  NetworkProgram network;            ///< with `split_network`: what the batches leave to others
+  std::vector<NetworkPhase> phases;  ///< with `pair_network`: the same, with what arrives
   PlanLimits limits;
 };
 
@@ -106,8 +120,9 @@ enum class RelayUse : std::uint8_t {
 struct SequencePlanOptions {
   std::int64_t chunk_bytes = 8192;  ///< a multiple of 16; a chunk has at least one row or this
   bool chunks = true;  ///< false: chunks and places are left to expand_chunks() or the executor
-  /// dispatch: rows that stay on the rank are no chunks, where they are many in long pieces and
-  /// `num_sms` multiprocessors have enough to do with the others
+  /// Rows that stay on the rank are no chunks. dispatch: where they are many in long pieces and
+  /// `num_sms` multiprocessors have enough to do with the others; kv_gradient: those with one copy,
+  /// in pieces of 512 KiB and more that are 4 MiB together, where no sums are made on the way.
   bool local_apart = false;
   std::int32_t num_sms = 16;
 
@@ -118,6 +133,13 @@ struct SequencePlanOptions {
   /// Of a batch that others forward or add up. 0: a sixteenth of what the rank sends to such, at
   /// least 256 KiB.
   std::int64_t batch_bytes = 0;
+  /// What goes to other nodes is SequencePlan::network, and no batch has places there: for
+  /// executors that have somebody else for it.
+  bool split_network = false;
+  /// With split_network: also SequencePlan::phases, for networks in which the receiver must ask for
+  /// what is sent. The plans of all ranks are compiled for it, on all cores.
+  bool pair_network = false;
+  std::int64_t phase_bytes = std::int64_t{8} << 20;  ///< about so much does a rank send in a phase
 };
 
 /// Makes the chunks and places of a plan from its segments.

@@ -36,7 +36,9 @@ static_assert(sizeof(WorkBatch) == 48 && std::is_trivially_copyable_v<WorkBatch>
 /// A counter of rows that have arrived, in a pad of `world_size * plan.num_slots`. Slot k of rank r
 /// has index k * world_size + r, at every rank; only r raises it, to the epoch of the call.
 struct BatchSlot {
-  std::int32_t rank = 0;  ///< of a wait: who raises the own slot; of a signal: whose is raised
+  /// Of a wait: who raises the own slot; of a signal: whose is raised. world_size: not of the pad,
+  /// but a counter for the rank's own NetworkProgram
+  std::int32_t rank = 0;
   std::int32_t slot = 0;  ///< index in the pad
 };
 static_assert(sizeof(BatchSlot) == 8 && std::is_trivially_copyable_v<BatchSlot>);

@@ -34,6 +34,10 @@ void do_together(Bootstrap& bootstrap, std::string_view operation, Work&& work) 
   if (error) std::rethrow_exception(error);
 }
 
+/// The same text for all processes that run under one operating system, until it starts again;
+/// another one on other hosts.
+[[nodiscard]] std::string host_id();
+
 /// Collective: whether all ranks run under one operating system.
 [[nodiscard]] bool on_one_host(Bootstrap& bootstrap);
 

@@ -33,6 +33,8 @@ struct FaultSink {
   std::uint64_t timeout_ns = 0;
   std::uint64_t grace_ns = 0;  ///< between the report and the trap: ranks that share the device
                                ///< lose it with the trap, and report as well
+  bool traps = true;  ///< else who waits leaves the kernel, which ends as if it had succeeded:
+                      ///< where processes share the device
 };
 
 }  // namespace waybill::cuda

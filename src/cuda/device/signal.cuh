@@ -24,7 +24,8 @@ __device__ inline std::uint64_t load_acquire(const std::uint64_t* flag) {
 }
 
 /// Reports and ends the context: nothing behind this kernel on the device runs any more. The first
-/// thread writes the record; others leave it the time to do so.
+/// thread writes the record; others leave it the time to do so. Without a trap the thread ends
+/// here, others of its block when their waits do; what they do until then is of no use.
 __device__ __noinline__ inline void report_and_trap(const FaultSink& sink, FaultKind kind,
                                                     std::int32_t rank, std::int32_t peer,
                                                     std::uint64_t wanted, std::uint64_t seen,
@@ -40,6 +41,7 @@ __device__ __noinline__ inline void report_and_trap(const FaultSink& sink, Fault
     sink.record->kind = kind;
     __threadfence_system();
   }
+  if (!sink.traps) asm volatile("exit;");
   const std::uint64_t start = now_ns();
   while (now_ns() - start < sink.grace_ns + time_to_write_ns) __nanosleep(100'000);
   __trap();

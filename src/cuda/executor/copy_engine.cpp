@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "../kernel/launch.h"
 #include "call_params.h"
 #include "cuda_check.h"
 #include "waybill/core/at.h"
@@ -13,8 +14,8 @@ using waybill::detail::at;
 namespace {
 
 /// Streams of a device that do not stand behind each other (CUDA_DEVICE_MAX_CONNECTIONS, at most
-/// 32), of which every rank has two for other work and two here.
-constexpr int most_sharing_two = 32 / 4;
+/// 32), of which every rank has two for other work, one for a leg to other nodes, and two here.
+constexpr int most_sharing_two = 32 / 5;
 
 /// A destination's turn: long, as each copy costs a microsecond or two.
 constexpr std::size_t turn_bytes = std::size_t{32} << 20;
@@ -83,27 +84,37 @@ void CopyEngine::add_rows(const SequenceCall& call, const RowSegment& segment,
   const ConstTensorView& input = call.inputs[at(segment.tensor)];
   const std::int64_t row_bytes = call.plan->cuts[at(segment.tensor)].row_bytes;
   const std::int64_t pitch = pitch_of(input);
-  const std::byte* const from = input.data + segment.row * pitch;
-  std::byte* const to = call.window->peers[rank] + (place & place_offset_mask);
-  if (segment.rows > 1 && pitch != row_bytes) {
-    const bool local = rank == at(to_int(call.plan->rank));
-    gpu_->check(cudaMemcpy2DAsync(to, at(row_bytes), from, at(pitch), at(row_bytes),
-                                  at(segment.rows), cudaMemcpyDeviceToDevice, use_queue(local)),
-                "copying rows", "dispatch");
+  add_rows(call, {.rank = rank,
+                  .tensor = segment.tensor,
+                  .from = input.data + segment.row * pitch,
+                  .to = call.window->peers[rank] + (place & place_offset_mask),
+                  .from_pitch = pitch,
+                  .to_pitch = row_bytes,
+                  .rows = segment.rows,
+                  .row_bytes = row_bytes});
+}
+
+void CopyEngine::add_rows(const SequenceCall& call, const Rows& rows) {
+  if (rows.rows > 1 && (rows.from_pitch != rows.row_bytes || rows.to_pitch != rows.row_bytes)) {
+    const bool local = rows.rank == at(to_int(call.plan->rank));
+    gpu_->check(cudaMemcpy2DAsync(rows.to, at(rows.to_pitch), rows.from, at(rows.from_pitch),
+                                  at(rows.row_bytes), at(rows.rows), cudaMemcpyDeviceToDevice,
+                                  use_queue(local)),
+                "copying rows", call.operation);
     return;
   }
-  const std::size_t bytes = at(segment.rows * row_bytes);
-  Batch& batch = batches_[rank];
-  std::int64_t& last = batch.last[at(segment.tensor)];
+  const std::size_t bytes = at(rows.rows * rows.row_bytes);
+  Batch& batch = batches_[rows.rank];
+  std::int64_t& last = batch.last[at(rows.tensor)];
   if (last >= 0 &&
-      static_cast<const std::byte*>(batch.from[at(last)]) + batch.bytes[at(last)] == from &&
-      static_cast<std::byte*>(batch.to[at(last)]) + batch.bytes[at(last)] == to) {
+      static_cast<const std::byte*>(batch.from[at(last)]) + batch.bytes[at(last)] == rows.from &&
+      static_cast<std::byte*>(batch.to[at(last)]) + batch.bytes[at(last)] == rows.to) {
     batch.bytes[at(last)] += bytes;
     batch.total += bytes;
     return;
   }
   last = std::ssize(batch.to);
-  batch.add(to, from, bytes);
+  batch.add(rows.to, rows.from, bytes);
 }
 
 void CopyEngine::add(const SequenceCall& call, std::span<const RowSegment> segments) {
@@ -191,6 +202,37 @@ void CopyEngine::send_all(const SequenceCall& call) {
 void CopyEngine::send_local(const SequenceCall& call) {
   begin(call);
   add(call, call.plan->local_segments);
+  queue_batches(call);
+}
+
+void CopyEngine::return_local(const SequenceCall& call, int num_sms) {
+  begin(call);
+  const auto me = at(to_int(call.plan->rank));
+  for (const RowSegment& segment : call.plan->local_segments) {
+    const auto t = at(segment.tensor);
+    const ConstTensorView& gradients = call.inputs[t];
+    const TensorView& sums = call.outputs[t];
+    const std::int64_t from_pitch = pitch_of(gradients);
+    const std::int64_t to_pitch = pitch_of(sums);
+    const auto place = static_cast<std::int64_t>(call.plan->segment_places[at(segment.first_copy)] &
+                                                 place_offset_mask);
+    const std::int64_t row_bytes = call.plan->cuts[t].row_bytes;
+    const std::int64_t window_row = (place - call.plan->window_offsets[t]) / row_bytes;
+    const std::byte* const from = gradients.data + window_row * from_pitch;
+    std::byte* const to = sums.data + segment.row * to_pitch;
+    if (gradients.dtype == sums.dtype) {
+      add_rows(call, {me, segment.tensor, from, to, from_pitch, to_pitch, segment.rows, row_bytes});
+      continue;
+    }
+    const WidenParams params{.from = from,
+                             .to = to,
+                             .from_pitch = from_pitch,
+                             .to_pitch = to_pitch,
+                             .rows = segment.rows,
+                             .elements = call.plan->tensors[t].hidden};
+    gpu_->check(launch_widen_rows(params, gradients.dtype, num_sms, use_queue(true)),
+                "launching a kernel", call.operation);
+  }
   queue_batches(call);
 }
 

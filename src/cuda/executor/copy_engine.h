@@ -31,6 +31,10 @@ class CopyEngine {
   /// The same for the plan's local segments alone.
   void send_local(const SequenceCall& call);
 
+  /// kv_gradient: the rows of the plan's local segments, from gradients to outputs. Outputs in
+  /// float32 of 16-bit gradients are written by `num_sms` multiprocessors.
+  void return_local(const SequenceCall& call, int num_sms);
+
   /// Lets the stream wait for the copies of the last send.
   void join(const SequenceCall& call);
 
@@ -55,7 +59,19 @@ class CopyEngine {
 
   void begin(const SequenceCall& call);
   void add(const SequenceCall& call, std::span<const RowSegment> segments);
+  /// Rows on their way to a rank.
+  struct Rows {
+    std::size_t rank;
+    std::int32_t tensor;
+    const std::byte* from;
+    std::byte* to;
+    std::int64_t from_pitch;  ///< bytes
+    std::int64_t to_pitch;
+    std::int64_t rows;
+    std::int64_t row_bytes;
+  };
   void add_rows(const SequenceCall& call, const RowSegment& segment, std::uint64_t place);
+  void add_rows(const SequenceCall& call, const Rows& rows);
   void take_turns(std::size_t me);
   void queue_batches(const SequenceCall& call);
   void queue(const Batch& batch, cudaStream_t stream, bool capturing) const;

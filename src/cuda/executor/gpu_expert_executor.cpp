@@ -6,6 +6,7 @@
 
 #include "../moe/launch.h"
 #include "cuda_check.h"
+#include "gpu_expert_nodes.h"
 #include "gpu_expert_params.h"
 #include "gpu_expert_tables.h"
 #include "waybill/core/error.h"
@@ -20,12 +21,8 @@ cudaStream_t stream_of(const ExpertCall& call) {
   return call.stream == nullptr ? nullptr : static_cast<cudaStream_t>(call.stream->handle);
 }
 
-void check_supported(const Transport& transport, const EPConfig& config) {
+void check_supported(const Transport& transport, const NetworkLeg* leg, const EPConfig& config) {
   const std::int32_t world = config.world_size;
-  if (!config.is_intra_node()) {
-    throw Unsupported(concat("experts on GPUs: ", world, " ranks on ", config.num_nodes(),
-                             " nodes, expected one node"));
-  }
   if (world > max_gpu_ranks) {
     throw Unsupported(
         concat("experts on GPUs: ", world, " ranks, expected at most ", max_gpu_ranks));
@@ -34,18 +31,36 @@ void check_supported(const Transport& transport, const EPConfig& config) {
     throw Unsupported(concat("experts on GPUs: num_experts = ", config.num_experts,
                              ", expected at most ", max_experts_on_gpu(world)));
   }
+  const std::int32_t local = config.local_world_size;
   for (std::int32_t r = 0; r < world; ++r) {
-    if (transport.reach(Rank{r}) == Reach::network) {
+    const bool of_node = r / local == config.rank / local;
+    if (of_node && transport.reach(Rank{r}) == Reach::network) {
       throw Unsupported(concat("experts on GPUs: rank ", r,
                                " is on another node, expected ranks that reach each other by load "
                                "and store"));
     }
   }
+  if (config.is_intra_node()) return;
+  if (leg == nullptr) {
+    throw Unsupported(concat("experts on GPUs: ", config.num_nodes(),
+                             " nodes, expected one: this world does not carry rows between nodes"));
+  }
+  if (!leg->follows_tables()) {
+    throw Unsupported(concat("experts on GPUs: ", config.num_nodes(),
+                             " nodes, expected one: what is sent between them is known to the "
+                             "device alone, and the wire of this world (NCCL) must be told by the "
+                             "host; NVSHMEM, and nodes of one host, can do it"));
+  }
+  const std::int32_t of_world = transport.topology().ranks_per_node;
+  if (local != of_world) {
+    throw Unsupported(concat("experts on GPUs: local_world_size = ", local, ", expected ", of_world,
+                             ", as the nodes of the world"));
+  }
 }
 
 class GpuExpertExecutor final : public ExpertExecutor {
  public:
-  GpuExpertExecutor(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,
+  GpuExpertExecutor(Transport& transport, std::shared_ptr<GpuRank> gpu, int share, NetworkLeg* leg,
                     const EPConfig& config, const EPDispatchOptions& options,
                     const ExpertMemory& memory)
       : transport_(transport),
@@ -56,7 +71,12 @@ class GpuExpertExecutor final : public ExpertExecutor {
         memory_(memory),
         params_(transport, gpu_, share, config, options, memory),
         pool_(std::make_shared<TablePool>(gpu_)) {
-    cuda_check(prepare_route(), "loading kernels");
+    const bool nodes = !config_.is_intra_node();
+    if (nodes) {
+      nodes_ =
+          std::make_unique<ExpertNodes>(transport, gpu_, *leg, config_, options_, memory_, params_);
+    }
+    cuda_check(prepare_route(nodes), "loading kernels");
     cuda_check(prepare_stage(config_.token_dtype), "loading kernels");
     for (const bool bulk : {false, true}) {
       if (bulk && !gpu_->has_bulk_copies()) continue;
@@ -75,8 +95,9 @@ class GpuExpertExecutor final : public ExpertExecutor {
     auto tables = std::make_shared<GpuExpertTables>(config_, options_, memory_.capacity, pool_,
                                                     gpu_, stream_of(call), is_capturing(call));
     tables->num_tokens = input.ids.shape[0];
-    tables->has_weights = input.weights.data != nullptr;
+    tables->has_weights = is_given(input.weights);
     tables->ticket = ++last_ticket_ & 0xFFFFFFFF;
+    if (nodes_ != nullptr) nodes_->exchange_ids(call, input, *tables, num_sms(call));
     const RouteParams params = params_.route(call, input, *tables);
     const int blocks = route_blocks(params.shape, num_sms(call));
     // No event here: the rows' kernel begins early only right behind this one.
@@ -88,7 +109,8 @@ class GpuExpertExecutor final : public ExpertExecutor {
              ExpertTables& tables) override {
     begin(call);
     auto& the = static_cast<GpuExpertTables&>(tables);
-    if (input.weights.data != nullptr) the.has_weights = true;
+    if (is_given(input.weights)) the.has_weights = true;
+    if (nodes_ != nullptr) nodes_->exchange_weights(call, input, the, num_sms(call));
     const RouteParams params = params_.route(call, input, the);
     const int blocks = params.weights == nullptr ? 1 : route_blocks(params.shape, num_sms(call));
     check(launch_enter(params, blocks, stream_of(call)), call);
@@ -96,7 +118,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
   void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
                 ExpertTables& tables) override {
-    begin(call);
+    resume(call);
     auto& the = static_cast<GpuExpertTables&>(tables);
     const bool capturing = is_capturing(call);
     the.fit(memory_.capacity, stream_of(call), capturing);
@@ -104,17 +126,31 @@ class GpuExpertExecutor final : public ExpertExecutor {
     params.tokens = input.tokens.data;
     params.scales = input.scales.data;
     if (options_.payload == EPPayload::quantized) quantize(call, input, params);
+    int blocks = num_sms(call);
+    if (nodes_ != nullptr) {
+      const int of_leg = ExpertNodes::leg_sms(blocks);
+      nodes_->start_rows(call, input, the, of_leg);
+      blocks = std::max(1, blocks - of_leg);
+      params.tokens = memory_.board.local + memory_.board_layout.forward_rows;
+      params.scales = options_.payload == EPPayload::plain
+                          ? nullptr
+                          : memory_.board.local + memory_.board_layout.forward_scales;
+    }
     const std::int64_t row_bytes = config_.hidden * dtype_bytes(payload_dtype(config_, options_));
     const std::int64_t scale_bytes = num_scales(config_, options_) * 4;
     const int word =
         common_word({address_of(params.tokens), row_bytes, address_of(params.scales), scale_bytes});
     const bool bulk = gpu_->has_bulk_copies() && word == 16;
     params.cuts = cut_rows(row_bytes, static_cast<std::int32_t>(scale_bytes), bulk, word);
-    const int blocks = num_sms(call);
-    params.num_senders = num_sending_blocks(config_, options_, blocks, the.num_tokens);
-    // Early blocks take room from the route of a rank on the same device.
-    const bool early = share_ == 1 && options_.payload != EPPayload::quantized;
+    params.num_senders = num_sending_blocks(config_, options_, blocks, params.shape.num_tokens);
+    // Early blocks take room from the route of a rank on the same device. On several nodes others
+    // kernels come between.
+    const bool early = share_ == 1 && options_.payload != EPPayload::quantized && nodes_ == nullptr;
     check(launch_rows(params, {bulk, early, blocks}, stream_of(call)), call);
+    if (nodes_ != nullptr) {
+      if (!the.are_filled) nodes_->note_runs(call, the);
+      nodes_->finish_rows(call);
+    }
     the.are_filled = true;
     the.note_use(stream_of(call), capturing);
   }
@@ -125,13 +161,11 @@ class GpuExpertExecutor final : public ExpertExecutor {
     const auto& the = static_cast<const GpuExpertTables&>(tables);
     if (input.rows.shape[0] > 0) stage(call, input, the);
     const CombineParams params = params_.combine(call, input, the);
-    const bool bulk =
-        gpu_->has_bulk_copies() &&
-        common_word({params.row_bytes, address_of(params.output), address_of(params.biases[0]),
-                     address_of(params.biases[1])}) == 16;
-    check(launch_combine(params, config_.token_dtype, config_.weight_dtype, bulk, num_sms(call),
-                         stream_of(call)),
-          call);
+    if (nodes_ != nullptr) {
+      combine_nodes(call, input, the, params);
+    } else {
+      sum(params, num_sms(call), call);
+    }
     const_cast<GpuExpertTables&>(the).note_use(stream_of(call), is_capturing(call));
   }
 
@@ -145,9 +179,49 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
  private:
   void begin(const ExpertCall& call) const {
+    resume(call);
+    throw_bad_inputs();
+  }
+
+  /// In the middle of a call, on whose end the others count, bad inputs are no reason to stop.
+  void resume(const ExpertCall& call) const {
     gpu_->use();
     gpu_->throw_fault(call.operation);
-    throw_bad_inputs();
+  }
+
+  void sum(const CombineParams& params, int blocks, const ExpertCall& call) const {
+    const bool bulk =
+        gpu_->has_bulk_copies() &&
+        common_word({params.row_bytes, address_of(params.output), address_of(params.biases[0]),
+                     address_of(params.biases[1])}) == 16;
+    check(launch_combine(params, config_.token_dtype, config_.weight_dtype, bulk, blocks,
+                         stream_of(call)),
+          call);
+  }
+
+  /// Sums of other nodes' tokens first, which travel while those of this node are made.
+  void combine_nodes(const ExpertCall& call, const ExpertCombineInput& input,
+                     const GpuExpertTables& tables, const CombineParams& all) const {
+    const int sms = num_sms(call);
+    const int of_leg = ExpertNodes::leg_sms(sms);
+    const std::int32_t own = config_.rank / config_.local_world_size;
+    const auto sum_nodes = [&](std::int32_t first, std::int32_t count, int blocks) {
+      if (count == 0) return;
+      CombineParams part = all;
+      const std::int64_t token = first * config_.max_tokens;
+      const std::int64_t entry = token * config_.topk;
+      part.shape.num_tokens = static_cast<std::int32_t>(count * config_.max_tokens);
+      part.places += entry;
+      if (part.weights != nullptr) part.weights += entry * dtype_bytes(config_.weight_dtype);
+      part.output = nodes_->sums() + token * all.row_bytes;
+      sum(part, blocks, call);
+    };
+    nodes_->meet(call, tables, sms);
+    sum_nodes(0, own, sms);
+    sum_nodes(own + 1, config_.num_nodes() - own - 1, sms);
+    nodes_->start_shares(call, tables, of_leg);
+    sum_nodes(own, 1, std::max(1, sms - of_leg));
+    nodes_->add_shares(call, input, tables);
   }
 
   void throw_bad_inputs() const {
@@ -189,11 +263,11 @@ class GpuExpertExecutor final : public ExpertExecutor {
   void quantize(const ExpertCall& call, const ExpertDispatchInput& input, RowsParams& params) {
     QuantizeParams q{};
     q.input = input.tokens.data;
-    q.elements = reinterpret_cast<std::uint8_t*>(params_.elements());
-    q.scales = reinterpret_cast<float*>(params_.scales());
+    params.tokens = nodes_ != nullptr ? nodes_->own_rows() : params_.elements();
+    params.scales = nodes_ != nullptr ? nodes_->own_scales() : params_.scales();
+    q.elements = reinterpret_cast<std::uint8_t*>(const_cast<std::byte*>(params.tokens));
+    q.scales = reinterpret_cast<float*>(const_cast<std::byte*>(params.scales));
     q.num_groups = input.tokens.shape[0] * num_scales(config_, options_);
-    params.tokens = params_.elements();
-    params.scales = params_.scales();
     if (q.num_groups == 0) return;
     check(launch_quantize(q, config_.token_dtype, gpu_->num_sms(), stream_of(call)), call);
   }
@@ -206,7 +280,8 @@ class GpuExpertExecutor final : public ExpertExecutor {
     const int word = common_word({address_of(params.input), params.row_bytes});
     const int blocks = 2 * gpu_->num_sms();
     const cudaStream_t stream = stream_of(call);
-    if (input.options.local_combine && options_.rows == EPRows::grouped) {
+    const bool sums = input.options.local_combine && nodes_ == nullptr;
+    if (sums && options_.rows == EPRows::grouped) {
       params.records = tables.part(tables.fixed().records);
       check(launch_sum_rows(params, config_.token_dtype, word == 16, blocks, stream), call);
     } else if (params.input != params.window) {
@@ -221,6 +296,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
   EPDispatchOptions options_;
   const ExpertMemory& memory_;
   ExpertParams params_;
+  std::unique_ptr<ExpertNodes> nodes_;  ///< null on one node
   std::shared_ptr<TablePool> pool_;
   std::uint64_t last_ticket_ = 0;
 };
@@ -245,12 +321,12 @@ int num_sending_blocks(const EPConfig& config, const EPDispatchOptions& options,
 
 std::unique_ptr<ExpertExecutor> make_gpu_expert_executor(Transport& transport,
                                                          std::shared_ptr<GpuRank> gpu, int share,
-                                                         const EPConfig& config,
+                                                         NetworkLeg* leg, const EPConfig& config,
                                                          const EPDispatchOptions& options,
                                                          const ExpertMemory& memory) {
   gpu->use();
-  check_supported(transport, config);
-  return std::make_unique<GpuExpertExecutor>(transport, std::move(gpu), share, config, options,
+  check_supported(transport, leg, config);
+  return std::make_unique<GpuExpertExecutor>(transport, std::move(gpu), share, leg, config, options,
                                              memory);
 }
 

@@ -56,7 +56,7 @@ ExpertParams::ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, i
       device_memory(std::int64_t{gpu_->num_sms()} * waybill::num_counts(config) * 4, stream);
   faults_ = pinned_memory(sizeof(MoeHostFaults));
   std::memset(faults_.get(), 0, sizeof(MoeHostFaults));
-  if (options.payload == EPPayload::quantized) {
+  if (options.payload == EPPayload::quantized && config.is_intra_node()) {
     elements_ = device_memory(config.max_tokens * config.hidden, stream);
     scales_ = device_memory(config.max_tokens * num_scales(config, options) * 4, stream);
   }
@@ -82,7 +82,8 @@ MoeMeet ExpertParams::meet(const ExpertCall& call, FaultKind kind) const {
   const std::int64_t slots = static_cast<std::int64_t>(ExpertSignal::entered) * config_.world_size;
   m.meet.own_arrivals = memory_.signals.local + slots;
   for (std::int32_t r = 0; r < config_.world_size; ++r) {
-    m.meet.peer_arrivals[r] = memory_.signals.peers[at(r)] + slots;
+    std::uint64_t* const signals = memory_.signals.peers[at(r)];  // null on another node
+    m.meet.peer_arrivals[r] = signals == nullptr ? nullptr : signals + slots;
   }
   m.turn = call.parity;
   return m;
@@ -99,7 +100,21 @@ MoeShape ExpertParams::shape(const GpuExpertTables& tables) const {
   s.max_tokens = static_cast<std::int32_t>(config_.max_tokens);
   s.compact = options_.rows == EPRows::compact ? 1 : 0;
   s.alignment = static_cast<std::int32_t>(options_.expert_alignment);
+  s.num_nodes = config_.num_nodes();
+  s.node_ranks = config_.local_world_size;
+  s.first_rank = first_rank();
   s.capacity = tables.rows().capacity;
+  return s;
+}
+
+/// A node with all tokens that its ranks forward, as RowsParams says.
+MoeShape ExpertParams::node_shape(const GpuExpertTables& tables) const {
+  MoeShape s = shape(tables);
+  if (s.num_nodes == 1) return s;
+  s.rank -= s.first_rank;
+  s.world_size = s.node_ranks;
+  s.max_tokens *= s.num_nodes;
+  s.num_tokens = s.max_tokens;
   return s;
 }
 
@@ -114,8 +129,14 @@ RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInpu
   params.scatter = input.full_scatter_indices.data;
   params.wide_scatter = input.full_scatter_indices.dtype == DType::int64;
   params.weights = input.weights.data;
+  if (!config_.is_intra_node()) {
+    const std::byte* const board = memory_.board.local;
+    params.ids = board + memory_.board_layout.forward_ids;
+    params.wide_ids = false;
+    if (is_given(input.weights)) params.weights = board + memory_.board_layout.forward_weights;
+  }
   params.weight_bytes = static_cast<std::int32_t>(dtype_bytes(config_.weight_dtype));
-  for (std::int32_t r = 0; r < config_.world_size; ++r) {
+  for (std::int32_t r = first_rank(); r < first_rank() + config_.local_world_size; ++r) {
     std::byte* const board = records_.peers[at(r)];
     params.counts[r] = reinterpret_cast<std::uint64_t*>(board + board_.counts[call.parity]);
     params.records[r] = reinterpret_cast<std::int32_t*>(board + board_.records[call.parity]);
@@ -143,12 +164,15 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
                               const GpuExpertTables& tables) const {
   RowsParams params{};
   params.m = meet(call, FaultKind::moe_dispatch);
-  params.shape = shape(tables);
+  params.shape = node_shape(tables);
   const SymmetricBuffer& window = memory_.dispatch_windows[call.parity];
-  for (std::int32_t r = 0; r < config_.world_size; ++r) {
-    params.windows[r] = window.peers[at(r)] + memory_.window.rows;
-    params.streams[r] = streams_.peers[at(r)];
+  for (std::int32_t i = 0; i < config_.local_world_size; ++i) {
+    const auto r = at(first_rank() + i);
+    params.windows[i] = window.peers[r] + memory_.window.rows;
+    params.streams[i] = streams_.peers[r];
   }
+  params.forwarded = memory_.signals.local +
+                     static_cast<std::int64_t>(ExpertSignal::forwarded) * config_.world_size;
   params.scales_offset = memory_.window.scales - memory_.window.rows;
   params.tags = reinterpret_cast<MoeTag*>(window.local + memory_.window.tags);
   params.weights = window.local + memory_.window.weights;
@@ -162,7 +186,7 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
           ? kept
           : reinterpret_cast<const std::int32_t*>(records_.local + board_.records[call.parity]);
   params.kept_records = tables.are_filled ? nullptr : kept;
-  if (input.weights.data != nullptr) {
+  if (is_given(input.weights)) {
     params.sent_weights = records_.local + board_.weights[call.parity];
   }
   params.weight_bytes = static_cast<std::int32_t>(dtype_bytes(config_.weight_dtype));
@@ -196,16 +220,21 @@ CombineParams ExpertParams::combine(const ExpertCall& call, const ExpertCombineI
                                     const GpuExpertTables& tables) const {
   CombineParams params{};
   params.m = meet(call, FaultKind::moe_combine);
-  params.shape = shape(tables);
+  params.shape = node_shape(tables);
   params.places = tables.part<std::int64_t>(tables.fixed().places);
-  for (std::int32_t r = 0; r < config_.world_size; ++r) {
-    params.windows[r] = memory_.combine_windows[call.parity].peers[at(r)];
+  for (std::int32_t i = 0; i < config_.local_world_size; ++i) {
+    params.windows[i] = memory_.combine_windows[call.parity].peers[at(first_rank() + i)];
   }
   const bool compact = options_.rows == EPRows::compact;
-  params.leaders_only = compact || input.options.local_combine ? 1 : 0;
+  const bool local_sums = input.options.local_combine && config_.is_intra_node();
+  params.leaders_only = compact || local_sums ? 1 : 0;
   params.row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
-  for (std::size_t i = 0; i < input.biases.size(); ++i) params.biases[i] = input.biases[i].data;
   if (input.options.weighted) params.weights = tables.part<std::byte>(tables.fixed().weights);
+  if (!config_.is_intra_node()) {
+    params.in_call = true;
+    return params;
+  }
+  for (std::size_t i = 0; i < input.biases.size(); ++i) params.biases[i] = input.biases[i].data;
   params.output = input.output.data;
   return params;
 }

@@ -41,7 +41,8 @@ class ExpertParams {
   [[nodiscard]] RouteParams route(const ExpertCall& call, const ExpertDispatchInput& input,
                                   const GpuExpertTables& tables) const;
 
-  /// But for the tokens, their cuts and the number of senders.
+  /// But for the tokens, their cuts and the number of senders. On several nodes the tokens are
+  /// those that this rank forwards: [nodes, M], on the board.
   [[nodiscard]] RowsParams rows(const ExpertCall& call, const ExpertDispatchInput& input,
                                 const GpuExpertTables& tables) const;
 
@@ -49,19 +50,27 @@ class ExpertParams {
   [[nodiscard]] StageParams stage(const ExpertCall& call, const ExpertCombineInput& input,
                                   const GpuExpertTables& tables) const;
 
+  /// On several nodes the sums of this node, to where the output is still to be set; ranks have met
+  /// before.
   [[nodiscard]] CombineParams combine(const ExpertCall& call, const ExpertCombineInput& input,
                                       const GpuExpertTables& tables) const;
+
+  /// How ranks meet in a call, and what this one is.
+  [[nodiscard]] MoeMeet meet(const ExpertCall& call, FaultKind kind) const;
+  [[nodiscard]] MoeShape shape(const GpuExpertTables& tables) const;
 
   [[nodiscard]] MoeHostFaults* faults() const { return static_cast<MoeHostFaults*>(faults_.get()); }
 
   /// Room for float8 elements and scales of this rank's tokens; null unless the payload is
-  /// quantised here.
+  /// quantised here; on several nodes it goes to the board.
   [[nodiscard]] std::byte* elements() const { return static_cast<std::byte*>(elements_.get()); }
   [[nodiscard]] std::byte* scales() const { return static_cast<std::byte*>(scales_.get()); }
 
  private:
-  [[nodiscard]] MoeMeet meet(const ExpertCall& call, FaultKind kind) const;
-  [[nodiscard]] MoeShape shape(const GpuExpertTables& tables) const;
+  [[nodiscard]] MoeShape node_shape(const GpuExpertTables& tables) const;
+  [[nodiscard]] std::int32_t first_rank() const {
+    return config_.rank / config_.local_world_size * config_.local_world_size;
+  }
 
   Transport& transport_;
   std::shared_ptr<GpuRank> gpu_;

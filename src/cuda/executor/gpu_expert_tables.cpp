@@ -58,7 +58,8 @@ std::int64_t most_grouped_rows(const EPConfig& config, const EPDispatchOptions& 
 FixedTables::FixedTables(const EPConfig& config, const EPDispatchOptions& options) {
   const bool is_compact = options.rows == EPRows::compact;
   const std::int64_t world = config.world_size;
-  const std::int64_t choices = config.max_tokens * config.topk;
+  const std::int64_t nodes = config.num_nodes();
+  const std::int64_t choices = nodes * config.max_tokens * config.topk;
   const std::int64_t per_rank = config.num_experts_per_rank();
   Parts parts;
   ids = parts.take(choices);
@@ -67,6 +68,7 @@ FixedTables::FixedTables(const EPConfig& config, const EPDispatchOptions& option
   places = parts.take(choices, 8);
   records = parts.take(world * config.max_tokens * (config.topk + (is_compact ? 1 : 0)));
   grouped_to_compact = parts.take(is_compact ? most_grouped_rows(config, options) : 0);
+  send_reqs = parts.take(nodes > 1 ? nodes * 2 * config.max_tokens : 0);
   num_input_tokens = parts.take(world);
   splits = parts.take(world * (config.num_experts + 1));
   segment_offsets = parts.take(world * config.num_experts);
@@ -158,7 +160,10 @@ ExpertTableViews GpuExpertTables::views() const {
   const std::int64_t world = config_.world_size;
   const std::int64_t per_rank = config_.num_experts_per_rank();
   const std::int64_t topk = config_.topk;
-  const std::int64_t rows = rows_.capacity;
+  std::int64_t rows = rows_.capacity;
+  if (!num_recv_rows_.empty()) {
+    rows = std::min<std::int64_t>(rows, num_recv_rows_[at(std::int64_t{config_.rank})]);
+  }
   const auto view = [&](std::int64_t offset, Shape shape) {
     return ConstTensorView(part(offset), DType::int32, std::move(shape));
   };
@@ -166,12 +171,15 @@ ExpertTableViews GpuExpertTables::views() const {
     return ConstTensorView(row_part(offset), DType::int32, std::move(shape));
   };
   ExpertTableViews views;
-  views.ids = view(fixed_.ids, {num_tokens, topk});
-  views.dst_rows = view(fixed_.dst_rows, {1, config_.max_tokens, topk});
+  const std::int64_t nodes = config_.num_nodes();
+  const Shape columns{nodes, config_.max_tokens, topk};
+  const Shape by_id = nodes == 1 ? Shape{num_tokens, topk} : columns;
+  views.ids = view(fixed_.ids, by_id);
+  views.dst_rows = view(fixed_.dst_rows, columns);
   if (has_weights) {
-    views.weights = {part<std::byte>(fixed_.weights), config_.weight_dtype,
-                     Shape{num_tokens, topk}};
+    views.weights = {part<std::byte>(fixed_.weights), config_.weight_dtype, by_id};
   }
+  if (nodes > 1) views.send_reqs = view(fixed_.send_reqs, {nodes, 2, config_.max_tokens});
   views.num_input_tokens = view(fixed_.num_input_tokens, {world});
   views.splits = view(fixed_.splits, {world, config_.num_experts + 1});
   views.segment_offsets = view(fixed_.segment_offsets, {world, per_rank, world});
@@ -208,6 +216,7 @@ std::span<const std::int32_t> GpuExpertTables::wait_counts() {
       continue;
     }
     gpu_->check(status, "waiting for counts", "dispatch");
+    gpu_->throw_fault("dispatch");
   }
   num_recv_rows_.resize(at(std::int64_t{config_.world_size}));
   for (std::size_t r = 0; r < num_recv_rows_.size(); ++r) {

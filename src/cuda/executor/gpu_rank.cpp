@@ -85,7 +85,8 @@ FaultSink GpuRank::sink(int share) const {
   return {.record = static_cast<FaultRecord*>(record_.get()),
           .claimed = static_cast<unsigned long long*>(claimed_.get()),
           .timeout_ns = static_cast<std::uint64_t>(timeout_s_ * nanoseconds),
-          .grace_ns = share > 1 ? shared_device_grace_ns : 0};
+          .grace_ns = share > 1 ? shared_device_grace_ns : 0,
+          .traps = traps_};
 }
 
 void GpuRank::throw_fault(std::string_view operation) const {

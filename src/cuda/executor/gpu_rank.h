@@ -20,6 +20,7 @@ class GpuRank {
   GpuRank& operator=(const GpuRank&) = delete;
   ~GpuRank();
 
+  [[nodiscard]] Rank rank() const noexcept { return rank_; }
   [[nodiscard]] int device() const noexcept { return device_; }
   [[nodiscard]] int num_sms() const noexcept { return num_sms_; }
   [[nodiscard]] bool has_bulk_copies() const noexcept { return has_bulk_copies_; }
@@ -29,6 +30,10 @@ class GpuRank {
 
   /// Makes the device the current one of the calling thread.
   void use() const;
+
+  /// Other processes use this device too: a wait that lasts too long ends its kernel, not the
+  /// context, whose end the other processes would have to wait for.
+  void share_with_processes() noexcept { traps_ = false; }
 
   /// Where kernels report. `share`: ranks on this device.
   [[nodiscard]] FaultSink sink(int share) const;
@@ -47,6 +52,7 @@ class GpuRank {
   int num_sms_ = 0;
   bool has_bulk_copies_ = false;
   double timeout_s_;
+  bool traps_ = true;
   cudaStream_t stream_ = nullptr;
   std::shared_ptr<void> record_;   ///< a FaultRecord
   std::shared_ptr<void> claimed_;  ///< device memory

@@ -19,6 +19,7 @@ cudaError_t prepare_dispatch_vector();
 cudaError_t prepare_kv_gradient(bool bulk);
 cudaError_t prepare_meet();
 cudaError_t prepare_expand_plan();
+cudaError_t prepare_widen_rows();
 
 /// Sends the chunks with bulk copies (sm_90 and later): tensors, pitches and rows are multiples of
 /// 16 bytes, no chunk over max_bulk_chunk_bytes.
@@ -41,6 +42,20 @@ struct GradientKernel {
 /// Sums the chunks; the windows hold the addends once all ranks have come to this call.
 cudaError_t launch_kv_gradient(const SequenceParams& params, const GradientKernel& which,
                                int num_sms, cudaStream_t stream);
+
+/// Rows of 16-bit numbers that become float32; elements are aligned to their size.
+struct WidenParams {
+  const std::byte* from;
+  std::byte* to;
+  std::int64_t from_pitch;  ///< bytes
+  std::int64_t to_pitch;
+  std::int64_t rows;
+  std::int64_t elements;  ///< of a row
+};
+
+/// @param from float16 or bfloat16
+cudaError_t launch_widen_rows(const WidenParams& params, DType from, int num_sms,
+                              cudaStream_t stream);
 
 /// Makes the chunks and places of a plan, as expand_chunks() of the runtime does.
 cudaError_t launch_expand_plan(const ExpandParams& params, std::int64_t num_segments,

@@ -18,7 +18,47 @@ struct Choice {
   std::int32_t expert;  ///< num_experts when dropped
   std::int32_t dst;     ///< world_size when dropped
   bool bad;             ///< id out of range
+  bool absent;          ///< several nodes: there is no such token
 };
+
+/// Tokens that this rank places, all of one source.
+struct RoutePart {
+  std::int32_t source;  ///< the rank that has them
+  std::int32_t num_tokens;
+  const void* ids;  ///< [num_tokens, K]
+  bool wide_ids;
+  std::int32_t dropped_id;
+  const std::byte* weights;  ///< [num_tokens, K] or null
+  std::int64_t entry;        ///< of the first choice in the tables
+  std::int64_t record;       ///< of the first token in the records
+};
+
+/// The part of this block. @tparam Nodes several: blocks with the same y have the source of node y
+template <bool Nodes>
+__device__ RoutePart part_of(const RouteParams& p) {
+  const MoeShape& s = p.shape;
+  if constexpr (!Nodes) {
+    return {s.rank,       s.num_tokens, p.ids, p.wide_ids,
+            p.dropped_id, p.weights,    0,     std::int64_t{s.rank} * s.max_tokens};
+  } else {
+    const auto node = static_cast<std::int32_t>(blockIdx.y);
+    const std::int32_t local = s.rank - s.first_rank;
+    const std::int64_t entry = std::int64_t{node} * s.max_tokens * s.topk;
+    return {node * s.node_ranks + local,
+            s.max_tokens,
+            static_cast<const std::int32_t*>(p.ids) + entry,
+            false,
+            s.num_experts,
+            p.weights == nullptr ? nullptr : p.weights + entry * p.weight_bytes,
+            entry,
+            (std::int64_t{local} * s.num_nodes + node) * s.max_tokens};
+  }
+}
+
+/// Rank i of this node, beginning with this rank.
+__device__ inline std::int32_t node_rank(const MoeShape& s, std::int32_t i) {
+  return s.first_rank + (s.rank - s.first_rank + i) % s.node_ranks;
+}
 
 /// Shared memory of a block.
 struct Scratch {
@@ -34,15 +74,17 @@ struct Tile {
   std::int32_t end;
 };
 
-/// Tokens of warp `warp` of this block: a stretch of the rank's tokens.
-__device__ inline Tile tile_of(const MoeShape& s, int warp, int tile_warps) {
+/// Tokens of warp `warp` of this block: a stretch of the part's.
+__device__ inline Tile tile_of(const RoutePart& part, int warp, int tile_warps) {
   const std::int64_t total = std::int64_t{gridDim.x} * tile_warps;
   const std::int64_t i = std::int64_t{blockIdx.x} * tile_warps + warp;
-  return {static_cast<std::int32_t>(s.num_tokens * i / total),
-          static_cast<std::int32_t>(s.num_tokens * (i + 1) / total)};
+  return {static_cast<std::int32_t>(part.num_tokens * i / total),
+          static_cast<std::int32_t>(part.num_tokens * (i + 1) / total)};
 }
 
-__device__ inline Choice read_choice(const RouteParams& p, std::int32_t first, std::int32_t end) {
+template <bool Nodes>
+__device__ Choice read_choice(const RouteParams& p, const RoutePart& part, std::int32_t first,
+                              std::int32_t end) {
   const MoeShape& s = p.shape;
   const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
   Choice c{};
@@ -52,11 +94,15 @@ __device__ inline Choice read_choice(const RouteParams& p, std::int32_t first, s
   c.expert = s.num_experts;
   if (c.active) {
     const std::int64_t i = std::int64_t{c.token} * s.topk + c.k;
-    const std::int64_t id = p.wide_ids ? static_cast<const std::int64_t*>(p.ids)[i]
-                                       : static_cast<const std::int32_t*>(p.ids)[i];
+    const std::int64_t id = part.wide_ids ? static_cast<const std::int64_t*>(part.ids)[i]
+                                          : static_cast<const std::int32_t*>(part.ids)[i];
     const bool in_range = 0 <= id && id < s.num_experts;
     if (in_range) c.expert = static_cast<std::int32_t>(id);
-    c.bad = !in_range && id != p.dropped_id;
+    if constexpr (Nodes) {  // the sender has looked for bad ones
+      c.absent = id < 0;
+    } else {
+      c.bad = !in_range && id != part.dropped_id;
+    }
   }
   c.dst = c.expert / s.experts_per_rank;
   return c;
@@ -72,13 +118,15 @@ __device__ inline bool is_first(unsigned lanes) {
   return static_cast<int>(threadIdx.x % 32) == __ffs(static_cast<int>(lanes)) - 1;
 }
 
-__device__ inline void count_tile(const RouteParams& p, Tile tile, std::int32_t* counts) {
+template <bool Nodes>
+__device__ void count_tile(const RouteParams& p, const RoutePart& part, Tile tile,
+                           std::int32_t* counts) {
   const MoeShape& s = p.shape;
   bool bad = false;
   for (std::int32_t t = tile.begin; t < tile.end; t += 32 / s.topk) {
-    const Choice c = read_choice(p, t, tile.end);
+    const Choice c = read_choice<Nodes>(p, part, t, tile.end);
     const unsigned same = same_rank(c);
-    if (c.active) {
+    if (c.active && !c.absent) {
       atomicAdd(&counts[c.expert], 1);
       if (c.dst < s.world_size && is_first(same)) atomicAdd(&counts[s.num_experts + 1 + c.dst], 1);
     }
@@ -88,7 +136,9 @@ __device__ inline void count_tile(const RouteParams& p, Tile tile, std::int32_t*
 }
 
 /// Counts of the block's warps, then what the warps before have.
-__device__ inline void count_block(const RouteParams& p, const Scratch& scratch, int tile_warps) {
+template <bool Nodes>
+__device__ void count_block(const RouteParams& p, const RoutePart& part, const Scratch& scratch,
+                            int tile_warps) {
   const std::int32_t n = num_counts(p.shape);
   const auto warp = static_cast<int>(threadIdx.x / 32);
   for (int i = static_cast<int>(threadIdx.x); i < tile_warps * n; i += route_threads) {
@@ -96,7 +146,7 @@ __device__ inline void count_block(const RouteParams& p, const Scratch& scratch,
   }
   __syncthreads();
   if (warp < tile_warps) {
-    count_tile(p, tile_of(p.shape, warp, tile_warps), scratch.cursors + warp * n);
+    count_tile<Nodes>(p, part, tile_of(part, warp, tile_warps), scratch.cursors + warp * n);
   }
   __syncthreads();
   for (int e = static_cast<int>(threadIdx.x); e < n; e += route_threads) {
@@ -108,14 +158,16 @@ __device__ inline void count_block(const RouteParams& p, const Scratch& scratch,
       sum += own;
     }
     scratch.shares[e] = sum;
-    if (gridDim.x > 1) p.tile_counts[std::int64_t{blockIdx.x} * n + e] = sum;
+    if (gridDim.x > 1) p.tile_counts[std::int64_t{block_idx()} * n + e] = sum;
   }
 }
 
-/// Learns what the blocks before have, and tells all ranks this block's share of the counts.
-__device__ inline void tell_counts(const RouteParams& p, const Scratch& scratch,
-                                   std::uint64_t epoch) {
+/// Learns what the blocks before have of this part, and tells all ranks of the node this block's
+/// share of the counts.
+__device__ inline void tell_counts(const RouteParams& p, const RoutePart& part,
+                                   const Scratch& scratch, std::uint64_t epoch) {
   const std::int32_t n = num_counts(p.shape);
+  const std::int32_t* const tiles = p.tile_counts + std::int64_t{block_idx() - blockIdx.x} * n;
   await_blocks(p.m);
   for (int e = static_cast<int>(threadIdx.x); e < n; e += route_threads) {
     std::int32_t earlier = 0;
@@ -125,7 +177,7 @@ __device__ inline void tell_counts(const RouteParams& p, const Scratch& scratch,
     } else {
 #pragma unroll 8
       for (unsigned b = 0; b < gridDim.x; ++b) {
-        const std::int32_t own = __ldcg(p.tile_counts + std::int64_t{b} * n + e);
+        const std::int32_t own = __ldcg(tiles + std::int64_t{b} * n + e);
         if (b < blockIdx.x) earlier += own;
         sum += own;
       }
@@ -134,10 +186,10 @@ __device__ inline void tell_counts(const RouteParams& p, const Scratch& scratch,
     if (static_cast<unsigned>(e) % gridDim.x != blockIdx.x) continue;
     const std::uint64_t word =
         epoch << count_epoch_shift | static_cast<std::uint64_t>(static_cast<std::uint32_t>(sum));
-    for (std::int32_t i = 0; i < p.shape.world_size; ++i) {
-      const std::int32_t r = (p.shape.rank + i) % p.shape.world_size;
+    for (std::int32_t i = 0; i < p.shape.node_ranks; ++i) {
+      const std::int32_t r = node_rank(p.shape, i);
       asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p.counts[r] +
-                                                               std::int64_t{p.shape.rank} * n + e),
+                                                               std::int64_t{part.source} * n + e),
                    "l"(word)
                    : "memory");
     }

@@ -9,7 +9,7 @@ namespace waybill::cuda {
 struct BlockTotals {
   std::int32_t recv_rows[max_gpu_ranks];
   std::int32_t grouped_rows[max_gpu_ranks];
-  std::int32_t compact_base[max_gpu_ranks];  ///< first compact row of this rank's tokens
+  std::int32_t compact_base[max_gpu_ranks];  ///< first compact row of the part's tokens
   std::int32_t first_row[max_gpu_ranks];     ///< with scatter indices: rows of lower ranks
   std::int32_t first_token;                  ///< with scatter indices: tokens of lower ranks
 };
@@ -50,8 +50,8 @@ __device__ inline std::int32_t count_at(const RouteParams& p, const Scratch& scr
 }
 
 /// Waits for the counts of all ranks, and adds up those of each expert.
-__device__ inline void take_counts(const RouteParams& p, const Scratch& scratch,
-                                   std::uint64_t epoch) {
+__device__ inline void take_counts(const RouteParams& p, const RoutePart& part,
+                                   const Scratch& scratch, std::uint64_t epoch) {
   constexpr int together = 8;
   const MoeShape& s = p.shape;
   const std::int32_t n = num_counts(s);
@@ -72,7 +72,7 @@ __device__ inline void take_counts(const RouteParams& p, const Scratch& scratch,
         if (r >= s.world_size) continue;
         const std::int32_t own = await_count(p, r, e, words[i], epoch);
         if (scratch.counts != nullptr) scratch.counts[std::int64_t{r} * n + e] = own;
-        if (r < s.rank) lower += own;
+        if (r < part.source) lower += own;
         sum += own;
       }
     }
@@ -80,13 +80,13 @@ __device__ inline void take_counts(const RouteParams& p, const Scratch& scratch,
     scratch.starts[e] = sum;
     scratch.before[e] = lower;
     const std::int32_t local = e - s.rank * s.experts_per_rank;
-    if (blockIdx.x == 0 && 0 <= local && local < s.experts_per_rank) p.expert_counts[local] = sum;
+    if (block_idx() == 0 && 0 <= local && local < s.experts_per_rank) p.expert_counts[local] = sum;
   }
 }
 
 /// First row of each expert, on its rank; rows of each rank. All blocks do the same.
-__device__ inline void locate_experts(const RouteParams& p, const Scratch& scratch,
-                                      BlockTotals& totals) {
+__device__ inline void locate_experts(const RouteParams& p, const RoutePart& part,
+                                      const Scratch& scratch, BlockTotals& totals) {
   const MoeShape& s = p.shape;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   __syncthreads();
@@ -112,7 +112,7 @@ __device__ inline void locate_experts(const RouteParams& p, const Scratch& scrat
   if (thread < s.world_size) {
     std::int32_t sum = 0;
     for (std::int32_t r = 0; r < s.world_size; ++r) {
-      if (r == s.rank) totals.compact_base[thread] = sum;
+      if (r == part.source) totals.compact_base[thread] = sum;
       sum += count_at(p, scratch, r, s.num_experts + 1 + thread);
     }
     totals.recv_rows[thread] = s.compact != 0 ? sum : totals.grouped_rows[thread];
@@ -132,18 +132,19 @@ __device__ inline std::int32_t tokens_of(const RouteParams& p, const Scratch& sc
 }
 
 /// The tables that all ranks know alike, spread over the blocks.
-__device__ inline void write_tables(const RouteParams& p, const Scratch& scratch,
-                                    const BlockTotals& totals) {
+template <bool Nodes>
+__device__ void write_tables(const RouteParams& p, const Scratch& scratch,
+                             const BlockTotals& totals) {
   const MoeShape& s = p.shape;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
-  const auto warp = static_cast<std::int32_t>(blockIdx.x * route_warps + threadIdx.x / 32);
+  const auto warp = static_cast<std::int32_t>(block_idx() * route_warps + threadIdx.x / 32);
   for (std::int32_t r = warp; r < s.world_size;
-       r += static_cast<std::int32_t>(gridDim.x) * route_warps) {
+       r += static_cast<std::int32_t>(num_blocks()) * route_warps) {
     const std::int32_t tokens = tokens_of(p, scratch, r);
     if (threadIdx.x % 32 == 0) p.num_input_tokens[r] = tokens;
   }
-  const auto step = static_cast<std::int32_t>(gridDim.x) * route_threads;
-  const std::int32_t first = static_cast<std::int32_t>(blockIdx.x) * route_threads + thread;
+  const auto step = static_cast<std::int32_t>(num_blocks()) * route_threads;
+  const std::int32_t first = static_cast<std::int32_t>(block_idx()) * route_threads + thread;
   for (std::int32_t i = first; i < s.world_size * (s.num_experts + 1); i += step) {
     p.splits[i] = count_at(p, scratch, i / (s.num_experts + 1), i % (s.num_experts + 1));
   }
@@ -154,11 +155,12 @@ __device__ inline void write_tables(const RouteParams& p, const Scratch& scratch
       row += count_at(p, scratch, r, e);
     }
   }
-  // No token is there.
-  for (std::int32_t i = s.num_tokens * s.topk + first; i < s.max_tokens * s.topk; i += step) {
-    p.dst_rows[i] = -1;
+  if constexpr (!Nodes) {  // no token is there
+    for (std::int32_t i = s.num_tokens * s.topk + first; i < s.max_tokens * s.topk; i += step) {
+      p.dst_rows[i] = -1;
+    }
   }
-  if (blockIdx.x != 0) return;
+  if (block_idx() != 0) return;
   for (std::int32_t i = thread; i < s.experts_per_rank; i += route_threads) {
     p.expert_offsets[i] = scratch.starts[s.rank * s.experts_per_rank + i];
   }
@@ -175,12 +177,12 @@ __device__ inline void tell_host(const RouteParams& p, const BlockTotals& totals
 }
 
 /// For scatter indices: what lower ranks have.
-__device__ inline void locate_positions(const RouteParams& p, const Scratch& scratch,
-                                        BlockTotals& totals) {
+__device__ inline void locate_positions(const RouteParams& p, const RoutePart& part,
+                                        const Scratch& scratch, BlockTotals& totals) {
   const MoeShape& s = p.shape;
   if (threadIdx.x < 32) {
     std::int32_t first = 0;
-    for (std::int32_t r = 0; r < s.rank; ++r) first += tokens_of(p, scratch, r);
+    for (std::int32_t r = 0; r < part.source; ++r) first += tokens_of(p, scratch, r);
     if (threadIdx.x == 0) {
       totals.first_token = first;
       std::int32_t rows = 0;

@@ -16,10 +16,11 @@ namespace waybill::cuda {
 /// The most experts whose counts fit into shared memory.
 [[nodiscard]] int max_experts_on_gpu(int world_size);
 
-/// Blocks that counting takes: few for few tokens, at most num_sms.
+/// Blocks that counting takes: few for few tokens, at most num_sms. On several nodes of each
+/// source: at least one for each, and num_sms of all together.
 [[nodiscard]] int route_blocks(const MoeShape& shape, int num_sms);
 
-cudaError_t prepare_route();
+cudaError_t prepare_route(bool nodes);
 
 /// Counts, meets the other ranks, places the choices, fills the tables. Begins and ends an epoch.
 cudaError_t launch_route(const RouteParams& params, int blocks, cudaStream_t stream);

@@ -21,18 +21,22 @@ __device__ inline void end_moe_call(const MoeMeet& m, int kind, std::uint64_t ep
   end_call(m.meet, epoch);
 }
 
+__device__ inline unsigned num_blocks() { return gridDim.x * gridDim.y; }
+__device__ inline unsigned block_idx() { return blockIdx.y * gridDim.x + blockIdx.x; }
+
 /// True in thread 0 of the block that comes last: all others have done their part.
 __device__ inline bool comes_last(MoeState* state) {
   __syncthreads();
   if (threadIdx.x != 0) return false;
-  if (gridDim.x == 1) return true;
+  if (num_blocks() == 1) return true;
   __threadfence();
-  return atomicAdd(&state->call.blocks, 1ULL) == gridDim.x - 1;
+  return atomicAdd(&state->call.blocks, 1ULL) == num_blocks() - 1;
 }
 
 /// All blocks of the kernel wait for each other; once a kernel. They see what each had written.
 __device__ inline void await_blocks(const MoeMeet& m) {
-  if (gridDim.x == 1) return;
+  const unsigned blocks = num_blocks();
+  if (blocks == 1) return;
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -44,11 +48,10 @@ __device__ inline void await_blocks(const MoeMeet& m) {
                    : "=r"(seen)
                    : "l"(&m.state->arrived_blocks)
                    : "memory");
-      if (seen >= gridDim.x) break;
+      if (seen >= blocks) break;
       const std::uint64_t waited = now_ns() - start;
       if (waited > m.meet.sink.timeout_ns) {
-        report_and_trap(m.meet.sink, m.meet.kind, m.meet.rank, m.meet.rank, gridDim.x, seen,
-                        waited);
+        report_and_trap(m.meet.sink, m.meet.kind, m.meet.rank, m.meet.rank, blocks, seen, waited);
       }
     }
   }

@@ -31,7 +31,10 @@ struct MoeShape {
   std::int32_t max_tokens;
   std::int32_t compact;  ///< rows: one a token, not one a choice
   std::int32_t alignment;
-  std::int64_t capacity;  ///< rows of a window
+  std::int32_t num_nodes;
+  std::int32_t node_ranks;  ///< ranks of a node
+  std::int32_t first_rank;  ///< of this rank's node
+  std::int64_t capacity;    ///< rows of a window
 };
 
 /// What a rank tells the others before rows can be placed: choices of each expert, dropped ones,
@@ -40,13 +43,15 @@ __host__ __device__ constexpr std::int32_t num_counts(const MoeShape& s) {
   return s.num_experts + 1 + s.world_size;
 }
 
-/// int32 that the sender of a token tells each rank: the row of each choice there, -1 if it is
-/// elsewhere; with compact rows these are places in the grouped order, and the compact row follows.
+/// int32 that the sender of a token tells each rank of its node: the row of each choice there, -1
+/// if it is elsewhere; with compact rows these are places in the grouped order, and the compact row
+/// follows.
 __host__ __device__ constexpr std::int32_t record_stride(const MoeShape& s) {
   return s.topk + s.compact;
 }
 
-// A choice's place: row in the lower half, rank above it. Negative: dropped.
+// A choice's place: row in the lower half, rank in the node above it. Negative: dropped, or on
+// another node.
 inline constexpr int place_dst_shift = 32;
 /// Of the first choice of a token on a rank.
 inline constexpr std::int64_t place_leader_bit = std::int64_t{1} << 48;
@@ -76,7 +81,9 @@ struct MoeMeet {
   std::uint32_t turn;  ///< parity of this dispatch or combine
 };
 
-/// Counting, exchange of counts, placing.
+/// Counting, exchange of counts, placing. On several nodes of the tokens of the ranks with this
+/// rank's local index, one a node, which are all forwarded by this rank: then [T, K] below is
+/// [nodes, M, K], ids are int32, and -1 where there is no token.
 struct RouteParams {
   MoeMeet m;
   MoeShape shape;
@@ -87,15 +94,16 @@ struct RouteParams {
   bool wide_scatter;
   const std::byte* weights;  ///< [T, K] or null
   std::int32_t weight_bytes;
-  std::uint64_t* counts[max_gpu_ranks];    ///< [W, num_counts] of each rank
-  std::int32_t* records[max_gpu_ranks];    ///< [W, M, record_stride] of each rank
-  std::byte* sent_weights[max_gpu_ranks];  ///< [W, M, K] of each rank
+  std::uint64_t* counts[max_gpu_ranks];  ///< [W, num_counts] of each rank
+  /// [W, M, record_stride] of each rank; on several nodes [node_ranks, nodes, M, record_stride]
+  std::int32_t* records[max_gpu_ranks];
+  std::byte* sent_weights[max_gpu_ranks];  ///< [W, M, K] of each rank, in the same order
   std::int32_t* tile_counts;               ///< scratch: [blocks, num_counts]
   // What the tables hold; see ExpertTableViews.
   std::int32_t* out_ids;
   std::int32_t* dst_rows;
   std::byte* out_weights;
-  std::int64_t* places;  ///< [M, K]
+  std::int64_t* places;  ///< [M, K]; on several nodes [nodes, M, K]
   std::int32_t* num_input_tokens;
   std::int32_t* splits;
   std::int32_t* segment_offsets;
@@ -138,7 +146,9 @@ struct alignas(16) MoeTag {
   std::int32_t leader;
 };
 
-/// Rows to their places, and what receivers make of them.
+/// Rows to their places, and what receivers make of them. On several nodes the shape is that of a
+/// node, as if it had all tokens that its ranks forward: W is the ranks of a node, M and T are
+/// nodes times the most tokens of a rank.
 struct RowsParams {
   MoeMeet m;
   MoeShape shape;
@@ -150,6 +160,9 @@ struct RowsParams {
   std::byte* windows[max_gpu_ranks];      ///< first row of each rank's window
   std::int64_t scales_offset;             ///< in a window, from its first row
   std::uint64_t* streams[max_gpu_ranks];  ///< [W, max_streams], then [2, W] configs
+  /// Several nodes: slot r of all ranks is raised when the tokens of rank r are here to be
+  /// forwarded.
+  const std::uint64_t* forwarded;
   // The receiver's part.
   const std::int32_t* records;    ///< [W, M, record_stride]
   std::int32_t* kept_records;     ///< the same, in the tables; null when they are the source
@@ -179,6 +192,7 @@ struct CombineParams {
   const std::int64_t* places;
   const std::byte* windows[max_gpu_ranks];
   std::int32_t leaders_only;  ///< one row a rank
+  bool in_call;               ///< ranks have met, and the call is counted
   std::int64_t row_bytes;
   const std::byte* biases[2];
   const std::byte* weights;  ///< [T, K] or null

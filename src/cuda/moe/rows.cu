@@ -1,3 +1,4 @@
+#include "arrived.cuh"
 #include "launch.h"
 #include "row_pump.cuh"
 #include "streams.cuh"
@@ -5,104 +6,70 @@
 namespace waybill::cuda {
 namespace {
 
-constexpr unsigned all_lanes = 0xFFFFFFFFU;
 constexpr int vector_warps = 16;
 constexpr int taker_warps = 5;  // beside pump_warps
+
+/// Several nodes: waits until the tokens of a node are here. One warp. @return the node
+template <class Pump>
+__device__ std::int32_t await_node(const RowsParams& p, const Pump& pump, std::int32_t node,
+                                   std::uint64_t epoch) {
+  const std::int32_t peer = node * p.shape.node_ranks + p.shape.rank;
+  if (lane_id() == 0 && peer != p.m.meet.rank) {
+    await(p.forwarded + peer, epoch, p.m.meet.kind, p.m.meet.rank, peer, p.m.meet.sink);
+  }
+  __syncwarp();
+  pump.expect_arrived();
+  return node;
+}
 
 /// Sends the tokens stream, stream + streams, ..., each once to every rank that it goes to.
 template <class Pump>
 __device__ void send_stream(const RowsParams& p, Pump& pump, std::int32_t stream,
                             std::int32_t streams, std::uint64_t epoch) {
   const MoeShape& s = p.shape;
-  const auto place_of = [&](std::int32_t token) {
-    return lane_id() < s.topk && token < s.num_tokens
-               ? p.places[std::int64_t{token} * s.topk + lane_id()]
+  const auto place_of = [&](std::int32_t position) {
+    return lane_id() < s.topk && position < s.num_tokens
+               ? p.places[std::int64_t{token_at(s, position)} * s.topk + lane_id()]
                : -1;
   };
   std::int32_t in_group = 0;
   std::int32_t groups = 0;
+  bool skipped = false;    // since groups were published
+  std::int32_t here = -1;  // node whose tokens are here
   std::int64_t next = place_of(stream);
-  for (std::int32_t t = stream; t < s.num_tokens; t += streams) {
+  for (std::int32_t i = stream; i < s.num_tokens; i += streams) {
+    const std::int32_t t = token_at(s, i);
     const bool sends =
         next >= 0 && (next & place_leader_bit) != 0 && (next & 0xFFFFFFFF) < s.capacity;
     const std::int64_t place = sends ? next & ~place_leader_bit : -1;
-    next = place_of(t + streams);
+    next = place_of(i + streams);
     const PumpSource from{
         p.tokens + std::int64_t{t} * p.cuts.row_bytes,
         p.scales == nullptr ? nullptr : p.scales + std::int64_t{t} * p.cuts.scale_bytes};
-    for (std::int32_t piece = 0; piece < p.cuts.pieces; ++piece) pump.push(from, piece, place);
+    // On several nodes many a token has nothing here, or does not exist.
+    if (s.num_nodes > 1 && __ballot_sync(all_lanes, place >= 0) == 0) {
+      skipped = true;
+    } else {
+      if (s.num_nodes > 1) {
+        const std::int32_t node = t / (s.max_tokens / s.num_nodes);
+        if (node != here) here = await_node(p, pump, node, epoch);
+      }
+      for (std::int32_t piece = 0; piece < p.cuts.pieces; ++piece) pump.push(from, piece, place);
+    }
     if (++in_group < p.cuts.group) continue;
     in_group = 0;
-    if (++groups < 2) continue;
-    pump.wait_earlier();
-    publish_groups(p, stream, epoch, groups - 1);
+    ++groups;
+    if (skipped) {  // too few pushes for what wait_earlier says
+      pump.wait_all();
+      publish_groups(p, stream, epoch, groups);
+      skipped = false;
+    } else if (groups > 1) {
+      pump.wait_earlier();
+      publish_groups(p, stream, epoch, groups - 1);
+    }
   }
   pump.wait_all();
   if (groups > 0 || in_group > 0) publish_groups(p, stream, epoch, groups + (in_group > 0 ? 1 : 0));
-}
-
-/// The weight of one choice, from where its sender left it.
-__device__ void take_weight(const RowsParams& p, std::int64_t to, std::int64_t from) {
-  if (p.weight_bytes == 4) {
-    reinterpret_cast<std::uint32_t*>(p.weights)[to] =
-        __ldcg(reinterpret_cast<const std::uint32_t*>(p.sent_weights) + from);
-  } else {
-    reinterpret_cast<std::uint16_t*>(p.weights)[to] =
-        __ldcg(reinterpret_cast<const std::uint16_t*>(p.sent_weights) + from);
-  }
-}
-
-/// The local expert whose rows, in the grouped order, row `row` is among.
-__device__ std::int32_t expert_of(const RowsParams& p, std::int32_t row) {
-  std::int32_t low = 0;
-  std::int32_t high = p.shape.experts_per_rank;  // offsets[low] <= row < offsets[high]
-  while (high - low > 1) {
-    const std::int32_t middle = (low + high) / 2;
-    if (__ldg(p.expert_offsets + middle) <= row) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
-
-/// One choice of a token that has arrived, or may have none here; a lane each.
-struct Arrived {
-  std::int32_t source;
-  std::int32_t token;
-  std::int32_t choice;
-  std::int32_t place;   ///< grouped row, or place in the grouped order; -1: not here
-  unsigned here;        ///< lanes of this token's choices that are here
-  std::int32_t leader;  ///< the first of their places
-};
-
-__device__ bool leads(const Arrived& a) {
-  return a.place >= 0 && lane_id() == __ffs(static_cast<int>(a.here)) - 1;
-}
-
-/// What tables and window say of grouped rows.
-__device__ void note_grouped(const RowsParams& p, const Arrived& a) {
-  const MoeShape& s = p.shape;
-  const bool fits = a.place >= 0 && a.place < s.capacity;
-  if (fits) {
-    const MoeTag tag{a.source, a.token, a.choice, a.leader};
-    p.tags[a.place] = tag;
-    if (p.sent_weights != nullptr) {
-      take_weight(p, a.place,
-                  (std::int64_t{a.source} * s.max_tokens + a.token) * s.topk + a.choice);
-    }
-    if (p.fills_tables) {
-      p.kept_tags[a.place] = tag;
-      p.leader_rows[a.place] = a.leader;
-    }
-  }
-  if (!p.fills_tables) return;
-  const bool leader = leads(a);
-  for (std::int32_t k = 0; k < s.topk; ++k) {
-    const std::int32_t other = __shfl_sync(all_lanes, a.place, (lane_id() - a.choice + k) & 31);
-    if (fits) p.choice_rows[std::int64_t{a.place} * s.topk + k] = leader ? other : -1;
-  }
 }
 
 /// Copies the first row of each token of the round to its further rows.
@@ -126,38 +93,6 @@ __device__ void copy_grouped(const RowsParams& p, Pump& pump, const Arrived& a) 
     }
     left &= ~token;
   }
-}
-
-/// What tables and window say of compact rows; `row` is that of the token.
-__device__ void note_compact(const RowsParams& p, const Arrived& a, std::int32_t row) {
-  const MoeShape& s = p.shape;
-  if (a.here == 0 || row >= s.capacity) return;
-  if (leads(a)) {
-    const MoeTag tag{a.source, a.token, a.choice, row};
-    p.tags[row] = tag;
-    if (p.fills_tables) p.kept_tags[row] = tag;
-  }
-  const std::int64_t at = std::int64_t{row} * s.topk + a.choice;
-  std::int32_t expert = -1;
-  if (!p.fills_tables) {
-    expert = p.kept_topk[at];
-  } else if (a.place >= 0) {
-    expert = expert_of(p, a.place);
-  }
-  p.topk[at] = expert;
-  if (p.sent_weights != nullptr) {
-    if (a.place >= 0) {
-      take_weight(p, at, (std::int64_t{a.source} * s.max_tokens + a.token) * s.topk + a.choice);
-    } else if (p.weight_bytes == 4) {
-      reinterpret_cast<std::uint32_t*>(p.weights)[at] = 0;
-    } else {
-      reinterpret_cast<std::uint16_t*>(p.weights)[at] = 0;
-    }
-  }
-  if (!p.fills_tables) return;
-  p.kept_topk[at] = expert;
-  p.compact_to_grouped[at] = a.place;
-  if (a.place >= 0) p.grouped_to_compact[a.place] = row;
 }
 
 /// Takes some tokens of a group: a lane a choice.
@@ -199,15 +134,15 @@ __device__ void take_unit(const RowsParams& p, Pump& pump, const Source& source,
   if (begin >= source.tokens) return;
   const std::uint64_t wanted = (epoch << stream_epoch_shift) + static_cast<std::uint64_t>(g) + 1;
   (void)await_step(p.m.meet, stream_slot(p, p.shape.rank, source.rank, stream), wanted,
-                   stream_epoch_shift, source.rank);
+                   stream_epoch_shift, p.shape.first_rank + source.rank);
   __syncwarp();
   pump.expect_arrived();
   const std::int32_t together = 32 / p.shape.topk;
   const std::int32_t mine = lane_id() / p.shape.topk;
   for (std::int32_t i = 0; i < source.group; i += together) {
-    const std::int32_t token = begin + (i + mine) * source.streams;
-    const bool active = mine < together && i + mine < source.group && token < source.tokens;
-    take_round(p, pump, source, token, active);
+    const std::int32_t position = begin + (i + mine) * source.streams;
+    const bool active = mine < together && i + mine < source.group && position < source.tokens;
+    take_round(p, pump, source, token_at(p.shape, position), active);
   }
 }
 

@@ -56,11 +56,12 @@ __device__ inline Sources learn_sources(const RowsParams& p, std::uint64_t epoch
   for (int half = 0; half < 2; ++half) {
     const std::int32_t r = half * 32 + lane_id();
     if (r >= s.world_size) continue;
-    const std::uint64_t seen = await_step(p.m.meet, config_slot(p, s.rank, r),
-                                          epoch << stream_config_shift, stream_config_shift, r);
+    const std::uint64_t seen =
+        await_step(p.m.meet, config_slot(p, s.rank, r), epoch << stream_config_shift,
+                   stream_config_shift, s.first_rank + r);
     const auto streams = static_cast<std::int32_t>(seen >> 8 & 0xFFFF);
     const auto group = static_cast<std::int32_t>(seen & 0xFF);
-    const std::int32_t tokens = __ldcg(p.num_input_tokens + r);
+    const std::int32_t tokens = s.num_nodes > 1 ? s.max_tokens : __ldcg(p.num_input_tokens + r);
     sources.streams[half] = streams;
     sources.group[half] = group;
     sources.tokens[half] = tokens;
@@ -69,6 +70,16 @@ __device__ inline Sources learn_sources(const RowsParams& p, std::uint64_t epoch
   }
   sources.most_units = __reduce_max_sync(0xFFFFFFFFU, units);
   return sources;
+}
+
+/// Number `position` of the tokens that a rank sends. On several nodes its own come first, then
+/// those of the node before, as they are the first to arrive.
+__device__ inline std::int32_t token_at(const MoeShape& s, std::int32_t position) {
+  if (s.num_nodes == 1) return position;
+  const std::int32_t each = s.max_tokens / s.num_nodes;
+  const std::int32_t turn = position / each;
+  const std::int32_t node = (s.first_rank / s.node_ranks + s.num_nodes - turn) % s.num_nodes;
+  return node * each + position - turn * each;
 }
 
 __device__ inline Source source_of(const Sources& all, std::int32_t rank) {

@@ -4,10 +4,14 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <map>
+#include <string>
+#include <utility>
 
 #include "../executor/cuda_check.h"
 #include "waybill/core/at.h"
+#include "waybill/transport/agree.h"
 
 namespace waybill::cuda {
 namespace {
@@ -25,7 +29,7 @@ cudaUUID_t id_of(int device) {
 }  // namespace
 
 std::vector<GpuPlace> exchange_places(Bootstrap& bootstrap, int device) {
-  const GpuPlace mine{getpid(), id_of(device)};
+  const GpuPlace mine{std::hash<std::string>{}(host_id()), getpid(), id_of(device)};
   return all_gather_value(bootstrap, mine, "gpu world: places");
 }
 
@@ -35,10 +39,17 @@ int ranks_on_gpu_of(const std::vector<GpuPlace>& places, Rank rank) {
       places, [&](const GpuPlace& place) { return same_gpu(place.gpu, mine); }));
 }
 
+bool shares_gpu_with_processes(const std::vector<GpuPlace>& places, Rank rank) {
+  const GpuPlace& mine = places[waybill::detail::at(to_int(rank))];
+  return std::ranges::any_of(places, [&](const GpuPlace& place) {
+    return place.process != mine.process && same_gpu(place.gpu, mine.gpu);
+  });
+}
+
 void require_own_processes(const std::vector<GpuPlace>& places, std::string_view who) {
-  std::map<std::int64_t, std::size_t> rank_in;
+  std::map<std::pair<std::uint64_t, std::int64_t>, std::size_t> rank_in;
   for (std::size_t r = 0; r < places.size(); ++r) {
-    const auto [first, fresh] = rank_in.emplace(places[r].process, r);
+    const auto [first, fresh] = rank_in.emplace(std::pair(places[r].host, places[r].process), r);
     if (fresh) continue;
     throw Unsupported(concat(
         who, ": ranks ", first->second, " and ", r, " are both in process ", places[r].process,
@@ -46,20 +57,39 @@ void require_own_processes(const std::vector<GpuPlace>& places, std::string_view
   }
 }
 
-void require_peer_access(const std::vector<GpuPlace>& places, int device, std::string_view who) {
+bool on_one_host(const std::vector<GpuPlace>& places) {
+  return std::ranges::all_of(
+      places, [&](const GpuPlace& place) { return place.host == places.front().host; });
+}
+
+void require_nodes_on_hosts(const std::vector<GpuPlace>& places, std::int32_t ranks_per_node,
+                            std::string_view who) {
+  const auto size = waybill::detail::at(ranks_per_node);
+  for (std::size_t r = 0; r < places.size(); ++r) {
+    const std::size_t first = r / size * size;
+    if (places[r].host == places[first].host) continue;
+    throw Unsupported(concat(who, ": rank ", r, " is on another host than rank ", first,
+                             ", but ranks_per_node = ", ranks_per_node,
+                             " puts both on one node, expected as many ranks on each host as "
+                             "ranks_per_node, numbered host by host"));
+  }
+}
+
+void require_peer_access(std::span<const GpuPlace> peers, std::int32_t first, int device,
+                         std::string_view who) {
   int count = 0;
   cuda_check(cudaGetDeviceCount(&count), "counting devices");
   for (int other = 0; other < count; ++other) {
     if (other == device) continue;
     const cudaUUID_t id = id_of(other);
-    const auto used = std::ranges::find_if(
-        places, [&](const GpuPlace& place) { return same_gpu(place.gpu, id); });
-    if (used == places.end()) continue;
+    const auto used =
+        std::ranges::find_if(peers, [&](const GpuPlace& place) { return same_gpu(place.gpu, id); });
+    if (used == peers.end()) continue;
     int can = 0;
     cuda_check(cudaDeviceCanAccessPeer(&can, device, other), "asking for peer access");
     if (can != 0) continue;
     throw Unsupported(concat(who, ": device ", device, " cannot reach the memory of device ", other,
-                             ", which rank ", used - places.begin(), " uses"));
+                             ", which rank ", first + (used - peers.begin()), " uses"));
   }
 }
 

@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -10,9 +11,10 @@
 
 namespace waybill::cuda {
 
-/// Where a rank works: its process and its GPU, by an id that does not depend on which devices a
-/// process sees.
+/// Where a rank works: its host, its process there and its GPU, by ids that do not depend on which
+/// devices a process sees.
 struct GpuPlace {
+  std::uint64_t host = 0;
   std::int64_t process = 0;
   cudaUUID_t gpu{};
 };
@@ -23,11 +25,23 @@ struct GpuPlace {
 /// Ranks on the same GPU as `rank`, itself included.
 [[nodiscard]] int ranks_on_gpu_of(const std::vector<GpuPlace>& places, Rank rank);
 
+/// Whether one of them is in another process.
+[[nodiscard]] bool shares_gpu_with_processes(const std::vector<GpuPlace>& places, Rank rank);
+
 /// @throws Unsupported when two ranks are in one process, naming them and what to use
 void require_own_processes(const std::vector<GpuPlace>& places, std::string_view who);
 
+/// Whether all ranks are on one host.
+[[nodiscard]] bool on_one_host(const std::vector<GpuPlace>& places);
+
+/// @throws Unsupported when ranks of one node are on several hosts, naming two of them
+void require_nodes_on_hosts(const std::vector<GpuPlace>& places, std::int32_t ranks_per_node,
+                            std::string_view who);
+
+/// @param peers whose memory is to be mapped, from rank `first` on
 /// @throws Unsupported when `device` is known not to reach a peer's GPU. GPUs that this process
 ///   does not see are left to the driver, which refuses when it is asked to map their memory.
-void require_peer_access(const std::vector<GpuPlace>& places, int device, std::string_view who);
+void require_peer_access(std::span<const GpuPlace> peers, std::int32_t first, int device,
+                         std::string_view who);
 
 }  // namespace waybill::cuda

@@ -1,11 +1,12 @@
 #include "gpu_process_transport.h"
 
 #include <algorithm>
+#include <span>
 #include <string>
 #include <utility>
 
 #include "../executor/cuda_check.h"
-#include "gpu_transport.h"
+#include "../nccl/nccl_communicator.h"
 #include "keep_memory.h"
 #include "waybill/core/at.h"
 #include "waybill/transport/agree.h"
@@ -46,18 +47,69 @@ std::shared_ptr<void> open_peer(const cudaIpcMemHandle_t& handle, std::size_t ra
           }};
 }
 
+const char* name_of(NetworkWire wire) {
+  if (wire == NetworkWire::peer) return "peer";
+  return wire == NetworkWire::nccl ? "nccl" : "automatic";
+}
+
+/// How ranks of different nodes reach each other, from what was asked for.
+NetworkWire choose_wire(NetworkWire asked, const std::vector<GpuPlace>& places,
+                        const Topology& topology) {
+  if (topology.num_nodes() == 1) return NetworkWire::peer;
+  if (asked != NetworkWire::automatic) return asked;
+  return on_one_host(places) ? NetworkWire::peer : NetworkWire::nccl;
+}
+
 class GpuProcessTransport final : public GpuTransport {
  public:
   GpuProcessTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
-                      std::shared_ptr<GpuRank> gpu, const std::vector<GpuPlace>& places)
-      : GpuTransport(std::move(bootstrap), ranks_per_node, std::move(gpu), 1) {
-    require_one_host(this->bootstrap(), who);
+                      std::shared_ptr<GpuRank> gpu, const std::vector<GpuPlace>& places,
+                      NetworkWire wire)
+      : GpuTransport(std::move(bootstrap), ranks_per_node, gpu, 1) {
+    const Setting settings[] = {{"wire", name_of(wire)}};
+    require_same(who, settings);
     require_own_processes(places, who);
-    do_together(this->bootstrap(), who,
-                [&] { require_peer_access(places, this->gpu().device(), who); });
+    require_nodes_on_hosts(places, topology().ranks_per_node, who);
+    const bool by_nccl = choose_wire(wire, places, topology()) == NetworkWire::nccl;
+    if (!by_nccl) require_one_host(this->bootstrap(), who);
+    first_mapped_ = by_nccl ? to_int(rank()) - to_int(topology().local_rank(rank())) : 0;
+    num_mapped_ = by_nccl ? topology().ranks_per_node : topology().world_size;
+    do_together(this->bootstrap(), who, [&] {
+      require_peer_access(std::span(places).subspan(at(first_mapped_), at(num_mapped_)),
+                          first_mapped_, this->gpu().device(), who);
+    });
+    if (by_nccl) {
+      network_ = std::make_unique<NcclCommunicator>(this->bootstrap(), topology(), std::move(gpu));
+    }
+  }
+
+  void put(const SymmetricBuffer& to, const PutRequest& piece) override {
+    require_mapped(piece.peer, "put");
+    GpuTransport::put(to, piece);
+  }
+
+  void signal(Rank peer, SignalSlot slot, std::uint64_t epoch) override {
+    require_mapped(peer, "signal");
+    GpuTransport::signal(peer, slot, epoch);
+  }
+
+  /// Where not all is mapped nothing carries rows to other nodes.
+  [[nodiscard]] std::unique_ptr<NetworkLeg> make_network_leg() override {
+    return network_ != nullptr ? nullptr : GpuTransport::make_network_leg();
   }
 
  private:
+  [[nodiscard]] bool is_mapped(std::int32_t r) const {
+    return first_mapped_ <= r && r < first_mapped_ + num_mapped_;
+  }
+
+  void require_mapped(Rank peer, const char* operation) const {
+    if (is_mapped(to_int(peer))) return;
+    throw Unsupported(concat(operation, ": rank ", peer, " is on another node, and NCCL sends ",
+                             "nothing that the other rank does not ask for, expected ranks ",
+                             first_mapped_, "..", first_mapped_ + num_mapped_ - 1));
+  }
+
   Parts make_parts(std::int64_t size_bytes, std::string_view name) override {
     const std::string operation = concat("allocate(", name, ")");
     const auto me = at(to_int(rank()));
@@ -75,7 +127,8 @@ class GpuProcessTransport final : public GpuTransport {
     }
     do_together(bootstrap(), operation, [&] {
       for (std::size_t r = 0; r < offers.size(); ++r) {
-        if (r != me) parts[r] = open_peer(offers[r].handle, r, gpu().device());
+        if (r == me || !is_mapped(static_cast<std::int32_t>(r))) continue;
+        parts[r] = open_peer(offers[r].handle, r, gpu().device());
       }
     });
     return parts;
@@ -87,16 +140,21 @@ class GpuProcessTransport final : public GpuTransport {
     bootstrap().barrier("release");  // nobody has it mapped any more
     note_release(own);
   }
+
+  std::int32_t first_mapped_ = 0;
+  std::int32_t num_mapped_ = 0;
+  std::unique_ptr<NcclCommunicator> network_;
 };
 
 }  // namespace
 
-std::unique_ptr<Transport> make_gpu_process_transport(std::shared_ptr<Bootstrap> bootstrap,
-                                                      std::int32_t ranks_per_node,
-                                                      std::shared_ptr<GpuRank> gpu,
-                                                      const std::vector<GpuPlace>& places) {
+std::unique_ptr<GpuTransport> make_gpu_process_transport(std::shared_ptr<Bootstrap> bootstrap,
+                                                         std::int32_t ranks_per_node,
+                                                         std::shared_ptr<GpuRank> gpu,
+                                                         const std::vector<GpuPlace>& places,
+                                                         NetworkWire wire) {
   return std::make_unique<GpuProcessTransport>(std::move(bootstrap), ranks_per_node, std::move(gpu),
-                                               places);
+                                               places, wire);
 }
 
 }  // namespace waybill::cuda

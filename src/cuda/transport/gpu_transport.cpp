@@ -4,6 +4,7 @@
 
 #include "../executor/cuda_check.h"
 #include "../kernel/launch.h"
+#include "peer_leg.h"
 #include "waybill/core/at.h"
 
 namespace waybill::cuda {
@@ -40,12 +41,17 @@ std::uint64_t GpuTransport::wait(SignalSlot slot, std::uint64_t wanted, Rank pee
       launch_wait({flag, wanted, to_int(rank()), to_int(peer), seen()}, sink(), gpu_->stream()),
       "launching a wait", operation);
   gpu_->check(cudaStreamSynchronize(gpu_->stream()), "waiting for a signal", operation);
+  gpu_->throw_fault(operation);
   return *seen();
 }
 
 void GpuTransport::quiet() {
   gpu_->use();
   gpu_->check(cudaStreamSynchronize(gpu_->stream()), "waiting for puts", "quiet");
+}
+
+std::unique_ptr<NetworkLeg> GpuTransport::make_network_leg() {
+  return make_peer_leg(gpu_, topology(), share_);
 }
 
 }  // namespace waybill::cuda

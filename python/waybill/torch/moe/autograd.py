@@ -55,15 +55,20 @@ def _weights_home(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     nothing = torch.zeros(
         ctx.layout.num_dispatch_token_cur_rank, topk, dtype=torch.float32, device=layer.device
     )
-    _, _, layout = layer._dispatch(nothing, ids, None, ctx.positions, None, None)
-    if layer.rows == "compact":
-        here = ctx.layout.recv_topk_indices >= 0
-        rows = gradient.to(torch.float32) * here
+    there, _, layout = layer._dispatch(nothing, ids, None, ctx.positions, None, None)
+    compact = layer.rows == "compact"
+    table = ctx.layout.recv_topk_indices if compact else ctx.layout.recv_tags[:, 2:3]
+    # Gradient and table may have room for more rows than have come: not both of them the same.
+    rows = torch.zeros_like(there)
+    count = min(rows.shape[0], gradient.shape[0], table.shape[0])
+    gradient, table = gradient[:count].to(torch.float32), table[:count].to(torch.int64)
+    zero = torch.zeros((), dtype=torch.float32, device=layer.device)
+    if compact:
+        rows[:count] = torch.where(table >= 0, gradient, zero)
     else:
-        choice = ctx.layout.recv_tags[:, 2].to(torch.int64)
-        rows = torch.zeros(gradient.shape[0], topk, dtype=torch.float32, device=layer.device)
-        live = choice >= 0
-        rows[live, choice[live]] = gradient.to(torch.float32)[live]
+        live = (table >= 0) & (table < topk)  # each row's choice
+        values = torch.where(live, gradient[:, None], zero)
+        rows[:count].scatter_(1, table.clamp(0, topk - 1), values)
     home: torch.Tensor = layer._combine(rows, layout, False, ())
     return home
 

@@ -1,0 +1,114 @@
+#pragma once
+
+#include "streams.cuh"
+
+// What window and tables say of the rows of a token that has arrived.
+
+namespace waybill::cuda {
+
+inline constexpr unsigned all_lanes = 0xFFFFFFFFU;
+
+/// The weight of one choice, from where its sender left it.
+__device__ inline void take_weight(const RowsParams& p, std::int64_t to, std::int64_t from) {
+  if (p.weight_bytes == 4) {
+    reinterpret_cast<std::uint32_t*>(p.weights)[to] =
+        __ldcg(reinterpret_cast<const std::uint32_t*>(p.sent_weights) + from);
+  } else {
+    reinterpret_cast<std::uint16_t*>(p.weights)[to] =
+        __ldcg(reinterpret_cast<const std::uint16_t*>(p.sent_weights) + from);
+  }
+}
+
+/// The local expert whose rows, in the grouped order, row `row` is among.
+__device__ inline std::int32_t expert_of(const RowsParams& p, std::int32_t row) {
+  std::int32_t low = 0;
+  std::int32_t high = p.shape.experts_per_rank;  // offsets[low] <= row < offsets[high]
+  while (high - low > 1) {
+    const std::int32_t middle = (low + high) / 2;
+    if (__ldg(p.expert_offsets + middle) <= row) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+/// One choice of a token that has arrived, or may have none here; a lane each.
+struct Arrived {
+  std::int32_t source;
+  std::int32_t token;
+  std::int32_t choice;
+  std::int32_t place;   ///< grouped row, or place in the grouped order; -1: not here
+  unsigned here;        ///< lanes of this token's choices that are here
+  std::int32_t leader;  ///< the first of their places
+};
+
+__device__ inline bool leads(const Arrived& a) {
+  return a.place >= 0 && lane_id() == __ffs(static_cast<int>(a.here)) - 1;
+}
+
+__device__ inline MoeTag tag_of(const RowsParams& p, const Arrived& a, std::int32_t leader) {
+  const MoeShape& s = p.shape;
+  if (s.num_nodes == 1) return {a.source, a.token, a.choice, leader};
+  const std::int32_t tokens = s.max_tokens / s.num_nodes;
+  return {a.token / tokens * s.node_ranks + a.source, a.token % tokens, a.choice, leader};
+}
+
+/// What tables and window say of grouped rows.
+__device__ inline void note_grouped(const RowsParams& p, const Arrived& a) {
+  const MoeShape& s = p.shape;
+  const bool fits = a.place >= 0 && a.place < s.capacity;
+  if (fits) {
+    const MoeTag tag = tag_of(p, a, a.leader);
+    p.tags[a.place] = tag;
+    if (p.sent_weights != nullptr) {
+      take_weight(p, a.place,
+                  (std::int64_t{a.source} * s.max_tokens + a.token) * s.topk + a.choice);
+    }
+    if (p.fills_tables) {
+      p.kept_tags[a.place] = tag;
+      p.leader_rows[a.place] = a.leader;
+    }
+  }
+  if (!p.fills_tables) return;
+  const bool leader = leads(a);
+  for (std::int32_t k = 0; k < s.topk; ++k) {
+    const std::int32_t other = __shfl_sync(all_lanes, a.place, (lane_id() - a.choice + k) & 31);
+    if (fits) p.choice_rows[std::int64_t{a.place} * s.topk + k] = leader ? other : -1;
+  }
+}
+
+/// What tables and window say of compact rows; `row` is that of the token.
+__device__ inline void note_compact(const RowsParams& p, const Arrived& a, std::int32_t row) {
+  const MoeShape& s = p.shape;
+  if (a.here == 0 || row >= s.capacity) return;
+  if (leads(a)) {
+    const MoeTag tag = tag_of(p, a, row);
+    p.tags[row] = tag;
+    if (p.fills_tables) p.kept_tags[row] = tag;
+  }
+  const std::int64_t at = std::int64_t{row} * s.topk + a.choice;
+  std::int32_t expert = -1;
+  if (!p.fills_tables) {
+    expert = p.kept_topk[at];
+  } else if (a.place >= 0) {
+    expert = expert_of(p, a.place);
+  }
+  p.topk[at] = expert;
+  if (p.sent_weights != nullptr) {
+    if (a.place >= 0) {
+      take_weight(p, at, (std::int64_t{a.source} * s.max_tokens + a.token) * s.topk + a.choice);
+    } else if (p.weight_bytes == 4) {
+      reinterpret_cast<std::uint32_t*>(p.weights)[at] = 0;
+    } else {
+      reinterpret_cast<std::uint16_t*>(p.weights)[at] = 0;
+    }
+  }
+  if (!p.fills_tables) return;
+  p.kept_topk[at] = expert;
+  p.compact_to_grouped[at] = a.place;
+  if (a.place >= 0) p.grouped_to_compact[a.place] = row;
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,183 @@
+#include "nccl_communicator.h"
+
+#include <chrono>
+#include <future>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "../executor/cuda_check.h"
+#include "nccl_library.h"
+#include "waybill/core/at.h"
+#include "waybill/transport/agree.h"
+
+namespace waybill::cuda {
+namespace {
+
+using waybill::detail::at;
+using Clock = std::chrono::steady_clock;
+using Seconds = std::chrono::duration<double>;
+
+constexpr const char* starting = "NCCL";
+constexpr double share_of_deadline = 0.75;
+constexpr double abort_patience_s = 5;
+
+bool is_good(NcclResult result) {
+  return result == NcclResult::success || result == NcclResult::in_progress;
+}
+
+/// Looks again and again, soon at first; returns false when `patience_s` have passed.
+template <class IsDone>
+bool poll_until(double patience_s, IsDone&& is_done) {
+  constexpr Seconds soon(0.001);
+  const auto start = Clock::now();
+  while (!is_done()) {
+    const Seconds waited = Clock::now() - start;
+    if (waited.count() > patience_s) return false;
+    if (waited < soon) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+NcclCommunicator::NcclCommunicator(Bootstrap& bootstrap, const Topology& topology,
+                                   std::shared_ptr<GpuRank> gpu)
+    : gpu_(std::move(gpu)),
+      rank_(bootstrap.rank()),
+      patience_s_(bootstrap.timeout_s() * share_of_deadline) {
+  do_together(bootstrap, starting, [&] { api_ = &nccl_api(); });
+  gpu_->use();
+  try {
+    start(bootstrap);
+    do_together(bootstrap, starting, [&] { connect(topology); });
+  } catch (...) {
+    abort();
+    throw;
+  }
+}
+
+NcclCommunicator::~NcclCommunicator() { abort(); }
+
+void NcclCommunicator::start(Bootstrap& bootstrap) {
+  NcclUniqueId id{};
+  do_together(bootstrap, starting, [&] {
+    if (rank_ != Rank{0}) return;
+    const NcclResult result = api_->get_unique_id(&id);
+    if (result != NcclResult::success) fail(result, "making an id");
+  });
+  id = all_gather_value(bootstrap, id, starting).front();
+  do_together(bootstrap, starting, [&] {
+    NcclConfig config;
+    config.blocking = 0;
+    config.comm_name = "waybill";
+    const NcclResult result =
+        api_->init_rank(&comm_, bootstrap.world_size(), id, to_int(rank_), &config);
+    if (!is_good(result)) fail(result, "starting NCCL");
+    settle("starting NCCL");
+  });
+}
+
+/// NCCL connects two ranks when they first talk, for which it allocates memory and waits for the
+/// device: not to be done beside kernels that wait for other ranks.
+void NcclCommunicator::connect(const Topology& topology) {
+  constexpr std::int64_t message_bytes = 8;
+  const std::int32_t world = topology.world_size;
+  messages_ = device_memory(2 * world * message_bytes, gpu_->stream());
+  auto* const own = static_cast<std::byte*>(messages_.get());
+  std::vector<NcclPiece> sent;
+  std::vector<NcclPiece> received;
+  for (std::int32_t r = 0; r < world; ++r) {
+    if (topology.node(Rank{r}) == topology.node(rank_)) continue;
+    sent.push_back({own + r * message_bytes, message_bytes, r});
+    received.push_back({own + (world + r) * message_bytes, message_bytes, r});
+  }
+  exchange(sent, received, gpu_->stream(), "connecting to other nodes");
+  cudaError_t status = cudaSuccess;
+  const bool done = poll_until(patience_s_, [&] {
+    check("connecting to other nodes");
+    status = cudaStreamQuery(gpu_->stream());
+    return status != cudaErrorNotReady;
+  });
+  if (!done) {
+    throw TransportError(concat("NCCL: rank ", rank_,
+                                " got no message from all ranks of other "
+                                "nodes within ",
+                                patience_s_, " s (NCCL_DEBUG=INFO says more)"));
+  }
+  gpu_->check(status, "connecting to other nodes", starting);
+}
+
+void NcclCommunicator::exchange(std::span<const NcclPiece> sent,
+                                std::span<const NcclPiece> received, cudaStream_t stream,
+                                std::string_view operation) {
+  if (sent.empty() && received.empty()) return;
+  NcclResult result = api_->group_start();
+  const auto add = [&](NcclResult added) {
+    if (is_good(result)) result = added;
+  };
+  for (const NcclPiece& piece : sent) {
+    add(api_->send(piece.data, at(piece.size_bytes), NcclDataType::int8, piece.peer, comm_,
+                   stream));
+  }
+  for (const NcclPiece& piece : received) {
+    add(api_->receive(piece.data, at(piece.size_bytes), NcclDataType::int8, piece.peer, comm_,
+                      stream));
+  }
+  add(api_->group_end());
+  if (!is_good(result)) fail(result, operation);
+  settle(operation);
+}
+
+/// Returns when NCCL is done with the last call, as far as the host is concerned.
+void NcclCommunicator::settle(std::string_view doing) const {
+  NcclResult state = NcclResult::in_progress;
+  const bool done = poll_until(patience_s_, [&] {
+    const NcclResult asked = api_->get_async_error(comm_, &state);
+    if (asked != NcclResult::success) state = asked;
+    return state != NcclResult::in_progress;
+  });
+  if (!done) {
+    throw TransportError(concat(doing, ": rank ", rank_, " waited ", patience_s_,
+                                " s for NCCL, which waits for other ranks (NCCL_SOCKET_IFNAME "
+                                "names the network interface, NCCL_DEBUG=INFO says more)"));
+  }
+  if (state != NcclResult::success) fail(state, doing);
+}
+
+void NcclCommunicator::check(std::string_view operation) const {
+  NcclResult state = NcclResult::success;
+  const NcclResult asked = api_->get_async_error(comm_, &state);
+  if (asked != NcclResult::success) state = asked;
+  if (!is_good(state)) fail(state, operation);
+}
+
+void NcclCommunicator::fail(NcclResult result, std::string_view doing) const {
+  const char* const what = api_->error_text(result);
+  const char* const more = api_->last_error(comm_);
+  throw TransportError(concat(doing, ": rank ", rank_, ": NCCL ", nccl_version_text(version()),
+                              ": ", what != nullptr ? what : "an error without a text",
+                              more != nullptr && *more != '\0' ? ": " : "",
+                              more != nullptr ? more : ""));
+}
+
+/// NCCL then waits for threads of its own, which a lost device may hold up: they are left to the
+/// end of the process.
+void NcclCommunicator::abort() noexcept {
+  if (comm_ == nullptr) return;
+  try {
+    std::packaged_task<void()> task(
+        [api = api_, comm = std::exchange(comm_, nullptr)] { (void)api->abort(comm); });
+    const auto done = task.get_future();
+    std::thread(std::move(task)).detach();
+    (void)done.wait_for(Seconds(abort_patience_s));
+  } catch (const std::exception&) {  // no thread: it goes with the process
+    comm_ = nullptr;
+  }
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "../executor/gpu_rank.h"
+#include "nccl_api.h"
+#include "waybill/transport/bootstrap.h"
+
+namespace waybill::cuda {
+
+/// Bytes of this rank's device memory, on their way to or from a rank.
+struct NcclPiece {
+  std::byte* data = nullptr;
+  std::int64_t size_bytes = 0;
+  std::int32_t peer = 0;
+};
+
+/// All ranks of a world in one communicator of NCCL, connected to those of other nodes. NCCL is
+/// asked without blocking, so that every wait of the host has a deadline; waits on the device have
+/// none of their own: something that has one must wait for their effect on the device.
+class NcclCommunicator {
+ public:
+  /// Collective. Starts NCCL and sends a message between every two ranks of different nodes, after
+  /// which NCCL allocates and loads nothing more.
+  /// @throws Unsupported as nccl_api(), on all ranks; TransportError with NCCL's words, naming the
+  ///   rank, on all ranks
+  NcclCommunicator(Bootstrap& bootstrap, const Topology& topology, std::shared_ptr<GpuRank> gpu);
+  NcclCommunicator(const NcclCommunicator&) = delete;
+  NcclCommunicator& operator=(const NcclCommunicator&) = delete;
+
+  /// Waits for no other rank: what is under way is given up.
+  ~NcclCommunicator();
+
+  /// Queues pieces in one step, in which NCCL moves all of them at once. Between two ranks pieces
+  /// are matched in their order and must be of the same sizes. Returns when all are queued.
+  /// @throws TransportError in NCCL's words, or when NCCL has not queued them within the deadline
+  void exchange(std::span<const NcclPiece> sent, std::span<const NcclPiece> received,
+                cudaStream_t stream, std::string_view operation);
+
+  /// @throws TransportError when NCCL has noticed an error by itself, such as a broken connection
+  void check(std::string_view operation) const;
+
+  [[nodiscard]] int version() const noexcept { return api_->version; }
+
+ private:
+  void start(Bootstrap& bootstrap);
+  void connect(const Topology& topology);
+  void settle(std::string_view doing) const;
+  [[noreturn]] void fail(NcclResult result, std::string_view doing) const;
+  void abort() noexcept;
+
+  std::shared_ptr<GpuRank> gpu_;
+  Rank rank_;
+  double patience_s_;  ///< below the deadline of the others, so that they hear what went wrong here
+  const NcclApi* api_ = nullptr;
+  NcclComm comm_ = nullptr;
+  std::shared_ptr<void> messages_;  ///< of connect(): not to be freed while they are under way
+};
+
+}  // namespace waybill::cuda

@@ -1,0 +1,320 @@
+#include "network_program.h"
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+#include "batch_jobs.h"
+#include "waybill/core/at.h"
+
+namespace waybill::detail {
+namespace {
+
+std::int32_t rank_of(std::uint64_t place) {
+  return static_cast<std::int32_t>(place >> place_rank_shift);
+}
+std::int64_t offset_of(std::uint64_t place) {
+  return static_cast<std::int64_t>(place & place_offset_mask);
+}
+
+class NetworkSplitter {
+ public:
+  NetworkSplitter(SequencePlan& plan, const Topology& topology, std::int64_t stage_begin,
+                  std::int64_t batch_bytes)
+      : plan_(plan),
+        topology_(topology),
+        node_(topology.node(plan.rank)),
+        stage_(stage_begin),
+        batch_bytes_(batch_bytes),
+        segments_(std::exchange(plan.segments, {})),
+        places_(std::exchange(plan.segment_places, {})),
+        batches_(std::exchange(plan.batches, {})),
+        waits_(std::exchange(plan.waits, {})),
+        signals_(std::exchange(plan.signals, {})),
+        last_put_(at(plan.world_size)) {
+    plan.num_chunks = 0;
+    plan.num_places = 0;
+  }
+
+  void split() {
+    std::int64_t leaf_bytes = 0;
+    for (const WorkBatch& batch : batches_) {
+      if (is_leaf(batch)) leaf_bytes += network_bytes(batch);
+    }
+    const std::int64_t most = batch_size(leaf_bytes, batch_bytes_);
+    for (const WorkBatch& batch : batches_) {
+      if (is_leaf(batch)) {
+        write_leaves(batch, most);
+        continue;
+      }
+      chosen_.clear();
+      for (std::int32_t s = 0; s < batch.num_segments; ++s)
+        chosen_.push_back(batch.first_segment + s);
+      write(batch);
+    }
+    for (RowSegment& segment : plan_.local_segments) {
+      const auto places = places_of(segment);
+      segment.first_copy = static_cast<std::int32_t>(plan_.segment_places.size());
+      plan_.segment_places.insert(plan_.segment_places.end(), places.begin(), places.end());
+    }
+  }
+
+ private:
+  [[nodiscard]] bool is_far(std::int32_t rank) const {
+    return rank < plan_.world_size && topology_.node(Rank{rank}) != node_;
+  }
+  [[nodiscard]] std::span<const std::uint64_t> places_of(const RowSegment& segment) const {
+    return std::span(places_).subspan(at(segment.first_copy), at(segment.num_copies));
+  }
+  [[nodiscard]] std::int64_t bytes_of(const RowSegment& segment) const {
+    return segment.rows * plan_.cuts[at(segment.tensor)].row_bytes;
+  }
+  [[nodiscard]] std::int64_t network_bytes(const RowSegment& segment) const {
+    const auto far = std::ranges::count_if(
+        places_of(segment), [&](std::uint64_t place) { return is_far(rank_of(place)); });
+    return far * bytes_of(segment);
+  }
+  [[nodiscard]] std::int64_t network_bytes(const WorkBatch& batch) const {
+    std::int64_t bytes = 0;
+    for (std::int32_t s = 0; s < batch.num_segments; ++s)
+      bytes += network_bytes(segments_[at(batch.first_segment + s)]);
+    return bytes;
+  }
+  static bool is_leaf(const WorkBatch& batch) {
+    return batch.kind == BatchKind::send && batch.num_waits == 0 && batch.num_signals == 0;
+  }
+
+  /// In batches that the network can take one by one, then the rest.
+  void write_leaves(const WorkBatch& batch, std::int64_t most_bytes) {
+    std::vector<std::int32_t> rest;
+    std::int64_t bytes = 0;
+    chosen_.clear();
+    for (std::int32_t s = batch.first_segment; s < batch.first_segment + batch.num_segments; ++s) {
+      const std::int64_t more = network_bytes(segments_[at(s)]);
+      if (more == 0) {
+        rest.push_back(s);
+        continue;
+      }
+      chosen_.push_back(s);
+      bytes += more;
+      if (bytes < most_bytes) continue;
+      write(batch);
+      chosen_.clear();
+      bytes = 0;
+    }
+    if (!chosen_.empty()) write(batch);
+    chosen_ = std::move(rest);
+    if (!chosen_.empty()) write(batch);
+  }
+
+  /// The chosen segments of a batch, with its waits and signals.
+  void write(const WorkBatch& from) {
+    begin(from.kind);
+    if (from.kind == BatchKind::send) {
+      stage();
+    } else if (from.kind == BatchKind::forward) {
+      put_from_window();
+    } else {
+      for (const std::int32_t s : chosen_) add_near(segments_[at(s)], places_of(segments_[at(s)]));
+    }
+    for (std::int32_t s = from.first_signal; s < from.first_signal + from.num_signals; ++s) {
+      const BatchSlot& slot = signals_[at(s)];
+      (is_far(slot.rank) ? plan_.network.signals : plan_.signals).push_back(slot);
+    }
+    end_step(from);
+    end_batch(from);
+  }
+
+  void begin(BatchKind kind) {
+    batch_ = {.kind = kind,
+              .first_segment = static_cast<std::int32_t>(plan_.segments.size()),
+              .first_wait = static_cast<std::int32_t>(plan_.waits.size()),
+              .first_signal = static_cast<std::int32_t>(plan_.signals.size()),
+              .num_places = -static_cast<std::int32_t>(plan_.segment_places.size()),
+              .first_chunk = plan_.num_chunks};
+    const NetworkProgram& network = plan_.network;
+    step_ = {.first_wait = static_cast<std::int32_t>(network.waits.size()),
+             .first_put = static_cast<std::int32_t>(network.puts.size()),
+             .first_signal = static_cast<std::int32_t>(network.signals.size())};
+    std::ranges::fill(last_put_, -1);
+  }
+
+  void add_near(RowSegment segment, std::span<const std::uint64_t> places) {
+    const RowCut& cut = plan_.cuts[at(segment.tensor)];
+    segment.bucket = static_cast<std::int32_t>(plan_.batches.size());
+    segment.first_chunk = static_cast<std::int32_t>(plan_.num_chunks);
+    segment.first_place = static_cast<std::int32_t>(plan_.num_places);
+    segment.first_copy = static_cast<std::int32_t>(plan_.segment_places.size());
+    segment.num_copies = static_cast<std::int32_t>(places.size());
+    plan_.segments.push_back(segment);
+    plan_.segment_places.insert(plan_.segment_places.end(), places.begin(), places.end());
+    const std::int64_t chunks = (segment.rows + cut.rows_each - 1) / cut.rows_each * cut.parts;
+    plan_.num_chunks += chunks;
+    plan_.num_places += chunks * segment.num_copies;
+  }
+
+  /// Own rows: one place in the stage instead of those on other nodes, from which they are put.
+  void stage() {
+    const auto first_far = [&](std::int32_t s) {
+      const auto places = places_of(segments_[at(s)]);
+      const auto far =
+          std::ranges::find_if(places, [&](std::uint64_t place) { return is_far(rank_of(place)); });
+      return far == places.end() ? ~std::uint64_t{0} : *far;
+    };
+    std::vector<std::int32_t> order = chosen_;
+    std::ranges::stable_sort(order, {}, first_far);
+    std::vector<std::pair<std::int32_t, std::int64_t>> staged;  // segment, where
+    for (const std::int32_t s : order) {
+      const RowSegment& segment = segments_[at(s)];
+      if (network_bytes(segment) == 0) continue;
+      staged.emplace_back(s, stage_);
+      put_far(segment, stage_);
+      stage_ += bytes_of(segment);
+    }
+    std::ranges::sort(staged);
+    for (const std::int32_t s : chosen_) {
+      const auto where = std::ranges::lower_bound(staged, std::pair(s, std::int64_t{0}));
+      keep_near(segments_[at(s)]);
+      if (where != staged.end() && where->first == s) {
+        near_.push_back(static_cast<std::uint64_t>(to_int(plan_.rank)) << place_rank_shift |
+                        static_cast<std::uint64_t>(where->second));
+      }
+      if (!near_.empty()) add_near(segments_[at(s)], near_);
+    }
+  }
+
+  void put_from_window() {
+    for (const std::int32_t s : chosen_) {
+      const RowSegment& segment = segments_[at(s)];
+      put_far(segment, plan_.window_offsets[at(segment.tensor)] +
+                           segment.row * plan_.cuts[at(segment.tensor)].row_bytes);
+      keep_near(segment);
+      if (!near_.empty()) add_near(segment, near_);
+    }
+  }
+
+  void keep_near(const RowSegment& segment) {
+    near_.clear();
+    for (const std::uint64_t place : places_of(segment)) {
+      if (!is_far(rank_of(place))) near_.push_back(place);
+    }
+  }
+
+  void put_far(const RowSegment& segment, std::int64_t from) {
+    for (const std::uint64_t place : places_of(segment)) {
+      if (is_far(rank_of(place)))
+        add_put(rank_of(place), from, offset_of(place), bytes_of(segment));
+    }
+  }
+
+  /// What continues the last put to the peer is one with it, up to max_put_bytes.
+  void add_put(std::int32_t peer, std::int64_t from, std::int64_t to, std::int64_t bytes) {
+    std::vector<NetworkPut>& puts = plan_.network.puts;
+    std::int32_t& last = last_put_[at(peer)];
+    while (bytes > 0) {
+      const bool continues = last >= 0 &&
+                             puts[at(last)].from_bytes + puts[at(last)].size_bytes == from &&
+                             puts[at(last)].to_bytes + puts[at(last)].size_bytes == to &&
+                             puts[at(last)].size_bytes < max_put_bytes;
+      if (!continues) {
+        last = static_cast<std::int32_t>(puts.size());
+        puts.push_back({.from_bytes = from, .to_bytes = to, .peer = peer, .step = num_steps()});
+      }
+      NetworkPut& put = puts[at(last)];
+      const std::int64_t size = std::min(bytes, max_put_bytes - put.size_bytes);
+      put.size_bytes += size;
+      from += size;
+      to += size;
+      bytes -= size;
+    }
+  }
+
+  [[nodiscard]] std::int32_t num_steps() const {
+    return static_cast<std::int32_t>(plan_.network.steps.size());
+  }
+
+  void end_step(const WorkBatch& from) {
+    NetworkProgram& network = plan_.network;
+    step_.num_signals = static_cast<std::int32_t>(network.signals.size()) - step_.first_signal;
+    if (std::ssize(network.puts) == step_.first_put) {
+      if (step_.num_signals == 0) return;
+      network.puts.push_back({.peer = network.signals.back().rank, .step = num_steps()});
+    }
+    step_.num_puts = static_cast<std::int32_t>(network.puts.size()) - step_.first_put;
+    if (from.kind != BatchKind::send) {
+      for (std::int32_t w = from.first_wait; w < from.first_wait + from.num_waits; ++w)
+        network.waits.push_back(waits_[at(w)]);
+    } else if (plan_.num_chunks > batch_.first_chunk) {
+      const BatchSlot ready{plan_.world_size, network.num_ready++};
+      plan_.signals.push_back(ready);
+      network.waits.push_back(ready);
+    }
+    step_.num_waits = static_cast<std::int32_t>(network.waits.size()) - step_.first_wait;
+    network.steps.push_back(step_);
+  }
+
+  void end_batch(const WorkBatch& from) {
+    batch_.num_segments = static_cast<std::int32_t>(plan_.segments.size()) - batch_.first_segment;
+    batch_.num_signals = static_cast<std::int32_t>(plan_.signals.size()) - batch_.first_signal;
+    if (batch_.num_segments == 0 && batch_.num_signals == 0) return;
+    for (std::int32_t w = from.first_wait; w < from.first_wait + from.num_waits; ++w)
+      plan_.waits.push_back(waits_[at(w)]);
+    batch_.num_waits = from.num_waits;
+    batch_.num_places += static_cast<std::int32_t>(plan_.segment_places.size());
+    batch_.num_chunks = plan_.num_chunks - batch_.first_chunk;
+    plan_.batches.push_back(batch_);
+  }
+
+  SequencePlan& plan_;
+  const Topology& topology_;
+  const Node node_;
+  std::int64_t stage_;  ///< the next free byte
+  const std::int64_t batch_bytes_;
+  // The plan as it was.
+  const std::vector<RowSegment> segments_;
+  const std::vector<std::uint64_t> places_;
+  const std::vector<WorkBatch> batches_;
+  const std::vector<BatchSlot> waits_;
+  const std::vector<BatchSlot> signals_;
+  // What is being written.
+  std::vector<std::int32_t> chosen_;  ///< segments
+  std::vector<std::uint64_t> near_;   ///< places of a segment
+  WorkBatch batch_;
+  NetworkStep step_;
+  std::vector<std::int32_t> last_put_;  ///< [W] of the step; -1: none
+};
+
+}  // namespace
+
+std::vector<std::int64_t> staged_bytes(std::span<const SequencePart> parts,
+                                       std::span<const PartRoutes> routes,
+                                       const Topology& topology) {
+  std::vector<std::int64_t> bytes(at(topology.world_size));
+  const auto crosses = [&](std::int32_t from, std::int32_t to) {
+    return topology.node(Rank{from}) != topology.node(Rank{to});
+  };
+  for (std::size_t p = 0; p < parts.size(); ++p) {
+    const std::int64_t row_bytes = row_bytes_of(parts[p]);
+    const SparseMetadata& metadata = *parts[p].metadata;
+    for (const RelayHop& hop : routes[p].hops) {
+      if (hop.after < 0 && crosses(hop.src_rank, hop.dst_rank))
+        bytes[at(hop.src_rank)] += hop.num_rows * row_bytes;
+    }
+    for (std::int64_t line = 0; line < metadata.num_lines(); ++line) {
+      if (routes[p].has_hops[at(line)] != 0) continue;
+      const std::int32_t home = routes[p].home[at(line)];
+      for (auto c = metadata.copy_begin(line); c < metadata.copy_end(line); ++c) {
+        if (crosses(home, metadata.dst_rank[at(c)]))
+          bytes[at(home)] += metadata.seq_len[at(line)] * row_bytes;
+      }
+    }
+  }
+  return bytes;
+}
+
+void split_network(SequencePlan& plan, const Topology& topology, std::int64_t stage_begin,
+                   std::int64_t batch_bytes) {
+  NetworkSplitter(plan, topology, stage_begin, batch_bytes).split();
+}
+
+}  // namespace waybill::detail

@@ -1,0 +1,85 @@
+// Dispatch and combine of experts' tokens on GPUs over several logical nodes, against the
+// simulation.
+
+#include <gtest/gtest.h>
+
+#include "cuda/gpu_expert_rounds.h"
+
+namespace waybill {
+namespace {
+
+using test::check_golden_cases;
+using test::check_random;
+using test::check_random_orders;
+using test::config_of;
+using test::on_nodes;
+
+/// num_nodes nodes of ranks_per_node ranks.
+EPConfig small(std::int32_t num_nodes, std::int32_t ranks_per_node, std::int64_t max_tokens = 70) {
+  const std::int32_t world = num_nodes * ranks_per_node;
+  return on_nodes(config_of(world, 3 * world, 4, max_tokens, 64), ranks_per_node);
+}
+
+TEST(GpuExpertNodes, two_nodes_of_one_rank) { check_random(small(2, 1), {}, 8, 101, {4, 1}); }
+TEST(GpuExpertNodes, two_nodes_of_two) { check_random(small(2, 2), {}, 10, 102, {4, 1, 8}); }
+TEST(GpuExpertNodes, two_nodes_of_four) { check_random(small(2, 4), {}, 8, 103, {4, 2}); }
+TEST(GpuExpertNodes, four_nodes_of_two) { check_random(small(4, 2), {}, 8, 104, {4, 1}); }
+TEST(GpuExpertNodes, many_rounds) { check_random(small(2, 2, 50), {}, 100, 105, {4, 1, 8, 2}); }
+TEST(GpuExpertNodes, tokens_of_several_tiles) {
+  check_random(on_nodes(config_of(4, 64, 8, 600, 128), 2), {}, 8, 106, {8, 3});
+}
+TEST(GpuExpertNodes, rows_of_14_kib) {
+  check_random(on_nodes(config_of(4, 64, 8, 130, 7168, DType::bfloat16, DType::bfloat16), 2), {}, 6,
+               107, {8});
+}
+TEST(GpuExpertNodes, rows_of_several_pieces) {
+  check_random(on_nodes(config_of(2, 8, 2, 60, 16384, DType::float32), 1), {}, 6, 108, {4});
+}
+TEST(GpuExpertNodes, rows_that_do_not_suit_bulk_copies) {
+  check_random(on_nodes(config_of(4, 8, 3, 70, 37), 2), {}, 6, 109, {4});
+  check_random(on_nodes(config_of(2, 6, 5, 70, 101, DType::float16, DType::float16), 1), {}, 6, 110,
+               {4});
+  check_random(on_nodes(config_of(2, 6, 1, 70, 5, DType::float32), 1), {}, 6, 111, {4});
+}
+TEST(GpuExpertNodes, thirty_two_choices) {
+  check_random(on_nodes(config_of(4, 64, 32, 50, 64), 2), {}, 6, 112, {8});
+}
+TEST(GpuExpertNodes, padded_rows) {
+  EPDispatchOptions options;
+  options.expert_alignment = 8;
+  check_random(small(2, 2), options, 8, 113, {4});
+}
+TEST(GpuExpertNodes, compact_rows) {
+  EPDispatchOptions options;
+  options.rows = EPRows::compact;
+  check_random(small(2, 2), options, 8, 114, {4});
+  check_random(small(4, 2), options, 6, 115, {4});
+  options.expert_alignment = 4;
+  check_random(on_nodes(config_of(4, 12, 4, 90, 40, DType::float32, DType::float16), 2), options, 6,
+               116, {4});
+}
+TEST(GpuExpertNodes, quantized_payload) {
+  EPDispatchOptions options;
+  options.payload = EPPayload::quantized;
+  check_random(on_nodes(config_of(4, 12, 4, 60, 512), 2), options, 8, 117, {4});
+  check_random(on_nodes(config_of(2, 12, 4, 60, 384, DType::float32), 1), options, 6, 118, {4});
+  options.rows = EPRows::compact;
+  options.dropped_id = -1;
+  Random random(119);
+  const EPConfig config = on_nodes(config_of(4, 16, 4, 60, 1024, DType::float16), 2);
+  auto the = test::random_case(config, random, {.drop = 0});
+  for (std::size_t i = 0; i < 1024; ++i) the.tokens[0].as<std::uint16_t>()[i] = 0;  // zero groups
+  the.ids[0].as<std::int32_t>()[0] = -1;
+  std::vector<test::Round> rounds;
+  rounds.push_back(test::make_round("zeros and -1", std::move(the), options, random));
+  test::check_rounds(config, options, rounds, {4});
+}
+TEST(GpuExpertNodes, an_order_that_the_caller_chose) {
+  check_random_orders(on_nodes(config_of(4, 16, 3, 60, 64), 2), 120);
+}
+TEST(GpuExpertNodes, golden_cases_of_several_nodes) {
+  EXPECT_EQ(check_golden_cases([](const EPConfig& config) { return !config.is_intra_node(); }), 18);
+}
+
+}  // namespace
+}  // namespace waybill

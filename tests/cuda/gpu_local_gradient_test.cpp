@@ -1,0 +1,180 @@
+// Gradient rows with one copy that stay on their rank go a short way, beside the sums.
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <string>
+
+#include "cuda/device_arena.h"
+#include "cuda/ways.h"
+#include "support/expect_error.h"
+#include "support/sequence_expected.h"
+#include "waybill/cuda/gpu_world.h"
+#include "waybill/runtime/sequence_dispatcher.h"
+
+namespace waybill {
+namespace {
+
+using test::at;
+using test::DeviceArena;
+using test::Expected;
+using test::same_bytes;
+using test::SequenceCase;
+using Views = std::vector<ConstTensorView>;
+
+constexpr std::int32_t world_size = 4;
+
+/// Each rank keeps two documents together and one apart, sends one, and shares two.
+SequenceCase long_documents(DType dtype, std::int64_t hidden, std::int64_t scale) {
+  std::vector<std::vector<std::int64_t>> shards;
+  std::vector<std::int32_t> to;
+  for (std::int32_t r = 0; r < world_size; ++r) {
+    shards.push_back({7 * scale, 5 * scale, 40, 3, 9 * scale, 30, 20});
+    to.insert(to.end(), {r, r, (r + 1) % world_size, r, r, r, (r + 2) % world_size});
+  }
+  QkvPlan plan = test::plain_plan(world_size, shards, to, KvLayout::per_rank);
+  plan.doc_shard_offsets = {0};
+  for (std::int32_t r = 0; r < world_size; ++r) {
+    for (const std::int32_t size : {1, 1, 1, 1, 1, 2}) {  // the last one's K goes to two ranks
+      plan.doc_shard_offsets.push_back(plan.doc_shard_offsets.back() + size);
+    }
+  }
+  SequenceCase the{concat(dtype, ", hidden ", hidden), compute_qkv_routing(plan)};
+  the.k = {dtype, hidden};
+  the.v = {dtype, hidden};
+  the.q = {DType::uint8, 16};
+  return the;
+}
+
+void check_sums(DeviceArena& arena, SequenceDispatcher& dispatcher, const SequenceCase& the,
+                const Expected& expected, std::size_t r, DType to) {
+  const Stream stream{arena.stream()};
+  const auto dk = test::simulated_gradient(the.routing, expected.k_out, to);
+  const auto dv = test::simulated_gradient(the.routing, expected.v_out, to);
+  arena.reset();
+  const auto plan = dispatcher.plan_kv_gradient(test::kv_parts(the), stream);
+  ASSERT_EQ(plan.plan().local_segments.size(), 4U);
+  const auto places = dispatcher.gradient_inputs(plan, stream);
+  arena.copy(places[0].data, expected.k_out[r].bytes().data(), expected.k_out[r].size_bytes());
+  const std::int64_t pitch = the.k.hidden + 8;
+  const TensorView wide = arena.take(the.k.dtype, {expected.v_out[r].shape()[0], pitch});
+  const std::int64_t row_bytes = the.v.row_bytes();
+  for (std::int64_t row = 0; row < wide.shape[0]; ++row) {
+    arena.copy(wide.data + row * pitch * dtype_bytes(wide.dtype),
+               expected.v_out[r].bytes().data() + row * row_bytes, row_bytes);
+  }
+  ConstTensorView strided = wide;
+  strided.shape[1] = the.k.hidden;
+  const Views plain{arena.upload(expected.k_out[r]), arena.upload(expected.v_out[r])};
+  for (const Views& from : {Views{places[0], plain[1]}, Views{plain[0], strided}, plain}) {
+    const std::vector<TensorView> sums{arena.take(to, expected.k[r].shape()),
+                                       arena.take(to, expected.v[r].shape())};
+    dispatcher.kv_gradient(plan, from, sums, stream);
+    ASSERT_TRUE(same_bytes(arena.download(sums[0]), dk[r])) << the.name << " to " << to;
+    ASSERT_TRUE(same_bytes(arena.download(sums[1]), dv[r])) << the.name << " to " << to;
+    for (const TensorView& sum : sums) ASSERT_TRUE(arena.guards_hold(sum));
+  }
+}
+
+TEST(GpuLocalGradient, every_dtype_keeps_its_bits_or_is_widened) {
+  using enum DType;
+  struct Case {
+    SequenceCase the;
+    DType to;
+    Expected expected;
+  };
+  std::vector<Case> cases;
+  for (const auto& [from, hidden, to] : {std::tuple{bfloat16, 512, bfloat16},
+                                         {bfloat16, 512, float32},
+                                         {float16, 333, float32},
+                                         {float32, 256, float32},
+                                         {float64, 129, float64}}) {
+    const SequenceCase the = long_documents(from, hidden, 300);
+    cases.push_back({the, to, Expected(the)});
+  }
+  run_gpu_thread_world(
+      world_size,
+      [&](World& world) {
+        DeviceArena arena(world);
+        for (const int num_sms : {8, 0}) {
+          SequenceDispatcher dispatcher(world, {.num_sms = num_sms});
+          dispatcher.reserve(std::int64_t{32} << 20, {arena.stream()});
+          for (const Case& the : cases) {
+            check_sums(arena, dispatcher, the.the, the.expected, at(to_int(world.rank())), the.to);
+          }
+          world.barrier();
+          dispatcher.close();
+        }
+      },
+      test::world_options());
+}
+
+/// Captures two calls.
+class Graph {
+ public:
+  template <class Call>
+  Graph(cudaStream_t stream, const Call& call) : stream_(stream) {
+    cudaGraph_t graph = nullptr;
+    test::cuda_ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    call();
+    call();
+    test::cuda_ok(cudaStreamEndCapture(stream, &graph));
+    test::cuda_ok(cudaGraphInstantiate(&ready_, graph, 0));
+    test::cuda_ok(cudaGraphDestroy(graph));
+  }
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+  ~Graph() { (void)cudaGraphExecDestroy(ready_); }
+  void launch(World& world) const { test::cuda_ok(cudaGraphLaunch(ready_, stream_), world); }
+
+ private:
+  cudaStream_t stream_;
+  cudaGraphExec_t ready_ = nullptr;
+};
+
+TEST(GpuLocalGradient, a_graph_replays_it_and_keeps_its_plan) {
+  const SequenceCase the = long_documents(DType::bfloat16, 512, 300);
+  const SequenceCase small = long_documents(DType::bfloat16, 512, 1);
+  const Expected first(the, 1);
+  const Expected second(the, 20);
+  run_gpu_thread_world(
+      world_size,
+      [&](World& world) {
+        DeviceArena arena(world);
+        const Stream stream{arena.stream()};
+        const auto r = at(to_int(world.rank()));
+        for (const bool apart : {true, false}) {
+          SequenceDispatcher dispatcher(world, {.num_sms = 8, .local_by_copy_engine = apart});
+          dispatcher.reserve(std::int64_t{32} << 20, stream);
+          arena.reset();
+          ReadyPlan plan = dispatcher.plan_kv_gradient(test::kv_parts(the), stream);
+          ASSERT_EQ(plan.plan().local_segments.empty(), !apart);
+          const Views from{arena.upload(first.k_out[r]), arena.upload(first.v_out[r])};
+          const std::vector<TensorView> sums{arena.take(DType::bfloat16, first.k[r].shape()),
+                                             arena.take(DType::bfloat16, first.v[r].shape())};
+          const Graph graph(arena.stream(),
+                            [&] { dispatcher.kv_gradient(plan, from, sums, stream); });
+          for (const Expected* expected : {&first, &second}) {
+            world.barrier();
+            arena.copy(const_cast<std::byte*>(from[0].data), expected->k_out[r].bytes().data(),
+                       expected->k_out[r].size_bytes());
+            arena.copy(const_cast<std::byte*>(from[1].data), expected->v_out[r].bytes().data(),
+                       expected->v_out[r].size_bytes());
+            graph.launch(world);
+            ASSERT_TRUE(same_bytes(arena.download(sums[0]), expected->k_gradient[r]));
+            ASSERT_TRUE(same_bytes(arena.download(sums[1]), expected->v_gradient[r]));
+          }
+          const std::string why = apart ? "a graph holds copies" : "a graph holds a gradient";
+          EXPECT_TRUE(test::rejects(
+              [&] { dispatcher.replace_plan(plan, test::kv_parts(small), stream); }, {why}));
+          if (!apart) dispatcher.replace_plan(plan, test::kv_parts(the), stream);
+          dispatcher.synchronize(stream);
+          world.barrier();
+          dispatcher.close();
+        }
+      },
+      test::world_options());
+}
+
+}  // namespace
+}  // namespace waybill
