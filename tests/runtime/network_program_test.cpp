@@ -41,8 +41,9 @@ void expect_apart(const SequencePlan& plan, const Topology& topology) {
 /// @return puts of all ranks
 std::int64_t check_split(const NodeCase& node, SequenceOperation operation,
                          std::int64_t batch_bytes) {
-  const auto whole = plans_of(node, operation, {.batch_bytes = batch_bytes});
-  const auto split = plans_of(node, operation, {.batch_bytes = batch_bytes, .split_network = true});
+  const auto whole = plans_of(node, operation, {.local_apart = true, .batch_bytes = batch_bytes});
+  const auto split = plans_of(
+      node, operation, {.local_apart = true, .batch_bytes = batch_bytes, .split_network = true});
   const auto tensors = tensors_of(whole);
   PlanReplay expected(whole, tensors);
   PlanReplay got(split, tensors);
@@ -90,6 +91,21 @@ TEST(NetworkProgram, on_one_node_there_is_none) {
     for (const auto operation : {SequenceOperation::dispatch, SequenceOperation::kv_gradient})
       EXPECT_EQ(check_split(*node, operation, 256), 0);
   }
+}
+
+/// Rows that stay on their rank go by copies of their own, where they are many.
+TEST(NetworkProgram, local_rows_stay_apart) {
+  const Topology topology{4, 2};
+  const std::vector<std::vector<std::int64_t>> shards(4, {900, 40, 7});
+  test::SequenceCase the{
+      "long", compute_qkv_routing(test::plain_plan(4, shards, {0, 1, 2, 1, 3, 3, 2, 2, 0, 3, 0, 1},
+                                                   KvLayout::per_rank))};
+  the.q = {DType::float32, 2048};
+  const NodeCase node(std::move(the), topology, {});
+  const auto plans =
+      plans_of(node, SequenceOperation::dispatch, {.local_apart = true, .split_network = true});
+  EXPECT_FALSE(plans[0].local_segments.empty());
+  EXPECT_GT(check_split(node, SequenceOperation::dispatch, 0), 4);
 }
 
 /// Rank 0 sends `lengths` to rank 1, each on a node of its own, where they lie one behind the other

@@ -7,7 +7,6 @@
 
 #include "../executor/cuda_check.h"
 #include "../nccl/nccl_communicator.h"
-#include "gpu_transport.h"
 #include "keep_memory.h"
 #include "waybill/core/at.h"
 #include "waybill/transport/agree.h"
@@ -94,6 +93,11 @@ class GpuProcessTransport final : public GpuTransport {
     GpuTransport::signal(peer, slot, epoch);
   }
 
+  /// Where not all is mapped nothing carries rows to other nodes.
+  [[nodiscard]] std::unique_ptr<NetworkLeg> make_network_leg() override {
+    return network_ != nullptr ? nullptr : GpuTransport::make_network_leg();
+  }
+
  private:
   [[nodiscard]] bool is_mapped(std::int32_t r) const {
     return first_mapped_ <= r && r < first_mapped_ + num_mapped_;
@@ -144,11 +148,11 @@ class GpuProcessTransport final : public GpuTransport {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_gpu_process_transport(std::shared_ptr<Bootstrap> bootstrap,
-                                                      std::int32_t ranks_per_node,
-                                                      std::shared_ptr<GpuRank> gpu,
-                                                      const std::vector<GpuPlace>& places,
-                                                      NetworkWire wire) {
+std::unique_ptr<GpuTransport> make_gpu_process_transport(std::shared_ptr<Bootstrap> bootstrap,
+                                                         std::int32_t ranks_per_node,
+                                                         std::shared_ptr<GpuRank> gpu,
+                                                         const std::vector<GpuPlace>& places,
+                                                         NetworkWire wire) {
   return std::make_unique<GpuProcessTransport>(std::move(bootstrap), ranks_per_node, std::move(gpu),
                                                places, wire);
 }
