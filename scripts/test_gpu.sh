@@ -6,9 +6,9 @@
 #   --only-sanitize    nothing else
 #   --filter PATTERN   only the tests that a GoogleTest filter fits, such as 'GpuProcess.*'
 #
-# Under compute-sanitizer a chosen list of tests runs with fewer cases and longer deadlines. It lets
-# kernels of a process run on a device one after the other, so threads that share a GPU would wait for
-# ever: there processes share it instead. It needs two GPUs.
+# Under compute-sanitizer a chosen list of tests runs with fewer cases and longer deadlines, two ranks
+# with a GPU each: under it launches of graphs and allocations wait for the device, and threads that
+# share one would wait for each other until the deadline. Processes share one instead.
 #
 # Tests of worlds over NVSHMEM are there when the programs were built with -DWAYBILL_NVSHMEM=ON.
 set -euo pipefail
