@@ -52,6 +52,7 @@ NcclCommunicator::NcclCommunicator(Bootstrap& bootstrap, const Topology& topolog
       patience_s_(bootstrap.timeout_s() * share_of_deadline) {
   do_together(bootstrap, starting, [&] { api_ = &nccl_api(); });
   gpu_->use();
+  given_up_ = pinned_memory(sizeof(std::uint32_t));
   try {
     start(bootstrap);
     do_together(bootstrap, starting, [&] { connect(topology); });
@@ -159,7 +160,7 @@ void NcclCommunicator::check(std::string_view operation) const {
 void NcclCommunicator::fail(NcclResult result, std::string_view doing) const {
   const char* const what = api_->error_text(result);
   const char* const more = api_->last_error(comm_);
-  throw TransportError(concat(doing, ": rank ", rank_, ": NCCL ", nccl_version_text(version()),
+  throw TransportError(concat(doing, ": rank ", rank_, ": NCCL ", nccl_version_text(api_->version),
                               ": ", what != nullptr ? what : "an error without a text",
                               more != nullptr && *more != '\0' ? ": " : "",
                               more != nullptr ? more : ""));
@@ -169,6 +170,7 @@ void NcclCommunicator::fail(NcclResult result, std::string_view doing) const {
 /// end of the process.
 void NcclCommunicator::abort() noexcept {
   if (comm_ == nullptr) return;
+  *static_cast<volatile std::uint32_t*>(given_up_.get()) = 1;
   try {
     std::packaged_task<void()> task(
         [api = api_, comm = std::exchange(comm_, nullptr)] { (void)api->abort(comm); });

@@ -47,7 +47,11 @@ class NcclCommunicator {
   /// @throws TransportError when NCCL has noticed an error by itself, such as a broken connection
   void check(std::string_view operation) const;
 
-  [[nodiscard]] int version() const noexcept { return api_->version; }
+  /// Host memory that devices see: 0 until this object has given up what is under way, so that
+  /// kernels behind it know.
+  [[nodiscard]] const std::uint32_t* given_up() const noexcept {
+    return static_cast<const std::uint32_t*>(given_up_.get());
+  }
 
  private:
   void start(Bootstrap& bootstrap);
@@ -61,6 +65,7 @@ class NcclCommunicator {
   double patience_s_;  ///< below the deadline of the others, so that they hear what went wrong here
   const NcclApi* api_ = nullptr;
   NcclComm comm_ = nullptr;
+  std::shared_ptr<void> given_up_;
   std::shared_ptr<void> messages_;  ///< of connect(): not to be freed while they are under way
 };
 
