@@ -55,7 +55,9 @@ THIRD_PARTY = {
 }
 
 # The folders of a room that is a house of its own: each may include those before it.
-FOLDERS = {"cuda": ("device", "nvshmem", "kernel", "moe", "executor", "nccl", "transport")}
+FOLDERS = {
+    "cuda": ("device", "network", "nvshmem", "kernel", "moe", "executor", "nccl", "transport")
+}
 
 SUFFIXES = (".h", ".cpp", ".cuh", ".cu")
 

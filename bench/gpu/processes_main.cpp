@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <memory>
 #include <string_view>
@@ -22,7 +23,7 @@ constexpr std::int64_t mib = std::int64_t{1} << 20;
 /// One rank of the job; rank 0 prints.
 class Job {
  public:
-  Job(const LaunchEnvironment& environment, bool nvshmem)
+  Job(const LaunchEnvironment& environment, bool nvshmem, std::int32_t ranks_per_node)
       : bootstrap_(make_environment_bootstrap(environment)) {
     const int gpus = num_gpus();
     if (gpus < environment.world_size) {
@@ -35,14 +36,17 @@ class Job {
     if (prints_) link_gb_s_ = link_gb_s(environment.world_size, LinkWay::push_bulk, 16, 64 * mib);
     bootstrap_->barrier("link probe");
     if (cudaSetDevice(device) != cudaSuccess) throw CudaError(concat("no device ", device));
-    world_ = std::make_unique<World>(nvshmem ? make_nvshmem_world(bootstrap_, device)
-                                             : make_gpu_process_world(bootstrap_, device));
+    const auto make = nvshmem ? make_nvshmem_world : make_gpu_process_world;
+    world_ = std::make_unique<World>(make(bootstrap_, device, ranks_per_node));
     if (!prints_) return;
-    std::printf("%d processes on as many GPUs, over %s; link %.0f GB/s at 16 SMs\n",
-                environment.world_size, nvshmem ? "NVSHMEM" : "CUDA IPC", link_gb_s_);
+    std::printf("%d processes on as many GPUs, nodes of %d, over %s; link %.0f GB/s at 16 SMs\n",
+                environment.world_size, world_->topology().ranks_per_node,
+                nvshmem ? "NVSHMEM" : "CUDA IPC", link_gb_s_);
     std::printf("%-34s %4s %9s %9s %9s %9s %7s\n", "workload", "SMs", "wire MiB", "us", "graph us",
                 "GB/s", "of link");
   }
+
+  [[nodiscard]] bool has_nodes() const { return world_->topology().num_nodes() > 1; }
 
   void row(const Workload& workload, int num_sms, bool graph) {
     MeasureOptions options;
@@ -66,16 +70,17 @@ class Job {
   double link_gb_s_ = 0;
 };
 
-void run(bool nvshmem) {
+void run(bool nvshmem, std::int32_t ranks_per_node) {
   const LaunchEnvironment environment = read_launch_environment();
-  Job job(environment, nvshmem);
+  Job job(environment, nvshmem, ranks_per_node);
   const std::int32_t ranks = environment.world_size;
   constexpr std::int64_t row = 8192;
   Workload empty = uniform(ranks, 0, row);
   empty.name = "empty plan";
   job.row(empty, 16, true);
   job.row(uniform(ranks, mib, row), 16, true);
-  for (const int sms : {8, 16, 0}) job.row(uniform(ranks, 64 * mib, row), sms, false);
+  for (const int sms : {8, 16, job.has_nodes() ? 32 : 0})  // copy engines serve one node
+    job.row(uniform(ranks, 64 * mib, row), sms, false);
   job.row(documents(ranks, "wlbllm", SequenceOperation::dispatch), 16, false);
   job.row(documents(ranks, "wlbllm", SequenceOperation::kv_gradient), 24, false);
 }
@@ -83,15 +88,18 @@ void run(bool nvshmem) {
 }  // namespace
 }  // namespace waybill::bench
 
-/// waybill_bench_gpu_processes [--nvshmem]
+/// waybill_bench_gpu_processes [--nvshmem] [RANKS_PER_NODE]: logical nodes; one unless told.
 int main(int argc, char** argv) {
-  const bool nvshmem = argc == 2 && std::string_view(argv[1]) == "--nvshmem";
-  if (argc > 2 || (argc == 2 && !nvshmem)) {
-    std::fprintf(stderr, "usage: waybill_bench_gpu_processes [--nvshmem]\n");
+  const bool nvshmem = argc > 1 && std::string_view(argv[1]) == "--nvshmem";
+  const int rest = nvshmem ? 2 : 1;
+  char* end = nullptr;
+  const long ranks_per_node = argc > rest ? std::strtol(argv[rest], &end, 10) : 0;
+  if (argc > rest + 1 || (end != nullptr && *end != '\0') || ranks_per_node < 0) {
+    std::fprintf(stderr, "usage: waybill_bench_gpu_processes [--nvshmem] [RANKS_PER_NODE]\n");
     return 2;
   }
   try {
-    waybill::bench::run(nvshmem);
+    waybill::bench::run(nvshmem, static_cast<std::int32_t>(ranks_per_node));
   } catch (const std::exception& error) {
     std::fprintf(stderr, "error: %s\n", error.what());
     return 1;

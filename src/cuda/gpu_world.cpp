@@ -25,7 +25,7 @@ int num_gpus() {
 
 namespace {
 
-using MakeTransport = std::function<std::unique_ptr<Transport>(
+using MakeTransport = std::function<std::unique_ptr<cuda::GpuTransport>(
     std::shared_ptr<Bootstrap>, std::shared_ptr<cuda::GpuRank>,
     const std::vector<cuda::GpuPlace>& places)>;
 
@@ -43,7 +43,8 @@ World make_world(const char* who, std::shared_ptr<Bootstrap> bootstrap, int devi
   const int share = cuda::ranks_on_gpu_of(places, bootstrap->rank());
   if (cuda::shares_gpu_with_processes(places, bootstrap->rank())) gpu->share_with_processes();
   auto transport = make_transport(std::move(bootstrap), gpu, places);
-  auto executor = cuda::make_gpu_executor(*transport, std::move(gpu), share);
+  auto leg = topology.num_nodes() > 1 ? transport->make_network_leg() : nullptr;
+  auto executor = cuda::make_gpu_executor(*transport, std::move(gpu), share, std::move(leg));
   return {std::move(transport), std::move(executor)};
 }
 

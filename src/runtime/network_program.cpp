@@ -52,6 +52,11 @@ class NetworkSplitter {
         chosen_.push_back(batch.first_segment + s);
       write(batch);
     }
+    for (RowSegment& segment : plan_.local_segments) {
+      const auto places = places_of(segment);
+      segment.first_copy = static_cast<std::int32_t>(plan_.segment_places.size());
+      plan_.segment_places.insert(plan_.segment_places.end(), places.begin(), places.end());
+    }
   }
 
  private:

@@ -51,6 +51,7 @@ SequenceDispatcher::SequenceDispatcher(World& world, SequenceDispatcherOptions o
   options_.plan.local_apart = options.local_by_copy_engine && world.executor().expands_plans();
   if (world.executor().runs_batches()) {
     options_.plan.ranks_per_node = world.topology().ranks_per_node;
+    options_.plan.split_network = world.executor().splits_network();
   } else {
     options_.plan.ranks_per_node = 0;
     options_.plan.relay = RelayUse::never;
@@ -62,6 +63,10 @@ SequenceDispatcher::SequenceDispatcher(World& world, SequenceDispatcherOptions o
   }
   require(options.num_sms >= 0, "SequenceDispatcher: num_sms = ", options.num_sms,
           ", expected >= 0");
+  const std::int32_t nodes = world.topology().num_nodes();
+  require(options.num_sms > 0 || nodes == 1 || !world.executor().expands_plans(),
+          "SequenceDispatcher: num_sms = 0 on ", nodes,
+          " nodes, expected at least 1: copy engines wait for nobody");
   require(options.max_window_bytes >= 0,
           "SequenceDispatcher: max_window_bytes = ", options.max_window_bytes, ", expected >= 0");
   world.transport().require_same("SequenceDispatcher", common_settings(options_));

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
+#include "cuda/gpu_nodes.h"
 #include "cuda/gpu_processes.h"
-#include "cuda/gpu_step.h"
 #include "cuda/gpu_transport_step.h"
 #include "support/transport_checks.h"
 
@@ -77,6 +77,34 @@ TEST(NvshmemWorld, a_killed_rank_is_named_by_all_others) {
         ends[at(r)].text, {.operation = "dispatch", .rank = r, .peer = 1, .wanted = 3, .seen = 2},
         2, 10));
   }
+}
+
+void check_nodes(const Topology& topology) {
+  if (num_ranks() < topology.world_size) GTEST_SKIP() << "needs " << topology.world_size << " GPUs";
+  const auto cases = test::node_cases(topology, 16, 3);
+  test::expect_no_errors(test::run_gpu_processes(
+      topology.world_size,
+      [&](std::shared_ptr<Bootstrap> bootstrap, int device) {
+        return make_nvshmem_world(std::move(bootstrap), device, topology.ranks_per_node);
+      },
+      [&](World& world) { test::check_gpu_nodes(world, cases); }));
+}
+
+TEST(NvshmemNodes, two_nodes_of_one_equal_the_simulation) { check_nodes({2, 1}); }
+TEST(NvshmemNodes, two_nodes_of_two_equal_the_simulation) { check_nodes({4, 2}); }
+
+TEST(NvshmemNodes, a_killed_rank_of_another_node_is_named) {
+  if (num_ranks() < 2) GTEST_SKIP() << "needs 2 GPUs";
+  const auto ends = test::run_until_rank_1_dies(
+      2,
+      [](std::shared_ptr<Bootstrap> bootstrap, int device) {
+        return make_nvshmem_world(std::move(bootstrap), device, 1);
+      },
+      Death::before_the_third_call);
+  EXPECT_EQ(ends[1].signal, SIGKILL);
+  EXPECT_TRUE(test::names_missed_wait(
+      ends[0].text, {.operation = "dispatch", .rank = 0, .peer = 1, .wanted = 3, .seen = 2}, 2,
+      10));
 }
 
 TEST(NvshmemWorld, two_worlds_of_a_process_share_nvshmem) {

@@ -92,6 +92,20 @@ TEST(NetworkProgram, on_one_node_there_is_none) {
   }
 }
 
+/// Rows that stay on their rank go by copies of their own, where they are many.
+TEST(NetworkProgram, local_rows_stay_apart) {
+  const Topology topology{4, 2};
+  const std::vector<std::vector<std::int64_t>> shards(4, {900, 40, 7});
+  test::SequenceCase the{
+      "long", compute_qkv_routing(test::plain_plan(4, shards, {0, 1, 2, 1, 3, 3, 2, 2, 0, 3, 0, 1},
+                                                   KvLayout::per_rank))};
+  the.q = {DType::float32, 2048};
+  const NodeCase node(std::move(the), topology, {});
+  const auto plans = plans_of(node, SequenceOperation::dispatch, {.split_network = true});
+  EXPECT_FALSE(plans[0].local_segments.empty());
+  EXPECT_GT(check_split(node, SequenceOperation::dispatch, 0), 4);
+}
+
 /// Rank 0 sends `lengths` to rank 1, each on a node of its own, where they lie one behind the other
 /// in the order of `at_rank_1`.
 SequencePlan sent_to_rank_1(const std::vector<std::int64_t>& lengths,

@@ -45,6 +45,7 @@ class PlanReplay {
         while (network_ == Network::steps ? run_step(r) : run_phase(r)) moves = true;
       }
     }
+    for (std::size_t r = 0; r < world_; ++r) copy_local(r);
     for (std::size_t r = 0; r < world_; ++r) {
       if (workers_[r] < plans_[r].batches.size()) return false;
       const std::size_t rest =
@@ -63,6 +64,19 @@ class PlanReplay {
       for (std::size_t t = 0; t < plans_[r].tensors.size(); ++t) {
         const auto bytes = tensors_[r][t].bytes();
         std::memcpy(windows[r].data() + plans_[r].window_offsets[t], bytes.data(), bytes.size());
+      }
+    }
+  }
+
+  void copy_local(std::size_t r) {
+    const SequencePlan& plan = plans_[r];
+    for (const RowSegment& segment : plan.local_segments) {
+      const std::int64_t row_bytes = plan.cuts[at(segment.tensor)].row_bytes;
+      const std::byte* const from =
+          tensors_[r][at(segment.tensor)].bytes().data() + segment.row * row_bytes;
+      for (std::int32_t c = 0; c < segment.num_copies; ++c) {
+        std::memcpy(at_place(plan.segment_places[at(segment.first_copy + c)]), from,
+                    at(segment.rows * row_bytes));
       }
     }
   }

@@ -11,7 +11,7 @@ namespace waybill::test {
 
 /// Of a case, with tensors of float32: Q, K, V forward or the gradients of K and V.
 inline std::vector<SequencePart> parts_of(const NodeCase& node, SequenceOperation operation) {
-  const TensorFormat q{DType::float32, 5};
+  const TensorFormat q = node.the.name == "long" ? node.the.q : TensorFormat{DType::float32, 5};
   const TensorFormat k{DType::float32, 4};
   const TensorFormat v{DType::float32, 12};
   const SequencePart kv{&node.the.routing.fwd_kv, {k, v}, node.schedule()};
@@ -22,7 +22,8 @@ inline std::vector<SequencePart> parts_of(const NodeCase& node, SequenceOperatio
 /// The plans of all ranks, with small chunks and every relay.
 inline std::vector<SequencePlan> plans_of(const NodeCase& node, SequenceOperation operation,
                                           SequencePlanOptions options) {
-  options.chunk_bytes = 64;
+  options.chunk_bytes = node.the.name == "long" ? 8192 : 64;
+  options.local_apart = true;
   options.ranks_per_node = node.topology.ranks_per_node;
   options.relay = RelayUse::always;
   const auto parts = parts_of(node, operation);

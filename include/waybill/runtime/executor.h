@@ -27,7 +27,7 @@ class UploadedPlan {
 };
 
 /// Slots of an arrivals pad behind those of the ranks, for the executor's own counters.
-inline constexpr std::int64_t num_executor_slots = 4;
+inline constexpr std::int64_t num_executor_slots = 8;
 
 /// One call of an operation, checked. All ranks have the same epoch.
 struct SequenceCall {
@@ -61,6 +61,9 @@ class Executor {
 
   /// Whether it runs plans with batches: relays, and several nodes.
   [[nodiscard]] virtual bool runs_batches() const { return false; }
+
+  /// Whether it wants what goes to other nodes as SequencePlan::network.
+  [[nodiscard]] virtual bool splits_network() const { return false; }
 
   /// Keeps the tables of a plan. With `earlier`, in the memory of that one where it is enough.
   [[nodiscard]] virtual std::unique_ptr<UploadedPlan> upload(const SequencePlan& plan,

@@ -14,8 +14,8 @@ using waybill::detail::at;
 namespace {
 
 /// Streams of a device that do not stand behind each other (CUDA_DEVICE_MAX_CONNECTIONS, at most
-/// 32), of which every rank has two for other work and two here.
-constexpr int most_sharing_two = 32 / 4;
+/// 32), of which every rank has two for other work, one for a leg to other nodes, and two here.
+constexpr int most_sharing_two = 32 / 5;
 
 /// A destination's turn: long, as each copy costs a microsecond or two.
 constexpr std::size_t turn_bytes = std::size_t{32} << 20;

@@ -20,12 +20,14 @@ cudaStream_t stream_of(Stream stream) { return static_cast<cudaStream_t>(stream.
 
 class GpuExecutor final : public Executor {
  public:
-  GpuExecutor(Transport& transport, std::shared_ptr<GpuRank> gpu, int share)
+  GpuExecutor(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,
+              std::unique_ptr<NetworkLeg> leg)
       : transport_(transport),
         gpu_(std::move(gpu)),
         share_(share),
         pool_(std::make_shared<PlanPool>(gpu_)),
-        copy_engine_(gpu_, share) {
+        copy_engine_(gpu_, share),
+        leg_(std::move(leg)) {
     gpu_->use();
     cuda_check(prepare_meet(), "loading kernels");
     cuda_check(prepare_expand_plan(), "loading kernels");
@@ -39,6 +41,7 @@ class GpuExecutor final : public Executor {
 
   [[nodiscard]] bool expands_plans() const override { return true; }
   [[nodiscard]] bool runs_batches() const override { return true; }
+  [[nodiscard]] bool splits_network() const override { return true; }
 
   std::unique_ptr<UploadedPlan> upload(const SequencePlan& plan,
                                        std::unique_ptr<UploadedPlan> earlier,
@@ -67,10 +70,12 @@ class GpuExecutor final : public Executor {
     // The copy engine moves what stays here, so that the multiprocessors have the links alone.
     const bool apart = !call.plan->local_segments.empty();
     if (apart) copy_engine_.send_local(call);
+    start_leg(call, FaultKind::dispatch, LegArrival::last);
     const auto launch = bulk ? launch_dispatch_bulk : launch_dispatch_vector;
     const bool batched = !call.plan->batches.empty();
     gpu_->check(launch(params, batched, num_sms(call), stream_of(call.stream)),
                 "launching a kernel", call.operation);
+    join_leg(call);
     if (apart) {
       copy_engine_.join(call);
       plan_of(call).note_copies(is_capturing(call.stream));
@@ -92,8 +97,11 @@ class GpuExecutor final : public Executor {
                                 .to = to,
                                 .bulk = gpu_->has_bulk_copies() && suits_bulk(call),
                                 .batched = !call.plan->batches.empty()};
+    // Its puts read what stage() has brought; its rank has come with that.
+    start_leg(call, FaultKind::kv_gradient, LegArrival::first);
     gpu_->check(launch_kv_gradient(params, kernel, num_sms(call), stream_of(call.stream)),
                 "launching a kernel", call.operation);
+    join_leg(call);
     if (apart) {
       copy_engine_.join(call);
       plan_of(call).note_copies(is_capturing(call.stream));
@@ -132,17 +140,58 @@ class GpuExecutor final : public Executor {
     return static_cast<const GpuPlan&>(*call.uploaded);
   }
 
+  [[nodiscard]] bool has_nodes() const { return transport_.topology().num_nodes() > 1; }
+
   void begin(const SequenceCall& call) const {
     gpu_->use();
     gpu_->throw_fault(call.operation);
+    if (!has_nodes()) return;
+    if (leg_ == nullptr) {
+      throw Unsupported(concat(call.operation, ": ", transport_.topology().num_nodes(),
+                               " nodes, expected one: this world does not carry rows between "
+                               "nodes"));
+    }
   }
 
   /// Ranks on one device must fit on it together, as they wait for each other. Copy engines add
   /// nothing up: a gradient takes the usual number where none is given.
-  [[nodiscard]] int num_sms(const SequenceCall& call) const {
+  [[nodiscard]] int all_sms(const SequenceCall& call) const {
     constexpr int usual = SequenceDispatcherOptions{}.num_sms;
     const int wanted = call.num_sms == 0 ? usual : call.num_sms;
     return std::max(1, std::min(wanted, gpu_->num_sms() / share_));
+  }
+
+  /// Of these the leg has some, at least one: a quarter keeps up with a network.
+  [[nodiscard]] int leg_sms(const SequenceCall& call) const {
+    return leg_ == nullptr ? 0 : std::clamp(all_sms(call) / 4, 1, 8);
+  }
+  [[nodiscard]] int num_sms(const SequenceCall& call) const {
+    return std::max(1, all_sms(call) - leg_sms(call));
+  }
+
+  void start_leg(const SequenceCall& call, FaultKind kind, LegArrival arrival) const {
+    if (leg_ == nullptr) return;
+    const std::int32_t world = call.plan->world_size;
+    constexpr std::int64_t words = sizeof(CallState) / sizeof(std::uint64_t);
+    static_assert(sizeof(CallState) + sizeof(LegState) <=
+                  num_executor_slots * sizeof(std::uint64_t));
+    leg_->start({.operation = call.operation,
+                 .kind = kind,
+                 .arrival = arrival,
+                 .tables = plan_of(call).leg_tables(),
+                 .state = reinterpret_cast<LegState*>(call.arrivals->local + world + words),
+                 .plan = call.plan,
+                 .window = call.window,
+                 .slots = call.slots,
+                 .first_slot = world,
+                 .arrivals = call.arrivals,
+                 .epoch = call.epoch,
+                 .num_sms = leg_sms(call),
+                 .stream = stream_of(call.stream)});
+  }
+
+  void join_leg(const SequenceCall& call) const {
+    if (leg_ != nullptr) leg_->join(stream_of(call.stream));
   }
 
   /// Gradients into this rank's window, where sums read them.
@@ -171,13 +220,14 @@ class GpuExecutor final : public Executor {
   int share_;
   std::shared_ptr<PlanPool> pool_;
   CopyEngine copy_engine_;
+  std::unique_ptr<NetworkLeg> leg_;  ///< with several nodes
 };
 
 }  // namespace
 
 std::unique_ptr<Executor> make_gpu_executor(Transport& transport, std::shared_ptr<GpuRank> gpu,
-                                            int share) {
-  return std::make_unique<GpuExecutor>(transport, std::move(gpu), share);
+                                            int share, std::unique_ptr<NetworkLeg> leg) {
+  return std::make_unique<GpuExecutor>(transport, std::move(gpu), share, std::move(leg));
 }
 
 }  // namespace waybill::cuda

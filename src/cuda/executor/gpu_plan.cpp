@@ -32,6 +32,11 @@ void copy_values(std::byte* to, const std::vector<T>& values) {
   if (!values.empty()) std::memcpy(to, values.data(), values.size() * sizeof(T));
 }
 
+void check_count(std::size_t count, std::int64_t most, const char* what) {
+  require(static_cast<std::int64_t>(count) <= most, "replace_plan: the plan has ", count, " ", what,
+          ", expected at most ", most);
+}
+
 }  // namespace
 
 PlanLayout::PlanLayout(const SequencePlan& plan)
@@ -43,18 +48,35 @@ PlanLayout::PlanLayout(const SequencePlan& plan)
   std::int64_t used = sizeof(PlanHead);
   segments_at = take_room<RowSegment>(used, max_segments);
   segment_places_at = take_room<std::uint64_t>(used, max_segment_places);
-  // With batches there is room for plans with twice as many.
-  max_batches = 2 * std::ssize(plan.batches);
+  // With batches there is room for plans with twice as many, and some more.
+  const auto twice = [&](std::size_t count) {
+    constexpr std::int64_t spare = 64;
+    return plan.batches.empty() && plan.network.empty()
+               ? 0
+               : 2 * static_cast<std::int64_t>(count) + spare;
+  };
+  max_batches = twice(plan.batches.size());
   max_waits = 2 * std::ssize(plan.waits) + max_batches;
   max_signals = 2 * std::ssize(plan.signals) + max_batches;
   batches_at = take_room<WorkBatch>(used, max_batches);
   waits_at = take_room<BatchSlot>(used, max_waits);
   signals_at = take_room<BatchSlot>(used, max_signals);
+  const NetworkProgram& network = plan.network;
+  max_steps = twice(network.steps.size());
+  max_puts = twice(network.puts.size());
+  max_step_waits = twice(network.waits.size());
+  max_step_signals = twice(network.signals.size());
+  steps_at = take_room<NetworkStep>(used, max_steps);
+  puts_at = take_room<NetworkPut>(used, max_puts);
+  step_waits_at = take_room<BatchSlot>(used, max_step_waits);
+  step_signals_at = take_room<BatchSlot>(used, max_step_signals);
   upload_bytes = used;
   chunks_at = take_room<RowChunk>(used, max_chunks);
   places_at = take_room<std::uint64_t>(used, max_places);
   chunk_batches_at = take_room<std::int32_t>(used, max_batches > 0 ? max_chunks : 0);
   done_at = take_room<unsigned>(used, max_batches);
+  steps_done_at = take_room<unsigned>(used, max_steps);
+  ready_at = take_room<std::uint64_t>(used, max_steps);
   size_bytes = used;
 }
 
@@ -124,6 +146,7 @@ void GpuPlan::write_upload(const SequencePlan& plan) const {
   head.num_batches = static_cast<std::int32_t>(plan.batches.size());
   const bool halves = !plan.tensors.empty() && dtype_bytes(plan.tensors[0].dtype) == 2;
   head.sum_scale = halves ? 2 : 1;
+  head.num_network_puts = static_cast<std::int32_t>(plan.network.puts.size());
   std::ranges::copy(plan.cuts, head.cuts);
   std::ranges::copy(plan.window_offsets, head.window_offsets);
   std::ranges::copy(plan.bucket_chunks, head.bucket_chunks);
@@ -132,6 +155,17 @@ void GpuPlan::write_upload(const SequencePlan& plan) const {
   copy_values(pinned + layout_.batches_at, plan.batches);
   copy_values(pinned + layout_.waits_at, plan.waits);
   copy_values(pinned + layout_.signals_at, plan.signals);
+  copy_values(pinned + layout_.steps_at, plan.network.steps);
+  copy_values(pinned + layout_.puts_at, plan.network.puts);
+  copy_values(pinned + layout_.step_waits_at, plan.network.waits);
+  copy_values(pinned + layout_.step_signals_at, plan.network.signals);
+}
+
+void GpuPlan::check_network_room(const NetworkProgram& network) const {
+  check_count(network.steps.size(), layout_.max_steps, "steps to other nodes");
+  check_count(network.puts.size(), layout_.max_puts, "puts to other nodes");
+  check_count(network.waits.size(), layout_.max_step_waits, "waits of steps to other nodes");
+  check_count(network.signals.size(), layout_.max_step_signals, "signals to other nodes");
 }
 
 /// A graph with a gradient copies as many rows to the same places as when it was captured.
@@ -151,22 +185,20 @@ void GpuPlan::check_room(const SequencePlan& plan) const {
       !fixed_,
       "replace_plan: a graph holds copies of this plan's ranges, expected a dispatcher with SMs "
       "and without local_by_copy_engine");
-  require(!captured_ || batched_ == !plan.batches.empty(), "replace_plan: a graph holds the plan ",
-          batched_ ? "with" : "without", " forwarding, expected one of the same kind");
+  require(!captured_ || plan.num_chunks == 0 || batched_ == !plan.batches.empty(),
+          "replace_plan: a graph holds the plan ", batched_ ? "with" : "without",
+          " forwarding, expected one of the same kind");
   check_staging(plan);
   require(plan.num_chunks <= layout_.max_chunks && plan.num_places <= layout_.max_places,
           "replace_plan: the plan has ", plan.num_chunks, " chunks and ", plan.num_places,
           " places, expected at most ", layout_.max_chunks, " and ", layout_.max_places,
           ", as the first one had");
-  const auto check = [](std::size_t count, std::int64_t most, const char* what) {
-    require(static_cast<std::int64_t>(count) <= most, "replace_plan: the plan has ", count, " ",
-            what, ", expected at most ", most);
-  };
-  check(plan.segments.size(), layout_.max_segments, "segments");
-  check(plan.segment_places.size(), layout_.max_segment_places, "places of segments");
-  check(plan.batches.size(), layout_.max_batches, "batches");
-  check(plan.waits.size(), layout_.max_waits, "waits");
-  check(plan.signals.size(), layout_.max_signals, "signals");
+  check_count(plan.segments.size(), layout_.max_segments, "segments");
+  check_count(plan.segment_places.size(), layout_.max_segment_places, "places of segments");
+  check_count(plan.batches.size(), layout_.max_batches, "batches");
+  check_count(plan.waits.size(), layout_.max_waits, "waits");
+  check_count(plan.signals.size(), layout_.max_signals, "signals");
+  check_network_room(plan.network);
   if (plan.world_size > max_gpu_ranks || plan.tensors.size() > max_call_tensors) {
     throw Unsupported(concat("plan: ", plan.world_size, " ranks and ", plan.tensors.size(),
                              " tensors, expected at most ", max_gpu_ranks, " and ",
@@ -188,10 +220,17 @@ void GpuPlan::queue_upload(const SequencePlan& plan, cudaStream_t stream) const 
   copy(layout_.batches_at, plan.batches.size() * sizeof(WorkBatch));
   copy(layout_.waits_at, plan.waits.size() * sizeof(BatchSlot));
   copy(layout_.signals_at, plan.signals.size() * sizeof(BatchSlot));
-  if (plan.batches.empty()) return;
-  gpu_->check(
-      cudaMemsetAsync(device + layout_.done_at, 0, plan.batches.size() * sizeof(unsigned), stream),
-      "uploading a plan", "plan");
+  copy(layout_.steps_at, plan.network.steps.size() * sizeof(NetworkStep));
+  copy(layout_.puts_at, plan.network.puts.size() * sizeof(NetworkPut));
+  copy(layout_.step_waits_at, plan.network.waits.size() * sizeof(BatchSlot));
+  copy(layout_.step_signals_at, plan.network.signals.size() * sizeof(BatchSlot));
+  const auto clear = [&](std::int64_t from, std::size_t bytes) {
+    if (bytes == 0) return;
+    gpu_->check(cudaMemsetAsync(device + from, 0, bytes, stream), "uploading a plan", "plan");
+  };
+  clear(layout_.done_at, plan.batches.size() * sizeof(unsigned));
+  clear(layout_.steps_done_at, plan.network.steps.size() * sizeof(unsigned));
+  clear(layout_.ready_at, at(plan.network.num_ready) * sizeof(std::uint64_t));
 }
 
 void GpuPlan::fill(const SequencePlan& plan, cudaStream_t stream) {
@@ -227,6 +266,17 @@ void GpuPlan::point(SequenceParams& params) const {
                     .signals = table<const BatchSlot>(layout_.signals_at),
                     .chunk_batches = table<const std::int32_t>(layout_.chunk_batches_at),
                     .done = table<unsigned>(layout_.done_at)};
+  params.ready = table<std::uint64_t>(layout_.ready_at);
+}
+
+LegTables GpuPlan::leg_tables() const {
+  return {.num_puts = &table<const PlanHead>(0)->num_network_puts,
+          .steps = table<const NetworkStep>(layout_.steps_at),
+          .puts = table<const NetworkPut>(layout_.puts_at),
+          .waits = table<const BatchSlot>(layout_.step_waits_at),
+          .signals = table<const BatchSlot>(layout_.step_signals_at),
+          .done = table<unsigned>(layout_.steps_done_at),
+          .ready = table<std::uint64_t>(layout_.ready_at)};
 }
 
 }  // namespace waybill::cuda

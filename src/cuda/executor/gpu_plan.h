@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../kernel/sequence_params.h"
+#include "../network/leg_params.h"
 #include "gpu_rank.h"
 #include "waybill/runtime/executor.h"
 
@@ -53,16 +54,26 @@ struct PlanLayout {
   std::int64_t max_batches = 0;
   std::int64_t max_waits = 0;
   std::int64_t max_signals = 0;
+  std::int64_t max_steps = 0;  ///< and counters that they wait for
+  std::int64_t max_puts = 0;
+  std::int64_t max_step_waits = 0;
+  std::int64_t max_step_signals = 0;
   std::int64_t segments_at = 0;
   std::int64_t segment_places_at = 0;
   std::int64_t batches_at = 0;
   std::int64_t waits_at = 0;
   std::int64_t signals_at = 0;
+  std::int64_t steps_at = 0;  ///< of the NetworkProgram, as are the next ones
+  std::int64_t puts_at = 0;
+  std::int64_t step_waits_at = 0;
+  std::int64_t step_signals_at = 0;
   std::int64_t upload_bytes = 0;
   std::int64_t chunks_at = 0;
   std::int64_t places_at = 0;
   std::int64_t chunk_batches_at = 0;
   std::int64_t done_at = 0;
+  std::int64_t steps_done_at = 0;
+  std::int64_t ready_at = 0;
   std::int64_t size_bytes = 0;
 };
 
@@ -87,9 +98,11 @@ class GpuPlan final : public UploadedPlan {
   void note_copies(bool capturing) const { fixed_ = fixed_ || capturing; }
 
   void point(SequenceParams& params) const;
+  [[nodiscard]] LegTables leg_tables() const;
 
  private:
   void check_room(const SequencePlan& plan) const;
+  void check_network_room(const NetworkProgram& network) const;
   void check_staging(const SequencePlan& plan) const;
   void write_upload(const SequencePlan& plan) const;
   void queue_upload(const SequencePlan& plan, cudaStream_t stream) const;

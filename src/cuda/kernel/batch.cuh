@@ -44,7 +44,10 @@ __device__ inline void count_chunks(const SequenceParams& p, std::int32_t number
   *done = 0;  // for the next call
   for (int s = 0; s < batch.num_signals; ++s) {
     const BatchSlot slot = p.batches.signals[batch.first_signal + s];
-    publish(p.slots[slot.rank] + p.meet.world_size + slot.slot, epoch);
+    std::uint64_t* const flag = slot.rank == p.meet.world_size
+                                    ? p.ready + slot.slot
+                                    : p.slots[slot.rank] + p.meet.world_size + slot.slot;
+    publish(flag, epoch);
   }
 }
 

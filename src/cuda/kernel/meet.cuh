@@ -14,13 +14,15 @@ __device__ inline std::uint64_t begin_call(const MeetParams& p) {
   return epoch;
 }
 
-/// Tells all other ranks, from rank + 1 on, that this one has come to `epoch`. One warp.
+/// Tells all other ranks of the node, from rank + 1 on, that this one has come to `epoch`. One
+/// warp.
 __device__ inline void publish_to_all(const MeetParams& p, std::uint64_t epoch) {
   __threadfence_system();
   __syncwarp();
   for (std::int32_t k = 1 + static_cast<std::int32_t>(threadIdx.x % 32); k < p.world_size;
        k += 32) {
-    publish(p.peer_arrivals[(p.rank + k) % p.world_size] + p.rank, epoch);
+    std::uint64_t* const peer = p.peer_arrivals[(p.rank + k) % p.world_size];
+    if (peer != nullptr) publish(peer + p.rank, epoch);
   }
 }
 

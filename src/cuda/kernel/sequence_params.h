@@ -29,7 +29,8 @@ struct MeetParams {
   CallState* state;
   FaultSink sink;
   std::uint64_t* own_arrivals;                  ///< [W]: slot r is raised by rank r
-  std::uint64_t* peer_arrivals[max_gpu_ranks];  ///< [W]: the same of each rank
+  std::uint64_t* peer_arrivals[max_gpu_ranks];  ///< [W]: the same of each rank of the node; else
+                                                ///< null: the leg raises those
 };
 
 /// Where a tensor of this rank lies.
@@ -45,8 +46,9 @@ struct PlanHead {
   std::int64_t num_wire_chunks;
   std::int32_t world_size;
   std::int32_t num_tensors;
-  std::int32_t num_batches;  ///< 0: a plan without
-  std::int32_t sum_scale;    ///< bytes of a sum on the way a byte of the tensors: 1 or 2
+  std::int32_t num_batches;       ///< 0: a plan without
+  std::int32_t sum_scale;         ///< bytes of a sum on the way a byte of the tensors: 1 or 2
+  std::int32_t num_network_puts;  ///< of the plan's NetworkProgram
   RowCut cuts[2 * max_call_tensors];
   std::int64_t window_offsets[2 * max_call_tensors];  ///< bytes, with batches
   std::int64_t bucket_chunks[max_gpu_ranks];          ///< without batches
@@ -77,8 +79,9 @@ struct SequenceParams {
   const RowChunk* chunks;
   const std::uint64_t* places;
   BatchTables batches;
-  std::uint64_t* slots[max_gpu_ranks];  ///< [W]: of the batches, each rank's
-  std::byte* windows[max_gpu_ranks];    ///< [W]
+  std::uint64_t* slots[max_gpu_ranks];  ///< [W]: of the batches, of each rank of the node
+  std::uint64_t* ready;                 ///< counters for the plan's NetworkProgram
+  std::byte* windows[max_gpu_ranks];    ///< [W], as above
   TensorParams inputs[max_call_tensors];
   TensorParams outputs[max_call_tensors];  ///< of a gradient
 };

@@ -6,11 +6,12 @@
 #include <cstdint>
 
 #include "../device/fault.h"
+#include "../network/leg_params.h"
 
 namespace waybill::cuda {
 
 /// Changes with the struct below: a library of another build is refused.
-inline constexpr int nvshmem_api_version = 1;
+inline constexpr int nvshmem_api_version = 2;
 inline constexpr const char* nvshmem_api_symbol = "waybill_nvshmem_api";
 
 /// A wait for a slot that a rank on another node raises.
@@ -41,6 +42,9 @@ struct NvshmemApi {
   void (*signal)(std::uint64_t* slot, std::uint64_t epoch, int rank, cudaStream_t stream);
   void (*quiet)(cudaStream_t stream);
   cudaError_t (*wait)(const NvshmemWait* wait, const FaultSink* sink, cudaStream_t stream);
+  /// What crosses between nodes in a call (leg_kernel.cuh): put and signal by the device. The
+  /// window, the slots and the arrivals are symmetric memory.
+  cudaError_t (*leg)(const LegParams* params, int num_sms, cudaStream_t stream);
 };
 
 using GetNvshmemApi = const NvshmemApi* (*)();

@@ -4,6 +4,7 @@
 #include <nvshmemx.h>
 
 #include "../device/signal.cuh"
+#include "../network/leg_kernel.cuh"
 #include "nvshmem_api.h"
 
 namespace waybill::cuda {
@@ -30,6 +31,44 @@ __global__ void wait_kernel(NvshmemWait wait, FaultSink sink) {
   *wait.seen = load_acquire(wait.flag);
 }
 
+/// A leg's wire. What is put lies at the same place of the symmetric heap on every rank.
+class NvshmemWire {
+ public:
+  __device__ explicit NvshmemWire(const LegParams& p) : p_(p) {}
+
+  __device__ void put(const NetworkPut& put) {
+    nvshmemx_putmem_nbi_block(p_.window + put.to_bytes, p_.window + put.from_bytes,
+                              static_cast<std::size_t>(put.size_bytes), put.peer);
+  }
+  __device__ void settle() {
+    __threadfence_system();  // of puts that were stores
+    __syncthreads();
+    if (threadIdx.x == 0) nvshmem_quiet();
+    __syncthreads();
+  }
+  __device__ void raise_slot(std::int32_t peer, std::int32_t slot, std::uint64_t epoch) {
+    nvshmemx_signal_op(p_.slots + slot, epoch, NVSHMEM_SIGNAL_SET, peer);
+  }
+  __device__ void raise_arrival(std::int32_t peer, std::uint64_t epoch) {
+    nvshmemx_signal_op(p_.arrivals + p_.rank, epoch, NVSHMEM_SIGNAL_SET, peer);
+  }
+  __device__ bool put_signal(const NetworkPut& put, std::int32_t slot, std::uint64_t epoch) {
+    if (put.size_bytes == 0) return false;
+    nvshmemx_putmem_signal_nbi_block(p_.window + put.to_bytes, p_.window + put.from_bytes,
+                                     static_cast<std::size_t>(put.size_bytes), p_.slots + slot,
+                                     epoch, NVSHMEM_SIGNAL_SET, put.peer);
+    return true;
+  }
+
+ private:
+  const LegParams& p_;
+};
+
+__global__ void __launch_bounds__(leg_threads) leg_kernel(const __grid_constant__ LegParams p) {
+  NvshmemWire wire(p);
+  run_leg(p, wire);
+}
+
 int make_unique_id(void* id) {
   auto* const made = static_cast<nvshmemx_uniqueid_t*>(id);
   *made = NVSHMEMX_UNIQUEID_INITIALIZER;
@@ -49,9 +88,12 @@ int initialize(int rank, int world_size, const void* id) {
   const int failed = nvshmemi_init_thread(NVSHMEM_THREAD_SERIALIZED, &provided,
                                           NVSHMEMX_INIT_WITH_UNIQUEID, &attributes, version);
   if (failed != 0) return failed;
-  cudaFuncAttributes unused{};  // loads the kernel while no other one can be waiting
+  cudaFuncAttributes unused{};  // loads the kernels while no other one can be waiting
+  const cudaError_t loaded =
+      cudaFuncGetAttributes(&unused, reinterpret_cast<const void*>(wait_kernel));
+  if (loaded != cudaSuccess) return static_cast<int>(loaded);
   return static_cast<int>(
-      cudaFuncGetAttributes(&unused, reinterpret_cast<const void*>(wait_kernel)));
+      cudaFuncGetAttributes(&unused, reinterpret_cast<const void*>(leg_kernel)));
 }
 
 void* allocate(std::size_t size_bytes) { return nvshmem_align(alignment_bytes, size_bytes); }
@@ -75,6 +117,11 @@ cudaError_t wait(const NvshmemWait* wait, const FaultSink* sink, cudaStream_t st
   return cudaGetLastError();
 }
 
+cudaError_t leg(const LegParams* params, int num_sms, cudaStream_t stream) {
+  leg_kernel<<<static_cast<unsigned>(num_sms), leg_threads, 0, stream>>>(*params);
+  return cudaGetLastError();
+}
+
 constexpr NvshmemApi api{.version = nvshmem_api_version,
                          .nvshmem_version = version_text,
                          .unique_id_bytes = sizeof(nvshmemx_uniqueid_t),
@@ -86,7 +133,8 @@ constexpr NvshmemApi api{.version = nvshmem_api_version,
                          .put = put,
                          .signal = signal,
                          .quiet = quiet,
-                         .wait = wait};
+                         .wait = wait,
+                         .leg = leg};
 
 }  // namespace
 }  // namespace waybill::cuda

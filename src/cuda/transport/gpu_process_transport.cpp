@@ -7,7 +7,6 @@
 
 #include "../executor/cuda_check.h"
 #include "../nccl/nccl_communicator.h"
-#include "gpu_transport.h"
 #include "keep_memory.h"
 #include "waybill/core/at.h"
 #include "waybill/transport/agree.h"
@@ -144,11 +143,11 @@ class GpuProcessTransport final : public GpuTransport {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_gpu_process_transport(std::shared_ptr<Bootstrap> bootstrap,
-                                                      std::int32_t ranks_per_node,
-                                                      std::shared_ptr<GpuRank> gpu,
-                                                      const std::vector<GpuPlace>& places,
-                                                      NetworkWire wire) {
+std::unique_ptr<GpuTransport> make_gpu_process_transport(std::shared_ptr<Bootstrap> bootstrap,
+                                                         std::int32_t ranks_per_node,
+                                                         std::shared_ptr<GpuRank> gpu,
+                                                         const std::vector<GpuPlace>& places,
+                                                         NetworkWire wire) {
   return std::make_unique<GpuProcessTransport>(std::move(bootstrap), ranks_per_node, std::move(gpu),
                                                places, wire);
 }

@@ -6,14 +6,14 @@
 
 #include "../executor/gpu_rank.h"
 #include "gpu_place.h"
+#include "gpu_transport.h"
 #include "waybill/cuda/gpu_world.h"
-#include "waybill/transport/transport.h"
 
 namespace waybill::cuda {
 
 /// Ranks are processes; each maps the device memory of the others (CUDA IPC): of all ranks with the
 /// wire `peer`, of those of its node with `nccl`.
-[[nodiscard]] std::unique_ptr<Transport> make_gpu_process_transport(
+[[nodiscard]] std::unique_ptr<GpuTransport> make_gpu_process_transport(
     std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node, std::shared_ptr<GpuRank> gpu,
     const std::vector<GpuPlace>& places, NetworkWire wire);
 

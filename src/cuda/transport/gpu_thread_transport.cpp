@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "../executor/cuda_check.h"
-#include "gpu_transport.h"
 #include "waybill/transport/share_memory.h"
 
 namespace waybill::cuda {
@@ -53,9 +52,9 @@ class GpuThreadTransport final : public GpuTransport {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_gpu_thread_transport(std::shared_ptr<Bootstrap> bootstrap,
-                                                     std::int32_t ranks_per_node,
-                                                     std::shared_ptr<GpuRank> gpu, int share) {
+std::unique_ptr<GpuTransport> make_gpu_thread_transport(std::shared_ptr<Bootstrap> bootstrap,
+                                                        std::int32_t ranks_per_node,
+                                                        std::shared_ptr<GpuRank> gpu, int share) {
   return std::make_unique<GpuThreadTransport>(std::move(bootstrap), ranks_per_node, std::move(gpu),
                                               share);
 }

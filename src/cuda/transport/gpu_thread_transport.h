@@ -4,14 +4,14 @@
 #include <memory>
 
 #include "../executor/gpu_rank.h"
-#include "waybill/transport/transport.h"
+#include "gpu_transport.h"
 
 namespace waybill::cuda {
 
 /// Ranks are threads of one process, with the memory of GPUs that reach each other's.
 /// @param share ranks on this rank's device
 /// @throws Unsupported without peer access
-[[nodiscard]] std::unique_ptr<Transport> make_gpu_thread_transport(
+[[nodiscard]] std::unique_ptr<GpuTransport> make_gpu_thread_transport(
     std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node, std::shared_ptr<GpuRank> gpu,
     int share);
 

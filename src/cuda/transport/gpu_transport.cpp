@@ -4,6 +4,7 @@
 
 #include "../executor/cuda_check.h"
 #include "../kernel/launch.h"
+#include "peer_leg.h"
 #include "waybill/core/at.h"
 
 namespace waybill::cuda {
@@ -47,6 +48,10 @@ std::uint64_t GpuTransport::wait(SignalSlot slot, std::uint64_t wanted, Rank pee
 void GpuTransport::quiet() {
   gpu_->use();
   gpu_->check(cudaStreamSynchronize(gpu_->stream()), "waiting for puts", "quiet");
+}
+
+std::unique_ptr<NetworkLeg> GpuTransport::make_network_leg() {
+  return make_peer_leg(gpu_, topology(), share_);
 }
 
 }  // namespace waybill::cuda

@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "../executor/gpu_rank.h"
+#include "../network/network_leg.h"
 #include "waybill/transport/peer_transport.h"
 
 namespace waybill::cuda {
@@ -19,11 +20,17 @@ class GpuTransport : public PeerTransport {
                      std::string_view operation) override;
   void quiet() override;
 
+  /// What carries a call's rows to other nodes: here, as every rank has the memory of all mapped, a
+  /// kernel. Null: nothing does.
+  [[nodiscard]] virtual std::unique_ptr<NetworkLeg> make_network_leg();
+
  protected:
   /// @param share ranks on this rank's device
   GpuTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
                std::shared_ptr<GpuRank> gpu, int share);
 
+  [[nodiscard]] int share() const noexcept { return share_; }
+  [[nodiscard]] const std::shared_ptr<GpuRank>& shared_gpu() const noexcept { return gpu_; }
   [[nodiscard]] const GpuRank& gpu() const noexcept { return *gpu_; }
   [[nodiscard]] FaultSink sink() const { return gpu_->sink(share_); }
   /// Pinned host memory: what a wait saw.

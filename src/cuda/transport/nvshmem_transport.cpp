@@ -7,8 +7,8 @@
 
 #include "../executor/cuda_check.h"
 #include "../nvshmem/nvshmem_library.h"
-#include "gpu_transport.h"
 #include "keep_memory.h"
+#include "nvshmem_leg.h"
 #include "waybill/core/at.h"
 #include "waybill/transport/agree.h"
 
@@ -142,6 +142,10 @@ class NvshmemTransport final : public GpuTransport {
     GpuTransport::quiet();
   }
 
+  [[nodiscard]] std::unique_ptr<NetworkLeg> make_network_leg() override {
+    return make_nvshmem_leg(*api_, shared_gpu(), topology());
+  }
+
  private:
   /// NVSHMEM's own part of an allocation waits for all ranks without a deadline: so they meet
   /// first.
@@ -198,10 +202,10 @@ class NvshmemTransport final : public GpuTransport {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_nvshmem_transport(std::shared_ptr<Bootstrap> bootstrap,
-                                                  std::int32_t ranks_per_node,
-                                                  std::shared_ptr<GpuRank> gpu,
-                                                  const std::vector<GpuPlace>& places) {
+std::unique_ptr<GpuTransport> make_nvshmem_transport(std::shared_ptr<Bootstrap> bootstrap,
+                                                     std::int32_t ranks_per_node,
+                                                     std::shared_ptr<GpuRank> gpu,
+                                                     const std::vector<GpuPlace>& places) {
   return std::make_unique<NvshmemTransport>(std::move(bootstrap), ranks_per_node, std::move(gpu),
                                             places);
 }

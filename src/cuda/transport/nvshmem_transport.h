@@ -6,13 +6,13 @@
 
 #include "../executor/gpu_rank.h"
 #include "gpu_place.h"
-#include "waybill/transport/transport.h"
+#include "gpu_transport.h"
 
 namespace waybill::cuda {
 
 /// Ranks are processes with a GPU each, with symmetric memory of NVSHMEM: pointers inside a node,
 /// put and signal of NVSHMEM between nodes.
-[[nodiscard]] std::unique_ptr<Transport> make_nvshmem_transport(
+[[nodiscard]] std::unique_ptr<GpuTransport> make_nvshmem_transport(
     std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node, std::shared_ptr<GpuRank> gpu,
     const std::vector<GpuPlace>& places);
 

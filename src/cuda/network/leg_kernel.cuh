@@ -1,0 +1,138 @@
+#pragma once
+
+#include "../device/signal.cuh"
+#include "leg_params.h"
+
+// The leg's kernel for wires that a device serves itself. A Wire has, for one block:
+//   void put(const NetworkPut&)          begins or does a put; all threads
+//   void settle()                        all puts of this block have arrived; all threads
+//   void raise_slot(peer, slot, epoch)   one thread; after settle()
+//   void raise_arrival(peer, epoch)      one thread: slot `rank` of the peer's arrivals
+//   bool put_signal(const NetworkPut&, slot, epoch)   all threads: a put whose arrival raises a
+//                                        slot of its peer; false where the wire cannot
+
+namespace waybill::cuda {
+
+inline constexpr int leg_threads = 512;
+
+/// A peer may be late by the deadline, and the rank's own rows then are as well: its kernel says
+/// for whom it waits, not this one.
+inline constexpr std::uint64_t own_rows_patience = 4;
+
+template <class Wire>
+class LegWork {
+ public:
+  __device__ LegWork(const LegParams& p, Wire& wire, std::uint64_t epoch)
+      : p_(p), wire_(wire), epoch_(epoch) {}
+
+  __device__ void run() {
+    if (p_.arrival == LegArrival::first && blockIdx.x == 0) arrive();
+    const std::int32_t num_puts = *p_.tables.num_puts;
+    std::int32_t number = -1;
+    NetworkStep step{};
+    for (auto i = static_cast<std::int32_t>(blockIdx.x); i < num_puts;
+         i += static_cast<std::int32_t>(gridDim.x)) {
+      // What a kernel writes into the tables is there when the waits of the step are over.
+      const std::int32_t next = p_.tables.puts[i].step;
+      if (next != number) {
+        number = next;
+        step = p_.tables.steps[number];
+        await_step(step);
+      }
+      if (p_.arrival == LegArrival::first) await_peer(p_.tables.puts[i].peer);
+      do_put(p_.tables.puts[i], step, number);
+    }
+    wire_.settle();
+    end();
+  }
+
+ private:
+  __device__ void await_step(const NetworkStep& step) {
+    for (int w = static_cast<int>(threadIdx.x); w < step.num_waits; w += leg_threads) {
+      const BatchSlot slot = p_.tables.waits[step.first_wait + w];
+      if (slot.rank == p_.world_size) {
+        FaultSink sink = p_.sink;
+        sink.timeout_ns *= own_rows_patience;
+        await(p_.tables.ready + slot.slot, epoch_, p_.kind, p_.rank, p_.rank, sink);
+      } else {
+        await(p_.slots + slot.slot, epoch_, p_.kind, p_.rank, slot.rank, p_.sink);
+      }
+    }
+    __syncthreads();
+  }
+
+  /// Nothing is put into the window of a rank that has not come to this call.
+  __device__ void await_peer(std::int32_t peer) {
+    if (peer == come_) return;
+    come_ = peer;
+    if (threadIdx.x == 0) await(p_.arrivals + peer, epoch_, p_.kind, p_.rank, peer, p_.sink);
+    __syncthreads();
+  }
+
+  __device__ void do_put(const NetworkPut& put, const NetworkStep& step, std::int32_t number) {
+    if (step.num_puts == 1 && step.num_signals == 1) {
+      const BatchSlot slot = p_.tables.signals[step.first_signal];
+      if (slot.rank == put.peer && wire_.put_signal(put, slot.slot, epoch_)) return;
+    }
+    wire_.put(put);
+    if (step.num_signals == 0) return;
+    wire_.settle();
+    if (threadIdx.x == 0) count(step, number);
+  }
+
+  /// A put of a step has arrived. The last one raises the signals.
+  __device__ void count(const NetworkStep& step, std::int32_t number) {
+    __threadfence_system();
+    unsigned* const done = p_.tables.done + number;
+    if (atomicAdd(done, 1U) + 1 != static_cast<unsigned>(step.num_puts)) return;
+    __threadfence_system();
+    *done = 0;  // for the next call
+    for (int s = 0; s < step.num_signals; ++s) {
+      const BatchSlot slot = p_.tables.signals[step.first_signal + s];
+      wire_.raise_slot(slot.rank, slot.slot, epoch_);
+    }
+  }
+
+  /// One thread a peer, from the next node on.
+  __device__ void arrive() {
+    const std::int32_t others = p_.world_size - p_.ranks_per_node;
+    const std::int32_t next_node = (p_.rank / p_.ranks_per_node + 1) * p_.ranks_per_node;
+    __threadfence_system();
+    for (auto k = static_cast<std::int32_t>(threadIdx.x); k < others; k += leg_threads)
+      wire_.raise_arrival((next_node + k) % p_.world_size, epoch_);
+  }
+
+  /// The last block says that the rank has arrived, and ends the leg.
+  __device__ void end() {
+    __shared__ bool last;
+    if (threadIdx.x == 0) {
+      __threadfence_system();
+      last = atomicAdd(&p_.state->blocks, 1ULL) == gridDim.x - 1;
+      __threadfence_system();
+    }
+    __syncthreads();
+    if (!last) return;
+    if (p_.arrival == LegArrival::last) {
+      arrive();
+      wire_.settle();
+    }
+    if (threadIdx.x != 0) return;
+    p_.state->blocks = 0;
+    p_.state->epoch = epoch_;
+  }
+
+  const LegParams& p_;
+  Wire& wire_;
+  const std::uint64_t epoch_;
+  std::int32_t come_ = -1;  ///< the last peer that was waited for
+};
+
+template <class Wire>
+__device__ void run_leg(const LegParams& p, Wire& wire) {
+  const std::uint64_t epoch = p.state->epoch + 1;
+  if (epoch % 2 != p.parity)
+    report_and_trap(p.sink, FaultKind::parity, p.rank, p.rank, p.parity, epoch, 0);
+  LegWork<Wire>(p, wire, epoch).run();
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "leg_params.h"
+#include "waybill/runtime/sequence_plan.h"
+#include "waybill/transport/symmetric_memory.h"
+
+namespace waybill::cuda {
+
+/// One call's part that crosses between nodes.
+struct NetworkCall {
+  const char* operation = "";  ///< in errors
+  FaultKind kind = FaultKind::none;
+  LegArrival arrival = LegArrival::none;
+  LegTables tables{};
+  LegState* state = nullptr;
+  const SequencePlan* plan = nullptr;       ///< what the tables were made from; null: not a plan
+  const SymmetricBuffer* window = nullptr;  ///< puts go from the own part into the same of peers
+  const SignalPad* slots = nullptr;         ///< slot k of the tables is counter first_slot + k
+  std::int64_t first_slot = 0;
+  const SignalPad* arrivals = nullptr;  ///< [W]: rank r raises slot r; null without arrival
+  std::uint64_t epoch = 0;              ///< as the host counts; a replayed graph may be ahead
+  int num_sms = 1;                      ///< for a wire with kernels
+  cudaStream_t stream = nullptr;
+};
+
+/// Does what crosses between nodes, beside the kernel that does the rest of a call. Every call of
+/// whoever has several nodes starts one leg, and joins it.
+class NetworkLeg {
+ public:
+  NetworkLeg() = default;
+  NetworkLeg(const NetworkLeg&) = delete;
+  NetworkLeg& operator=(const NetworkLeg&) = delete;
+  virtual ~NetworkLeg() = default;
+
+  /// Queues the leg behind what is on call.stream and beside what comes next there; waits for
+  /// nothing. To be called before the kernel that it works with is launched, so that it has its
+  /// place on the device. May be captured.
+  virtual void start(const NetworkCall& call) = 0;
+
+  /// Lets the stream wait for the leg that was started.
+  virtual void join(cudaStream_t stream) = 0;
+};
+
+}  // namespace waybill::cuda

@@ -1,0 +1,16 @@
+#pragma once
+
+#include <memory>
+
+#include "../executor/gpu_rank.h"
+#include "../network/network_leg.h"
+#include "../nvshmem/nvshmem_api.h"
+
+namespace waybill::cuda {
+
+/// Over NVSHMEM: a kernel of libwaybill_nvshmem.so puts and signals, without the host.
+[[nodiscard]] std::unique_ptr<NetworkLeg> make_nvshmem_leg(const NvshmemApi& api,
+                                                           std::shared_ptr<GpuRank> gpu,
+                                                           Topology topology);
+
+}  // namespace waybill::cuda

@@ -1,0 +1,15 @@
+#pragma once
+
+#include <memory>
+
+#include "../executor/gpu_rank.h"
+#include "../network/network_leg.h"
+
+namespace waybill::cuda {
+
+/// Between logical nodes whose memory is mapped: a kernel that copies.
+/// @param share ranks on this device
+[[nodiscard]] std::unique_ptr<NetworkLeg> make_peer_leg(std::shared_ptr<GpuRank> gpu,
+                                                        Topology topology, int share);
+
+}  // namespace waybill::cuda

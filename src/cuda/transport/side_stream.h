@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <memory>
+
+#include "../executor/gpu_rank.h"
+#include "../network/network_leg.h"
+
+namespace waybill::cuda {
+
+/// A stream beside the callers', and the events by which it leaves one and comes back.
+class SideStream {
+ public:
+  explicit SideStream(std::shared_ptr<GpuRank> gpu);
+  SideStream(const SideStream&) = delete;
+  SideStream& operator=(const SideStream&) = delete;
+  ~SideStream();
+
+  /// Behind what is on `from`. @return the side stream
+  [[nodiscard]] cudaStream_t fork(cudaStream_t from, const char* operation);
+  void join(cudaStream_t to, const char* operation);
+
+ private:
+  std::shared_ptr<GpuRank> gpu_;
+  cudaStream_t stream_ = nullptr;
+  cudaEvent_t begun_ = nullptr;
+  cudaEvent_t done_ = nullptr;
+};
+
+/// The parameters of a leg's kernel, but for the peers' memory.
+/// @param share ranks on the device
+[[nodiscard]] LegParams leg_params(const NetworkCall& call, const GpuRank& gpu, Rank rank,
+                                   const Topology& topology, int share);
+
+}  // namespace waybill::cuda
