@@ -51,6 +51,11 @@ if [[ -z ${NVSHMEM_HOME:-} ]]; then
   NVSHMEM_HOME=$(python3 -c 'import nvidia.nvshmem as n; print(list(n.__path__)[0])' 2>/dev/null) &&
     export NVSHMEM_HOME
 fi
+# For the worlds whose nodes NCCL connects: the same, unless the system finds one.
+if [[ -z ${WAYBILL_NCCL_LIBRARY:-} ]]; then
+  nccl=$(python3 -c 'import nvidia.nccl as n; print(list(n.__path__)[0])' 2>/dev/null) &&
+    export WAYBILL_NCCL_LIBRARY=$nccl/lib/libnccl.so.2
+fi
 # Ranks that share a device must not share its hardware queues.
 export CUDA_DEVICE_MAX_CONNECTIONS=32
 export CUDA_MODULE_LOADING=EAGER

@@ -42,6 +42,9 @@ class GpuExecutor final : public Executor {
   [[nodiscard]] bool expands_plans() const override { return true; }
   [[nodiscard]] bool runs_batches() const override { return true; }
   [[nodiscard]] bool splits_network() const override { return true; }
+  [[nodiscard]] bool pairs_network() const override {
+    return leg_ != nullptr && leg_->needs_phases();
+  }
 
   std::unique_ptr<UploadedPlan> upload(const SequencePlan& plan,
                                        std::unique_ptr<UploadedPlan> earlier,
@@ -191,7 +194,9 @@ class GpuExecutor final : public Executor {
   }
 
   void join_leg(const SequenceCall& call) const {
-    if (leg_ != nullptr) leg_->join(stream_of(call.stream));
+    if (leg_ == nullptr) return;
+    leg_->join(stream_of(call.stream));
+    if (leg_->needs_phases()) plan_of(call).note_copies(is_capturing(call.stream));
   }
 
   /// Gradients into this rank's window, where sums read them.

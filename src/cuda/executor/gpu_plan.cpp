@@ -184,7 +184,7 @@ void GpuPlan::check_room(const SequencePlan& plan) const {
   require(
       !fixed_,
       "replace_plan: a graph holds copies of this plan's ranges, expected a dispatcher with SMs "
-      "and without local_by_copy_engine");
+      "and without local_by_copy_engine, and nodes that NCCL does not connect");
   require(!captured_ || plan.num_chunks == 0 || batched_ == !plan.batches.empty(),
           "replace_plan: a graph holds the plan ", batched_ ? "with" : "without",
           " forwarding, expected one of the same kind");
