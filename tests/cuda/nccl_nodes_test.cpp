@@ -134,5 +134,18 @@ TEST(NcclNodes, a_rank_killed_at_any_time_ends_the_calls_of_the_other) {
   EXPECT_TRUE(by_deadline || by_nccl) << ends[0].text;
 }
 
+/// Four ranks on two GPUs or fewer: no context is ended, and NCCL's kernels end as they are given
+/// up.
+TEST(NcclNodes, ranks_that_share_gpus_report_a_killed_one) {
+  const auto ends =
+      test::run_until_rank_1_dies(4, SimulatedHosts{2}, Death::before_the_third_call, 10);
+  EXPECT_EQ(ends[1].signal, SIGKILL);
+  for (const std::int32_t r : {0, 2, 3}) {
+    const std::string& text = ends[at(r)].text;
+    EXPECT_EQ(text.find("still running"), std::string::npos) << text;
+    EXPECT_NE(text.find("dispatch: rank"), std::string::npos) << "rank " << r << ": " << text;
+  }
+}
+
 }  // namespace
 }  // namespace waybill

@@ -9,20 +9,47 @@ constexpr int threads = 256;
 
 __device__ std::uint64_t epoch_of(const LegParams& p) { return p.state->epoch + 1; }
 
+__device__ bool is_given_up(const std::uint32_t* flag) {
+  return *static_cast<const volatile std::uint32_t*>(flag) != 0;
+}
+
+/// Without a trap this kernel must not end before the host has given up what is behind it, as that
+/// would send rows that are not there.
+__device__ void report_and_stay(const PhaseWaits& phase, const FaultSink& sink, std::int32_t peer,
+                                std::uint64_t wanted, std::uint64_t seen, std::uint64_t waited_ns,
+                                FaultKind kind) {
+  const std::int32_t rank = phase.leg.rank;
+  if (sink.traps) report_and_trap(sink, kind, rank, peer, wanted, seen, waited_ns);
+  report(sink, kind, rank, peer, wanted, seen, waited_ns);
+  while (!is_given_up(phase.given_up)) __nanosleep(100'000);
+}
+
+__device__ void await_slot(const PhaseWaits& phase, const std::uint64_t* flag, std::uint64_t wanted,
+                           std::int32_t peer, const FaultSink& sink) {
+  const std::uint64_t start = now_ns();
+  for (;;) {
+    const std::uint64_t seen = load_acquire(flag);
+    if (seen >= wanted || is_given_up(phase.given_up)) return;
+    const std::uint64_t waited = now_ns() - start;
+    if (waited > sink.timeout_ns)
+      return report_and_stay(phase, sink, peer, wanted, seen, waited, phase.leg.kind);
+  }
+}
+
 __global__ void __launch_bounds__(threads)
     phase_waits_kernel(const __grid_constant__ PhaseWaits phase) {
   const LegParams& p = phase.leg;
   const std::uint64_t epoch = epoch_of(p);
   if (epoch % 2 != p.parity)
-    report_and_trap(p.sink, FaultKind::parity, p.rank, p.rank, p.parity, epoch, 0);
+    report_and_stay(phase, p.sink, p.rank, p.parity, epoch, 0, FaultKind::parity);
   for (int w = static_cast<int>(threadIdx.x); w < phase.count; w += threads) {
     const BatchSlot slot = phase.waits[w];
     if (slot.rank == p.world_size) {
       FaultSink sink = p.sink;
       sink.timeout_ns *= own_rows_patience;
-      await(p.tables.ready + slot.slot, epoch, p.kind, p.rank, p.rank, sink);
+      await_slot(phase, p.tables.ready + slot.slot, epoch, p.rank, sink);
     } else {
-      await(p.slots + slot.slot, epoch, p.kind, p.rank, slot.rank, p.sink);
+      await_slot(phase, p.slots + slot.slot, epoch, slot.rank, p.sink);
     }
   }
 }
@@ -32,7 +59,7 @@ __global__ void __launch_bounds__(threads)
   const LegParams& p = phase.leg;
   const std::uint64_t epoch = epoch_of(p);
   // Whoever waits for what has not arrived says so when its deadline comes.
-  const bool arrived = *static_cast<const volatile std::uint32_t*>(phase.given_up) == 0;
+  const bool arrived = !is_given_up(phase.given_up);
   __threadfence_system();
   const int count = phase.num_slots + phase.num_arrived;
   for (int i = static_cast<int>(threadIdx.x); arrived && i < count; i += threads) {

@@ -14,6 +14,7 @@ inline constexpr int max_phase_raises = 256;  ///< of one launch
 /// What must be raised before a phase.
 struct PhaseWaits {
   LegParams leg;
+  const std::uint32_t* given_up;  ///< host memory: not 0: nothing behind this is done any more
   std::int32_t count;
   BatchSlot waits[max_phase_waits];
 };

@@ -56,13 +56,26 @@ NcclCommunicator::NcclCommunicator(Bootstrap& bootstrap, const Topology& topolog
   try {
     start(bootstrap);
     do_together(bootstrap, starting, [&] { connect(topology); });
+    watch_ = std::jthread([this](const std::stop_token& stop) { watch(stop); });
   } catch (...) {
     abort();
     throw;
   }
 }
 
-NcclCommunicator::~NcclCommunicator() { abort(); }
+NcclCommunicator::~NcclCommunicator() {
+  watch_ = {};  // ends it
+  abort();
+}
+
+/// A kernel that has reported may have left the device to those that NCCL keeps waiting.
+void NcclCommunicator::watch(const std::stop_token& stop) {
+  while (!stop.stop_requested()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    if (!gpu_->has_fault()) continue;
+    return abort();
+  }
+}
 
 void NcclCommunicator::start(Bootstrap& bootstrap) {
   NcclUniqueId id{};
@@ -117,6 +130,8 @@ void NcclCommunicator::exchange(std::span<const NcclPiece> sent,
                                 std::span<const NcclPiece> received, cudaStream_t stream,
                                 std::string_view operation) {
   if (sent.empty() && received.empty()) return;
+  const std::lock_guard lock(mutex_);
+  require_alive(operation);
   NcclResult result = api_->group_start();
   const auto add = [&](NcclResult added) {
     if (is_good(result)) result = added;
@@ -140,8 +155,9 @@ void NcclCommunicator::settle(std::string_view doing) const {
   const bool done = poll_until(patience_s_, [&] {
     const NcclResult asked = api_->get_async_error(comm_, &state);
     if (asked != NcclResult::success) state = asked;
-    return state != NcclResult::in_progress;
+    return state != NcclResult::in_progress || gpu_->has_fault();
   });
+  gpu_->throw_fault(doing);
   if (!done) {
     throw TransportError(concat(doing, ": rank ", rank_, " waited ", patience_s_,
                                 " s for NCCL, which waits for other ranks (NCCL_SOCKET_IFNAME "
@@ -150,7 +166,14 @@ void NcclCommunicator::settle(std::string_view doing) const {
   if (state != NcclResult::success) fail(state, doing);
 }
 
+void NcclCommunicator::require_alive(std::string_view doing) const {
+  gpu_->throw_fault(doing);
+  if (comm_ == nullptr) throw TransportError(concat(doing, ": NCCL was given up"));
+}
+
 void NcclCommunicator::check(std::string_view operation) const {
+  const std::lock_guard lock(mutex_);
+  require_alive(operation);
   NcclResult state = NcclResult::success;
   const NcclResult asked = api_->get_async_error(comm_, &state);
   if (asked != NcclResult::success) state = asked;
@@ -169,6 +192,7 @@ void NcclCommunicator::fail(NcclResult result, std::string_view doing) const {
 /// NCCL then waits for threads of its own, which a lost device may hold up: they are left to the
 /// end of the process.
 void NcclCommunicator::abort() noexcept {
+  const std::lock_guard lock(mutex_);
   if (comm_ == nullptr) return;
   *static_cast<volatile std::uint32_t*>(given_up_.get()) = 1;
   try {

@@ -64,6 +64,7 @@ class NcclLeg final : public NetworkLeg {
       const auto some = waits.first(std::min<std::size_t>(waits.size(), max_phase_waits));
       PhaseWaits launch{};
       launch.leg = params;
+      launch.given_up = communicator_->given_up();
       launch.count = static_cast<std::int32_t>(some.size());
       std::ranges::copy(some, launch.waits);
       gpu_->check(launch_phase_waits(launch, stream_), "launching a kernel", call_.operation);
