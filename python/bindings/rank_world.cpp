@@ -26,7 +26,9 @@ RankWorld::Call::Call(RankWorld& rank, const char* who) : rank_(rank) {
 }
 
 void RankWorld::meet(const char* operation, Stream stream) {
-  if (in_step_ && !world_.executor().is_capturing(stream)) world_.transport().barrier(operation);
+  if (!in_step_ || world_.executor().is_capturing(stream)) return;
+  usability_.check(operation);
+  usability_.guard([&] { world_.transport().barrier(operation); });
 }
 
 void RankWorld::discard(ReadyPlan plan) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "waybill/runtime/sequence_dispatcher.h"
+#include "waybill/runtime/usability.h"
 #include "waybill/runtime/world.h"
 
 namespace waybill::python {
@@ -44,8 +45,8 @@ class RankWorld {
   /// Around what queues work that waits for other ranks. What a thread loads, allocates or copies
   /// at other times may stop until any device of the process is idle. So no device is left waiting
   /// for a thread that may do such things: all ranks queue their parts, then all go on. A rank that
-  /// does not come is a Timeout before anything is queued, and no device is lost. Nothing is done
-  /// while `stream` is captured.
+  /// does not come is a Timeout before anything is queued, and no device is lost; this rank's world
+  /// is of no use then. Nothing is done while `stream` is captured.
   void meet(const char* operation, Stream stream);
 
   /// To be destroyed in the rank's next call.
@@ -59,6 +60,7 @@ class RankWorld {
   World world_;
   int device_;
   bool in_step_;
+  detail::Usability usability_{"world"};
   std::atomic_flag busy_;
   std::mutex mutex_;
   std::vector<ReadyPlan> dead_plans_;

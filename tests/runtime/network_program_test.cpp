@@ -41,8 +41,9 @@ void expect_apart(const SequencePlan& plan, const Topology& topology) {
 /// @return puts of all ranks
 std::int64_t check_split(const NodeCase& node, SequenceOperation operation,
                          std::int64_t batch_bytes) {
-  const auto whole = plans_of(node, operation, {.batch_bytes = batch_bytes});
-  const auto split = plans_of(node, operation, {.batch_bytes = batch_bytes, .split_network = true});
+  const auto whole = plans_of(node, operation, {.local_apart = true, .batch_bytes = batch_bytes});
+  const auto split = plans_of(
+      node, operation, {.local_apart = true, .batch_bytes = batch_bytes, .split_network = true});
   const auto tensors = tensors_of(whole);
   PlanReplay expected(whole, tensors);
   PlanReplay got(split, tensors);
@@ -101,7 +102,8 @@ TEST(NetworkProgram, local_rows_stay_apart) {
                                                    KvLayout::per_rank))};
   the.q = {DType::float32, 2048};
   const NodeCase node(std::move(the), topology, {});
-  const auto plans = plans_of(node, SequenceOperation::dispatch, {.split_network = true});
+  const auto plans =
+      plans_of(node, SequenceOperation::dispatch, {.local_apart = true, .split_network = true});
   EXPECT_FALSE(plans[0].local_segments.empty());
   EXPECT_GT(check_split(node, SequenceOperation::dispatch, 0), 4);
 }

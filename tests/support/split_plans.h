@@ -22,8 +22,7 @@ inline std::vector<SequencePart> parts_of(const NodeCase& node, SequenceOperatio
 /// The plans of all ranks, with small chunks and every relay.
 inline std::vector<SequencePlan> plans_of(const NodeCase& node, SequenceOperation operation,
                                           SequencePlanOptions options) {
-  options.chunk_bytes = node.the.name == "long" ? 8192 : 64;
-  options.local_apart = true;
+  options.chunk_bytes = 64;
   options.ranks_per_node = node.topology.ranks_per_node;
   options.relay = RelayUse::always;
   const auto parts = parts_of(node, operation);
