@@ -134,6 +134,17 @@ if [[ $plain == yes && $filter == '*' && -x $programs/launch ]]; then
   fi
   export WAYBILL_TEST_RANKS
   launches --gpu
+  if ((WAYBILL_TEST_RANKS % 2 == 0)); then
+    launch_nodes=$("$(dirname "$0")/start_ranks.sh" -n "$WAYBILL_TEST_RANKS" --nodes 2 \
+      "$programs/launch" --nccl 2>&1) || true
+    if [[ $(grep -c "came home" <<<"$launch_nodes") == "$WAYBILL_TEST_RANKS" ]]; then
+      echo "test_gpu: launch on two simulated hosts over NCCL: ok"
+      num_passed=$((num_passed + 1))
+    else
+      echo "$launch_nodes"
+      failed+=("launch --nccl")
+    fi
+  fi
   if [[ -f $programs/libwaybill_nvshmem.so ]]; then launches --nvshmem; fi
 fi
 if ((num_passed + ${#failed[@]} == 0)); then

@@ -99,11 +99,6 @@ class GpuProcessTransport final : public GpuTransport {
     GpuTransport::signal(peer, slot, epoch);
   }
 
-  /// Where not all is mapped nothing carries rows to other nodes.
-  [[nodiscard]] std::unique_ptr<NetworkLeg> make_network_leg() override {
-    return network_ != nullptr ? nullptr : GpuTransport::make_network_leg();
-  }
-
  private:
   [[nodiscard]] bool is_mapped(std::int32_t r) const {
     return first_mapped_ <= r && r < first_mapped_ + num_mapped_;
