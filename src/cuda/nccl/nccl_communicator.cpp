@@ -56,7 +56,8 @@ NcclCommunicator::NcclCommunicator(Bootstrap& bootstrap, const Topology& topolog
   try {
     start(bootstrap);
     do_together(bootstrap, starting, [&] { connect(topology); });
-    watch_ = std::jthread([this](const std::stop_token& stop) { watch(stop); });
+    if (!gpu_->sink(1).traps)
+      watch_ = std::jthread([this](const std::stop_token& stop) { watch(stop); });
   } catch (...) {
     abort();
     throw;
@@ -68,7 +69,7 @@ NcclCommunicator::~NcclCommunicator() {
   abort();
 }
 
-/// A kernel that has reported may have left the device to those that NCCL keeps waiting.
+/// Where a report does not end the context, it leaves the device to what NCCL keeps waiting there.
 void NcclCommunicator::watch(const std::stop_token& stop) {
   while (!stop.stop_requested()) {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -92,8 +93,8 @@ void NcclCommunicator::start(Bootstrap& bootstrap) {
     const NcclResult result =
         api_->init_rank(&comm_, bootstrap.world_size(), id, to_int(rank_), &config);
     if (!is_good(result)) fail(result, "starting NCCL");
-    settle("starting NCCL");
-  });
+  });  // what fails at once is said to those that would wait for it
+  do_together(bootstrap, starting, [&] { settle("starting NCCL"); });
 }
 
 /// NCCL connects two ranks when they first talk, for which it allocates memory and waits for the

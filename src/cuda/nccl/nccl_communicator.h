@@ -26,8 +26,8 @@ struct NcclPiece {
 
 /// All ranks of a world in one communicator of NCCL, connected to those of other nodes. NCCL is
 /// asked without blocking, so that every wait of the host has a deadline. Its waits on the device
-/// have none of their own: a kernel that has one must wait for their effect, and when a kernel of
-/// this rank reports that its wait is over, all that NCCL has under way is given up.
+/// have none of their own: a kernel that has one must wait for their effect. What it reports ends
+/// the context, or where it does not (FaultSink::traps), all that NCCL has under way is given up.
 class NcclCommunicator {
  public:
   /// Collective. Starts NCCL and sends a message between every two ranks of different nodes, after
