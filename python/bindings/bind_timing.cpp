@@ -43,6 +43,7 @@ StepTransfer transfer_from_name(std::string_view name) {
 void set_costs(const nb::dict& given, StepCosts& costs) {
   set(given, "phase_seconds", costs.phase_seconds);
   set(given, "pull_share", costs.pull_share);
+  set(given, "forward_share", costs.forward_share);
   set(given, "network_message_seconds", costs.network_message_seconds);
   set(given, "forward_chunk_bytes", costs.forward_chunk_bytes);
   set(given, "forward_flops_per_second", costs.forward_flops_per_second);

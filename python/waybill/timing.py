@@ -208,6 +208,7 @@ def predict_step(
     pairs_per_second: Optional[float] = None,
     phase_seconds: float = 11e-6,
     pull_share: float = 325 / 345,
+    forward_share: float = 0.72,
     network_message_seconds: float = 3e-6,
     forward_chunk_bytes: int = 0,
     forward_flops_per_second: float = 600e12,
@@ -226,6 +227,7 @@ def predict_step(
             operations a second.
         phase_seconds: a phase in which nothing moves.
         pull_share: speed of a pull over that of a push, NVLink.
+        forward_share: NVLink speed of a rank that forwards rows over it, over that of a push.
         forward_chunk_bytes: pieces in which rows are forwarded; 0: as SequenceDispatcher cuts them.
 
     Raises:
@@ -234,6 +236,7 @@ def predict_step(
     given: dict[str, Any] = {
         "phase_seconds": float(phase_seconds),
         "pull_share": float(pull_share),
+        "forward_share": float(forward_share),
         "network_message_seconds": float(network_message_seconds),
         "forward_chunk_bytes": int64(forward_chunk_bytes, "predict_step: forward_chunk_bytes"),
         "forward_flops_per_second": float(forward_flops_per_second),

@@ -58,6 +58,7 @@ ExpertBoardLayout expert_board_layout(const EPConfig& config, const EPDispatchOp
   layout.forward_weights = parts.take(tokens * config.topk * dtype_bytes(config.weight_dtype));
   layout.forward_ids = parts.take(tokens * config.topk * int_bytes);
   layout.shares = parts.take(tokens * config.hidden * dtype_bytes(config.token_dtype));
+  layout.sums = parts.take(tokens * config.hidden * dtype_bytes(config.token_dtype));
   layout.total = parts.total();
   return layout;
 }

@@ -25,7 +25,7 @@ class TransferClock {
         way_(way),
         nodes_(nodes),
         costs_(options.costs),
-        nvlink_speed_(options.hardware.nvlink_bytes_per_second * nvlink_share),
+        most_nvlink_speed_(options.hardware.nvlink_bytes_per_second * nvlink_share),
         network_speed_(options.hardware.network_bytes_per_second),
         nvlink_message_(options.hardware.message_seconds) {}
 
@@ -33,6 +33,7 @@ class TransferClock {
     const std::size_t world_size = at(nodes_.world_size);
     phase.links = set_.links;
     phase.seconds.resize(world_size);
+    find_forwarders();
     own_.resize(world_size);
     done_.resize(world_size);
     sent_.resize(world_size);
@@ -63,9 +64,17 @@ class TransferClock {
   }
 
  private:
+  void find_forwarders() {
+    nvlink_speed_.assign(at(nodes_.world_size), most_nvlink_speed_);
+    for (const Flow& flow : set_.flows) {
+      if (flow.after < 0 || !nodes_.same(flow.src, flow.dst)) continue;
+      nvlink_speed_[at(flow.src)] = most_nvlink_speed_ * costs_.forward_share;
+    }
+  }
+
   LinkSeconds link_seconds(const LinkBytes& bytes, std::size_t rank) const {
     const auto nvlink = [&](std::int64_t num_bytes, std::int32_t peers) {
-      return static_cast<double>(num_bytes) / nvlink_speed_ + peers * nvlink_message_;
+      return static_cast<double>(num_bytes) / nvlink_speed_[rank] + peers * nvlink_message_;
     };
     const auto network = [&](std::int64_t num_bytes, std::int32_t peers) {
       return static_cast<double>(num_bytes) / network_speed_ +
@@ -105,7 +114,7 @@ class TransferClock {
     const Flow& flow = set_.flows[i];
     const auto chunk = static_cast<double>(std::min(flow.bytes, piece_[at(home_[i])]));
     return nodes_.same(flow.src, flow.dst)
-               ? chunk / nvlink_speed_ + nvlink_message_
+               ? chunk / nvlink_speed_[at(flow.src)] + nvlink_message_
                : chunk / network_speed_ + costs_.network_message_seconds;
   }
 
@@ -150,9 +159,10 @@ class TransferClock {
   FlowWay way_;
   const NodeMap& nodes_;
   const StepCosts& costs_;
-  double nvlink_speed_;
+  double most_nvlink_speed_;
   double network_speed_;
   double nvlink_message_;
+  std::vector<double> nvlink_speed_;  // [W]
   std::vector<LinkSeconds> own_;
   std::vector<std::int32_t> home_;   // [flows] where its rows come from
   std::vector<std::int64_t> piece_;  // [W] bytes of a piece of a home's rows

@@ -12,11 +12,7 @@ using test::check_golden_cases;
 using test::check_random;
 using test::check_random_orders;
 using test::config_of;
-
-EPConfig on_nodes(EPConfig config, std::int32_t ranks_per_node) {
-  config.local_world_size = ranks_per_node;
-  return config;
-}
+using test::on_nodes;
 
 /// num_nodes nodes of ranks_per_node ranks.
 EPConfig small(std::int32_t num_nodes, std::int32_t ranks_per_node, std::int64_t max_tokens = 70) {

@@ -71,22 +71,30 @@ inline void check_round(ExpertRig& rig, DeviceArena& arena, const Round& round, 
   }
 }
 
+/// All rounds on one layer of a rank.
+inline void run_rounds(World& world, const EPConfig& config, const EPDispatchOptions& options,
+                       const std::vector<Round>& rounds, const std::vector<int>& sms) {
+  DeviceArena arena(world, round_arena_bytes);
+  ExpertRig rig(world, config, options, most_recv_rows(config, options), sms[0]);
+  for (std::size_t i = 0; i < rounds.size(); ++i) {
+    rig.use_sms(sms[i % sms.size()]);
+    check_round(rig, arena, rounds[i], i < 6);
+    if (testing::Test::HasFailure()) break;
+  }
+  world.barrier();
+}
+
 inline void check_rounds(const EPConfig& config, const EPDispatchOptions& options,
                          const std::vector<Round>& rounds, const std::vector<int>& sms) {
-  const std::int64_t capacity = most_recv_rows(config, options);
   run_gpu_thread_world(
-      config.world_size,
-      [&](World& world) {
-        DeviceArena arena(world, round_arena_bytes);
-        ExpertRig rig(world, config, options, capacity, sms[0]);
-        for (std::size_t i = 0; i < rounds.size(); ++i) {
-          rig.use_sms(sms[i % sms.size()]);
-          check_round(rig, arena, rounds[i], i < 6);
-          if (testing::Test::HasFailure()) break;
-        }
-        world.barrier();
-      },
+      config.world_size, [&](World& world) { run_rounds(world, config, options, rounds, sms); },
       options_of(config));
+}
+
+/// The same config on nodes of so many ranks.
+inline EPConfig on_nodes(EPConfig config, std::int32_t ranks_per_node) {
+  config.local_world_size = ranks_per_node;
+  return config;
 }
 
 inline EPConfig config_of(std::int32_t world_size, std::int32_t num_experts, std::int32_t topk,

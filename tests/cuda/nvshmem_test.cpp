@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "cuda/gpu_expert_rounds.h"
 #include "cuda/gpu_nodes.h"
 #include "cuda/gpu_processes.h"
 #include "cuda/gpu_transport_step.h"
@@ -92,6 +93,30 @@ void check_nodes(const Topology& topology) {
 
 TEST(NvshmemNodes, two_nodes_of_one_equal_the_simulation) { check_nodes({2, 1}); }
 TEST(NvshmemNodes, two_nodes_of_two_equal_the_simulation) { check_nodes({4, 2}); }
+
+void check_experts(const EPConfig& config, const EPDispatchOptions& options, std::uint64_t number) {
+  if (num_ranks() < config.world_size) GTEST_SKIP() << "needs " << config.world_size << " GPUs";
+  Random random(number);
+  const auto rounds = test::random_rounds(config, options, 8, random);
+  test::expect_no_errors(test::run_gpu_processes(
+      config.world_size,
+      [&](std::shared_ptr<Bootstrap> bootstrap, int device) {
+        return make_nvshmem_world(std::move(bootstrap), device, config.local_world_size);
+      },
+      [&](World& world) {
+        test::run_rounds(world, config, options, rounds, {8, 1});
+      }));
+}
+
+TEST(NvshmemNodes, experts_on_two_nodes_of_one) {
+  check_experts(test::on_nodes(test::config_of(2, 12, 4, 90, 256), 1), {}, 131);
+  check_experts(test::on_nodes(test::config_of(2, 64, 8, 130, 7168), 1), {}, 132);
+  check_experts(test::on_nodes(test::config_of(2, 12, 4, 60, 512), 1),
+                {.rows = EPRows::compact, .payload = EPPayload::quantized}, 133);
+}
+TEST(NvshmemNodes, experts_on_two_nodes_of_two) {
+  check_experts(test::on_nodes(test::config_of(4, 16, 4, 90, 256), 2), {}, 134);
+}
 
 TEST(NvshmemNodes, a_killed_rank_of_another_node_is_named) {
   if (num_ranks() < 2) GTEST_SKIP() << "needs 2 GPUs";

@@ -16,6 +16,7 @@ inline StepOptions round_options() {
                       .message_seconds = 3};
   options.costs = {.phase_seconds = 7,
                    .pull_share = 0.5,
+                   .forward_share = 1,
                    .network_message_seconds = 5,
                    .forward_chunk_bytes = 100,
                    .forward_flops_per_second = 50 * 40,

@@ -39,6 +39,7 @@ struct ExpertBoardLayout {
   std::int64_t forward_weights = 0;  ///< [N, M, topk] weight_dtype
   std::int64_t forward_ids = 0;      ///< [N, M, topk] int32, a dropped choice num_experts
   std::int64_t shares = 0;           ///< [N, M, hidden] token_dtype: sums of node n, by token
+  std::int64_t sums = 0;             ///< the same of this node, on their way to node n; on GPUs
   std::int64_t total = 0;
 };
 [[nodiscard]] ExpertBoardLayout expert_board_layout(const EPConfig& config,
@@ -51,8 +52,9 @@ enum class ExpertSignal : std::uint8_t {
   forwarded,  ///< several nodes: tokens, ids and weights for this rank to forward have arrived
   arrived,    ///< this rank has written all its rows into the windows of its node
   shared,     ///< several nodes: sums of this rank's node have arrived
+  posted,     ///< several nodes, on GPUs: ids and weights have arrived, rows not yet
 };
-inline constexpr std::int64_t num_expert_signals = 4;
+inline constexpr std::int64_t num_expert_signals = 5;
 
 /// The symmetric memory of a layer. Windows take turns; the board and the signals stay.
 struct ExpertMemory {

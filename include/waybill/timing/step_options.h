@@ -27,6 +27,9 @@ struct StepCosts {
   /// Speed of a pull over that of a push, NVLink: the gradients of K and V are pulled. Measured:
   /// 325 to 345.
   double pull_share = 325.0 / 345.0;
+  /// NVLink speed of a rank that forwards rows over it, over that of a push: it reads again what
+  /// has arrived, and waits for it. Measured, 4 x H200, two plans: 0.74 and 0.68.
+  double forward_share = 0.72;
   /// As HardwareFacts::message_seconds, between nodes. Nominal.
   double network_message_seconds = 3e-6;
   /// Rows are forwarded in pieces of this size: each rank on the way adds the time of one piece and

@@ -112,7 +112,7 @@ class GpuExecutor final : public Executor {
   std::unique_ptr<ExpertExecutor> make_expert_executor(const EPConfig& config,
                                                        const EPDispatchOptions& options,
                                                        const ExpertMemory& memory) override {
-    return make_gpu_expert_executor(transport_, gpu_, share_, config, options, memory);
+    return make_gpu_expert_executor(transport_, gpu_, share_, leg_.get(), config, options, memory);
   }
 
   void synchronize(Stream stream) override {

@@ -9,14 +9,11 @@
 #include "gpu_expert_nodes.h"
 #include "gpu_expert_params.h"
 #include "gpu_expert_tables.h"
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
 #include "waybill/runtime/executor.h"
 
 namespace waybill::cuda {
 namespace {
-
-using waybill::detail::at;
 
 constexpr int default_sms = 16;
 
@@ -24,8 +21,7 @@ cudaStream_t stream_of(const ExpertCall& call) {
   return call.stream == nullptr ? nullptr : static_cast<cudaStream_t>(call.stream->handle);
 }
 
-void check_supported(const Transport& transport, const EPConfig& config,
-                     const ExpertMemory& memory) {
+void check_supported(const Transport& transport, const NetworkLeg* leg, const EPConfig& config) {
   const std::int32_t world = config.world_size;
   if (world > max_gpu_ranks) {
     throw Unsupported(
@@ -43,18 +39,28 @@ void check_supported(const Transport& transport, const EPConfig& config,
                                " is on another node, expected ranks that reach each other by load "
                                "and store"));
     }
-    if (memory.board.memory[at(r)] == nullptr) {
-      throw Unsupported(concat("experts on GPUs: the memory of rank ", r, " on node ", r / local,
-                               " is not mapped here, expected nodes of one host in a world of "
-                               "gpu threads or gpu processes; NVSHMEM and NCCL do not carry "
-                               "experts between nodes yet"));
-    }
+  }
+  if (config.is_intra_node()) return;
+  if (leg == nullptr) {
+    throw Unsupported(concat("experts on GPUs: ", config.num_nodes(),
+                             " nodes, expected one: this world does not carry rows between nodes"));
+  }
+  if (!leg->follows_tables()) {
+    throw Unsupported(concat("experts on GPUs: ", config.num_nodes(),
+                             " nodes, expected one: what is sent between them is known to the "
+                             "device alone, and the wire of this world (NCCL) must be told by the "
+                             "host; NVSHMEM, and nodes of one host, can do it"));
+  }
+  const std::int32_t of_world = transport.topology().ranks_per_node;
+  if (local != of_world) {
+    throw Unsupported(concat("experts on GPUs: local_world_size = ", local, ", expected ", of_world,
+                             ", as the nodes of the world"));
   }
 }
 
 class GpuExpertExecutor final : public ExpertExecutor {
  public:
-  GpuExpertExecutor(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,
+  GpuExpertExecutor(Transport& transport, std::shared_ptr<GpuRank> gpu, int share, NetworkLeg* leg,
                     const EPConfig& config, const EPDispatchOptions& options,
                     const ExpertMemory& memory)
       : transport_(transport),
@@ -67,7 +73,8 @@ class GpuExpertExecutor final : public ExpertExecutor {
         pool_(std::make_shared<TablePool>(gpu_)) {
     const bool nodes = !config_.is_intra_node();
     if (nodes) {
-      nodes_ = std::make_unique<ExpertNodes>(transport, gpu_, config_, options_, memory_, params_);
+      nodes_ =
+          std::make_unique<ExpertNodes>(transport, gpu_, *leg, config_, options_, memory_, params_);
     }
     cuda_check(prepare_route(nodes), "loading kernels");
     cuda_check(prepare_stage(config_.token_dtype), "loading kernels");
@@ -95,7 +102,6 @@ class GpuExpertExecutor final : public ExpertExecutor {
     const int blocks = route_blocks(params.shape, num_sms(call));
     // No event here: the rows' kernel begins early only right behind this one.
     check(launch_route(params, blocks, stream_of(call)), call);
-    if (nodes_ != nullptr) nodes_->note_runs(call, *tables);
     return tables;
   }
 
@@ -120,8 +126,11 @@ class GpuExpertExecutor final : public ExpertExecutor {
     params.tokens = input.tokens.data;
     params.scales = input.scales.data;
     if (options_.payload == EPPayload::quantized) quantize(call, input, params);
+    int blocks = num_sms(call);
     if (nodes_ != nullptr) {
-      nodes_->exchange_rows(call, input, the, num_sms(call));
+      const int of_leg = ExpertNodes::leg_sms(blocks);
+      nodes_->start_rows(call, input, the, of_leg);
+      blocks = std::max(1, blocks - of_leg);
       params.tokens = memory_.board.local + memory_.board_layout.forward_rows;
       params.scales = options_.payload == EPPayload::plain
                           ? nullptr
@@ -133,12 +142,15 @@ class GpuExpertExecutor final : public ExpertExecutor {
         common_word({address_of(params.tokens), row_bytes, address_of(params.scales), scale_bytes});
     const bool bulk = gpu_->has_bulk_copies() && word == 16;
     params.cuts = cut_rows(row_bytes, static_cast<std::int32_t>(scale_bytes), bulk, word);
-    const int blocks = num_sms(call);
     params.num_senders = num_sending_blocks(config_, options_, blocks, params.shape.num_tokens);
     // Early blocks take room from the route of a rank on the same device. On several nodes others
     // kernels come between.
     const bool early = share_ == 1 && options_.payload != EPPayload::quantized && nodes_ == nullptr;
     check(launch_rows(params, {bulk, early, blocks}, stream_of(call)), call);
+    if (nodes_ != nullptr) {
+      if (!the.are_filled) nodes_->note_runs(call, the);
+      nodes_->finish_rows(call);
+    }
     the.are_filled = true;
     the.note_use(stream_of(call), capturing);
   }
@@ -148,19 +160,12 @@ class GpuExpertExecutor final : public ExpertExecutor {
     begin(call);
     const auto& the = static_cast<const GpuExpertTables&>(tables);
     if (input.rows.shape[0] > 0) stage(call, input, the);
-    CombineParams params = params_.combine(call, input, the);
+    const CombineParams params = params_.combine(call, input, the);
     if (nodes_ != nullptr) {
-      nodes_->meet(call);
-      params.output = nodes_->sums();
+      combine_nodes(call, input, the, params);
+    } else {
+      sum(params, num_sms(call), call);
     }
-    const bool bulk =
-        gpu_->has_bulk_copies() &&
-        common_word({params.row_bytes, address_of(params.output), address_of(params.biases[0]),
-                     address_of(params.biases[1])}) == 16;
-    check(launch_combine(params, config_.token_dtype, config_.weight_dtype, bulk, num_sms(call),
-                         stream_of(call)),
-          call);
-    if (nodes_ != nullptr) nodes_->add_shares(call, input, the, num_sms(call));
     const_cast<GpuExpertTables&>(the).note_use(stream_of(call), is_capturing(call));
   }
 
@@ -182,6 +187,41 @@ class GpuExpertExecutor final : public ExpertExecutor {
   void resume(const ExpertCall& call) const {
     gpu_->use();
     gpu_->throw_fault(call.operation);
+  }
+
+  void sum(const CombineParams& params, int blocks, const ExpertCall& call) const {
+    const bool bulk =
+        gpu_->has_bulk_copies() &&
+        common_word({params.row_bytes, address_of(params.output), address_of(params.biases[0]),
+                     address_of(params.biases[1])}) == 16;
+    check(launch_combine(params, config_.token_dtype, config_.weight_dtype, bulk, blocks,
+                         stream_of(call)),
+          call);
+  }
+
+  /// Sums of other nodes' tokens first, which travel while those of this node are made.
+  void combine_nodes(const ExpertCall& call, const ExpertCombineInput& input,
+                     const GpuExpertTables& tables, const CombineParams& all) const {
+    const int sms = num_sms(call);
+    const int of_leg = ExpertNodes::leg_sms(sms);
+    const std::int32_t own = config_.rank / config_.local_world_size;
+    const auto sum_nodes = [&](std::int32_t first, std::int32_t count, int blocks) {
+      if (count == 0) return;
+      CombineParams part = all;
+      const std::int64_t token = first * config_.max_tokens;
+      const std::int64_t entry = token * config_.topk;
+      part.shape.num_tokens = static_cast<std::int32_t>(count * config_.max_tokens);
+      part.places += entry;
+      if (part.weights != nullptr) part.weights += entry * dtype_bytes(config_.weight_dtype);
+      part.output = nodes_->sums() + token * all.row_bytes;
+      sum(part, blocks, call);
+    };
+    nodes_->meet(call, tables, sms);
+    sum_nodes(0, own, sms);
+    sum_nodes(own + 1, config_.num_nodes() - own - 1, sms);
+    nodes_->start_shares(call, tables, of_leg);
+    sum_nodes(own, 1, std::max(1, sms - of_leg));
+    nodes_->add_shares(call, input, tables);
   }
 
   void throw_bad_inputs() const {
@@ -281,12 +321,12 @@ int num_sending_blocks(const EPConfig& config, const EPDispatchOptions& options,
 
 std::unique_ptr<ExpertExecutor> make_gpu_expert_executor(Transport& transport,
                                                          std::shared_ptr<GpuRank> gpu, int share,
-                                                         const EPConfig& config,
+                                                         NetworkLeg* leg, const EPConfig& config,
                                                          const EPDispatchOptions& options,
                                                          const ExpertMemory& memory) {
   gpu->use();
-  check_supported(transport, config, memory);
-  return std::make_unique<GpuExpertExecutor>(transport, std::move(gpu), share, config, options,
+  check_supported(transport, leg, config);
+  return std::make_unique<GpuExpertExecutor>(transport, std::move(gpu), share, leg, config, options,
                                              memory);
 }
 

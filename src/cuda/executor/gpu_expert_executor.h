@@ -2,6 +2,7 @@
 
 #include <memory>
 
+#include "../network/network_leg.h"
 #include "gpu_rank.h"
 #include "waybill/runtime/expert_executor.h"
 #include "waybill/transport/transport.h"
@@ -9,11 +10,13 @@
 namespace waybill::cuda {
 
 /// One layer of experts on a rank of a GPU world. Collective. @param share ranks on this device
-/// @throws Unsupported for ranks that do not reach each other by load and store, and for more
-///   experts than shared memory counts
+/// @param leg what crosses between nodes goes with it; null: nothing carries rows there
+/// @throws Unsupported for ranks of a node that do not reach each other by load and store, for
+///   several nodes without a leg or other ones than the world's, and for more experts than shared
+///   memory counts
 [[nodiscard]] std::unique_ptr<ExpertExecutor> make_gpu_expert_executor(
-    Transport& transport, std::shared_ptr<GpuRank> gpu, int share, const EPConfig& config,
-    const EPDispatchOptions& options, const ExpertMemory& memory);
+    Transport& transport, std::shared_ptr<GpuRank> gpu, int share, NetworkLeg* leg,
+    const EPConfig& config, const EPDispatchOptions& options, const ExpertMemory& memory);
 
 /// Blocks of a dispatch that send before they receive: as many as the links take, and a share of
 /// `blocks` like that of rows that are sent among all; of few tokens all blocks send.

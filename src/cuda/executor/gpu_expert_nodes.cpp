@@ -1,11 +1,13 @@
 #include "gpu_expert_nodes.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "../moe/launch.h"
 #include "../moe/nodes_launch.h"
 #include "cuda_check.h"
 #include "waybill/core/at.h"
+#include "waybill/core/error.h"
 #include "waybill/runtime/executor.h"
 
 namespace waybill::cuda {
@@ -17,30 +19,56 @@ cudaStream_t stream_of(const ExpertCall& call) {
   return call.stream == nullptr ? nullptr : static_cast<cudaStream_t>(call.stream->handle);
 }
 
-constexpr std::int64_t chunk_bytes = 2048;  // of what goes whole, for one warp
+static_assert(static_cast<int>(ExpertSignal::entered) == 0);  // see list_puts_kernel
+
+/// Puts of one leg, at most: a row and its scales each, or whole parts.
+std::int64_t most_puts(const EPConfig& config) {
+  const std::int64_t whole = 2 + config.max_tokens * config.topk * 8 / max_put_bytes;
+  return (config.num_nodes() - 1) * (max_node_parts * config.max_tokens + whole);
+}
 
 }  // namespace
 
-ExpertNodes::ExpertNodes(Transport& transport, std::shared_ptr<GpuRank> gpu, const EPConfig& config,
-                         const EPDispatchOptions& options, const ExpertMemory& memory,
-                         const ExpertParams& params)
+ExpertNodes::ExpertNodes(Transport& transport, std::shared_ptr<GpuRank> gpu, NetworkLeg& leg,
+                         const EPConfig& config, const EPDispatchOptions& options,
+                         const ExpertMemory& memory, const ExpertParams& params)
     : transport_(transport),
       gpu_(std::move(gpu)),
+      leg_(leg),
       config_(config),
       options_(options),
       memory_(memory),
       params_(params),
       own_node_(config.rank / config.local_world_size) {
   cuda_check(prepare_nodes(config_.token_dtype), "loading kernels");
-  const std::int64_t row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
-  sums_ = transport_.allocate(config_.num_nodes() * config_.max_tokens * row_bytes, "node sums");
-  posted_ = transport_.allocate_signals(config_.world_size, "node ids");
+  const std::int64_t steps = config_.num_nodes() - 1;
+  std::int64_t total = 0;
+  const auto take = [&](std::int64_t bytes) {
+    const std::int64_t here = total;
+    total += (bytes + 255) / 256 * 256;
+    return here;
+  };
+  const std::int64_t puts = take(most_puts(config_) * std::int64_t{sizeof(NetworkPut)});
+  const std::int64_t step_table = take(steps * std::int64_t{sizeof(NetworkStep)});
+  const std::int64_t waits = take(steps * std::int64_t{sizeof(BatchSlot)});
+  const std::int64_t signals = take(steps * std::int64_t{sizeof(BatchSlot)});
+  const std::int64_t done = take(steps * std::int64_t{sizeof(unsigned)});
+  const std::int64_t state = take(sizeof(LegState));
+  const std::int64_t num_puts = take(sizeof(std::int32_t));
+  program_memory_ = device_memory(total, gpu_->stream());
+  auto* const base = static_cast<std::byte*>(program_memory_.get());
+  program_ = {reinterpret_cast<LegState*>(base + state),
+              reinterpret_cast<std::int32_t*>(base + num_puts),
+              reinterpret_cast<NetworkStep*>(base + step_table),
+              reinterpret_cast<NetworkPut*>(base + puts),
+              reinterpret_cast<BatchSlot*>(base + waits),
+              reinterpret_cast<BatchSlot*>(base + signals)};
+  done_ = reinterpret_cast<unsigned*>(base + done);
 }
 
-ExpertNodes::~ExpertNodes() {
-  transport_.abandon(std::move(sums_.memory));
-  transport_.abandon(std::move(posted_.memory));
-}
+ExpertNodes::~ExpertNodes() { transport_.abandon({program_memory_}); }
+
+int ExpertNodes::leg_sms(int num_sms) { return std::clamp(num_sms / 4, 1, 8); }
 
 std::byte* ExpertNodes::own_rows() const {
   const std::int64_t row_bytes = config_.hidden * dtype_bytes(payload_dtype(config_, options_));
@@ -52,25 +80,28 @@ std::byte* ExpertNodes::own_scales() const {
          own_slice() * num_scales(config_, options_) * 4;
 }
 
-ExchangeParams ExpertNodes::exchange(const ExpertCall& call, const GpuExpertTables& tables,
-                                     FaultKind kind) const {
-  ExchangeParams params{};
+ListPutsParams ExpertNodes::puts(const ExpertCall& call, const GpuExpertTables& tables,
+                                 FaultKind kind, ExpertSignal signal) const {
+  ListPutsParams params{};
   params.m = params_.meet(call, kind);
   params.shape = params_.shape(tables);
+  params.begins = -1;
   params.filter = NodeFilter::all;
+  params.first_signal = static_cast<std::int32_t>(first_slot(signal));
+  params.out = program_;
   return params;
 }
 
 /// This rank's slice of a part of the board, to the same slice of the others.
-void ExpertNodes::add_array(ExchangeParams& params, std::int64_t part,
-                            std::int64_t row_bytes) const {
+void ExpertNodes::add_part(ListPutsParams& params, std::int64_t part,
+                           std::int64_t row_bytes) const {
   if (row_bytes == 0) return;
-  NodeArray& array = params.arrays[params.num_arrays++];
-  array.to = part + own_slice() * row_bytes;
-  array.from = memory_.board.local + array.to;
-  array.total_bytes = params.shape.num_tokens * row_bytes;
-  array.row_bytes = params.filter == NodeFilter::all ? chunk_bytes : row_bytes;
-  array.word_bytes = common_word({array.to, array.total_bytes, array.row_bytes});
+  const std::int64_t slice = part + own_slice() * row_bytes;
+  params.parts[params.num_parts++] = {.from = slice,
+                                      .from_node_bytes = 0,
+                                      .to = slice,
+                                      .row_bytes = row_bytes,
+                                      .total_bytes = params.shape.num_tokens * row_bytes};
 }
 
 void ExpertNodes::copy(std::byte* to, const ConstTensorView& from, std::int64_t row_bytes,
@@ -82,68 +113,86 @@ void ExpertNodes::copy(std::byte* to, const ConstTensorView& from, std::int64_t 
 }
 
 void ExpertNodes::add_weights(const ExpertCall& call, const ExpertDispatchInput& input,
-                              ExchangeParams& params) const {
+                              ListPutsParams& params) const {
   if (!is_given(input.weights)) return;
   const std::int64_t row_bytes = config_.topk * dtype_bytes(config_.weight_dtype);
   copy(memory_.board.local + memory_.board_layout.forward_weights + own_slice() * row_bytes,
        input.weights, row_bytes, call);
-  add_array(params, memory_.board_layout.forward_weights, row_bytes);
+  add_part(params, memory_.board_layout.forward_weights, row_bytes);
 }
 
-void ExpertNodes::run(const ExchangeParams& params, const std::uint64_t* signals,
-                      const ExpertCall& call, int num_sms) const {
-  PeerWire wire{};
-  const std::int64_t first = params.own_signals - signals;
-  const SignalPad& pad = signals == posted_.local ? posted_ : memory_.signals;
-  for (std::int32_t node = 0; node < config_.num_nodes(); ++node) {
-    const auto peer = at(node * config_.local_world_size + config_.rank % config_.local_world_size);
-    wire.boards[node] = static_cast<std::byte*>(memory_.board.memory[peer].get());
-    wire.signals[node] = static_cast<std::uint64_t*>(pad.memory[peer].get()) + first;
-  }
-  gpu_->check(launch_exchange(params, wire, num_sms, stream_of(call)), "launching a kernel",
-              call.operation);
+void ExpertNodes::start(const ListPutsParams& params, const ExpertCall& call, int num_sms) {
+  const cudaStream_t stream = stream_of(call);
+  gpu_->check(launch_list_puts(params, stream), "launching a kernel", call.operation);
+  leg_.start({.operation = call.operation,
+              .kind = params.m.meet.kind,
+              .arrival = params.begins >= 0 ? LegArrival::first : LegArrival::none,
+              .tables = {.num_puts = program_.num_puts,
+                         .steps = program_.steps,
+                         .puts = program_.puts,
+                         .waits = program_.waits,
+                         .signals = program_.signals,
+                         .done = done_,
+                         .ready = nullptr},
+              .state = program_.state,
+              .plan = nullptr,
+              .window = &memory_.board,
+              .slots = &memory_.signals,
+              .first_slot = 0,
+              .arrivals = &memory_.signals,
+              .epoch = call.epoch,
+              .num_sms = num_sms,
+              .stream = stream});
 }
 
-void ExpertNodes::meet(const ExpertCall& call) const {
-  gpu_->check(launch_meet_nodes(params_.meet(call, FaultKind::moe_combine), 1, stream_of(call)),
-              "launching a kernel", call.operation);
+/// Joins the leg, and waits for what the other nodes have sent with theirs.
+void ExpertNodes::await(const ListPutsParams& params, const ExpertCall& call, bool counts) {
+  const cudaStream_t stream = stream_of(call);
+  leg_.join(stream);
+  AwaitNodesParams wait{};
+  wait.m = params.m;
+  wait.shape = params.shape;
+  wait.begins = params.begins;
+  wait.counts = counts;
+  if (params.num_parts > 0) wait.slots = memory_.signals.local + params.first_signal;
+  gpu_->check(launch_await_nodes(wait, stream), "launching a kernel", call.operation);
+}
+
+void ExpertNodes::meet(const ExpertCall& call, const GpuExpertTables& tables, int num_sms) {
+  ListPutsParams params = puts(call, tables, FaultKind::moe_combine, ExpertSignal::shared);
+  params.begins = 1;
+  start(params, call, num_sms);
+  await(params, call, true);
 }
 
 void ExpertNodes::exchange_ids(const ExpertCall& call, const ExpertDispatchInput& input,
-                               const GpuExpertTables& tables, int num_sms) const {
-  ExchangeParams params = exchange(call, tables, FaultKind::moe_dispatch);
-  const ExpertBoardLayout& board = memory_.board_layout;
+                               const GpuExpertTables& tables, int num_sms) {
+  ListPutsParams params = puts(call, tables, FaultKind::moe_dispatch, ExpertSignal::posted);
   const std::int64_t row_bytes = std::int64_t{config_.topk} * 4;
   NodeIdsParams ids{};
   ids.shape = params.shape;
   ids.ids = input.ids.data;
   ids.wide_ids = input.ids.dtype == DType::int64;
   ids.dropped_id = options_.dropped(config_);
-  ids.out = reinterpret_cast<std::int32_t*>(memory_.board.local + board.forward_ids +
+  ids.out = reinterpret_cast<std::int32_t*>(memory_.board.local + memory_.board_layout.forward_ids +
                                             own_slice() * row_bytes);
   ids.faults = params_.faults();
   gpu_->check(launch_node_ids(ids, num_sms, stream_of(call)), "launching a kernel", call.operation);
-  gpu_->check(launch_meet_nodes(params.m, 0, stream_of(call)), "launching a kernel",
-              call.operation);
-  params.is_first = true;
-  add_array(params, board.forward_ids, row_bytes);
-  params.arrays[0].total_bytes = config_.max_tokens * row_bytes;
-  params.arrays[0].word_bytes = common_word({params.arrays[0].to, config_.max_tokens * row_bytes});
+  params.begins = 0;
+  add_part(params, memory_.board_layout.forward_ids, row_bytes);
+  params.parts[0].total_bytes = config_.max_tokens * row_bytes;  // with what says: no token
   add_weights(call, input, params);
-  params.own_signals = posted_.local;
-  run(params, posted_.local, call, num_sms);
+  start(params, call, num_sms);
+  await(params, call, false);
 }
 
 void ExpertNodes::exchange_weights(const ExpertCall& call, const ExpertDispatchInput& input,
-                                   const GpuExpertTables& tables, int num_sms) const {
-  ExchangeParams params = exchange(call, tables, FaultKind::moe_dispatch);
-  gpu_->check(launch_meet_nodes(params.m, 0, stream_of(call)), "launching a kernel",
-              call.operation);
-  if (!is_given(input.weights)) return;
-  params.is_first = true;
+                                   const GpuExpertTables& tables, int num_sms) {
+  ListPutsParams params = puts(call, tables, FaultKind::moe_dispatch, ExpertSignal::posted);
+  params.begins = 0;
   add_weights(call, input, params);
-  params.own_signals = posted_.local;
-  run(params, posted_.local, call, num_sms);
+  start(params, call, num_sms);
+  await(params, call, false);
 }
 
 void ExpertNodes::note_runs(const ExpertCall& call, const GpuExpertTables& tables) const {
@@ -154,48 +203,58 @@ void ExpertNodes::note_runs(const ExpertCall& call, const GpuExpertTables& table
   gpu_->check(launch_node_runs(params, stream_of(call)), "launching a kernel", call.operation);
 }
 
-void ExpertNodes::exchange_rows(const ExpertCall& call, const ExpertDispatchInput& input,
-                                const GpuExpertTables& tables, int num_sms) const {
+void ExpertNodes::start_rows(const ExpertCall& call, const ExpertDispatchInput& input,
+                             const GpuExpertTables& tables, int num_sms) {
   const std::int64_t row_bytes = config_.hidden * dtype_bytes(payload_dtype(config_, options_));
   const std::int64_t scale_bytes = num_scales(config_, options_) * 4;
-  if (options_.payload != EPPayload::quantized) {  // else it is there
+  if (options_.payload != EPPayload::quantized) {  // else they are there
     copy(own_rows(), input.tokens, row_bytes, call);
     if (scale_bytes > 0) copy(own_scales(), input.scales, scale_bytes, call);
   }
-  ExchangeParams params = exchange(call, tables, FaultKind::moe_dispatch);
+  ListPutsParams params = puts(call, tables, FaultKind::moe_dispatch, ExpertSignal::forwarded);
   params.filter = NodeFilter::tokens;
   params.ids = tables.part(tables.fixed().ids) + own_slice() * config_.topk;
-  add_array(params, memory_.board_layout.forward_rows, row_bytes);
-  add_array(params, memory_.board_layout.forward_scales, scale_bytes);
-  const auto first = static_cast<std::int64_t>(ExpertSignal::forwarded) * config_.world_size;
-  params.own_signals = memory_.signals.local + first;
-  run(params, memory_.signals.local, call, num_sms);
+  add_part(params, memory_.board_layout.forward_rows, row_bytes);
+  add_part(params, memory_.board_layout.forward_scales, scale_bytes);
+  start(params, call, num_sms);
+}
+
+void ExpertNodes::finish_rows(const ExpertCall& call) { leg_.join(stream_of(call)); }
+
+/// What start_shares sends.
+ListPutsParams ExpertNodes::share_puts(const ExpertCall& call,
+                                       const GpuExpertTables& tables) const {
+  const std::int64_t row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
+  const std::int64_t slice_bytes = config_.max_tokens * row_bytes;
+  const ExpertBoardLayout& board = memory_.board_layout;
+  ListPutsParams params = puts(call, tables, FaultKind::moe_combine, ExpertSignal::shared);
+  params.filter = NodeFilter::shares;
+  params.ids = tables.part(tables.fixed().ids);
+  params.num_parts = 1;
+  params.parts[0] = {.from = board.sums,
+                     .from_node_bytes = slice_bytes,
+                     .to = board.shares + own_node_ * slice_bytes,
+                     .row_bytes = row_bytes,
+                     .total_bytes = slice_bytes};
+  return params;
+}
+
+void ExpertNodes::start_shares(const ExpertCall& call, const GpuExpertTables& tables, int num_sms) {
+  start(share_puts(call, tables), call, num_sms);
 }
 
 void ExpertNodes::add_shares(const ExpertCall& call, const ExpertCombineInput& input,
-                             const GpuExpertTables& tables, int num_sms) const {
-  const std::int64_t row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
-  const std::int64_t slice_bytes = config_.max_tokens * row_bytes;
-  const std::int64_t shares = memory_.board_layout.shares;
-  ExchangeParams params = exchange(call, tables, FaultKind::moe_combine);
-  params.filter = NodeFilter::shares;
-  params.ids = tables.part(tables.fixed().ids);
-  params.num_arrays = 1;
-  params.arrays[0] = {.from = sums_.local,
-                      .from_node_bytes = slice_bytes,
-                      .to = shares + own_node_ * slice_bytes,
-                      .row_bytes = row_bytes,
-                      .total_bytes = slice_bytes,
-                      .word_bytes = common_word({row_bytes})};
-  const auto first = static_cast<std::int64_t>(ExpertSignal::shared) * config_.world_size;
-  params.own_signals = memory_.signals.local + first;
-  run(params, memory_.signals.local, call, num_sms);
+                             const GpuExpertTables& tables) {
+  const ListPutsParams params = share_puts(call, tables);
+  const std::int64_t row_bytes = params.parts[0].row_bytes;
+  const std::int64_t slice_bytes = params.parts[0].total_bytes;
+  await(params, call, false);
   AddSharesParams add{};
   add.shape = params.shape;
   add.row_bytes = row_bytes;
-  add.ids = tables.part(tables.fixed().ids) + own_slice() * config_.topk;
-  add.shares = memory_.board.local + shares;
-  add.own_share = sums_.local + own_node_ * slice_bytes;
+  add.ids = params.ids + own_slice() * config_.topk;
+  add.shares = memory_.board.local + memory_.board_layout.shares;
+  add.own_share = sums() + own_node_ * slice_bytes;
   for (std::size_t i = 0; i < input.biases.size(); ++i) add.biases[i] = input.biases[i].data;
   add.output = input.output.data;
   const bool wide = common_word({row_bytes, address_of(add.output), address_of(add.biases[0]),

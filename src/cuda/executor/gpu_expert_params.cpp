@@ -82,8 +82,8 @@ MoeMeet ExpertParams::meet(const ExpertCall& call, FaultKind kind) const {
   const std::int64_t slots = static_cast<std::int64_t>(ExpertSignal::entered) * config_.world_size;
   m.meet.own_arrivals = memory_.signals.local + slots;
   for (std::int32_t r = 0; r < config_.world_size; ++r) {
-    auto* const signals = static_cast<std::uint64_t*>(memory_.signals.memory[at(r)].get());
-    m.meet.peer_arrivals[r] = signals + slots;
+    std::uint64_t* const signals = memory_.signals.peers[at(r)];  // null on another node
+    m.meet.peer_arrivals[r] = signals == nullptr ? nullptr : signals + slots;
   }
   m.turn = call.parity;
   return m;
@@ -171,6 +171,8 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
     params.windows[i] = window.peers[r] + memory_.window.rows;
     params.streams[i] = streams_.peers[r];
   }
+  params.forwarded = memory_.signals.local +
+                     static_cast<std::int64_t>(ExpertSignal::forwarded) * config_.world_size;
   params.scales_offset = memory_.window.scales - memory_.window.rows;
   params.tags = reinterpret_cast<MoeTag*>(window.local + memory_.window.tags);
   params.weights = window.local + memory_.window.weights;
@@ -229,7 +231,7 @@ CombineParams ExpertParams::combine(const ExpertCall& call, const ExpertCombineI
   params.row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
   if (input.options.weighted) params.weights = tables.part<std::byte>(tables.fixed().weights);
   if (!config_.is_intra_node()) {
-    params.m.meet.world_size = 1;
+    params.in_call = true;
     return params;
   }
   for (std::size_t i = 0; i < input.biases.size(); ++i) params.biases[i] = input.biases[i].data;

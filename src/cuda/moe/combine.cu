@@ -303,12 +303,15 @@ template <class Number, class Weight, bool Bulk>
 __global__ void __launch_bounds__((Bulk ? bulk_warps : element_warps) * 32, 1)
     combine_kernel(const __grid_constant__ CombineParams p) {
   extern __shared__ __align__(128) std::byte shared[];
-  const std::uint64_t epoch = begin_moe_call(p.m, 1);
-  if (threadIdx.x < 32) {
-    if (blockIdx.x == 0) publish_to_all(p.m.meet, epoch);
-    await_all(p.m.meet, epoch);
+  std::uint64_t epoch = 0;
+  if (!p.in_call) {
+    epoch = begin_moe_call(p.m, 1);
+    if (threadIdx.x < 32) {
+      if (blockIdx.x == 0) publish_to_all(p.m.meet, epoch);
+      await_all(p.m.meet, epoch);
+    }
+    __syncthreads();
   }
-  __syncthreads();
   if constexpr (Bulk) {
     BulkSum<Number, Weight> sum(p, *reinterpret_cast<BulkMemory*>(shared));
     if (p.weights != nullptr) {
@@ -319,7 +322,7 @@ __global__ void __launch_bounds__((Bulk ? bulk_warps : element_warps) * 32, 1)
   } else {
     sum_elements<Number, Weight>(p);
   }
-  if (comes_last(p.m.state)) end_moe_call(p.m, 1, epoch);
+  if (!p.in_call && comes_last(p.m.state)) end_moe_call(p.m, 1, epoch);
 }
 
 using Kernel = void (*)(CombineParams);

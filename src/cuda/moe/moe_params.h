@@ -160,6 +160,9 @@ struct RowsParams {
   std::byte* windows[max_gpu_ranks];      ///< first row of each rank's window
   std::int64_t scales_offset;             ///< in a window, from its first row
   std::uint64_t* streams[max_gpu_ranks];  ///< [W, max_streams], then [2, W] configs
+  /// Several nodes: slot r of all ranks is raised when the tokens of rank r are here to be
+  /// forwarded.
+  const std::uint64_t* forwarded;
   // The receiver's part.
   const std::int32_t* records;    ///< [W, M, record_stride]
   std::int32_t* kept_records;     ///< the same, in the tables; null when they are the source
@@ -189,6 +192,7 @@ struct CombineParams {
   const std::int64_t* places;
   const std::byte* windows[max_gpu_ranks];
   std::int32_t leaders_only;  ///< one row a rank
+  bool in_call;               ///< ranks have met, and the call is counted
   std::int64_t row_bytes;
   const std::byte* biases[2];
   const std::byte* weights;  ///< [T, K] or null

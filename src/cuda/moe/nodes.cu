@@ -170,7 +170,7 @@ cudaError_t prepare_nodes(DType tokens) {
     const cudaError_t status = cudaFuncGetAttributes(&unused, kernel);
     if (status != cudaSuccess) return status;
   }
-  return prepare_exchange();
+  return prepare_node_legs();
 }
 
 cudaError_t launch_node_ids(const NodeIdsParams& params, int blocks, cudaStream_t stream) {

@@ -9,23 +9,19 @@ namespace waybill::cuda {
 
 // What a layer over several nodes does beside the kernels of one node. See launch.h.
 
-/// What launch_meet_nodes and launch_exchange need.
-cudaError_t prepare_exchange();
+/// What launch_list_puts and launch_await_nodes need.
+cudaError_t prepare_node_legs();
 
 /// All of it.
 cudaError_t prepare_nodes(DType tokens);
 
-/// Tells all ranks that this one has begun the call, and waits until all have. The call ends with a
-/// later kernel. @param kind 0: dispatch, 1: combine
-cudaError_t launch_meet_nodes(const MoeMeet& meet, int kind, cudaStream_t stream);
-
 /// Ids as other nodes read them.
 cudaError_t launch_node_ids(const NodeIdsParams& params, int blocks, cudaStream_t stream);
 
-/// Rows to the ranks of this one's local index; returns when theirs are here. Blocks must fit on
-/// the device together with those of ranks that share it.
-cudaError_t launch_exchange(const ExchangeParams& params, const PeerWire& wire, int blocks,
-                            cudaStream_t stream);
+/// Writes a leg's program. Where the call begins it tells the ranks of the node so.
+cudaError_t launch_list_puts(const ListPutsParams& params, cudaStream_t stream);
+
+cudaError_t launch_await_nodes(const AwaitNodesParams& params, cudaStream_t stream);
 
 cudaError_t launch_node_runs(const NodeRunsParams& params, cudaStream_t stream);
 

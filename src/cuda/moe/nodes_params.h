@@ -1,5 +1,6 @@
 #pragma once
 
+#include "../network/leg_params.h"
 #include "moe_params.h"
 
 namespace waybill::cuda {
@@ -14,41 +15,54 @@ struct NodeIdsParams {
   MoeHostFaults* faults;
 };
 
-/// One array that goes to the ranks of this one's local index on the other nodes.
-struct NodeArray {
-  const std::byte* from;         ///< what node 0 gets
+/// One part of the board that goes to the ranks of this one's local index on the other nodes.
+struct NodePart {
+  std::int64_t from;             ///< byte of this rank's board: what node 0 gets
   std::int64_t from_node_bytes;  ///< on to what the next node gets; 0: all get the same
-  std::int64_t to;               ///< bytes from the beginning of the receiver's board
+  std::int64_t to;               ///< byte of the receiver's board
   std::int64_t row_bytes;
   std::int64_t total_bytes;  ///< to each
-  std::int32_t word_bytes;   ///< common alignment
 };
-inline constexpr int max_node_arrays = 3;
+inline constexpr int max_node_parts = 2;
 
-/// Which rows of an array go to a node.
+/// Which rows of the parts go to a node.
 enum class NodeFilter : std::uint8_t {
   all,
   tokens,  ///< row t, if token t of `ids` [M, K] has a choice there
   shares,  ///< row t, if token t of that node's `ids` [nodes, M, K] has a choice here
 };
 
-/// What this rank sends to the other nodes in one step, and waits for from them.
-struct ExchangeParams {
-  MoeMeet m;
-  MoeShape shape;
-  bool is_first;  ///< of the call, which ends with a later kernel; else the call has ended
-  NodeFilter filter;
-  const std::int32_t* ids;
-  std::int32_t num_arrays;
-  NodeArray arrays[max_node_arrays];
-  const std::uint64_t* own_signals;  ///< [W]: slot r is raised by rank r, to the call's epoch
+/// A leg's program, to be written: a step for each other node, from the next one on.
+struct LegProgram {
+  LegState* state;
+  std::int32_t* num_puts;
+  NetworkStep* steps;
+  NetworkPut* puts;
+  BatchSlot* waits;
+  BatchSlot* signals;
 };
 
-/// The wire between logical nodes whose memory is mapped here: boards and signals of the ranks of
-/// this one's local index, by node.
-struct PeerWire {
-  std::byte* boards[max_gpu_ranks];
-  std::uint64_t* signals[max_gpu_ranks];  ///< [W] each
+/// What this rank puts on other nodes in one leg of a call.
+struct ListPutsParams {
+  MoeMeet m;
+  MoeShape shape;
+  std::int32_t begins;  ///< kind of the call that begins with this leg (0: dispatch, 1: combine);
+                        ///< -1: it has begun, and its epoch is counted
+  NodeFilter filter;
+  const std::int32_t* ids;
+  std::int32_t num_parts;  ///< 0: it only says that the call has begun
+  NodePart parts[max_node_parts];
+  std::int32_t first_signal;  ///< slot first_signal + rank is raised at each peer
+  LegProgram out;
+};
+
+/// A wait for other ranks, between kernels.
+struct AwaitNodesParams {
+  MoeMeet m;
+  MoeShape shape;
+  std::int32_t begins;         ///< as in ListPutsParams; not -1: all ranks must have entered
+  bool counts;                 ///< and then the call is counted
+  const std::uint64_t* slots;  ///< [W]: those that peers on other nodes raise; null: none
 };
 
 /// Runs of tokens that the ranks of this one's local index sent here, see node_send_requests.

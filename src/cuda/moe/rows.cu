@@ -9,25 +9,40 @@ namespace {
 constexpr int vector_warps = 16;
 constexpr int taker_warps = 5;  // beside pump_warps
 
+/// Several nodes: waits until the tokens of a node are here. One warp. @return the node
+template <class Pump>
+__device__ std::int32_t await_node(const RowsParams& p, const Pump& pump, std::int32_t node,
+                                   std::uint64_t epoch) {
+  const std::int32_t peer = node * p.shape.node_ranks + p.shape.rank;
+  if (lane_id() == 0 && peer != p.m.meet.rank) {
+    await(p.forwarded + peer, epoch, p.m.meet.kind, p.m.meet.rank, peer, p.m.meet.sink);
+  }
+  __syncwarp();
+  pump.expect_arrived();
+  return node;
+}
+
 /// Sends the tokens stream, stream + streams, ..., each once to every rank that it goes to.
 template <class Pump>
 __device__ void send_stream(const RowsParams& p, Pump& pump, std::int32_t stream,
                             std::int32_t streams, std::uint64_t epoch) {
   const MoeShape& s = p.shape;
-  const auto place_of = [&](std::int32_t token) {
-    return lane_id() < s.topk && token < s.num_tokens
-               ? p.places[std::int64_t{token} * s.topk + lane_id()]
+  const auto place_of = [&](std::int32_t position) {
+    return lane_id() < s.topk && position < s.num_tokens
+               ? p.places[std::int64_t{token_at(s, position)} * s.topk + lane_id()]
                : -1;
   };
   std::int32_t in_group = 0;
   std::int32_t groups = 0;
-  bool skipped = false;  // since groups were published
+  bool skipped = false;    // since groups were published
+  std::int32_t here = -1;  // node whose tokens are here
   std::int64_t next = place_of(stream);
-  for (std::int32_t t = stream; t < s.num_tokens; t += streams) {
+  for (std::int32_t i = stream; i < s.num_tokens; i += streams) {
+    const std::int32_t t = token_at(s, i);
     const bool sends =
         next >= 0 && (next & place_leader_bit) != 0 && (next & 0xFFFFFFFF) < s.capacity;
     const std::int64_t place = sends ? next & ~place_leader_bit : -1;
-    next = place_of(t + streams);
+    next = place_of(i + streams);
     const PumpSource from{
         p.tokens + std::int64_t{t} * p.cuts.row_bytes,
         p.scales == nullptr ? nullptr : p.scales + std::int64_t{t} * p.cuts.scale_bytes};
@@ -35,6 +50,10 @@ __device__ void send_stream(const RowsParams& p, Pump& pump, std::int32_t stream
     if (s.num_nodes > 1 && __ballot_sync(all_lanes, place >= 0) == 0) {
       skipped = true;
     } else {
+      if (s.num_nodes > 1) {
+        const std::int32_t node = t / (s.max_tokens / s.num_nodes);
+        if (node != here) here = await_node(p, pump, node, epoch);
+      }
       for (std::int32_t piece = 0; piece < p.cuts.pieces; ++piece) pump.push(from, piece, place);
     }
     if (++in_group < p.cuts.group) continue;
@@ -121,9 +140,9 @@ __device__ void take_unit(const RowsParams& p, Pump& pump, const Source& source,
   const std::int32_t together = 32 / p.shape.topk;
   const std::int32_t mine = lane_id() / p.shape.topk;
   for (std::int32_t i = 0; i < source.group; i += together) {
-    const std::int32_t token = begin + (i + mine) * source.streams;
-    const bool active = mine < together && i + mine < source.group && token < source.tokens;
-    take_round(p, pump, source, token, active);
+    const std::int32_t position = begin + (i + mine) * source.streams;
+    const bool active = mine < together && i + mine < source.group && position < source.tokens;
+    take_round(p, pump, source, token_at(p.shape, position), active);
   }
 }
 

@@ -72,6 +72,16 @@ __device__ inline Sources learn_sources(const RowsParams& p, std::uint64_t epoch
   return sources;
 }
 
+/// Number `position` of the tokens that a rank sends. On several nodes its own come first, then
+/// those of the node before, as they are the first to arrive.
+__device__ inline std::int32_t token_at(const MoeShape& s, std::int32_t position) {
+  if (s.num_nodes == 1) return position;
+  const std::int32_t each = s.max_tokens / s.num_nodes;
+  const std::int32_t turn = position / each;
+  const std::int32_t node = (s.first_rank / s.node_ranks + s.num_nodes - turn) % s.num_nodes;
+  return node * each + position - turn * each;
+}
+
 __device__ inline Source source_of(const Sources& all, std::int32_t rank) {
   const auto of = [&](const std::int32_t(&values)[2]) {
     return __shfl_sync(0xFFFFFFFFU, rank < 32 ? values[0] : values[1], rank % 32);

@@ -43,6 +43,9 @@ class NetworkLeg {
 
   /// Lets the stream wait for the leg that was started.
   virtual void join(cudaStream_t stream) = 0;
+
+  /// Whether it does what the tables in device memory say; else only what a plan says.
+  [[nodiscard]] virtual bool follows_tables() const { return true; }
 };
 
 }  // namespace waybill::cuda
