@@ -75,7 +75,7 @@ class GpuExecutor final : public Executor {
     if (apart) copy_engine_.send_local(call);
     start_leg(call, FaultKind::dispatch, LegArrival::last);
     const auto launch = bulk ? launch_dispatch_bulk : launch_dispatch_vector;
-    const bool batched = !call.plan->batches.empty();
+    const bool batched = plan_of(call).batched();
     gpu_->check(launch(params, batched, num_sms(call), stream_of(call.stream)),
                 "launching a kernel", call.operation);
     join_leg(call);
@@ -99,7 +99,7 @@ class GpuExecutor final : public Executor {
     const GradientKernel kernel{.from = from,
                                 .to = to,
                                 .bulk = gpu_->has_bulk_copies() && suits_bulk(call),
-                                .batched = !call.plan->batches.empty()};
+                                .batched = plan_of(call).batched()};
     // Its puts read what stage() has brought; its rank has come with that.
     start_leg(call, FaultKind::kv_gradient, LegArrival::first);
     gpu_->check(launch_kv_gradient(params, kernel, num_sms(call), stream_of(call.stream)),

@@ -240,7 +240,7 @@ void GpuPlan::fill(const SequencePlan& plan, cudaStream_t stream) {
   gpu_->check(cudaStreamWaitEvent(stream, block_.used, 0), "ordering streams", "plan");
   write_upload(plan);
   queue_upload(plan, stream);
-  batched_ = !plan.batches.empty();
+  if (plan.num_chunks > 0) batched_ = !plan.batches.empty();
   if (!captured_) {
     window_offsets_ = plan.window_offsets;
     window_rows_ = plan.window_rows;
