@@ -51,6 +51,11 @@ if [[ -z ${NVSHMEM_HOME:-} ]]; then
   NVSHMEM_HOME=$(python3 -c 'import nvidia.nvshmem as n; print(list(n.__path__)[0])' 2>/dev/null) &&
     export NVSHMEM_HOME
 fi
+# For the worlds whose nodes NCCL connects: the same, unless the system finds one.
+if [[ -z ${WAYBILL_NCCL_LIBRARY:-} ]]; then
+  nccl=$(python3 -c 'import nvidia.nccl as n; print(list(n.__path__)[0])' 2>/dev/null) &&
+    export WAYBILL_NCCL_LIBRARY=$nccl/lib/libnccl.so.2
+fi
 # Ranks that share a device must not share its hardware queues.
 export CUDA_DEVICE_MAX_CONNECTIONS=32
 export CUDA_MODULE_LOADING=EAGER
@@ -128,6 +133,17 @@ if [[ $plain == yes && $filter == '*' && -x $programs/launch ]]; then
   fi
   export WAYBILL_TEST_RANKS
   launches --gpu
+  if ((WAYBILL_TEST_RANKS % 2 == 0)); then
+    launch_nodes=$("$(dirname "$0")/start_ranks.sh" -n "$WAYBILL_TEST_RANKS" --nodes 2 \
+      "$programs/launch" --nccl 2>&1) || true
+    if [[ $(grep -c "came home" <<<"$launch_nodes") == "$WAYBILL_TEST_RANKS" ]]; then
+      echo "test_gpu: launch on two simulated hosts over NCCL: ok"
+      num_passed=$((num_passed + 1))
+    else
+      echo "$launch_nodes"
+      failed+=("launch --nccl")
+    fi
+  fi
   if [[ -f $programs/libwaybill_nvshmem.so ]]; then launches --nvshmem; fi
 fi
 if ((num_passed + ${#failed[@]} == 0)); then

@@ -42,6 +42,9 @@ class GpuExecutor final : public Executor {
   [[nodiscard]] bool expands_plans() const override { return true; }
   [[nodiscard]] bool runs_batches() const override { return true; }
   [[nodiscard]] bool splits_network() const override { return true; }
+  [[nodiscard]] bool pairs_network() const override {
+    return leg_ != nullptr && leg_->needs_phases();
+  }
 
   std::unique_ptr<UploadedPlan> upload(const SequencePlan& plan,
                                        std::unique_ptr<UploadedPlan> earlier,
@@ -72,7 +75,7 @@ class GpuExecutor final : public Executor {
     if (apart) copy_engine_.send_local(call);
     start_leg(call, FaultKind::dispatch, LegArrival::last);
     const auto launch = bulk ? launch_dispatch_bulk : launch_dispatch_vector;
-    const bool batched = !call.plan->batches.empty();
+    const bool batched = plan_of(call).batched();
     gpu_->check(launch(params, batched, num_sms(call), stream_of(call.stream)),
                 "launching a kernel", call.operation);
     join_leg(call);
@@ -96,7 +99,7 @@ class GpuExecutor final : public Executor {
     const GradientKernel kernel{.from = from,
                                 .to = to,
                                 .bulk = gpu_->has_bulk_copies() && suits_bulk(call),
-                                .batched = !call.plan->batches.empty()};
+                                .batched = plan_of(call).batched()};
     // Its puts read what stage() has brought; its rank has come with that.
     start_leg(call, FaultKind::kv_gradient, LegArrival::first);
     gpu_->check(launch_kv_gradient(params, kernel, num_sms(call), stream_of(call.stream)),
@@ -191,7 +194,9 @@ class GpuExecutor final : public Executor {
   }
 
   void join_leg(const SequenceCall& call) const {
-    if (leg_ != nullptr) leg_->join(stream_of(call.stream));
+    if (leg_ == nullptr) return;
+    leg_->join(stream_of(call.stream));
+    if (leg_->needs_phases()) plan_of(call).note_copies(is_capturing(call.stream));
   }
 
   /// Gradients into this rank's window, where sums read them.
