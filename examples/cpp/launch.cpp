@@ -5,7 +5,8 @@
 //   torchrun --nproc-per-node 4 --no-python launch              4 processes
 //   WAYBILL_RENDEZVOUS=file:///tmp/run-1 mpirun -n 4 launch     the same; srun -n 4 too
 //
-// With --gpu ranks have GPUs, with --nvshmem over NVSHMEM (both need -DWAYBILL_CUDA=ON).
+// With --gpu ranks have GPUs; those of several hosts reach each other over NCCL, with --nccl those
+// of several nodes on one host as well; with --nvshmem over NVSHMEM. All need -DWAYBILL_CUDA=ON.
 // --threads N says how many threads there are without a launcher, --timeout S how long a rank may
 // be late. Ends with 0 when all rows are right, else with 1.
 
@@ -38,8 +39,11 @@ constexpr std::int64_t rows_per_rank = 4096;
 struct Options {
   bool gpu = false;
   bool nvshmem = false;
+  bool nccl = false;
   std::int32_t threads = 4;
   double timeout_s = 30;
+
+  [[nodiscard]] bool on_gpus() const { return gpu || nvshmem || nccl; }
 };
 
 /// What row `row` of rank `rank` holds, in every element.
@@ -103,7 +107,7 @@ std::string move_and_check(World& world, const Options& options) {
   const QkvRouting routing = example_routing(world.world_size());
   const TensorFormat format{DType::int64, hidden};
   const HostTensor rows = numbered_rows(world.rank(), rows_per_rank);
-  RankMemory memory(options.gpu || options.nvshmem);
+  RankMemory memory(options.on_gpus());
   const ConstTensorView input = memory.place(rows);
   const Stream stream = memory.stream();
 
@@ -138,7 +142,7 @@ std::string move_and_check(World& world, const Options& options) {
 void run_threads(const Options& options) {
   const auto body = [&](World& world) { std::cout << move_and_check(world, options); };
   const ThreadWorldOptions world_options{.ranks_per_node = 0, .timeout_s = options.timeout_s};
-  if (!options.gpu && !options.nvshmem) {
+  if (!options.on_gpus()) {
     return run_thread_world(options.threads, body, world_options);
   }
 #ifdef WAYBILL_EXAMPLE_CUDA
@@ -151,7 +155,7 @@ void run_threads(const Options& options) {
 /// A rank that a launcher started: which world its processes make.
 World make_world(const LaunchEnvironment& environment, const Options& options) {
   std::shared_ptr<Bootstrap> bootstrap = make_environment_bootstrap(environment, options.timeout_s);
-  if (!options.gpu && !options.nvshmem) return make_process_world(std::move(bootstrap));
+  if (!options.on_gpus()) return make_process_world(std::move(bootstrap));
 #ifdef WAYBILL_EXAMPLE_CUDA
   if (num_gpus() == 0) throw Unsupported("launch: there is no GPU");
   const int device = environment.local_rank % num_gpus();
@@ -159,7 +163,8 @@ World make_world(const LaunchEnvironment& environment, const Options& options) {
   if (options.nvshmem) {
     return make_nvshmem_world(std::move(bootstrap), device, environment.ranks_per_node);
   }
-  return make_gpu_process_world(std::move(bootstrap), device);
+  return make_gpu_process_world(std::move(bootstrap), device, environment.ranks_per_node,
+                                options.nccl ? NetworkWire::nccl : NetworkWire::automatic);
 #else
   no_cuda();
 #endif
@@ -183,12 +188,15 @@ Options read_options(int argc, char** argv) {
       options.gpu = true;
     } else if (word == "--nvshmem") {
       options.nvshmem = true;
+    } else if (word == "--nccl") {
+      options.nccl = true;
     } else if (word == "--threads") {
       options.threads = number_after<std::int32_t>(word, argv[++i]);
     } else if (word == "--timeout") {
       options.timeout_s = number_after<double>(word, argv[++i]);
     } else {
-      throw_invalid("launch: ", word, ", expected --gpu, --nvshmem, --threads N or --timeout S");
+      throw_invalid("launch: ", word,
+                    ", expected --gpu, --nccl, --nvshmem, --threads N or --timeout S");
     }
   }
   return options;

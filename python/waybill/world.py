@@ -74,13 +74,14 @@ class World:
 
         Args:
             device: "cpu" for shared memory of one host; "cuda:1" for that GPU, "cuda" for the one
-                of the local rank (modulo their number), whose memory the ranks of one host map.
+                of the local rank (modulo their number), whose memory the ranks of its host map;
+                hosts reach each other over NCCL (WAYBILL_NCCL_LIBRARY, unless torch has loaded it).
             nvshmem: ranks on GPUs reach each other through NVSHMEM instead, on one host or many.
             timeout_s: deadline of every wait for another rank.
 
         Raises:
             InvalidArgument naming the variable; Timeout naming a rank that did not come;
-            Unsupported for ranks on other hosts, and without what the device needs.
+            Unsupported for "cpu" ranks on other hosts, and without what the device needs.
         """
         who = "World.from_environment"
         make = _process_engine(device, nvshmem, who)

@@ -52,6 +52,7 @@ SequenceDispatcher::SequenceDispatcher(World& world, SequenceDispatcherOptions o
   if (world.executor().runs_batches()) {
     options_.plan.ranks_per_node = world.topology().ranks_per_node;
     options_.plan.split_network = world.executor().splits_network();
+    options_.plan.pair_network = world.executor().pairs_network();
   } else {
     options_.plan.ranks_per_node = 0;
     options_.plan.relay = RelayUse::never;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "cuda/gpu_expert_rounds.h"
 #include "cuda/gpu_processes.h"
 #include "cuda/gpu_step.h"
 #include "cuda/gpu_transport_step.h"
@@ -29,6 +30,28 @@ void check_cases(std::int32_t world_size, int num_random, std::int64_t scale) {
 TEST(GpuProcess, one_rank_equals_the_simulation) { check_cases(1, 4, 1); }
 TEST(GpuProcess, two_ranks_equal_the_simulation) { check_cases(2, 24, 3); }
 TEST(GpuProcess, four_ranks_equal_the_simulation) { check_cases(4, 8, 7); }
+
+void check_experts(const EPConfig& config, const EPDispatchOptions& options, std::uint64_t number) {
+  Random random(number);
+  const auto rounds = test::random_rounds(config, options, 6, random);
+  test::expect_no_errors(test::run_gpu_processes(
+      config.world_size,
+      [&](std::shared_ptr<Bootstrap> bootstrap, int device) {
+        return make_gpu_process_world(std::move(bootstrap), device, config.local_world_size);
+      },
+      [&](World& world) {
+        test::run_rounds(world, config, options, rounds, {8, 2});
+      }));
+}
+
+TEST(GpuProcess, experts_equal_the_simulation) {
+  check_experts(test::config_of(2, 12, 4, 90, 256), {}, 141);
+}
+TEST(GpuProcess, experts_on_nodes_equal_the_simulation) {
+  check_experts(test::on_nodes(test::config_of(2, 12, 4, 90, 256), 1), {}, 142);
+  check_experts(test::on_nodes(test::config_of(4, 16, 4, 60, 512), 2),
+                {.rows = EPRows::compact, .payload = EPPayload::quantized}, 143);
+}
 
 TEST(GpuProcess, puts_and_signals_reach_every_peer) {
   test::expect_no_errors(test::run_gpu_processes(2, make_world, test::check_gpu_puts_and_signals));

@@ -49,7 +49,8 @@ enum class Death { before_the_third_call, during_some_call };
 
 /// Calls without end, until rank 1 is killed. Ends with Timeout on the others.
 inline std::vector<ProcessEnd> run_until_rank_1_dies(std::int32_t world_size,
-                                                     const MakeGpuWorld& make, Death death) {
+                                                     const MakeGpuWorld& make, Death death,
+                                                     double timeout_s = 2) {
   const SequenceCase the = sequence_cases(world_size, 0).at(3);  // all ranks send to all
   const Expected expected(the);
   const auto body = [&](World& world) {
@@ -75,7 +76,7 @@ inline std::vector<ProcessEnd> run_until_rank_1_dies(std::int32_t world_size,
       dispatcher.synchronize(stream);
     }
   };
-  return run_gpu_processes(world_size, make, body, 2);
+  return run_gpu_processes(world_size, make, body, timeout_s);
 }
 
 }  // namespace waybill::test

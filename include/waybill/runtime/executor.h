@@ -65,6 +65,9 @@ class Executor {
   /// Whether it wants what goes to other nodes as SequencePlan::network.
   [[nodiscard]] virtual bool splits_network() const { return false; }
 
+  /// Whether it wants SequencePlan::phases besides, to receive what others send.
+  [[nodiscard]] virtual bool pairs_network() const { return false; }
+
   /// Keeps the tables of a plan. With `earlier`, in the memory of that one where it is enough.
   [[nodiscard]] virtual std::unique_ptr<UploadedPlan> upload(const SequencePlan& plan,
                                                              std::unique_ptr<UploadedPlan> earlier,

@@ -16,7 +16,8 @@ namespace waybill {
 
 struct SequenceDispatcherOptions {
   /// Multiprocessors that a call may use; 0: none, the copy engines do it (they add nothing up: a
-  /// gradient takes 16, and nobody forwards). Host worlds ignore it.
+  /// gradient takes 16, and nobody forwards). On several nodes at least 1; a quarter, 1 to 8, then
+  /// serves what crosses. Host worlds ignore it.
   int num_sms = 16;
   SequencePlanOptions plan = {};
   /// GPU worlds: rows that stay on their rank go by copy engine, beside the kernel, where there are

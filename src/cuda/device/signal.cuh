@@ -23,24 +23,30 @@ __device__ inline std::uint64_t load_acquire(const std::uint64_t* flag) {
   return value;
 }
 
-/// Reports and ends the context: nothing behind this kernel on the device runs any more. The first
-/// thread writes the record; others leave it the time to do so. Without a trap the thread ends
-/// here, others of its block when their waits do; what they do until then is of no use.
+/// The first thread of a rank writes the record.
+__device__ inline void report(const FaultSink& sink, FaultKind kind, std::int32_t rank,
+                              std::int32_t peer, std::uint64_t wanted, std::uint64_t seen,
+                              std::uint64_t waited_ns) {
+  if (atomicCAS(sink.claimed, 0ULL, 1ULL) != 0ULL) return;
+  sink.record->rank = rank;
+  sink.record->peer = peer;
+  sink.record->wanted = wanted;
+  sink.record->seen = seen;
+  sink.record->waited_ns = waited_ns;
+  __threadfence_system();
+  sink.record->kind = kind;
+  __threadfence_system();
+}
+
+/// Reports and ends the context: nothing behind this kernel on the device runs any more. The thread
+/// that writes the record is given the time to do so. Without a trap the thread ends here, others
+/// of its block when their waits do; what they do until then is of no use.
 __device__ __noinline__ inline void report_and_trap(const FaultSink& sink, FaultKind kind,
                                                     std::int32_t rank, std::int32_t peer,
                                                     std::uint64_t wanted, std::uint64_t seen,
                                                     std::uint64_t waited_ns) {
   constexpr std::uint64_t time_to_write_ns = 5'000'000;
-  if (atomicCAS(sink.claimed, 0ULL, 1ULL) == 0ULL) {
-    sink.record->rank = rank;
-    sink.record->peer = peer;
-    sink.record->wanted = wanted;
-    sink.record->seen = seen;
-    sink.record->waited_ns = waited_ns;
-    __threadfence_system();
-    sink.record->kind = kind;
-    __threadfence_system();
-  }
+  report(sink, kind, rank, peer, wanted, seen, waited_ns);
   if (!sink.traps) asm volatile("exit;");
   const std::uint64_t start = now_ns();
   while (now_ns() - start < sink.grace_ns + time_to_write_ns) __nanosleep(100'000);

@@ -42,6 +42,9 @@ class GpuExecutor final : public Executor {
   [[nodiscard]] bool expands_plans() const override { return true; }
   [[nodiscard]] bool runs_batches() const override { return true; }
   [[nodiscard]] bool splits_network() const override { return true; }
+  [[nodiscard]] bool pairs_network() const override {
+    return leg_ != nullptr && leg_->needs_phases();
+  }
 
   std::unique_ptr<UploadedPlan> upload(const SequencePlan& plan,
                                        std::unique_ptr<UploadedPlan> earlier,
@@ -72,7 +75,7 @@ class GpuExecutor final : public Executor {
     if (apart) copy_engine_.send_local(call);
     start_leg(call, FaultKind::dispatch, LegArrival::last);
     const auto launch = bulk ? launch_dispatch_bulk : launch_dispatch_vector;
-    const bool batched = !call.plan->batches.empty();
+    const bool batched = plan_of(call).batched();
     gpu_->check(launch(params, batched, num_sms(call), stream_of(call.stream)),
                 "launching a kernel", call.operation);
     join_leg(call);
@@ -88,15 +91,15 @@ class GpuExecutor final : public Executor {
     SequenceParams params = sequence_params(call, *gpu_, FaultKind::kv_gradient, share_);
     plan_of(call).point(params);
     const bool apart = !call.plan->local_segments.empty();
+    stage(call);  // first: the engine that copies would do it last, and other ranks wait for it
     if (apart) copy_engine_.return_local(call, num_sms(call));
-    stage(call);
     const bool any = !call.plan->tensors.empty();
     const DType from = any ? call.plan->tensors[0].dtype : DType::float32;
     const DType to = any ? call.outputs[0].dtype : DType::float32;
     const GradientKernel kernel{.from = from,
                                 .to = to,
                                 .bulk = gpu_->has_bulk_copies() && suits_bulk(call),
-                                .batched = !call.plan->batches.empty()};
+                                .batched = plan_of(call).batched()};
     // Its puts read what stage() has brought; its rank has come with that.
     start_leg(call, FaultKind::kv_gradient, LegArrival::first);
     gpu_->check(launch_kv_gradient(params, kernel, num_sms(call), stream_of(call.stream)),
@@ -191,7 +194,9 @@ class GpuExecutor final : public Executor {
   }
 
   void join_leg(const SequenceCall& call) const {
-    if (leg_ != nullptr) leg_->join(stream_of(call.stream));
+    if (leg_ == nullptr) return;
+    leg_->join(stream_of(call.stream));
+    if (leg_->needs_phases()) plan_of(call).note_copies(is_capturing(call.stream));
   }
 
   /// Gradients into this rank's window, where sums read them.

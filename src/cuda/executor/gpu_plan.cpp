@@ -184,7 +184,7 @@ void GpuPlan::check_room(const SequencePlan& plan) const {
   require(
       !fixed_,
       "replace_plan: a graph holds copies of this plan's ranges, expected a dispatcher with SMs "
-      "and without local_by_copy_engine");
+      "and without local_by_copy_engine, and nodes that NCCL does not connect");
   require(!captured_ || plan.num_chunks == 0 || batched_ == !plan.batches.empty(),
           "replace_plan: a graph holds the plan ", batched_ ? "with" : "without",
           " forwarding, expected one of the same kind");
@@ -240,7 +240,7 @@ void GpuPlan::fill(const SequencePlan& plan, cudaStream_t stream) {
   gpu_->check(cudaStreamWaitEvent(stream, block_.used, 0), "ordering streams", "plan");
   write_upload(plan);
   queue_upload(plan, stream);
-  batched_ = !plan.batches.empty();
+  if (plan.num_chunks > 0) batched_ = !plan.batches.empty();
   if (!captured_) {
     window_offsets_ = plan.window_offsets;
     window_rows_ = plan.window_rows;

@@ -98,6 +98,10 @@ class GpuPlan final : public UploadedPlan {
   void note_copies(bool capturing) const { fixed_ = fixed_ || capturing; }
 
   void point(SequenceParams& params) const;
+
+  /// Whether it takes the kernels for batches. A plan without work takes those of the one before,
+  /// so that a graph of either can hold the next.
+  [[nodiscard]] bool batched() const { return batched_; }
   [[nodiscard]] LegTables leg_tables() const;
 
  private:
@@ -115,7 +119,7 @@ class GpuPlan final : public UploadedPlan {
   PlanBlock block_;
   std::vector<std::int64_t> window_offsets_;  ///< [tensors] of the plan
   std::vector<std::int64_t> window_rows_;
-  bool batched_ = false;
+  bool batched_ = false;  ///< as the last plan that had work for the kernels
   mutable bool captured_ = false;
   mutable bool fixed_ = false;
 };

@@ -89,6 +89,10 @@ FaultSink GpuRank::sink(int share) const {
           .traps = traps_};
 }
 
+bool GpuRank::has_fault() const noexcept {
+  return static_cast<const FaultRecord*>(record_.get())->kind != FaultKind::none;
+}
+
 void GpuRank::throw_fault(std::string_view operation) const {
   const auto& record = *static_cast<const FaultRecord*>(record_.get());
   if (record.kind == FaultKind::none) return;

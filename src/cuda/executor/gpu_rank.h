@@ -38,6 +38,9 @@ class GpuRank {
   /// Where kernels report. `share`: ranks on this device.
   [[nodiscard]] FaultSink sink(int share) const;
 
+  /// Whether a kernel of this rank has reported.
+  [[nodiscard]] bool has_fault() const noexcept;
+
   /// @throws Timeout when a kernel of this rank has reported
   void throw_fault(std::string_view operation) const;
 

@@ -52,16 +52,31 @@ NcclCommunicator::NcclCommunicator(Bootstrap& bootstrap, const Topology& topolog
       patience_s_(bootstrap.timeout_s() * share_of_deadline) {
   do_together(bootstrap, starting, [&] { api_ = &nccl_api(); });
   gpu_->use();
+  given_up_ = pinned_memory(sizeof(std::uint32_t));
   try {
     start(bootstrap);
     do_together(bootstrap, starting, [&] { connect(topology); });
+    if (!gpu_->sink(1).traps)
+      watch_ = std::jthread([this](const std::stop_token& stop) { watch(stop); });
   } catch (...) {
     abort();
     throw;
   }
 }
 
-NcclCommunicator::~NcclCommunicator() { abort(); }
+NcclCommunicator::~NcclCommunicator() {
+  watch_ = {};  // ends it
+  abort();
+}
+
+/// Where a report does not end the context, it leaves the device to what NCCL keeps waiting there.
+void NcclCommunicator::watch(const std::stop_token& stop) {
+  while (!stop.stop_requested()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    if (!gpu_->has_fault()) continue;
+    return abort();
+  }
+}
 
 void NcclCommunicator::start(Bootstrap& bootstrap) {
   NcclUniqueId id{};
@@ -78,8 +93,8 @@ void NcclCommunicator::start(Bootstrap& bootstrap) {
     const NcclResult result =
         api_->init_rank(&comm_, bootstrap.world_size(), id, to_int(rank_), &config);
     if (!is_good(result)) fail(result, "starting NCCL");
-    settle("starting NCCL");
-  });
+  });  // what fails at once is said to those that would wait for it
+  do_together(bootstrap, starting, [&] { settle("starting NCCL"); });
 }
 
 /// NCCL connects two ranks when they first talk, for which it allocates memory and waits for the
@@ -116,6 +131,8 @@ void NcclCommunicator::exchange(std::span<const NcclPiece> sent,
                                 std::span<const NcclPiece> received, cudaStream_t stream,
                                 std::string_view operation) {
   if (sent.empty() && received.empty()) return;
+  const std::lock_guard lock(mutex_);
+  require_alive(operation);
   NcclResult result = api_->group_start();
   const auto add = [&](NcclResult added) {
     if (is_good(result)) result = added;
@@ -139,8 +156,9 @@ void NcclCommunicator::settle(std::string_view doing) const {
   const bool done = poll_until(patience_s_, [&] {
     const NcclResult asked = api_->get_async_error(comm_, &state);
     if (asked != NcclResult::success) state = asked;
-    return state != NcclResult::in_progress;
+    return state != NcclResult::in_progress || gpu_->has_fault();
   });
+  gpu_->throw_fault(doing);
   if (!done) {
     throw TransportError(concat(doing, ": rank ", rank_, " waited ", patience_s_,
                                 " s for NCCL, which waits for other ranks (NCCL_SOCKET_IFNAME "
@@ -149,7 +167,14 @@ void NcclCommunicator::settle(std::string_view doing) const {
   if (state != NcclResult::success) fail(state, doing);
 }
 
+void NcclCommunicator::require_alive(std::string_view doing) const {
+  gpu_->throw_fault(doing);
+  if (comm_ == nullptr) throw TransportError(concat(doing, ": NCCL was given up"));
+}
+
 void NcclCommunicator::check(std::string_view operation) const {
+  const std::lock_guard lock(mutex_);
+  require_alive(operation);
   NcclResult state = NcclResult::success;
   const NcclResult asked = api_->get_async_error(comm_, &state);
   if (asked != NcclResult::success) state = asked;
@@ -159,7 +184,7 @@ void NcclCommunicator::check(std::string_view operation) const {
 void NcclCommunicator::fail(NcclResult result, std::string_view doing) const {
   const char* const what = api_->error_text(result);
   const char* const more = api_->last_error(comm_);
-  throw TransportError(concat(doing, ": rank ", rank_, ": NCCL ", nccl_version_text(version()),
+  throw TransportError(concat(doing, ": rank ", rank_, ": NCCL ", nccl_version_text(api_->version),
                               ": ", what != nullptr ? what : "an error without a text",
                               more != nullptr && *more != '\0' ? ": " : "",
                               more != nullptr ? more : ""));
@@ -168,7 +193,9 @@ void NcclCommunicator::fail(NcclResult result, std::string_view doing) const {
 /// NCCL then waits for threads of its own, which a lost device may hold up: they are left to the
 /// end of the process.
 void NcclCommunicator::abort() noexcept {
+  const std::lock_guard lock(mutex_);
   if (comm_ == nullptr) return;
+  *static_cast<volatile std::uint32_t*>(given_up_.get()) = 1;
   try {
     std::packaged_task<void()> task(
         [api = api_, comm = std::exchange(comm_, nullptr)] { (void)api->abort(comm); });

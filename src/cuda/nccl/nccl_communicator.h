@@ -5,9 +5,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
+#include <thread>
 
 #include "../executor/gpu_rank.h"
 #include "nccl_api.h"
@@ -23,8 +25,9 @@ struct NcclPiece {
 };
 
 /// All ranks of a world in one communicator of NCCL, connected to those of other nodes. NCCL is
-/// asked without blocking, so that every wait of the host has a deadline; waits on the device have
-/// none of their own: something that has one must wait for their effect on the device.
+/// asked without blocking, so that every wait of the host has a deadline. Its waits on the device
+/// have none of their own: a kernel that has one must wait for their effect. What it reports ends
+/// the context, or where it does not (FaultSink::traps), all that NCCL has under way is given up.
 class NcclCommunicator {
  public:
   /// Collective. Starts NCCL and sends a message between every two ranks of different nodes, after
@@ -47,12 +50,18 @@ class NcclCommunicator {
   /// @throws TransportError when NCCL has noticed an error by itself, such as a broken connection
   void check(std::string_view operation) const;
 
-  [[nodiscard]] int version() const noexcept { return api_->version; }
+  /// Host memory that devices see: 0 until this object has given up what is under way, so that
+  /// kernels behind it know.
+  [[nodiscard]] const std::uint32_t* given_up() const noexcept {
+    return static_cast<const std::uint32_t*>(given_up_.get());
+  }
 
  private:
   void start(Bootstrap& bootstrap);
   void connect(const Topology& topology);
   void settle(std::string_view doing) const;
+  void require_alive(std::string_view doing) const;
+  void watch(const std::stop_token& stop);
   [[noreturn]] void fail(NcclResult result, std::string_view doing) const;
   void abort() noexcept;
 
@@ -60,8 +69,11 @@ class NcclCommunicator {
   Rank rank_;
   double patience_s_;  ///< below the deadline of the others, so that they hear what went wrong here
   const NcclApi* api_ = nullptr;
+  mutable std::mutex mutex_;  ///< of comm_
   NcclComm comm_ = nullptr;
+  std::shared_ptr<void> given_up_;
   std::shared_ptr<void> messages_;  ///< of connect(): not to be freed while they are under way
+  std::jthread watch_;
 };
 
 }  // namespace waybill::cuda

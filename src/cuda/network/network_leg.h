@@ -36,6 +36,10 @@ class NetworkLeg {
   NetworkLeg& operator=(const NetworkLeg&) = delete;
   virtual ~NetworkLeg() = default;
 
+  /// Whether plans must have phases: then the host queues them, and a graph holds one plan for
+  /// ever.
+  [[nodiscard]] virtual bool needs_phases() const { return false; }
+
   /// Queues the leg behind what is on call.stream and beside what comes next there; waits for
   /// nothing. To be called before the kernel that it works with is launched, so that it has its
   /// place on the device. May be captured.

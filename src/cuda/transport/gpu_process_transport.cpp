@@ -8,6 +8,7 @@
 #include "../executor/cuda_check.h"
 #include "../nccl/nccl_communicator.h"
 #include "keep_memory.h"
+#include "nccl_leg.h"
 #include "waybill/core/at.h"
 #include "waybill/transport/agree.h"
 
@@ -79,8 +80,13 @@ class GpuProcessTransport final : public GpuTransport {
                           first_mapped_, this->gpu().device(), who);
     });
     if (by_nccl) {
-      network_ = std::make_unique<NcclCommunicator>(this->bootstrap(), topology(), std::move(gpu));
+      network_ = std::make_shared<NcclCommunicator>(this->bootstrap(), topology(), std::move(gpu));
     }
+  }
+
+  [[nodiscard]] std::unique_ptr<NetworkLeg> make_network_leg() override {
+    if (network_ == nullptr) return GpuTransport::make_network_leg();
+    return make_nccl_leg(shared_gpu(), topology(), share(), network_);
   }
 
   void put(const SymmetricBuffer& to, const PutRequest& piece) override {
@@ -91,11 +97,6 @@ class GpuProcessTransport final : public GpuTransport {
   void signal(Rank peer, SignalSlot slot, std::uint64_t epoch) override {
     require_mapped(peer, "signal");
     GpuTransport::signal(peer, slot, epoch);
-  }
-
-  /// Where not all is mapped nothing carries rows to other nodes.
-  [[nodiscard]] std::unique_ptr<NetworkLeg> make_network_leg() override {
-    return network_ != nullptr ? nullptr : GpuTransport::make_network_leg();
   }
 
  private:
@@ -143,7 +144,7 @@ class GpuProcessTransport final : public GpuTransport {
 
   std::int32_t first_mapped_ = 0;
   std::int32_t num_mapped_ = 0;
-  std::unique_ptr<NcclCommunicator> network_;
+  std::shared_ptr<NcclCommunicator> network_;
 };
 
 }  // namespace

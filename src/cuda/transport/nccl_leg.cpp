@@ -1,0 +1,128 @@
+#include "nccl_leg.h"
+
+#include <algorithm>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "../executor/cuda_check.h"
+#include "../kernel/phase_leg.h"
+#include "side_stream.h"
+#include "waybill/core/at.h"
+
+namespace waybill::cuda {
+namespace {
+
+using waybill::detail::at;
+
+constexpr std::int64_t message_bytes = 8;  ///< of a piece without rows
+
+class NcclLeg final : public NetworkLeg {
+ public:
+  NcclLeg(std::shared_ptr<GpuRank> gpu, Topology topology, int share,
+          std::shared_ptr<NcclCommunicator> communicator)
+      : gpu_(std::move(gpu)),
+        topology_(topology),
+        share_(share),
+        communicator_(std::move(communicator)),
+        side_(gpu_),
+        messages_(device_memory(2 * topology.world_size * message_bytes, gpu_->stream())) {
+    cuda_check(prepare_phase_leg(), "loading kernels");
+  }
+
+  [[nodiscard]] bool needs_phases() const override { return true; }
+
+  /// What is to be queued comes in join(): NCCL may wait for room in its queues, and so for kernels
+  /// that have yet to be launched.
+  void start(const NetworkCall& call) override {
+    if (call.plan == nullptr) {
+      throw Unsupported(concat(call.operation,
+                               ": NCCL carries between nodes only what the host knows beforehand, "
+                               "expected NVSHMEM, or nodes that are parts of one host"));
+    }
+    communicator_->check(call.operation);
+    call_ = call;
+    stream_ = side_.fork(call.stream, call.operation);
+  }
+
+  void join(cudaStream_t stream) override {
+    const LegParams params = leg_params(call_, *gpu_, gpu_->rank(), topology_, share_);
+    const std::span<const NetworkPhase> phases = call_.plan->phases;
+    for (const NetworkPhase& phase : phases) {
+      queue_waits(params, phase.waits);
+      communicator_->exchange(pieces_of(phase.sent, 0),
+                              pieces_of(phase.received, topology_.world_size), stream_,
+                              call_.operation);
+      queue_raises(params, phase, &phase == &phases.back());
+    }
+    side_.join(stream, call_.operation);
+  }
+
+ private:
+  void queue_waits(const LegParams& params, std::span<const BatchSlot> waits) const {
+    while (!waits.empty()) {
+      const auto some = waits.first(std::min<std::size_t>(waits.size(), max_phase_waits));
+      PhaseWaits launch{};
+      launch.leg = params;
+      launch.given_up = communicator_->given_up();
+      launch.count = static_cast<std::int32_t>(some.size());
+      std::ranges::copy(some, launch.waits);
+      gpu_->check(launch_phase_waits(launch, stream_), "launching a kernel", call_.operation);
+      waits = waits.subspan(some.size());
+    }
+  }
+
+  void queue_raises(const LegParams& params, const NetworkPhase& phase, bool ends) const {
+    std::span<const std::int32_t> slots = phase.slots;
+    std::span<const std::int32_t> arrived = phase.arrived;
+    do {
+      const auto first = slots.first(std::min<std::size_t>(slots.size(), max_phase_raises));
+      const auto then =
+          arrived.first(std::min<std::size_t>(arrived.size(), max_phase_raises - first.size()));
+      slots = slots.subspan(first.size());
+      arrived = arrived.subspan(then.size());
+      PhaseRaises launch{};
+      launch.leg = params;
+      launch.given_up = communicator_->given_up();
+      launch.num_slots = static_cast<std::int32_t>(first.size());
+      launch.num_arrived = static_cast<std::int32_t>(then.size());
+      std::ranges::copy(then, std::ranges::copy(first, launch.which).out);
+      launch.ends = ends && slots.empty() && arrived.empty();
+      if (first.empty() && then.empty() && !launch.ends) return;
+      gpu_->check(launch_phase_raises(launch, stream_), "launching a kernel", call_.operation);
+    } while (!slots.empty() || !arrived.empty());
+  }
+
+  /// @param first_message of this direction
+  [[nodiscard]] std::vector<NcclPiece> pieces_of(std::span<const NetworkPiece> pieces,
+                                                 std::int64_t first_message) const {
+    auto* const messages = static_cast<std::byte*>(messages_.get());
+    std::vector<NcclPiece> result;
+    for (const NetworkPiece& piece : pieces) {
+      const bool rows = piece.size_bytes > 0;
+      std::byte* const from = rows ? call_.window->local + piece.offset_bytes
+                                   : messages + (first_message + piece.peer) * message_bytes;
+      result.push_back({from, rows ? piece.size_bytes : message_bytes, piece.peer});
+    }
+    return result;
+  }
+
+  std::shared_ptr<GpuRank> gpu_;
+  Topology topology_;
+  int share_;
+  std::shared_ptr<NcclCommunicator> communicator_;
+  SideStream side_;
+  std::shared_ptr<void> messages_;  ///< [2][W]
+  NetworkCall call_;
+  cudaStream_t stream_ = nullptr;
+};
+
+}  // namespace
+
+std::unique_ptr<NetworkLeg> make_nccl_leg(std::shared_ptr<GpuRank> gpu, Topology topology,
+                                          int share,
+                                          std::shared_ptr<NcclCommunicator> communicator) {
+  return std::make_unique<NcclLeg>(std::move(gpu), topology, share, std::move(communicator));
+}
+
+}  // namespace waybill::cuda
