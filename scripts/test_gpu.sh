@@ -6,9 +6,9 @@
 #   --only-sanitize    nothing else
 #   --filter PATTERN   only the tests that a GoogleTest filter fits, such as 'GpuProcess.*'
 #
-# Under compute-sanitizer a chosen list of tests runs with fewer cases and longer deadlines. It lets
-# kernels of a process run on a device one after the other, so threads that share a GPU would wait for
-# ever: there processes share it instead.
+# Under compute-sanitizer a chosen list of tests runs with fewer cases and longer deadlines, two ranks
+# with a GPU each: under it launches of graphs and allocations wait for the device, and threads that
+# share one would wait for each other until the deadline. Processes share one instead.
 #
 # Tests of worlds over NVSHMEM are there when the programs were built with -DWAYBILL_NVSHMEM=ON.
 set -euo pipefail
@@ -106,14 +106,13 @@ if ((${#tools[@]} > 0)); then
   export WAYBILL_TEST_TIMEOUT_S=60 WAYBILL_TEST_RANDOM_CASES=3
   limit_s=150
   for tool in "${tools[@]}"; do
-    sanitized "$tool" GpuSequence.one_rank_equals_the_simulation \
-      GpuSequence.two_ranks_equal_the_simulation \
-      GpuSequence.sums_of_16_bit_gradients_may_stay_float32 \
-      GpuSequence.a_captured_graph_replays_with_a_new_plan \
-      GpuRelay.two_ranks_equal_the_simulation GpuWindows.nothing_but_the_tensors_is_written \
-      GpuExpert.one_rank GpuExpert.two_ranks GpuExpert.compact_rows GpuExpert.padded_rows \
-      GpuExpert.quantized_payload GpuEpLayer.two_ranks_grow
+    sanitized "$tool" GpuRelay.two_ranks_equal_the_simulation GpuExpert.two_ranks \
+      GpuExpertNodes.two_nodes_of_one_rank GpuLocalGradient.two_ranks_equal_the_simulation \
+      GpuSequence.two_ranks_equal_the_simulation
     CUDA_VISIBLE_DEVICES=0 sanitized "$tool" GpuProcess.two_ranks_equal_the_simulation
+    sanitized "$tool" GpuLocalGradient.a_graph_replays_it_and_keeps_its_plan \
+      GpuEpLayer.two_ranks_grow GpuExpert.padded_rows GpuExpert.quantized_payload \
+      GpuEpLayer.compact_rows GpuSequence.one_rank_equals_the_simulation
   done
   unset WAYBILL_TEST_TIMEOUT_S WAYBILL_TEST_RANDOM_CASES
 fi

@@ -22,15 +22,14 @@ using test::same_bytes;
 using test::SequenceCase;
 using Views = std::vector<ConstTensorView>;
 
-constexpr std::int32_t world_size = 4;
-
-/// Each rank keeps two documents together and one apart, sends one, and shares two.
-SequenceCase long_documents(DType dtype, std::int64_t hidden, std::int64_t scale) {
+/// Each rank keeps two documents together and one apart, sends one, and shares one.
+SequenceCase long_documents(std::int32_t world_size, DType dtype, std::int64_t hidden,
+                            std::int64_t scale) {
   std::vector<std::vector<std::int64_t>> shards;
   std::vector<std::int32_t> to;
   for (std::int32_t r = 0; r < world_size; ++r) {
     shards.push_back({7 * scale, 5 * scale, 40, 3, 9 * scale, 30, 20});
-    to.insert(to.end(), {r, r, (r + 1) % world_size, r, r, r, (r + 2) % world_size});
+    to.insert(to.end(), {r, r, (r + 1) % world_size, r, r, r, (r + 1) % world_size});
   }
   QkvPlan plan = test::plain_plan(world_size, shards, to, KvLayout::per_rank);
   plan.doc_shard_offsets = {0};
@@ -76,7 +75,8 @@ void check_sums(DeviceArena& arena, SequenceDispatcher& dispatcher, const Sequen
   }
 }
 
-TEST(GpuLocalGradient, every_dtype_keeps_its_bits_or_is_widened) {
+/// Every dtype keeps its bits, or is widened.
+void check_dtypes(std::int32_t world_size) {
   using enum DType;
   struct Case {
     SequenceCase the;
@@ -89,7 +89,7 @@ TEST(GpuLocalGradient, every_dtype_keeps_its_bits_or_is_widened) {
                                          {float16, 333, float32},
                                          {float32, 256, float32},
                                          {float64, 129, float64}}) {
-    const SequenceCase the = long_documents(from, hidden, 300);
+    const SequenceCase the = long_documents(world_size, from, hidden, 300);
     cases.push_back({the, to, Expected(the)});
   }
   run_gpu_thread_world(
@@ -108,6 +108,9 @@ TEST(GpuLocalGradient, every_dtype_keeps_its_bits_or_is_widened) {
       },
       test::world_options());
 }
+
+TEST(GpuLocalGradient, two_ranks_equal_the_simulation) { check_dtypes(2); }
+TEST(GpuLocalGradient, four_ranks_equal_the_simulation) { check_dtypes(4); }
 
 /// Captures two calls.
 class Graph {
@@ -133,8 +136,9 @@ class Graph {
 };
 
 TEST(GpuLocalGradient, a_graph_replays_it_and_keeps_its_plan) {
-  const SequenceCase the = long_documents(DType::bfloat16, 512, 300);
-  const SequenceCase small = long_documents(DType::bfloat16, 512, 1);
+  constexpr std::int32_t world_size = 2;
+  const SequenceCase the = long_documents(world_size, DType::bfloat16, 512, 300);
+  const SequenceCase small = long_documents(world_size, DType::bfloat16, 512, 1);
   const Expected first(the, 1);
   const Expected second(the, 20);
   run_gpu_thread_world(

@@ -91,8 +91,8 @@ class GpuExecutor final : public Executor {
     SequenceParams params = sequence_params(call, *gpu_, FaultKind::kv_gradient, share_);
     plan_of(call).point(params);
     const bool apart = !call.plan->local_segments.empty();
+    stage(call);  // first: the engine that copies would do it last, and other ranks wait for it
     if (apart) copy_engine_.return_local(call, num_sms(call));
-    stage(call);
     const bool any = !call.plan->tensors.empty();
     const DType from = any ? call.plan->tensors[0].dtype : DType::float32;
     const DType to = any ? call.outputs[0].dtype : DType::float32;
