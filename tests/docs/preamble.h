@@ -85,8 +85,8 @@ using namespace waybill;  // NOLINT(google-build-using-namespace): examples read
 
 /// Fails the test unless `call` throws an Error whose text contains `part`.
 template <class Call>
-void expect_error(Call&& call, std::string_view part,
-                  const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+void expect_error(Call&& call, std::string_view part, const char* file = __builtin_FILE(),
+                  int line = __builtin_LINE()) {
   try {
     call();
   } catch (const Error& error) {

@@ -102,7 +102,7 @@ void NcclCommunicator::start(Bootstrap& bootstrap) {
 void NcclCommunicator::connect(const Topology& topology) {
   constexpr std::int64_t message_bytes = 8;
   const std::int32_t world = topology.world_size;
-  messages_ = device_memory(2 * world * message_bytes, gpu_->stream());
+  messages_ = device_memory(std::int64_t{2} * world * message_bytes, gpu_->stream());
   auto* const own = static_cast<std::byte*>(messages_.get());
   std::vector<NcclPiece> sent;
   std::vector<NcclPiece> received;

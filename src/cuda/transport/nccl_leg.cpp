@@ -8,12 +8,9 @@
 #include "../executor/cuda_check.h"
 #include "../kernel/phase_leg.h"
 #include "side_stream.h"
-#include "waybill/core/at.h"
 
 namespace waybill::cuda {
 namespace {
-
-using waybill::detail::at;
 
 constexpr std::int64_t message_bytes = 8;  ///< of a piece without rows
 
@@ -26,7 +23,8 @@ class NcclLeg final : public NetworkLeg {
         share_(share),
         communicator_(std::move(communicator)),
         side_(gpu_),
-        messages_(device_memory(2 * topology.world_size * message_bytes, gpu_->stream())) {
+        messages_(
+            device_memory(std::int64_t{2} * topology.world_size * message_bytes, gpu_->stream())) {
     cuda_check(prepare_phase_leg(), "loading kernels");
   }
 
