@@ -36,8 +36,9 @@ class Job {
     if (prints_) link_gb_s_ = link_gb_s(environment.world_size, LinkWay::push_bulk, 16, 64 * mib);
     bootstrap_->barrier("link probe");
     if (cudaSetDevice(device) != cudaSuccess) throw CudaError(concat("no device ", device));
-    const auto make = nvshmem ? make_nvshmem_world : make_gpu_process_world;
-    world_ = std::make_unique<World>(make(bootstrap_, device, ranks_per_node));
+    world_ = std::make_unique<World>(
+        nvshmem ? make_nvshmem_world(bootstrap_, device, ranks_per_node)
+                : make_gpu_process_world(bootstrap_, device, ranks_per_node));
     if (!prints_) return;
     std::printf("%d processes on as many GPUs, nodes of %d, over %s; link %.0f GB/s at 16 SMs\n",
                 environment.world_size, world_->topology().ranks_per_node,
