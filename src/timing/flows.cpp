@@ -33,14 +33,14 @@ std::vector<Flow> flows_of_hops(const std::vector<RelayHop>& hops, std::int64_t 
 }
 
 // Adds up moves with the same way; those from home first, so that feeders stand before.
-std::vector<Flow> flows_of_moves(std::vector<Move> moves, std::int64_t row_bytes) {
-  const auto way = [](const Move& m) { return std::tuple(m.via >= 0, m.via, m.src, m.dst); };
+std::vector<Flow> flows_of_moves(std::vector<KvMove> moves, std::int64_t row_bytes) {
+  const auto way = [](const KvMove& m) { return std::tuple(m.via >= 0, m.via, m.src, m.dst); };
   std::sort(moves.begin(), moves.end(),
-            [&](const Move& a, const Move& b) { return way(a) < way(b); });
+            [&](const KvMove& a, const KvMove& b) { return way(a) < way(b); });
   std::vector<Flow> flows;
   std::size_t from_home = 0;
   for (std::size_t i = 0; i < moves.size(); ++i) {
-    const Move& move = moves[i];
+    const KvMove& move = moves[i];
     if (i == 0 || way(moves[i - 1]) != way(move)) {
       Flow flow{.src = move.src, .dst = move.dst};
       if (move.via >= 0) {
@@ -74,8 +74,8 @@ std::vector<Flow> kv_flows(const TimedPlan& timed, const NodeMap& nodes, StepTra
                            std::int64_t row_bytes) {
   if (transfer == StepTransfer::direct) return flows_of_pairs(timed.routing.fwd_kv.recv, row_bytes);
   if (transfer == StepTransfer::relay) return flows_of_hops(timed.relay->hops, row_bytes);
-  std::vector<Move> moves;
-  visit_kv_moves(timed, nodes, transfer, [&](const Move& move) { moves.push_back(move); });
+  std::vector<KvMove> moves;
+  visit_kv_moves(timed, nodes, transfer, [&](const KvMove& move) { moves.push_back(move); });
   return flows_of_moves(std::move(moves), row_bytes);
 }
 

@@ -9,8 +9,8 @@ namespace waybill::detail {
 namespace {
 
 // One KV shard once a node. `ranks`: who needs it, ascending; once for each copy.
-void visit_once_per_node(const NodeMap& nodes, Move move, const std::vector<std::int32_t>& ranks,
-                         const std::function<void(const Move&)>& visit) {
+void visit_once_per_node(const NodeMap& nodes, KvMove move, const std::vector<std::int32_t>& ranks,
+                         const std::function<void(const KvMove&)>& visit) {
   const std::int32_t home = move.src;
   for (std::size_t first = 0; first < ranks.size();) {
     const std::int32_t node = nodes.node(ranks[first]);
@@ -36,7 +36,7 @@ void visit_once_per_node(const NodeMap& nodes, Move move, const std::vector<std:
   }
 }
 
-void visit_relay(const TimedPlan& timed, const std::function<void(const Move&)>& visit) {
+void visit_relay(const TimedPlan& timed, const std::function<void(const KvMove&)>& visit) {
   const auto& hops = timed.relay->hops;
   std::vector<std::uint8_t> fed(hops.size(), 0);
   for (const RelayHop& hop : hops) {
@@ -67,7 +67,7 @@ std::int32_t NodeMap::peer(std::int32_t rank, std::int32_t node) const {
 }
 
 void visit_kv_moves(const TimedPlan& timed, const NodeMap& nodes, StepTransfer transfer,
-                    const std::function<void(const Move&)>& visit) {
+                    const std::function<void(const KvMove&)>& visit) {
   if (transfer == StepTransfer::relay) {
     visit_relay(timed, visit);
     return;
@@ -75,9 +75,9 @@ void visit_kv_moves(const TimedPlan& timed, const NodeMap& nodes, StepTransfer t
   const SparseMetadata& kv = timed.routing.fwd_kv;
   std::vector<std::int32_t> ranks;
   for (std::int64_t n = 0; n < timed.plan->num_shards(); ++n) {
-    Move move{.shard = static_cast<std::int32_t>(n),
-              .src = timed.home[at(n)],
-              .rows = timed.plan->shard_len[at(n)]};
+    KvMove move{.shard = static_cast<std::int32_t>(n),
+                .src = timed.home[at(n)],
+                .rows = timed.plan->shard_len[at(n)]};
     if (move.rows == 0) continue;
     ranks.assign(kv.dst_rank.begin() + kv.copy_begin(n), kv.dst_rank.begin() + kv.copy_end(n));
     if (transfer == StepTransfer::once_per_node) {

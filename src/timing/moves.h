@@ -23,7 +23,7 @@ struct NodeMap {
 };
 
 /// Rows of a KV shard that cross from one rank to another, forward.
-struct Move {
+struct KvMove {
   std::int32_t shard = 0;
   std::int32_t src = 0;
   std::int32_t dst = 0;
@@ -47,7 +47,7 @@ struct TimedPlan {
 
 /// Calls `visit` for every move of KV between ranks, straight or once a node.
 void visit_kv_moves(const TimedPlan& timed, const NodeMap& nodes, StepTransfer transfer,
-                    const std::function<void(const Move&)>& visit);
+                    const std::function<void(const KvMove&)>& visit);
 
 /// [N] (query, key) pairs of each shard: by the mask; without a window by the plan's kv_begin.
 [[nodiscard]] std::vector<std::int64_t> work_of_shards(const TimedPlan& timed,

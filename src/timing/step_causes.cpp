@@ -78,7 +78,7 @@ void find_documents(const TimedPlan& timed, const NodeMap& nodes, const StepPred
     }
   }
   const auto add_kv = [&](StepPhase phase, StepTransfer transfer, std::int64_t width) {
-    visit_kv_moves(timed, nodes, transfer, [&](const Move& move) {
+    visit_kv_moves(timed, nodes, transfer, [&](const KvMove& move) {
       const bool same = nodes.same(move.src, move.dst);
       for (Tally& tally : links) {
         if (tally.cause->phase != phase || !tally.crosses(move.src, move.dst, same)) continue;

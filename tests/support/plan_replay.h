@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <span>
@@ -63,7 +64,7 @@ class PlanReplay {
     for (std::size_t r = 0; r < world_; ++r) {
       for (std::size_t t = 0; t < plans_[r].tensors.size(); ++t) {
         const auto bytes = tensors_[r][t].bytes();
-        std::memcpy(windows[r].data() + plans_[r].window_offsets[t], bytes.data(), bytes.size());
+        std::ranges::copy(bytes, windows[r].begin() + plans_[r].window_offsets[t]);
       }
     }
   }
@@ -157,8 +158,8 @@ class PlanReplay {
       const NetworkPiece& from = sent_in(at(piece.peer), phase->number,
                                          static_cast<std::int32_t>(r), taken[at(piece.peer)]++);
       if (from.size_bytes != piece.size_bytes) throw std::logic_error("pieces of other sizes");
-      std::memcpy(windows[r].data() + piece.offset_bytes,
-                  windows[at(piece.peer)].data() + from.offset_bytes, at(piece.size_bytes));
+      std::copy_n(windows[at(piece.peer)].begin() + from.offset_bytes, piece.size_bytes,
+                  windows[r].begin() + piece.offset_bytes);
     }
     for (const std::int32_t slot : phase->slots) slots_[r][at(slot)] = 1;
     ++workers_[world_ + r];
