@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional, TypeVar
 
@@ -135,16 +136,30 @@ class World:
         timeout_s: float = 60.0,
     ) -> World:
         """Collective: the rank that this process has in a group of torch.distributed, the default
-        one unless given. The arguments are those of from_all_gather.
+        one unless given. The arguments are those of from_all_gather. The world does not keep the
+        group: ``destroy_process_group`` ends it, best after the world's last collective call.
         """
         from torch import distributed  # needs torch, which the package does not
 
+        group = distributed.group.WORLD if group is None else group
+        rank, size = distributed.get_rank(group), distributed.get_world_size(group)
+        if rank < 0:
+            raise InvalidArgument("World.from_process_group: this process is not in the group")
+        # Were the group kept, it would outlive destroy_process_group and end with the interpreter,
+        # whose lock gloo's threads may still wait for then: the process would abort.
+        alive = weakref.ref(group)
+
         def all_gather(mine: bytes) -> Sequence[bytes]:
             everyone: list[Any] = [None] * size
+            group = alive()
+            if group is None:
+                raise InvalidArgument(
+                    "World.from_process_group: the group was destroyed before the world's last"
+                    " collective call"
+                )
             distributed.all_gather_object(everyone, mine, group=group)
             return everyone
 
-        rank, size = distributed.get_rank(group), distributed.get_world_size(group)
         return cls.from_all_gather(
             rank, size, all_gather, device=device, nvshmem=nvshmem, ranks_per_node=ranks_per_node,
             timeout_s=timeout_s,

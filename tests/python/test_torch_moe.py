@@ -1,6 +1,8 @@
 """EPAll2AllLayer on ranks that are threads: equal to the simulation, and its gradients."""
 
+import gc
 import inspect
+import weakref
 
 import numpy as np
 import pytest
@@ -167,6 +169,32 @@ def test_a_rank_without_rows_takes_part_in_backward():
     first, *others = run_threads(WORLD, body, timeout_s=5)
     assert torch.equal(first, torch.full((HIDDEN,), 3.0 * TOPK * WORLD))
     assert others == [None] * 3
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_what_a_step_keeps_is_free_without_a_search_for_circles(backward):
+    """Such a search comes by count of objects: memory of a GPU would be full before."""
+
+    def body(world):
+        layer = layer_on(world)
+        x = torch.ones(3, HIDDEN, requires_grad=True)
+        ids = torch.zeros(3, TOPK, dtype=torch.int64)
+        rows, _, layout = layer.dispatch(x, ids, torch.ones(3, TOPK))
+        back = layer.combine(rows * 2, layout)
+        if backward:
+            back.sum().backward()
+        kept = [weakref.ref(value) for value in (layout, rows, back)]
+        del rows, layout, back
+        left = [ref() is not None for ref in kept]
+        world.barrier()
+        layer.finalize()
+        return left
+
+    gc.disable()
+    try:
+        assert run_threads(WORLD, body, timeout_s=5) == [[False] * 3] * WORLD
+    finally:
+        gc.enable()
 
 
 def test_views_last_until_the_second_dispatch_after():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Optional, Tuple
 
 import torch
@@ -21,7 +22,9 @@ class Dispatch(torch.autograd.Function):
     ) -> Any:  # fmt: skip
         rows, weights, made = layer._dispatch(tokens, ids, weight, positions, None, layout)
         holder.append(made)
-        ctx.layer, ctx.layout, ctx.ids, ctx.positions = layer, made, ids, positions
+        # A copy: the descriptor will hold the token, which holds this node of the graph. In a circle
+        # all of them would last until Python looks for circles, which it does not for a full GPU.
+        ctx.layer, ctx.layout, ctx.ids, ctx.positions = layer, copy.copy(made), ids, positions
         ctx.weight_dtype = None if weight is None else weight.dtype
         # Without elements, it ties combine to this call: where no rows arrive, backward would else
         # leave this call out, for which other ranks wait.
