@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Times the links, sequences, and the dispatch and combine of experts on the GPUs of this machine:
 # scripts/bench_gpu.sh [--quick] [FOLDER_WITH_PROGRAMS]. Without a folder it builds them first.
+# Beside them run, where they are installed, NCCL through torch, and with the Python package DeepEP.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -36,5 +37,8 @@ if [[ -f $programs/libwaybill_nvshmem.so ]]; then
   scripts/start_ranks.sh -n "$gpus" "$programs/waybill_bench_gpu_processes" --nvshmem
 fi
 if python3 -c 'import torch' 2>/dev/null; then
-  python3 bench/gpu/nccl_all_to_all.py
+  python3 bench/baselines/all_to_all.py
+fi
+if python3 -c 'import torch, waybill; raise SystemExit(waybill.num_gpus() < 2)' 2>/dev/null; then
+  python3 bench/baselines/experts.py
 fi

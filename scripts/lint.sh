@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Format, shell scripts, include rules, sizes, header self-containment and clang-tidy. Runs all of
-# them, then says which failed.
+# Format, shell scripts, include rules, type names, sizes, header self-containment and clang-tidy.
+# Runs all of them, then says which failed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -29,6 +29,7 @@ check() {
 check format scripts/format.sh --check
 check shell shellcheck .ci/run scripts/*.sh
 check includes scripts/check_includes.py
+check types scripts/check_types.py
 check sizes scripts/check_sizes.py
 check python build/venv/bin/ruff check -q .
 check headers cmake --build build/release --target header_checks

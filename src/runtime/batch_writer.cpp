@@ -35,8 +35,46 @@ void reorder(std::vector<RowMove>& moves, std::vector<std::size_t>& groups,
 
 }  // namespace
 
+void BatchTables::begin(BatchKind kind) {
+  batch_ = {.kind = kind,
+            .first_segment = static_cast<std::int32_t>(plan_.segments.size()),
+            .first_wait = static_cast<std::int32_t>(plan_.waits.size()),
+            .first_signal = static_cast<std::int32_t>(plan_.signals.size()),
+            .num_places = -static_cast<std::int32_t>(plan_.segment_places.size()),
+            .first_chunk = plan_.num_chunks};
+}
+
+void BatchTables::add(RowSegment segment, std::span<const std::uint64_t> places) {
+  const RowCut& cut = plan_.cuts[at(segment.tensor)];
+  segment.bucket = static_cast<std::int32_t>(plan_.batches.size());
+  segment.first_chunk = static_cast<std::int32_t>(plan_.num_chunks);
+  segment.first_place = static_cast<std::int32_t>(plan_.num_places);
+  segment.first_copy = static_cast<std::int32_t>(plan_.segment_places.size());
+  segment.num_copies = static_cast<std::int32_t>(places.size());
+  plan_.segments.push_back(segment);
+  plan_.segment_places.insert(plan_.segment_places.end(), places.begin(), places.end());
+  const std::int64_t chunks = (segment.rows + cut.rows_each - 1) / cut.rows_each * cut.parts;
+  plan_.num_chunks += chunks;
+  plan_.num_places += chunks * std::ssize(places);
+}
+
+bool BatchTables::is_empty() const {
+  return std::ssize(plan_.segments) == batch_.first_segment &&
+         std::ssize(plan_.signals) == batch_.first_signal;
+}
+
+void BatchTables::end() {
+  if (is_empty()) return;
+  batch_.num_segments = static_cast<std::int32_t>(plan_.segments.size()) - batch_.first_segment;
+  batch_.num_waits = static_cast<std::int32_t>(plan_.waits.size()) - batch_.first_wait;
+  batch_.num_signals = static_cast<std::int32_t>(plan_.signals.size()) - batch_.first_signal;
+  batch_.num_places += static_cast<std::int32_t>(plan_.segment_places.size());
+  batch_.num_chunks = plan_.num_chunks - batch_.first_chunk;
+  plan_.batches.push_back(batch_);
+}
+
 BatchWriter::BatchWriter(SequencePlan& plan, const WindowMap& windows)
-    : plan_(plan), windows_(windows) {
+    : plan_(plan), windows_(windows), tables_(plan) {
   plan_.wire_bytes.assign(at(plan.world_size), 0);
 }
 
@@ -48,31 +86,10 @@ std::uint64_t BatchWriter::place(std::int32_t tensor, std::int32_t rank, std::in
          (sums ? place_sum_bit : 0);
 }
 
-void BatchWriter::begin(BatchKind kind) {
-  batch_ = {.kind = kind,
-            .first_segment = static_cast<std::int32_t>(plan_.segments.size()),
-            .first_wait = static_cast<std::int32_t>(plan_.waits.size()),
-            .first_signal = static_cast<std::int32_t>(plan_.signals.size()),
-            .num_places = -static_cast<std::int32_t>(plan_.segment_places.size()),
-            .first_chunk = plan_.num_chunks};
-}
-
 void BatchWriter::add(std::int32_t tensor, std::int64_t row, std::int64_t rows,
                       std::span<const std::uint64_t> places) {
-  const RowCut& cut = plan_.cuts[at(tensor)];
-  if (cut.row_bytes == 0 || rows == 0) return;
-  plan_.segments.push_back({.row = row,
-                            .rows = rows,
-                            .tensor = tensor,
-                            .bucket = static_cast<std::int32_t>(plan_.batches.size()),
-                            .first_chunk = static_cast<std::int32_t>(plan_.num_chunks),
-                            .first_place = static_cast<std::int32_t>(plan_.num_places),
-                            .first_copy = static_cast<std::int32_t>(plan_.segment_places.size()),
-                            .num_copies = static_cast<std::int32_t>(places.size())});
-  plan_.segment_places.insert(plan_.segment_places.end(), places.begin(), places.end());
-  const std::int64_t chunks = (rows + cut.rows_each - 1) / cut.rows_each * cut.parts;
-  plan_.num_chunks += chunks;
-  plan_.num_places += chunks * std::ssize(places);
+  if (plan_.cuts[at(tensor)].row_bytes == 0 || rows == 0) return;
+  tables_.add({.row = row, .rows = rows, .tensor = tensor}, places);
 }
 
 void BatchWriter::add(std::span<const RowMove> moves) {
@@ -86,15 +103,6 @@ void BatchWriter::add(std::span<const RowMove> moves) {
     }
     add(t, first.row, first.rows, places_);
   }
-}
-
-void BatchWriter::end() {
-  batch_.num_segments = static_cast<std::int32_t>(plan_.segments.size()) - batch_.first_segment;
-  batch_.num_waits = static_cast<std::int32_t>(plan_.waits.size()) - batch_.first_wait;
-  batch_.num_signals = static_cast<std::int32_t>(plan_.signals.size()) - batch_.first_signal;
-  batch_.num_places += static_cast<std::int32_t>(plan_.segment_places.size());
-  batch_.num_chunks = plan_.num_chunks - batch_.first_chunk;
-  if (batch_.num_segments > 0 || batch_.num_signals > 0) plan_.batches.push_back(batch_);
 }
 
 void BatchWriter::finish() const { check_chunk_numbers(plan_); }

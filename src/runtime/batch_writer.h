@@ -19,12 +19,36 @@ struct RowMove {
   std::int64_t dst_row = 0;
 };
 
+/// The batches of a plan and their segments, appended one behind the other.
+class BatchTables {
+ public:
+  explicit BatchTables(SequencePlan& plan) : plan_(plan) {}
+
+  void begin(BatchKind kind);
+
+  /// A segment with these places; all but its row, rows and tensor is set here.
+  void add(RowSegment segment, std::span<const std::uint64_t> places);
+
+  /// Of the batch that has begun.
+  [[nodiscard]] bool has_chunks() const { return plan_.num_chunks > batch_.first_chunk; }
+  /// It has neither segments nor signals.
+  [[nodiscard]] bool is_empty() const;
+
+  /// Ends the batch, with the waits and signals that the plan has got since; an empty one leaves
+  /// nothing.
+  void end();
+
+ private:
+  SequencePlan& plan_;
+  WorkBatch batch_;
+};
+
 /// Writes the batches of a rank, one behind the other.
 class BatchWriter {
  public:
   BatchWriter(SequencePlan& plan, const WindowMap& windows);
 
-  void begin(BatchKind kind);
+  void begin(BatchKind kind) { tables_.begin(kind); }
   void wait(BatchSlot slot) { plan_.waits.push_back(slot); }
   void signal(BatchSlot slot) { plan_.signals.push_back(slot); }
 
@@ -36,7 +60,7 @@ class BatchWriter {
   void add(std::span<const RowMove> moves);
 
   /// Ends the batch; one without segments and signals leaves nothing.
-  void end();
+  void end() { tables_.end(); }
 
   /// @throws InvalidArgument for 2^31 chunks or places
   void finish() const;
@@ -46,7 +70,7 @@ class BatchWriter {
  private:
   SequencePlan& plan_;
   const WindowMap& windows_;
-  WorkBatch batch_;
+  BatchTables tables_;
   std::vector<std::uint64_t> places_;
 };
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "batch_jobs.h"
+#include "batch_writer.h"
 #include "waybill/core/at.h"
 
 namespace waybill::detail {
@@ -31,6 +32,7 @@ class NetworkSplitter {
         batches_(std::exchange(plan.batches, {})),
         waits_(std::exchange(plan.waits, {})),
         signals_(std::exchange(plan.signals, {})),
+        tables_(plan),
         last_put_(at(plan.world_size)) {
     plan.num_chunks = 0;
     plan.num_places = 0;
@@ -115,7 +117,8 @@ class NetworkSplitter {
     } else if (from.kind == BatchKind::forward) {
       put_from_window();
     } else {
-      for (const std::int32_t s : chosen_) add_near(segments_[at(s)], places_of(segments_[at(s)]));
+      for (const std::int32_t s : chosen_)
+        tables_.add(segments_[at(s)], places_of(segments_[at(s)]));
     }
     for (std::int32_t s = from.first_signal; s < from.first_signal + from.num_signals; ++s) {
       const BatchSlot& slot = signals_[at(s)];
@@ -126,31 +129,12 @@ class NetworkSplitter {
   }
 
   void begin(BatchKind kind) {
-    batch_ = {.kind = kind,
-              .first_segment = static_cast<std::int32_t>(plan_.segments.size()),
-              .first_wait = static_cast<std::int32_t>(plan_.waits.size()),
-              .first_signal = static_cast<std::int32_t>(plan_.signals.size()),
-              .num_places = -static_cast<std::int32_t>(plan_.segment_places.size()),
-              .first_chunk = plan_.num_chunks};
+    tables_.begin(kind);
     const NetworkProgram& network = plan_.network;
     step_ = {.first_wait = static_cast<std::int32_t>(network.waits.size()),
              .first_put = static_cast<std::int32_t>(network.puts.size()),
              .first_signal = static_cast<std::int32_t>(network.signals.size())};
     std::ranges::fill(last_put_, -1);
-  }
-
-  void add_near(RowSegment segment, std::span<const std::uint64_t> places) {
-    const RowCut& cut = plan_.cuts[at(segment.tensor)];
-    segment.bucket = static_cast<std::int32_t>(plan_.batches.size());
-    segment.first_chunk = static_cast<std::int32_t>(plan_.num_chunks);
-    segment.first_place = static_cast<std::int32_t>(plan_.num_places);
-    segment.first_copy = static_cast<std::int32_t>(plan_.segment_places.size());
-    segment.num_copies = static_cast<std::int32_t>(places.size());
-    plan_.segments.push_back(segment);
-    plan_.segment_places.insert(plan_.segment_places.end(), places.begin(), places.end());
-    const std::int64_t chunks = (segment.rows + cut.rows_each - 1) / cut.rows_each * cut.parts;
-    plan_.num_chunks += chunks;
-    plan_.num_places += chunks * segment.num_copies;
   }
 
   /// Own rows: one place in the stage instead of those on other nodes, from which they are put.
@@ -179,7 +163,7 @@ class NetworkSplitter {
         near_.push_back(static_cast<std::uint64_t>(to_int(plan_.rank)) << place_rank_shift |
                         static_cast<std::uint64_t>(where->second));
       }
-      if (!near_.empty()) add_near(segments_[at(s)], near_);
+      if (!near_.empty()) tables_.add(segments_[at(s)], near_);
     }
   }
 
@@ -189,7 +173,7 @@ class NetworkSplitter {
       put_far(segment, plan_.window_offsets[at(segment.tensor)] +
                            segment.row * plan_.cuts[at(segment.tensor)].row_bytes);
       keep_near(segment);
-      if (!near_.empty()) add_near(segment, near_);
+      if (!near_.empty()) tables_.add(segment, near_);
     }
   }
 
@@ -244,7 +228,7 @@ class NetworkSplitter {
     if (from.kind != BatchKind::send) {
       for (std::int32_t w = from.first_wait; w < from.first_wait + from.num_waits; ++w)
         network.waits.push_back(waits_[at(w)]);
-    } else if (plan_.num_chunks > batch_.first_chunk) {
+    } else if (tables_.has_chunks()) {
       const BatchSlot ready{plan_.world_size, network.num_ready++};
       plan_.signals.push_back(ready);
       network.waits.push_back(ready);
@@ -254,15 +238,10 @@ class NetworkSplitter {
   }
 
   void end_batch(const WorkBatch& from) {
-    batch_.num_segments = static_cast<std::int32_t>(plan_.segments.size()) - batch_.first_segment;
-    batch_.num_signals = static_cast<std::int32_t>(plan_.signals.size()) - batch_.first_signal;
-    if (batch_.num_segments == 0 && batch_.num_signals == 0) return;
+    if (tables_.is_empty()) return;
     for (std::int32_t w = from.first_wait; w < from.first_wait + from.num_waits; ++w)
       plan_.waits.push_back(waits_[at(w)]);
-    batch_.num_waits = from.num_waits;
-    batch_.num_places += static_cast<std::int32_t>(plan_.segment_places.size());
-    batch_.num_chunks = plan_.num_chunks - batch_.first_chunk;
-    plan_.batches.push_back(batch_);
+    tables_.end();
   }
 
   SequencePlan& plan_;
@@ -279,7 +258,7 @@ class NetworkSplitter {
   // What is being written.
   std::vector<std::int32_t> chosen_;  ///< segments
   std::vector<std::uint64_t> near_;   ///< places of a segment
-  WorkBatch batch_;
+  BatchTables tables_;
   NetworkStep step_;
   std::vector<std::int32_t> last_put_;  ///< [W] of the step; -1: none
 };

@@ -183,7 +183,7 @@ class GpuExecutor final : public Executor {
                  .arrival = arrival,
                  .tables = plan_of(call).leg_tables(),
                  .state = reinterpret_cast<LegState*>(call.arrivals->local + world + words),
-                 .plan = call.plan,
+                 .phases = call.plan->phases,
                  .window = call.window,
                  .slots = call.slots,
                  .first_slot = world,

@@ -45,12 +45,6 @@ void check_supported(const Transport& transport, const NetworkLeg* leg, const EP
     throw Unsupported(concat("experts on GPUs: ", config.num_nodes(),
                              " nodes, expected one: this world does not carry rows between nodes"));
   }
-  if (!leg->follows_tables()) {
-    throw Unsupported(concat("experts on GPUs: ", config.num_nodes(),
-                             " nodes, expected one: what is sent between them is known to the "
-                             "device alone, and the wire of this world (NCCL) must be told by the "
-                             "host; NVSHMEM, and nodes of one host, can do it"));
-  }
   const std::int32_t of_world = transport.topology().ranks_per_node;
   if (local != of_world) {
     throw Unsupported(concat("experts on GPUs: local_world_size = ", local, ", expected ", of_world,

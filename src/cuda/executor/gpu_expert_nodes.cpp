@@ -1,6 +1,7 @@
 #include "gpu_expert_nodes.h"
 
 #include <algorithm>
+#include <span>
 #include <utility>
 
 #include "../moe/launch.h"
@@ -8,6 +9,7 @@
 #include "cuda_check.h"
 #include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/runtime/board_phase.h"
 #include "waybill/runtime/executor.h"
 
 namespace waybill::cuda {
@@ -121,9 +123,25 @@ void ExpertNodes::add_weights(const ExpertCall& call, const ExpertDispatchInput&
   add_part(params, memory_.board_layout.forward_weights, row_bytes);
 }
 
+NetworkPhase ExpertNodes::whole_parts(const ListPutsParams& params) const {
+  BoardPart parts[max_node_parts];
+  for (std::int32_t i = 0; i < params.num_parts; ++i) {
+    const NodePart& part = params.parts[i];
+    const std::int64_t slice_bytes = config_.max_tokens * part.row_bytes;
+    parts[i] = {part.from, part.from_node_bytes, part.to - own_node_ * slice_bytes, slice_bytes};
+  }
+  return board_phase(transport_.topology(), config_.rank, std::span(parts, at(params.num_parts)),
+                     params.first_signal, params.begins >= 0);
+}
+
 void ExpertNodes::start(const ListPutsParams& params, const ExpertCall& call, int num_sms) {
   const cudaStream_t stream = stream_of(call);
-  gpu_->check(launch_list_puts(params, stream), "launching a kernel", call.operation);
+  ListPutsParams listed = params;
+  if (leg_.needs_phases()) {
+    phase_ = whole_parts(params);
+    listed.num_parts = 0;
+  }
+  gpu_->check(launch_list_puts(listed, stream), "launching a kernel", call.operation);
   leg_.start({.operation = call.operation,
               .kind = params.m.meet.kind,
               .arrival = params.begins >= 0 ? LegArrival::first : LegArrival::none,
@@ -135,7 +153,7 @@ void ExpertNodes::start(const ListPutsParams& params, const ExpertCall& call, in
                          .done = done_,
                          .ready = nullptr},
               .state = program_.state,
-              .plan = nullptr,
+              .phases = std::span(&phase_, 1),
               .window = &memory_.board,
               .slots = &memory_.signals,
               .first_slot = 0,

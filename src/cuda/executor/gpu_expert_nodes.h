@@ -16,7 +16,8 @@ namespace waybill::cuda {
 /// node, to the rank of this one's local index, which then does with it as with its own; sums come
 /// back the same way. What goes there lies in this rank's part of its own board (slice of its own
 /// node) first, where the kernels of the node find it as well; the leg of the world's wire puts it
-/// to the boards of the peers.
+/// to the boards of the peers: rows that are wanted there, which the device alone knows; where the
+/// host must say what is sent, the whole slice.
 class ExpertNodes {
  public:
   /// Of so many multiprocessors, those for a leg that a kernel of the node runs beside.
@@ -74,6 +75,7 @@ class ExpertNodes {
   void add_weights(const ExpertCall& call, const ExpertDispatchInput& input,
                    ListPutsParams& params) const;
   void start(const ListPutsParams& params, const ExpertCall& call, int num_sms);
+  [[nodiscard]] NetworkPhase whole_parts(const ListPutsParams& params) const;
   void await(const ListPutsParams& params, const ExpertCall& call, bool counts);
   void copy(std::byte* to, const ConstTensorView& from, std::int64_t row_bytes,
             const ExpertCall& call) const;
@@ -93,6 +95,7 @@ class ExpertNodes {
   std::shared_ptr<void> program_memory_;
   LegProgram program_{};
   unsigned* done_ = nullptr;  ///< of the leg: puts of a step that have arrived
+  NetworkPhase phase_;        ///< instead, where the host must say what is sent
 };
 
 }  // namespace waybill::cuda

@@ -30,33 +30,25 @@ template <class T>
 struct Ours {
   using Type = T;
 };
+template <class T>
+struct Ours<T*> {
+  using Type = typename Ours<T>::Type*;
+};
 template <>
 struct Ours<ncclComm_t> {
   using Type = NcclComm;
-};
-template <>
-struct Ours<ncclComm_t*> {
-  using Type = NcclComm*;
 };
 template <>
 struct Ours<ncclUniqueId> {
   using Type = NcclUniqueId;
 };
 template <>
-struct Ours<ncclUniqueId*> {
-  using Type = NcclUniqueId*;
-};
-template <>
-struct Ours<ncclConfig_t*> {
-  using Type = NcclConfig*;
+struct Ours<ncclConfig_t> {
+  using Type = NcclConfig;
 };
 template <>
 struct Ours<ncclResult_t> {
   using Type = NcclResult;
-};
-template <>
-struct Ours<ncclResult_t*> {
-  using Type = NcclResult*;
 };
 template <>
 struct Ours<ncclDataType_t> {

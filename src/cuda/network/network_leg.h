@@ -3,9 +3,10 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <span>
 
 #include "leg_params.h"
-#include "waybill/runtime/sequence_plan.h"
+#include "waybill/runtime/network_phase.h"
 #include "waybill/transport/symmetric_memory.h"
 
 namespace waybill::cuda {
@@ -17,7 +18,8 @@ struct NetworkCall {
   LegArrival arrival = LegArrival::none;
   LegTables tables{};
   LegState* state = nullptr;
-  const SequencePlan* plan = nullptr;       ///< what the tables were made from; null: not a plan
+  /// What the tables say, for a leg that needs phases; they stay until it is joined.
+  std::span<const NetworkPhase> phases;
   const SymmetricBuffer* window = nullptr;  ///< puts go from the own part into the same of peers
   const SignalPad* slots = nullptr;         ///< slot k of the tables is counter first_slot + k
   std::int64_t first_slot = 0;
@@ -36,8 +38,8 @@ class NetworkLeg {
   NetworkLeg& operator=(const NetworkLeg&) = delete;
   virtual ~NetworkLeg() = default;
 
-  /// Whether plans must have phases: then the host queues them, and a graph holds one plan for
-  /// ever.
+  /// Whether it carries phases out, not tables: then the host queues them, and a graph holds them
+  /// for ever.
   [[nodiscard]] virtual bool needs_phases() const { return false; }
 
   /// Queues the leg behind what is on call.stream and beside what comes next there; waits for
@@ -47,9 +49,6 @@ class NetworkLeg {
 
   /// Lets the stream wait for the leg that was started.
   virtual void join(cudaStream_t stream) = 0;
-
-  /// Whether it does what the tables in device memory say; else only what a plan says.
-  [[nodiscard]] virtual bool follows_tables() const { return true; }
 };
 
 }  // namespace waybill::cuda

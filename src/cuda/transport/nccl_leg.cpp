@@ -33,25 +33,19 @@ class NcclLeg final : public NetworkLeg {
   /// What is to be queued comes in join(): NCCL may wait for room in its queues, and so for kernels
   /// that have yet to be launched.
   void start(const NetworkCall& call) override {
-    if (call.plan == nullptr) {
-      throw Unsupported(concat(call.operation,
-                               ": NCCL carries between nodes only what the host knows beforehand, "
-                               "expected NVSHMEM, or nodes that are parts of one host"));
-    }
     communicator_->check(call.operation);
     call_ = call;
     stream_ = side_.fork(call.stream, call.operation);
   }
 
   void join(cudaStream_t stream) override {
-    const LegParams params = leg_params(call_, *gpu_, gpu_->rank(), topology_, share_);
-    const std::span<const NetworkPhase> phases = call_.plan->phases;
-    for (const NetworkPhase& phase : phases) {
+    const LegParams params = leg_params(call_, *gpu_, topology_, share_);
+    for (const NetworkPhase& phase : call_.phases) {
       queue_waits(params, phase.waits);
       communicator_->exchange(pieces_of(phase.sent, 0),
                               pieces_of(phase.received, topology_.world_size), stream_,
                               call_.operation);
-      queue_raises(params, phase, &phase == &phases.back());
+      queue_raises(params, phase, &phase == &call_.phases.back());
     }
     side_.join(stream, call_.operation);
   }

@@ -14,7 +14,7 @@ class NvshmemLeg final : public NetworkLeg {
 
   void start(const NetworkCall& call) override {
     operation_ = call.operation;
-    const LegParams params = leg_params(call, *gpu_, gpu_->rank(), topology_, 1);
+    const LegParams params = leg_params(call, *gpu_, topology_, 1);
     const cudaStream_t side = side_.fork(call.stream, operation_);
     gpu_->check(api_.leg(&params, call.num_sms, side), "launching a kernel", operation_);
   }

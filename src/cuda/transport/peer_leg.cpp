@@ -24,7 +24,7 @@ class PeerLeg final : public NetworkLeg {
       throw Unsupported(concat(call.operation, ": ", topology_.world_size,
                                " ranks, expected at most ", max_gpu_ranks));
     }
-    const LegParams params = leg_params(call, *gpu_, gpu_->rank(), topology_, share_);
+    const LegParams params = leg_params(call, *gpu_, topology_, share_);
     const auto me = to_int(gpu_->rank());
     PeerAddresses peers{};
     for (std::int32_t r = 0; r < topology_.world_size; ++r) {

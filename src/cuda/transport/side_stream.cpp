@@ -34,9 +34,9 @@ void SideStream::join(cudaStream_t to, const char* operation) {
   gpu_->check(cudaStreamWaitEvent(to, done_, 0), "ordering streams", operation);
 }
 
-LegParams leg_params(const NetworkCall& call, const GpuRank& gpu, Rank rank,
-                     const Topology& topology, int share) {
-  return {.rank = to_int(rank),
+LegParams leg_params(const NetworkCall& call, const GpuRank& gpu, const Topology& topology,
+                     int share) {
+  return {.rank = to_int(gpu.rank()),
           .world_size = topology.world_size,
           .ranks_per_node = topology.ranks_per_node,
           .parity = static_cast<std::uint32_t>(call.epoch % 2),

@@ -30,7 +30,7 @@ class SideStream {
 
 /// The parameters of a leg's kernel, but for the peers' memory.
 /// @param share ranks on the device
-[[nodiscard]] LegParams leg_params(const NetworkCall& call, const GpuRank& gpu, Rank rank,
+[[nodiscard]] LegParams leg_params(const NetworkCall& call, const GpuRank& gpu,
                                    const Topology& topology, int share);
 
 }  // namespace waybill::cuda

@@ -22,8 +22,8 @@ class Dispatch(torch.autograd.Function):
     ) -> Any:  # fmt: skip
         rows, weights, made = layer._dispatch(tokens, ids, weight, positions, None, layout)
         holder.append(made)
-        # A copy: the descriptor will hold the token, which holds this node of the graph. In a circle
-        # all of them would last until Python looks for circles, which it does not for a full GPU.
+        # A copy: the descriptor will hold the token, which holds this node of the graph. A circle
+        # would last until Python looks for circles, which it does not do when a GPU is full.
         ctx.layer, ctx.layout, ctx.ids, ctx.positions = layer, copy.copy(made), ids, positions
         ctx.weight_dtype = None if weight is None else weight.dtype
         # Without elements, it ties combine to this call: where no rows arrive, backward would else

@@ -4,37 +4,14 @@ One process a GPU, bfloat16; the slowest rank's median of 60 calls, with and wit
 rows into send order and out of receive order that it needs and a dispatch does not.
 """
 
-import os
-import statistics
 import sys
-from itertools import pairwise
 
+import ranks
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 ROW = 4096  # elements
 MIB = 1 << 20
-
-
-def time_calls(call, calls=60):
-    for _ in range(10):
-        call()
-    torch.cuda.synchronize()
-    dist.barrier()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
-    events[0].record()
-    for event in events[1:]:
-        call()
-        event.record()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) * 1e3 for a, b in pairwise(events))
-
-
-def slowest(us):
-    value = torch.tensor([us], device="cuda")
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return value.item()
 
 
 def measure(mib):
@@ -53,13 +30,10 @@ def measure(mib):
         dist.all_to_all_single(recv, send)
         torch.index_select(recv, 0, order, out=result)
 
-    return slowest(time_calls(plain)), slowest(time_calls(packed))
+    return ranks.slowest_us(plain, "cuda", 60), ranks.slowest_us(packed, "cuda", 60)
 
 
 def worker(rank, world):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29555")
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=world)
     if rank == 0:
         print(f"NCCL {torch.cuda.nccl.version()}, PyTorch {torch.__version__}, {world} GPUs")
         print(f"{'MiB a rank':>10} {'us':>9} {'GB/s':>8} {'with pack and unpack us':>24}")
@@ -68,11 +42,10 @@ def worker(rank, world):
         if rank == 0:
             rate = mib * MIB * (world - 1) / world / us / 1e3
             print(f"{mib:>10} {us:>9.1f} {rate:>8.1f} {packed_us:>24.1f}", flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     gpus = torch.cuda.device_count()
     if gpus < 2:
-        sys.exit("nccl_all_to_all: needs two GPUs, nothing measured")
-    mp.spawn(worker, args=(gpus,), nprocs=gpus)
+        sys.exit("all_to_all: needs two GPUs, nothing measured")
+    ranks.start(worker, gpus, "cuda", gpus)
