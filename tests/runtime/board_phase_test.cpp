@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <map>
 
-#include "support/at.h"
+#include "waybill/core/at.h"
 
 namespace waybill {
 namespace {
@@ -19,7 +19,7 @@ constexpr std::int32_t first_slot = 100;
 using Boards = std::vector<std::vector<std::int64_t>>;
 
 /// Carries all phases out as NCCL does: the k-th piece to a peer is what it receives k-th.
-void exchange(Boards& boards, const std::vector<NetworkPhase>& phases) {
+void carry_out(Boards& boards, const std::vector<NetworkPhase>& phases) {
   const auto before = boards;
   for (std::size_t r = 0; r < phases.size(); ++r) {
     std::map<std::int32_t, std::vector<NetworkPiece>> sent;  // to r, by sender
@@ -68,11 +68,12 @@ TEST(BoardPhase, slices_of_the_own_node_come_to_all_others) {
       std::vector<NetworkPhase> phases;
       for (std::int32_t r = 0; r < topology.world_size; ++r) {
         const std::int32_t node = r / topology.ranks_per_node;
-        const BoardPart parts[] = {{.from_bytes = 256 + node * 40, .to_bytes = 256, .size_bytes = 40},
-                                   {.from_bytes = 1024 + node * 7, .to_bytes = 1024, .size_bytes = 7}};
+        const BoardPart parts[] = {
+            {.from_bytes = 256 + node * 40, .to_bytes = 256, .size_bytes = 40},
+            {.from_bytes = 1024 + node * 7, .to_bytes = 1024, .size_bytes = 7}};
         phases.push_back(board_phase(topology, r, parts, first_slot, meets));
       }
-      exchange(boards, phases);
+      carry_out(boards, phases);
       for (std::int32_t r = 0; r < topology.world_size; ++r) {
         for (std::int64_t i = 0; i < board_bytes; ++i) {
           std::int64_t node = r / topology.ranks_per_node;
@@ -93,7 +94,7 @@ TEST(BoardPhase, each_node_gets_a_slice_of_its_own) {
     auto boards = before;
     const BoardPart part{
         .from_bytes = 2048, .from_node_bytes = 24, .to_bytes = 512, .size_bytes = 24};
-    exchange(boards, phases_of(topology, std::span(&part, 1), false));
+    carry_out(boards, phases_of(topology, std::span(&part, 1), false));
     for (std::int32_t r = 0; r < topology.world_size; ++r) {
       const std::int64_t own = r / topology.ranks_per_node;
       for (std::int64_t node = 0; node < topology.num_nodes(); ++node) {

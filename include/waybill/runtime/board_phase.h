@@ -21,7 +21,7 @@ struct BoardPart {
 /// tell (NCCL): one phase, without waits.
 ///
 /// @param first_slot slot first_slot + p is raised when all parts of peer p have come
-/// @param meets a call begins: all ranks of other nodes say that they have come, NetworkPhase::arrived
+/// @param meets a call begins: all ranks of other nodes say that they have come
 [[nodiscard]] NetworkPhase board_phase(const Topology& topology, std::int32_t rank,
                                        std::span<const BoardPart> parts, std::int32_t first_slot,
                                        bool meets);
