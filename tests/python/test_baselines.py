@@ -6,21 +6,26 @@ import sys
 
 import pytest
 
+import waybill
+
 pytest.importorskip("torch")
 
 EXPERTS = pathlib.Path(__file__).parents[2] / "bench" / "baselines" / "experts.py"
 
 
-def run(*arguments):
+def run(*arguments, device="cpu"):
     return subprocess.run(
-        [sys.executable, str(EXPERTS), "--device", "cpu", *arguments],
+        [sys.executable, str(EXPERTS), "--device", device, *arguments],
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
 
 
-def test_ways_on_the_cpu():
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ways(device):
+    if device == "cuda" and waybill.num_gpus() < 2:
+        pytest.skip("needs two GPUs")
     sizes = "--ranks 2 --tokens 9 --hidden 64 --experts 8 --topk 3 --calls 2"
-    done = run(*sizes.split())
+    done = run(*sizes.split(), device=device)
     assert done.returncode == 0, done.stdout + done.stderr
     for way in ("waybill", "all_to_all"):
         for call in ("dispatch, with counting", "dispatch, routing known", "combine"):

@@ -1,10 +1,8 @@
 """A CUDA graph that holds a dispatch and its way back, on one rank a GPU."""
 
-import contextlib
-
 import numpy as np
 import pytest
-from ways import TorchWay, random_bits, random_plan, rows_of, simulated
+from ways import TorchWay, captured, random_bits, random_plan, rows_of, simulated
 
 import waybill
 
@@ -13,17 +11,6 @@ pytestmark = pytest.mark.skipif(
     not (waybill.num_gpus() and torch.cuda.is_available()),
     reason="no GPU, or an installation without CUDA",
 )
-
-
-@contextlib.contextmanager
-def captured(graph):
-    """On a stream of this thread, for what this thread does alone. torch.cuda.graph also empties
-    the caches of all GPUs first, also of those on which other threads capture already.
-    """
-    with torch.cuda.stream(torch.cuda.Stream()):
-        graph.capture_begin(capture_error_mode="thread_local")
-        yield
-        graph.capture_end()
 
 
 def plans_of_one_size(world_size):

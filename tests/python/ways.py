@@ -1,5 +1,6 @@
 """What ranks can be made of, behind one interface: numpy, torch on the CPU, torch on GPUs."""
 
+import contextlib
 import itertools
 
 import numpy as np
@@ -57,6 +58,19 @@ class TorchWay(NumpyWay):
             self.torch.cuda.current_stream().synchronize()
         integers = getattr(self.torch, INTEGERS[array.element_size()])
         return array.detach().contiguous().view(integers).cpu().numpy().copy()
+
+
+@contextlib.contextmanager
+def captured(graph):
+    """On a stream of this thread, for what this thread does alone. torch.cuda.graph also empties
+    the caches of all GPUs first, also of those on which other threads capture already.
+    """
+    import torch
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(capture_error_mode="thread_local")
+        yield
+        graph.capture_end()
 
 
 def random_bits(dtype_size, shape, seed):
