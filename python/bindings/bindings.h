@@ -28,5 +28,6 @@ void bind_world(nanobind::module_& m);
 void bind_dispatcher(nanobind::module_& m);
 void bind_moe(nanobind::module_& m);
 void bind_moe_layer(nanobind::module_& m);
+void bind_expert_summary(nanobind::module_& m);
 
 }  // namespace waybill::python

@@ -22,4 +22,5 @@ NB_MODULE(_core, m) {
   waybill::python::bind_dispatcher(m);
   waybill::python::bind_moe(m);
   waybill::python::bind_moe_layer(m);
+  waybill::python::bind_expert_summary(m);
 }

@@ -27,5 +27,6 @@ void add_validate_command(CLI::App& app, Program& program);
 void add_show_command(CLI::App& app, Program& program);
 void add_explain_command(CLI::App& app, Program& program);
 void add_compare_command(CLI::App& app, Program& program);
+void add_experts_command(CLI::App& app, Program& program);
 
 }  // namespace waybill::cli

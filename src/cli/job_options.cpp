@@ -184,7 +184,7 @@ HardwareFacts HardwareOptions::facts(HardwareFacts defaults) const {
   return defaults;
 }
 
-void add_hardware_options(CLI::App& command, HardwareOptions& options) {
+void add_link_options(CLI::App& command, HardwareOptions& options) {
   const std::string group = "Hardware";
   command
       .add_option(
@@ -201,13 +201,17 @@ void add_hardware_options(CLI::App& command, HardwareOptions& options) {
       ->type_name("RATE")
       ->check(check_rate)
       ->group(group);
+}
+
+void add_hardware_options(CLI::App& command, HardwareOptions& options) {
+  add_link_options(command, options);
   command
       .add_option("--pairs-per-s", options.pairs_per_second,
                   "(query, key) pairs that a rank attends to in a second, forward; default: 600e12 "
                   "operations a second, 4 for each pair and element of a row of Q")
       ->type_name("X")
       ->check(CLI::PositiveNumber)
-      ->group(group);
+      ->group("Hardware");
 }
 
 void add_trace_option(CLI::App& command, StepOutputOptions& options) {

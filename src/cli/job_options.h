@@ -70,6 +70,8 @@ void add_source_options(CLI::App& command, SourceOptions& options);
 /// @param ranks_name how the number of ranks is called
 void add_planning_options(CLI::App& command, PlanningOptions& options,
                           const std::string& ranks_name = "--world-size");
+void add_link_options(CLI::App& command, HardwareOptions& options);
+/// Links, and attention.
 void add_hardware_options(CLI::App& command, HardwareOptions& options);
 void add_trace_option(CLI::App& command, StepOutputOptions& options);
 void add_row_options(CLI::App& command, RowOptions& options);

@@ -41,6 +41,7 @@ void add_commands(CLI::App& app, Program& program) {
   add_show_command(app, program);
   add_explain_command(app, program);
   add_compare_command(app, program);
+  add_experts_command(app, program);
   app.footer(
       "Examples:\n"
       "  waybill demo                                   the whole way, nothing else needed\n"
@@ -52,6 +53,7 @@ void add_commands(CLI::App& app, Program& program) {
       "  waybill explain --world-size 64                how long does a step take, and why?\n"
       "  waybill compare --world-size 64                against static context parallelism\n"
       "  waybill simulate --ranks 4096                  predict a step of a large world\n"
+      "  waybill experts --skew 1                       what a mixture of experts sends where\n"
       "Exit: 0 good, 1 failure or findings, 2 wrong usage.");
 }
 

@@ -1,57 +1,33 @@
-#include <vector>
+#include <span>
 
 #include "layout_desc.h"
 #include "waybill/core/at.h"
+#include "waybill/moe/token_routes.h"
 
 namespace waybill::detail {
 namespace {
 
-/// Counts one source's tokens: each once for a rank, and once for a node.
-class SourceTraffic {
- public:
-  SourceTraffic(const EPConfig& config, std::int32_t source, ExpertTraffic& traffic)
-      : config_(config),
-        source_(source),
-        rows_(traffic.rows_per_rank_pair.i64()),
-        unique_(traffic.unique_tokens_per_rank_pair.i64()),
-        node_tokens_(traffic.inter_node_tokens.i64()),
-        crossings_(traffic.crossings.i64()),
-        last_token_(at(config.world_size), -1),
-        last_token_of_node_(at(config.num_nodes()), -1) {}
-
-  void add(std::int64_t token, std::int32_t expert) {
-    const std::int32_t dst = config_.rank_of_expert(expert);
-    if (dst == config_.world_size) return;
-    const std::int32_t local = config_.local_world_size;
-    const std::int32_t node = dst / local;
-    const bool elsewhere = node != source_ / local;
-    const std::int32_t hub = node * local + source_ % local;  // the source itself on its own node
-    ++rows_[pair(source_, dst)];
-    if (elsewhere && last_token_of_node_[at(node)] != token) {
-      last_token_of_node_[at(node)] = token;
-      ++node_tokens_[at(source_ * config_.num_nodes() + node)];
-      ++crossings_[pair(source_, hub)];
+/// Counts one source's tokens.
+void count_tokens(const EPConfig& config, std::int32_t source, std::span<const std::int32_t> ids,
+                  ExpertTraffic& traffic) {
+  const auto pair = [&](std::int64_t from, std::int64_t to) {
+    return at(from * config.world_size + to);
+  };
+  TokenRoutes routes(config, source);
+  for (std::int64_t i = 0; i < std::ssize(ids); ++i) {
+    const ChoiceRoute route = routes.next(i / config.topk, ids[at(i)]);
+    if (route.rank == config.world_size) continue;
+    ++traffic.rows_per_rank_pair.i64()[pair(source, route.rank)];
+    if (route.to_node) {
+      const std::int32_t node = route.hub / config.local_world_size;
+      ++traffic.inter_node_tokens.i64()[at(std::int64_t{source} * config.num_nodes() + node)];
+      ++traffic.crossings.i64()[pair(source, route.hub)];
     }
-    if (last_token_[at(dst)] == token) return;
-    last_token_[at(dst)] = token;
-    ++unique_[pair(source_, dst)];
-    if (dst != hub) ++crossings_[pair(hub, dst)];
+    if (!route.to_rank) continue;
+    ++traffic.unique_tokens_per_rank_pair.i64()[pair(source, route.rank)];
+    if (route.rank != route.hub) ++traffic.crossings.i64()[pair(route.hub, route.rank)];
   }
-
- private:
-  [[nodiscard]] std::size_t pair(std::int64_t from, std::int64_t to) const {
-    return at(from * config_.world_size + to);
-  }
-
-  const EPConfig& config_;
-  std::int32_t source_;
-  std::span<std::int64_t> rows_;
-  std::span<std::int64_t> unique_;
-  std::span<std::int64_t> node_tokens_;
-  std::span<std::int64_t> crossings_;
-  std::vector<std::int64_t> last_token_;
-  std::vector<std::int64_t> last_token_of_node_;
-};
+}
 
 }  // namespace
 
@@ -64,10 +40,7 @@ void fill_traffic(ExpertDispatch& dispatch) {
              IndexArray(pairs)};
   for (std::int32_t src = 0; src < config.world_size; ++src) {
     const auto& ids = dispatch.ids[at(src)];
-    SourceTraffic counter(config, src, traffic);
-    for (std::size_t i = 0; i < ids.size(); ++i) {
-      counter.add(static_cast<std::int64_t>(i) / config.topk, ids[i]);
-    }
+    count_tokens(config, src, ids, traffic);
     const auto ranges = node_send_requests(config, src, ids);
     for (std::size_t slot = 0; slot < ranges.size(); ++slot) {
       const auto plane = static_cast<std::int64_t>(slot) / config.max_tokens;

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <initializer_list>
 #include <sstream>
 #include <string>
 
@@ -25,6 +26,16 @@ struct ProgramResult {
   std::string out;
   std::string err;
 };
+
+/// Whether all parts are there; else the test fails, with what is missing.
+inline bool holds(const std::string& text, std::initializer_list<std::string> parts) {
+  for (const std::string& part : parts) {
+    if (text.find(part) != std::string::npos) continue;
+    ADD_FAILURE() << "no \"" << part << "\" in:\n" << text;
+    return false;
+  }
+  return true;
+}
 
 /// A folder of its own for each test, in which the built program runs.
 class ProgramTest : public ::testing::Test {

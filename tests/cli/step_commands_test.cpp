@@ -10,15 +10,6 @@ using StepCommandsTest = ProgramTest;
 
 const std::string small = " --world-size 8 --tokens-per-rank 8192 --ranks-per-node 4 ";
 
-bool holds(const std::string& text, std::initializer_list<std::string> parts) {
-  for (const std::string& part : parts) {
-    if (text.find(part) != std::string::npos) continue;
-    ADD_FAILURE() << "no \"" << part << "\" in:\n" << text;
-    return false;
-  }
-  return true;
-}
-
 TEST_F(StepCommandsTest, HelpHasExamples) {
   for (const std::string command : {"explain", "compare", "simulate"}) {
     const ProgramResult help = run(command + " --help");

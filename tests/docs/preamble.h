@@ -41,6 +41,7 @@
 #include "waybill/planner/planner.h"
 #include "waybill/planner/static_plans.h"
 #include "waybill/report/document_figures.h"
+#include "waybill/report/expert_summary.h"
 #include "waybill/report/html_report.h"
 #include "waybill/report/plan_summary.h"
 #include "waybill/report/step_report.h"

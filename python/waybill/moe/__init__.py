@@ -7,11 +7,14 @@ Rows are ordered by local expert, then source rank, then token, then choice: alw
 from .config import EPConfig
 from .quantize import quantize_fp8
 from .simulate import EPAllToAllLayoutDesc, ExpertDispatch, simulate_dispatch
+from .summary import ExpertSummary, summarize
 
 __all__ = [
     "EPAllToAllLayoutDesc",
     "EPConfig",
     "ExpertDispatch",
+    "ExpertSummary",
     "quantize_fp8",
     "simulate_dispatch",
+    "summarize",
 ]

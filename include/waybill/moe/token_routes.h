@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "waybill/moe/ep_config.h"
+
+namespace waybill {
+
+/// The way of one choice of a token in a dispatch, after the earlier choices of the same token.
+struct ChoiceRoute {
+  std::int32_t rank = 0;  ///< of its expert; world_size: dropped, the rest has no meaning
+  /// The rank of the source's local index on that rank's node, which hands the token on there; the
+  /// source itself on its own node.
+  std::int32_t hub = 0;
+  bool to_node = false;  ///< the source hands the token to the hub: the first choice on that node
+  bool to_rank = false;  ///< the hub hands it to the rank: the first choice there
+};
+
+/// The ways of one source rank's tokens: a token goes once to each rank, and between nodes once to
+/// each node.
+class TokenRoutes {
+ public:
+  /// @param config checked
+  TokenRoutes(const EPConfig& config, std::int32_t source);
+
+  /// @param token not smaller than the one before
+  /// @param expert of read_expert_ids
+  [[nodiscard]] ChoiceRoute next(std::int64_t token, std::int32_t expert);
+
+ private:
+  EPConfig config_;
+  std::int32_t source_;
+  std::vector<std::int64_t> last_token_;          ///< [W] that went to a rank; -1
+  std::vector<std::int64_t> last_token_of_node_;  ///< [N]
+};
+
+}  // namespace waybill

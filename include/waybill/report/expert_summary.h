@@ -1,0 +1,79 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "waybill/moe/ep_config.h"
+#include "waybill/report/plan_summary.h"
+#include "waybill/report/text_summary.h"
+
+namespace waybill {
+
+/// What a rank has to do with a dispatch of experts' tokens, in rows. A row crosses a link once for
+/// each rank that it goes to, between nodes once for each node. What stays on a rank crosses none.
+struct ExpertRankFigures {
+  std::int64_t tokens = 0;    ///< of its own
+  std::int64_t dropped = 0;   ///< choices of its own tokens that go nowhere
+  std::int64_t computed = 0;  ///< choices that its experts get: the rows of their products
+  std::int64_t received = 0;  ///< tokens that it gets, its own among them
+  std::int64_t node_in = 0;   ///< rows over the links inside a node
+  std::int64_t node_out = 0;
+  std::int64_t network_in = 0;  ///< rows between nodes
+  std::int64_t network_out = 0;
+};
+
+/// Speeds of a rank's links each way, in bytes a second.
+struct LinkSpeeds {
+  double nvlink_bytes_per_second = 345e9;  ///< inside a node; measured on 8 x H200
+  double network_bytes_per_second = 50e9;  ///< between nodes
+};
+
+/// The rank and link that need longest.
+struct ExpertLimit {
+  std::int32_t rank = 0;
+  bool network = false;  ///< else a link inside the node
+  Direction direction = Direction::in;
+  std::int64_t rows = 0;
+  double mean_rows = 0;  ///< over the ranks, on such a link that way
+  double seconds = 0;    ///< 0: nothing crosses a link
+};
+
+/// The figures of a dispatch. Its combine moves the same rows the other way, where the rows of a
+/// token are summed before they leave a rank.
+struct ExpertSummary {
+  EPConfig config;
+  std::int64_t row_bytes = 0;                ///< of a row that travels, its scales too
+  std::vector<ExpertRankFigures> ranks;      ///< [W]
+  std::vector<std::int64_t> expert_choices;  ///< [E] choices of each expert
+
+  [[nodiscard]] std::int64_t num_tokens() const;
+  [[nodiscard]] Spread computed() const;  ///< over ranks
+  [[nodiscard]] ExpertLimit limit(const LinkSpeeds& speeds) const;
+};
+
+/// Counts what crosses links, without moving anything.
+/// @param ids one entry a rank, [T, topk] each, of read_expert_ids: a dropped choice is num_experts
+/// @throws InvalidArgument for a config that is not right, another number of ranks, more than
+///   max_tokens tokens, or an id that is not in 0..num_experts
+[[nodiscard]] ExpertSummary summarize_experts(const EPConfig& config,
+                                              const EPDispatchOptions& options,
+                                              std::span<const std::vector<std::int32_t>> ids);
+
+/// The rank for each expert, world_size / num_experts each, such that the busiest rank has little
+/// more than the others: experts in falling order of choices, each to the rank with the fewest so
+/// far that has room (Graham's rule). [E]
+[[nodiscard]] std::vector<std::int32_t> place_experts(const ExpertSummary& summary);
+
+/// What the figures mean, a sentence each: which rank and link set the limit, how even the experts'
+/// work is and what another placement would give, what sending a token once saves.
+[[nodiscard]] std::vector<std::string> explain_experts(const ExpertSummary& summary,
+                                                       const LinkSpeeds& speeds = {});
+
+/// Figures, a line a rank with bars, and explain_experts(), for a terminal 80 columns wide. Of the
+/// style gb_per_s is not looked at.
+[[nodiscard]] std::string expert_text(const ExpertSummary& summary, const LinkSpeeds& speeds = {},
+                                      const TextStyle& style = {});
+
+}  // namespace waybill

@@ -1,0 +1,87 @@
+"""What a dispatch of experts' tokens sends where, and what bounds it; nothing is moved."""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional, Sequence
+
+from .. import _core
+from .._arrays import IntArray, int64
+from ..errors import InvalidArgument
+from .arrays import ids, per_rank
+from .config import EPConfig
+
+
+class ExpertSummary:
+    """Figures of a dispatch; its combine moves the same rows the other way.
+
+    A row crosses a link once for each rank that it goes to, between nodes once for each node; what
+    stays on a rank crosses none. Speeds are those of a rank's links each way, in bytes a second.
+    """
+
+    config: EPConfig
+    row_bytes: int  #: of a row that travels, its scales too
+    tokens: IntArray  #: [W] of each rank
+    dropped: IntArray  #: [W] choices of its tokens that go nowhere
+    computed: IntArray  #: [W] choices that its experts get: the rows of their products
+    received: IntArray  #: [W] tokens that it gets, its own among them
+    node_in: IntArray  #: [W] rows over the links inside a node
+    node_out: IntArray
+    network_in: IntArray  #: [W] rows between nodes
+    network_out: IntArray
+    expert_choices: IntArray  #: [E] choices of each expert
+
+    def __init__(self) -> None:
+        raise InvalidArgument("ExpertSummary: got a constructor call, expected summarize")
+
+    def limit_seconds(self, *, nvlink: float = 345e9, network: float = 50e9) -> float:
+        """The time of the rank and link that need longest: no dispatch can be faster."""
+        return self._compiled.limit_seconds(float(nvlink), float(network))
+
+    def placement(self) -> IntArray:
+        """[E] The rank for each expert, as many on each, that makes the busiest rank's work little
+        more than the others'.
+        """
+        return self._compiled.placement()
+
+    def explain(self, *, nvlink: float = 345e9, network: float = 50e9) -> List[str]:
+        """What the figures mean, a sentence each."""
+        return self._compiled.explain(float(nvlink), float(network))
+
+    def text(self, *, nvlink: float = 345e9, network: float = 50e9) -> str:
+        """Figures, a line a rank with bars, and ``explain()``, 80 columns wide."""
+        return self._compiled.text(float(nvlink), float(network))
+
+    def __str__(self) -> str:
+        return self.text()
+
+    _compiled: Any
+
+
+def summarize(
+    config: EPConfig,
+    exp_indices: Sequence[Any],
+    *,
+    dropped_id: Optional[int] = None,
+    payload: str = "plain",
+) -> ExpertSummary:
+    """Counts what a dispatch of these choices would send.
+
+    :param exp_indices: [T, topk] a rank, int32 or int64
+    :param dropped_id: the id of a choice that goes nowhere: num_experts, or -1
+    :param payload: "plain"; "quantized" or "scaled": float8 e4m3 with scales
+    :raises InvalidArgument: naming argument and rank
+    """
+    if not isinstance(config, EPConfig):
+        raise InvalidArgument(f"config is a {type(config).__name__}, expected an EPConfig")
+    compiled = config._compiled()
+    dropped = None if dropped_id is None else int64(dropped_id, "dropped_id")
+    options = _core.ep_dispatch_options(compiled, dropped, "grouped", 1, payload)
+    entries = per_rank(exp_indices, "exp_indices", config.world_size)
+    arrays = [ids(v, config.topk, f"exp_indices[{r}]") for r, v in enumerate(entries)]
+    self = ExpertSummary.__new__(ExpertSummary)
+    self.config = config
+    self._compiled = _core.summarize_experts(compiled, options, arrays)
+    self.row_bytes = self._compiled.row_bytes
+    for name, values in self._compiled.figures().items():
+        setattr(self, name, values)
+    return self

@@ -1,0 +1,159 @@
+#include <CLI/CLI.hpp>
+#include <memory>
+
+#include "commands.h"
+#include "expert_ids.h"
+#include "job_options.h"
+#include "waybill/report/expert_summary.h"
+#include "waybill/report/format.h"
+
+namespace waybill::cli {
+namespace {
+
+// Drawing more would take minutes before anything is shown.
+constexpr std::int64_t most_drawn_choices = std::int64_t{1} << 31;
+
+struct ExpertsOptions {
+  std::string ids_path;
+  std::int32_t ranks = 8;
+  std::int32_t ranks_per_node = 8;
+  std::int32_t experts = 256;
+  std::int32_t topk = 8;
+  std::int64_t tokens = 4096;
+  std::int64_t hidden = 7168;
+  std::string dtype = "bfloat16";
+  std::string payload = "plain";
+  double skew = 0;
+  std::uint64_t seed = 0;
+  HardwareOptions hardware;
+};
+
+LinkSpeeds speeds_of(const HardwareOptions& hardware) {
+  const HardwareFacts facts = hardware.facts({});
+  return {facts.nvlink_bytes_per_second, facts.network_bytes_per_second};
+}
+
+ExpertChoices choices_of(const ExpertsOptions& o, Console& console) {
+  if (!o.ids_path.empty())
+    return read_expert_choices(read_input(o.ids_path), input_name(o.ids_path));
+  if (o.topk > o.experts) {
+    throw UsageError(
+        concat("--topk: ", o.topk, ", expected at most ", o.experts, ", the number of experts"));
+  }
+  if (o.tokens * o.ranks > most_drawn_choices / o.topk) {
+    throw UsageError(concat("--tokens: ", o.tokens, " on ", o.ranks, " ranks, expected at most ",
+                            most_drawn_choices, " choices in all for drawn ids"));
+  }
+  const Progress progress(console, "draw choices");
+  return draw_expert_choices(o.tokens * o.ranks, o.topk, o.experts, o.skew, o.seed);
+}
+
+std::string origin_of(const ExpertsOptions& o) {
+  if (!o.ids_path.empty()) return concat("Choices from ", input_name(o.ids_path));
+  return concat("Choices drawn", o.skew > 0 ? concat(", skew ", o.skew) : "", ", seed ", o.seed);
+}
+
+int run_experts(const ExpertsOptions& o, Program& program) {
+  EPConfig config;
+  config.hidden = o.hidden;
+  config.num_experts = o.experts;
+  config.world_size = o.ranks;
+  config.local_world_size = std::min(o.ranks_per_node, o.ranks);
+  config.token_dtype = dtype_from_name(o.dtype);
+  if (o.experts % o.ranks != 0) {
+    throw UsageError(
+        concat("--experts: ", o.experts, ", expected a multiple of --ranks = ", o.ranks));
+  }
+  if (o.ranks % config.local_world_size != 0) {
+    throw UsageError(concat("--ranks-per-node: ", o.ranks_per_node, ", expected a divisor of",
+                            " --ranks = ", o.ranks));
+  }
+  EPDispatchOptions options;
+  if (o.payload == "float8") options.payload = EPPayload::quantized;
+  const ExpertChoices choices = choices_of(o, program.console);
+  const auto ids = ids_of_ranks(choices, config, o.ids_path.empty() ? "" : input_name(o.ids_path));
+  const ExpertSummary summary = summarize_experts(config, options, ids);
+  program.console.print(concat(
+      origin_of(o), "\n\n", expert_text(summary, speeds_of(o.hardware), program.console.style())));
+  return exit_good;
+}
+
+void add_layer_options(CLI::App& command, ExpertsOptions& o) {
+  const std::string group = "Layer";
+  const auto number = [&](const char* name, auto& value, auto least, auto most, const char* text) {
+    return command.add_option(name, value, text)
+        ->type_name("N")
+        ->check(CLI::Range(least, most))
+        ->capture_default_str()
+        ->group(group);
+  };
+  number("--ranks,--world-size", o.ranks, std::int32_t{1}, max_world_size, "Number of ranks");
+  number("--ranks-per-node", o.ranks_per_node, std::int32_t{1}, max_world_size,
+         "Ranks of a node, joined by NVLink; nodes are joined by a network");
+  number("--experts", o.experts, std::int32_t{1}, std::int32_t{1} << 20,
+         "Experts of all ranks; as many on each");
+  number("--hidden", o.hidden, std::int64_t{1}, std::int64_t{1} << 24, "Elements of a token");
+  command.add_option("--dtype", o.dtype, "Type of the elements")
+      ->type_name("NAME")
+      ->check(CLI::IsMember({"bfloat16", "float16", "float32"}))
+      ->capture_default_str()
+      ->group(group);
+  command
+      .add_option("--payload", o.payload,
+                  "plain: tokens travel as they are; float8: as e4m3 with a scale for 128 elements")
+      ->type_name("NAME")
+      ->check(CLI::IsMember({"plain", "float8"}))
+      ->capture_default_str()
+      ->group(group);
+}
+
+void add_choice_options(CLI::App& command, ExpertsOptions& o) {
+  const std::string group = "Choices";
+  auto* file =
+      command
+          .add_option("--ids", o.ids_path,
+                      "Text with the chosen experts of a token in each line, -1 for a dropped "
+                      "choice; in equal parts, in order, for the ranks; - is standard input")
+          ->type_name("FILE")
+          ->group(group);
+  const auto drawn = [&](CLI::Option* option) {
+    option->capture_default_str()->group(group)->excludes(file);
+  };
+  drawn(command.add_option("--tokens", o.tokens, "Tokens of a rank")
+            ->type_name("N")
+            ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 24)));
+  drawn(command.add_option("--topk", o.topk, "Different experts of a token")
+            ->type_name("N")
+            ->check(CLI::Range(std::int32_t{1}, max_topk)));
+  drawn(command
+            .add_option("--skew", o.skew,
+                        "0: experts are as likely; X: the n-th most likely one 1/n^X as the first")
+            ->type_name("X")
+            ->check(CLI::Range(0.0, 10.0)));
+  drawn(command.add_option("--seed", o.seed, "Seed of the drawn choices")->type_name("N"));
+}
+
+}  // namespace
+
+void add_experts_command(CLI::App& app, Program& program) {
+  auto options = std::make_shared<ExpertsOptions>();
+  CLI::App* command = app.add_subcommand(
+      "experts",
+      "What a mixture of experts sends where: rows and bytes of each rank, what bounds dispatch "
+      "and combine, how even the experts' work is and what another placement would give. Nothing "
+      "is run.");
+  add_layer_options(*command, *options);
+  add_choice_options(*command, *options);
+  add_link_options(*command, options->hardware);
+  command->footer(
+      "Examples:\n"
+      "  waybill experts\n"
+      "  waybill experts --skew 1 --payload float8\n"
+      "  waybill experts --ranks 64 --network 400Gbit/s\n"
+      "  waybill experts --ids router.txt --experts 64");
+  command->callback([options, &program] {
+    program.run = [options, &program] { return run_experts(*options, program); };
+  });
+}
+
+}  // namespace waybill::cli

@@ -1,0 +1,30 @@
+#include "waybill/moe/token_routes.h"
+
+#include <utility>
+
+#include "waybill/core/at.h"
+
+namespace waybill {
+
+using detail::at;
+
+TokenRoutes::TokenRoutes(const EPConfig& config, std::int32_t source)
+    : config_(config),
+      source_(source),
+      last_token_(at(config.world_size), -1),
+      last_token_of_node_(at(config.num_nodes()), -1) {}
+
+ChoiceRoute TokenRoutes::next(std::int64_t token, std::int32_t expert) {
+  const std::int32_t local = config_.local_world_size;
+  ChoiceRoute route;
+  route.rank = config_.rank_of_expert(expert);
+  if (route.rank == config_.world_size) return route;
+  const std::int32_t node = route.rank / local;
+  route.hub = node * local + source_ % local;
+  route.to_rank = std::exchange(last_token_[at(route.rank)], token) != token;
+  if (node != source_ / local)
+    route.to_node = std::exchange(last_token_of_node_[at(node)], token) != token;
+  return route;
+}
+
+}  // namespace waybill

@@ -1,0 +1,142 @@
+#include "waybill/report/expert_summary.h"
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+
+#include "waybill/core/at.h"
+#include "waybill/core/error.h"
+#include "waybill/moe/token_routes.h"
+
+namespace waybill {
+namespace {
+
+using detail::at;
+using Figure = std::int64_t ExpertRankFigures::*;
+
+Spread spread_of(std::span<const ExpertRankFigures> ranks, Figure figure) {
+  const auto worst =
+      std::ranges::max_element(ranks, {}, [&](const ExpertRankFigures& r) { return r.*figure; });
+  Spread spread;
+  spread.max = *worst.*figure;
+  spread.max_rank = static_cast<std::int32_t>(worst - ranks.begin());
+  for (const ExpertRankFigures& rank : ranks) spread.mean += static_cast<double>(rank.*figure);
+  spread.mean /= static_cast<double>(ranks.size());
+  return spread;
+}
+
+void check_ids(const EPConfig& config, std::span<const std::vector<std::int32_t>> ids) {
+  const char* const who = "summarize_experts: ";
+  require(std::ssize(ids) == config.world_size, who, "ids has ", ids.size(),
+          " entries, expected one a rank: ", config.world_size);
+  for (std::size_t r = 0; r < ids.size(); ++r) {
+    const std::int64_t size = std::ssize(ids[r]);
+    require(size % config.topk == 0 && size / config.topk <= config.max_tokens, who, "ids[", r,
+            "] has ", size, " entries, expected topk = ", config.topk, " for each of at most ",
+            config.max_tokens, " tokens");
+    for (std::size_t i = 0; i < ids[r].size(); ++i) {
+      require(0 <= ids[r][i] && ids[r][i] <= config.num_experts, who, "ids[", r, "]: token ",
+              i / at(config.topk), ", choice ", i % at(config.topk), " has expert ", ids[r][i],
+              ", expected 0..", config.num_experts);
+    }
+  }
+}
+
+void count_tokens(std::int32_t source, std::span<const std::int32_t> ids, ExpertSummary& summary) {
+  const EPConfig& config = summary.config;
+  std::vector<ExpertRankFigures>& ranks = summary.ranks;
+  ExpertRankFigures& own = ranks[at(source)];
+  own.tokens = std::ssize(ids) / config.topk;
+  TokenRoutes routes(config, source);
+  for (std::int64_t i = 0; i < std::ssize(ids); ++i) {
+    const std::int32_t expert = ids[at(i)];
+    const ChoiceRoute route = routes.next(i / config.topk, expert);
+    if (route.rank == config.world_size) {
+      ++own.dropped;
+      continue;
+    }
+    ++summary.expert_choices[at(expert)];
+    ++ranks[at(route.rank)].computed;
+    if (route.to_node) {
+      ++own.network_out;
+      ++ranks[at(route.hub)].network_in;
+    }
+    if (!route.to_rank) continue;
+    ++ranks[at(route.rank)].received;
+    if (route.rank == route.hub) continue;
+    ++ranks[at(route.hub)].node_out;
+    ++ranks[at(route.rank)].node_in;
+  }
+}
+
+}  // namespace
+
+std::int64_t ExpertSummary::num_tokens() const {
+  std::int64_t tokens = 0;
+  for (const ExpertRankFigures& rank : ranks) tokens += rank.tokens;
+  return tokens;
+}
+
+Spread ExpertSummary::computed() const { return spread_of(ranks, &ExpertRankFigures::computed); }
+
+ExpertLimit ExpertSummary::limit(const LinkSpeeds& speeds) const {
+  struct Way {
+    Figure figure;
+    bool network;
+    Direction direction;
+  };
+  constexpr Way ways[] = {{&ExpertRankFigures::node_in, false, Direction::in},
+                          {&ExpertRankFigures::node_out, false, Direction::out},
+                          {&ExpertRankFigures::network_in, true, Direction::in},
+                          {&ExpertRankFigures::network_out, true, Direction::out}};
+  ExpertLimit limit;
+  for (const Way& way : ways) {
+    const double speed =
+        way.network ? speeds.network_bytes_per_second : speeds.nvlink_bytes_per_second;
+    require(speed > 0, "ExpertSummary: a speed is ", speed, ", expected > 0");
+    const Spread spread = spread_of(ranks, way.figure);
+    const double seconds = static_cast<double>(spread.max) * static_cast<double>(row_bytes) / speed;
+    if (seconds <= limit.seconds) continue;
+    limit = {spread.max_rank, way.network, way.direction, spread.max, spread.mean, seconds};
+  }
+  return limit;
+}
+
+ExpertSummary summarize_experts(const EPConfig& config, const EPDispatchOptions& options,
+                                std::span<const std::vector<std::int32_t>> ids) {
+  config.check("summarize_experts");
+  options.check(config, "summarize_experts");
+  check_ids(config, ids);
+  ExpertSummary summary;
+  summary.config = config;
+  summary.row_bytes = config.hidden * dtype_bytes(payload_dtype(config, options)) +
+                      num_scales(config, options) * dtype_bytes(DType::float32);
+  summary.ranks.resize(at(config.world_size));
+  summary.expert_choices.resize(at(config.num_experts));
+  for (std::int32_t r = 0; r < config.world_size; ++r) count_tokens(r, ids[at(r)], summary);
+  return summary;
+}
+
+std::vector<std::int32_t> place_experts(const ExpertSummary& summary) {
+  const EPConfig& config = summary.config;
+  std::vector<std::int32_t> order(at(config.num_experts));
+  std::iota(order.begin(), order.end(), 0);
+  std::ranges::stable_sort(order, std::ranges::greater(),
+                           [&](std::int32_t e) { return summary.expert_choices[at(e)]; });
+  std::vector<std::int64_t> choices(at(config.world_size));
+  std::vector<std::int32_t> experts(at(config.world_size));
+  std::vector<std::int32_t> placement(at(config.num_experts));
+  for (const std::int32_t expert : order) {
+    std::int32_t best = -1;
+    for (std::int32_t r = 0; r < config.world_size; ++r) {
+      if (experts[at(r)] == config.num_experts_per_rank()) continue;
+      if (best < 0 || choices[at(r)] < choices[at(best)]) best = r;
+    }
+    placement[at(expert)] = best;
+    choices[at(best)] += summary.expert_choices[at(expert)];
+    ++experts[at(best)];
+  }
+  return placement;
+}
+
+}  // namespace waybill

@@ -1,0 +1,157 @@
+#include <algorithm>
+
+#include "text_parts.h"
+#include "waybill/core/at.h"
+#include "waybill/core/error.h"
+#include "waybill/report/expert_summary.h"
+#include "waybill/report/format.h"
+
+namespace waybill {
+namespace {
+
+using detail::at;
+using detail::bar;
+using detail::labelled;
+using detail::pad_left;
+using detail::paint;
+
+std::string times(double factor) { return format_fixed(factor, factor < 1.1 ? 3 : 2) + " times"; }
+
+std::string rate(double bytes_per_second) { return format_si(bytes_per_second) + "B/s"; }
+
+double speed_of(const ExpertLimit& limit, const LinkSpeeds& speeds) {
+  return limit.network ? speeds.network_bytes_per_second : speeds.nvlink_bytes_per_second;
+}
+
+const char* link_of(const ExpertLimit& limit) { return limit.network ? "the network" : "NVLink"; }
+
+std::string limit_sentence(const ExpertSummary& s, const LinkSpeeds& speeds) {
+  const ExpertLimit limit = s.limit(speeds);
+  if (limit.seconds == 0) return "No row crosses a link: every token stays on its rank.";
+  return concat("Rank ", limit.rank, " sets the limit: ", format_bytes(limit.rows * s.row_bytes),
+                limit.direction == Direction::in ? " come in over " : " go out over ",
+                link_of(limit), ", ", times(static_cast<double>(limit.rows) / limit.mean_rows),
+                " the mean; at ", rate(speed_of(limit, speeds)),
+                " each way no dispatch, and no combine, can be faster than ",
+                format_seconds(limit.seconds), ".");
+}
+
+std::string work_sentence(const ExpertSummary& s) {
+  const Spread computed = s.computed();
+  std::string text =
+      concat(computed.imbalance() <= 1.05 ? "Experts' work is even" : "Experts' work is uneven",
+             ": rank ", computed.max_rank, " computes most, ", format_plural(computed.max, "row"),
+             ", ", times(computed.imbalance()), " the mean");
+  const auto top = std::ranges::max_element(s.expert_choices);
+  const auto all = computed.mean * static_cast<double>(s.ranks.size());
+  const double share = static_cast<double>(*top) * static_cast<double>(s.expert_choices.size());
+  text += concat("; expert ", top - s.expert_choices.begin(), " alone has ", format_count(*top),
+                 ", ", times(share / all), " an even share");
+  const auto idle = std::ranges::count(s.expert_choices, 0);
+  if (idle > 0) text += concat("; ", format_plural(idle, "expert"), " without any");
+  return text + ".";
+}
+
+/// Empty where another placement would change little.
+std::string placement_sentence(const ExpertSummary& s) {
+  const std::vector<std::int32_t> placement = place_experts(s);
+  std::vector<std::int64_t> choices(s.ranks.size());
+  for (std::size_t e = 0; e < placement.size(); ++e)
+    choices[at(placement[e])] += s.expert_choices[e];
+  const Spread now = s.computed();
+  const double then = static_cast<double>(std::ranges::max(choices)) / now.mean;
+  if (now.imbalance() < 1.05 || then > 0.98 * now.imbalance()) return "";
+  return concat("Placed by their choices, ",
+                format_plural(s.config.num_experts_per_rank(), "expert"),
+                " a rank, the busiest rank would have ", times(then), " the mean.");
+}
+
+std::string saving_sentence(const ExpertSummary& s) {
+  std::int64_t received = 0;
+  std::int64_t computed = 0;
+  std::int64_t network = 0;
+  for (const ExpertRankFigures& rank : s.ranks) {
+    received += rank.received;
+    computed += rank.computed;
+    network += rank.network_out;
+  }
+  const auto tokens = static_cast<double>(s.num_tokens());
+  std::string text =
+      concat("A token has ", format_fixed(static_cast<double>(computed) / tokens, 2),
+             " choices on ", format_fixed(static_cast<double>(received) / tokens, 2), " ranks");
+  if (s.config.num_nodes() > 1)
+    text += concat(", and crosses the network ",
+                   format_fixed(static_cast<double>(network) / tokens, 2), " times");
+  const double saved = 1 - static_cast<double>(received) / static_cast<double>(computed);
+  return concat(text, "; that it goes once to each rank saves ", format_fixed(100 * saved, 0),
+                "% of the rows that a row a choice would be.");
+}
+
+std::string head_block(const ExpertSummary& s, const TextStyle& style) {
+  const EPConfig& c = s.config;
+  std::int64_t dropped = 0;
+  for (const ExpertRankFigures& rank : s.ranks) dropped += rank.dropped;
+  std::string text = detail::heading("Dispatch (combine: the same rows, the other way)", style);
+  text +=
+      labelled("tokens", concat(format_count(s.num_tokens()), " of ", format_bytes(s.row_bytes),
+                                ", top-", c.topk, " of ", format_plural(c.num_experts, "expert"),
+                                ", ", format_plural(dropped, "choice"), " dropped"));
+  text += labelled("ranks", concat(c.world_size, " on ", format_plural(c.num_nodes(), "node"), ", ",
+                                   format_plural(c.num_experts_per_rank(), "expert"), " each"));
+  return text;
+}
+
+std::int64_t in_bytes(const ExpertSummary& s, const ExpertRankFigures& rank) {
+  return (rank.node_in + rank.network_in) * s.row_bytes;
+}
+std::int64_t out_bytes(const ExpertSummary& s, const ExpertRankFigures& rank) {
+  return (rank.node_out + rank.network_out) * s.row_bytes;
+}
+
+std::string rank_block(const ExpertSummary& s, const LinkSpeeds& speeds, const TextStyle& style) {
+  std::vector<std::int64_t> bytes;
+  for (const ExpertRankFigures& rank : s.ranks)
+    bytes.push_back(std::max(in_bytes(s, rank), out_bytes(s, rank)));
+  const std::int64_t most_bytes = std::ranges::max(bytes);
+  const ExpertLimit limit = s.limit(speeds);
+  const Spread computed = s.computed();
+  const auto line_of = [&](std::int32_t r) {
+    const ExpertRankFigures& rank = s.ranks[at(r)];
+    const bool slowest = limit.seconds > 0 && r == limit.rank;
+    return concat(pad_left(std::to_string(r), 6), pad_left(format_count(rank.tokens), 11), "  ",
+                  paint(bar(rank.computed, computed.max, style), "36", style),
+                  pad_left(format_count(rank.computed), 9), "  ",
+                  paint(bar(in_bytes(s, rank), most_bytes, style), "32", style),
+                  pad_left(format_bytes(in_bytes(s, rank)), 9), "  ",
+                  paint(bar(out_bytes(s, rank), most_bytes, style), "33", style),
+                  pad_left(format_bytes(out_bytes(s, rank)), 9),
+                  slowest ? paint(style.unicode ? " ◀" : " <", "1", style) : "", "\n");
+  };
+  const std::int32_t always[] = {limit.rank, computed.max_rank};
+  return detail::heading("  rank     tokens  rows computed      bytes in           bytes out",
+                         style) +
+         detail::rank_lines(detail::shown_ranks(bytes, always, style.max_rank_lines),
+                            s.config.world_size, line_of, style);
+}
+
+}  // namespace
+
+std::vector<std::string> explain_experts(const ExpertSummary& summary, const LinkSpeeds& speeds) {
+  if (summary.computed().max == 0) return {"No token goes anywhere: every choice is dropped."};
+  std::vector<std::string> sentences = {limit_sentence(summary, speeds), work_sentence(summary)};
+  const std::string placement = placement_sentence(summary);
+  if (!placement.empty()) sentences.push_back(placement);
+  sentences.push_back(saving_sentence(summary));
+  return sentences;
+}
+
+std::string expert_text(const ExpertSummary& summary, const LinkSpeeds& speeds,
+                        const TextStyle& style) {
+  std::string text = head_block(summary, style) + "\n" + rank_block(summary, speeds, style) + "\n" +
+                     detail::heading("What it means", style);
+  for (const std::string& sentence : explain_experts(summary, speeds))
+    text += detail::wrapped(sentence, style);
+  return text;
+}
+
+}  // namespace waybill

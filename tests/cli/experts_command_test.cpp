@@ -1,0 +1,73 @@
+// experts.
+#include "program_runner.h"
+
+namespace waybill::test {
+namespace {
+
+using ExpertsCommandTest = ProgramTest;
+
+/// Sentences in one line again.
+std::string unwrapped(std::string text) {
+  const std::string cut = "\n    ";
+  for (std::size_t i = text.find(cut); i != std::string::npos; i = text.find(cut, i))
+    text.replace(i, cut.size(), " ");
+  return text;
+}
+
+TEST_F(ExpertsCommandTest, DrawsChoicesAndSaysTheLimit) {
+  const ProgramResult even = run("experts --tokens 512");
+  ASSERT_EQ(even.exit_code, 0) << even.err;
+  EXPECT_TRUE(holds(unwrapped(even.out),
+                    {"Choices drawn, seed 0", "4,096 of 14.0 KiB, top-8 of 256 experts",
+                     "over NVLink", "345 GB/s", "8.00 choices on 5.29 ranks"}));
+  EXPECT_EQ(run("experts --tokens 512").out, even.out);
+  EXPECT_NE(run("experts --tokens 512 --seed 1").out, even.out);
+  const ProgramResult skewed = run("experts --tokens 512 --skew 1 --payload float8");
+  EXPECT_TRUE(
+      holds(unwrapped(skewed.out), {"skew 1", "7.22 KiB", "uneven", "Placed by their choices"}));
+  const ProgramResult nodes = run("experts --tokens 64 --ranks 16 --network 1GB/s");
+  EXPECT_TRUE(
+      holds(unwrapped(nodes.out), {"16 on 2 nodes", "over the network", "1.00 GB/s each way",
+                                   "crosses the network 1.00 times"}));
+}
+
+TEST_F(ExpertsCommandTest, ReadsChoicesOfARouter) {
+  write("ids.txt", "0 1\n2, 3\n\n-1 3\n");
+  const std::string options = "experts --ranks 2 --experts 4 --hidden 512 --ids ";
+  const ProgramResult read = run(options + "ids.txt");
+  ASSERT_EQ(read.exit_code, 0) << read.err;
+  EXPECT_TRUE(holds(read.out, {"Choices from ids.txt", "3 of 1.00 KiB, top-2 of 4 experts",
+                               "1 choice dropped"}));
+  const ProgramResult piped = run(options + "-", "0 1\n2 3\n-1 3\n");
+  EXPECT_EQ(piped.out.substr(piped.out.find('\n')), read.out.substr(read.out.find('\n')));
+}
+
+TEST_F(ExpertsCommandTest, NamesWhatIsWrong) {
+  const auto fails = [&](const std::string& text, std::initializer_list<std::string> words) {
+    write("bad.txt", text);
+    const ProgramResult result = run("experts --ranks 2 --experts 4 --ids bad.txt");
+    EXPECT_EQ(result.exit_code, 1);
+    return holds(result.err, words);
+  };
+  EXPECT_TRUE(fails("0 1\n2\n", {"bad.txt: line 2: got 1 ids, expected 2"}));
+  EXPECT_TRUE(fails("0 x\n", {"line 1: got \"x\", expected the number of an expert"}));
+  EXPECT_TRUE(fails("0 -2\n", {"got \"-2\""}));
+  EXPECT_TRUE(fails("0 1\n2 5\n", {"token 1 has expert 5, expected 0..3, or -1"}));
+  EXPECT_TRUE(fails("\n", {"got no ids"}));
+  const auto misused = [&](const std::string& options, std::initializer_list<std::string> words) {
+    const ProgramResult result = run("experts " + options);
+    EXPECT_EQ(result.exit_code, 2) << options;
+    return holds(result.err, words);
+  };
+  EXPECT_TRUE(misused("--experts 9", {"--experts: 9, expected a multiple of --ranks = 8"}));
+  EXPECT_TRUE(misused("--topk 9 --experts 8", {"--topk: 9, expected at most 8"}));
+  EXPECT_TRUE(misused("--ranks 16 --ranks-per-node 3", {"--ranks-per-node: 3"}));
+  EXPECT_TRUE(misused("--skew -1", {"--skew"}));
+  EXPECT_TRUE(misused("--ids a --topk 2", {"--topk", "excludes"}));
+  const ProgramResult scales = run("experts --payload float8 --hidden 100 --tokens 4");
+  EXPECT_EQ(scales.exit_code, 1);
+  EXPECT_TRUE(holds(scales.err, {"hidden = 100", "128"}));
+}
+
+}  // namespace
+}  // namespace waybill::test
