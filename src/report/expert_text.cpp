@@ -25,15 +25,20 @@ double speed_of(const ExpertLimit& limit, const LinkSpeeds& speeds) {
 
 const char* link_of(const ExpertLimit& limit) { return limit.network ? "the network" : "NVLink"; }
 
+/// A combine returns rows of token_dtype, whatever came.
+const char* calls_of(const ExpertSummary& s) {
+  const std::int64_t combine_bytes = s.config.hidden * dtype_bytes(s.config.token_dtype);
+  return s.row_bytes == combine_bytes ? "no dispatch, and no combine," : "no dispatch";
+}
+
 std::string limit_sentence(const ExpertSummary& s, const LinkSpeeds& speeds) {
   const ExpertLimit limit = s.limit(speeds);
   if (limit.seconds == 0) return "No row crosses a link: every token stays on its rank.";
   return concat("Rank ", limit.rank, " sets the limit: ", format_bytes(limit.rows * s.row_bytes),
                 limit.direction == Direction::in ? " come in over " : " go out over ",
                 link_of(limit), ", ", times(static_cast<double>(limit.rows) / limit.mean_rows),
-                " the mean; at ", rate(speed_of(limit, speeds)),
-                " each way no dispatch, and no combine, can be faster than ",
-                format_seconds(limit.seconds), ".");
+                " the mean; at ", rate(speed_of(limit, speeds)), " each way ", calls_of(s),
+                " can be faster than ", format_seconds(limit.seconds), ".");
 }
 
 std::string work_sentence(const ExpertSummary& s) {
