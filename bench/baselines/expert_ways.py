@@ -131,7 +131,13 @@ class DeepEP:
 
         deep_ep.Buffer.set_num_sms(case.num_sm // 2 * 2)
         self.case = case
-        self.buffer = deep_ep.Buffer(group, int(1e9))
+        configs = (
+            deep_ep.Buffer.get_dispatch_config(case.world_size),
+            deep_ep.Buffer.get_combine_config(case.world_size),
+        )
+        row_bytes = case.hidden * case.x.element_size()
+        sizes = [c.get_nvl_buffer_size_hint(row_bytes, case.world_size) for c in configs]
+        self.buffer = deep_ep.Buffer(group, max(sizes))
 
     def dispatch(self):
         case = self.case

@@ -26,7 +26,7 @@ RankWorld::Call::Call(RankWorld& rank, const char* who) : rank_(rank) {
 }
 
 void RankWorld::meet(const char* operation, Stream stream) {
-  if (!in_step_ || world_.executor().is_capturing(stream)) return;
+  if (!in_step_ || world_.executor().capture(stream) != 0) return;
   usability_.check(operation);
   usability_.guard([&] { world_.transport().barrier(operation); });
 }

@@ -43,6 +43,15 @@ ExpertCall EPAll2AllLayer::next_call(const char* operation, std::uint64_t number
           .stream = &stream};
 }
 
+void EPAll2AllLayer::realign(const ExpertCall& call) {
+  const std::uint64_t capture = world_.executor().capture(*call.stream);
+  const bool dispatches = captured_dispatches_.may_be_off(capture);
+  const bool combines = captured_combines_.may_be_off(capture);
+  if (!dispatches && !combines) return;
+  executor_->realign(call, {.dispatch = static_cast<std::uint32_t>(num_dispatches_ % 2),
+                            .combine = static_cast<std::uint32_t>(num_combines_ % 2)});
+}
+
 void EPAll2AllLayer::grow_for(const EPLayout& layout, const Stream& stream) {
   if (options_.fixed_rows > 0) return;
   const auto counts = layout.tables_->wait_counts();
@@ -78,7 +87,11 @@ EPDispatched EPAll2AllLayer::dispatch(const ExpertDispatchInput& input, Stream s
   EPLayout layout;
   layout.config_ = config_;
   layout.options_ = options_.dispatch;
-  usability_.guard([&] { layout.tables_ = executor_->route(call, input); });
+  usability_.guard([&] {
+    realign(call);
+    layout.tables_ = executor_->route(call, input);
+  });
+  captured_dispatches_.count();
   ++epoch_;
   ++num_dispatches_;
   return move_rows(call, input, std::move(layout));
@@ -94,7 +107,11 @@ EPDispatched EPAll2AllLayer::dispatch(const ExpertDispatchInput& input, const EP
   require(input.tokens.shape[0] == layout.num_tokens_, "dispatch: input has ",
           input.tokens.shape[0], " tokens, expected ", layout.num_tokens_, ", as the layout");
   const ExpertCall call = next_call("dispatch", num_dispatches_, stream);
-  usability_.guard([&] { executor_->enter(call, input, *layout.tables_); });
+  usability_.guard([&] {
+    realign(call);
+    executor_->enter(call, input, *layout.tables_);
+  });
+  captured_dispatches_.count();
   ++epoch_;
   ++num_dispatches_;
   return move_rows(call, input, layout);
@@ -118,7 +135,11 @@ void EPAll2AllLayer::combine(const ExpertCombineInput& input, const EPLayout& la
   ExpertCombineInput checked = input;
   checked.options.local_combine = options_.enable_local_combine;
   const ExpertCall call = next_call("combine", num_combines_, stream);
-  usability_.guard([&] { executor_->combine(call, checked, *layout.tables_); });
+  usability_.guard([&] {
+    realign(call);
+    executor_->combine(call, checked, *layout.tables_);
+  });
+  captured_combines_.count();
   ++epoch_;
   ++num_combines_;
 }

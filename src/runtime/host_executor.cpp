@@ -75,7 +75,6 @@ class HostExecutor final : public Executor {
 
   void synchronize(Stream /*stream*/) override {}
   void finish() override {}
-  [[nodiscard]] bool is_capturing(Stream /*stream*/) const override { return false; }
 
  private:
   /// Whether what the ranks of this host write, if all have as much, is more than caches keep.

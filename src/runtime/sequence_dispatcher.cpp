@@ -161,7 +161,7 @@ void SequenceDispatcher::retire() {
 void SequenceDispatcher::grow_for(const char* who, std::int64_t window_bytes,
                                   std::int32_t num_slots, Stream stream) {
   Executor& executor = world_.executor();
-  const bool capturing = executor.is_capturing(stream);
+  const bool capturing = executor.capture(stream) != 0;
   const bool windows = window_bytes > windows_[0].size_bytes || windows_[0].local == nullptr;
   const std::int64_t counters = pad_size(world_.world_size(), num_slots);
   if (!windows && counters <= slots_.count) return;
@@ -220,6 +220,11 @@ SequenceCall SequenceDispatcher::next_call(const char* who, const ReadyPlan& rea
           .stream = stream};
 }
 
+void SequenceDispatcher::realign(const SequenceCall& call) {
+  Executor& executor = world_.executor();
+  if (captures_.may_be_off(executor.capture(call.stream))) executor.realign(call);
+}
+
 std::vector<TensorView> SequenceDispatcher::dispatch(const ReadyPlan& ready,
                                                      std::span<const ConstTensorView> tensors,
                                                      Stream stream) {
@@ -228,7 +233,10 @@ std::vector<TensorView> SequenceDispatcher::dispatch(const ReadyPlan& ready,
   detail::check_inputs(who, ready.plan_, tensors);
   usability_.guard([&] {
     grow_for(who, ready.plan_.window_bytes, ready.plan_.num_slots, stream);
-    world_.executor().dispatch(next_call(who, ready, tensors, {}, stream));
+    const SequenceCall call = next_call(who, ready, tensors, {}, stream);
+    realign(call);
+    world_.executor().dispatch(call);
+    captures_.count();
     ++epoch_;
   });
   return window_views(ready.plan_, epoch_);
@@ -243,7 +251,10 @@ void SequenceDispatcher::kv_gradient(const ReadyPlan& ready,
   detail::check_outputs(who, ready.plan_, outputs);
   usability_.guard([&] {
     grow_for(who, ready.plan_.window_bytes, ready.plan_.num_slots, stream);
-    world_.executor().kv_gradient(next_call(who, ready, gradients, outputs, stream));
+    const SequenceCall call = next_call(who, ready, gradients, outputs, stream);
+    realign(call);
+    world_.executor().kv_gradient(call);
+    captures_.count();
     ++epoch_;
   });
 }
@@ -251,7 +262,10 @@ void SequenceDispatcher::kv_gradient(const ReadyPlan& ready,
 std::vector<TensorView> SequenceDispatcher::gradient_inputs(const ReadyPlan& ready, Stream stream) {
   constexpr const char* who = "gradient_inputs";
   check_call(who, ready, SequenceOperation::kv_gradient);
-  usability_.guard([&] { grow_for(who, ready.plan_.window_bytes, ready.plan_.num_slots, stream); });
+  usability_.guard([&] {
+    grow_for(who, ready.plan_.window_bytes, ready.plan_.num_slots, stream);
+    realign(next_call(who, ready, {}, {}, stream));  // now, as the caller writes there
+  });
   return window_views(ready.plan_, epoch_ + 1);
 }
 

@@ -79,15 +79,14 @@ TEST(GpuExpert, golden_cases_of_one_node) {
   EXPECT_EQ(check_golden_cases([](const EPConfig& config) { return config.is_intra_node(); }), 15);
 }
 
-TEST(GpuExpert, unaligned_tokens) {
-  const EPConfig config = config_of(2, 8, 2, 40, 64);
+void check_unaligned_tokens(const EPConfig& config, const EPDispatchOptions& options) {
   Random random(20);
-  const auto rounds = random_rounds(config, {}, 3, random);
+  const auto rounds = random_rounds(config, options, 3, random);
   run_gpu_thread_world(
       2,
       [&](World& world) {
         DeviceArena arena(world, test::round_arena_bytes);
-        ExpertRig rig(world, config, {}, most_recv_rows(config, {}), 4);
+        ExpertRig rig(world, config, options, most_recv_rows(config, options), 4);
         for (const Round& round : rounds) {
           const DeviceInput device(arena, round.the, rig.config().rank, true, 2);
           (void)rig.dispatch(device.input, {arena.stream()});
@@ -96,6 +95,11 @@ TEST(GpuExpert, unaligned_tokens) {
         world.barrier();
       },
       test::world_options());
+}
+
+TEST(GpuExpert, unaligned_tokens) {
+  check_unaligned_tokens(config_of(2, 8, 2, 40, 64), {});
+  check_unaligned_tokens(config_of(2, 8, 2, 40, 256), {.payload = EPPayload::quantized});
 }
 
 }  // namespace

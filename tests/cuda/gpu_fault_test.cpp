@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "cuda/device_arena.h"
+#include "cuda/captured.h"
 #include "support/run_ranks.h"
 #include "support/sequence_expected.h"
 #include "waybill/cuda/gpu_world.h"
@@ -58,13 +58,13 @@ void a_rank_never_calls(int num_sms) {
 TEST(GpuFault, a_rank_that_never_calls_is_named_by_all_others) { a_rank_never_calls(4); }
 TEST(GpuFault, the_same_with_copy_engines) { a_rank_never_calls(0); }
 
-TEST(GpuFault, an_odd_number_of_captured_calls_is_found) {
+TEST(GpuFault, an_odd_number_of_captured_calls_over_nodes_is_found) {
   const auto the = test::sequence_cases(2, 1).back();
   const Expected expected(the);
   auto bootstraps = make_thread_bootstraps(2, 5.0);
   const auto results = test::run_ranks(2, [&](std::int32_t rank) {
     const auto r = at(rank);
-    World world = make_gpu_thread_world(std::move(bootstraps[r]), rank % num_gpus());
+    World world = make_gpu_thread_world(std::move(bootstraps[r]), rank % num_gpus(), 1);
     DeviceArena arena(world, std::int64_t{16} << 20);
     const Stream stream{arena.stream()};
     SequenceDispatcher dispatcher(world, {.num_sms = 4});
@@ -72,14 +72,10 @@ TEST(GpuFault, an_odd_number_of_captured_calls_is_found) {
     const auto plan = dispatcher.plan_dispatch(test::forward_parts(the), stream);
     const Views inputs{arena.upload(expected.q[r]), arena.upload(expected.k[r]),
                        arena.upload(expected.v[r])};
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t ready = nullptr;
-    test::cuda_ok(cudaStreamBeginCapture(arena.stream(), cudaStreamCaptureModeThreadLocal));
-    (void)dispatcher.dispatch(plan, inputs, stream);
-    test::cuda_ok(cudaStreamEndCapture(arena.stream(), &graph));
-    test::cuda_ok(cudaGraphInstantiate(&ready, graph, 0));
-    test::cuda_ok(cudaGraphLaunch(ready, arena.stream()), world);
-    test::cuda_ok(cudaGraphLaunch(ready, arena.stream()), world);
+    const test::Captured graph(arena.stream(),
+                               [&] { (void)dispatcher.dispatch(plan, inputs, stream); });
+    graph.launch(world);
+    graph.launch(world);
     dispatcher.synchronize(stream);
   });
   EXPECT_NE(results[0].text.find("even number of calls"), std::string::npos) << results[0].text;

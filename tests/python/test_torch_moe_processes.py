@@ -3,6 +3,8 @@
 import pytest
 from test_process_worlds import expect_all_well, run_ranks
 
+import waybill
+
 pytest.importorskip("torch")
 
 PROGRAM = """
@@ -65,4 +67,48 @@ def test_a_process_group_over_two_nodes(tmp_path):
     distributed.destroy_process_group()
     """
     program = PROGRAM.replace("{per_node}", "1") + end
+    expect_all_well(run_ranks(tmp_path, program, world_size=2))
+
+
+def test_a_graph_of_one_dispatch_and_one_combine(tmp_path):
+    """As torch.cuda.graph takes it, on two GPUs, replayed with other tokens and experts."""
+    if waybill.num_gpus() < 2:
+        pytest.skip("needs two GPUs, and an installation with CUDA")
+    program = """
+    import torch
+    from waybill.torch.moe import EPAll2AllLayer
+
+    W, MAX, H, K, E = 2, 8, 256, 3, 8
+
+    world = waybill.World.from_environment(device="cuda", timeout_s=60)
+    torch.cuda.set_device(world.device)
+    layer = EPAll2AllLayer(world, MAX, H, K, world.rank, E, W, W, fixed_rows=W * MAX * K)
+    x = torch.zeros(MAX, H, dtype=torch.bfloat16, device=world.device)
+    ids = torch.zeros(MAX, K, dtype=torch.int64, device=world.device)
+
+    def step():
+        rows, _, layout = layer.dispatch(x, ids)
+        return layer.combine(rows * 2, layout)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sums = step()
+    draws = torch.Generator().manual_seed(world.rank)
+    for number in range(9):
+        x.copy_(torch.randint(0, 9, x.shape, generator=draws))
+        ids.copy_(torch.randint(0, E + 1, ids.shape, generator=draws))
+        wanted = x * 2 * (ids < E).sum(1, keepdim=True)
+        if number % 3 == 2:  # without the graph
+            assert torch.equal(step(), wanted), number
+        else:
+            graph.replay()
+            assert torch.equal(sums, wanted), number
+        layer.check_overflow()
+    world.barrier()
+    del graph
+    layer.finalize()
+    print("rank", world.rank, "of", W, "is well")
+    """
     expect_all_well(run_ranks(tmp_path, program, world_size=2))

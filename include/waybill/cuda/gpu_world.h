@@ -45,14 +45,14 @@ enum class NetworkWire : std::uint8_t {
 
 /// A rank of the world whose ranks are processes with a GPU each, in the symmetric memory of
 /// NVSHMEM. Collective. Ranks of a node reach each other by load and store, others by put and
-/// signal. NVSHMEM starts with the first such world of a process and stays until the process ends,
+/// signal. Ranks may share a GPU, a slice of time each: good for tests. NVSHMEM starts with the first such world of a process and stays until the process ends,
 /// as does memory that is not given back by close(). On one host NVSHMEM_REMOTE_TRANSPORT=none and
 /// NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=lo are set for it, unless they are set.
 /// @param device as above
 /// @param ranks_per_node 0: all ranks on one node
 /// @throws Unsupported when libwaybill_nvshmem.so (-DWAYBILL_NVSHMEM=ON) or NVSHMEM is not found,
-///   for ranks in one process or on one GPU, and for ranks of one node without pointers to each
-///   other; TransportError when NVSHMEM does not start or has no memory left; CudaError
+///   for ranks in one process, and for ranks of one node without pointers to each other;
+///   TransportError when NVSHMEM does not start or has no memory left; CudaError
 [[nodiscard]] World make_nvshmem_world(std::shared_ptr<Bootstrap> bootstrap, int device,
                                        std::int32_t ranks_per_node = 0);
 

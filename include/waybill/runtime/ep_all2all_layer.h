@@ -6,6 +6,7 @@
 
 #include "waybill/core/tensor_view.h"
 #include "waybill/moe/ep_layout.h"
+#include "waybill/runtime/capture_log.h"
 #include "waybill/runtime/dispatch_combine_context.h"
 #include "waybill/runtime/expert_executor.h"
 #include "waybill/runtime/usability.h"
@@ -121,6 +122,7 @@ class EPAll2AllLayer {
  private:
   [[nodiscard]] ExpertCall next_call(const char* operation, std::uint64_t number,
                                      const Stream& stream) const;
+  void realign(const ExpertCall& call);
   EPDispatched move_rows(ExpertCall call, const ExpertDispatchInput& input, EPLayout layout);
   void grow_for(const EPLayout& layout, const Stream& stream);
 
@@ -133,6 +135,8 @@ class EPAll2AllLayer {
   std::uint64_t epoch_ = 0;  ///< of the last call
   std::uint64_t num_dispatches_ = 0;
   std::uint64_t num_combines_ = 0;
+  detail::CaptureLog captured_dispatches_;
+  detail::CaptureLog captured_combines_;
   detail::Usability usability_{"layer"};
 };
 

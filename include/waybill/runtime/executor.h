@@ -92,8 +92,13 @@ class Executor {
   /// Returns when all work of this rank's device is done, on whatever stream. @throws Timeout
   virtual void finish() = 0;
 
-  /// Whether the calls on this stream are recorded, not run (a CUDA graph).
-  [[nodiscard]] virtual bool is_capturing(Stream stream) const = 0;
+  /// Which recording (a CUDA graph) the calls on this stream go to; 0: none, they run.
+  [[nodiscard]] virtual std::uint64_t capture(Stream /*stream*/) const { return 0; }
+
+  /// Before a call when the number of calls that have run may differ in parity from that of its
+  /// epoch, as a graph holds an odd number of them: runs an empty one if it does. On several nodes
+  /// it does nothing, and the call reports the fault.
+  virtual void realign(const SequenceCall& /*call*/) {}
 };
 
 /// For worlds whose windows are host memory. Calls return when their work is done.

@@ -61,6 +61,12 @@ struct ExpertCall {
   const Stream* stream = nullptr;
 };
 
+/// The parities of a layer's next dispatch and of its next combine.
+struct ExpertTurns {
+  std::uint32_t dispatch = 0;
+  std::uint32_t combine = 0;
+};
+
 /// Whether a tensor was given at all; one without a shape was not. One of no tokens may be null.
 [[nodiscard]] inline bool is_given(const ConstTensorView& view) { return !view.shape.empty(); }
 
@@ -94,6 +100,11 @@ class ExpertExecutor {
   ExpertExecutor(const ExpertExecutor&) = delete;
   ExpertExecutor& operator=(const ExpertExecutor&) = delete;
   virtual ~ExpertExecutor() = default;
+
+  /// Before a call when those that have run may not be at these turns, as a graph holds an odd
+  /// number of dispatches or combines: runs an empty call if so. On several nodes it does nothing,
+  /// and the call reports the fault.
+  virtual void realign(const ExpertCall& /*call*/, ExpertTurns /*next*/) {}
 
   /// First half of a dispatch: enters the call with this rank's counts; when all have, places rows
   /// and fills the tables. GPU worlds queue it and return.

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "waybill/core/tensor_view.h"
+#include "waybill/runtime/capture_log.h"
 #include "waybill/runtime/sequence_plan.h"
 #include "waybill/runtime/usability.h"
 #include "waybill/runtime/world.h"
@@ -130,6 +131,7 @@ class SequenceDispatcher {
   [[nodiscard]] SequenceCall next_call(const char* who, const ReadyPlan& ready,
                                        std::span<const ConstTensorView> inputs,
                                        std::span<const TensorView> outputs, Stream stream);
+  void realign(const SequenceCall& call);
 
   World& world_;
   SequenceDispatcherOptions options_;
@@ -140,6 +142,7 @@ class SequenceDispatcher {
   SignalPad slots_;                   ///< for whom ranks wait, and the slots of batches
   std::vector<SignalPad> old_slots_;  ///< outgrown
   std::uint64_t epoch_ = 0;           ///< of the last call
+  detail::CaptureLog captures_;
   detail::Usability usability_{"dispatcher"};
 };
 

@@ -22,9 +22,9 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
     On GPUs calls are queued on torch's current stream of that device and return at once, but for
     those in which the windows grow; what they read must not change before they are done. Ranks that
     are threads with a GPU each wait on the host until all have queued theirs. Calls can be captured
-    in a CUDA graph: an even number of them, windows reserved before; where other ranks are threads
-    of the process, with ``capture_begin(capture_error_mode="thread_local")`` on a stream of the
-    rank's own. A Timeout is then raised by the next call, or by synchronize(); the GPU is lost to
+    in a CUDA graph, windows reserved before (over several nodes an even number of calls); where
+    other ranks are threads of the process, with
+    ``capture_begin(capture_error_mode="thread_local")`` on a stream of the rank's own. A Timeout is then raised by the next call, or by synchronize(); the GPU is lost to
     the process.
 
     Gradients do not flow through these calls: AttentionStep has functions that autograd knows.

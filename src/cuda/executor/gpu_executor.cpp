@@ -63,7 +63,7 @@ class GpuExecutor final : public Executor {
       copy_engine_.send_all(call);
       copy_engine_.join(call);
       gpu_->check(launch_meet(meet, stream_of(call.stream)), "launching a kernel", call.operation);
-      plan_of(call).note_copies(is_capturing(call.stream));
+      plan_of(call).note_copies(capture(call.stream) != 0);
       return;
     }
     SequenceParams params = sequence_params(call, *gpu_, FaultKind::dispatch, share_);
@@ -81,7 +81,7 @@ class GpuExecutor final : public Executor {
     join_leg(call);
     if (apart) {
       copy_engine_.join(call);
-      plan_of(call).note_copies(is_capturing(call.stream));
+      plan_of(call).note_copies(capture(call.stream) != 0);
     }
     plan_of(call).note_use(stream_of(call.stream));
   }
@@ -107,7 +107,7 @@ class GpuExecutor final : public Executor {
     join_leg(call);
     if (apart) {
       copy_engine_.join(call);
-      plan_of(call).note_copies(is_capturing(call.stream));
+      plan_of(call).note_copies(capture(call.stream) != 0);
     }
     plan_of(call).note_use(stream_of(call.stream));
   }
@@ -130,12 +130,23 @@ class GpuExecutor final : public Executor {
     gpu_->throw_fault("close");
   }
 
-  [[nodiscard]] bool is_capturing(Stream stream) const override {
+  [[nodiscard]] std::uint64_t capture(Stream stream) const override {
     gpu_->use();
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    gpu_->check(cudaStreamIsCapturing(stream_of(stream), &status), "asking about a capture",
-                "dispatch");
-    return status != cudaStreamCaptureStatusNone;
+    unsigned long long capture = 0;
+    gpu_->check(cudaStreamGetCaptureInfo(stream_of(stream), &status, &capture),
+                "asking about a capture", "dispatch");
+    return status == cudaStreamCaptureStatusNone ? 0 : capture;
+  }
+
+  void realign(const SequenceCall& call) override {
+    if (has_nodes()) return;
+    gpu_->use();
+    gpu_->throw_fault(call.operation);
+    const bool sends = call.plan->operation == SequenceOperation::dispatch;
+    const MeetParams meet =
+        meet_params(call, *gpu_, sends ? FaultKind::dispatch : FaultKind::kv_gradient, share_);
+    gpu_->check(launch_realign(meet, stream_of(call.stream)), "launching a kernel", call.operation);
   }
 
  private:
@@ -196,7 +207,7 @@ class GpuExecutor final : public Executor {
   void join_leg(const SequenceCall& call) const {
     if (leg_ == nullptr) return;
     leg_->join(stream_of(call.stream));
-    if (leg_->needs_phases()) plan_of(call).note_copies(is_capturing(call.stream));
+    if (leg_->needs_phases()) plan_of(call).note_copies(capture(call.stream) != 0);
   }
 
   /// Gradients into this rank's window, where sums read them.

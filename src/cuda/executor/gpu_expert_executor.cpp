@@ -83,6 +83,13 @@ class GpuExpertExecutor final : public ExpertExecutor {
   GpuExpertExecutor& operator=(const GpuExpertExecutor&) = delete;
   ~GpuExpertExecutor() override { transport_.abandon({pool_}); }
 
+  void realign(const ExpertCall& call, ExpertTurns next) override {
+    if (nodes_ != nullptr) return;
+    begin(call);
+    const MoeMeet meet = params_.meet(call, FaultKind::moe_dispatch);
+    check(launch_realign(meet, {{next.dispatch, next.combine}}, stream_of(call)), call);
+  }
+
   std::shared_ptr<ExpertTables> route(const ExpertCall& call,
                                       const ExpertDispatchInput& input) override {
     begin(call);
@@ -263,7 +270,9 @@ class GpuExpertExecutor final : public ExpertExecutor {
     q.scales = reinterpret_cast<float*>(const_cast<std::byte*>(params.scales));
     q.num_groups = input.tokens.shape[0] * num_scales(config_, options_);
     if (q.num_groups == 0) return;
-    check(launch_quantize(q, config_.token_dtype, gpu_->num_sms(), stream_of(call)), call);
+    constexpr int blocks_a_sm = 4;  // all that it holds: memory bounds it
+    check(launch_quantize(q, config_.token_dtype, blocks_a_sm * gpu_->num_sms(), stream_of(call)),
+          call);
   }
 
   /// Expert outputs to where the other ranks pull them. The whole device does it: it is bound by

@@ -99,7 +99,8 @@ void GpuRank::throw_fault(std::string_view operation) const {
   if (record.kind == FaultKind::parity) {
     throw TransportError(concat(operation, ": rank ", rank_, " replayed a graph in epoch ",
                                 record.seen, ", expected ", record.wanted == 0 ? "even" : "odd",
-                                ": a graph must hold an even number of calls of a dispatcher, and "
+                                ": over several nodes a graph must hold an even number of calls "
+                                "of a dispatcher, and of dispatches and of combines of a layer; "
                                 "its device is lost now"));
   }
   throw Timeout({.operation = name_of(record.kind),

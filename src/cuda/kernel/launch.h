@@ -64,6 +64,10 @@ cudaError_t launch_expand_plan(const ExpandParams& params, std::int64_t num_segm
 /// Ends a call whose rows went by other means: raises this rank's slots and waits for the others.
 cudaError_t launch_meet(const MeetParams& params, cudaStream_t stream);
 
+/// An empty call, if the next epoch is not of the parity in `params`: windows are used in turn, and
+/// a graph with an odd number of calls takes the same one again.
+cudaError_t launch_realign(const MeetParams& params, cudaStream_t stream);
+
 /// Raises a flag.
 cudaError_t launch_signal(std::uint64_t* flag, std::uint64_t epoch, cudaStream_t stream);
 

@@ -12,6 +12,14 @@ __global__ void __launch_bounds__(32) meet_kernel(const __grid_constant__ MeetPa
   if (threadIdx.x == 0) end_call(p, epoch);
 }
 
+__global__ void __launch_bounds__(32) realign_kernel(const __grid_constant__ MeetParams p) {
+  const std::uint64_t epoch = p.state->epoch + 1;
+  if (epoch % 2 == p.parity) return;
+  publish_to_all(p, epoch);
+  await_all(p, epoch);
+  if (threadIdx.x == 0) end_call(p, epoch);
+}
+
 __global__ void signal_kernel(std::uint64_t* flag, std::uint64_t epoch) {
   __threadfence_system();
   publish(flag, epoch);
@@ -27,8 +35,8 @@ __global__ void wait_kernel(FlagWait wait, FaultSink sink) {
 cudaError_t prepare_meet() {
   cudaFuncAttributes unused{};
   for (const void* kernel :
-       {reinterpret_cast<const void*>(meet_kernel), reinterpret_cast<const void*>(signal_kernel),
-        reinterpret_cast<const void*>(wait_kernel)}) {
+       {reinterpret_cast<const void*>(meet_kernel), reinterpret_cast<const void*>(realign_kernel),
+        reinterpret_cast<const void*>(signal_kernel), reinterpret_cast<const void*>(wait_kernel)}) {
     const cudaError_t status = cudaFuncGetAttributes(&unused, kernel);
     if (status != cudaSuccess) return status;
   }
@@ -37,6 +45,11 @@ cudaError_t prepare_meet() {
 
 cudaError_t launch_meet(const MeetParams& params, cudaStream_t stream) {
   meet_kernel<<<1, 32, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_realign(const MeetParams& params, cudaStream_t stream) {
+  realign_kernel<<<1, 32, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

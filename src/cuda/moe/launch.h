@@ -28,6 +28,10 @@ cudaError_t launch_route(const RouteParams& params, int blocks, cudaStream_t str
 /// The same for tables that are filled: meets the others, and sends the weights if there are any.
 cudaError_t launch_enter(const RouteParams& params, int blocks, cudaStream_t stream);
 
+/// Brings the turns of dispatches and combines to those of the next calls, by an empty call if they
+/// are off: a graph may hold an odd number of each. One node.
+cudaError_t launch_realign(const MoeMeet& meet, MoeTurns next, cudaStream_t stream);
+
 /// @param bulk rows and scales are multiples of 16 bytes at such addresses
 [[nodiscard]] RowCuts cut_rows(std::int64_t row_bytes, std::int32_t scale_bytes, bool bulk,
                                int word_bytes);

@@ -5,10 +5,15 @@
 
 namespace waybill::cuda {
 
+/// Whether the last call of this kind had the turn that the next one has.
+__device__ inline bool is_off_turn(const MoeMeet& m, int kind, std::uint32_t next) {
+  return m.state->last_turn[kind] == next + 1;
+}
+
 /// The epoch of a call that begins with this kernel. Every block asks once.
 __device__ inline std::uint64_t begin_moe_call(const MoeMeet& m, int kind) {
   const std::uint64_t epoch = m.state->call.epoch + 1;
-  if (m.state->last_turn[kind] == m.turn + 1) {
+  if (is_off_turn(m, kind, m.turn)) {
     report_and_trap(m.meet.sink, FaultKind::parity, m.meet.rank, m.meet.rank, m.turn, epoch, 0);
   }
   return epoch;

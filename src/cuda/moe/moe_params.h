@@ -81,6 +81,11 @@ struct MoeMeet {
   std::uint32_t turn;  ///< parity of this dispatch or combine
 };
 
+/// The turns of the next dispatch and of the next combine.
+struct MoeTurns {
+  std::uint32_t of[2];
+};
+
 /// Counting, exchange of counts, placing. On several nodes of the tokens of the ranks with this
 /// rank's local index, one a node, which are all forwarded by this rank: then [T, K] below is
 /// [nodes, M, K], ids are int32, and -1 where there is no token.

@@ -152,6 +152,20 @@ __global__ void __launch_bounds__(route_threads)
   if (comes_last(p.m.state)) end_moe_call(p.m, 0, epoch);
 }
 
+/// An empty call, if the last dispatch or combine had the turn of the next one.
+__global__ void __launch_bounds__(32)
+    realign_moe_kernel(const __grid_constant__ MoeMeet m, MoeTurns next) {
+  bool off = false;
+  for (int kind = 0; kind < 2; ++kind) off = off || is_off_turn(m, kind, next.of[kind]);
+  if (!off) return;
+  const std::uint64_t epoch = m.state->call.epoch + 1;
+  publish_to_all(m.meet, epoch);
+  await_all(m.meet, epoch);
+  if (threadIdx.x != 0) return;
+  for (int kind = 0; kind < 2; ++kind) m.state->last_turn[kind] = 2 - next.of[kind];
+  end_call(m.meet, epoch);
+}
+
 constexpr int most_shared_bytes = 200 * 1024;
 
 /// Warps of a block that have a tile each: as many as have room for their counts.
@@ -181,8 +195,11 @@ namespace {
 template <bool Nodes>
 cudaError_t prepare_route_for() {
   cudaFuncAttributes unused{};
-  const cudaError_t status = cudaFuncGetAttributes(&unused, enter_kernel<Nodes>);
-  if (status != cudaSuccess) return status;
+  for (const void* kernel : {reinterpret_cast<const void*>(enter_kernel<Nodes>),
+                             reinterpret_cast<const void*>(realign_moe_kernel)}) {
+    const cudaError_t status = cudaFuncGetAttributes(&unused, kernel);
+    if (status != cudaSuccess) return status;
+  }
   int device = 0;
   int most = 0;
   (void)cudaGetDevice(&device);
@@ -209,6 +226,11 @@ cudaError_t launch_route(const RouteParams& params, int blocks, cudaStream_t str
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(params.shape.num_nodes));
   kernel<<<grid, route_threads, static_cast<std::size_t>(words) * 4, stream>>>(params, tile_warps,
                                                                                keeps_counts);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_realign(const MoeMeet& meet, MoeTurns next, cudaStream_t stream) {
+  realign_moe_kernel<<<1, 32, 0, stream>>>(meet, next);
   return cudaGetLastError();
 }
 

@@ -78,22 +78,12 @@ void start(Bootstrap& bootstrap, int device) {
   first = now;
 }
 
-void require_own_gpus(const std::vector<GpuPlace>& places) {
-  for (std::size_t r = 0; r < places.size(); ++r) {
-    const int ranks = ranks_on_gpu_of(places, Rank{static_cast<std::int32_t>(r)});
-    if (ranks == 1) continue;
-    throw Unsupported(concat(who, ": ", ranks, " ranks are on the GPU of rank ", r,
-                             ", expected one GPU a rank (make_gpu_process_world shares GPUs)"));
-  }
-}
-
 class NvshmemTransport final : public GpuTransport {
  public:
   NvshmemTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
                    std::shared_ptr<GpuRank> gpu, const std::vector<GpuPlace>& places)
       : GpuTransport(std::move(bootstrap), ranks_per_node, std::move(gpu), 1) {
     require_own_processes(places, who);
-    require_own_gpus(places);
     this->gpu().use();
     start(this->bootstrap(), this->gpu().device());
     api_ = &nvshmem_api();

@@ -12,6 +12,7 @@ from ...errors import InvalidArgument
 from ...moe import EPAllToAllLayoutDesc, EPConfig
 from .._tensors import require_tensor
 from .autograd import Combine, Dispatch
+from .layout import LayerLayout
 from .tensors import given, shown, stream_of, torch_dtype, world_of
 
 
@@ -144,7 +145,7 @@ class EPAll2AllLayer:
         made = self._dispatch(input, exp_indices, weight, full_scatter_indices, scales, layout_desc)
         if torch.is_grad_enabled():  # combine has a backward on all ranks, or on none
             made[2]._token = torch.empty(0, dtype=torch.float32, requires_grad=True)
-        return made  # type: ignore[no-any-return]
+        return made
 
     def combine(
         self,
@@ -201,7 +202,7 @@ class EPAll2AllLayer:
 
     def _dispatch(
         self, tokens: Any, ids: Any, weight: Any, positions: Any, scales: Any, layout: Any
-    ) -> Any:
+    ) -> Tuple[Any, Any, LayerLayout]:
         who = "dispatch"
         tokens_given, kept = given(tokens, f"{who}: input", self.device)
         others = []
@@ -224,7 +225,7 @@ class EPAll2AllLayer:
         )
         received = self._out(shown(bits, payload_dtype))
         received_weights = self._out(shown(weights, self.ep_config.weight_dtype))
-        layout = _layout(made, self)
+        layout = LayerLayout(made, self.ep_config.is_intra_node, self.rows == "grouped")
         layout.recv_scales = self._out(shown(scale_bits, torch.float32))
         return received, received_weights, layout
 
@@ -261,28 +262,8 @@ class EPAll2AllLayer:
 
 
 def _checked(layout: Any, who: str) -> Any:
-    if not isinstance(layout, EPAllToAllLayoutDesc) or not hasattr(layout, "_handle"):
+    if not isinstance(layout, LayerLayout):
         raise InvalidArgument(
             f"{who}: the descriptor is a {type(layout).__name__}, expected one that dispatch gave"
         )
-    return layout
-
-
-def _layout(handle: Any, layer: EPAll2AllLayer) -> Any:
-    """The descriptor; its tables are views of memory that it keeps."""
-    config = layer.ep_config
-    tables = {name: shown(bits, torch.int32) for name, bits in handle.tables().items()}
-    tags, totals = tables.pop("recv_tags"), tables.pop("num_recv_tokens_per_rank")
-    one_node, grouped = config.is_intra_node, layer.rows == "grouped"
-    if one_node:
-        tables["send_reqs_recv_tensor"] = None
-    for name in ("skipped_token_mapping_indices", "skipped_token_topk_mapping_indices"):
-        table = tables[name]
-        wanted = one_node and grouped and table is not None
-        tables[name] = table.to(torch.int64) if wanted and table is not None else None
-    if grouped:
-        for name in ("recv_topk_indices", "compact_to_grouped", "grouped_to_compact"):
-            tables[name] = None
-    layout: Any = EPAllToAllLayoutDesc(num_dispatch_token_cur_rank=handle.num_tokens, **tables)
-    layout._handle, layout.recv_tags, layout.num_recv_tokens_per_rank = handle, tags, totals
     return layout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Optional, Tuple
 
 import torch
@@ -16,19 +17,24 @@ from .._tensors import dtype_name, require_tensor
 Given = Tuple[int, str, Tuple[int, ...]]
 
 
+@functools.lru_cache(maxsize=None)
+def _library_name(dtype: torch.dtype) -> str:
+    return library_dtype(dtype_name(dtype), dtype.itemsize)
+
+
 def given(value: Any, name: str, device: torch.device) -> Tuple[Given, torch.Tensor]:
     """A contiguous tensor on the device, and what must live while it is used."""
     tensor = require_tensor(value, name)
     if tensor.device != device:
         raise InvalidArgument(f"{name} lies on {tensor.device}, expected {device}")
     tensor = tensor.detach().contiguous()
-    name_ = library_dtype(dtype_name(tensor.dtype), tensor.dtype.itemsize)
-    return (tensor.data_ptr(), name_, tuple(tensor.shape)), tensor
+    return (tensor.data_ptr(), _library_name(tensor.dtype), tuple(tensor.shape)), tensor
 
 
 def shown(bits: Any, dtype: torch.dtype) -> Optional[torch.Tensor]:
     """A tensor over memory of the layer; None stays None."""
-    return None if bits is None else from_dlpack(bits).view(dtype)
+    # The capsule: asked for one itself, torch would look for streams to wait for.
+    return None if bits is None else from_dlpack(bits.__dlpack__()).view(dtype)
 
 
 def torch_dtype(value: Any, name: str) -> torch.dtype:

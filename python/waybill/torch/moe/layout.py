@@ -1,0 +1,59 @@
+"""The descriptor that a layer's dispatch gives."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Optional
+
+import torch
+
+from ...moe import EPAllToAllLayoutDesc
+from .tensors import shown
+
+_ONE_NODE = ("skipped_token_mapping_indices", "skipped_token_topk_mapping_indices")
+_COMPACT = ("recv_topk_indices", "compact_to_grouped", "grouped_to_compact")
+_TABLES = (
+    "num_input_tokens_per_rank", "send_reqs_recv_tensor", "topk_indices_tensor",
+    "token_dst_scatter_idx", *_ONE_NODE, "recv_expert_counts", "recv_expert_offsets", *_COMPACT,
+    "recv_tags", "num_recv_tokens_per_rank",
+)  # fmt: skip
+
+
+class LayerLayout(EPAllToAllLayoutDesc):
+    """Its tables become tensors when they are asked for: views of memory that it keeps, but for
+    the two maps, which are copies. A call of a few tokens takes less time than all of them.
+    """
+
+    recv_scales: Optional[torch.Tensor]
+
+    def __init__(self, handle: Any, one_node: bool, grouped: bool) -> None:
+        self._handle = handle
+        self._one_node, self._grouped = one_node, grouped
+        self._arrays: Dict[str, Any] = {}
+        self._tensors: Dict[str, Optional[torch.Tensor]] = {}
+        self._token: Optional[torch.Tensor] = None
+        self.num_dispatch_token_cur_rank = handle.num_tokens
+
+    def _table(self, name: str) -> Optional[torch.Tensor]:
+        if name not in self._tensors:
+            self._tensors[name] = self._make(name)
+        return self._tensors[name]
+
+    def _make(self, name: str) -> Optional[torch.Tensor]:
+        nodes_only = name == "send_reqs_recv_tensor"
+        maps = name in _ONE_NODE
+        if (self._one_node and nodes_only) or (self._grouped and name in _COMPACT):
+            return None
+        if maps and not (self._one_node and self._grouped):
+            return None
+        if not self._arrays:
+            self._arrays = self._handle.tables()
+        table = shown(self._arrays[name], torch.int32)
+        return table.to(torch.int64) if maps and table is not None else table
+
+
+def _reader(name: str) -> property:
+    return property(lambda layout: layout._table(name))
+
+
+for _name in _TABLES:
+    setattr(LayerLayout, _name, _reader(_name))
