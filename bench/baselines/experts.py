@@ -66,11 +66,11 @@ def read_arguments():
 
 
 def measure(name, case, arguments):
-    """us of each call; None where the way is not installed."""
+    """us of each call; None where the way cannot be imported."""
     try:
         way = WAYS[name](case, dist.group.WORLD)
-    except ModuleNotFoundError as missing:
-        return None, f"not installed ({missing.name})"
+    except ImportError as error:  # not installed, or not for this machine
+        return None, f"left out: {error}"
     us = {}
     for call in CALLS.values():
         us[call] = ranks.slowest_us(getattr(way, call), case.device, arguments.calls)

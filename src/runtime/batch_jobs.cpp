@@ -4,6 +4,7 @@
 #include <queue>
 
 #include "waybill/core/at.h"
+#include "waybill/core/batch_bytes.h"
 
 namespace waybill::detail {
 
@@ -56,9 +57,7 @@ std::int64_t row_bytes_of(const SequencePart& part) {
 }
 
 std::int64_t batch_size(std::int64_t total_bytes, std::int64_t batch_bytes) {
-  constexpr std::int64_t batches = 16;
-  constexpr std::int64_t least_bytes = std::int64_t{256} << 10;
-  return batch_bytes > 0 ? batch_bytes : std::max(least_bytes, total_bytes / batches);
+  return batch_bytes > 0 ? batch_bytes : detail::usual_batch_bytes(total_bytes);
 }
 
 std::int32_t HopBatches::behind(std::int32_t batch, std::int32_t rank) {

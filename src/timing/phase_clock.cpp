@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "waybill/core/at.h"
+#include "waybill/core/batch_bytes.h"
 
 namespace waybill::detail {
 namespace {
@@ -93,8 +94,6 @@ class TransferClock {
 
   // The size of a piece, flow by flow: what its home sends to be forwarded decides.
   void cut_pieces() {
-    constexpr std::int64_t pieces = 16;
-    constexpr std::int64_t least_bytes = std::int64_t{256} << 10;
     std::vector<std::int64_t> to_forward(at(nodes_.world_size), 0);
     home_.resize(set_.flows.size());
     for (std::size_t i = 0; i < set_.flows.size(); ++i) {
@@ -105,7 +104,7 @@ class TransferClock {
     piece_.resize(to_forward.size());
     for (std::size_t r = 0; r < piece_.size(); ++r) {
       piece_[r] = costs_.forward_chunk_bytes > 0 ? costs_.forward_chunk_bytes
-                                                 : std::max(least_bytes, to_forward[r] / pieces);
+                                                 : detail::usual_batch_bytes(to_forward[r]);
     }
   }
 

@@ -179,7 +179,7 @@ TEST(PredictionProperties, PiecesAreTheDispatchersOwn) {
   StepOptions options;
   options.transfer = StepTransfer::relay;
   const StepPrediction unsaid = predictor.predict(options);
-  options.costs.forward_chunk_bytes = 65536 * 4096 / 16;
+  options.costs.forward_chunk_bytes = std::int64_t{2} << 20;
   EXPECT_EQ(unsaid.phases[0], predictor.predict(options).phases[0]);
   options.costs.forward_chunk_bytes *= 2;
   EXPECT_LT(unsaid.phases[0].end[2], predictor.predict(options).phases[0].end[2]);

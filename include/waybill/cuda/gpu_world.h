@@ -45,8 +45,9 @@ enum class NetworkWire : std::uint8_t {
 
 /// A rank of the world whose ranks are processes with a GPU each, in the symmetric memory of
 /// NVSHMEM. Collective. Ranks of a node reach each other by load and store, others by put and
-/// signal. Ranks may share a GPU, a slice of time each: good for tests. NVSHMEM starts with the first such world of a process and stays until the process ends,
-/// as does memory that is not given back by close(). On one host NVSHMEM_REMOTE_TRANSPORT=none and
+/// signal. Ranks may share a GPU, a slice of time each: good for tests. NVSHMEM starts with the
+/// first such world of a process and stays until the process ends, as does memory that is not given
+/// back by close(). On one host NVSHMEM_REMOTE_TRANSPORT=none and
 /// NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=lo are set for it, unless they are set.
 /// @param device as above
 /// @param ranks_per_node 0: all ranks on one node

@@ -130,8 +130,8 @@ struct SequencePlanOptions {
   RelayUse relay = RelayUse::automatic;
   double nvlink_bytes_per_second = 450e9;  ///< of one rank and direction, for the limits
   double network_bytes_per_second = 50e9;
-  /// Of a batch that others forward or add up. 0: a sixteenth of what the rank sends to such, at
-  /// least 256 KiB.
+  /// Of a batch that others forward or add up. 0: a sixteenth of what the rank sends to such,
+  /// 256 KiB to 2 MiB.
   std::int64_t batch_bytes = 0;
   /// What goes to other nodes is SequencePlan::network, and no batch has places there: for
   /// executors that have somebody else for it.

@@ -34,7 +34,7 @@ struct StepCosts {
   double network_message_seconds = 3e-6;
   /// Rows are forwarded in pieces of this size: each rank on the way adds the time of one piece and
   /// of one message. 0: as SequenceDispatcher cuts them, a sixteenth of what a home sends to be
-  /// forwarded, at least 256 KiB.
+  /// forwarded, 256 KiB to 2 MiB.
   std::int64_t forward_chunk_bytes = 0;
   /// Attention of one rank; a (query, key) pair has 4 * q_hidden operations forward and 10 *
   /// q_hidden backward. Nominal: long causal documents, head size 128, FlashAttention-3 on a

@@ -17,8 +17,9 @@ namespace {
 /// 32), of which every rank has two for other work, one for a leg to other nodes, and two here.
 constexpr int most_sharing_two = 32 / 5;
 
-/// A destination's turn: long, as each copy costs a microsecond or two.
-constexpr std::size_t turn_bytes = std::size_t{32} << 20;
+/// About a destination's turn, of 16 to 4096 MiB that were tried
+/// (docs/performance/gpu_sequences.md).
+constexpr std::size_t turn_bytes = std::size_t{192} << 20;
 
 }  // namespace
 
@@ -125,36 +126,38 @@ void CopyEngine::add(const SequenceCall& call, std::span<const RowSegment> segme
   }
 }
 
-/// The copies to all other ranks in one list, in which each destination is as far as the others:
-/// plans are uneven, and a rank to which all send at once would hold up all of them.
-void CopyEngine::take_turns(std::size_t me) {
-  struct Turn {
-    std::size_t rank;
-    std::size_t next = 0;  ///< copy
-    std::size_t done = 0;  ///< bytes of it
-    std::size_t sent = 0;  ///< bytes, of all
-  };
+/// Takes from the copies that are left of a rank until `sent` bytes of it are out.
+void CopyEngine::take_until(Turn& turn, const Batch& batch, std::size_t sent) {
   links_.clear(0);
-  std::vector<Turn> turns;
-  for (std::size_t k = 1; k < batches_.size(); ++k) {
-    const std::size_t rank = (me + k) % batches_.size();
-    if (batches_[rank].total > 0) turns.push_back({rank});
+  while (turn.sent < sent) {
+    const std::size_t size = std::min(batch.bytes[turn.next] - turn.done, sent - turn.sent);
+    links_.add(static_cast<std::byte*>(batch.to[turn.next]) + turn.done,
+               static_cast<const std::byte*>(batch.from[turn.next]) + turn.done, size);
+    turn.sent += size;
+    turn.done += size;
+    if (turn.done < batch.bytes[turn.next]) continue;
+    turn.done = 0;
+    ++turn.next;
   }
-  const auto share = [&](const Turn& turn) {
-    return static_cast<double>(turn.sent) / static_cast<double>(batches_[turn.rank].total);
-  };
-  while (!turns.empty()) {
-    const auto turn = std::ranges::min_element(turns, {}, share);
-    const Batch& batch = batches_[turn->rank];
-    const std::size_t i = turn->next;
-    const std::size_t size = std::min(batch.bytes[i] - turn->done, turn_bytes);
-    links_.add(static_cast<std::byte*>(batch.to[i]) + turn->done,
-               static_cast<const std::byte*>(batch.from[i]) + turn->done, size);
-    turn->sent += size;
-    turn->done += size;
-    if (turn->done < batch.bytes[i]) continue;
-    turn->done = 0;
-    if (++turn->next == batch.to.size()) turns.erase(turn);
+}
+
+/// One destination at a time, from the next rank on, so that all ranks send to different ones. In
+/// several rounds where much goes to one: plans are uneven, and a rank to which all send at once
+/// would hold up all of them.
+void CopyEngine::queue_links(std::size_t me, bool capturing) {
+  const std::size_t world = batches_.size();
+  std::size_t most = 0;
+  for (std::size_t k = 1; k < world; ++k) most = std::max(most, batches_[(me + k) % world].total);
+  const std::size_t rounds = std::max<std::size_t>(1, most / turn_bytes);
+  std::vector<Turn> turns(world);
+  for (std::size_t round = 1; round <= rounds; ++round) {
+    for (std::size_t k = 1; k < world; ++k) {
+      const std::size_t rank = (me + k) % world;
+      const std::size_t all = batches_[rank].total;
+      const std::size_t share = round == rounds ? all : all / rounds * round / 4096 * 4096;
+      take_until(turns[rank], batches_[rank], share);
+      if (!links_.to.empty()) queue(links_, use_queue(false), capturing);
+    }
   }
 }
 
@@ -183,8 +186,7 @@ void CopyEngine::queue_batches(const SequenceCall& call) {
               "asking about a capture", "dispatch");
   const bool capturing = status != cudaStreamCaptureStatusNone;
   const std::size_t me = at(to_int(call.plan->rank));
-  take_turns(me);
-  if (!links_.to.empty()) queue(links_, use_queue(false), capturing);
+  queue_links(me, capturing);
   if (!batches_[me].to.empty()) queue(batches_[me], use_queue(true), capturing);
   for (const Queue& queue : queues_) {
     if (!queue.used) continue;

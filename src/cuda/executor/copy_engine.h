@@ -51,6 +51,13 @@ class CopyEngine {
     void add(std::byte* destination, const std::byte* source, std::size_t size);
   };
 
+  /// How far the copies to one rank are.
+  struct Turn {
+    std::size_t next = 0;  ///< copy
+    std::size_t done = 0;  ///< bytes of it
+    std::size_t sent = 0;  ///< bytes, of all
+  };
+
   struct Queue {
     cudaStream_t stream = nullptr;
     cudaEvent_t done = nullptr;
@@ -72,7 +79,8 @@ class CopyEngine {
   };
   void add_rows(const SequenceCall& call, const RowSegment& segment, std::uint64_t place);
   void add_rows(const SequenceCall& call, const Rows& rows);
-  void take_turns(std::size_t me);
+  void take_until(Turn& turn, const Batch& batch, std::size_t sent);
+  void queue_links(std::size_t me, bool capturing);
   void queue_batches(const SequenceCall& call);
   void queue(const Batch& batch, cudaStream_t stream, bool capturing) const;
   /// The queue of a destination, behind what was on the stream.
@@ -81,7 +89,7 @@ class CopyEngine {
   std::shared_ptr<GpuRank> gpu_;
   std::size_t num_queues_;
   std::vector<Batch> batches_;  ///< [W]
-  Batch links_;                 ///< those of all other ranks, in turn
+  Batch links_;                 ///< of one rank's turn
   Queue queues_[2];             ///< for the links; for what stays
   cudaEvent_t begun_ = nullptr;
 };

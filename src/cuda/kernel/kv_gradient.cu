@@ -10,12 +10,17 @@
 namespace waybill::cuda {
 namespace {
 
-constexpr int warps = 12;
-constexpr int ring_bytes = 8 * piece_bytes;  // of a warp
+/// Warps of a block, each with a ring of stages. A warp's work on one stage is a chain of waits, so
+/// many warps with short rings sum more than few with long ones; a plan with batches has addends of
+/// twice the bytes, and needs more registers.
+template <bool Batched>
+constexpr int warps_of = Batched ? 12 : 20;
 
+template <bool Batched>
 struct BulkMemory {
-  alignas(128) std::byte ring[warps][ring_bytes];
-  std::uint64_t loaded[warps][ring_bytes / piece_bytes];
+  static constexpr int ring_bytes = (Batched ? 8 : 4) * piece_bytes;
+  alignas(128) std::byte ring[warps_of<Batched>][ring_bytes];
+  std::uint64_t loaded[warps_of<Batched>][ring_bytes / piece_bytes];
 };
 
 /// Sends a chunk that has one addend on to the output as it is. One lane.
@@ -36,7 +41,7 @@ __device__ void copy_chunk(const SequenceParams& p, const RowChunk& chunk, const
 template <class In, class Out, bool Batched>
 class BulkSummer {
  public:
-  __device__ BulkSummer(const SequenceParams& p, BulkMemory& memory, std::uint64_t epoch)
+  __device__ BulkSummer(const SequenceParams& p, BulkMemory<Batched>& memory, std::uint64_t epoch)
       : p_(p),
         epoch_(epoch),
         lane_(static_cast<int>(threadIdx.x % 32)),
@@ -51,7 +56,7 @@ class BulkSummer {
     const auto warp = static_cast<int>(threadIdx.x / 32);
     here_ = {blockIdx.x + std::int64_t{warp} * gridDim.x,
              p.head->num_chunks,
-             std::int64_t{gridDim.x} * warps,
+             std::int64_t{gridDim.x} * warps_of<Batched>,
              {},
              {},
              -1,
@@ -89,7 +94,7 @@ class BulkSummer {
   static constexpr int sum_scale =
       static_cast<int>(sizeof(typename In::Sum) / sizeof(typename In::Stored));
   static constexpr int stage_bytes = piece_bytes * (Batched ? sum_scale : 1);
-  static constexpr int stages = ring_bytes / stage_bytes;
+  static constexpr int stages = BulkMemory<Batched>::ring_bytes / stage_bytes;
 
   [[nodiscard]] __device__ std::byte* stage(std::uint32_t number) const {
     return ring_ + number % stages * stage_bytes;
@@ -215,7 +220,7 @@ __device__ void sum_elements(const SequenceParams& p, std::uint64_t epoch) {
   constexpr auto in_bytes = static_cast<int>(sizeof(typename In::Stored));
   const auto lane = static_cast<int>(threadIdx.x % 32);
   const bool batched = p.head->num_batches > 0;
-  const std::int64_t step = std::int64_t{gridDim.x} * warps;
+  const std::int64_t step = std::int64_t{gridDim.x} * warps_of<false>;
   for (std::int64_t c = blockIdx.x + std::int64_t{threadIdx.x / 32} * gridDim.x;
        c < p.head->num_chunks; c += step) {
     const RowChunk chunk = p.chunks[c];
@@ -238,7 +243,7 @@ __device__ void sum_elements(const SequenceParams& p, std::uint64_t epoch) {
 }
 
 template <class In, class Out, bool Bulk, bool Batched>
-__global__ void __launch_bounds__(warps * 32, 1)
+__global__ void __launch_bounds__(warps_of<Batched> * 32, 1)
     kv_gradient_kernel(const __grid_constant__ SequenceParams p) {
   extern __shared__ __align__(128) std::byte shared[];
   const std::uint64_t epoch = begin_call(p.meet);
@@ -248,7 +253,7 @@ __global__ void __launch_bounds__(warps * 32, 1)
   }
   __syncthreads();
   if constexpr (Bulk) {
-    BulkSummer<In, Out, Batched>(p, *reinterpret_cast<BulkMemory*>(shared), epoch).run();
+    BulkSummer<In, Out, Batched>(p, *reinterpret_cast<BulkMemory<Batched>*>(shared), epoch).run();
   } else {
     sum_elements<In, Out>(p, epoch);
   }
@@ -288,7 +293,10 @@ Kernel kernel_of(const GradientKernel& kernel) {
                         : kernel_of<true, false>(kernel.from, kernel.to);
 }
 
-std::size_t shared_bytes(bool bulk) { return bulk ? sizeof(BulkMemory) : 0; }
+std::size_t shared_bytes(const GradientKernel& kernel) {
+  if (!kernel.bulk) return 0;
+  return kernel.batched ? sizeof(BulkMemory<true>) : sizeof(BulkMemory<false>);
+}
 
 }  // namespace
 
@@ -298,9 +306,10 @@ cudaError_t prepare_kv_gradient(bool bulk) {
                                 {float16, float32},   {float32, float32},  {float64, float64}};
   for (const auto& [from, to] : pairs) {
     for (const bool batched : {false, true}) {
+      const GradientKernel kernel{from, to, bulk, batched};
       const cudaError_t status = cudaFuncSetAttribute(
-          reinterpret_cast<const void*>(kernel_of({from, to, bulk, batched})),
-          cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes(bulk)));
+          reinterpret_cast<const void*>(kernel_of(kernel)),
+          cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes(kernel)));
       if (status != cudaSuccess) return status;
     }
   }
@@ -311,7 +320,8 @@ cudaError_t launch_kv_gradient(const SequenceParams& params, const GradientKerne
                                int num_sms, cudaStream_t stream) {
   const Kernel kernel = kernel_of(which);
   if (kernel == nullptr) return cudaErrorInvalidValue;
-  kernel<<<static_cast<unsigned>(num_sms), warps * 32, shared_bytes(which.bulk), stream>>>(params);
+  const int threads = 32 * (which.bulk && which.batched ? warps_of<true> : warps_of<false>);
+  kernel<<<static_cast<unsigned>(num_sms), threads, shared_bytes(which), stream>>>(params);
   return cudaGetLastError();
 }
 

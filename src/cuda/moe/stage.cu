@@ -41,52 +41,82 @@ struct alignas(Count * sizeof(typename Number::Stored)) Pack {
   typename Number::Stored values[Count];
 };
 
-/// The rows of a token that are here, `row` of each lane, summed into the first of them.
+constexpr int sum_packs = 2;    // of a lane, at once
+constexpr int sum_addends = 2;  // loads under way together
+
+/// Lane `lane_id()`'s part of a piece of the rows of a token that are here, `row` of each lane,
+/// summed into the first of them.
 template <class Number, int Count>
-__device__ void sum_token(const StageParams& p, std::int32_t row, unsigned here) {
+__device__ void sum_piece(const StageParams& p, std::int32_t row, unsigned here, int first) {
   using Packed = Pack<Number, Count>;
   const auto packs = static_cast<int>(p.row_bytes / static_cast<int>(sizeof(Packed)));
   const int leader = __shfl_sync(all_lanes, row, __ffs(static_cast<int>(here)) - 1);
-  const bool one = (here & (here - 1)) == 0;
-  for (int first = lane_id(); first - lane_id() < packs; first += 32 * 2) {
-    float sums[2][Count] = {};
-    Packed packed[2];
-    for (unsigned left = here; left != 0; left &= left - 1) {
+  float sums[sum_packs][Count] = {};
+  Packed packed[sum_addends][sum_packs];
+  for (unsigned left = here; left != 0;) {
+    int count = 0;
+#pragma unroll
+    for (int a = 0; a < sum_addends; ++a) {
+      if (left == 0) continue;
       const std::int32_t from = __shfl_sync(all_lanes, row, __ffs(static_cast<int>(left)) - 1);
       const auto* const at = reinterpret_cast<const Packed*>(p.input + from * p.row_bytes);
 #pragma unroll
-      for (int u = 0; u < 2; ++u) {
-        if (first + u * 32 < packs) packed[u] = at[first + u * 32];
+      for (int u = 0; u < sum_packs; ++u) {
+        if (first + u * 32 < packs) packed[a][u] = at[first + u * 32];
       }
+      left &= left - 1;
+      ++count;
+    }
 #pragma unroll
-      for (int u = 0; u < 2; ++u) {
+    for (int a = 0; a < sum_addends; ++a) {
+      if (a >= count) continue;
+#pragma unroll
+      for (int u = 0; u < sum_packs; ++u) {
 #pragma unroll
         for (int e = 0; e < Count; ++e) {
-          sums[u][e] = __fadd_rn(sums[u][e], Number::load(packed[u].values[e]));
+          sums[u][e] = __fadd_rn(sums[u][e], Number::load(packed[a][u].values[e]));
         }
       }
     }
-    auto* const to = reinterpret_cast<Packed*>(p.window + leader * p.row_bytes);
+  }
+  const bool one = (here & (here - 1)) == 0;  // keeps its bits
+  auto* const to = reinterpret_cast<Packed*>(p.window + leader * p.row_bytes);
 #pragma unroll
-    for (int u = 0; u < 2; ++u) {
-      if (first + u * 32 >= packs) continue;
-      if (!one) {
+  for (int u = 0; u < sum_packs; ++u) {
+    if (first + u * 32 >= packs) continue;
+    if (!one) {
 #pragma unroll
-        for (int e = 0; e < Count; ++e) packed[u].values[e] = Number::round(sums[u][e]);
-      }
-      to[first + u * 32] = packed[u];
+      for (int e = 0; e < Count; ++e) packed[0][u].values[e] = Number::round(sums[u][e]);
     }
+    to[first + u * 32] = packed[0][u];
   }
 }
 
+/// Tokens whose rows may be here, from all ranks. One warp.
+__device__ std::int32_t count_tokens(const StageParams& p) {
+  std::int32_t count = 0;
+  for (std::int32_t r = lane_id(); r < p.shape.world_size; r += 32) count += p.num_input_tokens[r];
+  for (int step = 16; step > 0; step /= 2) count += __shfl_xor_sync(all_lanes, count, step);
+  return count;
+}
+
+/// A warp takes a token's rows; where there are few tokens several warps take pieces of each.
 template <class Number, int Count>
-__global__ void __launch_bounds__(warps * 32) sum_rows_kernel(StageParams p) {
+__global__ void __launch_bounds__(warps * 32, 2) sum_rows_kernel(StageParams p) {
   const MoeShape& s = p.shape;
-  const std::int64_t tokens = std::int64_t{s.world_size} * s.max_tokens;
-  for (std::int64_t i = warp_id(); i < tokens; i += num_warps()) {
-    // Neighbouring warps take tokens of different sources, which differ in number.
-    const auto source = static_cast<std::int32_t>(i % s.world_size);
-    const auto token = static_cast<std::int32_t>(i / s.world_size);
+  constexpr int piece_packs = 32 * sum_packs;
+  constexpr int piece_bytes = piece_packs * static_cast<int>(sizeof(Pack<Number, Count>));
+  const auto pieces = static_cast<std::int32_t>((p.row_bytes + piece_bytes - 1) / piece_bytes);
+  const auto all_warps = static_cast<std::int32_t>(num_warps());
+  const std::int32_t split = min(pieces, max(1, all_warps / max(1, count_tokens(p))));
+  const std::int32_t teams = all_warps / split;
+  const std::int32_t team = static_cast<std::int32_t>(warp_id()) / split;
+  const std::int32_t part = static_cast<std::int32_t>(warp_id()) % split;
+  if (team >= teams) return;
+  // Neighbouring warps take tokens of different sources, which differ in number.
+  for (std::int32_t i = team; i < s.world_size * s.max_tokens; i += teams) {
+    const std::int32_t source = i % s.world_size;
+    const std::int32_t token = i / s.world_size;
     if (token >= p.num_input_tokens[source]) continue;
     std::int32_t row = -1;
     if (lane_id() < s.topk) {
@@ -96,7 +126,9 @@ __global__ void __launch_bounds__(warps * 32) sum_rows_kernel(StageParams p) {
     const unsigned here = __ballot_sync(all_lanes, row >= 0);
     if (here == 0) continue;
     if ((here & (here - 1)) == 0 && p.input == p.window) continue;
-    sum_token<Number, Count>(p, row, here);
+    for (std::int32_t piece = part; piece < pieces; piece += split) {
+      sum_piece<Number, Count>(p, row, here, piece * piece_packs + lane_id());
+    }
   }
 }
 
@@ -136,8 +168,22 @@ StageKernel copy_kernel(int word_bytes) {
   }
 }
 
+/// Eight elements, in words of 16 bytes where they are aligned so.
+template <class Number, bool Wide>
+__device__ void load_eight(const std::byte* input, std::int64_t at, float* x) {
+  constexpr int count = Wide ? 16 / static_cast<int>(sizeof(typename Number::Stored)) : 1;
+  const auto* const from = reinterpret_cast<const Pack<Number, count>*>(
+      input + at * static_cast<int>(sizeof(typename Number::Stored)));
+#pragma unroll
+  for (int w = 0; w < 8 / count; ++w) {
+    const Pack<Number, count> word = from[w];
+#pragma unroll
+    for (int e = 0; e < count; ++e) x[w * count + e] = Number::load(word.values[e]);
+  }
+}
+
 /// A group of 128 elements by half a warp: 8 elements a lane.
-template <class Number>
+template <class Number, bool Wide>
 __global__ void __launch_bounds__(warps * 32) quantize_kernel(QuantizeParams p) {
   const int lane = lane_id() % 16;
   for (std::int64_t g = warp_id() * 2 + lane_id() / 16; g - lane_id() / 16 < p.num_groups;
@@ -146,13 +192,9 @@ __global__ void __launch_bounds__(warps * 32) quantize_kernel(QuantizeParams p) 
     float x[8] = {};
     unsigned most = 0;  // bits of |x|: their order is that of the numbers, NaN above all
     if (is_group) {
-      const auto* const from =
-          reinterpret_cast<const typename Number::Stored*>(p.input) + g * 128 + lane * 8;
+      load_eight<Number, Wide>(p.input, g * 128 + lane * 8, x);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        x[e] = Number::load(from[e]);
-        most = max(most, __float_as_uint(x[e]) & 0x7FFFFFFFU);
-      }
+      for (int e = 0; e < 8; ++e) most = max(most, __float_as_uint(x[e]) & 0x7FFFFFFFU);
     }
     for (int step = 8; step > 0; step /= 2) {
       most = max(most, __shfl_xor_sync(all_lanes, most, step, 16));
@@ -173,14 +215,19 @@ __global__ void __launch_bounds__(warps * 32) quantize_kernel(QuantizeParams p) 
 
 using QuantizeKernel = void (*)(QuantizeParams);
 
-QuantizeKernel quantize_kernel(DType dtype) {
+template <class Number>
+QuantizeKernel quantize_kernel_of(bool wide) {
+  return wide ? quantize_kernel<Number, true> : quantize_kernel<Number, false>;
+}
+
+QuantizeKernel quantize_kernel_of(DType dtype, bool wide) {
   switch (dtype) {
     case DType::float32:
-      return quantize_kernel<Float32>;
+      return quantize_kernel_of<Float32>(wide);
     case DType::bfloat16:
-      return quantize_kernel<BFloat16>;
+      return quantize_kernel_of<BFloat16>(wide);
     case DType::float16:
-      return quantize_kernel<Float16>;
+      return quantize_kernel_of<Float16>(wide);
     default:
       return nullptr;
   }
@@ -199,10 +246,13 @@ cudaError_t prepare_stage(DType dtype) {
     if (status != cudaSuccess) return status;
   }
   for (const bool wide : {false, true}) {
-    const cudaError_t status = load(reinterpret_cast<const void*>(sum_kernel(dtype, wide)));
-    if (status != cudaSuccess) return status;
+    for (const void* kernel : {reinterpret_cast<const void*>(sum_kernel(dtype, wide)),
+                               reinterpret_cast<const void*>(quantize_kernel_of(dtype, wide))}) {
+      const cudaError_t status = load(kernel);
+      if (status != cudaSuccess) return status;
+    }
   }
-  return load(reinterpret_cast<const void*>(quantize_kernel(dtype)));
+  return cudaSuccess;
 }
 
 cudaError_t launch_copy_rows(const StageParams& params, int word_bytes, int blocks,
@@ -221,7 +271,8 @@ cudaError_t launch_sum_rows(const StageParams& params, DType dtype, bool wide, i
 
 cudaError_t launch_quantize(const QuantizeParams& params, DType dtype, int blocks,
                             cudaStream_t stream) {
-  const QuantizeKernel kernel = quantize_kernel(dtype);
+  const bool wide = reinterpret_cast<std::uintptr_t>(params.input) % 16 == 0;
+  const QuantizeKernel kernel = quantize_kernel_of(dtype, wide);
   if (kernel == nullptr) return cudaErrorInvalidValue;
   kernel<<<static_cast<unsigned>(blocks), warps * 32, 0, stream>>>(params);
   return cudaGetLastError();

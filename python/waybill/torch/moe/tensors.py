@@ -33,8 +33,11 @@ def given(value: Any, name: str, device: torch.device) -> Tuple[Given, torch.Ten
 
 def shown(bits: Any, dtype: torch.dtype) -> Optional[torch.Tensor]:
     """A tensor over memory of the layer; None stays None."""
-    # The capsule: asked for one itself, torch would look for streams to wait for.
-    return None if bits is None else from_dlpack(bits.__dlpack__()).view(dtype)
+    if bits is None:
+        return None
+    # Device memory comes as a capsule. Of an array torch would ask for its device and stream first.
+    capsule = bits.__dlpack__() if hasattr(bits, "__dlpack__") else bits
+    return from_dlpack(capsule).view(dtype)
 
 
 def torch_dtype(value: Any, name: str) -> torch.dtype:
