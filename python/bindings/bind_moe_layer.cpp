@@ -130,8 +130,9 @@ class RankLayer {
       rank_->meet("dispatch", queue);
       return arrived;
     });
+    const auto memory = memory_of(layer_->context().memory().dispatch_windows);
     const auto array = [&](const TensorView& view) {
-      return array_over(view, rank_, {rank_, nullptr, window_memory()});
+      return array_over(view, rank_, {rank_, nullptr, memory});
     };
     return nb::make_tuple(array(got.rows), array(got.weights), array(got.scales),
                           LayoutHandle{rank_, std::move(got.layout)});
@@ -167,13 +168,19 @@ class RankLayer {
     });
   }
 
+  [[nodiscard]] nb::object combine_input(std::int64_t rows) const {
+    const TensorView view = layer_->combine_input(rows);
+    return array_over(view, rank_,
+                      {rank_, nullptr, memory_of(layer_->context().memory().combine_windows)});
+  }
+
   [[nodiscard]] std::int64_t overflow() { return layer_->overflow(); }
   [[nodiscard]] std::int64_t output_rows() const { return layer_->output_rows(); }
 
  private:
-  [[nodiscard]] std::vector<std::shared_ptr<void>> window_memory() const {
+  static std::vector<std::shared_ptr<void>> memory_of(const SymmetricBuffer (&windows)[2]) {
     std::vector<std::shared_ptr<void>> kept;
-    for (const SymmetricBuffer& window : layer_->context().memory().dispatch_windows) {
+    for (const SymmetricBuffer& window : windows) {
       kept.insert(kept.end(), window.memory.begin(), window.memory.end());
     }
     return kept;
@@ -269,6 +276,7 @@ void bind_moe_layer(nb::module_& m) {
       .def("dispatch", &RankLayer::dispatch, "tokens"_a, "ids"_a.none(), "weights"_a.none(),
            "scales"_a.none(), "positions"_a.none(), "layout"_a.none(), "stream"_a)
       .def("combine", &RankLayer::combine)
+      .def("combine_input", &RankLayer::combine_input)
       .def("barrier", &RankLayer::barrier)
       .def("finalize", &RankLayer::finalize)
       .def("overflow", &RankLayer::overflow)

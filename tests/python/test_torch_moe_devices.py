@@ -82,6 +82,9 @@ def test_rounds_equal_the_simulation(torch_way, per_node, options):
                 table = getattr(want.layout[r], name)
                 assert table is None or same(getattr(layout, name), table), name
             assert same(layer.combine(rows * 2, layout), total[r])
+            place = layer.combine_input(len(rows))
+            torch.mul(rows, 2, out=place)
+            assert same(layer.combine(place, layout), total[r])
             again, _, _ = layer.dispatch(x, ids, weights, layout_desc=layout)
             assert same(again, want.recv_tokens[r])
         layer.ep_barrier_all(intra_node_only=True)

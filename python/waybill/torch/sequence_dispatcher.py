@@ -24,8 +24,8 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
     are threads with a GPU each wait on the host until all have queued theirs. Calls can be captured
     in a CUDA graph, windows reserved before (over several nodes an even number of calls); where
     other ranks are threads of the process, with
-    ``capture_begin(capture_error_mode="thread_local")`` on a stream of the rank's own. A Timeout is then raised by the next call, or by synchronize(); the GPU is lost to
-    the process.
+    ``capture_begin(capture_error_mode="thread_local")`` on a stream of the rank's own. A Timeout
+    is then raised by the next call, or by synchronize(); the GPU is lost to the process.
 
     Gradients do not flow through these calls: AttentionStep has functions that autograd knows.
     """

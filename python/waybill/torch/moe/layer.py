@@ -175,6 +175,16 @@ class EPAll2AllLayer:
             return sums
         return self._combine(input, ep_a2a_layout_desc, weighted, biases)
 
+    def combine_input(self, rows: int) -> torch.Tensor:
+        """[rows, hidden]: where the next combine reads. Experts that write their rows there, with
+        ``out=``, and pass this tensor to it save a copy. It holds until that combine, without
+        gradients.
+        """
+        bits = self._layer.combine_input(int64(rows, "combine_input: rows"))
+        view = shown(bits, self.ep_config.token_dtype)
+        assert view is not None
+        return view
+
     def ep_barrier_all(self, stream: Any = None, intra_node_only: bool = False) -> None:
         """All ranks, or those of this node, have come here and their work on the stream is done."""
         handle = stream_of(self.device) if stream is None else int(stream.cuda_stream)

@@ -17,7 +17,7 @@ from .._tensors import dtype_name, require_tensor
 Given = Tuple[int, str, Tuple[int, ...]]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _library_name(dtype: torch.dtype) -> str:
     return library_dtype(dtype_name(dtype), dtype.itemsize)
 
