@@ -180,7 +180,7 @@ def plan(
     ranks_per_node: int = 8,
     nvlink_bytes_per_second: float = 345e9,
     network_bytes_per_second: float = 50e9,
-    message_seconds: float = 1.6e-6,
+    message_seconds: float = 0.4e-6,
     pairs_per_second: float = 0.0,
 ) -> AttentionPlan:
     """Decides which rank attends to which queries, so that the work is even and few bytes move.

@@ -283,7 +283,7 @@ def compare(
     ranks_per_node: int = 8,
     nvlink_bytes_per_second: float = 345e9,
     network_bytes_per_second: float = 50e9,
-    message_seconds: float = 1.6e-6,
+    message_seconds: float = 0.4e-6,
     pairs_per_second: float = 0.0,
 ) -> Comparison:
     """The same documents by static zigzag ("zigzag"), by sharding each document ("per document")

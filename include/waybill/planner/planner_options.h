@@ -36,9 +36,9 @@ struct HardwareFacts {
   /// Between nodes. Nominal: one network card of 400 Gbit/s a rank.
   double network_bytes_per_second = 50e9;
   std::int32_t ranks_per_node = 8;  ///< consecutive ranks; the last node may have fewer
-  /// What each peer costs beside the bytes. Measured: a signal stored by one GPU and seen by
-  /// another (a barrier of 4 or 8 GPUs inside a kernel).
-  double message_seconds = 1.6e-6;
+  /// What each peer costs beside the bytes: signals to all are under way together. Fits calls of
+  /// few bytes, 4 x H200 (docs/performance/prediction.md).
+  double message_seconds = 0.4e-6;
   /// (query, key) pairs a rank attends to, forward. 0: not known.
   double pairs_per_second = 0;
 
