@@ -54,6 +54,18 @@ TEST(GpuExpert, compact_rows) {
   options.expert_alignment = 4;
   check_random(config_of(2, 12, 4, 90, 40), options, 6, 15, {4});
 }
+/// Up to 128 tokens of a rank are sent before their places are known, more are not.
+TEST(GpuExpert, some_ranks_have_few_tokens) {
+  EPDispatchOptions options;
+  check_random(config_of(2, 16, 4, 200, 128), options, 12, 21, {4, 24, 1});
+  check_random(config_of(4, 16, 8, 180, 256), options, 12, 22, {8, 2});
+  options.rows = EPRows::compact;
+  check_random(config_of(4, 16, 8, 180, 256), options, 12, 23, {8, 2});
+  options.expert_alignment = 8;
+  options.rows = EPRows::grouped;
+  check_random(config_of(2, 12, 3, 180, 16384, DType::float32), options, 6, 24, {8});
+}
+
 TEST(GpuExpert, quantized_payload) {
   EPDispatchOptions options;
   options.payload = EPPayload::quantized;
@@ -69,6 +81,24 @@ TEST(GpuExpert, quantized_payload) {
   the.ids[0].as<std::int32_t>()[0] = -1;
   rounds.push_back(make_round("zeros and -1", std::move(the), options, random));
   check_rounds(config, options, rounds, {4});
+}
+
+TEST(GpuExpert, payload_with_scales) {
+  const EPConfig config = config_of(2, 16, 4, 180, 512);
+  EPDispatchOptions options;
+  options.payload = EPPayload::scaled;
+  for (const EPRows form : {EPRows::grouped, EPRows::compact}) {
+    options.rows = form;
+    Random random(25);
+    std::vector<Round> rounds;
+    for (const std::int64_t tokens : {5, 128, 180, 0, 60, 129}) {
+      rounds.push_back(
+          make_round(concat(tokens, " tokens"),
+                     test::quantized_case(test::random_case(config, random, {.tokens = tokens})),
+                     options, random));
+    }
+    check_rounds(config, options, rounds, {8, 2});
+  }
 }
 
 TEST(GpuExpert, an_order_that_the_caller_chose) {

@@ -75,12 +75,12 @@ TEST(GpuProcess, survivors_that_share_a_gpu_name_a_killed_rank) {
   const auto on_one_gpu = [](std::shared_ptr<Bootstrap> bootstrap, int /*device*/) {
     return make_gpu_process_world(std::move(bootstrap), 0);
   };
-  const auto ends = test::run_until_rank_1_dies(3, on_one_gpu, Death::before_the_third_call);
+  const auto ends = test::run_until_rank_1_dies(3, on_one_gpu, Death::before_the_third_call, 5);
   EXPECT_EQ(ends[1].signal, SIGKILL);
   for (const std::int32_t r : {0, 2}) {
     EXPECT_TRUE(test::names_missed_wait(
         ends[at(r)].text, {.operation = "dispatch", .rank = r, .peer = 1, .wanted = 3, .seen = 2},
-        2, 10));
+        5, 15));
   }
 }
 

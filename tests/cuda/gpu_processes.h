@@ -19,15 +19,19 @@ namespace waybill::test {
 using MakeGpuWorld = std::function<World(std::shared_ptr<Bootstrap>, int device)>;
 
 /// Runs body(world) in one child process a rank, rank r on GPU r modulo their number. The calling
-/// process must not have used CUDA: its children could not.
+/// process must not have used CUDA: its children could not. Deadlines begin when all have a device,
+/// which takes seconds where many start at once.
 inline std::vector<ProcessEnd> run_gpu_processes(std::int32_t world_size, const MakeGpuWorld& make,
                                                  const std::function<void(World&)>& body,
                                                  double timeout_s = world_options().timeout_s) {
+  const MeetingFolder ready;
   const MeetingFolder folder;
   return run_processes(world_size, [&](std::int32_t rank) {
     const int gpus = num_gpus();
     if (gpus == 0) throw Unsupported("there is no GPU");
     cuda_ok(cudaSetDevice(rank % gpus));
+    cuda_ok(cudaFree(nullptr));
+    make_file_bootstrap(rank, world_size, ready.path(), 60)->barrier("having a device");
     World world =
         make(make_file_bootstrap(rank, world_size, folder.path(), timeout_s), rank % gpus);
     body(world);

@@ -3,11 +3,13 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "waybill/core/at.h"
 #include "waybill/core/float_convert.h"
 #include "waybill/core/random.h"
+#include "waybill/moe/quantize.h"
 #include "waybill/moe/simulate.h"
 
 namespace waybill::test {
@@ -55,6 +57,27 @@ struct ExpertCase {
     return simulate_expert_dispatch(config, inputs, options);
   }
 };
+
+/// The same with tokens as float8 elements and scales.
+inline ExpertCase quantized_case(ExpertCase the) {
+  using detail::at;
+  const std::int64_t hidden = the.config.hidden;
+  const std::int64_t groups = hidden / scale_group;
+  for (HostTensor& tokens : the.tokens) {
+    const std::int64_t count = tokens.shape()[0];
+    HostTensor elements(DType::float8_e4m3fn, {count, hidden});
+    HostTensor scales(DType::float32, {count, groups});
+    for (std::int64_t t = 0; t < count; ++t) {
+      const auto row_bytes = at(hidden * dtype_bytes(tokens.dtype()));
+      quantize_row(tokens.bytes().data() + at(t) * row_bytes, tokens.dtype(),
+                   elements.as<std::uint8_t>().subspan(at(t * hidden), at(hidden)),
+                   scales.as<float>().subspan(at(t * groups), at(groups)));
+    }
+    tokens = std::move(elements);
+    the.scales.push_back(std::move(scales));
+  }
+  return the;
+}
 
 /// How ids are drawn.
 enum class Draw { distinct, repeats, one_expert, all_dropped };

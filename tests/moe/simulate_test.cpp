@@ -180,17 +180,7 @@ TEST(SimulateExpertDispatch, QuantisesOnceAtTheSource) {
   ExpertCase one = random_case(config, random, {.tokens = 5});
   std::ranges::fill(one.tokens[0].as<std::uint16_t>().first(128), std::uint16_t{0});
   const ExpertDispatch quantized = one.dispatch({.payload = EPPayload::quantized});
-  ExpertCase given = one;
-  for (std::size_t src = 0; src < 2; ++src) {
-    given.tokens[src] = HostTensor(DType::float8_e4m3fn, {5, 256});
-    given.scales.emplace_back(DType::float32, Shape{5, 2});
-    for (std::size_t t = 0; t < 5; ++t) {
-      quantize_row(one.tokens[src].as<std::uint16_t>().data() + t * 256, DType::bfloat16,
-                   given.tokens[src].as<std::uint8_t>().subspan(t * 256, 256),
-                   given.scales[src].as<float>().subspan(t * 2, 2));
-    }
-  }
-  const ExpertDispatch scaled = given.dispatch({.payload = EPPayload::scaled});
+  const ExpertDispatch scaled = test::quantized_case(one).dispatch({.payload = EPPayload::scaled});
   for (std::size_t dst = 0; dst < 2; ++dst) {
     EXPECT_EQ(quantized.recv_tokens[dst].dtype(), DType::float8_e4m3fn);
     EXPECT_TRUE(

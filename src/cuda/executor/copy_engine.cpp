@@ -17,9 +17,9 @@ namespace {
 /// 32), of which every rank has two for other work, one for a leg to other nodes, and two here.
 constexpr int most_sharing_two = 32 / 5;
 
-/// About a destination's turn, of 16 to 4096 MiB that were tried
-/// (docs/performance/gpu_sequences.md).
-constexpr std::size_t turn_bytes = std::size_t{192} << 20;
+/// What all destinations of a round get together: about 64 MiB each of 7 and 192 MiB each of 3 were
+/// the best that were tried (docs/performance/gpu_sequences.md).
+constexpr std::size_t round_bytes = std::size_t{512} << 20;
 
 }  // namespace
 
@@ -148,7 +148,7 @@ void CopyEngine::queue_links(std::size_t me, bool capturing) {
   const std::size_t world = batches_.size();
   std::size_t most = 0;
   for (std::size_t k = 1; k < world; ++k) most = std::max(most, batches_[(me + k) % world].total);
-  const std::size_t rounds = std::max<std::size_t>(1, most / turn_bytes);
+  const std::size_t rounds = std::max<std::size_t>(1, most * (world - 1) / round_bytes);
   std::vector<Turn> turns(world);
   for (std::size_t round = 1; round <= rounds; ++round) {
     for (std::size_t k = 1; k < world; ++k) {

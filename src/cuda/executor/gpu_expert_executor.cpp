@@ -71,6 +71,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
           std::make_unique<ExpertNodes>(transport, gpu_, *leg, config_, options_, memory_, params_);
     }
     cuda_check(prepare_route(nodes), "loading kernels");
+    cuda_check(prepare_few_route(), "loading kernels");
     cuda_check(prepare_stage(config_.token_dtype), "loading kernels");
     for (const bool bulk : {false, true}) {
       if (bulk && !gpu_->has_bulk_copies()) continue;
@@ -100,9 +101,13 @@ class GpuExpertExecutor final : public ExpertExecutor {
     tables->ticket = ++last_ticket_ & 0xFFFFFFFF;
     if (nodes_ != nullptr) nodes_->exchange_ids(call, input, *tables, num_sms(call));
     const RouteParams params = params_.route(call, input, *tables);
-    const int blocks = route_blocks(params.shape, num_sms(call));
     // No event here: the rows' kernel begins early only right behind this one.
-    check(launch_route(params, blocks, stream_of(call)), call);
+    if (params_.has_few_tokens()) {
+      check(launch_few_route(params, num_sms(call), stream_of(call)), call);
+    } else {
+      const int blocks = route_blocks(params.shape, num_sms(call));
+      check(launch_route(params, blocks, stream_of(call)), call);
+    }
     return tables;
   }
 
@@ -147,6 +152,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     // Early blocks take room from the route of a rank on the same device. On several nodes others
     // kernels come between.
     const bool early = share_ == 1 && options_.payload != EPPayload::quantized && nodes_ == nullptr;
+    if (bulk && early) params.ahead = ahead_of(the, params);
     check(launch_rows(params, {bulk, early, blocks}, stream_of(call)), call);
     if (nodes_ != nullptr) {
       if (!the.are_filled) nodes_->note_runs(call, the);
@@ -188,6 +194,13 @@ class GpuExpertExecutor final : public ExpertExecutor {
   void resume(const ExpertCall& call) const {
     gpu_->use();
     gpu_->throw_fault(call.operation);
+  }
+
+  /// A host that has waited for counts launches rows when all places are known.
+  static Ahead ahead_of(const GpuExpertTables& tables, const RowsParams& params) {
+    if (tables.are_filled) return Ahead::loads;
+    const bool fits = params.landing.tokens > 0 && params.shape.num_tokens <= params.landing.tokens;
+    return fits && !tables.has_waited() ? Ahead::lands : Ahead::nothing;
   }
 
   void sum(const CombineParams& params, int blocks, const ExpertCall& call) const {

@@ -1,8 +1,10 @@
 #include "gpu_expert_params.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
+#include "../moe/launch.h"
 #include "cuda_check.h"
 #include "waybill/core/at.h"
 #include "waybill/moe/expert_routing.h"
@@ -11,6 +13,17 @@ namespace waybill::cuda {
 namespace {
 
 using waybill::detail::at;
+
+/// Tokens of a source for which there is a landing: they take their way while they are counted.
+/// Bounded, as each rank has room for those of all.
+std::int64_t tokens_that_land(const EPConfig& config, std::int64_t row_bytes,
+                              std::int64_t scale_bytes) {
+  constexpr std::int64_t most_bytes = std::int64_t{64} << 20;
+  const bool bulk = row_bytes % 16 == 0 && scale_bytes % 16 == 0;
+  if (!bulk || !config.is_intra_node() || config.world_size == 1) return 0;
+  return std::min({std::int64_t{most_few_tokens}, config.max_tokens,
+                   most_bytes / (config.world_size * (row_bytes + scale_bytes))});
+}
 
 }  // namespace
 
@@ -24,7 +37,7 @@ int common_word(std::initializer_list<std::int64_t> values) {
   return static_cast<int>(bits & -bits);
 }
 
-RecordBoard::RecordBoard(const EPConfig& config, const EPDispatchOptions& options) {
+RecordBoard::RecordBoard(const EPConfig& config, const EPDispatchOptions& options, bool few) {
   const std::int64_t tokens = std::int64_t{config.world_size} * config.max_tokens;
   const std::int64_t stride = config.topk + (options.rows == EPRows::compact ? 1 : 0);
   const auto take = [&](std::int64_t bytes) {
@@ -38,6 +51,14 @@ RecordBoard::RecordBoard(const EPConfig& config, const EPDispatchOptions& option
   for (std::int64_t& part : weights) {
     part = take(tokens * config.topk * dtype_bytes(config.weight_dtype));
   }
+  for (std::int64_t& part : gathered) part = take(few ? tokens * config.topk * 16 : 0);
+  landing_row_bytes = config.hidden * dtype_bytes(payload_dtype(config, options));
+  const std::int64_t scale_bytes = num_scales(config, options) * 4;
+  if (options.payload == EPPayload::quantized) return;  // that takes a kernel between
+  landing_tokens = tokens_that_land(config, landing_row_bytes, scale_bytes);
+  for (std::int64_t& part : landings) {
+    part = take(config.world_size * landing_tokens * (landing_row_bytes + scale_bytes));
+  }
 }
 
 ExpertParams::ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,
@@ -49,7 +70,8 @@ ExpertParams::ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, i
       config_(config),
       options_(options),
       memory_(memory),
-      board_(config, options) {
+      few_(few_route_fits(shape(0, 0))),
+      board_(config, options, few_) {
   const cudaStream_t stream = gpu_->stream();
   state_ = device_memory(sizeof(MoeState), stream);
   tile_counts_ =
@@ -90,20 +112,24 @@ MoeMeet ExpertParams::meet(const ExpertCall& call, FaultKind kind) const {
 }
 
 MoeShape ExpertParams::shape(const GpuExpertTables& tables) const {
+  return shape(tables.num_tokens, tables.rows().capacity);
+}
+
+MoeShape ExpertParams::shape(std::int64_t num_tokens, std::int64_t capacity) const {
   MoeShape s{};
   s.rank = config_.rank;
   s.world_size = config_.world_size;
   s.num_experts = config_.num_experts;
   s.experts_per_rank = config_.num_experts_per_rank();
   s.topk = config_.topk;
-  s.num_tokens = static_cast<std::int32_t>(tables.num_tokens);
+  s.num_tokens = static_cast<std::int32_t>(num_tokens);
   s.max_tokens = static_cast<std::int32_t>(config_.max_tokens);
   s.compact = options_.rows == EPRows::compact ? 1 : 0;
   s.alignment = static_cast<std::int32_t>(options_.expert_alignment);
   s.num_nodes = config_.num_nodes();
   s.node_ranks = config_.local_world_size;
   s.first_rank = first_rank();
-  s.capacity = tables.rows().capacity;
+  s.capacity = capacity;
   return s;
 }
 
@@ -129,6 +155,7 @@ RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInpu
   params.scatter = input.full_scatter_indices.data;
   params.wide_scatter = input.full_scatter_indices.dtype == DType::int64;
   params.weights = input.weights.data;
+  params.takes_weights = is_given(input.weights);
   if (!config_.is_intra_node()) {
     const std::byte* const board = memory_.board.local;
     params.ids = board + memory_.board_layout.forward_ids;
@@ -141,6 +168,7 @@ RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInpu
     params.counts[r] = reinterpret_cast<std::uint64_t*>(board + board_.counts[call.parity]);
     params.records[r] = reinterpret_cast<std::int32_t*>(board + board_.records[call.parity]);
     params.sent_weights[r] = board + board_.weights[call.parity];
+    params.gathered[r] = reinterpret_cast<std::uint64_t*>(board + board_.gathered[call.parity]);
   }
   params.tile_counts = static_cast<std::int32_t*>(tile_counts_.get());
   const FixedTables& layout = tables.fixed();
@@ -170,6 +198,17 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
     const auto r = at(first_rank() + i);
     params.windows[i] = window.peers[r] + memory_.window.rows;
     params.streams[i] = streams_.peers[r];
+  }
+  if (board_.landing_tokens > 0) {
+    params.landing.tokens = static_cast<std::int32_t>(board_.landing_tokens);
+    params.landing.scales_offset =
+        config_.world_size * board_.landing_tokens * board_.landing_row_bytes;
+    for (std::int32_t r = 0; r < config_.world_size; ++r) {
+      params.landing.rows[r] = records_.peers[at(r)] + board_.landings[call.parity];
+    }
+    params.landing.is_all = few_;
+    params.landing.ids = input.ids.data;
+    params.landing.wide_ids = input.ids.dtype == DType::int64;
   }
   params.forwarded = memory_.signals.local +
                      static_cast<std::int64_t>(ExpertSignal::forwarded) * config_.world_size;

@@ -11,15 +11,19 @@
 
 namespace waybill::cuda {
 
-/// Symmetric memory of the executor's own: counts, records and weights of each source's tokens, by
-/// parity of the dispatch.
+/// Symmetric memory of the executor's own, by parity of the dispatch: counts, records and weights
+/// of each source's tokens, and where few tokens land.
 struct RecordBoard {
   std::int64_t counts[2] = {};
   std::int64_t records[2] = {};
   std::int64_t weights[2] = {};
+  std::int64_t gathered[2] = {};    ///< few tokens: the ids of all, see RouteParams
+  std::int64_t landings[2] = {};    ///< see Landing
+  std::int64_t landing_tokens = 0;  ///< of a source
+  std::int64_t landing_row_bytes = 0;
   std::int64_t total = 0;
 
-  RecordBoard(const EPConfig& config, const EPDispatchOptions& options);
+  RecordBoard(const EPConfig& config, const EPDispatchOptions& options, bool few);
 };
 
 /// The widest word, at most 16 bytes, of which all of these are multiples.
@@ -41,8 +45,8 @@ class ExpertParams {
   [[nodiscard]] RouteParams route(const ExpertCall& call, const ExpertDispatchInput& input,
                                   const GpuExpertTables& tables) const;
 
-  /// But for the tokens, their cuts and the number of senders. On several nodes the tokens are
-  /// those that this rank forwards: [nodes, M], on the board.
+  /// But for the tokens, their cuts, the number of senders and what they do ahead. On several nodes
+  /// the tokens are those that this rank forwards: [nodes, M], on the board.
   [[nodiscard]] RowsParams rows(const ExpertCall& call, const ExpertDispatchInput& input,
                                 const GpuExpertTables& tables) const;
 
@@ -58,8 +62,12 @@ class ExpertParams {
   /// How ranks meet in a call, and what this one is.
   [[nodiscard]] MoeMeet meet(const ExpertCall& call, FaultKind kind) const;
   [[nodiscard]] MoeShape shape(const GpuExpertTables& tables) const;
+  [[nodiscard]] MoeShape shape(std::int64_t num_tokens, std::int64_t capacity) const;
 
   [[nodiscard]] MoeHostFaults* faults() const { return static_cast<MoeHostFaults*>(faults_.get()); }
+
+  /// Whether the layer's tokens are few; the same on all ranks.
+  [[nodiscard]] bool has_few_tokens() const { return few_; }
 
   /// Room for float8 elements and scales of this rank's tokens; null unless the payload is
   /// quantised here; on several nodes it goes to the board.
@@ -78,6 +86,7 @@ class ExpertParams {
   EPConfig config_;
   EPDispatchOptions options_;
   const ExpertMemory& memory_;
+  bool few_;
   RecordBoard board_;
   SymmetricBuffer records_;
   SignalPad streams_;

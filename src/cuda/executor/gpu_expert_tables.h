@@ -67,6 +67,7 @@ class GpuExpertTables final : public ExpertTables {
 
   [[nodiscard]] ExpertTableViews views() const override;
   [[nodiscard]] std::span<const std::int32_t> wait_counts() override;
+  [[nodiscard]] bool has_waited() const noexcept { return !num_recv_rows_.empty(); }
 
   /// Before rows come: room for `capacity` of them, if windows have grown meanwhile.
   void fit(std::int64_t capacity, cudaStream_t work, bool capturing);

@@ -18,7 +18,7 @@ struct Choice {
   std::int32_t expert;  ///< num_experts when dropped
   std::int32_t dst;     ///< world_size when dropped
   bool bad;             ///< id out of range
-  bool absent;          ///< several nodes: there is no such token
+  bool absent;          ///< of other ranks: there is no such token
 };
 
 /// Tokens that this rank places, all of one source.
@@ -33,11 +33,19 @@ struct RoutePart {
   std::int64_t record;       ///< of the first token in the records
 };
 
-/// The part of this block. @tparam Nodes several: blocks with the same y have the source of node y
-template <bool Nodes>
+/// Whose tokens a rank places.
+enum class Span {
+  rank,   ///< its own
+  nodes,  ///< those that it forwards: blocks with the same y have the source of node y
+  world,  ///< those of all ranks, whose ids are here
+};
+
+/// The part of this block.
+template <Span S>
 __device__ RoutePart part_of(const RouteParams& p) {
+  static_assert(S != Span::world);
   const MoeShape& s = p.shape;
-  if constexpr (!Nodes) {
+  if constexpr (S == Span::rank) {
     return {s.rank,       s.num_tokens, p.ids, p.wide_ids,
             p.dropped_id, p.weights,    0,     std::int64_t{s.rank} * s.max_tokens};
   } else {
@@ -82,7 +90,7 @@ __device__ inline Tile tile_of(const RoutePart& part, int warp, int tile_warps) 
           static_cast<std::int32_t>(part.num_tokens * (i + 1) / total)};
 }
 
-template <bool Nodes>
+template <Span S>
 __device__ Choice read_choice(const RouteParams& p, const RoutePart& part, std::int32_t first,
                               std::int32_t end) {
   const MoeShape& s = p.shape;
@@ -98,7 +106,7 @@ __device__ Choice read_choice(const RouteParams& p, const RoutePart& part, std::
                                           : static_cast<const std::int32_t*>(part.ids)[i];
     const bool in_range = 0 <= id && id < s.num_experts;
     if (in_range) c.expert = static_cast<std::int32_t>(id);
-    if constexpr (Nodes) {  // the sender has looked for bad ones
+    if constexpr (S != Span::rank) {  // the sender has looked for bad ones
       c.absent = id < 0;
     } else {
       c.bad = !in_range && id != part.dropped_id;
@@ -118,13 +126,13 @@ __device__ inline bool is_first(unsigned lanes) {
   return static_cast<int>(threadIdx.x % 32) == __ffs(static_cast<int>(lanes)) - 1;
 }
 
-template <bool Nodes>
+template <Span S>
 __device__ void count_tile(const RouteParams& p, const RoutePart& part, Tile tile,
                            std::int32_t* counts) {
   const MoeShape& s = p.shape;
   bool bad = false;
   for (std::int32_t t = tile.begin; t < tile.end; t += 32 / s.topk) {
-    const Choice c = read_choice<Nodes>(p, part, t, tile.end);
+    const Choice c = read_choice<S>(p, part, t, tile.end);
     const unsigned same = same_rank(c);
     if (c.active && !c.absent) {
       atomicAdd(&counts[c.expert], 1);
@@ -136,7 +144,7 @@ __device__ void count_tile(const RouteParams& p, const RoutePart& part, Tile til
 }
 
 /// Counts of the block's warps, then what the warps before have.
-template <bool Nodes>
+template <Span S>
 __device__ void count_block(const RouteParams& p, const RoutePart& part, const Scratch& scratch,
                             int tile_warps) {
   const std::int32_t n = num_counts(p.shape);
@@ -146,7 +154,7 @@ __device__ void count_block(const RouteParams& p, const RoutePart& part, const S
   }
   __syncthreads();
   if (warp < tile_warps) {
-    count_tile<Nodes>(p, part, tile_of(part, warp, tile_warps), scratch.cursors + warp * n);
+    count_tile<S>(p, part, tile_of(part, warp, tile_warps), scratch.cursors + warp * n);
   }
   __syncthreads();
   for (int e = static_cast<int>(threadIdx.x); e < n; e += route_threads) {

@@ -49,6 +49,17 @@ __device__ inline std::int32_t count_at(const RouteParams& p, const Scratch& scr
              : static_cast<std::int32_t>(load_count(p.counts[p.shape.rank] + i));
 }
 
+/// Choices of one expert: of all ranks, and of lower ones.
+__device__ inline void note_sums(const RouteParams& p, const Scratch& scratch, std::int32_t e,
+                                 std::int32_t sum, std::int32_t lower) {
+  const MoeShape& s = p.shape;
+  if (e >= s.num_experts) return;
+  scratch.starts[e] = sum;
+  scratch.before[e] = lower;
+  const std::int32_t local = e - s.rank * s.experts_per_rank;
+  if (block_idx() == 0 && 0 <= local && local < s.experts_per_rank) p.expert_counts[local] = sum;
+}
+
 /// Waits for the counts of all ranks, and adds up those of each expert.
 __device__ inline void take_counts(const RouteParams& p, const RoutePart& part,
                                    const Scratch& scratch, std::uint64_t epoch) {
@@ -76,11 +87,7 @@ __device__ inline void take_counts(const RouteParams& p, const RoutePart& part,
         sum += own;
       }
     }
-    if (e >= s.num_experts) continue;
-    scratch.starts[e] = sum;
-    scratch.before[e] = lower;
-    const std::int32_t local = e - s.rank * s.experts_per_rank;
-    if (block_idx() == 0 && 0 <= local && local < s.experts_per_rank) p.expert_counts[local] = sum;
+    note_sums(p, scratch, e, sum, lower);
   }
 }
 
@@ -132,7 +139,7 @@ __device__ inline std::int32_t tokens_of(const RouteParams& p, const Scratch& sc
 }
 
 /// The tables that all ranks know alike, spread over the blocks.
-template <bool Nodes>
+template <Span S>
 __device__ void write_tables(const RouteParams& p, const Scratch& scratch,
                              const BlockTotals& totals) {
   const MoeShape& s = p.shape;
@@ -155,7 +162,7 @@ __device__ void write_tables(const RouteParams& p, const Scratch& scratch,
       row += count_at(p, scratch, r, e);
     }
   }
-  if constexpr (!Nodes) {  // no token is there
+  if constexpr (S != Span::nodes) {  // no token is there
     for (std::int32_t i = s.num_tokens * s.topk + first; i < s.max_tokens * s.topk; i += step) {
       p.dst_rows[i] = -1;
     }

@@ -25,6 +25,15 @@ cudaError_t prepare_route(bool nodes);
 /// Counts, meets the other ranks, places the choices, fills the tables. Begins and ends an epoch.
 cudaError_t launch_route(const RouteParams& params, int blocks, cudaStream_t stream);
 
+/// Whether a layer has few tokens, which few_route takes: on one node, where the counts of all
+/// ranks fit into shared memory. All ranks say the same.
+[[nodiscard]] bool few_route_fits(const MoeShape& shape);
+
+cudaError_t prepare_few_route();
+
+/// What launch_route does, by the ids of all ranks: faster for few tokens.
+cudaError_t launch_few_route(const RouteParams& params, int num_sms, cudaStream_t stream);
+
 /// The same for tables that are filled: meets the others, and sends the weights if there are any.
 cudaError_t launch_enter(const RouteParams& params, int blocks, cudaStream_t stream);
 

@@ -64,8 +64,14 @@ __device__ inline void await_blocks(const MoeMeet& m) {
 }
 
 /// Lets the kernel behind this one on the stream take its place on the device, if it was launched
-/// to do so.
-__device__ inline void let_next_begin() {
+/// to do so, and tells it the epoch of the call. All threads: the first that says so speaks for its
+/// block.
+__device__ inline void let_next_begin(MoeState* state, std::uint64_t epoch) {
+  if (block_idx() == 0 && threadIdx.x == 0) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(&state->begun), "l"(epoch) : "memory");
+    __threadfence();
+  }
+  __syncthreads();
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif

@@ -9,8 +9,9 @@
 
 namespace waybill::cuda {
 
-inline constexpr int max_streams = 1024;  ///< warps of a rank that send rows
-inline constexpr int pump_warps = 7;      ///< of a block, that move rows
+inline constexpr int max_streams = 1024;     ///< warps of a rank that send rows
+inline constexpr int pump_warps = 7;         ///< of a block, that move rows
+inline constexpr int most_few_tokens = 128;  ///< of a rank: what a call does for few tokens
 
 /// Counters of one layer on its rank's device.
 struct MoeState {
@@ -18,6 +19,7 @@ struct MoeState {
   std::uint32_t last_turn[2];  ///< 1 + parity of the last dispatch and combine; 0 before the first
   std::uint32_t next_unit;     ///< of the running dispatch: the next piece of arrived rows
   std::uint32_t arrived_blocks;  ///< of the running kernel, that have come to its middle
+  std::uint64_t begun;           ///< epoch of the call that runs
 };
 
 /// What one rank of a layer is.
@@ -99,11 +101,14 @@ struct RouteParams {
   bool wide_scatter;
   const std::byte* weights;  ///< [T, K] or null
   std::int32_t weight_bytes;
+  bool takes_weights;                    ///< from all ranks; where this one has no tokens, too
   std::uint64_t* counts[max_gpu_ranks];  ///< [W, num_counts] of each rank
   /// [W, M, record_stride] of each rank; on several nodes [node_ranks, nodes, M, record_stride]
   std::int32_t* records[max_gpu_ranks];
   std::byte* sent_weights[max_gpu_ranks];  ///< [W, M, K] of each rank, in the same order
   std::int32_t* tile_counts;               ///< scratch: [blocks, num_counts]
+  /// Few tokens: [W, M, K] ids of each rank, then their weights; told as counts are
+  std::uint64_t* gathered[max_gpu_ranks];
   // What the tables hold; see ExpertTableViews.
   std::int32_t* out_ids;
   std::int32_t* dst_rows;
@@ -134,12 +139,13 @@ struct RowCuts {
 };
 
 /// How the rows of a source come in a call: by so many streams (a stream: the tokens of one warp),
-/// so many tokens at a time.
+/// so many tokens at a time; to the landing, or to their places.
 inline constexpr int stream_config_shift = 24;
+inline constexpr std::uint64_t stream_lands_bit = std::uint64_t{1} << 23;
 __host__ __device__ constexpr std::uint64_t stream_config(std::uint64_t epoch, int streams,
-                                                          int group) {
-  return epoch << stream_config_shift | static_cast<std::uint64_t>(streams) << 8 |
-         static_cast<std::uint64_t>(group);
+                                                          int group, bool lands) {
+  return epoch << stream_config_shift | (lands ? stream_lands_bit : 0) |
+         static_cast<std::uint64_t>(streams) << 8 | static_cast<std::uint64_t>(group);
 }
 inline constexpr int stream_epoch_shift = 20;
 
@@ -151,6 +157,24 @@ struct alignas(16) MoeTag {
   std::int32_t leader;
 };
 
+/// What senders do before the kernel ahead of theirs on the stream has ended.
+enum class Ahead : std::int32_t {
+  nothing,
+  loads,  ///< read their first tokens, whose places are known
+  lands,  ///< send tokens to the landings of their ranks, as no place is known yet
+};
+
+/// Where few tokens arrive before their places are known: by source, a row a token.
+struct Landing {
+  std::byte* rows[max_gpu_ranks];  ///< [W, tokens] rows of each rank, then their scales
+  std::int64_t scales_offset;      ///< from its first row
+  std::int32_t tokens;             ///< of a source, at most; 0: there is none
+  /// Receivers need nothing else of this rank: groups are told before the kernel ahead has ended.
+  bool is_all;
+  const void* ids;  ///< [T, K] of this rank's tokens
+  bool wide_ids;    ///< int64
+};
+
 /// Rows to their places, and what receivers make of them. On several nodes the shape is that of a
 /// node, as if it had all tokens that its ranks forward: W is the ranks of a node, M and T are
 /// nodes times the most tokens of a rank.
@@ -159,8 +183,10 @@ struct RowsParams {
   MoeShape shape;
   RowCuts cuts;
   std::int32_t num_senders;  ///< blocks that send before they receive
-  const std::byte* tokens;   ///< [T] rows
-  const std::byte* scales;   ///< [T, scale_bytes] or null
+  Ahead ahead;
+  Landing landing;
+  const std::byte* tokens;  ///< [T] rows
+  const std::byte* scales;  ///< [T, scale_bytes] or null
   const std::int64_t* places;
   std::byte* windows[max_gpu_ranks];      ///< first row of each rank's window
   std::int64_t scales_offset;             ///< in a window, from its first row

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "../device/bulk.cuh"
-#include "moe_params.h"
+#include "meet.cuh"
 
 namespace waybill::cuda {
 
@@ -18,14 +18,56 @@ struct PumpSource {
   const std::byte* scales;  ///< null without
 };
 
+/// The kernel ahead on the stream, with which the call began. A thread each.
+class CallBegin {
+ public:
+  __device__ explicit CallBegin(const RowsParams& p)
+      : state_(p.m.state), tells_early_(p.ahead == Ahead::lands && p.landing.is_all) {}
+
+  /// Waits until it has ended. @return the epoch of the call
+  __device__ std::uint64_t await() {
+    if (epoch_ == 0) {
+      await_earlier_kernel();
+      epoch_ = __ldcg(&state_->call.epoch);
+    }
+    return epoch_;
+  }
+
+  /// The same, for groups that are told: without waiting, where that says all.
+  __device__ std::uint64_t epoch_to_tell() {
+    if (!tells_early_) return await();
+    std::uint64_t begun = 0;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];"
+                 : "=l"(begun)
+                 : "l"(&state_->begun)
+                 : "memory");
+    return begun;
+  }
+
+ private:
+  const MoeState* const state_;
+  const bool tells_early_;
+  std::uint64_t epoch_ = 0;
+};
+
 /// Copies pieces of rows to up to 32 places each, through shared memory; one warp. A lane stores to
 /// its own place, and waits for its own stores.
 class BulkPump {
  public:
+  static constexpr bool copies = true;
+
+  /// Where senders read ahead, the first store waits for the begin of the call.
   /// @param memory shared, of this warp: stages of cuts.stage_bytes each
   /// @param barriers shared, of this warp: [stages]
-  __device__ BulkPump(const RowsParams& p, std::byte* memory, std::uint64_t* barriers)
-      : p_(p), memory_(memory), barriers_(barriers), lane_(static_cast<int>(threadIdx.x % 32)) {
+  __device__ BulkPump(const RowsParams& p, CallBegin& begin, std::byte* memory,
+                      std::uint64_t* barriers)
+      : p_(p),
+        begin_(begin),
+        memory_(memory),
+        barriers_(barriers),
+        lane_(static_cast<int>(threadIdx.x % 32)),
+        holds_(p.ahead == Ahead::loads),
+        lands_(p.ahead == Ahead::lands) {
     if (lane_ == 0) {
       for (int s = 0; s < p.cuts.stages; ++s) barrier_init(&barriers_[s]);
     }
@@ -35,6 +77,9 @@ class BulkPump {
 
   /// Rows that were written before this warp was told so are read next.
   __device__ void expect_arrived() const { fence_async_proxy(); }
+
+  /// What is pushed from now on goes to windows. @pre all that was pushed has arrived
+  __device__ void leave_landings() { lands_ = false; }
 
   __device__ void push(const PumpSource& from, std::int32_t piece, std::int64_t place) {
     const RowCuts& c = p_.cuts;
@@ -84,6 +129,10 @@ class BulkPump {
 
   /// Stores the oldest piece on its way.
   __device__ void finish_oldest() {
+    if (holds_) {
+      (void)begin_.await();
+      holds_ = false;
+    }
     const RowCuts& c = p_.cuts;
     const std::byte* const stage = memory_ + oldest_ * c.stage_bytes;
     const std::int64_t place = reinterpret_cast<const PumpStage*>(stage)->places[lane_];
@@ -92,13 +141,14 @@ class BulkPump {
     if (place >= 0) {
       const auto piece = static_cast<std::int32_t>(place >> 49);
       const std::int64_t row = place & 0xFFFFFFFF;
-      std::byte* const window = p_.windows[place >> place_dst_shift & 0xFFFF];
+      const std::int64_t dst = place >> place_dst_shift & 0xFFFF;
+      std::byte* const window = lands_ ? p_.landing.rows[dst] : p_.windows[dst];
       bulk_store(window + row * c.row_bytes + std::int64_t{piece} * c.piece_bytes,
                  stage + sizeof(PumpStage), bytes_of(piece));
       if (c.scale_bytes != 0 && piece == 0) {
-        bulk_store(window + p_.scales_offset + row * c.scale_bytes,
-                   stage + sizeof(PumpStage) + c.piece_bytes,
-                   static_cast<std::uint32_t>(c.scale_bytes));
+        bulk_store(
+            window + (lands_ ? p_.landing.scales_offset : p_.scales_offset) + row * c.scale_bytes,
+            stage + sizeof(PumpStage) + c.piece_bytes, static_cast<std::uint32_t>(c.scale_bytes));
       }
     }
     bulk_commit();
@@ -108,9 +158,12 @@ class BulkPump {
   }
 
   const RowsParams& p_;
+  CallBegin& begin_;
   std::byte* const memory_;
   std::uint64_t* const barriers_;
   const int lane_;
+  bool holds_;
+  bool lands_;
   int in_flight_ = 0;
   int oldest_ = 0;
   int newest_ = 0;
@@ -120,10 +173,14 @@ class BulkPump {
 /// The same with loads and stores of the lanes, for any address and size.
 class VectorPump {
  public:
-  __device__ VectorPump(const RowsParams& p, std::byte* /*memory*/, std::uint64_t* /*barriers*/)
+  static constexpr bool copies = true;
+
+  __device__ VectorPump(const RowsParams& p, CallBegin& /*begin*/, std::byte* /*memory*/,
+                        std::uint64_t* /*barriers*/)
       : p_(p) {}
 
   __device__ void expect_arrived() const {}
+  __device__ void leave_landings() const {}  // it sends nothing there
 
   __device__ void push(const PumpSource& from, std::int32_t piece, std::int64_t place) {
     if (piece != 0) return;  // whole rows

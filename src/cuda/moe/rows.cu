@@ -1,7 +1,6 @@
 #include "arrived.cuh"
+#include "landing.cuh"
 #include "launch.h"
-#include "row_pump.cuh"
-#include "streams.cuh"
 
 namespace waybill::cuda {
 namespace {
@@ -25,12 +24,14 @@ __device__ std::int32_t await_node(const RowsParams& p, const Pump& pump, std::i
 /// Sends the tokens stream, stream + streams, ..., each once to every rank that it goes to.
 template <class Pump>
 __device__ void send_stream(const RowsParams& p, Pump& pump, std::int32_t stream,
-                            std::int32_t streams, std::uint64_t epoch) {
+                            std::int32_t streams, CallBegin& begin) {
   const MoeShape& s = p.shape;
-  const auto place_of = [&](std::int32_t position) {
-    return lane_id() < s.topk && position < s.num_tokens
-               ? p.places[std::int64_t{token_at(s, position)} * s.topk + lane_id()]
-               : -1;
+  const bool lands = p.ahead == Ahead::lands;
+  const auto place_of = [&](std::int32_t position) -> std::int64_t {
+    if (position >= s.num_tokens) return -1;
+    if (lands) return landing_place(p, position);
+    return lane_id() < s.topk ? p.places[std::int64_t{token_at(s, position)} * s.topk + lane_id()]
+                              : -1;
   };
   std::int32_t in_group = 0;
   std::int32_t groups = 0;
@@ -40,7 +41,7 @@ __device__ void send_stream(const RowsParams& p, Pump& pump, std::int32_t stream
   for (std::int32_t i = stream; i < s.num_tokens; i += streams) {
     const std::int32_t t = token_at(s, i);
     const bool sends =
-        next >= 0 && (next & place_leader_bit) != 0 && (next & 0xFFFFFFFF) < s.capacity;
+        next >= 0 && (next & place_leader_bit) != 0 && (lands || (next & 0xFFFFFFFF) < s.capacity);
     const std::int64_t place = sends ? next & ~place_leader_bit : -1;
     next = place_of(i + streams);
     const PumpSource from{
@@ -52,7 +53,7 @@ __device__ void send_stream(const RowsParams& p, Pump& pump, std::int32_t stream
     } else {
       if (s.num_nodes > 1) {
         const std::int32_t node = t / (s.max_tokens / s.num_nodes);
-        if (node != here) here = await_node(p, pump, node, epoch);
+        if (node != here) here = await_node(p, pump, node, begin.await());
       }
       for (std::int32_t piece = 0; piece < p.cuts.pieces; ++piece) pump.push(from, piece, place);
     }
@@ -61,37 +62,49 @@ __device__ void send_stream(const RowsParams& p, Pump& pump, std::int32_t stream
     ++groups;
     if (skipped) {  // too few pushes for what wait_earlier says
       pump.wait_all();
-      publish_groups(p, stream, epoch, groups);
+      publish_groups(p, stream, begin.epoch_to_tell(), groups);
       skipped = false;
     } else if (groups > 1) {
       pump.wait_earlier();
-      publish_groups(p, stream, epoch, groups - 1);
+      publish_groups(p, stream, begin.epoch_to_tell(), groups - 1);
     }
   }
   pump.wait_all();
-  if (groups > 0 || in_group > 0) publish_groups(p, stream, epoch, groups + (in_group > 0 ? 1 : 0));
+  if (groups + in_group == 0) return;
+  publish_groups(p, stream, begin.epoch_to_tell(), groups + (in_group > 0 ? 1 : 0));
 }
 
-/// Copies the first row of each token of the round to its further rows.
+/// Copies the tokens of the round to the rows where they are not yet: from the landing to all, from
+/// a token's first row to its further ones. @param row of the token, where rows are compact
 template <class Pump>
-__device__ void copy_grouped(const RowsParams& p, Pump& pump, const Arrived& a) {
+__device__ void copy_rows(const RowsParams& p, Pump& pump, const Arrived& a, bool landed,
+                          std::int32_t row) {
   const MoeShape& s = p.shape;
-  const bool copies = a.place >= 0 && a.place < s.capacity && !leads(a) && a.leader < s.capacity;
-  const std::int64_t to = (std::int64_t{s.rank} << place_dst_shift) + a.place;
+  const bool compact = s.compact != 0;
+  const std::int64_t place = compact ? row : a.place;
+  bool copies = a.place >= 0 && place < s.capacity;
+  if (compact) {
+    copies = copies && landed && leads(a);
+  } else if (!landed) {
+    copies = copies && !leads(a) && a.leader < s.capacity;
+  }
+  const std::int64_t to = (std::int64_t{s.rank} << place_dst_shift) + place;
   const std::byte* const window = p.windows[s.rank];
   unsigned left = __ballot_sync(all_lanes, copies);
   while (left != 0) {
     const int lane = __ffs(static_cast<int>(left)) - 1;
     const std::int64_t leader = __shfl_sync(all_lanes, a.leader, lane);
-    const unsigned token = __shfl_sync(all_lanes, a.here, lane);
-    const PumpSource from{
+    const std::int32_t token = __shfl_sync(all_lanes, a.token, lane);
+    const unsigned of_token = __shfl_sync(all_lanes, a.here, lane);
+    const PumpSource first{
         window + leader * p.cuts.row_bytes,
         p.cuts.scale_bytes == 0 ? nullptr : window + p.scales_offset + leader * p.cuts.scale_bytes};
-    const bool mine = copies && (token >> lane_id() & 1U) != 0;
+    const PumpSource from = landed ? landed_row(p, a.source, token) : first;
+    const bool mine = copies && (of_token >> lane_id() & 1U) != 0;
     for (std::int32_t piece = 0; piece < p.cuts.pieces; ++piece) {
       pump.push(from, piece, mine ? to : -1);
     }
-    left &= ~token;
+    left &= ~of_token;
   }
 }
 
@@ -116,12 +129,12 @@ __device__ void take_round(const RowsParams& p, Pump& pump, const Source& source
   a.here = __ballot_sync(all_lanes, a.place >= 0) & of_token;
   const int first = a.here == 0 ? lane_id() : __ffs(static_cast<int>(a.here)) - 1;
   a.leader = __shfl_sync(all_lanes, a.place, first);
-  if (s.compact != 0) {
-    if (active) note_compact(p, a, row);
-    return;
+  if constexpr (Pump::copies) copy_rows(p, pump, a, source.lands, row);
+  if (s.compact == 0) {
+    note_grouped(p, a);
+  } else if (active) {
+    note_compact(p, a, row);
   }
-  copy_grouped(p, pump, a);
-  note_grouped(p, a);
 }
 
 /// Takes a group of a stream of `source`, once it has arrived.
@@ -199,6 +212,7 @@ template <class Pump>
 __device__ void receive(const RowsParams& p, Pump& pump, std::uint64_t epoch) {
   const auto world = static_cast<std::uint32_t>(p.shape.world_size);
   const Sources sources = learn_sources(p, epoch);
+  if (!Pump::copies && sources.some_land) return;
   const auto claim = [&] {
     std::uint32_t unit = 0;
     if (lane_id() == 0) unit = atomicAdd(&p.m.state->next_unit, 1U);
@@ -218,11 +232,23 @@ __device__ void receive(const RowsParams& p, Pump& pump, std::uint64_t epoch) {
 
 /// For warps that only fill tables.
 struct NoPump {
+  static constexpr bool copies = false;
   __device__ void expect_arrived() const {}
-  __device__ void push(const PumpSource& /*from*/, std::int32_t /*piece*/,
-                       std::int64_t /*place*/) const {}
   __device__ void wait_all() const {}
 };
+
+__device__ void report_overflow(const RowsParams& p) {
+  const std::int32_t rows = __ldcg(p.num_recv_rows);
+  if (rows > p.shape.capacity && rows > p.faults->most_rows) p.faults->most_rows = rows;
+}
+
+/// Tells all ranks how this one sends. One warp.
+__device__ void tell_streams(const RowsParams& p, std::int32_t streams, std::uint64_t epoch) {
+  for (std::int32_t k = lane_id(); k < p.shape.world_size; k += 32) {
+    publish(config_slot(p, (p.shape.rank + k) % p.shape.world_size, p.shape.rank),
+            stream_config(epoch, streams, p.cuts.group, p.ahead == Ahead::lands));
+  }
+}
 
 /// A block has `Movers` warps that send and copy rows. `Takers` more fill the tables of compact
 /// rows, which are not copied, while the others send.
@@ -233,30 +259,29 @@ __global__ void __launch_bounds__((Movers + Takers) * 32, 1)
   __shared__ std::uint64_t barriers[Movers][most_pump_stages];
   const auto warp = static_cast<int>(threadIdx.x / 32);
   const auto block = static_cast<std::int32_t>(blockIdx.x);
-  await_earlier_kernel();
-  const std::uint64_t epoch = p.m.state->call.epoch;  // the call began with an earlier kernel
-  const std::int32_t most = p.num_senders * Movers;
-  const std::int32_t streams = most < max_streams ? most : max_streams;
-  if (block == 0 && warp == 0) {
-    const std::int32_t rows = *p.num_recv_rows;
-    if (rows > p.shape.capacity && rows > p.faults->most_rows) p.faults->most_rows = rows;
-    for (std::int32_t k = lane_id(); k < p.shape.world_size; k += 32) {
-      publish(config_slot(p, (p.shape.rank + k) % p.shape.world_size, p.shape.rank),
-              stream_config(epoch, streams, p.cuts.group));
-    }
+  CallBegin begin(p);  // with an earlier kernel
+  const std::int32_t most = min(p.num_senders * Movers, max_streams);
+  const std::int32_t streams = max(1, min(most, p.shape.num_tokens));
+  // Who sends ahead must not wait here: only bulk copies do, and there a taker is the last.
+  if (p.ahead == Ahead::nothing) (void)begin.await();
+  if (block == 0 && warp == Movers + Takers - 1) {
+    tell_streams(p, streams, begin.epoch_to_tell());
   }
   if (warp < Movers) {
-    Pump pump(p, shared + warp * p.cuts.stages * p.cuts.stage_bytes, barriers[warp]);
+    Pump pump(p, begin, shared + warp * p.cuts.stages * p.cuts.stage_bytes, barriers[warp]);
     // Neighbouring tokens go to different blocks.
     const std::int32_t stream = warp * p.num_senders + block;
-    if (block < p.num_senders && stream < streams) send_stream(p, pump, stream, streams, epoch);
-    receive(p, pump, epoch);
+    if (block < p.num_senders && stream < streams) send_stream(p, pump, stream, streams, begin);
+    pump.leave_landings();
+    receive(p, pump, begin.await());
   } else if (p.shape.compact != 0) {
     NoPump pump;
-    receive(p, pump, epoch);
+    receive(p, pump, begin.await());
   }
+  (void)begin.await();
   clear_padding(p, Movers + Takers);
   if (comes_last(p.m.state)) {
+    report_overflow(p);
     p.m.state->call.blocks = 0;
     p.m.state->next_unit = 0;
   }

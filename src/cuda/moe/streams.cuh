@@ -36,6 +36,8 @@ struct Sources {
   std::int32_t streams[2];
   std::int32_t group[2];  ///< tokens of a stream that are published together
   std::int32_t tokens[2];
+  std::int32_t lands[2];  ///< 1: they are in the landing
+  bool some_land;
   std::int32_t most_units;  ///< groups of all streams of a rank, at most
 };
 
@@ -45,6 +47,7 @@ struct Source {
   std::int32_t streams;
   std::int32_t group;
   std::int32_t tokens;
+  bool lands;
 };
 
 /// Waits until all ranks have said how they send. One warp.
@@ -59,16 +62,18 @@ __device__ inline Sources learn_sources(const RowsParams& p, std::uint64_t epoch
     const std::uint64_t seen =
         await_step(p.m.meet, config_slot(p, s.rank, r), epoch << stream_config_shift,
                    stream_config_shift, s.first_rank + r);
-    const auto streams = static_cast<std::int32_t>(seen >> 8 & 0xFFFF);
+    const auto streams = static_cast<std::int32_t>(seen >> 8 & 0x7FFF);
     const auto group = static_cast<std::int32_t>(seen & 0xFF);
     const std::int32_t tokens = s.num_nodes > 1 ? s.max_tokens : __ldcg(p.num_input_tokens + r);
     sources.streams[half] = streams;
     sources.group[half] = group;
     sources.tokens[half] = tokens;
+    sources.lands[half] = (seen & stream_lands_bit) != 0 ? 1 : 0;
     const std::int32_t each = (tokens + streams - 1) / streams;
     units = max(units, (each + group - 1) / group * streams);
   }
   sources.most_units = __reduce_max_sync(0xFFFFFFFFU, units);
+  sources.some_land = __any_sync(0xFFFFFFFFU, sources.lands[0] + sources.lands[1]) != 0;
   return sources;
 }
 
@@ -86,7 +91,7 @@ __device__ inline Source source_of(const Sources& all, std::int32_t rank) {
   const auto of = [&](const std::int32_t(&values)[2]) {
     return __shfl_sync(0xFFFFFFFFU, rank < 32 ? values[0] : values[1], rank % 32);
   };
-  return {rank, of(all.streams), of(all.group), of(all.tokens)};
+  return {rank, of(all.streams), of(all.group), of(all.tokens), of(all.lands) != 0};
 }
 
 }  // namespace waybill::cuda

@@ -1,0 +1,275 @@
+// Counting and placing few tokens: every rank gets the ids of all, and needs nothing else of them.
+
+#include <algorithm>
+
+#include "launch.h"
+#include "place_tile.cuh"
+
+namespace waybill::cuda {
+namespace {
+
+/// Ids that are on their way to a thread together.
+constexpr int ids_together = 8;
+
+__device__ void tell_word(std::uint64_t* at, std::uint32_t value, std::uint64_t epoch) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at),
+               "l"(epoch << count_epoch_shift | value)
+               : "memory");
+}
+
+__device__ std::uint32_t weight_bits(const RouteParams& p, std::int64_t i) {
+  return p.weight_bytes == 4 ? reinterpret_cast<const std::uint32_t*>(p.weights)[i]
+                             : reinterpret_cast<const std::uint16_t*>(p.weights)[i];
+}
+
+/// Where the weights of choices are told, behind the ids of all.
+__device__ std::uint64_t* weight_words(const RouteParams& p, std::int32_t rank) {
+  const MoeShape& s = p.shape;
+  return p.gathered[rank] + std::int64_t{s.world_size} * s.max_tokens * s.topk;
+}
+
+/// Tells other ranks this one's ids and weights, those of the block's turns. -1 where there is no
+/// token.
+__device__ void tell_ids(const RouteParams& p, std::uint64_t epoch) {
+  const MoeShape& s = p.shape;
+  const std::int32_t all = s.max_tokens * s.topk;
+  const std::int32_t count = s.num_tokens * s.topk;
+  const std::int64_t there = std::int64_t{s.rank} * all;
+  for (auto turn = static_cast<std::int32_t>(block_idx()); turn < s.world_size;
+       turn += static_cast<std::int32_t>(num_blocks())) {
+    const std::int32_t d = (s.rank + turn) % s.world_size;
+    bool bad = false;
+    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < all; i += route_threads) {
+      std::int32_t told = -1;
+      if (i < count) {
+        const std::int64_t id = p.wide_ids ? static_cast<const std::int64_t*>(p.ids)[i]
+                                           : static_cast<const std::int32_t*>(p.ids)[i];
+        const bool in_range = 0 <= id && id < s.num_experts;
+        told = in_range ? static_cast<std::int32_t>(id) : s.num_experts;
+        bad |= !in_range && id != p.dropped_id;
+        if (p.weights != nullptr) {
+          tell_word(weight_words(p, d) + there + i, weight_bits(p, i), epoch);
+        }
+      }
+      tell_word(p.gathered[d] + there + i, static_cast<std::uint32_t>(told), epoch);
+    }
+    if (bad) p.faults->bad_ids = 1;
+  }
+}
+
+/// Waits for what rank r tells at a word.
+__device__ std::uint32_t await_word(const RouteParams& p, std::int32_t r, const std::uint64_t* at,
+                                    std::uint64_t epoch) {
+  const std::uint64_t start = now_ns();
+  for (;;) {
+    const std::uint64_t word = load_count(at);
+    if (word >> count_epoch_shift == static_cast<std::uint32_t>(epoch)) {
+      return static_cast<std::uint32_t>(word);
+    }
+    const std::uint64_t waited = now_ns() - start;
+    if (waited > p.m.meet.sink.timeout_ns) {
+      report_and_trap(p.m.meet.sink, p.m.meet.kind, p.shape.rank, r, epoch,
+                      word >> count_epoch_shift, waited);
+    }
+  }
+}
+
+/// The ids of all ranks, when they have come: -1 where there is no token.
+__device__ void take_ids(const RouteParams& p, std::int32_t* ids, std::uint64_t epoch) {
+  constexpr std::int32_t missing = -2;
+  const MoeShape& s = p.shape;
+  const std::int32_t of_rank = s.max_tokens * s.topk;
+  const std::int32_t all = s.world_size * of_rank;
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  const std::uint64_t* const words = p.gathered[s.rank];
+  for (std::int32_t first = thread; first < all; first += route_threads * ids_together) {
+    std::uint64_t seen[ids_together];
+#pragma unroll
+    for (int k = 0; k < ids_together; ++k) {
+      const std::int32_t i = first + k * route_threads;
+      if (i < all) seen[k] = load_count(words + i);
+    }
+#pragma unroll
+    for (int k = 0; k < ids_together; ++k) {
+      const std::int32_t i = first + k * route_threads;
+      const bool here = seen[k] >> count_epoch_shift == static_cast<std::uint32_t>(epoch);
+      if (i < all) ids[i] = here ? static_cast<std::int32_t>(seen[k]) : missing;
+    }
+  }
+  for (std::int32_t i = thread; i < all; i += route_threads) {
+    if (ids[i] != missing) continue;
+    ids[i] = static_cast<std::int32_t>(await_word(p, i / of_rank, words + i, epoch));
+  }
+}
+
+__device__ RoutePart part_of_source(const RouteParams& p, const std::int32_t* ids,
+                                    std::int32_t source) {
+  const MoeShape& s = p.shape;
+  const std::int64_t token = std::int64_t{source} * s.max_tokens;
+  return {source, s.max_tokens,  ids + token * s.topk,
+          false,  s.num_experts, source == s.rank ? p.weights : nullptr,
+          0,      token};
+}
+
+/// The weights of a source, to where receivers look for them.
+__device__ void take_weights(const RouteParams& p, const std::int32_t* ids, std::int32_t source,
+                             std::uint64_t epoch) {
+  const MoeShape& s = p.shape;
+  const std::int32_t all = s.max_tokens * s.topk;
+  const std::int64_t first = std::int64_t{source} * all;
+  for (auto i = static_cast<std::int32_t>(threadIdx.x); i < all; i += route_threads) {
+    if (ids[first + i] < 0) continue;
+    const std::uint32_t bits = await_word(p, source, weight_words(p, s.rank) + first + i, epoch);
+    std::byte* const to = p.sent_weights[s.rank];
+    if (p.weight_bytes == 4) {
+      reinterpret_cast<std::uint32_t*>(to)[first + i] = bits;
+    } else {
+      reinterpret_cast<std::uint16_t*>(to)[first + i] = static_cast<std::uint16_t>(bits);
+    }
+  }
+}
+
+/// Adds the choices of a tile. One warp.
+__device__ void count_choices(const MoeShape& s, const std::int32_t* ids, Tile tile,
+                              std::int32_t* counts) {
+  const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
+  for (std::int32_t i = tile.begin * s.topk + lane; i < tile.end * s.topk; i += 32) {
+    if (ids[i] >= 0) atomicAdd(&counts[ids[i]], 1);
+  }
+}
+
+/// Adds a token to those of each rank that it goes to.
+__device__ void count_token(const MoeShape& s, const std::int32_t* ids, std::int32_t* of_ranks) {
+  std::uint64_t met = 0;
+#pragma unroll 4
+  for (std::int32_t k = 0; k < s.topk; ++k) {
+    const std::int32_t e = ids[k];
+    if (e < 0 || e >= s.num_experts) continue;
+    met |= std::uint64_t{1} << (e / s.experts_per_rank);
+  }
+  for (; met != 0; met &= met - 1)
+    atomicAdd(&of_ranks[__ffsll(static_cast<long long>(met)) - 1], 1);
+}
+
+__device__ void clear_counts(std::int32_t* counts, std::int32_t num) {
+  for (auto i = static_cast<std::int32_t>(threadIdx.x); i < num; i += route_threads) counts[i] = 0;
+}
+
+/// Counts of each rank, and of each tile of the part.
+__device__ void count_part(const RouteParams& p, const RoutePart& part, const Scratch& scratch,
+                           const std::int32_t* ids, int tile_warps) {
+  const MoeShape& s = p.shape;
+  const std::int32_t n = num_counts(s);
+  clear_counts(scratch.counts, s.world_size * n);
+  clear_counts(scratch.cursors, tile_warps * n);
+  __syncthreads();
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
+  const std::int32_t warp = thread / 32;
+  const auto* const own = static_cast<const std::int32_t*>(part.ids);
+  const Tile tile = tile_of(part, warp, tile_warps);
+  std::int32_t* const of_tile = scratch.cursors + warp * n;
+  for (std::int32_t r = 0; r < s.world_size; ++r) {
+    count_choices(s, ids + r * s.max_tokens * s.topk, tile_of(part, warp, route_warps),
+                  scratch.counts + r * n);
+  }
+  if (warp < tile_warps) count_choices(s, own, tile, of_tile);
+  if (s.compact != 0) {
+    const std::int32_t ranks = s.num_experts + 1;
+    for (std::int32_t t = thread; t < s.world_size * s.max_tokens; t += route_threads) {
+      count_token(s, ids + t * s.topk, scratch.counts + t / s.max_tokens * n + ranks);
+    }
+    for (std::int32_t t = tile.begin + thread % 32; warp < tile_warps && t < tile.end; t += 32) {
+      count_token(s, own + t * s.topk, of_tile + ranks);
+    }
+  }
+  __syncthreads();
+  for (auto e = static_cast<std::int32_t>(threadIdx.x); e < n; e += route_threads) {
+    std::int32_t sum = 0;
+    std::int32_t lower = 0;
+    for (std::int32_t r = 0; r < s.world_size; ++r) {
+      const std::int32_t own = scratch.counts[r * n + e];
+      if (r < part.source) lower += own;
+      sum += own;
+    }
+    note_sums(p, scratch, e, sum, lower);
+  }
+}
+
+/// Where each tile of the part has the first row of each expert.
+__device__ void set_cursors(const MoeShape& s, const Scratch& scratch, int tile_warps,
+                            const BlockTotals& totals) {
+  const std::int32_t n = num_counts(s);
+  for (auto e = static_cast<std::int32_t>(threadIdx.x); e < n; e += route_threads) {
+    std::int32_t own[route_warps];
+#pragma unroll
+    for (int w = 0; w < route_warps; ++w) {
+      own[w] = w < tile_warps ? scratch.cursors[w * n + e] : 0;
+    }
+    std::int32_t row = first_row(s, scratch, totals, e);
+#pragma unroll
+    for (int w = 0; w < route_warps; ++w) {
+      if (w < tile_warps) scratch.cursors[w * n + e] = row;
+      row += own[w];
+    }
+  }
+  __syncthreads();
+}
+
+/// Blocks share the sources, and know nothing of each other.
+__global__ void __launch_bounds__(route_threads)
+    few_route_kernel(const __grid_constant__ RouteParams p, int tile_warps) {
+  extern __shared__ std::int32_t shared[];
+  __shared__ BlockTotals totals;
+  const MoeShape& s = p.shape;
+  const std::int32_t n = num_counts(s);
+  std::int32_t* const behind = shared + tile_warps * n;
+  const Scratch scratch{shared, behind, behind + s.num_experts, behind + 2 * s.num_experts,
+                        behind + 2 * s.num_experts + n};
+  const std::uint64_t epoch = begin_moe_call(p.m, 0);
+  std::int32_t* const ids = scratch.counts + s.world_size * n;
+  tell_ids(p, epoch);
+  let_next_begin(p.m.state, epoch);
+  take_ids(p, ids, epoch);
+  __syncthreads();
+  const auto warp = static_cast<int>(threadIdx.x / 32);
+  for (auto source = static_cast<std::int32_t>(block_idx()); source < s.world_size;
+       source += static_cast<std::int32_t>(num_blocks())) {
+    const RoutePart part = part_of_source(p, ids, source);
+    count_part(p, part, scratch, ids, tile_warps);
+    locate_experts(p, part, scratch, totals);
+    if (p.scatter != nullptr) locate_positions(p, part, scratch, totals);
+    set_cursors(s, scratch, tile_warps, totals);
+    if (warp < tile_warps) {
+      place_tile<Span::world>(p, part, tile_of(part, warp, tile_warps), scratch.cursors + warp * n,
+                              totals);
+    }
+    if (p.takes_weights) take_weights(p, ids, source, epoch);
+    __syncthreads();
+  }
+  write_tables<Span::world>(p, scratch, totals);
+  if (block_idx() == 0 && threadIdx.x < 32) tell_host(p, totals);
+  if (comes_last(p.m.state)) end_moe_call(p.m, 0, epoch);
+}
+
+int kept_words(const MoeShape& s) { return s.world_size * (num_counts(s) + s.max_tokens * s.topk); }
+
+}  // namespace
+
+bool few_route_fits(const MoeShape& shape) {
+  return shape.max_tokens <= most_few_tokens && shape.num_nodes == 1 && shape.world_size > 1 &&
+         tile_warps_of(shape, kept_words(shape)) >= 1;
+}
+
+cudaError_t prepare_few_route() { return allow_route_memory(few_route_kernel); }
+
+cudaError_t launch_few_route(const RouteParams& params, int num_sms, cudaStream_t stream) {
+  const MoeShape& s = params.shape;
+  const int tile_warps = tile_warps_of(s, kept_words(s));
+  const int words = (tile_warps + 1) * num_counts(s) + 2 * s.num_experts + kept_words(s);
+  const dim3 grid(1, static_cast<unsigned>(std::min(s.world_size, num_sms)));
+  few_route_kernel<<<grid, route_threads, static_cast<std::size_t>(words) * 4, stream>>>(
+      params, tile_warps);
+  return cudaGetLastError();
+}
+
+}  // namespace waybill::cuda

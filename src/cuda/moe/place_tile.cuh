@@ -1,0 +1,144 @@
+#pragma once
+
+#include "expert_rows.cuh"
+
+// Rows of choices, from where each expert's rows begin.
+
+namespace waybill::cuda {
+
+inline constexpr int most_route_bytes = 200 * 1024;  ///< of a block's shared memory
+
+template <class Kernel>
+cudaError_t allow_route_memory(Kernel kernel) {
+  int device = 0;
+  int most = 0;
+  (void)cudaGetDevice(&device);
+  (void)cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              most - 4096 < most_route_bytes ? most - 4096 : most_route_bytes);
+}
+
+/// Warps of a block that have a tile each: as many as have room for their counts. @param kept words
+/// that are needed besides
+inline int tile_warps_of(const MoeShape& s, int kept = 0) {
+  const int room = most_route_bytes / 4 - 2 * s.num_experts - num_counts(s) - kept;
+  const int fit = room / num_counts(s);
+  return fit < route_warps ? fit : route_warps;
+}
+
+__device__ inline void copy_weight(std::byte* to, const std::byte* from, std::int64_t to_idx,
+                                   std::int64_t from_idx, int bytes) {
+  if (bytes == 4) {
+    reinterpret_cast<std::uint32_t*>(to)[to_idx] =
+        reinterpret_cast<const std::uint32_t*>(from)[from_idx];
+  } else {
+    reinterpret_cast<std::uint16_t*>(to)[to_idx] =
+        reinterpret_cast<const std::uint16_t*>(from)[from_idx];
+  }
+}
+
+/// What a warp tells all ranks of the node of its round's tokens; or this one, which has the ids of
+/// all.
+template <Span S>
+__device__ void tell_records(const RouteParams& p, const RoutePart& part, const Choice& c,
+                             std::int32_t row, std::int32_t compact_row, bool first) {
+  const MoeShape& s = p.shape;
+  const std::int64_t token = part.record + c.token;
+  const std::int32_t stride = record_stride(s);
+  if (!c.active) return;
+  if constexpr (S == Span::world) {
+    std::int32_t* const record = p.records[s.rank] + token * stride;
+    record[c.k] = c.dst == s.rank ? row : -1;
+    if (s.compact != 0 && first && c.dst == s.rank) record[s.topk] = compact_row;
+  } else {
+    for (std::int32_t i = 0; i < s.node_ranks; ++i) {
+      const std::int32_t d = node_rank(s, i);
+      p.records[d][token * stride + c.k] = c.dst == d ? row : -1;
+    }
+    if (s.compact != 0 && first) p.records[c.dst][token * stride + s.topk] = compact_row;
+  }
+}
+
+/// Gives each choice of the tile its row: behind the lower ranks', the earlier tiles' and the
+/// earlier choices' of the same expert.
+template <Span S>
+__device__ void place_tile(const RouteParams& p, const RoutePart& part, Tile tile,
+                           std::int32_t* cursors, const BlockTotals& totals) {
+  const MoeShape& s = p.shape;
+  const auto lane = static_cast<int>(threadIdx.x % 32);
+  const unsigned below = (1U << lane) - 1;
+  for (std::int32_t t = tile.begin; t < tile.end; t += 32 / s.topk) {
+    const Choice c = read_choice<S>(p, part, t, tile.end);
+    const bool live = c.active && c.expert < s.num_experts;
+    const unsigned same = __match_any_sync(all_lanes, live ? c.expert : -1 - lane);
+    std::int32_t row = live ? cursors[c.expert] + __popc(same & below) : -1;
+    const unsigned on_rank = same_rank(c);
+    const bool first = live && is_first(on_rank);
+    const unsigned firsts = __match_any_sync(all_lanes, first ? c.dst : -1 - lane);
+    std::int32_t* const compact = cursors + s.num_experts + 1;
+    const std::int32_t own = first ? compact[c.dst] + __popc(firsts & below) : -1;
+    const std::int32_t compact_row =
+        __shfl_sync(all_lanes, own, __ffs(static_cast<int>(on_rank)) - 1);
+    __syncwarp();
+    if (live && is_first(same)) cursors[c.expert] += __popc(same);
+    if (first && is_first(firsts)) compact[c.dst] += __popc(firsts);
+    __syncwarp();
+    if (!c.active) continue;  // no lane of the warp is waited for below
+    const std::int64_t of_part = std::int64_t{c.token} * s.topk + c.k;
+    const std::int64_t i = part.entry + of_part;
+    if (live && p.scatter != nullptr) {
+      const std::int64_t at = std::int64_t{totals.first_token} * s.topk + of_part;
+      const std::int64_t position = p.wide_scatter
+                                        ? static_cast<const std::int64_t*>(p.scatter)[at]
+                                        : static_cast<const std::int32_t*>(p.scatter)[at];
+      row = static_cast<std::int32_t>(position - totals.first_row[c.dst]);
+      if (row < 0 || row >= totals.recv_rows[c.dst]) {
+        p.faults->bad_positions = 1;
+        row = static_cast<std::int32_t>(s.capacity);
+      }
+    }
+    const std::int32_t sent = s.compact != 0 ? (live ? compact_row : -1) : row;
+    constexpr bool nodes = S == Span::nodes;
+    const std::int32_t local_dst = nodes ? c.dst - s.first_rank : c.dst;
+    const bool here = live && (!nodes || (0 <= local_dst && local_dst < s.node_ranks));
+    tell_records<S>(p, part, c, row, compact_row, first && here);
+    if (S == Span::world && (part.source != s.rank || c.absent)) continue;
+    p.out_ids[i] = c.absent ? -1 : c.expert;
+    p.dst_rows[i] = here || p.scatter != nullptr ? sent : -1;
+    p.places[i] =
+        here ? (std::int64_t{local_dst} << place_dst_shift) + sent + (first ? place_leader_bit : 0)
+             : -1;
+    if (part.weights != nullptr) {
+      copy_weight(p.out_weights, part.weights, i, of_part, p.weight_bytes);
+      if (S != Span::world && here) {
+        copy_weight(p.sent_weights[c.dst], part.weights, part.record * s.topk + of_part, of_part,
+                    p.weight_bytes);
+      }
+    }
+  }
+}
+
+/// First row of expert e for the part's choices, or beyond the experts first compact row on a rank.
+__device__ inline std::int32_t first_row(const MoeShape& s, const Scratch& scratch,
+                                         const BlockTotals& totals, std::int32_t e) {
+  if (e < s.num_experts) return scratch.starts[e] + scratch.before[e];
+  return e > s.num_experts ? totals.compact_base[e - s.num_experts - 1] : 0;
+}
+
+/// Places the part's choices. @pre cursors hold what the part's earlier tiles have
+template <Span S>
+__device__ void place_block(const RouteParams& p, const RoutePart& part, const Scratch& scratch,
+                            int tile_warps, const BlockTotals& totals) {
+  const MoeShape& s = p.shape;
+  const std::int32_t n = num_counts(s);
+  for (int e = static_cast<int>(threadIdx.x); e < n; e += route_threads) {
+    const std::int32_t base = first_row(s, scratch, totals, e);
+    for (int w = 0; w < tile_warps; ++w) scratch.cursors[w * n + e] += base + scratch.shares[e];
+  }
+  __syncthreads();
+  const auto warp = static_cast<int>(threadIdx.x / 32);
+  if (warp >= tile_warps) return;
+  place_tile<S>(p, part, tile_of(part, warp, tile_warps), scratch.cursors + warp * n, totals);
+}
+
+}  // namespace waybill::cuda
