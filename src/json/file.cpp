@@ -1,5 +1,7 @@
 #include "waybill/json/file.h"
 
+#include <unistd.h>
+
 #include <array>
 #include <cerrno>
 #include <cstdint>
@@ -28,8 +30,10 @@ constexpr std::int64_t max_file_bytes = std::int64_t{1} << 32;
 }
 
 /// Writes and closes. False, with errno set, when any of it failed.
-bool write_all(File file, std::string_view text) {
+/// @param lasting is on the disk when this returns: for a file that takes another's place
+bool write_all(File file, std::string_view text, bool lasting) {
   if (std::fwrite(text.data(), 1, text.size(), file.get()) != text.size()) return false;
+  if (lasting && (std::fflush(file.get()) != 0 || fsync(fileno(file.get())) != 0)) return false;
   return std::fclose(file.release()) == 0;
 }
 
@@ -66,12 +70,12 @@ void write_file(const fs::path& path, std::string_view text) {
   if (fs::exists(status) && !fs::is_regular_file(status)) {
     File file{std::fopen(path.c_str(), "wb")};
     if (!file) fail(path, "cannot open for writing", errno);
-    if (!write_all(std::move(file), text)) fail(path, "cannot write", errno);
+    if (!write_all(std::move(file), text, false)) fail(path, "cannot write", errno);
     return;
   }
   const fs::path target = fs::exists(status) ? fs::canonical(path) : path;
   fs::path created;
-  if (!write_all(create_beside(target, created), text)) {
+  if (!write_all(create_beside(target, created), text, true)) {
     const int error = errno;
     fs::remove(created, ignored);
     fail(path, "cannot write", error);

@@ -83,7 +83,7 @@ __device__ void take_ids(const RouteParams& p, std::int32_t* ids, std::uint64_t 
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const std::uint64_t* const words = p.gathered[s.rank];
   for (std::int32_t first = thread; first < all; first += route_threads * ids_together) {
-    std::uint64_t seen[ids_together];
+    std::uint64_t seen[ids_together] = {};
 #pragma unroll
     for (int k = 0; k < ids_together; ++k) {
       const std::int32_t i = first + k * route_threads;
@@ -147,8 +147,9 @@ __device__ void count_token(const MoeShape& s, const std::int32_t* ids, std::int
     if (e < 0 || e >= s.num_experts) continue;
     met |= std::uint64_t{1} << (e / s.experts_per_rank);
   }
-  for (; met != 0; met &= met - 1)
+  for (; met != 0; met &= met - 1) {
     atomicAdd(&of_ranks[__ffsll(static_cast<long long>(met)) - 1], 1);
+  }
 }
 
 __device__ void clear_counts(std::int32_t* counts, std::int32_t num) {

@@ -6,8 +6,10 @@
 
 namespace waybill::cuda {
 
-inline constexpr int most_route_bytes = 200 * 1024;  ///< of a block's shared memory
+/// Of a block's shared memory: what sm_80 has.
+inline constexpr int most_route_bytes = 156 * 1024;
 
+/// As much of it as the device has.
 template <class Kernel>
 cudaError_t allow_route_memory(Kernel kernel) {
   int device = 0;
