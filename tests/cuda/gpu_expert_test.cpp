@@ -54,6 +54,7 @@ TEST(GpuExpert, compact_rows) {
   options.expert_alignment = 4;
   check_random(config_of(2, 12, 4, 90, 40), options, 6, 15, {4});
 }
+
 /// Up to 128 tokens of a rank are sent before their places are known, more are not.
 TEST(GpuExpert, some_ranks_have_few_tokens) {
   EPDispatchOptions options;

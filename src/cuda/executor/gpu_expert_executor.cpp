@@ -71,7 +71,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
           std::make_unique<ExpertNodes>(transport, gpu_, *leg, config_, options_, memory_, params_);
     }
     cuda_check(prepare_route(nodes), "loading kernels");
-    cuda_check(prepare_few_route(), "loading kernels");
+    if (params_.has_few_tokens()) cuda_check(prepare_few_route(), "loading kernels");
     cuda_check(prepare_stage(config_.token_dtype), "loading kernels");
     for (const bool bulk : {false, true}) {
       if (bulk && !gpu_->has_bulk_copies()) continue;

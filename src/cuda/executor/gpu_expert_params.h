@@ -62,7 +62,6 @@ class ExpertParams {
   /// How ranks meet in a call, and what this one is.
   [[nodiscard]] MoeMeet meet(const ExpertCall& call, FaultKind kind) const;
   [[nodiscard]] MoeShape shape(const GpuExpertTables& tables) const;
-  [[nodiscard]] MoeShape shape(std::int64_t num_tokens, std::int64_t capacity) const;
 
   [[nodiscard]] MoeHostFaults* faults() const { return static_cast<MoeHostFaults*>(faults_.get()); }
 
@@ -75,6 +74,7 @@ class ExpertParams {
   [[nodiscard]] std::byte* scales() const { return static_cast<std::byte*>(scales_.get()); }
 
  private:
+  [[nodiscard]] MoeShape shape(std::int64_t num_tokens, std::int64_t capacity) const;
   [[nodiscard]] MoeShape node_shape(const GpuExpertTables& tables) const;
   [[nodiscard]] std::int32_t first_rank() const {
     return config_.rank / config_.local_world_size * config_.local_world_size;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "inputs.cuh"
 #include "streams.cuh"
 
 // What window and tables say of the rows of a token that has arrived.
@@ -99,10 +100,8 @@ __device__ inline void note_compact(const RowsParams& p, const Arrived& a, std::
   if (p.sent_weights != nullptr) {
     if (a.place >= 0) {
       take_weight(p, at, (std::int64_t{a.source} * s.max_tokens + a.token) * s.topk + a.choice);
-    } else if (p.weight_bytes == 4) {
-      reinterpret_cast<std::uint32_t*>(p.weights)[at] = 0;
     } else {
-      reinterpret_cast<std::uint16_t*>(p.weights)[at] = 0;
+      store_weight(p.weights, at, p.weight_bytes, 0);
     }
   }
   if (!p.fills_tables) return;

@@ -1,6 +1,7 @@
 #pragma once
 
-#include "meet.cuh"
+#include "inputs.cuh"
+#include "told_words.cuh"
 
 // Reading and counting the choices of a rank's tokens.
 
@@ -102,8 +103,7 @@ __device__ Choice read_choice(const RouteParams& p, const RoutePart& part, std::
   c.expert = s.num_experts;
   if (c.active) {
     const std::int64_t i = std::int64_t{c.token} * s.topk + c.k;
-    const std::int64_t id = part.wide_ids ? static_cast<const std::int64_t*>(part.ids)[i]
-                                          : static_cast<const std::int32_t*>(part.ids)[i];
+    const std::int64_t id = index_at(part.ids, part.wide_ids, i);
     const bool in_range = 0 <= id && id < s.num_experts;
     if (in_range) c.expert = static_cast<std::int32_t>(id);
     if constexpr (S != Span::rank) {  // the sender has looked for bad ones
@@ -192,14 +192,9 @@ __device__ inline void tell_counts(const RouteParams& p, const RoutePart& part,
     }
     scratch.shares[e] = earlier;
     if (static_cast<unsigned>(e) % gridDim.x != blockIdx.x) continue;
-    const std::uint64_t word =
-        epoch << count_epoch_shift | static_cast<std::uint64_t>(static_cast<std::uint32_t>(sum));
     for (std::int32_t i = 0; i < p.shape.node_ranks; ++i) {
       const std::int32_t r = node_rank(p.shape, i);
-      asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p.counts[r] +
-                                                               std::int64_t{part.source} * n + e),
-                   "l"(word)
-                   : "memory");
+      tell_word(p.counts[r] + std::int64_t{part.source} * n + e, sum, epoch);
     }
   }
 }

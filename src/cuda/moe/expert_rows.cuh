@@ -14,30 +14,12 @@ struct BlockTotals {
   std::int32_t first_token;                  ///< with scatter indices: tokens of lower ranks
 };
 
-__device__ inline std::uint64_t load_count(const std::uint64_t* word) {
-  std::uint64_t value;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-  return value;
-}
-
 /// A count of rank r, when it has come; `word` was seen first.
 __device__ inline std::int32_t await_count(const RouteParams& p, std::int32_t r, std::int32_t e,
                                            std::uint64_t word, std::uint64_t epoch) {
-  const auto wanted = static_cast<std::uint32_t>(epoch);
-  if (word >> count_epoch_shift != wanted) {
-    const std::uint64_t* const at =
-        p.counts[p.shape.rank] + std::int64_t{r} * num_counts(p.shape) + e;
-    const std::uint64_t start = now_ns();
-    do {
-      word = load_count(at);
-      const std::uint64_t waited = now_ns() - start;
-      if (waited > p.m.meet.sink.timeout_ns) {
-        report_and_trap(p.m.meet.sink, p.m.meet.kind, p.shape.rank, r, epoch,
-                        word >> count_epoch_shift, waited);
-      }
-    } while (word >> count_epoch_shift != wanted);
-  }
-  return static_cast<std::int32_t>(word);
+  if (is_told(word, epoch)) return static_cast<std::int32_t>(word);
+  return await_word(p, r, p.counts[p.shape.rank] + std::int64_t{r} * num_counts(p.shape) + e,
+                    epoch);
 }
 
 /// A count that has come.
@@ -46,7 +28,7 @@ __device__ inline std::int32_t count_at(const RouteParams& p, const Scratch& scr
   const std::int64_t i = std::int64_t{r} * num_counts(p.shape) + e;
   return scratch.counts != nullptr
              ? scratch.counts[i]
-             : static_cast<std::int32_t>(load_count(p.counts[p.shape.rank] + i));
+             : static_cast<std::int32_t>(load_word(p.counts[p.shape.rank] + i));
 }
 
 /// Choices of one expert: of all ranks, and of lower ones.
@@ -74,7 +56,7 @@ __device__ inline void take_counts(const RouteParams& p, const RoutePart& part,
 #pragma unroll
       for (int i = 0; i < together; ++i) {
         if (first + i < s.world_size) {
-          words[i] = load_count(p.counts[s.rank] + std::int64_t{first + i} * n + e);
+          words[i] = load_word(p.counts[s.rank] + std::int64_t{first + i} * n + e);
         }
       }
 #pragma unroll

@@ -11,17 +11,6 @@ namespace {
 /// Ids that are on their way to a thread together.
 constexpr int ids_together = 8;
 
-__device__ void tell_word(std::uint64_t* at, std::uint32_t value, std::uint64_t epoch) {
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at),
-               "l"(epoch << count_epoch_shift | value)
-               : "memory");
-}
-
-__device__ std::uint32_t weight_bits(const RouteParams& p, std::int64_t i) {
-  return p.weight_bytes == 4 ? reinterpret_cast<const std::uint32_t*>(p.weights)[i]
-                             : reinterpret_cast<const std::uint16_t*>(p.weights)[i];
-}
-
 /// Where the weights of choices are told, behind the ids of all.
 __device__ std::uint64_t* weight_words(const RouteParams& p, std::int32_t rank) {
   const MoeShape& s = p.shape;
@@ -33,44 +22,20 @@ __device__ std::uint64_t* weight_words(const RouteParams& p, std::int32_t rank) 
 __device__ void tell_ids(const RouteParams& p, std::uint64_t epoch) {
   const MoeShape& s = p.shape;
   const std::int32_t all = s.max_tokens * s.topk;
-  const std::int32_t count = s.num_tokens * s.topk;
   const std::int64_t there = std::int64_t{s.rank} * all;
   for (auto turn = static_cast<std::int32_t>(block_idx()); turn < s.world_size;
        turn += static_cast<std::int32_t>(num_blocks())) {
     const std::int32_t d = (s.rank + turn) % s.world_size;
     bool bad = false;
     for (auto i = static_cast<std::int32_t>(threadIdx.x); i < all; i += route_threads) {
-      std::int32_t told = -1;
-      if (i < count) {
-        const std::int64_t id = p.wide_ids ? static_cast<const std::int64_t*>(p.ids)[i]
-                                           : static_cast<const std::int32_t*>(p.ids)[i];
-        const bool in_range = 0 <= id && id < s.num_experts;
-        told = in_range ? static_cast<std::int32_t>(id) : s.num_experts;
-        bad |= !in_range && id != p.dropped_id;
-        if (p.weights != nullptr) {
-          tell_word(weight_words(p, d) + there + i, weight_bits(p, i), epoch);
-        }
+      const std::int32_t told = id_to_tell(s, p.ids, p.wide_ids, p.dropped_id, i, bad);
+      if (told >= 0 && p.weights != nullptr) {
+        const std::uint32_t bits = load_weight(p.weights, i, p.weight_bytes);
+        tell_word(weight_words(p, d) + there + i, static_cast<std::int32_t>(bits), epoch);
       }
-      tell_word(p.gathered[d] + there + i, static_cast<std::uint32_t>(told), epoch);
+      tell_word(p.gathered[d] + there + i, told, epoch);
     }
     if (bad) p.faults->bad_ids = 1;
-  }
-}
-
-/// Waits for what rank r tells at a word.
-__device__ std::uint32_t await_word(const RouteParams& p, std::int32_t r, const std::uint64_t* at,
-                                    std::uint64_t epoch) {
-  const std::uint64_t start = now_ns();
-  for (;;) {
-    const std::uint64_t word = load_count(at);
-    if (word >> count_epoch_shift == static_cast<std::uint32_t>(epoch)) {
-      return static_cast<std::uint32_t>(word);
-    }
-    const std::uint64_t waited = now_ns() - start;
-    if (waited > p.m.meet.sink.timeout_ns) {
-      report_and_trap(p.m.meet.sink, p.m.meet.kind, p.shape.rank, r, epoch,
-                      word >> count_epoch_shift, waited);
-    }
   }
 }
 
@@ -87,18 +52,17 @@ __device__ void take_ids(const RouteParams& p, std::int32_t* ids, std::uint64_t 
 #pragma unroll
     for (int k = 0; k < ids_together; ++k) {
       const std::int32_t i = first + k * route_threads;
-      if (i < all) seen[k] = load_count(words + i);
+      if (i < all) seen[k] = load_word(words + i);
     }
 #pragma unroll
     for (int k = 0; k < ids_together; ++k) {
       const std::int32_t i = first + k * route_threads;
-      const bool here = seen[k] >> count_epoch_shift == static_cast<std::uint32_t>(epoch);
-      if (i < all) ids[i] = here ? static_cast<std::int32_t>(seen[k]) : missing;
+      if (i < all) ids[i] = is_told(seen[k], epoch) ? static_cast<std::int32_t>(seen[k]) : missing;
     }
   }
   for (std::int32_t i = thread; i < all; i += route_threads) {
     if (ids[i] != missing) continue;
-    ids[i] = static_cast<std::int32_t>(await_word(p, i / of_rank, words + i, epoch));
+    ids[i] = await_word(p, i / of_rank, words + i, epoch);
   }
 }
 
@@ -119,13 +83,9 @@ __device__ void take_weights(const RouteParams& p, const std::int32_t* ids, std:
   const std::int64_t first = std::int64_t{source} * all;
   for (auto i = static_cast<std::int32_t>(threadIdx.x); i < all; i += route_threads) {
     if (ids[first + i] < 0) continue;
-    const std::uint32_t bits = await_word(p, source, weight_words(p, s.rank) + first + i, epoch);
-    std::byte* const to = p.sent_weights[s.rank];
-    if (p.weight_bytes == 4) {
-      reinterpret_cast<std::uint32_t*>(to)[first + i] = bits;
-    } else {
-      reinterpret_cast<std::uint16_t*>(to)[first + i] = static_cast<std::uint16_t>(bits);
-    }
+    const std::int32_t bits = await_word(p, source, weight_words(p, s.rank) + first + i, epoch);
+    store_weight(p.sent_weights[s.rank], first + i, p.weight_bytes,
+                 static_cast<std::uint32_t>(bits));
   }
 }
 
@@ -223,9 +183,7 @@ __global__ void __launch_bounds__(route_threads)
   __shared__ BlockTotals totals;
   const MoeShape& s = p.shape;
   const std::int32_t n = num_counts(s);
-  std::int32_t* const behind = shared + tile_warps * n;
-  const Scratch scratch{shared, behind, behind + s.num_experts, behind + 2 * s.num_experts,
-                        behind + 2 * s.num_experts + n};
+  const Scratch scratch = scratch_in(shared, s, tile_warps, true);
   const std::uint64_t epoch = begin_moe_call(p.m, 0);
   std::int32_t* const ids = scratch.counts + s.world_size * n;
   tell_ids(p, epoch);
@@ -252,21 +210,28 @@ __global__ void __launch_bounds__(route_threads)
   if (comes_last(p.m.state)) end_moe_call(p.m, 0, epoch);
 }
 
-int kept_words(const MoeShape& s) { return s.world_size * (num_counts(s) + s.max_tokens * s.topk); }
+std::int64_t num_choices(const MoeShape& s) {
+  return std::int64_t{s.world_size} * s.max_tokens * s.topk;
+}
+
+/// Those that have room beside the counts and ids of all ranks.
+int few_tile_warps(const MoeShape& s) {
+  return tile_warps_of(s, static_cast<int>(s.world_size * num_counts(s) + num_choices(s)));
+}
 
 }  // namespace
 
 bool few_route_fits(const MoeShape& shape) {
   return shape.max_tokens <= most_few_tokens && shape.num_nodes == 1 && shape.world_size > 1 &&
-         tile_warps_of(shape, kept_words(shape)) >= 1;
+         few_tile_warps(shape) >= 1;
 }
 
 cudaError_t prepare_few_route() { return allow_route_memory(few_route_kernel); }
 
 cudaError_t launch_few_route(const RouteParams& params, int num_sms, cudaStream_t stream) {
   const MoeShape& s = params.shape;
-  const int tile_warps = tile_warps_of(s, kept_words(s));
-  const int words = (tile_warps + 1) * num_counts(s) + 2 * s.num_experts + kept_words(s);
+  const int tile_warps = few_tile_warps(s);
+  const std::int64_t words = scratch_words(s, tile_warps, true) + num_choices(s);
   const dim3 grid(1, static_cast<unsigned>(std::min(s.world_size, num_sms)));
   few_route_kernel<<<grid, route_threads, static_cast<std::size_t>(words) * 4, stream>>>(
       params, tile_warps);

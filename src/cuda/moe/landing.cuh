@@ -1,5 +1,6 @@
 #pragma once
 
+#include "inputs.cuh"
 #include "row_pump.cuh"
 #include "streams.cuh"
 
@@ -15,8 +16,7 @@ __device__ inline std::int64_t landing_place(const RowsParams& p, std::int32_t t
   std::int32_t dst = -1;
   if (lane_id() < s.topk) {
     const std::int64_t i = std::int64_t{t} * s.topk + lane_id();
-    const std::int64_t id = p.landing.wide_ids ? static_cast<const std::int64_t*>(p.landing.ids)[i]
-                                               : static_cast<const std::int32_t*>(p.landing.ids)[i];
+    const std::int64_t id = index_at(p.landing.ids, p.landing.wide_ids, i);
     if (0 <= id && id < s.num_experts) dst = static_cast<std::int32_t>(id) / s.experts_per_rank;
   }
   const unsigned same = __match_any_sync(0xFFFFFFFFU, dst >= 0 ? dst : -1 - lane_id());

@@ -25,7 +25,7 @@ cudaError_t prepare_route(bool nodes);
 /// Counts, meets the other ranks, places the choices, fills the tables. Begins and ends an epoch.
 cudaError_t launch_route(const RouteParams& params, int blocks, cudaStream_t stream);
 
-/// Whether a layer has few tokens, which few_route takes: on one node, where the counts of all
+/// Whether a layer has few tokens, which few_route takes: on one node, where counts and ids of all
 /// ranks fit into shared memory. All ranks say the same.
 [[nodiscard]] bool few_route_fits(const MoeShape& shape);
 

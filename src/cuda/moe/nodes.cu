@@ -1,6 +1,7 @@
 // Ids and tables of several nodes, and the sum of what nodes send back.
 
 #include "../device/number.cuh"
+#include "inputs.cuh"
 #include "nodes_launch.h"
 
 namespace waybill::cuda {
@@ -15,20 +16,11 @@ __device__ int lane_id() { return static_cast<int>(threadIdx.x % 32); }
 
 __global__ void __launch_bounds__(threads) node_ids_kernel(NodeIdsParams p) {
   const MoeShape& s = p.shape;
-  const std::int64_t count = std::int64_t{s.num_tokens} * s.topk;
   const std::int64_t all = std::int64_t{s.max_tokens} * s.topk;
   bool bad = false;
   for (std::int64_t i = std::int64_t{blockIdx.x} * threads + threadIdx.x; i < all;
        i += std::int64_t{gridDim.x} * threads) {
-    if (i >= count) {
-      p.out[i] = -1;
-      continue;
-    }
-    const std::int64_t id = p.wide_ids ? static_cast<const std::int64_t*>(p.ids)[i]
-                                       : static_cast<const std::int32_t*>(p.ids)[i];
-    const bool in_range = 0 <= id && id < s.num_experts;
-    p.out[i] = in_range ? static_cast<std::int32_t>(id) : s.num_experts;
-    bad |= !in_range && id != p.dropped_id;
+    p.out[i] = id_to_tell(s, p.ids, p.wide_ids, p.dropped_id, i, bad);
   }
   if (bad) p.faults->bad_ids = 1;
 }

@@ -28,15 +28,18 @@ inline int tile_warps_of(const MoeShape& s, int kept = 0) {
   return fit < route_warps ? fit : route_warps;
 }
 
-__device__ inline void copy_weight(std::byte* to, const std::byte* from, std::int64_t to_idx,
-                                   std::int64_t from_idx, int bytes) {
-  if (bytes == 4) {
-    reinterpret_cast<std::uint32_t*>(to)[to_idx] =
-        reinterpret_cast<const std::uint32_t*>(from)[from_idx];
-  } else {
-    reinterpret_cast<std::uint16_t*>(to)[to_idx] =
-        reinterpret_cast<const std::uint16_t*>(from)[from_idx];
-  }
+/// Words of shared memory that `Scratch` takes. @param keeps_counts those of all ranks, too
+inline std::int64_t scratch_words(const MoeShape& s, int tile_warps, bool keeps_counts) {
+  const std::int64_t counts = num_counts(s);
+  return (tile_warps + 1) * counts + 2 * s.num_experts + (keeps_counts ? s.world_size * counts : 0);
+}
+
+__device__ inline Scratch scratch_in(std::int32_t* shared, const MoeShape& s, int tile_warps,
+                                     bool keeps_counts) {
+  const std::int32_t n = num_counts(s);
+  std::int32_t* const behind = shared + tile_warps * n;
+  return {shared, behind, behind + s.num_experts, behind + 2 * s.num_experts,
+          keeps_counts ? behind + 2 * s.num_experts + n : nullptr};
 }
 
 /// What a warp tells all ranks of the node of its round's tokens; or this one, which has the ids of
@@ -90,9 +93,7 @@ __device__ void place_tile(const RouteParams& p, const RoutePart& part, Tile til
     const std::int64_t i = part.entry + of_part;
     if (live && p.scatter != nullptr) {
       const std::int64_t at = std::int64_t{totals.first_token} * s.topk + of_part;
-      const std::int64_t position = p.wide_scatter
-                                        ? static_cast<const std::int64_t*>(p.scatter)[at]
-                                        : static_cast<const std::int32_t*>(p.scatter)[at];
+      const std::int64_t position = index_at(p.scatter, p.wide_scatter, at);
       row = static_cast<std::int32_t>(position - totals.first_row[c.dst]);
       if (row < 0 || row >= totals.recv_rows[c.dst]) {
         p.faults->bad_positions = 1;

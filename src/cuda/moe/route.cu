@@ -12,10 +12,7 @@ __global__ void __launch_bounds__(route_threads)
   extern __shared__ std::int32_t shared[];
   __shared__ BlockTotals totals;
   const MoeShape& s = p.shape;
-  const std::int32_t n = num_counts(s);
-  std::int32_t* const behind = shared + tile_warps * n;
-  const Scratch scratch{shared, behind, behind + s.num_experts, behind + 2 * s.num_experts,
-                        keeps_counts ? behind + 2 * s.num_experts + n : nullptr};
+  const Scratch scratch = scratch_in(shared, s, tile_warps, keeps_counts);
   const std::uint64_t epoch = begin_moe_call(p.m, 0);
   let_next_begin(p.m.state, epoch);
   const RoutePart part = part_of<S>(p);
@@ -97,7 +94,8 @@ cudaError_t prepare_route_for() {
     const cudaError_t status = cudaFuncGetAttributes(&unused, kernel);
     if (status != cudaSuccess) return status;
   }
-  return allow_route_memory(route_kernel < Nodes ? Span::nodes : Span::rank >);
+  constexpr Span span = Nodes ? Span::nodes : Span::rank;
+  return allow_route_memory(route_kernel<span>);
 }
 
 }  // namespace
@@ -108,11 +106,8 @@ cudaError_t prepare_route(bool nodes) {
 
 cudaError_t launch_route(const RouteParams& params, int blocks, cudaStream_t stream) {
   const int tile_warps = tile_warps_of(params.shape);
-  const int counts = num_counts(params.shape);
-  int words = (tile_warps + 1) * counts + 2 * params.shape.num_experts;
-  const bool keeps_counts =
-      words + std::int64_t{params.shape.world_size} * counts <= most_route_bytes / 4;
-  if (keeps_counts) words += params.shape.world_size * counts;
+  const bool keeps_counts = scratch_words(params.shape, tile_warps, true) <= most_route_bytes / 4;
+  const std::int64_t words = scratch_words(params.shape, tile_warps, keeps_counts);
   const bool nodes = params.shape.num_nodes > 1;
   const auto kernel = nodes ? route_kernel<Span::nodes> : route_kernel<Span::rank>;
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(params.shape.num_nodes));
