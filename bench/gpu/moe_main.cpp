@@ -246,7 +246,11 @@ void run_on_nodes(std::int32_t ranks_per_node) {
   }
 }
 
-void run(bool quick) {
+enum class Extent { all, quick, few };
+
+/// `few`: no more tokens than decoding has.
+void run(Extent extent) {
+  const bool quick = extent == Extent::quick;
   const std::int32_t world_size = num_gpus();
   const int calls = quick ? 30 : 60;
   std::printf("%d GPUs; slowest rank's median of %d calls, from event to event\n", world_size,
@@ -256,6 +260,7 @@ void run(bool quick) {
   dispatch_lines(table, uniform_moe(world_size, 1, 7168, 8, 256), true, Sms{16});
   dispatch_lines(table, uniform_moe(world_size, 128, 7168, 8, 256), true,
                  quick ? Sms{16, 64} : Sms{16, 20, 32, 64, 132});
+  if (extent == Extent::few) return;
   const Sms sms = quick ? Sms{8, 16} : Sms{8, 10, 12, 16, 20, 24, 32};
   dispatch_lines(table, uniform_moe(world_size, 4096, 7168, 8, 256), false, sms);
   if (world_size == 2) dispatch_lines(table, like_eight_ranks(4096, 7168), false, sms);
@@ -264,7 +269,8 @@ void run(bool quick) {
 }  // namespace
 }  // namespace waybill::bench
 
-/// waybill_bench_gpu_moe [--quick | --ranks-per-node N]: one rank a GPU; on logical nodes of N.
+/// waybill_bench_gpu_moe [--quick | --few | --ranks-per-node N]: one rank a GPU; at most 128
+/// tokens; on logical nodes of N ranks.
 int main(int argc, char** argv) {
   if (waybill::num_gpus() < 1) {
     std::fprintf(stderr, "error: no GPU\n");
@@ -275,7 +281,10 @@ int main(int argc, char** argv) {
     if (way == "--ranks-per-node" && argc > 2) {
       waybill::bench::run_on_nodes(std::atoi(argv[2]));
     } else {
-      waybill::bench::run(way == "--quick");
+      using waybill::bench::Extent;
+      waybill::bench::run(way == "--quick" ? Extent::quick
+                          : way == "--few" ? Extent::few
+                                           : Extent::all);
     }
   } catch (const std::exception& error) {
     std::fprintf(stderr, "error: %s\n", error.what());

@@ -12,7 +12,6 @@ namespace waybill {
 namespace {
 
 using test::at;
-using test::cuda_ok;
 using test::DeviceArena;
 using test::DeviceInput;
 using test::ExpertCase;
@@ -144,70 +143,6 @@ TEST(GpuExpertCalls, calls_follow_each_other_without_barriers_and_with_late_rank
 }
 TEST(GpuExpertCalls, calls_follow_each_other_without_barriers_and_with_late_ranks_on_nodes) {
   follow_each_other(config_of(4, 2));
-}
-
-/// With a fixed capacity nothing waits for the host: dispatches and combines of one graph, replayed
-/// with other ids.
-void replay_with_other_ids(const EPConfig& config) {
-  Random random(33);
-  std::vector<Step> steps;
-  for (int i = 0; i < 6; ++i) {
-    Step step{test::random_case(config, random, {.tokens = 50}), {}, {}};
-    step.dispatch = step.the.dispatch();
-    step.sums = simulate_expert_combine(step.dispatch, test::views_of(step.dispatch.recv_tokens));
-    steps.push_back(std::move(step));
-  }
-  run_gpu_thread_world(
-      config.world_size,
-      [&](World& world) {
-        DeviceArena arena(world, arena_bytes);
-        const Stream stream{arena.stream()};
-        const auto r = at(to_int(world.rank()));
-        const std::int64_t capacity = most_recv_rows(config, {});
-        ExpertRig rig(world, config, {}, capacity, 4);
-        DeviceInput device(arena, steps[0].the, rig.config().rank);
-        const TensorView rows = arena.take(config.token_dtype, {capacity, config.hidden});
-        const TensorView sums = arena.take(config.token_dtype, {50, config.hidden});
-        const auto call = [&] {
-          const auto tables = rig.dispatch(device.input, stream);
-          arena.copy(rows.data, rig.window(), capacity * config.hidden * 2);
-          rig.combine({rows, {}, {}, sums}, *tables, stream);
-        };
-        call();
-        call();
-        arena.synchronize();
-        world.barrier();
-        cudaGraph_t graph = nullptr;
-        cudaGraphExec_t ready = nullptr;
-        cuda_ok(cudaStreamBeginCapture(arena.stream(), cudaStreamCaptureModeThreadLocal));
-        call();
-        call();
-        cuda_ok(cudaStreamEndCapture(arena.stream(), &graph));
-        cuda_ok(cudaGraphInstantiate(&ready, graph, 0));
-        for (const Step& step : steps) {
-          const auto replace = [&](const ConstTensorView& to, const HostTensor& from) {
-            arena.copy(const_cast<std::byte*>(to.data), from.bytes().data(), from.size_bytes());
-          };
-          replace(device.input.tokens, step.the.tokens[r]);
-          replace(device.input.ids, step.the.ids[r]);
-          replace(device.input.weights, step.the.weights[r]);
-          arena.synchronize();
-          cuda_ok(cudaGraphLaunch(ready, arena.stream()), world);
-          ASSERT_TRUE(same_bytes(arena.download(sums), step.sums[r]));
-          test::expect_rows(rig, arena, step.dispatch);
-        }
-        (void)cudaGraphExecDestroy(ready);
-        (void)cudaGraphDestroy(graph);
-        world.barrier();
-      },
-      test::options_of(config));
-}
-
-TEST(GpuExpertCalls, a_captured_graph_replays_with_other_ids) {
-  replay_with_other_ids(config_of(2));
-}
-TEST(GpuExpertCalls, a_captured_graph_replays_with_other_ids_on_nodes) {
-  replay_with_other_ids(config_of(4, 2));
 }
 
 /// More rows than the windows hold: told to the host, nothing behind the windows is written, and

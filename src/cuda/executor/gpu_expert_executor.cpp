@@ -101,11 +101,11 @@ class GpuExpertExecutor final : public ExpertExecutor {
     tables->ticket = ++last_ticket_ & 0xFFFFFFFF;
     if (nodes_ != nullptr) nodes_->exchange_ids(call, input, *tables, num_sms(call));
     const RouteParams params = params_.route(call, input, *tables);
-    // No event here: the rows' kernel begins early only right behind this one.
+    const int blocks = num_route_blocks(params.shape, call);
+    // No event behind it: the rows' kernel begins early only right behind this one.
     if (params_.has_few_tokens()) {
-      check(launch_few_route(params, num_sms(call), stream_of(call)), call);
+      check(launch_few_route(params, blocks, is_alone(), stream_of(call)), call);
     } else {
-      const int blocks = route_blocks(params.shape, num_sms(call));
       check(launch_route(params, blocks, stream_of(call)), call);
     }
     return tables;
@@ -119,7 +119,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     if (nodes_ != nullptr) nodes_->exchange_weights(call, input, the, num_sms(call));
     const RouteParams params = params_.route(call, input, the);
     const int blocks = params.weights == nullptr ? 1 : route_blocks(params.shape, num_sms(call));
-    check(launch_enter(params, blocks, stream_of(call)), call);
+    check(launch_enter(params, blocks, is_alone(), stream_of(call)), call);
   }
 
   void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
@@ -149,10 +149,13 @@ class GpuExpertExecutor final : public ExpertExecutor {
     const bool bulk = gpu_->has_bulk_copies() && word == 16;
     params.cuts = cut_rows(row_bytes, static_cast<std::int32_t>(scale_bytes), bulk, word);
     params.num_senders = num_sending_blocks(config_, options_, blocks, params.shape.num_tokens);
-    // Early blocks take room from the route of a rank on the same device. On several nodes others
-    // kernels come between.
-    const bool early = share_ == 1 && options_.payload != EPPayload::quantized && nodes_ == nullptr;
+    const bool early = is_alone() && options_.payload != EPPayload::quantized;
     if (bulk && early) params.ahead = ahead_of(the, params);
+    if (params.ahead == Ahead::lands) {
+      // Blocks that find no room beside those that count begin when these have ended.
+      const int beside = gpu_->num_sms() - num_route_blocks(params.shape, call);
+      params.num_senders = std::clamp(beside, 1, params.num_senders);
+    }
     check(launch_rows(params, {bulk, early, blocks}, stream_of(call)), call);
     if (nodes_ != nullptr) {
       if (!the.are_filled) nodes_->note_runs(call, the);
@@ -203,13 +206,22 @@ class GpuExpertExecutor final : public ExpertExecutor {
     return fits && !tables.has_waited() ? Ahead::lands : Ahead::nothing;
   }
 
+  [[nodiscard]] int num_route_blocks(const MoeShape& shape, const ExpertCall& call) const {
+    return params_.has_few_tokens() ? few_route_blocks(shape, num_sms(call))
+                                    : route_blocks(shape, num_sms(call));
+  }
+
+  /// Whether kernels may take their places early: early blocks take room from what a rank on the
+  /// same device must finish first. On several nodes other kernels come between.
+  [[nodiscard]] bool is_alone() const { return share_ == 1 && nodes_ == nullptr; }
+
   void sum(const CombineParams& params, int blocks, const ExpertCall& call) const {
     const bool bulk =
         gpu_->has_bulk_copies() &&
         common_word({params.row_bytes, address_of(params.output), address_of(params.biases[0]),
                      address_of(params.biases[1])}) == 16;
     check(launch_combine(params, config_.token_dtype, config_.weight_dtype, bulk, blocks,
-                         stream_of(call)),
+                         is_alone(), stream_of(call)),
           call);
   }
 

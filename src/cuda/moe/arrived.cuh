@@ -7,8 +7,6 @@
 
 namespace waybill::cuda {
 
-inline constexpr unsigned all_lanes = 0xFFFFFFFFU;
-
 /// The weight of one choice, from where its sender left it.
 __device__ inline void take_weight(const RowsParams& p, std::int64_t to, std::int64_t from) {
   if (p.weight_bytes == 4) {
@@ -26,7 +24,7 @@ __device__ inline std::int32_t expert_of(const RowsParams& p, std::int32_t row) 
   std::int32_t high = p.shape.experts_per_rank;  // offsets[low] <= row < offsets[high]
   while (high - low > 1) {
     const std::int32_t middle = (low + high) / 2;
-    if (__ldg(p.expert_offsets + middle) <= row) {
+    if (p.expert_offsets[middle] <= row) {
       low = middle;
     } else {
       high = middle;
@@ -45,9 +43,7 @@ struct Arrived {
   std::int32_t leader;  ///< the first of their places
 };
 
-__device__ inline bool leads(const Arrived& a) {
-  return a.place >= 0 && lane_id() == __ffs(static_cast<int>(a.here)) - 1;
-}
+__device__ inline bool leads(const Arrived& a) { return a.place >= 0 && is_first(a.here); }
 
 __device__ inline MoeTag tag_of(const RowsParams& p, const Arrived& a, std::int32_t leader) {
   const MoeShape& s = p.shape;

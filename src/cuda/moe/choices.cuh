@@ -1,6 +1,7 @@
 #pragma once
 
 #include "inputs.cuh"
+#include "lanes.cuh"
 #include "told_words.cuh"
 
 // Reading and counting the choices of a rank's tokens.
@@ -9,7 +10,6 @@ namespace waybill::cuda {
 
 inline constexpr int route_threads = 512;
 inline constexpr int route_warps = route_threads / 32;
-inline constexpr unsigned all_lanes = 0xFFFFFFFFU;
 
 /// One choice of a round; lanes hold them in order of token and choice.
 struct Choice {
@@ -83,12 +83,16 @@ struct Tile {
   std::int32_t end;
 };
 
-/// Tokens of warp `warp` of this block: a stretch of the part's.
-__device__ inline Tile tile_of(const RoutePart& part, int warp, int tile_warps) {
-  const std::int64_t total = std::int64_t{gridDim.x} * tile_warps;
-  const std::int64_t i = std::int64_t{blockIdx.x} * tile_warps + warp;
-  return {static_cast<std::int32_t>(part.num_tokens * i / total),
-          static_cast<std::int32_t>(part.num_tokens * (i + 1) / total)};
+/// Tokens of warp `warp` of this block: a stretch of the part's, of whole rounds.
+__device__ inline Tile tile_of(const MoeShape& s, const RoutePart& part, int warp, int tile_warps) {
+  const auto tiles = gridDim.x * static_cast<unsigned>(tile_warps);
+  const auto together = 32U / static_cast<unsigned>(s.topk);
+  const auto tokens = static_cast<unsigned>(part.num_tokens);
+  const unsigned rounds = (tokens + together - 1) / together;
+  const unsigned each = (rounds + tiles - 1) / tiles * together;
+  const unsigned begin = (blockIdx.x * static_cast<unsigned>(tile_warps) + warp) * each;
+  return {static_cast<std::int32_t>(min(begin, tokens)),
+          static_cast<std::int32_t>(min(begin + each, tokens))};
 }
 
 template <Span S>
@@ -116,24 +120,15 @@ __device__ Choice read_choice(const RouteParams& p, const RoutePart& part, std::
   return c;
 }
 
-/// Lanes with the same token and rank.
-__device__ inline unsigned same_rank(const Choice& c) {
-  const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
-  return __match_any_sync(all_lanes, c.active ? (c.token << 8) + c.dst : -1 - lane);
-}
-
-__device__ inline bool is_first(unsigned lanes) {
-  return static_cast<int>(threadIdx.x % 32) == __ffs(static_cast<int>(lanes)) - 1;
-}
-
 template <Span S>
 __device__ void count_tile(const RouteParams& p, const RoutePart& part, Tile tile,
                            std::int32_t* counts) {
   const MoeShape& s = p.shape;
+  const int bits = bits_of(s.world_size);
   bool bad = false;
   for (std::int32_t t = tile.begin; t < tile.end; t += 32 / s.topk) {
     const Choice c = read_choice<S>(p, part, t, tile.end);
-    const unsigned same = same_rank(c);
+    const unsigned same = lanes_with(c.dst, bits) & lanes_of_token(s.topk, c.k);
     if (c.active && !c.absent) {
       atomicAdd(&counts[c.expert], 1);
       if (c.dst < s.world_size && is_first(same)) atomicAdd(&counts[s.num_experts + 1 + c.dst], 1);
@@ -154,7 +149,7 @@ __device__ void count_block(const RouteParams& p, const RoutePart& part, const S
   }
   __syncthreads();
   if (warp < tile_warps) {
-    count_tile<S>(p, part, tile_of(part, warp, tile_warps), scratch.cursors + warp * n);
+    count_tile<S>(p, part, tile_of(p.shape, part, warp, tile_warps), scratch.cursors + warp * n);
   }
   __syncthreads();
   for (int e = static_cast<int>(threadIdx.x); e < n; e += route_threads) {

@@ -1,12 +1,13 @@
 #include "../device/bulk.cuh"
 #include "../device/number.cuh"
+#include "early.h"
+#include "lanes.cuh"
 #include "launch.h"
 #include "meet.cuh"
 
 namespace waybill::cuda {
 namespace {
 
-constexpr unsigned all_lanes = 0xFFFFFFFFU;
 constexpr int bulk_warps = 6;
 constexpr int bulk_stages = 2;
 constexpr int slots = 8;  ///< rows of a token that a stage holds
@@ -14,8 +15,6 @@ constexpr int piece_bytes = 2048;
 constexpr int word_bytes = 16;
 constexpr int words_a_lane = piece_bytes / word_bytes / 32;
 constexpr int element_warps = 16;
-
-__device__ int lane_id() { return static_cast<int>(threadIdx.x % 32); }
 
 /// One weight as float32.
 template <class Weight>
@@ -304,6 +303,7 @@ __global__ void __launch_bounds__((Bulk ? bulk_warps : element_warps) * 32, 1)
     combine_kernel(const __grid_constant__ CombineParams p) {
   extern __shared__ __align__(128) std::byte shared[];
   std::uint64_t epoch = 0;
+  await_earlier_kernel();
   if (!p.in_call) {
     epoch = begin_moe_call(p.m, 1);
     if (threadIdx.x < 32) {
@@ -373,12 +373,12 @@ cudaError_t prepare_combine(DType tokens, DType weights, bool bulk) {
 }
 
 cudaError_t launch_combine(const CombineParams& params, DType tokens, DType weights, bool bulk,
-                           int blocks, cudaStream_t stream) {
+                           int blocks, bool early, cudaStream_t stream) {
   const Kernel kernel = kernel_for(tokens, weights, bulk);
   if (kernel == nullptr) return cudaErrorInvalidValue;
-  kernel<<<static_cast<unsigned>(blocks), (bulk ? bulk_warps : element_warps) * 32,
-           bulk ? sizeof(BulkMemory) : 0, stream>>>(params);
-  return cudaGetLastError();
+  return launch_kernel(kernel, static_cast<unsigned>(blocks),
+                       (bulk ? bulk_warps : element_warps) * 32, bulk ? sizeof(BulkMemory) : 0,
+                       early, stream, params);
 }
 
 }  // namespace waybill::cuda

@@ -120,10 +120,9 @@ __device__ inline std::int32_t tokens_of(const RouteParams& p, const Scratch& sc
   return __reduce_add_sync(all_lanes, sum) / s.topk;
 }
 
-/// The tables that all ranks know alike, spread over the blocks.
-template <Span S>
-__device__ void write_tables(const RouteParams& p, const Scratch& scratch,
-                             const BlockTotals& totals) {
+/// What receivers read, spread over the blocks.
+__device__ inline void write_receiver_tables(const RouteParams& p, const Scratch& scratch,
+                                             const BlockTotals& totals) {
   const MoeShape& s = p.shape;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const auto warp = static_cast<std::int32_t>(block_idx() * route_warps + threadIdx.x / 32);
@@ -132,6 +131,19 @@ __device__ void write_tables(const RouteParams& p, const Scratch& scratch,
     const std::int32_t tokens = tokens_of(p, scratch, r);
     if (threadIdx.x % 32 == 0) p.num_input_tokens[r] = tokens;
   }
+  if (block_idx() != 0) return;
+  for (std::int32_t i = thread; i < s.experts_per_rank; i += route_threads) {
+    p.expert_offsets[i] = scratch.starts[s.rank * s.experts_per_rank + i];
+  }
+  if (thread == 0) p.expert_offsets[s.experts_per_rank] = totals.grouped_rows[s.rank];
+}
+
+/// The other tables, which all ranks know alike.
+template <Span S>
+__device__ void write_tables(const RouteParams& p, const Scratch& scratch,
+                             const BlockTotals& totals) {
+  const MoeShape& s = p.shape;
+  const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const auto step = static_cast<std::int32_t>(num_blocks()) * route_threads;
   const std::int32_t first = static_cast<std::int32_t>(block_idx()) * route_threads + thread;
   for (std::int32_t i = first; i < s.world_size * (s.num_experts + 1); i += step) {
@@ -149,12 +161,7 @@ __device__ void write_tables(const RouteParams& p, const Scratch& scratch,
       p.dst_rows[i] = -1;
     }
   }
-  if (block_idx() != 0) return;
-  for (std::int32_t i = thread; i < s.experts_per_rank; i += route_threads) {
-    p.expert_offsets[i] = scratch.starts[s.rank * s.experts_per_rank + i];
-  }
-  if (thread == 0) p.expert_offsets[s.experts_per_rank] = totals.grouped_rows[s.rank];
-  if (thread < s.world_size) p.num_recv_rows[thread] = totals.recv_rows[thread];
+  if (block_idx() == 0 && thread < s.world_size) p.num_recv_rows[thread] = totals.recv_rows[thread];
 }
 
 /// One warp tells the host how many rows come.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "early.h"
 #include "launch.h"
 #include "place_tile.cuh"
 
@@ -89,26 +90,27 @@ __device__ void take_weights(const RouteParams& p, const std::int32_t* ids, std:
   }
 }
 
-/// Adds the choices of a tile. One warp.
-__device__ void count_choices(const MoeShape& s, const std::int32_t* ids, Tile tile,
-                              std::int32_t* counts) {
-  const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
-  for (std::int32_t i = tile.begin * s.topk + lane; i < tile.end * s.topk; i += 32) {
-    if (ids[i] >= 0) atomicAdd(&counts[ids[i]], 1);
-  }
-}
+/// Counts of choices, and of tokens on each rank.
+struct Counted {
+  std::int32_t* counts;  ///< [num_counts]
+  const std::int32_t* ids;
+  Tile tile;  ///< of tokens
+};
 
-/// Adds a token to those of each rank that it goes to.
-__device__ void count_token(const MoeShape& s, const std::int32_t* ids, std::int32_t* of_ranks) {
-  std::uint64_t met = 0;
-#pragma unroll 4
-  for (std::int32_t k = 0; k < s.topk; ++k) {
-    const std::int32_t e = ids[k];
-    if (e < 0 || e >= s.num_experts) continue;
-    met |= std::uint64_t{1} << (e / s.experts_per_rank);
-  }
-  for (; met != 0; met &= met - 1) {
-    atomicAdd(&of_ranks[__ffsll(static_cast<long long>(met)) - 1], 1);
+/// Adds the tokens of a tile, a lane a choice. One warp.
+__device__ void count_tokens(const MoeShape& s, const Counted& c) {
+  const std::int32_t together = 32 / s.topk;
+  const std::int32_t mine = lane_id() / s.topk;
+  const std::int32_t k = lane_id() % s.topk;
+  for (std::int32_t t = c.tile.begin; t < c.tile.end; t += together) {
+    const bool active = mine < together && t + mine < c.tile.end;
+    const std::int32_t id = active ? c.ids[(t + mine) * s.topk + k] : -1;
+    if (id >= 0) atomicAdd(&c.counts[id], 1);
+    if (s.compact == 0) continue;
+    const bool live = id >= 0 && id < s.num_experts;
+    const std::int32_t dst = live ? id / s.experts_per_rank : s.world_size;
+    const unsigned same = lanes_with(dst, bits_of(s.world_size)) & lanes_of_token(s.topk, k);
+    if (live && is_first(same)) atomicAdd(&c.counts[s.num_experts + 1 + dst], 1);
   }
 }
 
@@ -124,24 +126,14 @@ __device__ void count_part(const RouteParams& p, const RoutePart& part, const Sc
   clear_counts(scratch.counts, s.world_size * n);
   clear_counts(scratch.cursors, tile_warps * n);
   __syncthreads();
-  const auto thread = static_cast<std::int32_t>(threadIdx.x);
-  const std::int32_t warp = thread / 32;
-  const auto* const own = static_cast<const std::int32_t*>(part.ids);
-  const Tile tile = tile_of(part, warp, tile_warps);
-  std::int32_t* const of_tile = scratch.cursors + warp * n;
+  const auto warp = static_cast<std::int32_t>(threadIdx.x / 32);
+  const Tile share = tile_of(s, part, warp, route_warps);
   for (std::int32_t r = 0; r < s.world_size; ++r) {
-    count_choices(s, ids + r * s.max_tokens * s.topk, tile_of(part, warp, route_warps),
-                  scratch.counts + r * n);
+    count_tokens(s, {scratch.counts + r * n, ids + r * s.max_tokens * s.topk, share});
   }
-  if (warp < tile_warps) count_choices(s, own, tile, of_tile);
-  if (s.compact != 0) {
-    const std::int32_t ranks = s.num_experts + 1;
-    for (std::int32_t t = thread; t < s.world_size * s.max_tokens; t += route_threads) {
-      count_token(s, ids + t * s.topk, scratch.counts + t / s.max_tokens * n + ranks);
-    }
-    for (std::int32_t t = tile.begin + thread % 32; warp < tile_warps && t < tile.end; t += 32) {
-      count_token(s, own + t * s.topk, of_tile + ranks);
-    }
+  if (warp < tile_warps) {
+    count_tokens(s, {scratch.cursors + warp * n, static_cast<const std::int32_t*>(part.ids),
+                     tile_of(s, part, warp, tile_warps)});
   }
   __syncthreads();
   for (auto e = static_cast<std::int32_t>(threadIdx.x); e < n; e += route_threads) {
@@ -176,6 +168,18 @@ __device__ void set_cursors(const MoeShape& s, const Scratch& scratch, int tile_
   __syncthreads();
 }
 
+/// Tells receivers that this block's sources are placed.
+__device__ void tell_placed(const RouteParams& p, std::uint64_t epoch) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence();
+  for (auto source = static_cast<std::int32_t>(block_idx()); source < p.shape.world_size;
+       source += static_cast<std::int32_t>(num_blocks())) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p.m.state->placed + source), "l"(epoch)
+                 : "memory");
+  }
+}
+
 /// Blocks share the sources, and know nothing of each other.
 __global__ void __launch_bounds__(route_threads)
     few_route_kernel(const __grid_constant__ RouteParams p, int tile_warps) {
@@ -184,10 +188,11 @@ __global__ void __launch_bounds__(route_threads)
   const MoeShape& s = p.shape;
   const std::int32_t n = num_counts(s);
   const Scratch scratch = scratch_in(shared, s, tile_warps, true);
+  await_earlier_kernel();
   const std::uint64_t epoch = begin_moe_call(p.m, 0);
   std::int32_t* const ids = scratch.counts + s.world_size * n;
-  tell_ids(p, epoch);
   let_next_begin(p.m.state, epoch);
+  tell_ids(p, epoch);
   take_ids(p, ids, epoch);
   __syncthreads();
   const auto warp = static_cast<int>(threadIdx.x / 32);
@@ -199,12 +204,14 @@ __global__ void __launch_bounds__(route_threads)
     if (p.scatter != nullptr) locate_positions(p, part, scratch, totals);
     set_cursors(s, scratch, tile_warps, totals);
     if (warp < tile_warps) {
-      place_tile<Span::world>(p, part, tile_of(part, warp, tile_warps), scratch.cursors + warp * n,
-                              totals);
+      place_tile<Span::world>(p, part, tile_of(s, part, warp, tile_warps),
+                              scratch.cursors + warp * n, totals);
     }
     if (p.takes_weights) take_weights(p, ids, source, epoch);
     __syncthreads();
   }
+  write_receiver_tables(p, scratch, totals);
+  tell_placed(p, epoch);
   write_tables<Span::world>(p, scratch, totals);
   if (block_idx() == 0 && threadIdx.x < 32) tell_host(p, totals);
   if (comes_last(p.m.state)) end_moe_call(p.m, 0, epoch);
@@ -228,14 +235,18 @@ bool few_route_fits(const MoeShape& shape) {
 
 cudaError_t prepare_few_route() { return allow_route_memory(few_route_kernel); }
 
-cudaError_t launch_few_route(const RouteParams& params, int num_sms, cudaStream_t stream) {
+int few_route_blocks(const MoeShape& shape, int num_sms) {
+  return std::min(shape.world_size, num_sms);
+}
+
+cudaError_t launch_few_route(const RouteParams& params, int blocks, bool early,
+                             cudaStream_t stream) {
   const MoeShape& s = params.shape;
   const int tile_warps = few_tile_warps(s);
   const std::int64_t words = scratch_words(s, tile_warps, true) + num_choices(s);
-  const dim3 grid(1, static_cast<unsigned>(std::min(s.world_size, num_sms)));
-  few_route_kernel<<<grid, route_threads, static_cast<std::size_t>(words) * 4, stream>>>(
-      params, tile_warps);
-  return cudaGetLastError();
+  const dim3 grid(1, static_cast<unsigned>(blocks));
+  return launch_kernel(few_route_kernel, grid, route_threads, static_cast<std::size_t>(words) * 4,
+                       early, stream, params, tile_warps);
 }
 
 }  // namespace waybill::cuda

@@ -19,8 +19,8 @@ __device__ inline std::int64_t landing_place(const RowsParams& p, std::int32_t t
     const std::int64_t id = index_at(p.landing.ids, p.landing.wide_ids, i);
     if (0 <= id && id < s.num_experts) dst = static_cast<std::int32_t>(id) / s.experts_per_rank;
   }
-  const unsigned same = __match_any_sync(0xFFFFFFFFU, dst >= 0 ? dst : -1 - lane_id());
-  if (dst < 0 || lane_id() != __ffs(static_cast<int>(same)) - 1) return -1;
+  const unsigned same = lanes_with(dst, bits_of(s.world_size)) & __ballot_sync(all_lanes, dst >= 0);
+  if (dst < 0 || !is_first(same)) return -1;
   return (std::int64_t{dst} << place_dst_shift) + s.rank * p.landing.tokens + t + place_leader_bit;
 }
 

@@ -31,11 +31,14 @@ cudaError_t launch_route(const RouteParams& params, int blocks, cudaStream_t str
 
 cudaError_t prepare_few_route();
 
+[[nodiscard]] int few_route_blocks(const MoeShape& shape, int num_sms);
+
 /// What launch_route does, by the ids of all ranks: faster for few tokens.
-cudaError_t launch_few_route(const RouteParams& params, int num_sms, cudaStream_t stream);
+cudaError_t launch_few_route(const RouteParams& params, int blocks, bool early,
+                             cudaStream_t stream);
 
 /// The same for tables that are filled: meets the others, and sends the weights if there are any.
-cudaError_t launch_enter(const RouteParams& params, int blocks, cudaStream_t stream);
+cudaError_t launch_enter(const RouteParams& params, int blocks, bool early, cudaStream_t stream);
 
 /// Brings the turns of dispatches and combines to those of the next calls, by an empty call if they
 /// are off: a graph may hold an odd number of each. One node.
@@ -62,7 +65,7 @@ cudaError_t prepare_combine(DType tokens, DType weights, bool bulk);
 /// Sums each token's rows, pulled from the combine windows. Begins and ends an epoch.
 /// @param bulk sm_90 and later, rows in multiples of 16 bytes
 cudaError_t launch_combine(const CombineParams& params, DType tokens, DType weights, bool bulk,
-                           int blocks, cudaStream_t stream);
+                           int blocks, bool early, cudaStream_t stream);
 
 cudaError_t prepare_stage(DType dtype);
 

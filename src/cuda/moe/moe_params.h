@@ -20,6 +20,9 @@ struct MoeState {
   std::uint32_t next_unit;     ///< of the running dispatch: the next piece of arrived rows
   std::uint32_t arrived_blocks;  ///< of the running kernel, that have come to its middle
   std::uint64_t begun;           ///< epoch of the call that runs
+  /// Few tokens: by source, the epoch of the last call that has placed its tokens, and written what
+  /// receivers read of it.
+  std::uint64_t placed[max_gpu_ranks];
 };
 
 /// What one rank of a layer is.

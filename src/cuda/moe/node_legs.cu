@@ -1,15 +1,14 @@
 // What crosses between nodes in a call of experts, as a program for the network's leg.
 
+#include "lanes.cuh"
 #include "meet.cuh"
 #include "nodes_launch.h"
 
 namespace waybill::cuda {
 namespace {
 
-constexpr unsigned all_lanes = 0xFFFFFFFFU;
 constexpr int list_warps = 32;
 
-__device__ int lane_id() { return static_cast<int>(threadIdx.x % 32); }
 __device__ std::int32_t own_node(const MoeShape& s) { return s.first_rank / s.node_ranks; }
 __device__ std::int32_t peer_on(const MoeShape& s, std::int32_t node) {
   return node * s.node_ranks + s.rank - s.first_rank;

@@ -2,17 +2,15 @@
 
 #include "../device/number.cuh"
 #include "inputs.cuh"
+#include "lanes.cuh"
 #include "nodes_launch.h"
 
 namespace waybill::cuda {
 namespace {
 
-constexpr unsigned all_lanes = 0xFFFFFFFFU;
 constexpr int threads = 256;
 constexpr int warps = 16;
 constexpr int tile_tokens = 256;  ///< no run crosses an edge
-
-__device__ int lane_id() { return static_cast<int>(threadIdx.x % 32); }
 
 __global__ void __launch_bounds__(threads) node_ids_kernel(NodeIdsParams p) {
   const MoeShape& s = p.shape;

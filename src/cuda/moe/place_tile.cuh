@@ -72,14 +72,17 @@ __device__ void place_tile(const RouteParams& p, const RoutePart& part, Tile til
   const MoeShape& s = p.shape;
   const auto lane = static_cast<int>(threadIdx.x % 32);
   const unsigned below = (1U << lane) - 1;
+  const int expert_bits = bits_of(s.num_experts - 1);
+  const int rank_bits = bits_of(s.world_size);
   for (std::int32_t t = tile.begin; t < tile.end; t += 32 / s.topk) {
     const Choice c = read_choice<S>(p, part, t, tile.end);
     const bool live = c.active && c.expert < s.num_experts;
-    const unsigned same = __match_any_sync(all_lanes, live ? c.expert : -1 - lane);
+    const unsigned same = lanes_with(c.expert, expert_bits) & __ballot_sync(all_lanes, live);
     std::int32_t row = live ? cursors[c.expert] + __popc(same & below) : -1;
-    const unsigned on_rank = same_rank(c);
+    const unsigned same_dst = lanes_with(c.dst, rank_bits);
+    const unsigned on_rank = same_dst & lanes_of_token(s.topk, c.k);
     const bool first = live && is_first(on_rank);
-    const unsigned firsts = __match_any_sync(all_lanes, first ? c.dst : -1 - lane);
+    const unsigned firsts = same_dst & __ballot_sync(all_lanes, first);
     std::int32_t* const compact = cursors + s.num_experts + 1;
     const std::int32_t own = first ? compact[c.dst] + __popc(firsts & below) : -1;
     const std::int32_t compact_row =
@@ -141,7 +144,7 @@ __device__ void place_block(const RouteParams& p, const RoutePart& part, const S
   __syncthreads();
   const auto warp = static_cast<int>(threadIdx.x / 32);
   if (warp >= tile_warps) return;
-  place_tile<S>(p, part, tile_of(part, warp, tile_warps), scratch.cursors + warp * n, totals);
+  place_tile<S>(p, part, tile_of(s, part, warp, tile_warps), scratch.cursors + warp * n, totals);
 }
 
 }  // namespace waybill::cuda

@@ -1,10 +1,13 @@
 #include <algorithm>
 
+#include "early.h"
 #include "launch.h"
 #include "place_tile.cuh"
 
 namespace waybill::cuda {
 namespace {
+
+constexpr int enter_threads = 512;
 
 template <Span S>
 __global__ void __launch_bounds__(route_threads)
@@ -23,6 +26,7 @@ __global__ void __launch_bounds__(route_threads)
   locate_experts(p, part, scratch, totals);
   if (p.scatter != nullptr) locate_positions(p, part, scratch, totals);
   place_block<S>(p, part, scratch, tile_warps, totals);
+  write_receiver_tables(p, scratch, totals);
   write_tables<S>(p, scratch, totals);
   if (block_idx() == 0 && threadIdx.x < 32) tell_host(p, totals);
   if (comes_last(p.m.state)) end_moe_call(p.m, 0, epoch);
@@ -31,9 +35,10 @@ __global__ void __launch_bounds__(route_threads)
 /// A dispatch with the tables of an earlier one: meets the others, sends new weights. On several
 /// nodes the others have been met, and the weights are those of all tokens that are forwarded here.
 template <bool Nodes>
-__global__ void __launch_bounds__(route_threads)
+__global__ void __launch_bounds__(enter_threads)
     enter_kernel(const __grid_constant__ RouteParams p) {
   const MoeShape& s = p.shape;
+  await_earlier_kernel();
   const std::uint64_t epoch = begin_moe_call(p.m, 0);
   let_next_begin(p.m.state, epoch);
   if (!Nodes && threadIdx.x < 32) {
@@ -45,8 +50,8 @@ __global__ void __launch_bounds__(route_threads)
     const std::int64_t tokens = std::int64_t{s.num_nodes} * s.max_tokens;
     const std::int64_t there = (s.rank - s.first_rank) * tokens * s.topk;
     const std::int64_t count = (Nodes ? tokens : s.num_tokens) * s.topk;
-    for (std::int64_t i = std::int64_t{blockIdx.x} * route_threads + threadIdx.x; i < count;
-         i += std::int64_t{gridDim.x} * route_threads) {
+    for (std::int64_t i = std::int64_t{blockIdx.x} * enter_threads + threadIdx.x; i < count;
+         i += std::int64_t{gridDim.x} * enter_threads) {
       copy_weight(p.out_weights, p.weights, i, i, p.weight_bytes);
       const std::int64_t place = p.places[i];
       if (place < 0) continue;
@@ -121,10 +126,10 @@ cudaError_t launch_realign(const MoeMeet& meet, MoeTurns next, cudaStream_t stre
   return cudaGetLastError();
 }
 
-cudaError_t launch_enter(const RouteParams& params, int blocks, cudaStream_t stream) {
+cudaError_t launch_enter(const RouteParams& params, int blocks, bool early, cudaStream_t stream) {
   const auto kernel = params.shape.num_nodes > 1 ? enter_kernel<true> : enter_kernel<false>;
-  kernel<<<static_cast<unsigned>(blocks), route_threads, 0, stream>>>(params);
-  return cudaGetLastError();
+  return launch_kernel(kernel, static_cast<unsigned>(blocks), enter_threads, 0, early, stream,
+                       params);
 }
 
 }  // namespace waybill::cuda

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "../device/bulk.cuh"
-#include "meet.cuh"
+#include "call_begin.cuh"
 
 namespace waybill::cuda {
 
@@ -16,38 +16,6 @@ struct PumpStage {
 struct PumpSource {
   const std::byte* row;     ///< whole row
   const std::byte* scales;  ///< null without
-};
-
-/// The kernel ahead on the stream, with which the call began. A thread each.
-class CallBegin {
- public:
-  __device__ explicit CallBegin(const RowsParams& p)
-      : state_(p.m.state), tells_early_(p.ahead == Ahead::lands && p.landing.is_all) {}
-
-  /// Waits until it has ended. @return the epoch of the call
-  __device__ std::uint64_t await() {
-    if (epoch_ == 0) {
-      await_earlier_kernel();
-      epoch_ = __ldcg(&state_->call.epoch);
-    }
-    return epoch_;
-  }
-
-  /// The same, for groups that are told: without waiting, where that says all.
-  __device__ std::uint64_t epoch_to_tell() {
-    if (!tells_early_) return await();
-    std::uint64_t begun = 0;
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];"
-                 : "=l"(begun)
-                 : "l"(&state_->begun)
-                 : "memory");
-    return begun;
-  }
-
- private:
-  const MoeState* const state_;
-  const bool tells_early_;
-  std::uint64_t epoch_ = 0;
 };
 
 /// Copies pieces of rows to up to 32 places each, through shared memory; one warp. A lane stores to

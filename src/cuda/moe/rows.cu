@@ -1,4 +1,5 @@
 #include "arrived.cuh"
+#include "early.h"
 #include "landing.cuh"
 #include "launch.h"
 
@@ -62,16 +63,16 @@ __device__ void send_stream(const RowsParams& p, Pump& pump, std::int32_t stream
     ++groups;
     if (skipped) {  // too few pushes for what wait_earlier says
       pump.wait_all();
-      publish_groups(p, stream, begin.epoch_to_tell(), groups);
+      publish_groups(p, stream, begin.epoch(), groups);
       skipped = false;
     } else if (groups > 1) {
       pump.wait_earlier();
-      publish_groups(p, stream, begin.epoch_to_tell(), groups - 1);
+      publish_groups(p, stream, begin.epoch(), groups - 1);
     }
   }
   pump.wait_all();
   if (groups + in_group == 0) return;
-  publish_groups(p, stream, begin.epoch_to_tell(), groups + (in_group > 0 ? 1 : 0));
+  publish_groups(p, stream, begin.epoch(), groups + (in_group > 0 ? 1 : 0));
 }
 
 /// Copies the tokens of the round to the rows where they are not yet: from the landing to all, from
@@ -125,8 +126,7 @@ __device__ void take_round(const RowsParams& p, Pump& pump, const Source& source
       if (s.compact != 0 && k == 0) p.kept_records[at + s.topk] = row;
     }
   }
-  const unsigned of_token = s.topk == 32 ? all_lanes : ((1U << s.topk) - 1) << (lane_id() - k);
-  a.here = __ballot_sync(all_lanes, a.place >= 0) & of_token;
+  a.here = __ballot_sync(all_lanes, a.place >= 0) & lanes_of_token(s.topk, k);
   const int first = a.here == 0 ? lane_id() : __ffs(static_cast<int>(a.here)) - 1;
   a.leader = __shfl_sync(all_lanes, a.place, first);
   if constexpr (Pump::copies) copy_rows(p, pump, a, source.lands, row);
@@ -209,17 +209,22 @@ __device__ void clear_padding(const RowsParams& p, int warps) {
 
 /// Takes arrived rows piece by piece, whoever comes first: so senders help when they are done.
 template <class Pump>
-__device__ void receive(const RowsParams& p, Pump& pump, std::uint64_t epoch) {
+__device__ void receive(const RowsParams& p, Pump& pump, CallBegin& begin) {
   const auto world = static_cast<std::uint32_t>(p.shape.world_size);
-  const Sources sources = learn_sources(p, epoch);
-  if (!Pump::copies && sources.some_land) return;
   const auto claim = [&] {
     std::uint32_t unit = 0;
     if (lane_id() == 0) unit = atomicAdd(&p.m.state->next_unit, 1U);
     return unit;
   };
+  const std::uint64_t epoch = begin.epoch();
+  std::uint32_t unit = Pump::copies ? claim() : 0;  // on its way while others are waited for
+  const Sources sources = learn_sources(p, begin);
+  if constexpr (!Pump::copies) {
+    if (sources.some_land) return;
+    unit = claim();
+  }
   const std::uint32_t total = static_cast<std::uint32_t>(sources.most_units) * world;
-  std::uint32_t unit = __shfl_sync(all_lanes, claim(), 0);
+  unit = __shfl_sync(all_lanes, unit, 0);
   while (unit < total) {
     const std::uint32_t next = claim();
     const auto rank =
@@ -265,7 +270,7 @@ __global__ void __launch_bounds__((Movers + Takers) * 32, 1)
   // Who sends ahead must not wait here: only bulk copies do, and there a taker is the last.
   if (p.ahead == Ahead::nothing) (void)begin.await();
   if (block == 0 && warp == Movers + Takers - 1) {
-    tell_streams(p, streams, begin.epoch_to_tell());
+    tell_streams(p, streams, begin.epoch());
   }
   if (warp < Movers) {
     Pump pump(p, begin, shared + warp * p.cuts.stages * p.cuts.stage_bytes, barriers[warp]);
@@ -273,10 +278,10 @@ __global__ void __launch_bounds__((Movers + Takers) * 32, 1)
     const std::int32_t stream = warp * p.num_senders + block;
     if (block < p.num_senders && stream < streams) send_stream(p, pump, stream, streams, begin);
     pump.leave_landings();
-    receive(p, pump, begin.await());
+    receive(p, pump, begin);
   } else if (p.shape.compact != 0) {
     NoPump pump;
-    receive(p, pump, begin.await());
+    receive(p, pump, begin);
   }
   (void)begin.await();
   clear_padding(p, Movers + Takers);
@@ -331,20 +336,14 @@ cudaError_t prepare_rows(bool bulk) {
 }
 
 cudaError_t launch_rows(const RowsParams& params, const RowsLaunch& how, cudaStream_t stream) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = static_cast<unsigned>(how.blocks);
-  config.blockDim = (how.bulk ? pump_warps + taker_warps : vector_warps) * 32;
-  config.dynamicSmemBytes =
-      how.bulk ? static_cast<std::size_t>(pump_warps * params.cuts.stages * params.cuts.stage_bytes)
-               : 0;
-  config.stream = stream;
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &early;
-  config.numAttrs = how.bulk && how.early ? 1 : 0;
-  return how.bulk ? cudaLaunchKernelEx(&config, bulk_kernel, params)
-                  : cudaLaunchKernelEx(&config, vector_kernel, params);
+  const auto blocks = static_cast<unsigned>(how.blocks);
+  if (!how.bulk) {
+    return launch_kernel(vector_kernel, blocks, vector_warps * 32, 0, false, stream, params);
+  }
+  const auto shared =
+      static_cast<std::size_t>(pump_warps * params.cuts.stages * params.cuts.stage_bytes);
+  return launch_kernel(bulk_kernel, blocks, (pump_warps + taker_warps) * 32, shared, how.early,
+                       stream, params);
 }
 
 }  // namespace waybill::cuda

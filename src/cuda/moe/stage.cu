@@ -2,16 +2,15 @@
 // quantisation.
 
 #include "../device/number.cuh"
+#include "lanes.cuh"
 #include "launch.h"
 
 namespace waybill::cuda {
 namespace {
 
-constexpr unsigned all_lanes = 0xFFFFFFFFU;
 constexpr int warps = 16;
 constexpr int unroll = 4;
 
-__device__ int lane_id() { return static_cast<int>(threadIdx.x % 32); }
 __device__ std::int64_t warp_id() { return std::int64_t{blockIdx.x} * warps + threadIdx.x / 32; }
 __device__ std::int64_t num_warps() { return std::int64_t{gridDim.x} * warps; }
 

@@ -1,12 +1,11 @@
 #pragma once
 
-#include "meet.cuh"
+#include "call_begin.cuh"
+#include "lanes.cuh"
 
 // How ranks tell each other which of their rows have arrived.
 
 namespace waybill::cuda {
-
-__device__ inline int lane_id() { return static_cast<int>(threadIdx.x % 32); }
 
 /// Where the source raises what it has sent to this rank.
 __device__ inline std::uint64_t* stream_slot(const RowsParams& p, std::int32_t at,
@@ -50,9 +49,12 @@ struct Source {
   bool lands;
 };
 
-/// Waits until all ranks have said how they send. One warp.
-__device__ inline Sources learn_sources(const RowsParams& p, std::uint64_t epoch) {
+/// Waits until all ranks have said how they send, and their tokens are placed. One warp.
+__device__ inline Sources learn_sources(const RowsParams& p, CallBegin& begin) {
   const MoeShape& s = p.shape;
+  const std::uint64_t epoch = begin.epoch();
+  for (std::int32_t r = lane_id(); r < s.world_size; r += 32) begin.await_placed(p.m.meet, r);
+  __syncwarp();  // what one source is told of may be written with another
   Sources sources{};
   std::int32_t units = 0;
 #pragma unroll
@@ -72,8 +74,8 @@ __device__ inline Sources learn_sources(const RowsParams& p, std::uint64_t epoch
     const std::int32_t each = (tokens + streams - 1) / streams;
     units = max(units, (each + group - 1) / group * streams);
   }
-  sources.most_units = __reduce_max_sync(0xFFFFFFFFU, units);
-  sources.some_land = __any_sync(0xFFFFFFFFU, sources.lands[0] + sources.lands[1]) != 0;
+  sources.most_units = __reduce_max_sync(all_lanes, units);
+  sources.some_land = __any_sync(all_lanes, sources.lands[0] + sources.lands[1]) != 0;
   return sources;
 }
 
@@ -89,7 +91,7 @@ __device__ inline std::int32_t token_at(const MoeShape& s, std::int32_t position
 
 __device__ inline Source source_of(const Sources& all, std::int32_t rank) {
   const auto of = [&](const std::int32_t(&values)[2]) {
-    return __shfl_sync(0xFFFFFFFFU, rank < 32 ? values[0] : values[1], rank % 32);
+    return __shfl_sync(all_lanes, rank < 32 ? values[0] : values[1], rank % 32);
   };
   return {rank, of(all.streams), of(all.group), of(all.tokens), of(all.lands) != 0};
 }
