@@ -209,8 +209,8 @@ void print_baselines(const Job& job) {
 }
 
 constexpr const char* usage =
-    "planner_quality [--worlds 8,64] [--seeds 20] [--baselines MOST_RANKS] [--nodes "
-    "RANKS_PER_NODE] [--check] [LENGTHS.json ...]\n"
+    "planner_quality [--worlds 8,64] [--seeds 20] [--baselines MOST_RANKS, 0: none] "
+    "[--nodes RANKS_PER_NODE] [--check] [LENGTHS.json ...]\n"
     "Documents: the lists, then the histograms that the library carries.\n";
 
 std::vector<std::int32_t> read_worlds(std::string text) {
@@ -257,7 +257,7 @@ int main(int argc, char** argv) {
   try {
     const auto job = waybill::bench::read_arguments({argv + 1, argv + argc});
     waybill::bench::print_planner(job);
-    waybill::bench::print_baselines(job);
+    if (job.most_baseline_ranks > 0) waybill::bench::print_baselines(job);
     return 0;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "error: %s\n", error.what());
