@@ -118,28 +118,22 @@ __device__ void clear_counts(std::int32_t* counts, std::int32_t num) {
   for (auto i = static_cast<std::int32_t>(threadIdx.x); i < num; i += route_threads) counts[i] = 0;
 }
 
-/// Counts of each rank, and of each tile of the part.
-__device__ void count_part(const RouteParams& p, const RoutePart& part, const Scratch& scratch,
-                           const std::int32_t* ids, int tile_warps) {
-  const MoeShape& s = p.shape;
-  const std::int32_t n = num_counts(s);
-  clear_counts(scratch.counts, s.world_size * n);
-  clear_counts(scratch.cursors, tile_warps * n);
-  __syncthreads();
-  const auto warp = static_cast<std::int32_t>(threadIdx.x / 32);
-  const Tile share = tile_of(s, part, warp, route_warps);
+/// Counts of each rank.
+__device__ void count_ranks(const MoeShape& s, const RoutePart& part, const std::int32_t* ids,
+                            std::int32_t* counts) {
+  const Tile tile = tile_of(s, part, static_cast<int>(threadIdx.x / 32), route_warps);
   for (std::int32_t r = 0; r < s.world_size; ++r) {
-    count_tokens(s, {scratch.counts + r * n, ids + r * s.max_tokens * s.topk, share});
+    count_tokens(s, {counts + r * num_counts(s), ids + r * s.max_tokens * s.topk, tile});
   }
-  if (warp < tile_warps) {
-    count_tokens(s, {scratch.cursors + warp * n, static_cast<const std::int32_t*>(part.ids),
-                     tile_of(s, part, warp, tile_warps)});
-  }
-  __syncthreads();
+}
+
+/// Choices of each expert. @pre ranks are counted
+__device__ void add_ranks(const RouteParams& p, const RoutePart& part, const Scratch& scratch) {
+  const std::int32_t n = num_counts(p.shape);
   for (auto e = static_cast<std::int32_t>(threadIdx.x); e < n; e += route_threads) {
     std::int32_t sum = 0;
     std::int32_t lower = 0;
-    for (std::int32_t r = 0; r < s.world_size; ++r) {
+    for (std::int32_t r = 0; r < p.shape.world_size; ++r) {
       const std::int32_t own = scratch.counts[r * n + e];
       if (r < part.source) lower += own;
       sum += own;
@@ -193,20 +187,31 @@ __global__ void __launch_bounds__(route_threads)
   std::int32_t* const ids = scratch.counts + s.world_size * n;
   let_next_begin(p.m.state, epoch);
   tell_ids(p, epoch);
+  clear_counts(scratch.counts, s.world_size * n);  // while ids are on their way
+  clear_counts(scratch.cursors, tile_warps * n);
   take_ids(p, ids, epoch);
   __syncthreads();
   const auto warp = static_cast<int>(threadIdx.x / 32);
-  for (auto source = static_cast<std::int32_t>(block_idx()); source < s.world_size;
+  const auto first = static_cast<std::int32_t>(block_idx());
+  count_ranks(s, part_of_source(p, ids, first), ids, scratch.counts);
+  for (std::int32_t source = first; source < s.world_size;
        source += static_cast<std::int32_t>(num_blocks())) {
     const RoutePart part = part_of_source(p, ids, source);
-    count_part(p, part, scratch, ids, tile_warps);
+    const Tile tile = tile_of(s, part, warp, tile_warps);
+    std::int32_t* const cursors = scratch.cursors + warp * n;
+    if (source != first) {
+      clear_counts(scratch.cursors, tile_warps * n);
+      __syncthreads();
+    }
+    if (warp < tile_warps) {
+      count_tokens(s, {cursors, static_cast<const std::int32_t*>(part.ids), tile});
+    }
+    __syncthreads();
+    add_ranks(p, part, scratch);
     locate_experts(p, part, scratch, totals);
     if (p.scatter != nullptr) locate_positions(p, part, scratch, totals);
     set_cursors(s, scratch, tile_warps, totals);
-    if (warp < tile_warps) {
-      place_tile<Span::world>(p, part, tile_of(s, part, warp, tile_warps),
-                              scratch.cursors + warp * n, totals);
-    }
+    if (warp < tile_warps) place_tile<Span::world>(p, part, tile, cursors, totals);
     if (p.takes_weights) take_weights(p, ids, source, epoch);
     __syncthreads();
   }
