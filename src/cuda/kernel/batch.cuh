@@ -40,8 +40,8 @@ __device__ inline void count_chunks(const SequenceParams& p, std::int32_t number
   __threadfence_system();
   unsigned* const done = p.batches.done + number;
   if (atomicAdd(done, chunks) + chunks != static_cast<unsigned>(batch.num_chunks)) return;
-  __threadfence_system();
-  *done = 0;  // for the next call
+  __threadfence();  // all that count are on this device
+  *done = 0;        // for the next call
   for (int s = 0; s < batch.num_signals; ++s) {
     const BatchSlot slot = p.batches.signals[batch.first_signal + s];
     std::uint64_t* const flag = slot.rank == p.meet.world_size

@@ -15,9 +15,8 @@ __device__ inline std::uint64_t begin_call(const MeetParams& p) {
 }
 
 /// Tells all other ranks of the node, from rank + 1 on, that this one has come to `epoch`. One
-/// warp.
+/// warp, with all that its lanes have written and seen.
 __device__ inline void publish_to_all(const MeetParams& p, std::uint64_t epoch) {
-  __threadfence_system();
   __syncwarp();
   for (std::int32_t k = 1 + static_cast<std::int32_t>(threadIdx.x % 32); k < p.world_size;
        k += 32) {
@@ -44,7 +43,7 @@ __device__ inline bool is_last_block(const MeetParams& p) {
   __syncthreads();
   if (threadIdx.x == 0) {
     last = atomicAdd(&p.state->blocks, 1ULL) == gridDim.x - 1;
-    __threadfence_system();
+    __threadfence();  // other blocks are on this device
   }
   __syncthreads();
   return last;
