@@ -148,6 +148,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
         common_word({address_of(params.tokens), row_bytes, address_of(params.scales), scale_bytes});
     const bool bulk = gpu_->has_bulk_copies() && word == 16;
     params.cuts = cut_rows(row_bytes, static_cast<std::int32_t>(scale_bytes), bulk, word);
+    if (options_.rows == EPRows::compact) params.cuts.tell_less();
     params.num_senders = num_sending_blocks(config_, options_, blocks, params.shape.num_tokens);
     const bool early = is_alone() && options_.payload != EPPayload::quantized;
     if (bulk && early) params.ahead = ahead_of(the, params);

@@ -152,7 +152,8 @@ __device__ void take_unit(const RowsParams& p, Pump& pump, const Source& source,
   pump.expect_arrived();
   const std::int32_t together = 32 / p.shape.topk;
   const std::int32_t mine = lane_id() / p.shape.topk;
-  for (std::int32_t i = 0; i < source.group; i += together) {
+  for (std::int32_t i = 0; i < source.group && begin + i * source.streams < source.tokens;
+       i += together) {
     const std::int32_t position = begin + (i + mine) * source.streams;
     const bool active = mine < together && i + mine < source.group && position < source.tokens;
     take_round(p, pump, source, token_at(p.shape, position), active);
