@@ -6,31 +6,21 @@
 #include <cstring>
 #include <thread>
 
-#include "cuda/expert_rig.h"
+#include "cuda/gpu_expert_rounds.h"
 
 namespace waybill {
 namespace {
 
+using test::AnsweredCase;
 using test::at;
 using test::DeviceArena;
 using test::DeviceInput;
 using test::ExpertCase;
 using test::ExpertRig;
 using test::same_bytes;
+using test::small_config;
 
 constexpr std::int64_t arena_bytes = std::int64_t{64} << 20;
-
-/// @param ranks_per_node 0: one node
-EPConfig config_of(std::int32_t world_size, std::int32_t ranks_per_node = 0) {
-  EPConfig config;
-  config.max_tokens = 60;
-  config.hidden = 256;
-  config.topk = 4;
-  config.num_experts = 16;
-  config.world_size = world_size;
-  config.local_world_size = ranks_per_node == 0 ? world_size : ranks_per_node;
-  return config;
-}
 
 /// The same experts again, other tokens and weights.
 void dispatch_with_earlier_tables(const EPConfig& config) {
@@ -71,26 +61,17 @@ void dispatch_with_earlier_tables(const EPConfig& config) {
   }
 }
 
-TEST(GpuExpertCalls, a_dispatch_with_earlier_tables) { dispatch_with_earlier_tables(config_of(2)); }
+TEST(GpuExpertCalls, a_dispatch_with_earlier_tables) {
+  dispatch_with_earlier_tables(small_config(2));
+}
 TEST(GpuExpertCalls, a_dispatch_with_earlier_tables_on_nodes) {
-  dispatch_with_earlier_tables(config_of(4, 2));
+  dispatch_with_earlier_tables(small_config(4, 2));
 }
 
-/// What one step makes of a case: rows dispatched, and the sum of what experts answer to them:
-/// here the rows themselves.
-struct Step {
-  ExpertCase the;
-  ExpertDispatch dispatch;
-  std::vector<HostTensor> sums;
-};
-
-std::vector<Step> random_steps(const EPConfig& config, int count, Random& random) {
-  std::vector<Step> steps;
+std::vector<AnsweredCase> random_steps(const EPConfig& config, int count, Random& random) {
+  std::vector<AnsweredCase> steps;
   for (int i = 0; i < count; ++i) {
-    Step step{test::random_case(config, random), {}, {}};
-    step.dispatch = step.the.dispatch();
-    step.sums = simulate_expert_combine(step.dispatch, test::views_of(step.dispatch.recv_tokens));
-    steps.push_back(std::move(step));
+    steps.push_back(test::answered(test::random_case(config, random)));
   }
   return steps;
 }
@@ -109,7 +90,9 @@ void follow_each_other(const EPConfig& config) {
         Random delays(r);
         std::vector<TensorView> sums;
         std::vector<DeviceInput> inputs;
-        for (const Step& step : steps) inputs.emplace_back(arena, step.the, rig.config().rank);
+        for (const AnsweredCase& step : steps) {
+          inputs.emplace_back(arena, step.the, rig.config().rank);
+        }
         world.barrier();
         for (std::size_t i = 0; i < steps.size(); i += 2) {
           std::vector<std::shared_ptr<ExpertTables>> tables;
@@ -139,10 +122,10 @@ void follow_each_other(const EPConfig& config) {
 }
 
 TEST(GpuExpertCalls, calls_follow_each_other_without_barriers_and_with_late_ranks) {
-  follow_each_other(config_of(4));
+  follow_each_other(small_config(4));
 }
 TEST(GpuExpertCalls, calls_follow_each_other_without_barriers_and_with_late_ranks_on_nodes) {
-  follow_each_other(config_of(4, 2));
+  follow_each_other(small_config(4, 2));
 }
 
 /// More rows than the windows hold: told to the host, nothing behind the windows is written, and
@@ -195,10 +178,10 @@ void count_rows_past_the_capacity(const EPConfig& config) {
 }
 
 TEST(GpuExpertCalls, rows_past_the_capacity_are_counted_and_not_written) {
-  count_rows_past_the_capacity(config_of(2));
+  count_rows_past_the_capacity(small_config(2));
 }
 TEST(GpuExpertCalls, rows_past_the_capacity_are_counted_and_not_written_on_nodes) {
-  count_rows_past_the_capacity(config_of(4, 2));
+  count_rows_past_the_capacity(small_config(4, 2));
 }
 
 /// More rows than the windows hold, but the caller waits for the counts: larger windows come
@@ -234,10 +217,10 @@ void grow_between_counts_and_rows(const EPConfig& config) {
 }
 
 TEST(GpuExpertCalls, windows_grow_between_counts_and_rows) {
-  grow_between_counts_and_rows(config_of(2));
+  grow_between_counts_and_rows(small_config(2));
 }
 TEST(GpuExpertCalls, windows_grow_between_counts_and_rows_on_nodes) {
-  grow_between_counts_and_rows(config_of(4, 2));
+  grow_between_counts_and_rows(small_config(4, 2));
 }
 
 void report_ids_out_of_range(const EPConfig& config) {
@@ -268,10 +251,10 @@ void report_ids_out_of_range(const EPConfig& config) {
 }
 
 TEST(GpuExpertCalls, ids_out_of_range_are_dropped_and_reported) {
-  report_ids_out_of_range(config_of(2));
+  report_ids_out_of_range(small_config(2));
 }
 TEST(GpuExpertCalls, ids_out_of_range_are_dropped_and_reported_on_nodes) {
-  report_ids_out_of_range(config_of(4, 2));
+  report_ids_out_of_range(small_config(4, 2));
 }
 
 }  // namespace

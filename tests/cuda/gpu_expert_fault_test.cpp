@@ -5,7 +5,7 @@
 #include <chrono>
 #include <thread>
 
-#include "cuda/expert_rig.h"
+#include "cuda/gpu_expert_rounds.h"
 #include "support/run_ranks.h"
 
 namespace waybill {
@@ -22,13 +22,7 @@ constexpr std::int64_t arena_bytes = std::int64_t{64} << 20;
 /// Loses the device for the process, as the next one does: run them one by one.
 void a_rank_never_calls(bool in_combine, std::int32_t ranks_per_node) {
   constexpr std::int32_t world_size = 4;
-  EPConfig config;
-  config.max_tokens = 60;
-  config.hidden = 256;
-  config.topk = 4;
-  config.num_experts = 16;
-  config.world_size = world_size;
-  config.local_world_size = ranks_per_node;
+  const EPConfig config = test::small_config(world_size, ranks_per_node);
   Random random(36);
   const ExpertCase the = test::random_case(config, random);
   const ExpertDispatch dispatched = the.dispatch();

@@ -3,50 +3,28 @@
 #include <gtest/gtest.h>
 
 #include "cuda/captured.h"
-#include "cuda/expert_rig.h"
+#include "cuda/gpu_expert_rounds.h"
 
 namespace waybill {
 namespace {
 
+using test::AnsweredCase;
 using test::at;
 using test::Captured;
 using test::cuda_ok;
 using test::DeviceArena;
 using test::DeviceInput;
-using test::ExpertCase;
 using test::ExpertRig;
 using test::same_bytes;
+using test::small_config;
 
 constexpr std::int64_t num_tokens = 50;
 
-/// @param ranks_per_node 0: one node
-EPConfig config_of(std::int32_t world_size, std::int32_t ranks_per_node = 0) {
-  EPConfig config;
-  config.max_tokens = 60;
-  config.hidden = 256;
-  config.topk = 4;
-  config.num_experts = 16;
-  config.world_size = world_size;
-  config.local_world_size = ranks_per_node == 0 ? world_size : ranks_per_node;
-  return config;
-}
-
-/// A case, its rows, and the sums where experts answer with the rows themselves.
-struct Round {
-  ExpertCase the;
-  ExpertDispatch dispatch;
-  std::vector<HostTensor> sums;
-};
-
-std::vector<Round> random_rounds(const EPConfig& config) {
+std::vector<AnsweredCase> random_rounds(const EPConfig& config) {
   Random random(33);
-  std::vector<Round> rounds;
+  std::vector<AnsweredCase> rounds;
   for (int i = 0; i < 6; ++i) {
-    Round round{test::random_case(config, random, {.tokens = num_tokens}), {}, {}};
-    round.dispatch = round.the.dispatch();
-    round.sums =
-        simulate_expert_combine(round.dispatch, test::views_of(round.dispatch.recv_tokens));
-    rounds.push_back(std::move(round));
+    rounds.push_back(test::answered(test::random_case(config, random, {.tokens = num_tokens})));
   }
   return rounds;
 }
@@ -54,7 +32,7 @@ std::vector<Round> random_rounds(const EPConfig& config) {
 /// What one rank captures, and replays with the ids, tokens and weights of each round.
 class Replay {
  public:
-  Replay(World& world, const EPConfig& config, const std::vector<Round>& rounds)
+  Replay(World& world, const EPConfig& config, const std::vector<AnsweredCase>& rounds)
       : world_(world),
         rounds_(rounds),
         arena_(world, std::int64_t{64} << 20),
@@ -87,7 +65,7 @@ class Replay {
     world_.barrier();
     const Captured graph(stream(), calls);
     const auto r = at(rig_.config().rank);
-    for (const Round& round : rounds_) {
+    for (const AnsweredCase& round : rounds_) {
       const auto replace = [&](const ConstTensorView& to, const HostTensor& from) {
         arena_.copy(const_cast<std::byte*>(to.data), from.bytes().data(), from.size_bytes());
       };
@@ -104,7 +82,7 @@ class Replay {
 
  private:
   World& world_;
-  const std::vector<Round>& rounds_;
+  const std::vector<AnsweredCase>& rounds_;
   DeviceArena arena_;
   std::int64_t capacity_;
   ExpertRig rig_;
@@ -138,8 +116,8 @@ void replay_with_other_ids(const EPConfig& config) {
   });
 }
 
-TEST(GpuExpertGraph, replays_with_other_ids) { replay_with_other_ids(config_of(2)); }
-TEST(GpuExpertGraph, replays_with_other_ids_on_nodes) { replay_with_other_ids(config_of(4, 2)); }
+TEST(GpuExpertGraph, replays_with_other_ids) { replay_with_other_ids(small_config(2)); }
+TEST(GpuExpertGraph, replays_with_other_ids_on_nodes) { replay_with_other_ids(small_config(4, 2)); }
 
 /// A stream of the device, and events that let others follow it.
 class SideStream {
@@ -196,9 +174,9 @@ void replay_on_two_streams(const EPConfig& config) {
   });
 }
 
-TEST(GpuExpertGraph, of_two_streams) { replay_on_two_streams(config_of(2)); }
+TEST(GpuExpertGraph, of_two_streams) { replay_on_two_streams(small_config(2)); }
 TEST(GpuExpertGraph, of_two_streams_and_more_tokens) {
-  EPConfig config = config_of(2);
+  EPConfig config = small_config(2);
   config.max_tokens = 300;
   replay_on_two_streams(config);
 }

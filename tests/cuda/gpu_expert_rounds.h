@@ -112,6 +112,26 @@ inline EPConfig config_of(std::int32_t world_size, std::int32_t num_experts, std
   return config;
 }
 
+/// Of small calls. @param ranks_per_node 0: one node
+inline EPConfig small_config(std::int32_t world_size, std::int32_t ranks_per_node = 0) {
+  return on_nodes(config_of(world_size, 16, 4, 60, 256),
+                  ranks_per_node == 0 ? world_size : ranks_per_node);
+}
+
+/// A case, its rows, and the sums where experts answer with the rows themselves.
+struct AnsweredCase {
+  ExpertCase the;
+  ExpertDispatch dispatch;
+  std::vector<HostTensor> sums;
+};
+
+inline AnsweredCase answered(ExpertCase the) {
+  AnsweredCase step{std::move(the), {}, {}};
+  step.dispatch = step.the.dispatch();
+  step.sums = simulate_expert_combine(step.dispatch, views_of(step.dispatch.recv_tokens));
+  return step;
+}
+
 inline void check_random(const EPConfig& config, const EPDispatchOptions& options, int count,
                          std::uint64_t number, const std::vector<int>& sms = {8, 1, 16}) {
   Random random(number);

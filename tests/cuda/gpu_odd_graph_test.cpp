@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "cuda/captured.h"
-#include "cuda/expert_rig.h"
+#include "cuda/gpu_expert_rounds.h"
 #include "support/sequence_expected.h"
 #include "waybill/runtime/ep_all2all_layer.h"
 #include "waybill/runtime/sequence_dispatcher.h"
@@ -15,12 +15,12 @@
 namespace waybill {
 namespace {
 
+using test::AnsweredCase;
 using test::at;
 using test::Captured;
 using test::DeviceArena;
 using test::DeviceInput;
 using test::Expected;
-using test::ExpertCase;
 using test::same_bytes;
 using Views = std::vector<ConstTensorView>;
 
@@ -151,22 +151,12 @@ void check_sequences(std::int32_t world_size) {
 TEST(GpuOddGraph, two_ranks) { check_sequences(2); }
 TEST(GpuOddGraph, four_ranks) { check_sequences(4); }
 
-/// A dispatch of one layer of experts, and the sums of the rows themselves.
-struct ExpertRound {
-  ExpertCase the;
-  ExpertDispatch dispatch;
-  std::vector<HostTensor> sums;
-};
-
-std::vector<ExpertRound> expert_rounds(const EPConfig& config) {
+std::vector<AnsweredCase> expert_rounds(const EPConfig& config) {
   Random random(71);
-  std::vector<ExpertRound> rounds;
+  std::vector<AnsweredCase> rounds;
   for (int i = 0; i < num_rounds; ++i) {
-    ExpertRound round{test::random_case(config, random, {.tokens = config.max_tokens}), {}, {}};
-    round.dispatch = round.the.dispatch();
-    round.sums =
-        simulate_expert_combine(round.dispatch, test::views_of(round.dispatch.recv_tokens));
-    rounds.push_back(std::move(round));
+    rounds.push_back(
+        test::answered(test::random_case(config, random, {.tokens = config.max_tokens})));
   }
   return rounds;
 }
