@@ -169,8 +169,7 @@ __device__ void tell_placed(const RouteParams& p, std::uint64_t epoch) {
   __threadfence();
   for (auto source = static_cast<std::int32_t>(block_idx()); source < p.shape.world_size;
        source += static_cast<std::int32_t>(num_blocks())) {
-    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p.m.state->placed + source), "l"(epoch)
-                 : "memory");
+    store_relaxed(p.m.state->placed + source, epoch);
   }
 }
 

@@ -63,12 +63,17 @@ __device__ inline void await_blocks(const MoeMeet& m) {
   __syncthreads();
 }
 
+/// For other kernels of this device. What was written before is seen with it only behind a fence.
+__device__ inline void store_relaxed(std::uint64_t* at, std::uint64_t value) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+
 /// Lets the kernel behind this one on the stream take its place on the device, if it was launched
 /// to do so, and tells it the epoch of the call. All threads: the first that says so speaks for its
 /// block.
 __device__ inline void let_next_begin(MoeState* state, std::uint64_t epoch) {
   if (block_idx() == 0 && threadIdx.x == 0) {
-    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(&state->begun), "l"(epoch) : "memory");
+    store_relaxed(&state->begun, epoch);
     __threadfence();
   }
   __syncthreads();
