@@ -39,6 +39,8 @@ void raise_timeout(const Timeout& error) {
 void translate(const std::exception_ptr& thrown, void* /*payload*/) {
   try {
     std::rethrow_exception(thrown);
+  } catch (const Disagreement& e) {
+    raise("Disagreement", e.what());
   } catch (const InvalidArgument& e) {
     raise("InvalidArgument", e.what());
   } catch (const Unsupported& e) {

@@ -13,6 +13,10 @@ class InvalidArgument(Error, ValueError):
     """The caller passed something wrong."""
 
 
+class Disagreement(InvalidArgument):
+    """Ranks do not mean the same collective call: the operation, two ranks and what differs."""
+
+
 class ShapeMismatch(InvalidArgument, RuntimeError):
     """Tensors that do not fit the metadata in a simulation; a RuntimeError in the original."""
 
@@ -63,6 +67,7 @@ class InternalError(Error, RuntimeError):
 _ALL = [
     Error,
     InvalidArgument,
+    Disagreement,
     ShapeMismatch,
     RankOutOfRange,
     NotThreeAxes,

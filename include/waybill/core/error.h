@@ -19,6 +19,13 @@ class InvalidArgument : public Error {
   using Error::Error;
 };
 
+/// Ranks do not mean the same collective call. The text names the operation, two ranks and what
+/// differs. The object that was called is unusable afterwards.
+class Disagreement : public InvalidArgument {
+ public:
+  using InvalidArgument::InvalidArgument;
+};
+
 /// The request is well formed, but this build cannot serve it. The text lists what it can.
 class Unsupported : public Error {
  public:

@@ -1,0 +1,115 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "waybill/core/topology.h"
+
+namespace waybill {
+
+/// What a rank does in one collective call.
+enum class CollectiveCall : std::uint8_t {
+  none,
+  dispatch,              ///< of a SequenceDispatcher
+  kv_gradient,           ///< of a SequenceDispatcher
+  expert_dispatch,       ///< with counting
+  expert_known_routing,  ///< a dispatch by the layout of an earlier one
+  combine,
+  realign,  ///< an empty call, before or behind a graph with an odd number of calls
+};
+
+/// Bits of CallFingerprint::flags.
+enum class CallFlag : std::uint8_t {
+  weights = 1,           ///< weights are given
+  scatter_indices = 2,   ///< full_scatter_indices are given
+  weighted = 4,          ///< combine multiplies by the weights
+  local_combine = 8,     ///< combine sums on the experts' rank first
+  needs_gradients = 16,  ///< the caller will run the backward calls
+};
+
+/// What a rank believes of one collective call; ranks compare it where they meet. What ranks may
+/// choose for themselves (num_sms, their number of tokens, biases) is not in it.
+struct CallFingerprint {
+  CollectiveCall call = CollectiveCall::none;
+  std::uint8_t flags = 0;     ///< of CallFlag
+  std::uint32_t origin = 0;   ///< number of the dispatch that the call belongs to; 0: none
+  std::uint64_t plan = 0;     ///< hash of the plan: lines of all ranks, relay, batches
+  std::uint64_t formats = 0;  ///< hash of dtype, hidden and parts
+  std::uint64_t options = 0;  ///< hash of what else must be the same
+};
+
+inline constexpr std::size_t fingerprint_words = 4;
+/// The value of a word lies above the tag: the lower bits of the call's number, by which a word
+/// says whether it is of this call.
+inline constexpr int fingerprint_tag_bits = 16;
+inline constexpr std::uint64_t fingerprint_tag_mask =
+    (std::uint64_t{1} << fingerprint_tag_bits) - 1;
+
+using FingerprintWords = std::array<std::uint64_t, fingerprint_words>;
+
+/// The words without tags: 48 bits of each hash.
+[[nodiscard]] FingerprintWords pack_fingerprint(const CallFingerprint& fingerprint);
+
+/// A word of a call on its way.
+[[nodiscard]] constexpr std::uint64_t tagged_word(std::uint64_t word, std::uint64_t epoch) {
+  return (word & ~fingerprint_tag_mask) | (epoch & fingerprint_tag_mask);
+}
+
+/// Whether a word is of this call, or of the one two calls before.
+[[nodiscard]] constexpr bool is_of_call(std::uint64_t word, std::uint64_t epoch) {
+  return (word & fingerprint_tag_mask) == (epoch & fingerprint_tag_mask);
+}
+
+/// All words in one, untagged, where there is room for one.
+[[nodiscard]] std::uint64_t fold_fingerprint(const FingerprintWords& words);
+
+/// Where the words of a rank stand in a pad that has `signals` slots for other things: `parity` of
+/// the call's number. They begin at multiples of 32 bytes.
+[[nodiscard]] constexpr std::int64_t first_fingerprint_slot(std::int64_t signals) {
+  constexpr std::int64_t words = fingerprint_words;
+  return (signals + words - 1) / words * words;
+}
+[[nodiscard]] constexpr std::int64_t fingerprint_slot(std::int64_t signals, std::int32_t world_size,
+                                                      std::uint64_t epoch, std::int32_t rank) {
+  constexpr std::int64_t words = fingerprint_words;
+  return first_fingerprint_slot(signals) +
+         (static_cast<std::int64_t>(epoch % 2) * world_size + rank) * words;
+}
+/// Slots of a pad with room for the words of all ranks.
+[[nodiscard]] constexpr std::int64_t with_fingerprints(std::int64_t signals,
+                                                       std::int32_t world_size) {
+  return fingerprint_slot(signals, world_size, 0, 2 * world_size);
+}
+
+/// Whether two ranks mean the same call; tags do not count.
+[[nodiscard]] bool same_call(const FingerprintWords& mine, const FingerprintWords& theirs);
+
+/// What differs, as an error's text: "dispatch: ranks disagree in call 7: rank 0 calls dispatch,
+/// rank 2 kv_gradient", "...: plan differs between rank 0 and rank 2 (0x1f.., 0x2e..), expected the
+/// same on all ranks".
+[[nodiscard]] std::string describe_disagreement(std::string_view operation, std::uint64_t epoch,
+                                                Rank me, const FingerprintWords& mine, Rank peer,
+                                                const FingerprintWords& theirs);
+
+/// A hash of what is added, one after the other; the same on every machine. FNV-1a over words of 64
+/// bits, each mixed as in splitmix64.
+class Hash {
+ public:
+  Hash& add(std::uint64_t value);
+  Hash& add(std::int64_t value) { return add(static_cast<std::uint64_t>(value)); }
+  Hash& add(std::int32_t value) { return add(static_cast<std::int64_t>(value)); }
+  Hash& add(bool value) { return add(std::uint64_t{value ? 1U : 0U}); }
+  Hash& add(double value);
+  Hash& add(std::span<const std::int64_t> values);
+  Hash& add(std::span<const std::int32_t> values);
+  [[nodiscard]] std::uint64_t value() const noexcept { return value_; }
+
+ private:
+  std::uint64_t value_ = 0xCBF2'9CE4'8422'2325;
+};
+
+}  // namespace waybill

@@ -1,0 +1,162 @@
+#include "waybill/runtime/fingerprint.h"
+
+#include <bit>
+
+#include "waybill/core/error.h"
+
+namespace waybill {
+namespace {
+
+constexpr std::uint64_t high_48(std::uint64_t hash) { return hash & ~fingerprint_tag_mask; }
+
+// Word 0, above the tag: operation, flags, origin.
+constexpr int call_shift = fingerprint_tag_bits;
+constexpr int flags_shift = call_shift + 8;
+constexpr int origin_shift = flags_shift + 8;
+
+CollectiveCall call_of(std::uint64_t word) {
+  return static_cast<CollectiveCall>(word >> call_shift & 0xFF);
+}
+std::uint8_t flags_of(std::uint64_t word) {
+  return static_cast<std::uint8_t>(word >> flags_shift & 0xFF);
+}
+std::uint32_t origin_of(std::uint64_t word) {
+  return static_cast<std::uint32_t>(word >> origin_shift);
+}
+
+const char* name_of(CollectiveCall call) {
+  switch (call) {
+    case CollectiveCall::dispatch:
+      return "dispatch";
+    case CollectiveCall::kv_gradient:
+      return "kv_gradient";
+    case CollectiveCall::expert_dispatch:
+      return "dispatch";
+    case CollectiveCall::expert_known_routing:
+      return "dispatch with the layout of an earlier one";
+    case CollectiveCall::combine:
+      return "combine";
+    case CollectiveCall::realign:
+      return "a call behind a graph with an odd number of calls";
+    case CollectiveCall::none:
+      break;
+  }
+  return "an unknown call";
+}
+
+const char* name_of(CallFlag flag) {
+  switch (flag) {
+    case CallFlag::weights:
+      return "weights";
+    case CallFlag::scatter_indices:
+      return "full_scatter_indices";
+    case CallFlag::weighted:
+      return "weighted";
+    case CallFlag::local_combine:
+      return "local_combine";
+    case CallFlag::needs_gradients:
+      return "needs_gradients";
+  }
+  return "a flag";
+}
+
+constexpr CallFlag all_flags[] = {CallFlag::weights, CallFlag::scatter_indices, CallFlag::weighted,
+                                  CallFlag::local_combine, CallFlag::needs_gradients};
+
+/// The first flag that differs.
+std::string describe_flags(std::uint8_t mine, Rank me, std::uint8_t theirs, Rank peer) {
+  for (const CallFlag flag : all_flags) {
+    const auto bit = static_cast<std::uint8_t>(flag);
+    if (((mine ^ theirs) & bit) == 0) continue;
+    const bool here = (mine & bit) != 0;
+    return concat(name_of(flag), " = ", here ? "true" : "false", " on rank ", me, ", ",
+                  here ? "false" : "true", " on rank ", peer);
+  }
+  return concat("flags ", int{mine}, " on rank ", me, ", ", int{theirs}, " on rank ", peer);
+}
+
+std::string describe_hash(const char* what, std::uint64_t mine, Rank me, std::uint64_t theirs,
+                          Rank peer) {
+  std::ostringstream text;
+  text << what << " differs: hash " << std::hex << (mine >> fingerprint_tag_bits) << std::dec
+       << " on rank " << me << ", " << std::hex << (theirs >> fingerprint_tag_bits) << std::dec
+       << " on rank " << peer;
+  return text.str();
+}
+
+std::string describe_first(Rank me, const FingerprintWords& mine, Rank peer,
+                           const FingerprintWords& theirs) {
+  if (call_of(mine[0]) != call_of(theirs[0])) {
+    return concat("rank ", me, " calls ", name_of(call_of(mine[0])), ", rank ", peer, " ",
+                  name_of(call_of(theirs[0])));
+  }
+  if (flags_of(mine[0]) != flags_of(theirs[0])) {
+    return describe_flags(flags_of(mine[0]), me, flags_of(theirs[0]), peer);
+  }
+  if (origin_of(mine[0]) != origin_of(theirs[0])) {
+    return concat("the call belongs to dispatch ", origin_of(mine[0]), " on rank ", me,
+                  ", to dispatch ", origin_of(theirs[0]), " on rank ", peer);
+  }
+  constexpr const char* names[] = {"", "the plan", "the tensors' format (dtype, hidden, parts)",
+                                   "an option"};
+  for (std::size_t w = 2; w > 0; --w) {  // other formats make another plan
+    if (high_48(mine[w]) != high_48(theirs[w])) {
+      return describe_hash(names[w], mine[w], me, theirs[w], peer);
+    }
+  }
+  return describe_hash(names[3], mine[3], me, theirs[3], peer);
+}
+
+}  // namespace
+
+FingerprintWords pack_fingerprint(const CallFingerprint& fingerprint) {
+  const auto call = static_cast<std::uint64_t>(fingerprint.call);
+  return {call << call_shift | std::uint64_t{fingerprint.flags} << flags_shift |
+              std::uint64_t{fingerprint.origin} << origin_shift,
+          high_48(fingerprint.plan), high_48(fingerprint.formats), high_48(fingerprint.options)};
+}
+
+std::uint64_t fold_fingerprint(const FingerprintWords& words) {
+  Hash hash;
+  for (const std::uint64_t word : words) hash.add(high_48(word));
+  return high_48(hash.value());
+}
+
+bool same_call(const FingerprintWords& mine, const FingerprintWords& theirs) {
+  for (std::size_t w = 0; w < fingerprint_words; ++w) {
+    if (high_48(mine[w]) != high_48(theirs[w])) return false;
+  }
+  return true;
+}
+
+std::string describe_disagreement(std::string_view operation, std::uint64_t epoch, Rank me,
+                                  const FingerprintWords& mine, Rank peer,
+                                  const FingerprintWords& theirs) {
+  return concat(operation, ": ranks disagree in call ", epoch, ": ",
+                describe_first(me, mine, peer, theirs), "; expected the same on all ranks");
+}
+
+Hash& Hash::add(std::uint64_t value) {
+  std::uint64_t x = value + 0x9E37'79B9'7F4A'7C15;
+  x = (x ^ (x >> 30)) * 0xBF58'476D'1CE4'E5B9;
+  x = (x ^ (x >> 27)) * 0x94D0'49BB'1331'11EB;
+  x ^= x >> 31;
+  value_ = (std::rotl(value_, 5) ^ x) * 0x0000'0100'0000'01B3;
+  return *this;
+}
+
+Hash& Hash::add(double value) { return add(std::bit_cast<std::uint64_t>(value)); }
+
+Hash& Hash::add(std::span<const std::int64_t> values) {
+  add(static_cast<std::uint64_t>(values.size()));
+  for (const std::int64_t value : values) add(value);
+  return *this;
+}
+
+Hash& Hash::add(std::span<const std::int32_t> values) {
+  add(static_cast<std::uint64_t>(values.size()));
+  for (const std::int32_t value : values) add(value);
+  return *this;
+}
+
+}  // namespace waybill
