@@ -8,9 +8,9 @@ from . import moe as moe
 from ._core import version as __version__
 from .errors import (
     CudaError,
+    Disagreement,
     Error,
     InternalError,
-    Disagreement,
     InvalidArgument,
     IoError,
     NotThreeAxes,
@@ -75,10 +75,10 @@ __all__ = [
     "AttnLayout",
     "Comparison",
     "CudaError",
+    "Disagreement",
     "Error",
     "Finding",
     "InternalError",
-    "Disagreement",
     "InvalidArgument",
     "IoError",
     "Metadata",

@@ -8,9 +8,9 @@ the random generators without a seed draw from torch's global generator, in the 
 from .._dispatcher import ReadyPlan, TensorFormat
 from ..errors import (
     CudaError,
+    Disagreement,
     Error,
     InternalError,
-    Disagreement,
     InvalidArgument,
     IoError,
     NotThreeAxes,
@@ -72,10 +72,10 @@ __all__ = [
     "AttnLayout",
     "Comparison",
     "CudaError",
+    "Disagreement",
     "Error",
     "Finding",
     "InternalError",
-    "Disagreement",
     "InvalidArgument",
     "IoError",
     "Metadata",
