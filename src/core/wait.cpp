@@ -1,0 +1,104 @@
+#include "waybill/core/wait.h"
+
+#include <algorithm>
+#include <csignal>
+#include <thread>
+#include <utility>
+
+namespace waybill {
+namespace {
+
+constexpr double check_every_s = 0.02;
+constexpr double shortest_sleep_s = 50e-6;
+constexpr double longest_sleep_s = 1e-3;
+constexpr double share_of_waited = 1.0 / 64;  // what a sleep may add to a long wait
+
+std::atomic<InterruptCheck> installed_check = nullptr;
+std::atomic<bool> got_sigint = false;
+static_assert(std::atomic<bool>::is_always_lock_free);  // a signal handler sets it
+
+thread_local std::shared_ptr<const WaitScope> current_scope;
+
+/// The handler is gone when it is called: the next signal does what it did before.
+void note_sigint(int /*signal*/) { got_sigint = true; }
+
+}  // namespace
+
+void check_interrupt() {
+  if (current_scope != nullptr) current_scope->check();
+  if (got_sigint) throw Interrupted("interrupted by SIGINT");
+  if (const InterruptCheck check = installed_check) check();
+}
+
+PollingWait::PollingWait(double timeout_s, double yields_s)
+    : timeout_s_(timeout_s), yields_s_(yields_s), next_check_s_(check_every_s) {}
+
+double PollingWait::waited_s() const {
+  return std::chrono::duration<double>(Clock::now() - start_).count();
+}
+
+bool PollingWait::pause() {
+  const double waited = waited_s();
+  if (waited > timeout_s_) return false;
+  if (waited >= next_check_s_) {
+    check_interrupt();
+    next_check_s_ = waited + check_every_s - longest_sleep_s;
+  }
+  if (waited < yields_s_) {
+    std::this_thread::yield();
+  } else {
+    const double sleep = std::clamp(waited * share_of_waited, shortest_sleep_s, longest_sleep_s);
+    std::this_thread::sleep_for(std::chrono::duration<double>(sleep));
+  }
+  return true;
+}
+
+InterruptCheck set_interrupt_check(InterruptCheck check) noexcept {
+  return installed_check.exchange(check);
+}
+
+struct EndWaitsOnSigint::Before {
+  struct sigaction action = {};
+};
+
+EndWaitsOnSigint::EndWaitsOnSigint() : before_(std::make_unique<Before>()) {
+  got_sigint = false;
+  struct sigaction action = {};
+  action.sa_handler = note_sigint;
+  action.sa_flags = static_cast<int>(SA_RESETHAND);
+  (void)sigemptyset(&action.sa_mask);
+  (void)sigaction(SIGINT, &action, &before_->action);
+}
+
+EndWaitsOnSigint::~EndWaitsOnSigint() {
+  (void)sigaction(SIGINT, &before_->action, nullptr);
+  got_sigint = false;
+}
+
+void WaitScope::fail(std::string_view reason) noexcept { end(End::failed, reason); }
+
+void WaitScope::interrupt(std::string_view reason) noexcept { end(End::interrupted, reason); }
+
+void WaitScope::end(End how, std::string_view reason) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (end_ != End::none) return;
+  try {
+    reason_ = reason;
+  } catch (const std::exception&) {  // no memory: it ends without a text
+    reason_.clear();
+  }
+  end_ = how;
+}
+
+void WaitScope::throw_end() const {
+  const std::lock_guard lock(mutex_);
+  if (end_ == End::interrupted) throw Interrupted(reason_);
+  throw PeerFailed(reason_);
+}
+
+EnteredWaitScope::EnteredWaitScope(std::shared_ptr<const WaitScope> scope) noexcept
+    : before_(std::exchange(current_scope, std::move(scope))) {}
+
+EnteredWaitScope::~EnteredWaitScope() { current_scope = std::move(before_); }
+
+}  // namespace waybill

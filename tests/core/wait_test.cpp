@@ -1,0 +1,123 @@
+#include "waybill/core/wait.h"
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <limits>
+#include <memory>
+#include <thread>
+
+#include "waybill/core/error.h"
+
+namespace waybill {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+/// Waits for nothing until somebody ends it. @return seconds waited
+template <class Expected>
+double wait_for_end(double timeout_s = 10) {
+  PollingWait wait(timeout_s);
+  EXPECT_THROW(while (wait.pause()){}, Expected);
+  return wait.waited_s();
+}
+
+TEST(PollingWait, EndsAtItsDeadline) {
+  for (const double timeout : {1e-4, 0.05}) {
+    PollingWait wait(timeout);
+    while (wait.pause()) {
+    }
+    EXPECT_GE(wait.waited_s(), timeout);
+    EXPECT_LT(wait.waited_s(), timeout + 0.5);
+  }
+}
+
+TEST(PollingWait, LongAndEndlessDeadlinesDoNotOverflow) {
+  for (const double timeout : {1e10, 1e300, std::numeric_limits<double>::infinity()}) {
+    PollingWait wait(timeout);
+    const auto start = Clock::now();
+    while (seconds_since(start) < 0.02) ASSERT_TRUE(wait.pause()) << timeout;
+  }
+}
+
+TEST(PollingWait, AFailedScopeEndsIt) {
+  const auto scope = std::make_shared<WaitScope>();
+  std::thread other([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    scope->fail("rank 1 failed: no luck");
+    scope->fail("rank 2 failed: later");
+  });
+  {
+    const EnteredWaitScope entered(scope);
+    EXPECT_LT(wait_for_end<PeerFailed>(), 0.2);
+    try {
+      check_interrupt();
+      ADD_FAILURE() << "expected PeerFailed";
+    } catch (const PeerFailed& error) {
+      EXPECT_STREQ(error.what(), "rank 1 failed: no luck");
+    }
+  }
+  other.join();
+  check_interrupt();  // the scope was left
+}
+
+TEST(PollingWait, AnInterruptedScopeEndsItAsInterrupted) {
+  const auto outer = std::make_shared<WaitScope>();
+  const auto inner = std::make_shared<WaitScope>();
+  const EnteredWaitScope entered(outer);
+  outer->interrupt("by the user");
+  {
+    const EnteredWaitScope nested(inner);
+    check_interrupt();  // the inner one decides
+  }
+  EXPECT_THROW(check_interrupt(), Interrupted);
+}
+
+TEST(PollingWait, AnInstalledCheckEndsIt) {
+  const InterruptCheck before = set_interrupt_check([] { throw Interrupted("somebody said so"); });
+  EXPECT_LT(wait_for_end<Interrupted>(), 0.2);
+  EXPECT_NE(set_interrupt_check(before), nullptr);
+  check_interrupt();
+}
+
+TEST(EndWaitsOnSigint, EveryThreadIsTold) {
+  const EndWaitsOnSigint guard;
+  double waited = 10;
+  std::thread other([&] { waited = wait_for_end<Interrupted>(); });
+  ASSERT_EQ(kill(getpid(), SIGINT), 0);
+  EXPECT_LT(wait_for_end<Interrupted>(), 0.2);
+  other.join();
+  EXPECT_LT(waited, 0.2);
+}
+
+TEST(EndWaitsOnSigint, TheSecondEndsTheProgram) {
+  const pid_t child = fork();
+  if (child == 0) {
+    const EndWaitsOnSigint guard;
+    (void)raise(SIGINT);
+    (void)raise(SIGINT);
+    _exit(3);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGINT) << status;
+}
+
+TEST(EndWaitsOnSigint, AfterwardsNothingIsLeft) {
+  {
+    const EndWaitsOnSigint guard;
+    (void)raise(SIGINT);
+    EXPECT_THROW(check_interrupt(), Interrupted);
+  }
+  check_interrupt();
+}
+
+}  // namespace
+}  // namespace waybill
