@@ -15,6 +15,7 @@ std::string describe(const MissedWait& missed) {
     text << " (node " << missed.peer_node << ", local_rank " << missed.peer_local << ")";
   }
   text << "; last seen " << missed.seen;
+  if (missed.in_call) text << "; ranks may be in different calls";
   return text.str();
 }
 

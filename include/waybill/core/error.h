@@ -55,6 +55,7 @@ struct MissedWait {
   double seconds = 0;            ///< waited
   std::int32_t peer_node = -1;   ///< -1: not known
   std::int32_t peer_local = -1;  ///< the peer's index inside its node
+  bool in_call = false;          ///< of a collective call: ranks may be in different ones
 };
 
 /// A rank stayed silent past the deadline.

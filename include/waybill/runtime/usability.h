@@ -22,12 +22,19 @@ class Usability {
 
   void end(std::string why) { why_ = std::move(why); }
 
-  /// Calls, and ends with the text of a Timeout or TransportError that comes out.
+  /// Makes a collective call, and ends with the text of a Timeout, Disagreement or TransportError
+  /// that comes out. A Timeout then says that ranks may be in different calls.
   template <class Call>
   void guard(Call&& call) {
     try {
       std::forward<Call>(call)();
     } catch (const Timeout& error) {
+      MissedWait missed = error.missed();
+      missed.in_call = true;
+      Timeout told(std::move(missed));
+      end(told.what());
+      throw told;
+    } catch (const Disagreement& error) {
       end(error.what());
       throw;
     } catch (const TransportError& error) {
