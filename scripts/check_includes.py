@@ -45,7 +45,6 @@ THIRD_PARTY = {
     "CLI/": ("src/cli/",),
     "gtest/": ("tests/",),
     "gmock/": ("tests/",),
-    "rapidcheck": ("tests/",),
     "benchmark/": ("bench/",),
     "nvshmem": ("src/cuda/nvshmem/",),
     "nccl.h": ("src/cuda/nccl/",),
