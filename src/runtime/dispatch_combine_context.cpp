@@ -42,7 +42,8 @@ DispatchCombineContext DispatchCombineContext::with_rows(World& world, const EPC
   memory.board = transport.allocate(memory.board_layout.total, "board of experts");
   context.allocate_windows(rows);
   memory.signals = transport.allocate_signals(
-      num_expert_signals * config.world_size + num_executor_slots, "signals of experts");
+      with_fingerprints(num_layer_signals(config.world_size), config.world_size),
+      "signals of experts");
   return context;
 }
 

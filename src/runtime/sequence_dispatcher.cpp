@@ -71,8 +71,9 @@ SequenceDispatcher::SequenceDispatcher(World& world, SequenceDispatcherOptions o
   require(options.max_window_bytes >= 0,
           "SequenceDispatcher: max_window_bytes = ", options.max_window_bytes, ", expected >= 0");
   world.transport().require_same("SequenceDispatcher", common_settings(options_));
-  arrivals_ =
-      world.transport().allocate_signals(world.world_size() + num_executor_slots, "arrivals");
+  const std::int32_t ranks = world.world_size();
+  arrivals_ = world.transport().allocate_signals(
+      with_fingerprints(num_arrival_signals(ranks), ranks), "arrivals");
   slots_ = world.transport().allocate_signals(pad_size(world.world_size(), least_batch_slots),
                                               "slots of batches");
 }
@@ -216,6 +217,11 @@ SequenceCall SequenceDispatcher::next_call(const char* who, const ReadyPlan& rea
           .arrivals = &arrivals_,
           .slots = &slots_,
           .epoch = epoch_ + 1,
+          .fingerprint = {.call = ready.plan_.operation == SequenceOperation::dispatch
+                                      ? CollectiveCall::dispatch
+                                      : CollectiveCall::kv_gradient,
+                          .plan = ready.plan_.fingerprint,
+                          .formats = ready.plan_.formats},
           .num_sms = options_.num_sms,
           .stream = stream};
 }

@@ -37,7 +37,7 @@ class ExpertRig {
     take_windows(capacity);
     memory_.board = transport.allocate(memory_.board_layout.total, "board");
     memory_.signals = transport.allocate_signals(
-        num_expert_signals * config_.world_size + num_executor_slots, "signals");
+        with_fingerprints(num_layer_signals(config_.world_size), config_.world_size), "signals");
     executor_ = world.executor().make_expert_executor(config_, options_, memory_);
   }
   ExpertRig(const ExpertRig&) = delete;

@@ -106,6 +106,10 @@ struct SequencePlan {
   std::int32_t num_slots = 0;        ///< that the rank with the most needs
   NetworkProgram network;            ///< with `split_network`: what the batches leave to others
   std::vector<NetworkPhase> phases;  ///< with `pair_network`: the same, with what arrives
+
+  // The same on all ranks when all compile the same: what they compare when they meet.
+  std::uint64_t fingerprint = 0;  ///< hash of the lines and copies of all ranks and of their way
+  std::uint64_t formats = 0;      ///< hash of the parts' tensors
   PlanLimits limits;
 };
 

@@ -13,17 +13,24 @@ enum class FaultKind : std::uint32_t {
   wait,
   parity,
   moe_dispatch,
-  moe_combine
+  moe_combine,
+  disagreement
 };
+
+inline constexpr int fault_words = 4;
 
 /// Written by a kernel into pinned host memory, once; the host reads it when a call fails.
 struct FaultRecord {
   volatile FaultKind kind;  ///< written last
+  volatile FaultKind call;  ///< parity, disagreement: what the rank was doing; else none
   volatile std::int32_t rank;
   volatile std::int32_t peer;
   volatile std::uint64_t wanted;
   volatile std::uint64_t seen;
   volatile std::uint64_t waited_ns;
+  // disagreement: what the two ranks say of call `wanted`, see CallFingerprint.
+  volatile std::uint64_t mine[fault_words];
+  volatile std::uint64_t theirs[fault_words];
 };
 
 /// Where a kernel reports to, and how long it waits before it does.

@@ -59,7 +59,8 @@ class GpuExecutor final : public Executor {
   void dispatch(const SequenceCall& call) override {
     begin(call);
     if (call.num_sms == 0) {
-      const MeetParams meet = meet_params(call, *gpu_, FaultKind::dispatch, share_);
+      MeetParams meet = meet_params(call, *gpu_, FaultKind::dispatch, share_);
+      meet.fingerprint.plan = plan_of(call).fingerprint();
       copy_engine_.send_all(call);
       copy_engine_.join(call);
       gpu_->check(launch_meet(meet, stream_of(call.stream)), "launching a kernel", call.operation);
@@ -121,13 +122,13 @@ class GpuExecutor final : public Executor {
   void synchronize(Stream stream) override {
     gpu_->use();
     gpu_->check(cudaStreamSynchronize(stream_of(stream)), "waiting for a stream", "synchronize");
-    gpu_->throw_fault("synchronize");
+    gpu_->throw_fault();
   }
 
   void finish() override {
     gpu_->use();
     gpu_->check(cudaDeviceSynchronize(), "waiting for a device", "close");
-    gpu_->throw_fault("close");
+    gpu_->throw_fault();
   }
 
   [[nodiscard]] std::uint64_t capture(Stream stream) const override {
@@ -142,10 +143,12 @@ class GpuExecutor final : public Executor {
   void realign(const SequenceCall& call) override {
     if (has_nodes()) return;
     gpu_->use();
-    gpu_->throw_fault(call.operation);
+    gpu_->throw_fault();
     const bool sends = call.plan->operation == SequenceOperation::dispatch;
+    SequenceCall empty = call;
+    empty.fingerprint = {.call = CollectiveCall::realign};
     const MeetParams meet =
-        meet_params(call, *gpu_, sends ? FaultKind::dispatch : FaultKind::kv_gradient, share_);
+        meet_params(empty, *gpu_, sends ? FaultKind::dispatch : FaultKind::kv_gradient, share_);
     gpu_->check(launch_realign(meet, stream_of(call.stream)), "launching a kernel", call.operation);
   }
 
@@ -158,7 +161,7 @@ class GpuExecutor final : public Executor {
 
   void begin(const SequenceCall& call) const {
     gpu_->use();
-    gpu_->throw_fault(call.operation);
+    gpu_->throw_fault();
     if (!has_nodes()) return;
     if (leg_ == nullptr) {
       throw Unsupported(concat(call.operation, ": ", transport_.topology().num_nodes(),

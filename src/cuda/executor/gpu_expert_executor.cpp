@@ -86,14 +86,14 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
   void realign(const ExpertCall& call, ExpertTurns next) override {
     if (nodes_ != nullptr) return;
-    begin(call);
+    begin();
     const MoeMeet meet = params_.meet(call, FaultKind::moe_dispatch);
     check(launch_realign(meet, {{next.dispatch, next.combine}}, stream_of(call)), call);
   }
 
   std::shared_ptr<ExpertTables> route(const ExpertCall& call,
                                       const ExpertDispatchInput& input) override {
-    begin(call);
+    begin();
     auto tables = std::make_shared<GpuExpertTables>(config_, options_, memory_.capacity, pool_,
                                                     gpu_, stream_of(call), is_capturing(call));
     tables->num_tokens = input.ids.shape[0];
@@ -113,7 +113,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
   void enter(const ExpertCall& call, const ExpertDispatchInput& input,
              ExpertTables& tables) override {
-    begin(call);
+    begin();
     auto& the = static_cast<GpuExpertTables&>(tables);
     if (is_given(input.weights)) the.has_weights = true;
     if (nodes_ != nullptr) nodes_->exchange_weights(call, input, the, num_sms(call));
@@ -124,7 +124,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
   void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
                 ExpertTables& tables) override {
-    resume(call);
+    resume();
     auto& the = static_cast<GpuExpertTables&>(tables);
     const bool capturing = is_capturing(call);
     the.fit(memory_.capacity, stream_of(call), capturing);
@@ -168,7 +168,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
   void combine(const ExpertCall& call, const ExpertCombineInput& input,
                const ExpertTables& tables) override {
-    begin(call);
+    begin();
     const auto& the = static_cast<const GpuExpertTables&>(tables);
     if (input.rows.shape[0] > 0) stage(call, input, the);
     const CombineParams params = params_.combine(call, input, the);
@@ -181,7 +181,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
   }
 
   std::int64_t take_overflow() override {
-    gpu_->throw_fault("take_overflow");
+    gpu_->throw_fault();
     throw_bad_inputs();
     const std::int64_t rows = params_.faults()->most_rows;
     params_.faults()->most_rows = 0;
@@ -189,15 +189,15 @@ class GpuExpertExecutor final : public ExpertExecutor {
   }
 
  private:
-  void begin(const ExpertCall& call) const {
-    resume(call);
+  void begin() const {
+    resume();
     throw_bad_inputs();
   }
 
   /// In the middle of a call, on whose end the others count, bad inputs are no reason to stop.
-  void resume(const ExpertCall& call) const {
+  void resume() const {
     gpu_->use();
-    gpu_->throw_fault(call.operation);
+    gpu_->throw_fault();
   }
 
   /// A host that has waited for counts launches rows when all places are known.

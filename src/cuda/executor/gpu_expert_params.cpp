@@ -8,6 +8,7 @@
 #include "cuda_check.h"
 #include "waybill/core/at.h"
 #include "waybill/moe/expert_routing.h"
+#include "waybill/runtime/executor.h"
 
 namespace waybill::cuda {
 namespace {
@@ -107,6 +108,8 @@ MoeMeet ExpertParams::meet(const ExpertCall& call, FaultKind kind) const {
     std::uint64_t* const signals = memory_.signals.peers[at(r)];  // null on another node
     m.meet.peer_arrivals[r] = signals == nullptr ? nullptr : signals + slots;
   }
+  m.meet.fingerprint.first_slot = static_cast<std::int32_t>(
+      first_fingerprint_slot(num_layer_signals(config_.world_size)) - slots);
   m.turn = call.parity;
   return m;
 }

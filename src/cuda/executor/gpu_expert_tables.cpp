@@ -216,7 +216,7 @@ std::span<const std::int32_t> GpuExpertTables::wait_counts() {
       continue;
     }
     gpu_->check(status, "waiting for counts", "dispatch");
-    gpu_->throw_fault("dispatch");
+    gpu_->throw_fault();
   }
   num_recv_rows_.resize(at(std::int64_t{config_.world_size}));
   for (std::size_t r = 0; r < num_recv_rows_.size(); ++r) {

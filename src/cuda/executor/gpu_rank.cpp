@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cuda_check.h"
+#include "waybill/runtime/fingerprint.h"
 
 namespace waybill::cuda {
 namespace {
@@ -48,7 +49,27 @@ const char* name_of(FaultKind kind) {
   }
 }
 
+FingerprintWords words_of(const volatile std::uint64_t (&words)[fault_words]) {
+  FingerprintWords copy{};
+  std::ranges::copy(words, copy.begin());
+  return copy;
+}
+
+std::string describe_difference(const FaultRecord& record) {
+  return describe_disagreement(name_of(record.call), record.wanted, Rank{record.rank},
+                               words_of(record.mine), Rank{record.peer}, words_of(record.theirs));
+}
+
+std::string describe_parity(const FaultRecord& record) {
+  return concat(name_of(record.call), ": rank ", record.rank, " replayed a graph in epoch ",
+                record.seen, ", expected ", record.wanted == 0 ? "even" : "odd",
+                ": over several nodes a graph must hold an even number of calls of a dispatcher, "
+                "and of dispatches and of combines of a layer; its device is lost now");
+}
+
 std::string describe(const FaultRecord& record) {
+  if (record.kind == FaultKind::parity) return describe_parity(record);
+  if (record.kind == FaultKind::disagreement) return describe_difference(record);
   return concat(name_of(record.kind), ": rank ", record.rank,
                 " waited for signal >= ", record.wanted, " from rank ", record.peer, "; last seen ",
                 record.seen);
@@ -93,16 +114,11 @@ bool GpuRank::has_fault() const noexcept {
   return static_cast<const FaultRecord*>(record_.get())->kind != FaultKind::none;
 }
 
-void GpuRank::throw_fault(std::string_view operation) const {
+void GpuRank::throw_fault() const {
   const auto& record = *static_cast<const FaultRecord*>(record_.get());
   if (record.kind == FaultKind::none) return;
-  if (record.kind == FaultKind::parity) {
-    throw TransportError(concat(operation, ": rank ", rank_, " replayed a graph in epoch ",
-                                record.seen, ", expected ", record.wanted == 0 ? "even" : "odd",
-                                ": over several nodes a graph must hold an even number of calls "
-                                "of a dispatcher, and of dispatches and of combines of a layer; "
-                                "its device is lost now"));
-  }
+  if (record.kind == FaultKind::parity) throw TransportError(describe_parity(record));
+  if (record.kind == FaultKind::disagreement) throw Disagreement(describe_difference(record));
   throw Timeout({.operation = name_of(record.kind),
                  .rank = to_int(rank_),
                  .peer = record.peer,
@@ -117,7 +133,7 @@ void GpuRank::check(cudaError_t status, std::string_view doing, std::string_view
   if (status == cudaSuccess) [[likely]] {
     return;
   }
-  throw_fault(operation);
+  throw_fault();
   {
     const std::lock_guard lock(registry().mutex);
     for (const Registry::Entry& entry : registry().entries) {

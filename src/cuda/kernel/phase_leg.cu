@@ -19,8 +19,8 @@ __device__ void report_and_stay(const PhaseWaits& phase, const FaultSink& sink, 
                                 std::uint64_t wanted, std::uint64_t seen, std::uint64_t waited_ns,
                                 FaultKind kind) {
   const std::int32_t rank = phase.leg.rank;
-  if (sink.traps) report_and_trap(sink, kind, rank, peer, wanted, seen, waited_ns);
-  report(sink, kind, rank, peer, wanted, seen, waited_ns);
+  report(sink, kind, rank, peer, wanted, seen, waited_ns, phase.leg.kind);
+  if (sink.traps) end_context(sink);
   while (!is_given_up(phase.given_up)) __nanosleep(100'000);
 }
 

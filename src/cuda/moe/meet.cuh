@@ -14,7 +14,7 @@ __device__ inline bool is_off_turn(const MoeMeet& m, int kind, std::uint32_t nex
 __device__ inline std::uint64_t begin_moe_call(const MoeMeet& m, int kind) {
   const std::uint64_t epoch = m.state->call.epoch + 1;
   if (is_off_turn(m, kind, m.turn)) {
-    report_and_trap(m.meet.sink, FaultKind::parity, m.meet.rank, m.meet.rank, m.turn, epoch, 0);
+    report_parity(m.meet.sink, m.meet.kind, m.meet.rank, m.turn, epoch);
   }
   return epoch;
 }

@@ -130,8 +130,7 @@ class LegWork {
 template <class Wire>
 __device__ void run_leg(const LegParams& p, Wire& wire) {
   const std::uint64_t epoch = p.state->epoch + 1;
-  if (epoch % 2 != p.parity)
-    report_and_trap(p.sink, FaultKind::parity, p.rank, p.rank, p.parity, epoch, 0);
+  if (epoch % 2 != p.parity) report_parity(p.sink, p.kind, p.rank, p.parity, epoch);
   LegWork<Wire>(p, wire, epoch).run();
 }
 
