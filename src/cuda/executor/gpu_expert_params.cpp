@@ -1,6 +1,7 @@
 #include "gpu_expert_params.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <utility>
 
@@ -24,6 +25,15 @@ std::int64_t tokens_that_land(const EPConfig& config, std::int64_t row_bytes,
   if (!bulk || !config.is_intra_node() || config.world_size == 1) return 0;
   return std::min({std::int64_t{most_few_tokens}, config.max_tokens,
                    most_bytes / (config.world_size * (row_bytes + scale_bytes))});
+}
+
+/// What only tests set.
+std::uint32_t most_delay_ns() {
+  constexpr std::uint64_t most = 1'000'000'000;
+  const char* const text = std::getenv("WAYBILL_TEST_DELAY_NS");
+  if (text == nullptr) return 0;
+  return static_cast<std::uint32_t>(
+      std::min<std::uint64_t>(std::strtoull(text, nullptr, 10), most));
 }
 
 }  // namespace
@@ -72,6 +82,7 @@ ExpertParams::ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, i
       options_(options),
       memory_(memory),
       few_(few_route_fits(shape(0, 0))),
+      most_delay_ns_(most_delay_ns()),
       board_(config, options, few_) {
   const cudaStream_t stream = gpu_->stream();
   state_ = device_memory(sizeof(MoeState), stream);
@@ -111,6 +122,7 @@ MoeMeet ExpertParams::meet(const ExpertCall& call, FaultKind kind) const {
   m.meet.fingerprint.first_slot = static_cast<std::int32_t>(
       first_fingerprint_slot(num_layer_signals(config_.world_size)) - slots);
   m.turn = call.parity;
+  m.most_delay_ns = most_delay_ns_;
   return m;
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <initializer_list>
 #include <memory>
 
@@ -87,6 +88,7 @@ class ExpertParams {
   EPDispatchOptions options_;
   const ExpertMemory& memory_;
   bool few_;
+  std::uint32_t most_delay_ns_;  ///< MoeMeet's
   RecordBoard board_;
   SymmetricBuffer records_;
   SignalPad streams_;

@@ -312,6 +312,7 @@ __global__ void __launch_bounds__((Bulk ? bulk_warps : element_warps) * 32, 1)
     }
     __syncthreads();
   }
+  linger_block(p.m);
   if constexpr (Bulk) {
     BulkSum<Number, Weight> sum(p, *reinterpret_cast<BulkMemory*>(shared));
     if (p.weights != nullptr) {

@@ -166,6 +166,7 @@ __device__ void set_cursors(const MoeShape& s, const Scratch& scratch, int tile_
 __device__ void tell_placed(const RouteParams& p, std::uint64_t epoch) {
   __syncthreads();
   if (threadIdx.x != 0) return;
+  linger(p.m, DelayPoint::placed, epoch * num_blocks() + block_idx());
   __threadfence();
   for (auto source = static_cast<std::int32_t>(block_idx()); source < p.shape.world_size;
        source += static_cast<std::int32_t>(num_blocks())) {
@@ -184,7 +185,7 @@ __global__ void __launch_bounds__(route_threads)
   await_earlier_kernel();
   const std::uint64_t epoch = begin_moe_call(p.m, 0);
   std::int32_t* const ids = scratch.counts + s.world_size * n;
-  let_next_begin(p.m.state, epoch);
+  let_next_begin(p.m, epoch);
   tell_ids(p, epoch);
   clear_counts(scratch.counts, s.world_size * n);  // while ids are on their way
   clear_counts(scratch.cursors, tile_warps * n);

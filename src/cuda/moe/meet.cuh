@@ -1,6 +1,7 @@
 #pragma once
 
 #include "../kernel/meet.cuh"
+#include "delay.cuh"
 #include "moe_params.h"
 
 namespace waybill::cuda {
@@ -13,6 +14,7 @@ __device__ inline bool is_off_turn(const MoeMeet& m, int kind, std::uint32_t nex
 /// The epoch of a call that begins with this kernel. Every block asks once.
 __device__ inline std::uint64_t begin_moe_call(const MoeMeet& m, int kind) {
   const std::uint64_t epoch = m.state->call.epoch + 1;
+  linger(m, DelayPoint::rank, epoch);
   if (is_off_turn(m, kind, m.turn)) {
     report_parity(m.meet.sink, m.meet.kind, m.meet.rank, m.turn, epoch);
   }
@@ -68,18 +70,25 @@ __device__ inline void store_relaxed(std::uint64_t* at, std::uint64_t value) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
 
+/// The same with what this thread has written and seen before. Pairs with CallBegin.
+__device__ inline void store_released(std::uint64_t* at, std::uint64_t value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+
 /// Lets the kernel behind this one on the stream take its place on the device, if it was launched
-/// to do so, and tells it the epoch of the call. All threads: the first that says so speaks for its
-/// block.
-__device__ inline void let_next_begin(MoeState* state, std::uint64_t epoch) {
-  if (block_idx() == 0 && threadIdx.x == 0) {
-    store_relaxed(&state->begun, epoch);
-    __threadfence();
-  }
-  __syncthreads();
+/// to do so, and tells it the epoch of the call. The place alone tells it nothing: griddepcontrol
+/// orders no memory, so who does not wait for this kernel's end waits for the word. All threads,
+/// behind await_earlier_kernel(): the first that gives the place away speaks for its block.
+__device__ inline void let_next_begin(const MoeMeet& m, std::uint64_t epoch) {
+  const bool tells = block_idx() == 0 && threadIdx.x == 0;
+  if (tells && m.most_delay_ns == 0) store_released(&m.state->begun, epoch);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+  if (tells && m.most_delay_ns != 0) {
+    linger(m, DelayPoint::begun, epoch);
+    store_released(&m.state->begun, epoch);
+  }
 }
 
 /// Waits until the kernel before this one on the stream has ended, where this one was launched

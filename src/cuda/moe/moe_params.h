@@ -19,7 +19,7 @@ struct MoeState {
   std::uint32_t last_turn[2];  ///< 1 + parity of the last dispatch and combine; 0 before the first
   std::uint32_t next_unit;     ///< of the running dispatch: the next piece of arrived rows
   std::uint32_t arrived_blocks;  ///< of the running kernel, that have come to its middle
-  std::uint64_t begun;           ///< epoch of the call that runs
+  std::uint64_t begun;           ///< epoch of the dispatch that runs; 0 from its end on
   /// Few tokens: by source, the epoch of the last call that has placed its tokens, and written what
   /// receivers read of it.
   std::uint64_t placed[max_gpu_ranks];
@@ -83,7 +83,8 @@ struct MoeHostFaults {
 struct MoeMeet {
   MeetParams meet;  ///< slots: `entered`; its state is MoeState::call
   MoeState* state;
-  std::uint32_t turn;  ///< parity of this dispatch or combine
+  std::uint32_t turn;           ///< parity of this dispatch or combine
+  std::uint32_t most_delay_ns;  ///< for tests, see delay.cuh; else 0
 };
 
 /// The turns of the next dispatch and of the next combine.

@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(route_threads)
   const MoeShape& s = p.shape;
   const Scratch scratch = scratch_in(shared, s, tile_warps, keeps_counts);
   const std::uint64_t epoch = begin_moe_call(p.m, 0);
-  let_next_begin(p.m.state, epoch);
+  let_next_begin(p.m, epoch);
   const RoutePart part = part_of<S>(p);
   count_block<S>(p, part, scratch, tile_warps);
   tell_counts(p, part, scratch, epoch);
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(enter_threads)
   const MoeShape& s = p.shape;
   await_earlier_kernel();
   const std::uint64_t epoch = begin_moe_call(p.m, 0);
-  let_next_begin(p.m.state, epoch);
+  let_next_begin(p.m, epoch);
   if (!Nodes && threadIdx.x < 32) {
     if (blockIdx.x == 0) publish_to_all(p.m.meet, epoch);
     await_all(p.m.meet, epoch);

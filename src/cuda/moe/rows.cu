@@ -266,6 +266,7 @@ __global__ void __launch_bounds__((Movers + Takers) * 32, 1)
   const auto warp = static_cast<int>(threadIdx.x / 32);
   const auto block = static_cast<std::int32_t>(blockIdx.x);
   CallBegin begin(p);  // with an earlier kernel
+  linger_block(p.m);
   const std::int32_t most = min(p.num_senders * Movers, max_streams);
   const std::int32_t streams = max(1, min(most, p.shape.num_tokens));
   // Who sends ahead must not wait here: only bulk copies do, and there a taker is the last.
@@ -290,6 +291,7 @@ __global__ void __launch_bounds__((Movers + Takers) * 32, 1)
     report_overflow(p);
     p.m.state->call.blocks = 0;
     p.m.state->next_unit = 0;
+    p.m.state->begun = 0;
   }
 }
 
