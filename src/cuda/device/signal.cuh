@@ -17,6 +17,12 @@ __device__ inline void publish(std::uint64_t* flag, std::uint64_t epoch) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(epoch) : "memory");
 }
 
+/// publish() in two steps, for stores that need no order and go out between them.
+__device__ inline void fence_release() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ inline void store_behind_fence(std::uint64_t* flag, std::uint64_t epoch) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(epoch) : "memory");
+}
+
 __device__ inline std::uint64_t load_acquire(const std::uint64_t* flag) {
   std::uint64_t value;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");

@@ -72,12 +72,14 @@ __device__ inline void publish_arrival(const MeetParams& p, std::uint64_t epoch)
   for_node(p, [&](std::uint64_t* arrivals) { publish(arrivals + p.rank, epoch); });
 }
 
-/// Both. The words go last, as the release would wait for them.
+/// Both. The words go out between the fence, which would wait for them, and the arrival: whoever
+/// sees that need not look for them again.
 __device__ inline void publish_to_all(const MeetParams& p, std::uint64_t epoch,
                                       const CallWords& words) {
   for_node(p, [&](std::uint64_t* arrivals) {
-    publish(arrivals + p.rank, epoch);
+    fence_release();
     store_words(words_at(arrivals, p.fingerprint, p.world_size, epoch, p.rank), words, epoch);
+    store_behind_fence(arrivals + p.rank, epoch);
   });
 }
 __device__ inline void publish_to_all(const MeetParams& p, std::uint64_t epoch) {
