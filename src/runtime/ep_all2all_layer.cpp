@@ -52,9 +52,9 @@ void EPAll2AllLayer::realign(const ExpertCall& call) {
                             .combine = static_cast<std::uint32_t>(num_combines_ % 2)});
 }
 
-void EPAll2AllLayer::grow_for(const EPLayout& layout, const Stream& stream) {
+void EPAll2AllLayer::grow_for(const ExpertTables& tables, const Stream& stream) {
   if (options_.fixed_rows > 0) return;
-  const auto counts = layout.tables_->wait_counts();
+  const auto counts = tables.wait_counts();
   const std::int64_t rows =
       grown_output_rows(context_.capacity(), *std::ranges::max_element(counts));
   if (rows == context_.capacity()) return;
@@ -62,39 +62,38 @@ void EPAll2AllLayer::grow_for(const EPLayout& layout, const Stream& stream) {
   (void)context_.reallocate_dispatch_output_buf(rows);
 }
 
-EPDispatched EPAll2AllLayer::move_rows(ExpertCall call, const ExpertDispatchInput& input,
-                                       EPLayout layout) {
-  layout.num_tokens_ = input.tokens.shape[0];
-  layout.has_weights_ = is_given(input.weights);
+EPDispatched EPAll2AllLayer::finish_dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
+                                       std::shared_ptr<ExpertTables> begun) {
+  captured_dispatches_.count();
+  ++epoch_;
+  ++num_dispatches_;
   usability_.guard([&] {
-    grow_for(layout, *call.stream);
-    executor_->dispatch(call, input, *layout.tables_);
+    grow_for(*begun, *call.stream);
+    executor_->dispatch(call, input, *begun);
   });
-  const std::int64_t rows = options_.fixed_rows > 0 ? options_.fixed_rows : layout.num_recv_rows();
+  const auto layout = std::make_shared<EPLayout>();
+  layout->config_ = config_;
+  layout->options_ = options_.dispatch;
+  layout->tables_ = std::move(begun);
+  layout->num_tokens_ = input.tokens.shape[0];
+  const std::int64_t rows = options_.fixed_rows > 0 ? options_.fixed_rows : layout->num_recv_rows();
   const DispatchOutputBuffers buffers = context_.buffers(call.parity, rows);
-  EPDispatched result{.rows = buffers.rows,
-                      .weights = buffers.weights,
-                      .scales = context_.scales(call.parity, rows),
-                      .layout = std::make_shared<EPLayout>(std::move(layout))};
-  if (!is_given(input.weights)) result.weights = {};
-  return result;
+  return {.rows = buffers.rows,
+          .weights = is_given(input.weights) ? buffers.weights : TensorView{},
+          .scales = context_.scales(call.parity, rows),
+          .layout = layout};
 }
 
 EPDispatched EPAll2AllLayer::dispatch(const ExpertDispatchInput& input, Stream stream) {
   usability_.check("dispatch");
   detail::check_dispatch_input(config_, options_.dispatch, input, true);
   const ExpertCall call = next_call("dispatch", num_dispatches_, stream);
-  EPLayout layout;
-  layout.config_ = config_;
-  layout.options_ = options_.dispatch;
+  std::shared_ptr<ExpertTables> begun;
   usability_.guard([&] {
     realign(call);
-    layout.tables_ = executor_->route(call, input);
+    begun = executor_->route(call, input);
   });
-  captured_dispatches_.count();
-  ++epoch_;
-  ++num_dispatches_;
-  return move_rows(call, input, std::move(layout));
+  return finish_dispatch(call, input, std::move(begun));
 }
 
 EPDispatched EPAll2AllLayer::dispatch(const ExpertDispatchInput& input, const EPLayout& layout,
@@ -107,14 +106,12 @@ EPDispatched EPAll2AllLayer::dispatch(const ExpertDispatchInput& input, const EP
   require(input.tokens.shape[0] == layout.num_tokens_, "dispatch: input has ",
           input.tokens.shape[0], " tokens, expected ", layout.num_tokens_, ", as the layout");
   const ExpertCall call = next_call("dispatch", num_dispatches_, stream);
+  std::shared_ptr<ExpertTables> begun;
   usability_.guard([&] {
     realign(call);
-    executor_->enter(call, input, *layout.tables_);
+    begun = executor_->enter(call, input, *layout.tables_);
   });
-  captured_dispatches_.count();
-  ++epoch_;
-  ++num_dispatches_;
-  return move_rows(call, input, layout);
+  return finish_dispatch(call, input, std::move(begun));
 }
 
 void EPAll2AllLayer::combine(const ExpertCombineInput& input, const EPLayout& layout,
@@ -128,7 +125,7 @@ void EPAll2AllLayer::combine(const ExpertCombineInput& input, const EPLayout& la
                               layout.num_tokens_);
   require(input.rows.shape[0] <= context_.capacity(), "combine: input has ", input.rows.shape[0],
           " rows, expected at most ", context_.capacity());
-  require(!input.options.weighted || layout.has_weights_,
+  require(!input.options.weighted || layout.has_weights(),
           "combine: weighted = true, but the dispatch had no weights");
   require(!input.options.weighted || options_.dispatch.rows == EPRows::grouped,
           "combine: weighted = true, expected false for compact rows: they hold sums already");

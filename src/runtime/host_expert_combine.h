@@ -32,7 +32,7 @@ class HostExpertCombine {
                  std::int64_t token, const EPCombineOptions& options);
   void share_node(const ExpertCall& call, const HostExpertTables& tables, std::int32_t node,
                   const EPCombineOptions& options);
-  void add_shares(const HostExpertTables& tables, std::int64_t token);
+  void add_shares(const HostExpertRouting& routing, std::int64_t token);
   void add_biases(const ExpertCombineInput& input, std::int64_t token);
   [[nodiscard]] std::int64_t share_offset(std::int32_t node, std::int64_t token) const {
     return memory_.board_layout.shares + (node * config_.max_tokens + token) * row_bytes_;

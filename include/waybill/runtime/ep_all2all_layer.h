@@ -27,12 +27,13 @@ struct EPLayerOptions {
 };
 
 /// What a rank knows of one dispatch: what combine, and a dispatch of the same routing, need. It
-/// may outlive later dispatches, and calls of other layouts may come in between.
+/// never changes: it may outlive later dispatches, also by its routing and with other weights, and
+/// combine with it gives what it gave before.
 class EPLayout {
  public:
   /// Tokens of this rank.
   [[nodiscard]] std::int64_t num_tokens() const noexcept { return num_tokens_; }
-  [[nodiscard]] bool has_weights() const noexcept { return has_weights_; }
+  [[nodiscard]] bool has_weights() const { return is_given(tables_->weights()); }
   /// Rows that this rank received. Waits until they are known. @throws Timeout
   [[nodiscard]] std::int64_t num_recv_rows() const;
   /// All tables, in the memory of the world.
@@ -44,9 +45,8 @@ class EPLayout {
   friend class EPAll2AllLayer;
   EPConfig config_;
   EPDispatchOptions options_;
-  std::shared_ptr<ExpertTables> tables_;
+  std::shared_ptr<const ExpertTables> tables_;
   std::int64_t num_tokens_ = 0;
-  bool has_weights_ = false;
 };
 
 /// What a dispatch gives: views of this rank's window. They may be read until this rank begins the
@@ -85,8 +85,9 @@ class EPAll2AllLayer {
   ///   rank's rows; Timeout
   EPDispatched dispatch(const ExpertDispatchInput& input, Stream stream = {});
 
-  /// The same routing again, with other tokens and weights: nothing is counted. `input.ids` and
-  /// full_scatter_indices are not looked at. All ranks give the layout of the same dispatch.
+  /// The same routing again, with other tokens and weights, or without: nothing is counted.
+  /// `input.ids` and full_scatter_indices are not looked at. All ranks give the layout of the same
+  /// dispatch; it stays as it is, and the result has one of its own.
   EPDispatched dispatch(const ExpertDispatchInput& input, const EPLayout& layout,
                         Stream stream = {});
 
@@ -123,8 +124,9 @@ class EPAll2AllLayer {
   [[nodiscard]] ExpertCall next_call(const char* operation, std::uint64_t number,
                                      const Stream& stream) const;
   void realign(const ExpertCall& call);
-  EPDispatched move_rows(ExpertCall call, const ExpertDispatchInput& input, EPLayout layout);
-  void grow_for(const EPLayout& layout, const Stream& stream);
+  EPDispatched finish_dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
+                         std::shared_ptr<ExpertTables> begun);
+  void grow_for(const ExpertTables& tables, const Stream& stream);
 
   World& world_;
   EPConfig config_;

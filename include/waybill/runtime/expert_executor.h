@@ -35,7 +35,28 @@ struct ExpertTableViews {
   ConstTensorView recv_tags;           ///< [row_capacity, 4]: RowTag, kept beyond the window
 };
 
-/// The tables of one dispatch. Belongs to the layer that made it; many may be alive.
+/// What a dispatch decided: the row of every choice, and all that follows from it. Dispatches by the
+/// same routing share it, and nothing changes it any more once the one that made it is done; so a
+/// layout gives the same whatever comes later. Tags of rows belong to it, as they say where a row
+/// comes from and not what it holds.
+class ExpertRouting {
+ public:
+  ExpertRouting() = default;
+  ExpertRouting(const ExpertRouting&) = delete;
+  ExpertRouting& operator=(const ExpertRouting&) = delete;
+  virtual ~ExpertRouting() = default;
+
+  /// All tables but the weights. What the views hold is there when the dispatch is done on its
+  /// stream.
+  [[nodiscard]] virtual ExpertTableViews views() const = 0;
+
+  /// Rows that each rank receives [W], in host memory (on a GPU: pinned, written by the device).
+  /// Waits until they are known, not for the rows. @throws Timeout
+  [[nodiscard]] virtual std::span<const std::int32_t> wait_counts() const = 0;
+};
+
+/// One dispatch: the routing that it made or was given, and what it carried itself. Belongs to the
+/// layer that made it; many may be alive.
 class ExpertTables {
  public:
   ExpertTables() = default;
@@ -43,12 +64,19 @@ class ExpertTables {
   ExpertTables& operator=(const ExpertTables&) = delete;
   virtual ~ExpertTables() = default;
 
-  /// What the views hold is there when the dispatch is done on its stream.
-  [[nodiscard]] virtual ExpertTableViews views() const = 0;
+  [[nodiscard]] virtual const ExpertRouting& routing() const = 0;
 
-  /// Rows that each rank receives [W], in host memory (on a GPU: pinned, written by the device).
-  /// Waits until they are known, not for the rows. @throws Timeout
-  [[nodiscard]] virtual std::span<const std::int32_t> wait_counts() = 0;
+  /// Of this dispatch's tokens, as ExpertTableViews says; not given without weights.
+  [[nodiscard]] virtual ConstTensorView weights() const = 0;
+
+  [[nodiscard]] ExpertTableViews views() const {
+    ExpertTableViews all = routing().views();
+    all.weights = weights();
+    return all;
+  }
+  [[nodiscard]] std::span<const std::int32_t> wait_counts() const {
+    return routing().wait_counts();
+  }
 };
 
 /// One call of a layer, checked. All ranks have the same number.
@@ -112,15 +140,17 @@ class ExpertExecutor {
   [[nodiscard]] virtual std::shared_ptr<ExpertTables> route(const ExpertCall& call,
                                                             const ExpertDispatchInput& input) = 0;
 
-  /// Without counting, for tables of an earlier dispatch: enters the call, and takes the new
-  /// weights where there are any.
-  virtual void enter(const ExpertCall& call, const ExpertDispatchInput& input,
-                     ExpertTables& tables) = 0;
+  /// Without counting, by the routing of an earlier dispatch, which stays as it is: enters the call,
+  /// and takes the weights where there are any.
+  [[nodiscard]] virtual std::shared_ptr<ExpertTables> enter(const ExpertCall& call,
+                                                            const ExpertDispatchInput& input,
+                                                            const ExpertTables& earlier) = 0;
 
-  /// Second half: rows, tags, scales and weights into the windows of parity `call.parity`. Rows
-  /// past the capacity are not written; the receiver's overflow flag is raised instead.
+  /// Second half, once for what route or enter gave: rows, tags, scales and weights into the
+  /// windows of parity `call.parity`. Rows past the capacity are not written; the receiver's
+  /// overflow flag is raised instead.
   virtual void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
-                        ExpertTables& tables) = 0;
+                        ExpertTables& begun) = 0;
 
   /// Expert outputs into the combine window unless they are there, enters the call, sums.
   virtual void combine(const ExpertCall& call, const ExpertCombineInput& input,
