@@ -95,16 +95,17 @@ void MoeRank::route() { tables_ = executor_->route(next_call("dispatch", dispatc
 
 void MoeRank::dispatch() {
   const ExpertCall call = next_call("dispatch", dispatches_++);
-  tables_ = executor_->route(call, input_);
-  executor_->dispatch(call, input_, *tables_);
+  const auto tables = executor_->route(call, input_);
+  executor_->dispatch(call, input_, *tables);
+  tables_ = tables;
 }
 
 void MoeRank::dispatch_again() {
   const ExpertCall call = next_call("dispatch", dispatches_++);
   ExpertDispatchInput input = input_;
   input.weights = {};
-  executor_->enter(call, input, *tables_);
-  executor_->dispatch(call, input, *tables_);
+  const auto tables = executor_->enter(call, input, *tables_);
+  executor_->dispatch(call, input, *tables);
 }
 
 void MoeRank::combine(const EPCombineOptions& options, bool staged) {

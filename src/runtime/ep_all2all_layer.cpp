@@ -62,8 +62,9 @@ void EPAll2AllLayer::grow_for(const ExpertTables& tables, const Stream& stream) 
   (void)context_.reallocate_dispatch_output_buf(rows);
 }
 
-EPDispatched EPAll2AllLayer::finish_dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
-                                       std::shared_ptr<ExpertTables> begun) {
+EPDispatched EPAll2AllLayer::finish_dispatch(const ExpertCall& call,
+                                             const ExpertDispatchInput& input,
+                                             std::shared_ptr<ExpertTables> begun) {
   captured_dispatches_.count();
   ++epoch_;
   ++num_dispatches_;

@@ -47,10 +47,10 @@ class HostExpertRouting final : public ExpertRouting {
   void read_topk(std::span<const std::int32_t> received);
 
   ExpertRows rows;
-  std::vector<std::int32_t> ids;       ///< one node [T, K], else [N, M, K], -1 where there is none
-  std::vector<std::int32_t> dst_rows;  ///< [N, M, K]
-  std::vector<std::int32_t> send_reqs;    ///< several nodes: [N, 2, M]
-  std::vector<RowTag> tags;               ///< [R]
+  std::vector<std::int32_t> ids;        ///< one node [T, K], else [N, M, K], -1 where there is none
+  std::vector<std::int32_t> dst_rows;   ///< [N, M, K]
+  std::vector<std::int32_t> send_reqs;  ///< several nodes: [N, 2, M]
+  std::vector<RowTag> tags;             ///< [R]
   std::vector<std::int32_t> leader_rows;  ///< [R]
   std::vector<std::int32_t> choice_rows;  ///< [R, K]
   std::vector<std::int32_t> recv_topk;    ///< compact rows: [R, K]

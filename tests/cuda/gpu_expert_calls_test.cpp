@@ -47,11 +47,11 @@ void dispatch_with_earlier_tables(const EPConfig& config) {
         [&](World& world) {
           DeviceArena arena(world, arena_bytes);
           ExpertRig rig(world, config, options, most_recv_rows(config, options), 4);
-          std::shared_ptr<ExpertTables> tables;
+          std::shared_ptr<const ExpertTables> tables;
           for (std::size_t i = 0; i < cases.size(); ++i) {
             const DeviceInput device(arena, cases[i], rig.config().rank);
             rig.use_sms(static_cast<int>(1 + i));
-            tables = rig.dispatch(device.input, {arena.stream()}, tables);
+            tables = rig.dispatch(device.input, {arena.stream()}, tables.get());
             test::expect_rows(rig, arena, expected[i]);
             test::expect_tables(arena, tables->views(), expected[i], rig.config().rank);
           }
@@ -95,7 +95,7 @@ void follow_each_other(const EPConfig& config) {
         }
         world.barrier();
         for (std::size_t i = 0; i < steps.size(); i += 2) {
-          std::vector<std::shared_ptr<ExpertTables>> tables;
+          std::vector<std::shared_ptr<const ExpertTables>> tables;
           std::vector<TensorView> rows;
           for (std::size_t k = i; k < i + 2; ++k) {
             if (delays.below(4) == 0) {

@@ -125,7 +125,7 @@ class EPAll2AllLayer {
                                      const Stream& stream) const;
   void realign(const ExpertCall& call);
   EPDispatched finish_dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
-                         std::shared_ptr<ExpertTables> begun);
+                               std::shared_ptr<ExpertTables> begun);
   void grow_for(const ExpertTables& tables, const Stream& stream);
 
   World& world_;

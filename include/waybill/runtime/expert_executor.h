@@ -35,9 +35,9 @@ struct ExpertTableViews {
   ConstTensorView recv_tags;           ///< [row_capacity, 4]: RowTag, kept beyond the window
 };
 
-/// What a dispatch decided: the row of every choice, and all that follows from it. Dispatches by the
-/// same routing share it, and nothing changes it any more once the one that made it is done; so a
-/// layout gives the same whatever comes later. Tags of rows belong to it, as they say where a row
+/// What a dispatch decided: the row of every choice, and all that follows from it. Dispatches by
+/// the same routing share it, and nothing changes it any more once the one that made it is done; so
+/// a layout gives the same whatever comes later. Tags of rows belong to it, as they say where a row
 /// comes from and not what it holds.
 class ExpertRouting {
  public:
@@ -140,8 +140,8 @@ class ExpertExecutor {
   [[nodiscard]] virtual std::shared_ptr<ExpertTables> route(const ExpertCall& call,
                                                             const ExpertDispatchInput& input) = 0;
 
-  /// Without counting, by the routing of an earlier dispatch, which stays as it is: enters the call,
-  /// and takes the weights where there are any.
+  /// Without counting, by the routing of an earlier dispatch, which stays as it is: enters the
+  /// call, and takes the weights where there are any.
   [[nodiscard]] virtual std::shared_ptr<ExpertTables> enter(const ExpertCall& call,
                                                             const ExpertDispatchInput& input,
                                                             const ExpertTables& earlier) = 0;

@@ -94,12 +94,13 @@ class GpuExpertExecutor final : public ExpertExecutor {
   std::shared_ptr<ExpertTables> route(const ExpertCall& call,
                                       const ExpertDispatchInput& input) override {
     begin();
-    auto tables = std::make_shared<GpuExpertTables>(config_, options_, memory_.capacity, pool_,
-                                                    gpu_, stream_of(call), is_capturing(call));
-    tables->num_tokens = input.ids.shape[0];
-    tables->has_weights = is_given(input.weights);
-    tables->ticket = ++last_ticket_ & 0xFFFFFFFF;
-    if (nodes_ != nullptr) nodes_->exchange_ids(call, input, *tables, num_sms(call));
+    const TableCall table_call = table_call_of(call);
+    last_ticket_ = (last_ticket_ + 1) & 0xFFFFFFFF;
+    auto tables = std::make_shared<GpuExpertTables>(
+        std::make_shared<GpuExpertRouting>(config_, options_, memory_.capacity, input.ids.shape[0],
+                                           last_ticket_, pool_, gpu_, table_call),
+        weight_memory(input, table_call), config_.weight_dtype, table_call);
+    if (nodes_ != nullptr) nodes_->exchange_ids(call, input, tables->routing(), num_sms(call));
     const RouteParams params = params_.route(call, input, *tables);
     const int blocks = num_route_blocks(params.shape, call);
     // No event behind it: the rows' kernel begins early only right behind this one.
@@ -111,23 +112,27 @@ class GpuExpertExecutor final : public ExpertExecutor {
     return tables;
   }
 
-  void enter(const ExpertCall& call, const ExpertDispatchInput& input,
-             ExpertTables& tables) override {
+  std::shared_ptr<ExpertTables> enter(const ExpertCall& call, const ExpertDispatchInput& input,
+                                      const ExpertTables& earlier) override {
     begin();
-    auto& the = static_cast<GpuExpertTables&>(tables);
-    if (is_given(input.weights)) the.has_weights = true;
-    if (nodes_ != nullptr) nodes_->exchange_weights(call, input, the, num_sms(call));
-    const RouteParams params = params_.route(call, input, the);
+    const TableCall table_call = table_call_of(call);
+    auto tables = std::make_shared<GpuExpertTables>(
+        static_cast<const GpuExpertTables&>(earlier).shared_routing(),
+        weight_memory(input, table_call), config_.weight_dtype, table_call);
+    if (nodes_ != nullptr) nodes_->exchange_weights(call, input, tables->routing(), num_sms(call));
+    const EnterParams params = params_.enter(call, input, *tables);
     const int blocks = params.weights == nullptr ? 1 : route_blocks(params.shape, num_sms(call));
     check(launch_enter(params, blocks, is_alone(), stream_of(call)), call);
+    return tables;
   }
 
   void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
-                ExpertTables& tables) override {
+                ExpertTables& begun) override {
     resume();
-    auto& the = static_cast<GpuExpertTables&>(tables);
-    const bool capturing = is_capturing(call);
-    the.fit(memory_.capacity, stream_of(call), capturing);
+    auto& the = static_cast<GpuExpertTables&>(begun);
+    const TableCall table_call = table_call_of(call);
+    GpuExpertRouting* const made = the.being_made();
+    if (made != nullptr) made->fit(memory_.capacity, table_call);
     RowsParams params = params_.rows(call, input, the);
     params.tokens = input.tokens.data;
     params.scales = input.scales.data;
@@ -135,7 +140,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     int blocks = num_sms(call);
     if (nodes_ != nullptr) {
       const int of_leg = ExpertNodes::leg_sms(blocks);
-      nodes_->start_rows(call, input, the, of_leg);
+      nodes_->start_rows(call, input, the.routing(), of_leg);
       blocks = std::max(1, blocks - of_leg);
       params.tokens = memory_.board.local + memory_.board_layout.forward_rows;
       params.scales = options_.payload == EPPayload::plain
@@ -159,11 +164,10 @@ class GpuExpertExecutor final : public ExpertExecutor {
     }
     check(launch_rows(params, {bulk, early, blocks}, stream_of(call)), call);
     if (nodes_ != nullptr) {
-      if (!the.are_filled) nodes_->note_runs(call, the);
+      if (made != nullptr) nodes_->note_runs(call, *made);
       nodes_->finish_rows(call);
     }
-    the.are_filled = true;
-    the.note_use(stream_of(call), capturing);
+    the.finish(table_call);
   }
 
   void combine(const ExpertCall& call, const ExpertCombineInput& input,
@@ -177,7 +181,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     } else {
       sum(params, num_sms(call), call);
     }
-    const_cast<GpuExpertTables&>(the).note_use(stream_of(call), is_capturing(call));
+    the.note_use(table_call_of(call), input.options.weighted);
   }
 
   std::int64_t take_overflow() override {
@@ -202,9 +206,9 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
   /// A host that has waited for counts launches rows when all places are known.
   static Ahead ahead_of(const GpuExpertTables& tables, const RowsParams& params) {
-    if (tables.are_filled) return Ahead::loads;
+    if (tables.being_made() == nullptr) return Ahead::loads;
     const bool fits = params.landing.tokens > 0 && params.shape.num_tokens <= params.landing.tokens;
-    return fits && !tables.has_waited() ? Ahead::lands : Ahead::nothing;
+    return fits && !tables.routing().has_waited() ? Ahead::lands : Ahead::nothing;
   }
 
   [[nodiscard]] int num_route_blocks(const MoeShape& shape, const ExpertCall& call) const {
@@ -243,12 +247,12 @@ class GpuExpertExecutor final : public ExpertExecutor {
       part.output = nodes_->sums() + token * all.row_bytes;
       sum(part, blocks, call);
     };
-    nodes_->meet(call, tables, sms);
+    nodes_->meet(call, tables.routing(), sms);
     sum_nodes(0, own, sms);
     sum_nodes(own + 1, config_.num_nodes() - own - 1, sms);
-    nodes_->start_shares(call, tables, of_leg);
+    nodes_->start_shares(call, tables.routing(), of_leg);
     sum_nodes(own, 1, std::max(1, sms - of_leg));
-    nodes_->add_shares(call, input, tables);
+    nodes_->add_shares(call, input, tables.routing());
   }
 
   void throw_bad_inputs() const {
@@ -273,11 +277,22 @@ class GpuExpertExecutor final : public ExpertExecutor {
     gpu_->check(status, "launching a kernel", call.operation);
   }
 
-  [[nodiscard]] bool is_capturing(const ExpertCall& call) const {
+  [[nodiscard]] TableCall table_call_of(const ExpertCall& call) const {
+    TableCall result{.stream = stream_of(call)};
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    gpu_->check(cudaStreamIsCapturing(stream_of(call), &status), "asking about a capture",
-                call.operation);
-    return status != cudaStreamCaptureStatusNone;
+    unsigned long long capture = 0;
+    gpu_->check(cudaStreamGetCaptureInfo(result.stream, &status, &capture),
+                "asking about a capture", call.operation);
+    if (status != cudaStreamCaptureStatusNone) result.capture = capture;
+    return result;
+  }
+
+  /// Room for the weights that a dispatch carries, if it does.
+  [[nodiscard]] TableMemory weight_memory(const ExpertDispatchInput& input,
+                                          const TableCall& call) const {
+    if (!is_given(input.weights)) return {};
+    const std::int64_t choices = config_.num_nodes() * config_.max_tokens * config_.topk;
+    return pool_->take(choices * dtype_bytes(config_.weight_dtype), false, call);
   }
 
   /// Ranks on one device must fit on it together, as they wait for each other.
@@ -311,7 +326,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     const cudaStream_t stream = stream_of(call);
     const bool sums = input.options.local_combine && nodes_ == nullptr;
     if (sums && options_.rows == EPRows::grouped) {
-      params.records = tables.part(tables.fixed().records);
+      params.records = tables.routing().part(tables.routing().fixed().records);
       check(launch_sum_rows(params, config_.token_dtype, word == 16, blocks, stream), call);
     } else if (params.input != params.window) {
       check(launch_copy_rows(params, word, blocks, stream), call);

@@ -88,7 +88,7 @@ __device__ inline void note_compact(const RowsParams& p, const Arrived& a, std::
   const std::int64_t at = std::int64_t{row} * s.topk + a.choice;
   std::int32_t expert = -1;
   if (!p.fills_tables) {
-    expert = p.kept_topk[at];
+    expert = p.known_topk[at];
   } else if (a.place >= 0) {
     expert = expert_of(p, a.place);
   }

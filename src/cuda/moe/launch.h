@@ -37,8 +37,8 @@ cudaError_t prepare_few_route();
 cudaError_t launch_few_route(const RouteParams& params, int blocks, bool early,
                              cudaStream_t stream);
 
-/// The same for tables that are filled: meets the others, and sends the weights if there are any.
-cudaError_t launch_enter(const RouteParams& params, int blocks, bool early, cudaStream_t stream);
+/// By a routing that is there: meets the others, and sends the weights if there are any.
+cudaError_t launch_enter(const EnterParams& params, int blocks, bool early, cudaStream_t stream);
 
 /// Brings the turns of dispatches and combines to those of the next calls, by an empty call if they
 /// are off: a graph may hold an odd number of each. One node.

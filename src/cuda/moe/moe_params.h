@@ -116,8 +116,8 @@ struct RouteParams {
   // What the tables hold; see ExpertTableViews.
   std::int32_t* out_ids;
   std::int32_t* dst_rows;
-  std::byte* out_weights;
-  std::int64_t* places;  ///< [M, K]; on several nodes [nodes, M, K]
+  std::byte* out_weights;  ///< of this dispatch, not of the routing
+  std::int64_t* places;    ///< [M, K]; on several nodes [nodes, M, K]
   std::int32_t* num_input_tokens;
   std::int32_t* splits;
   std::int32_t* segment_offsets;
@@ -129,6 +129,19 @@ struct RouteParams {
   std::uint64_t ticket;
 };
 static_assert(sizeof(RouteParams) <= 4096);
+
+/// A dispatch by a routing that is there: meets the others, sends its own weights. On several nodes
+/// the others have been met, and the weights are those of all tokens that are forwarded here.
+struct EnterParams {
+  MoeMeet m;
+  MoeShape shape;
+  const std::byte* weights;  ///< [T, K], several nodes [nodes, M, K]; or null
+  std::int32_t weight_bytes;
+  const std::int64_t* places;
+  std::byte* out_weights;                  ///< of this dispatch
+  std::byte* sent_weights[max_gpu_ranks];  ///< as in RouteParams
+};
+static_assert(sizeof(EnterParams) <= 4096);
 
 /// Cuts of rows into what passes through shared memory.
 struct RowCuts {
@@ -217,7 +230,8 @@ struct RowsParams {
   MoeTag* tags;  ///< of the window, as the next two
   std::byte* weights;
   std::int32_t* topk;
-  bool fills_tables;  ///< these:
+  const std::int32_t* known_topk;  ///< what kept_topk holds, once it is filled
+  bool fills_tables;               ///< these; else they are null
   MoeTag* kept_tags;
   std::int32_t* leader_rows;
   std::int32_t* choice_rows;

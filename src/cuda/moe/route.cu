@@ -32,11 +32,9 @@ __global__ void __launch_bounds__(route_threads)
   if (comes_last(p.m.state)) end_moe_call(p.m, 0, epoch);
 }
 
-/// A dispatch with the tables of an earlier one: meets the others, sends new weights. On several
-/// nodes the others have been met, and the weights are those of all tokens that are forwarded here.
 template <bool Nodes>
 __global__ void __launch_bounds__(enter_threads)
-    enter_kernel(const __grid_constant__ RouteParams p) {
+    enter_kernel(const __grid_constant__ EnterParams p) {
   const MoeShape& s = p.shape;
   await_earlier_kernel();
   const std::uint64_t epoch = begin_moe_call(p.m, 0);
@@ -126,7 +124,7 @@ cudaError_t launch_realign(const MoeMeet& meet, MoeTurns next, cudaStream_t stre
   return cudaGetLastError();
 }
 
-cudaError_t launch_enter(const RouteParams& params, int blocks, bool early, cudaStream_t stream) {
+cudaError_t launch_enter(const EnterParams& params, int blocks, bool early, cudaStream_t stream) {
   const auto kernel = params.shape.num_nodes > 1 ? enter_kernel<true> : enter_kernel<false>;
   return launch_kernel(kernel, static_cast<unsigned>(blocks), enter_threads, 0, early, stream,
                        params);
