@@ -154,6 +154,14 @@ std::vector<RelayHop> completed(const SparseMetadata& metadata, const RelaySched
   return hops;
 }
 
+void check_hop_bytes(const char* who, const SequencePart& part) {
+  double rows = 0;
+  for (const RelayHop& hop : part.relay->hops) rows += static_cast<double>(hop.num_rows);
+  const double bytes = rows * (1 + static_cast<double>(sum_row_bytes_of(part)));
+  require(bytes < most_call_bytes, who, ": the relay hops move ", bytes,
+          " bytes, expected below 2^60");
+}
+
 Topology checked_topology(const char* who, std::int32_t world, const SequencePlanOptions& options) {
   const Topology topology{world, options.ranks_per_node == 0 ? world : options.ranks_per_node};
   require(options.ranks_per_node >= 0 && world % topology.ranks_per_node == 0, who,
@@ -194,6 +202,7 @@ class WayFinder {
       hops.push_back(others[p]);
       if (!has_relay(parts_[p])) continue;
       (void)follow_hops(who, *parts_[p].metadata, parts_[p].relay->hops, no_rows);
+      check_hop_bytes(who, parts_[p]);
       hops.back() = completed(*parts_[p].metadata, *parts_[p].relay, others[p]);
     }
     return hops;
@@ -233,6 +242,7 @@ PartRoutes follow_hops(const char* who, const SparseMetadata& metadata, std::vec
   routes.has_hops.assign(at(metadata.num_lines()), 0);
   routes.feeds.assign(routes.hops.size(), 0);
   routes.passed_rows.assign(at(metadata.world_size), 0);
+  double total_rows = 0;
   for (std::size_t h = 0; h < routes.hops.size(); ++h) {
     const RelayHop& hop = routes.hops[h];
     const char* const expected = wrong_with(routes, h, metadata);
@@ -241,7 +251,10 @@ PartRoutes follow_hops(const char* who, const SparseMetadata& metadata, std::vec
             hop.dst_rank, ", expected ", expected);
     routes.has_hops[at(hop.shard)] = 1;
     if (hop.after >= 0) routes.feeds[at(hop.after)] = 1;
+    total_rows += static_cast<double>(hop.num_rows);
   }
+  require(total_rows < most_call_bytes, who, ": the relay hops move ", total_rows,
+          " rows, expected below 2^60");
   LineCopies copies = count_copies(metadata, routes.hops, routes.home);
   std::vector<std::int64_t> missing(at(metadata.num_lines()));  // rows of receivers without a hop
   for (std::size_t j = 0; j < missing.size(); ++j)
