@@ -3,6 +3,8 @@
 #include <iomanip>
 #include <utility>
 
+#include "waybill/core/printable.h"
+
 namespace waybill {
 namespace {
 
@@ -20,6 +22,10 @@ std::string describe(const MissedWait& missed) {
 }
 
 }  // namespace
+
+Error::Error(const std::string& text) : std::runtime_error(printable(text)) {}
+
+IoError::IoError(const std::string& text) : Error(printable_line(text)) {}
 
 Timeout::Timeout(MissedWait missed) : Error(describe(missed)), missed_(std::move(missed)) {}
 
