@@ -41,7 +41,7 @@ TEST_F(BadInputTest, WrongUsageExitsWith2) {
 }
 
 TEST_F(BadInputTest, NumbersThatAreNone) {
-  for (const std::string number : {"nan", "-nan", "inf", "-inf", "1e999", "-1", "1e-320", "x"}) {
+  for (const std::string number : {"nan", "-nan", "inf", "-inf", "1e999", "-1", "x"}) {
     for (const std::string option :
          {"plan --gb-per-s=", "plan --imbalance=", "show plan.json --gb-per-s=", "experts --skew=",
           "explain --pairs-per-s=", "explain --nvlink=", "compare --network=",

@@ -71,7 +71,7 @@ TEST_F(TerminalEscapesTest, arguments) {
   const std::string name = "'" + evil + "'";
   expect_plain_error(run(name));
   expect_plain_error(run("demo " + name));
-  expect_plain_error(run("demo --" + evil));
+  expect_plain_error(run("demo '--" + evil + "'"));
   for (const std::string option :
        {"demo --distribution ", "demo --dtype ", "demo --kv-layout ", "demo --world-size ",
         "demo --tokens-per-rank ", "demo --gb-per-s ", "demo --seed ", "explain --nvlink ",

@@ -176,7 +176,7 @@ TEST(PlanAttention, ManyRanksForOneDocument) {
   const std::vector<std::int64_t> one{std::int64_t{1} << 31};
   PlannerOptions options{.world_size = max_world_size, .tokens_per_rank = 2048};
   EXPECT_TRUE(rejects([&] { (void)plan_attention(one, options); },
-                            {"hops", "expected at most 16777216", "relay = false"}));
+                      {"hops", "expected at most 16777216", "relay = false"}));
   options.relay = false;
   const AttentionPlan plan = plan_attention(one, options);  // linear in ranks
   EXPECT_EQ(plan.plan.world_size, max_world_size);

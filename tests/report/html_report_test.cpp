@@ -2,8 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <vector>
 
+#include "support/expect_error.h"
+#include "waybill/core/printable.h"
 #include "waybill/core/random.h"
 #include "waybill/report/format.h"
 #include "waybill/routing/document_plan.h"
