@@ -99,7 +99,7 @@ void SequenceDispatcher::close() {
     transport.release(slots_);
     transport.release(arrivals_);
   });
-  usability_.end("it was closed");
+  usability_.end("was closed");
 }
 
 ReadyPlan SequenceDispatcher::ready(SequencePlan plan, Stream stream) {
