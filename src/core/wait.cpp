@@ -49,8 +49,8 @@ bool PollingWait::pause() {
   const double waited = waited_s();
   if (waited > timeout_s_) return false;
   if (waited >= next_check_s_) {
+    if (options_.check) options_.check();  // first: it knows more about what was waited for
     check_interrupt();
-    if (options_.check) options_.check();
     next_check_s_ = waited + check_every_s - longest_sleep_s;
   }
   if (waited < options_.yields_s) {
