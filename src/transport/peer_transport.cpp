@@ -28,18 +28,22 @@ PeerTransport::PeerTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t 
 
 void PeerTransport::require_usable(std::string_view operation) const {
   if (failure_.empty()) return;
-  throw TransportError(concat(operation, ": the world is unusable after a failure: ", failure_));
+  throw TransportError(concat(operation, ": the world is unusable after ", failure_));
 }
 
 template <class Work>
 void PeerTransport::run_collective(std::string_view operation, Work&& work) {
   require_usable(operation);
+  check_peers(operation, rank());
   std::optional<EnteredWaitScope> entered;
   if (status_ != nullptr) entered.emplace(status_->scope_of(operation));
   try {
     std::forward<Work>(work)();
   } catch (const Timeout&) {
     note_timeout();
+    throw;
+  } catch (const Interrupted& error) {
+    give_up("an interrupt: ", error.what());
     throw;
   }
 }
@@ -52,10 +56,12 @@ void PeerTransport::require_same(std::string_view who, std::span<const Setting> 
   run_collective(who, [&] { waybill::require_same(*bootstrap_, who, mine); });
 }
 
-void PeerTransport::fail(std::string_view reason) noexcept {
+void PeerTransport::fail(std::string_view reason) noexcept { give_up("a failure: ", reason); }
+
+void PeerTransport::give_up(const char* after, std::string_view reason) noexcept {
   if (!failure_.empty()) return;
   try {
-    failure_ = reason.empty() ? "without a text" : reason;
+    failure_ = concat(after, reason);
   } catch (const std::exception&) {
     failure_ = "no memory";  // short enough to need none
   }

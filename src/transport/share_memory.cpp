@@ -76,7 +76,6 @@ std::vector<std::shared_ptr<void>> share_memory(Bootstrap& bootstrap, std::share
   const InTransit own(std::move(mine));
   const auto blocks =
       all_gather_value(bootstrap, SharedBlock{getpid(), size, own.number()}, operation);
-  std::vector<std::shared_ptr<void>> all(blocks.size());
   for (std::size_t r = 0; r < blocks.size(); ++r) {
     if (blocks[r].process != getpid()) {
       throw Unsupported(
@@ -84,6 +83,9 @@ std::vector<std::shared_ptr<void>> share_memory(Bootstrap& bootstrap, std::share
     }
     require(blocks[r].size == size, operation, ": size = ", size, ", but ", blocks[r].size,
             " on rank ", r);
+  }
+  std::vector<std::shared_ptr<void>> all(blocks.size());
+  for (std::size_t r = 0; r < blocks.size(); ++r) {
     if (!blocks_in_transit().get(blocks[r].number, all[r])) {
       throw PeerFailed(concat(operation, ": rank ", r, " has given up"));
     }

@@ -61,6 +61,8 @@ class PeerTransport : public Transport {
   /// Collective, when nobody uses the parts any more.
   virtual void free_parts(Parts parts);
 
+  void give_up(const char* after, std::string_view reason) noexcept;
+
   /// Part of a collective call: its waits end when a rank is gone.
   template <class Work>
   void run_collective(std::string_view operation, Work&& work);
