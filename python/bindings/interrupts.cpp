@@ -33,8 +33,7 @@ std::int64_t now_ns() noexcept {
   return now.tv_sec * second_ns + now.tv_nsec;
 }
 
-/// When the user last asked for an end. A wait looks several times a second, so what is older came
-/// before it began. 0: never.
+/// When the user last asked for an end; 0: never.
 std::atomic<std::int64_t> sigint_ns = 0;  ///< the signal came; Python's handler decides
 std::atomic<std::int64_t> ended_ns = 0;   ///< the handler raised, or end_waits() was called
 static_assert(std::atomic<std::int64_t>::is_always_lock_free);
@@ -84,17 +83,25 @@ void check_main_thread() {
   throw PythonInterrupt(nb::python_error());
 }
 
+/// What came before this thread's wait began was not meant for it. A wait that is no PollingWait
+/// asks several times a second.
+std::int64_t wait_began_ns() {
+  thread_local std::int64_t asked_ns = 0;
+  const std::int64_t now = now_ns();
+  const std::int64_t before = std::exchange(asked_ns, now);
+  if (const auto began = PollingWait::began()) {
+    return std::chrono::nanoseconds(began->time_since_epoch()).count();  // of CLOCK_MONOTONIC
+  }
+  return now - before < second_ns ? before : now - second_ns / 10;
+}
+
 void check_other_thread() {
-  thread_local std::int64_t handled_ns = 0;
-  const std::int64_t ended = ended_ns;
-  const std::int64_t came = sigint_ns;
-  const auto is_new = [](std::int64_t at) { return at > handled_ns && now_ns() - at < second_ns; };
-  if (!is_new(ended)) {
-    if (!is_new(came)) return;
+  const std::int64_t began = wait_began_ns();
+  if (ended_ns <= began) {
+    if (sigint_ns <= began) return;
     const nb::gil_scoped_acquire acquire;
     if (!sigint_ends_programs()) return;
   }
-  handled_ns = std::max(ended, came);
   throw Interrupted("interrupted by SIGINT");
 }
 

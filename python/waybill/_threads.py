@@ -19,6 +19,8 @@ def run_ranks(world_size: int, rank_main: Callable[[int], _T], scope: Any) -> li
     """
     results: dict[int, _T] = {}
     errors: dict[int, BaseException] = {}
+    # Not Thread.join: one that was interrupted takes the thread for ended, up to Python 3.12.
+    ended = [threading.Event() for _ in range(world_size)]
 
     def run(rank: int) -> None:
         _core.enter_scope(scope)
@@ -29,6 +31,7 @@ def run_ranks(world_size: int, rank_main: Callable[[int], _T], scope: Any) -> li
             scope.fail(f"rank {rank} failed: {type(error).__name__}: {error}")
         finally:
             _core.leave_scope()
+            ended[rank].set()
 
     # Daemons: who interrupts the program twice does not wait for its ranks.
     threads = [
@@ -40,12 +43,12 @@ def run_ranks(world_size: int, rank_main: Callable[[int], _T], scope: Any) -> li
         for thread in threads:
             thread.start()
             started += 1
-        for thread in threads:
-            thread.join()
+        for event in ended:
+            event.wait()
     except BaseException as error:  # KeyboardInterrupt, or more threads than the host allows
         scope.interrupt(f"interrupted: {type(error).__name__}")
-        for thread in threads[:started]:
-            thread.join()
+        for event in ended[:started]:
+            event.wait()
         errors.clear()  # their tracebacks hold the ranks' worlds
         raise
     if errors:

@@ -18,6 +18,7 @@ std::atomic<bool> got_sigint = false;
 static_assert(std::atomic<bool>::is_always_lock_free);  // a signal handler sets it
 
 thread_local const EnteredWaitScope* innermost = nullptr;
+thread_local const PollingWait* innermost_wait = nullptr;
 
 /// The handler is gone when it is called: the next signal does what it did before.
 void note_sigint(int /*signal*/) { got_sigint = true; }
@@ -39,7 +40,17 @@ void check_interrupt() {
 }
 
 PollingWait::PollingWait(double timeout_s, WaitOptions options)
-    : timeout_s_(timeout_s), next_check_s_(check_every_s), options_(std::move(options)) {}
+    : timeout_s_(timeout_s),
+      next_check_s_(check_every_s),
+      options_(std::move(options)),
+      outer_(std::exchange(innermost_wait, this)) {}
+
+PollingWait::~PollingWait() { innermost_wait = outer_; }
+
+std::optional<PollingWait::Clock::time_point> PollingWait::began() noexcept {
+  if (innermost_wait == nullptr) return std::nullopt;
+  return innermost_wait->start_;
+}
 
 double PollingWait::waited_s() const {
   return std::chrono::duration<double>(Clock::now() - start_).count();

@@ -31,9 +31,7 @@ struct Meeting {
   std::vector<Bytes> slots[2];        ///< [parity][W]
 };
 
-using Clock = std::chrono::steady_clock;
-using Seconds = std::chrono::duration<double>;
-constexpr Seconds check_every{0.02};
+constexpr double check_every_s = 0.02;
 
 class ThreadBootstrap final : public Bootstrap {
  public:
@@ -77,17 +75,17 @@ class ThreadBootstrap final : public Bootstrap {
 
   void await_all(std::uint64_t round, std::unique_lock<std::mutex>& lock,
                  std::string_view operation) const {
-    const auto start = Clock::now();
-    auto last_check = start;
+    const PollingWait wait(timeout_s());  // its clock; a condition ends the pauses
+    double next_check_s = check_every_s;
     while (missing(round) != world_size()) {
-      const Seconds waited = Clock::now() - start;
-      if (waited.count() >= timeout_s()) throw_timeout(round, waited.count(), operation);
-      meeting_->changed->wait_for(lock,
-                                  std::min(check_every, Seconds(timeout_s() - waited.count())));
+      const double waited_s = wait.waited_s();
+      if (waited_s >= timeout_s()) throw_timeout(round, waited_s, operation);
+      meeting_->changed->wait_for(
+          lock, std::chrono::duration<double>(std::min(check_every_s, timeout_s() - waited_s)));
       if (missing(round) == world_size()) return;
       check_peers(operation);
-      if (Clock::now() - last_check < check_every) continue;
-      last_check = Clock::now();
+      if (wait.waited_s() < next_check_s) continue;
+      next_check_s = wait.waited_s() + check_every_s;
       lock.unlock();  // what is asked may take other locks
       check_interrupt();
       lock.lock();

@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -34,12 +35,18 @@ class PollingWait {
  public:
   /// @param timeout_s may be infinity
   explicit PollingWait(double timeout_s, WaitOptions options = {});
+  PollingWait(const PollingWait&) = delete;
+  PollingWait& operator=(const PollingWait&) = delete;
+  ~PollingWait();
 
   /// Yields at first, then sleeps 50 us, later up to 1 ms; calls check_interrupt() at least every
   /// 20 ms. @return false once timeout_s are over. @throws as check_interrupt
   bool pause();
 
   [[nodiscard]] double waited_s() const;
+
+  /// For an InterruptCheck: when the innermost one of this thread began; nothing: there is none.
+  [[nodiscard]] static std::optional<std::chrono::steady_clock::time_point> began() noexcept;
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -48,6 +55,7 @@ class PollingWait {
   double next_check_s_;
   WaitOptions options_;
   Clock::time_point start_ = Clock::now();
+  const PollingWait* outer_;
 };
 
 /// Who else knows when waits are to end, asked by check_interrupt(): a binding to a language that
