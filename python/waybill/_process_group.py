@@ -7,13 +7,14 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Optional
 
-import torch.distributed as distributed
+from torch import distributed as _distributed
 from torch.distributed import distributed_c10d
 
 from . import _core
 from .errors import InvalidArgument, PeerFailed, Timeout, TransportError
 
 _LONGEST_SLEEP_S = 0.01
+distributed: Any = _distributed  # not all that it documents is typed
 
 #: Worlds that groups of these ranks have made: the same number on all of them, as making one is
 #: collective. It goes on when a group is made again, perhaps with the same store.

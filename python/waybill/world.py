@@ -104,8 +104,8 @@ class World:
 
         Args:
             all_gather: gets this rank's bytes and returns those of all ranks, by rank. It answers
-                for its own deadline, and is interrupted as its own waits are; it is called where
-                worlds and windows are made or freed, and by barrier(), never on the way of the data.
+                for its own deadline and for interrupts; it is called where worlds and windows are
+                made or freed, and by barrier(), never on the way of the data.
             device, nvshmem, timeout_s: as in from_environment.
             ranks_per_node: None is all ranks on one node.
         """
