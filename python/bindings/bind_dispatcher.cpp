@@ -85,13 +85,12 @@ const char* name_of(SequenceWay way) {
 
 void bind_ready_plan(nb::module_& m) {
   nb::class_<PlanHandle> plan(m, "ReadyPlan");
-  plan.def_prop_ro("own_rows", [](const PlanHandle& p) { return p.plan().plan().own_rows; });
-  plan.def_prop_ro("window_rows", [](const PlanHandle& p) { return p.plan().plan().window_rows; });
-  plan.def_prop_ro("window_bytes",
-                   [](const PlanHandle& p) { return p.plan().plan().window_bytes; });
-  plan.def_prop_ro("way", [](const PlanHandle& p) { return name_of(p.plan().plan().limits.way); });
-  plan.def_prop_ro("num_slots", [](const PlanHandle& p) { return p.plan().plan().num_slots; });
-  plan.def_prop_ro("wire_bytes", [](const PlanHandle& p) { return p.plan().plan().wire_bytes; });
+  plan.def_prop_ro("own_rows", [](const PlanHandle& p) { return p.facts().own_rows; });
+  plan.def_prop_ro("window_rows", [](const PlanHandle& p) { return p.facts().window_rows; });
+  plan.def_prop_ro("window_bytes", [](const PlanHandle& p) { return p.facts().window_bytes; });
+  plan.def_prop_ro("way", [](const PlanHandle& p) { return name_of(p.facts().way); });
+  plan.def_prop_ro("num_slots", [](const PlanHandle& p) { return p.facts().num_slots; });
+  plan.def_prop_ro("wire_bytes", [](const PlanHandle& p) { return p.facts().wire_bytes; });
 }
 
 }  // namespace
@@ -121,7 +120,8 @@ void bind_dispatcher(nb::module_& m) {
   dispatcher.def("replace_plan", [](RankDispatcher& d, PlanHandle& plan,
                                     const std::vector<PartArg>& given, std::uintptr_t stream) {
     const auto parts = parts_from(given);
-    unlocked([&] { d.replace_plan(plan.plan(), parts, stream_from(stream)); });
+    plan.set_facts(
+        unlocked([&] { return d.replace_plan(plan.plan(), parts, stream_from(stream)); }));
   });
   dispatcher.def("reserve", [](RankDispatcher& d, std::int64_t bytes, std::int32_t num_slots,
                                std::uintptr_t stream) {

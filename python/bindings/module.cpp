@@ -8,6 +8,7 @@ NB_MODULE(_core, m) {
   nanobind::set_leak_warnings(false);
   m.attr("version") = WAYBILL_VERSION;
   waybill::python::bind_errors(m);
+  waybill::python::bind_interrupts(m);
   waybill::python::bind_index_ops(m);
   waybill::python::bind_metadata(m);
   waybill::python::bind_routing(m);

@@ -177,7 +177,7 @@ void EPAll2AllLayer::finalize() {
     context_.finalize();
     barrier_.finalize();
   });
-  usability_.end("it was finalized");
+  usability_.end("was finalized");
 }
 
 }  // namespace waybill

@@ -89,6 +89,7 @@ SequenceDispatcher::~SequenceDispatcher() {
 
 void SequenceDispatcher::close() {
   if (arrivals_.local == nullptr) return;
+  usability_.check("close");
   usability_.guard([&] {
     world_.executor().finish();
     Transport& transport = world_.transport();
@@ -100,7 +101,7 @@ void SequenceDispatcher::close() {
     transport.release(slots_);
     transport.release(arrivals_);
   });
-  usability_.end("it was closed");
+  usability_.end("was closed");
 }
 
 ReadyPlan SequenceDispatcher::ready(SequencePlan plan, Stream stream) {
@@ -192,6 +193,7 @@ void SequenceDispatcher::reserve(std::int64_t window_bytes, Stream stream, std::
           "reserve: window_bytes = ", window_bytes, ", expected 0..", options_.max_window_bytes);
   require(0 <= num_slots && num_slots <= (1 << 24), "reserve: num_slots = ", num_slots,
           ", expected 0..2^24");
+  usability_.check("reserve");
   usability_.guard([&] { grow_for("reserve", window_bytes, num_slots, stream); });
 }
 

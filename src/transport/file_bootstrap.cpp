@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "waybill/core/at.h"
+#include "waybill/core/wait.h"
 #include "waybill/transport/bootstraps.h"
 
 namespace waybill {
@@ -78,6 +79,7 @@ class FileBootstrap final : public Bootstrap {
                          .seen = last_round_of(r),
                          .seconds = waited});
         }
+        check_interrupt();
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
       all.push_back(std::move(*theirs));

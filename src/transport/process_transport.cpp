@@ -1,3 +1,5 @@
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -8,6 +10,7 @@
 #include "shared_file.h"
 #include "waybill/core/at.h"
 #include "waybill/transport/agree.h"
+#include "waybill/transport/peer_status.h"
 
 namespace waybill {
 namespace {
@@ -68,6 +71,7 @@ class ProcessTransport final : public detail::HostTransport {
   ProcessTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node)
       : HostTransport(std::move(bootstrap), ranks_per_node) {
     require_one_host(this->bootstrap(), "make_process_transport");
+    watch_peers(make_peer_status(this->bootstrap()));
   }
 
  private:
@@ -85,6 +89,23 @@ class ProcessTransport final : public detail::HostTransport {
 };
 
 }  // namespace
+
+std::shared_ptr<PeerStatus> make_peer_status(Bootstrap& bootstrap) {
+  const std::string operation = "peer status";
+  constexpr auto size = std::int64_t{sizeof(PeerStatusBlock)};
+  const auto me = at(to_int(bootstrap.rank()));
+  const auto files =
+      std::make_shared<std::vector<SharedFile>>(open_all(bootstrap, size, operation));
+  std::vector<std::shared_ptr<void>> blocks;
+  do_together(bootstrap, operation, [&] {
+    (*files)[me].reserve(size);
+    for (const SharedFile& file : *files) blocks.push_back(file.map(size));
+    if ((*files)[me].mark()) static_cast<PeerStatusBlock*>(blocks[me].get())->process = getpid();
+  });
+  return std::make_shared<PeerStatus>(
+      bootstrap.rank(), std::move(blocks),
+      [files](std::int32_t rank) { return (*files)[at(rank)].is_marked(); });
+}
 
 std::unique_ptr<Transport> make_process_transport(std::shared_ptr<Bootstrap> bootstrap,
                                                   std::int32_t ranks_per_node) {

@@ -75,6 +75,24 @@ void SharedFile::reserve(std::int64_t size_bytes) const {
                               "(containers: --shm-size or --ipc=host)"));
 }
 
+// A lock of POSIX: children that a rank forks do not have it, so that it goes with the rank. Unlike
+// a process number it means the same in all containers.
+bool SharedFile::mark() const noexcept {
+  struct flock lock = {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_len = 1;
+  return fcntl(descriptor_, F_SETLK, &lock) == 0;
+}
+
+bool SharedFile::is_marked() const noexcept {
+  struct flock lock = {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_len = 1;
+  return fcntl(descriptor_, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+}
+
 std::shared_ptr<void> SharedFile::map(std::int64_t size_bytes) const {
   const std::size_t size = at(size_bytes);
   void* const memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);

@@ -32,6 +32,13 @@ class SharedFile {
   /// @throws TransportError when the host has not that much
   void reserve(std::int64_t size_bytes) const;
 
+  /// Marks it as this process', until that ends or the object goes. @return false where the host
+  /// has no such marks
+  [[nodiscard]] bool mark() const noexcept;
+
+  /// Whether another process has marked it and is there.
+  [[nodiscard]] bool is_marked() const noexcept;
+
   /// This process' view of size_bytes > 0 bytes, which outlives the object. They must have been
   /// reserved before they are used. @throws TransportError
   [[nodiscard]] std::shared_ptr<void> map(std::int64_t size_bytes) const;

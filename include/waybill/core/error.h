@@ -44,6 +44,18 @@ class TransportError : public Error {
   using Error::Error;
 };
 
+/// Another rank failed, was interrupted or is gone. The text names it and says why.
+class PeerFailed : public TransportError {
+ public:
+  using TransportError::TransportError;
+};
+
+/// A wait that the user ended (Ctrl-C).
+class Interrupted : public Error {
+ public:
+  using Error::Error;
+};
+
 /// A wait that reached its deadline: who waited for whom, and for what.
 struct MissedWait {
   std::string operation;         ///< "dispatch"

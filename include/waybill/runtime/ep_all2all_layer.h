@@ -139,7 +139,7 @@ class EPAll2AllLayer {
   std::uint64_t num_combines_ = 0;
   detail::CaptureLog captured_dispatches_;
   detail::CaptureLog captured_combines_;
-  detail::Usability usability_{"layer"};
+  detail::Usability usability_{"layer", &world_.transport()};
 };
 
 }  // namespace waybill

@@ -56,7 +56,8 @@ class ReadyPlan {
 /// shrink; outgrown ones are kept until the next growth or close(), as freeing device memory waits
 /// for the device and so may happen only where all ranks wait for each other anyway.
 ///
-/// A call that throws Timeout leaves the dispatcher of no use: later calls throw TransportError.
+/// A call that throws anything but a refused argument leaves the dispatcher unusable: later calls
+/// throw TransportError and say why.
 class SequenceDispatcher {
  public:
   /// Collective. `world` must outlive the dispatcher.
@@ -143,7 +144,7 @@ class SequenceDispatcher {
   std::vector<SignalPad> old_slots_;  ///< outgrown
   std::uint64_t epoch_ = 0;           ///< of the last call
   detail::CaptureLog captures_;
-  detail::Usability usability_{"dispatcher"};
+  detail::Usability usability_{"dispatcher", &world_.transport()};
 };
 
 }  // namespace waybill

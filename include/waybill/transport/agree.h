@@ -9,18 +9,22 @@
 namespace waybill {
 
 /// Collective: every rank says what went wrong on it; empty: nothing.
-/// @throws TransportError on all ranks when there is trouble, naming the first rank that has some;
+/// @throws PeerFailed on all ranks when there is trouble, naming the first rank that has some;
 ///   Timeout
 void agree(Bootstrap& bootstrap, std::string_view trouble, std::string_view operation);
 
 /// Collective: does this rank's part of something that succeeds on all ranks or fails on all.
-/// @throws what `work` threw, on the ranks where it did; on the others as agree
+/// @throws what `work` threw, on the ranks where it did; on the others as agree. Where the user
+///   interrupted it, it does not wait for the others, who are told.
 template <class Work>
 void do_together(Bootstrap& bootstrap, std::string_view operation, Work&& work) {
   std::exception_ptr error;
   std::string trouble;
   try {
     work();
+  } catch (const Interrupted& interrupted) {
+    bootstrap.fail(interrupted.what());
+    throw;
   } catch (const std::exception& caught) {
     error = std::current_exception();
     trouble = caught.what();

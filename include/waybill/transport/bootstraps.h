@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "waybill/transport/bootstrap.h"
@@ -11,8 +12,9 @@
 
 namespace waybill {
 
-/// For ranks that are threads of this process: one object a rank, to be handed to its thread.
-/// @throws InvalidArgument unless world_size >= 1 and timeout_s > 0.
+/// For ranks that are threads of this process: one object a rank, to be handed to its thread. They
+/// share a failure_scope(), which fail() ends.
+/// @throws InvalidArgument unless world_size >= 1, and as check_timeout
 [[nodiscard]] std::vector<std::unique_ptr<Bootstrap>> make_thread_bootstraps(
     std::int32_t world_size, double timeout_s = default_timeout_s);
 
@@ -41,10 +43,13 @@ namespace waybill {
 
 /// An all-gather that the caller already has (MPI, torch.distributed). It answers for its deadline.
 using AllGather = std::function<std::vector<Bootstrap::Bytes>(const Bootstrap::Bytes& mine)>;
-/// @throws InvalidArgument for an empty function. all_gather throws TransportError when it does not
-///   return world_size entries.
+/// How the caller tells the other ranks that this one gives up: their all-gather is to throw.
+using TellFailure = std::function<void(std::string_view reason)>;
+/// @param tell_failure empty: they are not told
+/// @throws InvalidArgument for an empty all_gather. all_gather throws TransportError when it does
+///   not return world_size entries.
 [[nodiscard]] std::unique_ptr<Bootstrap> make_callable_bootstrap(
     std::int32_t rank, std::int32_t world_size, AllGather all_gather,
-    double timeout_s = default_timeout_s);
+    double timeout_s = default_timeout_s, TellFailure tell_failure = {});
 
 }  // namespace waybill
