@@ -1,5 +1,7 @@
 #include "waybill/transport/bootstrap.h"
 
+#include <new>
+
 namespace waybill {
 
 Bootstrap::Bootstrap(std::int32_t rank, std::int32_t world_size, double timeout_s)
@@ -13,12 +15,31 @@ Bootstrap::Bootstrap(std::int32_t rank, std::int32_t world_size, double timeout_
 
 std::vector<Bootstrap::Bytes> Bootstrap::all_gather(std::span<const std::byte> mine,
                                                     std::string_view operation) {
-  auto all = exchange(mine, operation);
-  if (std::ssize(all) != world_size_) {
-    throw TransportError(concat(operation, ": the exchange returned ", all.size(),
-                                " entries, expected ", world_size_));
+  if (!failure_.empty()) {
+    throw TransportError(
+        concat(operation, ": the bootstrap is unusable since rank ", rank_, " failed: ", failure_));
   }
-  return all;
+  try {
+    auto all = exchange(mine, operation);
+    if (std::ssize(all) != world_size_) {
+      throw TransportError(concat(operation, ": the exchange returned ", all.size(),
+                                  " entries, expected ", world_size_));
+    }
+    return all;
+  } catch (const std::exception& error) {
+    fail(error.what());
+    throw;
+  }
+}
+
+void Bootstrap::fail(std::string_view reason) noexcept {
+  if (!failure_.empty()) return;
+  try {
+    failure_ = reason.empty() ? "no reason given" : reason;
+  } catch (const std::bad_alloc&) {
+    failure_ = "no memory";  // short enough to need none
+  }
+  tell_failure(failure_);
 }
 
 void Bootstrap::barrier(std::string_view operation) { (void)all_gather({}, operation); }

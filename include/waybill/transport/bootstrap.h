@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <span>
+#include <string>
 #include <string_view>
 #include <type_traits>
 #include <vector>
@@ -35,12 +36,18 @@ class Bootstrap {
   /// Collective: every rank gives some bytes (also none, also of different length) and gets those
   /// of all ranks, by rank. `operation` names the reason in errors.
   /// @throws Timeout naming a rank that did not call within timeout_s; TransportError when the
-  ///   connection broke. Afterwards the object is of no use.
+  ///   connection broke or a rank failed. The object is unusable after an error, and says so.
   [[nodiscard]] std::vector<Bytes> all_gather(std::span<const std::byte> mine,
                                               std::string_view operation);
 
   /// Collective: returns when all ranks have called. @throws as all_gather
   void barrier(std::string_view operation);
+
+  /// Says that this rank cannot go on. Ranks that wait for what it has not given, now or later,
+  /// throw TransportError naming it and the reason at once; an exchange to which it has given its
+  /// bytes still ends well on them. Not collective, never waits. The object is unusable afterwards;
+  /// a second call does nothing. Also called when an exchange throws.
+  void fail(std::string_view reason) noexcept;
 
  protected:
   /// @throws InvalidArgument unless 0 <= rank < world_size and timeout_s > 0.
@@ -50,6 +57,10 @@ class Bootstrap {
   virtual std::vector<Bytes> exchange(std::span<const std::byte> mine,
                                       std::string_view operation) = 0;
 
+  /// Makes the reason known to the other ranks. Called at most once.
+  virtual void tell_failure(std::string_view /*reason*/) noexcept {}
+
+  std::string failure_;  ///< empty: none
   Rank rank_;
   std::int32_t world_size_;
   double timeout_s_;
