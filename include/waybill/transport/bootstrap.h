@@ -44,7 +44,7 @@ class Bootstrap {
   void barrier(std::string_view operation);
 
   /// Says that this rank cannot go on. Ranks that wait for what it has not given, now or later,
-  /// throw TransportError naming it and the reason at once; an exchange to which it has given its
+  /// throw PeerFailed naming it and the reason at once; an exchange to which it has given its
   /// bytes still ends well on them. Not collective, never waits. The object is unusable afterwards;
   /// a second call does nothing. Also called when an exchange throws.
   void fail(std::string_view reason) noexcept;
