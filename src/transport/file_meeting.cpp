@@ -76,7 +76,9 @@ void FileMeeting::open_folder() {
     throw TransportError(concat("file bootstrap: cannot open the folder ", folder_, ": ",
                                 std::generic_category().message(error)));
   }
-  const bool is_private = status.st_uid == geteuid() && (status.st_mode & 07777) == for_owner;
+  // Folders may inherit the bit that says that files inherit the group: it lets nobody in.
+  const bool is_private =
+      status.st_uid == geteuid() && (status.st_mode & (for_owner | for_others)) == for_owner;
   if (is_private) return;
   (void)::close(std::exchange(descriptor_, -1));
   throw TransportError(concat("file bootstrap: the folder ", folder_, " has mode ",
