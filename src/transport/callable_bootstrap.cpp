@@ -13,7 +13,8 @@ class CallableBootstrap final : public Bootstrap {
         all_gather_(std::move(all_gather)),
         tell_failure_(std::move(tell_failure)) {}
 
-  void fail(std::string_view reason) noexcept override {
+ private:
+  void tell_failure(std::string_view reason) noexcept override {
     if (!tell_failure_) return;
     try {
       std::exchange(tell_failure_, {})(reason);
@@ -21,7 +22,8 @@ class CallableBootstrap final : public Bootstrap {
     }
   }
 
- private:
+  [[nodiscard]] bool tells_timeouts() const noexcept override { return false; }
+
   std::vector<Bytes> exchange(std::span<const std::byte> mine,
                               std::string_view /*operation*/) override {
     return all_gather_(Bytes(mine.begin(), mine.end()));
