@@ -57,6 +57,7 @@ void PeerWatch::wait(const SignalPad& pad, std::int64_t idx, Rank peer) {
       std::this_thread::yield();
       continue;
     }
+    told_.compare_all(peer);
     if (waited.count() > transport_.timeout_s()) {
       const Rank silent{silent_rank(to_int(peer))};
       const Topology& topology = transport_.topology();
