@@ -42,6 +42,10 @@ __global__ void __launch_bounds__(threads)
   const std::uint64_t epoch = epoch_of(p);
   if (epoch % 2 != p.parity)
     report_and_stay(phase, p.sink, p.rank, p.parity, epoch, 0, FaultKind::parity);
+  if (phase.tells && threadIdx.x == 0) {
+    store_words(words_at(p.arrivals, p.fingerprint, p.world_size, epoch, p.rank),
+                load_call_words(p.fingerprint), epoch);
+  }
   for (int w = static_cast<int>(threadIdx.x); w < phase.count; w += threads) {
     const BatchSlot slot = phase.waits[w];
     if (slot.rank == p.world_size) {

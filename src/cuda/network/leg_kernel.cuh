@@ -1,13 +1,16 @@
 #pragma once
 
-#include "../device/signal.cuh"
+#include "../device/call_words.cuh"
 #include "leg_params.h"
 
 // The leg's kernel for wires that a device serves itself. A Wire has, for one block:
 //   void put(const NetworkPut&)          begins or does a put; all threads
 //   void settle()                        all puts of this block have arrived; all threads
 //   void raise_slot(peer, slot, epoch)   one thread; after settle()
-//   void raise_arrival(peer, epoch)      one thread: slot `rank` of the peer's arrivals
+//   void tell_words(peer, words, epoch)  one thread: into the peer's slot for this rank's words,
+//                                        which the own pad holds at the same place
+//   void raise_arrival(peer, epoch)      one thread, behind a fence: slot `rank` of the peer's
+//                                        arrivals
 //   bool put_signal(const NetworkPut&, slot, epoch)   all threads: a put whose arrival raises a
 //                                        slot of its peer; false where the wire cannot
 
@@ -26,7 +29,7 @@ class LegWork {
       : p_(p), wire_(wire), epoch_(epoch) {}
 
   __device__ void run() {
-    if (p_.arrival == LegArrival::first && blockIdx.x == 0) arrive();
+    if (p_.arrival != LegArrival::none && blockIdx.x == 0) begin();
     const std::int32_t num_puts = *p_.tables.num_puts;
     std::int32_t number = -1;
     NetworkStep step{};
@@ -93,13 +96,32 @@ class LegWork {
     }
   }
 
-  /// One thread a peer, from the next node on.
-  __device__ void arrive() {
+  /// Calls for the ranks of other nodes, from the next one on, one thread a rank.
+  template <class Visit>
+  __device__ void for_other_nodes(Visit&& visit) {
     const std::int32_t others = p_.world_size - p_.ranks_per_node;
     const std::int32_t next_node = (p_.rank / p_.ranks_per_node + 1) * p_.ranks_per_node;
-    __threadfence_system();
     for (auto k = static_cast<std::int32_t>(threadIdx.x); k < others; k += leg_threads)
-      wire_.raise_arrival((next_node + k) % p_.world_size, epoch_);
+      visit((next_node + k) % p_.world_size);
+  }
+
+  /// Tells what this rank means by the call, and that it has come where that is to be said first.
+  __device__ void begin() {
+    const CallWords words = load_call_words(p_.fingerprint);
+    if (threadIdx.x == 0)
+      store_words(words_at(p_.arrivals, p_.fingerprint, p_.world_size, epoch_, p_.rank), words,
+                  epoch_);
+    __threadfence_system();
+    __syncthreads();
+    for_other_nodes([&](std::int32_t peer) {
+      wire_.tell_words(peer, words, epoch_);
+      if (p_.arrival == LegArrival::first) wire_.raise_arrival(peer, epoch_);
+    });
+  }
+
+  __device__ void arrive() {
+    __threadfence_system();
+    for_other_nodes([&](std::int32_t peer) { wire_.raise_arrival(peer, epoch_); });
   }
 
   /// The last block says that the rank has arrived, and ends the leg.

@@ -56,6 +56,10 @@ class NvshmemWire {
   __device__ void raise_slot(std::int32_t peer, std::int32_t slot, std::uint64_t epoch) {
     nvshmemx_signal_op(p_.slots + slot, epoch, NVSHMEM_SIGNAL_SET, peer);
   }
+  __device__ void tell_words(std::int32_t peer, const CallWords& /*words*/, std::uint64_t epoch) {
+    std::uint64_t* const at = words_at(p_.arrivals, p_.fingerprint, p_.world_size, epoch, p_.rank);
+    nvshmem_uint64_put_nbi(at, at, fault_words, peer);
+  }
   __device__ void raise_arrival(std::int32_t peer, std::uint64_t epoch) {
     nvshmemx_signal_op(p_.arrivals + p_.rank, epoch, NVSHMEM_SIGNAL_SET, peer);
   }
