@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <chrono>
 #include <functional>
 #include <initializer_list>
 #include <memory>
@@ -11,6 +10,7 @@
 #include <vector>
 
 #include "runtime/expert_rounds.h"
+#include "support/expert_disagreements.h"
 #include "support/run_processes.h"
 #include "support/run_ranks.h"
 #include "waybill/runtime/world.h"
@@ -66,28 +66,6 @@ inline void run_way(const RankWay& way, double timeout_s, const std::function<vo
 /// The rank that does otherwise: not one of those that others name first anyway.
 inline bool is_odd(const World& world) { return to_int(world.rank()) == world.world_size() - 1; }
 
-inline void expect_parts(const std::string& text, const std::vector<std::string>& parts) {
-  for (const std::string& part : parts) {
-    EXPECT_NE(text.find(part), std::string::npos) << "no \"" << part << "\" in: " << text;
-  }
-}
-
-/// What a rank did throws `Expected` within so many seconds; its text has all parts.
-template <class Expected, class Calls>
-void expect_throws(const Calls& calls, double within_s, const std::vector<std::string>& parts) {
-  const auto start = std::chrono::steady_clock::now();
-  try {
-    calls();
-    ADD_FAILURE() << "expected an error, but nothing was thrown";
-  } catch (const Expected& error) {
-    expect_parts(error.what(), parts);
-  } catch (const std::exception& error) {
-    ADD_FAILURE() << "expected another error, got: " << error.what();
-  }
-  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
-  EXPECT_LT(took.count(), within_s);
-}
-
 /// A layer of a rank, and what it needs for calls.
 class LayerStep {
  public:
@@ -118,7 +96,12 @@ class LayerStep {
     return input;
   }
 
-  EPDispatched dispatch() { return layer_.dispatch(input()); }
+  [[nodiscard]] ConstTensorView positions() const { return positions_.view(); }
+
+  EPDispatched dispatch(const ExpertDispatchInput& input) { return layer_.dispatch(input); }
+  EPDispatched dispatch(const ExpertDispatchInput& input, const EPLayout& layout) {
+    return layer_.dispatch(input, layout);
+  }
 
   void combine(const EPLayout& layout, bool weighted = false, bool needs_gradients = false) {
     const HostTensor rows(config_.token_dtype, {layout.num_recv_rows(), config_.hidden});
@@ -137,6 +120,7 @@ class LayerStep {
   EPConfig config_;
   EPAll2AllLayer layer_;
   ExpertCase case_;
+  HostTensor positions_{DType::int32, {3, 2}};
 };
 
 }  // namespace waybill::test

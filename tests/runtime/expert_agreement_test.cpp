@@ -61,7 +61,7 @@ TEST_P(ExpertAgreement, OfSettingsIsLookedAtWhenTheLayerIsMade) {
                                      at_once_s, parts);
     }
     LayerStep step(world, {.num_sm = 8 + to_int(world.rank())});  // a rank's own choice
-    step.combine(*step.dispatch().layout);
+    step.combine(*step.dispatch(step.input()).layout);
     step.layer().finalize();
   });
 }
@@ -80,121 +80,13 @@ TEST_P(ExpertAgreement, OfContextsIsLookedAtWhenTheyAreMade) {
   });
 }
 
-/// Calls that one rank makes otherwise, after two dispatches of all.
-struct CallCase {
-  const char* name;
-  std::function<void(LayerStep&, const EPLayout& first, const EPLayout& second, bool odd)> calls;
-  std::vector<std::string> named;
-};
-
-std::vector<CallCase> call_cases() {
-  const auto belongs = [](int a, int b) {
-    return std::vector<std::string>{concat("to dispatch ", a, " on rank "),
-                                    concat("to dispatch ", b, " on rank ")};
-  };
-  return {
-      {"weights on some ranks only",
-       [](LayerStep& step, const EPLayout&, const EPLayout&, bool odd) {
-         auto input = step.input();
-         if (odd) input.weights = {};
-         (void)step.layer().dispatch(input);
-       },
-       {"dispatch: ranks disagree in call 3", ": weights = ", "true on rank ", "false on rank "}},
-      {"full_scatter_indices on some ranks only",
-       [](LayerStep& step, const EPLayout&, const EPLayout&, bool odd) {
-         auto input = step.input();
-         const HostTensor positions(DType::int32, {3, 2});
-         if (odd) input.full_scatter_indices = positions.view();
-         (void)step.layer().dispatch(input);
-       },
-       {": full_scatter_indices = ", "true on rank "}},
-      {"the routing is known on some ranks only",
-       [](LayerStep& step, const EPLayout& first, const EPLayout&, bool odd) {
-         (void)(odd ? step.layer().dispatch(step.input(), first) : step.dispatch());
-       },
-       {" calls dispatch", "dispatch with the layout of an earlier one"}},
-      {"the routing of another dispatch",
-       [](LayerStep& step, const EPLayout& first, const EPLayout& second, bool odd) {
-         (void)step.layer().dispatch(step.input(), odd ? second : first);
-       },
-       belongs(1, 2)},
-      {"the order of two dispatches by layouts, as in two backward passes",
-       [](LayerStep& step, const EPLayout& first, const EPLayout& second, bool odd) {
-         for (const bool turn : {odd, !odd}) {
-           (void)step.layer().dispatch(step.input(), turn ? first : second);
-         }
-       },
-       belongs(1, 2)},
-      {"the order of two combines",
-       [](LayerStep& step, const EPLayout& first, const EPLayout& second, bool odd) {
-         for (const bool turn : {odd, !odd}) step.combine(turn ? first : second);
-       },
-       belongs(1, 2)},
-      {"combine with the layout of a later dispatch by the same routing",
-       [](LayerStep& step, const EPLayout& first, const EPLayout&, bool odd) {
-         const auto again = step.layer().dispatch(step.input(), first).layout;
-         step.combine(odd ? *again : first);
-       },
-       belongs(1, 3)},
-      {"dispatch against combine",
-       [](LayerStep& step, const EPLayout& first, const EPLayout&, bool odd) {
-         if (odd) {
-           (void)step.dispatch();
-         } else {
-           step.combine(first);
-         }
-       },
-       {" calls ", " dispatch", " combine", "; expected the same on all ranks"}},
-      {"dispatch by a layout against combine",
-       [](LayerStep& step, const EPLayout& first, const EPLayout&, bool odd) {
-         if (odd) {
-           step.combine(first);
-         } else {
-           (void)step.layer().dispatch(step.input(), first);
-         }
-       },
-       {"dispatch with the layout of an earlier one", "combine"}},
-      {"weighted on some ranks only",
-       [](LayerStep& step, const EPLayout& first, const EPLayout&, bool odd) {
-         step.combine(first, odd);
-       },
-       {"combine: ranks disagree in call 3", ": weighted = ", "true on rank "}},
-      {"gradients of a combine on some ranks only",
-       [](LayerStep& step, const EPLayout& first, const EPLayout&, bool odd) {
-         step.combine(first, false, !odd);
-       },
-       {": needs_gradients = ", "true on rank "}},
-      {"gradients of tokens on some ranks only",
-       [](LayerStep& step, const EPLayout&, const EPLayout&, bool odd) {
-         auto input = step.input();
-         input.needs_gradients = odd;
-         (void)step.layer().dispatch(input);
-       },
-       {": needs_gradients = ", "true on rank "}},
-      {"gradients of weights on some ranks only",
-       [](LayerStep& step, const EPLayout& first, const EPLayout&, bool odd) {
-         auto input = step.input();
-         input.weights_need_gradients = odd;
-         (void)step.layer().dispatch(input, first);
-       },
-       {": weights_need_gradients = ", "true on rank "}},
-      {"dispatches that work for others",
-       [](LayerStep& step, const EPLayout&, const EPLayout&, bool odd) {
-         auto input = step.input();
-         input.origin = odd ? 1 : 2;
-         (void)step.layer().dispatch(input);
-       },
-       belongs(1, 2)},
-  };
-}
-
 TEST_P(ExpertAgreement, OfCallsIsLookedAtWhereRanksMeet) {
   run_way(GetParam(), deadline_s, [](World& world) {
-    for (const CallCase& the : call_cases()) {
+    for (const auto& the : call_cases<LayerStep>()) {
       SCOPED_TRACE(the.name);
       LayerStep step(world);
-      const auto first = step.dispatch().layout;
-      const auto second = step.dispatch().layout;
+      const auto first = step.dispatch(step.input()).layout;
+      const auto second = step.dispatch(step.input()).layout;
       auto parts = the.named;
       parts.push_back(concat("rank ", to_int(world.rank())));
       parts.push_back(concat("rank ", world.world_size() - 1));
@@ -202,7 +94,7 @@ TEST_P(ExpertAgreement, OfCallsIsLookedAtWhereRanksMeet) {
                                   at_once_s, parts);
       expect_throws<TransportError>([&] { step.combine(*first); }, at_once_s,
                                     {"the layer is of no use any more", "ranks disagree"});
-      expect_throws<TransportError>([&] { (void)step.dispatch(); }, at_once_s,
+      expect_throws<TransportError>([&] { (void)step.dispatch(step.input()); }, at_once_s,
                                     {"the layer is of no use any more"});
     }
   });
@@ -218,9 +110,9 @@ TEST_P(ExpertAgreement, OfCallsHoldsForAllThatRanksMayChooseThemselves) {
           *view = ConstTensorView(nullptr, view->dtype, {0, view->shape[1]});
         }
       }
-      const auto layout = step.layer().dispatch(input).layout;
-      const auto again = step.layer().dispatch(input, *layout).layout;
-      const auto third = step.layer().dispatch(input, *again).layout;
+      const auto layout = step.dispatch(input).layout;
+      const auto again = step.dispatch(input, *layout).layout;
+      const auto third = step.dispatch(input, *again).layout;
       EXPECT_EQ(layout->number() + 2, third->number());
       step.combine(*third, true, true);
       step.combine(*layout);
@@ -235,11 +127,12 @@ constexpr double short_deadline_s = 0.7;
 TEST_P(ExpertAgreement, OfTwoLayersEndsAtTheDeadline) {
   run_way(GetParam(), short_deadline_s, [](World& world) {
     LayerStep steps[2] = {LayerStep(world), LayerStep(world)};
-    for (LayerStep& step : steps) (void)step.dispatch();
+    const auto dispatch = [](LayerStep& step) { return step.dispatch(step.input()); };
+    for (LayerStep& step : steps) (void)dispatch(step);
     expect_throws<Timeout>(
         [&] {
-          (void)steps[is_odd(world) ? 1 : 0].dispatch();
-          (void)steps[is_odd(world) ? 0 : 1].dispatch();
+          (void)dispatch(steps[is_odd(world) ? 1 : 0]);
+          (void)dispatch(steps[is_odd(world) ? 0 : 1]);
         },
         at_once_s, {"dispatch: rank ", "for signal >= 2", in_other_calls});
   });
@@ -249,7 +142,7 @@ TEST_P(ExpertAgreement, OfABarrierAndADispatchEndsAtTheDeadline) {
   for (const bool intra_node_only : {true, false}) {
     run_way(GetParam(), short_deadline_s, [&](World& world) {
       LayerStep step(world);
-      const auto layout = step.dispatch().layout;
+      const auto layout = step.dispatch(step.input()).layout;
       if (!is_odd(world)) {
         expect_throws<Timeout>([&] { step.combine(*layout); }, at_once_s,
                                {"combine: rank ", in_other_calls});

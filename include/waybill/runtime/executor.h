@@ -53,7 +53,8 @@ struct SequenceCall {
   /// [W * (1 + num_slots or more)] slot r: rank r's notes for whom it waits, where the executor
   /// writes such; behind them the slots of batches: slot k of a plan is counter W + k.
   const SignalPad* slots = nullptr;
-  std::uint64_t epoch = 0;  ///< this call's; may be behind what a graph replays
+  std::uint64_t epoch = 0;      ///< this call's; may be behind what a graph replays
+  CallFingerprint fingerprint;  ///< what this rank means by it
   int num_sms = 0;
   Stream stream;
 };
