@@ -134,11 +134,12 @@ std::shared_ptr<PeerStatus> make_peer_status(Bootstrap& bootstrap) {
   const std::string operation = "peer status";
   constexpr auto size = std::int64_t{sizeof(PeerStatusBlock)};
   const auto me = at(to_int(bootstrap.rank()));
+  const BlockNames names(bootstrap);
   const auto files =
-      std::make_shared<std::vector<SharedFile>>(open_all(bootstrap, size, operation));
+      std::make_shared<std::vector<SharedFile>>(open_all(bootstrap, names.of_block(0), operation));
   std::vector<std::shared_ptr<void>> blocks;
+  do_together(bootstrap, operation, [&] { (*files)[me].reserve(size); });
   do_together(bootstrap, operation, [&] {
-    (*files)[me].reserve(size);
     for (const SharedFile& file : *files) blocks.push_back(file.map(size));
     if ((*files)[me].mark()) static_cast<PeerStatusBlock*>(blocks[me].get())->process = getpid();
   });
