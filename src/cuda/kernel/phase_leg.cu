@@ -18,8 +18,10 @@ __device__ bool is_given_up(const std::uint32_t* flag) {
 __device__ void report_and_stay(const PhaseWaits& phase, const FaultSink& sink, std::int32_t peer,
                                 std::uint64_t wanted, std::uint64_t seen, std::uint64_t waited_ns,
                                 FaultKind kind) {
-  const std::int32_t rank = phase.leg.rank;
-  report(sink, kind, rank, peer, wanted, seen, waited_ns, phase.leg.kind);
+  const LegParams& leg = phase.leg;
+  const bool of_peer = kind != FaultKind::parity && peer != leg.rank;
+  if (of_peer && leg.arrivals != nullptr) report_told(leg, leg.arrivals, wanted, peer, waited_ns);
+  report(sink, kind, leg.rank, peer, wanted, seen, waited_ns, leg.kind);
   if (sink.traps) end_context(sink);
   while (!is_given_up(phase.given_up)) __nanosleep(100'000);
 }

@@ -22,6 +22,27 @@ inline constexpr int leg_threads = 512;
 /// for whom it waits, not this one.
 inline constexpr std::uint64_t own_rows_patience = 4;
 
+/// A wait of a leg for another rank that comes to a bad end, as report_missed().
+[[noreturn]] __device__ __noinline__ inline void report_leg_missed(const LegParams& p,
+                                                                   std::uint64_t epoch,
+                                                                   std::int32_t peer,
+                                                                   std::uint64_t seen,
+                                                                   std::uint64_t waited_ns) {
+  if (p.arrivals != nullptr) report_told(p, p.arrivals, epoch, peer, waited_ns);
+  report_and_trap(p.sink, p.kind, p.rank, peer, epoch, seen, waited_ns);
+}
+
+__device__ inline void await_rank(const LegParams& p, const std::uint64_t* flag,
+                                  std::uint64_t epoch, std::int32_t peer) {
+  const std::uint64_t start = now_ns();
+  for (;;) {
+    const std::uint64_t seen = load_acquire(flag);
+    if (seen >= epoch) return;
+    const std::uint64_t waited = now_ns() - start;
+    if (waited > p.sink.timeout_ns) report_leg_missed(p, epoch, peer, seen, waited);
+  }
+}
+
 template <class Wire>
 class LegWork {
  public:
@@ -58,7 +79,7 @@ class LegWork {
         sink.timeout_ns *= own_rows_patience;
         await(p_.tables.ready + slot.slot, epoch_, p_.kind, p_.rank, p_.rank, sink);
       } else {
-        await(p_.slots + slot.slot, epoch_, p_.kind, p_.rank, slot.rank, p_.sink);
+        await_rank(p_, p_.slots + slot.slot, epoch_, slot.rank);
       }
     }
     __syncthreads();
@@ -68,7 +89,7 @@ class LegWork {
   __device__ void await_peer(std::int32_t peer) {
     if (peer == come_) return;
     come_ = peer;
-    if (threadIdx.x == 0) await(p_.arrivals + peer, epoch_, p_.kind, p_.rank, peer, p_.sink);
+    if (threadIdx.x == 0) await_rank(p_, p_.arrivals + peer, epoch_, peer);
     __syncthreads();
   }
 
