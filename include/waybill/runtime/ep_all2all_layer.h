@@ -34,6 +34,9 @@ class EPLayout {
   /// Tokens of this rank.
   [[nodiscard]] std::int64_t num_tokens() const noexcept { return num_tokens_; }
   [[nodiscard]] bool has_weights() const { return is_given(tables_->weights()); }
+  /// Of this dispatch among those of the layer, from 1 on: ranks compare by it what a call belongs
+  /// to.
+  [[nodiscard]] std::uint32_t number() const noexcept { return number_; }
   /// Rows that this rank received. Waits until they are known. @throws Timeout
   [[nodiscard]] std::int64_t num_recv_rows() const;
   /// All tables, in the memory of the world.
@@ -47,6 +50,9 @@ class EPLayout {
   EPDispatchOptions options_;
   std::shared_ptr<const ExpertTables> tables_;
   std::int64_t num_tokens_ = 0;
+  std::uint64_t layer_ = 0;  ///< that made it
+  std::uint32_t number_ = 0;
+  std::uint32_t routing_ = 0;  ///< number of the dispatch that counted
 };
 
 /// What a dispatch gives: views of this rank's window. They may be read until this rank begins the
@@ -121,16 +127,21 @@ class EPAll2AllLayer {
   [[nodiscard]] std::int64_t output_rows() const noexcept { return context_.capacity(); }
 
  private:
+  [[nodiscard]] static DispatchCombineContext make_context(World& world, const EPConfig& config,
+                                                           const EPLayerOptions& options);
   [[nodiscard]] ExpertCall next_call(const char* operation, std::uint64_t number,
-                                     const Stream& stream) const;
+                                     const Stream& stream,
+                                     const CallFingerprint& fingerprint) const;
+  [[nodiscard]] CallFingerprint fingerprint() const;
   void realign(const ExpertCall& call);
   EPDispatched finish_dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
-                               std::shared_ptr<ExpertTables> begun);
+                               std::shared_ptr<ExpertTables> begun, std::uint32_t routing);
   void grow_for(const ExpertTables& tables, const Stream& stream);
 
   World& world_;
   EPConfig config_;
   EPLayerOptions options_;
+  std::uint64_t id_;
   DispatchCombineContext context_;
   BarrierAllContext barrier_;
   std::unique_ptr<ExpertExecutor> executor_;

@@ -8,6 +8,7 @@
 #include "waybill/moe/ep_config.h"
 #include "waybill/moe/simulate.h"
 #include "waybill/runtime/expert_memory.h"
+#include "waybill/runtime/fingerprint.h"
 
 namespace waybill {
 
@@ -87,6 +88,7 @@ struct ExpertCall {
   std::uint32_t parity = 0;  ///< of this dispatch among dispatches, of this combine among combines
   int num_sms = 0;
   const Stream* stream = nullptr;
+  CallFingerprint fingerprint = {};  ///< what this rank means by it; ranks compare theirs
 };
 
 /// The parities of a layer's next dispatch and of its next combine.
@@ -98,13 +100,21 @@ struct ExpertTurns {
 /// Whether a tensor was given at all; one without a shape was not. One of no tokens may be null.
 [[nodiscard]] inline bool is_given(const ConstTensorView& view) { return !view.shape.empty(); }
 
-/// What a rank dispatches. Contiguous views of the world's memory. All ranks give weights, or none.
+/// What a rank dispatches. Contiguous views of the world's memory. All ranks give weights, or none;
+/// ranks compare what does not depend on their tokens: whether weights and full_scatter_indices are
+/// given, and the last three.
 struct ExpertDispatchInput {
   ConstTensorView tokens;   ///< [T, hidden]
   ConstTensorView ids;      ///< [T, K], int32 or int64, unchecked where the host cannot read them
   ConstTensorView weights;  ///< [T, K], or not given
   ConstTensorView scales;   ///< [T, num_scales] float32, or not given
   ConstTensorView full_scatter_indices;  ///< [sum of T, K], int32 or int64, or not given
+  /// The caller will run the call's backward, a combine, if it runs that of the others of the step.
+  bool needs_gradients = false;
+  bool weights_need_gradients = false;  ///< the same of what brings the weights' gradients home
+  /// EPLayout::number() of a dispatch for which this one works, perhaps of another layer; 0: none.
+  /// Not looked at when the routing is known.
+  std::uint32_t origin = 0;
 };
 
 struct ExpertCombineInput {
@@ -112,6 +122,7 @@ struct ExpertCombineInput {
   EPCombineOptions options;
   std::span<const ConstTensorView> biases;  ///< up to two, [T, hidden]
   TensorView output;                        ///< [T, hidden]
+  bool needs_gradients = false;  ///< the caller will run its backward, a dispatch; ranks compare it
 };
 
 /// Does the work of one layer on a world's kind of memory.
