@@ -87,7 +87,9 @@ class GpuExpertExecutor final : public ExpertExecutor {
   void realign(const ExpertCall& call, ExpertTurns next) override {
     if (nodes_ != nullptr) return;
     begin();
-    const MoeMeet meet = params_.meet(call, FaultKind::moe_dispatch);
+    ExpertCall empty = call;
+    empty.fingerprint = {.call = CollectiveCall::realign};
+    const MoeMeet meet = params_.meet(empty, FaultKind::moe_dispatch);
     check(launch_realign(meet, {{next.dispatch, next.combine}}, stream_of(call)), call);
   }
 

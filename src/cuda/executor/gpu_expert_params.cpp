@@ -119,6 +119,7 @@ MoeMeet ExpertParams::meet(const ExpertCall& call, FaultKind kind) const {
     std::uint64_t* const signals = memory_.signals.peers[at(r)];  // null on another node
     m.meet.peer_arrivals[r] = signals == nullptr ? nullptr : signals + slots;
   }
+  std::ranges::copy(pack_fingerprint(call.fingerprint), m.meet.fingerprint.words);
   m.meet.fingerprint.first_slot = static_cast<std::int32_t>(
       first_fingerprint_slot(num_layer_signals(config_.world_size)) - slots);
   m.turn = call.parity;

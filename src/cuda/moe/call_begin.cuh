@@ -17,6 +17,7 @@ class CallBegin {
   __device__ std::uint64_t await() {
     if (!has_ended_) {
       await_earlier_kernel();
+      end_if_given_up(meet_.sink);
       has_ended_ = true;
       epoch_ = __ldcg(&state_->call.epoch);
     }
@@ -48,6 +49,7 @@ class CallBegin {
       if (waited > 2 * meet_.sink.timeout_ns) {
         report_and_trap(meet_.sink, meet_.kind, meet_.rank, meet_.rank, least, seen, waited);
       }
+      end_if_given_up(meet_.sink);
     }
   }
 

@@ -185,12 +185,15 @@ __global__ void __launch_bounds__(route_threads)
   await_earlier_kernel();
   const std::uint64_t epoch = begin_moe_call(p.m, 0);
   std::int32_t* const ids = scratch.counts + s.world_size * n;
+  const bool compares = compares_calls();
   let_next_begin(p.m, epoch);
   tell_ids(p, epoch);
+  if (compares) tell_words(p.m.meet, epoch, load_call_words(p.m.meet.fingerprint));
   clear_counts(scratch.counts, s.world_size * n);  // while ids are on their way
   clear_counts(scratch.cursors, tile_warps * n);
   take_ids(p, ids, epoch);
   __syncthreads();
+  end_if_given_up(p.m.meet.sink);
   const auto warp = static_cast<int>(threadIdx.x / 32);
   const auto first = static_cast<std::int32_t>(block_idx());
   count_ranks(s, part_of_source(p, ids, first), ids, scratch.counts);
@@ -215,10 +218,12 @@ __global__ void __launch_bounds__(route_threads)
     if (p.takes_weights) take_weights(p, ids, source, epoch);
     __syncthreads();
   }
+  ToldCall told(p.m.meet, epoch, compares);
   write_receiver_tables(p, scratch, totals);
   tell_placed(p, epoch);
   write_tables<Span::world>(p, scratch, totals);
   if (block_idx() == 0 && threadIdx.x < 32) tell_host(p, totals);
+  if (compares) told.settle(p.m.meet);
   if (comes_last(p.m.state)) end_moe_call(p.m, 0, epoch);
 }
 

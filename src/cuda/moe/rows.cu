@@ -15,7 +15,7 @@ __device__ std::int32_t await_node(const RowsParams& p, const Pump& pump, std::i
                                    std::uint64_t epoch) {
   const std::int32_t peer = node * p.shape.node_ranks + p.shape.rank;
   if (lane_id() == 0 && peer != p.m.meet.rank) {
-    await(p.forwarded + peer, epoch, p.m.meet.kind, p.m.meet.rank, peer, p.m.meet.sink);
+    await_slot(p.m.meet, p.forwarded + peer, epoch, peer);
   }
   __syncwarp();
   pump.expect_arrived();
