@@ -288,10 +288,12 @@ TEST(GpuExpertAgreementOfObjects, a_barrier_and_a_dispatch_end_at_the_deadline) 
   for (const RankResult& result : results) test::expect_parts(result.text, {in_other_calls});
 }
 
+CallCase<GpuLayerStep> weights_case() { return test::given_cases<GpuLayerStep>()[0]; }
+CallCase<GpuLayerStep> combines_case() { return test::belonging_cases<GpuLayerStep>()[2]; }
+
 /// @param shared all ranks on the first device, where a kernel that gives up does not end the
 /// context
-void check_processes(const GpuWay& way, bool shared, std::size_t number) {
-  const CallCase<GpuLayerStep> the = test::call_cases<GpuLayerStep>()[number];
+void check_processes(const GpuWay& way, bool shared, const CallCase<GpuLayerStep>& the) {
   const auto ends = test::run_gpu_processes(
       way.world_size,
       [&](std::shared_ptr<Bootstrap> bootstrap, int device) {
@@ -308,25 +310,23 @@ void check_processes(const GpuWay& way, bool shared, std::size_t number) {
   }
 }
 
-constexpr std::size_t weights_case = 0;
-constexpr std::size_t combines_case = 5;
 TEST(GpuExpertAgreementOfProcesses, few_tokens) {
-  check_processes({2, 1, few}, false, weights_case);
+  check_processes({2, 1, few}, false, weights_case());
 }
 TEST(GpuExpertAgreementOfProcesses, many_tokens) {
-  check_processes({2, 1, many}, false, weights_case);
+  check_processes({2, 1, many}, false, weights_case());
 }
 TEST(GpuExpertAgreementOfProcesses, two_combines) {
-  check_processes({2, 1, many}, false, combines_case);
+  check_processes({2, 1, many}, false, combines_case());
 }
 TEST(GpuExpertAgreementOfProcesses, few_tokens_on_one_device) {
-  check_processes({2, 1, few}, true, weights_case);
+  check_processes({2, 1, few}, true, weights_case());
 }
 TEST(GpuExpertAgreementOfProcesses, many_tokens_on_one_device) {
-  check_processes({2, 1, many}, true, weights_case);
+  check_processes({2, 1, many}, true, weights_case());
 }
 TEST(GpuExpertAgreementOfProcesses, two_combines_on_one_device) {
-  check_processes({2, 1, few}, true, combines_case);
+  check_processes({2, 1, few}, true, combines_case());
 }
 
 }  // namespace

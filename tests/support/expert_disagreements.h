@@ -43,14 +43,13 @@ struct CallCase {
   std::vector<std::string> named;
 };
 
-/// @tparam Step has input(), positions(), dispatch(input), dispatch(input, layout) and combine(layout,
-/// weighted, needs_gradients)
+inline std::vector<std::string> belongs_to(int a, int b) {
+  return {concat("to dispatch ", a, " on rank "), concat("to dispatch ", b, " on rank ")};
+}
+
+/// Something is given on one rank only, or on all but one.
 template <class Step>
-std::vector<CallCase<Step>> call_cases() {
-  const auto belongs = [](int a, int b) {
-    return std::vector<std::string>{concat("to dispatch ", a, " on rank "),
-                                    concat("to dispatch ", b, " on rank ")};
-  };
+std::vector<CallCase<Step>> given_cases() {
   return {
       {"weights on some ranks only",
        [](Step& step, const EPLayout&, const EPLayout&, bool odd) {
@@ -66,52 +65,6 @@ std::vector<CallCase<Step>> call_cases() {
          (void)step.dispatch(input);
        },
        {": full_scatter_indices = ", "true on rank "}},
-      {"the routing is known on some ranks only",
-       [](Step& step, const EPLayout& first, const EPLayout&, bool odd) {
-         (void)(odd ? step.dispatch(step.input(), first) : step.dispatch(step.input()));
-       },
-       {" calls dispatch", "dispatch with the layout of an earlier one"}},
-      {"the routing of another dispatch",
-       [](Step& step, const EPLayout& first, const EPLayout& second, bool odd) {
-         (void)step.dispatch(step.input(), odd ? second : first);
-       },
-       belongs(1, 2)},
-      {"the order of two dispatches by layouts, as in two backward passes",
-       [](Step& step, const EPLayout& first, const EPLayout& second, bool odd) {
-         for (const bool turn : {odd, !odd}) {
-           (void)step.dispatch(step.input(), turn ? first : second);
-         }
-       },
-       belongs(1, 2)},
-      {"the order of two combines",
-       [](Step& step, const EPLayout& first, const EPLayout& second, bool odd) {
-         for (const bool turn : {odd, !odd}) step.combine(turn ? first : second);
-       },
-       belongs(1, 2)},
-      {"combine with the layout of a later dispatch by the same routing",
-       [](Step& step, const EPLayout& first, const EPLayout&, bool odd) {
-         const auto again = step.dispatch(step.input(), first).layout;
-         step.combine(odd ? *again : first);
-       },
-       belongs(1, 3)},
-      {"dispatch against combine",
-       [](Step& step, const EPLayout& first, const EPLayout&, bool odd) {
-         if (odd) {
-           (void)step.dispatch(step.input());
-         } else {
-           step.combine(first);
-         }
-       },
-       {" calls ", " dispatch", " combine", "; expected the same on all ranks"}},
-      {"dispatch by a layout against combine",
-       [](Step& step, const EPLayout& first, const EPLayout&, bool odd) {
-         if (odd) {
-           step.combine(first);
-         } else {
-           (void)step.dispatch(step.input(), first);
-         }
-       },
-       {"dispatch with the layout of an earlier one", "combine"}},
       {"weighted on some ranks only",
        [](Step& step, const EPLayout& first, const EPLayout&, bool odd) {
          step.combine(first, odd);
@@ -136,14 +89,85 @@ std::vector<CallCase<Step>> call_cases() {
          (void)step.dispatch(input, first);
        },
        {": weights_need_gradients = ", "true on rank "}},
+  };
+}
+
+/// Calls that belong to different dispatches.
+template <class Step>
+std::vector<CallCase<Step>> belonging_cases() {
+  return {
+      {"the routing of another dispatch",
+       [](Step& step, const EPLayout& first, const EPLayout& second, bool odd) {
+         (void)step.dispatch(step.input(), odd ? second : first);
+       },
+       belongs_to(1, 2)},
+      {"the order of two dispatches by layouts, as in two backward passes",
+       [](Step& step, const EPLayout& first, const EPLayout& second, bool odd) {
+         for (const bool turn : {odd, !odd}) {
+           (void)step.dispatch(step.input(), turn ? first : second);
+         }
+       },
+       belongs_to(1, 2)},
+      {"the order of two combines",
+       [](Step& step, const EPLayout& first, const EPLayout& second, bool odd) {
+         for (const bool turn : {odd, !odd}) step.combine(turn ? first : second);
+       },
+       belongs_to(1, 2)},
+      {"combine with the layout of a later dispatch by the same routing",
+       [](Step& step, const EPLayout& first, const EPLayout&, bool odd) {
+         const auto again = step.dispatch(step.input(), first).layout;
+         step.combine(odd ? *again : first);
+       },
+       belongs_to(1, 3)},
       {"dispatches that work for others",
        [](Step& step, const EPLayout&, const EPLayout&, bool odd) {
          auto input = step.input();
          input.origin = odd ? 1 : 2;
          (void)step.dispatch(input);
        },
-       belongs(1, 2)},
+       belongs_to(1, 2)},
   };
+}
+
+/// Other operations.
+template <class Step>
+std::vector<CallCase<Step>> operation_cases() {
+  return {
+      {"the routing is known on some ranks only",
+       [](Step& step, const EPLayout& first, const EPLayout&, bool odd) {
+         (void)(odd ? step.dispatch(step.input(), first) : step.dispatch(step.input()));
+       },
+       {" calls dispatch", "dispatch with the layout of an earlier one"}},
+      {"dispatch against combine",
+       [](Step& step, const EPLayout& first, const EPLayout&, bool odd) {
+         if (odd) {
+           (void)step.dispatch(step.input());
+         } else {
+           step.combine(first);
+         }
+       },
+       {" calls ", " dispatch", " combine", "; expected the same on all ranks"}},
+      {"dispatch by a layout against combine",
+       [](Step& step, const EPLayout& first, const EPLayout&, bool odd) {
+         if (odd) {
+           step.combine(first);
+         } else {
+           (void)step.dispatch(step.input(), first);
+         }
+       },
+       {"dispatch with the layout of an earlier one", "combine"}},
+  };
+}
+
+/// @tparam Step has input(), positions(), dispatch(input), dispatch(input, layout) and
+/// combine(layout, weighted, needs_gradients)
+template <class Step>
+std::vector<CallCase<Step>> call_cases() {
+  auto cases = given_cases<Step>();
+  for (const auto& more : {belonging_cases<Step>(), operation_cases<Step>()}) {
+    cases.insert(cases.end(), more.begin(), more.end());
+  }
+  return cases;
 }
 
 }  // namespace waybill::test
