@@ -91,7 +91,7 @@ struct ExpertCall {
   int num_sms = 0;
   const Stream* stream = nullptr;
   CallFingerprint fingerprint = {};  ///< what this rank means by it; ranks compare theirs
-  bool may_grow = false;             ///< of dispatches: windows may grow between their halves
+  bool may_grow = false;      ///< windows may: the host has waited for the counts of its dispatches
   bool sums_locally = false;  ///< of dispatches: weighted sums may be local, see EPCombineOptions
 };
 
