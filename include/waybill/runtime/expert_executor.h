@@ -54,6 +54,8 @@ class ExpertRouting {
   /// Rows that each rank receives [W], in host memory (on a GPU: pinned, written by the device).
   /// Waits until they are known, not for the rows. @throws Timeout
   [[nodiscard]] virtual std::span<const std::int32_t> wait_counts() const = 0;
+  /// The same if the host has them already; else empty. Waits for nothing.
+  [[nodiscard]] virtual std::span<const std::int32_t> known_counts() const = 0;
 };
 
 /// One dispatch: the routing that it made or was given, and what it carried itself. Belongs to the
@@ -89,6 +91,14 @@ struct ExpertCall {
   int num_sms = 0;
   const Stream* stream = nullptr;
   CallFingerprint fingerprint = {};  ///< what this rank means by it; ranks compare theirs
+  bool may_grow = false;      ///< windows may: the host has waited for the counts of its dispatches
+  bool sums_locally = false;  ///< of dispatches: weighted sums may be local, see EPCombineOptions
+};
+
+/// Rows that windows of fixed size had no room for. All ranks are told the same.
+struct ExpertOverflow {
+  std::int64_t rows = 0;   ///< of the rank that should have received the most; 0: all did fit
+  std::uint64_t call = 0;  ///< number of the dispatch
 };
 
 /// The parities of a layer's next dispatch and of its next combine.
@@ -158,8 +168,9 @@ class ExpertExecutor {
                                                             const ExpertTables& earlier) = 0;
 
   /// Second half, once for what route or enter gave: rows, tags, scales and weights into the
-  /// windows of parity `call.parity`. Rows past the capacity are not written; the receiver's
-  /// overflow flag is raised instead.
+  /// windows of parity `call.parity`. Rows past the capacity are not written; those that fit are
+  /// right, all ranks note the overflow, and combine makes the sums of tokens with rows that did
+  /// not fit NaN.
   virtual void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
                         ExpertTables& begun) = 0;
 
@@ -167,9 +178,9 @@ class ExpertExecutor {
   virtual void combine(const ExpertCall& call, const ExpertCombineInput& input,
                        const ExpertTables& tables) = 0;
 
-  /// Whether a dispatch since the last call of this has received more rows than the capacity, and
-  /// how many at most; 0: none. Waits for nothing.
-  [[nodiscard]] virtual std::int64_t take_overflow() = 0;
+  /// The dispatch since the last call of this that needed the most rows, where the capacity was
+  /// less. Waits for nothing.
+  [[nodiscard]] virtual ExpertOverflow take_overflow() = 0;
 };
 
 }  // namespace waybill

@@ -47,7 +47,7 @@ FixedTables::FixedTables(const EPConfig& config, const EPDispatchOptions& option
   segment_offsets = parts.take(world * config.num_experts);
   expert_counts = parts.take(per_rank);
   expert_offsets = parts.take(per_rank + 1);
-  num_recv_rows = parts.take(world);
+  num_recv_rows = parts.take(world + 1);  // and the most of them
   total = parts.total;
 }
 

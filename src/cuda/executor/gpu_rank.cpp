@@ -67,7 +67,38 @@ std::string describe_parity(const FaultRecord& record) {
                 "and of dispatches and of combines of a layer; its device is lost now");
 }
 
+/// What a call of experts was given and the device found wrong.
+std::string describe_input(const FaultRecord& record) {
+  const auto value = [&](int i) {
+    return static_cast<std::int64_t>(i < fault_words ? record.mine[i]
+                                                     : record.theirs[i - fault_words]);
+  };
+  const std::string call = concat(name_of(record.call), " ", record.wanted, ": ");
+  switch (record.kind) {
+    case FaultKind::expert_id:
+      return concat(call, "exp_indices of rank ", record.rank, " hold id ", value(0), " at token ",
+                    value(1), ", choice ", value(2), "; expected 0..", value(3) - 1, " or ",
+                    value(4), " (dropped)");
+    case FaultKind::scatter_size:
+      return concat(call, "full_scatter_indices of rank ", record.rank, " has ", value(0),
+                    " tokens, expected ", value(1), ": those of all ranks");
+    case FaultKind::scatter_position:
+      return concat(call, "full_scatter_indices of rank ", record.rank, " hold position ", value(0),
+                    " at token ", value(1), ", choice ", value(2), " of rank ", value(3),
+                    "; expected ", value(4), "..", value(5), ", the rows of rank ", value(6),
+                    ", where its expert is");
+    case FaultKind::scatter_twice:
+      return concat(call, "full_scatter_indices put token ", value(1), ", choice ", value(2),
+                    " of rank ", value(3), " into row ", value(0), " of rank ", record.rank,
+                    ", where another choice is; expected a row for each");
+    default:
+      return concat(call, "input of rank ", record.rank, " has ", value(0),
+                    " rows, expected at least ", value(1), ", as the dispatch gave");
+  }
+}
+
 std::string describe(const FaultRecord& record) {
+  if (record.kind >= FaultKind::expert_id) return describe_input(record);
   if (record.kind == FaultKind::parity) return describe_parity(record);
   if (record.kind == FaultKind::disagreement) return describe_difference(record);
   return concat(name_of(record.kind), ": rank ", record.rank,
@@ -119,6 +150,7 @@ void GpuRank::throw_fault() const {
   if (record.kind == FaultKind::none) return;
   if (record.kind == FaultKind::parity) throw TransportError(describe_parity(record));
   if (record.kind == FaultKind::disagreement) throw Disagreement(describe_difference(record));
+  if (record.kind >= FaultKind::expert_id) throw InvalidArgument(describe_input(record));
   throw Timeout({.operation = name_of(record.kind),
                  .rank = to_int(rank_),
                  .peer = record.peer,

@@ -41,8 +41,8 @@ class GpuRank {
   /// Whether a kernel of this rank has reported.
   [[nodiscard]] bool has_fault() const noexcept;
 
-  /// Names the call that has met it, whichever asks. @throws Timeout, Disagreement or
-  ///   TransportError when a kernel of this rank has reported
+  /// Names the call that has met it, whichever asks. @throws Timeout, Disagreement,
+  ///   InvalidArgument or TransportError when a kernel of this rank has reported
   void throw_fault() const;
 
   /// Looks for a report first. @throws Timeout; Disagreement; TransportError when a rank that

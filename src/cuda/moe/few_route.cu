@@ -30,13 +30,13 @@ __device__ void tell_ids(const RouteParams& p, std::uint64_t epoch) {
     bool bad = false;
     for (auto i = static_cast<std::int32_t>(threadIdx.x); i < all; i += route_threads) {
       const std::int32_t told = id_to_tell(s, p.ids, p.wide_ids, p.dropped_id, i, bad);
+      if (bad) report_bad_id(p.m.meet.sink, s, p.ids, p.wide_ids, p.dropped_id, epoch);
       if (told >= 0 && p.weights != nullptr) {
         const std::uint32_t bits = load_weight(p.weights, i, p.weight_bytes);
         tell_word(weight_words(p, d) + there + i, static_cast<std::int32_t>(bits), epoch);
       }
       tell_word(p.gathered[d] + there + i, told, epoch);
     }
-    if (bad) p.faults->bad_ids = 1;
   }
 }
 
@@ -211,10 +211,10 @@ __global__ void __launch_bounds__(route_threads)
     }
     __syncthreads();
     add_ranks(p, part, scratch);
-    locate_experts(p, part, scratch, totals);
+    const bool overflows = locate_experts(p, part, scratch, totals);
     if (p.scatter != nullptr) locate_positions(p, part, scratch, totals);
     set_cursors(s, scratch, tile_warps, totals);
-    if (warp < tile_warps) place_tile<Span::world>(p, part, tile, cursors, totals);
+    if (warp < tile_warps) place_tile<Span::world>(p, part, tile, cursors, totals, overflows);
     if (p.takes_weights) take_weights(p, ids, source, epoch);
     __syncthreads();
   }

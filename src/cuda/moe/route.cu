@@ -26,9 +26,9 @@ __global__ void __launch_bounds__(route_threads)
   take_counts(p, part, scratch, epoch);
   __syncthreads();
   end_if_given_up(p.m.meet.sink);
-  locate_experts(p, part, scratch, totals);
+  const bool overflows = locate_experts(p, part, scratch, totals);
   if (p.scatter != nullptr) locate_positions(p, part, scratch, totals);
-  place_block<S>(p, part, scratch, tile_warps, totals);
+  place_block<S>(p, part, scratch, tile_warps, totals, overflows);
   ToldCall told(p.m.meet, epoch, compares);
   write_receiver_tables(p, scratch, totals);
   if (compares) told.settle(p.m.meet);
