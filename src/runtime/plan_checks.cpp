@@ -92,6 +92,24 @@ void check_parts(const char* who, std::span<const SequencePart> parts, Rank rank
           world - 1);
 }
 
+void check_traffic(const char* who, std::span<const SequencePart> parts) {
+  double bytes = 0;
+  for (const SequencePart& part : parts) {
+    const SparseMetadata& metadata = *part.metadata;
+    double rows = 0;
+    for (std::int64_t j = 0; j < metadata.num_lines(); ++j) {
+      const std::int64_t copies = metadata.copy_end(j) - metadata.copy_begin(j);
+      rows += static_cast<double>(metadata.seq_len[at(j)]) * static_cast<double>(1 + copies);
+    }
+    double row_bytes = 1;
+    for (const TensorFormat& format : part.tensors)
+      row_bytes += static_cast<double>(format.row_bytes());
+    bytes += rows * row_bytes;
+  }
+  require(bytes < most_call_bytes, who, ": the copies of all rows have ", bytes,
+          " bytes, expected below 2^60");
+}
+
 std::vector<std::int64_t> rows_needed(const SparseMetadata& metadata) {
   std::vector<std::int64_t> rows(at(metadata.world_size));
   for (std::int64_t j = 0; j < metadata.num_lines(); ++j) {

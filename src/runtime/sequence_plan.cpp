@@ -83,7 +83,8 @@ bool local_rows_go_apart(std::span<const SequencePart> parts, Rank rank, std::in
     }
   }
   return bytes >= least_bytes && bytes >= pieces * least_piece_bytes &&
-         num_sms * sent_bytes < sms_of_links * (sent_bytes + bytes);
+         static_cast<double>(num_sms) * static_cast<double>(sent_bytes) <
+             static_cast<double>(sms_of_links) * static_cast<double>(sent_bytes + bytes);
 }
 
 /// All lines of the plan's rank. @param local [parts] runs that stand apart
@@ -196,6 +197,7 @@ SequencePlan compile(const char* who, SequenceOperation operation,
   require(options.phase_bytes > 0, who, ": phase_bytes = ", options.phase_bytes, ", expected > 0");
   detail::check_parts(who, parts, rank);
   check_formats(who, parts, operation);
+  detail::check_traffic(who, parts);
   SequencePlan plan;
   plan.operation = operation;
   plan.rank = rank;

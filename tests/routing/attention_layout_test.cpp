@@ -138,6 +138,16 @@ TEST(AttnLayoutProperty, EachRankListsItsShardsInTheGlobalOrder) {
   });
 }
 
+/// Lengths of KV contexts overlap, so their sum has no bound but that of the numbers.
+TEST(AttnLayoutTest, SumsBeyond63BitsAreRefused) {
+  const std::int64_t num = (std::int64_t{1} << 23) + 1;
+  const IndexArray zeros({1, num});
+  const IndexArray contexts = IndexArray::full({1, num}, std::int64_t{1} << 40);
+  EXPECT_TRUE(
+      rejects([&] { (void)compute_attn_layout_seqlens(zeros, contexts, zeros, true, true); },
+              {"compute_attn_layout_seqlens", "exceeds 2^63 - 1"}));
+}
+
 TEST(MlpLayout, PrefixSumsAndMaximum) {
   const PackedSeqParams params = mlp_layout_packed_params(IndexArray::vector({4, 1, 7, 0}));
   EXPECT_EQ(params.qkv_format, "thd");

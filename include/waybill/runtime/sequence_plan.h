@@ -154,8 +154,8 @@ void expand_chunks(SequencePlan& plan);
 /// their number, beginning with rank + 1, those that stay come last; a chunk with several places is
 /// read once.
 /// @throws InvalidArgument for metadata whose tables do not fit each other, ranks and offsets out
-///   of range, parts of different worlds, and windows of 2^44 bytes and more. Rows that two lines
-///   write are not looked for: see validate.
+///   of range, parts of different worlds, windows of 2^44 bytes and more, and copies or relay hops
+///   of 2^60 bytes in all. Rows that two lines write are not looked for: see validate.
 [[nodiscard]] SequencePlan compile_dispatch(std::span<const SequencePart> parts, Rank rank,
                                             const SequencePlanOptions& options = {});
 
