@@ -93,9 +93,9 @@ TEST_P(ExpertAgreement, OfCallsIsLookedAtWhereRanksMeet) {
       expect_throws<Disagreement>([&] { the.calls(step, *first, *second, is_odd(world)); },
                                   at_once_s, parts);
       expect_throws<TransportError>([&] { step.combine(*first); }, at_once_s,
-                                    {"the layer is of no use any more", "ranks disagree"});
+                                    {"the layer is unusable after a failure", "ranks disagree"});
       expect_throws<TransportError>([&] { (void)step.dispatch(step.input()); }, at_once_s,
-                                    {"the layer is of no use any more"});
+                                    {"the layer is unusable after a failure"});
     }
   });
 }
