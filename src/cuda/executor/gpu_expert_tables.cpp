@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <thread>
+#include <limits>
 #include <utility>
 
 #include "cuda_check.h"
@@ -207,12 +207,13 @@ std::span<const std::int32_t> GpuExpertTables::wait_counts() {
     }
     return true;
   };
+  PollingWait wait(std::numeric_limits<double>::infinity(), gpu_->wait_options("dispatch"));
   for (int spin = 0; !have_come(); ++spin) {
     if (spin % 256 != 255) continue;
     const cudaError_t status = cudaStreamQuery(stream);
     if (status == cudaErrorNotReady) {
       (void)cudaGetLastError();
-      std::this_thread::yield();
+      (void)wait.pause();
       continue;
     }
     gpu_->check(status, "waiting for counts", "dispatch");

@@ -33,7 +33,7 @@ class CallBegin {
       if (seen >= wanted) return;
       const std::uint64_t waited = now_ns() - start;
       // The kernel ahead has a deadline of its own, and knows who is late.
-      if (waited > 2 * p.sink.timeout_ns) {
+      if (is_over(p.sink, waited, 2)) {
         report_and_trap(p.sink, p.kind, p.rank, p.rank, wanted, seen, waited);
       }
     }

@@ -55,7 +55,7 @@ __device__ inline void await_blocks(const MoeMeet& m) {
                    : "memory");
       if (seen >= blocks) break;
       const std::uint64_t waited = now_ns() - start;
-      if (waited > m.meet.sink.timeout_ns) {
+      if (is_over(m.meet.sink, waited)) {
         report_and_trap(m.meet.sink, m.meet.kind, m.meet.rank, m.meet.rank, blocks, seen, waited);
       }
     }
@@ -100,7 +100,7 @@ __device__ inline std::uint64_t await_step(const MeetParams& p, const std::uint6
     const std::uint64_t seen = load_acquire(slot);
     if (seen >= wanted) return seen;
     const std::uint64_t waited = now_ns() - start;
-    if (waited > p.sink.timeout_ns) {
+    if (is_over(p.sink, waited)) {
       report_and_trap(p.sink, p.kind, p.rank, peer, wanted >> epoch_shift, seen >> epoch_shift,
                       waited);
     }

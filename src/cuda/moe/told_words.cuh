@@ -32,7 +32,7 @@ __device__ inline std::int32_t await_word(const RouteParams& p, std::int32_t r,
     const std::uint64_t word = load_word(at);
     if (is_told(word, epoch)) return static_cast<std::int32_t>(word);
     const std::uint64_t waited = now_ns() - start;
-    if (waited > p.m.meet.sink.timeout_ns) {
+    if (is_over(p.m.meet.sink, waited)) {
       report_and_trap(p.m.meet.sink, p.m.meet.kind, p.shape.rank, r, epoch,
                       word >> count_epoch_shift, waited);
     }
