@@ -26,8 +26,8 @@ void check_interrupt();
 
 /// How a PollingWait waits.
 struct WaitOptions {
-  double yields_s = 0.001;      ///< so long it yields, then it sleeps
-  std::function<void()> check;  ///< called as often as check_interrupt(); it may throw
+  double yields_s = 0.001;           ///< so long it yields, then it sleeps
+  std::function<void()> check = {};  ///< called as often as check_interrupt(); it may throw
 };
 
 /// A polling wait of the host: `while (!done()) if (!wait.pause()) throw Timeout(...)`.

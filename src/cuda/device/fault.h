@@ -38,6 +38,8 @@ struct FaultRecord {
   // values by which it is described.
   volatile std::uint64_t mine[fault_words];
   volatile std::uint64_t theirs[fault_words];
+  /// Written by the host, read by kernels that have waited for long: not 0: the rank has given up.
+  volatile std::uint32_t given_up;
 };
 
 /// Where a kernel reports to, and how long it waits before it does.
@@ -45,6 +47,8 @@ struct FaultSink {
   FaultRecord* record = nullptr;          ///< host memory, as the device sees it
   unsigned long long* claimed = nullptr;  ///< device memory: 0 until a thread reports
   std::uint64_t timeout_ns = 0;
+  std::uint64_t look_after_ns = 0;  ///< from then on waits look at FaultRecord::given_up as well;
+                                    ///< at most timeout_ns
   std::uint64_t grace_ns = 0;  ///< between the report and the trap: ranks that share the device
                                ///< lose it with the trap, and report as well
   bool traps = true;  ///< else who waits leaves the kernel, which ends as if it had succeeded:

@@ -121,13 +121,13 @@ class GpuExecutor final : public Executor {
 
   void synchronize(Stream stream) override {
     gpu_->use();
-    gpu_->check(cudaStreamSynchronize(stream_of(stream)), "waiting for a stream", "synchronize");
+    gpu_->wait_for(stream_of(stream), "waiting for a stream", "synchronize");
     gpu_->throw_fault();
   }
 
   void finish() override {
     gpu_->use();
-    gpu_->check(cudaDeviceSynchronize(), "waiting for a device", "close");
+    gpu_->wait_for_device("waiting for a device", "close");
     gpu_->throw_fault();
   }
 

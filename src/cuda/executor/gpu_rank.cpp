@@ -2,9 +2,13 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstring>
+#include <future>
+#include <limits>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -16,6 +20,8 @@ namespace {
 
 constexpr double nanoseconds = 1e9;
 constexpr std::uint64_t shared_device_grace_ns = 300'000'000;
+constexpr std::uint64_t look_after_ns = 100'000'000;  // calls that go well rarely wait so long
+constexpr double yields_s = 0.02;
 
 /// The records of all ranks in this process, to say who took a shared device down.
 struct Registry {
@@ -134,11 +140,49 @@ GpuRank::~GpuRank() {
 void GpuRank::use() const { cuda_check(cudaSetDevice(device_), "choosing the device"); }
 
 FaultSink GpuRank::sink(int share) const {
+  const auto timeout_ns = static_cast<std::uint64_t>(timeout_s_ * nanoseconds);
   return {.record = static_cast<FaultRecord*>(record_.get()),
           .claimed = static_cast<unsigned long long*>(claimed_.get()),
-          .timeout_ns = static_cast<std::uint64_t>(timeout_s_ * nanoseconds),
+          .timeout_ns = timeout_ns,
+          .look_after_ns = std::min(timeout_ns, look_after_ns),
           .grace_ns = share > 1 ? shared_device_grace_ns : 0,
           .traps = traps_};
+}
+
+void GpuRank::give_up() noexcept { static_cast<FaultRecord*>(record_.get())->given_up = 1; }
+
+WaitOptions GpuRank::wait_options(std::string_view operation) const {
+  return {.yields_s = yields_s, .check = [this, operation] {
+            if (peer_check_) peer_check_(operation);
+          }};
+}
+
+void GpuRank::wait_for(cudaStream_t stream, std::string_view doing,
+                       std::string_view operation) const {
+  check(poll_until_done([&] { return cudaStreamQuery(stream); }, wait_options(operation)), doing,
+        operation);
+}
+
+void GpuRank::wait_for(cudaEvent_t event, std::string_view doing,
+                       std::string_view operation) const {
+  check(poll_until_done([&] { return cudaEventQuery(event); }, wait_options(operation)), doing,
+        operation);
+}
+
+/// CUDA has no question for this, only a wait: another thread waits, and goes on to do so where
+/// this one is interrupted.
+void GpuRank::wait_for_device(std::string_view doing, std::string_view operation) const {
+  std::packaged_task<cudaError_t()> wait([device = device_] {
+    const cudaError_t status = cudaSetDevice(device);
+    return status != cudaSuccess ? status : cudaDeviceSynchronize();
+  });
+  auto status = wait.get_future();
+  std::thread(std::move(wait)).detach();
+  PollingWait polls(std::numeric_limits<double>::infinity(), wait_options(operation));
+  while (status.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
+    (void)polls.pause();
+  }
+  check(status.get(), doing, operation);
 }
 
 bool GpuRank::has_fault() const noexcept {
@@ -151,6 +195,11 @@ void GpuRank::throw_fault() const {
   if (record.kind == FaultKind::parity) throw TransportError(describe_parity(record));
   if (record.kind == FaultKind::disagreement) throw Disagreement(describe_difference(record));
   if (record.kind >= FaultKind::expert_id) throw InvalidArgument(describe_input(record));
+  if (record.given_up != 0) {
+    throw TransportError(concat(name_of(record.kind), ": rank ", rank_,
+                                " has given up the calls that its device waited in; the device is "
+                                "lost now"));
+  }
   throw Timeout({.operation = name_of(record.kind),
                  .rank = to_int(rank_),
                  .peer = record.peer,
@@ -170,9 +219,9 @@ void GpuRank::check(cudaError_t status, std::string_view doing, std::string_view
     const std::lock_guard lock(registry().mutex);
     for (const Registry::Entry& entry : registry().entries) {
       if (entry.device == device_ && entry.record->kind != FaultKind::none) {
-        throw TransportError(concat(operation, ": rank ", rank_, " lost device ", device_,
-                                    ", which it shares with rank ", entry.rank, ": ",
-                                    describe(*entry.record)));
+        throw PeerFailed(concat(operation, ": rank ", rank_, " lost device ", device_,
+                                ", which it shares with rank ", entry.rank, ": ",
+                                describe(*entry.record)));
       }
     }
   }

@@ -94,7 +94,7 @@ __device__ inline void await_all(const MeetParams& p, std::uint64_t epoch, const
       const std::uint64_t seen = load_acquire(p.own_arrivals + peer);
       if (seen >= epoch && differs == 0) break;
       const std::uint64_t waited = now_ns() - start;
-      if (is_disagreement(differs) || waited > p.sink.timeout_ns) {
+      if (is_disagreement(differs) || is_over(p.sink, waited)) {
         report_missed(p, epoch, peer, seen, waited);
       }
     }

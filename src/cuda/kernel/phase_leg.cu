@@ -33,7 +33,7 @@ __device__ void await_slot(const PhaseWaits& phase, const std::uint64_t* flag, s
     const std::uint64_t seen = load_acquire(flag);
     if (seen >= wanted || is_given_up(phase.given_up)) return;
     const std::uint64_t waited = now_ns() - start;
-    if (waited > sink.timeout_ns)
+    if (is_over(sink, waited))
       return report_and_stay(phase, sink, peer, wanted, seen, waited, phase.leg.kind);
   }
 }

@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(route_threads)
   clear_counts(scratch.cursors, tile_warps * n);
   take_ids(p, ids, epoch);
   __syncthreads();
-  end_if_given_up(p.m.meet.sink);
+  end_if_reported(p.m.meet.sink);
   const auto warp = static_cast<int>(threadIdx.x / 32);
   const auto first = static_cast<std::int32_t>(block_idx());
   count_ranks(s, part_of_source(p, ids, first), ids, scratch.counts);

@@ -13,16 +13,16 @@ __device__ inline bool is_off_turn(const MoeMeet& m, int kind, std::uint32_t nex
 
 /// Where processes share a device, who gives up leaves its kernel, and others go on: with what is
 /// not there. So whoever uses what others were to bring asks first.
-__device__ inline bool has_given_up(const FaultSink& sink) {
+__device__ inline bool has_reported(const FaultSink& sink) {
   return !sink.traps && *static_cast<volatile unsigned long long*>(sink.claimed) != 0;
 }
-__device__ inline void end_if_given_up(const FaultSink& sink) {
-  if (has_given_up(sink)) end_context(sink);
+__device__ inline void end_if_reported(const FaultSink& sink) {
+  if (has_reported(sink)) end_context(sink);
 }
 
 /// The epoch of a call that begins with this kernel. Every block asks once.
 __device__ inline std::uint64_t begin_moe_call(const MoeMeet& m, int kind) {
-  end_if_given_up(m.meet.sink);
+  end_if_reported(m.meet.sink);
   const std::uint64_t epoch = m.state->call.epoch + 1;
   linger(m, DelayPoint::rank, epoch);
   if (is_off_turn(m, kind, m.turn)) {
@@ -67,10 +67,10 @@ __device__ inline void await_blocks(const MoeMeet& m) {
                    : "memory");
       if (seen >= blocks) break;
       const std::uint64_t waited = now_ns() - start;
-      if (waited > m.meet.sink.timeout_ns) {
+      if (is_over(m.meet.sink, waited)) {
         report_and_trap(m.meet.sink, m.meet.kind, m.meet.rank, m.meet.rank, blocks, seen, waited);
       }
-      end_if_given_up(m.meet.sink);
+      end_if_reported(m.meet.sink);
     }
   }
   __syncthreads();
@@ -120,7 +120,7 @@ __device__ inline std::uint64_t await_step(const MeetParams& p, const std::uint6
     const std::uint64_t seen = load_acquire(slot);
     if (seen >= wanted) return seen;
     const std::uint64_t waited = now_ns() - start;
-    if (waited > p.sink.timeout_ns) {
+    if (is_over(p.sink, waited)) {
       report_missed(p, wanted >> epoch_shift, peer, seen >> epoch_shift, waited);
     }
   }
@@ -171,7 +171,7 @@ class ToldCall {
         const std::uint64_t differs = difference(mine, theirs_, epoch_);
         if (differs == 0) break;
         const std::uint64_t waited = now_ns() - start;
-        if (is_disagreement(differs) || waited > p.sink.timeout_ns) {
+        if (is_disagreement(differs) || is_over(p.sink, waited)) {
           report_missed(p, epoch_, peer, epoch_ - 1, waited);
         }
         theirs_ = load_words(told_at(p, epoch_, peer));

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(route_threads)
   tell_counts(p, part, scratch, epoch);
   take_counts(p, part, scratch, epoch);
   __syncthreads();
-  end_if_given_up(p.m.meet.sink);
+  end_if_reported(p.m.meet.sink);
   const bool overflows = locate_experts(p, part, scratch, totals);
   if (p.scatter != nullptr) locate_positions(p, part, scratch, totals);
   place_block<S>(p, part, scratch, tile_warps, totals, overflows);

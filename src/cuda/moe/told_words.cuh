@@ -36,7 +36,7 @@ __device__ inline std::int32_t await_word(const RouteParams& p, std::int32_t r,
     if (is_told(word, epoch)) return static_cast<std::int32_t>(word);
     const std::uint64_t waited = now_ns() - start;
     const bool is_other = polls % polls_a_look == 0 && means_another_call(meet, epoch, r);
-    if (is_other || waited > meet.sink.timeout_ns) {
+    if (is_other || is_over(meet.sink, waited)) {
       report_missed(meet, epoch, r, word >> count_epoch_shift, waited);
     }
   }

@@ -39,7 +39,7 @@ __device__ inline void await_rank(const LegParams& p, const std::uint64_t* flag,
     const std::uint64_t seen = load_acquire(flag);
     if (seen >= epoch) return;
     const std::uint64_t waited = now_ns() - start;
-    if (waited > p.sink.timeout_ns) report_leg_missed(p, epoch, peer, seen, waited);
+    if (is_over(p.sink, waited)) report_leg_missed(p, epoch, peer, seen, waited);
   }
 }
 

@@ -25,7 +25,7 @@ __global__ void wait_kernel(NvshmemWait wait, FaultSink sink) {
   const std::uint64_t start = now_ns();
   while (nvshmem_uint64_test(wait.flag, NVSHMEM_CMP_GE, wait.wanted) == 0) {
     const std::uint64_t waited = now_ns() - start;
-    if (waited > sink.timeout_ns) {
+    if (is_over(sink, waited)) {
       report_and_trap(sink, FaultKind::wait, wait.rank, wait.peer, wait.wanted,
                       load_acquire(wait.flag), waited);
     }

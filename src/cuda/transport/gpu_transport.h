@@ -14,11 +14,13 @@ namespace waybill::cuda {
 /// and signals go in the order of the rank's own stream.
 class GpuTransport : public PeerTransport {
  public:
+  ~GpuTransport() override;
   void put(const SymmetricBuffer& to, const PutRequest& piece) override;
   void signal(Rank peer, SignalSlot slot, std::uint64_t epoch) override;
   std::uint64_t wait(SignalSlot slot, std::uint64_t wanted, Rank peer,
                      std::string_view operation) override;
   void quiet() override;
+  void fail(std::string_view reason) noexcept override;
 
   /// What carries a call's rows to other nodes: here, as every rank has the memory of all mapped, a
   /// kernel. Null: nothing does.
@@ -40,6 +42,7 @@ class GpuTransport : public PeerTransport {
   std::shared_ptr<GpuRank> gpu_;
   int share_;
   std::shared_ptr<void> seen_;
+  std::shared_ptr<void> ended_;  ///< keeps what is called when the run ends
 };
 
 }  // namespace waybill::cuda
