@@ -11,6 +11,7 @@
 
 #include "waybill/core/error.h"
 #include "waybill/core/topology.h"
+#include "waybill/core/wait.h"
 
 namespace waybill {
 
@@ -35,35 +36,33 @@ class Bootstrap {
 
   /// Collective: every rank gives some bytes (also none, also of different length) and gets those
   /// of all ranks, by rank. `operation` names the reason in errors.
-  /// @throws Timeout naming a rank that did not call within timeout_s; TransportError when the
-  ///   connection broke or a rank failed. The object is unusable after an error, and says so.
+  /// @throws Timeout naming a rank that did not call within timeout_s; PeerFailed naming one that
+  ///   gave up; TransportError when the connection broke; Interrupted, which the others are told.
+  ///   Afterwards the object is unusable, and says so.
   [[nodiscard]] std::vector<Bytes> all_gather(std::span<const std::byte> mine,
                                               std::string_view operation);
 
   /// Collective: returns when all ranks have called. @throws as all_gather
   void barrier(std::string_view operation);
 
-  /// Says that this rank cannot go on. Ranks that wait for what it has not given, now or later,
-  /// throw PeerFailed naming it and the reason at once; an exchange to which it has given its
-  /// bytes still ends well on them. Not collective, never waits. The object is unusable afterwards;
-  /// a second call does nothing. Also called when an exchange throws.
-  void fail(std::string_view reason) noexcept;
+  /// Tells the other ranks that this one gives up, and why: what they wait for here ends with
+  /// PeerFailed, where the engine can tell them. The first call counts. Between processes that is
+  /// what this rank has not given yet: an exchange to which it has given its bytes ends well on the
+  /// others. Not collective, never waits. The object is unusable afterwards.
+  virtual void fail(std::string_view reason) noexcept;
 
  protected:
-  /// @throws InvalidArgument unless 0 <= rank < world_size and timeout_s > 0.
+  /// @throws InvalidArgument unless 0 <= rank < world_size, and timeout_s > 0.
   Bootstrap(std::int32_t rank, std::int32_t world_size, double timeout_s);
 
  private:
   virtual std::vector<Bytes> exchange(std::span<const std::byte> mine,
                                       std::string_view operation) = 0;
 
-  /// Makes the reason known to the other ranks. Called at most once.
-  virtual void tell_failure(std::string_view /*reason*/) noexcept {}
-
-  std::string failure_;  ///< empty: none
   Rank rank_;
   std::int32_t world_size_;
   double timeout_s_;
+  std::string end_;  ///< why the object is unusable
 };
 
 /// all_gather of one plain value a rank. @throws TransportError when a rank sent another size
