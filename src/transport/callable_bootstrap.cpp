@@ -13,8 +13,7 @@ class CallableBootstrap final : public Bootstrap {
         all_gather_(std::move(all_gather)),
         tell_failure_(std::move(tell_failure)) {}
 
- private:
-  void tell_failure(std::string_view reason) noexcept override {
+  void fail(std::string_view reason) noexcept override {
     if (!tell_failure_) return;
     try {
       std::exchange(tell_failure_, {})(reason);
@@ -22,8 +21,7 @@ class CallableBootstrap final : public Bootstrap {
     }
   }
 
-  [[nodiscard]] bool tells_timeouts() const noexcept override { return false; }
-
+ private:
   std::vector<Bytes> exchange(std::span<const std::byte> mine,
                               std::string_view /*operation*/) override {
     return all_gather_(Bytes(mine.begin(), mine.end()));

@@ -35,14 +35,17 @@ class FileBootstrap final : public Bootstrap {
       throw TransportError(concat("file bootstrap: rank ", rank, " has been in ", meeting_.folder(),
                                   " before, expected a folder of this run alone"));
     }
-    is_here_ = true;
     if (meeting_.made_folder()) (void)meeting_.publish_text("made");
   }
   FileBootstrap(const FileBootstrap&) = delete;
   FileBootstrap& operator=(const FileBootstrap&) = delete;
   ~FileBootstrap() override {
-    tell_failure({});
-    if (is_here_) clean_up();
+    leave({});
+    clean_up();
+  }
+
+  void fail(std::string_view reason) noexcept override {
+    leave(reason.empty() ? "no reason given" : reason);
   }
 
  private:
@@ -66,6 +69,18 @@ class FileBootstrap final : public Bootstrap {
 
   std::vector<Bytes> exchange(std::span<const std::byte> mine,
                               std::string_view operation) override {
+    if (has_left_) {
+      throw TransportError(concat(operation, ": the bootstrap is unusable: this rank gave up"));
+    }
+    try {
+      return give_and_gather(mine, operation);
+    } catch (const std::exception& error) {
+      fail(error.what());
+      throw;
+    }
+  }
+
+  std::vector<Bytes> give_and_gather(std::span<const std::byte> mine, std::string_view operation) {
     require(mine.size() <= max_entry_bytes, operation, ": rank ", rank(), " gives ", mine.size(),
             " bytes, expected at most ", max_entry_bytes);
     ++round_;
@@ -126,9 +141,10 @@ class FileBootstrap final : public Bootstrap {
                    .seconds = seconds});
   }
 
-  void tell_failure(std::string_view reason) noexcept override {
-    if (!is_here_ || has_ended_) return;
-    has_ended_ = true;
+  /// @param reason empty: nothing went wrong
+  void leave(std::string_view reason) noexcept {
+    if (has_left_) return;
+    has_left_ = true;
     try {
       (void)meeting_.publish_text(of_rank("end.", to_int(rank())),
                                   reason.substr(0, detail::max_reason_bytes));
@@ -163,8 +179,7 @@ class FileBootstrap final : public Bootstrap {
 
   FileMeeting meeting_;
   std::uint64_t round_ = 0;
-  bool is_here_ = false;
-  bool has_ended_ = false;
+  bool has_left_ = false;
 };
 
 }  // namespace

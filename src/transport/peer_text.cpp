@@ -7,12 +7,10 @@ std::string peer_text(std::string_view text, std::size_t max_bytes) {
   for (std::size_t i = 0; i < printable.size(); ++i) {
     const auto byte = static_cast<unsigned char>(printable[i]);
     const auto before = i == 0 ? 0U : static_cast<unsigned char>(printable[i - 1]);
-    if (byte == '\n' || byte == '\r' || byte == '\t') {
+    if (byte < 0x20 || byte == 0x7F) {
       printable[i] = ' ';
-    } else if (byte < 0x20 || byte == 0x7F) {
-      printable[i] = '?';
     } else if (before == 0xC2 && byte >= 0x80 && byte < 0xA0) {  // U+0080..U+009F
-      printable[i - 1] = printable[i] = '?';
+      printable[i - 1] = printable[i] = ' ';
     }
   }
   if (printable.size() < text.size()) printable += "...";

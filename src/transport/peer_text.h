@@ -10,7 +10,7 @@ namespace waybill::detail {
 inline constexpr std::size_t max_reason_bytes = 2000;
 
 /// What somebody else sent, fit for a message: at most max_bytes of it, bytes that a terminal would
-/// act on replaced by '?'.
+/// act on replaced by spaces.
 [[nodiscard]] std::string peer_text(std::string_view text,
                                     std::size_t max_bytes = max_reason_bytes);
 

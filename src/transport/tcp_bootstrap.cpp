@@ -53,14 +53,28 @@ class TcpBootstrap final : public Bootstrap {
       : Bootstrap(rank, world_size, timeout_s),
         exchange_(rank, world_size, connect(rank, world_size, place, timeout_s), timeout_s) {}
 
+  void fail(std::string_view reason) noexcept override {
+    if (has_failed_) return;
+    has_failed_ = true;
+    exchange_.tell_failure(reason);
+  }
+
  private:
   std::vector<Bytes> exchange(std::span<const std::byte> mine,
                               std::string_view operation) override {
-    return exchange_.run(mine, operation);
+    if (has_failed_) {
+      throw TransportError(concat(operation, ": the bootstrap is unusable: this rank gave up"));
+    }
+    try {
+      return exchange_.run(mine, operation);
+    } catch (const std::exception& error) {
+      fail(error.what());
+      throw;
+    }
   }
-  void tell_failure(std::string_view reason) noexcept override { exchange_.tell_failure(reason); }
 
   TcpExchange exchange_;
+  bool has_failed_ = false;
 };
 
 void check(const TcpPlace& place, std::int32_t world_size) {

@@ -111,7 +111,8 @@ std::vector<const addrinfo*> in_order(const Addresses& addresses, bool everywher
   std::vector<const addrinfo*> list;
   for (const addrinfo* at = addresses.get(); at != nullptr; at = at->ai_next) list.push_back(at);
   if (everywhere) {
-    std::ranges::stable_partition(list, [](const addrinfo* a) { return a->ai_family == AF_INET6; });
+    std::stable_partition(list.begin(), list.end(),
+                          [](const addrinfo* a) { return a->ai_family == AF_INET6; });
   }
   return list;
 }

@@ -39,6 +39,14 @@ class ThreadBootstrap final : public Bootstrap {
                   std::shared_ptr<Meeting> meeting)
       : Bootstrap(rank, world_size, timeout_s), meeting_(std::move(meeting)) {}
 
+  void fail(std::string_view reason) noexcept override {
+    try {
+      meeting_->scope->fail(concat("rank ", rank(), " failed: ", reason));
+    } catch (const std::exception&) {
+      meeting_->scope->fail(reason);
+    }
+  }
+
   void check_peers(std::string_view operation) const override {
     if (!meeting_->scope->has_ended()) return;
     try {
@@ -53,16 +61,6 @@ class ThreadBootstrap final : public Bootstrap {
   }
 
  private:
-  void tell_failure(std::string_view reason) noexcept override {
-    try {
-      meeting_->scope->fail(concat("rank ", rank(), " failed: ", reason));
-    } catch (const std::exception&) {
-      meeting_->scope->fail(reason);
-    }
-  }
-
-  [[nodiscard]] bool tells_timeouts() const noexcept override { return false; }
-
   std::vector<Bytes> exchange(std::span<const std::byte> mine,
                               std::string_view operation) override {
     const auto me = at(to_int(rank()));

@@ -159,7 +159,7 @@ TEST(TcpRendezvous, AnIdThatATerminalWouldActOnIsNotPrinted) {
   const std::string log = meet_beside([&](std::uint16_t port) {
     (void)error_of([&] { meet(1, 2, port, {.id = "\x1b[31m\n\xc2\x9b", .secret = {}}); });
   });
-  EXPECT_TRUE(holds(log, "job id = \"?[31m ??\""));
+  EXPECT_TRUE(holds(log, "job id = \" [31m   \""));
 }
 
 TEST(TcpRendezvous, IdleStrangersChangeNothing) {
@@ -264,11 +264,14 @@ TEST(TcpRendezvous, TooFewDescriptorsAreSaidAsSuch) {
     std::jthread rank_0([&] { error = error_of([&] { meet(0, 2, port, {}, 20); }); });
     test::sleep_s(0.2);
     const int caller = socket(AF_INET, SOCK_STREAM, 0);
-    while (open("/dev/null", O_RDONLY) >= 0) {
-    }
+    std::vector<int> opened;
+    do {
+      opened.push_back(open("/dev/null", O_RDONLY));
+    } while (opened.back() >= 0);
     const sockaddr_in address = test::loopback(port);
     (void)connect(caller, reinterpret_cast<const sockaddr*>(&address), sizeof(address));
     rank_0.join();
+    std::ranges::for_each(opened, close);
     throw std::runtime_error(error);
   });
   EXPECT_TRUE(holds(used_up.text, "rank 0 cannot take a caller: Too many open files, "));
@@ -324,7 +327,7 @@ TEST(TcpRendezvous, WhatIsNoRank0IsNotTaken) {
   EXPECT_TRUE(holds(error_beside_a_server(prove + accepted, {.id = {}, .secret = "x"}),
                     "does not know WAYBILL_RENDEZVOUS_SECRET"));
   const std::string refused = text_of({.why = "\x1b[2J no"});
-  EXPECT_TRUE(holds(error_beside_a_server(refused, {}), "refused rank 1: ?[2J no"));
+  EXPECT_TRUE(holds(error_beside_a_server(refused, {}), "refused rank 1:  [2J no"));
 }
 
 /// What rank 0 says when rank 1, let in as it should be, goes on with these bytes.

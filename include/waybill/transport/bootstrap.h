@@ -39,19 +39,18 @@ class Bootstrap {
   /// of all ranks, by rank. `operation` names the reason in errors.
   /// @throws Timeout naming a rank that did not call within timeout_s; PeerFailed naming one that
   ///   gave up; TransportError when the connection broke; Interrupted, which the others are told.
-  ///   The object is unusable after an error, and says so.
+  ///   Afterwards the object is unusable, and says so.
   [[nodiscard]] std::vector<Bytes> all_gather(std::span<const std::byte> mine,
                                               std::string_view operation);
 
   /// Collective: returns when all ranks have called. @throws as all_gather
   void barrier(std::string_view operation);
 
-  /// Says that this rank cannot go on. Ranks that wait for what it has not given, now or later,
-  /// throw PeerFailed naming it and the reason at once, where the engine can tell them; an exchange
-  /// to which it has given its bytes still ends well on them. Not collective, never waits. The
-  /// object is unusable afterwards; a second call does nothing. Also called when an exchange
-  /// throws.
-  void fail(std::string_view reason) noexcept;
+  /// Tells the other ranks that this one gives up, and why: what they wait for here ends with
+  /// PeerFailed, where the engine can tell them. The first call counts. Between processes that is
+  /// what this rank has not given yet: an exchange to which it has given its bytes ends well on the
+  /// others. Not collective, never waits. The object is unusable afterwards.
+  virtual void fail(std::string_view reason) noexcept;
 
   /// For waits elsewhere. @throws PeerFailed (or what ended the run) when a rank is known to have
   ///   given up; an engine that hears of it only in exchanges throws nothing
@@ -68,19 +67,10 @@ class Bootstrap {
   virtual std::vector<Bytes> exchange(std::span<const std::byte> mine,
                                       std::string_view operation) = 0;
 
-  /// Makes the reason known to the other ranks. Called at most once.
-  virtual void tell_failure(std::string_view /*reason*/) noexcept {}
-
-  /// Whether the others are told of a deadline that has passed; else each finds out by its own, and
-  /// names who is silent.
-  [[nodiscard]] virtual bool tells_timeouts() const noexcept { return true; }
-
-  void end(const char* how, std::string_view reason) noexcept;
-
-  std::string failure_;  ///< why the object is unusable; empty: it is not
   Rank rank_;
   std::int32_t world_size_;
   double timeout_s_;
+  std::string end_;  ///< why the object is unusable
 };
 
 /// all_gather of one plain value a rank. @throws TransportError when a rank sent another size
