@@ -1,6 +1,7 @@
 #include "waybill/core/error.h"
 
 #include <iomanip>
+#include <sstream>
 #include <utility>
 
 namespace waybill {
@@ -20,6 +21,10 @@ std::string describe(const MissedWait& missed) {
 }
 
 }  // namespace
+
+void detail::throw_parts(std::initializer_list<TextPart> parts) {
+  throw InvalidArgument(detail::join_parts(parts));
+}
 
 Timeout::Timeout(MissedWait missed) : Error(describe(missed)), missed_(std::move(missed)) {}
 

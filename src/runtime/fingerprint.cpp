@@ -1,6 +1,7 @@
 #include "waybill/runtime/fingerprint.h"
 
 #include <bit>
+#include <sstream>
 
 #include "waybill/core/error.h"
 
