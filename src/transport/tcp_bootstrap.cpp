@@ -6,13 +6,11 @@
 #include "tcp_caller.h"
 #include "tcp_exchange.h"
 #include "tcp_reception.h"
-#include "waybill/core/at.h"
 #include "waybill/transport/bootstraps.h"
 
 namespace waybill {
 namespace {
 
-using detail::at;
 using detail::Deadline;
 using detail::Reception;
 using detail::Socket;

@@ -238,7 +238,8 @@ def test_ranks_of_another_job_or_without_the_secret_are_refused(tmp_path):
         ("WAYBILL_JOB_ID", "b", 'job id = "b", expected "a"'),
         ("WAYBILL_RENDEZVOUS_SECRET", "x", "WAYBILL_RENDEZVOUS_SECRET differs"),
     ]:
-        known = f"import time\nstrangers, done = {{{name!r}: {value!r}}}, {str(tmp_path / name)!r}\n"
+        known = f"import time\nstrangers = {{{name!r}: {value!r}}}\n"
+        known += f"done = {str(tmp_path / name)!r}\n"
         results = run_ranks(
             tmp_path,
             known + textwrap.dedent(program),

@@ -49,6 +49,7 @@ void Place::expect_named(std::int32_t victim) const {
   std::latch over(3);
   const auto results = test::run_ranks(4, [&](std::int32_t rank) {
     const auto bootstrap = make(rank, 4);
+    bootstrap->barrier("first");  // all are there
     if (rank == victim) {
       over.count_down();
       (void)fail_on_error(*bootstrap,
@@ -73,9 +74,11 @@ TEST_P(Place, ARankThatLeavesWithoutAWordIsNamedWhileAnotherIsLate) {
   std::latch over(2);
   test::expect_no_errors(test::run_ranks(4, [&](std::int32_t rank) {
     auto bootstrap = make(rank, 4);
+    bootstrap->barrier("first");  // all are there
     if (rank == 2) return bootstrap.reset();
     if (rank == 1) return over.wait();
-    EXPECT_TRUE(holds(error_of([&] { bootstrap->barrier("first"); }), "first: rank 2 left (seen"));
+    EXPECT_TRUE(
+        holds(error_of([&] { bootstrap->barrier("second"); }), "second: rank 2 left (seen"));
     over.count_down();
   }));
 }
