@@ -140,7 +140,8 @@ bool GpuRank::has_fault() const noexcept {
 void GpuRank::throw_fault(std::string_view operation) const {
   const auto& record = *static_cast<const FaultRecord*>(record_.get());
   if (record.kind == FaultKind::none) return;
-  if (record.given_up != 0) {
+  const auto waited_s = static_cast<double>(record.waited_ns) / nanoseconds;
+  if (record.given_up != 0 && waited_s < timeout_s_) {
     throw TransportError(concat(operation, ": rank ", rank_,
                                 " has given up the calls that its device waited in; the device is "
                                 "lost now"));
@@ -157,7 +158,7 @@ void GpuRank::throw_fault(std::string_view operation) const {
                  .peer = record.peer,
                  .wanted = record.wanted,
                  .seen = record.seen,
-                 .seconds = static_cast<double>(record.waited_ns) / nanoseconds,
+                 .seconds = waited_s,
                  .peer_node = to_int(topology_.node(Rank{record.peer})),
                  .peer_local = to_int(topology_.local_rank(Rank{record.peer}))});
 }
