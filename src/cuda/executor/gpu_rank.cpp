@@ -195,7 +195,8 @@ void GpuRank::throw_fault() const {
   if (record.kind == FaultKind::parity) throw TransportError(describe_parity(record));
   if (record.kind == FaultKind::disagreement) throw Disagreement(describe_difference(record));
   if (record.kind >= FaultKind::expert_id) throw InvalidArgument(describe_input(record));
-  if (record.given_up != 0) {
+  const auto waited_s = static_cast<double>(record.waited_ns) / nanoseconds;
+  if (record.given_up != 0 && waited_s < timeout_s_) {
     throw TransportError(concat(name_of(record.kind), ": rank ", rank_,
                                 " has given up the calls that its device waited in; the device is "
                                 "lost now"));
@@ -205,7 +206,7 @@ void GpuRank::throw_fault() const {
                  .peer = record.peer,
                  .wanted = record.wanted,
                  .seen = record.seen,
-                 .seconds = static_cast<double>(record.waited_ns) / nanoseconds,
+                 .seconds = waited_s,
                  .peer_node = to_int(topology_.node(Rank{record.peer})),
                  .peer_local = to_int(topology_.local_rank(Rank{record.peer}))});
 }
