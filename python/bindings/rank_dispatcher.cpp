@@ -58,19 +58,20 @@ void RankDispatcher::reserve(std::int64_t window_bytes, std::int32_t num_slots, 
 
 std::vector<TensorView> RankDispatcher::dispatch(const ReadyPlan& plan,
                                                  std::span<const ConstTensorView> tensors,
-                                                 Stream stream) {
+                                                 Stream stream, std::uint64_t of_dispatch) {
   const Call call(*rank_, "dispatch");
   rank_->meet("dispatch", stream);
-  auto views = dispatcher_->dispatch(plan, tensors, stream);
+  auto views = dispatcher_->dispatch(plan, tensors, stream, of_dispatch);
   rank_->meet("dispatch", stream);
   return views;
 }
 
 void RankDispatcher::kv_gradient(const ReadyPlan& plan, std::span<const ConstTensorView> gradients,
-                                 std::span<const TensorView> outputs, Stream stream) {
+                                 std::span<const TensorView> outputs, Stream stream,
+                                 std::uint64_t of_dispatch) {
   const Call call(*rank_, "kv_gradient");
   rank_->meet("kv_gradient", stream);
-  dispatcher_->kv_gradient(plan, gradients, outputs, stream);
+  dispatcher_->kv_gradient(plan, gradients, outputs, stream, of_dispatch);
   rank_->meet("kv_gradient", stream);
 }
 

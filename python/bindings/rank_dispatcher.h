@@ -40,13 +40,14 @@ class RankDispatcher {
   void replace_plan(ReadyPlan& plan, std::span<const SequencePart> parts, Stream stream);
   void reserve(std::int64_t window_bytes, std::int32_t num_slots, Stream stream);
   std::vector<TensorView> dispatch(const ReadyPlan& plan, std::span<const ConstTensorView> tensors,
-                                   Stream stream);
+                                   Stream stream, std::uint64_t of_dispatch);
   void kv_gradient(const ReadyPlan& plan, std::span<const ConstTensorView> gradients,
-                   std::span<const TensorView> outputs, Stream stream);
+                   std::span<const TensorView> outputs, Stream stream, std::uint64_t of_dispatch);
   std::vector<TensorView> gradient_inputs(const ReadyPlan& plan, Stream stream);
   void synchronize(Stream stream);
   void close();
   [[nodiscard]] std::int64_t window_bytes() const { return dispatcher_->window_bytes(); }
+  [[nodiscard]] std::uint64_t last_dispatch() const { return dispatcher_->last_dispatch(); }
 
   /// Arrays over views of a window, of integers of the dtype's size; each keeps the memory alive.
   /// numpy's for host memory; for a GPU's, objects that speak DLPack.
