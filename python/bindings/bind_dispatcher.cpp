@@ -127,18 +127,22 @@ void bind_dispatcher(nb::module_& m) {
                                std::uintptr_t stream) {
     unlocked([&] { d.reserve(bytes, num_slots, stream_from(stream)); });
   });
-  dispatcher.def("dispatch", [](RankDispatcher& d, const PlanHandle& plan,
-                                const std::vector<RowsArg>& tensors, std::uintptr_t stream) {
-    const auto inputs = views_from<ConstTensorView>(tensors);
-    return d.arrays(unlocked([&] { return d.dispatch(plan.plan(), inputs, stream_from(stream)); }));
-  });
-  dispatcher.def("kv_gradient", [](RankDispatcher& d, const PlanHandle& plan,
-                                   const std::vector<RowsArg>& gradients,
-                                   const std::vector<RowsArg>& sums, std::uintptr_t stream) {
-    const auto inputs = views_from<ConstTensorView>(gradients);
-    const auto outputs = views_from<TensorView>(sums);
-    unlocked([&] { d.kv_gradient(plan.plan(), inputs, outputs, stream_from(stream)); });
-  });
+  dispatcher.def(
+      "dispatch", [](RankDispatcher& d, const PlanHandle& plan, const std::vector<RowsArg>& tensors,
+                     std::uintptr_t stream, std::uint64_t of_dispatch) {
+        const auto inputs = views_from<ConstTensorView>(tensors);
+        return d.arrays(unlocked(
+            [&] { return d.dispatch(plan.plan(), inputs, stream_from(stream), of_dispatch); }));
+      });
+  dispatcher.def(
+      "kv_gradient",
+      [](RankDispatcher& d, const PlanHandle& plan, const std::vector<RowsArg>& gradients,
+         const std::vector<RowsArg>& sums, std::uintptr_t stream, std::uint64_t of_dispatch) {
+        const auto inputs = views_from<ConstTensorView>(gradients);
+        const auto outputs = views_from<TensorView>(sums);
+        unlocked(
+            [&] { d.kv_gradient(plan.plan(), inputs, outputs, stream_from(stream), of_dispatch); });
+      });
   dispatcher.def("gradient_inputs", [](RankDispatcher& d, const PlanHandle& plan,
                                        std::uintptr_t stream) {
     return d.arrays(unlocked([&] { return d.gradient_inputs(plan.plan(), stream_from(stream)); }));
@@ -148,6 +152,7 @@ void bind_dispatcher(nb::module_& m) {
   });
   dispatcher.def("close", [](RankDispatcher& d) { unlocked([&] { d.close(); }); });
   dispatcher.def_prop_ro("window_bytes", &RankDispatcher::window_bytes);
+  dispatcher.def_prop_ro("last_dispatch", &RankDispatcher::last_dispatch);
 }
 
 }  // namespace waybill::python

@@ -45,7 +45,9 @@ class RankDispatcher::DispatcherCall {
   DispatcherCall(const DispatcherCall&) = delete;
   DispatcherCall& operator=(const DispatcherCall&) = delete;
   ~DispatcherCall() {
-    if (self_.dispatcher_ != nullptr) self_.window_bytes_ = self_.dispatcher_->window_bytes();
+    if (self_.dispatcher_ == nullptr) return;
+    self_.window_bytes_ = self_.dispatcher_->window_bytes();
+    self_.last_dispatch_ = self_.dispatcher_->last_dispatch();
   }
 
  private:
@@ -79,19 +81,21 @@ void RankDispatcher::reserve(std::int64_t window_bytes, std::int32_t num_slots, 
 }
 
 WindowViews RankDispatcher::dispatch(const ReadyPlan& plan,
-                                     std::span<const ConstTensorView> tensors, Stream stream) {
+                                     std::span<const ConstTensorView> tensors, Stream stream,
+                                     std::uint64_t of_dispatch) {
   const DispatcherCall call(*this, "dispatch");
   rank_->meet("dispatch", stream);
-  auto views = dispatcher_->dispatch(plan, tensors, stream);
+  auto views = dispatcher_->dispatch(plan, tensors, stream, of_dispatch);
   rank_->meet("dispatch", stream);
   return {std::move(views), dispatcher_->window_memory()};
 }
 
 void RankDispatcher::kv_gradient(const ReadyPlan& plan, std::span<const ConstTensorView> gradients,
-                                 std::span<const TensorView> outputs, Stream stream) {
+                                 std::span<const TensorView> outputs, Stream stream,
+                                 std::uint64_t of_dispatch) {
   const DispatcherCall call(*this, "kv_gradient");
   rank_->meet("kv_gradient", stream);
-  dispatcher_->kv_gradient(plan, gradients, outputs, stream);
+  dispatcher_->kv_gradient(plan, gradients, outputs, stream, of_dispatch);
   rank_->meet("kv_gradient", stream);
 }
 

@@ -67,14 +67,15 @@ class RankDispatcher {
   PlanFacts replace_plan(ReadyPlan& plan, std::span<const SequencePart> parts, Stream stream);
   void reserve(std::int64_t window_bytes, std::int32_t num_slots, Stream stream);
   WindowViews dispatch(const ReadyPlan& plan, std::span<const ConstTensorView> tensors,
-                       Stream stream);
+                       Stream stream, std::uint64_t of_dispatch);
   void kv_gradient(const ReadyPlan& plan, std::span<const ConstTensorView> gradients,
-                   std::span<const TensorView> outputs, Stream stream);
+                   std::span<const TensorView> outputs, Stream stream, std::uint64_t of_dispatch);
   WindowViews gradient_inputs(const ReadyPlan& plan, Stream stream);
   void synchronize(Stream stream);
   void close();
   /// After this rank's last call that is over.
   [[nodiscard]] std::int64_t window_bytes() const { return window_bytes_; }
+  [[nodiscard]] std::uint64_t last_dispatch() const { return last_dispatch_; }
 
   /// Arrays over views of a window, of integers of the dtype's size; each keeps the memory alive.
   /// numpy's for host memory; for a GPU's, objects that speak DLPack.
@@ -85,6 +86,7 @@ class RankDispatcher {
   std::shared_ptr<RankWorld> rank_;
   std::unique_ptr<SequenceDispatcher> dispatcher_;
   std::atomic<std::int64_t> window_bytes_ = 0;
+  std::atomic<std::uint64_t> last_dispatch_ = 0;
 };
 
 }  // namespace waybill::python

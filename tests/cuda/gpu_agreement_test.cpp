@@ -8,14 +8,13 @@
 #include <iterator>
 
 #include "cuda/captured.h"
-#include "cuda/gpu_processes.h"
+#include "cuda/gpu_disagreements.h"
+#include "cuda/simulated_hosts.h"
 #include "support/run_ranks.h"
-#include "support/sequence_disagreements.h"
 
 namespace waybill {
 namespace {
 
-using test::at;
 using test::Captured;
 using test::DeviceArena;
 using test::DisagreeingRank;
@@ -26,41 +25,10 @@ constexpr double deadline_s = 4;
 
 using Calls = std::function<void(DisagreeingRank&)>;
 
-/// Runs calls until an error; the dispatcher is then of no use. @return its text
-std::string text_of_end(World& world, const DocumentRoutings& documents,
-                        const SequenceDispatcherOptions& options, const Calls& calls) {
-  DeviceArena arena(world, std::int64_t{16} << 20);
-  const auto take = [&](DType dtype, Shape shape) { return arena.take(dtype, std::move(shape)); };
-  DisagreeingRank rank(world, documents, take, options, {arena.stream()});
-  std::string text;
-  try {
-    calls(rank);
-    rank.synchronize();
-    return "no error";
-  } catch (const std::exception& error) {
-    text = error.what();
-  }
-  if (text.find("ranks disagree") == std::string::npos) return text;
-  try {
-    rank.synchronize();
-    return "no error when asked again, after: " + text;
-  } catch (const std::exception&) {  // the device keeps the report
-  }
-  try {
-    rank.dispatch(ReadyPlan{});
-    return "the dispatcher is still of use, after: " + text;
-  } catch (const TransportError&) {
-    return text;
-  } catch (const std::exception& error) {
-    return concat("another error: ", error.what(), ", after: ", text);
-  }
-}
-
 struct GpuRanks {
   std::int32_t world_size = 2;
   std::int32_t ranks_per_node = 0;
-  SequenceDispatcherOptions options{.num_sms = 4,
-                                    .plan = {.relay = RelayUse::always, .batch_bytes = 256}};
+  SequenceDispatcherOptions options = test::disagreement_options();
 };
 
 /// Texts of all ranks, as threads of one child process.
@@ -74,7 +42,7 @@ std::vector<std::string> ends_of_threads(const GpuRanks& ranks, const Calls& cal
           const std::int32_t rank = to_int(bootstrap->rank());
           World world =
               make_gpu_thread_world(std::move(bootstrap), rank % num_gpus(), ranks.ranks_per_node);
-          std::ofstream(file(rank)) << text_of_end(world, documents, ranks.options, calls);
+          std::ofstream(file(rank)) << test::text_of_end(world, documents, ranks.options, calls);
         });
     for (std::size_t r = 0; r < results.size(); ++r) {
       // Behind what was written before, if anything was.
@@ -91,16 +59,6 @@ std::vector<std::string> ends_of_threads(const GpuRanks& ranks, const Calls& cal
   return texts;
 }
 
-/// All ranks end with a text that holds all parts: those with a report of their own, and those that
-/// lost their device to that of another rank.
-void expect_named(const std::vector<std::string>& texts, const std::vector<std::string>& parts) {
-  for (std::size_t r = 0; r < texts.size(); ++r) {
-    for (const std::string& part : parts)
-      EXPECT_NE(texts[r].find(part), std::string::npos)
-          << "rank " << r << ": \"" << texts[r] << "\"\nlacks " << part;
-  }
-}
-
 /// The cases with these names; without names all.
 void check_threads(const GpuRanks& ranks, const std::vector<std::string>& names = {}) {
   for (const PlantedDisagreement& the : test::planted_disagreements()) {
@@ -109,7 +67,7 @@ void check_threads(const GpuRanks& ranks, const std::vector<std::string>& names 
     auto parts = the.named;
     parts.emplace_back("ranks disagree in call ");
     parts.push_back(concat("rank ", ranks.world_size - 1));
-    expect_named(ends_of_threads(ranks, the.calls), parts);
+    test::expect_named(ends_of_threads(ranks, the.calls), parts);
   }
 }
 
@@ -169,8 +127,8 @@ TEST(GpuAgreement, a_plan_replaced_in_a_graph_on_one_rank) {
     other(rank.is_odd() ? rank.documents().same_sizes : rank.documents().usual);
   };
   for (const std::int32_t world_size : {2, 4}) {
-    expect_named(ends_of_threads({.world_size = world_size}, calls),
-                 {"dispatch: ranks disagree in call ", "the plan differs"});
+    test::expect_named(ends_of_threads({.world_size = world_size}, calls),
+                       {"dispatch: ranks disagree in call ", "the plan differs"});
   }
 }
 
@@ -195,7 +153,7 @@ TEST(GpuAgreement, graphs_replayed_in_another_order_on_one_rank) {
     (rank.is_odd() ? second : first).launch(rank.world());
     rank.synchronize();
   };
-  expect_named(ends_of_threads({}, calls), {"ranks disagree in call "});
+  test::expect_named(ends_of_threads({}, calls), {"ranks disagree in call "});
 }
 
 TEST(GpuAgreement, what_cannot_be_compared_ends_by_the_deadline) {
@@ -203,7 +161,7 @@ TEST(GpuAgreement, what_cannot_be_compared_ends_by_the_deadline) {
     if (rank.is_odd()) rank.dispatcher().reserve(std::int64_t{2} << 20, rank.stream());
     test::planted::agree_first(rank);
   };
-  expect_named(ends_of_threads({}, grows), {"; ranks may be in different calls"});
+  test::expect_named(ends_of_threads({}, grows), {"; ranks may be in different calls"});
   const auto swaps = [](DisagreeingRank& rank) {
     DeviceArena arena(rank.world(), std::int64_t{1} << 20);
     DisagreeingRank other(
@@ -216,37 +174,23 @@ TEST(GpuAgreement, what_cannot_be_compared_ends_by_the_deadline) {
     rank.is_odd() ? other.dispatch(of_other) : rank.dispatch(plan);
     (rank.is_odd() ? other : rank).synchronize();
   };
-  expect_named(ends_of_threads({}, swaps), {"; ranks may be in different calls"});
+  test::expect_named(ends_of_threads({}, swaps), {"; ranks may be in different calls"});
 }
 
-/// Processes with a GPU each, and such that share them: those keep their devices, and every later
+World make_process_world(std::shared_ptr<Bootstrap> bootstrap, int device) {
+  return make_gpu_process_world(std::move(bootstrap), device);
+}
+
+TEST(GpuAgreement, processes) { test::check_disagreeing_processes(2, make_process_world); }
+
+/// They keep their devices; the rest of the kernels is done with what is there, and every later
 /// call throws.
-void check_processes(std::int32_t world_size, std::int32_t ranks_per_node) {
-  const DocumentRoutings documents(world_size);
-  const auto make = [&](std::shared_ptr<Bootstrap> bootstrap, int device) {
-    return make_gpu_process_world(std::move(bootstrap), device, ranks_per_node);
-  };
-  for (const PlantedDisagreement& the : test::planted_disagreements()) {
-    const std::string name = the.name;
-    if (name != "lengths_by_one_token" && name != "order_of_gradients") continue;
-    SCOPED_TRACE(name);
-    const auto ends = test::run_gpu_processes(
-        world_size, make,
-        [&](World& world) {
-          throw std::runtime_error(text_of_end(world, documents, GpuRanks().options, the.calls));
-        },
-        deadline_s);
-    std::vector<std::string> texts;
-    for (const test::ProcessEnd& end : ends) texts.push_back(end.text);
-    auto parts = the.named;
-    parts.emplace_back("ranks disagree in call ");
-    expect_named(texts, parts);
-  }
+TEST(GpuAgreement, processes_that_share_a_gpu) {
+  test::check_disagreeing_processes(2 * test::num_gpus_seen_by_a_child(), make_process_world);
 }
 
-TEST(GpuAgreement, processes) { check_processes(2, 0); }
-TEST(GpuAgreement, processes_that_share_a_gpu) {
-  check_processes(2 * test::num_gpus_seen_by_a_child(), 0);
+TEST(GpuAgreement, nodes_over_nccl) {
+  test::check_disagreeing_processes(2, test::SimulatedHosts{1}, 20);
 }
 
 }  // namespace
