@@ -2,10 +2,20 @@
 
 include(CMakePackageConfigHelpers)
 
-# Language level and warnings, for every target.
+# What a product and a sum give is the same on every machine, so that the same seed gives the same
+# plan: no compiler fuses them on the host. nvcc may on the device: where the result of device code
+# is specified, it says __fmul_rn and __fadd_rn, which are never fused.
+function(waybill_exact_floats target)
+  target_compile_options(
+    ${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>
+                      $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-ffp-contract=off>)
+endfunction()
+
+# Language level, arithmetic and warnings, for every target.
 function(waybill_target_defaults target)
   target_compile_features(${target} PUBLIC cxx_std_20)
   set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF)
+  waybill_exact_floats(${target})
   set(cxx "$<COMPILE_LANGUAGE:CXX>")
   target_compile_options(${target} PRIVATE $<${cxx}:-Wall> $<${cxx}:-Wextra>)
   if(WAYBILL_DEV)

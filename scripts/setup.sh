@@ -8,7 +8,7 @@
 set -euo pipefail
 
 packages=(cmake ninja-build g++ python3 python3-dev python3-venv libcli11-dev nlohmann-json3-dev
-  libgtest-dev librapidcheck-dev libbenchmark-dev)
+  libgtest-dev libbenchmark-dev)
 ci_packages=(ccache clang clang-tidy clang-format-14 libclang-rt-dev shellcheck)
 
 case "${1:-}" in

@@ -23,6 +23,10 @@ fi
 wheel=("$dist"/waybill-*.whl)
 "$python" -m pip install -q --disable-pip-version-check --no-deps --force-reinstall "${wheel[0]}"
 
+for commands in build/python/*/compile_commands.json; do
+  scripts/check_flags.py "$(dirname "$commands")"
+done
+
 echo "python: tests"
 "$python" -m pytest -q
 "$python" scripts/check_python_docs.py --examples

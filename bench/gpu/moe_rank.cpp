@@ -47,7 +47,7 @@ MoeRank::MoeRank(World& world, const MoeWorkload& workload, const EPDispatchOpti
   }
   memory_.board = transport.allocate(memory_.board_layout.total, "board");
   memory_.signals = transport.allocate_signals(
-      num_expert_signals * config_.world_size + num_executor_slots, "signals");
+      with_fingerprints(num_layer_signals(config_.world_size), config_.world_size), "signals");
   executor_ = world.executor().make_expert_executor(config_, options_, memory_);
   const auto& ids = workload.ids[at(config_.rank)];
   const std::int64_t tokens = std::ssize(ids) / config_.topk;
@@ -95,16 +95,17 @@ void MoeRank::route() { tables_ = executor_->route(next_call("dispatch", dispatc
 
 void MoeRank::dispatch() {
   const ExpertCall call = next_call("dispatch", dispatches_++);
-  tables_ = executor_->route(call, input_);
-  executor_->dispatch(call, input_, *tables_);
+  const auto tables = executor_->route(call, input_);
+  executor_->dispatch(call, input_, *tables);
+  tables_ = tables;
 }
 
 void MoeRank::dispatch_again() {
   const ExpertCall call = next_call("dispatch", dispatches_++);
   ExpertDispatchInput input = input_;
   input.weights = {};
-  executor_->enter(call, input, *tables_);
-  executor_->dispatch(call, input, *tables_);
+  const auto tables = executor_->enter(call, input, *tables_);
+  executor_->dispatch(call, input, *tables);
 }
 
 void MoeRank::combine(const EPCombineOptions& options, bool staged) {

@@ -56,7 +56,7 @@ class MoeRank {
   std::unique_ptr<ExpertExecutor> executor_;
   ExpertDispatchInput input_;
   TensorView sums_;
-  std::shared_ptr<ExpertTables> tables_;
+  std::shared_ptr<const ExpertTables> tables_;
   std::uint64_t calls_ = 0;
   std::uint64_t dispatches_ = 0;
   std::uint64_t combines_ = 0;

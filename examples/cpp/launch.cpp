@@ -3,7 +3,7 @@
 //
 //   launch                                                      4 threads of one process
 //   torchrun --nproc-per-node 4 --no-python launch              4 processes
-//   WAYBILL_RENDEZVOUS=file:///tmp/run-1 mpirun -n 4 launch     the same; srun -n 4 too
+//   WAYBILL_RENDEZVOUS=file://$HOME/run-1 mpirun -n 4 launch    the same; srun -n 4 too
 //
 // With --gpu ranks have GPUs; those of several hosts reach each other over NCCL, with --nccl those
 // of several nodes on one host as well; with --nvshmem over NVSHMEM. All need -DWAYBILL_CUDA=ON.
@@ -25,6 +25,7 @@
 #include "waybill/routing/qkv_routing.h"
 #include "waybill/runtime/sequence_dispatcher.h"
 #include "waybill/runtime/world.h"
+#include "waybill/transport/agree.h"
 #include "waybill/transport/bootstraps.h"
 #ifdef WAYBILL_EXAMPLE_CUDA
 #include "waybill/cuda/gpu_world.h"
@@ -153,9 +154,9 @@ void run_threads(const Options& options) {
 #endif
 }
 
-/// A rank that a launcher started: which world its processes make.
-World make_world(const LaunchEnvironment& environment, const Options& options) {
-  std::shared_ptr<Bootstrap> bootstrap = make_environment_bootstrap(environment, options.timeout_s);
+/// Which world the processes make that a launcher started.
+World make_world(std::shared_ptr<Bootstrap> bootstrap, const LaunchEnvironment& environment,
+                 const Options& options) {
   if (!options.on_gpus()) return make_process_world(std::move(bootstrap));
 #ifdef WAYBILL_EXAMPLE_CUDA
   if (num_gpus() == 0) throw Unsupported("launch: there is no GPU");
@@ -207,7 +208,10 @@ void run(int argc, char** argv) {
   const Options options = read_options(argc, argv);
   const LaunchEnvironment environment = read_launch_environment();
   if (environment.launcher == "none") return run_threads(options);
-  World world = make_world(environment, options);
+  const std::shared_ptr<Bootstrap> bootstrap =
+      make_environment_bootstrap(environment, options.timeout_s);
+  World world =
+      fail_on_error(*bootstrap, [&] { return make_world(bootstrap, environment, options); });
   std::cout << move_and_check(world, options);
 }
 

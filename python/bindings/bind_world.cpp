@@ -78,6 +78,17 @@ std::tuple<Meeting, std::int32_t, std::int32_t> environment_meeting(double timeo
   });
 }
 
+/// For a rank that cannot make its meeting: the others name it and do not wait.
+void report_failure(const std::string& reason, double patience_s) {
+  unlocked([&] {
+    try {
+      report_failed_start(read_launch_environment(), reason, patience_s);
+    } catch (const Error&) {  // what the launcher says is wrong: nobody knows where the others are
+      return;
+    }
+  });
+}
+
 /// `all_gather(mine: bytes) -> list of bytes, by rank` of the caller's, and
 /// `tell_failure(reason: str)` or None.
 Meeting callable_meeting(std::int32_t rank, std::int32_t world_size, nb::callable all_gather,
@@ -170,6 +181,7 @@ void bind_world(nb::module_& m) {
   nb::class_<Meeting>(m, "Meeting");
   m.def("thread_meetings", &thread_meetings, "world_size"_a, "timeout_s"_a);
   m.def("environment_meeting", &environment_meeting, "timeout_s"_a);
+  m.def("report_failed_start", &report_failure, "reason"_a, "patience_s"_a);
   m.def("callable_meeting", &callable_meeting, "rank"_a, "world_size"_a, "all_gather"_a,
         "tell_failure"_a.none(), "timeout_s"_a);
   m.def("thread_world", &thread_world, "meeting"_a, "ranks_per_node"_a);

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple, Optional, TypeVar
 from . import _core
 from ._arrays import int64
 from ._threads import run_ranks
-from .errors import InvalidArgument, Unsupported
+from .errors import Error, InvalidArgument, Timeout, Unsupported
 
 __all__ = ["Topology", "World", "num_gpus", "run_threads"]
 
 _T = TypeVar("_T")
 _ORDINAL = re.compile(r"cuda(?::(\d{1,4}))?")
+_FAREWELL_S = 5.0  # for telling the other ranks why this one does not come
 _BUILD = "pip install . -C cmake.define.WAYBILL_CUDA=ON, with CUDA 13"
 
 
@@ -70,7 +71,9 @@ class World:
         without any of them.
 
         Ranks meet where WAYBILL_RENDEZVOUS says ("tcp://HOST:PORT" or "file:///FOLDER"), else at
-        MASTER_ADDR and the port after MASTER_PORT.
+        MASTER_ADDR and the port after MASTER_PORT. Ranks of another WAYBILL_JOB_ID (else the id of
+        torchrun or Slurm) and, over TCP, those without the WAYBILL_RENDEZVOUS_SECRET of the others
+        are refused. A rank that cannot start is named by the others at once.
 
         Args:
             device: "cpu" for shared memory of one host; "cuda:1" for that GPU, "cuda" for the one
@@ -81,11 +84,17 @@ class World:
 
         Raises:
             InvalidArgument naming the variable; Timeout naming a rank that did not come;
-            Unsupported for "cpu" ranks on other hosts, and without what the device needs.
+            TransportError naming one that failed, or saying why this one was refused; Unsupported
+            for "cpu" ranks on other hosts, and without what the device needs.
         """
         who = "World.from_environment"
-        make = _process_engine(device, nvshmem, who)
-        meeting, per_node, local_rank = _core.environment_meeting(_seconds(timeout_s, who))
+        seconds = _seconds(timeout_s, who)
+        try:
+            make = _process_engine(device, nvshmem, who)
+        except Error as error:
+            _core.report_failed_start(str(error), min(seconds, _FAREWELL_S))
+            raise
+        meeting, per_node, local_rank = _core.environment_meeting(seconds)
         return cls._wrap(make(meeting, per_node, local_rank))
 
     @classmethod

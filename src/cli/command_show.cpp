@@ -69,7 +69,10 @@ std::string shard_lines(const QkvPlan& plan, std::int32_t rank) {
 
 std::string table_line(const char* name, const Metadata& metadata) {
   std::int64_t rows = 0;
-  for (const std::int64_t total : metadata.num_total_recv_tokens) rows += total;
+  for (const std::int64_t total : metadata.num_total_recv_tokens) {
+    require(!__builtin_add_overflow(rows, total, &rows), "show: ", name,
+            ": the sum of num_total_recv_tokens exceeds 2^63 - 1");
+  }
   return concat("  ", name, std::string(8 - std::string_view(name).size(), ' '), "dst_rank ",
                 to_string(metadata.dst_rank.shape()), ", ", format_count(rows), " rows arrive\n");
 }

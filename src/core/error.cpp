@@ -1,6 +1,7 @@
 #include "waybill/core/error.h"
 
 #include <iomanip>
+#include <sstream>
 #include <utility>
 
 namespace waybill {
@@ -15,10 +16,15 @@ std::string describe(const MissedWait& missed) {
     text << " (node " << missed.peer_node << ", local_rank " << missed.peer_local << ")";
   }
   text << "; last seen " << missed.seen;
+  if (missed.in_call) text << "; ranks may be in different calls";
   return text.str();
 }
 
 }  // namespace
+
+void detail::throw_parts(std::initializer_list<TextPart> parts) {
+  throw InvalidArgument(detail::join_parts(parts));
+}
 
 Timeout::Timeout(MissedWait missed) : Error(describe(missed)), missed_(std::move(missed)) {}
 

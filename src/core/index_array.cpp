@@ -48,6 +48,8 @@ T narrow(std::int64_t value) {
 }  // namespace
 
 IndexArray::Storage IndexArray::make_storage(DType dtype, std::int64_t size) {
+  require(size <= (std::int64_t{1} << 62) / dtype_bytes(dtype), "IndexArray: ", size,
+          " elements of ", dtype, ", expected at most 2^62 bytes");
   const std::size_t n = unsigned_size(size);
   switch (dtype) {
     case DType::int64:

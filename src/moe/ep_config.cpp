@@ -61,6 +61,8 @@ std::int64_t most_recv_rows(const EPConfig& config, const EPDispatchOptions& opt
 
 std::int64_t grown_output_rows(std::int64_t rows, std::int64_t largest) {
   if (largest <= rows) return rows;
+  require(largest <= std::int64_t{1} << 60, "grown_output_rows: largest = ", largest,
+          ", expected at most 2^60");
   return (largest + growth_rows - 1) / growth_rows * growth_rows * 2;
 }
 

@@ -30,7 +30,10 @@ std::vector<std::int64_t> cumulative(const std::vector<std::int64_t>& list, std:
   std::int64_t sum = 0;
   if (leading_zero) sums.push_back(0);
   for (std::size_t i = 0; i < length; ++i) {
-    sum += i < list.size() ? list[i] : 0;
+    if (i < list.size()) {
+      require(!__builtin_add_overflow(sum, list[i], &sum), who, ": the sum of ", i + 1,
+              " lengths that a rank receives exceeds 2^63 - 1");
+    }
     sums.push_back(sum);
   }
   return sums;

@@ -1,6 +1,7 @@
 #include "waybill/routing/metadata.h"
 
 #include <algorithm>
+#include <limits>
 #include <ostream>
 #include <utility>
 
@@ -160,9 +161,10 @@ std::string to_string(const Metadata& metadata) {
     for (std::int64_t j = r * per_rank; j < (r + 1) * per_rank; ++j) {
       const std::string where = entry_text(metadata, dst, offset, j);
       if (len[j] == 0 && where == "-") continue;
-      text += concat("  shard ", j - r * per_rank, ": rows ", row, "..", row + len[j], " -> ",
-                     where, "\n");
-      row += len[j];
+      const std::int64_t begin = row;
+      if (__builtin_add_overflow(row, len[j], &row)) row = std::numeric_limits<std::int64_t>::max();
+      text +=
+          concat("  shard ", j - r * per_rank, ": rows ", begin, "..", row, " -> ", where, "\n");
     }
     const IndexArray recv = slice ? metadata.num_recv_tokens : metadata.num_recv_tokens.row(r);
     text += concat("  receives ", to_string(recv), " rows (the last is the sum)\n");

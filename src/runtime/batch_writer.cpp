@@ -150,8 +150,9 @@ void alternate_moves(std::vector<RowMove>& moves, std::vector<std::size_t>& grou
       row_bytes += plan.cuts[at(t)].row_bytes;
     // Rows that stay block no link.
     const bool local = groups[g + 1] - groups[g] == 1 && first.dst_rank == to_int(plan.rank);
-    const std::int64_t most = std::max<std::int64_t>(
-        1, (local ? 16 : 1) * piece_bytes / std::max<std::int64_t>(1, row_bytes));
+    const std::int64_t most =
+        row_bytes == 0 ? std::max<std::int64_t>(1, first.rows)
+                       : std::max<std::int64_t>(1, (local ? 16 : 1) * piece_bytes / row_bytes);
     for (std::int64_t begin = 0; begin < first.rows; begin += most) {
       begins.push_back(pieces.size());
       bytes.push_back(std::min(most, first.rows - begin) * row_bytes);

@@ -3,27 +3,47 @@
 #include <limits>
 #include <utility>
 
+#include "layer_agreement.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
 
+namespace {
+
+constexpr const char* context_name = "DispatchCombineContext";
+
+}  // namespace
+
 DispatchCombineContext DispatchCombineContext::create(World& world, const EPConfig& config,
                                                       std::int64_t capacity,
                                                       const EPDispatchOptions& options) {
-  constexpr const char* who = "DispatchCombineContext";
+  const Setting mine[] = {{"capacity", concat(capacity)}};
+  return make(world, config, options, rows_of(config, options, capacity, context_name),
+              context_name, mine);
+}
+
+DispatchCombineContext DispatchCombineContext::with_rows(World& world, const EPConfig& config,
+                                                         const EPDispatchOptions& options,
+                                                         std::int64_t rows) {
+  return make(world, config, options, rows, context_name, {});
+}
+
+std::int64_t DispatchCombineContext::rows_of(const EPConfig& config,
+                                             const EPDispatchOptions& options,
+                                             std::int64_t capacity, const char* who) {
   config.check(who);
   options.check(config, who);
   const std::int64_t unit = config.max_tokens * config.topk;
   const std::int64_t most = std::numeric_limits<std::int32_t>::max() / unit;
   require(1 <= capacity && capacity <= most, who, ": capacity = ", capacity, ", expected 1..",
           most);
-  return with_rows(world, config, options, unit * capacity);
+  return unit * capacity;
 }
 
-DispatchCombineContext DispatchCombineContext::with_rows(World& world, const EPConfig& config,
-                                                         const EPDispatchOptions& options,
-                                                         std::int64_t rows) {
-  constexpr const char* who = "DispatchCombineContext";
+DispatchCombineContext DispatchCombineContext::make(World& world, const EPConfig& config,
+                                                    const EPDispatchOptions& options,
+                                                    std::int64_t rows, const char* who,
+                                                    std::span<const Setting> more) {
   config.check(who);
   options.check(config, who);
   require(config.world_size == world.world_size(), who, ": world_size = ", config.world_size,
@@ -35,6 +55,10 @@ DispatchCombineContext DispatchCombineContext::with_rows(World& world, const EPC
           world.rank(), ", as in the world");
   require(1 <= rows && rows <= std::numeric_limits<std::int32_t>::max(), who, ": rows = ", rows,
           ", expected 1..", std::numeric_limits<std::int32_t>::max());
+  std::vector<Setting> mine = detail::layer_settings(config, options);
+  mine.insert(mine.end(), more.begin(), more.end());
+  mine.push_back({"rows of the windows", concat(rows)});
+  world.transport().require_same(who, mine);
   DispatchCombineContext context(world, config, options);
   Transport& transport = world.transport();
   ExpertMemory& memory = *context.memory_;
@@ -42,7 +66,8 @@ DispatchCombineContext DispatchCombineContext::with_rows(World& world, const EPC
   memory.board = transport.allocate(memory.board_layout.total, "board of experts");
   context.allocate_windows(rows);
   memory.signals = transport.allocate_signals(
-      num_expert_signals * config.world_size + num_executor_slots, "signals of experts");
+      with_fingerprints(num_layer_signals(config.world_size), config.world_size),
+      "signals of experts");
   return context;
 }
 

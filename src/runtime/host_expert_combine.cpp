@@ -16,13 +16,14 @@ void HostExpertCombine::stage(const ExpertCall& call, const ExpertCombineInput& 
 /// The rows of a token on this rank become one, in the place of the first.
 void HostExpertCombine::sum_local(const ExpertCall& call, const ExpertCombineInput& input,
                                   const HostExpertTables& tables) {
+  const HostExpertRouting& routing = tables.routing();
   std::byte* const window = memory_.combine_windows[call.parity].local;
   const std::int64_t topk = config_.topk;
-  for (std::int64_t leader = 0; leader < std::ssize(tables.leader_rows); ++leader) {
-    if (tables.leader_rows[at(leader)] != leader) continue;
+  for (std::int64_t leader = 0; leader < std::ssize(routing.leader_rows); ++leader) {
+    if (routing.leader_rows[at(leader)] != leader) continue;
     sum_.reset();
     for (std::int64_t k = 0; k < topk; ++k) {
-      const std::int32_t row = tables.choice_rows[at(leader * topk + k)];
+      const std::int32_t row = routing.choice_rows[at(leader * topk + k)];
       if (row < 0) continue;
       const std::byte* const from = window + row * row_bytes_;
       if (input.options.weighted) {
@@ -39,8 +40,9 @@ void HostExpertCombine::sum_local(const ExpertCall& call, const ExpertCombineInp
 void HostExpertCombine::add_token(const ExpertCall& call, const HostExpertTables& tables,
                                   std::int32_t node, std::int64_t token,
                                   const EPCombineOptions& options) {
-  const auto ids = tables.ids_of(node);
-  const auto places = tables.places_of(node);
+  const HostExpertRouting& routing = tables.routing();
+  const auto ids = routing.ids_of(node);
+  const auto places = routing.places_of(node);
   const bool once_a_rank = compact_ || (options.local_combine && config_.is_intra_node());
   const bool weighted = options.weighted && !once_a_rank;
   std::array<std::int32_t, max_topk> ranks{};
@@ -49,8 +51,12 @@ void HostExpertCombine::add_token(const ExpertCall& call, const HostExpertTables
     const auto entry = at(token * config_.topk + k);
     const std::int32_t rank = config_.rank_of_expert(ids[entry]);
     const std::int32_t row = places[entry];
-    if (rank / config_.local_world_size != tables.own_node()) continue;
-    if (row < 0 || row >= memory_.capacity) continue;
+    if (rank / config_.local_world_size != routing.own_node()) continue;
+    if (row < 0) continue;
+    if (row >= memory_.capacity) {  // it was lost: so is the sum
+      sum_.add(nan_row_.data());
+      continue;
+    }
     if (once_a_rank) {
       const auto end = ranks.begin() + static_cast<std::ptrdiff_t>(num_ranks);
       if (std::find(ranks.begin(), end, rank) != end) continue;
@@ -70,8 +76,9 @@ void HostExpertCombine::add_token(const ExpertCall& call, const HostExpertTables
 /// Sums this node's rows of the tokens of a node's rank of the same local index, and returns them.
 void HostExpertCombine::share_node(const ExpertCall& call, const HostExpertTables& tables,
                                    std::int32_t node, const EPCombineOptions& options) {
-  const auto ids = tables.ids_of(node);
-  const std::int32_t own = tables.own_node();
+  const HostExpertRouting& routing = tables.routing();
+  const auto ids = routing.ids_of(node);
+  const std::int32_t own = routing.own_node();
   std::vector<std::byte> share(at(row_bytes_));
   for (std::int64_t token = 0; token < std::ssize(ids) / config_.topk; ++token) {
     const auto choices = ids.subspan(at(token * config_.topk), at(config_.topk));
@@ -82,13 +89,13 @@ void HostExpertCombine::share_node(const ExpertCall& call, const HostExpertTable
     sum_.reset();
     add_token(call, tables, node, token, options);
     sum_.write(share.data());
-    round_.post(tables.peer(node), share_offset(own, token), share.data(), row_bytes_);
+    round_.post(routing.peer(node), share_offset(own, token), share.data(), row_bytes_);
   }
-  if (node != own) round_.raise(ExpertSignal::shared, tables.peer(node), call);
+  if (node != own) round_.raise(ExpertSignal::shared, routing.peer(node), call);
 }
 
-void HostExpertCombine::add_shares(const HostExpertTables& tables, std::int64_t token) {
-  const auto ids = tables.ids_of(tables.own_node());
+void HostExpertCombine::add_shares(const HostExpertRouting& routing, std::int64_t token) {
+  const auto ids = routing.ids_of(routing.own_node());
   const auto choices = ids.subspan(at(token * config_.topk), at(config_.topk));
   for (std::int32_t node = 0; node < config_.num_nodes(); ++node) {
     const bool there = std::ranges::any_of(choices, [&](std::int32_t id) {
@@ -105,7 +112,8 @@ void HostExpertCombine::add_biases(const ExpertCombineInput& input, std::int64_t
 void HostExpertCombine::run(const ExpertCall& call, const ExpertCombineInput& input,
                             const HostExpertTables& tables) {
   const std::int32_t nodes = config_.num_nodes();
-  const std::int32_t own = tables.own_node();
+  const HostExpertRouting& routing = tables.routing();
+  const std::int32_t own = routing.own_node();
   stage(call, input);
   if (input.options.local_combine && nodes == 1 && !compact_) sum_local(call, input, tables);
   round_.enter(call);
@@ -114,14 +122,14 @@ void HostExpertCombine::run(const ExpertCall& call, const ExpertCombineInput& in
       share_node(call, tables, (own + k) % nodes, input.options);
     }
     for (std::int32_t k = 1; k < nodes; ++k) {
-      round_.await(ExpertSignal::shared, tables.peer((own + nodes - k) % nodes), call);
+      round_.await(ExpertSignal::shared, routing.peer((own + nodes - k) % nodes), call);
     }
   }
   for (std::int64_t token = 0; token < input.output.shape[0]; ++token) {
     sum_.reset();
     add_biases(input, token);
     if (nodes > 1) {
-      add_shares(tables, token);
+      add_shares(routing, token);
     } else {
       add_token(call, tables, own, token, input.options);
     }

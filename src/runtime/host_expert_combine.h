@@ -20,7 +20,8 @@ class HostExpertCombine {
         memory_(memory),
         row_bytes_(config.hidden * dtype_bytes(config.token_dtype)),
         round_(transport, config, memory),
-        sum_(config.hidden, config.token_dtype) {}
+        sum_(config.hidden, config.token_dtype),
+        nan_row_(at(row_bytes_), std::byte{0xFF}) {}
 
   void run(const ExpertCall& call, const ExpertCombineInput& input, const HostExpertTables& tables);
 
@@ -32,7 +33,7 @@ class HostExpertCombine {
                  std::int64_t token, const EPCombineOptions& options);
   void share_node(const ExpertCall& call, const HostExpertTables& tables, std::int32_t node,
                   const EPCombineOptions& options);
-  void add_shares(const HostExpertTables& tables, std::int64_t token);
+  void add_shares(const HostExpertRouting& routing, std::int64_t token);
   void add_biases(const ExpertCombineInput& input, std::int64_t token);
   [[nodiscard]] std::int64_t share_offset(std::int32_t node, std::int64_t token) const {
     return memory_.board_layout.shares + (node * config_.max_tokens + token) * row_bytes_;
@@ -44,6 +45,7 @@ class HostExpertCombine {
   std::int64_t row_bytes_;
   ExpertRound round_;
   RowAccumulator sum_;
+  std::vector<std::byte> nan_row_;
 };
 
 }  // namespace waybill::detail

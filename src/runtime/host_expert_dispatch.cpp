@@ -35,10 +35,10 @@ void HostExpertDispatch::clear_tags(const ExpertCall& call) {
 
 std::shared_ptr<HostExpertTables> HostExpertDispatch::route(const ExpertCall& call,
                                                             const ExpertDispatchInput& input) {
-  auto tables = std::make_shared<HostExpertTables>(config_, options_);
+  const auto routing = std::make_shared<HostExpertRouting>(config_, options_);
   const auto ids = read_expert_ids(config_, options_, input.ids, call.operation);
-  tables->positions = read_positions(input.full_scatter_indices);
-  if (!tables->positions.empty()) clear_tags(call);
+  routing->positions = read_positions(input.full_scatter_indices);
+  if (!routing->positions.empty()) clear_tags(call);
   const auto counts = count_choices(config_, ids);
   const std::int64_t size_bytes =
       num_counts(config_) * static_cast<std::int64_t>(sizeof(counts[0]));
@@ -47,90 +47,92 @@ std::shared_ptr<HostExpertTables> HostExpertDispatch::route(const ExpertCall& ca
     round_.post(r, board + config_.rank * size_bytes, counts.data(), size_bytes);
   }
   round_.enter(call);
-  tables->rows = locate_rows(
+  routing->rows = locate_rows(
       config_, options_,
       {round_.read<std::int32_t>(board), at(num_counts(config_)) * at(config_.world_size)});
-  tables->dst_rows.assign(at(slice(config_.num_nodes()) * config_.topk), -1);
+  routing->dst_rows.assign(at(slice(config_.num_nodes()) * config_.topk), -1);
   if (config_.is_intra_node()) {
-    tables->ids = ids;
+    routing->ids = ids;
   } else {
-    tables->ids.assign(tables->dst_rows.size(), -1);
-    tables->send_reqs.assign(at(slice(config_.num_nodes()) * 2), -1);
-    std::ranges::copy(ids, tables->ids_of(tables->own_node()).begin());
+    routing->ids.assign(routing->dst_rows.size(), -1);
+    routing->send_reqs.assign(at(slice(config_.num_nodes()) * 2), -1);
+    std::ranges::copy(ids, routing->ids_of(routing->own_node()).begin());
   }
+  place_own(*routing);
+  auto tables = std::make_shared<HostExpertTables>(routing, config_.weight_dtype);
   take_weights(input, *tables);
-  place_own(input, *tables);
   return tables;
 }
 
-void HostExpertDispatch::enter(const ExpertCall& call, const ExpertDispatchInput& input,
-                               HostExpertTables& tables) {
-  take_weights(input, tables);
+std::shared_ptr<HostExpertTables> HostExpertDispatch::enter(const ExpertCall& call,
+                                                            const ExpertDispatchInput& input,
+                                                            const HostExpertTables& earlier) {
+  auto tables = std::make_shared<HostExpertTables>(earlier.shared_routing(), config_.weight_dtype);
+  take_weights(input, *tables);
   round_.enter(call);
+  return tables;
 }
 
 void HostExpertDispatch::take_weights(const ExpertDispatchInput& input,
                                       HostExpertTables& tables) const {
-  const auto bytes = at(dtype_bytes(config_.weight_dtype));
-  tables.weights.clear();
-  tables.has_weights = is_given(input.weights);
-  if (!tables.has_weights) return;
-  tables.weights.resize(tables.ids.size() * bytes);
-  const auto own = tables.ids_of(tables.own_node());
+  if (!is_given(input.weights)) return;
+  tables.carry_weights();
+  const HostExpertRouting& routing = tables.routing();
+  const auto own = routing.ids_of(routing.own_node());
   if (own.empty()) return;
-  std::memcpy(tables.weights_of(tables.own_node()), input.weights.data, own.size() * bytes);
+  std::memcpy(tables.weights_of(routing.own_node()), input.weights.data,
+              own.size() * at(dtype_bytes(config_.weight_dtype)));
 }
 
-void HostExpertDispatch::place(std::int32_t node, HostExpertTables& tables) const {
-  const std::int32_t source = tables.peer(node);
-  const auto ids = tables.ids_of(node);
-  if (tables.positions.empty()) {
-    const auto places = place_choices(config_, options_, tables.rows, source, ids);
-    const auto out = tables.places_of(node);
+void HostExpertDispatch::place(std::int32_t node, HostExpertRouting& routing) const {
+  const std::int32_t source = routing.peer(node);
+  const auto ids = routing.ids_of(node);
+  if (routing.positions.empty()) {
+    const auto places = place_choices(config_, options_, routing.rows, source, ids);
+    const auto out = routing.places_of(node);
     for (std::size_t i = 0; i < ids.size(); ++i) {
       const std::int32_t rank = config_.rank_of_expert(ids[i]);
-      if (rank / config_.local_world_size == tables.own_node()) out[i] = places[i];
+      if (rank / config_.local_world_size == routing.own_node()) out[i] = places[i];
     }
     return;
   }
   std::int64_t first = 0;
-  for (std::int32_t r = 0; r < source; ++r) first += tables.rows.num_input_tokens[at(r)];
-  const auto positions = std::span(tables.positions).subspan(at(first * config_.topk), ids.size());
+  for (std::int32_t r = 0; r < source; ++r) first += routing.rows.num_input_tokens[at(r)];
+  const auto positions = std::span(routing.positions).subspan(at(first * config_.topk), ids.size());
   std::ranges::copy(
-      place_by_scatter_indices(config_, tables.rows, source, ids, positions, "dispatch"),
-      tables.places_of(node).begin());
+      place_by_scatter_indices(config_, routing.rows, source, ids, positions, "dispatch"),
+      routing.places_of(node).begin());
 }
 
-void HostExpertDispatch::place_own(const ExpertDispatchInput& /*input*/,
-                                   HostExpertTables& tables) const {
+void HostExpertDispatch::place_own(HostExpertRouting& routing) const {
   std::int64_t tokens = 0;
-  for (const std::int32_t count : tables.rows.num_input_tokens) tokens += count;
+  for (const std::int32_t count : routing.rows.num_input_tokens) tokens += count;
   try {
-    require(tables.positions.empty() || std::ssize(tables.positions) == tokens * config_.topk,
-            "dispatch: full_scatter_indices has ", std::ssize(tables.positions) / config_.topk,
+    require(routing.positions.empty() || std::ssize(routing.positions) == tokens * config_.topk,
+            "dispatch: full_scatter_indices has ", std::ssize(routing.positions) / config_.topk,
             " tokens, expected ", tokens, ": those of all ranks");
-    place(tables.own_node(), tables);
+    place(routing.own_node(), routing);
   } catch (const InvalidArgument& error) {  // the others count on this rank's part of the call
-    tables.wrong_positions = error.what();
+    routing.wrong_positions = error.what();
   }
 }
 
-void HostExpertDispatch::place_forwarded(std::int32_t node, HostExpertTables& tables) const {
-  const auto ids = tables.ids_of(node);
+void HostExpertDispatch::place_forwarded(std::int32_t node, HostExpertRouting& routing) const {
+  const auto ids = routing.ids_of(node);
   const std::int64_t entry = slice(node) * config_.topk;
   const ExpertBoardLayout& board = memory_.board_layout;
   const auto* const from = round_.read<std::int32_t>(
       board.forward_ids + entry * static_cast<std::int64_t>(sizeof(std::int32_t)));
   std::copy_n(from, ids.size(), ids.begin());
   try {
-    place(node, tables);
+    place(node, routing);
   } catch (const InvalidArgument& error) {
-    tables.wrong_positions = error.what();
+    routing.wrong_positions = error.what();
   }
-  const auto sent = node_send_requests(config_, tables.peer(node), ids);
+  const auto sent = node_send_requests(config_, routing.peer(node), ids);
   const std::int64_t plane = 2 * config_.max_tokens;
-  std::copy_n(sent.begin() + tables.own_node() * plane, plane,
-              tables.send_reqs.begin() + node * plane);
+  std::copy_n(sent.begin() + routing.own_node() * plane, plane,
+              routing.send_reqs.begin() + node * plane);
 }
 
 void HostExpertDispatch::prepare_payload(const ExpertDispatchInput& input) {
@@ -155,9 +157,10 @@ void HostExpertDispatch::send_to_node(const ExpertCall& call, std::int32_t node,
                                       const HostExpertTables& tables) {
   const ExpertBoardLayout& board = memory_.board_layout;
   const ExpertWindow window = own_window(call);
-  const std::int32_t peer = tables.peer(node);
-  const std::int32_t own = tables.own_node();
-  const auto ids = tables.ids_of(own);
+  const HostExpertRouting& routing = tables.routing();
+  const std::int32_t peer = routing.peer(node);
+  const std::int32_t own = routing.own_node();
+  const auto ids = routing.ids_of(own);
   const auto ranges = node_send_requests(config_, config_.rank, ids);
   const std::int32_t* const starts = ranges.data() + slice(node) * 2;
   const std::int32_t* const ends = starts + config_.max_tokens;
@@ -183,66 +186,76 @@ void HostExpertDispatch::send_to_node(const ExpertCall& call, std::int32_t node,
   round_.raise(ExpertSignal::forwarded, peer, call);
 }
 
+/// Tokens of another node's rank, which are here, to the ranks of this node.
+void HostExpertDispatch::take_from_node(const ExpertCall& call, std::int32_t node,
+                                        HostExpertTables& tables) {
+  const ExpertBoardLayout& board = memory_.board_layout;
+  const ExpertWindow window = own_window(call);
+  if (HostExpertRouting* const made = tables.being_made(); made != nullptr) {
+    place_forwarded(node, *made);
+  }
+  if (std::byte* const weights = tables.weights_of(node); weights != nullptr) {
+    const std::int64_t entry = slice(node) * config_.topk;
+    std::memcpy(weights,
+                round_.read<std::byte>(board.forward_weights + entry * window.weight_bytes()),
+                tables.routing().ids_of(node).size() * at(window.weight_bytes()));
+  }
+  TokenBlock block;
+  block.rows = round_.read<std::byte>(board.forward_rows + slice(node) * window.row_bytes());
+  block.scales = round_.read<std::byte>(board.forward_scales + slice(node) * window.scale_bytes());
+  deliver_from(node, block, tables, call);
+}
+
 void HostExpertDispatch::deliver_from(std::int32_t node, const TokenBlock& payload,
                                       const HostExpertTables& tables,
                                       const ExpertCall& call) const {
-  if (!tables.wrong_positions.empty()) return;
+  const HostExpertRouting& routing = tables.routing();
+  if (!routing.wrong_positions.empty()) return;
   const std::int32_t local = config_.local_world_size;
   std::vector<ExpertWindow> windows;
   for (std::int32_t r = 0; r < local; ++r) {
-    const auto rank = at(tables.own_node() * local + r);
+    const auto rank = at(routing.own_node() * local + r);
     windows.emplace_back(config_, options_, memory_,
                          memory_.dispatch_windows[call.parity].peers[rank]);
   }
   TokenBlock block = payload;
-  block.source_rank = tables.peer(node);
+  block.source_rank = routing.peer(node);
   block.weights = tables.weights_of(node);
-  block.ids = tables.ids_of(node);
-  block.places = tables.places_of(node);
+  block.ids = routing.ids_of(node);
+  block.places = routing.places_of(node);
   deliver(config_, options_, memory_.capacity, windows, block);
 }
 
 void HostExpertDispatch::run(const ExpertCall& call, const ExpertDispatchInput& input,
                              HostExpertTables& tables) {
-  if (!tables.positions.empty() && cleared_window_ != memory_.dispatch_windows[call.parity].local) {
+  const HostExpertRouting& routing = tables.routing();
+  const bool checks_positions = tables.being_made() != nullptr && !routing.positions.empty();
+  if (checks_positions && cleared_window_ != memory_.dispatch_windows[call.parity].local) {
     clear_tags(call);  // the windows have grown since route: on all ranks
     round_.barrier(call);
   }
   prepare_payload(input);
   const std::int32_t nodes = config_.num_nodes();
-  const std::int32_t own = tables.own_node();
-  const ExpertWindow window = own_window(call);
-  const ExpertBoardLayout& board = memory_.board_layout;
+  const std::int32_t own = routing.own_node();
   for (std::int32_t k = 1; k < nodes; ++k) send_to_node(call, (own + k) % nodes, tables);
   deliver_from(own, payload_, tables, call);
   for (std::int32_t k = 1; k < nodes; ++k) {
     const std::int32_t node = (own + nodes - k) % nodes;
-    round_.await(ExpertSignal::forwarded, tables.peer(node), call);
-    place_forwarded(node, tables);
-    if (std::byte* const weights = tables.weights_of(node); weights != nullptr) {
-      const std::int64_t entry = slice(node) * config_.topk;
-      std::memcpy(weights,
-                  round_.read<std::byte>(board.forward_weights + entry * window.weight_bytes()),
-                  tables.ids_of(node).size() * at(window.weight_bytes()));
-    }
-    TokenBlock block;
-    block.rows = round_.read<std::byte>(board.forward_rows + slice(node) * window.row_bytes());
-    block.scales =
-        round_.read<std::byte>(board.forward_scales + slice(node) * window.scale_bytes());
-    deliver_from(node, block, tables, call);
+    round_.await(ExpertSignal::forwarded, routing.peer(node), call);
+    take_from_node(call, node, tables);
   }
   round_.meet(ExpertSignal::arrived, own * config_.local_world_size, config_.local_world_size,
               call);
-  check_positions(call, tables);
+  if (checks_positions) check_positions(call, routing);
   finish_rows(call, tables);
+  tables.finish();
 }
 
 void HostExpertDispatch::check_positions(const ExpertCall& call,
-                                         const HostExpertTables& tables) const {
-  if (tables.positions.empty()) return;
-  require(tables.wrong_positions.empty(), tables.wrong_positions);
+                                         const HostExpertRouting& routing) const {
+  require(routing.wrong_positions.empty(), routing.wrong_positions);
   const ExpertWindow window = own_window(call);
-  for (std::int64_t row = 0; row < tables.num_rows(memory_.capacity); ++row) {
+  for (std::int64_t row = 0; row < routing.num_rows(memory_.capacity); ++row) {
     require(window.tag(row).source_rank >= 0, call.operation, ": full_scatter_indices leave row ",
             row, " of rank ", config_.rank,
             " empty: they are no bijection, or those of another rank were refused");
@@ -250,15 +263,16 @@ void HostExpertDispatch::check_positions(const ExpertCall& call,
 }
 
 void HostExpertDispatch::finish_rows(const ExpertCall& call, HostExpertTables& tables) const {
+  const HostExpertRouting& routing = tables.routing();
   const ExpertWindow window = own_window(call);
-  const std::int64_t count = tables.num_rows(memory_.capacity);
-  const bool has_weights = tables.has_weights;
+  const std::int64_t count = routing.num_rows(memory_.capacity);
+  const bool has_weights = tables.has_weights();
   const std::int64_t experts = config_.num_experts_per_rank();
   if (options_.rows == EPRows::grouped) {
     const std::int32_t* const first =
-        tables.rows.expert_offsets.data() + config_.rank * (experts + 1);
+        routing.rows.expert_offsets.data() + config_.rank * (experts + 1);
     for (std::int64_t p = 0; p < experts; ++p) {
-      const std::int32_t used = tables.rows.expert_counts[at(config_.rank * experts + p)];
+      const std::int32_t used = routing.rows.expert_counts[at(config_.rank * experts + p)];
       const std::int64_t end = std::min<std::int64_t>(first[p + 1], memory_.capacity);
       for (std::int64_t row = first[p] + used; row < end; ++row) window.clear(row, has_weights);
     }
@@ -267,11 +281,12 @@ void HostExpertDispatch::finish_rows(const ExpertCall& call, HostExpertTables& t
     const std::int32_t leader = window.tag(row).leader;
     if (leader >= 0 && leader != row) window.copy(leader, row);
   }
-  tables.read_tags({&window.tag(0), at(count)});
-  if (options_.rows == EPRows::compact) {
-    tables.read_topk({window.topk(0), at(count * config_.topk)});
+  if (HostExpertRouting* const made = tables.being_made(); made != nullptr) {
+    made->read_tags({&window.tag(0), at(count)});
+    if (options_.rows == EPRows::compact) {
+      made->read_topk({window.topk(0), at(count * config_.topk)});
+    }
   }
-  tables.recv_weights.clear();
   if (!has_weights) return;
   const auto bytes = at(count * window.weights_per_row() * window.weight_bytes());
   tables.recv_weights.assign(window.weights(0), window.weights(0) + bytes);

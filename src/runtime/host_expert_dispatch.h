@@ -18,21 +18,24 @@ class HostExpertDispatch {
 
   [[nodiscard]] std::shared_ptr<HostExpertTables> route(const ExpertCall& call,
                                                         const ExpertDispatchInput& input);
-  void enter(const ExpertCall& call, const ExpertDispatchInput& input, HostExpertTables& tables);
+  [[nodiscard]] std::shared_ptr<HostExpertTables> enter(const ExpertCall& call,
+                                                        const ExpertDispatchInput& input,
+                                                        const HostExpertTables& earlier);
   void run(const ExpertCall& call, const ExpertDispatchInput& input, HostExpertTables& tables);
 
  private:
   void take_weights(const ExpertDispatchInput& input, HostExpertTables& tables) const;
-  void place_own(const ExpertDispatchInput& input, HostExpertTables& tables) const;
-  void place_forwarded(std::int32_t node, HostExpertTables& tables) const;
-  void place(std::int32_t node, HostExpertTables& tables) const;
+  void place_own(HostExpertRouting& routing) const;
+  void place_forwarded(std::int32_t node, HostExpertRouting& routing) const;
+  void place(std::int32_t node, HostExpertRouting& routing) const;
   void prepare_payload(const ExpertDispatchInput& input);
   void send_to_node(const ExpertCall& call, std::int32_t node, const HostExpertTables& tables);
+  void take_from_node(const ExpertCall& call, std::int32_t node, HostExpertTables& tables);
   void deliver_from(std::int32_t node, const TokenBlock& payload, const HostExpertTables& tables,
                     const ExpertCall& call) const;
   void finish_rows(const ExpertCall& call, HostExpertTables& tables) const;
   void clear_tags(const ExpertCall& call);
-  void check_positions(const ExpertCall& call, const HostExpertTables& tables) const;
+  void check_positions(const ExpertCall& call, const HostExpertRouting& routing) const;
   [[nodiscard]] ExpertWindow own_window(const ExpertCall& call) const;
   [[nodiscard]] std::int64_t slice(std::int32_t node) const { return node * config_.max_tokens; }
 

@@ -24,16 +24,17 @@ class HostExpertExecutor final : public ExpertExecutor {
     return dispatch_.route(call, input);
   }
 
-  void enter(const ExpertCall& call, const ExpertDispatchInput& input,
-             ExpertTables& tables) override {
-    dispatch_.enter(call, input, host(tables));
+  std::shared_ptr<ExpertTables> enter(const ExpertCall& call, const ExpertDispatchInput& input,
+                                      const ExpertTables& earlier) override {
+    return dispatch_.enter(call, input, static_cast<const HostExpertTables&>(earlier));
   }
 
   void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
-                ExpertTables& tables) override {
-    const std::int64_t largest = host(tables).rows.largest_recv_rows;
-    if (largest > memory_.capacity) overflow_ = std::max(overflow_, largest);
-    dispatch_.run(call, input, host(tables));
+                ExpertTables& begun) override {
+    auto& tables = static_cast<HostExpertTables&>(begun);
+    const std::int64_t largest = tables.routing().rows.largest_recv_rows;
+    if (largest > std::max(memory_.capacity, overflow_.rows)) overflow_ = {largest, call.epoch};
+    dispatch_.run(call, input, tables);
   }
 
   void combine(const ExpertCall& call, const ExpertCombineInput& input,
@@ -41,19 +42,15 @@ class HostExpertExecutor final : public ExpertExecutor {
     combine_.run(call, input, static_cast<const HostExpertTables&>(tables));
   }
 
-  std::int64_t take_overflow() override { return std::exchange(overflow_, 0); }
+  ExpertOverflow take_overflow() override { return std::exchange(overflow_, {}); }
 
  private:
-  static HostExpertTables& host(ExpertTables& tables) {
-    return static_cast<HostExpertTables&>(tables);
-  }
-
   EPConfig config_;
   EPDispatchOptions options_;
   const ExpertMemory& memory_;
   HostExpertDispatch dispatch_;
   HostExpertCombine combine_;
-  std::int64_t overflow_ = 0;
+  ExpertOverflow overflow_;
 };
 
 }  // namespace

@@ -13,18 +13,14 @@ ConstTensorView table(const std::vector<std::int32_t>& values, Shape shape) {
 
 }  // namespace
 
-ExpertTableViews HostExpertTables::views() const {
+ExpertTableViews HostExpertRouting::views() const {
   const std::int64_t world = config_.world_size;
   const std::int64_t experts = config_.num_experts_per_rank();
   const std::int64_t topk = config_.topk;
-  const Shape columns{config_.num_nodes(), config_.max_tokens, topk};
-  const Shape by_id =
-      config_.is_intra_node() ? Shape{rows.num_input_tokens[at(config_.rank)], topk} : columns;
   const std::int64_t received = std::ssize(tags);
   ExpertTableViews views;
-  views.ids = table(ids, by_id);
-  views.dst_rows = table(dst_rows, columns);
-  if (has_weights) views.weights = {weights.data(), config_.weight_dtype, by_id};
+  views.ids = table(ids, shape_by_id());
+  views.dst_rows = table(dst_rows, {config_.num_nodes(), config_.max_tokens, topk});
   views.num_input_tokens = table(rows.num_input_tokens, {world});
   views.splits = table(rows.splits, {world, config_.num_experts + 1});
   views.segment_offsets = table(rows.segment_offsets, {world, experts, world});
@@ -43,42 +39,38 @@ ExpertTableViews HostExpertTables::views() const {
   return views;
 }
 
-std::size_t HostExpertTables::first_entry(std::int32_t node) const {
+Shape HostExpertRouting::shape_by_id() const {
+  if (!config_.is_intra_node()) return {config_.num_nodes(), config_.max_tokens, config_.topk};
+  return {rows.num_input_tokens[at(config_.rank)], config_.topk};
+}
+
+std::size_t HostExpertRouting::first_entry(std::int32_t node) const {
   return config_.is_intra_node() ? 0 : at(node * config_.max_tokens * config_.topk);
 }
 
-std::span<std::int32_t> HostExpertTables::ids_of(std::int32_t node) {
+std::span<std::int32_t> HostExpertRouting::ids_of(std::int32_t node) {
   return std::span(ids).subspan(first_entry(node),
                                 at(rows.num_input_tokens[at(peer(node))]) * at(config_.topk));
 }
 
-std::span<std::int32_t> HostExpertTables::places_of(std::int32_t node) {
+std::span<std::int32_t> HostExpertRouting::places_of(std::int32_t node) {
   return std::span(dst_rows).subspan(at(node * config_.max_tokens * config_.topk),
                                      at(rows.num_input_tokens[at(peer(node))]) * at(config_.topk));
 }
 
-std::span<const std::int32_t> HostExpertTables::ids_of(std::int32_t node) const {
-  return const_cast<HostExpertTables*>(this)->ids_of(node);  // NOLINT: it only looks
+std::span<const std::int32_t> HostExpertRouting::ids_of(std::int32_t node) const {
+  return const_cast<HostExpertRouting*>(this)->ids_of(node);  // NOLINT: it only looks
 }
 
-std::span<const std::int32_t> HostExpertTables::places_of(std::int32_t node) const {
-  return const_cast<HostExpertTables*>(this)->places_of(node);  // NOLINT: it only looks
+std::span<const std::int32_t> HostExpertRouting::places_of(std::int32_t node) const {
+  return const_cast<HostExpertRouting*>(this)->places_of(node);  // NOLINT: it only looks
 }
 
-std::byte* HostExpertTables::weights_of(std::int32_t node) {
-  if (!has_weights) return nullptr;
-  return weights.data() + first_entry(node) * at(dtype_bytes(config_.weight_dtype));
-}
-
-const std::byte* HostExpertTables::weights_of(std::int32_t node) const {
-  return const_cast<HostExpertTables*>(this)->weights_of(node);  // NOLINT: it only looks
-}
-
-std::int64_t HostExpertTables::num_rows(std::int64_t capacity) const {
+std::int64_t HostExpertRouting::num_rows(std::int64_t capacity) const {
   return std::min<std::int64_t>(rows.num_recv_rows[at(config_.rank)], capacity);
 }
 
-void HostExpertTables::read_tags(std::span<const RowTag> received) {
+void HostExpertRouting::read_tags(std::span<const RowTag> received) {
   const std::int64_t topk = config_.topk;
   tags.assign(received.begin(), received.end());
   leader_rows.assign(tags.size(), -1);
@@ -91,7 +83,7 @@ void HostExpertTables::read_tags(std::span<const RowTag> received) {
   }
 }
 
-void HostExpertTables::read_topk(std::span<const std::int32_t> received) {
+void HostExpertRouting::read_topk(std::span<const std::int32_t> received) {
   recv_topk.assign(received.begin(), received.end());
   const std::int64_t experts = config_.num_experts_per_rank();
   const auto first = rows.expert_offsets.begin() + config_.rank * (experts + 1);
@@ -105,6 +97,25 @@ void HostExpertTables::read_topk(std::span<const std::int32_t> received) {
     compact_to_grouped[entry] = place;
     grouped_to_compact[at(place)] = static_cast<std::int32_t>(entry / at(config_.topk));
   }
+}
+
+ConstTensorView HostExpertTables::weights() const {
+  if (!has_weights_) return {};
+  return {weights_.data(), weight_dtype_, routing_->shape_by_id()};
+}
+
+void HostExpertTables::carry_weights() {
+  has_weights_ = true;
+  weights_.resize(routing_->ids.size() * at(dtype_bytes(weight_dtype_)));
+}
+
+std::byte* HostExpertTables::weights_of(std::int32_t node) {
+  if (!has_weights_) return nullptr;
+  return weights_.data() + routing_->first_entry(node) * at(dtype_bytes(weight_dtype_));
+}
+
+const std::byte* HostExpertTables::weights_of(std::int32_t node) const {
+  return const_cast<HostExpertTables*>(this)->weights_of(node);  // NOLINT: it only looks
 }
 
 }  // namespace waybill::detail

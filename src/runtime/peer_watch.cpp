@@ -45,11 +45,14 @@ std::int32_t PeerWatch::silent_rank(std::int32_t peer) const {
 void PeerWatch::wait(const SignalPad& pad, std::int64_t idx, Rank peer) {
   std::uint64_t seen = read(pad, idx);
   if (seen >= call_.epoch) return;
-  PollingWait wait(transport_.timeout_s(),
-                   {.check = [&] { transport_.check_peers(call_.operation, peer); }});
+  PollingWait wait(transport_.timeout_s(), {.check = [&] {
+                     told_.compare_all(peer);
+                     transport_.check_peers(call_.operation, peer);
+                   }});
   bool noted = false;
   while ((seen = read(pad, idx)) < call_.epoch) {
     if (!wait.pause()) {
+      told_.compare_all(peer);
       const Rank silent{silent_rank(to_int(peer))};
       const Topology& topology = transport_.topology();
       transport_.note_timeout();

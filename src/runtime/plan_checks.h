@@ -12,6 +12,13 @@ namespace waybill::detail {
 /// Tables that fit each other, ranks and offsets in range, one world. @throws InvalidArgument
 void check_parts(const char* who, std::span<const SequencePart> parts, Rank rank);
 
+/// All that sums of rows and bytes of a call can come to, with room for sums that are wider.
+inline constexpr double most_call_bytes = 0x1p60;
+
+/// Bytes of all copies of all ranks in bounds, so that no sum of some of them overflows.
+/// @throws InvalidArgument
+void check_traffic(const char* who, std::span<const SequencePart> parts);
+
 /// Rows that each rank's window needs of the part's tensors, so that every copy has room. [W]
 [[nodiscard]] std::vector<std::int64_t> rows_needed(const SparseMetadata& metadata);
 

@@ -1,6 +1,8 @@
 #include "routes.h"
 
 #include <algorithm>
+#include <numeric>
+#include <utility>
 
 #include "batch_jobs.h"
 #include "plan_checks.h"
@@ -11,45 +13,50 @@
 namespace waybill::detail {
 namespace {
 
-/// Of a line: how many copies each rank has. Kept from hop to hop of the same line.
-class CopiesOfLine {
- public:
-  explicit CopiesOfLine(const SparseMetadata& metadata)
-      : metadata_(metadata),
-        line_of_(at(metadata.world_size), -1),
-        count_(at(metadata.world_size)),
-        first_(at(metadata.world_size)) {}
+/// Copies of the lines of hops. Hops are looked at line by line, in whatever order they stand.
+struct LineCopies {
+  std::vector<std::int32_t> count;      ///< [hops] of the line on dst_rank
+  std::vector<std::int32_t> first;      ///< [hops] the first of these, counted in the line; or -1
+  std::vector<std::int64_t> receivers;  ///< [lines] ranks with copies, but home; 0 without hops
+};
 
-  void look_at(std::int64_t line, std::int32_t home) {
-    if (line == line_) return;
-    line_ = line;
-    receivers_ = 0;
-    for (auto c = metadata_.copy_begin(line); c < metadata_.copy_end(line); ++c) {
-      const auto r = at(metadata_.dst_rank[at(c)]);
-      if (line_of_[r] != line) {
-        line_of_[r] = line;
-        count_[r] = 0;
-        first_[r] = static_cast<std::int32_t>(c - metadata_.copy_begin(line));
-        receivers_ += r != at(home) ? 1 : 0;
-      }
-      ++count_[r];
+/// @param hops of lines of the metadata, to ranks of its world
+LineCopies count_copies(const SparseMetadata& metadata, std::span<const RelayHop> hops,
+                        std::span<const std::int32_t> homes) {
+  std::vector<std::int64_t> hops_of(at(metadata.num_lines() + 1));  // [lines + 1] first in by_line
+  for (const RelayHop& hop : hops) ++hops_of[at(hop.shard) + 1];
+  std::partial_sum(hops_of.begin(), hops_of.end(), hops_of.begin());
+  std::vector<std::size_t> by_line(hops.size());
+  std::vector<std::int64_t> fill = hops_of;
+  for (std::size_t h = 0; h < hops.size(); ++h) by_line[at(fill[at(hops[h].shard)]++)] = h;
+
+  LineCopies copies;
+  copies.count.resize(hops.size());
+  copies.first.resize(hops.size());
+  copies.receivers.resize(at(metadata.num_lines()));
+  std::vector<std::int32_t> count(at(metadata.world_size));  // of the line at hand
+  std::vector<std::int32_t> first(at(metadata.world_size), -1);
+  for (std::int64_t line = 0; line < metadata.num_lines(); ++line) {
+    if (hops_of[at(line)] == hops_of[at(line + 1)]) continue;
+    const std::int64_t begin = metadata.copy_begin(line);
+    for (auto c = begin; c < metadata.copy_end(line); ++c) {
+      const std::int32_t rank = metadata.dst_rank[at(c)];
+      if (count[at(rank)]++ > 0) continue;
+      first[at(rank)] = static_cast<std::int32_t>(c - begin);
+      if (rank != homes[at(line)]) ++copies.receivers[at(line)];
+    }
+    for (auto i = hops_of[at(line)]; i < hops_of[at(line + 1)]; ++i) {
+      const std::size_t h = by_line[at(i)];
+      copies.count[h] = count[at(hops[h].dst_rank)];
+      copies.first[h] = first[at(hops[h].dst_rank)];
+    }
+    for (auto c = begin; c < metadata.copy_end(line); ++c) {
+      count[at(metadata.dst_rank[at(c)])] = 0;
+      first[at(metadata.dst_rank[at(c)])] = -1;
     }
   }
-
-  [[nodiscard]] std::int32_t count(std::int32_t rank) const {
-    return line_of_[at(rank)] == line_ ? count_[at(rank)] : 0;
-  }
-  [[nodiscard]] std::int32_t first(std::int32_t rank) const { return first_[at(rank)]; }
-  [[nodiscard]] std::int64_t receivers() const { return receivers_; }
-
- private:
-  const SparseMetadata& metadata_;
-  std::int64_t line_ = -1;
-  std::int64_t receivers_ = 0;  ///< ranks with copies, but home
-  std::vector<std::int64_t> line_of_;
-  std::vector<std::int32_t> count_;
-  std::vector<std::int32_t> first_;
-};
+  return copies;
+}
 
 /// What hop `idx` does not keep; null: nothing.
 const char* wrong_with(const PartRoutes& routes, std::size_t idx, const SparseMetadata& metadata) {
@@ -107,14 +114,13 @@ void add_traffic(std::vector<LinkBytes>& links, const Topology& topology,
   const auto add = [&](std::int32_t src, std::int32_t dst, std::int64_t bytes) {
     add_hop(links, topology, back ? dst : src, back ? src : dst, bytes);
   };
-  CopiesOfLine copies(metadata);
+  const LineCopies copies = back ? count_copies(metadata, hops, homes) : LineCopies{};
   for (std::size_t h = 0; h < hops.size(); ++h) {
     const RelayHop& hop = hops[h];
     const bool feeding = feeds[h] != 0;
     std::int64_t bytes = row_bytes;
     if (back) {
-      copies.look_at(hop.shard, homes[at(hop.shard)]);
-      const std::int32_t count = copies.count(hop.dst_rank);
+      const std::int32_t count = copies.count[h];
       if (is_read_at_copies(topology, hop, feeding)) {
         bytes = count * row_bytes;
       } else if (!returns_rows(topology, hop, feeding, count)) {
@@ -146,6 +152,14 @@ std::vector<RelayHop> completed(const SparseMetadata& metadata, const RelaySched
     if (others[h].after >= 0) hops.back().after = moved[at(others[h].after)];
   }
   return hops;
+}
+
+void check_hop_bytes(const char* who, const SequencePart& part) {
+  double rows = 0;
+  for (const RelayHop& hop : part.relay->hops) rows += static_cast<double>(hop.num_rows);
+  const double bytes = rows * (1 + static_cast<double>(sum_row_bytes_of(part)));
+  require(bytes < most_call_bytes, who, ": the relay hops move ", bytes,
+          " bytes, expected below 2^60");
 }
 
 Topology checked_topology(const char* who, std::int32_t world, const SequencePlanOptions& options) {
@@ -188,6 +202,7 @@ class WayFinder {
       hops.push_back(others[p]);
       if (!has_relay(parts_[p])) continue;
       (void)follow_hops(who, *parts_[p].metadata, parts_[p].relay->hops, no_rows);
+      check_hop_bytes(who, parts_[p]);
       hops.back() = completed(*parts_[p].metadata, *parts_[p].relay, others[p]);
     }
     return hops;
@@ -227,26 +242,28 @@ PartRoutes follow_hops(const char* who, const SparseMetadata& metadata, std::vec
   routes.has_hops.assign(at(metadata.num_lines()), 0);
   routes.feeds.assign(routes.hops.size(), 0);
   routes.passed_rows.assign(at(metadata.world_size), 0);
-  std::vector<std::int64_t> missing(at(metadata.num_lines()));  // rows of receivers without a hop
-  CopiesOfLine copies(metadata);
+  double total_rows = 0;
   for (std::size_t h = 0; h < routes.hops.size(); ++h) {
     const RelayHop& hop = routes.hops[h];
     const char* const expected = wrong_with(routes, h, metadata);
     require(expected == nullptr, who, ": relay hop ", h, ": ", hop.num_rows, " rows from ",
             hop.row_begin, " of line ", hop.shard, ", from rank ", hop.src_rank, " to ",
             hop.dst_rank, ", expected ", expected);
-    copies.look_at(hop.shard, routes.home[at(hop.shard)]);
-    std::uint8_t& seen = routes.has_hops[at(hop.shard)];
-    std::int64_t& rows_left = missing[at(hop.shard)];
-    if (seen == 0) rows_left = copies.receivers() * metadata.seq_len[at(hop.shard)];
-    seen = 1;
+    routes.has_hops[at(hop.shard)] = 1;
     if (hop.after >= 0) routes.feeds[at(hop.after)] = 1;
-    const std::int32_t count = copies.count(hop.dst_rank);
-    routes.num_copies.push_back(count);
-    routes.first_copy.push_back(count > 0 ? copies.first(hop.dst_rank) : -1);
-    if (count > 0) {
-      rows_left -= hop.num_rows;
-      const auto copy = metadata.copy_begin(hop.shard) + routes.first_copy.back();
+    total_rows += static_cast<double>(hop.num_rows);
+  }
+  require(total_rows < most_call_bytes, who, ": the relay hops move ", total_rows,
+          " rows, expected below 2^60");
+  LineCopies copies = count_copies(metadata, routes.hops, routes.home);
+  std::vector<std::int64_t> missing(at(metadata.num_lines()));  // rows of receivers without a hop
+  for (std::size_t j = 0; j < missing.size(); ++j)
+    missing[j] = copies.receivers[j] * metadata.seq_len[j];
+  for (std::size_t h = 0; h < routes.hops.size(); ++h) {
+    const RelayHop& hop = routes.hops[h];
+    if (copies.count[h] > 0) {
+      missing[at(hop.shard)] -= hop.num_rows;
+      const auto copy = metadata.copy_begin(hop.shard) + copies.first[h];
       routes.dst_row.push_back(metadata.dst_offset[at(copy)] + hop.row_begin);
     } else {
       std::int64_t& passed = routes.passed_rows[at(hop.dst_rank)];
@@ -254,6 +271,8 @@ PartRoutes follow_hops(const char* who, const SparseMetadata& metadata, std::vec
       passed += hop.num_rows;
     }
   }
+  routes.num_copies = std::move(copies.count);
+  routes.first_copy = std::move(copies.first);
   for (std::size_t h = 0; h < routes.hops.size(); ++h) {
     require(routes.num_copies[h] > 0 || routes.feeds[h] != 0, who, ": relay hop ", h,
             " brings rows of line ", routes.hops[h].shard, " to rank ", routes.hops[h].dst_rank,
@@ -262,8 +281,7 @@ PartRoutes follow_hops(const char* who, const SparseMetadata& metadata, std::vec
   const auto wrong = std::ranges::find_if(missing, [](std::int64_t rows) { return rows != 0; });
   if (wrong == missing.end()) return routes;
   const std::int64_t line = wrong - missing.begin();
-  copies.look_at(line, routes.home[at(line)]);
-  const std::int64_t needed = copies.receivers() * metadata.seq_len[at(line)];
+  const std::int64_t needed = copies.receivers[at(line)] * metadata.seq_len[at(line)];
   throw InvalidArgument(concat(who, ": the relay hops of line ", line, " bring ", needed - *wrong,
                                " rows to ranks that need them, expected ", needed));
 }

@@ -71,8 +71,9 @@ SequenceDispatcher::SequenceDispatcher(World& world, SequenceDispatcherOptions o
   require(options.max_window_bytes >= 0,
           "SequenceDispatcher: max_window_bytes = ", options.max_window_bytes, ", expected >= 0");
   world.transport().require_same("SequenceDispatcher", common_settings(options_));
-  arrivals_ =
-      world.transport().allocate_signals(world.world_size() + num_executor_slots, "arrivals");
+  const std::int32_t ranks = world.world_size();
+  arrivals_ = world.transport().allocate_signals(
+      with_fingerprints(num_arrival_signals(ranks), ranks), "arrivals");
   slots_ = world.transport().allocate_signals(pad_size(world.world_size(), least_batch_slots),
                                               "slots of batches");
 }
@@ -208,7 +209,8 @@ std::vector<TensorView> SequenceDispatcher::window_views(const SequencePlan& pla
 
 SequenceCall SequenceDispatcher::next_call(const char* who, const ReadyPlan& ready,
                                            std::span<const ConstTensorView> inputs,
-                                           std::span<const TensorView> outputs, Stream stream) {
+                                           std::span<const TensorView> outputs, Stream stream,
+                                           std::uint64_t of_dispatch) {
   return {.operation = who,
           .plan = &ready.plan_,
           .uploaded = ready.uploaded_.get(),
@@ -218,6 +220,12 @@ SequenceCall SequenceDispatcher::next_call(const char* who, const ReadyPlan& rea
           .arrivals = &arrivals_,
           .slots = &slots_,
           .epoch = epoch_ + 1,
+          .fingerprint = {.call = ready.plan_.operation == SequenceOperation::dispatch
+                                      ? CollectiveCall::dispatch
+                                      : CollectiveCall::kv_gradient,
+                          .origin = static_cast<std::uint32_t>(of_dispatch),
+                          .plan = ready.plan_.fingerprint,
+                          .formats = ready.plan_.formats},
           .num_sms = options_.num_sms,
           .stream = stream};
 }
@@ -229,31 +237,33 @@ void SequenceDispatcher::realign(const SequenceCall& call) {
 
 std::vector<TensorView> SequenceDispatcher::dispatch(const ReadyPlan& ready,
                                                      std::span<const ConstTensorView> tensors,
-                                                     Stream stream) {
+                                                     Stream stream, std::uint64_t of_dispatch) {
   constexpr const char* who = "dispatch";
   check_call(who, ready, SequenceOperation::dispatch);
   detail::check_inputs(who, ready.plan_, tensors);
   usability_.guard([&] {
     grow_for(who, ready.plan_.window_bytes, ready.plan_.num_slots, stream);
-    const SequenceCall call = next_call(who, ready, tensors, {}, stream);
+    const SequenceCall call = next_call(who, ready, tensors, {}, stream, of_dispatch);
     realign(call);
     world_.executor().dispatch(call);
     captures_.count();
     ++epoch_;
+    ++num_dispatches_;
   });
   return window_views(ready.plan_, epoch_);
 }
 
 void SequenceDispatcher::kv_gradient(const ReadyPlan& ready,
                                      std::span<const ConstTensorView> gradients,
-                                     std::span<const TensorView> outputs, Stream stream) {
+                                     std::span<const TensorView> outputs, Stream stream,
+                                     std::uint64_t of_dispatch) {
   constexpr const char* who = "kv_gradient";
   check_call(who, ready, SequenceOperation::kv_gradient);
   detail::check_inputs(who, ready.plan_, gradients);
   detail::check_outputs(who, ready.plan_, outputs);
   usability_.guard([&] {
     grow_for(who, ready.plan_.window_bytes, ready.plan_.num_slots, stream);
-    const SequenceCall call = next_call(who, ready, gradients, outputs, stream);
+    const SequenceCall call = next_call(who, ready, gradients, outputs, stream, of_dispatch);
     realign(call);
     world_.executor().kv_gradient(call);
     captures_.count();
@@ -266,7 +276,7 @@ std::vector<TensorView> SequenceDispatcher::gradient_inputs(const ReadyPlan& rea
   check_call(who, ready, SequenceOperation::kv_gradient);
   usability_.guard([&] {
     grow_for(who, ready.plan_.window_bytes, ready.plan_.num_slots, stream);
-    realign(next_call(who, ready, {}, {}, stream));  // now, as the caller writes there
+    realign(next_call(who, ready, {}, {}, stream, 0));  // now, as the caller writes there
   });
   return window_views(ready.plan_, epoch_ + 1);
 }

@@ -10,6 +10,7 @@
 #include "waybill/core/at.h"
 #include "waybill/core/error.h"
 #include "waybill/core/wait.h"
+#include "waybill/transport/agree.h"
 #include "waybill/transport/bootstraps.h"
 
 namespace waybill {
@@ -22,19 +23,26 @@ World::World(std::unique_ptr<Transport> transport, std::unique_ptr<Executor> exe
 
 namespace {
 
-World host_world(std::unique_ptr<Transport> transport) {
-  auto executor = make_host_executor(*transport);
-  return {std::move(transport), std::move(executor)};
+using MakeTransport = std::unique_ptr<Transport> (*)(std::shared_ptr<Bootstrap>, std::int32_t);
+
+World host_world(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
+                 MakeTransport make_transport) {
+  require(bootstrap != nullptr, "World: bootstrap is null");
+  return fail_on_error(*bootstrap, [&]() -> World {
+    auto transport = make_transport(bootstrap, ranks_per_node);
+    auto executor = make_host_executor(*transport);
+    return {std::move(transport), std::move(executor)};
+  });
 }
 
 }  // namespace
 
 World make_thread_world(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node) {
-  return host_world(make_thread_transport(std::move(bootstrap), ranks_per_node));
+  return host_world(std::move(bootstrap), ranks_per_node, make_thread_transport);
 }
 
 World make_process_world(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node) {
-  return host_world(make_process_transport(std::move(bootstrap), ranks_per_node));
+  return host_world(std::move(bootstrap), ranks_per_node, make_process_transport);
 }
 
 namespace {

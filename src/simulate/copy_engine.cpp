@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "copy_job.h"
+#include "view_checks.h"
 #include "waybill/core/copy_bytes.h"
 #include "waybill/core/parallel_for.h"
 
@@ -27,13 +28,13 @@ void copy_rows(const CopyJob& job, const CopySegment& segment, std::int64_t firs
   const std::int64_t hidden = source.shape[1];
   const std::int64_t element_bytes = dtype_bytes(source.dtype);
   const std::int64_t row_bytes = hidden * element_bytes;
-  const std::int64_t from_row = source.strides[0] * element_bytes;
-  const std::int64_t to_row = output.strides[0] * element_bytes;
+  const std::int64_t from_row = step_of(source, 0) * element_bytes;
+  const std::int64_t to_row = step_of(output, 0) * element_bytes;
   const std::byte* from = source.data + (segment.src_row + first) * from_row;
   std::byte* to = output.data + (segment.dst_row + first) * to_row;
 
   const bool unit_steps = hidden == 1 || (source.strides[1] == 1 && output.strides[1] == 1);
-  if (unit_steps && from_row == row_bytes && to_row == row_bytes) {
+  if (unit_steps && (count == 1 || (from_row == row_bytes && to_row == row_bytes))) {
     copy_bytes(to, from, static_cast<std::size_t>(count * row_bytes), streaming);
     return;
   }

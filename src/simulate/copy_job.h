@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "view_checks.h"
 #include "waybill/core/tensor_view.h"
 #include "waybill/routing/metadata.h"
 #include "waybill/routing/sparse_metadata.h"
@@ -45,7 +46,7 @@ template <class Byte>
     view.shape = {all.shape[1], all.shape[2]};
     view.strides = {all.strides[1], all.strides[2]};
     const bool empty = all.shape[1] == 0 || all.shape[2] == 0;
-    if (!empty) view.data = all.data + w * all.strides[0] * dtype_bytes(all.dtype);
+    if (!empty) view.data = all.data + w * step_of(all, 0) * dtype_bytes(all.dtype);
     ranks.push_back(std::move(view));
   }
   return ranks;

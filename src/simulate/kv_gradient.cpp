@@ -73,11 +73,12 @@ void sum_row(const ConstTensorView& planes, const TensorView& output, const Shar
   constexpr auto out_bytes = static_cast<std::int64_t>(sizeof(OutStored));
   const std::int64_t num_rows = output.shape[0];
   const std::int64_t hidden = output.shape[1];
-  const std::int64_t from_step = planes.strides[1] * in_bytes;
-  const std::int64_t to_step = output.strides[1] * out_bytes;
-  std::byte* to = output.data + row * output.strides[0] * out_bytes;
+  const std::int64_t from_step = detail::step_of(planes, 1) * in_bytes;
+  const std::int64_t to_step = detail::step_of(output, 1) * out_bytes;
+  std::byte* to = output.data + row * detail::step_of(output, 0) * out_bytes;
+  const std::int64_t plane_step = detail::step_of(planes, 0) * in_bytes;
   const auto row_of_copy = [&](std::int64_t copy) {
-    return planes.data + (copy * num_rows + row) * planes.strides[0] * in_bytes;
+    return planes.data + (copy * num_rows + row) * plane_step;
   };
   if (std::is_same_v<In, Out> && shard.copies.size() == 1) {
     const std::byte* from = row_of_copy(shard.copies[0]);

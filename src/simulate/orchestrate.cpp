@@ -106,7 +106,9 @@ std::vector<HostTensor> simulate_communication(std::span<const ConstTensorView> 
       detail::find_destinations(job, segments, options.overlap);
   std::vector<std::int64_t> sent(tensors.size());
   for (const detail::CopySegment& segment : segments) {
-    sent[static_cast<std::size_t>(segment.dst_rank)] += segment.rows;
+    std::int64_t& to_rank = sent[static_cast<std::size_t>(segment.dst_rank)];
+    require(!__builtin_add_overflow(to_rank, segment.rows, &to_rank), who,
+            ": the entries send 2^63 rows or more to rank ", segment.dst_rank);
   }
   std::vector<HostTensor> result;
   for (std::size_t w = 0; w < tensors.size(); ++w) {

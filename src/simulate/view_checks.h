@@ -11,6 +11,12 @@ namespace waybill::detail {
 /// be computed, memory is there unless the view is empty. @throws InvalidArgument
 void check_view(const char* who, const char* name, const ConstTensorView& view, std::int64_t ndim);
 
+/// The stride of an axis in elements. Where the axis has one element it is never used, may be
+/// anything, and counts as 0.
+[[nodiscard]] inline std::int64_t step_of(const ConstTensorView& view, std::size_t axis) {
+  return view.shape[axis] == 1 ? 0 : view.strides[axis];
+}
+
 /// False when two elements may lie at one address. Exact for slices and transposes of an ordinary
 /// tensor; a view of another making may be refused though it is fine.
 [[nodiscard]] bool is_injective(const ConstTensorView& view);

@@ -106,6 +106,16 @@ TEST_F(BadInputTest, HugeRequestsEndWithAnError) {
       fails(run("demo --lengths - --max-tokens 60", "100 20"), 1, {"infeasible: rank", "60"}));
 }
 
+TEST_F(BadInputTest, SumsOfAFileThatExceed63Bits) {
+  ASSERT_EQ(run("plan --world-size 2 --tokens-per-rank 512 -o plan.json").exit_code, 0);
+  ASSERT_EQ(run("metadata plan.json -o metadata.json").exit_code, 0);
+  std::string text = text_of(path("metadata.json"));
+  const std::size_t begin = text.find('[', text.find("\"num_total_recv_tokens\"")) + 1;
+  text.replace(begin, text.find(',', begin) - begin, "9223372036854775807");
+  write("metadata.json", text);
+  EXPECT_TRUE(fails(run("show metadata.json"), 1, {"num_total_recv_tokens", "fwd_q", "2^63 - 1"}));
+}
+
 TEST_F(BadInputTest, AFailureLeavesOldFilesAlone) {
   write("old.json", "precious");
   EXPECT_EQ(run("metadata nothing.json -o old.json").exit_code, 1);

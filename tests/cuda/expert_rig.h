@@ -37,7 +37,7 @@ class ExpertRig {
     take_windows(capacity);
     memory_.board = transport.allocate(memory_.board_layout.total, "board");
     memory_.signals = transport.allocate_signals(
-        num_expert_signals * config_.world_size + num_executor_slots, "signals");
+        with_fingerprints(num_layer_signals(config_.world_size), config_.world_size), "signals");
     executor_ = world.executor().make_expert_executor(config_, options_, memory_);
   }
   ExpertRig(const ExpertRig&) = delete;
@@ -48,22 +48,20 @@ class ExpertRig {
     world_.transport().abandon(std::move(memory_.signals.memory));
   }
 
-  /// One dispatch; with tables, of an earlier one.
-  std::shared_ptr<ExpertTables> dispatch(const ExpertDispatchInput& input, const Stream& stream,
-                                         std::shared_ptr<ExpertTables> tables = nullptr) {
+  /// One dispatch. @param earlier by its routing; null: with one of its own
+  std::shared_ptr<const ExpertTables> dispatch(const ExpertDispatchInput& input,
+                                               const Stream& stream,
+                                               const ExpertTables* earlier = nullptr) {
     const ExpertCall call = next_call("dispatch", dispatches_++, stream);
-    if (tables == nullptr) {
-      tables = executor_->route(call, input);
-    } else {
-      executor_->enter(call, input, *tables);
-    }
+    auto tables = earlier == nullptr ? executor_->route(call, input)
+                                     : executor_->enter(call, input, *earlier);
     executor_->dispatch(call, input, *tables);
     return tables;
   }
 
   /// One dispatch, in windows that grow between its halves when too many rows come.
-  std::shared_ptr<ExpertTables> dispatch_growing(const ExpertDispatchInput& input,
-                                                 const Stream& stream) {
+  std::shared_ptr<const ExpertTables> dispatch_growing(const ExpertDispatchInput& input,
+                                                       const Stream& stream) {
     const ExpertCall call = next_call("dispatch", dispatches_++, stream);
     auto tables = executor_->route(call, input);
     const std::int64_t largest = std::ranges::max(tables->wait_counts());

@@ -88,7 +88,7 @@ class Replay {
   ExpertRig rig_;
   DeviceInput input_;
   TensorView sums_;
-  std::shared_ptr<ExpertTables> tables_;
+  std::shared_ptr<const ExpertTables> tables_;
 };
 
 template <class Check>

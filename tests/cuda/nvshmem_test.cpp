@@ -50,6 +50,27 @@ TEST(NvshmemWorld, puts_and_signals_go_between_nodes_without_pointers) {
   }));
 }
 
+/// What a world says whose transport shows signals before rows.
+std::vector<ProcessEnd> ends_where_nvshmem_enforces(std::int32_t ranks_per_node) {
+  return test::run_gpu_processes(
+      2,
+      [&](std::shared_ptr<Bootstrap> bootstrap, int device) {
+        (void)setenv("WAYBILL_TEST_NVSHMEM_ENFORCES", "1", 1);
+        return make_nvshmem_world(std::move(bootstrap), device, ranks_per_node);
+      },
+      [](World& world) { world.barrier(); });
+}
+
+TEST(NvshmemWorld, a_transport_that_shows_signals_before_rows_is_refused_between_nodes) {
+  for (const ProcessEnd& end : ends_where_nvshmem_enforces(1)) {
+    EXPECT_NE(end.text.find("enforces consistency at the target"), std::string::npos) << end.text;
+    EXPECT_NE(end.text.find("GDRCopy"), std::string::npos) << end.text;
+  }
+}
+TEST(NvshmemWorld, inside_a_node_it_does_not_matter) {
+  test::expect_no_errors(ends_where_nvshmem_enforces(2));
+}
+
 TEST(NvshmemWorld, a_silent_rank_of_another_node_is_named) {
   if (num_ranks() < 2) GTEST_SKIP() << "needs 2 GPUs";
   const auto one_rank_a_node = [](std::shared_ptr<Bootstrap> bootstrap, int device) {

@@ -73,6 +73,7 @@ TEST(GrowthRule, IsThatOfTheOriginal) {
   EXPECT_EQ(grown_output_rows(48, 49), 2048);
   EXPECT_EQ(grown_output_rows(2048, 2049), 3 * 1024 * 2);
   EXPECT_EQ(grown_output_rows(0, 1024), 2048);
+  EXPECT_TRUE(rejects([] { (void)grown_output_rows(0, INT64_MAX); }, {"largest", "2^60"}));
 }
 
 ExpertCase good_case() {

@@ -1,21 +1,22 @@
 #include "waybill/routing/attention_layout.h"
 
 #include <gtest/gtest.h>
-#include <rapidcheck/gtest.h>
 
 #include <cstdint>
 #include <vector>
 
 #include "support/difference.h"
 #include "support/expect_error.h"
+#include "support/seeded.h"
 #include "support/slow_model.h"
-#include "waybill/core/random.h"
 #include "waybill/routing/mlp_layout.h"
 
 namespace waybill {
 namespace {
 
+using test::Dice;
 using test::difference;
+using test::for_seeds;
 using test::rejects;
 
 // Rank 2 gets nothing; rank 0 gets (0, 0), (1, 1), rank 1 gets (0, 2), (1, 0), (2, 0).
@@ -101,39 +102,50 @@ TEST(AttnLayoutTest, Errors) {
               {"world_size", "0"}));
 }
 
-RC_GTEST_PROP(AttnLayoutProperty, EachRankListsItsShardsInTheGlobalOrder, (std::uint64_t seed)) {
-  const auto world_size = *rc::gen::inRange<std::int64_t>(1, 9);
-  const Shape shape{world_size, *rc::gen::inRange<std::int64_t>(0, 6)};
-  Random random(seed);
-  IndexArray rows(shape);
-  IndexArray kv_rows(shape);
-  IndexArray to = IndexArray::full(shape, -1);
-  for (std::size_t i = 0; i < rows.i64().size(); ++i) {
-    rows.i64()[i] = random.below(9);
-    kv_rows.i64()[i] = rows.i64()[i] + random.below(30);
-    to.i64()[i] = random.below(world_size + 1) - 1;
-  }
-  std::vector<std::vector<std::int64_t>> q(static_cast<std::size_t>(world_size), {0});
-  std::vector<std::vector<std::int64_t>> kv = q;
-  AttnLayout expected;
-  expected.max_seqlen_q = IndexArray(Shape{world_size});
-  expected.max_seqlen_kv = IndexArray(Shape{world_size});
-  expected.num_local_seqs_recv = IndexArray(Shape{world_size});
-  for (std::size_t i = 0; i < rows.i64().size(); ++i) {
-    if (to.i64()[i] < 0) continue;
-    const auto r = static_cast<std::size_t>(to.i64()[i]);
-    q[r].push_back(q[r].back() + rows.i64()[i]);
-    kv[r].push_back(kv[r].back() + kv_rows.i64()[i]);
-    expected.max_seqlen_q.i64()[r] = std::max(expected.max_seqlen_q.i64()[r], rows.i64()[i]);
-    expected.max_seqlen_kv.i64()[r] = std::max(expected.max_seqlen_kv.i64()[r], kv_rows.i64()[i]);
-    expected.num_local_seqs_recv.i64()[r] += 1;
-  }
-  for (std::size_t r = 0; r < q.size(); ++r) {
-    const auto size = static_cast<std::int64_t>(q[r].size());
-    expected.cu_seqlens_q.emplace_back(Shape{size}, q[r]);
-    expected.cu_seqlens_kv.emplace_back(Shape{size}, kv[r]);
-  }
-  RC_ASSERT(difference(compute_attn_layout_seqlens(rows, kv_rows, to, true, true), expected) == "");
+TEST(AttnLayoutProperty, EachRankListsItsShardsInTheGlobalOrder) {
+  for_seeds([](Dice& dice) {
+    const auto world_size = dice.in_range<std::int64_t>(1, 9);
+    const Shape shape{world_size, dice.in_range<std::int64_t>(0, 6)};
+    IndexArray rows(shape);
+    IndexArray kv_rows(shape);
+    IndexArray to = IndexArray::full(shape, -1);
+    for (std::size_t i = 0; i < rows.i64().size(); ++i) {
+      rows.i64()[i] = dice.below(9);
+      kv_rows.i64()[i] = rows.i64()[i] + dice.below(30);
+      to.i64()[i] = dice.below(world_size + 1) - 1;
+    }
+    std::vector<std::vector<std::int64_t>> q(static_cast<std::size_t>(world_size), {0});
+    std::vector<std::vector<std::int64_t>> kv = q;
+    AttnLayout expected;
+    expected.max_seqlen_q = IndexArray(Shape{world_size});
+    expected.max_seqlen_kv = IndexArray(Shape{world_size});
+    expected.num_local_seqs_recv = IndexArray(Shape{world_size});
+    for (std::size_t i = 0; i < rows.i64().size(); ++i) {
+      if (to.i64()[i] < 0) continue;
+      const auto r = static_cast<std::size_t>(to.i64()[i]);
+      q[r].push_back(q[r].back() + rows.i64()[i]);
+      kv[r].push_back(kv[r].back() + kv_rows.i64()[i]);
+      expected.max_seqlen_q.i64()[r] = std::max(expected.max_seqlen_q.i64()[r], rows.i64()[i]);
+      expected.max_seqlen_kv.i64()[r] = std::max(expected.max_seqlen_kv.i64()[r], kv_rows.i64()[i]);
+      expected.num_local_seqs_recv.i64()[r] += 1;
+    }
+    for (std::size_t r = 0; r < q.size(); ++r) {
+      const auto size = static_cast<std::int64_t>(q[r].size());
+      expected.cu_seqlens_q.emplace_back(Shape{size}, q[r]);
+      expected.cu_seqlens_kv.emplace_back(Shape{size}, kv[r]);
+    }
+    EXPECT_EQ(difference(compute_attn_layout_seqlens(rows, kv_rows, to, true, true), expected), "");
+  });
+}
+
+/// Lengths of KV contexts overlap, so their sum has no bound but that of the numbers.
+TEST(AttnLayoutTest, SumsBeyond63BitsAreRefused) {
+  const std::int64_t num = (std::int64_t{1} << 23) + 1;
+  const IndexArray zeros({1, num});
+  const IndexArray contexts = IndexArray::full({1, num}, std::int64_t{1} << 40);
+  EXPECT_TRUE(
+      rejects([&] { (void)compute_attn_layout_seqlens(zeros, contexts, zeros, true, true); },
+              {"compute_attn_layout_seqlens", "exceeds 2^63 - 1"}));
 }
 
 TEST(MlpLayout, PrefixSumsAndMaximum) {

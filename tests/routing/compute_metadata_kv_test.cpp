@@ -1,7 +1,6 @@
 #include "waybill/routing/compute_metadata_kv.h"
 
 #include <gtest/gtest.h>
-#include <rapidcheck/gtest.h>
 
 #include <cstdint>
 #include <string>
@@ -9,13 +8,16 @@
 #include "support/difference.h"
 #include "support/kv_model.h"
 #include "support/random_plan.h"
+#include "support/seeded.h"
 #include "support/slow_model.h"
 #include "waybill/routing/raw_dispatch.h"
 
 namespace waybill {
 namespace {
 
+using test::Dice;
 using test::difference;
+using test::for_seeds;
 using test::KvCase;
 
 // Document A is shard (0, 0) and then shard (1, 0): its queries and KV lie on two ranks.
@@ -77,35 +79,40 @@ std::string differs_from_model(const QkvPlan& plan, const KvCase& dense) {
          difference("kv_dst_global_seq_id", got.kv_dst_global_seq_id, ids);
 }
 
-test::RandomPlanOptions random_options() {
+test::RandomPlanOptions random_options(Dice& dice) {
   test::RandomPlanOptions options;
-  options.world_size = *rc::gen::inRange(1, 9);
-  options.max_shards_per_rank = *rc::gen::inRange<std::int64_t>(0, 7);
-  options.documents_stay_on_rank = *rc::gen::arbitrary<bool>();
+  options.world_size = dice.in_range(1, 9);
+  options.max_shards_per_rank = dice.in_range<std::int64_t>(0, 7);
+  options.documents_stay_on_rank = dice.coin();
   return options;
 }
 
-RC_GTEST_PROP(ComputeMetadataKvProperty, EqualsTheSlowModelForAnyCopyOrder, (std::uint64_t seed)) {
-  const QkvPlan plan = test::random_plan(seed, random_options());
-  Random random(seed + 1);
-  const KvCase dense = test::kv_case(plan, *rc::gen::inRange<std::int64_t>(0, 3), &random);
-  RC_ASSERT(differs_from_model(plan, dense) == "");
+TEST(ComputeMetadataKvProperty, EqualsTheSlowModelForAnyCopyOrder) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const QkvPlan plan = test::random_plan(seed, random_options(dice));
+    Random random(seed + 1);
+    const KvCase dense = test::kv_case(plan, dice.in_range<std::int64_t>(0, 3), &random);
+    EXPECT_EQ(differs_from_model(plan, dense), "");
+  });
 }
 
-RC_GTEST_PROP(ComputeMetadataKvProperty, ReverseEntryComesFromItsGlobalSequence,
-              (std::uint64_t seed)) {
-  const QkvPlan plan = test::random_plan(seed, random_options());
-  const KvCase dense = test::kv_case(plan, 0, nullptr);
-  const KvMetadata got =
-      compute_metadata_kv(dense.mapping, dense.seq_len, dense.num_seqs, dense.q_dispatch, true);
-  const IndexArray& ids = *got.kv_dst_global_seq_id;
-  for (std::int64_t i = 0; i < ids.size(); ++i) {
-    const std::int64_t id = ids.flat_at(i);
-    RC_ASSERT((id < 0) == (got.fwd.dst_rank.flat_at(i) < 0));
-    if (id < 0) continue;
-    RC_ASSERT(id / got.rev.dst_rank.dim(1) == got.fwd.dst_rank.flat_at(i));
-    RC_ASSERT(got.rev.seq_len.flat_at(id) == dense.seq_len.flat_at(i / ids.dim(2)));
-  }
+TEST(ComputeMetadataKvProperty, ReverseEntryComesFromItsGlobalSequence) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const QkvPlan plan = test::random_plan(seed, random_options(dice));
+    const KvCase dense = test::kv_case(plan, 0, nullptr);
+    const KvMetadata got =
+        compute_metadata_kv(dense.mapping, dense.seq_len, dense.num_seqs, dense.q_dispatch, true);
+    const IndexArray& ids = *got.kv_dst_global_seq_id;
+    for (std::int64_t i = 0; i < ids.size(); ++i) {
+      const std::int64_t id = ids.flat_at(i);
+      EXPECT_EQ(id < 0, got.fwd.dst_rank.flat_at(i) < 0);
+      if (id < 0) continue;
+      EXPECT_EQ(id / got.rev.dst_rank.dim(1), got.fwd.dst_rank.flat_at(i));
+      EXPECT_EQ(got.rev.seq_len.flat_at(id), dense.seq_len.flat_at(i / ids.dim(2)));
+    }
+  });
 }
 
 TEST(ComputeMetadataKvModel, WorldsUpTo64) {
@@ -151,20 +158,25 @@ TEST(ComputeMetadataKv, NothingToSend) {
 }
 
 // The dense form of a plan against the one that the model builds by itself.
-RC_GTEST_PROP(ToRawDispatchProperty, EqualsTheSlowModel, (std::uint64_t seed)) {
-  const QkvPlan plan = test::random_plan(seed, random_options());
-  const std::int64_t spare = *rc::gen::inRange<std::int64_t>(0, 4);
-  const KvCase dense = test::kv_case(plan, spare, nullptr);
-  const RawQkvDispatch raw = to_raw_dispatch(plan, dense.mapping.kv_to_q_rank.dim(2));
-  RC_ASSERT(difference("cp_seq_lens", raw.cp_seq_lens, dense.seq_len) == "");
-  RC_ASSERT(difference("num_cp_shards", raw.num_cp_shards, dense.num_seqs) == "");
-  RC_ASSERT(difference("cp_query_dst", raw.cp_query_dst, dense.q_dispatch) == "");
-  RC_ASSERT(difference("mapping", raw.kv.kv_to_q_mapping, dense.mapping.kv_to_q_mapping) == "");
-  RC_ASSERT(difference("rank", raw.kv.kv_to_q_rank, dense.mapping.kv_to_q_rank) == "");
-  RC_ASSERT(difference("context", raw.kv.kv_context_size, dense.mapping.kv_context_size) == "");
-  RC_ASSERT(difference("num_kv", raw.kv.q_to_num_kv_seq, dense.mapping.q_to_num_kv_seq) == "");
-  RC_ASSERT(difference("rows", raw.kv.q_to_num_kv_token, dense.mapping.q_to_num_kv_token) == "");
-  if (spare == 0) RC_ASSERT(to_raw_dispatch(plan) == raw);
+TEST(ToRawDispatchProperty, EqualsTheSlowModel) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const QkvPlan plan = test::random_plan(seed, random_options(dice));
+    const std::int64_t spare = dice.in_range<std::int64_t>(0, 4);
+    const KvCase dense = test::kv_case(plan, spare, nullptr);
+    const RawQkvDispatch raw = to_raw_dispatch(plan, dense.mapping.kv_to_q_rank.dim(2));
+    EXPECT_EQ(difference("cp_seq_lens", raw.cp_seq_lens, dense.seq_len), "");
+    EXPECT_EQ(difference("num_cp_shards", raw.num_cp_shards, dense.num_seqs), "");
+    EXPECT_EQ(difference("cp_query_dst", raw.cp_query_dst, dense.q_dispatch), "");
+    EXPECT_EQ(difference("mapping", raw.kv.kv_to_q_mapping, dense.mapping.kv_to_q_mapping), "");
+    EXPECT_EQ(difference("rank", raw.kv.kv_to_q_rank, dense.mapping.kv_to_q_rank), "");
+    EXPECT_EQ(difference("context", raw.kv.kv_context_size, dense.mapping.kv_context_size), "");
+    EXPECT_EQ(difference("num_kv", raw.kv.q_to_num_kv_seq, dense.mapping.q_to_num_kv_seq), "");
+    EXPECT_EQ(difference("rows", raw.kv.q_to_num_kv_token, dense.mapping.q_to_num_kv_token), "");
+    if (spare == 0) {
+      EXPECT_TRUE(to_raw_dispatch(plan) == raw);
+    }
+  });
 }
 
 }  // namespace

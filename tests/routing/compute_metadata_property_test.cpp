@@ -1,10 +1,10 @@
 #include <gtest/gtest.h>
-#include <rapidcheck/gtest.h>
 
 #include <cstdint>
 #include <string>
 
 #include "support/difference.h"
+#include "support/seeded.h"
 #include "support/slow_model.h"
 #include "waybill/core/random.h"
 #include "waybill/routing/compute_metadata.h"
@@ -12,7 +12,9 @@
 namespace waybill {
 namespace {
 
+using test::Dice;
 using test::difference;
+using test::for_seeds;
 
 struct Dispatch {
   IndexArray len;
@@ -51,14 +53,17 @@ std::string differs_from_model(const Dispatch& made, Undispatched undispatched) 
                     test::model_reverse(made.len, copies, sends, test::Counted::with_rows));
 }
 
-RC_GTEST_PROP(ComputeMetadataProperty, EqualsTheSlowModel,
-              (std::uint64_t seed, bool undispatched)) {
-  const auto world_size = *rc::gen::inRange<std::int64_t>(1, 9);
-  const auto num_shards = *rc::gen::inRange<std::int64_t>(0, 7);
-  const auto copies = *rc::gen::inRange<std::int64_t>(0, 5);
-  const Dispatch made = random_dispatch(seed, world_size, num_shards, copies, undispatched);
-  RC_ASSERT(differs_from_model(made, undispatched ? Undispatched::keep : Undispatched::reject) ==
-            "");
+TEST(ComputeMetadataProperty, EqualsTheSlowModel) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const bool undispatched = dice.coin();
+    const auto world_size = dice.in_range<std::int64_t>(1, 9);
+    const auto num_shards = dice.in_range<std::int64_t>(0, 7);
+    const auto copies = dice.in_range<std::int64_t>(0, 5);
+    const Dispatch made = random_dispatch(seed, world_size, num_shards, copies, undispatched);
+    EXPECT_EQ(differs_from_model(made, undispatched ? Undispatched::keep : Undispatched::reject),
+              "");
+  });
 }
 
 TEST(ComputeMetadataModel, WorldsUpTo64) {
@@ -71,40 +76,46 @@ TEST(ComputeMetadataModel, WorldsUpTo64) {
   }
 }
 
-RC_GTEST_PROP(ComputeMetadataProperty, IntermediatesAgreeWithTheTables, (std::uint64_t seed)) {
-  const auto world_size = *rc::gen::inRange<std::int64_t>(1, 6);
-  const auto num_shards = *rc::gen::inRange<std::int64_t>(0, 6);
-  const auto copies = *rc::gen::inRange<std::int64_t>(1, 4);
-  const Dispatch made = random_dispatch(seed, world_size, num_shards, copies, false);
-  const DispatchMetadata got = compute_metadata(made.len, made.dispatch, true);
-  const Shape shape{world_size, num_shards, copies, world_size};
-  IndexArray one_hot(shape);
-  IndexArray tokens(shape);
-  IndexArray received(Shape{world_size});
-  for (const test::Sent& sent : test::model_q_sends(made.len, made.dispatch)) {
-    test::element(one_hot, {sent.src, sent.shard, sent.copy, sent.dst}) = 1;
-    test::element(tokens, {sent.src, sent.shard, sent.copy, sent.dst}) = sent.len;
-    test::element(received, {sent.dst}) += 1;
-  }
-  RC_ASSERT(got.intermediates.has_value());
-  RC_ASSERT(difference("seq_to_dst", got.intermediates->seq_to_dst, one_hot) == "");
-  RC_ASSERT(difference("tokens", got.intermediates->tokens_to_dst_per_dispatch, tokens) == "");
-  RC_ASSERT(difference("received", got.intermediates->num_received_seqs, received) == "");
+TEST(ComputeMetadataProperty, IntermediatesAgreeWithTheTables) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const auto world_size = dice.in_range<std::int64_t>(1, 6);
+    const auto num_shards = dice.in_range<std::int64_t>(0, 6);
+    const auto copies = dice.in_range<std::int64_t>(1, 4);
+    const Dispatch made = random_dispatch(seed, world_size, num_shards, copies, false);
+    const DispatchMetadata got = compute_metadata(made.len, made.dispatch, true);
+    const Shape shape{world_size, num_shards, copies, world_size};
+    IndexArray one_hot(shape);
+    IndexArray tokens(shape);
+    IndexArray received(Shape{world_size});
+    for (const test::Sent& sent : test::model_q_sends(made.len, made.dispatch)) {
+      test::element(one_hot, {sent.src, sent.shard, sent.copy, sent.dst}) = 1;
+      test::element(tokens, {sent.src, sent.shard, sent.copy, sent.dst}) = sent.len;
+      test::element(received, {sent.dst}) += 1;
+    }
+    ASSERT_TRUE(got.intermediates.has_value());
+    EXPECT_EQ(difference("seq_to_dst", got.intermediates->seq_to_dst, one_hot), "");
+    EXPECT_EQ(difference("tokens", got.intermediates->tokens_to_dst_per_dispatch, tokens), "");
+    EXPECT_EQ(difference("received", got.intermediates->num_received_seqs, received), "");
+  });
 }
 
-RC_GTEST_PROP(ComputeMetadataProperty, A2DDispatchIsA3DOneWithOneCopy, (std::uint64_t seed)) {
-  const auto world_size = *rc::gen::inRange<std::int64_t>(1, 6);
-  const auto num_shards = *rc::gen::inRange<std::int64_t>(0, 6);
-  const Dispatch flat = random_dispatch(seed, world_size, num_shards, 0, false);
-  const DispatchMetadata two = compute_metadata(flat.len, flat.dispatch, true);
-  const DispatchMetadata three =
-      compute_metadata(flat.len, flat.dispatch.reshaped({world_size, num_shards, 1}), true);
-  RC_ASSERT(three.fwd.dst_offset.reshaped({world_size, num_shards}) == two.fwd.dst_offset);
-  RC_ASSERT(three.rev.dst_offset == two.rev.dst_offset);
-  RC_ASSERT(three.rev.seq_recv_mask.has_value());
-  RC_ASSERT(!two.rev.seq_recv_mask.has_value());
-  RC_ASSERT(!two.rev.recv_seq_lens.has_value());
-  RC_ASSERT(three.intermediates->seq_to_dst == two.intermediates->seq_to_dst);
+TEST(ComputeMetadataProperty, A2DDispatchIsA3DOneWithOneCopy) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const auto world_size = dice.in_range<std::int64_t>(1, 6);
+    const auto num_shards = dice.in_range<std::int64_t>(0, 6);
+    const Dispatch flat = random_dispatch(seed, world_size, num_shards, 0, false);
+    const DispatchMetadata two = compute_metadata(flat.len, flat.dispatch, true);
+    const DispatchMetadata three =
+        compute_metadata(flat.len, flat.dispatch.reshaped({world_size, num_shards, 1}), true);
+    EXPECT_EQ(three.fwd.dst_offset.reshaped({world_size, num_shards}), two.fwd.dst_offset);
+    EXPECT_EQ(three.rev.dst_offset, two.rev.dst_offset);
+    EXPECT_TRUE(three.rev.seq_recv_mask.has_value());
+    EXPECT_FALSE(two.rev.seq_recv_mask.has_value());
+    EXPECT_FALSE(two.rev.recv_seq_lens.has_value());
+    EXPECT_EQ(three.intermediates->seq_to_dst, two.intermediates->seq_to_dst);
+  });
 }
 
 }  // namespace

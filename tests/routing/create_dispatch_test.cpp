@@ -1,5 +1,4 @@
 #include <gtest/gtest.h>
-#include <rapidcheck/gtest.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -10,13 +9,16 @@
 #include "support/difference.h"
 #include "support/expect_error.h"
 #include "support/kv_model.h"
+#include "support/seeded.h"
 #include "waybill/routing/document_plan.h"
 #include "waybill/routing/generators.h"
 
 namespace waybill {
 namespace {
 
+using test::Dice;
 using test::difference;
+using test::for_seeds;
 using test::rejects;
 
 /// The metadata of a generated plan, computed again from its dense form.
@@ -42,56 +44,64 @@ Sequence sequence_of(const QkvPlan& plan, std::int64_t doc) {
   return made;
 }
 
-RC_GTEST_PROP(CreateRawQkvDispatchProperty, KeepsItsPromises, (std::uint64_t seed)) {
-  const auto world_size = *rc::gen::inRange<std::int64_t>(1, 17);
-  const auto copies = *rc::gen::inRange<std::int64_t>(1, world_size + 1);
-  const auto num_seqs = *rc::gen::inRange<std::int64_t>(1, 6);
-  const auto pieces = *rc::gen::inRange<std::int64_t>(0, 60);
-  const std::int64_t rows = pieces * copies;
-  const auto made = create_raw_qkv_dispatch(world_size, rows, num_seqs, copies, seed);
-  const QkvPlan& plan = made.plan;
-  plan.check("create_raw_qkv_dispatch");
-  RC_ASSERT(plan.kv_layout == KvLayout::per_query);
-  RC_ASSERT(plan.world_size == world_size);
-  RC_ASSERT(made.seq_lens.shape() == (Shape{world_size, num_seqs}));
-  RC_ASSERT(made.seq_lens.dtype() == DType::int64);
-  std::vector<std::int64_t> documents;  // their lengths, of sequences with rows
-  for (std::int64_t w = 0; w < world_size; ++w) {
-    const std::vector<std::int64_t> lens = made.seq_lens.row(w).to_vector();
-    RC_ASSERT(std::accumulate(lens.begin(), lens.end(), std::int64_t{0}) == rows);
-    for (const std::int64_t len : lens) {
-      RC_ASSERT(len % copies == 0);
-      RC_ASSERT(len >= (pieces >= num_seqs ? copies : 0));
-      if (len > 0) documents.push_back(len);
+TEST(CreateRawQkvDispatchProperty, KeepsItsPromises) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const auto world_size = dice.in_range<std::int64_t>(1, 17);
+    const auto copies = dice.in_range<std::int64_t>(1, world_size + 1);
+    const auto num_seqs = dice.in_range<std::int64_t>(1, 6);
+    const auto pieces = dice.in_range<std::int64_t>(0, 60);
+    const std::int64_t rows = pieces * copies;
+    const auto made = create_raw_qkv_dispatch(world_size, rows, num_seqs, copies, seed);
+    const QkvPlan& plan = made.plan;
+    plan.check("create_raw_qkv_dispatch");
+    EXPECT_EQ(plan.kv_layout, KvLayout::per_query);
+    EXPECT_EQ(plan.world_size, world_size);
+    EXPECT_EQ(made.seq_lens.shape(), (Shape{world_size, num_seqs}));
+    EXPECT_EQ(made.seq_lens.dtype(), DType::int64);
+    std::vector<std::int64_t> documents;  // their lengths, of sequences with rows
+    for (std::int64_t w = 0; w < world_size; ++w) {
+      const std::vector<std::int64_t> lens = made.seq_lens.row(w).to_vector();
+      EXPECT_EQ(std::accumulate(lens.begin(), lens.end(), std::int64_t{0}), rows);
+      for (const std::int64_t len : lens) {
+        EXPECT_EQ(len % copies, 0);
+        EXPECT_GE(len, pieces >= num_seqs ? copies : 0);
+        if (len > 0) documents.push_back(len);
+      }
     }
-  }
-  std::size_t next = 0;
-  std::int64_t rank = 0;
-  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    const Sequence sequence = sequence_of(plan, d);
-    const std::int64_t cp = std::ssize(sequence.lens);
-    const std::int64_t len =
-        std::accumulate(sequence.lens.begin(), sequence.lens.end(), std::int64_t{0});
-    RC_ASSERT(cp <= copies);
-    RC_ASSERT((cp & (cp - 1)) == 0);
-    RC_ASSERT(std::ssize(sequence.destinations) == cp);
-    const auto [least, most] = std::minmax_element(sequence.lens.begin(), sequence.lens.end());
-    if (cp > 0) RC_ASSERT(*most - *least <= (len % cp == 0 ? 0 : 1));
-    if (len == 0) continue;
-    RC_ASSERT(documents.at(next) == len);
-    RC_ASSERT(sequence.rank >= rank);
-    rank = sequence.rank;
-    ++next;
-  }
-  RC_ASSERT(next == documents.size());
+    std::size_t next = 0;
+    std::int64_t rank = 0;
+    for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
+      const Sequence sequence = sequence_of(plan, d);
+      const std::int64_t cp = std::ssize(sequence.lens);
+      const std::int64_t len =
+          std::accumulate(sequence.lens.begin(), sequence.lens.end(), std::int64_t{0});
+      EXPECT_LE(cp, copies);
+      EXPECT_EQ(cp & (cp - 1), 0);
+      EXPECT_EQ(std::ssize(sequence.destinations), cp);
+      const auto [least, most] = std::minmax_element(sequence.lens.begin(), sequence.lens.end());
+      if (cp > 0) {
+        EXPECT_LE(*most - *least, len % cp == 0 ? 0 : 1);
+      }
+      if (len == 0) continue;
+      EXPECT_EQ(documents.at(next), len);
+      EXPECT_GE(sequence.rank, rank);
+      rank = sequence.rank;
+      ++next;
+    }
+    EXPECT_EQ(next, documents.size());
+  });
 }
 
-RC_GTEST_PROP(CreateRawQkvDispatchProperty, DenseFormIsThatOfThePlan, (std::uint64_t seed)) {
-  const auto world_size = *rc::gen::inRange<std::int64_t>(1, 9);
-  const auto copies = *rc::gen::inRange<std::int64_t>(1, world_size + 1);
-  const auto made = create_raw_qkv_dispatch(world_size, 30 * copies, 3, copies, seed);
-  RC_ASSERT(made.raw == to_raw_dispatch(made.plan, copies));
-  RC_ASSERT(made.raw.kv.kv_to_q_rank.dim(2) == copies);
+TEST(CreateRawQkvDispatchProperty, DenseFormIsThatOfThePlan) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const auto world_size = dice.in_range<std::int64_t>(1, 9);
+    const auto copies = dice.in_range<std::int64_t>(1, world_size + 1);
+    const auto made = create_raw_qkv_dispatch(world_size, 30 * copies, 3, copies, seed);
+    EXPECT_TRUE(made.raw == to_raw_dispatch(made.plan, copies));
+    EXPECT_EQ(made.raw.kv.kv_to_q_rank.dim(2), copies);
+  });
 }
 
 TEST(CreateRawQkvDispatch, EveryShardCountIsDrawn) {

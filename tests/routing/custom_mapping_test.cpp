@@ -1,5 +1,4 @@
 #include <gtest/gtest.h>
-#include <rapidcheck/gtest.h>
 
 #include <cstdint>
 #include <functional>
@@ -7,14 +6,16 @@
 
 #include "support/difference.h"
 #include "support/expect_error.h"
+#include "support/seeded.h"
 #include "support/slow_model.h"
-#include "waybill/core/random.h"
 #include "waybill/routing/generators.h"
 
 namespace waybill {
 namespace {
 
+using test::Dice;
 using test::difference;
+using test::for_seeds;
 using test::rejects;
 
 /// Uneven shards, a destination twice, more shards than ranks and an empty rank.
@@ -53,42 +54,43 @@ TEST(CustomMapping, UnevenShardsByHand) {
   EXPECT_TRUE(made.metadata.q_intermediates.has_value());
 }
 
-RC_GTEST_PROP(CustomMappingProperty, EqualsItsDenseForm, (std::uint64_t seed)) {
-  Random random(seed);
-  Call call;
-  call.world_size = *rc::gen::inRange<std::int64_t>(1, 7);
-  const auto num_seqs = *rc::gen::inRange<std::int64_t>(1, 5);
-  const auto slots = *rc::gen::inRange<std::int64_t>(1, 9);
-  call.seq_lens = IndexArray(Shape{call.world_size, num_seqs});
-  call.cp_num = call.seq_lens;
-  call.cp_dst = IndexArray::full({call.world_size, num_seqs, slots}, -1);
-  call.shard_lens = IndexArray(Shape{call.world_size, num_seqs, slots});
-  for (std::int64_t w = 0; w < call.world_size; ++w) {
-    const std::int64_t used = random.below(num_seqs + 1);
-    for (std::int64_t i = 0; i < used; ++i) {
-      const std::int64_t cp = 1 + random.below(slots);
-      test::element(call.cp_num, {w, i}) = cp;
-      for (std::int64_t c = 0; c < cp; ++c) {
-        const std::int64_t rows = 1 + random.below(9);
-        test::element(call.cp_dst, {w, i, c}) = random.below(call.world_size);
-        test::element(call.shard_lens, {w, i, c}) = rows;
-        test::element(call.seq_lens, {w, i}) += rows;
+TEST(CustomMappingProperty, EqualsItsDenseForm) {
+  for_seeds([](Dice& dice) {
+    Call call;
+    call.world_size = dice.in_range<std::int64_t>(1, 7);
+    const auto num_seqs = dice.in_range<std::int64_t>(1, 5);
+    const auto slots = dice.in_range<std::int64_t>(1, 9);
+    call.seq_lens = IndexArray(Shape{call.world_size, num_seqs});
+    call.cp_num = call.seq_lens;
+    call.cp_dst = IndexArray::full({call.world_size, num_seqs, slots}, -1);
+    call.shard_lens = IndexArray(Shape{call.world_size, num_seqs, slots});
+    for (std::int64_t w = 0; w < call.world_size; ++w) {
+      const std::int64_t used = dice.below(num_seqs + 1);
+      for (std::int64_t i = 0; i < used; ++i) {
+        const std::int64_t cp = 1 + dice.below(slots);
+        test::element(call.cp_num, {w, i}) = cp;
+        for (std::int64_t c = 0; c < cp; ++c) {
+          const std::int64_t rows = 1 + dice.below(9);
+          test::element(call.cp_dst, {w, i, c}) = dice.below(call.world_size);
+          test::element(call.shard_lens, {w, i, c}) = rows;
+          test::element(call.seq_lens, {w, i}) += rows;
+        }
       }
     }
-  }
-  const QkvDispatch made = make(call);
-  made.plan.check("custom mapping");
-  RC_ASSERT(made.plan.kv_layout == KvLayout::per_query);
-  RC_ASSERT(made.raw == to_raw_dispatch(made.plan, slots));
-  const E2eMetadata again = compute_e2e_metadata(made.raw.cp_seq_lens, made.raw.num_cp_shards,
-                                                 made.raw.cp_query_dst, made.raw.kv);
-  RC_ASSERT(difference(made.metadata, again) == "");
-  std::vector<std::int64_t> lens = call.shard_lens.to_vector();
-  std::vector<std::int64_t> to = call.cp_dst.to_vector();
-  std::erase(lens, 0);
-  std::erase(to, -1);
-  RC_ASSERT(made.plan.shard_len == lens);
-  RC_ASSERT((std::vector<std::int64_t>(made.plan.q_dst.begin(), made.plan.q_dst.end())) == to);
+    const QkvDispatch made = make(call);
+    made.plan.check("custom mapping");
+    EXPECT_EQ(made.plan.kv_layout, KvLayout::per_query);
+    EXPECT_TRUE(made.raw == to_raw_dispatch(made.plan, slots));
+    const E2eMetadata again = compute_e2e_metadata(made.raw.cp_seq_lens, made.raw.num_cp_shards,
+                                                   made.raw.cp_query_dst, made.raw.kv);
+    EXPECT_EQ(difference(made.metadata, again), "");
+    std::vector<std::int64_t> lens = call.shard_lens.to_vector();
+    std::vector<std::int64_t> to = call.cp_dst.to_vector();
+    std::erase(lens, 0);
+    std::erase(to, -1);
+    EXPECT_EQ(made.plan.shard_len, lens);
+    EXPECT_EQ((std::vector<std::int64_t>(made.plan.q_dst.begin(), made.plan.q_dst.end())), to);
+  });
 }
 
 ::testing::AssertionResult rejected(const std::function<void(Call&)>& damage,

@@ -1,7 +1,6 @@
 #include "waybill/routing/document_plan.h"
 
 #include <gtest/gtest.h>
-#include <rapidcheck/gtest.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -12,10 +11,13 @@
 #include "support/expect_error.h"
 #include "support/kv_model.h"
 #include "support/random_plan.h"
+#include "support/seeded.h"
 
 namespace waybill {
 namespace {
 
+using test::Dice;
+using test::for_seeds;
 using test::rejects;
 
 using Lengths = std::vector<std::int64_t>;
@@ -81,73 +83,82 @@ TEST(PlanDocuments, Errors) {
   EXPECT_TRUE(fails({4}, {.shard_tokens = 0}, {"shard_tokens = 0"}));
 }
 
-RC_GTEST_PROP(PlanDocumentsProperty, EveryTokenOnceInOrder, (std::uint64_t seed)) {
-  const Lengths lengths = random_lengths(seed, *rc::gen::inRange<std::int64_t>(0, 30), 200);
-  DocumentPlanOptions options;
-  options.world_size = *rc::gen::inRange(1, 17);
-  options.shard_tokens = *rc::gen::inRange<std::int64_t>(1, 90);
-  options.tokens_per_rank = std::max<std::int64_t>(
-      1, (sum(lengths) + options.world_size - 1) / options.world_size + *rc::gen::inRange(0, 50));
-  options.kv_layout = *rc::gen::element(KvLayout::per_query, KvLayout::per_rank);
-  const QkvPlan plan = plan_documents(lengths, options);
-  plan.check("plan_documents");
-  RC_ASSERT(plan == plan_documents(lengths, options));
-  RC_ASSERT(plan.kv_layout == options.kv_layout);
-  RC_ASSERT(plan.num_documents() == std::ssize(lengths));
-  RC_ASSERT(test::most_rows_of_a_rank(plan) <= options.tokens_per_rank);
-  const auto places = test::shard_places(plan);
-  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    const Lengths lens = document_lens(plan, d);
-    RC_ASSERT(sum(lens) == lengths[static_cast<std::size_t>(d)]);
-    for (std::size_t p = 0; p < lens.size(); ++p) {
-      RC_ASSERT(lens[p] >= 1);
-      RC_ASSERT(lens[p] <= options.shard_tokens);
+TEST(PlanDocumentsProperty, EveryTokenOnceInOrder) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const Lengths lengths = random_lengths(seed, dice.in_range<std::int64_t>(0, 30), 200);
+    DocumentPlanOptions options;
+    options.world_size = dice.in_range(1, 17);
+    options.shard_tokens = dice.in_range<std::int64_t>(1, 90);
+    options.tokens_per_rank = std::max<std::int64_t>(
+        1, (sum(lengths) + options.world_size - 1) / options.world_size + dice.in_range(0, 50));
+    options.kv_layout = dice.one_of({KvLayout::per_query, KvLayout::per_rank});
+    const QkvPlan plan = plan_documents(lengths, options);
+    plan.check("plan_documents");
+    EXPECT_TRUE(plan == plan_documents(lengths, options));
+    EXPECT_EQ(plan.kv_layout, options.kv_layout);
+    ASSERT_EQ(plan.num_documents(), std::ssize(lengths));
+    EXPECT_LE(test::most_rows_of_a_rank(plan), options.tokens_per_rank);
+    const auto places = test::shard_places(plan);
+    for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
+      const Lengths lens = document_lens(plan, d);
+      EXPECT_EQ(sum(lens), lengths[static_cast<std::size_t>(d)]);
+      for (std::size_t p = 0; p < lens.size(); ++p) {
+        EXPECT_GE(lens[p], 1);
+        EXPECT_LE(lens[p], options.shard_tokens);
+      }
     }
-  }
-  // Packed in order: the documents' shards are the shards in order.
-  for (std::size_t i = 0; i < plan.doc_shards.size(); ++i) {
-    RC_ASSERT(plan.doc_shards[i] == static_cast<std::int32_t>(i));
-  }
+    // Packed in order: the documents' shards are the shards in order.
+    for (std::size_t i = 0; i < plan.doc_shards.size(); ++i) {
+      EXPECT_EQ(plan.doc_shards[i], static_cast<std::int32_t>(i));
+    }
+  });
 }
 
 // The pieces of a document on one rank are equal, to one token, and no more than needed.
-RC_GTEST_PROP(PlanDocumentsProperty, PiecesOfARankAreEqual, (std::uint64_t seed)) {
-  const Lengths lengths = random_lengths(seed, 12, 300);
-  const auto longest = *rc::gen::inRange<std::int64_t>(1, 100);
-  const QkvPlan plan = plan_documents(
-      lengths,
-      {.world_size = 4, .tokens_per_rank = (sum(lengths) + 3) / 4, .shard_tokens = longest});
-  const auto places = test::shard_places(plan);
-  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    for (std::int64_t w = 0; w < 4; ++w) {
-      Lengths here;
-      for (std::int64_t p = 0; p < test::document_shards(plan, d); ++p) {
-        const std::size_t shard = test::shard_at(plan, d, p);
-        if (places[shard].rank == w) here.push_back(plan.shard_len[shard]);
+TEST(PlanDocumentsProperty, PiecesOfARankAreEqual) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const Lengths lengths = random_lengths(seed, 12, 300);
+    const auto longest = dice.in_range<std::int64_t>(1, 100);
+    const QkvPlan plan = plan_documents(
+        lengths,
+        {.world_size = 4, .tokens_per_rank = (sum(lengths) + 3) / 4, .shard_tokens = longest});
+    const auto places = test::shard_places(plan);
+    for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
+      for (std::int64_t w = 0; w < 4; ++w) {
+        Lengths here;
+        for (std::int64_t p = 0; p < test::document_shards(plan, d); ++p) {
+          const std::size_t shard = test::shard_at(plan, d, p);
+          if (places[shard].rank == w) here.push_back(plan.shard_len[shard]);
+        }
+        if (here.empty()) continue;
+        const auto [least, most] = std::minmax_element(here.begin(), here.end());
+        EXPECT_LE(*most - *least, 1);
+        EXPECT_EQ(std::ssize(here), (sum(here) + longest - 1) / longest);
       }
-      if (here.empty()) continue;
-      const auto [least, most] = std::minmax_element(here.begin(), here.end());
-      RC_ASSERT(*most - *least <= 1);
-      RC_ASSERT(std::ssize(here) == (sum(here) + longest - 1) / longest);
     }
-  }
+  });
 }
 
 // The bound of the longest processing time rule: no rank is over the mean by more than a shard.
-RC_GTEST_PROP(PlanDocumentsProperty, WorkIsBalanced, (std::uint64_t seed)) {
-  const Lengths lengths = random_lengths(seed, *rc::gen::inRange<std::int64_t>(1, 40), 500);
-  const auto world_size = *rc::gen::inRange<std::int32_t>(1, 17);
-  const QkvPlan plan =
-      plan_documents(lengths, {.world_size = world_size,
-                               .tokens_per_rank = (sum(lengths) + world_size - 1) / world_size,
-                               .shard_tokens = *rc::gen::inRange<std::int64_t>(8, 200)});
-  const Lengths work = shard_work(plan);
-  const Lengths ranks = rank_work(plan);
-  RC_ASSERT(std::ssize(ranks) == world_size);
-  RC_ASSERT(sum(ranks) == sum(work));
-  const std::int64_t mean = sum(work) / world_size;
-  RC_ASSERT(*std::max_element(ranks.begin(), ranks.end()) <=
-            mean + *std::max_element(work.begin(), work.end()));
+TEST(PlanDocumentsProperty, WorkIsBalanced) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const Lengths lengths = random_lengths(seed, dice.in_range<std::int64_t>(1, 40), 500);
+    const auto world_size = dice.in_range<std::int32_t>(1, 17);
+    const QkvPlan plan =
+        plan_documents(lengths, {.world_size = world_size,
+                                 .tokens_per_rank = (sum(lengths) + world_size - 1) / world_size,
+                                 .shard_tokens = dice.in_range<std::int64_t>(8, 200)});
+    const Lengths work = shard_work(plan);
+    const Lengths ranks = rank_work(plan);
+    EXPECT_EQ(std::ssize(ranks), world_size);
+    EXPECT_EQ(sum(ranks), sum(work));
+    const std::int64_t mean = sum(work) / world_size;
+    EXPECT_LE(*std::max_element(ranks.begin(), ranks.end()),
+              mean + *std::max_element(work.begin(), work.end()));
+  });
 }
 
 /// Counts the pairs one by one.
@@ -167,18 +178,22 @@ std::int64_t count_pairs(const QkvPlan& plan, const std::vector<test::ShardPlace
   return pairs;
 }
 
-RC_GTEST_PROP(ShardWorkProperty, IsTheNumberOfPairs, (std::uint64_t seed, bool windows)) {
-  const QkvPlan plan =
-      test::random_plan(seed, {.world_size = *rc::gen::inRange(1, 6), .windows = windows});
-  const auto places = test::shard_places(plan);
-  const Lengths work = shard_work(plan);
-  Lengths ranks(static_cast<std::size_t>(plan.world_size));
-  RC_ASSERT(std::ssize(work) == plan.num_shards());
-  for (std::size_t s = 0; s < places.size(); ++s) {
-    RC_ASSERT(work[s] == count_pairs(plan, places, s));
-    ranks[static_cast<std::size_t>(plan.q_dst[s])] += work[s];
-  }
-  RC_ASSERT(rank_work(plan) == ranks);
+TEST(ShardWorkProperty, IsTheNumberOfPairs) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const bool windows = dice.coin();
+    const QkvPlan plan =
+        test::random_plan(seed, {.world_size = dice.in_range(1, 6), .windows = windows});
+    const auto places = test::shard_places(plan);
+    const Lengths work = shard_work(plan);
+    Lengths ranks(static_cast<std::size_t>(plan.world_size));
+    ASSERT_EQ(std::ssize(work), plan.num_shards());
+    for (std::size_t s = 0; s < places.size(); ++s) {
+      EXPECT_EQ(work[s], count_pairs(plan, places, s));
+      ranks[static_cast<std::size_t>(plan.q_dst[s])] += work[s];
+    }
+    EXPECT_EQ(rank_work(plan), ranks);
+  });
 }
 
 TEST(ShardWork, Errors) {

@@ -1,5 +1,4 @@
 #include <gtest/gtest.h>
-#include <rapidcheck/gtest.h>
 
 #include <algorithm>
 #include <cmath>
@@ -10,12 +9,14 @@
 #include <vector>
 
 #include "support/expect_error.h"
-#include "waybill/core/random.h"
+#include "support/seeded.h"
 #include "waybill/routing/generators.h"
 
 namespace waybill {
 namespace {
 
+using test::Dice;
+using test::for_seeds;
 using test::rejects;
 
 std::vector<std::int64_t> row(const IndexArray& lens, std::int64_t w) {
@@ -80,21 +81,22 @@ TEST(GenSeqLens, AHighMinimumOfAHugeTotal) {
 }
 
 /// Lengths that are too short take rows of the longest, of several from the first.
-RC_GTEST_PROP(GenSeqLensProperty, RowsComeFromTheLongestOneAtATime, (std::uint64_t seed)) {
-  const auto num_seqs = *rc::gen::inRange<std::size_t>(1, 9);
-  const auto total = *rc::gen::inRange<std::int64_t>(0, 60);
-  const auto min_len = *rc::gen::inRange<std::int64_t>(0, 12);
-  Random random(seed);
-  std::vector<float> draws(num_seqs);
-  for (float& draw : draws) draw = random.uniform_float();
-  const auto count = static_cast<std::int64_t>(num_seqs);
-  std::vector<std::int64_t> lens = row(gen_seq_lens(1, count, total, draws, 0), 0);
-  const std::int64_t minimum = std::min(min_len, total / count);
-  while (least(lens) < minimum) {
-    ++*std::find_if(lens.begin(), lens.end(), [&](std::int64_t len) { return len < minimum; });
-    --*std::max_element(lens.begin(), lens.end());
-  }
-  RC_ASSERT(row(gen_seq_lens(1, count, total, draws, min_len), 0) == lens);
+TEST(GenSeqLensProperty, RowsComeFromTheLongestOneAtATime) {
+  for_seeds([](Dice& dice) {
+    const auto num_seqs = dice.in_range<std::size_t>(1, 9);
+    const auto total = dice.in_range<std::int64_t>(0, 60);
+    const auto min_len = dice.in_range<std::int64_t>(0, 12);
+    std::vector<float> draws(num_seqs);
+    for (float& value : draws) value = dice.uniform_float();
+    const auto count = static_cast<std::int64_t>(num_seqs);
+    std::vector<std::int64_t> lens = row(gen_seq_lens(1, count, total, draws, 0), 0);
+    const std::int64_t minimum = std::min(min_len, total / count);
+    while (least(lens) < minimum) {
+      ++*std::find_if(lens.begin(), lens.end(), [&](std::int64_t len) { return len < minimum; });
+      --*std::max_element(lens.begin(), lens.end());
+    }
+    EXPECT_EQ(row(gen_seq_lens(1, count, total, draws, min_len), 0), lens);
+  });
 }
 
 TEST(GenSeqLens, ManySmallTotalsAreNeverNegative) {
@@ -114,37 +116,40 @@ TEST(GenSeqLens, ManySmallTotalsAreNeverNegative) {
   }
 }
 
-RC_GTEST_PROP(GenSeqLensProperty, RowsSumExactlyAndKeepTheMinimum, (std::uint64_t seed)) {
-  const auto num_seqs = *rc::gen::inRange<std::int64_t>(1, 40);
-  const auto min_len = *rc::gen::inRange<std::int64_t>(0, 50);
-  const auto total =
-      *rc::gen::oneOf(rc::gen::inRange<std::int64_t>(0, 3000),
-                      rc::gen::inRange<std::int64_t>(0, std::numeric_limits<std::int32_t>::max()),
-                      rc::gen::just<std::int64_t>(std::numeric_limits<std::int32_t>::max()));
-  const IndexArray lens = gen_seq_lens(3, num_seqs, total, seed, min_len);
-  for (std::int64_t w = 0; w < 3; ++w) {
-    RC_ASSERT(sum(row(lens, w)) == total);
-    RC_ASSERT(least(row(lens, w)) >= std::min(min_len, total / num_seqs));
-  }
+TEST(GenSeqLensProperty, RowsSumExactlyAndKeepTheMinimum) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const auto num_seqs = dice.in_range<std::int64_t>(1, 40);
+    const auto min_len = dice.in_range<std::int64_t>(0, 50);
+    constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
+    const auto total = dice.one_of(
+        {dice.in_range<std::int64_t>(0, 3000), dice.in_range<std::int64_t>(0, most), most});
+    const IndexArray lens = gen_seq_lens(3, num_seqs, total, seed, min_len);
+    for (std::int64_t w = 0; w < 3; ++w) {
+      EXPECT_EQ(sum(row(lens, w)), total);
+      EXPECT_GE(least(row(lens, w)), std::min(min_len, total / num_seqs));
+    }
+  });
 }
 
 // Far from small totals nothing is repaired, so the formula can be followed in double precision.
-RC_GTEST_PROP(GenSeqLensProperty, LengthsFollowTheShares, (std::uint64_t seed)) {
-  const auto num_seqs = *rc::gen::inRange<std::size_t>(2, 12);
-  Random random(seed);
-  std::vector<float> draws(num_seqs);
-  for (float& draw : draws) draw = random.uniform_float();
-  const std::int64_t total = 100000;
-  const std::vector<std::int64_t> lens =
-      row(gen_seq_lens(1, static_cast<std::int64_t>(num_seqs), total, draws), 0);
-  const double floor_share = 0.25 / static_cast<double>(num_seqs);
-  double all = 0;
-  for (const float draw : draws) all += static_cast<double>(draw) + floor_share;
-  for (std::size_t i = 0; i + 1 < num_seqs; ++i) {
-    const double expected =
-        (static_cast<double>(draws[i]) + floor_share) / all * static_cast<double>(total);
-    RC_ASSERT(std::abs(static_cast<double>(lens[i]) - expected) < 0.6);
-  }
+TEST(GenSeqLensProperty, LengthsFollowTheShares) {
+  for_seeds([](Dice& dice) {
+    const auto num_seqs = dice.in_range<std::size_t>(2, 12);
+    std::vector<float> draws(num_seqs);
+    for (float& value : draws) value = dice.uniform_float();
+    const std::int64_t total = 100000;
+    const std::vector<std::int64_t> lens =
+        row(gen_seq_lens(1, static_cast<std::int64_t>(num_seqs), total, draws), 0);
+    const double floor_share = 0.25 / static_cast<double>(num_seqs);
+    double all = 0;
+    for (const float value : draws) all += static_cast<double>(value) + floor_share;
+    for (std::size_t i = 0; i + 1 < num_seqs; ++i) {
+      const double expected =
+          (static_cast<double>(draws[i]) + floor_share) / all * static_cast<double>(total);
+      EXPECT_LT(std::abs(static_cast<double>(lens[i]) - expected), 0.6);
+    }
+  });
 }
 
 TEST(GenSeqLens, TheSeedDecides) {

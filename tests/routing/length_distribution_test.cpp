@@ -1,7 +1,6 @@
 #include "waybill/routing/length_distribution.h"
 
 #include <gtest/gtest.h>
-#include <rapidcheck/gtest.h>
 
 #include <algorithm>
 #include <cmath>
@@ -11,10 +10,13 @@
 #include <vector>
 
 #include "support/expect_error.h"
+#include "support/seeded.h"
 
 namespace waybill {
 namespace {
 
+using test::Dice;
+using test::for_seeds;
 using test::rejects;
 
 std::int64_t sum(const std::vector<std::int64_t>& lengths) {
@@ -93,22 +95,26 @@ TEST(SampleDocuments, BucketsWithoutDocumentsGiveNone) {
   }
 }
 
-RC_GTEST_PROP(SampleDocumentsProperty, AnyMeanAndAnyTotal, (std::uint64_t seed)) {
-  const auto lo = *rc::gen::inRange<std::int64_t>(0, 50);
-  const auto width = *rc::gen::inRange<std::int64_t>(1, 50);
-  const auto tokens = *rc::gen::inRange<std::int64_t>(0, 5000);
-  const auto known_mean = *rc::gen::inRange<std::int64_t>(lo, lo + width);
-  const auto mean = static_cast<double>(*rc::gen::element<std::int64_t>(0, known_mean));
-  const LengthDistribution one{.name = "one", .source = "", .buckets = {{lo, lo + width, 3, mean}}};
-  auto lengths = sample_documents(one, tokens, seed);
-  RC_ASSERT(sum(lengths) == tokens);
-  if (lengths.empty()) return;
-  RC_ASSERT(lengths.back() >= 1);
-  lengths.pop_back();
-  for (const std::int64_t length : lengths) {
-    RC_ASSERT(length >= std::max<std::int64_t>(lo, 1));
-    RC_ASSERT(length <= std::max<std::int64_t>(lo + width - 1, 1));
-  }
+TEST(SampleDocumentsProperty, AnyMeanAndAnyTotal) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const auto lo = dice.in_range<std::int64_t>(0, 50);
+    const auto width = dice.in_range<std::int64_t>(1, 50);
+    const auto tokens = dice.in_range<std::int64_t>(0, 5000);
+    const auto known_mean = dice.in_range<std::int64_t>(lo, lo + width);
+    const auto mean = static_cast<double>(dice.one_of<std::int64_t>({0, known_mean}));
+    const LengthDistribution one{
+        .name = "one", .source = "", .buckets = {{lo, lo + width, 3, mean}}};
+    auto lengths = sample_documents(one, tokens, seed);
+    EXPECT_EQ(sum(lengths), tokens);
+    if (lengths.empty()) return;
+    EXPECT_GE(lengths.back(), 1);
+    lengths.pop_back();
+    for (const std::int64_t length : lengths) {
+      EXPECT_GE(length, std::max<std::int64_t>(lo, 1));
+      EXPECT_LE(length, std::max<std::int64_t>(lo + width - 1, 1));
+    }
+  });
 }
 
 TEST(LengthDistributionCheck, Errors) {

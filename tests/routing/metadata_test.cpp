@@ -1,7 +1,6 @@
 #include "waybill/routing/metadata.h"
 
 #include <gtest/gtest.h>
-#include <rapidcheck/gtest.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -13,13 +12,16 @@
 #include "support/difference.h"
 #include "support/expect_error.h"
 #include "support/random_plan.h"
+#include "support/seeded.h"
 #include "waybill/routing/compute_metadata.h"
 #include "waybill/routing/qkv_routing.h"
 
 namespace waybill {
 namespace {
 
+using test::Dice;
 using test::difference;
+using test::for_seeds;
 using test::rejects;
 
 DispatchMetadata documented() {
@@ -96,22 +98,25 @@ TEST(MetadataSlice, Errors) {
 }
 
 /// Entries of a rank that a slice must hold, in order.
-RC_GTEST_PROP(MetadataSliceProperty, HoldsEveryEntryThatMovesRows, (std::uint64_t seed)) {
-  const QkvPlan plan = test::random_plan(seed, {.world_size = *rc::gen::inRange(1, 6)});
-  const E2eMetadata all = to_dense(compute_qkv_routing(plan));
-  for (const Metadata* table : {&all.fwd_q, &all.rev_q, &all.fwd_kv, &all.rev_kv}) {
-    for (std::int32_t r = 0; r < plan.world_size; ++r) {
-      std::vector<std::int64_t> lens;
-      for (const std::int64_t rows : table->seq_len.row(r).to_vector()) {
-        if (rows > 0) lens.push_back(rows);
+TEST(MetadataSliceProperty, HoldsEveryEntryThatMovesRows) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const QkvPlan plan = test::random_plan(seed, {.world_size = dice.in_range(1, 6)});
+    const E2eMetadata all = to_dense(compute_qkv_routing(plan));
+    for (const Metadata* table : {&all.fwd_q, &all.rev_q, &all.fwd_kv, &all.rev_kv}) {
+      for (std::int32_t r = 0; r < plan.world_size; ++r) {
+        std::vector<std::int64_t> lens;
+        for (const std::int64_t rows : table->seq_len.row(r).to_vector()) {
+          if (rows > 0) lens.push_back(rows);
+        }
+        const Metadata slice = table->get_slice(Rank{r});
+        std::vector<std::int64_t> got = slice.seq_len.to_vector();
+        std::erase(got, 0);
+        EXPECT_EQ(got, lens);
+        EXPECT_EQ(slice.num_recv_tokens, table->num_recv_tokens.row(r));
       }
-      const Metadata slice = table->get_slice(Rank{r});
-      std::vector<std::int64_t> got = slice.seq_len.to_vector();
-      std::erase(got, 0);
-      RC_ASSERT(got == lens);
-      RC_ASSERT(slice.num_recv_tokens == table->num_recv_tokens.row(r));
     }
-  }
+  });
 }
 
 TEST(MetadataNormalize, DtypesOfTheDeviceForm) {

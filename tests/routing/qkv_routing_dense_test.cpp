@@ -1,19 +1,21 @@
 // The sparse routing against the dense functions: two code paths that must agree.
 #include <gtest/gtest.h>
-#include <rapidcheck/gtest.h>
 
 #include <cstdint>
 #include <string>
 
 #include "support/difference.h"
 #include "support/random_plan.h"
+#include "support/seeded.h"
 #include "waybill/routing/qkv_routing.h"
 #include "waybill/routing/raw_dispatch.h"
 
 namespace waybill {
 namespace {
 
+using test::Dice;
 using test::difference;
+using test::for_seeds;
 
 E2eMetadata dense_path(const QkvPlan& plan) {
   const RawQkvDispatch raw = to_raw_dispatch(plan);
@@ -25,15 +27,18 @@ std::string paths_differ(const QkvPlan& plan) {
   return difference(to_dense(compute_qkv_routing(plan)), dense_path(plan));
 }
 
-RC_GTEST_PROP(QkvRoutingDenseProperty, SparseAndDensePathsAgree, (std::uint64_t seed)) {
-  test::RandomPlanOptions options;
-  options.kv_layout = KvLayout::per_query;
-  options.world_size = *rc::gen::inRange(1, 11);
-  options.max_shards_per_rank = *rc::gen::inRange<std::int64_t>(0, 8);
-  options.documents_stay_on_rank = *rc::gen::arbitrary<bool>();
-  options.zero_length_share = *rc::gen::element(0.0, 0.1, 1.0);
-  options.destinations = *rc::gen::inRange(0, options.world_size + 1);
-  RC_ASSERT(paths_differ(test::random_plan(seed, options)) == "");
+TEST(QkvRoutingDenseProperty, SparseAndDensePathsAgree) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    test::RandomPlanOptions options;
+    options.kv_layout = KvLayout::per_query;
+    options.world_size = dice.in_range(1, 11);
+    options.max_shards_per_rank = dice.in_range<std::int64_t>(0, 8);
+    options.documents_stay_on_rank = dice.coin();
+    options.zero_length_share = dice.one_of({0.0, 0.1, 1.0});
+    options.destinations = dice.in_range(0, options.world_size + 1);
+    EXPECT_EQ(paths_differ(test::random_plan(seed, options)), "");
+  });
 }
 
 TEST(QkvRoutingDense, WorldsUpTo64) {
@@ -72,21 +77,24 @@ TEST(QkvRoutingDense, OneLongDocumentOnOneRank) {
 }
 
 // Q does not depend on the layout of KV; of its attention layout only the KV part does.
-RC_GTEST_PROP(QkvRoutingDenseProperty, QIsTheSameInBothLayouts, (std::uint64_t seed)) {
-  QkvPlan plan = test::random_plan(seed, {.world_size = *rc::gen::inRange(1, 9)});
-  const E2eMetadata per_rank = to_dense(compute_qkv_routing(plan));
-  plan.kv_layout = KvLayout::per_query;
-  const E2eMetadata per_query = to_dense(compute_qkv_routing(plan));
-  RC_ASSERT(difference(per_rank.fwd_q, per_query.fwd_q) == "");
-  RC_ASSERT(difference(per_rank.rev_q, per_query.rev_q) == "");
-  const AttnLayout& layout = per_rank.attention;
-  RC_ASSERT(layout.cu_seqlens_q == per_query.attention.cu_seqlens_q);
-  RC_ASSERT(layout.max_seqlen_kv == per_query.attention.max_seqlen_kv);
-  RC_ASSERT(layout.num_local_seqs_recv == per_query.attention.num_local_seqs_recv);
-  RC_ASSERT(layout.cu_seqlens_kv.empty());
-  RC_ASSERT(std::ssize(layout.kv_begin) == plan.world_size);
-  RC_ASSERT(std::ssize(layout.kv_len) == plan.world_size);
-  RC_ASSERT(per_query.attention.kv_begin.empty());
+TEST(QkvRoutingDenseProperty, QIsTheSameInBothLayouts) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    QkvPlan plan = test::random_plan(seed, {.world_size = dice.in_range(1, 9)});
+    const E2eMetadata per_rank = to_dense(compute_qkv_routing(plan));
+    plan.kv_layout = KvLayout::per_query;
+    const E2eMetadata per_query = to_dense(compute_qkv_routing(plan));
+    EXPECT_EQ(difference(per_rank.fwd_q, per_query.fwd_q), "");
+    EXPECT_EQ(difference(per_rank.rev_q, per_query.rev_q), "");
+    const AttnLayout& layout = per_rank.attention;
+    EXPECT_EQ(layout.cu_seqlens_q, per_query.attention.cu_seqlens_q);
+    EXPECT_EQ(layout.max_seqlen_kv, per_query.attention.max_seqlen_kv);
+    EXPECT_EQ(layout.num_local_seqs_recv, per_query.attention.num_local_seqs_recv);
+    EXPECT_TRUE(layout.cu_seqlens_kv.empty());
+    EXPECT_EQ(std::ssize(layout.kv_begin), plan.world_size);
+    EXPECT_EQ(std::ssize(layout.kv_len), plan.world_size);
+    EXPECT_TRUE(per_query.attention.kv_begin.empty());
+  });
 }
 
 TEST(ComputeE2eMetadata, IsTheThreeFunctionsInOneCall) {

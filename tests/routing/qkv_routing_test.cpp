@@ -2,7 +2,6 @@
 #include "waybill/routing/qkv_routing.h"
 
 #include <gtest/gtest.h>
-#include <rapidcheck/gtest.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -14,10 +13,13 @@
 #include "support/expect_error.h"
 #include "support/random_plan.h"
 #include "support/routing_model.h"
+#include "support/seeded.h"
 
 namespace waybill {
 namespace {
 
+using test::Dice;
+using test::for_seeds;
 using test::RankModel;
 
 template <class T, class Allocator>
@@ -41,10 +43,10 @@ void check_recv(const RecvCounts& recv, std::int32_t world_size, const Pairs& pa
     expected.offsets.push_back(std::ssize(expected.tokens));
     expected.total.push_back(total);
   }
-  RC_ASSERT(recv.offsets == expected.offsets);
-  RC_ASSERT(recv.src_rank == expected.src_rank);
-  RC_ASSERT(recv.tokens == expected.tokens);
-  RC_ASSERT(recv.total == expected.total);
+  EXPECT_EQ(recv.offsets, expected.offsets);
+  EXPECT_EQ(recv.src_rank, expected.src_rank);
+  EXPECT_EQ(recv.tokens, expected.tokens);
+  EXPECT_EQ(recv.total, expected.total);
 }
 
 std::int64_t begin_at_home(const QkvPlan& plan, const test::ShardPlace& home, std::size_t shard) {
@@ -59,10 +61,10 @@ std::int64_t begin_at_home(const QkvPlan& plan, const test::ShardPlace& home, st
 
 void check_q(const QkvPlan& plan, const QkvRouting& got, const std::vector<RankModel>& ranks) {
   const auto places = test::shard_places(plan);
-  RC_ASSERT(got.fwd_q.rank_offsets == plan.rank_shard_offsets);
-  RC_ASSERT(plain(got.fwd_q.seq_len) == plan.shard_len);
-  RC_ASSERT(got.fwd_q.copy_offsets.empty());
-  RC_ASSERT(plain(got.fwd_q.dst_rank) == plain(plan.q_dst));
+  EXPECT_EQ(got.fwd_q.rank_offsets, plan.rank_shard_offsets);
+  EXPECT_EQ(plain(got.fwd_q.seq_len), plan.shard_len);
+  EXPECT_TRUE(got.fwd_q.copy_offsets.empty());
+  EXPECT_EQ(plain(got.fwd_q.dst_rank), plain(plan.q_dst));
   std::vector<std::int64_t> offset(places.size());
   std::vector<std::int64_t> rank_offsets{0}, rev_len, rev_rank, rev_offset;
   Pairs there, back;
@@ -78,12 +80,12 @@ void check_q(const QkvPlan& plan, const QkvRouting& got, const std::vector<RankM
     }
     rank_offsets.push_back(std::ssize(rev_len));
   }
-  RC_ASSERT(plain(got.fwd_q.dst_offset) == offset);
-  RC_ASSERT(got.rev_q.rank_offsets == rank_offsets);
-  RC_ASSERT(plain(got.rev_q.seq_len) == rev_len);
-  RC_ASSERT(plain(got.rev_q.dst_rank) == rev_rank);
-  RC_ASSERT(plain(got.rev_q.dst_offset) == rev_offset);
-  RC_ASSERT(got.rev_q.copy_offsets.empty());
+  EXPECT_EQ(plain(got.fwd_q.dst_offset), offset);
+  EXPECT_EQ(got.rev_q.rank_offsets, rank_offsets);
+  EXPECT_EQ(plain(got.rev_q.seq_len), rev_len);
+  EXPECT_EQ(plain(got.rev_q.dst_rank), rev_rank);
+  EXPECT_EQ(plain(got.rev_q.dst_offset), rev_offset);
+  EXPECT_TRUE(got.rev_q.copy_offsets.empty());
   check_recv(got.fwd_q.recv, plan.world_size, there);
   check_recv(got.rev_q.recv, plan.world_size, back);
 }
@@ -102,7 +104,7 @@ void check_kv(const QkvPlan& plan, const QkvRouting& got, const std::vector<Rank
       const auto shard = static_cast<std::size_t>(held.shard);
       const auto rank = static_cast<std::int64_t>(r);
       const bool fresh = copies[shard].emplace(held.copy, std::pair{rank, held.row}).second;
-      RC_ASSERT(fresh);  // of the model: no copy number twice
+      EXPECT_TRUE(fresh);  // of the model: no copy number twice
       rev_len.push_back(plan.shard_len[shard]);
       rev_rank.push_back(places[shard].rank);
       rev_offset.push_back(held.copy * home_rows[static_cast<std::size_t>(places[shard].rank)] +
@@ -120,16 +122,16 @@ void check_kv(const QkvPlan& plan, const QkvRouting& got, const std::vector<Rank
     }
     copy_offsets.push_back(std::ssize(dst_rank));
   }
-  RC_ASSERT(got.fwd_kv.rank_offsets == plan.rank_shard_offsets);
-  RC_ASSERT(plain(got.fwd_kv.seq_len) == plan.shard_len);
-  RC_ASSERT(plain(got.fwd_kv.copy_offsets) == copy_offsets);
-  RC_ASSERT(plain(got.fwd_kv.dst_rank) == dst_rank);
-  RC_ASSERT(plain(got.fwd_kv.dst_offset) == dst_offset);
-  RC_ASSERT(got.rev_kv.rank_offsets == rank_offsets);
-  RC_ASSERT(plain(got.rev_kv.seq_len) == rev_len);
-  RC_ASSERT(plain(got.rev_kv.dst_rank) == rev_rank);
-  RC_ASSERT(got.rev_kv.copy_offsets.empty());
-  RC_ASSERT(plain(got.rev_kv.dst_offset) == rev_offset);
+  EXPECT_EQ(got.fwd_kv.rank_offsets, plan.rank_shard_offsets);
+  EXPECT_EQ(plain(got.fwd_kv.seq_len), plan.shard_len);
+  EXPECT_EQ(plain(got.fwd_kv.copy_offsets), copy_offsets);
+  EXPECT_EQ(plain(got.fwd_kv.dst_rank), dst_rank);
+  EXPECT_EQ(plain(got.fwd_kv.dst_offset), dst_offset);
+  EXPECT_EQ(got.rev_kv.rank_offsets, rank_offsets);
+  EXPECT_EQ(plain(got.rev_kv.seq_len), rev_len);
+  EXPECT_EQ(plain(got.rev_kv.dst_rank), rev_rank);
+  EXPECT_TRUE(got.rev_kv.copy_offsets.empty());
+  EXPECT_EQ(plain(got.rev_kv.dst_offset), rev_offset);
   check_recv(got.fwd_kv.recv, plan.world_size, there);
   check_recv(got.rev_kv.recv, plan.world_size, back);
 }
@@ -152,14 +154,14 @@ void check_attention(const QkvPlan& plan, const QkvRouting& got,
     rank_offsets.push_back(std::ssize(shard));
   }
   const SparseAttnLayout& layout = got.attention;
-  RC_ASSERT(layout.rank_offsets == rank_offsets);
-  RC_ASSERT(plain(layout.shard) == shard);
-  RC_ASSERT(plain(layout.q_begin) == q_begin);
-  RC_ASSERT(plain(layout.q_len) == q_len);
-  RC_ASSERT(plain(layout.kv_begin) == kv_begin);
-  RC_ASSERT(plain(layout.kv_len) == kv_len);
-  RC_ASSERT(layout.max_seqlen_q == max_q);
-  RC_ASSERT(layout.max_seqlen_kv == max_kv);
+  EXPECT_EQ(layout.rank_offsets, rank_offsets);
+  EXPECT_EQ(plain(layout.shard), shard);
+  EXPECT_EQ(plain(layout.q_begin), q_begin);
+  EXPECT_EQ(plain(layout.q_len), q_len);
+  EXPECT_EQ(plain(layout.kv_begin), kv_begin);
+  EXPECT_EQ(plain(layout.kv_len), kv_len);
+  EXPECT_EQ(layout.max_seqlen_q, max_q);
+  EXPECT_EQ(layout.max_seqlen_kv, max_kv);
 }
 
 void check_against_model(const QkvPlan& plan) {
@@ -170,24 +172,24 @@ void check_against_model(const QkvPlan& plan) {
     test::number_copies_per_query(plan, ranks);
   }
   const QkvRouting got = compute_qkv_routing(plan);
-  RC_ASSERT(got.kv_layout == plan.kv_layout);
+  EXPECT_EQ(got.kv_layout, plan.kv_layout);
   for (const SparseMetadata* table : {&got.fwd_q, &got.rev_q, &got.fwd_kv, &got.rev_kv}) {
-    RC_ASSERT(table->world_size == plan.world_size);
+    EXPECT_EQ(table->world_size, plan.world_size);
   }
   check_q(plan, got, ranks);
   check_attention(plan, got, ranks);
   check_kv(plan, got, ranks);
 }
 
-test::RandomPlanOptions random_options(KvLayout layout, bool windows) {
+test::RandomPlanOptions random_options(Dice& dice, KvLayout layout, bool windows) {
   test::RandomPlanOptions options;
   options.kv_layout = layout;
   options.windows = windows;
-  options.world_size = *rc::gen::oneOf(rc::gen::inRange(1, 8), rc::gen::inRange(8, 65));
-  options.max_shards_per_rank = *rc::gen::inRange<std::int64_t>(0, 9);
-  options.max_document_shards = *rc::gen::element<std::int64_t>(1, 3, 8, 30);
-  options.documents_stay_on_rank = *rc::gen::arbitrary<bool>();
-  options.destinations = *rc::gen::inRange(0, std::min(options.world_size, 5) + 1);
+  options.world_size = dice.coin() ? dice.in_range(1, 8) : dice.in_range(8, 65);
+  options.max_shards_per_rank = dice.in_range<std::int64_t>(0, 9);
+  options.max_document_shards = dice.one_of<std::int64_t>({1, 3, 8, 30});
+  options.documents_stay_on_rank = dice.coin();
+  options.destinations = dice.in_range(0, std::min(options.world_size, 5) + 1);
   return options;
 }
 
@@ -215,36 +217,51 @@ TEST(QkvRoutingByHand, WindowsMayLeaveGapsInAGroup) {
   EXPECT_EQ(plain(got.rev_kv.dst_offset), (Values{0, 4, 5, 12, 7, 2, 6, 1, 3, 10}));
 }
 
-RC_GTEST_PROP(QkvRoutingProperty, PerRankEqualsTheSlowModel, (std::uint64_t seed)) {
-  check_against_model(test::random_plan(seed, random_options(KvLayout::per_rank, false)));
+TEST(QkvRoutingProperty, PerRankEqualsTheSlowModel) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    check_against_model(test::random_plan(seed, random_options(dice, KvLayout::per_rank, false)));
+  });
 }
 
-RC_GTEST_PROP(QkvRoutingProperty, PerRankWithWindowsEqualsTheSlowModel, (std::uint64_t seed)) {
-  check_against_model(test::random_plan(seed, random_options(KvLayout::per_rank, true)));
+TEST(QkvRoutingProperty, PerRankWithWindowsEqualsTheSlowModel) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    check_against_model(test::random_plan(seed, random_options(dice, KvLayout::per_rank, true)));
+  });
 }
 
-RC_GTEST_PROP(QkvRoutingProperty, PerQueryEqualsTheSlowModel, (std::uint64_t seed)) {
-  check_against_model(test::random_plan(seed, random_options(KvLayout::per_query, false)));
+TEST(QkvRoutingProperty, PerQueryEqualsTheSlowModel) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    check_against_model(test::random_plan(seed, random_options(dice, KvLayout::per_query, false)));
+  });
 }
 
-RC_GTEST_PROP(QkvRoutingProperty, PerQueryWithWindowsEqualsTheSlowModel, (std::uint64_t seed)) {
-  check_against_model(test::random_plan(seed, random_options(KvLayout::per_query, true)));
+TEST(QkvRoutingProperty, PerQueryWithWindowsEqualsTheSlowModel) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    check_against_model(test::random_plan(seed, random_options(dice, KvLayout::per_query, true)));
+  });
 }
 
 // Under a causal mask copy c of all shards of a document is on the same rank.
-RC_GTEST_PROP(QkvRoutingProperty, ACopyOfACausalDocumentIsOnOneRank, (std::uint64_t seed)) {
-  const QkvPlan plan = test::random_plan(seed, random_options(KvLayout::per_rank, false));
-  const QkvRouting got = compute_qkv_routing(plan);
-  std::map<std::pair<std::int64_t, std::int64_t>, std::int32_t> rank_of;  // by document, copy
-  const auto places = test::shard_places(plan);
-  for (std::size_t s = 0; s < places.size(); ++s) {
-    const auto line = static_cast<std::int64_t>(s);
-    for (std::int64_t at = got.fwd_kv.copy_begin(line); at < got.fwd_kv.copy_end(line); ++at) {
-      const std::int32_t rank = got.fwd_kv.dst_rank[static_cast<std::size_t>(at)];
-      const std::int64_t copy = at - got.fwd_kv.copy_begin(line);
-      RC_ASSERT(rank_of.emplace(std::pair{places[s].doc, copy}, rank).first->second == rank);
+TEST(QkvRoutingProperty, ACopyOfACausalDocumentIsOnOneRank) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const QkvPlan plan = test::random_plan(seed, random_options(dice, KvLayout::per_rank, false));
+    const QkvRouting got = compute_qkv_routing(plan);
+    std::map<std::pair<std::int64_t, std::int64_t>, std::int32_t> rank_of;  // by document, copy
+    const auto places = test::shard_places(plan);
+    for (std::size_t s = 0; s < places.size(); ++s) {
+      const auto line = static_cast<std::int64_t>(s);
+      for (std::int64_t at = got.fwd_kv.copy_begin(line); at < got.fwd_kv.copy_end(line); ++at) {
+        const std::int32_t rank = got.fwd_kv.dst_rank[static_cast<std::size_t>(at)];
+        const std::int64_t copy = at - got.fwd_kv.copy_begin(line);
+        EXPECT_EQ(rank_of.emplace(std::pair{places[s].doc, copy}, rank).first->second, rank);
+      }
     }
-  }
+  });
 }
 
 }  // namespace

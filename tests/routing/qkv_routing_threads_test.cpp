@@ -1,15 +1,17 @@
 #include <gtest/gtest.h>
-#include <rapidcheck/gtest.h>
 
 #include <cstdint>
 
 #include "support/expect_error.h"
 #include "support/random_plan.h"
+#include "support/seeded.h"
 #include "waybill/routing/qkv_routing.h"
 
 namespace waybill {
 namespace {
 
+using test::Dice;
+using test::for_seeds;
 using test::rejects;
 
 /// Documents of many shards on many ranks, large enough that work is split.
@@ -33,24 +35,30 @@ TEST(QkvRoutingThreads, AnyNumberGivesTheSame) {
   }
 }
 
-RC_GTEST_PROP(QkvRoutingThreadsProperty, AnyNumberGivesTheSame,
-              (std::uint64_t seed, bool windows)) {
-  const QkvPlan plan =
-      test::random_plan(seed, {.world_size = *rc::gen::inRange(1, 65), .windows = windows});
-  const QkvRouting one = compute_qkv_routing(plan, 1);
-  for (const int threads : {2, 3, 8}) RC_ASSERT(compute_qkv_routing(plan, threads) == one);
+TEST(QkvRoutingThreadsProperty, AnyNumberGivesTheSame) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const bool windows = dice.coin();
+    const QkvPlan plan =
+        test::random_plan(seed, {.world_size = dice.in_range(1, 65), .windows = windows});
+    const QkvRouting one = compute_qkv_routing(plan, 1);
+    for (const int threads : {2, 3, 8}) EXPECT_EQ(compute_qkv_routing(plan, threads), one);
+  });
 }
 
 // Whatever plan the memory served before, larger or smaller, causal or not.
-RC_GTEST_PROP(QkvRoutingReuse, UsedMemoryGivesTheSame, (std::uint64_t seed)) {
-  QkvRouter router;
-  for (std::uint64_t step = 0; step < 4; ++step) {
-    const QkvPlan plan = test::random_plan(
-        seed + step, {.world_size = *rc::gen::inRange(1, 30),
-                      .windows = *rc::gen::arbitrary<bool>(),
-                      .kv_layout = *rc::gen::element(KvLayout::per_rank, KvLayout::per_query)});
-    RC_ASSERT(router.compute(plan, *rc::gen::inRange(1, 4)) == compute_qkv_routing(plan));
-  }
+TEST(QkvRoutingReuse, UsedMemoryGivesTheSame) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    QkvRouter router;
+    for (std::uint64_t step = 0; step < 4; ++step) {
+      const QkvPlan plan = test::random_plan(
+          seed + step, {.world_size = dice.in_range(1, 30),
+                        .windows = dice.coin(),
+                        .kv_layout = dice.one_of({KvLayout::per_rank, KvLayout::per_query})});
+      EXPECT_EQ(router.compute(plan, dice.in_range(1, 4)), compute_qkv_routing(plan));
+    }
+  });
 }
 
 TEST(QkvRoutingReuse, AnErrorLeavesTheResultAsItWas) {

@@ -1,9 +1,11 @@
 #pragma once
 
 #include <cstdint>
-#include <sstream>
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
+
+#include "waybill/core/text_part.h"
 
 namespace waybill {
 
@@ -67,6 +69,7 @@ struct MissedWait {
   double seconds = 0;            ///< waited
   std::int32_t peer_node = -1;   ///< -1: not known
   std::int32_t peer_local = -1;  ///< the peer's index inside its node
+  bool in_call = false;          ///< of a collective call: ranks may be in different ones
 };
 
 /// A rank stayed silent past the deadline.
@@ -85,18 +88,14 @@ class InternalError : public Error {
   using Error::Error;
 };
 
-/// Joins the parts with operator<<, without separators.
-template <class... Parts>
-[[nodiscard]] std::string concat(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  return text.str();
+namespace detail {
+[[noreturn, gnu::cold]] void throw_parts(std::initializer_list<TextPart> parts);
 }
 
-/// Throws InvalidArgument with the joined parts; out of line of the good path.
+/// Throws InvalidArgument with the joined parts, as concat joins them.
 template <class... Parts>
-[[noreturn, gnu::cold, gnu::noinline]] void throw_invalid(const Parts&... parts) {
-  throw InvalidArgument(concat(parts...));
+[[noreturn]] void throw_invalid(const Parts&... parts) {
+  detail::throw_parts({TextPart(parts)...});
 }
 
 /// Checks a caller's argument: `require(n >= 0, "f: n = ", n, ", expected >= 0")`.
@@ -104,7 +103,7 @@ template <class... Parts>
 template <class... Parts>
 void require(bool ok, const Parts&... parts) {
   if (!ok) [[unlikely]] {
-    throw_invalid(parts...);
+    detail::throw_parts({TextPart(parts)...});
   }
 }
 

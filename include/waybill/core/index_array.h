@@ -21,7 +21,8 @@ class IndexArray {
   /// Shape [0], int64.
   IndexArray();
 
-  /// Zero-filled. @throws InvalidArgument for a negative extent or an unsupported dtype.
+  /// Zero-filled. @throws InvalidArgument for a negative extent, more than 2^62 bytes or an
+  ///   unsupported dtype; std::bad_alloc.
   explicit IndexArray(Shape shape, DType dtype = DType::int64);
 
   /// Holds `values`, row-major. @throws InvalidArgument if their number does not fit `shape`.

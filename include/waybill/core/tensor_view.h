@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 #include "waybill/core/dtype.h"
@@ -45,12 +46,15 @@ struct BasicTensorView {
 
   [[nodiscard]] std::int64_t ndim() const { return static_cast<std::int64_t>(shape.size()); }
 
+  /// For extents of any size, as a view is checked after it is made: a stride that does not fit 63
+  /// bits is 2^63 - 1.
   [[nodiscard]] static Shape contiguous_strides(const Shape& extents) {
     Shape result(extents.size());
     std::int64_t step = 1;
     for (std::size_t axis = extents.size(); axis-- > 0;) {
       result[axis] = step;
-      step *= extents[axis];
+      if (__builtin_mul_overflow(step, extents[axis], &step))
+        step = std::numeric_limits<std::int64_t>::max();
     }
     return result;
   }

@@ -35,6 +35,8 @@ struct RelayHop {
 /// How KV rows reach all who need them when receivers forward. Every rank still receives every row
 /// that it needs once, so bytes in stay; bytes out spread. Rows of Q go straight from home.
 /// Over several nodes a row enters each node once, and spreads inside it over NVLink.
+/// A rank sends in the order of its hops. What arrives, the limits of a plan and the size of its
+/// windows are the same in every order in which hops stand after those that feed them.
 struct RelaySchedule {
   std::vector<RelayHop> hops;    ///< ordered: a hop stands after the one that feeds it
   std::vector<LinkBytes> links;  ///< [W] Q and KV; empty: no relay was asked for

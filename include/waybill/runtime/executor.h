@@ -6,6 +6,7 @@
 
 #include "waybill/core/tensor_view.h"
 #include "waybill/runtime/expert_executor.h"
+#include "waybill/runtime/fingerprint.h"
 #include "waybill/runtime/sequence_plan.h"
 #include "waybill/transport/transport.h"
 
@@ -29,6 +30,15 @@ class UploadedPlan {
 /// Slots of an arrivals pad behind those of the ranks, for the executor's own counters.
 inline constexpr std::int64_t num_executor_slots = 8;
 
+/// Counters of an arrivals pad, and of a layer's signals, ahead of what ranks tell of their calls
+/// (with_fingerprints).
+[[nodiscard]] constexpr std::int64_t num_arrival_signals(std::int32_t world_size) {
+  return world_size + num_executor_slots;
+}
+[[nodiscard]] constexpr std::int64_t num_layer_signals(std::int32_t world_size) {
+  return num_expert_signals * world_size + num_executor_slots;
+}
+
 /// One call of an operation, checked. All ranks have the same epoch.
 struct SequenceCall {
   const char* operation = "";  ///< in errors
@@ -37,11 +47,14 @@ struct SequenceCall {
   std::span<const ConstTensorView> inputs;  ///< [tensors]; rows may have any distance
   std::span<const TensorView> outputs;      ///< kv_gradient: [tensors]
   const SymmetricBuffer* window = nullptr;  ///< of this epoch's parity
-  const SignalPad* arrivals = nullptr;      ///< [W + num_executor_slots]: rank r raises slot r
+  /// with_fingerprints(num_arrival_signals(W), W) counters: rank r raises slot r; then the slots of
+  /// the executor, and what ranks tell of their calls.
+  const SignalPad* arrivals = nullptr;
   /// [W * (1 + num_slots or more)] slot r: rank r's notes for whom it waits, where the executor
   /// writes such; behind them the slots of batches: slot k of a plan is counter W + k.
   const SignalPad* slots = nullptr;
-  std::uint64_t epoch = 0;  ///< this call's; may be behind what a graph replays
+  std::uint64_t epoch = 0;      ///< this call's; may be behind what a graph replays
+  CallFingerprint fingerprint;  ///< what this rank means by it
   int num_sms = 0;
   Stream stream;
 };

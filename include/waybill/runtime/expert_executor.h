@@ -8,6 +8,7 @@
 #include "waybill/moe/ep_config.h"
 #include "waybill/moe/simulate.h"
 #include "waybill/runtime/expert_memory.h"
+#include "waybill/runtime/fingerprint.h"
 
 namespace waybill {
 
@@ -35,7 +36,30 @@ struct ExpertTableViews {
   ConstTensorView recv_tags;           ///< [row_capacity, 4]: RowTag, kept beyond the window
 };
 
-/// The tables of one dispatch. Belongs to the layer that made it; many may be alive.
+/// What a dispatch decided: the row of every choice, and all that follows from it. Dispatches by
+/// the same routing share it, and nothing changes it any more once the one that made it is done; so
+/// a layout gives the same whatever comes later. Tags of rows belong to it, as they say where a row
+/// comes from and not what it holds.
+class ExpertRouting {
+ public:
+  ExpertRouting() = default;
+  ExpertRouting(const ExpertRouting&) = delete;
+  ExpertRouting& operator=(const ExpertRouting&) = delete;
+  virtual ~ExpertRouting() = default;
+
+  /// All tables but the weights. What the views hold is there when the dispatch is done on its
+  /// stream.
+  [[nodiscard]] virtual ExpertTableViews views() const = 0;
+
+  /// Rows that each rank receives [W], in host memory (on a GPU: pinned, written by the device).
+  /// Waits until they are known, not for the rows. @throws Timeout
+  [[nodiscard]] virtual std::span<const std::int32_t> wait_counts() const = 0;
+  /// The same if the host has them already; else empty. Waits for nothing.
+  [[nodiscard]] virtual std::span<const std::int32_t> known_counts() const = 0;
+};
+
+/// One dispatch: the routing that it made or was given, and what it carried itself. Belongs to the
+/// layer that made it; many may be alive.
 class ExpertTables {
  public:
   ExpertTables() = default;
@@ -43,12 +67,19 @@ class ExpertTables {
   ExpertTables& operator=(const ExpertTables&) = delete;
   virtual ~ExpertTables() = default;
 
-  /// What the views hold is there when the dispatch is done on its stream.
-  [[nodiscard]] virtual ExpertTableViews views() const = 0;
+  [[nodiscard]] virtual const ExpertRouting& routing() const = 0;
 
-  /// Rows that each rank receives [W], in host memory (on a GPU: pinned, written by the device).
-  /// Waits until they are known, not for the rows. @throws Timeout
-  [[nodiscard]] virtual std::span<const std::int32_t> wait_counts() = 0;
+  /// Of this dispatch's tokens, as ExpertTableViews says; not given without weights.
+  [[nodiscard]] virtual ConstTensorView weights() const = 0;
+
+  [[nodiscard]] ExpertTableViews views() const {
+    ExpertTableViews all = routing().views();
+    all.weights = weights();
+    return all;
+  }
+  [[nodiscard]] std::span<const std::int32_t> wait_counts() const {
+    return routing().wait_counts();
+  }
 };
 
 /// One call of a layer, checked. All ranks have the same number.
@@ -59,6 +90,15 @@ struct ExpertCall {
   std::uint32_t parity = 0;  ///< of this dispatch among dispatches, of this combine among combines
   int num_sms = 0;
   const Stream* stream = nullptr;
+  CallFingerprint fingerprint = {};  ///< what this rank means by it; ranks compare theirs
+  bool may_grow = false;      ///< windows may: the host has waited for the counts of its dispatches
+  bool sums_locally = false;  ///< of dispatches: weighted sums may be local, see EPCombineOptions
+};
+
+/// Rows that windows of fixed size had no room for. All ranks are told the same.
+struct ExpertOverflow {
+  std::int64_t rows = 0;   ///< of the rank that should have received the most; 0: all did fit
+  std::uint64_t call = 0;  ///< number of the dispatch
 };
 
 /// The parities of a layer's next dispatch and of its next combine.
@@ -70,13 +110,21 @@ struct ExpertTurns {
 /// Whether a tensor was given at all; one without a shape was not. One of no tokens may be null.
 [[nodiscard]] inline bool is_given(const ConstTensorView& view) { return !view.shape.empty(); }
 
-/// What a rank dispatches. Contiguous views of the world's memory. All ranks give weights, or none.
+/// What a rank dispatches. Contiguous views of the world's memory. All ranks give weights, or none;
+/// ranks compare what does not depend on their tokens: whether weights and full_scatter_indices are
+/// given, and the last three.
 struct ExpertDispatchInput {
   ConstTensorView tokens;   ///< [T, hidden]
   ConstTensorView ids;      ///< [T, K], int32 or int64, unchecked where the host cannot read them
   ConstTensorView weights;  ///< [T, K], or not given
   ConstTensorView scales;   ///< [T, num_scales] float32, or not given
   ConstTensorView full_scatter_indices;  ///< [sum of T, K], int32 or int64, or not given
+  /// The caller will run the call's backward, a combine, if it runs that of the others of the step.
+  bool needs_gradients = false;
+  bool weights_need_gradients = false;  ///< the same of what brings the weights' gradients home
+  /// EPLayout::number() of a dispatch for which this one works, perhaps of another layer; 0: none.
+  /// Not looked at when the routing is known.
+  std::uint32_t origin = 0;
 };
 
 struct ExpertCombineInput {
@@ -84,6 +132,7 @@ struct ExpertCombineInput {
   EPCombineOptions options;
   std::span<const ConstTensorView> biases;  ///< up to two, [T, hidden]
   TensorView output;                        ///< [T, hidden]
+  bool needs_gradients = false;  ///< the caller will run its backward, a dispatch; ranks compare it
 };
 
 /// Does the work of one layer on a world's kind of memory.
@@ -112,23 +161,26 @@ class ExpertExecutor {
   [[nodiscard]] virtual std::shared_ptr<ExpertTables> route(const ExpertCall& call,
                                                             const ExpertDispatchInput& input) = 0;
 
-  /// Without counting, for tables of an earlier dispatch: enters the call, and takes the new
-  /// weights where there are any.
-  virtual void enter(const ExpertCall& call, const ExpertDispatchInput& input,
-                     ExpertTables& tables) = 0;
+  /// Without counting, by the routing of an earlier dispatch, which stays as it is: enters the
+  /// call, and takes the weights where there are any.
+  [[nodiscard]] virtual std::shared_ptr<ExpertTables> enter(const ExpertCall& call,
+                                                            const ExpertDispatchInput& input,
+                                                            const ExpertTables& earlier) = 0;
 
-  /// Second half: rows, tags, scales and weights into the windows of parity `call.parity`. Rows
-  /// past the capacity are not written; the receiver's overflow flag is raised instead.
+  /// Second half, once for what route or enter gave: rows, tags, scales and weights into the
+  /// windows of parity `call.parity`. Rows past the capacity are not written; those that fit are
+  /// right, all ranks note the overflow, and combine makes the sums of tokens with rows that did
+  /// not fit NaN.
   virtual void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
-                        ExpertTables& tables) = 0;
+                        ExpertTables& begun) = 0;
 
   /// Expert outputs into the combine window unless they are there, enters the call, sums.
   virtual void combine(const ExpertCall& call, const ExpertCombineInput& input,
                        const ExpertTables& tables) = 0;
 
-  /// Whether a dispatch since the last call of this has received more rows than the capacity, and
-  /// how many at most; 0: none. Waits for nothing.
-  [[nodiscard]] virtual std::int64_t take_overflow() = 0;
+  /// The dispatch since the last call of this that needed the most rows, where the capacity was
+  /// less. Waits for nothing.
+  [[nodiscard]] virtual ExpertOverflow take_overflow() = 0;
 };
 
 }  // namespace waybill

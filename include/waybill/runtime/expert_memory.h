@@ -46,7 +46,8 @@ struct ExpertBoardLayout {
                                                     const EPDispatchOptions& options);
 
 /// Signals of a layer, W slots each; slot kind * W + r is raised by rank r to the number of the
-/// call. Behind them are num_executor_slots for the executor's own counters.
+/// call. Behind them are num_executor_slots for the executor's own counters, and what ranks tell of
+/// their calls: with_fingerprints(num_layer_signals(W), W) in all.
 enum class ExpertSignal : std::uint8_t {
   entered,    ///< this call has begun: counts are on the board, or expert outputs in the window
   forwarded,  ///< several nodes: tokens, ids and weights for this rank to forward have arrived

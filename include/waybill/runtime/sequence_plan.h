@@ -106,6 +106,10 @@ struct SequencePlan {
   std::int32_t num_slots = 0;        ///< that the rank with the most needs
   NetworkProgram network;            ///< with `split_network`: what the batches leave to others
   std::vector<NetworkPhase> phases;  ///< with `pair_network`: the same, with what arrives
+
+  // The same on all ranks when all compile the same: what they compare when they meet.
+  std::uint64_t fingerprint = 0;  ///< hash of the lines and copies of all ranks and of their way
+  std::uint64_t formats = 0;      ///< hash of the parts' tensors
   PlanLimits limits;
 };
 
@@ -150,8 +154,8 @@ void expand_chunks(SequencePlan& plan);
 /// their number, beginning with rank + 1, those that stay come last; a chunk with several places is
 /// read once.
 /// @throws InvalidArgument for metadata whose tables do not fit each other, ranks and offsets out
-///   of range, parts of different worlds, and windows of 2^44 bytes and more. Rows that two lines
-///   write are not looked for: see validate.
+///   of range, parts of different worlds, windows of 2^44 bytes and more, and copies or relay hops
+///   of 2^60 bytes in all. Rows that two lines write are not looked for: see validate.
 [[nodiscard]] SequencePlan compile_dispatch(std::span<const SequencePart> parts, Rank rank,
                                             const SequencePlanOptions& options = {});
 

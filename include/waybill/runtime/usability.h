@@ -28,9 +28,9 @@ class Usability {
   /// @param why what it is or was: "was closed"
   void end(std::string why) { why_ = std::move(why); }
 
-  /// Calls. What comes out ends the object, but for an argument that was refused before anything
-  /// moved. Other ranks are told, unless they find out as this one did: by a deadline, or as their
-  /// calls differ.
+  /// Makes a collective call. What comes out ends the object, but for an argument that was refused
+  /// before anything moved; a Timeout then says that ranks may be in different calls. Other ranks
+  /// are told, unless they find out as this one did: by a deadline, or as their calls differ.
   template <class Call>
   void guard(Call&& call) {
     try {
@@ -43,8 +43,11 @@ class Usability {
     } catch (const Unsupported&) {
       throw;
     } catch (const Timeout& error) {
-      end_after("a failure", error.what());
-      throw;
+      MissedWait missed = error.missed();
+      missed.in_call = true;
+      const Timeout told(std::move(missed));
+      end_after("a failure", told.what());
+      throw told;
     } catch (const Interrupted& error) {
       end_after("an interrupt", error.what());
       tell(error.what());

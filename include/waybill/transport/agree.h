@@ -4,6 +4,7 @@
 #include <string>
 #include <string_view>
 
+#include "waybill/core/wait.h"
 #include "waybill/transport/bootstrap.h"
 
 namespace waybill {
@@ -22,7 +23,7 @@ void do_together(Bootstrap& bootstrap, std::string_view operation, Work&& work) 
   std::string trouble;
   try {
     work();
-  } catch (const Interrupted& interrupted) {
+  } catch (const Interrupted& interrupted) {  // who stops the program does not wait for the others
     bootstrap.fail(interrupted.what());
     throw;
   } catch (const std::exception& caught) {
@@ -36,6 +37,18 @@ void do_together(Bootstrap& bootstrap, std::string_view operation, Work&& work) 
     if (!error) throw;
   }
   if (error) std::rethrow_exception(error);
+}
+
+/// Not collective: makes something that needs the other ranks. Where that throws they are told, so
+/// that they do not wait for this rank. @throws what `make` throws
+template <class Make>
+[[nodiscard]] auto fail_on_error(Bootstrap& bootstrap, Make&& make) {
+  try {
+    return make();
+  } catch (const std::exception& error) {
+    bootstrap.fail(error.what());
+    throw;
+  }
 }
 
 /// The same text for all processes that run under one operating system, until it starts again;

@@ -47,7 +47,9 @@ class Bootstrap {
   void barrier(std::string_view operation);
 
   /// Tells the other ranks that this one gives up, and why: what they wait for here ends with
-  /// PeerFailed, where the engine can tell them. The first call counts.
+  /// PeerFailed, where the engine can tell them. The first call counts. Between processes that is
+  /// what this rank has not given yet: an exchange to which it has given its bytes ends well on the
+  /// others. Not collective, never waits. The object is unusable afterwards.
   virtual void fail(std::string_view reason) noexcept;
 
   /// For waits elsewhere. @throws PeerFailed (or what ended the run) when a rank is known to have

@@ -13,17 +13,31 @@ enum class FaultKind : std::uint32_t {
   wait,
   parity,
   moe_dispatch,
-  moe_combine
+  moe_combine,
+  disagreement,
+  // What a dispatch or combine of experts was given, see moe/input_fault.cuh.
+  expert_id,
+  scatter_size,
+  scatter_position,
+  scatter_twice,
+  combine_rows
 };
+
+inline constexpr int fault_words = 4;
 
 /// Written by a kernel into pinned host memory, once; the host reads it when a call fails.
 struct FaultRecord {
   volatile FaultKind kind;  ///< written last
+  volatile FaultKind call;  ///< of kinds that are not a call's: what the rank was doing; else none
   volatile std::int32_t rank;
   volatile std::int32_t peer;
   volatile std::uint64_t wanted;
   volatile std::uint64_t seen;
   volatile std::uint64_t waited_ns;
+  // disagreement: what the two ranks say of call `wanted`, see CallFingerprint. From expert_id on:
+  // values by which it is described.
+  volatile std::uint64_t mine[fault_words];
+  volatile std::uint64_t theirs[fault_words];
   /// Written by the host, read by kernels that have waited for long: not 0: the rank has given up.
   volatile std::uint32_t given_up;
 };

@@ -17,6 +17,12 @@ __device__ inline void publish(std::uint64_t* flag, std::uint64_t epoch) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(epoch) : "memory");
 }
 
+/// publish() in two steps, for stores that need no order and go out between them.
+__device__ inline void fence_release() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ inline void store_behind_fence(std::uint64_t* flag, std::uint64_t epoch) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(epoch) : "memory");
+}
+
 __device__ inline std::uint64_t load_acquire(const std::uint64_t* flag) {
   std::uint64_t value;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
@@ -39,11 +45,11 @@ __device__ inline bool is_over(const FaultSink& sink, std::uint64_t waited_ns,
   return waited_ns > patience * sink.timeout_ns || has_given_up(sink);
 }
 
-/// The first thread of a rank writes the record.
-__device__ inline void report(const FaultSink& sink, FaultKind kind, std::int32_t rank,
-                              std::int32_t peer, std::uint64_t wanted, std::uint64_t seen,
-                              std::uint64_t waited_ns) {
-  if (atomicCAS(sink.claimed, 0ULL, 1ULL) != 0ULL) return;
+/// `call`: for kinds that are not a call's.
+__device__ inline void write_record(const FaultSink& sink, FaultKind kind, std::int32_t rank,
+                                    std::int32_t peer, std::uint64_t wanted, std::uint64_t seen,
+                                    std::uint64_t waited_ns, FaultKind call) {
+  sink.record->call = call;
   sink.record->rank = rank;
   sink.record->peer = peer;
   sink.record->wanted = wanted;
@@ -54,19 +60,43 @@ __device__ inline void report(const FaultSink& sink, FaultKind kind, std::int32_
   __threadfence_system();
 }
 
-/// Reports and ends the context: nothing behind this kernel on the device runs any more. The thread
-/// that writes the record is given the time to do so. Without a trap the thread ends here, others
-/// of its block when their waits do; what they do until then is of no use.
-__device__ __noinline__ inline void report_and_trap(const FaultSink& sink, FaultKind kind,
-                                                    std::int32_t rank, std::int32_t peer,
-                                                    std::uint64_t wanted, std::uint64_t seen,
-                                                    std::uint64_t waited_ns) {
+/// The first thread of a rank writes the record.
+__device__ inline void report(const FaultSink& sink, FaultKind kind, std::int32_t rank,
+                              std::int32_t peer, std::uint64_t wanted, std::uint64_t seen,
+                              std::uint64_t waited_ns, FaultKind call = FaultKind::none) {
+  if (atomicCAS(sink.claimed, 0ULL, 1ULL) != 0ULL) return;
+  write_record(sink, kind, rank, peer, wanted, seen, waited_ns, call);
+}
+
+/// Behind a report: ends the context, so that nothing behind this kernel on the device runs any
+/// more. The thread that writes the record is given the time to do so. Without a trap the thread
+/// ends here, others of its block when their waits do; what they do until then is of no use.
+[[noreturn]] __device__ inline void end_context(const FaultSink& sink) {
   constexpr std::uint64_t time_to_write_ns = 5'000'000;
-  report(sink, kind, rank, peer, wanted, seen, waited_ns);
-  if (!sink.traps) asm volatile("exit;");
+  if (!sink.traps) {
+    asm volatile("exit;");
+    __builtin_unreachable();
+  }
   const std::uint64_t start = now_ns();
   while (now_ns() - start < sink.grace_ns + time_to_write_ns) __nanosleep(100'000);
   __trap();
+  __builtin_unreachable();
+}
+
+[[noreturn]] __device__ __noinline__ inline void report_and_trap(
+    const FaultSink& sink, FaultKind kind, std::int32_t rank, std::int32_t peer,
+    std::uint64_t wanted, std::uint64_t seen, std::uint64_t waited_ns) {
+  report(sink, kind, rank, peer, wanted, seen, waited_ns);
+  end_context(sink);
+}
+
+/// A graph was replayed for the other parity than that of the epoch.
+[[noreturn]] __device__ __noinline__ inline void report_parity(const FaultSink& sink,
+                                                               FaultKind call, std::int32_t rank,
+                                                               std::uint32_t wanted,
+                                                               std::uint64_t epoch) {
+  report(sink, FaultKind::parity, rank, rank, wanted, epoch, 0, call);
+  end_context(sink);
 }
 
 /// Waits until the flag is at least `wanted`: what the peer published before is then visible.

@@ -1,5 +1,7 @@
 #include "call_params.h"
 
+#include <algorithm>
+
 #include "waybill/core/at.h"
 #include "waybill/core/error.h"
 
@@ -25,6 +27,15 @@ std::int64_t pitch_of(const ConstTensorView& view) {
   return view.strides[0] * dtype_bytes(view.dtype);
 }
 
+FingerprintParams fingerprint_params(const SequenceCall& call) {
+  FingerprintParams params{};
+  std::ranges::copy(pack_fingerprint(call.fingerprint), params.words);
+  params.first_slot =
+      static_cast<std::int32_t>(first_fingerprint_slot(num_arrival_signals(call.plan->world_size)));
+  params.crosses_nodes = true;  // with the leg
+  return params;
+}
+
 MeetParams meet_params(const SequenceCall& call, const GpuRank& gpu, FaultKind kind, int share) {
   const std::int32_t world = call.plan->world_size;
   if (world > max_gpu_ranks) {
@@ -42,6 +53,7 @@ MeetParams meet_params(const SequenceCall& call, const GpuRank& gpu, FaultKind k
   for (std::int32_t r = 0; r < world; ++r) {
     params.peer_arrivals[r] = call.arrivals->peers[at(r)];
   }
+  params.fingerprint = fingerprint_params(call);
   return params;
 }
 

@@ -7,6 +7,9 @@
 namespace waybill::cuda {
 
 /// The part of the parameters by which ranks meet.
+/// What the call means on this rank; the plan's part where the host has it, not the device.
+[[nodiscard]] FingerprintParams fingerprint_params(const SequenceCall& call);
+
 [[nodiscard]] MeetParams meet_params(const SequenceCall& call, const GpuRank& gpu, FaultKind kind,
                                      int share);
 

@@ -59,7 +59,8 @@ class GpuExecutor final : public Executor {
   void dispatch(const SequenceCall& call) override {
     begin(call);
     if (call.num_sms == 0) {
-      const MeetParams meet = meet_params(call, *gpu_, FaultKind::dispatch, share_);
+      MeetParams meet = meet_params(call, *gpu_, FaultKind::dispatch, share_);
+      meet.fingerprint.plan = plan_of(call).fingerprint();
       copy_engine_.send_all(call);
       copy_engine_.join(call);
       gpu_->check(launch_meet(meet, stream_of(call.stream)), "launching a kernel", call.operation);
@@ -121,13 +122,13 @@ class GpuExecutor final : public Executor {
   void synchronize(Stream stream) override {
     gpu_->use();
     gpu_->wait_for(stream_of(stream), "waiting for a stream", "synchronize");
-    gpu_->throw_fault("synchronize");
+    gpu_->throw_fault();
   }
 
   void finish() override {
     gpu_->use();
     gpu_->wait_for_device("waiting for a device", "close");
-    gpu_->throw_fault("close");
+    gpu_->throw_fault();
   }
 
   [[nodiscard]] std::uint64_t capture(Stream stream) const override {
@@ -142,10 +143,12 @@ class GpuExecutor final : public Executor {
   void realign(const SequenceCall& call) override {
     if (has_nodes()) return;
     gpu_->use();
-    gpu_->throw_fault(call.operation);
+    gpu_->throw_fault();
     const bool sends = call.plan->operation == SequenceOperation::dispatch;
+    SequenceCall empty = call;
+    empty.fingerprint = {.call = CollectiveCall::realign};
     const MeetParams meet =
-        meet_params(call, *gpu_, sends ? FaultKind::dispatch : FaultKind::kv_gradient, share_);
+        meet_params(empty, *gpu_, sends ? FaultKind::dispatch : FaultKind::kv_gradient, share_);
     gpu_->check(launch_realign(meet, stream_of(call.stream)), "launching a kernel", call.operation);
   }
 
@@ -158,7 +161,7 @@ class GpuExecutor final : public Executor {
 
   void begin(const SequenceCall& call) const {
     gpu_->use();
-    gpu_->throw_fault(call.operation);
+    gpu_->throw_fault();
     if (!has_nodes()) return;
     if (leg_ == nullptr) {
       throw Unsupported(concat(call.operation, ": ", transport_.topology().num_nodes(),
@@ -186,6 +189,8 @@ class GpuExecutor final : public Executor {
   void start_leg(const SequenceCall& call, FaultKind kind, LegArrival arrival) const {
     if (leg_ == nullptr) return;
     const std::int32_t world = call.plan->world_size;
+    FingerprintParams fingerprint = fingerprint_params(call);
+    fingerprint.plan = plan_of(call).fingerprint();
     constexpr std::int64_t words = sizeof(CallState) / sizeof(std::uint64_t);
     static_assert(sizeof(CallState) + sizeof(LegState) <=
                   num_executor_slots * sizeof(std::uint64_t));
@@ -199,6 +204,7 @@ class GpuExecutor final : public Executor {
                  .slots = call.slots,
                  .first_slot = world,
                  .arrivals = call.arrivals,
+                 .fingerprint = fingerprint,
                  .epoch = call.epoch,
                  .num_sms = leg_sms(call),
                  .stream = stream_of(call.stream)});

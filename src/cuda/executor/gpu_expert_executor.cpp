@@ -86,20 +86,23 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
   void realign(const ExpertCall& call, ExpertTurns next) override {
     if (nodes_ != nullptr) return;
-    begin(call);
-    const MoeMeet meet = params_.meet(call, FaultKind::moe_dispatch);
+    begin();
+    ExpertCall empty = call;
+    empty.fingerprint = {.call = CollectiveCall::realign};
+    const MoeMeet meet = params_.meet(empty, FaultKind::moe_dispatch);
     check(launch_realign(meet, {{next.dispatch, next.combine}}, stream_of(call)), call);
   }
 
   std::shared_ptr<ExpertTables> route(const ExpertCall& call,
                                       const ExpertDispatchInput& input) override {
-    begin(call);
-    auto tables = std::make_shared<GpuExpertTables>(config_, options_, memory_.capacity, pool_,
-                                                    gpu_, stream_of(call), is_capturing(call));
-    tables->num_tokens = input.ids.shape[0];
-    tables->has_weights = is_given(input.weights);
-    tables->ticket = ++last_ticket_ & 0xFFFFFFFF;
-    if (nodes_ != nullptr) nodes_->exchange_ids(call, input, *tables, num_sms(call));
+    begin();
+    const TableCall table_call = table_call_of(call);
+    last_ticket_ = (last_ticket_ + 1) & 0xFFFFFFFF;
+    auto tables = std::make_shared<GpuExpertTables>(
+        std::make_shared<GpuExpertRouting>(config_, options_, memory_.capacity, input.ids.shape[0],
+                                           last_ticket_, pool_, gpu_, table_call),
+        weight_memory(input, table_call), config_.weight_dtype, table_call);
+    if (nodes_ != nullptr) nodes_->exchange_ids(call, input, tables->routing(), num_sms(call));
     const RouteParams params = params_.route(call, input, *tables);
     const int blocks = num_route_blocks(params.shape, call);
     // No event behind it: the rows' kernel begins early only right behind this one.
@@ -111,23 +114,27 @@ class GpuExpertExecutor final : public ExpertExecutor {
     return tables;
   }
 
-  void enter(const ExpertCall& call, const ExpertDispatchInput& input,
-             ExpertTables& tables) override {
-    begin(call);
-    auto& the = static_cast<GpuExpertTables&>(tables);
-    if (is_given(input.weights)) the.has_weights = true;
-    if (nodes_ != nullptr) nodes_->exchange_weights(call, input, the, num_sms(call));
-    const RouteParams params = params_.route(call, input, the);
+  std::shared_ptr<ExpertTables> enter(const ExpertCall& call, const ExpertDispatchInput& input,
+                                      const ExpertTables& earlier) override {
+    begin();
+    const TableCall table_call = table_call_of(call);
+    auto tables = std::make_shared<GpuExpertTables>(
+        static_cast<const GpuExpertTables&>(earlier).shared_routing(),
+        weight_memory(input, table_call), config_.weight_dtype, table_call);
+    if (nodes_ != nullptr) nodes_->exchange_weights(call, input, tables->routing(), num_sms(call));
+    const EnterParams params = params_.enter(call, input, *tables);
     const int blocks = params.weights == nullptr ? 1 : route_blocks(params.shape, num_sms(call));
     check(launch_enter(params, blocks, is_alone(), stream_of(call)), call);
+    return tables;
   }
 
   void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
-                ExpertTables& tables) override {
-    resume(call);
-    auto& the = static_cast<GpuExpertTables&>(tables);
-    const bool capturing = is_capturing(call);
-    the.fit(memory_.capacity, stream_of(call), capturing);
+                ExpertTables& begun) override {
+    begin();
+    auto& the = static_cast<GpuExpertTables&>(begun);
+    const TableCall table_call = table_call_of(call);
+    GpuExpertRouting* const made = the.being_made();
+    if (made != nullptr) made->fit(memory_.capacity, table_call);
     RowsParams params = params_.rows(call, input, the);
     params.tokens = input.tokens.data;
     params.scales = input.scales.data;
@@ -135,7 +142,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     int blocks = num_sms(call);
     if (nodes_ != nullptr) {
       const int of_leg = ExpertNodes::leg_sms(blocks);
-      nodes_->start_rows(call, input, the, of_leg);
+      nodes_->start_rows(call, input, the.routing(), of_leg);
       blocks = std::max(1, blocks - of_leg);
       params.tokens = memory_.board.local + memory_.board_layout.forward_rows;
       params.scales = options_.payload == EPPayload::plain
@@ -150,7 +157,9 @@ class GpuExpertExecutor final : public ExpertExecutor {
     params.cuts = cut_rows(row_bytes, static_cast<std::int32_t>(scale_bytes), bulk, word);
     if (options_.rows == EPRows::compact) params.cuts.tell_less();
     params.num_senders = num_sending_blocks(config_, options_, blocks, params.shape.num_tokens);
-    const bool early = is_alone() && options_.payload != EPPayload::quantized;
+    if (made != nullptr && is_given(input.full_scatter_indices)) claim_rows(call, *made, params);
+    const bool early =
+        is_alone() && options_.payload != EPPayload::quantized && !params.claims_rows;
     if (bulk && early) params.ahead = ahead_of(the, params);
     if (params.ahead == Ahead::lands) {
       // Blocks that find no room beside those that count begin when these have ended.
@@ -159,52 +168,44 @@ class GpuExpertExecutor final : public ExpertExecutor {
     }
     check(launch_rows(params, {bulk, early, blocks}, stream_of(call)), call);
     if (nodes_ != nullptr) {
-      if (!the.are_filled) nodes_->note_runs(call, the);
+      if (made != nullptr) nodes_->note_runs(call, *made);
       nodes_->finish_rows(call);
     }
-    the.are_filled = true;
-    the.note_use(stream_of(call), capturing);
+    the.finish(table_call);
   }
 
   void combine(const ExpertCall& call, const ExpertCombineInput& input,
                const ExpertTables& tables) override {
-    begin(call);
+    begin();
     const auto& the = static_cast<const GpuExpertTables&>(tables);
-    if (input.rows.shape[0] > 0) stage(call, input, the);
+    stage(call, input, the);
     const CombineParams params = params_.combine(call, input, the);
     if (nodes_ != nullptr) {
       combine_nodes(call, input, the, params);
     } else {
       sum(params, num_sms(call), call);
     }
-    const_cast<GpuExpertTables&>(the).note_use(stream_of(call), is_capturing(call));
+    the.note_use(table_call_of(call), input.options.weighted);
   }
 
-  std::int64_t take_overflow() override {
-    gpu_->throw_fault("take_overflow");
-    throw_bad_inputs();
-    const std::int64_t rows = params_.faults()->most_rows;
-    params_.faults()->most_rows = 0;
-    return rows;
+  ExpertOverflow take_overflow() override {
+    gpu_->throw_fault();
+    const std::uint64_t told = params_.faults()->overflow;
+    params_.faults()->overflow = 0;
+    return {.rows = static_cast<std::int32_t>(told), .call = told >> overflow_epoch_shift};
   }
 
  private:
-  void begin(const ExpertCall& call) const {
-    resume(call);
-    throw_bad_inputs();
-  }
-
-  /// In the middle of a call, on whose end the others count, bad inputs are no reason to stop.
-  void resume(const ExpertCall& call) const {
+  void begin() const {
     gpu_->use();
-    gpu_->throw_fault(call.operation);
+    gpu_->throw_fault();
   }
 
   /// A host that has waited for counts launches rows when all places are known.
   static Ahead ahead_of(const GpuExpertTables& tables, const RowsParams& params) {
-    if (tables.are_filled) return Ahead::loads;
+    if (tables.being_made() == nullptr) return Ahead::loads;
     const bool fits = params.landing.tokens > 0 && params.shape.num_tokens <= params.landing.tokens;
-    return fits && !tables.has_waited() ? Ahead::lands : Ahead::nothing;
+    return fits && !tables.routing().has_waited() ? Ahead::lands : Ahead::nothing;
   }
 
   [[nodiscard]] int num_route_blocks(const MoeShape& shape, const ExpertCall& call) const {
@@ -243,41 +244,34 @@ class GpuExpertExecutor final : public ExpertExecutor {
       part.output = nodes_->sums() + token * all.row_bytes;
       sum(part, blocks, call);
     };
-    nodes_->meet(call, tables, sms);
+    nodes_->meet(call, tables.routing(), sms);
     sum_nodes(0, own, sms);
     sum_nodes(own + 1, config_.num_nodes() - own - 1, sms);
-    nodes_->start_shares(call, tables, of_leg);
+    nodes_->start_shares(call, tables.routing(), of_leg);
     sum_nodes(own, 1, std::max(1, sms - of_leg));
-    nodes_->add_shares(call, input, tables);
-  }
-
-  void throw_bad_inputs() const {
-    MoeHostFaults& faults = *params_.faults();
-    if (faults.bad_ids != 0) {
-      faults.bad_ids = 0;
-      throw InvalidArgument(
-          concat("dispatch: exp_indices of an earlier call hold an id that is "
-                 "neither in 0..",
-                 config_.num_experts - 1, " nor ", options_.dropped(config_),
-                 " (dropped); such choices were dropped"));
-    }
-    if (faults.bad_positions != 0) {
-      faults.bad_positions = 0;
-      throw InvalidArgument(
-          "dispatch: full_scatter_indices of an earlier call hold a position that is not on the "
-          "rank of the choice's expert; such choices were dropped");
-    }
+    nodes_->add_shares(call, input, tables.routing());
   }
 
   void check(cudaError_t status, const ExpertCall& call) const {
     gpu_->check(status, "launching a kernel", call.operation);
   }
 
-  [[nodiscard]] bool is_capturing(const ExpertCall& call) const {
+  [[nodiscard]] TableCall table_call_of(const ExpertCall& call) const {
+    TableCall result{.stream = stream_of(call)};
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    gpu_->check(cudaStreamIsCapturing(stream_of(call), &status), "asking about a capture",
-                call.operation);
-    return status != cudaStreamCaptureStatusNone;
+    unsigned long long capture = 0;
+    gpu_->check(cudaStreamGetCaptureInfo(result.stream, &status, &capture),
+                "asking about a capture", call.operation);
+    if (status != cudaStreamCaptureStatusNone) result.capture = capture;
+    return result;
+  }
+
+  /// Room for the weights that a dispatch carries, if it does.
+  [[nodiscard]] TableMemory weight_memory(const ExpertDispatchInput& input,
+                                          const TableCall& call) const {
+    if (!is_given(input.weights)) return {};
+    const std::int64_t choices = config_.num_nodes() * config_.max_tokens * config_.topk;
+    return pool_->take(choices * dtype_bytes(config_.weight_dtype), false, call);
   }
 
   /// Ranks on one device must fit on it together, as they wait for each other.
@@ -301,17 +295,32 @@ class GpuExpertExecutor final : public ExpertExecutor {
           call);
   }
 
+  /// Lets receivers see a row that is taken twice.
+  void claim_rows(const ExpertCall& call, GpuExpertRouting& made, RowsParams& params) const {
+    params.claims_rows = true;
+    gpu_->check(
+        cudaMemsetAsync(made.row_part(made.rows().leader_rows), 0xFF,
+                        static_cast<std::size_t>(made.rows().capacity) * 4, stream_of(call)),
+        "clearing a table", call.operation);
+  }
+
   /// Expert outputs to where the other ranks pull them. The whole device does it: it is bound by
   /// its memory, and meets nobody.
   void stage(const ExpertCall& call, const ExpertCombineInput& input,
              const GpuExpertTables& tables) const {
     StageParams params = params_.stage(call, input, tables);
+    if (params.num_rows == 0 || params.input == params.window) {
+      // With other rows than those that arrived: how many these are the device knows.
+      const bool has_all = params.num_rows >= params.shape.capacity;
+      if (!call.may_grow && !has_all) check(launch_check_rows(params, stream_of(call)), call);
+    }
+    if (params.num_rows == 0) return;
     const int word = common_word({address_of(params.input), params.row_bytes});
     const int blocks = 2 * gpu_->num_sms();
     const cudaStream_t stream = stream_of(call);
     const bool sums = input.options.local_combine && nodes_ == nullptr;
     if (sums && options_.rows == EPRows::grouped) {
-      params.records = tables.part(tables.fixed().records);
+      params.records = tables.routing().part(tables.routing().fixed().records);
       check(launch_sum_rows(params, config_.token_dtype, word == 16, blocks, stream), call);
     } else if (params.input != params.window) {
       check(launch_copy_rows(params, word, blocks, stream), call);

@@ -82,11 +82,11 @@ std::byte* ExpertNodes::own_scales() const {
          own_slice() * num_scales(config_, options_) * 4;
 }
 
-ListPutsParams ExpertNodes::puts(const ExpertCall& call, const GpuExpertTables& tables,
+ListPutsParams ExpertNodes::puts(const ExpertCall& call, const GpuExpertRouting& routing,
                                  FaultKind kind, ExpertSignal signal) const {
   ListPutsParams params{};
   params.m = params_.meet(call, kind);
-  params.shape = params_.shape(tables);
+  params.shape = params_.shape(routing);
   params.begins = -1;
   params.filter = NodeFilter::all;
   params.first_signal = static_cast<std::int32_t>(first_slot(signal));
@@ -176,16 +176,16 @@ void ExpertNodes::await(const ListPutsParams& params, const ExpertCall& call, bo
   gpu_->check(launch_await_nodes(wait, stream), "launching a kernel", call.operation);
 }
 
-void ExpertNodes::meet(const ExpertCall& call, const GpuExpertTables& tables, int num_sms) {
-  ListPutsParams params = puts(call, tables, FaultKind::moe_combine, ExpertSignal::shared);
+void ExpertNodes::meet(const ExpertCall& call, const GpuExpertRouting& routing, int num_sms) {
+  ListPutsParams params = puts(call, routing, FaultKind::moe_combine, ExpertSignal::shared);
   params.begins = 1;
   start(params, call, num_sms);
   await(params, call, true);
 }
 
 void ExpertNodes::exchange_ids(const ExpertCall& call, const ExpertDispatchInput& input,
-                               const GpuExpertTables& tables, int num_sms) {
-  ListPutsParams params = puts(call, tables, FaultKind::moe_dispatch, ExpertSignal::posted);
+                               const GpuExpertRouting& routing, int num_sms) {
+  ListPutsParams params = puts(call, routing, FaultKind::moe_dispatch, ExpertSignal::posted);
   const std::int64_t row_bytes = std::int64_t{config_.topk} * 4;
   NodeIdsParams ids{};
   ids.shape = params.shape;
@@ -194,7 +194,8 @@ void ExpertNodes::exchange_ids(const ExpertCall& call, const ExpertDispatchInput
   ids.dropped_id = options_.dropped(config_);
   ids.out = reinterpret_cast<std::int32_t*>(memory_.board.local + memory_.board_layout.forward_ids +
                                             own_slice() * row_bytes);
-  ids.faults = params_.faults();
+  ids.sink = params.m.meet.sink;
+  ids.state = params.m.state;
   gpu_->check(launch_node_ids(ids, num_sms, stream_of(call)), "launching a kernel", call.operation);
   params.begins = 0;
   add_part(params, memory_.board_layout.forward_ids, row_bytes);
@@ -205,33 +206,33 @@ void ExpertNodes::exchange_ids(const ExpertCall& call, const ExpertDispatchInput
 }
 
 void ExpertNodes::exchange_weights(const ExpertCall& call, const ExpertDispatchInput& input,
-                                   const GpuExpertTables& tables, int num_sms) {
-  ListPutsParams params = puts(call, tables, FaultKind::moe_dispatch, ExpertSignal::posted);
+                                   const GpuExpertRouting& routing, int num_sms) {
+  ListPutsParams params = puts(call, routing, FaultKind::moe_dispatch, ExpertSignal::posted);
   params.begins = 0;
   add_weights(call, input, params);
   start(params, call, num_sms);
   await(params, call, false);
 }
 
-void ExpertNodes::note_runs(const ExpertCall& call, const GpuExpertTables& tables) const {
+void ExpertNodes::note_runs(const ExpertCall& call, GpuExpertRouting& made) const {
   NodeRunsParams params{};
-  params.shape = params_.shape(tables);
-  params.ids = tables.part(tables.fixed().ids);
-  params.runs = tables.part(tables.fixed().send_reqs);
+  params.shape = params_.shape(made);
+  params.ids = made.part(made.fixed().ids);
+  params.runs = made.part(made.fixed().send_reqs);
   gpu_->check(launch_node_runs(params, stream_of(call)), "launching a kernel", call.operation);
 }
 
 void ExpertNodes::start_rows(const ExpertCall& call, const ExpertDispatchInput& input,
-                             const GpuExpertTables& tables, int num_sms) {
+                             const GpuExpertRouting& routing, int num_sms) {
   const std::int64_t row_bytes = config_.hidden * dtype_bytes(payload_dtype(config_, options_));
   const std::int64_t scale_bytes = num_scales(config_, options_) * 4;
   if (options_.payload != EPPayload::quantized) {  // else they are there
     copy(own_rows(), input.tokens, row_bytes, call);
     if (scale_bytes > 0) copy(own_scales(), input.scales, scale_bytes, call);
   }
-  ListPutsParams params = puts(call, tables, FaultKind::moe_dispatch, ExpertSignal::forwarded);
+  ListPutsParams params = puts(call, routing, FaultKind::moe_dispatch, ExpertSignal::forwarded);
   params.filter = NodeFilter::tokens;
-  params.ids = tables.part(tables.fixed().ids) + own_slice() * config_.topk;
+  params.ids = routing.part(routing.fixed().ids) + own_slice() * config_.topk;
   add_part(params, memory_.board_layout.forward_rows, row_bytes);
   add_part(params, memory_.board_layout.forward_scales, scale_bytes);
   start(params, call, num_sms);
@@ -241,13 +242,13 @@ void ExpertNodes::finish_rows(const ExpertCall& call) { leg_.join(stream_of(call
 
 /// What start_shares sends.
 ListPutsParams ExpertNodes::share_puts(const ExpertCall& call,
-                                       const GpuExpertTables& tables) const {
+                                       const GpuExpertRouting& routing) const {
   const std::int64_t row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
   const std::int64_t slice_bytes = config_.max_tokens * row_bytes;
   const ExpertBoardLayout& board = memory_.board_layout;
-  ListPutsParams params = puts(call, tables, FaultKind::moe_combine, ExpertSignal::shared);
+  ListPutsParams params = puts(call, routing, FaultKind::moe_combine, ExpertSignal::shared);
   params.filter = NodeFilter::shares;
-  params.ids = tables.part(tables.fixed().ids);
+  params.ids = routing.part(routing.fixed().ids);
   params.num_parts = 1;
   params.parts[0] = {.from = board.sums,
                      .from_node_bytes = slice_bytes,
@@ -257,13 +258,14 @@ ListPutsParams ExpertNodes::share_puts(const ExpertCall& call,
   return params;
 }
 
-void ExpertNodes::start_shares(const ExpertCall& call, const GpuExpertTables& tables, int num_sms) {
-  start(share_puts(call, tables), call, num_sms);
+void ExpertNodes::start_shares(const ExpertCall& call, const GpuExpertRouting& routing,
+                               int num_sms) {
+  start(share_puts(call, routing), call, num_sms);
 }
 
 void ExpertNodes::add_shares(const ExpertCall& call, const ExpertCombineInput& input,
-                             const GpuExpertTables& tables) {
-  const ListPutsParams params = share_puts(call, tables);
+                             const GpuExpertRouting& routing) {
+  const ListPutsParams params = share_puts(call, routing);
   const std::int64_t row_bytes = params.parts[0].row_bytes;
   const std::int64_t slice_bytes = params.parts[0].total_bytes;
   await(params, call, false);

@@ -32,45 +32,45 @@ class ExpertNodes {
 
   /// Begins a dispatch: meets all ranks, and exchanges ids, and weights where there are any.
   void exchange_ids(const ExpertCall& call, const ExpertDispatchInput& input,
-                    const GpuExpertTables& tables, int num_sms);
+                    const GpuExpertRouting& routing, int num_sms);
 
-  /// The same for tables that are there: no ids.
+  /// The same by a routing that is there: no ids.
   void exchange_weights(const ExpertCall& call, const ExpertDispatchInput& input,
-                        const GpuExpertTables& tables, int num_sms);
+                        const GpuExpertRouting& routing, int num_sms);
 
-  /// The table of runs, from the ids in the tables.
-  void note_runs(const ExpertCall& call, const GpuExpertTables& tables) const;
+  /// The table of runs, from that of the ids.
+  void note_runs(const ExpertCall& call, GpuExpertRouting& made) const;
 
   /// Begins to exchange rows, once counting or weights are done, beside the kernel of the node,
   /// which waits for them. Rows that were quantised are in place.
   void start_rows(const ExpertCall& call, const ExpertDispatchInput& input,
-                  const GpuExpertTables& tables, int num_sms);
+                  const GpuExpertRouting& routing, int num_sms);
 
   /// Behind that kernel, which other kernels may then follow.
   void finish_rows(const ExpertCall& call);
 
   /// Begins a combine: meets all ranks, whose expert outputs are then in the combine windows.
-  void meet(const ExpertCall& call, const GpuExpertTables& tables, int num_sms);
+  void meet(const ExpertCall& call, const GpuExpertRouting& routing, int num_sms);
 
   /// Where the combine of a node's ranks leaves sums: [nodes, M] rows, by home node.
   [[nodiscard]] std::byte* sums() const { return memory_.board.local + memory_.board_layout.sums; }
 
   /// Begins to send the sums of other nodes' tokens home.
-  void start_shares(const ExpertCall& call, const GpuExpertTables& tables, int num_sms);
+  void start_shares(const ExpertCall& call, const GpuExpertRouting& routing, int num_sms);
 
   /// Adds this node's sums and those that come.
   void add_shares(const ExpertCall& call, const ExpertCombineInput& input,
-                  const GpuExpertTables& tables);
+                  const GpuExpertRouting& routing);
 
   /// This rank's part of the board: where its payload and scales lie.
   [[nodiscard]] std::byte* own_rows() const;
   [[nodiscard]] std::byte* own_scales() const;
 
  private:
-  [[nodiscard]] ListPutsParams puts(const ExpertCall& call, const GpuExpertTables& tables,
+  [[nodiscard]] ListPutsParams puts(const ExpertCall& call, const GpuExpertRouting& routing,
                                     FaultKind kind, ExpertSignal signal) const;
   [[nodiscard]] ListPutsParams share_puts(const ExpertCall& call,
-                                          const GpuExpertTables& tables) const;
+                                          const GpuExpertRouting& routing) const;
   void add_part(ListPutsParams& params, std::int64_t part, std::int64_t row_bytes) const;
   void add_weights(const ExpertCall& call, const ExpertDispatchInput& input,
                    ListPutsParams& params) const;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <initializer_list>
 #include <memory>
 
@@ -42,8 +43,12 @@ class ExpertParams {
   /// Nothing is freed while other ranks may still use it.
   ~ExpertParams();
 
+  /// @param tables whose routing is being made
   [[nodiscard]] RouteParams route(const ExpertCall& call, const ExpertDispatchInput& input,
-                                  const GpuExpertTables& tables) const;
+                                  GpuExpertTables& tables) const;
+
+  [[nodiscard]] EnterParams enter(const ExpertCall& call, const ExpertDispatchInput& input,
+                                  GpuExpertTables& tables) const;
 
   /// But for the tokens, their cuts, the number of senders and what they do ahead. On several nodes
   /// the tokens are those that this rank forwards: [nodes, M], on the board.
@@ -61,7 +66,7 @@ class ExpertParams {
 
   /// How ranks meet in a call, and what this one is.
   [[nodiscard]] MoeMeet meet(const ExpertCall& call, FaultKind kind) const;
-  [[nodiscard]] MoeShape shape(const GpuExpertTables& tables) const;
+  [[nodiscard]] MoeShape shape(const GpuExpertRouting& routing) const;
 
   [[nodiscard]] MoeHostFaults* faults() const { return static_cast<MoeHostFaults*>(faults_.get()); }
 
@@ -75,7 +80,10 @@ class ExpertParams {
 
  private:
   [[nodiscard]] MoeShape shape(std::int64_t num_tokens, std::int64_t capacity) const;
-  [[nodiscard]] MoeShape node_shape(const GpuExpertTables& tables) const;
+  [[nodiscard]] MoeShape node_shape(const GpuExpertRouting& routing) const;
+  void fill_tables(const ExpertCall& call, GpuExpertRouting& made, RowsParams& params) const;
+  void send_weights(const ExpertCall& call, std::byte* (&to)[max_gpu_ranks]) const;
+  [[nodiscard]] const std::byte* weights_of(const ExpertDispatchInput& input) const;
   [[nodiscard]] std::int32_t first_rank() const {
     return config_.rank / config_.local_world_size * config_.local_world_size;
   }
@@ -87,11 +95,13 @@ class ExpertParams {
   EPDispatchOptions options_;
   const ExpertMemory& memory_;
   bool few_;
+  std::uint32_t most_delay_ns_;  ///< MoeMeet's
   RecordBoard board_;
   SymmetricBuffer records_;
   SignalPad streams_;
   std::shared_ptr<void> state_;        ///< MoeState
   std::shared_ptr<void> tile_counts_;  ///< scratch of route
+  std::shared_ptr<void> nan_row_;      ///< see CombineParams
   std::shared_ptr<void> faults_;       ///< pinned MoeHostFaults
   std::shared_ptr<void> elements_;
   std::shared_ptr<void> scales_;

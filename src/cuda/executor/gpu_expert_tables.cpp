@@ -1,41 +1,15 @@
 #include "gpu_expert_tables.h"
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <utility>
 
-#include "cuda_check.h"
 #include "waybill/core/at.h"
 
 namespace waybill::cuda {
 namespace {
 
 using waybill::detail::at;
-
-/// Lets the thread allocate while a stream of it is being captured.
-class RelaxedCapture {
- public:
-  RelaxedCapture() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-  ~RelaxedCapture() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
-std::shared_ptr<void> plain_device_memory(std::int64_t size_bytes, int device) {
-  void* memory = nullptr;
-  cuda_check(cudaMalloc(&memory, at(size_bytes)), "allocating device memory");
-  return {memory, [device](void* owned) {
-            int current = 0;
-            (void)cudaGetDevice(&current);
-            (void)cudaSetDevice(device);
-            (void)cudaFree(owned);
-            (void)cudaSetDevice(current);
-          }};
-}
 
 /// Parts of one block of memory, each at a multiple of 256 bytes.
 struct Parts {
@@ -64,7 +38,6 @@ FixedTables::FixedTables(const EPConfig& config, const EPDispatchOptions& option
   Parts parts;
   ids = parts.take(choices);
   dst_rows = parts.take(choices);
-  weights = parts.take(choices, dtype_bytes(config.weight_dtype));
   places = parts.take(choices, 8);
   records = parts.take(world * config.max_tokens * (config.topk + (is_compact ? 1 : 0)));
   grouped_to_compact = parts.take(is_compact ? most_grouped_rows(config, options) : 0);
@@ -74,15 +47,15 @@ FixedTables::FixedTables(const EPConfig& config, const EPDispatchOptions& option
   segment_offsets = parts.take(world * config.num_experts);
   expert_counts = parts.take(per_rank);
   expert_offsets = parts.take(per_rank + 1);
-  num_recv_rows = parts.take(world);
+  num_recv_rows = parts.take(world + 1);  // and the most of them
   total = parts.total;
 }
 
 RowTables::RowTables(const EPConfig& config, const EPDispatchOptions& options,
-                     std::int64_t capacity_rows)
+                     std::int64_t capacity_rows, std::int64_t first)
     : capacity(capacity_rows) {
   const bool is_compact = options.rows == EPRows::compact;
-  Parts parts;
+  Parts parts{first};
   tags = parts.take(capacity, sizeof(MoeTag));
   leader_rows = parts.take(is_compact ? 0 : capacity);
   choice_rows = parts.take(is_compact ? 0 : capacity * config.topk);
@@ -91,78 +64,45 @@ RowTables::RowTables(const EPConfig& config, const EPDispatchOptions& options,
   total = parts.total;
 }
 
-TablePool::~TablePool() {
-  for (const TableMemory& memory : free_) (void)cudaEventDestroy(memory.used);
-}
-
-TableMemory TablePool::take(std::int64_t size_bytes, cudaStream_t stream, bool capturing) {
-  const auto fits = [&](const TableMemory& memory) {
-    return memory.captured == capturing && memory.size_bytes == size_bytes;
-  };
-  const RelaxedCapture relaxed;
-  if (const auto found = std::ranges::find_if(free_, fits); found != free_.end()) {
-    TableMemory memory = std::move(*found);
-    free_.erase(found);
-    if (!capturing) {
-      gpu_->check(cudaStreamWaitEvent(stream, memory.used, 0), "ordering streams", "dispatch");
-    }
-    return memory;
-  }
-  TableMemory memory;
-  memory.device = plain_device_memory(size_bytes, gpu_->device());
-  memory.counts = pinned_memory(sizeof(MoeHostCounts));
-  std::memset(memory.counts.get(), 0, sizeof(MoeHostCounts));
-  memory.size_bytes = size_bytes;
-  memory.captured = capturing;
-  cuda_check(cudaEventCreateWithFlags(&memory.used, cudaEventDisableTiming), "making an event");
-  return memory;
-}
-
-void TablePool::give_back(TableMemory memory) { free_.push_back(std::move(memory)); }
-
-GpuExpertTables::GpuExpertTables(const EPConfig& config, const EPDispatchOptions& options,
-                                 std::int64_t capacity, std::shared_ptr<TablePool> pool,
-                                 std::shared_ptr<GpuRank> gpu, cudaStream_t route_stream,
-                                 bool capturing)
-    : stream(route_stream),
-      config_(config),
+GpuExpertRouting::GpuExpertRouting(const EPConfig& config, const EPDispatchOptions& options,
+                                   std::int64_t capacity, std::int64_t num_tokens,
+                                   std::uint64_t ticket, std::shared_ptr<TablePool> pool,
+                                   std::shared_ptr<GpuRank> gpu, const TableCall& call)
+    : config_(config),
       options_(options),
       fixed_(config, options),
-      rows_(config, options, capacity),
+      rows_(config, options, capacity, fixed_.total),
+      num_tokens_(num_tokens),
+      ticket_(ticket),
       pool_(std::move(pool)),
       gpu_(std::move(gpu)),
-      memory_(pool_->take(fixed_.total, stream, capturing)),
-      row_memory_(pool_->take(rows_.total, stream, capturing)) {}
+      stream_(call.stream),
+      memory_(pool_->take(rows_.total, true, call)) {}
 
-GpuExpertTables::~GpuExpertTables() {
-  pool_->give_back(std::move(memory_));
-  pool_->give_back(std::move(row_memory_));
+void GpuExpertRouting::fit(std::int64_t capacity, const TableCall& call) {
+  if (capacity <= rows_.capacity) return;
+  rows_ = RowTables(config_, options_, capacity, 0);
+  grown_ = pool_->take(rows_.total, false, call);
 }
 
-void GpuExpertTables::fit(std::int64_t capacity, cudaStream_t work, bool capturing) {
-  if (are_filled || capacity <= rows_.capacity) return;
-  rows_ = RowTables(config_, options_, capacity);
-  pool_->give_back(std::exchange(row_memory_, pool_->take(rows_.total, work, capturing)));
+void GpuExpertRouting::note_use(const TableCall& call) const {
+  memory_.note_use(call);
+  if (grown_.is_there()) grown_.note_use(call);
 }
 
-void GpuExpertTables::note_use(cudaStream_t work, bool capturing) {
-  for (TableMemory* memory : {&memory_, &row_memory_}) {
-    if (capturing) {
-      memory->captured = true;
-    } else {
-      gpu_->check(cudaEventRecord(memory->used, work), "recording an event", "dispatch");
-    }
-  }
+Shape GpuExpertRouting::shape_by_id() const {
+  if (config_.num_nodes() == 1) return {num_tokens_, config_.topk};
+  return {config_.num_nodes(), config_.max_tokens, config_.topk};
 }
 
-ExpertTableViews GpuExpertTables::views() const {
+ExpertTableViews GpuExpertRouting::views() const {
   const bool compact = options_.rows == EPRows::compact;
   const std::int64_t world = config_.world_size;
   const std::int64_t per_rank = config_.num_experts_per_rank();
   const std::int64_t topk = config_.topk;
   std::int64_t rows = rows_.capacity;
-  if (!num_recv_rows_.empty()) {
-    rows = std::min<std::int64_t>(rows, num_recv_rows_[at(std::int64_t{config_.rank})]);
+  if (has_waited()) {
+    rows = std::min<std::int64_t>(rows, wait_counts()[at(std::int64_t{config_.rank})]);
   }
   const auto view = [&](std::int64_t offset, Shape shape) {
     return ConstTensorView(part(offset), DType::int32, std::move(shape));
@@ -172,13 +112,8 @@ ExpertTableViews GpuExpertTables::views() const {
   };
   ExpertTableViews views;
   const std::int64_t nodes = config_.num_nodes();
-  const Shape columns{nodes, config_.max_tokens, topk};
-  const Shape by_id = nodes == 1 ? Shape{num_tokens, topk} : columns;
-  views.ids = view(fixed_.ids, by_id);
-  views.dst_rows = view(fixed_.dst_rows, columns);
-  if (has_weights) {
-    views.weights = {part<std::byte>(fixed_.weights), config_.weight_dtype, by_id};
-  }
+  views.ids = view(fixed_.ids, shape_by_id());
+  views.dst_rows = view(fixed_.dst_rows, {nodes, config_.max_tokens, topk});
   if (nodes > 1) views.send_reqs = view(fixed_.send_reqs, {nodes, 2, config_.max_tokens});
   views.num_input_tokens = view(fixed_.num_input_tokens, {world});
   views.splits = view(fixed_.splits, {world, config_.num_experts + 1});
@@ -199,31 +134,76 @@ ExpertTableViews GpuExpertTables::views() const {
   return views;
 }
 
-std::span<const std::int32_t> GpuExpertTables::wait_counts() {
+std::span<const std::int32_t> GpuExpertRouting::wait_counts() const {
+  if (has_waited_) return num_recv_rows_;
+  const MoeHostCounts& counts = *memory_.counts();
   // The kernel has the deadline; what it reports ends the stream.
   const auto have_come = [&] {
     for (std::int32_t r = 0; r < config_.world_size; ++r) {
-      if (counts()->rows[r] >> ticket_shift != ticket) return false;
+      if (counts.rows[r] >> ticket_shift != ticket_) return false;
     }
     return true;
   };
   PollingWait wait(std::numeric_limits<double>::infinity(), gpu_->wait_options("dispatch"));
   for (int spin = 0; !have_come(); ++spin) {
     if (spin % 256 != 255) continue;
-    const cudaError_t status = cudaStreamQuery(stream);
+    const cudaError_t status = cudaStreamQuery(stream_);
     if (status == cudaErrorNotReady) {
       (void)cudaGetLastError();
       (void)wait.pause();
       continue;
     }
     gpu_->check(status, "waiting for counts", "dispatch");
-    gpu_->throw_fault("dispatch");
+    gpu_->throw_fault();
   }
+  const std::lock_guard lock(mutex_);
+  if (has_waited_) return num_recv_rows_;
   num_recv_rows_.resize(at(std::int64_t{config_.world_size}));
   for (std::size_t r = 0; r < num_recv_rows_.size(); ++r) {
-    num_recv_rows_[r] = static_cast<std::int32_t>(counts()->rows[r]);
+    num_recv_rows_[r] = static_cast<std::int32_t>(counts.rows[r]);
   }
+  has_waited_ = true;
   return num_recv_rows_;
+}
+
+GpuExpertTables::GpuExpertTables(std::shared_ptr<GpuExpertRouting> made, TableMemory weights,
+                                 DType weight_dtype, const TableCall& call)
+    : routing_(made),
+      being_made_(std::move(made)),
+      weights_(std::move(weights)),
+      weight_dtype_(weight_dtype),
+      begun_(call) {}
+
+GpuExpertTables::GpuExpertTables(std::shared_ptr<const GpuExpertRouting> known, TableMemory weights,
+                                 DType weight_dtype, const TableCall& call)
+    : routing_(std::move(known)),
+      weights_(std::move(weights)),
+      weight_dtype_(weight_dtype),
+      begun_(call) {}
+
+/// A dispatch that was given up between its halves: work of the first may still be under way.
+GpuExpertTables::~GpuExpertTables() {
+  if (!begun_) return;
+  try {
+    note_use(*begun_, true);
+  } catch (...) {  // the device is lost: nobody will use the memory again
+  }
+}
+
+ConstTensorView GpuExpertTables::weights() const {
+  if (!has_weights()) return {};
+  return {weights_.data(), weight_dtype_, routing_->shape_by_id()};
+}
+
+void GpuExpertTables::finish(const TableCall& call) {
+  note_use(call, true);
+  being_made_.reset();
+  begun_.reset();
+}
+
+void GpuExpertTables::note_use(const TableCall& call, bool with_weights) const {
+  routing_->note_use(call);
+  if (with_weights && has_weights()) weights_.note_use(call);
 }
 
 }  // namespace waybill::cuda

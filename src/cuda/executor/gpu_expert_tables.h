@@ -2,109 +2,149 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "../moe/moe_params.h"
 #include "gpu_rank.h"
+#include "table_pool.h"
 #include "waybill/runtime/expert_executor.h"
 
 namespace waybill::cuda {
 
-/// Byte offsets of the tables whose size is known ahead.
+/// Byte offsets of a routing's tables in its memory: those whose size is known ahead, then those
+/// that have an entry a received row.
 struct FixedTables {
   FixedTables(const EPConfig& config, const EPDispatchOptions& options);
 
-  std::int64_t ids, dst_rows, weights, places, records, grouped_to_compact, send_reqs;
+  std::int64_t ids, dst_rows, places, records, grouped_to_compact, send_reqs;
   std::int64_t num_input_tokens, splits, segment_offsets, expert_counts, expert_offsets;
   std::int64_t num_recv_rows;
   std::int64_t total;
 };
 
-/// Byte offsets of the tables that have an entry a received row.
 struct RowTables {
-  RowTables(const EPConfig& config, const EPDispatchOptions& options, std::int64_t capacity);
+  /// @param first where they begin in the memory
+  RowTables(const EPConfig& config, const EPDispatchOptions& options, std::int64_t capacity,
+            std::int64_t first);
 
   std::int64_t capacity;  ///< rows
   std::int64_t tags, leader_rows, choice_rows, compact_to_grouped, topk;
-  std::int64_t total;
+  std::int64_t total;  ///< with what lies ahead
 };
 
-/// Memory of one dispatch's tables, or of a part of them.
-struct TableMemory {
-  std::shared_ptr<void> device;
-  std::shared_ptr<void> counts;  ///< pinned MoeHostCounts
-  std::int64_t size_bytes = 0;
-  cudaEvent_t used = nullptr;  ///< behind the last work with it
-  bool captured = false;       ///< a graph may write it at any time
-};
-
-/// Keeps memory of tables that are gone for the next ones: freeing would wait for the device.
-class TablePool {
+/// The routing of a dispatch on a GPU. What its dispatch has not written it can write, as long as
+/// that holds it alone: others have it const.
+class GpuExpertRouting final : public ExpertRouting {
  public:
-  explicit TablePool(std::shared_ptr<GpuRank> gpu) : gpu_(std::move(gpu)) {}
-  TablePool(const TablePool&) = delete;
-  TablePool& operator=(const TablePool&) = delete;
-  ~TablePool();
-
-  [[nodiscard]] TableMemory take(std::int64_t size_bytes, cudaStream_t stream, bool capturing);
-  void give_back(TableMemory memory);
-
- private:
-  std::shared_ptr<GpuRank> gpu_;
-  std::vector<TableMemory> free_;
-};
-
-class GpuExpertTables final : public ExpertTables {
- public:
-  /// @param capacity received rows that they have room for; fit() may change it
-  GpuExpertTables(const EPConfig& config, const EPDispatchOptions& options, std::int64_t capacity,
-                  std::shared_ptr<TablePool> pool, std::shared_ptr<GpuRank> gpu,
-                  cudaStream_t route_stream, bool capturing);
-  ~GpuExpertTables() override;
+  /// @param capacity received rows that there is room for; fit() may change it
+  /// @param num_tokens of this rank
+  /// @param ticket of the route that fills the tables
+  GpuExpertRouting(const EPConfig& config, const EPDispatchOptions& options, std::int64_t capacity,
+                   std::int64_t num_tokens, std::uint64_t ticket, std::shared_ptr<TablePool> pool,
+                   std::shared_ptr<GpuRank> gpu, const TableCall& call);
 
   [[nodiscard]] ExpertTableViews views() const override;
-  [[nodiscard]] std::span<const std::int32_t> wait_counts() override;
-  [[nodiscard]] bool has_waited() const noexcept { return !num_recv_rows_.empty(); }
+  [[nodiscard]] std::span<const std::int32_t> wait_counts() const override;
+  [[nodiscard]] std::span<const std::int32_t> known_counts() const override {
+    return has_waited() ? wait_counts() : std::span<const std::int32_t>{};
+  }
+  [[nodiscard]] bool has_waited() const noexcept { return has_waited_; }
+  /// The shape of ids and weights, as ExpertTableViews says.
+  [[nodiscard]] Shape shape_by_id() const;
 
   /// Before rows come: room for `capacity` of them, if windows have grown meanwhile.
-  void fit(std::int64_t capacity, cudaStream_t work, bool capturing);
+  void fit(std::int64_t capacity, const TableCall& call);
 
   template <class T = std::int32_t>
-  [[nodiscard]] T* part(std::int64_t offset) const {
-    return reinterpret_cast<T*>(static_cast<std::byte*>(memory_.device.get()) + offset);
+  [[nodiscard]] const T* part(std::int64_t offset) const {
+    return reinterpret_cast<const T*>(memory_.data() + offset);
   }
   template <class T = std::int32_t>
-  [[nodiscard]] T* row_part(std::int64_t offset) const {
-    return reinterpret_cast<T*>(static_cast<std::byte*>(row_memory_.device.get()) + offset);
+  [[nodiscard]] T* part(std::int64_t offset) {
+    return reinterpret_cast<T*>(memory_.data() + offset);
+  }
+  template <class T = std::int32_t>
+  [[nodiscard]] const T* row_part(std::int64_t offset) const {
+    return reinterpret_cast<const T*>(row_memory().data() + offset);
+  }
+  template <class T = std::int32_t>
+  [[nodiscard]] T* row_part(std::int64_t offset) {
+    return reinterpret_cast<T*>(row_memory().data() + offset);
   }
   [[nodiscard]] const FixedTables& fixed() const noexcept { return fixed_; }
   [[nodiscard]] const RowTables& rows() const noexcept { return rows_; }
-  [[nodiscard]] MoeHostCounts* counts() const {
-    return static_cast<MoeHostCounts*>(memory_.counts.get());
-  }
+  [[nodiscard]] MoeHostCounts* counts() { return memory_.counts(); }
+  [[nodiscard]] std::int64_t num_tokens() const noexcept { return num_tokens_; }
+  [[nodiscard]] std::uint64_t ticket() const noexcept { return ticket_; }
 
-  /// Behind work on the stream that uses the tables. @param capturing the work is recorded
-  void note_use(cudaStream_t stream, bool capturing);
-
-  std::int64_t num_tokens = 0;  ///< of this rank
-  std::uint64_t ticket = 0;     ///< of the route that fills them
-  bool has_weights = false;
-  bool are_filled = false;        ///< a dispatch has kept tags and records
-  cudaStream_t stream = nullptr;  ///< of the route
+  /// Behind work that uses the tables.
+  void note_use(const TableCall& call) const;
 
  private:
+  [[nodiscard]] const TableMemory& row_memory() const {
+    return grown_.is_there() ? grown_ : memory_;
+  }
+
   EPConfig config_;
   EPDispatchOptions options_;
   FixedTables fixed_;
   RowTables rows_;
+  std::int64_t num_tokens_;
+  std::uint64_t ticket_;
   std::shared_ptr<TablePool> pool_;
   std::shared_ptr<GpuRank> gpu_;
+  cudaStream_t stream_;  ///< of the route
   TableMemory memory_;
-  TableMemory row_memory_;
-  std::vector<std::int32_t> num_recv_rows_;
+  TableMemory grown_;  ///< of the row tables, where windows have grown between
+  mutable std::mutex mutex_;
+  mutable std::vector<std::int32_t> num_recv_rows_;  ///< written once
+  mutable std::atomic<bool> has_waited_ = false;     ///< they are there
+};
+
+/// One dispatch on a GPU.
+class GpuExpertTables final : public ExpertTables {
+ public:
+  /// Of a dispatch that makes its routing. @param weights not there: it carries none
+  GpuExpertTables(std::shared_ptr<GpuExpertRouting> made, TableMemory weights, DType weight_dtype,
+                  const TableCall& call);
+  /// Of one by a routing that is there.
+  GpuExpertTables(std::shared_ptr<const GpuExpertRouting> known, TableMemory weights,
+                  DType weight_dtype, const TableCall& call);
+  ~GpuExpertTables() override;
+
+  [[nodiscard]] const GpuExpertRouting& routing() const override { return *routing_; }
+  [[nodiscard]] const std::shared_ptr<const GpuExpertRouting>& shared_routing() const {
+    return routing_;
+  }
+  [[nodiscard]] ConstTensorView weights() const override;
+
+  /// Null where the routing is that of an earlier dispatch, and once this one is done.
+  [[nodiscard]] GpuExpertRouting* being_made() const { return being_made_.get(); }
+  /// The dispatch is queued on the stream.
+  void finish(const TableCall& call);
+
+  [[nodiscard]] bool has_weights() const noexcept { return weights_.is_there(); }
+  /// Null without weights.
+  [[nodiscard]] const std::byte* weight_data() const {
+    return has_weights() ? weights_.data() : nullptr;
+  }
+  [[nodiscard]] std::byte* weight_data() { return has_weights() ? weights_.data() : nullptr; }
+
+  /// Behind work that uses the routing, and the weights if it did.
+  void note_use(const TableCall& call, bool with_weights) const;
+
+ private:
+  std::shared_ptr<const GpuExpertRouting> routing_;
+  std::shared_ptr<GpuExpertRouting> being_made_;
+  TableMemory weights_;
+  DType weight_dtype_;
+  std::optional<TableCall> begun_;  ///< until the dispatch is queued
 };
 
 }  // namespace waybill::cuda

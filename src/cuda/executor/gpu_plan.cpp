@@ -8,6 +8,7 @@
 #include "../kernel/launch.h"
 #include "cuda_check.h"
 #include "waybill/core/at.h"
+#include "waybill/runtime/fingerprint.h"
 
 namespace waybill::cuda {
 namespace {
@@ -141,6 +142,10 @@ void GpuPlan::write_upload(const SequencePlan& plan) const {
   auto& head = *new (pinned) PlanHead{};
   head.num_chunks = plan.num_chunks;
   head.num_wire_chunks = plan.num_wire_chunks;
+  const FingerprintWords words =
+      pack_fingerprint({.plan = plan.fingerprint, .formats = plan.formats});
+  head.fingerprint[0] = words[1];
+  head.fingerprint[1] = words[2];
   head.world_size = plan.world_size;
   head.num_tensors = static_cast<std::int32_t>(plan.tensors.size());
   head.num_batches = static_cast<std::int32_t>(plan.batches.size());
@@ -257,7 +262,10 @@ void GpuPlan::fill(const SequencePlan& plan, cudaStream_t stream) {
   gpu_->check(cudaEventRecord(block_.used, stream), "recording an event", "plan");
 }
 
+const std::uint64_t* GpuPlan::fingerprint() const { return table<const PlanHead>(0)->fingerprint; }
+
 void GpuPlan::point(SequenceParams& params) const {
+  params.meet.fingerprint.plan = fingerprint();
   params.head = table<const PlanHead>(0);
   params.chunks = table<const RowChunk>(layout_.chunks_at);
   params.places = table<const std::uint64_t>(layout_.places_at);

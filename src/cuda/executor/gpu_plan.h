@@ -99,6 +99,9 @@ class GpuPlan final : public UploadedPlan {
 
   void point(SequenceParams& params) const;
 
+  /// In device memory: what kernels tell of the plan.
+  [[nodiscard]] const std::uint64_t* fingerprint() const;
+
   /// Whether it takes the kernels for batches. A plan without work takes those of the one before,
   /// so that a graph of either can hold the next.
   [[nodiscard]] bool batched() const { return batched_; }

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cuda_check.h"
+#include "waybill/runtime/fingerprint.h"
 
 namespace waybill::cuda {
 namespace {
@@ -54,7 +55,58 @@ const char* name_of(FaultKind kind) {
   }
 }
 
+FingerprintWords words_of(const volatile std::uint64_t (&words)[fault_words]) {
+  FingerprintWords copy{};
+  std::ranges::copy(words, copy.begin());
+  return copy;
+}
+
+std::string describe_difference(const FaultRecord& record) {
+  return describe_disagreement(name_of(record.call), record.wanted, Rank{record.rank},
+                               words_of(record.mine), Rank{record.peer}, words_of(record.theirs));
+}
+
+std::string describe_parity(const FaultRecord& record) {
+  return concat(name_of(record.call), ": rank ", record.rank, " replayed a graph in epoch ",
+                record.seen, ", expected ", record.wanted == 0 ? "even" : "odd",
+                ": over several nodes a graph must hold an even number of calls of a dispatcher, "
+                "and of dispatches and of combines of a layer; its device is lost now");
+}
+
+/// What a call of experts was given and the device found wrong.
+std::string describe_input(const FaultRecord& record) {
+  const auto value = [&](int i) {
+    return static_cast<std::int64_t>(i < fault_words ? record.mine[i]
+                                                     : record.theirs[i - fault_words]);
+  };
+  const std::string call = concat(name_of(record.call), " ", record.wanted, ": ");
+  switch (record.kind) {
+    case FaultKind::expert_id:
+      return concat(call, "exp_indices of rank ", record.rank, " hold id ", value(0), " at token ",
+                    value(1), ", choice ", value(2), "; expected 0..", value(3) - 1, " or ",
+                    value(4), " (dropped)");
+    case FaultKind::scatter_size:
+      return concat(call, "full_scatter_indices of rank ", record.rank, " has ", value(0),
+                    " tokens, expected ", value(1), ": those of all ranks");
+    case FaultKind::scatter_position:
+      return concat(call, "full_scatter_indices of rank ", record.rank, " hold position ", value(0),
+                    " at token ", value(1), ", choice ", value(2), " of rank ", value(3),
+                    "; expected ", value(4), "..", value(5), ", the rows of rank ", value(6),
+                    ", where its expert is");
+    case FaultKind::scatter_twice:
+      return concat(call, "full_scatter_indices put token ", value(1), ", choice ", value(2),
+                    " of rank ", value(3), " into row ", value(0), " of rank ", record.rank,
+                    ", where another choice is; expected a row for each");
+    default:
+      return concat(call, "input of rank ", record.rank, " has ", value(0),
+                    " rows, expected at least ", value(1), ", as the dispatch gave");
+  }
+}
+
 std::string describe(const FaultRecord& record) {
+  if (record.kind >= FaultKind::expert_id) return describe_input(record);
+  if (record.kind == FaultKind::parity) return describe_parity(record);
+  if (record.kind == FaultKind::disagreement) return describe_difference(record);
   return concat(name_of(record.kind), ": rank ", record.rank,
                 " waited for signal >= ", record.wanted, " from rank ", record.peer, "; last seen ",
                 record.seen);
@@ -137,21 +189,17 @@ bool GpuRank::has_fault() const noexcept {
   return static_cast<const FaultRecord*>(record_.get())->kind != FaultKind::none;
 }
 
-void GpuRank::throw_fault(std::string_view operation) const {
+void GpuRank::throw_fault() const {
   const auto& record = *static_cast<const FaultRecord*>(record_.get());
   if (record.kind == FaultKind::none) return;
+  if (record.kind == FaultKind::parity) throw TransportError(describe_parity(record));
+  if (record.kind == FaultKind::disagreement) throw Disagreement(describe_difference(record));
+  if (record.kind >= FaultKind::expert_id) throw InvalidArgument(describe_input(record));
   const auto waited_s = static_cast<double>(record.waited_ns) / nanoseconds;
   if (record.given_up != 0 && waited_s < timeout_s_) {
-    throw TransportError(concat(operation, ": rank ", rank_,
+    throw TransportError(concat(name_of(record.kind), ": rank ", rank_,
                                 " has given up the calls that its device waited in; the device is "
                                 "lost now"));
-  }
-  if (record.kind == FaultKind::parity) {
-    throw TransportError(concat(operation, ": rank ", rank_, " replayed a graph in epoch ",
-                                record.seen, ", expected ", record.wanted == 0 ? "even" : "odd",
-                                ": over several nodes a graph must hold an even number of calls "
-                                "of a dispatcher, and of dispatches and of combines of a layer; "
-                                "its device is lost now"));
   }
   throw Timeout({.operation = name_of(record.kind),
                  .rank = to_int(rank_),
@@ -167,7 +215,7 @@ void GpuRank::check(cudaError_t status, std::string_view doing, std::string_view
   if (status == cudaSuccess) [[likely]] {
     return;
   }
-  throw_fault(operation);
+  throw_fault();
   {
     const std::lock_guard lock(registry().mutex);
     for (const Registry::Entry& entry : registry().entries) {

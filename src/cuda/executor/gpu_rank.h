@@ -62,10 +62,12 @@ class GpuRank {
   /// Whether a kernel of this rank has reported.
   [[nodiscard]] bool has_fault() const noexcept;
 
-  /// @throws Timeout when a kernel of this rank has reported
-  void throw_fault(std::string_view operation) const;
+  /// Names the call that has met it, whichever asks. @throws Timeout, Disagreement,
+  ///   InvalidArgument or TransportError when a kernel of this rank has reported
+  void throw_fault() const;
 
-  /// Looks for a report first. @throws Timeout; TransportError when a rank that shares the device
+  /// Looks for a report first. @throws Timeout; Disagreement; TransportError when a rank that
+  /// shares the device
   ///   has reported, as the device is lost with it; CudaError
   void check(cudaError_t status, std::string_view doing, std::string_view operation) const;
 

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "../device/bulk.cuh"
-#include "../device/signal.cuh"
+#include "meet.cuh"
 #include "sequence_params.h"
 
 namespace waybill::cuda {
@@ -25,8 +25,14 @@ __device__ inline void await_batch(const SequenceParams& p, const WorkBatch& bat
                                    std::uint64_t epoch) {
   for (int w = static_cast<int>(threadIdx.x % 32); w < batch.num_waits; w += 32) {
     const BatchSlot slot = p.batches.waits[batch.first_wait + w];
-    await(p.slots[p.meet.rank] + p.meet.world_size + slot.slot, epoch, p.meet.kind, p.meet.rank,
-          slot.rank, p.meet.sink);
+    const std::uint64_t* const flag = p.slots[p.meet.rank] + p.meet.world_size + slot.slot;
+    const std::uint64_t start = now_ns();
+    for (;;) {
+      const std::uint64_t seen = load_acquire(flag);
+      if (seen >= epoch) break;
+      const std::uint64_t waited = now_ns() - start;
+      if (is_over(p.meet.sink, waited)) report_missed(p.meet, epoch, slot.rank, seen, waited);
+    }
   }
   __syncwarp();
   fence_async_proxy();

@@ -366,12 +366,12 @@ template <bool Batched>
 __global__ void __launch_bounds__(warps * 32, 1)
     dispatch_bulk_kernel(const __grid_constant__ SequenceParams p) {
   extern __shared__ __align__(128) std::byte shared[];
+  const CallWords words = load_call_words(p.meet.fingerprint);
   const std::uint64_t epoch = begin_call(p.meet);
+  if (Batched && blockIdx.x == 0 && threadIdx.x < 32) tell_words(p.meet, epoch, words);
   WarpWork<Batched>(p, *reinterpret_cast<BlockMemory*>(shared), epoch).run();
   if (!is_last_block(p.meet) || threadIdx.x >= 32) return;
-  publish_to_all(p.meet, epoch);
-  await_all(p.meet, epoch);
-  if (threadIdx.x == 0) end_call(p.meet, epoch);
+  meet_at_end(p.meet, epoch, words, Batched);
 }
 
 }  // namespace

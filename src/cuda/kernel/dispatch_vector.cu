@@ -74,9 +74,11 @@ __device__ void copy_chunk(const SequenceParams& p, const RowChunk& chunk,
 
 __global__ void __launch_bounds__(warps * 32)
     dispatch_vector_kernel(const __grid_constant__ SequenceParams p) {
+  const CallWords words = load_call_words(p.meet.fingerprint);
   const std::uint64_t epoch = begin_call(p.meet);
   const std::int64_t num_chunks = p.head->num_chunks;
   const bool batched = p.head->num_batches > 0;
+  if (batched && blockIdx.x == 0 && threadIdx.x < 32) tell_words(p.meet, epoch, words);
   const std::int64_t step = std::int64_t{gridDim.x} * warps;
   // Block by block, so that the first chunks, for which others wait, are begun first.
   for (std::int64_t c = blockIdx.x + std::int64_t{threadIdx.x / 32} * gridDim.x; c < num_chunks;
@@ -102,9 +104,7 @@ __global__ void __launch_bounds__(warps * 32)
     if (threadIdx.x % 32 == 0) count_chunks(p, number, 1, epoch);
   }
   if (!is_last_block(p.meet) || threadIdx.x >= 32) return;
-  publish_to_all(p.meet, epoch);
-  await_all(p.meet, epoch);
-  if (threadIdx.x == 0) end_call(p.meet, epoch);
+  meet_at_end(p.meet, epoch, words, batched);
 }
 
 }  // namespace

@@ -246,10 +246,11 @@ template <class In, class Out, bool Bulk, bool Batched>
 __global__ void __launch_bounds__(warps_of<Batched> * 32, 1)
     kv_gradient_kernel(const __grid_constant__ SequenceParams p) {
   extern __shared__ __align__(128) std::byte shared[];
+  const CallWords words = load_call_words(p.meet.fingerprint);
   const std::uint64_t epoch = begin_call(p.meet);
   if (threadIdx.x < 32) {
-    if (blockIdx.x == 0) publish_to_all(p.meet, epoch);
-    await_all(p.meet, epoch);
+    if (blockIdx.x == 0) publish_to_all(p.meet, epoch, words);
+    await_all(p.meet, epoch, words);
   }
   __syncthreads();
   if constexpr (Bulk) {

@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../device/fault.h"
+#include "../device/call_words.h"
 #include "waybill/runtime/row_chunk.h"
 #include "waybill/runtime/work_batch.h"
 
@@ -31,6 +31,7 @@ struct MeetParams {
   std::uint64_t* own_arrivals;                  ///< [W]: slot r is raised by rank r
   std::uint64_t* peer_arrivals[max_gpu_ranks];  ///< [W]: the same of each rank of the node; else
                                                 ///< null: the leg raises those
+  FingerprintParams fingerprint;                ///< compared where ranks meet
 };
 
 /// Where a tensor of this rank lies.
@@ -44,6 +45,7 @@ struct TensorParams {
 struct PlanHead {
   std::int64_t num_chunks;
   std::int64_t num_wire_chunks;
+  std::uint64_t fingerprint[2];  ///< of the plan and of its formats, packed
   std::int32_t world_size;
   std::int32_t num_tensors;
   std::int32_t num_batches;       ///< 0: a plan without

@@ -37,8 +37,8 @@ cudaError_t prepare_few_route();
 cudaError_t launch_few_route(const RouteParams& params, int blocks, bool early,
                              cudaStream_t stream);
 
-/// The same for tables that are filled: meets the others, and sends the weights if there are any.
-cudaError_t launch_enter(const RouteParams& params, int blocks, bool early, cudaStream_t stream);
+/// By a routing that is there: meets the others, and sends the weights if there are any.
+cudaError_t launch_enter(const EnterParams& params, int blocks, bool early, cudaStream_t stream);
 
 /// Brings the turns of dispatches and combines to those of the next calls, by an empty call if they
 /// are off: a graph may hold an odd number of each. One node.
@@ -68,6 +68,10 @@ cudaError_t launch_combine(const CombineParams& params, DType tokens, DType weig
                            int blocks, bool early, cudaStream_t stream);
 
 cudaError_t prepare_stage(DType dtype);
+
+/// Whether the input has all rows that have arrived: else it reports, and the context ends. The
+/// next two check it themselves.
+cudaError_t launch_check_rows(const StageParams& params, cudaStream_t stream);
 
 /// Received rows, as many as there are, from the input to the window.
 cudaError_t launch_copy_rows(const StageParams& params, int word_bytes, int blocks,

@@ -17,30 +17,33 @@ __global__ void __launch_bounds__(route_threads)
   const MoeShape& s = p.shape;
   const Scratch scratch = scratch_in(shared, s, tile_warps, keeps_counts);
   const std::uint64_t epoch = begin_moe_call(p.m, 0);
-  let_next_begin(p.m.state, epoch);
+  const bool compares = S == Span::rank && compares_calls();  // several nodes have met before
+  let_next_begin(p.m, epoch);
+  if (compares) tell_words(p.m.meet, epoch, load_call_words(p.m.meet.fingerprint));
   const RoutePart part = part_of<S>(p);
   count_block<S>(p, part, scratch, tile_warps);
   tell_counts(p, part, scratch, epoch);
   take_counts(p, part, scratch, epoch);
   __syncthreads();
-  locate_experts(p, part, scratch, totals);
+  end_if_reported(p.m.meet.sink);
+  const bool overflows = locate_experts(p, part, scratch, totals);
   if (p.scatter != nullptr) locate_positions(p, part, scratch, totals);
-  place_block<S>(p, part, scratch, tile_warps, totals);
+  place_block<S>(p, part, scratch, tile_warps, totals, overflows);
+  ToldCall told(p.m.meet, epoch, compares);
   write_receiver_tables(p, scratch, totals);
+  if (compares) told.settle(p.m.meet);
   write_tables<S>(p, scratch, totals);
   if (block_idx() == 0 && threadIdx.x < 32) tell_host(p, totals);
   if (comes_last(p.m.state)) end_moe_call(p.m, 0, epoch);
 }
 
-/// A dispatch with the tables of an earlier one: meets the others, sends new weights. On several
-/// nodes the others have been met, and the weights are those of all tokens that are forwarded here.
 template <bool Nodes>
 __global__ void __launch_bounds__(enter_threads)
-    enter_kernel(const __grid_constant__ RouteParams p) {
+    enter_kernel(const __grid_constant__ EnterParams p) {
   const MoeShape& s = p.shape;
   await_earlier_kernel();
   const std::uint64_t epoch = begin_moe_call(p.m, 0);
-  let_next_begin(p.m.state, epoch);
+  let_next_begin(p.m, epoch);
   if (!Nodes && threadIdx.x < 32) {
     if (blockIdx.x == 0) publish_to_all(p.m.meet, epoch);
     await_all(p.m.meet, epoch);
@@ -126,7 +129,7 @@ cudaError_t launch_realign(const MoeMeet& meet, MoeTurns next, cudaStream_t stre
   return cudaGetLastError();
 }
 
-cudaError_t launch_enter(const RouteParams& params, int blocks, bool early, cudaStream_t stream) {
+cudaError_t launch_enter(const EnterParams& params, int blocks, bool early, cudaStream_t stream) {
   const auto kernel = params.shape.num_nodes > 1 ? enter_kernel<true> : enter_kernel<false>;
   return launch_kernel(kernel, static_cast<unsigned>(blocks), enter_threads, 0, early, stream,
                        params);

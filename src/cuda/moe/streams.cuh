@@ -53,7 +53,7 @@ struct Source {
 __device__ inline Sources learn_sources(const RowsParams& p, CallBegin& begin) {
   const MoeShape& s = p.shape;
   const std::uint64_t epoch = begin.epoch();
-  for (std::int32_t r = lane_id(); r < s.world_size; r += 32) begin.await_placed(p.m.meet, r);
+  for (std::int32_t r = lane_id(); r < s.world_size; r += 32) begin.await_placed(r);
   __syncwarp();  // what one source is told of may be written with another
   Sources sources{};
   std::int32_t units = 0;

@@ -150,7 +150,7 @@ void NcclCommunicator::settle(std::string_view doing) const {
     if (asked != NcclResult::success) state = asked;
     return state != NcclResult::in_progress || gpu_->has_fault();
   });
-  gpu_->throw_fault(doing);
+  gpu_->throw_fault();
   if (!done) {
     throw TransportError(concat(doing, ": rank ", rank_, " waited ", patience_s_,
                                 " s for NCCL, which waits for other ranks (NCCL_SOCKET_IFNAME "
@@ -160,7 +160,7 @@ void NcclCommunicator::settle(std::string_view doing) const {
 }
 
 void NcclCommunicator::require_alive(std::string_view doing) const {
-  gpu_->throw_fault(doing);
+  gpu_->throw_fault();
   if (comm_ == nullptr) throw TransportError(concat(doing, ": NCCL was given up"));
 }
 

@@ -11,7 +11,7 @@
 namespace waybill::cuda {
 
 /// Changes with the struct below: a library of another build is refused.
-inline constexpr int nvshmem_api_version = 2;
+inline constexpr int nvshmem_api_version = 4;
 inline constexpr const char* nvshmem_api_symbol = "waybill_nvshmem_api";
 
 /// A wait for a slot that a rank on another node raises.
@@ -32,6 +32,10 @@ struct NvshmemApi {
   int (*make_unique_id)(void* id);
   /// Collective, on the current device, once a process.
   int (*initialize)(int rank, int world_size, const void* id);
+  /// After initialize(), the same on all ranks: 1 where NVSHMEM's own waits do more than look at a
+  /// signal, as its transport may show it before the rows that were put ahead of it; 0 where a look
+  /// with acquire will do; below 0: it cannot be asked.
+  int (*enforces_consistency)();
   /// Collective: symmetric memory aligned to 256 bytes, not cleared; null: there is none left.
   void* (*allocate)(std::size_t size_bytes);
   void (*free)(void* memory);  ///< collective

@@ -3,6 +3,8 @@
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
+#include <cstdlib>
+
 #include "../device/signal.cuh"
 #include "../network/leg_kernel.cuh"
 #include "nvshmem_api.h"
@@ -31,6 +33,11 @@ __global__ void wait_kernel(NvshmemWait wait, FaultSink sink) {
   *wait.seen = load_acquire(wait.flag);
 }
 
+/// What NVSHMEM's own waits ask before they let the rows be read.
+__global__ void connectivity_kernel(int* enforces) {
+  *enforces = nvshmemi_device_state_d.job_connectivity > NVSHMEMI_JOB_GPU_PROXY ? 1 : 0;
+}
+
 /// A leg's wire. What is put lies at the same place of the symmetric heap on every rank.
 class NvshmemWire {
  public:
@@ -48,6 +55,10 @@ class NvshmemWire {
   }
   __device__ void raise_slot(std::int32_t peer, std::int32_t slot, std::uint64_t epoch) {
     nvshmemx_signal_op(p_.slots + slot, epoch, NVSHMEM_SIGNAL_SET, peer);
+  }
+  __device__ void tell_words(std::int32_t peer, const CallWords& /*words*/, std::uint64_t epoch) {
+    std::uint64_t* const at = words_at(p_.arrivals, p_.fingerprint, p_.world_size, epoch, p_.rank);
+    nvshmem_uint64_put_nbi(at, at, fault_words, peer);
   }
   __device__ void raise_arrival(std::int32_t peer, std::uint64_t epoch) {
     nvshmemx_signal_op(p_.arrivals + p_.rank, epoch, NVSHMEM_SIGNAL_SET, peer);
@@ -75,6 +86,25 @@ int make_unique_id(void* id) {
   return nvshmemx_get_uniqueid(made);
 }
 
+/// Asked once, as it waits for the device. Below 0: it could not be.
+int ask_consistency() {
+  int answer = -1;
+  int* on_device = nullptr;
+  if (cudaMalloc(&on_device, sizeof(int)) != cudaSuccess) return -1;
+  connectivity_kernel<<<1, 1>>>(on_device);
+  const cudaError_t status =
+      cudaMemcpy(&answer, on_device, sizeof(int), cudaMemcpyDeviceToHost);  // behind the kernel
+  (void)cudaFree(on_device);
+  return status == cudaSuccess ? answer : -1;
+}
+
+int consistency = -1;
+
+int enforces_consistency() {
+  // A test's transport, on one host.
+  return std::getenv("WAYBILL_TEST_NVSHMEM_ENFORCES") != nullptr ? 1 : consistency;
+}
+
 int initialize(int rank, int world_size, const void* id) {
   nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
   const int status = nvshmemx_set_attr_uniqueid_args(
@@ -88,6 +118,7 @@ int initialize(int rank, int world_size, const void* id) {
   const int failed = nvshmemi_init_thread(NVSHMEM_THREAD_SERIALIZED, &provided,
                                           NVSHMEMX_INIT_WITH_UNIQUEID, &attributes, version);
   if (failed != 0) return failed;
+  consistency = ask_consistency();
   cudaFuncAttributes unused{};  // loads the kernels while no other one can be waiting
   const cudaError_t loaded =
       cudaFuncGetAttributes(&unused, reinterpret_cast<const void*>(wait_kernel));
@@ -127,6 +158,7 @@ constexpr NvshmemApi api{.version = nvshmem_api_version,
                          .unique_id_bytes = sizeof(nvshmemx_uniqueid_t),
                          .make_unique_id = make_unique_id,
                          .initialize = initialize,
+                         .enforces_consistency = enforces_consistency,
                          .allocate = allocate,
                          .free = free_memory,
                          .peer = peer,

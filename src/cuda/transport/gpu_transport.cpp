@@ -52,7 +52,7 @@ std::uint64_t GpuTransport::wait(SignalSlot slot, std::uint64_t wanted, Rank pee
       launch_wait({flag, wanted, to_int(rank()), to_int(peer), seen()}, sink(), gpu_->stream()),
       "launching a wait", operation);
   gpu_->wait_for(gpu_->stream(), "waiting for a signal", operation);
-  gpu_->throw_fault(operation);
+  gpu_->throw_fault();
   return *seen();
 }
 

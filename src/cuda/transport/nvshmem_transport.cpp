@@ -78,6 +78,27 @@ void start(Bootstrap& bootstrap, int device) {
   first = now;
 }
 
+/// Kernels look at signals themselves, by a load with acquire: what was put before a signal must be
+/// seen with it.
+void require_consistent_rows(Bootstrap& bootstrap) {
+  const NvshmemApi& api = nvshmem_api();
+  do_together(bootstrap, who, [&] {
+    const int enforces = api.enforces_consistency();
+    if (enforces == 0) return;
+    if (enforces < 0) {
+      throw TransportError(concat("NVSHMEM ", api.nvshmem_version,
+                                  " could not be asked whether rows are seen with their signals"));
+    }
+    throw Unsupported(
+        concat("NVSHMEM ", api.nvshmem_version,
+               " enforces consistency at the target: with its transport between nodes a signal may "
+               "be seen before the rows that were put ahead of it; expected one that shows them in "
+               "order. Load GDRCopy for IBRC, or take another transport (NVSHMEM_REMOTE_TRANSPORT; "
+               "IBGDA alone: NVSHMEM_IB_ENABLE_IBGDA=1 NVSHMEM_REMOTE_TRANSPORT=none), or NCCL "
+               "(make_gpu_process_world)"));
+  });
+}
+
 class NvshmemTransport final : public GpuTransport {
  public:
   NvshmemTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
@@ -87,7 +108,9 @@ class NvshmemTransport final : public GpuTransport {
     this->gpu().use();
     start(this->bootstrap(), this->gpu().device());
     api_ = &nvshmem_api();
-    if (topology().num_nodes() > 1) staging_ = make_own(staging_bytes, "staging");
+    if (topology().num_nodes() == 1) return;
+    require_consistent_rows(this->bootstrap());
+    staging_ = make_own(staging_bytes, "staging");
   }
 
   void put(const SymmetricBuffer& to, const PutRequest& piece) override {

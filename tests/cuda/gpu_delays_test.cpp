@@ -1,0 +1,157 @@
+// Kernels of experts that linger where nothing may depend on who is faster: as a call begins,
+// before they say so, before they say that tokens are placed, in some blocks. WAYBILL_TEST_DELAY_NS
+// says how long at most; each time it is another while.
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+
+#include "cuda/captured.h"
+#include "cuda/gpu_expert_rounds.h"
+
+namespace waybill {
+namespace {
+
+using test::AnsweredCase;
+using test::at;
+using test::Captured;
+using test::cuda_ok;
+using test::DeviceArena;
+using test::DeviceInput;
+using test::ExpertRig;
+using test::same_bytes;
+
+struct DelayedLayer {
+  EPConfig config;
+  EPDispatchOptions options;
+  std::int64_t num_tokens;
+  const char* most_delay_ns;
+};
+
+/// One rank: dispatches, answers with what arrived, combines; alone, and in a graph of four calls.
+class DelayedCalls {
+ public:
+  DelayedCalls(World& world, const DelayedLayer& layer, const std::vector<AnsweredCase>& rounds)
+      : world_(world),
+        rounds_(rounds),
+        arena_(world, std::int64_t{128} << 20),
+        stream_{arena_.stream()},
+        capacity_(most_recv_rows(layer.config, layer.options)),
+        rig_(world, layer.config, layer.options, capacity_, 8),
+        input_(arena_, rounds[0].the, rig_.config().rank),
+        sums_(arena_.take(layer.config.token_dtype, {layer.num_tokens, layer.config.hidden})) {}
+
+  /// Nothing waits for the host between the calls of a round.
+  void check_alone(int repeats) {
+    for (int i = 0; i < repeats; ++i) {
+      const AnsweredCase& round = rounds_[at(i) % rounds_.size()];
+      load(round);
+      pair(nullptr);
+      const auto tables = pair(nullptr);
+      pair(tables.get());
+      expect(round, concat("calls ", i));
+      if (testing::Test::HasFailure()) return;
+    }
+  }
+
+  void check_graph(int repeats) {
+    world_.barrier();
+    const Captured graph(arena_.stream(), [&] {
+      const auto tables = pair(nullptr);
+      pair(tables.get());
+      pair(nullptr);
+      pair(nullptr);
+    });
+    for (int i = 0; i < repeats; ++i) {
+      const AnsweredCase& round = rounds_[at(i) % rounds_.size()];
+      load(round);
+      for (int k = 0; k < 3; ++k) graph.launch(world_);
+      expect(round, concat("replay ", i));
+      if (testing::Test::HasFailure()) break;
+    }
+    world_.barrier();
+  }
+
+ private:
+  void load(const AnsweredCase& round) {
+    const auto r = at(rig_.config().rank);
+    const auto replace = [&](const ConstTensorView& to, const HostTensor& from) {
+      arena_.copy(const_cast<std::byte*>(to.data), from.bytes().data(), from.size_bytes());
+    };
+    replace(input_.input.tokens, round.the.tokens[r]);
+    replace(input_.input.ids, round.the.ids[r]);
+    if (!round.the.weights.empty()) replace(input_.input.weights, round.the.weights[r]);
+    cuda_ok(cudaMemsetAsync(sums_.data, 0xFF, at(sums_.shape[0] * sums_.shape[1] * 2),
+                            arena_.stream()));
+    arena_.synchronize();
+  }
+
+  std::shared_ptr<const ExpertTables> pair(const ExpertTables* known) {
+    auto tables = rig_.dispatch(input_.input, stream_, known);
+    cuda_ok(cudaMemcpyAsync(rig_.combine_window(), rig_.window(),
+                            at(capacity_ * rig_.config().hidden * 2), cudaMemcpyDefault,
+                            arena_.stream()));
+    const ConstTensorView rows(rig_.combine_window(), rig_.config().token_dtype,
+                               {capacity_, rig_.config().hidden});
+    rig_.combine({rows, {}, {}, sums_}, *tables, stream_);
+    return tables;
+  }
+
+  void expect(const AnsweredCase& round, const std::string& what) {
+    SCOPED_TRACE(concat(what, ", rank ", rig_.config().rank));
+    EXPECT_TRUE(same_bytes(arena_.download(sums_), round.sums[at(rig_.config().rank)]));
+    test::expect_rows(rig_, arena_, round.dispatch);
+  }
+
+  World& world_;
+  const std::vector<AnsweredCase>& rounds_;
+  DeviceArena arena_;
+  Stream stream_;
+  std::int64_t capacity_;
+  ExpertRig rig_;
+  DeviceInput input_;
+  TensorView sums_;
+};
+
+AnsweredCase answered(test::ExpertCase the, const EPDispatchOptions& options) {
+  AnsweredCase round{std::move(the), {}, {}};
+  round.dispatch = round.the.dispatch(options);
+  round.sums = simulate_expert_combine(round.dispatch, test::views_of(round.dispatch.recv_tokens));
+  return round;
+}
+
+void check(const DelayedLayer& layer) {
+  const std::int32_t world_size = layer.config.world_size;
+  if (num_gpus() < world_size) GTEST_SKIP() << "needs " << world_size << " GPUs";
+  ASSERT_EQ(layer.config.token_dtype, DType::bfloat16);
+  (void)setenv("WAYBILL_TEST_DELAY_NS", layer.most_delay_ns, 1);
+  Random random(77);
+  std::vector<AnsweredCase> rounds;
+  for (int i = 0; i < 5; ++i) {
+    auto the = test::random_case(layer.config, random, {.tokens = layer.num_tokens});
+    rounds.push_back(answered(std::move(the), layer.options));
+  }
+  run_gpu_thread_world(
+      world_size,
+      [&](World& world) {
+        DelayedCalls calls(world, layer, rounds);
+        calls.check_alone(test::num_random_cases(150));
+        if (!testing::Test::HasFailure()) calls.check_graph(test::num_random_cases(100));
+      },
+      test::options_of(layer.config));
+}
+
+/// Tokens that land before they are placed, whose receivers are told by words.
+EPConfig few() { return test::config_of(2, 16, 4, 60, 256, DType::bfloat16, DType::bfloat16); }
+/// The same with counts that are exchanged.
+EPConfig some() { return test::config_of(2, 16, 4, 300, 256, DType::bfloat16, DType::bfloat16); }
+
+TEST(GpuDelays, few_tokens_short) { check({few(), {}, 60, "2000"}); }
+TEST(GpuDelays, few_tokens_long) { check({few(), {}, 60, "100000"}); }
+TEST(GpuDelays, few_tokens_compact) { check({few(), {.rows = EPRows::compact}, 60, "20000"}); }
+TEST(GpuDelays, few_tokens_padded) { check({few(), {.expert_alignment = 8}, 60, "20000"}); }
+TEST(GpuDelays, some_tokens_that_land) { check({some(), {}, 100, "20000"}); }
+TEST(GpuDelays, some_tokens_that_wait) { check({some(), {}, 300, "20000"}); }
+
+}  // namespace
+}  // namespace waybill
