@@ -20,6 +20,7 @@
 #include "rank_memory.h"
 #include "waybill/core/error.h"
 #include "waybill/core/host_tensor.h"
+#include "waybill/core/wait.h"
 #include "waybill/planner/planner.h"
 #include "waybill/routing/qkv_routing.h"
 #include "waybill/runtime/sequence_dispatcher.h"
@@ -217,8 +218,12 @@ void run(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  const EndWaitsOnSigint guard;  // Ctrl-C ends a wait for other ranks; twice ends the program
   try {
     run(argc, argv);
+  } catch (const Interrupted& error) {
+    std::cerr << concat("error: ", error.what(), "\n");
+    return 130;
   } catch (const std::exception& error) {
     std::cerr << concat("error: ", error.what(), "\n");
     return 1;

@@ -6,6 +6,7 @@ lengths and counts are tokens (rows), never bytes.
 
 from . import moe as moe
 from ._core import version as __version__
+from ._threads import end_waits
 from .errors import (
     CudaError,
     Disagreement,
@@ -119,6 +120,7 @@ __all__ = [
     "create_qkv_dispatch",
     "create_qkv_dispatch_with_custom_mapping",
     "create_raw_qkv_dispatch",
+    "end_waits",
     "exclusive_cumsum",
     "explain",
     "gen_seq_lens",

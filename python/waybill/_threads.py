@@ -56,6 +56,14 @@ def run_ranks(world_size: int, rank_main: Callable[[int], _T], scope: Any) -> li
     return [results[rank] for rank in range(world_size)]
 
 
+def end_waits() -> None:
+    """Ends the waits of the library that have begun on threads other than the main one: they raise
+    Interrupted. For handlers of signals, which Python runs on the main thread; there a handler ends
+    a wait by raising.
+    """
+    _core.end_waits()
+
+
 def _weight(error: BaseException) -> int:
     """A rank's own error comes before a deadline, which may have passed as that rank was gone, and
     that before what ranks say that were released.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Optional, TypeVar
 from . import _core
 from ._arrays import int64
 from ._threads import run_ranks
-from .errors import Error, InvalidArgument, Timeout, Unsupported
+from .errors import Error, InvalidArgument, Unsupported
 
 __all__ = ["Topology", "World", "num_gpus", "run_threads"]
 

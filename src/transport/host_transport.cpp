@@ -32,6 +32,17 @@ std::uint64_t HostTransport::wait(SignalSlot slot, std::uint64_t wanted, Rank pe
   const std::atomic_ref flag(slot.pad->local[slot.idx]);
   std::uint64_t seen = flag.load(std::memory_order_acquire);
   if (seen >= wanted) return seen;
+  try {
+    return poll(flag, wanted, peer, operation);
+  } catch (const Interrupted& error) {
+    give_up("an interrupt: ", error.what());
+    throw;
+  }
+}
+
+std::uint64_t HostTransport::poll(const std::atomic_ref<std::uint64_t>& flag, std::uint64_t wanted,
+                                  Rank peer, std::string_view operation) {
+  std::uint64_t seen = flag.load(std::memory_order_acquire);
   PollingWait wait(timeout_s(), {.check = [&] { check_peers(operation, peer); }});
   while (seen < wanted) {
     if (!wait.pause()) {

@@ -110,6 +110,7 @@ class ThreadBootstrap final : public Bootstrap {
     while (r < world_size() && meeting_->rounds[at(r)] >= round) ++r;
     return r;
   }
+
   std::shared_ptr<Meeting> meeting_;
 };
 

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -162,7 +163,15 @@ def test_every_wait_of_a_process_rank(tmp_path):
     assert max(seen.values()) < LATENCY_S + MARGIN_S, seen
 
 
-def test_a_rendezvous_that_nobody_comes_to(tmp_path):
+@pytest.mark.parametrize("place", ["file", "tcp of rank 0", "tcp of rank 1"])
+def test_a_rendezvous_that_nobody_comes_to(tmp_path, place):
+    if place == "file":
+        where = f"file://{tmp_path}/meet"
+    else:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            where = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    rank = int(place == "tcp of rank 1")
     program = """
         interrupt_later()
         try:
@@ -171,8 +180,8 @@ def test_a_rendezvous_that_nobody_comes_to(tmp_path):
             print("rendezvous ended after", latency(), "s")
     """
     output = finish(
-        start(program, RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, LOCAL_WORLD_SIZE=2,
-              WAYBILL_RENDEZVOUS=f"file://{tmp_path}/meet")
+        start(program, RANK=rank, WORLD_SIZE=2, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=2,
+              WAYBILL_RENDEZVOUS=where)
     )  # fmt: skip
     assert latencies(output)["rendezvous"] < LATENCY_S + MARGIN_S, output
 

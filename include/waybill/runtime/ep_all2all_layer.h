@@ -75,7 +75,7 @@ struct EPDispatched {
 /// All calls are collective: every rank makes the same calls in the same order, each with its own
 /// tokens; a rank without tokens calls too. Several dispatches may come before their combines. A
 /// call that throws InvalidArgument because of an argument has told nobody, and may be made again;
-/// one that throws Timeout leaves the layer of no use: later calls throw TransportError.
+/// after anything else the layer is unusable: later calls throw TransportError and say why.
 class EPAll2AllLayer {
  public:
   /// Collective, with the same arguments but for config.rank. `world` outlives the layer.

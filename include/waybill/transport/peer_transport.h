@@ -23,7 +23,7 @@ class PeerTransport : public Transport {
   void abandon(std::vector<std::shared_ptr<void>> memory) final;
   void barrier(std::string_view operation) final;
   void require_same(std::string_view who, std::span<const Setting> mine) final;
-  void fail(std::string_view reason) noexcept override;
+  void fail(std::string_view reason) noexcept final;
   void check_peers(std::string_view operation, Rank awaited) final;
   void note_timeout() noexcept final;
 
@@ -44,6 +44,9 @@ class PeerTransport : public Transport {
   /// place.
   void watch_peers(std::shared_ptr<PeerStatus> status) { status_ = std::move(status); }
 
+  /// The same as fail(), with another text for this rank. @param after "an interrupt: "
+  virtual void give_up(const char* after, std::string_view reason) noexcept;
+
   /// @throws TransportError when this rank has given up
   void require_usable(std::string_view operation) const;
 
@@ -60,8 +63,6 @@ class PeerTransport : public Transport {
 
   /// Collective, when nobody uses the parts any more.
   virtual void free_parts(Parts parts);
-
-  void give_up(const char* after, std::string_view reason) noexcept;
 
   /// Part of a collective call: its waits end when a rank is gone.
   template <class Work>

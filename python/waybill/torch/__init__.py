@@ -6,6 +6,7 @@ the random generators without a seed draw from torch's global generator, in the 
 """
 
 from .._dispatcher import ReadyPlan, TensorFormat
+from .._threads import end_waits
 from ..errors import (
     CudaError,
     Disagreement,
@@ -115,6 +116,7 @@ __all__ = [
     "create_qkv_dispatch",
     "create_qkv_dispatch_with_custom_mapping",
     "create_raw_qkv_dispatch",
+    "end_waits",
     "exclusive_cumsum",
     "explain",
     "gen_seq_lens",

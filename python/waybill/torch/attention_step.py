@@ -96,7 +96,7 @@ class AttentionStep:
 
     def replace_routing(self, routing: QkvRouting) -> None:
         """Puts another routing into the memory of this one: a captured graph replays the new one.
-        Not collective. Raises as SequenceDispatcher.replace_plan; of no use after that.
+        Not collective. Raises as SequenceDispatcher.replace_plan; unusable after that.
         """
         for plan, parts in zip(self._plans(), self._parts(routing)):
             self.dispatcher.replace_plan(plan, *parts)

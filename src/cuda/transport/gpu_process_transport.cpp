@@ -101,12 +101,12 @@ class GpuProcessTransport final : public GpuTransport {
     GpuTransport::signal(peer, slot, epoch);
   }
 
-  void fail(std::string_view reason) noexcept override {
-    GpuTransport::fail(reason);
+ private:
+  void give_up(const char* after, std::string_view reason) noexcept override {
+    GpuTransport::give_up(after, reason);
     if (network_ != nullptr) network_->give_up(0);
   }
 
- private:
   /// Null where the ranks have no shared memory: then their deadlines say who is gone.
   [[nodiscard]] std::shared_ptr<PeerStatus> peer_status() {
     try {

@@ -20,13 +20,17 @@ class GpuTransport : public PeerTransport {
   std::uint64_t wait(SignalSlot slot, std::uint64_t wanted, Rank peer,
                      std::string_view operation) override;
   void quiet() override;
-  void fail(std::string_view reason) noexcept override;
 
   /// What carries a call's rows to other nodes: here, as every rank has the memory of all mapped, a
   /// kernel. Null: nothing does.
   [[nodiscard]] virtual std::unique_ptr<NetworkLeg> make_network_leg();
 
  protected:
+  void give_up(const char* after, std::string_view reason) noexcept override;
+
+  /// Waits until what is on the rank's own stream is done.
+  void await_stream(std::string_view doing, std::string_view operation);
+
   /// @param share ranks on this rank's device
   GpuTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
                std::shared_ptr<GpuRank> gpu, int share);

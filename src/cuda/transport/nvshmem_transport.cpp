@@ -145,7 +145,7 @@ class NvshmemTransport final : public GpuTransport {
                            seen()};
     const FaultSink to = sink();
     gpu().check(api_->wait(&wait, &to, gpu().stream()), "launching a wait", operation);
-    gpu().wait_for(gpu().stream(), "waiting for a signal", operation);
+    await_stream("waiting for a signal", operation);
     return *seen();
   }
 
