@@ -117,13 +117,17 @@ class RankLayer {
   nb::tuple dispatch(const TensorArg& tokens, const OptionalTensor& ids,
                      const OptionalTensor& weights, const OptionalTensor& scales,
                      const OptionalTensor& positions, const LayoutHandle* layout,
-                     std::uintptr_t stream) {
+                     std::uintptr_t stream, bool needs_gradients, bool weights_need_gradients,
+                     std::uint32_t origin) {
     ExpertDispatchInput input;
     input.tokens = view_from<ConstTensorView>(tokens);
     input.ids = view_or_none(ids);
     input.weights = view_or_none(weights);
     input.scales = view_or_none(scales);
     input.full_scatter_indices = view_or_none(positions);
+    input.needs_gradients = needs_gradients;
+    input.weights_need_gradients = weights_need_gradients;
+    input.origin = origin;
     std::vector<std::shared_ptr<void>> memory;  // taken before another thread can free it
     EPDispatched got = unlocked([&] {
       const RankWorld::Call call(*rank_, "dispatch");
@@ -143,18 +147,35 @@ class RankLayer {
   }
 
   void combine(const TensorArg& rows, const LayoutHandle& layout, const TensorArg& output,
-               bool weighted, const std::vector<TensorArg>& biases, std::uintptr_t stream) {
+               bool weighted, const std::vector<TensorArg>& biases, std::uintptr_t stream,
+               bool needs_gradients) {
     std::vector<ConstTensorView> bias_views;
     for (const TensorArg& bias : biases) bias_views.push_back(view_from<ConstTensorView>(bias));
     const ExpertCombineInput input{.rows = view_from<ConstTensorView>(rows),
                                    .options = {.weighted = weighted},
                                    .biases = bias_views,
-                                   .output = view_from<TensorView>(output)};
+                                   .output = view_from<TensorView>(output),
+                                   .needs_gradients = needs_gradients};
     unlocked([&] {
       const RankWorld::Call call(*rank_, "combine");
       rank_->meet("combine", stream_from(stream));
       layer_->combine(input, *layout.layout, stream_from(stream));
       rank_->meet("combine", stream_from(stream));
+    });
+  }
+
+  void synchronize(std::uintptr_t stream) {
+    unlocked([&] {
+      const RankWorld::Call call(*rank_, "synchronize");
+      layer_->synchronize(stream_from(stream));
+    });
+  }
+
+  /// The same, but leaves an overflow to be asked for.
+  void await_calls(std::uintptr_t stream) {
+    unlocked([&] {
+      const RankWorld::Call call(*rank_, "dispatch");
+      rank_->world().executor().synchronize(stream_from(stream));
     });
   }
 
@@ -273,6 +294,7 @@ class RankBarrier {
 void bind_moe_layer(nb::module_& m) {
   nb::class_<LayoutHandle>(m, "EPLayout")
       .def_prop_ro("num_tokens", [](const LayoutHandle& h) { return h.layout->num_tokens(); })
+      .def_prop_ro("number", [](const LayoutHandle& h) { return h.layout->number(); })
       .def("num_recv_rows",
            [](const LayoutHandle& h) {
              return unlocked([&] {
@@ -294,9 +316,12 @@ void bind_moe_layer(nb::module_& m) {
              unlocked([&] { new (self) RankLayer(world.rank, config, options); });
            })
       .def("dispatch", &RankLayer::dispatch, "tokens"_a, "ids"_a.none(), "weights"_a.none(),
-           "scales"_a.none(), "positions"_a.none(), "layout"_a.none(), "stream"_a)
+           "scales"_a.none(), "positions"_a.none(), "layout"_a.none(), "stream"_a,
+           "needs_gradients"_a, "weights_need_gradients"_a, "origin"_a)
       .def("combine", &RankLayer::combine)
       .def("combine_input", &RankLayer::combine_input)
+      .def("synchronize", &RankLayer::synchronize)
+      .def("await_calls", &RankLayer::await_calls)
       .def("barrier", &RankLayer::barrier)
       .def("finalize", &RankLayer::finalize)
       .def("overflow", &RankLayer::overflow)

@@ -24,16 +24,15 @@ std::uint64_t next_id() {
 DispatchCombineContext EPAll2AllLayer::make_context(World& world, const EPConfig& config,
                                                     const EPLayerOptions& options) {
   constexpr const char* who = "EPAll2AllLayer";
-  require(options.num_sm >= 1, who, ": num_sm = ", options.num_sm, ", expected >= 1");
-  require(options.fixed_rows >= 0, who, ": fixed_rows = ", options.fixed_rows, ", expected >= 0");
-  const std::int64_t rows =
-      options.fixed_rows > 0
-          ? options.fixed_rows
-          : DispatchCombineContext::rows_of(config, options.dispatch, options.capacity, who);
   const Setting mine[] = {{"enable_local_combine", options.enable_local_combine ? "true" : "false"},
                           {"fixed_rows", concat(options.fixed_rows)},
                           {"capacity", concat(options.capacity)}};
-  return DispatchCombineContext::make(world, config, options.dispatch, rows, who, mine);
+  return DispatchCombineContext::make(world, config, options.dispatch, who, mine, [&] {
+    require(options.num_sm >= 1, who, ": num_sm = ", options.num_sm, ", expected >= 1");
+    require(options.fixed_rows >= 0, who, ": fixed_rows = ", options.fixed_rows, ", expected >= 0");
+    if (options.fixed_rows > 0) return options.fixed_rows;
+    return DispatchCombineContext::rows_of(config, options.capacity, who);
+  });
 }
 
 EPAll2AllLayer::EPAll2AllLayer(World& world, const EPConfig& config, const EPLayerOptions& options)

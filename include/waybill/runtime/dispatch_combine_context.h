@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -23,7 +24,7 @@ class DispatchCombineContext {
   /// Collective. Windows of max_tokens * topk * capacity rows, the board and the signals.
   /// @param capacity multiplier, as in the original
   /// @throws InvalidArgument naming the field, also where the world has other sizes; on all ranks
-  ///   naming what is not the same on all of them; Timeout
+  ///   naming a rank and what is not the same on all of them; Timeout
   [[nodiscard]] static DispatchCombineContext create(World& world, const EPConfig& config,
                                                      std::int64_t capacity = 2,
                                                      const EPDispatchOptions& options = {});
@@ -63,12 +64,12 @@ class DispatchCombineContext {
   friend class EPAll2AllLayer;
   /// @param who begins the text of errors
   /// @param more settings that ranks compare beside those of config and options
+  /// @param num_rows of the windows; called when config and options are right, may throw
   [[nodiscard]] static DispatchCombineContext make(World& world, const EPConfig& config,
                                                    const EPDispatchOptions& options,
-                                                   std::int64_t rows, const char* who,
-                                                   std::span<const Setting> more);
-  [[nodiscard]] static std::int64_t rows_of(const EPConfig& config,
-                                            const EPDispatchOptions& options, std::int64_t capacity,
+                                                   const char* who, std::span<const Setting> more,
+                                                   const std::function<std::int64_t()>& num_rows);
+  [[nodiscard]] static std::int64_t rows_of(const EPConfig& config, std::int64_t capacity,
                                             const char* who);
   DispatchCombineContext(World& world, const EPConfig& config, const EPDispatchOptions& options);
   void allocate_windows(std::int64_t rows);
