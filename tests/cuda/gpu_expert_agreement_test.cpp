@@ -61,7 +61,10 @@ class GpuLayerStep {
     Random random(6);
     const auto the = test::random_case(config_, random, {.drop = 0, .tokens = way.num_tokens});
     input_ = DeviceInput(arena_, the, config_.rank).input;
-    positions_ = arena_.upload(HostTensor(DType::int32, {way.world_size * way.num_tokens, 2}));
+    HostTensor positions(DType::int32, {way.world_size * way.num_tokens, 2});  // right ones
+    std::ranges::copy(canonical_scatter_indices(config_, the.dispatch().ids),
+                      positions.as<std::int32_t>().begin());
+    positions_ = arena_.upload(positions);
     rows_ = arena_.take(config_.token_dtype, {num_rows(), config_.hidden});
     sums_ = arena_.take(config_.token_dtype, {way.num_tokens, config_.hidden});
     layer_ = std::make_unique<EPAll2AllLayer>(
