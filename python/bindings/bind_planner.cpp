@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "arrays.h"
@@ -24,7 +25,12 @@ PlannerOptions planner_options_from(const nb::dict& given) {
   const auto integer = [&](const char* name) { return nb::cast<std::int64_t>(given[name]); };
   const auto number = [&](const char* name) { return nb::cast<double>(given[name]); };
   PlannerOptions options;
-  options.world_size = nb::cast<std::int32_t>(given["world_size"]);
+  const auto integer32 = [&](const char* name) {
+    const std::int64_t value = integer(name);
+    require(std::in_range<std::int32_t>(value), name, " = ", value, ", expected at most 2^31 - 1");
+    return static_cast<std::int32_t>(value);
+  };
+  options.world_size = integer32("world_size");
   options.tokens_per_rank = integer("tokens_per_rank");
   options.model = {integer("q_hidden"), integer("kv_hidden"),
                    dtype_from_name(nb::cast<std::string>(given["dtype"]))};
@@ -36,7 +42,7 @@ PlannerOptions planner_options_from(const nb::dict& given) {
   options.block_tokens = integer("block_tokens");
   options.relay = nb::cast<bool>(given["relay"]);
   options.hardware = {number("nvlink_bytes_per_second"), number("network_bytes_per_second"),
-                      nb::cast<std::int32_t>(given["ranks_per_node"]), number("message_seconds"),
+                      integer32("ranks_per_node"), number("message_seconds"),
                       number("pairs_per_second")};
   return options;
 }

@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "arrays.h"
@@ -27,7 +29,15 @@ namespace {
 /// Sets `field` where the caller gave a number.
 template <class Number>
 void set(const nb::dict& given, const char* name, Number& field) {
-  if (given.contains(name)) field = nb::cast<Number>(given[name]);
+  if (!given.contains(name)) return;
+  if constexpr (std::is_integral_v<Number>) {
+    const auto value = nb::cast<std::int64_t>(given[name]);
+    require(std::in_range<Number>(value), "predict_step: ", name, " = ", value,
+            ", expected at most ", std::numeric_limits<Number>::max());
+    field = static_cast<Number>(value);
+  } else {
+    field = nb::cast<Number>(given[name]);
+  }
 }
 
 StepTransfer transfer_from_name(std::string_view name) {

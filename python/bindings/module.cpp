@@ -1,12 +1,15 @@
 #include <nanobind/nanobind.h>
 
 #include "bindings.h"
+#include "waybill/json/file.h"
 
 NB_MODULE(_core, m) {
   m.doc() = "The compiled part of waybill. Arrays in, arrays out; the package gives them names.";
   // A tensor that remembers its graph may hold a dispatcher when a program ends: no mistake.
   nanobind::set_leak_warnings(false);
   m.attr("version") = WAYBILL_VERSION;
+  m.attr("max_file_bytes") = waybill::max_file_bytes;
+  m.attr("max_stream_bytes") = waybill::max_stream_bytes;
   waybill::python::bind_errors(m);
   waybill::python::bind_interrupts(m);
   waybill::python::bind_index_ops(m);
@@ -24,4 +27,5 @@ NB_MODULE(_core, m) {
   waybill::python::bind_moe(m);
   waybill::python::bind_moe_layer(m);
   waybill::python::bind_expert_summary(m);
+  waybill::python::guard_functions(m);
 }

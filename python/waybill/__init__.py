@@ -22,6 +22,7 @@ from .errors import (
     Timeout,
     TransportError,
     Unsupported,
+    WrongType,
 )
 from .generators import (
     create_qkv_dispatch,
@@ -111,6 +112,7 @@ __all__ = [
     "TransportError",
     "Unsupported",
     "World",
+    "WrongType",
     "__version__",
     "compare",
     "compute_attn_layout_seqlens",

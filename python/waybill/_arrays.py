@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .errors import InvalidArgument, Unsupported
+from ._wrong_call import shown
+from .errors import InvalidArgument, Unsupported, WrongType
 
 #: What functions accept for indices, counts and lengths: a numpy array, anything with
 #: ``__dlpack__`` in host memory, or nested sequences of integers.
@@ -100,15 +101,28 @@ def integer(value: Any, name: str) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise InvalidArgument(f"{name} = {value!r}, expected an integer") from None
+        raise WrongType(f"{name} = {shown(value)}, expected an integer") from None
 
 
 def int64(value: Any, name: str) -> int:
     """The same for what the compiled part takes as 64 bits."""
-    number = integer(value, name)
-    if not -(2**63) <= number < 2**63:
-        raise InvalidArgument(f"{name} = {number}, expected an integer of 64 bits")
-    return number
+    result = integer(value, name)
+    if not -(2**63) <= result < 2**63:
+        raise WrongType(f"{name} = {shown(result)}, expected an integer of 64 bits")
+    return result
+
+
+def number(value: Any, name: str) -> float:
+    """A float of anything that is one; the compiled part looks at nan and inf."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise WrongType(f"{name} = {shown(value)}, expected a number") from None
+
+
+def numbers(who: str, **values: Any) -> dict[str, float]:
+    """Options that are floats, by name."""
+    return {name: number(value, f"{who}: {name}") for name, value in values.items()}
 
 
 def library_dtype(dtype_name: str, itemsize: int) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import stat
 from typing import Any, Tuple, Union
 
-from .errors import InvalidArgument
+from . import _core
+from .errors import InvalidArgument, IoError
 
 Path = Union[str, os.PathLike[str]]
 
@@ -16,8 +18,31 @@ def json_text(text: Any, who: str) -> Tuple[str, str]:
         raise InvalidArgument(f"{who}: got a {type(text).__name__}, expected a JSON text or a path")
     if isinstance(text, str) and text.lstrip().startswith("{"):
         return text, "JSON"
-    with open(text, encoding="utf-8") as file:
-        return file.read(), os.fspath(text)
+    return _read(text, who), os.fspath(text)
+
+
+def _read(path: Path, who: str) -> str:
+    """The whole file, within the limits of the library."""
+    try:
+        file = open(path, "rb")  # noqa: SIM115 - closed below
+    except ValueError as error:  # a zero in the name
+        raise InvalidArgument(f"{who}: got {path!r}, expected a path: {error}") from None
+    with file:
+        regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+        most = _core.max_file_bytes if regular else _core.max_stream_bytes
+        content = bytearray()
+        while piece := file.read(1 << 20):
+            content += piece
+            if len(content) > most:
+                what = "a file" if regular else "what is no regular file"
+                raise IoError(
+                    f"{os.fspath(path)}: cannot read: more than {most >> 30} GiB, the most that is"
+                    f" read of {what}"
+                )
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise IoError(f"{os.fspath(path)}: is no UTF-8 text: {error.reason}") from None
 
 
 def kept(text: str, path: Union[Path, None]) -> str:

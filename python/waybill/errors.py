@@ -1,16 +1,33 @@
 """What the library raises. The texts name function, argument, what was got and was expected."""
 
-from typing import Optional
+from typing import Any, Dict, List, Optional
 
 from . import _core
+from ._wrong_call import describe
+
+# What a terminal would take for something else than characters: the control characters C0, DEL and
+# C1, ends of lines and paragraphs, what turns the direction of writing, and bytes that are no text.
+_CONTROLS = [*range(0x20), *range(0x7F, 0xA0), 0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F)]
+_CONTROLS += [*range(0x2066, 0x206A)]
+_PRINTABLE = {c: f"\\x{c:02x}" if c < 0x80 else f"\\u{c:04x}" for c in _CONTROLS}
+_PRINTABLE.update({0xDC00 + byte: f"\\x{byte:02x}" for byte in range(0x80, 0x100)})
+for _kept in "\n\t":
+    del _PRINTABLE[ord(_kept)]
 
 
 class Error(Exception):
-    """Base of everything the library raises."""
+    """Base of everything the library raises. What it quotes is safe to print."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*(a.translate(_PRINTABLE) if isinstance(a, str) else a for a in args))
 
 
 class InvalidArgument(Error, ValueError):
     """The caller passed something wrong."""
+
+
+class WrongType(InvalidArgument, TypeError):
+    """An argument of another type than expected, or an integer too large for it."""
 
 
 class Disagreement(InvalidArgument):
@@ -77,6 +94,7 @@ class InternalError(Error, RuntimeError):
 _ALL = [
     Error,
     InvalidArgument,
+    WrongType,
     Disagreement,
     ShapeMismatch,
     RankOutOfRange,
@@ -91,6 +109,13 @@ _ALL = [
     InternalError,
 ]
 _core.set_error_types(_ALL)
+
+
+def _wrong_call(_: Any, text: str, given: List[Any], by_name: Dict[str, Any]) -> WrongType:
+    return WrongType(describe(text, given, by_name))
+
+
+_core.set_error_maker(_wrong_call)
 
 for _error in _ALL:
     _error.__module__ = "waybill"  # what users see and catch

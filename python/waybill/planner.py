@@ -6,7 +6,7 @@ import os
 from typing import Any, NamedTuple, Optional, Sequence, Union
 
 from . import _core, _html, _plot
-from ._arrays import IntArray, index_array, int64
+from ._arrays import IntArray, index_array, int64, numbers
 from ._files import json_text, kept
 from .errors import InvalidArgument
 from .layouts import QkvMetadata
@@ -220,14 +220,17 @@ def plan(
         "max_tokens_per_rank": _limit(max_tokens_per_rank, "max_tokens_per_rank"),
         "relay": bool(relay),
         "per_query": kv_layout == "per_query",
-        "imbalance_target": float(imbalance_target),
-        "byte_weight": float(byte_weight),
         "block_tokens": int64(block_tokens, "plan: block_tokens"),
         "ranks_per_node": int64(ranks_per_node, "plan: ranks_per_node"),
-        "nvlink_bytes_per_second": float(nvlink_bytes_per_second),
-        "network_bytes_per_second": float(network_bytes_per_second),
-        "message_seconds": float(message_seconds),
-        "pairs_per_second": float(pairs_per_second),
+        **numbers(
+            "plan",
+            imbalance_target=imbalance_target,
+            byte_weight=byte_weight,
+            nvlink_bytes_per_second=nvlink_bytes_per_second,
+            network_bytes_per_second=network_bytes_per_second,
+            message_seconds=message_seconds,
+            pairs_per_second=pairs_per_second,
+        ),
     }
     first = doc_lengths[0] if len(doc_lengths) > 0 else 0
     if hasattr(first, "__len__") and getattr(first, "ndim", 1) > 0:  # a number of torch has a len

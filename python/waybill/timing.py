@@ -6,7 +6,7 @@ import os
 from typing import Any, Iterator, Mapping, NamedTuple, Optional, Sequence, Union
 
 from . import _core
-from ._arrays import IntArray, int64
+from ._arrays import IntArray, int64, numbers
 from ._files import kept
 from .errors import InvalidArgument
 from .planner import AttentionPlan, _lengths, _limit, _world
@@ -234,13 +234,16 @@ def predict_step(
         InvalidArgument: naming the option, got and expected.
     """
     given: dict[str, Any] = {
-        "phase_seconds": float(phase_seconds),
-        "pull_share": float(pull_share),
-        "forward_share": float(forward_share),
-        "network_message_seconds": float(network_message_seconds),
         "forward_chunk_bytes": int64(forward_chunk_bytes, "predict_step: forward_chunk_bytes"),
-        "forward_flops_per_second": float(forward_flops_per_second),
-        "backward_flops_per_second": float(backward_flops_per_second),
+        **numbers(
+            "predict_step",
+            phase_seconds=phase_seconds,
+            pull_share=pull_share,
+            forward_share=forward_share,
+            network_message_seconds=network_message_seconds,
+            forward_flops_per_second=forward_flops_per_second,
+            backward_flops_per_second=backward_flops_per_second,
+        ),
     }
     whole = {"q_hidden": q_hidden, "kv_hidden": kv_hidden, "window": window}
     whole["ranks_per_node"] = ranks_per_node
@@ -251,7 +254,8 @@ def predict_step(
         "message_seconds": message_seconds,
         "pairs_per_second": pairs_per_second,
     }
-    given.update({name: float(value) for name, value in real.items() if value is not None})
+    real = {name: value for name, value in real.items() if value is not None}
+    given.update(numbers("predict_step", **real))
     if dtype is not None:
         given["dtype"] = str(dtype).removeprefix("torch.")
     if not isinstance(plan, (AttentionPlan, QkvPlan)):
@@ -304,14 +308,17 @@ def compare(
         "max_tokens_per_rank": 0,
         "relay": bool(relay),
         "per_query": False,
-        "imbalance_target": float(imbalance_target),
         "byte_weight": 0.0,
         "block_tokens": 128,
         "ranks_per_node": int64(ranks_per_node, "compare: ranks_per_node"),
-        "nvlink_bytes_per_second": float(nvlink_bytes_per_second),
-        "network_bytes_per_second": float(network_bytes_per_second),
-        "message_seconds": float(message_seconds),
-        "pairs_per_second": float(pairs_per_second),
+        **numbers(
+            "compare",
+            imbalance_target=imbalance_target,
+            nvlink_bytes_per_second=nvlink_bytes_per_second,
+            network_bytes_per_second=network_bytes_per_second,
+            message_seconds=message_seconds,
+            pairs_per_second=pairs_per_second,
+        ),
     }
     lengths = _lengths(doc_lengths, "compare: doc_lengths")
     group = 0 if degree is None else _degree(degree, "compare")

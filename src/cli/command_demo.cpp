@@ -6,6 +6,7 @@
 #include "gpu_demo.h"
 #include "main_job.h"
 #include "step_job.h"
+#include "waybill/core/printable.h"
 #include "waybill/json/file.h"
 #include "waybill/json/plan_json.h"
 #include "waybill/report/format.h"
@@ -65,7 +66,7 @@ int run_demo(const DemoOptions& options, Program& program) {
     ReportContext context = report_context(job, job_options, program.command_line);
     context.steps = steps;
     write_file(options.html, html_report(job.plan, job.routing, job.summary, context));
-    console.print(concat("\nReport: ", options.html, " (open it in a browser)\n"));
+    console.print(concat("\nReport: ", printable_line(options.html), " (open it in a browser)\n"));
   }
   write_trace(options.step, steps, console);
   if (!job.passed() || !gpus_right) {

@@ -4,6 +4,7 @@
 #include "commands.h"
 #include "expert_ids.h"
 #include "job_options.h"
+#include "numbers.h"
 #include "waybill/report/expert_summary.h"
 #include "waybill/report/format.h"
 
@@ -129,7 +130,7 @@ void add_choice_options(CLI::App& command, ExpertsOptions& o) {
             .add_option("--skew", o.skew,
                         "0: experts are as likely; X: the n-th most likely one 1/n^X as the first")
             ->type_name("X")
-            ->check(CLI::Range(0.0, 10.0)));
+            ->check(real_between(0, 10)));
   drawn(command.add_option("--seed", o.seed, "Seed of the drawn choices")->type_name("N"));
 }
 

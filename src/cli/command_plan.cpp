@@ -24,7 +24,8 @@ int run_plan(const PlanOptions& options, Program& program) {
   std::string text;
   {
     const Progress progress(program.console, "plan");
-    const Documents documents = load_documents(options.source, options.planning, options.rows);
+    Documents documents = load_documents(options.source, options.planning, options.rows);
+    documents.plan.relay = options.full;  // the plan alone has no room for it
     for (const std::string& remark : documents.remarks) program.console.print_remark(remark);
     const AttentionPlan plan = plan_attention(documents.lengths, documents.plan);
     const JsonStyle style = options.compact ? JsonStyle::compact : JsonStyle::readable;

@@ -2,13 +2,13 @@
 
 #include <unistd.h>
 
-#include <array>
 #include <cerrno>
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
 
+#include "waybill/core/printable.h"
 #include "waybill/json/file.h"
 
 namespace waybill::cli {
@@ -59,11 +59,11 @@ void Console::print(std::string_view text) {
 }
 
 void Console::print_error(std::string_view text) const {
-  write_all(STDERR_FILENO, concat("error: ", text, "\n"));
+  write_all(STDERR_FILENO, concat("error: ", printable(text), "\n"));
 }
 
 void Console::print_remark(std::string_view text) const {
-  write_all(STDERR_FILENO, concat("waybill: ", text, "\n"));
+  write_all(STDERR_FILENO, concat("waybill: ", printable(text), "\n"));
 }
 
 std::string Console::mark(bool good) const {
@@ -102,19 +102,12 @@ void Progress::report() {
 }
 
 std::string read_input(const std::string& path) {
-  if (path != "-") return read_file(path);
-  std::string text;
-  std::array<char, 65536> buffer{};
-  for (;;) {
-    const ssize_t got = ::read(STDIN_FILENO, buffer.data(), buffer.size());
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0) throw IoError(concat("standard input: cannot read: ", std::strerror(errno)));
-    if (got == 0) return text;
-    text.append(buffer.data(), static_cast<std::size_t>(got));
-  }
+  return path == "-" ? read_standard_input() : read_file(path);
 }
 
-std::string input_name(const std::string& path) { return path == "-" ? "standard input" : path; }
+std::string input_name(const std::string& path) {
+  return path == "-" ? "standard input" : printable_line(path);
+}
 
 void write_output(Console& console, const std::string& path, std::string_view text) {
   if (path.empty() || path == "-") {

@@ -75,7 +75,7 @@ class Progress {
 /// The file, or standard input for "-". @throws IoError
 [[nodiscard]] std::string read_input(const std::string& path);
 
-/// What messages call that file.
+/// What messages call that file; a terminal can show it.
 [[nodiscard]] std::string input_name(const std::string& path);
 
 /// Replaces the file, or prints for "-" and "". @throws IoError, with the old file still there.

@@ -100,7 +100,7 @@ void add_planning_options(CLI::App& command, PlanningOptions& options,
       .add_option("--imbalance", options.imbalance,
                   "Largest work of a rank over the mean that is aimed at; tighter costs bytes")
       ->type_name("X")
-      ->check(CLI::Range(1.0001, 1e6))
+      ->check(real_between(1.0001, 1e6))
       ->capture_default_str()
       ->group(group);
   command
@@ -156,7 +156,7 @@ void add_row_options(CLI::App& command, RowOptions& options) {
       .add_option("--gb-per-s", options.gb_per_s,
                   "Speed of a rank's link each way, in 1e9 bytes a second: adds times")
       ->type_name("X")
-      ->check(CLI::PositiveNumber)
+      ->check(real_between(least_rate / 1e9, most_rate / 1e9))
       ->group(group);
 }
 
@@ -210,7 +210,7 @@ void add_hardware_options(CLI::App& command, HardwareOptions& options) {
                   "(query, key) pairs that a rank attends to in a second, forward; default: 600e12 "
                   "operations a second, 4 for each pair and element of a row of Q")
       ->type_name("X")
-      ->check(CLI::PositiveNumber)
+      ->check(real_between(1, 1e30))
       ->group("Hardware");
 }
 

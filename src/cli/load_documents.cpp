@@ -5,6 +5,7 @@
 #include "corpus.h"
 #include "job_options.h"
 #include "numbers.h"
+#include "waybill/core/printable.h"
 #include "waybill/json/length_distribution_json.h"
 #include "waybill/json/lengths.h"
 #include "waybill/report/format.h"
@@ -48,7 +49,7 @@ void count(const std::string& folder, Documents& documents) {
                          corpus.num_empty, " empty, ", corpus.num_unreadable, " unreadable)"));
   }
   documents.origin = concat(format_plural(std::ssize(corpus.lengths), "text file"), " below ",
-                            folder, ", ", format_bytes(corpus.num_bytes));
+                            printable_line(folder), ", ", format_bytes(corpus.num_bytes));
   documents.remarks.push_back(concat("Files skipped: ", format_count(corpus.num_binary),
                                      " binary, ", format_count(corpus.num_empty), " empty, ",
                                      format_count(corpus.num_unreadable), " unreadable."));

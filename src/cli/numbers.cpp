@@ -23,7 +23,20 @@ std::function<std::string(const std::string&)> number_or_auto(std::int64_t min, 
   };
 }
 
-std::optional<double> parse_rate(const std::string& text) {
+std::function<std::string(const std::string&)> real_between(double min, double max) {
+  return [min, max](const std::string& text) -> std::string {
+    double number = 0;
+    const char* const end = text.data() + text.size();
+    const auto [rest, error] = std::from_chars(text.data(), end, number);
+    // The comparison is false for what is no number.
+    if (error == std::errc() && rest == end && min <= number && number <= max) return "";
+    return concat("got ", text, ", expected a number from ", min, " to ", max);
+  };
+}
+
+namespace {
+
+std::optional<double> bytes_per_second(const std::string& text) {
   double number = 0;
   const char* const end = text.data() + text.size();
   const auto [rest, error] = std::from_chars(text.data(), end, number);
@@ -48,9 +61,18 @@ std::optional<double> parse_rate(const std::string& text) {
   return number * scale * std::pow(1000.0, static_cast<double>(power + 1));
 }
 
+}  // namespace
+
+std::optional<double> parse_rate(const std::string& text) {
+  const std::optional<double> rate = bytes_per_second(text);
+  return rate && least_rate <= *rate && *rate <= most_rate ? rate : std::nullopt;
+}
+
 std::string check_rate(const std::string& text) {
-  return parse_rate(text) ? ""
-                          : concat("got ", text, ", expected a speed such as 50GB/s or 400Gbit/s");
+  return parse_rate(text)
+             ? ""
+             : concat("got ", text, ", expected a speed such as 50GB/s or 400Gbit/s, from ",
+                      least_rate, " to ", most_rate, " bytes a second");
 }
 
 }  // namespace waybill::cli

@@ -14,8 +14,15 @@ namespace waybill::cli {
 [[nodiscard]] std::function<std::string(const std::string&)> number_or_auto(std::int64_t min,
                                                                             std::int64_t max);
 
+/// A check for CLI11: a number in the range, neither nan nor inf.
+[[nodiscard]] std::function<std::string(const std::string&)> real_between(double min, double max);
+
+/// Speeds that make sense, in bytes a second.
+inline constexpr double least_rate = 1;
+inline constexpr double most_rate = 1e18;
+
 /// Bytes a second from "50GB/s", "400Gbit/s", "345" (GB/s); units B, kB, MB, GB, TB, and bit in
-/// place of B. None when it is something else, or not above 0.
+/// place of B. None when it is something else, or not among least_rate..most_rate.
 [[nodiscard]] std::optional<double> parse_rate(const std::string& text);
 
 /// A check for CLI11 of parse_rate.

@@ -2,6 +2,7 @@
 
 #include "dispatch_file.h"
 #include "waybill/core/error.h"
+#include "waybill/core/printable.h"
 #include "waybill/json/attention_plan_json.h"
 #include "waybill/json/dispatch_json.h"
 #include "waybill/json/file.h"
@@ -100,7 +101,8 @@ void write_trace(const StepOutputOptions& output, const std::vector<NamedStep>& 
                  Console& console) {
   if (output.trace.empty()) return;
   write_file(output.trace, chrome_trace(steps));
-  console.print(concat("\nTrace: ", output.trace, " (open it at ui.perfetto.dev)\n"));
+  console.print(
+      concat("\nTrace: ", printable_line(output.trace), " (open it at ui.perfetto.dev)\n"));
 }
 
 void write_step_html(const StepOutputOptions& output, const StepJob& job,
@@ -119,7 +121,7 @@ void write_step_html(const StepOutputOptions& output, const StepJob& job,
   context.steps = steps;
   write_file(output.html,
              html_report(job.plan, routing, summarize(job.plan, routing, row_bytes), context));
-  console.print(concat("\nReport: ", output.html, " (open it in a browser)\n"));
+  console.print(concat("\nReport: ", printable_line(output.html), " (open it in a browser)\n"));
 }
 
 }  // namespace waybill::cli

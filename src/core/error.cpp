@@ -4,6 +4,8 @@
 #include <sstream>
 #include <utility>
 
+#include "waybill/core/printable.h"
+
 namespace waybill {
 namespace {
 
@@ -25,6 +27,10 @@ std::string describe(const MissedWait& missed) {
 void detail::throw_parts(std::initializer_list<TextPart> parts) {
   throw InvalidArgument(detail::join_parts(parts));
 }
+
+Error::Error(const std::string& text) : std::runtime_error(printable(text)) {}
+
+IoError::IoError(const std::string& text) : Error(printable_line(text)) {}
 
 Timeout::Timeout(MissedWait missed) : Error(describe(missed)), missed_(std::move(missed)) {}
 

@@ -1,5 +1,6 @@
 #include "waybill/json/file.h"
 
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <array>
@@ -22,11 +23,35 @@ struct CloseFile {
 };
 using File = std::unique_ptr<std::FILE, CloseFile>;
 
-constexpr std::int64_t max_file_bytes = std::int64_t{1} << 32;
+[[noreturn]] void fail(const std::string& name, const char* doing, int error) {
+  throw IoError(
+      concat(name, ": ", doing, ": ", std::error_code(error, std::generic_category()).message()));
+}
 
-[[noreturn]] void fail(const fs::path& path, const char* doing, int error) {
-  throw IoError(concat(path.string(), ": ", doing, ": ",
-                       std::error_code(error, std::generic_category()).message()));
+/// All that can be read. @throws IoError
+std::string read_all(std::FILE* file, const std::string& name) {
+  struct stat status {};
+  if (fstat(fileno(file), &status) != 0) fail(name, "cannot read", errno);
+  const bool regular = S_ISREG(status.st_mode);
+  const std::int64_t most = regular ? max_file_bytes : max_stream_bytes;
+  std::string text;
+  const auto check = [&](std::int64_t size_bytes) {
+    if (size_bytes <= most) return;
+    throw IoError(concat(name, ": cannot read: more than ", most >> 30,
+                         " GiB, the most that is read ",
+                         regular ? "of a file" : "of what is no regular file"));
+  };
+  if (regular) {
+    check(status.st_size);
+    text.reserve(static_cast<std::size_t>(status.st_size));
+  }
+  std::array<char, 1 << 16> block{};
+  while (const std::size_t got = std::fread(block.data(), 1, block.size(), file)) {
+    text.append(block.data(), got);
+    check(std::ssize(text));
+  }
+  if (std::ferror(file) != 0) fail(name, "cannot read", errno);
+  return text;
 }
 
 /// Writes and closes. False, with errno set, when any of it failed.
@@ -46,46 +71,42 @@ File create_beside(const fs::path& target, fs::path& created) {
     if (File file{std::fopen(created.c_str(), "wbx")}) return file;
     if (errno != EEXIST) break;
   }
-  fail(target, "cannot create a file beside it", errno);
+  fail(target.string(), "cannot create a file beside it", errno);
 }
 
 }  // namespace
 
 std::string read_file(const fs::path& path) {
   const File file{std::fopen(path.c_str(), "rb")};
-  if (!file) fail(path, "cannot open", errno);
-  std::string text;
-  std::array<char, 1 << 16> block{};
-  while (const std::size_t got = std::fread(block.data(), 1, block.size(), file.get())) {
-    text.append(block.data(), got);
-    if (std::ssize(text) > max_file_bytes) fail(path, "cannot read", EFBIG);
-  }
-  if (std::ferror(file.get()) != 0) fail(path, "cannot read", errno);
-  return text;
+  if (!file) fail(path.string(), "cannot open", errno);
+  return read_all(file.get(), path.string());
 }
+
+std::string read_standard_input() { return read_all(stdin, "standard input"); }
 
 void write_file(const fs::path& path, std::string_view text) {
   std::error_code ignored;
   const fs::file_status status = fs::status(path, ignored);  // follows links
   if (fs::exists(status) && !fs::is_regular_file(status)) {
     File file{std::fopen(path.c_str(), "wb")};
-    if (!file) fail(path, "cannot open for writing", errno);
-    if (!write_all(std::move(file), text, false)) fail(path, "cannot write", errno);
+    if (!file) fail(path.string(), "cannot open for writing", errno);
+    if (!write_all(std::move(file), text, false)) fail(path.string(), "cannot write", errno);
     return;
   }
-  const fs::path target = fs::exists(status) ? fs::canonical(path) : path;
+  std::error_code error;
+  const fs::path target = fs::exists(status) ? fs::canonical(path, error) : path;
+  if (error) fail(path.string(), "cannot find what it links to", error.value());
   fs::path created;
   if (!write_all(create_beside(target, created), text, true)) {
-    const int error = errno;
+    const int reason = errno;
     fs::remove(created, ignored);
-    fail(path, "cannot write", error);
+    fail(path.string(), "cannot write", reason);
   }
   if (fs::exists(status)) fs::permissions(created, status.permissions(), ignored);
-  std::error_code error;
   fs::rename(created, target, error);
   if (error) {
     fs::remove(created, ignored);
-    fail(path, "cannot replace", error.value());
+    fail(path.string(), "cannot replace", error.value());
   }
 }
 

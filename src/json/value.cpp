@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "waybill/core/error.h"
+#include "waybill/core/printable.h"
 
 namespace waybill::detail {
 namespace {
@@ -167,11 +168,14 @@ JsonValue parse_json(std::string_view text, std::string_view origin) {
 
 std::string excerpt(std::string_view text) {
   constexpr std::size_t limit = 60;
-  std::string result(text.substr(0, limit));
-  std::replace_if(
-      result.begin(), result.end(),
-      [](char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; }, '?');
-  return text.size() > limit ? result + "..." : result;
+  std::size_t end = 0;
+  while (end < text.size()) {
+    const std::size_t next =
+        end + std::max<std::size_t>(1, first_code_point(text.substr(end)).num_bytes);
+    if (next > limit) return printable_line(text.substr(0, end)) + "...";
+    end = next;
+  }
+  return printable_line(text);
 }
 
 std::string path_step(std::string_view key) {

@@ -1,6 +1,7 @@
 #include "figures.h"
 
 #include <algorithm>
+#include <span>
 
 #include "slab.h"
 #include "waybill/core/at.h"
@@ -18,20 +19,73 @@ void FigureCounter::add_link(std::vector<LinkBytes>& links, std::int32_t src, st
   }
 }
 
-// KV rows of shards [first, last) go to `dst`.
+// KV rows of shards [first, last) go to `dst`. Of the runs between the ends it is only noted that
+// they are sent whole, so that this takes no time for each of them.
 void FigureCounter::add_rows(std::int32_t first, std::int32_t last, std::int32_t dst,
                              const KvDocument& doc, AttentionPlan& plan) {
   const std::int64_t row_bytes = plan.options.model.kv_row_bytes();
   const std::int32_t doc_first = runs[at(doc.first_run)].first;
-  const auto position = [&](std::int32_t n) { return position_[at(n - doc_first)]; };
-  plan.kv_tokens[at(dst)] += position(last) - position(first);
+  const auto rows = [&](std::int32_t from, std::int32_t to) {
+    return position_[at(to - doc_first)] - position_[at(from - doc_first)];
+  };
+  plan.kv_tokens[at(dst)] += rows(first, last);
+  const auto doc_runs =
+      std::span(runs).subspan(at(doc.first_run), at(doc.last_run - doc.first_run));
+  const auto index = [&](auto it) { return static_cast<std::int32_t>(it - doc_runs.begin()); };
+  std::int32_t begin = index(std::ranges::upper_bound(doc_runs, first, {}, &HomeRun::last));
+  std::int32_t end = index(std::ranges::lower_bound(doc_runs, last, {}, &HomeRun::first));
+  const auto send_part = [&](std::int32_t i) {
+    const HomeRun& run = doc_runs[at(i)];
+    if (run.rank == dst) return;
+    add_link(plan.links, run.rank, dst,
+             rows(std::max(run.first, first), std::min(run.last, last)) * row_bytes);
+  };
+  const auto is_cut = [&](std::int32_t i) {
+    return doc_runs[at(i)].first < first || doc_runs[at(i)].last > last;
+  };
+  if (begin < end && is_cut(begin)) send_part(begin++);
+  if (begin < end && is_cut(end - 1)) send_part(--end);
+  if (begin >= end) return;
+
+  // Runs are in the order of their ranks: those of the node of `dst` lie side by side.
+  const std::int32_t node_size = plan.options.hardware.ranks_per_node;
+  const std::int64_t node_begin = std::int64_t{nodes[at(dst)]} * node_size;
+  const auto place = [&](std::int64_t rank) {
+    const auto rank_of = [](const HomeRun& run) { return std::int64_t{run.rank}; };
+    return std::clamp(index(std::ranges::lower_bound(doc_runs, rank, {}, rank_of)), begin, end);
+  };
+  const std::int32_t near = place(node_begin);
+  const std::int32_t near_end = place(node_begin + node_size);
+  const auto send_whole = [&](std::vector<std::int32_t>& sent, std::int32_t from, std::int32_t to,
+                              std::int64_t& bytes_in) {
+    if (from >= to) return;
+    ++sent[at(from)];
+    --sent[at(to)];
+    bytes_in += rows(doc_runs[at(from)].first, doc_runs[at(to - 1)].last) * row_bytes;
+  };
+  LinkBytes& in = plan.links[at(dst)];
+  const std::int32_t own = place(dst);
+  const std::int32_t own_end = place(std::int64_t{dst} + 1);
+  send_whole(sent_far_, begin, near, in.network_in);
+  send_whole(sent_near_, near, own, in.nvlink_in);
+  send_whole(sent_near_, own_end, near_end, in.nvlink_in);
+  send_whole(sent_far_, near_end, end, in.network_in);
+}
+
+// What add_rows noted.
+void FigureCounter::send_whole_runs(const KvDocument& doc, AttentionPlan& plan) const {
+  const std::int64_t row_bytes = plan.options.model.kv_row_bytes();
+  const std::int32_t doc_first = runs[at(doc.first_run)].first;
+  std::int64_t near = 0;
+  std::int64_t far = 0;
   for (std::int32_t i = doc.first_run; i < doc.last_run; ++i) {
+    near += sent_near_[at(i - doc.first_run)];
+    far += sent_far_[at(i - doc.first_run)];
     const HomeRun& run = runs[at(i)];
-    if (run.last <= first || run.rank == dst) continue;
-    if (run.first >= last) break;
-    const std::int64_t rows =
-        position(std::min(run.last, last)) - position(std::max(run.first, first));
-    add_link(plan.links, run.rank, dst, rows * row_bytes);
+    const std::int64_t bytes =
+        (position_[at(run.last - doc_first)] - position_[at(run.first - doc_first)]) * row_bytes;
+    plan.links[at(run.rank)].nvlink_out += near * bytes;
+    plan.links[at(run.rank)].network_out += far * bytes;
   }
 }
 
@@ -66,6 +120,8 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
   }
   doc.last_need = static_cast<std::int32_t>(needs.size());
   doc.last_run = static_cast<std::int32_t>(runs.size());
+  sent_near_.assign(at(doc.last_run - doc.first_run + 1), 0);
+  sent_far_.assign(at(doc.last_run - doc.first_run + 1), 0);
   if (qkv.kv_layout == KvLayout::per_rank) {
     for (std::int32_t i = doc.first_need; i < doc.last_need; ++i)
       add_rows(needs[at(i)].first, needs[at(i)].last, needs[at(i)].rank, doc, plan);
@@ -76,6 +132,7 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
                doc, plan);
     }
   }
+  send_whole_runs(doc, plan);
   documents.push_back(doc);
 }
 

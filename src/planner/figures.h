@@ -49,11 +49,15 @@ class FigureCounter {
   void count_document(std::int64_t first, std::int64_t last, AttentionPlan& plan);
   void add_rows(std::int32_t first, std::int32_t last, std::int32_t dst, const KvDocument& doc,
                 AttentionPlan& plan);
+  void send_whole_runs(const KvDocument& doc, AttentionPlan& plan) const;
   void add_link(std::vector<LinkBytes>& links, std::int32_t src, std::int32_t dst,
                 std::int64_t num_bytes) const;
 
   std::vector<std::int32_t> need_of_rank_;  // [W] into needs, -1
   std::vector<std::int64_t> position_;      // of the shards of a document, and its end
+  // [runs of the document + 1] How often each is sent whole, less how often the one before is:
+  std::vector<std::int32_t> sent_near_;  // inside its node
+  std::vector<std::int32_t> sent_far_;   // to other nodes
   std::int32_t home_rank_ = 0;
 };
 

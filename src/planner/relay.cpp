@@ -4,6 +4,7 @@
 
 #include "relay_planner.h"
 #include "waybill/core/at.h"
+#include "waybill/core/error.h"
 
 namespace waybill::detail {
 namespace {
@@ -15,9 +16,22 @@ constexpr std::int64_t parts_of_cap = 16;
 
 constexpr std::size_t few_holders = 16;
 
+// A document over n ranks has about n * n / 2 hops: without a limit a large world would take all
+// memory before anything is said.
+constexpr std::int64_t most_relay_hops = std::int64_t{1} << 24;
+
+void check_hops(std::int64_t num_hops) {
+  require(num_hops <= most_relay_hops, "plan_attention: receivers would forward in ", num_hops,
+          " hops or more, expected at most ", most_relay_hops,
+          "; relay = false plans without them, and fewer ranks or more tokens a rank need fewer");
+}
+
 }  // namespace
 
 void RelayPlanner::plan(const FigureCounter& figures, AttentionPlan& plan) {
+  std::int64_t arrivals = -plan.plan.num_shards();  // at most all of them are where they are needed
+  for (const KvNeed& need : figures.needs) arrivals += need.last - need.first;
+  check_hops(arrivals);
   start(figures, plan);
   for (const KvDocument& doc : figures.documents) reserve_first_sends(figures, doc);
   for (const KvDocument& doc : figures.documents) send_document(figures, doc);
@@ -216,6 +230,7 @@ RelayPlanner::Holder RelayPlanner::hop(const RelayHop& part, Queue& queue, Tier&
   hop.dst_rank = dst;
   hop.stage = from.stage + 1;
   hop.after = from.hop;
+  check_hops(std::ssize(plan_->relay.hops) + 1);
   const Holder to{
       .rank = dst, .hop = static_cast<std::int32_t>(plan_->relay.hops.size()), .stage = hop.stage};
   plan_->relay.hops.push_back(hop);

@@ -4,6 +4,7 @@
 
 #include "figures.h"
 #include "waybill/core/error.h"
+#include "waybill/core/printable.h"
 #include "waybill/report/step_report.h"
 
 namespace waybill {
@@ -117,7 +118,7 @@ std::string chrome_trace(std::span<const NamedStep> steps) {
       const std::int32_t node = rank / ranks_per_node;
       const std::int64_t pid = first_pid + node;
       if (rank % ranks_per_node == 0)
-        writer.name("process_name", pid, rank, concat(named.name, ", node ", node));
+        writer.name("process_name", pid, rank, concat(printable_line(named.name), ", node ", node));
       writer.name("thread_name", pid, rank, concat("rank ", rank));
       for (const PhasePrediction& phase : step.phases) writer.phase(pid, rank, phase);
     }

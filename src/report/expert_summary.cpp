@@ -1,6 +1,7 @@
 #include "waybill/report/expert_summary.h"
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <numeric>
 
@@ -93,7 +94,8 @@ ExpertLimit ExpertSummary::limit(const LinkSpeeds& speeds) const {
   for (const Way& way : ways) {
     const double speed =
         way.network ? speeds.network_bytes_per_second : speeds.nvlink_bytes_per_second;
-    require(speed > 0, "ExpertSummary: a speed is ", speed, ", expected > 0");
+    require(std::isfinite(speed) && speed > 0, "ExpertSummary: a speed is ", speed,
+            ", expected a number > 0");
     const Spread spread = spread_of(ranks, way.figure);
     const double seconds = static_cast<double>(spread.max) * static_cast<double>(row_bytes) / speed;
     if (seconds <= limit.seconds) continue;

@@ -84,6 +84,7 @@ void add_relay_sentence(const PlanSummary& summary, std::vector<std::string>& se
 std::vector<std::string> explain(const QkvPlan& plan, const QkvRouting& routing,
                                  const PlanSummary& summary, double gb_per_s) {
   detail::check_belongs(plan, routing, summary.row_bytes, "explain");
+  detail::check_speed(gb_per_s, "explain");
   std::vector<std::string> sentences;
   if (summary.num_tokens == 0) {
     sentences.push_back("The plan has no tokens: nothing moves.");

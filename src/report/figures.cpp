@@ -1,6 +1,7 @@
 #include "figures.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "waybill/core/error.h"
 
@@ -16,6 +17,11 @@ std::int64_t checked_add(std::int64_t a, std::int64_t b, const char* who) {
   std::int64_t result = 0;
   require(!__builtin_add_overflow(a, b, &result), who, ": ", a, " + ", b, " exceeds 2^63 - 1");
   return result;
+}
+
+void check_speed(double gb_per_s, const char* who) {
+  require(std::isfinite(gb_per_s) && gb_per_s >= 0, who, ": gb_per_s = ", gb_per_s,
+          ", expected a number >= 0");
 }
 
 namespace {

@@ -5,39 +5,16 @@
 
 #include "figures.h"
 #include "waybill/core/error.h"
+#include "waybill/core/printable.h"
 #include "waybill/report/format.h"
 
 namespace waybill::detail {
-namespace {
-
-// Bytes of the UTF-8 sequence at the front of `text`; 0 when there is none.
-std::size_t utf8_length(std::string_view text) {
-  const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(text[i]); };
-  const unsigned char lead = byte(0);
-  const std::size_t length = lead < 0x80                   ? 1
-                             : lead >= 0xC2 && lead < 0xE0 ? 2
-                             : lead >= 0xE0 && lead < 0xF0 ? 3
-                             : lead >= 0xF0 && lead < 0xF5 ? 4
-                                                           : 0;
-  if (length == 0 || length > text.size()) return 0;
-  for (std::size_t i = 1; i < length; ++i) {
-    if ((byte(i) & 0xC0) != 0x80) return 0;
-  }
-  if (length == 1) return 1;
-  const unsigned char second = byte(1);
-  const bool overlong = (lead == 0xE0 && second < 0xA0) || (lead == 0xF0 && second < 0x90);
-  const bool outside = (lead == 0xED && second >= 0xA0) || (lead == 0xF4 && second >= 0x90);
-  return overlong || outside ? 0 : length;
-}
-
-}  // namespace
-
 std::string html_escape(std::string_view text) {
   std::string result;
   while (!text.empty()) {
-    const std::size_t length = utf8_length(text);
-    const auto lead = static_cast<unsigned char>(text.front());
-    if (length == 0 || lead == 0x7F || (lead < 0x20 && lead != '\n' && lead != '\t')) {
+    const auto [code_point, length] = first_code_point(text);
+    const char lead = text.front();
+    if (length == 0 || (is_control(code_point) && lead != '\n' && lead != '\t')) {
       result += "\uFFFD";
     } else if (lead == '&') {
       result += "&amp;";

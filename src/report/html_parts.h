@@ -9,8 +9,8 @@
 
 namespace waybill::detail {
 
-/// Text for use between tags and in quoted attributes. Control characters and what is no UTF-8
-/// become U+FFFD.
+/// Text for use between tags and in quoted attributes. Control characters, those that turn the
+/// direction of writing and what is no UTF-8 become U+FFFD.
 [[nodiscard]] std::string html_escape(std::string_view text);
 
 /// A number for an SVG attribute: at most two digits after the point, no trailing zeros.

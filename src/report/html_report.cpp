@@ -131,6 +131,7 @@ std::string input_section(const ReportContext& context) {
 std::string html_report(const QkvPlan& plan, const QkvRouting& routing, const PlanSummary& summary,
                         const ReportContext& context) {
   detail::check_belongs(plan, routing, summary.row_bytes, "html_report");
+  detail::check_speed(context.gb_per_s, "html_report");
   std::string page = concat(
       "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\"/>\n"
       "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"/>\n<title>",

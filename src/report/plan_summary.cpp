@@ -1,6 +1,7 @@
 #include "waybill/report/plan_summary.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "figures.h"
 #include "waybill/core/error.h"
@@ -121,7 +122,8 @@ Spread spread_of(const std::vector<RankFigures>& ranks, std::int64_t RankFigures
 }  // namespace
 
 double PlanSummary::limit_seconds(double gb_per_s) const {
-  require(gb_per_s > 0, "limit_seconds: gb_per_s = ", gb_per_s, ", expected > 0");
+  require(std::isfinite(gb_per_s) && gb_per_s > 0, "limit_seconds: gb_per_s = ", gb_per_s,
+          ", expected a number > 0");
   return static_cast<double>(limit_bytes) / (gb_per_s * 1e9);
 }
 

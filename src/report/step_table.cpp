@@ -4,6 +4,7 @@
 
 #include "figures.h"
 #include "waybill/core/error.h"
+#include "waybill/core/printable.h"
 #include "waybill/report/format.h"
 #include "waybill/report/step_report.h"
 
@@ -70,7 +71,7 @@ std::string document_text(const StepCause& cause) {
 }  // namespace
 
 std::string step_table(std::span<const NamedStep> steps) {
-  std::string text = row("", steps, [](const NamedStep& s) { return s.name; });
+  std::string text = row("", steps, [](const NamedStep& s) { return printable_line(s.name); });
   text += row("shards", steps, [](const NamedStep& s) { return format_count(s.num_shards); });
   text += row("work, max / mean", steps,
               [](const NamedStep& s) { return format_fixed(imbalance(s.step.work), 3); });

@@ -88,6 +88,7 @@ std::string rank_block(const PlanSummary& s, const TextStyle& style) {
 
 std::string text_summary(const QkvPlan& plan, const QkvRouting& routing, const PlanSummary& summary,
                          const TextStyle& style) {
+  detail::check_speed(style.gb_per_s, "text_summary");
   std::string text = plan_block(summary, style) + "\n" + traffic_block(summary, style) + "\n" +
                      rank_block(summary, style) + "\n" + heading("What it means", style);
   for (const std::string& sentence : explain(plan, routing, summary, style.gb_per_s))

@@ -33,10 +33,33 @@ TEST_F(BadInputTest, WrongUsageExitsWith2) {
   EXPECT_TRUE(fails(run("demo --kv-layout x"), 2, {"per_rank", "per_query"}));
   EXPECT_TRUE(fails(run("demo --seed -1"), 2, {"--seed"}));
   EXPECT_TRUE(fails(run("demo --gb-per-s 0"), 2, {"--gb-per-s"}));
+  EXPECT_TRUE(fails(run("explain --network 1e308TB/s"), 2, {"--network", "expected a speed"}));
   EXPECT_TRUE(fails(run("demo --lengths a --corpus b"), 2, {"--corpus", "--lengths"}));
   EXPECT_TRUE(fails(run("simulate"), 2, {"FILE"}));
   EXPECT_TRUE(fails(run("metadata p.json --rank 1"), 2, {"--table"}));
   EXPECT_FALSE(std::filesystem::exists(path("waybill-report.html")));
+}
+
+TEST_F(BadInputTest, NumbersThatAreNone) {
+  for (const std::string number : {"nan", "-nan", "inf", "-inf", "1e999", "-1", "1e-320", "x"}) {
+    for (const std::string option :
+         {"plan --gb-per-s=", "plan --imbalance=", "show plan.json --gb-per-s=", "experts --skew=",
+          "explain --pairs-per-s=", "explain --nvlink=", "compare --network=",
+          "experts --nvlink="}) {
+      EXPECT_TRUE(fails(run(option + number), 2, {"--", "expected a"})) << option << number;
+    }
+  }
+}
+
+TEST_F(BadInputTest, InputWithoutEnd) {
+  if (!std::filesystem::exists("/dev/zero")) GTEST_SKIP() << "no /dev/zero here";
+  for (const std::string command :
+       {"show ", "validate ", "explain ", "plan --lengths ", "experts --ids "}) {
+    EXPECT_TRUE(fails(run(command + "/dev/zero"), 1, {"/dev/zero", "more than 1 GiB"})) << command;
+    EXPECT_TRUE(fails(run(command + "-", "", " >stdout </dev/zero"), 1,
+                      {"standard input", "more than 1 GiB"}))
+        << command;
+  }
 }
 
 TEST_F(BadInputTest, AnUnknownDistributionListsTheNames) {
@@ -104,6 +127,16 @@ TEST_F(BadInputTest, HugeRequestsEndWithAnError) {
   EXPECT_TRUE(fails(run("simulate -", to_json(plan)), 1, {"copies", "per_rank"}));
   EXPECT_TRUE(
       fails(run("demo --lengths - --max-tokens 60", "100 20"), 1, {"infeasible: rank", "60"}));
+}
+
+TEST_F(BadInputTest, AWorldOfAMillionRanks) {
+  const std::string world = " --world-size 1048576 --tokens-per-rank 8 ";
+  const ProgramResult planned = run("plan --compact -o plan.json" + world);  // in about a second
+  EXPECT_EQ(planned.exit_code, 0) << planned.err;
+  for (const std::string command : {"plan --full", "demo", "explain", "compare"})
+    EXPECT_TRUE(fails(run(command + world), 1, {"hops", "fewer ranks"})) << command;
+  for (const std::string command : {"show", "validate", "simulate", "explain"})
+    EXPECT_TRUE(fails(run(command + " plan.json"), 1, {"copies of KV shards"})) << command;
 }
 
 TEST_F(BadInputTest, SumsOfAFileThatExceed63Bits) {

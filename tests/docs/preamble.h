@@ -24,6 +24,7 @@
 #include "waybill/core/host_tensor.h"
 #include "waybill/core/index_array.h"
 #include "waybill/core/parallel_for.h"
+#include "waybill/core/printable.h"
 #include "waybill/core/random.h"
 #include "waybill/core/tensor_view.h"
 #include "waybill/core/topology.h"

@@ -37,6 +37,19 @@ TEST(files, errors_name_the_file_and_the_reason) {
   expect_parts(error_of(write_below_nothing), {"none/f", "No such file"});
 }
 
+TEST(files, what_has_no_end_is_read_to_a_limit) {
+  if (!fs::exists("/dev/zero")) GTEST_SKIP() << "no /dev/zero here";
+  expect_parts(error_of([] { return read_file("/dev/zero"); }),
+               {"/dev/zero", "more than 1 GiB", "no regular file"});
+}
+
+TEST(files, a_file_over_the_limit_is_refused_before_it_is_read) {
+  const TemporaryFolder folder;
+  write_file(folder / "f", "x");
+  fs::resize_file(folder / "f", static_cast<std::uintmax_t>(max_file_bytes) + 1);  // takes no room
+  expect_parts(error_of([&] { return read_file(folder / "f"); }), {"f: cannot read", "4 GiB"});
+}
+
 TEST(files, a_folder_is_not_replaced) {
   const TemporaryFolder folder;
   fs::create_directory(folder / "d");

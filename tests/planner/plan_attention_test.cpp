@@ -171,6 +171,25 @@ TEST(PlanAttention, OneDocumentOverAllRanks) {
   EXPECT_LE(plan.imbalance(), 1.011);
 }
 
+/// A document over n ranks moves n * n / 2 times: with few tokens a rank that would be 10^12 hops.
+TEST(PlanAttention, ManyRanksForOneDocument) {
+  const std::vector<std::int64_t> one{std::int64_t{1} << 31};
+  PlannerOptions options{.world_size = max_world_size, .tokens_per_rank = 2048};
+  EXPECT_TRUE(rejects([&] { (void)plan_attention(one, options); },
+                            {"hops", "expected at most 16777216", "relay = false"}));
+  options.relay = false;
+  const AttentionPlan plan = plan_attention(one, options);  // linear in ranks
+  EXPECT_EQ(plan.plan.world_size, max_world_size);
+  EXPECT_LE(plan.imbalance(), 1.02);
+  std::int64_t in = 0;
+  std::int64_t out = 0;
+  for (const LinkBytes& link : plan.links) {
+    in += link.in() / options.model.kv_row_bytes();
+    out += link.out() / options.model.kv_row_bytes();
+  }
+  EXPECT_EQ(in, out);
+}
+
 TEST(PlanAttention, BalancedDocumentsStayAtHome) {
   const PlannerOptions options{.world_size = 4, .tokens_per_rank = 1000};
   const AttentionPlan plan = plan_attention(Lengths(40, 100), options);

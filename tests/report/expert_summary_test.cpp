@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <set>
 #include <string_view>
@@ -125,7 +126,8 @@ TEST(ExpertSummary, the_slower_link_sets_the_limit) {
   EXPECT_TRUE(far.network);
   EXPECT_EQ(far.rank, 2);
   EXPECT_DOUBLE_EQ(far.seconds, 8);
-  EXPECT_TRUE(test::rejects([&] { (void)summary.limit({0, 1}); }, {"speed", "expected > 0"}));
+  for (const double speed : {0.0, -1.0, std::nan(""), HUGE_VAL})
+    EXPECT_TRUE(test::rejects([&] { (void)summary.limit({speed, 1}); }, {"speed", "number > 0"}));
 }
 
 TEST(ExpertSummary, experts_are_placed_by_their_choices) {

@@ -90,6 +90,24 @@ TEST(HtmlReport, EscapesEveryText) {
   EXPECT_NE(page.find("&#39;a&amp;b&#39;"), page.npos);
 }
 
+/// Not only C0: a title must not turn the page's direction either.
+TEST(HtmlReport, HasNoControlCharacters) {
+  const std::string evil =
+      "\x1b[31m\x7f\r\xC2\x9B"
+      "31m\u202Egpj\u2066\u200F\u2028";
+  ReportContext context;
+  context.title = context.command = evil;
+  context.inputs = {{evil, evil}};
+  context.checks = {{evil, CheckState::failed, evil}};
+  std::string page = page_of(2, {100, 50}, 16, context);
+  EXPECT_EQ(page, printable(page));
+  EXPECT_NE(page.find("\uFFFD[31m"), page.npos);
+  for (const double speed : {-1.0, std::nan(""), HUGE_VAL}) {
+    context.gb_per_s = speed;
+    EXPECT_TRUE(test::rejects([&] { (void)page_of(2, {100}, 16, context); }, {"gb_per_s"}));
+  }
+}
+
 TEST(HtmlReport, TellsPassedFailedAndNotRunApart) {
   ReportContext context;
   context.checks = {{"one", CheckState::passed, ""}, {"two", CheckState::passed, ""}};

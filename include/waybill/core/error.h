@@ -9,10 +9,11 @@
 
 namespace waybill {
 
-/// Base of everything the library throws.
+/// Base of everything the library throws. What its text quotes from files, names and arguments is
+/// printable(): a terminal takes it for characters and nothing else.
 class Error : public std::runtime_error {
  public:
-  using std::runtime_error::runtime_error;
+  explicit Error(const std::string& text);
 };
 
 /// The caller passed something wrong. The text names function, argument, got and expected.
@@ -34,10 +35,11 @@ class Unsupported : public Error {
   using Error::Error;
 };
 
-/// A file could not be read, parsed or written. The text names the file and the place in it.
+/// A file could not be read, parsed or written. The text names the file and the place in it, in one
+/// line.
 class IoError : public Error {
  public:
-  using Error::Error;
+  explicit IoError(const std::string& text);
 };
 
 /// The machinery between ranks failed; the text says what was being done.

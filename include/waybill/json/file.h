@@ -1,14 +1,24 @@
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
 #include <string>
 #include <string_view>
 
 namespace waybill {
 
+/// The most that is read: of a regular file, whose size is known before, and of anything else (a
+/// pipe, a device, standard input), which may have no end.
+inline constexpr std::int64_t max_file_bytes = std::int64_t{4} << 30;
+inline constexpr std::int64_t max_stream_bytes = std::int64_t{1} << 30;
+
 /// The whole file.
-/// @throws IoError naming the file and the system's reason.
+/// @throws IoError naming the file and the system's reason, or the limit.
 [[nodiscard]] std::string read_file(const std::filesystem::path& path);
+
+/// Standard input to its end.
+/// @throws IoError naming the system's reason, or the limit.
+[[nodiscard]] std::string read_standard_input();
 
 /// Replaces the file by `text`, whole or not at all, also when the machine stops meanwhile: writes
 /// a new file beside it and renames that when it is on the disk. A link is followed; something that

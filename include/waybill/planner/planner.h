@@ -21,7 +21,7 @@ namespace waybill {
 ///   ranks. Their sum at most world_size * tokens_per_rank.
 /// @throws InvalidArgument naming the option or the document, got and expected; and "infeasible:"
 ///   with rank, tokens needed and tokens there are, when no plan within max_tokens_per_rank is
-///   found.
+///   found; and for a relay schedule of more than 2^24 hops.
 [[nodiscard]] AttentionPlan plan_attention(std::span<const std::int64_t> doc_lengths,
                                            const PlannerOptions& options);
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Sequence
+from typing import Any, List, Optional, Sequence, Tuple
 
 from .. import _core
-from .._arrays import IntArray, int64
+from .._arrays import IntArray, int64, number
 from ..errors import InvalidArgument
 from .arrays import ids, per_rank
 from .config import EPConfig
@@ -35,7 +35,7 @@ class ExpertSummary:
 
     def limit_seconds(self, *, nvlink: float = 345e9, network: float = 50e9) -> float:
         """The time of the rank and link that need longest: no dispatch can be faster."""
-        return self._compiled.limit_seconds(float(nvlink), float(network))
+        return self._compiled.limit_seconds(*_speeds(nvlink, network))
 
     def placement(self) -> IntArray:
         """[E] The rank for each expert, as many on each, that makes the busiest rank's work little
@@ -45,16 +45,20 @@ class ExpertSummary:
 
     def explain(self, *, nvlink: float = 345e9, network: float = 50e9) -> List[str]:
         """What the figures mean, a sentence each."""
-        return self._compiled.explain(float(nvlink), float(network))
+        return self._compiled.explain(*_speeds(nvlink, network))
 
     def text(self, *, nvlink: float = 345e9, network: float = 50e9) -> str:
         """Figures, a line a rank with bars, and ``explain()``, 80 columns wide."""
-        return self._compiled.text(float(nvlink), float(network))
+        return self._compiled.text(*_speeds(nvlink, network))
 
     def __str__(self) -> str:
         return self.text()
 
     _compiled: Any
+
+
+def _speeds(nvlink: Any, network: Any) -> Tuple[float, float]:
+    return number(nvlink, "ExpertSummary: nvlink"), number(network, "ExpertSummary: network")
 
 
 def summarize(

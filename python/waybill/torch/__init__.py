@@ -22,6 +22,7 @@ from ..errors import (
     Timeout,
     TransportError,
     Unsupported,
+    WrongType,
 )
 from ..layouts import AttnLayout, PackedSeqParams, QkvMetadata, RankKvLayout, RawQkvDispatch
 from ..planner import AttentionPlan, RelayHop, plan, plan_documents
@@ -108,6 +109,7 @@ __all__ = [
     "TransportError",
     "Unsupported",
     "World",
+    "WrongType",
     "compare",
     "compute_attn_layout_seqlens",
     "compute_e2e_metadata",
