@@ -155,8 +155,8 @@ void run_threads(const Options& options) {
 }
 
 /// Which world the processes make that a launcher started.
-World make_world(std::shared_ptr<Bootstrap> bootstrap, const LaunchEnvironment& environment,
-                 const Options& options) {
+World make_world(std::shared_ptr<Bootstrap> bootstrap,
+                 [[maybe_unused]] const LaunchEnvironment& environment, const Options& options) {
   if (!options.on_gpus()) return make_process_world(std::move(bootstrap));
 #ifdef WAYBILL_EXAMPLE_CUDA
   if (num_gpus() == 0) throw Unsupported("launch: there is no GPU");
