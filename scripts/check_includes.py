@@ -65,7 +65,7 @@ SUFFIXES = (".h", ".cpp", ".cuh", ".cu")
 
 # Headers of the operating system and the processor; in the library for .cpp files only.
 SYSTEM = re.compile(
-    r"((sys|netinet)/\w+|sched|unistd|dlfcn|fcntl|netdb|poll|pthread|\w+intrin)\.h$"
+    r"((sys|netinet|linux)/\w+|dirent|sched|unistd|dlfcn|fcntl|netdb|poll|pthread|\w+intrin)\.h$"
 )
 STANDARD = re.compile(r"\w+$")
 
@@ -112,7 +112,9 @@ def check_quoted(path, name):
         if other not in order or mine not in order or order.index(other) >= order.index(mine):
             return f'"{name}": {room}/{mine} may not include {other}'
         return None if (ROOT / path.parent / name).is_file() else f'"{name}" does not exist'
-    bases = [ROOT / path.parent] + ([ROOT / "tests"] if path.parts[0] == "tests" else [])
+    # Tests also look at private headers: "transport/tcp_frames.h" of src.
+    of_tests = [ROOT / "tests", ROOT / "src"] if path.parts[0] == "tests" else []
+    bases = [ROOT / path.parent, *of_tests]
     if ".." in name or not any((base / name).is_file() for base in bases):
         return f'"{name}" is not a file beside this one'
     return None

@@ -6,6 +6,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 program=${1:?usage: scripts/test_launch.sh PROGRAM [ARGUMENT...]}
 arguments=("${@:2}")
 unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT WAYBILL_RENDEZVOUS
+unset WAYBILL_JOB_ID WAYBILL_RENDEZVOUS_SECRET
 start=("$here/start_ranks.sh")
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -53,6 +54,9 @@ for launcher in torchrun openmpi slurm pmi; do
 done
 expect "as torchrun, TCP" 0 "$ranks" "$good" \
   env MASTER_ADDR=127.0.0.1 MASTER_PORT="$(free_port)" "${start[@]}" -n "$ranks" "${run[@]}"
+expect "with a job id" 0 "$ranks" "$good" \
+  env MASTER_ADDR=127.0.0.1 MASTER_PORT="$(free_port)" WAYBILL_JOB_ID=job-1 \
+  "${start[@]}" -n "$ranks" "${run[@]}"
 expect "one process" 0 1 "$good" "${start[@]}" -n 1 "${run[@]}"
 torchrun=$(command -v torchrun || command -v "$here/../build/venv/bin/torchrun" || true)
 if [[ -n $torchrun ]]; then
@@ -74,7 +78,12 @@ expect "nowhere to meet" 1 1 "set WAYBILL_RENDEZVOUS, or MASTER_ADDR and MASTER_
   env OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 "${run[@]}"
 expect "a rank that is not started" 1 1 "rank 0 waited 1.* s for .* from rank 1" \
   env RANK=0 WORLD_SIZE=2 WAYBILL_RENDEZVOUS="file://$folder/alone" "${run[@]}" --timeout 1
+expect "an interrupt" 130 1 "error: interrupted by SIGINT" env RANK=0 WORLD_SIZE=2 \
+  WAYBILL_RENDEZVOUS="file://$folder/nobody" timeout --signal INT --preserve-status 0.5 "${run[@]}"
 expect "a folder of an earlier run" 1 1 "expected a folder of this run alone" \
   env RANK=0 WORLD_SIZE=2 WAYBILL_RENDEZVOUS="file://$folder/alone" "${run[@]}" --timeout 1
+chmod 755 "$folder"
+expect "a folder that others can see" 1 1 "has mode 0755 and owner .*, expected mode 0700" \
+  env RANK=0 WORLD_SIZE=2 WAYBILL_RENDEZVOUS="file://$folder" "${run[@]}" --timeout 1
 expect "a rank beyond the world" 1 1 "RANK = 2, expected 0..1" env RANK=2 WORLD_SIZE=2 "${run[@]}"
 exit "$failed"

@@ -3,7 +3,7 @@
 //
 //   launch                                                      4 threads of one process
 //   torchrun --nproc-per-node 4 --no-python launch              4 processes
-//   WAYBILL_RENDEZVOUS=file:///tmp/run-1 mpirun -n 4 launch     the same; srun -n 4 too
+//   WAYBILL_RENDEZVOUS=file://$HOME/run-1 mpirun -n 4 launch    the same; srun -n 4 too
 //
 // With --gpu ranks have GPUs; those of several hosts reach each other over NCCL, with --nccl those
 // of several nodes on one host as well; with --nvshmem over NVSHMEM. All need -DWAYBILL_CUDA=ON.
@@ -20,10 +20,12 @@
 #include "rank_memory.h"
 #include "waybill/core/error.h"
 #include "waybill/core/host_tensor.h"
+#include "waybill/core/wait.h"
 #include "waybill/planner/planner.h"
 #include "waybill/routing/qkv_routing.h"
 #include "waybill/runtime/sequence_dispatcher.h"
 #include "waybill/runtime/world.h"
+#include "waybill/transport/agree.h"
 #include "waybill/transport/bootstraps.h"
 #ifdef WAYBILL_EXAMPLE_CUDA
 #include "waybill/cuda/gpu_world.h"
@@ -152,9 +154,9 @@ void run_threads(const Options& options) {
 #endif
 }
 
-/// A rank that a launcher started: which world its processes make.
-World make_world(const LaunchEnvironment& environment, const Options& options) {
-  std::shared_ptr<Bootstrap> bootstrap = make_environment_bootstrap(environment, options.timeout_s);
+/// Which world the processes make that a launcher started.
+World make_world(std::shared_ptr<Bootstrap> bootstrap,
+                 [[maybe_unused]] const LaunchEnvironment& environment, const Options& options) {
   if (!options.on_gpus()) return make_process_world(std::move(bootstrap));
 #ifdef WAYBILL_EXAMPLE_CUDA
   if (num_gpus() == 0) throw Unsupported("launch: there is no GPU");
@@ -206,15 +208,22 @@ void run(int argc, char** argv) {
   const Options options = read_options(argc, argv);
   const LaunchEnvironment environment = read_launch_environment();
   if (environment.launcher == "none") return run_threads(options);
-  World world = make_world(environment, options);
+  const std::shared_ptr<Bootstrap> bootstrap =
+      make_environment_bootstrap(environment, options.timeout_s);
+  World world =
+      fail_on_error(*bootstrap, [&] { return make_world(bootstrap, environment, options); });
   std::cout << move_and_check(world, options);
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
+  const EndWaitsOnSigint guard;  // Ctrl-C ends a wait for other ranks; twice ends the program
   try {
     run(argc, argv);
+  } catch (const Interrupted& error) {
+    std::cerr << concat("error: ", error.what(), "\n");
+    return 130;
   } catch (const std::exception& error) {
     std::cerr << concat("error: ", error.what(), "\n");
     return 1;

@@ -85,13 +85,12 @@ const char* name_of(SequenceWay way) {
 
 void bind_ready_plan(nb::module_& m) {
   nb::class_<PlanHandle> plan(m, "ReadyPlan");
-  plan.def_prop_ro("own_rows", [](const PlanHandle& p) { return p.plan().plan().own_rows; });
-  plan.def_prop_ro("window_rows", [](const PlanHandle& p) { return p.plan().plan().window_rows; });
-  plan.def_prop_ro("window_bytes",
-                   [](const PlanHandle& p) { return p.plan().plan().window_bytes; });
-  plan.def_prop_ro("way", [](const PlanHandle& p) { return name_of(p.plan().plan().limits.way); });
-  plan.def_prop_ro("num_slots", [](const PlanHandle& p) { return p.plan().plan().num_slots; });
-  plan.def_prop_ro("wire_bytes", [](const PlanHandle& p) { return p.plan().plan().wire_bytes; });
+  plan.def_prop_ro("own_rows", [](const PlanHandle& p) { return p.facts().own_rows; });
+  plan.def_prop_ro("window_rows", [](const PlanHandle& p) { return p.facts().window_rows; });
+  plan.def_prop_ro("window_bytes", [](const PlanHandle& p) { return p.facts().window_bytes; });
+  plan.def_prop_ro("way", [](const PlanHandle& p) { return name_of(p.facts().way); });
+  plan.def_prop_ro("num_slots", [](const PlanHandle& p) { return p.facts().num_slots; });
+  plan.def_prop_ro("wire_bytes", [](const PlanHandle& p) { return p.facts().wire_bytes; });
 }
 
 }  // namespace
@@ -121,24 +120,29 @@ void bind_dispatcher(nb::module_& m) {
   dispatcher.def("replace_plan", [](RankDispatcher& d, PlanHandle& plan,
                                     const std::vector<PartArg>& given, std::uintptr_t stream) {
     const auto parts = parts_from(given);
-    unlocked([&] { d.replace_plan(plan.plan(), parts, stream_from(stream)); });
+    plan.set_facts(
+        unlocked([&] { return d.replace_plan(plan.plan(), parts, stream_from(stream)); }));
   });
   dispatcher.def("reserve", [](RankDispatcher& d, std::int64_t bytes, std::int32_t num_slots,
                                std::uintptr_t stream) {
     unlocked([&] { d.reserve(bytes, num_slots, stream_from(stream)); });
   });
-  dispatcher.def("dispatch", [](RankDispatcher& d, const PlanHandle& plan,
-                                const std::vector<RowsArg>& tensors, std::uintptr_t stream) {
-    const auto inputs = views_from<ConstTensorView>(tensors);
-    return d.arrays(unlocked([&] { return d.dispatch(plan.plan(), inputs, stream_from(stream)); }));
-  });
-  dispatcher.def("kv_gradient", [](RankDispatcher& d, const PlanHandle& plan,
-                                   const std::vector<RowsArg>& gradients,
-                                   const std::vector<RowsArg>& sums, std::uintptr_t stream) {
-    const auto inputs = views_from<ConstTensorView>(gradients);
-    const auto outputs = views_from<TensorView>(sums);
-    unlocked([&] { d.kv_gradient(plan.plan(), inputs, outputs, stream_from(stream)); });
-  });
+  dispatcher.def(
+      "dispatch", [](RankDispatcher& d, const PlanHandle& plan, const std::vector<RowsArg>& tensors,
+                     std::uintptr_t stream, std::uint64_t of_dispatch) {
+        const auto inputs = views_from<ConstTensorView>(tensors);
+        return d.arrays(unlocked(
+            [&] { return d.dispatch(plan.plan(), inputs, stream_from(stream), of_dispatch); }));
+      });
+  dispatcher.def(
+      "kv_gradient",
+      [](RankDispatcher& d, const PlanHandle& plan, const std::vector<RowsArg>& gradients,
+         const std::vector<RowsArg>& sums, std::uintptr_t stream, std::uint64_t of_dispatch) {
+        const auto inputs = views_from<ConstTensorView>(gradients);
+        const auto outputs = views_from<TensorView>(sums);
+        unlocked(
+            [&] { d.kv_gradient(plan.plan(), inputs, outputs, stream_from(stream), of_dispatch); });
+      });
   dispatcher.def("gradient_inputs", [](RankDispatcher& d, const PlanHandle& plan,
                                        std::uintptr_t stream) {
     return d.arrays(unlocked([&] { return d.gradient_inputs(plan.plan(), stream_from(stream)); }));
@@ -148,6 +152,7 @@ void bind_dispatcher(nb::module_& m) {
   });
   dispatcher.def("close", [](RankDispatcher& d) { unlocked([&] { d.close(); }); });
   dispatcher.def_prop_ro("window_bytes", &RankDispatcher::window_bytes);
+  dispatcher.def_prop_ro("last_dispatch", &RankDispatcher::last_dispatch);
 }
 
 }  // namespace waybill::python

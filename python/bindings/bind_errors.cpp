@@ -49,6 +49,12 @@ void translate(const std::exception_ptr& thrown, void* /*payload*/) {
     raise("IoError", e.what());
   } catch (const Timeout& e) {
     raise_timeout(e);
+  } catch (const PeerFailed& e) {
+    raise("PeerFailed", e.what());
+  } catch (const PythonInterrupt& e) {
+    e.restore();
+  } catch (const Interrupted& e) {
+    raise("Interrupted", e.what());
   } catch (const TransportError& e) {
     raise("TransportError", e.what());
   } catch (const CudaError& e) {

@@ -80,7 +80,10 @@ struct LayoutHandle {
   std::shared_ptr<EPLayout> layout;
 
   [[nodiscard]] nb::dict tables() const {
-    const ExpertTableViews views = layout->tables();
+    const ExpertTableViews views = [&] {
+      const RankWorld::Call call(*rank, "EPLayout.tables");
+      return layout->tables();
+    }();
     nb::dict result;
     const auto add = [&](const char* name, const ConstTensorView& view) {
       result[name] = array_over(view, rank, {rank, layout, {}});
@@ -114,13 +117,18 @@ class RankLayer {
   nb::tuple dispatch(const TensorArg& tokens, const OptionalTensor& ids,
                      const OptionalTensor& weights, const OptionalTensor& scales,
                      const OptionalTensor& positions, const LayoutHandle* layout,
-                     std::uintptr_t stream) {
+                     std::uintptr_t stream, bool needs_gradients, bool weights_need_gradients,
+                     std::uint32_t origin) {
     ExpertDispatchInput input;
     input.tokens = view_from<ConstTensorView>(tokens);
     input.ids = view_or_none(ids);
     input.weights = view_or_none(weights);
     input.scales = view_or_none(scales);
     input.full_scatter_indices = view_or_none(positions);
+    input.needs_gradients = needs_gradients;
+    input.weights_need_gradients = weights_need_gradients;
+    input.origin = origin;
+    std::vector<std::shared_ptr<void>> memory;  // taken before another thread can free it
     EPDispatched got = unlocked([&] {
       const RankWorld::Call call(*rank_, "dispatch");
       const Stream queue = stream_from(stream);
@@ -128,9 +136,9 @@ class RankLayer {
       EPDispatched arrived = layout == nullptr ? layer_->dispatch(input, queue)
                                                : layer_->dispatch(input, *layout->layout, queue);
       rank_->meet("dispatch", queue);
+      memory = memory_of(layer_->context().memory().dispatch_windows);
       return arrived;
     });
-    const auto memory = memory_of(layer_->context().memory().dispatch_windows);
     const auto array = [&](const TensorView& view) {
       return array_over(view, rank_, {rank_, nullptr, memory});
     };
@@ -139,18 +147,35 @@ class RankLayer {
   }
 
   void combine(const TensorArg& rows, const LayoutHandle& layout, const TensorArg& output,
-               bool weighted, const std::vector<TensorArg>& biases, std::uintptr_t stream) {
+               bool weighted, const std::vector<TensorArg>& biases, std::uintptr_t stream,
+               bool needs_gradients) {
     std::vector<ConstTensorView> bias_views;
     for (const TensorArg& bias : biases) bias_views.push_back(view_from<ConstTensorView>(bias));
     const ExpertCombineInput input{.rows = view_from<ConstTensorView>(rows),
                                    .options = {.weighted = weighted},
                                    .biases = bias_views,
-                                   .output = view_from<TensorView>(output)};
+                                   .output = view_from<TensorView>(output),
+                                   .needs_gradients = needs_gradients};
     unlocked([&] {
       const RankWorld::Call call(*rank_, "combine");
       rank_->meet("combine", stream_from(stream));
       layer_->combine(input, *layout.layout, stream_from(stream));
       rank_->meet("combine", stream_from(stream));
+    });
+  }
+
+  void synchronize(std::uintptr_t stream) {
+    unlocked([&] {
+      const RankWorld::Call call(*rank_, "synchronize");
+      layer_->synchronize(stream_from(stream));
+    });
+  }
+
+  /// The same, but leaves an overflow to be asked for.
+  void await_calls(std::uintptr_t stream) {
+    unlocked([&] {
+      const RankWorld::Call call(*rank_, "dispatch");
+      rank_->world().executor().synchronize(stream_from(stream));
     });
   }
 
@@ -169,13 +194,20 @@ class RankLayer {
   }
 
   [[nodiscard]] nb::object combine_input(std::int64_t rows) const {
+    const RankWorld::Call call(*rank_, "combine_input");
     const TensorView view = layer_->combine_input(rows);
     return array_over(view, rank_,
                       {rank_, nullptr, memory_of(layer_->context().memory().combine_windows)});
   }
 
-  [[nodiscard]] std::int64_t overflow() { return layer_->overflow(); }
-  [[nodiscard]] std::int64_t output_rows() const { return layer_->output_rows(); }
+  [[nodiscard]] std::int64_t overflow() {
+    const RankWorld::Call call(*rank_, "overflow");
+    return layer_->overflow();
+  }
+  [[nodiscard]] std::int64_t output_rows() const {
+    const RankWorld::Call call(*rank_, "output_rows");
+    return layer_->output_rows();
+  }
 
  private:
   static std::vector<std::shared_ptr<void>> memory_of(const SymmetricBuffer (&windows)[2]) {
@@ -197,13 +229,15 @@ class RankContext {
       : rank_(std::move(rank)), context_(make(*rank_, config, capacity)) {}
 
   nb::tuple reallocate(std::int64_t rows) {
+    std::vector<std::shared_ptr<void>> memory;  // taken before another thread can free it
     const DispatchOutputBuffers buffers = unlocked([&] {
       const RankWorld::Call call(*rank_, "reallocate_dispatch_output_buf");
-      return context_.reallocate_dispatch_output_buf(rows);
+      const DispatchOutputBuffers grown = context_.reallocate_dispatch_output_buf(rows);
+      memory = context_.memory().dispatch_windows[0].memory;
+      return grown;
     });
     const auto array = [&](const TensorView& view) {
-      return array_over(view, rank_,
-                        {rank_, nullptr, context_.memory().dispatch_windows[0].memory});
+      return array_over(view, rank_, {rank_, nullptr, memory});
     };
     return nb::make_tuple(array(buffers.rows), array(buffers.weights));
   }
@@ -215,7 +249,10 @@ class RankContext {
     });
   }
 
-  [[nodiscard]] std::int64_t capacity() const { return context_.capacity(); }
+  [[nodiscard]] std::int64_t capacity() const {
+    const RankWorld::Call call(*rank_, "capacity");
+    return context_.capacity();
+  }
 
  private:
   static DispatchCombineContext make(RankWorld& rank, const EPConfig& config,
@@ -257,9 +294,14 @@ class RankBarrier {
 void bind_moe_layer(nb::module_& m) {
   nb::class_<LayoutHandle>(m, "EPLayout")
       .def_prop_ro("num_tokens", [](const LayoutHandle& h) { return h.layout->num_tokens(); })
-      .def(
-          "num_recv_rows",
-          [](const LayoutHandle& h) { return unlocked([&] { return h.layout->num_recv_rows(); }); })
+      .def_prop_ro("number", [](const LayoutHandle& h) { return h.layout->number(); })
+      .def("num_recv_rows",
+           [](const LayoutHandle& h) {
+             return unlocked([&] {
+               const RankWorld::Call call(*h.rank, "num_recv_rows");
+               return h.layout->num_recv_rows();
+             });
+           })
       .def("tables", &LayoutHandle::tables);
   nb::class_<RankLayer>(m, "ExpertLayer")
       .def("__init__",
@@ -274,9 +316,12 @@ void bind_moe_layer(nb::module_& m) {
              unlocked([&] { new (self) RankLayer(world.rank, config, options); });
            })
       .def("dispatch", &RankLayer::dispatch, "tokens"_a, "ids"_a.none(), "weights"_a.none(),
-           "scales"_a.none(), "positions"_a.none(), "layout"_a.none(), "stream"_a)
+           "scales"_a.none(), "positions"_a.none(), "layout"_a.none(), "stream"_a,
+           "needs_gradients"_a, "weights_need_gradients"_a, "origin"_a)
       .def("combine", &RankLayer::combine)
       .def("combine_input", &RankLayer::combine_input)
+      .def("synchronize", &RankLayer::synchronize)
+      .def("await_calls", &RankLayer::await_calls)
       .def("barrier", &RankLayer::barrier)
       .def("finalize", &RankLayer::finalize)
       .def("overflow", &RankLayer::overflow)

@@ -1,3 +1,5 @@
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -5,6 +7,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -34,16 +37,40 @@ struct Meeting {
   }
 };
 
-std::vector<Meeting> thread_meetings(std::int32_t world_size, double timeout_s) {
+/// One a rank, and what ends their waits together.
+std::pair<std::vector<Meeting>, std::shared_ptr<FailureScope>> thread_meetings(
+    std::int32_t world_size, double timeout_s) {
   std::vector<Meeting> meetings;
   for (auto& bootstrap : make_thread_bootstraps(world_size, timeout_s)) {
     meetings.push_back({std::move(bootstrap)});
   }
-  return meetings;
+  auto scope = meetings.front().bootstrap->failure_scope();
+  return {std::move(meetings), std::move(scope)};
+}
+
+/// Python objects may go on a thread without the interpreter's lock.
+std::shared_ptr<nb::object> shared(nb::object object) {
+  return {new nb::object(std::move(object)), [](nb::object* held) {
+            if (Py_IsInitialized() == 0) return;  // it went with the interpreter
+            const nb::gil_scoped_acquire acquire;
+            delete held;
+          }};
+}
+
+/// Calls what a caller has given. @throws PythonInterrupt where that was interrupted
+template <class Call>
+auto interruptible(Call&& call) {
+  try {
+    return std::forward<Call>(call)();
+  } catch (nb::python_error& error) {
+    if (!error.matches(PyExc_KeyboardInterrupt)) throw;
+    throw PythonInterrupt(std::move(error));
+  }
 }
 
 /// The meeting, ranks_per_node and local_rank that the launcher's variables say.
 std::tuple<Meeting, std::int32_t, std::int32_t> environment_meeting(double timeout_s) {
+  note_sigint_from_now_on();
   return unlocked([&] {
     const LaunchEnvironment environment = read_launch_environment();
     return std::tuple(Meeting{make_environment_bootstrap(environment, timeout_s)},
@@ -51,19 +78,28 @@ std::tuple<Meeting, std::int32_t, std::int32_t> environment_meeting(double timeo
   });
 }
 
-/// `all_gather(mine: bytes) -> list of bytes, by rank` of the caller's.
+/// For a rank that cannot make its meeting: the others name it and do not wait.
+void report_failure(const std::string& reason, double patience_s) {
+  unlocked([&] {
+    try {
+      report_failed_start(read_launch_environment(), reason, patience_s);
+    } catch (const Error&) {  // what the launcher says is wrong: nobody knows where the others are
+      return;
+    }
+  });
+}
+
+/// `all_gather(mine: bytes) -> list of bytes, by rank` of the caller's, and
+/// `tell_failure(reason: str)` or None.
 Meeting callable_meeting(std::int32_t rank, std::int32_t world_size, nb::callable all_gather,
-                         double timeout_s) {
-  // The world may go on a thread without the interpreter's lock.
-  const std::shared_ptr<nb::callable> gather(new nb::callable(std::move(all_gather)),
-                                             [](nb::callable* held) {
-                                               const nb::gil_scoped_acquire acquire;
-                                               delete held;
-                                             });
+                         nb::object tell_failure, double timeout_s) {
+  const auto gather = shared(std::move(all_gather));
   const auto exchange = [gather](const Bootstrap::Bytes& mine) {
     const nb::gil_scoped_acquire acquire;
     std::vector<Bootstrap::Bytes> all;
-    for (const nb::handle item : (*gather)(nb::bytes(mine.data(), mine.size()))) {
+    const nb::object given_all =
+        interruptible([&] { return (*gather)(nb::bytes(mine.data(), mine.size())); });
+    for (const nb::handle item : given_all) {
       require(nb::isinstance<nb::bytes>(item), "World: all_gather returned ",
               nb::type_name(item.type()).c_str(), ", expected bytes of each rank");
       const auto given = nb::borrow<nb::bytes>(item);
@@ -72,11 +108,19 @@ Meeting callable_meeting(std::int32_t rank, std::int32_t world_size, nb::callabl
     }
     return all;
   };
-  return {make_callable_bootstrap(rank, world_size, exchange, timeout_s)};
+  TellFailure tell;
+  if (!tell_failure.is_none()) {
+    tell = [function = shared(std::move(tell_failure))](std::string_view reason) {
+      const nb::gil_scoped_acquire acquire;
+      (void)(*function)(nb::str(reason.data(), reason.size()));
+    };
+  }
+  return {make_callable_bootstrap(rank, world_size, exchange, timeout_s, std::move(tell))};
 }
 
 template <class Make>
 WorldHandle handle_of(int device, const Make& make, bool in_step = false) {
+  note_sigint_from_now_on();
   return unlocked(
       [&] { return WorldHandle{std::make_shared<RankWorld>(make(), device, in_step)}; });
 }
@@ -137,8 +181,9 @@ void bind_world(nb::module_& m) {
   nb::class_<Meeting>(m, "Meeting");
   m.def("thread_meetings", &thread_meetings, "world_size"_a, "timeout_s"_a);
   m.def("environment_meeting", &environment_meeting, "timeout_s"_a);
+  m.def("report_failed_start", &report_failure, "reason"_a, "patience_s"_a);
   m.def("callable_meeting", &callable_meeting, "rank"_a, "world_size"_a, "all_gather"_a,
-        "timeout_s"_a);
+        "tell_failure"_a.none(), "timeout_s"_a);
   m.def("thread_world", &thread_world, "meeting"_a, "ranks_per_node"_a);
   m.def("process_world", &process_world, "meeting"_a, "ranks_per_node"_a);
   m.def("gpu_thread_world", gpu_thread_world, "meeting"_a, "device"_a, "ranks_per_node"_a,

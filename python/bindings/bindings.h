@@ -4,16 +4,19 @@
 
 #include <utility>
 
+#include "interrupts.h"
+
 namespace waybill::python {
 
 /// Runs `work` without the interpreter's lock; it must touch no Python object.
 template <class Work>
 auto unlocked(Work&& work) {
-  const nanobind::gil_scoped_release release;
+  const InterpreterUnlocked without_lock;
   return std::forward<Work>(work)();
 }
 
 void bind_errors(nanobind::module_& m);
+void bind_interrupts(nanobind::module_& m);
 void bind_index_ops(nanobind::module_& m);
 void bind_metadata(nanobind::module_& m);
 void bind_routing(nanobind::module_& m);

@@ -11,6 +11,7 @@ NB_MODULE(_core, m) {
   m.attr("max_file_bytes") = waybill::max_file_bytes;
   m.attr("max_stream_bytes") = waybill::max_stream_bytes;
   waybill::python::bind_errors(m);
+  waybill::python::bind_interrupts(m);
   waybill::python::bind_index_ops(m);
   waybill::python::bind_metadata(m);
   waybill::python::bind_routing(m);

@@ -13,8 +13,6 @@ namespace nb = nanobind;
 
 namespace {
 
-using Call = RankWorld::Call;
-
 /// What a view of a window keeps.
 struct HeldWindow {
   std::shared_ptr<RankWorld> rank;
@@ -32,67 +30,95 @@ nb::capsule hold(const std::shared_ptr<RankWorld>& rank,
 
 }  // namespace
 
+PlanFacts::PlanFacts(const SequencePlan& plan)
+    : own_rows(plan.own_rows),
+      window_rows(plan.window_rows),
+      wire_bytes(plan.wire_bytes),
+      window_bytes(plan.window_bytes),
+      num_slots(plan.num_slots),
+      way(plan.limits.way) {}
+
+/// A call of the rank, behind which the size of the windows is known.
+class RankDispatcher::DispatcherCall {
+ public:
+  DispatcherCall(RankDispatcher& self, const char* who) : self_(self), call_(*self.rank_, who) {}
+  DispatcherCall(const DispatcherCall&) = delete;
+  DispatcherCall& operator=(const DispatcherCall&) = delete;
+  ~DispatcherCall() {
+    if (self_.dispatcher_ == nullptr) return;
+    self_.window_bytes_ = self_.dispatcher_->window_bytes();
+    self_.last_dispatch_ = self_.dispatcher_->last_dispatch();
+  }
+
+ private:
+  RankDispatcher& self_;
+  RankWorld::Call call_;
+};
+
 RankDispatcher::RankDispatcher(std::shared_ptr<RankWorld> rank,
                                const SequenceDispatcherOptions& options)
     : rank_(std::move(rank)) {
-  const Call call(*rank_, "SequenceDispatcher");
+  const DispatcherCall call(*this, "SequenceDispatcher");
   dispatcher_ = std::make_unique<SequenceDispatcher>(rank_->world(), options);
 }
 
 PlanHandle RankDispatcher::plan(bool gradient, std::span<const SequencePart> parts, Stream stream) {
-  const Call call(*rank_, gradient ? "plan_kv_gradient" : "plan_dispatch");
+  const DispatcherCall call(*this, gradient ? "plan_kv_gradient" : "plan_dispatch");
   return {rank_, gradient ? dispatcher_->plan_kv_gradient(parts, stream)
                           : dispatcher_->plan_dispatch(parts, stream)};
 }
 
-void RankDispatcher::replace_plan(ReadyPlan& plan, std::span<const SequencePart> parts,
-                                  Stream stream) {
-  const Call call(*rank_, "replace_plan");
+PlanFacts RankDispatcher::replace_plan(ReadyPlan& plan, std::span<const SequencePart> parts,
+                                       Stream stream) {
+  const DispatcherCall call(*this, "replace_plan");
   dispatcher_->replace_plan(plan, parts, stream);
+  return PlanFacts(plan.plan());
 }
 
 void RankDispatcher::reserve(std::int64_t window_bytes, std::int32_t num_slots, Stream stream) {
-  const Call call(*rank_, "reserve");
+  const DispatcherCall call(*this, "reserve");
   dispatcher_->reserve(window_bytes, stream, num_slots);
 }
 
-std::vector<TensorView> RankDispatcher::dispatch(const ReadyPlan& plan,
-                                                 std::span<const ConstTensorView> tensors,
-                                                 Stream stream) {
-  const Call call(*rank_, "dispatch");
+WindowViews RankDispatcher::dispatch(const ReadyPlan& plan,
+                                     std::span<const ConstTensorView> tensors, Stream stream,
+                                     std::uint64_t of_dispatch) {
+  const DispatcherCall call(*this, "dispatch");
   rank_->meet("dispatch", stream);
-  auto views = dispatcher_->dispatch(plan, tensors, stream);
+  auto views = dispatcher_->dispatch(plan, tensors, stream, of_dispatch);
   rank_->meet("dispatch", stream);
-  return views;
+  return {std::move(views), dispatcher_->window_memory()};
 }
 
 void RankDispatcher::kv_gradient(const ReadyPlan& plan, std::span<const ConstTensorView> gradients,
-                                 std::span<const TensorView> outputs, Stream stream) {
-  const Call call(*rank_, "kv_gradient");
+                                 std::span<const TensorView> outputs, Stream stream,
+                                 std::uint64_t of_dispatch) {
+  const DispatcherCall call(*this, "kv_gradient");
   rank_->meet("kv_gradient", stream);
-  dispatcher_->kv_gradient(plan, gradients, outputs, stream);
+  dispatcher_->kv_gradient(plan, gradients, outputs, stream, of_dispatch);
   rank_->meet("kv_gradient", stream);
 }
 
-std::vector<TensorView> RankDispatcher::gradient_inputs(const ReadyPlan& plan, Stream stream) {
-  const Call call(*rank_, "gradient_inputs");
-  return dispatcher_->gradient_inputs(plan, stream);
+WindowViews RankDispatcher::gradient_inputs(const ReadyPlan& plan, Stream stream) {
+  const DispatcherCall call(*this, "gradient_inputs");
+  auto views = dispatcher_->gradient_inputs(plan, stream);
+  return {std::move(views), dispatcher_->window_memory()};
 }
 
 void RankDispatcher::synchronize(Stream stream) {
-  const Call call(*rank_, "synchronize");
+  const DispatcherCall call(*this, "synchronize");
   dispatcher_->synchronize(stream);
 }
 
 void RankDispatcher::close() {
-  const Call call(*rank_, "close");
+  const DispatcherCall call(*this, "close");
   dispatcher_->close();
 }
 
-nb::list RankDispatcher::arrays(const std::vector<TensorView>& views) const {
-  const nb::capsule owner = hold(rank_, dispatcher_->window_memory());
+nb::list RankDispatcher::arrays(WindowViews shown) const {
+  const nb::capsule owner = hold(rank_, std::move(shown.memory));
   nb::list result;
-  for (const TensorView& view : views) {
+  for (const TensorView& view : shown.views) {
     const auto bits = static_cast<std::uint8_t>(dtype_bytes(view.dtype) * 8);
     const nb::dlpack::dtype dtype{static_cast<std::uint8_t>(nb::dlpack::dtype_code::Int), bits, 1};
     const std::array extents{static_cast<std::size_t>(view.shape[0]),

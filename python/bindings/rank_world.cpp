@@ -3,6 +3,7 @@
 #include <optional>
 #include <utility>
 
+#include "interrupts.h"
 #include "waybill/core/error.h"
 
 namespace waybill::python {
@@ -10,8 +11,8 @@ namespace waybill::python {
 RankWorld::~RankWorld() {
   // Memory of a GPU is freed when the device is idle, for which another rank's thread may need the
   // interpreter.
-  std::optional<nanobind::gil_scoped_release> release;
-  if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) release.emplace();
+  std::optional<InterpreterUnlocked> without_lock;
+  if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) without_lock.emplace();
   dead_plans_.clear();
   retired_.clear();
   World gone = std::move(world_);

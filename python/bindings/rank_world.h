@@ -46,7 +46,7 @@ class RankWorld {
   /// at other times may stop until any device of the process is idle. So no device is left waiting
   /// for a thread that may do such things: all ranks queue their parts, then all go on. A rank that
   /// does not come is a Timeout before anything is queued, and no device is lost; this rank's world
-  /// is of no use then. Nothing is done while `stream` is captured.
+  /// is unusable then. Nothing is done while `stream` is captured.
   void meet(const char* operation, Stream stream);
 
   /// To be destroyed in the rank's next call.
@@ -60,7 +60,7 @@ class RankWorld {
   World world_;
   int device_;
   bool in_step_;
-  detail::Usability usability_{"world"};
+  detail::Usability usability_{"world", &world_.transport()};
   std::atomic_flag busy_;
   std::mutex mutex_;
   std::vector<ReadyPlan> dead_plans_;

@@ -6,14 +6,17 @@ lengths and counts are tokens (rows), never bytes.
 
 from . import moe as moe
 from ._core import version as __version__
+from ._threads import end_waits
 from .errors import (
     CudaError,
     Disagreement,
     Error,
     InternalError,
+    Interrupted,
     InvalidArgument,
     IoError,
     NotThreeAxes,
+    PeerFailed,
     RankOutOfRange,
     ShapeMismatch,
     Timeout,
@@ -80,11 +83,13 @@ __all__ = [
     "Error",
     "Finding",
     "InternalError",
+    "Interrupted",
     "InvalidArgument",
     "IoError",
     "Metadata",
     "NotThreeAxes",
     "PackedSeqParams",
+    "PeerFailed",
     "PhasePrediction",
     "QkvMetadata",
     "QkvPlan",
@@ -117,6 +122,7 @@ __all__ = [
     "create_qkv_dispatch",
     "create_qkv_dispatch_with_custom_mapping",
     "create_raw_qkv_dispatch",
+    "end_waits",
     "exclusive_cumsum",
     "explain",
     "gen_seq_lens",

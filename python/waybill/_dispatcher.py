@@ -164,12 +164,16 @@ class Dispatcher(Generic[_Array]):
         slots = [p._plan.num_slots for p in plans if isinstance(p, ReadyPlan)]
         self._dispatcher.reserve(max(sizes, default=0), max(slots, default=0), self._stream())
 
-    def dispatch(self, plan: ReadyPlan, *tensors: Any) -> Tuple[_Array, ...]:
+    def dispatch(
+        self, plan: ReadyPlan, *tensors: Any, of_dispatch: int = 0
+    ) -> Tuple[_Array, ...]:
         """Collective: sends the rows of the tensors to where the plan says.
 
         Args:
             tensors: [own rows or more, ...] each, in the plan's order; the elements of a row are
                 adjacent, rows may have any distance. Not copied.
+            of_dispatch: the dispatch whose gradients these are, as last_dispatch said behind it; 0:
+                of none. Ranks compare it: backward passes in another order are noticed.
 
         Returns:
             one view [window rows, ...] a tensor of what this rank received. Nothing is copied: the
@@ -179,11 +183,13 @@ class Dispatcher(Generic[_Array]):
             of the plan writes are undefined.
 
         Raises:
-            InvalidArgument before anything moves; Timeout.
+            InvalidArgument before anything moves; Disagreement when ranks do not mean the same
+            call; Timeout. On GPUs synchronize(), or a later call, raises the last two.
         """
         self._check_plan("dispatch", plan, "dispatch")
+        number = _number(of_dispatch, "dispatch")
         rows, kept = self._given("dispatch: tensors", tensors)
-        views = self._dispatcher.dispatch(plan._plan, rows, self._stream())
+        views = self._dispatcher.dispatch(plan._plan, rows, self._stream(), number)
         del kept
         return self._shown(plan, views)
 
@@ -193,6 +199,7 @@ class Dispatcher(Generic[_Array]):
         *gradients: Any,
         out: Optional[Sequence[Any]] = None,
         dtype: Any = None,
+        of_dispatch: int = 0,
     ) -> Tuple[_Array, ...]:
         """Collective: row x of a result is the sum over the copies of row x, in float32 (float64
         for float64), in the order of the copies, rounded once; 0 without copies.
@@ -201,9 +208,11 @@ class Dispatcher(Generic[_Array]):
             gradients: [window rows or more, ...] each: of the rows that this rank had received.
             out: where the sums go, [own rows, ...] each; new tensors without.
             dtype: of new tensors: that of the gradients unless said, or float32 for 16-bit ones.
+            of_dispatch: as in dispatch.
         """
         who = "kv_gradient"
         self._check_plan(who, plan, who)
+        number = _number(of_dispatch, who)
         if out is None:
             out = [
                 self._empty((rows, *fmt.row_shape), fmt.dtype if dtype is None else dtype)
@@ -213,7 +222,7 @@ class Dispatcher(Generic[_Array]):
             raise InvalidArgument(f"{who}: got out and dtype, expected one of them")
         rows, kept = self._given(f"{who}: gradients", gradients)
         sums, kept_out = self._given(f"{who}: out", out, writable=True)
-        self._dispatcher.kv_gradient(plan._plan, rows, sums, self._stream())
+        self._dispatcher.kv_gradient(plan._plan, rows, sums, self._stream(), number)
         del kept, kept_out
         return tuple(out)
 
@@ -226,7 +235,7 @@ class Dispatcher(Generic[_Array]):
 
     def synchronize(self) -> None:
         """Returns when this rank's calls are done (on GPUs: on torch's current stream). Raises a
-        Timeout that one of them has met.
+        Timeout or a Disagreement that one of them has met.
         """
         self._dispatcher.synchronize(self._stream())
 
@@ -236,6 +245,11 @@ class Dispatcher(Generic[_Array]):
         """
         self._dispatcher.close()
         self._closed = True
+
+    @property
+    def last_dispatch(self) -> int:
+        """The number of this rank's last dispatch, from 1 on: what calls that belong to it say."""
+        return self._dispatcher.last_dispatch
 
     @property
     def window_bytes(self) -> int:
@@ -322,6 +336,13 @@ class Dispatcher(Generic[_Array]):
 
     def _shown(self, plan: ReadyPlan, views: Sequence[Any]) -> Tuple[_Array, ...]:
         return tuple(self._show(bits, format_) for bits, format_ in zip(views, plan.formats))
+
+
+def _number(of_dispatch: Any, who: str) -> int:
+    number = int64(of_dispatch, f"{who}: of_dispatch")
+    if number < 0:
+        raise InvalidArgument(f"{who}: of_dispatch = {number}, expected >= 0")
+    return number
 
 
 def row_layout(shape: Sequence[int], strides: Sequence[int], name: str) -> Tuple[int, int, int]:

@@ -58,6 +58,16 @@ class TransportError(Error, RuntimeError):
     """The machinery between ranks failed; the text says what was being done."""
 
 
+class PeerFailed(TransportError):
+    """Another rank failed, was interrupted or is gone. The text names it and says why."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A wait that the user ended (Ctrl-C), on a thread on which Python handles no signals. The main
+    thread has what its handler raised: KeyboardInterrupt.
+    """
+
+
 class CudaError(Error, RuntimeError):
     """A CUDA call failed; the text says what was being done, on which device."""
 
@@ -92,6 +102,8 @@ _ALL = [
     Unsupported,
     IoError,
     TransportError,
+    PeerFailed,
+    Interrupted,
     CudaError,
     Timeout,
     InternalError,

@@ -20,7 +20,7 @@ class SequenceDispatcher(Dispatcher[AnyArray]):
 
     Calls are collective: every rank makes the same calls in the same order, each with its own part
     of the same plan. A fast rank may be one call ahead of a slow one; there is no barrier. A call
-    that raises Timeout leaves the dispatcher of no use.
+    that raises anything but InvalidArgument or Unsupported leaves the dispatcher unusable.
 
     Every rank has two windows, used in turn, that grow when a plan needs more: at the first call
     with that plan, which then waits for all ranks, or ahead of time with reserve().

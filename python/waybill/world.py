@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional, TypeVar
 
 from . import _core
 from ._arrays import int64
-from .errors import InvalidArgument, Timeout, Unsupported
+from ._threads import run_ranks
+from .errors import Error, InvalidArgument, Unsupported
 
 __all__ = ["Topology", "World", "num_gpus", "run_threads"]
 
 _T = TypeVar("_T")
 _ORDINAL = re.compile(r"cuda(?::(\d{1,4}))?")
+_FAREWELL_S = 5.0  # for telling the other ranks why this one does not come
 _BUILD = "pip install . -C cmake.define.WAYBILL_CUDA=ON, with CUDA 13"
 
 
@@ -45,7 +45,7 @@ class World:
     ``run_threads`` makes one for each rank, where ranks are threads; ``from_environment``,
     ``from_process_group`` and ``from_all_gather`` make one where ranks are processes of one host.
     It serves one thread at a time; a second call meanwhile is an InvalidArgument. Calls that wait
-    for other ranks release the GIL and have a deadline.
+    for other ranks release the GIL, have a deadline, and end on Ctrl-C.
     """
 
     __slots__ = ("_world",)
@@ -71,7 +71,9 @@ class World:
         without any of them.
 
         Ranks meet where WAYBILL_RENDEZVOUS says ("tcp://HOST:PORT" or "file:///FOLDER"), else at
-        MASTER_ADDR and the port after MASTER_PORT.
+        MASTER_ADDR and the port after MASTER_PORT. Ranks of another WAYBILL_JOB_ID (else the id of
+        torchrun or Slurm) and, over TCP, those without the WAYBILL_RENDEZVOUS_SECRET of the others
+        are refused. A rank that cannot start is named by the others at once.
 
         Args:
             device: "cpu" for shared memory of one host; "cuda:1" for that GPU, "cuda" for the one
@@ -82,11 +84,17 @@ class World:
 
         Raises:
             InvalidArgument naming the variable; Timeout naming a rank that did not come;
-            Unsupported for "cpu" ranks on other hosts, and without what the device needs.
+            TransportError naming one that failed, or saying why this one was refused; Unsupported
+            for "cpu" ranks on other hosts, and without what the device needs.
         """
         who = "World.from_environment"
-        make = _process_engine(device, nvshmem, who)
-        meeting, per_node, local_rank = _core.environment_meeting(_seconds(timeout_s, who))
+        seconds = _seconds(timeout_s, who)
+        try:
+            make = _process_engine(device, nvshmem, who)
+        except Error as error:
+            _core.report_failed_start(str(error), min(seconds, _FAREWELL_S))
+            raise
+        meeting, per_node, local_rank = _core.environment_meeting(seconds)
         return cls._wrap(make(meeting, per_node, local_rank))
 
     @classmethod
@@ -105,12 +113,29 @@ class World:
 
         Args:
             all_gather: gets this rank's bytes and returns those of all ranks, by rank. It answers
-                for its own deadline; it is called where worlds and windows are made or freed, and
-                by barrier(), never on the way of the data.
+                for its own deadline and for interrupts; it is called where worlds and windows are
+                made or freed, and by barrier(), never on the way of the data.
             device, nvshmem, timeout_s: as in from_environment.
             ranks_per_node: None is all ranks on one node.
         """
-        who = "World.from_all_gather"
+        return cls._from_exchange(
+            "World.from_all_gather", rank, world_size, all_gather, None, device, nvshmem,
+            ranks_per_node, timeout_s,
+        )  # fmt: skip
+
+    @classmethod
+    def _from_exchange(
+        cls,
+        who: str,
+        rank: int,
+        world_size: int,
+        all_gather: Callable[[bytes], Sequence[bytes]],
+        tell_failure: Optional[Callable[[str], None]],
+        device: Any,
+        nvshmem: bool,
+        ranks_per_node: Optional[int],
+        timeout_s: float,
+    ) -> World:
         rank, world_size = int64(rank, f"{who}: rank"), int64(world_size, f"{who}: world_size")
         if not 0 <= rank < world_size <= 2**20:
             raise InvalidArgument(
@@ -122,7 +147,8 @@ class World:
                 f"{who}: all_gather is a {type(all_gather).__name__}, expected a function"
             )
         make = _process_engine(device, nvshmem, who)
-        meeting = _core.callable_meeting(rank, world_size, all_gather, _seconds(timeout_s, who))
+        seconds = _seconds(timeout_s, who)
+        meeting = _core.callable_meeting(rank, world_size, all_gather, tell_failure, seconds)
         return cls._wrap(make(meeting, per_node, rank % (per_node or world_size)))
 
     @classmethod
@@ -136,33 +162,20 @@ class World:
         timeout_s: float = 60.0,
     ) -> World:
         """Collective: the rank that this process has in a group of torch.distributed, the default
-        one unless given. The arguments are those of from_all_gather. The world does not keep the
-        group: ``destroy_process_group`` ends it, best after the world's last collective call.
+        one unless given. The arguments are those of from_all_gather.
+
+        Ranks meet in the group's store, so a rank that does not come is a Timeout after timeout_s,
+        whatever the group's own timeout; a group without a store meets by all_gather_object. The
+        world does not keep the group: ``destroy_process_group`` ends it, best after the world's
+        last collective call.
         """
-        from torch import distributed  # needs torch, which the package does not
+        from ._process_group import GroupExchange  # needs torch, which the package does not
 
-        group = distributed.group.WORLD if group is None else group
-        rank, size = distributed.get_rank(group), distributed.get_world_size(group)
-        if rank < 0:
-            raise InvalidArgument("World.from_process_group: this process is not in the group")
-        # Were the group kept, it would outlive destroy_process_group and end with the interpreter,
-        # whose lock gloo's threads may still wait for then: the process would abort.
-        alive = weakref.ref(group)
-
-        def all_gather(mine: bytes) -> Sequence[bytes]:
-            everyone: list[Any] = [None] * size
-            group = alive()
-            if group is None:
-                raise InvalidArgument(
-                    "World.from_process_group: the group was destroyed before the world's last"
-                    " collective call"
-                )
-            distributed.all_gather_object(everyone, mine, group=group)
-            return everyone
-
-        return cls.from_all_gather(
-            rank, size, all_gather, device=device, nvshmem=nvshmem, ranks_per_node=ranks_per_node,
-            timeout_s=timeout_s,
+        who = "World.from_process_group"
+        exchange = GroupExchange(group, _seconds(timeout_s, who), who)
+        return cls._from_exchange(
+            who, exchange.rank, exchange.world_size, exchange.all_gather, exchange.tell_failure,
+            device, nvshmem, ranks_per_node, timeout_s,
         )  # fmt: skip
 
     @property
@@ -224,9 +237,12 @@ def run_threads(
         ranks_per_node: less than world_size makes logical nodes; None is one node.
         timeout_s: deadline of every wait for another rank.
 
+    A body that raises releases the others from what they wait for, with PeerFailed; Ctrl-C all of
+    them, and KeyboardInterrupt is raised when they have ended (a second Ctrl-C does not wait).
+
     Raises:
-        what a body raised: of several the first that is no Timeout, since the others may have
-            waited for that rank. Unsupported without CUDA, GPUs, or access from one to another.
+        what a body raised: of several the first by rank that is neither PeerFailed nor Timeout,
+            else a Timeout. Unsupported without CUDA, GPUs, or access from one to another.
     """
     who = "run_threads"
     world_size = int64(world_size, f"{who}: world_size")
@@ -244,15 +260,22 @@ def run_threads(
         made = _core.gpu_thread_world(meeting, rank % gpus, per_node, world_size <= gpus)
         return body(World._wrap(made))
 
-    meetings = _core.thread_meetings(world_size, _seconds(timeout_s, who))
-    return _on_threads(world_size, rank_main)
+    meetings, scope = _core.thread_meetings(world_size, _seconds(timeout_s, who))
+    return run_ranks(world_size, rank_main, scope)
 
 
 def _seconds(timeout_s: Any, who: str) -> float:
+    """Every wait has a deadline."""
     try:
-        return float(timeout_s)
-    except (TypeError, ValueError):
+        seconds = float(timeout_s)
+    except (TypeError, ValueError, OverflowError):
         raise InvalidArgument(f"{who}: timeout_s = {timeout_s!r}, expected seconds") from None
+    if not 0 < seconds <= _core.max_timeout_s:
+        raise InvalidArgument(
+            f"{who}: timeout_s = {seconds:g}, expected more than 0 and at most"
+            f" {_core.max_timeout_s:g} seconds, as every wait has a deadline"
+        )
+    return seconds
 
 
 def _per_node(ranks_per_node: Optional[int], world_size: int, who: str) -> int:
@@ -308,39 +331,3 @@ def _process_engine(device: Any, nvshmem: bool, who: str) -> Callable[[Any, int,
         return engine(meeting, local_rank % gpus if chosen is None else int(chosen), per_node)
 
     return make
-
-
-def _on_threads(world_size: int, rank_main: Callable[[int], _T]) -> list[_T]:
-    results: dict[int, _T] = {}
-    errors: dict[int, BaseException] = {}
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = rank_main(rank)
-        except BaseException as error:  # raised again below
-            errors[rank] = error
-
-    # Daemons: who interrupts the program does not wait for the deadlines of its ranks.
-    threads = [
-        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
-        for rank in range(world_size)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        ranks = sorted(errors)
-        first = next((r for r in ranks if not isinstance(errors[r], Timeout)), ranks[0])
-        error = errors[first]
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"raised by rank {first} of {world_size}")
-            for rank in ranks:
-                if rank != first:
-                    error.add_note(f"rank {rank}: {type(errors[rank]).__name__}: {errors[rank]}")
-        try:
-            raise error
-        finally:
-            del error
-            errors.clear()  # their tracebacks hold the ranks' worlds
-    return [results[rank] for rank in range(world_size)]

@@ -17,7 +17,8 @@ class UsageError : public Error {
   using Error::Error;
 };
 
-enum ExitCode : int { exit_good = 0, exit_failure = 1, exit_usage = 2 };
+/// 130 is what shells say of a program that SIGINT ended.
+enum ExitCode : int { exit_good = 0, exit_failure = 1, exit_usage = 2, exit_interrupted = 130 };
 
 /// Standard input, output and error of the program.
 class Console {

@@ -3,6 +3,7 @@
 #ifdef WAYBILL_CLI_CUDA
 #include <array>
 
+#include "waybill/core/wait.h"
 #include "waybill/cuda/gpu_trial.h"
 #include "waybill/cuda/gpu_world.h"
 #include "waybill/report/format.h"
@@ -51,6 +52,7 @@ bool run_gpu_demo(const QkvRouting& routing, const RowOptions& rows, int num_sms
   GpuTrial trial;
   {
     const Progress progress(console, "the plan on the GPUs");
+    const EndWaitsOnSigint guard;
     trial =
         try_on_gpus(routing, {dtype, rows.q_hidden}, {dtype, rows.kv_hidden}, {.num_sms = num_sms});
   }

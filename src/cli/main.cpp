@@ -88,6 +88,9 @@ int main(int argc, char** argv) {
   } catch (const UsageError& error) {
     program.console.print_error(error.what());
     return exit_usage;
+  } catch (const waybill::Interrupted& error) {
+    program.console.print_error(error.what());
+    return exit_interrupted;
   } catch (const std::bad_alloc&) {
     program.console.print_error("out of memory; ask for fewer tokens, ranks or shards");
     return exit_failure;

@@ -1,6 +1,7 @@
 #include "waybill/core/dtype.h"
 
 #include <array>
+#include <ostream>
 #include <string>
 
 #include "waybill/core/error.h"

@@ -1,6 +1,7 @@
 #include "waybill/core/error.h"
 
 #include <iomanip>
+#include <sstream>
 #include <utility>
 
 #include "waybill/core/printable.h"
@@ -22,6 +23,10 @@ std::string describe(const MissedWait& missed) {
 }
 
 }  // namespace
+
+void detail::throw_parts(std::initializer_list<TextPart> parts) {
+  throw InvalidArgument(detail::join_parts(parts));
+}
 
 Error::Error(const std::string& text) : std::runtime_error(printable(text)) {}
 

@@ -17,21 +17,40 @@ std::atomic<InterruptCheck> installed_check = nullptr;
 std::atomic<bool> got_sigint = false;
 static_assert(std::atomic<bool>::is_always_lock_free);  // a signal handler sets it
 
-thread_local std::shared_ptr<const WaitScope> current_scope;
+thread_local const EnteredWaitScope* innermost = nullptr;
+thread_local const PollingWait* innermost_wait = nullptr;
 
 /// The handler is gone when it is called: the next signal does what it did before.
 void note_sigint(int /*signal*/) { got_sigint = true; }
 
 }  // namespace
 
+void check_timeout(std::string_view who, double timeout_s) {
+  require(timeout_s > 0 && timeout_s <= max_timeout_s, who, ": timeout_s = ", timeout_s,
+          ", expected more than 0 and at most ", max_timeout_s,
+          " seconds, as every wait has a deadline");
+}
+
 void check_interrupt() {
-  if (current_scope != nullptr) current_scope->check();
+  for (const EnteredWaitScope* entered = innermost; entered != nullptr; entered = entered->outer_) {
+    entered->scope_->check();
+  }
   if (got_sigint) throw Interrupted("interrupted by SIGINT");
   if (const InterruptCheck check = installed_check) check();
 }
 
-PollingWait::PollingWait(double timeout_s, double yields_s)
-    : timeout_s_(timeout_s), yields_s_(yields_s), next_check_s_(check_every_s) {}
+PollingWait::PollingWait(double timeout_s, WaitOptions options)
+    : timeout_s_(timeout_s),
+      next_check_s_(check_every_s),
+      options_(std::move(options)),
+      outer_(std::exchange(innermost_wait, this)) {}
+
+PollingWait::~PollingWait() { innermost_wait = outer_; }
+
+std::optional<PollingWait::Clock::time_point> PollingWait::began() noexcept {
+  if (innermost_wait == nullptr) return std::nullopt;
+  return innermost_wait->start_;
+}
 
 double PollingWait::waited_s() const {
   return std::chrono::duration<double>(Clock::now() - start_).count();
@@ -41,10 +60,11 @@ bool PollingWait::pause() {
   const double waited = waited_s();
   if (waited > timeout_s_) return false;
   if (waited >= next_check_s_) {
+    if (options_.check) options_.check();  // first: it knows more about what was waited for
     check_interrupt();
     next_check_s_ = waited + check_every_s - longest_sleep_s;
   }
-  if (waited < yields_s_) {
+  if (waited < options_.yields_s) {
     std::this_thread::yield();
   } else {
     const double sleep = std::clamp(waited * share_of_waited, shortest_sleep_s, longest_sleep_s);
@@ -75,11 +95,16 @@ EndWaitsOnSigint::~EndWaitsOnSigint() {
   got_sigint = false;
 }
 
-void WaitScope::fail(std::string_view reason) noexcept { end(End::failed, reason); }
+EnteredWaitScope::EnteredWaitScope(std::shared_ptr<const WaitScope> scope) noexcept
+    : scope_(std::move(scope)), outer_(std::exchange(innermost, this)) {}
 
-void WaitScope::interrupt(std::string_view reason) noexcept { end(End::interrupted, reason); }
+EnteredWaitScope::~EnteredWaitScope() { innermost = outer_; }
 
-void WaitScope::end(End how, std::string_view reason) noexcept {
+void FailureScope::fail(std::string_view reason) noexcept { end(End::failed, reason); }
+
+void FailureScope::interrupt(std::string_view reason) noexcept { end(End::interrupted, reason); }
+
+void FailureScope::end(End how, std::string_view reason) noexcept {
   const std::lock_guard lock(mutex_);
   if (end_ != End::none) return;
   try {
@@ -88,17 +113,24 @@ void WaitScope::end(End how, std::string_view reason) noexcept {
     reason_.clear();
   }
   end_ = how;
+  for (const auto& listener : told_) {
+    if (const auto told = listener.lock()) (*told)();
+  }
 }
 
-void WaitScope::throw_end() const {
+void FailureScope::throw_end() const {
   const std::lock_guard lock(mutex_);
   if (end_ == End::interrupted) throw Interrupted(reason_);
   throw PeerFailed(reason_);
 }
 
-EnteredWaitScope::EnteredWaitScope(std::shared_ptr<const WaitScope> scope) noexcept
-    : before_(std::exchange(current_scope, std::move(scope))) {}
-
-EnteredWaitScope::~EnteredWaitScope() { current_scope = std::move(before_); }
+std::shared_ptr<void> FailureScope::on_end(std::function<void()> told) {
+  const auto kept = std::make_shared<std::function<void()>>(std::move(told));
+  const std::lock_guard lock(mutex_);
+  std::erase_if(told_, [](const auto& listener) { return listener.expired(); });
+  told_.push_back(kept);
+  if (has_ended()) (*kept)();
+  return kept;
+}
 
 }  // namespace waybill

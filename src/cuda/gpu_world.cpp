@@ -11,6 +11,7 @@
 #include "transport/gpu_process_transport.h"
 #include "transport/gpu_thread_transport.h"
 #include "transport/nvshmem_transport.h"
+#include "waybill/transport/agree.h"
 
 namespace waybill {
 
@@ -29,9 +30,8 @@ using MakeTransport = std::function<std::unique_ptr<cuda::GpuTransport>(
     std::shared_ptr<Bootstrap>, std::shared_ptr<cuda::GpuRank>,
     const std::vector<cuda::GpuPlace>& places)>;
 
-World make_world(const char* who, std::shared_ptr<Bootstrap> bootstrap, int device,
-                 std::int32_t ranks_per_node, const MakeTransport& make_transport) {
-  require(bootstrap != nullptr, who, ": bootstrap is null");
+World make_rank(const char* who, std::shared_ptr<Bootstrap> bootstrap, int device,
+                std::int32_t ranks_per_node, const MakeTransport& make_transport) {
   require(0 <= device && device < num_gpus(), who, ": device = ", device, ", expected 0..",
           num_gpus() - 1);
   const std::int32_t world = bootstrap->world_size();
@@ -46,6 +46,15 @@ World make_world(const char* who, std::shared_ptr<Bootstrap> bootstrap, int devi
   auto leg = topology.num_nodes() > 1 ? transport->make_network_leg() : nullptr;
   auto executor = cuda::make_gpu_executor(*transport, std::move(gpu), share, std::move(leg));
   return {std::move(transport), std::move(executor)};
+}
+
+/// A rank that cannot have its device tells those that would wait for it.
+World make_world(const char* who, const std::shared_ptr<Bootstrap>& bootstrap, int device,
+                 std::int32_t ranks_per_node, const MakeTransport& make_transport) {
+  require(bootstrap != nullptr, who, ": bootstrap is null");
+  return fail_on_error(*bootstrap, [&] {
+    return make_rank(who, bootstrap, device, ranks_per_node, make_transport);
+  });
 }
 
 }  // namespace

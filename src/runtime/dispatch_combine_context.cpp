@@ -3,38 +3,62 @@
 #include <limits>
 #include <utility>
 
+#include "layer_agreement.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
 
+namespace {
+
+constexpr const char* context_name = "DispatchCombineContext";
+
+}  // namespace
+
 DispatchCombineContext DispatchCombineContext::create(World& world, const EPConfig& config,
                                                       std::int64_t capacity,
                                                       const EPDispatchOptions& options) {
-  constexpr const char* who = "DispatchCombineContext";
-  config.check(who);
-  options.check(config, who);
-  const std::int64_t unit = config.max_tokens * config.topk;
-  const std::int64_t most = std::numeric_limits<std::int32_t>::max() / unit;
-  require(1 <= capacity && capacity <= most, who, ": capacity = ", capacity, ", expected 1..",
-          most);
-  return with_rows(world, config, options, unit * capacity);
+  const Setting mine[] = {{"capacity", concat(capacity)}};
+  return make(world, config, options, context_name, mine,
+              [&] { return rows_of(config, capacity, context_name); });
 }
 
 DispatchCombineContext DispatchCombineContext::with_rows(World& world, const EPConfig& config,
                                                          const EPDispatchOptions& options,
                                                          std::int64_t rows) {
-  constexpr const char* who = "DispatchCombineContext";
-  config.check(who);
-  options.check(config, who);
-  require(config.world_size == world.world_size(), who, ": world_size = ", config.world_size,
-          ", expected ", world.world_size(), ", as the world has");
-  require(config.local_world_size == world.topology().ranks_per_node, who,
-          ": local_world_size = ", config.local_world_size, ", expected ",
-          world.topology().ranks_per_node, ", as the world has");
-  require(config.rank == to_int(world.rank()), who, ": rank = ", config.rank, ", expected ",
-          world.rank(), ", as in the world");
-  require(1 <= rows && rows <= std::numeric_limits<std::int32_t>::max(), who, ": rows = ", rows,
-          ", expected 1..", std::numeric_limits<std::int32_t>::max());
+  const Setting mine[] = {{"rows of the windows", concat(rows)}};
+  return make(world, config, options, context_name, mine, [&] { return rows; });
+}
+
+std::int64_t DispatchCombineContext::rows_of(const EPConfig& config, std::int64_t capacity,
+                                             const char* who) {
+  const std::int64_t unit = config.max_tokens * config.topk;
+  const std::int64_t most = std::numeric_limits<std::int32_t>::max() / unit;
+  require(1 <= capacity && capacity <= most, who, ": capacity = ", capacity, ", expected 1..",
+          most);
+  return unit * capacity;
+}
+
+DispatchCombineContext DispatchCombineContext::make(World& world, const EPConfig& config,
+                                                    const EPDispatchOptions& options,
+                                                    const char* who, std::span<const Setting> more,
+                                                    const std::function<std::int64_t()>& num_rows) {
+  std::vector<Setting> mine = detail::layer_settings(config, options);
+  mine.insert(mine.end(), more.begin(), more.end());
+  std::int64_t rows = 0;
+  detail::agree_on_layer(world.transport(), who, std::move(mine), [&] {
+    config.check(who);
+    options.check(config, who);
+    require(config.world_size == world.world_size(), who, ": world_size = ", config.world_size,
+            ", expected ", world.world_size(), ", as the world has");
+    require(config.local_world_size == world.topology().ranks_per_node, who,
+            ": local_world_size = ", config.local_world_size, ", expected ",
+            world.topology().ranks_per_node, ", as the world has");
+    require(config.rank == to_int(world.rank()), who, ": rank = ", config.rank, ", expected ",
+            world.rank(), ", as in the world");
+    rows = num_rows();
+    require(1 <= rows && rows <= std::numeric_limits<std::int32_t>::max(), who, ": rows = ", rows,
+            ", expected 1..", std::numeric_limits<std::int32_t>::max());
+  });
   DispatchCombineContext context(world, config, options);
   Transport& transport = world.transport();
   ExpertMemory& memory = *context.memory_;

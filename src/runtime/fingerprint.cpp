@@ -1,6 +1,7 @@
 #include "waybill/runtime/fingerprint.h"
 
 #include <bit>
+#include <sstream>
 
 #include "waybill/core/error.h"
 
@@ -56,12 +57,15 @@ const char* name_of(CallFlag flag) {
       return "local_combine";
     case CallFlag::needs_gradients:
       return "needs_gradients";
+    case CallFlag::weights_need_gradients:
+      return "weights_need_gradients";
   }
   return "a flag";
 }
 
-constexpr CallFlag all_flags[] = {CallFlag::weights, CallFlag::scatter_indices, CallFlag::weighted,
-                                  CallFlag::local_combine, CallFlag::needs_gradients};
+constexpr CallFlag all_flags[] = {CallFlag::weights,         CallFlag::scatter_indices,
+                                  CallFlag::weighted,        CallFlag::local_combine,
+                                  CallFlag::needs_gradients, CallFlag::weights_need_gradients};
 
 /// The first flag that differs.
 std::string describe_flags(std::uint8_t mine, Rank me, std::uint8_t theirs, Rank peer) {

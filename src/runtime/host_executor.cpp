@@ -5,6 +5,7 @@
 #include "host_expert_executor.h"
 #include "peer_watch.h"
 #include "row_sum.h"
+#include "told_calls.h"
 #include "waybill/core/at.h"
 #include "waybill/core/copy_bytes.h"
 #include "waybill/core/error.h"
@@ -15,6 +16,7 @@ namespace {
 
 using detail::at;
 using detail::PeerWatch;
+using detail::ToldCalls;
 
 /// The tables stay where they are: in the plan.
 class NoTables final : public UploadedPlan {};
@@ -43,23 +45,27 @@ class HostExecutor final : public Executor {
   [[nodiscard]] bool runs_batches() const override { return true; }
 
   void dispatch(const SequenceCall& call) override {
-    PeerWatch watch(transport_, call);
+    const ToldCalls told(transport_, call);
+    told.tell();
+    PeerWatch watch(transport_, call, told);
     streaming_ = is_large(*call.plan);
     run_batches(call, watch);
     for (const RowChunk& chunk : call.plan->chunks) {
       if (call.plan->batches.empty()) send(call, chunk);
     }
     detail::finish_streaming();
-    meet(call, watch);
+    meet(call, watch, told);
     // Rows may still be on their way out of the inputs and the window.
     if (transport_.topology().num_nodes() > 1) transport_.quiet();
   }
 
   void kv_gradient(const SequenceCall& call) override {
-    PeerWatch watch(transport_, call);
+    const ToldCalls told(transport_, call);
+    told.tell();
+    PeerWatch watch(transport_, call, told);
     streaming_ = false;
     stage(call);
-    meet(call, watch);
+    meet(call, watch, told);
     run_batches(call, watch);
     for (const RowChunk& chunk : call.plan->chunks) {
       if (call.plan->batches.empty()) sum(call, chunk);
@@ -162,8 +168,9 @@ class HostExecutor final : public Executor {
     }
   }
 
-  /// Raises this rank's slot everywhere, beginning with rank + 1, and waits for all others'.
-  void meet(const SequenceCall& call, PeerWatch& watch) {
+  /// Raises this rank's slot everywhere, beginning with rank + 1, and waits for all others', who
+  /// must mean the same call.
+  void meet(const SequenceCall& call, PeerWatch& watch, const ToldCalls& told) {
     const std::int32_t world = transport_.topology().world_size;
     const std::int32_t me = to_int(transport_.rank());
     for (std::int32_t k = 1; k < world; ++k) {
@@ -172,6 +179,7 @@ class HostExecutor final : public Executor {
     for (std::int32_t k = 1; k < world; ++k) {
       const std::int32_t peer = (me + k) % world;
       watch.wait(*call.arrivals, peer, Rank{peer});
+      told.compare(Rank{peer});
     }
   }
 

@@ -52,7 +52,11 @@ void HostExpertCombine::add_token(const ExpertCall& call, const HostExpertTables
     const std::int32_t rank = config_.rank_of_expert(ids[entry]);
     const std::int32_t row = places[entry];
     if (rank / config_.local_world_size != routing.own_node()) continue;
-    if (row < 0 || row >= memory_.capacity) continue;
+    if (row < 0) continue;
+    if (row >= memory_.capacity) {  // it was lost: so is the sum
+      sum_.add(nan_row_.data());
+      continue;
+    }
     if (once_a_rank) {
       const auto end = ranks.begin() + static_cast<std::ptrdiff_t>(num_ranks);
       if (std::find(ranks.begin(), end, rank) != end) continue;

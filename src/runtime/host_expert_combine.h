@@ -20,7 +20,8 @@ class HostExpertCombine {
         memory_(memory),
         row_bytes_(config.hidden * dtype_bytes(config.token_dtype)),
         round_(transport, config, memory),
-        sum_(config.hidden, config.token_dtype) {}
+        sum_(config.hidden, config.token_dtype),
+        nan_row_(at(row_bytes_), std::byte{0xFF}) {}
 
   void run(const ExpertCall& call, const ExpertCombineInput& input, const HostExpertTables& tables);
 
@@ -44,6 +45,7 @@ class HostExpertCombine {
   std::int64_t row_bytes_;
   ExpertRound round_;
   RowAccumulator sum_;
+  std::vector<std::byte> nan_row_;
 };
 
 }  // namespace waybill::detail

@@ -33,7 +33,7 @@ class HostExpertExecutor final : public ExpertExecutor {
                 ExpertTables& begun) override {
     auto& tables = static_cast<HostExpertTables&>(begun);
     const std::int64_t largest = tables.routing().rows.largest_recv_rows;
-    if (largest > memory_.capacity) overflow_ = std::max(overflow_, largest);
+    if (largest > std::max(memory_.capacity, overflow_.rows)) overflow_ = {largest, call.epoch};
     dispatch_.run(call, input, tables);
   }
 
@@ -42,7 +42,7 @@ class HostExpertExecutor final : public ExpertExecutor {
     combine_.run(call, input, static_cast<const HostExpertTables&>(tables));
   }
 
-  std::int64_t take_overflow() override { return std::exchange(overflow_, 0); }
+  ExpertOverflow take_overflow() override { return std::exchange(overflow_, {}); }
 
  private:
   EPConfig config_;
@@ -50,7 +50,7 @@ class HostExpertExecutor final : public ExpertExecutor {
   const ExpertMemory& memory_;
   HostExpertDispatch dispatch_;
   HostExpertCombine combine_;
-  std::int64_t overflow_ = 0;
+  ExpertOverflow overflow_;
 };
 
 }  // namespace

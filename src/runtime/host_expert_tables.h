@@ -21,6 +21,9 @@ class HostExpertRouting final : public ExpertRouting {
   [[nodiscard]] std::span<const std::int32_t> wait_counts() const override {
     return rows.num_recv_rows;
   }
+  [[nodiscard]] std::span<const std::int32_t> known_counts() const override {
+    return rows.num_recv_rows;
+  }
 
   /// The ids of one node's rank of this local index, and the places of its choices: [T, K].
   [[nodiscard]] std::span<std::int32_t> ids_of(std::int32_t node);

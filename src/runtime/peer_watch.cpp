@@ -1,17 +1,13 @@
 #include "peer_watch.h"
 
 #include <atomic>
-#include <chrono>
 #include <string>
-#include <thread>
 
 #include "waybill/core/error.h"
+#include "waybill/core/wait.h"
 
 namespace waybill::detail {
 namespace {
-
-/// Then waits sleep in between: on a busy processor a yield may take long.
-constexpr double seconds_of_yields = 0.001;
 
 // A note: the epoch above, then a count, as notes only grow, and the rank waited for + 1; 0: none.
 constexpr int epoch_shift = 32;
@@ -47,33 +43,32 @@ std::int32_t PeerWatch::silent_rank(std::int32_t peer) const {
 }
 
 void PeerWatch::wait(const SignalPad& pad, std::int64_t idx, Rank peer) {
-  const auto start = std::chrono::steady_clock::now();
+  std::uint64_t seen = read(pad, idx);
+  if (seen >= call_.epoch) return;
+  PollingWait wait(transport_.timeout_s(), {.check = [&] {
+                     told_.compare_all(peer);
+                     transport_.check_peers(call_.operation, peer);
+                   }});
   bool noted = false;
-  for (;;) {
-    const std::uint64_t seen = read(pad, idx);
-    if (seen >= call_.epoch) break;
-    const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
-    if (waited.count() < seconds_of_yields && waited.count() < transport_.timeout_s()) {
-      std::this_thread::yield();
-      continue;
-    }
-    if (waited.count() > transport_.timeout_s()) {
+  while ((seen = read(pad, idx)) < call_.epoch) {
+    if (!wait.pause()) {
+      told_.compare_all(peer);
       const Rank silent{silent_rank(to_int(peer))};
       const Topology& topology = transport_.topology();
+      transport_.note_timeout();
       throw Timeout({.operation = std::string(call_.operation),
                      .rank = to_int(transport_.rank()),
                      .peer = to_int(silent),
                      .wanted = call_.epoch,
                      .seen = seen,
-                     .seconds = waited.count(),
+                     .seconds = wait.waited_s(),
                      .peer_node = to_int(topology.node(silent)),
                      .peer_local = to_int(topology.local_rank(silent))});
     }
-    if (!noted && waited.count() > transport_.timeout_s() / 2) {
+    if (!noted && wait.waited_s() > transport_.timeout_s() / 2) {
       note(to_int(peer));
       noted = true;
     }
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
   if (noted) note(-1);
 }

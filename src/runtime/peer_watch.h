@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <string_view>
 
+#include "told_calls.h"
 #include "waybill/runtime/executor.h"
 #include "waybill/transport/transport.h"
 
@@ -13,10 +14,12 @@ namespace waybill::detail {
 /// one that is silent.
 class PeerWatch {
  public:
-  PeerWatch(Transport& transport, const SequenceCall& call) : transport_(transport), call_(call) {}
+  PeerWatch(Transport& transport, const SequenceCall& call, const ToldCalls& told)
+      : transport_(transport), call_(call), told_(told) {}
 
   /// Until the own counter `idx` of the pad is at least the call's epoch; `peer` raises it.
-  /// @throws Timeout naming the rank at the end of the notes that begin with `peer`
+  /// @throws Disagreement when a rank has told that it means another call; Timeout naming the rank
+  ///   at the end of the notes that begin with `peer`
   void wait(const SignalPad& pad, std::int64_t idx, Rank peer);
 
  private:
@@ -25,6 +28,7 @@ class PeerWatch {
 
   Transport& transport_;
   const SequenceCall& call_;
+  const ToldCalls& told_;
   std::uint64_t num_notes_ = 0;
 };
 

@@ -89,6 +89,7 @@ SequenceDispatcher::~SequenceDispatcher() {
 
 void SequenceDispatcher::close() {
   if (arrivals_.local == nullptr) return;
+  usability_.check("close");
   usability_.guard([&] {
     world_.executor().finish();
     Transport& transport = world_.transport();
@@ -100,7 +101,7 @@ void SequenceDispatcher::close() {
     transport.release(slots_);
     transport.release(arrivals_);
   });
-  usability_.end("it was closed");
+  usability_.end("was closed");
 }
 
 ReadyPlan SequenceDispatcher::ready(SequencePlan plan, Stream stream) {
@@ -192,6 +193,7 @@ void SequenceDispatcher::reserve(std::int64_t window_bytes, Stream stream, std::
           "reserve: window_bytes = ", window_bytes, ", expected 0..", options_.max_window_bytes);
   require(0 <= num_slots && num_slots <= (1 << 24), "reserve: num_slots = ", num_slots,
           ", expected 0..2^24");
+  usability_.check("reserve");
   usability_.guard([&] { grow_for("reserve", window_bytes, num_slots, stream); });
 }
 
@@ -207,7 +209,8 @@ std::vector<TensorView> SequenceDispatcher::window_views(const SequencePlan& pla
 
 SequenceCall SequenceDispatcher::next_call(const char* who, const ReadyPlan& ready,
                                            std::span<const ConstTensorView> inputs,
-                                           std::span<const TensorView> outputs, Stream stream) {
+                                           std::span<const TensorView> outputs, Stream stream,
+                                           std::uint64_t of_dispatch) {
   return {.operation = who,
           .plan = &ready.plan_,
           .uploaded = ready.uploaded_.get(),
@@ -220,6 +223,7 @@ SequenceCall SequenceDispatcher::next_call(const char* who, const ReadyPlan& rea
           .fingerprint = {.call = ready.plan_.operation == SequenceOperation::dispatch
                                       ? CollectiveCall::dispatch
                                       : CollectiveCall::kv_gradient,
+                          .origin = static_cast<std::uint32_t>(of_dispatch),
                           .plan = ready.plan_.fingerprint,
                           .formats = ready.plan_.formats},
           .num_sms = options_.num_sms,
@@ -233,31 +237,33 @@ void SequenceDispatcher::realign(const SequenceCall& call) {
 
 std::vector<TensorView> SequenceDispatcher::dispatch(const ReadyPlan& ready,
                                                      std::span<const ConstTensorView> tensors,
-                                                     Stream stream) {
+                                                     Stream stream, std::uint64_t of_dispatch) {
   constexpr const char* who = "dispatch";
   check_call(who, ready, SequenceOperation::dispatch);
   detail::check_inputs(who, ready.plan_, tensors);
   usability_.guard([&] {
     grow_for(who, ready.plan_.window_bytes, ready.plan_.num_slots, stream);
-    const SequenceCall call = next_call(who, ready, tensors, {}, stream);
+    const SequenceCall call = next_call(who, ready, tensors, {}, stream, of_dispatch);
     realign(call);
     world_.executor().dispatch(call);
     captures_.count();
     ++epoch_;
+    ++num_dispatches_;
   });
   return window_views(ready.plan_, epoch_);
 }
 
 void SequenceDispatcher::kv_gradient(const ReadyPlan& ready,
                                      std::span<const ConstTensorView> gradients,
-                                     std::span<const TensorView> outputs, Stream stream) {
+                                     std::span<const TensorView> outputs, Stream stream,
+                                     std::uint64_t of_dispatch) {
   constexpr const char* who = "kv_gradient";
   check_call(who, ready, SequenceOperation::kv_gradient);
   detail::check_inputs(who, ready.plan_, gradients);
   detail::check_outputs(who, ready.plan_, outputs);
   usability_.guard([&] {
     grow_for(who, ready.plan_.window_bytes, ready.plan_.num_slots, stream);
-    const SequenceCall call = next_call(who, ready, gradients, outputs, stream);
+    const SequenceCall call = next_call(who, ready, gradients, outputs, stream, of_dispatch);
     realign(call);
     world_.executor().kv_gradient(call);
     captures_.count();
@@ -270,7 +276,7 @@ std::vector<TensorView> SequenceDispatcher::gradient_inputs(const ReadyPlan& rea
   check_call(who, ready, SequenceOperation::kv_gradient);
   usability_.guard([&] {
     grow_for(who, ready.plan_.window_bytes, ready.plan_.num_slots, stream);
-    realign(next_call(who, ready, {}, {}, stream));  // now, as the caller writes there
+    realign(next_call(who, ready, {}, {}, stream, 0));  // now, as the caller writes there
   });
   return window_views(ready.plan_, epoch_ + 1);
 }

@@ -7,6 +7,7 @@
 #include "local_runs.h"
 #include "network_phases.h"
 #include "plan_checks.h"
+#include "plan_fingerprint.h"
 #include "segment_writer.h"
 #include "waybill/core/at.h"
 #include "waybill/core/error.h"
@@ -158,9 +159,12 @@ void compile_batched(const char* who, std::span<const SequencePart> parts, const
   detail::compile_batched_gradient(who, parts, way, options, plan);
 }
 
+/// Whether ranks compare the plan: it then has its hashes.
+enum class Compares : std::uint8_t { no, yes };
+
 SequencePlan compile(const char* who, SequenceOperation operation,
                      std::span<const SequencePart> parts, Rank rank,
-                     const SequencePlanOptions& options);
+                     const SequencePlanOptions& options, Compares compares);
 
 /// What a rank receives stands in the plans of those that send it.
 std::vector<NetworkPhase> compile_phases(const char* who, std::span<const SequencePart> parts,
@@ -173,8 +177,8 @@ std::vector<NetworkPhase> compile_phases(const char* who, std::span<const Sequen
   parallel_for(plan.world_size, 1, 0, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t r = begin; r < end; ++r) {
       if (r == to_int(plan.rank)) continue;
-      others[at(r)] =
-          compile(who, plan.operation, parts, Rank{static_cast<std::int32_t>(r)}, options);
+      others[at(r)] = compile(who, plan.operation, parts, Rank{static_cast<std::int32_t>(r)},
+                              options, Compares::no);
     }
   });
   std::vector<const SequencePlan*> plans;
@@ -185,7 +189,7 @@ std::vector<NetworkPhase> compile_phases(const char* who, std::span<const Sequen
 
 SequencePlan compile(const char* who, SequenceOperation operation,
                      std::span<const SequencePart> parts, Rank rank,
-                     const SequencePlanOptions& options) {
+                     const SequencePlanOptions& options, Compares compares) {
   require(!parts.empty(), who, ": parts are empty");
   require(options.chunk_bytes >= 16 && options.chunk_bytes % 16 == 0 &&
               options.chunk_bytes <= std::numeric_limits<std::int32_t>::max() / 2,
@@ -209,6 +213,10 @@ SequencePlan compile(const char* who, SequenceOperation operation,
   }
   const ChosenWay way = detail::choose_way(who, operation, parts, options);
   plan.limits = way.limits;
+  if (compares == Compares::yes) {
+    plan.fingerprint = detail::hash_plan(operation, parts, way, options);
+    plan.formats = detail::hash_formats(parts);
+  }
   for (const SequencePart& part : parts) {
     const std::int64_t rows = detail::rows_needed(*part.metadata)[at(to_int(rank))];
     plan.window_rows.insert(plan.window_rows.end(), part.tensors.size(), rows);
@@ -229,12 +237,14 @@ SequencePlan compile(const char* who, SequenceOperation operation,
 
 SequencePlan compile_dispatch(std::span<const SequencePart> parts, Rank rank,
                               const SequencePlanOptions& options) {
-  return compile("compile_dispatch", SequenceOperation::dispatch, parts, rank, options);
+  return compile("compile_dispatch", SequenceOperation::dispatch, parts, rank, options,
+                 Compares::yes);
 }
 
 SequencePlan compile_kv_gradient(std::span<const SequencePart> parts, Rank rank,
                                  const SequencePlanOptions& options) {
-  return compile("compile_kv_gradient", SequenceOperation::kv_gradient, parts, rank, options);
+  return compile("compile_kv_gradient", SequenceOperation::kv_gradient, parts, rank, options,
+                 Compares::yes);
 }
 
 }  // namespace waybill

@@ -1,11 +1,16 @@
 #include "waybill/runtime/world.h"
 
+#include <atomic>
 #include <exception>
+#include <limits>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/wait.h"
+#include "waybill/transport/agree.h"
 #include "waybill/transport/bootstraps.h"
 
 namespace waybill {
@@ -18,51 +23,111 @@ World::World(std::unique_ptr<Transport> transport, std::unique_ptr<Executor> exe
 
 namespace {
 
-World host_world(std::unique_ptr<Transport> transport) {
-  auto executor = make_host_executor(*transport);
-  return {std::move(transport), std::move(executor)};
+using MakeTransport = std::unique_ptr<Transport> (*)(std::shared_ptr<Bootstrap>, std::int32_t);
+
+World host_world(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
+                 MakeTransport make_transport) {
+  require(bootstrap != nullptr, "World: bootstrap is null");
+  return fail_on_error(*bootstrap, [&]() -> World {
+    auto transport = make_transport(bootstrap, ranks_per_node);
+    auto executor = make_host_executor(*transport);
+    return {std::move(transport), std::move(executor)};
+  });
 }
 
 }  // namespace
 
 World make_thread_world(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node) {
-  return host_world(make_thread_transport(std::move(bootstrap), ranks_per_node));
+  return host_world(std::move(bootstrap), ranks_per_node, make_thread_transport);
 }
 
 World make_process_world(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node) {
-  return host_world(make_process_transport(std::move(bootstrap), ranks_per_node));
+  return host_world(std::move(bootstrap), ranks_per_node, make_process_transport);
 }
+
+namespace {
+
+/// What came of the ranks of a run; each thread writes its own.
+struct RankErrors {
+  explicit RankErrors(std::int32_t world_size) : errors(detail::at(world_size)) {}
+
+  /// An error of a rank's own comes before a deadline, which may have passed as that rank was gone,
+  /// and that before what ranks say that were released.
+  static int weight(const std::exception_ptr& error) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const PeerFailed&) {
+      return 1;
+    } catch (const Timeout&) {
+      return 2;
+    } catch (...) {
+      return 3;
+    }
+  }
+
+  void rethrow() const {
+    const std::exception_ptr* most = nullptr;
+    for (const std::exception_ptr& error : errors) {
+      if (error && (most == nullptr || weight(error) > weight(*most))) most = &error;
+    }
+    if (most != nullptr) std::rethrow_exception(*most);
+  }
+
+  std::vector<std::exception_ptr> errors;
+};
+
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& caught) {
+    return caught.what();
+  } catch (...) {
+    return "an error without a text";
+  }
+}
+
+/// Waits for all ranks, and for the user, who ends them.
+void await_ranks(const std::atomic<std::int32_t>& running, FailureScope& scope) {
+  PollingWait wait(std::numeric_limits<double>::infinity());
+  try {
+    while (running > 0) (void)wait.pause();
+  } catch (const std::exception& interrupted) {
+    scope.interrupt(interrupted.what());
+    throw;
+  }
+}
+
+}  // namespace
 
 void run_ranks_as_threads(std::int32_t world_size,
                           const std::function<void(std::shared_ptr<Bootstrap>)>& body,
                           double timeout_s) {
   auto bootstraps = make_thread_bootstraps(world_size, timeout_s);
-  std::vector<std::exception_ptr> errors(detail::at(world_size));
+  const auto scope = bootstraps.front()->failure_scope();
+  RankErrors ends(world_size);
+  std::atomic<std::int32_t> running = world_size;
+  const auto run = [&](std::int32_t r) {
+    const EnteredWaitScope entered(scope);
+    auto& error = ends.errors[detail::at(r)];
+    try {
+      body(std::move(bootstraps[detail::at(r)]));
+    } catch (...) {
+      error = std::current_exception();
+      scope->fail(concat("rank ", r, " failed: ", text_of(error)));
+    }
+    --running;
+  };
   {
     std::vector<std::jthread> threads;
-    for (std::int32_t r = 0; r < world_size; ++r) {
-      threads.emplace_back([&, r] {
-        try {
-          body(std::move(bootstraps[detail::at(r)]));
-        } catch (...) {
-          errors[detail::at(r)] = std::current_exception();
-        }
-      });
-    }
-  }
-  std::exception_ptr first;
-  for (const std::exception_ptr& error : errors) {
-    if (!error) continue;
     try {
-      std::rethrow_exception(error);
-    } catch (const Timeout&) {
-      if (!first) first = error;  // perhaps only because another rank threw something else
-    } catch (...) {
-      first = error;
-      break;
+      for (std::int32_t r = 0; r < world_size; ++r) threads.emplace_back(run, r);
+    } catch (const std::exception& error) {  // more threads than the host allows
+      scope->fail(error.what());
+      throw;
     }
+    await_ranks(running, *scope);
   }
-  if (first) std::rethrow_exception(first);
+  ends.rethrow();
 }
 
 void run_thread_world(std::int32_t world_size, const std::function<void(World&)>& body,

@@ -7,6 +7,8 @@
 #include <span>
 #include <vector>
 
+#include "peer_text.h"
+
 namespace waybill {
 namespace {
 
@@ -43,7 +45,7 @@ void agree(Bootstrap& bootstrap, std::string_view trouble, std::string_view oper
   const auto troubles = gather_texts(bootstrap, trouble, operation);
   for (std::size_t r = 0; r < troubles.size(); ++r) {
     if (troubles[r].empty()) continue;
-    throw TransportError(concat(operation, ": rank ", r, " failed: ", troubles[r]));
+    throw PeerFailed(concat(operation, ": rank ", r, " failed: ", detail::peer_text(troubles[r])));
   }
 }
 

@@ -1,15 +1,19 @@
 #include <charconv>
 #include <string_view>
 
+#include "tcp_bootstrap.h"
 #include "waybill/transport/bootstraps.h"
 
 namespace waybill {
 namespace {
 
+using detail::TcpPlace;
+
 constexpr std::string_view tcp_scheme = "tcp://";
 constexpr std::string_view file_scheme = "file://";
 
-std::unique_ptr<Bootstrap> from_tcp(const LaunchEnvironment& environment, double timeout_s) {
+/// "HOST:PORT"; an address of IPv6, which has colons itself, stands in brackets: "[::1]:PORT".
+TcpPlace read_tcp_place(const LaunchEnvironment& environment) {
   const std::string place = environment.rendezvous.substr(tcp_scheme.size());
   const auto colon = place.rfind(':');
   std::uint16_t port = 0;
@@ -19,10 +23,14 @@ std::unique_ptr<Bootstrap> from_tcp(const LaunchEnvironment& environment, double
     const auto parsed = std::from_chars(place.data() + colon + 1, end, port);
     ok = parsed.ec == std::errc{} && parsed.ptr == end && port > 0;
   }
+  std::string host = place.substr(0, ok ? colon : 0);
+  const bool in_brackets = host.size() > 2 && host.front() == '[' && host.back() == ']';
+  if (in_brackets) host = host.substr(1, host.size() - 2);
+  ok = ok && (in_brackets || host.find_first_of(":[]") == std::string::npos) &&
+       host.find_first_of("[]") == std::string::npos;
   require(ok, "make_environment_bootstrap: rendezvous = \"", environment.rendezvous,
-          "\", expected tcp://HOST:PORT");
-  return make_tcp_bootstrap(environment.rank, environment.world_size, place.substr(0, colon), port,
-                            timeout_s);
+          "\", expected tcp://HOST:PORT or tcp://[ADDRESS]:PORT");
+  return {host, port, environment.job};
 }
 
 }  // namespace
@@ -33,14 +41,32 @@ std::unique_ptr<Bootstrap> make_environment_bootstrap(const LaunchEnvironment& e
   if (environment.world_size == 1) {
     return std::move(make_thread_bootstraps(1, timeout_s).front());
   }
-  if (place.starts_with(tcp_scheme)) return from_tcp(environment, timeout_s);
+  if (place.starts_with(tcp_scheme)) {
+    const auto [host, port, job] = read_tcp_place(environment);
+    return make_tcp_bootstrap(environment.rank, environment.world_size, host, port, timeout_s, job);
+  }
   if (place.starts_with(file_scheme)) {
     return make_file_bootstrap(environment.rank, environment.world_size,
-                               place.substr(file_scheme.size()), timeout_s);
+                               place.substr(file_scheme.size()), timeout_s, environment.job);
   }
   throw_invalid("make_environment_bootstrap: rendezvous = \"", place,
                 "\", expected tcp://HOST:PORT or file:///FOLDER (set WAYBILL_RENDEZVOUS, or "
                 "MASTER_ADDR and MASTER_PORT)");
+}
+
+void report_failed_start(const LaunchEnvironment& environment, std::string_view reason,
+                         double patience_s) noexcept {
+  if (environment.world_size <= 1) return;
+  try {
+    if (environment.rendezvous.starts_with(tcp_scheme)) {
+      detail::tell_tcp_failure(environment.rank, environment.world_size,
+                               read_tcp_place(environment), reason, patience_s);
+    } else if (environment.rendezvous.starts_with(file_scheme)) {
+      make_environment_bootstrap(environment, patience_s)->fail(reason);
+    }
+  } catch (const std::exception&) {
+    // The others find out by their deadlines.
+  }
 }
 
 }  // namespace waybill

@@ -1,18 +1,14 @@
 #include "host_transport.h"
 
 #include <atomic>
-#include <chrono>
 #include <cstring>
 #include <string>
-#include <thread>
 
 #include "waybill/core/at.h"
+#include "waybill/core/wait.h"
 
 namespace waybill::detail {
 namespace {
-
-/// Then waits sleep in between: on a busy processor a yield may take long.
-constexpr double seconds_of_yields = 0.001;
 
 // Ranks may be processes: a lock beside the value would not be shared.
 static_assert(std::atomic_ref<std::uint64_t>::is_always_lock_free);
@@ -32,28 +28,37 @@ void HostTransport::signal(Rank peer, SignalSlot slot, std::uint64_t epoch) {
 std::uint64_t HostTransport::wait(SignalSlot slot, std::uint64_t wanted, Rank peer,
                                   std::string_view operation) {
   check_slot(slot);
+  require_usable(operation);
   const std::atomic_ref flag(slot.pad->local[slot.idx]);
-  const auto start = std::chrono::steady_clock::now();
-  for (;;) {
-    const std::uint64_t seen = flag.load(std::memory_order_acquire);
-    if (seen >= wanted) return seen;
-    const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
-    if (waited.count() < seconds_of_yields && waited.count() < timeout_s()) {
-      std::this_thread::yield();
-      continue;
-    }
-    if (waited.count() > timeout_s()) {
+  std::uint64_t seen = flag.load(std::memory_order_acquire);
+  if (seen >= wanted) return seen;
+  try {
+    return poll(flag, wanted, peer, operation);
+  } catch (const Interrupted& error) {
+    give_up("an interrupt: ", error.what());
+    throw;
+  }
+}
+
+std::uint64_t HostTransport::poll(const std::atomic_ref<std::uint64_t>& flag, std::uint64_t wanted,
+                                  Rank peer, std::string_view operation) {
+  std::uint64_t seen = flag.load(std::memory_order_acquire);
+  PollingWait wait(timeout_s(), {.check = [&] { check_peers(operation, peer); }});
+  while (seen < wanted) {
+    if (!wait.pause()) {
+      note_timeout();
       throw Timeout({.operation = std::string(operation),
                      .rank = to_int(rank()),
                      .peer = to_int(peer),
                      .wanted = wanted,
                      .seen = seen,
-                     .seconds = waited.count(),
+                     .seconds = wait.waited_s(),
                      .peer_node = to_int(topology().node(peer)),
                      .peer_local = to_int(topology().local_rank(peer))});
     }
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
+    seen = flag.load(std::memory_order_acquire);
   }
+  return seen;
 }
 
 }  // namespace waybill::detail

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <string_view>
 
@@ -18,6 +19,10 @@ class HostTransport : public PeerTransport {
 
  protected:
   using PeerTransport::PeerTransport;
+
+ private:
+  [[nodiscard]] std::uint64_t poll(const std::atomic_ref<std::uint64_t>& flag, std::uint64_t wanted,
+                                   Rank peer, std::string_view operation);
 };
 
 }  // namespace waybill::detail

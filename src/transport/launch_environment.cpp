@@ -4,7 +4,9 @@
 #include <array>
 #include <charconv>
 #include <cstdlib>
+#include <utility>
 
+#include "tcp_frames.h"
 #include "waybill/core/error.h"
 #include "waybill/core/topology.h"
 
@@ -61,6 +63,45 @@ void read_ranks(const GetVariable& get, const Launcher& launcher, LaunchEnvironm
           ", expected below ", launcher.ranks_per_node, " = ", result.ranks_per_node);
 }
 
+/// Launchers make ids of any length; what is too long for a rendezvous keeps its beginning and gets
+/// a number of the whole (FNV-1a).
+std::string bounded(std::string id) {
+  if (id.size() <= detail::max_job_id_bytes) return id;
+  std::uint64_t hash = 0xcbf2'9ce4'8422'2325;
+  for (const char character : id) {
+    hash = (hash ^ static_cast<unsigned char>(character)) * 0x100'0000'01b3;
+  }
+  id.resize(detail::max_job_id_bytes - 24);
+  return concat(id, "...", hash);
+}
+
+std::string read_job_id(const GetVariable& get) {
+  if (const auto id = get("WAYBILL_JOB_ID"); id && !id->empty()) {
+    require(id->size() <= detail::max_job_id_bytes, "read_launch_environment: WAYBILL_JOB_ID has ",
+            id->size(), " bytes, expected at most ", detail::max_job_id_bytes);
+    return *id;
+  }
+  if (const auto id = get("TORCHELASTIC_RUN_ID"); id && !id->empty() && *id != "none") {
+    const auto restarts = get("TORCHELASTIC_RESTART_COUNT").value_or("0");
+    return bounded(concat("torchelastic ", *id, ", restart ", restarts));
+  }
+  if (const auto id = get("SLURM_JOB_ID"); id && !id->empty()) {
+    const auto step = get("SLURM_STEP_ID");
+    return bounded(concat("slurm ", *id, step ? "." : "", step.value_or("")));
+  }
+  return {};
+}
+
+std::string read_rendezvous(const GetVariable& get) {
+  if (auto named = get("WAYBILL_RENDEZVOUS")) return *std::move(named);
+  const auto host = get("MASTER_ADDR");
+  if (!host) return {};
+  const std::int32_t port = number(get, "MASTER_PORT").value_or(29500);
+  require(port < 65535, "read_launch_environment: MASTER_PORT = ", port, ", expected 0..65534");
+  const bool in_brackets = host->find(':') != std::string::npos && !host->starts_with('[');
+  return concat("tcp://", in_brackets ? "[" : "", *host, in_brackets ? "]:" : ":", port + 1);
+}
+
 }  // namespace
 
 LaunchEnvironment read_launch_environment(const GetVariable& get) {
@@ -72,13 +113,8 @@ LaunchEnvironment read_launch_environment(const GetVariable& get) {
       break;
     }
   }
-  if (const auto named = get("WAYBILL_RENDEZVOUS")) {
-    result.rendezvous = *named;
-  } else if (const auto host = get("MASTER_ADDR")) {
-    const std::int32_t port = number(get, "MASTER_PORT").value_or(29500);
-    require(port < 65535, "read_launch_environment: MASTER_PORT = ", port, ", expected 0..65534");
-    result.rendezvous = concat("tcp://", *host, ":", port + 1);
-  }
+  result.rendezvous = read_rendezvous(get);
+  result.job = {.id = read_job_id(get), .secret = get("WAYBILL_RENDEZVOUS_SECRET").value_or("")};
   return result;
 }
 

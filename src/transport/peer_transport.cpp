@@ -1,5 +1,6 @@
 #include "waybill/transport/peer_transport.h"
 
+#include <optional>
 #include <type_traits>
 #include <utility>
 
@@ -24,6 +25,58 @@ Topology topology_of(Bootstrap& bootstrap, std::int32_t ranks_per_node) {
 PeerTransport::PeerTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node)
     : Transport(bootstrap->rank(), topology_of(*bootstrap, ranks_per_node), bootstrap->timeout_s()),
       bootstrap_(std::move(bootstrap)) {}
+
+void PeerTransport::require_usable(std::string_view operation) const {
+  if (failure_.empty()) return;
+  throw TransportError(concat(operation, ": the world is unusable after ", failure_));
+}
+
+template <class Work>
+void PeerTransport::run_collective(std::string_view operation, Work&& work) {
+  require_usable(operation);
+  check_peers(operation, rank());
+  std::optional<EnteredWaitScope> entered;
+  if (status_ != nullptr) entered.emplace(status_->scope_of(operation));
+  try {
+    std::forward<Work>(work)();
+  } catch (const Timeout&) {
+    note_timeout();
+    throw;
+  } catch (const Interrupted& error) {
+    give_up("an interrupt: ", error.what());
+    throw;
+  }
+}
+
+void PeerTransport::barrier(std::string_view operation) {
+  run_collective(operation, [&] { bootstrap_->barrier(operation); });
+}
+
+void PeerTransport::require_same(std::string_view who, std::span<const Setting> mine) {
+  run_collective(who, [&] { waybill::require_same(*bootstrap_, who, mine); });
+}
+
+void PeerTransport::fail(std::string_view reason) noexcept { give_up("a failure: ", reason); }
+
+void PeerTransport::give_up(const char* after, std::string_view reason) noexcept {
+  if (!failure_.empty()) return;
+  try {
+    failure_ = concat(after, reason);
+  } catch (const std::exception&) {
+    failure_ = "no memory";  // short enough to need none
+  }
+  if (status_ != nullptr) status_->fail(reason);
+  bootstrap_->fail(reason);
+}
+
+void PeerTransport::check_peers(std::string_view operation, Rank awaited) {
+  bootstrap_->check_peers(operation);
+  if (status_ != nullptr) status_->check(operation, awaited);
+}
+
+void PeerTransport::note_timeout() noexcept {
+  if (status_ != nullptr) status_->note_timeout();
+}
 
 SymmetricBuffer PeerTransport::allocate(std::int64_t size_bytes, std::string_view name) {
   require(size_bytes >= 0, "allocate: size_bytes = ", size_bytes, ", expected >= 0");
@@ -69,7 +122,8 @@ void PeerTransport::free_parts(Parts parts) { parts.clear(); }
 template <class Symmetric>
 void PeerTransport::share(Symmetric& result, std::int64_t size_bytes, std::string_view name) {
   using Element = std::remove_pointer_t<decltype(result.local)>;
-  result.memory = make_parts(size_bytes, name);
+  const std::string operation = concat("allocate(", name, ")");
+  run_collective(operation, [&] { result.memory = make_parts(size_bytes, name); });
   for (std::int32_t r = 0; r < topology().world_size; ++r) {
     auto* const part = static_cast<Element*>(result.memory[at(r)].get());
     result.peers.push_back(reach(Rank{r}) == Reach::network ? nullptr : part);
@@ -81,9 +135,11 @@ void PeerTransport::share(Symmetric& result, std::int64_t size_bytes, std::strin
 /// to launch its own: so nobody goes on before the memory of all is free.
 template <class Symmetric>
 void PeerTransport::give_back(Symmetric& memory) {
-  barrier("release");
-  free_parts(std::exchange(memory, {}).memory);
-  barrier("release");
+  run_collective("release", [&] {
+    bootstrap_->barrier("release");
+    free_parts(std::exchange(memory, {}).memory);
+    bootstrap_->barrier("release");
+  });
 }
 
 }  // namespace waybill

@@ -5,6 +5,7 @@
 #include <map>
 #include <vector>
 
+#include "peer_text.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
@@ -71,8 +72,8 @@ void require_same(Bootstrap& bootstrap, std::string_view who, std::span<const Se
     const auto other = std::ranges::find_if(values, [&](const auto& v) { return v != usual; });
     if (other == values.end()) continue;
     throw InvalidArgument(concat(who, ": ", ranks_with_other(values, *other, usual), " with ",
-                                 mine[s].name, " = ", *other, ", the others ", usual,
-                                 ", expected the same on all ranks"));
+                                 mine[s].name, " = ", detail::peer_text(*other), ", the others ",
+                                 detail::peer_text(usual), ", expected the same on all ranks"));
   }
 }
 

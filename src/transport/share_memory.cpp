@@ -2,15 +2,70 @@
 
 #include <unistd.h>
 
+#include <map>
+#include <mutex>
 #include <string>
+#include <utility>
 
 namespace waybill {
 namespace {
 
-struct Offer {
+/// The blocks of all ranks of this process that are being shared, by number. A rank that gives up
+/// takes its own away, and may do so while a slower one is on its way to it.
+class BlocksInTransit {
+ public:
+  std::int64_t put(std::shared_ptr<void> block) {
+    const std::lock_guard lock(mutex_);
+    blocks_.emplace(++last_, std::move(block));
+    return last_;
+  }
+
+  /// @return whether it is there still
+  bool get(std::int64_t number, std::shared_ptr<void>& block) {
+    const std::lock_guard lock(mutex_);
+    const auto found = blocks_.find(number);
+    if (found == blocks_.end()) return false;
+    block = found->second;
+    return true;
+  }
+
+  void take_away(std::int64_t number) {
+    std::shared_ptr<void> last;  // goes behind the lock
+    const std::lock_guard lock(mutex_);
+    const auto found = blocks_.find(number);
+    last = std::move(found->second);
+    blocks_.erase(found);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::int64_t last_ = 0;
+  std::map<std::int64_t, std::shared_ptr<void>> blocks_;
+};
+
+BlocksInTransit& blocks_in_transit() {
+  static BlocksInTransit blocks;
+  return blocks;
+}
+
+class InTransit {
+ public:
+  explicit InTransit(std::shared_ptr<void> block)
+      : number_(blocks_in_transit().put(std::move(block))) {}
+  InTransit(const InTransit&) = delete;
+  InTransit& operator=(const InTransit&) = delete;
+  ~InTransit() { blocks_in_transit().take_away(number_); }
+  [[nodiscard]] std::int64_t number() const { return number_; }
+
+ private:
+  std::int64_t number_;
+};
+
+/// What a rank says of its block.
+struct SharedBlock {
   std::int64_t process;
   std::int64_t size;
-  const std::shared_ptr<void>* block;  ///< read between the exchange and the barrier
+  std::int64_t number;
 };
 
 }  // namespace
@@ -18,17 +73,23 @@ struct Offer {
 std::vector<std::shared_ptr<void>> share_memory(Bootstrap& bootstrap, std::shared_ptr<void> mine,
                                                 std::int64_t size, std::string_view name) {
   const std::string operation = concat("share_memory(", name, ")");
-  const auto offers = all_gather_value(bootstrap, Offer{getpid(), size, &mine}, operation);
-  for (std::size_t r = 0; r < offers.size(); ++r) {
-    if (offers[r].process != getpid()) {
+  const InTransit own(std::move(mine));
+  const auto blocks =
+      all_gather_value(bootstrap, SharedBlock{getpid(), size, own.number()}, operation);
+  for (std::size_t r = 0; r < blocks.size(); ++r) {
+    if (blocks[r].process != getpid()) {
       throw Unsupported(
           concat(operation, ": rank ", r, " is another process, expected threads of one process"));
     }
-    require(offers[r].size == size, operation, ": size = ", size, ", but ", offers[r].size,
+    require(blocks[r].size == size, operation, ": size = ", size, ", but ", blocks[r].size,
             " on rank ", r);
   }
-  std::vector<std::shared_ptr<void>> all;
-  for (const Offer& offer : offers) all.push_back(*offer.block);
+  std::vector<std::shared_ptr<void>> all(blocks.size());
+  for (std::size_t r = 0; r < blocks.size(); ++r) {
+    if (!blocks_in_transit().get(blocks[r].number, all[r])) {
+      throw PeerFailed(concat(operation, ": rank ", r, " has given up"));
+    }
+  }
   bootstrap.barrier(operation);
   return all;
 }

@@ -5,11 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cerrno>
-#include <iomanip>
-#include <random>
-#include <sstream>
 #include <system_error>
 #include <utility>
 
@@ -35,15 +31,6 @@ SharedFile::~SharedFile() {
   if (descriptor_ >= 0) (void)::close(descriptor_);
 }
 
-std::string SharedFile::unique_name() {
-  static std::atomic<std::uint64_t> count = 0;
-  std::random_device random;
-  std::ostringstream name;
-  name << "/waybill-" << getpid() << "-" << count++ << "-" << std::hex << std::setfill('0')
-       << std::setw(8) << random() << std::setw(8) << random();
-  return name.str();
-}
-
 SharedFile SharedFile::create(const std::string& name) {
   const int descriptor = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR, S_IRUSR | S_IWUSR);
   if (descriptor < 0) {
@@ -53,12 +40,18 @@ SharedFile SharedFile::create(const std::string& name) {
 }
 
 SharedFile SharedFile::open(const std::string& name) {
-  const int descriptor = shm_open(name.c_str(), O_RDWR, 0);
-  if (descriptor < 0) {
+  SharedFile file(shm_open(name.c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK, 0));
+  struct stat status {};
+  if (file.descriptor_ < 0 || fstat(file.descriptor_, &status) != 0) {
     throw TransportError(concat("cannot open the shared memory ", name, ": ", reason(errno),
                                 "; expected processes of one user that see the same /dev/shm"));
   }
-  return SharedFile(descriptor);
+  if (!S_ISREG(status.st_mode) || status.st_uid != geteuid() || status.st_size != 0) {
+    throw TransportError(concat("the shared memory ", name, " is of user ", status.st_uid,
+                                " and has ", status.st_size, " bytes, expected a new file of user ",
+                                geteuid()));
+  }
+  return file;
 }
 
 void SharedFile::unlink(const std::string& name) noexcept { (void)shm_unlink(name.c_str()); }
@@ -75,8 +68,31 @@ void SharedFile::reserve(std::int64_t size_bytes) const {
                               "(containers: --shm-size or --ipc=host)"));
 }
 
+// A lock of POSIX: children that a rank forks do not have it, so that it goes with the rank. Unlike
+// a process number it means the same in all containers.
+bool SharedFile::mark() const noexcept {
+  struct flock lock = {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_len = 1;
+  return fcntl(descriptor_, F_SETLK, &lock) == 0;
+}
+
+bool SharedFile::is_marked() const noexcept {
+  struct flock lock = {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_len = 1;
+  return fcntl(descriptor_, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+}
+
 std::shared_ptr<void> SharedFile::map(std::int64_t size_bytes) const {
   const std::size_t size = at(size_bytes);
+  struct stat status {};
+  if (fstat(descriptor_, &status) != 0 || status.st_size < size_bytes) {
+    throw TransportError(concat("the shared memory of a rank has ", status.st_size,
+                                " bytes, expected ", size_bytes));
+  }
   void* const memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
   if (memory == MAP_FAILED) {
     throw TransportError(

@@ -18,11 +18,9 @@ class SharedFile {
   SharedFile& operator=(const SharedFile&) = delete;
   ~SharedFile();
 
-  /// A name that no other call returns on this host.
-  [[nodiscard]] static std::string unique_name();
-
-  /// Makes it, empty, for this user alone. @throws TransportError
+  /// Makes it, empty, for this user alone. @throws TransportError, also when there is one
   [[nodiscard]] static SharedFile create(const std::string& name);
+  /// @throws TransportError unless it is of this user and still empty
   [[nodiscard]] static SharedFile open(const std::string& name);
 
   /// Does nothing when there is none.
@@ -32,8 +30,15 @@ class SharedFile {
   /// @throws TransportError when the host has not that much
   void reserve(std::int64_t size_bytes) const;
 
-  /// This process' view of size_bytes > 0 bytes, which outlives the object. They must have been
-  /// reserved before they are used. @throws TransportError
+  /// Marks it as this process', until that ends or the object goes. @return false where the host
+  /// has no such marks
+  [[nodiscard]] bool mark() const noexcept;
+
+  /// Whether another process has marked it and is there.
+  [[nodiscard]] bool is_marked() const noexcept;
+
+  /// This process' view of size_bytes > 0 bytes, which outlives the object. @throws TransportError
+  /// also when fewer have been reserved, as using them would end the process
   [[nodiscard]] std::shared_ptr<void> map(std::int64_t size_bytes) const;
 
  private:

@@ -28,6 +28,12 @@ void Transport::put_signal(const SymmetricBuffer& to, const PutRequest& piece, S
   signal(piece.peer, slot, epoch);
 }
 
+void Transport::fail(std::string_view /*reason*/) noexcept {}
+
+void Transport::check_peers(std::string_view /*operation*/, Rank /*awaited*/) {}
+
+void Transport::note_timeout() noexcept {}
+
 void Transport::check_piece(const SymmetricBuffer& to, const PutRequest& piece) const {
   const std::int32_t peer = to_int(piece.peer);
   require(0 <= peer && peer < topology_.world_size, "put: peer = ", peer, ", expected 0..",

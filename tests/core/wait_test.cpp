@@ -5,11 +5,13 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cmath>
 #include <csignal>
 #include <limits>
 #include <memory>
 #include <thread>
 
+#include "support/expect_error.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
@@ -48,7 +50,7 @@ TEST(PollingWait, LongAndEndlessDeadlinesDoNotOverflow) {
 }
 
 TEST(PollingWait, AFailedScopeEndsIt) {
-  const auto scope = std::make_shared<WaitScope>();
+  const auto scope = std::make_shared<FailureScope>();
   std::thread other([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(30));
     scope->fail("rank 1 failed: no luck");
@@ -68,16 +70,51 @@ TEST(PollingWait, AFailedScopeEndsIt) {
   check_interrupt();  // the scope was left
 }
 
-TEST(PollingWait, AnInterruptedScopeEndsItAsInterrupted) {
-  const auto outer = std::make_shared<WaitScope>();
-  const auto inner = std::make_shared<WaitScope>();
+TEST(PollingWait, AllScopesOfTheThreadAreAsked) {
+  const auto outer = std::make_shared<FailureScope>();
+  const auto inner = std::make_shared<FailureScope>();
   const EnteredWaitScope entered(outer);
-  outer->interrupt("by the user");
   {
     const EnteredWaitScope nested(inner);
-    check_interrupt();  // the inner one decides
+    check_interrupt();
+    inner->fail("the inner one");
+    EXPECT_THROW(check_interrupt(), PeerFailed);
   }
+  check_interrupt();
+  const EnteredWaitScope fresh(std::make_shared<FailureScope>());
+  outer->interrupt("by the user");
   EXPECT_THROW(check_interrupt(), Interrupted);
+  std::thread([] { check_interrupt(); }).join();  // another thread has not entered it
+}
+
+TEST(PollingWait, ItsOwnCheckIsAskedToo) {
+  PollingWait wait(10, {.check = [] { throw PeerFailed("rank 1 is gone"); }});
+  EXPECT_THROW(while (wait.pause()){}, PeerFailed);
+  EXPECT_LT(wait.waited_s(), 0.2);
+}
+
+TEST(FailureScope, SaysOnceThatItHasEnded) {
+  FailureScope scope;
+  int calls = 0;
+  auto kept = scope.on_end([&] { ++calls; });
+  auto gone = scope.on_end([&] { calls += 100; });
+  gone.reset();
+  EXPECT_FALSE(scope.has_ended());
+  scope.fail("no luck");
+  scope.interrupt("later");
+  EXPECT_TRUE(scope.has_ended());
+  EXPECT_EQ(calls, 1);
+  const auto late = scope.on_end([&] { ++calls; });
+  EXPECT_EQ(calls, 2);
+}
+
+TEST(CheckTimeout, RefusesWhatIsNoDeadline) {
+  constexpr double inf = std::numeric_limits<double>::infinity();
+  for (const double timeout : {1e-9, 1.0, 1e9}) check_timeout("test", timeout);
+  for (const double timeout : {0.0, -1.0, 1e10, inf, -inf, std::nan("")}) {
+    EXPECT_TRUE(test::rejects([&] { check_timeout("test", timeout); },
+                              {concat("test: timeout_s = ", timeout), "at most 1e+09 seconds"}));
+  }
 }
 
 TEST(PollingWait, AnInstalledCheckEndsIt) {

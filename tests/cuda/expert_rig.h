@@ -62,7 +62,8 @@ class ExpertRig {
   /// One dispatch, in windows that grow between its halves when too many rows come.
   std::shared_ptr<const ExpertTables> dispatch_growing(const ExpertDispatchInput& input,
                                                        const Stream& stream) {
-    const ExpertCall call = next_call("dispatch", dispatches_++, stream);
+    ExpertCall call = next_call("dispatch", dispatches_++, stream);
+    call.may_grow = true;
     auto tables = executor_->route(call, input);
     const std::int64_t largest = std::ranges::max(tables->wait_counts());
     if (largest > memory_.capacity) {

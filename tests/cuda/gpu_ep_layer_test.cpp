@@ -155,40 +155,5 @@ TEST(GpuEpLayer, compact_rows) {
       test::world_options());
 }
 
-TEST(GpuEpLayer, fixed_rows_are_not_outgrown) {
-  const EPConfig config = config_of(2);
-  Random random(56);
-  const ExpertCase large = test::random_case(
-      config, random, {.draw = Draw::one_expert, .drop = 0, .tokens = config.max_tokens});
-  const ExpertCase small = test::random_case(config, random, {.drop = 0, .tokens = 4});
-  const ExpertDispatch expected = small.dispatch();
-  run_gpu_thread_world(
-      2,
-      [&](World& world) {
-        DeviceArena arena(world, arena_bytes);
-        EPConfig own = config;
-        own.rank = to_int(world.rank());
-        EPAll2AllLayer layer(world, own, {.num_sm = 4, .fixed_rows = 64});
-        const DeviceInput first(arena, large, own.rank);
-        const DeviceInput second(arena, small, own.rank);
-        (void)layer.dispatch(first.input, {arena.stream()});
-        arena.synchronize();
-        if (own.rank == 1) {  // where the expert is
-          EXPECT_THROW(layer.check_overflow(), InvalidArgument);
-        } else {
-          EXPECT_NO_THROW(layer.check_overflow());
-        }
-        const EPDispatched got = layer.dispatch(second.input, {arena.stream()});
-        EXPECT_EQ(got.rows.shape[0], 64);
-        TensorView rows = got.rows;
-        rows.shape[0] = expected.recv_tokens[at(own.rank)].shape()[0];
-        EXPECT_TRUE(same_bytes(arena.download(rows), expected.recv_tokens[at(own.rank)]));
-        EXPECT_NO_THROW(layer.check_overflow());
-        world.barrier();
-        layer.finalize();
-      },
-      test::world_options());
-}
-
 }  // namespace
 }  // namespace waybill

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "cuda/gpu_disagreements.h"
 #include "cuda/gpu_expert_rounds.h"
 #include "cuda/gpu_nodes.h"
 #include "cuda/gpu_processes.h"
@@ -144,6 +145,15 @@ TEST(NvshmemNodes, experts_on_two_nodes_of_four) {
 }
 TEST(NvshmemNodes, experts_on_four_nodes_of_two) {
   check_experts(test::on_nodes(test::config_of(8, 16, 4, 60, 256), 2), {}, 136);
+}
+
+TEST(NvshmemNodes, ranks_that_disagree_are_told_so) {
+  test::check_disagreeing_processes(
+      2,
+      [](std::shared_ptr<Bootstrap> bootstrap, int device) {
+        return make_nvshmem_world(std::move(bootstrap), device, 1);
+      },
+      20);
 }
 
 TEST(NvshmemNodes, a_killed_rank_of_another_node_is_named) {

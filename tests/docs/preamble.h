@@ -28,6 +28,7 @@
 #include "waybill/core/random.h"
 #include "waybill/core/tensor_view.h"
 #include "waybill/core/topology.h"
+#include "waybill/core/wait.h"
 #include "waybill/json/attention_plan_json.h"
 #include "waybill/json/dispatch_json.h"
 #include "waybill/json/file.h"

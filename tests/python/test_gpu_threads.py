@@ -28,7 +28,7 @@ def test_a_rank_that_never_calls_costs_no_device():
         try:
             return way.bits(dispatcher.dispatch(there, rows)[0])
         except waybill.Timeout:
-            with pytest.raises(waybill.TransportError, match="the world is of no use any more"):
+            with pytest.raises(waybill.TransportError, match="world is unusable after a failure"):
                 dispatcher.dispatch(there, rows)
             raise
 

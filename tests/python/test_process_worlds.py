@@ -1,10 +1,14 @@
 """Ranks that are processes of this host: started by a launcher's variables, or in a group."""
 
+import contextlib
 import os
 import pathlib
+import random
+import socket
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
@@ -59,6 +63,15 @@ def run_ranks(tmp_path, program, world_size=3, environment=None):
         for rank in ranks:
             rank.kill()
     return [(rank.returncode, output) for rank, output in zip(ranks, outputs)]
+
+
+def free_port():
+    """One that the system gives to no caller."""
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as trial, contextlib.suppress(OSError):
+            trial.bind(("127.0.0.1", port))
+            return port
 
 
 def expect_all_well(results):
@@ -173,18 +186,72 @@ def test_gpus_over_nvshmem(tmp_path):
 
 def test_a_rank_that_dies_is_named(tmp_path):
     program = """
-        world = waybill.World.from_environment(timeout_s=5)
+        world = waybill.World.from_environment(timeout_s=60)
         if world.rank == 1:
             os._exit(7)
         try:
             check(world)
-        except waybill.Timeout as error:
-            assert error.peer == 1 and error.rank == world.rank
-            print("rank", world.rank, "waited for", error.peer)
+        except waybill.PeerFailed as error:
+            print("rank", world.rank, "says:", error)
     """
     results = run_ranks(tmp_path, program)
     assert [status for status, _ in results] == [0, 7, 0], results
-    assert "rank 0 waited for 1" in results[0][1] and "rank 2 waited for 1" in results[2][1]
+    for rank in (0, 2):
+        assert f"rank {rank} says: SequenceDispatcher: rank 1 " in results[rank][1], results
+
+
+def test_a_rank_that_cannot_start_is_named_at_once(tmp_path):
+    program = """
+        device = "cuda:x" if os.environ["RANK"] == "1" else "cpu"
+        try:
+            waybill.World.from_environment(device=device, timeout_s=100)
+        except waybill.TransportError as error:
+            print(error)
+    """
+    for place in (f"file://{tmp_path}/meet", f"tcp://127.0.0.1:{free_port()}"):
+        start = time.monotonic()
+        results = run_ranks(tmp_path, program, environment={"WAYBILL_RENDEZVOUS": place})
+        assert time.monotonic() - start < 30
+        assert results[1][0] != 0 and "InvalidArgument" in results[1][1]
+        for rank in (0, 2):
+            assert "rank 1 failed: World.from_environment: device = 'cuda:x'" in results[rank][1]
+
+
+def test_ranks_of_another_job_or_without_the_secret_are_refused(tmp_path):
+    program = """
+        rank = os.environ["RANK"]
+        if rank == "2":  # comes before rank 1 of the job, with its number
+            os.environ |= {"RANK": "1", "LOCAL_RANK": "1", **strangers}
+            try:
+                waybill.World.from_environment(timeout_s=100)
+            except waybill.TransportError as error:
+                print(error)
+            open(done, "x").close()
+            sys.exit()
+        while rank == "1" and not os.path.exists(done):
+            time.sleep(0.01)
+        world = waybill.World.from_environment(timeout_s=100)
+        world.barrier()
+        print("rank", world.rank, "of", world.world_size, "is well")
+    """
+    for name, value, reason in [
+        ("WAYBILL_JOB_ID", "b", 'job id = "b", expected "a"'),
+        ("WAYBILL_RENDEZVOUS_SECRET", "x", "WAYBILL_RENDEZVOUS_SECRET differs"),
+    ]:
+        known = f"import time\nstrangers = {{{name!r}: {value!r}}}\n"
+        known += f"done = {str(tmp_path / name)!r}\n"
+        results = run_ranks(
+            tmp_path,
+            known + textwrap.dedent(program),
+            environment={
+                "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "WAYBILL_JOB_ID": "a",
+                "WAYBILL_RENDEZVOUS": f"tcp://127.0.0.1:{free_port()}",
+                "WAYBILL_RENDEZVOUS_SECRET": "secret",
+            },
+        )  # fmt: skip
+        assert reason in results[2][1], results
+        expect_all_well(results[:2])
+        assert "hung up on 127.0.0.1:" in results[0][1] and reason in results[0][1]
 
 
 def test_alone_without_a_launcher(monkeypatch):

@@ -14,8 +14,8 @@
 namespace waybill {
 namespace {
 
+using test::Dice;
 using test::difference;
-using test::Draw;
 using test::for_seeds;
 using test::rejects;
 
@@ -103,16 +103,16 @@ TEST(AttnLayoutTest, Errors) {
 }
 
 TEST(AttnLayoutProperty, EachRankListsItsShardsInTheGlobalOrder) {
-  for_seeds([](Draw& draw) {
-    const auto world_size = draw.in_range<std::int64_t>(1, 9);
-    const Shape shape{world_size, draw.in_range<std::int64_t>(0, 6)};
+  for_seeds([](Dice& dice) {
+    const auto world_size = dice.in_range<std::int64_t>(1, 9);
+    const Shape shape{world_size, dice.in_range<std::int64_t>(0, 6)};
     IndexArray rows(shape);
     IndexArray kv_rows(shape);
     IndexArray to = IndexArray::full(shape, -1);
     for (std::size_t i = 0; i < rows.i64().size(); ++i) {
-      rows.i64()[i] = draw.below(9);
-      kv_rows.i64()[i] = rows.i64()[i] + draw.below(30);
-      to.i64()[i] = draw.below(world_size + 1) - 1;
+      rows.i64()[i] = dice.below(9);
+      kv_rows.i64()[i] = rows.i64()[i] + dice.below(30);
+      to.i64()[i] = dice.below(world_size + 1) - 1;
     }
     std::vector<std::vector<std::int64_t>> q(static_cast<std::size_t>(world_size), {0});
     std::vector<std::vector<std::int64_t>> kv = q;

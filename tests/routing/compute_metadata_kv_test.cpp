@@ -15,8 +15,8 @@
 namespace waybill {
 namespace {
 
+using test::Dice;
 using test::difference;
-using test::Draw;
 using test::for_seeds;
 using test::KvCase;
 
@@ -79,28 +79,28 @@ std::string differs_from_model(const QkvPlan& plan, const KvCase& dense) {
          difference("kv_dst_global_seq_id", got.kv_dst_global_seq_id, ids);
 }
 
-test::RandomPlanOptions random_options(Draw& draw) {
+test::RandomPlanOptions random_options(Dice& dice) {
   test::RandomPlanOptions options;
-  options.world_size = draw.in_range(1, 9);
-  options.max_shards_per_rank = draw.in_range<std::int64_t>(0, 7);
-  options.documents_stay_on_rank = draw.coin();
+  options.world_size = dice.in_range(1, 9);
+  options.max_shards_per_rank = dice.in_range<std::int64_t>(0, 7);
+  options.documents_stay_on_rank = dice.coin();
   return options;
 }
 
 TEST(ComputeMetadataKvProperty, EqualsTheSlowModelForAnyCopyOrder) {
-  for_seeds([](Draw& draw) {
-    const std::uint64_t seed = draw.bits();
-    const QkvPlan plan = test::random_plan(seed, random_options(draw));
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const QkvPlan plan = test::random_plan(seed, random_options(dice));
     Random random(seed + 1);
-    const KvCase dense = test::kv_case(plan, draw.in_range<std::int64_t>(0, 3), &random);
+    const KvCase dense = test::kv_case(plan, dice.in_range<std::int64_t>(0, 3), &random);
     EXPECT_EQ(differs_from_model(plan, dense), "");
   });
 }
 
 TEST(ComputeMetadataKvProperty, ReverseEntryComesFromItsGlobalSequence) {
-  for_seeds([](Draw& draw) {
-    const std::uint64_t seed = draw.bits();
-    const QkvPlan plan = test::random_plan(seed, random_options(draw));
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const QkvPlan plan = test::random_plan(seed, random_options(dice));
     const KvCase dense = test::kv_case(plan, 0, nullptr);
     const KvMetadata got =
         compute_metadata_kv(dense.mapping, dense.seq_len, dense.num_seqs, dense.q_dispatch, true);
@@ -159,10 +159,10 @@ TEST(ComputeMetadataKv, NothingToSend) {
 
 // The dense form of a plan against the one that the model builds by itself.
 TEST(ToRawDispatchProperty, EqualsTheSlowModel) {
-  for_seeds([](Draw& draw) {
-    const std::uint64_t seed = draw.bits();
-    const QkvPlan plan = test::random_plan(seed, random_options(draw));
-    const std::int64_t spare = draw.in_range<std::int64_t>(0, 4);
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const QkvPlan plan = test::random_plan(seed, random_options(dice));
+    const std::int64_t spare = dice.in_range<std::int64_t>(0, 4);
     const KvCase dense = test::kv_case(plan, spare, nullptr);
     const RawQkvDispatch raw = to_raw_dispatch(plan, dense.mapping.kv_to_q_rank.dim(2));
     EXPECT_EQ(difference("cp_seq_lens", raw.cp_seq_lens, dense.seq_len), "");

@@ -12,8 +12,8 @@
 namespace waybill {
 namespace {
 
+using test::Dice;
 using test::difference;
-using test::Draw;
 using test::for_seeds;
 
 struct Dispatch {
@@ -54,12 +54,12 @@ std::string differs_from_model(const Dispatch& made, Undispatched undispatched) 
 }
 
 TEST(ComputeMetadataProperty, EqualsTheSlowModel) {
-  for_seeds([](Draw& draw) {
-    const std::uint64_t seed = draw.bits();
-    const bool undispatched = draw.coin();
-    const auto world_size = draw.in_range<std::int64_t>(1, 9);
-    const auto num_shards = draw.in_range<std::int64_t>(0, 7);
-    const auto copies = draw.in_range<std::int64_t>(0, 5);
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const bool undispatched = dice.coin();
+    const auto world_size = dice.in_range<std::int64_t>(1, 9);
+    const auto num_shards = dice.in_range<std::int64_t>(0, 7);
+    const auto copies = dice.in_range<std::int64_t>(0, 5);
     const Dispatch made = random_dispatch(seed, world_size, num_shards, copies, undispatched);
     EXPECT_EQ(differs_from_model(made, undispatched ? Undispatched::keep : Undispatched::reject),
               "");
@@ -77,11 +77,11 @@ TEST(ComputeMetadataModel, WorldsUpTo64) {
 }
 
 TEST(ComputeMetadataProperty, IntermediatesAgreeWithTheTables) {
-  for_seeds([](Draw& draw) {
-    const std::uint64_t seed = draw.bits();
-    const auto world_size = draw.in_range<std::int64_t>(1, 6);
-    const auto num_shards = draw.in_range<std::int64_t>(0, 6);
-    const auto copies = draw.in_range<std::int64_t>(1, 4);
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const auto world_size = dice.in_range<std::int64_t>(1, 6);
+    const auto num_shards = dice.in_range<std::int64_t>(0, 6);
+    const auto copies = dice.in_range<std::int64_t>(1, 4);
     const Dispatch made = random_dispatch(seed, world_size, num_shards, copies, false);
     const DispatchMetadata got = compute_metadata(made.len, made.dispatch, true);
     const Shape shape{world_size, num_shards, copies, world_size};
@@ -101,10 +101,10 @@ TEST(ComputeMetadataProperty, IntermediatesAgreeWithTheTables) {
 }
 
 TEST(ComputeMetadataProperty, A2DDispatchIsA3DOneWithOneCopy) {
-  for_seeds([](Draw& draw) {
-    const std::uint64_t seed = draw.bits();
-    const auto world_size = draw.in_range<std::int64_t>(1, 6);
-    const auto num_shards = draw.in_range<std::int64_t>(0, 6);
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const auto world_size = dice.in_range<std::int64_t>(1, 6);
+    const auto num_shards = dice.in_range<std::int64_t>(0, 6);
     const Dispatch flat = random_dispatch(seed, world_size, num_shards, 0, false);
     const DispatchMetadata two = compute_metadata(flat.len, flat.dispatch, true);
     const DispatchMetadata three =

@@ -16,8 +16,8 @@
 namespace waybill {
 namespace {
 
+using test::Dice;
 using test::difference;
-using test::Draw;
 using test::for_seeds;
 using test::rejects;
 
@@ -45,12 +45,12 @@ Sequence sequence_of(const QkvPlan& plan, std::int64_t doc) {
 }
 
 TEST(CreateRawQkvDispatchProperty, KeepsItsPromises) {
-  for_seeds([](Draw& draw) {
-    const std::uint64_t seed = draw.bits();
-    const auto world_size = draw.in_range<std::int64_t>(1, 17);
-    const auto copies = draw.in_range<std::int64_t>(1, world_size + 1);
-    const auto num_seqs = draw.in_range<std::int64_t>(1, 6);
-    const auto pieces = draw.in_range<std::int64_t>(0, 60);
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const auto world_size = dice.in_range<std::int64_t>(1, 17);
+    const auto copies = dice.in_range<std::int64_t>(1, world_size + 1);
+    const auto num_seqs = dice.in_range<std::int64_t>(1, 6);
+    const auto pieces = dice.in_range<std::int64_t>(0, 60);
     const std::int64_t rows = pieces * copies;
     const auto made = create_raw_qkv_dispatch(world_size, rows, num_seqs, copies, seed);
     const QkvPlan& plan = made.plan;
@@ -94,10 +94,10 @@ TEST(CreateRawQkvDispatchProperty, KeepsItsPromises) {
 }
 
 TEST(CreateRawQkvDispatchProperty, DenseFormIsThatOfThePlan) {
-  for_seeds([](Draw& draw) {
-    const std::uint64_t seed = draw.bits();
-    const auto world_size = draw.in_range<std::int64_t>(1, 9);
-    const auto copies = draw.in_range<std::int64_t>(1, world_size + 1);
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const auto world_size = dice.in_range<std::int64_t>(1, 9);
+    const auto copies = dice.in_range<std::int64_t>(1, world_size + 1);
     const auto made = create_raw_qkv_dispatch(world_size, 30 * copies, 3, copies, seed);
     EXPECT_TRUE(made.raw == to_raw_dispatch(made.plan, copies));
     EXPECT_EQ(made.raw.kv.kv_to_q_rank.dim(2), copies);

@@ -13,8 +13,8 @@
 namespace waybill {
 namespace {
 
+using test::Dice;
 using test::difference;
-using test::Draw;
 using test::for_seeds;
 using test::rejects;
 
@@ -55,23 +55,23 @@ TEST(CustomMapping, UnevenShardsByHand) {
 }
 
 TEST(CustomMappingProperty, EqualsItsDenseForm) {
-  for_seeds([](Draw& draw) {
+  for_seeds([](Dice& dice) {
     Call call;
-    call.world_size = draw.in_range<std::int64_t>(1, 7);
-    const auto num_seqs = draw.in_range<std::int64_t>(1, 5);
-    const auto slots = draw.in_range<std::int64_t>(1, 9);
+    call.world_size = dice.in_range<std::int64_t>(1, 7);
+    const auto num_seqs = dice.in_range<std::int64_t>(1, 5);
+    const auto slots = dice.in_range<std::int64_t>(1, 9);
     call.seq_lens = IndexArray(Shape{call.world_size, num_seqs});
     call.cp_num = call.seq_lens;
     call.cp_dst = IndexArray::full({call.world_size, num_seqs, slots}, -1);
     call.shard_lens = IndexArray(Shape{call.world_size, num_seqs, slots});
     for (std::int64_t w = 0; w < call.world_size; ++w) {
-      const std::int64_t used = draw.below(num_seqs + 1);
+      const std::int64_t used = dice.below(num_seqs + 1);
       for (std::int64_t i = 0; i < used; ++i) {
-        const std::int64_t cp = 1 + draw.below(slots);
+        const std::int64_t cp = 1 + dice.below(slots);
         test::element(call.cp_num, {w, i}) = cp;
         for (std::int64_t c = 0; c < cp; ++c) {
-          const std::int64_t rows = 1 + draw.below(9);
-          test::element(call.cp_dst, {w, i, c}) = draw.below(call.world_size);
+          const std::int64_t rows = 1 + dice.below(9);
+          test::element(call.cp_dst, {w, i, c}) = dice.below(call.world_size);
           test::element(call.shard_lens, {w, i, c}) = rows;
           test::element(call.seq_lens, {w, i}) += rows;
         }

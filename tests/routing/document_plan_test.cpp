@@ -16,7 +16,7 @@
 namespace waybill {
 namespace {
 
-using test::Draw;
+using test::Dice;
 using test::for_seeds;
 using test::rejects;
 
@@ -84,15 +84,15 @@ TEST(PlanDocuments, Errors) {
 }
 
 TEST(PlanDocumentsProperty, EveryTokenOnceInOrder) {
-  for_seeds([](Draw& draw) {
-    const std::uint64_t seed = draw.bits();
-    const Lengths lengths = random_lengths(seed, draw.in_range<std::int64_t>(0, 30), 200);
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const Lengths lengths = random_lengths(seed, dice.in_range<std::int64_t>(0, 30), 200);
     DocumentPlanOptions options;
-    options.world_size = draw.in_range(1, 17);
-    options.shard_tokens = draw.in_range<std::int64_t>(1, 90);
+    options.world_size = dice.in_range(1, 17);
+    options.shard_tokens = dice.in_range<std::int64_t>(1, 90);
     options.tokens_per_rank = std::max<std::int64_t>(
-        1, (sum(lengths) + options.world_size - 1) / options.world_size + draw.in_range(0, 50));
-    options.kv_layout = draw.one_of({KvLayout::per_query, KvLayout::per_rank});
+        1, (sum(lengths) + options.world_size - 1) / options.world_size + dice.in_range(0, 50));
+    options.kv_layout = dice.one_of({KvLayout::per_query, KvLayout::per_rank});
     const QkvPlan plan = plan_documents(lengths, options);
     plan.check("plan_documents");
     EXPECT_TRUE(plan == plan_documents(lengths, options));
@@ -117,10 +117,10 @@ TEST(PlanDocumentsProperty, EveryTokenOnceInOrder) {
 
 // The pieces of a document on one rank are equal, to one token, and no more than needed.
 TEST(PlanDocumentsProperty, PiecesOfARankAreEqual) {
-  for_seeds([](Draw& draw) {
-    const std::uint64_t seed = draw.bits();
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
     const Lengths lengths = random_lengths(seed, 12, 300);
-    const auto longest = draw.in_range<std::int64_t>(1, 100);
+    const auto longest = dice.in_range<std::int64_t>(1, 100);
     const QkvPlan plan = plan_documents(
         lengths,
         {.world_size = 4, .tokens_per_rank = (sum(lengths) + 3) / 4, .shard_tokens = longest});
@@ -143,14 +143,14 @@ TEST(PlanDocumentsProperty, PiecesOfARankAreEqual) {
 
 // The bound of the longest processing time rule: no rank is over the mean by more than a shard.
 TEST(PlanDocumentsProperty, WorkIsBalanced) {
-  for_seeds([](Draw& draw) {
-    const std::uint64_t seed = draw.bits();
-    const Lengths lengths = random_lengths(seed, draw.in_range<std::int64_t>(1, 40), 500);
-    const auto world_size = draw.in_range<std::int32_t>(1, 17);
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const Lengths lengths = random_lengths(seed, dice.in_range<std::int64_t>(1, 40), 500);
+    const auto world_size = dice.in_range<std::int32_t>(1, 17);
     const QkvPlan plan =
         plan_documents(lengths, {.world_size = world_size,
                                  .tokens_per_rank = (sum(lengths) + world_size - 1) / world_size,
-                                 .shard_tokens = draw.in_range<std::int64_t>(8, 200)});
+                                 .shard_tokens = dice.in_range<std::int64_t>(8, 200)});
     const Lengths work = shard_work(plan);
     const Lengths ranks = rank_work(plan);
     EXPECT_EQ(std::ssize(ranks), world_size);
@@ -179,11 +179,11 @@ std::int64_t count_pairs(const QkvPlan& plan, const std::vector<test::ShardPlace
 }
 
 TEST(ShardWorkProperty, IsTheNumberOfPairs) {
-  for_seeds([](Draw& draw) {
-    const std::uint64_t seed = draw.bits();
-    const bool windows = draw.coin();
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const bool windows = dice.coin();
     const QkvPlan plan =
-        test::random_plan(seed, {.world_size = draw.in_range(1, 6), .windows = windows});
+        test::random_plan(seed, {.world_size = dice.in_range(1, 6), .windows = windows});
     const auto places = test::shard_places(plan);
     const Lengths work = shard_work(plan);
     Lengths ranks(static_cast<std::size_t>(plan.world_size));

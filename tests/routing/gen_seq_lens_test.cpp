@@ -15,7 +15,7 @@
 namespace waybill {
 namespace {
 
-using test::Draw;
+using test::Dice;
 using test::for_seeds;
 using test::rejects;
 
@@ -82,12 +82,12 @@ TEST(GenSeqLens, AHighMinimumOfAHugeTotal) {
 
 /// Lengths that are too short take rows of the longest, of several from the first.
 TEST(GenSeqLensProperty, RowsComeFromTheLongestOneAtATime) {
-  for_seeds([](Draw& draw) {
-    const auto num_seqs = draw.in_range<std::size_t>(1, 9);
-    const auto total = draw.in_range<std::int64_t>(0, 60);
-    const auto min_len = draw.in_range<std::int64_t>(0, 12);
+  for_seeds([](Dice& dice) {
+    const auto num_seqs = dice.in_range<std::size_t>(1, 9);
+    const auto total = dice.in_range<std::int64_t>(0, 60);
+    const auto min_len = dice.in_range<std::int64_t>(0, 12);
     std::vector<float> draws(num_seqs);
-    for (float& value : draws) value = draw.uniform_float();
+    for (float& value : draws) value = dice.uniform_float();
     const auto count = static_cast<std::int64_t>(num_seqs);
     std::vector<std::int64_t> lens = row(gen_seq_lens(1, count, total, draws, 0), 0);
     const std::int64_t minimum = std::min(min_len, total / count);
@@ -117,13 +117,13 @@ TEST(GenSeqLens, ManySmallTotalsAreNeverNegative) {
 }
 
 TEST(GenSeqLensProperty, RowsSumExactlyAndKeepTheMinimum) {
-  for_seeds([](Draw& draw) {
-    const std::uint64_t seed = draw.bits();
-    const auto num_seqs = draw.in_range<std::int64_t>(1, 40);
-    const auto min_len = draw.in_range<std::int64_t>(0, 50);
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const auto num_seqs = dice.in_range<std::int64_t>(1, 40);
+    const auto min_len = dice.in_range<std::int64_t>(0, 50);
     constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
-    const auto total = draw.one_of(
-        {draw.in_range<std::int64_t>(0, 3000), draw.in_range<std::int64_t>(0, most), most});
+    const auto total = dice.one_of(
+        {dice.in_range<std::int64_t>(0, 3000), dice.in_range<std::int64_t>(0, most), most});
     const IndexArray lens = gen_seq_lens(3, num_seqs, total, seed, min_len);
     for (std::int64_t w = 0; w < 3; ++w) {
       EXPECT_EQ(sum(row(lens, w)), total);
@@ -134,10 +134,10 @@ TEST(GenSeqLensProperty, RowsSumExactlyAndKeepTheMinimum) {
 
 // Far from small totals nothing is repaired, so the formula can be followed in double precision.
 TEST(GenSeqLensProperty, LengthsFollowTheShares) {
-  for_seeds([](Draw& draw) {
-    const auto num_seqs = draw.in_range<std::size_t>(2, 12);
+  for_seeds([](Dice& dice) {
+    const auto num_seqs = dice.in_range<std::size_t>(2, 12);
     std::vector<float> draws(num_seqs);
-    for (float& value : draws) value = draw.uniform_float();
+    for (float& value : draws) value = dice.uniform_float();
     const std::int64_t total = 100000;
     const std::vector<std::int64_t> lens =
         row(gen_seq_lens(1, static_cast<std::int64_t>(num_seqs), total, draws), 0);

@@ -12,7 +12,7 @@
 namespace waybill {
 namespace {
 
-using test::Draw;
+using test::Dice;
 using test::for_seeds;
 using test::rejects;
 
@@ -73,12 +73,12 @@ TEST(ExclusiveCumsum, RejectsScalarsAndWrongDims) {
 }
 
 TEST(ExclusiveCumsumProperty, EachElementIsTheSumBeforeIt) {
-  for_seeds([](Draw& draw) {
-    const auto outer = draw.in_range<std::int64_t>(0, 4);
-    const auto length = draw.in_range<std::int64_t>(0, 6);
-    const auto inner = draw.in_range<std::int64_t>(0, 4);
+  for_seeds([](Dice& dice) {
+    const auto outer = dice.in_range<std::int64_t>(0, 4);
+    const auto length = dice.in_range<std::int64_t>(0, 6);
+    const auto inner = dice.in_range<std::int64_t>(0, 4);
     IndexArray array(Shape{outer, length, inner});
-    for (std::int64_t& value : array.i64()) value = draw.in_range<std::int64_t>(-1000, 1000);
+    for (std::int64_t& value : array.i64()) value = dice.in_range<std::int64_t>(-1000, 1000);
     const IndexArray sums = exclusive_cumsum(array, 1);
     ASSERT_EQ(sums.shape(), array.shape());
     for (std::int64_t i = 0; i < outer; ++i) {

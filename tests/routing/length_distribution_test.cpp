@@ -15,7 +15,7 @@
 namespace waybill {
 namespace {
 
-using test::Draw;
+using test::Dice;
 using test::for_seeds;
 using test::rejects;
 
@@ -96,13 +96,13 @@ TEST(SampleDocuments, BucketsWithoutDocumentsGiveNone) {
 }
 
 TEST(SampleDocumentsProperty, AnyMeanAndAnyTotal) {
-  for_seeds([](Draw& draw) {
-    const std::uint64_t seed = draw.bits();
-    const auto lo = draw.in_range<std::int64_t>(0, 50);
-    const auto width = draw.in_range<std::int64_t>(1, 50);
-    const auto tokens = draw.in_range<std::int64_t>(0, 5000);
-    const auto known_mean = draw.in_range<std::int64_t>(lo, lo + width);
-    const auto mean = static_cast<double>(draw.one_of<std::int64_t>({0, known_mean}));
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const auto lo = dice.in_range<std::int64_t>(0, 50);
+    const auto width = dice.in_range<std::int64_t>(1, 50);
+    const auto tokens = dice.in_range<std::int64_t>(0, 5000);
+    const auto known_mean = dice.in_range<std::int64_t>(lo, lo + width);
+    const auto mean = static_cast<double>(dice.one_of<std::int64_t>({0, known_mean}));
     const LengthDistribution one{
         .name = "one", .source = "", .buckets = {{lo, lo + width, 3, mean}}};
     auto lengths = sample_documents(one, tokens, seed);

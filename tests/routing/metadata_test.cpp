@@ -19,8 +19,8 @@
 namespace waybill {
 namespace {
 
+using test::Dice;
 using test::difference;
-using test::Draw;
 using test::for_seeds;
 using test::rejects;
 
@@ -99,9 +99,9 @@ TEST(MetadataSlice, Errors) {
 
 /// Entries of a rank that a slice must hold, in order.
 TEST(MetadataSliceProperty, HoldsEveryEntryThatMovesRows) {
-  for_seeds([](Draw& draw) {
-    const std::uint64_t seed = draw.bits();
-    const QkvPlan plan = test::random_plan(seed, {.world_size = draw.in_range(1, 6)});
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const QkvPlan plan = test::random_plan(seed, {.world_size = dice.in_range(1, 6)});
     const E2eMetadata all = to_dense(compute_qkv_routing(plan));
     for (const Metadata* table : {&all.fwd_q, &all.rev_q, &all.fwd_kv, &all.rev_kv}) {
       for (std::int32_t r = 0; r < plan.world_size; ++r) {

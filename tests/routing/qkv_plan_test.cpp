@@ -15,7 +15,7 @@
 namespace waybill {
 namespace {
 
-using test::Draw;
+using test::Dice;
 using test::for_seeds;
 using test::rejects;
 
@@ -136,13 +136,13 @@ TEST(KvLayoutText, Names) {
 }
 
 TEST(RandomPlanProperty, IsAlwaysGood) {
-  for_seeds([](Draw& draw) {
-    const std::uint64_t seed = draw.bits();
-    const bool stay = draw.coin();
-    const bool windows = draw.coin();
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const bool stay = dice.coin();
+    const bool windows = dice.coin();
     const QkvPlan plan = test::random_plan(
         seed,
-        {.world_size = draw.in_range(1, 65), .documents_stay_on_rank = stay, .windows = windows});
+        {.world_size = dice.in_range(1, 65), .documents_stay_on_rank = stay, .windows = windows});
     plan.check("random_plan");
     const QkvPlan again = test::random_plan(
         seed, {.world_size = plan.world_size, .documents_stay_on_rank = stay, .windows = windows});

@@ -13,8 +13,8 @@
 namespace waybill {
 namespace {
 
+using test::Dice;
 using test::difference;
-using test::Draw;
 using test::for_seeds;
 
 E2eMetadata dense_path(const QkvPlan& plan) {
@@ -28,15 +28,15 @@ std::string paths_differ(const QkvPlan& plan) {
 }
 
 TEST(QkvRoutingDenseProperty, SparseAndDensePathsAgree) {
-  for_seeds([](Draw& draw) {
-    const std::uint64_t seed = draw.bits();
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
     test::RandomPlanOptions options;
     options.kv_layout = KvLayout::per_query;
-    options.world_size = draw.in_range(1, 11);
-    options.max_shards_per_rank = draw.in_range<std::int64_t>(0, 8);
-    options.documents_stay_on_rank = draw.coin();
-    options.zero_length_share = draw.one_of({0.0, 0.1, 1.0});
-    options.destinations = draw.in_range(0, options.world_size + 1);
+    options.world_size = dice.in_range(1, 11);
+    options.max_shards_per_rank = dice.in_range<std::int64_t>(0, 8);
+    options.documents_stay_on_rank = dice.coin();
+    options.zero_length_share = dice.one_of({0.0, 0.1, 1.0});
+    options.destinations = dice.in_range(0, options.world_size + 1);
     EXPECT_EQ(paths_differ(test::random_plan(seed, options)), "");
   });
 }
@@ -78,9 +78,9 @@ TEST(QkvRoutingDense, OneLongDocumentOnOneRank) {
 
 // Q does not depend on the layout of KV; of its attention layout only the KV part does.
 TEST(QkvRoutingDenseProperty, QIsTheSameInBothLayouts) {
-  for_seeds([](Draw& draw) {
-    const std::uint64_t seed = draw.bits();
-    QkvPlan plan = test::random_plan(seed, {.world_size = draw.in_range(1, 9)});
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    QkvPlan plan = test::random_plan(seed, {.world_size = dice.in_range(1, 9)});
     const E2eMetadata per_rank = to_dense(compute_qkv_routing(plan));
     plan.kv_layout = KvLayout::per_query;
     const E2eMetadata per_query = to_dense(compute_qkv_routing(plan));

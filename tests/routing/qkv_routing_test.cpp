@@ -18,7 +18,7 @@
 namespace waybill {
 namespace {
 
-using test::Draw;
+using test::Dice;
 using test::for_seeds;
 using test::RankModel;
 
@@ -181,15 +181,15 @@ void check_against_model(const QkvPlan& plan) {
   check_kv(plan, got, ranks);
 }
 
-test::RandomPlanOptions random_options(Draw& draw, KvLayout layout, bool windows) {
+test::RandomPlanOptions random_options(Dice& dice, KvLayout layout, bool windows) {
   test::RandomPlanOptions options;
   options.kv_layout = layout;
   options.windows = windows;
-  options.world_size = draw.coin() ? draw.in_range(1, 8) : draw.in_range(8, 65);
-  options.max_shards_per_rank = draw.in_range<std::int64_t>(0, 9);
-  options.max_document_shards = draw.one_of<std::int64_t>({1, 3, 8, 30});
-  options.documents_stay_on_rank = draw.coin();
-  options.destinations = draw.in_range(0, std::min(options.world_size, 5) + 1);
+  options.world_size = dice.coin() ? dice.in_range(1, 8) : dice.in_range(8, 65);
+  options.max_shards_per_rank = dice.in_range<std::int64_t>(0, 9);
+  options.max_document_shards = dice.one_of<std::int64_t>({1, 3, 8, 30});
+  options.documents_stay_on_rank = dice.coin();
+  options.destinations = dice.in_range(0, std::min(options.world_size, 5) + 1);
   return options;
 }
 
@@ -218,38 +218,38 @@ TEST(QkvRoutingByHand, WindowsMayLeaveGapsInAGroup) {
 }
 
 TEST(QkvRoutingProperty, PerRankEqualsTheSlowModel) {
-  for_seeds([](Draw& draw) {
-    const std::uint64_t seed = draw.bits();
-    check_against_model(test::random_plan(seed, random_options(draw, KvLayout::per_rank, false)));
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    check_against_model(test::random_plan(seed, random_options(dice, KvLayout::per_rank, false)));
   });
 }
 
 TEST(QkvRoutingProperty, PerRankWithWindowsEqualsTheSlowModel) {
-  for_seeds([](Draw& draw) {
-    const std::uint64_t seed = draw.bits();
-    check_against_model(test::random_plan(seed, random_options(draw, KvLayout::per_rank, true)));
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    check_against_model(test::random_plan(seed, random_options(dice, KvLayout::per_rank, true)));
   });
 }
 
 TEST(QkvRoutingProperty, PerQueryEqualsTheSlowModel) {
-  for_seeds([](Draw& draw) {
-    const std::uint64_t seed = draw.bits();
-    check_against_model(test::random_plan(seed, random_options(draw, KvLayout::per_query, false)));
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    check_against_model(test::random_plan(seed, random_options(dice, KvLayout::per_query, false)));
   });
 }
 
 TEST(QkvRoutingProperty, PerQueryWithWindowsEqualsTheSlowModel) {
-  for_seeds([](Draw& draw) {
-    const std::uint64_t seed = draw.bits();
-    check_against_model(test::random_plan(seed, random_options(draw, KvLayout::per_query, true)));
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    check_against_model(test::random_plan(seed, random_options(dice, KvLayout::per_query, true)));
   });
 }
 
 // Under a causal mask copy c of all shards of a document is on the same rank.
 TEST(QkvRoutingProperty, ACopyOfACausalDocumentIsOnOneRank) {
-  for_seeds([](Draw& draw) {
-    const std::uint64_t seed = draw.bits();
-    const QkvPlan plan = test::random_plan(seed, random_options(draw, KvLayout::per_rank, false));
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const QkvPlan plan = test::random_plan(seed, random_options(dice, KvLayout::per_rank, false));
     const QkvRouting got = compute_qkv_routing(plan);
     std::map<std::pair<std::int64_t, std::int64_t>, std::int32_t> rank_of;  // by document, copy
     const auto places = test::shard_places(plan);

@@ -10,7 +10,7 @@
 namespace waybill {
 namespace {
 
-using test::Draw;
+using test::Dice;
 using test::for_seeds;
 using test::rejects;
 
@@ -36,11 +36,11 @@ TEST(QkvRoutingThreads, AnyNumberGivesTheSame) {
 }
 
 TEST(QkvRoutingThreadsProperty, AnyNumberGivesTheSame) {
-  for_seeds([](Draw& draw) {
-    const std::uint64_t seed = draw.bits();
-    const bool windows = draw.coin();
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const bool windows = dice.coin();
     const QkvPlan plan =
-        test::random_plan(seed, {.world_size = draw.in_range(1, 65), .windows = windows});
+        test::random_plan(seed, {.world_size = dice.in_range(1, 65), .windows = windows});
     const QkvRouting one = compute_qkv_routing(plan, 1);
     for (const int threads : {2, 3, 8}) EXPECT_EQ(compute_qkv_routing(plan, threads), one);
   });
@@ -48,15 +48,15 @@ TEST(QkvRoutingThreadsProperty, AnyNumberGivesTheSame) {
 
 // Whatever plan the memory served before, larger or smaller, causal or not.
 TEST(QkvRoutingReuse, UsedMemoryGivesTheSame) {
-  for_seeds([](Draw& draw) {
-    const std::uint64_t seed = draw.bits();
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
     QkvRouter router;
     for (std::uint64_t step = 0; step < 4; ++step) {
       const QkvPlan plan = test::random_plan(
-          seed + step, {.world_size = draw.in_range(1, 30),
-                        .windows = draw.coin(),
-                        .kv_layout = draw.one_of({KvLayout::per_rank, KvLayout::per_query})});
-      EXPECT_EQ(router.compute(plan, draw.in_range(1, 4)), compute_qkv_routing(plan));
+          seed + step, {.world_size = dice.in_range(1, 30),
+                        .windows = dice.coin(),
+                        .kv_layout = dice.one_of({KvLayout::per_rank, KvLayout::per_query})});
+      EXPECT_EQ(router.compute(plan, dice.in_range(1, 4)), compute_qkv_routing(plan));
     }
   });
 }

@@ -182,55 +182,5 @@ TEST(EPAll2AllLayer, ALayoutServesAgainWithoutCounting) {
   }
 }
 
-TEST(EPAll2AllLayer, FixedRowsReportWhatDoesNotFit) {
-  Random random(35);
-  for (const Ways& way : {Ways{4, 4, false, {}}, Ways{4, 4, true, {}}, Ways{4, 2, false, {}},
-                          Ways{4, 4, false, {.rows = EPRows::compact}}}) {
-    const EPConfig config = config_of(4, way.per_node);
-    EPLayerOptions options;
-    options.dispatch = way.dispatch;
-    options.enable_local_combine = way.local_combine;
-    options.fixed_rows = 30;
-    const auto few = make_round(random_case(config, random, {.tokens = 2}), options, random);
-    const auto many =
-        make_round(random_case(config, random, {.draw = Draw::repeats, .drop = 0, .tokens = 13}),
-                   options, random);
-    ASSERT_LE(few.dispatch.rows.largest_recv_rows, 30);
-    ASSERT_GT(many.dispatch.rows.largest_recv_rows, 30);
-    run_thread_world(
-        4,
-        [&](World& world) {
-          const auto rank = static_cast<std::size_t>(to_int(world.rank()));
-          EPAll2AllLayer layer(world, at_rank(config, world), options);
-          for (int i = 0; i < 3; ++i) {
-            const EPDispatched good = layer.dispatch(input_of(few, rank));
-            EXPECT_EQ(good.rows.shape[0], 30);
-            const HostTensor& wanted = few.dispatch.recv_tokens[rank];
-            EXPECT_TRUE(std::equal(good.rows.data, good.rows.data + wanted.size_bytes(),
-                                   wanted.bytes().begin()));
-            expect_combined(layer, *good.layout, few, rank);
-            EXPECT_EQ(layer.overflow(), 0);
-            const EPDispatched cut = layer.dispatch(input_of(many, rank));
-            const std::int64_t rows =
-                std::min<std::int64_t>(many.dispatch.rows.num_recv_rows[rank], 30);
-            for (std::int64_t k = 0; k < rows * config.hidden; ++k) {  // what fits is right
-              EXPECT_EQ(
-                  std::to_integer<int>(cut.rows.data[2 * k]),
-                  std::to_integer<int>(
-                      many.dispatch.recv_tokens[rank].bytes()[static_cast<std::size_t>(2 * k)]));
-            }
-            HostTensor sums(config.token_dtype, {13, config.hidden});
-            layer.combine({.rows = cut.rows, .options = {}, .biases = {}, .output = sums.view()},
-                          *cut.layout);
-            EXPECT_TRUE(rejects([&] { layer.check_overflow(); },
-                                {concat(many.dispatch.rows.largest_recv_rows), "fixed_rows = 30"}));
-            EXPECT_EQ(layer.output_rows(), 30);
-          }
-          layer.finalize();
-        },
-        {.ranks_per_node = way.per_node});
-  }
-}
-
 }  // namespace
 }  // namespace waybill::test

@@ -27,12 +27,12 @@ TEST(Usability, a_missed_wait_says_that_ranks_may_be_in_different_calls) {
   const auto [thrown, later] =
       texts_of([] { throw Timeout({.operation = "dispatch", .rank = 1, .peer = 2}); });
   EXPECT_NE(thrown.find("; ranks may be in different calls"), std::string::npos) << thrown;
-  EXPECT_EQ(later, "combine: the layer is of no use any more: " + thrown);
+  EXPECT_EQ(later, "combine: the layer is unusable after a failure: " + thrown);
 }
 
 TEST(Usability, a_disagreement_ends_the_object_a_wrong_argument_does_not) {
   EXPECT_EQ(texts_of([] { throw Disagreement("ranks disagree"); }).second,
-            "combine: the layer is of no use any more: ranks disagree");
+            "combine: the layer is unusable after a failure: ranks disagree");
   EXPECT_EQ(texts_of([] { throw InvalidArgument("n = -1"); }).second, "");
 }
 

@@ -27,7 +27,7 @@ struct RandomPlanOptions {
   KvLayout kv_layout = KvLayout::per_rank;
 };
 
-namespace detail {
+namespace plan_parts {
 
 inline bool chance(Random& random, double share) { return random.uniform_double() < share; }
 
@@ -92,7 +92,7 @@ inline void random_windows(Random& random, QkvPlan& plan) {
   }
 }
 
-}  // namespace detail
+}  // namespace plan_parts
 
 /// A plan that passes QkvPlan::check, the same for the same arguments. With the default options
 /// documents lie across ranks in any order, and some ranks, shards and documents are empty.
@@ -101,9 +101,9 @@ inline QkvPlan random_plan(std::uint64_t seed, const RandomPlanOptions& options 
   QkvPlan plan;
   plan.world_size = options.world_size;
   plan.kv_layout = options.kv_layout;
-  detail::random_shards(random, options, plan);
-  detail::random_documents(random, options, plan);
-  if (options.windows) detail::random_windows(random, plan);
+  plan_parts::random_shards(random, options, plan);
+  plan_parts::random_documents(random, options, plan);
+  if (options.windows) plan_parts::random_windows(random, plan);
   return plan;
 }
 

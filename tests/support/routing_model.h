@@ -48,7 +48,7 @@ inline std::vector<std::size_t> needed_by(const QkvPlan& plan,
   return shards;
 }
 
-namespace detail {
+namespace model_parts {
 
 inline std::int64_t rows_in(const QkvPlan& plan, const std::vector<std::size_t>& shards) {
   std::int64_t rows = 0;
@@ -95,7 +95,7 @@ inline void hold_per_rank(const QkvPlan& plan, const std::vector<ShardPlace>& pl
   }
 }
 
-}  // namespace detail
+}  // namespace model_parts
 
 /// The attention side of a plan, rank by rank; copies are not numbered yet.
 inline std::vector<RankModel> model_ranks(const QkvPlan& plan) {
@@ -105,14 +105,14 @@ inline std::vector<RankModel> model_ranks(const QkvPlan& plan) {
     std::int64_t row = 0;
     for (std::size_t s = 0; s < places.size(); ++s) {
       if (plan.q_dst[s] != static_cast<std::int32_t>(r)) continue;
-      const std::int64_t rows = detail::rows_in(plan, needed_by(plan, places, s));
+      const std::int64_t rows = model_parts::rows_in(plan, needed_by(plan, places, s));
       ranks[r].queries.push_back({static_cast<std::int64_t>(s), row, 0, rows});
       row += plan.shard_len[s];
     }
     if (plan.kv_layout == KvLayout::per_query) {
-      detail::hold_per_query(plan, places, ranks[r]);
+      model_parts::hold_per_query(plan, places, ranks[r]);
     } else {
-      detail::hold_per_rank(plan, places, ranks[r]);
+      model_parts::hold_per_rank(plan, places, ranks[r]);
     }
   }
   return ranks;

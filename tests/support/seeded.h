@@ -12,7 +12,7 @@
 namespace waybill::test {
 
 /// The random values of one case of a property.
-class Draw : public Random {
+class Dice : public Random {
  public:
   using Random::Random;
 
@@ -31,15 +31,15 @@ class Draw : public Random {
   }
 };
 
-/// Calls property(Draw&) with the seeds 0, 1, ..., and ends with the first that fails or throws,
+/// Calls property(Dice&) with the seeds 0, 1, ..., and ends with the first that fails or throws,
 /// which is named.
 template <class Property>
 void for_seeds(const Property& property, std::uint64_t seeds = 100) {
   for (std::uint64_t seed = 0; seed < seeds && !testing::Test::HasFailure(); ++seed) {
     SCOPED_TRACE(testing::Message() << "seed = " << seed);
-    Draw draw(seed);
+    Dice dice(seed);
     try {
-      property(draw);
+      property(dice);
     } catch (const std::exception& error) {
       ADD_FAILURE() << "threw: " << error.what();
     }

@@ -53,10 +53,10 @@ TEST(LaunchEnvironment, OtherLaunchers) {
                              {"OMPI_COMM_WORLD_SIZE", "2"},
                              {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
                              {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
-                             {"WAYBILL_RENDEZVOUS", "file:///tmp/x"}});
+                             {"WAYBILL_RENDEZVOUS", "file:///scratch/x"}});
   EXPECT_EQ(openmpi.launcher, "openmpi");
   EXPECT_EQ(openmpi.ranks_per_node, 2);
-  EXPECT_EQ(openmpi.rendezvous, "file:///tmp/x");
+  EXPECT_EQ(openmpi.rendezvous, "file:///scratch/x");
   const auto slurm = read({{"SLURM_PROCID", "3"}, {"SLURM_NTASKS", "4"}, {"SLURM_LOCALID", "1"}});
   EXPECT_EQ(slurm.launcher, "slurm");
   EXPECT_EQ(slurm.rank, 3);
@@ -88,10 +88,60 @@ TEST(LaunchEnvironment, NamesTheVariableThatIsWrong) {
       {"LOCAL_WORLD_SIZE = 2", "divisor"}));
 }
 
+std::string job_id(const Variables& variables) { return read(variables).job.id; }
+
+TEST(LaunchEnvironment, TheJobIsTheFirstThatIsSaid) {
+  EXPECT_EQ(job_id({}), "");
+  const Variables slurm{{"SLURM_JOB_ID", "17"}, {"SLURM_STEP_ID", "2"}};
+  EXPECT_EQ(job_id(slurm), "slurm 17.2");
+  EXPECT_EQ(job_id({{"SLURM_JOB_ID", "17"}}), "slurm 17");
+  Variables torchrun = slurm;
+  torchrun["TORCHELASTIC_RUN_ID"] = "none";  // torchrun's default, the same in every job
+  EXPECT_EQ(job_id(torchrun), "slurm 17.2");
+  torchrun["TORCHELASTIC_RUN_ID"] = "run";
+  EXPECT_EQ(job_id(torchrun), "torchelastic run, restart 0");
+  torchrun["TORCHELASTIC_RESTART_COUNT"] = "3";
+  EXPECT_EQ(job_id(torchrun), "torchelastic run, restart 3");
+  torchrun["WAYBILL_JOB_ID"] = "mine";
+  EXPECT_EQ(job_id(torchrun), "mine");
+  torchrun["WAYBILL_JOB_ID"] = "";
+  EXPECT_EQ(job_id(torchrun), "torchelastic run, restart 3");
+}
+
+TEST(LaunchEnvironment, LongIdsStayDifferent) {
+  const auto id_of_run = [](const std::string& run) {
+    return job_id({{"TORCHELASTIC_RUN_ID", run}});
+  };
+  const std::string run(300, 'x');
+  EXPECT_LE(id_of_run(run).size(), 120U);
+  EXPECT_NE(id_of_run(run), id_of_run(run + "y"));
+  EXPECT_EQ(id_of_run(run), id_of_run(run));
+  EXPECT_EQ(job_id({{"WAYBILL_JOB_ID", std::string(120, 'x')}}), std::string(120, 'x'));
+  EXPECT_TRUE(rejects(
+      [] {
+        (void)job_id({{"WAYBILL_JOB_ID", std::string(121, 'x')}});
+      },
+      {"WAYBILL_JOB_ID has 121 bytes", "at most 120"}));
+}
+
+TEST(LaunchEnvironment, TheSecretIsReadAndRanksMeetWithIt) {
+  EXPECT_EQ(read({}).job.secret, "");
+  EXPECT_EQ(read({{"WAYBILL_RENDEZVOUS_SECRET", "s"}}).job.secret, "s");
+}
+
+TEST(LaunchEnvironment, AddressesOfIPv6StandInBrackets) {
+  const Variables with_port{{"MASTER_ADDR", "fd00::7"}, {"MASTER_PORT", "1234"}};
+  EXPECT_EQ(read(with_port).rendezvous, "tcp://[fd00::7]:1235");
+  EXPECT_EQ(read({{"MASTER_ADDR", "[fd00::7]"}, {"MASTER_PORT", "1"}}).rendezvous,
+            "tcp://[fd00::7]:2");
+}
+
 TEST(LaunchEnvironment, APlaceToMeetIsNeeded) {
   LaunchEnvironment environment;
   environment.world_size = 2;
-  for (const char* place : {"", "tcp://", "tcp://host", "tcp://host:x", "tcp://:5", "http://a:1"}) {
+  for (const char* place : {"", "tcp://", "tcp://host", "tcp://host:x", "tcp://:5", "http://a:1",
+                            "tcp://::1:5", "tcp://[::1]", "tcp://[::1:5", "tcp://[]:5",
+                            "tcp://a]:5", "tcp://[[::1]]:5", "tcp://h:0", "tcp://h:65536"}) {
     environment.rendezvous = place;
     EXPECT_TRUE(rejects([&] { (void)make_environment_bootstrap(environment); }, {"rendezvous"}))
         << place;

@@ -1,7 +1,9 @@
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <csignal>
 #include <filesystem>
+#include <thread>
 
 #include "support/run_processes.h"
 #include "support/transport_checks.h"
@@ -67,7 +69,8 @@ TEST(ProcessTransport, ASilentPeerIsNamedWithAllThatIsKnown) {
 }
 
 TEST(ProcessTransport, AKilledRankIsNamedAndLeavesNothing) {
-  const auto ends = run_with_files(3, 1, [](std::shared_ptr<Bootstrap> bootstrap) {
+  const auto start = std::chrono::steady_clock::now();
+  const auto ends = run_with_files(3, 60, [](std::shared_ptr<Bootstrap> bootstrap) {
     const auto transport = make_process_transport(std::move(bootstrap));
     const SymmetricBuffer buffer = transport->allocate(1 << 20, "test");
     const SignalPad pad = transport->allocate_signals(3, "test");
@@ -78,26 +81,60 @@ TEST(ProcessTransport, AKilledRankIsNamedAndLeavesNothing) {
   });
   EXPECT_EQ(ends[1].signal, SIGKILL);
   for (const std::int32_t r : {0, 2}) {
-    EXPECT_TRUE(test::names_missed_wait(
-        ends[at(r)].text, {.operation = "unload", .rank = r, .peer = 1, .wanted = 5, .seen = 0}, 1,
-        6));
+    EXPECT_EQ(ends[at(r)].text,
+              concat("unload: rank 1 is gone: the end of process ", ends[1].process));
   }
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
   EXPECT_EQ(names_of(ends), std::vector<std::string>{});
 }
 
 TEST(ProcessTransport, ARankKilledBeforeAnAllocationIsNamedAndLeavesNothing) {
-  const auto ends = run_with_files(3, 1, [](std::shared_ptr<Bootstrap> bootstrap) {
+  const auto start = std::chrono::steady_clock::now();
+  const auto ends = run_with_files(3, 60, [](std::shared_ptr<Bootstrap> bootstrap) {
     const auto transport = make_process_transport(bootstrap);
     if (transport->rank() == Rank{2}) (void)std::raise(SIGKILL);
     (void)transport->allocate(1 << 20, "landing");
   });
   for (const std::int32_t r : {0, 1}) {
-    const std::string& text = ends[at(r)].text;
-    EXPECT_NE(text.find(concat("allocate(landing): rank ", r, " waited ")), std::string::npos)
-        << text;
-    EXPECT_NE(text.find("from rank 2"), std::string::npos) << text;
+    EXPECT_EQ(ends[at(r)].text,
+              concat("allocate(landing): rank 2 is gone: the end of process ", ends[2].process));
   }
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(8));
   EXPECT_EQ(names_of(ends), std::vector<std::string>{});
+}
+
+TEST(ProcessTransport, ARankThatLeftIsNamedByWhoWaitsForIt) {
+  const auto ends = run_with_files(2, 60, [](std::shared_ptr<Bootstrap> bootstrap) {
+    const auto transport = make_process_transport(bootstrap);
+    const SignalPad pad = transport->allocate_signals(1, "test");
+    if (transport->rank() == Rank{1}) {
+      transport->signal(Rank{0}, {&pad, 0}, 1);
+      return;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));  // it has left
+    EXPECT_EQ(transport->wait({&pad, 0}, 1, Rank{1}, "unload"), 1U);
+    (void)transport->wait({&pad, 0}, 2, Rank{1}, "unload");
+  });
+  EXPECT_EQ(ends[1].text, "");
+  EXPECT_EQ(ends[0].text,
+            concat("unload: rank 1 is gone: it has left the world of process ", ends[1].process));
+}
+
+TEST(ProcessTransport, ARankThatGivesUpSaysWhy) {
+  const auto ends = run_with_files(3, 60, [](std::shared_ptr<Bootstrap> bootstrap) {
+    const auto transport = make_process_transport(bootstrap);
+    const SignalPad pad = transport->allocate_signals(1, "test");
+    if (transport->rank() == Rank{1}) {
+      transport->fail("no luck\x1b[31m");
+      EXPECT_THROW(transport->barrier("later"), TransportError);
+      std::this_thread::sleep_for(std::chrono::milliseconds(500));  // it need not end for that
+      return;
+    }
+    if (transport->rank() == Rank{0}) transport->barrier("meeting");
+    (void)transport->wait({&pad, 0}, 2, Rank{0}, "unload");
+  });
+  EXPECT_EQ(ends[0].text, "meeting: rank 1 failed: no luck [31m");
+  EXPECT_EQ(ends[2].text, "unload: rank 1 failed: no luck [31m");
 }
 
 TEST(ProcessTransport, SizesThatDifferAreRefusedByAll) {

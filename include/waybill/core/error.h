@@ -1,9 +1,11 @@
 #pragma once
 
 #include <cstdint>
-#include <sstream>
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
+
+#include "waybill/core/text_part.h"
 
 namespace waybill {
 
@@ -46,6 +48,18 @@ class TransportError : public Error {
   using Error::Error;
 };
 
+/// Another rank failed, was interrupted or is gone. The text names it and says why.
+class PeerFailed : public TransportError {
+ public:
+  using TransportError::TransportError;
+};
+
+/// A wait that the user ended (Ctrl-C).
+class Interrupted : public Error {
+ public:
+  using Error::Error;
+};
+
 /// A wait that reached its deadline: who waited for whom, and for what.
 struct MissedWait {
   std::string operation;         ///< "dispatch"
@@ -76,18 +90,14 @@ class InternalError : public Error {
   using Error::Error;
 };
 
-/// Joins the parts with operator<<, without separators.
-template <class... Parts>
-[[nodiscard]] std::string concat(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  return text.str();
+namespace detail {
+[[noreturn, gnu::cold]] void throw_parts(std::initializer_list<TextPart> parts);
 }
 
-/// Throws InvalidArgument with the joined parts; out of line of the good path.
+/// Throws InvalidArgument with the joined parts, as concat joins them.
 template <class... Parts>
-[[noreturn, gnu::cold, gnu::noinline]] void throw_invalid(const Parts&... parts) {
-  throw InvalidArgument(concat(parts...));
+[[noreturn]] void throw_invalid(const Parts&... parts) {
+  detail::throw_parts({TextPart(parts)...});
 }
 
 /// Checks a caller's argument: `require(n >= 0, "f: n = ", n, ", expected >= 0")`.
@@ -95,7 +105,7 @@ template <class... Parts>
 template <class... Parts>
 void require(bool ok, const Parts&... parts) {
   if (!ok) [[unlikely]] {
-    throw_invalid(parts...);
+    detail::throw_parts({TextPart(parts)...});
   }
 }
 

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <cstdint>
-#include <ostream>
+#include <iosfwd>
 
 #include "waybill/core/error.h"
 
@@ -22,7 +22,7 @@ template <class Index>
   return static_cast<std::int32_t>(index);
 }
 
-inline std::ostream& operator<<(std::ostream& out, Rank rank) { return out << to_int(rank); }
+std::ostream& operator<<(std::ostream& out, Rank rank);
 
 /// The largest world this library accepts (it bounds tables of world_size entries).
 inline constexpr std::int32_t max_world_size = 1 << 20;

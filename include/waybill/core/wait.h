@@ -2,37 +2,42 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "waybill/core/error.h"
 
 namespace waybill {
 
-/// Another rank failed, was interrupted or is gone. The text names it and says why.
-class PeerFailed : public TransportError {
- public:
-  using TransportError::TransportError;
-};
+/// Longer deadlines are refused: in nanoseconds, a few of them added up, they must fit a counter.
+inline constexpr double max_timeout_s = 1e9;
 
-/// A wait that the user ended (Ctrl-C).
-class Interrupted : public Error {
- public:
-  using Error::Error;
-};
+/// @throws InvalidArgument unless 0 < timeout_s <= max_timeout_s: every wait has a deadline
+void check_timeout(std::string_view who, double timeout_s);
 
 /// Asked by every wait of the host. Throws Interrupted when the user wants the program to stop, or
-/// what the scope of this thread throws (a rank of run_ranks_as_threads whose peer failed).
+/// what a scope of this thread throws (a rank of run_ranks_as_threads whose peer failed).
 void check_interrupt();
+
+/// How a PollingWait waits.
+struct WaitOptions {
+  double yields_s = 0.001;           ///< so long it yields, then it sleeps
+  std::function<void()> check = {};  ///< called as often as check_interrupt(); it may throw
+};
 
 /// A polling wait of the host: `while (!done()) if (!wait.pause()) throw Timeout(...)`.
 class PollingWait {
  public:
   /// @param timeout_s may be infinity
-  /// @param yields_s so long it yields and does not sleep
-  explicit PollingWait(double timeout_s, double yields_s = 0.001);
+  explicit PollingWait(double timeout_s, WaitOptions options = {});
+  PollingWait(const PollingWait&) = delete;
+  PollingWait& operator=(const PollingWait&) = delete;
+  ~PollingWait();
 
   /// Yields at first, then sleeps 50 us, later up to 1 ms; calls check_interrupt() at least every
   /// 20 ms. @return false once timeout_s are over. @throws as check_interrupt
@@ -40,13 +45,17 @@ class PollingWait {
 
   [[nodiscard]] double waited_s() const;
 
+  /// For an InterruptCheck: when the innermost one of this thread began; nothing: there is none.
+  [[nodiscard]] static std::optional<std::chrono::steady_clock::time_point> began() noexcept;
+
  private:
   using Clock = std::chrono::steady_clock;
 
   double timeout_s_;
-  double yields_s_;
   double next_check_s_;
+  WaitOptions options_;
   Clock::time_point start_ = Clock::now();
+  const PollingWait* outer_;
 };
 
 /// Who else knows when waits are to end, asked by check_interrupt(): a binding to a language that
@@ -70,9 +79,36 @@ class EndWaitsOnSigint {
   std::unique_ptr<Before> before_;
 };
 
-/// Ends the waits of several threads together, such as those of the ranks of one run. Any thread
-/// may call anything.
+/// Something that ends the waits of the threads that have entered it.
 class WaitScope {
+ public:
+  WaitScope() = default;
+  WaitScope(const WaitScope&) = delete;
+  WaitScope& operator=(const WaitScope&) = delete;
+  virtual ~WaitScope() = default;
+
+  /// On any thread. Throws when waits are to end.
+  virtual void check() const = 0;
+};
+
+/// While it lives, check_interrupt() on this thread asks a scope too. Those entered before stay in
+/// force.
+class EnteredWaitScope {
+ public:
+  /// @param scope not null
+  explicit EnteredWaitScope(std::shared_ptr<const WaitScope> scope) noexcept;
+  EnteredWaitScope(const EnteredWaitScope&) = delete;
+  EnteredWaitScope& operator=(const EnteredWaitScope&) = delete;
+  ~EnteredWaitScope();
+
+ private:
+  friend void check_interrupt();
+  std::shared_ptr<const WaitScope> scope_;
+  const EnteredWaitScope* outer_;
+};
+
+/// The ranks of one run of threads, whose waits end together. Any thread may call anything.
+class FailureScope final : public WaitScope {
  public:
   /// From now on check() throws PeerFailed with this text; the first call counts.
   void fail(std::string_view reason) noexcept;
@@ -81,9 +117,13 @@ class WaitScope {
   void interrupt(std::string_view reason) noexcept;
 
   [[nodiscard]] bool has_ended() const noexcept { return end_ != End::none; }
-  void check() const {
+  void check() const override {
     if (has_ended()) throw_end();
   }
+
+  /// Calls `told` when the scope ends, on the thread that ends it; now, if it has. It must not
+  /// throw, nor call the scope. @return what keeps it in force: an object to hold
+  [[nodiscard]] std::shared_ptr<void> on_end(std::function<void()> told);
 
  private:
   enum class End { none, failed, interrupted };
@@ -93,18 +133,7 @@ class WaitScope {
   mutable std::mutex mutex_;
   std::string reason_;
   std::atomic<End> end_ = End::none;
-};
-
-/// While it lives, check_interrupt() on this thread asks a scope too, before all else.
-class EnteredWaitScope {
- public:
-  explicit EnteredWaitScope(std::shared_ptr<const WaitScope> scope) noexcept;
-  EnteredWaitScope(const EnteredWaitScope&) = delete;
-  EnteredWaitScope& operator=(const EnteredWaitScope&) = delete;
-  ~EnteredWaitScope();
-
- private:
-  std::shared_ptr<const WaitScope> before_;
+  std::vector<std::weak_ptr<std::function<void()>>> told_;
 };
 
 }  // namespace waybill

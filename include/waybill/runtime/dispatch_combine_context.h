@@ -1,11 +1,14 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <span>
 #include <vector>
 
 #include "waybill/core/tensor_view.h"
 #include "waybill/runtime/expert_memory.h"
 #include "waybill/runtime/world.h"
+#include "waybill/transport/settings.h"
 
 namespace waybill {
 
@@ -20,7 +23,8 @@ class DispatchCombineContext {
  public:
   /// Collective. Windows of max_tokens * topk * capacity rows, the board and the signals.
   /// @param capacity multiplier, as in the original
-  /// @throws InvalidArgument naming the field, also where the world has other sizes; Timeout
+  /// @throws InvalidArgument naming the field, also where the world has other sizes; on all ranks
+  ///   naming a rank and what is not the same on all of them; Timeout
   [[nodiscard]] static DispatchCombineContext create(World& world, const EPConfig& config,
                                                      std::int64_t capacity = 2,
                                                      const EPDispatchOptions& options = {});
@@ -57,6 +61,16 @@ class DispatchCombineContext {
   [[nodiscard]] TensorView combine_rows(std::uint32_t parity, std::int64_t rows) const;
 
  private:
+  friend class EPAll2AllLayer;
+  /// @param who begins the text of errors
+  /// @param more settings that ranks compare beside those of config and options
+  /// @param num_rows of the windows; called when config and options are right, may throw
+  [[nodiscard]] static DispatchCombineContext make(World& world, const EPConfig& config,
+                                                   const EPDispatchOptions& options,
+                                                   const char* who, std::span<const Setting> more,
+                                                   const std::function<std::int64_t()>& num_rows);
+  [[nodiscard]] static std::int64_t rows_of(const EPConfig& config, std::int64_t capacity,
+                                            const char* who);
   DispatchCombineContext(World& world, const EPConfig& config, const EPDispatchOptions& options);
   void allocate_windows(std::int64_t rows);
 

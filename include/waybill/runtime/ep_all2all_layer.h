@@ -22,7 +22,8 @@ struct EPLayerOptions {
   /// The first windows have max_tokens * topk * capacity rows.
   std::int64_t capacity = 2;
   /// Rows of the windows, for ever; 0: they grow. Then no call waits for counts on the host, views
-  /// have this many rows, and what does not fit is left out and reported by overflow().
+  /// have this many rows, and what does not fit is left out: overflow() reports it, and the sums of
+  /// its tokens are NaN.
   std::int64_t fixed_rows = 0;
 };
 
@@ -34,6 +35,9 @@ class EPLayout {
   /// Tokens of this rank.
   [[nodiscard]] std::int64_t num_tokens() const noexcept { return num_tokens_; }
   [[nodiscard]] bool has_weights() const { return is_given(tables_->weights()); }
+  /// Of this dispatch among those of the layer, from 1 on: ranks compare by it what a call belongs
+  /// to.
+  [[nodiscard]] std::uint32_t number() const noexcept { return number_; }
   /// Rows that this rank received. Waits until they are known. @throws Timeout
   [[nodiscard]] std::int64_t num_recv_rows() const;
   /// All tables, in the memory of the world.
@@ -47,6 +51,9 @@ class EPLayout {
   EPDispatchOptions options_;
   std::shared_ptr<const ExpertTables> tables_;
   std::int64_t num_tokens_ = 0;
+  std::uint64_t layer_ = 0;  ///< that made it
+  std::uint32_t number_ = 0;
+  std::uint32_t routing_ = 0;  ///< number of the dispatch that counted
 };
 
 /// What a dispatch gives: views of this rank's window. They may be read until this rank begins the
@@ -68,7 +75,7 @@ struct EPDispatched {
 /// All calls are collective: every rank makes the same calls in the same order, each with its own
 /// tokens; a rank without tokens calls too. Several dispatches may come before their combines. A
 /// call that throws InvalidArgument because of an argument has told nobody, and may be made again;
-/// one that throws Timeout leaves the layer of no use: later calls throw TransportError.
+/// after anything else the layer is unusable: later calls throw TransportError and say why.
 class EPAll2AllLayer {
  public:
   /// Collective, with the same arguments but for config.rank. `world` outlives the layer.
@@ -96,18 +103,26 @@ class EPAll2AllLayer {
   /// @throws InvalidArgument before any communication; Timeout
   void combine(const ExpertCombineInput& input, const EPLayout& layout, Stream stream = {});
 
-  /// Where the next combine would copy its rows: whoever writes them there, and passes this view,
-  /// saves the copy. local_combine changes them.
-  [[nodiscard]] TensorView combine_input(std::int64_t rows) const;
+  /// Where the next combine would copy its rows: whoever writes them there, on `stream`, and passes
+  /// this view to it saves the copy. local_combine changes them. Called again before that combine,
+  /// it gives the place of the one after it; one more, or one right behind a combine whose rows
+  /// other ranks still read, is refused. Not collective.
+  /// @throws InvalidArgument
+  [[nodiscard]] TensorView combine_input(std::int64_t rows, Stream stream = {});
 
   /// Collective, of the node or the world.
   void ep_barrier_all(Stream stream = {}, bool intra_node_only = false);
 
-  /// The most rows that a rank would have received where windows of fixed_rows were too small since
-  /// the last call of this; 0: they were large enough. Waits for nothing; on GPUs call it when the
-  /// stream is done.
-  [[nodiscard]] std::int64_t overflow();
-  /// The same as an error. @throws InvalidArgument naming rows and fixed_rows
+  /// Returns when the work on the stream is done. @throws what calls on it have met, with their
+  ///   numbers: Timeout, Disagreement, InvalidArgument for ids, full_scatter_indices and rows that
+  ///   only the device could check (it is lost then); and as check_overflow
+  void synchronize(Stream stream = {});
+
+  /// Of the dispatches since the last call of this, the one that needed the most rows where windows
+  /// of fixed_rows were too small; the same on all ranks. Waits for nothing; on GPUs call it when
+  /// the stream is done.
+  [[nodiscard]] ExpertOverflow overflow();
+  /// The same as an error. @throws InvalidArgument naming the dispatch, rows and fixed_rows
   void check_overflow();
 
   /// Collective: gives all symmetric memory back. Twice does nothing. Later calls throw
@@ -121,25 +136,37 @@ class EPAll2AllLayer {
   [[nodiscard]] std::int64_t output_rows() const noexcept { return context_.capacity(); }
 
  private:
+  [[nodiscard]] static DispatchCombineContext make_context(World& world, const EPConfig& config,
+                                                           const EPLayerOptions& options);
   [[nodiscard]] ExpertCall next_call(const char* operation, std::uint64_t number,
-                                     const Stream& stream) const;
-  void realign(const ExpertCall& call);
+                                     const Stream& stream,
+                                     const CallFingerprint& fingerprint) const;
+  [[nodiscard]] CallFingerprint fingerprint() const;
+  [[nodiscard]] std::uint64_t realign(const ExpertCall& call);
+  [[nodiscard]] bool may_take_second_place(const Stream& stream) const;
   EPDispatched finish_dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
-                               std::shared_ptr<ExpertTables> begun);
+                               std::shared_ptr<ExpertTables> begun, std::uint32_t routing);
   void grow_for(const ExpertTables& tables, const Stream& stream);
+  void check_rows(const ExpertCombineInput& input, const EPLayout& layout) const;
+  void check_place(const ConstTensorView& rows) const;
 
   World& world_;
   EPConfig config_;
   EPLayerOptions options_;
+  std::uint64_t id_;
   DispatchCombineContext context_;
   BarrierAllContext barrier_;
   std::unique_ptr<ExpertExecutor> executor_;
   std::uint64_t epoch_ = 0;  ///< of the last call
   std::uint64_t num_dispatches_ = 0;
   std::uint64_t num_combines_ = 0;
+  std::uint64_t num_places_ = 0;        ///< of combine_input for the next combines, not yet used
+  bool ends_with_combine_ = false;      ///< the last call was one
+  bool has_recorded_ = false;           ///< combines, which graphs may run at any time
+  std::uint64_t dispatch_capture_ = 0;  ///< recording of the last dispatch
   detail::CaptureLog captured_dispatches_;
   detail::CaptureLog captured_combines_;
-  detail::Usability usability_{"layer"};
+  detail::Usability usability_{"layer", &world_.transport()};
 };
 
 }  // namespace waybill

@@ -8,6 +8,7 @@
 #include "waybill/moe/ep_config.h"
 #include "waybill/moe/simulate.h"
 #include "waybill/runtime/expert_memory.h"
+#include "waybill/runtime/fingerprint.h"
 
 namespace waybill {
 
@@ -53,6 +54,8 @@ class ExpertRouting {
   /// Rows that each rank receives [W], in host memory (on a GPU: pinned, written by the device).
   /// Waits until they are known, not for the rows. @throws Timeout
   [[nodiscard]] virtual std::span<const std::int32_t> wait_counts() const = 0;
+  /// The same if the host has them already; else empty. Waits for nothing.
+  [[nodiscard]] virtual std::span<const std::int32_t> known_counts() const = 0;
 };
 
 /// One dispatch: the routing that it made or was given, and what it carried itself. Belongs to the
@@ -87,6 +90,15 @@ struct ExpertCall {
   std::uint32_t parity = 0;  ///< of this dispatch among dispatches, of this combine among combines
   int num_sms = 0;
   const Stream* stream = nullptr;
+  CallFingerprint fingerprint = {};  ///< what this rank means by it; ranks compare theirs
+  bool may_grow = false;      ///< windows may: the host has waited for the counts of its dispatches
+  bool sums_locally = false;  ///< of dispatches: weighted sums may be local, see EPCombineOptions
+};
+
+/// Rows that windows of fixed size had no room for. All ranks are told the same.
+struct ExpertOverflow {
+  std::int64_t rows = 0;   ///< of the rank that should have received the most; 0: all did fit
+  std::uint64_t call = 0;  ///< number of the dispatch
 };
 
 /// The parities of a layer's next dispatch and of its next combine.
@@ -98,13 +110,21 @@ struct ExpertTurns {
 /// Whether a tensor was given at all; one without a shape was not. One of no tokens may be null.
 [[nodiscard]] inline bool is_given(const ConstTensorView& view) { return !view.shape.empty(); }
 
-/// What a rank dispatches. Contiguous views of the world's memory. All ranks give weights, or none.
+/// What a rank dispatches. Contiguous views of the world's memory. All ranks give weights, or none;
+/// ranks compare what does not depend on their tokens: whether weights and full_scatter_indices are
+/// given, and the last three.
 struct ExpertDispatchInput {
   ConstTensorView tokens;   ///< [T, hidden]
   ConstTensorView ids;      ///< [T, K], int32 or int64, unchecked where the host cannot read them
   ConstTensorView weights;  ///< [T, K], or not given
   ConstTensorView scales;   ///< [T, num_scales] float32, or not given
   ConstTensorView full_scatter_indices;  ///< [sum of T, K], int32 or int64, or not given
+  /// The caller will run the call's backward, a combine, if it runs that of the others of the step.
+  bool needs_gradients = false;
+  bool weights_need_gradients = false;  ///< the same of what brings the weights' gradients home
+  /// EPLayout::number() of a dispatch for which this one works, perhaps of another layer; 0: none.
+  /// Not looked at when the routing is known.
+  std::uint32_t origin = 0;
 };
 
 struct ExpertCombineInput {
@@ -112,6 +132,7 @@ struct ExpertCombineInput {
   EPCombineOptions options;
   std::span<const ConstTensorView> biases;  ///< up to two, [T, hidden]
   TensorView output;                        ///< [T, hidden]
+  bool needs_gradients = false;  ///< the caller will run its backward, a dispatch; ranks compare it
 };
 
 /// Does the work of one layer on a world's kind of memory.
@@ -147,8 +168,9 @@ class ExpertExecutor {
                                                             const ExpertTables& earlier) = 0;
 
   /// Second half, once for what route or enter gave: rows, tags, scales and weights into the
-  /// windows of parity `call.parity`. Rows past the capacity are not written; the receiver's
-  /// overflow flag is raised instead.
+  /// windows of parity `call.parity`. Rows past the capacity are not written; those that fit are
+  /// right, all ranks note the overflow, and combine makes the sums of tokens with rows that did
+  /// not fit NaN.
   virtual void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
                         ExpertTables& begun) = 0;
 
@@ -156,9 +178,9 @@ class ExpertExecutor {
   virtual void combine(const ExpertCall& call, const ExpertCombineInput& input,
                        const ExpertTables& tables) = 0;
 
-  /// Whether a dispatch since the last call of this has received more rows than the capacity, and
-  /// how many at most; 0: none. Waits for nothing.
-  [[nodiscard]] virtual std::int64_t take_overflow() = 0;
+  /// The dispatch since the last call of this that needed the most rows, where the capacity was
+  /// less. Waits for nothing.
+  [[nodiscard]] virtual ExpertOverflow take_overflow() = 0;
 };
 
 }  // namespace waybill

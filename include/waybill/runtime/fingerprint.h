@@ -24,11 +24,12 @@ enum class CollectiveCall : std::uint8_t {
 
 /// Bits of CallFingerprint::flags.
 enum class CallFlag : std::uint8_t {
-  weights = 1,           ///< weights are given
-  scatter_indices = 2,   ///< full_scatter_indices are given
-  weighted = 4,          ///< combine multiplies by the weights
-  local_combine = 8,     ///< combine sums on the experts' rank first
-  needs_gradients = 16,  ///< the caller will run the backward calls
+  weights = 1,                  ///< weights are given
+  scatter_indices = 2,          ///< full_scatter_indices are given
+  weighted = 4,                 ///< combine multiplies by the weights
+  local_combine = 8,            ///< combine sums on the experts' rank first
+  needs_gradients = 16,         ///< the caller will run the backward calls
+  weights_need_gradients = 32,  ///< those of the weights, too
 };
 
 /// What a rank believes of one collective call; ranks compare it where they meet. What ranks may

@@ -56,7 +56,12 @@ class ReadyPlan {
 /// shrink; outgrown ones are kept until the next growth or close(), as freeing device memory waits
 /// for the device and so may happen only where all ranks wait for each other anyway.
 ///
-/// A call that throws Timeout leaves the dispatcher of no use: later calls throw TransportError.
+/// Ranks compare what they mean by a call where they meet: operation, plan, formats and the
+/// dispatch that it belongs to. Where they differ, all who meet that throw Disagreement, on GPUs
+/// when they synchronize.
+///
+/// A call that throws anything but a refused argument leaves the dispatcher unusable: later calls
+/// throw TransportError and say why.
 class SequenceDispatcher {
  public:
   /// Collective. `world` must outlive the dispatcher.
@@ -91,20 +96,27 @@ class SequenceDispatcher {
   /// Collective: sends the rows of `tensors` to where the plan says.
   /// @param tensors [own_rows or more, hidden] each, in the plan's order; the elements of a row are
   ///   adjacent, rows may have any distance
+  /// @param of_dispatch the dispatch whose gradients these are, by its number; 0: none. Ranks
+  ///   compare it, so that backward passes in another order are noticed.
   /// @return one view [window_rows, hidden] a tensor, in this rank's window; rows that no line of
   ///   the plan writes are undefined
-  /// @throws InvalidArgument before anything moves; Timeout
+  /// @throws InvalidArgument before anything moves; Disagreement; Timeout
   std::vector<TensorView> dispatch(const ReadyPlan& ready, std::span<const ConstTensorView> tensors,
-                                   Stream stream = {});
+                                   Stream stream = {}, std::uint64_t of_dispatch = 0);
 
   /// Collective: row x of an output is the sum over the copies of row x, in float32 (float64 for
   /// float64), in the order of the copies, rounded once; one copy alone keeps its bits; 0 without
   /// copies. The same as sum_kv_copies after a reverse dispatch into planes.
   /// @param gradients [window_rows or more, hidden] each: of the rows that this rank had received
   /// @param outputs [own_rows, hidden], dtype of the gradients, or float32 for 16-bit ones
-  /// @throws InvalidArgument before anything moves; Timeout
+  /// @param of_dispatch as above
+  /// @throws InvalidArgument before anything moves; Disagreement; Timeout
   void kv_gradient(const ReadyPlan& ready, std::span<const ConstTensorView> gradients,
-                   std::span<const TensorView> outputs, Stream stream = {});
+                   std::span<const TensorView> outputs, Stream stream = {},
+                   std::uint64_t of_dispatch = 0);
+
+  /// The number of the last dispatch, from 1 on: what a gradient of it is told.
+  [[nodiscard]] std::uint64_t last_dispatch() const noexcept { return num_dispatches_; }
 
   /// Where the next kv_gradient would copy its gradients: whoever writes them there, and passes
   /// these views, saves the copy. Collective when the windows must grow. Valid for the next call.
@@ -130,7 +142,8 @@ class SequenceDispatcher {
   [[nodiscard]] std::vector<TensorView> window_views(const SequencePlan& plan, std::uint64_t epoch);
   [[nodiscard]] SequenceCall next_call(const char* who, const ReadyPlan& ready,
                                        std::span<const ConstTensorView> inputs,
-                                       std::span<const TensorView> outputs, Stream stream);
+                                       std::span<const TensorView> outputs, Stream stream,
+                                       std::uint64_t of_dispatch);
   void realign(const SequenceCall& call);
 
   World& world_;
@@ -142,8 +155,9 @@ class SequenceDispatcher {
   SignalPad slots_;                   ///< for whom ranks wait, and the slots of batches
   std::vector<SignalPad> old_slots_;  ///< outgrown
   std::uint64_t epoch_ = 0;           ///< of the last call
+  std::uint64_t num_dispatches_ = 0;  ///< calls of dispatch
   detail::CaptureLog captures_;
-  detail::Usability usability_{"dispatcher"};
+  detail::Usability usability_{"dispatcher", &world_.transport()};
 };
 
 }  // namespace waybill

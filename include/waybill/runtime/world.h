@@ -49,7 +49,10 @@ struct ThreadWorldOptions {
 };
 
 /// Runs body(bootstrap) on one thread a rank and waits for all: for worlds of threads of any kind.
-/// @throws what a body threw: of several the first that is no Timeout, else the first.
+/// A body that throws releases the others from what they wait for, with PeerFailed; an interrupt
+/// (check_interrupt) all of them.
+/// @throws what a body threw: of several the first by rank that is neither PeerFailed nor Timeout,
+///   else the first Timeout, else the first; Interrupted
 void run_ranks_as_threads(std::int32_t world_size,
                           const std::function<void(std::shared_ptr<Bootstrap>)>& body,
                           double timeout_s = default_timeout_s);

@@ -3,13 +3,16 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <span>
+#include <string>
 #include <string_view>
 #include <type_traits>
 #include <vector>
 
 #include "waybill/core/error.h"
 #include "waybill/core/topology.h"
+#include "waybill/core/wait.h"
 
 namespace waybill {
 
@@ -34,16 +37,30 @@ class Bootstrap {
 
   /// Collective: every rank gives some bytes (also none, also of different length) and gets those
   /// of all ranks, by rank. `operation` names the reason in errors.
-  /// @throws Timeout naming a rank that did not call within timeout_s; TransportError when the
-  ///   connection broke. Afterwards the object is of no use.
+  /// @throws Timeout naming a rank that did not call within timeout_s; PeerFailed naming one that
+  ///   gave up; TransportError when the connection broke; Interrupted, which the others are told.
+  ///   Afterwards the object is unusable, and says so.
   [[nodiscard]] std::vector<Bytes> all_gather(std::span<const std::byte> mine,
                                               std::string_view operation);
 
   /// Collective: returns when all ranks have called. @throws as all_gather
   void barrier(std::string_view operation);
 
+  /// Tells the other ranks that this one gives up, and why: what they wait for here ends with
+  /// PeerFailed, where the engine can tell them. The first call counts. Between processes that is
+  /// what this rank has not given yet: an exchange to which it has given its bytes ends well on the
+  /// others. Not collective, never waits. The object is unusable afterwards.
+  virtual void fail(std::string_view reason) noexcept;
+
+  /// For waits elsewhere. @throws PeerFailed (or what ended the run) when a rank is known to have
+  ///   given up; an engine that hears of it only in exchanges throws nothing
+  virtual void check_peers(std::string_view operation) const;
+
+  /// Where ranks are threads of one run: what ends their waits together. Else null.
+  [[nodiscard]] virtual std::shared_ptr<FailureScope> failure_scope() const;
+
  protected:
-  /// @throws InvalidArgument unless 0 <= rank < world_size and timeout_s > 0.
+  /// @throws InvalidArgument unless 0 <= rank < world_size, and as check_timeout
   Bootstrap(std::int32_t rank, std::int32_t world_size, double timeout_s);
 
  private:
@@ -53,6 +70,7 @@ class Bootstrap {
   Rank rank_;
   std::int32_t world_size_;
   double timeout_s_;
+  std::string end_;  ///< why the object is unusable
 };
 
 /// all_gather of one plain value a rank. @throws TransportError when a rank sent another size

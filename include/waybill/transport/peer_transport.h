@@ -2,9 +2,11 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <string_view>
 #include <vector>
 
+#include "waybill/transport/peer_status.h"
 #include "waybill/transport/transport.h"
 
 namespace waybill {
@@ -19,10 +21,11 @@ class PeerTransport : public Transport {
   void release(SymmetricBuffer& buffer) final;
   void release(SignalPad& pad) final;
   void abandon(std::vector<std::shared_ptr<void>> memory) final;
-  void barrier(std::string_view operation) final { bootstrap_->barrier(operation); }
-  void require_same(std::string_view who, std::span<const Setting> mine) final {
-    waybill::require_same(*bootstrap_, who, mine);
-  }
+  void barrier(std::string_view operation) final;
+  void require_same(std::string_view who, std::span<const Setting> mine) final;
+  void fail(std::string_view reason) noexcept final;
+  void check_peers(std::string_view operation, Rank awaited) final;
+  void note_timeout() noexcept final;
 
  protected:
   /// The parts of all ranks, as this one sees them.
@@ -36,6 +39,16 @@ class PeerTransport : public Transport {
   PeerTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node);
 
   [[nodiscard]] Bootstrap& bootstrap() noexcept { return *bootstrap_; }
+
+  /// From now on waits look at what the ranks say of themselves there. Null: there is no such
+  /// place.
+  void watch_peers(std::shared_ptr<PeerStatus> status) { status_ = std::move(status); }
+
+  /// The same as fail(), with another text for this rank. @param after "an interrupt: "
+  virtual void give_up(const char* after, std::string_view reason) noexcept;
+
+  /// @throws TransportError when this rank has given up
+  void require_usable(std::string_view operation) const;
 
   /// Where a rank's slot lies, also on another node. @throws InvalidArgument as check_slot
   [[nodiscard]] std::uint64_t* slot_of(Rank peer, SignalSlot slot) const;
@@ -51,12 +64,17 @@ class PeerTransport : public Transport {
   /// Collective, when nobody uses the parts any more.
   virtual void free_parts(Parts parts);
 
+  /// Part of a collective call: its waits end when a rank is gone.
+  template <class Work>
+  void run_collective(std::string_view operation, Work&& work);
   template <class Symmetric>
   void share(Symmetric& result, std::int64_t size_bytes, std::string_view name);
   template <class Symmetric>
   void give_back(Symmetric& memory);
 
   std::shared_ptr<Bootstrap> bootstrap_;
+  std::shared_ptr<PeerStatus> status_;
+  std::string failure_;  ///< why this rank has given up
   Parts abandoned_;
 };
 

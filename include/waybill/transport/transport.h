@@ -84,14 +84,26 @@ class Transport {
   virtual void signal(Rank peer, SignalSlot slot, std::uint64_t epoch) = 0;
 
   /// Waits until this rank's slot is at least `wanted`; what `peer` put before is then visible.
-  /// @throws Timeout after timeout_s
+  /// @throws Timeout after timeout_s; PeerFailed; Interrupted
   virtual std::uint64_t wait(SignalSlot slot, std::uint64_t wanted, Rank peer,
                              std::string_view operation) = 0;
 
   /// Returns when all puts of this rank have left their sources and arrived.
   virtual void quiet() = 0;
 
-  /// Collective. @throws Timeout
+  /// Tells the other ranks that this one gives up, and why: their waits end with PeerFailed at
+  /// once, where the engine can tell them, and this rank's world is unusable. Not collective.
+  virtual void fail(std::string_view reason) noexcept;
+
+  /// For waits beside wait(): looks after the other ranks, a few times a second.
+  /// @throws PeerFailed when one has given up, or when `awaited` is gone
+  virtual void check_peers(std::string_view operation, Rank awaited);
+
+  /// Before a Timeout of a wait beside wait(): who then ends is not one of those that are gone, as
+  /// the others are about to say for whom they wait.
+  virtual void note_timeout() noexcept;
+
+  /// Collective. @throws Timeout, PeerFailed, Interrupted
   virtual void barrier(std::string_view operation) = 0;
 
   /// Collective: the same settings on all ranks? @throws InvalidArgument on all ranks, naming the

@@ -6,14 +6,17 @@ the random generators without a seed draw from torch's global generator, in the 
 """
 
 from .._dispatcher import ReadyPlan, TensorFormat
+from .._threads import end_waits
 from ..errors import (
     CudaError,
     Disagreement,
     Error,
     InternalError,
+    Interrupted,
     InvalidArgument,
     IoError,
     NotThreeAxes,
+    PeerFailed,
     RankOutOfRange,
     ShapeMismatch,
     Timeout,
@@ -77,11 +80,13 @@ __all__ = [
     "Error",
     "Finding",
     "InternalError",
+    "Interrupted",
     "InvalidArgument",
     "IoError",
     "Metadata",
     "NotThreeAxes",
     "PackedSeqParams",
+    "PeerFailed",
     "PhasePrediction",
     "QkvMetadata",
     "QkvPlan",
@@ -113,6 +118,7 @@ __all__ = [
     "create_qkv_dispatch",
     "create_qkv_dispatch_with_custom_mapping",
     "create_raw_qkv_dispatch",
+    "end_waits",
     "exclusive_cumsum",
     "explain",
     "gen_seq_lens",

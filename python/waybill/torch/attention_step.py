@@ -96,7 +96,7 @@ class AttentionStep:
 
     def replace_routing(self, routing: QkvRouting) -> None:
         """Puts another routing into the memory of this one: a captured graph replays the new one.
-        Not collective. Raises as SequenceDispatcher.replace_plan; of no use after that.
+        Not collective. Raises as SequenceDispatcher.replace_plan; unusable after that.
         """
         for plan, parts in zip(self._plans(), self._parts(routing)):
             self.dispatcher.replace_plan(plan, *parts)
@@ -127,9 +127,11 @@ class AttentionStep:
             self._output_gradient,
         )  # fmt: skip
 
-    def _moved(self, plan: ReadyPlan, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    def _moved(
+        self, plan: ReadyPlan, tensor: torch.Tensor, rows: int, of_dispatch: int = 0
+    ) -> torch.Tensor:
         """A copy of what arrives, with zeros below where the caller has more rows."""
-        (view,) = self.dispatcher.dispatch(plan, _adjacent(tensor))
+        (view,) = self.dispatcher.dispatch(plan, _adjacent(tensor), of_dispatch=of_dispatch)
         return _padded(view, rows) if rows > view.shape[0] else view.clone()
 
 
@@ -139,6 +141,7 @@ class _QkvDispatch(torch.autograd.Function):
         ctx.step = step
         ctx.rows = [tensor.shape[0] for tensor in tensors]
         views = step.dispatcher.dispatch(step._forward, *tensors)
+        ctx.number = step.dispatcher.last_dispatch
         # Without elements, it ties return_outputs to this call: where attention computes nothing
         # from no rows, backward would else leave this call out, for which other ranks wait.
         token = tensors[0].new_empty(0, dtype=torch.float32)
@@ -152,9 +155,11 @@ class _QkvDispatch(torch.autograd.Function):
         dq: Optional[torch.Tensor] = None
         dkv: list[Optional[torch.Tensor]] = [None] * len(kv)
         if ctx.needs_input_grad[1]:
-            dq = step._moved(step._q_gradient, q, q_rows)
+            dq = step._moved(step._q_gradient, q, q_rows, ctx.number)
         if any(ctx.needs_input_grad[2:]):
-            sums = step.dispatcher.kv_gradient(step._kv_gradient, *map(_adjacent, kv))
+            sums = step.dispatcher.kv_gradient(
+                step._kv_gradient, *map(_adjacent, kv), of_dispatch=ctx.number
+            )
             dkv = [_padded(s, rows) for s, rows in zip(sums, kv_rows)]
         return (None, dq, *dkv)
 
@@ -165,13 +170,15 @@ class _OutputReturn(torch.autograd.Function):
         ctx: Any, step: AttentionStep, out: torch.Tensor, token: Optional[torch.Tensor]
     ) -> torch.Tensor:
         ctx.step, ctx.rows = step, out.shape[0]
-        return step._moved(step._output, out, 0)
+        home = step._moved(step._output, out, 0)
+        ctx.number = step.dispatcher.last_dispatch
+        return home
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
         step = ctx.step
-        there = step._moved(step._output_gradient, gradient, ctx.rows)
+        there = step._moved(step._output_gradient, gradient, ctx.rows, ctx.number)
         token = there.new_zeros(0, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         return None, there if ctx.needs_input_grad[1] else None, token
 

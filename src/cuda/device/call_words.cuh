@@ -81,4 +81,21 @@ __device__ inline void report_disagreement(const FaultSink& sink, FaultKind call
   write_record(sink, FaultKind::disagreement, rank, peer, epoch, epoch, waited_ns, call);
 }
 
+/// For waits that come to a bad end: reports the first rank, from `first` on, that has told of this
+/// call that it means another one. P: MeetParams or LegParams. One that tells nothing has zeros.
+template <class P>
+__device__ inline void report_told(const P& p, std::uint64_t* arrivals, std::uint64_t epoch,
+                                   std::int32_t first, std::uint64_t waited_ns) {
+  const CallWords mine = load_call_words(p.fingerprint);
+  for (std::int32_t k = 0; k < p.world_size; ++k) {
+    const std::int32_t other = (first + k) % p.world_size;
+    const CallWords theirs =
+        load_words(words_at(arrivals, p.fingerprint, p.world_size, epoch, other));
+    const bool has_told = theirs.word[0] >> fingerprint_tag_bits != 0;
+    if (other == p.rank || !has_told || !is_disagreement(difference(mine, theirs, epoch))) continue;
+    report_disagreement(p.sink, p.kind, p.rank, mine, other, theirs, epoch, waited_ns);
+    return;
+  }
+}
+
 }  // namespace waybill::cuda

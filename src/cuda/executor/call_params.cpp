@@ -32,6 +32,7 @@ FingerprintParams fingerprint_params(const SequenceCall& call) {
   std::ranges::copy(pack_fingerprint(call.fingerprint), params.words);
   params.first_slot =
       static_cast<std::int32_t>(first_fingerprint_slot(num_arrival_signals(call.plan->world_size)));
+  params.crosses_nodes = true;  // with the leg
   return params;
 }
 

@@ -3,9 +3,12 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <string_view>
+#include <utility>
 
+#include "waybill/core/wait.h"
 #include "waybill/cuda/cuda_error.h"
 
 namespace waybill::cuda {
@@ -20,6 +23,20 @@ inline void cuda_check(cudaError_t status, std::string_view doing) {
   (void)cudaGetDevice(&device);
   throw CudaError(concat("CUDA error while ", doing, " on device ", device, ": ",
                          cudaGetErrorName(status), " (", cudaGetErrorString(status), ")"));
+}
+
+/// Asks until the answer is another than cudaErrorNotReady. @throws as PollingWait::pause
+template <class Query>
+[[nodiscard]] cudaError_t poll_until_done(Query&& query, WaitOptions options) {
+  constexpr int questions_at_once = 16;
+  PollingWait wait(std::numeric_limits<double>::infinity(), std::move(options));
+  cudaError_t status = query();
+  for (int asked = 1; status == cudaErrorNotReady; ++asked) {
+    if (asked % questions_at_once == 0) (void)wait.pause();
+    status = query();
+  }
+  if (status == cudaSuccess) (void)cudaGetLastError();  // which may be "not ready"
+  return status;
 }
 
 /// Zeros in the memory of the current device, cleared on `stream` (not the default stream, on which
@@ -39,7 +56,9 @@ inline void cuda_check(cudaError_t status, std::string_view doing) {
     (void)cudaSetDevice(current);
   });
   cuda_check(cudaMemsetAsync(memory, 0, size, stream), "clearing device memory");
-  cuda_check(cudaStreamSynchronize(stream), "clearing device memory");
+  cuda_check(
+      poll_until_done([&] { return cudaStreamQuery(stream); }, {.yields_s = 0.02, .check = {}}),
+      "clearing device memory");
   return owner;
 }
 

@@ -121,13 +121,13 @@ class GpuExecutor final : public Executor {
 
   void synchronize(Stream stream) override {
     gpu_->use();
-    gpu_->check(cudaStreamSynchronize(stream_of(stream)), "waiting for a stream", "synchronize");
+    gpu_->wait_for(stream_of(stream), "waiting for a stream", "synchronize");
     gpu_->throw_fault();
   }
 
   void finish() override {
     gpu_->use();
-    gpu_->check(cudaDeviceSynchronize(), "waiting for a device", "close");
+    gpu_->wait_for_device("waiting for a device", "close");
     gpu_->throw_fault();
   }
 
@@ -189,6 +189,8 @@ class GpuExecutor final : public Executor {
   void start_leg(const SequenceCall& call, FaultKind kind, LegArrival arrival) const {
     if (leg_ == nullptr) return;
     const std::int32_t world = call.plan->world_size;
+    FingerprintParams fingerprint = fingerprint_params(call);
+    fingerprint.plan = plan_of(call).fingerprint();
     constexpr std::int64_t words = sizeof(CallState) / sizeof(std::uint64_t);
     static_assert(sizeof(CallState) + sizeof(LegState) <=
                   num_executor_slots * sizeof(std::uint64_t));
@@ -202,6 +204,7 @@ class GpuExecutor final : public Executor {
                  .slots = call.slots,
                  .first_slot = world,
                  .arrivals = call.arrivals,
+                 .fingerprint = fingerprint,
                  .epoch = call.epoch,
                  .num_sms = leg_sms(call),
                  .stream = stream_of(call.stream)});

@@ -87,7 +87,9 @@ class GpuExpertExecutor final : public ExpertExecutor {
   void realign(const ExpertCall& call, ExpertTurns next) override {
     if (nodes_ != nullptr) return;
     begin();
-    const MoeMeet meet = params_.meet(call, FaultKind::moe_dispatch);
+    ExpertCall empty = call;
+    empty.fingerprint = {.call = CollectiveCall::realign};
+    const MoeMeet meet = params_.meet(empty, FaultKind::moe_dispatch);
     check(launch_realign(meet, {{next.dispatch, next.combine}}, stream_of(call)), call);
   }
 
@@ -128,7 +130,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
   void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
                 ExpertTables& begun) override {
-    resume();
+    begin();
     auto& the = static_cast<GpuExpertTables&>(begun);
     const TableCall table_call = table_call_of(call);
     GpuExpertRouting* const made = the.being_made();
@@ -155,7 +157,9 @@ class GpuExpertExecutor final : public ExpertExecutor {
     params.cuts = cut_rows(row_bytes, static_cast<std::int32_t>(scale_bytes), bulk, word);
     if (options_.rows == EPRows::compact) params.cuts.tell_less();
     params.num_senders = num_sending_blocks(config_, options_, blocks, params.shape.num_tokens);
-    const bool early = is_alone() && options_.payload != EPPayload::quantized;
+    if (made != nullptr && is_given(input.full_scatter_indices)) claim_rows(call, *made, params);
+    const bool early =
+        is_alone() && options_.payload != EPPayload::quantized && !params.claims_rows;
     if (bulk && early) params.ahead = ahead_of(the, params);
     if (params.ahead == Ahead::lands) {
       // Blocks that find no room beside those that count begin when these have ended.
@@ -174,7 +178,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
                const ExpertTables& tables) override {
     begin();
     const auto& the = static_cast<const GpuExpertTables&>(tables);
-    if (input.rows.shape[0] > 0) stage(call, input, the);
+    stage(call, input, the);
     const CombineParams params = params_.combine(call, input, the);
     if (nodes_ != nullptr) {
       combine_nodes(call, input, the, params);
@@ -184,22 +188,15 @@ class GpuExpertExecutor final : public ExpertExecutor {
     the.note_use(table_call_of(call), input.options.weighted);
   }
 
-  std::int64_t take_overflow() override {
+  ExpertOverflow take_overflow() override {
     gpu_->throw_fault();
-    throw_bad_inputs();
-    const std::int64_t rows = params_.faults()->most_rows;
-    params_.faults()->most_rows = 0;
-    return rows;
+    const std::uint64_t told = params_.faults()->overflow;
+    params_.faults()->overflow = 0;
+    return {.rows = static_cast<std::int32_t>(told), .call = told >> overflow_epoch_shift};
   }
 
  private:
   void begin() const {
-    resume();
-    throw_bad_inputs();
-  }
-
-  /// In the middle of a call, on whose end the others count, bad inputs are no reason to stop.
-  void resume() const {
     gpu_->use();
     gpu_->throw_fault();
   }
@@ -255,24 +252,6 @@ class GpuExpertExecutor final : public ExpertExecutor {
     nodes_->add_shares(call, input, tables.routing());
   }
 
-  void throw_bad_inputs() const {
-    MoeHostFaults& faults = *params_.faults();
-    if (faults.bad_ids != 0) {
-      faults.bad_ids = 0;
-      throw InvalidArgument(
-          concat("dispatch: exp_indices of an earlier call hold an id that is "
-                 "neither in 0..",
-                 config_.num_experts - 1, " nor ", options_.dropped(config_),
-                 " (dropped); such choices were dropped"));
-    }
-    if (faults.bad_positions != 0) {
-      faults.bad_positions = 0;
-      throw InvalidArgument(
-          "dispatch: full_scatter_indices of an earlier call hold a position that is not on the "
-          "rank of the choice's expert; such choices were dropped");
-    }
-  }
-
   void check(cudaError_t status, const ExpertCall& call) const {
     gpu_->check(status, "launching a kernel", call.operation);
   }
@@ -316,11 +295,26 @@ class GpuExpertExecutor final : public ExpertExecutor {
           call);
   }
 
+  /// Lets receivers see a row that is taken twice.
+  void claim_rows(const ExpertCall& call, GpuExpertRouting& made, RowsParams& params) const {
+    params.claims_rows = true;
+    gpu_->check(
+        cudaMemsetAsync(made.row_part(made.rows().leader_rows), 0xFF,
+                        static_cast<std::size_t>(made.rows().capacity) * 4, stream_of(call)),
+        "clearing a table", call.operation);
+  }
+
   /// Expert outputs to where the other ranks pull them. The whole device does it: it is bound by
   /// its memory, and meets nobody.
   void stage(const ExpertCall& call, const ExpertCombineInput& input,
              const GpuExpertTables& tables) const {
     StageParams params = params_.stage(call, input, tables);
+    if (params.num_rows == 0 || params.input == params.window) {
+      // With other rows than those that arrived: how many these are the device knows.
+      const bool has_all = params.num_rows >= params.shape.capacity;
+      if (!call.may_grow && !has_all) check(launch_check_rows(params, stream_of(call)), call);
+    }
+    if (params.num_rows == 0) return;
     const int word = common_word({address_of(params.input), params.row_bytes});
     const int blocks = 2 * gpu_->num_sms();
     const cudaStream_t stream = stream_of(call);

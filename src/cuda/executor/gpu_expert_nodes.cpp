@@ -194,7 +194,8 @@ void ExpertNodes::exchange_ids(const ExpertCall& call, const ExpertDispatchInput
   ids.dropped_id = options_.dropped(config_);
   ids.out = reinterpret_cast<std::int32_t*>(memory_.board.local + memory_.board_layout.forward_ids +
                                             own_slice() * row_bytes);
-  ids.faults = params_.faults();
+  ids.sink = params.m.meet.sink;
+  ids.state = params.m.state;
   gpu_->check(launch_node_ids(ids, num_sms, stream_of(call)), "launching a kernel", call.operation);
   params.begins = 0;
   add_part(params, memory_.board_layout.forward_ids, row_bytes);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 #include "../moe/launch.h"
@@ -88,6 +89,10 @@ ExpertParams::ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, i
   state_ = device_memory(sizeof(MoeState), stream);
   tile_counts_ =
       device_memory(std::int64_t{gpu_->num_sms()} * waybill::num_counts(config) * 4, stream);
+  const std::int64_t row_bytes = config.hidden * dtype_bytes(config.token_dtype);
+  nan_row_ = device_memory(row_bytes, stream);
+  cuda_check(cudaMemsetAsync(nan_row_.get(), 0xFF, at(row_bytes), stream), "making a row of NaN");
+  cuda_check(cudaStreamSynchronize(stream), "making a row of NaN");
   faults_ = pinned_memory(sizeof(MoeHostFaults));
   std::memset(faults_.get(), 0, sizeof(MoeHostFaults));
   if (options.payload == EPPayload::quantized && config.is_intra_node()) {
@@ -102,7 +107,7 @@ ExpertParams::ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, i
 ExpertParams::~ExpertParams() {
   transport_.abandon(std::move(records_.memory));
   transport_.abandon(std::move(streams_.memory));
-  transport_.abandon({state_, tile_counts_, faults_, elements_, scales_});
+  transport_.abandon({state_, tile_counts_, nan_row_, faults_, elements_, scales_});
 }
 
 MoeMeet ExpertParams::meet(const ExpertCall& call, FaultKind kind) const {
@@ -119,6 +124,7 @@ MoeMeet ExpertParams::meet(const ExpertCall& call, FaultKind kind) const {
     std::uint64_t* const signals = memory_.signals.peers[at(r)];  // null on another node
     m.meet.peer_arrivals[r] = signals == nullptr ? nullptr : signals + slots;
   }
+  std::ranges::copy(pack_fingerprint(call.fingerprint), m.meet.fingerprint.words);
   m.meet.fingerprint.first_slot = static_cast<std::int32_t>(
       first_fingerprint_slot(num_layer_signals(config_.world_size)) - slots);
   m.turn = call.parity;
@@ -183,6 +189,10 @@ RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInpu
   params.dropped_id = options_.dropped(config_);
   params.scatter = input.full_scatter_indices.data;
   params.wide_scatter = input.full_scatter_indices.dtype == DType::int64;
+  if (params.scatter != nullptr) params.scatter_tokens = input.full_scatter_indices.shape[0];
+  const std::int64_t most = std::numeric_limits<std::int32_t>::max();
+  params.fitting_rows =
+      static_cast<std::int32_t>(call.may_grow ? most : std::min(most, memory_.capacity));
   params.weights = weights_of(input);
   params.takes_weights = is_given(input.weights);
   if (!config_.is_intra_node()) {
@@ -210,7 +220,6 @@ RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInpu
   params.expert_offsets = made.part(layout.expert_offsets);
   params.num_recv_rows = made.part(layout.num_recv_rows);
   params.host = made.counts();
-  params.faults = faults();
   params.ticket = made.ticket();
   return params;
 }
@@ -268,7 +277,7 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
   params.num_input_tokens = routing.part(layout.num_input_tokens);
   params.expert_counts = routing.part(layout.expert_counts);
   params.expert_offsets = routing.part(layout.expert_offsets);
-  params.num_recv_rows = routing.part(layout.num_recv_rows) + config_.rank;
+  params.most_recv_rows = routing.part(layout.num_recv_rows) + config_.world_size;
   params.faults = faults();
   params.known_topk = routing.row_part(routing.rows().topk);
   if (tables.being_made() != nullptr) fill_tables(call, *tables.being_made(), params);
@@ -296,7 +305,10 @@ StageParams ExpertParams::stage(const ExpertCall& call, const ExpertCombineInput
   const GpuExpertRouting& routing = tables.routing();
   StageParams params{};
   params.shape = shape(routing);
+  params.sink = gpu_->sink(share_);
+  params.state = static_cast<const MoeState*>(state_.get());
   params.input = input.rows.data;
+  params.num_rows = input.rows.shape[0];
   params.window = memory_.combine_windows[call.parity].local;
   params.row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
   params.num_recv_rows = routing.part(routing.fixed().num_recv_rows) + config_.rank;
@@ -314,6 +326,7 @@ CombineParams ExpertParams::combine(const ExpertCall& call, const ExpertCombineI
   for (std::int32_t i = 0; i < config_.local_world_size; ++i) {
     params.windows[i] = memory_.combine_windows[call.parity].peers[at(first_rank() + i)];
   }
+  params.nan_row = static_cast<const std::byte*>(nan_row_.get());
   const bool compact = options_.rows == EPRows::compact;
   const bool local_sums = input.options.local_combine && config_.is_intra_node();
   params.leaders_only = compact || local_sums ? 1 : 0;

@@ -101,6 +101,7 @@ class ExpertParams {
   SignalPad streams_;
   std::shared_ptr<void> state_;        ///< MoeState
   std::shared_ptr<void> tile_counts_;  ///< scratch of route
+  std::shared_ptr<void> nan_row_;      ///< see CombineParams
   std::shared_ptr<void> faults_;       ///< pinned MoeHostFaults
   std::shared_ptr<void> elements_;
   std::shared_ptr<void> scales_;

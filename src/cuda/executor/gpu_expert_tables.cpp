@@ -1,7 +1,7 @@
 #include "gpu_expert_tables.h"
 
 #include <algorithm>
-#include <thread>
+#include <limits>
 #include <utility>
 
 #include "waybill/core/at.h"
@@ -47,7 +47,7 @@ FixedTables::FixedTables(const EPConfig& config, const EPDispatchOptions& option
   segment_offsets = parts.take(world * config.num_experts);
   expert_counts = parts.take(per_rank);
   expert_offsets = parts.take(per_rank + 1);
-  num_recv_rows = parts.take(world);
+  num_recv_rows = parts.take(world + 1);  // and the most of them
   total = parts.total;
 }
 
@@ -144,12 +144,13 @@ std::span<const std::int32_t> GpuExpertRouting::wait_counts() const {
     }
     return true;
   };
+  PollingWait wait(std::numeric_limits<double>::infinity(), gpu_->wait_options("dispatch"));
   for (int spin = 0; !have_come(); ++spin) {
     if (spin % 256 != 255) continue;
     const cudaError_t status = cudaStreamQuery(stream_);
     if (status == cudaErrorNotReady) {
       (void)cudaGetLastError();
-      std::this_thread::yield();
+      (void)wait.pause();
       continue;
     }
     gpu_->check(status, "waiting for counts", "dispatch");

@@ -51,6 +51,9 @@ class GpuExpertRouting final : public ExpertRouting {
 
   [[nodiscard]] ExpertTableViews views() const override;
   [[nodiscard]] std::span<const std::int32_t> wait_counts() const override;
+  [[nodiscard]] std::span<const std::int32_t> known_counts() const override {
+    return has_waited() ? wait_counts() : std::span<const std::int32_t>{};
+  }
   [[nodiscard]] bool has_waited() const noexcept { return has_waited_; }
   /// The shape of ids and weights, as ExpertTableViews says.
   [[nodiscard]] Shape shape_by_id() const;

@@ -241,7 +241,7 @@ void GpuPlan::queue_upload(const SequencePlan& plan, cudaStream_t stream) const 
 void GpuPlan::fill(const SequencePlan& plan, cudaStream_t stream) {
   check_room(plan);
   // The pinned memory may still be on its way to the device, and the device memory in use.
-  gpu_->check(cudaEventSynchronize(block_.uploaded), "waiting for the last upload", "plan");
+  gpu_->wait_for(block_.uploaded, "waiting for the last upload", "plan");
   gpu_->check(cudaStreamWaitEvent(stream, block_.used, 0), "ordering streams", "plan");
   write_upload(plan);
   queue_upload(plan, stream);

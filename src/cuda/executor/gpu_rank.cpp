@@ -2,9 +2,13 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstring>
+#include <future>
+#include <limits>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -16,6 +20,8 @@ namespace {
 
 constexpr double nanoseconds = 1e9;
 constexpr std::uint64_t shared_device_grace_ns = 300'000'000;
+constexpr std::uint64_t look_after_ns = 100'000'000;  // calls that go well rarely wait so long
+constexpr double yields_s = 0.02;
 
 /// The records of all ranks in this process, to say who took a shared device down.
 struct Registry {
@@ -67,7 +73,38 @@ std::string describe_parity(const FaultRecord& record) {
                 "and of dispatches and of combines of a layer; its device is lost now");
 }
 
+/// What a call of experts was given and the device found wrong.
+std::string describe_input(const FaultRecord& record) {
+  const auto value = [&](int i) {
+    return static_cast<std::int64_t>(i < fault_words ? record.mine[i]
+                                                     : record.theirs[i - fault_words]);
+  };
+  const std::string call = concat(name_of(record.call), " ", record.wanted, ": ");
+  switch (record.kind) {
+    case FaultKind::expert_id:
+      return concat(call, "exp_indices of rank ", record.rank, " hold id ", value(0), " at token ",
+                    value(1), ", choice ", value(2), "; expected 0..", value(3) - 1, " or ",
+                    value(4), " (dropped)");
+    case FaultKind::scatter_size:
+      return concat(call, "full_scatter_indices of rank ", record.rank, " has ", value(0),
+                    " tokens, expected ", value(1), ": those of all ranks");
+    case FaultKind::scatter_position:
+      return concat(call, "full_scatter_indices of rank ", record.rank, " hold position ", value(0),
+                    " at token ", value(1), ", choice ", value(2), " of rank ", value(3),
+                    "; expected ", value(4), "..", value(5), ", the rows of rank ", value(6),
+                    ", where its expert is");
+    case FaultKind::scatter_twice:
+      return concat(call, "full_scatter_indices put token ", value(1), ", choice ", value(2),
+                    " of rank ", value(3), " into row ", value(0), " of rank ", record.rank,
+                    ", where another choice is; expected a row for each");
+    default:
+      return concat(call, "input of rank ", record.rank, " has ", value(0),
+                    " rows, expected at least ", value(1), ", as the dispatch gave");
+  }
+}
+
 std::string describe(const FaultRecord& record) {
+  if (record.kind >= FaultKind::expert_id) return describe_input(record);
   if (record.kind == FaultKind::parity) return describe_parity(record);
   if (record.kind == FaultKind::disagreement) return describe_difference(record);
   return concat(name_of(record.kind), ": rank ", record.rank,
@@ -103,11 +140,49 @@ GpuRank::~GpuRank() {
 void GpuRank::use() const { cuda_check(cudaSetDevice(device_), "choosing the device"); }
 
 FaultSink GpuRank::sink(int share) const {
+  const auto timeout_ns = static_cast<std::uint64_t>(timeout_s_ * nanoseconds);
   return {.record = static_cast<FaultRecord*>(record_.get()),
           .claimed = static_cast<unsigned long long*>(claimed_.get()),
-          .timeout_ns = static_cast<std::uint64_t>(timeout_s_ * nanoseconds),
+          .timeout_ns = timeout_ns,
+          .look_after_ns = std::min(timeout_ns, look_after_ns),
           .grace_ns = share > 1 ? shared_device_grace_ns : 0,
           .traps = traps_};
+}
+
+void GpuRank::give_up() noexcept { static_cast<FaultRecord*>(record_.get())->given_up = 1; }
+
+WaitOptions GpuRank::wait_options(std::string_view operation) const {
+  return {.yields_s = yields_s, .check = [this, operation] {
+            if (peer_check_) peer_check_(operation);
+          }};
+}
+
+void GpuRank::wait_for(cudaStream_t stream, std::string_view doing,
+                       std::string_view operation) const {
+  check(poll_until_done([&] { return cudaStreamQuery(stream); }, wait_options(operation)), doing,
+        operation);
+}
+
+void GpuRank::wait_for(cudaEvent_t event, std::string_view doing,
+                       std::string_view operation) const {
+  check(poll_until_done([&] { return cudaEventQuery(event); }, wait_options(operation)), doing,
+        operation);
+}
+
+/// CUDA has no question for this, only a wait: another thread waits, and goes on to do so where
+/// this one is interrupted.
+void GpuRank::wait_for_device(std::string_view doing, std::string_view operation) const {
+  std::packaged_task<cudaError_t()> wait([device = device_] {
+    const cudaError_t status = cudaSetDevice(device);
+    return status != cudaSuccess ? status : cudaDeviceSynchronize();
+  });
+  auto status = wait.get_future();
+  std::thread(std::move(wait)).detach();
+  PollingWait polls(std::numeric_limits<double>::infinity(), wait_options(operation));
+  while (status.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
+    (void)polls.pause();
+  }
+  check(status.get(), doing, operation);
 }
 
 bool GpuRank::has_fault() const noexcept {
@@ -119,12 +194,19 @@ void GpuRank::throw_fault() const {
   if (record.kind == FaultKind::none) return;
   if (record.kind == FaultKind::parity) throw TransportError(describe_parity(record));
   if (record.kind == FaultKind::disagreement) throw Disagreement(describe_difference(record));
+  if (record.kind >= FaultKind::expert_id) throw InvalidArgument(describe_input(record));
+  const auto waited_s = static_cast<double>(record.waited_ns) / nanoseconds;
+  if (record.given_up != 0 && waited_s < timeout_s_) {
+    throw TransportError(concat(name_of(record.kind), ": rank ", rank_,
+                                " has given up the calls that its device waited in; the device is "
+                                "lost now"));
+  }
   throw Timeout({.operation = name_of(record.kind),
                  .rank = to_int(rank_),
                  .peer = record.peer,
                  .wanted = record.wanted,
                  .seen = record.seen,
-                 .seconds = static_cast<double>(record.waited_ns) / nanoseconds,
+                 .seconds = waited_s,
                  .peer_node = to_int(topology_.node(Rank{record.peer})),
                  .peer_local = to_int(topology_.local_rank(Rank{record.peer}))});
 }
@@ -138,9 +220,9 @@ void GpuRank::check(cudaError_t status, std::string_view doing, std::string_view
     const std::lock_guard lock(registry().mutex);
     for (const Registry::Entry& entry : registry().entries) {
       if (entry.device == device_ && entry.record->kind != FaultKind::none) {
-        throw TransportError(concat(operation, ": rank ", rank_, " lost device ", device_,
-                                    ", which it shares with rank ", entry.rank, ": ",
-                                    describe(*entry.record)));
+        throw PeerFailed(concat(operation, ": rank ", rank_, " lost device ", device_,
+                                ", which it shares with rank ", entry.rank, ": ",
+                                describe(*entry.record)));
       }
     }
   }

@@ -3,11 +3,14 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string_view>
+#include <utility>
 
 #include "../device/fault.h"
 #include "waybill/core/topology.h"
+#include "waybill/core/wait.h"
 
 namespace waybill::cuda {
 
@@ -38,11 +41,29 @@ class GpuRank {
   /// Where kernels report. `share`: ranks on this device.
   [[nodiscard]] FaultSink sink(int share) const;
 
+  /// Waits of this rank's kernels end within a tenth of a second, as at their deadline. On any
+  /// thread.
+  void give_up() noexcept;
+
+  /// What waits of the host ask beside interrupts, until it is taken away; it throws.
+  using PeerCheck = std::function<void(std::string_view operation)>;
+  void ask_while_waiting(PeerCheck check) { peer_check_ = std::move(check); }
+
+  /// For a PollingWait for the device. They sleep only when it is for long.
+  [[nodiscard]] WaitOptions wait_options(std::string_view operation) const;
+
+  /// Wait until what is on the stream, or before the event, is done, or all of the device is. They
+  /// have no deadline: kernels have.
+  /// @throws as check; Interrupted; what ask_while_waiting() has been given
+  void wait_for(cudaStream_t stream, std::string_view doing, std::string_view operation) const;
+  void wait_for(cudaEvent_t event, std::string_view doing, std::string_view operation) const;
+  void wait_for_device(std::string_view doing, std::string_view operation) const;
+
   /// Whether a kernel of this rank has reported.
   [[nodiscard]] bool has_fault() const noexcept;
 
-  /// Names the call that has met it, whichever asks. @throws Timeout, Disagreement or
-  ///   TransportError when a kernel of this rank has reported
+  /// Names the call that has met it, whichever asks. @throws Timeout, Disagreement,
+  ///   InvalidArgument or TransportError when a kernel of this rank has reported
   void throw_fault() const;
 
   /// Looks for a report first. @throws Timeout; Disagreement; TransportError when a rank that
@@ -61,6 +82,7 @@ class GpuRank {
   cudaStream_t stream_ = nullptr;
   std::shared_ptr<void> record_;   ///< a FaultRecord
   std::shared_ptr<void> claimed_;  ///< device memory
+  PeerCheck peer_check_;
 };
 
 }  // namespace waybill::cuda

@@ -31,7 +31,7 @@ __device__ inline void await_batch(const SequenceParams& p, const WorkBatch& bat
       const std::uint64_t seen = load_acquire(flag);
       if (seen >= epoch) break;
       const std::uint64_t waited = now_ns() - start;
-      if (waited > p.meet.sink.timeout_ns) report_missed(p.meet, epoch, slot.rank, seen, waited);
+      if (is_over(p.meet.sink, waited)) report_missed(p.meet, epoch, slot.rank, seen, waited);
     }
   }
   __syncwarp();

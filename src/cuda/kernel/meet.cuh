@@ -32,15 +32,7 @@ __device__ inline const std::uint64_t* told_at(const MeetParams& p, std::uint64_
                                                                std::int32_t peer,
                                                                std::uint64_t seen,
                                                                std::uint64_t waited_ns) {
-  const CallWords mine = load_call_words(p.fingerprint);
-  for (std::int32_t k = 0; k < p.world_size; ++k) {
-    const std::int32_t other = (peer + k) % p.world_size;
-    if (other == p.rank || !tells_words(p, other)) continue;
-    const CallWords theirs = load_words(told_at(p, epoch, other));
-    if (!is_disagreement(difference(mine, theirs, epoch))) continue;
-    report_disagreement(p.sink, p.kind, p.rank, mine, other, theirs, epoch, waited_ns);
-    break;
-  }
+  report_told(p, p.own_arrivals, epoch, peer, waited_ns);
   report_and_trap(p.sink, p.kind, p.rank, peer, epoch, seen, waited_ns);  // if none was
 }
 
@@ -102,7 +94,7 @@ __device__ inline void await_all(const MeetParams& p, std::uint64_t epoch, const
       const std::uint64_t seen = load_acquire(p.own_arrivals + peer);
       if (seen >= epoch && differs == 0) break;
       const std::uint64_t waited = now_ns() - start;
-      if (is_disagreement(differs) || waited > p.sink.timeout_ns) {
+      if (is_disagreement(differs) || is_over(p.sink, waited)) {
         report_missed(p, epoch, peer, seen, waited);
       }
     }

@@ -47,8 +47,12 @@ class PeerWire {
   __device__ void raise_slot(std::int32_t peer, std::int32_t slot, std::uint64_t epoch) {
     publish(peers_.slots[peer] + slot, epoch);
   }
+  __device__ void tell_words(std::int32_t peer, const CallWords& words, std::uint64_t epoch) {
+    std::uint64_t* const arrivals = peers_.arrivals[peer] - p_.rank;
+    store_words(words_at(arrivals, p_.fingerprint, p_.world_size, epoch, p_.rank), words, epoch);
+  }
   __device__ void raise_arrival(std::int32_t peer, std::uint64_t epoch) {
-    publish(peers_.arrivals[peer], epoch);
+    store_behind_fence(peers_.arrivals[peer], epoch);
   }
   __device__ bool put_signal(const NetworkPut& /*put*/, std::int32_t /*slot*/,
                              std::uint64_t /*epoch*/) {

@@ -18,8 +18,10 @@ __device__ bool is_given_up(const std::uint32_t* flag) {
 __device__ void report_and_stay(const PhaseWaits& phase, const FaultSink& sink, std::int32_t peer,
                                 std::uint64_t wanted, std::uint64_t seen, std::uint64_t waited_ns,
                                 FaultKind kind) {
-  const std::int32_t rank = phase.leg.rank;
-  report(sink, kind, rank, peer, wanted, seen, waited_ns, phase.leg.kind);
+  const LegParams& leg = phase.leg;
+  const bool of_peer = kind != FaultKind::parity && peer != leg.rank;
+  if (of_peer && leg.arrivals != nullptr) report_told(leg, leg.arrivals, wanted, peer, waited_ns);
+  report(sink, kind, leg.rank, peer, wanted, seen, waited_ns, leg.kind);
   if (sink.traps) end_context(sink);
   while (!is_given_up(phase.given_up)) __nanosleep(100'000);
 }
@@ -31,7 +33,7 @@ __device__ void await_slot(const PhaseWaits& phase, const std::uint64_t* flag, s
     const std::uint64_t seen = load_acquire(flag);
     if (seen >= wanted || is_given_up(phase.given_up)) return;
     const std::uint64_t waited = now_ns() - start;
-    if (waited > sink.timeout_ns)
+    if (is_over(sink, waited))
       return report_and_stay(phase, sink, peer, wanted, seen, waited, phase.leg.kind);
   }
 }
@@ -42,6 +44,10 @@ __global__ void __launch_bounds__(threads)
   const std::uint64_t epoch = epoch_of(p);
   if (epoch % 2 != p.parity)
     report_and_stay(phase, p.sink, p.rank, p.parity, epoch, 0, FaultKind::parity);
+  if (phase.tells && threadIdx.x == 0) {
+    store_words(words_at(p.arrivals, p.fingerprint, p.world_size, epoch, p.rank),
+                load_call_words(p.fingerprint), epoch);
+  }
   for (int w = static_cast<int>(threadIdx.x); w < phase.count; w += threads) {
     const BatchSlot slot = phase.waits[w];
     if (slot.rank == p.world_size) {

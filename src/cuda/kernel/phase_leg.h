@@ -15,6 +15,7 @@ inline constexpr int max_phase_raises = 256;  ///< of one launch
 struct PhaseWaits {
   LegParams leg;
   const std::uint32_t* given_up;  ///< host memory: not 0: nothing behind this is done any more
+  bool tells;                     ///< writes what this rank means by the call, to be sent
   std::int32_t count;
   BatchSlot waits[max_phase_waits];
 };

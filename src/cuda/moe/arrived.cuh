@@ -1,6 +1,6 @@
 #pragma once
 
-#include "inputs.cuh"
+#include "input_fault.cuh"
 #include "streams.cuh"
 
 // What window and tables say of the rows of a token that has arrived.
@@ -65,7 +65,13 @@ __device__ inline void note_grouped(const RowsParams& p, const Arrived& a) {
     }
     if (p.fills_tables) {
       p.kept_tags[a.place] = tag;
-      p.leader_rows[a.place] = a.leader;
+      if (!p.claims_rows) {
+        p.leader_rows[a.place] = a.leader;
+      } else if (atomicCAS(p.leader_rows + a.place, -1, a.leader) != -1) {
+        report_input(p.m.meet.sink, FaultKind::scatter_twice, FaultKind::moe_dispatch,
+                     p.m.meet.rank, p.m.state->call.epoch,
+                     {{a.place, tag.token, tag.choice, tag.source_rank}});
+      }
     }
   }
   if (!p.fills_tables) return;

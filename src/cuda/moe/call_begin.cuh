@@ -17,6 +17,7 @@ class CallBegin {
   __device__ std::uint64_t await() {
     if (!has_ended_) {
       await_earlier_kernel();
+      end_if_reported(meet_.sink);
       has_ended_ = true;
       epoch_ = __ldcg(&state_->call.epoch);
     }
@@ -45,9 +46,10 @@ class CallBegin {
       if (seen >= least) return seen;
       const std::uint64_t waited = now_ns() - start;
       // The kernel ahead has a deadline of its own, and knows who is late.
-      if (waited > 2 * meet_.sink.timeout_ns) {
+      if (is_over(meet_.sink, waited, 2)) {
         report_and_trap(meet_.sink, meet_.kind, meet_.rank, meet_.rank, least, seen, waited);
       }
+      end_if_reported(meet_.sink);
     }
   }
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "inputs.cuh"
+#include "input_fault.cuh"
 #include "lanes.cuh"
 #include "told_words.cuh"
 
@@ -135,7 +135,11 @@ __device__ void count_tile(const RouteParams& p, const RoutePart& part, Tile til
     }
     bad |= c.bad;
   }
-  if (bad) p.faults->bad_ids = 1;
+  if constexpr (S == Span::rank) {
+    if (bad) {
+      report_bad_id(p.m.meet.sink, s, p.ids, p.wide_ids, p.dropped_id, p.m.state->call.epoch + 1);
+    }
+  }
 }
 
 /// Counts of the block's warps, then what the warps before have.

@@ -39,14 +39,20 @@ __device__ TokenRows read_token(const CombineParams& p, std::int32_t token) {
   return rows;
 }
 
+/// A row that did not fit was lost: NaN stands for it.
+__device__ bool is_lost(const CombineParams& p, std::int64_t place) {
+  return (place & 0xFFFFFFFF) >= p.shape.capacity;
+}
+
 /// Lanes whose row is part of the sum.
 __device__ unsigned lanes_summed(const CombineParams& p, const TokenRows& rows) {
-  const bool counts = rows.place >= 0 && (rows.place & 0xFFFFFFFF) < p.shape.capacity &&
-                      (p.leaders_only == 0 || (rows.place & place_leader_bit) != 0);
+  const bool counts = rows.place >= 0 && (p.leaders_only == 0 || is_lost(p, rows.place) ||
+                                          (rows.place & place_leader_bit) != 0);
   return __ballot_sync(all_lanes, counts);
 }
 
 __device__ const std::byte* row_at(const CombineParams& p, std::int64_t place) {
+  if (is_lost(p, place)) return p.nan_row;
   return p.windows[place >> place_dst_shift & 0xFFFF] + (place & 0xFFFFFFFF) * p.row_bytes;
 }
 

@@ -74,7 +74,8 @@ __device__ inline void take_counts(const RouteParams& p, const RoutePart& part,
 }
 
 /// First row of each expert, on its rank; rows of each rank. All blocks do the same.
-__device__ inline void locate_experts(const RouteParams& p, const RoutePart& part,
+/// @return whether a rank gets more rows than fit
+__device__ inline bool locate_experts(const RouteParams& p, const RoutePart& part,
                                       const Scratch& scratch, BlockTotals& totals) {
   const MoeShape& s = p.shape;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
@@ -98,15 +99,17 @@ __device__ inline void locate_experts(const RouteParams& p, const RoutePart& par
     if (lane == 0) totals.grouped_rows[d] = carry;
   }
   __syncthreads();
+  std::int32_t rows = 0;
   if (thread < s.world_size) {
     std::int32_t sum = 0;
     for (std::int32_t r = 0; r < s.world_size; ++r) {
       if (r == part.source) totals.compact_base[thread] = sum;
       sum += count_at(p, scratch, r, s.num_experts + 1 + thread);
     }
-    totals.recv_rows[thread] = s.compact != 0 ? sum : totals.grouped_rows[thread];
+    rows = s.compact != 0 ? sum : totals.grouped_rows[thread];
+    totals.recv_rows[thread] = rows;
   }
-  __syncthreads();
+  return __syncthreads_or(rows > p.fitting_rows ? 1 : 0) != 0;
 }
 
 /// Tokens of rank r, by a warp.
@@ -161,7 +164,14 @@ __device__ void write_tables(const RouteParams& p, const Scratch& scratch,
       p.dst_rows[i] = -1;
     }
   }
-  if (block_idx() == 0 && thread < s.world_size) p.num_recv_rows[thread] = totals.recv_rows[thread];
+  if (block_idx() != 0) return;
+  if (thread < s.world_size) p.num_recv_rows[thread] = totals.recv_rows[thread];
+  if (thread / 32 != 1) return;
+  std::int32_t most = 0;
+  for (std::int32_t r = thread % 32; r < s.world_size; r += 32)
+    most = max(most, totals.recv_rows[r]);
+  most = __reduce_max_sync(all_lanes, most);
+  if (thread == 32) p.num_recv_rows[s.world_size] = most;
 }
 
 /// One warp tells the host how many rows come.
@@ -178,7 +188,15 @@ __device__ inline void locate_positions(const RouteParams& p, const RoutePart& p
   const MoeShape& s = p.shape;
   if (threadIdx.x < 32) {
     std::int32_t first = 0;
-    for (std::int32_t r = 0; r < part.source; ++r) first += tokens_of(p, scratch, r);
+    std::int32_t all = 0;
+    for (std::int32_t r = 0; r < s.world_size; ++r) {
+      if (r == part.source) first = all;
+      all += tokens_of(p, scratch, r);
+    }
+    if (all != p.scatter_tokens) {
+      report_input(p.m.meet.sink, FaultKind::scatter_size, FaultKind::moe_dispatch, s.rank,
+                   p.m.state->call.epoch + 1, {{p.scatter_tokens, all}});
+    }
     if (threadIdx.x == 0) {
       totals.first_token = first;
       std::int32_t rows = 0;

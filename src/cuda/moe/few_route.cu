@@ -30,13 +30,13 @@ __device__ void tell_ids(const RouteParams& p, std::uint64_t epoch) {
     bool bad = false;
     for (auto i = static_cast<std::int32_t>(threadIdx.x); i < all; i += route_threads) {
       const std::int32_t told = id_to_tell(s, p.ids, p.wide_ids, p.dropped_id, i, bad);
+      if (bad) report_bad_id(p.m.meet.sink, s, p.ids, p.wide_ids, p.dropped_id, epoch);
       if (told >= 0 && p.weights != nullptr) {
         const std::uint32_t bits = load_weight(p.weights, i, p.weight_bytes);
         tell_word(weight_words(p, d) + there + i, static_cast<std::int32_t>(bits), epoch);
       }
       tell_word(p.gathered[d] + there + i, told, epoch);
     }
-    if (bad) p.faults->bad_ids = 1;
   }
 }
 
@@ -185,12 +185,15 @@ __global__ void __launch_bounds__(route_threads)
   await_earlier_kernel();
   const std::uint64_t epoch = begin_moe_call(p.m, 0);
   std::int32_t* const ids = scratch.counts + s.world_size * n;
+  const bool compares = compares_calls();
   let_next_begin(p.m, epoch);
   tell_ids(p, epoch);
+  if (compares) tell_words(p.m.meet, epoch, load_call_words(p.m.meet.fingerprint));
   clear_counts(scratch.counts, s.world_size * n);  // while ids are on their way
   clear_counts(scratch.cursors, tile_warps * n);
   take_ids(p, ids, epoch);
   __syncthreads();
+  end_if_reported(p.m.meet.sink);
   const auto warp = static_cast<int>(threadIdx.x / 32);
   const auto first = static_cast<std::int32_t>(block_idx());
   count_ranks(s, part_of_source(p, ids, first), ids, scratch.counts);
@@ -208,17 +211,19 @@ __global__ void __launch_bounds__(route_threads)
     }
     __syncthreads();
     add_ranks(p, part, scratch);
-    locate_experts(p, part, scratch, totals);
+    const bool overflows = locate_experts(p, part, scratch, totals);
     if (p.scatter != nullptr) locate_positions(p, part, scratch, totals);
     set_cursors(s, scratch, tile_warps, totals);
-    if (warp < tile_warps) place_tile<Span::world>(p, part, tile, cursors, totals);
+    if (warp < tile_warps) place_tile<Span::world>(p, part, tile, cursors, totals, overflows);
     if (p.takes_weights) take_weights(p, ids, source, epoch);
     __syncthreads();
   }
+  ToldCall told(p.m.meet, epoch, compares);
   write_receiver_tables(p, scratch, totals);
   tell_placed(p, epoch);
   write_tables<Span::world>(p, scratch, totals);
   if (block_idx() == 0 && threadIdx.x < 32) tell_host(p, totals);
+  if (compares) told.settle(p.m.meet);
   if (comes_last(p.m.state)) end_moe_call(p.m, 0, epoch);
 }
 

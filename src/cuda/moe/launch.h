@@ -69,6 +69,10 @@ cudaError_t launch_combine(const CombineParams& params, DType tokens, DType weig
 
 cudaError_t prepare_stage(DType dtype);
 
+/// Whether the input has all rows that have arrived: else it reports, and the context ends. The
+/// next two check it themselves.
+cudaError_t launch_check_rows(const StageParams& params, cudaStream_t stream);
+
 /// Received rows, as many as there are, from the input to the window.
 cudaError_t launch_copy_rows(const StageParams& params, int word_bytes, int blocks,
                              cudaStream_t stream);

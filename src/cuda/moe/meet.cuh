@@ -11,8 +11,18 @@ __device__ inline bool is_off_turn(const MoeMeet& m, int kind, std::uint32_t nex
   return m.state->last_turn[kind] == next + 1;
 }
 
+/// Where processes share a device, who gives up leaves its kernel, and others go on: with what is
+/// not there. So whoever uses what others were to bring asks first.
+__device__ inline bool has_reported(const FaultSink& sink) {
+  return !sink.traps && *static_cast<volatile unsigned long long*>(sink.claimed) != 0;
+}
+__device__ inline void end_if_reported(const FaultSink& sink) {
+  if (has_reported(sink)) end_context(sink);
+}
+
 /// The epoch of a call that begins with this kernel. Every block asks once.
 __device__ inline std::uint64_t begin_moe_call(const MoeMeet& m, int kind) {
+  end_if_reported(m.meet.sink);
   const std::uint64_t epoch = m.state->call.epoch + 1;
   linger(m, DelayPoint::rank, epoch);
   if (is_off_turn(m, kind, m.turn)) {
@@ -57,9 +67,10 @@ __device__ inline void await_blocks(const MoeMeet& m) {
                    : "memory");
       if (seen >= blocks) break;
       const std::uint64_t waited = now_ns() - start;
-      if (waited > m.meet.sink.timeout_ns) {
+      if (is_over(m.meet.sink, waited)) {
         report_and_trap(m.meet.sink, m.meet.kind, m.meet.rank, m.meet.rank, blocks, seen, waited);
       }
+      end_if_reported(m.meet.sink);
     }
   }
   __syncthreads();
@@ -109,11 +120,72 @@ __device__ inline std::uint64_t await_step(const MeetParams& p, const std::uint6
     const std::uint64_t seen = load_acquire(slot);
     if (seen >= wanted) return seen;
     const std::uint64_t waited = now_ns() - start;
-    if (waited > p.sink.timeout_ns) {
-      report_and_trap(p.sink, p.kind, p.rank, peer, wanted >> epoch_shift, seen >> epoch_shift,
-                      waited);
+    if (is_over(p.sink, waited)) {
+      report_missed(p, wanted >> epoch_shift, peer, seen >> epoch_shift, waited);
     }
   }
 }
+
+/// The same for one that counts epochs.
+__device__ inline void await_slot(const MeetParams& p, const std::uint64_t* slot,
+                                  std::uint64_t epoch, std::int32_t peer) {
+  (void)await_step(p, slot, epoch, 0, peer);
+}
+
+/// Whether a rank has said that it means another call. For long waits.
+__device__ __noinline__ inline bool means_another_call(const MeetParams& p, std::uint64_t epoch,
+                                                       std::int32_t peer) {
+  return is_disagreement(
+      difference(load_call_words(p.fingerprint), load_words(told_at(p, epoch, peer)), epoch));
+}
+
+/// The warp that tells and compares what a call means: not one of those with the most to do.
+__device__ inline bool compares_calls() {
+  return block_idx() == 0 && threadIdx.x / 32 == blockDim.x / 32 - 1;
+}
+
+/// What the ranks of the node mean by a call that does not meet: asked for early, looked at late,
+/// so that nobody waits for it. A lane a rank; one warp.
+class ToldCall {
+ public:
+  /// Asks, if this warp compares. Ranks have told it before whatever else they tell.
+  __device__ ToldCall(const MeetParams& p, std::uint64_t epoch, bool compares)
+      : epoch_(epoch), theirs_{} {
+    const std::int32_t first = 1 + static_cast<std::int32_t>(threadIdx.x % 32);
+    if (compares && first < p.world_size) {
+      theirs_ = load_words(told_at(p, epoch, peer_of(p, first)));
+    }
+  }
+
+  /// Ends the kernel if one of them means another call.
+  __device__ void settle(const MeetParams& p) {
+    const CallWords mine = load_call_words(p.fingerprint);
+    const std::int32_t first = 1 + static_cast<std::int32_t>(threadIdx.x % 32);
+#pragma unroll 1
+    for (std::int32_t k = first; k < p.world_size; k += 32) {
+      const std::int32_t peer = peer_of(p, k);
+      if (!tells_words(p, peer)) continue;
+      if (k != first) theirs_ = load_words(told_at(p, epoch_, peer));
+      const std::uint64_t start = now_ns();
+      for (;;) {
+        const std::uint64_t differs = difference(mine, theirs_, epoch_);
+        if (differs == 0) break;
+        const std::uint64_t waited = now_ns() - start;
+        if (is_disagreement(differs) || is_over(p.sink, waited)) {
+          report_missed(p, epoch_, peer, epoch_ - 1, waited);
+        }
+        theirs_ = load_words(told_at(p, epoch_, peer));
+      }
+    }
+  }
+
+ private:
+  static __device__ std::int32_t peer_of(const MeetParams& p, std::int32_t k) {
+    return (p.rank + k) % p.world_size;
+  }
+
+  std::uint64_t epoch_;
+  CallWords theirs_;
+};
 
 }  // namespace waybill::cuda

@@ -72,12 +72,13 @@ inline constexpr int ticket_shift = 32;
 /// the count.
 inline constexpr int count_epoch_shift = 32;
 
-/// What the device has found wrong, in pinned host memory.
+/// What the device tells of windows that were too small, in pinned host memory.
 struct MoeHostFaults {
-  volatile std::int32_t most_rows;      ///< received rows, where more than fit; 0: none
-  volatile std::int32_t bad_ids;        ///< 1: ids out of range, which were taken as dropped
-  volatile std::int32_t bad_positions;  ///< 1: scatter indices that are not on their rank
+  /// Received rows of the rank that should have had the most, where more than fit, with the lower
+  /// half of the call's epoch above; 0: all did fit.
+  volatile std::uint64_t overflow;
 };
+inline constexpr int overflow_epoch_shift = 32;
 
 /// A part of a call's parameters: how ranks meet.
 struct MoeMeet {
@@ -103,6 +104,10 @@ struct RouteParams {
   std::int32_t dropped_id;
   const void* scatter;  ///< [sum of T, K] or null
   bool wide_scatter;
+  std::int64_t scatter_tokens;  ///< that it has
+  /// Rows of windows that do not grow before the rows come: others get no record, and what is sent
+  /// for them is sent to the next one of the token on the rank.
+  std::int32_t fitting_rows;
   const std::byte* weights;  ///< [T, K] or null
   std::int32_t weight_bytes;
   bool takes_weights;                    ///< from all ranks; where this one has no tokens, too
@@ -123,9 +128,8 @@ struct RouteParams {
   std::int32_t* segment_offsets;
   std::int32_t* expert_counts;
   std::int32_t* expert_offsets;
-  std::int32_t* num_recv_rows;
+  std::int32_t* num_recv_rows;  ///< [W], then the most of them
   MoeHostCounts* host;
-  MoeHostFaults* faults;
   std::uint64_t ticket;
 };
 static_assert(sizeof(RouteParams) <= 4096);
@@ -225,13 +229,14 @@ struct RowsParams {
   const std::int32_t* num_input_tokens;
   const std::int32_t* expert_counts;
   const std::int32_t* expert_offsets;
-  const std::int32_t* num_recv_rows;  ///< of this rank
+  const std::int32_t* most_recv_rows;  ///< of all ranks
   MoeHostFaults* faults;
   MoeTag* tags;  ///< of the window, as the next two
   std::byte* weights;
   std::int32_t* topk;
   const std::int32_t* known_topk;  ///< what kept_topk holds, once it is filled
   bool fills_tables;               ///< these; else they are null
+  bool claims_rows;  ///< leader_rows are -1 at first: a row that is taken twice is reported
   MoeTag* kept_tags;
   std::int32_t* leader_rows;
   std::int32_t* choice_rows;
@@ -246,6 +251,7 @@ struct CombineParams {
   MoeShape shape;
   const std::int64_t* places;
   const std::byte* windows[max_gpu_ranks];
+  const std::byte* nan_row;   ///< what stands for rows that did not fit
   std::int32_t leaders_only;  ///< one row a rank
   bool in_call;               ///< ranks have met, and the call is counted
   std::int64_t row_bytes;
@@ -258,8 +264,11 @@ static_assert(sizeof(CombineParams) <= 4096);
 /// Expert outputs into the combine window, on their own rank.
 struct StageParams {
   MoeShape shape;
+  FaultSink sink;
+  const MoeState* state;
   const std::byte* input;
-  std::byte* window;  ///< may be the input
+  std::int64_t num_rows;  ///< of the input
+  std::byte* window;      ///< may be the input
   std::int64_t row_bytes;
   const std::int32_t* num_recv_rows;  ///< of this rank
   const std::int32_t* records;        ///< [W, M, K]: sums of a token's rows; null: copies rows

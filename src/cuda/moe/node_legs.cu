@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(32)
   if (p.begins >= 0) await_all(p.m.meet, epoch);
   for (std::int32_t k = 1 + lane_id(); k < s.num_nodes && p.slots != nullptr; k += 32) {
     const std::int32_t peer = peer_on(s, (own_node(s) + k) % s.num_nodes);
-    await(p.slots + peer, epoch, p.m.meet.kind, s.rank, peer, p.m.meet.sink);
+    await_slot(p.m.meet, p.slots + peer, epoch, peer);
   }
   __syncwarp();
   if (p.counts && threadIdx.x == 0) end_moe_call(p.m, p.begins, epoch);

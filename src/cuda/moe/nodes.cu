@@ -1,7 +1,7 @@
 // Ids and tables of several nodes, and the sum of what nodes send back.
 
 #include "../device/number.cuh"
-#include "inputs.cuh"
+#include "input_fault.cuh"
 #include "lanes.cuh"
 #include "nodes_launch.h"
 
@@ -20,7 +20,9 @@ __global__ void __launch_bounds__(threads) node_ids_kernel(NodeIdsParams p) {
        i += std::int64_t{gridDim.x} * threads) {
     p.out[i] = id_to_tell(s, p.ids, p.wide_ids, p.dropped_id, i, bad);
   }
-  if (bad) p.faults->bad_ids = 1;
+  if (bad) {
+    report_bad_id(p.sink, s, p.ids, p.wide_ids, p.dropped_id, p.state->call.epoch + 1);
+  }
 }
 
 /// Bits of a tile's tokens, before thread `i`.

@@ -12,7 +12,8 @@ struct NodeIdsParams {
   bool wide_ids;
   std::int32_t dropped_id;
   std::int32_t* out;  ///< [M, K]: num_experts when dropped, -1 where there is no token
-  MoeHostFaults* faults;
+  FaultSink sink;
+  const MoeState* state;
 };
 
 /// One part of the board that goes to the ranks of this one's local index on the other nodes.

@@ -64,11 +64,27 @@ __device__ void tell_records(const RouteParams& p, const RoutePart& part, const 
   }
 }
 
+/// The row of a choice where the caller wants it.
+__device__ inline std::int32_t scattered_row(const RouteParams& p, const RoutePart& part,
+                                             const Choice& c, const BlockTotals& totals) {
+  const MoeShape& s = p.shape;
+  const std::int64_t i = (std::int64_t{totals.first_token} + c.token) * s.topk + c.k;
+  const std::int64_t position = index_at(p.scatter, p.wide_scatter, i);
+  const std::int64_t first = totals.first_row[c.dst];
+  const std::int64_t rows = totals.recv_rows[c.dst];
+  if (position < first || position >= first + rows) {
+    report_input(p.m.meet.sink, FaultKind::scatter_position, FaultKind::moe_dispatch, s.rank,
+                 p.m.state->call.epoch + 1,
+                 {{position, c.token, c.k, part.source, first, first + rows - 1, c.dst}});
+  }
+  return static_cast<std::int32_t>(position - first);
+}
+
 /// Gives each choice of the tile its row: behind the lower ranks', the earlier tiles' and the
-/// earlier choices' of the same expert.
+/// earlier choices' of the same expert. @param overflows rows may not fit
 template <Span S>
 __device__ void place_tile(const RouteParams& p, const RoutePart& part, Tile tile,
-                           std::int32_t* cursors, const BlockTotals& totals) {
+                           std::int32_t* cursors, const BlockTotals& totals, bool overflows) {
   const MoeShape& s = p.shape;
   const auto lane = static_cast<int>(threadIdx.x % 32);
   const unsigned below = (1U << lane) - 1;
@@ -79,8 +95,14 @@ __device__ void place_tile(const RouteParams& p, const RoutePart& part, Tile til
     const bool live = c.active && c.expert < s.num_experts;
     const unsigned same = lanes_with(c.expert, expert_bits) & __ballot_sync(all_lanes, live);
     std::int32_t row = live ? cursors[c.expert] + __popc(same & below) : -1;
+    if (live && p.scatter != nullptr) row = scattered_row(p, part, c, totals);
     const unsigned same_dst = lanes_with(c.dst, rank_bits);
-    const unsigned on_rank = same_dst & lanes_of_token(s.topk, c.k);
+    unsigned on_rank = same_dst & lanes_of_token(s.topk, c.k);
+    bool fits = true;
+    if (overflows && s.compact == 0) {  // the same in all lanes
+      fits = row < p.fitting_rows;
+      on_rank &= __ballot_sync(all_lanes, fits);
+    }
     const bool first = live && is_first(on_rank);
     const unsigned firsts = same_dst & __ballot_sync(all_lanes, first);
     std::int32_t* const compact = cursors + s.num_experts + 1;
@@ -94,20 +116,11 @@ __device__ void place_tile(const RouteParams& p, const RoutePart& part, Tile til
     if (!c.active) continue;  // no lane of the warp is waited for below
     const std::int64_t of_part = std::int64_t{c.token} * s.topk + c.k;
     const std::int64_t i = part.entry + of_part;
-    if (live && p.scatter != nullptr) {
-      const std::int64_t at = std::int64_t{totals.first_token} * s.topk + of_part;
-      const std::int64_t position = index_at(p.scatter, p.wide_scatter, at);
-      row = static_cast<std::int32_t>(position - totals.first_row[c.dst]);
-      if (row < 0 || row >= totals.recv_rows[c.dst]) {
-        p.faults->bad_positions = 1;
-        row = static_cast<std::int32_t>(s.capacity);
-      }
-    }
     const std::int32_t sent = s.compact != 0 ? (live ? compact_row : -1) : row;
     constexpr bool nodes = S == Span::nodes;
     const std::int32_t local_dst = nodes ? c.dst - s.first_rank : c.dst;
     const bool here = live && (!nodes || (0 <= local_dst && local_dst < s.node_ranks));
-    tell_records<S>(p, part, c, row, compact_row, first && here);
+    tell_records<S>(p, part, c, fits ? row : -1, compact_row, first && here);
     if (S == Span::world && (part.source != s.rank || c.absent)) continue;
     p.out_ids[i] = c.absent ? -1 : c.expert;
     p.dst_rows[i] = here || p.scatter != nullptr ? sent : -1;
@@ -134,7 +147,7 @@ __device__ inline std::int32_t first_row(const MoeShape& s, const Scratch& scrat
 /// Places the part's choices. @pre cursors hold what the part's earlier tiles have
 template <Span S>
 __device__ void place_block(const RouteParams& p, const RoutePart& part, const Scratch& scratch,
-                            int tile_warps, const BlockTotals& totals) {
+                            int tile_warps, const BlockTotals& totals, bool overflows) {
   const MoeShape& s = p.shape;
   const std::int32_t n = num_counts(s);
   for (int e = static_cast<int>(threadIdx.x); e < n; e += route_threads) {
@@ -144,7 +157,8 @@ __device__ void place_block(const RouteParams& p, const RoutePart& part, const S
   __syncthreads();
   const auto warp = static_cast<int>(threadIdx.x / 32);
   if (warp >= tile_warps) return;
-  place_tile<S>(p, part, tile_of(s, part, warp, tile_warps), scratch.cursors + warp * n, totals);
+  place_tile<S>(p, part, tile_of(s, part, warp, tile_warps), scratch.cursors + warp * n, totals,
+                overflows);
 }
 
 }  // namespace waybill::cuda

@@ -17,16 +17,21 @@ __global__ void __launch_bounds__(route_threads)
   const MoeShape& s = p.shape;
   const Scratch scratch = scratch_in(shared, s, tile_warps, keeps_counts);
   const std::uint64_t epoch = begin_moe_call(p.m, 0);
+  const bool compares = S == Span::rank && compares_calls();  // several nodes have met before
   let_next_begin(p.m, epoch);
+  if (compares) tell_words(p.m.meet, epoch, load_call_words(p.m.meet.fingerprint));
   const RoutePart part = part_of<S>(p);
   count_block<S>(p, part, scratch, tile_warps);
   tell_counts(p, part, scratch, epoch);
   take_counts(p, part, scratch, epoch);
   __syncthreads();
-  locate_experts(p, part, scratch, totals);
+  end_if_reported(p.m.meet.sink);
+  const bool overflows = locate_experts(p, part, scratch, totals);
   if (p.scatter != nullptr) locate_positions(p, part, scratch, totals);
-  place_block<S>(p, part, scratch, tile_warps, totals);
+  place_block<S>(p, part, scratch, tile_warps, totals, overflows);
+  ToldCall told(p.m.meet, epoch, compares);
   write_receiver_tables(p, scratch, totals);
+  if (compares) told.settle(p.m.meet);
   write_tables<S>(p, scratch, totals);
   if (block_idx() == 0 && threadIdx.x < 32) tell_host(p, totals);
   if (comes_last(p.m.state)) end_moe_call(p.m, 0, epoch);

@@ -15,7 +15,7 @@ __device__ std::int32_t await_node(const RowsParams& p, const Pump& pump, std::i
                                    std::uint64_t epoch) {
   const std::int32_t peer = node * p.shape.node_ranks + p.shape.rank;
   if (lane_id() == 0 && peer != p.m.meet.rank) {
-    await(p.forwarded + peer, epoch, p.m.meet.kind, p.m.meet.rank, peer, p.m.meet.sink);
+    await_slot(p.m.meet, p.forwarded + peer, epoch, peer);
   }
   __syncwarp();
   pump.expect_arrived();
@@ -243,9 +243,11 @@ struct NoPump {
   __device__ void wait_all() const {}
 };
 
-__device__ void report_overflow(const RowsParams& p) {
-  const std::int32_t rows = __ldcg(p.num_recv_rows);
-  if (rows > p.shape.capacity && rows > p.faults->most_rows) p.faults->most_rows = rows;
+/// All ranks report the same.
+__device__ void report_overflow(const RowsParams& p, std::uint64_t epoch) {
+  const std::int32_t rows = __ldcg(p.most_recv_rows);
+  if (rows <= p.shape.capacity || rows <= static_cast<std::int32_t>(p.faults->overflow)) return;
+  p.faults->overflow = epoch << overflow_epoch_shift | static_cast<std::uint32_t>(rows);
 }
 
 /// Tells all ranks how this one sends. One warp.
@@ -285,10 +287,10 @@ __global__ void __launch_bounds__((Movers + Takers) * 32, 1)
     NoPump pump;
     receive(p, pump, begin);
   }
-  (void)begin.await();
+  const std::uint64_t epoch = begin.await();
   clear_padding(p, Movers + Takers);
   if (comes_last(p.m.state)) {
-    report_overflow(p);
+    report_overflow(p, epoch);
     p.m.state->call.blocks = 0;
     p.m.state->next_unit = 0;
     p.m.state->begun = 0;

@@ -2,6 +2,7 @@
 // quantisation.
 
 #include "../device/number.cuh"
+#include "input_fault.cuh"
 #include "lanes.cuh"
 #include "launch.h"
 
@@ -14,10 +15,22 @@ constexpr int unroll = 4;
 __device__ std::int64_t warp_id() { return std::int64_t{blockIdx.x} * warps + threadIdx.x / 32; }
 __device__ std::int64_t num_warps() { return std::int64_t{gridDim.x} * warps; }
 
+/// Rows that have arrived, of which the input has each. @return their number
+__device__ std::int64_t checked_rows(const StageParams& p) {
+  const std::int64_t rows = min(std::int64_t{*p.num_recv_rows}, p.shape.capacity);
+  if (p.num_rows < rows) {
+    report_input(p.sink, FaultKind::combine_rows, FaultKind::moe_combine, p.shape.rank,
+                 p.state->call.epoch + 1, {{p.num_rows, rows}});
+  }
+  return rows;
+}
+
+__global__ void check_rows_kernel(StageParams p) { (void)checked_rows(p); }
+
 /// Expert outputs as they are.
 template <class Word>
 __global__ void __launch_bounds__(warps * 32) copy_rows_kernel(StageParams p) {
-  const std::int64_t rows = min(std::int64_t{*p.num_recv_rows}, p.shape.capacity);
+  const std::int64_t rows = checked_rows(p);
   const std::int64_t count = rows * p.row_bytes / static_cast<int>(sizeof(Word));
   const std::int64_t step = std::int64_t{gridDim.x} * warps * 32 * unroll;
   const auto* const from = reinterpret_cast<const Word*>(p.input);
@@ -111,6 +124,8 @@ __global__ void __launch_bounds__(warps * 32, 2) sum_rows_kernel(StageParams p) 
   const std::int32_t teams = all_warps / split;
   const std::int32_t team = static_cast<std::int32_t>(warp_id()) / split;
   const std::int32_t part = static_cast<std::int32_t>(warp_id()) % split;
+  if (warp_id() == 0) (void)checked_rows(p);
+  const std::int64_t end = min(s.capacity, p.num_rows);
   if (team >= teams) return;
   // Neighbouring warps take tokens of different sources, which differ in number.
   for (std::int32_t i = team; i < s.world_size * s.max_tokens; i += teams) {
@@ -121,7 +136,7 @@ __global__ void __launch_bounds__(warps * 32, 2) sum_rows_kernel(StageParams p) 
     if (lane_id() < s.topk) {
       row = p.records[(std::int64_t{source} * s.max_tokens + token) * s.topk + lane_id()];
     }
-    if (row >= s.capacity) row = -1;
+    if (row >= end) row = -1;
     const unsigned here = __ballot_sync(all_lanes, row >= 0);
     if (here == 0) continue;
     if ((here & (here - 1)) == 0 && p.input == p.window) continue;
@@ -240,6 +255,10 @@ cudaError_t load(const void* kernel) {
 }  // namespace
 
 cudaError_t prepare_stage(DType dtype) {
+  if (const cudaError_t status = load(reinterpret_cast<const void*>(check_rows_kernel));
+      status != cudaSuccess) {
+    return status;
+  }
   for (const int word : {16, 8, 4, 2, 1}) {
     const cudaError_t status = load(reinterpret_cast<const void*>(copy_kernel(word)));
     if (status != cudaSuccess) return status;
@@ -252,6 +271,11 @@ cudaError_t prepare_stage(DType dtype) {
     }
   }
   return cudaSuccess;
+}
+
+cudaError_t launch_check_rows(const StageParams& params, cudaStream_t stream) {
+  check_rows_kernel<<<1, 1, 0, stream>>>(params);
+  return cudaGetLastError();
 }
 
 cudaError_t launch_copy_rows(const StageParams& params, int word_bytes, int blocks,

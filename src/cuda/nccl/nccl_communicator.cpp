@@ -15,7 +15,6 @@ namespace waybill::cuda {
 namespace {
 
 using waybill::detail::at;
-using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
 
 constexpr const char* starting = "NCCL";
@@ -26,19 +25,12 @@ bool is_good(NcclResult result) {
   return result == NcclResult::success || result == NcclResult::in_progress;
 }
 
-/// Looks again and again, soon at first; returns false when `patience_s` have passed.
+/// Looks again and again; returns false when `patience_s` have passed. @throws as PollingWait
 template <class IsDone>
 bool poll_until(double patience_s, IsDone&& is_done) {
-  constexpr Seconds soon(0.001);
-  const auto start = Clock::now();
+  PollingWait wait(patience_s);
   while (!is_done()) {
-    const Seconds waited = Clock::now() - start;
-    if (waited.count() > patience_s) return false;
-    if (waited < soon) {
-      std::this_thread::yield();
-    } else {
-      std::this_thread::sleep_for(std::chrono::microseconds(200));
-    }
+    if (!wait.pause()) return false;
   }
   return true;
 }
@@ -59,14 +51,14 @@ NcclCommunicator::NcclCommunicator(Bootstrap& bootstrap, const Topology& topolog
     if (!gpu_->sink(1).traps)
       watch_ = std::jthread([this](const std::stop_token& stop) { watch(stop); });
   } catch (...) {
-    abort();
+    give_up(abort_patience_s);
     throw;
   }
 }
 
 NcclCommunicator::~NcclCommunicator() {
   watch_ = {};  // ends it
-  abort();
+  give_up(abort_patience_s);
 }
 
 /// Where a report does not end the context, it leaves the device to what NCCL keeps waiting there.
@@ -74,7 +66,7 @@ void NcclCommunicator::watch(const std::stop_token& stop) {
   while (!stop.stop_requested()) {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     if (!gpu_->has_fault()) continue;
-    return abort();
+    return give_up(abort_patience_s);
   }
 }
 
@@ -192,7 +184,7 @@ void NcclCommunicator::fail(NcclResult result, std::string_view doing) const {
 
 /// NCCL then waits for threads of its own, which a lost device may hold up: they are left to the
 /// end of the process.
-void NcclCommunicator::abort() noexcept {
+void NcclCommunicator::give_up(double patience_s) noexcept {
   const std::lock_guard lock(mutex_);
   if (comm_ == nullptr) return;
   *static_cast<volatile std::uint32_t*>(given_up_.get()) = 1;
@@ -201,7 +193,7 @@ void NcclCommunicator::abort() noexcept {
         [api = api_, comm = std::exchange(comm_, nullptr)] { (void)api->abort(comm); });
     const auto done = task.get_future();
     std::thread(std::move(task)).detach();
-    (void)done.wait_for(Seconds(abort_patience_s));
+    (void)done.wait_for(Seconds(patience_s));
   } catch (const std::exception&) {  // no thread: it goes with the process
     comm_ = nullptr;
   }

@@ -50,6 +50,9 @@ class NcclCommunicator {
   /// @throws TransportError when NCCL has noticed an error by itself, such as a broken connection
   void check(std::string_view operation) const;
 
+  /// Ends what is under way, here and sooner or later on the other ranks; waits for that so long.
+  void give_up(double patience_s) noexcept;
+
   /// Host memory that devices see: 0 until this object has given up what is under way, so that
   /// kernels behind it know.
   [[nodiscard]] const std::uint32_t* given_up() const noexcept {
@@ -63,7 +66,6 @@ class NcclCommunicator {
   void require_alive(std::string_view doing) const;
   void watch(const std::stop_token& stop);
   [[noreturn]] void fail(NcclResult result, std::string_view doing) const;
-  void abort() noexcept;
 
   std::shared_ptr<GpuRank> gpu_;
   Rank rank_;

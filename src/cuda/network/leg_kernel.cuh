@@ -1,13 +1,16 @@
 #pragma once
 
-#include "../device/signal.cuh"
+#include "../device/call_words.cuh"
 #include "leg_params.h"
 
 // The leg's kernel for wires that a device serves itself. A Wire has, for one block:
 //   void put(const NetworkPut&)          begins or does a put; all threads
 //   void settle()                        all puts of this block have arrived; all threads
 //   void raise_slot(peer, slot, epoch)   one thread; after settle()
-//   void raise_arrival(peer, epoch)      one thread: slot `rank` of the peer's arrivals
+//   void tell_words(peer, words, epoch)  one thread: into the peer's slot for this rank's words,
+//                                        which the own pad holds at the same place
+//   void raise_arrival(peer, epoch)      one thread, behind a fence: slot `rank` of the peer's
+//                                        arrivals
 //   bool put_signal(const NetworkPut&, slot, epoch)   all threads: a put whose arrival raises a
 //                                        slot of its peer; false where the wire cannot
 
@@ -19,6 +22,27 @@ inline constexpr int leg_threads = 512;
 /// for whom it waits, not this one.
 inline constexpr std::uint64_t own_rows_patience = 4;
 
+/// A wait of a leg for another rank that comes to a bad end, as report_missed().
+[[noreturn]] __device__ __noinline__ inline void report_leg_missed(const LegParams& p,
+                                                                   std::uint64_t epoch,
+                                                                   std::int32_t peer,
+                                                                   std::uint64_t seen,
+                                                                   std::uint64_t waited_ns) {
+  if (p.arrivals != nullptr) report_told(p, p.arrivals, epoch, peer, waited_ns);
+  report_and_trap(p.sink, p.kind, p.rank, peer, epoch, seen, waited_ns);
+}
+
+__device__ inline void await_rank(const LegParams& p, const std::uint64_t* flag,
+                                  std::uint64_t epoch, std::int32_t peer) {
+  const std::uint64_t start = now_ns();
+  for (;;) {
+    const std::uint64_t seen = load_acquire(flag);
+    if (seen >= epoch) return;
+    const std::uint64_t waited = now_ns() - start;
+    if (is_over(p.sink, waited)) report_leg_missed(p, epoch, peer, seen, waited);
+  }
+}
+
 template <class Wire>
 class LegWork {
  public:
@@ -26,7 +50,7 @@ class LegWork {
       : p_(p), wire_(wire), epoch_(epoch) {}
 
   __device__ void run() {
-    if (p_.arrival == LegArrival::first && blockIdx.x == 0) arrive();
+    if (p_.arrival != LegArrival::none && blockIdx.x == 0) begin();
     const std::int32_t num_puts = *p_.tables.num_puts;
     std::int32_t number = -1;
     NetworkStep step{};
@@ -55,7 +79,7 @@ class LegWork {
         sink.timeout_ns *= own_rows_patience;
         await(p_.tables.ready + slot.slot, epoch_, p_.kind, p_.rank, p_.rank, sink);
       } else {
-        await(p_.slots + slot.slot, epoch_, p_.kind, p_.rank, slot.rank, p_.sink);
+        await_rank(p_, p_.slots + slot.slot, epoch_, slot.rank);
       }
     }
     __syncthreads();
@@ -65,7 +89,7 @@ class LegWork {
   __device__ void await_peer(std::int32_t peer) {
     if (peer == come_) return;
     come_ = peer;
-    if (threadIdx.x == 0) await(p_.arrivals + peer, epoch_, p_.kind, p_.rank, peer, p_.sink);
+    if (threadIdx.x == 0) await_rank(p_, p_.arrivals + peer, epoch_, peer);
     __syncthreads();
   }
 
@@ -93,13 +117,32 @@ class LegWork {
     }
   }
 
-  /// One thread a peer, from the next node on.
-  __device__ void arrive() {
+  /// Calls for the ranks of other nodes, from the next one on, one thread a rank.
+  template <class Visit>
+  __device__ void for_other_nodes(Visit&& visit) {
     const std::int32_t others = p_.world_size - p_.ranks_per_node;
     const std::int32_t next_node = (p_.rank / p_.ranks_per_node + 1) * p_.ranks_per_node;
-    __threadfence_system();
     for (auto k = static_cast<std::int32_t>(threadIdx.x); k < others; k += leg_threads)
-      wire_.raise_arrival((next_node + k) % p_.world_size, epoch_);
+      visit((next_node + k) % p_.world_size);
+  }
+
+  /// Tells what this rank means by the call, and that it has come where that is to be said first.
+  __device__ void begin() {
+    const CallWords words = load_call_words(p_.fingerprint);
+    if (threadIdx.x == 0)
+      store_words(words_at(p_.arrivals, p_.fingerprint, p_.world_size, epoch_, p_.rank), words,
+                  epoch_);
+    __threadfence_system();
+    __syncthreads();
+    for_other_nodes([&](std::int32_t peer) {
+      wire_.tell_words(peer, words, epoch_);
+      if (p_.arrival == LegArrival::first) wire_.raise_arrival(peer, epoch_);
+    });
+  }
+
+  __device__ void arrive() {
+    __threadfence_system();
+    for_other_nodes([&](std::int32_t peer) { wire_.raise_arrival(peer, epoch_); });
   }
 
   /// The last block says that the rank has arrived, and ends the leg.

@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../device/fault.h"
+#include "../device/call_words.h"
 #include "waybill/runtime/network_program.h"
 
 namespace waybill::cuda {
@@ -46,8 +46,9 @@ struct LegParams {
   FaultSink sink;
   LegTables tables;
   std::byte* window;
-  std::uint64_t* slots;     ///< slot 0
-  std::uint64_t* arrivals;  ///< [W]
+  std::uint64_t* slots;           ///< slot 0
+  std::uint64_t* arrivals;        ///< [W]
+  FingerprintParams fingerprint;  ///< told with the arrivals
 };
 
 }  // namespace waybill::cuda

@@ -24,6 +24,7 @@ struct NetworkCall {
   const SignalPad* slots = nullptr;         ///< slot k of the tables is counter first_slot + k
   std::int64_t first_slot = 0;
   const SignalPad* arrivals = nullptr;  ///< [W]: rank r raises slot r; null without arrival
+  FingerprintParams fingerprint{};      ///< what goes to all ranks of other nodes with the arrival
   std::uint64_t epoch = 0;              ///< as the host counts; a replayed graph may be ahead
   int num_sms = 1;                      ///< for a wire with kernels
   cudaStream_t stream = nullptr;

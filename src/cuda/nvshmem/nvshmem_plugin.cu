@@ -25,7 +25,7 @@ __global__ void wait_kernel(NvshmemWait wait, FaultSink sink) {
   const std::uint64_t start = now_ns();
   while (nvshmem_uint64_test(wait.flag, NVSHMEM_CMP_GE, wait.wanted) == 0) {
     const std::uint64_t waited = now_ns() - start;
-    if (waited > sink.timeout_ns) {
+    if (is_over(sink, waited)) {
       report_and_trap(sink, FaultKind::wait, wait.rank, wait.peer, wait.wanted,
                       load_acquire(wait.flag), waited);
     }
@@ -55,6 +55,10 @@ class NvshmemWire {
   }
   __device__ void raise_slot(std::int32_t peer, std::int32_t slot, std::uint64_t epoch) {
     nvshmemx_signal_op(p_.slots + slot, epoch, NVSHMEM_SIGNAL_SET, peer);
+  }
+  __device__ void tell_words(std::int32_t peer, const CallWords& /*words*/, std::uint64_t epoch) {
+    std::uint64_t* const at = words_at(p_.arrivals, p_.fingerprint, p_.world_size, epoch, p_.rank);
+    nvshmem_uint64_put_nbi(at, at, fault_words, peer);
   }
   __device__ void raise_arrival(std::int32_t peer, std::uint64_t epoch) {
     nvshmemx_signal_op(p_.arrivals + p_.rank, epoch, NVSHMEM_SIGNAL_SET, peer);

@@ -11,6 +11,7 @@
 #include "nccl_leg.h"
 #include "waybill/core/at.h"
 #include "waybill/transport/agree.h"
+#include "waybill/transport/peer_status.h"
 
 namespace waybill::cuda {
 namespace {
@@ -79,6 +80,7 @@ class GpuProcessTransport final : public GpuTransport {
       require_peer_access(std::span(places).subspan(at(first_mapped_), at(num_mapped_)),
                           first_mapped_, this->gpu().device(), who);
     });
+    if (on_one_host(places)) watch_peers(peer_status());
     if (by_nccl) {
       network_ = std::make_shared<NcclCommunicator>(this->bootstrap(), topology(), std::move(gpu));
     }
@@ -100,6 +102,20 @@ class GpuProcessTransport final : public GpuTransport {
   }
 
  private:
+  void give_up(const char* after, std::string_view reason) noexcept override {
+    GpuTransport::give_up(after, reason);
+    if (network_ != nullptr) network_->give_up(0);
+  }
+
+  /// Null where the ranks have no shared memory: then their deadlines say who is gone.
+  [[nodiscard]] std::shared_ptr<PeerStatus> peer_status() {
+    try {
+      return make_peer_status(bootstrap());
+    } catch (const TransportError&) {
+      return nullptr;
+    }
+  }
+
   [[nodiscard]] bool is_mapped(std::int32_t r) const {
     return first_mapped_ <= r && r < first_mapped_ + num_mapped_;
   }

@@ -15,6 +15,17 @@ GpuTransport::GpuTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ra
   gpu_->use();
   seen_ = pinned_memory(sizeof(std::uint64_t));
   cuda_check(prepare_meet(), "loading kernels");
+  gpu_->ask_while_waiting([this](std::string_view operation) { check_peers(operation, rank()); });
+  if (const auto scope = this->bootstrap().failure_scope(); scope != nullptr) {
+    ended_ = scope->on_end([gpu = gpu_.get()] { gpu->give_up(); });
+  }
+}
+
+GpuTransport::~GpuTransport() { gpu_->ask_while_waiting({}); }
+
+void GpuTransport::give_up(const char* after, std::string_view reason) noexcept {
+  gpu_->give_up();
+  PeerTransport::give_up(after, reason);
 }
 
 void GpuTransport::put(const SymmetricBuffer& to, const PutRequest& piece) {
@@ -40,14 +51,23 @@ std::uint64_t GpuTransport::wait(SignalSlot slot, std::uint64_t wanted, Rank pee
   gpu_->check(
       launch_wait({flag, wanted, to_int(rank()), to_int(peer), seen()}, sink(), gpu_->stream()),
       "launching a wait", operation);
-  gpu_->check(cudaStreamSynchronize(gpu_->stream()), "waiting for a signal", operation);
+  await_stream("waiting for a signal", operation);
   gpu_->throw_fault();
   return *seen();
 }
 
 void GpuTransport::quiet() {
   gpu_->use();
-  gpu_->check(cudaStreamSynchronize(gpu_->stream()), "waiting for puts", "quiet");
+  await_stream("waiting for puts", "quiet");
+}
+
+void GpuTransport::await_stream(std::string_view doing, std::string_view operation) {
+  try {
+    gpu_->wait_for(gpu_->stream(), doing, operation);
+  } catch (const Interrupted& error) {
+    give_up("an interrupt: ", error.what());
+    throw;
+  }
 }
 
 std::unique_ptr<NetworkLeg> GpuTransport::make_network_leg() {

@@ -14,6 +14,7 @@ namespace waybill::cuda {
 /// and signals go in the order of the rank's own stream.
 class GpuTransport : public PeerTransport {
  public:
+  ~GpuTransport() override;
   void put(const SymmetricBuffer& to, const PutRequest& piece) override;
   void signal(Rank peer, SignalSlot slot, std::uint64_t epoch) override;
   std::uint64_t wait(SignalSlot slot, std::uint64_t wanted, Rank peer,
@@ -25,6 +26,11 @@ class GpuTransport : public PeerTransport {
   [[nodiscard]] virtual std::unique_ptr<NetworkLeg> make_network_leg();
 
  protected:
+  void give_up(const char* after, std::string_view reason) noexcept override;
+
+  /// Waits until what is on the rank's own stream is done.
+  void await_stream(std::string_view doing, std::string_view operation);
+
   /// @param share ranks on this rank's device
   GpuTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
                std::shared_ptr<GpuRank> gpu, int share);
@@ -40,6 +46,7 @@ class GpuTransport : public PeerTransport {
   std::shared_ptr<GpuRank> gpu_;
   int share_;
   std::shared_ptr<void> seen_;
+  std::shared_ptr<void> ended_;  ///< keeps what is called when the run ends
 };
 
 }  // namespace waybill::cuda

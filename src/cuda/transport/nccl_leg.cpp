@@ -8,9 +8,13 @@
 #include "../executor/cuda_check.h"
 #include "../kernel/phase_leg.h"
 #include "side_stream.h"
+#include "waybill/core/at.h"
+#include "waybill/runtime/executor.h"
 
 namespace waybill::cuda {
 namespace {
+
+using waybill::detail::at;
 
 constexpr std::int64_t message_bytes = 8;  ///< of a piece without rows
 
@@ -40,22 +44,53 @@ class NcclLeg final : public NetworkLeg {
 
   void join(cudaStream_t stream) override {
     const LegParams params = leg_params(call_, *gpu_, topology_, share_);
+    const bool tells = call_.arrival != LegArrival::none;
+    std::vector<bool> told(at(topology_.world_size));
+    std::vector<bool> heard(at(topology_.world_size));
     for (const NetworkPhase& phase : call_.phases) {
-      queue_waits(params, phase.waits);
-      communicator_->exchange(pieces_of(phase.sent, 0),
-                              pieces_of(phase.received, topology_.world_size), stream_,
-                              call_.operation);
+      queue_waits(params, phase.waits, tells && &phase == &call_.phases.front());
+      auto sent = pieces_of(phase.sent, 0);
+      auto received = pieces_of(phase.received, topology_.world_size);
+      if (tells) {
+        put_words_first(sent, told, [&](std::int32_t) { return to_int(gpu_->rank()); });
+        put_words_first(received, heard, [](std::int32_t peer) { return peer; });
+      }
+      communicator_->exchange(sent, received, stream_, call_.operation);
       queue_raises(params, phase, &phase == &call_.phases.back());
     }
     side_.join(stream, call_.operation);
   }
 
  private:
-  void queue_waits(const LegParams& params, std::span<const BatchSlot> waits) const {
-    while (!waits.empty()) {
+  /// The first message between two ranks in a call says what the sender means by it: with other
+  /// plans there may be rows of other sizes behind it, for which NCCL would wait for ever.
+  /// @param met peers for which it has been put before
+  /// @param rank_of whose words go to a peer, or come from it
+  template <class RankOf>
+  void put_words_first(std::vector<NcclPiece>& pieces, std::vector<bool>& met,
+                       RankOf&& rank_of) const {
+    constexpr std::int64_t bytes = fingerprint_words * sizeof(std::uint64_t);
+    const std::int32_t world = topology_.world_size;
+    std::vector<NcclPiece> with;
+    for (const NcclPiece& piece : pieces) {
+      if (!met[at(piece.peer)]) {
+        const std::int64_t slot =
+            fingerprint_slot(num_arrival_signals(world), world, call_.epoch, rank_of(piece.peer));
+        with.push_back(
+            {reinterpret_cast<std::byte*>(call_.arrivals->local + slot), bytes, piece.peer});
+        met[at(piece.peer)] = true;
+      }
+      with.push_back(piece);
+    }
+    pieces = std::move(with);
+  }
+
+  void queue_waits(const LegParams& params, std::span<const BatchSlot> waits, bool tells) const {
+    while (!waits.empty() || tells) {
       const auto some = waits.first(std::min<std::size_t>(waits.size(), max_phase_waits));
       PhaseWaits launch{};
       launch.leg = params;
+      launch.tells = std::exchange(tells, false);
       launch.given_up = communicator_->given_up();
       launch.count = static_cast<std::int32_t>(some.size());
       std::ranges::copy(some, launch.waits);

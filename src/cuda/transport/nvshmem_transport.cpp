@@ -145,7 +145,7 @@ class NvshmemTransport final : public GpuTransport {
                            seen()};
     const FaultSink to = sink();
     gpu().check(api_->wait(&wait, &to, gpu().stream()), "launching a wait", operation);
-    gpu().check(cudaStreamSynchronize(gpu().stream()), "waiting for a signal", operation);
+    await_stream("waiting for a signal", operation);
     return *seen();
   }
 
@@ -174,7 +174,7 @@ class NvshmemTransport final : public GpuTransport {
       }
       own = keep_until_released({memory, [api = api_](void* begin) { api->free(begin); }});
       cuda_check(cudaMemsetAsync(memory, 0, room, gpu().stream()), "clearing symmetric memory");
-      cuda_check(cudaStreamSynchronize(gpu().stream()), "clearing symmetric memory");
+      gpu().wait_for(gpu().stream(), "clearing symmetric memory", operation);
     });
     return own;
   }

@@ -47,7 +47,8 @@ LegParams leg_params(const NetworkCall& call, const GpuRank& gpu, const Topology
           .tables = call.tables,
           .window = call.window->local,
           .slots = call.slots->local + call.first_slot,
-          .arrivals = call.arrivals == nullptr ? nullptr : call.arrivals->local};
+          .arrivals = call.arrivals == nullptr ? nullptr : call.arrivals->local,
+          .fingerprint = call.fingerprint};
 }
 
 }  // namespace waybill::cuda

@@ -20,7 +20,10 @@ class Dispatch(torch.autograd.Function):
         ctx: Any, layer: Any, tokens: Any, weight: Any, ids: Any, positions: Any, layout: Any,
         holder: Any,
     ) -> Any:  # fmt: skip
-        rows, weights, made = layer._dispatch(tokens, ids, weight, positions, None, layout)
+        _, tokens_need, weight_needs, *_ = ctx.needs_input_grad
+        rows, weights, made = layer._dispatch(
+            tokens, ids, weight, positions, None, layout, tokens_need, weight_needs
+        )
         holder.append(made)
         # A copy: the descriptor will hold the token, which holds this node of the graph. A circle
         # would last until Python looks for circles, which it does not do when a GPU is full.
@@ -58,7 +61,8 @@ def _weights_home(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     nothing = torch.zeros(
         ctx.layout.num_dispatch_token_cur_rank, topk, dtype=torch.float32, device=layer.device
     )
-    there, _, layout = layer._dispatch(nothing, ids, None, ctx.positions, None, None)
+    number = ctx.layout._handle.number  # ranks compare for which dispatch they bring weights home
+    there, _, layout = layer._dispatch(nothing, ids, None, ctx.positions, None, None, origin=number)
     compact = layer.rows == "compact"
     table = ctx.layout.recv_topk_indices if compact else ctx.layout.recv_tags[:, 2:3]
     # Gradient and table may have room for more rows than have come: not both of them the same.
@@ -83,7 +87,7 @@ class Combine(torch.autograd.Function):
     def forward(ctx: Any, layer: Any, layout: Any, rows: Any, token: Any, *biases: Any) -> Any:
         ctx.layer, ctx.layout = layer, layout
         ctx.has_token = token is not None
-        return layer._combine(rows, layout, False, biases)
+        return layer._combine(rows, layout, False, biases, needs_gradients=True)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

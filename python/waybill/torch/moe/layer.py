@@ -24,7 +24,8 @@ class EPAll2AllLayer:
     combines. What arrives is that of ``waybill.moe.simulate_dispatch``, bit for bit.
 
     Autograd knows dispatch and combine. Whether input, and whether weight, need gradients is the
-    same on all ranks.
+    same on all ranks, also on one without tokens. Ranks compare that, and what else a call means:
+    a difference is a ``Disagreement`` on all of them, and the layer is of no use afterwards.
 
     :param ep_group: a ``waybill.World``, or a process group of torch.distributed (None: the default
         one); all ranks of it are the layer's
@@ -127,18 +128,19 @@ class EPAll2AllLayer:
             ``layout_desc.recv_scales``
         :param layout_desc: of an earlier dispatch of the same ``exp_indices``, on all ranks:
             nothing is counted
-        :raises InvalidArgument: before any communication; Timeout naming the rank
+        :raises InvalidArgument: before any communication; Disagreement; Timeout naming the rank
         """
         require_tensor(input, "dispatch: input")
+        differentiable = torch.is_grad_enabled() and self.payload == "plain"
         weight_needs = isinstance(weight, torch.Tensor) and weight.requires_grad
-        if self.payload == "plain" and (input.requires_grad or weight_needs):
-            if weight_needs:
-                self._need_choice_layer()
+        if differentiable and (input.requires_grad or weight_needs):
             holder: list[Any] = []
             outputs = Dispatch.apply(
                 self, input, weight, exp_indices, full_scatter_indices, layout_desc, holder
             )
             received, weights, token = outputs
+            if weight_needs:
+                self._need_choice_layer()
             layout = holder[0]
             layout._token = token
             return received, weights if weight is not None else None, layout
@@ -185,6 +187,14 @@ class EPAll2AllLayer:
         assert view is not None
         return view
 
+    def synchronize(self, stream: Any = None) -> None:
+        """Returns when this rank's calls on the stream (None: the current one) are done, and raises
+        what they have met, also rows that ``fixed_rows`` left out. Ranks in host memory are done when
+        a call returns.
+        """
+        handle = stream_of(self.device) if stream is None else int(stream.cuda_stream)
+        self._layer.synchronize(handle)
+
     def ep_barrier_all(self, stream: Any = None, intra_node_only: bool = False) -> None:
         """All ranks, or those of this node, have come here and their work on the stream is done."""
         handle = stream_of(self.device) if stream is None else int(stream.cuda_stream)
@@ -211,8 +221,9 @@ class EPAll2AllLayer:
             )
 
     def _dispatch(
-        self, tokens: Any, ids: Any, weight: Any, positions: Any, scales: Any, layout: Any
-    ) -> Tuple[Any, Any, LayerLayout]:
+        self, tokens: Any, ids: Any, weight: Any, positions: Any, scales: Any, layout: Any,
+        needs_gradients: bool = False, weights_need_gradients: bool = False, origin: int = 0,
+    ) -> Tuple[Any, Any, LayerLayout]:  # fmt: skip
         who = "dispatch"
         tokens_given, kept = given(tokens, f"{who}: input", self.device)
         others = []
@@ -227,8 +238,9 @@ class EPAll2AllLayer:
             raise InvalidArgument(f"{who}: exp_indices is None, expected [num_tokens, topk]")
         handle = None if layout is None else _checked(layout, who)._handle
         bits, weights, scale_bits, made = self._layer.dispatch(
-            tokens_given, *(view for view, _ in others), handle, stream_of(self.device)
-        )
+            tokens_given, *(view for view, _ in others), handle, stream_of(self.device),
+            needs_gradients, weights_need_gradients, origin,
+        )  # fmt: skip
         del kept
         payload_dtype = (
             self.ep_config.token_dtype if self.payload == "plain" else torch.float8_e4m3fn
@@ -242,7 +254,10 @@ class EPAll2AllLayer:
     def _out(self, view: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
         return view.clone() if view is not None and self.copy_out else view
 
-    def _combine(self, rows: Any, layout: Any, weighted: bool, biases: Sequence[Any]) -> Any:
+    def _combine(
+        self, rows: Any, layout: Any, weighted: bool, biases: Sequence[Any],
+        needs_gradients: bool = False,
+    ) -> Any:  # fmt: skip
         rows_given, kept = given(rows, "combine: input", self.device)
         bias_given = [given(bias, "combine: biases", self.device) for bias in biases]
         output = torch.empty(
@@ -254,7 +269,7 @@ class EPAll2AllLayer:
         output_given, _ = given(output, "combine: output", self.device)
         self._layer.combine(
             rows_given, layout._handle, output_given, bool(weighted),
-            [view for view, _ in bias_given], stream_of(self.device),
+            [view for view, _ in bias_given], stream_of(self.device), needs_gradients,
         )  # fmt: skip
         del kept
         return output
@@ -263,6 +278,8 @@ class EPAll2AllLayer:
         """A layer of rows [topk] that takes the gradients of weights home. Collective."""
         if self._choice_layer is not None:
             return
+        # Ranks that do not agree on the dispatch before hear of it here, not at the deadline.
+        self._layer.await_calls(stream_of(self.device))
         config = self.ep_config
         self._choice_layer = EPAll2AllLayer(
             self.world, config.max_tokens, config.topk, config.topk, config.rank,

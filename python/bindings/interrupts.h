@@ -1,0 +1,41 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <memory>
+
+#include "waybill/core/error.h"
+
+namespace waybill::python {
+
+/// What a signal handler of Python's raised on the main thread, usually KeyboardInterrupt.
+class PythonInterrupt : public Interrupted {
+ public:
+  explicit PythonInterrupt(nanobind::python_error raised);
+
+  /// Raises it again. With the interpreter's lock.
+  void restore() const noexcept;
+
+ private:
+  std::shared_ptr<nanobind::python_error> raised_;
+};
+
+/// Lets go of the interpreter's lock while it lives. A thread that wants it back when the
+/// interpreter is about to end waits for that for good: Python would end the thread in the middle
+/// of C++, and with it the program.
+class InterpreterUnlocked {
+ public:
+  InterpreterUnlocked() noexcept;
+  InterpreterUnlocked(const InterpreterUnlocked&) = delete;
+  InterpreterUnlocked& operator=(const InterpreterUnlocked&) = delete;
+  ~InterpreterUnlocked();
+
+ private:
+  PyThreadState* state_;
+};
+
+/// Where worlds are made: notes when SIGINT comes, for threads on which Python handles no signals.
+/// What Python does with it stays as it is.
+void note_sigint_from_now_on() noexcept;
+
+}  // namespace waybill::python

@@ -1,0 +1,119 @@
+"""Ranks that meet in a process group of torch.distributed, each wait with Waybill's deadline."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, Optional
+
+from torch import distributed as _distributed
+from torch.distributed import distributed_c10d
+
+from . import _core
+from .errors import InvalidArgument, PeerFailed, Timeout, TransportError
+
+_LONGEST_SLEEP_S = 0.01
+distributed: Any = _distributed  # not all that it documents is typed
+
+#: Worlds that groups of these ranks have made: the same number on all of them, as making one is
+#: collective. It goes on when a group is made again, perhaps with the same store.
+_worlds: dict[tuple[int, ...], int] = {}
+
+
+class GroupExchange:
+    """An all-gather of bytes in the store of a group; None is the default group.
+
+    Round k's bytes of rank r have the key "k/r". Who begins round k has seen round k - 1 of all, so
+    all have seen round k - 2: its own key of that round can go.
+    """
+
+    def __init__(self, group: Any, timeout_s: float, who: str) -> None:
+        group = distributed.group.WORLD if group is None else group
+        self.rank = distributed.get_rank(group)
+        self.world_size = distributed.get_world_size(group)
+        if self.rank < 0:
+            raise InvalidArgument(f"{who}: this process is not in the group")
+        self._who, self._timeout_s, self._round = who, timeout_s, 0
+        # Were the group kept, it would outlive destroy_process_group and end with the interpreter,
+        # whose lock gloo's threads may still wait for then: the process would abort.
+        self._group = weakref.ref(group)
+        ranks = tuple(distributed.get_process_group_ranks(group))
+        _worlds[ranks] = number = _worlds.get(ranks, 0) + 1
+        self._prefix = f"waybill/{number}/{ranks[0]}-{ranks[-1]}"
+
+    def all_gather(self, mine: bytes) -> Sequence[bytes]:
+        """What all ranks gave, by rank."""
+        group = self._group()
+        if group is None or not _is_known(group):
+            raise InvalidArgument(
+                f"{self._who}: the group was destroyed before the world's last collective call"
+            )
+        store = _store_of(group, self._prefix)
+        if store is None:
+            everyone: list[Any] = [None] * self.world_size
+            distributed.all_gather_object(everyone, mine, group=group)
+            return everyone
+        self._round += 1
+        try:
+            return self._exchange(store, mine)
+        except RuntimeError as error:  # the rank that serves the store has ended, as a rule
+            if isinstance(error, TransportError):
+                raise
+            raise TransportError(f"{self._who}: the store of the group failed: {error}") from None
+
+    def tell_failure(self, reason: str) -> None:
+        """Ends what the others wait for."""
+        group = self._group()
+        store = None if group is None else _store_of(group, self._prefix)
+        if store is not None:
+            store.set("failed", f"rank {self.rank} failed: {reason}")
+
+    def _exchange(self, store: Any, mine: bytes) -> Sequence[bytes]:
+        store.set(self._key(self.rank), mine)
+        if self._round > 2:
+            store.delete_key(self._key(self.rank, self._round - 2))
+        keys = [self._key(rank) for rank in range(self.world_size)]
+        start, pause = time.monotonic(), 0.0005
+        while not store.check(keys):
+            if store.check(["failed"]):
+                raise PeerFailed(f"{self._who}: {store.get('failed').decode(errors='replace')}")
+            waited = time.monotonic() - start
+            if waited > self._timeout_s:
+                raise self._missed(store, waited)
+            _core.check_interrupt()
+            time.sleep(min(pause, self._timeout_s - waited + 0.0005))
+            pause = min(2 * pause, _LONGEST_SLEEP_S)
+        return store.multi_get(keys) if _gets_many(store) else [store.get(key) for key in keys]
+
+    def _key(self, rank: int, number: Optional[int] = None) -> str:
+        return f"{self._round if number is None else number}/{rank}"
+
+    def _missed(self, store: Any, waited_s: float) -> Timeout:
+        ranks = range(self.world_size)
+        peer = next((rank for rank in ranks if not store.check([self._key(rank)])), self.rank)
+        error = Timeout(
+            f"{self._who}: rank {self.rank} waited {waited_s:.1f} s for exchange >= {self._round}"
+            f" from rank {peer}; last seen {self._round - 1}"
+        )
+        error.operation, error.what, error.rank, error.peer = (
+            self._who, "exchange", self.rank, peer
+        )  # fmt: skip
+        error.wanted, error.seen, error.seconds = self._round, self._round - 1, waited_s
+        return error
+
+
+def _is_known(group: Any) -> bool:
+    return group in distributed_c10d._world.pg_map
+
+
+def _gets_many(store: Any) -> bool:
+    return hasattr(store, "has_extended_api") and store.has_extended_api()
+
+
+def _store_of(group: Any, prefix: str) -> Any:
+    """Part of the group's store; None: it has none that can be asked."""
+    _, store = distributed_c10d._world.pg_map.get(group, (None, None))
+    if store is None or type(store) is distributed.Store:  # a placeholder, as with MPI
+        return None
+    return distributed.PrefixStore(prefix, store)

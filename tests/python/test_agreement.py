@@ -1,0 +1,144 @@
+"""Ranks that do not mean the same call are told so; none gets a wrong result."""
+
+import numpy as np
+import pytest
+
+import waybill
+
+WORLDS = [(2, None), (4, 2)]
+TOKENS = 24
+
+
+def routing_of(world_size, more=0):
+    """Documents of a world; one ends ``more`` tokens later, and the next is as much shorter."""
+    lengths = [TOKENS // 2] * (2 * world_size)
+    lengths[0] += more
+    lengths[1] -= more
+    plan = waybill.plan_documents(
+        lengths, world_size=world_size, tokens_per_rank=TOKENS, shard_tokens=4
+    )
+    return plan.to_routing()
+
+
+class Step:
+    """One rank's dispatcher and tensors."""
+
+    def __init__(self, world):
+        self.world = world
+        self.is_odd = world.rank == world.world_size - 1
+        self.dispatcher = waybill.SequenceDispatcher(world)
+        self.dispatcher.reserve(1 << 20)
+        self.rows = np.zeros((2 * TOKENS * world.world_size, 8), np.float32)
+
+    def plan(self, routing):
+        return self.dispatcher.plan_dispatch((routing.fwd_kv, self.rows))
+
+    def gradient_plan(self, routing):
+        return self.dispatcher.plan_kv_gradient((routing.fwd_kv, self.rows))
+
+    def dispatch(self, plan, **options):
+        self.dispatcher.dispatch(plan, self.rows, **options)
+        return self.dispatcher.last_dispatch
+
+    def gradient(self, plan, **options):
+        self.dispatcher.kv_gradient(plan, self.rows, **options)
+
+
+def other_lengths(step):
+    step.dispatch(step.plan(routing_of(step.world.world_size, 1 if step.is_odd else 0)))
+
+
+def another_operation(step):
+    routing = routing_of(step.world.world_size)
+    there, back = step.plan(routing), step.gradient_plan(routing)
+    step.gradient(back) if step.is_odd else step.dispatch(there)
+
+
+def swapped_gradients(step):
+    routing = routing_of(step.world.world_size)
+    there, back = step.plan(routing), step.gradient_plan(routing)
+    numbers = [step.dispatch(there), step.dispatch(there)]
+    assert numbers == [1, 2]
+    for number in numbers if step.is_odd else reversed(numbers):
+        step.gradient(back, of_dispatch=number)
+
+
+def replaced_plan(step):
+    routing = routing_of(step.world.world_size)
+    there, back = step.plan(routing), step.gradient_plan(routing)
+    number = step.dispatch(there)
+    if step.is_odd:
+        step.dispatcher.replace_plan(
+            back, (routing_of(step.world.world_size, 1).fwd_kv, step.rows)
+        )
+    step.gradient(back, of_dispatch=number)
+
+
+@pytest.mark.parametrize("world_size, ranks_per_node", WORLDS)
+@pytest.mark.parametrize(
+    "calls, named",
+    [
+        (other_lengths, r"^dispatch: ranks disagree in call 1: the plan differs"),
+        (another_operation, r"rank \d calls (dispatch|kv_gradient), rank \d (kv_gr|disp)"),
+        (swapped_gradients, r"kv_gradient: .* belongs to dispatch [12] on rank \d, to dispatch"),
+        (replaced_plan, r"kv_gradient: .* the plan differs"),
+    ],
+)
+def test_what_differs_is_named_by_all(world_size, ranks_per_node, calls, named):
+    def body(world):
+        step = Step(world)
+        with pytest.raises(waybill.Disagreement, match=named) as caught:
+            calls(step)
+        assert isinstance(caught.value, waybill.InvalidArgument)
+        with pytest.raises(waybill.TransportError, match="of no use any more"):
+            step.dispatch(step.plan(routing_of(world_size)))
+
+    waybill.run_threads(world_size, body, timeout_s=10, ranks_per_node=ranks_per_node)
+
+
+def test_wrong_numbers_move_nothing():
+    def body(world):
+        step = Step(world)
+        there = step.plan(routing_of(1))
+        assert step.dispatcher.last_dispatch == 0
+        for number in (-1, 1.5, 2**64):
+            with pytest.raises(waybill.InvalidArgument, match="of_dispatch"):
+                step.dispatch(there, of_dispatch=number)
+        assert step.dispatcher.last_dispatch == 0
+        assert step.dispatch(there, of_dispatch=7) == 1
+
+    waybill.run_threads(1, body)
+
+
+def forward(torch, step, tensors):
+    q, k, v = step.dispatch_qkv(*tensors)
+    rows = q + 0 * (k.sum() + v.sum())
+    return step.return_outputs(rows).sum()
+
+
+@pytest.mark.parametrize("what", ["order", "routing"])
+def test_backward_passes_of_attention_steps(what):
+    torch = pytest.importorskip("torch")
+    import waybill.torch
+
+    world_size = 4
+
+    def body(world):
+        is_odd = world.rank == 1
+        dispatcher = waybill.torch.SequenceDispatcher(world)
+        tensors = [torch.zeros(TOKENS, 2, 4, requires_grad=True) for _ in range(3)]
+        step = waybill.torch.AttentionStep(dispatcher, routing_of(world_size), *tensors)
+        losses = [forward(torch, step, tensors) for _ in range(2)]
+        if what == "routing" and is_odd:
+            step.replace_routing(routing_of(world_size, 1))
+        if what == "order" and is_odd:
+            losses.reverse()
+        with pytest.raises(waybill.Disagreement) as caught:
+            for loss in losses:
+                loss.backward()
+        return str(caught.value)
+
+    texts = waybill.torch.run_threads(world_size, body, timeout_s=10)
+    for text in texts:
+        assert ("belongs to dispatch" if what == "order" else "the plan differs") in text
+        assert "rank 1" in text
