@@ -1,6 +1,7 @@
 #include <nanobind/stl/string.h>
 
 #include <exception>
+#include <typeinfo>
 
 #include "bindings.h"
 #include "waybill/core/error.h"
@@ -63,6 +64,8 @@ void translate(const std::exception_ptr& thrown, void* /*payload*/) {
     raise("InternalError", e.what());
   } catch (const Error& e) {
     raise("Error", e.what());
+  } catch (const std::bad_cast&) {  // nanobind's, for a value inside a list or a dict
+    raise("WrongType", "a value among the arguments has another type or size than expected");
   }
 }
 

@@ -121,17 +121,24 @@ void bind_plan(nb::module_& m) {
   plan.def("to_json", [](const QkvPlan& p, bool compact) {
     return to_json(p, compact ? JsonStyle::compact : JsonStyle::readable);
   });
-  plan.def("to_metadata", [](const QkvPlan& p, int num_threads) {
-    return e2e_tuple(unlocked([&] { return to_dense(compute_qkv_routing(p, num_threads)); }));
-  });
-  plan.def("to_raw_dispatch", [](const QkvPlan& p, std::int64_t max_cp_degree) {
-    return raw_tuple(unlocked([&] { return to_raw_dispatch(p, max_cp_degree); }));
-  });
+  plan.def(
+      "to_metadata",
+      [](const QkvPlan& p, int num_threads) {
+        return e2e_tuple(unlocked([&] { return to_dense(compute_qkv_routing(p, num_threads)); }));
+      },
+      "num_threads"_a);
+  plan.def(
+      "to_raw_dispatch",
+      [](const QkvPlan& p, std::int64_t max_cp_degree) {
+        return raw_tuple(unlocked([&] { return to_raw_dispatch(p, max_cp_degree); }));
+      },
+      "max_cp_degree"_a);
   plan.def("shard_work", [](const QkvPlan& p) { return numpy_array(shard_work(p)); });
   plan.def("rank_work", [](const QkvPlan& p) { return numpy_array(rank_work(p)); });
   plan.def("traffic", &traffic);
-  plan.def("summary_text", &summary_text);
-  plan.def("report_page", &report_page);
+  plan.def("summary_text", &summary_text, "q_row_bytes"_a, "kv_row_bytes"_a, "gb_per_s"_a,
+           "unicode"_a);
+  plan.def("report_page", &report_page, "q_row_bytes"_a, "kv_row_bytes"_a, "gb_per_s"_a, "title"_a);
   m.def("plan_documents",
         [](const std::vector<std::int64_t>& lengths, std::int32_t world_size,
            std::int64_t tokens_per_rank, std::int64_t shard_tokens, std::string_view kv_layout) {

@@ -136,12 +136,15 @@ std::vector<Remedy> remedies_of(const StepPredictor& predictor, const StepPredic
 /// Functions that need the plan again; `Plan` is a QkvPlan or an AttentionPlan.
 template <class Plan>
 void bind_of_plan(nb::module_& m) {
-  m.def("predict_step", [](const Plan& plan, const nb::dict& given, std::string_view transfer) {
-    StepOptions base;
-    if constexpr (std::is_same_v<Plan, AttentionPlan>) base = StepOptions::of(plan);
-    const StepOptions options = changed(base, given, transfer);
-    return unlocked([&] { return predict_step(plan, options); });
-  });
+  m.def(
+      "predict_step",
+      [](const Plan& plan, const nb::dict& given, std::string_view transfer) {
+        StepOptions base;
+        if constexpr (std::is_same_v<Plan, AttentionPlan>) base = StepOptions::of(plan);
+        const StepOptions options = changed(base, given, transfer);
+        return unlocked([&] { return predict_step(plan, options); });
+      },
+      "plan"_a, "given"_a, "transfer"_a);
   m.def("step_remedies", [](const Plan& plan, const StepPrediction& step) {
     return remedy_tuples(remedies_of(StepPredictor(plan), step));
   });

@@ -110,7 +110,8 @@ PyTypeObject* guarded_type() {
                                 {0, nullptr}};
   static PyType_Spec spec = {"waybill._core.Function", sizeof(Guarded), 0,
                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL |
-                                 Py_TPFLAGS_METHOD_DESCRIPTOR | Py_TPFLAGS_HAVE_GC,
+                                 Py_TPFLAGS_METHOD_DESCRIPTOR | Py_TPFLAGS_HAVE_GC |
+                                 Py_TPFLAGS_DISALLOW_INSTANTIATION,
                              slots};
   static auto* const type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
   if (type == nullptr) throw nb::python_error();
@@ -129,7 +130,8 @@ nb::object guard(nb::handle function) {
 /// Operators (`__eq__` and its kind) answer arguments of other types by themselves.
 bool is_plain_function(nb::handle name, nb::handle value) {
   const std::string_view type = Py_TYPE(value.ptr())->tp_name;
-  const std::string_view text = nb::cast<std::string_view>(name);
+  const nb::str name_text(name);
+  const std::string_view text = name_text.c_str();
   return (type == "nanobind.nb_func" || type == "nanobind.nb_method") && !text.starts_with("__");
 }
 

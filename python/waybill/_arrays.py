@@ -41,7 +41,7 @@ def as_numpy(value: Any, name: str) -> AnyArray:
             raise InvalidArgument(f"{name} cannot be seen as a numpy array: {error}") from None
     try:
         return np.asarray(value)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise InvalidArgument(f"{name} is no array: {error}") from None
 
 

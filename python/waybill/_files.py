@@ -7,7 +7,7 @@ import stat
 from typing import Any, Tuple, Union
 
 from . import _core
-from .errors import InvalidArgument, IoError
+from .errors import InvalidArgument, IoError, printable
 
 Path = Union[str, os.PathLike[str]]
 
@@ -18,7 +18,7 @@ def json_text(text: Any, who: str) -> Tuple[str, str]:
         raise InvalidArgument(f"{who}: got a {type(text).__name__}, expected a JSON text or a path")
     if isinstance(text, str) and text.lstrip().startswith("{"):
         return text, "JSON"
-    return _read(text, who), os.fspath(text)
+    return _read(text, who), printable(os.fspath(text))
 
 
 def _read(path: Path, who: str) -> str:

@@ -13,7 +13,8 @@ _SIGNATURE = re.compile(r"^\s*1\. (\w+)\((.*)\) -> .*$", re.MULTILINE)
 
 def _parts(text: str, separator: str) -> List[str]:
     """The text between separators that stand in no brackets."""
-    parts, depth, begin = [], 0, 0
+    parts: List[str] = []
+    depth = begin = 0
     for i, c in enumerate(text):
         depth += (c in "[({") - (c in "])}")
         if c == separator and depth == 0:
@@ -53,7 +54,13 @@ def _mismatch(value: Any, kind: str) -> Optional[str]:
         return None if -(2**63) <= operator.index(value) < 2**64 else "an integer of 64 bits"
     if kind == "float":
         return None if isinstance(value, (int, float, np.number)) else "a number"
-    plain = {"str": str, "bool": (bool, np.bool_), "bytes": bytes, "dict": dict, "list": list}
+    plain: Dict[str, Any] = {
+        "str": str,
+        "bool": (bool, np.bool_),
+        "bytes": bytes,
+        "dict": dict,
+        "list": list,
+    }
     if kind in plain:
         return None if isinstance(value, plain[kind]) else kind
     if "ndarray" in kind or "array" in kind:
@@ -89,8 +96,8 @@ def describe(text: str, given: List[Any], by_name: Dict[str, Any]) -> str:
         expected = _mismatch(value, kind)
         if expected is not None:
             return f"{who}: {name} = {shown(value)}, expected {expected}"
-    for name, kind, value in arguments:  # what fits no 32 bits, or is negative where none may be
+    for name, kind, value in arguments:  # of fewer bits, or without a sign
         if kind == "int" and not 0 <= operator.index(value) < 2**31:
-            return f"{who}: {name} = {shown(value)}, expected an integer that is not so large"
+            return f"{who}: {name} = {shown(value)}, expected an integer within its range"
     got = ", ".join(shown(value) for _, _, value in arguments)
     return f"{who}: got ({got}), expected ({', '.join(': '.join(p) for p in parameters)})"

@@ -15,11 +15,16 @@ for _kept in "\n\t":
     del _PRINTABLE[ord(_kept)]
 
 
+def printable(text: str) -> str:
+    """The text with what a terminal could take for a command written out, as \\x1b."""
+    return text.translate(_PRINTABLE)
+
+
 class Error(Exception):
     """Base of everything the library raises. What it quotes is safe to print."""
 
     def __init__(self, *args: Any) -> None:
-        super().__init__(*(a.translate(_PRINTABLE) if isinstance(a, str) else a for a in args))
+        super().__init__(*(printable(a) if isinstance(a, str) else a for a in args))
 
 
 class InvalidArgument(Error, ValueError):

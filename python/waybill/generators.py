@@ -8,6 +8,7 @@ import numpy as np
 
 from . import _core
 from ._arrays import ArrayLike, IntArray, as_numpy, index_array, integer
+from ._wrong_call import shown
 from .errors import InvalidArgument
 from .layouts import RawQkvDispatch, attention_layout
 from .metadata import Metadata
@@ -162,5 +163,5 @@ def checked_seed(seed: Optional[int], who: str) -> int:
     if seed is None:
         return 0
     if not 0 <= integer(seed, f"{who}: seed") < 2**64:
-        raise InvalidArgument(f"{who}: seed = {seed}, expected 0..2^64 - 1")
+        raise InvalidArgument(f"{who}: seed = {shown(seed)}, expected 0..2^64 - 1")
     return int(seed)

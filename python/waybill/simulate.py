@@ -19,6 +19,7 @@ from ._arrays import (
     integer,
     library_dtype,
 )
+from ._wrong_call import shown
 from .errors import InvalidArgument, NotThreeAxes, RankOutOfRange, ShapeMismatch
 from .metadata import Metadata, require_metadata
 
@@ -194,7 +195,7 @@ def gradient_rows(planes_shape: Sequence[int], metadata: Metadata, rank: int) ->
         )
     if lens.ndim == 2:
         if not 0 <= integer(rank, f"{who}: rank") < len(lens):
-            raise InvalidArgument(f"{who}: rank = {rank}, expected 0..{len(lens) - 1}")
+            raise InvalidArgument(f"{who}: rank = {shown(rank)}, expected 0..{len(lens) - 1}")
         lens = lens[int(rank)]
     rows = int(sum(lens.reshape(-1).tolist()))
     copies = mask.shape[-1] if mask.ndim else 0
