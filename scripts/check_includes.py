@@ -41,6 +41,8 @@ ROOMS = {
 # Third-party headers, and the folders that may include them (never a public header).
 THIRD_PARTY = {
     "nanobind/": ("python/bindings/",),
+    "Python.h": ("python/bindings/",),
+    "structmember.h": ("python/bindings/",),
     "nlohmann/": ("src/json/", "tests/"),
     "CLI/": ("src/cli/",),
     "gtest/": ("tests/",),
