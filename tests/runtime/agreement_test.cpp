@@ -109,7 +109,8 @@ void expect_end(DisagreeingRank& rank, const std::function<void(DisagreeingRank&
     rank.dispatch(again);
     ADD_FAILURE() << "the dispatcher is still of use";
   } catch (const TransportError& error) {
-    EXPECT_NE(std::string(error.what()).find("unusable after a failure: " + text), std::string::npos)
+    EXPECT_NE(std::string(error.what()).find("unusable after a failure: " + text),
+              std::string::npos)
         << error.what();
   }
 }

@@ -160,12 +160,13 @@ TEST_P(ExpertAgreement, OfTwoLayersEndsAtTheDeadline) {
 TEST_P(ExpertAgreement, OfABarrierAndADispatchEndsAtTheDeadline) {
   for (const bool intra_node_only : {true, false}) {
     run_way(GetParam(), short_deadline_s, [&](World& world) {
+      if (world.topology().ranks_per_node == 1 && intra_node_only) return;  // nobody to wait for
       LayerStep step(world);
       const auto layout = step.dispatch(step.input()).layout;
       if (!is_odd(world)) {
         expect_throws<Timeout>([&] { step.combine(*layout); }, at_once_s,
                                {"combine: rank ", in_other_calls});
-      } else if (world.topology().ranks_per_node > 1 || !intra_node_only) {
+      } else {
         expect_throws<Timeout>([&] { step.layer().ep_barrier_all({}, intra_node_only); }, at_once_s,
                                {"ep_barrier_all: rank ", in_other_calls});
       }

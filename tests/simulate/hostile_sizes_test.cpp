@@ -105,8 +105,9 @@ TEST(HostileSizes, strides_of_axes_with_one_element) {
 TEST(HostileSizes, shapes_without_elements) {
   for (const std::int64_t rows : large) {
     Metadata metadata = one_row_to(1);
-    if (rows >= std::int64_t{1} << 60)  // a table of fewer rows may well fit into memory
+    if (rows >= std::int64_t{1} << 60) {  // a table of fewer rows may well fit into memory
       EXPECT_ANY_THROW((void)source_rows({1, rows, 0}, {1, rows, 0}, metadata)) << rows;
+    }
     // Nothing moves, however many rows there are.
     const ConstTensorView from(nullptr, DType::float64, {1, rows, 0});
     const TensorView to(nullptr, DType::float64, {1, rows, 0});

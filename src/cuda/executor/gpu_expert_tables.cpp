@@ -181,11 +181,20 @@ GpuExpertTables::GpuExpertTables(std::shared_ptr<const GpuExpertRouting> known, 
       weight_dtype_(weight_dtype),
       begun_(call) {}
 
-/// A dispatch that was given up between its halves: work of the first may still be under way.
+/// A dispatch that was given up between its halves: work of the first may still be under way. An
+/// event that a recording takes says nothing of that work: then nobody gets the memory again.
 GpuExpertTables::~GpuExpertTables() {
   if (!begun_) return;
   try {
-    note_use(*begun_, true);
+    TableCall last = *begun_;
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    unsigned long long capture = 0;
+    if (last.capture == 0 &&
+        cudaStreamGetCaptureInfo(last.stream, &status, &capture) == cudaSuccess &&
+        status != cudaStreamCaptureStatusNone) {
+      last.capture = capture;
+    }
+    note_use(last, true);
   } catch (...) {  // the device is lost: nobody will use the memory again
   }
 }

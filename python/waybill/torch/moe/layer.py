@@ -189,8 +189,8 @@ class EPAll2AllLayer:
 
     def synchronize(self, stream: Any = None) -> None:
         """Returns when this rank's calls on the stream (None: the current one) are done, and raises
-        what they have met, also rows that ``fixed_rows`` left out. Ranks in host memory are done when
-        a call returns.
+        what they have met, also rows that ``fixed_rows`` left out. Ranks in host memory are done
+        when a call returns.
         """
         handle = stream_of(self.device) if stream is None else int(stream.cuda_stream)
         self._layer.synchronize(handle)
