@@ -202,7 +202,7 @@ class RankLayer {
 
   [[nodiscard]] std::int64_t overflow() {
     const RankWorld::Call call(*rank_, "overflow");
-    return layer_->overflow();
+    return layer_->overflow().rows;
   }
   [[nodiscard]] std::int64_t output_rows() const {
     const RankWorld::Call call(*rank_, "output_rows");

@@ -164,11 +164,11 @@ TEST_P(ExpertAgreement, OfABarrierAndADispatchEndsAtTheDeadline) {
       LayerStep step(world);
       const auto layout = step.dispatch(step.input()).layout;
       if (!is_odd(world)) {
-        expect_throws<Timeout>([&] { step.combine(*layout); }, at_once_s,
-                               {"combine: rank ", in_other_calls});
+        // Processes whose deadline came first may be gone.
+        expect_throws<Error>([&] { step.combine(*layout); }, at_once_s, {"combine: rank "});
       } else {
-        expect_throws<Timeout>([&] { step.layer().ep_barrier_all({}, intra_node_only); }, at_once_s,
-                               {"ep_barrier_all: rank ", in_other_calls});
+        expect_throws<Error>([&] { step.layer().ep_barrier_all({}, intra_node_only); }, at_once_s,
+                             {"ep_barrier_all: rank "});
       }
     });
   }
