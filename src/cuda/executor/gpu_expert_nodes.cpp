@@ -158,6 +158,7 @@ void ExpertNodes::start(const ListPutsParams& params, const ExpertCall& call, in
               .slots = &memory_.signals,
               .first_slot = 0,
               .arrivals = &memory_.signals,
+              .fingerprint = params.m.meet.fingerprint,
               .epoch = call.epoch,
               .num_sms = num_sms,
               .stream = stream});

@@ -127,6 +127,7 @@ MoeMeet ExpertParams::meet(const ExpertCall& call, FaultKind kind) const {
   std::ranges::copy(pack_fingerprint(call.fingerprint), m.meet.fingerprint.words);
   m.meet.fingerprint.first_slot = static_cast<std::int32_t>(
       first_fingerprint_slot(num_layer_signals(config_.world_size)) - slots);
+  m.meet.fingerprint.crosses_nodes = !config_.is_intra_node();  // with the leg that begins a call
   m.turn = call.parity;
   m.most_delay_ns = most_delay_ns_;
   return m;

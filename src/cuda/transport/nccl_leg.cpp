@@ -9,7 +9,6 @@
 #include "../kernel/phase_leg.h"
 #include "side_stream.h"
 #include "waybill/core/at.h"
-#include "waybill/runtime/executor.h"
 
 namespace waybill::cuda {
 namespace {
@@ -69,13 +68,14 @@ class NcclLeg final : public NetworkLeg {
   template <class RankOf>
   void put_words_first(std::vector<NcclPiece>& pieces, std::vector<bool>& met,
                        RankOf&& rank_of) const {
-    constexpr std::int64_t bytes = fingerprint_words * sizeof(std::uint64_t);
+    constexpr std::int64_t bytes = fault_words * sizeof(std::uint64_t);
     const std::int32_t world = topology_.world_size;
     std::vector<NcclPiece> with;
     for (const NcclPiece& piece : pieces) {
       if (!met[at(piece.peer)]) {
+        const auto parity = static_cast<std::int32_t>(call_.epoch % 2);
         const std::int64_t slot =
-            fingerprint_slot(num_arrival_signals(world), world, call_.epoch, rank_of(piece.peer));
+            call_.fingerprint.first_slot + (parity * world + rank_of(piece.peer)) * fault_words;
         with.push_back(
             {reinterpret_cast<std::byte*>(call_.arrivals->local + slot), bytes, piece.peer});
         met[at(piece.peer)] = true;
