@@ -40,6 +40,7 @@ std::vector<std::string> ends_of_threads(const GpuRanks& ranks, const Calls& cal
     const auto results = test::run_with_bootstrap(
         ranks.world_size, deadline_s, [&](std::shared_ptr<Bootstrap> bootstrap) {
           const std::int32_t rank = to_int(bootstrap->rank());
+          if (num_gpus() == 0) throw Unsupported("there is no GPU");
           World world =
               make_gpu_thread_world(std::move(bootstrap), rank % num_gpus(), ranks.ranks_per_node);
           std::ofstream(file(rank)) << test::text_of_end(world, documents, ranks.options, calls);

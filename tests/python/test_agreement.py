@@ -90,7 +90,7 @@ def test_what_differs_is_named_by_all(world_size, ranks_per_node, calls, named):
         with pytest.raises(waybill.Disagreement, match=named) as caught:
             calls(step)
         assert isinstance(caught.value, waybill.InvalidArgument)
-        with pytest.raises(waybill.TransportError, match="of no use any more"):
+        with pytest.raises(waybill.TransportError, match="unusable after a failure"):
             step.dispatch(step.plan(routing_of(world_size)))
 
     waybill.run_threads(world_size, body, timeout_s=10, ranks_per_node=ranks_per_node)
