@@ -120,12 +120,6 @@ FingerprintWords pack_fingerprint(const CallFingerprint& fingerprint) {
           high_48(fingerprint.plan), high_48(fingerprint.formats), high_48(fingerprint.options)};
 }
 
-std::uint64_t fold_fingerprint(const FingerprintWords& words) {
-  Hash hash;
-  for (const std::uint64_t word : words) hash.add(high_48(word));
-  return high_48(hash.value());
-}
-
 bool same_call(const FingerprintWords& mine, const FingerprintWords& theirs) {
   for (std::size_t w = 0; w < fingerprint_words; ++w) {
     if (high_48(mine[w]) != high_48(theirs[w])) return false;

@@ -65,9 +65,6 @@ using FingerprintWords = std::array<std::uint64_t, fingerprint_words>;
   return (word & fingerprint_tag_mask) == (epoch & fingerprint_tag_mask);
 }
 
-/// All words in one, untagged, where there is room for one.
-[[nodiscard]] std::uint64_t fold_fingerprint(const FingerprintWords& words);
-
 /// Where the words of a rank stand in a pad that has `signals` slots for other things: `parity` of
 /// the call's number. They begin at multiples of 32 bytes.
 [[nodiscard]] constexpr std::int64_t first_fingerprint_slot(std::int64_t signals) {
