@@ -68,9 +68,7 @@ def replaced_plan(step):
     there, back = step.plan(routing), step.gradient_plan(routing)
     number = step.dispatch(there)
     if step.is_odd:
-        step.dispatcher.replace_plan(
-            back, (routing_of(step.world.world_size, 1).fwd_kv, step.rows)
-        )
+        step.dispatcher.replace_plan(back, (routing_of(step.world.world_size, 1).fwd_kv, step.rows))
     step.gradient(back, of_dispatch=number)
 
 
