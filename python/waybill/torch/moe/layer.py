@@ -214,9 +214,9 @@ class EPAll2AllLayer:
         return self._layer.output_rows  # type: ignore[no-any-return]
 
     def check_overflow(self) -> None:
-        """Raises InvalidArgument, on all ranks alike, when ``fixed_rows`` were too few for a dispatch
-        since the last call of this: naming it, and how many it needed. The sums of its tokens
-        whose rows did not fit are NaN.
+        """Raises InvalidArgument, on all ranks alike, when ``fixed_rows`` were too few for a
+        dispatch since the last call of this: naming it, and how many it needed. The sums of its
+        tokens whose rows did not fit are NaN.
         """
         self._layer.check_overflow()
 
