@@ -45,10 +45,27 @@ Stream stream_from(std::uintptr_t handle) {
   return {reinterpret_cast<void*>(handle)};  // NOLINT(performance-no-int-to-ptr): a cudaStream_t
 }
 
+/// A layout whose tables are tensors of the caller's. When the last one dies, work with them may
+/// still be under way on the stream on which they were asked for.
+struct UsedLayout {
+  UsedLayout(std::shared_ptr<EPLayout> used, Stream on) : layout(std::move(used)), stream(on) {}
+  UsedLayout(const UsedLayout&) = delete;
+  UsedLayout& operator=(const UsedLayout&) = delete;
+  ~UsedLayout() {
+    try {
+      layout->note_use(stream);
+    } catch (...) {  // the device is lost: nobody will use the memory again
+    }
+  }
+
+  std::shared_ptr<EPLayout> layout;
+  Stream stream;
+};
+
 /// What an array over memory of a layer keeps.
 struct Held {
   std::shared_ptr<RankWorld> rank;
-  std::shared_ptr<EPLayout> layout;
+  std::shared_ptr<UsedLayout> layout;
   std::vector<std::shared_ptr<void>> memory;
 };
 
@@ -79,14 +96,15 @@ struct LayoutHandle {
   std::shared_ptr<RankWorld> rank;
   std::shared_ptr<EPLayout> layout;
 
-  [[nodiscard]] nb::dict tables() const {
+  [[nodiscard]] nb::dict tables(std::uintptr_t stream) const {
     const ExpertTableViews views = [&] {
       const RankWorld::Call call(*rank, "EPLayout.tables");
       return layout->tables();
     }();
     nb::dict result;
+    const auto used = std::make_shared<UsedLayout>(layout, stream_from(stream));
     const auto add = [&](const char* name, const ConstTensorView& view) {
-      result[name] = array_over(view, rank, {rank, layout, {}});
+      result[name] = array_over(view, rank, {rank, used, {}});
     };
     add("num_input_tokens_per_rank", views.num_input_tokens);
     add("send_reqs_recv_tensor", views.send_reqs);
@@ -193,16 +211,16 @@ class RankLayer {
     });
   }
 
-  [[nodiscard]] nb::object combine_input(std::int64_t rows) const {
+  [[nodiscard]] nb::object combine_input(std::int64_t rows, std::uintptr_t stream) {
     const RankWorld::Call call(*rank_, "combine_input");
-    const TensorView view = layer_->combine_input(rows);
+    const TensorView view = layer_->combine_input(rows, stream_from(stream));
     return array_over(view, rank_,
                       {rank_, nullptr, memory_of(layer_->context().memory().combine_windows)});
   }
 
-  [[nodiscard]] std::int64_t overflow() {
-    const RankWorld::Call call(*rank_, "overflow");
-    return layer_->overflow().rows;
+  void check_overflow() {
+    const RankWorld::Call call(*rank_, "check_overflow");
+    layer_->check_overflow();
   }
   [[nodiscard]] std::int64_t output_rows() const {
     const RankWorld::Call call(*rank_, "output_rows");
@@ -324,7 +342,7 @@ void bind_moe_layer(nb::module_& m) {
       .def("await_calls", &RankLayer::await_calls)
       .def("barrier", &RankLayer::barrier)
       .def("finalize", &RankLayer::finalize)
-      .def("overflow", &RankLayer::overflow)
+      .def("check_overflow", &RankLayer::check_overflow)
       .def_prop_ro("output_rows", &RankLayer::output_rows);
   nb::class_<RankContext>(m, "ExpertContext")
       .def("__init__",

@@ -2,9 +2,14 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <thread>
+
 #include "cuda/captured.h"
 #include "cuda/gpu_expert_rounds.h"
+#include "support/sequence_expected.h"
 #include "waybill/runtime/ep_all2all_layer.h"
+#include "waybill/runtime/sequence_dispatcher.h"
 
 namespace waybill {
 namespace {
@@ -174,6 +179,90 @@ TEST(GpuLayouts, of_a_graph_keep_their_tables) {
         }
         world.barrier();
         rank.layer().finalize();
+      },
+      test::options_of(config));
+}
+
+/// Layouts and plans die on other threads while their rank takes memory for new ones.
+TEST(GpuLayouts, may_go_on_any_thread) {
+  const EPConfig config = small_config(2);
+  const EPLayerOptions options{.num_sm = 4, .fixed_rows = most_recv_rows(config, {})};
+  Random random(83);
+  const Step step = make_step(test::random_case(config, random), options, random);
+  const test::SequenceCase lines = test::sequence_cases(2, 1).back();
+  run_gpu_thread_world(
+      2,
+      [&](World& world) {
+        Rank rank(world, config, options);
+        DeviceArena& arena = rank.arena();
+        SequenceDispatcher dispatcher(world, {.num_sms = 4});
+        dispatcher.reserve(std::int64_t{1} << 22, rank.stream());
+        const DeviceInput input(arena, step.the, rank.layer().config().rank);
+        for (int round = 0; round < 40; ++round) {
+          std::vector<std::shared_ptr<EPLayout>> layouts;
+          std::vector<ReadyPlan> plans;
+          for (int i = 0; i < 16; ++i) {
+            layouts.push_back(rank.layer().dispatch(input.input, rank.stream()).layout);
+            plans.push_back(dispatcher.plan_dispatch(test::forward_parts(lines), rank.stream()));
+          }
+          std::vector<std::jthread> threads;
+          for (std::size_t i = 0; i < layouts.size(); ++i) {
+            threads.emplace_back([layout = std::move(layouts[i]), plan = std::move(plans[i])] {});
+          }
+          layouts.clear();
+          plans.clear();
+          for (int i = 0; i < 16; ++i) {
+            const auto layout = rank.layer().dispatch(input.input, rank.stream()).layout;
+            const auto plan = dispatcher.plan_dispatch(test::forward_parts(lines), rank.stream());
+          }
+        }
+        arena.reset();
+        const EPDispatched got = rank.dispatch(step);
+        rank.expect_sums(step, *got.layout);
+        world.barrier();
+        dispatcher.close();
+        rank.layer().finalize();
+      },
+      test::options_of(config));
+}
+
+/// Work of the caller's with the tables, on a stream of its own that is late: nobody writes them
+/// before it is done, though the layout is gone.
+TEST(GpuLayouts, leave_their_memory_to_work_that_was_noted) {
+  const EPConfig config = small_config(2);
+  const EPLayerOptions options{.num_sm = 4, .fixed_rows = most_recv_rows(config, {})};
+  Random random(84);
+  const Step first = make_step(test::random_case(config, random, {.tokens = 50}), options, random);
+  const Step other = make_step(test::random_case(config, random, {.tokens = 50}), options, random);
+  run_gpu_thread_world(
+      2,
+      [&](World& world) {
+        Rank rank(world, config, options);
+        DeviceArena& arena = rank.arena();
+        cudaStream_t late = nullptr;
+        test::cuda_ok(cudaStreamCreateWithFlags(&late, cudaStreamNonBlocking));
+        const HostTensor& ids = first.the.ids[rank.index()];
+        const TensorView copy = arena.take(ids.dtype(), ids.shape());
+        const DeviceInput input(arena, other.the, rank.layer().config().rank);
+        for (int i = 0; i < 3; ++i) {
+          EPDispatched got = rank.dispatch(first);
+          arena.synchronize();
+          const ConstTensorView table = got.layout->tables().ids;
+          const auto sleep = [](void*) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(200));
+          };
+          test::cuda_ok(cudaLaunchHostFunc(late, sleep, nullptr));
+          test::cuda_ok(cudaMemcpyAsync(copy.data, table.data, at(ids.size_bytes()),
+                                        cudaMemcpyDeviceToDevice, late));
+          got.layout->note_use({late});
+          got = {};
+          for (int k = 0; k < 3; ++k) (void)rank.layer().dispatch(input.input, rank.stream());
+          test::cuda_ok(cudaStreamSynchronize(late));
+          EXPECT_TRUE(same_bytes(arena.download(copy), ids)) << i;
+        }
+        world.barrier();
+        rank.layer().finalize();
+        test::cuda_ok(cudaStreamDestroy(late));
       },
       test::options_of(config));
 }

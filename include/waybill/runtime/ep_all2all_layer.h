@@ -40,8 +40,11 @@ class EPLayout {
   [[nodiscard]] std::uint32_t number() const noexcept { return number_; }
   /// Rows that this rank received. Waits until they are known. @throws Timeout
   [[nodiscard]] std::int64_t num_recv_rows() const;
-  /// All tables, in the memory of the world.
+  /// All tables, in the memory of the world. They may be read as long as the layout is kept.
   [[nodiscard]] ExpertTableViews tables() const { return tables_->views(); }
+  /// On GPUs, behind the caller's own work with the tables on a stream, if the layout may go before
+  /// that is done: their memory is then used again after it. From any thread.
+  void note_use(Stream stream) const { tables_->routing().note_use(stream); }
   /// The descriptor of the original, copied: of worlds in host memory.
   [[nodiscard]] EPAllToAllLayoutDesc describe() const;
 

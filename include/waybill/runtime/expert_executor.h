@@ -56,6 +56,10 @@ class ExpertRouting {
   [[nodiscard]] virtual std::span<const std::int32_t> wait_counts() const = 0;
   /// The same if the host has them already; else empty. Waits for nothing.
   [[nodiscard]] virtual std::span<const std::int32_t> known_counts() const = 0;
+
+  /// Behind the caller's own work with the views on a stream: when the routing is gone, its memory
+  /// is used again after that. Calls of the layer need no such word. From any thread.
+  virtual void note_use(const Stream& /*stream*/) const {}
 };
 
 /// One dispatch: the routing that it made or was given, and what it carried itself. Belongs to the

@@ -65,6 +65,7 @@ class GpuExecutor final : public Executor {
       copy_engine_.join(call);
       gpu_->check(launch_meet(meet, stream_of(call.stream)), "launching a kernel", call.operation);
       plan_of(call).note_copies(capture(call.stream) != 0);
+      plan_of(call).note_use(stream_of(call.stream));  // ranks compare what the plan's head says
       return;
     }
     SequenceParams params = sequence_params(call, *gpu_, FaultKind::dispatch, share_);

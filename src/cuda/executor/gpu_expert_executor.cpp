@@ -257,13 +257,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
   }
 
   [[nodiscard]] TableCall table_call_of(const ExpertCall& call) const {
-    TableCall result{.stream = stream_of(call)};
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    unsigned long long capture = 0;
-    gpu_->check(cudaStreamGetCaptureInfo(result.stream, &status, &capture),
-                "asking about a capture", call.operation);
-    if (status != cudaStreamCaptureStatusNone) result.capture = capture;
-    return result;
+    return table_call(*gpu_, stream_of(call));
   }
 
   /// Room for the weights that a dispatch carries, if it does.

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "waybill/core/at.h"
+#include "waybill/runtime/executor.h"
 
 namespace waybill::cuda {
 namespace {
@@ -88,6 +89,11 @@ void GpuExpertRouting::fit(std::int64_t capacity, const TableCall& call) {
 void GpuExpertRouting::note_use(const TableCall& call) const {
   memory_.note_use(call);
   if (grown_.is_there()) grown_.note_use(call);
+}
+
+void GpuExpertRouting::note_use(const Stream& stream) const {
+  const OnDevice on(gpu_->device());  // the null stream is that of the thread's device
+  note_use(table_call(*gpu_, static_cast<cudaStream_t>(stream.handle)));
 }
 
 Shape GpuExpertRouting::shape_by_id() const {

@@ -54,6 +54,7 @@ class GpuExpertRouting final : public ExpertRouting {
   [[nodiscard]] std::span<const std::int32_t> known_counts() const override {
     return has_waited() ? wait_counts() : std::span<const std::int32_t>{};
   }
+  void note_use(const Stream& stream) const override;
   [[nodiscard]] bool has_waited() const noexcept { return has_waited_; }
   /// The shape of ids and weights, as ExpertTableViews says.
   [[nodiscard]] Shape shape_by_id() const;

@@ -88,20 +88,35 @@ PlanPool::~PlanPool() {
   }
 }
 
-PlanBlock PlanPool::take(std::int64_t size_bytes, std::int64_t upload_bytes) {
+/// None: one without memory, and then there is room for one more.
+PlanBlock PlanPool::find(std::int64_t size_bytes, std::int64_t upload_bytes) {
+  const std::lock_guard lock(mutex_);
   const auto found = std::ranges::find_if(free_, [&](const PlanBlock& block) {
     return block.size_bytes >= size_bytes && block.upload_bytes >= upload_bytes;
   });
+  PlanBlock block;
   if (found != free_.end()) {
-    PlanBlock block = std::move(*found);
+    block = std::move(*found);
     free_.erase(found);
-    return block;
+  } else {
+    free_.reserve(num_blocks_ + 1);
+    ++num_blocks_;
   }
+  return block;
+}
+
+void PlanPool::give(PlanBlock block) noexcept {
+  const std::lock_guard lock(mutex_);
+  free_.push_back(std::move(block));
+}
+
+PlanBlock PlanPool::take(std::int64_t size_bytes, std::int64_t upload_bytes) {
+  PlanBlock block = find(size_bytes, upload_bytes);
+  if (block.device != nullptr) return block;
   const auto room = [](std::int64_t bytes) {
     return static_cast<std::int64_t>(
         std::bit_ceil(static_cast<std::uint64_t>(std::max<std::int64_t>(bytes, 4096))));
   };
-  PlanBlock block;
   block.size_bytes = room(size_bytes);
   block.upload_bytes = room(upload_bytes);
   block.device = device_memory(block.size_bytes, gpu_->stream());

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "../kernel/sequence_params.h"
@@ -25,6 +26,7 @@ struct PlanBlock {
   cudaEvent_t used = nullptr;      ///< recorded behind the last use of the device memory
 };
 
+/// Plans may go on any thread while one takes.
 class PlanPool {
  public:
   explicit PlanPool(std::shared_ptr<GpuRank> gpu) : gpu_(std::move(gpu)) {}
@@ -33,11 +35,15 @@ class PlanPool {
   ~PlanPool();
 
   [[nodiscard]] PlanBlock take(std::int64_t size_bytes, std::int64_t upload_bytes);
-  void give(PlanBlock block) { free_.push_back(std::move(block)); }
+  void give(PlanBlock block) noexcept;
 
  private:
+  [[nodiscard]] PlanBlock find(std::int64_t size_bytes, std::int64_t upload_bytes);
+
   std::shared_ptr<GpuRank> gpu_;
-  std::vector<PlanBlock> free_;
+  std::mutex mutex_;
+  std::vector<PlanBlock> free_;  ///< with room for all that there are
+  std::size_t num_blocks_ = 0;
 };
 
 /// Where the tables of a plan lie in its block: what is uploaded (head, segments and their places,

@@ -24,24 +24,6 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-/// Makes a device the current one of the thread, which may be any.
-class OnDevice {
- public:
-  explicit OnDevice(int device) : device_(device) {
-    (void)cudaGetDevice(&before_);
-    if (before_ != device_) (void)cudaSetDevice(device_);
-  }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-  ~OnDevice() {
-    if (before_ != device_) (void)cudaSetDevice(before_);
-  }
-
- private:
-  int device_;
-  int before_ = 0;
-};
-
 std::shared_ptr<void> plain_device_memory(std::int64_t size_bytes, int device) {
   void* memory = nullptr;
   cuda_check(cudaMalloc(&memory, at(size_bytes)), "allocating device memory");
@@ -52,6 +34,16 @@ std::shared_ptr<void> plain_device_memory(std::int64_t size_bytes, int device) {
 }
 
 }  // namespace
+
+TableCall table_call(const GpuRank& gpu, cudaStream_t stream) {
+  TableCall call{.stream = stream};
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long capture = 0;
+  gpu.check(cudaStreamGetCaptureInfo(stream, &status, &capture), "asking about a capture",
+            "dispatch");
+  if (status != cudaStreamCaptureStatusNone) call.capture = capture;
+  return call;
+}
 
 TableBlock::~TableBlock() {
   for (const Use& use : uses) (void)cudaEventDestroy(use.event);

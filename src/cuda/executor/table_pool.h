@@ -15,11 +15,32 @@
 
 namespace waybill::cuda {
 
+/// Makes a device the current one of the thread, which may be any.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) : device_(device) {
+    (void)cudaGetDevice(&before_);
+    if (before_ != device_) (void)cudaSetDevice(device_);
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+  ~OnDevice() {
+    if (before_ != device_) (void)cudaSetDevice(before_);
+  }
+
+ private:
+  int device_;
+  int before_ = 0;
+};
+
 /// The work of a call: its stream, and the recording (a CUDA graph) that it goes to; 0: none.
 struct TableCall {
   cudaStream_t stream = nullptr;
   std::uint64_t capture = 0;
 };
+
+/// @throws CudaError, or what the rank's kernels have reported
+[[nodiscard]] TableCall table_call(const GpuRank& gpu, cudaStream_t stream);
 
 /// A block of device memory, and who still works with it.
 struct TableBlock {

@@ -68,9 +68,7 @@ __device__ inline void note_grouped(const RowsParams& p, const Arrived& a) {
       if (!p.claims_rows) {
         p.leader_rows[a.place] = a.leader;
       } else if (atomicCAS(p.leader_rows + a.place, -1, a.leader) != -1) {
-        report_input(p.m.meet.sink, FaultKind::scatter_twice, FaultKind::moe_dispatch,
-                     p.m.meet.rank, p.m.state->call.epoch,
-                     {{a.place, tag.token, tag.choice, tag.source_rank}});
+        report_row_twice(p, a.place, tag);
       }
     }
   }

@@ -136,9 +136,7 @@ __device__ void count_tile(const RouteParams& p, const RoutePart& part, Tile til
     bad |= c.bad;
   }
   if constexpr (S == Span::rank) {
-    if (bad) {
-      report_bad_id(p.m.meet.sink, s, p.ids, p.wide_ids, p.dropped_id, p.m.state->call.epoch + 1);
-    }
+    if (bad) report_bad_id(p, p.m.meet.sink, p.m.state);
   }
 }
 

@@ -193,10 +193,7 @@ __device__ inline void locate_positions(const RouteParams& p, const RoutePart& p
       if (r == part.source) first = all;
       all += tokens_of(p, scratch, r);
     }
-    if (all != p.scatter_tokens) {
-      report_input(p.m.meet.sink, FaultKind::scatter_size, FaultKind::moe_dispatch, s.rank,
-                   p.m.state->call.epoch + 1, {{p.scatter_tokens, all}});
-    }
+    if (all != p.scatter_tokens) report_scatter_size(p, all);
     if (threadIdx.x == 0) {
       totals.first_token = first;
       std::int32_t rows = 0;

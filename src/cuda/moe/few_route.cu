@@ -30,7 +30,7 @@ __device__ void tell_ids(const RouteParams& p, std::uint64_t epoch) {
     bool bad = false;
     for (auto i = static_cast<std::int32_t>(threadIdx.x); i < all; i += route_threads) {
       const std::int32_t told = id_to_tell(s, p.ids, p.wide_ids, p.dropped_id, i, bad);
-      if (bad) report_bad_id(p.m.meet.sink, s, p.ids, p.wide_ids, p.dropped_id, epoch);
+      if (bad) report_bad_id(p, p.m.meet.sink, p.m.state);
       if (told >= 0 && p.weights != nullptr) {
         const std::uint32_t bits = load_weight(p.weights, i, p.weight_bytes);
         tell_word(weight_words(p, d) + there + i, static_cast<std::int32_t>(bits), epoch);

@@ -3,7 +3,9 @@
 #include "../device/signal.cuh"
 #include "inputs.cuh"
 
-// What only the device can see of the caller's tensors, found wrong.
+// What only the device can see of the caller's tensors, found wrong: reported by the call that has
+// met it, and the context ends, so that nothing takes what is wrong for a result. Functions of
+// their own with few arguments: the kernels have no registers to spare.
 
 namespace waybill::cuda {
 
@@ -12,12 +14,9 @@ struct InputValues {
   std::int64_t of[2 * fault_words];
 };
 
-/// Reports by the call that has met it, and ends the context: nothing takes what is wrong for a
-/// result.
-[[noreturn]] __device__ __noinline__ inline void report_input(const FaultSink& sink, FaultKind kind,
-                                                              FaultKind call, std::int32_t rank,
-                                                              std::uint64_t epoch,
-                                                              const InputValues& values) {
+[[noreturn]] __device__ inline void report_input(const FaultSink& sink, FaultKind kind,
+                                                 FaultKind call, std::int32_t rank,
+                                                 std::uint64_t epoch, const InputValues& values) {
   if (atomicCAS(sink.claimed, 0ULL, 1ULL) == 0ULL) {
     for (int w = 0; w < fault_words; ++w) {
       sink.record->mine[w] = static_cast<std::uint64_t>(values.of[w]);
@@ -28,19 +27,53 @@ struct InputValues {
   end_context(sink);
 }
 
-/// Looks for the first bad one of this rank's ids, of which there is one.
-[[noreturn]] __device__ __noinline__ inline void report_bad_id(const FaultSink& sink,
-                                                               const MoeShape& s, const void* ids,
-                                                               bool wide, std::int32_t dropped_id,
-                                                               std::uint64_t epoch) {
+/// Looks for the first bad one of this rank's ids, of which there is one. P: RouteParams or
+/// NodeIdsParams.
+template <class P>
+[[noreturn]] __device__ __noinline__ void report_bad_id(const P& p, const FaultSink& sink,
+                                                        const MoeState* state) {
+  const MoeShape& s = p.shape;
   std::int64_t i = 0;
   std::int64_t id = 0;
   for (; i < std::int64_t{s.num_tokens} * s.topk; ++i) {
-    id = index_at(ids, wide, i);
-    if ((id < 0 || id >= s.num_experts) && id != dropped_id) break;
+    id = index_at(p.ids, p.wide_ids, i);
+    if ((id < 0 || id >= s.num_experts) && id != p.dropped_id) break;
   }
-  report_input(sink, FaultKind::expert_id, FaultKind::moe_dispatch, s.rank, epoch,
-               {{id, i / s.topk, i % s.topk, s.num_experts, dropped_id}});
+  report_input(sink, FaultKind::expert_id, FaultKind::moe_dispatch, s.rank, state->call.epoch + 1,
+               {{id, i / s.topk, i % s.topk, s.num_experts, p.dropped_id}});
+}
+
+/// full_scatter_indices that are not those of all ranks' tokens.
+[[noreturn]] __device__ __noinline__ inline void report_scatter_size(const RouteParams& p,
+                                                                     std::int32_t tokens) {
+  report_input(p.m.meet.sink, FaultKind::scatter_size, FaultKind::moe_dispatch, p.shape.rank,
+               p.m.state->call.epoch + 1, {{p.scatter_tokens, tokens}});
+}
+
+/// A position that is not among the rows of its expert's rank.
+[[noreturn]] __device__ __noinline__ inline void report_position(
+    const RouteParams& p, std::int64_t position, std::int32_t source, std::int32_t choice,
+    std::int32_t first, std::int32_t rows, std::int32_t dst) {
+  const std::int32_t topk = p.shape.topk;
+  report_input(p.m.meet.sink, FaultKind::scatter_position, FaultKind::moe_dispatch, p.shape.rank,
+               p.m.state->call.epoch + 1,
+               {{position, choice / topk, choice % topk, source, first,
+                 std::int64_t{first} + rows - 1, dst}});
+}
+
+/// A choice that wants a row where another one is.
+[[noreturn]] __device__ __noinline__ inline void report_row_twice(const RowsParams& p,
+                                                                  std::int32_t row,
+                                                                  const MoeTag& tag) {
+  report_input(p.m.meet.sink, FaultKind::scatter_twice, FaultKind::moe_dispatch, p.m.meet.rank,
+               p.m.state->call.epoch, {{row, tag.token, tag.choice, tag.source_rank}});
+}
+
+/// Fewer rows to combine than have arrived.
+[[noreturn]] __device__ __noinline__ inline void report_few_rows(const StageParams& p,
+                                                                 std::int64_t arrived) {
+  report_input(p.sink, FaultKind::combine_rows, FaultKind::moe_combine, p.shape.rank,
+               p.state->call.epoch + 1, {{p.num_rows, arrived}});
 }
 
 }  // namespace waybill::cuda

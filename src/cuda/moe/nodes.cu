@@ -12,7 +12,8 @@ constexpr int threads = 256;
 constexpr int warps = 16;
 constexpr int tile_tokens = 256;  ///< no run crosses an edge
 
-__global__ void __launch_bounds__(threads) node_ids_kernel(NodeIdsParams p) {
+__global__ void __launch_bounds__(threads)
+    node_ids_kernel(const __grid_constant__ NodeIdsParams p) {
   const MoeShape& s = p.shape;
   const std::int64_t all = std::int64_t{s.max_tokens} * s.topk;
   bool bad = false;
@@ -20,9 +21,7 @@ __global__ void __launch_bounds__(threads) node_ids_kernel(NodeIdsParams p) {
        i += std::int64_t{gridDim.x} * threads) {
     p.out[i] = id_to_tell(s, p.ids, p.wide_ids, p.dropped_id, i, bad);
   }
-  if (bad) {
-    report_bad_id(p.sink, s, p.ids, p.wide_ids, p.dropped_id, p.state->call.epoch + 1);
-  }
+  if (bad) report_bad_id(p, p.sink, p.state);
 }
 
 /// Bits of a tile's tokens, before thread `i`.

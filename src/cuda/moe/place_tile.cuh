@@ -65,17 +65,17 @@ __device__ void tell_records(const RouteParams& p, const RoutePart& part, const 
 }
 
 /// The row of a choice where the caller wants it.
-__device__ inline std::int32_t scattered_row(const RouteParams& p, const RoutePart& part,
-                                             const Choice& c, const BlockTotals& totals) {
+__device__ __noinline__ inline std::int32_t scattered_row(const RouteParams& p,
+                                                          const RoutePart& part, const Choice& c,
+                                                          const BlockTotals& totals) {
   const MoeShape& s = p.shape;
-  const std::int64_t i = (std::int64_t{totals.first_token} + c.token) * s.topk + c.k;
-  const std::int64_t position = index_at(p.scatter, p.wide_scatter, i);
-  const std::int64_t first = totals.first_row[c.dst];
-  const std::int64_t rows = totals.recv_rows[c.dst];
-  if (position < first || position >= first + rows) {
-    report_input(p.m.meet.sink, FaultKind::scatter_position, FaultKind::moe_dispatch, s.rank,
-                 p.m.state->call.epoch + 1,
-                 {{position, c.token, c.k, part.source, first, first + rows - 1, c.dst}});
+  const std::int32_t choice = c.token * s.topk + c.k;
+  const std::int64_t position =
+      index_at(p.scatter, p.wide_scatter, std::int64_t{totals.first_token} * s.topk + choice);
+  const std::int32_t first = totals.first_row[c.dst];
+  const std::int32_t rows = totals.recv_rows[c.dst];
+  if (position < first || position >= std::int64_t{first} + rows) {
+    report_position(p, position, part.source, choice, first, rows, c.dst);
   }
   return static_cast<std::int32_t>(position - first);
 }

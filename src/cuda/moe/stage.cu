@@ -18,18 +18,16 @@ __device__ std::int64_t num_warps() { return std::int64_t{gridDim.x} * warps; }
 /// Rows that have arrived, of which the input has each. @return their number
 __device__ std::int64_t checked_rows(const StageParams& p) {
   const std::int64_t rows = min(std::int64_t{*p.num_recv_rows}, p.shape.capacity);
-  if (p.num_rows < rows) {
-    report_input(p.sink, FaultKind::combine_rows, FaultKind::moe_combine, p.shape.rank,
-                 p.state->call.epoch + 1, {{p.num_rows, rows}});
-  }
+  if (p.num_rows < rows) report_few_rows(p, rows);
   return rows;
 }
 
-__global__ void check_rows_kernel(StageParams p) { (void)checked_rows(p); }
+__global__ void check_rows_kernel(const __grid_constant__ StageParams p) { (void)checked_rows(p); }
 
 /// Expert outputs as they are.
 template <class Word>
-__global__ void __launch_bounds__(warps * 32) copy_rows_kernel(StageParams p) {
+__global__ void __launch_bounds__(warps * 32)
+    copy_rows_kernel(const __grid_constant__ StageParams p) {
   const std::int64_t rows = checked_rows(p);
   const std::int64_t count = rows * p.row_bytes / static_cast<int>(sizeof(Word));
   const std::int64_t step = std::int64_t{gridDim.x} * warps * 32 * unroll;
@@ -114,7 +112,8 @@ __device__ std::int32_t count_tokens(const StageParams& p) {
 
 /// A warp takes a token's rows; where there are few tokens several warps take pieces of each.
 template <class Number, int Count>
-__global__ void __launch_bounds__(warps * 32, 2) sum_rows_kernel(StageParams p) {
+__global__ void __launch_bounds__(warps * 32, 2)
+    sum_rows_kernel(const __grid_constant__ StageParams p) {
   const MoeShape& s = p.shape;
   constexpr int piece_packs = 32 * sum_packs;
   constexpr int piece_bytes = piece_packs * static_cast<int>(sizeof(Pack<Number, Count>));

@@ -40,7 +40,8 @@ class EPAll2AllLayer:
     :param payload: "plain"; "quantized": rows travel as float8 e4m3 with scales; "scaled": given so
     :param capacity: the first buffers have max_tokens * topk * capacity rows
     :param fixed_rows: rows of the buffers, for ever: nothing waits for counts on the host, results
-        have this many rows, and ``check_overflow`` reports what did not fit
+        have this many rows, and ``check_overflow`` reports what did not fit; combine gives NaN for
+        its tokens
     :param copy_out: False: dispatch returns views of the symmetric buffer, which hold until this
         rank begins the second dispatch after
     :param device: of ranks from a process group: "cpu", "cuda"
@@ -180,17 +181,18 @@ class EPAll2AllLayer:
     def combine_input(self, rows: int) -> torch.Tensor:
         """[rows, hidden]: where the next combine reads. Experts that write their rows there, with
         ``out=``, and pass this tensor to it save a copy. It holds until that combine, without
-        gradients.
+        gradients. Called again before that, it gives the place of the combine after it, where no
+        other rank may still read there.
         """
-        bits = self._layer.combine_input(int64(rows, "combine_input: rows"))
+        bits = self._layer.combine_input(int64(rows, "combine_input: rows"), stream_of(self.device))
         view = shown(bits, self.ep_config.token_dtype)
         assert view is not None
         return view
 
     def synchronize(self, stream: Any = None) -> None:
         """Returns when this rank's calls on the stream (None: the current one) are done, and raises
-        what they have met, also rows that ``fixed_rows`` left out. Ranks in host memory are done
-        when a call returns.
+        what they have met, with the number of the call: what only the device could check, and as
+        ``check_overflow``. Calls of ranks in host memory are done when they return.
         """
         handle = stream_of(self.device) if stream is None else int(stream.cuda_stream)
         self._layer.synchronize(handle)
@@ -212,13 +214,11 @@ class EPAll2AllLayer:
         return self._layer.output_rows  # type: ignore[no-any-return]
 
     def check_overflow(self) -> None:
-        """Raises InvalidArgument when ``fixed_rows`` were too few since the last call of this."""
-        rows = self._layer.overflow()
-        if rows:
-            raise InvalidArgument(
-                f"dispatch: a rank was sent {rows} rows, expected at most fixed_rows ="
-                f" {self.output_rows}; those that did not fit are lost"
-            )
+        """Raises InvalidArgument, on all ranks alike, when ``fixed_rows`` were too few for a
+        dispatch since the last call of this: naming it, and how many it needed. The sums of its
+        tokens whose rows did not fit are NaN.
+        """
+        self._layer.check_overflow()
 
     def _dispatch(
         self, tokens: Any, ids: Any, weight: Any, positions: Any, scales: Any, layout: Any,
@@ -247,7 +247,9 @@ class EPAll2AllLayer:
         )
         received = self._out(shown(bits, payload_dtype))
         received_weights = self._out(shown(weights, self.ep_config.weight_dtype))
-        layout = LayerLayout(made, self.ep_config.is_intra_node, self.rows == "grouped")
+        layout = LayerLayout(
+            made, self.ep_config.is_intra_node, self.rows == "grouped", self.device
+        )
         layout.recv_scales = self._out(shown(scale_bits, torch.float32))
         return received, received_weights, layout
 

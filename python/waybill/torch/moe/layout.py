@@ -7,7 +7,7 @@ from typing import Any, Dict, Optional
 import torch
 
 from ...moe import EPAllToAllLayoutDesc
-from .tensors import shown
+from .tensors import shown, stream_of
 
 _ONE_NODE = ("skipped_token_mapping_indices", "skipped_token_topk_mapping_indices")
 _COMPACT = ("recv_topk_indices", "compact_to_grouped", "grouped_to_compact")
@@ -21,12 +21,17 @@ _TABLES = (
 class LayerLayout(EPAllToAllLayoutDesc):
     """Its tables become tensors when they are asked for: views of memory that it keeps, but for
     the two maps, which are copies. A call of a few tokens takes less time than all of them.
+
+    It never changes: dispatches by it give descriptors of their own. On GPUs its memory is used
+    again when it and its tensors are gone, behind work on the stream that was current when the
+    first of them was asked for.
     """
 
     recv_scales: Optional[torch.Tensor]
 
-    def __init__(self, handle: Any, one_node: bool, grouped: bool) -> None:
+    def __init__(self, handle: Any, one_node: bool, grouped: bool, device: torch.device) -> None:
         self._handle = handle
+        self._device = device
         self._one_node, self._grouped = one_node, grouped
         self._arrays: Dict[str, Any] = {}
         self._tensors: Dict[str, Optional[torch.Tensor]] = {}
@@ -46,7 +51,7 @@ class LayerLayout(EPAllToAllLayoutDesc):
         if maps and not (self._one_node and self._grouped):
             return None
         if not self._arrays:
-            self._arrays = self._handle.tables()
+            self._arrays = self._handle.tables(stream_of(self._device))
         table = shown(self._arrays[name], torch.int32)
         return table.to(torch.int64) if maps and table is not None else table
 
