@@ -141,7 +141,7 @@ def test_a_difference_is_told_to_all(calls, world_size, per_node):
             calls(step)
         assert time.monotonic() - start < SOON
         if calls is not backward_passes_of_weights:  # they travel in a layer of their own
-            with pytest.raises(TransportError, match="of no use any more"):
+            with pytest.raises(TransportError, match="unusable after a failure"):
                 step.combine(step.first)
         return str(told.value)
 

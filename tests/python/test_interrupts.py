@@ -242,7 +242,7 @@ def test_a_process_group_has_the_deadline_of_the_world(tmp_path):
             world.barrier()
         except waybill.Error as error:
             assert "the group was destroyed" in str(error), error
-            print("well")
+        print("well")
         """,
     )
     for output in outputs:

@@ -38,7 +38,10 @@ CASES = [
     (lambda: waybill.plan([5], 1, imbalance_target="x"), "plan: imbalance_target = 'x', expected"),
     (lambda: waybill.plan([5], 1, byte_weight=None), "plan: byte_weight = None, expected a number"),
     (lambda: waybill.plan([5], HUGE), f"plan: world_size = {HUGE}, expected an integer of 64"),
-    (lambda: waybill.compare([5], 1, message_seconds=[]), "compare: message_seconds = [], expect"),
+    (
+        lambda: waybill.compare([5], 1, message_seconds=[]),
+        "compare: message_seconds = a list, expected a number",
+    ),
     (lambda: waybill.predict_step(PLAN, 5), "predict_step: transfer = 5, expected str"),
     (lambda: waybill.predict_step(PLAN, pull_share="x"), "predict_step: pull_share = 'x', expect"),
     (
