@@ -178,9 +178,9 @@ TEST_P(Agreement, settings_are_compared_when_the_dispatcher_is_made) {
 
 /// Expects a missed wait that says that ranks may be in different calls; among processes also that
 /// a peer is gone, whose deadline came first.
-void expect_missed(const RankWay& way, DisagreeingRank& rank,
+void expect_missed(const Ranks& ranks, DisagreeingRank& rank,
                    const std::function<void(DisagreeingRank&)>& calls) {
-  if (way.kind == RankKind::processes) return expect_end<Error>(rank, calls, at_once_s, {"rank "});
+  if (ranks.are_processes) return expect_end<Error>(rank, calls, at_once_s, {"rank "});
   expect_end<Timeout>(rank, calls, at_once_s, {"; ranks may be in different calls"});
 }
 
