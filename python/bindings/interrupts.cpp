@@ -133,14 +133,26 @@ thread_local std::vector<std::unique_ptr<EnteredWaitScope>> entered_scopes;
 
 }  // namespace
 
+namespace {
+
+void restore_error(const nb::python_error& raised) noexcept {
+  const nb::handle value = raised.value();
+  PyErr_SetObject(value.type().ptr(), value.ptr());
+}
+
+}  // namespace
+
+PythonRaised::PythonRaised(nb::python_error raised)
+    : Error(concat(nb::type_name(raised.type()).c_str(), ": ", nb::str(raised.value()).c_str())),
+      raised_(std::make_shared<nb::python_error>(std::move(raised))) {}
+
+void PythonRaised::restore() const noexcept { restore_error(*raised_); }
+
 PythonInterrupt::PythonInterrupt(nb::python_error raised)
     : Interrupted(concat("interrupted by ", nb::type_name(raised.type()).c_str())),
       raised_(std::make_shared<nb::python_error>(std::move(raised))) {}
 
-void PythonInterrupt::restore() const noexcept {
-  const nb::handle value = raised_->value();
-  PyErr_SetObject(value.type().ptr(), value.ptr());
-}
+void PythonInterrupt::restore() const noexcept { restore_error(*raised_); }
 
 InterpreterUnlocked::InterpreterUnlocked() noexcept : state_(PyEval_SaveThread()) {}
 

@@ -20,6 +20,22 @@ class PythonInterrupt : public Interrupted {
   std::shared_ptr<nanobind::python_error> raised_;
 };
 
+/// What else a function of the caller's raised.
+class PythonRaised : public Error {
+ public:
+  explicit PythonRaised(nanobind::python_error raised);
+
+  /// As PythonInterrupt.
+  void restore() const noexcept;
+
+ private:
+  std::shared_ptr<nanobind::python_error> raised_;
+};
+
+/// With the interpreter's lock. @throws what C++ has for an error of Python's: Timeout, PeerFailed
+///   and TransportError for the package's own, PythonInterrupt, else PythonRaised
+[[noreturn]] void throw_raised(nanobind::python_error raised);
+
 /// Lets go of the interpreter's lock while it lives. A thread that wants it back when the
 /// interpreter is about to end waits for that for good: Python would end the thread in the middle
 /// of C++, and with it the program.
