@@ -42,23 +42,21 @@ DispatchCombineContext DispatchCombineContext::make(World& world, const EPConfig
                                                     const EPDispatchOptions& options,
                                                     const char* who, std::span<const Setting> more,
                                                     const std::function<std::int64_t()>& num_rows) {
+  config.check(who);
+  options.check(config, who);
+  require(config.world_size == world.world_size(), who, ": world_size = ", config.world_size,
+          ", expected ", world.world_size(), ", as the world has");
+  require(config.local_world_size == world.topology().ranks_per_node, who,
+          ": local_world_size = ", config.local_world_size, ", expected ",
+          world.topology().ranks_per_node, ", as the world has");
+  require(config.rank == to_int(world.rank()), who, ": rank = ", config.rank, ", expected ",
+          world.rank(), ", as in the world");
+  const std::int64_t rows = num_rows();
+  require(1 <= rows && rows <= std::numeric_limits<std::int32_t>::max(), who, ": rows = ", rows,
+          ", expected 1..", std::numeric_limits<std::int32_t>::max());
   std::vector<Setting> mine = detail::layer_settings(config, options);
   mine.insert(mine.end(), more.begin(), more.end());
-  std::int64_t rows = 0;
-  detail::agree_on_layer(world.transport(), who, std::move(mine), [&] {
-    config.check(who);
-    options.check(config, who);
-    require(config.world_size == world.world_size(), who, ": world_size = ", config.world_size,
-            ", expected ", world.world_size(), ", as the world has");
-    require(config.local_world_size == world.topology().ranks_per_node, who,
-            ": local_world_size = ", config.local_world_size, ", expected ",
-            world.topology().ranks_per_node, ", as the world has");
-    require(config.rank == to_int(world.rank()), who, ": rank = ", config.rank, ", expected ",
-            world.rank(), ", as in the world");
-    rows = num_rows();
-    require(1 <= rows && rows <= std::numeric_limits<std::int32_t>::max(), who, ": rows = ", rows,
-            ", expected 1..", std::numeric_limits<std::int32_t>::max());
-  });
+  world.transport().require_same(who, mine);
   DispatchCombineContext context(world, config, options);
   Transport& transport = world.transport();
   ExpertMemory& memory = *context.memory_;

@@ -1,6 +1,5 @@
 #include "layer_agreement.h"
 
-#include <exception>
 #include <initializer_list>
 #include <utility>
 
@@ -44,25 +43,6 @@ std::vector<Setting> layer_settings(const EPConfig& config, const EPDispatchOpti
           {"rows", options.rows == EPRows::grouped ? "grouped" : "compact"},
           {"expert_alignment", concat(options.expert_alignment)},
           {"payload", name_of(options.payload)}};
-}
-
-void agree_on_layer(Transport& transport, const char* who, std::vector<Setting> mine,
-                    const std::function<void()>& check) {
-  std::exception_ptr wrong;
-  Setting arguments{"arguments", "that fit"};
-  try {
-    check();
-  } catch (const InvalidArgument& error) {
-    wrong = std::current_exception();
-    arguments.value = error.what();
-  }
-  mine.push_back(std::move(arguments));
-  try {
-    transport.require_same(who, mine);
-  } catch (const InvalidArgument&) {
-    if (!wrong) throw;
-  }
-  if (wrong) std::rethrow_exception(wrong);
 }
 
 CallFingerprint layer_fingerprint(const EPConfig& config, const EPDispatchOptions& options,

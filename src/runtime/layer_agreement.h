@@ -1,12 +1,11 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <vector>
 
 #include "waybill/moe/ep_config.h"
 #include "waybill/runtime/expert_executor.h"
-#include "waybill/transport/transport.h"
+#include "waybill/transport/settings.h"
 
 // What the ranks of a layer of experts compare: once what never changes, and in each call the rest.
 
@@ -15,13 +14,6 @@ namespace waybill::detail {
 /// What is the same on all ranks when the symmetric memory of a layer is made.
 [[nodiscard]] std::vector<Setting> layer_settings(const EPConfig& config,
                                                   const EPDispatchOptions& options);
-
-/// Collective: looks at this rank's arguments, and compares the settings. Also a rank whose
-/// arguments are wrong takes part, so that the others hear of it now.
-/// @param check throws InvalidArgument
-/// @throws what `check` threw; InvalidArgument on the others; as Transport::require_same
-void agree_on_layer(Transport& transport, const char* who, std::vector<Setting> mine,
-                    const std::function<void()>& check);
 
 /// What a call means that has no inputs yet: format and options of the layer.
 /// @param capacity rows of the windows

@@ -300,6 +300,8 @@ def test_the_signature_is_the_original_one():
 def test_wrong_arguments_are_named_and_the_call_may_be_repeated():
     def body(world):
         refuses = pytest.raises
+        with refuses(waybill.InvalidArgument, match="world_size = 2|rank = "):
+            EPAll2AllLayer(world, MAX, HIDDEN, TOPK, world.rank, EXPERTS, 2, 2)
         with refuses(waybill.InvalidArgument, match="num_sm = 0"):
             layer_on(world, num_sm=0)
         with refuses(waybill.InvalidArgument, match="dtype"):

@@ -35,7 +35,7 @@ TEST(EPLayerErrors, RefuseWhatDoesNotFitTheWorld) {
     refuses([](EPConfig&, EPLayerOptions& o) { o.capacity = 0; }, {"capacity = 0"});
     refuses([](EPConfig&, EPLayerOptions& o) { o.fixed_rows = -1; }, {"fixed_rows = -1"});
     refuses([](EPConfig&, EPLayerOptions& o) { o.dispatch.dropped_id = 7; }, {"dropped_id = 7"});
-    EPAll2AllLayer layer(world, at_rank(good(), world));  // the world lives on
+    EPAll2AllLayer layer(world, at_rank(good(), world));  // nothing above has told anybody
     layer.finalize();
   });
 }

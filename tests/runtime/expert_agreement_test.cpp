@@ -69,25 +69,6 @@ TEST_P(ExpertAgreement, OfSettingsIsLookedAtWhenTheLayerIsMade) {
   });
 }
 
-TEST_P(ExpertAgreement, OfSettingsHearsOfARankWithWrongOnes) {
-  run_way(GetParam(), deadline_s, [](World& world) {
-    const auto make = [&](std::int32_t experts, int num_sm) {
-      EPConfig config = LayerStep::config_of(world);
-      if (is_odd(world)) config.num_experts += experts;
-      return [&world, config, num_sm] {
-        const EPAll2AllLayer layer(world, config, {.num_sm = is_odd(world) ? num_sm : 4});
-      };
-    };
-    const std::string odd = concat("rank ", world.world_size() - 1, " with ");
-    const auto told = [&](const char* own) {
-      if (is_odd(world)) return std::vector<std::string>{own};
-      return std::vector<std::string>{world.world_size() > 2 ? odd : " with "};
-    };
-    expect_throws<InvalidArgument>(make(1, 4), at_once_s, told("EPAll2AllLayer: num_experts = "));
-    expect_throws<InvalidArgument>(make(0, -2), at_once_s, told("EPAll2AllLayer: num_sm = -2"));
-  });
-}
-
 TEST_P(ExpertAgreement, OfContextsIsLookedAtWhenTheyAreMade) {
   run_way(GetParam(), deadline_s, [](World& world) {
     const EPConfig config = LayerStep::config_of(world);
