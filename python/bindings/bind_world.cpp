@@ -1,5 +1,4 @@
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -38,14 +37,14 @@ struct Meeting {
 };
 
 /// One a rank, and what ends their waits together.
-std::pair<std::vector<Meeting>, std::shared_ptr<FailureScope>> thread_meetings(
-    std::int32_t world_size, double timeout_s) {
+std::pair<std::vector<Meeting>, ScopeHandle> thread_meetings(std::int32_t world_size,
+                                                             double timeout_s) {
   std::vector<Meeting> meetings;
   for (auto& bootstrap : make_thread_bootstraps(world_size, timeout_s)) {
     meetings.push_back({std::move(bootstrap)});
   }
   auto scope = meetings.front().bootstrap->failure_scope();
-  return {std::move(meetings), std::move(scope)};
+  return {std::move(meetings), ScopeHandle{std::move(scope)}};
 }
 
 /// Python objects may go on a thread without the interpreter's lock.

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "waybill/core/error.h"
+#include "waybill/core/wait.h"
 
 namespace waybill::python {
 
@@ -48,6 +49,12 @@ class InterpreterUnlocked {
 
  private:
   PyThreadState* state_;
+};
+
+/// A FailureScope as Python holds it. Not nanobind's own shared_ptr: threads end with one, which
+/// would then ask for the interpreter, perhaps after its end.
+struct ScopeHandle {
+  std::shared_ptr<FailureScope> scope;
 };
 
 /// Where worlds are made: notes when SIGINT comes, for threads on which Python handles no signals.
