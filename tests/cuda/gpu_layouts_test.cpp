@@ -136,6 +136,17 @@ TEST(GpuLayouts, give_what_they_gave_after_other_dispatches_of_compact_rows) {
   options.dispatch.rows = EPRows::compact;
   check_old_layouts(small_config(2), options);
 }
+/// Weighted sums are made where the rows are, with the weights that came with them.
+TEST(GpuLayouts, give_what_they_gave_in_local_sums) {
+  check_old_layouts(small_config(2), {.num_sm = 4, .enable_local_combine = true});
+}
+TEST(GpuLayouts, give_what_they_gave_in_local_sums_of_more_tokens) {
+  EPConfig config = small_config(2);
+  config.max_tokens = 300;
+  config.token_dtype = DType::float16;
+  config.weight_dtype = DType::bfloat16;
+  check_old_layouts(config, {.num_sm = 4, .enable_local_combine = true});
+}
 TEST(GpuLayouts, give_what_they_gave_after_other_dispatches_on_nodes) {
   check_old_layouts(small_config(4, 2), {.num_sm = 4});
 }

@@ -133,6 +133,29 @@ def test_gradients(torch_way, per_node):
 
 
 @pytest.mark.parametrize("per_node", [2, 1])
+@pytest.mark.parametrize("local", [False, True])
+def test_old_descriptors_keep_their_weights(torch_way, per_node, local):
+    rounds = [inputs(seed) for seed in range(4)]
+    wanted = [expected(per_node, given, torch.bfloat16) for given in rounds]
+    sums = [w.combine(w.recv_tokens, local and per_node == 2, weighted=True) for w in wanted]
+
+    def body(world):
+        layer, r = layer_on(world, per_node, enable_local_combine=local), world.rank
+        for given, total in zip(rounds, sums):
+            x, ids, weights = moved(given, world)
+            rows, _, layout = layer.dispatch(x, ids, weights)
+            assert same(layer.combine(rows, layout, weighted=True), total[r])
+            _, _, other = layer.dispatch(x, ids, weights + 1, layout_desc=layout)
+            layer.dispatch(x, ids, layout_desc=other)
+            for _ in range(2):
+                assert same(layer.combine(rows, layout, weighted=True), total[r])
+        layer.synchronize()
+        layer.finalize()
+
+    torch_way.run(WORLD, body, ranks_per_node=per_node)
+
+
+@pytest.mark.parametrize("per_node", [2, 1])
 def test_a_graph_replays_with_new_tokens_and_ids(torch_way, per_node):
     if torch_way.device == "cpu":
         pytest.skip("for GPUs")

@@ -72,7 +72,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     }
     cuda_check(prepare_route(nodes), "loading kernels");
     if (params_.has_few_tokens()) cuda_check(prepare_few_route(), "loading kernels");
-    cuda_check(prepare_stage(config_.token_dtype), "loading kernels");
+    cuda_check(prepare_stage(config_.token_dtype, config_.weight_dtype), "loading kernels");
     for (const bool bulk : {false, true}) {
       if (bulk && !gpu_->has_bulk_copies()) continue;
       cuda_check(prepare_rows(bulk), "loading kernels");
@@ -136,6 +136,9 @@ class GpuExpertExecutor final : public ExpertExecutor {
     GpuExpertRouting* const made = the.being_made();
     if (made != nullptr) made->fit(memory_.capacity, table_call);
     RowsParams params = params_.rows(call, input, the);
+    if (call.sums_locally && nodes_ == nullptr && options_.rows == EPRows::grouped) {
+      params.kept_weights = keep_weights(the, table_call);
+    }
     params.tokens = input.tokens.data;
     params.scales = input.scales.data;
     if (options_.payload == EPPayload::quantized) quantize(call, input, params);
@@ -268,6 +271,14 @@ class GpuExpertExecutor final : public ExpertExecutor {
     return pool_->take(choices * dtype_bytes(config_.weight_dtype), false, call);
   }
 
+  /// Room for the weights of received rows, which outlive the window's. @return null without
+  /// weights
+  [[nodiscard]] std::byte* keep_weights(GpuExpertTables& tables, const TableCall& call) const {
+    if (!tables.has_weights()) return nullptr;
+    const std::int64_t rows = tables.routing().rows().capacity;
+    return tables.keep_weights(pool_->take(rows * dtype_bytes(config_.weight_dtype), false, call));
+  }
+
   /// Ranks on one device must fit on it together, as they wait for each other.
   [[nodiscard]] int num_sms(const ExpertCall& call) const {
     const int wanted = call.num_sms > 0 ? call.num_sms : default_sms;
@@ -315,7 +326,10 @@ class GpuExpertExecutor final : public ExpertExecutor {
     const bool sums = input.options.local_combine && nodes_ == nullptr;
     if (sums && options_.rows == EPRows::grouped) {
       params.records = tables.routing().part(tables.routing().fixed().records);
-      check(launch_sum_rows(params, config_.token_dtype, word == 16, blocks, stream), call);
+      if (input.options.weighted) params.weights = tables.received_weights();
+      check(launch_sum_rows(params, config_.token_dtype, config_.weight_dtype, word == 16, blocks,
+                            stream),
+            call);
     } else if (params.input != params.window) {
       check(launch_copy_rows(params, word, blocks, stream), call);
     }

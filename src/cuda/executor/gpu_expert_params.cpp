@@ -332,7 +332,7 @@ CombineParams ExpertParams::combine(const ExpertCall& call, const ExpertCombineI
   const bool local_sums = input.options.local_combine && config_.is_intra_node();
   params.leaders_only = compact || local_sums ? 1 : 0;
   params.row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
-  if (input.options.weighted) params.weights = tables.weight_data();
+  if (input.options.weighted && !local_sums) params.weights = tables.weight_data();
   if (!config_.is_intra_node()) {
     params.in_call = true;
     return params;

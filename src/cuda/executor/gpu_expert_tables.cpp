@@ -218,7 +218,9 @@ void GpuExpertTables::finish(const TableCall& call) {
 
 void GpuExpertTables::note_use(const TableCall& call, bool with_weights) const {
   routing_->note_use(call);
-  if (with_weights && has_weights()) weights_.note_use(call);
+  if (!with_weights || !has_weights()) return;
+  weights_.note_use(call);
+  if (received_.is_there()) received_.note_use(call);
 }
 
 }  // namespace waybill::cuda

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "../moe/moe_params.h"
@@ -137,6 +138,15 @@ class GpuExpertTables final : public ExpertTables {
   }
   [[nodiscard]] std::byte* weight_data() { return has_weights() ? weights_.data() : nullptr; }
 
+  /// For those of received rows, as the window has them. @return where they go
+  [[nodiscard]] std::byte* keep_weights(TableMemory received) {
+    received_ = std::move(received);
+    return received_.data();
+  }
+  [[nodiscard]] const std::byte* received_weights() const {
+    return received_.is_there() ? received_.data() : nullptr;
+  }
+
   /// Behind work that uses the routing, and the weights if it did.
   void note_use(const TableCall& call, bool with_weights) const;
 
@@ -144,6 +154,7 @@ class GpuExpertTables final : public ExpertTables {
   std::shared_ptr<const GpuExpertRouting> routing_;
   std::shared_ptr<GpuExpertRouting> being_made_;
   TableMemory weights_;
+  TableMemory received_;
   DType weight_dtype_;
   std::optional<TableCall> begun_;  ///< until the dispatch is queued
 };

@@ -62,6 +62,9 @@ __device__ inline void note_grouped(const RowsParams& p, const Arrived& a) {
     if (p.sent_weights != nullptr) {
       take_weight(p, a.place,
                   (std::int64_t{a.source} * s.max_tokens + a.token) * s.topk + a.choice);
+      if (p.kept_weights != nullptr) {
+        copy_weight(p.kept_weights, p.weights, a.place, a.place, p.weight_bytes);
+      }
     }
     if (p.fills_tables) {
       p.kept_tags[a.place] = tag;

@@ -67,7 +67,7 @@ cudaError_t prepare_combine(DType tokens, DType weights, bool bulk);
 cudaError_t launch_combine(const CombineParams& params, DType tokens, DType weights, bool bulk,
                            int blocks, bool early, cudaStream_t stream);
 
-cudaError_t prepare_stage(DType dtype);
+cudaError_t prepare_stage(DType dtype, DType weights);
 
 /// Whether the input has all rows that have arrived: else it reports, and the context ends. The
 /// next two check it themselves.
@@ -77,9 +77,10 @@ cudaError_t launch_check_rows(const StageParams& params, cudaStream_t stream);
 cudaError_t launch_copy_rows(const StageParams& params, int word_bytes, int blocks,
                              cudaStream_t stream);
 
-/// Sums of each token's rows into the place of the first one. @param wide 16-byte words
-cudaError_t launch_sum_rows(const StageParams& params, DType dtype, bool wide, int blocks,
-                            cudaStream_t stream);
+/// Sums of each token's rows into the place of the first one, weighted if the parameters have
+/// weights. @param wide 16-byte words
+cudaError_t launch_sum_rows(const StageParams& params, DType dtype, DType weights, bool wide,
+                            int blocks, cudaStream_t stream);
 
 /// float8_e4m3fn elements with a float32 scale a group of 128, see quantize_row().
 cudaError_t launch_quantize(const QuantizeParams& params, DType dtype, int blocks,

@@ -226,6 +226,7 @@ struct RowsParams {
   std::int32_t* kept_records;     ///< the same, in the tables; null when they are the source
   const std::byte* sent_weights;  ///< [W, M, K] or null
   std::int32_t weight_bytes;
+  std::byte* kept_weights;  ///< the window's, in the tables; null: not wanted
   const std::int32_t* num_input_tokens;
   const std::int32_t* expert_counts;
   const std::int32_t* expert_offsets;
@@ -272,6 +273,7 @@ struct StageParams {
   std::int64_t row_bytes;
   const std::int32_t* num_recv_rows;  ///< of this rank
   const std::int32_t* records;        ///< [W, M, K]: sums of a token's rows; null: copies rows
+  const std::byte* weights;           ///< of received rows, for weighted sums; or null
   const std::int32_t* num_input_tokens;
 };
 

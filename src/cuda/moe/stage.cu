@@ -1,6 +1,8 @@
 // What happens to rows on their own rank before they travel: staging, sums of a token's rows,
 // quantisation.
 
+#include <type_traits>
+
 #include "../device/number.cuh"
 #include "input_fault.cuh"
 #include "lanes.cuh"
@@ -54,21 +56,25 @@ struct alignas(Count * sizeof(typename Number::Stored)) Pack {
 constexpr int sum_packs = 2;    // of a lane, at once
 constexpr int sum_addends = 2;  // loads under way together
 
-/// Lane `lane_id()`'s part of a piece of the rows of a token that are here, `row` of each lane,
-/// summed into the first of them.
-template <class Number, int Count>
-__device__ void sum_piece(const StageParams& p, std::int32_t row, unsigned here, int first) {
+/// Lane `lane_id()`'s part of a piece of the rows of a token that are here, `row` and `weight` of
+/// each lane, summed into the first of them.
+template <class Number, int Count, bool Weighted>
+__device__ void sum_piece(const StageParams& p, std::int32_t row, float weight, unsigned here,
+                          int first) {
   using Packed = Pack<Number, Count>;
   const auto packs = static_cast<int>(p.row_bytes / static_cast<int>(sizeof(Packed)));
   const int leader = __shfl_sync(all_lanes, row, __ffs(static_cast<int>(here)) - 1);
   float sums[sum_packs][Count] = {};
   Packed packed[sum_addends][sum_packs];
+  float weights[sum_addends];
   for (unsigned left = here; left != 0;) {
     int count = 0;
 #pragma unroll
     for (int a = 0; a < sum_addends; ++a) {
       if (left == 0) continue;
-      const std::int32_t from = __shfl_sync(all_lanes, row, __ffs(static_cast<int>(left)) - 1);
+      const int lane = __ffs(static_cast<int>(left)) - 1;
+      const std::int32_t from = __shfl_sync(all_lanes, row, lane);
+      if (Weighted) weights[a] = __shfl_sync(all_lanes, weight, lane);
       const auto* const at = reinterpret_cast<const Packed*>(p.input + from * p.row_bytes);
 #pragma unroll
       for (int u = 0; u < sum_packs; ++u) {
@@ -84,12 +90,13 @@ __device__ void sum_piece(const StageParams& p, std::int32_t row, unsigned here,
       for (int u = 0; u < sum_packs; ++u) {
 #pragma unroll
         for (int e = 0; e < Count; ++e) {
-          sums[u][e] = __fadd_rn(sums[u][e], Number::load(packed[a][u].values[e]));
+          const float x = Number::load(packed[a][u].values[e]);
+          sums[u][e] = __fadd_rn(sums[u][e], Weighted ? __fmul_rn(weights[a], x) : x);
         }
       }
     }
   }
-  const bool one = (here & (here - 1)) == 0;  // keeps its bits
+  const bool one = !Weighted && (here & (here - 1)) == 0;  // keeps its bits
   auto* const to = reinterpret_cast<Packed*>(p.window + leader * p.row_bytes);
 #pragma unroll
   for (int u = 0; u < sum_packs; ++u) {
@@ -111,10 +118,12 @@ __device__ std::int32_t count_tokens(const StageParams& p) {
 }
 
 /// A warp takes a token's rows; where there are few tokens several warps take pieces of each.
-template <class Number, int Count>
+/// @tparam Weight of the rows; void: none
+template <class Number, int Count, class Weight>
 __global__ void __launch_bounds__(warps * 32, 2)
     sum_rows_kernel(const __grid_constant__ StageParams p) {
   const MoeShape& s = p.shape;
+  constexpr bool weighted = !std::is_void_v<Weight>;
   constexpr int piece_packs = 32 * sum_packs;
   constexpr int piece_bytes = piece_packs * static_cast<int>(sizeof(Pack<Number, Count>));
   const auto pieces = static_cast<std::int32_t>((p.row_bytes + piece_bytes - 1) / piece_bytes);
@@ -138,29 +147,50 @@ __global__ void __launch_bounds__(warps * 32, 2)
     if (row >= end) row = -1;
     const unsigned here = __ballot_sync(all_lanes, row >= 0);
     if (here == 0) continue;
-    if ((here & (here - 1)) == 0 && p.input == p.window) continue;
+    if (!weighted && (here & (here - 1)) == 0 && p.input == p.window) continue;
+    float weight = 0;
+    if constexpr (weighted) {
+      if (row >= 0) {
+        weight = Weight::load(reinterpret_cast<const typename Weight::Stored*>(p.weights)[row]);
+      }
+    }
     for (std::int32_t piece = part; piece < pieces; piece += split) {
-      sum_piece<Number, Count>(p, row, here, piece * piece_packs + lane_id());
+      sum_piece<Number, Count, weighted>(p, row, weight, here, piece * piece_packs + lane_id());
     }
   }
 }
 
 using StageKernel = void (*)(StageParams);
 
-template <class Number>
+template <class Number, class Weight>
 StageKernel sum_kernel(bool wide) {
   constexpr int most = 16 / static_cast<int>(sizeof(typename Number::Stored));
-  return wide ? sum_rows_kernel<Number, most> : sum_rows_kernel<Number, 1>;
+  return wide ? sum_rows_kernel<Number, most, Weight> : sum_rows_kernel<Number, 1, Weight>;
 }
 
+template <class Weight>
 StageKernel sum_kernel(DType dtype, bool wide) {
   switch (dtype) {
     case DType::float32:
-      return sum_kernel<Float32>(wide);
+      return sum_kernel<Float32, Weight>(wide);
     case DType::bfloat16:
-      return sum_kernel<BFloat16>(wide);
+      return sum_kernel<BFloat16, Weight>(wide);
     case DType::float16:
-      return sum_kernel<Float16>(wide);
+      return sum_kernel<Float16, Weight>(wide);
+    default:
+      return nullptr;
+  }
+}
+
+StageKernel sum_kernel(DType dtype, DType weights, bool weighted, bool wide) {
+  if (!weighted) return sum_kernel<void>(dtype, wide);
+  switch (weights) {
+    case DType::float32:
+      return sum_kernel<Float32>(dtype, wide);
+    case DType::bfloat16:
+      return sum_kernel<BFloat16>(dtype, wide);
+    case DType::float16:
+      return sum_kernel<Float16>(dtype, wide);
     default:
       return nullptr;
   }
@@ -253,7 +283,7 @@ cudaError_t load(const void* kernel) {
 
 }  // namespace
 
-cudaError_t prepare_stage(DType dtype) {
+cudaError_t prepare_stage(DType dtype, DType weights) {
   if (const cudaError_t status = load(reinterpret_cast<const void*>(check_rows_kernel));
       status != cudaSuccess) {
     return status;
@@ -263,8 +293,10 @@ cudaError_t prepare_stage(DType dtype) {
     if (status != cudaSuccess) return status;
   }
   for (const bool wide : {false, true}) {
-    for (const void* kernel : {reinterpret_cast<const void*>(sum_kernel(dtype, wide)),
-                               reinterpret_cast<const void*>(quantize_kernel_of(dtype, wide))}) {
+    for (const void* kernel :
+         {reinterpret_cast<const void*>(sum_kernel(dtype, weights, false, wide)),
+          reinterpret_cast<const void*>(sum_kernel(dtype, weights, true, wide)),
+          reinterpret_cast<const void*>(quantize_kernel_of(dtype, wide))}) {
       const cudaError_t status = load(kernel);
       if (status != cudaSuccess) return status;
     }
@@ -283,9 +315,9 @@ cudaError_t launch_copy_rows(const StageParams& params, int word_bytes, int bloc
   return cudaGetLastError();
 }
 
-cudaError_t launch_sum_rows(const StageParams& params, DType dtype, bool wide, int blocks,
-                            cudaStream_t stream) {
-  const StageKernel kernel = sum_kernel(dtype, wide);
+cudaError_t launch_sum_rows(const StageParams& params, DType dtype, DType weights, bool wide,
+                            int blocks, cudaStream_t stream) {
+  const StageKernel kernel = sum_kernel(dtype, weights, params.weights != nullptr, wide);
   if (kernel == nullptr) return cudaErrorInvalidValue;
   kernel<<<static_cast<unsigned>(blocks), warps * 32, 0, stream>>>(params);
   return cudaGetLastError();
