@@ -1,7 +1,10 @@
 #include <nanobind/stl/string.h>
 
+#include <cstdint>
 #include <exception>
+#include <string>
 #include <typeinfo>
+#include <utility>
 
 #include "bindings.h"
 #include "waybill/core/error.h"
@@ -56,6 +59,8 @@ void translate(const std::exception_ptr& thrown, void* /*payload*/) {
     e.restore();
   } catch (const Interrupted& e) {
     raise("Interrupted", e.what());
+  } catch (const PythonRaised& e) {
+    e.restore();
   } catch (const TransportError& e) {
     raise("TransportError", e.what());
   } catch (const CudaError& e) {
@@ -69,7 +74,33 @@ void translate(const std::exception_ptr& thrown, void* /*payload*/) {
   }
 }
 
+bool is_a(const nb::python_error& raised, const char* name) {
+  return error_types().contains(name) && raised.matches(nb::object(error_types()[name]));
+}
+
+/// The package's Timeouts have what was missed; others may be without.
+Timeout timeout_of(const nb::handle& error) {
+  return Timeout({.operation = nb::cast<std::string>(error.attr("operation")),
+                  .what = nb::cast<std::string>(error.attr("what")),
+                  .rank = nb::cast<std::int32_t>(error.attr("rank")),
+                  .peer = nb::cast<std::int32_t>(error.attr("peer")),
+                  .wanted = nb::cast<std::uint64_t>(error.attr("wanted")),
+                  .seen = nb::cast<std::uint64_t>(error.attr("seen")),
+                  .seconds = nb::cast<double>(error.attr("seconds"))});
+}
+
 }  // namespace
+
+void throw_raised(nb::python_error raised) {
+  if (raised.matches(PyExc_KeyboardInterrupt)) throw PythonInterrupt(std::move(raised));
+  const auto text = [&] { return std::string(nb::str(raised.value()).c_str()); };
+  if (is_a(raised, "Timeout") && !raised.value().attr("operation").is_none()) {
+    throw timeout_of(raised.value());
+  }
+  if (is_a(raised, "PeerFailed")) throw PeerFailed(text());
+  if (is_a(raised, "TransportError")) throw TransportError(text());
+  throw PythonRaised(std::move(raised));
+}
 
 void bind_errors(nb::module_& m) {
   m.def(

@@ -1,5 +1,4 @@
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -38,14 +37,14 @@ struct Meeting {
 };
 
 /// One a rank, and what ends their waits together.
-std::pair<std::vector<Meeting>, std::shared_ptr<FailureScope>> thread_meetings(
-    std::int32_t world_size, double timeout_s) {
+std::pair<std::vector<Meeting>, ScopeHandle> thread_meetings(std::int32_t world_size,
+                                                             double timeout_s) {
   std::vector<Meeting> meetings;
   for (auto& bootstrap : make_thread_bootstraps(world_size, timeout_s)) {
     meetings.push_back({std::move(bootstrap)});
   }
   auto scope = meetings.front().bootstrap->failure_scope();
-  return {std::move(meetings), std::move(scope)};
+  return {std::move(meetings), ScopeHandle{std::move(scope)}};
 }
 
 /// Python objects may go on a thread without the interpreter's lock.
@@ -57,15 +56,19 @@ std::shared_ptr<nb::object> shared(nb::object object) {
           }};
 }
 
-/// Calls what a caller has given. @throws PythonInterrupt where that was interrupted
-template <class Call>
-auto interruptible(Call&& call) {
-  try {
-    return std::forward<Call>(call)();
-  } catch (nb::python_error& error) {
-    if (!error.matches(PyExc_KeyboardInterrupt)) throw;
-    throw PythonInterrupt(std::move(error));
+std::vector<Bootstrap::Bytes> call_all_gather(const nb::object& all_gather,
+                                              const Bootstrap::Bytes& mine) try {
+  std::vector<Bootstrap::Bytes> all;
+  for (const nb::handle item : all_gather(nb::bytes(mine.data(), mine.size()))) {
+    require(nb::isinstance<nb::bytes>(item), "World: all_gather returned ",
+            nb::type_name(item.type()).c_str(), ", expected bytes of each rank");
+    const auto given = nb::borrow<nb::bytes>(item);
+    const auto* const first = reinterpret_cast<const std::byte*>(given.c_str());
+    all.emplace_back(first, first + given.size());
   }
+  return all;
+} catch (nb::python_error& error) {
+  throw_raised(std::move(error));
 }
 
 /// The meeting, ranks_per_node and local_rank that the launcher's variables say.
@@ -96,17 +99,7 @@ Meeting callable_meeting(std::int32_t rank, std::int32_t world_size, nb::callabl
   const auto gather = shared(std::move(all_gather));
   const auto exchange = [gather](const Bootstrap::Bytes& mine) {
     const nb::gil_scoped_acquire acquire;
-    std::vector<Bootstrap::Bytes> all;
-    const nb::object given_all =
-        interruptible([&] { return (*gather)(nb::bytes(mine.data(), mine.size())); });
-    for (const nb::handle item : given_all) {
-      require(nb::isinstance<nb::bytes>(item), "World: all_gather returned ",
-              nb::type_name(item.type()).c_str(), ", expected bytes of each rank");
-      const auto given = nb::borrow<nb::bytes>(item);
-      const auto* const first = reinterpret_cast<const std::byte*>(given.c_str());
-      all.emplace_back(first, first + given.size());
-    }
-    return all;
+    return call_all_gather(*gather, mine);
   };
   TellFailure tell;
   if (!tell_failure.is_none()) {

@@ -1,6 +1,5 @@
 #include "interrupts.h"
 
-#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
@@ -16,7 +15,6 @@
 #include <vector>
 
 #include "bindings.h"
-#include "waybill/core/wait.h"
 
 namespace waybill::python {
 
@@ -61,11 +59,12 @@ void note_sigint(int signal, siginfo_t* info, void* context) {
   noting.clear();
 }
 
-/// Whether KeyboardInterrupt is what the user's signal means. With the interpreter's lock.
-bool sigint_ends_programs() {
-  const nb::module_ signal = nb::module_::import_("signal");
-  return signal.attr("getsignal")(signal.attr("SIGINT")).is(signal.attr("default_int_handler"));
-}
+/// What Python has for signals; made once and never destroyed.
+struct PythonSignals {
+  nb::object getsignal;
+  nb::object default_handler;
+};
+PythonSignals* signals = nullptr;
 
 // The interpreter's end, which daemon threads outlive.
 std::atomic<bool> ending = false;
@@ -74,6 +73,20 @@ std::atomic<int> num_returning = 0;
 
 bool is_ending_elsewhere() noexcept {
   return ending && ending_thread != PyThread_get_thread_ident();
+}
+
+/// Whether KeyboardInterrupt is what the user's signal means. Asks functions written in C, which do
+/// not let go of the interpreter's lock: its end waits for this.
+bool sigint_ends_programs() {
+  ++num_returning;
+  bool result = false;
+  if (!is_ending_elsewhere()) {
+    const nb::gil_scoped_acquire acquire;
+    const nb::object mine = signals->getsignal(SIGINT);
+    result = mine.is(signals->default_handler);
+  }
+  --num_returning;
+  return result;
 }
 
 void check_main_thread() {
@@ -98,9 +111,7 @@ std::int64_t wait_began_ns() {
 void check_other_thread() {
   const std::int64_t began = wait_began_ns();
   if (ended_ns <= began) {
-    if (sigint_ns <= began) return;
-    const nb::gil_scoped_acquire acquire;
-    if (!sigint_ends_programs()) return;
+    if (sigint_ns <= began || !sigint_ends_programs()) return;
   }
   throw Interrupted("interrupted by SIGINT");
 }
@@ -133,14 +144,26 @@ thread_local std::vector<std::unique_ptr<EnteredWaitScope>> entered_scopes;
 
 }  // namespace
 
+namespace {
+
+void restore_error(const nb::python_error& raised) noexcept {
+  const nb::handle value = raised.value();
+  PyErr_SetObject(value.type().ptr(), value.ptr());
+}
+
+}  // namespace
+
+PythonRaised::PythonRaised(nb::python_error raised)
+    : Error(concat(nb::type_name(raised.type()).c_str(), ": ", nb::str(raised.value()).c_str())),
+      raised_(std::make_shared<nb::python_error>(std::move(raised))) {}
+
+void PythonRaised::restore() const noexcept { restore_error(*raised_); }
+
 PythonInterrupt::PythonInterrupt(nb::python_error raised)
     : Interrupted(concat("interrupted by ", nb::type_name(raised.type()).c_str())),
       raised_(std::make_shared<nb::python_error>(std::move(raised))) {}
 
-void PythonInterrupt::restore() const noexcept {
-  const nb::handle value = raised_->value();
-  PyErr_SetObject(value.type().ptr(), value.ptr());
-}
+void PythonInterrupt::restore() const noexcept { restore_error(*raised_); }
 
 InterpreterUnlocked::InterpreterUnlocked() noexcept : state_(PyEval_SaveThread()) {}
 
@@ -177,16 +200,19 @@ void note_sigint_from_now_on() noexcept {
 void bind_interrupts(nb::module_& m) {
   main_thread = nb::cast<unsigned long>(
       nb::module_::import_("threading").attr("main_thread")().attr("ident"));
+  const nb::module_ module = nb::module_::import_("_signal");
+  signals = new PythonSignals{module.attr("getsignal"), module.attr("default_int_handler")};
   (void)set_interrupt_check(check);
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(end_with_interpreter));
   m.attr("max_timeout_s") = max_timeout_s;
   m.def("check_interrupt", [] { unlocked(check_interrupt); });
   m.def("end_waits", [] { ended_ns = now_ns(); });
-  nb::class_<FailureScope>(m, "FailureScope")
-      .def("fail", [](FailureScope& scope, const std::string& why) { scope.fail(why); })
-      .def("interrupt", [](FailureScope& scope, const std::string& why) { scope.interrupt(why); });
-  m.def("enter_scope", [](const std::shared_ptr<FailureScope>& scope) {
-    entered_scopes.push_back(std::make_unique<EnteredWaitScope>(scope));
+  nb::class_<ScopeHandle>(m, "FailureScope")
+      .def("fail", [](const ScopeHandle& h, const std::string& why) { h.scope->fail(why); })
+      .def("interrupt",
+           [](const ScopeHandle& h, const std::string& why) { h.scope->interrupt(why); });
+  m.def("enter_scope", [](const ScopeHandle& h) {
+    entered_scopes.push_back(std::make_unique<EnteredWaitScope>(h.scope));
   });
   m.def("leave_scope", [] { entered_scopes.pop_back(); });
 }

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "waybill/core/error.h"
+#include "waybill/core/wait.h"
 
 namespace waybill::python {
 
@@ -20,6 +21,22 @@ class PythonInterrupt : public Interrupted {
   std::shared_ptr<nanobind::python_error> raised_;
 };
 
+/// What else a function of the caller's raised.
+class PythonRaised : public Error {
+ public:
+  explicit PythonRaised(nanobind::python_error raised);
+
+  /// As PythonInterrupt.
+  void restore() const noexcept;
+
+ private:
+  std::shared_ptr<nanobind::python_error> raised_;
+};
+
+/// With the interpreter's lock. @throws what C++ has for an error of Python's: Timeout, PeerFailed
+///   and TransportError for the package's own, PythonInterrupt, else PythonRaised
+[[noreturn]] void throw_raised(nanobind::python_error raised);
+
 /// Lets go of the interpreter's lock while it lives. A thread that wants it back when the
 /// interpreter is about to end waits for that for good: Python would end the thread in the middle
 /// of C++, and with it the program.
@@ -32,6 +49,12 @@ class InterpreterUnlocked {
 
  private:
   PyThreadState* state_;
+};
+
+/// A FailureScope as Python holds it. Not nanobind's own shared_ptr: threads end with one, which
+/// would then ask for the interpreter, perhaps after its end.
+struct ScopeHandle {
+  std::shared_ptr<FailureScope> scope;
 };
 
 /// Where worlds are made: notes when SIGINT comes, for threads on which Python handles no signals.

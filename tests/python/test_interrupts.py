@@ -202,7 +202,6 @@ def run_group(tmp_path, program):
     return finish_all(ranks)
 
 
-@pytest.mark.xfail(reason="a process of the group does not end within 40 s: not understood yet")
 def test_a_process_group_has_the_deadline_of_the_world(tmp_path):
     """And interrupts, and worlds that follow each other in one group or in another."""
     pytest.importorskip("torch")
@@ -223,11 +222,11 @@ def test_a_process_group_has_the_deadline_of_the_world(tmp_path):
                 print("group ended after", latency(), "s")
         distributed.barrier()
         if rank == 1:
-            for seconds, expected in ((0.2, waybill.Timeout), (60, waybill.PeerFailed)):
+            for _ in range(2):  # what rank 0 has given up is not waited for
                 try:
-                    waybill.World.from_process_group(timeout_s=seconds)
-                except expected as error:
-                    assert "rank 0" in str(error), error
+                    waybill.World.from_process_group(timeout_s=60)
+                except waybill.PeerFailed as error:
+                    assert "rank 0 failed: " in str(error), error
                 else:
                     raise AssertionError("rank 0 has given up")
         for count in range(2):
