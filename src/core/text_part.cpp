@@ -7,22 +7,22 @@ namespace waybill {
 void TextPart::write(std::ostream& out) const {
   switch (kind_) {
     case Kind::integer:
-      out << integer_;
+      out << content_.integer;
       return;
     case Kind::natural:
-      out << natural_;
+      out << content_.natural;
       return;
     case Kind::real:
-      out << real_;
+      out << content_.real;
       return;
     case Kind::character:
-      out << character_;
+      out << content_.character;
       return;
     case Kind::text:
-      out.write(text_.data, static_cast<std::streamsize>(text_.size));
+      out.write(content_.text.data, static_cast<std::streamsize>(content_.text.size));
       return;
     case Kind::object:
-      object_.write(out, object_.value);
+      content_.object.write(out, content_.object.value);
       return;
   }
 }

@@ -61,7 +61,7 @@ World make_world(const char* who, const std::shared_ptr<Bootstrap>& bootstrap, i
 
 World make_gpu_thread_world(std::shared_ptr<Bootstrap> bootstrap, int device,
                             std::int32_t ranks_per_node) {
-  return make_world("make_gpu_thread_world", std::move(bootstrap), device, ranks_per_node,
+  return make_world("make_gpu_thread_world", bootstrap, device, ranks_per_node,
                     [&](auto meeting, auto gpu, const auto& places) {
                       const int share = cuda::ranks_on_gpu_of(places, meeting->rank());
                       return cuda::make_gpu_thread_transport(std::move(meeting), ranks_per_node,
@@ -71,7 +71,7 @@ World make_gpu_thread_world(std::shared_ptr<Bootstrap> bootstrap, int device,
 
 World make_gpu_process_world(std::shared_ptr<Bootstrap> bootstrap, int device,
                              std::int32_t ranks_per_node, NetworkWire wire) {
-  return make_world("make_gpu_process_world", std::move(bootstrap), device, ranks_per_node,
+  return make_world("make_gpu_process_world", bootstrap, device, ranks_per_node,
                     [&](auto meeting, auto gpu, const auto& places) {
                       return cuda::make_gpu_process_transport(std::move(meeting), ranks_per_node,
                                                               std::move(gpu), places, wire);
@@ -80,7 +80,7 @@ World make_gpu_process_world(std::shared_ptr<Bootstrap> bootstrap, int device,
 
 World make_nvshmem_world(std::shared_ptr<Bootstrap> bootstrap, int device,
                          std::int32_t ranks_per_node) {
-  return make_world("make_nvshmem_world", std::move(bootstrap), device, ranks_per_node,
+  return make_world("make_nvshmem_world", bootstrap, device, ranks_per_node,
                     [&](auto meeting, auto gpu, const auto& places) {
                       return cuda::make_nvshmem_transport(std::move(meeting), ranks_per_node,
                                                           std::move(gpu), places);

@@ -19,23 +19,23 @@ class TextPart {
     if constexpr (std::same_as<Value, char> || std::same_as<Value, signed char> ||
                   std::same_as<Value, unsigned char>) {
       kind_ = Kind::character;
-      character_ = static_cast<char>(value);
+      content_.character = static_cast<char>(value);
     } else if constexpr (std::signed_integral<Value> || std::same_as<Value, bool>) {
       kind_ = Kind::integer;
-      integer_ = value;
+      content_.integer = value;
     } else if constexpr (std::unsigned_integral<Value>) {
       kind_ = Kind::natural;
-      natural_ = value;
+      content_.natural = value;
     } else if constexpr (std::same_as<Value, double> || std::same_as<Value, float>) {
       kind_ = Kind::real;
-      real_ = static_cast<double>(value);
+      content_.real = static_cast<double>(value);
     } else if constexpr (std::is_convertible_v<const Value&, std::string_view>) {
       const std::string_view text = value;
       kind_ = Kind::text;
-      text_ = {text.data(), text.size()};
+      content_.text = {text.data(), text.size()};
     } else {
       kind_ = Kind::object;
-      object_ = {&value, &write_object<Value>};
+      content_.object = {&value, &write_object<Value>};
     }
   }
 
@@ -58,14 +58,16 @@ class TextPart {
     out << *static_cast<const Value*>(value);
   }
 
-  union {
-    std::int64_t integer_;
-    std::uint64_t natural_;
-    double real_;
-    char character_;
-    Text text_;
-    Object object_;
+  union Content {
+    std::int64_t integer;
+    std::uint64_t natural;
+    double real;
+    char character;
+    Text text;
+    Object object;
   };
+
+  Content content_;
   Kind kind_;
 };
 

@@ -45,9 +45,8 @@ class Usability {
     } catch (const Timeout& error) {
       MissedWait missed = error.missed();
       missed.in_call = true;
-      const Timeout told(std::move(missed));
-      end_after("a failure", told.what());
-      throw told;
+      end_after("a failure", Timeout(missed).what());
+      throw Timeout(std::move(missed));
     } catch (const Interrupted& error) {
       end_after("an interrupt", error.what());
       tell(error.what());
