@@ -9,8 +9,8 @@
 #include <cstdio>
 #include <memory>
 #include <random>
-#include <system_error>
 
+#include "waybill/core/errno_text.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
@@ -24,8 +24,7 @@ struct CloseFile {
 using File = std::unique_ptr<std::FILE, CloseFile>;
 
 [[noreturn]] void fail(const std::string& name, const char* doing, int error) {
-  throw IoError(
-      concat(name, ": ", doing, ": ", std::error_code(error, std::generic_category()).message()));
+  throw IoError(concat(name, ": ", doing, ": ", detail::errno_text(error)));
 }
 
 /// All that can be read. @throws IoError

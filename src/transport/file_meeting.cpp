@@ -9,10 +9,10 @@
 #include <cstdio>
 #include <iomanip>
 #include <sstream>
-#include <system_error>
 #include <utility>
 
 #include "hmac.h"
+#include "waybill/core/errno_text.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {
@@ -55,8 +55,8 @@ FileMeeting::FileMeeting(std::string folder) : folder_(std::move(folder)) {
   while (folder_.size() > 1 && folder_.back() == '/') folder_.pop_back();  // it would follow links
   made_folder_ = mkdir(folder_.c_str(), for_owner) == 0;
   if (!made_folder_ && errno != EEXIST) {
-    throw TransportError(concat("file bootstrap: cannot make the folder ", folder_, ": ",
-                                std::generic_category().message(errno)));
+    throw TransportError(
+        concat("file bootstrap: cannot make the folder ", folder_, ": ", errno_text(errno)));
   }
   open_folder();
   std::uint64_t number = 0;
@@ -73,8 +73,8 @@ void FileMeeting::open_folder() {
   struct stat status {};
   if (descriptor_ < 0 || fstat(descriptor_, &status) != 0) {
     const int error = errno;
-    throw TransportError(concat("file bootstrap: cannot open the folder ", folder_, ": ",
-                                std::generic_category().message(error)));
+    throw TransportError(
+        concat("file bootstrap: cannot open the folder ", folder_, ": ", errno_text(error)));
   }
   // Folders may inherit the bit that says that files inherit the group: it lets nobody in.
   const bool is_private =
@@ -87,8 +87,8 @@ void FileMeeting::open_folder() {
 }
 
 void FileMeeting::fail(std::string_view doing, const std::string& name, int error) const {
-  throw TransportError(concat("file bootstrap: cannot ", doing, " ", folder_, "/", name, ": ",
-                              std::generic_category().message(error)));
+  throw TransportError(
+      concat("file bootstrap: cannot ", doing, " ", folder_, "/", name, ": ", errno_text(error)));
 }
 
 bool FileMeeting::publish(const std::string& name, std::span<const std::byte> bytes) const {

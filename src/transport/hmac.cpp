@@ -10,8 +10,8 @@
 #include <cerrno>
 #include <cstring>
 #include <optional>
-#include <system_error>
 
+#include "waybill/core/errno_text.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {
@@ -116,8 +116,7 @@ void fill_random(std::span<std::byte> bytes) {
     const ssize_t got = getrandom(bytes.data(), bytes.size(), 0);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) {
-      throw TransportError(
-          concat("cannot get random bytes: ", std::generic_category().message(errno)));
+      throw TransportError(concat("cannot get random bytes: ", errno_text(errno)));
     }
     bytes = bytes.subspan(static_cast<std::size_t>(got));
   }

@@ -6,18 +6,13 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <system_error>
 #include <utility>
 
 #include "waybill/core/at.h"
+#include "waybill/core/errno_text.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {
-namespace {
-
-std::string reason(int error) { return std::generic_category().message(error); }
-
-}  // namespace
 
 SharedFile::SharedFile(SharedFile&& other) noexcept
     : descriptor_(std::exchange(other.descriptor_, -1)) {}
@@ -34,7 +29,7 @@ SharedFile::~SharedFile() {
 SharedFile SharedFile::create(const std::string& name) {
   const int descriptor = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR, S_IRUSR | S_IWUSR);
   if (descriptor < 0) {
-    throw TransportError(concat("cannot make the shared memory ", name, ": ", reason(errno)));
+    throw TransportError(concat("cannot make the shared memory ", name, ": ", errno_text(errno)));
   }
   return SharedFile(descriptor);
 }
@@ -43,7 +38,7 @@ SharedFile SharedFile::open(const std::string& name) {
   SharedFile file(shm_open(name.c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK, 0));
   struct stat status {};
   if (file.descriptor_ < 0 || fstat(file.descriptor_, &status) != 0) {
-    throw TransportError(concat("cannot open the shared memory ", name, ": ", reason(errno),
+    throw TransportError(concat("cannot open the shared memory ", name, ": ", errno_text(errno),
                                 "; expected processes of one user that see the same /dev/shm"));
   }
   if (!S_ISREG(status.st_mode) || status.st_uid != geteuid() || status.st_size != 0) {
@@ -63,7 +58,7 @@ void SharedFile::reserve(std::int64_t size_bytes) const {
   } while (error == EINTR);
   if (error == 0) return;
   throw TransportError(concat("cannot reserve ", size_bytes,
-                              " bytes of shared memory: ", reason(error),
+                              " bytes of shared memory: ", errno_text(error),
                               "; /dev/shm must hold the memory of all ranks "
                               "(containers: --shm-size or --ipc=host)"));
 }
@@ -96,7 +91,7 @@ std::shared_ptr<void> SharedFile::map(std::int64_t size_bytes) const {
   void* const memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
   if (memory == MAP_FAILED) {
     throw TransportError(
-        concat("cannot map ", size_bytes, " bytes of shared memory: ", reason(errno)));
+        concat("cannot map ", size_bytes, " bytes of shared memory: ", errno_text(errno)));
   }
   return {memory, [size](void* begin) { (void)munmap(begin, size); }};
 }

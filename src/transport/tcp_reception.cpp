@@ -6,11 +6,11 @@
 #include <algorithm>
 #include <cstdio>
 #include <memory>
-#include <system_error>
 #include <utility>
 
 #include "peer_text.h"
 #include "waybill/core/at.h"
+#include "waybill/core/errno_text.h"
 #include "waybill/core/error.h"
 #include "waybill/core/wait.h"
 
@@ -234,10 +234,9 @@ void Reception::take_callers() {
 /// The caller stays at the door until there is a descriptor for it.
 void Reception::make_room(int error) {
   if (callers_.empty()) {
-    throw TransportError(concat(
-        "tcp bootstrap: rank 0 cannot take a caller: ", std::generic_category().message(error),
-        ", ", num_open_descriptors(), " of ", descriptor_limit(),
-        " descriptors are open (ulimit -n)"));
+    throw TransportError(concat("tcp bootstrap: rank 0 cannot take a caller: ", errno_text(error),
+                                ", ", num_open_descriptors(), " of ", descriptor_limit(),
+                                " descriptors are open (ulimit -n)"));
   }
   hang_up(callers_.front(), "rank 0 has no descriptor left");
   forget_closed();

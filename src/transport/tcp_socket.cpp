@@ -14,9 +14,9 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
-#include <system_error>
 #include <thread>
 
+#include "waybill/core/errno_text.h"
 #include "waybill/core/error.h"
 #include "waybill/core/wait.h"
 
@@ -31,8 +31,6 @@ struct FreeAddresses {
   void operator()(addrinfo* list) const noexcept { freeaddrinfo(list); }
 };
 using Addresses = std::unique_ptr<addrinfo, FreeAddresses>;
-
-std::string reason(int error) { return std::generic_category().message(error); }
 
 /// Null: the name cannot be looked up just now.
 Addresses resolve(const char* host, std::uint16_t port, int flags = 0) {
@@ -162,7 +160,7 @@ Socket Socket::listen(const std::string& host, std::uint16_t port, const Deadlin
     }
     if (error != EADDRINUSE || patience.passed()) {
       throw TransportError(
-          concat("tcp bootstrap: cannot listen on ", host, ":", port, ": ", reason(error),
+          concat("tcp bootstrap: cannot listen on ", host, ":", port, ": ", errno_text(error),
                  error == EADDRINUSE ? "; expected a port that no other job has" : ""));
     }
     check_interrupt();
@@ -178,7 +176,7 @@ std::optional<Socket> Socket::connect(const std::string& host, std::uint16_t por
     if (!result.is_open()) {
       if (errno != EMFILE && errno != ENFILE) continue;
       throw TransportError(concat("tcp bootstrap: cannot call ", host, ":", port, ": ",
-                                  reason(errno), " (ulimit -n)"));
+                                  errno_text(errno), " (ulimit -n)"));
     }
     prepare(result.descriptor());
     set_option(result, SOL_SOCKET, SO_REUSEADDR, 1);  // its port can be listened on soon after

@@ -1,5 +1,7 @@
 """Settings of all Python tests."""
 
+import signal
+
 import pytest
 from faces import NumpyFace, torch_face
 from hypothesis import HealthCheck, settings
@@ -16,6 +18,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("waybill")
+
+# A shell starts what runs in its background with SIGINT ignored, which processes inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", params=["numpy", "torch"])

@@ -1,0 +1,12 @@
+#pragma once
+
+// What a test cannot do under a sanitizer. Such a test says why, and is skipped there.
+
+#if defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define WAYBILL_TEST_TSAN
+#endif
+#if __has_feature(undefined_behavior_sanitizer)
+#define WAYBILL_TEST_UBSAN
+#endif
+#endif
