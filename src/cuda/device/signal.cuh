@@ -37,12 +37,18 @@ __device__ inline bool has_given_up(const FaultSink& sink) {
   return (now_ns() & period_mask) < window_ns && sink.record->given_up != 0;
 }
 
+/// is_over() of a long wait. A function of its own: a kernel pays for code that it jumps over.
+__device__ __noinline__ inline bool is_long_wait_over(const FaultSink& sink,
+                                                      std::uint64_t waited_ns,
+                                                      std::uint64_t patience) {
+  return waited_ns > patience * sink.timeout_ns || has_given_up(sink);
+}
+
 /// Whether a wait has come to its end: by its deadline (times `patience`), or as the rank has given
 /// up. Until look_after_ns it costs a wait one comparison.
 __device__ inline bool is_over(const FaultSink& sink, std::uint64_t waited_ns,
                                std::uint64_t patience = 1) {
-  if (waited_ns <= sink.look_after_ns) return false;
-  return waited_ns > patience * sink.timeout_ns || has_given_up(sink);
+  return waited_ns > sink.look_after_ns && is_long_wait_over(sink, waited_ns, patience);
 }
 
 /// `call`: for kinds that are not a call's.
@@ -71,7 +77,7 @@ __device__ inline void report(const FaultSink& sink, FaultKind kind, std::int32_
 /// Behind a report: ends the context, so that nothing behind this kernel on the device runs any
 /// more. The thread that writes the record is given the time to do so. Without a trap the thread
 /// ends here, others of its block when their waits do; what they do until then is of no use.
-[[noreturn]] __device__ inline void end_context(const FaultSink& sink) {
+[[noreturn]] __device__ __noinline__ inline void end_context(const FaultSink& sink) {
   constexpr std::uint64_t time_to_write_ns = 5'000'000;
   if (!sink.traps) {
     asm volatile("exit;");

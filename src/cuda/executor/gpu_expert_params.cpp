@@ -327,7 +327,7 @@ CombineParams ExpertParams::combine(const ExpertCall& call, const ExpertCombineI
   for (std::int32_t i = 0; i < config_.local_world_size; ++i) {
     params.windows[i] = memory_.combine_windows[call.parity].peers[at(first_rank() + i)];
   }
-  params.nan_row = static_cast<const std::byte*>(nan_row_.get());
+  params.windows[max_gpu_ranks] = static_cast<const std::byte*>(nan_row_.get());
   const bool compact = options_.rows == EPRows::compact;
   const bool local_sums = input.options.local_combine && config_.is_intra_node();
   params.leaders_only = compact || local_sums ? 1 : 0;

@@ -14,6 +14,12 @@ __device__ inline std::uint64_t begin_call(const MeetParams& p) {
   return epoch;
 }
 
+/// Rank k of those from this one on. @pre 0 <= k <= world_size
+__device__ inline std::int32_t rank_after(const MeetParams& p, std::int32_t k) {
+  const std::int32_t r = p.rank + k;
+  return r < p.world_size ? r : r - p.world_size;
+}
+
 /// Whether rank r tells what it means by a call.
 __device__ inline bool tells_words(const MeetParams& p, std::int32_t r) {
   return p.peer_arrivals[r] != nullptr || p.fingerprint.crosses_nodes;
@@ -44,7 +50,7 @@ __device__ inline void for_node(const MeetParams& p, Tell&& tell) {
 #pragma unroll 1  // few ranks, and no registers to spare
   for (std::int32_t k = 1 + static_cast<std::int32_t>(threadIdx.x % 32); k < p.world_size;
        k += 32) {
-    std::uint64_t* const arrivals = p.peer_arrivals[(p.rank + k) % p.world_size];
+    std::uint64_t* const arrivals = p.peer_arrivals[rank_after(p, k)];
     if (arrivals != nullptr) tell(arrivals);
   }
 }
@@ -84,7 +90,7 @@ __device__ inline void await_all(const MeetParams& p, std::uint64_t epoch, const
 #pragma unroll 1
   for (std::int32_t k = 1 + static_cast<std::int32_t>(threadIdx.x % 32); k < p.world_size;
        k += 32) {
-    const std::int32_t peer = (p.rank + k) % p.world_size;
+    const std::int32_t peer = rank_after(p, k);
     const bool tells = tells_words(p, peer);
     const std::uint64_t* const told = told_at(p, epoch, peer);
     const std::uint64_t start = now_ns();

@@ -9,12 +9,18 @@ namespace waybill::cuda {
 
 /// The weight of one choice, from where its sender left it.
 __device__ inline void take_weight(const RowsParams& p, std::int64_t to, std::int64_t from) {
+  const auto take = [&](auto* weights, auto* kept) {
+    const auto weight = __ldcg(
+        reinterpret_cast<const std::remove_pointer_t<decltype(weights)>*>(p.sent_weights) + from);
+    weights[to] = weight;
+    if (kept != nullptr) kept[to] = weight;
+  };
   if (p.weight_bytes == 4) {
-    reinterpret_cast<std::uint32_t*>(p.weights)[to] =
-        __ldcg(reinterpret_cast<const std::uint32_t*>(p.sent_weights) + from);
+    take(reinterpret_cast<std::uint32_t*>(p.weights),
+         reinterpret_cast<std::uint32_t*>(p.kept_weights));
   } else {
-    reinterpret_cast<std::uint16_t*>(p.weights)[to] =
-        __ldcg(reinterpret_cast<const std::uint16_t*>(p.sent_weights) + from);
+    take(reinterpret_cast<std::uint16_t*>(p.weights),
+         reinterpret_cast<std::uint16_t*>(p.kept_weights));
   }
 }
 
@@ -62,9 +68,6 @@ __device__ inline void note_grouped(const RowsParams& p, const Arrived& a) {
     if (p.sent_weights != nullptr) {
       take_weight(p, a.place,
                   (std::int64_t{a.source} * s.max_tokens + a.token) * s.topk + a.choice);
-      if (p.kept_weights != nullptr) {
-        copy_weight(p.kept_weights, p.weights, a.place, a.place, p.weight_bytes);
-      }
     }
     if (p.fills_tables) {
       p.kept_tags[a.place] = tag;

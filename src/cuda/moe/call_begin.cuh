@@ -28,17 +28,19 @@ class CallBegin {
   /// 0 there.
   __device__ std::uint64_t epoch() {
     if (!is_told_) return await();
-    if (epoch_ == 0) epoch_ = await_told(&state_->begun, 1);
+    if (epoch_ == 0) epoch_ = await_told(meet_, &state_->begun, 1);
     return epoch_;
   }
 
   /// Where it is told: waits until the tokens of source r are placed.
   __device__ void await_placed(std::int32_t r) {
-    if (is_told_) (void)await_told(state_->placed + r, epoch());
+    if (is_told_) (void)await_told(meet_, state_->placed + r, epoch());
   }
 
  private:
-  __device__ std::uint64_t await_told(const std::uint64_t* at, std::uint64_t least) const {
+  static __device__ __noinline__ std::uint64_t await_told(const MeetParams& meet,
+                                                          const std::uint64_t* at,
+                                                          std::uint64_t least) {
     const std::uint64_t start = now_ns();
     for (;;) {
       std::uint64_t seen = 0;
@@ -46,10 +48,10 @@ class CallBegin {
       if (seen >= least) return seen;
       const std::uint64_t waited = now_ns() - start;
       // The kernel ahead has a deadline of its own, and knows who is late.
-      if (is_over(meet_.sink, waited, 2)) {
-        report_and_trap(meet_.sink, meet_.kind, meet_.rank, meet_.rank, least, seen, waited);
+      if (is_over(meet.sink, waited, 2)) {
+        report_and_trap(meet.sink, meet.kind, meet.rank, meet.rank, least, seen, waited);
       }
-      end_if_reported(meet_.sink);
+      end_if_reported(meet.sink);
     }
   }
 

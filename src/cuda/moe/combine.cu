@@ -28,6 +28,7 @@ struct TokenRows {
   float weight;
 };
 
+/// Asked for, but not waited for. A row that did not fit is told from others when they are used.
 template <class Weight>
 __device__ TokenRows read_token(const CombineParams& p, std::int32_t token) {
   TokenRows rows{-1, 0};
@@ -39,20 +40,15 @@ __device__ TokenRows read_token(const CombineParams& p, std::int32_t token) {
   return rows;
 }
 
-/// A row that did not fit was lost: NaN stands for it.
-__device__ bool is_lost(const CombineParams& p, std::int64_t place) {
-  return (place & 0xFFFFFFFF) >= p.shape.capacity;
-}
-
-/// Lanes whose row is part of the sum.
-__device__ unsigned lanes_summed(const CombineParams& p, const TokenRows& rows) {
-  const bool counts = rows.place >= 0 && (p.leaders_only == 0 || is_lost(p, rows.place) ||
-                                          (rows.place & place_leader_bit) != 0);
+/// Lanes whose row is part of the sum. A row that did not fit was lost: NaN stands for it.
+__device__ unsigned lanes_summed(const CombineParams& p, TokenRows& rows) {
+  if (rows.place >= 0 && (rows.place & 0xFFFFFFFF) >= p.shape.capacity) rows.place = lost_place;
+  const bool counts =
+      rows.place >= 0 && (p.leaders_only == 0 || (rows.place & place_leader_bit) != 0);
   return __ballot_sync(all_lanes, counts);
 }
 
 __device__ const std::byte* row_at(const CombineParams& p, std::int64_t place) {
-  if (is_lost(p, place)) return p.nan_row;
   return p.windows[place >> place_dst_shift & 0xFFFF] + (place & 0xFFFFFFFF) * p.row_bytes;
 }
 
@@ -200,7 +196,8 @@ class BulkSum {
 
   /// The piece whose places have come; asks for those of the next.
   __device__ Turn begin_piece() {
-    const Turn turn{coming_, coming_rows_, lanes_summed(p_, coming_rows_), true};
+    const unsigned summed = lanes_summed(p_, coming_rows_);
+    const Turn turn{coming_, coming_rows_, summed, true};
     steps_.advance(coming_);
     coming_rows_ = read_token<Weight>(p_, coming_.token);
     return turn;
@@ -274,7 +271,7 @@ __device__ void sum_elements(const CombineParams& p) {
   const bool weighted = p.weights != nullptr;
   for (std::int64_t item = blockIdx.x + std::int64_t{threadIdx.x / 32} * gridDim.x;
        item < p.shape.num_tokens * pieces; item += step) {
-    const TokenRows rows = read_token<Weight>(p, static_cast<std::int32_t>(item / pieces));
+    TokenRows rows = read_token<Weight>(p, static_cast<std::int32_t>(item / pieces));
     const std::int64_t first = item % pieces * 32 * unroll + lane_id();
     const std::int64_t offset = item / pieces * elements;
     float sums[unroll] = {};
@@ -314,10 +311,12 @@ __global__ void __launch_bounds__((Bulk ? bulk_warps : element_warps) * 32, 1)
     epoch = begin_moe_call(p.m, 1);
     if (threadIdx.x < 32) {
       if (blockIdx.x == 0) publish_to_all(p.m.meet, epoch);
-      await_all(p.m.meet, epoch);
+      await_arrivals(p.m.meet, epoch);
     }
     __syncthreads();
   }
+  const bool compares = !p.in_call && compares_calls();
+  ToldCall told(p.m.meet, epoch, compares);  // looked at when the rows are summed
   linger_block(p.m);
   if constexpr (Bulk) {
     BulkSum<Number, Weight> sum(p, *reinterpret_cast<BulkMemory*>(shared));
@@ -329,6 +328,7 @@ __global__ void __launch_bounds__((Bulk ? bulk_warps : element_warps) * 32, 1)
   } else {
     sum_elements<Number, Weight>(p);
   }
+  if (compares) told.settle(p.m.meet);
   if (!p.in_call && comes_last(p.m.state)) end_moe_call(p.m, 1, epoch);
 }
 

@@ -22,27 +22,28 @@ __device__ inline std::uint32_t mixed(std::uint32_t x) {
   return x ^ x >> 16;
 }
 
-/// Every other time up to `most_ns`.
-__device__ __noinline__ inline void linger_for(std::uint32_t most_ns, std::uint32_t what) {
-  const std::uint32_t drawn = mixed(what);
+/// Every other time up to `most_delay_ns`.
+__device__ __noinline__ inline void linger_at(const MoeMeet& m, DelayPoint point,
+                                              std::uint64_t what) {
+  const auto place =
+      static_cast<std::uint32_t>(m.meet.rank) * 4 + static_cast<std::uint32_t>(point);
+  const std::uint32_t drawn = mixed(mixed(place + 1) + static_cast<std::uint32_t>(what));
   if ((drawn & 1U) == 0) return;
-  const std::uint64_t ns = std::uint64_t{drawn >> 1U} * most_ns >> 31U;
+  const std::uint64_t ns = std::uint64_t{drawn >> 1U} * m.most_delay_ns >> 31U;
   const std::uint64_t start = now_ns();
   while (now_ns() - start < ns) __nanosleep(200);
 }
 
 /// @param what is the same for threads that linger together
 __device__ inline void linger(const MoeMeet& m, DelayPoint point, std::uint64_t what) {
-  if (m.most_delay_ns == 0) return;
-  const auto place =
-      static_cast<std::uint32_t>(m.meet.rank) * 4 + static_cast<std::uint32_t>(point);
-  linger_for(m.most_delay_ns, mixed(place + 1) + static_cast<std::uint32_t>(what));
+  if (m.most_delay_ns != 0) linger_at(m, point, what);
 }
 
 /// The blocks of a rank each for themselves.
 __device__ inline void linger_block(const MoeMeet& m) {
-  if (m.most_delay_ns == 0) return;
-  linger(m, DelayPoint::block, (now_ns() >> 14U) * gridDim.x + blockIdx.x);
+  if (m.most_delay_ns != 0) {
+    linger_at(m, DelayPoint::block, (now_ns() >> 14U) * gridDim.x + blockIdx.x);
+  }
 }
 
 }  // namespace waybill::cuda

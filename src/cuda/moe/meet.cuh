@@ -13,19 +13,20 @@ __device__ inline bool is_off_turn(const MoeMeet& m, int kind, std::uint32_t nex
 
 /// Where processes share a device, who gives up leaves its kernel, and others go on: with what is
 /// not there. So whoever uses what others were to bring asks first.
-__device__ inline bool has_reported(const FaultSink& sink) {
-  return !sink.traps && *static_cast<volatile unsigned long long*>(sink.claimed) != 0;
+__device__ __noinline__ inline void end_if_claimed(const FaultSink& sink) {
+  if (*static_cast<volatile unsigned long long*>(sink.claimed) != 0) end_context(sink);
 }
 __device__ inline void end_if_reported(const FaultSink& sink) {
-  if (has_reported(sink)) end_context(sink);
+  if (!sink.traps) end_if_claimed(sink);
 }
 
 /// The epoch of a call that begins with this kernel. Every block asks once.
 __device__ inline std::uint64_t begin_moe_call(const MoeMeet& m, int kind) {
   end_if_reported(m.meet.sink);
   const std::uint64_t epoch = m.state->call.epoch + 1;
+  const bool is_off = is_off_turn(m, kind, m.turn);  // asked for with the epoch
   linger(m, DelayPoint::rank, epoch);
-  if (is_off_turn(m, kind, m.turn)) {
+  if (is_off) {
     report_parity(m.meet.sink, m.meet.kind, m.meet.rank, m.turn, epoch);
   }
   return epoch;
@@ -110,18 +111,36 @@ __device__ inline void await_earlier_kernel() {
 #endif
 }
 
+/// Whether a rank has said that it means another call.
+__device__ inline bool means_another_call(const MeetParams& p, std::uint64_t epoch,
+                                          std::int32_t peer) {
+  return is_disagreement(
+      difference(load_call_words(p.fingerprint), load_words(told_at(p, epoch, peer)), epoch));
+}
+
+/// For waits for a peer: it reports if that means another call, as such a one may never come, or
+/// if the wait is over.
+__device__ __noinline__ inline void look_up_from_wait(const MeetParams& p, std::uint64_t epoch,
+                                                      std::int32_t peer, std::uint64_t seen,
+                                                      std::uint64_t waited_ns) {
+  if (means_another_call(p, epoch, peer) || is_over(p.sink, waited_ns)) {
+    report_missed(p, epoch, peer, seen, waited_ns);
+  }
+}
+inline constexpr unsigned polls_a_look = 64;
+
 /// Waits for a slot that counts in steps below an epoch; reports speak of epochs.
 /// @return what it came to
-__device__ inline std::uint64_t await_step(const MeetParams& p, const std::uint64_t* slot,
-                                           std::uint64_t wanted, int epoch_shift,
-                                           std::int32_t peer) {
+__device__ __noinline__ inline std::uint64_t await_step(const MeetParams& p,
+                                                        const std::uint64_t* slot,
+                                                        std::uint64_t wanted, int epoch_shift,
+                                                        std::int32_t peer) {
   const std::uint64_t start = now_ns();
-  for (;;) {
+  for (unsigned polls = 1;; ++polls) {
     const std::uint64_t seen = load_acquire(slot);
     if (seen >= wanted) return seen;
-    const std::uint64_t waited = now_ns() - start;
-    if (is_over(p.sink, waited)) {
-      report_missed(p, wanted >> epoch_shift, peer, seen >> epoch_shift, waited);
+    if (polls % polls_a_look == 0) {
+      look_up_from_wait(p, wanted >> epoch_shift, peer, seen >> epoch_shift, now_ns() - start);
     }
   }
 }
@@ -132,11 +151,16 @@ __device__ inline void await_slot(const MeetParams& p, const std::uint64_t* slot
   (void)await_step(p, slot, epoch, 0, peer);
 }
 
-/// Whether a rank has said that it means another call. For long waits.
-__device__ __noinline__ inline bool means_another_call(const MeetParams& p, std::uint64_t epoch,
-                                                       std::int32_t peer) {
-  return is_disagreement(
-      difference(load_call_words(p.fingerprint), load_words(told_at(p, epoch, peer)), epoch));
+/// Waits until all other ranks have come to `epoch`. What they mean by the call is left to
+/// ToldCall. One warp; its lanes see what the ranks wrote.
+__device__ inline void await_arrivals(const MeetParams& p, std::uint64_t epoch) {
+#pragma unroll 1
+  for (std::int32_t k = 1 + static_cast<std::int32_t>(threadIdx.x % 32); k < p.world_size;
+       k += 32) {
+    const std::int32_t peer = rank_after(p, k);
+    await_slot(p, p.own_arrivals + peer, epoch, peer);
+  }
+  __syncwarp();
 }
 
 /// The warp that tells and compares what a call means: not one of those with the most to do.
@@ -153,7 +177,7 @@ class ToldCall {
       : epoch_(epoch), theirs_{} {
     const std::int32_t first = 1 + static_cast<std::int32_t>(threadIdx.x % 32);
     if (compares && first < p.world_size) {
-      theirs_ = load_words(told_at(p, epoch, peer_of(p, first)));
+      theirs_ = load_words(told_at(p, epoch, rank_after(p, first)));
     }
   }
 
@@ -163,7 +187,7 @@ class ToldCall {
     const std::int32_t first = 1 + static_cast<std::int32_t>(threadIdx.x % 32);
 #pragma unroll 1
     for (std::int32_t k = first; k < p.world_size; k += 32) {
-      const std::int32_t peer = peer_of(p, k);
+      const std::int32_t peer = rank_after(p, k);
       if (!tells_words(p, peer)) continue;
       if (k != first) theirs_ = load_words(told_at(p, epoch_, peer));
       const std::uint64_t start = now_ns();
@@ -180,10 +204,6 @@ class ToldCall {
   }
 
  private:
-  static __device__ std::int32_t peer_of(const MeetParams& p, std::int32_t k) {
-    return (p.rank + k) % p.world_size;
-  }
-
   std::uint64_t epoch_;
   CallWords theirs_;
 };

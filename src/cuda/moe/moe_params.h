@@ -60,6 +60,9 @@ __host__ __device__ constexpr std::int32_t record_stride(const MoeShape& s) {
 inline constexpr int place_dst_shift = 32;
 /// Of the first choice of a token on a rank.
 inline constexpr std::int64_t place_leader_bit = std::int64_t{1} << 48;
+/// Of a row that did not fit.
+inline constexpr std::int64_t lost_place =
+    (std::int64_t{max_gpu_ranks} << place_dst_shift) + place_leader_bit;
 
 /// Written by the device into pinned host memory when the counts of a dispatch are known: received
 /// rows of each rank, with the ticket of the route above them.
@@ -251,10 +254,9 @@ struct CombineParams {
   MoeMeet m;
   MoeShape shape;
   const std::int64_t* places;
-  const std::byte* windows[max_gpu_ranks];
-  const std::byte* nan_row;   ///< what stands for rows that did not fit
-  std::int32_t leaders_only;  ///< one row a rank
-  bool in_call;               ///< ranks have met, and the call is counted
+  const std::byte* windows[max_gpu_ranks + 1];  ///< the last: a row of NaN, see lost_place
+  std::int32_t leaders_only;                    ///< one row a rank
+  bool in_call;                                 ///< ranks have met, and the call is counted
   std::int64_t row_bytes;
   const std::byte* biases[2];
   const std::byte* weights;  ///< [T, K] or null

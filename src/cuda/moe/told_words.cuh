@@ -28,16 +28,12 @@ __device__ inline bool is_told(std::uint64_t word, std::uint64_t epoch) {
 /// that now and then.
 __device__ inline std::int32_t await_word(const RouteParams& p, std::int32_t r,
                                           const std::uint64_t* at, std::uint64_t epoch) {
-  constexpr unsigned polls_a_look = 64;
-  const MeetParams& meet = p.m.meet;
   const std::uint64_t start = now_ns();
   for (unsigned polls = 1;; ++polls) {
     const std::uint64_t word = load_word(at);
     if (is_told(word, epoch)) return static_cast<std::int32_t>(word);
-    const std::uint64_t waited = now_ns() - start;
-    const bool is_other = polls % polls_a_look == 0 && means_another_call(meet, epoch, r);
-    if (is_other || is_over(meet.sink, waited)) {
-      report_missed(meet, epoch, r, word >> count_epoch_shift, waited);
+    if (polls % polls_a_look == 0) {
+      look_up_from_wait(p.m.meet, epoch, r, word >> count_epoch_shift, now_ns() - start);
     }
   }
 }
