@@ -21,6 +21,7 @@
 #include "waybill/core/error.h"
 #include "waybill/core/float8_convert.h"
 #include "waybill/core/float_convert.h"
+#include "waybill/core/hash.h"
 #include "waybill/core/host_tensor.h"
 #include "waybill/core/index_array.h"
 #include "waybill/core/parallel_for.h"
