@@ -23,9 +23,9 @@ void choose_transfer(const std::string& name, StepJob& job) {
   if (name == "auto") return;
   if (name == "relay" && job.relay.empty())
     throw UsageError("--transfer: relay needs a plan with a relay schedule (plan --full)");
-  job.options.transfer = name == "direct"  ? StepTransfer::direct
-                         : name == "relay" ? StepTransfer::relay
-                                           : StepTransfer::once_per_node;
+  job.options.transfer = name == "direct"  ? Transfer::direct
+                         : name == "relay" ? Transfer::relay
+                                           : Transfer::once_per_node;
 }
 
 int run_explain(const ExplainOptions& options, const CLI::App& command, Program& program) {

@@ -67,7 +67,6 @@
 #include "waybill/routing/validate.h"
 #include "waybill/runtime/sequence_dispatcher.h"
 #include "waybill/runtime/world.h"
-#include "waybill/schedule/check_sequence_plans.h"
 #include "waybill/simulate/check.h"
 #include "waybill/simulate/dispatch.h"
 #include "waybill/simulate/kv_gradient.h"

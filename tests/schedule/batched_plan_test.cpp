@@ -2,10 +2,10 @@
 
 #include <algorithm>
 
+#include "schedule/check_sequence_plans.h"
 #include "support/expect_error.h"
 #include "support/node_case.h"
 #include "waybill/planner/planner.h"
-#include "waybill/schedule/check_sequence_plans.h"
 
 namespace waybill {
 namespace {
@@ -47,7 +47,7 @@ TEST(BatchedPlans, the_checker_finds_nothing) {
         const bool sends = operation == SequenceOperation::dispatch;
         const auto parts = sends ? node->forward() : node->kv();
         const auto plans = plans_of(parts, operation, options);
-        ASSERT_EQ(first_of(check_sequence_plans(plans, parts, topology.ranks_per_node)), "")
+        ASSERT_EQ(first_of(test::check_sequence_plans(plans, parts, topology.ranks_per_node)), "")
             << node->the.name << ", " << topology.world_size << " ranks";
         for (const SequencePlan& plan : plans) num_batches += static_cast<int>(plan.batches.size());
       }
@@ -63,11 +63,12 @@ TEST(BatchedPlans, direct_plans_are_checked_too) {
   for (const test::SequenceCase& the : test::sequence_cases(4, 12)) {
     const auto forward = test::forward_parts(the);
     const auto kv = test::kv_parts(the);
-    EXPECT_EQ(
-        first_of(check_sequence_plans(plans_of(forward, SequenceOperation::dispatch, {}), forward)),
-        "");
-    EXPECT_EQ(first_of(check_sequence_plans(plans_of(kv, SequenceOperation::kv_gradient, {}), kv)),
+    EXPECT_EQ(first_of(test::check_sequence_plans(
+                  plans_of(forward, SequenceOperation::dispatch, {}), forward)),
               "");
+    EXPECT_EQ(
+        first_of(test::check_sequence_plans(plans_of(kv, SequenceOperation::kv_gradient, {}), kv)),
+        "");
   }
 }
 
@@ -84,7 +85,7 @@ int num_missed(SequenceOperation operation, Damage&& damage) {
       auto plans = good;
       if (!damage(plans[r])) continue;
       ++damaged;
-      missed += check_sequence_plans(plans, parts, topology.ranks_per_node).empty() ? 1 : 0;
+      missed += test::check_sequence_plans(plans, parts, topology.ranks_per_node).empty() ? 1 : 0;
     }
   }
   EXPECT_GT(damaged, 5);
@@ -161,8 +162,8 @@ TEST(BatchedPlans, the_planners_schedules_fit) {
     const std::vector<SequencePart> kv{{&routing.fwd_kv, {format, format}, &attention.relay}};
     for (const auto operation : {SequenceOperation::dispatch, SequenceOperation::kv_gradient}) {
       const auto plans = plans_of(kv, operation, small_batches(topology));
-      EXPECT_EQ(plans[0].limits.way, SequenceWay::relay);
-      EXPECT_EQ(first_of(check_sequence_plans(plans, kv, topology.ranks_per_node)), "");
+      EXPECT_EQ(plans[0].limits.way, Transfer::relay);
+      EXPECT_EQ(first_of(test::check_sequence_plans(plans, kv, topology.ranks_per_node)), "");
     }
   }
 }
@@ -204,7 +205,7 @@ TEST(BatchedPlans, limits_decide_and_can_be_overridden) {
   SequencePlanOptions options{.nvlink_bytes_per_second = 1e9};
   // Rows of shard s go to ranks s..7: 1 + 2 + ... + 6 + 7 + 7 times 100 rows of 2000 bytes.
   const SequencePlan plan = compile_dispatch(kv, Rank{0}, options);
-  EXPECT_EQ(plan.limits.way, SequenceWay::relay);
+  EXPECT_EQ(plan.limits.way, Transfer::relay);
   EXPECT_NEAR(plan.limits.direct_seconds, 35 * 100 * 2000 / 1e9, 1e-9);
   EXPECT_NEAR(plan.limits.relay_seconds, 8 * 100 * 2000 / 1e9, 1e-9);
   EXPECT_FALSE(plan.batches.empty());
@@ -214,9 +215,9 @@ TEST(BatchedPlans, limits_decide_and_can_be_overridden) {
   options.relay = RelayUse::automatic;
   const SequencePlan back = compile_kv_gradient(kv, Rank{0}, options);
   EXPECT_GT(back.limits.relay_seconds, 1.5 * plan.limits.relay_seconds);
-  EXPECT_EQ(back.limits.way, SequenceWay::direct);  // on one node only when asked for
+  EXPECT_EQ(back.limits.way, Transfer::direct);  // on one node only when asked for
   options.relay = RelayUse::always;
-  EXPECT_EQ(compile_kv_gradient(kv, Rank{0}, options).limits.way, SequenceWay::relay);
+  EXPECT_EQ(compile_kv_gradient(kv, Rank{0}, options).limits.way, Transfer::relay);
   options.relay = RelayUse::automatic;
 
   // A schedule that wins little is not taken, unless it must be.
@@ -229,9 +230,9 @@ TEST(BatchedPlans, limits_decide_and_can_be_overridden) {
     }
   }
   const std::vector<SequencePart> same{{&routing.fwd_kv, {format}, &straight}};
-  EXPECT_EQ(compile_dispatch(same, Rank{0}, options).limits.way, SequenceWay::direct);
+  EXPECT_EQ(compile_dispatch(same, Rank{0}, options).limits.way, Transfer::direct);
   options.relay = RelayUse::always;
-  EXPECT_EQ(compile_dispatch(same, Rank{0}, options).limits.way, SequenceWay::relay);
+  EXPECT_EQ(compile_dispatch(same, Rank{0}, options).limits.way, Transfer::relay);
 }
 
 TEST(BatchedPlans, rows_cross_between_nodes_once) {
@@ -241,7 +242,7 @@ TEST(BatchedPlans, rows_cross_between_nodes_once) {
   SequencePlanOptions options{.ranks_per_node = 4, .network_bytes_per_second = 1e9};
   const auto plans = plans_of(kv, SequenceOperation::dispatch, options);
   // Shards 0..4 go to ranks 4..7, shards 5..7 to fewer; each once, to rank 4 but for the last.
-  EXPECT_EQ(plans[0].limits.way, SequenceWay::once_per_node);
+  EXPECT_EQ(plans[0].limits.way, Transfer::once_per_node);
   EXPECT_NEAR(plans[0].limits.once_per_node_seconds, 8 * 100 * 2000 / 1e9, 1e-9);
   EXPECT_NEAR(plans[0].limits.direct_seconds, (5 * 4 + 3 + 2 + 1) * 100 * 2000 / 1e9, 1e-9);
   EXPECT_EQ(plans[0].wire_bytes[4], 7 * 100 * 2000);

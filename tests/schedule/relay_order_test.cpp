@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
+#include "schedule/check_sequence_plans.h"
 #include "support/plan_replay.h"
 #include "support/split_plans.h"
-#include "waybill/schedule/check_sequence_plans.h"
 
 namespace waybill {
 namespace {
@@ -51,7 +51,8 @@ std::vector<SequencePlan> plans_of(const NodeCase& node, SequenceOperation opera
                         ? compile_dispatch(parts, Rank{r}, options)
                         : compile_kv_gradient(parts, Rank{r}, options));
   }
-  EXPECT_EQ(check_sequence_plans(plans, parts, options.ranks_per_node), std::vector<std::string>{});
+  EXPECT_EQ(test::check_sequence_plans(plans, parts, options.ranks_per_node),
+            std::vector<std::string>{});
   return plans;
 }
 

@@ -7,9 +7,9 @@
 #include <map>
 #include <numeric>
 
+#include "schedule/check_sequence_plans.h"
 #include "support/expect_error.h"
 #include "support/sequence_case.h"
-#include "waybill/schedule/check_sequence_plans.h"
 
 namespace waybill {
 namespace {
@@ -231,7 +231,7 @@ TEST(compile_kv_gradient, long_runs_with_one_copy_that_stay_stand_apart) {
   const QkvRouting routing = compute_qkv_routing(plan);
   SequencePart part{&routing.fwd_kv, {{DType::float32, 256}, {DType::float32, 256}}};
   const auto plans = gradients_apart(part);
-  EXPECT_EQ(check_sequence_plans(plans, {&part, 1}), std::vector<std::string>{});
+  EXPECT_EQ(test::check_sequence_plans(plans, {&part, 1}), std::vector<std::string>{});
   ASSERT_EQ(plans[0].local_segments.size(), 2U);  // a run of each tensor
   EXPECT_EQ(plans[0].local_segments[0].rows, 6000);
   EXPECT_EQ(rows_of(plans[0].segments, 1), 3003);
@@ -251,7 +251,8 @@ TEST(compile_kv_gradient, what_stands_apart_is_what_has_one_copy_here) {
     const SparseMetadata& metadata = the.routing.fwd_kv;
     const SequencePart part{&metadata, {{DType::float64, std::int64_t{1} << 19}}};  // 4 MiB a row
     auto plans = gradients_apart(part);
-    ASSERT_EQ(check_sequence_plans(plans, {&part, 1}), std::vector<std::string>{}) << the.name;
+    ASSERT_EQ(test::check_sequence_plans(plans, {&part, 1}), std::vector<std::string>{})
+        << the.name;
     for (std::int32_t r = 0; r < 4; ++r) {
       std::int64_t alone = 0;
       for (auto j = metadata.rank_offsets[at(r)]; j < metadata.rank_offsets[at(r) + 1]; ++j) {
@@ -264,7 +265,8 @@ TEST(compile_kv_gradient, what_stands_apart_is_what_has_one_copy_here) {
     }
     if (plans[1].staged.empty()) continue;
     plans[1].staged[0].row += 1;
-    ASSERT_NE(check_sequence_plans(plans, {&part, 1}), std::vector<std::string>{}) << the.name;
+    ASSERT_NE(test::check_sequence_plans(plans, {&part, 1}), std::vector<std::string>{})
+        << the.name;
   }
 }
 

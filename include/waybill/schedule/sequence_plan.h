@@ -5,9 +5,11 @@
 #include <vector>
 
 #include "waybill/core/dtype.h"
+#include "waybill/core/link_speeds.h"
 #include "waybill/core/topology.h"
 #include "waybill/core/uninitialized_vector.h"
 #include "waybill/planner/relay.h"
+#include "waybill/planner/transfer.h"
 #include "waybill/routing/sparse_metadata.h"
 #include "waybill/schedule/network_phase.h"
 #include "waybill/schedule/network_program.h"
@@ -39,19 +41,12 @@ enum class SequenceOperation : std::uint8_t {
   kv_gradient,  ///< from the windows of others, summed, into this rank's tensors
 };
 
-/// How rows reach the ranks that need them.
-enum class SequenceWay : std::uint8_t {
-  direct,         ///< from home to each rank
-  once_per_node,  ///< once to each other node, where the rank with the home's local index forwards
-  relay,          ///< by the relay schedules of the parts
-};
-
 /// What the links allow, in seconds: the least time of each way at the options' speeds, and the way
 /// that was taken. Local rows do not count. On the way back, kv_gradient, sums are in float32,
 /// twice as wide as 16-bit rows: they are made in nodes where that takes less time than all rows
 /// do.
 struct PlanLimits {
-  SequenceWay way = SequenceWay::direct;
+  Transfer way = Transfer::direct;
   double direct_seconds = 0;
   double once_per_node_seconds = 0;  ///< on one node: direct_seconds
   double relay_seconds = 0;          ///< without a schedule: that of the way without
@@ -132,8 +127,9 @@ struct SequencePlanOptions {
 
   std::int32_t ranks_per_node = 0;  ///< 0: all ranks on one node
   RelayUse relay = RelayUse::automatic;
-  double nvlink_bytes_per_second = 450e9;  ///< of one rank and direction, for the limits
-  double network_bytes_per_second = 50e9;
+  // For the limits, and the way that is taken.
+  double nvlink_bytes_per_second = LinkSpeeds{}.nvlink_bytes_per_second;
+  double network_bytes_per_second = LinkSpeeds{}.network_bytes_per_second;
   /// Of a batch that others forward or add up. 0: a sixteenth of what the rank sends to such,
   /// 256 KiB to 2 MiB.
   std::int64_t batch_bytes = 0;

@@ -7,7 +7,7 @@
 
 #include "waybill/schedule/sequence_plan.h"
 
-namespace waybill {
+namespace waybill::test {
 
 /// Checks the plans of all ranks for one call against the metadata that they were compiled from, by
 /// carrying them out on names of rows instead of rows. It knows the tables alone and shares nothing
@@ -26,4 +26,4 @@ namespace waybill {
                                                             std::int32_t ranks_per_node = 0,
                                                             std::size_t max_findings = 20);
 
-}  // namespace waybill
+}  // namespace waybill::test

@@ -1,4 +1,4 @@
-#include "waybill/schedule/check_sequence_plans.h"
+#include "schedule/check_sequence_plans.h"
 
 #include <algorithm>
 #include <map>
@@ -8,7 +8,7 @@
 #include "waybill/core/at.h"
 #include "waybill/core/error.h"
 
-namespace waybill {
+namespace waybill::test {
 namespace {
 
 using detail::at;
@@ -353,4 +353,4 @@ std::vector<std::string> check_sequence_plans(std::span<const SequencePlan> plan
   return PlanChecker(plans, parts, ranks_per_node, max_findings).check();
 }
 
-}  // namespace waybill
+}  // namespace waybill::test
