@@ -67,9 +67,11 @@ class Metadata:
 
     def cuda(self, device: Any = None) -> Any:
         """A ``waybill.torch.Metadata`` with every tensor on the GPU, contiguous."""
-        from . import torch as waybill_torch  # needs torch, which the package does not
+        from .torch.metadata import (
+            Metadata as TorchMetadata,  # needs torch, as the package does not
+        )
 
-        return waybill_torch.Metadata.from_numpy(self).cuda(device)
+        return TorchMetadata.from_numpy(self).cuda(device)
 
     def to_json(
         self, path: Union[str, os.PathLike[str], None] = None, compact: bool = False
@@ -135,7 +137,10 @@ class Metadata:
         return f"{type(self).__name__}({inside})"
 
     def _repr_html_(self) -> str:
-        return _html.metadata_html(Metadata(*self._fields()))
+        host = Metadata(*self._fields())
+        if host.is_slice:
+            return _html.slice_html(host.dst_rank, host.dst_offset, host.seq_len)
+        return _html.metadata_html(host.traffic(), host.seq_len)
 
     def _fields(self) -> Fields:
         """The ten fields for the compiled part: numpy arrays, plain numbers, None."""

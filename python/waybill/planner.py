@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple, Optional, Sequence, Union
 
-from . import _core, _html, _plot
+from . import _core, _plot
 from ._arrays import IntArray, index_array, int64, numbers
 from ._files import json_text, kept
 from .errors import InvalidArgument
@@ -158,7 +158,7 @@ class AttentionPlan:
         )
 
     def _repr_html_(self) -> str:
-        return _html.plan_html(self.to_qkv_plan())
+        return self.to_qkv_plan()._repr_html_()
 
 
 def plan(

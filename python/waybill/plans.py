@@ -196,4 +196,10 @@ class QkvPlan:
         )
 
     def _repr_html_(self) -> str:
-        return _html.plan_html(self)
+        caption = (
+            f"Plan: {_html.count(self.world_size)} ranks, {_html.count(self.num_documents)}"
+            f" documents, {_html.count(self.num_shards)} shards,"
+            f" {_html.count(self.shard_len.sum())} tokens; max / mean work {self.imbalance:.3f};"
+            f" KV {self.kv_layout}"
+        )
+        return _html.plan_html(self.work, self.traffic(), caption)
