@@ -7,6 +7,7 @@ from typing import Any, Optional, Tuple
 
 import torch
 
+from .._copies import OfThisProcess
 from .._dispatcher import ReadyPlan
 from ..errors import InvalidArgument
 from ..sparse import QkvRouting, RankAttention
@@ -18,7 +19,7 @@ __all__ = ["AttentionStep", "recomputed_attention"]
 Attend = Callable[..., torch.Tensor]
 
 
-class AttentionStep:
+class AttentionStep(OfThisProcess):
     """One rank's plans of one routing: Q, K and V out, attention's output home, and the ways back
     of their gradients.
 
@@ -35,6 +36,10 @@ class AttentionStep:
         q, kv: their formats: tensors, or TensorFormat. K and V, or one tensor that holds both.
         out: the format of attention's output; that of q without.
     """
+
+    _why_not_copied = (
+        "plans of one rank's dispatcher: make one on each rank from the routing, which can be"
+    )
 
     def __init__(
         self,

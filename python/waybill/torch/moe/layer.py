@@ -8,6 +8,7 @@ import torch
 
 from ... import _core
 from ..._arrays import int64
+from ..._copies import OfThisProcess
 from ...errors import InvalidArgument
 from ...moe import EPAllToAllLayoutDesc, EPConfig
 from .._tensors import require_tensor
@@ -16,7 +17,7 @@ from .layout import LayerLayout
 from .tensors import given, shown, stream_of, torch_dtype, world_of
 
 
-class EPAll2AllLayer:
+class EPAll2AllLayer(OfThisProcess):
     """Takes tokens to their experts on all ranks, and what the experts made of them back.
 
     All calls are collective: every rank makes the same calls in the same order, forward and
@@ -46,6 +47,8 @@ class EPAll2AllLayer:
         rank begins the second dispatch after
     :param device: of ranks from a process group: "cpu", "cuda"
     """
+
+    _why_not_copied = "buffers that other ranks write to: make one on each rank's world or group"
 
     def __init__(
         self,
