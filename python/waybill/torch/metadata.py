@@ -43,12 +43,12 @@ class Metadata(numpy_metadata.Metadata):
 
     def numpy(self) -> numpy_metadata.Metadata:
         """The same for numpy; tensors of the CPU share their memory."""
-        return numpy_metadata.Metadata(*self._fields())
+        return numpy_metadata.Metadata(*self._values())
 
     @classmethod
     def from_numpy(cls: Type[_M], metadata: numpy_metadata.Metadata) -> _M:
         """The same for torch; arrays share their memory."""
-        return cls._from_fields(metadata._fields())
+        return cls._from_fields(metadata._values())
 
     @property
     def device(self) -> Optional[torch.device]:
