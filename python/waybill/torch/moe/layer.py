@@ -137,12 +137,12 @@ class EPAll2AllLayer(OfThisProcess):
         :raises InvalidArgument: before any communication; Disagreement; Timeout naming the rank
         """
         require_tensor(input, "dispatch: input")
+        weight = as_autocast(weight, self.ep_config.weight_dtype, self.device)
         if self.payload == "plain":
             input = as_autocast(input, self.ep_config.token_dtype, self.device)
         else:
             instead = 'a layer of payload = "plain" has them'
             say_no_gradients("dispatch", instead, input, weight, scales)
-        weight = as_autocast(weight, self.ep_config.weight_dtype, self.device)
         differentiable = torch.is_grad_enabled() and self.payload == "plain"
         weight_needs = isinstance(weight, torch.Tensor) and weight.requires_grad
         if differentiable and (input.requires_grad or weight_needs):
@@ -177,8 +177,9 @@ class EPAll2AllLayer(OfThisProcess):
         """
         _checked(ep_a2a_layout_desc, "combine")
         require_tensor(input, "combine: input")
-        input = as_autocast(input, self.ep_config.token_dtype, self.device)
-        biases = [as_autocast(bias, self.ep_config.token_dtype, self.device) for bias in biases]
+        dtype = self.ep_config.token_dtype
+        input = as_autocast(input, dtype, self.device)
+        biases = [as_autocast(bias, dtype, self.device) for bias in biases]
         token = getattr(ep_a2a_layout_desc, "_token", None)
         needs = torch.is_grad_enabled() and (input.requires_grad or token is not None)
         if weighted and input.requires_grad and needs:

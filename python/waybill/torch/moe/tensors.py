@@ -42,11 +42,13 @@ def shown(bits: Any, dtype: torch.dtype) -> Optional[torch.Tensor]:
 
 def as_autocast(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """Under autocast floats of any dtype are welcome, as to torch's own operations."""
-    welcome = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.to(dtype) if welcome and _autocast(device) else value
+    if getattr(value, "dtype", dtype) == dtype:
+        return value
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_float and _is_autocast(device) else value
 
 
-def _autocast(device: torch.device) -> bool:
+def _is_autocast(device: torch.device) -> bool:
     try:
         return torch.is_autocast_enabled(device.type)
     except TypeError:  # before torch 2.4
