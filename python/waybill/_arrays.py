@@ -58,9 +58,18 @@ def index_array(value: ArrayLike, name: str) -> IntArray:
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
+def plain_array(value: ArrayLike, name: str) -> AnyArray:
+    """Contiguous and in the byte order of this machine, of the caller's dtype."""
+    array = as_numpy(value, name)
+    if array.size == 0 and array is not value:
+        array = array.astype(np.int64)  # numpy makes [] a float array
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+
 def whole_numbers(value: ArrayLike, name: str, floats: bool = False) -> IntArray:
     """As index_array, of any dtype of integers, and of whole floats where these are welcome."""
-    array = as_numpy(value, name)
+    array = plain_array(value, name)
     if array.dtype.kind in "iu" and array.dtype.itemsize < 4:
         array = array.astype(np.int64)
     elif floats and array.dtype.kind == "f":
@@ -72,8 +81,6 @@ def whole_numbers(value: ArrayLike, name: str, floats: bool = False) -> IntArray
                 f"{name}{list(place)} = {array[place]}, expected a whole number of 64 bits"
             )
         array = whole
-    elif array.size == 0 and array is not value:
-        array = array.astype(np.int64)  # numpy makes [] a float array
     return index_array(array, name)
 
 

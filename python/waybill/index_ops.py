@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from . import _core
-from ._arrays import AnyArray, ArrayLike, as_numpy, integer, whole_numbers
+from ._arrays import AnyArray, ArrayLike, integer, plain_array, whole_numbers
 from .errors import InvalidArgument
 
 __all__ = [
@@ -89,13 +89,11 @@ def index_put_with_neg_padding_1d(tensor: ArrayLike, src: ArrayLike, index: Arra
 
 
 def _numbers(value: Any, name: str) -> AnyArray:
-    """Integers, floats or bools of any size, in the byte order of this machine."""
-    array = as_numpy(value, name)
-    if array.size == 0 and array is not value:
-        array = array.astype(np.int64)  # numpy makes [] a float array
+    """Integers, floats or bools of any size."""
+    array = plain_array(value, name)
     if array.dtype.kind not in "biuf":
         raise InvalidArgument(f"{name} has dtype {array.dtype}, expected integers or floats")
-    return array.astype(array.dtype.newbyteorder("="), copy=False)
+    return array
 
 
 def _axis(array: AnyArray, dim: Any, who: str) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Optional, Sequence, Tuple, TypeVar, Union
 import numpy as np
 
 from . import _core, _html, _plot
-from ._arrays import IntArray, as_numpy, int64, integer, whole_numbers
+from ._arrays import IntArray, int64, integer, plain_array, whole_numbers
 from ._files import json_text, kept
 from .errors import InvalidArgument
 
@@ -59,15 +59,15 @@ class Metadata:
         number = integer(rank, "Metadata.get_slice: rank")
         if abs(number) >= 2**31:  # the compiled part names the others
             raise InvalidArgument(f"Metadata.get_slice: rank = {number}, expected one of the world")
-        fields = self._fields()
-        made = list(_core.get_slice(_with_square_counts(fields), number))
-        for at, given in enumerate(self._arrays().values()):
+        arrays = self._arrays()
+        made = list(_core.get_slice(_with_square_counts(self._fields(arrays)), number))
+        for at, given in enumerate(arrays.values()):
             if given is None:
                 made[at] = None
-            elif at == _COUNTS and fields[at].ndim == 2:
+            elif at == _COUNTS:  # of other columns, perhaps
                 made[at] = np.array(given[number])
             elif made[at] is not None:
-                made[at] = made[at].astype(given.dtype.newbyteorder("="), copy=False)
+                made[at] = made[at].astype(given.dtype, copy=False)
         return self._from_fields(tuple(made))
 
     def normalize_dtype(self: _M) -> _M:
@@ -83,11 +83,9 @@ class Metadata:
 
     def cuda(self, device: Any = None) -> Any:
         """A ``waybill.torch.Metadata`` with every tensor on the GPU, contiguous."""
-        from .torch.metadata import (
-            Metadata as TorchMetadata,  # needs torch, as the package does not
-        )
+        from .torch import metadata as torch_metadata  # needs torch, which the package does not
 
-        return TorchMetadata.from_numpy(self).cuda(device)
+        return torch_metadata.Metadata.from_numpy(self).cuda(device)
 
     def to_json(
         self, path: Union[str, os.PathLike[str], None] = None, compact: bool = False
@@ -165,13 +163,13 @@ class Metadata:
             return _html.slice_html(host.dst_rank, host.dst_offset, host.seq_len)
         return _html.metadata_html(host.traffic(), host.seq_len)
 
-    def _fields(self) -> Fields:
+    def _fields(self, arrays: Optional[dict[str, Any]] = None) -> Fields:
         """The ten fields for the compiled part: numpy arrays, plain numbers, None."""
         tensors = [
             None
             if value is None
             else whole_numbers(value, f"Metadata: {name}", floats=name not in _MOVES)
-            for name, value in self._arrays().items()
+            for name, value in (self._arrays() if arrays is None else arrays).items()
         ]
         return (*tensors, *self._numbers())
 
@@ -200,15 +198,12 @@ class Metadata:
         return (*self._arrays().values(), *self._numbers())
 
     def _arrays(self) -> dict[str, Any]:
-        """The tensors by name as numpy arrays of any dtype, or None."""
-        arrays: dict[str, Any] = {}
-        for name in _TENSORS:
-            value = self._host(getattr(self, name))
-            array = None if value is None else as_numpy(value, f"Metadata: {name}")
-            if array is not None and array.size == 0 and array is not value:
-                array = array.astype(np.int64)  # numpy makes [] a float array
-            arrays[name] = array
-        return arrays
+        """The tensors by name as contiguous numpy arrays of any dtype, or None."""
+        values = {name: self._host(getattr(self, name)) for name in _TENSORS}
+        return {
+            name: None if value is None else plain_array(value, f"Metadata: {name}")
+            for name, value in values.items()
+        }
 
     def _numbers(self) -> Tuple[Any, bool, Any]:
         """world_size, normalized and the totals."""

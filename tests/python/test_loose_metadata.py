@@ -158,3 +158,21 @@ def test_tables_that_are_not_whole_numbers(face):
         other = changed(face, forward, **{name: "float32"})
         with pytest.raises(waybill.InvalidArgument, match=f"{name} has dtype float32, expected"):
             moved(face, other)
+
+
+def test_arrays_of_any_strides_and_byte_order():
+    """Also on their way to torch."""
+    forward, _ = waybill.compute_metadata(LENS, DISPATCH)
+    backwards = np.ascontiguousarray(forward.dst_rank[:, ::-1])[:, ::-1]
+    other = waybill.Metadata(
+        backwards, forward.dst_offset.astype(">i8"), np.asfortranarray(forward.seq_len),
+        forward.num_recv_tokens.astype(">i4"), num_seqs=forward.num_seqs,
+    )  # fmt: skip
+    assert str(other) == str(forward)
+    part = other.get_slice(0)
+    assert part.dst_offset.tolist() == forward.get_slice(0).dst_offset.tolist()
+    pytest.importorskip("torch")
+    import waybill.torch as wt
+
+    there = wt.Metadata.from_numpy(other)
+    assert there.numpy() == other and there.get_slice(1).seq_len.tolist() == [4]
