@@ -56,7 +56,7 @@ THIRD_PARTY = {
     "Python.h": ("python/bindings/",),
     "structmember.h": ("python/bindings/",),
     "nlohmann/": ("src/json/", "tests/"),
-    "CLI/": ("src/cli/",),
+    "CLI/": ("src/cli/command_line.cpp",),
     "gtest/": ("tests/",),
     "gmock/": ("tests/",),
     "benchmark/": ("bench/",),

@@ -10,8 +10,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=build/venv
-packages=(scikit-build-core nanobind nlohmann_json build numpy pytest hypothesis mypy ml_dtypes
-  matplotlib ruff==0.17.6)
+packages=(scikit-build-core nanobind nlohmann_json build numpy pytest pytest-xdist hypothesis mypy
+  ml_dtypes matplotlib ruff==0.17.6)
 case "${1:-}" in
   "" | --torch | --nvshmem) ;;
   *)

@@ -10,6 +10,9 @@
 # with a GPU each: under it launches of graphs and allocations wait for the device, and threads that
 # share one would wait for each other until the deadline. Processes share one instead.
 #
+# The data of the tests are looked for above the programs, then in this folder; WAYBILL_TEST_DATA
+# names the folder tests where they lie elsewhere.
+#
 # Tests of worlds over NVSHMEM are there when the programs were built with -DWAYBILL_NVSHMEM=ON.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

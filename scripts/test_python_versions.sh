@@ -17,5 +17,5 @@ for interpreter in "$@"; do
   venv=$scratch/$version
   "$interpreter" -m venv "$venv"
   "$venv/bin/python" -m pip install -q --disable-pip-version-check '.[test]'
-  "$venv/bin/python" -m pytest -q
+  "$venv/bin/python" -m pytest -q tests/python tests/typing
 done

@@ -1,4 +1,3 @@
-#include <CLI/CLI.hpp>
 #include <memory>
 
 #include "commands.h"
@@ -58,31 +57,31 @@ int run_compare(const CompareCommand& options, Program& program) {
 
 }  // namespace
 
-void add_compare_command(CLI::App& app, Program& program) {
+void add_compare_command(Command app, Program& program) {
   auto options = std::make_shared<CompareCommand>();
-  CLI::App* command = app.add_subcommand(
+  Command command = app.add_command(
       "compare",
       "The same documents by static zigzag context parallelism, by sharding each document, and by "
       "the planner: work, bytes and predicted times side by side.");
-  add_source_options(*command, options->source);
-  add_planning_options(*command, options->planning);
-  add_row_options(*command, options->rows);
-  add_hardware_options(*command, options->hardware);
+  add_source_options(command, options->source);
+  add_planning_options(command, options->planning);
+  add_row_options(command, options->rows);
+  add_hardware_options(command, options->hardware);
   command
-      ->add_option("--degree", options->degree,
-                   "Ranks of a static context-parallel group, a divisor of the world; 0: the "
-                   "largest within a node")
-      ->type_name("N")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str()
-      ->group("Plan");
-  add_trace_option(*command, options->output);
-  command->footer(
+      .option("--degree", options->degree,
+              "Ranks of a static context-parallel group, a divisor of the world; 0: the "
+              "largest within a node")
+      .value_name("N")
+      .not_negative()
+      .show_default()
+      .group("Plan");
+  add_trace_option(command, options->output);
+  command.footer(
       "Examples:\n"
       "  waybill compare\n"
       "  waybill compare --distribution prolong --world-size 256 --degree 16\n"
       "  echo 300000 5000 5000 | waybill compare --lengths - --world-size 4 --trace steps.json");
-  command->callback([options, &program] {
+  command.when_chosen([options, &program] {
     program.run = [options, &program] { return run_compare(*options, program); };
   });
 }

@@ -1,4 +1,3 @@
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <memory>
 
@@ -78,50 +77,50 @@ int run_demo(const DemoOptions& options, Program& program) {
 
 }  // namespace
 
-void add_demo_command(CLI::App& app, Program& program) {
+void add_demo_command(Command app, Program& program) {
   auto options = std::make_shared<DemoOptions>();
-  CLI::App* command = app.add_subcommand(
+  Command command = app.add_command(
       "demo",
       "The main job: document lengths -> plan -> metadata -> validation -> dispatch there and "
       "back with every byte checked -> summary and HTML report. Needs no arguments.");
-  add_source_options(*command, options->job.source);
-  add_planning_options(*command, options->job.planning);
-  add_row_options(*command, options->job.rows);
-  add_simulation_options(*command, options->job.simulation);
+  add_source_options(command, options->job.source);
+  add_planning_options(command, options->job.planning);
+  add_row_options(command, options->job.rows);
+  add_simulation_options(command, options->job.simulation);
   const std::string group = "Output";
-  auto* html = command->add_option("--html", options->html, "Where the report goes")
-                   ->type_name("FILE")
-                   ->capture_default_str()
-                   ->group(group);
-  command->add_flag("--no-html", options->no_html, "Write no report")->excludes(html)->group(group);
-  command->add_flag("--no-simulate", options->no_simulate, "Leave out the byte-checked run")
-      ->group(group);
-  auto* gpus =
+  const Option html = command.option("--html", options->html, "Where the report goes")
+                          .value_name("FILE")
+                          .show_default()
+                          .group(group);
+  command.flag("--no-html", options->no_html, "Write no report").excludes(html).group(group);
+  command.flag("--no-simulate", options->no_simulate, "Leave out the byte-checked run")
+      .group(group);
+  const Option gpus =
       command
-          ->add_flag("--gpus", options->gpus,
-                     "Also carry the plan out on the GPUs of this host: every byte compared, "
-                     "achieved against what links and memory allow. One rank a GPU unless "
-                     "--world-size says otherwise")
-          ->group("GPUs");
-  command->add_option("--sms", options->num_sms, "Multiprocessors a rank; 0: copy engines")
-      ->check(CLI::Range(0, 1024))
-      ->capture_default_str()
-      ->needs(gpus)
-      ->group("GPUs");
-  add_trace_option(*command, options->step);
-  command->add_option("-o,--plan-out", options->plan_out, "Also write the plan as JSON")
-      ->type_name("FILE")
-      ->group(group);
-  command->footer("Tokens of a corpus: " + corpus_rule() +
-                  "\n\n"
-                  "Examples:\n"
-                  "  waybill demo\n"
-                  "  waybill demo --world-size 64 --tokens-per-rank 32768 --gb-per-s 400\n"
-                  "  waybill demo --corpus ~/documents --world-size 4 --window 4096\n"
-                  "  waybill demo --gpus --world-size 4\n"
-                  "  waybill demo --lengths lengths.txt --html run.html -o run.plan.json");
-  command->callback([options, command, &program] {
-    options->world_size_given = command->count("--world-size") > 0;
+          .flag("--gpus", options->gpus,
+                "Also carry the plan out on the GPUs of this host: every byte compared, "
+                "achieved against what links and memory allow. One rank a GPU unless "
+                "--world-size says otherwise")
+          .group("GPUs");
+  command.option("--sms", options->num_sms, "Multiprocessors a rank; 0: copy engines")
+      .between(0, 1024)
+      .show_default()
+      .needs(gpus)
+      .group("GPUs");
+  add_trace_option(command, options->step);
+  command.option("-o,--plan-out", options->plan_out, "Also write the plan as JSON")
+      .value_name("FILE")
+      .group(group);
+  command.footer("Tokens of a corpus: " + corpus_rule() +
+                 "\n\n"
+                 "Examples:\n"
+                 "  waybill demo\n"
+                 "  waybill demo --world-size 64 --tokens-per-rank 32768 --gb-per-s 400\n"
+                 "  waybill demo --corpus ~/documents --world-size 4 --window 4096\n"
+                 "  waybill demo --gpus --world-size 4\n"
+                 "  waybill demo --lengths lengths.txt --html run.html -o run.plan.json");
+  command.when_chosen([options, command, &program] {
+    options->world_size_given = command.is_given("--world-size");
     program.run = [options, &program] { return run_demo(*options, program); };
   });
 }

@@ -1,4 +1,3 @@
-#include <CLI/CLI.hpp>
 #include <memory>
 
 #include "commands.h"
@@ -79,80 +78,78 @@ int run_experts(const ExpertsOptions& o, Program& program) {
   return exit_good;
 }
 
-void add_layer_options(CLI::App& command, ExpertsOptions& o) {
+void add_layer_options(Command command, ExpertsOptions& o) {
   const std::string group = "Layer";
-  const auto number = [&](const char* name, auto& value, auto least, auto most, const char* text) {
-    return command.add_option(name, value, text)
-        ->type_name("N")
-        ->check(CLI::Range(least, most))
-        ->capture_default_str()
-        ->group(group);
+  const auto number = [&](const char* name, auto& value, std::int64_t least, std::int64_t most,
+                          const char* text) {
+    return command.option(name, value, text)
+        .value_name("N")
+        .between(least, most)
+        .show_default()
+        .group(group);
   };
-  number("--ranks,--world-size", o.ranks, std::int32_t{1}, max_world_size, "Number of ranks");
-  number("--ranks-per-node", o.ranks_per_node, std::int32_t{1}, max_world_size,
+  number("--ranks,--world-size", o.ranks, 1, max_world_size, "Number of ranks");
+  number("--ranks-per-node", o.ranks_per_node, 1, max_world_size,
          "Ranks of a node, joined by NVLink; nodes are joined by a network");
-  number("--experts", o.experts, std::int32_t{1}, std::int32_t{1} << 20,
-         "Experts of all ranks; as many on each");
-  number("--hidden", o.hidden, std::int64_t{1}, std::int64_t{1} << 24, "Elements of a token");
-  command.add_option("--dtype", o.dtype, "Type of the elements")
-      ->type_name("NAME")
-      ->check(CLI::IsMember({"bfloat16", "float16", "float32"}))
-      ->capture_default_str()
-      ->group(group);
+  number("--experts", o.experts, 1, std::int32_t{1} << 20, "Experts of all ranks; as many on each");
+  number("--hidden", o.hidden, 1, std::int64_t{1} << 24, "Elements of a token");
+  command.option("--dtype", o.dtype, "Type of the elements")
+      .value_name("NAME")
+      .one_of({"bfloat16", "float16", "float32"})
+      .show_default()
+      .group(group);
   command
-      .add_option("--payload", o.payload,
-                  "plain: tokens travel as they are; float8: as e4m3 with a scale for 128 elements")
-      ->type_name("NAME")
-      ->check(CLI::IsMember({"plain", "float8"}))
-      ->capture_default_str()
-      ->group(group);
+      .option("--payload", o.payload,
+              "plain: tokens travel as they are; float8: as e4m3 with a scale for 128 elements")
+      .value_name("NAME")
+      .one_of({"plain", "float8"})
+      .show_default()
+      .group(group);
 }
 
-void add_choice_options(CLI::App& command, ExpertsOptions& o) {
+void add_choice_options(Command command, ExpertsOptions& o) {
   const std::string group = "Choices";
-  auto* file =
+  const Option file =
       command
-          .add_option("--ids", o.ids_path,
-                      "Text with the chosen experts of a token in each line, -1 for a dropped "
-                      "choice; in equal parts, in order, for the ranks; - is standard input")
-          ->type_name("FILE")
-          ->group(group);
-  const auto drawn = [&](CLI::Option* option) {
-    option->capture_default_str()->group(group)->excludes(file);
-  };
-  drawn(command.add_option("--tokens", o.tokens, "Tokens of a rank")
-            ->type_name("N")
-            ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 24)));
-  drawn(command.add_option("--topk", o.topk, "Different experts of a token")
-            ->type_name("N")
-            ->check(CLI::Range(std::int32_t{1}, max_topk)));
+          .option("--ids", o.ids_path,
+                  "Text with the chosen experts of a token in each line, -1 for a dropped "
+                  "choice; in equal parts, in order, for the ranks; - is standard input")
+          .value_name("FILE")
+          .group(group);
+  const auto drawn = [&](Option option) { option.show_default().group(group).excludes(file); };
+  drawn(command.option("--tokens", o.tokens, "Tokens of a rank")
+            .value_name("N")
+            .between(1, std::int64_t{1} << 24));
+  drawn(command.option("--topk", o.topk, "Different experts of a token")
+            .value_name("N")
+            .between(1, max_topk));
   drawn(command
-            .add_option("--skew", o.skew,
-                        "0: experts are as likely; X: the n-th most likely one 1/n^X as the first")
-            ->type_name("X")
-            ->check(real_between(0, 10)));
-  drawn(command.add_option("--seed", o.seed, "Seed of the drawn choices")->type_name("N"));
+            .option("--skew", o.skew,
+                    "0: experts are as likely; X: the n-th most likely one 1/n^X as the first")
+            .value_name("X")
+            .check(real_between(0, 10)));
+  drawn(command.option("--seed", o.seed, "Seed of the drawn choices").value_name("N"));
 }
 
 }  // namespace
 
-void add_experts_command(CLI::App& app, Program& program) {
+void add_experts_command(Command app, Program& program) {
   auto options = std::make_shared<ExpertsOptions>();
-  CLI::App* command = app.add_subcommand(
+  Command command = app.add_command(
       "experts",
       "What a mixture of experts sends where: rows and bytes of each rank, what bounds dispatch "
       "and combine, how even the experts' work is and what another placement would give. Nothing "
       "is run.");
-  add_layer_options(*command, *options);
-  add_choice_options(*command, *options);
-  add_link_options(*command, options->hardware);
-  command->footer(
+  add_layer_options(command, *options);
+  add_choice_options(command, *options);
+  add_link_options(command, options->hardware);
+  command.footer(
       "Examples:\n"
       "  waybill experts\n"
       "  waybill experts --skew 1 --payload float8\n"
       "  waybill experts --ranks 64 --network 400Gbit/s\n"
       "  waybill experts --ids router.txt --experts 64");
-  command->callback([options, &program] {
+  command.when_chosen([options, &program] {
     program.run = [options, &program] { return run_experts(*options, program); };
   });
 }

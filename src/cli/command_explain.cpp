@@ -1,4 +1,3 @@
-#include <CLI/CLI.hpp>
 #include <memory>
 
 #include "commands.h"
@@ -28,9 +27,9 @@ void choose_transfer(const std::string& name, StepJob& job) {
                                            : Transfer::once_per_node;
 }
 
-int run_explain(const ExplainOptions& options, const CLI::App& command, Program& program) {
+int run_explain(const ExplainOptions& options, Command command, Program& program) {
   Console& console = program.console;
-  const auto is_given = [&](const std::string& name) { return command.count(name) > 0; };
+  const auto is_given = [&](const std::string& name) { return command.is_given(name); };
   StepJob job = options.input.empty() ? step_job_of_documents(options.source, options.planning,
                                                               options.rows, options.hardware)
                                       : step_job_of_file(options.input, options.planning,
@@ -58,51 +57,51 @@ int run_explain(const ExplainOptions& options, const CLI::App& command, Program&
 
 }  // namespace
 
-void add_explain_command(CLI::App& app, Program& program) {
+void add_explain_command(Command app, Program& program) {
   auto options = std::make_shared<ExplainOptions>();
-  CLI::App* command = app.add_subcommand(
+  Command command = app.add_command(
       "explain",
       "Predicts the step of a plan: how long each phase takes, which rank, document and link make "
       "it slow, and what would help. Nothing is run.");
-  auto* file = command
-                   ->add_option("FILE", options->input,
-                                "Plan or dispatch JSON; one of `plan --full` brings rows, nodes, "
-                                "window and relay with it unless they are given; - is standard "
-                                "input; without it documents are "
-                                "planned")
-                   ->type_name("");
-  add_source_options(*command, options->source);
-  add_planning_options(*command, options->planning);
-  exclude_groups(*command, file, {"Documents"});
+  const Option file = command
+                          .option("FILE", options->input,
+                                  "Plan or dispatch JSON; one of `plan --full` brings rows, nodes, "
+                                  "window and relay with it unless they are given; - is standard "
+                                  "input; without it documents are "
+                                  "planned")
+                          .value_name("");
+  add_source_options(command, options->source);
+  add_planning_options(command, options->planning);
+  for (Option option : command.options_of({"Documents"})) option.excludes(file);
   for (const char* name :
        {"--world-size", "--tokens-per-rank", "--imbalance", "--max-tokens", "--kv-layout"})
-    command->get_option(name)->excludes(file);
-  add_row_options(*command, options->rows);
-  add_hardware_options(*command, options->hardware);
+    command.option_named(name).excludes(file);
+  add_row_options(command, options->rows);
+  add_hardware_options(command, options->hardware);
   command
-      ->add_option("--transfer", options->transfer,
-                   "How K and V travel: direct, once_per_node, relay; auto: relay where there is a "
-                   "schedule")
-      ->type_name("NAME")
-      ->check(CLI::IsMember({"auto", "direct", "once_per_node", "relay"}))
-      ->capture_default_str()
-      ->group("Prediction");
-  command->add_option("--rank", options->rank, "The phases of this rank")
-      ->type_name("N")
-      ->check(CLI::NonNegativeNumber)
-      ->group("Prediction");
-  command->add_option("--html", options->output.html, "Write a report with the timeline")
-      ->type_name("FILE")
-      ->group("Output");
-  add_trace_option(*command, options->output);
-  command->footer(
+      .option("--transfer", options->transfer,
+              "How K and V travel: direct, once_per_node, relay; auto: relay where there is a "
+              "schedule")
+      .value_name("NAME")
+      .one_of({"auto", "direct", "once_per_node", "relay"})
+      .show_default()
+      .group("Prediction");
+  command.option("--rank", options->rank, "The phases of this rank")
+      .value_name("N")
+      .not_negative()
+      .group("Prediction");
+  command.option("--html", options->output.html, "Write a report with the timeline")
+      .value_name("FILE")
+      .group("Output");
+  add_trace_option(command, options->output);
+  command.footer(
       "Examples:\n"
       "  waybill explain --distribution prolong --world-size 64\n"
       "  waybill explain --world-size 64 --transfer direct --network 400Gbit/s\n"
       "  waybill plan --full --world-size 16 | waybill explain - --trace step.json\n"
       "  waybill explain plan.json --rank 3");
-  command->callback([options, command, &program] {
-    program.run = [options, command, &program] { return run_explain(*options, *command, program); };
+  command.when_chosen([options, command, &program] {
+    program.run = [options, command, &program] { return run_explain(*options, command, program); };
   });
 }
 

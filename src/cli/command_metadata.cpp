@@ -1,4 +1,3 @@
-#include <CLI/CLI.hpp>
 #include <memory>
 
 #include "commands.h"
@@ -37,34 +36,33 @@ std::string metadata_json(const MetadataOptions& options) {
 
 }  // namespace
 
-void add_metadata_command(CLI::App& app, Program& program) {
+void add_metadata_command(Command app, Program& program) {
   auto options = std::make_shared<MetadataOptions>();
-  CLI::App* command = app.add_subcommand(
+  Command command = app.add_command(
       "metadata",
       "Computes the metadata of a plan, Q and KV, forward and reverse, and the attention layout: "
       "dispatch JSON with the plan inside");
-  command->add_option("PLAN", options->input, "Plan JSON; - is standard input")
-      ->required()
-      ->type_name("");
-  command->add_option("-o,--output", options->output, "The result; standard output without it")
-      ->type_name("FILE");
-  auto* table =
-      command
-          ->add_option("--table", options->table, "Only one metadata: fwd_q, rev_q, fwd_kv, rev_kv")
-          ->type_name("NAME")
-          ->check(CLI::IsMember({"fwd_q", "rev_q", "fwd_kv", "rev_kv"}));
-  command->add_option("--rank", options->rank, "Only the slice of this rank")
-      ->type_name("N")
-      ->check(CLI::NonNegativeNumber)
-      ->needs(table);
-  command->add_flag("--normalize", options->normalize, "The dtypes of device tables")->needs(table);
-  command->add_flag("--compact", options->compact, "JSON without line breaks");
-  command->footer(
+  command.option("PLAN", options->input, "Plan JSON; - is standard input")
+      .required()
+      .value_name("");
+  command.option("-o,--output", options->output, "The result; standard output without it")
+      .value_name("FILE");
+  const Option table =
+      command.option("--table", options->table, "Only one metadata: fwd_q, rev_q, fwd_kv, rev_kv")
+          .value_name("NAME")
+          .one_of({"fwd_q", "rev_q", "fwd_kv", "rev_kv"});
+  command.option("--rank", options->rank, "Only the slice of this rank")
+      .value_name("N")
+      .not_negative()
+      .needs(table);
+  command.flag("--normalize", options->normalize, "The dtypes of device tables").needs(table);
+  command.flag("--compact", options->compact, "JSON without line breaks");
+  command.footer(
       "Examples:\n"
       "  waybill metadata plan.json -o dispatch.json\n"
       "  waybill plan --world-size 4 | waybill metadata - | waybill validate -\n"
       "  waybill metadata plan.json --table fwd_kv --rank 3 --normalize");
-  command->callback([options, &program] {
+  command.when_chosen([options, &program] {
     program.run = [options, &program] {
       std::string text;
       {

@@ -1,4 +1,3 @@
-#include <CLI/CLI.hpp>
 #include <memory>
 
 #include "commands.h"
@@ -37,25 +36,25 @@ int run_plan(const PlanOptions& options, Program& program) {
 
 }  // namespace
 
-void add_plan_command(CLI::App& app, Program& program) {
+void add_plan_command(Command app, Program& program) {
   auto options = std::make_shared<PlanOptions>();
-  CLI::App* command = app.add_subcommand(
+  Command command = app.add_command(
       "plan", "Packs documents into ranks and decides who attends to what: even work, few bytes");
-  add_source_options(*command, options->source);
-  add_planning_options(*command, options->planning);
-  add_row_options(*command, options->rows);
-  command->add_option("-o,--output", options->output, "The plan; standard output without it")
-      ->type_name("FILE");
-  command->add_flag("--full", options->full,
-                    "With all figures and the relay schedule (waybill.attention_plan)");
-  command->add_flag("--compact", options->compact, "JSON without line breaks");
-  command->footer("Tokens of a corpus: " + corpus_rule() +
-                  "\n\n"
-                  "Examples:\n"
-                  "  waybill plan -o plan.json\n"
-                  "  waybill plan --distribution prolong --world-size 64 -o plan.json\n"
-                  "  echo 9000 500 4000 | waybill plan --lengths - --world-size 2 --full");
-  command->callback([options, &program] {
+  add_source_options(command, options->source);
+  add_planning_options(command, options->planning);
+  add_row_options(command, options->rows);
+  command.option("-o,--output", options->output, "The plan; standard output without it")
+      .value_name("FILE");
+  command.flag("--full", options->full,
+               "With all figures and the relay schedule (waybill.attention_plan)");
+  command.flag("--compact", options->compact, "JSON without line breaks");
+  command.footer("Tokens of a corpus: " + corpus_rule() +
+                 "\n\n"
+                 "Examples:\n"
+                 "  waybill plan -o plan.json\n"
+                 "  waybill plan --distribution prolong --world-size 64 -o plan.json\n"
+                 "  echo 9000 500 4000 | waybill plan --lengths - --world-size 2 --full");
+  command.when_chosen([options, &program] {
     program.run = [options, &program] { return run_plan(*options, program); };
   });
 }

@@ -1,4 +1,3 @@
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <memory>
 
@@ -130,27 +129,26 @@ int run_show(const ShowOptions& options, Program& program) {
 
 }  // namespace
 
-void add_show_command(CLI::App& app, Program& program) {
+void add_show_command(Command app, Program& program) {
   auto options = std::make_shared<ShowOptions>();
-  CLI::App* command =
-      app.add_subcommand("show", "Prints a plan, a dispatch or metadata for people to read");
-  command
-      ->add_option("FILE", options->input, "Plan, dispatch or metadata JSON; - is standard input")
-      ->required()
-      ->type_name("");
-  command->add_option("--rank", options->rank, "Only this rank: its shards and slices")
-      ->type_name("N")
-      ->check(CLI::NonNegativeNumber);
-  command->add_option("--table", options->table, "Only one metadata: fwd_q, rev_q, fwd_kv, rev_kv")
-      ->type_name("NAME")
-      ->check(CLI::IsMember({"fwd_q", "rev_q", "fwd_kv", "rev_kv"}));
-  add_row_options(*command, options->rows);
-  command->footer(
+  Command command =
+      app.add_command("show", "Prints a plan, a dispatch or metadata for people to read");
+  command.option("FILE", options->input, "Plan, dispatch or metadata JSON; - is standard input")
+      .required()
+      .value_name("");
+  command.option("--rank", options->rank, "Only this rank: its shards and slices")
+      .value_name("N")
+      .not_negative();
+  command.option("--table", options->table, "Only one metadata: fwd_q, rev_q, fwd_kv, rev_kv")
+      .value_name("NAME")
+      .one_of({"fwd_q", "rev_q", "fwd_kv", "rev_kv"});
+  add_row_options(command, options->rows);
+  command.footer(
       "Examples:\n"
       "  waybill show plan.json --gb-per-s 400\n"
       "  waybill show plan.json --rank 3\n"
       "  waybill show dispatch.json --table rev_kv --rank 0");
-  command->callback([options, &program] {
+  command.when_chosen([options, &program] {
     program.run = [options, &program] { return run_show(*options, program); };
   });
 }

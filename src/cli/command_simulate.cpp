@@ -1,4 +1,3 @@
-#include <CLI/CLI.hpp>
 #include <memory>
 
 #include "commands.h"
@@ -95,41 +94,40 @@ int run_simulate(const SimulateOptions& options, Program& program) {
 
 }  // namespace
 
-void add_simulate_command(CLI::App& app, Program& program) {
+void add_simulate_command(Command app, Program& program) {
   auto options = std::make_shared<SimulateOptions>();
-  CLI::App* command = app.add_subcommand(
+  Command command = app.add_command(
       "simulate",
       "With a FILE: carries a plan or dispatch out in memory, Q, K and V to the attention layout "
       "and back, every byte checked. Exit 1 when one is wrong. With --ranks: plans documents and "
       "predicts the time of a step on that many ranks, with and without forwarding.");
-  auto* file = command
-                   ->add_option("FILE", options->input,
-                                "Plan or dispatch JSON to carry out; - is standard input")
-                   ->type_name("");
-  add_simulation_options(*command, options->simulation);
-  for (CLI::Option* option : command->get_options()) {
-    if (option->get_group() == "Byte-checked run") option->needs(file);
-  }
-  add_source_options(*command, options->source);
-  add_planning_options(*command, options->planning, "--ranks,--world-size");
-  add_row_options(*command, options->rows);
-  add_hardware_options(*command, options->hardware);
-  command->add_option("--html", options->output.html, "Write a report with the timelines")
-      ->type_name("FILE")
-      ->group("Output");
-  add_trace_option(*command, options->output);
-  exclude_groups(*command, file,
-                 {"Documents", "Plan", "Bytes that are counted", "Hardware", "Output"});
-  command->footer(
+  const Option file =
+      command
+          .option("FILE", options->input, "Plan or dispatch JSON to carry out; - is standard input")
+          .value_name("");
+  add_simulation_options(command, options->simulation);
+  for (Option option : command.options_of({"Byte-checked run"})) option.needs(file);
+  add_source_options(command, options->source);
+  add_planning_options(command, options->planning, "--ranks,--world-size");
+  add_row_options(command, options->rows);
+  add_hardware_options(command, options->hardware);
+  command.option("--html", options->output.html, "Write a report with the timelines")
+      .value_name("FILE")
+      .group("Output");
+  add_trace_option(command, options->output);
+  for (Option option :
+       command.options_of({"Documents", "Plan", "Bytes that are counted", "Hardware", "Output"}))
+    option.excludes(file);
+  command.footer(
       "Examples:\n"
       "  waybill simulate plan.json\n"
       "  waybill simulate dispatch.json --payload-bytes 1024 --threads 2\n"
       "  waybill plan --world-size 16 | waybill simulate -\n"
       "  waybill simulate --ranks 4096 --ranks-per-node 8 --network 50GB/s\n"
       "  waybill simulate --ranks 64 --distribution prolong --trace step.json");
-  command->callback([options, command, &program] {
+  command.when_chosen([options, command, &program] {
     const bool predict = options->input.empty();
-    if (predict && command->count("--ranks") == 0)
+    if (predict && !command.is_given("--ranks"))
       throw UsageError("simulate: FILE is required, or --ranks for a prediction");
     program.run = [options, predict, &program] {
       return predict ? run_prediction(*options, program) : run_simulate(*options, program);

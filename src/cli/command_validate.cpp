@@ -1,4 +1,3 @@
-#include <CLI/CLI.hpp>
 #include <memory>
 
 #include "commands.h"
@@ -53,38 +52,38 @@ int run_validate(const ValidateCommand& command, Program& program) {
 
 }  // namespace
 
-void add_validate_command(CLI::App& app, Program& program) {
+void add_validate_command(Command app, Program& program) {
   auto command_options = std::make_shared<ValidateCommand>();
-  CLI::App* command = app.add_subcommand(
+  Command command = app.add_command(
       "validate",
       "Looks for everything that could be wrong in a plan, a dispatch or metadata and prints a "
       "line for each finding. Exit 1 when there is one.");
   command
-      ->add_option("FILE", command_options->input,
-                   "Plan, dispatch or metadata JSON; - is standard input")
-      ->required()
-      ->type_name("");
+      .option("FILE", command_options->input,
+              "Plan, dispatch or metadata JSON; - is standard input")
+      .required()
+      .value_name("");
   command
-      ->add_option("REVERSE", command_options->reverse,
-                   "Reverse metadata, to be checked against the forward metadata in FILE")
-      ->type_name("");
+      .option("REVERSE", command_options->reverse,
+              "Reverse metadata, to be checked against the forward metadata in FILE")
+      .value_name("");
   ValidateOptions& options = command_options->options;
-  command->add_option("--q-capacity", options.q_capacity, "Rows of a rank's Q buffer")
-      ->type_name("N")
-      ->check(CLI::NonNegativeNumber);
-  command->add_option("--kv-capacity", options.kv_capacity, "Rows of a rank's K and V buffers")
-      ->type_name("N")
-      ->check(CLI::NonNegativeNumber);
-  command->add_option("--max-findings", options.max_findings, "Stop after so many")
-      ->type_name("N")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  command->footer(
+  command.option("--q-capacity", options.q_capacity, "Rows of a rank's Q buffer")
+      .value_name("N")
+      .not_negative();
+  command.option("--kv-capacity", options.kv_capacity, "Rows of a rank's K and V buffers")
+      .value_name("N")
+      .not_negative();
+  command.option("--max-findings", options.max_findings, "Stop after so many")
+      .value_name("N")
+      .positive()
+      .show_default();
+  command.footer(
       "Examples:\n"
       "  waybill validate plan.json\n"
       "  waybill validate dispatch.json --kv-capacity 200000\n"
       "  waybill validate forward.json reverse.json");
-  command->callback([command_options, &program] {
+  command.when_chosen([command_options, &program] {
     program.run = [command_options, &program] { return run_validate(*command_options, program); };
   });
 }

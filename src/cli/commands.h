@@ -3,11 +3,8 @@
 #include <functional>
 #include <string>
 
+#include "command_line.h"
 #include "console.h"
-
-namespace CLI {
-class App;
-}
 
 namespace waybill::cli {
 
@@ -19,14 +16,14 @@ struct Program {
 };
 
 /// Each adds one command with its options, help and examples to the program.
-void add_demo_command(CLI::App& app, Program& program);
-void add_plan_command(CLI::App& app, Program& program);
-void add_metadata_command(CLI::App& app, Program& program);
-void add_simulate_command(CLI::App& app, Program& program);
-void add_validate_command(CLI::App& app, Program& program);
-void add_show_command(CLI::App& app, Program& program);
-void add_explain_command(CLI::App& app, Program& program);
-void add_compare_command(CLI::App& app, Program& program);
-void add_experts_command(CLI::App& app, Program& program);
+void add_demo_command(Command app, Program& program);
+void add_plan_command(Command app, Program& program);
+void add_metadata_command(Command app, Program& program);
+void add_simulate_command(Command app, Program& program);
+void add_validate_command(Command app, Program& program);
+void add_show_command(Command app, Program& program);
+void add_explain_command(Command app, Program& program);
+void add_compare_command(Command app, Program& program);
+void add_experts_command(Command app, Program& program);
 
 }  // namespace waybill::cli

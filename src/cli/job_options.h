@@ -4,13 +4,9 @@
 #include <string>
 #include <vector>
 
+#include "command_line.h"
 #include "waybill/planner/planner_options.h"
 #include "waybill/report/plan_summary.h"
-
-namespace CLI {
-class App;
-class Option;
-}  // namespace CLI
 
 namespace waybill::cli {
 
@@ -66,19 +62,16 @@ struct StepOutputOptions {
   std::string html;
 };
 
-void add_source_options(CLI::App& command, SourceOptions& options);
+void add_source_options(Command command, SourceOptions& options);
 /// @param ranks_name how the number of ranks is called
-void add_planning_options(CLI::App& command, PlanningOptions& options,
+void add_planning_options(Command command, PlanningOptions& options,
                           const std::string& ranks_name = "--world-size");
-void add_link_options(CLI::App& command, HardwareOptions& options);
+void add_link_options(Command command, HardwareOptions& options);
 /// Links, and attention.
-void add_hardware_options(CLI::App& command, HardwareOptions& options);
-void add_trace_option(CLI::App& command, StepOutputOptions& options);
-void add_row_options(CLI::App& command, RowOptions& options);
-void add_simulation_options(CLI::App& command, SimulationOptions& options);
-
-/// The options of these groups cannot be given beside `other`.
-void exclude_groups(CLI::App& command, CLI::Option* other, const std::vector<std::string>& groups);
+void add_hardware_options(Command command, HardwareOptions& options);
+void add_trace_option(Command command, StepOutputOptions& options);
+void add_row_options(Command command, RowOptions& options);
+void add_simulation_options(Command command, SimulationOptions& options);
 
 /// Document lengths that fit a plan, and how they came about.
 struct Documents {

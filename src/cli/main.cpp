@@ -1,6 +1,6 @@
-#include <CLI/CLI.hpp>
 #include <exception>
 #include <new>
+#include <optional>
 
 #include "commands.h"
 
@@ -25,14 +25,10 @@ std::string command_line(int argc, char** argv) {
   return result;
 }
 
-void add_commands(CLI::App& app, Program& program) {
-  app.set_version_flag("--version", "waybill " WAYBILL_VERSION, "Print the version and leave");
-  app.require_subcommand(0, 1);
-  app.fallthrough();
-  app.add_flag_callback(
-         "--progress", [&program] { program.console.set_plain_progress(true); },
-         "Progress as plain lines on standard error, also where that is no terminal")
-      ->trigger_on_parse();
+void add_commands(Command app, Program& program) {
+  app.flag(
+      "--progress", [&program] { program.console.set_plain_progress(true); },
+      "Progress as plain lines on standard error, also where that is no terminal");
   add_demo_command(app, program);
   add_plan_command(app, program);
   add_metadata_command(app, program);
@@ -58,20 +54,14 @@ void add_commands(CLI::App& app, Program& program) {
 }
 
 int run(int argc, char** argv, Program& program) {
-  CLI::App app{"Waybill routes tokens between ranks: plans, checks and simulates dispatches.",
-               "waybill"};
+  CommandLine line("waybill",
+                   "Waybill routes tokens between ranks: plans, checks and simulates dispatches.",
+                   "waybill " WAYBILL_VERSION);
   program.command_line = command_line(argc, argv);
-  add_commands(app, program);
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::CallForHelp&) {
-    program.console.print(app.help());
+  add_commands(line.program(), program);
+  if (const std::optional<std::string> shown = line.parse(argc, argv)) {
+    program.console.print(*shown);
     return exit_good;
-  } catch (const CLI::CallForVersion& version) {
-    program.console.print(concat(version.what(), "\n"));
-    return exit_good;
-  } catch (const CLI::ParseError& error) {
-    throw UsageError(error.what());
   }
   if (!program.run) throw UsageError("a command is needed; waybill --help lists them");
   return program.run();

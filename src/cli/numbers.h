@@ -10,11 +10,11 @@ namespace waybill::cli {
 /// A whole decimal number and nothing else; none when it is something else or too large.
 [[nodiscard]] std::optional<std::int64_t> parse_number(const std::string& text);
 
-/// A check for CLI11: "auto", or a number in the range.
+/// A check of an option: "auto", or a number in the range.
 [[nodiscard]] std::function<std::string(const std::string&)> number_or_auto(std::int64_t min,
                                                                             std::int64_t max);
 
-/// A check for CLI11: a number in the range, neither nan nor inf.
+/// A check of an option: a number in the range, neither nan nor inf.
 [[nodiscard]] std::function<std::string(const std::string&)> real_between(double min, double max);
 
 /// Speeds that make sense, in bytes a second.
@@ -25,7 +25,7 @@ inline constexpr double most_rate = 1e18;
 /// place of B. None when it is something else, or not among least_rate..most_rate.
 [[nodiscard]] std::optional<double> parse_rate(const std::string& text);
 
-/// A check for CLI11 of parse_rate.
+/// A check of an option by parse_rate.
 [[nodiscard]] std::string check_rate(const std::string& text);
 
 }  // namespace waybill::cli

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "support/test_data.h"
 #include "waybill/core/error.h"
 #include "waybill/core/host_tensor.h"
 #include "waybill/core/index_array.h"
@@ -32,7 +33,7 @@ struct Case {
   std::string line;
 };
 
-inline std::string folder() { return WAYBILL_TEST_DATA_DIR "/golden/"; }
+inline std::string folder() { return test::test_data("golden/").string(); }
 
 inline Json index() {
   std::ifstream file(folder() + "index.json");

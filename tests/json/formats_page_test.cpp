@@ -3,6 +3,7 @@
 #include <map>
 
 #include "json/support.h"
+#include "support/test_data.h"
 #include "waybill/json/attention_plan_json.h"
 #include "waybill/json/dispatch_json.h"
 #include "waybill/json/file.h"
@@ -16,7 +17,7 @@ namespace {
 
 /// The JSON blocks of docs/formats.md by their format.
 std::map<std::string, std::string> examples() {
-  const std::string page = read_file(WAYBILL_TEST_DATA_DIR "/../docs/formats.md");
+  const std::string page = read_file(test::project_file("docs/formats.md"));
   const std::string fence = "```json\n";
   std::map<std::string, std::string> found;
   for (std::size_t at = page.find(fence); at != std::string::npos; at = page.find(fence, at)) {

@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "json/support.h"
+#include "support/test_data.h"
 #include "waybill/json/file.h"
 
 namespace waybill::json_tests {
@@ -92,7 +93,8 @@ TEST(length_distributions, an_empty_histogram_is_an_error) {
 }
 
 TEST(builtin_length_distributions, are_those_of_the_data_folder) {
-  const auto from_file = read_length_distributions(WAYBILL_DATA_DIR "/doclen_distributions.json");
+  const auto from_file =
+      read_length_distributions(test::project_file("data/doclen_distributions.json"));
   const auto& builtin = builtin_length_distributions();
   ASSERT_EQ(builtin.size(), from_file.size());
   for (std::size_t i = 0; i < builtin.size(); ++i) EXPECT_TRUE(same(builtin[i], from_file[i]));
@@ -123,7 +125,8 @@ TEST(builtin_length_distributions, buckets_ascend_without_overlap_and_hold_the_m
 }
 
 TEST(builtin_length_distributions, the_histograms_have_the_mean_that_the_file_states) {
-  const auto file = nlohmann::json::parse(read_file(WAYBILL_DATA_DIR "/doclen_distributions.json"));
+  const auto file =
+      nlohmann::json::parse(read_file(test::project_file("data/doclen_distributions.json")));
   for (const char* name : {"dist_wlbllm", "dist_prolong"}) {
     double tokens = 0;
     double docs = 0;

@@ -1,16 +1,15 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdlib>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
 #include "moe/expert_case.h"
+#include "support/test_data.h"
 
-// Reading the cases of tests/golden/expert_parallel. On another machine than the one that compiled,
-// WAYBILL_TEST_DATA says where tests/ is.
+// Reading the cases of tests/golden/expert_parallel.
 
 namespace waybill::test {
 
@@ -19,10 +18,8 @@ using waybill::detail::at;
 
 inline std::vector<std::filesystem::path> case_files() {
   std::vector<std::filesystem::path> files;
-  const char* const data = std::getenv("WAYBILL_TEST_DATA");
-  const auto folder = std::filesystem::path(data != nullptr ? data : WAYBILL_TEST_DATA_DIR) /
-                      "golden" / "expert_parallel";
-  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+  for (const auto& entry :
+       std::filesystem::directory_iterator(test_data("golden/expert_parallel"))) {
     if (entry.path().extension() == ".json") files.push_back(entry.path());
   }
   std::ranges::sort(files);

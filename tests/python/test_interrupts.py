@@ -11,6 +11,8 @@ import threading
 
 import pytest
 
+pytestmark = pytest.mark.alone
+
 LAUNCHERS = ("OMPI_", "SLURM_", "PMI_", "MPI_", "MASTER_", "WAYBILL_", "RANK", "WORLD_SIZE")
 LATENCY_S = 0.2
 MARGIN_S = 0.3  # other programs may keep this one from running

@@ -14,6 +14,8 @@ import pytest
 
 import waybill
 
+pytestmark = pytest.mark.xdist_group("processes")  # free ports are looked for one after the other
+
 LAUNCHERS = ("OMPI_", "SLURM_", "PMI_", "MPI_", "MASTER_", "WAYBILL_")
 PREAMBLE = """
     import os, sys

@@ -5,8 +5,11 @@ import threading
 import time
 
 import numpy as np
+import pytest
 
 import waybill
+
+pytestmark = pytest.mark.alone
 
 
 class Ticker(threading.Thread):

@@ -7,6 +7,8 @@ import waybill
 
 pytest.importorskip("torch")
 
+pytestmark = pytest.mark.xdist_group("processes")
+
 PROGRAM = """
     import torch
     from waybill.moe import EPConfig, simulate_dispatch

@@ -1,4 +1,5 @@
-"""mypy --strict on the package, and on a program that uses it. Slow: the first run reads numpy."""
+"""mypy --strict on the package, and on programs that use it. Slow, so it is run by
+scripts/check_wheel.sh: the first run reads numpy."""
 
 import shutil
 import subprocess
