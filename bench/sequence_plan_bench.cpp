@@ -9,7 +9,7 @@
 #include "waybill/routing/document_plan.h"
 #include "waybill/routing/length_distribution.h"
 #include "waybill/routing/qkv_routing.h"
-#include "waybill/runtime/sequence_plan.h"
+#include "waybill/schedule/sequence_plan.h"
 
 namespace waybill::bench {
 namespace {

@@ -19,8 +19,18 @@ ROOMS = {
     "simulate": {"routing", "core"},
     "transport": {"core"},
     "moe": {"core"},
-    "runtime": {"moe", "transport", "planner", "routing", "core"},
-    "cuda": {"runtime", "moe", "transport", "planner", "routing", "core"},
+    "schedule": {"planner", "routing", "core"},
+    "runtime": {"schedule", "transport", "core"},
+    "experts": {"runtime", "transport", "moe", "core"},
+    "cuda": {
+        "experts",
+        "runtime",
+        "schedule",
+        "transport",
+        "moe",
+        "routing",
+        "core",
+    },
     "json": {"planner", "routing", "core"},
     "report": {"timing", "planner", "moe", "routing", "core"},
     "cli": {
@@ -33,7 +43,9 @@ ROOMS = {
         "json",
         "report",
         "transport",
+        "schedule",
         "runtime",
+        "experts",
         "cuda",
     },
 }
@@ -58,7 +70,17 @@ THIRD_PARTY = {
 
 # The folders of a room that is a house of its own: each may include those before it.
 FOLDERS = {
-    "cuda": ("device", "network", "nvshmem", "kernel", "moe", "executor", "nccl", "transport")
+    "cuda": (
+        "device",
+        "network",
+        "nvshmem",
+        "rank",
+        "nccl",
+        "transport",
+        "experts",
+        "sequence",
+        "trial",
+    )
 }
 
 SUFFIXES = (".h", ".cpp", ".cuh", ".cu")

@@ -206,7 +206,9 @@ def check_signatures(block, missing):
 
 
 def exported_names(*file):
-    """__all__ of a module of the package, read from its source: torch need not be there."""
+    """__all__ as a module of the package begins it, read from its source: torch need not be there;
+    what is in both faces stands in _common.py.
+    """
     package = pathlib.Path(importlib.util.find_spec("waybill").origin).parent
     for statement in ast.parse(package.joinpath(*file).read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.Assign) and statement.targets[0].id == "__all__":
@@ -247,6 +249,7 @@ def check_names(blocks):
     for code in re.findall(r"`([^`\n]+)`", python_page):
         words.update(re.findall(r"\w+", code))
     names = {
+        *exported_names("_common.py"),
         *exported_names("__init__.py"),
         *exported_names("torch", "__init__.py"),
         *public_members(),

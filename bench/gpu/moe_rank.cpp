@@ -48,7 +48,7 @@ MoeRank::MoeRank(World& world, const MoeWorkload& workload, const EPDispatchOpti
   memory_.board = transport.allocate(memory_.board_layout.total, "board");
   memory_.signals = transport.allocate_signals(
       with_fingerprints(num_layer_signals(config_.world_size), config_.world_size), "signals");
-  executor_ = world.executor().make_expert_executor(config_, options_, memory_);
+  executor_ = make_expert_executor(world, config_, options_, memory_);
   const auto& ids = workload.ids[at(config_.rank)];
   const std::int64_t tokens = std::ssize(ids) / config_.topk;
   const bool quantized = options_.payload == EPPayload::quantized;

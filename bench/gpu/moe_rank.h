@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "moe_workload.h"
-#include "waybill/runtime/expert_executor.h"
+#include "waybill/experts/expert_executor.h"
 #include "waybill/runtime/world.h"
 
 namespace waybill::bench {

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "waybill/core/random.h"
+#include "waybill/experts/ep_all2all_layer.h"
 #include "waybill/moe/simulate.h"
-#include "waybill/runtime/ep_all2all_layer.h"
 
 namespace {
 

@@ -72,23 +72,12 @@ RelayUse relay_from(std::string_view name) {
   return RelayUse::always;
 }
 
-const char* name_of(SequenceWay way) {
-  switch (way) {
-    case SequenceWay::once_per_node:
-      return "once_per_node";
-    case SequenceWay::relay:
-      return "relay";
-    default:
-      return "direct";
-  }
-}
-
 void bind_ready_plan(nb::module_& m) {
   nb::class_<PlanHandle> plan(m, "ReadyPlan");
   plan.def_prop_ro("own_rows", [](const PlanHandle& p) { return p.facts().own_rows; });
   plan.def_prop_ro("window_rows", [](const PlanHandle& p) { return p.facts().window_rows; });
   plan.def_prop_ro("window_bytes", [](const PlanHandle& p) { return p.facts().window_bytes; });
-  plan.def_prop_ro("way", [](const PlanHandle& p) { return name_of(p.facts().way); });
+  plan.def_prop_ro("way", [](const PlanHandle& p) { return to_string(p.facts().way); });
   plan.def_prop_ro("num_slots", [](const PlanHandle& p) { return p.facts().num_slots; });
   plan.def_prop_ro("wire_bytes", [](const PlanHandle& p) { return p.facts().wire_bytes; });
 }

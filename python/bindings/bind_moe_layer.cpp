@@ -15,7 +15,7 @@
 
 #include "bindings.h"
 #include "rank_world.h"
-#include "waybill/runtime/ep_all2all_layer.h"
+#include "waybill/experts/ep_all2all_layer.h"
 
 namespace waybill::python {
 

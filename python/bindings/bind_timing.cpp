@@ -40,14 +40,11 @@ void set(const nb::dict& given, const char* name, Number& field) {
   }
 }
 
-StepTransfer transfer_from_name(std::string_view name) {
-  for (const StepTransfer transfer :
-       {StepTransfer::direct, StepTransfer::once_per_node, StepTransfer::relay}) {
-    if (name == to_string(transfer)) return transfer;
-  }
-  throw InvalidArgument(concat("predict_step: transfer = \"", name,
-                               "\", expected \"auto\", \"direct\", \"once_per_node\" or "
-                               "\"relay\""));
+Transfer transfer_of(std::string_view name) {
+  const std::optional<Transfer> transfer = transfer_from_name(name);
+  require(transfer.has_value(), "predict_step: transfer = \"", name,
+          "\", expected \"auto\", \"direct\", \"once_per_node\" or \"relay\"");
+  return *transfer;
 }
 
 void set_costs(const nb::dict& given, StepCosts& costs) {
@@ -73,7 +70,7 @@ StepOptions changed(StepOptions options, const nb::dict& given, std::string_view
   set(given, "message_seconds", options.hardware.message_seconds);
   set(given, "pairs_per_second", options.hardware.pairs_per_second);
   set_costs(given, options.costs);
-  if (transfer != "auto") options.transfer = transfer_from_name(transfer);
+  if (transfer != "auto") options.transfer = transfer_of(transfer);
   return options;
 }
 

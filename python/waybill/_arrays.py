@@ -58,6 +58,32 @@ def index_array(value: ArrayLike, name: str) -> IntArray:
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
+def plain_array(value: ArrayLike, name: str) -> AnyArray:
+    """Contiguous and in the byte order of this machine, of the caller's dtype."""
+    array = as_numpy(value, name)
+    if array.size == 0 and array is not value:
+        array = array.astype(np.int64)  # numpy makes [] a float array
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+
+def whole_numbers(value: ArrayLike, name: str, floats: bool = False) -> IntArray:
+    """As index_array, of any dtype of integers, and of whole floats where these are welcome."""
+    array = plain_array(value, name)
+    if array.dtype.kind in "iu" and array.dtype.itemsize < 4:
+        array = array.astype(np.int64)
+    elif floats and array.dtype.kind == "f":
+        with np.errstate(invalid="ignore"):  # what does not fit is no whole number
+            whole = array.astype(np.int64)
+        if not np.array_equal(whole, array):
+            place = tuple(int(i) for i in np.argwhere(whole != array)[0])
+            raise InvalidArgument(
+                f"{name}{list(place)} = {array[place]}, expected a whole number of 64 bits"
+            )
+        array = whole
+    return index_array(array, name)
+
+
 _BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 _LIBRARY_NAMES = frozenset(
     [

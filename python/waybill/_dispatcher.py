@@ -7,6 +7,7 @@ from typing import Any, Generic, NamedTuple, Optional, Sequence, Tuple, Type, Ty
 
 from . import _core
 from ._arrays import int64
+from ._copies import OfThisProcess
 from .errors import InvalidArgument
 from .sparse import relay_of, sparse_table
 from .world import World
@@ -34,7 +35,7 @@ class TensorFormat(NamedTuple):
         return elements
 
 
-class ReadyPlan:
+class ReadyPlan(OfThisProcess):
     """One rank's work for one operation, compiled, with its tables where the work is done.
 
     Made by plan_dispatch and plan_kv_gradient of the dispatcher to which it belongs; used any
@@ -42,6 +43,10 @@ class ReadyPlan:
     """
 
     __slots__ = ("_dispatcher", "_plan", "formats", "operation")
+    _why_not_copied = (
+        "tables where this rank does the work: make one with plan_dispatch, from a plan or a"
+        " routing, which can be"
+    )
     _dispatcher: Any
     _plan: Any
     operation: str  #: "dispatch" or "kv_gradient"
@@ -95,8 +100,10 @@ class ReadyPlan:
         )
 
 
-class Dispatcher(Generic[_Array]):
+class Dispatcher(OfThisProcess, Generic[_Array]):
     """The shared part of waybill.SequenceDispatcher and waybill.torch.SequenceDispatcher."""
+
+    _why_not_copied = "windows that other ranks write to: make one on each rank's world"
 
     def __init__(
         self,

@@ -1,17 +1,15 @@
-"""What notebooks show: small tables with inline style, no script."""
+"""What notebooks show: small tables with inline style, no script. Of plain arrays: who has a table
+of the package says which of its arrays.
+"""
 
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING, Any, Iterable, Sequence
+from typing import Any, Iterable, Sequence
 
 import numpy as np
 
 from .errors import InvalidArgument
-
-if TYPE_CHECKING:
-    from .metadata import Metadata
-    from .plans import QkvPlan
 
 _MAX_RANKS = 16
 _TH = 'style="text-align:right;padding:2px 8px"'
@@ -55,35 +53,34 @@ def wire_rows(traffic: Any) -> tuple[Any, Any]:
     return traffic.sum(axis=1) - local, traffic.sum(axis=0) - local
 
 
-def _slice_html(m: Metadata) -> str:
-    for name in ("dst_rank", "dst_offset"):
-        shape = np.shape(getattr(m, name))
-        if len(shape) not in (1, 2) or shape[0] != len(m.seq_len):
+def slice_html(dst_rank: Any, dst_offset: Any, seq_len: Any) -> str:
+    """A line a shard of one rank: where its rows begin, and where they go."""
+    for name, array in (("dst_rank", dst_rank), ("dst_offset", dst_offset)):
+        shape = np.shape(array)
+        if len(shape) not in (1, 2) or shape[0] != len(seq_len):
             raise InvalidArgument(
-                f"Metadata: {name} has shape {list(shape)}, expected [{len(m.seq_len)}] or"
-                f" [{len(m.seq_len)}, C]"
+                f"Metadata: {name} has shape {list(shape)}, expected [{len(seq_len)}] or"
+                f" [{len(seq_len)}, C]"
             )
-    begins = np.cumsum(m.seq_len.astype(np.int64)) - m.seq_len.astype(np.int64)
+    lens = np.asarray(seq_len).astype(np.int64)
+    begins = np.cumsum(lens) - lens
     rows = []
-    for j in range(min(len(m.seq_len), 32)):
-        ranks, offsets = np.atleast_1d(m.dst_rank[j]), np.atleast_1d(m.dst_offset[j])
+    for j in range(min(len(lens), 32)):
+        ranks, offsets = np.atleast_1d(dst_rank[j]), np.atleast_1d(dst_offset[j])
         to = [f"{int(r)} at {count(o)}" for r, o in zip(ranks, offsets) if r >= 0]
-        rows.append([count(j), count(begins[j]), count(m.seq_len[j]), ", ".join(to) or "&ndash;"])
-    caption = f"Metadata of one rank: {count(len(m.seq_len))} lines"
-    if len(m.seq_len) > len(rows):
+        rows.append([count(j), count(begins[j]), count(lens[j]), ", ".join(to) or "&ndash;"])
+    caption = f"Metadata of one rank: {count(len(lens))} lines"
+    if len(lens) > len(rows):
         caption += f", the first {len(rows)}"
     return table(["line", "first row", "rows", "to rank, at row"], rows, caption)
 
 
-def metadata_html(m: Metadata) -> str:
-    """A line a rank: what it sends, gets and keeps."""
-    if m.is_slice:
-        return _slice_html(m)
-    traffic = m.traffic()
+def metadata_html(traffic: Any, seq_len: Any) -> str:
+    """A line a rank: what it sends, gets and keeps. Of (W, W) rows and (W, S) lengths."""
     local = np.diagonal(traffic)
     sent, got = wire_rows(traffic)
     largest = float(max(sent.max(initial=0), got.max(initial=0)))
-    shards = (np.asarray(m.seq_len) > 0).sum(axis=1)
+    shards = (np.asarray(seq_len) > 0).sum(axis=1)
     ranks = shown_ranks(sent + got)
     rows = [
         [count(r), count(shards[r]), count(sent[r]), bar(sent[r], largest), count(got[r]),
@@ -99,20 +96,13 @@ def metadata_html(m: Metadata) -> str:
     return table(["rank", "shards", "rows out", "", "rows in", "", "rows that stay"], rows, caption)
 
 
-def plan_html(plan: QkvPlan) -> str:
-    """A line a rank: its work and its rows on the wire."""
-    work = plan.work
-    columns = [rows for traffic in plan.traffic() for rows in wire_rows(traffic)]
-    ranks = shown_ranks(work)
+def plan_html(work: Any, traffic: Sequence[Any], caption: str) -> str:
+    """A line a rank: its work (W,), and its rows on the wire of two (W, W), Q and KV."""
+    columns = [rows for one in traffic for rows in wire_rows(one)]
     largest = float(work.max(initial=0))
     rows = [
         [count(r), count(work[r]), bar(work[r], largest), *(count(c[r]) for c in columns)]
-        for r in ranks
+        for r in shown_ranks(work)
     ]
-    caption = (
-        f"Plan: {count(plan.world_size)} ranks, {count(plan.num_documents)} documents,"
-        f" {count(plan.num_shards)} shards, {count(plan.shard_len.sum())} tokens;"
-        f" max / mean work {plan.imbalance:.3f}; KV {plan.kv_layout}"
-    )
     head = ["rank", "work", "", "Q rows out", "Q rows in", "KV rows out", "KV rows in"]
     return table(head, rows, caption)

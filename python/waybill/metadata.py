@@ -10,7 +10,7 @@ from typing import Any, Optional, Sequence, Tuple, TypeVar, Union
 import numpy as np
 
 from . import _core, _html, _plot
-from ._arrays import index_array, int64, integer
+from ._arrays import IntArray, int64, integer, plain_array, whole_numbers
 from ._files import json_text, kept
 from .errors import InvalidArgument
 
@@ -24,6 +24,9 @@ _TENSORS = (
     "recv_seq_lens",
     "num_seqs",
 )
+_MOVES = _TENSORS[:3]  # what says where rows go
+_COUNTS = _TENSORS.index("num_recv_tokens")
+_NO_COUNTS = np.zeros(0, np.int64)
 _M = TypeVar("_M", bound="Metadata")
 
 
@@ -56,20 +59,33 @@ class Metadata:
         number = integer(rank, "Metadata.get_slice: rank")
         if abs(number) >= 2**31:  # the compiled part names the others
             raise InvalidArgument(f"Metadata.get_slice: rank = {number}, expected one of the world")
-        return self._from_fields(_core.get_slice(self._fields(), number))
+        arrays = self._arrays()
+        made = list(_core.get_slice(_with_square_counts(self._fields(arrays)), number))
+        for at, given in enumerate(arrays.values()):
+            if given is None:
+                made[at] = None
+            elif at == _COUNTS:  # of other columns, perhaps
+                made[at] = np.array(given[number])
+            elif made[at] is not None:
+                made[at] = made[at].astype(given.dtype, copy=False)
+        return self._from_fields(tuple(made))
 
     def normalize_dtype(self: _M) -> _M:
         """The dtypes of device tables: int32 ranks, uint32 offsets and lengths, uint64 counts.
 
         Raises InvalidArgument naming field, position and value of what does not fit.
         """
-        return self._from_fields(_core.normalize_dtype(self._fields()))
+        fields = self._fields()
+        made = list(_core.normalize_dtype(_with_counts(fields, fields[_COUNTS])))
+        if fields[_COUNTS] is None:
+            made[_COUNTS] = None
+        return self._from_fields(tuple(made))
 
     def cuda(self, device: Any = None) -> Any:
         """A ``waybill.torch.Metadata`` with every tensor on the GPU, contiguous."""
-        from . import torch as waybill_torch  # needs torch, which the package does not
+        from .torch import metadata as torch_metadata  # needs torch, which the package does not
 
-        return waybill_torch.Metadata.from_numpy(self).cuda(device)
+        return torch_metadata.Metadata.from_numpy(self).cuda(device)
 
     def to_json(
         self, path: Union[str, os.PathLike[str], None] = None, compact: bool = False
@@ -88,11 +104,15 @@ class Metadata:
         return np.ndim(self.seq_len) == 1
 
     def traffic(self) -> Any:
-        """(W, W): rows that rank i (row) sends to rank r (column), local ones on the diagonal."""
+        """(W, W): rows that rank i (row) sends to rank r (column), local ones on the diagonal. From
+        the counts; from the tables where there are none, or one a rank.
+        """
         if self.is_slice:
             raise InvalidArgument("Metadata.traffic: a slice knows one rank, expected all ranks")
-        _, _, lens, counts, *_ = self._fields()
+        ranks, _, lens, counts, *_ = self._fields()
         world = len(lens) if lens is not None and lens.ndim == 2 else -1
+        if world >= 0 and (counts is None or counts.shape == (world, 1)):
+            return _sent_rows(ranks, lens)
         if world < 0 or counts is None or counts.shape != (world, world + 1):
             shapes = [list(np.shape(array)) for array in (lens, counts)]
             raise InvalidArgument(
@@ -113,7 +133,7 @@ class Metadata:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Metadata):
             return NotImplemented
-        for ours, theirs in zip(self._fields(), other._fields()):
+        for ours, theirs in zip(self._values(), other._values()):
             if isinstance(ours, np.ndarray) and isinstance(theirs, np.ndarray):
                 if ours.dtype != theirs.dtype or not np.array_equal(ours, theirs):
                     return False
@@ -127,7 +147,10 @@ class Metadata:
     __hash__ = None  # type: ignore[assignment]
 
     def __str__(self) -> str:
-        return _core.metadata_text(self._fields())
+        fields = self._fields()
+        square = _with_square_counts(fields)
+        text = _core.metadata_text(square)
+        return text if square is fields else _with_their_counts(text, fields[_COUNTS])
 
     def __repr__(self) -> str:
         given = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
@@ -135,23 +158,65 @@ class Metadata:
         return f"{type(self).__name__}({inside})"
 
     def _repr_html_(self) -> str:
-        return _html.metadata_html(Metadata(*self._fields()))
+        host = Metadata(*self._values())
+        if host.is_slice:
+            return _html.slice_html(host.dst_rank, host.dst_offset, host.seq_len)
+        return _html.metadata_html(host.traffic(), host.seq_len)
 
-    def _fields(self) -> Fields:
+    def _fields(self, arrays: Optional[dict[str, Any]] = None) -> Fields:
         """The ten fields for the compiled part: numpy arrays, plain numbers, None."""
         tensors = [
-            None if value is None else index_array(self._host(value), f"Metadata: {name}")
-            for name, value in ((name, getattr(self, name)) for name in _TENSORS)
+            None
+            if value is None
+            else whole_numbers(value, f"Metadata: {name}", floats=name not in _MOVES)
+            for name, value in (self._arrays() if arrays is None else arrays).items()
         ]
-        totals = self.num_total_recv_tokens
+        return (*tensors, *self._numbers())
+
+    def _moves(self, with_counts: bool = False) -> Fields:
+        """The same for a simulation, which reads where the rows go, and at most their counts. Any
+        negative rank is none.
+        """
+        ranks, offsets, lens = (
+            whole_numbers(self._host(getattr(self, name)), f"Metadata: {name}") for name in _MOVES
+        )
+        if ranks.dtype.kind == "i" and (ranks < -1).any():
+            ranks = np.maximum(ranks, -1)
+        counts = _NO_COUNTS
+        if with_counts:
+            name = "Metadata: num_recv_tokens"
+            counts = whole_numbers(self._host(self.num_recv_tokens), name, floats=True)
+        return (ranks, offsets, lens, counts, None, None, None, None, False, None)
+
+    def _copies(self) -> Fields:
+        """The same for a sum over copies, which reads no counts."""
+        fields = self._fields()
+        return _with_counts(fields, fields[_COUNTS])
+
+    def _values(self) -> Fields:
+        """The ten fields as they are, tensors as numpy arrays."""
+        return (*self._arrays().values(), *self._numbers())
+
+    def _arrays(self) -> dict[str, Any]:
+        """The tensors by name as contiguous numpy arrays of any dtype, or None."""
+        values = {name: self._host(getattr(self, name)) for name in _TENSORS}
+        return {
+            name: None if value is None else plain_array(value, f"Metadata: {name}")
+            for name, value in values.items()
+        }
+
+    def _numbers(self) -> Tuple[Any, bool, Any]:
+        """world_size, normalized and the totals."""
+        totals: Any = self.num_total_recv_tokens
         if totals is not None and not isinstance(totals, int):
             name = "Metadata: num_total_recv_tokens"
-            totals = index_array(self._host(totals), name).astype(np.int64).tolist()
+            totals = whole_numbers(self._host(totals), name, floats=True)
+            totals = totals.astype(np.int64).tolist()
             if isinstance(totals, list) and any(isinstance(total, list) for total in totals):
                 raise InvalidArgument(f"{name} has several axes, expected W totals or one")
         world = self.world_size
         world = None if world is None else int64(world, "Metadata: world_size")
-        return (*tensors, world, bool(self.normalized), totals)
+        return world, bool(self.normalized), totals
 
     @staticmethod
     def _host(value: Any) -> Any:
@@ -160,6 +225,59 @@ class Metadata:
     @classmethod
     def _from_fields(cls: type[_M], fields: Fields) -> _M:
         return cls(*fields)
+
+
+def _with_counts(fields: Fields, counts: Optional[IntArray]) -> Fields:
+    """The compiled part has no word for no counts."""
+    counts = _NO_COUNTS if counts is None else counts
+    return (*fields[:_COUNTS], counts, *fields[_COUNTS + 1 :])
+
+
+def _with_square_counts(fields: Fields) -> Fields:
+    """With counts of the shape that the compiled part asks for, where the caller has none, or some
+    of other columns, [W, 1] say: their values are then none.
+    """
+    lens, counts = fields[2], fields[_COUNTS]
+    if lens is None or lens.ndim not in (1, 2):
+        return fields  # the compiled part says what is wrong
+    if lens.ndim == 1:
+        return fields if counts is not None else _with_counts(fields, np.zeros(1, np.int64))
+    world = len(lens)
+    other = counts is not None and (
+        counts.ndim != 2 or len(counts) != world or counts.shape[1] in (0, world + 1)
+    )
+    return fields if other else _with_counts(fields, np.zeros((world, world + 1), np.int64))
+
+
+def _with_their_counts(text: str, counts: Optional[IntArray]) -> str:
+    """What is printed, with the caller's counts."""
+    rows = iter([] if counts is None else counts.tolist())
+    lines = []
+    for line in text.splitlines(keepends=True):
+        if line.startswith("  receives "):
+            row = next(rows, None)
+            line = "" if row is None else f"  receives {row} rows\n"
+        lines.append(line)
+    return "".join(lines)
+
+
+def _sent_rows(ranks: IntArray, lens: IntArray) -> IntArray:
+    """(W, W) of the tables: rows of a rank to each."""
+    world = len(lens)
+    if ranks is None or ranks.shape[:2] != lens.shape or ranks.ndim not in (2, 3):
+        raise InvalidArgument(
+            f"Metadata.traffic: dst_rank has shape {list(np.shape(ranks))}, expected"
+            f" {list(lens.shape)} or {[*lens.shape, 'C']}"
+        )
+    if (ranks >= world).any():
+        raise InvalidArgument(
+            f"Metadata.traffic: dst_rank has {int(ranks.max())}, expected at most {world - 1}"
+        )
+    rows = np.broadcast_to(lens if ranks.ndim == 2 else lens[..., None], ranks.shape)
+    sent = np.zeros((world, world), np.int64)
+    live = ranks >= 0
+    np.add.at(sent, (np.nonzero(live)[0], ranks[live].astype(np.int64)), rows[live])
+    return sent
 
 
 def require_metadata(value: Any, who: str) -> Metadata:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple, Optional, Sequence, Union
 
-from . import _core, _html, _plot
+from . import _core, _plot
 from ._arrays import IntArray, index_array, int64, numbers
+from ._copies import Unchanging
 from ._files import json_text, kept
 from .errors import InvalidArgument
 from .layouts import QkvMetadata
@@ -29,7 +30,7 @@ class RelayHop(NamedTuple):
     after: int  #: the hop, earlier in the list, that brought the rows to src_rank; -1 from home
 
 
-class AttentionPlan:
+class AttentionPlan(Unchanging):
     """Which rank attends to which queries, and what that costs. From ``plan``; immutable.
 
     Bytes are wire bytes, forward: rows of Q that leave home, and rows of KV that other ranks need,
@@ -132,7 +133,8 @@ class AttentionPlan:
     def to_routing(self, num_threads: int = 1) -> QkvRouting:
         """The same in sparse form: what a SequenceDispatcher takes, with the relay schedule."""
         routing = self.to_qkv_plan().to_routing(num_threads)
-        return QkvRouting._wrap(routing._routing, self._plan if self._plan.has_relay else None)
+        relay = self._plan if self._plan.has_relay else None
+        return QkvRouting._wrap(routing._routing, self, relay)
 
     def plot_traffic(self, ax: Any = None) -> Any:
         """Draws the rows of Q and KV between ranks as a heat map; returns the axes."""
@@ -147,6 +149,9 @@ class AttentionPlan:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_json, (self.to_json(compact=True),)
+
     def __str__(self) -> str:
         return self._plan.text()
 
@@ -158,7 +163,7 @@ class AttentionPlan:
         )
 
     def _repr_html_(self) -> str:
-        return _html.plan_html(self.to_qkv_plan())
+        return self.to_qkv_plan()._repr_html_()
 
 
 def plan(

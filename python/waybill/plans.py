@@ -7,6 +7,7 @@ from typing import Any, Optional, Sequence, Union
 
 from . import _core, _html, _plot
 from ._arrays import AnyArray, IntArray, index_array, int64
+from ._copies import Unchanging
 from ._files import json_text, kept
 from .layouts import QkvMetadata, RawQkvDispatch, attention_layout
 from .metadata import Metadata
@@ -15,7 +16,7 @@ from .sparse import QkvRouting
 __all__ = ["QkvPlan"]
 
 
-class QkvPlan:
+class QkvPlan(Unchanging):
     """A dispatch plan in sparse form; everything else is computed from it. Immutable.
 
     Shards are numbered rank by rank, in the order of their rows. A document is a list of shards in
@@ -146,7 +147,7 @@ class QkvPlan:
     def to_routing(self, num_threads: int = 1) -> QkvRouting:
         """The same in sparse form: what a SequenceDispatcher takes. num_threads 0: all cores."""
         threads = int64(num_threads, "QkvPlan.to_routing: num_threads")
-        return QkvRouting._wrap(_core.compute_qkv_routing(self._plan, threads))
+        return QkvRouting._wrap(_core.compute_qkv_routing(self._plan, threads), self)
 
     def to_raw_dispatch(self, max_cp_degree: int = 1) -> RawQkvDispatch:
         """The plan in the original's dense form (causal plans, one KV copy a query)."""
@@ -188,6 +189,12 @@ class QkvPlan:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (
+            self.world_size, self.rank_shard_offsets, self.shard_len, self.q_dst,
+            self.doc_shard_offsets, self.doc_shards, self.kv_begin, self.kv_layout,
+        )  # fmt: skip
+
     def __repr__(self) -> str:
         return (
             f"QkvPlan(world_size={self.world_size}, documents={self.num_documents},"
@@ -196,4 +203,10 @@ class QkvPlan:
         )
 
     def _repr_html_(self) -> str:
-        return _html.plan_html(self)
+        caption = (
+            f"Plan: {_html.count(self.world_size)} ranks, {_html.count(self.num_documents)}"
+            f" documents, {_html.count(self.num_shards)} shards,"
+            f" {_html.count(self.shard_len.sum())} tokens; max / mean work {self.imbalance:.3f};"
+            f" KV {self.kv_layout}"
+        )
+        return _html.plan_html(self.work, self.traffic(), caption)

@@ -45,7 +45,8 @@ def orchestrate_simulate(
     Args:
         tensor: (W, n, H), the rows of every rank, back to back from row 0. Any dtype and strides.
         output_tensor: (W, m, H), the same dtype; rows that nothing addresses keep what they hold.
-        metadata: only dst_rank, dst_offset and seq_len are read; -1 is no destination.
+        metadata: only dst_rank, dst_offset and seq_len are read, of any dtype of integers; a
+            negative rank is no destination.
         overlap: what two copies that write one row mean: "last_wins", the later one in the order
             (source rank, shard, copy) stays, as in the original; or "reject", an error.
         num_threads: 0 is all cores; the result does not depend on it.
@@ -54,7 +55,7 @@ def orchestrate_simulate(
         ShapeMismatch: (a RuntimeError) shapes, dtypes, offsets or lengths that do not fit; the text
             has source rank, destination rank, shard, copy, offset, length, both shapes and the rows
             consumed before. output_tensor is then unchanged.
-        RankOutOfRange: (an IndexError) a destination outside -1..W-1.
+        RankOutOfRange: (an IndexError) a destination of W or more.
         NotThreeAxes: (an AssertionError) ``tensor`` has not three axes.
     """
     source = as_numpy(tensor, "orchestrate_simulate: tensor")
@@ -99,7 +100,7 @@ def source_rows(
         (W, m) int64: for every row of the output the row of the tensor that ends there,
         w * n + row, or -1 where none does.
     """
-    fields = require_metadata(metadata, "orchestrate_simulate")._fields()
+    fields = require_metadata(metadata, "orchestrate_simulate")._moves()
     shapes = [
         [integer(extent, f"orchestrate_simulate: an extent of {name}") for extent in shape]
         for name, shape in (("tensor", tensor_shape), ("output", output_shape))
@@ -186,7 +187,7 @@ def as_matrix(rows: Any) -> Any:
 def gradient_rows(planes_shape: Sequence[int], metadata: Metadata, rank: int) -> int:
     """T of sum_kv_copies for a new output; held against planes, since tables may be wrong."""
     who = "sum_kv_copies"
-    fields = require_metadata(metadata, who)._fields()
+    fields = require_metadata(metadata, who)._copies()
     mask, lens = fields[4:6]
     if mask is None or lens is None:
         raise InvalidArgument(
@@ -216,7 +217,7 @@ def run_simulation(
             f"orchestrate_simulate: output has dtype {output_dtype}, expected {source_dtype}, that"
             " of tensor"
         )
-    fields = require_metadata(metadata, "orchestrate_simulate")._fields()
+    fields = require_metadata(metadata, "orchestrate_simulate")._moves()
     try:
         _core.orchestrate_simulate(
             source, library_dtype(source_dtype, source.itemsize),
@@ -235,7 +236,7 @@ def run_sum(
     _core.sum_kv_copies(
         planes, library_dtype(planes_dtype, planes.itemsize),
         output, library_dtype(output_dtype, output.itemsize),
-        require_metadata(metadata, "sum_kv_copies")._fields(),
+        require_metadata(metadata, "sum_kv_copies")._copies(),
         integer(rank, "sum_kv_copies: rank"), num_threads,
     )  # fmt: skip
 
@@ -249,7 +250,7 @@ def run_communication(
             f"simulate_communication: tensors have dtypes {sorted(set(dtypes))}, expected one dtype"
         )
     dtype = library_dtype(dtypes[0], flat[0].itemsize) if flat else "uint8"
-    fields = require_metadata(metadata, "simulate_communication")._fields()
+    fields = require_metadata(metadata, "simulate_communication")._moves(with_counts=True)
     try:
         return _core.simulate_communication(flat, dtype, fields, overlap, 0)
     except InvalidArgument as error:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import operator
+from typing import Any, NamedTuple, Optional
 
 from . import _core
 from ._arrays import IntArray, int64
+from ._copies import Unchanging
 from .errors import InvalidArgument
 from .metadata import Metadata
 
 __all__ = ["QkvRouting", "RankAttention", "SparseMetadata"]
 
 
-class SparseMetadata:
+class SparseMetadata(Unchanging):
     """Which rows of one tensor go where, in one direction, without padding. Immutable.
 
     Lines are shards, grouped by sending rank, in the order of their rows there. Offsets and lengths
     are tokens. Tables are read-only views.
     """
 
-    __slots__ = ("_relay", "_table")
+    __slots__ = ("_name", "_relay", "_routing", "_table")
     _table: _core.SparseMetadata
     _relay: Any  # the compiled AttentionPlan whose relay schedule these rows may follow, or None
+    _routing: Optional[QkvRouting]  # whose table it is, under _name; None of from_dense
+    _name: str
 
     def __init__(self) -> None:
         raise InvalidArgument(
@@ -30,9 +34,16 @@ class SparseMetadata:
         )
 
     @classmethod
-    def _wrap(cls, table: _core.SparseMetadata, relay: Any = None) -> SparseMetadata:
+    def _wrap(
+        cls,
+        table: _core.SparseMetadata,
+        routing: Optional[QkvRouting] = None,
+        name: str = "",
+        relay: Any = None,
+    ) -> SparseMetadata:
         self = cls.__new__(cls)
         self._table, self._relay = table, relay
+        self._routing, self._name = routing, name
         return self
 
     @classmethod
@@ -89,6 +100,11 @@ class SparseMetadata:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._routing is None:
+            return type(self).from_dense, (self.to_dense(),)
+        return getattr, (self._routing, self._name)
+
     def __repr__(self) -> str:
         return (
             f"SparseMetadata(world_size={self.world_size}, lines={len(self.seq_len)},"
@@ -106,20 +122,21 @@ class RankAttention(NamedTuple):
     kv_len: IntArray  #: (n,): rows of its context, which ends with the shard itself
 
 
-class QkvRouting:
+class QkvRouting(Unchanging):
     """All that a step needs, in sparse form: four metadata and the attention layout. Immutable."""
 
-    __slots__ = ("_relay", "_routing")
+    __slots__ = ("_plan", "_relay", "_routing")
     _routing: _core.Routing
+    _plan: Any  # the QkvPlan or AttentionPlan of which it is
     _relay: Any
 
     def __init__(self) -> None:
         raise InvalidArgument("QkvRouting: got a constructor call, expected QkvPlan.to_routing()")
 
     @classmethod
-    def _wrap(cls, routing: _core.Routing, relay: Any = None) -> QkvRouting:
+    def _wrap(cls, routing: _core.Routing, plan: Any, relay: Any = None) -> QkvRouting:
         self = cls.__new__(cls)
-        self._routing, self._relay = routing, relay
+        self._routing, self._plan, self._relay = routing, plan, relay
         return self
 
     @property
@@ -135,22 +152,22 @@ class QkvRouting:
     @property
     def fwd_q(self) -> SparseMetadata:
         """Q to the ranks that attend to it; also the gradient of attention's output."""
-        return SparseMetadata._wrap(self._routing.fwd_q)
+        return SparseMetadata._wrap(self._routing.fwd_q, self, "fwd_q")
 
     @property
     def rev_q(self) -> SparseMetadata:
         """Back: attention's output, and the gradient of Q."""
-        return SparseMetadata._wrap(self._routing.rev_q)
+        return SparseMetadata._wrap(self._routing.rev_q, self, "rev_q")
 
     @property
     def fwd_kv(self) -> SparseMetadata:
         """K and V; also what plan_kv_gradient takes. Of an AttentionPlan it carries the relay."""
-        return SparseMetadata._wrap(self._routing.fwd_kv, self._relay)
+        return SparseMetadata._wrap(self._routing.fwd_kv, self, "fwd_kv", self._relay)
 
     @property
     def rev_kv(self) -> SparseMetadata:
         """Copies of K and V back into planes, one a copy."""
-        return SparseMetadata._wrap(self._routing.rev_kv)
+        return SparseMetadata._wrap(self._routing.rev_kv, self, "rev_kv")
 
     def attention(self, rank: int) -> RankAttention:
         """The query shards that a rank received, and where their rows and contexts lie."""
@@ -160,6 +177,10 @@ class QkvRouting:
                 f"QkvRouting.attention: rank = {number}, expected 0..{self.world_size - 1}"
             )
         return RankAttention(*self._routing.attention_of(number))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Smaller than its tables, which follow from it.
+        return operator.methodcaller("to_routing"), (self._plan,)
 
     def __repr__(self) -> str:
         return (

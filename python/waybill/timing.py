@@ -7,6 +7,7 @@ from typing import Any, Iterator, Mapping, NamedTuple, Optional, Sequence, Union
 
 from . import _core
 from ._arrays import IntArray, int64, numbers
+from ._copies import OfThisProcess
 from ._files import kept
 from .errors import InvalidArgument
 from .planner import AttentionPlan, _lengths, _limit, _world
@@ -62,10 +63,11 @@ class Remedy(NamedTuple):
     seconds: float
 
 
-class StepPrediction:
+class StepPrediction(OfThisProcess):
     """One attention layer, forward and backward, as it would run. From ``predict_step``."""
 
     __slots__ = ("_name", "_num_shards", "_plan", "_step")
+    _why_not_copied = "compiled tables: predict_step makes it again from the plan, which can be"
     _name: str
     _num_shards: int
     _plan: Any

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Optional, TypeVar
 
 from . import _core
 from ._arrays import int64
+from ._copies import OfThisProcess
 from ._threads import run_ranks
 from .errors import Error, InvalidArgument, Unsupported
 
@@ -39,7 +40,7 @@ class Topology(NamedTuple):
         return rank % self.ranks_per_node
 
 
-class World:
+class World(OfThisProcess):
     """One rank's view of the ranks: who it is, how many there are, where their memory lies.
 
     ``run_threads`` makes one for each rank, where ranks are threads; ``from_environment``,
@@ -49,6 +50,10 @@ class World:
     """
 
     __slots__ = ("_world",)
+    _why_not_copied = (
+        "one rank's connections to the others: make one in each process with"
+        " World.from_environment(), or in each thread with waybill.run_threads"
+    )
     _world: _core.World
 
     def __init__(self) -> None:

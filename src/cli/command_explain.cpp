@@ -22,9 +22,7 @@ void choose_transfer(const std::string& name, StepJob& job) {
   if (name == "auto") return;
   if (name == "relay" && job.relay.empty())
     throw UsageError("--transfer: relay needs a plan with a relay schedule (plan --full)");
-  job.options.transfer = name == "direct"  ? StepTransfer::direct
-                         : name == "relay" ? StepTransfer::relay
-                                           : StepTransfer::once_per_node;
+  job.options.transfer = transfer_from_name(name).value_or(Transfer::direct);  // one of them
 }
 
 int run_explain(const ExplainOptions& options, Command command, Program& program) {

@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include "executor/gpu_executor.h"
-#include "executor/gpu_rank.h"
+#include "rank/gpu_rank.h"
+#include "sequence/gpu_executor.h"
 #include "transport/gpu_place.h"
 #include "transport/gpu_process_transport.h"
 #include "transport/gpu_thread_transport.h"

@@ -3,7 +3,7 @@
 #include <span>
 
 #include "waybill/core/tensor_view.h"
-#include "waybill/runtime/sequence_plan.h"
+#include "waybill/schedule/sequence_plan.h"
 
 namespace waybill::detail {
 

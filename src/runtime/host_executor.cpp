@@ -2,7 +2,6 @@
 #include <numeric>
 #include <vector>
 
-#include "host_expert_executor.h"
 #include "peer_watch.h"
 #include "row_sum.h"
 #include "told_calls.h"
@@ -71,12 +70,6 @@ class HostExecutor final : public Executor {
       if (call.plan->batches.empty()) sum(call, chunk);
     }
     if (transport_.topology().num_nodes() > 1) transport_.quiet();
-  }
-
-  std::unique_ptr<ExpertExecutor> make_expert_executor(const EPConfig& config,
-                                                       const EPDispatchOptions& options,
-                                                       const ExpertMemory& memory) override {
-    return detail::make_host_expert_executor(transport_, config, options, memory);
   }
 
   void synchronize(Stream /*stream*/) override {}

@@ -70,16 +70,16 @@ std::vector<Flow> q_flows(const TimedPlan& timed, std::int64_t row_bytes) {
   return flows_of_pairs(timed.routing.fwd_q.recv, row_bytes);
 }
 
-std::vector<Flow> kv_flows(const TimedPlan& timed, const NodeMap& nodes, StepTransfer transfer,
+std::vector<Flow> kv_flows(const TimedPlan& timed, const Topology& nodes, Transfer transfer,
                            std::int64_t row_bytes) {
-  if (transfer == StepTransfer::direct) return flows_of_pairs(timed.routing.fwd_kv.recv, row_bytes);
-  if (transfer == StepTransfer::relay) return flows_of_hops(timed.relay->hops, row_bytes);
+  if (transfer == Transfer::direct) return flows_of_pairs(timed.routing.fwd_kv.recv, row_bytes);
+  if (transfer == Transfer::relay) return flows_of_hops(timed.relay->hops, row_bytes);
   std::vector<KvMove> moves;
   visit_kv_moves(timed, nodes, transfer, [&](const KvMove& move) { moves.push_back(move); });
   return flows_of_moves(std::move(moves), row_bytes);
 }
 
-void FlowSet::count(const NodeMap& nodes) {
+void FlowSet::count(const Topology& nodes) {
   const std::size_t world_size = at(nodes.world_size);
   links.assign(world_size, {});
   peers.assign(world_size, {});
@@ -90,7 +90,7 @@ void FlowSet::count(const NodeMap& nodes) {
   for (const Flow& flow : flows) {
     LinkBytes& src = links[at(flow.src)];
     LinkBytes& dst = links[at(flow.dst)];
-    const bool same = nodes.same(flow.src, flow.dst);
+    const bool same = nodes.share_node(Rank{flow.src}, Rank{flow.dst});
     (same ? src.nvlink_out : src.network_out) += flow.bytes;
     (same ? dst.nvlink_in : dst.network_in) += flow.bytes;
     dst_of[at(first[at(flow.src)]++)] = flow.dst;
@@ -102,7 +102,7 @@ void FlowSet::count(const NodeMap& nodes) {
       const std::int32_t dst = dst_of[at(i)];
       if (seen[at(dst)] == src) continue;
       seen[at(dst)] = src;
-      const bool same = nodes.same(src, dst);
+      const bool same = nodes.share_node(Rank{src}, Rank{dst});
       ++(same ? peers[at(src)].nvlink_out : peers[at(src)].network_out);
       ++(same ? peers[at(dst)].nvlink_in : peers[at(dst)].network_in);
     }

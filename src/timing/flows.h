@@ -33,7 +33,7 @@ struct FlowSet {
   std::vector<LinkPeers> peers;  ///< [W] distinct ones
 
   /// Sums of `flows`.
-  void count(const NodeMap& nodes);
+  void count(const Topology& nodes);
 };
 
 /// Rows of Q; once a pair of ranks.
@@ -43,7 +43,7 @@ struct FlowSet {
 [[nodiscard]] std::vector<Flow> gradient_flows(std::vector<Flow> flows, std::int64_t width);
 
 /// Rows of KV; once a pair of ranks and feeder, or once a hop.
-[[nodiscard]] std::vector<Flow> kv_flows(const TimedPlan& timed, const NodeMap& nodes,
-                                         StepTransfer transfer, std::int64_t row_bytes);
+[[nodiscard]] std::vector<Flow> kv_flows(const TimedPlan& timed, const Topology& nodes,
+                                         Transfer transfer, std::int64_t row_bytes);
 
 }  // namespace waybill::detail

@@ -9,18 +9,25 @@ namespace waybill::detail {
 namespace {
 
 // One KV shard once a node. `ranks`: who needs it, ascending; once for each copy.
-void visit_once_per_node(const NodeMap& nodes, KvMove move, const std::vector<std::int32_t>& ranks,
+/// The rank of `node` with the local index of `rank`; the last node may have fewer ranks.
+std::int32_t rank_on_node(const Topology& nodes, std::int32_t rank, std::int32_t node) {
+  const std::int32_t first = node * nodes.ranks_per_node;
+  const std::int32_t size = std::min(nodes.ranks_per_node, nodes.world_size - first);
+  return first + rank % nodes.ranks_per_node % size;
+}
+
+void visit_once_per_node(const Topology& nodes, KvMove move, const std::vector<std::int32_t>& ranks,
                          const std::function<void(const KvMove&)>& visit) {
   const std::int32_t home = move.src;
   for (std::size_t first = 0; first < ranks.size();) {
-    const std::int32_t node = nodes.node(ranks[first]);
+    const std::int32_t node = to_int(nodes.node(Rank{ranks[first]}));
     std::size_t last = first;
-    while (last < ranks.size() && nodes.node(ranks[last]) == node) ++last;
+    while (last < ranks.size() && to_int(nodes.node(Rank{ranks[last]})) == node) ++last;
     move.src = home;
     move.via = -1;
-    if (node != nodes.node(home)) {
+    if (node != to_int(nodes.node(Rank{home}))) {
       const bool several = ranks[first] != ranks[last - 1];
-      const std::int32_t entry = several ? nodes.peer(home, node) : ranks[first];
+      const std::int32_t entry = several ? rank_on_node(nodes, home, node) : ranks[first];
       move.dst = entry;
       move.is_fed_on = several;
       visit(move);
@@ -60,15 +67,9 @@ std::int64_t sum_width(const ModelShape& model) {
   return element >= 4 ? 1 : 4 / element;
 }
 
-std::int32_t NodeMap::peer(std::int32_t rank, std::int32_t node) const {
-  const std::int32_t first = node * ranks_per_node;
-  const std::int32_t size = std::min(ranks_per_node, world_size - first);
-  return first + rank % ranks_per_node % size;
-}
-
-void visit_kv_moves(const TimedPlan& timed, const NodeMap& nodes, StepTransfer transfer,
+void visit_kv_moves(const TimedPlan& timed, const Topology& nodes, Transfer transfer,
                     const std::function<void(const KvMove&)>& visit) {
-  if (transfer == StepTransfer::relay) {
+  if (transfer == Transfer::relay) {
     visit_relay(timed, visit);
     return;
   }
@@ -80,7 +81,7 @@ void visit_kv_moves(const TimedPlan& timed, const NodeMap& nodes, StepTransfer t
                 .rows = timed.plan->shard_len[at(n)]};
     if (move.rows == 0) continue;
     ranks.assign(kv.dst_rank.begin() + kv.copy_begin(n), kv.dst_rank.begin() + kv.copy_end(n));
-    if (transfer == StepTransfer::once_per_node) {
+    if (transfer == Transfer::once_per_node) {
       std::sort(ranks.begin(), ranks.end());
       visit_once_per_node(nodes, move, ranks, visit);
       continue;

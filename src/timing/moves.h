@@ -4,23 +4,13 @@
 #include <functional>
 #include <vector>
 
+#include "waybill/core/topology.h"
 #include "waybill/planner/relay.h"
 #include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/qkv_routing.h"
 #include "waybill/timing/step_options.h"
 
 namespace waybill::detail {
-
-/// Which ranks share a node.
-struct NodeMap {
-  std::int32_t world_size = 1;
-  std::int32_t ranks_per_node = 1;
-
-  [[nodiscard]] std::int32_t node(std::int32_t rank) const { return rank / ranks_per_node; }
-  [[nodiscard]] bool same(std::int32_t a, std::int32_t b) const { return node(a) == node(b); }
-  /// The rank of `node` with the local index of `rank`; the last node may have fewer ranks.
-  [[nodiscard]] std::int32_t peer(std::int32_t rank, std::int32_t node) const;
-};
 
 /// Rows of a KV shard that cross from one rank to another, forward.
 struct KvMove {
@@ -46,7 +36,7 @@ struct TimedPlan {
 };
 
 /// Calls `visit` for every move of KV between ranks, straight or once a node.
-void visit_kv_moves(const TimedPlan& timed, const NodeMap& nodes, StepTransfer transfer,
+void visit_kv_moves(const TimedPlan& timed, const Topology& nodes, Transfer transfer,
                     const std::function<void(const KvMove&)>& visit);
 
 /// [N] (query, key) pairs of each shard: by the mask; without a window by the plan's kv_begin.

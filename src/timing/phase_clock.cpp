@@ -20,7 +20,7 @@ struct Ready {
 
 class TransferClock {
  public:
-  TransferClock(const FlowSet& set, FlowWay way, double nvlink_share, const NodeMap& nodes,
+  TransferClock(const FlowSet& set, FlowWay way, double nvlink_share, const Topology& nodes,
                 const StepOptions& options)
       : set_(set),
         way_(way),
@@ -68,7 +68,7 @@ class TransferClock {
   void find_forwarders() {
     nvlink_speed_.assign(at(nodes_.world_size), most_nvlink_speed_);
     for (const Flow& flow : set_.flows) {
-      if (flow.after < 0 || !nodes_.same(flow.src, flow.dst)) continue;
+      if (flow.after < 0 || !nodes_.share_node(Rank{flow.src}, Rank{flow.dst})) continue;
       nvlink_speed_[at(flow.src)] = most_nvlink_speed_ * costs_.forward_share;
     }
   }
@@ -112,7 +112,7 @@ class TransferClock {
   double piece_seconds(std::size_t i) const {
     const Flow& flow = set_.flows[i];
     const auto chunk = static_cast<double>(std::min(flow.bytes, piece_[at(home_[i])]));
-    return nodes_.same(flow.src, flow.dst)
+    return nodes_.share_node(Rank{flow.src}, Rank{flow.dst})
                ? chunk / nvlink_speed_[at(flow.src)] + nvlink_message_
                : chunk / network_speed_ + costs_.network_message_seconds;
   }
@@ -156,7 +156,7 @@ class TransferClock {
 
   const FlowSet& set_;
   FlowWay way_;
-  const NodeMap& nodes_;
+  const Topology& nodes_;
   const StepCosts& costs_;
   double most_nvlink_speed_;
   double network_speed_;
@@ -179,7 +179,7 @@ StepResource LinkSeconds::slowest() const {
   return longest == nvlink_out ? StepResource::nvlink_out : StepResource::nvlink_in;
 }
 
-void run_transfer(const FlowSet& set, FlowWay way, double nvlink_share, const NodeMap& nodes,
+void run_transfer(const FlowSet& set, FlowWay way, double nvlink_share, const Topology& nodes,
                   const StepOptions& options, PhasePrediction& phase) {
   TransferClock(set, way, nvlink_share, nodes, options).run(phase);
 }

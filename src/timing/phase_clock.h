@@ -28,7 +28,7 @@ enum class FlowWay : std::uint8_t { forward, reverse };
 /// Runs one phase in which rows move: fills `phase` (all but the document of `slowest`), whose
 /// `begin` and `phase` are set.
 /// @param nvlink_share speed over that of a push
-void run_transfer(const FlowSet& set, FlowWay way, double nvlink_share, const NodeMap& nodes,
+void run_transfer(const FlowSet& set, FlowWay way, double nvlink_share, const Topology& nodes,
                   const StepOptions& options, PhasePrediction& phase);
 
 /// Runs one kernel: `seconds` is set, too.

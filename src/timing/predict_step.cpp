@@ -17,7 +17,6 @@ namespace {
 using detail::at;
 using detail::FlowSet;
 using detail::FlowWay;
-using detail::NodeMap;
 using detail::TimedPlan;
 
 constexpr const char* who = "predict_step";
@@ -85,15 +84,14 @@ struct StepFlows {
   FlowSet gradient;            ///< of K and V, straight
   FlowSet forwarded_gradient;  ///< as K and V went; empty where they went straight
 
-  StepFlows(const TimedPlan& timed, const NodeMap& nodes, const StepOptions& options) {
+  StepFlows(const TimedPlan& timed, const Topology& nodes, const StepOptions& options) {
     q.flows = detail::q_flows(timed, options.model.q_row_bytes());
     std::vector<detail::Flow> kv =
         detail::kv_flows(timed, nodes, options.transfer, options.model.kv_row_bytes());
     dispatch.flows = kv;  // first: flows name others by their place
     dispatch.flows.insert(dispatch.flows.end(), q.flows.begin(), q.flows.end());
-    gradient.flows =
-        detail::kv_flows(timed, nodes, StepTransfer::direct, options.model.kv_row_bytes());
-    if (options.transfer != StepTransfer::direct) {
+    gradient.flows = detail::kv_flows(timed, nodes, Transfer::direct, options.model.kv_row_bytes());
+    if (options.transfer != Transfer::direct) {
       forwarded_gradient.flows =
           detail::gradient_flows(std::move(kv), detail::sum_width(options.model));
     }
@@ -101,7 +99,7 @@ struct StepFlows {
   }
 };
 
-void run_phase(const StepFlows& flows, const NodeMap& nodes, const StepPrediction& step, bool even,
+void run_phase(const StepFlows& flows, const Topology& nodes, const StepPrediction& step, bool even,
                PhasePrediction& phase) {
   const StepOptions& options = step.options;
   const auto transfer = [&](const FlowSet& set, FlowWay way, double share = 1) {
@@ -130,8 +128,8 @@ double end_of(const PhasePrediction& phase) {
 }
 
 // Takes dK and dV back as K and V went, where that is sooner than straight.
-void try_forwarded_gradient(const StepFlows& flows, const NodeMap& nodes, StepPrediction& step) {
-  if (step.options.transfer == StepTransfer::direct) return;
+void try_forwarded_gradient(const StepFlows& flows, const Topology& nodes, StepPrediction& step) {
+  if (step.options.transfer == Transfer::direct) return;
   PhasePrediction forwarded;
   forwarded.phase = StepPhase::kv_gradient;
   forwarded.begin = step.phases.back().begin;
@@ -244,11 +242,11 @@ StepPrediction StepPredictor::predict_even(const StepOptions& options) const {
 
 StepPrediction StepPredictor::Memory::predict(const StepOptions& options, bool even) const {
   options.check(who);
-  require(options.transfer != StepTransfer::relay || timed.relay != nullptr, who,
+  require(options.transfer != Transfer::relay || timed.relay != nullptr, who,
           ": options.transfer = relay, expected direct or once_per_node: the plan has no relay "
           "schedule");
   check_bytes(timed, options);
-  const NodeMap nodes{timed.plan->world_size, options.hardware.ranks_per_node};
+  const Topology nodes{timed.plan->world_size, options.hardware.ranks_per_node};
   const StepFlows flows(timed, nodes, options);
   const std::vector<std::int64_t> shard_pairs = detail::work_of_shards(timed, options.mask);
 

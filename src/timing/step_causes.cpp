@@ -52,7 +52,7 @@ bool moves_q(StepPhase phase) { return moves_rows(phase) && phase != StepPhase::
 
 }  // namespace
 
-void find_documents(const TimedPlan& timed, const NodeMap& nodes, const StepPrediction& step,
+void find_documents(const TimedPlan& timed, const Topology& nodes, const StepPrediction& step,
                     const std::vector<std::int64_t>& work, const std::vector<StepCause*>& causes) {
   const QkvPlan& plan = *timed.plan;
   std::vector<Tally> kernels;
@@ -73,13 +73,14 @@ void find_documents(const TimedPlan& timed, const NodeMap& nodes, const StepPred
     const std::int32_t dst = plan.q_dst[at(n)];
     if (src == dst) continue;
     for (Tally& tally : links) {
-      if (moves_q(tally.cause->phase) && tally.crosses(src, dst, nodes.same(src, dst)))
+      if (moves_q(tally.cause->phase) &&
+          tally.crosses(src, dst, nodes.share_node(Rank{src}, Rank{dst})))
         tally.add(timed.document[at(n)], plan.shard_len[at(n)] * q_bytes);
     }
   }
-  const auto add_kv = [&](StepPhase phase, StepTransfer transfer, std::int64_t width) {
+  const auto add_kv = [&](StepPhase phase, Transfer transfer, std::int64_t width) {
     visit_kv_moves(timed, nodes, transfer, [&](const KvMove& move) {
-      const bool same = nodes.same(move.src, move.dst);
+      const bool same = nodes.share_node(Rank{move.src}, Rank{move.dst});
       for (Tally& tally : links) {
         if (tally.cause->phase != phase || !tally.crosses(move.src, move.dst, same)) continue;
         tally.add(timed.document[at(move.shard)],

@@ -10,7 +10,7 @@ namespace waybill::detail {
 /// Fills amount, document and document_amount of causes whose phase, rank and resource are set.
 /// A walk over all rows that move, for all causes at once.
 /// @param work [N] pairs of each shard
-void find_documents(const TimedPlan& timed, const NodeMap& nodes, const StepPrediction& step,
+void find_documents(const TimedPlan& timed, const Topology& nodes, const StepPrediction& step,
                     const std::vector<std::int64_t>& work, const std::vector<StepCause*>& causes);
 
 }  // namespace waybill::detail

@@ -14,24 +14,12 @@ void check_number(const char* who, const char* field, double got, bool zero_too)
 
 }  // namespace
 
-std::string_view to_string(StepTransfer transfer) {
-  switch (transfer) {
-    case StepTransfer::direct:
-      return "direct";
-    case StepTransfer::once_per_node:
-      return "once_per_node";
-    case StepTransfer::relay:
-      return "relay";
-  }
-  return "?";
-}
-
 StepOptions StepOptions::of(const AttentionPlan& plan) {
   StepOptions options;
   options.model = plan.options.model;
   options.mask = plan.options.mask;
   options.hardware = plan.options.hardware;
-  options.transfer = plan.relay.empty() ? StepTransfer::direct : StepTransfer::relay;
+  options.transfer = plan.relay.empty() ? Transfer::direct : Transfer::relay;
   return options;
 }
 

@@ -13,7 +13,7 @@
 #include "moe/expert_case.h"
 #include "support/sequence_expected.h"
 #include "waybill/cuda/gpu_world.h"
-#include "waybill/runtime/expert_executor.h"
+#include "waybill/experts/expert_executor.h"
 
 namespace waybill::test {
 
@@ -38,7 +38,7 @@ class ExpertRig {
     memory_.board = transport.allocate(memory_.board_layout.total, "board");
     memory_.signals = transport.allocate_signals(
         with_fingerprints(num_layer_signals(config_.world_size), config_.world_size), "signals");
-    executor_ = world.executor().make_expert_executor(config_, options_, memory_);
+    executor_ = make_expert_executor(world, config_, options_, memory_);
   }
   ExpertRig(const ExpertRig&) = delete;
   ExpertRig& operator=(const ExpertRig&) = delete;

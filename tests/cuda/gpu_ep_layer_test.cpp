@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "cuda/expert_rig.h"
-#include "waybill/runtime/ep_all2all_layer.h"
+#include "waybill/experts/ep_all2all_layer.h"
 
 namespace waybill {
 namespace {

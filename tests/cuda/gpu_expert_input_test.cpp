@@ -10,7 +10,7 @@
 #include "cuda/gpu_expert_rounds.h"
 #include "cuda/gpu_processes.h"
 #include "support/run_ranks.h"
-#include "waybill/runtime/ep_all2all_layer.h"
+#include "waybill/experts/ep_all2all_layer.h"
 
 namespace waybill {
 namespace {

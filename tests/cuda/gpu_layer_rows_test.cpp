@@ -8,7 +8,7 @@
 #include "cuda/gpu_expert_rounds.h"
 #include "moe/overflow.h"
 #include "support/expect_error.h"
-#include "waybill/runtime/ep_all2all_layer.h"
+#include "waybill/experts/ep_all2all_layer.h"
 
 namespace waybill {
 namespace {

@@ -8,7 +8,7 @@
 #include "cuda/captured.h"
 #include "cuda/gpu_expert_rounds.h"
 #include "support/sequence_expected.h"
-#include "waybill/runtime/ep_all2all_layer.h"
+#include "waybill/experts/ep_all2all_layer.h"
 #include "waybill/runtime/sequence_dispatcher.h"
 
 namespace waybill {

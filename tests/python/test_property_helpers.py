@@ -9,16 +9,19 @@ from hypothesis.extra import numpy as hnp
 
 import waybill
 
-index_dtypes = st.sampled_from(["int64", "int32", "uint32", "bool"])
+dtypes = st.sampled_from(
+    ["int64", "int32", "int16", "int8", "uint32", "uint8", "bool", "float64", "float32", "float16"]
+)
 shapes = hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=5)
 
 
 @st.composite
-def arrays(draw, shape=shapes, dtypes=index_dtypes):
-    """Random integers, sometimes of a transposed or stepped view."""
+def arrays(draw, shape=shapes, dtypes=dtypes):
+    """Random whole numbers, sometimes of a transposed or stepped view."""
     dtype = draw(dtypes)
-    low = 0 if dtype in ("bool", "uint32") else -1000
-    elements = st.booleans() if dtype == "bool" else st.integers(low, 1000)
+    low, high = (0 if dtype[0] in "bu" else -100), (1 if dtype == "bool" else 100)
+    elements = st.integers(low, high)
+    elements = st.booleans() if dtype == "bool" else elements.map(np.dtype(dtype).type)
     array = draw(hnp.arrays(dtype, draw(shape), elements=elements))
     return draw(st.sampled_from([array, array.T, array.repeat(2, axis=0)[::2]]))
 
@@ -26,10 +29,11 @@ def arrays(draw, shape=shapes, dtypes=index_dtypes):
 @given(array=arrays(), data=st.data())
 def test_exclusive_cumsum(face, array, data):
     dim = data.draw(st.integers(-array.ndim, array.ndim - 1))
-    want = np.zeros(array.shape, np.int64)
+    floats = array.dtype.kind == "f"  # of which sums of few small whole numbers are exact
+    want = np.zeros(array.shape, array.dtype if floats else np.int64)
     for at in np.ndindex(array.shape):
         before = tuple(slice(0, i) if a == dim % array.ndim else i for a, i in enumerate(at))
-        want[at] = array[before].sum(dtype=np.int64)
+        want[at] = array[before].astype(np.int64).sum()
     expect_same_array(
         face, "sums", face.module.exclusive_cumsum(given_view(face, array), dim), want
     )
@@ -47,8 +51,12 @@ def test_prepend_zero(face, array, data):
 @given(data=st.data(), shape=shapes)
 def test_mask_by_neg(face, data, shape):
     array = data.draw(arrays(st.just(shape)))
-    mask = data.draw(hnp.arrays(data.draw(index_dtypes), array.shape, elements=st.integers(0, 1)))
-    want = np.where(mask != 0, array.astype(np.int64), -1)
+    fewer = data.draw(st.integers(0, array.ndim - 1))
+    extents = [data.draw(st.sampled_from([1, extent])) for extent in array.shape[fewer:]]
+    bits = data.draw(hnp.arrays(np.int64, tuple(extents), elements=st.integers(0, 1)))
+    mask = bits.astype(data.draw(dtypes))
+    kept = np.dtype(np.int64) if array.dtype.kind in "bu" else array.dtype
+    want = np.where(np.broadcast_to(mask != 0, array.shape), array.astype(kept), kept.type(-1))
     expect_same_array(
         face, "result", face.module.mask_by_neg(given_view(face, array), face.array(mask)), want
     )
@@ -63,8 +71,12 @@ def test_mask_by_neg_takes_any_number_but_0_as_true(face):
 @given(data=st.data(), array=arrays(), count=st.integers(0, 12), one_source=st.booleans())
 def test_index_put_with_neg_padding_1d(face, data, array, count, one_source):
     index = data.draw(hnp.arrays(np.int64, count, elements=st.integers(-1, array.size - 1)))
-    src = data.draw(hnp.arrays(np.int64, 1 if one_source else count, elements=st.integers(-99, 99)))
-    flat = array.astype(np.int64).flatten()
+    low, high = (0 if array.dtype.kind in "bu" else -99), (1 if array.dtype.kind == "b" else 99)
+    numbers = hnp.arrays(np.int64, 1 if one_source else count, elements=st.integers(low, high))
+    src = data.draw(numbers)
+    if data.draw(st.booleans()):
+        src = src.astype(array.dtype)
+    flat = array.flatten()
     for i, place in enumerate(index):
         if place != -1:
             flat[place] = src[0 if one_source else i]
@@ -72,6 +84,76 @@ def test_index_put_with_neg_padding_1d(face, data, array, count, one_source):
     got = face.module.index_put_with_neg_padding_1d(tensor, face.array(src), face.array(index))
     expect_same_array(face, "result", got, flat.reshape(array.shape))
     np.testing.assert_array_equal(face.host(tensor), array)
+
+
+def test_the_larger_mask_gives_the_shape(face):
+    got = face.module.mask_by_neg(
+        face.array(np.array([5, 6], np.int32)), face.array(np.array([[True], [False]]))
+    )
+    assert face.host(got).tolist() == [[5, 6], [-1, -1]] and face.dtype_name(got) == "int32"
+
+
+PUT_ERRORS = [
+    ("int32", np.array([2**31]), "src has 2147483648, which int32, that of tensor, cannot hold"),
+    ("uint8", np.array([-3]), "src has -3, which uint8, that of tensor, cannot hold"),
+    ("bool", np.array([2]), "src has 2, which bool, that of tensor, cannot hold"),
+    ("int64", np.array([0.5]), "src has dtype float64, expected int64, that of tensor"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "src", "text"), PUT_ERRORS)
+def test_what_the_tensor_cannot_hold_is_not_put(face, dtype, src, text):
+    put = face.module.index_put_with_neg_padding_1d
+    tensor = face.array(np.zeros(3, dtype))
+    with pytest.raises(waybill.InvalidArgument, match=text):
+        put(tensor, face.array(src), face.array(np.array([1])))
+    if src.dtype.kind != "f":  # it is dropped
+        got = put(tensor, face.array(src), face.array(np.array([-1])))
+        assert not face.host(got).any() and face.dtype_name(got) == dtype
+
+
+def test_floats_that_are_not_whole(face):
+    values = face.array(np.array([0.25, 1.5, -2.125], np.float32))
+    module = face.module
+    assert face.host(module.exclusive_cumsum(values)).tolist() == [0, 0.25, 1.75]
+    assert face.host(module.prepend_zero(values)).tolist() == [0, 0.25, 1.5, -2.125]
+    nan = face.array(np.array([0.0, np.nan, 0.5]))
+    assert face.host(module.mask_by_neg(values, nan)).tolist() == [-1, 1.5, -2.125]
+    put = module.index_put_with_neg_padding_1d(
+        values, face.array(np.array([7, 8.5], np.float64)), face.array(np.array([2, -1], np.int16))
+    )
+    assert face.host(put).tolist() == [0.25, 1.5, 7] and face.dtype_name(put) == "float32"
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn"])
+def test_floats_that_numpy_lacks(name):
+    torch = pytest.importorskip("torch")
+    import waybill.torch as wt
+
+    dtype = getattr(torch, name)
+    values = torch.tensor([0.5, 3.0, -2.0]).to(dtype)
+    results = {
+        "exclusive_cumsum": (wt.exclusive_cumsum(values), [0, 0.5, 3.5]),
+        "prepend_zero": (wt.prepend_zero(values), [0, 0.5, 3, -2]),
+        "mask_by_neg": (wt.mask_by_neg(values, values), [0.5, 3, -2]),
+        "put": (
+            wt.index_put_with_neg_padding_1d(values, values[:1], torch.tensor([2])),
+            [0.5, 3, 0.5],
+        ),
+    }
+    for what, (got, want) in results.items():
+        assert got.dtype == dtype and got.float().tolist() == want, what
+
+
+def test_torch_gives_the_same_sums():
+    torch = pytest.importorskip("torch")
+    import waybill.torch as wt
+
+    for dtype in (torch.float64, torch.float32, torch.int16, torch.uint8, torch.bool):
+        values = (torch.rand(5, 7, generator=torch.Generator().manual_seed(3)) * 9).to(dtype)
+        sums = values.cumsum(1)[:, :-1]
+        got = wt.exclusive_cumsum(values, 1)
+        assert got.dtype == sums.dtype and torch.equal(got[:, 1:], sums)
 
 
 def given_view(face, array):

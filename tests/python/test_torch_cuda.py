@@ -223,6 +223,7 @@ def test_memory_of_ones_own_and_one_device():
         wt.simulate_communication([both[0], both[1], both[2].cpu()], fwd)
 
 
+@pytest.mark.filterwarnings("ignore:.*requires gradients:UserWarning")
 def test_tensors_that_require_grad():
     fwd, _ = wt.compute_metadata(*tables("cpu"))
     source = torch.rand(3, 140, 4)

@@ -65,6 +65,11 @@ def test_writes_through_views_that_are_not_contiguous(dtype):
     assert torch.equal(bits(memory)[:, :, 1::2], untouched)
 
 
+# A warning says so: test_torch_gradients.py.
+without_gradients = pytest.mark.filterwarnings("ignore:.*requires gradients:UserWarning")
+
+
+@without_gradients
 @pytest.mark.parametrize("source_grad", [False, True])
 @pytest.mark.parametrize("output_grad", [False, True])
 def test_tensors_that_require_grad(source_grad, output_grad):
@@ -77,6 +82,7 @@ def test_tensors_that_require_grad(source_grad, output_grad):
     assert torch.equal(bits(got), want)
 
 
+@without_gradients
 def test_a_result_of_autograd_can_be_sent():
     leaf = torch.rand(2, 4, 6, requires_grad=True)
     hidden = leaf * 2
@@ -106,6 +112,7 @@ def test_simulate_communication_keeps_the_dtype(dtype):
     assert torch.equal(bits(got[1]), bits(tensors[0])[:3])
 
 
+@without_gradients
 def test_simulate_communication_takes_any_view_and_number_of_axes():
     fwd, _ = table()
     tensors = [torch.rand(3, 2, 4).permute(2, 1, 0), torch.rand(2, 2, 3, requires_grad=True)]

@@ -9,7 +9,7 @@
 #include "support/sequence_step.h"
 #include "waybill/core/wait.h"
 #include "waybill/cuda/cuda_error.h"
-#include "waybill/runtime/ep_all2all_layer.h"
+#include "waybill/experts/ep_all2all_layer.h"
 #include "waybill/runtime/world.h"
 
 /// A rank that is a thread and fails: the others are released at once, and its error surfaces.

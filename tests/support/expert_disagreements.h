@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "waybill/runtime/ep_all2all_layer.h"
+#include "waybill/experts/ep_all2all_layer.h"
 
 // Calls of a layer of experts in which one rank does not mean what the others do.
 

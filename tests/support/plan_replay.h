@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "support/sequence_case.h"
-#include "waybill/runtime/sequence_plan.h"
+#include "waybill/schedule/sequence_plan.h"
 
 namespace waybill::test {
 

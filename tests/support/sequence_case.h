@@ -13,7 +13,7 @@
 #include "waybill/core/host_tensor.h"
 #include "waybill/core/random.h"
 #include "waybill/routing/qkv_routing.h"
-#include "waybill/runtime/sequence_plan.h"
+#include "waybill/schedule/sequence_plan.h"
 #include "waybill/simulate/dispatch.h"
 #include "waybill/simulate/kv_gradient.h"
 

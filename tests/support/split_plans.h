@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "support/node_case.h"
-#include "waybill/runtime/sequence_plan.h"
+#include "waybill/schedule/sequence_plan.h"
 
 namespace waybill::test {
 

@@ -27,7 +27,8 @@ std::ostream& operator<<(std::ostream& out, Rank rank);
 /// The largest world this library accepts (it bounds tables of world_size entries).
 inline constexpr std::int32_t max_world_size = 1 << 20;
 
-/// How the ranks lie on nodes: consecutive ranks share a node.
+/// How the ranks lie on nodes: consecutive ranks share a node. Ranks that run are as many on each
+/// node, see check(); plans and predictions may be for a last node with fewer.
 struct Topology {
   std::int32_t world_size = 1;
   std::int32_t ranks_per_node = 1;
@@ -41,8 +42,11 @@ struct Topology {
             ", expected a divisor of world_size = ", world_size);
   }
 
-  [[nodiscard]] std::int32_t num_nodes() const { return world_size / ranks_per_node; }
+  [[nodiscard]] std::int32_t num_nodes() const {
+    return (world_size + ranks_per_node - 1) / ranks_per_node;
+  }
   [[nodiscard]] Node node(Rank rank) const { return Node{to_int(rank) / ranks_per_node}; }
+  [[nodiscard]] bool share_node(Rank a, Rank b) const { return node(a) == node(b); }
   [[nodiscard]] LocalRank local_rank(Rank rank) const {
     return LocalRank{to_int(rank) % ranks_per_node};
   }

@@ -6,7 +6,7 @@
 
 #include "waybill/cuda/cuda_error.h"
 #include "waybill/routing/qkv_routing.h"
-#include "waybill/runtime/sequence_plan.h"
+#include "waybill/schedule/sequence_plan.h"
 
 namespace waybill {
 

@@ -7,17 +7,11 @@
 
 #include "waybill/planner/planner_options.h"
 #include "waybill/planner/relay.h"
+#include "waybill/planner/transfer.h"
 #include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/validate.h"
 
 namespace waybill {
-
-/// How rows travel.
-enum class Transfer : std::uint8_t {
-  direct,         ///< every row straight from home to each rank that needs it
-  once_per_node,  ///< once over the network to a node, to the home's local index, which forwards
-  relay,          ///< the relay schedule; once per node over the network
-};
 
 /// A plan with its figures: which rank attends to which queries, and what that costs. Plain data.
 /// W = ranks, N = shards. Bytes are wire bytes, forward: rows of Q that leave home, and rows of KV

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "waybill/core/dtype.h"
+#include "waybill/core/link_speeds.h"
 #include "waybill/planner/attention_mask.h"
 #include "waybill/routing/qkv_plan.h"
 
@@ -31,10 +32,8 @@ struct ModelShape {
 /// "measured" is a host with 8 x H200 (NVLink 4 through an NVSwitch, multicast off), 2026-11-20;
 /// "nominal" comes from data sheets and was not measured.
 struct HardwareFacts {
-  /// Between ranks of a node. Measured: every GPU pushes to all its peers at once.
-  double nvlink_bytes_per_second = 345e9;
-  /// Between nodes. Nominal: one network card of 400 Gbit/s a rank.
-  double network_bytes_per_second = 50e9;
+  double nvlink_bytes_per_second = LinkSpeeds{}.nvlink_bytes_per_second;    ///< measured
+  double network_bytes_per_second = LinkSpeeds{}.network_bytes_per_second;  ///< nominal
   std::int32_t ranks_per_node = 8;  ///< consecutive ranks; the last node may have fewer
   /// What each peer costs beside the bytes: signals to all are under way together. Fits calls of
   /// few bytes, 4 x H200 (docs/performance/prediction.md).

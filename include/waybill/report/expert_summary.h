@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "waybill/core/link_speeds.h"
 #include "waybill/moe/ep_config.h"
 #include "waybill/report/plan_summary.h"
 #include "waybill/report/text_summary.h"
@@ -22,12 +23,6 @@ struct ExpertRankFigures {
   std::int64_t node_out = 0;
   std::int64_t network_in = 0;  ///< rows between nodes
   std::int64_t network_out = 0;
-};
-
-/// Speeds of a rank's links each way, in bytes a second.
-struct LinkSpeeds {
-  double nvlink_bytes_per_second = 345e9;  ///< inside a node; measured on 8 x H200
-  double network_bytes_per_second = 50e9;  ///< between nodes
 };
 
 /// The rank and link that need longest.

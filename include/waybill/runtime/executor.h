@@ -5,9 +5,8 @@
 #include <span>
 
 #include "waybill/core/tensor_view.h"
-#include "waybill/runtime/expert_executor.h"
 #include "waybill/runtime/fingerprint.h"
-#include "waybill/runtime/sequence_plan.h"
+#include "waybill/schedule/sequence_plan.h"
 #include "waybill/transport/transport.h"
 
 namespace waybill {
@@ -30,13 +29,9 @@ class UploadedPlan {
 /// Slots of an arrivals pad behind those of the ranks, for the executor's own counters.
 inline constexpr std::int64_t num_executor_slots = 8;
 
-/// Counters of an arrivals pad, and of a layer's signals, ahead of what ranks tell of their calls
-/// (with_fingerprints).
+/// Counters of an arrivals pad ahead of what ranks tell of their calls (with_fingerprints).
 [[nodiscard]] constexpr std::int64_t num_arrival_signals(std::int32_t world_size) {
   return world_size + num_executor_slots;
-}
-[[nodiscard]] constexpr std::int64_t num_layer_signals(std::int32_t world_size) {
-  return num_expert_signals * world_size + num_executor_slots;
 }
 
 /// One call of an operation, checked. All ranks have the same epoch.
@@ -92,12 +87,6 @@ class Executor {
   /// Inputs into this rank's window, then the sums of what the windows of all ranks hold into the
   /// outputs. An input that is its place in the window stays there. @throws Timeout
   virtual void kv_gradient(const SequenceCall& call) = 0;
-
-  /// What does the work of one layer of experts. `memory` stays where it is while the result lives;
-  /// what it holds changes when the windows grow.
-  /// @throws Unsupported for a world that has none
-  [[nodiscard]] virtual std::unique_ptr<ExpertExecutor> make_expert_executor(
-      const EPConfig& config, const EPDispatchOptions& options, const ExpertMemory& memory);
 
   /// Returns when all work on the stream is done. @throws Timeout that a call on it has met
   virtual void synchronize(Stream stream) = 0;

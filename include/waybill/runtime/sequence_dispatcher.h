@@ -9,9 +9,9 @@
 
 #include "waybill/core/tensor_view.h"
 #include "waybill/runtime/capture_log.h"
-#include "waybill/runtime/sequence_plan.h"
 #include "waybill/runtime/usability.h"
 #include "waybill/runtime/world.h"
+#include "waybill/schedule/sequence_plan.h"
 
 namespace waybill {
 

@@ -8,16 +8,6 @@
 
 namespace waybill {
 
-/// How rows of KV travel. Rows of Q, and what belongs to them backward, always go straight.
-enum class StepTransfer : std::uint8_t {
-  direct,         ///< from home to each rank that needs them
-  once_per_node,  ///< over the network once a node, to the rank with home's local index there if
-                  ///< several ranks of the node need them; it forwards over NVLink
-  relay,          ///< as the planner's relay schedule says
-};
-
-[[nodiscard]] std::string_view to_string(StepTransfer transfer);
-
 /// What a step costs beside bytes over NVLink and network (see HardwareFacts for "measured" and
 /// "nominal").
 struct StepCosts {
@@ -52,7 +42,7 @@ struct StepOptions {
   AttentionMask mask = {};
   HardwareFacts hardware = {};
   StepCosts costs = {};
-  StepTransfer transfer = StepTransfer::direct;
+  Transfer transfer = Transfer::direct;
 
   /// Those of a plan; its relay schedule where it has one.
   [[nodiscard]] static StepOptions of(const AttentionPlan& plan);

@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import _core
 from .._arrays import AnyArray, IntArray, int64
+from .._copies import OfThisProcess
 from ..errors import InvalidArgument
 from . import arrays
 from .arrays import as_float, as_float8, ids, payloads, per_rank
@@ -42,9 +43,10 @@ class EPAllToAllLayoutDesc:
     recv_scales: Optional[Any] = None  #: of layers with a float8 payload: [R, hidden / 128]
 
 
-class ExpertDispatch:
+class ExpertDispatch(OfThisProcess):
     """What ``simulate_dispatch`` gives: one entry a rank in every list."""
 
+    _why_not_copied = "compiled tables: simulate_dispatch makes it again; its arrays can be"
     config: EPConfig
     recv_tokens: List[AnyArray]  #: [R, hidden]
     recv_weights: Optional[List[AnyArray]]  #: [R]; of compact rows [R, topk]

@@ -6,18 +6,20 @@ from typing import Any, List, Optional, Sequence, Tuple
 
 from .. import _core
 from .._arrays import IntArray, int64, number
+from .._copies import OfThisProcess
 from ..errors import InvalidArgument
 from .arrays import ids, per_rank
 from .config import EPConfig
 
 
-class ExpertSummary:
+class ExpertSummary(OfThisProcess):
     """Figures of a dispatch; its combine moves the same rows the other way.
 
     A row crosses a link once for each rank that it goes to, between nodes once for each node; what
     stays on a rank crosses none. Speeds are those of a rank's links each way, in bytes a second.
     """
 
+    _why_not_copied = "compiled tables: summarize makes it again; its arrays can be"
     config: EPConfig
     row_bytes: int  #: of a row that travels, its scales too
     tokens: IntArray  #: [W] of each rank

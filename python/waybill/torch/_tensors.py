@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Optional, Tuple
 
@@ -74,6 +75,18 @@ def require_tensor(value: Any, name: str) -> torch.Tensor:
     return value
 
 
+def say_no_gradients(who: str, instead: str, *values: Any) -> None:
+    """A warning where a caller may expect gradients of a call that carries none."""
+    if torch.is_grad_enabled() and any(
+        isinstance(value, torch.Tensor) and value.requires_grad for value in values
+    ):
+        warnings.warn(
+            f"{who}: got a tensor that requires gradients, and carries none: {instead}; detach() it"
+            " where none are meant",
+            stacklevel=3,
+        )
+
+
 def bits_of(value: torch.Tensor, name: str) -> torch.Tensor:
     """The same memory as integers of the element's size."""
     size = value.element_size()
@@ -83,6 +96,19 @@ def bits_of(value: torch.Tensor, name: str) -> torch.Tensor:
             " bytes"
         )
     return value.detach().view(_BITS[size])
+
+
+def save_mark(ctx: Any, like: torch.Tensor) -> None:
+    """Saves a tensor without elements for backward. A checkpoint computes a region again when
+    backward asks for what was saved there: then all ranks do, at the same place, and also one that
+    had nothing to compute and save.
+    """
+    ctx.save_for_backward(like.new_empty(0))
+
+
+def meet_mark(ctx: Any) -> None:
+    """Before the calls of a backward: what a checkpoint computes again comes before them."""
+    _ = ctx.saved_tensors
 
 
 def payload(value: torch.Tensor, name: str) -> Tuple[AnyArray, str]:

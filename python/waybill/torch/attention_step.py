@@ -7,10 +7,11 @@ from typing import Any, Optional, Tuple
 
 import torch
 
+from .._copies import OfThisProcess
 from .._dispatcher import ReadyPlan
 from ..errors import InvalidArgument
 from ..sparse import QkvRouting, RankAttention
-from ._tensors import require_tensor
+from ._tensors import meet_mark, require_tensor, save_mark
 from .sequence_dispatcher import SequenceDispatcher
 
 __all__ = ["AttentionStep", "recomputed_attention"]
@@ -18,7 +19,7 @@ __all__ = ["AttentionStep", "recomputed_attention"]
 Attend = Callable[..., torch.Tensor]
 
 
-class AttentionStep:
+class AttentionStep(OfThisProcess):
     """One rank's plans of one routing: Q, K and V out, attention's output home, and the ways back
     of their gradients.
 
@@ -35,6 +36,10 @@ class AttentionStep:
         q, kv: their formats: tensors, or TensorFormat. K and V, or one tensor that holds both.
         out: the format of attention's output; that of q without.
     """
+
+    _why_not_copied = (
+        "plans of one rank's dispatcher: make one on each rank from the routing, which can be"
+    )
 
     def __init__(
         self,
@@ -57,6 +62,7 @@ class AttentionStep:
         self._kv = [dispatcher._format(v, f"{who}: kv[{i}]")[0] for i, v in enumerate(kv)]
         self._out = self._q if out is None else dispatcher._format(out, f"{who}: out")[0]
         self._token: Optional[torch.Tensor] = None
+        self._needs_gradients = False
         forward, q_gradient, kv_gradient, output, output_gradient = self._parts(routing)
         self.routing = routing
         self._forward = dispatcher.plan_dispatch(*forward)
@@ -83,14 +89,18 @@ class AttentionStep:
         in the order of the copies. Whether q, and whether kv, need gradients is the same on all
         ranks.
         """
-        *there, self._token = _QkvDispatch.apply(self, q, *kv)
+        *there, token = _QkvDispatch.apply(self, q, *kv)
+        self._token, self._needs_gradients = token, token.requires_grad
         return tuple(there)
 
     def return_outputs(self, out: torch.Tensor) -> torch.Tensor:
         """Collective: attention's output, in the rows of this rank's q, which the loss must depend
         on. Backward sends its gradient to where the output came from.
         """
+        require_tensor(out, "return_outputs: out")
         token, self._token = self._token, None
+        if token is None and self._needs_gradients:  # again, as of a checkpoint: on all ranks alike
+            token = torch.empty(0, device=out.device, requires_grad=True)
         home: torch.Tensor = _OutputReturn.apply(self, out, token)
         return home
 
@@ -145,11 +155,13 @@ class _QkvDispatch(torch.autograd.Function):
         # Without elements, it ties return_outputs to this call: where attention computes nothing
         # from no rows, backward would else leave this call out, for which other ranks wait.
         token = tensors[0].new_empty(0, dtype=torch.float32)
+        save_mark(ctx, token)
         return (*(view.clone() for view in views), token)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
+        meet_mark(ctx)
         step, (q_rows, *kv_rows) = ctx.step, ctx.rows
         q, *kv = gradients[:-1]
         dq: Optional[torch.Tensor] = None
@@ -172,11 +184,13 @@ class _OutputReturn(torch.autograd.Function):
         ctx.step, ctx.rows = step, out.shape[0]
         home = step._moved(step._output, out, 0)
         ctx.number = step.dispatcher.last_dispatch
+        save_mark(ctx, home)
         return home
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
+        meet_mark(ctx)
         step = ctx.step
         there = step._moved(step._output_gradient, gradient, ctx.rows, ctx.number)
         token = there.new_zeros(0, dtype=torch.float32) if ctx.needs_input_grad[2] else None

@@ -1,6 +1,8 @@
-"""Helpers on integer tensors, under the original's names. See ``waybill``."""
+"""Helpers on tensors of indices and numbers, under the original's names. See ``waybill``."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -18,26 +20,28 @@ __all__ = [
 
 
 def exclusive_cumsum(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Prefix sums along ``dim``, shifted by one: the first slice is 0, the last never enters."""
+    """Prefix sums along ``dim``, shifted by one: the first slice is 0, the last never enters.
+    int64 of integers; floats keep their dtype.
+    """
     value = require_tensor(tensor, "exclusive_cumsum: tensor")
-    result = index_ops.exclusive_cumsum(host_array(value), dim)
-    return as_tensor(result, value.device)
+    return _like(value, index_ops.exclusive_cumsum(_array(value), dim))
 
 
 def prepend_zero(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """One slice of zeros in front along ``dim``; the dtype is kept."""
     value = require_tensor(tensor, "prepend_zero: tensor")
-    return as_tensor(index_ops.prepend_zero(host_array(value), dim), value.device)
+    return _like(value, index_ops.prepend_zero(_array(value), dim))
 
 
 prepend_zero_fn = prepend_zero
 
 
 def mask_by_neg(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """``tensor`` where ``mask`` is true (not 0), -1 elsewhere."""
+    """``tensor`` where ``mask`` is true (not 0), -1 elsewhere; broadcast, and of the dtype of
+    ``tensor``, or int64 where that cannot hold -1.
+    """
     value = require_tensor(tensor, "mask_by_neg: tensor")
-    result = index_ops.mask_by_neg(host_array(value), host_array(mask))
-    return as_tensor(result, value.device)
+    return _like(value, index_ops.mask_by_neg(_array(value), _array(mask)))
 
 
 def index_put_with_neg_padding_1d(
@@ -45,7 +49,26 @@ def index_put_with_neg_padding_1d(
 ) -> torch.Tensor:
     """A copy of ``tensor`` with ``tensor[index[i]] = src[i]``, in order; index -1 is dropped."""
     value = require_tensor(tensor, "index_put_with_neg_padding_1d: tensor")
-    result = index_ops.index_put_with_neg_padding_1d(
-        host_array(value), host_array(src), host_array(index)
+    result = index_ops.index_put_with_neg_padding_1d(_array(value), _array(src), _array(index))
+    return _like(value, result)
+
+
+def _has_numpy(value: Any) -> bool:
+    """Not bfloat16 nor the floats of 8 bits, of which float32 holds all values."""
+    return not value.is_floating_point() or value.dtype in (
+        torch.float16,
+        torch.float32,
+        torch.float64,
     )
-    return as_tensor(result, value.device)
+
+
+def _array(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and not _has_numpy(value):
+        value = value.float()
+    return host_array(value)
+
+
+def _like(value: torch.Tensor, result: Any) -> torch.Tensor:
+    """The result on the device of the argument, in its dtype where numpy has none for it."""
+    made: torch.Tensor = as_tensor(result, value.device)
+    return made if _has_numpy(value) else made.to(value.dtype)

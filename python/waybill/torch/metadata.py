@@ -11,6 +11,8 @@ from .. import metadata as numpy_metadata
 from ._tensors import device_of, host_array, tensor
 
 _M = TypeVar("_M", bound="Metadata")
+# torch writes pickles of tensors without a sign that it does not read: they travel as these.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -41,17 +43,28 @@ class Metadata(numpy_metadata.Metadata):
 
     def numpy(self) -> numpy_metadata.Metadata:
         """The same for numpy; tensors of the CPU share their memory."""
-        return numpy_metadata.Metadata(*self._fields())
+        return numpy_metadata.Metadata(*self._values())
 
     @classmethod
     def from_numpy(cls: Type[_M], metadata: numpy_metadata.Metadata) -> _M:
         """The same for torch; arrays share their memory."""
-        return cls._from_fields(metadata._fields())
+        return cls._from_fields(metadata._values())
 
     @property
     def device(self) -> Optional[torch.device]:
         """Where dst_rank lies."""
         return device_of(self.dst_rank)
+
+    def __getstate__(self) -> dict[str, Any]:
+        dtypes = {n: v.dtype for n, v in vars(self).items() if isinstance(v, torch.Tensor)}
+        unsigned = {n: dtype for n, dtype in dtypes.items() if dtype in _SIGNED}
+        bits = {n: getattr(self, n).view(_SIGNED[dtype]) for n, dtype in unsigned.items()}
+        return {"fields": {**vars(self), **bits}, "unsigned": unsigned}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state["fields"])
+        for name, dtype in state["unsigned"].items():
+            setattr(self, name, getattr(self, name).view(dtype))
 
     def _placed(self: _M, device: Optional[torch.device]) -> _M:
         return self if device is None or device.type == "cpu" else self.to(device)

@@ -8,12 +8,14 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from .._arrays import library_dtype
-from .._dispatcher import Dispatcher, Rows, TensorFormat, row_layout
+from .._dispatcher import Dispatcher, ReadyPlan, Rows, TensorFormat, row_layout
 from ..errors import InvalidArgument, Unsupported
 from ..world import World
-from ._tensors import dtype_name, require_tensor
+from ._tensors import dtype_name, require_tensor, say_no_gradients
 
 __all__ = ["SequenceDispatcher"]
+
+_INSTEAD = "AttentionStep.dispatch_qkv and return_outputs are known to autograd"
 
 
 class SequenceDispatcher(Dispatcher[torch.Tensor]):
@@ -27,10 +29,17 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
     ``capture_begin(capture_error_mode="thread_local")`` on a stream of the rank's own. A Timeout
     is then raised by the next call, or by synchronize(); the GPU is lost to the process.
 
-    Gradients do not flow through these calls: AttentionStep has functions that autograd knows.
+    Gradients do not flow through these calls, and dispatch warns where a tensor requires them:
+    AttentionStep has functions that autograd knows.
     """
 
     _device: torch.device
+
+    def dispatch(
+        self, plan: ReadyPlan, *tensors: Any, of_dispatch: int = 0
+    ) -> Tuple[torch.Tensor, ...]:
+        say_no_gradients("dispatch", _INSTEAD, *tensors)
+        return super().dispatch(plan, *tensors, of_dispatch=of_dispatch)
 
     def _check_world(self, world: World) -> None:
         self._device = torch.device(world.device)

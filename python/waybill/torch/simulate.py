@@ -9,14 +9,14 @@ import torch
 from .. import metadata as numpy_metadata
 from .. import simulate
 from ..errors import InvalidArgument, ShapeMismatch
-from ._tensors import bits_of, dtype_name, payload, require_tensor
+from ._tensors import bits_of, dtype_name, payload, require_tensor, say_no_gradients
 
 __all__ = ["orchestrate_simulate", "simulate_communication", "sum_kv_copies"]
 
 _WHO = "orchestrate_simulate"
+_INSTEAD = "AttentionStep is known to autograd"
 
 
-@torch.no_grad()
 def orchestrate_simulate(
     tensor: torch.Tensor,
     output_tensor: torch.Tensor,
@@ -28,8 +28,10 @@ def orchestrate_simulate(
     """Moves rows between ranks as ``metadata`` says; returns ``output_tensor``, written in place.
 
     tensor (W, n, H) and output_tensor (W, m, H) have one dtype, any of torch's, and lie on one
-    device: in host memory the compiled part copies, on a GPU one gather and scatter does.
+    device: in host memory the compiled part copies, on a GPU one gather and scatter does. As in the
+    original no gradients flow through it; it warns where a tensor requires them.
     """
+    say_no_gradients(_WHO, _INSTEAD, tensor, output_tensor)
     source = require_tensor(tensor, f"{_WHO}: tensor")
     output = require_tensor(output_tensor, f"{_WHO}: output_tensor")
     if source.device != output.device:
@@ -71,7 +73,6 @@ def _on_device(
     bits_of(output, _WHO)[to // m, to % m] = bits_of(source, _WHO)[from_ // n, from_ % n]
 
 
-@torch.no_grad()
 def simulate_communication(
     tensors: Sequence[torch.Tensor],
     metadata: numpy_metadata.Metadata,
@@ -86,7 +87,8 @@ def simulate_communication(
     if len(devices) > 1:
         names = sorted(map(str, devices))
         raise ShapeMismatch(f"simulate_communication: tensors lie on {names}, expected one device")
-    flat = [simulate.as_matrix(t.cpu()) for t in given]
+    say_no_gradients("simulate_communication", _INSTEAD, *given)
+    flat = [simulate.as_matrix(t.detach().cpu()) for t in given]
     received = simulate.run_communication(
         [payload(t, "simulate_communication: tensors")[0] for t in flat],
         [dtype_name(t.dtype) for t in given], metadata, overlap,
@@ -97,7 +99,6 @@ def simulate_communication(
     ]
 
 
-@torch.no_grad()
 def sum_kv_copies(
     planes: torch.Tensor,
     metadata: numpy_metadata.Metadata,

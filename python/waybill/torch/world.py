@@ -28,6 +28,9 @@ def run_threads(
     As ``waybill.run_threads``; with device="cuda" each thread's current device is its rank's GPU,
     and where ranks share GPUs each thread's current stream is one of its own: in one queue a rank's
     work would wait for that of another, which waits for it.
+
+    Thread ranks share torch's global generator: what they draw depends on who comes first, unless
+    each has a ``torch.Generator``. Each has its own grad mode, and begins with gradients enabled.
     """
     shared = device == "cuda" and 0 < world.num_gpus() < world_size
 

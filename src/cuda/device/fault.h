@@ -15,7 +15,7 @@ enum class FaultKind : std::uint32_t {
   moe_dispatch,
   moe_combine,
   disagreement,
-  // What a dispatch or combine of experts was given, see moe/input_fault.cuh.
+  // What a dispatch or combine of experts was given, see experts/input_fault.cuh.
   expert_id,
   scatter_size,
   scatter_position,

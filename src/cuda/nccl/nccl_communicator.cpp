@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "../executor/cuda_check.h"
+#include "../rank/cuda_check.h"
 #include "nccl_library.h"
 #include "waybill/core/at.h"
 #include "waybill/transport/agree.h"

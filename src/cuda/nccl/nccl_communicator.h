@@ -11,7 +11,7 @@
 #include <string_view>
 #include <thread>
 
-#include "../executor/gpu_rank.h"
+#include "../rank/gpu_rank.h"
 #include "nccl_api.h"
 #include "waybill/transport/bootstrap.h"
 

@@ -6,7 +6,7 @@
 #include <span>
 
 #include "leg_params.h"
-#include "waybill/runtime/network_phase.h"
+#include "waybill/schedule/network_phase.h"
 #include "waybill/transport/symmetric_memory.h"
 
 namespace waybill::cuda {

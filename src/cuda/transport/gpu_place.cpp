@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "../executor/cuda_check.h"
+#include "../rank/cuda_check.h"
 #include "waybill/core/at.h"
 #include "waybill/transport/agree.h"
 

@@ -5,8 +5,8 @@
 #include <string>
 #include <utility>
 
-#include "../executor/cuda_check.h"
 #include "../nccl/nccl_communicator.h"
+#include "../rank/cuda_check.h"
 #include "keep_memory.h"
 #include "nccl_leg.h"
 #include "waybill/core/at.h"

@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "../executor/gpu_rank.h"
+#include "../rank/gpu_rank.h"
 #include "gpu_place.h"
 #include "gpu_transport.h"
 #include "waybill/cuda/gpu_world.h"

@@ -4,7 +4,7 @@
 #include <set>
 #include <utility>
 
-#include "../executor/cuda_check.h"
+#include "../rank/cuda_check.h"
 #include "waybill/transport/share_memory.h"
 
 namespace waybill::cuda {

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "../executor/gpu_rank.h"
+#include "../rank/gpu_rank.h"
 #include "gpu_transport.h"
 
 namespace waybill::cuda {

@@ -2,8 +2,8 @@
 
 #include <utility>
 
-#include "../executor/cuda_check.h"
-#include "../kernel/launch.h"
+#include "../device/meet_kernels.h"
+#include "../rank/cuda_check.h"
 #include "peer_leg.h"
 #include "waybill/core/at.h"
 

@@ -4,8 +4,8 @@
 #include <memory>
 #include <string_view>
 
-#include "../executor/gpu_rank.h"
 #include "../network/network_leg.h"
+#include "../rank/gpu_rank.h"
 #include "waybill/transport/peer_transport.h"
 
 namespace waybill::cuda {

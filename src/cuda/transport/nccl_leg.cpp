@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include "../executor/cuda_check.h"
-#include "../kernel/phase_leg.h"
+#include "../network/phase_leg_kernel.h"
+#include "../rank/cuda_check.h"
 #include "side_stream.h"
 #include "waybill/core/at.h"
 

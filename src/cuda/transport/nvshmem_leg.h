@@ -2,9 +2,9 @@
 
 #include <memory>
 
-#include "../executor/gpu_rank.h"
 #include "../network/network_leg.h"
 #include "../nvshmem/nvshmem_api.h"
+#include "../rank/gpu_rank.h"
 
 namespace waybill::cuda {
 

@@ -5,8 +5,8 @@
 #include <string>
 #include <utility>
 
-#include "../executor/cuda_check.h"
 #include "../nvshmem/nvshmem_library.h"
+#include "../rank/cuda_check.h"
 #include "keep_memory.h"
 #include "nvshmem_leg.h"
 #include "waybill/core/at.h"

@@ -2,8 +2,8 @@
 
 #include <utility>
 
-#include "../executor/cuda_check.h"
-#include "../kernel/peer_leg.h"
+#include "../network/peer_leg_kernel.h"
+#include "../rank/cuda_check.h"
 #include "side_stream.h"
 #include "waybill/core/at.h"
 

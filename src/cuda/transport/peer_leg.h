@@ -2,8 +2,8 @@
 
 #include <memory>
 
-#include "../executor/gpu_rank.h"
 #include "../network/network_leg.h"
+#include "../rank/gpu_rank.h"
 
 namespace waybill::cuda {
 

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "../executor/cuda_check.h"
+#include "../rank/cuda_check.h"
 
 namespace waybill::cuda {
 

@@ -7,6 +7,8 @@ from typing import Any, Optional, Tuple
 
 import torch
 
+from .._tensors import meet_mark, save_mark
+
 _Gradients = Tuple[Optional[torch.Tensor], ...]
 
 
@@ -32,6 +34,7 @@ class Dispatch(torch.autograd.Function):
         # Without elements, it ties combine to this call: where no rows arrive, backward would else
         # leave this call out, for which other ranks wait.
         token = tokens.new_empty(0, dtype=torch.float32)
+        save_mark(ctx, tokens)
         if weights is None:
             weights = tokens.new_empty(0, dtype=torch.float32)
         if not ctx.needs_input_grad[2]:
@@ -43,6 +46,7 @@ class Dispatch(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, rows: Any, weights: Any, _token: Any) -> _Gradients:
+        meet_mark(ctx)
         layer, tokens_gradient, weight_gradient = ctx.layer, None, None
         if ctx.needs_input_grad[1]:
             tokens_gradient = layer._combine(rows, ctx.layout, False, ())
@@ -87,11 +91,13 @@ class Combine(torch.autograd.Function):
     def forward(ctx: Any, layer: Any, layout: Any, rows: Any, token: Any, *biases: Any) -> Any:
         ctx.layer, ctx.layout = layer, layout
         ctx.has_token = token is not None
+        save_mark(ctx, rows)
         return layer._combine(rows, layout, False, biases, needs_gradients=True)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, sums: torch.Tensor) -> _Gradients:
+        meet_mark(ctx)
         rows = None
         # Also where this rank's rows need none, perhaps as it has none: others wait for the call.
         if ctx.needs_input_grad[2] or ctx.has_token:

@@ -8,14 +8,16 @@ import torch
 
 from ... import _core
 from ..._arrays import int64
+from ..._copies import OfThisProcess
 from ...errors import InvalidArgument
 from ...moe import EPConfig
 from .tensors import shown, torch_dtype, world_of
 
 
-class DispatchCombineContext:
+class DispatchCombineContext(OfThisProcess):
     """The symmetric buffers of an expert-parallel layer. From ``create``; collective calls."""
 
+    _why_not_copied = "buffers that other ranks write to: make one on each rank"
     ep_config: EPConfig
     dispatch_output_buf: torch.Tensor  #: [rows, hidden]: rows received
     weight_recv_buf: torch.Tensor  #: [rows]: their weights
@@ -69,8 +71,10 @@ class DispatchCombineContext:
     _context: Any
 
 
-class BarrierAllContext:
+class BarrierAllContext(OfThisProcess):
     """A barrier of the ranks of a node, or of the world, by signals that only grow."""
+
+    _why_not_copied = "signals that other ranks write to: make one on each rank"
 
     def __init__(self, is_intra_node: bool = True, *, world: Any = None) -> None:
         rank = world_of(world, None, None, "BarrierAllContext")

@@ -8,15 +8,16 @@ import torch
 
 from ... import _core
 from ..._arrays import int64
+from ..._copies import OfThisProcess
 from ...errors import InvalidArgument
 from ...moe import EPAllToAllLayoutDesc, EPConfig
-from .._tensors import require_tensor
+from .._tensors import require_tensor, say_no_gradients
 from .autograd import Combine, Dispatch
 from .layout import LayerLayout
-from .tensors import given, shown, stream_of, torch_dtype, world_of
+from .tensors import as_autocast, given, shown, stream_of, torch_dtype, world_of
 
 
-class EPAll2AllLayer:
+class EPAll2AllLayer(OfThisProcess):
     """Takes tokens to their experts on all ranks, and what the experts made of them back.
 
     All calls are collective: every rank makes the same calls in the same order, forward and
@@ -26,6 +27,8 @@ class EPAll2AllLayer:
     Autograd knows dispatch and combine. Whether input, and whether weight, need gradients is the
     same on all ranks, also on one without tokens. Ranks compare that, and what else a call means:
     a difference is a ``Disagreement`` on all of them, and the layer is of no use afterwards.
+
+    Under autocast input, weight and biases may be floats of any dtype; else they have the layer's.
 
     :param ep_group: a ``waybill.World``, or a process group of torch.distributed (None: the default
         one); all ranks of it are the layer's
@@ -46,6 +49,8 @@ class EPAll2AllLayer:
         rank begins the second dispatch after
     :param device: of ranks from a process group: "cpu", "cuda"
     """
+
+    _why_not_copied = "buffers that other ranks write to: make one on each rank's world or group"
 
     def __init__(
         self,
@@ -132,6 +137,12 @@ class EPAll2AllLayer:
         :raises InvalidArgument: before any communication; Disagreement; Timeout naming the rank
         """
         require_tensor(input, "dispatch: input")
+        weight = as_autocast(weight, self.ep_config.weight_dtype, self.device)
+        if self.payload == "plain":
+            input = as_autocast(input, self.ep_config.token_dtype, self.device)
+        else:
+            instead = 'a layer of payload = "plain" has them'
+            say_no_gradients("dispatch", instead, input, weight, scales)
         differentiable = torch.is_grad_enabled() and self.payload == "plain"
         weight_needs = isinstance(weight, torch.Tensor) and weight.requires_grad
         if differentiable and (input.requires_grad or weight_needs):
@@ -166,6 +177,9 @@ class EPAll2AllLayer:
         """
         _checked(ep_a2a_layout_desc, "combine")
         require_tensor(input, "combine: input")
+        dtype = self.ep_config.token_dtype
+        input = as_autocast(input, dtype, self.device)
+        biases = [as_autocast(bias, dtype, self.device) for bias in biases]
         token = getattr(ep_a2a_layout_desc, "_token", None)
         needs = torch.is_grad_enabled() and (input.requires_grad or token is not None)
         if weighted and input.requires_grad and needs:

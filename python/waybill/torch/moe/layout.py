@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Optional, TypeVar
 
 import torch
 
+from ..._copies import OfThisProcess
 from ...moe import EPAllToAllLayoutDesc
 from .tensors import shown, stream_of
 
+_L = TypeVar("_L", bound="LayerLayout")
 _ONE_NODE = ("skipped_token_mapping_indices", "skipped_token_topk_mapping_indices")
 _COMPACT = ("recv_topk_indices", "compact_to_grouped", "grouped_to_compact")
 _TABLES = (
@@ -18,7 +20,7 @@ _TABLES = (
 )  # fmt: skip
 
 
-class LayerLayout(EPAllToAllLayoutDesc):
+class LayerLayout(OfThisProcess, EPAllToAllLayoutDesc):
     """Its tables become tensors when they are asked for: views of memory that it keeps, but for
     the two maps, which are copies. A call of a few tokens takes less time than all of them.
 
@@ -27,6 +29,7 @@ class LayerLayout(EPAllToAllLayoutDesc):
     first of them was asked for.
     """
 
+    _why_not_copied = "tables of one rank's layer: each dispatch gives one; its tensors can be"
     recv_scales: Optional[torch.Tensor]
 
     def __init__(self, handle: Any, one_node: bool, grouped: bool, device: torch.device) -> None:
@@ -37,6 +40,11 @@ class LayerLayout(EPAllToAllLayoutDesc):
         self._tensors: Dict[str, Optional[torch.Tensor]] = {}
         self._token: Optional[torch.Tensor] = None
         self.num_dispatch_token_cur_rank = handle.num_tokens
+
+    def __copy__(self: _L) -> _L:
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
 
     def _table(self, name: str) -> Optional[torch.Tensor]:
         if name not in self._tensors:

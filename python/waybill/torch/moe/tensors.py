@@ -40,6 +40,22 @@ def shown(bits: Any, dtype: torch.dtype) -> Optional[torch.Tensor]:
     return from_dlpack(capsule).view(dtype)
 
 
+def as_autocast(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """Under autocast floats of any dtype are welcome, as to torch's own operations."""
+    if getattr(value, "dtype", dtype) == dtype:
+        return value
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_float and _is_autocast(device) else value
+
+
+def _is_autocast(device: torch.device) -> bool:
+    try:
+        return torch.is_autocast_enabled(device.type)
+    except TypeError:  # before torch 2.4
+        cpu = device.type == "cpu"
+        return torch.is_autocast_cpu_enabled() if cpu else torch.is_autocast_enabled()
+
+
 def torch_dtype(value: Any, name: str) -> torch.dtype:
     """torch's dtype of that name, or itself."""
     found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value

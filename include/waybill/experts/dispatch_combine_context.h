@@ -1,0 +1,106 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "waybill/core/tensor_view.h"
+#include "waybill/experts/expert_memory.h"
+#include "waybill/runtime/world.h"
+#include "waybill/transport/settings.h"
+
+namespace waybill {
+
+/// Where a rank's rows arrive.
+struct DispatchOutputBuffers {
+  TensorView rows;     ///< [rows, hidden]
+  TensorView weights;  ///< [rows]; of compact rows [rows, topk]
+};
+
+/// The symmetric memory of a layer of experts. Collective calls; one object a rank.
+class DispatchCombineContext {
+ public:
+  /// Collective. Windows of max_tokens * topk * capacity rows, the board and the signals.
+  /// @param capacity multiplier, as in the original
+  /// @throws InvalidArgument naming the field, also where the world has other sizes; on all ranks
+  ///   naming a rank and what is not the same on all of them; Timeout
+  [[nodiscard]] static DispatchCombineContext create(World& world, const EPConfig& config,
+                                                     std::int64_t capacity = 2,
+                                                     const EPDispatchOptions& options = {});
+
+  /// The same with windows of so many rows.
+  [[nodiscard]] static DispatchCombineContext with_rows(World& world, const EPConfig& config,
+                                                        const EPDispatchOptions& options,
+                                                        std::int64_t rows);
+
+  DispatchCombineContext(DispatchCombineContext&& other) noexcept;
+  DispatchCombineContext& operator=(DispatchCombineContext&&) = delete;
+  DispatchCombineContext(const DispatchCombineContext&) = delete;
+  DispatchCombineContext& operator=(const DispatchCombineContext&) = delete;
+  ~DispatchCombineContext();
+
+  /// Collective: gives the memory back. Without it, it goes with the world. Twice does nothing.
+  void finalize();
+
+  /// Collective when they must grow, that is on all ranks alike: windows of at least so many rows.
+  /// What they held stays where it was until the second growth after, or finalize(). Never shrinks.
+  /// @return the buffers of the next dispatch of even number
+  DispatchOutputBuffers reallocate_dispatch_output_buf(std::int64_t dispatch_recv_tokens);
+
+  /// Rows of the windows.
+  [[nodiscard]] std::int64_t capacity() const noexcept { return memory_->capacity; }
+  [[nodiscard]] bool finalized() const noexcept { return memory_->signals.local == nullptr; }
+  [[nodiscard]] const ExpertMemory& memory() const noexcept { return *memory_; }
+  [[nodiscard]] const EPConfig& config() const noexcept { return config_; }
+  [[nodiscard]] const EPDispatchOptions& options() const noexcept { return options_; }
+
+  /// Parts of a dispatch window, cut to `rows` rows.
+  [[nodiscard]] DispatchOutputBuffers buffers(std::uint32_t parity, std::int64_t rows) const;
+  [[nodiscard]] TensorView scales(std::uint32_t parity, std::int64_t rows) const;
+  [[nodiscard]] TensorView combine_rows(std::uint32_t parity, std::int64_t rows) const;
+
+ private:
+  friend class EPAll2AllLayer;
+  /// @param who begins the text of errors
+  /// @param more settings that ranks compare beside those of config and options
+  /// @param num_rows of the windows; called when config and options are right, may throw
+  [[nodiscard]] static DispatchCombineContext make(World& world, const EPConfig& config,
+                                                   const EPDispatchOptions& options,
+                                                   const char* who, std::span<const Setting> more,
+                                                   const std::function<std::int64_t()>& num_rows);
+  [[nodiscard]] static std::int64_t rows_of(const EPConfig& config, std::int64_t capacity,
+                                            const char* who);
+  DispatchCombineContext(World& world, const EPConfig& config, const EPDispatchOptions& options);
+  void allocate_windows(std::int64_t rows);
+
+  World* world_;
+  EPConfig config_;
+  EPDispatchOptions options_;
+  std::unique_ptr<ExpertMemory> memory_;  ///< where executors know it
+  std::vector<SymmetricBuffer> retired_;  ///< outgrown; their rows may still be read
+};
+
+/// A barrier of the ranks of this rank's node, by signals that only grow.
+class BarrierAllContext {
+ public:
+  /// Collective, of the whole world. @param is_intra_node false: the barrier is that of the world
+  explicit BarrierAllContext(World& world, bool is_intra_node = true);
+  BarrierAllContext(const BarrierAllContext&) = delete;
+  BarrierAllContext& operator=(const BarrierAllContext&) = delete;
+  ~BarrierAllContext();
+
+  /// Returns when all ranks of the node (or of the world) have called. @throws Timeout
+  void barrier_all(const char* operation = "barrier_all");
+
+  /// Collective: gives the signals back. Twice does nothing.
+  void finalize();
+
+ private:
+  World& world_;
+  bool is_intra_node_;
+  SignalPad signals_;
+  std::uint64_t epoch_ = 0;
+};
+
+}  // namespace waybill

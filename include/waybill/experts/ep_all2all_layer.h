@@ -1,0 +1,175 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "waybill/core/tensor_view.h"
+#include "waybill/experts/dispatch_combine_context.h"
+#include "waybill/experts/expert_executor.h"
+#include "waybill/moe/ep_layout.h"
+#include "waybill/runtime/capture_log.h"
+#include "waybill/runtime/usability.h"
+#include "waybill/runtime/world.h"
+
+namespace waybill {
+
+struct EPLayerOptions {
+  EPDispatchOptions dispatch = {};
+  int num_sm = 20;  ///< multiprocessors that a call may use. Host worlds ignore it
+  /// One node: combine sums a rank's rows of a token there before they travel.
+  bool enable_local_combine = false;
+  /// The first windows have max_tokens * topk * capacity rows.
+  std::int64_t capacity = 2;
+  /// Rows of the windows, for ever; 0: they grow. Then no call waits for counts on the host, views
+  /// have this many rows, and what does not fit is left out: overflow() reports it, and the sums of
+  /// its tokens are NaN.
+  std::int64_t fixed_rows = 0;
+};
+
+/// What a rank knows of one dispatch: what combine, and a dispatch of the same routing, need. It
+/// never changes: it may outlive later dispatches, also by its routing and with other weights, and
+/// combine with it gives what it gave before.
+class EPLayout {
+ public:
+  /// Tokens of this rank.
+  [[nodiscard]] std::int64_t num_tokens() const noexcept { return num_tokens_; }
+  [[nodiscard]] bool has_weights() const { return is_given(tables_->weights()); }
+  /// Of this dispatch among those of the layer, from 1 on: ranks compare by it what a call belongs
+  /// to.
+  [[nodiscard]] std::uint32_t number() const noexcept { return number_; }
+  /// Rows that this rank received. Waits until they are known. @throws Timeout
+  [[nodiscard]] std::int64_t num_recv_rows() const;
+  /// All tables, in the memory of the world. They may be read as long as the layout is kept.
+  [[nodiscard]] ExpertTableViews tables() const { return tables_->views(); }
+  /// On GPUs, behind the caller's own work with the tables on a stream, if the layout may go before
+  /// that is done: their memory is then used again after it. From any thread.
+  void note_use(Stream stream) const { tables_->routing().note_use(stream); }
+  /// The descriptor of the original, copied: of worlds in host memory.
+  [[nodiscard]] EPAllToAllLayoutDesc describe() const;
+
+ private:
+  friend class EPAll2AllLayer;
+  EPConfig config_;
+  EPDispatchOptions options_;
+  std::shared_ptr<const ExpertTables> tables_;
+  std::int64_t num_tokens_ = 0;
+  std::uint64_t layer_ = 0;  ///< that made it
+  std::uint32_t number_ = 0;
+  std::uint32_t routing_ = 0;  ///< number of the dispatch that counted
+};
+
+/// What a dispatch gives: views of this rank's window. They may be read until this rank begins the
+/// second dispatch after it.
+struct EPDispatched {
+  TensorView rows;     ///< [R, hidden]; with fixed_rows [fixed_rows, hidden]
+  TensorView weights;  ///< [R], of compact rows [R, topk]; not given without weights
+  TensorView scales;   ///< [R, hidden / 128] float32; not given without scales
+  std::shared_ptr<EPLayout> layout;
+};
+
+/// Takes tokens to their experts on all ranks of a world, and what the experts made of them back.
+///
+/// What arrives, its order and every rounding are those of simulate_expert_dispatch and
+/// simulate_expert_combine, bit for bit, on one node and in two stages on several (from world_size
+/// and local_world_size: tokens go once to each node, to the rank of the same local index, which
+/// forwards them).
+///
+/// All calls are collective: every rank makes the same calls in the same order, each with its own
+/// tokens; a rank without tokens calls too. Several dispatches may come before their combines. A
+/// call that throws InvalidArgument because of an argument has told nobody, and may be made again;
+/// after anything else the layer is unusable: later calls throw TransportError and say why.
+class EPAll2AllLayer {
+ public:
+  /// Collective, with the same arguments but for config.rank. `world` outlives the layer.
+  /// @throws InvalidArgument naming the field; Unsupported for a world without layers; Timeout
+  EPAll2AllLayer(World& world, const EPConfig& config, const EPLayerOptions& options = {});
+  EPAll2AllLayer(const EPAll2AllLayer&) = delete;
+  EPAll2AllLayer& operator=(const EPAll2AllLayer&) = delete;
+  ~EPAll2AllLayer();
+
+  /// Collective. Windows grow when a rank gets more rows than they have, by the rule of the
+  /// original (grown_output_rows): that dispatch waits for all ranks.
+  /// @param input contiguous views of the world's memory
+  /// @throws InvalidArgument before any communication; after it, when full_scatter_indices fit no
+  ///   rank's rows; Timeout
+  EPDispatched dispatch(const ExpertDispatchInput& input, Stream stream = {});
+
+  /// The same routing again, with other tokens and weights, or without: nothing is counted.
+  /// `input.ids` and full_scatter_indices are not looked at. All ranks give the layout of the same
+  /// dispatch; it stays as it is, and the result has one of its own.
+  EPDispatched dispatch(const ExpertDispatchInput& input, const EPLayout& layout,
+                        Stream stream = {});
+
+  /// Collective: the sums of the tokens' rows, [T, hidden], into `input.output`. input.options is
+  /// looked at for `weighted` alone: whether sums are local is the layer's.
+  /// @throws InvalidArgument before any communication; Timeout
+  void combine(const ExpertCombineInput& input, const EPLayout& layout, Stream stream = {});
+
+  /// Where the next combine would copy its rows: whoever writes them there, on `stream`, and passes
+  /// this view to it saves the copy. local_combine changes them. Called again before that combine,
+  /// it gives the place of the one after it; one more, or one right behind a combine whose rows
+  /// other ranks still read, is refused. Not collective.
+  /// @throws InvalidArgument
+  [[nodiscard]] TensorView combine_input(std::int64_t rows, Stream stream = {});
+
+  /// Collective, of the node or the world.
+  void ep_barrier_all(Stream stream = {}, bool intra_node_only = false);
+
+  /// Returns when the work on the stream is done. @throws what calls on it have met, with their
+  ///   numbers: Timeout, Disagreement, InvalidArgument for ids, full_scatter_indices and rows that
+  ///   only the device could check (it is lost then); and as check_overflow
+  void synchronize(Stream stream = {});
+
+  /// Of the dispatches since the last call of this, the one that needed the most rows where windows
+  /// of fixed_rows were too small; the same on all ranks. Waits for nothing; on GPUs call it when
+  /// the stream is done.
+  [[nodiscard]] ExpertOverflow overflow();
+  /// The same as an error. @throws InvalidArgument naming the dispatch, rows and fixed_rows
+  void check_overflow();
+
+  /// Collective: gives all symmetric memory back. Twice does nothing. Later calls throw
+  /// TransportError.
+  void finalize();
+
+  [[nodiscard]] const EPConfig& config() const noexcept { return config_; }
+  [[nodiscard]] const EPLayerOptions& options() const noexcept { return options_; }
+  [[nodiscard]] const DispatchCombineContext& context() const noexcept { return context_; }
+  /// Rows that the windows have.
+  [[nodiscard]] std::int64_t output_rows() const noexcept { return context_.capacity(); }
+
+ private:
+  [[nodiscard]] static DispatchCombineContext make_context(World& world, const EPConfig& config,
+                                                           const EPLayerOptions& options);
+  [[nodiscard]] ExpertCall next_call(const char* operation, std::uint64_t number,
+                                     const Stream& stream,
+                                     const CallFingerprint& fingerprint) const;
+  [[nodiscard]] CallFingerprint fingerprint() const;
+  [[nodiscard]] std::uint64_t realign(const ExpertCall& call);
+  [[nodiscard]] bool may_take_second_place(const Stream& stream) const;
+  EPDispatched finish_dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
+                               std::shared_ptr<ExpertTables> begun, std::uint32_t routing);
+  void grow_for(const ExpertTables& tables, const Stream& stream);
+  void check_rows(const ExpertCombineInput& input, const EPLayout& layout) const;
+  void check_place(const ConstTensorView& rows) const;
+
+  World& world_;
+  EPConfig config_;
+  EPLayerOptions options_;
+  std::uint64_t id_;
+  DispatchCombineContext context_;
+  BarrierAllContext barrier_;
+  std::unique_ptr<ExpertExecutor> executor_;
+  std::uint64_t epoch_ = 0;  ///< of the last call
+  std::uint64_t num_dispatches_ = 0;
+  std::uint64_t num_combines_ = 0;
+  std::uint64_t num_places_ = 0;        ///< of combine_input for the next combines, not yet used
+  bool ends_with_combine_ = false;      ///< the last call was one
+  bool has_recorded_ = false;           ///< combines, which graphs may run at any time
+  std::uint64_t dispatch_capture_ = 0;  ///< recording of the last dispatch
+  detail::CaptureLog captured_dispatches_;
+  detail::CaptureLog captured_combines_;
+  detail::Usability usability_{"layer", &world_.transport()};
+};
+
+}  // namespace waybill

@@ -1,0 +1,212 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "waybill/core/tensor_view.h"
+#include "waybill/experts/expert_memory.h"
+#include "waybill/moe/ep_config.h"
+#include "waybill/moe/simulate.h"
+#include "waybill/runtime/fingerprint.h"
+
+namespace waybill {
+
+class World;
+struct Stream;
+
+/// What a rank knows of one dispatch, as views of the memory of its world (on a GPU: of the
+/// device). All int32 unless said. T tokens of this rank, M = max_tokens, N nodes, K choices, W
+/// ranks, P experts a rank. Sizes that depend on counts are those of `row_capacity`.
+struct ExpertTableViews {
+  ConstTensorView ids;       ///< one node [T, K], else [N, M, K]; a dropped choice: num_experts
+  ConstTensorView dst_rows;  ///< [N, M, K]: row on the expert's rank; -1
+  ConstTensorView weights;   ///< as ids, weight_dtype; not given without weights
+  ConstTensorView num_input_tokens;    ///< [W]
+  ConstTensorView splits;              ///< [W, E + 1]
+  ConstTensorView segment_offsets;     ///< [W, P, W], see ExpertRows
+  ConstTensorView expert_counts;       ///< [P], of this rank
+  ConstTensorView expert_offsets;      ///< [P + 1], of this rank
+  ConstTensorView num_recv_rows;       ///< [W]
+  ConstTensorView leader_rows;         ///< [row_capacity]: see skipped_token_mapping_indices
+  ConstTensorView choice_rows;         ///< [row_capacity, K]: skipped_token_topk_mapping_indices
+  ConstTensorView send_reqs;           ///< several nodes: [N, 2, M], see send_reqs_recv_tensor
+  ConstTensorView compact_to_grouped;  ///< compact rows: [row_capacity, K]
+  ConstTensorView grouped_to_compact;  ///< compact rows: [most grouped rows]
+  ConstTensorView recv_topk;           ///< compact rows: [row_capacity, K]
+  ConstTensorView recv_tags;           ///< [row_capacity, 4]: RowTag, kept beyond the window
+};
+
+/// What a dispatch decided: the row of every choice, and all that follows from it. Dispatches by
+/// the same routing share it, and nothing changes it any more once the one that made it is done; so
+/// a layout gives the same whatever comes later. Tags of rows belong to it, as they say where a row
+/// comes from and not what it holds.
+class ExpertRouting {
+ public:
+  ExpertRouting() = default;
+  ExpertRouting(const ExpertRouting&) = delete;
+  ExpertRouting& operator=(const ExpertRouting&) = delete;
+  virtual ~ExpertRouting() = default;
+
+  /// All tables but the weights. What the views hold is there when the dispatch is done on its
+  /// stream.
+  [[nodiscard]] virtual ExpertTableViews views() const = 0;
+
+  /// Rows that each rank receives [W], in host memory (on a GPU: pinned, written by the device).
+  /// Waits until they are known, not for the rows. @throws Timeout
+  [[nodiscard]] virtual std::span<const std::int32_t> wait_counts() const = 0;
+  /// The same if the host has them already; else empty. Waits for nothing.
+  [[nodiscard]] virtual std::span<const std::int32_t> known_counts() const = 0;
+
+  /// Behind the caller's own work with the views on a stream: when the routing is gone, its memory
+  /// is used again after that. Calls of the layer need no such word. From any thread.
+  virtual void note_use(const Stream& /*stream*/) const {}
+};
+
+/// One dispatch: the routing that it made or was given, and what it carried itself. Belongs to the
+/// layer that made it; many may be alive.
+class ExpertTables {
+ public:
+  ExpertTables() = default;
+  ExpertTables(const ExpertTables&) = delete;
+  ExpertTables& operator=(const ExpertTables&) = delete;
+  virtual ~ExpertTables() = default;
+
+  [[nodiscard]] virtual const ExpertRouting& routing() const = 0;
+
+  /// Of this dispatch's tokens, as ExpertTableViews says; not given without weights.
+  [[nodiscard]] virtual ConstTensorView weights() const = 0;
+
+  [[nodiscard]] ExpertTableViews views() const {
+    ExpertTableViews all = routing().views();
+    all.weights = weights();
+    return all;
+  }
+  [[nodiscard]] std::span<const std::int32_t> wait_counts() const {
+    return routing().wait_counts();
+  }
+};
+
+/// One call of a layer, checked. All ranks have the same number.
+struct ExpertCall {
+  const char* operation = "";  ///< in errors
+  const ExpertMemory* memory = nullptr;
+  std::uint64_t epoch = 0;   ///< this call's; may be behind what a graph replays
+  std::uint32_t parity = 0;  ///< of this dispatch among dispatches, of this combine among combines
+  int num_sms = 0;
+  const Stream* stream = nullptr;
+  CallFingerprint fingerprint = {};  ///< what this rank means by it; ranks compare theirs
+  bool may_grow = false;      ///< windows may: the host has waited for the counts of its dispatches
+  bool sums_locally = false;  ///< of dispatches: weighted sums may be local, see EPCombineOptions
+};
+
+/// Rows that windows of fixed size had no room for. All ranks are told the same.
+struct ExpertOverflow {
+  std::int64_t rows = 0;   ///< of the rank that should have received the most; 0: all did fit
+  std::uint64_t call = 0;  ///< number of the dispatch
+};
+
+/// The parities of a layer's next dispatch and of its next combine.
+struct ExpertTurns {
+  std::uint32_t dispatch = 0;
+  std::uint32_t combine = 0;
+};
+
+/// Whether a tensor was given at all; one without a shape was not. One of no tokens may be null.
+[[nodiscard]] inline bool is_given(const ConstTensorView& view) { return !view.shape.empty(); }
+
+/// What a rank dispatches. Contiguous views of the world's memory. All ranks give weights, or none;
+/// ranks compare what does not depend on their tokens: whether weights and full_scatter_indices are
+/// given, and the last three.
+struct ExpertDispatchInput {
+  ConstTensorView tokens;   ///< [T, hidden]
+  ConstTensorView ids;      ///< [T, K], int32 or int64, unchecked where the host cannot read them
+  ConstTensorView weights;  ///< [T, K], or not given
+  ConstTensorView scales;   ///< [T, num_scales] float32, or not given
+  ConstTensorView full_scatter_indices;  ///< [sum of T, K], int32 or int64, or not given
+  /// The caller will run the call's backward, a combine, if it runs that of the others of the step.
+  bool needs_gradients = false;
+  bool weights_need_gradients = false;  ///< the same of what brings the weights' gradients home
+  /// EPLayout::number() of a dispatch for which this one works, perhaps of another layer; 0: none.
+  /// Not looked at when the routing is known.
+  std::uint32_t origin = 0;
+};
+
+struct ExpertCombineInput {
+  ConstTensorView rows;  ///< [R, hidden]; may be its place in the combine window already
+  EPCombineOptions options;
+  std::span<const ConstTensorView> biases;  ///< up to two, [T, hidden]
+  TensorView output;                        ///< [T, hidden]
+  bool needs_gradients = false;  ///< the caller will run its backward, a dispatch; ranks compare it
+};
+
+/// Does the work of one layer on a world's kind of memory.
+///
+/// Protocol, the same on all worlds, by call number n: a rank raises `entered` to n at all ranks
+/// when it has begun call n, and writes to or reads from a rank after that rank has entered n. So
+/// what the last call left in a window, the board or an output may be overwritten. A dispatch
+/// raises `arrived` after its last row and ends when all ranks of the node have; a combine reads
+/// the combine windows of the ranks of the node, and ends when it has summed. All waits have the
+/// transport's deadline.
+class ExpertExecutor {
+ public:
+  ExpertExecutor() = default;
+  ExpertExecutor(const ExpertExecutor&) = delete;
+  ExpertExecutor& operator=(const ExpertExecutor&) = delete;
+  virtual ~ExpertExecutor() = default;
+
+  /// Before a call when those that have run may not be at these turns, as a graph holds an odd
+  /// number of dispatches or combines: runs an empty call if so. On several nodes it does nothing,
+  /// and the call reports the fault.
+  virtual void realign(const ExpertCall& /*call*/, ExpertTurns /*next*/) {}
+
+  /// First half of a dispatch: enters the call with this rank's counts; when all have, places rows
+  /// and fills the tables. GPU worlds queue it and return.
+  /// @throws Timeout; InvalidArgument for ids out of range, where the host reads them
+  [[nodiscard]] virtual std::shared_ptr<ExpertTables> route(const ExpertCall& call,
+                                                            const ExpertDispatchInput& input) = 0;
+
+  /// Without counting, by the routing of an earlier dispatch, which stays as it is: enters the
+  /// call, and takes the weights where there are any.
+  [[nodiscard]] virtual std::shared_ptr<ExpertTables> enter(const ExpertCall& call,
+                                                            const ExpertDispatchInput& input,
+                                                            const ExpertTables& earlier) = 0;
+
+  /// Second half, once for what route or enter gave: rows, tags, scales and weights into the
+  /// windows of parity `call.parity`. Rows past the capacity are not written; those that fit are
+  /// right, all ranks note the overflow, and combine makes the sums of tokens with rows that did
+  /// not fit NaN.
+  virtual void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
+                        ExpertTables& begun) = 0;
+
+  /// Expert outputs into the combine window unless they are there, enters the call, sums.
+  virtual void combine(const ExpertCall& call, const ExpertCombineInput& input,
+                       const ExpertTables& tables) = 0;
+
+  /// The dispatch since the last call of this that needed the most rows, where the capacity was
+  /// less. Waits for nothing.
+  [[nodiscard]] virtual ExpertOverflow take_overflow() = 0;
+};
+
+/// A world's executor that is this too has an ExpertExecutor of its own kind.
+class ExpertExecutorFactory {
+ public:
+  ExpertExecutorFactory() = default;
+  ExpertExecutorFactory(const ExpertExecutorFactory&) = delete;
+  ExpertExecutorFactory& operator=(const ExpertExecutorFactory&) = delete;
+  virtual ~ExpertExecutorFactory() = default;
+
+  /// @param memory stays where it is while the result lives; what it holds changes when the windows
+  ///   grow
+  [[nodiscard]] virtual std::unique_ptr<ExpertExecutor> make_expert_executor(
+      const EPConfig& config, const EPDispatchOptions& options, const ExpertMemory& memory) = 0;
+};
+
+/// What does the work of one layer on this world: what its executor makes, else that of worlds in
+/// host memory. World and memory outlive the result.
+[[nodiscard]] std::unique_ptr<ExpertExecutor> make_expert_executor(World& world,
+                                                                   const EPConfig& config,
+                                                                   const EPDispatchOptions& options,
+                                                                   const ExpertMemory& memory);
+
+}  // namespace waybill

@@ -1,0 +1,167 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "waybill/core/dtype.h"
+#include "waybill/core/link_speeds.h"
+#include "waybill/core/topology.h"
+#include "waybill/core/uninitialized_vector.h"
+#include "waybill/planner/relay.h"
+#include "waybill/planner/transfer.h"
+#include "waybill/routing/sparse_metadata.h"
+#include "waybill/schedule/network_phase.h"
+#include "waybill/schedule/network_program.h"
+#include "waybill/schedule/row_chunk.h"
+#include "waybill/schedule/work_batch.h"
+
+namespace waybill {
+
+/// The rows of a tensor [tokens, hidden].
+struct TensorFormat {
+  DType dtype = DType::bfloat16;
+  std::int64_t hidden = 0;  ///< elements of a row
+
+  [[nodiscard]] std::int64_t row_bytes() const { return hidden * dtype_bytes(dtype); }
+  friend bool operator==(const TensorFormat&, const TensorFormat&) = default;
+};
+
+/// Tensors that go the same way: Q alone, or K and V.
+struct SequencePart {
+  const SparseMetadata* metadata = nullptr;
+  std::vector<TensorFormat> tensors;
+  /// Of the same plan, K and V: who may forward rows. A hop's `shard` is the line. Null: nobody.
+  const RelaySchedule* relay = nullptr;
+};
+
+/// Which way the bytes of a plan go.
+enum class SequenceOperation : std::uint8_t {
+  dispatch,     ///< from this rank's tensors into the windows of others
+  kv_gradient,  ///< from the windows of others, summed, into this rank's tensors
+};
+
+/// What the links allow, in seconds: the least time of each way at the options' speeds, and the way
+/// that was taken. Local rows do not count. On the way back, kv_gradient, sums are in float32,
+/// twice as wide as 16-bit rows: they are made in nodes where that takes less time than all rows
+/// do.
+struct PlanLimits {
+  Transfer way = Transfer::direct;
+  double direct_seconds = 0;
+  double once_per_node_seconds = 0;  ///< on one node: direct_seconds
+  double relay_seconds = 0;          ///< without a schedule: that of the way without
+};
+
+/// Adjacent rows of one of this rank's tensors of gradients.
+struct StagedRows {
+  std::int32_t tensor = 0;
+  std::int64_t row = 0;  ///< first row, of the tensor as of the window
+  std::int64_t rows = 0;
+};
+
+/// One rank's work for one operation, ready to be run any number of times: the lines of a
+/// SparseMetadata that begin at this rank, cut into chunks. Plain data.
+///
+/// A window is the memory of a rank that other ranks write to or read from. Its tensors lie one
+/// behind the other, each on a 256-byte boundary, rows without gaps.
+struct SequencePlan {
+  SequenceOperation operation = SequenceOperation::dispatch;
+  std::int32_t world_size = 1;
+  Rank rank{};
+  std::vector<TensorFormat> tensors;          ///< of all parts, in order
+  std::vector<std::int64_t> own_rows;         ///< [tensors]: rows of this rank's tensor
+  std::vector<std::int64_t> window_rows;      ///< [tensors]: rows in this rank's window
+  std::vector<std::int64_t> window_offsets;   ///< [tensors]: bytes, in this rank's window
+  std::int64_t window_bytes = 0;              ///< the largest window of all ranks
+  std::int64_t chunk_bytes = 0;               ///< no chunk is larger
+  std::vector<RowSegment> segments;           ///< all work but local_segments, in any order
+  std::vector<std::uint64_t> segment_places;  ///< where the first row of each copy goes
+  /// With `local_apart`: rows that stay on the rank. kv_gradient: their sums are what stands at
+  /// their place in the window, and this rank copies them from its gradients to its outputs.
+  std::vector<RowSegment> local_segments;
+  std::vector<StagedRows> staged;           ///< kv_gradient: gradients that sums read in the window
+  std::vector<RowCut> cuts;                 ///< [tensors]
+  std::vector<std::int64_t> bucket_chunks;  ///< [W]: chunks by distance from rank + 1
+  std::int64_t num_chunks = 0;
+  std::int64_t num_wire_chunks = 0;  ///< dispatch: the first ones, that go to another rank (too);
+                                     ///< behind them those that only stay. kv_gradient: all
+  std::int64_t num_places = 0;
+  UninitializedVector<RowChunk> chunks;  ///< in the order in which they should be begun
+  UninitializedVector<std::uint64_t> places;
+  std::vector<std::int64_t> wire_bytes;  ///< [W]: to (or from) each rank; the own one is local
+
+  /// Empty: all segments at once, in any order; places are in reach of their ranks. Else all work
+  /// is in batches, one behind the other: the chunks of a segment are adjacent from its first_chunk
+  /// on, `bucket` is the segment's batch, and behind the rows of a tensor in the window lie rows
+  /// that this rank passes on. kv_gradient: `window_offsets` and `cuts` have twice as many values,
+  /// entry tensors + t for the sums on the way of tensor t, in float32 (float64 for float64).
+  std::vector<WorkBatch> batches;
+  std::vector<BatchSlot> waits;
+  std::vector<BatchSlot> signals;
+  std::int32_t num_slots = 0;        ///< that the rank with the most needs
+  NetworkProgram network;            ///< with `split_network`: what the batches leave to others
+  std::vector<NetworkPhase> phases;  ///< with `pair_network`: the same, with what arrives
+
+  // The same on all ranks when all compile the same: what they compare when they meet.
+  std::uint64_t fingerprint = 0;  ///< hash of the lines and copies of all ranks and of their way
+  std::uint64_t formats = 0;      ///< hash of the parts' tensors
+  PlanLimits limits;
+};
+
+/// When receivers forward to each other, where a part has a relay schedule.
+enum class RelayUse : std::uint8_t {
+  automatic,  ///< when its limit is at least a tenth below that without; kv_gradient on one node:
+              ///< never (docs/performance/gpu_sequences.md)
+  never,
+  always,
+};
+
+struct SequencePlanOptions {
+  std::int64_t chunk_bytes = 8192;  ///< a multiple of 16; a chunk has at least one row or this
+  bool chunks = true;  ///< false: chunks and places are left to expand_chunks() or the executor
+  /// Rows that stay on the rank are no chunks. dispatch: where they are many in long pieces and
+  /// `num_sms` multiprocessors have enough to do with the others; kv_gradient: those with one copy,
+  /// in pieces of 512 KiB and more that are 4 MiB together, where no sums are made on the way.
+  bool local_apart = false;
+  std::int32_t num_sms = 16;
+
+  std::int32_t ranks_per_node = 0;  ///< 0: all ranks on one node
+  RelayUse relay = RelayUse::automatic;
+  // For the limits, and the way that is taken.
+  double nvlink_bytes_per_second = LinkSpeeds{}.nvlink_bytes_per_second;
+  double network_bytes_per_second = LinkSpeeds{}.network_bytes_per_second;
+  /// Of a batch that others forward or add up. 0: a sixteenth of what the rank sends to such,
+  /// 256 KiB to 2 MiB.
+  std::int64_t batch_bytes = 0;
+  /// What goes to other nodes is SequencePlan::network, and no batch has places there: for
+  /// executors that have somebody else for it.
+  bool split_network = false;
+  /// With split_network: also SequencePlan::phases, for networks in which the receiver must ask for
+  /// what is sent. The plans of all ranks are compiled for it, on all cores.
+  bool pair_network = false;
+  std::int64_t phase_bytes = std::int64_t{8} << 20;  ///< about so much does a rank send in a phase
+};
+
+/// Makes the chunks and places of a plan from its segments.
+void expand_chunks(SequencePlan& plan);
+
+/// Compiles the rows that `rank` sends. In time linear in the lines and copies of all ranks and,
+/// with `chunks`, in this rank's chunks. Chunks to different ranks alternate, in proportion to
+/// their number, beginning with rank + 1, those that stay come last; a chunk with several places is
+/// read once.
+/// @throws InvalidArgument for metadata whose tables do not fit each other, ranks and offsets out
+///   of range, parts of different worlds, windows of 2^44 bytes and more, and copies or relay hops
+///   of 2^60 bytes in all. Rows that two lines write are not looked for: see validate.
+[[nodiscard]] SequencePlan compile_dispatch(std::span<const SequencePart> parts, Rank rank,
+                                            const SequencePlanOptions& options = {});
+
+/// Compiles the sums for `rank`: `metadata` are those of the forward dispatch of K and V. Row x of
+/// the result is the sum of the copies of row x, in the order of the copies, 0 without copies.
+/// With batches sums are made on the way: docs/decisions/sums_on_the_way.md says in which order.
+/// Tensors of float16, bfloat16, float32 or float64, all of one dtype. Chunks are of at most 2048
+/// bytes.
+/// @throws InvalidArgument as above and for other dtypes.
+[[nodiscard]] SequencePlan compile_kv_gradient(std::span<const SequencePart> parts, Rank rank,
+                                               const SequencePlanOptions& options = {});
+
+}  // namespace waybill

@@ -1,0 +1,90 @@
+"""The names that both faces have as they are: ``waybill`` for numpy and ``waybill.torch``."""
+
+from ._dispatcher import ReadyPlan, TensorFormat
+from ._threads import end_waits
+from .errors import (
+    CudaError,
+    Disagreement,
+    Error,
+    InternalError,
+    Interrupted,
+    InvalidArgument,
+    IoError,
+    NotThreeAxes,
+    PeerFailed,
+    RankOutOfRange,
+    ShapeMismatch,
+    Timeout,
+    TransportError,
+    Unsupported,
+    WrongType,
+)
+from .layouts import AttnLayout, PackedSeqParams, QkvMetadata, RankKvLayout, RawQkvDispatch
+from .planner import AttentionPlan, RelayHop, plan, plan_documents
+from .plans import QkvPlan
+from .simulate import test_qkv_dispatch
+from .sparse import QkvRouting, RankAttention, SparseMetadata
+from .timing import (
+    Comparison,
+    PhasePrediction,
+    Remedy,
+    StepCause,
+    StepPrediction,
+    compare,
+    explain,
+    per_document_plan,
+    predict_step,
+    zigzag_plan,
+)
+from .validation import Finding, validate
+from .world import Topology, World, num_gpus
+
+__all__ = [
+    "AttentionPlan",
+    "AttnLayout",
+    "Comparison",
+    "CudaError",
+    "Disagreement",
+    "Error",
+    "Finding",
+    "InternalError",
+    "Interrupted",
+    "InvalidArgument",
+    "IoError",
+    "NotThreeAxes",
+    "PackedSeqParams",
+    "PeerFailed",
+    "PhasePrediction",
+    "QkvMetadata",
+    "QkvPlan",
+    "QkvRouting",
+    "RankAttention",
+    "RankKvLayout",
+    "RankOutOfRange",
+    "RawQkvDispatch",
+    "ReadyPlan",
+    "RelayHop",
+    "Remedy",
+    "ShapeMismatch",
+    "SparseMetadata",
+    "StepCause",
+    "StepPrediction",
+    "TensorFormat",
+    "Timeout",
+    "Topology",
+    "TransportError",
+    "Unsupported",
+    "World",
+    "WrongType",
+    "compare",
+    "end_waits",
+    "explain",
+    "num_gpus",
+    "per_document_plan",
+    "plan",
+    "plan_documents",
+    "predict_step",
+    "test_qkv_dispatch",
+    "validate",
+    "zigzag_plan",
+]

@@ -1,0 +1,34 @@
+"""What copies and pickles as it is, and what says why it cannot."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+from .errors import WrongType
+
+_U = TypeVar("_U", bound="Unchanging")
+
+
+class Unchanging:
+    """Nothing changes it: every copy is the thing itself. Pickles say how to make it again."""
+
+    __slots__ = ()
+
+    def __copy__(self: _U) -> _U:
+        return self
+
+    def __deepcopy__(self: _U, memo: Any) -> _U:
+        return self
+
+
+class OfThisProcess:
+    """It holds what lies in this process alone, such as a connection or a device's memory."""
+
+    __slots__ = ()
+    _why_not_copied: ClassVar[str]  #: what it holds, and what to do instead
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise WrongType(
+            f"{type(self).__name__}: cannot be copied or pickled, as it holds"
+            f" {self._why_not_copied}"
+        )

@@ -1,0 +1,65 @@
+#pragma once
+
+#include "expert_meet.cuh"
+
+namespace waybill::cuda {
+
+/// The kernel ahead on the stream, with which the call began. Where few tokens land it tells what
+/// senders and receivers need of it before it ends, in words that are waited for: that it has given
+/// its place away says nothing of what it has written (docs/decisions/begin_words.md). A thread
+/// each.
+class CallBegin {
+ public:
+  __device__ explicit CallBegin(const RowsParams& p)
+      : state_(p.m.state), meet_(p.m.meet), is_told_(p.ahead == Ahead::lands && p.landing.is_all) {}
+
+  /// Waits until it has ended. @return the epoch of the call
+  __device__ std::uint64_t await() {
+    if (!has_ended_) {
+      await_earlier_kernel();
+      end_if_reported(meet_.sink);
+      has_ended_ = true;
+      epoch_ = __ldcg(&state_->call.epoch);
+    }
+    return epoch_;
+  }
+
+  /// The epoch of the call. Where it is told, waits for the word alone: the last dispatch has left
+  /// 0 there.
+  __device__ std::uint64_t epoch() {
+    if (!is_told_) return await();
+    if (epoch_ == 0) epoch_ = await_told(meet_, &state_->begun, 1);
+    return epoch_;
+  }
+
+  /// Where it is told: waits until the tokens of source r are placed.
+  __device__ void await_placed(std::int32_t r) {
+    if (is_told_) (void)await_told(meet_, state_->placed + r, epoch());
+  }
+
+ private:
+  static __device__ __noinline__ std::uint64_t await_told(const MeetParams& meet,
+                                                          const std::uint64_t* at,
+                                                          std::uint64_t least) {
+    const std::uint64_t start = now_ns();
+    for (;;) {
+      std::uint64_t seen = 0;
+      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(at) : "memory");
+      if (seen >= least) return seen;
+      const std::uint64_t waited = now_ns() - start;
+      // The kernel ahead has a deadline of its own, and knows who is late.
+      if (is_over(meet.sink, waited, 2)) {
+        report_and_trap(meet.sink, meet.kind, meet.rank, meet.rank, least, seen, waited);
+      }
+      end_if_reported(meet.sink);
+    }
+  }
+
+  const MoeState* const state_;
+  const MeetParams& meet_;
+  const bool is_told_;
+  bool has_ended_ = false;
+  std::uint64_t epoch_ = 0;
+};
+
+}  // namespace waybill::cuda

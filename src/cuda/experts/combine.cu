@@ -1,0 +1,391 @@
+#include "../device/bulk.cuh"
+#include "../device/number.cuh"
+#include "early.h"
+#include "expert_launch.h"
+#include "expert_meet.cuh"
+#include "lanes.cuh"
+
+namespace waybill::cuda {
+namespace {
+
+constexpr int bulk_warps = 6;
+constexpr int bulk_stages = 2;
+constexpr int slots = 8;  ///< rows of a token that a stage holds
+constexpr int piece_bytes = 2048;
+constexpr int word_bytes = 16;
+constexpr int words_a_lane = piece_bytes / word_bytes / 32;
+constexpr int element_warps = 16;
+
+/// One weight as float32.
+template <class Weight>
+__device__ float weight_of(const std::byte* weights, std::int64_t i) {
+  return Weight::load(reinterpret_cast<const typename Weight::Stored*>(weights)[i]);
+}
+
+/// Where the rows of one token lie; a lane a choice.
+struct TokenRows {
+  std::int64_t place;
+  float weight;
+};
+
+/// Asked for, but not waited for. A row that did not fit is told from others when they are used.
+template <class Weight>
+__device__ TokenRows read_token(const CombineParams& p, std::int32_t token) {
+  TokenRows rows{-1, 0};
+  if (lane_id() < p.shape.topk && token < p.shape.num_tokens) {
+    const std::int64_t i = std::int64_t{token} * p.shape.topk + lane_id();
+    rows.place = p.places[i];
+    if (p.weights != nullptr) rows.weight = weight_of<Weight>(p.weights, i);
+  }
+  return rows;
+}
+
+/// Lanes whose row is part of the sum. A row that did not fit was lost: NaN stands for it.
+__device__ unsigned lanes_summed(const CombineParams& p, TokenRows& rows) {
+  if (rows.place >= 0 && (rows.place & 0xFFFFFFFF) >= p.shape.capacity) rows.place = lost_place;
+  const bool counts =
+      rows.place >= 0 && (p.leaders_only == 0 || (rows.place & place_leader_bit) != 0);
+  return __ballot_sync(all_lanes, counts);
+}
+
+__device__ const std::byte* row_at(const CombineParams& p, std::int64_t place) {
+  return p.windows[place >> place_dst_shift & 0xFFFF] + (place & 0xFFFFFFFF) * p.row_bytes;
+}
+
+/// Each product and each sum is rounded.
+template <class Number, bool Weighted>
+__device__ float sum_with(float sum, typename Number::Stored value, float weight) {
+  const float x = Number::load(value);
+  return __fadd_rn(sum, Weighted ? __fmul_rn(weight, x) : x);
+}
+
+template <class Number>
+struct alignas(16) Word {
+  static constexpr int count = word_bytes / static_cast<int>(sizeof(typename Number::Stored));
+  typename Number::Stored values[count];
+};
+
+/// One lane's share of a piece: words lane, lane + 32, ...
+template <class Number>
+struct Sums {
+  float sums[words_a_lane][Word<Number>::count];
+
+  __device__ void clear() {
+#pragma unroll
+    for (int w = 0; w < words_a_lane; ++w) {
+#pragma unroll
+      for (int e = 0; e < Word<Number>::count; ++e) sums[w][e] = 0;
+    }
+  }
+
+  /// @tparam Full a whole piece, not the last of a row
+  template <bool Weighted, bool Full>
+  __device__ void add(const std::byte* from, int bytes, float weight) {
+#pragma unroll
+    for (int w = 0; w < words_a_lane; ++w) {
+      const int offset = (w * 32 + lane_id()) * word_bytes;
+      if (!Full && offset >= bytes) continue;
+      const auto in = *reinterpret_cast<const Word<Number>*>(from + offset);
+#pragma unroll
+      for (int e = 0; e < Word<Number>::count; ++e) {
+        sums[w][e] = sum_with<Number, Weighted>(sums[w][e], in.values[e], weight);
+      }
+    }
+  }
+
+  __device__ void write(std::byte* to, int bytes) const {
+#pragma unroll
+    for (int w = 0; w < words_a_lane; ++w) {
+      const int offset = (w * 32 + lane_id()) * word_bytes;
+      if (offset >= bytes) continue;
+      Word<Number> out;
+#pragma unroll
+      for (int e = 0; e < Word<Number>::count; ++e) out.values[e] = Number::round(sums[w][e]);
+      *reinterpret_cast<Word<Number>*>(to + offset) = out;
+    }
+  }
+};
+
+struct BulkMemory {
+  alignas(128) std::byte stage[bulk_warps][bulk_stages][slots][piece_bytes];
+  std::uint64_t loaded[bulk_warps][bulk_stages];
+};
+
+/// A piece of a token's sum.
+struct Piece {
+  std::int32_t token;
+  std::int32_t piece;
+};
+
+/// The pieces of one warp, in turn, without divisions on the way.
+struct PieceSteps {
+  std::int32_t pieces;  ///< of a row
+  std::int32_t tokens;  ///< that a step goes on, and pieces beyond them
+  std::int32_t beyond;
+
+  __device__ PieceSteps(const CombineParams& p, int warps)
+      : pieces(static_cast<std::int32_t>((p.row_bytes + piece_bytes - 1) / piece_bytes)) {
+    const auto step = static_cast<std::int32_t>(gridDim.x) * warps;
+    tokens = step / pieces;
+    beyond = step % pieces;
+  }
+  [[nodiscard]] __device__ Piece first() const {
+    const auto i = static_cast<std::int32_t>(blockIdx.x + threadIdx.x / 32 * gridDim.x);
+    return {i / pieces, i % pieces};
+  }
+  __device__ void advance(Piece& at) const {
+    at.token += tokens;
+    at.piece += beyond;
+    if (at.piece < pieces) return;
+    at.piece -= pieces;
+    ++at.token;
+  }
+};
+
+/// Rows of a piece that fill one stage: those of its lanes from number 8 * batch on.
+struct Turn {
+  Piece at;
+  TokenRows rows;
+  unsigned left;  ///< lanes of this batch and the later ones
+  bool is_first;
+};
+
+/// Pulls the rows of tokens, piece by piece, through shared memory: rows of the next piece are on
+/// their way, and places of the one after it.
+template <class Number, class Weight>
+class BulkSum {
+ public:
+  __device__ BulkSum(const CombineParams& p, BulkMemory& memory)
+      : p_(p),
+        stage_(memory.stage[threadIdx.x / 32]),
+        loaded_(memory.loaded[threadIdx.x / 32]),
+        steps_(p, bulk_warps),
+        last_bytes_(static_cast<int>(p.row_bytes - std::int64_t{steps_.pieces - 1} * piece_bytes)) {
+    if (lane_id() == 0) {
+      for (int s = 0; s < bulk_stages; ++s) barrier_init(&loaded_[s]);
+    }
+    fence_async_proxy();
+    __syncwarp();
+  }
+
+  template <bool Weighted>
+  __device__ void run() {
+    coming_ = steps_.first();
+    coming_rows_ = read_token<Weight>(p_, coming_.token);
+    Turn ahead = begin_piece();
+    if (ahead.at.token < p_.shape.num_tokens) ask(ahead, 0);
+    for (unsigned turn = 0; ahead.at.token < p_.shape.num_tokens; ++turn) {
+      const Turn here = ahead;
+      const bool is_last = __popc(here.left) <= slots;
+      if (is_last) {
+        ahead = begin_piece();
+      } else {
+        for (int i = 0; i < slots; ++i) ahead.left &= ahead.left - 1;
+        ahead.is_first = false;
+      }
+      if (ahead.at.token < p_.shape.num_tokens) ask(ahead, (turn + 1) % bulk_stages);
+      add<Weighted>(here, turn, is_last);
+      __syncwarp();  // all lanes have read the stage before it is filled again
+    }
+  }
+
+ private:
+  [[nodiscard]] __device__ int bytes_of(const Piece& at) const {
+    return at.piece + 1 < steps_.pieces ? piece_bytes : last_bytes_;
+  }
+
+  /// The piece whose places have come; asks for those of the next.
+  __device__ Turn begin_piece() {
+    const unsigned summed = lanes_summed(p_, coming_rows_);
+    const Turn turn{coming_, coming_rows_, summed, true};
+    steps_.advance(coming_);
+    coming_rows_ = read_token<Weight>(p_, coming_.token);
+    return turn;
+  }
+
+  __device__ void ask(const Turn& turn, unsigned stage) {
+    const auto bytes = static_cast<std::uint32_t>(bytes_of(turn.at));
+    const auto count = static_cast<std::uint32_t>(__popc(turn.left));
+    if (lane_id() == 0) {
+      barrier_expect(&loaded_[stage], bytes * (count < slots ? count : slots));
+    }
+    __syncwarp();
+    const int slot = __popc(turn.left & ((1U << lane_id()) - 1));
+    if ((turn.left >> lane_id() & 1U) != 0 && slot < slots) {
+      bulk_load(stage_[stage][slot], row_at(p_, turn.rows.place) + turn.at.piece * piece_bytes,
+                bytes, &loaded_[stage]);
+    }
+  }
+
+  template <bool Weighted>
+  __device__ void add(const Turn& turn, unsigned number, bool is_last) {
+    const int bytes = bytes_of(turn.at);
+    const std::int64_t offset = turn.at.token * p_.row_bytes + turn.at.piece * piece_bytes;
+    if (turn.is_first) {
+      sums_.clear();
+      for (const std::byte* bias : p_.biases) {
+        if (bias != nullptr) sums_.template add<false, false>(bias + offset, bytes, 0);
+      }
+    }
+    const unsigned stage = number % bulk_stages;
+    barrier_wait(&loaded_[stage], number / bulk_stages % 2);
+    if (bytes == piece_bytes) {
+      add_rows<Weighted, true>(turn, stage, bytes);
+    } else {
+      add_rows<Weighted, false>(turn, stage, bytes);
+    }
+    if (is_last) sums_.write(p_.output + offset, bytes);
+  }
+
+  template <bool Weighted, bool Full>
+  __device__ void add_rows(const Turn& turn, unsigned stage, int bytes) {
+    unsigned left = turn.left;
+    for (int slot = 0; slot < slots && left != 0; ++slot, left &= left - 1) {
+      float weight = 0;
+      if (Weighted) {
+        weight = __shfl_sync(all_lanes, turn.rows.weight, __ffs(static_cast<int>(left)) - 1);
+      }
+      sums_.template add<Weighted, Full>(stage_[stage][slot], bytes, weight);
+    }
+  }
+
+  const CombineParams& p_;
+  std::byte (*const stage_)[slots][piece_bytes];
+  std::uint64_t* const loaded_;
+  const PieceSteps steps_;
+  const int last_bytes_;
+  Piece coming_;
+  TokenRows coming_rows_;
+  Sums<Number> sums_;
+};
+
+/// Without bulk copies, or for addresses that do not suit them.
+template <class Number, class Weight>
+__device__ void sum_elements(const CombineParams& p) {
+  using Stored = typename Number::Stored;
+  constexpr auto size = static_cast<int>(sizeof(Stored));
+  constexpr int unroll = 4;
+  const std::int64_t elements = p.row_bytes / size;
+  const std::int64_t pieces = (elements + 32 * unroll - 1) / (32 * unroll);
+  const std::int64_t step = std::int64_t{gridDim.x} * element_warps;
+  const bool weighted = p.weights != nullptr;
+  for (std::int64_t item = blockIdx.x + std::int64_t{threadIdx.x / 32} * gridDim.x;
+       item < p.shape.num_tokens * pieces; item += step) {
+    TokenRows rows = read_token<Weight>(p, static_cast<std::int32_t>(item / pieces));
+    const std::int64_t first = item % pieces * 32 * unroll + lane_id();
+    const std::int64_t offset = item / pieces * elements;
+    float sums[unroll] = {};
+    const auto add = [&](const Stored* from, float weight, bool with_weight) {
+#pragma unroll
+      for (int u = 0; u < unroll; ++u) {
+        if (first + u * 32 >= elements) continue;
+        const Stored value = from[first + u * 32];
+        sums[u] = with_weight ? sum_with<Number, true>(sums[u], value, weight)
+                              : sum_with<Number, false>(sums[u], value, weight);
+      }
+    };
+    for (const std::byte* bias : p.biases) {
+      if (bias != nullptr) add(reinterpret_cast<const Stored*>(bias) + offset, 0, false);
+    }
+    for (unsigned left = lanes_summed(p, rows); left != 0; left &= left - 1) {
+      const int k = __ffs(static_cast<int>(left)) - 1;
+      const std::int64_t place = __shfl_sync(all_lanes, rows.place, k);
+      const float weight = __shfl_sync(all_lanes, rows.weight, k);
+      add(reinterpret_cast<const Stored*>(row_at(p, place)), weight, weighted);
+    }
+    auto* const to = reinterpret_cast<Stored*>(p.output) + offset;
+#pragma unroll
+    for (int u = 0; u < unroll; ++u) {
+      if (first + u * 32 < elements) to[first + u * 32] = Number::round(sums[u]);
+    }
+  }
+}
+
+template <class Number, class Weight, bool Bulk>
+__global__ void __launch_bounds__((Bulk ? bulk_warps : element_warps) * 32, 1)
+    combine_kernel(const __grid_constant__ CombineParams p) {
+  extern __shared__ __align__(128) std::byte shared[];
+  std::uint64_t epoch = 0;
+  await_earlier_kernel();
+  if (!p.in_call) {
+    epoch = begin_moe_call(p.m, 1);
+    if (threadIdx.x < 32) {
+      if (blockIdx.x == 0) publish_to_all(p.m.meet, epoch);
+      await_arrivals(p.m.meet, epoch);
+    }
+    __syncthreads();
+  }
+  const bool compares = !p.in_call && compares_calls();
+  ToldCall told(p.m.meet, epoch, compares);  // looked at when the rows are summed
+  linger_block(p.m);
+  if constexpr (Bulk) {
+    BulkSum<Number, Weight> sum(p, *reinterpret_cast<BulkMemory*>(shared));
+    if (p.weights != nullptr) {
+      sum.template run<true>();
+    } else {
+      sum.template run<false>();
+    }
+  } else {
+    sum_elements<Number, Weight>(p);
+  }
+  if (compares) told.settle(p.m.meet);
+  if (!p.in_call && comes_last(p.m.state)) end_moe_call(p.m, 1, epoch);
+}
+
+using Kernel = void (*)(CombineParams);
+
+template <class Number, bool Bulk>
+Kernel kernel_for(DType weights) {
+  switch (weights) {
+    case DType::float32:
+      return combine_kernel<Number, Float32, Bulk>;
+    case DType::bfloat16:
+      return combine_kernel<Number, BFloat16, Bulk>;
+    case DType::float16:
+      return combine_kernel<Number, Float16, Bulk>;
+    default:
+      return nullptr;
+  }
+}
+
+template <bool Bulk>
+Kernel kernel_for(DType tokens, DType weights) {
+  switch (tokens) {
+    case DType::float32:
+      return kernel_for<Float32, Bulk>(weights);
+    case DType::bfloat16:
+      return kernel_for<BFloat16, Bulk>(weights);
+    case DType::float16:
+      return kernel_for<Float16, Bulk>(weights);
+    default:
+      return nullptr;
+  }
+}
+
+Kernel kernel_for(DType tokens, DType weights, bool bulk) {
+  return bulk ? kernel_for<true>(tokens, weights) : kernel_for<false>(tokens, weights);
+}
+
+}  // namespace
+
+cudaError_t prepare_combine(DType tokens, DType weights, bool bulk) {
+  const Kernel kernel = kernel_for(tokens, weights, bulk);
+  if (kernel == nullptr) return cudaErrorInvalidValue;
+  if (!bulk) {
+    cudaFuncAttributes unused{};
+    return cudaFuncGetAttributes(&unused, reinterpret_cast<const void*>(kernel));
+  }
+  return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                              cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(BulkMemory));
+}
+
+cudaError_t launch_combine(const CombineParams& params, DType tokens, DType weights, bool bulk,
+                           int blocks, bool early, cudaStream_t stream) {
+  const Kernel kernel = kernel_for(tokens, weights, bulk);
+  if (kernel == nullptr) return cudaErrorInvalidValue;
+  return launch_kernel(kernel, static_cast<unsigned>(blocks),
+                       (bulk ? bulk_warps : element_warps) * 32, bulk ? sizeof(BulkMemory) : 0,
+                       early, stream, params);
+}
+
+}  // namespace waybill::cuda

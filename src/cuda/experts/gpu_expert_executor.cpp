@@ -1,0 +1,379 @@
+#include "gpu_expert_executor.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "../rank/cuda_check.h"
+#include "expert_launch.h"
+#include "gpu_expert_nodes.h"
+#include "gpu_expert_params.h"
+#include "gpu_expert_tables.h"
+#include "waybill/core/error.h"
+#include "waybill/runtime/executor.h"
+
+namespace waybill::cuda {
+namespace {
+
+constexpr int default_sms = 16;
+
+cudaStream_t stream_of(const ExpertCall& call) {
+  return call.stream == nullptr ? nullptr : static_cast<cudaStream_t>(call.stream->handle);
+}
+
+void check_supported(const Transport& transport, const NetworkLeg* leg, const EPConfig& config) {
+  const std::int32_t world = config.world_size;
+  if (world > max_gpu_ranks) {
+    throw Unsupported(
+        concat("experts on GPUs: ", world, " ranks, expected at most ", max_gpu_ranks));
+  }
+  if (config.num_experts > max_experts_on_gpu(world)) {
+    throw Unsupported(concat("experts on GPUs: num_experts = ", config.num_experts,
+                             ", expected at most ", max_experts_on_gpu(world)));
+  }
+  const std::int32_t local = config.local_world_size;
+  for (std::int32_t r = 0; r < world; ++r) {
+    const bool of_node = r / local == config.rank / local;
+    if (of_node && transport.reach(Rank{r}) == Reach::network) {
+      throw Unsupported(concat("experts on GPUs: rank ", r,
+                               " is on another node, expected ranks that reach each other by load "
+                               "and store"));
+    }
+  }
+  if (config.is_intra_node()) return;
+  if (leg == nullptr) {
+    throw Unsupported(concat("experts on GPUs: ", config.num_nodes(),
+                             " nodes, expected one: this world does not carry rows between nodes"));
+  }
+  const std::int32_t of_world = transport.topology().ranks_per_node;
+  if (local != of_world) {
+    throw Unsupported(concat("experts on GPUs: local_world_size = ", local, ", expected ", of_world,
+                             ", as the nodes of the world"));
+  }
+}
+
+class GpuExpertExecutor final : public ExpertExecutor {
+ public:
+  GpuExpertExecutor(Transport& transport, std::shared_ptr<GpuRank> gpu, int share, NetworkLeg* leg,
+                    const EPConfig& config, const EPDispatchOptions& options,
+                    const ExpertMemory& memory)
+      : transport_(transport),
+        gpu_(std::move(gpu)),
+        share_(share),
+        config_(config),
+        options_(options),
+        memory_(memory),
+        params_(transport, gpu_, share, config, options, memory),
+        pool_(std::make_shared<TablePool>(gpu_)) {
+    const bool nodes = !config_.is_intra_node();
+    if (nodes) {
+      nodes_ =
+          std::make_unique<ExpertNodes>(transport, gpu_, *leg, config_, options_, memory_, params_);
+    }
+    cuda_check(prepare_route(nodes), "loading kernels");
+    if (params_.has_few_tokens()) cuda_check(prepare_few_route(), "loading kernels");
+    cuda_check(prepare_stage(config_.token_dtype, config_.weight_dtype), "loading kernels");
+    for (const bool bulk : {false, true}) {
+      if (bulk && !gpu_->has_bulk_copies()) continue;
+      cuda_check(prepare_rows(bulk), "loading kernels");
+      cuda_check(prepare_combine(config_.token_dtype, config_.weight_dtype, bulk),
+                 "loading kernels");
+    }
+  }
+  GpuExpertExecutor(const GpuExpertExecutor&) = delete;
+  GpuExpertExecutor& operator=(const GpuExpertExecutor&) = delete;
+  ~GpuExpertExecutor() override { transport_.abandon({pool_}); }
+
+  void realign(const ExpertCall& call, ExpertTurns next) override {
+    if (nodes_ != nullptr) return;
+    begin();
+    ExpertCall empty = call;
+    empty.fingerprint = {.call = CollectiveCall::realign};
+    const MoeMeet meet = params_.meet(empty, FaultKind::moe_dispatch);
+    check(launch_realign(meet, {{next.dispatch, next.combine}}, stream_of(call)), call);
+  }
+
+  std::shared_ptr<ExpertTables> route(const ExpertCall& call,
+                                      const ExpertDispatchInput& input) override {
+    begin();
+    const TableCall table_call = table_call_of(call);
+    last_ticket_ = (last_ticket_ + 1) & 0xFFFFFFFF;
+    auto tables = std::make_shared<GpuExpertTables>(
+        std::make_shared<GpuExpertRouting>(config_, options_, memory_.capacity, input.ids.shape[0],
+                                           last_ticket_, pool_, gpu_, table_call),
+        weight_memory(input, table_call), config_.weight_dtype, table_call);
+    if (nodes_ != nullptr) nodes_->exchange_ids(call, input, tables->routing(), num_sms(call));
+    const RouteParams params = params_.route(call, input, *tables);
+    const int blocks = num_route_blocks(params.shape, call);
+    // No event behind it: the rows' kernel begins early only right behind this one.
+    if (params_.has_few_tokens()) {
+      check(launch_few_route(params, blocks, is_alone(), stream_of(call)), call);
+    } else {
+      check(launch_route(params, blocks, stream_of(call)), call);
+    }
+    return tables;
+  }
+
+  std::shared_ptr<ExpertTables> enter(const ExpertCall& call, const ExpertDispatchInput& input,
+                                      const ExpertTables& earlier) override {
+    begin();
+    const TableCall table_call = table_call_of(call);
+    auto tables = std::make_shared<GpuExpertTables>(
+        static_cast<const GpuExpertTables&>(earlier).shared_routing(),
+        weight_memory(input, table_call), config_.weight_dtype, table_call);
+    if (nodes_ != nullptr) nodes_->exchange_weights(call, input, tables->routing(), num_sms(call));
+    const EnterParams params = params_.enter(call, input, *tables);
+    const int blocks = params.weights == nullptr ? 1 : route_blocks(params.shape, num_sms(call));
+    check(launch_enter(params, blocks, is_alone(), stream_of(call)), call);
+    return tables;
+  }
+
+  void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
+                ExpertTables& begun) override {
+    begin();
+    auto& the = static_cast<GpuExpertTables&>(begun);
+    const TableCall table_call = table_call_of(call);
+    GpuExpertRouting* const made = the.being_made();
+    if (made != nullptr) made->fit(memory_.capacity, table_call);
+    RowsParams params = params_.rows(call, input, the);
+    if (call.sums_locally && nodes_ == nullptr && options_.rows == EPRows::grouped) {
+      params.kept_weights = keep_weights(the, table_call);
+    }
+    params.tokens = input.tokens.data;
+    params.scales = input.scales.data;
+    if (options_.payload == EPPayload::quantized) quantize(call, input, params);
+    int blocks = num_sms(call);
+    if (nodes_ != nullptr) {
+      const int of_leg = ExpertNodes::leg_sms(blocks);
+      nodes_->start_rows(call, input, the.routing(), of_leg);
+      blocks = std::max(1, blocks - of_leg);
+      params.tokens = memory_.board.local + memory_.board_layout.forward_rows;
+      params.scales = options_.payload == EPPayload::plain
+                          ? nullptr
+                          : memory_.board.local + memory_.board_layout.forward_scales;
+    }
+    const std::int64_t row_bytes = config_.hidden * dtype_bytes(payload_dtype(config_, options_));
+    const std::int64_t scale_bytes = num_scales(config_, options_) * 4;
+    const int word =
+        common_word({address_of(params.tokens), row_bytes, address_of(params.scales), scale_bytes});
+    const bool bulk = gpu_->has_bulk_copies() && word == 16;
+    params.cuts = cut_rows(row_bytes, static_cast<std::int32_t>(scale_bytes), bulk, word);
+    if (options_.rows == EPRows::compact) params.cuts.tell_less();
+    params.num_senders = num_sending_blocks(config_, options_, blocks, params.shape.num_tokens);
+    if (made != nullptr && is_given(input.full_scatter_indices)) claim_rows(call, *made, params);
+    const bool early =
+        is_alone() && options_.payload != EPPayload::quantized && !params.claims_rows;
+    if (bulk && early) params.ahead = ahead_of(the, params);
+    if (params.ahead == Ahead::lands) {
+      // Blocks that find no room beside those that count begin when these have ended.
+      const int beside = gpu_->num_sms() - num_route_blocks(params.shape, call);
+      params.num_senders = std::clamp(beside, 1, params.num_senders);
+    }
+    check(launch_rows(params, {bulk, early, blocks}, stream_of(call)), call);
+    if (nodes_ != nullptr) {
+      if (made != nullptr) nodes_->note_runs(call, *made);
+      nodes_->finish_rows(call);
+    }
+    the.finish(table_call);
+  }
+
+  void combine(const ExpertCall& call, const ExpertCombineInput& input,
+               const ExpertTables& tables) override {
+    begin();
+    const auto& the = static_cast<const GpuExpertTables&>(tables);
+    stage(call, input, the);
+    const CombineParams params = params_.combine(call, input, the);
+    if (nodes_ != nullptr) {
+      combine_nodes(call, input, the, params);
+    } else {
+      sum(params, num_sms(call), call);
+    }
+    the.note_use(table_call_of(call), input.options.weighted);
+  }
+
+  ExpertOverflow take_overflow() override {
+    gpu_->throw_fault();
+    const std::uint64_t told = params_.faults()->overflow;
+    params_.faults()->overflow = 0;
+    return {.rows = static_cast<std::int32_t>(told), .call = told >> overflow_epoch_shift};
+  }
+
+ private:
+  void begin() const {
+    gpu_->use();
+    gpu_->throw_fault();
+  }
+
+  /// A host that has waited for counts launches rows when all places are known.
+  static Ahead ahead_of(const GpuExpertTables& tables, const RowsParams& params) {
+    if (tables.being_made() == nullptr) return Ahead::loads;
+    const bool fits = params.landing.tokens > 0 && params.shape.num_tokens <= params.landing.tokens;
+    return fits && !tables.routing().has_waited() ? Ahead::lands : Ahead::nothing;
+  }
+
+  [[nodiscard]] int num_route_blocks(const MoeShape& shape, const ExpertCall& call) const {
+    return params_.has_few_tokens() ? few_route_blocks(shape, num_sms(call))
+                                    : route_blocks(shape, num_sms(call));
+  }
+
+  /// Whether kernels may take their places early: early blocks take room from what a rank on the
+  /// same device must finish first. On several nodes other kernels come between.
+  [[nodiscard]] bool is_alone() const { return share_ == 1 && nodes_ == nullptr; }
+
+  void sum(const CombineParams& params, int blocks, const ExpertCall& call) const {
+    const bool bulk =
+        gpu_->has_bulk_copies() &&
+        common_word({params.row_bytes, address_of(params.output), address_of(params.biases[0]),
+                     address_of(params.biases[1])}) == 16;
+    check(launch_combine(params, config_.token_dtype, config_.weight_dtype, bulk, blocks,
+                         is_alone(), stream_of(call)),
+          call);
+  }
+
+  /// Sums of other nodes' tokens first, which travel while those of this node are made.
+  void combine_nodes(const ExpertCall& call, const ExpertCombineInput& input,
+                     const GpuExpertTables& tables, const CombineParams& all) const {
+    const int sms = num_sms(call);
+    const int of_leg = ExpertNodes::leg_sms(sms);
+    const std::int32_t own = config_.rank / config_.local_world_size;
+    const auto sum_nodes = [&](std::int32_t first, std::int32_t count, int blocks) {
+      if (count == 0) return;
+      CombineParams part = all;
+      const std::int64_t token = first * config_.max_tokens;
+      const std::int64_t entry = token * config_.topk;
+      part.shape.num_tokens = static_cast<std::int32_t>(count * config_.max_tokens);
+      part.places += entry;
+      if (part.weights != nullptr) part.weights += entry * dtype_bytes(config_.weight_dtype);
+      part.output = nodes_->sums() + token * all.row_bytes;
+      sum(part, blocks, call);
+    };
+    nodes_->meet(call, tables.routing(), sms);
+    sum_nodes(0, own, sms);
+    sum_nodes(own + 1, config_.num_nodes() - own - 1, sms);
+    nodes_->start_shares(call, tables.routing(), of_leg);
+    sum_nodes(own, 1, std::max(1, sms - of_leg));
+    nodes_->add_shares(call, input, tables.routing());
+  }
+
+  void check(cudaError_t status, const ExpertCall& call) const {
+    gpu_->check(status, "launching a kernel", call.operation);
+  }
+
+  [[nodiscard]] TableCall table_call_of(const ExpertCall& call) const {
+    return table_call(*gpu_, stream_of(call));
+  }
+
+  /// Room for the weights that a dispatch carries, if it does.
+  [[nodiscard]] TableMemory weight_memory(const ExpertDispatchInput& input,
+                                          const TableCall& call) const {
+    if (!is_given(input.weights)) return {};
+    const std::int64_t choices = config_.num_nodes() * config_.max_tokens * config_.topk;
+    return pool_->take(choices * dtype_bytes(config_.weight_dtype), false, call);
+  }
+
+  /// Room for the weights of received rows, which outlive the window's. @return null without
+  /// weights
+  [[nodiscard]] std::byte* keep_weights(GpuExpertTables& tables, const TableCall& call) const {
+    if (!tables.has_weights()) return nullptr;
+    const std::int64_t rows = tables.routing().rows().capacity;
+    return tables.keep_weights(pool_->take(rows * dtype_bytes(config_.weight_dtype), false, call));
+  }
+
+  /// Ranks on one device must fit on it together, as they wait for each other.
+  [[nodiscard]] int num_sms(const ExpertCall& call) const {
+    const int wanted = call.num_sms > 0 ? call.num_sms : default_sms;
+    return std::max(1, std::min(wanted, gpu_->num_sms() / share_));
+  }
+
+  /// Tokens as float8 with scales, into memory of the layer.
+  void quantize(const ExpertCall& call, const ExpertDispatchInput& input, RowsParams& params) {
+    QuantizeParams q{};
+    q.input = input.tokens.data;
+    params.tokens = nodes_ != nullptr ? nodes_->own_rows() : params_.elements();
+    params.scales = nodes_ != nullptr ? nodes_->own_scales() : params_.scales();
+    q.elements = reinterpret_cast<std::uint8_t*>(const_cast<std::byte*>(params.tokens));
+    q.scales = reinterpret_cast<float*>(const_cast<std::byte*>(params.scales));
+    q.num_groups = input.tokens.shape[0] * num_scales(config_, options_);
+    if (q.num_groups == 0) return;
+    constexpr int blocks_a_sm = 4;  // all that it holds: memory bounds it
+    check(launch_quantize(q, config_.token_dtype, blocks_a_sm * gpu_->num_sms(), stream_of(call)),
+          call);
+  }
+
+  /// Lets receivers see a row that is taken twice.
+  void claim_rows(const ExpertCall& call, GpuExpertRouting& made, RowsParams& params) const {
+    params.claims_rows = true;
+    gpu_->check(
+        cudaMemsetAsync(made.row_part(made.rows().leader_rows), 0xFF,
+                        static_cast<std::size_t>(made.rows().capacity) * 4, stream_of(call)),
+        "clearing a table", call.operation);
+  }
+
+  /// Expert outputs to where the other ranks pull them. The whole device does it: it is bound by
+  /// its memory, and meets nobody.
+  void stage(const ExpertCall& call, const ExpertCombineInput& input,
+             const GpuExpertTables& tables) const {
+    StageParams params = params_.stage(call, input, tables);
+    if (params.num_rows == 0 || params.input == params.window) {
+      // With other rows than those that arrived: how many these are the device knows.
+      const bool has_all = params.num_rows >= params.shape.capacity;
+      if (!call.may_grow && !has_all) check(launch_check_rows(params, stream_of(call)), call);
+    }
+    if (params.num_rows == 0) return;
+    const int word = common_word({address_of(params.input), params.row_bytes});
+    const int blocks = 2 * gpu_->num_sms();
+    const cudaStream_t stream = stream_of(call);
+    const bool sums = input.options.local_combine && nodes_ == nullptr;
+    if (sums && options_.rows == EPRows::grouped) {
+      params.records = tables.routing().part(tables.routing().fixed().records);
+      if (input.options.weighted) params.weights = tables.received_weights();
+      check(launch_sum_rows(params, config_.token_dtype, config_.weight_dtype, word == 16, blocks,
+                            stream),
+            call);
+    } else if (params.input != params.window) {
+      check(launch_copy_rows(params, word, blocks, stream), call);
+    }
+  }
+
+  Transport& transport_;
+  std::shared_ptr<GpuRank> gpu_;
+  int share_;
+  EPConfig config_;
+  EPDispatchOptions options_;
+  const ExpertMemory& memory_;
+  ExpertParams params_;
+  std::unique_ptr<ExpertNodes> nodes_;  ///< null on one node
+  std::shared_ptr<TablePool> pool_;
+  std::uint64_t last_ticket_ = 0;
+};
+
+}  // namespace
+
+int num_sending_blocks(const EPConfig& config, const EPDispatchOptions& options, int blocks,
+                       std::int64_t num_tokens) {
+  constexpr double link_gb_s = 345;
+  constexpr double block_gb_s = 45;  // that a multiprocessor stores, wherever to
+  // A few tokens a warp: nobody has to wait for a warp that sends, so all do both.
+  if (blocks == 1 || num_tokens <= std::int64_t{2} * pump_warps * blocks) return blocks;
+  const double world = config.world_size;
+  const double sent = world * (1 - std::pow(1 - 1 / world, config.topk));
+  const double all = options.rows == EPRows::compact ? sent : config.topk;
+  auto most = static_cast<int>(std::lround(blocks * sent / all));
+  if (world > 1) {
+    most = std::min(most, static_cast<int>(link_gb_s / block_gb_s * world / (world - 1)));
+  }
+  return std::clamp(most, 1, blocks);
+}
+
+std::unique_ptr<ExpertExecutor> make_gpu_expert_executor(Transport& transport,
+                                                         std::shared_ptr<GpuRank> gpu, int share,
+                                                         NetworkLeg* leg, const EPConfig& config,
+                                                         const EPDispatchOptions& options,
+                                                         const ExpertMemory& memory) {
+  gpu->use();
+  check_supported(transport, leg, config);
+  return std::make_unique<GpuExpertExecutor>(transport, std::move(gpu), share, leg, config, options,
+                                             memory);
+}
+
+}  // namespace waybill::cuda

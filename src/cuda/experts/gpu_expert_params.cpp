@@ -1,0 +1,345 @@
+#include "gpu_expert_params.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "../rank/cuda_check.h"
+#include "expert_launch.h"
+#include "waybill/core/at.h"
+#include "waybill/moe/expert_routing.h"
+#include "waybill/runtime/executor.h"
+
+namespace waybill::cuda {
+namespace {
+
+using waybill::detail::at;
+
+/// Tokens of a source for which there is a landing: they take their way while they are counted.
+/// Bounded, as each rank has room for those of all.
+std::int64_t tokens_that_land(const EPConfig& config, std::int64_t row_bytes,
+                              std::int64_t scale_bytes) {
+  constexpr std::int64_t most_bytes = std::int64_t{64} << 20;
+  const bool bulk = row_bytes % 16 == 0 && scale_bytes % 16 == 0;
+  if (!bulk || !config.is_intra_node() || config.world_size == 1) return 0;
+  return std::min({std::int64_t{most_few_tokens}, config.max_tokens,
+                   most_bytes / (config.world_size * (row_bytes + scale_bytes))});
+}
+
+/// What only tests set.
+std::uint32_t most_delay_ns() {
+  constexpr std::uint64_t most = 1'000'000'000;
+  const char* const text = std::getenv("WAYBILL_TEST_DELAY_NS");
+  if (text == nullptr) return 0;
+  return static_cast<std::uint32_t>(
+      std::min<std::uint64_t>(std::strtoull(text, nullptr, 10), most));
+}
+
+}  // namespace
+
+std::int64_t address_of(const void* pointer) {
+  return static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(pointer));
+}
+
+int common_word(std::initializer_list<std::int64_t> values) {
+  std::int64_t bits = 16;
+  for (const std::int64_t value : values) bits |= value;
+  return static_cast<int>(bits & -bits);
+}
+
+RecordBoard::RecordBoard(const EPConfig& config, const EPDispatchOptions& options, bool few) {
+  const std::int64_t tokens = std::int64_t{config.world_size} * config.max_tokens;
+  const std::int64_t stride = config.topk + (options.rows == EPRows::compact ? 1 : 0);
+  const auto take = [&](std::int64_t bytes) {
+    const std::int64_t here = total;
+    total += (bytes + 255) / 256 * 256;
+    return here;
+  };
+  for (std::int64_t& part : counts)
+    part = take(config.world_size * waybill::num_counts(config) * 8);
+  for (std::int64_t& part : records) part = take(tokens * stride * 4);
+  for (std::int64_t& part : weights) {
+    part = take(tokens * config.topk * dtype_bytes(config.weight_dtype));
+  }
+  for (std::int64_t& part : gathered) part = take(few ? tokens * config.topk * 16 : 0);
+  landing_row_bytes = config.hidden * dtype_bytes(payload_dtype(config, options));
+  const std::int64_t scale_bytes = num_scales(config, options) * 4;
+  if (options.payload == EPPayload::quantized) return;  // that takes a kernel between
+  landing_tokens = tokens_that_land(config, landing_row_bytes, scale_bytes);
+  for (std::int64_t& part : landings) {
+    part = take(config.world_size * landing_tokens * (landing_row_bytes + scale_bytes));
+  }
+}
+
+ExpertParams::ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,
+                           const EPConfig& config, const EPDispatchOptions& options,
+                           const ExpertMemory& memory)
+    : transport_(transport),
+      gpu_(std::move(gpu)),
+      share_(share),
+      config_(config),
+      options_(options),
+      memory_(memory),
+      few_(few_route_fits(shape(0, 0))),
+      most_delay_ns_(most_delay_ns()),
+      board_(config, options, few_) {
+  const cudaStream_t stream = gpu_->stream();
+  state_ = device_memory(sizeof(MoeState), stream);
+  tile_counts_ =
+      device_memory(std::int64_t{gpu_->num_sms()} * waybill::num_counts(config) * 4, stream);
+  const std::int64_t row_bytes = config.hidden * dtype_bytes(config.token_dtype);
+  nan_row_ = device_memory(row_bytes, stream);
+  cuda_check(cudaMemsetAsync(nan_row_.get(), 0xFF, at(row_bytes), stream), "making a row of NaN");
+  cuda_check(cudaStreamSynchronize(stream), "making a row of NaN");
+  faults_ = pinned_memory(sizeof(MoeHostFaults));
+  std::memset(faults_.get(), 0, sizeof(MoeHostFaults));
+  if (options.payload == EPPayload::quantized && config.is_intra_node()) {
+    elements_ = device_memory(config.max_tokens * config.hidden, stream);
+    scales_ = device_memory(config.max_tokens * num_scales(config, options) * 4, stream);
+  }
+  const std::int64_t world = config.world_size;
+  records_ = transport_.allocate(board_.total, "expert records");
+  streams_ = transport_.allocate_signals(world * max_streams + 2 * world, "expert streams");
+}
+
+ExpertParams::~ExpertParams() {
+  transport_.abandon(std::move(records_.memory));
+  transport_.abandon(std::move(streams_.memory));
+  transport_.abandon({state_, tile_counts_, nan_row_, faults_, elements_, scales_});
+}
+
+MoeMeet ExpertParams::meet(const ExpertCall& call, FaultKind kind) const {
+  MoeMeet m{};
+  m.meet.rank = config_.rank;
+  m.meet.world_size = config_.world_size;
+  m.meet.kind = kind;
+  m.state = static_cast<MoeState*>(state_.get());
+  m.meet.state = &m.state->call;
+  m.meet.sink = gpu_->sink(share_);
+  const std::int64_t slots = static_cast<std::int64_t>(ExpertSignal::entered) * config_.world_size;
+  m.meet.own_arrivals = memory_.signals.local + slots;
+  for (std::int32_t r = 0; r < config_.world_size; ++r) {
+    std::uint64_t* const signals = memory_.signals.peers[at(r)];  // null on another node
+    m.meet.peer_arrivals[r] = signals == nullptr ? nullptr : signals + slots;
+  }
+  std::ranges::copy(pack_fingerprint(call.fingerprint), m.meet.fingerprint.words);
+  m.meet.fingerprint.first_slot = static_cast<std::int32_t>(
+      first_fingerprint_slot(num_layer_signals(config_.world_size)) - slots);
+  m.meet.fingerprint.crosses_nodes = !config_.is_intra_node();  // with the leg that begins a call
+  m.turn = call.parity;
+  m.most_delay_ns = most_delay_ns_;
+  return m;
+}
+
+MoeShape ExpertParams::shape(const GpuExpertRouting& routing) const {
+  return shape(routing.num_tokens(), routing.rows().capacity);
+}
+
+MoeShape ExpertParams::shape(std::int64_t num_tokens, std::int64_t capacity) const {
+  MoeShape s{};
+  s.rank = config_.rank;
+  s.world_size = config_.world_size;
+  s.num_experts = config_.num_experts;
+  s.experts_per_rank = config_.num_experts_per_rank();
+  s.topk = config_.topk;
+  s.num_tokens = static_cast<std::int32_t>(num_tokens);
+  s.max_tokens = static_cast<std::int32_t>(config_.max_tokens);
+  s.compact = options_.rows == EPRows::compact ? 1 : 0;
+  s.alignment = static_cast<std::int32_t>(options_.expert_alignment);
+  s.num_nodes = config_.num_nodes();
+  s.node_ranks = config_.local_world_size;
+  s.first_rank = first_rank();
+  s.capacity = capacity;
+  return s;
+}
+
+/// A node with all tokens that its ranks forward, as RowsParams says.
+MoeShape ExpertParams::node_shape(const GpuExpertRouting& routing) const {
+  MoeShape s = shape(routing);
+  if (s.num_nodes == 1) return s;
+  s.rank -= s.first_rank;
+  s.world_size = s.node_ranks;
+  s.max_tokens *= s.num_nodes;
+  s.num_tokens = s.max_tokens;
+  return s;
+}
+
+/// The weights of all tokens that this rank places; null without.
+const std::byte* ExpertParams::weights_of(const ExpertDispatchInput& input) const {
+  const bool forwarded = is_given(input.weights) && !config_.is_intra_node();
+  return forwarded ? memory_.board.local + memory_.board_layout.forward_weights
+                   : input.weights.data;
+}
+
+void ExpertParams::send_weights(const ExpertCall& call, std::byte* (&to)[max_gpu_ranks]) const {
+  for (std::int32_t r = first_rank(); r < first_rank() + config_.local_world_size; ++r) {
+    to[r] = records_.peers[at(r)] + board_.weights[call.parity];
+  }
+}
+
+RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInput& input,
+                                GpuExpertTables& tables) const {
+  GpuExpertRouting& made = *tables.being_made();
+  RouteParams params{};
+  params.m = meet(call, FaultKind::moe_dispatch);
+  params.shape = shape(made);
+  params.ids = input.ids.data;
+  params.wide_ids = input.ids.dtype == DType::int64;
+  params.dropped_id = options_.dropped(config_);
+  params.scatter = input.full_scatter_indices.data;
+  params.wide_scatter = input.full_scatter_indices.dtype == DType::int64;
+  if (params.scatter != nullptr) params.scatter_tokens = input.full_scatter_indices.shape[0];
+  const std::int64_t most = std::numeric_limits<std::int32_t>::max();
+  params.fitting_rows =
+      static_cast<std::int32_t>(call.may_grow ? most : std::min(most, memory_.capacity));
+  params.weights = weights_of(input);
+  params.takes_weights = is_given(input.weights);
+  if (!config_.is_intra_node()) {
+    params.ids = memory_.board.local + memory_.board_layout.forward_ids;
+    params.wide_ids = false;
+  }
+  params.weight_bytes = static_cast<std::int32_t>(dtype_bytes(config_.weight_dtype));
+  for (std::int32_t r = first_rank(); r < first_rank() + config_.local_world_size; ++r) {
+    std::byte* const board = records_.peers[at(r)];
+    params.counts[r] = reinterpret_cast<std::uint64_t*>(board + board_.counts[call.parity]);
+    params.records[r] = reinterpret_cast<std::int32_t*>(board + board_.records[call.parity]);
+    params.gathered[r] = reinterpret_cast<std::uint64_t*>(board + board_.gathered[call.parity]);
+  }
+  send_weights(call, params.sent_weights);
+  params.tile_counts = static_cast<std::int32_t*>(tile_counts_.get());
+  const FixedTables& layout = made.fixed();
+  params.out_ids = made.part(layout.ids);
+  params.dst_rows = made.part(layout.dst_rows);
+  params.out_weights = tables.weight_data();
+  params.places = made.part<std::int64_t>(layout.places);
+  params.num_input_tokens = made.part(layout.num_input_tokens);
+  params.splits = made.part(layout.splits);
+  params.segment_offsets = made.part(layout.segment_offsets);
+  params.expert_counts = made.part(layout.expert_counts);
+  params.expert_offsets = made.part(layout.expert_offsets);
+  params.num_recv_rows = made.part(layout.num_recv_rows);
+  params.host = made.counts();
+  params.ticket = made.ticket();
+  return params;
+}
+
+EnterParams ExpertParams::enter(const ExpertCall& call, const ExpertDispatchInput& input,
+                                GpuExpertTables& tables) const {
+  const GpuExpertRouting& routing = tables.routing();
+  EnterParams params{};
+  params.m = meet(call, FaultKind::moe_dispatch);
+  params.shape = shape(routing);
+  params.weights = weights_of(input);
+  params.weight_bytes = static_cast<std::int32_t>(dtype_bytes(config_.weight_dtype));
+  params.places = routing.part<std::int64_t>(routing.fixed().places);
+  params.out_weights = tables.weight_data();
+  send_weights(call, params.sent_weights);
+  return params;
+}
+
+RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput& input,
+                              const GpuExpertTables& tables) const {
+  const GpuExpertRouting& routing = tables.routing();
+  RowsParams params{};
+  params.m = meet(call, FaultKind::moe_dispatch);
+  params.shape = node_shape(routing);
+  const SymmetricBuffer& window = memory_.dispatch_windows[call.parity];
+  for (std::int32_t i = 0; i < config_.local_world_size; ++i) {
+    const auto r = at(first_rank() + i);
+    params.windows[i] = window.peers[r] + memory_.window.rows;
+    params.streams[i] = streams_.peers[r];
+  }
+  if (board_.landing_tokens > 0) {
+    params.landing.tokens = static_cast<std::int32_t>(board_.landing_tokens);
+    params.landing.scales_offset =
+        config_.world_size * board_.landing_tokens * board_.landing_row_bytes;
+    for (std::int32_t r = 0; r < config_.world_size; ++r) {
+      params.landing.rows[r] = records_.peers[at(r)] + board_.landings[call.parity];
+    }
+    params.landing.is_all = few_;
+    params.landing.ids = input.ids.data;
+    params.landing.wide_ids = input.ids.dtype == DType::int64;
+  }
+  params.forwarded = memory_.signals.local +
+                     static_cast<std::int64_t>(ExpertSignal::forwarded) * config_.world_size;
+  params.scales_offset = memory_.window.scales - memory_.window.rows;
+  params.tags = reinterpret_cast<MoeTag*>(window.local + memory_.window.tags);
+  params.weights = window.local + memory_.window.weights;
+  params.topk = reinterpret_cast<std::int32_t*>(window.local + memory_.window.topk);
+  const FixedTables& layout = routing.fixed();
+  params.places = routing.part<std::int64_t>(layout.places);
+  params.records = routing.part(layout.records);
+  if (is_given(input.weights)) {
+    params.sent_weights = records_.local + board_.weights[call.parity];
+  }
+  params.weight_bytes = static_cast<std::int32_t>(dtype_bytes(config_.weight_dtype));
+  params.num_input_tokens = routing.part(layout.num_input_tokens);
+  params.expert_counts = routing.part(layout.expert_counts);
+  params.expert_offsets = routing.part(layout.expert_offsets);
+  params.most_recv_rows = routing.part(layout.num_recv_rows) + config_.world_size;
+  params.faults = faults();
+  params.known_topk = routing.row_part(routing.rows().topk);
+  if (tables.being_made() != nullptr) fill_tables(call, *tables.being_made(), params);
+  return params;
+}
+
+/// What the first dispatch by a routing writes.
+void ExpertParams::fill_tables(const ExpertCall& call, GpuExpertRouting& made,
+                               RowsParams& params) const {
+  const RowTables& rows = made.rows();
+  params.fills_tables = true;
+  params.records =
+      reinterpret_cast<const std::int32_t*>(records_.local + board_.records[call.parity]);
+  params.kept_records = made.part(made.fixed().records);
+  params.kept_tags = made.row_part<MoeTag>(rows.tags);
+  params.leader_rows = made.row_part(rows.leader_rows);
+  params.choice_rows = made.row_part(rows.choice_rows);
+  params.compact_to_grouped = made.row_part(rows.compact_to_grouped);
+  params.grouped_to_compact = made.part(made.fixed().grouped_to_compact);
+  params.kept_topk = made.row_part(rows.topk);
+}
+
+StageParams ExpertParams::stage(const ExpertCall& call, const ExpertCombineInput& input,
+                                const GpuExpertTables& tables) const {
+  const GpuExpertRouting& routing = tables.routing();
+  StageParams params{};
+  params.shape = shape(routing);
+  params.sink = gpu_->sink(share_);
+  params.state = static_cast<const MoeState*>(state_.get());
+  params.input = input.rows.data;
+  params.num_rows = input.rows.shape[0];
+  params.window = memory_.combine_windows[call.parity].local;
+  params.row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
+  params.num_recv_rows = routing.part(routing.fixed().num_recv_rows) + config_.rank;
+  params.num_input_tokens = routing.part(routing.fixed().num_input_tokens);
+  return params;
+}
+
+CombineParams ExpertParams::combine(const ExpertCall& call, const ExpertCombineInput& input,
+                                    const GpuExpertTables& tables) const {
+  const GpuExpertRouting& routing = tables.routing();
+  CombineParams params{};
+  params.m = meet(call, FaultKind::moe_combine);
+  params.shape = node_shape(routing);
+  params.places = routing.part<std::int64_t>(routing.fixed().places);
+  for (std::int32_t i = 0; i < config_.local_world_size; ++i) {
+    params.windows[i] = memory_.combine_windows[call.parity].peers[at(first_rank() + i)];
+  }
+  params.windows[max_gpu_ranks] = static_cast<const std::byte*>(nan_row_.get());
+  const bool compact = options_.rows == EPRows::compact;
+  const bool local_sums = input.options.local_combine && config_.is_intra_node();
+  params.leaders_only = compact || local_sums ? 1 : 0;
+  params.row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
+  if (input.options.weighted && !local_sums) params.weights = tables.weight_data();
+  if (!config_.is_intra_node()) {
+    params.in_call = true;
+    return params;
+  }
+  for (std::size_t i = 0; i < input.biases.size(); ++i) params.biases[i] = input.biases[i].data;
+  params.output = input.output.data;
+  return params;
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,110 @@
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+
+#include "../rank/gpu_rank.h"
+#include "gpu_expert_tables.h"
+#include "moe_params.h"
+#include "waybill/experts/expert_executor.h"
+#include "waybill/transport/transport.h"
+
+namespace waybill::cuda {
+
+/// Symmetric memory of the executor's own, by parity of the dispatch: counts, records and weights
+/// of each source's tokens, and where few tokens land.
+struct RecordBoard {
+  std::int64_t counts[2] = {};
+  std::int64_t records[2] = {};
+  std::int64_t weights[2] = {};
+  std::int64_t gathered[2] = {};    ///< few tokens: the ids of all, see RouteParams
+  std::int64_t landings[2] = {};    ///< see Landing
+  std::int64_t landing_tokens = 0;  ///< of a source
+  std::int64_t landing_row_bytes = 0;
+  std::int64_t total = 0;
+
+  RecordBoard(const EPConfig& config, const EPDispatchOptions& options, bool few);
+};
+
+/// The widest word, at most 16 bytes, of which all of these are multiples.
+[[nodiscard]] int common_word(std::initializer_list<std::int64_t> values);
+[[nodiscard]] std::int64_t address_of(const void* pointer);
+
+/// What kernels of one layer work with: memory beyond the layer's own, and the parameters that
+/// point to all of it. Collective to make.
+class ExpertParams {
+ public:
+  ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,
+               const EPConfig& config, const EPDispatchOptions& options,
+               const ExpertMemory& memory);
+  ExpertParams(const ExpertParams&) = delete;
+  ExpertParams& operator=(const ExpertParams&) = delete;
+  /// Nothing is freed while other ranks may still use it.
+  ~ExpertParams();
+
+  /// @param tables whose routing is being made
+  [[nodiscard]] RouteParams route(const ExpertCall& call, const ExpertDispatchInput& input,
+                                  GpuExpertTables& tables) const;
+
+  [[nodiscard]] EnterParams enter(const ExpertCall& call, const ExpertDispatchInput& input,
+                                  GpuExpertTables& tables) const;
+
+  /// But for the tokens, their cuts, the number of senders and what they do ahead. On several nodes
+  /// the tokens are those that this rank forwards: [nodes, M], on the board.
+  [[nodiscard]] RowsParams rows(const ExpertCall& call, const ExpertDispatchInput& input,
+                                const GpuExpertTables& tables) const;
+
+  /// Without records: rows are copied, not summed.
+  [[nodiscard]] StageParams stage(const ExpertCall& call, const ExpertCombineInput& input,
+                                  const GpuExpertTables& tables) const;
+
+  /// On several nodes the sums of this node, to where the output is still to be set; ranks have met
+  /// before.
+  [[nodiscard]] CombineParams combine(const ExpertCall& call, const ExpertCombineInput& input,
+                                      const GpuExpertTables& tables) const;
+
+  /// How ranks meet in a call, and what this one is.
+  [[nodiscard]] MoeMeet meet(const ExpertCall& call, FaultKind kind) const;
+  [[nodiscard]] MoeShape shape(const GpuExpertRouting& routing) const;
+
+  [[nodiscard]] MoeHostFaults* faults() const { return static_cast<MoeHostFaults*>(faults_.get()); }
+
+  /// Whether the layer's tokens are few; the same on all ranks.
+  [[nodiscard]] bool has_few_tokens() const { return few_; }
+
+  /// Room for float8 elements and scales of this rank's tokens; null unless the payload is
+  /// quantised here; on several nodes it goes to the board.
+  [[nodiscard]] std::byte* elements() const { return static_cast<std::byte*>(elements_.get()); }
+  [[nodiscard]] std::byte* scales() const { return static_cast<std::byte*>(scales_.get()); }
+
+ private:
+  [[nodiscard]] MoeShape shape(std::int64_t num_tokens, std::int64_t capacity) const;
+  [[nodiscard]] MoeShape node_shape(const GpuExpertRouting& routing) const;
+  void fill_tables(const ExpertCall& call, GpuExpertRouting& made, RowsParams& params) const;
+  void send_weights(const ExpertCall& call, std::byte* (&to)[max_gpu_ranks]) const;
+  [[nodiscard]] const std::byte* weights_of(const ExpertDispatchInput& input) const;
+  [[nodiscard]] std::int32_t first_rank() const {
+    return config_.rank / config_.local_world_size * config_.local_world_size;
+  }
+
+  Transport& transport_;
+  std::shared_ptr<GpuRank> gpu_;
+  int share_;
+  EPConfig config_;
+  EPDispatchOptions options_;
+  const ExpertMemory& memory_;
+  bool few_;
+  std::uint32_t most_delay_ns_;  ///< MoeMeet's
+  RecordBoard board_;
+  SymmetricBuffer records_;
+  SignalPad streams_;
+  std::shared_ptr<void> state_;        ///< MoeState
+  std::shared_ptr<void> tile_counts_;  ///< scratch of route
+  std::shared_ptr<void> nan_row_;      ///< see CombineParams
+  std::shared_ptr<void> faults_;       ///< pinned MoeHostFaults
+  std::shared_ptr<void> elements_;
+  std::shared_ptr<void> scales_;
+};
+
+}  // namespace waybill::cuda

@@ -1,0 +1,138 @@
+#include <algorithm>
+
+#include "early.h"
+#include "expert_launch.h"
+#include "place_tile.cuh"
+
+namespace waybill::cuda {
+namespace {
+
+constexpr int enter_threads = 512;
+
+template <Span S>
+__global__ void __launch_bounds__(route_threads)
+    route_kernel(const __grid_constant__ RouteParams p, int tile_warps, bool keeps_counts) {
+  extern __shared__ std::int32_t shared[];
+  __shared__ BlockTotals totals;
+  const MoeShape& s = p.shape;
+  const Scratch scratch = scratch_in(shared, s, tile_warps, keeps_counts);
+  const std::uint64_t epoch = begin_moe_call(p.m, 0);
+  const bool compares = S == Span::rank && compares_calls();  // several nodes have met before
+  let_next_begin(p.m, epoch);
+  if (compares) tell_words(p.m.meet, epoch, load_call_words(p.m.meet.fingerprint));
+  const RoutePart part = part_of<S>(p);
+  count_block<S>(p, part, scratch, tile_warps);
+  tell_counts(p, part, scratch, epoch);
+  take_counts(p, part, scratch, epoch);
+  __syncthreads();
+  end_if_reported(p.m.meet.sink);
+  const bool overflows = locate_experts(p, part, scratch, totals);
+  if (p.scatter != nullptr) locate_positions(p, part, scratch, totals);
+  place_block<S>(p, part, scratch, tile_warps, totals, overflows);
+  ToldCall told(p.m.meet, epoch, compares);
+  write_receiver_tables(p, scratch, totals);
+  if (compares) told.settle(p.m.meet);
+  write_tables<S>(p, scratch, totals);
+  if (block_idx() == 0 && threadIdx.x < 32) tell_host(p, totals);
+  if (comes_last(p.m.state)) end_moe_call(p.m, 0, epoch);
+}
+
+template <bool Nodes>
+__global__ void __launch_bounds__(enter_threads)
+    enter_kernel(const __grid_constant__ EnterParams p) {
+  const MoeShape& s = p.shape;
+  await_earlier_kernel();
+  const std::uint64_t epoch = begin_moe_call(p.m, 0);
+  let_next_begin(p.m, epoch);
+  if (!Nodes && threadIdx.x < 32) {
+    if (blockIdx.x == 0) publish_to_all(p.m.meet, epoch);
+    await_all(p.m.meet, epoch);
+  }
+  __syncthreads();
+  if (p.weights != nullptr) {
+    const std::int64_t tokens = std::int64_t{s.num_nodes} * s.max_tokens;
+    const std::int64_t there = (s.rank - s.first_rank) * tokens * s.topk;
+    const std::int64_t count = (Nodes ? tokens : s.num_tokens) * s.topk;
+    for (std::int64_t i = std::int64_t{blockIdx.x} * enter_threads + threadIdx.x; i < count;
+         i += std::int64_t{gridDim.x} * enter_threads) {
+      copy_weight(p.out_weights, p.weights, i, i, p.weight_bytes);
+      const std::int64_t place = p.places[i];
+      if (place < 0) continue;
+      std::byte* const to = p.sent_weights[s.first_rank + (place >> place_dst_shift & 0xFFFF)];
+      copy_weight(to, p.weights, there + i, i, p.weight_bytes);
+    }
+  }
+  if (comes_last(p.m.state)) end_moe_call(p.m, 0, epoch);
+}
+
+/// An empty call, if the last dispatch or combine had the turn of the next one.
+__global__ void __launch_bounds__(32)
+    realign_moe_kernel(const __grid_constant__ MoeMeet m, MoeTurns next) {
+  bool off = false;
+  for (int kind = 0; kind < 2; ++kind) off = off || is_off_turn(m, kind, next.of[kind]);
+  if (!off) return;
+  const std::uint64_t epoch = m.state->call.epoch + 1;
+  publish_to_all(m.meet, epoch);
+  await_all(m.meet, epoch);
+  if (threadIdx.x != 0) return;
+  for (int kind = 0; kind < 2; ++kind) m.state->last_turn[kind] = 2 - next.of[kind];
+  end_call(m.meet, epoch);
+}
+
+}  // namespace
+
+int max_experts_on_gpu(int world_size) { return (most_route_bytes / 4 - 2 * (1 + world_size)) / 4; }
+
+int route_blocks(const MoeShape& shape, int num_sms) {
+  constexpr std::int64_t choices_a_block = 1024;
+  const bool nodes = shape.num_nodes > 1;
+  const std::int64_t tokens = nodes ? shape.max_tokens : shape.num_tokens;
+  const std::int64_t most = nodes ? num_sms / shape.num_nodes : num_sms;
+  const std::int64_t wanted = (tokens * shape.topk + choices_a_block - 1) / choices_a_block;
+  return static_cast<int>(std::max<std::int64_t>(1, std::min(wanted, most)));
+}
+
+namespace {
+
+template <bool Nodes>
+cudaError_t prepare_route_for() {
+  cudaFuncAttributes unused{};
+  for (const void* kernel : {reinterpret_cast<const void*>(enter_kernel<Nodes>),
+                             reinterpret_cast<const void*>(realign_moe_kernel)}) {
+    const cudaError_t status = cudaFuncGetAttributes(&unused, kernel);
+    if (status != cudaSuccess) return status;
+  }
+  constexpr Span span = Nodes ? Span::nodes : Span::rank;
+  return allow_route_memory(route_kernel<span>);
+}
+
+}  // namespace
+
+cudaError_t prepare_route(bool nodes) {
+  return nodes ? prepare_route_for<true>() : prepare_route_for<false>();
+}
+
+cudaError_t launch_route(const RouteParams& params, int blocks, cudaStream_t stream) {
+  const int tile_warps = tile_warps_of(params.shape);
+  const bool keeps_counts = scratch_words(params.shape, tile_warps, true) <= most_route_bytes / 4;
+  const std::int64_t words = scratch_words(params.shape, tile_warps, keeps_counts);
+  const bool nodes = params.shape.num_nodes > 1;
+  const auto kernel = nodes ? route_kernel<Span::nodes> : route_kernel<Span::rank>;
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(params.shape.num_nodes));
+  kernel<<<grid, route_threads, static_cast<std::size_t>(words) * 4, stream>>>(params, tile_warps,
+                                                                               keeps_counts);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_realign(const MoeMeet& meet, MoeTurns next, cudaStream_t stream) {
+  realign_moe_kernel<<<1, 32, 0, stream>>>(meet, next);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_enter(const EnterParams& params, int blocks, bool early, cudaStream_t stream) {
+  const auto kernel = params.shape.num_nodes > 1 ? enter_kernel<true> : enter_kernel<false>;
+  return launch_kernel(kernel, static_cast<unsigned>(blocks), enter_threads, 0, early, stream,
+                       params);
+}
+
+}  // namespace waybill::cuda

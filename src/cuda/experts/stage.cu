@@ -1,0 +1,335 @@
+// What happens to rows on their own rank before they travel: staging, sums of a token's rows,
+// quantisation.
+
+#include <type_traits>
+
+#include "../device/number.cuh"
+#include "expert_launch.h"
+#include "input_fault.cuh"
+#include "lanes.cuh"
+
+namespace waybill::cuda {
+namespace {
+
+constexpr int warps = 16;
+constexpr int unroll = 4;
+
+__device__ std::int64_t warp_id() { return std::int64_t{blockIdx.x} * warps + threadIdx.x / 32; }
+__device__ std::int64_t num_warps() { return std::int64_t{gridDim.x} * warps; }
+
+/// Rows that have arrived, of which the input has each. @return their number
+__device__ std::int64_t checked_rows(const StageParams& p) {
+  const std::int64_t rows = min(std::int64_t{*p.num_recv_rows}, p.shape.capacity);
+  if (p.num_rows < rows) report_few_rows(p, rows);
+  return rows;
+}
+
+__global__ void check_rows_kernel(const __grid_constant__ StageParams p) { (void)checked_rows(p); }
+
+/// Expert outputs as they are.
+template <class Word>
+__global__ void __launch_bounds__(warps * 32)
+    copy_rows_kernel(const __grid_constant__ StageParams p) {
+  const std::int64_t rows = checked_rows(p);
+  const std::int64_t count = rows * p.row_bytes / static_cast<int>(sizeof(Word));
+  const std::int64_t step = std::int64_t{gridDim.x} * warps * 32 * unroll;
+  const auto* const from = reinterpret_cast<const Word*>(p.input);
+  auto* const to = reinterpret_cast<Word*>(p.window);
+  for (std::int64_t first = warp_id() * 32 * unroll + lane_id(); first < count; first += step) {
+    Word words[unroll];
+#pragma unroll
+    for (int u = 0; u < unroll; ++u) {
+      if (first + u * 32 < count) words[u] = from[first + u * 32];
+    }
+#pragma unroll
+    for (int u = 0; u < unroll; ++u) {
+      if (first + u * 32 < count) to[first + u * 32] = words[u];
+    }
+  }
+}
+
+template <class Number, int Count>
+struct alignas(Count * sizeof(typename Number::Stored)) Pack {
+  typename Number::Stored values[Count];
+};
+
+constexpr int sum_packs = 2;    // of a lane, at once
+constexpr int sum_addends = 2;  // loads under way together
+
+/// Lane `lane_id()`'s part of a piece of the rows of a token that are here, `row` and `weight` of
+/// each lane, summed into the first of them.
+template <class Number, int Count, bool Weighted>
+__device__ void sum_piece(const StageParams& p, std::int32_t row, float weight, unsigned here,
+                          int first) {
+  using Packed = Pack<Number, Count>;
+  const auto packs = static_cast<int>(p.row_bytes / static_cast<int>(sizeof(Packed)));
+  const int leader = __shfl_sync(all_lanes, row, __ffs(static_cast<int>(here)) - 1);
+  float sums[sum_packs][Count] = {};
+  Packed packed[sum_addends][sum_packs];
+  float weights[sum_addends];
+  for (unsigned left = here; left != 0;) {
+    int count = 0;
+#pragma unroll
+    for (int a = 0; a < sum_addends; ++a) {
+      if (left == 0) continue;
+      const int lane = __ffs(static_cast<int>(left)) - 1;
+      const std::int32_t from = __shfl_sync(all_lanes, row, lane);
+      if (Weighted) weights[a] = __shfl_sync(all_lanes, weight, lane);
+      const auto* const at = reinterpret_cast<const Packed*>(p.input + from * p.row_bytes);
+#pragma unroll
+      for (int u = 0; u < sum_packs; ++u) {
+        if (first + u * 32 < packs) packed[a][u] = at[first + u * 32];
+      }
+      left &= left - 1;
+      ++count;
+    }
+#pragma unroll
+    for (int a = 0; a < sum_addends; ++a) {
+      if (a >= count) continue;
+#pragma unroll
+      for (int u = 0; u < sum_packs; ++u) {
+#pragma unroll
+        for (int e = 0; e < Count; ++e) {
+          const float x = Number::load(packed[a][u].values[e]);
+          sums[u][e] = __fadd_rn(sums[u][e], Weighted ? __fmul_rn(weights[a], x) : x);
+        }
+      }
+    }
+  }
+  const bool one = !Weighted && (here & (here - 1)) == 0;  // keeps its bits
+  auto* const to = reinterpret_cast<Packed*>(p.window + leader * p.row_bytes);
+#pragma unroll
+  for (int u = 0; u < sum_packs; ++u) {
+    if (first + u * 32 >= packs) continue;
+    if (!one) {
+#pragma unroll
+      for (int e = 0; e < Count; ++e) packed[0][u].values[e] = Number::round(sums[u][e]);
+    }
+    to[first + u * 32] = packed[0][u];
+  }
+}
+
+/// Tokens whose rows may be here, from all ranks. One warp.
+__device__ std::int32_t count_tokens(const StageParams& p) {
+  std::int32_t count = 0;
+  for (std::int32_t r = lane_id(); r < p.shape.world_size; r += 32) count += p.num_input_tokens[r];
+  for (int step = 16; step > 0; step /= 2) count += __shfl_xor_sync(all_lanes, count, step);
+  return count;
+}
+
+/// A warp takes a token's rows; where there are few tokens several warps take pieces of each.
+/// @tparam Weight of the rows; void: none
+template <class Number, int Count, class Weight>
+__global__ void __launch_bounds__(warps * 32, 2)
+    sum_rows_kernel(const __grid_constant__ StageParams p) {
+  const MoeShape& s = p.shape;
+  constexpr bool weighted = !std::is_void_v<Weight>;
+  constexpr int piece_packs = 32 * sum_packs;
+  constexpr int piece_bytes = piece_packs * static_cast<int>(sizeof(Pack<Number, Count>));
+  const auto pieces = static_cast<std::int32_t>((p.row_bytes + piece_bytes - 1) / piece_bytes);
+  const auto all_warps = static_cast<std::int32_t>(num_warps());
+  const std::int32_t split = min(pieces, max(1, all_warps / max(1, count_tokens(p))));
+  const std::int32_t teams = all_warps / split;
+  const std::int32_t team = static_cast<std::int32_t>(warp_id()) / split;
+  const std::int32_t part = static_cast<std::int32_t>(warp_id()) % split;
+  if (warp_id() == 0) (void)checked_rows(p);
+  const std::int64_t end = min(s.capacity, p.num_rows);
+  if (team >= teams) return;
+  // Neighbouring warps take tokens of different sources, which differ in number.
+  for (std::int32_t i = team; i < s.world_size * s.max_tokens; i += teams) {
+    const std::int32_t source = i % s.world_size;
+    const std::int32_t token = i / s.world_size;
+    if (token >= p.num_input_tokens[source]) continue;
+    std::int32_t row = -1;
+    if (lane_id() < s.topk) {
+      row = p.records[(std::int64_t{source} * s.max_tokens + token) * s.topk + lane_id()];
+    }
+    if (row >= end) row = -1;
+    const unsigned here = __ballot_sync(all_lanes, row >= 0);
+    if (here == 0) continue;
+    if (!weighted && (here & (here - 1)) == 0 && p.input == p.window) continue;
+    float weight = 0;
+    if constexpr (weighted) {
+      if (row >= 0) {
+        weight = Weight::load(reinterpret_cast<const typename Weight::Stored*>(p.weights)[row]);
+      }
+    }
+    for (std::int32_t piece = part; piece < pieces; piece += split) {
+      sum_piece<Number, Count, weighted>(p, row, weight, here, piece * piece_packs + lane_id());
+    }
+  }
+}
+
+using StageKernel = void (*)(StageParams);
+
+template <class Number, class Weight>
+StageKernel sum_kernel(bool wide) {
+  constexpr int most = 16 / static_cast<int>(sizeof(typename Number::Stored));
+  return wide ? sum_rows_kernel<Number, most, Weight> : sum_rows_kernel<Number, 1, Weight>;
+}
+
+template <class Weight>
+StageKernel sum_kernel(DType dtype, bool wide) {
+  switch (dtype) {
+    case DType::float32:
+      return sum_kernel<Float32, Weight>(wide);
+    case DType::bfloat16:
+      return sum_kernel<BFloat16, Weight>(wide);
+    case DType::float16:
+      return sum_kernel<Float16, Weight>(wide);
+    default:
+      return nullptr;
+  }
+}
+
+StageKernel sum_kernel(DType dtype, DType weights, bool weighted, bool wide) {
+  if (!weighted) return sum_kernel<void>(dtype, wide);
+  switch (weights) {
+    case DType::float32:
+      return sum_kernel<Float32>(dtype, wide);
+    case DType::bfloat16:
+      return sum_kernel<BFloat16>(dtype, wide);
+    case DType::float16:
+      return sum_kernel<Float16>(dtype, wide);
+    default:
+      return nullptr;
+  }
+}
+
+StageKernel copy_kernel(int word_bytes) {
+  switch (word_bytes) {
+    case 16:
+      return copy_rows_kernel<uint4>;
+    case 8:
+      return copy_rows_kernel<uint2>;
+    case 4:
+      return copy_rows_kernel<std::uint32_t>;
+    case 2:
+      return copy_rows_kernel<std::uint16_t>;
+    default:
+      return copy_rows_kernel<std::uint8_t>;
+  }
+}
+
+/// Eight elements, in words of 16 bytes where they are aligned so.
+template <class Number, bool Wide>
+__device__ void load_eight(const std::byte* input, std::int64_t at, float* x) {
+  constexpr int count = Wide ? 16 / static_cast<int>(sizeof(typename Number::Stored)) : 1;
+  const auto* const from = reinterpret_cast<const Pack<Number, count>*>(
+      input + at * static_cast<int>(sizeof(typename Number::Stored)));
+#pragma unroll
+  for (int w = 0; w < 8 / count; ++w) {
+    const Pack<Number, count> word = from[w];
+#pragma unroll
+    for (int e = 0; e < count; ++e) x[w * count + e] = Number::load(word.values[e]);
+  }
+}
+
+/// A group of 128 elements by half a warp: 8 elements a lane.
+template <class Number, bool Wide>
+__global__ void __launch_bounds__(warps * 32) quantize_kernel(QuantizeParams p) {
+  const int lane = lane_id() % 16;
+  for (std::int64_t g = warp_id() * 2 + lane_id() / 16; g - lane_id() / 16 < p.num_groups;
+       g += num_warps() * 2) {
+    const bool is_group = g < p.num_groups;
+    float x[8] = {};
+    unsigned most = 0;  // bits of |x|: their order is that of the numbers, NaN above all
+    if (is_group) {
+      load_eight<Number, Wide>(p.input, g * 128 + lane * 8, x);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) most = max(most, __float_as_uint(x[e]) & 0x7FFFFFFFU);
+    }
+    for (int step = 8; step > 0; step /= 2) {
+      most = max(most, __shfl_xor_sync(all_lanes, most, step, 16));
+    }
+    if (!is_group) continue;
+    const float scale = __fmul_rn(__uint_as_float(most), 1.0F / 448.0F);
+    std::uint64_t bytes = 0;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const float q = scale == 0 ? 0.0F : __fdiv_rn(x[e], scale);
+      const float q_or_nan = scale == scale ? q : scale;
+      bytes |= std::uint64_t{float_to_e4m3(q_or_nan)} << (8 * e);
+    }
+    *reinterpret_cast<std::uint64_t*>(p.elements + g * 128 + lane * 8) = bytes;
+    if (lane == 0) p.scales[g] = scale;
+  }
+}
+
+using QuantizeKernel = void (*)(QuantizeParams);
+
+template <class Number>
+QuantizeKernel quantize_kernel_of(bool wide) {
+  return wide ? quantize_kernel<Number, true> : quantize_kernel<Number, false>;
+}
+
+QuantizeKernel quantize_kernel_of(DType dtype, bool wide) {
+  switch (dtype) {
+    case DType::float32:
+      return quantize_kernel_of<Float32>(wide);
+    case DType::bfloat16:
+      return quantize_kernel_of<BFloat16>(wide);
+    case DType::float16:
+      return quantize_kernel_of<Float16>(wide);
+    default:
+      return nullptr;
+  }
+}
+
+cudaError_t load(const void* kernel) {
+  cudaFuncAttributes unused{};
+  return kernel == nullptr ? cudaErrorInvalidValue : cudaFuncGetAttributes(&unused, kernel);
+}
+
+}  // namespace
+
+cudaError_t prepare_stage(DType dtype, DType weights) {
+  if (const cudaError_t status = load(reinterpret_cast<const void*>(check_rows_kernel));
+      status != cudaSuccess) {
+    return status;
+  }
+  for (const int word : {16, 8, 4, 2, 1}) {
+    const cudaError_t status = load(reinterpret_cast<const void*>(copy_kernel(word)));
+    if (status != cudaSuccess) return status;
+  }
+  for (const bool wide : {false, true}) {
+    for (const void* kernel :
+         {reinterpret_cast<const void*>(sum_kernel(dtype, weights, false, wide)),
+          reinterpret_cast<const void*>(sum_kernel(dtype, weights, true, wide)),
+          reinterpret_cast<const void*>(quantize_kernel_of(dtype, wide))}) {
+      const cudaError_t status = load(kernel);
+      if (status != cudaSuccess) return status;
+    }
+  }
+  return cudaSuccess;
+}
+
+cudaError_t launch_check_rows(const StageParams& params, cudaStream_t stream) {
+  check_rows_kernel<<<1, 1, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_copy_rows(const StageParams& params, int word_bytes, int blocks,
+                             cudaStream_t stream) {
+  copy_kernel(word_bytes)<<<static_cast<unsigned>(blocks), warps * 32, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_sum_rows(const StageParams& params, DType dtype, DType weights, bool wide,
+                            int blocks, cudaStream_t stream) {
+  const StageKernel kernel = sum_kernel(dtype, weights, params.weights != nullptr, wide);
+  if (kernel == nullptr) return cudaErrorInvalidValue;
+  kernel<<<static_cast<unsigned>(blocks), warps * 32, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_quantize(const QuantizeParams& params, DType dtype, int blocks,
+                            cudaStream_t stream) {
+  const bool wide = reinterpret_cast<std::uintptr_t>(params.input) % 16 == 0;
+  const QuantizeKernel kernel = quantize_kernel_of(dtype, wide);
+  if (kernel == nullptr) return cudaErrorInvalidValue;
+  kernel<<<static_cast<unsigned>(blocks), warps * 32, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace waybill::cuda

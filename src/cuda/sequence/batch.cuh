@@ -1,0 +1,86 @@
+#pragma once
+
+#include "../device/bulk.cuh"
+#include "../device/meet.cuh"
+#include "sequence_params.h"
+
+namespace waybill::cuda {
+
+/// Whether all waits of a batch are over. A warp; its lanes then see what the ranks wrote.
+__device__ inline bool is_ready(const SequenceParams& p, const WorkBatch& batch,
+                                std::uint64_t epoch) {
+  bool ready = true;
+  for (int w = static_cast<int>(threadIdx.x % 32); w < batch.num_waits; w += 32) {
+    const BatchSlot slot = p.batches.waits[batch.first_wait + w];
+    ready = ready && load_acquire(p.slots[p.meet.rank] + p.meet.world_size + slot.slot) >= epoch;
+  }
+  if (__all_sync(0xFFFFFFFFU, ready) == 0) return false;
+  __syncwarp();
+  fence_async_proxy();
+  return true;
+}
+
+/// The same, until it is so.
+__device__ inline void await_batch(const SequenceParams& p, const WorkBatch& batch,
+                                   std::uint64_t epoch) {
+  for (int w = static_cast<int>(threadIdx.x % 32); w < batch.num_waits; w += 32) {
+    const BatchSlot slot = p.batches.waits[batch.first_wait + w];
+    const std::uint64_t* const flag = p.slots[p.meet.rank] + p.meet.world_size + slot.slot;
+    const std::uint64_t start = now_ns();
+    for (;;) {
+      const std::uint64_t seen = load_acquire(flag);
+      if (seen >= epoch) break;
+      const std::uint64_t waited = now_ns() - start;
+      if (is_over(p.meet.sink, waited)) report_missed(p.meet, epoch, slot.rank, seen, waited);
+    }
+  }
+  __syncwarp();
+  fence_async_proxy();
+}
+
+/// One lane: `chunks` more of a batch are where they belong, all their writes complete. The last
+/// one raises the signals.
+__device__ inline void count_chunks(const SequenceParams& p, std::int32_t number, unsigned chunks,
+                                    std::uint64_t epoch) {
+  const WorkBatch& batch = p.batches.batches[number];
+  __threadfence_system();
+  unsigned* const done = p.batches.done + number;
+  if (atomicAdd(done, chunks) + chunks != static_cast<unsigned>(batch.num_chunks)) return;
+  __threadfence();  // all that count are on this device
+  *done = 0;        // for the next call
+  for (int s = 0; s < batch.num_signals; ++s) {
+    const BatchSlot slot = p.batches.signals[batch.first_signal + s];
+    std::uint64_t* const flag = slot.rank == p.meet.world_size
+                                    ? p.ready + slot.slot
+                                    : p.slots[slot.rank] + p.meet.world_size + slot.slot;
+    publish(flag, epoch);
+  }
+}
+
+/// What one lane knows of chunks on their way: counts them when they have arrived.
+class ArrivalCount {
+ public:
+  __device__ ArrivalCount(const SequenceParams& p, std::uint64_t epoch) : p_(p), epoch_(epoch) {}
+
+  /// A chunk of a batch has arrived.
+  __device__ void add(std::int32_t batch) {
+    if (batch != batch_) flush();
+    batch_ = batch;
+    ++chunks_;
+  }
+  /// To be called before anything that may wait, and at the end.
+  __device__ void flush() {
+    if (chunks_ > 0 && p_.batches.batches[batch_].num_signals > 0) {
+      count_chunks(p_, batch_, chunks_, epoch_);
+    }
+    chunks_ = 0;
+  }
+
+ private:
+  const SequenceParams& p_;
+  const std::uint64_t epoch_;
+  std::int32_t batch_ = -1;
+  unsigned chunks_ = 0;
+};
+
+}  // namespace waybill::cuda

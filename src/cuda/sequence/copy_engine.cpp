@@ -1,0 +1,249 @@
+#include "copy_engine.h"
+
+#include <algorithm>
+
+#include "../rank/cuda_check.h"
+#include "call_params.h"
+#include "sequence_launch.h"
+#include "waybill/core/at.h"
+
+namespace waybill::cuda {
+
+using waybill::detail::at;
+
+namespace {
+
+/// Streams of a device that do not stand behind each other (CUDA_DEVICE_MAX_CONNECTIONS, at most
+/// 32), of which every rank has two for other work, one for a leg to other nodes, and two here.
+constexpr int most_sharing_two = 32 / 5;
+
+/// What all destinations of a round get together: about 64 MiB each of 7 and 192 MiB each of 3 were
+/// the best that were tried (docs/performance/gpu_sequences.md).
+constexpr std::size_t round_bytes = std::size_t{512} << 20;
+
+}  // namespace
+
+CopyEngine::CopyEngine(std::shared_ptr<GpuRank> gpu, int share)
+    : gpu_(std::move(gpu)), num_queues_(share <= most_sharing_two ? 2 : 1) {}
+
+CopyEngine::~CopyEngine() {
+  for (const Queue& queue : queues_) {
+    if (queue.stream != nullptr) (void)cudaStreamDestroy(queue.stream);
+    if (queue.done != nullptr) (void)cudaEventDestroy(queue.done);
+  }
+  if (begun_ != nullptr) (void)cudaEventDestroy(begun_);
+}
+
+void CopyEngine::Batch::clear(std::size_t num_tensors) {
+  to.clear();
+  from.clear();
+  bytes.clear();
+  last.assign(num_tensors, -1);
+  total = 0;
+}
+
+void CopyEngine::Batch::add(std::byte* destination, const std::byte* source, std::size_t size) {
+  to.push_back(destination);
+  from.push_back(source);
+  bytes.push_back(size);
+  total += size;
+}
+
+/// Empties the batches and marks the place on the stream.
+void CopyEngine::begin(const SequenceCall& call) {
+  const auto new_event = [&](cudaEvent_t& event) {
+    gpu_->check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event",
+                "dispatch");
+  };
+  if (begun_ == nullptr) {
+    new_event(begun_);
+    for (std::size_t q = 0; q < num_queues_; ++q) {
+      gpu_->check(cudaStreamCreateWithFlags(&queues_[q].stream, cudaStreamNonBlocking),
+                  "making a stream", "dispatch");
+      new_event(queues_[q].done);
+    }
+  }
+  for (Queue& queue : queues_) queue.used = false;
+  batches_.resize(at(call.plan->world_size));
+  for (Batch& batch : batches_) batch.clear(call.inputs.size());
+  auto* const stream = static_cast<cudaStream_t>(call.stream.handle);
+  gpu_->check(cudaEventRecord(begun_, stream), "recording an event", "dispatch");
+}
+
+cudaStream_t CopyEngine::use_queue(bool local) {
+  Queue& queue = queues_[local ? num_queues_ - 1 : 0];
+  if (!queue.used) {
+    queue.used = true;
+    gpu_->check(cudaStreamWaitEvent(queue.stream, begun_, 0), "ordering streams", "dispatch");
+  }
+  return queue.stream;
+}
+
+void CopyEngine::add_rows(const SequenceCall& call, const RowSegment& segment,
+                          std::uint64_t place) {
+  const auto rank = at(static_cast<std::int64_t>(place >> place_rank_shift));
+  const ConstTensorView& input = call.inputs[at(segment.tensor)];
+  const std::int64_t row_bytes = call.plan->cuts[at(segment.tensor)].row_bytes;
+  const std::int64_t pitch = pitch_of(input);
+  add_rows(call, {.rank = rank,
+                  .tensor = segment.tensor,
+                  .from = input.data + segment.row * pitch,
+                  .to = call.window->peers[rank] + (place & place_offset_mask),
+                  .from_pitch = pitch,
+                  .to_pitch = row_bytes,
+                  .rows = segment.rows,
+                  .row_bytes = row_bytes});
+}
+
+void CopyEngine::add_rows(const SequenceCall& call, const Rows& rows) {
+  if (rows.rows > 1 && (rows.from_pitch != rows.row_bytes || rows.to_pitch != rows.row_bytes)) {
+    const bool local = rows.rank == at(to_int(call.plan->rank));
+    gpu_->check(cudaMemcpy2DAsync(rows.to, at(rows.to_pitch), rows.from, at(rows.from_pitch),
+                                  at(rows.row_bytes), at(rows.rows), cudaMemcpyDeviceToDevice,
+                                  use_queue(local)),
+                "copying rows", call.operation);
+    return;
+  }
+  const std::size_t bytes = at(rows.rows * rows.row_bytes);
+  Batch& batch = batches_[rows.rank];
+  std::int64_t& last = batch.last[at(rows.tensor)];
+  if (last >= 0 &&
+      static_cast<const std::byte*>(batch.from[at(last)]) + batch.bytes[at(last)] == rows.from &&
+      static_cast<std::byte*>(batch.to[at(last)]) + batch.bytes[at(last)] == rows.to) {
+    batch.bytes[at(last)] += bytes;
+    batch.total += bytes;
+    return;
+  }
+  last = std::ssize(batch.to);
+  batch.add(rows.to, rows.from, bytes);
+}
+
+void CopyEngine::add(const SequenceCall& call, std::span<const RowSegment> segments) {
+  for (const RowSegment& segment : segments) {
+    for (std::int32_t c = 0; c < segment.num_copies; ++c) {
+      add_rows(call, segment, call.plan->segment_places[at(segment.first_copy + c)]);
+    }
+  }
+}
+
+/// Takes from the copies that are left of a rank until `sent` bytes of it are out.
+void CopyEngine::take_until(Turn& turn, const Batch& batch, std::size_t sent) {
+  links_.clear(0);
+  while (turn.sent < sent) {
+    const std::size_t size = std::min(batch.bytes[turn.next] - turn.done, sent - turn.sent);
+    links_.add(static_cast<std::byte*>(batch.to[turn.next]) + turn.done,
+               static_cast<const std::byte*>(batch.from[turn.next]) + turn.done, size);
+    turn.sent += size;
+    turn.done += size;
+    if (turn.done < batch.bytes[turn.next]) continue;
+    turn.done = 0;
+    ++turn.next;
+  }
+}
+
+/// One destination at a time, from the next rank on, so that all ranks send to different ones. In
+/// several rounds where much goes to one: plans are uneven, and a rank to which all send at once
+/// would hold up all of them.
+void CopyEngine::queue_links(std::size_t me, bool capturing) {
+  const std::size_t world = batches_.size();
+  std::size_t most = 0;
+  for (std::size_t k = 1; k < world; ++k) most = std::max(most, batches_[(me + k) % world].total);
+  const std::size_t rounds = std::max<std::size_t>(1, most * (world - 1) / round_bytes);
+  std::vector<Turn> turns(world);
+  for (std::size_t round = 1; round <= rounds; ++round) {
+    for (std::size_t k = 1; k < world; ++k) {
+      const std::size_t rank = (me + k) % world;
+      const std::size_t all = batches_[rank].total;
+      const std::size_t share = round == rounds ? all : all / rounds * round / 4096 * 4096;
+      take_until(turns[rank], batches_[rank], share);
+      if (!links_.to.empty()) queue(links_, use_queue(false), capturing);
+    }
+  }
+}
+
+void CopyEngine::queue(const Batch& batch, cudaStream_t stream, bool capturing) const {
+  const std::size_t count = batch.to.size();
+  if (count == 1 || capturing) {  // a batch cannot be captured
+    for (std::size_t i = 0; i < count; ++i) {
+      gpu_->check(cudaMemcpyAsync(batch.to[i], batch.from[i], batch.bytes[i],
+                                  cudaMemcpyDeviceToDevice, stream),
+                  "copying rows", "dispatch");
+    }
+    return;
+  }
+  cudaMemcpyAttributes attributes{};
+  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+  attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+  std::size_t first = 0;
+  gpu_->check(cudaMemcpyBatchAsync(batch.to.data(), batch.from.data(), batch.bytes.data(), count,
+                                   &attributes, &first, 1, stream),
+              "copying rows", "dispatch");
+}
+
+void CopyEngine::queue_batches(const SequenceCall& call) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  gpu_->check(cudaStreamIsCapturing(static_cast<cudaStream_t>(call.stream.handle), &status),
+              "asking about a capture", "dispatch");
+  const bool capturing = status != cudaStreamCaptureStatusNone;
+  const std::size_t me = at(to_int(call.plan->rank));
+  queue_links(me, capturing);
+  if (!batches_[me].to.empty()) queue(batches_[me], use_queue(true), capturing);
+  for (const Queue& queue : queues_) {
+    if (!queue.used) continue;
+    gpu_->check(cudaEventRecord(queue.done, queue.stream), "recording an event", "dispatch");
+  }
+}
+
+void CopyEngine::send_all(const SequenceCall& call) {
+  begin(call);
+  add(call, call.plan->segments);
+  add(call, call.plan->local_segments);
+  queue_batches(call);
+}
+
+void CopyEngine::send_local(const SequenceCall& call) {
+  begin(call);
+  add(call, call.plan->local_segments);
+  queue_batches(call);
+}
+
+void CopyEngine::return_local(const SequenceCall& call, int num_sms) {
+  begin(call);
+  const auto me = at(to_int(call.plan->rank));
+  for (const RowSegment& segment : call.plan->local_segments) {
+    const auto t = at(segment.tensor);
+    const ConstTensorView& gradients = call.inputs[t];
+    const TensorView& sums = call.outputs[t];
+    const std::int64_t from_pitch = pitch_of(gradients);
+    const std::int64_t to_pitch = pitch_of(sums);
+    const auto place = static_cast<std::int64_t>(call.plan->segment_places[at(segment.first_copy)] &
+                                                 place_offset_mask);
+    const std::int64_t row_bytes = call.plan->cuts[t].row_bytes;
+    const std::int64_t window_row = (place - call.plan->window_offsets[t]) / row_bytes;
+    const std::byte* const from = gradients.data + window_row * from_pitch;
+    std::byte* const to = sums.data + segment.row * to_pitch;
+    if (gradients.dtype == sums.dtype) {
+      add_rows(call, {me, segment.tensor, from, to, from_pitch, to_pitch, segment.rows, row_bytes});
+      continue;
+    }
+    const WidenParams params{.from = from,
+                             .to = to,
+                             .from_pitch = from_pitch,
+                             .to_pitch = to_pitch,
+                             .rows = segment.rows,
+                             .elements = call.plan->tensors[t].hidden};
+    gpu_->check(launch_widen_rows(params, gradients.dtype, num_sms, use_queue(true)),
+                "launching a kernel", call.operation);
+  }
+  queue_batches(call);
+}
+
+void CopyEngine::join(const SequenceCall& call) {
+  auto* const stream = static_cast<cudaStream_t>(call.stream.handle);
+  for (const Queue& queue : queues_) {
+    if (!queue.used) continue;
+    gpu_->check(cudaStreamWaitEvent(stream, queue.done, 0), "ordering streams", "dispatch");
+  }
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,123 @@
+#include "../device/meet.cuh"
+#include "batch.cuh"
+#include "sequence_launch.h"
+
+namespace waybill::cuda {
+namespace {
+
+constexpr int warps = 16;
+constexpr int unroll = 4;  // words that a lane has on the way
+
+/// The widest word at which all these bytes can be moved: their common alignment, at most 16.
+__device__ inline unsigned common_alignment(std::uint64_t bits) {
+  const auto low = static_cast<unsigned>(bits | 16);
+  return low & (~low + 1);
+}
+
+/// Copies `bytes` to all places of a chunk, `offset` bytes behind their begin: read once.
+template <class Word>
+__device__ void copy_words(const SequenceParams& p, const RowChunk& chunk, const std::byte* from,
+                           std::int64_t offset, int bytes) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int count = bytes / static_cast<int>(sizeof(Word));
+  const auto* const source = reinterpret_cast<const Word*>(from);
+  for (int first = lane; first < count; first += 32 * unroll) {
+    Word words[unroll];
+#pragma unroll
+    for (int u = 0; u < unroll; ++u) {
+      if (first + u * 32 < count) words[u] = source[first + u * 32];
+    }
+    for (int k = 0; k < chunk.num_places; ++k) {
+      const std::uint64_t place = p.places[chunk.first_place + k];
+      auto* const to = reinterpret_cast<Word*>(p.windows[place >> place_rank_shift] +
+                                               (place & place_offset_mask) + offset);
+#pragma unroll
+      for (int u = 0; u < unroll; ++u) {
+        if (first + u * 32 < count) to[first + u * 32] = words[u];
+      }
+    }
+  }
+}
+
+__device__ void copy_piece(const SequenceParams& p, const RowChunk& chunk, const std::byte* from,
+                           std::int64_t offset, int bytes) {
+  std::uint64_t bits = reinterpret_cast<std::uint64_t>(from) | static_cast<std::uint64_t>(bytes) |
+                       static_cast<std::uint64_t>(offset);
+  // Windows begin at multiples of 256.
+  for (int k = 0; k < chunk.num_places; ++k) bits |= p.places[chunk.first_place + k];
+  switch (common_alignment(bits)) {
+    case 16:
+      return copy_words<uint4>(p, chunk, from, offset, bytes);
+    case 8:
+      return copy_words<uint2>(p, chunk, from, offset, bytes);
+    case 4:
+      return copy_words<std::uint32_t>(p, chunk, from, offset, bytes);
+    case 2:
+      return copy_words<std::uint16_t>(p, chunk, from, offset, bytes);
+    default:
+      return copy_words<std::uint8_t>(p, chunk, from, offset, bytes);
+  }
+}
+
+__device__ void copy_chunk(const SequenceParams& p, const RowChunk& chunk,
+                           const TensorParams& tensor) {
+  const std::byte* const from = tensor.data + chunk.row * tensor.pitch_bytes + chunk.col_bytes;
+  if (chunk.rows == 1 || tensor.pitch_bytes == chunk.part_bytes) {
+    copy_piece(p, chunk, from, 0, chunk.rows * chunk.part_bytes);
+    return;
+  }
+  for (int row = 0; row < chunk.rows; ++row) {
+    copy_piece(p, chunk, from + row * tensor.pitch_bytes, std::int64_t{row} * chunk.part_bytes,
+               chunk.part_bytes);
+  }
+}
+
+__global__ void __launch_bounds__(warps * 32)
+    dispatch_vector_kernel(const __grid_constant__ SequenceParams p) {
+  const CallWords words = load_call_words(p.meet.fingerprint);
+  const std::uint64_t epoch = begin_call(p.meet);
+  const std::int64_t num_chunks = p.head->num_chunks;
+  const bool batched = p.head->num_batches > 0;
+  if (batched && blockIdx.x == 0 && threadIdx.x < 32) tell_words(p.meet, epoch, words);
+  const std::int64_t step = std::int64_t{gridDim.x} * warps;
+  // Block by block, so that the first chunks, for which others wait, are begun first.
+  for (std::int64_t c = blockIdx.x + std::int64_t{threadIdx.x / 32} * gridDim.x; c < num_chunks;
+       c += step) {
+    const RowChunk chunk = p.chunks[c];
+    if (!batched) {
+      copy_chunk(p, chunk, p.inputs[chunk.tensor]);
+      continue;
+    }
+    const std::int32_t number = p.batches.chunk_batches[c];
+    const WorkBatch& batch = p.batches.batches[number];
+    await_batch(p, batch, epoch);
+    if (batch.kind == BatchKind::forward) {
+      copy_chunk(p, chunk,
+                 {p.windows[p.meet.rank] + p.head->window_offsets[chunk.tensor],
+                  p.head->cuts[chunk.tensor].row_bytes});
+    } else {
+      copy_chunk(p, chunk, p.inputs[chunk.tensor]);
+    }
+    if (batch.num_signals == 0) continue;
+    __threadfence_system();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) count_chunks(p, number, 1, epoch);
+  }
+  if (!is_last_block(p.meet) || threadIdx.x >= 32) return;
+  meet_at_end(p.meet, epoch, words, batched);
+}
+
+}  // namespace
+
+cudaError_t prepare_dispatch_vector() {
+  cudaFuncAttributes unused{};
+  return cudaFuncGetAttributes(&unused, dispatch_vector_kernel);
+}
+
+cudaError_t launch_dispatch_vector(const SequenceParams& params, bool /*batched*/, int num_sms,
+                                   cudaStream_t stream) {
+  dispatch_vector_kernel<<<static_cast<unsigned>(num_sms), warps * 32, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace waybill::cuda

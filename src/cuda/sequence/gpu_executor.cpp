@@ -1,0 +1,257 @@
+#include "gpu_executor.h"
+
+#include <algorithm>
+
+#include "../device/meet_kernels.h"
+#include "../experts/gpu_expert_executor.h"
+#include "../rank/cuda_check.h"
+#include "call_params.h"
+#include "copy_engine.h"
+#include "gpu_plan.h"
+#include "sequence_launch.h"
+#include "waybill/core/at.h"
+#include "waybill/runtime/sequence_dispatcher.h"
+
+namespace waybill::cuda {
+namespace {
+
+using waybill::detail::at;
+
+cudaStream_t stream_of(Stream stream) { return static_cast<cudaStream_t>(stream.handle); }
+
+class GpuExecutor final : public Executor, public ExpertExecutorFactory {
+ public:
+  GpuExecutor(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,
+              std::unique_ptr<NetworkLeg> leg)
+      : transport_(transport),
+        gpu_(std::move(gpu)),
+        share_(share),
+        pool_(std::make_shared<PlanPool>(gpu_)),
+        copy_engine_(gpu_, share),
+        leg_(std::move(leg)) {
+    gpu_->use();
+    cuda_check(prepare_meet(), "loading kernels");
+    cuda_check(prepare_expand_plan(), "loading kernels");
+    cuda_check(prepare_dispatch_vector(), "loading kernels");
+    cuda_check(prepare_widen_rows(), "loading kernels");
+    cuda_check(prepare_kv_gradient(false), "loading kernels");
+    if (!gpu_->has_bulk_copies()) return;
+    cuda_check(prepare_dispatch_bulk(), "loading kernels");
+    cuda_check(prepare_kv_gradient(true), "loading kernels");
+  }
+
+  [[nodiscard]] bool expands_plans() const override { return true; }
+  [[nodiscard]] bool runs_batches() const override { return true; }
+  [[nodiscard]] bool splits_network() const override { return true; }
+  [[nodiscard]] bool pairs_network() const override {
+    return leg_ != nullptr && leg_->needs_phases();
+  }
+
+  std::unique_ptr<UploadedPlan> upload(const SequencePlan& plan,
+                                       std::unique_ptr<UploadedPlan> earlier,
+                                       Stream stream) override {
+    gpu_->use();
+    auto uploaded =
+        earlier != nullptr ? std::move(earlier) : std::make_unique<GpuPlan>(pool_, gpu_, plan);
+    static_cast<GpuPlan&>(*uploaded).fill(plan, stream_of(stream));
+    return uploaded;
+  }
+
+  void dispatch(const SequenceCall& call) override {
+    begin(call);
+    if (call.num_sms == 0) {
+      MeetParams meet = meet_params(call, *gpu_, FaultKind::dispatch, share_);
+      meet.fingerprint.plan = plan_of(call).fingerprint();
+      copy_engine_.send_all(call);
+      copy_engine_.join(call);
+      gpu_->check(launch_meet(meet, stream_of(call.stream)), "launching a kernel", call.operation);
+      plan_of(call).note_copies(capture(call.stream) != 0);
+      plan_of(call).note_use(stream_of(call.stream));  // ranks compare what the plan's head says
+      return;
+    }
+    SequenceParams params = sequence_params(call, *gpu_, FaultKind::dispatch, share_);
+    plan_of(call).point(params);
+    const bool bulk = gpu_->has_bulk_copies() && suits_bulk(call) &&
+                      call.plan->chunk_bytes <= max_bulk_chunk_bytes;
+    // The copy engine moves what stays here, so that the multiprocessors have the links alone.
+    const bool apart = !call.plan->local_segments.empty();
+    if (apart) copy_engine_.send_local(call);
+    start_leg(call, FaultKind::dispatch, LegArrival::last);
+    const auto launch = bulk ? launch_dispatch_bulk : launch_dispatch_vector;
+    const bool batched = plan_of(call).batched();
+    gpu_->check(launch(params, batched, num_sms(call), stream_of(call.stream)),
+                "launching a kernel", call.operation);
+    join_leg(call);
+    if (apart) {
+      copy_engine_.join(call);
+      plan_of(call).note_copies(capture(call.stream) != 0);
+    }
+    plan_of(call).note_use(stream_of(call.stream));
+  }
+
+  void kv_gradient(const SequenceCall& call) override {
+    begin(call);
+    SequenceParams params = sequence_params(call, *gpu_, FaultKind::kv_gradient, share_);
+    plan_of(call).point(params);
+    const bool apart = !call.plan->local_segments.empty();
+    stage(call);  // first: the engine that copies would do it last, and other ranks wait for it
+    if (apart) copy_engine_.return_local(call, num_sms(call));
+    const bool any = !call.plan->tensors.empty();
+    const DType from = any ? call.plan->tensors[0].dtype : DType::float32;
+    const DType to = any ? call.outputs[0].dtype : DType::float32;
+    const GradientKernel kernel{.from = from,
+                                .to = to,
+                                .bulk = gpu_->has_bulk_copies() && suits_bulk(call),
+                                .batched = plan_of(call).batched()};
+    // Its puts read what stage() has brought; its rank has come with that.
+    start_leg(call, FaultKind::kv_gradient, LegArrival::first);
+    gpu_->check(launch_kv_gradient(params, kernel, num_sms(call), stream_of(call.stream)),
+                "launching a kernel", call.operation);
+    join_leg(call);
+    if (apart) {
+      copy_engine_.join(call);
+      plan_of(call).note_copies(capture(call.stream) != 0);
+    }
+    plan_of(call).note_use(stream_of(call.stream));
+  }
+
+  std::unique_ptr<ExpertExecutor> make_expert_executor(const EPConfig& config,
+                                                       const EPDispatchOptions& options,
+                                                       const ExpertMemory& memory) override {
+    return make_gpu_expert_executor(transport_, gpu_, share_, leg_.get(), config, options, memory);
+  }
+
+  void synchronize(Stream stream) override {
+    gpu_->use();
+    gpu_->wait_for(stream_of(stream), "waiting for a stream", "synchronize");
+    gpu_->throw_fault();
+  }
+
+  void finish() override {
+    gpu_->use();
+    gpu_->wait_for_device("waiting for a device", "close");
+    gpu_->throw_fault();
+  }
+
+  [[nodiscard]] std::uint64_t capture(Stream stream) const override {
+    gpu_->use();
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    unsigned long long capture = 0;
+    gpu_->check(cudaStreamGetCaptureInfo(stream_of(stream), &status, &capture),
+                "asking about a capture", "dispatch");
+    return status == cudaStreamCaptureStatusNone ? 0 : capture;
+  }
+
+  void realign(const SequenceCall& call) override {
+    if (has_nodes()) return;
+    gpu_->use();
+    gpu_->throw_fault();
+    const bool sends = call.plan->operation == SequenceOperation::dispatch;
+    SequenceCall empty = call;
+    empty.fingerprint = {.call = CollectiveCall::realign};
+    const MeetParams meet =
+        meet_params(empty, *gpu_, sends ? FaultKind::dispatch : FaultKind::kv_gradient, share_);
+    gpu_->check(launch_realign(meet, stream_of(call.stream)), "launching a kernel", call.operation);
+  }
+
+ private:
+  static const GpuPlan& plan_of(const SequenceCall& call) {
+    return static_cast<const GpuPlan&>(*call.uploaded);
+  }
+
+  [[nodiscard]] bool has_nodes() const { return transport_.topology().num_nodes() > 1; }
+
+  void begin(const SequenceCall& call) const {
+    gpu_->use();
+    gpu_->throw_fault();
+    if (!has_nodes()) return;
+    if (leg_ == nullptr) {
+      throw Unsupported(concat(call.operation, ": ", transport_.topology().num_nodes(),
+                               " nodes, expected one: this world does not carry rows between "
+                               "nodes"));
+    }
+  }
+
+  /// Ranks on one device must fit on it together, as they wait for each other. Copy engines add
+  /// nothing up: a gradient takes the usual number where none is given.
+  [[nodiscard]] int all_sms(const SequenceCall& call) const {
+    constexpr int usual = SequenceDispatcherOptions{}.num_sms;
+    const int wanted = call.num_sms == 0 ? usual : call.num_sms;
+    return std::max(1, std::min(wanted, gpu_->num_sms() / share_));
+  }
+
+  /// Of these the leg has some, at least one: a quarter keeps up with a network.
+  [[nodiscard]] int leg_sms(const SequenceCall& call) const {
+    return leg_ == nullptr ? 0 : std::clamp(all_sms(call) / 4, 1, 8);
+  }
+  [[nodiscard]] int num_sms(const SequenceCall& call) const {
+    return std::max(1, all_sms(call) - leg_sms(call));
+  }
+
+  void start_leg(const SequenceCall& call, FaultKind kind, LegArrival arrival) const {
+    if (leg_ == nullptr) return;
+    const std::int32_t world = call.plan->world_size;
+    FingerprintParams fingerprint = fingerprint_params(call);
+    fingerprint.plan = plan_of(call).fingerprint();
+    constexpr std::int64_t words = sizeof(CallState) / sizeof(std::uint64_t);
+    static_assert(sizeof(CallState) + sizeof(LegState) <=
+                  num_executor_slots * sizeof(std::uint64_t));
+    leg_->start({.operation = call.operation,
+                 .kind = kind,
+                 .arrival = arrival,
+                 .tables = plan_of(call).leg_tables(),
+                 .state = reinterpret_cast<LegState*>(call.arrivals->local + world + words),
+                 .phases = call.plan->phases,
+                 .window = call.window,
+                 .slots = call.slots,
+                 .first_slot = world,
+                 .arrivals = call.arrivals,
+                 .fingerprint = fingerprint,
+                 .epoch = call.epoch,
+                 .num_sms = leg_sms(call),
+                 .stream = stream_of(call.stream)});
+  }
+
+  void join_leg(const SequenceCall& call) const {
+    if (leg_ == nullptr) return;
+    leg_->join(stream_of(call.stream));
+    if (leg_->needs_phases()) plan_of(call).note_copies(capture(call.stream) != 0);
+  }
+
+  /// Gradients into this rank's window, where sums read them.
+  void stage(const SequenceCall& call) const {
+    for (const StagedRows& staged : call.plan->staged) {
+      const auto t = at(staged.tensor);
+      const ConstTensorView& input = call.inputs[t];
+      const std::int64_t row_bytes = call.plan->tensors[t].row_bytes();
+      const std::int64_t pitch = pitch_of(input);
+      const std::byte* const from = input.data + staged.row * pitch;
+      std::byte* const to =
+          call.window->local + call.plan->window_offsets[t] + staged.row * row_bytes;
+      if (from == to && pitch == row_bytes) continue;
+      const cudaStream_t stream = stream_of(call.stream);
+      const cudaError_t status =
+          pitch == row_bytes ? cudaMemcpyAsync(to, from, at(staged.rows * row_bytes),
+                                               cudaMemcpyDeviceToDevice, stream)
+                             : cudaMemcpy2DAsync(to, at(row_bytes), from, at(pitch), at(row_bytes),
+                                                 at(staged.rows), cudaMemcpyDeviceToDevice, stream);
+      gpu_->check(status, "copying gradients", call.operation);
+    }
+  }
+
+  Transport& transport_;
+  std::shared_ptr<GpuRank> gpu_;
+  int share_;
+  std::shared_ptr<PlanPool> pool_;
+  CopyEngine copy_engine_;
+  std::unique_ptr<NetworkLeg> leg_;  ///< with several nodes
+};
+
+}  // namespace
+
+std::unique_ptr<Executor> make_gpu_executor(Transport& transport, std::shared_ptr<GpuRank> gpu,
+                                            int share, std::unique_ptr<NetworkLeg> leg) {
+  return std::make_unique<GpuExecutor>(transport, std::move(gpu), share, std::move(leg));
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,329 @@
+#include <type_traits>
+
+#include "../device/bulk.cuh"
+#include "../device/meet.cuh"
+#include "batch.cuh"
+#include "gradient_cursor.cuh"
+#include "gradient_sums.cuh"
+#include "sequence_launch.h"
+
+namespace waybill::cuda {
+namespace {
+
+/// Warps of a block, each with a ring of stages. A warp's work on one stage is a chain of waits, so
+/// many warps with short rings sum more than few with long ones; a plan with batches has addends of
+/// twice the bytes, and needs more registers.
+template <bool Batched>
+constexpr int warps_of = Batched ? 12 : 20;
+
+template <bool Batched>
+struct BulkMemory {
+  static constexpr int ring_bytes = (Batched ? 8 : 4) * piece_bytes;
+  alignas(128) std::byte ring[warps_of<Batched>][ring_bytes];
+  std::uint64_t loaded[warps_of<Batched>][ring_bytes / piece_bytes];
+};
+
+/// Sends a chunk that has one addend on to the output as it is. One lane.
+template <class In, class Out>
+__device__ void copy_chunk(const SequenceParams& p, const RowChunk& chunk, const std::byte* from) {
+  const TensorParams& output = p.outputs[chunk.tensor];
+  const bool one_piece = chunk.rows == 1 || output.pitch_bytes == chunk.part_bytes;
+  const int pieces = one_piece ? 1 : chunk.rows;
+  const int bytes = one_piece ? chunk.rows * chunk.part_bytes : chunk.part_bytes;
+  for (int i = 0; i < pieces; ++i) {
+    bulk_store(output_of<In, Out>(output, chunk, i * bytes), from + i * bytes,
+               static_cast<std::uint32_t>(bytes));
+  }
+}
+
+/// Pulls the addends of a warp's chunks through a ring of stages. In plans with batches an addend
+/// may be a sum, of twice the bytes.
+template <class In, class Out, bool Batched>
+class BulkSummer {
+ public:
+  __device__ BulkSummer(const SequenceParams& p, BulkMemory<Batched>& memory, std::uint64_t epoch)
+      : p_(p),
+        epoch_(epoch),
+        lane_(static_cast<int>(threadIdx.x % 32)),
+        ring_(memory.ring[threadIdx.x / 32]),
+        loaded_(memory.loaded[threadIdx.x / 32]),
+        arrived_(p, epoch) {
+    if (lane_ == 0) {
+      for (int s = 0; s < stages; ++s) barrier_init(&loaded_[s]);
+    }
+    fence_async_proxy();  // what the ranks wrote before they came here, and the barriers
+    __syncwarp();
+    const auto warp = static_cast<int>(threadIdx.x / 32);
+    here_ = {blockIdx.x + std::int64_t{warp} * gridDim.x,
+             p.head->num_chunks,
+             std::int64_t{gridDim.x} * warps_of<Batched>,
+             {},
+             {},
+             -1,
+             -1};
+    here_.template begin<Batched>(p);
+    ahead_.chunks = here_;
+    ahead_.begin(p);
+  }
+
+  __device__ void run() {
+    ask();
+    Sums<In> sums;
+    for (; !here_.at_end(); here_.template next<Batched>(p_)) {
+      const bool rounds = !Batched || kind_of(here_.batch) != BatchKind::partial;
+      const bool alone = copies && rounds && here_.at.num_places == 1 && is_plain_next();
+      if (here_.at.num_places == 0) sums.clear();
+      for (int copy = 0; copy < here_.at.num_places; ++copy) take(sums, copy == 0, alone);
+      if (alone) continue;
+      if (rounds) {
+        sums.template write<Out>(p_.outputs[here_.at.tensor], here_.at);
+      } else {
+        sums.template write<SumOf<In>>(sums_on_the_way(p_, here_.at.tensor), here_.at);
+        __threadfence_system();
+        __syncwarp();
+        if (lane_ == 0) arrived_.add(here_.batch);
+      }
+    }
+    if (Batched && lane_ == 0) arrived_.flush();
+    if (copies && lane_ == 0) bulk_wait_all();
+    fence_async_proxy();
+  }
+
+ private:
+  static constexpr bool copies = std::is_same_v<In, Out>;
+  static constexpr int sum_scale =
+      static_cast<int>(sizeof(typename In::Sum) / sizeof(typename In::Stored));
+  static constexpr int stage_bytes = piece_bytes * (Batched ? sum_scale : 1);
+  static constexpr int stages = BulkMemory<Batched>::ring_bytes / stage_bytes;
+
+  [[nodiscard]] __device__ std::byte* stage(std::uint32_t number) const {
+    return ring_ + number % stages * stage_bytes;
+  }
+  [[nodiscard]] __device__ BatchKind kind_of(std::int32_t batch) const {
+    return p_.batches.batches[batch].kind;
+  }
+  [[nodiscard]] __device__ bool is_sum(std::uint32_t number) const {
+    return Batched && sum_scale > 1 && (sums_ >> (number % stages) & 1U) != 0;
+  }
+  /// Whether the next addend has the rows' own type. It may not have been asked for yet.
+  __device__ bool is_plain_next() {
+    if constexpr (Batched) {
+      if (asked_ == taken_) ask_first();
+    }
+    return !is_sum(taken_);
+  }
+
+  /// The next addend into the sums.
+  __device__ void take(Sums<In>& sums, bool first, bool alone) {
+    if constexpr (Batched) {
+      if (asked_ == taken_) ask_first();
+    }
+    const std::byte* const addend = stage(taken_);
+    const int bytes = here_.at.rows * here_.at.part_bytes;
+    barrier_wait(&loaded_[taken_ % stages], taken_ / stages % 2);
+    if (alone) {
+      if (lane_ == 0) copy_chunk<In, Out>(p_, here_.at, addend);
+    } else if (is_sum(taken_)) {
+      first ? sums.template add_sum<true>(addend, bytes)
+            : sums.template add_sum<false>(addend, bytes);
+    } else {
+      first ? sums.template add<true>(addend, bytes) : sums.template add<false>(addend, bytes);
+    }
+    if (copies && lane_ == 0) bulk_commit();  // a group, perhaps empty, for each stage
+    __syncwarp();  // all lanes have read the stage before it, which is filled next
+    ++taken_;
+    ask();
+  }
+
+  /// Asks for addends as far as there are stages and, with batches, as they are ready.
+  __device__ void ask() {
+    while (asked_ < taken_ + stages - 1 && !ahead_.chunks.at_end()) {
+      if constexpr (Batched) {
+        const std::int32_t batch = ahead_.chunks.batch;
+        if (batch != ready_ && !is_ready(p_, p_.batches.batches[batch], epoch_)) return;
+        ready_ = batch;
+      }
+      load();
+    }
+  }
+
+  /// Waits for the addend that is needed next; nothing that others wait for is left behind.
+  __device__ void ask_first() {
+    if (lane_ == 0) arrived_.flush();
+    __syncwarp();
+    ready_ = ahead_.chunks.batch;
+    await_batch(p_, p_.batches.batches[ready_], epoch_);
+    load();
+    ask();
+  }
+
+  __device__ void load() {
+    const RowChunk& chunk = ahead_.chunks.at;
+    const bool sum = Batched && sum_scale > 1 && (ahead_.place & place_sum_bit) != 0;
+    if (Batched && sum_scale > 1) {
+      const std::uint32_t bit = 1U << (asked_ % stages);
+      sums_ = sum ? sums_ | bit : sums_ & ~bit;
+    }
+    if (lane_ == 0) {
+      if constexpr (copies) bulk_wait_read_but_one();  // the stage may be on its way out
+      const auto bytes =
+          static_cast<std::uint32_t>(chunk.rows * chunk.part_bytes * (sum ? sum_scale : 1));
+      std::uint64_t* const barrier = &loaded_[asked_ % stages];
+      barrier_expect(barrier, bytes);
+      bulk_load(stage(asked_), Batched ? addend_at(p_, ahead_.place) : place_of(p_, ahead_.place),
+                bytes, barrier);
+    }
+    ++asked_;
+    ahead_.next(p_);
+  }
+
+  const SequenceParams& p_;
+  const std::uint64_t epoch_;
+  const int lane_;
+  std::byte* const ring_;
+  std::uint64_t* const loaded_;
+  ArrivalCount arrived_;
+  ChunkCursor here_;
+  AddendCursor<Batched> ahead_;
+  std::uint32_t asked_ = 0;
+  std::uint32_t taken_ = 0;
+  std::uint32_t sums_ = 0;   ///< bit s: what stage s holds, or will, is a sum
+  std::int32_t ready_ = -1;  ///< the last batch found ready
+};
+
+/// One element of an output, from the addends of a chunk.
+template <class In, class Out>
+__device__ void sum_element(const SequenceParams& p, const RowChunk& chunk, bool batched,
+                            int offset, const TensorParams& output) {
+  using Stored = typename In::Stored;
+  using Sum = typename In::Sum;
+  constexpr auto scale = static_cast<int>(sizeof(Sum) / sizeof(Stored));
+  Sum sum{0};
+  for (int copy = 0; copy < chunk.num_places; ++copy) {
+    const std::uint64_t place = p.places[chunk.first_place + copy];
+    Sum value;
+    if (batched && scale > 1 && (place & place_sum_bit) != 0) {
+      value = *reinterpret_cast<const Sum*>(addend_at(p, place) + offset * scale);
+    } else {
+      const std::byte* const from = batched ? addend_at(p, place) : place_of(p, place);
+      value = In::load(*reinterpret_cast<const Stored*>(from + offset));
+    }
+    sum = copy == 0 ? value : sum + value;
+  }
+  *reinterpret_cast<typename Out::Stored*>(output_of<In, Out>(output, chunk, offset)) =
+      Out::round(sum);
+}
+
+/// Without bulk copies, or for addresses that do not suit them.
+template <class In, class Out>
+__device__ void sum_elements(const SequenceParams& p, std::uint64_t epoch) {
+  constexpr auto in_bytes = static_cast<int>(sizeof(typename In::Stored));
+  const auto lane = static_cast<int>(threadIdx.x % 32);
+  const bool batched = p.head->num_batches > 0;
+  const std::int64_t step = std::int64_t{gridDim.x} * warps_of<false>;
+  for (std::int64_t c = blockIdx.x + std::int64_t{threadIdx.x / 32} * gridDim.x;
+       c < p.head->num_chunks; c += step) {
+    const RowChunk chunk = p.chunks[c];
+    const std::int32_t number = batched ? p.batches.chunk_batches[c] : -1;
+    if (batched) await_batch(p, p.batches.batches[number], epoch);
+    const bool rounds = !batched || p.batches.batches[number].kind != BatchKind::partial;
+    const int bytes = chunk.rows * chunk.part_bytes;
+    for (int offset = lane * in_bytes; offset < bytes; offset += 32 * in_bytes) {
+      if (rounds) {
+        sum_element<In, Out>(p, chunk, batched, offset, p.outputs[chunk.tensor]);
+      } else {
+        sum_element<In, SumOf<In>>(p, chunk, batched, offset, sums_on_the_way(p, chunk.tensor));
+      }
+    }
+    if (rounds) continue;
+    __threadfence_system();
+    __syncwarp();
+    if (lane == 0) count_chunks(p, number, 1, epoch);
+  }
+}
+
+template <class In, class Out, bool Bulk, bool Batched>
+__global__ void __launch_bounds__(warps_of<Batched> * 32, 1)
+    kv_gradient_kernel(const __grid_constant__ SequenceParams p) {
+  extern __shared__ __align__(128) std::byte shared[];
+  const CallWords words = load_call_words(p.meet.fingerprint);
+  const std::uint64_t epoch = begin_call(p.meet);
+  if (threadIdx.x < 32) {
+    if (blockIdx.x == 0) publish_to_all(p.meet, epoch, words);
+    await_all(p.meet, epoch, words);
+  }
+  __syncthreads();
+  if constexpr (Bulk) {
+    BulkSummer<In, Out, Batched>(p, *reinterpret_cast<BulkMemory<Batched>*>(shared), epoch).run();
+  } else {
+    sum_elements<In, Out>(p, epoch);
+  }
+  if (is_last_block(p.meet) && threadIdx.x == 0) end_call(p.meet, epoch);
+}
+
+using Kernel = void (*)(SequenceParams);
+
+template <bool Bulk, bool Batched>
+Kernel kernel_of(DType from, DType to) {
+  using enum DType;
+  if (from == bfloat16 && to == bfloat16) {
+    return kv_gradient_kernel<BFloat16, BFloat16, Bulk, Batched>;
+  }
+  if (from == bfloat16 && to == float32) {
+    return kv_gradient_kernel<BFloat16, Float32, Bulk, Batched>;
+  }
+  if (from == float16 && to == float16) {
+    return kv_gradient_kernel<Float16, Float16, Bulk, Batched>;
+  }
+  if (from == float16 && to == float32) {
+    return kv_gradient_kernel<Float16, Float32, Bulk, Batched>;
+  }
+  if (from == float32 && to == float32) {
+    return kv_gradient_kernel<Float32, Float32, Bulk, Batched>;
+  }
+  if (from == float64 && to == float64) {
+    return kv_gradient_kernel<Float64, Float64, Bulk, Batched>;
+  }
+  return nullptr;
+}
+
+/// Without bulk copies one kernel does both.
+Kernel kernel_of(const GradientKernel& kernel) {
+  if (!kernel.bulk) return kernel_of<false, false>(kernel.from, kernel.to);
+  return kernel.batched ? kernel_of<true, true>(kernel.from, kernel.to)
+                        : kernel_of<true, false>(kernel.from, kernel.to);
+}
+
+std::size_t shared_bytes(const GradientKernel& kernel) {
+  if (!kernel.bulk) return 0;
+  return kernel.batched ? sizeof(BulkMemory<true>) : sizeof(BulkMemory<false>);
+}
+
+}  // namespace
+
+cudaError_t prepare_kv_gradient(bool bulk) {
+  using enum DType;
+  constexpr DType pairs[][2] = {{bfloat16, bfloat16}, {bfloat16, float32}, {float16, float16},
+                                {float16, float32},   {float32, float32},  {float64, float64}};
+  for (const auto& [from, to] : pairs) {
+    for (const bool batched : {false, true}) {
+      const GradientKernel kernel{from, to, bulk, batched};
+      const cudaError_t status = cudaFuncSetAttribute(
+          reinterpret_cast<const void*>(kernel_of(kernel)),
+          cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes(kernel)));
+      if (status != cudaSuccess) return status;
+    }
+  }
+  return cudaSuccess;
+}
+
+cudaError_t launch_kv_gradient(const SequenceParams& params, const GradientKernel& which,
+                               int num_sms, cudaStream_t stream) {
+  const Kernel kernel = kernel_of(which);
+  if (kernel == nullptr) return cudaErrorInvalidValue;
+  const int threads = 32 * (which.bulk && which.batched ? warps_of<true> : warps_of<false>);
+  kernel<<<static_cast<unsigned>(num_sms), threads, shared_bytes(which), stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,201 @@
+#include "waybill/experts/dispatch_combine_context.h"
+
+#include <limits>
+#include <utility>
+
+#include "layer_agreement.h"
+#include "waybill/core/error.h"
+
+namespace waybill {
+
+namespace {
+
+constexpr const char* context_name = "DispatchCombineContext";
+
+}  // namespace
+
+DispatchCombineContext DispatchCombineContext::create(World& world, const EPConfig& config,
+                                                      std::int64_t capacity,
+                                                      const EPDispatchOptions& options) {
+  const Setting mine[] = {{"capacity", concat(capacity)}};
+  return make(world, config, options, context_name, mine,
+              [&] { return rows_of(config, capacity, context_name); });
+}
+
+DispatchCombineContext DispatchCombineContext::with_rows(World& world, const EPConfig& config,
+                                                         const EPDispatchOptions& options,
+                                                         std::int64_t rows) {
+  const Setting mine[] = {{"rows of the windows", concat(rows)}};
+  return make(world, config, options, context_name, mine, [&] { return rows; });
+}
+
+std::int64_t DispatchCombineContext::rows_of(const EPConfig& config, std::int64_t capacity,
+                                             const char* who) {
+  const std::int64_t unit = config.max_tokens * config.topk;
+  const std::int64_t most = std::numeric_limits<std::int32_t>::max() / unit;
+  require(1 <= capacity && capacity <= most, who, ": capacity = ", capacity, ", expected 1..",
+          most);
+  return unit * capacity;
+}
+
+DispatchCombineContext DispatchCombineContext::make(World& world, const EPConfig& config,
+                                                    const EPDispatchOptions& options,
+                                                    const char* who, std::span<const Setting> more,
+                                                    const std::function<std::int64_t()>& num_rows) {
+  config.check(who);
+  options.check(config, who);
+  require(config.world_size == world.world_size(), who, ": world_size = ", config.world_size,
+          ", expected ", world.world_size(), ", as the world has");
+  require(config.local_world_size == world.topology().ranks_per_node, who,
+          ": local_world_size = ", config.local_world_size, ", expected ",
+          world.topology().ranks_per_node, ", as the world has");
+  require(config.rank == to_int(world.rank()), who, ": rank = ", config.rank, ", expected ",
+          world.rank(), ", as in the world");
+  const std::int64_t rows = num_rows();
+  require(1 <= rows && rows <= std::numeric_limits<std::int32_t>::max(), who, ": rows = ", rows,
+          ", expected 1..", std::numeric_limits<std::int32_t>::max());
+  std::vector<Setting> mine = detail::layer_settings(config, options);
+  mine.insert(mine.end(), more.begin(), more.end());
+  world.transport().require_same(who, mine);
+  DispatchCombineContext context(world, config, options);
+  Transport& transport = world.transport();
+  ExpertMemory& memory = *context.memory_;
+  memory.board_layout = expert_board_layout(config, options);
+  memory.board = transport.allocate(memory.board_layout.total, "board of experts");
+  context.allocate_windows(rows);
+  memory.signals = transport.allocate_signals(
+      with_fingerprints(num_layer_signals(config.world_size), config.world_size),
+      "signals of experts");
+  return context;
+}
+
+DispatchCombineContext::DispatchCombineContext(World& world, const EPConfig& config,
+                                               const EPDispatchOptions& options)
+    : world_(&world),
+      config_(config),
+      options_(options),
+      memory_(std::make_unique<ExpertMemory>()) {}
+
+DispatchCombineContext::DispatchCombineContext(DispatchCombineContext&& other) noexcept = default;
+
+DispatchCombineContext::~DispatchCombineContext() {
+  if (memory_ == nullptr) return;
+  Transport& transport = world_->transport();
+  for (SymmetricBuffer& window : memory_->dispatch_windows) {
+    transport.abandon(std::move(window.memory));
+  }
+  for (SymmetricBuffer& window : memory_->combine_windows) {
+    transport.abandon(std::move(window.memory));
+  }
+  for (SymmetricBuffer& window : retired_) transport.abandon(std::move(window.memory));
+  transport.abandon(std::move(memory_->board.memory));
+  transport.abandon(std::move(memory_->signals.memory));
+}
+
+void DispatchCombineContext::allocate_windows(std::int64_t rows) {
+  Transport& transport = world_->transport();
+  ExpertMemory& memory = *memory_;
+  const ExpertWindowLayout layout = expert_window_layout(config_, options_, rows);
+  const std::int64_t combine_bytes = rows * config_.hidden * dtype_bytes(config_.token_dtype);
+  SymmetricBuffer grown[4];
+  for (SymmetricBuffer& window : std::span(grown).first(2)) {
+    window = transport.allocate(layout.total, "dispatch window");
+  }
+  for (SymmetricBuffer& window : std::span(grown).last(2)) {
+    window = transport.allocate(combine_bytes, "combine window");
+  }
+  for (std::size_t i = 0; i < 2; ++i) {
+    for (auto [place, fresh] : {std::pair{&memory.dispatch_windows[i], &grown[i]},
+                                {&memory.combine_windows[i], &grown[2 + i]}}) {
+      if (place->local != nullptr) retired_.push_back(std::move(*place));
+      *place = std::move(*fresh);
+    }
+  }
+  memory.window = layout;
+  memory.capacity = rows;
+}
+
+void DispatchCombineContext::finalize() {
+  if (finalized()) return;
+  world_->executor().finish();
+  Transport& transport = world_->transport();
+  ExpertMemory& memory = *memory_;
+  for (SymmetricBuffer& window : retired_) transport.release(window);
+  retired_.clear();
+  for (SymmetricBuffer& window : memory.dispatch_windows) transport.release(window);
+  for (SymmetricBuffer& window : memory.combine_windows) transport.release(window);
+  transport.release(memory.board);
+  transport.release(memory.signals);
+}
+
+DispatchOutputBuffers DispatchCombineContext::reallocate_dispatch_output_buf(
+    std::int64_t dispatch_recv_tokens) {
+  constexpr const char* who = "reallocate_dispatch_output_buf";
+  if (finalized()) throw TransportError(concat(who, ": the context was finalized"));
+  require(
+      0 <= dispatch_recv_tokens && dispatch_recv_tokens <= std::numeric_limits<std::int32_t>::max(),
+      who, ": dispatch_recv_tokens = ", dispatch_recv_tokens, ", expected 0..",
+      std::numeric_limits<std::int32_t>::max());
+  if (dispatch_recv_tokens > capacity()) {
+    for (SymmetricBuffer& window : retired_) world_->transport().release(window);
+    retired_.clear();
+    allocate_windows(dispatch_recv_tokens);
+  }
+  return buffers(0, capacity());
+}
+
+DispatchOutputBuffers DispatchCombineContext::buffers(std::uint32_t parity,
+                                                      std::int64_t rows) const {
+  std::byte* const base = memory_->dispatch_windows[parity].local;
+  const bool compact = options_.rows == EPRows::compact;
+  return {.rows = {base + memory_->window.rows,
+                   payload_dtype(config_, options_),
+                   {rows, config_.hidden}},
+          .weights = {base + memory_->window.weights, config_.weight_dtype,
+                      compact ? Shape{rows, config_.topk} : Shape{rows}}};
+}
+
+TensorView DispatchCombineContext::scales(std::uint32_t parity, std::int64_t rows) const {
+  const std::int64_t count = num_scales(config_, options_);
+  if (count == 0) return {};
+  return {memory_->dispatch_windows[parity].local + memory_->window.scales,
+          DType::float32,
+          {rows, count}};
+}
+
+TensorView DispatchCombineContext::combine_rows(std::uint32_t parity, std::int64_t rows) const {
+  return {memory_->combine_windows[parity].local, config_.token_dtype, {rows, config_.hidden}};
+}
+
+BarrierAllContext::BarrierAllContext(World& world, bool is_intra_node)
+    : world_(world), is_intra_node_(is_intra_node) {
+  signals_ = world.transport().allocate_signals(world.topology().ranks_per_node, "barrier_all");
+}
+
+BarrierAllContext::~BarrierAllContext() { world_.transport().abandon(std::move(signals_.memory)); }
+
+void BarrierAllContext::barrier_all(const char* operation) {
+  if (signals_.local == nullptr) throw TransportError(concat(operation, ": it was finalized"));
+  Transport& transport = world_.transport();
+  if (!is_intra_node_) {
+    transport.barrier(operation);
+    return;
+  }
+  ++epoch_;
+  const std::int32_t count = world_.topology().ranks_per_node;
+  const std::int32_t local = to_int(world_.rank()) % count;
+  const std::int32_t first = to_int(world_.rank()) - local;
+  for (std::int32_t k = 1; k < count; ++k) {
+    transport.signal(Rank{first + (local + k) % count}, {&signals_, local}, epoch_);
+  }
+  for (std::int32_t k = 1; k < count; ++k) {
+    const std::int32_t peer = (local + k) % count;
+    (void)transport.wait({&signals_, peer}, epoch_, Rank{first + peer}, operation);
+  }
+}
+
+void BarrierAllContext::finalize() {
+  if (signals_.local != nullptr) world_.transport().release(signals_);
+}
+
+}  // namespace waybill

@@ -1,0 +1,16 @@
+#pragma once
+
+#include "waybill/experts/ep_all2all_layer.h"
+
+namespace waybill::detail {
+
+/// The tensors of a dispatch. @param ids_matter false: those of a layout are used
+/// @throws InvalidArgument naming the argument
+void check_dispatch_input(const EPConfig& config, const EPDispatchOptions& options,
+                          const ExpertDispatchInput& input, bool ids_matter);
+
+/// The tensors of a combine. @param num_rows -1: not known on the host
+void check_combine_input(const EPConfig& config, const ExpertCombineInput& input,
+                         std::int64_t num_rows, std::int64_t num_tokens);
+
+}  // namespace waybill::detail

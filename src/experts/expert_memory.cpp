@@ -1,0 +1,66 @@
+#include "waybill/experts/expert_memory.h"
+
+#include "waybill/moe/expert_routing.h"
+
+namespace waybill {
+namespace {
+
+/// Parts of one buffer, one behind the other, each at a multiple of 256 bytes.
+class Parts {
+ public:
+  std::int64_t take(std::int64_t size_bytes) {
+    const std::int64_t here = at_;
+    at_ += (size_bytes + alignment - 1) / alignment * alignment;
+    return here;
+  }
+  [[nodiscard]] std::int64_t total() const { return at_; }
+
+ private:
+  static constexpr std::int64_t alignment = 256;
+  std::int64_t at_ = 0;
+};
+
+constexpr std::int64_t int_bytes = sizeof(std::int32_t);
+constexpr std::int64_t scale_bytes = sizeof(float);
+
+std::int64_t payload_row_bytes(const EPConfig& config, const EPDispatchOptions& options) {
+  return config.hidden * dtype_bytes(payload_dtype(config, options));
+}
+
+}  // namespace
+
+ExpertWindowLayout expert_window_layout(const EPConfig& config, const EPDispatchOptions& options,
+                                        std::int64_t capacity) {
+  const bool compact = options.rows == EPRows::compact;
+  const std::int64_t weights = compact ? config.topk : 1;
+  Parts parts;
+  ExpertWindowLayout layout;
+  layout.rows = parts.take(capacity * payload_row_bytes(config, options));
+  layout.tags = parts.take(capacity * static_cast<std::int64_t>(sizeof(RowTag)));
+  layout.scales = parts.take(capacity * num_scales(config, options) * scale_bytes);
+  layout.weights = parts.take(capacity * weights * dtype_bytes(config.weight_dtype));
+  layout.topk = parts.take(compact ? capacity * config.topk * int_bytes : 0);
+  layout.total = parts.total();
+  return layout;
+}
+
+ExpertBoardLayout expert_board_layout(const EPConfig& config, const EPDispatchOptions& options) {
+  Parts parts;
+  ExpertBoardLayout layout;
+  for (std::int64_t& counts : layout.counts) {
+    counts = parts.take(config.world_size * num_counts(config) * int_bytes);
+  }
+  // On one node nothing is forwarded, and every part below is empty.
+  const std::int64_t nodes = config.is_intra_node() ? 0 : config.num_nodes();
+  const std::int64_t tokens = nodes * config.max_tokens;
+  layout.forward_rows = parts.take(tokens * payload_row_bytes(config, options));
+  layout.forward_scales = parts.take(tokens * num_scales(config, options) * scale_bytes);
+  layout.forward_weights = parts.take(tokens * config.topk * dtype_bytes(config.weight_dtype));
+  layout.forward_ids = parts.take(tokens * config.topk * int_bytes);
+  layout.shares = parts.take(tokens * config.hidden * dtype_bytes(config.token_dtype));
+  layout.sums = parts.take(tokens * config.hidden * dtype_bytes(config.token_dtype));
+  layout.total = parts.total();
+  return layout;
+}
+
+}  // namespace waybill

@@ -1,0 +1,71 @@
+#include <algorithm>
+#include <utility>
+
+#include "host_expert_combine.h"
+#include "host_expert_dispatch.h"
+#include "waybill/experts/expert_executor.h"
+#include "waybill/runtime/world.h"
+
+namespace waybill::detail {
+namespace {
+
+class HostExpertExecutor final : public ExpertExecutor {
+ public:
+  HostExpertExecutor(Transport& transport, const EPConfig& config, const EPDispatchOptions& options,
+                     const ExpertMemory& memory)
+      : config_(config),
+        options_(options),
+        memory_(memory),
+        dispatch_(transport, config_, options_, memory_),
+        combine_(transport, config_, options_, memory_) {}
+
+  std::shared_ptr<ExpertTables> route(const ExpertCall& call,
+                                      const ExpertDispatchInput& input) override {
+    return dispatch_.route(call, input);
+  }
+
+  std::shared_ptr<ExpertTables> enter(const ExpertCall& call, const ExpertDispatchInput& input,
+                                      const ExpertTables& earlier) override {
+    return dispatch_.enter(call, input, static_cast<const HostExpertTables&>(earlier));
+  }
+
+  void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
+                ExpertTables& begun) override {
+    auto& tables = static_cast<HostExpertTables&>(begun);
+    const std::int64_t largest = tables.routing().rows.largest_recv_rows;
+    if (largest > std::max(memory_.capacity, overflow_.rows)) overflow_ = {largest, call.epoch};
+    dispatch_.run(call, input, tables);
+  }
+
+  void combine(const ExpertCall& call, const ExpertCombineInput& input,
+               const ExpertTables& tables) override {
+    combine_.run(call, input, static_cast<const HostExpertTables&>(tables));
+  }
+
+  ExpertOverflow take_overflow() override { return std::exchange(overflow_, {}); }
+
+ private:
+  EPConfig config_;
+  EPDispatchOptions options_;
+  const ExpertMemory& memory_;
+  HostExpertDispatch dispatch_;
+  HostExpertCombine combine_;
+  ExpertOverflow overflow_;
+};
+
+}  // namespace
+
+}  // namespace waybill::detail
+
+namespace waybill {
+
+std::unique_ptr<ExpertExecutor> make_expert_executor(World& world, const EPConfig& config,
+                                                     const EPDispatchOptions& options,
+                                                     const ExpertMemory& memory) {
+  if (auto* const factory = dynamic_cast<ExpertExecutorFactory*>(&world.executor())) {
+    return factory->make_expert_executor(config, options, memory);
+  }
+  return std::make_unique<detail::HostExpertExecutor>(world.transport(), config, options, memory);
+}
+
+}  // namespace waybill

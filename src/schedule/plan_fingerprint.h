@@ -1,0 +1,20 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "routes.h"
+#include "waybill/schedule/sequence_plan.h"
+
+namespace waybill::detail {
+
+/// Hash of the lines and copies of all ranks, of the hops on their way and of what else cuts it
+/// into pieces for which ranks wait. The same whether copy_offsets are given or not.
+[[nodiscard]] std::uint64_t hash_plan(SequenceOperation operation,
+                                      std::span<const SequencePart> parts, const ChosenWay& way,
+                                      const SequencePlanOptions& options);
+
+/// Hash of the tensors of each part.
+[[nodiscard]] std::uint64_t hash_formats(std::span<const SequencePart> parts);
+
+}  // namespace waybill::detail

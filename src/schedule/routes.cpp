@@ -1,0 +1,328 @@
+#include "routes.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "batch_jobs.h"
+#include "plan_checks.h"
+#include "waybill/core/at.h"
+#include "waybill/core/error.h"
+#include "waybill/planner/node_routes.h"
+
+namespace waybill::detail {
+namespace {
+
+/// Copies of the lines of hops. Hops are looked at line by line, in whatever order they stand.
+struct LineCopies {
+  std::vector<std::int32_t> count;      ///< [hops] of the line on dst_rank
+  std::vector<std::int32_t> first;      ///< [hops] the first of these, counted in the line; or -1
+  std::vector<std::int64_t> receivers;  ///< [lines] ranks with copies, but home; 0 without hops
+};
+
+/// @param hops of lines of the metadata, to ranks of its world
+LineCopies count_copies(const SparseMetadata& metadata, std::span<const RelayHop> hops,
+                        std::span<const std::int32_t> homes) {
+  std::vector<std::int64_t> hops_of(at(metadata.num_lines() + 1));  // [lines + 1] first in by_line
+  for (const RelayHop& hop : hops) ++hops_of[at(hop.shard) + 1];
+  std::partial_sum(hops_of.begin(), hops_of.end(), hops_of.begin());
+  std::vector<std::size_t> by_line(hops.size());
+  std::vector<std::int64_t> fill = hops_of;
+  for (std::size_t h = 0; h < hops.size(); ++h) by_line[at(fill[at(hops[h].shard)]++)] = h;
+
+  LineCopies copies;
+  copies.count.resize(hops.size());
+  copies.first.resize(hops.size());
+  copies.receivers.resize(at(metadata.num_lines()));
+  std::vector<std::int32_t> count(at(metadata.world_size));  // of the line at hand
+  std::vector<std::int32_t> first(at(metadata.world_size), -1);
+  for (std::int64_t line = 0; line < metadata.num_lines(); ++line) {
+    if (hops_of[at(line)] == hops_of[at(line + 1)]) continue;
+    const std::int64_t begin = metadata.copy_begin(line);
+    for (auto c = begin; c < metadata.copy_end(line); ++c) {
+      const std::int32_t rank = metadata.dst_rank[at(c)];
+      if (count[at(rank)]++ > 0) continue;
+      first[at(rank)] = static_cast<std::int32_t>(c - begin);
+      if (rank != homes[at(line)]) ++copies.receivers[at(line)];
+    }
+    for (auto i = hops_of[at(line)]; i < hops_of[at(line + 1)]; ++i) {
+      const std::size_t h = by_line[at(i)];
+      copies.count[h] = count[at(hops[h].dst_rank)];
+      copies.first[h] = first[at(hops[h].dst_rank)];
+    }
+    for (auto c = begin; c < metadata.copy_end(line); ++c) {
+      count[at(metadata.dst_rank[at(c)])] = 0;
+      first[at(metadata.dst_rank[at(c)])] = -1;
+    }
+  }
+  return copies;
+}
+
+/// What hop `idx` does not keep; null: nothing.
+const char* wrong_with(const PartRoutes& routes, std::size_t idx, const SparseMetadata& metadata) {
+  const RelayHop& hop = routes.hops[idx];
+  const auto in = [](std::int64_t value, std::int64_t end) { return 0 <= value && value < end; };
+  if (!in(hop.shard, metadata.num_lines())) return "a line of the metadata";
+  if (!in(hop.src_rank, metadata.world_size) || !in(hop.dst_rank, metadata.world_size) ||
+      hop.src_rank == hop.dst_rank || hop.dst_rank == routes.home[at(hop.shard)])
+    return "two ranks of the world, the second not the rows' home";
+  if (hop.num_rows <= 0 || hop.row_begin < 0 ||
+      hop.num_rows > metadata.seq_len[at(hop.shard)] - hop.row_begin)
+    return "rows of the line";
+  if (hop.after < 0) {
+    return hop.src_rank == routes.home[at(hop.shard)] ? nullptr : "a sender that is the rows' home";
+  }
+  if (at(hop.after) >= idx) return "an earlier hop in `after`";
+  const RelayHop& feed = routes.hops[at(hop.after)];
+  if (feed.shard != hop.shard || feed.dst_rank != hop.src_rank || feed.row_begin > hop.row_begin ||
+      feed.row_begin + feed.num_rows < hop.row_begin + hop.num_rows)
+    return "a hop in `after` that brings these rows to the sender";
+  return nullptr;
+}
+
+std::vector<std::int32_t> homes_of(const SparseMetadata& metadata) {
+  std::vector<std::int32_t> homes(at(metadata.num_lines()));
+  for (std::int32_t r = 0; r < metadata.world_size; ++r) {
+    std::fill(homes.begin() + metadata.rank_offsets[at(r)],
+              homes.begin() + metadata.rank_offsets[at(r + 1)], r);
+  }
+  return homes;
+}
+
+std::int64_t sum_row_bytes_of(const SequencePart& part) {
+  std::int64_t bytes = 0;
+  for (const TensorFormat& format : part.tensors) bytes += sum_format(format).row_bytes();
+  return bytes;
+}
+
+/// Bytes of the hops of a part and of its lines without hops. On the way back what a hop brought in
+/// comes out, sums wider than rows.
+void add_traffic(std::vector<LinkBytes>& links, const Topology& topology,
+                 SequenceOperation operation, const SequencePart& part,
+                 const std::vector<RelayHop>& hops) {
+  const SparseMetadata& metadata = *part.metadata;
+  const bool back = operation == SequenceOperation::kv_gradient;
+  const std::vector<std::int32_t> homes = homes_of(metadata);
+  std::vector<std::uint8_t> feeds(hops.size());
+  std::vector<std::uint8_t> has_hops(at(metadata.num_lines()));
+  for (const RelayHop& hop : hops) {
+    if (hop.after >= 0) feeds[at(hop.after)] = 1;
+    has_hops[at(hop.shard)] = 1;
+  }
+  const std::int64_t row_bytes = row_bytes_of(part);
+  const std::int64_t sum_bytes = sum_row_bytes_of(part);
+  const auto add = [&](std::int32_t src, std::int32_t dst, std::int64_t bytes) {
+    add_hop(links, topology, back ? dst : src, back ? src : dst, bytes);
+  };
+  const LineCopies copies = back ? count_copies(metadata, hops, homes) : LineCopies{};
+  for (std::size_t h = 0; h < hops.size(); ++h) {
+    const RelayHop& hop = hops[h];
+    const bool feeding = feeds[h] != 0;
+    std::int64_t bytes = row_bytes;
+    if (back) {
+      const std::int32_t count = copies.count[h];
+      if (is_read_at_copies(topology, hop, feeding)) {
+        bytes = count * row_bytes;
+      } else if (!returns_rows(topology, hop, feeding, count)) {
+        bytes = sum_bytes;
+      }
+    }
+    add(hop.src_rank, hop.dst_rank, hop.num_rows * bytes);
+  }
+  for (std::int64_t j = 0; j < metadata.num_lines(); ++j) {
+    if (has_hops[at(j)] != 0) continue;
+    for (auto c = metadata.copy_begin(j); c < metadata.copy_end(j); ++c) {
+      const std::int32_t dst = metadata.dst_rank[at(c)];
+      if (dst != homes[at(j)]) add(homes[at(j)], dst, metadata.seq_len[at(j)] * row_bytes);
+    }
+  }
+}
+
+/// The schedule's hops, and those of `others` for lines of which it has none.
+std::vector<RelayHop> completed(const SparseMetadata& metadata, const RelaySchedule& schedule,
+                                const std::vector<RelayHop>& others) {
+  std::vector<RelayHop> hops = schedule.hops;
+  std::vector<std::uint8_t> has_hops(at(metadata.num_lines()));
+  for (const RelayHop& hop : hops) has_hops[at(hop.shard)] = 1;
+  std::vector<std::int32_t> moved(others.size(), -1);
+  for (std::size_t h = 0; h < others.size(); ++h) {
+    if (has_hops[at(others[h].shard)] != 0) continue;
+    moved[h] = static_cast<std::int32_t>(hops.size());
+    hops.push_back(others[h]);
+    if (others[h].after >= 0) hops.back().after = moved[at(others[h].after)];
+  }
+  return hops;
+}
+
+void check_hop_bytes(const char* who, const SequencePart& part) {
+  double rows = 0;
+  for (const RelayHop& hop : part.relay->hops) rows += static_cast<double>(hop.num_rows);
+  const double bytes = rows * (1 + static_cast<double>(sum_row_bytes_of(part)));
+  require(bytes < most_call_bytes, who, ": the relay hops move ", bytes,
+          " bytes, expected below 2^60");
+}
+
+Topology checked_topology(const char* who, std::int32_t world, const SequencePlanOptions& options) {
+  const Topology topology{world, options.ranks_per_node == 0 ? world : options.ranks_per_node};
+  require(options.ranks_per_node >= 0 && world % topology.ranks_per_node == 0, who,
+          ": ranks_per_node = ", options.ranks_per_node,
+          ", expected 0 or a divisor of world_size = ", world);
+  require(options.nvlink_bytes_per_second > 0 && options.network_bytes_per_second > 0, who,
+          ": nvlink_bytes_per_second = ", options.nvlink_bytes_per_second,
+          " and network_bytes_per_second = ", options.network_bytes_per_second, ", expected > 0");
+  require(options.batch_bytes >= 0, who, ": batch_bytes = ", options.batch_bytes,
+          ", expected >= 0");
+  return topology;
+}
+
+bool has_relay(const SequencePart& part) { return part.relay != nullptr && !part.relay->empty(); }
+
+/// Hops of all parts on different ways, and what they cost.
+class WayFinder {
+ public:
+  WayFinder(const Topology& topology, SequenceOperation operation,
+            std::span<const SequencePart> parts, const SequencePlanOptions& options)
+      : topology_(topology), operation_(operation), parts_(parts), options_(options) {}
+
+  using Hops = std::vector<std::vector<RelayHop>>;
+
+  [[nodiscard]] Hops over_nodes(bool once) const {
+    Hops hops;
+    for (const SequencePart& part : parts_)
+      hops.push_back(route_over_nodes(*part.metadata, topology_, row_bytes_of(part), once).hops);
+    return hops;
+  }
+
+  /// @param others for lines of which the schedules have no hops
+  /// @throws InvalidArgument for schedules that do not fit
+  [[nodiscard]] Hops by_schedules(const char* who, const Hops& others) const {
+    Hops hops;
+    const std::vector<std::int64_t> no_rows(at(topology_.world_size));
+    for (std::size_t p = 0; p < parts_.size(); ++p) {
+      hops.push_back(others[p]);
+      if (!has_relay(parts_[p])) continue;
+      (void)follow_hops(who, *parts_[p].metadata, parts_[p].relay->hops, no_rows);
+      check_hop_bytes(who, parts_[p]);
+      hops.back() = completed(*parts_[p].metadata, *parts_[p].relay, others[p]);
+    }
+    return hops;
+  }
+
+  [[nodiscard]] double seconds(const Hops& hops) const {
+    std::vector<LinkBytes> links(at(topology_.world_size));
+    for (std::size_t p = 0; p < parts_.size(); ++p)
+      add_traffic(links, topology_, operation_, parts_[p], hops[p]);
+    return limit_seconds(links, options_.nvlink_bytes_per_second,
+                         options_.network_bytes_per_second);
+  }
+
+ private:
+  const Topology& topology_;
+  SequenceOperation operation_;
+  std::span<const SequencePart> parts_;
+  const SequencePlanOptions& options_;
+};
+
+}  // namespace
+
+bool is_read_at_copies(const Topology& topology, const RelayHop& hop, bool feeds) {
+  return !feeds && topology.node(Rank{hop.src_rank}) == topology.node(Rank{hop.dst_rank});
+}
+
+bool returns_rows(const Topology& topology, const RelayHop& hop, bool feeds,
+                  std::int32_t num_copies) {
+  return !feeds && num_copies == 1 && !is_read_at_copies(topology, hop, feeds);
+}
+
+PartRoutes follow_hops(const char* who, const SparseMetadata& metadata, std::vector<RelayHop> hops,
+                       std::span<const std::int64_t> rows_needed) {
+  PartRoutes routes;
+  routes.hops = std::move(hops);
+  routes.home = homes_of(metadata);
+  routes.has_hops.assign(at(metadata.num_lines()), 0);
+  routes.feeds.assign(routes.hops.size(), 0);
+  routes.passed_rows.assign(at(metadata.world_size), 0);
+  double total_rows = 0;
+  for (std::size_t h = 0; h < routes.hops.size(); ++h) {
+    const RelayHop& hop = routes.hops[h];
+    const char* const expected = wrong_with(routes, h, metadata);
+    require(expected == nullptr, who, ": relay hop ", h, ": ", hop.num_rows, " rows from ",
+            hop.row_begin, " of line ", hop.shard, ", from rank ", hop.src_rank, " to ",
+            hop.dst_rank, ", expected ", expected);
+    routes.has_hops[at(hop.shard)] = 1;
+    if (hop.after >= 0) routes.feeds[at(hop.after)] = 1;
+    total_rows += static_cast<double>(hop.num_rows);
+  }
+  require(total_rows < most_call_bytes, who, ": the relay hops move ", total_rows,
+          " rows, expected below 2^60");
+  LineCopies copies = count_copies(metadata, routes.hops, routes.home);
+  std::vector<std::int64_t> missing(at(metadata.num_lines()));  // rows of receivers without a hop
+  for (std::size_t j = 0; j < missing.size(); ++j)
+    missing[j] = copies.receivers[j] * metadata.seq_len[j];
+  for (std::size_t h = 0; h < routes.hops.size(); ++h) {
+    const RelayHop& hop = routes.hops[h];
+    if (copies.count[h] > 0) {
+      missing[at(hop.shard)] -= hop.num_rows;
+      const auto copy = metadata.copy_begin(hop.shard) + copies.first[h];
+      routes.dst_row.push_back(metadata.dst_offset[at(copy)] + hop.row_begin);
+    } else {
+      std::int64_t& passed = routes.passed_rows[at(hop.dst_rank)];
+      routes.dst_row.push_back(rows_needed[at(hop.dst_rank)] + passed);
+      passed += hop.num_rows;
+    }
+  }
+  routes.num_copies = std::move(copies.count);
+  routes.first_copy = std::move(copies.first);
+  for (std::size_t h = 0; h < routes.hops.size(); ++h) {
+    require(routes.num_copies[h] > 0 || routes.feeds[h] != 0, who, ": relay hop ", h,
+            " brings rows of line ", routes.hops[h].shard, " to rank ", routes.hops[h].dst_rank,
+            ", which neither needs nor forwards them");
+  }
+  const auto wrong = std::ranges::find_if(missing, [](std::int64_t rows) { return rows != 0; });
+  if (wrong == missing.end()) return routes;
+  const std::int64_t line = wrong - missing.begin();
+  const std::int64_t needed = copies.receivers[at(line)] * metadata.seq_len[at(line)];
+  throw InvalidArgument(concat(who, ": the relay hops of line ", line, " bring ", needed - *wrong,
+                               " rows to ranks that need them, expected ", needed));
+}
+
+ChosenWay choose_way(const char* who, SequenceOperation operation,
+                     std::span<const SequencePart> parts, const SequencePlanOptions& options) {
+  const Topology topology = checked_topology(who, parts.front().metadata->world_size, options);
+  const bool back = operation == SequenceOperation::kv_gradient;
+  const WayFinder finder(topology, operation, parts, options);
+  ChosenWay chosen;
+  PlanLimits& limits = chosen.limits;
+  std::vector<std::vector<RelayHop>> hops(parts.size());
+  if (topology.num_nodes() > 1 && back) hops = finder.over_nodes(false);
+  limits.direct_seconds = finder.seconds(hops);
+  limits.once_per_node_seconds = limits.direct_seconds;
+  if (topology.num_nodes() > 1) {
+    auto once = finder.over_nodes(true);
+    limits.once_per_node_seconds = finder.seconds(once);
+    // Rows cross once in any case; sums, which are wider, where that takes less time.
+    if (!back || limits.once_per_node_seconds < limits.direct_seconds) {
+      limits.way = Transfer::once_per_node;
+      hops = std::move(once);
+    }
+  }
+  const double without =
+      limits.way == Transfer::direct ? limits.direct_seconds : limits.once_per_node_seconds;
+  limits.relay_seconds = without;
+  const bool any = std::ranges::any_of(parts, has_relay);
+  if (any) {
+    auto relay = finder.by_schedules(who, hops);
+    limits.relay_seconds = finder.seconds(relay);
+    // On the way back on one node, adding up on the way costs more than the links give back.
+    const bool pays = limits.relay_seconds <= 0.9 * without && !(back && topology.num_nodes() == 1);
+    if (options.relay == RelayUse::always || (options.relay == RelayUse::automatic && pays)) {
+      limits.way = Transfer::relay;
+      hops = std::move(relay);
+    }
+  }
+  chosen.batched = topology.num_nodes() > 1 || limits.way == Transfer::relay;
+  chosen.hops = std::move(hops);
+  return chosen;
+}
+
+}  // namespace waybill::detail
