@@ -26,7 +26,7 @@ class EPAll2AllLayer(OfThisProcess):
 
     Autograd knows dispatch and combine. Whether input, and whether weight, need gradients is the
     same on all ranks, also on one without tokens. Ranks compare that, and what else a call means:
-    a difference is a ``Disagreement`` on all of them, and the layer is of no use afterwards.
+    a difference is a ``Disagreement`` on all of them, and the layer is unusable afterwards.
 
     Under autocast input, weight and biases may be floats of any dtype; else they have the layer's.
 
