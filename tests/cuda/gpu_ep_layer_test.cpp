@@ -62,7 +62,7 @@ void expect_sums(EPAll2AllLayer& layer, DeviceArena& arena, const EPLayout& layo
   const HostTensor& outputs = step.outputs[rank];
   ExpertCombineInput input;
   if (in_place) {
-    const TensorView window = layer.combine_input(outputs.shape()[0]);
+    const TensorView window = layer.combine_input(outputs.shape()[0], {arena.stream()});
     arena.copy(window.data, outputs.bytes().data(), outputs.size_bytes());
     arena.synchronize();
     input.rows = window;

@@ -184,7 +184,7 @@ void check_experts(std::int32_t world_size) {
           const EPDispatched got = layer.dispatch(device.input, stream);
           ConstTensorView rows = got.rows;
           if (in_place) {
-            const TensorView place = layer.combine_input(rows.shape[0]);
+            const TensorView place = layer.combine_input(rows.shape[0], stream);
             arena.copy(place.data, rows.data, rows.shape[0] * config.hidden * 2);
             rows = place;
           }

@@ -93,7 +93,7 @@ TEST(EPLayerErrors, ComeBeforeAnyCommunicationAndTheCallMayBeRepeated) {
                         EPLayout{});
         },
         {"not of this layer"}));
-    EXPECT_TRUE(rejects([&] { (void)layer.combine_input(1 << 20); }, {"combine_input: rows"}));
+    EXPECT_TRUE(rejects([&] { (void)layer.combine_input(1 << 20, {}); }, {"combine_input: rows"}));
     expect_combined(layer, *got.layout, round, rank);
     layer.finalize();
     EXPECT_THROW((void)layer.dispatch(input_of(round, rank)), TransportError);

@@ -167,11 +167,12 @@ TEST(EPLayerRows, OfTwoCombinesHaveAPlaceEach) {
                                    layer.dispatch(input_of(rounds[i + 1], rank))};
       TensorView places[2];
       for (std::size_t k = 0; k < 2; ++k) {
-        places[k] = layer.combine_input(rounds[i + k].outputs[rank].shape()[0]);
+        places[k] = layer.combine_input(rounds[i + k].outputs[rank].shape()[0], {});
         fill(places[k], rounds[i + k].outputs[rank]);
       }
       EXPECT_NE(places[0].data, places[1].data);
-      EXPECT_TRUE(rejects([&] { (void)layer.combine_input(1); }, {"combine_input: the places"}));
+      EXPECT_TRUE(
+          rejects([&] { (void)layer.combine_input(1, {}); }, {"combine_input: the places"}));
       for (std::size_t k = 0; k < 2; ++k) {
         const HostTensor& expected = rounds[i + k].combined[rank];
         HostTensor sums(expected.dtype(), expected.shape());
@@ -206,13 +207,13 @@ TEST(EPLayerRows, DoNotGoWhereOtherRanksMayStillRead) {
                     *got.layout);
       EXPECT_TRUE(same_bytes(ConstTensorView(sums.view()), round.combined[rank]));
     };
-    const TensorView first = layer.combine_input(rows);
+    const TensorView first = layer.combine_input(rows, {});
     fill(first, round.outputs[rank]);
     combine(first);
     // The place of the combine that has just been, and one that was used already.
     EXPECT_TRUE(rejects([&] { combine(first); }, {"combine: input lies in the place of another"}));
-    const TensorView second = layer.combine_input(rows);
-    EXPECT_TRUE(rejects([&] { (void)layer.combine_input(rows); },
+    const TensorView second = layer.combine_input(rows, {});
+    EXPECT_TRUE(rejects([&] { (void)layer.combine_input(rows, {}); },
                         {"combine_input: other ranks may still read"}));
     combine(round.outputs[rank].view());  // elsewhere: the place is used up
     EXPECT_TRUE(rejects([&] { combine(second); }, {"combine: input lies in the place of another"}));

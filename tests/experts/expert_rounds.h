@@ -111,7 +111,7 @@ inline void expect_combined(EPAll2AllLayer& layer, const EPLayout& layout,
                            .biases = biases,
                            .output = sums.view()};
   if (in_place) {
-    const TensorView place = layer.combine_input(round.outputs[rank].shape()[0]);
+    const TensorView place = layer.combine_input(round.outputs[rank].shape()[0], {});
     std::ranges::copy(round.outputs[rank].bytes(), place.data);
     input.rows = place;
   }

@@ -111,7 +111,7 @@ class EPAll2AllLayer {
   /// it gives the place of the one after it; one more, or one right behind a combine whose rows
   /// other ranks still read, is refused. Not collective.
   /// @throws InvalidArgument
-  [[nodiscard]] TensorView combine_input(std::int64_t rows, Stream stream = {});
+  [[nodiscard]] TensorView combine_input(std::int64_t rows, Stream stream);
 
   /// Collective, of the node or the world.
   void ep_barrier_all(Stream stream = {}, bool intra_node_only = false);
