@@ -16,17 +16,6 @@ struct World4 {
   EPRows rows;
 };
 
-EPConfig config_of(std::int32_t per_node) {
-  EPConfig config;
-  config.max_tokens = 13;
-  config.hidden = 24;
-  config.topk = 4;
-  config.num_experts = 12;
-  config.world_size = 4;
-  config.local_world_size = per_node;
-  return config;
-}
-
 /// The same ids with other tokens, and other weights or none; each with its combine.
 std::vector<ExpertRoundCase> rounds_of_one_routing(const EPConfig& config,
                                                    const EPLayerOptions& options, Random& random) {
@@ -49,7 +38,7 @@ class ExpertLayouts : public testing::TestWithParam<World4> {};
 
 TEST_P(ExpertLayouts, GiveWhatTheyGaveAfterOtherDispatchesByTheirRouting) {
   const World4& the = GetParam();
-  const EPConfig config = config_of(the.per_node);
+  const EPConfig config = config_of_four(the.per_node);
   EPLayerOptions options;
   options.enable_local_combine = the.local_combine;
   options.dispatch.rows = the.rows;
@@ -88,7 +77,7 @@ INSTANTIATE_TEST_SUITE_P(Worlds, ExpertLayouts,
                                          World4{1, false, EPRows::grouped}));
 
 TEST(ExpertLayouts, KeepTheirWeightsTables) {
-  const EPConfig config = config_of(4);
+  const EPConfig config = config_of_four(4);
   Random random(72);
   const auto rounds = rounds_of_one_routing(config, {}, random);
   run_thread_world(4, [&](World& world) {

@@ -11,17 +11,6 @@
 namespace waybill::test {
 namespace {
 
-EPConfig config_of(std::int32_t per_node) {
-  EPConfig config;
-  config.max_tokens = 13;
-  config.hidden = 24;
-  config.topk = 4;
-  config.num_experts = 12;
-  config.world_size = 4;
-  config.local_world_size = per_node;
-  return config;
-}
-
 struct Ways {
   std::int32_t per_node;
   bool local_combine;
@@ -97,7 +86,7 @@ TEST(EPLayerRows, ThatDoNotFitAreReportedToAllRanksAndTheirSumsAreNaN) {
   Random random(35);
   for (const Ways& way : {Ways{4, false, EPRows::grouped}, Ways{4, true, EPRows::grouped},
                           Ways{2, false, EPRows::grouped}, Ways{4, false, EPRows::compact}}) {
-    const EPConfig config = config_of(way.per_node);
+    const EPConfig config = config_of_four(way.per_node);
     EPLayerOptions options;
     options.dispatch.rows = way.rows;
     options.enable_local_combine = way.local_combine;
@@ -120,11 +109,11 @@ TEST(EPLayerRows, OfACombineAreAtLeastThoseThatArrived) {
   Random random(36);
   for (const std::int64_t fixed : {0, 60}) {
     const EPLayerOptions options{.fixed_rows = fixed};
-    const auto round =
-        make_round(random_case(config_of(4), random, {.drop = 0, .tokens = 6}), options, random);
+    const auto round = make_round(random_case(config_of_four(4), random, {.drop = 0, .tokens = 6}),
+                                  options, random);
     run_thread_world(4, [&](World& world) {
       const auto rank = static_cast<std::size_t>(to_int(world.rank()));
-      EPAll2AllLayer layer(world, at_rank(config_of(4), world), options);
+      EPAll2AllLayer layer(world, at_rank(config_of_four(4), world), options);
       const EPDispatched got = layer.dispatch(input_of(round, rank));
       const std::int64_t arrived = round.outputs[rank].shape()[0];
       ASSERT_GT(arrived, 1);
@@ -157,11 +146,12 @@ TEST(EPLayerRows, OfTwoCombinesHaveAPlaceEach) {
   const EPLayerOptions options;
   std::vector<ExpertRoundCase> rounds;
   for (int i = 0; i < 8; ++i) {
-    rounds.push_back(make_round(random_case(config_of(4), random, {.drop = 0}), options, random));
+    rounds.push_back(
+        make_round(random_case(config_of_four(4), random, {.drop = 0}), options, random));
   }
   run_thread_world(4, [&](World& world) {
     const auto rank = static_cast<std::size_t>(to_int(world.rank()));
-    EPAll2AllLayer layer(world, at_rank(config_of(4), world), options);
+    EPAll2AllLayer layer(world, at_rank(config_of_four(4), world), options);
     for (std::size_t i = 0; i < rounds.size(); i += 2) {
       const EPDispatched made[] = {layer.dispatch(input_of(rounds[i], rank)),
                                    layer.dispatch(input_of(rounds[i + 1], rank))};
@@ -195,10 +185,10 @@ TEST(EPLayerRows, DoNotGoWhereOtherRanksMayStillRead) {
   Random random(38);
   const EPLayerOptions options;
   const auto round =
-      make_round(random_case(config_of(4), random, {.drop = 0, .tokens = 6}), options, random);
+      make_round(random_case(config_of_four(4), random, {.drop = 0, .tokens = 6}), options, random);
   run_thread_world(4, [&](World& world) {
     const auto rank = static_cast<std::size_t>(to_int(world.rank()));
-    EPAll2AllLayer layer(world, at_rank(config_of(4), world), options);
+    EPAll2AllLayer layer(world, at_rank(config_of_four(4), world), options);
     const EPDispatched got = layer.dispatch(input_of(round, rank));
     const std::int64_t rows = round.outputs[rank].shape()[0];
     HostTensor sums(round.combined[rank].dtype(), round.combined[rank].shape());

@@ -12,6 +12,18 @@
 
 namespace waybill::test {
 
+/// A small layer of four ranks.
+inline EPConfig config_of_four(std::int32_t per_node) {
+  EPConfig config;
+  config.max_tokens = 13;
+  config.hidden = 24;
+  config.topk = 4;
+  config.num_experts = 12;
+  config.world_size = 4;
+  config.local_world_size = per_node;
+  return config;
+}
+
 /// One dispatch and combine of all ranks, and what the simulation makes of them.
 struct ExpertRoundCase {
   ExpertCase inputs;
