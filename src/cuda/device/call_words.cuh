@@ -69,6 +69,14 @@ __device__ inline bool is_disagreement(std::uint64_t difference) {
   return difference != 0 && (difference & fingerprint_tag_mask) == 0;
 }
 
+/// The same of words that may never have come: a rank that tells nothing, such as this one itself,
+/// has zeros, which have the tag of every 65536th call.
+__device__ inline bool tells_otherwise(const CallWords& mine, const CallWords& theirs,
+                                       std::uint64_t epoch) {
+  const bool has_told = theirs.word[0] >> fingerprint_tag_bits != 0;
+  return has_told && is_disagreement(difference(mine, theirs, epoch));
+}
+
 __device__ inline void report_disagreement(const FaultSink& sink, FaultKind call, std::int32_t rank,
                                            const CallWords& mine, std::int32_t peer,
                                            const CallWords& theirs, std::uint64_t epoch,
@@ -82,7 +90,7 @@ __device__ inline void report_disagreement(const FaultSink& sink, FaultKind call
 }
 
 /// For waits that come to a bad end: reports the first rank, from `first` on, that has told of this
-/// call that it means another one. P: MeetParams or LegParams. One that tells nothing has zeros.
+/// call that it means another one. P: MeetParams or LegParams.
 template <class P>
 __device__ inline void report_told(const P& p, std::uint64_t* arrivals, std::uint64_t epoch,
                                    std::int32_t first, std::uint64_t waited_ns) {
@@ -91,8 +99,7 @@ __device__ inline void report_told(const P& p, std::uint64_t* arrivals, std::uin
     const std::int32_t other = (first + k) % p.world_size;
     const CallWords theirs =
         load_words(words_at(arrivals, p.fingerprint, p.world_size, epoch, other));
-    const bool has_told = theirs.word[0] >> fingerprint_tag_bits != 0;
-    if (other == p.rank || !has_told || !is_disagreement(difference(mine, theirs, epoch))) continue;
+    if (other == p.rank || !tells_otherwise(mine, theirs, epoch)) continue;
     report_disagreement(p.sink, p.kind, p.rank, mine, other, theirs, epoch, waited_ns);
     return;
   }

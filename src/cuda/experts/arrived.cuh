@@ -1,5 +1,7 @@
 #pragma once
 
+#include <type_traits>
+
 #include "input_fault.cuh"
 #include "streams.cuh"
 

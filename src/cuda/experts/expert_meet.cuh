@@ -114,8 +114,8 @@ __device__ inline void await_earlier_kernel() {
 /// Whether a rank has said that it means another call.
 __device__ inline bool means_another_call(const MeetParams& p, std::uint64_t epoch,
                                           std::int32_t peer) {
-  return is_disagreement(
-      difference(load_call_words(p.fingerprint), load_words(told_at(p, epoch, peer)), epoch));
+  return tells_otherwise(load_call_words(p.fingerprint), load_words(told_at(p, epoch, peer)),
+                         epoch);
 }
 
 /// For waits for a peer: it reports if that means another call, as such a one may never come, or
