@@ -72,7 +72,7 @@ struct Sums {
 void add_plan(const Job& job, const AttentionPlan& plan, Sums& sums) {
   const auto in = plan.bytes_in();
   const double max_in = largest(in);
-  const double relay_out = largest(plan.bytes_out(Transfer::relay));
+  const double relay_out = largest(plan.bytes_out(TransferMode::relay));
   sums.imbalance += plan.imbalance();
   sums.worst_imbalance = std::max(sums.worst_imbalance, plan.imbalance());
   if (!plan.balanced()) ++sums.unbalanced;
@@ -88,8 +88,8 @@ void add_plan(const Job& job, const AttentionPlan& plan, Sums& sums) {
                  max_in / std::max(2.5 * mean(in), static_cast<double>(plan.least_bytes_in)));
     sums.worst_relay = std::max(sums.worst_relay, relay_out / max_in);
   }
-  sums.direct_ms += plan.limit_seconds(Transfer::direct) * 1e3;
-  sums.relay_ms += plan.limit_seconds(Transfer::relay) * 1e3;
+  sums.direct_ms += plan.limit_seconds(TransferMode::direct) * 1e3;
+  sums.relay_ms += plan.limit_seconds(TransferMode::relay) * 1e3;
   if (!job.check) return;
   const std::vector<Finding> findings = validate(plan);
   if (!findings.empty()) throw InternalError("planner_quality: " + to_string(findings.front()));

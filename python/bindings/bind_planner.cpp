@@ -68,13 +68,13 @@ void add_figures(nb::class_<AttentionPlan>& plan) {
   plan.def(
       "bytes_out",
       [](const AttentionPlan& p, bool relay) {
-        return numpy_array(p.bytes_out(relay ? Transfer::relay : Transfer::direct));
+        return numpy_array(p.bytes_out(relay ? TransferMode::relay : TransferMode::direct));
       },
       "relay"_a);
   plan.def(
       "limit_seconds",
       [](const AttentionPlan& p, bool relay) {
-        return p.limit_seconds(relay ? Transfer::relay : Transfer::direct);
+        return p.limit_seconds(relay ? TransferMode::relay : TransferMode::direct);
       },
       "relay"_a);
   plan.def("imbalance", &AttentionPlan::imbalance);

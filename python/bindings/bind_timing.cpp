@@ -40,8 +40,8 @@ void set(const nb::dict& given, const char* name, Number& field) {
   }
 }
 
-Transfer transfer_of(std::string_view name) {
-  const std::optional<Transfer> transfer = transfer_from_name(name);
+TransferMode transfer_of(std::string_view name) {
+  const std::optional<TransferMode> transfer = transfer_from_name(name);
   require(transfer.has_value(), "predict_step: transfer = \"", name,
           "\", expected \"auto\", \"direct\", \"once_per_node\" or \"relay\"");
   return *transfer;

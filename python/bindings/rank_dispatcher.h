@@ -22,7 +22,7 @@ struct PlanFacts {
   std::vector<std::int64_t> wire_bytes;
   std::int64_t window_bytes;
   std::int32_t num_slots;
-  Transfer way;
+  TransferMode way;
 };
 
 /// A plan of a dispatcher as Python holds it. What is asked while another thread replaces the plan

@@ -22,7 +22,7 @@ void choose_transfer(const std::string& name, StepJob& job) {
   if (name == "auto") return;
   if (name == "relay" && job.relay.empty())
     throw UsageError("--transfer: relay needs a plan with a relay schedule (plan --full)");
-  job.options.transfer = transfer_from_name(name).value_or(Transfer::direct);  // one of them
+  job.options.transfer = transfer_from_name(name).value_or(TransferMode::direct);  // one of them
 }
 
 int run_explain(const ExplainOptions& options, Command command, Program& program) {

@@ -50,10 +50,10 @@ std::string relay_text(const AttentionPlan& plan) {
     return format_bytes(*std::max_element(bytes.begin(), bytes.end()));
   };
   return concat("receivers that forward K and V bring the largest bytes out from ",
-                largest(plan.bytes_out(Transfer::direct)), " to ",
-                largest(plan.bytes_out(Transfer::relay)), ", the limit from ",
-                format_seconds(plan.limit_seconds(Transfer::direct)), " to ",
-                format_seconds(plan.limit_seconds(Transfer::relay)));
+                largest(plan.bytes_out(TransferMode::direct)), " to ",
+                largest(plan.bytes_out(TransferMode::relay)), ", the limit from ",
+                format_seconds(plan.limit_seconds(TransferMode::direct)), " to ",
+                format_seconds(plan.limit_seconds(TransferMode::relay)));
 }
 
 ReportContext report_context(const MainJob& job, const MainJobOptions& options,

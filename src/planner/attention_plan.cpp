@@ -31,20 +31,23 @@ std::vector<std::int64_t> AttentionPlan::bytes_in() const {
   return sums;
 }
 
-std::vector<std::int64_t> AttentionPlan::bytes_out() const { return bytes_out(Transfer::direct); }
+std::vector<std::int64_t> AttentionPlan::bytes_out() const {
+  return bytes_out(TransferMode::direct);
+}
 
-std::vector<std::int64_t> AttentionPlan::bytes_out(Transfer transfer) const {
+std::vector<std::int64_t> AttentionPlan::bytes_out(TransferMode transfer) const {
   const std::vector<LinkBytes> from = links_of(transfer);
   std::vector<std::int64_t> sums(from.size());
   std::transform(from.begin(), from.end(), sums.begin(), [](const auto& l) { return l.out(); });
   return sums;
 }
 
-std::vector<LinkBytes> AttentionPlan::links_of(Transfer transfer) const {
-  if (transfer == Transfer::relay && !relay.empty()) return relay.links;
+std::vector<LinkBytes> AttentionPlan::links_of(TransferMode transfer) const {
+  if (transfer == TransferMode::relay && !relay.empty()) return relay.links;
   const Topology topology{plan.world_size, options.hardware.ranks_per_node};
   const bool full_nodes = topology.world_size % topology.ranks_per_node == 0;
-  if (transfer != Transfer::once_per_node || !full_nodes || topology.num_nodes() < 2) return links;
+  if (transfer != TransferMode::once_per_node || !full_nodes || topology.num_nodes() < 2)
+    return links;
   const QkvRouting routing = compute_qkv_routing(plan);
   auto sums = route_over_nodes(routing.fwd_kv, topology, options.model.kv_row_bytes()).links;
   const auto q = direct_links(routing.fwd_q, topology, options.model.q_row_bytes());
@@ -68,7 +71,7 @@ bool AttentionPlan::balanced() const {
          std::max(options.imbalance_target * mean, mean + static_cast<double>(block_work));
 }
 
-double AttentionPlan::limit_seconds(Transfer transfer) const {
+double AttentionPlan::limit_seconds(TransferMode transfer) const {
   return waybill::limit_seconds(links_of(transfer), options.hardware.nvlink_bytes_per_second,
                                 options.hardware.network_bytes_per_second);
 }
@@ -119,14 +122,14 @@ std::string to_string(const AttentionPlan& plan) {
   write_bytes(out, "bytes in", plan.bytes_in());
   write_bytes(out, "bytes out", plan.bytes_out());
   if (!plan.relay.empty()) {
-    write_bytes(out, "bytes out with relay", plan.bytes_out(Transfer::relay));
+    write_bytes(out, "bytes out with relay", plan.bytes_out(TransferMode::relay));
     out << "relay: " << plan.relay.hops.size() << " hops, " << plan.relay.num_stages << " stages\n";
   }
-  out << "limit: " << milliseconds(plan.limit_seconds(Transfer::direct));
+  out << "limit: " << milliseconds(plan.limit_seconds(TransferMode::direct));
   if (plan.plan.world_size > plan.options.hardware.ranks_per_node)
-    out << ", once per node " << milliseconds(plan.limit_seconds(Transfer::once_per_node));
+    out << ", once per node " << milliseconds(plan.limit_seconds(TransferMode::once_per_node));
   if (!plan.relay.empty())
-    out << ", with relay " << milliseconds(plan.limit_seconds(Transfer::relay));
+    out << ", with relay " << milliseconds(plan.limit_seconds(TransferMode::relay));
   out << '\n';
   return out.str();
 }

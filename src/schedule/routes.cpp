@@ -302,12 +302,12 @@ ChosenWay choose_way(const char* who, SequenceOperation operation,
     limits.once_per_node_seconds = finder.seconds(once);
     // Rows cross once in any case; sums, which are wider, where that takes less time.
     if (!back || limits.once_per_node_seconds < limits.direct_seconds) {
-      limits.way = Transfer::once_per_node;
+      limits.way = TransferMode::once_per_node;
       hops = std::move(once);
     }
   }
   const double without =
-      limits.way == Transfer::direct ? limits.direct_seconds : limits.once_per_node_seconds;
+      limits.way == TransferMode::direct ? limits.direct_seconds : limits.once_per_node_seconds;
   limits.relay_seconds = without;
   const bool any = std::ranges::any_of(parts, has_relay);
   if (any) {
@@ -316,11 +316,11 @@ ChosenWay choose_way(const char* who, SequenceOperation operation,
     // On the way back on one node, adding up on the way costs more than the links give back.
     const bool pays = limits.relay_seconds <= 0.9 * without && !(back && topology.num_nodes() == 1);
     if (options.relay == RelayUse::always || (options.relay == RelayUse::automatic && pays)) {
-      limits.way = Transfer::relay;
+      limits.way = TransferMode::relay;
       hops = std::move(relay);
     }
   }
-  chosen.batched = topology.num_nodes() > 1 || limits.way == Transfer::relay;
+  chosen.batched = topology.num_nodes() > 1 || limits.way == TransferMode::relay;
   chosen.hops = std::move(hops);
   return chosen;
 }

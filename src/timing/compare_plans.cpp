@@ -10,7 +10,7 @@ std::vector<NamedStep> compare_plans(std::span<const std::int64_t> doc_lengths,
   const AttentionPlan planned = plan_attention(doc_lengths, options.planner);
   StepOptions step = StepOptions::of(planned);
   step.costs = options.costs;
-  step.transfer = Transfer::direct;
+  step.transfer = TransferMode::direct;
   const StaticPlanOptions fixed{
       .world_size = planned.options.world_size,
       .tokens_per_rank = planned.options.tokens_per_rank,
@@ -28,7 +28,7 @@ std::vector<NamedStep> compare_plans(std::span<const std::int64_t> doc_lengths,
   const std::int64_t num_shards = planned.plan.num_shards();
   steps.push_back({"planner", num_shards, predictor.predict(step)});
   if (predictor.has_relay()) {
-    step.transfer = Transfer::relay;
+    step.transfer = TransferMode::relay;
     steps.push_back({"planner, relay", num_shards, predictor.predict(step)});
   }
   return steps;
@@ -38,14 +38,14 @@ std::vector<NamedStep> compare_transfers(const StepPredictor& predictor, const S
                                          std::int64_t num_shards) {
   StepOptions step = options;
   std::vector<NamedStep> steps;
-  const auto add = [&](const char* name, Transfer transfer) {
+  const auto add = [&](const char* name, TransferMode transfer) {
     step.transfer = transfer;
     steps.push_back({name, num_shards, predictor.predict(step)});
   };
-  add("direct", Transfer::direct);
+  add("direct", TransferMode::direct);
   if (steps.front().step.world_size > options.hardware.ranks_per_node)
-    add("once a node", Transfer::once_per_node);
-  if (predictor.has_relay()) add("relay", Transfer::relay);
+    add("once a node", TransferMode::once_per_node);
+  if (predictor.has_relay()) add("relay", TransferMode::relay);
   return steps;
 }
 

@@ -70,10 +70,10 @@ std::vector<Flow> q_flows(const TimedPlan& timed, std::int64_t row_bytes) {
   return flows_of_pairs(timed.routing.fwd_q.recv, row_bytes);
 }
 
-std::vector<Flow> kv_flows(const TimedPlan& timed, const Topology& nodes, Transfer transfer,
+std::vector<Flow> kv_flows(const TimedPlan& timed, const Topology& nodes, TransferMode transfer,
                            std::int64_t row_bytes) {
-  if (transfer == Transfer::direct) return flows_of_pairs(timed.routing.fwd_kv.recv, row_bytes);
-  if (transfer == Transfer::relay) return flows_of_hops(timed.relay->hops, row_bytes);
+  if (transfer == TransferMode::direct) return flows_of_pairs(timed.routing.fwd_kv.recv, row_bytes);
+  if (transfer == TransferMode::relay) return flows_of_hops(timed.relay->hops, row_bytes);
   std::vector<KvMove> moves;
   visit_kv_moves(timed, nodes, transfer, [&](const KvMove& move) { moves.push_back(move); });
   return flows_of_moves(std::move(moves), row_bytes);

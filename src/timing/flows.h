@@ -44,6 +44,6 @@ struct FlowSet {
 
 /// Rows of KV; once a pair of ranks and feeder, or once a hop.
 [[nodiscard]] std::vector<Flow> kv_flows(const TimedPlan& timed, const Topology& nodes,
-                                         Transfer transfer, std::int64_t row_bytes);
+                                         TransferMode transfer, std::int64_t row_bytes);
 
 }  // namespace waybill::detail

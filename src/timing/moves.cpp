@@ -67,9 +67,9 @@ std::int64_t sum_width(const ModelShape& model) {
   return element >= 4 ? 1 : 4 / element;
 }
 
-void visit_kv_moves(const TimedPlan& timed, const Topology& nodes, Transfer transfer,
+void visit_kv_moves(const TimedPlan& timed, const Topology& nodes, TransferMode transfer,
                     const std::function<void(const KvMove&)>& visit) {
-  if (transfer == Transfer::relay) {
+  if (transfer == TransferMode::relay) {
     visit_relay(timed, visit);
     return;
   }
@@ -81,7 +81,7 @@ void visit_kv_moves(const TimedPlan& timed, const Topology& nodes, Transfer tran
                 .rows = timed.plan->shard_len[at(n)]};
     if (move.rows == 0) continue;
     ranks.assign(kv.dst_rank.begin() + kv.copy_begin(n), kv.dst_rank.begin() + kv.copy_end(n));
-    if (transfer == Transfer::once_per_node) {
+    if (transfer == TransferMode::once_per_node) {
       std::sort(ranks.begin(), ranks.end());
       visit_once_per_node(nodes, move, ranks, visit);
       continue;

@@ -36,7 +36,7 @@ struct TimedPlan {
 };
 
 /// Calls `visit` for every move of KV between ranks, straight or once a node.
-void visit_kv_moves(const TimedPlan& timed, const Topology& nodes, Transfer transfer,
+void visit_kv_moves(const TimedPlan& timed, const Topology& nodes, TransferMode transfer,
                     const std::function<void(const KvMove&)>& visit);
 
 /// [N] (query, key) pairs of each shard: by the mask; without a window by the plan's kv_begin.

@@ -90,8 +90,9 @@ struct StepFlows {
         detail::kv_flows(timed, nodes, options.transfer, options.model.kv_row_bytes());
     dispatch.flows = kv;  // first: flows name others by their place
     dispatch.flows.insert(dispatch.flows.end(), q.flows.begin(), q.flows.end());
-    gradient.flows = detail::kv_flows(timed, nodes, Transfer::direct, options.model.kv_row_bytes());
-    if (options.transfer != Transfer::direct) {
+    gradient.flows =
+        detail::kv_flows(timed, nodes, TransferMode::direct, options.model.kv_row_bytes());
+    if (options.transfer != TransferMode::direct) {
       forwarded_gradient.flows =
           detail::gradient_flows(std::move(kv), detail::sum_width(options.model));
     }
@@ -129,7 +130,7 @@ double end_of(const PhasePrediction& phase) {
 
 // Takes dK and dV back as K and V went, where that is sooner than straight.
 void try_forwarded_gradient(const StepFlows& flows, const Topology& nodes, StepPrediction& step) {
-  if (step.options.transfer == Transfer::direct) return;
+  if (step.options.transfer == TransferMode::direct) return;
   PhasePrediction forwarded;
   forwarded.phase = StepPhase::kv_gradient;
   forwarded.begin = step.phases.back().begin;
@@ -242,7 +243,7 @@ StepPrediction StepPredictor::predict_even(const StepOptions& options) const {
 
 StepPrediction StepPredictor::Memory::predict(const StepOptions& options, bool even) const {
   options.check(who);
-  require(options.transfer != Transfer::relay || timed.relay != nullptr, who,
+  require(options.transfer != TransferMode::relay || timed.relay != nullptr, who,
           ": options.transfer = relay, expected direct or once_per_node: the plan has no relay "
           "schedule");
   check_bytes(timed, options);

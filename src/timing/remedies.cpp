@@ -20,12 +20,12 @@ std::vector<Remedy> step_remedies(const StepPredictor& predictor, const StepPred
   };
   const bool several_nodes = step.world_size > step.options.hardware.ranks_per_node;
   StepOptions options = step.options;
-  if (predictor.has_relay() && options.transfer != Transfer::relay) {
-    options.transfer = Transfer::relay;
+  if (predictor.has_relay() && options.transfer != TransferMode::relay) {
+    options.transfer = TransferMode::relay;
     add(RemedyKind::relay, options);
   }
-  if (several_nodes && step.options.transfer == Transfer::direct) {
-    options.transfer = Transfer::once_per_node;
+  if (several_nodes && step.options.transfer == TransferMode::direct) {
+    options.transfer = TransferMode::once_per_node;
     add(RemedyKind::once_per_node, options);
   }
   options = step.options;

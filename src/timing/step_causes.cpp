@@ -78,7 +78,7 @@ void find_documents(const TimedPlan& timed, const Topology& nodes, const StepPre
         tally.add(timed.document[at(n)], plan.shard_len[at(n)] * q_bytes);
     }
   }
-  const auto add_kv = [&](StepPhase phase, Transfer transfer, std::int64_t width) {
+  const auto add_kv = [&](StepPhase phase, TransferMode transfer, std::int64_t width) {
     visit_kv_moves(timed, nodes, transfer, [&](const KvMove& move) {
       const bool same = nodes.share_node(Rank{move.src}, Rank{move.dst});
       for (Tally& tally : links) {

@@ -19,7 +19,7 @@ StepOptions StepOptions::of(const AttentionPlan& plan) {
   options.model = plan.options.model;
   options.mask = plan.options.mask;
   options.hardware = plan.options.hardware;
-  options.transfer = plan.relay.empty() ? Transfer::direct : Transfer::relay;
+  options.transfer = plan.relay.empty() ? TransferMode::direct : TransferMode::relay;
   return options;
 }
 

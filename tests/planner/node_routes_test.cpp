@@ -62,14 +62,14 @@ TEST(NodeRoutes, LimitsOfPlansFallWithTheCopiesInANode) {
     options.hardware.ranks_per_node = 4;
     options.hardware.nvlink_bytes_per_second = 1e18;  // the network decides
     const AttentionPlan plan = plan_attention(test::random_flat(random, options), options);
-    const double once = plan.limit_seconds(Transfer::once_per_node);
+    const double once = plan.limit_seconds(TransferMode::once_per_node);
     std::int64_t direct_bytes = 0;
     std::int64_t once_bytes = 0;
     for (const LinkBytes& link : plan.links) direct_bytes += link.network_out;
-    for (const LinkBytes& link : plan.links_of(Transfer::once_per_node))
+    for (const LinkBytes& link : plan.links_of(TransferMode::once_per_node))
       once_bytes += link.network_out;
     EXPECT_LE(once_bytes, direct_bytes) << "seed " << seed;
-    num_lower += once < plan.limit_seconds(Transfer::direct) ? 1 : 0;
+    num_lower += once < plan.limit_seconds(TransferMode::direct) ? 1 : 0;
   }
   EXPECT_GT(num_lower, 5);
 }

@@ -62,7 +62,7 @@ Quality measure(const char* distribution, std::int32_t world_size, int num_seeds
     q.mean_in += mean / mib / num_seeds;
     q.max_in += largest(in) / mib / num_seeds;
     q.max_out += largest(plan.bytes_out()) / mib / num_seeds;
-    q.relay_out += largest(plan.bytes_out(Transfer::relay)) / mib / num_seeds;
+    q.relay_out += largest(plan.bytes_out(TransferMode::relay)) / mib / num_seeds;
     q.over_bound = std::max(
         q.over_bound, largest(in) / std::max(2.5 * mean, static_cast<double>(plan.least_bytes_in)));
     q.shards_per_document += static_cast<double>(plan.plan.num_shards()) /
@@ -110,8 +110,9 @@ TEST(PlannerQualityOverNodes, RelaySavesNetworkTime) {
   for (std::uint64_t seed = 0; seed < 4; ++seed) {
     const AttentionPlan plan = plan_attention(
         packed(sample_documents(length_distribution("wlbllm"), 64 * 65536, seed)), options);
-    EXPECT_LT(plan.limit_seconds(Transfer::relay), 0.5 * plan.limit_seconds(Transfer::direct));
-    EXPECT_LE(largest(plan.bytes_out(Transfer::relay)), 2.5 * largest(plan.bytes_in()));
+    EXPECT_LT(plan.limit_seconds(TransferMode::relay),
+              0.5 * plan.limit_seconds(TransferMode::direct));
+    EXPECT_LE(largest(plan.bytes_out(TransferMode::relay)), 2.5 * largest(plan.bytes_in()));
   }
 }
 

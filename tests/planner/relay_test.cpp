@@ -137,8 +137,8 @@ TEST(Relay, NoneWhenNotAskedFor) {
   const AttentionPlan plan =
       plan_attention(test::random_documents(random, 8 * 4096, 20000), options);
   EXPECT_TRUE(plan.relay.empty());
-  EXPECT_EQ(plan.limit_seconds(Transfer::relay), plan.limit_seconds(Transfer::direct));
-  EXPECT_EQ(plan.bytes_out(Transfer::relay), plan.bytes_out());
+  EXPECT_EQ(plan.limit_seconds(TransferMode::relay), plan.limit_seconds(TransferMode::direct));
+  EXPECT_EQ(plan.bytes_out(TransferMode::relay), plan.bytes_out());
 }
 
 }  // namespace

@@ -56,7 +56,7 @@ TEST(ExplainStep, SaysWhatIsSlowAndWhatWouldHelp) {
   const AttentionPlan plan = small_plan();
   const StepPredictor predictor(plan);
   StepOptions options = StepOptions::of(plan);
-  options.transfer = Transfer::direct;
+  options.transfer = TransferMode::direct;
   options.hardware.network_bytes_per_second = 1e9;  // then the network is what hurts
   const StepPrediction step = predictor.predict(options);
   const auto sentences = explain_step(step, step_remedies(predictor, step));

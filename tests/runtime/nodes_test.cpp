@@ -72,7 +72,7 @@ TEST(Nodes, real_skewed_plans_equal_the_simulation) {
                            if (use == RelayUse::always) {
                              check_step(world, dispatcher, node);
                            } else if (topology.num_nodes() == 1) {  // a real plan needs no order
-                             EXPECT_EQ(forward.plan().limits.way, Transfer::relay);
+                             EXPECT_EQ(forward.plan().limits.way, TransferMode::relay);
                              EXPECT_GT(forward.plan().limits.direct_seconds,
                                        1.8 * forward.plan().limits.relay_seconds);
                            }

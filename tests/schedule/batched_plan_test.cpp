@@ -162,7 +162,7 @@ TEST(BatchedPlans, the_planners_schedules_fit) {
     const std::vector<SequencePart> kv{{&routing.fwd_kv, {format, format}, &attention.relay}};
     for (const auto operation : {SequenceOperation::dispatch, SequenceOperation::kv_gradient}) {
       const auto plans = plans_of(kv, operation, small_batches(topology));
-      EXPECT_EQ(plans[0].limits.way, Transfer::relay);
+      EXPECT_EQ(plans[0].limits.way, TransferMode::relay);
       EXPECT_EQ(first_of(test::check_sequence_plans(plans, kv, topology.ranks_per_node)), "");
     }
   }
@@ -205,7 +205,7 @@ TEST(BatchedPlans, limits_decide_and_can_be_overridden) {
   SequencePlanOptions options{.nvlink_bytes_per_second = 1e9};
   // Rows of shard s go to ranks s..7: 1 + 2 + ... + 6 + 7 + 7 times 100 rows of 2000 bytes.
   const SequencePlan plan = compile_dispatch(kv, Rank{0}, options);
-  EXPECT_EQ(plan.limits.way, Transfer::relay);
+  EXPECT_EQ(plan.limits.way, TransferMode::relay);
   EXPECT_NEAR(plan.limits.direct_seconds, 35 * 100 * 2000 / 1e9, 1e-9);
   EXPECT_NEAR(plan.limits.relay_seconds, 8 * 100 * 2000 / 1e9, 1e-9);
   EXPECT_FALSE(plan.batches.empty());
@@ -215,9 +215,9 @@ TEST(BatchedPlans, limits_decide_and_can_be_overridden) {
   options.relay = RelayUse::automatic;
   const SequencePlan back = compile_kv_gradient(kv, Rank{0}, options);
   EXPECT_GT(back.limits.relay_seconds, 1.5 * plan.limits.relay_seconds);
-  EXPECT_EQ(back.limits.way, Transfer::direct);  // on one node only when asked for
+  EXPECT_EQ(back.limits.way, TransferMode::direct);  // on one node only when asked for
   options.relay = RelayUse::always;
-  EXPECT_EQ(compile_kv_gradient(kv, Rank{0}, options).limits.way, Transfer::relay);
+  EXPECT_EQ(compile_kv_gradient(kv, Rank{0}, options).limits.way, TransferMode::relay);
   options.relay = RelayUse::automatic;
 
   // A schedule that wins little is not taken, unless it must be.
@@ -230,9 +230,9 @@ TEST(BatchedPlans, limits_decide_and_can_be_overridden) {
     }
   }
   const std::vector<SequencePart> same{{&routing.fwd_kv, {format}, &straight}};
-  EXPECT_EQ(compile_dispatch(same, Rank{0}, options).limits.way, Transfer::direct);
+  EXPECT_EQ(compile_dispatch(same, Rank{0}, options).limits.way, TransferMode::direct);
   options.relay = RelayUse::always;
-  EXPECT_EQ(compile_dispatch(same, Rank{0}, options).limits.way, Transfer::relay);
+  EXPECT_EQ(compile_dispatch(same, Rank{0}, options).limits.way, TransferMode::relay);
 }
 
 TEST(BatchedPlans, rows_cross_between_nodes_once) {
@@ -242,7 +242,7 @@ TEST(BatchedPlans, rows_cross_between_nodes_once) {
   SequencePlanOptions options{.ranks_per_node = 4, .network_bytes_per_second = 1e9};
   const auto plans = plans_of(kv, SequenceOperation::dispatch, options);
   // Shards 0..4 go to ranks 4..7, shards 5..7 to fewer; each once, to rank 4 but for the last.
-  EXPECT_EQ(plans[0].limits.way, Transfer::once_per_node);
+  EXPECT_EQ(plans[0].limits.way, TransferMode::once_per_node);
   EXPECT_NEAR(plans[0].limits.once_per_node_seconds, 8 * 100 * 2000 / 1e9, 1e-9);
   EXPECT_NEAR(plans[0].limits.direct_seconds, (5 * 4 + 3 + 2 + 1) * 100 * 2000 / 1e9, 1e-9);
   EXPECT_EQ(plans[0].wire_bytes[4], 7 * 100 * 2000);

@@ -52,7 +52,8 @@ std::int64_t most_bytes(const PhasePrediction& phase) {
 
 /// K and V of the plan with the largest ratio of bytes out to bytes in, of 20 draws, as
 /// waybill_bench_gpu_sequence takes it; rows of Q too small to count.
-PhasePrediction skewed_phase(std::int32_t world_size, const char* distribution, Transfer transfer) {
+PhasePrediction skewed_phase(std::int32_t world_size, const char* distribution,
+                             TransferMode transfer) {
   AttentionPlan worst;
   double most = 0;
   for (std::uint64_t seed = 0; seed < 20; ++seed) {
@@ -109,10 +110,10 @@ TEST(Measured, FourRanksWithinFifteenPercent) {
        {"wlbllm_gradient", documents_phase(4, "wlbllm", StepPhase::kv_gradient), 768, 2455},
        {"prolong_dispatch", documents_phase(4, "prolong", StepPhase::dispatch), 818, 2366},
        {"prolong_gradient", documents_phase(4, "prolong", StepPhase::kv_gradient), 424, 1306},
-       {"wlbllm_skewed", skewed_phase(4, "wlbllm", Transfer::direct), 506, 1458},
-       {"prolong_skewed", skewed_phase(4, "prolong", Transfer::direct), 242, 752},
-       {"wlbllm_relay", skewed_phase(4, "wlbllm", Transfer::relay), 187, 815},
-       {"prolong_relay", skewed_phase(4, "prolong", Transfer::relay), 97, 420}});
+       {"wlbllm_skewed", skewed_phase(4, "wlbllm", TransferMode::direct), 506, 1458},
+       {"prolong_skewed", skewed_phase(4, "prolong", TransferMode::direct), 242, 752},
+       {"wlbllm_relay", skewed_phase(4, "wlbllm", TransferMode::relay), 187, 815},
+       {"prolong_relay", skewed_phase(4, "prolong", TransferMode::relay), 97, 420}});
 }
 
 TEST(Measured, EightRanksWithinFifteenPercent) {
@@ -126,10 +127,10 @@ TEST(Measured, EightRanksWithinFifteenPercent) {
        {"wlbllm_gradient", documents_phase(8, "wlbllm", StepPhase::kv_gradient), 1776, 5291},
        {"prolong_dispatch", documents_phase(8, "prolong", StepPhase::dispatch), 874, 2591},
        {"prolong_gradient", documents_phase(8, "prolong", StepPhase::kv_gradient), 501, 1606},
-       {"wlbllm_skewed", skewed_phase(8, "wlbllm", Transfer::direct), 688, 1992},
-       {"prolong_skewed", skewed_phase(8, "prolong", Transfer::direct), 994, 2900},
-       {"wlbllm_relay", skewed_phase(8, "wlbllm", Transfer::relay), 143, 643},
-       {"prolong_relay", skewed_phase(8, "prolong", Transfer::relay), 250, 1113}});
+       {"wlbllm_skewed", skewed_phase(8, "wlbllm", TransferMode::direct), 688, 1992},
+       {"prolong_skewed", skewed_phase(8, "prolong", TransferMode::direct), 994, 2900},
+       {"wlbllm_relay", skewed_phase(8, "wlbllm", TransferMode::relay), 143, 643},
+       {"prolong_relay", skewed_phase(8, "prolong", TransferMode::relay), 250, 1113}});
 }
 
 }  // namespace

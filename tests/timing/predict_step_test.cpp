@@ -132,7 +132,7 @@ TEST(PredictStep, OverTheNetworkStraight) {
 
 TEST(PredictStep, OverTheNetworkOnceANode) {
   StepOptions options = round_options();
-  options.transfer = Transfer::once_per_node;
+  options.transfer = TransferMode::once_per_node;
   const StepPrediction step = predict_step(two_nodes(), options);
   const PhasePrediction& dispatch = step.phase(StepPhase::dispatch);
   // Keys 0..19 go to rank 2 (home's place in the other node), which forwards them to rank 3. Keys
@@ -147,7 +147,7 @@ TEST(PredictStep, OverTheNetworkOnceANode) {
   EXPECT_EQ(dispatch.waits_for[3], 0);
 
   // Backward the sum of two copies would be as wide as both: they come straight.
-  EXPECT_EQ(step.gradient_transfer, Transfer::direct);
+  EXPECT_EQ(step.gradient_transfer, TransferMode::direct);
   EXPECT_EQ(step.phase(StepPhase::kv_gradient).links[0], (LinkBytes{.network_in = 160 + 400}));
 }
 
@@ -163,14 +163,14 @@ TEST(PredictStep, GradientsAreSummedOnTheWay) {
   plan.doc_shards = {0, 1, 2};
   StepOptions options = round_options();
   options.hardware.ranks_per_node = 3;
-  options.transfer = Transfer::once_per_node;
+  options.transfer = TransferMode::once_per_node;
   const StepPrediction step = predict_step(plan, options);
   const PhasePrediction& dispatch = step.phase(StepPhase::dispatch);
   EXPECT_EQ(dispatch.links[0], (LinkBytes{.network_out = 60 * 20 + 160 + 240 + 80}));
   EXPECT_EQ(dispatch.links[3],
             (LinkBytes{.nvlink_out = 2 * 160 + 2 * 240, .network_in = 20 * 20 + 160 + 240}));
 
-  EXPECT_EQ(step.gradient_transfer, Transfer::once_per_node);
+  EXPECT_EQ(step.gradient_transfer, TransferMode::once_per_node);
   const PhasePrediction& gradient = step.phase(StepPhase::kv_gradient);
   // Two sums in float32 from rank 3, and rank 5's own rows.
   EXPECT_EQ(gradient.links[0], (LinkBytes{.network_in = 2 * 160 + 2 * 240 + 80}));
@@ -208,9 +208,9 @@ TEST(PredictStep, RelayFollowsItsHops) {
   StepOptions options = round_options();
   const QkvPlan plan = two_nodes();
   const StepPredictor predictor(plan, &relay);
-  options.transfer = Transfer::once_per_node;
+  options.transfer = TransferMode::once_per_node;
   const StepPrediction node = predictor.predict(options);
-  options.transfer = Transfer::relay;
+  options.transfer = TransferMode::relay;
   const StepPrediction relayed = predictor.predict(options);
   ASSERT_EQ(relayed.phases.size(), node.phases.size());
   for (std::size_t i = 0; i < node.phases.size(); ++i) EXPECT_EQ(relayed.phases[i], node.phases[i]);
@@ -256,7 +256,7 @@ TEST(PredictStep, RefusesWhatMakesNoSense) {
     }
     return std::string("nothing was thrown");
   };
-  EXPECT_EQ(message_of([](StepOptions& o) { o.transfer = Transfer::relay; }),
+  EXPECT_EQ(message_of([](StepOptions& o) { o.transfer = TransferMode::relay; }),
             "predict_step: options.transfer = relay, expected direct or once_per_node: the plan "
             "has no relay schedule");
   EXPECT_EQ(message_of([](StepOptions& o) { o.hardware.network_bytes_per_second = 0; }),

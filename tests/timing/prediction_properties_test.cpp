@@ -37,8 +37,8 @@ AttentionPlan random_plan(std::uint64_t seed) {
   return plan_attention(lengths, options);
 }
 
-std::vector<Transfer> transfers() {
-  return {Transfer::direct, Transfer::once_per_node, Transfer::relay};
+std::vector<TransferMode> transfers() {
+  return {TransferMode::direct, TransferMode::once_per_node, TransferMode::relay};
 }
 
 std::int64_t sum(const std::vector<LinkBytes>& links, std::int64_t LinkBytes::*field) {
@@ -51,15 +51,15 @@ TEST(PredictionProperties, BytesAreThePlansOwn) {
   for (std::uint64_t seed = 0; seed < num_cases; ++seed) {
     const AttentionPlan plan = random_plan(seed);
     StepOptions options = StepOptions::of(plan);
-    ASSERT_EQ(options.transfer, Transfer::relay);
+    ASSERT_EQ(options.transfer, TransferMode::relay);
     const StepPredictor predictor(plan);
     EXPECT_EQ(predictor.predict(options).phase(StepPhase::dispatch).links, plan.relay.links)
         << "seed " << seed;
-    options.transfer = Transfer::direct;
+    options.transfer = TransferMode::direct;
     const StepPrediction direct = predictor.predict(options);
     EXPECT_EQ(direct.phase(StepPhase::dispatch).links, plan.links) << "seed " << seed;
     EXPECT_EQ(direct.work, plan.work) << "seed " << seed;
-    options.transfer = Transfer::once_per_node;
+    options.transfer = TransferMode::once_per_node;
     const auto once = predictor.predict(options).phase(StepPhase::dispatch).links;
     EXPECT_LE(sum(once, &LinkBytes::network_in), sum(plan.links, &LinkBytes::network_in));
     EXPECT_EQ(sum(once, &LinkBytes::network_in), sum(once, &LinkBytes::network_out));
@@ -72,7 +72,7 @@ TEST(PredictionProperties, OnceANodeMeansOnce) {
   for (std::uint64_t seed = 0; seed < num_cases; ++seed) {
     const AttentionPlan plan = random_plan(seed);
     StepOptions options = StepOptions::of(plan);
-    options.transfer = Transfer::once_per_node;
+    options.transfer = TransferMode::once_per_node;
     const auto links = predict_step(plan, options).phase(StepPhase::dispatch).links;
     EXPECT_EQ(sum(links, &LinkBytes::network_in), sum(plan.relay.links, &LinkBytes::network_in))
         << "seed " << seed;
@@ -83,7 +83,7 @@ TEST(PredictionProperties, PhasesFitTogether) {
   for (std::uint64_t seed = 0; seed < num_cases; ++seed) {
     const AttentionPlan plan = random_plan(seed);
     StepOptions options = StepOptions::of(plan);
-    for (const Transfer transfer : transfers()) {
+    for (const TransferMode transfer : transfers()) {
       options.transfer = transfer;
       const StepPrediction step = predict_step(plan, options);
       double bound = 0;
@@ -104,7 +104,7 @@ TEST(PredictionProperties, PhasesFitTogether) {
       EXPECT_NEAR(spent, step.seconds, 1e-9 * step.seconds) << "the path is the whole step";
       EXPECT_LT(step.forward_seconds, step.seconds);
       // Without forwarding, phases that everybody begins together are the worst there is.
-      if (transfer == Transfer::direct) {
+      if (transfer == TransferMode::direct) {
         EXPECT_LE(step.seconds, bound * (1 + 1e-9));
       }
     }
@@ -115,7 +115,7 @@ TEST(PredictionProperties, MoreOfAnythingIsNeverSlower) {
   for (std::uint64_t seed = 0; seed < num_cases; ++seed) {
     const AttentionPlan plan = random_plan(seed);
     const StepPredictor predictor(plan);
-    for (const Transfer transfer : transfers()) {
+    for (const TransferMode transfer : transfers()) {
       StepOptions options = StepOptions::of(plan);
       options.transfer = transfer;
       options.costs.forward_chunk_bytes = 20000;
@@ -144,9 +144,9 @@ TEST(PredictionProperties, DispatchStaysNearTheLimit) {
     const AttentionPlan plan = random_plan(seed);
     StepOptions options = StepOptions::of(plan);
     options.costs.forward_chunk_bytes = 4096;
-    for (const Transfer transfer : {Transfer::direct, Transfer::relay}) {
-      const bool relay = transfer == Transfer::relay;
-      options.transfer = relay ? Transfer::relay : Transfer::direct;
+    for (const TransferMode transfer : {TransferMode::direct, TransferMode::relay}) {
+      const bool relay = transfer == TransferMode::relay;
+      options.transfer = relay ? TransferMode::relay : TransferMode::direct;
       const PhasePrediction dispatch = predict_step(plan, options).phase(StepPhase::dispatch);
       const double end = *std::max_element(dispatch.end.begin(), dispatch.end.end());
       const double limit = plan.limit_seconds(transfer);
@@ -177,7 +177,7 @@ TEST(PredictionProperties, PiecesAreTheDispatchersOwn) {
                 {.src_rank = 0, .dst_rank = 2, .shard = 1, .num_rows = 1}};
   const StepPredictor predictor(plan, &relay);
   StepOptions options;
-  options.transfer = Transfer::relay;
+  options.transfer = TransferMode::relay;
   const StepPrediction unsaid = predictor.predict(options);
   options.costs.forward_chunk_bytes = std::int64_t{2} << 20;
   EXPECT_EQ(unsaid.phases[0], predictor.predict(options).phases[0]);
@@ -189,7 +189,7 @@ TEST(PredictionProperties, RemediesAreStepsWithOneChange) {
   const AttentionPlan plan = random_plan(3);
   const StepPredictor predictor(plan);
   StepOptions options = StepOptions::of(plan);
-  options.transfer = Transfer::direct;
+  options.transfer = TransferMode::direct;
   const StepPrediction step = predictor.predict(options);
   const std::vector<Remedy> remedies = step_remedies(predictor, step);
   ASSERT_GE(remedies.size(), 4U);
@@ -223,7 +223,7 @@ TEST(PredictionProperties, LargestWorldInTime) {
       sample_documents(length_distribution("prolong"), std::int64_t{4096} * 65536, 0);
   ASSERT_GE(lengths.size(), 80000U);
   const AttentionPlan plan = plan_attention(lengths, {.world_size = 4096});
-  for (const Transfer transfer : transfers()) {
+  for (const TransferMode transfer : transfers()) {
     StepOptions options = StepOptions::of(plan);
     options.transfer = transfer;
     const auto start = std::chrono::steady_clock::now();

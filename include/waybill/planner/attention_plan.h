@@ -7,7 +7,7 @@
 
 #include "waybill/planner/planner_options.h"
 #include "waybill/planner/relay.h"
-#include "waybill/planner/transfer.h"
+#include "waybill/planner/transfer_mode.h"
 #include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/validate.h"
 
@@ -37,11 +37,11 @@ struct AttentionPlan {
 
   [[nodiscard]] std::vector<std::int64_t> bytes_in()
       const;  ///< [W] direct; relay does not change it
-  [[nodiscard]] std::vector<std::int64_t> bytes_out() const;                   ///< [W] direct
-  [[nodiscard]] std::vector<std::int64_t> bytes_out(Transfer transfer) const;  ///< [W]
+  [[nodiscard]] std::vector<std::int64_t> bytes_out() const;                       ///< [W] direct
+  [[nodiscard]] std::vector<std::int64_t> bytes_out(TransferMode transfer) const;  ///< [W]
   /// Bytes a rank and link. once_per_node computes the routing anew; where ranks do not fill all
   /// nodes it equals direct. Without relay, relay equals direct. [W]
-  [[nodiscard]] std::vector<LinkBytes> links_of(Transfer transfer) const;
+  [[nodiscard]] std::vector<LinkBytes> links_of(TransferMode transfer) const;
 
   /// Largest work over mean work; 1 where there is none.
   [[nodiscard]] double imbalance() const;
@@ -51,10 +51,10 @@ struct AttentionPlan {
 
   /// The least time that the links allow: over ranks, the largest of bytes in and bytes out of each
   /// kind of link over its speed, of links_of(transfer).
-  [[nodiscard]] double limit_seconds(Transfer transfer) const;
+  [[nodiscard]] double limit_seconds(TransferMode transfer) const;
   /// With relay where there is one.
   [[nodiscard]] double limit_seconds() const {
-    return limit_seconds(relay.empty() ? Transfer::direct : Transfer::relay);
+    return limit_seconds(relay.empty() ? TransferMode::direct : TransferMode::relay);
   }
 
   friend bool operator==(const AttentionPlan&, const AttentionPlan&) = default;

@@ -9,7 +9,7 @@
 #include "waybill/core/topology.h"
 #include "waybill/core/uninitialized_vector.h"
 #include "waybill/planner/relay.h"
-#include "waybill/planner/transfer.h"
+#include "waybill/planner/transfer_mode.h"
 #include "waybill/routing/sparse_metadata.h"
 #include "waybill/schedule/network_phase.h"
 #include "waybill/schedule/network_program.h"
@@ -46,7 +46,7 @@ enum class SequenceOperation : std::uint8_t {
 /// twice as wide as 16-bit rows: they are made in nodes where that takes less time than all rows
 /// do.
 struct PlanLimits {
-  Transfer way = Transfer::direct;
+  TransferMode way = TransferMode::direct;
   double direct_seconds = 0;
   double once_per_node_seconds = 0;  ///< on one node: direct_seconds
   double relay_seconds = 0;          ///< without a schedule: that of the way without

@@ -77,7 +77,7 @@ struct StepPrediction {
   std::vector<StepCause> path;
   /// How dK and dV come back: as K and V went or, where that is sooner, straight. Sums of 16-bit
   /// gradients on their way are float32, so forwarding wins less than on the way out.
-  Transfer gradient_transfer = Transfer::direct;
+  TransferMode gradient_transfer = TransferMode::direct;
   double forward_seconds = 0;  ///< end of the last rank's output
   double seconds = 0;          ///< end of the last rank
 
@@ -101,7 +101,7 @@ struct StepPrediction {
 ///
 /// The work of a query follows the mask; without a window, the plan's kv_begin.
 ///
-/// @throws InvalidArgument when options.check() or plan.check() does, for Transfer::relay
+/// @throws InvalidArgument when options.check() or plan.check() does, for TransferMode::relay
 ///   without a schedule, and for bytes that exceed 2^62.
 [[nodiscard]] StepPrediction predict_step(const QkvPlan& plan, const StepOptions& options = {});
 

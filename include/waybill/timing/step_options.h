@@ -42,7 +42,7 @@ struct StepOptions {
   AttentionMask mask = {};
   HardwareFacts hardware = {};
   StepCosts costs = {};
-  Transfer transfer = Transfer::direct;
+  TransferMode transfer = TransferMode::direct;
 
   /// Those of a plan; its relay schedule where it has one.
   [[nodiscard]] static StepOptions of(const AttentionPlan& plan);
