@@ -1,6 +1,7 @@
 #include "figures.h"
 
 #include <algorithm>
+#include <numeric>
 #include <span>
 
 #include "slab.h"
@@ -95,6 +96,12 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
   doc.first_need = static_cast<std::int32_t>(needs.size());
   doc.first_run = static_cast<std::int32_t>(runs.size());
   position_.assign(1, 0);
+  const std::int64_t doc_len =
+      std::accumulate(qkv.shard_len.begin() + first, qkv.shard_len.begin() + last, std::int64_t{0});
+  const auto key_end = [&](std::int64_t n) {  // of the shards that shard n needs
+    const std::int64_t end = qkv.mask == MaskKind::full ? last : n + 1;
+    return static_cast<std::int32_t>(end);
+  };
   for (std::int64_t n = first; n < last; ++n) {
     const auto shard = static_cast<std::int32_t>(n);
     while (n >= qkv.rank_shard_offsets[at(home_rank_ + 1)]) ++home_rank_;
@@ -104,7 +111,7 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
     const std::int64_t begin = position_.back();
     position_.push_back(begin + qkv.shard_len[at(n)]);
     const std::int32_t dst = qkv.q_dst[at(n)];
-    plan.work[at(dst)] += plan.options.mask.pairs(begin, position_.back());
+    plan.work[at(dst)] += plan.options.mask.pairs(begin, position_.back(), doc_len);
     plan.attention_tokens[at(dst)] += qkv.shard_len[at(n)];
     if (dst != home_rank_)
       add_link(q_links, home_rank_, dst, qkv.shard_len[at(n)] * plan.options.model.q_row_bytes());
@@ -113,9 +120,9 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
     std::int32_t& need = need_of_rank_[at(dst)];
     if (need < doc.first_need || needs[at(need)].last < key) {
       need = static_cast<std::int32_t>(needs.size());
-      needs.push_back({.rank = dst, .first = key, .last = shard + 1});
+      needs.push_back({.rank = dst, .first = key, .last = key_end(n)});
     } else {
-      needs[at(need)].last = shard + 1;
+      needs[at(need)].last = key_end(n);
     }
   }
   doc.last_need = static_cast<std::int32_t>(needs.size());
@@ -128,8 +135,7 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
   } else {
     for (std::int64_t n = first; n < last; ++n) {
       const std::int64_t key = first + (qkv.kv_begin.empty() ? 0 : qkv.kv_begin[at(n)]);
-      add_rows(static_cast<std::int32_t>(key), static_cast<std::int32_t>(n) + 1, qkv.q_dst[at(n)],
-               doc, plan);
+      add_rows(static_cast<std::int32_t>(key), key_end(n), qkv.q_dst[at(n)], doc, plan);
     }
   }
   send_whole_runs(doc, plan);
@@ -149,12 +155,12 @@ void FigureCounter::bound_bytes_in(const HomeLayout& home, AttentionPlan& plan) 
     const std::int32_t first = home.doc_pieces[d];
     const std::int32_t last = home.doc_pieces[d + 1];
     const std::int64_t end = home.pieces[at(last - 1)].end;
-    if (end <= rows || (last - first == 1 && mask.pairs(0, end) <= most_work)) continue;
+    if (end <= rows || (last - first == 1 && mask.pairs(0, end, end) <= most_work)) continue;
     const std::int64_t num_homes = std::min<std::int64_t>(last - first, home.world_size);
     std::int64_t homes_work = 0;
     if (__builtin_mul_overflow(num_homes, most_work, &homes_work)) continue;
-    const std::int64_t begin = costs.slab_down(0, end, homes_work).begin;
-    if (begin > 0) rows = std::max(rows, begin - mask.first_key(begin - 1));
+    const std::int64_t begin = costs.slab_down({0, end, end}, homes_work).begin;
+    if (begin > 0) rows = std::max(rows, mask.is_full() ? end : begin - mask.first_key(begin - 1));
     const std::int64_t first_key = mask.first_key(end - 1);
     std::int64_t at_home = 0;
     for (std::int32_t p = first; p < last; ++p) {
@@ -196,13 +202,13 @@ void FigureCounter::count(const HomeLayout& home, AttentionPlan& plan) {
       continue;
     }
     const std::int64_t len = qkv.shard_len[at(first)];
-    plan.work[at(home_rank_)] += mask.pairs(0, len);
+    plan.work[at(home_rank_)] += mask.pairs(0, len, len);
     plan.attention_tokens[at(home_rank_)] += len;
     plan.kv_tokens[at(home_rank_)] += len;
   }
   bound_bytes_in(home, plan);
   plan.block_work =
-      mask.pairs(std::max<std::int64_t>(0, longest - plan.options.block_tokens), longest);
+      mask.pairs(std::max<std::int64_t>(0, longest - plan.options.block_tokens), longest, longest);
   for (std::size_t r = 0; r < world_size; ++r) {
     plan.links[r].nvlink_in += q_links[r].nvlink_in;
     plan.links[r].nvlink_out += q_links[r].nvlink_out;

@@ -17,7 +17,7 @@ constexpr int most_rounds = 8;
 
 double Balancer::bytes_in_after(const Offer& offer, std::int32_t rank) const {
   const Region& region = regions_[at(offer.last - 1)];
-  const Slab slab = costs_.slab_down(region.slab.begin, region.slab.end, limit_ - load_[at(rank)]);
+  const Slab slab = costs_.slab_down(region.slab, limit_ - load_[at(rank)]);
   return bytes_in_[at(rank)] + costs_.q_row * static_cast<double>(slab.end - slab.begin) +
          costs_.kv_row * static_cast<double>(costs_.context(slab));
 }
@@ -71,8 +71,9 @@ bool Balancer::raise_limit() {
   std::int64_t step = 0;
   for (Offer& offer : offers_) {
     if (!needs_serving(offer)) continue;
-    const std::int64_t end = regions_[at(offer.last - 1)].slab.end;
-    step = std::max(step, costs_.work({std::max<std::int64_t>(0, end - costs_.grid(end)), end}));
+    Slab last = regions_[at(offer.last - 1)].slab;
+    last.begin = std::max<std::int64_t>(0, last.end - costs_.grid(last.end, last.doc_len));
+    step = std::max(step, costs_.work(last));
   }
   if (step == 0) return false;
   limit_ += (step + 1) / 2;
@@ -188,7 +189,7 @@ bool Balancer::give_end(Offer& offer, std::int32_t rank) {
   bool any = false;
   while (offer.first < offer.last) {
     const Region& region = regions_[at(offer.last - 1)];
-    Slab slab = costs_.slab_down(region.slab.begin, region.slab.end, room(rank));
+    Slab slab = costs_.slab_down(region.slab, room(rank));
     slab = capacity_.fitting(rank, offer.doc, slab);
     if (slab.begin >= slab.end) break;
     const bool whole = slab.begin == region.slab.begin;

@@ -81,6 +81,9 @@ std::vector<std::int64_t> count_work(const AttentionPlan& plan) {
   std::vector<std::int64_t> work(at(qkv.world_size));
   for (std::int64_t d = 0; d < qkv.num_documents(); ++d) {
     std::int64_t position = 0;
+    std::int64_t doc_len = 0;
+    for (std::int64_t i = qkv.doc_shard_offsets[at(d)]; i < qkv.doc_shard_offsets[at(d + 1)]; ++i)
+      doc_len += qkv.shard_len[at(qkv.doc_shards[at(i)])];
     for (std::int64_t i = qkv.doc_shard_offsets[at(d)]; i < qkv.doc_shard_offsets[at(d + 1)]; ++i) {
       const std::int32_t n = qkv.doc_shards[at(i)];
       // Keys of the first and the last query; in between they grow by one, until the window.
@@ -89,7 +92,9 @@ std::vector<std::int64_t> count_work(const AttentionPlan& plan) {
       const std::int64_t growing =
           window == 0 ? len : std::clamp<std::int64_t>(window - position, 0, len);
       const std::int64_t pairs =
-          growing * position + growing * (growing + 1) / 2 + (len - growing) * window;
+          plan.options.mask.is_full()
+              ? len * doc_len
+              : growing * position + growing * (growing + 1) / 2 + (len - growing) * window;
       add_wrapping(work[at(qkv.q_dst[at(n)])], pairs);
       position += len;
     }
@@ -105,6 +110,12 @@ bool check_sizes(const AttentionPlan& plan, PlanFindings& findings) {
                    concat(expected, " entries"));
     return got == expected;
   };
+  if (plan.options.mask.kind != plan.plan.mask) {
+    findings.add(FindingKind::plan, "options.mask", -1, -1,
+                 std::string(to_string(plan.options.mask.kind)),
+                 concat(to_string(plan.plan.mask), ", as the plan"));
+    return false;
+  }
   bool good = size("options.world_size", plan.options.world_size, world_size);
   good &= size("work", std::ssize(plan.work), world_size);
   good &= size("home_tokens", std::ssize(plan.home_tokens), world_size);

@@ -100,7 +100,9 @@ void place_contexts(const QkvPlan& plan, const KvGroups& kv, QkvRouting& routing
       const KvGroup& group = kv.groups[at(kv.query_group[shard])];
       const std::int64_t before = kv.window[shard];
       attn.kv_begin[at(i)] = group.to_row + before;
-      attn.kv_len[at(i)] = kv.context[shard] + plan.shard_len[shard] - before;
+      attn.kv_len[at(i)] = plan.mask == MaskKind::full
+                               ? group.rows
+                               : kv.context[shard] + plan.shard_len[shard] - before;
       longest = std::max(longest, attn.kv_len[at(i)]);
     }
     attn.max_seqlen_kv[at(r)] = longest;

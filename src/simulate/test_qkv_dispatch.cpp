@@ -217,8 +217,8 @@ class DenseTester {
       const std::int64_t rank = plan_.q_dst[at(query)];
       const auto doc = plan_.doc_shard_offsets[at(expected_.document[at(query)])];
       std::int64_t row = expected_.kv_begin[at(query)];
-      for (std::int32_t p = detail::first_needed(plan_, query); p <= expected_.position[at(query)];
-           ++p) {
+      for (std::int32_t p = detail::first_needed(plan_, query);
+           p <= detail::last_needed(plan_, expected_, query); ++p) {
         const std::int32_t shard = plan_.doc_shards[at(doc + p)];
         expect_shard({{}, "fwd_kv", "context", rank, query, -1, "", ""}, *attention, row, shard,
                      kv);
