@@ -15,7 +15,7 @@ ROOMS = {
     "core": set(),
     "routing": {"core"},
     "planner": {"routing", "core"},
-    "timing": {"planner", "routing", "core"},
+    "cost_model": {"planner", "routing", "core"},
     "simulate": {"routing", "core"},
     "transport": {"core"},
     "moe": {"core"},
@@ -32,12 +32,12 @@ ROOMS = {
         "core",
     },
     "json": {"planner", "routing", "core"},
-    "report": {"timing", "planner", "moe", "routing", "core"},
+    "report": {"cost_model", "planner", "moe", "routing", "core"},
     "cli": {
         "core",
         "routing",
         "planner",
-        "timing",
+        "cost_model",
         "simulate",
         "moe",
         "json",
@@ -79,7 +79,7 @@ FOLDERS = {
         "transport",
         "experts",
         "sequence",
-        "trial",
+        "self_test",
     )
 }
 

@@ -3,8 +3,8 @@
 #include <atomic>
 #include <cstdint>
 
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 #include "waybill/experts/expert_executor.h"
 #include "waybill/moe/ep_config.h"
 #include "waybill/runtime/executor.h"
@@ -13,7 +13,7 @@
 
 namespace waybill::detail {
 
-/// What the ranks of a layer tell each other in host memory: signals, and pieces of the board.
+/// What the ranks of a layer tell each other in host memory: signals, and pieces of the workspace.
 class ExpertRound {
  public:
   ExpertRound(Transport& transport, const EPConfig& config, const ExpertMemory& memory)
@@ -58,16 +58,16 @@ class ExpertRound {
     }
   }
 
-  /// Writes a piece to a rank's board.
+  /// Writes a piece to a rank's workspace.
   void post(std::int32_t peer, std::int64_t offset, const void* source, std::int64_t size_bytes) {
-    transport_.put(memory_.board,
+    transport_.put(memory_.workspace,
                    {Rank{peer}, offset, static_cast<const std::byte*>(source), size_bytes});
   }
 
-  /// A place of this rank's board.
+  /// A place of this rank's workspace.
   template <class Element>
   [[nodiscard]] const Element* read(std::int64_t offset) const {
-    return reinterpret_cast<const Element*>(memory_.board.local + offset);
+    return reinterpret_cast<const Element*>(memory_.workspace.local + offset);
   }
 
   void barrier(const ExpertCall& call) { transport_.barrier(call.operation); }

@@ -74,8 +74,8 @@ __device__ inline void note_grouped(const RowsParams& p, const Arrived& a) {
     if (p.fills_tables) {
       p.kept_tags[a.place] = tag;
       if (!p.claims_rows) {
-        p.leader_rows[a.place] = a.leader;
-      } else if (atomicCAS(p.leader_rows + a.place, -1, a.leader) != -1) {
+        p.primary_rows[a.place] = a.leader;
+      } else if (atomicCAS(p.primary_rows + a.place, -1, a.leader) != -1) {
         report_row_twice(p, a.place, tag);
       }
     }
@@ -84,7 +84,7 @@ __device__ inline void note_grouped(const RowsParams& p, const Arrived& a) {
   const bool leader = leads(a);
   for (std::int32_t k = 0; k < s.topk; ++k) {
     const std::int32_t other = __shfl_sync(all_lanes, a.place, (lane_id() - a.choice + k) & 31);
-    if (fits) p.choice_rows[std::int64_t{a.place} * s.topk + k] = leader ? other : -1;
+    if (fits) p.topk_slot_rows[std::int64_t{a.place} * s.topk + k] = leader ? other : -1;
   }
 }
 

@@ -82,7 +82,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
   }
   GpuExpertExecutor(const GpuExpertExecutor&) = delete;
   GpuExpertExecutor& operator=(const GpuExpertExecutor&) = delete;
-  ~GpuExpertExecutor() override { transport_.abandon({pool_}); }
+  ~GpuExpertExecutor() override { transport_.defer_release({pool_}); }
 
   void realign(const ExpertCall& call, ExpertTurns next) override {
     if (nodes_ != nullptr) return;
@@ -99,8 +99,9 @@ class GpuExpertExecutor final : public ExpertExecutor {
     const TableCall table_call = table_call_of(call);
     last_ticket_ = (last_ticket_ + 1) & 0xFFFFFFFF;
     auto tables = std::make_shared<GpuExpertTables>(
-        std::make_shared<GpuExpertRouting>(config_, options_, memory_.capacity, input.ids.shape[0],
-                                           last_ticket_, pool_, gpu_, table_call),
+        std::make_shared<GpuExpertRouting>(config_, options_, memory_.capacity_rows,
+                                           input.ids.shape[0], last_ticket_, pool_, gpu_,
+                                           table_call),
         weight_memory(input, table_call), config_.weight_dtype, table_call);
     if (nodes_ != nullptr) nodes_->exchange_ids(call, input, tables->routing(), num_sms(call));
     const RouteParams params = params_.route(call, input, *tables);
@@ -134,7 +135,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     auto& the = static_cast<GpuExpertTables&>(begun);
     const TableCall table_call = table_call_of(call);
     GpuExpertRouting* const made = the.being_made();
-    if (made != nullptr) made->fit(memory_.capacity, table_call);
+    if (made != nullptr) made->fit(memory_.capacity_rows, table_call);
     RowsParams params = params_.rows(call, input, the);
     if (call.sums_locally && nodes_ == nullptr && options_.rows == EPRows::grouped) {
       params.kept_weights = keep_weights(the, table_call);
@@ -147,10 +148,10 @@ class GpuExpertExecutor final : public ExpertExecutor {
       const int of_leg = ExpertNodes::leg_sms(blocks);
       nodes_->start_rows(call, input, the.routing(), of_leg);
       blocks = std::max(1, blocks - of_leg);
-      params.tokens = memory_.board.local + memory_.board_layout.forward_rows;
+      params.tokens = memory_.workspace.local + memory_.workspace_layout.forward_rows;
       params.scales = options_.payload == EPPayload::plain
                           ? nullptr
-                          : memory_.board.local + memory_.board_layout.forward_scales;
+                          : memory_.workspace.local + memory_.workspace_layout.forward_scales;
     }
     const std::int64_t row_bytes = config_.hidden * dtype_bytes(payload_dtype(config_, options_));
     const std::int64_t scale_bytes = num_scales(config_, options_) * 4;
@@ -304,7 +305,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
   void claim_rows(const ExpertCall& call, GpuExpertRouting& made, RowsParams& params) const {
     params.claims_rows = true;
     gpu_->check(
-        cudaMemsetAsync(made.row_part(made.rows().leader_rows), 0xFF,
+        cudaMemsetAsync(made.row_part(made.rows().primary_rows), 0xFF,
                         static_cast<std::size_t>(made.rows().capacity) * 4, stream_of(call)),
         "clearing a table", call.operation);
   }

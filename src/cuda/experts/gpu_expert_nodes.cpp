@@ -7,15 +7,15 @@
 #include "../rank/cuda_check.h"
 #include "expert_launch.h"
 #include "nodes_launch.h"
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 #include "waybill/runtime/executor.h"
-#include "waybill/schedule/board_phase.h"
+#include "waybill/schedule/workspace_phase.h"
 
 namespace waybill::cuda {
 namespace {
 
-using waybill::detail::at;
+using waybill::detail::to_size;
 
 cudaStream_t stream_of(const ExpertCall& call) {
   return call.stream == nullptr ? nullptr : static_cast<cudaStream_t>(call.stream->handle);
@@ -68,17 +68,17 @@ ExpertNodes::ExpertNodes(Transport& transport, std::shared_ptr<GpuRank> gpu, Net
   done_ = reinterpret_cast<unsigned*>(base + done);
 }
 
-ExpertNodes::~ExpertNodes() { transport_.abandon({program_memory_}); }
+ExpertNodes::~ExpertNodes() { transport_.defer_release({program_memory_}); }
 
 int ExpertNodes::leg_sms(int num_sms) { return std::clamp(num_sms / 4, 1, 8); }
 
 std::byte* ExpertNodes::own_rows() const {
   const std::int64_t row_bytes = config_.hidden * dtype_bytes(payload_dtype(config_, options_));
-  return memory_.board.local + memory_.board_layout.forward_rows + own_slice() * row_bytes;
+  return memory_.workspace.local + memory_.workspace_layout.forward_rows + own_slice() * row_bytes;
 }
 
 std::byte* ExpertNodes::own_scales() const {
-  return memory_.board.local + memory_.board_layout.forward_scales +
+  return memory_.workspace.local + memory_.workspace_layout.forward_scales +
          own_slice() * num_scales(config_, options_) * 4;
 }
 
@@ -110,28 +110,30 @@ void ExpertNodes::copy(std::byte* to, const ConstTensorView& from, std::int64_t 
                        const ExpertCall& call) const {
   const std::int64_t bytes = from.shape[0] * row_bytes;
   if (bytes == 0 || from.data == nullptr || from.data == to) return;
-  gpu_->check(cudaMemcpyAsync(to, from.data, at(bytes), cudaMemcpyDeviceToDevice, stream_of(call)),
-              "copying to the board", call.operation);
+  gpu_->check(
+      cudaMemcpyAsync(to, from.data, to_size(bytes), cudaMemcpyDeviceToDevice, stream_of(call)),
+      "copying to the board", call.operation);
 }
 
 void ExpertNodes::add_weights(const ExpertCall& call, const ExpertDispatchInput& input,
                               ListPutsParams& params) const {
   if (!is_given(input.weights)) return;
   const std::int64_t row_bytes = config_.topk * dtype_bytes(config_.weight_dtype);
-  copy(memory_.board.local + memory_.board_layout.forward_weights + own_slice() * row_bytes,
+  copy(memory_.workspace.local + memory_.workspace_layout.forward_weights + own_slice() * row_bytes,
        input.weights, row_bytes, call);
-  add_part(params, memory_.board_layout.forward_weights, row_bytes);
+  add_part(params, memory_.workspace_layout.forward_weights, row_bytes);
 }
 
 NetworkPhase ExpertNodes::whole_parts(const ListPutsParams& params) const {
-  BoardPart parts[max_node_parts];
+  WorkspacePart parts[max_node_parts];
   for (std::int32_t i = 0; i < params.num_parts; ++i) {
     const NodePart& part = params.parts[i];
     const std::int64_t slice_bytes = config_.max_tokens * part.row_bytes;
     parts[i] = {part.from, part.from_node_bytes, part.to - own_node_ * slice_bytes, slice_bytes};
   }
-  return board_phase(transport_.topology(), config_.rank, std::span(parts, at(params.num_parts)),
-                     params.first_signal, params.begins >= 0);
+  return workspace_phase(transport_.topology(), config_.rank,
+                         std::span(parts, to_size(params.num_parts)), params.first_signal,
+                         params.begins >= 0);
 }
 
 void ExpertNodes::start(const ListPutsParams& params, const ExpertCall& call, int num_sms) {
@@ -154,7 +156,7 @@ void ExpertNodes::start(const ListPutsParams& params, const ExpertCall& call, in
                          .ready = nullptr},
               .state = program_.state,
               .phases = std::span(&phase_, 1),
-              .window = &memory_.board,
+              .window = &memory_.workspace,
               .slots = &memory_.signals,
               .first_slot = 0,
               .arrivals = &memory_.signals,
@@ -193,13 +195,13 @@ void ExpertNodes::exchange_ids(const ExpertCall& call, const ExpertDispatchInput
   ids.ids = input.ids.data;
   ids.wide_ids = input.ids.dtype == DType::int64;
   ids.dropped_id = options_.dropped(config_);
-  ids.out = reinterpret_cast<std::int32_t*>(memory_.board.local + memory_.board_layout.forward_ids +
-                                            own_slice() * row_bytes);
+  ids.out = reinterpret_cast<std::int32_t*>(
+      memory_.workspace.local + memory_.workspace_layout.forward_ids + own_slice() * row_bytes);
   ids.sink = params.m.meet.sink;
   ids.state = params.m.state;
   gpu_->check(launch_node_ids(ids, num_sms, stream_of(call)), "launching a kernel", call.operation);
   params.begins = 0;
-  add_part(params, memory_.board_layout.forward_ids, row_bytes);
+  add_part(params, memory_.workspace_layout.forward_ids, row_bytes);
   params.parts[0].total_bytes = config_.max_tokens * row_bytes;  // with what says: no token
   add_weights(call, input, params);
   start(params, call, num_sms);
@@ -234,8 +236,8 @@ void ExpertNodes::start_rows(const ExpertCall& call, const ExpertDispatchInput& 
   ListPutsParams params = puts(call, routing, FaultKind::moe_dispatch, ExpertSignal::forwarded);
   params.filter = NodeFilter::tokens;
   params.ids = routing.part(routing.fixed().ids) + own_slice() * config_.topk;
-  add_part(params, memory_.board_layout.forward_rows, row_bytes);
-  add_part(params, memory_.board_layout.forward_scales, scale_bytes);
+  add_part(params, memory_.workspace_layout.forward_rows, row_bytes);
+  add_part(params, memory_.workspace_layout.forward_scales, scale_bytes);
   start(params, call, num_sms);
 }
 
@@ -246,7 +248,7 @@ ListPutsParams ExpertNodes::share_puts(const ExpertCall& call,
                                        const GpuExpertRouting& routing) const {
   const std::int64_t row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
   const std::int64_t slice_bytes = config_.max_tokens * row_bytes;
-  const ExpertBoardLayout& board = memory_.board_layout;
+  const ExpertWorkspaceLayout& board = memory_.workspace_layout;
   ListPutsParams params = puts(call, routing, FaultKind::moe_combine, ExpertSignal::shared);
   params.filter = NodeFilter::shares;
   params.ids = routing.part(routing.fixed().ids);
@@ -274,7 +276,7 @@ void ExpertNodes::add_shares(const ExpertCall& call, const ExpertCombineInput& i
   add.shape = params.shape;
   add.row_bytes = row_bytes;
   add.ids = params.ids + own_slice() * config_.topk;
-  add.shares = memory_.board.local + memory_.board_layout.shares;
+  add.shares = memory_.workspace.local + memory_.workspace_layout.shares;
   add.own_share = sums() + own_node_ * slice_bytes;
   for (std::size_t i = 0; i < input.biases.size(); ++i) add.biases[i] = input.biases[i].data;
   add.output = input.output.data;

@@ -16,8 +16,8 @@ namespace waybill::cuda {
 /// node, to the rank of this one's local index, which then does with it as with its own; sums come
 /// back the same way. What goes there lies in this rank's part of its own board (slice of its own
 /// node) first, where the kernels of the node find it as well; the leg of the world's wire puts it
-/// to the boards of the peers: rows that are wanted there, which the device alone knows; where the
-/// host must say what is sent, the whole slice.
+/// to the workspaces of the peers: rows that are wanted there, which the device alone knows; where
+/// the host must say what is sent, the whole slice.
 class ExpertNodes {
  public:
   /// Of so many multiprocessors, those for a leg that a kernel of the node runs beside.
@@ -53,7 +53,9 @@ class ExpertNodes {
   void meet(const ExpertCall& call, const GpuExpertRouting& routing, int num_sms);
 
   /// Where the combine of a node's ranks leaves sums: [nodes, M] rows, by home node.
-  [[nodiscard]] std::byte* sums() const { return memory_.board.local + memory_.board_layout.sums; }
+  [[nodiscard]] std::byte* sums() const {
+    return memory_.workspace.local + memory_.workspace_layout.sums;
+  }
 
   /// Begins to send the sums of other nodes' tokens home.
   void start_shares(const ExpertCall& call, const GpuExpertRouting& routing, int num_sms);

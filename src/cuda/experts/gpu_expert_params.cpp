@@ -8,14 +8,14 @@
 
 #include "../rank/cuda_check.h"
 #include "expert_launch.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 #include "waybill/moe/expert_routing.h"
 #include "waybill/runtime/executor.h"
 
 namespace waybill::cuda {
 namespace {
 
-using waybill::detail::at;
+using waybill::detail::to_size;
 
 /// Tokens of a source for which there is a landing: they take their way while they are counted.
 /// Bounded, as each rank has room for those of all.
@@ -91,7 +91,8 @@ ExpertParams::ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, i
       device_memory(std::int64_t{gpu_->num_sms()} * waybill::num_counts(config) * 4, stream);
   const std::int64_t row_bytes = config.hidden * dtype_bytes(config.token_dtype);
   nan_row_ = device_memory(row_bytes, stream);
-  cuda_check(cudaMemsetAsync(nan_row_.get(), 0xFF, at(row_bytes), stream), "making a row of NaN");
+  cuda_check(cudaMemsetAsync(nan_row_.get(), 0xFF, to_size(row_bytes), stream),
+             "making a row of NaN");
   cuda_check(cudaStreamSynchronize(stream), "making a row of NaN");
   faults_ = pinned_memory(sizeof(MoeHostFaults));
   std::memset(faults_.get(), 0, sizeof(MoeHostFaults));
@@ -105,9 +106,9 @@ ExpertParams::ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, i
 }
 
 ExpertParams::~ExpertParams() {
-  transport_.abandon(std::move(records_.memory));
-  transport_.abandon(std::move(streams_.memory));
-  transport_.abandon({state_, tile_counts_, nan_row_, faults_, elements_, scales_});
+  transport_.defer_release(std::move(records_.memory));
+  transport_.defer_release(std::move(streams_.memory));
+  transport_.defer_release({state_, tile_counts_, nan_row_, faults_, elements_, scales_});
 }
 
 MoeMeet ExpertParams::meet(const ExpertCall& call, FaultKind kind) const {
@@ -121,7 +122,7 @@ MoeMeet ExpertParams::meet(const ExpertCall& call, FaultKind kind) const {
   const std::int64_t slots = static_cast<std::int64_t>(ExpertSignal::entered) * config_.world_size;
   m.meet.own_arrivals = memory_.signals.local + slots;
   for (std::int32_t r = 0; r < config_.world_size; ++r) {
-    std::uint64_t* const signals = memory_.signals.peers[at(r)];  // null on another node
+    std::uint64_t* const signals = memory_.signals.peers[to_size(r)];  // null on another node
     m.meet.peer_arrivals[r] = signals == nullptr ? nullptr : signals + slots;
   }
   std::ranges::copy(pack_fingerprint(call.fingerprint), m.meet.fingerprint.words);
@@ -169,13 +170,13 @@ MoeShape ExpertParams::node_shape(const GpuExpertRouting& routing) const {
 /// The weights of all tokens that this rank places; null without.
 const std::byte* ExpertParams::weights_of(const ExpertDispatchInput& input) const {
   const bool forwarded = is_given(input.weights) && !config_.is_intra_node();
-  return forwarded ? memory_.board.local + memory_.board_layout.forward_weights
+  return forwarded ? memory_.workspace.local + memory_.workspace_layout.forward_weights
                    : input.weights.data;
 }
 
 void ExpertParams::send_weights(const ExpertCall& call, std::byte* (&to)[max_gpu_ranks]) const {
   for (std::int32_t r = first_rank(); r < first_rank() + config_.local_world_size; ++r) {
-    to[r] = records_.peers[at(r)] + board_.weights[call.parity];
+    to[r] = records_.peers[to_size(r)] + board_.weights[call.parity];
   }
 }
 
@@ -193,16 +194,16 @@ RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInpu
   if (params.scatter != nullptr) params.scatter_tokens = input.full_scatter_indices.shape[0];
   const std::int64_t most = std::numeric_limits<std::int32_t>::max();
   params.fitting_rows =
-      static_cast<std::int32_t>(call.may_grow ? most : std::min(most, memory_.capacity));
+      static_cast<std::int32_t>(call.may_grow ? most : std::min(most, memory_.capacity_rows));
   params.weights = weights_of(input);
   params.takes_weights = is_given(input.weights);
   if (!config_.is_intra_node()) {
-    params.ids = memory_.board.local + memory_.board_layout.forward_ids;
+    params.ids = memory_.workspace.local + memory_.workspace_layout.forward_ids;
     params.wide_ids = false;
   }
   params.weight_bytes = static_cast<std::int32_t>(dtype_bytes(config_.weight_dtype));
   for (std::int32_t r = first_rank(); r < first_rank() + config_.local_world_size; ++r) {
-    std::byte* const board = records_.peers[at(r)];
+    std::byte* const board = records_.peers[to_size(r)];
     params.counts[r] = reinterpret_cast<std::uint64_t*>(board + board_.counts[call.parity]);
     params.records[r] = reinterpret_cast<std::int32_t*>(board + board_.records[call.parity]);
     params.gathered[r] = reinterpret_cast<std::uint64_t*>(board + board_.gathered[call.parity]);
@@ -247,7 +248,7 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
   params.shape = node_shape(routing);
   const SymmetricBuffer& window = memory_.dispatch_windows[call.parity];
   for (std::int32_t i = 0; i < config_.local_world_size; ++i) {
-    const auto r = at(first_rank() + i);
+    const auto r = to_size(first_rank() + i);
     params.windows[i] = window.peers[r] + memory_.window.rows;
     params.streams[i] = streams_.peers[r];
   }
@@ -256,7 +257,7 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
     params.landing.scales_offset =
         config_.world_size * board_.landing_tokens * board_.landing_row_bytes;
     for (std::int32_t r = 0; r < config_.world_size; ++r) {
-      params.landing.rows[r] = records_.peers[at(r)] + board_.landings[call.parity];
+      params.landing.rows[r] = records_.peers[to_size(r)] + board_.landings[call.parity];
     }
     params.landing.is_all = few_;
     params.landing.ids = input.ids.data;
@@ -294,8 +295,8 @@ void ExpertParams::fill_tables(const ExpertCall& call, GpuExpertRouting& made,
       reinterpret_cast<const std::int32_t*>(records_.local + board_.records[call.parity]);
   params.kept_records = made.part(made.fixed().records);
   params.kept_tags = made.row_part<MoeTag>(rows.tags);
-  params.leader_rows = made.row_part(rows.leader_rows);
-  params.choice_rows = made.row_part(rows.choice_rows);
+  params.primary_rows = made.row_part(rows.primary_rows);
+  params.topk_slot_rows = made.row_part(rows.topk_slot_rows);
   params.compact_to_grouped = made.row_part(rows.compact_to_grouped);
   params.grouped_to_compact = made.part(made.fixed().grouped_to_compact);
   params.kept_topk = made.row_part(rows.topk);
@@ -325,7 +326,7 @@ CombineParams ExpertParams::combine(const ExpertCall& call, const ExpertCombineI
   params.shape = node_shape(routing);
   params.places = routing.part<std::int64_t>(routing.fixed().places);
   for (std::int32_t i = 0; i < config_.local_world_size; ++i) {
-    params.windows[i] = memory_.combine_windows[call.parity].peers[at(first_rank() + i)];
+    params.windows[i] = memory_.combine_windows[call.parity].peers[to_size(first_rank() + i)];
   }
   params.windows[max_gpu_ranks] = static_cast<const std::byte*>(nan_row_.get());
   const bool compact = options_.rows == EPRows::compact;

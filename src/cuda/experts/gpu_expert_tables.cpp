@@ -4,13 +4,13 @@
 #include <limits>
 #include <utility>
 
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 #include "waybill/runtime/executor.h"
 
 namespace waybill::cuda {
 namespace {
 
-using waybill::detail::at;
+using waybill::detail::to_size;
 
 /// Parts of one block of memory, each at a multiple of 256 bytes.
 struct Parts {
@@ -58,8 +58,8 @@ RowTables::RowTables(const EPConfig& config, const EPDispatchOptions& options,
   const bool is_compact = options.rows == EPRows::compact;
   Parts parts{first};
   tags = parts.take(capacity, sizeof(MoeTag));
-  leader_rows = parts.take(is_compact ? 0 : capacity);
-  choice_rows = parts.take(is_compact ? 0 : capacity * config.topk);
+  primary_rows = parts.take(is_compact ? 0 : capacity);
+  topk_slot_rows = parts.take(is_compact ? 0 : capacity * config.topk);
   compact_to_grouped = parts.take(is_compact ? capacity * config.topk : 0);
   topk = parts.take(is_compact ? capacity * config.topk : 0);
   total = parts.total;
@@ -108,7 +108,7 @@ ExpertTableViews GpuExpertRouting::views() const {
   const std::int64_t topk = config_.topk;
   std::int64_t rows = rows_.capacity;
   if (has_waited()) {
-    rows = std::min<std::int64_t>(rows, wait_counts()[at(std::int64_t{config_.rank})]);
+    rows = std::min<std::int64_t>(rows, wait_counts()[to_size(std::int64_t{config_.rank})]);
   }
   const auto view = [&](std::int64_t offset, Shape shape) {
     return ConstTensorView(part(offset), DType::int32, std::move(shape));
@@ -134,8 +134,8 @@ ExpertTableViews GpuExpertRouting::views() const {
         view(fixed_.grouped_to_compact, {most_grouped_rows(config_, options_)});
     views.recv_topk = row_view(rows_.topk, {rows, topk});
   } else {
-    views.leader_rows = row_view(rows_.leader_rows, {rows});
-    views.choice_rows = row_view(rows_.choice_rows, {rows, topk});
+    views.primary_rows = row_view(rows_.primary_rows, {rows});
+    views.topk_slot_rows = row_view(rows_.topk_slot_rows, {rows, topk});
   }
   return views;
 }
@@ -164,7 +164,7 @@ std::span<const std::int32_t> GpuExpertRouting::wait_counts() const {
   }
   const std::lock_guard lock(mutex_);
   if (has_waited_) return num_recv_rows_;
-  num_recv_rows_.resize(at(std::int64_t{config_.world_size}));
+  num_recv_rows_.resize(to_size(std::int64_t{config_.world_size}));
   for (std::size_t r = 0; r < num_recv_rows_.size(); ++r) {
     num_recv_rows_[r] = static_cast<std::int32_t>(counts.rows[r]);
   }

@@ -35,7 +35,7 @@ struct RowTables {
             std::int64_t first);
 
   std::int64_t capacity;  ///< rows
-  std::int64_t tags, leader_rows, choice_rows, compact_to_grouped, topk;
+  std::int64_t tags, primary_rows, topk_slot_rows, compact_to_grouped, topk;
   std::int64_t total;  ///< with what lies ahead
 };
 

@@ -240,10 +240,10 @@ struct RowsParams {
   std::int32_t* topk;
   const std::int32_t* known_topk;  ///< what kept_topk holds, once it is filled
   bool fills_tables;               ///< these; else they are null
-  bool claims_rows;  ///< leader_rows are -1 at first: a row that is taken twice is reported
+  bool claims_rows;  ///< primary_rows are -1 at first: a row that is taken twice is reported
   MoeTag* kept_tags;
-  std::int32_t* leader_rows;
-  std::int32_t* choice_rows;
+  std::int32_t* primary_rows;
+  std::int32_t* topk_slot_rows;
   std::int32_t* compact_to_grouped;
   std::int32_t* grouped_to_compact;
   std::int32_t* kept_topk;

@@ -202,9 +202,9 @@ __device__ void clear_padding(const RowsParams& p, int warps) {
     if (!p.fills_tables) continue;
     if (lane_id() == 0) {
       p.kept_tags[row] = {-1, -1, -1, -1};
-      p.leader_rows[row] = -1;
+      p.primary_rows[row] = -1;
     }
-    if (lane_id() < s.topk) p.choice_rows[std::int64_t{row} * s.topk + lane_id()] = -1;
+    if (lane_id() < s.topk) p.topk_slot_rows[std::int64_t{row} * s.topk + lane_id()] = -1;
   }
 }
 

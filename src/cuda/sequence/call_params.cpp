@@ -2,13 +2,13 @@
 
 #include <algorithm>
 
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::cuda {
 namespace {
 
-using waybill::detail::at;
+using waybill::detail::to_size;
 
 constexpr std::int64_t bulk_alignment_bytes = 16;
 
@@ -51,7 +51,7 @@ MeetParams meet_params(const SequenceCall& call, const GpuRank& gpu, FaultKind k
   params.sink = gpu.sink(share);
   params.own_arrivals = call.arrivals->local;
   for (std::int32_t r = 0; r < world; ++r) {
-    params.peer_arrivals[r] = call.arrivals->peers[at(r)];
+    params.peer_arrivals[r] = call.arrivals->peers[to_size(r)];
   }
   params.fingerprint = fingerprint_params(call);
   return params;
@@ -66,8 +66,8 @@ SequenceParams sequence_params(const SequenceCall& call, const GpuRank& gpu, Fau
   SequenceParams params{};
   params.meet = meet_params(call, gpu, kind, share);
   for (std::int32_t r = 0; r < call.plan->world_size; ++r) {
-    params.windows[r] = call.window->peers[at(r)];
-    if (call.slots != nullptr) params.slots[r] = call.slots->peers[at(r)];
+    params.windows[r] = call.window->peers[to_size(r)];
+    if (call.slots != nullptr) params.slots[r] = call.slots->peers[to_size(r)];
   }
   for (std::size_t t = 0; t < call.inputs.size(); ++t) {
     // Kernels only read the inputs.

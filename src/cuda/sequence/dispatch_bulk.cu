@@ -13,10 +13,10 @@ constexpr int max_batch = 6;
 constexpr int ring = 32;
 constexpr int sms_of_links = 8;  // as many as fill the links
 
-/// A chunk with its places, as the warp's loops read it.
+/// A chunk with its addresses, as the warp's loops read it.
 struct Descriptor {
   RowChunk chunk;
-  std::uint64_t places[max_places_sent];
+  std::uint64_t addresses[max_addresses_sent];
   std::int32_t batch;  ///< in plans with batches
 };
 
@@ -93,7 +93,7 @@ class Tickets {
       case Step::chunks:
         fetch_chunks();
         break;
-      case Step::places:
+      case Step::addresses:
         fetch_places();
         break;
       default:
@@ -103,7 +103,7 @@ class Tickets {
   }
 
  private:
-  enum class Step : std::uint8_t { chunks, places, keep, end };
+  enum class Step : std::uint8_t { chunks, addresses, keep, end };
 
   __device__ Tickets(const SequenceParams& p, WarpMemory& memory, int wire, int all)
       : Tickets(p, memory, wire, all,
@@ -168,14 +168,14 @@ class Tickets {
       next_ = p_.chunks[number];
       if constexpr (Batched) next_batch_ = p_.batches.chunk_batches[number];
     }
-    step_ = Step::places;
+    step_ = Step::addresses;
   }
 
   __device__ void fetch_places() {
     if (lane_ < size_) {
 #pragma unroll
-      for (int k = 0; k < max_places_sent; ++k) {
-        if (k < next_.num_places) next_places_[k] = p_.places[next_.first_place + k];
+      for (int k = 0; k < max_addresses_sent; ++k) {
+        if (k < next_.num_addresses) next_places_[k] = p_.addresses[next_.first_address + k];
       }
     }
     step_ = Step::keep;
@@ -187,8 +187,8 @@ class Tickets {
       to.chunk = next_;
       if constexpr (Batched) to.batch = next_batch_;
 #pragma unroll
-      for (int k = 0; k < max_places_sent; ++k) {
-        if (k < next_.num_places) to.places[k] = next_places_[k];
+      for (int k = 0; k < max_addresses_sent; ++k) {
+        if (k < next_.num_addresses) to.addresses[k] = next_places_[k];
       }
     }
     __syncwarp();
@@ -209,7 +209,7 @@ class Tickets {
   int known_ = 0;
   RowChunk next_;
   std::int32_t next_batch_ = 0;
-  std::uint64_t next_places_[max_places_sent];
+  std::uint64_t next_places_[max_addresses_sent];
 };
 
 /// Moves the chunks of one warp through a ring of stages.
@@ -339,9 +339,9 @@ class WarpWork {
         static_cast<std::uint32_t>(descriptor.chunk.rows * descriptor.chunk.part_bytes);
     if (lane_ == 0) {
       barrier_wait(&loaded_[i % stages], static_cast<std::uint32_t>(i / stages % 2));
-      for (int k = 0; k < descriptor.chunk.num_places; ++k) {
-        const std::uint64_t place = descriptor.places[k];
-        bulk_store(p_.windows[place >> place_rank_shift] + (place & place_offset_mask),
+      for (int k = 0; k < descriptor.chunk.num_addresses; ++k) {
+        const std::uint64_t address = descriptor.addresses[k];
+        bulk_store(p_.windows[address >> address_rank_shift] + (address & address_offset_mask),
                    stage_[i % stages], bytes);
       }
       bulk_commit();

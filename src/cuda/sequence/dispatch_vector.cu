@@ -14,7 +14,7 @@ __device__ inline unsigned common_alignment(std::uint64_t bits) {
   return low & (~low + 1);
 }
 
-/// Copies `bytes` to all places of a chunk, `offset` bytes behind their begin: read once.
+/// Copies `bytes` to all addresses of a chunk, `offset` bytes behind their begin: read once.
 template <class Word>
 __device__ void copy_words(const SequenceParams& p, const RowChunk& chunk, const std::byte* from,
                            std::int64_t offset, int bytes) {
@@ -27,10 +27,10 @@ __device__ void copy_words(const SequenceParams& p, const RowChunk& chunk, const
     for (int u = 0; u < unroll; ++u) {
       if (first + u * 32 < count) words[u] = source[first + u * 32];
     }
-    for (int k = 0; k < chunk.num_places; ++k) {
-      const std::uint64_t place = p.places[chunk.first_place + k];
-      auto* const to = reinterpret_cast<Word*>(p.windows[place >> place_rank_shift] +
-                                               (place & place_offset_mask) + offset);
+    for (int k = 0; k < chunk.num_addresses; ++k) {
+      const std::uint64_t address = p.addresses[chunk.first_address + k];
+      auto* const to = reinterpret_cast<Word*>(p.windows[address >> address_rank_shift] +
+                                               (address & address_offset_mask) + offset);
 #pragma unroll
       for (int u = 0; u < unroll; ++u) {
         if (first + u * 32 < count) to[first + u * 32] = words[u];
@@ -44,7 +44,7 @@ __device__ void copy_piece(const SequenceParams& p, const RowChunk& chunk, const
   std::uint64_t bits = reinterpret_cast<std::uint64_t>(from) | static_cast<std::uint64_t>(bytes) |
                        static_cast<std::uint64_t>(offset);
   // Windows begin at multiples of 256.
-  for (int k = 0; k < chunk.num_places; ++k) bits |= p.places[chunk.first_place + k];
+  for (int k = 0; k < chunk.num_addresses; ++k) bits |= p.addresses[chunk.first_address + k];
   switch (common_alignment(bits)) {
     case 16:
       return copy_words<uint4>(p, chunk, from, offset, bytes);

@@ -9,13 +9,13 @@
 #include "copy_engine.h"
 #include "gpu_plan.h"
 #include "sequence_launch.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 #include "waybill/runtime/sequence_dispatcher.h"
 
 namespace waybill::cuda {
 namespace {
 
-using waybill::detail::at;
+using waybill::detail::to_size;
 
 cudaStream_t stream_of(Stream stream) { return static_cast<cudaStream_t>(stream.handle); }
 
@@ -221,7 +221,7 @@ class GpuExecutor final : public Executor, public ExpertExecutorFactory {
   /// Gradients into this rank's window, where sums read them.
   void stage(const SequenceCall& call) const {
     for (const StagedRows& staged : call.plan->staged) {
-      const auto t = at(staged.tensor);
+      const auto t = to_size(staged.tensor);
       const ConstTensorView& input = call.inputs[t];
       const std::int64_t row_bytes = call.plan->tensors[t].row_bytes();
       const std::int64_t pitch = pitch_of(input);
@@ -231,10 +231,11 @@ class GpuExecutor final : public Executor, public ExpertExecutorFactory {
       if (from == to && pitch == row_bytes) continue;
       const cudaStream_t stream = stream_of(call.stream);
       const cudaError_t status =
-          pitch == row_bytes ? cudaMemcpyAsync(to, from, at(staged.rows * row_bytes),
-                                               cudaMemcpyDeviceToDevice, stream)
-                             : cudaMemcpy2DAsync(to, at(row_bytes), from, at(pitch), at(row_bytes),
-                                                 at(staged.rows), cudaMemcpyDeviceToDevice, stream);
+          pitch == row_bytes
+              ? cudaMemcpyAsync(to, from, to_size(staged.rows * row_bytes),
+                                cudaMemcpyDeviceToDevice, stream)
+              : cudaMemcpy2DAsync(to, to_size(row_bytes), from, to_size(pitch), to_size(row_bytes),
+                                  to_size(staged.rows), cudaMemcpyDeviceToDevice, stream);
       gpu_->check(status, "copying gradients", call.operation);
     }
   }

@@ -46,8 +46,8 @@ class PlanPool {
   std::size_t num_blocks_ = 0;
 };
 
-/// Where the tables of a plan lie in its block: what is uploaded (head, segments and their places,
-/// batches), then what the device makes of it (chunks, places).
+/// Where the tables of a plan lie in its block: what is uploaded (head, segments and their
+/// addresses, batches), then what the device makes of it (chunks, addresses).
 struct PlanLayout {
   PlanLayout() = default;
   /// With room for as many segments as a plan of the same chunks may have, up to some thousand.
@@ -83,7 +83,7 @@ struct PlanLayout {
   std::int64_t size_bytes = 0;
 };
 
-/// A plan's tables on the device. Their place does not change when a plan is replaced, so that a
+/// A plan's tables on the device. Their address does not change when a plan is replaced, so that a
 /// captured launch reads the new one.
 class GpuPlan final : public UploadedPlan {
  public:

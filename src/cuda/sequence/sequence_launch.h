@@ -56,7 +56,7 @@ struct WidenParams {
 cudaError_t launch_widen_rows(const WidenParams& params, DType from, int num_sms,
                               cudaStream_t stream);
 
-/// Makes the chunks and places of a plan, as expand_chunks() of the runtime does.
+/// Makes the chunks and addresses of a plan, as expand_chunks() of the runtime does.
 cudaError_t launch_expand_plan(const ExpandParams& params, std::int64_t num_segments,
                                cudaStream_t stream);
 

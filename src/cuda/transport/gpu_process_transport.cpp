@@ -9,14 +9,14 @@
 #include "../rank/cuda_check.h"
 #include "keep_memory.h"
 #include "nccl_leg.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 #include "waybill/transport/agree.h"
 #include "waybill/transport/peer_status.h"
 
 namespace waybill::cuda {
 namespace {
 
-using waybill::detail::at;
+using waybill::detail::to_size;
 
 constexpr const char* who = "make_gpu_process_world";
 
@@ -25,7 +25,7 @@ constexpr const char* who = "make_gpu_process_world";
 constexpr std::int64_t page_bytes = std::int64_t{2} << 20;
 
 /// What a rank tells about the block that it has made.
-struct Offer {
+struct SharedBlockInfo {
   std::int64_t size_bytes;
   cudaIpcMemHandle_t handle;
 };
@@ -76,8 +76,8 @@ class GpuProcessTransport final : public GpuTransport {
     if (!by_nccl) require_one_host(this->bootstrap(), who);
     first_mapped_ = by_nccl ? to_int(rank()) - to_int(topology().local_rank(rank())) : 0;
     num_mapped_ = by_nccl ? topology().ranks_per_node : topology().world_size;
-    do_together(this->bootstrap(), who, [&] {
-      require_peer_access(std::span(places).subspan(at(first_mapped_), at(num_mapped_)),
+    run_collectively(this->bootstrap(), who, [&] {
+      require_peer_access(std::span(places).subspan(to_size(first_mapped_), to_size(num_mapped_)),
                           first_mapped_, this->gpu().device(), who);
     });
     if (on_one_host(places)) watch_peers(peer_status());
@@ -129,30 +129,30 @@ class GpuProcessTransport final : public GpuTransport {
 
   Parts make_parts(std::int64_t size_bytes, std::string_view name) override {
     const std::string operation = concat("allocate(", name, ")");
-    const auto me = at(to_int(rank()));
+    const auto me = to_size(to_int(rank()));
     gpu().use();
-    Parts parts(at(topology().world_size));
-    Offer mine{size_bytes, {}};
-    do_together(bootstrap(), operation, [&] {
+    Parts parts(to_size(topology().world_size));
+    SharedBlockInfo mine{size_bytes, {}};
+    run_collectively(bootstrap(), operation, [&] {
       parts[me] = make_own(size_bytes, gpu().stream());
       cuda_check(cudaIpcGetMemHandle(&mine.handle, parts[me].get()), "making a handle of memory");
     });
-    const auto offers = all_gather_value(bootstrap(), mine, operation);
-    for (std::size_t r = 0; r < offers.size(); ++r) {
-      require(offers[r].size_bytes == size_bytes, operation, ": size_bytes = ", size_bytes,
-              ", but ", offers[r].size_bytes, " on rank ", r);
+    const auto blocks = all_gather_value(bootstrap(), mine, operation);
+    for (std::size_t r = 0; r < blocks.size(); ++r) {
+      require(blocks[r].size_bytes == size_bytes, operation, ": size_bytes = ", size_bytes,
+              ", but ", blocks[r].size_bytes, " on rank ", r);
     }
-    do_together(bootstrap(), operation, [&] {
-      for (std::size_t r = 0; r < offers.size(); ++r) {
+    run_collectively(bootstrap(), operation, [&] {
+      for (std::size_t r = 0; r < blocks.size(); ++r) {
         if (r == me || !is_mapped(static_cast<std::int32_t>(r))) continue;
-        parts[r] = open_peer(offers[r].handle, r, gpu().device());
+        parts[r] = open_peer(blocks[r].handle, r, gpu().device());
       }
     });
     return parts;
   }
 
   void free_parts(Parts parts) override {
-    std::shared_ptr<void> own = std::move(parts[at(to_int(rank()))]);
+    std::shared_ptr<void> own = std::move(parts[to_size(to_int(rank()))]);
     parts.clear();
     bootstrap().barrier("release");  // nobody has it mapped any more
     note_release(own);

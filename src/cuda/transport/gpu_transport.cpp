@@ -5,7 +5,7 @@
 #include "../device/meet_kernels.h"
 #include "../rank/cuda_check.h"
 #include "peer_leg.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::cuda {
 
@@ -32,7 +32,7 @@ void GpuTransport::put(const SymmetricBuffer& to, const PutRequest& piece) {
   std::byte* const place = place_of(to, piece);
   if (piece.size_bytes == 0) return;
   gpu_->use();
-  gpu_->check(cudaMemcpyAsync(place, piece.source, waybill::detail::at(piece.size_bytes),
+  gpu_->check(cudaMemcpyAsync(place, piece.source, waybill::detail::to_size(piece.size_bytes),
                               cudaMemcpyDefault, gpu_->stream()),
               "copying to a peer", "put");
 }

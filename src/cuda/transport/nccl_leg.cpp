@@ -8,12 +8,12 @@
 #include "../network/phase_leg_kernel.h"
 #include "../rank/cuda_check.h"
 #include "side_stream.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::cuda {
 namespace {
 
-using waybill::detail::at;
+using waybill::detail::to_size;
 
 constexpr std::int64_t message_bytes = 8;  ///< of a piece without rows
 
@@ -44,8 +44,8 @@ class NcclLeg final : public NetworkLeg {
   void join(cudaStream_t stream) override {
     const LegParams params = leg_params(call_, *gpu_, topology_, share_);
     const bool tells = call_.arrival != LegArrival::none;
-    std::vector<bool> told(at(topology_.world_size));
-    std::vector<bool> heard(at(topology_.world_size));
+    std::vector<bool> told(to_size(topology_.world_size));
+    std::vector<bool> heard(to_size(topology_.world_size));
     for (const NetworkPhase& phase : call_.phases) {
       queue_waits(params, phase.waits, tells && &phase == &call_.phases.front());
       auto sent = pieces_of(phase.sent, 0);
@@ -72,13 +72,13 @@ class NcclLeg final : public NetworkLeg {
     const std::int32_t world = topology_.world_size;
     std::vector<NcclPiece> with;
     for (const NcclPiece& piece : pieces) {
-      if (!met[at(piece.peer)]) {
+      if (!met[to_size(piece.peer)]) {
         const auto parity = static_cast<std::int32_t>(call_.epoch % 2);
         const std::int64_t slot =
             call_.fingerprint.first_slot + (parity * world + rank_of(piece.peer)) * fault_words;
         with.push_back(
             {reinterpret_cast<std::byte*>(call_.arrivals->local + slot), bytes, piece.peer});
-        met[at(piece.peer)] = true;
+        met[to_size(piece.peer)] = true;
       }
       with.push_back(piece);
     }

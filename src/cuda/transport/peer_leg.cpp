@@ -5,12 +5,12 @@
 #include "../network/peer_leg_kernel.h"
 #include "../rank/cuda_check.h"
 #include "side_stream.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::cuda {
 namespace {
 
-using waybill::detail::at;
+using waybill::detail::to_size;
 
 class PeerLeg final : public NetworkLeg {
  public:
@@ -28,11 +28,11 @@ class PeerLeg final : public NetworkLeg {
     const auto me = to_int(gpu_->rank());
     PeerAddresses peers{};
     for (std::int32_t r = 0; r < topology_.world_size; ++r) {
-      peers.windows[r] = static_cast<std::byte*>(call.window->memory[at(r)].get());
+      peers.windows[r] = static_cast<std::byte*>(call.window->memory[to_size(r)].get());
       peers.slots[r] =
-          static_cast<std::uint64_t*>(call.slots->memory[at(r)].get()) + call.first_slot;
+          static_cast<std::uint64_t*>(call.slots->memory[to_size(r)].get()) + call.first_slot;
       if (call.arrivals == nullptr) continue;
-      peers.arrivals[r] = static_cast<std::uint64_t*>(call.arrivals->memory[at(r)].get()) + me;
+      peers.arrivals[r] = static_cast<std::uint64_t*>(call.arrivals->memory[to_size(r)].get()) + me;
     }
     operation_ = call.operation;
     const cudaStream_t side = side_.fork(call.stream, call.operation);
