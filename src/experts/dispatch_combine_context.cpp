@@ -17,7 +17,7 @@ constexpr const char* context_name = "DispatchCombineContext";
 DispatchCombineContext DispatchCombineContext::create(World& world, const EPConfig& config,
                                                       std::int64_t capacity_factor,
                                                       const EPDispatchOptions& options) {
-  const Setting mine[] = {{"capacity_factor", concat(capacity_factor)}};
+  const Setting mine[] = {{"capacity", concat(capacity_factor)}};
   return make(world, config, options, context_name, mine,
               [&] { return rows_of(config, capacity_factor, context_name); });
 }
@@ -34,7 +34,7 @@ std::int64_t DispatchCombineContext::rows_of(const EPConfig& config, std::int64_
   const std::int64_t unit = config.max_tokens * config.topk;
   const std::int64_t most = std::numeric_limits<std::int32_t>::max() / unit;
   require(1 <= capacity_factor && capacity_factor <= most, who,
-          ": capacity_factor = ", capacity_factor, ", expected 1..", most);
+          ": capacity = ", capacity_factor, ", expected 1..", most);
   return unit * capacity_factor;
 }
 
