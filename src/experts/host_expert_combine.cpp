@@ -123,7 +123,7 @@ void HostExpertCombine::run(const ExpertCall& call, const ExpertCombineInput& in
       share_node(call, tables, (own + k) % nodes, input.options);
     }
     for (std::int32_t k = 1; k < nodes; ++k) {
-      round_.await(ExpertSignal::shared, routing.peer((own + nodes - k) % nodes), call);
+      round_.wait_for(ExpertSignal::shared, routing.peer((own + nodes - k) % nodes), call);
     }
   }
   for (std::int64_t token = 0; token < input.output.shape[0]; ++token) {

@@ -244,10 +244,10 @@ void HostExpertDispatch::run(const ExpertCall& call, const ExpertDispatchInput& 
   deliver_from(own, payload_, tables, call);
   for (std::int32_t k = 1; k < nodes; ++k) {
     const std::int32_t node = (own + nodes - k) % nodes;
-    round_.await(ExpertSignal::forwarded, routing.peer(node), call);
+    round_.wait_for(ExpertSignal::forwarded, routing.peer(node), call);
     take_from_node(call, node, tables);
   }
-  round_.meet(ExpertSignal::arrived, own * config_.local_world_size, config_.local_world_size,
+  round_.arrive_and_wait(ExpertSignal::arrived, own * config_.local_world_size, config_.local_world_size,
               call);
   if (checks_positions) check_positions(call, routing);
   finish_rows(call, tables);

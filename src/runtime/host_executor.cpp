@@ -53,7 +53,7 @@ class HostExecutor final : public Executor {
       if (call.plan->batches.empty()) send(call, chunk);
     }
     detail::finish_streaming();
-    meet(call, watch, exchange);
+    arrive_and_wait(call, watch, exchange);
     // Rows may still be on their way out of the inputs and the window.
     if (transport_.topology().num_nodes() > 1) transport_.quiet();
   }
@@ -64,7 +64,7 @@ class HostExecutor final : public Executor {
     StallDetector watch(transport_, call, exchange);
     streaming_ = false;
     stage(call);
-    meet(call, watch, exchange);
+    arrive_and_wait(call, watch, exchange);
     run_batches(call, watch);
     for (const RowChunk& chunk : call.plan->chunks) {
       if (call.plan->batches.empty()) sum(call, chunk);
@@ -163,7 +163,7 @@ class HostExecutor final : public Executor {
 
   /// Raises this rank's slot everywhere, beginning with rank + 1, and waits for all others', who
   /// must mean the same call.
-  void meet(const SequenceCall& call, StallDetector& watch, const FingerprintExchange& exchange) {
+  void arrive_and_wait(const SequenceCall& call, StallDetector& watch, const FingerprintExchange& exchange) {
     const std::int32_t world = transport_.topology().world_size;
     const std::int32_t me = to_int(transport_.rank());
     for (std::int32_t k = 1; k < world; ++k) {
