@@ -166,7 +166,7 @@ World make_world(std::shared_ptr<Bootstrap> bootstrap,
     return make_nvshmem_world(std::move(bootstrap), device, environment.ranks_per_node);
   }
   return make_gpu_process_world(std::move(bootstrap), device, environment.ranks_per_node,
-                                options.nccl ? NetworkWire::nccl : NetworkWire::automatic);
+                                options.nccl ? NetworkBackend::nccl : NetworkBackend::automatic);
 #else
   no_cuda();
 #endif

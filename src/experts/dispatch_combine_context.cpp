@@ -33,8 +33,8 @@ std::int64_t DispatchCombineContext::rows_of(const EPConfig& config, std::int64_
                                              const char* who) {
   const std::int64_t unit = config.max_tokens * config.topk;
   const std::int64_t most = std::numeric_limits<std::int32_t>::max() / unit;
-  require(1 <= capacity_factor && capacity_factor <= most, who,
-          ": capacity = ", capacity_factor, ", expected 1..", most);
+  require(1 <= capacity_factor && capacity_factor <= most, who, ": capacity = ", capacity_factor,
+          ", expected 1..", most);
   return unit * capacity_factor;
 }
 

@@ -58,7 +58,7 @@ ExpertWorkspaceLayout expert_workspace_layout(const EPConfig& config,
   layout.forward_scales = parts.take(tokens * num_scales(config, options) * scale_bytes);
   layout.forward_weights = parts.take(tokens * config.topk * dtype_bytes(config.weight_dtype));
   layout.forward_ids = parts.take(tokens * config.topk * int_bytes);
-  layout.shares = parts.take(tokens * config.hidden * dtype_bytes(config.token_dtype));
+  layout.partial_sums = parts.take(tokens * config.hidden * dtype_bytes(config.token_dtype));
   layout.sums = parts.take(tokens * config.hidden * dtype_bytes(config.token_dtype));
   layout.total = parts.total();
   return layout;

@@ -37,7 +37,8 @@ class ExpertRound {
   }
 
   /// Raises at the ranks [first, first + count) and waits for all of them, beginning behind this.
-  void arrive_and_wait(ExpertSignal kind, std::int32_t first, std::int32_t count, const ExpertCall& call) {
+  void arrive_and_wait(ExpertSignal kind, std::int32_t first, std::int32_t count,
+                       const ExpertCall& call) {
     const auto other = [&](std::int32_t k) { return first + (config_.rank - first + k) % count; };
     for (std::int32_t k = 1; k < count; ++k) raise(kind, other(k), call);
     for (std::int32_t k = 1; k < count; ++k) wait_for(kind, other(k), call);

@@ -90,19 +90,19 @@ void HostExpertCombine::share_node(const ExpertCall& call, const HostExpertTable
     sum_.reset();
     add_token(call, tables, node, token, options);
     sum_.write(share.data());
-    round_.post(routing.peer(node), share_offset(own, token), share.data(), row_bytes_);
+    round_.post(routing.peer(node), partial_sum_offset(own, token), share.data(), row_bytes_);
   }
   if (node != own) round_.raise(ExpertSignal::shared, routing.peer(node), call);
 }
 
-void HostExpertCombine::add_shares(const HostExpertRouting& routing, std::int64_t token) {
+void HostExpertCombine::add_partial_sums(const HostExpertRouting& routing, std::int64_t token) {
   const auto ids = routing.ids_of(routing.own_node());
   const auto topk_slots = ids.subspan(to_size(token * config_.topk), to_size(config_.topk));
   for (std::int32_t node = 0; node < config_.num_nodes(); ++node) {
     const bool has_expert = std::ranges::any_of(topk_slots, [&](std::int32_t id) {
       return config_.rank_of_expert(id) / config_.local_world_size == node;
     });
-    if (has_expert) sum_.add(round_.read<std::byte>(share_offset(node, token)));
+    if (has_expert) sum_.add(round_.read<std::byte>(partial_sum_offset(node, token)));
   }
 }
 
@@ -130,7 +130,7 @@ void HostExpertCombine::run(const ExpertCall& call, const ExpertCombineInput& in
     sum_.reset();
     add_biases(input, token);
     if (nodes > 1) {
-      add_shares(routing, token);
+      add_partial_sums(routing, token);
     } else {
       add_token(call, tables, own, token, input.options);
     }

@@ -247,8 +247,8 @@ void HostExpertDispatch::run(const ExpertCall& call, const ExpertDispatchInput& 
     round_.wait_for(ExpertSignal::forwarded, routing.peer(node), call);
     take_from_node(call, node, tables);
   }
-  round_.arrive_and_wait(ExpertSignal::arrived, own * config_.local_world_size, config_.local_world_size,
-              call);
+  round_.arrive_and_wait(ExpertSignal::arrived, own * config_.local_world_size,
+                         config_.local_world_size, call);
   if (checks_positions) check_positions(call, routing);
   finish_rows(call, tables);
   tables.finish();

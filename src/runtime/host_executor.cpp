@@ -163,7 +163,8 @@ class HostExecutor final : public Executor {
 
   /// Raises this rank's slot everywhere, beginning with rank + 1, and waits for all others', who
   /// must mean the same call.
-  void arrive_and_wait(const SequenceCall& call, StallDetector& watch, const FingerprintExchange& exchange) {
+  void arrive_and_wait(const SequenceCall& call, StallDetector& watch,
+                       const FingerprintExchange& exchange) {
     const std::int32_t world = transport_.topology().world_size;
     const std::int32_t me = to_int(transport_.rank());
     for (std::int32_t k = 1; k < world; ++k) {

@@ -109,7 +109,7 @@ TEST(NcclWorld, all_ranks_take_the_same_wire) {
       [](std::shared_ptr<Bootstrap> bootstrap, int device) {
         const bool peer = bootstrap->rank() == Rank{1};
         return make_gpu_process_world(std::move(bootstrap), device, 1,
-                                      peer ? NetworkWire::peer : NetworkWire::nccl);
+                                      peer ? NetworkBackend::peer : NetworkBackend::nccl);
       },
       [](World&) {});
   for (const ProcessEnd& end : ends) {

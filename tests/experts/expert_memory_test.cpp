@@ -43,7 +43,7 @@ TEST(ExpertMemory, TheWorkspaceForwardsOnlyBetweenNodes) {
   EXPECT_EQ(two.forward_rows, 2048);
   EXPECT_EQ(two.forward_scales, 2048 + 200 * 512);
   EXPECT_EQ(two.forward_ids - two.forward_weights, 3328);  // 200 x 4 x 4 bytes, rounded up
-  EXPECT_EQ(two.sums - two.shares, 200 * 512);
+  EXPECT_EQ(two.sums - two.partial_sums, 200 * 512);
   EXPECT_EQ(two.total - two.sums, 200 * 512);
 }
 

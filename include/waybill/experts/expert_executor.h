@@ -107,7 +107,7 @@ struct ExpertOverflow {
 };
 
 /// The parities of a layer's next dispatch and of its next combine.
-struct ExpertTurns {
+struct ExpertParities {
   std::uint32_t dispatch = 0;
   std::uint32_t combine = 0;
 };
@@ -158,7 +158,7 @@ class ExpertExecutor {
   /// Before a call when those that have run may not be at these turns, as a graph holds an odd
   /// number of dispatches or combines: runs an empty call if so. On several nodes it does nothing,
   /// and the call reports the fault.
-  virtual void realign(const ExpertCall& /*call*/, ExpertTurns /*next*/) {}
+  virtual void realign(const ExpertCall& /*call*/, ExpertParities /*next*/) {}
 
   /// First half of a dispatch: enters the call with this rank's counts; when all have, places rows
   /// and fills the tables. GPU worlds queue it and return.

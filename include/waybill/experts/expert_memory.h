@@ -40,7 +40,7 @@ struct ExpertWorkspaceLayout {
   std::int64_t forward_scales = 0;   ///< [N, M, num_scales] float32
   std::int64_t forward_weights = 0;  ///< [N, M, topk] weight_dtype
   std::int64_t forward_ids = 0;      ///< [N, M, topk] int32, a dropped topk slot num_experts
-  std::int64_t shares = 0;           ///< [N, M, hidden] token_dtype: sums of node n, by token
+  std::int64_t partial_sums = 0;     ///< [N, M, hidden] token_dtype: sums of node n, by token
   std::int64_t sums = 0;             ///< the same of this node, on their way to node n; on GPUs
   std::int64_t total = 0;
 };

@@ -49,8 +49,8 @@ class RankTrial {
     }
     codes_ = upload(job.codes);
     byte_codes_ = upload(job.byte_codes);
-    places_[0] = upload(job.q_places[to_size(rank_)]);
-    places_[1] = places_[2] = upload(job.kv_places[to_size(rank_)]);
+    addresses_[0] = upload(job.q_places[to_size(rank_)]);
+    addresses_[1] = addresses_[2] = upload(job.kv_places[to_size(rank_)]);
     home_q_ = upload(TrialJob::home_places(rank_, plan.own_rows[0]));
     home_kv_ = upload(TrialJob::home_places(rank_, plan.own_rows[1]));
     copies_ = upload(job.copies[to_size(rank_)]);
@@ -160,7 +160,7 @@ class RankTrial {
   }
 
   void check(RankStep& step, const TrialRows& rows, std::size_t t) {
-    check(step, rows, TrialSources{pointer(places_[t]), nullptr});
+    check(step, rows, TrialSources{pointer(addresses_[t]), nullptr});
   }
 
   void check(RankStep& step, const TrialRows& rows, const TrialSources& sources) {
@@ -217,7 +217,7 @@ class RankTrial {
   std::vector<TensorView> own_;       ///< Q, K, V in the MLP layout
   std::vector<TensorView> there_;     ///< and in the attention layout
   std::vector<TensorView> received_;  ///< in the window
-  std::shared_ptr<void> codes_, byte_codes_, places_[3], home_q_, home_kv_, copies_, wrong_;
+  std::shared_ptr<void> codes_, byte_codes_, addresses_[3], home_q_, home_kv_, copies_, wrong_;
 };
 
 void add_rank(GpuSelfTestStep& step, const RankStep& rank) {

@@ -21,21 +21,20 @@ std::int64_t place_of(std::int32_t rank, std::int64_t row) {
 }
 
 std::vector<std::vector<std::int64_t>> places_of(const SparseMetadata& metadata) {
-  std::vector<std::vector<std::int64_t>> places(to_size(metadata.world_size));
-  waybill::detail::for_each_entry(metadata,
-                                  [&](std::int32_t from, std::int64_t first, std::int64_t entry) {
-                                    const std::int64_t len = metadata.seq_len[to_size(entry)];
-                                    for (auto c = metadata.destination_begin(entry);
-                                         c < metadata.destination_end(entry) && len > 0; ++c) {
-                                      auto& rows = places[to_size(metadata.dst_rank[to_size(c)])];
-                                      const std::int64_t begin = metadata.dst_offset[to_size(c)];
-                                      if (std::ssize(rows) < begin + len)
-                                        rows.resize(to_size(begin + len), -1);
-                                      for (std::int64_t k = 0; k < len; ++k)
-                                        rows[to_size(begin + k)] = place_of(from, first + k);
-                                    }
-                                  });
-  return places;
+  std::vector<std::vector<std::int64_t>> addresses(to_size(metadata.world_size));
+  waybill::detail::for_each_entry(
+      metadata, [&](std::int32_t from, std::int64_t first, std::int64_t entry) {
+        const std::int64_t len = metadata.seq_len[to_size(entry)];
+        for (auto c = metadata.destination_begin(entry);
+             c < metadata.destination_end(entry) && len > 0; ++c) {
+          auto& rows = addresses[to_size(metadata.dst_rank[to_size(c)])];
+          const std::int64_t begin = metadata.dst_offset[to_size(c)];
+          if (std::ssize(rows) < begin + len) rows.resize(to_size(begin + len), -1);
+          for (std::int64_t k = 0; k < len; ++k)
+            rows[to_size(begin + k)] = place_of(from, first + k);
+        }
+      });
+  return addresses;
 }
 
 std::vector<std::vector<std::int32_t>> copies_of(const SparseMetadata& metadata) {
@@ -132,9 +131,9 @@ std::vector<GpuSelfTestStep> TrialJob::steps(int gpus) const {
 }
 
 std::vector<std::int64_t> TrialJob::home_places(std::int32_t rank, std::int64_t rows) {
-  std::vector<std::int64_t> places(to_size(rows));
-  std::iota(places.begin(), places.end(), place_of(rank, 0));
-  return places;
+  std::vector<std::int64_t> addresses(to_size(rows));
+  std::iota(addresses.begin(), addresses.end(), place_of(rank, 0));
+  return addresses;
 }
 
 }  // namespace waybill::cuda

@@ -32,17 +32,18 @@ FingerprintParams fingerprint_params(const SequenceCall& call) {
   std::ranges::copy(pack_fingerprint(call.fingerprint), params.words);
   params.first_slot =
       static_cast<std::int32_t>(first_fingerprint_slot(num_arrival_signals(call.plan->world_size)));
-  params.crosses_nodes = true;  // with the leg
+  params.crosses_nodes = true;  // with the network path
   return params;
 }
 
-MeetParams meet_params(const SequenceCall& call, const GpuRank& gpu, FaultKind kind, int share) {
+ArriveParams arrive_params(const SequenceCall& call, const GpuRank& gpu, FaultKind kind,
+                           int share) {
   const std::int32_t world = call.plan->world_size;
   if (world > max_gpu_ranks) {
     throw Unsupported(
         concat(call.operation, ": ", world, " ranks, expected at most ", max_gpu_ranks));
   }
-  MeetParams params{};
+  ArriveParams params{};
   params.rank = to_int(call.plan->rank);
   params.world_size = world;
   params.parity = static_cast<std::uint32_t>(call.epoch % 2);
@@ -64,7 +65,7 @@ SequenceParams sequence_params(const SequenceCall& call, const GpuRank& gpu, Fau
                              " tensors, expected at most ", max_call_tensors));
   }
   SequenceParams params{};
-  params.meet = meet_params(call, gpu, kind, share);
+  params.arrive = arrive_params(call, gpu, kind, share);
   for (std::int32_t r = 0; r < call.plan->world_size; ++r) {
     params.windows[r] = call.window->peers[to_size(r)];
     if (call.slots != nullptr) params.slots[r] = call.slots->peers[to_size(r)];

@@ -14,7 +14,8 @@ using waybill::detail::to_size;
 namespace {
 
 /// Streams of a device that do not stand behind each other (CUDA_DEVICE_MAX_CONNECTIONS, at most
-/// 32), of which every rank has two for other work, one for a leg to other nodes, and two here.
+/// 32), of which every rank has two for other work, one for a network path to other nodes, and two
+/// here.
 constexpr int most_sharing_two = 32 / 5;
 
 /// What all destinations of a round get together: about 64 MiB each of 7 and 192 MiB each of 3 were

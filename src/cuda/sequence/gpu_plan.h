@@ -7,7 +7,7 @@
 #include <mutex>
 #include <vector>
 
-#include "../network/leg_params.h"
+#include "../network/path_params.h"
 #include "../rank/gpu_rank.h"
 #include "sequence_params.h"
 #include "waybill/runtime/executor.h"
@@ -54,9 +54,9 @@ struct PlanLayout {
   explicit PlanLayout(const SequencePlan& plan);
 
   std::int64_t max_segments = 0;
-  std::int64_t max_segment_places = 0;
+  std::int64_t max_segment_addresses = 0;
   std::int64_t max_chunks = 0;
-  std::int64_t max_places = 0;
+  std::int64_t max_addresses = 0;
   std::int64_t max_batches = 0;
   std::int64_t max_waits = 0;
   std::int64_t max_signals = 0;
@@ -65,7 +65,7 @@ struct PlanLayout {
   std::int64_t max_step_waits = 0;
   std::int64_t max_step_signals = 0;
   std::int64_t segments_at = 0;
-  std::int64_t segment_places_at = 0;
+  std::int64_t segment_addresses_at = 0;
   std::int64_t batches_at = 0;
   std::int64_t waits_at = 0;
   std::int64_t signals_at = 0;
@@ -75,7 +75,7 @@ struct PlanLayout {
   std::int64_t step_signals_at = 0;
   std::int64_t upload_bytes = 0;
   std::int64_t chunks_at = 0;
-  std::int64_t places_at = 0;
+  std::int64_t addresses_at = 0;
   std::int64_t chunk_batches_at = 0;
   std::int64_t done_at = 0;
   std::int64_t steps_done_at = 0;
@@ -111,7 +111,7 @@ class GpuPlan final : public UploadedPlan {
   /// Whether it takes the kernels for batches. A plan without work takes those of the one before,
   /// so that a graph of either can hold the next.
   [[nodiscard]] bool batched() const { return batched_; }
-  [[nodiscard]] LegTables leg_tables() const;
+  [[nodiscard]] PathTables path_tables() const;
 
  private:
   void check_room(const SequencePlan& plan) const;

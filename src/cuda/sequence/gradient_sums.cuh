@@ -41,7 +41,7 @@ __device__ std::byte* output_of(const TensorParams& output, const RowChunk& chun
 /// Where the sums of a batch of this kind go that are not rounded: rows of the window.
 __device__ inline TensorParams sums_on_the_way(const SequenceParams& p, std::int32_t tensor) {
   const std::int32_t entry = p.head->num_tensors + tensor;
-  return {p.windows[p.meet.rank] + p.head->window_offsets[entry], p.head->cuts[entry].row_bytes};
+  return {p.windows[p.arrive.rank] + p.head->window_offsets[entry], p.head->cuts[entry].row_bytes};
 }
 
 /// What sums of a number are kept in on the way.

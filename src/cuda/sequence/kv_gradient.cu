@@ -1,7 +1,7 @@
 #include <type_traits>
 
+#include "../device/arrive_and_wait.cuh"
 #include "../device/bulk.cuh"
-#include "../device/meet.cuh"
 #include "batch.cuh"
 #include "gradient_cursor.cuh"
 #include "gradient_sums.cuh"
@@ -152,7 +152,7 @@ class BulkSummer {
     if (lane_ == 0) arrived_.flush();
     __syncwarp();
     ready_ = ahead_.chunks.batch;
-    await_batch(p_, p_.batches.batches[ready_], epoch_);
+    wait_batch(p_, p_.batches.batches[ready_], epoch_);
     load();
     ask();
   }
@@ -226,7 +226,7 @@ __device__ void sum_elements(const SequenceParams& p, std::uint64_t epoch) {
        c < p.head->num_chunks; c += step) {
     const RowChunk chunk = p.chunks[c];
     const std::int32_t number = batched ? p.batches.chunk_batches[c] : -1;
-    if (batched) await_batch(p, p.batches.batches[number], epoch);
+    if (batched) wait_batch(p, p.batches.batches[number], epoch);
     const bool rounds = !batched || p.batches.batches[number].kind != BatchKind::partial;
     const int bytes = chunk.rows * chunk.part_bytes;
     for (int offset = lane * in_bytes; offset < bytes; offset += 32 * in_bytes) {
@@ -247,11 +247,11 @@ template <class In, class Out, bool Bulk, bool Batched>
 __global__ void __launch_bounds__(warps_of<Batched> * 32, 1)
     kv_gradient_kernel(const __grid_constant__ SequenceParams p) {
   extern __shared__ __align__(128) std::byte shared[];
-  const CallWords words = load_call_words(p.meet.fingerprint);
-  const std::uint64_t epoch = begin_call(p.meet);
+  const CallWords words = load_call_words(p.arrive.fingerprint);
+  const std::uint64_t epoch = begin_call(p.arrive);
   if (threadIdx.x < 32) {
-    if (blockIdx.x == 0) publish_to_all(p.meet, epoch, words);
-    await_all(p.meet, epoch, words);
+    if (blockIdx.x == 0) signal_to_all(p.arrive, epoch, words);
+    wait_all(p.arrive, epoch, words);
   }
   __syncthreads();
   if constexpr (Bulk) {
@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(warps_of<Batched> * 32, 1)
   } else {
     sum_elements<In, Out>(p, epoch);
   }
-  if (is_last_block(p.meet) && threadIdx.x == 0) end_call(p.meet, epoch);
+  if (is_last_block(p.arrive) && threadIdx.x == 0) end_call(p.arrive, epoch);
 }
 
 using Kernel = void (*)(SequenceParams);

@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../device/meet_params.h"
+#include "../device/arrive_params.h"
 #include "waybill/schedule/row_chunk.h"
 #include "waybill/schedule/work_batch.h"
 
@@ -53,7 +53,7 @@ struct ExpandParams {
 };
 
 struct SequenceParams {
-  MeetParams meet;
+  ArriveParams arrive;
   const PlanHead* head;
   const RowChunk* chunks;
   const std::uint64_t* addresses;

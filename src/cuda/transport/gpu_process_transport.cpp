@@ -8,7 +8,7 @@
 #include "../nccl/nccl_communicator.h"
 #include "../rank/cuda_check.h"
 #include "keep_memory.h"
-#include "nccl_leg.h"
+#include "nccl_path.h"
 #include "waybill/core/to_size.h"
 #include "waybill/transport/agree.h"
 #include "waybill/transport/peer_status.h"
@@ -49,30 +49,30 @@ std::shared_ptr<void> open_peer(const cudaIpcMemHandle_t& handle, std::size_t ra
           }};
 }
 
-const char* name_of(NetworkWire wire) {
-  if (wire == NetworkWire::peer) return "peer";
-  return wire == NetworkWire::nccl ? "nccl" : "automatic";
+const char* name_of(NetworkBackend backend) {
+  if (backend == NetworkBackend::peer) return "peer";
+  return backend == NetworkBackend::nccl ? "nccl" : "automatic";
 }
 
 /// How ranks of different nodes reach each other, from what was asked for.
-NetworkWire choose_wire(NetworkWire asked, const std::vector<GpuPlace>& places,
-                        const Topology& topology) {
-  if (topology.num_nodes() == 1) return NetworkWire::peer;
-  if (asked != NetworkWire::automatic) return asked;
-  return on_one_host(places) ? NetworkWire::peer : NetworkWire::nccl;
+NetworkBackend choose_backend(NetworkBackend asked, const std::vector<GpuPlace>& places,
+                              const Topology& topology) {
+  if (topology.num_nodes() == 1) return NetworkBackend::peer;
+  if (asked != NetworkBackend::automatic) return asked;
+  return on_one_host(places) ? NetworkBackend::peer : NetworkBackend::nccl;
 }
 
 class GpuProcessTransport final : public GpuTransport {
  public:
   GpuProcessTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
                       std::shared_ptr<GpuRank> gpu, const std::vector<GpuPlace>& places,
-                      NetworkWire wire)
+                      NetworkBackend backend)
       : GpuTransport(std::move(bootstrap), ranks_per_node, gpu, 1) {
-    const Setting settings[] = {{"wire", name_of(wire)}};
+    const Setting settings[] = {{"wire", name_of(backend)}};
     require_same(who, settings);
     require_own_processes(places, who);
     require_nodes_on_hosts(places, topology().ranks_per_node, who);
-    const bool by_nccl = choose_wire(wire, places, topology()) == NetworkWire::nccl;
+    const bool by_nccl = choose_backend(backend, places, topology()) == NetworkBackend::nccl;
     if (!by_nccl) require_one_host(this->bootstrap(), who);
     first_mapped_ = by_nccl ? to_int(rank()) - to_int(topology().local_rank(rank())) : 0;
     num_mapped_ = by_nccl ? topology().ranks_per_node : topology().world_size;
@@ -86,9 +86,9 @@ class GpuProcessTransport final : public GpuTransport {
     }
   }
 
-  [[nodiscard]] std::unique_ptr<NetworkLeg> make_network_leg() override {
-    if (network_ == nullptr) return GpuTransport::make_network_leg();
-    return make_nccl_leg(shared_gpu(), topology(), share(), network_);
+  [[nodiscard]] std::unique_ptr<NetworkPath> make_network_path() override {
+    if (network_ == nullptr) return GpuTransport::make_network_path();
+    return make_nccl_path(shared_gpu(), topology(), share(), network_);
   }
 
   void put(const SymmetricBuffer& to, const PutRequest& piece) override {
@@ -169,9 +169,9 @@ std::unique_ptr<GpuTransport> make_gpu_process_transport(std::shared_ptr<Bootstr
                                                          std::int32_t ranks_per_node,
                                                          std::shared_ptr<GpuRank> gpu,
                                                          const std::vector<GpuPlace>& places,
-                                                         NetworkWire wire) {
+                                                         NetworkBackend backend) {
   return std::make_unique<GpuProcessTransport>(std::move(bootstrap), ranks_per_node, std::move(gpu),
-                                               places, wire);
+                                               places, backend);
 }
 
 }  // namespace waybill::cuda

@@ -8,7 +8,7 @@
 #include "../nvshmem/nvshmem_library.h"
 #include "../rank/cuda_check.h"
 #include "keep_memory.h"
-#include "nvshmem_leg.h"
+#include "nvshmem_path.h"
 #include "waybill/core/to_size.h"
 #include "waybill/transport/agree.h"
 
@@ -102,9 +102,9 @@ void require_consistent_rows(Bootstrap& bootstrap) {
 class NvshmemTransport final : public GpuTransport {
  public:
   NvshmemTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
-                   std::shared_ptr<GpuRank> gpu, const std::vector<GpuPlace>& places)
+                   std::shared_ptr<GpuRank> gpu, const std::vector<GpuPlace>& addresses)
       : GpuTransport(std::move(bootstrap), ranks_per_node, std::move(gpu), 1) {
-    require_own_processes(places, who);
+    require_own_processes(addresses, who);
     this->gpu().use();
     start(this->bootstrap(), this->gpu().device());
     api_ = &nvshmem_api();
@@ -145,7 +145,7 @@ class NvshmemTransport final : public GpuTransport {
                            seen()};
     const FaultSink to = sink();
     gpu().check(api_->wait(&wait, &to, gpu().stream()), "launching a wait", operation);
-    await_stream("waiting for a signal", operation);
+    wait_stream("waiting for a signal", operation);
     return *seen();
   }
 
@@ -155,8 +155,8 @@ class NvshmemTransport final : public GpuTransport {
     GpuTransport::quiet();
   }
 
-  [[nodiscard]] std::unique_ptr<NetworkLeg> make_network_leg() override {
-    return make_nvshmem_leg(*api_, shared_gpu(), topology());
+  [[nodiscard]] std::unique_ptr<NetworkPath> make_network_path() override {
+    return make_nvshmem_path(*api_, shared_gpu(), topology());
   }
 
  private:
@@ -218,9 +218,9 @@ class NvshmemTransport final : public GpuTransport {
 std::unique_ptr<GpuTransport> make_nvshmem_transport(std::shared_ptr<Bootstrap> bootstrap,
                                                      std::int32_t ranks_per_node,
                                                      std::shared_ptr<GpuRank> gpu,
-                                                     const std::vector<GpuPlace>& places) {
+                                                     const std::vector<GpuPlace>& addresses) {
   return std::make_unique<NvshmemTransport>(std::move(bootstrap), ranks_per_node, std::move(gpu),
-                                            places);
+                                            addresses);
 }
 
 }  // namespace waybill::cuda

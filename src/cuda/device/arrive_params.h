@@ -17,7 +17,7 @@ struct CallState {
 };
 
 /// What every kernel of a call needs to meet the others.
-struct MeetParams {
+struct ArriveParams {
   std::int32_t rank;
   std::int32_t world_size;
   std::uint32_t parity;  ///< of the epoch for which the windows below were chosen
@@ -26,7 +26,7 @@ struct MeetParams {
   FaultSink sink;
   std::uint64_t* own_arrivals;                  ///< [W]: slot r is raised by rank r
   std::uint64_t* peer_arrivals[max_gpu_ranks];  ///< [W]: the same of each rank of the node; else
-                                                ///< null: the leg raises those
+                                                ///< null: the network path raises those
   FingerprintParams fingerprint;                ///< compared where ranks meet
 };
 

@@ -4,19 +4,19 @@
 
 #include <cstdint>
 
-#include "meet_params.h"
+#include "arrive_params.h"
 
 namespace waybill::cuda {
 
-/// Loads these kernels into the context of the current device, see prepare_dispatch_bulk().
-cudaError_t prepare_meet();
+/// Loads these kernels into the context of the current device, see prepare_dispatch_tma().
+cudaError_t prepare_arrive_and_wait();
 
 /// Ends a call whose rows went by other means: raises this rank's slots and waits for the others.
-cudaError_t launch_meet(const MeetParams& params, cudaStream_t stream);
+cudaError_t launch_arrive_and_wait(const ArriveParams& params, cudaStream_t stream);
 
 /// An empty call, if the next epoch is not of the parity in `params`: windows are used in turn, and
 /// a graph with an odd number of calls takes the same one again.
-cudaError_t launch_realign(const MeetParams& params, cudaStream_t stream);
+cudaError_t launch_realign(const ArriveParams& params, cudaStream_t stream);
 
 /// Raises a flag.
 cudaError_t launch_signal(std::uint64_t* flag, std::uint64_t epoch, cudaStream_t stream);

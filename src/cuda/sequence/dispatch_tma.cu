@@ -1,5 +1,5 @@
+#include "../device/arrive_and_wait.cuh"
 #include "../device/bulk.cuh"
-#include "../device/meet.cuh"
 #include "batch.cuh"
 #include "sequence_launch.h"
 
@@ -94,7 +94,7 @@ class Tickets {
         fetch_chunks();
         break;
       case Step::addresses:
-        fetch_places();
+        fetch_addresses();
         break;
       default:
         keep();
@@ -113,9 +113,9 @@ class Tickets {
       : p_(p),
         memory_(memory),
         lane_(static_cast<int>(threadIdx.x % 32)),
-        here_(0, wire, static_cast<int>(gridDim.x) * warps, split * warps, p.meet.state->taken),
+        here_(0, wire, static_cast<int>(gridDim.x) * warps, split * warps, p.arrive.state->taken),
         other_(wire, all - wire, static_cast<int>(gridDim.x) * warps,
-               (static_cast<int>(gridDim.x) - split) * warps, p.meet.state->taken + 1) {
+               (static_cast<int>(gridDim.x) - split) * warps, p.arrive.state->taken + 1) {
     auto block = static_cast<int>(blockIdx.x);
     int blocks = split;
     if (block >= split) {
@@ -171,11 +171,11 @@ class Tickets {
     step_ = Step::addresses;
   }
 
-  __device__ void fetch_places() {
+  __device__ void fetch_addresses() {
     if (lane_ < size_) {
 #pragma unroll
       for (int k = 0; k < max_addresses_sent; ++k) {
-        if (k < next_.num_addresses) next_places_[k] = p_.addresses[next_.first_address + k];
+        if (k < next_.num_addresses) next_addresses_[k] = p_.addresses[next_.first_address + k];
       }
     }
     step_ = Step::keep;
@@ -188,7 +188,7 @@ class Tickets {
       if constexpr (Batched) to.batch = next_batch_;
 #pragma unroll
       for (int k = 0; k < max_addresses_sent; ++k) {
-        if (k < next_.num_addresses) to.addresses[k] = next_places_[k];
+        if (k < next_.num_addresses) to.addresses[k] = next_addresses_[k];
       }
     }
     __syncwarp();
@@ -209,7 +209,7 @@ class Tickets {
   int known_ = 0;
   RowChunk next_;
   std::int32_t next_batch_ = 0;
-  std::uint64_t next_places_[max_addresses_sent];
+  std::uint64_t next_addresses_[max_addresses_sent];
 };
 
 /// Moves the chunks of one warp through a ring of stages.
@@ -241,7 +241,7 @@ class WarpWork {
       if (tickets_.known() <= i) break;
       if (asked == i) {  // nothing to load ahead was known, or ready
         make_room(i);
-        if constexpr (Batched) await_chunk(i);
+        if constexpr (Batched) wait_chunk(i);
         load(asked++);
         while (asked < i + stages - 1 && can_load(asked)) load(asked++);
       }
@@ -283,12 +283,12 @@ class WarpWork {
   }
 
   /// Waits for what chunk i waits for; nothing that others wait for is left behind.
-  __device__ void await_chunk(int i) {
+  __device__ void wait_chunk(int i) {
     if (can_load(i)) return;
     settle<0>(i - 1);
     if (lane_ == 0) arrived_.flush();
     __syncwarp();
-    await_batch(p_, p_.batches.batches[tickets_[i].batch], epoch_);
+    wait_batch(p_, p_.batches.batches[tickets_[i].batch], epoch_);
     set_ready(tickets_[i].batch);
   }
 
@@ -309,7 +309,7 @@ class WarpWork {
   /// Where the rows of a chunk are.
   [[nodiscard]] __device__ TensorParams source_of(const RowChunk& chunk) const {
     if (!Batched || !forwards_) return p_.inputs[chunk.tensor];
-    return {p_.windows[p_.meet.rank] + p_.head->window_offsets[chunk.tensor],
+    return {p_.windows[p_.arrive.rank] + p_.head->window_offsets[chunk.tensor],
             p_.head->cuts[chunk.tensor].row_bytes};
   }
 
@@ -364,20 +364,20 @@ class WarpWork {
 /// Compiled for every architecture, of use from sm_90 on.
 template <bool Batched>
 __global__ void __launch_bounds__(warps * 32, 1)
-    dispatch_bulk_kernel(const __grid_constant__ SequenceParams p) {
+    dispatch_tma_kernel(const __grid_constant__ SequenceParams p) {
   extern __shared__ __align__(128) std::byte shared[];
-  const CallWords words = load_call_words(p.meet.fingerprint);
-  const std::uint64_t epoch = begin_call(p.meet);
-  if (Batched && blockIdx.x == 0 && threadIdx.x < 32) tell_words(p.meet, epoch, words);
+  const CallWords words = load_call_words(p.arrive.fingerprint);
+  const std::uint64_t epoch = begin_call(p.arrive);
+  if (Batched && blockIdx.x == 0 && threadIdx.x < 32) send_call_words(p.arrive, epoch, words);
   WarpWork<Batched>(p, *reinterpret_cast<BlockMemory*>(shared), epoch).run();
-  if (!is_last_block(p.meet) || threadIdx.x >= 32) return;
-  meet_at_end(p.meet, epoch, words, Batched);
+  if (!is_last_block(p.arrive) || threadIdx.x >= 32) return;
+  arrive_and_wait_at_end(p.arrive, epoch, words, Batched);
 }
 
 }  // namespace
 
-cudaError_t prepare_dispatch_bulk() {
-  for (const auto kernel : {dispatch_bulk_kernel<false>, dispatch_bulk_kernel<true>}) {
+cudaError_t prepare_dispatch_tma() {
+  for (const auto kernel : {dispatch_tma_kernel<false>, dispatch_tma_kernel<true>}) {
     const cudaError_t status = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(BlockMemory)));
     if (status != cudaSuccess) return status;
@@ -385,9 +385,9 @@ cudaError_t prepare_dispatch_bulk() {
   return cudaSuccess;
 }
 
-cudaError_t launch_dispatch_bulk(const SequenceParams& params, bool batched, int num_sms,
-                                 cudaStream_t stream) {
-  const auto kernel = batched ? dispatch_bulk_kernel<true> : dispatch_bulk_kernel<false>;
+cudaError_t launch_dispatch_tma(const SequenceParams& params, bool batched, int num_sms,
+                                cudaStream_t stream) {
+  const auto kernel = batched ? dispatch_tma_kernel<true> : dispatch_tma_kernel<false>;
   kernel<<<static_cast<unsigned>(num_sms), warps * 32, sizeof(BlockMemory), stream>>>(params);
   return cudaGetLastError();
 }

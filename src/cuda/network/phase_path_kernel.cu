@@ -1,13 +1,13 @@
 #include "../device/signal.cuh"
-#include "leg_kernel.cuh"
-#include "phase_leg_kernel.h"
+#include "path_kernel.cuh"
+#include "phase_path_kernel.h"
 
 namespace waybill::cuda {
 namespace {
 
 constexpr int threads = 256;
 
-__device__ std::uint64_t epoch_of(const LegParams& p) { return p.state->epoch + 1; }
+__device__ std::uint64_t epoch_of(const PathParams& p) { return p.state->epoch + 1; }
 
 __device__ bool is_given_up(const std::uint32_t* flag) {
   return *static_cast<const volatile std::uint32_t*>(flag) != 0;
@@ -18,29 +18,30 @@ __device__ bool is_given_up(const std::uint32_t* flag) {
 __device__ void report_and_stay(const PhaseWaits& phase, const FaultSink& sink, std::int32_t peer,
                                 std::uint64_t wanted, std::uint64_t seen, std::uint64_t waited_ns,
                                 FaultKind kind) {
-  const LegParams& leg = phase.leg;
-  const bool of_peer = kind != FaultKind::parity && peer != leg.rank;
-  if (of_peer && leg.arrivals != nullptr) report_told(leg, leg.arrivals, wanted, peer, waited_ns);
-  report(sink, kind, leg.rank, peer, wanted, seen, waited_ns, leg.kind);
+  const PathParams& path = phase.path;
+  const bool of_peer = kind != FaultKind::parity && peer != path.rank;
+  if (of_peer && path.arrivals != nullptr)
+    report_disagreement(path, path.arrivals, wanted, peer, waited_ns);
+  report(sink, kind, path.rank, peer, wanted, seen, waited_ns, path.kind);
   if (sink.traps) end_context(sink);
   while (!is_given_up(phase.given_up)) __nanosleep(100'000);
 }
 
-__device__ void await_slot(const PhaseWaits& phase, const std::uint64_t* flag, std::uint64_t wanted,
-                           std::int32_t peer, const FaultSink& sink) {
+__device__ void wait_slot(const PhaseWaits& phase, const std::uint64_t* flag, std::uint64_t wanted,
+                          std::int32_t peer, const FaultSink& sink) {
   const std::uint64_t start = now_ns();
   for (;;) {
     const std::uint64_t seen = load_acquire(flag);
     if (seen >= wanted || is_given_up(phase.given_up)) return;
     const std::uint64_t waited = now_ns() - start;
     if (is_over(sink, waited))
-      return report_and_stay(phase, sink, peer, wanted, seen, waited, phase.leg.kind);
+      return report_and_stay(phase, sink, peer, wanted, seen, waited, phase.path.kind);
   }
 }
 
 __global__ void __launch_bounds__(threads)
     phase_waits_kernel(const __grid_constant__ PhaseWaits phase) {
-  const LegParams& p = phase.leg;
+  const PathParams& p = phase.path;
   const std::uint64_t epoch = epoch_of(p);
   if (epoch % 2 != p.parity)
     report_and_stay(phase, p.sink, p.rank, p.parity, epoch, 0, FaultKind::parity);
@@ -53,16 +54,16 @@ __global__ void __launch_bounds__(threads)
     if (slot.rank == p.world_size) {
       FaultSink sink = p.sink;
       sink.timeout_ns *= own_rows_patience;
-      await_slot(phase, p.tables.ready + slot.slot, epoch, p.rank, sink);
+      wait_slot(phase, p.tables.ready + slot.slot, epoch, p.rank, sink);
     } else {
-      await_slot(phase, p.slots + slot.slot, epoch, slot.rank, p.sink);
+      wait_slot(phase, p.slots + slot.slot, epoch, slot.rank, p.sink);
     }
   }
 }
 
 __global__ void __launch_bounds__(threads)
     phase_raises_kernel(const __grid_constant__ PhaseRaises phase) {
-  const LegParams& p = phase.leg;
+  const PathParams& p = phase.path;
   const std::uint64_t epoch = epoch_of(p);
   // Whoever waits for what has not arrived says so when its deadline comes.
   const bool arrived = !is_given_up(phase.given_up);
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(threads)
   const int count = phase.num_slots + phase.num_arrived;
   for (int i = static_cast<int>(threadIdx.x); arrived && i < count; i += threads) {
     std::uint64_t* const pad = i < phase.num_slots ? p.slots : p.arrivals;
-    publish(pad + phase.which[i], epoch);
+    signal(pad + phase.which[i], epoch);
   }
   __syncthreads();  // all have read the epoch
   if (phase.ends && threadIdx.x == 0) p.state->epoch = epoch;
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(threads)
 
 }  // namespace
 
-cudaError_t prepare_phase_leg() {
+cudaError_t prepare_phase_path() {
   cudaFuncAttributes unused{};
   const cudaError_t status = cudaFuncGetAttributes(&unused, phase_waits_kernel);
   return status != cudaSuccess ? status : cudaFuncGetAttributes(&unused, phase_raises_kernel);

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "leg_params.h"
+#include "path_params.h"
 
 namespace waybill::cuda {
 
@@ -13,7 +13,7 @@ inline constexpr int max_phase_raises = 256;  ///< of one launch
 
 /// What must be raised before a phase.
 struct PhaseWaits {
-  LegParams leg;
+  PathParams path;
   const std::uint32_t* given_up;  ///< host memory: not 0: nothing behind this is done any more
   bool tells;                     ///< writes what this rank means by the call, to be sent
   std::int32_t count;
@@ -23,17 +23,17 @@ static_assert(sizeof(PhaseWaits) <= 4096);
 
 /// What is raised behind a phase.
 struct PhaseRaises {
-  LegParams leg;
+  PathParams path;
   const std::uint32_t* given_up;  ///< host memory: not 0: nothing has arrived
   std::int32_t num_slots;
   std::int32_t num_arrived;              ///< ranks, behind the slots
   std::int32_t which[max_phase_raises];  ///< slots, then ranks
-  bool ends;                             ///< the leg
+  bool ends;                             ///< the network path
 };
 static_assert(sizeof(PhaseRaises) <= 4096);
 
 /// The kernels around what the host queues for a phase.
-cudaError_t prepare_phase_leg();
+cudaError_t prepare_phase_path();
 cudaError_t launch_phase_waits(const PhaseWaits& waits, cudaStream_t stream);
 cudaError_t launch_phase_raises(const PhaseRaises& raises, cudaStream_t stream);
 

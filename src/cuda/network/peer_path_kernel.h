@@ -2,8 +2,8 @@
 
 #include <cuda_runtime_api.h>
 
-#include "../device/meet_params.h"
-#include "leg_params.h"
+#include "../device/arrive_params.h"
+#include "path_params.h"
 
 namespace waybill::cuda {
 
@@ -14,9 +14,9 @@ struct PeerAddresses {
   std::uint64_t* arrivals[max_gpu_ranks];  ///< slot of this rank
 };
 
-/// The leg between ranks whose memory is mapped: puts are copies.
-cudaError_t prepare_peer_leg();
-cudaError_t launch_peer_leg(const LegParams& params, const PeerAddresses& peers, int num_sms,
-                            cudaStream_t stream);
+/// The network path between ranks whose memory is mapped: puts are copies.
+cudaError_t prepare_peer_path();
+cudaError_t launch_peer_path(const PathParams& params, const PeerAddresses& peers, int num_sms,
+                             cudaStream_t stream);
 
 }  // namespace waybill::cuda

@@ -1,4 +1,4 @@
-#include "nvshmem_leg.h"
+#include "nvshmem_path.h"
 
 #include <utility>
 
@@ -7,16 +7,16 @@
 namespace waybill::cuda {
 namespace {
 
-class NvshmemLeg final : public NetworkLeg {
+class NvshmemPath final : public NetworkPath {
  public:
-  NvshmemLeg(const NvshmemApi& api, std::shared_ptr<GpuRank> gpu, Topology topology)
+  NvshmemPath(const NvshmemApi& api, std::shared_ptr<GpuRank> gpu, Topology topology)
       : api_(api), gpu_(std::move(gpu)), topology_(topology), side_(gpu_) {}
 
   void start(const NetworkCall& call) override {
     operation_ = call.operation;
-    const LegParams params = leg_params(call, *gpu_, topology_, 1);
+    const PathParams params = path_params(call, *gpu_, topology_, 1);
     const cudaStream_t side = side_.fork(call.stream, operation_);
-    gpu_->check(api_.leg(&params, call.num_sms, side), "launching a kernel", operation_);
+    gpu_->check(api_.path(&params, call.num_sms, side), "launching a kernel", operation_);
   }
 
   void join(cudaStream_t stream) override { side_.join(stream, operation_); }
@@ -31,9 +31,9 @@ class NvshmemLeg final : public NetworkLeg {
 
 }  // namespace
 
-std::unique_ptr<NetworkLeg> make_nvshmem_leg(const NvshmemApi& api, std::shared_ptr<GpuRank> gpu,
-                                             Topology topology) {
-  return std::make_unique<NvshmemLeg>(api, std::move(gpu), topology);
+std::unique_ptr<NetworkPath> make_nvshmem_path(const NvshmemApi& api, std::shared_ptr<GpuRank> gpu,
+                                               Topology topology) {
+  return std::make_unique<NvshmemPath>(api, std::move(gpu), topology);
 }
 
 }  // namespace waybill::cuda

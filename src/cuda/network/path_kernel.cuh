@@ -1,56 +1,57 @@
 #pragma once
 
 #include "../device/call_words.cuh"
-#include "leg_params.h"
+#include "path_params.h"
 
-// The leg's kernel for wires that a device serves itself. A Wire has, for one block:
+// The network path's kernel for wires that a device serves itself. A Backend has, for one block:
 //   void put(const NetworkPut&)          begins or does a put; all threads
 //   void settle()                        all puts of this block have arrived; all threads
 //   void raise_slot(peer, slot, epoch)   one thread; after settle()
-//   void tell_words(peer, words, epoch)  one thread: into the peer's slot for this rank's words,
+//   void send_call_words(peer, words, epoch)  one thread: into the peer's slot for this rank's
+//   words,
 //                                        which the own pad holds at the same place
 //   void raise_arrival(peer, epoch)      one thread, behind a fence: slot `rank` of the peer's
 //                                        arrivals
 //   bool put_signal(const NetworkPut&, slot, epoch)   all threads: a put whose arrival raises a
-//                                        slot of its peer; false where the wire cannot
+//                                        slot of its peer; false where the backend cannot
 
 namespace waybill::cuda {
 
-inline constexpr int leg_threads = 512;
+inline constexpr int path_threads = 512;
 
 /// A peer may be late by the deadline, and the rank's own rows then are as well: its kernel says
 /// for whom it waits, not this one.
 inline constexpr std::uint64_t own_rows_patience = 4;
 
-/// A wait of a leg for another rank that comes to a bad end, as report_missed().
-[[noreturn]] __device__ __noinline__ inline void report_leg_missed(const LegParams& p,
-                                                                   std::uint64_t epoch,
-                                                                   std::int32_t peer,
-                                                                   std::uint64_t seen,
-                                                                   std::uint64_t waited_ns) {
-  if (p.arrivals != nullptr) report_told(p, p.arrivals, epoch, peer, waited_ns);
+/// A wait of a network path for another rank that comes to a bad end, as report_missed().
+[[noreturn]] __device__ __noinline__ inline void report_path_timeout(const PathParams& p,
+                                                                     std::uint64_t epoch,
+                                                                     std::int32_t peer,
+                                                                     std::uint64_t seen,
+                                                                     std::uint64_t waited_ns) {
+  if (p.arrivals != nullptr) report_disagreement(p, p.arrivals, epoch, peer, waited_ns);
   report_and_trap(p.sink, p.kind, p.rank, peer, epoch, seen, waited_ns);
 }
 
-__device__ inline void await_rank(const LegParams& p, const std::uint64_t* flag,
-                                  std::uint64_t epoch, std::int32_t peer) {
+__device__ inline void wait_rank(const PathParams& p, const std::uint64_t* flag,
+                                 std::uint64_t epoch, std::int32_t peer) {
   const std::uint64_t start = now_ns();
   for (;;) {
     const std::uint64_t seen = load_acquire(flag);
     if (seen >= epoch) return;
     const std::uint64_t waited = now_ns() - start;
-    if (is_over(p.sink, waited)) report_leg_missed(p, epoch, peer, seen, waited);
+    if (is_over(p.sink, waited)) report_path_timeout(p, epoch, peer, seen, waited);
   }
 }
 
-template <class Wire>
-class LegWork {
+template <class Backend>
+class PathWork {
  public:
-  __device__ LegWork(const LegParams& p, Wire& wire, std::uint64_t epoch)
-      : p_(p), wire_(wire), epoch_(epoch) {}
+  __device__ PathWork(const PathParams& p, Backend& backend, std::uint64_t epoch)
+      : p_(p), backend_(backend), epoch_(epoch) {}
 
   __device__ void run() {
-    if (p_.arrival != LegArrival::none && blockIdx.x == 0) begin();
+    if (p_.arrival != PathArrival::none && blockIdx.x == 0) begin();
     const std::int32_t num_puts = *p_.tables.num_puts;
     std::int32_t number = -1;
     NetworkStep step{};
@@ -61,46 +62,46 @@ class LegWork {
       if (next != number) {
         number = next;
         step = p_.tables.steps[number];
-        await_step(step);
+        wait_epoch(step);
       }
-      if (p_.arrival == LegArrival::first) await_peer(p_.tables.puts[i].peer);
+      if (p_.arrival == PathArrival::first) wait_peer(p_.tables.puts[i].peer);
       do_put(p_.tables.puts[i], step, number);
     }
-    wire_.settle();
+    backend_.settle();
     end();
   }
 
  private:
-  __device__ void await_step(const NetworkStep& step) {
-    for (int w = static_cast<int>(threadIdx.x); w < step.num_waits; w += leg_threads) {
+  __device__ void wait_epoch(const NetworkStep& step) {
+    for (int w = static_cast<int>(threadIdx.x); w < step.num_waits; w += path_threads) {
       const BatchSlot slot = p_.tables.waits[step.first_wait + w];
       if (slot.rank == p_.world_size) {
         FaultSink sink = p_.sink;
         sink.timeout_ns *= own_rows_patience;
-        await(p_.tables.ready + slot.slot, epoch_, p_.kind, p_.rank, p_.rank, sink);
+        wait_until(p_.tables.ready + slot.slot, epoch_, p_.kind, p_.rank, p_.rank, sink);
       } else {
-        await_rank(p_, p_.slots + slot.slot, epoch_, slot.rank);
+        wait_rank(p_, p_.slots + slot.slot, epoch_, slot.rank);
       }
     }
     __syncthreads();
   }
 
   /// Nothing is put into the window of a rank that has not come to this call.
-  __device__ void await_peer(std::int32_t peer) {
+  __device__ void wait_peer(std::int32_t peer) {
     if (peer == come_) return;
     come_ = peer;
-    if (threadIdx.x == 0) await_rank(p_, p_.arrivals + peer, epoch_, peer);
+    if (threadIdx.x == 0) wait_rank(p_, p_.arrivals + peer, epoch_, peer);
     __syncthreads();
   }
 
   __device__ void do_put(const NetworkPut& put, const NetworkStep& step, std::int32_t number) {
     if (step.num_puts == 1 && step.num_signals == 1) {
       const BatchSlot slot = p_.tables.signals[step.first_signal];
-      if (slot.rank == put.peer && wire_.put_signal(put, slot.slot, epoch_)) return;
+      if (slot.rank == put.peer && backend_.put_signal(put, slot.slot, epoch_)) return;
     }
-    wire_.put(put);
+    backend_.put(put);
     if (step.num_signals == 0) return;
-    wire_.settle();
+    backend_.settle();
     if (threadIdx.x == 0) count(step, number);
   }
 
@@ -113,7 +114,7 @@ class LegWork {
     *done = 0;  // for the next call
     for (int s = 0; s < step.num_signals; ++s) {
       const BatchSlot slot = p_.tables.signals[step.first_signal + s];
-      wire_.raise_slot(slot.rank, slot.slot, epoch_);
+      backend_.raise_slot(slot.rank, slot.slot, epoch_);
     }
   }
 
@@ -122,7 +123,7 @@ class LegWork {
   __device__ void for_other_nodes(Visit&& visit) {
     const std::int32_t others = p_.world_size - p_.ranks_per_node;
     const std::int32_t next_node = (p_.rank / p_.ranks_per_node + 1) * p_.ranks_per_node;
-    for (auto k = static_cast<std::int32_t>(threadIdx.x); k < others; k += leg_threads)
+    for (auto k = static_cast<std::int32_t>(threadIdx.x); k < others; k += path_threads)
       visit((next_node + k) % p_.world_size);
   }
 
@@ -135,17 +136,17 @@ class LegWork {
     __threadfence_system();
     __syncthreads();
     for_other_nodes([&](std::int32_t peer) {
-      wire_.tell_words(peer, words, epoch_);
-      if (p_.arrival == LegArrival::first) wire_.raise_arrival(peer, epoch_);
+      backend_.send_call_words(peer, words, epoch_);
+      if (p_.arrival == PathArrival::first) backend_.raise_arrival(peer, epoch_);
     });
   }
 
   __device__ void arrive() {
     __threadfence_system();
-    for_other_nodes([&](std::int32_t peer) { wire_.raise_arrival(peer, epoch_); });
+    for_other_nodes([&](std::int32_t peer) { backend_.raise_arrival(peer, epoch_); });
   }
 
-  /// The last block says that the rank has arrived, and ends the leg.
+  /// The last block says that the rank has arrived, and ends the network path.
   __device__ void end() {
     __shared__ bool last;
     if (threadIdx.x == 0) {
@@ -155,26 +156,26 @@ class LegWork {
     }
     __syncthreads();
     if (!last) return;
-    if (p_.arrival == LegArrival::last) {
+    if (p_.arrival == PathArrival::last) {
       arrive();
-      wire_.settle();
+      backend_.settle();
     }
     if (threadIdx.x != 0) return;
     p_.state->blocks = 0;
     p_.state->epoch = epoch_;
   }
 
-  const LegParams& p_;
-  Wire& wire_;
+  const PathParams& p_;
+  Backend& backend_;
   const std::uint64_t epoch_;
   std::int32_t come_ = -1;  ///< the last peer that was waited for
 };
 
-template <class Wire>
-__device__ void run_leg(const LegParams& p, Wire& wire) {
+template <class Backend>
+__device__ void run_path(const PathParams& p, Backend& backend) {
   const std::uint64_t epoch = p.state->epoch + 1;
   if (epoch % 2 != p.parity) report_parity(p.sink, p.kind, p.rank, p.parity, epoch);
-  LegWork<Wire>(p, wire, epoch).run();
+  PathWork<Backend>(p, backend, epoch).run();
 }
 
 }  // namespace waybill::cuda

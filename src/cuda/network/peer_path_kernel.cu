@@ -1,5 +1,5 @@
-#include "leg_kernel.cuh"
-#include "peer_leg_kernel.h"
+#include "path_kernel.cuh"
+#include "peer_path_kernel.h"
 
 namespace waybill::cuda {
 namespace {
@@ -11,22 +11,22 @@ __device__ void copy_words(std::byte* to, const std::byte* from, std::int64_t by
   const std::int64_t count = bytes / static_cast<std::int64_t>(sizeof(Word));
   const auto* const source = reinterpret_cast<const Word*>(from);
   auto* const target = reinterpret_cast<Word*>(to);
-  for (std::int64_t first = threadIdx.x; first < count; first += leg_threads * unroll) {
+  for (std::int64_t first = threadIdx.x; first < count; first += path_threads * unroll) {
     Word words[unroll];
 #pragma unroll
     for (int u = 0; u < unroll; ++u) {
-      if (first + u * leg_threads < count) words[u] = source[first + u * leg_threads];
+      if (first + u * path_threads < count) words[u] = source[first + u * path_threads];
     }
 #pragma unroll
     for (int u = 0; u < unroll; ++u) {
-      if (first + u * leg_threads < count) target[first + u * leg_threads] = words[u];
+      if (first + u * path_threads < count) target[first + u * path_threads] = words[u];
     }
   }
 }
 
-class PeerWire {
+class PeerBackend {
  public:
-  __device__ PeerWire(const LegParams& p, const PeerAddresses& peers) : p_(p), peers_(peers) {}
+  __device__ PeerBackend(const PathParams& p, const PeerAddresses& peers) : p_(p), peers_(peers) {}
 
   __device__ void put(const NetworkPut& put) {
     const std::byte* const from = p_.window + put.from_bytes;
@@ -45,9 +45,9 @@ class PeerWire {
     __syncthreads();
   }
   __device__ void raise_slot(std::int32_t peer, std::int32_t slot, std::uint64_t epoch) {
-    publish(peers_.slots[peer] + slot, epoch);
+    signal(peers_.slots[peer] + slot, epoch);
   }
-  __device__ void tell_words(std::int32_t peer, const CallWords& words, std::uint64_t epoch) {
+  __device__ void send_call_words(std::int32_t peer, const CallWords& words, std::uint64_t epoch) {
     std::uint64_t* const arrivals = peers_.arrivals[peer] - p_.rank;
     store_words(words_at(arrivals, p_.fingerprint, p_.world_size, epoch, p_.rank), words, epoch);
   }
@@ -60,27 +60,27 @@ class PeerWire {
   }
 
  private:
-  const LegParams& p_;
+  const PathParams& p_;
   const PeerAddresses& peers_;
 };
 
-__global__ void __launch_bounds__(leg_threads)
-    peer_leg_kernel(const __grid_constant__ LegParams p,
-                    const __grid_constant__ PeerAddresses peers) {
-  PeerWire wire(p, peers);
-  run_leg(p, wire);
+__global__ void __launch_bounds__(path_threads)
+    peer_path_kernel(const __grid_constant__ PathParams p,
+                     const __grid_constant__ PeerAddresses peers) {
+  PeerBackend backend(p, peers);
+  run_path(p, backend);
 }
 
 }  // namespace
 
-cudaError_t prepare_peer_leg() {
+cudaError_t prepare_peer_path() {
   cudaFuncAttributes unused{};
-  return cudaFuncGetAttributes(&unused, peer_leg_kernel);
+  return cudaFuncGetAttributes(&unused, peer_path_kernel);
 }
 
-cudaError_t launch_peer_leg(const LegParams& params, const PeerAddresses& peers, int num_sms,
-                            cudaStream_t stream) {
-  peer_leg_kernel<<<static_cast<unsigned>(num_sms), leg_threads, 0, stream>>>(params, peers);
+cudaError_t launch_peer_path(const PathParams& params, const PeerAddresses& peers, int num_sms,
+                             cudaStream_t stream) {
+  peer_path_kernel<<<static_cast<unsigned>(num_sms), path_threads, 0, stream>>>(params, peers);
   return cudaGetLastError();
 }
 

@@ -12,7 +12,7 @@ namespace {
 /// Ids that are on their way to a thread together.
 constexpr int ids_together = 8;
 
-/// Where the weights of choices are told, behind the ids of all.
+/// Where the weights of topk slots are told, behind the ids of all.
 __device__ std::uint64_t* weight_words(const RouteParams& p, std::int32_t rank) {
   const MoeShape& s = p.shape;
   return p.gathered[rank] + std::int64_t{s.world_size} * s.max_tokens * s.topk;
@@ -20,22 +20,22 @@ __device__ std::uint64_t* weight_words(const RouteParams& p, std::int32_t rank) 
 
 /// Tells other ranks this one's ids and weights, those of the block's turns. -1 where there is no
 /// token.
-__device__ void tell_ids(const RouteParams& p, std::uint64_t epoch) {
+__device__ void send_ids(const RouteParams& p, std::uint64_t epoch) {
   const MoeShape& s = p.shape;
   const std::int32_t all = s.max_tokens * s.topk;
-  const std::int64_t there = std::int64_t{s.rank} * all;
-  for (auto turn = static_cast<std::int32_t>(block_idx()); turn < s.world_size;
-       turn += static_cast<std::int32_t>(num_blocks())) {
-    const std::int32_t d = (s.rank + turn) % s.world_size;
+  const std::int64_t first = std::int64_t{s.rank} * all;
+  for (auto k = static_cast<std::int32_t>(block_idx()); k < s.world_size;
+       k += static_cast<std::int32_t>(num_blocks())) {
+    const std::int32_t d = (s.rank + k) % s.world_size;
     bool bad = false;
     for (auto i = static_cast<std::int32_t>(threadIdx.x); i < all; i += route_threads) {
-      const std::int32_t told = id_to_tell(s, p.ids, p.wide_ids, p.dropped_id, i, bad);
-      if (bad) report_bad_id(p, p.m.meet.sink, p.m.state);
-      if (told >= 0 && p.weights != nullptr) {
+      const std::int32_t id = id_to_send(s, p.ids, p.wide_ids, p.dropped_id, i, bad);
+      if (bad) report_bad_id(p, p.m.arrive.sink, p.m.state);
+      if (id >= 0 && p.weights != nullptr) {
         const std::uint32_t bits = load_weight(p.weights, i, p.weight_bytes);
-        tell_word(weight_words(p, d) + there + i, static_cast<std::int32_t>(bits), epoch);
+        store_flagged(weight_words(p, d) + first + i, static_cast<std::int32_t>(bits), epoch);
       }
-      tell_word(p.gathered[d] + there + i, told, epoch);
+      store_flagged(p.gathered[d] + first + i, id, epoch);
     }
   }
 }
@@ -58,12 +58,13 @@ __device__ void take_ids(const RouteParams& p, std::int32_t* ids, std::uint64_t 
 #pragma unroll
     for (int k = 0; k < ids_together; ++k) {
       const std::int32_t i = first + k * route_threads;
-      if (i < all) ids[i] = is_told(seen[k], epoch) ? static_cast<std::int32_t>(seen[k]) : missing;
+      if (i < all)
+        ids[i] = is_flagged(seen[k], epoch) ? static_cast<std::int32_t>(seen[k]) : missing;
     }
   }
   for (std::int32_t i = thread; i < all; i += route_threads) {
     if (ids[i] != missing) continue;
-    ids[i] = await_word(p, i / of_rank, words + i, epoch);
+    ids[i] = wait_flagged(p, i / of_rank, words + i, epoch);
   }
 }
 
@@ -84,20 +85,20 @@ __device__ void take_weights(const RouteParams& p, const std::int32_t* ids, std:
   const std::int64_t first = std::int64_t{source} * all;
   for (auto i = static_cast<std::int32_t>(threadIdx.x); i < all; i += route_threads) {
     if (ids[first + i] < 0) continue;
-    const std::int32_t bits = await_word(p, source, weight_words(p, s.rank) + first + i, epoch);
+    const std::int32_t bits = wait_flagged(p, source, weight_words(p, s.rank) + first + i, epoch);
     store_weight(p.sent_weights[s.rank], first + i, p.weight_bytes,
                  static_cast<std::uint32_t>(bits));
   }
 }
 
-/// Counts of choices, and of tokens on each rank.
+/// Counts of topk slots, and of tokens on each rank.
 struct Counted {
   std::int32_t* counts;  ///< [num_counts]
   const std::int32_t* ids;
   Tile tile;  ///< of tokens
 };
 
-/// Adds the tokens of a tile, a lane a choice. One warp.
+/// Adds the tokens of a tile, a lane a topk slot. One warp.
 __device__ void count_tokens(const MoeShape& s, const Counted& c) {
   const std::int32_t together = 32 / s.topk;
   const std::int32_t mine = lane_id() / s.topk;
@@ -127,7 +128,7 @@ __device__ void count_ranks(const MoeShape& s, const RoutePart& part, const std:
   }
 }
 
-/// Choices of each expert. @pre ranks are counted
+/// Topk slots of each expert. @pre ranks are counted
 __device__ void add_ranks(const RouteParams& p, const RoutePart& part, const Scratch& scratch) {
   const std::int32_t n = num_counts(p.shape);
   for (auto e = static_cast<std::int32_t>(threadIdx.x); e < n; e += route_threads) {
@@ -163,7 +164,7 @@ __device__ void set_cursors(const MoeShape& s, const Scratch& scratch, int tile_
 }
 
 /// Tells receivers that this block's sources are placed.
-__device__ void tell_placed(const RouteParams& p, std::uint64_t epoch) {
+__device__ void signal_placed(const RouteParams& p, std::uint64_t epoch) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   linger(p.m, DelayPoint::placed, epoch * num_blocks() + block_idx());
@@ -176,24 +177,24 @@ __device__ void tell_placed(const RouteParams& p, std::uint64_t epoch) {
 
 /// Blocks share the sources, and know nothing of each other.
 __global__ void __launch_bounds__(route_threads)
-    few_route_kernel(const __grid_constant__ RouteParams p, int tile_warps) {
+    low_latency_route_kernel(const __grid_constant__ RouteParams p, int tile_warps) {
   extern __shared__ std::int32_t shared[];
   __shared__ BlockTotals totals;
   const MoeShape& s = p.shape;
   const std::int32_t n = num_counts(s);
   const Scratch scratch = scratch_in(shared, s, tile_warps, true);
-  await_earlier_kernel();
+  wait_earlier_kernel();
   const std::uint64_t epoch = begin_moe_call(p.m, 0);
   std::int32_t* const ids = scratch.counts + s.world_size * n;
   const bool compares = compares_calls();
   let_next_begin(p.m, epoch);
-  tell_ids(p, epoch);
-  if (compares) tell_words(p.m.meet, epoch, load_call_words(p.m.meet.fingerprint));
+  send_ids(p, epoch);
+  if (compares) send_call_words(p.m.arrive, epoch, load_call_words(p.m.arrive.fingerprint));
   clear_counts(scratch.counts, s.world_size * n);  // while ids are on their way
   clear_counts(scratch.cursors, tile_warps * n);
   take_ids(p, ids, epoch);
   __syncthreads();
-  end_if_reported(p.m.meet.sink);
+  end_if_reported(p.m.arrive.sink);
   const auto warp = static_cast<int>(threadIdx.x / 32);
   const auto first = static_cast<std::int32_t>(block_idx());
   count_ranks(s, part_of_source(p, ids, first), ids, scratch.counts);
@@ -218,45 +219,45 @@ __global__ void __launch_bounds__(route_threads)
     if (p.takes_weights) take_weights(p, ids, source, epoch);
     __syncthreads();
   }
-  ToldCall told(p.m.meet, epoch, compares);
+  CallComparison id(p.m.arrive, epoch, compares);
   write_receiver_tables(p, scratch, totals);
-  tell_placed(p, epoch);
+  signal_placed(p, epoch);
   write_tables<Span::world>(p, scratch, totals);
-  if (block_idx() == 0 && threadIdx.x < 32) tell_host(p, totals);
-  if (compares) told.settle(p.m.meet);
+  if (block_idx() == 0 && threadIdx.x < 32) report_to_host(p, totals);
+  if (compares) id.settle(p.m.arrive);
   if (comes_last(p.m.state)) end_moe_call(p.m, 0, epoch);
 }
 
-std::int64_t num_choices(const MoeShape& s) {
+std::int64_t num_topk_slots(const MoeShape& s) {
   return std::int64_t{s.world_size} * s.max_tokens * s.topk;
 }
 
 /// Those that have room beside the counts and ids of all ranks.
-int few_tile_warps(const MoeShape& s) {
-  return tile_warps_of(s, static_cast<int>(s.world_size * num_counts(s) + num_choices(s)));
+int low_latency_tile_warps(const MoeShape& s) {
+  return tile_warps_of(s, static_cast<int>(s.world_size * num_counts(s) + num_topk_slots(s)));
 }
 
 }  // namespace
 
-bool few_route_fits(const MoeShape& shape) {
-  return shape.max_tokens <= most_few_tokens && shape.num_nodes == 1 && shape.world_size > 1 &&
-         few_tile_warps(shape) >= 1;
+bool low_latency_route_fits(const MoeShape& shape) {
+  return shape.max_tokens <= max_low_latency_tokens && shape.num_nodes == 1 &&
+         shape.world_size > 1 && low_latency_tile_warps(shape) >= 1;
 }
 
-cudaError_t prepare_few_route() { return allow_route_memory(few_route_kernel); }
+cudaError_t prepare_low_latency_route() { return allow_route_memory(low_latency_route_kernel); }
 
-int few_route_blocks(const MoeShape& shape, int num_sms) {
+int low_latency_route_blocks(const MoeShape& shape, int num_sms) {
   return std::min(shape.world_size, num_sms);
 }
 
-cudaError_t launch_few_route(const RouteParams& params, int blocks, bool early,
-                             cudaStream_t stream) {
+cudaError_t launch_low_latency_route(const RouteParams& params, int blocks, bool early,
+                                     cudaStream_t stream) {
   const MoeShape& s = params.shape;
-  const int tile_warps = few_tile_warps(s);
-  const std::int64_t words = scratch_words(s, tile_warps, true) + num_choices(s);
+  const int tile_warps = low_latency_tile_warps(s);
+  const std::int64_t words = scratch_words(s, tile_warps, true) + num_topk_slots(s);
   const dim3 grid(1, static_cast<unsigned>(blocks));
-  return launch_kernel(few_route_kernel, grid, route_threads, static_cast<std::size_t>(words) * 4,
-                       early, stream, params, tile_warps);
+  return launch_kernel(low_latency_route_kernel, grid, route_threads,
+                       static_cast<std::size_t>(words) * 4, early, stream, params, tile_warps);
 }
 
 }  // namespace waybill::cuda

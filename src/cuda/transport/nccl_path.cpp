@@ -1,11 +1,11 @@
-#include "nccl_leg.h"
+#include "nccl_path.h"
 
 #include <algorithm>
 #include <span>
 #include <utility>
 #include <vector>
 
-#include "../network/phase_leg_kernel.h"
+#include "../network/phase_path_kernel.h"
 #include "../rank/cuda_check.h"
 #include "side_stream.h"
 #include "waybill/core/to_size.h"
@@ -17,10 +17,10 @@ using waybill::detail::to_size;
 
 constexpr std::int64_t message_bytes = 8;  ///< of a piece without rows
 
-class NcclLeg final : public NetworkLeg {
+class NcclPath final : public NetworkPath {
  public:
-  NcclLeg(std::shared_ptr<GpuRank> gpu, Topology topology, int share,
-          std::shared_ptr<NcclCommunicator> communicator)
+  NcclPath(std::shared_ptr<GpuRank> gpu, Topology topology, int share,
+           std::shared_ptr<NcclCommunicator> communicator)
       : gpu_(std::move(gpu)),
         topology_(topology),
         share_(share),
@@ -28,7 +28,7 @@ class NcclLeg final : public NetworkLeg {
         side_(gpu_),
         messages_(
             device_memory(std::int64_t{2} * topology.world_size * message_bytes, gpu_->stream())) {
-    cuda_check(prepare_phase_leg(), "loading kernels");
+    cuda_check(prepare_phase_path(), "loading kernels");
   }
 
   [[nodiscard]] bool needs_phases() const override { return true; }
@@ -42,16 +42,16 @@ class NcclLeg final : public NetworkLeg {
   }
 
   void join(cudaStream_t stream) override {
-    const LegParams params = leg_params(call_, *gpu_, topology_, share_);
-    const bool tells = call_.arrival != LegArrival::none;
-    std::vector<bool> told(to_size(topology_.world_size));
+    const PathParams params = path_params(call_, *gpu_, topology_, share_);
+    const bool tells = call_.arrival != PathArrival::none;
+    std::vector<bool> sent_words(to_size(topology_.world_size));
     std::vector<bool> heard(to_size(topology_.world_size));
     for (const NetworkPhase& phase : call_.phases) {
       queue_waits(params, phase.waits, tells && &phase == &call_.phases.front());
       auto sent = pieces_of(phase.sent, 0);
       auto received = pieces_of(phase.received, topology_.world_size);
       if (tells) {
-        put_words_first(sent, told, [&](std::int32_t) { return to_int(gpu_->rank()); });
+        put_words_first(sent, sent_words, [&](std::int32_t) { return to_int(gpu_->rank()); });
         put_words_first(received, heard, [](std::int32_t peer) { return peer; });
       }
       communicator_->exchange(sent, received, stream_, call_.operation);
@@ -85,11 +85,11 @@ class NcclLeg final : public NetworkLeg {
     pieces = std::move(with);
   }
 
-  void queue_waits(const LegParams& params, std::span<const BatchSlot> waits, bool tells) const {
+  void queue_waits(const PathParams& params, std::span<const BatchSlot> waits, bool tells) const {
     while (!waits.empty() || tells) {
       const auto some = waits.first(std::min<std::size_t>(waits.size(), max_phase_waits));
       PhaseWaits launch{};
-      launch.leg = params;
+      launch.path = params;
       launch.tells = std::exchange(tells, false);
       launch.given_up = communicator_->given_up();
       launch.count = static_cast<std::int32_t>(some.size());
@@ -99,7 +99,7 @@ class NcclLeg final : public NetworkLeg {
     }
   }
 
-  void queue_raises(const LegParams& params, const NetworkPhase& phase, bool ends) const {
+  void queue_raises(const PathParams& params, const NetworkPhase& phase, bool ends) const {
     std::span<const std::int32_t> slots = phase.slots;
     std::span<const std::int32_t> arrived = phase.arrived;
     do {
@@ -109,7 +109,7 @@ class NcclLeg final : public NetworkLeg {
       slots = slots.subspan(first.size());
       arrived = arrived.subspan(then.size());
       PhaseRaises launch{};
-      launch.leg = params;
+      launch.path = params;
       launch.given_up = communicator_->given_up();
       launch.num_slots = static_cast<std::int32_t>(first.size());
       launch.num_arrived = static_cast<std::int32_t>(then.size());
@@ -146,10 +146,10 @@ class NcclLeg final : public NetworkLeg {
 
 }  // namespace
 
-std::unique_ptr<NetworkLeg> make_nccl_leg(std::shared_ptr<GpuRank> gpu, Topology topology,
-                                          int share,
-                                          std::shared_ptr<NcclCommunicator> communicator) {
-  return std::make_unique<NcclLeg>(std::move(gpu), topology, share, std::move(communicator));
+std::unique_ptr<NetworkPath> make_nccl_path(std::shared_ptr<GpuRank> gpu, Topology topology,
+                                            int share,
+                                            std::shared_ptr<NcclCommunicator> communicator) {
+  return std::make_unique<NcclPath>(std::move(gpu), topology, share, std::move(communicator));
 }
 
 }  // namespace waybill::cuda

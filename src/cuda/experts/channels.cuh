@@ -8,42 +8,42 @@
 namespace waybill::cuda {
 
 /// Where the source raises what it has sent to this rank.
-__device__ inline std::uint64_t* stream_slot(const RowsParams& p, std::int32_t at,
-                                             std::int32_t source, std::int32_t stream) {
-  return p.streams[at] + std::int64_t{source} * max_streams + stream;
+__device__ inline std::uint64_t* channel_slot(const RowsParams& p, std::int32_t at,
+                                              std::int32_t source, std::int32_t channel) {
+  return p.channels[at] + std::int64_t{source} * max_channels + channel;
 }
 
 __device__ inline std::uint64_t* config_slot(const RowsParams& p, std::int32_t at,
                                              std::int32_t source) {
-  const std::int64_t first = std::int64_t{p.shape.world_size} * max_streams;
-  return p.streams[at] + first + std::int64_t{p.m.turn} * p.shape.world_size + source;
+  const std::int64_t first = std::int64_t{p.shape.world_size} * max_channels;
+  return p.channels[at] + first + std::int64_t{p.m.parity} * p.shape.world_size + source;
 }
 
-/// Tells all ranks that the tokens of the first `groups` groups of a stream have arrived. One warp;
-/// its stores are complete.
-__device__ inline void publish_groups(const RowsParams& p, std::int32_t stream, std::uint64_t epoch,
-                                      std::int32_t groups) {
+/// Tells all ranks that the tokens of the first `groups` groups of a channel have arrived. One
+/// warp; its stores are complete.
+__device__ inline void signal_groups(const RowsParams& p, std::int32_t channel, std::uint64_t epoch,
+                                     std::int32_t groups) {
   for (std::int32_t k = lane_id(); k < p.shape.world_size; k += 32) {
     const std::int32_t d = (p.shape.rank + k) % p.shape.world_size;
-    publish(stream_slot(p, d, p.shape.rank, stream),
-            (epoch << stream_epoch_shift) + static_cast<std::uint64_t>(groups));
+    signal(channel_slot(p, d, p.shape.rank, channel),
+           (epoch << channel_epoch_shift) + static_cast<std::uint64_t>(groups));
   }
 }
 
 /// How the rows of each rank come; lane i of a warp holds ranks i and i + 32.
 struct Sources {
-  std::int32_t streams[2];
-  std::int32_t group[2];  ///< tokens of a stream that are published together
+  std::int32_t channels[2];
+  std::int32_t group[2];  ///< tokens of a channel that are published together
   std::int32_t tokens[2];
-  std::int32_t lands[2];  ///< 1: they are in the landing
+  std::int32_t lands[2];  ///< 1: they are in the receive slot
   bool some_land;
-  std::int32_t most_units;  ///< groups of all streams of a rank, at most
+  std::int32_t most_units;  ///< groups of all channels of a rank, at most
 };
 
 /// What a warp must know of one rank.
 struct Source {
   std::int32_t rank;
-  std::int32_t streams;
+  std::int32_t channels;
   std::int32_t group;
   std::int32_t tokens;
   bool lands;
@@ -53,7 +53,7 @@ struct Source {
 __device__ inline Sources learn_sources(const RowsParams& p, CallBegin& begin) {
   const MoeShape& s = p.shape;
   const std::uint64_t epoch = begin.epoch();
-  for (std::int32_t r = lane_id(); r < s.world_size; r += 32) begin.await_placed(r);
+  for (std::int32_t r = lane_id(); r < s.world_size; r += 32) begin.wait_placed(r);
   __syncwarp();  // what one source is told of may be written with another
   Sources sources{};
   std::int32_t units = 0;
@@ -62,17 +62,17 @@ __device__ inline Sources learn_sources(const RowsParams& p, CallBegin& begin) {
     const std::int32_t r = half * 32 + lane_id();
     if (r >= s.world_size) continue;
     const std::uint64_t seen =
-        await_step(p.m.meet, config_slot(p, s.rank, r), epoch << stream_config_shift,
-                   stream_config_shift, s.first_rank + r);
-    const auto streams = static_cast<std::int32_t>(seen >> 8 & 0x7FFF);
+        wait_epoch(p.m.arrive, config_slot(p, s.rank, r), epoch << channel_config_shift,
+                   channel_config_shift, s.first_rank + r);
+    const auto channels = static_cast<std::int32_t>(seen >> 8 & 0x7FFF);
     const auto group = static_cast<std::int32_t>(seen & 0xFF);
     const std::int32_t tokens = s.num_nodes > 1 ? s.max_tokens : __ldcg(p.num_input_tokens + r);
-    sources.streams[half] = streams;
+    sources.channels[half] = channels;
     sources.group[half] = group;
     sources.tokens[half] = tokens;
-    sources.lands[half] = (seen & stream_lands_bit) != 0 ? 1 : 0;
-    const std::int32_t each = (tokens + streams - 1) / streams;
-    units = max(units, (each + group - 1) / group * streams);
+    sources.lands[half] = (seen & channel_lands_bit) != 0 ? 1 : 0;
+    const std::int32_t each = (tokens + channels - 1) / channels;
+    units = max(units, (each + group - 1) / group * channels);
   }
   sources.most_units = __reduce_max_sync(all_lanes, units);
   sources.some_land = __any_sync(all_lanes, sources.lands[0] + sources.lands[1]) != 0;
@@ -93,7 +93,7 @@ __device__ inline Source source_of(const Sources& all, std::int32_t rank) {
   const auto of = [&](const std::int32_t(&values)[2]) {
     return __shfl_sync(all_lanes, rank < 32 ? values[0] : values[1], rank % 32);
   };
-  return {rank, of(all.streams), of(all.group), of(all.tokens), of(all.lands) != 0};
+  return {rank, of(all.channels), of(all.group), of(all.tokens), of(all.lands) != 0};
 }
 
 }  // namespace waybill::cuda

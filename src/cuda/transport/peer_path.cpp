@@ -1,8 +1,8 @@
-#include "peer_leg.h"
+#include "peer_path.h"
 
 #include <utility>
 
-#include "../network/peer_leg_kernel.h"
+#include "../network/peer_path_kernel.h"
 #include "../rank/cuda_check.h"
 #include "side_stream.h"
 #include "waybill/core/to_size.h"
@@ -12,11 +12,11 @@ namespace {
 
 using waybill::detail::to_size;
 
-class PeerLeg final : public NetworkLeg {
+class PeerPath final : public NetworkPath {
  public:
-  PeerLeg(std::shared_ptr<GpuRank> gpu, Topology topology, int share)
+  PeerPath(std::shared_ptr<GpuRank> gpu, Topology topology, int share)
       : gpu_(std::move(gpu)), topology_(topology), share_(share), side_(gpu_) {
-    cuda_check(prepare_peer_leg(), "loading kernels");
+    cuda_check(prepare_peer_path(), "loading kernels");
   }
 
   void start(const NetworkCall& call) override {
@@ -24,7 +24,7 @@ class PeerLeg final : public NetworkLeg {
       throw Unsupported(concat(call.operation, ": ", topology_.world_size,
                                " ranks, expected at most ", max_gpu_ranks));
     }
-    const LegParams params = leg_params(call, *gpu_, topology_, share_);
+    const PathParams params = path_params(call, *gpu_, topology_, share_);
     const auto me = to_int(gpu_->rank());
     PeerAddresses peers{};
     for (std::int32_t r = 0; r < topology_.world_size; ++r) {
@@ -36,7 +36,7 @@ class PeerLeg final : public NetworkLeg {
     }
     operation_ = call.operation;
     const cudaStream_t side = side_.fork(call.stream, call.operation);
-    gpu_->check(launch_peer_leg(params, peers, call.num_sms, side), "launching a kernel",
+    gpu_->check(launch_peer_path(params, peers, call.num_sms, side), "launching a kernel",
                 call.operation);
   }
 
@@ -52,9 +52,9 @@ class PeerLeg final : public NetworkLeg {
 
 }  // namespace
 
-std::unique_ptr<NetworkLeg> make_peer_leg(std::shared_ptr<GpuRank> gpu, Topology topology,
-                                          int share) {
-  return std::make_unique<PeerLeg>(std::move(gpu), topology, share);
+std::unique_ptr<NetworkPath> make_peer_path(std::shared_ptr<GpuRank> gpu, Topology topology,
+                                            int share) {
+  return std::make_unique<PeerPath>(std::move(gpu), topology, share);
 }
 
 }  // namespace waybill::cuda

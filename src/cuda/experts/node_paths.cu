@@ -1,6 +1,6 @@
-// What crosses between nodes in a call of experts, as a program for the network's leg.
+// What crosses between nodes in a call of experts, as a program for the network path.
 
-#include "expert_meet.cuh"
+#include "expert_arrive.cuh"
 #include "lanes.cuh"
 #include "nodes_launch.h"
 
@@ -18,9 +18,9 @@ __device__ std::int32_t peer_on(const MoeShape& s, std::int32_t node) {
 __device__ unsigned going(const ListPutsParams& p, std::int32_t node, std::int32_t first) {
   const MoeShape& s = p.shape;
   const std::int32_t token = first + lane_id();
-  const bool shares = p.filter == NodeFilter::shares;
-  const std::int32_t wanted = shares ? own_node(s) : node;
-  const std::int64_t slice = shares ? std::int64_t{node} * s.max_tokens : 0;
+  const bool partial_sums = p.filter == NodeFilter::partial_sums;
+  const std::int32_t wanted = partial_sums ? own_node(s) : node;
+  const std::int64_t slice = partial_sums ? std::int64_t{node} * s.max_tokens : 0;
   bool goes = false;
   if (token < s.max_tokens) {
     const std::int32_t* const ids = p.ids + (slice + token) * s.topk;
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(list_warps * 32)
     list_puts_kernel(const __grid_constant__ ListPutsParams p) {
   const MoeShape& s = p.shape;
   const std::uint64_t epoch = p.begins >= 0 ? begin_moe_call(p.m, p.begins) : p.m.state->call.epoch;
-  if (p.begins >= 0 && threadIdx.x < 32) publish_to_all(p.m.meet, epoch);
+  if (p.begins >= 0 && threadIdx.x < 32) signal_to_all(p.m.arrive, epoch);
   std::int32_t num_puts = 0;
   for (std::int32_t step = 0; step < s.num_nodes - 1 && p.num_parts > 0; ++step) {
     const std::int32_t node = (own_node(s) + 1 + step) % s.num_nodes;
@@ -145,17 +145,16 @@ __global__ void __launch_bounds__(list_warps * 32)
   }
   if (threadIdx.x != 0) return;
   *p.out.num_puts = num_puts;
-  p.out.state->epoch = epoch - 1;  // legs have the numbers of calls
+  p.out.state->epoch = epoch - 1;  // network paths have the numbers of calls
 }
 
-__global__ void __launch_bounds__(32)
-    await_nodes_kernel(const __grid_constant__ AwaitNodesParams p) {
+__global__ void __launch_bounds__(32) wait_nodes_kernel(const __grid_constant__ WaitNodesParams p) {
   const MoeShape& s = p.shape;
   const std::uint64_t epoch = p.m.state->call.epoch + (p.begins >= 0 ? 1 : 0);
-  if (p.begins >= 0) await_all(p.m.meet, epoch);
+  if (p.begins >= 0) wait_all(p.m.arrive, epoch);
   for (std::int32_t k = 1 + lane_id(); k < s.num_nodes && p.slots != nullptr; k += 32) {
     const std::int32_t peer = peer_on(s, (own_node(s) + k) % s.num_nodes);
-    await_slot(p.m.meet, p.slots + peer, epoch, peer);
+    wait_slot(p.m.arrive, p.slots + peer, epoch, peer);
   }
   __syncwarp();
   if (p.counts && threadIdx.x == 0) end_moe_call(p.m, p.begins, epoch);
@@ -163,10 +162,10 @@ __global__ void __launch_bounds__(32)
 
 }  // namespace
 
-cudaError_t prepare_node_legs() {
+cudaError_t prepare_node_paths() {
   cudaFuncAttributes unused{};
   const cudaError_t status = cudaFuncGetAttributes(&unused, list_puts_kernel);
-  return status != cudaSuccess ? status : cudaFuncGetAttributes(&unused, await_nodes_kernel);
+  return status != cudaSuccess ? status : cudaFuncGetAttributes(&unused, wait_nodes_kernel);
 }
 
 cudaError_t launch_list_puts(const ListPutsParams& params, cudaStream_t stream) {
@@ -174,8 +173,8 @@ cudaError_t launch_list_puts(const ListPutsParams& params, cudaStream_t stream) 
   return cudaGetLastError();
 }
 
-cudaError_t launch_await_nodes(const AwaitNodesParams& params, cudaStream_t stream) {
-  await_nodes_kernel<<<1, 32, 0, stream>>>(params);
+cudaError_t launch_wait_nodes(const WaitNodesParams& params, cudaStream_t stream) {
+  wait_nodes_kernel<<<1, 32, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

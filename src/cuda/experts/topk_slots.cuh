@@ -1,18 +1,18 @@
 #pragma once
 
+#include "flagged_words.cuh"
 #include "input_fault.cuh"
 #include "lanes.cuh"
-#include "told_words.cuh"
 
-// Reading and counting the choices of a rank's tokens.
+// Reading and counting the topk slots of a rank's tokens.
 
 namespace waybill::cuda {
 
 inline constexpr int route_threads = 512;
 inline constexpr int route_warps = route_threads / 32;
 
-/// One choice of a round; lanes hold them in order of token and choice.
-struct Choice {
+/// One choice of a round; lanes hold them in order of token and topk slot.
+struct TopkSlot {
   bool active;
   std::int32_t token;
   std::int32_t k;
@@ -30,7 +30,7 @@ struct RoutePart {
   bool wide_ids;
   std::int32_t dropped_id;
   const std::byte* weights;  ///< [num_tokens, K] or null
-  std::int64_t entry;        ///< of the first choice in the tables
+  std::int64_t entry;        ///< of the first topk slot in the tables
   std::int64_t record;       ///< of the first token in the records
 };
 
@@ -72,8 +72,8 @@ __device__ inline std::int32_t node_rank(const MoeShape& s, std::int32_t i) {
 /// Shared memory of a block.
 struct Scratch {
   std::int32_t* cursors;  ///< [tile_warps, num_counts]
-  std::int32_t* starts;   ///< [E]: choices of an expert, then its first row
-  std::int32_t* before;   ///< [E]: choices of lower ranks
+  std::int32_t* starts;   ///< [E]: topk slots of an expert, then its first row
+  std::int32_t* before;   ///< [E]: topk slots of lower ranks
   std::int32_t* shares;   ///< [num_counts]: of this block, then of the blocks before it
   std::int32_t* counts;   ///< [W, num_counts]: of all ranks; null where there is no room
 };
@@ -96,11 +96,11 @@ __device__ inline Tile tile_of(const MoeShape& s, const RoutePart& part, int war
 }
 
 template <Span S>
-__device__ Choice read_choice(const RouteParams& p, const RoutePart& part, std::int32_t first,
-                              std::int32_t end) {
+__device__ TopkSlot read_topk_slot(const RouteParams& p, const RoutePart& part, std::int32_t first,
+                                   std::int32_t end) {
   const MoeShape& s = p.shape;
   const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
-  Choice c{};
+  TopkSlot c{};
   c.token = first + lane / s.topk;
   c.k = lane % s.topk;
   c.active = lane / s.topk < 32 / s.topk && c.token < end;
@@ -127,7 +127,7 @@ __device__ void count_tile(const RouteParams& p, const RoutePart& part, Tile til
   const int bits = bits_of(s.world_size);
   bool bad = false;
   for (std::int32_t t = tile.begin; t < tile.end; t += 32 / s.topk) {
-    const Choice c = read_choice<S>(p, part, t, tile.end);
+    const TopkSlot c = read_topk_slot<S>(p, part, t, tile.end);
     const unsigned same = lanes_with(c.dst, bits) & lanes_of_token(s.topk, c.k);
     if (c.active && !c.absent) {
       atomicAdd(&counts[c.expert], 1);
@@ -136,7 +136,7 @@ __device__ void count_tile(const RouteParams& p, const RoutePart& part, Tile til
     bad |= c.bad;
   }
   if constexpr (S == Span::rank) {
-    if (bad) report_bad_id(p, p.m.meet.sink, p.m.state);
+    if (bad) report_bad_id(p, p.m.arrive.sink, p.m.state);
   }
 }
 
@@ -169,11 +169,11 @@ __device__ void count_block(const RouteParams& p, const RoutePart& part, const S
 
 /// Learns what the blocks before have of this part, and tells all ranks of the node this block's
 /// share of the counts.
-__device__ inline void tell_counts(const RouteParams& p, const RoutePart& part,
+__device__ inline void send_counts(const RouteParams& p, const RoutePart& part,
                                    const Scratch& scratch, std::uint64_t epoch) {
   const std::int32_t n = num_counts(p.shape);
   const std::int32_t* const tiles = p.tile_counts + std::int64_t{block_idx() - blockIdx.x} * n;
-  await_blocks(p.m);
+  wait_blocks(p.m);
   for (int e = static_cast<int>(threadIdx.x); e < n; e += route_threads) {
     std::int32_t earlier = 0;
     std::int32_t sum = 0;
@@ -191,7 +191,7 @@ __device__ inline void tell_counts(const RouteParams& p, const RoutePart& part,
     if (static_cast<unsigned>(e) % gridDim.x != blockIdx.x) continue;
     for (std::int32_t i = 0; i < p.shape.node_ranks; ++i) {
       const std::int32_t r = node_rank(p.shape, i);
-      tell_word(p.counts[r] + std::int64_t{part.source} * n + e, sum, epoch);
+      store_flagged(p.counts[r] + std::int64_t{part.source} * n + e, sum, epoch);
     }
   }
 }

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <span>
 
-#include "leg_params.h"
+#include "path_params.h"
 #include "waybill/schedule/network_phase.h"
 #include "waybill/transport/symmetric_memory.h"
 
@@ -15,10 +15,10 @@ namespace waybill::cuda {
 struct NetworkCall {
   const char* operation = "";  ///< in errors
   FaultKind kind = FaultKind::none;
-  LegArrival arrival = LegArrival::none;
-  LegTables tables{};
-  LegState* state = nullptr;
-  /// What the tables say, for a leg that needs phases; they stay until it is joined.
+  PathArrival arrival = PathArrival::none;
+  PathTables tables{};
+  PathState* state = nullptr;
+  /// What the tables say, for a network path that needs phases; they stay until it is joined.
   std::span<const NetworkPhase> phases;
   const SymmetricBuffer* window = nullptr;  ///< puts go from the own part into the same of peers
   const SignalPad* slots = nullptr;         ///< slot k of the tables is counter first_slot + k
@@ -26,29 +26,29 @@ struct NetworkCall {
   const SignalPad* arrivals = nullptr;  ///< [W]: rank r raises slot r; null without arrival
   FingerprintParams fingerprint{};      ///< what goes to all ranks of other nodes with the arrival
   std::uint64_t epoch = 0;              ///< as the host counts; a replayed graph may be ahead
-  int num_sms = 1;                      ///< for a wire with kernels
+  int num_sms = 1;                      ///< for a backend with kernels
   cudaStream_t stream = nullptr;
 };
 
 /// Does what crosses between nodes, beside the kernel that does the rest of a call. Every call of
-/// whoever has several nodes starts one leg, and joins it.
-class NetworkLeg {
+/// whoever has several nodes starts one network path, and joins it.
+class NetworkPath {
  public:
-  NetworkLeg() = default;
-  NetworkLeg(const NetworkLeg&) = delete;
-  NetworkLeg& operator=(const NetworkLeg&) = delete;
-  virtual ~NetworkLeg() = default;
+  NetworkPath() = default;
+  NetworkPath(const NetworkPath&) = delete;
+  NetworkPath& operator=(const NetworkPath&) = delete;
+  virtual ~NetworkPath() = default;
 
   /// Whether it carries phases out, not tables: then the host queues them, and a graph holds them
   /// for ever.
   [[nodiscard]] virtual bool needs_phases() const { return false; }
 
-  /// Queues the leg behind what is on call.stream and beside what comes next there; waits for
-  /// nothing. To be called before the kernel that it works with is launched, so that it has its
+  /// Queues the network path behind what is on call.stream and beside what comes next there; waits
+  /// for nothing. To be called before the kernel that it works with is launched, so that it has its
   /// place on the device. May be captured.
   virtual void start(const NetworkCall& call) = 0;
 
-  /// Lets the stream wait for the leg that was started.
+  /// Lets the stream wait for the network path that was started.
   virtual void join(cudaStream_t stream) = 0;
 };
 
