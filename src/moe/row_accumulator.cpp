@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
 #include "waybill/core/float_convert.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill {
 
-using detail::at;
+using detail::to_size;
 
 namespace {
 
@@ -42,9 +42,9 @@ RowAccumulator::RowAccumulator(std::int64_t hidden, DType dtype) : dtype_(dtype)
               dtype == DType::float64,
           "RowAccumulator: dtype = ", dtype, ", expected float32, float16, bfloat16 or float64");
   if (dtype == DType::float64) {
-    sums_.emplace<std::vector<double>>(at(hidden));
+    sums_.emplace<std::vector<double>>(to_size(hidden));
   } else {
-    sums_.emplace<std::vector<float>>(at(hidden));
+    sums_.emplace<std::vector<float>>(to_size(hidden));
   }
 }
 
