@@ -17,6 +17,11 @@ struct CompareCommand {
   std::int32_t degree = 0;
 };
 
+std::string lower_first(std::string text) {
+  text[0] = static_cast<char>(text[0] | 0x20);  // ASCII letters
+  return text;
+}
+
 // The last one is the planner's best.
 std::vector<std::string> comparison_sentences(const std::vector<NamedStep>& steps) {
   std::vector<std::string> sentences;
@@ -26,11 +31,14 @@ std::vector<std::string> comparison_sentences(const std::vector<NamedStep>& step
     const bool faster = other.step.seconds >= best.step.seconds;
     const double times =
         faster ? other.step.seconds / best.step.seconds : best.step.seconds / other.step.seconds;
-    sentences.push_back(concat("\"", best.name, "\" is ", format_fixed(times, 2),
-                               faster ? " times as fast as \"" : " times as slow as \"", other.name,
-                               "\". ", explain_step(other.step)[1]));
+    const std::string compared =
+        times < 1.005 ? "as fast as \""
+                      : concat(format_fixed(times, 2),
+                               faster ? " times as fast as \"" : " times as slow as \"");
+    sentences.push_back(concat("\"", best.name, "\" is ", compared, other.name, "\". Of \"",
+                               other.name, "\": ", lower_first(explain_step(other.step)[1])));
   }
-  sentences.push_back(concat("\"", best.name, "\": ", explain_step(best.step)[1]));
+  sentences.push_back(concat("Of \"", best.name, "\": ", lower_first(explain_step(best.step)[1])));
   return sentences;
 }
 
@@ -46,7 +54,7 @@ int run_compare(const CompareCommand& options, Program& program) {
     steps = compare_plans(documents.lengths, {.planner = documents.plan, .degree = options.degree});
   }
   console.print(concat(
-      documents.origin, ", ", format_plural(documents.plan.world_size, "rank"), "\n",
+      documents.origin, ", on ", format_plural(documents.plan.world_size, "rank"), "\n",
       hardware_text(steps.front().step.options), "\n\n", step_table(steps),
       "\nPhases: the slowest rank by itself. Bytes: of the first dispatch.\nKeys move before "
       "attention, also those of static plans: no overlap.\n\n",

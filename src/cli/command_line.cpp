@@ -4,8 +4,51 @@
 #include <algorithm>
 
 #include "console.h"
+#include "numbers.h"
+#include "suggest.h"
 
 namespace waybill::cli {
+namespace {
+
+std::vector<std::string> names_of_commands(const CLI::App& app) {
+  std::vector<std::string> names;
+  for (const CLI::App* command : app.get_subcommands(nullptr)) names.push_back(command->get_name());
+  return names;
+}
+
+std::vector<std::string> names_of_options(const CLI::App& app) {
+  std::vector<std::string> names;
+  for (const CLI::Option* option : app.get_options()) {
+    for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
+  }
+  return names;
+}
+
+/// What was left over of a command line: the first option, else the first word.
+std::string left_over_text(const CLI::App& app, std::vector<std::string> left) {
+  const auto chosen = app.get_subcommands();
+  const auto option = std::find_if(left.begin(), left.end(), [](const std::string& word) {
+    return word.size() > 1 && word[0] == '-';
+  });
+  if (option == left.end()) {
+    if (!chosen.empty())
+      return concat(chosen.front()->get_name(), ": ", left.front(), " was not expected");
+    return concat("there is no command ", left.front(),
+                  did_you_mean(left.front(), names_of_commands(app)),
+                  " (waybill --help lists them)");
+  }
+  std::vector<std::string> known = names_of_options(app);
+  if (!chosen.empty()) {
+    const std::vector<std::string> more = names_of_options(*chosen.front());
+    known.insert(known.end(), more.begin(), more.end());
+  }
+  const std::string name = option->substr(0, option->find('='));
+  const std::string who = chosen.empty() ? "waybill" : chosen.front()->get_name();
+  return concat(who, ": there is no option ", name, did_you_mean(name, known), " (waybill ",
+                chosen.empty() ? "" : who + " ", "--help lists them)");
+}
+
+}  // namespace
 
 Option& Option::value_name(const std::string& name) {
   option_->type_name(name);
@@ -33,12 +76,18 @@ Option& Option::check(const std::function<std::string(const std::string&)>& comp
 }
 
 Option& Option::between(std::int64_t least, std::int64_t most) {
-  option_->check(CLI::Range(least, most));
+  option_->check(number_between(least, most));
   return *this;
 }
 
 Option& Option::one_of(const std::vector<std::string>& words) {
-  option_->check(CLI::IsMember(words));
+  std::string all;
+  for (const std::string& word : words) all += (all.empty() ? "" : "|") + word;
+  option_->type_name(all);
+  option_->check([words, all](const std::string& word) {
+    if (std::find(words.begin(), words.end(), word) != words.end()) return std::string();
+    return concat("got ", word, ", expected ", all, did_you_mean(word, words));
+  });
   return *this;
 }
 
@@ -130,9 +179,11 @@ std::optional<std::string> CommandLine::parse(int argc, char** argv) {
   try {
     app_->parse(argc, argv);
   } catch (const CLI::CallForHelp&) {
-    return app_->help();
+    return wrapped_help(app_->help(), text_width());
   } catch (const CLI::CallForVersion& version) {
     return concat(version.what(), "\n");
+  } catch (const CLI::ExtrasError&) {
+    throw UsageError(left_over_text(*app_, app_->remaining(true)));
   } catch (const CLI::ParseError& error) {
     throw UsageError(error.what());
   }

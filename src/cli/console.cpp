@@ -1,13 +1,16 @@
 #include "console.h"
 
+#include <sys/ioctl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
 
+#include "numbers.h"
 #include "waybill/core/printable.h"
 #include "waybill/json/file.h"
 
@@ -42,7 +45,19 @@ bool locale_is_utf8() {
 
 }  // namespace
 
+std::size_t text_width() {
+  winsize size = {};
+  std::size_t columns = 0;
+  if (::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0) columns = size.ws_col;
+  if (columns == 0) {
+    const std::optional<std::int64_t> number = parse_number(std::string(environment("COLUMNS")));
+    columns = number && 0 < *number && *number <= 1000 ? static_cast<std::size_t>(*number) : 80;
+  }
+  return std::clamp<std::size_t>(columns, 40, 200);
+}
+
 Console::Console() {
+  style_.width = static_cast<int>(text_width());
   std::signal(SIGPIPE, SIG_IGN);
   style_.unicode = locale_is_utf8();
   style_.colour = ::isatty(STDOUT_FILENO) == 1 && environment("NO_COLOR").empty() &&

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <cstddef>
 #include <mutex>
 #include <string>
 #include <string_view>
@@ -71,6 +72,9 @@ class Progress {
   bool end_ = false;
   std::thread thread_;
 };
+
+/// Columns of the terminal on standard output, 40..200; else those that COLUMNS says, else 80.
+[[nodiscard]] std::size_t text_width();
 
 /// The file, or standard input for "-". @throws IoError
 [[nodiscard]] std::string read_input(const std::string& path);

@@ -2,6 +2,7 @@
 
 #include "console.h"
 #include "numbers.h"
+#include "suggest.h"
 #include "waybill/core/dtype.h"
 #include "waybill/core/topology.h"
 #include "waybill/json/length_distribution_json.h"
@@ -22,8 +23,11 @@ std::string check_distribution(const std::string& name) {
   try {
     (void)length_distribution(name);
     return "";
-  } catch (const InvalidArgument& error) {
-    return error.what();
+  } catch (const InvalidArgument&) {
+    std::vector<std::string> known;
+    for (const LengthDistribution& one : builtin_length_distributions()) known.push_back(one.name);
+    return concat("got ", name, ", expected one of ", distribution_names(),
+                  did_you_mean(name, known));
   }
 }
 

@@ -32,14 +32,14 @@ void draw(const SourceOptions& source, Documents& documents) {
   }
   documents.lengths =
       sample_documents(distribution, tokens_per_rank * documents.plan.world_size, source.seed);
-  documents.origin = concat(format_count(std::ssize(documents.lengths)), " drawn from ",
-                            distribution.name, ", seed ", source.seed);
+  documents.origin = concat(format_plural(std::ssize(documents.lengths), "document"),
+                            " drawn from ", distribution.name, " (seed ", source.seed, ")");
 }
 
 void read(const std::string& path, Documents& documents) {
   documents.lengths = lengths_from_text(read_input(path), input_name(path));
   documents.origin =
-      concat(format_count(std::ssize(documents.lengths)), " from ", input_name(path));
+      concat(format_plural(std::ssize(documents.lengths), "document"), " from ", input_name(path));
 }
 
 void count(const std::string& folder, Documents& documents) {

@@ -84,6 +84,10 @@ MainJob run_main_job(const MainJobOptions& options, Console& console) {
     print_findings(console, job.check->findings);
   }
   job.summary = summarize(job.plan, job.routing, options.rows.row_bytes());
+  if (!job.attention.relay.empty()) {
+    job.summary.relay_limit =
+        limit_of(job.attention.bytes_in(), job.attention.bytes_out(TransferMode::relay));
+  }
   return job;
 }
 

@@ -23,6 +23,14 @@ std::function<std::string(const std::string&)> number_or_auto(std::int64_t min, 
   };
 }
 
+std::function<std::string(const std::string&)> number_between(std::int64_t min, std::int64_t max) {
+  return [min, max](const std::string& text) -> std::string {
+    const std::optional<std::int64_t> number = parse_number(text);
+    if (number && min <= *number && *number <= max) return "";
+    return concat("got ", text, ", expected ", min, "..", max);
+  };
+}
+
 std::function<std::string(const std::string&)> real_between(double min, double max) {
   return [min, max](const std::string& text) -> std::string {
     double number = 0;
@@ -44,11 +52,14 @@ std::optional<double> bytes_per_second(const std::string& text) {
   std::string_view unit(rest, static_cast<std::size_t>(end - rest));
   while (unit.starts_with(' ')) unit.remove_prefix(1);
   if (unit.empty()) return number * 1e9;
-  if (!unit.ends_with("/s")) return std::nullopt;
+  if (!unit.ends_with("/s") && !unit.ends_with("ps")) return std::nullopt;
   unit.remove_suffix(2);
   double scale = 1;
   if (unit.ends_with("bit")) {
     unit.remove_suffix(3);
+    scale = 1.0 / 8;
+  } else if (unit.ends_with("b")) {
+    unit.remove_suffix(1);
     scale = 1.0 / 8;
   } else if (unit.ends_with("B")) {
     unit.remove_suffix(1);

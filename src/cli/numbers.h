@@ -14,6 +14,10 @@ namespace waybill::cli {
 [[nodiscard]] std::function<std::string(const std::string&)> number_or_auto(std::int64_t min,
                                                                             std::int64_t max);
 
+/// A check of an option: a whole number in the range.
+[[nodiscard]] std::function<std::string(const std::string&)> number_between(std::int64_t min,
+                                                                            std::int64_t max);
+
 /// A check of an option: a number in the range, neither nan nor inf.
 [[nodiscard]] std::function<std::string(const std::string&)> real_between(double min, double max);
 
@@ -21,8 +25,9 @@ namespace waybill::cli {
 inline constexpr double least_rate = 1;
 inline constexpr double most_rate = 1e18;
 
-/// Bytes a second from "50GB/s", "400Gbit/s", "345" (GB/s); units B, kB, MB, GB, TB, and bit in
-/// place of B. None when it is something else, or not among least_rate..most_rate.
+/// Bytes a second from "50GB/s", "400Gbit/s", "400Gbps", "345" (GB/s); units B, kB, MB, GB, TB, and
+/// bit or b in place of B; "ps" or "/s". None when it is something else, or not among
+/// least_rate..most_rate.
 [[nodiscard]] std::optional<double> parse_rate(const std::string& text);
 
 /// A check of an option by parse_rate.

@@ -1,5 +1,6 @@
 #include "step_job.h"
 
+#include "console.h"
 #include "dispatch_file.h"
 #include "waybill/core/error.h"
 #include "waybill/core/printable.h"
@@ -36,7 +37,8 @@ StepJob step_job_of_documents(const SourceOptions& source, const PlanningOptions
   AttentionPlan plan = plan_attention(documents.lengths, documents.plan);
   check_routing_size(plan.plan);
   StepJob job = step_job_of(std::move(plan), documents.origin);
-  job.origin += concat(": ", plan_text(job.plan));
+  job.origin += concat(", in ", format_plural(job.plan.num_shards(), "shard"), " on ",
+                       format_plural(job.plan.world_size, "rank"));
   job.remarks = std::move(documents.remarks);
   return job;
 }
@@ -80,7 +82,7 @@ std::string hardware_text(const StepOptions& options) {
 }
 
 std::string sentence_list(const std::vector<std::string>& sentences) {
-  constexpr std::size_t width = 78;
+  const std::size_t width = text_width() - 2;
   std::string text;
   for (const std::string& sentence : sentences) {
     std::string line = "  -";

@@ -14,6 +14,7 @@ namespace waybill {
 namespace {
 
 constexpr std::string_view format = "waybill.length_distributions";
+constexpr std::string_view old_prefix = "dist_";  // of names in 0.1
 constexpr std::int64_t most_docs = std::int64_t{1} << 53;
 constexpr std::int64_t longest = std::int64_t{1} << 40;
 
@@ -112,7 +113,7 @@ const std::vector<LengthDistribution>& builtin_length_distributions() {
 const LengthDistribution& length_distribution(std::string_view name) {
   std::string names;
   for (const LengthDistribution& distribution : builtin_length_distributions()) {
-    if (distribution.name == name || distribution.name == concat("dist_", name)) {
+    if (distribution.name == name || concat(old_prefix, distribution.name) == name) {
       return distribution;
     }
     names += concat(names.empty() ? "" : ", ", distribution.name);

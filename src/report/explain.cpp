@@ -20,11 +20,14 @@ std::string percent(std::int64_t part, std::int64_t whole) {
 std::string times(double factor) { return format_fixed(factor, factor < 1.1 ? 3 : 2) + " times"; }
 
 std::string limit_sentence(const PlanSummary& summary, double gb_per_s) {
-  const bool in = summary.limit_direction == Direction::in;
+  const RankLimit limit = summary.taken_limit();
+  const bool in = limit.direction == Direction::in;
   const Spread& spread = in ? summary.rank_bytes_in : summary.rank_bytes_out;
+  const bool relayed = summary.relay_limit.has_value();
   std::string text =
-      concat("Rank ", summary.limit_rank, " sets the limit: ", format_bytes(summary.limit_bytes),
-             in ? " come in" : " go out", ", ", times(spread.imbalance()), " the mean");
+      concat(relayed ? "With relay rank " : "Rank ", limit.rank,
+             " sets the limit: ", format_bytes(limit.bytes), in ? " come in" : " go out");
+  if (!relayed) text += concat(", ", times(spread.imbalance()), " the mean");
   if (gb_per_s > 0) {
     text +=
         concat("; at ", format_si(gb_per_s * 1e9), "B/s each way no dispatch can be faster than ",
@@ -33,18 +36,27 @@ std::string limit_sentence(const PlanSummary& summary, double gb_per_s) {
   return text + ".";
 }
 
+// What the limit would be if receivers did not forward rows to each other.
+std::string direct_sentence(const PlanSummary& summary) {
+  const bool in = summary.limit_direction == Direction::in;
+  return concat("Receivers forward K and V to each other: sent directly, ",
+                format_bytes(summary.limit_bytes),
+                in ? " would come into rank " : " would go out of rank ", summary.limit_rank, ".");
+}
+
 std::string cause_sentence(const QkvPlan& plan, const QkvRouting& routing,
                            const PlanSummary& summary) {
   const DocumentBytes cause =
       document_bytes(plan, routing, summary.row_bytes, summary.limit_rank, summary.limit_direction)
           .front();
   const DocumentFigures document = document_figures(plan)[to_size(cause.document)];
-  return concat("Document ", cause.document, " (", format_plural(document.tokens, "token"), " in ",
-                format_plural(document.num_shards, "shard"), ", attended on ",
-                format_plural(document.num_attending_ranks, "rank"), ") causes ",
-                percent(cause.bytes(), summary.limit_bytes),
-                " of these bytes: ", format_bytes(cause.q_bytes), " of Q and ",
-                format_bytes(cause.kv_bytes), " of K and V.");
+  return concat(
+      "Document ", cause.document, " (", format_plural(document.tokens, "token"), " in ",
+      format_plural(document.num_shards, "shard"), ", attended on ",
+      format_plural(document.num_attending_ranks, "rank"), ") causes ",
+      percent(cause.bytes(), summary.limit_bytes),
+      summary.relay_limit ? " of them: " : " of these bytes: ", format_bytes(cause.q_bytes),
+      " of Q and ", format_bytes(cause.kv_bytes), " of K and V.");
 }
 
 std::string work_sentence(const PlanSummary& summary) {
@@ -94,8 +106,9 @@ std::vector<std::string> explain(const QkvPlan& plan, const QkvRouting& routing,
     sentences.push_back("Nothing crosses the wire: every row stays on its rank or has no bytes.");
   } else {
     sentences.push_back(limit_sentence(summary, gb_per_s));
+    if (summary.relay_limit) sentences.push_back(direct_sentence(summary));
     sentences.push_back(cause_sentence(plan, routing, summary));
-    add_relay_sentence(summary, sentences);
+    if (!summary.relay_limit) add_relay_sentence(summary, sentences);
   }
   sentences.push_back(work_sentence(summary));
   sentences.push_back(copies_sentence(summary));

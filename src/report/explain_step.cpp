@@ -36,8 +36,8 @@ std::string cause_text(const StepCause& cause) {
 std::string bottleneck_sentence(const StepPrediction& step) {
   const StepCause& cause = step.bottleneck();
   return concat("The longest part, ", format_seconds(cause.seconds), " (",
-                percent(cause.seconds, step.seconds), "), is ", to_string(cause.phase), ": ",
-                cause_text(cause), ".");
+                percent(cause.seconds, step.seconds), "), is \"", to_string(cause.phase),
+                "\": ", cause_text(cause), ".");
 }
 
 std::string transfer_sentence(const StepPrediction& step) {
@@ -51,8 +51,8 @@ std::string transfer_sentence(const StepPrediction& step) {
   std::string text = concat("Moving rows is ", format_seconds(moving), " of it (",
                             percent(moving, step.seconds), ")");
   if (longest == nullptr || longest->resource == StepResource::nothing) return text + ".";
-  return concat(text, "; most, ", format_seconds(longest->seconds), ", for ",
-                to_string(longest->phase), ": ", cause_text(*longest), ".");
+  return concat(text, "; the most of it, ", format_seconds(longest->seconds), ", is \"",
+                to_string(longest->phase), "\": ", cause_text(*longest), ".");
 }
 
 std::string work_sentence(const StepPrediction& step) {

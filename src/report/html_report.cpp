@@ -63,8 +63,10 @@ std::string card(std::string_view label, const std::string& value, const std::st
 }
 
 std::string cards(const PlanSummary& s, double gb_per_s) {
-  const bool in = s.limit_direction == Direction::in;
-  std::string limit_remark = concat(in ? "into rank " : "out of rank ", s.limit_rank);
+  const RankLimit taken = s.taken_limit();
+  const bool in = taken.direction == Direction::in;
+  std::string limit_remark =
+      concat(in ? "into rank " : "out of rank ", taken.rank, s.relay_limit ? ", with relay" : "");
   if (gb_per_s > 0) {
     limit_remark += concat(", ", format_seconds(s.limit_seconds(gb_per_s)), " at ",
                            format_si(gb_per_s * 1e9), "B/s");
@@ -72,7 +74,7 @@ std::string cards(const PlanSummary& s, double gb_per_s) {
   std::int64_t buffer_bytes = 0;
   for (const RankFigures& rank : s.ranks) buffer_bytes = std::max(buffer_bytes, rank.buffer_bytes);
   return "<dl class=\"cards\">\n" +
-         card("Limit of the plan", format_bytes(s.limit_bytes), limit_remark) +
+         card("Limit of the plan", format_bytes(taken.bytes), limit_remark) +
          card("On the wire", format_bytes(s.wire_bytes),
               concat(format_bytes(s.q.rows_in * s.row_bytes.q), " Q, ",
                      format_bytes(s.kv.rows_in * s.row_bytes.kv), " KV")) +

@@ -124,7 +124,19 @@ Spread spread_of(const std::vector<RankFigures>& ranks, std::int64_t RankFigures
 double PlanSummary::limit_seconds(double gb_per_s) const {
   require(std::isfinite(gb_per_s) && gb_per_s > 0, "limit_seconds: gb_per_s = ", gb_per_s,
           ", expected a number > 0");
-  return static_cast<double>(limit_bytes) / (gb_per_s * 1e9);
+  return static_cast<double>(taken_limit().bytes) / (gb_per_s * 1e9);
+}
+
+RankLimit limit_of(std::span<const std::int64_t> bytes_in,
+                   std::span<const std::int64_t> bytes_out) {
+  RankLimit limit;
+  for (const auto& [bytes, direction] :
+       {std::pair{bytes_in, Direction::in}, {bytes_out, Direction::out}}) {
+    for (std::size_t r = 0; r < bytes.size(); ++r) {
+      if (bytes[r] > limit.bytes) limit = {bytes[r], static_cast<std::int32_t>(r), direction};
+    }
+  }
+  return limit;
 }
 
 PlanSummary summarize(const QkvPlan& plan, const QkvRouting& routing, const RowBytes& row_bytes) {

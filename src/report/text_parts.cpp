@@ -55,7 +55,7 @@ std::string labelled(std::string_view label, const std::string& value) {
 }
 
 std::string wrapped(const std::string& sentence, const TextStyle& style) {
-  constexpr std::size_t width = 76;
+  const auto width = static_cast<std::size_t>(std::max(style.width, 30) - 4);
   std::string text = style.unicode ? "  • " : "  - ";
   std::size_t column = 4;
   for (std::size_t begin = 0; begin < sentence.size();) {

@@ -39,7 +39,10 @@ std::string plan_block(const PlanSummary& s, const TextStyle& style) {
 
 std::string traffic_block(const PlanSummary& s, const TextStyle& style) {
   const std::int64_t all_pairs = static_cast<std::int64_t>(s.world_size) * (s.world_size - 1);
-  std::string text = heading("Traffic forward (backward: the same rows, the other way)", style);
+  std::string text =
+      heading(s.relay_limit ? "Traffic forward, sent directly (backward: the same, the other way)"
+                            : "Traffic forward (backward: the same rows, the other way)",
+              style);
   text += labelled("Q", traffic_text(s.q, s.row_bytes.q));
   text += labelled("K and V", traffic_text(s.kv, s.row_bytes.kv));
   text += labelled(
@@ -49,13 +52,19 @@ std::string traffic_block(const PlanSummary& s, const TextStyle& style) {
                    concat("work ", format_fixed(s.rank_work.imbalance(), 3), ", bytes in ",
                           format_fixed(s.rank_bytes_in.imbalance(), 3), ", bytes out ",
                           format_fixed(s.rank_bytes_out.imbalance(), 3), " (largest over mean)"));
-  std::string limit =
-      concat(format_bytes(s.limit_bytes),
-             s.limit_direction == Direction::in ? " into rank " : " out of rank ", s.limit_rank);
+  const auto limit_text = [](std::int64_t bytes, Direction direction, std::int32_t rank) {
+    return concat(format_bytes(bytes), direction == Direction::in ? " into rank " : " out of rank ",
+                  rank);
+  };
+  const RankLimit taken = s.taken_limit();
+  std::string limit = limit_text(taken.bytes, taken.direction, taken.rank);
+  if (s.relay_limit) limit += " with relay";
   if (style.gb_per_s > 0) {
     limit += concat(", ", format_seconds(s.limit_seconds(style.gb_per_s)), " at ",
                     format_si(style.gb_per_s * 1e9), "B/s");
   }
+  if (s.relay_limit)
+    limit += concat("; ", limit_text(s.limit_bytes, s.limit_direction, s.limit_rank), " without");
   text += labelled("limit", limit);
   return text;
 }

@@ -63,7 +63,7 @@ TEST_F(BadInputTest, InputWithoutEnd) {
 }
 
 TEST_F(BadInputTest, AnUnknownDistributionListsTheNames) {
-  EXPECT_TRUE(fails(run("demo --distribution nope"), 2, {"nope", "dist_wlbllm", "dist_prolong"}));
+  EXPECT_TRUE(fails(run("demo --distribution nope"), 2, {"nope", "wlbllm", "prolong"}));
 }
 
 TEST_F(BadInputTest, FilesThatAreNotThereOrNotWhatTheyShouldBe) {

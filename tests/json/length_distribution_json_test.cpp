@@ -103,8 +103,8 @@ TEST(builtin_length_distributions, are_those_of_the_data_folder) {
 TEST(builtin_length_distributions, are_three_in_order) {
   const auto& all = builtin_length_distributions();
   ASSERT_EQ(all.size(), 3U);
-  EXPECT_EQ(all[0].name, "dist_wlbllm");
-  EXPECT_EQ(all[1].name, "dist_prolong");
+  EXPECT_EQ(all[0].name, "wlbllm");
+  EXPECT_EQ(all[1].name, "prolong");
   EXPECT_EQ(all[2].name, "magi_default");
 }
 
@@ -127,7 +127,7 @@ TEST(builtin_length_distributions, buckets_ascend_without_overlap_and_hold_the_m
 TEST(builtin_length_distributions, the_histograms_have_the_mean_that_the_file_states) {
   const auto file =
       nlohmann::json::parse(read_file(test::project_file("data/doclen_distributions.json")));
-  for (const char* name : {"dist_wlbllm", "dist_prolong"}) {
+  for (const char* name : {"wlbllm", "prolong"}) {
     double tokens = 0;
     double docs = 0;
     for (const auto& bucket : length_distribution(name).buckets) {
@@ -142,17 +142,17 @@ TEST(builtin_length_distributions, the_histograms_have_the_mean_that_the_file_st
 TEST(length_distribution, is_found_with_and_without_prefix) {
   EXPECT_EQ(&length_distribution("dist_wlbllm"), &builtin_length_distributions().front());
   EXPECT_EQ(&length_distribution("wlbllm"), &builtin_length_distributions().front());
-  EXPECT_EQ(length_distribution("prolong").name, "dist_prolong");
+  EXPECT_EQ(length_distribution("prolong").name, "prolong");
   EXPECT_EQ(length_distribution("magi_default").name, "magi_default");
 }
 
 TEST(length_distribution, an_unknown_name_lists_the_known) {
-  for (const char* name : {"", "dist_", "wlb", "dist_magi_default", "DIST_WLBLLM"}) {
+  for (const char* name : {"", "dist_", "wlb", "DIST_WLBLLM"}) {
     try {
       (void)length_distribution(name);
       FAIL() << name;
     } catch (const InvalidArgument& error) {
-      expect_parts(error.what(), {"dist_wlbllm, dist_prolong, magi_default"});
+      expect_parts(error.what(), {"wlbllm, prolong, magi_default"});
     }
   }
 }

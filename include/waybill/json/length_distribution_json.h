@@ -26,10 +26,10 @@ namespace waybill {
 [[nodiscard]] std::vector<LengthDistribution> read_length_distributions(
     const std::filesystem::path& path);
 
-/// data/doclen_distributions.json, which is compiled in. The first is "dist_wlbllm".
+/// data/doclen_distributions.json, which is compiled in. The first is "wlbllm".
 [[nodiscard]] const std::vector<LengthDistribution>& builtin_length_distributions();
 
-/// One of them by name, with or without "dist_" in front: "wlbllm".
+/// One of them by name: "wlbllm"; "dist_" in front, as in 0.1, is accepted.
 /// @throws InvalidArgument listing the names.
 [[nodiscard]] const LengthDistribution& length_distribution(std::string_view name);
 

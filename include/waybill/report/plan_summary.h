@@ -1,6 +1,8 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <span>
 #include <vector>
 
 #include "waybill/routing/qkv_plan.h"
@@ -58,6 +60,20 @@ struct Spread {
 /// Which way rows move at a rank.
 enum class Direction : std::uint8_t { in, out };
 
+/// The rank that gets or sends the most bytes.
+struct RankLimit {
+  std::int64_t bytes = 0;
+  std::int32_t rank = 0;
+  Direction direction = Direction::in;
+
+  friend bool operator==(const RankLimit&, const RankLimit&) = default;
+};
+
+/// The largest entry of bytes in and of bytes out, a number a rank each; of equals in, and the
+/// first rank.
+[[nodiscard]] RankLimit limit_of(std::span<const std::int64_t> bytes_in,
+                                 std::span<const std::int64_t> bytes_out);
+
 /// The figures of a plan, forward direction. Backward the same rows move the other way: in and out
 /// change places, the limit stays.
 struct PlanSummary {
@@ -89,8 +105,16 @@ struct PlanSummary {
   std::int64_t limit_bytes = 0;
   std::int32_t limit_rank = 0;
   Direction limit_direction = Direction::in;
+  /// The same where receivers forward K and V (relay), if they will: what reports speak of then.
+  /// summarize does not know a schedule; who has one sets it.
+  std::optional<RankLimit> relay_limit;
 
-  /// Seconds that the limit takes at `gb_per_s` (1e9 bytes a second, each way, a rank).
+  /// The limit of the way that is taken.
+  [[nodiscard]] RankLimit taken_limit() const {
+    return relay_limit ? *relay_limit : RankLimit{limit_bytes, limit_rank, limit_direction};
+  }
+
+  /// Seconds that the taken limit takes at `gb_per_s` (1e9 bytes a second, each way, a rank).
   /// @throws InvalidArgument unless gb_per_s > 0.
   [[nodiscard]] double limit_seconds(double gb_per_s) const;
 };

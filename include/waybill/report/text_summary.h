@@ -12,6 +12,7 @@ namespace waybill {
 struct TextStyle {
   bool unicode = true;      ///< bars of block characters; else '#'
   bool colour = false;      ///< ANSI escape sequences
+  int width = 80;           ///< columns of sentences
   int max_rank_lines = 16;  ///< larger worlds: the first, the last and the worst ranks
   double gb_per_s = 0;      ///< link speed for times, 1e9 bytes a second each way; 0: no times
 };
@@ -23,7 +24,7 @@ struct TextStyle {
 [[nodiscard]] std::vector<std::string> explain(const QkvPlan& plan, const QkvRouting& routing,
                                                const PlanSummary& summary, double gb_per_s = 0);
 
-/// Figures, a line a rank with bars, and explain(), for a terminal 80 columns wide.
+/// Figures, a line a rank with bars, and explain(), for a terminal. Tables take 80 columns.
 /// @throws InvalidArgument as summarize.
 [[nodiscard]] std::string text_summary(const QkvPlan& plan, const QkvRouting& routing,
                                        const PlanSummary& summary, const TextStyle& style = {});
