@@ -310,11 +310,7 @@ __global__ void __launch_bounds__((Bulk ? bulk_warps : element_warps) * 32, 1)
   wait_earlier_kernel();
   if (!p.in_call) {
     epoch = begin_moe_call(p.m, 1);
-    if (threadIdx.x < 32) {
-      if (blockIdx.x == 0) signal_to_all(p.m.arrive, epoch);
-      wait_arrivals(p.m.arrive, epoch);
-    }
-    __syncthreads();
+    arrive_and_wait(p.m.arrive, epoch);
   }
   const bool compares = !p.in_call && compares_calls();
   CallComparison comparison(p.m.arrive, epoch, compares);  // looked at when the rows are summed

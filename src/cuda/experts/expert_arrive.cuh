@@ -130,18 +130,25 @@ __device__ __noinline__ inline void look_up_from_wait(const ArriveParams& p, std
 }
 inline constexpr unsigned polls_a_look = 64;
 
+/// Nanoseconds since the first look of a wait; most waits end before it, and read no clock.
+/// @param start 0 before the first look
+__device__ inline std::uint64_t waited_since(std::uint64_t& start) {
+  const std::uint64_t now = now_ns();
+  if (start == 0) start = now;
+  return now - start;
+}
+
 /// Waits for a slot that counts in steps below an epoch; reports speak of epochs.
 /// @return what it came to
-__device__ __noinline__ inline std::uint64_t wait_epoch(const ArriveParams& p,
-                                                        const std::uint64_t* slot,
-                                                        std::uint64_t wanted, int epoch_shift,
-                                                        std::int32_t peer) {
-  const std::uint64_t start = now_ns();
+__device__ inline std::uint64_t wait_epoch(const ArriveParams& p, const std::uint64_t* slot,
+                                           std::uint64_t wanted, int epoch_shift,
+                                           std::int32_t peer) {
+  std::uint64_t start = 0;
   for (unsigned polls = 1;; ++polls) {
     const std::uint64_t seen = load_acquire(slot);
     if (seen >= wanted) return seen;
     if (polls % polls_a_look == 0) {
-      look_up_from_wait(p, wanted >> epoch_shift, peer, seen >> epoch_shift, now_ns() - start);
+      look_up_from_wait(p, wanted >> epoch_shift, peer, seen >> epoch_shift, waited_since(start));
     }
   }
 }
@@ -169,11 +176,24 @@ __device__ inline bool compares_calls() {
   return block_idx() == 0 && threadIdx.x / 32 == blockDim.x / 32 - 1;
 }
 
-/// What the ranks of the node mean by a call that does not meet: asked for early, looked at late,
+/// All ranks have come to the call. What this one means by it goes out behind its arrival, so that
+/// nobody waits for that; CallComparison looks at it. All threads.
+__device__ inline void arrive_and_wait(const ArriveParams& p, std::uint64_t epoch) {
+  if (threadIdx.x < 32) {
+    if (blockIdx.x == 0) {
+      signal_arrival(p, epoch);
+      send_call_words(p, epoch, load_call_words(p.fingerprint));
+    }
+    wait_arrivals(p, epoch);
+  }
+  __syncthreads();
+}
+
+/// What the ranks of the node mean by a call: asked for early, looked at late,
 /// so that nobody waits for it. A lane a rank; one warp.
 class CallComparison {
  public:
-  /// Asks, if this warp compares. Ranks have told it before whatever else they tell.
+  /// Asks, if this warp compares. Words may still be on their way: settle() asks again.
   __device__ CallComparison(const ArriveParams& p, std::uint64_t epoch, bool compares)
       : epoch_(epoch), theirs_{} {
     const std::int32_t first = 1 + static_cast<std::int32_t>(threadIdx.x % 32);
