@@ -110,6 +110,8 @@ def run_block(block):
     printed = io.StringIO()
     with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
         warnings.simplefilter("error")
+        # torch's compiler causes it, and hides it where warnings are no errors.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
         try:
             exec(compile(block.text, filename, "exec"), {"__name__": "__main__"})
         except (Exception, SystemExit) as error:

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not dynamo.is_dynamo_supported(), reason="torch.compile does not run here"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
-    # The compiler hides it from one thread; ranks are several.
+    # The compiler itself causes it, and hides it where warnings are no errors.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
 HAS_COMPILER = any(shutil.which(name) for name in ("g++", "clang++", "c++"))

@@ -4,7 +4,6 @@ graph begins behind them.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -31,23 +30,26 @@ def outside_graphs(function: _F) -> _F:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **options)
         if not disabled:
-            disabled.append(_disabled(function, call))
+            disable: Any = torch.compiler.disable
+            disabled.append(disable(function))
         return disabled[0](*args, **options)
 
     # What that function puts on what it returns: who traces a caller stops before this call.
     marked: Any = call
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = _REASON
+    _never_compile(marked.__code__)
     return cast(_F, marked)
 
 
-def _disabled(function: Callable[..., Any], call: Any) -> Callable[..., Any]:
-    """The function as the compiler must call it. The frames of all ``call``, which share their
-    code, are not compiled either, as they would be between two graphs.
+def _never_compile(code: Any) -> None:
+    """The frame of ``call`` runs between two graphs, where it would be compiled. For all of them,
+    which share their code; what the compiler's skip_code does, without importing it.
     """
-    compiler: Any = torch.compiler
-    dynamo: Any = sys.modules["torch._dynamo"]
-    with contextlib.suppress(AttributeError):  # a torch that has it elsewhere: compiled to nothing
-        dynamo.eval_frame.skip_code(call.__code__)
-    made: Callable[..., Any] = compiler.disable(function)
-    return made
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        action = frames._FrameAction
+        skip = frames._FrameExecStrategy(action.SKIP, action.DEFAULT)
+        frames.set_code_exec_strategy(code, skip)
+    elif hasattr(frames, "skip_code"):  # before torch 2.7
+        frames.skip_code(code)
