@@ -21,18 +21,18 @@ RankWorld::~RankWorld() {
 RankWorld::Call::Call(RankWorld& rank, const char* who) : rank_(rank) {
   require(!rank.busy_.test_and_set(), who, ": the world of rank ", rank.world_.rank(),
           " is in a call of another thread, expected one call at a time");
-  std::vector<ReadyPlan> dead;
+  std::vector<PlanHandle> dead;
   const std::lock_guard lock(rank.mutex_);
   dead.swap(rank.dead_plans_);
 }
 
 void RankWorld::meet(const char* operation, Stream stream) {
   if (!in_step_ || world_.executor().capture(stream) != 0) return;
-  usability_.check(operation);
-  usability_.guard([&] { world_.transport().barrier(operation); });
+  abort_state_.check(operation);
+  abort_state_.guard([&] { world_.transport().barrier(operation); });
 }
 
-void RankWorld::discard(ReadyPlan plan) {
+void RankWorld::discard(PlanHandle plan) {
   const std::lock_guard lock(mutex_);
   dead_plans_.push_back(std::move(plan));
 }

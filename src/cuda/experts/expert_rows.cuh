@@ -1,6 +1,6 @@
 #pragma once
 
-#include "choices.cuh"
+#include "topk_slots.cuh"
 
 // Where each rank keeps the rows of each expert, from the counts of all.
 
@@ -15,11 +15,11 @@ struct BlockTotals {
 };
 
 /// A count of rank r, when it has come; `word` was seen first.
-__device__ inline std::int32_t await_count(const RouteParams& p, std::int32_t r, std::int32_t e,
-                                           std::uint64_t word, std::uint64_t epoch) {
-  if (is_told(word, epoch)) return static_cast<std::int32_t>(word);
-  return await_word(p, r, p.counts[p.shape.rank] + std::int64_t{r} * num_counts(p.shape) + e,
-                    epoch);
+__device__ inline std::int32_t wait_count(const RouteParams& p, std::int32_t r, std::int32_t e,
+                                          std::uint64_t word, std::uint64_t epoch) {
+  if (is_flagged(word, epoch)) return static_cast<std::int32_t>(word);
+  return wait_flagged(p, r, p.counts[p.shape.rank] + std::int64_t{r} * num_counts(p.shape) + e,
+                      epoch);
 }
 
 /// A count that has come.
@@ -31,7 +31,7 @@ __device__ inline std::int32_t count_at(const RouteParams& p, const Scratch& scr
              : static_cast<std::int32_t>(load_word(p.counts[p.shape.rank] + i));
 }
 
-/// Choices of one expert: of all ranks, and of lower ones.
+/// Topk slots of one expert: of all ranks, and of lower ones.
 __device__ inline void note_sums(const RouteParams& p, const Scratch& scratch, std::int32_t e,
                                  std::int32_t sum, std::int32_t lower) {
   const MoeShape& s = p.shape;
@@ -63,7 +63,7 @@ __device__ inline void take_counts(const RouteParams& p, const RoutePart& part,
       for (int i = 0; i < together; ++i) {
         const std::int32_t r = first + i;
         if (r >= s.world_size) continue;
-        const std::int32_t own = await_count(p, r, e, words[i], epoch);
+        const std::int32_t own = wait_count(p, r, e, words[i], epoch);
         if (scratch.counts != nullptr) scratch.counts[std::int64_t{r} * n + e] = own;
         if (r < part.source) lower += own;
         sum += own;
@@ -175,7 +175,7 @@ __device__ void write_tables(const RouteParams& p, const Scratch& scratch,
 }
 
 /// One warp tells the host how many rows come.
-__device__ inline void tell_host(const RouteParams& p, const BlockTotals& totals) {
+__device__ inline void report_to_host(const RouteParams& p, const BlockTotals& totals) {
   for (auto r = static_cast<std::int32_t>(threadIdx.x % 32); r < p.shape.world_size; r += 32) {
     p.host->rows[r] = p.ticket << ticket_shift |
                       static_cast<std::uint64_t>(static_cast<std::uint32_t>(totals.recv_rows[r]));
