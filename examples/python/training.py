@@ -333,7 +333,7 @@ def main():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     options.state = Model().state_dict()  # the same on all ranks
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if "RANK" in os.environ:  # under torchrun
         with contextlib.suppress(BrokenPipeError):
             run_processes(options)
     elif options.wrap != "none" or options.dp != 1:
