@@ -294,6 +294,12 @@ def local_combine(face):
     assert plain[0][0].tolist() == [1 + 3] * 4  # not twice the first row
 
 
+@line("float8 of a group of zeros")
+def zeros_in_float8(face):
+    numbers, scales = waybill.moe.quantize_fp8(np.zeros((2, 128), np.float32))
+    assert not np.asarray(numbers, np.float32).any() and np.isfinite(scales).all()
+
+
 @line("weights after the buffers have grown")
 def weights_after_growth(face):
     there, _ = experts(face)
