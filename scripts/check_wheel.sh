@@ -33,6 +33,7 @@ trap 'rm -rf "$scratch"' EXIT
   venv/bin/python -c 'import waybill; waybill.test_qkv_dispatch(); print("waybill", waybill.__version__)'
   venv/bin/waybill --version
   venv/bin/python -m waybill demo --help >/dev/null
+  venv/bin/python -m waybill selftest
 )
 
 echo "wheel: types"

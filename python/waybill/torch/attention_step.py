@@ -12,6 +12,7 @@ from .._dispatcher import ReadyPlan
 from .._tensor_checks import of_qkv
 from ..errors import InvalidArgument
 from ..sparse import QkvRouting, RankAttention
+from ._graphs import outside_graphs
 from ._tensors import meet_mark, require_tensor, save_mark
 from .sequence_dispatcher import SequenceDispatcher
 
@@ -42,6 +43,7 @@ class AttentionStep(OfThisProcess):
         "plans of one rank's dispatcher: make one on each rank from the routing, which can be"
     )
 
+    @outside_graphs
     def __init__(
         self,
         dispatcher: SequenceDispatcher,
@@ -74,6 +76,7 @@ class AttentionStep(OfThisProcess):
         dispatcher.reserve(*self._plans())
 
     @property
+    @outside_graphs
     def attention(self) -> RankAttention:
         """Where the rows and contexts of the query shards lie that this rank attends to."""
         return self.routing.attention(self.dispatcher.world.rank)
@@ -83,6 +86,7 @@ class AttentionStep(OfThisProcess):
         """What the windows must have for all of its calls."""
         return max(plan.window_bytes for plan in self._plans())
 
+    @outside_graphs
     def dispatch_qkv(self, q: torch.Tensor, *kv: torch.Tensor) -> Tuple[torch.Tensor, ...]:
         """Collective: Q and KV in the attention layout, in one launch: (q, *kv).
 
@@ -96,6 +100,7 @@ class AttentionStep(OfThisProcess):
         self._token, self._needs_gradients = token, token.requires_grad
         return tuple(there)
 
+    @outside_graphs
     def return_outputs(self, out: torch.Tensor) -> torch.Tensor:
         """Collective: attention's output, in the rows of this rank's q, which the loss must depend
         on. Backward sends its gradient to where the output came from.
@@ -107,6 +112,7 @@ class AttentionStep(OfThisProcess):
         home: torch.Tensor = _OutputReturn.apply(self, out, token)
         return home
 
+    @outside_graphs
     def replace_routing(self, routing: QkvRouting) -> None:
         """Puts another routing into the memory of this one: a captured graph replays the new one.
         Not collective. Raises as SequenceDispatcher.replace_plan; unusable after that.
@@ -202,6 +208,7 @@ class _OutputReturn(torch.autograd.Function):
         return None, there if ctx.needs_input_grad[1] else None, token
 
 
+@outside_graphs
 def recomputed_attention(
     attend: Attend,
     forward: AttentionStep,
