@@ -199,14 +199,15 @@ class QkvPlan(Unchanging):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (
             self.world_size, self.rank_shard_offsets, self.shard_len, self.q_dst,
-            self.doc_shard_offsets, self.doc_shards, self.kv_begin, self.kv_layout,
+            self.doc_shard_offsets, self.doc_shards, self.kv_begin, self.kv_layout, self.mask,
         )  # fmt: skip
 
     def __repr__(self) -> str:
         return (
             f"QkvPlan(world_size={self.world_size}, documents={self.num_documents},"
             f" shards={self.num_shards}, tokens={int(self.shard_len.sum())},"
-            f" kv_layout={self.kv_layout!r}, imbalance={self.imbalance:.3f})"
+            f" kv_layout={self.kv_layout!r}, imbalance={self.imbalance:.3f}"
+            f"{', mask=' + repr(self.mask) if self.mask != 'causal' else ''})"
         )
 
     def _repr_html_(self) -> str:

@@ -55,7 +55,7 @@ svg .axis{font-size:13px;fill:var(--ink)}
 .home{fill:none;stroke:var(--line);stroke-width:1}
 .h0{fill:var(--h0)}.h1{fill:var(--h1)}.h2{fill:var(--h2)}.h3{fill:var(--h3)}.h4{fill:var(--h4)}
 .h5{fill:var(--h5)}.h6{fill:var(--h6)}.h7{fill:var(--h7)}.h8{fill:var(--h8)}.h9{fill:var(--h9)}
-.legend{display:flex;gap:10px;align-items:center;justify-content:center;font-size:.85rem;
+.legend{display:flex;flex-wrap:wrap;gap:10px;align-items:center;justify-content:center;font-size:.85rem;
 color:var(--soft);margin:8px 0}
 .ramp{width:140px;height:12px;border-radius:3px}
 .loads{display:grid;grid-template-columns:repeat(auto-fit,minmax(270px,1fr));gap:14px 26px}
@@ -80,7 +80,9 @@ margin:0 0 5px;font-size:.86rem;font-variant-numeric:tabular-nums}
 .doc rect{stroke:var(--card);stroke-width:.8}
 @media (max-width:560px){.doc{grid-template-columns:2.9em 4.4em 1fr;gap:6px;font-size:.78rem}
 .doc text{display:none}header,section{padding:14px}.heat text{font-size:17px}
-.heat .axis{font-size:19px}}
+.heat .axis{font-size:19px}.wide{overflow-x:auto}.wide .time{width:860px}
+main{padding:10px 8px 32px}h1{font-size:1.3rem}.facts{grid-template-columns:1fr}
+.facts dd{margin:0 0 6px}.cards{grid-template-columns:repeat(auto-fit,minmax(124px,1fr))}}
 summary{cursor:pointer;font-weight:600}
 .scroll{overflow-x:auto;margin-top:10px}
 table{border-collapse:collapse;font-size:.82rem;font-variant-numeric:tabular-nums}

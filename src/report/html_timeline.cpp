@@ -58,13 +58,13 @@ std::string timeline(const NamedStep& named, double longest) {
   const double line = blocks.count() <= 16 ? 18 : 9;
   const double scale = longest > 0 ? width / longest : 0;
   const double height = line * blocks.count();
-  std::string text =
-      concat("<figure><figcaption><b>", html_escape(named.name), ": ", format_seconds(step.seconds),
-             "</b> forward ", format_seconds(step.forward_seconds), ", ",
-             html_escape(explain_step(step)[1]), "</figcaption>\n<svg class=\"time\" viewBox=\"",
-             svg_number(-label_width), " -2 ", svg_number(width + label_width + 2), " ",
-             svg_number(height + 22), "\" role=\"img\" aria-label=\"Timeline, ",
-             html_escape(named.name), "\">\n");
+  std::string text = concat(
+      "<figure><figcaption><b>", html_escape(named.name), ": ", format_seconds(step.seconds),
+      "</b> forward ", format_seconds(step.forward_seconds), ", ",
+      html_escape(explain_step(step)[1]),
+      "</figcaption>\n<div class=\"wide\"><svg class=\"time\" viewBox=\"", svg_number(-label_width),
+      " -2 ", svg_number(width + label_width + 2), " ", svg_number(height + 22),
+      "\" role=\"img\" aria-label=\"Timeline, ", html_escape(named.name), "\">\n");
   const std::int32_t stride = line > 12 ? 1 : 4;
   for (std::int32_t block = 0; block < blocks.count(); ++block) {
     const std::int32_t rank = last_of_block(step, blocks, block);
@@ -85,7 +85,7 @@ std::string timeline(const NamedStep& named, double longest) {
                             : "middle",
                    "\">", when(longest * i / 4), "</text>");
   }
-  return text + "\n</svg></figure>\n";
+  return text + "\n</svg></div></figure>\n";
 }
 
 }  // namespace
