@@ -214,8 +214,8 @@ def run_simulation(
     """orchestrate_simulate on integers of the elements' size, the dtypes' names beside them."""
     if source_dtype != output_dtype and source.itemsize == output.itemsize:
         raise ShapeMismatch(
-            f"orchestrate_simulate: output has dtype {output_dtype}, expected {source_dtype}, that"
-            " of tensor"
+            f"orchestrate_simulate: output_tensor has dtype {output_dtype}, expected"
+            f" {source_dtype}, that of tensor"
         )
     fields = require_metadata(metadata, "orchestrate_simulate")._moves()
     try:
@@ -260,9 +260,12 @@ def run_communication(
 def _raise_as_simulation_error(
     error: InvalidArgument, metadata: Metadata, tensor_shape: Sequence[int]
 ) -> NoReturn:
-    """The same text under the class that callers of the original catch."""
+    """The same text under the class that callers of the original catch, with their names."""
+    text = str(error).replace(
+        "orchestrate_simulate: output ", "orchestrate_simulate: output_tensor "
+    )
     if len(tensor_shape) != 3:
-        raise NotThreeAxes(str(error)) from None
-    if "destination rank = " in str(error) and "expected -1 (none)" in str(error):
-        raise RankOutOfRange(str(error)) from None
-    raise ShapeMismatch(str(error)) from None
+        raise NotThreeAxes(text) from None
+    if "destination rank = " in text and "expected -1 (none)" in text:
+        raise RankOutOfRange(text) from None
+    raise ShapeMismatch(text) from None

@@ -81,6 +81,13 @@ def test_of_an_attention_step():
     wt.run_threads(1, body)
 
 
+def test_of_a_simulation():
+    fwd, _ = waybill.compute_metadata([[3]], [[0]])
+    tensor = np.zeros((1, 3, 4))
+    with pytest.raises(waybill.ShapeMismatch, match="output_tensor has shape"):
+        waybill.orchestrate_simulate(tensor, np.zeros((1, 3, 5)), fwd)
+
+
 def test_all_classes_derive_from_error():
     names = [name for name in waybill.__all__ if isinstance(getattr(waybill, name), type)]
     classes = [getattr(waybill, name) for name in names]

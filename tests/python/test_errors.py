@@ -172,7 +172,7 @@ def test_simulation(face):
     for dtype in ("float64", "int32"):
         other = face.array(np.zeros((2, 9, 3), dtype))
         with pytest.raises(
-            waybill.ShapeMismatch, match=f"output has dtype {dtype}, expected float32"
+            waybill.ShapeMismatch, match=f"output_tensor has dtype {dtype}, expected float32"
         ):
             run(floats[0], other, fwd)
     with pytest.raises(waybill.ShapeMismatch, match=r"seq_len has shape \[2\].*not the slice"):

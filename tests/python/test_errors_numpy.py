@@ -84,7 +84,7 @@ def test_outputs_that_cannot_be_written():
         (np.broadcast_to(output[:, :, :1], (2, 9, 3)), "output_tensor is read-only"),
         (output.tolist(), "output_tensor is a list, expected an array to write to"),
         (None, "output_tensor is a NoneType, expected an array to write to"),
-        (output.astype(">f4"), "output has dtype >f4, expected float32"),
+        (output.astype(">f4"), "output_tensor has dtype >f4, expected float32"),
         (output.astype(object), "output_tensor has dtype object of 8 bytes"),
     ):
         with pytest.raises(waybill.Error) as caught:

@@ -206,7 +206,7 @@ def test_tensors_without_three_axes_and_other_dtypes():
     with pytest.raises(AssertionError, match="orchestrate_simulate: tensor has shape"):
         wt.orchestrate_simulate(torch.rand(3, 140).cuda(), torch.rand(3, 300).cuda(), fwd)
     expect_same_error(torch.rand(3, 140, 4).half(), torch.rand(3, 300, 4).bfloat16(), fwd)
-    with pytest.raises(wt.ShapeMismatch, match="output has dtype"):
+    with pytest.raises(wt.ShapeMismatch, match="output_tensor has dtype"):
         wt.orchestrate_simulate(
             torch.rand(3, 140, 4).half().cuda(), torch.rand(3, 300, 4).cuda(), fwd
         )
@@ -217,7 +217,7 @@ def test_memory_of_ones_own_and_one_device():
     both = torch.rand(3, 300, 4).cuda()
     with pytest.raises(waybill.InvalidArgument, match="shares"):
         wt.orchestrate_simulate(both[:, :140], both, fwd)
-    with pytest.raises(wt.ShapeMismatch, match="output lies on cpu, expected cuda:0"):
+    with pytest.raises(wt.ShapeMismatch, match="output_tensor lies on cpu, expected cuda:0"):
         wt.orchestrate_simulate(both, torch.rand(3, 300, 4), fwd)
     with pytest.raises(wt.ShapeMismatch, match="expected one device"):
         wt.simulate_communication([both[0], both[1], both[2].cpu()], fwd)

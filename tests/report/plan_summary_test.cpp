@@ -6,6 +6,7 @@
 
 #include "support/expect_error.h"
 #include "waybill/report/document_figures.h"
+#include "waybill/report/html_report.h"
 #include "waybill/report/text_summary.h"
 #include "waybill/routing/document_plan.h"
 
@@ -124,6 +125,23 @@ TEST(PlanSummary, RefusesWhatDoesNotBelongTogether) {
   EXPECT_TRUE(rejects([&] { (void)summarize(plan, routing, {-1, 1}); }, {"row_bytes.q", "-1"}));
   constexpr std::int64_t huge = std::int64_t{1} << 62;
   EXPECT_TRUE(rejects([&] { (void)summarize(plan, routing, {huge, 1}); }, {"2^63"}));
+}
+
+TEST(PlanSummary, SpeaksOfTheRelayThatIsTaken) {
+  const QkvPlan plan = small_plan(KvLayout::per_rank);
+  const QkvRouting routing = compute_qkv_routing(plan);
+  PlanSummary s = summarize(plan, routing, {.q = 100, .kv = 10});
+  EXPECT_EQ(s.taken_limit(), (RankLimit{s.limit_bytes, s.limit_rank, s.limit_direction}));
+  s.relay_limit = limit_of(std::vector<std::int64_t>{20, 300}, std::vector<std::int64_t>{300, 1});
+  EXPECT_EQ(s.taken_limit(), (RankLimit{300, 1, Direction::in}));
+  EXPECT_DOUBLE_EQ(s.limit_seconds(1), 300e-9);
+  const std::string text = text_summary(plan, routing, s);
+  EXPECT_NE(text.find("300 B into rank 1 with relay; 700 B into rank 1 without"), std::string::npos)
+      << text;
+  EXPECT_NE(text.find("With relay rank 1 sets the limit: 300 B come in"), std::string::npos);
+  EXPECT_NE(text.find("sent directly, 700 B"), std::string::npos) << text;
+  const std::string page = html_report(plan, routing, s, {});
+  EXPECT_NE(page.find("into rank 1, with relay"), std::string::npos);
 }
 
 TEST(TextSummary, SaysWhatLimitsAndStaysNarrow) {

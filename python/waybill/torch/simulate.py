@@ -38,7 +38,8 @@ def orchestrate_simulate(
     output = require_tensor(output_tensor, f"{_WHO}: output_tensor")
     if source.device != output.device:
         raise ShapeMismatch(
-            f"{_WHO}: output lies on {output.device}, expected {source.device}, that of tensor"
+            f"{_WHO}: output_tensor lies on {output.device}, expected {source.device}, that of"
+            " tensor"
         )
     if source.device.type == "cpu":
         simulate.run_simulation(
@@ -59,14 +60,16 @@ def _on_device(
     """The plan becomes a gather on the host; the rows never leave the device."""
     if source.dtype != output.dtype:
         raise ShapeMismatch(
-            f"{_WHO}: output has dtype {dtype_name(output.dtype)}, expected"
+            f"{_WHO}: output_tensor has dtype {dtype_name(output.dtype)}, expected"
             f" {dtype_name(source.dtype)}, that of tensor"
         )
     rows = simulate.source_rows(source.shape, output.shape, metadata, overlap=overlap)
     if 0 in (source.numel(), output.numel()):
         return
     if source.untyped_storage().data_ptr() == output.untyped_storage().data_ptr():
-        raise ShapeMismatch(f"{_WHO}: output shares memory with tensor, expected memory of its own")
+        raise ShapeMismatch(
+            f"{_WHO}: output_tensor shares memory with tensor, expected memory of its own"
+        )
     flat = torch.from_numpy(rows.reshape(-1))
     moved = flat >= 0
     to = moved.nonzero().squeeze(1).to(source.device)
