@@ -161,27 +161,36 @@ class World(OfThisProcess):
         cls,
         group: Any = None,
         *,
-        device: Any = "cpu",
+        device: Any = None,
         nvshmem: bool = False,
         ranks_per_node: Optional[int] = None,
         timeout_s: float = 60.0,
     ) -> World:
         """Collective: the rank that this process has in a group of torch.distributed, the default
-        one unless given. The arguments are those of from_all_gather.
+        one unless given.
 
         Ranks meet in the group's store, so a rank that does not come is a Timeout after timeout_s,
         whatever the group's own timeout; a group without a store meets by all_gather_object. The
         world does not keep the group: ``destroy_process_group`` ends it, best after the world's
         last collective call.
+
+        Args:
+            group: a process group, or a DeviceMesh of one dimension: ``mesh["cp"]``.
+            device: "cuda" for torch's current device, which is another one on every rank
+                (``torch.cuda.set_device``); "cuda:1" for that one, which ranks may share; "cpu".
+                None is "cuda" where the group's backend is NCCL, else "cpu".
+            ranks_per_node: None is what the group's hosts say: consecutive ranks of the group, as
+                many on each host.
+            nvshmem, timeout_s: as in from_environment.
+
+        Raises:
+            InvalidArgument on all ranks where two would lie on one GPU, or hosts have unequal
+            numbers of them; and as from_all_gather.
         """
-        from ._process_group import GroupExchange  # needs torch, which the package does not
+        from ._group_places import world_of_group  # needs torch, which the package does not
 
         who = "World.from_process_group"
-        exchange = GroupExchange(group, _seconds(timeout_s, who), who)
-        return cls._from_exchange(
-            who, exchange.rank, exchange.world_size, exchange.all_gather, exchange.tell_failure,
-            device, nvshmem, ranks_per_node, timeout_s,
-        )  # fmt: skip
+        return world_of_group(group, device, nvshmem, ranks_per_node, _seconds(timeout_s, who), who)
 
     @property
     def rank(self) -> int:

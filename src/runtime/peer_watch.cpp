@@ -48,7 +48,8 @@ void PeerWatch::wait(const SignalPad& pad, std::int64_t idx, Rank peer) {
   PollingWait wait(transport_.timeout_s(), {.check = [&] {
                      told_.compare_all(peer);
                      transport_.check_peers(call_.operation, peer);
-                   }});
+                   },
+                   .gives_turn = true});
   bool noted = false;
   while ((seen = read(pad, idx)) < call_.epoch) {
     if (!wait.pause()) {

@@ -99,6 +99,7 @@ void PeerTransport::release(SymmetricBuffer& buffer) { give_back(buffer); }
 void PeerTransport::release(SignalPad& pad) { give_back(pad); }
 
 void PeerTransport::abandon(std::vector<std::shared_ptr<void>> memory) {
+  const std::lock_guard lock(abandoned_mutex_);
   abandoned_.insert(abandoned_.end(), memory.begin(), memory.end());
 }
 

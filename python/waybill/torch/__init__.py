@@ -32,6 +32,7 @@ from .routing import (
 )
 from .sequence_dispatcher import SequenceDispatcher
 from .simulate import orchestrate_simulate, simulate_communication, sum_kv_copies
+from .start import initialize_distributed
 from .world import run_threads
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "exclusive_cumsum",
     "gen_seq_lens",
     "index_put_with_neg_padding_1d",
+    "initialize_distributed",
     "mask_by_neg",
     "mlp_layout_packed_params",
     "orchestrate_simulate",

@@ -50,6 +50,8 @@ const char* name_of(FaultKind kind) {
       return "kv_gradient";
     case FaultKind::wait:
       return "wait";
+    case FaultKind::barrier:
+      return "ep_barrier_all";
     default:
       return "meet";
   }

@@ -38,6 +38,7 @@ class DispatchCombineContext(OfThisProcess):
         who = "DispatchCombineContext"
         if not isinstance(ep_config, EPConfig):
             raise InvalidArgument(f"{who}: ep_config is a {type(ep_config).__name__}")
+        ep_config = ep_config._of_a_layer()
         rank = world_of(world, ep_config.local_world_size, None, who)
         self = cls.__new__(cls)
         self.ep_config = ep_config
