@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Optional, Sequence, Tuple
 
 import torch
@@ -128,6 +129,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
             self.world._world, compiled, options, sms, self.enable_local_combine,
             int64(capacity, f"{who}: capacity"), fixed,
         )  # fmt: skip
+        self._lock = threading.RLock()
         self._choice_layers: list[EPAll2AllLayer] = []  # one at most; no submodule: a part of this
 
     def _take_sizes(self, config: EPConfig) -> None:
@@ -314,20 +316,18 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         if layout is None and ids is None:
             raise InvalidArgument(f"{who}: exp_indices is None, expected [num_tokens, topk]")
         handle = None if layout is None else _checked(layout, who)._handle
-        bits, weights, scale_bits, made = self._layer.dispatch(
-            tokens_given, *(view for view, _ in others), handle, stream_of(self.device),
-            needs_gradients, weights_need_gradients, origin,
-        )  # fmt: skip
+        payload_dtype = self.dtype if self.payload == "plain" else torch.float8_e4m3fn
+        with self._lock:  # another thread's dispatch waits until the rows are copied out
+            bits, weights, scale_bits, made = self._layer.dispatch(
+                tokens_given, *(view for view, _ in others), handle, stream_of(self.device),
+                needs_gradients, weights_need_gradients, origin,
+            )  # fmt: skip
+            received = self._out(shown(bits, payload_dtype))
+            received_weights = self._out(shown(weights, self.weight_dtype))
+            received_scales = self._out(shown(scale_bits, torch.float32))
         del kept
-        payload_dtype = (
-            self.ep_config.token_dtype if self.payload == "plain" else torch.float8_e4m3fn
-        )
-        received = self._out(shown(bits, payload_dtype))
-        received_weights = self._out(shown(weights, self.ep_config.weight_dtype))
-        layout = LayerLayout(
-            made, self.ep_config.is_intra_node, self.rows == "grouped", self.device
-        )
-        layout.recv_scales = self._out(shown(scale_bits, torch.float32))
+        layout = LayerLayout(made, self.is_intra_node, self.rows == "grouped", self.device)
+        layout.recv_scales = received_scales
         return received, received_weights, layout
 
     def _out(self, view: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
