@@ -182,10 +182,14 @@ class RankLayer {
     });
   }
 
-  bool combine_needs_gradients(const LayoutHandle& layout, bool mine, bool asks) {
+  bool combine_needs_gradients(const LayoutHandle& layout, bool mine, bool asks,
+                               std::uintptr_t stream) {
     return unlocked([&] {
       const RankWorld::Call call(*rank_, "combine", &turn_);
-      return layer_->combine_needs_gradients(*layout.layout, mine, asks);
+      rank_->meet("combine", stream_from(stream));
+      const bool needs = layer_->combine_needs_gradients(*layout.layout, mine, asks);
+      rank_->meet("combine", stream_from(stream));
+      return needs;
     });
   }
 

@@ -247,7 +247,8 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         if token is not None:
             return recorded, token if recorded else None
         mine = recorded and input.requires_grad
-        needs = self._layer.combine_needs_gradients(layout._handle, mine, recorded)
+        stream = stream_of(self.device)
+        needs = self._layer.combine_needs_gradients(layout._handle, mine, recorded, stream)
         if needs and not mine:
             token = torch.empty(0, dtype=torch.float32, requires_grad=True)
         return needs, token
@@ -286,6 +287,12 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         for layer in self._choice_layers:
             layer.finalize()
         self._layer.finalize()
+
+    def extra_repr(self) -> str:
+        """For print(model)."""
+        config, names = self.ep_config, ("max_tokens", "hidden", "topk", "num_experts", "rank")
+        sizes = ", ".join(f"{name}={getattr(config, name)}" for name in names)
+        return f"{sizes}, world_size={config.world_size}, dtype={config.token_dtype}"
 
     @property
     def output_rows(self) -> int:
