@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
-import threading
-import weakref
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Optional
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Optional, Tuple
 
 import torch
+from torch.distributed import distributed_c10d
 
 from . import _core
-from ._process_group import GroupExchange, distributed, distributed_c10d, group_of
+from ._process_group import GroupExchange, distributed, group_of
 from .errors import Error, InvalidArgument
-from .world import World, _process_engine
 
-__all__ = ["Place", "node_size", "refuse_shared_gpus", "shared_world", "world_of_group"]
-
-_TIMEOUT_S = 60.0
+__all__ = ["device_of", "node_size", "nodes_of_group", "place_group", "refuse_shared_gpus"]
 
 
 class Place(NamedTuple):
@@ -29,21 +24,24 @@ class Place(NamedTuple):
     gpu: str  #: which it takes because it is torch's current one; "" where it was named, or none
 
 
-def world_of_group(
+def place_group(
     group: Any,
     device: Any,
-    nvshmem: bool,
     ranks_per_node: Optional[int],
     timeout_s: float,
     who: str,
-) -> World:
-    """Collective: a world of the group's ranks, as World.from_process_group says."""
+    check: Callable[[str], Any],
+) -> Tuple[GroupExchange, str, int]:
+    """Collective: how its ranks meet, the device of this one, and ranks of a node.
+
+    :param check: refuses a device that this rank cannot have, before the others wait for it
+    """
     group = group_of(group, who)
     exchange = GroupExchange(group, timeout_s, who)
     try:
         named = device_of(group, device)
-        _process_engine(named, nvshmem, who)  # before the others wait
-        own = Place(_host(), _gpu_id(torch.cuda.current_device()) if named == "cuda" else "")
+        check(named)
+        own = Place(host_name(), _gpu_id(torch.cuda.current_device()) if named == "cuda" else "")
     except Error as error:
         exchange.tell_failure(str(error))
         raise
@@ -54,14 +52,17 @@ def world_of_group(
         ranks_per_node = node_size([place.host for place in places], who)
     if named == "cuda":
         named = f"cuda:{torch.cuda.current_device()}"
-    return World._from_exchange(
-        who, exchange.rank, exchange.world_size, exchange.all_gather, exchange.tell_failure,
-        named, nvshmem, ranks_per_node, timeout_s,
-    )  # fmt: skip
+    return exchange, named, ranks_per_node
+
+
+def nodes_of_group(group: Any, timeout_s: float, who: str) -> int:
+    """Collective: ranks of each host of the group."""
+    hosts = GroupExchange(group, timeout_s, who).all_gather(host_name().encode())
+    return node_size([host.decode() for host in hosts], who)
 
 
 def device_of(group: Any, device: Any) -> str:
-    """The name of a device, "cuda" for torch's current one; of None the kind that the group is for."""
+    """Its name, "cuda" for torch's current one; of None the kind that the group is for."""
     if device is not None and str(device) != "cuda":
         return str(device)
     if not torch.cuda.is_available():
@@ -105,7 +106,7 @@ def refuse_shared_gpus(places: Sequence[Place], who: str) -> None:
             )
 
 
-def _host() -> str:
+def host_name() -> str:
     """Other hosts may be simulated on one, as for NCCL."""
     return os.environ.get("NCCL_HOSTID") or str(_core.host_id())
 
@@ -116,43 +117,3 @@ def _gpu_id(device: int) -> str:
     if hasattr(properties, "uuid"):  # torch 2.4
         return str(properties.uuid)
     return f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')}/{device}"
-
-
-class _SharedWorlds:
-    """The worlds of one group, by kind of device and ranks of a node."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.node_size: Optional[int] = None  #: of hosts
-        self.worlds: dict[tuple[bool, int], World] = {}
-
-
-# A group that is destroyed takes its worlds along; they do not keep it.
-_shared: weakref.WeakKeyDictionary[Any, _SharedWorlds] = weakref.WeakKeyDictionary()
-atexit.register(_shared.clear)
-
-
-def shared_world(group: Any, device: Any, ranks_per_node: Optional[int], who: str) -> World:
-    """The world that all layers of the group share; the first one makes it, which is collective."""
-    group = group_of(group, who)
-    named = device_of(group, device)
-    shared = _shared.setdefault(group, _SharedWorlds())
-    with shared.lock:
-        if ranks_per_node is None:
-            if shared.node_size is None:
-                hosts = GroupExchange(group, _TIMEOUT_S, who).all_gather(_host().encode())
-                shared.node_size = node_size([host.decode() for host in hosts], who)
-            ranks_per_node = shared.node_size
-        key = (named != "cpu", ranks_per_node)
-        world = shared.worlds.get(key)
-        if world is None:
-            world = world_of_group(group, device, False, ranks_per_node, _TIMEOUT_S, who)
-            shared.worlds[key] = world
-    if named == "cuda":
-        named = f"cuda:{torch.cuda.current_device()}"
-    if named != world.device:
-        raise InvalidArgument(
-            f"{who}: device is {named}, expected {world.device}, where the first layer of the group"
-            " is: make a World.from_process_group for another one"
-        )
-    return world

@@ -187,10 +187,17 @@ class World(OfThisProcess):
             InvalidArgument on all ranks where two would lie on one GPU, or hosts have unequal
             numbers of them; and as from_all_gather.
         """
-        from ._group_places import world_of_group  # needs torch, which the package does not
+        from ._group_places import place_group  # needs torch, which the package does not
 
         who = "World.from_process_group"
-        return world_of_group(group, device, nvshmem, ranks_per_node, _seconds(timeout_s, who), who)
+        exchange, named, per_node = place_group(
+            group, device, ranks_per_node, _seconds(timeout_s, who), who,
+            lambda name: _process_engine(name, nvshmem, who),
+        )  # fmt: skip
+        return cls._from_exchange(
+            who, exchange.rank, exchange.world_size, exchange.all_gather, exchange.tell_failure,
+            named, nvshmem, per_node, timeout_s,
+        )  # fmt: skip
 
     @property
     def rank(self) -> int:

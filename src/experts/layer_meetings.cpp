@@ -70,13 +70,12 @@ void LayerMeetings::answer(std::span<const std::int32_t> counts, std::uint64_t n
 
 bool LayerMeetings::ask(std::int32_t teller, std::uint64_t number) {
   const SignalSlot slot{&signals_, std::int64_t{2} * config_.world_size + teller};
-  const std::uint64_t seen =
-      transport_.wait(slot, number << number_shift, Rank{teller}, "combine");
+  const std::uint64_t seen = transport_.wait(slot, number << number_shift, Rank{teller}, "combine");
   const std::uint64_t ahead = (seen >> number_shift) - number;
   if (ahead > most_ahead) {
-    throw Unsupported(concat("combine: rank ", teller, " is ", ahead,
-                             " combines ahead, expected at most ", most_ahead,
-                             ", as this one received no rows and asks whether they need gradients"));
+    throw Unsupported(
+        concat("combine: rank ", teller, " is ", ahead, " combines ahead, expected at most ",
+               most_ahead, ", as this one received no rows and asks whether they need gradients"));
   }
   return (seen >> ahead & 1U) != 0;
 }

@@ -1,4 +1,4 @@
-"""Process groups and device meshes: which ranks a world or a layer has, on which hosts and devices."""
+"""Process groups and device meshes: the ranks of a world or a layer, their hosts and devices."""
 
 import pytest
 from test_process_worlds import expect_all_well, run_ranks
@@ -15,7 +15,8 @@ START = """
     import torch
     from torch import distributed
     from waybill.moe import simulate_dispatch
-    from waybill.torch.moe import BarrierAllContext, DispatchCombineContext, EPAll2AllLayer, EPConfig
+    from waybill.torch.moe import BarrierAllContext, DispatchCombineContext
+    from waybill.torch.moe import EPAll2AllLayer, EPConfig
 
     me, W = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     distributed.init_process_group(
@@ -266,30 +267,41 @@ def test_the_launchers_variables(tmp_path):
     expect_all_well(run_ranks(tmp_path, program, 2, variables))
 
 
-def test_without_a_launcher(monkeypatch):
+def test_without_a_launcher(tmp_path):
+    program = """
+    import contextlib
     from torch import distributed
-
     from waybill.torch import initialize_distributed
 
-    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMI_RANK", "MASTER_ADDR"):
-        monkeypatch.delenv(name, raising=False)
-    for variables, text in [
-        ({"RANK": "x"}, "RANK = 'x', expected a number"),
-        ({"RANK": "0"}, "WORLD_SIZE = None, expected a number"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
-    ]:
-        with monkeypatch.context() as patch:
-            patch.delenv("WORLD_SIZE", raising=False)
-            for name, value in variables.items():
-                patch.setenv(name, value)
-            with pytest.raises(waybill.InvalidArgument, match=text):
-                initialize_distributed(device="cpu")
-    with pytest.raises(waybill.InvalidArgument, match="device = 'tpu'"):
+    @contextlib.contextmanager
+    def refused(text, **variables):
+        os.environ |= variables
+        try:
+            yield
+            raise AssertionError("not refused")
+        except waybill.InvalidArgument as error:
+            assert text in str(error), error
+        for name in variables:
+            del os.environ[name]
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    with refused("RANK = 'x', expected a number", RANK="x"):
+        initialize_distributed(device="cpu")
+    with refused("WORLD_SIZE = None, expected a number", RANK="0"):
+        initialize_distributed(device="cpu")
+    with refused("MASTER_ADDR is not set", RANK="0", WORLD_SIZE="2"):
+        initialize_distributed(device="cpu")
+    with refused("device = 'tpu'"):
         initialize_distributed(device="tpu")
+    with refused("waybill.torch.initialize_distributed()"):
+        waybill.World.from_process_group()
     assert initialize_distributed(device="cpu") == (0, 1)
-    try:
-        world = waybill.World.from_process_group()
-        assert (world.rank, world.world_size) == (0, 1)
-        world.barrier()
-    finally:
-        distributed.destroy_process_group()
+    world = waybill.World.from_process_group()
+    assert (world.rank, world.world_size) == (0, 1)
+    world.barrier()
+    del world
+    distributed.destroy_process_group()
+    print("rank", 0, "of", 1, "is well")
+"""
+    expect_all_well(run_ranks(tmp_path, program, 1))

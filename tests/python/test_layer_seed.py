@@ -1,4 +1,4 @@
-"""What Triton-distributed's page shows of a layer: attributes, records, and what requires gradients."""
+"""What Triton-distributed's page shows of a layer, and which of its results require gradients."""
 
 import copy
 import dataclasses
@@ -186,7 +186,7 @@ def test_a_config_may_be_changed_until_it_is_used():
         context = DispatchCombineContext.create(config, world=world)
         layer = EPAll2AllLayer(world, 4, 8, 1, 0, 4, 1, 1, torch.float32)
         for made in (context.ep_config, layer.ep_config):
-            with pytest.raises(waybill.InvalidArgument, match="EPConfig: topk = 2 .*replace"):
+            with pytest.raises(waybill.InvalidArgument, match=r"EPConfig: topk = 2 .*replace"):
                 made.topk = 2
             other = dataclasses.replace(made, topk=2)
             other.topk = 3

@@ -123,7 +123,12 @@ def test_a_thread_that_waits_for_its_turn_can_be_interrupted():
         if world.rank == 1:
             time.sleep(0.4)
             raise KeyError("mine")
-        other = threading.Thread(target=lambda: pytest.raises(waybill.PeerFailed, world.barrier))
+
+        def wait():
+            with pytest.raises(waybill.PeerFailed):
+                world.barrier()
+
+        other = threading.Thread(target=wait)
         other.start()
         time.sleep(0.1)
         start = time.monotonic()

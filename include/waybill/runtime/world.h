@@ -24,8 +24,8 @@ class World {
   [[nodiscard]] Transport& transport() noexcept { return *transport_; }
   [[nodiscard]] Executor& executor() noexcept { return *executor_; }
 
-  /// A number for what all ranks make together, from 1 on: as they do so in the same order, the same
-  /// on all of them.
+  /// A number for what all ranks make together, from 1 on: as they do so in the same order, the
+  /// same on all of them.
   [[nodiscard]] std::uint64_t next_object() noexcept { return ++num_objects_; }
 
   /// Collective. @throws Timeout

@@ -75,7 +75,7 @@ class PeerTransport : public Transport {
 
   std::shared_ptr<Bootstrap> bootstrap_;
   std::shared_ptr<PeerStatus> status_;
-  std::string failure_;  ///< why this rank has given up
+  std::string failure_;         ///< why this rank has given up
   std::mutex abandoned_mutex_;  ///< destructors may run on any thread
   Parts abandoned_;
 };

@@ -76,7 +76,7 @@ def world_of(group: Any, local_world_size: Optional[int], device: Any, who: str)
     """
     if isinstance(group, World):
         return group
-    from ..._group_places import shared_world  # not every torch has torch.distributed
+    from .shared_worlds import shared_world  # not every torch has torch.distributed
 
     return shared_world(group, device, local_world_size, who)
 
