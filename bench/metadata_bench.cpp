@@ -7,7 +7,7 @@ namespace waybill {
 namespace {
 
 void count_entries(benchmark::State& state, const QkvPlan& plan, const QkvRouting& routing) {
-  const auto entries = plan.num_shards() + routing.fwd_kv.num_copies();
+  const auto entries = plan.num_shards() + routing.fwd_kv.num_destinations();
   state.counters["shards"] = static_cast<double>(plan.num_shards());
   state.counters["documents"] = static_cast<double>(plan.num_documents());
   state.counters["entries"] = static_cast<double>(entries);  // Q shards + KV copies

@@ -31,17 +31,17 @@ void compile(benchmark::State& state, const QkvRouting& routing, bool chunks) {
                                 {&routing.fwd_kv, {key_rows, key_rows}}};
   SequencePlanOptions options;
   options.chunks = chunks;
-  options.local_apart = !chunks;
+  options.separate_local_copies = !chunks;
   SequencePlan plan;
   for (auto _ : state) {
     plan = compile_dispatch(parts, Rank{0}, options);
     benchmark::DoNotOptimize(plan.segments.data());
   }
-  state.counters["shards"] = static_cast<double>(routing.fwd_q.num_lines());
+  state.counters["shards"] = static_cast<double>(routing.fwd_q.num_entries());
   state.counters["segments"] = static_cast<double>(plan.segments.size());
   state.counters["local"] = static_cast<double>(plan.local_segments.size());
   state.counters["chunks"] = static_cast<double>(plan.num_chunks);
-  state.counters["places"] = static_cast<double>(plan.num_places);
+  state.counters["places"] = static_cast<double>(plan.num_addresses);
 }
 
 void compile_documents(benchmark::State& state, const std::string& lengths, bool chunks) {

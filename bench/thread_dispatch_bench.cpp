@@ -87,7 +87,7 @@ class RankBench {
   World& world_;
   SequenceDispatcher dispatcher_;
   std::vector<SequencePart> parts_;
-  ReadyPlan plan_;
+  PlanHandle plan_;
   HostTensor rows_;
   HostTensor other_;
 };

@@ -35,7 +35,7 @@ waybill::QkvPlan make_plan(std::int64_t world_size, std::int64_t num_shards, KvL
 void set_counters(benchmark::State& state, const waybill::QkvPlan& plan,
                   const waybill::QkvRouting& routing) {
   state.counters["shards"] = static_cast<double>(plan.num_shards());
-  state.counters["kv_copies"] = static_cast<double>(routing.fwd_kv.num_copies());
+  state.counters["kv_copies"] = static_cast<double>(routing.fwd_kv.num_destinations());
 }
 
 KvLayout layout_of(const benchmark::State& state) {

@@ -1,4 +1,4 @@
-# The third-party packages that the library's rooms and the program are built with. Those of the
+# The third-party packages that the library's modules and the program are built with. Those of the
 # system come first; what pip brought, or a pinned snapshot, serves where there are none.
 
 # nlohmann_json::nlohmann_json

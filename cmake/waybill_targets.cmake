@@ -46,40 +46,40 @@ function(waybill_cuda_options target)
   endforeach()
 endfunction()
 
-# waybill_add_room(<name> SOURCES <.cpp...> HEADERS <.h...> [DEPENDS <room...>])
+# waybill_add_module(<name> SOURCES <.cpp...> HEADERS <.h...> [DEPENDS <module...>])
 #
 # Makes the static library waybill_<name>, alias waybill::<name>, and puts it into the install.
 # SOURCES are relative to src/<name>, HEADERS to include/waybill/<name>.
-function(waybill_add_room name)
-  cmake_parse_arguments(PARSE_ARGV 1 room "" "" "SOURCES;HEADERS;DEPENDS")
-  if(room_UNPARSED_ARGUMENTS)
-    message(FATAL_ERROR "waybill_add_room(${name}): unknown ${room_UNPARSED_ARGUMENTS}")
+function(waybill_add_module name)
+  cmake_parse_arguments(PARSE_ARGV 1 module "" "" "SOURCES;HEADERS;DEPENDS")
+  if(module_UNPARSED_ARGUMENTS)
+    message(FATAL_ERROR "waybill_add_module(${name}): unknown ${module_UNPARSED_ARGUMENTS}")
   endif()
   set(include_dir ${PROJECT_SOURCE_DIR}/include)
-  list(TRANSFORM room_HEADERS PREPEND ${include_dir}/waybill/${name}/)
-  list(TRANSFORM room_DEPENDS PREPEND waybill::)
+  list(TRANSFORM module_HEADERS PREPEND ${include_dir}/waybill/${name}/)
+  list(TRANSFORM module_DEPENDS PREPEND waybill::)
 
   set(target waybill_${name})
-  add_library(${target} STATIC ${room_SOURCES})
+  add_library(${target} STATIC ${module_SOURCES})
   add_library(waybill::${name} ALIAS ${target})
   waybill_target_defaults(${target})
-  target_sources(${target} PUBLIC FILE_SET HEADERS BASE_DIRS ${include_dir} FILES ${room_HEADERS})
-  target_link_libraries(${target} PUBLIC ${room_DEPENDS})
+  target_sources(${target} PUBLIC FILE_SET HEADERS BASE_DIRS ${include_dir} FILES ${module_HEADERS})
+  target_link_libraries(${target} PUBLIC ${module_DEPENDS})
   set_target_properties(
     ${target} PROPERTIES EXPORT_NAME ${name} POSITION_INDEPENDENT_CODE ON
                          VERIFY_INTERFACE_HEADER_SETS ON)
   install(TARGETS ${target} EXPORT waybill FILE_SET HEADERS)
-  set_property(GLOBAL APPEND PROPERTY WAYBILL_ROOMS ${name})
+  set_property(GLOBAL APPEND PROPERTY WAYBILL_MODULES ${name})
 endfunction()
 
-# To be called after the last room: waybill::waybill (all rooms), the target `header_checks`
+# To be called after the last module: waybill::waybill (all modules), the target `header_checks`
 # (compiles each public header alone) and the package files for find_package(waybill).
 function(waybill_finish_library)
-  get_property(rooms GLOBAL PROPERTY WAYBILL_ROOMS)
+  get_property(modules GLOBAL PROPERTY WAYBILL_MODULES)
   add_library(waybill_all INTERFACE)
   add_library(waybill::waybill ALIAS waybill_all)
-  foreach(room IN LISTS rooms)
-    target_link_libraries(waybill_all INTERFACE waybill::${room})
+  foreach(module IN LISTS modules)
+    target_link_libraries(waybill_all INTERFACE waybill::${module})
   endforeach()
   set_target_properties(waybill_all PROPERTIES EXPORT_NAME waybill)
 

@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 nvcc=$(command -v nvcc || command -v /usr/local/cuda/bin/nvcc || true)
 if [[ -z $nvcc ]]; then
-  echo "build_cuda: SKIPPED: no nvcc here, so NOTHING of the room cuda was compiled" >&2
+  echo "build_cuda: SKIPPED: no nvcc here, so NOTHING of the module cuda was compiled" >&2
   exit 0
 fi
 "$nvcc" --version | tail -2

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Holds the #include lines to the table of rooms, and the files to the lists in CMake.
+"""Holds the #include lines to the table of modules, and the files to the lists in CMake.
 
 Prints one line for each offence and exits 1 when there is one.
 """
@@ -10,12 +10,12 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
-# Which rooms a room may include, besides itself. The table in CONTRIBUTING.md says the same.
-ROOMS = {
+# Which modules a module may include, besides itself. The table in CONTRIBUTING.md says the same.
+MODULES = {
     "core": set(),
     "routing": {"core"},
     "planner": {"routing", "core"},
-    "timing": {"planner", "routing", "core"},
+    "cost_model": {"planner", "routing", "core"},
     "simulate": {"routing", "core"},
     "transport": {"core"},
     "moe": {"core"},
@@ -32,12 +32,12 @@ ROOMS = {
         "core",
     },
     "json": {"planner", "routing", "core"},
-    "report": {"timing", "planner", "moe", "routing", "core"},
+    "report": {"cost_model", "planner", "moe", "routing", "core"},
     "cli": {
         "core",
         "routing",
         "planner",
-        "timing",
+        "cost_model",
         "simulate",
         "moe",
         "json",
@@ -68,7 +68,7 @@ THIRD_PARTY = {
     "cuda_fp8.h": ("src/cuda/device/",),
 }
 
-# The folders of a room that is a house of its own: each may include those before it.
+# The folders of a module with an order of its own: each may include those before it.
 FOLDERS = {
     "cuda": (
         "device",
@@ -79,7 +79,7 @@ FOLDERS = {
         "transport",
         "experts",
         "sequence",
-        "trial",
+        "self_test",
     )
 }
 
@@ -94,8 +94,8 @@ STANDARD = re.compile(r"\w+$")
 INCLUDE = re.compile(r"^\s*#\s*include\s*([<\"])([^>\"]+)[>\"]", re.MULTILINE)
 
 
-def room_of(path):
-    """The room that a file of include/ or src/ belongs to; None for the leaves."""
+def module_of(path):
+    """The module that a file of include/ or src/ belongs to; None for the leaves."""
     parts = path.parts
     if parts[:2] == ("include", "waybill"):
         return parts[2]
@@ -112,27 +112,29 @@ def check_angle(path, name):
         return None
     if not SYSTEM.match(name):
         return f"<{name}> is neither a standard header nor a known dependency"
-    if path.suffix == ".h" and room_of(path):
+    if path.suffix == ".h" and module_of(path):
         return f"<{name}> is a system header; include it in a .cpp file"
     return None
 
 
 def check_quoted(path, name):
-    room = room_of(path)
+    module = module_of(path)
     if name.startswith("waybill/"):
         target = name.split("/")[1]
         if not (ROOT / "include" / name).is_file():
             return f'"{name}" does not exist'
-        if room and target != room and target not in ROOMS[room]:
-            return f'"{name}": {room} may include {", ".join(sorted(ROOMS[room])) or "only std"}'
+        if module and target != module and target not in MODULES[module]:
+            return (
+                f'"{name}": {module} may include {", ".join(sorted(MODULES[module])) or "only std"}'
+            )
         return None
     if str(path).startswith("include/"):
-        return f'"{name}": a public header includes "waybill/ROOM/x.h" or <x>'
-    if room in FOLDERS and name.startswith("../"):
+        return f'"{name}": a public header includes "waybill/MODULE/x.h" or <x>'
+    if module in FOLDERS and name.startswith("../"):
         mine, other = path.parts[2], name.split("/")[1]
-        order = FOLDERS[room]
+        order = FOLDERS[module]
         if other not in order or mine not in order or order.index(other) >= order.index(mine):
-            return f'"{name}": {room}/{mine} may not include {other}'
+            return f'"{name}": {module}/{mine} may not include {other}'
         return None if (ROOT / path.parent / name).is_file() else f'"{name}" does not exist'
     # Tests also look at private headers: "transport/tcp_frames.h" of src.
     of_tests = [ROOT / "tests", ROOT / "src"] if path.parts[0] == "tests" else []
@@ -153,14 +155,14 @@ def check_file(path):
             yield f"{path}:{text.count(chr(10), 0, match.start(2)) + 1}: {problem}"
 
 
-def check_lists(room):
-    """Every source and public header of a room stands in its CMakeLists.txt."""
-    cmake = ROOT / "src" / room / "CMakeLists.txt"
+def check_lists(module):
+    """Every source and public header of a module stands in its CMakeLists.txt."""
+    cmake = ROOT / "src" / module / "CMakeLists.txt"
     listed = set(re.findall(r"[\w/]+\.(?:cpp|h)\b", cmake.read_text(encoding="utf-8")))
     for folder, pattern in (("src", "*.cpp"), ("include/waybill", "*.h")):
-        for path in sorted((ROOT / folder / room).glob(pattern)):
+        for path in sorted((ROOT / folder / module).glob(pattern)):
             if path.name not in listed:
-                yield f"{path.relative_to(ROOT)}:1: not named in src/{room}/CMakeLists.txt"
+                yield f"{path.relative_to(ROOT)}:1: not named in src/{module}/CMakeLists.txt"
 
 
 def main():
@@ -171,13 +173,13 @@ def main():
             if path.suffix in SUFFIXES:
                 num_files += 1
                 path = path.relative_to(ROOT)
-                room = room_of(path)
-                if room and room not in ROOMS:
-                    problems.append(f"{path}:1: {room} is not a room")
+                module = module_of(path)
+                if module and module not in MODULES:
+                    problems.append(f"{path}:1: {module} is not a module")
                 else:
                     problems += check_file(path)
-    for room in ROOMS:
-        problems += check_lists(room)
+    for module in MODULES:
+        problems += check_lists(module)
     print("\n".join(problems) if problems else f"includes: {num_files} files keep the rules")
     return 1 if problems else 0
 

@@ -8,13 +8,13 @@
 #include <string>
 
 #include "rows.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 #include "waybill/cuda/gpu_world.h"
 
 namespace waybill::bench {
 namespace {
 
-using detail::at;
+using detail::to_size;
 
 void check(cudaError_t status, const char* doing) {
   if (status != cudaSuccess) {
@@ -80,18 +80,18 @@ class RankSetup {
 
   /// Median time from event to event.
   double time_calls(int calls) {
-    std::vector<cudaEvent_t> events(at(calls + 1));
+    std::vector<cudaEvent_t> events(to_size(calls + 1));
     for (cudaEvent_t& event : events) check(cudaEventCreate(&event), "making an event");
     check(cudaEventRecord(events[0], stream_), "timing");
     for (int i = 1; i <= calls; ++i) {
       call();
-      check(cudaEventRecord(events[at(i)], stream_), "timing");
+      check(cudaEventRecord(events[to_size(i)], stream_), "timing");
     }
     synchronize();
     std::vector<double> times;
     for (int i = 1; i <= calls; ++i) {
       float ms = 0;
-      check(cudaEventElapsedTime(&ms, events[at(i - 1)], events[at(i)]), "timing");
+      check(cudaEventElapsedTime(&ms, events[to_size(i - 1)], events[to_size(i)]), "timing");
       times.push_back(ms * 1e3);
     }
     for (cudaEvent_t event : events) (void)cudaEventDestroy(event);
@@ -133,7 +133,7 @@ class RankSetup {
     return workload_.operation == SequenceOperation::dispatch;
   }
   [[nodiscard]] Stream stream() const { return {stream_}; }
-  [[nodiscard]] ReadyPlan make_plan() {
+  [[nodiscard]] PlanHandle make_plan() {
     const auto parts = workload_.parts();
     return is_dispatch() ? dispatcher_.plan_dispatch(parts, stream())
                          : dispatcher_.plan_kv_gradient(parts, stream());
@@ -141,7 +141,7 @@ class RankSetup {
 
   TensorView tensor(const TensorFormat& format, std::int64_t rows) {
     void* memory = nullptr;
-    check(cudaMalloc(&memory, at(std::max<std::int64_t>(rows * format.row_bytes(), 16))),
+    check(cudaMalloc(&memory, to_size(std::max<std::int64_t>(rows * format.row_bytes(), 16))),
           "allocating");
     memory_.push_back(memory);
     return {memory, format.dtype, Shape{rows, format.hidden}};
@@ -151,7 +151,7 @@ class RankSetup {
   const Workload& workload_;
   SequenceDispatcher dispatcher_;
   cudaStream_t stream_ = nullptr;
-  ReadyPlan plan_;
+  PlanHandle plan_;
   double compile_us_ = 0;
   std::vector<void*> memory_;
   std::vector<TensorView> inputs_;
@@ -191,10 +191,11 @@ CallTimes slowest(std::span<const CallTimes> ranks) {
 
 CallTimes measure(std::int32_t world_size, const Workload& workload,
                   const MeasureOptions& options) {
-  std::vector<CallTimes> ranks(at(world_size));
+  std::vector<CallTimes> ranks(to_size(world_size));
   run_gpu_thread_world(world_size,
                        [&](World& world) {
-                         ranks[at(to_int(world.rank()))] = measure_rank(world, workload, options);
+                         ranks[to_size(to_int(world.rank()))] =
+                             measure_rank(world, workload, options);
                        },
                        {.timeout_s = 30});
   return slowest(ranks);

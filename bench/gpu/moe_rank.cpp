@@ -3,13 +3,13 @@
 #include <algorithm>
 
 #include "rows.h"
-#include "waybill/core/at.h"
 #include "waybill/core/float_convert.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::bench {
 namespace {
 
-using detail::at;
+using detail::to_size;
 
 void check(cudaError_t status, const char* doing) {
   if (status != cudaSuccess) {
@@ -19,7 +19,7 @@ void check(cudaError_t status, const char* doing) {
 
 template <class T>
 std::vector<T> download(const void* from, std::int64_t count) {
-  std::vector<T> result(at(count));
+  std::vector<T> result(to_size(count));
   check(cudaMemcpy(result.data(), from, result.size() * sizeof(T), cudaMemcpyDefault), "reading");
   return result;
 }
@@ -32,24 +32,24 @@ MoeRank::MoeRank(World& world, const MoeWorkload& workload, const EPDispatchOpti
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
   as_stream_ = {stream_};
   const MoeRows rows = rows_of(workload);
-  const std::int64_t capacity = options.rows == EPRows::compact ? rows.compact : rows.grouped;
-  memory_.capacity = capacity;
-  memory_.window = expert_window_layout(config_, options_, capacity);
-  memory_.board_layout = expert_board_layout(config_, options_);
+  const std::int64_t capacity_rows = options.rows == EPRows::compact ? rows.compact : rows.grouped;
+  memory_.capacity_rows = capacity_rows;
+  memory_.window = expert_window_layout(config_, options_, capacity_rows);
+  memory_.workspace_layout = expert_workspace_layout(config_, options_);
   Transport& transport = world.transport();
   const std::int64_t sum_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
   for (int parity = 0; parity < 2; ++parity) {
     memory_.dispatch_windows[parity] = transport.allocate(memory_.window.total, "dispatch");
-    memory_.combine_windows[parity] = transport.allocate(capacity * sum_bytes, "combine");
+    memory_.combine_windows[parity] = transport.allocate(capacity_rows * sum_bytes, "combine");
     fill_rows({memory_.combine_windows[parity].local, config_.token_dtype,
-               Shape{capacity, config_.hidden}},
+               Shape{capacity_rows, config_.hidden}},
               config_.rank, 7);
   }
-  memory_.board = transport.allocate(memory_.board_layout.total, "board");
+  memory_.workspace = transport.allocate(memory_.workspace_layout.total, "workspace");
   memory_.signals = transport.allocate_signals(
       with_fingerprints(num_layer_signals(config_.world_size), config_.world_size), "signals");
   executor_ = make_expert_executor(world, config_, options_, memory_);
-  const auto& ids = workload.ids[at(config_.rank)];
+  const auto& ids = workload.ids[to_size(config_.rank)];
   const std::int64_t tokens = std::ssize(ids) / config_.topk;
   const bool quantized = options_.payload == EPPayload::quantized;
   const DType dtype = quantized ? config_.token_dtype : payload_dtype(config_, options_);
@@ -76,9 +76,9 @@ MoeRank::~MoeRank() {
 
 void* MoeRank::memory(std::int64_t bytes) {
   void* part = nullptr;
-  check(cudaMalloc(&part, at(std::max<std::int64_t>(bytes, 16))), "allocating");
+  check(cudaMalloc(&part, to_size(std::max<std::int64_t>(bytes, 16))), "allocating");
   allocated_.push_back(part);
-  check(cudaMemset(part, 0, at(bytes)), "clearing");
+  check(cudaMemset(part, 0, to_size(bytes)), "clearing");
   return part;
 }
 
@@ -115,7 +115,8 @@ void MoeRank::combine(const EPCombineOptions& options, bool staged) {
   // What is not staged is as long as the dispatched rows: their window serves.
   const SymmetricBuffer& from =
       staged ? memory_.combine_windows[call.parity] : memory_.dispatch_windows[0];
-  input.rows = ConstTensorView(from.local, config_.token_dtype, {memory_.capacity, config_.hidden});
+  input.rows =
+      ConstTensorView(from.local, config_.token_dtype, {memory_.capacity_rows, config_.hidden});
   input.output = sums_;
   executor_->combine(call, input, *tables_);
 }
@@ -123,16 +124,16 @@ void MoeRank::combine(const EPCombineOptions& options, bool staged) {
 void MoeRank::check_rows() {
   const std::byte* const window = memory_.dispatch_windows[(dispatches_ - 1) % 2].local;
   const auto counts = tables_->wait_counts();
-  const std::int64_t rows = counts[at(config_.rank)];
+  const std::int64_t rows = counts[to_size(config_.rank)];
   const auto tags = download<std::int32_t>(window + memory_.window.tags, rows * 4);
   const std::int64_t words = row_bytes() / 8;
   for (std::int64_t row = 0; row < rows; row += 1 + rows / 97) {
-    const std::int32_t source = tags[at(row * 4)];
-    const std::int32_t token = tags[at(row * 4 + 1)];
+    const std::int32_t source = tags[to_size(row * 4)];
+    const std::int32_t token = tags[to_size(row * 4 + 1)];
     const auto got =
         download<std::uint64_t>(window + memory_.window.rows + row * row_bytes(), words);
     for (std::int64_t i = 0; i < words; ++i) {
-      if (got[at(i)] != word_of(source, 0, static_cast<std::uint64_t>(token * words + i))) {
+      if (got[to_size(i)] != word_of(source, 0, static_cast<std::uint64_t>(token * words + i))) {
         throw InternalError(concat("moe: row ", row, " of rank ", config_.rank, " (token ", token,
                                    " of rank ", source, ") is wrong in word ", i));
       }
@@ -142,28 +143,28 @@ void MoeRank::check_rows() {
 
 void MoeRank::check_sums() {
   if (!config_.is_intra_node()) return;  // rows on other nodes are known there alone
-  const auto& ids = workload_.ids[at(config_.rank)];
+  const auto& ids = workload_.ids[to_size(config_.rank)];
   const std::int64_t tokens = std::ssize(ids) / config_.topk;
   const auto rows = download<std::int32_t>(tables_->views().dst_rows.data, std::ssize(ids));
   const bool compact = options_.rows == EPRows::compact;
   const std::int64_t words = config_.hidden / 4;
   for (std::int64_t t = 0; t < tokens; t += 1 + tokens / 53) {
     const auto got = download<std::uint16_t>(sums_.data + t * config_.hidden * 2, config_.hidden);
-    std::vector<float> sums(at(config_.hidden));
-    std::vector<bool> seen(at(std::int64_t{config_.world_size}) + 1);
+    std::vector<float> sums(to_size(config_.hidden));
+    std::vector<bool> seen(to_size(std::int64_t{config_.world_size}) + 1);
     for (std::int64_t k = 0; k < config_.topk; ++k) {
-      const std::int32_t id = ids[at(t * config_.topk + k)];
+      const std::int32_t id = ids[to_size(t * config_.topk + k)];
       const std::int32_t rank = config_.rank_of_expert(id);
-      if (id == config_.num_experts || (compact && seen[at(rank)])) continue;
-      seen[at(rank)] = true;
-      const std::int64_t row = rows[at(t * config_.topk + k)];
+      if (id == config_.num_experts || (compact && seen[to_size(rank)])) continue;
+      seen[to_size(rank)] = true;
+      const std::int64_t row = rows[to_size(t * config_.topk + k)];
       for (std::int64_t e = 0; e < config_.hidden; ++e) {
         const auto word = word_of(rank, 7, static_cast<std::uint64_t>(row * words + e / 4));
-        sums[at(e)] += bfloat16_to_float(static_cast<std::uint16_t>(word >> (e % 4 * 16)));
+        sums[to_size(e)] += bfloat16_to_float(static_cast<std::uint16_t>(word >> (e % 4 * 16)));
       }
     }
     for (std::int64_t e = 0; e < config_.hidden; ++e) {
-      if (got[at(e)] != float_to_bfloat16(sums[at(e)])) {
+      if (got[to_size(e)] != float_to_bfloat16(sums[to_size(e)])) {
         throw InternalError(
             concat("moe: sum of token ", t, " of rank ", config_.rank, " is wrong in element ", e));
       }

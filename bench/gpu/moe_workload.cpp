@@ -3,23 +3,23 @@
 #include <algorithm>
 #include <cmath>
 
-#include "waybill/core/at.h"
 #include "waybill/core/random.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::bench {
 
-using detail::at;
+using detail::to_size;
 
 MoeRows rows_of(const MoeWorkload& workload) {
   const EPConfig& config = workload.config;
   std::vector<std::int32_t> counts;
   for (const auto& ids : workload.ids) {
-    const auto own = count_choices(config, ids);
+    const auto own = count_topk_slots(config, ids);
     counts.insert(counts.end(), own.begin(), own.end());
   }
   const std::int64_t world = config.world_size;
   const auto tokens = [&](std::int64_t from, std::int64_t to) -> std::int64_t {
-    return counts[at(from * num_counts(config) + config.num_experts + 1 + to)];
+    return counts[to_size(from * num_counts(config) + config.num_experts + 1 + to)];
   };
   const ExpertRows grouped = locate_rows(config, {}, counts);
   MoeRows most;
@@ -30,7 +30,7 @@ MoeRows rows_of(const MoeWorkload& workload) {
       if (s != r) out += tokens(r, s);
       if (s != r) in += tokens(s, r);
     }
-    const std::int64_t rows = grouped.num_recv_rows[at(r)];
+    const std::int64_t rows = grouped.num_recv_rows[to_size(r)];
     most.wire = std::max({most.wire, in, out});
     most.local = std::max(most.local, tokens(r, r));
     most.grouped = std::max(most.grouped, rows);
@@ -75,7 +75,7 @@ MoeWorkload like_eight_ranks(std::int64_t tokens, std::int64_t hidden) {
   workload.name = concat("bytes of 8 ranks, ", tokens, " x ", hidden);
   Random random(2);
   for (std::int32_t r = 0; r < 2; ++r) {
-    auto& ids = workload.ids[at(r)];
+    auto& ids = workload.ids[to_size(r)];
     const auto expert_on = [&](std::int32_t rank) {
       return static_cast<std::int32_t>(random.below(128)) + rank * 128;
     };

@@ -20,7 +20,7 @@ struct MoeRows {
   std::int64_t wire = 0;     ///< that leave a rank, or come from others
   std::int64_t local = 0;    ///< that stay, each token once
   std::int64_t copies = 0;   ///< grouped rows that are copies of others on the receiver
-  std::int64_t grouped = 0;  ///< received, one a choice
+  std::int64_t grouped = 0;  ///< received, one a topk slot
   std::int64_t compact = 0;  ///< received, one a token
 };
 [[nodiscard]] MoeRows rows_of(const MoeWorkload& workload);

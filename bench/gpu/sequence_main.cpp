@@ -21,7 +21,7 @@ constexpr std::int64_t mib = std::int64_t{1} << 20;
 class Ceilings {
  public:
   explicit Ceilings(int gpus) : gpus_(gpus) {}
-  double at(int num_sms) {
+  double to_size(int num_sms) {
     const auto [found, is_new] = known_.try_emplace(num_sms, 0);
     if (is_new) {
       const LinkWay way = num_sms == 0 ? LinkWay::copy_engines : LinkWay::push_bulk;
@@ -29,7 +29,7 @@ class Ceilings {
     }
     return found->second;
   }
-  double best() { return std::max({at(8), at(16), at(132)}); }
+  double best() { return std::max({to_size(8), to_size(16), to_size(132)}); }
 
  private:
   int gpus_;

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 #include "waybill/json/length_distribution_json.h"
 #include "waybill/planner/planner.h"
 #include "waybill/routing/document_plan.h"
@@ -11,7 +11,7 @@
 
 namespace waybill::bench {
 
-using detail::at;
+using detail::to_size;
 
 std::vector<SequencePart> Workload::parts() const {
   std::vector<SequencePart> result;
@@ -23,20 +23,20 @@ std::vector<SequencePart> Workload::parts() const {
 
 WireBytes wire_bytes(const Workload& workload) {
   const std::int32_t world = workload.routing.fwd_q.world_size;
-  std::vector<std::int64_t> out(at(world));
-  std::vector<std::int64_t> in(at(world));
+  std::vector<std::int64_t> out(to_size(world));
+  std::vector<std::int64_t> in(to_size(world));
   WireBytes most;
   for (std::int32_t w = 0; w < world; ++w) {
     const auto parts = workload.parts();
     const SequencePlan plan = compile_dispatch(parts, Rank{w}, {.relay = RelayUse::never});
     for (std::int32_t r = 0; r < world; ++r) {
-      const std::int64_t bytes = plan.wire_bytes[at(r)];
+      const std::int64_t bytes = plan.wire_bytes[to_size(r)];
       if (r == w) {
         most.local = std::max(most.local, bytes);
         continue;
       }
-      out[at(w)] += bytes;
-      in[at(r)] += bytes;
+      out[to_size(w)] += bytes;
+      in[to_size(r)] += bytes;
       most.total += bytes;
     }
   }

@@ -5,8 +5,8 @@
 #include <numeric>
 #include <utility>
 
-#include "waybill/core/at.h"
 #include "waybill/core/random.h"
+#include "waybill/core/to_size.h"
 #include "waybill/json/lengths.h"
 
 namespace waybill::bench {
@@ -36,7 +36,7 @@ std::vector<std::int64_t> shuffled(const std::vector<std::int64_t>& lengths,
   const auto count = static_cast<std::int32_t>(lengths.size());
   for (std::int64_t sum = 0; sum < num_tokens;) {
     for (const std::int32_t i : random.permutation(count, count)) {
-      drawn.push_back(lengths[detail::at(i)]);
+      drawn.push_back(lengths[detail::to_size(i)]);
       sum += drawn.back();
       if (sum >= num_tokens) break;
     }

@@ -233,7 +233,8 @@ void kv_gradients() {
   std::cout << "  copies summed, by shard:";
   bool right = true;
   for (std::int64_t s = 0; s < 8; ++s) {
-    const std::int64_t num_copies = routing.fwd_kv.copy_end(s) - routing.fwd_kv.copy_begin(s);
+    const std::int64_t num_copies =
+        routing.fwd_kv.destination_end(s) - routing.fwd_kv.destination_begin(s);
     const auto first = static_cast<std::size_t>(s * 64 * hidden);
     const auto rows = sum.as<float>().subspan(first, 64 * hidden);
     std::cout << " " << rows[0];

@@ -73,10 +73,10 @@ std::int64_t check_arrived(const SparseMetadata& metadata, Rank me, const HostTe
   std::int64_t num_rows = 0;
   for (std::int32_t from = 0; from < metadata.world_size; ++from) {
     std::int64_t first_row = 0;
-    for (auto line = metadata.rank_offsets[static_cast<std::size_t>(from)];
-         line < metadata.rank_offsets[static_cast<std::size_t>(from) + 1]; ++line) {
-      const std::int64_t length = metadata.seq_len[static_cast<std::size_t>(line)];
-      for (auto c = metadata.copy_begin(line); c < metadata.copy_end(line); ++c) {
+    for (auto entry = metadata.rank_offsets[static_cast<std::size_t>(from)];
+         entry < metadata.rank_offsets[static_cast<std::size_t>(from) + 1]; ++entry) {
+      const std::int64_t length = metadata.seq_len[static_cast<std::size_t>(entry)];
+      for (auto c = metadata.destination_begin(entry); c < metadata.destination_end(entry); ++c) {
         if (metadata.dst_rank[static_cast<std::size_t>(c)] != to_int(me)) continue;
         const std::int64_t offset = metadata.dst_offset[static_cast<std::size_t>(c)];
         for (std::int64_t i = 0; i < length; ++i, ++num_rows) {
@@ -104,7 +104,7 @@ QkvRouting example_routing(std::int32_t world_size) {
   return compute_qkv_routing(plan_attention(lengths, options).plan);
 }
 
-/// What every rank does; says in one line what it has seen.
+/// What every rank does; says in one entry what it has seen.
 std::string move_and_check(World& world, const Options& options) {
   const QkvRouting routing = example_routing(world.world_size());
   const TensorFormat format{DType::int64, hidden};
@@ -116,15 +116,15 @@ std::string move_and_check(World& world, const Options& options) {
   SequenceDispatcher dispatcher(world);
   const std::vector<SequencePart> qkv{{&routing.fwd_q, {format}}, {&routing.fwd_kv, {format}}};
   const std::vector<SequencePart> home{{&routing.rev_q, {format}}};
-  const ReadyPlan forward = dispatcher.plan_dispatch(qkv, stream);
-  const ReadyPlan reverse = dispatcher.plan_dispatch(home, stream);
+  const PlanHandle forward = dispatcher.plan_dispatch(qkv, stream);
+  const PlanHandle reverse = dispatcher.plan_dispatch(home, stream);
 
-  const auto there = dispatcher.dispatch(forward, std::vector{input, input}, stream);
+  const auto arrived = dispatcher.dispatch(forward, std::vector{input, input}, stream);
   dispatcher.synchronize(stream);
-  const std::int64_t q = check_arrived(routing.fwd_q, world.rank(), memory.fetch(there[0]));
-  const std::int64_t kv = check_arrived(routing.fwd_kv, world.rank(), memory.fetch(there[1]));
+  const std::int64_t q = check_arrived(routing.fwd_q, world.rank(), memory.fetch(arrived[0]));
+  const std::int64_t kv = check_arrived(routing.fwd_kv, world.rank(), memory.fetch(arrived[1]));
 
-  const auto back = dispatcher.dispatch(reverse, std::vector<ConstTensorView>{there[0]}, stream);
+  const auto back = dispatcher.dispatch(reverse, std::vector<ConstTensorView>{arrived[0]}, stream);
   dispatcher.synchronize(stream);
   const HostTensor came_home = memory.fetch(back[0]);
   for (std::int64_t row = 0; row < came_home.shape()[0]; ++row) {
@@ -166,7 +166,7 @@ World make_world(std::shared_ptr<Bootstrap> bootstrap,
     return make_nvshmem_world(std::move(bootstrap), device, environment.ranks_per_node);
   }
   return make_gpu_process_world(std::move(bootstrap), device, environment.ranks_per_node,
-                                options.nccl ? NetworkWire::nccl : NetworkWire::automatic);
+                                options.nccl ? NetworkBackend::nccl : NetworkBackend::automatic);
 #else
   no_cuda();
 #endif

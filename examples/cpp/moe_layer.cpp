@@ -71,15 +71,15 @@ HostTensor step(World& world, const RankInput& input) {
   given.tokens = input.tokens.view();
   given.ids = input.ids.view();
   given.weights = input.weights.view();
-  const EPDispatched there = layer.dispatch(given);
-  const ExpertTableViews tables = there.layout->tables();
+  const EPDispatched dispatched = layer.dispatch(given);
+  const ExpertTableViews tables = dispatched.layout->tables();
   const HostTensor outputs =
-      run_experts(reinterpret_cast<const float*>(there.rows.data), there.rows.shape[0],
+      run_experts(reinterpret_cast<const float*>(dispatched.rows.data), dispatched.rows.shape[0],
                   reinterpret_cast<const std::int32_t*>(tables.expert_offsets.data), rank);
   HostTensor sums(DType::float32, input.tokens.shape());
   layer.combine(
       {.rows = outputs.view(), .options = {.weighted = true}, .biases = {}, .output = sums.view()},
-      *there.layout);
+      *dispatched.layout);
   layer.finalize();
   return sums;
 }
@@ -91,20 +91,20 @@ std::vector<HostTensor> simulated(const std::vector<RankInput>& inputs) {
     ids.emplace_back(input.ids.view());
     weights.emplace_back(input.weights.view());
   }
-  const ExpertDispatch there =
+  const ExpertDispatch dispatched =
       simulate_expert_dispatch(layer_config(0), {tokens, ids, weights, {}, {}});
   std::vector<HostTensor> outputs;
   std::vector<ConstTensorView> views;
   for (std::int32_t r = 0; r < num_ranks; ++r) {
-    const HostTensor& rows = there.recv_tokens[static_cast<std::size_t>(r)];
-    const IndexArray& offsets = there.layout[static_cast<std::size_t>(r)].recv_expert_offsets;
+    const HostTensor& rows = dispatched.recv_tokens[static_cast<std::size_t>(r)];
+    const IndexArray& offsets = dispatched.layout[static_cast<std::size_t>(r)].recv_expert_offsets;
     outputs.push_back(run_experts(rows.as<float>().data(), rows.shape()[0],
                                   static_cast<const std::int32_t*>(offsets.data()), r));
   }
   for (const HostTensor& output : outputs) views.emplace_back(output.view());
-  std::cout << "tokens that cross between nodes: " << to_string(there.traffic.inter_node_tokens)
-            << "\n";
-  return simulate_expert_combine(there, views, {.weighted = true});
+  std::cout << "tokens that cross between nodes: "
+            << to_string(dispatched.traffic.inter_node_tokens) << "\n";
+  return simulate_expert_combine(dispatched, views, {.weighted = true});
 }
 
 }  // namespace

@@ -73,13 +73,13 @@ RelayUse relay_from(std::string_view name) {
 }
 
 void bind_ready_plan(nb::module_& m) {
-  nb::class_<PlanHandle> plan(m, "ReadyPlan");
-  plan.def_prop_ro("own_rows", [](const PlanHandle& p) { return p.facts().own_rows; });
-  plan.def_prop_ro("window_rows", [](const PlanHandle& p) { return p.facts().window_rows; });
-  plan.def_prop_ro("window_bytes", [](const PlanHandle& p) { return p.facts().window_bytes; });
-  plan.def_prop_ro("way", [](const PlanHandle& p) { return to_string(p.facts().way); });
-  plan.def_prop_ro("num_slots", [](const PlanHandle& p) { return p.facts().num_slots; });
-  plan.def_prop_ro("wire_bytes", [](const PlanHandle& p) { return p.facts().wire_bytes; });
+  nb::class_<RankPlan> plan(m, "ReadyPlan");
+  plan.def_prop_ro("own_rows", [](const RankPlan& p) { return p.facts().own_rows; });
+  plan.def_prop_ro("window_rows", [](const RankPlan& p) { return p.facts().window_rows; });
+  plan.def_prop_ro("window_bytes", [](const RankPlan& p) { return p.facts().window_bytes; });
+  plan.def_prop_ro("way", [](const RankPlan& p) { return to_string(p.facts().way); });
+  plan.def_prop_ro("num_slots", [](const RankPlan& p) { return p.facts().num_slots; });
+  plan.def_prop_ro("wire_bytes", [](const RankPlan& p) { return p.facts().wire_bytes; });
 }
 
 }  // namespace
@@ -106,7 +106,7 @@ void bind_dispatcher(nb::module_& m) {
     const auto parts = parts_from(given);
     return unlocked([&] { return d.plan(gradient, parts, stream_from(stream)); });
   });
-  dispatcher.def("replace_plan", [](RankDispatcher& d, PlanHandle& plan,
+  dispatcher.def("replace_plan", [](RankDispatcher& d, RankPlan& plan,
                                     const std::vector<PartArg>& given, std::uintptr_t stream) {
     const auto parts = parts_from(given);
     plan.set_facts(
@@ -117,7 +117,7 @@ void bind_dispatcher(nb::module_& m) {
     unlocked([&] { d.reserve(bytes, num_slots, stream_from(stream)); });
   });
   dispatcher.def(
-      "dispatch", [](RankDispatcher& d, const PlanHandle& plan, const std::vector<RowsArg>& tensors,
+      "dispatch", [](RankDispatcher& d, const RankPlan& plan, const std::vector<RowsArg>& tensors,
                      std::uintptr_t stream, std::uint64_t of_dispatch) {
         const auto inputs = views_from<ConstTensorView>(tensors);
         return d.arrays(unlocked(
@@ -125,14 +125,14 @@ void bind_dispatcher(nb::module_& m) {
       });
   dispatcher.def(
       "kv_gradient",
-      [](RankDispatcher& d, const PlanHandle& plan, const std::vector<RowsArg>& gradients,
+      [](RankDispatcher& d, const RankPlan& plan, const std::vector<RowsArg>& gradients,
          const std::vector<RowsArg>& sums, std::uintptr_t stream, std::uint64_t of_dispatch) {
         const auto inputs = views_from<ConstTensorView>(gradients);
         const auto outputs = views_from<TensorView>(sums);
         unlocked(
             [&] { d.kv_gradient(plan.plan(), inputs, outputs, stream_from(stream), of_dispatch); });
       });
-  dispatcher.def("gradient_inputs", [](RankDispatcher& d, const PlanHandle& plan,
+  dispatcher.def("gradient_inputs", [](RankDispatcher& d, const RankPlan& plan,
                                        std::uintptr_t stream) {
     return d.arrays(unlocked([&] { return d.gradient_inputs(plan.plan(), stream_from(stream)); }));
   });

@@ -28,7 +28,7 @@ void raise(const char* name, const char* text) {
 
 /// With what was missed as attributes.
 void raise_timeout(const Timeout& error) {
-  const MissedWait& missed = error.missed();
+  const TimeoutInfo& missed = error.missed();
   const nb::object made = nb::object(error_types()["Timeout"])(nb::str(error.what()));
   made.attr("operation") = missed.operation;
   made.attr("what") = missed.what;

@@ -6,7 +6,7 @@
 
 #include "arrays.h"
 #include "bindings.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 #include "waybill/moe/expert_routing.h"
 #include "waybill/report/expert_summary.h"
 
@@ -43,7 +43,7 @@ nb::dict figures_py(const ExpertSummary& summary) {
   result["node_out"] = of_ranks(&ExpertRankFigures::node_out);
   result["network_in"] = of_ranks(&ExpertRankFigures::network_in);
   result["network_out"] = of_ranks(&ExpertRankFigures::network_out);
-  result["expert_choices"] = column(summary.expert_choices);
+  result["expert_choices"] = column(summary.expert_entries);
   return result;
 }
 

@@ -110,8 +110,8 @@ struct LayoutHandle {
     add("send_reqs_recv_tensor", views.send_reqs);
     add("topk_indices_tensor", views.ids);
     add("token_dst_scatter_idx", views.dst_rows);
-    add("skipped_token_mapping_indices", views.leader_rows);
-    add("skipped_token_topk_mapping_indices", views.choice_rows);
+    add("skipped_token_mapping_indices", views.primary_rows);
+    add("skipped_token_topk_mapping_indices", views.topk_slot_rows);
     add("recv_expert_counts", views.expert_counts);
     add("recv_expert_offsets", views.expert_offsets);
     add("recv_topk_indices", views.recv_topk);
@@ -283,7 +283,7 @@ class RankContext {
 
   [[nodiscard]] std::int64_t capacity() const {
     const RankWorld::Call call(*rank_, "capacity");
-    return context_.capacity();
+    return context_.capacity_rows();
   }
 
  private:
@@ -342,9 +342,9 @@ void bind_moe_layer(nb::module_& m) {
               const EPDispatchOptions& dispatch, int num_sm, bool enable_local_combine,
               std::int64_t capacity, std::int64_t fixed_rows) {
              const EPLayerOptions options{.dispatch = dispatch,
-                                          .num_sm = num_sm,
+                                          .num_sms = num_sm,
                                           .enable_local_combine = enable_local_combine,
-                                          .capacity = capacity,
+                                          .capacity_factor = capacity,
                                           .fixed_rows = fixed_rows};
              unlocked([&] { new (self) RankLayer(world.rank, config, options); });
            })

@@ -25,7 +25,7 @@ void bind_simulate(nanobind::module_& m);
 void bind_validate(nanobind::module_& m);
 void bind_plan(nanobind::module_& m);
 void bind_planner(nanobind::module_& m);
-void bind_timing(nanobind::module_& m);
+void bind_cost_model(nanobind::module_& m);
 void bind_sparse(nanobind::module_& m);
 void bind_world(nanobind::module_& m);
 void bind_dispatcher(nanobind::module_& m);

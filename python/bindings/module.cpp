@@ -20,7 +20,7 @@ NB_MODULE(_core, m) {
   waybill::python::bind_validate(m);
   waybill::python::bind_plan(m);
   waybill::python::bind_planner(m);
-  waybill::python::bind_timing(m);
+  waybill::python::bind_cost_model(m);
   waybill::python::bind_sparse(m);
   waybill::python::bind_world(m);
   waybill::python::bind_dispatcher(m);

@@ -63,13 +63,13 @@ RankDispatcher::RankDispatcher(std::shared_ptr<RankWorld> rank,
   dispatcher_ = std::make_unique<SequenceDispatcher>(rank_->world(), options);
 }
 
-PlanHandle RankDispatcher::plan(bool gradient, std::span<const SequencePart> parts, Stream stream) {
+RankPlan RankDispatcher::plan(bool gradient, std::span<const SequencePart> parts, Stream stream) {
   const DispatcherCall call(*this, gradient ? "plan_kv_gradient" : "plan_dispatch");
   return {rank_, gradient ? dispatcher_->plan_kv_gradient(parts, stream)
                           : dispatcher_->plan_dispatch(parts, stream)};
 }
 
-PlanFacts RankDispatcher::replace_plan(ReadyPlan& plan, std::span<const SequencePart> parts,
+PlanFacts RankDispatcher::replace_plan(PlanHandle& plan, std::span<const SequencePart> parts,
                                        Stream stream) {
   const DispatcherCall call(*this, "replace_plan");
   dispatcher_->replace_plan(plan, parts, stream);
@@ -81,7 +81,7 @@ void RankDispatcher::reserve(std::int64_t window_bytes, std::int32_t num_slots, 
   dispatcher_->reserve(window_bytes, stream, num_slots);
 }
 
-WindowViews RankDispatcher::dispatch(const ReadyPlan& plan,
+WindowViews RankDispatcher::dispatch(const PlanHandle& plan,
                                      std::span<const ConstTensorView> tensors, Stream stream,
                                      std::uint64_t of_dispatch) {
   const DispatcherCall call(*this, "dispatch");
@@ -91,7 +91,7 @@ WindowViews RankDispatcher::dispatch(const ReadyPlan& plan,
   return {std::move(views), dispatcher_->window_memory()};
 }
 
-void RankDispatcher::kv_gradient(const ReadyPlan& plan, std::span<const ConstTensorView> gradients,
+void RankDispatcher::kv_gradient(const PlanHandle& plan, std::span<const ConstTensorView> gradients,
                                  std::span<const TensorView> outputs, Stream stream,
                                  std::uint64_t of_dispatch) {
   const DispatcherCall call(*this, "kv_gradient");
@@ -100,7 +100,7 @@ void RankDispatcher::kv_gradient(const ReadyPlan& plan, std::span<const ConstTen
   rank_->meet("kv_gradient", stream);
 }
 
-WindowViews RankDispatcher::gradient_inputs(const ReadyPlan& plan, Stream stream) {
+WindowViews RankDispatcher::gradient_inputs(const PlanHandle& plan, Stream stream) {
   const DispatcherCall call(*this, "gradient_inputs");
   auto views = dispatcher_->gradient_inputs(plan, stream);
   return {std::move(views), dispatcher_->window_memory()};

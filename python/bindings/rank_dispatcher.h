@@ -27,17 +27,17 @@ struct PlanFacts {
 
 /// A plan of a dispatcher as Python holds it. What is asked while another thread replaces the plan
 /// is the old one's.
-class PlanHandle {
+class RankPlan {
  public:
-  PlanHandle(std::shared_ptr<RankWorld> rank, ReadyPlan plan)
+  RankPlan(std::shared_ptr<RankWorld> rank, PlanHandle plan)
       : rank_(std::move(rank)), plan_(std::move(plan)), facts_(plan_.plan()) {}
-  PlanHandle(PlanHandle&&) = default;
-  ~PlanHandle() {
+  RankPlan(RankPlan&&) = default;
+  ~RankPlan() {
     if (rank_ != nullptr) rank_->discard(std::move(plan_));
   }
 
-  [[nodiscard]] const ReadyPlan& plan() const noexcept { return plan_; }
-  [[nodiscard]] ReadyPlan& plan() noexcept { return plan_; }
+  [[nodiscard]] const PlanHandle& plan() const noexcept { return plan_; }
+  [[nodiscard]] PlanHandle& plan() noexcept { return plan_; }
 
   /// With the interpreter's lock, as for set_facts.
   [[nodiscard]] const PlanFacts& facts() const noexcept { return facts_; }
@@ -45,7 +45,7 @@ class PlanHandle {
 
  private:
   std::shared_ptr<RankWorld> rank_;
-  ReadyPlan plan_;
+  PlanHandle plan_;
   PlanFacts facts_;
 };
 
@@ -62,15 +62,15 @@ class RankDispatcher {
  public:
   RankDispatcher(std::shared_ptr<RankWorld> rank, const SequenceDispatcherOptions& options);
 
-  PlanHandle plan(bool gradient, std::span<const SequencePart> parts, Stream stream);
+  RankPlan plan(bool gradient, std::span<const SequencePart> parts, Stream stream);
   /// @return what the plan is then
-  PlanFacts replace_plan(ReadyPlan& plan, std::span<const SequencePart> parts, Stream stream);
+  PlanFacts replace_plan(PlanHandle& plan, std::span<const SequencePart> parts, Stream stream);
   void reserve(std::int64_t window_bytes, std::int32_t num_slots, Stream stream);
-  WindowViews dispatch(const ReadyPlan& plan, std::span<const ConstTensorView> tensors,
+  WindowViews dispatch(const PlanHandle& plan, std::span<const ConstTensorView> tensors,
                        Stream stream, std::uint64_t of_dispatch);
-  void kv_gradient(const ReadyPlan& plan, std::span<const ConstTensorView> gradients,
+  void kv_gradient(const PlanHandle& plan, std::span<const ConstTensorView> gradients,
                    std::span<const TensorView> outputs, Stream stream, std::uint64_t of_dispatch);
-  WindowViews gradient_inputs(const ReadyPlan& plan, Stream stream);
+  WindowViews gradient_inputs(const PlanHandle& plan, Stream stream);
   void synchronize(Stream stream);
   void close();
   /// After this rank's last call that is over.

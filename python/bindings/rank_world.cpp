@@ -47,7 +47,7 @@ RankWorld::Call::Call(RankWorld& rank, const char* who, CallTurn* object)
   }
   innermost_call = this;
   entered_.emplace(rank.turn_);
-  std::vector<ReadyPlan> dead;
+  std::vector<PlanHandle> dead;
   const std::lock_guard lock(rank.mutex_);
   dead.swap(rank.dead_plans_);
 }
@@ -61,11 +61,11 @@ RankWorld::Call::~Call() {
 
 void RankWorld::meet(const char* operation, Stream stream) {
   if (!in_step_ || world_.executor().capture(stream) != 0) return;
-  usability_.check(operation);
-  usability_.guard([&] { world_.transport().barrier(operation); });
+  abort_state_.check(operation);
+  abort_state_.guard([&] { world_.transport().barrier(operation); });
 }
 
-void RankWorld::discard(ReadyPlan plan) {
+void RankWorld::discard(PlanHandle plan) {
   const std::lock_guard lock(mutex_);
   dead_plans_.push_back(std::move(plan));
 }

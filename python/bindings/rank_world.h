@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "call_turn.h"
+#include "waybill/runtime/abort_state.h"
 #include "waybill/runtime/sequence_dispatcher.h"
-#include "waybill/runtime/usability.h"
 #include "waybill/runtime/world.h"
 
 namespace waybill::python {
@@ -58,7 +58,7 @@ class RankWorld {
   void meet(const char* operation, Stream stream);
 
   /// To be destroyed in the rank's next call.
-  void discard(ReadyPlan plan);
+  void discard(PlanHandle plan);
 
   /// Memory under a view that died. What nobody else holds is freed with the world: freeing waits
   /// for the device, on which another rank may wait for this one.
@@ -68,10 +68,10 @@ class RankWorld {
   World world_;
   int device_;
   bool in_step_;
-  detail::Usability usability_{"world", &world_.transport()};
+  detail::AbortState abort_state_{"world", &world_.transport()};
   CallTurn turn_;
   std::mutex mutex_;
-  std::vector<ReadyPlan> dead_plans_;
+  std::vector<PlanHandle> dead_plans_;
   std::vector<std::shared_ptr<void>> retired_;
 };
 

@@ -28,7 +28,8 @@ Footprint footprint(const QkvPlan& plan, const QkvRouting& routing) {
     const std::int64_t end = plan.rank_shard_offsets[rank + 1];
     for (std::int64_t n = plan.rank_shard_offsets[rank]; n < end; ++n) {
       const auto rows = static_cast<double>(plan.shard_len[static_cast<std::size_t>(n)]);
-      const std::int64_t copies = routing.fwd_kv.copy_end(n) - routing.fwd_kv.copy_begin(n);
+      const std::int64_t copies =
+          routing.fwd_kv.destination_end(n) - routing.fwd_kv.destination_begin(n);
       home_rows += rows;
       result.written_rows += rows * static_cast<double>(1 + 2 * copies);
       most_copies = std::max(most_copies, copies);

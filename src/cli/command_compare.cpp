@@ -2,8 +2,8 @@
 
 #include "commands.h"
 #include "step_job.h"
+#include "waybill/cost_model/compare_plans.h"
 #include "waybill/report/format.h"
-#include "waybill/timing/compare_plans.h"
 
 namespace waybill::cli {
 namespace {

@@ -11,7 +11,7 @@ namespace waybill::cli {
 namespace {
 
 // Drawing more would take minutes before anything is shown.
-constexpr std::int64_t most_drawn_choices = std::int64_t{1} << 31;
+constexpr std::int64_t most_drawn_ids = std::int64_t{1} << 31;
 
 struct ExpertsOptions {
   std::string ids_path;
@@ -33,19 +33,18 @@ LinkSpeeds speeds_of(const HardwareOptions& hardware) {
   return {facts.nvlink_bytes_per_second, facts.network_bytes_per_second};
 }
 
-ExpertChoices choices_of(const ExpertsOptions& o, Console& console) {
-  if (!o.ids_path.empty())
-    return read_expert_choices(read_input(o.ids_path), input_name(o.ids_path));
+TopkIds ids_of(const ExpertsOptions& o, Console& console) {
+  if (!o.ids_path.empty()) return read_topk_ids(read_input(o.ids_path), input_name(o.ids_path));
   if (o.topk > o.experts) {
     throw UsageError(
         concat("--topk: ", o.topk, ", expected at most ", o.experts, ", the number of experts"));
   }
-  if (o.tokens * o.ranks > most_drawn_choices / o.topk) {
+  if (o.tokens * o.ranks > most_drawn_ids / o.topk) {
     throw UsageError(concat("--tokens: ", o.tokens, " on ", o.ranks, " ranks, expected at most ",
-                            most_drawn_choices, " choices in all for drawn ids"));
+                            most_drawn_ids, " choices in all for drawn ids"));
   }
   const Progress progress(console, "draw choices");
-  return draw_expert_choices(o.tokens * o.ranks, o.topk, o.experts, o.skew, o.seed);
+  return draw_topk_ids(o.tokens * o.ranks, o.topk, o.experts, o.skew, o.seed);
 }
 
 std::string origin_of(const ExpertsOptions& o) {
@@ -70,8 +69,9 @@ int run_experts(const ExpertsOptions& o, Program& program) {
   }
   EPDispatchOptions options;
   if (o.payload == "float8") options.payload = EPPayload::quantized;
-  const ExpertChoices choices = choices_of(o, program.console);
-  const auto ids = ids_of_ranks(choices, config, o.ids_path.empty() ? "" : input_name(o.ids_path));
+  const TopkIds topk_slots = ids_of(o, program.console);
+  const auto ids =
+      ids_of_ranks(topk_slots, config, o.ids_path.empty() ? "" : input_name(o.ids_path));
   const ExpertSummary summary = summarize_experts(config, options, ids);
   program.console.print(concat(
       origin_of(o), "\n\n", expert_text(summary, speeds_of(o.hardware), program.console.style())));
@@ -107,7 +107,7 @@ void add_layer_options(Command command, ExpertsOptions& o) {
       .group(group);
 }
 
-void add_choice_options(Command command, ExpertsOptions& o) {
+void add_id_options(Command command, ExpertsOptions& o) {
   const std::string group = "Choices";
   const Option file =
       command
@@ -141,7 +141,7 @@ void add_experts_command(Command app, Program& program) {
       "and combine, how even the experts' work is and what another placement would give. Nothing "
       "is run.");
   add_layer_options(command, *options);
-  add_choice_options(command, *options);
+  add_id_options(command, *options);
   add_link_options(command, options->hardware);
   command.footer(
       "Examples:\n"

@@ -4,7 +4,7 @@
 #include "commands.h"
 #include "dispatch_file.h"
 #include "job_options.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 #include "waybill/report/format.h"
 #include "waybill/report/text_summary.h"
 
@@ -18,7 +18,7 @@ struct ShowOptions {
   RowOptions rows;
 };
 
-using detail::at;
+using detail::to_size;
 
 std::string pad(const std::string& text, std::size_t width) {
   return text.size() >= width ? text : std::string(width - text.size(), ' ') + text;
@@ -32,14 +32,14 @@ struct Place {
 };
 
 std::vector<Place> places(const QkvPlan& plan) {
-  std::vector<Place> result(at(plan.num_shards()));
+  std::vector<Place> result(to_size(plan.num_shards()));
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    const std::int64_t begin = plan.doc_shard_offsets[at(d)];
+    const std::int64_t begin = plan.doc_shard_offsets[to_size(d)];
     std::int64_t token = 0;
-    for (std::int64_t i = begin; i < plan.doc_shard_offsets[at(d + 1)]; ++i) {
-      const std::int32_t shard = plan.doc_shards[at(i)];
-      result[at(shard)] = {d, i - begin, token};
-      token += plan.shard_len[at(shard)];
+    for (std::int64_t i = begin; i < plan.doc_shard_offsets[to_size(d + 1)]; ++i) {
+      const std::int32_t shard = plan.doc_shards[to_size(i)];
+      result[to_size(shard)] = {d, i - begin, token};
+      token += plan.shard_len[to_size(shard)];
     }
   }
   return result;
@@ -51,16 +51,16 @@ std::string shard_lines(const QkvPlan& plan, std::int32_t rank) {
   std::string text = concat("Shards of rank ", rank,
                             "\n   shard  first row     tokens  document  place  first token  keys "
                             "from place  attended by\n");
-  const std::int64_t end = plan.rank_shard_offsets[at(rank + 1)];
-  for (std::int64_t n = plan.rank_shard_offsets[at(rank)]; n < end; ++n) {
-    const Place& p = place[at(n)];
-    text +=
-        concat(pad(std::to_string(n), 8), pad(format_count(row), 11),
-               pad(format_count(plan.shard_len[at(n)]), 11), pad(std::to_string(p.document), 10),
-               pad(std::to_string(p.position), 7), pad(format_count(p.first_token), 13),
-               pad(std::to_string(plan.kv_begin.empty() ? 0 : plan.kv_begin[at(n)]), 17),
-               pad(std::to_string(plan.q_dst[at(n)]), 13), "\n");
-    row += plan.shard_len[at(n)];
+  const std::int64_t end = plan.rank_shard_offsets[to_size(rank + 1)];
+  for (std::int64_t n = plan.rank_shard_offsets[to_size(rank)]; n < end; ++n) {
+    const Place& p = place[to_size(n)];
+    text += concat(pad(std::to_string(n), 8), pad(format_count(row), 11),
+                   pad(format_count(plan.shard_len[to_size(n)]), 11),
+                   pad(std::to_string(p.document), 10), pad(std::to_string(p.position), 7),
+                   pad(format_count(p.first_token), 13),
+                   pad(std::to_string(plan.kv_begin.empty() ? 0 : plan.kv_begin[to_size(n)]), 17),
+                   pad(std::to_string(plan.q_dst[to_size(n)]), 13), "\n");
+    row += plan.shard_len[to_size(n)];
   }
   return text + concat("It attends to the queries of ",
                        std::count(plan.q_dst.begin(), plan.q_dst.end(), rank), " shards.\n");

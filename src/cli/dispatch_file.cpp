@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "console.h"
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 #include "waybill/json/dispatch_json.h"
 #include "waybill/json/metadata_json.h"
 #include "waybill/json/plan_json.h"
@@ -13,7 +13,7 @@
 namespace waybill::cli {
 namespace {
 
-using detail::at;
+using detail::to_size;
 
 DispatchFile dispatch_file_of(const std::string& text, const std::string& name, ReadCheck check) {
   DispatchFile file;
@@ -66,7 +66,8 @@ void check_routing_size(const QkvPlan& plan) {
   constexpr std::int64_t most_copies = std::int64_t{1} << 28;
   std::int64_t copies = 0;
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    const std::int64_t n = plan.doc_shard_offsets[at(d + 1)] - plan.doc_shard_offsets[at(d)];
+    const std::int64_t n =
+        plan.doc_shard_offsets[to_size(d + 1)] - plan.doc_shard_offsets[to_size(d)];
     const std::int64_t holders = plan.kv_layout == KvLayout::per_query
                                      ? (n + 1) / 2
                                      : std::min<std::int64_t>(n, plan.world_size);
@@ -80,32 +81,31 @@ void check_routing_size(const QkvPlan& plan) {
 }
 
 void check_dense_size(const QkvPlan& plan, const QkvRouting& routing) {
-  constexpr std::int64_t most_entries = std::int64_t{1} << 27;
+  constexpr std::int64_t most_cells = std::int64_t{1} << 27;
   std::int64_t most_shards = 0;
   for (std::int64_t w = 0; w < plan.world_size; ++w) {
-    most_shards =
-        std::max(most_shards, plan.rank_shard_offsets[at(w + 1)] - plan.rank_shard_offsets[at(w)]);
+    most_shards = std::max(
+        most_shards, plan.rank_shard_offsets[to_size(w + 1)] - plan.rank_shard_offsets[to_size(w)]);
   }
-  std::int64_t most_lines = most_shards;
+  std::int64_t most_entries = most_shards;
   for (const SparseMetadata* table : {&routing.rev_q, &routing.rev_kv}) {
     for (std::int64_t w = 0; w < plan.world_size; ++w) {
-      most_lines =
-          std::max(most_lines, table->rank_offsets[at(w + 1)] - table->rank_offsets[at(w)]);
+      most_entries = std::max(
+          most_entries, table->rank_offsets[to_size(w + 1)] - table->rank_offsets[to_size(w)]);
     }
   }
   std::int64_t most_copies = 1;
-  for (std::int64_t line = 0; line < routing.fwd_kv.num_lines(); ++line) {
-    most_copies =
-        std::max(most_copies, routing.fwd_kv.copy_end(line) - routing.fwd_kv.copy_begin(line));
+  for (std::int64_t entry = 0; entry < routing.fwd_kv.num_entries(); ++entry) {
+    most_copies = std::max(most_copies, routing.fwd_kv.destination_end(entry) -
+                                            routing.fwd_kv.destination_begin(entry));
   }
   const double world = plan.world_size;
-  const double entries =
-      world * (world + 1) + world * static_cast<double>(most_lines) +
-      world * static_cast<double>(most_shards) * static_cast<double>(most_copies);
-  if (entries > static_cast<double>(most_entries)) {
-    throw Unsupported(concat("the dense form needs about ", format_si(entries),
+  const double cells = world * (world + 1) + world * static_cast<double>(most_entries) +
+                       world * static_cast<double>(most_shards) * static_cast<double>(most_copies);
+  if (cells > static_cast<double>(most_cells)) {
+    throw Unsupported(concat("the dense form needs about ", format_si(cells),
                              " entries a table, at most ",
-                             format_si(static_cast<double>(most_entries)),
+                             format_si(static_cast<double>(most_cells)),
                              " are written as JSON; work with the plan, which is small"));
   }
 }

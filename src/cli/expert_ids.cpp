@@ -5,21 +5,21 @@
 #include <cmath>
 
 #include "numbers.h"
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
 #include "waybill/core/random.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::cli {
 namespace {
 
-using detail::at;
+using detail::to_size;
 
 /// Numbers with weights, drawn without putting back: sums of weights in a Fenwick tree.
 class WeightedUrn {
  public:
   explicit WeightedUrn(const std::vector<std::int64_t>& weights)
       : weights_(weights), sums_(weights.size() + 1) {
-    for (std::int64_t i = 0; i < std::ssize(weights); ++i) add(i, weights[at(i)]);
+    for (std::int64_t i = 0; i < std::ssize(weights); ++i) add(i, weights[to_size(i)]);
   }
 
   /// One of those that are left.
@@ -28,20 +28,21 @@ class WeightedUrn {
     std::int64_t place = 0;  // all numbers before it weigh at most the target
     for (auto step = static_cast<std::int64_t>(std::bit_floor(weights_.size())); step > 0;
          step /= 2) {
-      if (place + step >= std::ssize(sums_) || sums_[at(place + step)] > target) continue;
+      if (place + step >= std::ssize(sums_) || sums_[to_size(place + step)] > target) continue;
       place += step;
-      target -= sums_[at(place)];
+      target -= sums_[to_size(place)];
     }
-    add(place, -weights_[at(place)]);
+    add(place, -weights_[to_size(place)]);
     return place;
   }
 
-  void put_back(std::int64_t number) { add(number, weights_[at(number)]); }
+  void put_back(std::int64_t number) { add(number, weights_[to_size(number)]); }
 
  private:
   void add(std::int64_t number, std::int64_t weight) {
     total_ += weight;
-    for (std::int64_t i = number + 1; i < std::ssize(sums_); i += i & -i) sums_[at(i)] += weight;
+    for (std::int64_t i = number + 1; i < std::ssize(sums_); i += i & -i)
+      sums_[to_size(i)] += weight;
   }
 
   std::vector<std::int64_t> weights_;
@@ -67,66 +68,67 @@ void read_line(std::string_view line, const std::string& where, std::vector<std:
 
 }  // namespace
 
-ExpertChoices read_expert_choices(std::string_view text, const std::string& name) {
-  ExpertChoices choices;
+TopkIds read_topk_ids(std::string_view text, const std::string& name) {
+  TopkIds topk_slots;
   std::int64_t number = 0;
   while (!text.empty()) {
     const std::size_t end = std::min(text.find('\n'), text.size());
-    const std::size_t before = choices.ids.size();
+    const std::size_t before = topk_slots.ids.size();
     const std::string where = concat(name, ": line ", ++number, ": ");
-    read_line(text.substr(0, end), where, choices.ids);
+    read_line(text.substr(0, end), where, topk_slots.ids);
     text.remove_prefix(std::min(end + 1, text.size()));
-    const auto got = static_cast<std::int32_t>(choices.ids.size() - before);
+    const auto got = static_cast<std::int32_t>(topk_slots.ids.size() - before);
     if (got == 0) continue;
-    if (choices.topk == 0) choices.topk = got;
-    if (got != choices.topk) {
-      throw IoError(
-          concat(where, "got ", got, " ids, expected ", choices.topk, " as in the lines before"));
+    if (topk_slots.topk == 0) topk_slots.topk = got;
+    if (got != topk_slots.topk) {
+      throw IoError(concat(where, "got ", got, " ids, expected ", topk_slots.topk,
+                           " as in the lines before"));
     }
     if (got > max_topk)
       throw IoError(concat(where, "got ", got, " ids, expected at most ", max_topk));
   }
-  if (choices.ids.empty()) throw IoError(concat(name, ": got no ids, expected a token a line"));
-  return choices;
+  if (topk_slots.ids.empty()) throw IoError(concat(name, ": got no ids, expected a token a line"));
+  return topk_slots;
 }
 
-ExpertChoices draw_expert_choices(std::int64_t num_tokens, std::int32_t topk,
-                                  std::int32_t num_experts, double skew, std::uint64_t seed) {
+TopkIds draw_topk_ids(std::int64_t num_tokens, std::int32_t topk, std::int32_t num_experts,
+                      double skew, std::uint64_t seed) {
   Random random(seed);
   const std::vector<std::int32_t> order = random.permutation(num_experts, num_experts);
-  std::vector<std::int64_t> weights(at(num_experts));
+  std::vector<std::int64_t> weights(to_size(num_experts));
   for (std::int32_t n = 0; n < num_experts; ++n) {
     const double weight = std::pow(n + 1.0, -skew) * 0x1p32;
-    weights[at(order[at(n)])] = std::max<std::int64_t>(1, std::llround(weight));
+    weights[to_size(order[to_size(n)])] = std::max<std::int64_t>(1, std::llround(weight));
   }
   WeightedUrn urn(weights);
-  ExpertChoices choices{topk, {}};
-  choices.ids.reserve(at(num_tokens * topk));
+  TopkIds topk_slots{topk, {}};
+  topk_slots.ids.reserve(to_size(num_tokens * topk));
   for (std::int64_t t = 0; t < num_tokens; ++t) {
     for (std::int32_t k = 0; k < topk; ++k)
-      choices.ids.push_back(static_cast<std::int32_t>(urn.take(random)));
-    for (std::int32_t k = 1; k <= topk; ++k) urn.put_back(choices.ids[choices.ids.size() - at(k)]);
+      topk_slots.ids.push_back(static_cast<std::int32_t>(urn.take(random)));
+    for (std::int32_t k = 1; k <= topk; ++k)
+      urn.put_back(topk_slots.ids[topk_slots.ids.size() - to_size(k)]);
   }
-  return choices;
+  return topk_slots;
 }
 
-std::vector<std::vector<std::int32_t>> ids_of_ranks(const ExpertChoices& choices, EPConfig& config,
+std::vector<std::vector<std::int32_t>> ids_of_ranks(const TopkIds& topk_slots, EPConfig& config,
                                                     const std::string& name) {
-  const std::int64_t tokens = std::ssize(choices.ids) / choices.topk;
+  const std::int64_t tokens = std::ssize(topk_slots.ids) / topk_slots.topk;
   const std::int64_t world = config.world_size;
-  config.topk = choices.topk;
+  config.topk = topk_slots.topk;
   config.max_tokens = std::max<std::int64_t>(1, (tokens + world - 1) / world);
-  std::vector<std::vector<std::int32_t>> ids(at(world));
+  std::vector<std::vector<std::int32_t>> ids(to_size(world));
   std::int64_t token = 0;
   for (std::int64_t r = 0; r < world; ++r) {
     const std::int64_t end = token + tokens / world + (r < tokens % world ? 1 : 0);
-    for (std::int64_t i = token * choices.topk; i < end * choices.topk; ++i) {
-      const std::int32_t id = choices.ids[at(i)];
+    for (std::int64_t i = token * topk_slots.topk; i < end * topk_slots.topk; ++i) {
+      const std::int32_t id = topk_slots.ids[to_size(i)];
       if (id > config.num_experts) {
-        throw IoError(concat(name, ": token ", i / choices.topk, " has expert ", id,
+        throw IoError(concat(name, ": token ", i / topk_slots.topk, " has expert ", id,
                              ", expected 0..", config.num_experts - 1, ", or -1"));
       }
-      ids[at(r)].push_back(id < 0 ? config.num_experts : id);
+      ids[to_size(r)].push_back(id < 0 ? config.num_experts : id);
     }
     token = end;
   }

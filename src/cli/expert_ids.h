@@ -9,26 +9,25 @@
 
 namespace waybill::cli {
 
-/// Choices of experts, one token after the other.
-struct ExpertChoices {
+/// Topk slots of experts, one token after the other.
+struct TopkIds {
   std::int32_t topk = 0;
   std::vector<std::int32_t> ids;  ///< [tokens, topk]; -1: dropped
 };
 
 /// Text with a token a line: as many ids in each, separated by blanks or commas; -1 is a dropped
-/// choice; empty lines are passed over.
+/// topk slot; empty lines are passed over.
 /// @throws IoError naming line, got and expected
-[[nodiscard]] ExpertChoices read_expert_choices(std::string_view text, const std::string& name);
+[[nodiscard]] TopkIds read_topk_ids(std::string_view text, const std::string& name);
 
 /// Distinct experts for each token. @param skew 0: all as likely; else the n-th in an order that is
 /// drawn first is 1 / n^skew as likely as the first (Zipf)
-[[nodiscard]] ExpertChoices draw_expert_choices(std::int64_t num_tokens, std::int32_t topk,
-                                                std::int32_t num_experts, double skew,
-                                                std::uint64_t seed);
+[[nodiscard]] TopkIds draw_topk_ids(std::int64_t num_tokens, std::int32_t topk,
+                                    std::int32_t num_experts, double skew, std::uint64_t seed);
 
-/// The tokens in equal parts, the first ranks one more; a dropped choice is config.num_experts.
+/// The tokens in equal parts, the first ranks one more; a dropped topk slot is config.num_experts.
 /// Sets max_tokens and topk of the config. @throws IoError for an id that is no expert
-[[nodiscard]] std::vector<std::vector<std::int32_t>> ids_of_ranks(const ExpertChoices& choices,
+[[nodiscard]] std::vector<std::vector<std::int32_t>> ids_of_ranks(const TopkIds& topk_slots,
                                                                   EPConfig& config,
                                                                   const std::string& name);
 

@@ -4,7 +4,7 @@
 #include <array>
 
 #include "waybill/core/wait.h"
-#include "waybill/cuda/gpu_trial.h"
+#include "waybill/cuda/gpu_self_test.h"
 #include "waybill/cuda/gpu_world.h"
 #include "waybill/report/format.h"
 #endif
@@ -27,8 +27,8 @@ std::string line_of(const Cells& cells) {
   return line + "\n";
 }
 
-std::string step_line(const GpuTrial& trial, const GpuTrialStep& step, Console& console) {
-  const double limit_us = trial.limit_us(step);
+std::string step_line(const GpuSelfTest& self_test, const GpuSelfTestStep& step, Console& console) {
+  const double limit_us = self_test.limit_us(step);
   const bool right = step.elements_wrong == 0;
   const std::string wrong =
       right ? "" : concat(", ", format_count(step.elements_wrong), " elements wrong");
@@ -49,28 +49,29 @@ std::int32_t require_gpus() {
 bool run_gpu_demo(const QkvRouting& routing, const RowOptions& rows, int num_sms,
                   Console& console) {
   const DType dtype = dtype_from_name(rows.dtype);
-  GpuTrial trial;
+  GpuSelfTest self_test;
   {
     const Progress progress(console, "the plan on the GPUs");
     const EndWaitsOnSigint guard;
-    trial =
+    self_test =
         try_on_gpus(routing, {dtype, rows.q_hidden}, {dtype, rows.kv_hidden}, {.num_sms = num_sms});
   }
   console.print(concat(
-      "\nOn the GPUs: ", format_plural(trial.world_size, "rank"), " on ",
-      format_plural(trial.num_gpus, "GPU"), ", ", num_sms,
+      "\nOn the GPUs: ", format_plural(self_test.world_size, "rank"), " on ",
+      format_plural(self_test.num_gpus, "GPU"), ", ", num_sms,
       " multiprocessors a rank. Measured now: ",
-      trial.num_gpus > 1
-          ? concat("links ", format_fixed(trial.link_gb_s, 0), " GB/s a GPU and direction, ")
+      self_test.num_gpus > 1
+          ? concat("links ", format_fixed(self_test.link_gb_s, 0), " GB/s a GPU and direction, ")
           : "",
-      "a copy on one GPU ", format_fixed(trial.local_gb_s, 0), " GB/s, read and written.\n"));
+      "a copy on one GPU ", format_fixed(self_test.local_gb_s, 0), " GB/s, read and written.\n"));
   console.print(line_of({"", "over a link", "stay", "limit", "measured", "achieved", "compared"}));
-  for (const GpuTrialStep& step : trial.steps) console.print(step_line(trial, step, console));
+  for (const GpuSelfTestStep& step : self_test.steps)
+    console.print(step_line(self_test, step, console));
   console.print(
       "  over a link: the most bytes that one GPU sends to, or gets from, the others; stay: that "
       "are\n  copied on one GPU; limit: what takes longer at these rates; measured: the slowest "
       "rank's\n  median of 20 calls.\n");
-  return trial.passed();
+  return self_test.passed();
 }
 #else
 namespace {

@@ -63,8 +63,9 @@ MainJob run_main_job(const MainJobOptions& options, Console& console) {
   steps.run("metadata", [&] {
     const Progress progress(console, "metadata");
     job.routing = compute_qkv_routing(job.plan, options.simulation.num_threads);
-    return concat("Q and KV, forward and reverse: ", format_count(job.routing.fwd_q.num_copies()),
-                  " + ", format_count(job.routing.fwd_kv.num_copies()), " copies of shards");
+    return concat(
+        "Q and KV, forward and reverse: ", format_count(job.routing.fwd_q.num_destinations()),
+        " + ", format_count(job.routing.fwd_kv.num_destinations()), " copies of shards");
   });
   steps.run("validation", [&] {
     const Progress progress(console, "validation");

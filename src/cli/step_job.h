@@ -7,9 +7,9 @@
 
 #include "console.h"
 #include "job_options.h"
+#include "waybill/cost_model/predict_step.h"
 #include "waybill/report/html_report.h"
 #include "waybill/report/step_report.h"
-#include "waybill/timing/predict_step.h"
 
 namespace waybill::cli {
 

@@ -9,7 +9,7 @@
 namespace waybill {
 namespace {
 
-std::string describe(const MissedWait& missed) {
+std::string describe(const TimeoutInfo& missed) {
   std::ostringstream text;
   text << missed.operation << ": rank " << missed.rank << " waited " << std::fixed
        << std::setprecision(missed.seconds < 1 ? 3 : 1) << missed.seconds << " s for "
@@ -32,6 +32,6 @@ Error::Error(const std::string& text) : std::runtime_error(printable(text)) {}
 
 IoError::IoError(const std::string& text) : Error(printable_line(text)) {}
 
-Timeout::Timeout(MissedWait missed) : Error(describe(missed)), missed_(std::move(missed)) {}
+Timeout::Timeout(TimeoutInfo missed) : Error(describe(missed)), missed_(std::move(missed)) {}
 
 }  // namespace waybill

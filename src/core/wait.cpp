@@ -120,8 +120,8 @@ void FailureScope::end(End how, std::string_view reason) noexcept {
     reason_.clear();
   }
   end_ = how;
-  for (const auto& listener : told_) {
-    if (const auto told = listener.lock()) (*told)();
+  for (const auto& listener : listeners_) {
+    if (const auto notify = listener.lock()) (*notify)();
   }
 }
 
@@ -131,11 +131,11 @@ void FailureScope::throw_end() const {
   throw PeerFailed(reason_);
 }
 
-std::shared_ptr<void> FailureScope::on_end(std::function<void()> told) {
-  const auto kept = std::make_shared<std::function<void()>>(std::move(told));
+std::shared_ptr<void> FailureScope::on_end(std::function<void()> notify) {
+  const auto kept = std::make_shared<std::function<void()>>(std::move(notify));
   const std::lock_guard lock(mutex_);
-  std::erase_if(told_, [](const auto& listener) { return listener.expired(); });
-  told_.push_back(kept);
+  std::erase_if(listeners_, [](const auto& listener) { return listener.expired(); });
+  listeners_.push_back(kept);
   if (has_ended()) (*kept)();
   return kept;
 }

@@ -43,8 +43,8 @@ World make_rank(const char* who, std::shared_ptr<Bootstrap> bootstrap, int devic
   const int share = cuda::ranks_on_gpu_of(places, bootstrap->rank());
   if (cuda::shares_gpu_with_processes(places, bootstrap->rank())) gpu->share_with_processes();
   auto transport = make_transport(std::move(bootstrap), gpu, places);
-  auto leg = topology.num_nodes() > 1 ? transport->make_network_leg() : nullptr;
-  auto executor = cuda::make_gpu_executor(*transport, std::move(gpu), share, std::move(leg));
+  auto path = topology.num_nodes() > 1 ? transport->make_network_path() : nullptr;
+  auto executor = cuda::make_gpu_executor(*transport, std::move(gpu), share, std::move(path));
   return {std::move(transport), std::move(executor)};
 }
 
@@ -70,11 +70,11 @@ World make_gpu_thread_world(std::shared_ptr<Bootstrap> bootstrap, int device,
 }
 
 World make_gpu_process_world(std::shared_ptr<Bootstrap> bootstrap, int device,
-                             std::int32_t ranks_per_node, NetworkWire wire) {
+                             std::int32_t ranks_per_node, NetworkBackend backend) {
   return make_world("make_gpu_process_world", bootstrap, device, ranks_per_node,
                     [&](auto meeting, auto gpu, const auto& places) {
                       return cuda::make_gpu_process_transport(std::move(meeting), ranks_per_node,
-                                                              std::move(gpu), places, wire);
+                                                              std::move(gpu), places, backend);
                     });
 }
 

@@ -15,11 +15,11 @@ constexpr const char* context_name = "DispatchCombineContext";
 }  // namespace
 
 DispatchCombineContext DispatchCombineContext::create(World& world, const EPConfig& config,
-                                                      std::int64_t capacity,
+                                                      std::int64_t capacity_factor,
                                                       const EPDispatchOptions& options) {
-  const Setting mine[] = {{"capacity", concat(capacity)}};
+  const Setting mine[] = {{"capacity", concat(capacity_factor)}};
   return make(world, config, options, context_name, mine,
-              [&] { return rows_of(config, capacity, context_name); });
+              [&] { return rows_of(config, capacity_factor, context_name); });
 }
 
 DispatchCombineContext DispatchCombineContext::with_rows(World& world, const EPConfig& config,
@@ -29,13 +29,13 @@ DispatchCombineContext DispatchCombineContext::with_rows(World& world, const EPC
   return make(world, config, options, context_name, mine, [&] { return rows; });
 }
 
-std::int64_t DispatchCombineContext::rows_of(const EPConfig& config, std::int64_t capacity,
+std::int64_t DispatchCombineContext::rows_of(const EPConfig& config, std::int64_t capacity_factor,
                                              const char* who) {
   const std::int64_t unit = config.max_tokens * config.topk;
   const std::int64_t most = std::numeric_limits<std::int32_t>::max() / unit;
-  require(1 <= capacity && capacity <= most, who, ": capacity = ", capacity, ", expected 1..",
-          most);
-  return unit * capacity;
+  require(1 <= capacity_factor && capacity_factor <= most, who, ": capacity = ", capacity_factor,
+          ", expected 1..", most);
+  return unit * capacity_factor;
 }
 
 DispatchCombineContext DispatchCombineContext::make(World& world, const EPConfig& config,
@@ -60,8 +60,8 @@ DispatchCombineContext DispatchCombineContext::make(World& world, const EPConfig
   DispatchCombineContext context(world, config, options);
   Transport& transport = world.transport();
   ExpertMemory& memory = *context.memory_;
-  memory.board_layout = expert_board_layout(config, options);
-  memory.board = transport.allocate(memory.board_layout.total, "board of experts");
+  memory.workspace_layout = expert_workspace_layout(config, options);
+  memory.workspace = transport.allocate(memory.workspace_layout.total, "workspace of experts");
   context.allocate_windows(rows);
   memory.signals = transport.allocate_signals(
       with_fingerprints(num_layer_signals(config.world_size), config.world_size),
@@ -82,14 +82,14 @@ DispatchCombineContext::~DispatchCombineContext() {
   if (memory_ == nullptr) return;
   Transport& transport = world_->transport();
   for (SymmetricBuffer& window : memory_->dispatch_windows) {
-    transport.abandon(std::move(window.memory));
+    transport.defer_release(std::move(window.memory));
   }
   for (SymmetricBuffer& window : memory_->combine_windows) {
-    transport.abandon(std::move(window.memory));
+    transport.defer_release(std::move(window.memory));
   }
-  for (SymmetricBuffer& window : retired_) transport.abandon(std::move(window.memory));
-  transport.abandon(std::move(memory_->board.memory));
-  transport.abandon(std::move(memory_->signals.memory));
+  for (SymmetricBuffer& window : retired_) transport.defer_release(std::move(window.memory));
+  transport.defer_release(std::move(memory_->workspace.memory));
+  transport.defer_release(std::move(memory_->signals.memory));
 }
 
 void DispatchCombineContext::allocate_windows(std::int64_t rows) {
@@ -112,7 +112,7 @@ void DispatchCombineContext::allocate_windows(std::int64_t rows) {
     }
   }
   memory.window = layout;
-  memory.capacity = rows;
+  memory.capacity_rows = rows;
 }
 
 void DispatchCombineContext::finalize() {
@@ -124,7 +124,7 @@ void DispatchCombineContext::finalize() {
   retired_.clear();
   for (SymmetricBuffer& window : memory.dispatch_windows) transport.release(window);
   for (SymmetricBuffer& window : memory.combine_windows) transport.release(window);
-  transport.release(memory.board);
+  transport.release(memory.workspace);
   transport.release(memory.signals);
 }
 
@@ -136,12 +136,12 @@ DispatchOutputBuffers DispatchCombineContext::reallocate_dispatch_output_buf(
       0 <= dispatch_recv_tokens && dispatch_recv_tokens <= std::numeric_limits<std::int32_t>::max(),
       who, ": dispatch_recv_tokens = ", dispatch_recv_tokens, ", expected 0..",
       std::numeric_limits<std::int32_t>::max());
-  if (dispatch_recv_tokens > capacity()) {
+  if (dispatch_recv_tokens > capacity_rows()) {
     for (SymmetricBuffer& window : retired_) world_->transport().release(window);
     retired_.clear();
     allocate_windows(dispatch_recv_tokens);
   }
-  return buffers(0, capacity());
+  return buffers(0, capacity_rows());
 }
 
 DispatchOutputBuffers DispatchCombineContext::buffers(std::uint32_t parity,
@@ -172,7 +172,9 @@ BarrierAllContext::BarrierAllContext(World& world, bool is_intra_node)
   signals_ = world.transport().allocate_signals(world.topology().ranks_per_node, "barrier_all");
 }
 
-BarrierAllContext::~BarrierAllContext() { world_.transport().abandon(std::move(signals_.memory)); }
+BarrierAllContext::~BarrierAllContext() {
+  world_.transport().defer_release(std::move(signals_.memory));
+}
 
 void BarrierAllContext::barrier_all(const char* operation) {
   if (signals_.local == nullptr) throw TransportError(concat(operation, ": it was finalized"));

@@ -27,12 +27,12 @@ DispatchCombineContext EPAll2AllLayer::make_context(World& world, const EPConfig
   constexpr const char* who = "EPAll2AllLayer";
   const Setting mine[] = {{"enable_local_combine", options.enable_local_combine ? "true" : "false"},
                           {"fixed_rows", concat(options.fixed_rows)},
-                          {"capacity", concat(options.capacity)}};
+                          {"capacity", concat(options.capacity_factor)}};
   return DispatchCombineContext::make(world, config, options.dispatch, who, mine, [&] {
-    require(options.num_sm >= 1, who, ": num_sm = ", options.num_sm, ", expected >= 1");
+    require(options.num_sms >= 1, who, ": num_sms = ", options.num_sms, ", expected >= 1");
     require(options.fixed_rows >= 0, who, ": fixed_rows = ", options.fixed_rows, ", expected >= 0");
     if (options.fixed_rows > 0) return options.fixed_rows;
-    return DispatchCombineContext::rows_of(config, options.capacity, who);
+    return DispatchCombineContext::rows_of(config, options.capacity_factor, who);
   });
 }
 
@@ -49,7 +49,7 @@ EPAll2AllLayer::EPAll2AllLayer(World& world, const EPConfig& config, const EPLay
 EPAll2AllLayer::~EPAll2AllLayer() = default;
 
 CallFingerprint EPAll2AllLayer::fingerprint() const {
-  return detail::layer_fingerprint(config_, options_.dispatch, context_.capacity());
+  return detail::layer_fingerprint(config_, options_.dispatch, context_.capacity_rows());
 }
 
 ExpertCall EPAll2AllLayer::next_call(const char* operation, std::uint64_t number,
@@ -59,7 +59,7 @@ ExpertCall EPAll2AllLayer::next_call(const char* operation, std::uint64_t number
           .memory = &context_.memory(),
           .epoch = epoch_ + 1,
           .parity = static_cast<std::uint32_t>(number % 2),
-          .num_sms = options_.num_sm,
+          .num_sms = options_.num_sms,
           .stream = &stream,
           .fingerprint = fingerprint,
           .may_grow = options_.fixed_rows == 0,
@@ -82,8 +82,8 @@ void EPAll2AllLayer::grow_for(const ExpertTables& tables, const Stream& stream) 
   if (options_.fixed_rows > 0) return;
   const auto counts = tables.wait_counts();
   const std::int64_t rows =
-      grown_output_rows(context_.capacity(), *std::ranges::max_element(counts));
-  if (rows == context_.capacity()) return;
+      grown_output_rows(context_.capacity_rows(), *std::ranges::max_element(counts));
+  if (rows == context_.capacity_rows()) return;
   require_same_layer();
   world_.executor().synchronize(stream);
   (void)context_.reallocate_dispatch_output_buf(rows);
@@ -110,7 +110,7 @@ EPDispatched EPAll2AllLayer::finish_dispatch(const ExpertCall& call,
   ++epoch_;
   ++num_dispatches_;
   ends_with_combine_ = false;
-  usability_.guard([&] {
+  abort_state_.guard([&] {
     grow_for(*begun, *call.stream);
     executor_->dispatch(call, input, *begun);
   });
@@ -131,13 +131,13 @@ EPDispatched EPAll2AllLayer::finish_dispatch(const ExpertCall& call,
 }
 
 EPDispatched EPAll2AllLayer::dispatch(const ExpertDispatchInput& input, Stream stream) {
-  usability_.check("dispatch");
+  abort_state_.check("dispatch");
   detail::check_dispatch_input(config_, options_.dispatch, input, true);
   const ExpertCall call = next_call("dispatch", num_dispatches_, stream,
                                     detail::counting_fingerprint(fingerprint(), input));
   const auto number = static_cast<std::uint32_t>(num_dispatches_ + 1);
   std::shared_ptr<ExpertTables> begun;
-  usability_.guard([&] {
+  abort_state_.guard([&] {
     dispatch_capture_ = realign(call);
     begun = executor_->route(call, input);
   });
@@ -146,7 +146,7 @@ EPDispatched EPAll2AllLayer::dispatch(const ExpertDispatchInput& input, Stream s
 
 EPDispatched EPAll2AllLayer::dispatch(const ExpertDispatchInput& input, const EPLayout& layout,
                                       Stream stream) {
-  usability_.check("dispatch");
+  abort_state_.check("dispatch");
   detail::check_dispatch_input(config_, options_.dispatch, input, false);
   require(layout.layer_ == id_, "dispatch: the layout is not of this layer");
   require(input.tokens.shape[0] == layout.num_tokens_, "dispatch: input has ",
@@ -155,7 +155,7 @@ EPDispatched EPAll2AllLayer::dispatch(const ExpertDispatchInput& input, const EP
       next_call("dispatch", num_dispatches_, stream,
                 detail::known_fingerprint(fingerprint(), input, layout.routing_));
   std::shared_ptr<ExpertTables> begun;
-  usability_.guard([&] {
+  abort_state_.guard([&] {
     dispatch_capture_ = realign(call);
     begun = executor_->enter(call, input, *layout.tables_);
   });
@@ -169,8 +169,8 @@ void EPAll2AllLayer::check_rows(const ExpertCombineInput& input, const EPLayout&
   detail::check_combine_input(config_, input, fixed ? -1 : layout.num_recv_rows(),
                               layout.num_tokens_);
   const std::int64_t rows = input.rows.shape[0];
-  require(rows <= context_.capacity(), "combine: input has ", rows, " rows, expected at most ",
-          context_.capacity());
+  require(rows <= context_.capacity_rows(), "combine: input has ", rows, " rows, expected at most ",
+          context_.capacity_rows());
   const auto counts = layout.tables_->routing().known_counts();
   if (!fixed || counts.empty()) return;
   const std::int64_t arrived = counts[static_cast<std::size_t>(config_.rank)];
@@ -182,9 +182,9 @@ void EPAll2AllLayer::check_rows(const ExpertCombineInput& input, const EPLayout&
 /// Rows that lie in a combine window are what the next combine was to get there.
 void EPAll2AllLayer::check_place(const ConstTensorView& rows) const {
   for (std::uint32_t parity = 0; parity < 2; ++parity) {
-    const TensorView window = context_.combine_rows(parity, context_.capacity());
+    const TensorView window = context_.combine_rows(parity, context_.capacity_rows());
     const std::int64_t bytes =
-        context_.capacity() * config_.hidden * dtype_bytes(config_.token_dtype);
+        context_.capacity_rows() * config_.hidden * dtype_bytes(config_.token_dtype);
     const std::less<const std::byte*> before;
     if (before(rows.data, window.data) || !before(rows.data, window.data + bytes)) continue;
     require(rows.data == window.data && parity == num_combines_ % 2 && num_places_ > 0,
@@ -195,7 +195,7 @@ void EPAll2AllLayer::check_place(const ConstTensorView& rows) const {
 
 void EPAll2AllLayer::combine(const ExpertCombineInput& input, const EPLayout& layout,
                              Stream stream) {
-  usability_.check("combine");
+  abort_state_.check("combine");
   require(layout.layer_ == id_, "combine: the layout is not of this layer");
   check_rows(input, layout);
   check_place(input.rows);
@@ -208,7 +208,7 @@ void EPAll2AllLayer::combine(const ExpertCombineInput& input, const EPLayout& la
   const ExpertCall call =
       next_call("combine", num_combines_, stream,
                 detail::combine_fingerprint(fingerprint(), checked, layout.number_));
-  usability_.guard([&] {
+  abort_state_.guard([&] {
     has_recorded_ = realign(call) != 0 || has_recorded_;
     executor_->combine(call, checked, *layout.tables_);
   });
@@ -228,9 +228,9 @@ bool EPAll2AllLayer::may_take_second_place(const Stream& stream) const {
 
 TensorView EPAll2AllLayer::combine_input(std::int64_t rows, Stream stream) {
   constexpr const char* who = "combine_input";
-  usability_.check(who);
-  require(0 <= rows && rows <= context_.capacity(), who, ": rows = ", rows, ", expected 0..",
-          context_.capacity());
+  abort_state_.check(who);
+  require(0 <= rows && rows <= context_.capacity_rows(), who, ": rows = ", rows, ", expected 0..",
+          context_.capacity_rows());
   require(num_places_ < 2, who,
           ": the places of the next two combines are taken, expected a "
           "combine before the next call");
@@ -239,22 +239,22 @@ TensorView EPAll2AllLayer::combine_input(std::int64_t rows, Stream stream) {
           "place of the combine after the next, expected a combine or a dispatch before the next "
           "call");
   // What a graph has left there others may still read, too.
-  usability_.guard([&] { (void)realign(next_call(who, num_combines_, stream, fingerprint())); });
+  abort_state_.guard([&] { (void)realign(next_call(who, num_combines_, stream, fingerprint())); });
   const std::uint64_t number = num_combines_ + num_places_++;
   return context_.combine_rows(static_cast<std::uint32_t>(number % 2), rows);
 }
 
 void EPAll2AllLayer::ep_barrier_all(Stream stream, bool intra_node_only) {
-  usability_.check("ep_barrier_all");
-  usability_.guard([&] { meetings_->barrier(*executor_, stream, intra_node_only); });
+  abort_state_.check("ep_barrier_all");
+  abort_state_.guard([&] { meetings_->barrier(*executor_, stream, intra_node_only); });
 }
 
 bool EPAll2AllLayer::combine_needs_gradients(const EPLayout& layout, bool mine, bool asks) {
-  usability_.check("combine");
+  abort_state_.check("combine");
   require(layout.layer_ == id_, "combine: the layout is not of this layer");
   if (options_.fixed_rows > 0) return mine;
   bool result = mine;
-  usability_.guard([&] {
+  abort_state_.guard([&] {
     const auto counts = layout.tables_->wait_counts();
     result = meetings_->needs_gradients(counts, num_combines_ + 1, mine, asks);
   });
@@ -262,8 +262,8 @@ bool EPAll2AllLayer::combine_needs_gradients(const EPLayout& layout, bool mine, 
 }
 
 void EPAll2AllLayer::synchronize(Stream stream) {
-  usability_.check("synchronize");
-  usability_.guard([&] { world_.executor().synchronize(stream); });
+  abort_state_.check("synchronize");
+  abort_state_.guard([&] { world_.executor().synchronize(stream); });
   check_overflow();
 }
 
@@ -278,12 +278,12 @@ void EPAll2AllLayer::check_overflow() {
 
 void EPAll2AllLayer::finalize() {
   if (context_.finalized()) return;
-  usability_.check("finalize");
-  usability_.guard([&] {
+  abort_state_.check("finalize");
+  abort_state_.guard([&] {
     context_.finalize();
     meetings_->release();
   });
-  usability_.end("was finalized");
+  abort_state_.end("was finalized");
 }
 
 }  // namespace waybill

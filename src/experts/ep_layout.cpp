@@ -1,11 +1,11 @@
 #include <algorithm>
 
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 #include "waybill/experts/ep_all2all_layer.h"
 
 namespace waybill {
 
-using detail::at;
+using detail::to_size;
 
 namespace {
 
@@ -17,7 +17,9 @@ IndexArray widened(const ConstTensorView& view) { return copied(view).to(DType::
 
 }  // namespace
 
-std::int64_t EPLayout::num_recv_rows() const { return tables_->wait_counts()[at(config_.rank)]; }
+std::int64_t EPLayout::num_recv_rows() const {
+  return tables_->wait_counts()[to_size(config_.rank)];
+}
 
 EPAllToAllLayoutDesc EPLayout::describe() const {
   const ExpertTableViews tables = tables_->views();
@@ -29,8 +31,8 @@ EPAllToAllLayoutDesc EPLayout::describe() const {
   desc.topk_indices_tensor = copied(tables.ids);
   desc.token_dst_scatter_idx = copied(tables.dst_rows);
   if (config_.is_intra_node() && !compact) {
-    desc.skipped_token_mapping_indices = widened(tables.leader_rows);
-    desc.skipped_token_topk_mapping_indices = widened(tables.choice_rows);
+    desc.skipped_token_mapping_indices = widened(tables.primary_rows);
+    desc.skipped_token_topk_mapping_indices = widened(tables.topk_slot_rows);
   }
   desc.recv_expert_counts = copied(tables.expert_counts);
   desc.recv_expert_offsets = copied(tables.expert_offsets);

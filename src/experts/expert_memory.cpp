@@ -30,23 +30,24 @@ std::int64_t payload_row_bytes(const EPConfig& config, const EPDispatchOptions& 
 }  // namespace
 
 ExpertWindowLayout expert_window_layout(const EPConfig& config, const EPDispatchOptions& options,
-                                        std::int64_t capacity) {
+                                        std::int64_t capacity_rows) {
   const bool compact = options.rows == EPRows::compact;
   const std::int64_t weights = compact ? config.topk : 1;
   Parts parts;
   ExpertWindowLayout layout;
-  layout.rows = parts.take(capacity * payload_row_bytes(config, options));
-  layout.tags = parts.take(capacity * static_cast<std::int64_t>(sizeof(RowTag)));
-  layout.scales = parts.take(capacity * num_scales(config, options) * scale_bytes);
-  layout.weights = parts.take(capacity * weights * dtype_bytes(config.weight_dtype));
-  layout.topk = parts.take(compact ? capacity * config.topk * int_bytes : 0);
+  layout.rows = parts.take(capacity_rows * payload_row_bytes(config, options));
+  layout.tags = parts.take(capacity_rows * static_cast<std::int64_t>(sizeof(RowTag)));
+  layout.scales = parts.take(capacity_rows * num_scales(config, options) * scale_bytes);
+  layout.weights = parts.take(capacity_rows * weights * dtype_bytes(config.weight_dtype));
+  layout.topk = parts.take(compact ? capacity_rows * config.topk * int_bytes : 0);
   layout.total = parts.total();
   return layout;
 }
 
-ExpertBoardLayout expert_board_layout(const EPConfig& config, const EPDispatchOptions& options) {
+ExpertWorkspaceLayout expert_workspace_layout(const EPConfig& config,
+                                              const EPDispatchOptions& options) {
   Parts parts;
-  ExpertBoardLayout layout;
+  ExpertWorkspaceLayout layout;
   for (std::int64_t& counts : layout.counts) {
     counts = parts.take(config.world_size * num_counts(config) * int_bytes);
   }
@@ -57,7 +58,7 @@ ExpertBoardLayout expert_board_layout(const EPConfig& config, const EPDispatchOp
   layout.forward_scales = parts.take(tokens * num_scales(config, options) * scale_bytes);
   layout.forward_weights = parts.take(tokens * config.topk * dtype_bytes(config.weight_dtype));
   layout.forward_ids = parts.take(tokens * config.topk * int_bytes);
-  layout.shares = parts.take(tokens * config.hidden * dtype_bytes(config.token_dtype));
+  layout.partial_sums = parts.take(tokens * config.hidden * dtype_bytes(config.token_dtype));
   layout.sums = parts.take(tokens * config.hidden * dtype_bytes(config.token_dtype));
   layout.total = parts.total();
   return layout;

@@ -3,8 +3,8 @@
 #include <atomic>
 #include <cstdint>
 
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 #include "waybill/experts/expert_executor.h"
 #include "waybill/moe/ep_config.h"
 #include "waybill/runtime/executor.h"
@@ -13,7 +13,7 @@
 
 namespace waybill::detail {
 
-/// What the ranks of a layer tell each other in host memory: signals, and pieces of the board.
+/// What the ranks of a layer tell each other in host memory: signals, and pieces of the workspace.
 class ExpertRound {
  public:
   ExpertRound(Transport& transport, const EPConfig& config, const ExpertMemory& memory)
@@ -24,7 +24,7 @@ class ExpertRound {
   }
 
   /// @throws Timeout; Disagreement instead when a rank has said that it means another call
-  void await(ExpertSignal kind, std::int32_t peer, const ExpertCall& call) {
+  void wait_for(ExpertSignal kind, std::int32_t peer, const ExpertCall& call) {
     try {
       (void)transport_.wait(slot(kind, peer), call.epoch, Rank{peer}, call.operation);
     } catch (const Timeout&) {
@@ -37,13 +37,14 @@ class ExpertRound {
   }
 
   /// Raises at the ranks [first, first + count) and waits for all of them, beginning behind this.
-  void meet(ExpertSignal kind, std::int32_t first, std::int32_t count, const ExpertCall& call) {
+  void arrive_and_wait(ExpertSignal kind, std::int32_t first, std::int32_t count,
+                       const ExpertCall& call) {
     const auto other = [&](std::int32_t k) { return first + (config_.rank - first + k) % count; };
     for (std::int32_t k = 1; k < count; ++k) raise(kind, other(k), call);
-    for (std::int32_t k = 1; k < count; ++k) await(kind, other(k), call);
+    for (std::int32_t k = 1; k < count; ++k) wait_for(kind, other(k), call);
   }
 
-  /// Enters the call: waits until all ranks have, and mean the same. @throws as await
+  /// Enters the call: waits until all ranks have, and mean the same. @throws as wait_for
   void enter(const ExpertCall& call) {
     const auto other = [&](std::int32_t k) { return (config_.rank + k) % config_.world_size; };
     for (std::int32_t k = 1; k < config_.world_size; ++k) {
@@ -51,23 +52,23 @@ class ExpertRound {
       raise(ExpertSignal::entered, other(k), call);
     }
     for (std::int32_t k = 1; k < config_.world_size; ++k) {
-      await(ExpertSignal::entered, other(k), call);
+      wait_for(ExpertSignal::entered, other(k), call);
       if (compare(other(k), call)) continue;
       throw InternalError(concat(call.operation, ": rank ", other(k), " entered call ", call.epoch,
                                  " without saying what it means by it"));
     }
   }
 
-  /// Writes a piece to a rank's board.
+  /// Writes a piece to a rank's workspace.
   void post(std::int32_t peer, std::int64_t offset, const void* source, std::int64_t size_bytes) {
-    transport_.put(memory_.board,
+    transport_.put(memory_.workspace,
                    {Rank{peer}, offset, static_cast<const std::byte*>(source), size_bytes});
   }
 
-  /// A place of this rank's board.
+  /// A place of this rank's workspace.
   template <class Element>
   [[nodiscard]] const Element* read(std::int64_t offset) const {
-    return reinterpret_cast<const Element*>(memory_.board.local + offset);
+    return reinterpret_cast<const Element*>(memory_.workspace.local + offset);
   }
 
   void barrier(const ExpertCall& call) { transport_.barrier(call.operation); }

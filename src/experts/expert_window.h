@@ -59,9 +59,10 @@ struct TokenBlock {
 };
 
 /// Writes tokens into the windows of this rank's node: the payload once a rank, to the row of the
-/// first choice there; tags and weights to the row of each choice. Rows past the capacity stay out.
+/// first topk slot there; tags and weights to the row of each topk slot. Rows past the capacity
+/// stay out.
 /// @param windows by local rank
-void deliver(const EPConfig& config, const EPDispatchOptions& options, std::int64_t capacity,
+void deliver(const EPConfig& config, const EPDispatchOptions& options, std::int64_t capacity_rows,
              std::span<const ExpertWindow> windows, const TokenBlock& block);
 
 }  // namespace waybill::detail

@@ -21,7 +21,7 @@ class HostExpertCombine {
         row_bytes_(config.hidden * dtype_bytes(config.token_dtype)),
         round_(transport, config, memory),
         sum_(config.hidden, config.token_dtype),
-        nan_row_(at(row_bytes_), std::byte{0xFF}) {}
+        nan_row_(to_size(row_bytes_), std::byte{0xFF}) {}
 
   void run(const ExpertCall& call, const ExpertCombineInput& input, const HostExpertTables& tables);
 
@@ -33,10 +33,10 @@ class HostExpertCombine {
                  std::int64_t token, const EPCombineOptions& options);
   void share_node(const ExpertCall& call, const HostExpertTables& tables, std::int32_t node,
                   const EPCombineOptions& options);
-  void add_shares(const HostExpertRouting& routing, std::int64_t token);
+  void add_partial_sums(const HostExpertRouting& routing, std::int64_t token);
   void add_biases(const ExpertCombineInput& input, std::int64_t token);
-  [[nodiscard]] std::int64_t share_offset(std::int32_t node, std::int64_t token) const {
-    return memory_.board_layout.shares + (node * config_.max_tokens + token) * row_bytes_;
+  [[nodiscard]] std::int64_t partial_sum_offset(std::int32_t node, std::int64_t token) const {
+    return memory_.workspace_layout.partial_sums + (node * config_.max_tokens + token) * row_bytes_;
   }
 
   const EPConfig& config_;

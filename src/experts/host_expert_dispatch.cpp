@@ -29,7 +29,7 @@ ExpertWindow HostExpertDispatch::own_window(const ExpertCall& call) const {
 
 void HostExpertDispatch::clear_tags(const ExpertCall& call) {
   const ExpertWindow window = own_window(call);
-  for (std::int64_t row = 0; row < memory_.capacity; ++row) window.tag(row).source_rank = -1;
+  for (std::int64_t row = 0; row < memory_.capacity_rows; ++row) window.tag(row).source_rank = -1;
   cleared_window_ = memory_.dispatch_windows[call.parity].local;
 }
 
@@ -39,23 +39,23 @@ std::shared_ptr<HostExpertTables> HostExpertDispatch::route(const ExpertCall& ca
   const auto ids = read_expert_ids(config_, options_, input.ids, call.operation);
   routing->positions = read_positions(input.full_scatter_indices);
   if (!routing->positions.empty()) clear_tags(call);
-  const auto counts = count_choices(config_, ids);
+  const auto counts = count_topk_slots(config_, ids);
   const std::int64_t size_bytes =
       num_counts(config_) * static_cast<std::int64_t>(sizeof(counts[0]));
-  const std::int64_t board = memory_.board_layout.counts[call.parity];
+  const std::int64_t workspace = memory_.workspace_layout.counts[call.parity];
   for (std::int32_t r = 0; r < config_.world_size; ++r) {
-    round_.post(r, board + config_.rank * size_bytes, counts.data(), size_bytes);
+    round_.post(r, workspace + config_.rank * size_bytes, counts.data(), size_bytes);
   }
   round_.enter(call);
-  routing->rows = locate_rows(
-      config_, options_,
-      {round_.read<std::int32_t>(board), at(num_counts(config_)) * at(config_.world_size)});
-  routing->dst_rows.assign(at(slice(config_.num_nodes()) * config_.topk), -1);
+  routing->rows = locate_rows(config_, options_,
+                              {round_.read<std::int32_t>(workspace),
+                               to_size(num_counts(config_)) * to_size(config_.world_size)});
+  routing->dst_rows.assign(to_size(slice(config_.num_nodes()) * config_.topk), -1);
   if (config_.is_intra_node()) {
     routing->ids = ids;
   } else {
     routing->ids.assign(routing->dst_rows.size(), -1);
-    routing->send_reqs.assign(at(slice(config_.num_nodes()) * 2), -1);
+    routing->send_reqs.assign(to_size(slice(config_.num_nodes()) * 2), -1);
     std::ranges::copy(ids, routing->ids_of(routing->own_node()).begin());
   }
   place_own(*routing);
@@ -81,14 +81,14 @@ void HostExpertDispatch::take_weights(const ExpertDispatchInput& input,
   const auto own = routing.ids_of(routing.own_node());
   if (own.empty()) return;
   std::memcpy(tables.weights_of(routing.own_node()), input.weights.data,
-              own.size() * at(dtype_bytes(config_.weight_dtype)));
+              own.size() * to_size(dtype_bytes(config_.weight_dtype)));
 }
 
 void HostExpertDispatch::place(std::int32_t node, HostExpertRouting& routing) const {
   const std::int32_t source = routing.peer(node);
   const auto ids = routing.ids_of(node);
   if (routing.positions.empty()) {
-    const auto places = place_choices(config_, options_, routing.rows, source, ids);
+    const auto places = place_topk_slots(config_, options_, routing.rows, source, ids);
     const auto out = routing.places_of(node);
     for (std::size_t i = 0; i < ids.size(); ++i) {
       const std::int32_t rank = config_.rank_of_expert(ids[i]);
@@ -97,8 +97,9 @@ void HostExpertDispatch::place(std::int32_t node, HostExpertRouting& routing) co
     return;
   }
   std::int64_t first = 0;
-  for (std::int32_t r = 0; r < source; ++r) first += routing.rows.num_input_tokens[at(r)];
-  const auto positions = std::span(routing.positions).subspan(at(first * config_.topk), ids.size());
+  for (std::int32_t r = 0; r < source; ++r) first += routing.rows.num_input_tokens[to_size(r)];
+  const auto positions =
+      std::span(routing.positions).subspan(to_size(first * config_.topk), ids.size());
   std::ranges::copy(
       place_by_scatter_indices(config_, routing.rows, source, ids, positions, "dispatch"),
       routing.places_of(node).begin());
@@ -120,9 +121,9 @@ void HostExpertDispatch::place_own(HostExpertRouting& routing) const {
 void HostExpertDispatch::place_forwarded(std::int32_t node, HostExpertRouting& routing) const {
   const auto ids = routing.ids_of(node);
   const std::int64_t entry = slice(node) * config_.topk;
-  const ExpertBoardLayout& board = memory_.board_layout;
+  const ExpertWorkspaceLayout& workspace = memory_.workspace_layout;
   const auto* const from = round_.read<std::int32_t>(
-      board.forward_ids + entry * static_cast<std::int64_t>(sizeof(std::int32_t)));
+      workspace.forward_ids + entry * static_cast<std::int64_t>(sizeof(std::int32_t)));
   std::copy_n(from, ids.size(), ids.begin());
   try {
     place(node, routing);
@@ -139,12 +140,12 @@ void HostExpertDispatch::prepare_payload(const ExpertDispatchInput& input) {
   const std::int64_t tokens = input.tokens.shape[0];
   payload_ = {.source_rank = config_.rank, .rows = input.tokens.data, .scales = input.scales.data};
   if (options_.payload != EPPayload::quantized) return;
-  const auto hidden = at(config_.hidden);
-  const auto scales = at(num_scales(config_, options_));
-  quantized_rows_.resize(at(tokens) * hidden);
-  quantized_scales_.resize(at(tokens) * scales);
-  for (std::size_t t = 0; t < at(tokens); ++t) {
-    quantize_row(input.tokens.data + t * hidden * at(dtype_bytes(input.tokens.dtype)),
+  const auto hidden = to_size(config_.hidden);
+  const auto scales = to_size(num_scales(config_, options_));
+  quantized_rows_.resize(to_size(tokens) * hidden);
+  quantized_scales_.resize(to_size(tokens) * scales);
+  for (std::size_t t = 0; t < to_size(tokens); ++t) {
+    quantize_row(input.tokens.data + t * hidden * to_size(dtype_bytes(input.tokens.dtype)),
                  input.tokens.dtype,
                  {reinterpret_cast<std::uint8_t*>(quantized_rows_.data()) + t * hidden, hidden},
                  std::span(quantized_scales_).subspan(t * scales, scales));
@@ -155,7 +156,7 @@ void HostExpertDispatch::prepare_payload(const ExpertDispatchInput& input) {
 
 void HostExpertDispatch::send_to_node(const ExpertCall& call, std::int32_t node,
                                       const HostExpertTables& tables) {
-  const ExpertBoardLayout& board = memory_.board_layout;
+  const ExpertWorkspaceLayout& workspace = memory_.workspace_layout;
   const ExpertWindow window = own_window(call);
   const HostExpertRouting& routing = tables.routing();
   const std::int32_t peer = routing.peer(node);
@@ -170,17 +171,18 @@ void HostExpertDispatch::send_to_node(const ExpertCall& call, std::int32_t node,
       round_.post(peer, part + (slice(own) + starts[slot]) * bytes, from + starts[slot] * bytes,
                   (ends[slot] - starts[slot]) * bytes);
     };
-    send(board.forward_rows, payload_.rows, window.row_bytes());
-    if (window.scale_bytes() > 0) send(board.forward_scales, payload_.scales, window.scale_bytes());
+    send(workspace.forward_rows, payload_.rows, window.row_bytes());
+    if (window.scale_bytes() > 0)
+      send(workspace.forward_scales, payload_.scales, window.scale_bytes());
   }
   const std::int64_t entry = slice(own) * config_.topk;
   if (!ids.empty()) {
     const auto count = std::ssize(ids);
     const auto id_bytes = static_cast<std::int64_t>(sizeof(ids[0]));
-    round_.post(peer, board.forward_ids + entry * id_bytes, ids.data(), count * id_bytes);
+    round_.post(peer, workspace.forward_ids + entry * id_bytes, ids.data(), count * id_bytes);
     if (const std::byte* const weights = tables.weights_of(own); weights != nullptr) {
       const std::int64_t bytes = window.weight_bytes();
-      round_.post(peer, board.forward_weights + entry * bytes, weights, count * bytes);
+      round_.post(peer, workspace.forward_weights + entry * bytes, weights, count * bytes);
     }
   }
   round_.raise(ExpertSignal::forwarded, peer, call);
@@ -189,7 +191,7 @@ void HostExpertDispatch::send_to_node(const ExpertCall& call, std::int32_t node,
 /// Tokens of another node's rank, which are here, to the ranks of this node.
 void HostExpertDispatch::take_from_node(const ExpertCall& call, std::int32_t node,
                                         HostExpertTables& tables) {
-  const ExpertBoardLayout& board = memory_.board_layout;
+  const ExpertWorkspaceLayout& workspace = memory_.workspace_layout;
   const ExpertWindow window = own_window(call);
   if (HostExpertRouting* const made = tables.being_made(); made != nullptr) {
     place_forwarded(node, *made);
@@ -197,12 +199,13 @@ void HostExpertDispatch::take_from_node(const ExpertCall& call, std::int32_t nod
   if (std::byte* const weights = tables.weights_of(node); weights != nullptr) {
     const std::int64_t entry = slice(node) * config_.topk;
     std::memcpy(weights,
-                round_.read<std::byte>(board.forward_weights + entry * window.weight_bytes()),
-                tables.routing().ids_of(node).size() * at(window.weight_bytes()));
+                round_.read<std::byte>(workspace.forward_weights + entry * window.weight_bytes()),
+                tables.routing().ids_of(node).size() * to_size(window.weight_bytes()));
   }
   TokenBlock block;
-  block.rows = round_.read<std::byte>(board.forward_rows + slice(node) * window.row_bytes());
-  block.scales = round_.read<std::byte>(board.forward_scales + slice(node) * window.scale_bytes());
+  block.rows = round_.read<std::byte>(workspace.forward_rows + slice(node) * window.row_bytes());
+  block.scales =
+      round_.read<std::byte>(workspace.forward_scales + slice(node) * window.scale_bytes());
   deliver_from(node, block, tables, call);
 }
 
@@ -214,7 +217,7 @@ void HostExpertDispatch::deliver_from(std::int32_t node, const TokenBlock& paylo
   const std::int32_t local = config_.local_world_size;
   std::vector<ExpertWindow> windows;
   for (std::int32_t r = 0; r < local; ++r) {
-    const auto rank = at(routing.own_node() * local + r);
+    const auto rank = to_size(routing.own_node() * local + r);
     windows.emplace_back(config_, options_, memory_,
                          memory_.dispatch_windows[call.parity].peers[rank]);
   }
@@ -223,7 +226,7 @@ void HostExpertDispatch::deliver_from(std::int32_t node, const TokenBlock& paylo
   block.weights = tables.weights_of(node);
   block.ids = routing.ids_of(node);
   block.places = routing.places_of(node);
-  deliver(config_, options_, memory_.capacity, windows, block);
+  deliver(config_, options_, memory_.capacity_rows, windows, block);
 }
 
 void HostExpertDispatch::run(const ExpertCall& call, const ExpertDispatchInput& input,
@@ -241,11 +244,11 @@ void HostExpertDispatch::run(const ExpertCall& call, const ExpertDispatchInput& 
   deliver_from(own, payload_, tables, call);
   for (std::int32_t k = 1; k < nodes; ++k) {
     const std::int32_t node = (own + nodes - k) % nodes;
-    round_.await(ExpertSignal::forwarded, routing.peer(node), call);
+    round_.wait_for(ExpertSignal::forwarded, routing.peer(node), call);
     take_from_node(call, node, tables);
   }
-  round_.meet(ExpertSignal::arrived, own * config_.local_world_size, config_.local_world_size,
-              call);
+  round_.arrive_and_wait(ExpertSignal::arrived, own * config_.local_world_size,
+                         config_.local_world_size, call);
   if (checks_positions) check_positions(call, routing);
   finish_rows(call, tables);
   tables.finish();
@@ -255,7 +258,7 @@ void HostExpertDispatch::check_positions(const ExpertCall& call,
                                          const HostExpertRouting& routing) const {
   require(routing.wrong_positions.empty(), routing.wrong_positions);
   const ExpertWindow window = own_window(call);
-  for (std::int64_t row = 0; row < routing.num_rows(memory_.capacity); ++row) {
+  for (std::int64_t row = 0; row < routing.num_rows(memory_.capacity_rows); ++row) {
     require(window.tag(row).source_rank >= 0, call.operation, ": full_scatter_indices leave row ",
             row, " of rank ", config_.rank,
             " empty: they are no bijection, or those of another rank were refused");
@@ -265,30 +268,30 @@ void HostExpertDispatch::check_positions(const ExpertCall& call,
 void HostExpertDispatch::finish_rows(const ExpertCall& call, HostExpertTables& tables) const {
   const HostExpertRouting& routing = tables.routing();
   const ExpertWindow window = own_window(call);
-  const std::int64_t count = routing.num_rows(memory_.capacity);
+  const std::int64_t count = routing.num_rows(memory_.capacity_rows);
   const bool has_weights = tables.has_weights();
   const std::int64_t experts = config_.num_experts_per_rank();
   if (options_.rows == EPRows::grouped) {
     const std::int32_t* const first =
         routing.rows.expert_offsets.data() + config_.rank * (experts + 1);
     for (std::int64_t p = 0; p < experts; ++p) {
-      const std::int32_t used = routing.rows.expert_counts[at(config_.rank * experts + p)];
-      const std::int64_t end = std::min<std::int64_t>(first[p + 1], memory_.capacity);
+      const std::int32_t used = routing.rows.expert_counts[to_size(config_.rank * experts + p)];
+      const std::int64_t end = std::min<std::int64_t>(first[p + 1], memory_.capacity_rows);
       for (std::int64_t row = first[p] + used; row < end; ++row) window.clear(row, has_weights);
     }
   }
   for (std::int64_t row = 0; row < count; ++row) {
-    const std::int32_t leader = window.tag(row).leader;
-    if (leader >= 0 && leader != row) window.copy(leader, row);
+    const std::int32_t primary_row = window.tag(row).primary_row;
+    if (primary_row >= 0 && primary_row != row) window.copy(primary_row, row);
   }
   if (HostExpertRouting* const made = tables.being_made(); made != nullptr) {
-    made->read_tags({&window.tag(0), at(count)});
+    made->read_tags({&window.tag(0), to_size(count)});
     if (options_.rows == EPRows::compact) {
-      made->read_topk({window.topk(0), at(count * config_.topk)});
+      made->read_topk({window.topk(0), to_size(count * config_.topk)});
     }
   }
   if (!has_weights) return;
-  const auto bytes = at(count * window.weights_per_row() * window.weight_bytes());
+  const auto bytes = to_size(count * window.weights_per_row() * window.weight_bytes());
   tables.recv_weights.assign(window.weights(0), window.weights(0) + bytes);
 }
 

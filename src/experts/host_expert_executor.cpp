@@ -34,7 +34,8 @@ class HostExpertExecutor final : public ExpertExecutor {
                 ExpertTables& begun) override {
     auto& tables = static_cast<HostExpertTables&>(begun);
     const std::int64_t largest = tables.routing().rows.largest_recv_rows;
-    if (largest > std::max(memory_.capacity, overflow_.rows)) overflow_ = {largest, call.epoch};
+    if (largest > std::max(memory_.capacity_rows, overflow_.rows))
+      overflow_ = {largest, call.epoch};
     dispatch_.run(call, input, tables);
   }
 

@@ -25,7 +25,7 @@ class HostExpertRouting final : public ExpertRouting {
     return rows.num_recv_rows;
   }
 
-  /// The ids of one node's rank of this local index, and the places of its choices: [T, K].
+  /// The ids of one node's rank of this local index, and the places of its topk slots: [T, K].
   [[nodiscard]] std::span<std::int32_t> ids_of(std::int32_t node);
   [[nodiscard]] std::span<std::int32_t> places_of(std::int32_t node);
   [[nodiscard]] std::span<const std::int32_t> ids_of(std::int32_t node) const;
@@ -41,8 +41,8 @@ class HostExpertRouting final : public ExpertRouting {
   }
   [[nodiscard]] std::int32_t own_node() const { return config_.rank / config_.local_world_size; }
 
-  /// Rows that this rank received, of a window with `capacity`.
-  [[nodiscard]] std::int64_t num_rows(std::int64_t capacity) const;
+  /// Rows that this rank received, of a window with `capacity_rows`.
+  [[nodiscard]] std::int64_t num_rows(std::int64_t capacity_rows) const;
 
   /// What the tags say: which rows are of the same token.
   void read_tags(std::span<const RowTag> received);
@@ -54,9 +54,9 @@ class HostExpertRouting final : public ExpertRouting {
   std::vector<std::int32_t> dst_rows;   ///< [N, M, K]
   std::vector<std::int32_t> send_reqs;  ///< several nodes: [N, 2, M]
   std::vector<RowTag> tags;             ///< [R]
-  std::vector<std::int32_t> leader_rows;  ///< [R]
-  std::vector<std::int32_t> choice_rows;  ///< [R, K]
-  std::vector<std::int32_t> recv_topk;    ///< compact rows: [R, K]
+  std::vector<std::int32_t> primary_rows;    ///< [R]
+  std::vector<std::int32_t> topk_slot_rows;  ///< [R, K]
+  std::vector<std::int32_t> recv_topk;       ///< compact rows: [R, K]
   std::vector<std::int32_t> compact_to_grouped;
   std::vector<std::int32_t> grouped_to_compact;
   std::vector<std::int64_t> positions;  ///< full_scatter_indices, [sum of T, K]; empty without
@@ -87,7 +87,7 @@ class HostExpertTables final : public ExpertTables {
   [[nodiscard]] HostExpertRouting* being_made() const { return being_made_.get(); }
   void finish() { being_made_.reset(); }
 
-  /// Room for the weights of all choices.
+  /// Room for the weights of all topk slots.
   void carry_weights();
   [[nodiscard]] bool has_weights() const { return has_weights_; }
   /// Of one node's rank of this local index: [T, K] of weight_dtype; null without weights.

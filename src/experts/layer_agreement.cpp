@@ -47,7 +47,7 @@ std::vector<Setting> layer_settings(const EPConfig& config, const EPDispatchOpti
 }
 
 CallFingerprint layer_fingerprint(const EPConfig& config, const EPDispatchOptions& options,
-                                  std::int64_t capacity) {
+                                  std::int64_t capacity_rows) {
   CallFingerprint fingerprint;
   fingerprint.formats = Hash()
                             .add(config.hidden)
@@ -64,7 +64,7 @@ CallFingerprint layer_fingerprint(const EPConfig& config, const EPDispatchOption
                             .add(options.dropped(config))
                             .add(static_cast<std::int32_t>(options.rows))
                             .add(options.expert_alignment)
-                            .add(capacity)
+                            .add(capacity_rows)
                             .value();
   return fingerprint;
 }

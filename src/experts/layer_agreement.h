@@ -16,10 +16,10 @@ namespace waybill::detail {
                                                   const EPDispatchOptions& options);
 
 /// What a call means that has no inputs yet: format and options of the layer.
-/// @param capacity rows of the windows
+/// @param capacity_rows rows of the windows
 [[nodiscard]] CallFingerprint layer_fingerprint(const EPConfig& config,
                                                 const EPDispatchOptions& options,
-                                                std::int64_t capacity);
+                                                std::int64_t capacity_rows);
 
 /// The same of a dispatch with counting.
 [[nodiscard]] CallFingerprint counting_fingerprint(CallFingerprint layer,

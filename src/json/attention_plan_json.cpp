@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "parts.h"
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 #include "waybill/core/topology.h"
 #include "waybill/json/file.h"
 
@@ -154,7 +154,7 @@ RelaySchedule read_relay(const JsonNode& node) {
 }
 
 void check_table(const JsonNode& node, std::size_t got, const AttentionPlan& plan) {
-  if (got != at(plan.plan.world_size))
+  if (got != to_size(plan.plan.world_size))
     node.fail_text(concat(got, " entries, expected ", plan.plan.world_size, ": one a rank"));
 }
 

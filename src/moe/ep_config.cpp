@@ -53,7 +53,7 @@ void EPDispatchOptions::check(const EPConfig& config, const char* who) const {
 }
 
 std::int64_t most_recv_rows(const EPConfig& config, const EPDispatchOptions& options) {
-  // Repeated experts are allowed, so all choices of all ranks may meet on one rank.
+  // Repeated experts are allowed, so all topk slots of all ranks may meet on one rank.
   const std::int64_t grouped = config.world_size * config.max_tokens * config.topk +
                                config.num_experts_per_rank() * (options.expert_alignment - 1);
   return options.rows == EPRows::grouped ? grouped : config.world_size * config.max_tokens;

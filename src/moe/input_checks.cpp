@@ -2,14 +2,14 @@
 
 #include <cstring>
 
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {
 
 void check_entries(std::size_t entries, const EPConfig& config, const char* who, const char* name) {
-  require(entries == at(config.world_size), who, ": ", name, " has ", entries,
+  require(entries == to_size(config.world_size), who, ": ", name, " has ", entries,
           " entries, expected one for each of ", config.world_size, " ranks");
 }
 
@@ -18,7 +18,7 @@ HostTensor copy_rows(const ConstTensorView& view) {
   const std::int64_t row_bytes = view.shape[1] * dtype_bytes(view.dtype);
   for (std::int64_t row = 0; row < view.shape[0] && row_bytes > 0; ++row) {
     std::memcpy(result.bytes().data() + row * row_bytes,
-                view.data + row * view.strides[0] * dtype_bytes(view.dtype), at(row_bytes));
+                view.data + row * view.strides[0] * dtype_bytes(view.dtype), to_size(row_bytes));
   }
   return result;
 }
@@ -34,7 +34,7 @@ std::vector<std::int64_t> read_positions(const EPConfig& config, const EPDispatc
           ": full_scatter_indices is ", view.dtype, ", expected int32 or int64");
   require(view.shape == Shape{total_tokens, config.topk}, who, ": full_scatter_indices has shape ",
           to_string(view.shape), ", expected [", total_tokens, ", ", config.topk,
-          "]: the choices of all ranks");
+          "]: the topk slots of all ranks");
   std::vector<std::int64_t> positions;
   for (std::int64_t t = 0; t < total_tokens; ++t) {
     for (std::int64_t k = 0; k < config.topk; ++k) {
@@ -74,7 +74,7 @@ CheckedInputs check_inputs(const EPConfig& config, const EPDispatchOptions& opti
 
   CheckedInputs checked;
   std::int64_t total_tokens = 0;
-  for (std::size_t r = 0; r < at(config.world_size); ++r) {
+  for (std::size_t r = 0; r < to_size(config.world_size); ++r) {
     const ConstTensorView& tokens = inputs.tokens[r];
     require(tokens.ndim() == 2, who, ": tokens[", r, "] has shape ", to_string(tokens.shape),
             ", expected [num_tokens, ", config.hidden, "]");

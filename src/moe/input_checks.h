@@ -10,7 +10,7 @@ namespace waybill::detail {
 
 /// The inputs of all ranks, checked, in one form.
 struct CheckedInputs {
-  std::vector<std::vector<std::int32_t>> ids;  ///< [W] x [T, topk]; a dropped choice num_experts
+  std::vector<std::vector<std::int32_t>> ids;  ///< [W] x [T, topk]; a dropped topk slot num_experts
   std::vector<HostTensor> weights;             ///< none, or [W] x [T, topk]
   std::vector<std::int64_t> positions;         ///< full_scatter_indices; empty without
 };

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {
@@ -22,22 +22,22 @@ void fill_columns(const ExpertDispatch& dispatch, std::int32_t rank, bool positi
   const EPConfig& config = dispatch.config;
   const std::int64_t entries = config.max_tokens * config.topk;
   const std::int32_t local = config.local_world_size;
-  std::vector<std::int32_t> ids(at(config.num_nodes() * entries), -1);
+  std::vector<std::int32_t> ids(to_size(config.num_nodes() * entries), -1);
   std::vector<std::int32_t> rows(ids.size(), -1);
   for (std::int32_t node = 0; node < config.num_nodes(); ++node) {
-    const auto peer = at(node * local + rank % local);
+    const auto peer = to_size(node * local + rank % local);
     const auto& peer_ids = dispatch.ids[peer];
     std::ranges::copy(peer_ids, ids.begin() + node * entries);
     for (std::size_t i = 0; i < peer_ids.size(); ++i) {
       const bool here = config.rank_of_expert(peer_ids[i]) / local == rank / local;
-      if (here || positions_given) rows[at(node * entries) + i] = dispatch.dst_row[peer][i];
+      if (here || positions_given) rows[to_size(node * entries) + i] = dispatch.dst_row[peer][i];
     }
   }
   const Shape shape{config.num_nodes(), config.max_tokens, config.topk};
   desc.token_dst_scatter_idx = int32_array(rows, shape);
   if (config.is_intra_node()) {
     desc.topk_indices_tensor =
-        int32_array(dispatch.ids[at(rank)], {desc.num_dispatch_token_cur_rank, config.topk});
+        int32_array(dispatch.ids[to_size(rank)], {desc.num_dispatch_token_cur_rank, config.topk});
   } else {
     desc.topk_indices_tensor = int32_array(ids, shape);
   }
@@ -50,11 +50,11 @@ void fill_send_requests(const ExpertDispatch& dispatch, std::int32_t rank,
   if (config.is_intra_node()) return;
   const std::int64_t plane = 2 * config.max_tokens;
   const std::int32_t own = rank / config.local_world_size;
-  std::vector<std::int32_t> received(at(config.num_nodes() * plane), -1);
+  std::vector<std::int32_t> received(to_size(config.num_nodes() * plane), -1);
   for (std::int32_t node = 0; node < config.num_nodes(); ++node) {
     if (node == own) continue;
     const std::int32_t peer = node * config.local_world_size + rank % config.local_world_size;
-    const auto sent = node_send_requests(config, peer, dispatch.ids[at(peer)]);
+    const auto sent = node_send_requests(config, peer, dispatch.ids[to_size(peer)]);
     std::copy_n(sent.begin() + own * plane, plane, received.begin() + node * plane);
   }
   desc.send_reqs_recv_tensor = int32_array(received, {config.num_nodes(), 2, config.max_tokens});
@@ -65,23 +65,23 @@ void fill_duplicate_maps(const ExpertDispatch& dispatch, std::int32_t rank,
                          EPAllToAllLayoutDesc& desc) {
   const EPConfig& config = dispatch.config;
   if (!config.is_intra_node() || dispatch.options.rows == EPRows::compact) return;
-  const std::int64_t count = dispatch.rows.num_recv_rows[at(rank)];
-  std::vector<std::int32_t> leader(at(count), -1);
-  std::vector<std::int32_t> choices(at(count * config.topk), -1);
+  const std::int64_t count = dispatch.rows.num_recv_rows[to_size(rank)];
+  std::vector<std::int32_t> primary_row(to_size(count), -1);
+  std::vector<std::int32_t> topk_slots(to_size(count * config.topk), -1);
   for (std::size_t src = 0; src < dispatch.ids.size(); ++src) {
     std::int32_t first = -1;
     for (std::size_t i = 0; i < dispatch.ids[src].size(); ++i) {
-      const auto choice = static_cast<std::int64_t>(i) % config.topk;
-      if (choice == 0) first = -1;
+      const auto topk_slot = static_cast<std::int64_t>(i) % config.topk;
+      if (topk_slot == 0) first = -1;
       if (config.rank_of_expert(dispatch.ids[src][i]) != rank) continue;
       const std::int32_t row = dispatch.dst_row[src][i];
       if (first < 0) first = row;
-      leader[at(row)] = first;
-      choices[at(std::int64_t{first} * config.topk + choice)] = row;
+      primary_row[to_size(row)] = first;
+      topk_slots[to_size(std::int64_t{first} * config.topk + topk_slot)] = row;
     }
   }
-  desc.skipped_token_mapping_indices = int64_array(leader, {count});
-  desc.skipped_token_topk_mapping_indices = int64_array(choices, {count, config.topk});
+  desc.skipped_token_mapping_indices = int64_array(primary_row, {count});
+  desc.skipped_token_topk_mapping_indices = int64_array(topk_slots, {count, config.topk});
 }
 
 /// Between compact rows and the rows that a grouped dispatch would have given.
@@ -92,21 +92,21 @@ void fill_compact_maps(const ExpertDispatch& dispatch, std::int32_t rank,
   EPDispatchOptions grouped = dispatch.options;
   grouped.rows = EPRows::grouped;
   const std::int64_t experts = config.num_experts_per_rank();
-  const std::int64_t count = dispatch.rows.num_recv_rows[at(rank)];
-  const std::int64_t places = dispatch.rows.expert_offsets[at(rank * (experts + 1) + experts)];
-  std::vector<std::int32_t> topk(at(count * config.topk), -1);
+  const std::int64_t count = dispatch.rows.num_recv_rows[to_size(rank)];
+  const std::int64_t places = dispatch.rows.expert_offsets[to_size(rank * (experts + 1) + experts)];
+  std::vector<std::int32_t> topk(to_size(count * config.topk), -1);
   std::vector<std::int32_t> to_grouped(topk.size(), -1);
-  std::vector<std::int32_t> to_compact(at(places), -1);
+  std::vector<std::int32_t> to_compact(to_size(places), -1);
   for (std::int32_t src = 0; src < config.world_size; ++src) {
-    const auto& ids = dispatch.ids[at(src)];
-    const auto place = place_choices(config, grouped, dispatch.rows, src, ids);
+    const auto& ids = dispatch.ids[to_size(src)];
+    const auto place = place_topk_slots(config, grouped, dispatch.rows, src, ids);
     for (std::size_t i = 0; i < ids.size(); ++i) {
       if (config.rank_of_expert(ids[i]) != rank) continue;
-      const std::int32_t row = dispatch.dst_row[at(src)][i];
-      const std::size_t entry = at(std::int64_t{row} * config.topk) + i % at(config.topk);
+      const std::int32_t row = dispatch.dst_row[to_size(src)][i];
+      const std::size_t entry = to_size(std::int64_t{row} * config.topk) + i % to_size(config.topk);
       topk[entry] = static_cast<std::int32_t>(ids[i] % experts);
       to_grouped[entry] = place[i];
-      to_compact[at(place[i])] = row;
+      to_compact[to_size(place[i])] = row;
     }
   }
   desc.recv_topk_indices = int32_array(topk, {count, config.topk});
@@ -125,7 +125,7 @@ void fill_layouts(ExpertDispatch& dispatch, bool positions_given) {
   };
   for (std::int32_t rank = 0; rank < config.world_size; ++rank) {
     EPAllToAllLayoutDesc desc;
-    desc.num_dispatch_token_cur_rank = dispatch.rows.num_input_tokens[at(rank)];
+    desc.num_dispatch_token_cur_rank = dispatch.rows.num_input_tokens[to_size(rank)];
     desc.num_input_tokens_per_rank = part(dispatch.rows.num_input_tokens, 0, config.world_size);
     desc.recv_expert_counts = part(dispatch.rows.expert_counts, rank * experts, experts);
     desc.recv_expert_offsets =

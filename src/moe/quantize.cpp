@@ -3,15 +3,15 @@
 #include <cmath>
 #include <cstring>
 
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
 #include "waybill/core/float8_convert.h"
 #include "waybill/core/float_convert.h"
+#include "waybill/core/to_size.h"
 #include "waybill/moe/ep_config.h"
 
 namespace waybill {
 
-using detail::at;
+using detail::to_size;
 
 namespace {
 
@@ -23,7 +23,7 @@ float element_at(const void* row, std::size_t idx, DType dtype) {
 
 float largest_of(const void* row, std::size_t first, DType dtype) {
   float largest = 0;
-  for (std::size_t i = 0; i < at(scale_group); ++i) {
+  for (std::size_t i = 0; i < to_size(scale_group); ++i) {
     const float size = std::fabs(element_at(row, first + i, dtype));
     if (!(size <= largest)) largest = size;  // also when it is NaN
     if (std::isnan(largest)) break;
@@ -37,13 +37,14 @@ void quantize_row(const void* row, DType dtype, std::span<std::uint8_t> elements
                   std::span<float> scales) {
   require(dtype == DType::float32 || dtype == DType::float16 || dtype == DType::bfloat16,
           "quantize_row: dtype = ", dtype, ", expected float32, float16 or bfloat16");
-  require(elements.size() == scales.size() * at(scale_group), "quantize_row: ", elements.size(),
-          " elements for ", scales.size(), " scales, expected ", scale_group, " for each");
+  require(elements.size() == scales.size() * to_size(scale_group),
+          "quantize_row: ", elements.size(), " elements for ", scales.size(), " scales, expected ",
+          scale_group, " for each");
   for (std::size_t g = 0; g < scales.size(); ++g) {
-    const std::size_t first = g * at(scale_group);
+    const std::size_t first = g * to_size(scale_group);
     const float scale = largest_of(row, first, dtype) * (1.0F / 448.0F);
     scales[g] = scale;
-    for (std::size_t i = first; i < first + at(scale_group); ++i) {
+    for (std::size_t i = first; i < first + to_size(scale_group); ++i) {
       const float element = scale == 0 ? 0.0F : element_at(row, i, dtype) / scale;
       elements[i] = float_to_float8_e4m3fn(element);
     }
@@ -54,10 +55,11 @@ void dequantize_row(std::span<const std::uint8_t> elements, std::span<const floa
                     void* row, DType dtype) {
   require(dtype == DType::float32 || dtype == DType::float16 || dtype == DType::bfloat16,
           "dequantize_row: dtype = ", dtype, ", expected float32, float16 or bfloat16");
-  require(elements.size() == scales.size() * at(scale_group), "dequantize_row: ", elements.size(),
-          " elements for ", scales.size(), " scales, expected ", scale_group, " for each");
+  require(elements.size() == scales.size() * to_size(scale_group),
+          "dequantize_row: ", elements.size(), " elements for ", scales.size(),
+          " scales, expected ", scale_group, " for each");
   for (std::size_t i = 0; i < elements.size(); ++i) {
-    const float value = float8_e4m3fn_to_float(elements[i]) * scales[i / at(scale_group)];
+    const float value = float8_e4m3fn_to_float(elements[i]) * scales[i / to_size(scale_group)];
     if (dtype == DType::float32) {
       static_cast<float*>(row)[i] = value;
     } else {

@@ -2,13 +2,13 @@
 
 #include <algorithm>
 
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
 #include "waybill/core/float_convert.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill {
 
-using detail::at;
+using detail::to_size;
 
 namespace {
 
@@ -31,7 +31,7 @@ void visit_row(const std::byte* row, DType dtype, std::size_t count, Visit&& vis
 }  // namespace
 
 RowAccumulator::RowAccumulator(std::int64_t hidden, DType dtype)
-    : dtype_(dtype), sums_(at(hidden)) {
+    : dtype_(dtype), sums_(to_size(hidden)) {
   require(dtype == DType::float32 || dtype == DType::float16 || dtype == DType::bfloat16,
           "RowAccumulator: dtype = ", dtype, ", expected float32, float16 or bfloat16");
 }

@@ -4,13 +4,13 @@
 
 #include "input_checks.h"
 #include "layout_desc.h"
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 #include "waybill/moe/quantize.h"
 
 namespace waybill {
 
-using detail::at;
+using detail::to_size;
 
 namespace {
 
@@ -19,16 +19,16 @@ constexpr const char* who = "simulate_expert_dispatch";
 void place_all(ExpertDispatch& dispatch, const detail::CheckedInputs& inputs) {
   std::vector<std::int32_t> counts;
   for (const auto& ids : dispatch.ids) {
-    const auto of_rank = count_choices(dispatch.config, ids);
+    const auto of_rank = count_topk_slots(dispatch.config, ids);
     counts.insert(counts.end(), of_rank.begin(), of_rank.end());
   }
   dispatch.rows = locate_rows(dispatch.config, dispatch.options, counts);
   std::size_t first = 0;
   for (std::int32_t src = 0; src < dispatch.config.world_size; ++src) {
-    const auto& ids = dispatch.ids[at(src)];
+    const auto& ids = dispatch.ids[to_size(src)];
     dispatch.dst_row.push_back(
         inputs.positions.empty()
-            ? place_choices(dispatch.config, dispatch.options, dispatch.rows, src, ids)
+            ? place_topk_slots(dispatch.config, dispatch.options, dispatch.rows, src, ids)
             : place_by_scatter_indices(dispatch.config, dispatch.rows, src, ids,
                                        std::span(inputs.positions).subspan(first, ids.size()),
                                        who));
@@ -39,7 +39,7 @@ void place_all(ExpertDispatch& dispatch, const detail::CheckedInputs& inputs) {
 void allocate_outputs(ExpertDispatch& dispatch) {
   const EPConfig& config = dispatch.config;
   const bool compact = dispatch.options.rows == EPRows::compact;
-  for (std::size_t r = 0; r < at(config.world_size); ++r) {
+  for (std::size_t r = 0; r < to_size(config.world_size); ++r) {
     const std::int64_t rows = dispatch.rows.num_recv_rows[r];
     dispatch.recv_tokens.emplace_back(payload_dtype(config, dispatch.options),
                                       Shape{rows, config.hidden});
@@ -77,28 +77,29 @@ void load_payload(const ExpertDispatch& dispatch, const ExpertInputs& inputs, st
               payload.scales.size() * sizeof(float));
 }
 
-/// Writes one choice of a token where it goes. @return false when another row is there already
-bool deliver(ExpertDispatch& dispatch, std::size_t src, std::int64_t token, std::int64_t choice,
+/// Writes one topk slot of a token where it goes. @return false when another row is there already
+bool deliver(ExpertDispatch& dispatch, std::size_t src, std::int64_t token, std::int64_t topk_slot,
              const Payload& payload) {
   const EPConfig& config = dispatch.config;
-  const std::size_t entry = at(token * config.topk + choice);
+  const std::size_t entry = to_size(token * config.topk + topk_slot);
   const std::int32_t row = dispatch.dst_row[src][entry];
   if (row < 0) return true;
-  const auto dst = at(config.rank_of_expert(dispatch.ids[src][entry]));
+  const auto dst = to_size(config.rank_of_expert(dispatch.ids[src][entry]));
   const bool compact = dispatch.options.rows == EPRows::compact;
   if (!dispatch.source_weights.empty()) {
     const std::int64_t bytes = dtype_bytes(config.weight_dtype);
-    const std::int64_t place = compact ? std::int64_t{row} * config.topk + choice : row;
+    const std::int64_t place = compact ? std::int64_t{row} * config.topk + topk_slot : row;
     std::memcpy(dispatch.recv_weights[dst].bytes().data() + place * bytes,
-                dispatch.source_weights[src].bytes().data() + at(bytes) * entry, at(bytes));
+                dispatch.source_weights[src].bytes().data() + to_size(bytes) * entry,
+                to_size(bytes));
   }
   auto* const origin =
       static_cast<std::int32_t*>(dispatch.recv_origin[dst].data()) + std::int64_t{row} * 3;
   if (origin[0] >= 0) return compact;
   origin[0] = static_cast<std::int32_t>(src);
   origin[1] = static_cast<std::int32_t>(token);
-  origin[2] = static_cast<std::int32_t>(choice);
-  std::memcpy(dispatch.recv_tokens[dst].bytes().data() + at(row) * payload.row.size(),
+  origin[2] = static_cast<std::int32_t>(topk_slot);
+  std::memcpy(dispatch.recv_tokens[dst].bytes().data() + to_size(row) * payload.row.size(),
               payload.row.data(), payload.row.size());
   if (payload.scales.empty()) return true;
   std::ranges::copy(payload.scales, dispatch.recv_scales[dst].as<float>().begin() +
@@ -120,15 +121,15 @@ ExpertDispatch simulate_expert_dispatch(const EPConfig& config, const ExpertInpu
   allocate_outputs(dispatch);
 
   Payload payload;
-  payload.row.resize(at(config.hidden * dtype_bytes(payload_dtype(config, options))));
-  payload.scales.resize(at(num_scales(config, options)));
-  for (std::size_t src = 0; src < at(config.world_size); ++src) {
+  payload.row.resize(to_size(config.hidden * dtype_bytes(payload_dtype(config, options))));
+  payload.scales.resize(to_size(num_scales(config, options)));
+  for (std::size_t src = 0; src < to_size(config.world_size); ++src) {
     for (std::int64_t token = 0; token < inputs.tokens[src].shape[0]; ++token) {
       load_payload(dispatch, inputs, src, token, payload);
-      for (std::int64_t choice = 0; choice < config.topk; ++choice) {
-        require(deliver(dispatch, src, token, choice, payload), who,
-                ": full_scatter_indices of rank ", src, ", token ", token, ", choice ", choice,
-                " is a position that another choice has already");
+      for (std::int64_t topk_slot = 0; topk_slot < config.topk; ++topk_slot) {
+        require(deliver(dispatch, src, token, topk_slot, payload), who,
+                ": full_scatter_indices of rank ", src, ", token ", token, ", topk slot ",
+                topk_slot, " is a position that another topk slot has already");
       }
     }
   }

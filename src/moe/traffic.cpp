@@ -1,7 +1,7 @@
 #include <span>
 
 #include "layout_desc.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 #include "waybill/moe/token_routes.h"
 
 namespace waybill::detail {
@@ -11,21 +11,21 @@ namespace {
 void count_tokens(const EPConfig& config, std::int32_t source, std::span<const std::int32_t> ids,
                   ExpertTraffic& traffic) {
   const auto pair = [&](std::int64_t from, std::int64_t to) {
-    return at(from * config.world_size + to);
+    return to_size(from * config.world_size + to);
   };
   TokenRoutes routes(config, source);
   for (std::int64_t i = 0; i < std::ssize(ids); ++i) {
-    const ChoiceRoute route = routes.next(i / config.topk, ids[at(i)]);
+    const TopkRoute route = routes.next(i / config.topk, ids[to_size(i)]);
     if (route.rank == config.world_size) continue;
     ++traffic.rows_per_rank_pair.i64()[pair(source, route.rank)];
     if (route.to_node) {
-      const std::int32_t node = route.hub / config.local_world_size;
-      ++traffic.inter_node_tokens.i64()[at(std::int64_t{source} * config.num_nodes() + node)];
-      ++traffic.crossings.i64()[pair(source, route.hub)];
+      const std::int32_t node = route.forwarder / config.local_world_size;
+      ++traffic.inter_node_tokens.i64()[to_size(std::int64_t{source} * config.num_nodes() + node)];
+      ++traffic.crossings.i64()[pair(source, route.forwarder)];
     }
     if (!route.to_rank) continue;
     ++traffic.unique_tokens_per_rank_pair.i64()[pair(source, route.rank)];
-    if (route.rank != route.hub) ++traffic.crossings.i64()[pair(route.hub, route.rank)];
+    if (route.rank != route.forwarder) ++traffic.crossings.i64()[pair(route.forwarder, route.rank)];
   }
 }
 
@@ -39,13 +39,14 @@ void fill_traffic(ExpertDispatch& dispatch) {
   traffic = {IndexArray(pairs), IndexArray(pairs), IndexArray(nodes), IndexArray(nodes),
              IndexArray(pairs)};
   for (std::int32_t src = 0; src < config.world_size; ++src) {
-    const auto& ids = dispatch.ids[at(src)];
+    const auto& ids = dispatch.ids[to_size(src)];
     count_tokens(config, src, ids, traffic);
     const auto ranges = node_send_requests(config, src, ids);
     for (std::size_t slot = 0; slot < ranges.size(); ++slot) {
       const auto plane = static_cast<std::int64_t>(slot) / config.max_tokens;
       if (plane % 2 != 0 || ranges[slot] < 0) continue;  // starts only
-      ++traffic.inter_node_ranges.i64()[at(std::int64_t{src} * config.num_nodes() + plane / 2)];
+      ++traffic.inter_node_ranges
+            .i64()[to_size(std::int64_t{src} * config.num_nodes() + plane / 2)];
     }
   }
 }

@@ -5,8 +5,8 @@
 #include <ostream>
 #include <sstream>
 
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 #include "waybill/planner/node_routes.h"
 #include "waybill/routing/qkv_routing.h"
 

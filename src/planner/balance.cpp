@@ -4,15 +4,15 @@
 #include <cmath>
 #include <numeric>
 
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 void Balancer::run(const HomeLayout& home, const PlannerOptions& options, double target) {
   home_ = &home;
   moves_.clear();
   regions_.clear();
-  offers_.clear();
+  bids_.clear();
   settled_.assign(home.pieces.size(), 0);
   costs_ = SlabCosts(options, 0);
   count_home_work();
@@ -28,46 +28,46 @@ void Balancer::run(const HomeLayout& home, const PlannerOptions& options, double
   reunite_short_tails();
   fill_pool();
   shed_all();
-  make_offers();
-  serve_offers();
+  make_bids();
+  serve_bids();
   std::sort(moves_.begin(), moves_.end(), [](const Move& a, const Move& b) {
     return a.piece != b.piece ? a.piece < b.piece : a.slab.begin < b.slab.begin;
   });
 }
 
 void Balancer::count_home_work() {
-  load_.assign(at(home_->world_size), 0);
+  load_.assign(to_size(home_->world_size), 0);
   for (const HomePiece& piece : home_->pieces) {
     const std::int64_t work = costs_.work({piece.begin, piece.end});
-    require(!__builtin_add_overflow(load_[at(piece.rank)], work, &load_[at(piece.rank)]),
+    require(!__builtin_add_overflow(load_[to_size(piece.rank)], work, &load_[to_size(piece.rank)]),
             "plan_attention: the work of rank ", piece.rank, " does not fit int64");
   }
 }
 
 // Keys of documents that begin on an earlier rank.
 void Balancer::count_home_bytes() {
-  bytes_in_.assign(at(home_->world_size), 0);
+  bytes_in_.assign(to_size(home_->world_size), 0);
   for (std::int32_t rank = 1; rank < home_->world_size; ++rank) {
-    const std::int32_t first = home_->rank_pieces[at(rank)];
-    if (first == home_->rank_pieces[at(rank + 1)]) continue;
-    const std::int64_t begin = home_->pieces[at(first)].begin;
+    const std::int32_t first = home_->rank_pieces[to_size(rank)];
+    if (first == home_->rank_pieces[to_size(rank + 1)]) continue;
+    const std::int64_t begin = home_->pieces[to_size(first)].begin;
     if (begin > 0)
-      bytes_in_[at(rank)] +=
+      bytes_in_[to_size(rank)] +=
           costs_.kv_row * static_cast<double>(begin - costs_.mask.first_key(begin));
   }
 }
 
 void Balancer::send_whole(std::int32_t piece_idx, std::int32_t dst) {
-  const HomePiece& piece = home_->pieces[at(piece_idx)];
+  const HomePiece& piece = home_->pieces[to_size(piece_idx)];
   const Slab slab{piece.begin, piece.end};
   const std::int64_t work = costs_.work(slab);
   moves_.push_back({.slab = slab, .piece = piece_idx, .dst = dst});
-  settled_[at(piece_idx)] = 1;
-  load_[at(piece.rank)] -= work;
-  load_[at(dst)] += work;
-  bytes_in_[at(piece.rank)] -=
+  settled_[to_size(piece_idx)] = 1;
+  load_[to_size(piece.rank)] -= work;
+  load_[to_size(dst)] += work;
+  bytes_in_[to_size(piece.rank)] -=
       costs_.kv_row * static_cast<double>(piece.begin - costs_.mask.first_key(piece.begin));
-  bytes_in_[at(dst)] += costs_.q_row * static_cast<double>(piece.end - piece.begin);
+  bytes_in_[to_size(dst)] += costs_.q_row * static_cast<double>(piece.end - piece.begin);
   capacity_.take_piece(piece_idx);
   capacity_.give(dst, piece.doc, slab);
 }
@@ -76,10 +76,11 @@ void Balancer::send_whole(std::int32_t piece_idx, std::int32_t dst) {
 std::int32_t Balancer::piece_to_evict(std::int32_t rank) const {
   std::int32_t best = -1;
   std::int64_t most = 0;
-  for (std::int32_t p = home_->rank_pieces[at(rank)]; p < home_->rank_pieces[at(rank + 1)]; ++p) {
-    const HomePiece& piece = home_->pieces[at(p)];
+  for (std::int32_t p = home_->rank_pieces[to_size(rank)];
+       p < home_->rank_pieces[to_size(rank + 1)]; ++p) {
+    const HomePiece& piece = home_->pieces[to_size(p)];
     const std::int64_t rows = costs_.context({piece.begin, piece.end});
-    if (settled_[at(p)] != 0 || rows <= most) continue;
+    if (settled_[to_size(p)] != 0 || rows <= most) continue;
     most = rows;
     best = p;
   }
@@ -88,14 +89,14 @@ std::int32_t Balancer::piece_to_evict(std::int32_t rank) const {
 
 // Another home of the document, latest first, else the rank that needs least; -1: none has room.
 std::int32_t Balancer::rank_that_holds(std::int32_t piece_idx) const {
-  const HomePiece& piece = home_->pieces[at(piece_idx)];
+  const HomePiece& piece = home_->pieces[to_size(piece_idx)];
   const Slab slab{piece.begin, piece.end};
   const auto holds = [&](std::int32_t rank) {
     return rank != piece.rank && capacity_.fitting(rank, piece.doc, slab).begin == slab.begin;
   };
-  for (std::int32_t p = home_->doc_pieces[at(piece.doc + 1)];
-       p-- > home_->doc_pieces[at(piece.doc)];) {
-    if (holds(home_->pieces[at(p)].rank)) return home_->pieces[at(p)].rank;
+  for (std::int32_t p = home_->doc_pieces[to_size(piece.doc + 1)];
+       p-- > home_->doc_pieces[to_size(piece.doc)];) {
+    if (holds(home_->pieces[to_size(p)].rank)) return home_->pieces[to_size(p)].rank;
   }
   std::int32_t best = -1;
   for (std::int32_t rank = 0; rank < home_->world_size; ++rank) {
@@ -123,15 +124,15 @@ void Balancer::keep_capacity() {
 void Balancer::reunite_short_tails() {
   const auto little_work = static_cast<std::int64_t>(mean_ / 50);
   for (std::int32_t rank = 1; rank < home_->world_size; ++rank) {
-    const std::int32_t idx = home_->rank_pieces[at(rank)];
-    if (idx == home_->rank_pieces[at(rank + 1)]) continue;
-    const HomePiece& piece = home_->pieces[at(idx)];
-    if (piece.begin == 0 || settled_[at(idx)] != 0) continue;
+    const std::int32_t idx = home_->rank_pieces[to_size(rank)];
+    if (idx == home_->rank_pieces[to_size(rank + 1)]) continue;
+    const HomePiece& piece = home_->pieces[to_size(idx)];
+    if (piece.begin == 0 || settled_[to_size(idx)] != 0) continue;
     const std::int64_t remote = piece.begin - costs_.mask.first_key(piece.begin);
     const bool cheaper = static_cast<double>(piece.end - piece.begin) * costs_.q_row <
                          static_cast<double>(remote) * costs_.kv_row;
-    const std::int32_t dst = home_->pieces[at(idx - 1)].rank;
-    if (!cheaper || work_of(idx) > little_work || settled_[at(idx - 1)] != 0) continue;
+    const std::int32_t dst = home_->pieces[to_size(idx - 1)].rank;
+    if (!cheaper || work_of(idx) > little_work || settled_[to_size(idx - 1)] != 0) continue;
     if (capacity_.limited() &&
         capacity_.fitting(dst, piece.doc, {piece.begin, piece.end}).begin != piece.begin)
       continue;
@@ -144,7 +145,7 @@ void Balancer::fill_pool() {
   rooms_.clear();
   std::int64_t surplus = 0;
   for (std::int32_t rank = 0; rank < home_->world_size; ++rank) {
-    const std::int64_t room = limit_ - load_[at(rank)];
+    const std::int64_t room = limit_ - load_[to_size(rank)];
     if (room < 0) surplus -= room;
     if (room <= 0) continue;
     pool_.put(rank, room);
@@ -165,15 +166,16 @@ bool Balancer::has_less_work(std::int32_t a, std::int32_t b) const {
 }
 
 void Balancer::heap_pieces(std::int32_t rank) {
-  by_work_.resize(at(home_->rank_pieces[at(rank + 1)] - home_->rank_pieces[at(rank)]));
-  std::iota(by_work_.begin(), by_work_.end(), home_->rank_pieces[at(rank)]);
+  by_work_.resize(
+      to_size(home_->rank_pieces[to_size(rank + 1)] - home_->rank_pieces[to_size(rank)]));
+  std::iota(by_work_.begin(), by_work_.end(), home_->rank_pieces[to_size(rank)]);
   std::make_heap(by_work_.begin(), by_work_.end(),
                  [&](std::int32_t a, std::int32_t b) { return has_less_work(a, b); });
 }
 
 // The piece with most work that is not settled; -1: none.
 std::int32_t Balancer::heaviest_piece() {
-  while (!by_work_.empty() && settled_[at(by_work_.front())] != 0) {
+  while (!by_work_.empty() && settled_[to_size(by_work_.front())] != 0) {
     std::pop_heap(by_work_.begin(), by_work_.end(),
                   [&](std::int32_t a, std::int32_t b) { return has_less_work(a, b); });
     by_work_.pop_back();
@@ -184,14 +186,14 @@ std::int32_t Balancer::heaviest_piece() {
 // Whether to give away all of `tail`, whose document begins on an earlier rank, before a part of
 // `other`: the rank then needs none of that document's keys.
 bool Balancer::tail_is_cheaper(std::int32_t tail, std::int32_t other, std::int64_t surplus) const {
-  const HomePiece& t = home_->pieces[at(tail)];
-  if (t.begin == 0 || settled_[at(tail)] != 0 || work_of(tail) > surplus) return false;
+  const HomePiece& t = home_->pieces[to_size(tail)];
+  if (t.begin == 0 || settled_[to_size(tail)] != 0 || work_of(tail) > surplus) return false;
   if (tail == other) return true;
   const auto rows = [](std::int64_t num) { return static_cast<double>(num); };
   const double saved = rows(t.begin - costs_.mask.first_key(t.begin));
   const double tail_bytes = rows(t.end - t.begin) * costs_.q_row +
                             (rows(costs_.context({t.begin, t.end})) - saved) * costs_.kv_row;
-  const HomePiece& o = home_->pieces[at(other)];
+  const HomePiece& o = home_->pieces[to_size(other)];
   const Slab region = costs_.cheapest_region({o.begin, o.end}, surplus, slab_work_);
   const double bytes =
       rows(region.end - region.begin) * costs_.q_row + rows(costs_.context(region)) * costs_.kv_row;
@@ -200,14 +202,14 @@ bool Balancer::tail_is_cheaper(std::int32_t tail, std::int32_t other, std::int64
 }
 
 void Balancer::shed(std::int32_t rank, std::int64_t surplus) {
-  const std::int32_t first = home_->rank_pieces[at(rank)];
+  const std::int32_t first = home_->rank_pieces[to_size(rank)];
   heap_pieces(rank);
   while (surplus > 0) {
     std::int32_t idx = heaviest_piece();
     if (idx < 0) return;
     if (tail_is_cheaper(first, idx, surplus)) idx = first;
-    const HomePiece& piece = home_->pieces[at(idx)];
-    settled_[at(idx)] = 1;
+    const HomePiece& piece = home_->pieces[to_size(idx)];
+    settled_[to_size(idx)] = 1;
     Slab whole{piece.begin, piece.end};
     if (capacity_.limited() && costs_.mask.is_causal())
       whole.end = std::min(whole.end, capacity_.most_kv_room());
@@ -220,7 +222,7 @@ void Balancer::shed(std::int32_t rank, std::int64_t surplus) {
 
 void Balancer::shed_all() {
   for (std::int32_t rank = 0; rank < home_->world_size; ++rank) {
-    if (load_[at(rank)] > limit_) shed(rank, load_[at(rank)] - limit_ + crumb_);
+    if (load_[to_size(rank)] > limit_) shed(rank, load_[to_size(rank)] - limit_ + crumb_);
   }
 }
 

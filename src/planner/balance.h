@@ -25,7 +25,7 @@ struct Region {
 };
 
 /// The regions of one document, handed out from both ends.
-struct Offer {
+struct SlabBid {
   std::int64_t end = 0;   ///< of the last region
   std::int64_t work = 0;  ///< left
   std::int32_t doc = 0;
@@ -63,24 +63,24 @@ class Balancer {
   [[nodiscard]] std::int32_t heaviest_piece();
   [[nodiscard]] bool tail_is_cheaper(std::int32_t tail, std::int32_t other,
                                      std::int64_t surplus) const;
-  void make_offers();
-  void serve_offers();
+  void make_bids();
+  void serve_bids();
   bool raise_limit();
-  [[nodiscard]] bool needs_serving(Offer& offer);
+  [[nodiscard]] bool needs_serving(SlabBid& bid);
   void put_back(std::int32_t rank);
   void set_aside(std::int32_t rank);
-  void serve_large(Offer& offer);
-  void serve_small(Offer& offer);
-  void serve_homes(Offer& offer);
+  void serve_large(SlabBid& bid);
+  void serve_small(SlabBid& bid);
+  void serve_homes(SlabBid& bid);
   [[nodiscard]] std::int32_t rank_in_node(std::int32_t node) const;
-  [[nodiscard]] std::int32_t rank_for_end(const Offer& offer) const;
-  [[nodiscard]] std::int32_t rank_for_rest(const Offer& offer) const;
-  bool give_end(Offer& offer, std::int32_t rank);
-  void give(Offer& offer, std::int32_t region, Slab slab, std::int32_t rank, bool first);
+  [[nodiscard]] std::int32_t rank_for_end(const SlabBid& bid) const;
+  [[nodiscard]] std::int32_t rank_for_rest(const SlabBid& bid) const;
+  bool give_end(SlabBid& bid, std::int32_t rank);
+  void give(SlabBid& bid, std::int32_t region, Slab slab, std::int32_t rank, bool first);
   [[nodiscard]] std::int64_t room(std::int32_t rank) const {
     return limit_ - load_[static_cast<std::size_t>(rank)];
   }
-  [[nodiscard]] double bytes_in_after(const Offer& offer, std::int32_t rank) const;
+  [[nodiscard]] double bytes_in_after(const SlabBid& bid, std::int32_t rank) const;
   [[nodiscard]] std::int64_t work_of(std::int32_t piece) const {
     const HomePiece& p = home_->pieces[static_cast<std::size_t>(piece)];
     return costs_.work({p.begin, p.end});
@@ -102,8 +102,8 @@ class Balancer {
   std::vector<std::int64_t> rooms_;    ///< [<= W]
   std::vector<std::int32_t> by_work_;  ///< pieces of the rank at hand, a heap
   std::vector<Region> regions_;
-  std::vector<Offer> offers_;
-  std::vector<std::int32_t> aside_;  ///< ranks that lack capacity for the offer at hand
+  std::vector<SlabBid> bids_;
+  std::vector<std::int32_t> aside_;  ///< ranks that lack capacity for the bid at hand
   std::vector<Move> moves_;
 };
 

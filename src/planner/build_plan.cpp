@@ -4,8 +4,8 @@
 #include <limits>
 #include <numeric>
 
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {
@@ -17,7 +17,7 @@ void for_each_run(const HomeLayout& home, std::span<const Move> moves, Run&& run
   const Move* last = move + moves.size();
   const auto num_pieces = static_cast<std::int32_t>(home.pieces.size());
   for (std::int32_t p = 0; p < num_pieces; ++p) {
-    const HomePiece& piece = home.pieces[at(p)];
+    const HomePiece& piece = home.pieces[to_size(p)];
     std::int64_t position = piece.begin;
     for (; move != last && move->piece == p;) {
       if (move->slab.begin > position) run(piece, Slab{position, move->slab.begin}, piece.rank);
@@ -90,16 +90,16 @@ void PlanWriter::write(const HomeLayout& home, std::span<const Move> moves,
 void PlanWriter::write_kv_begin(const AttentionMask& mask, QkvPlan& plan) {
   plan.kv_begin.resize(plan.shard_len.size());
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    const std::int64_t first = plan.doc_shard_offsets[at(d)];
+    const std::int64_t first = plan.doc_shard_offsets[to_size(d)];
     ends_.clear();
     std::int32_t begin = 0;
     std::int64_t position = 0;
-    for (std::int64_t n = first; n < plan.doc_shard_offsets[at(d + 1)]; ++n) {
+    for (std::int64_t n = first; n < plan.doc_shard_offsets[to_size(d + 1)]; ++n) {
       const std::int64_t key = mask.first_key(position);
-      position += plan.shard_len[at(n)];
+      position += plan.shard_len[to_size(n)];
       ends_.push_back(position);
-      while (ends_[at(begin)] <= key) ++begin;
-      plan.kv_begin[at(n)] = begin;
+      while (ends_[to_size(begin)] <= key) ++begin;
+      plan.kv_begin[to_size(n)] = begin;
     }
   }
 }

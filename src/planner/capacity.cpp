@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {
@@ -17,10 +17,10 @@ void Capacity::reset(const HomeLayout& home, const SlabCosts& costs, std::int64_
   limit_ = limit;
   if (limit == 0) return;
   q_rows_.assign(home.tokens.begin(), home.tokens.end());
-  kv_rows_.assign(at(home.world_size), 0);
-  held_.assign(at(home.world_size), {});
+  kv_rows_.assign(to_size(home.world_size), 0);
+  held_.assign(to_size(home.world_size), {});
   for (const HomePiece& piece : home.pieces)
-    kv_rows_[at(piece.rank)] += rows_of(keys_of({piece.begin, piece.end}));
+    kv_rows_[to_size(piece.rank)] += rows_of(keys_of({piece.begin, piece.end}));
 }
 
 // Keys are cut at blocks.
@@ -32,12 +32,12 @@ Slab Capacity::keys_of(Slab slab) const {
 bool Capacity::exceeded(std::int32_t rank) const { return limited() && needed(rank) > limit_; }
 
 std::int64_t Capacity::needed(std::int32_t rank) const {
-  return std::max(q_rows_[at(rank)], kv_rows_[at(rank)]);
+  return std::max(q_rows_[to_size(rank)], kv_rows_[to_size(rank)]);
 }
 
 std::int64_t Capacity::new_kv_rows(std::int32_t rank, std::int32_t doc, Slab slab) const {
   const Slab rows = keys_of(slab);
-  const Held& held = held_[at(rank)];
+  const Held& held = held_[to_size(rank)];
   if (held.doc != doc) return rows.end - rows.begin;
   return std::max<std::int64_t>(0, std::min(held.rows.begin, rows.end) - rows.begin) +
          std::max<std::int64_t>(0, rows.end - std::max(held.rows.end, rows.begin));
@@ -45,9 +45,9 @@ std::int64_t Capacity::new_kv_rows(std::int32_t rank, std::int32_t doc, Slab sla
 
 Slab Capacity::fitting(std::int32_t rank, std::int32_t doc, Slab slab) const {
   if (!limited()) return slab;
-  const std::int64_t q_room = limit_ - q_rows_[at(rank)];
+  const std::int64_t q_room = limit_ - q_rows_[to_size(rank)];
   slab.begin = std::max(slab.begin, slab.end - q_room);
-  const std::int64_t kv_room = limit_ - kv_rows_[at(rank)];
+  const std::int64_t kv_room = limit_ - kv_rows_[to_size(rank)];
   if (slab.begin >= slab.end) return {slab.end, slab.end};
   // Fewer queries need less KV only where a window moves with them.
   const std::int64_t excess = new_kv_rows(rank, doc, slab) - kv_room;
@@ -62,9 +62,9 @@ std::int64_t Capacity::most_kv_room() const {
 
 void Capacity::give(std::int32_t rank, std::int32_t doc, Slab slab) {
   if (!limited()) return;
-  q_rows_[at(rank)] += slab.end - slab.begin;
-  kv_rows_[at(rank)] += new_kv_rows(rank, doc, slab);
-  Held& held = held_[at(rank)];
+  q_rows_[to_size(rank)] += slab.end - slab.begin;
+  kv_rows_[to_size(rank)] += new_kv_rows(rank, doc, slab);
+  Held& held = held_[to_size(rank)];
   const Slab rows = keys_of(slab);
   if (held.doc == doc && rows.begin <= held.rows.end && held.rows.begin <= rows.end) {
     held.rows = {std::min(held.rows.begin, rows.begin), std::max(held.rows.end, rows.end)};
@@ -74,14 +74,14 @@ void Capacity::give(std::int32_t rank, std::int32_t doc, Slab slab) {
 }
 
 void Capacity::take(std::int32_t rank, Slab slab) {
-  if (limited()) q_rows_[at(rank)] -= slab.end - slab.begin;
+  if (limited()) q_rows_[to_size(rank)] -= slab.end - slab.begin;
 }
 
 void Capacity::take_piece(std::int32_t piece_idx) {
   if (!limited()) return;
-  const HomePiece& piece = home_->pieces[at(piece_idx)];
-  q_rows_[at(piece.rank)] -= piece.end - piece.begin;
-  kv_rows_[at(piece.rank)] -= rows_of(keys_of({piece.begin, piece.end}));
+  const HomePiece& piece = home_->pieces[to_size(piece_idx)];
+  q_rows_[to_size(piece.rank)] -= piece.end - piece.begin;
+  kv_rows_[to_size(piece.rank)] -= rows_of(keys_of({piece.begin, piece.end}));
 }
 
 }  // namespace waybill::detail

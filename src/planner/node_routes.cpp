@@ -2,13 +2,13 @@
 
 #include <algorithm>
 
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill {
 namespace {
 
-using detail::at;
+using detail::to_size;
 
 void check(const char* who, const SparseMetadata& metadata, const Topology& topology) {
   topology.check();
@@ -17,12 +17,13 @@ void check(const char* who, const SparseMetadata& metadata, const Topology& topo
           topology.world_size);
 }
 
-/// Calls visit(home, line) for every line with rows.
+/// Calls visit(home, entry) for every entry with rows.
 template <class Visit>
-void for_each_line(const SparseMetadata& metadata, Visit&& visit) {
+void for_each_entry(const SparseMetadata& metadata, Visit&& visit) {
   for (std::int32_t home = 0; home < metadata.world_size; ++home) {
-    for (auto j = metadata.rank_offsets[at(home)]; j < metadata.rank_offsets[at(home + 1)]; ++j) {
-      if (metadata.seq_len[at(j)] > 0) visit(home, j);
+    for (auto j = metadata.rank_offsets[to_size(home)];
+         j < metadata.rank_offsets[to_size(home + 1)]; ++j) {
+      if (metadata.seq_len[to_size(j)] > 0) visit(home, j);
     }
   }
 }
@@ -32,11 +33,11 @@ class NodeRouter {
   NodeRouter(const SparseMetadata& metadata, const Topology& topology, std::int64_t row_bytes,
              bool once)
       : metadata_(metadata), topology_(topology), row_bytes_(row_bytes), once_(once) {
-    schedule_.links.assign(at(topology.world_size), {});
+    schedule_.links.assign(to_size(topology.world_size), {});
   }
 
   RelaySchedule route() {
-    for_each_line(metadata_, [&](std::int32_t home, std::int64_t line) { add(home, line); });
+    for_each_entry(metadata_, [&](std::int32_t home, std::int64_t entry) { add(home, entry); });
     return std::move(schedule_);
   }
 
@@ -45,18 +46,19 @@ class NodeRouter {
     return rank / topology_.ranks_per_node;
   }
 
-  void add(std::int32_t home, std::int64_t line) {
+  void add(std::int32_t home, std::int64_t entry) {
     receivers_.clear();
     bool leaves_node = false;
-    for (auto c = metadata_.copy_begin(line); c < metadata_.copy_end(line); ++c) {
-      const std::int32_t dst = metadata_.dst_rank[at(c)];
+    for (auto c = metadata_.destination_begin(entry); c < metadata_.destination_end(entry); ++c) {
+      const std::int32_t dst = metadata_.dst_rank[to_size(c)];
       if (dst == home) continue;
       receivers_.push_back(dst);
       leaves_node = leaves_node || node(dst) != node(home);
     }
     if (!leaves_node) {
       for (const std::int32_t dst : receivers_)
-        add_hop(schedule_.links, topology_, home, dst, metadata_.seq_len[at(line)] * row_bytes_);
+        add_hop(schedule_.links, topology_, home, dst,
+                metadata_.seq_len[to_size(entry)] * row_bytes_);
       return;
     }
     std::ranges::sort(receivers_);
@@ -68,30 +70,30 @@ class NodeRouter {
     for (std::size_t first = 0; first < receivers_.size();) {
       std::size_t last = first;
       while (last < receivers_.size() && node(receivers_[last]) == node(receivers_[first])) ++last;
-      enter_node(home, line, std::span(receivers_).subspan(first, last - first));
+      enter_node(home, entry, std::span(receivers_).subspan(first, last - first));
       first = last;
     }
   }
 
-  void enter_node(std::int32_t home, std::int64_t line, std::span<const std::int32_t> ranks) {
+  void enter_node(std::int32_t home, std::int64_t entry, std::span<const std::int32_t> ranks) {
     if (!once_ || ranks.size() == 1 || node(ranks[0]) == node(home)) {
-      for (const std::int32_t dst : ranks) hop(home, dst, line, -1);
+      for (const std::int32_t dst : ranks) hop(home, dst, entry, -1);
       return;
     }
-    const std::int32_t entry =
+    const std::int32_t entry_rank =
         node(ranks[0]) * topology_.ranks_per_node + home % topology_.ranks_per_node;
-    const std::int32_t feed = hop(home, entry, line, -1);
+    const std::int32_t feed = hop(home, entry_rank, entry, -1);
     for (const std::int32_t dst : ranks) {
-      if (dst != entry) hop(entry, dst, line, feed);
+      if (dst != entry_rank) hop(entry_rank, dst, entry, feed);
     }
   }
 
-  std::int32_t hop(std::int32_t src, std::int32_t dst, std::int64_t line, std::int32_t after) {
-    const std::int64_t rows = metadata_.seq_len[at(line)];
+  std::int32_t hop(std::int32_t src, std::int32_t dst, std::int64_t entry, std::int32_t after) {
+    const std::int64_t rows = metadata_.seq_len[to_size(entry)];
     const std::int32_t stage = after < 0 ? 0 : 1;
     schedule_.hops.push_back({.src_rank = src,
                               .dst_rank = dst,
-                              .shard = static_cast<std::int32_t>(line),
+                              .shard = static_cast<std::int32_t>(entry),
                               .stage = stage,
                               .row_begin = 0,
                               .num_rows = rows,
@@ -120,11 +122,12 @@ RelaySchedule route_over_nodes(const SparseMetadata& metadata, const Topology& t
 std::vector<LinkBytes> direct_links(const SparseMetadata& metadata, const Topology& topology,
                                     std::int64_t row_bytes) {
   check("direct_links", metadata, topology);
-  std::vector<LinkBytes> links(at(topology.world_size));
-  for_each_line(metadata, [&](std::int32_t home, std::int64_t line) {
-    for (auto c = metadata.copy_begin(line); c < metadata.copy_end(line); ++c) {
-      const std::int32_t dst = metadata.dst_rank[at(c)];
-      if (dst != home) add_hop(links, topology, home, dst, metadata.seq_len[at(line)] * row_bytes);
+  std::vector<LinkBytes> links(to_size(topology.world_size));
+  for_each_entry(metadata, [&](std::int32_t home, std::int64_t entry) {
+    for (auto c = metadata.destination_begin(entry); c < metadata.destination_end(entry); ++c) {
+      const std::int32_t dst = metadata.dst_rank[to_size(c)];
+      if (dst != home)
+        add_hop(links, topology, home, dst, metadata.seq_len[to_size(entry)] * row_bytes);
     }
   });
   return links;
@@ -132,8 +135,8 @@ std::vector<LinkBytes> direct_links(const SparseMetadata& metadata, const Topolo
 
 void add_hop(std::span<LinkBytes> links, const Topology& topology, std::int32_t src_rank,
              std::int32_t dst_rank, std::int64_t num_bytes) {
-  LinkBytes& src = links[at(src_rank)];
-  LinkBytes& dst = links[at(dst_rank)];
+  LinkBytes& src = links[to_size(src_rank)];
+  LinkBytes& dst = links[to_size(dst_rank)];
   if (topology.node(Rank{src_rank}) == topology.node(Rank{dst_rank})) {
     src.nvlink_out += num_bytes;
     dst.nvlink_in += num_bytes;

@@ -1,8 +1,8 @@
 #include <algorithm>
 
 #include "plan_findings.h"
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 #include "waybill/planner/attention_plan.h"
 #include "waybill/routing/qkv_routing.h"
 
@@ -53,8 +53,8 @@ void add_link_bytes(std::vector<LinkBytes>& links, std::int64_t src, std::int64_
                     std::int64_t num_bytes, std::int64_t ranks_per_node) {
   if (src == dst) return;
   const bool near = src / ranks_per_node == dst / ranks_per_node;
-  LinkBytes& from = links[at(src)];
-  LinkBytes& to = links[at(dst)];
+  LinkBytes& from = links[to_size(src)];
+  LinkBytes& to = links[to_size(dst)];
   add_wrapping(near ? from.nvlink_out : from.network_out, num_bytes);
   add_wrapping(near ? to.nvlink_in : to.network_in, num_bytes);
 }
@@ -65,11 +65,12 @@ namespace {
 void count_table(const SparseMetadata& table, std::int64_t row_bytes, std::int64_t ranks_per_node,
                  std::vector<LinkBytes>& links, std::vector<std::int64_t>& received) {
   for (std::int64_t src = 0; src < table.world_size; ++src) {
-    for (std::int64_t n = table.rank_offsets[at(src)]; n < table.rank_offsets[at(src + 1)]; ++n) {
-      for (std::int64_t c = table.copy_begin(n); c < table.copy_end(n); ++c) {
-        const std::int64_t dst = table.dst_rank[at(c)];
-        received[at(dst)] += table.seq_len[at(n)];
-        add_link_bytes(links, src, dst, table.seq_len[at(n)] * row_bytes, ranks_per_node);
+    for (std::int64_t n = table.rank_offsets[to_size(src)];
+         n < table.rank_offsets[to_size(src + 1)]; ++n) {
+      for (std::int64_t c = table.destination_begin(n); c < table.destination_end(n); ++c) {
+        const std::int64_t dst = table.dst_rank[to_size(c)];
+        received[to_size(dst)] += table.seq_len[to_size(n)];
+        add_link_bytes(links, src, dst, table.seq_len[to_size(n)] * row_bytes, ranks_per_node);
       }
     }
   }
@@ -78,19 +79,20 @@ void count_table(const SparseMetadata& table, std::int64_t row_bytes, std::int64
 // Work by the mask, query by query; long documents by whole shards of unchanging slope.
 std::vector<std::int64_t> count_work(const AttentionPlan& plan) {
   const QkvPlan& qkv = plan.plan;
-  std::vector<std::int64_t> work(at(qkv.world_size));
+  std::vector<std::int64_t> work(to_size(qkv.world_size));
   for (std::int64_t d = 0; d < qkv.num_documents(); ++d) {
     std::int64_t position = 0;
-    for (std::int64_t i = qkv.doc_shard_offsets[at(d)]; i < qkv.doc_shard_offsets[at(d + 1)]; ++i) {
-      const std::int32_t n = qkv.doc_shards[at(i)];
+    for (std::int64_t i = qkv.doc_shard_offsets[to_size(d)];
+         i < qkv.doc_shard_offsets[to_size(d + 1)]; ++i) {
+      const std::int32_t n = qkv.doc_shards[to_size(i)];
       // Keys of the first and the last query; in between they grow by one, until the window.
-      const std::int64_t len = qkv.shard_len[at(n)];
+      const std::int64_t len = qkv.shard_len[to_size(n)];
       const std::int64_t window = plan.options.mask.window;
       const std::int64_t growing =
           window == 0 ? len : std::clamp<std::int64_t>(window - position, 0, len);
       const std::int64_t pairs =
           growing * position + growing * (growing + 1) / 2 + (len - growing) * window;
-      add_wrapping(work[at(qkv.q_dst[at(n)])], pairs);
+      add_wrapping(work[to_size(qkv.q_dst[to_size(n)])], pairs);
       position += len;
     }
   }
@@ -121,11 +123,12 @@ bool check_totals(const AttentionPlan& plan, PlanFindings& findings) {
   double most_copies = 0;
   for (std::int64_t d = 0; d < qkv.num_documents(); ++d) {
     std::int64_t tokens = 0;
-    for (std::int64_t i = qkv.doc_shard_offsets[at(d)]; i < qkv.doc_shard_offsets[at(d + 1)]; ++i)
-      tokens += qkv.shard_len[at(qkv.doc_shards[at(i)])];
+    for (std::int64_t i = qkv.doc_shard_offsets[to_size(d)];
+         i < qkv.doc_shard_offsets[to_size(d + 1)]; ++i)
+      tokens += qkv.shard_len[to_size(qkv.doc_shards[to_size(i)])];
     most_copies +=
-        static_cast<double>(tokens) *
-        static_cast<double>(qkv.doc_shard_offsets[at(d + 1)] - qkv.doc_shard_offsets[at(d)]);
+        static_cast<double>(tokens) * static_cast<double>(qkv.doc_shard_offsets[to_size(d + 1)] -
+                                                          qkv.doc_shard_offsets[to_size(d)]);
     if (tokens <= (std::int64_t{1} << 31)) continue;
     findings.add(FindingKind::count, "plan", -1, -1, concat(tokens, " tokens in document ", d),
                  "at most 2^31");
@@ -164,7 +167,7 @@ std::vector<Finding> validate(const AttentionPlan& plan, const ValidateOptions& 
 
   const QkvRouting routing = compute_qkv_routing(plan.plan);
   findings.append(validate(plan.plan, routing, limits));
-  const std::size_t world_size = detail::at(plan.plan.world_size);
+  const std::size_t world_size = detail::to_size(plan.plan.world_size);
   const std::int64_t ranks_per_node = plan.options.hardware.ranks_per_node;
   std::vector<LinkBytes> q_links(world_size);
   std::vector<std::int64_t> q_rows(world_size);
@@ -180,7 +183,7 @@ std::vector<Finding> validate(const AttentionPlan& plan, const ValidateOptions& 
     std::int64_t home = 0;
     for (std::int64_t n = plan.plan.rank_shard_offsets[r]; n < plan.plan.rank_shard_offsets[r + 1];
          ++n)
-      home += plan.plan.shard_len[detail::at(n)];
+      home += plan.plan.shard_len[detail::to_size(n)];
     findings.compare("work", rank, plan.work[r], work[r]);
     findings.compare("home_tokens", rank, plan.home_tokens[r], home);
     findings.compare("attention_tokens", rank, plan.attention_tokens[r], q_rows[r]);

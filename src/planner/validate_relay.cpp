@@ -3,8 +3,8 @@
 #include <tuple>
 
 #include "plan_findings.h"
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {
@@ -24,8 +24,8 @@ struct Arrival {
 std::vector<std::int32_t> homes_of(const QkvPlan& plan) {
   std::vector<std::int32_t> homes(plan.shard_len.size());
   for (std::int32_t r = 0; r < plan.world_size; ++r) {
-    std::fill(homes.begin() + plan.rank_shard_offsets[at(r)],
-              homes.begin() + plan.rank_shard_offsets[at(r + 1)], r);
+    std::fill(homes.begin() + plan.rank_shard_offsets[to_size(r)],
+              homes.begin() + plan.rank_shard_offsets[to_size(r + 1)], r);
   }
   return homes;
 }
@@ -34,14 +34,15 @@ std::vector<std::int32_t> homes_of(const QkvPlan& plan) {
 std::vector<Arrival> needed_arrivals(const QkvPlan& plan, const SparseMetadata& kv) {
   std::vector<Arrival> needed;
   for (std::int32_t src = 0; src < kv.world_size; ++src) {
-    for (std::int64_t n = kv.rank_offsets[at(src)]; n < kv.rank_offsets[at(src + 1)]; ++n) {
-      for (std::int64_t c = kv.copy_begin(n); c < kv.copy_end(n); ++c) {
-        const std::int32_t dst = kv.dst_rank[at(c)];
-        if (dst != src && plan.shard_len[at(n)] > 0)
+    for (std::int64_t n = kv.rank_offsets[to_size(src)]; n < kv.rank_offsets[to_size(src + 1)];
+         ++n) {
+      for (std::int64_t c = kv.destination_begin(n); c < kv.destination_end(n); ++c) {
+        const std::int32_t dst = kv.dst_rank[to_size(c)];
+        if (dst != src && plan.shard_len[to_size(n)] > 0)
           needed.push_back({.rank = dst,
                             .shard = static_cast<std::int32_t>(n),
                             .begin = 0,
-                            .end = plan.shard_len[at(n)]});
+                            .end = plan.shard_len[to_size(n)]});
       }
     }
   }
@@ -68,14 +69,14 @@ const char* wrong_with(const RelaySchedule& relay, std::size_t idx,
       hop.src_rank == hop.dst_rank)
     return "two ranks of the world";
   if (hop.num_rows <= 0 || hop.row_begin < 0 ||
-      hop.num_rows > plan.shard_len[at(hop.shard)] - hop.row_begin)
+      hop.num_rows > plan.shard_len[to_size(hop.shard)] - hop.row_begin)
     return "rows of the shard";
   if (hop.after < 0) {
-    if (hop.src_rank != homes[at(hop.shard)]) return "a sender that is the shard's home";
+    if (hop.src_rank != homes[to_size(hop.shard)]) return "a sender that is the shard's home";
     return hop.stage == 0 ? nullptr : "stage 0";
   }
-  if (at(hop.after) >= idx) return "an earlier hop in `after`";
-  const RelayHop& feed = relay.hops[at(hop.after)];
+  if (to_size(hop.after) >= idx) return "an earlier hop in `after`";
+  const RelayHop& feed = relay.hops[to_size(hop.after)];
   if (feed.shard != hop.shard || feed.dst_rank != hop.src_rank || feed.row_begin > hop.row_begin ||
       feed.row_begin + feed.num_rows < hop.row_begin + hop.num_rows)
     return "a hop in `after` that brings these rows to the sender";

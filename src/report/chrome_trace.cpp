@@ -10,7 +10,7 @@
 namespace waybill {
 namespace {
 
-using detail::at;
+using detail::to_size;
 
 /// Names come from us or from the caller: quotes, backslashes and control characters are escaped.
 std::string json_string(std::string_view text) {
@@ -58,7 +58,7 @@ class TraceWriter {
   }
 
   void phase(std::int64_t pid, std::int32_t rank, const PhasePrediction& phase) {
-    const std::size_t r = at(rank);
+    const std::size_t r = to_size(rank);
     open();
     out_ += "\"ph\":\"X\",\"cat\":";
     out_ += moves_rows(phase.phase) ? "\"transfer\"" : "\"kernel\"";

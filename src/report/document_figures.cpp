@@ -8,25 +8,25 @@
 
 namespace waybill {
 
-using detail::at;
+using detail::to_size;
 
 std::vector<DocumentFigures> document_figures(const QkvPlan& plan) {
   plan.check("document_figures");
   const std::vector<std::int32_t> home = detail::home_of_shards(plan);
-  std::vector<DocumentFigures> result(at(plan.num_documents()));
+  std::vector<DocumentFigures> result(to_size(plan.num_documents()));
   // The last document that was seen at a rank, so that each rank counts once a document.
-  std::vector<std::int64_t> seen_home(at(plan.world_size), -1);
-  std::vector<std::int64_t> seen_attending(at(plan.world_size), -1);
+  std::vector<std::int64_t> seen_home(to_size(plan.world_size), -1);
+  std::vector<std::int64_t> seen_attending(to_size(plan.world_size), -1);
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    DocumentFigures& document = result[at(d)];
+    DocumentFigures& document = result[to_size(d)];
     document.document = d;
-    for (std::int64_t i = plan.doc_shard_offsets[at(d)]; i < plan.doc_shard_offsets[at(d + 1)];
-         ++i) {
-      const std::size_t shard = at(plan.doc_shards[at(i)]);
+    for (std::int64_t i = plan.doc_shard_offsets[to_size(d)];
+         i < plan.doc_shard_offsets[to_size(d + 1)]; ++i) {
+      const std::size_t shard = to_size(plan.doc_shards[to_size(i)]);
       document.tokens += plan.shard_len[shard];
       ++document.num_shards;
-      if (std::exchange(seen_home[at(home[shard])], d) != d) ++document.num_home_ranks;
-      if (std::exchange(seen_attending[at(plan.q_dst[shard])], d) != d)
+      if (std::exchange(seen_home[to_size(home[shard])], d) != d) ++document.num_home_ranks;
+      if (std::exchange(seen_attending[to_size(plan.q_dst[shard])], d) != d)
         ++document.num_attending_ranks;
     }
   }
@@ -41,11 +41,12 @@ void for_wire_rows(const QkvPlan& plan, const SparseMetadata& table, std::int32_
                    Direction direction, const Add& add) {
   for (std::int32_t src = 0; src < plan.world_size; ++src) {
     if (direction == Direction::out ? src != rank : src == rank) continue;
-    const std::int64_t end = plan.rank_shard_offsets[at(src + 1)];
-    for (std::int64_t n = plan.rank_shard_offsets[at(src)]; n < end; ++n) {
-      for (std::int64_t c = table.copy_begin(n); c < table.copy_end(n); ++c) {
-        const std::int32_t dst = table.dst_rank[at(c)];
-        if (direction == Direction::out ? dst != rank : dst == rank) add(n, plan.shard_len[at(n)]);
+    const std::int64_t end = plan.rank_shard_offsets[to_size(src + 1)];
+    for (std::int64_t n = plan.rank_shard_offsets[to_size(src)]; n < end; ++n) {
+      for (std::int64_t c = table.destination_begin(n); c < table.destination_end(n); ++c) {
+        const std::int32_t dst = table.dst_rank[to_size(c)];
+        if (direction == Direction::out ? dst != rank : dst == rank)
+          add(n, plan.shard_len[to_size(n)]);
       }
     }
   }
@@ -61,15 +62,15 @@ std::vector<DocumentBytes> document_bytes(const QkvPlan& plan, const QkvRouting&
   require(0 <= rank && rank < plan.world_size, who, ": rank = ", rank, ", expected 0..",
           plan.world_size - 1);
   const std::vector<std::int64_t> document = detail::document_of_shards(plan);
-  std::vector<DocumentBytes> result(at(plan.num_documents()));
+  std::vector<DocumentBytes> result(to_size(plan.num_documents()));
   for (std::size_t d = 0; d < result.size(); ++d) result[d].document = static_cast<std::int64_t>(d);
 
   for_wire_rows(plan, routing.fwd_q, rank, direction, [&](std::int64_t shard, std::int64_t rows) {
-    std::int64_t& sum = result[at(document[at(shard)])].q_bytes;
+    std::int64_t& sum = result[to_size(document[to_size(shard)])].q_bytes;
     sum = detail::checked_add(sum, detail::checked_mul(rows, row_bytes.q, who), who);
   });
   for_wire_rows(plan, routing.fwd_kv, rank, direction, [&](std::int64_t shard, std::int64_t rows) {
-    std::int64_t& sum = result[at(document[at(shard)])].kv_bytes;
+    std::int64_t& sum = result[to_size(document[to_size(shard)])].kv_bytes;
     sum = detail::checked_add(sum, detail::checked_mul(rows, row_bytes.kv, who), who);
   });
 

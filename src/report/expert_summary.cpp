@@ -5,14 +5,14 @@
 #include <functional>
 #include <numeric>
 
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 #include "waybill/moe/token_routes.h"
 
 namespace waybill {
 namespace {
 
-using detail::at;
+using detail::to_size;
 using Figure = std::int64_t ExpertRankFigures::*;
 
 Spread spread_of(std::span<const ExpertRankFigures> ranks, Figure figure) {
@@ -37,8 +37,8 @@ void check_ids(const EPConfig& config, std::span<const std::vector<std::int32_t>
             config.max_tokens, " tokens");
     for (std::size_t i = 0; i < ids[r].size(); ++i) {
       require(0 <= ids[r][i] && ids[r][i] <= config.num_experts, who, "ids[", r, "]: token ",
-              i / at(config.topk), ", choice ", i % at(config.topk), " has expert ", ids[r][i],
-              ", expected 0..", config.num_experts);
+              i / to_size(config.topk), ", topk slot ", i % to_size(config.topk), " has expert ",
+              ids[r][i], ", expected 0..", config.num_experts);
     }
   }
 }
@@ -46,27 +46,27 @@ void check_ids(const EPConfig& config, std::span<const std::vector<std::int32_t>
 void count_tokens(std::int32_t source, std::span<const std::int32_t> ids, ExpertSummary& summary) {
   const EPConfig& config = summary.config;
   std::vector<ExpertRankFigures>& ranks = summary.ranks;
-  ExpertRankFigures& own = ranks[at(source)];
+  ExpertRankFigures& own = ranks[to_size(source)];
   own.tokens = std::ssize(ids) / config.topk;
   TokenRoutes routes(config, source);
   for (std::int64_t i = 0; i < std::ssize(ids); ++i) {
-    const std::int32_t expert = ids[at(i)];
-    const ChoiceRoute route = routes.next(i / config.topk, expert);
+    const std::int32_t expert = ids[to_size(i)];
+    const TopkRoute route = routes.next(i / config.topk, expert);
     if (route.rank == config.world_size) {
       ++own.dropped;
       continue;
     }
-    ++summary.expert_choices[at(expert)];
-    ++ranks[at(route.rank)].computed;
+    ++summary.expert_entries[to_size(expert)];
+    ++ranks[to_size(route.rank)].computed;
     if (route.to_node) {
       ++own.network_out;
-      ++ranks[at(route.hub)].network_in;
+      ++ranks[to_size(route.forwarder)].network_in;
     }
     if (!route.to_rank) continue;
-    ++ranks[at(route.rank)].received;
-    if (route.rank == route.hub) continue;
-    ++ranks[at(route.hub)].node_out;
-    ++ranks[at(route.rank)].node_in;
+    ++ranks[to_size(route.rank)].received;
+    if (route.rank == route.forwarder) continue;
+    ++ranks[to_size(route.forwarder)].node_out;
+    ++ranks[to_size(route.rank)].node_in;
   }
 }
 
@@ -113,30 +113,30 @@ ExpertSummary summarize_experts(const EPConfig& config, const EPDispatchOptions&
   summary.config = config;
   summary.row_bytes = config.hidden * dtype_bytes(payload_dtype(config, options)) +
                       num_scales(config, options) * dtype_bytes(DType::float32);
-  summary.ranks.resize(at(config.world_size));
-  summary.expert_choices.resize(at(config.num_experts));
-  for (std::int32_t r = 0; r < config.world_size; ++r) count_tokens(r, ids[at(r)], summary);
+  summary.ranks.resize(to_size(config.world_size));
+  summary.expert_entries.resize(to_size(config.num_experts));
+  for (std::int32_t r = 0; r < config.world_size; ++r) count_tokens(r, ids[to_size(r)], summary);
   return summary;
 }
 
 std::vector<std::int32_t> place_experts(const ExpertSummary& summary) {
   const EPConfig& config = summary.config;
-  std::vector<std::int32_t> order(at(config.num_experts));
+  std::vector<std::int32_t> order(to_size(config.num_experts));
   std::iota(order.begin(), order.end(), 0);
   std::ranges::stable_sort(order, std::ranges::greater(),
-                           [&](std::int32_t e) { return summary.expert_choices[at(e)]; });
-  std::vector<std::int64_t> choices(at(config.world_size));
-  std::vector<std::int32_t> experts(at(config.world_size));
-  std::vector<std::int32_t> placement(at(config.num_experts));
+                           [&](std::int32_t e) { return summary.expert_entries[to_size(e)]; });
+  std::vector<std::int64_t> topk_slots(to_size(config.world_size));
+  std::vector<std::int32_t> experts(to_size(config.world_size));
+  std::vector<std::int32_t> placement(to_size(config.num_experts));
   for (const std::int32_t expert : order) {
     std::int32_t best = -1;
     for (std::int32_t r = 0; r < config.world_size; ++r) {
-      if (experts[at(r)] == config.num_experts_per_rank()) continue;
-      if (best < 0 || choices[at(r)] < choices[at(best)]) best = r;
+      if (experts[to_size(r)] == config.num_experts_per_rank()) continue;
+      if (best < 0 || topk_slots[to_size(r)] < topk_slots[to_size(best)]) best = r;
     }
-    placement[at(expert)] = best;
-    choices[at(best)] += summary.expert_choices[at(expert)];
-    ++experts[at(best)];
+    placement[to_size(expert)] = best;
+    topk_slots[to_size(best)] += summary.expert_entries[to_size(expert)];
+    ++experts[to_size(best)];
   }
   return placement;
 }

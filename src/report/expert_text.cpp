@@ -1,19 +1,19 @@
 #include <algorithm>
 
 #include "text_parts.h"
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 #include "waybill/report/expert_summary.h"
 #include "waybill/report/format.h"
 
 namespace waybill {
 namespace {
 
-using detail::at;
 using detail::bar;
 using detail::labelled;
 using detail::pad_left;
 using detail::paint;
+using detail::to_size;
 
 std::string times(double factor) { return format_fixed(factor, factor < 1.1 ? 3 : 2) + " times"; }
 
@@ -47,12 +47,12 @@ std::string work_sentence(const ExpertSummary& s) {
       concat(computed.imbalance() <= 1.05 ? "Experts' work is even" : "Experts' work is uneven",
              ": rank ", computed.max_rank, " computes most, ", format_plural(computed.max, "row"),
              ", ", times(computed.imbalance()), " the mean");
-  const auto top = std::ranges::max_element(s.expert_choices);
+  const auto top = std::ranges::max_element(s.expert_entries);
   const auto all = computed.mean * static_cast<double>(s.ranks.size());
-  const double share = static_cast<double>(*top) * static_cast<double>(s.expert_choices.size());
-  text += concat("; expert ", top - s.expert_choices.begin(), " alone has ", format_count(*top),
+  const double share = static_cast<double>(*top) * static_cast<double>(s.expert_entries.size());
+  text += concat("; expert ", top - s.expert_entries.begin(), " alone has ", format_count(*top),
                  ", ", times(share / all), " an even share");
-  const auto idle = std::ranges::count(s.expert_choices, 0);
+  const auto idle = std::ranges::count(s.expert_entries, 0);
   if (idle > 0) text += concat("; ", format_plural(idle, "expert"), " without any");
   return text + ".";
 }
@@ -60,11 +60,11 @@ std::string work_sentence(const ExpertSummary& s) {
 /// Empty where another placement would change little.
 std::string placement_sentence(const ExpertSummary& s) {
   const std::vector<std::int32_t> placement = place_experts(s);
-  std::vector<std::int64_t> choices(s.ranks.size());
+  std::vector<std::int64_t> topk_slots(s.ranks.size());
   for (std::size_t e = 0; e < placement.size(); ++e)
-    choices[at(placement[e])] += s.expert_choices[e];
+    topk_slots[to_size(placement[e])] += s.expert_entries[e];
   const Spread now = s.computed();
-  const double then = static_cast<double>(std::ranges::max(choices)) / now.mean;
+  const double then = static_cast<double>(std::ranges::max(topk_slots)) / now.mean;
   if (now.imbalance() < 1.05 || then > 0.98 * now.imbalance()) return "";
   return concat("Placed by their choices, ",
                 format_plural(s.config.num_experts_per_rank(), "expert"),
@@ -121,7 +121,7 @@ std::string rank_block(const ExpertSummary& s, const LinkSpeeds& speeds, const T
   const ExpertLimit limit = s.limit(speeds);
   const Spread computed = s.computed();
   const auto line_of = [&](std::int32_t r) {
-    const ExpertRankFigures& rank = s.ranks[at(r)];
+    const ExpertRankFigures& rank = s.ranks[to_size(r)];
     const bool slowest = limit.seconds > 0 && r == limit.rank;
     return concat(pad_left(std::to_string(r), 6), pad_left(format_count(rank.tokens), 11), "  ",
                   paint(bar(rank.computed, computed.max, style), "36", style),

@@ -30,14 +30,14 @@ void check_table(const QkvPlan& plan, const SparseMetadata& table, const char* n
                  const char* who) {
   require(table.world_size == plan.world_size, who, ": routing.", name,
           ".world_size = ", table.world_size, ", expected the plan's, ", plan.world_size);
-  require(table.num_lines() == plan.num_shards(), who, ": routing.", name, " has ",
-          table.num_lines(), " lines, expected one a shard, ", plan.num_shards());
+  require(table.num_entries() == plan.num_shards(), who, ": routing.", name, " has ",
+          table.num_entries(), " entries, expected one a shard, ", plan.num_shards());
   require(std::equal(table.seq_len.begin(), table.seq_len.end(), plan.shard_len.begin()), who,
           ": routing.", name, ".seq_len differs from the plan's shard_len");
-  const std::int64_t num_copies =
-      plan.num_shards() == 0 ? 0 : table.copy_end(plan.num_shards() - 1);
-  require(num_copies == table.num_copies(), who, ": routing.", name, ".dst_rank has ",
-          table.num_copies(), " entries, expected ", num_copies);
+  const std::int64_t num_destinations =
+      plan.num_shards() == 0 ? 0 : table.destination_end(plan.num_shards() - 1);
+  require(num_destinations == table.num_destinations(), who, ": routing.", name, ".dst_rank has ",
+          table.num_destinations(), " entries, expected ", num_destinations);
   for (const std::int32_t rank : table.dst_rank) {
     require(0 <= rank && rank < plan.world_size, who, ": routing.", name, ".dst_rank = ", rank,
             ", expected 0..", plan.world_size - 1);
@@ -63,8 +63,9 @@ void check_belongs(const QkvPlan& plan, const QkvRouting& routing, const RowByte
 std::vector<std::int64_t> document_of_shards(const QkvPlan& plan) {
   std::vector<std::int64_t> result(plan.shard_len.size());
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    for (std::int64_t i = plan.doc_shard_offsets[at(d)]; i < plan.doc_shard_offsets[at(d + 1)]; ++i)
-      result[at(plan.doc_shards[at(i)])] = d;
+    for (std::int64_t i = plan.doc_shard_offsets[to_size(d)];
+         i < plan.doc_shard_offsets[to_size(d + 1)]; ++i)
+      result[to_size(plan.doc_shards[to_size(i)])] = d;
   }
   return result;
 }
@@ -72,9 +73,9 @@ std::vector<std::int64_t> document_of_shards(const QkvPlan& plan) {
 std::vector<std::int32_t> home_of_shards(const QkvPlan& plan) {
   std::vector<std::int32_t> result(plan.shard_len.size());
   for (std::int32_t rank = 0; rank < plan.world_size; ++rank) {
-    for (std::int64_t n = plan.rank_shard_offsets[at(rank)];
-         n < plan.rank_shard_offsets[at(rank + 1)]; ++n)
-      result[at(n)] = rank;
+    for (std::int64_t n = plan.rank_shard_offsets[to_size(rank)];
+         n < plan.rank_shard_offsets[to_size(rank + 1)]; ++n)
+      result[to_size(n)] = rank;
   }
   return result;
 }

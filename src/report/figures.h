@@ -9,7 +9,7 @@ namespace waybill::detail {
 
 /// An index that is known not to be negative.
 template <class Integer>
-[[nodiscard]] constexpr std::size_t at(Integer idx) {
+[[nodiscard]] constexpr std::size_t to_size(Integer idx) {
   return static_cast<std::size_t>(idx);
 }
 

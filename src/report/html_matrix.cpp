@@ -22,7 +22,7 @@ struct Heat {
   std::int64_t max = 0;
 
   [[nodiscard]] std::int64_t value(std::int32_t src, std::int32_t dst) const {
-    return bytes[at(src) * at(blocks.count()) + at(dst)];
+    return bytes[to_size(src) * to_size(blocks.count()) + to_size(dst)];
   }
   // 0: nothing; 1..num_levels in proportion to the bytes.
   [[nodiscard]] int level(std::int32_t src, std::int32_t dst) const {
@@ -35,11 +35,11 @@ struct Heat {
 
 Heat make_heat(const PlanSummary& summary) {
   Heat heat{.blocks = RankBlocks::make(summary.world_size, max_blocks), .bytes = {}};
-  heat.bytes.resize(at(heat.blocks.count()) * at(heat.blocks.count()));
+  heat.bytes.resize(to_size(heat.blocks.count()) * to_size(heat.blocks.count()));
   for (const TrafficPair& pair : summary.pairs) {
     const std::int32_t src = pair.src_rank / heat.blocks.ranks_per_block;
     const std::int32_t dst = pair.dst_rank / heat.blocks.ranks_per_block;
-    std::int64_t& sum = heat.bytes[at(src) * at(heat.blocks.count()) + at(dst)];
+    std::int64_t& sum = heat.bytes[to_size(src) * to_size(heat.blocks.count()) + to_size(dst)];
     sum += pair.bytes;
     heat.max = std::max(heat.max, sum);
   }
@@ -74,7 +74,7 @@ std::string cells_as_paths(const Heat& heat) {
       const int level = heat.level(src, dst);
       std::int32_t end = dst + 1;
       while (end < n && heat.level(src, end) == level) ++end;
-      paths[at(level)] += concat("M", dst, " ", src, "h", end - dst, "v1h", dst - end, "z");
+      paths[to_size(level)] += concat("M", dst, " ", src, "h", end - dst, "v1h", dst - end, "z");
       dst = end;
     }
   }

@@ -30,10 +30,10 @@ std::string when(double seconds) { return seconds > 0 ? format_seconds(seconds) 
 
 std::string phase_rect(const PhasePrediction& phase, std::int32_t rank, double scale, double y,
                        double height) {
-  const double begin = phase.begin[at(rank)];
-  const double end = phase.end[at(rank)];
+  const double begin = phase.begin[to_size(rank)];
+  const double end = phase.end[to_size(rank)];
   if (end <= begin) return "";
-  const std::int32_t other = phase.waits_for[at(rank)];
+  const std::int32_t other = phase.waits_for[to_size(rank)];
   return concat("<rect class=\"", css_classes[static_cast<std::size_t>(phase.phase)], "\" x=\"",
                 svg_number(begin * scale), "\" y=\"", svg_number(y), "\" width=\"",
                 svg_number((end - begin) * scale), "\" height=\"", svg_number(height),
@@ -45,9 +45,9 @@ std::string phase_rect(const PhasePrediction& phase, std::int32_t rank, double s
 std::string legend() {
   std::string text = "<p class=\"chips\">";
   for (int i = 0; i < num_step_phases; ++i) {
-    text +=
-        concat("<svg class=\"chip time\" viewBox=\"0 0 30 18\"><rect class=\"", css_classes[at(i)],
-               "\" width=\"30\" height=\"18\"/></svg>", to_string(static_cast<StepPhase>(i)), " ");
+    text += concat("<svg class=\"chip time\" viewBox=\"0 0 30 18\"><rect class=\"",
+                   css_classes[to_size(i)], "\" width=\"30\" height=\"18\"/></svg>",
+                   to_string(static_cast<StepPhase>(i)), " ");
   }
   return text + "</p>\n";
 }

@@ -11,7 +11,7 @@
 namespace waybill {
 namespace {
 
-using detail::at;
+using detail::to_size;
 
 constexpr std::size_t label_width = 20;
 constexpr std::size_t column_width = 15;
@@ -83,7 +83,7 @@ std::string step_table(std::span<const NamedStep> steps) {
               [](const NamedStep& s) { return format_bytes(most_bytes(s, &LinkBytes::out)); });
   for (int i = 0; i < num_step_phases; ++i) {
     text += row(std::string(to_string(static_cast<StepPhase>(i))), steps, [&](const NamedStep& s) {
-      return format_seconds(s.step.phases[at(i)].slowest.seconds);
+      return format_seconds(s.step.phases[to_size(i)].slowest.seconds);
     });
   }
   text += row("forward", steps,
@@ -115,12 +115,12 @@ std::string rank_table(const StepPrediction& step, std::int32_t rank) {
              right("alone", 11), right("in", 11), right("out", 11), "  waits for\n");
   for (const PhasePrediction& phase : step.phases) {
     const bool moves = moves_rows(phase.phase);
-    const LinkBytes link = moves ? phase.links[at(rank)] : LinkBytes{};
-    const std::int32_t other = phase.waits_for[at(rank)];
+    const LinkBytes link = moves ? phase.links[to_size(rank)] : LinkBytes{};
+    const std::int32_t other = phase.waits_for[to_size(rank)];
     text += concat("  ", left(std::string(to_string(phase.phase)), 20),
-                   right(when(phase.begin[at(rank)]), 11),
-                   right(format_seconds(phase.end[at(rank)]), 11),
-                   right(format_seconds(phase.seconds[at(rank)]), 11),
+                   right(when(phase.begin[to_size(rank)]), 11),
+                   right(format_seconds(phase.end[to_size(rank)]), 11),
+                   right(format_seconds(phase.seconds[to_size(rank)]), 11),
                    right(moves ? format_bytes(link.in()) : "", 11),
                    right(moves ? format_bytes(link.out()) : "", 11), "  ",
                    other == rank ? "nobody" : concat("rank ", other), "\n");

@@ -6,13 +6,13 @@
 #include <utility>
 
 #include "plan_builder.h"
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill {
 namespace {
 
-using detail::at;
+using detail::to_size;
 
 void check_arguments(std::span<const std::int64_t> doc_lengths,
                      const DocumentPlanOptions& options) {
@@ -69,25 +69,27 @@ void balance(QkvPlan& plan) {
   const std::vector<std::int64_t> work = shard_work(plan);
   std::vector<std::int32_t> order(work.size());
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(),
-                   [&](std::int32_t a, std::int32_t b) { return work[at(a)] > work[at(b)]; });
+  std::stable_sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
+    return work[to_size(a)] > work[to_size(b)];
+  });
   const double total = std::accumulate(work.begin(), work.end(), 0.0);
   const double mean = total / plan.world_size;
 
   using Load = std::pair<std::int64_t, std::int32_t>;  // work, rank; ties go to the lowest rank
   std::priority_queue<Load, std::vector<Load>, std::greater<>> lightest;
-  std::vector<std::int64_t> load(at(plan.world_size));
+  std::vector<std::int64_t> load(to_size(plan.world_size));
   for (std::int32_t r = 0; r < plan.world_size; ++r) lightest.emplace(0, r);
   for (const std::int32_t shard : order) {
-    const std::int32_t home = plan.q_dst[at(shard)];
+    const std::int32_t home = plan.q_dst[to_size(shard)];
     std::int32_t target = home;
-    if (static_cast<double>(load[at(home)] + work[at(shard)]) > mean) {
-      while (lightest.top().first != load[at(lightest.top().second)]) lightest.pop();  // outdated
-      if (lightest.top().first < load[at(home)]) target = lightest.top().second;
+    if (static_cast<double>(load[to_size(home)] + work[to_size(shard)]) > mean) {
+      while (lightest.top().first != load[to_size(lightest.top().second)])
+        lightest.pop();  // outdated
+      if (lightest.top().first < load[to_size(home)]) target = lightest.top().second;
     }
-    plan.q_dst[at(shard)] = target;
-    load[at(target)] += work[at(shard)];
-    lightest.emplace(load[at(target)], target);
+    plan.q_dst[to_size(shard)] = target;
+    load[to_size(target)] += work[to_size(shard)];
+    lightest.emplace(load[to_size(target)], target);
   }
 }
 
@@ -107,14 +109,14 @@ std::vector<std::int64_t> shard_work(const QkvPlan& plan) {
   std::vector<std::int64_t> context;  // by position
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     context.assign(1, 0);
-    for (std::int64_t k = plan.doc_shard_offsets[at(d)]; k < plan.doc_shard_offsets[at(d + 1)];
-         ++k) {
-      const auto shard = at(plan.doc_shards[at(k)]);
+    for (std::int64_t k = plan.doc_shard_offsets[to_size(d)];
+         k < plan.doc_shard_offsets[to_size(d + 1)]; ++k) {
+      const auto shard = to_size(plan.doc_shards[to_size(k)]);
       const std::int64_t q_len = plan.shard_len[shard];
       const std::int64_t end = context.back() + q_len;
       require(end <= (std::int64_t{1} << 31), "shard_work: document ", d,
               " has over 2^31 tokens: ", "its work does not fit int64");
-      const std::int64_t begin = plan.kv_begin.empty() ? 0 : context[at(plan.kv_begin[shard])];
+      const std::int64_t begin = plan.kv_begin.empty() ? 0 : context[to_size(plan.kv_begin[shard])];
       work[shard] = q_len * (end - begin) - q_len * (q_len - 1) / 2;
       context.push_back(end);
     }
@@ -124,9 +126,9 @@ std::vector<std::int64_t> shard_work(const QkvPlan& plan) {
 
 std::vector<std::int64_t> rank_work(const QkvPlan& plan) {
   const std::vector<std::int64_t> work = shard_work(plan);
-  std::vector<std::int64_t> sums(at(plan.world_size));
+  std::vector<std::int64_t> sums(to_size(plan.world_size));
   for (std::size_t s = 0; s < work.size(); ++s) {
-    std::int64_t& sum = sums[at(plan.q_dst[s])];
+    std::int64_t& sum = sums[to_size(plan.q_dst[s])];
     require(!__builtin_add_overflow(sum, work[s], &sum), "rank_work: the work of rank ",
             plan.q_dst[s], " does not fit int64");
   }

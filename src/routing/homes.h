@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 #include "waybill/core/uninitialized_vector.h"
 #include "waybill/routing/qkv_plan.h"
 
@@ -17,18 +17,18 @@ struct Homes {
 };
 
 inline void find_homes(const QkvPlan& plan, Homes& homes) {
-  homes.rank.resize(at(plan.num_shards()));
-  homes.begin.resize(at(plan.num_shards()));
-  homes.rank_rows.resize(at(plan.world_size));
+  homes.rank.resize(to_size(plan.num_shards()));
+  homes.begin.resize(to_size(plan.num_shards()));
+  homes.rank_rows.resize(to_size(plan.world_size));
   for (std::int32_t w = 0; w < plan.world_size; ++w) {
     std::int64_t rows = 0;
-    for (std::int64_t s = plan.rank_shard_offsets[at(w)]; s < plan.rank_shard_offsets[at(w) + 1];
-         ++s) {
-      homes.rank[at(s)] = w;
-      homes.begin[at(s)] = rows;
-      rows += plan.shard_len[at(s)];
+    for (std::int64_t s = plan.rank_shard_offsets[to_size(w)];
+         s < plan.rank_shard_offsets[to_size(w) + 1]; ++s) {
+      homes.rank[to_size(s)] = w;
+      homes.begin[to_size(s)] = rows;
+      rows += plan.shard_len[to_size(s)];
     }
-    homes.rank_rows[at(w)] = rows;
+    homes.rank_rows[to_size(w)] = rows;
   }
 }
 

@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "recv_counts.h"
-#include "waybill/core/at.h"
 #include "waybill/core/parallel_for.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {
@@ -14,20 +14,20 @@ void load_rows(const QkvPlan& plan, const Homes& homes, const KvGroups& kv, KvRo
   std::int32_t next_home = -1;
   std::int32_t run_end = 0;
   for (std::size_t k = rows.size(); k-- > 0;) {
-    const auto shard = at(plan.doc_shards[k]);
+    const auto shard = to_size(plan.doc_shards[k]);
     const std::int32_t home = homes.rank[shard];
     if (home != next_home) run_end = static_cast<std::int32_t>(k + 1);
     next_home = home;
     rows[k] = {.len = plan.shard_len[shard],
                .end = kv.context[shard] + plan.shard_len[shard],
                .begin = homes.begin[shard],
-               .plane = homes.rank_rows[at(home)],
+               .plane = homes.rank_rows[to_size(home)],
                .home = home,
                .run_end = run_end};
   }
 }
 
-/// Copy numbers by reverse line, where they follow no formula (windows, one KV copy a rank).
+/// Copy numbers by reverse entry, where they follow no formula (windows, one KV copy a rank).
 using CopyNumbers = UninitializedVector<std::int32_t>;
 
 bool has_formula(const QkvPlan& plan) {
@@ -40,15 +40,15 @@ void write_forward(const QkvPlan& plan, const KvGroups& kv, std::int64_t doc_beg
                    std::int64_t doc_end, SparseMetadata& fwd) {
   const std::int64_t step = plan.kv_layout == KvLayout::per_query ? 1 : 0;
   for (std::int64_t doc = doc_begin; doc < doc_end; ++doc) {
-    const KvGroup* groups = kv.groups.data() + kv.doc_offsets[at(doc)];
-    const std::int64_t first = plan.doc_shard_offsets[at(doc)];
-    for (std::int64_t k = first; k < plan.doc_shard_offsets[at(doc + 1)]; ++k) {
-      const auto shard = at(plan.doc_shards[at(k)]);
+    const KvGroup* groups = kv.groups.data() + kv.doc_offsets[to_size(doc)];
+    const std::int64_t first = plan.doc_shard_offsets[to_size(doc)];
+    for (std::int64_t k = first; k < plan.doc_shard_offsets[to_size(doc + 1)]; ++k) {
+      const auto shard = to_size(plan.doc_shards[to_size(k)]);
       const KvGroup* group = groups + step * (k - first);
       const std::int64_t context = kv.context[shard];
       for (std::int64_t copy = kv.copy_offsets[shard]; copy < kv.copy_offsets[shard + 1]; ++copy) {
-        fwd.dst_rank[at(copy)] = group->rank;
-        fwd.dst_offset[at(copy)] = group->to_row + context;
+        fwd.dst_rank[to_size(copy)] = group->rank;
+        fwd.dst_offset[to_size(copy)] = group->to_row + context;
         ++group;
       }
     }
@@ -58,23 +58,23 @@ void write_forward(const QkvPlan& plan, const KvGroups& kv, std::int64_t doc_beg
 /// Forward where copies follow no formula: group by group, counting the copies of each shard.
 void number_copies(const QkvPlan& plan, const KvGroups& kv, SparseMetadata& fwd,
                    CopyNumbers& numbers) {
-  std::vector<std::int64_t> first_line(kv.groups.size());
-  std::int64_t next_line = 0;
+  std::vector<std::int64_t> first_entry(kv.groups.size());
+  std::int64_t next_entry = 0;
   for (const KvRun& run : kv.runs) {
-    first_line[at(run.group)] = next_line;
-    next_line += run.count;
+    first_entry[to_size(run.group)] = next_entry;
+    next_entry += run.count;
   }
   numbers.resize(fwd.dst_rank.size());
   std::vector<std::int32_t> copies(plan.doc_shards.size());  // so far, in document order
   for (std::size_t g = 0; g < kv.groups.size(); ++g) {
     const KvGroup& group = kv.groups[g];
-    std::int64_t line = first_line[g];
+    std::int64_t entry = first_entry[g];
     for (std::int64_t k = group.doc_begin + group.first; k <= group.doc_begin + group.last; ++k) {
-      const auto shard = at(plan.doc_shards[at(k)]);
-      const auto copy = at(kv.copy_offsets[shard] + copies[at(k)]);
+      const auto shard = to_size(plan.doc_shards[to_size(k)]);
+      const auto copy = to_size(kv.copy_offsets[shard] + copies[to_size(k)]);
       fwd.dst_rank[copy] = group.rank;
       fwd.dst_offset[copy] = group.to_row + kv.context[shard];
-      numbers[at(line++)] = copies[at(k)]++;
+      numbers[to_size(entry++)] = copies[to_size(k)]++;
     }
   }
 }
@@ -85,22 +85,22 @@ constexpr std::size_t runs_ahead = 8;
 
 void fetch_ahead(const KvGroups& kv, const KvRows& rows, std::size_t run_idx) {
   if (run_idx + runs_ahead >= kv.runs.size()) return;
-  __builtin_prefetch(&rows[at(kv.runs[run_idx + runs_ahead].begin)]);
+  __builtin_prefetch(&rows[to_size(kv.runs[run_idx + runs_ahead].begin)]);
 }
 
-/// Reverse of one run, from `line` on. copy_of(i, line) numbers the copy of its shard i.
+/// Reverse of one run, from `entry` on. copy_of(i, entry) numbers the copy of its shard i.
 template <class CopyOf>
-void write_run(const KvRun& run, const KvRows& rows, std::int64_t line, CopyOf copy_of,
+void write_run(const KvRun& run, const KvRows& rows, std::int64_t entry, CopyOf copy_of,
                SparseMetadata& rev) {
   // The tables never overlap: __restrict saves reading them again after every store.
   const KvRow* __restrict row = rows.data() + run.begin;
-  std::int64_t* __restrict to_len = rev.seq_len.data() + line;
-  std::int64_t* __restrict to_offset = rev.dst_offset.data() + line;
-  std::int32_t* __restrict to_rank = rev.dst_rank.data() + line;
+  std::int64_t* __restrict to_len = rev.seq_len.data() + entry;
+  std::int64_t* __restrict to_offset = rev.dst_offset.data() + entry;
+  std::int32_t* __restrict to_rank = rev.dst_rank.data() + entry;
   for (std::int64_t i = 0; i < run.count; ++i) {
     to_len[i] = row[i].len;
     to_rank[i] = row[i].home;
-    to_offset[i] = copy_of(i, line + i) * row[i].plane + row[i].begin;
+    to_offset[i] = copy_of(i, entry + i) * row[i].plane + row[i].begin;
   }
 }
 
@@ -108,23 +108,24 @@ void write_run(const KvRun& run, const KvRows& rows, std::int64_t line, CopyOf c
 void write_reverse(const QkvPlan& plan, const KvGroups& kv, const KvRows& rows,
                    const CopyNumbers& numbers, std::int64_t begin, std::int64_t end,
                    SparseMetadata& rev) {
-  std::int64_t line = rev.rank_offsets[at(begin)];
+  std::int64_t entry = rev.rank_offsets[to_size(begin)];
   const bool formula = has_formula(plan);
-  const std::int32_t* by_line = numbers.data();
-  for (auto i = at(kv.rank_runs[at(begin)]); i < at(kv.rank_runs[at(end)]); ++i) {
+  const std::int32_t* by_entry = numbers.data();
+  for (auto i = to_size(kv.rank_runs[to_size(begin)]); i < to_size(kv.rank_runs[to_size(end)]);
+       ++i) {
     const KvRun run = kv.runs[i];
     fetch_ahead(kv, rows, i);
     if (plan.kv_layout == KvLayout::per_query) {  // the run ends with the query itself, copy 0
       const auto copy_of = [&](std::int64_t k, std::int64_t) { return run.count - 1 - k; };
-      write_run(run, rows, line, copy_of, rev);
+      write_run(run, rows, entry, copy_of, rev);
     } else if (formula) {
       const auto copy_of = [&](std::int64_t, std::int64_t) { return std::int64_t{run.number}; };
-      write_run(run, rows, line, copy_of, rev);
+      write_run(run, rows, entry, copy_of, rev);
     } else {
-      const auto copy_of = [&](std::int64_t, std::int64_t l) { return std::int64_t{by_line[l]}; };
-      write_run(run, rows, line, copy_of, rev);
+      const auto copy_of = [&](std::int64_t, std::int64_t l) { return std::int64_t{by_entry[l]}; };
+      write_run(run, rows, entry, copy_of, rev);
     }
-    line += run.count;
+    entry += run.count;
   }
 }
 
@@ -132,15 +133,15 @@ void write_reverse(const QkvPlan& plan, const KvGroups& kv, const KvRows& rows,
 void count_received(const KvGroups& kv, const KvRows& rows, SparseMetadata& fwd) {
   RecvCounter counter(fwd.world_size, fwd.recv);
   for (std::size_t r = 0; r + 1 < kv.rank_runs.size(); ++r) {
-    for (auto i = at(kv.rank_runs[r]); i < at(kv.rank_runs[r + 1]); ++i) {
+    for (auto i = to_size(kv.rank_runs[r]); i < to_size(kv.rank_runs[r + 1]); ++i) {
       const KvRun run = kv.runs[i];
       fetch_ahead(kv, rows, i);
       const std::int32_t run_end = run.begin + run.count;
-      std::int64_t counted = rows[at(run.begin)].end - rows[at(run.begin)].len;
+      std::int64_t counted = rows[to_size(run.begin)].end - rows[to_size(run.begin)].len;
       for (std::int32_t k = run.begin; k < run_end;) {
-        const std::int32_t same_until = std::min(rows[at(k)].run_end, run_end);
-        const std::int64_t end = rows[at(same_until - 1)].end;
-        counter.add(rows[at(k)].home, end - counted);
+        const std::int32_t same_until = std::min(rows[to_size(k)].run_end, run_end);
+        const std::int64_t end = rows[to_size(same_until - 1)].end;
+        counter.add(rows[to_size(k)].home, end - counted);
         counted = end;
         k = same_until;
       }

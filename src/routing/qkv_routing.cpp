@@ -7,15 +7,15 @@
 #include "kv_groups.h"
 #include "kv_tables.h"
 #include "recv_counts.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill {
 namespace {
 
-using detail::at;
 using detail::Homes;
 using detail::KvGroup;
 using detail::KvGroups;
+using detail::to_size;
 
 /// Offsets of items counted by rank.
 void offsets_from_counts(const std::vector<std::int64_t>& counts,
@@ -25,12 +25,12 @@ void offsets_from_counts(const std::vector<std::int64_t>& counts,
   for (std::size_t r = 0; r < counts.size(); ++r) offsets[r + 1] = offsets[r] + counts[r];
 }
 
-void resize_lines(SparseMetadata& table, std::int32_t world_size, std::int64_t num_lines,
-                  std::int64_t num_copies) {
+void resize_entries(SparseMetadata& table, std::int32_t world_size, std::int64_t num_entries,
+                    std::int64_t num_destinations) {
   table.world_size = world_size;
-  table.seq_len.resize(at(num_lines));
-  table.dst_rank.resize(at(num_copies));
-  table.dst_offset.resize(at(num_copies));
+  table.seq_len.resize(to_size(num_entries));
+  table.dst_rank.resize(to_size(num_destinations));
+  table.dst_offset.resize(to_size(num_destinations));
 }
 
 /// What a rank receives forward it sends in reverse, to where it came from.
@@ -38,8 +38,8 @@ void count_queries(const QkvPlan& plan, QkvRouting& routing) {
   const SparseMetadata& rev = routing.rev_q;
   detail::RecvCounter counter(plan.world_size, routing.fwd_q.recv);
   for (std::int32_t r = 0; r < plan.world_size; ++r) {
-    for (std::int64_t i = rev.rank_offsets[at(r)]; i < rev.rank_offsets[at(r) + 1]; ++i) {
-      counter.add(rev.dst_rank[at(i)], rev.seq_len[at(i)]);
+    for (std::int64_t i = rev.rank_offsets[to_size(r)]; i < rev.rank_offsets[to_size(r) + 1]; ++i) {
+      counter.add(rev.dst_rank[to_size(i)], rev.seq_len[to_size(i)]);
     }
     counter.end_rank();
   }
@@ -52,35 +52,35 @@ void route_queries(const QkvPlan& plan, const Homes& homes, QkvRouting& routing)
   SparseMetadata& fwd = routing.fwd_q;
   SparseMetadata& rev = routing.rev_q;
   SparseAttnLayout& attn = routing.attention;
-  resize_lines(fwd, plan.world_size, num_shards, num_shards);
-  resize_lines(rev, plan.world_size, num_shards, num_shards);
+  resize_entries(fwd, plan.world_size, num_shards, num_shards);
+  resize_entries(rev, plan.world_size, num_shards, num_shards);
   fwd.copy_offsets.clear();
   rev.copy_offsets.clear();
   fwd.rank_offsets = plan.rank_shard_offsets;
-  std::vector<std::int64_t> received(at(plan.world_size));
-  for (const std::int32_t dst : plan.q_dst) ++received[at(dst)];
+  std::vector<std::int64_t> received(to_size(plan.world_size));
+  for (const std::int32_t dst : plan.q_dst) ++received[to_size(dst)];
   offsets_from_counts(received, rev.rank_offsets);
   attn.rank_offsets = rev.rank_offsets;
-  attn.shard.resize(at(num_shards));
-  attn.q_begin.resize(at(num_shards));
-  attn.q_len.resize(at(num_shards));
-  attn.max_seqlen_q.assign(at(plan.world_size), 0);
+  attn.shard.resize(to_size(num_shards));
+  attn.q_begin.resize(to_size(num_shards));
+  attn.q_len.resize(to_size(num_shards));
+  attn.max_seqlen_q.assign(to_size(plan.world_size), 0);
 
   std::vector<std::int64_t> next(rev.rank_offsets.begin(), rev.rank_offsets.end() - 1);
-  std::vector<std::int64_t> filled(at(plan.world_size));
+  std::vector<std::int64_t> filled(to_size(plan.world_size));
   for (std::int64_t s = 0; s < num_shards; ++s) {
-    const auto r = at(plan.q_dst[at(s)]);
-    const std::int64_t rows = plan.shard_len[at(s)];
-    const auto line = at(next[r]++);
-    fwd.seq_len[at(s)] = rows;
-    fwd.dst_rank[at(s)] = plan.q_dst[at(s)];
-    fwd.dst_offset[at(s)] = filled[r];
-    rev.seq_len[line] = rows;
-    rev.dst_rank[line] = homes.rank[at(s)];
-    rev.dst_offset[line] = homes.begin[at(s)];
-    attn.shard[line] = static_cast<std::int32_t>(s);
-    attn.q_begin[line] = filled[r];
-    attn.q_len[line] = rows;
+    const auto r = to_size(plan.q_dst[to_size(s)]);
+    const std::int64_t rows = plan.shard_len[to_size(s)];
+    const auto entry = to_size(next[r]++);
+    fwd.seq_len[to_size(s)] = rows;
+    fwd.dst_rank[to_size(s)] = plan.q_dst[to_size(s)];
+    fwd.dst_offset[to_size(s)] = filled[r];
+    rev.seq_len[entry] = rows;
+    rev.dst_rank[entry] = homes.rank[to_size(s)];
+    rev.dst_offset[entry] = homes.begin[to_size(s)];
+    attn.shard[entry] = static_cast<std::int32_t>(s);
+    attn.q_begin[entry] = filled[r];
+    attn.q_len[entry] = rows;
     attn.max_seqlen_q[r] = std::max(attn.max_seqlen_q[r], rows);
     filled[r] += rows;
   }
@@ -92,18 +92,19 @@ void place_contexts(const QkvPlan& plan, const KvGroups& kv, QkvRouting& routing
   SparseAttnLayout& attn = routing.attention;
   attn.kv_begin.resize(attn.shard.size());
   attn.kv_len.resize(attn.shard.size());
-  attn.max_seqlen_kv.assign(at(plan.world_size), 0);
+  attn.max_seqlen_kv.assign(to_size(plan.world_size), 0);
   for (std::int32_t r = 0; r < plan.world_size; ++r) {
     std::int64_t longest = 0;
-    for (std::int64_t i = attn.rank_offsets[at(r)]; i < attn.rank_offsets[at(r + 1)]; ++i) {
-      const auto shard = at(attn.shard[at(i)]);
-      const KvGroup& group = kv.groups[at(kv.query_group[shard])];
+    for (std::int64_t i = attn.rank_offsets[to_size(r)]; i < attn.rank_offsets[to_size(r + 1)];
+         ++i) {
+      const auto shard = to_size(attn.shard[to_size(i)]);
+      const KvGroup& group = kv.groups[to_size(kv.query_group[shard])];
       const std::int64_t before = kv.window[shard];
-      attn.kv_begin[at(i)] = group.to_row + before;
-      attn.kv_len[at(i)] = kv.context[shard] + plan.shard_len[shard] - before;
-      longest = std::max(longest, attn.kv_len[at(i)]);
+      attn.kv_begin[to_size(i)] = group.to_row + before;
+      attn.kv_len[to_size(i)] = kv.context[shard] + plan.shard_len[shard] - before;
+      longest = std::max(longest, attn.kv_len[to_size(i)]);
     }
-    attn.max_seqlen_kv[at(r)] = longest;
+    attn.max_seqlen_kv[to_size(r)] = longest;
   }
 }
 
@@ -111,9 +112,9 @@ void route_keys_and_values(const QkvPlan& plan, const Homes& homes, const KvGrou
                            int num_threads, detail::KvRows& rows, QkvRouting& routing) {
   SparseMetadata& fwd = routing.fwd_kv;
   SparseMetadata& rev = routing.rev_kv;
-  const std::int64_t num_copies = kv.copy_offsets.back();
-  resize_lines(fwd, plan.world_size, plan.num_shards(), num_copies);
-  resize_lines(rev, plan.world_size, num_copies, num_copies);
+  const std::int64_t num_destinations = kv.copy_offsets.back();
+  resize_entries(fwd, plan.world_size, plan.num_shards(), num_destinations);
+  resize_entries(rev, plan.world_size, num_destinations, num_destinations);
   fwd.rank_offsets = plan.rank_shard_offsets;
   fwd.copy_offsets = kv.copy_offsets;
   rev.copy_offsets.clear();

@@ -1,30 +1,30 @@
 #include <algorithm>
 #include <utility>
 
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 #include "waybill/routing/qkv_routing.h"
 
 namespace waybill {
 namespace {
 
-using detail::at;
+using detail::to_size;
 
-/// Whether num_seqs counts lines without rows: in tables of KV it does (see compute_metadata_kv).
-enum class Count { lines_with_rows, all_lines };
+/// Whether num_seqs counts entries without rows: in tables of KV it does (see compute_metadata_kv).
+enum class Count { entries_with_rows, all_entries };
 
-std::int64_t most_lines(const SparseMetadata& table) {
+std::int64_t most_entries(const SparseMetadata& table) {
   std::int64_t most = 0;
   for (std::int32_t r = 0; r < table.world_size; ++r) {
-    most = std::max(most, table.rank_offsets[at(r) + 1] - table.rank_offsets[at(r)]);
+    most = std::max(most, table.rank_offsets[to_size(r) + 1] - table.rank_offsets[to_size(r)]);
   }
   return most;
 }
 
 std::int64_t most_copies(const SparseMetadata& table) {
   std::int64_t most = 1;
-  for (std::int64_t line = 0; line < table.num_lines(); ++line) {
-    most = std::max(most, table.copy_end(line) - table.copy_begin(line));
+  for (std::int64_t entry = 0; entry < table.num_entries(); ++entry) {
+    most = std::max(most, table.destination_end(entry) - table.destination_begin(entry));
   }
   return most;
 }
@@ -34,40 +34,41 @@ IndexArray dense_counts(const RecvCounts& recv) {
   IndexArray result({world, world + 1});
   const auto cells = result.i64();
   for (std::int64_t r = 0; r < world; ++r) {
-    for (std::int64_t k = recv.offsets[at(r)]; k < recv.offsets[at(r + 1)]; ++k) {
-      cells[at(r * (world + 1) + recv.src_rank[at(k)])] = recv.tokens[at(k)];
+    for (std::int64_t k = recv.offsets[to_size(r)]; k < recv.offsets[to_size(r + 1)]; ++k) {
+      cells[to_size(r * (world + 1) + recv.src_rank[to_size(k)])] = recv.tokens[to_size(k)];
     }
-    cells[at(r * (world + 1) + world)] = recv.total[at(r)];
+    cells[to_size(r * (world + 1) + world)] = recv.total[to_size(r)];
   }
   return result;
 }
 
 Metadata dense_table(const SparseMetadata& table, Count count) {
   const std::int64_t world = table.world_size;
-  const std::int64_t lines = most_lines(table);
+  const std::int64_t entries = most_entries(table);
   const bool has_copies = !table.copy_offsets.empty();
   const std::int64_t copies = has_copies ? most_copies(table) : 1;
-  Shape shape{world, lines};
+  Shape shape{world, entries};
   if (has_copies) shape.push_back(copies);
   Metadata dense;
   dense.dst_rank = IndexArray::full(shape, -1);
   dense.dst_offset = IndexArray(shape);
-  dense.seq_len = IndexArray({world, lines});
+  dense.seq_len = IndexArray({world, entries});
   dense.num_seqs = IndexArray({world});
   const auto dst_rank = dense.dst_rank.i64();
   const auto dst_offset = dense.dst_offset.i64();
   const auto seq_len = dense.seq_len.i64();
   const auto num_seqs = dense.num_seqs->i64();
   for (std::int64_t r = 0; r < world; ++r) {
-    std::int64_t entry = r * lines;
-    for (std::int64_t line = table.rank_offsets[at(r)]; line < table.rank_offsets[at(r + 1)];
-         ++line, ++entry) {
-      seq_len[at(entry)] = table.seq_len[at(line)];
-      num_seqs[at(r)] += count == Count::all_lines || table.seq_len[at(line)] > 0 ? 1 : 0;
-      for (std::int64_t c = table.copy_begin(line); c < table.copy_end(line); ++c) {
-        const auto cell = at(entry * copies + c - table.copy_begin(line));
-        dst_rank[cell] = table.dst_rank[at(c)];
-        dst_offset[cell] = table.dst_offset[at(c)];
+    std::int64_t cell = r * entries;
+    for (std::int64_t entry = table.rank_offsets[to_size(r)];
+         entry < table.rank_offsets[to_size(r + 1)]; ++entry, ++cell) {
+      seq_len[to_size(cell)] = table.seq_len[to_size(entry)];
+      num_seqs[to_size(r)] +=
+          count == Count::all_entries || table.seq_len[to_size(entry)] > 0 ? 1 : 0;
+      for (std::int64_t c = table.destination_begin(entry); c < table.destination_end(entry); ++c) {
+        const auto slot = to_size(cell * copies + c - table.destination_begin(entry));
+        dst_rank[slot] = table.dst_rank[to_size(c)];
+        dst_offset[slot] = table.dst_offset[to_size(c)];
       }
     }
   }
@@ -87,8 +88,8 @@ IndexArray used_copies(const IndexArray& dst_rank) {
 using Flat = UninitializedVector<std::int64_t>;
 
 IndexArray rank_values(const SparseAttnLayout& attn, const Flat& values, std::int32_t rank) {
-  const auto first = values.begin() + attn.rank_offsets[at(rank)];
-  const auto last = values.begin() + attn.rank_offsets[at(rank) + 1];
+  const auto first = values.begin() + attn.rank_offsets[to_size(rank)];
+  const auto last = values.begin() + attn.rank_offsets[to_size(rank) + 1];
   return {Shape{last - first}, std::vector<std::int64_t>(first, last)};
 }
 
@@ -108,7 +109,7 @@ AttnLayout dense_attention(const SparseAttnLayout& attn, KvLayout kv_layout) {
   for (std::int32_t r = 0; r < world; ++r) {
     const IndexArray kv_len = rank_values(attn, attn.kv_len, r);
     layout.cu_seqlens_q.push_back(cumulative(rank_values(attn, attn.q_len, r)));
-    layout.num_local_seqs_recv.i64()[at(r)] = kv_len.size();
+    layout.num_local_seqs_recv.i64()[to_size(r)] = kv_len.size();
     if (kv_layout == KvLayout::per_query) {
       layout.cu_seqlens_kv.push_back(cumulative(kv_len));
     } else {
@@ -123,15 +124,15 @@ AttnLayout dense_attention(const SparseAttnLayout& attn, KvLayout kv_layout) {
 
 Metadata to_dense(const SparseMetadata& forward) {
   return dense_table(forward,
-                     forward.copy_offsets.empty() ? Count::lines_with_rows : Count::all_lines);
+                     forward.copy_offsets.empty() ? Count::entries_with_rows : Count::all_entries);
 }
 
 Metadata to_dense_reverse(const SparseMetadata& reverse, const SparseMetadata& forward) {
   require(reverse.world_size == forward.world_size, "to_dense_reverse: reverse has world_size ",
           reverse.world_size, ", expected ", forward.world_size, " as forward");
-  if (forward.copy_offsets.empty()) return dense_table(reverse, Count::lines_with_rows);
+  if (forward.copy_offsets.empty()) return dense_table(reverse, Count::entries_with_rows);
   const Metadata dense_forward = to_dense(forward);
-  Metadata dense = dense_table(reverse, Count::all_lines);
+  Metadata dense = dense_table(reverse, Count::all_entries);
   dense.seq_recv_mask = used_copies(dense_forward.dst_rank);
   dense.recv_seq_lens = dense_forward.seq_len;
   return dense;

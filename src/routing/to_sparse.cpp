@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 #include "waybill/routing/qkv_routing.h"
 
 namespace waybill {
@@ -10,7 +10,7 @@ namespace {
 
 constexpr const char* who = "to_sparse";
 
-using detail::at;
+using detail::to_size;
 
 RecvCounts sparse_counts(const IndexArray& dense) {
   const std::int64_t world = dense.dim(0);
@@ -94,7 +94,7 @@ void append_sums(const IndexArray& cu_seqlens, UninitializedVector<std::int64_t>
 }
 
 SparseAttnLayout sparse_attention(const QkvPlan& plan, const AttnLayout& dense) {
-  const std::size_t world = at(plan.world_size);
+  const std::size_t world = to_size(plan.world_size);
   const bool per_query = plan.kv_layout == KvLayout::per_query;
   require(dense.cu_seqlens_q.size() == world &&
               (per_query ? dense.cu_seqlens_kv.size() == world
@@ -105,7 +105,7 @@ SparseAttnLayout sparse_attention(const QkvPlan& plan, const AttnLayout& dense) 
           " asks for");
   std::vector<std::vector<std::int32_t>> received(world);
   for (std::int32_t s = 0; s < plan.num_shards(); ++s) {
-    received[at(plan.q_dst[at(s)])].push_back(s);
+    received[to_size(plan.q_dst[to_size(s)])].push_back(s);
   }
   SparseAttnLayout result;
   result.rank_offsets.push_back(0);
@@ -156,9 +156,9 @@ SparseMetadata to_sparse(const Metadata& dense) {
         sparse.dst_rank.push_back(static_cast<std::int32_t>(rank));
         sparse.dst_offset.push_back(offset);
       });
-      sparse.copy_offsets.push_back(sparse.num_copies());
+      sparse.copy_offsets.push_back(sparse.num_destinations());
     }
-    sparse.rank_offsets.push_back(sparse.num_lines());
+    sparse.rank_offsets.push_back(sparse.num_entries());
   }
   if (one_copy) sparse.copy_offsets.clear();
   sparse.recv = sparse_counts(dense.num_recv_tokens);

@@ -2,20 +2,20 @@
 #include <numeric>
 #include <vector>
 
-#include "peer_watch.h"
+#include "fingerprint_exchange.h"
 #include "row_sum.h"
-#include "told_calls.h"
-#include "waybill/core/at.h"
+#include "stall_detector.h"
 #include "waybill/core/copy_bytes.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 #include "waybill/runtime/executor.h"
 
 namespace waybill {
 namespace {
 
-using detail::at;
-using detail::PeerWatch;
-using detail::ToldCalls;
+using detail::FingerprintExchange;
+using detail::StallDetector;
+using detail::to_size;
 
 /// The tables stay where they are: in the plan.
 class NoTables final : public UploadedPlan {};
@@ -24,11 +24,11 @@ std::int64_t row_pitch(const ConstTensorView& view) {
   return view.strides[0] * dtype_bytes(view.dtype);
 }
 
-std::int32_t rank_of(std::uint64_t place) {
-  return static_cast<std::int32_t>(place >> place_rank_shift);
+std::int32_t rank_of(std::uint64_t address) {
+  return static_cast<std::int32_t>(address >> address_rank_shift);
 }
-std::int64_t offset_of(std::uint64_t place) {
-  return static_cast<std::int64_t>(place & place_offset_mask);
+std::int64_t offset_of(std::uint64_t address) {
+  return static_cast<std::int64_t>(address & address_offset_mask);
 }
 
 class HostExecutor final : public Executor {
@@ -44,27 +44,27 @@ class HostExecutor final : public Executor {
   [[nodiscard]] bool runs_batches() const override { return true; }
 
   void dispatch(const SequenceCall& call) override {
-    const ToldCalls told(transport_, call);
-    told.tell();
-    PeerWatch watch(transport_, call, told);
+    const FingerprintExchange exchange(transport_, call);
+    exchange.send();
+    StallDetector watch(transport_, call, exchange);
     streaming_ = is_large(*call.plan);
     run_batches(call, watch);
     for (const RowChunk& chunk : call.plan->chunks) {
       if (call.plan->batches.empty()) send(call, chunk);
     }
     detail::finish_streaming();
-    meet(call, watch, told);
+    arrive_and_wait(call, watch, exchange);
     // Rows may still be on their way out of the inputs and the window.
     if (transport_.topology().num_nodes() > 1) transport_.quiet();
   }
 
   void kv_gradient(const SequenceCall& call) override {
-    const ToldCalls told(transport_, call);
-    told.tell();
-    PeerWatch watch(transport_, call, told);
+    const FingerprintExchange exchange(transport_, call);
+    exchange.send();
+    StallDetector watch(transport_, call, exchange);
     streaming_ = false;
     stage(call);
-    meet(call, watch, told);
+    arrive_and_wait(call, watch, exchange);
     run_batches(call, watch);
     for (const RowChunk& chunk : call.plan->chunks) {
       if (call.plan->batches.empty()) sum(call, chunk);
@@ -83,20 +83,20 @@ class HostExecutor final : public Executor {
     return bytes > detail::streaming_bytes / transport_.topology().world_size;
   }
 
-  void run_batches(const SequenceCall& call, PeerWatch& watch) {
+  void run_batches(const SequenceCall& call, StallDetector& watch) {
     const SequencePlan& plan = *call.plan;
     const std::int32_t world = plan.world_size;
     for (const WorkBatch& batch : plan.batches) {
       for (std::int32_t w = batch.first_wait; w < batch.first_wait + batch.num_waits; ++w) {
-        const BatchSlot& slot = plan.waits[at(w)];
+        const BatchSlot& slot = plan.waits[to_size(w)];
         watch.wait(*call.slots, std::int64_t{world} + slot.slot, Rank{slot.rank});
       }
       for (auto c = batch.first_chunk; c < batch.first_chunk + batch.num_chunks; ++c) {
-        run_chunk(call, batch.kind, plan.chunks[at(c)]);
+        run_chunk(call, batch.kind, plan.chunks[to_size(c)]);
       }
       detail::finish_streaming();
       for (std::int32_t s = batch.first_signal; s < batch.first_signal + batch.num_signals; ++s) {
-        const BatchSlot& slot = plan.signals[at(s)];
+        const BatchSlot& slot = plan.signals[to_size(s)];
         transport_.signal(Rank{slot.rank}, {call.slots, std::int64_t{world} + slot.slot},
                           call.epoch);
       }
@@ -108,17 +108,17 @@ class HostExecutor final : public Executor {
       case BatchKind::send:
         return send(call, chunk);
       case BatchKind::forward: {
-        const std::int64_t pitch = call.plan->cuts[at(chunk.tensor)].row_bytes;
+        const std::int64_t pitch = call.plan->cuts[to_size(chunk.tensor)].row_bytes;
         return send_rows(call, chunk, in_window(call, chunk.tensor, chunk), pitch);
       }
       case BatchKind::sum:
         return sum(call, chunk);
       case BatchKind::partial: {
         const auto sums = chunk.tensor + static_cast<std::int32_t>(call.plan->tensors.size());
-        const DType from = call.plan->tensors[at(chunk.tensor)].dtype;
+        const DType from = call.plan->tensors[to_size(chunk.tensor)].dtype;
         const DType to = from == DType::float64 ? DType::float64 : DType::float32;
         return sum_rows(call, chunk, in_window(call, sums, chunk),
-                        call.plan->cuts[at(sums)].row_bytes, to);
+                        call.plan->cuts[to_size(sums)].row_bytes, to);
       }
     }
   }
@@ -126,12 +126,12 @@ class HostExecutor final : public Executor {
   /// The first row of a chunk in this rank's window.
   static std::byte* in_window(const SequenceCall& call, std::int32_t tensor,
                               const RowChunk& chunk) {
-    return call.window->local + call.plan->window_offsets[at(tensor)] +
-           chunk.row * call.plan->cuts[at(tensor)].row_bytes;
+    return call.window->local + call.plan->window_offsets[to_size(tensor)] +
+           chunk.row * call.plan->cuts[to_size(tensor)].row_bytes;
   }
 
   void send(const SequenceCall& call, const RowChunk& chunk) {
-    const ConstTensorView& input = call.inputs[at(chunk.tensor)];
+    const ConstTensorView& input = call.inputs[to_size(chunk.tensor)];
     const std::int64_t pitch = row_pitch(input);
     send_rows(call, chunk, input.data + chunk.row * pitch, pitch);
   }
@@ -143,10 +143,10 @@ class HostExecutor final : public Executor {
     const std::int64_t pieces = one_piece ? 1 : chunk.rows;
     const std::int64_t piece_bytes =
         one_piece ? std::int64_t{chunk.rows} * chunk.part_bytes : chunk.part_bytes;
-    for (std::int32_t p = 0; p < chunk.num_places; ++p) {
-      const std::uint64_t place = call.plan->places[at(chunk.first_place + p)];
+    for (std::int32_t p = 0; p < chunk.num_addresses; ++p) {
+      const std::uint64_t address = call.plan->addresses[to_size(chunk.first_address + p)];
       for (std::int64_t k = 0; k < pieces; ++k) {
-        put(*call.window, rank_of(place), offset_of(place) + k * piece_bytes, first + k * pitch,
+        put(*call.window, rank_of(address), offset_of(address) + k * piece_bytes, first + k * pitch,
             piece_bytes);
       }
     }
@@ -154,8 +154,8 @@ class HostExecutor final : public Executor {
 
   void put(const SymmetricBuffer& window, std::int32_t rank, std::int64_t offset,
            const std::byte* source, std::int64_t size_bytes) {
-    if (std::byte* const base = window.peers[at(rank)]; base != nullptr) {
-      detail::copy_bytes(base + offset, source, at(size_bytes), streaming_);
+    if (std::byte* const base = window.peers[to_size(rank)]; base != nullptr) {
+      detail::copy_bytes(base + offset, source, to_size(size_bytes), streaming_);
     } else {
       transport_.put(window, {Rank{rank}, offset, source, size_bytes});
     }
@@ -163,7 +163,8 @@ class HostExecutor final : public Executor {
 
   /// Raises this rank's slot everywhere, beginning with rank + 1, and waits for all others', who
   /// must mean the same call.
-  void meet(const SequenceCall& call, PeerWatch& watch, const ToldCalls& told) {
+  void arrive_and_wait(const SequenceCall& call, StallDetector& watch,
+                       const FingerprintExchange& exchange) {
     const std::int32_t world = transport_.topology().world_size;
     const std::int32_t me = to_int(transport_.rank());
     for (std::int32_t k = 1; k < world; ++k) {
@@ -172,7 +173,7 @@ class HostExecutor final : public Executor {
     for (std::int32_t k = 1; k < world; ++k) {
       const std::int32_t peer = (me + k) % world;
       watch.wait(*call.arrivals, peer, Rank{peer});
-      told.compare(Rank{peer});
+      exchange.compare(Rank{peer});
     }
   }
 
@@ -184,13 +185,13 @@ class HostExecutor final : public Executor {
       const std::int64_t pitch = row_pitch(input);
       if (row_bytes == 0 || (input.data == base && pitch == row_bytes)) continue;
       for (std::int64_t row = 0; row < call.plan->window_rows[t]; ++row) {
-        std::memcpy(base + row * row_bytes, input.data + row * pitch, at(row_bytes));
+        std::memcpy(base + row * row_bytes, input.data + row * pitch, to_size(row_bytes));
       }
     }
   }
 
   void sum(const SequenceCall& call, const RowChunk& chunk) {
-    const TensorView& output = call.outputs[at(chunk.tensor)];
+    const TensorView& output = call.outputs[to_size(chunk.tensor)];
     const std::int64_t pitch = output.strides[0] * dtype_bytes(output.dtype);
     sum_rows(call, chunk, output.data + chunk.row * pitch, pitch, output.dtype);
   }
@@ -198,20 +199,21 @@ class HostExecutor final : public Executor {
   /// @param row where the sum of the chunk's first row goes, as `to`
   void sum_rows(const SequenceCall& call, const RowChunk& chunk, std::byte* row, std::int64_t pitch,
                 DType to) {
-    const DType from = call.plan->tensors[at(chunk.tensor)].dtype;
+    const DType from = call.plan->tensors[to_size(chunk.tensor)].dtype;
     const std::int64_t in_bytes = dtype_bytes(from);
     const bool batches = !call.plan->batches.empty();
-    addends_.resize(at(chunk.num_places));
+    addends_.resize(to_size(chunk.num_addresses));
     for (std::int64_t k = 0; k < chunk.rows; ++k) {
-      for (std::int32_t p = 0; p < chunk.num_places; ++p) {
-        const std::uint64_t place = call.plan->places[at(chunk.first_place + p)];
-        const bool is_sum = batches && (place & place_sum_bit) != 0;
+      for (std::int32_t p = 0; p < chunk.num_addresses; ++p) {
+        const std::uint64_t address = call.plan->addresses[to_size(chunk.first_address + p)];
+        const bool is_sum = batches && (address & address_sum_bit) != 0;
         const std::int64_t row_bytes =
-            is_sum ? call.plan->cuts[at(chunk.tensor) + call.plan->tensors.size()].row_bytes
+            is_sum ? call.plan->cuts[to_size(chunk.tensor) + call.plan->tensors.size()].row_bytes
                    : chunk.part_bytes;
-        const std::byte* const base = call.window->peers[at(rank_of(place))];
-        addends_[at(p)] = {
-            base + offset_of(is_sum ? place & ~place_sum_bit : place) + k * row_bytes, is_sum};
+        const std::byte* const base = call.window->peers[to_size(rank_of(address))];
+        addends_[to_size(p)] = {
+            base + offset_of(is_sum ? address & ~address_sum_bit : address) + k * row_bytes,
+            is_sum};
       }
       detail::sum_runs(addends_, from, to,
                        row + k * pitch + chunk.col_bytes / in_bytes * dtype_bytes(to),

@@ -5,9 +5,9 @@
 #include <cstring>
 #include <type_traits>
 
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
 #include "waybill/core/float_convert.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {
@@ -55,25 +55,25 @@ void sum_as(std::span<const SumAddend> addends, std::byte* out, std::int64_t num
   using Sum = std::conditional_t<From == DType::float64, double, float>;
   constexpr DType sum_type = From == DType::float64 ? DType::float64 : DType::float32;
   if (addends.size() == 1 && (addends[0].is_sum ? sum_type : From) == To) {
-    std::memcpy(out, addends[0].data, at(num_elements) * sizeof(Out));
+    std::memcpy(out, addends[0].data, to_size(num_elements) * sizeof(Out));
     return;
   }
   std::array<Sum, block_elements> sums{};
   std::array<Sum, block_elements> values;
   std::array<Out, block_elements> rounded;
   for (std::int64_t first = 0; first < num_elements; first += block_elements) {
-    const std::size_t count = at(std::min(block_elements, num_elements - first));
+    const std::size_t count = to_size(std::min(block_elements, num_elements - first));
     for (std::size_t k = 0; k < addends.size(); ++k) {
       Sum* const into = k == 0 ? sums.data() : values.data();
       if (addends[k].is_sum) {
-        load<sum_type, Sum>(addends[k].data, at(first), count, into);
+        load<sum_type, Sum>(addends[k].data, to_size(first), count, into);
       } else {
-        load<From, Sum>(addends[k].data, at(first), count, into);
+        load<From, Sum>(addends[k].data, to_size(first), count, into);
       }
       for (std::size_t i = 0; k > 0 && i < count; ++i) sums[i] += values[i];
     }
     for (std::size_t i = 0; i < count; ++i) rounded[i] = narrow<To>(sums[i]);
-    std::memcpy(out + at(first) * sizeof(Out), rounded.data(), count * sizeof(Out));
+    std::memcpy(out + to_size(first) * sizeof(Out), rounded.data(), count * sizeof(Out));
   }
 }
 

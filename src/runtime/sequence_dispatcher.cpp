@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "call_checks.h"
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill {
 namespace {
@@ -48,11 +48,12 @@ std::vector<Setting> common_settings(const SequenceDispatcherOptions& options) {
 SequenceDispatcher::SequenceDispatcher(World& world, SequenceDispatcherOptions options)
     : world_(world), options_(options) {
   options_.plan.chunks = !world.executor().expands_plans();
-  options_.plan.local_apart = options.local_by_copy_engine && world.executor().expands_plans();
+  options_.plan.separate_local_copies =
+      options.local_by_copy_engine && world.executor().expands_plans();
   if (world.executor().runs_batches()) {
     options_.plan.ranks_per_node = world.topology().ranks_per_node;
     options_.plan.split_network = world.executor().splits_network();
-    options_.plan.pair_network = world.executor().pairs_network();
+    options_.plan.two_sided_network = world.executor().pairs_network();
   } else {
     options_.plan.ranks_per_node = 0;
     options_.plan.relay = RelayUse::never;
@@ -80,17 +81,17 @@ SequenceDispatcher::SequenceDispatcher(World& world, SequenceDispatcherOptions o
 
 SequenceDispatcher::~SequenceDispatcher() {
   Transport& transport = world_.transport();
-  for (SymmetricBuffer& window : windows_) transport.abandon(std::move(window.memory));
-  for (SymmetricBuffer& buffer : retired_) transport.abandon(std::move(buffer.memory));
-  for (SignalPad& pad : old_slots_) transport.abandon(std::move(pad.memory));
-  transport.abandon(std::move(slots_.memory));
-  transport.abandon(std::move(arrivals_.memory));
+  for (SymmetricBuffer& window : windows_) transport.defer_release(std::move(window.memory));
+  for (SymmetricBuffer& buffer : retired_) transport.defer_release(std::move(buffer.memory));
+  for (SignalPad& pad : old_slots_) transport.defer_release(std::move(pad.memory));
+  transport.defer_release(std::move(slots_.memory));
+  transport.defer_release(std::move(arrivals_.memory));
 }
 
 void SequenceDispatcher::close() {
   if (arrivals_.local == nullptr) return;
-  usability_.check("close");
-  usability_.guard([&] {
+  abort_state_.check("close");
+  abort_state_.guard([&] {
     world_.executor().finish();
     Transport& transport = world_.transport();
     for (SymmetricBuffer& window : windows_) retired_.push_back(std::exchange(window, {}));
@@ -101,30 +102,32 @@ void SequenceDispatcher::close() {
     transport.release(slots_);
     transport.release(arrivals_);
   });
-  usability_.end("was closed");
+  abort_state_.end("was closed");
 }
 
-ReadyPlan SequenceDispatcher::ready(SequencePlan plan, Stream stream) {
-  ReadyPlan result;
+PlanHandle SequenceDispatcher::ready(SequencePlan plan, Stream stream) {
+  PlanHandle result;
   result.plan_ = std::move(plan);
   result.uploaded_ = world_.executor().upload(result.plan_, nullptr, stream);
   return result;
 }
 
-ReadyPlan SequenceDispatcher::plan_dispatch(std::span<const SequencePart> parts, Stream stream) {
+PlanHandle SequenceDispatcher::plan_dispatch(std::span<const SequencePart> parts, Stream stream) {
   return ready(compile_dispatch(parts, world_.rank(), options_.plan), stream);
 }
 
-ReadyPlan SequenceDispatcher::plan_kv_gradient(std::span<const SequencePart> parts, Stream stream) {
+PlanHandle SequenceDispatcher::plan_kv_gradient(std::span<const SequencePart> parts,
+                                                Stream stream) {
   return ready(compile_kv_gradient(parts, world_.rank(), options_.plan), stream);
 }
 
-void SequenceDispatcher::replace_plan(ReadyPlan& ready, std::span<const SequencePart> parts,
+void SequenceDispatcher::replace_plan(PlanHandle& ready, std::span<const SequencePart> parts,
                                       Stream stream) {
   constexpr const char* who = "replace_plan";
   const SequencePlan& old = ready.plan_;
   SequencePlanOptions options = options_.plan;
-  options.local_apart = !old.local_segments.empty();  // a captured launch does one or the other
+  options.separate_local_copies =
+      !old.local_segments.empty();  // a captured launch does one or the other
   SequencePlan plan = old.operation == SequenceOperation::dispatch
                           ? compile_dispatch(parts, world_.rank(), options)
                           : compile_kv_gradient(parts, world_.rank(), options);
@@ -138,9 +141,9 @@ void SequenceDispatcher::replace_plan(ReadyPlan& ready, std::span<const Sequence
   ready.plan_ = std::move(plan);
 }
 
-void SequenceDispatcher::check_call(const char* who, const ReadyPlan& ready,
+void SequenceDispatcher::check_call(const char* who, const PlanHandle& ready,
                                     SequenceOperation operation) const {
-  usability_.check(who);
+  abort_state_.check(who);
   const SequencePlan& plan = ready.plan_;
   require(ready.uploaded_ != nullptr, who, ": the plan is empty");
   require(plan.operation == operation, who, ": the plan is for the other operation");
@@ -193,8 +196,8 @@ void SequenceDispatcher::reserve(std::int64_t window_bytes, Stream stream, std::
           "reserve: window_bytes = ", window_bytes, ", expected 0..", options_.max_window_bytes);
   require(0 <= num_slots && num_slots <= (1 << 24), "reserve: num_slots = ", num_slots,
           ", expected 0..2^24");
-  usability_.check("reserve");
-  usability_.guard([&] { grow_for("reserve", window_bytes, num_slots, stream); });
+  abort_state_.check("reserve");
+  abort_state_.guard([&] { grow_for("reserve", window_bytes, num_slots, stream); });
 }
 
 std::vector<TensorView> SequenceDispatcher::window_views(const SequencePlan& plan,
@@ -207,7 +210,7 @@ std::vector<TensorView> SequenceDispatcher::window_views(const SequencePlan& pla
   return views;
 }
 
-SequenceCall SequenceDispatcher::next_call(const char* who, const ReadyPlan& ready,
+SequenceCall SequenceDispatcher::next_call(const char* who, const PlanHandle& ready,
                                            std::span<const ConstTensorView> inputs,
                                            std::span<const TensorView> outputs, Stream stream,
                                            std::uint64_t of_dispatch) {
@@ -235,13 +238,13 @@ void SequenceDispatcher::realign(const SequenceCall& call) {
   if (captures_.may_be_off(executor.capture(call.stream))) executor.realign(call);
 }
 
-std::vector<TensorView> SequenceDispatcher::dispatch(const ReadyPlan& ready,
+std::vector<TensorView> SequenceDispatcher::dispatch(const PlanHandle& ready,
                                                      std::span<const ConstTensorView> tensors,
                                                      Stream stream, std::uint64_t of_dispatch) {
   constexpr const char* who = "dispatch";
   check_call(who, ready, SequenceOperation::dispatch);
   detail::check_inputs(who, ready.plan_, tensors);
-  usability_.guard([&] {
+  abort_state_.guard([&] {
     grow_for(who, ready.plan_.window_bytes, ready.plan_.num_slots, stream);
     const SequenceCall call = next_call(who, ready, tensors, {}, stream, of_dispatch);
     realign(call);
@@ -253,7 +256,7 @@ std::vector<TensorView> SequenceDispatcher::dispatch(const ReadyPlan& ready,
   return window_views(ready.plan_, epoch_);
 }
 
-void SequenceDispatcher::kv_gradient(const ReadyPlan& ready,
+void SequenceDispatcher::kv_gradient(const PlanHandle& ready,
                                      std::span<const ConstTensorView> gradients,
                                      std::span<const TensorView> outputs, Stream stream,
                                      std::uint64_t of_dispatch) {
@@ -261,7 +264,7 @@ void SequenceDispatcher::kv_gradient(const ReadyPlan& ready,
   check_call(who, ready, SequenceOperation::kv_gradient);
   detail::check_inputs(who, ready.plan_, gradients);
   detail::check_outputs(who, ready.plan_, outputs);
-  usability_.guard([&] {
+  abort_state_.guard([&] {
     grow_for(who, ready.plan_.window_bytes, ready.plan_.num_slots, stream);
     const SequenceCall call = next_call(who, ready, gradients, outputs, stream, of_dispatch);
     realign(call);
@@ -271,10 +274,11 @@ void SequenceDispatcher::kv_gradient(const ReadyPlan& ready,
   });
 }
 
-std::vector<TensorView> SequenceDispatcher::gradient_inputs(const ReadyPlan& ready, Stream stream) {
+std::vector<TensorView> SequenceDispatcher::gradient_inputs(const PlanHandle& ready,
+                                                            Stream stream) {
   constexpr const char* who = "gradient_inputs";
   check_call(who, ready, SequenceOperation::kv_gradient);
-  usability_.guard([&] {
+  abort_state_.guard([&] {
     grow_for(who, ready.plan_.window_bytes, ready.plan_.num_slots, stream);
     realign(next_call(who, ready, {}, {}, stream, 0));  // now, as the caller writes there
   });
@@ -288,7 +292,7 @@ std::vector<std::shared_ptr<void>> SequenceDispatcher::window_memory() const {
 }
 
 void SequenceDispatcher::synchronize(Stream stream) {
-  usability_.guard([&] { world_.executor().synchronize(stream); });
+  abort_state_.guard([&] { world_.executor().synchronize(stream); });
 }
 
 }  // namespace waybill

@@ -7,8 +7,8 @@
 #include <thread>
 #include <vector>
 
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 #include "waybill/core/wait.h"
 #include "waybill/transport/agree.h"
 #include "waybill/transport/bootstraps.h"
@@ -49,7 +49,7 @@ namespace {
 
 /// What came of the ranks of a run; each thread writes its own.
 struct RankErrors {
-  explicit RankErrors(std::int32_t world_size) : errors(detail::at(world_size)) {}
+  explicit RankErrors(std::int32_t world_size) : errors(detail::to_size(world_size)) {}
 
   /// An error of a rank's own comes before a deadline, which may have passed as that rank was gone,
   /// and that before what ranks say that were released.
@@ -108,9 +108,9 @@ void run_ranks_as_threads(std::int32_t world_size,
   std::atomic<std::int32_t> running = world_size;
   const auto run = [&](std::int32_t r) {
     const EnteredWaitScope entered(scope);
-    auto& error = ends.errors[detail::at(r)];
+    auto& error = ends.errors[detail::to_size(r)];
     try {
-      body(std::move(bootstraps[detail::at(r)]));
+      body(std::move(bootstraps[detail::to_size(r)]));
     } catch (...) {
       error = std::current_exception();
       scope->fail(concat("rank ", r, " failed: ", text_of(error)));

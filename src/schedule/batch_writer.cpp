@@ -5,8 +5,8 @@
 #include <tuple>
 
 #include "segment_writer.h"
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {
@@ -40,22 +40,22 @@ void BatchTables::begin(BatchKind kind) {
             .first_segment = static_cast<std::int32_t>(plan_.segments.size()),
             .first_wait = static_cast<std::int32_t>(plan_.waits.size()),
             .first_signal = static_cast<std::int32_t>(plan_.signals.size()),
-            .num_places = -static_cast<std::int32_t>(plan_.segment_places.size()),
+            .num_addresses = -static_cast<std::int32_t>(plan_.segment_addresses.size()),
             .first_chunk = plan_.num_chunks};
 }
 
-void BatchTables::add(RowSegment segment, std::span<const std::uint64_t> places) {
-  const RowCut& cut = plan_.cuts[at(segment.tensor)];
+void BatchTables::add(RowSegment segment, std::span<const std::uint64_t> addresses) {
+  const RowCut& cut = plan_.cuts[to_size(segment.tensor)];
   segment.bucket = static_cast<std::int32_t>(plan_.batches.size());
   segment.first_chunk = static_cast<std::int32_t>(plan_.num_chunks);
-  segment.first_place = static_cast<std::int32_t>(plan_.num_places);
-  segment.first_copy = static_cast<std::int32_t>(plan_.segment_places.size());
-  segment.num_copies = static_cast<std::int32_t>(places.size());
+  segment.first_address = static_cast<std::int32_t>(plan_.num_addresses);
+  segment.first_destination = static_cast<std::int32_t>(plan_.segment_addresses.size());
+  segment.num_destinations = static_cast<std::int32_t>(addresses.size());
   plan_.segments.push_back(segment);
-  plan_.segment_places.insert(plan_.segment_places.end(), places.begin(), places.end());
+  plan_.segment_addresses.insert(plan_.segment_addresses.end(), addresses.begin(), addresses.end());
   const std::int64_t chunks = (segment.rows + cut.rows_each - 1) / cut.rows_each * cut.parts;
   plan_.num_chunks += chunks;
-  plan_.num_places += chunks * std::ssize(places);
+  plan_.num_addresses += chunks * std::ssize(addresses);
 }
 
 bool BatchTables::is_empty() const {
@@ -68,40 +68,40 @@ void BatchTables::end() {
   batch_.num_segments = static_cast<std::int32_t>(plan_.segments.size()) - batch_.first_segment;
   batch_.num_waits = static_cast<std::int32_t>(plan_.waits.size()) - batch_.first_wait;
   batch_.num_signals = static_cast<std::int32_t>(plan_.signals.size()) - batch_.first_signal;
-  batch_.num_places += static_cast<std::int32_t>(plan_.segment_places.size());
+  batch_.num_addresses += static_cast<std::int32_t>(plan_.segment_addresses.size());
   batch_.num_chunks = plan_.num_chunks - batch_.first_chunk;
   plan_.batches.push_back(batch_);
 }
 
 BatchWriter::BatchWriter(SequencePlan& plan, const WindowMap& windows)
     : plan_(plan), windows_(windows), tables_(plan) {
-  plan_.wire_bytes.assign(at(plan.world_size), 0);
+  plan_.wire_bytes.assign(to_size(plan.world_size), 0);
 }
 
-std::uint64_t BatchWriter::place(std::int32_t tensor, std::int32_t rank, std::int64_t row) const {
+std::uint64_t BatchWriter::address(std::int32_t tensor, std::int32_t rank, std::int64_t row) const {
   const std::int64_t offset =
-      windows_.offset(at(tensor), rank) + row * plan_.cuts[at(tensor)].row_bytes;
+      windows_.offset(to_size(tensor), rank) + row * plan_.cuts[to_size(tensor)].row_bytes;
   const bool sums = tensor >= std::ssize(plan_.tensors);
-  return static_cast<std::uint64_t>(rank) << place_rank_shift | static_cast<std::uint64_t>(offset) |
-         (sums ? place_sum_bit : 0);
+  return static_cast<std::uint64_t>(rank) << address_rank_shift |
+         static_cast<std::uint64_t>(offset) | (sums ? address_sum_bit : 0);
 }
 
 void BatchWriter::add(std::int32_t tensor, std::int64_t row, std::int64_t rows,
-                      std::span<const std::uint64_t> places) {
-  if (plan_.cuts[at(tensor)].row_bytes == 0 || rows == 0) return;
-  tables_.add({.row = row, .rows = rows, .tensor = tensor}, places);
+                      std::span<const std::uint64_t> addresses) {
+  if (plan_.cuts[to_size(tensor)].row_bytes == 0 || rows == 0) return;
+  tables_.add({.row = row, .rows = rows, .tensor = tensor}, addresses);
 }
 
 void BatchWriter::add(std::span<const RowMove> moves) {
   const RowMove& first = moves.front();
   for (std::int32_t t = first.tensor; t < first.tensor + first.num_tensors; ++t) {
-    places_.clear();
+    addresses_.clear();
     for (const RowMove& move : moves) {
       // Where rows go no executor looks at what they are.
-      places_.push_back(place(t, move.dst_rank, move.dst_row) & ~place_sum_bit);
-      plan_.wire_bytes[at(move.dst_rank)] += move.rows * plan_.cuts[at(t)].row_bytes;
+      addresses_.push_back(address(t, move.dst_rank, move.dst_row) & ~address_sum_bit);
+      plan_.wire_bytes[to_size(move.dst_rank)] += move.rows * plan_.cuts[to_size(t)].row_bytes;
     }
-    add(t, first.row, first.rows, places_);
+    add(t, first.row, first.rows, addresses_);
   }
 }
 
@@ -121,7 +121,7 @@ std::vector<std::size_t> group_moves(std::vector<RowMove>& moves, std::int32_t r
   std::vector<std::size_t> earliest;  // of each group
   for (const std::size_t i : idx) {
     const bool joins = !sorted.empty() && rows_of(sorted.back()) == rows_of(moves[i]) &&
-                       sorted.size() - groups.back() < static_cast<std::size_t>(max_places_sent);
+                       sorted.size() - groups.back() < static_cast<std::size_t>(max_addresses_sent);
     if (!joins) {
       groups.push_back(sorted.size());
       earliest.push_back(i);
@@ -147,7 +147,7 @@ void alternate_moves(std::vector<RowMove>& moves, std::vector<std::size_t>& grou
     const RowMove& first = moves[groups[g]];
     std::int64_t row_bytes = 0;
     for (std::int32_t t = first.tensor; t < first.tensor + first.num_tensors; ++t)
-      row_bytes += plan.cuts[at(t)].row_bytes;
+      row_bytes += plan.cuts[to_size(t)].row_bytes;
     // Rows that stay block no link.
     const bool local = groups[g + 1] - groups[g] == 1 && first.dst_rank == to_int(plan.rank);
     const std::int64_t most =
@@ -168,9 +168,9 @@ void alternate_moves(std::vector<RowMove>& moves, std::vector<std::size_t>& grou
   begins.push_back(pieces.size());
   moves = std::move(pieces);
   groups = std::move(begins);
-  std::vector<std::int64_t> total(at(plan.world_size));
+  std::vector<std::int64_t> total(to_size(plan.world_size));
   const auto bucket = [&](std::size_t g) {
-    return at(distance(to_int(plan.rank), moves[groups[g]].dst_rank, plan.world_size));
+    return to_size(distance(to_int(plan.rank), moves[groups[g]].dst_rank, plan.world_size));
   };
   std::vector<double> middle(bytes.size());
   for (std::size_t g = 0; g < bytes.size(); ++g) {

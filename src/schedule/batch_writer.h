@@ -9,7 +9,7 @@
 
 namespace waybill::detail {
 
-/// Rows on their way to one place of a window.
+/// Rows on their way to one address of a window.
 struct RowMove {
   std::int32_t tensor = 0;       ///< first of the part
   std::int32_t num_tensors = 0;  ///< of the part: all go the same way
@@ -26,8 +26,8 @@ class BatchTables {
 
   void begin(BatchKind kind);
 
-  /// A segment with these places; all but its row, rows and tensor is set here.
-  void add(RowSegment segment, std::span<const std::uint64_t> places);
+  /// A segment with these addresses; all but its row, rows and tensor is set here.
+  void add(RowSegment segment, std::span<const std::uint64_t> addresses);
 
   /// Of the batch that has begun.
   [[nodiscard]] bool has_chunks() const { return plan_.num_chunks > batch_.first_chunk; }
@@ -52,9 +52,9 @@ class BatchWriter {
   void wait(BatchSlot slot) { plan_.waits.push_back(slot); }
   void signal(BatchSlot slot) { plan_.signals.push_back(slot); }
 
-  /// Rows of one tensor and the places of its copies or addends.
+  /// Rows of one tensor and the addresses of its copies or addends.
   void add(std::int32_t tensor, std::int64_t row, std::int64_t rows,
-           std::span<const std::uint64_t> places);
+           std::span<const std::uint64_t> addresses);
 
   /// Moves as `group` made them: `count` with the same rows.
   void add(std::span<const RowMove> moves);
@@ -62,20 +62,21 @@ class BatchWriter {
   /// Ends the batch; one without segments and signals leaves nothing.
   void end() { tables_.end(); }
 
-  /// @throws InvalidArgument for 2^31 chunks or places
+  /// @throws InvalidArgument for 2^31 chunks or addresses
   void finish() const;
 
-  [[nodiscard]] std::uint64_t place(std::int32_t tensor, std::int32_t rank, std::int64_t row) const;
+  [[nodiscard]] std::uint64_t address(std::int32_t tensor, std::int32_t rank,
+                                      std::int64_t row) const;
 
  private:
   SequencePlan& plan_;
   const WindowMap& windows_;
   BatchTables tables_;
-  std::vector<std::uint64_t> places_;
+  std::vector<std::uint64_t> addresses_;
 };
 
-/// Brings moves of the same rows together, up to max_places_sent, the others in the order in which
-/// they came. Nearest destinations from rank + 1 on come first.
+/// Brings moves of the same rows together, up to max_addresses_sent, the others in the order in
+/// which they came. Nearest destinations from rank + 1 on come first.
 /// @return where groups begin, and the end
 [[nodiscard]] std::vector<std::size_t> group_moves(std::vector<RowMove>& moves, std::int32_t rank,
                                                    std::int32_t world_size);

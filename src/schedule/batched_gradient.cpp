@@ -6,12 +6,12 @@
 #include "gradient_returns.h"
 #include "network_program.h"
 #include "sort_unique.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {
 
-/// What is added up at one place: rows [begin, end) of a line have the same addends.
+/// What is added up at one address: rows [begin, end) of an entry have the same addends.
 struct SumPiece {
   std::size_t part = 0;
   std::int64_t to_row = 0;  ///< of the output, or of the sums in the window
@@ -43,7 +43,7 @@ class GradientCompiler {
         returns_(parts, routes_, needed_, topology_of(plan, options), options.batch_bytes),
         windows_(who, parts, returns_.rows, batched_window_bits),
         writer_(plan, windows_),
-        read_from_(at(plan.world_size), -1) {}
+        read_from_(to_size(plan.world_size), -1) {}
 
   void compile() {
     collect_children();
@@ -71,68 +71,69 @@ class GradientCompiler {
     return routes;
   }
 
-  /// Hops from this rank: on each hop to it, and from home on each of its lines.
+  /// Hops from this rank: on each hop to it, and from home on each of its entries.
   void collect_children() {
     const std::int32_t me = to_int(plan_.rank);
     for (std::size_t p = 0; p < parts_.size(); ++p) {
       const PartRoutes& routes = routes_[p];
       children_.emplace_back(routes.hops.size());
-      from_home_.emplace_back(at(parts_[p].metadata->num_lines()));
+      from_home_.emplace_back(to_size(parts_[p].metadata->num_entries()));
       for (std::size_t h = 0; h < routes.hops.size(); ++h) {
         const RelayHop& hop = routes.hops[h];
         if (hop.src_rank != me) continue;
-        auto& list = hop.after < 0 ? from_home_[p][at(hop.shard)] : children_[p][at(hop.after)];
+        auto& list =
+            hop.after < 0 ? from_home_[p][to_size(hop.shard)] : children_[p][to_size(hop.after)];
         list.push_back(static_cast<std::int32_t>(h));
       }
     }
   }
 
-  /// Cuts rows [begin, end) of a line where the children's rows begin and end.
-  void add_pieces(std::vector<SumPiece>& pieces, std::size_t p, std::int64_t line,
+  /// Cuts rows [begin, end) of an entry where the children's rows begin and end.
+  void add_pieces(std::vector<SumPiece>& pieces, std::size_t p, std::int64_t entry,
                   std::int64_t begin, std::int64_t end, std::int64_t to_row,
                   std::span<const std::int32_t> children) {
     std::vector<std::int64_t>& cuts = cuts_;
     cuts.assign({begin, end});
     for (const std::int32_t h : children) {
-      const RelayHop& hop = routes_[p].hops[at(h)];
+      const RelayHop& hop = routes_[p].hops[to_size(h)];
       cuts.push_back(std::clamp(hop.row_begin, begin, end));
       cuts.push_back(std::clamp(hop.row_begin + hop.num_rows, begin, end));
     }
     sort_unique(cuts);
     for (std::size_t i = 0; i + 1 < cuts.size(); ++i) {
       SumPiece piece{.part = p, .to_row = to_row + cuts[i] - begin, .rows = cuts[i + 1] - cuts[i]};
-      add_addends(piece, line, cuts[i], children);
+      add_addends(piece, entry, cuts[i], children);
       pieces.push_back(piece);
     }
   }
 
-  void add_addends(SumPiece& piece, std::int64_t line, std::int64_t begin,
+  void add_addends(SumPiece& piece, std::int64_t entry, std::int64_t begin,
                    std::span<const std::int32_t> children) {
     const std::size_t p = piece.part;
     const std::int32_t me = to_int(plan_.rank);
     piece.first_addend = addends_.size();
     piece.first_wait = waits_.size();
     ++stamp_;
-    read_from_[at(me)] = stamp_;
+    read_from_[to_size(me)] = stamp_;
     for (const std::int32_t h : children) {
-      const RelayHop& hop = routes_[p].hops[at(h)];
+      const RelayHop& hop = routes_[p].hops[to_size(h)];
       if (begin < hop.row_begin || begin >= hop.row_begin + hop.num_rows) continue;
-      if (returns_.kind[p][at(h)] == ReturnKind::read) {
-        read_from_[at(hop.dst_rank)] = stamp_;
+      if (returns_.kind[p][to_size(h)] == ReturnKind::read) {
+        read_from_[to_size(hop.dst_rank)] = stamp_;
       } else {
         add_return(piece, h, begin - hop.row_begin);
       }
     }
     const SparseMetadata& metadata = *parts_[p].metadata;
-    const bool direct = routes_[p].has_hops[at(line)] == 0;
-    for (auto c = metadata.copy_begin(line); c < metadata.copy_end(line); ++c) {
-      const std::int32_t rank = metadata.dst_rank[at(c)];
-      if (!direct && read_from_[at(rank)] != stamp_) continue;
-      addends_.push_back({.key = static_cast<std::int32_t>(c - metadata.copy_begin(line)),
+    const bool direct = routes_[p].has_hops[to_size(entry)] == 0;
+    for (auto c = metadata.destination_begin(entry); c < metadata.destination_end(entry); ++c) {
+      const std::int32_t rank = metadata.dst_rank[to_size(c)];
+      if (!direct && read_from_[to_size(rank)] != stamp_) continue;
+      addends_.push_back({.key = static_cast<std::int32_t>(c - metadata.destination_begin(entry)),
                           .from = rank,
                           .rank = rank,
                           .sum = false,
-                          .row = metadata.dst_offset[at(c)] + begin});
+                          .row = metadata.dst_offset[to_size(c)] + begin});
     }
     piece.last_addend = addends_.size();
     piece.last_wait = waits_.size();
@@ -142,16 +143,17 @@ class GradientCompiler {
 
   void add_return(SumPiece& piece, std::int32_t h, std::int64_t row) {
     const std::size_t p = piece.part;
-    const std::int32_t batch = returns_.batch[p][at(h)];
-    const bool network = returns_.batches[at(batch)].network;
-    const std::int32_t dst = routes_[p].hops[at(h)].dst_rank;
-    addends_.push_back({.key = returns_.key[p][at(h)],
-                        .from = dst,
-                        .rank = network ? to_int(plan_.rank) : dst,
-                        .sum = returns_.kind[p][at(h)] == ReturnKind::sum,
-                        .row = (network ? returns_.land_row : returns_.sum_row)[p][at(h)] + row});
+    const std::int32_t batch = returns_.batch[p][to_size(h)];
+    const bool network = returns_.batches[to_size(batch)].network;
+    const std::int32_t dst = routes_[p].hops[to_size(h)].dst_rank;
+    addends_.push_back(
+        {.key = returns_.key[p][to_size(h)],
+         .from = dst,
+         .rank = network ? to_int(plan_.rank) : dst,
+         .sum = returns_.kind[p][to_size(h)] == ReturnKind::sum,
+         .row = (network ? returns_.land_row : returns_.sum_row)[p][to_size(h)] + row});
     waits_.push_back(batch);
-    piece.ready = std::max(piece.ready, returns_.order.finish[at(batch)]);
+    piece.ready = std::max(piece.ready, returns_.order.finish[to_size(batch)]);
   }
 
   /// The sums and the puts of each batch that this rank returns.
@@ -162,7 +164,7 @@ class GradientCompiler {
       for (std::size_t h = 0; h < routes_[p].hops.size(); ++h) {
         const RelayHop& hop = routes_[p].hops[h];
         if (hop.dst_rank != to_int(plan_.rank) || returns_.batch[p][h] < 0) continue;
-        const auto b = at(returns_.batch[p][h]);
+        const auto b = to_size(returns_.batch[p][h]);
         if (returns_.kind[p][h] == ReturnKind::sum) {
           add_pieces(sums_of_[b], p, hop.shard, hop.row_begin, hop.row_begin + hop.num_rows,
                      returns_.sum_row[p][h], children_[p][h]);
@@ -176,9 +178,9 @@ class GradientCompiler {
   /// order in which they can be made.
   void collect_sums() {
     std::vector<SumPiece> all;
-    for_own_lines(parts_, plan_.rank, [&](std::size_t p, std::int64_t line, std::int64_t row) {
-      add_pieces(all, p, line, 0, parts_[p].metadata->seq_len[at(line)], row,
-                 from_home_[p][at(line)]);
+    for_own_entries(parts_, plan_.rank, [&](std::size_t p, std::int64_t entry, std::int64_t row) {
+      add_pieces(all, p, entry, 0, parts_[p].metadata->seq_len[to_size(entry)], row,
+                 from_home_[p][to_size(entry)]);
     });
     for (const SumPiece& piece : all)
       (piece.first_wait == piece.last_wait ? leaves_ : sums_).push_back(piece);
@@ -192,14 +194,15 @@ class GradientCompiler {
 
   void write_piece(const SumPiece& piece) {
     for (std::int32_t t = first_tensor_[piece.part]; t < first_tensor_[piece.part + 1]; ++t) {
-      places_.clear();
+      addresses_.clear();
       for (std::size_t a = piece.first_addend; a < piece.last_addend; ++a) {
         const Addend& addend = addends_[a];
         const auto tensor = t + (addend.sum ? static_cast<std::int32_t>(plan_.tensors.size()) : 0);
-        places_.push_back(writer_.place(tensor, addend.rank, addend.row));
-        plan_.wire_bytes[at(addend.from)] += piece.rows * plan_.cuts[at(tensor)].row_bytes;
+        addresses_.push_back(writer_.address(tensor, addend.rank, addend.row));
+        plan_.wire_bytes[to_size(addend.from)] +=
+            piece.rows * plan_.cuts[to_size(tensor)].row_bytes;
       }
-      writer_.add(t, piece.to_row, piece.rows, places_);
+      writer_.add(t, piece.to_row, piece.rows, addresses_);
     }
   }
 
@@ -213,7 +216,7 @@ class GradientCompiler {
     }
     sort_unique(batches);
     for (const std::int32_t b : batches)
-      writer_.wait({returns_.jobs[at(b)].rank, returns_.batches[at(b)].slot});
+      writer_.wait({returns_.jobs[to_size(b)].rank, returns_.batches[to_size(b)].slot});
   }
 
   void write_return(std::size_t b) {
@@ -240,7 +243,7 @@ class GradientCompiler {
     const std::int32_t shift = sum ? static_cast<std::int32_t>(plan_.tensors.size()) : 0;
     for (std::int32_t t = first_tensor_[p] + shift; t < first_tensor_[p + 1] + shift; ++t) {
       const std::uint64_t to =
-          writer_.place(t, hop.src_rank, returns_.land_row[p][h]) & ~place_sum_bit;
+          writer_.address(t, hop.src_rank, returns_.land_row[p][h]) & ~address_sum_bit;
       writer_.add(t, row, hop.num_rows, {&to, 1});
     }
   }
@@ -275,12 +278,12 @@ class GradientCompiler {
       }
     };
     for (const std::int32_t b : returns_.order.order) {
-      if (returns_.jobs[at(b)].rank != to_int(plan_.rank)) continue;
-      const std::int64_t ready = returns_.order.ready[at(b)];
+      if (returns_.jobs[to_size(b)].rank != to_int(plan_.rank)) continue;
+      const std::int64_t ready = returns_.order.ready[to_size(b)];
       write_until(ready);
       write_leaves(ready - busy);
-      busy = std::max(busy, ready) + returns_.jobs[at(b)].num_bytes;
-      write_return(at(b));
+      busy = std::max(busy, ready) + returns_.jobs[to_size(b)].num_bytes;
+      write_return(to_size(b));
     }
     write_until(std::numeric_limits<std::int64_t>::max());
     write_leaves(std::numeric_limits<std::int64_t>::max());
@@ -296,7 +299,7 @@ class GradientCompiler {
   WindowMap windows_;
   BatchWriter writer_;
   std::vector<std::vector<std::vector<std::int32_t>>> children_;   ///< [parts][hops]
-  std::vector<std::vector<std::vector<std::int32_t>>> from_home_;  ///< [parts][lines]
+  std::vector<std::vector<std::vector<std::int32_t>>> from_home_;  ///< [parts][entries]
   std::vector<std::int64_t> read_from_;                            ///< [W] stamp of the piece
   std::int64_t stamp_ = 0;
   std::vector<std::int64_t> cuts_;
@@ -307,7 +310,7 @@ class GradientCompiler {
   std::vector<SumPiece> sums_;
   std::vector<SumPiece> leaves_;
   std::size_t next_leaf_ = 0;
-  std::vector<std::uint64_t> places_;
+  std::vector<std::uint64_t> addresses_;
 };
 
 }  // namespace

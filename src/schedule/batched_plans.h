@@ -29,9 +29,9 @@ void compile_batched_gradient(const char* who, std::span<const SequencePart> par
 /// First tensor of each part, and their number. [parts + 1]
 [[nodiscard]] std::vector<std::int32_t> first_tensors(std::span<const SequencePart> parts);
 
-/// Calls visit(part, line, first row of the line) for the lines of a rank that have rows.
+/// Calls visit(part, entry, first row of the entry) for the entries of a rank that have rows.
 template <class Visit>
-void for_own_lines(std::span<const SequencePart> parts, Rank rank, Visit&& visit) {
+void for_own_entries(std::span<const SequencePart> parts, Rank rank, Visit&& visit) {
   const auto r = static_cast<std::size_t>(to_int(rank));
   for (std::size_t p = 0; p < parts.size(); ++p) {
     const SparseMetadata& metadata = *parts[p].metadata;

@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "sort_unique.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 
@@ -27,15 +27,15 @@ void GradientReturns::find_kinds(std::span<const PartRoutes> routes, const Topol
       if (is_read_at_copies(topology, part.hops[h], feeds)) {
         kinds.push_back(ReturnKind::read);
       } else {
-        const bool alone = returns_rows(topology, part.hops[h], feeds, part.num_copies[h]);
+        const bool alone = returns_rows(topology, part.hops[h], feeds, part.num_destinations[h]);
         kinds.push_back(alone ? ReturnKind::rows : ReturnKind::sum);
       }
     }
     // A hop stands after the one that feeds it, so what stands on it has been seen.
     for (std::size_t h = part.hops.size(); h-- > 0;) {
-      if (part.first_copy[h] >= 0) keys[h] = std::min(keys[h], part.first_copy[h]);
+      if (part.first_destination[h] >= 0) keys[h] = std::min(keys[h], part.first_destination[h]);
       if (part.hops[h].after < 0) continue;
-      std::int32_t& feed = keys[at(part.hops[h].after)];
+      std::int32_t& feed = keys[to_size(part.hops[h].after)];
       feed = std::min(feed, keys[h]);
     }
   }
@@ -54,21 +54,22 @@ void GradientReturns::find_batches(std::span<const SequencePart> parts,
     for (std::size_t h = 0; h < routes[p].hops.size(); ++h) {
       if (kind[p][h] == ReturnKind::read) continue;
       const RelayHop& hop = routes[p].hops[h];
-      auto& candidates = of_forward[at(forward.of[p][h])];
+      auto& candidates = of_forward[to_size(forward.of[p][h])];
       const auto found = std::ranges::find_if(
-          candidates, [&](std::int32_t b) { return jobs[at(b)].rank == hop.dst_rank; });
-      std::int32_t the = found != candidates.end() ? *found : -1;
-      if (the < 0) {
-        the = static_cast<std::int32_t>(batches.size());
-        candidates.push_back(the);
+          candidates, [&](std::int32_t b) { return jobs[to_size(b)].rank == hop.dst_rank; });
+      std::int32_t batch_idx = found != candidates.end() ? *found : -1;
+      if (batch_idx < 0) {
+        batch_idx = static_cast<std::int32_t>(batches.size());
+        candidates.push_back(batch_idx);
         jobs.push_back({hop.dst_rank, 0});
         batches.push_back(
             {.to = hop.src_rank,
              .network = topology.node(Rank{hop.src_rank}) != topology.node(Rank{hop.dst_rank})});
       }
-      batch[p][h] = the;
-      jobs[at(the)].num_bytes += hop.num_rows * row_bytes;
-      batches[at(the)].sums = batches[at(the)].sums || kind[p][h] == ReturnKind::sum;
+      batch[p][h] = batch_idx;
+      jobs[to_size(batch_idx)].num_bytes += hop.num_rows * row_bytes;
+      batches[to_size(batch_idx)].sums =
+          batches[to_size(batch_idx)].sums || kind[p][h] == ReturnKind::sum;
     }
   }
 }
@@ -87,9 +88,9 @@ void GradientReturns::take_rows(std::span<const PartRoutes> routes,
       const RelayHop& hop = routes[p].hops[h];
       if (kind[p][h] == ReturnKind::read) continue;
       const bool sum = kind[p][h] == ReturnKind::sum;
-      if (sum) sum_row[p][h] = take(used.sums[at(hop.dst_rank)], hop.num_rows);
-      if (!batches[at(batch[p][h])].network) continue;
-      land_row[p][h] = take((sum ? used.sums : used.tensor)[at(hop.src_rank)], hop.num_rows);
+      if (sum) sum_row[p][h] = take(used.sums[to_size(hop.dst_rank)], hop.num_rows);
+      if (!batches[to_size(batch[p][h])].network) continue;
+      land_row[p][h] = take((sum ? used.sums : used.tensor)[to_size(hop.src_rank)], hop.num_rows);
     }
     rows.push_back(std::move(used));
   }
@@ -100,17 +101,18 @@ void GradientReturns::order_batches(std::span<const PartRoutes> routes, std::int
   for (std::size_t p = 0; p < routes.size(); ++p) {
     for (std::size_t h = 0; h < routes[p].hops.size(); ++h) {
       const std::int32_t feed = routes[p].hops[h].after;
-      if (feed >= 0 && batch[p][h] >= 0) edges.emplace_back(batch[p][h], batch[p][at(feed)]);
+      if (feed >= 0 && batch[p][h] >= 0) edges.emplace_back(batch[p][h], batch[p][to_size(feed)]);
     }
   }
   sort_unique(edges);
   order = order_jobs(world_size, jobs, edges);
-  std::vector<std::int32_t> used(at(world_size));
+  std::vector<std::int32_t> used(to_size(world_size));
   for (const std::int32_t b : order.order) {
-    const std::int32_t rank = jobs[at(b)].rank;
-    const auto next = [&] { return used[at(rank)]++ * world_size + rank; };
-    if (batches[at(b)].network && batches[at(b)].sums) batches[at(b)].own_slot = next();
-    batches[at(b)].slot = next();
+    const std::int32_t rank = jobs[to_size(b)].rank;
+    const auto next = [&] { return used[to_size(rank)]++ * world_size + rank; };
+    if (batches[to_size(b)].network && batches[to_size(b)].sums)
+      batches[to_size(b)].own_slot = next();
+    batches[to_size(b)].slot = next();
   }
   num_slots = *std::ranges::max_element(used);
 }

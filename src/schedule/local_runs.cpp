@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {
@@ -20,20 +20,20 @@ std::vector<LocalRun> local_runs(const SparseMetadata& metadata, Rank rank) {
   std::vector<LocalRun> runs;
   bool open = false;
   std::int64_t row = 0;
-  const auto r = at(to_int(rank));
+  const auto r = to_size(to_int(rank));
   for (auto j = metadata.rank_offsets[r]; j < metadata.rank_offsets[r + 1]; ++j) {
-    const std::int64_t rows = metadata.seq_len[at(j)];
+    const std::int64_t rows = metadata.seq_len[to_size(j)];
     if (rows == 0) continue;
-    const std::int64_t copy = metadata.copy_begin(j);
+    const std::int64_t copy = metadata.destination_begin(j);
     const bool stays =
-        metadata.copy_end(j) - copy == 1 && metadata.dst_rank[at(copy)] == to_int(rank);
+        metadata.destination_end(j) - copy == 1 && metadata.dst_rank[to_size(copy)] == to_int(rank);
     if (stays) {
-      const std::int64_t there = metadata.dst_offset[at(copy)];
-      if (!open || runs.back().window_row + runs.back().rows != there) {
-        runs.push_back({.first_line = j, .row = row, .window_row = there});
+      const std::int64_t dst_row = metadata.dst_offset[to_size(copy)];
+      if (!open || runs.back().window_row + runs.back().rows != dst_row) {
+        runs.push_back({.first_entry = j, .row = row, .window_row = dst_row});
       }
       runs.back().rows += rows;
-      runs.back().end_line = j + 1;
+      runs.back().end_entry = j + 1;
     }
     open = stays;
     row += rows;
@@ -63,9 +63,9 @@ std::vector<std::vector<LocalRun>> long_local_runs(std::span<const SequencePart>
 std::vector<StagedRows> rows_to_stage(const SequencePlan& plan) {
   std::vector<std::vector<std::pair<std::int64_t, std::int64_t>>> local(plan.tensors.size());
   for (const RowSegment& segment : plan.local_segments) {
-    const std::size_t t = at(segment.tensor);
-    const auto offset =
-        static_cast<std::int64_t>(plan.segment_places[at(segment.first_copy)] & place_offset_mask);
+    const std::size_t t = to_size(segment.tensor);
+    const auto offset = static_cast<std::int64_t>(
+        plan.segment_addresses[to_size(segment.first_destination)] & address_offset_mask);
     const std::int64_t row = (offset - plan.window_offsets[t]) / plan.cuts[t].row_bytes;
     local[t].emplace_back(row, row + segment.rows);
   }

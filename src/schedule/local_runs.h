@@ -11,8 +11,8 @@ namespace waybill::detail {
 /// Adjacent rows of a rank of which each has one copy, on the rank itself, adjacent in its window
 /// too: their gradient is there already, and whole.
 struct LocalRun {
-  std::int64_t first_line = 0;
-  std::int64_t end_line = 0;  ///< of lines between these some may have no rows
+  std::int64_t first_entry = 0;
+  std::int64_t end_entry = 0;  ///< of entries between these some may have no rows
   std::int64_t row = 0;
   std::int64_t window_row = 0;
   std::int64_t rows = 0;

@@ -6,16 +6,16 @@
 
 #include "batch_jobs.h"
 #include "batch_writer.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {
 
-std::int32_t rank_of(std::uint64_t place) {
-  return static_cast<std::int32_t>(place >> place_rank_shift);
+std::int32_t rank_of(std::uint64_t address) {
+  return static_cast<std::int32_t>(address >> address_rank_shift);
 }
-std::int64_t offset_of(std::uint64_t place) {
-  return static_cast<std::int64_t>(place & place_offset_mask);
+std::int64_t offset_of(std::uint64_t address) {
+  return static_cast<std::int64_t>(address & address_offset_mask);
 }
 
 class NetworkSplitter {
@@ -28,14 +28,14 @@ class NetworkSplitter {
         stage_(stage_begin),
         batch_bytes_(batch_bytes),
         segments_(std::exchange(plan.segments, {})),
-        places_(std::exchange(plan.segment_places, {})),
+        addresses_(std::exchange(plan.segment_addresses, {})),
         batches_(std::exchange(plan.batches, {})),
         waits_(std::exchange(plan.waits, {})),
         signals_(std::exchange(plan.signals, {})),
         tables_(plan),
-        last_put_(at(plan.world_size)) {
+        last_put_(to_size(plan.world_size)) {
     plan.num_chunks = 0;
-    plan.num_places = 0;
+    plan.num_addresses = 0;
   }
 
   void split() {
@@ -55,9 +55,10 @@ class NetworkSplitter {
       write(batch);
     }
     for (RowSegment& segment : plan_.local_segments) {
-      const auto places = places_of(segment);
-      segment.first_copy = static_cast<std::int32_t>(plan_.segment_places.size());
-      plan_.segment_places.insert(plan_.segment_places.end(), places.begin(), places.end());
+      const auto addresses = addresses_of(segment);
+      segment.first_destination = static_cast<std::int32_t>(plan_.segment_addresses.size());
+      plan_.segment_addresses.insert(plan_.segment_addresses.end(), addresses.begin(),
+                                     addresses.end());
     }
   }
 
@@ -65,21 +66,22 @@ class NetworkSplitter {
   [[nodiscard]] bool is_far(std::int32_t rank) const {
     return rank < plan_.world_size && topology_.node(Rank{rank}) != node_;
   }
-  [[nodiscard]] std::span<const std::uint64_t> places_of(const RowSegment& segment) const {
-    return std::span(places_).subspan(at(segment.first_copy), at(segment.num_copies));
+  [[nodiscard]] std::span<const std::uint64_t> addresses_of(const RowSegment& segment) const {
+    return std::span(addresses_)
+        .subspan(to_size(segment.first_destination), to_size(segment.num_destinations));
   }
   [[nodiscard]] std::int64_t bytes_of(const RowSegment& segment) const {
-    return segment.rows * plan_.cuts[at(segment.tensor)].row_bytes;
+    return segment.rows * plan_.cuts[to_size(segment.tensor)].row_bytes;
   }
   [[nodiscard]] std::int64_t network_bytes(const RowSegment& segment) const {
     const auto far = std::ranges::count_if(
-        places_of(segment), [&](std::uint64_t place) { return is_far(rank_of(place)); });
+        addresses_of(segment), [&](std::uint64_t address) { return is_far(rank_of(address)); });
     return far * bytes_of(segment);
   }
   [[nodiscard]] std::int64_t network_bytes(const WorkBatch& batch) const {
     std::int64_t bytes = 0;
     for (std::int32_t s = 0; s < batch.num_segments; ++s)
-      bytes += network_bytes(segments_[at(batch.first_segment + s)]);
+      bytes += network_bytes(segments_[to_size(batch.first_segment + s)]);
     return bytes;
   }
   static bool is_leaf(const WorkBatch& batch) {
@@ -92,7 +94,7 @@ class NetworkSplitter {
     std::int64_t bytes = 0;
     chosen_.clear();
     for (std::int32_t s = batch.first_segment; s < batch.first_segment + batch.num_segments; ++s) {
-      const std::int64_t more = network_bytes(segments_[at(s)]);
+      const std::int64_t more = network_bytes(segments_[to_size(s)]);
       if (more == 0) {
         rest.push_back(s);
         continue;
@@ -118,10 +120,10 @@ class NetworkSplitter {
       put_from_window();
     } else {
       for (const std::int32_t s : chosen_)
-        tables_.add(segments_[at(s)], places_of(segments_[at(s)]));
+        tables_.add(segments_[to_size(s)], addresses_of(segments_[to_size(s)]));
     }
     for (std::int32_t s = from.first_signal; s < from.first_signal + from.num_signals; ++s) {
-      const BatchSlot& slot = signals_[at(s)];
+      const BatchSlot& slot = signals_[to_size(s)];
       (is_far(slot.rank) ? plan_.network.signals : plan_.signals).push_back(slot);
     }
     end_step(from);
@@ -137,19 +139,19 @@ class NetworkSplitter {
     std::ranges::fill(last_put_, -1);
   }
 
-  /// Own rows: one place in the stage instead of those on other nodes, from which they are put.
+  /// Own rows: one address in the stage instead of those on other nodes, from which they are put.
   void stage() {
     const auto first_far = [&](std::int32_t s) {
-      const auto places = places_of(segments_[at(s)]);
-      const auto far =
-          std::ranges::find_if(places, [&](std::uint64_t place) { return is_far(rank_of(place)); });
-      return far == places.end() ? ~std::uint64_t{0} : *far;
+      const auto addresses = addresses_of(segments_[to_size(s)]);
+      const auto far = std::ranges::find_if(
+          addresses, [&](std::uint64_t address) { return is_far(rank_of(address)); });
+      return far == addresses.end() ? ~std::uint64_t{0} : *far;
     };
     std::vector<std::int32_t> order = chosen_;
     std::ranges::stable_sort(order, {}, first_far);
     std::vector<std::pair<std::int32_t, std::int64_t>> staged;  // segment, where
     for (const std::int32_t s : order) {
-      const RowSegment& segment = segments_[at(s)];
+      const RowSegment& segment = segments_[to_size(s)];
       if (network_bytes(segment) == 0) continue;
       staged.emplace_back(s, stage_);
       put_far(segment, stage_);
@@ -158,20 +160,20 @@ class NetworkSplitter {
     std::ranges::sort(staged);
     for (const std::int32_t s : chosen_) {
       const auto where = std::ranges::lower_bound(staged, std::pair(s, std::int64_t{0}));
-      keep_near(segments_[at(s)]);
+      keep_near(segments_[to_size(s)]);
       if (where != staged.end() && where->first == s) {
-        near_.push_back(static_cast<std::uint64_t>(to_int(plan_.rank)) << place_rank_shift |
+        near_.push_back(static_cast<std::uint64_t>(to_int(plan_.rank)) << address_rank_shift |
                         static_cast<std::uint64_t>(where->second));
       }
-      if (!near_.empty()) tables_.add(segments_[at(s)], near_);
+      if (!near_.empty()) tables_.add(segments_[to_size(s)], near_);
     }
   }
 
   void put_from_window() {
     for (const std::int32_t s : chosen_) {
-      const RowSegment& segment = segments_[at(s)];
-      put_far(segment, plan_.window_offsets[at(segment.tensor)] +
-                           segment.row * plan_.cuts[at(segment.tensor)].row_bytes);
+      const RowSegment& segment = segments_[to_size(s)];
+      put_far(segment, plan_.window_offsets[to_size(segment.tensor)] +
+                           segment.row * plan_.cuts[to_size(segment.tensor)].row_bytes);
       keep_near(segment);
       if (!near_.empty()) tables_.add(segment, near_);
     }
@@ -179,32 +181,32 @@ class NetworkSplitter {
 
   void keep_near(const RowSegment& segment) {
     near_.clear();
-    for (const std::uint64_t place : places_of(segment)) {
-      if (!is_far(rank_of(place))) near_.push_back(place);
+    for (const std::uint64_t address : addresses_of(segment)) {
+      if (!is_far(rank_of(address))) near_.push_back(address);
     }
   }
 
   void put_far(const RowSegment& segment, std::int64_t from) {
-    for (const std::uint64_t place : places_of(segment)) {
-      if (is_far(rank_of(place)))
-        add_put(rank_of(place), from, offset_of(place), bytes_of(segment));
+    for (const std::uint64_t address : addresses_of(segment)) {
+      if (is_far(rank_of(address)))
+        add_put(rank_of(address), from, offset_of(address), bytes_of(segment));
     }
   }
 
   /// What continues the last put to the peer is one with it, up to max_put_bytes.
   void add_put(std::int32_t peer, std::int64_t from, std::int64_t to, std::int64_t bytes) {
     std::vector<NetworkPut>& puts = plan_.network.puts;
-    std::int32_t& last = last_put_[at(peer)];
+    std::int32_t& last = last_put_[to_size(peer)];
     while (bytes > 0) {
-      const bool continues = last >= 0 &&
-                             puts[at(last)].from_bytes + puts[at(last)].size_bytes == from &&
-                             puts[at(last)].to_bytes + puts[at(last)].size_bytes == to &&
-                             puts[at(last)].size_bytes < max_put_bytes;
+      const bool continues =
+          last >= 0 && puts[to_size(last)].from_bytes + puts[to_size(last)].size_bytes == from &&
+          puts[to_size(last)].to_bytes + puts[to_size(last)].size_bytes == to &&
+          puts[to_size(last)].size_bytes < max_put_bytes;
       if (!continues) {
         last = static_cast<std::int32_t>(puts.size());
         puts.push_back({.from_bytes = from, .to_bytes = to, .peer = peer, .step = num_steps()});
       }
-      NetworkPut& put = puts[at(last)];
+      NetworkPut& put = puts[to_size(last)];
       const std::int64_t size = std::min(bytes, max_put_bytes - put.size_bytes);
       put.size_bytes += size;
       from += size;
@@ -227,7 +229,7 @@ class NetworkSplitter {
     step_.num_puts = static_cast<std::int32_t>(network.puts.size()) - step_.first_put;
     if (from.kind != BatchKind::send) {
       for (std::int32_t w = from.first_wait; w < from.first_wait + from.num_waits; ++w)
-        network.waits.push_back(waits_[at(w)]);
+        network.waits.push_back(waits_[to_size(w)]);
     } else if (tables_.has_chunks()) {
       const BatchSlot ready{plan_.world_size, network.num_ready++};
       plan_.signals.push_back(ready);
@@ -240,7 +242,7 @@ class NetworkSplitter {
   void end_batch(const WorkBatch& from) {
     if (tables_.is_empty()) return;
     for (std::int32_t w = from.first_wait; w < from.first_wait + from.num_waits; ++w)
-      plan_.waits.push_back(waits_[at(w)]);
+      plan_.waits.push_back(waits_[to_size(w)]);
     tables_.end();
   }
 
@@ -251,13 +253,13 @@ class NetworkSplitter {
   const std::int64_t batch_bytes_;
   // The plan as it was.
   const std::vector<RowSegment> segments_;
-  const std::vector<std::uint64_t> places_;
+  const std::vector<std::uint64_t> addresses_;
   const std::vector<WorkBatch> batches_;
   const std::vector<BatchSlot> waits_;
   const std::vector<BatchSlot> signals_;
   // What is being written.
   std::vector<std::int32_t> chosen_;  ///< segments
-  std::vector<std::uint64_t> near_;   ///< places of a segment
+  std::vector<std::uint64_t> near_;   ///< addresses of a segment
   BatchTables tables_;
   NetworkStep step_;
   std::vector<std::int32_t> last_put_;  ///< [W] of the step; -1: none
@@ -268,7 +270,7 @@ class NetworkSplitter {
 std::vector<std::int64_t> staged_bytes(std::span<const SequencePart> parts,
                                        std::span<const PartRoutes> routes,
                                        const Topology& topology) {
-  std::vector<std::int64_t> bytes(at(topology.world_size));
+  std::vector<std::int64_t> bytes(to_size(topology.world_size));
   const auto crosses = [&](std::int32_t from, std::int32_t to) {
     return topology.node(Rank{from}) != topology.node(Rank{to});
   };
@@ -277,14 +279,14 @@ std::vector<std::int64_t> staged_bytes(std::span<const SequencePart> parts,
     const SparseMetadata& metadata = *parts[p].metadata;
     for (const RelayHop& hop : routes[p].hops) {
       if (hop.after < 0 && crosses(hop.src_rank, hop.dst_rank))
-        bytes[at(hop.src_rank)] += hop.num_rows * row_bytes;
+        bytes[to_size(hop.src_rank)] += hop.num_rows * row_bytes;
     }
-    for (std::int64_t line = 0; line < metadata.num_lines(); ++line) {
-      if (routes[p].has_hops[at(line)] != 0) continue;
-      const std::int32_t home = routes[p].home[at(line)];
-      for (auto c = metadata.copy_begin(line); c < metadata.copy_end(line); ++c) {
-        if (crosses(home, metadata.dst_rank[at(c)]))
-          bytes[at(home)] += metadata.seq_len[at(line)] * row_bytes;
+    for (std::int64_t entry = 0; entry < metadata.num_entries(); ++entry) {
+      if (routes[p].has_hops[to_size(entry)] != 0) continue;
+      const std::int32_t home = routes[p].home[to_size(entry)];
+      for (auto c = metadata.destination_begin(entry); c < metadata.destination_end(entry); ++c) {
+        if (crosses(home, metadata.dst_rank[to_size(c)]))
+          bytes[to_size(home)] += metadata.seq_len[to_size(entry)] * row_bytes;
       }
     }
   }

@@ -40,14 +40,14 @@ bool all_below(std::span<const std::int32_t> values, std::int32_t end) {
 
 /// Names the value that is not as it should be.
 void check_values(const char* who, const SparseMetadata& metadata) {
-  for (std::int64_t j = 0; j < metadata.num_lines(); ++j) {
-    const std::int64_t rows = metadata.seq_len[at(j)];
+  for (std::int64_t j = 0; j < metadata.num_entries(); ++j) {
+    const std::int64_t rows = metadata.seq_len[to_size(j)];
     require(0 <= rows && rows < max_rows, who, ": seq_len[", j, "] = ", rows,
             ", expected 0..2^44 - 1");
   }
-  for (std::int64_t c = 0; c < metadata.num_copies(); ++c) {
-    const std::int32_t r = metadata.dst_rank[at(c)];
-    const std::int64_t row = metadata.dst_offset[at(c)];
+  for (std::int64_t c = 0; c < metadata.num_destinations(); ++c) {
+    const std::int32_t r = metadata.dst_rank[to_size(c)];
+    const std::int64_t row = metadata.dst_offset[to_size(c)];
     require(0 <= r && r < metadata.world_size, who, ": dst_rank[", c, "] = ", r, ", expected 0..",
             metadata.world_size - 1);
     require(0 <= row && row < max_rows, who, ": dst_offset[", c, "] = ", row,
@@ -56,16 +56,16 @@ void check_values(const char* who, const SparseMetadata& metadata) {
 }
 
 void check_metadata(const char* who, const SparseMetadata& metadata) {
-  const std::int64_t lines = metadata.num_lines();
-  const std::int64_t copies = metadata.num_copies();
+  const std::int64_t entries = metadata.num_entries();
+  const std::int64_t copies = metadata.num_destinations();
   require(1 <= metadata.world_size && metadata.world_size <= max_world_size, who,
           ": world_size = ", metadata.world_size, ", expected 1..", max_world_size);
-  check_offsets(who, "rank_offsets", metadata.rank_offsets, metadata.world_size, lines);
+  check_offsets(who, "rank_offsets", metadata.rank_offsets, metadata.world_size, entries);
   if (metadata.copy_offsets.empty()) {
-    require(copies == lines, who, ": dst_rank has ", copies, " values, expected ", lines,
-            ", one a line");
+    require(copies == entries, who, ": dst_rank has ", copies, " values, expected ", entries,
+            ", one per entry");
   } else {
-    check_offsets(who, "copy_offsets", metadata.copy_offsets, lines, copies);
+    check_offsets(who, "copy_offsets", metadata.copy_offsets, entries, copies);
   }
   require(std::ssize(metadata.dst_offset) == copies, who, ": dst_offset has ",
           metadata.dst_offset.size(), " values, expected ", copies, ", as many as dst_rank");
@@ -97,9 +97,9 @@ void check_traffic(const char* who, std::span<const SequencePart> parts) {
   for (const SequencePart& part : parts) {
     const SparseMetadata& metadata = *part.metadata;
     double rows = 0;
-    for (std::int64_t j = 0; j < metadata.num_lines(); ++j) {
-      const std::int64_t copies = metadata.copy_end(j) - metadata.copy_begin(j);
-      rows += static_cast<double>(metadata.seq_len[at(j)]) * static_cast<double>(1 + copies);
+    for (std::int64_t j = 0; j < metadata.num_entries(); ++j) {
+      const std::int64_t copies = metadata.destination_end(j) - metadata.destination_begin(j);
+      rows += static_cast<double>(metadata.seq_len[to_size(j)]) * static_cast<double>(1 + copies);
     }
     double row_bytes = 1;
     for (const TensorFormat& format : part.tensors)
@@ -111,13 +111,13 @@ void check_traffic(const char* who, std::span<const SequencePart> parts) {
 }
 
 std::vector<std::int64_t> rows_needed(const SparseMetadata& metadata) {
-  std::vector<std::int64_t> rows(at(metadata.world_size));
-  for (std::int64_t j = 0; j < metadata.num_lines(); ++j) {
-    const std::int64_t len = metadata.seq_len[at(j)];
+  std::vector<std::int64_t> rows(to_size(metadata.world_size));
+  for (std::int64_t j = 0; j < metadata.num_entries(); ++j) {
+    const std::int64_t len = metadata.seq_len[to_size(j)];
     if (len == 0) continue;
-    for (std::int64_t c = metadata.copy_begin(j); c < metadata.copy_end(j); ++c) {
-      std::int64_t& end = rows[at(metadata.dst_rank[at(c)])];
-      end = std::max(end, metadata.dst_offset[at(c)] + len);
+    for (std::int64_t c = metadata.destination_begin(j); c < metadata.destination_end(j); ++c) {
+      std::int64_t& end = rows[to_size(metadata.dst_rank[to_size(c)])];
+      end = std::max(end, metadata.dst_offset[to_size(c)] + len);
     }
   }
   return rows;
@@ -129,7 +129,7 @@ TensorFormat sum_format(const TensorFormat& format) {
 
 WindowMap::WindowMap(const char* who, std::span<const SequencePart> parts,
                      std::span<const WindowRows> rows, int bits)
-    : used_(at(parts.front().metadata->world_size)), bits_(bits) {
+    : used_(to_size(parts.front().metadata->world_size)), bits_(bits) {
   for (std::size_t p = 0; p < parts.size(); ++p) {
     for (const TensorFormat& format : parts[p].tensors) add(who, format, rows[p].tensor);
   }
@@ -157,7 +157,7 @@ void WindowMap::take(const char* who, std::size_t rank, std::int64_t bytes) {
 
 std::int64_t WindowMap::add_stage(const char* who, std::span<const std::int64_t> size_bytes,
                                   std::int32_t rank) {
-  const std::int64_t begin = used_[at(rank)];
+  const std::int64_t begin = used_[to_size(rank)];
   for (std::size_t r = 0; r < used_.size(); ++r) take(who, r, size_bytes[r]);
   return begin;
 }

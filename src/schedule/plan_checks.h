@@ -4,7 +4,7 @@
 #include <span>
 #include <vector>
 
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 #include "waybill/schedule/sequence_plan.h"
 
 namespace waybill::detail {
@@ -37,10 +37,10 @@ class WindowMap {
  public:
   /// @throws InvalidArgument when a window would need 2^`bits` bytes.
   WindowMap(const char* who, std::span<const SequencePart> parts, std::span<const WindowRows> rows,
-            int bits = place_rank_shift);
+            int bits = address_rank_shift);
 
   [[nodiscard]] std::int64_t offset(std::size_t tensor, std::int32_t rank) const {
-    return offsets_[tensor][at(rank)];
+    return offsets_[tensor][to_size(rank)];
   }
   [[nodiscard]] std::size_t num_tensors() const { return offsets_.size(); }
   [[nodiscard]] std::int64_t largest() const;

@@ -2,8 +2,8 @@
 
 #include <array>
 
-#include "waybill/core/at.h"
 #include "waybill/core/hash.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {
@@ -24,7 +24,8 @@ std::uint64_t hash_words(std::int64_t count, WordAt&& word_at) {
   std::array<std::uint64_t, num_lanes> lanes = {1, 2, 3, 4};
   std::int64_t i = 0;
   for (; i + num_lanes <= count; i += num_lanes) {
-    for (std::int64_t k = 0; k < num_lanes; ++k) lanes[at(k)] = mix(lanes[at(k)], word_at(i + k));
+    for (std::int64_t k = 0; k < num_lanes; ++k)
+      lanes[to_size(k)] = mix(lanes[to_size(k)], word_at(i + k));
   }
   for (; i < count; ++i) lanes[0] = mix(lanes[0], word_at(i));
   Hash hash;
@@ -33,23 +34,23 @@ std::uint64_t hash_words(std::int64_t count, WordAt&& word_at) {
   return hash.value();
 }
 
-std::uint64_t hash_lines(const SparseMetadata& metadata) {
+std::uint64_t hash_entries(const SparseMetadata& metadata) {
   if (metadata.copy_offsets.empty()) {
-    return hash_words(metadata.num_lines(), [&](std::int64_t j) {
-      return static_cast<std::uint64_t>(metadata.seq_len[at(j)]) ^
+    return hash_words(metadata.num_entries(), [&](std::int64_t j) {
+      return static_cast<std::uint64_t>(metadata.seq_len[to_size(j)]) ^
              static_cast<std::uint64_t>(j + 1) * odd_factor;
     });
   }
-  return hash_words(metadata.num_lines(), [&](std::int64_t j) {
-    return static_cast<std::uint64_t>(metadata.seq_len[at(j)]) ^
-           static_cast<std::uint64_t>(metadata.copy_offsets[at(j + 1)]) * odd_factor;
+  return hash_words(metadata.num_entries(), [&](std::int64_t j) {
+    return static_cast<std::uint64_t>(metadata.seq_len[to_size(j)]) ^
+           static_cast<std::uint64_t>(metadata.copy_offsets[to_size(j + 1)]) * odd_factor;
   });
 }
 
 std::uint64_t hash_copies(const SparseMetadata& metadata) {
-  return hash_words(metadata.num_copies(), [&](std::int64_t c) {
-    return static_cast<std::uint64_t>(metadata.dst_offset[at(c)]) |
-           static_cast<std::uint64_t>(metadata.dst_rank[at(c)]) << high_bits;
+  return hash_words(metadata.num_destinations(), [&](std::int64_t c) {
+    return static_cast<std::uint64_t>(metadata.dst_offset[to_size(c)]) |
+           static_cast<std::uint64_t>(metadata.dst_rank[to_size(c)]) << high_bits;
   });
 }
 
@@ -61,7 +62,7 @@ std::uint64_t hash_hops(std::span<const RelayHop> hops) {
            static_cast<std::uint32_t>(low);
   };
   return hash_words(std::ssize(hops) * words, [&](std::int64_t i) {
-    const RelayHop& hop = hops[at(i / words)];
+    const RelayHop& hop = hops[to_size(i / words)];
     switch (i % words) {
       case 0:
         return pair(hop.src_rank, hop.dst_rank);
@@ -84,14 +85,14 @@ std::uint64_t hash_plan(SequenceOperation operation, std::span<const SequencePar
   for (const SequencePart& part : parts) {
     const SparseMetadata& metadata = *part.metadata;
     hash.add(metadata.world_size).add(std::span<const std::int64_t>(metadata.rank_offsets));
-    hash.add(hash_lines(metadata)).add(hash_copies(metadata));
+    hash.add(hash_entries(metadata)).add(hash_copies(metadata));
   }
   hash.add(static_cast<std::int32_t>(way.limits.way)).add(way.batched);
   if (!way.batched) return hash.value();
   for (const auto& hops : way.hops) hash.add(hash_hops(hops));
   hash.add(options.ranks_per_node).add(options.batch_bytes);
   hash.add(options.nvlink_bytes_per_second).add(options.network_bytes_per_second);
-  if (options.split_network && options.pair_network) hash.add(options.phase_bytes);
+  if (options.split_network && options.two_sided_network) hash.add(options.phase_bytes);
   return hash.value();
 }
 

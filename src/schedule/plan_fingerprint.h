@@ -8,7 +8,7 @@
 
 namespace waybill::detail {
 
-/// Hash of the lines and copies of all ranks, of the hops on their way and of what else cuts it
+/// Hash of the entries and copies of all ranks, of the hops on their way and of what else cuts it
 /// into pieces for which ranks wait. The same whether copy_offsets are given or not.
 [[nodiscard]] std::uint64_t hash_plan(SequenceOperation operation,
                                       std::span<const SequencePart> parts, const ChosenWay& way,

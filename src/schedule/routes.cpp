@@ -6,53 +6,55 @@
 
 #include "batch_jobs.h"
 #include "plan_checks.h"
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 #include "waybill/planner/node_routes.h"
 
 namespace waybill::detail {
 namespace {
 
-/// Copies of the lines of hops. Hops are looked at line by line, in whatever order they stand.
-struct LineCopies {
-  std::vector<std::int32_t> count;      ///< [hops] of the line on dst_rank
-  std::vector<std::int32_t> first;      ///< [hops] the first of these, counted in the line; or -1
-  std::vector<std::int64_t> receivers;  ///< [lines] ranks with copies, but home; 0 without hops
+/// Copies of the entries of hops. Hops are looked at entry by entry, in whatever order they stand.
+struct EntryDestinations {
+  std::vector<std::int32_t> count;      ///< [hops] of the entry on dst_rank
+  std::vector<std::int32_t> first;      ///< [hops] the first of these, counted in the entry; or -1
+  std::vector<std::int64_t> receivers;  ///< [entries] ranks with copies, but home; 0 without hops
 };
 
-/// @param hops of lines of the metadata, to ranks of its world
-LineCopies count_copies(const SparseMetadata& metadata, std::span<const RelayHop> hops,
-                        std::span<const std::int32_t> homes) {
-  std::vector<std::int64_t> hops_of(at(metadata.num_lines() + 1));  // [lines + 1] first in by_line
-  for (const RelayHop& hop : hops) ++hops_of[at(hop.shard) + 1];
+/// @param hops of entries of the metadata, to ranks of its world
+EntryDestinations count_destinations(const SparseMetadata& metadata, std::span<const RelayHop> hops,
+                                     std::span<const std::int32_t> homes) {
+  std::vector<std::int64_t> hops_of(
+      to_size(metadata.num_entries() + 1));  // [entries + 1] first in by_line
+  for (const RelayHop& hop : hops) ++hops_of[to_size(hop.shard) + 1];
   std::partial_sum(hops_of.begin(), hops_of.end(), hops_of.begin());
-  std::vector<std::size_t> by_line(hops.size());
+  std::vector<std::size_t> by_entry(hops.size());
   std::vector<std::int64_t> fill = hops_of;
-  for (std::size_t h = 0; h < hops.size(); ++h) by_line[at(fill[at(hops[h].shard)]++)] = h;
+  for (std::size_t h = 0; h < hops.size(); ++h)
+    by_entry[to_size(fill[to_size(hops[h].shard)]++)] = h;
 
-  LineCopies copies;
+  EntryDestinations copies;
   copies.count.resize(hops.size());
   copies.first.resize(hops.size());
-  copies.receivers.resize(at(metadata.num_lines()));
-  std::vector<std::int32_t> count(at(metadata.world_size));  // of the line at hand
-  std::vector<std::int32_t> first(at(metadata.world_size), -1);
-  for (std::int64_t line = 0; line < metadata.num_lines(); ++line) {
-    if (hops_of[at(line)] == hops_of[at(line + 1)]) continue;
-    const std::int64_t begin = metadata.copy_begin(line);
-    for (auto c = begin; c < metadata.copy_end(line); ++c) {
-      const std::int32_t rank = metadata.dst_rank[at(c)];
-      if (count[at(rank)]++ > 0) continue;
-      first[at(rank)] = static_cast<std::int32_t>(c - begin);
-      if (rank != homes[at(line)]) ++copies.receivers[at(line)];
+  copies.receivers.resize(to_size(metadata.num_entries()));
+  std::vector<std::int32_t> count(to_size(metadata.world_size));  // of the entry at hand
+  std::vector<std::int32_t> first(to_size(metadata.world_size), -1);
+  for (std::int64_t entry = 0; entry < metadata.num_entries(); ++entry) {
+    if (hops_of[to_size(entry)] == hops_of[to_size(entry + 1)]) continue;
+    const std::int64_t begin = metadata.destination_begin(entry);
+    for (auto c = begin; c < metadata.destination_end(entry); ++c) {
+      const std::int32_t rank = metadata.dst_rank[to_size(c)];
+      if (count[to_size(rank)]++ > 0) continue;
+      first[to_size(rank)] = static_cast<std::int32_t>(c - begin);
+      if (rank != homes[to_size(entry)]) ++copies.receivers[to_size(entry)];
     }
-    for (auto i = hops_of[at(line)]; i < hops_of[at(line + 1)]; ++i) {
-      const std::size_t h = by_line[at(i)];
-      copies.count[h] = count[at(hops[h].dst_rank)];
-      copies.first[h] = first[at(hops[h].dst_rank)];
+    for (auto i = hops_of[to_size(entry)]; i < hops_of[to_size(entry + 1)]; ++i) {
+      const std::size_t h = by_entry[to_size(i)];
+      copies.count[h] = count[to_size(hops[h].dst_rank)];
+      copies.first[h] = first[to_size(hops[h].dst_rank)];
     }
-    for (auto c = begin; c < metadata.copy_end(line); ++c) {
-      count[at(metadata.dst_rank[at(c)])] = 0;
-      first[at(metadata.dst_rank[at(c)])] = -1;
+    for (auto c = begin; c < metadata.destination_end(entry); ++c) {
+      count[to_size(metadata.dst_rank[to_size(c)])] = 0;
+      first[to_size(metadata.dst_rank[to_size(c)])] = -1;
     }
   }
   return copies;
@@ -62,18 +64,19 @@ LineCopies count_copies(const SparseMetadata& metadata, std::span<const RelayHop
 const char* wrong_with(const PartRoutes& routes, std::size_t idx, const SparseMetadata& metadata) {
   const RelayHop& hop = routes.hops[idx];
   const auto in = [](std::int64_t value, std::int64_t end) { return 0 <= value && value < end; };
-  if (!in(hop.shard, metadata.num_lines())) return "a line of the metadata";
+  if (!in(hop.shard, metadata.num_entries())) return "an entry of the metadata";
   if (!in(hop.src_rank, metadata.world_size) || !in(hop.dst_rank, metadata.world_size) ||
-      hop.src_rank == hop.dst_rank || hop.dst_rank == routes.home[at(hop.shard)])
+      hop.src_rank == hop.dst_rank || hop.dst_rank == routes.home[to_size(hop.shard)])
     return "two ranks of the world, the second not the rows' home";
   if (hop.num_rows <= 0 || hop.row_begin < 0 ||
-      hop.num_rows > metadata.seq_len[at(hop.shard)] - hop.row_begin)
-    return "rows of the line";
+      hop.num_rows > metadata.seq_len[to_size(hop.shard)] - hop.row_begin)
+    return "rows of the entry";
   if (hop.after < 0) {
-    return hop.src_rank == routes.home[at(hop.shard)] ? nullptr : "a sender that is the rows' home";
+    return hop.src_rank == routes.home[to_size(hop.shard)] ? nullptr
+                                                           : "a sender that is the rows' home";
   }
-  if (at(hop.after) >= idx) return "an earlier hop in `after`";
-  const RelayHop& feed = routes.hops[at(hop.after)];
+  if (to_size(hop.after) >= idx) return "an earlier hop in `after`";
+  const RelayHop& feed = routes.hops[to_size(hop.after)];
   if (feed.shard != hop.shard || feed.dst_rank != hop.src_rank || feed.row_begin > hop.row_begin ||
       feed.row_begin + feed.num_rows < hop.row_begin + hop.num_rows)
     return "a hop in `after` that brings these rows to the sender";
@@ -81,10 +84,10 @@ const char* wrong_with(const PartRoutes& routes, std::size_t idx, const SparseMe
 }
 
 std::vector<std::int32_t> homes_of(const SparseMetadata& metadata) {
-  std::vector<std::int32_t> homes(at(metadata.num_lines()));
+  std::vector<std::int32_t> homes(to_size(metadata.num_entries()));
   for (std::int32_t r = 0; r < metadata.world_size; ++r) {
-    std::fill(homes.begin() + metadata.rank_offsets[at(r)],
-              homes.begin() + metadata.rank_offsets[at(r + 1)], r);
+    std::fill(homes.begin() + metadata.rank_offsets[to_size(r)],
+              homes.begin() + metadata.rank_offsets[to_size(r + 1)], r);
   }
   return homes;
 }
@@ -95,8 +98,8 @@ std::int64_t sum_row_bytes_of(const SequencePart& part) {
   return bytes;
 }
 
-/// Bytes of the hops of a part and of its lines without hops. On the way back what a hop brought in
-/// comes out, sums wider than rows.
+/// Bytes of the hops of a part and of its entries without hops. On the way back what a hop brought
+/// in comes out, sums wider than rows.
 void add_traffic(std::vector<LinkBytes>& links, const Topology& topology,
                  SequenceOperation operation, const SequencePart& part,
                  const std::vector<RelayHop>& hops) {
@@ -104,17 +107,18 @@ void add_traffic(std::vector<LinkBytes>& links, const Topology& topology,
   const bool back = operation == SequenceOperation::kv_gradient;
   const std::vector<std::int32_t> homes = homes_of(metadata);
   std::vector<std::uint8_t> feeds(hops.size());
-  std::vector<std::uint8_t> has_hops(at(metadata.num_lines()));
+  std::vector<std::uint8_t> has_hops(to_size(metadata.num_entries()));
   for (const RelayHop& hop : hops) {
-    if (hop.after >= 0) feeds[at(hop.after)] = 1;
-    has_hops[at(hop.shard)] = 1;
+    if (hop.after >= 0) feeds[to_size(hop.after)] = 1;
+    has_hops[to_size(hop.shard)] = 1;
   }
   const std::int64_t row_bytes = row_bytes_of(part);
   const std::int64_t sum_bytes = sum_row_bytes_of(part);
   const auto add = [&](std::int32_t src, std::int32_t dst, std::int64_t bytes) {
     add_hop(links, topology, back ? dst : src, back ? src : dst, bytes);
   };
-  const LineCopies copies = back ? count_copies(metadata, hops, homes) : LineCopies{};
+  const EntryDestinations copies =
+      back ? count_destinations(metadata, hops, homes) : EntryDestinations{};
   for (std::size_t h = 0; h < hops.size(); ++h) {
     const RelayHop& hop = hops[h];
     const bool feeding = feeds[h] != 0;
@@ -129,27 +133,28 @@ void add_traffic(std::vector<LinkBytes>& links, const Topology& topology,
     }
     add(hop.src_rank, hop.dst_rank, hop.num_rows * bytes);
   }
-  for (std::int64_t j = 0; j < metadata.num_lines(); ++j) {
-    if (has_hops[at(j)] != 0) continue;
-    for (auto c = metadata.copy_begin(j); c < metadata.copy_end(j); ++c) {
-      const std::int32_t dst = metadata.dst_rank[at(c)];
-      if (dst != homes[at(j)]) add(homes[at(j)], dst, metadata.seq_len[at(j)] * row_bytes);
+  for (std::int64_t j = 0; j < metadata.num_entries(); ++j) {
+    if (has_hops[to_size(j)] != 0) continue;
+    for (auto c = metadata.destination_begin(j); c < metadata.destination_end(j); ++c) {
+      const std::int32_t dst = metadata.dst_rank[to_size(c)];
+      if (dst != homes[to_size(j)])
+        add(homes[to_size(j)], dst, metadata.seq_len[to_size(j)] * row_bytes);
     }
   }
 }
 
-/// The schedule's hops, and those of `others` for lines of which it has none.
+/// The schedule's hops, and those of `others` for entries of which it has none.
 std::vector<RelayHop> completed(const SparseMetadata& metadata, const RelaySchedule& schedule,
                                 const std::vector<RelayHop>& others) {
   std::vector<RelayHop> hops = schedule.hops;
-  std::vector<std::uint8_t> has_hops(at(metadata.num_lines()));
-  for (const RelayHop& hop : hops) has_hops[at(hop.shard)] = 1;
+  std::vector<std::uint8_t> has_hops(to_size(metadata.num_entries()));
+  for (const RelayHop& hop : hops) has_hops[to_size(hop.shard)] = 1;
   std::vector<std::int32_t> moved(others.size(), -1);
   for (std::size_t h = 0; h < others.size(); ++h) {
-    if (has_hops[at(others[h].shard)] != 0) continue;
+    if (has_hops[to_size(others[h].shard)] != 0) continue;
     moved[h] = static_cast<std::int32_t>(hops.size());
     hops.push_back(others[h]);
-    if (others[h].after >= 0) hops.back().after = moved[at(others[h].after)];
+    if (others[h].after >= 0) hops.back().after = moved[to_size(others[h].after)];
   }
   return hops;
 }
@@ -193,11 +198,11 @@ class WayFinder {
     return hops;
   }
 
-  /// @param others for lines of which the schedules have no hops
+  /// @param others for entries of which the schedules have no hops
   /// @throws InvalidArgument for schedules that do not fit
   [[nodiscard]] Hops by_schedules(const char* who, const Hops& others) const {
     Hops hops;
-    const std::vector<std::int64_t> no_rows(at(topology_.world_size));
+    const std::vector<std::int64_t> no_rows(to_size(topology_.world_size));
     for (std::size_t p = 0; p < parts_.size(); ++p) {
       hops.push_back(others[p]);
       if (!has_relay(parts_[p])) continue;
@@ -209,7 +214,7 @@ class WayFinder {
   }
 
   [[nodiscard]] double seconds(const Hops& hops) const {
-    std::vector<LinkBytes> links(at(topology_.world_size));
+    std::vector<LinkBytes> links(to_size(topology_.world_size));
     for (std::size_t p = 0; p < parts_.size(); ++p)
       add_traffic(links, topology_, operation_, parts_[p], hops[p]);
     return limit_seconds(links, options_.nvlink_bytes_per_second,
@@ -230,8 +235,8 @@ bool is_read_at_copies(const Topology& topology, const RelayHop& hop, bool feeds
 }
 
 bool returns_rows(const Topology& topology, const RelayHop& hop, bool feeds,
-                  std::int32_t num_copies) {
-  return !feeds && num_copies == 1 && !is_read_at_copies(topology, hop, feeds);
+                  std::int32_t num_destinations) {
+  return !feeds && num_destinations == 1 && !is_read_at_copies(topology, hop, feeds);
 }
 
 PartRoutes follow_hops(const char* who, const SparseMetadata& metadata, std::vector<RelayHop> hops,
@@ -239,50 +244,51 @@ PartRoutes follow_hops(const char* who, const SparseMetadata& metadata, std::vec
   PartRoutes routes;
   routes.hops = std::move(hops);
   routes.home = homes_of(metadata);
-  routes.has_hops.assign(at(metadata.num_lines()), 0);
+  routes.has_hops.assign(to_size(metadata.num_entries()), 0);
   routes.feeds.assign(routes.hops.size(), 0);
-  routes.passed_rows.assign(at(metadata.world_size), 0);
+  routes.passed_rows.assign(to_size(metadata.world_size), 0);
   double total_rows = 0;
   for (std::size_t h = 0; h < routes.hops.size(); ++h) {
     const RelayHop& hop = routes.hops[h];
     const char* const expected = wrong_with(routes, h, metadata);
     require(expected == nullptr, who, ": relay hop ", h, ": ", hop.num_rows, " rows from ",
-            hop.row_begin, " of line ", hop.shard, ", from rank ", hop.src_rank, " to ",
+            hop.row_begin, " of entry ", hop.shard, ", from rank ", hop.src_rank, " to ",
             hop.dst_rank, ", expected ", expected);
-    routes.has_hops[at(hop.shard)] = 1;
-    if (hop.after >= 0) routes.feeds[at(hop.after)] = 1;
+    routes.has_hops[to_size(hop.shard)] = 1;
+    if (hop.after >= 0) routes.feeds[to_size(hop.after)] = 1;
     total_rows += static_cast<double>(hop.num_rows);
   }
   require(total_rows < most_call_bytes, who, ": the relay hops move ", total_rows,
           " rows, expected below 2^60");
-  LineCopies copies = count_copies(metadata, routes.hops, routes.home);
-  std::vector<std::int64_t> missing(at(metadata.num_lines()));  // rows of receivers without a hop
+  EntryDestinations copies = count_destinations(metadata, routes.hops, routes.home);
+  std::vector<std::int64_t> missing(
+      to_size(metadata.num_entries()));  // rows of receivers without a hop
   for (std::size_t j = 0; j < missing.size(); ++j)
     missing[j] = copies.receivers[j] * metadata.seq_len[j];
   for (std::size_t h = 0; h < routes.hops.size(); ++h) {
     const RelayHop& hop = routes.hops[h];
     if (copies.count[h] > 0) {
-      missing[at(hop.shard)] -= hop.num_rows;
-      const auto copy = metadata.copy_begin(hop.shard) + copies.first[h];
-      routes.dst_row.push_back(metadata.dst_offset[at(copy)] + hop.row_begin);
+      missing[to_size(hop.shard)] -= hop.num_rows;
+      const auto copy = metadata.destination_begin(hop.shard) + copies.first[h];
+      routes.dst_row.push_back(metadata.dst_offset[to_size(copy)] + hop.row_begin);
     } else {
-      std::int64_t& passed = routes.passed_rows[at(hop.dst_rank)];
-      routes.dst_row.push_back(rows_needed[at(hop.dst_rank)] + passed);
+      std::int64_t& passed = routes.passed_rows[to_size(hop.dst_rank)];
+      routes.dst_row.push_back(rows_needed[to_size(hop.dst_rank)] + passed);
       passed += hop.num_rows;
     }
   }
-  routes.num_copies = std::move(copies.count);
-  routes.first_copy = std::move(copies.first);
+  routes.num_destinations = std::move(copies.count);
+  routes.first_destination = std::move(copies.first);
   for (std::size_t h = 0; h < routes.hops.size(); ++h) {
-    require(routes.num_copies[h] > 0 || routes.feeds[h] != 0, who, ": relay hop ", h,
-            " brings rows of line ", routes.hops[h].shard, " to rank ", routes.hops[h].dst_rank,
+    require(routes.num_destinations[h] > 0 || routes.feeds[h] != 0, who, ": relay hop ", h,
+            " brings rows of entry ", routes.hops[h].shard, " to rank ", routes.hops[h].dst_rank,
             ", which neither needs nor forwards them");
   }
   const auto wrong = std::ranges::find_if(missing, [](std::int64_t rows) { return rows != 0; });
   if (wrong == missing.end()) return routes;
-  const std::int64_t line = wrong - missing.begin();
-  const std::int64_t needed = copies.receivers[at(line)] * metadata.seq_len[at(line)];
-  throw InvalidArgument(concat(who, ": the relay hops of line ", line, " bring ", needed - *wrong,
+  const std::int64_t entry = wrong - missing.begin();
+  const std::int64_t needed = copies.receivers[to_size(entry)] * metadata.seq_len[to_size(entry)];
+  throw InvalidArgument(concat(who, ": the relay hops of entry ", entry, " bring ", needed - *wrong,
                                " rows to ranks that need them, expected ", needed));
 }
 

@@ -10,16 +10,18 @@
 
 namespace waybill::detail {
 
-/// The hops of a part and what they mean for its tables. A hop brings rows to one place on
-/// dst_rank: the line's first copy there, or, where it has none, rows that the rank only passes on.
+/// The hops of a part and what they mean for its tables. A hop brings rows to one address on
+/// dst_rank: the entry's first copy there, or, where it has none, rows that the rank only passes
+/// on.
 struct PartRoutes {
-  std::vector<RelayHop> hops;             ///< ordered: a hop stands after the one that feeds it
-  std::vector<std::int32_t> home;         ///< [lines]
-  std::vector<std::uint8_t> has_hops;     ///< [lines] else all copies go straight from home
-  std::vector<std::int64_t> dst_row;      ///< [hops] of dst's tensor: where the first row goes
-  std::vector<std::int32_t> num_copies;   ///< [hops] of the line on dst_rank
-  std::vector<std::int32_t> first_copy;   ///< [hops] the first of these, counted in the line; or -1
-  std::vector<std::uint8_t> feeds;        ///< [hops] other hops stand on it
+  std::vector<RelayHop> hops;          ///< ordered: a hop stands after the one that feeds it
+  std::vector<std::int32_t> home;      ///< [entries]
+  std::vector<std::uint8_t> has_hops;  ///< [entries] else all copies go straight from home
+  std::vector<std::int64_t> dst_row;   ///< [hops] of dst's tensor: where the first row goes
+  std::vector<std::int32_t> num_destinations;  ///< [hops] of the entry on dst_rank
+  std::vector<std::int32_t>
+      first_destination;            ///< [hops] the first of these, counted in the entry; or -1
+  std::vector<std::uint8_t> feeds;  ///< [hops] other hops stand on it
   std::vector<std::int64_t> passed_rows;  ///< [W] rows that the rank only passes on
 };
 
@@ -46,6 +48,6 @@ struct ChosenWay {
 
 /// Whether the rows of a hop come back as they are, put by dst_rank. Else they come back as a sum.
 [[nodiscard]] bool returns_rows(const Topology& topology, const RelayHop& hop, bool feeds,
-                                std::int32_t num_copies);
+                                std::int32_t num_destinations);
 
 }  // namespace waybill::detail

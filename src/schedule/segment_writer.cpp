@@ -4,8 +4,8 @@
 #include <limits>
 #include <numeric>
 
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill {
 namespace detail {
@@ -20,10 +20,11 @@ RowCut cut_rows(std::int64_t row_bytes, std::int64_t chunk_bytes) {
           static_cast<std::int32_t>((row_bytes + chunk_bytes - 1) / chunk_bytes)};
 }
 
-SegmentWriter::SegmentWriter(SequencePlan& plan, const WindowMap& windows, bool local_apart)
-    : plan_(plan), windows_(windows), local_apart_(local_apart) {
-  plan_.wire_bytes.assign(at(plan.world_size), 0);
-  plan_.bucket_chunks.assign(at(plan.world_size), 0);
+SegmentWriter::SegmentWriter(SequencePlan& plan, const WindowMap& windows,
+                             bool separate_local_copies)
+    : plan_(plan), windows_(windows), local_apart_(separate_local_copies) {
+  plan_.wire_bytes.assign(to_size(plan.world_size), 0);
+  plan_.bucket_chunks.assign(to_size(plan.world_size), 0);
 }
 
 void SegmentWriter::begin_part(const SequencePart& part, std::int32_t first_tensor) {
@@ -44,9 +45,9 @@ void SegmentWriter::read_copies(std::span<const std::int32_t> ranks,
   }
 }
 
-void SegmentWriter::add_line(std::int64_t row, std::int64_t rows,
-                             std::span<const std::int32_t> ranks,
-                             std::span<const std::int64_t> offsets) {
+void SegmentWriter::add_entry(std::int64_t row, std::int64_t rows,
+                              std::span<const std::int32_t> ranks,
+                              std::span<const std::int64_t> offsets) {
   if (rows == 0) return;
   read_copies(ranks, offsets);
   std::span<const Copy> copies(copies_);
@@ -58,9 +59,10 @@ void SegmentWriter::add_line(std::int64_t row, std::int64_t rows,
     add_group(row, rows, copies.last(1), true);
     copies = copies.first(copies.size() - 1);
   }
-  for (std::size_t c = 0; c < copies.size(); c += max_places_sent) {
+  for (std::size_t c = 0; c < copies.size(); c += max_addresses_sent) {
     add_group(row, rows,
-              copies.subspan(c, std::min<std::size_t>(max_places_sent, copies.size() - c)), false);
+              copies.subspan(c, std::min<std::size_t>(max_addresses_sent, copies.size() - c)),
+              false);
   }
 }
 
@@ -76,37 +78,38 @@ void SegmentWriter::add_group(std::int64_t row, std::int64_t rows, std::span<con
   const bool stays =
       plan_.operation == SequenceOperation::dispatch && bucket == plan_.world_size - 1;
   for (std::int32_t t = first_tensor_; t < first_tensor_ + num_formats_; ++t) {
-    const RowCut& cut = plan_.cuts[at(t)];
+    const RowCut& cut = plan_.cuts[to_size(t)];
     if (cut.row_bytes == 0) continue;
-    std::int64_t& bucket_chunks = plan_.bucket_chunks[at(bucket)];
+    std::int64_t& bucket_chunks = plan_.bucket_chunks[to_size(bucket)];
     RowSegment& segment = (local ? plan_.local_segments : plan_.segments).emplace_back();
     segment = {.row = row,
                .rows = rows,
                .tensor = t,
                .bucket = bucket,
                .first_chunk = static_cast<std::int32_t>(bucket_chunks),
-               .first_place = static_cast<std::int32_t>(plan_.num_places),
-               .first_copy = static_cast<std::int32_t>(plan_.segment_places.size()),
-               .num_copies = static_cast<std::int32_t>(copies.size())};
+               .first_address = static_cast<std::int32_t>(plan_.num_addresses),
+               .first_destination = static_cast<std::int32_t>(plan_.segment_addresses.size()),
+               .num_destinations = static_cast<std::int32_t>(copies.size())};
     for (const Copy& copy : copies) {
-      const std::int64_t offset = windows_.offset(at(t), copy.rank) + copy.row * cut.row_bytes;
-      plan_.segment_places.push_back(static_cast<std::uint64_t>(copy.rank) << place_rank_shift |
-                                     static_cast<std::uint64_t>(offset));
-      plan_.wire_bytes[at(copy.rank)] += rows * cut.row_bytes;
+      const std::int64_t offset = windows_.offset(to_size(t), copy.rank) + copy.row * cut.row_bytes;
+      plan_.segment_addresses.push_back(static_cast<std::uint64_t>(copy.rank)
+                                            << address_rank_shift |
+                                        static_cast<std::uint64_t>(offset));
+      plan_.wire_bytes[to_size(copy.rank)] += rows * cut.row_bytes;
     }
     if (local) continue;
     const std::int64_t chunks = (rows + cut.rows_each - 1) / cut.rows_each * cut.parts;
     bucket_chunks += chunks;
     plan_.num_chunks += chunks;
     if (!stays) plan_.num_wire_chunks += chunks;
-    plan_.num_places += chunks * std::ssize(copies);
+    plan_.num_addresses += chunks * std::ssize(copies);
   }
 }
 
 void check_chunk_numbers(const SequencePlan& plan) {
   constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
-  require(plan.num_chunks <= most && plan.num_places <= most, "compile: ", plan.num_chunks,
-          " chunks with ", plan.num_places,
+  require(plan.num_chunks <= most && plan.num_addresses <= most, "compile: ", plan.num_chunks,
+          " chunks with ", plan.num_addresses,
           " places, expected fewer than 2^31 (larger chunk_bytes make fewer)");
 }
 
@@ -117,9 +120,9 @@ namespace {
 /// bucket of a dispatch) are behind all others.
 /// @return bucket by bucket: where the chunk goes
 std::vector<std::int32_t> interleaved(const SequencePlan& plan) {
-  std::vector<std::int32_t> positions(at(plan.num_chunks));
+  std::vector<std::int32_t> positions(to_size(plan.num_chunks));
   const std::int64_t total = plan.num_wire_chunks;
-  std::vector<std::int32_t> before(at(total + 1));
+  std::vector<std::int32_t> before(to_size(total + 1));
   std::span<const std::int64_t> buckets(plan.bucket_chunks);
   if (total < plan.num_chunks) {
     buckets = buckets.first(buckets.size() - 1);
@@ -137,30 +140,30 @@ std::vector<std::int32_t> interleaved(const SequencePlan& plan) {
   };
   each([&](std::int64_t, std::uint64_t where) { ++before[where + 1]; });
   for (std::size_t i = 1; i < before.size(); ++i) before[i] += before[i - 1];
-  each([&](std::int64_t idx, std::uint64_t where) { positions[at(idx)] = before[where]++; });
+  each([&](std::int64_t idx, std::uint64_t where) { positions[to_size(idx)] = before[where]++; });
   return positions;
 }
 
-/// Bytes behind the first row of a place of a chunk that begins `offset` bytes behind the first row
-/// of its segment. Sums on the way are wider than the rows.
-std::uint64_t place_of(const SequencePlan& plan, const RowSegment& segment, std::uint64_t place,
-                       std::int64_t offset) {
-  if (plan.batches.empty() || (place & place_sum_bit) == 0)
-    return place + static_cast<std::uint64_t>(offset);
-  const std::int64_t sum_row = plan.cuts[at(segment.tensor) + plan.tensors.size()].row_bytes;
-  const std::int64_t row_bytes = plan.cuts[at(segment.tensor)].row_bytes;
-  return place + static_cast<std::uint64_t>(offset * (sum_row / row_bytes));
+/// Bytes behind the first row of an address of a chunk that begins `offset` bytes behind the first
+/// row of its segment. Sums on the way are wider than the rows.
+std::uint64_t address_of(const SequencePlan& plan, const RowSegment& segment, std::uint64_t address,
+                         std::int64_t offset) {
+  if (plan.batches.empty() || (address & address_sum_bit) == 0)
+    return address + static_cast<std::uint64_t>(offset);
+  const std::int64_t sum_row = plan.cuts[to_size(segment.tensor) + plan.tensors.size()].row_bytes;
+  const std::int64_t row_bytes = plan.cuts[to_size(segment.tensor)].row_bytes;
+  return address + static_cast<std::uint64_t>(offset * (sum_row / row_bytes));
 }
 
 /// @param position of chunk k of the segment
 template <class Position>
 void expand_segment(SequencePlan& plan, const RowSegment& segment, Position&& position) {
-  const RowCut& cut = plan.cuts[at(segment.tensor)];
-  std::int64_t place = segment.first_place;
+  const RowCut& cut = plan.cuts[to_size(segment.tensor)];
+  std::int64_t address = segment.first_address;
   std::int64_t idx = 0;
   for (std::int64_t k = 0; k < segment.rows; k += cut.rows_each) {
     for (std::int64_t col = 0; col < cut.row_bytes; col += cut.part_bytes) {
-      RowChunk& chunk = plan.chunks[at(position(idx++))];
+      RowChunk& chunk = plan.chunks[to_size(position(idx++))];
       chunk.row = segment.row + k;
       chunk.rows =
           static_cast<std::int32_t>(std::min<std::int64_t>(cut.rows_each, segment.rows - k));
@@ -168,12 +171,12 @@ void expand_segment(SequencePlan& plan, const RowSegment& segment, Position&& po
       chunk.col_bytes = static_cast<std::int32_t>(col);
       chunk.part_bytes =
           static_cast<std::int32_t>(std::min<std::int64_t>(cut.part_bytes, cut.row_bytes - col));
-      chunk.first_place = static_cast<std::int32_t>(place);
-      chunk.num_places = segment.num_copies;
-      for (std::int32_t c = 0; c < segment.num_copies; ++c) {
-        plan.places[at(place++)] =
-            place_of(plan, segment, plan.segment_places[at(segment.first_copy + c)],
-                     k * cut.row_bytes + col);
+      chunk.first_address = static_cast<std::int32_t>(address);
+      chunk.num_addresses = segment.num_destinations;
+      for (std::int32_t c = 0; c < segment.num_destinations; ++c) {
+        plan.addresses[to_size(address++)] = address_of(
+            plan, segment, plan.segment_addresses[to_size(segment.first_destination + c)],
+            k * cut.row_bytes + col);
       }
     }
   }
@@ -183,9 +186,9 @@ void expand_segment(SequencePlan& plan, const RowSegment& segment, Position&& po
 }  // namespace detail
 
 void expand_chunks(SequencePlan& plan) {
-  using detail::at;
-  plan.chunks.resize(at(plan.num_chunks));
-  plan.places.resize(at(plan.num_places));
+  using detail::to_size;
+  plan.chunks.resize(to_size(plan.num_chunks));
+  plan.addresses.resize(to_size(plan.num_addresses));
   if (!plan.batches.empty()) {
     for (const RowSegment& segment : plan.segments) {
       detail::expand_segment(plan, segment,
@@ -198,8 +201,9 @@ void expand_chunks(SequencePlan& plan) {
   for (std::size_t b = 1; b < begin.size(); ++b)
     begin[b] = begin[b - 1] + plan.bucket_chunks[b - 1];
   for (const RowSegment& segment : plan.segments) {
-    const std::int64_t first = begin[at(segment.bucket)] + segment.first_chunk;
-    detail::expand_segment(plan, segment, [&](std::int64_t k) { return positions[at(first + k)]; });
+    const std::int64_t first = begin[to_size(segment.bucket)] + segment.first_chunk;
+    detail::expand_segment(plan, segment,
+                           [&](std::int64_t k) { return positions[to_size(first + k)]; });
   }
 }
 

@@ -9,25 +9,25 @@
 
 namespace waybill::detail {
 
-/// @throws InvalidArgument for 2^31 chunks or places
+/// @throws InvalidArgument for 2^31 chunks or addresses
 void check_chunk_numbers(const SequencePlan& plan);
 
-/// Writes the lines of this rank as segments, and counts the chunks that they will be cut into.
+/// Writes the entries of this rank as segments, and counts the chunks that they will be cut into.
 class SegmentWriter {
  public:
-  /// @param local_apart dispatch: rows that stay on this rank go to plan.local_segments
-  SegmentWriter(SequencePlan& plan, const WindowMap& windows, bool local_apart);
+  /// @param separate_local_copies dispatch: rows that stay on this rank go to plan.local_segments
+  SegmentWriter(SequencePlan& plan, const WindowMap& windows, bool separate_local_copies);
 
   void begin_part(const SequencePart& part, std::int32_t first_tensor);
 
-  /// A line of this rank: its rows and their copies (rank, first row there).
-  void add_line(std::int64_t row, std::int64_t rows, std::span<const std::int32_t> ranks,
-                std::span<const std::int64_t> offsets);
+  /// An entry of this rank: its rows and their copies (rank, first row there).
+  void add_entry(std::int64_t row, std::int64_t rows, std::span<const std::int32_t> ranks,
+                 std::span<const std::int64_t> offsets);
 
   /// Rows that stay, as local segments.
   void add_local(std::int64_t row, std::int64_t rows, std::int64_t window_row);
 
-  /// @throws InvalidArgument for 2^31 chunks or places
+  /// @throws InvalidArgument for 2^31 chunks or addresses
   void finish() const { check_chunk_numbers(plan_); }
 
  private:

@@ -9,17 +9,17 @@
 #include "plan_checks.h"
 #include "plan_fingerprint.h"
 #include "segment_writer.h"
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
 #include "waybill/core/parallel_for.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill {
 namespace {
 
-using detail::at;
 using detail::ChosenWay;
 using detail::LocalRun;
 using detail::SegmentWriter;
+using detail::to_size;
 using detail::WindowMap;
 using detail::WindowRows;
 
@@ -53,7 +53,7 @@ bool local_rows_go_apart(std::span<const SequencePart> parts, Rank rank, std::in
   std::int64_t bytes = 0;
   std::int64_t sent_bytes = 0;
   std::int64_t pieces = 0;
-  const auto r = at(to_int(rank));
+  const auto r = to_size(to_int(rank));
   for (const SequencePart& part : parts) {
     const SparseMetadata& metadata = *part.metadata;
     std::int64_t rows = 0;
@@ -63,15 +63,15 @@ bool local_rows_go_apart(std::span<const SequencePart> parts, Rank rank, std::in
     std::int64_t row = 0;
     std::int64_t next_row = -1;
     for (auto j = metadata.rank_offsets[r]; j < metadata.rank_offsets[r + 1]; ++j) {
-      const std::int64_t len = metadata.seq_len[at(j)];
-      for (auto c = metadata.copy_begin(j); c < metadata.copy_end(j); ++c) {
-        if (metadata.dst_rank[at(c)] != to_int(rank)) {
+      const std::int64_t len = metadata.seq_len[to_size(j)];
+      for (auto c = metadata.destination_begin(j); c < metadata.destination_end(j); ++c) {
+        if (metadata.dst_rank[to_size(c)] != to_int(rank)) {
           sent += len;
           continue;
         }
         rows += len;
-        if (metadata.dst_offset[at(c)] != next || row != next_row) ++runs;
-        next = metadata.dst_offset[at(c)] + len;
+        if (metadata.dst_offset[to_size(c)] != next || row != next_row) ++runs;
+        next = metadata.dst_offset[to_size(c)] + len;
         next_row = row + len;
       }
       row += len;
@@ -87,10 +87,10 @@ bool local_rows_go_apart(std::span<const SequencePart> parts, Rank rank, std::in
              static_cast<double>(sms_of_links) * static_cast<double>(sent_bytes + bytes);
 }
 
-/// All lines of the plan's rank. @param local [parts] runs that stand apart
-void write_lines(SegmentWriter& writer, std::span<const SequencePart> parts,
-                 std::span<const std::vector<LocalRun>> local, SequencePlan& plan) {
-  const auto r = at(to_int(plan.rank));
+/// All entries of the plan's rank. @param local [parts] runs that stand apart
+void write_entries(SegmentWriter& writer, std::span<const SequencePart> parts,
+                   std::span<const std::vector<LocalRun>> local, SequencePlan& plan) {
+  const auto r = to_size(to_int(plan.rank));
   std::int32_t first_tensor = 0;
   for (std::size_t p = 0; p < parts.size(); ++p) {
     const SequencePart& part = parts[p];
@@ -99,18 +99,18 @@ void write_lines(SegmentWriter& writer, std::span<const SequencePart> parts,
     std::int64_t row = 0;
     auto run = local[p].begin();
     for (std::int64_t j = metadata.rank_offsets[r]; j < metadata.rank_offsets[r + 1]; ++j) {
-      if (run != local[p].end() && j == run->first_line) {
+      if (run != local[p].end() && j == run->first_entry) {
         writer.add_local(row, run->rows, run->window_row);
         row += run->rows;
-        j = run++->end_line - 1;
+        j = run++->end_entry - 1;
         continue;
       }
-      const std::int64_t begin = metadata.copy_begin(j);
-      const auto count = at(metadata.copy_end(j) - begin);
-      writer.add_line(row, metadata.seq_len[at(j)],
-                      std::span(metadata.dst_rank.data() + begin, count),
-                      std::span(metadata.dst_offset.data() + begin, count));
-      row += metadata.seq_len[at(j)];
+      const std::int64_t begin = metadata.destination_begin(j);
+      const auto count = to_size(metadata.destination_end(j) - begin);
+      writer.add_entry(row, metadata.seq_len[to_size(j)],
+                       std::span(metadata.dst_rank.data() + begin, count),
+                       std::span(metadata.dst_offset.data() + begin, count));
+      row += metadata.seq_len[to_size(j)];
     }
     plan.own_rows.insert(plan.own_rows.end(), part.tensors.size(), row);
     first_tensor += static_cast<std::int32_t>(part.tensors.size());
@@ -124,13 +124,13 @@ void compile_direct(const char* who, std::span<const SequencePart> parts,
   for (const SequencePart& part : parts) rows.push_back({detail::rows_needed(*part.metadata), {}});
   const WindowMap windows(who, parts, rows);
   const bool sends = plan.operation == SequenceOperation::dispatch;
-  const bool apart =
-      sends && options.local_apart && local_rows_go_apart(parts, plan.rank, options.num_sms);
+  const bool apart = sends && options.separate_local_copies &&
+                     local_rows_go_apart(parts, plan.rank, options.num_sms);
   SegmentWriter writer(plan, windows, apart);
-  const auto local = !sends && options.local_apart
+  const auto local = !sends && options.separate_local_copies
                          ? detail::long_local_runs(parts, plan.rank)
                          : std::vector<std::vector<LocalRun>>(parts.size());
-  write_lines(writer, parts, local, plan);
+  write_entries(writer, parts, local, plan);
   for (std::size_t t = 0; t < plan.tensors.size(); ++t)
     plan.window_offsets.push_back(windows.offset(t, to_int(plan.rank)));
   plan.window_bytes = windows.largest();
@@ -140,14 +140,14 @@ void compile_batched(const char* who, std::span<const SequencePart> parts, const
                      SequencePlanOptions options, SequencePlan& plan) {
   for (const SequencePart& part : parts) {
     std::int64_t rows = 0;
-    const auto r = at(to_int(plan.rank));
+    const auto r = to_size(to_int(plan.rank));
     for (auto j = part.metadata->rank_offsets[r]; j < part.metadata->rank_offsets[r + 1]; ++j)
-      rows += part.metadata->seq_len[at(j)];
+      rows += part.metadata->seq_len[to_size(j)];
     plan.own_rows.insert(plan.own_rows.end(), part.tensors.size(), rows);
   }
   if (plan.operation == SequenceOperation::dispatch) {
-    options.local_apart =
-        options.local_apart && local_rows_go_apart(parts, plan.rank, options.num_sms);
+    options.separate_local_copies =
+        options.separate_local_copies && local_rows_go_apart(parts, plan.rank, options.num_sms);
     detail::compile_batched_dispatch(who, parts, way, options, plan);
     return;
   }
@@ -171,19 +171,19 @@ std::vector<NetworkPhase> compile_phases(const char* who, std::span<const Sequen
                                          const SequencePlan& plan, SequencePlanOptions options) {
   const Topology topology = detail::topology_of(plan, options);
   if (topology.num_nodes() == 1) return {};
-  options.pair_network = false;
+  options.two_sided_network = false;
   options.chunks = false;
-  std::vector<SequencePlan> others(at(plan.world_size));
+  std::vector<SequencePlan> others(to_size(plan.world_size));
   parallel_for(plan.world_size, 1, 0, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t r = begin; r < end; ++r) {
       if (r == to_int(plan.rank)) continue;
-      others[at(r)] = compile(who, plan.operation, parts, Rank{static_cast<std::int32_t>(r)},
-                              options, Compares::no);
+      others[to_size(r)] = compile(who, plan.operation, parts, Rank{static_cast<std::int32_t>(r)},
+                                   options, Compares::no);
     }
   });
   std::vector<const SequencePlan*> plans;
   for (const SequencePlan& other : others) plans.push_back(&other);
-  plans[at(to_int(plan.rank))] = &plan;
+  plans[to_size(to_int(plan.rank))] = &plan;
   return detail::network_phases(plans, topology, plan.rank, options.phase_bytes);
 }
 
@@ -218,7 +218,7 @@ SequencePlan compile(const char* who, SequenceOperation operation,
     plan.formats = detail::hash_formats(parts);
   }
   for (const SequencePart& part : parts) {
-    const std::int64_t rows = detail::rows_needed(*part.metadata)[at(to_int(rank))];
+    const std::int64_t rows = detail::rows_needed(*part.metadata)[to_size(to_int(rank))];
     plan.window_rows.insert(plan.window_rows.end(), part.tensors.size(), rows);
   }
   if (!way.batched) {
@@ -227,7 +227,7 @@ SequencePlan compile(const char* who, SequenceOperation operation,
     compile_batched(who, parts, way, options, plan);
   }
   if (!sends) plan.staged = detail::rows_to_stage(plan);
-  if (options.split_network && options.pair_network)
+  if (options.split_network && options.two_sided_network)
     plan.phases = compile_phases(who, parts, plan, options);
   if (options.chunks) expand_chunks(plan);
   return plan;

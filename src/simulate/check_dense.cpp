@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {
@@ -30,37 +30,37 @@ void expect_array(FindingList& findings, FindingKind kind, const char* table, co
 }
 
 /// num_recv_tokens as the entries of the same metadata have it.
-IndexArray count_entries(const Metadata& metadata) {
+IndexArray count_cells(const Metadata& metadata) {
   const std::int64_t world = metadata.seq_len.dim(0);
   IndexArray counts({world, world + 1});
   const Int64View dst(metadata.dst_rank);
   const Int64View len(metadata.seq_len);
   const std::int64_t copies = metadata.has_copies() ? metadata.dst_rank.dim(2) : 1;
   const std::int64_t per_rank = metadata.seq_len.dim(1);
-  for (std::int64_t entry = 0; entry < std::ssize(len.span()) * copies; ++entry) {
-    const std::int64_t line = entry / copies;
-    const std::int64_t r = dst[entry];
+  for (std::int64_t cell = 0; cell < std::ssize(len.span()) * copies; ++cell) {
+    const std::int64_t entry = cell / copies;
+    const std::int64_t r = dst[cell];
     if (r < 0 || r >= world) continue;
-    counts.i64()[at(r * (world + 1) + line / per_rank)] += len[line];
-    counts.i64()[at(r * (world + 1) + world)] += len[line];
+    counts.i64()[to_size(r * (world + 1) + entry / per_rank)] += len[entry];
+    counts.i64()[to_size(r * (world + 1) + world)] += len[entry];
   }
   return counts;
 }
 
 /// Entries of each rank for which `counts(entry)` holds.
 template <class Counts>
-IndexArray count_lines(const Metadata& metadata, const Counts& counts) {
+IndexArray count_entries(const Metadata& metadata, const Counts& counts) {
   const std::int64_t world = metadata.seq_len.dim(0);
   const std::int64_t per_rank = metadata.seq_len.dim(1);
   IndexArray result({world});
-  for (std::int64_t line = 0; line < world * per_rank; ++line) {
-    if (counts(line)) ++result.i64()[at(line / per_rank)];
+  for (std::int64_t entry = 0; entry < world * per_rank; ++entry) {
+    if (counts(entry)) ++result.i64()[to_size(entry / per_rank)];
   }
   return result;
 }
 
 void check_received(const char* table, const Metadata& metadata, FindingList& findings) {
-  const IndexArray expected = count_entries(metadata);
+  const IndexArray expected = count_cells(metadata);
   expect_array(findings, FindingKind::count, table, "num_recv_tokens", metadata.num_recv_tokens,
                expected);
   const std::int64_t world = expected.dim(0);
@@ -81,9 +81,9 @@ void check_num_seqs(const char* table, const Metadata& metadata, const IndexArra
   expect_array(findings, FindingKind::count, table, "num_seqs", *metadata.num_seqs, expected);
 }
 
-IndexArray lines_with_rows(const Metadata& metadata) {
+IndexArray entries_with_rows(const Metadata& metadata) {
   const Int64View len(metadata.seq_len);
-  return count_lines(metadata, [&](std::int64_t line) { return len[line] > 0; });
+  return count_entries(metadata, [&](std::int64_t entry) { return len[entry] > 0; });
 }
 
 void check_mask(const QkvDispatch& dispatch, const QkvPlan& plan, const ExpectedLayout& expected,
@@ -100,12 +100,12 @@ void check_mask(const QkvDispatch& dispatch, const QkvPlan& plan, const Expected
   IndexArray mask(fwd.shape());
   IndexArray lens({fwd.dim(0), num_shards});
   for (std::int64_t w = 0; w < plan.world_size; ++w) {
-    const std::int64_t first = plan.rank_shard_offsets[at(w)];
-    for (std::int64_t s = first; s < plan.rank_shard_offsets[at(w) + 1]; ++s) {
-      const std::int64_t line = w * num_shards + s - first;
-      lens.i64()[at(line)] = plan.shard_len[at(s)];
-      for (std::int64_t c = 0; c < std::min(copies, expected.num_copies[at(s)]); ++c) {
-        mask.i64()[at(line * copies + c)] = 1;
+    const std::int64_t first = plan.rank_shard_offsets[to_size(w)];
+    for (std::int64_t s = first; s < plan.rank_shard_offsets[to_size(w) + 1]; ++s) {
+      const std::int64_t entry = w * num_shards + s - first;
+      lens.i64()[to_size(entry)] = plan.shard_len[to_size(s)];
+      for (std::int64_t c = 0; c < std::min(copies, expected.num_destinations[to_size(s)]); ++c) {
+        mask.i64()[to_size(entry * copies + c)] = 1;
       }
     }
   }
@@ -123,13 +123,13 @@ IndexArray cumulative(const std::vector<std::int64_t>& lens) {
 void check_ragged(const char* field, const std::vector<IndexArray>& got, std::size_t rank,
                   const std::vector<std::int64_t>& lens, FindingList& findings) {
   const IndexArray expected = cumulative(lens);
-  const bool there = rank < got.size();
-  if (there && got[rank].shape() == expected.shape() &&
+  const bool has_rank = rank < got.size();
+  if (has_rank && got[rank].shape() == expected.shape() &&
       got[rank].to_vector() == expected.to_vector()) {
     return;
   }
   findings.add({FindingKind::attention, "attention", field, static_cast<std::int64_t>(rank), -1, -1,
-                there ? to_string(got[rank]) : "none", to_string(expected)});
+                has_rank ? to_string(got[rank]) : "none", to_string(expected)});
 }
 
 void check_attention_layout(const QkvPlan& plan, const ExpectedLayout& expected,
@@ -137,11 +137,11 @@ void check_attention_layout(const QkvPlan& plan, const ExpectedLayout& expected,
   IndexArray max_q({plan.world_size});
   IndexArray max_kv({plan.world_size});
   IndexArray received({plan.world_size});
-  for (std::size_t r = 0; r < at(plan.world_size); ++r) {
+  for (std::size_t r = 0; r < to_size(plan.world_size); ++r) {
     std::vector<std::int64_t> q_lens;
     std::vector<std::int64_t> kv_lens;
     for (std::int64_t i = expected.rank_offsets[r]; i < expected.rank_offsets[r + 1]; ++i) {
-      const auto shard = at(expected.received[at(i)]);
+      const auto shard = to_size(expected.received[to_size(i)]);
       q_lens.push_back(plan.shard_len[shard]);
       kv_lens.push_back(expected.kv_len[shard]);
       max_q.i64()[r] = std::max(max_q.i64()[r], q_lens.back());
@@ -168,13 +168,14 @@ void check_dense_tables(const QkvDispatch& dispatch, const ExpectedLayout& expec
   check_received("rev_q", metadata.rev_q, findings);
   check_received("fwd_kv", metadata.fwd_kv, findings);
   check_received("rev_kv", metadata.rev_kv, findings);
-  check_num_seqs("fwd_q", metadata.fwd_q, lines_with_rows(metadata.fwd_q), findings);
-  check_num_seqs("rev_q", metadata.rev_q, lines_with_rows(metadata.rev_q), findings);
+  check_num_seqs("fwd_q", metadata.fwd_q, entries_with_rows(metadata.fwd_q), findings);
+  check_num_seqs("rev_q", metadata.rev_q, entries_with_rows(metadata.rev_q), findings);
   check_num_seqs("fwd_kv", metadata.fwd_kv, dispatch.raw.num_cp_shards, findings);
   const Int64View dst(metadata.rev_kv.dst_rank);
-  check_num_seqs("rev_kv", metadata.rev_kv,
-                 count_lines(metadata.rev_kv, [&](std::int64_t line) { return dst[line] >= 0; }),
-                 findings);
+  check_num_seqs(
+      "rev_kv", metadata.rev_kv,
+      count_entries(metadata.rev_kv, [&](std::int64_t entry) { return dst[entry] >= 0; }),
+      findings);
   check_mask(dispatch, dispatch.plan, expected, findings);
   check_attention_layout(dispatch.plan, expected, metadata.attention, findings);
 }

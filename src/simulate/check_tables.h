@@ -10,11 +10,11 @@ namespace waybill::detail {
 bool check_attention(const QkvPlan& plan, const ExpectedLayout& expected,
                      const SparseAttnLayout& attention, FindingList& findings);
 
-/// Counts of received rows against the lines of a table that simulate_dispatch took.
+/// Counts of received rows against the entries of a table that simulate_dispatch took.
 void check_counts(const char* table, const SparseMetadata& metadata, FindingList& findings);
 
-/// The lines of forward KV are the plan's shards, with as many copies as they need. Returns whether
-/// they are the shards.
+/// The entries of forward KV are the plan's shards, with as many copies as they need. Returns
+/// whether they are the shards.
 bool check_copies(const QkvPlan& plan, const ExpectedLayout& expected, const SparseMetadata& fwd_kv,
                   FindingList& findings);
 

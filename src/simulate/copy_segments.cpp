@@ -93,13 +93,13 @@ void check_tables(const CopyJob& job, const Metadata& metadata) {
           ", expected [W, S] (not the slice of one rank)");
   require(len.dim(0) == job.world_size(), job.who, ": seq_len has shape ", to_string(len.shape()),
           ", expected ", job.world_size(), " ranks, as many as the tensors");
-  Shape entries = len.shape();
-  if (metadata.dst_rank.ndim() == 3) entries.push_back(metadata.dst_rank.dim(2));
-  require(metadata.dst_rank.shape() == entries, job.who, ": dst_rank has shape ",
+  Shape cells = len.shape();
+  if (metadata.dst_rank.ndim() == 3) cells.push_back(metadata.dst_rank.dim(2));
+  require(metadata.dst_rank.shape() == cells, job.who, ": dst_rank has shape ",
           to_string(metadata.dst_rank.shape()),
           ", expected [W, S] or [W, S, C] with [W, S] = ", to_string(len.shape()));
-  require(metadata.dst_offset.shape() == entries, job.who, ": dst_offset has shape ",
-          to_string(metadata.dst_offset.shape()), ", expected ", to_string(entries),
+  require(metadata.dst_offset.shape() == cells, job.who, ": dst_offset has shape ",
+          to_string(metadata.dst_offset.shape()), ", expected ", to_string(cells),
           ", that of dst_rank");
 }
 
@@ -107,13 +107,13 @@ void check_tables(const CopyJob& job, const SparseMetadata& metadata) {
   const std::int64_t world = job.world_size();
   require(metadata.world_size == world, job.who, ": world_size = ", metadata.world_size,
           ", expected ", world, ", as many ranks as tensors");
-  check_offsets(job.who, "rank_offsets", metadata.rank_offsets, world, metadata.num_lines());
-  const std::int64_t copies = metadata.num_copies();
+  check_offsets(job.who, "rank_offsets", metadata.rank_offsets, world, metadata.num_entries());
+  const std::int64_t copies = metadata.num_destinations();
   if (metadata.copy_offsets.empty()) {
-    require(copies == metadata.num_lines(), job.who, ": dst_rank has ", copies,
-            " values, expected ", metadata.num_lines(), ", one a line");
+    require(copies == metadata.num_entries(), job.who, ": dst_rank has ", copies,
+            " values, expected ", metadata.num_entries(), ", one per entry");
   } else {
-    check_offsets(job.who, "copy_offsets", metadata.copy_offsets, metadata.num_lines(), copies);
+    check_offsets(job.who, "copy_offsets", metadata.copy_offsets, metadata.num_entries(), copies);
   }
   require(std::ssize(metadata.dst_offset) == copies, job.who, ": dst_offset has ",
           metadata.dst_offset.size(), " values, expected ", copies, ", as many as dst_rank");
@@ -159,12 +159,12 @@ std::vector<CopySegment> checked_segments(const CopyJob& job, const Metadata& me
   for (std::int64_t w = 0; w < job.world_size(); ++w) {
     list.begin_rank(w);
     for (std::int64_t j = 0; j < num_shards; ++j) {
-      const std::int64_t line = w * num_shards + j;
-      const std::int64_t entry = line * copies;
-      list.begin_shard(j, seq_len[line], copies == 0 ? -1 : dst_rank[entry],
-                       copies == 0 ? 0 : dst_offset[entry]);
+      const std::int64_t entry = w * num_shards + j;
+      const std::int64_t cell = entry * copies;
+      list.begin_shard(j, seq_len[entry], copies == 0 ? -1 : dst_rank[cell],
+                       copies == 0 ? 0 : dst_offset[cell]);
       for (std::int64_t c = 0; c < copies; ++c) {
-        list.add_copy(c, dst_rank[entry + c], dst_offset[entry + c]);
+        list.add_copy(c, dst_rank[cell + c], dst_offset[cell + c]);
       }
     }
   }
@@ -178,11 +178,11 @@ std::vector<CopySegment> checked_segments(const CopyJob& job, const SparseMetada
     list.begin_rank(w);
     const std::int64_t begin = metadata.rank_offsets[static_cast<std::size_t>(w)];
     const std::int64_t end = metadata.rank_offsets[static_cast<std::size_t>(w) + 1];
-    for (std::int64_t line = begin; line < end; ++line) {
-      const std::int64_t first = metadata.copy_begin(line);
-      const std::int64_t last = metadata.copy_end(line);
+    for (std::int64_t entry = begin; entry < end; ++entry) {
+      const std::int64_t first = metadata.destination_begin(entry);
+      const std::int64_t last = metadata.destination_end(entry);
       const auto at = static_cast<std::size_t>(first);
-      list.begin_shard(line - begin, metadata.seq_len[static_cast<std::size_t>(line)],
+      list.begin_shard(entry - begin, metadata.seq_len[static_cast<std::size_t>(entry)],
                        first == last ? -1 : metadata.dst_rank[at],
                        first == last ? 0 : metadata.dst_offset[at]);
       for (std::int64_t c = first; c < last; ++c) {

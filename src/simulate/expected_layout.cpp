@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <span>
 
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {
@@ -12,23 +12,23 @@ void place_at_home(const QkvPlan& plan, ExpectedLayout& layout) {
   std::int64_t row = 0;
   for (std::int32_t w = 0; w < plan.world_size; ++w) {
     const std::int64_t first_row = row;
-    for (std::int64_t s = plan.rank_shard_offsets[at(w)]; s < plan.rank_shard_offsets[at(w + 1)];
-         ++s) {
+    for (std::int64_t s = plan.rank_shard_offsets[to_size(w)];
+         s < plan.rank_shard_offsets[to_size(w + 1)]; ++s) {
       layout.home_begin.push_back(row);
       layout.home_rank.push_back(w);
-      row += plan.shard_len[at(s)];
+      row += plan.shard_len[to_size(s)];
     }
     layout.home_rows.push_back(row - first_row);
   }
 }
 
 void place_queries(const QkvPlan& plan, ExpectedLayout& layout) {
-  std::vector<std::vector<std::int32_t>> lists(at(plan.world_size));
-  layout.q_rows.assign(at(plan.world_size), 0);
+  std::vector<std::vector<std::int32_t>> lists(to_size(plan.world_size));
+  layout.q_rows.assign(to_size(plan.world_size), 0);
   for (std::int32_t s = 0; s < plan.num_shards(); ++s) {
-    const auto r = at(plan.q_dst[at(s)]);
+    const auto r = to_size(plan.q_dst[to_size(s)]);
     layout.q_begin.push_back(layout.q_rows[r]);
-    layout.q_rows[r] += plan.shard_len[at(s)];
+    layout.q_rows[r] += plan.shard_len[to_size(s)];
     lists[r].push_back(s);
   }
   layout.rank_offsets.push_back(0);
@@ -44,24 +44,24 @@ class DocumentWalk {
   DocumentWalk(const QkvPlan& plan, ExpectedLayout& layout)
       : plan_(plan),
         layout_(layout),
-        next_(at(plan.world_size)),
-        doc_of_rank_(at(plan.world_size)) {
+        next_(to_size(plan.world_size)),
+        doc_of_rank_(to_size(plan.world_size)) {
     std::ranges::fill(doc_of_rank_, -1);
   }
 
   void add_document(std::int64_t doc) {
-    const auto first = at(plan_.doc_shard_offsets[at(doc)]);
-    const auto last = at(plan_.doc_shard_offsets[at(doc + 1)]);
+    const auto first = to_size(plan_.doc_shard_offsets[to_size(doc)]);
+    const auto last = to_size(plan_.doc_shard_offsets[to_size(doc + 1)]);
     const std::span<const std::int32_t> shards(plan_.doc_shards.data() + first, last - first);
     std::vector<std::int64_t> rows_before{0};
     std::vector<std::int64_t> copies(shards.size() + 1);  // differences along the positions
     for (const std::int32_t shard : shards) {
-      rows_before.push_back(rows_before.back() + plan_.shard_len[at(shard)]);
+      rows_before.push_back(rows_before.back() + plan_.shard_len[to_size(shard)]);
     }
     for (std::size_t p = 0; p < shards.size(); ++p) {
-      const auto shard = at(shards[p]);
-      const auto rank = at(plan_.q_dst[shard]);
-      const auto begin = at(first_needed(plan_, shards[p]));
+      const auto shard = to_size(shards[p]);
+      const auto rank = to_size(plan_.q_dst[shard]);
+      const auto begin = to_size(first_needed(plan_, shards[p]));
       if (doc_of_rank_[rank] != doc) next_[rank] = 0;
       doc_of_rank_[rank] = doc;
       // per_rank: what an earlier query of the rank brought is there already.
@@ -80,7 +80,7 @@ class DocumentWalk {
     std::int64_t holders = 0;
     for (std::size_t p = 0; p < shards.size(); ++p) {
       holders += copies[p];
-      layout_.num_copies[at(shards[p])] = holders;
+      layout_.num_destinations[to_size(shards[p])] = holders;
     }
   }
 
@@ -95,29 +95,29 @@ class DocumentWalk {
 
 ExpectedLayout expect_layout(const QkvPlan& plan) {
   ExpectedLayout layout;
-  const std::size_t num_shards = at(plan.num_shards());
+  const std::size_t num_shards = to_size(plan.num_shards());
   place_at_home(plan, layout);
   place_queries(plan, layout);
   layout.document.resize(num_shards);
   layout.position.resize(num_shards);
   layout.kv_begin.resize(num_shards);
   layout.kv_len.resize(num_shards);
-  layout.kv_rows.assign(at(plan.world_size), 0);
-  layout.num_copies.resize(num_shards);
+  layout.kv_rows.assign(to_size(plan.world_size), 0);
+  layout.num_destinations.resize(num_shards);
   DocumentWalk walk(plan, layout);
   for (std::int64_t doc = 0; doc < plan.num_documents(); ++doc) walk.add_document(doc);
   if (plan.kv_layout == KvLayout::per_query) {  // one context after the other
-    std::vector<std::int64_t> filled(at(plan.world_size));
+    std::vector<std::int64_t> filled(to_size(plan.world_size));
     for (std::size_t s = 0; s < num_shards; ++s) {
-      const auto rank = at(plan.q_dst[s]);
+      const auto rank = to_size(plan.q_dst[s]);
       layout.kv_begin[s] = filled[rank];
       filled[rank] += layout.kv_len[s];
     }
   }
-  layout.num_planes.assign(at(plan.world_size), 0);
+  layout.num_planes.assign(to_size(plan.world_size), 0);
   for (std::size_t s = 0; s < num_shards; ++s) {
-    std::int64_t& planes = layout.num_planes[at(layout.home_rank[s])];
-    planes = std::max(planes, layout.num_copies[s]);
+    std::int64_t& planes = layout.num_planes[to_size(layout.home_rank[s])];
+    planes = std::max(planes, layout.num_destinations[s]);
   }
   return layout;
 }

@@ -10,8 +10,9 @@ namespace waybill::detail {
 /// Where everything must lie, derived from a plan alone, by other means than the routing code.
 /// N = shards, W = ranks. Tokens.
 struct ExpectedLayout {
-  std::vector<std::int64_t> home_rows;     ///< [W]: rows in the MLP layout
-  std::vector<std::int64_t> home_begin;    ///< [N]: row in the MLP layout of all ranks, in a line
+  std::vector<std::int64_t> home_rows;  ///< [W]: rows in the MLP layout
+  std::vector<std::int64_t>
+      home_begin;  ///< [N]: row in the MLP layout of all ranks, one after the other
   std::vector<std::int32_t> home_rank;     ///< [N]
   std::vector<std::int32_t> document;      ///< [N]
   std::vector<std::int32_t> position;      ///< [N]: in its document
@@ -22,8 +23,8 @@ struct ExpectedLayout {
   std::vector<std::int64_t> kv_begin;      ///< [N] by shard: its context in the KV buffer
   std::vector<std::int64_t> kv_len;        ///< [N] by shard
   std::vector<std::int64_t> kv_rows;       ///< [W]
-  std::vector<std::int64_t> num_copies;    ///< [N]: places to which the shard's KV goes
-  std::vector<std::int64_t> num_planes;    ///< [W]: the most of them on a rank
+  std::vector<std::int64_t> num_destinations;  ///< [N]: places to which the shard's KV goes
+  std::vector<std::int64_t> num_planes;        ///< [W]: the most of them on a rank
 };
 
 /// @param plan one that passes QkvPlan::check

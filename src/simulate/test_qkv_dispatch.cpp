@@ -8,10 +8,10 @@
 #include "expected_layout.h"
 #include "finding_list.h"
 #include "stacked_slices.h"
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
 #include "waybill/core/host_tensor.h"
 #include "waybill/core/random.h"
+#include "waybill/core/to_size.h"
 #include "waybill/simulate/check.h"
 #include "waybill/simulate/kv_gradient.h"
 #include "waybill/simulate/orchestrate.h"
@@ -22,7 +22,7 @@ namespace {
 using detail::ExpectedLayout;
 using detail::FindingList;
 
-using detail::at;
+using detail::to_size;
 
 bool all_zero(std::span<const float> values) {
   return std::ranges::all_of(values, [](float value) { return value == 0.0F; });
@@ -31,7 +31,8 @@ bool all_zero(std::span<const float> values) {
 /// Rows of [W, n, H] float32.
 std::span<const float> row_of(const HostTensor& tensor, std::int64_t rank, std::int64_t row) {
   const std::int64_t hidden = tensor.shape()[2];
-  return tensor.as<float>().subspan(at((rank * tensor.shape()[1] + row) * hidden), at(hidden));
+  return tensor.as<float>().subspan(to_size((rank * tensor.shape()[1] + row) * hidden),
+                                    to_size(hidden));
 }
 
 class DenseTester {
@@ -89,7 +90,7 @@ class DenseTester {
   /// The forward tables have a place for every shard of the plan.
   void check_shard_axis() {
     std::int64_t most = 0;
-    for (std::size_t w = 0; w < at(plan_.world_size); ++w) {
+    for (std::size_t w = 0; w < to_size(plan_.world_size); ++w) {
       most = std::max(most, plan_.rank_shard_offsets[w + 1] - plan_.rank_shard_offsets[w]);
     }
     for (const Metadata* forward : {&dispatch_.metadata.fwd_q, &dispatch_.metadata.fwd_kv}) {
@@ -156,9 +157,10 @@ class DenseTester {
   /// Rows [row, row + count) of `got` at `rank` are the rows of shard `shard` in `source`.
   void expect_shard(Finding place, const HostTensor& got, std::int64_t row, std::int32_t shard,
                     const HostTensor& source) {
-    const std::int64_t home = expected_.home_rank[at(shard)];
-    const std::int64_t begin = expected_.home_begin[at(shard)] - rank_first_row_[at(home)];
-    for (std::int64_t k = 0; k < plan_.shard_len[at(shard)]; ++k) {
+    const std::int64_t home = expected_.home_rank[to_size(shard)];
+    const std::int64_t begin =
+        expected_.home_begin[to_size(shard)] - rank_first_row_[to_size(home)];
+    for (std::int64_t k = 0; k < plan_.shard_len[to_size(shard)]; ++k) {
       const auto found = row_of(got, place.rank, row + k);
       const auto wanted = row_of(source, home, begin + k);
       result_.elements_compared += std::ssize(wanted);
@@ -188,23 +190,23 @@ class DenseTester {
     const auto attention = run_table("fwd_q", dispatch_.metadata.fwd_q, q, rows);
     if (!attention) return;
     for (std::int64_t r = 0; r < plan_.world_size; ++r) {
-      for (std::int64_t i = expected_.rank_offsets[at(r)]; i < expected_.rank_offsets[at(r) + 1];
-           ++i) {
-        const std::int32_t shard = expected_.received[at(i)];
+      for (std::int64_t i = expected_.rank_offsets[to_size(r)];
+           i < expected_.rank_offsets[to_size(r) + 1]; ++i) {
+        const std::int32_t shard = expected_.received[to_size(i)];
         expect_shard({{}, "fwd_q", "rows", r, shard, -1, "", ""}, *attention,
-                     expected_.q_begin[at(shard)], shard, q);
+                     expected_.q_begin[to_size(shard)], shard, q);
       }
-      expect_zeros("fwd_q", *attention, r, expected_.q_rows[at(r)]);
+      expect_zeros("fwd_q", *attention, r, expected_.q_rows[to_size(r)]);
     }
     const auto back = run_table("rev_q", dispatch_.metadata.rev_q, *attention, most_home_rows_);
     if (!back) return;
     for (std::int32_t s = 0; s < plan_.num_shards(); ++s) {
-      const std::int64_t home = expected_.home_rank[at(s)];
+      const std::int64_t home = expected_.home_rank[to_size(s)];
       expect_shard({{}, "rev_q", "rows", home, s, -1, "", ""}, *back,
-                   expected_.home_begin[at(s)] - rank_first_row_[at(home)], s, q);
+                   expected_.home_begin[to_size(s)] - rank_first_row_[to_size(home)], s, q);
     }
     for (std::int64_t w = 0; w < plan_.world_size; ++w) {
-      expect_zeros("rev_q", *back, w, expected_.home_rows[at(w)]);
+      expect_zeros("rev_q", *back, w, expected_.home_rows[to_size(w)]);
     }
   }
 
@@ -214,19 +216,19 @@ class DenseTester {
     const auto attention = run_table("fwd_kv", dispatch_.metadata.fwd_kv, kv, rows);
     if (!attention) return;
     for (std::int32_t query = 0; query < plan_.num_shards(); ++query) {
-      const std::int64_t rank = plan_.q_dst[at(query)];
-      const auto doc = plan_.doc_shard_offsets[at(expected_.document[at(query)])];
-      std::int64_t row = expected_.kv_begin[at(query)];
-      for (std::int32_t p = detail::first_needed(plan_, query); p <= expected_.position[at(query)];
-           ++p) {
-        const std::int32_t shard = plan_.doc_shards[at(doc + p)];
+      const std::int64_t rank = plan_.q_dst[to_size(query)];
+      const auto doc = plan_.doc_shard_offsets[to_size(expected_.document[to_size(query)])];
+      std::int64_t row = expected_.kv_begin[to_size(query)];
+      for (std::int32_t p = detail::first_needed(plan_, query);
+           p <= expected_.position[to_size(query)]; ++p) {
+        const std::int32_t shard = plan_.doc_shards[to_size(doc + p)];
         expect_shard({{}, "fwd_kv", "context", rank, query, -1, "", ""}, *attention, row, shard,
                      kv);
-        row += plan_.shard_len[at(shard)];
+        row += plan_.shard_len[to_size(shard)];
       }
     }
     for (std::int64_t r = 0; r < plan_.world_size; ++r) {
-      expect_zeros("fwd_kv", *attention, r, expected_.kv_rows[at(r)]);
+      expect_zeros("fwd_kv", *attention, r, expected_.kv_rows[to_size(r)]);
     }
     const std::int64_t copies = dispatch_.metadata.fwd_kv.dst_rank.dim(2);
     const auto planes = run_table("rev_kv", dispatch_.metadata.rev_kv, *attention,
@@ -237,16 +239,16 @@ class DenseTester {
   /// Of the planes of each row, exactly those of its copies hold it; the others hold nothing.
   void test_planes(const HostTensor& kv, const HostTensor& planes, std::int64_t copies) {
     for (std::int32_t s = 0; s < plan_.num_shards(); ++s) {
-      const std::int64_t home = expected_.home_rank[at(s)];
-      const std::int64_t num_rows = expected_.home_rows[at(home)];
-      const std::int64_t begin = expected_.home_begin[at(s)] - rank_first_row_[at(home)];
+      const std::int64_t home = expected_.home_rank[to_size(s)];
+      const std::int64_t num_rows = expected_.home_rows[to_size(home)];
+      const std::int64_t begin = expected_.home_begin[to_size(s)] - rank_first_row_[to_size(home)];
       for (std::int64_t c = 0; c < copies; ++c) {
-        if (c < expected_.num_copies[at(s)]) {
+        if (c < expected_.num_destinations[to_size(s)]) {
           expect_shard({{}, "rev_kv", "planes", home, s, c, "", ""}, planes, c * num_rows + begin,
                        s, kv);
           continue;
         }
-        for (std::int64_t k = 0; k < plan_.shard_len[at(s)]; ++k) {
+        for (std::int64_t k = 0; k < plan_.shard_len[to_size(s)]; ++k) {
           const std::int64_t row = c * num_rows + begin + k;
           if (all_zero(row_of(planes, home, row))) continue;
           findings_.add({FindingKind::bounds, "rev_kv", "planes", home, s, c,
@@ -256,7 +258,7 @@ class DenseTester {
       }
     }
     for (std::int64_t w = 0; w < plan_.world_size; ++w) {
-      expect_zeros("rev_kv", planes, w, copies * expected_.home_rows[at(w)]);
+      expect_zeros("rev_kv", planes, w, copies * expected_.home_rows[to_size(w)]);
     }
     if (findings_.empty()) test_sums(kv, planes, copies);
   }
@@ -264,7 +266,7 @@ class DenseTester {
   /// The gradient sum of equal copies is their number times the row.
   void test_sums(const HostTensor& kv, const HostTensor& planes, std::int64_t copies) {
     for (std::int32_t w = 0; w < plan_.world_size; ++w) {
-      const std::int64_t num_rows = expected_.home_rows[at(w)];
+      const std::int64_t num_rows = expected_.home_rows[to_size(w)];
       ConstTensorView rank_planes = planes.view();
       rank_planes.data += w * rank_planes.strides[0] * 4;
       rank_planes.shape = {copies * num_rows, options_.hidden_k};
@@ -273,8 +275,8 @@ class DenseTester {
       sum_kv_copies(rank_planes,
                     {sums.bytes().data(), DType::float32, {num_rows, options_.hidden_k}},
                     dispatch_.metadata.rev_kv, Rank{w}, options_.num_threads);
-      for (std::int64_t s = plan_.rank_shard_offsets[at(w)];
-           s < plan_.rank_shard_offsets[at(w) + 1]; ++s) {
+      for (std::int64_t s = plan_.rank_shard_offsets[to_size(w)];
+           s < plan_.rank_shard_offsets[to_size(w) + 1]; ++s) {
         expect_mean(kv, sums, w, s);
       }
     }
@@ -282,9 +284,10 @@ class DenseTester {
 
   void expect_mean(const HostTensor& kv, const HostTensor& sums, std::int64_t rank,
                    std::int64_t shard) {
-    const auto num = static_cast<float>(expected_.num_copies[at(shard)]);
-    const std::int64_t begin = expected_.home_begin[at(shard)] - rank_first_row_[at(rank)];
-    for (std::int64_t row = begin; row < begin + plan_.shard_len[at(shard)]; ++row) {
+    const auto num = static_cast<float>(expected_.num_destinations[to_size(shard)]);
+    const std::int64_t begin =
+        expected_.home_begin[to_size(shard)] - rank_first_row_[to_size(rank)];
+    for (std::int64_t row = begin; row < begin + plan_.shard_len[to_size(shard)]; ++row) {
       const auto sum = row_of(sums, 0, row);
       const auto one = row_of(kv, rank, row);
       result_.elements_compared += std::ssize(one);
@@ -306,7 +309,8 @@ class DenseTester {
   Random random_;
   QkvDispatchTest result_;
   std::int64_t most_home_rows_ = 0;
-  std::vector<std::int64_t> rank_first_row_;  // [W]: number of its first row, all ranks in a line
+  std::vector<std::int64_t>
+      rank_first_row_;  // [W]: number of its first row, all ranks one after the other
 };
 
 }  // namespace

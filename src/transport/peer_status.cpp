@@ -7,12 +7,12 @@
 #include <string>
 #include <utility>
 
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill {
 namespace {
 
-using detail::at;
+using detail::to_size;
 using namespace std::chrono_literals;
 
 constexpr auto look_every = 80ms;
@@ -48,7 +48,7 @@ class PeerStatus::Scope final : public WaitScope {
 };
 
 PeerStatus::PeerStatus(Rank rank, std::vector<std::shared_ptr<void>> blocks, IsThere is_there)
-    : rank_(at(to_int(rank))),
+    : rank_(to_size(to_int(rank))),
       blocks_(std::move(blocks)),
       is_there_(std::move(is_there)),
       looks_(blocks_.size()) {}
@@ -112,7 +112,7 @@ void PeerStatus::check_gone(std::string_view operation, std::size_t rank,
 
 void PeerStatus::check(std::string_view operation, Rank awaited) {
   check_failed(operation);
-  check_gone(operation, at(to_int(awaited)), 0ms);
+  check_gone(operation, to_size(to_int(awaited)), 0ms);
 }
 
 std::shared_ptr<const WaitScope> PeerStatus::scope_of(std::string_view operation) {

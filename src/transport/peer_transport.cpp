@@ -4,12 +4,12 @@
 #include <type_traits>
 #include <utility>
 
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill {
 namespace {
 
-using detail::at;
+using detail::to_size;
 
 /// Ranks that are set up differently would wait for each other: that is said before.
 Topology topology_of(Bootstrap& bootstrap, std::int32_t ranks_per_node) {
@@ -98,14 +98,14 @@ void PeerTransport::release(SymmetricBuffer& buffer) { give_back(buffer); }
 
 void PeerTransport::release(SignalPad& pad) { give_back(pad); }
 
-void PeerTransport::abandon(std::vector<std::shared_ptr<void>> memory) {
-  const std::lock_guard lock(abandoned_mutex_);
-  abandoned_.insert(abandoned_.end(), memory.begin(), memory.end());
+void PeerTransport::defer_release(std::vector<std::shared_ptr<void>> memory) {
+  const std::lock_guard lock(deferred_mutex_);
+  deferred_.insert(deferred_.end(), memory.begin(), memory.end());
 }
 
 std::uint64_t* PeerTransport::slot_of(Rank peer, SignalSlot slot) const {
   check_slot(slot);
-  const auto r = at(to_int(peer));
+  const auto r = to_size(to_int(peer));
   require(r < slot.pad->memory.size(), "signal: peer = ", peer, ", expected 0..",
           topology().world_size - 1);
   auto* const base = static_cast<std::uint64_t*>(slot.pad->memory[r].get());
@@ -114,7 +114,7 @@ std::uint64_t* PeerTransport::slot_of(Rank peer, SignalSlot slot) const {
 
 std::byte* PeerTransport::place_of(const SymmetricBuffer& to, const PutRequest& piece) const {
   check_piece(to, piece);
-  auto* const base = static_cast<std::byte*>(to.memory[at(to_int(piece.peer))].get());
+  auto* const base = static_cast<std::byte*>(to.memory[to_size(to_int(piece.peer))].get());
   return base == nullptr ? nullptr : base + piece.dst_offset_bytes;
 }
 
@@ -126,10 +126,10 @@ void PeerTransport::share(Symmetric& result, std::int64_t size_bytes, std::strin
   const std::string operation = concat("allocate(", name, ")");
   run_collective(operation, [&] { result.memory = make_parts(size_bytes, name); });
   for (std::int32_t r = 0; r < topology().world_size; ++r) {
-    auto* const part = static_cast<Element*>(result.memory[at(r)].get());
+    auto* const part = static_cast<Element*>(result.memory[to_size(r)].get());
     result.peers.push_back(reach(Rank{r}) == Reach::network ? nullptr : part);
   }
-  result.local = result.peers[at(to_int(rank()))];
+  result.local = result.peers[to_size(to_int(rank()))];
 }
 
 /// Freeing device memory waits for the device, on which a kernel may wait for a rank that has yet

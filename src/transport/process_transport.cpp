@@ -11,15 +11,15 @@
 #include "hmac.h"
 #include "host_transport.h"
 #include "shared_file.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 #include "waybill/transport/agree.h"
 #include "waybill/transport/peer_status.h"
 
 namespace waybill {
 namespace {
 
-using detail::at;
 using detail::SharedFile;
+using detail::to_size;
 
 /// What a rank says of itself when the transport is made.
 struct ProcessId {
@@ -89,11 +89,11 @@ class NameGuard {
 /// is killed, nothing stays but, at worst, an empty name.
 std::vector<SharedFile> open_all(Bootstrap& bootstrap, const std::vector<std::string>& names,
                                  const std::string& operation) {
-  const auto me = at(to_int(bootstrap.rank()));
+  const auto me = to_size(to_int(bootstrap.rank()));
   const NameGuard guard(names);
   std::vector<SharedFile> files(names.size());
-  do_together(bootstrap, operation, [&] { files[me] = SharedFile::create(names[me]); });
-  do_together(bootstrap, operation, [&] {
+  run_collectively(bootstrap, operation, [&] { files[me] = SharedFile::create(names[me]); });
+  run_collectively(bootstrap, operation, [&] {
     for (std::size_t r = 0; r < names.size(); ++r) {
       if (r != me) files[r] = SharedFile::open(names[r]);
     }
@@ -117,8 +117,8 @@ class ProcessTransport final : public detail::HostTransport {
     const auto files = open_all(bootstrap(), names_.of_block(number), operation);
     const std::int64_t room = std::max<std::int64_t>(size_bytes, 1);
     Parts parts;
-    do_together(bootstrap(), operation, [&] { files[at(to_int(rank()))].reserve(room); });
-    do_together(bootstrap(), operation, [&] {
+    run_collectively(bootstrap(), operation, [&] { files[to_size(to_int(rank()))].reserve(room); });
+    run_collectively(bootstrap(), operation, [&] {
       for (const SharedFile& file : files) parts.push_back(file.map(room));
     });
     return parts;
@@ -133,19 +133,19 @@ class ProcessTransport final : public detail::HostTransport {
 std::shared_ptr<PeerStatus> make_peer_status(Bootstrap& bootstrap) {
   const std::string operation = "peer status";
   constexpr auto size = std::int64_t{sizeof(PeerStatusBlock)};
-  const auto me = at(to_int(bootstrap.rank()));
+  const auto me = to_size(to_int(bootstrap.rank()));
   const BlockNames names(bootstrap);
   const auto files =
       std::make_shared<std::vector<SharedFile>>(open_all(bootstrap, names.of_block(0), operation));
   std::vector<std::shared_ptr<void>> blocks;
-  do_together(bootstrap, operation, [&] { (*files)[me].reserve(size); });
-  do_together(bootstrap, operation, [&] {
+  run_collectively(bootstrap, operation, [&] { (*files)[me].reserve(size); });
+  run_collectively(bootstrap, operation, [&] {
     for (const SharedFile& file : *files) blocks.push_back(file.map(size));
     if ((*files)[me].mark()) static_cast<PeerStatusBlock*>(blocks[me].get())->process = getpid();
   });
   return std::make_shared<PeerStatus>(
       bootstrap.rank(), std::move(blocks),
-      [files](std::int32_t rank) { return (*files)[at(rank)].is_marked(); });
+      [files](std::int32_t rank) { return (*files)[to_size(rank)].is_marked(); });
 }
 
 std::unique_ptr<Transport> make_process_transport(std::shared_ptr<Bootstrap> bootstrap,

@@ -8,9 +8,9 @@
 #include <cerrno>
 #include <utility>
 
-#include "waybill/core/at.h"
 #include "waybill/core/errno_text.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 
@@ -82,7 +82,7 @@ bool SharedFile::is_marked() const noexcept {
 }
 
 std::shared_ptr<void> SharedFile::map(std::int64_t size_bytes) const {
-  const std::size_t size = at(size_bytes);
+  const std::size_t size = to_size(size_bytes);
   struct stat status {};
   if (fstat(descriptor_, &status) != 0 || status.st_size < size_bytes) {
     throw TransportError(concat("the shared memory of a rank has ", status.st_size,

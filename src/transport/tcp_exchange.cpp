@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "peer_text.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 #include "waybill/core/wait.h"
 
 namespace waybill::detail {
@@ -94,7 +94,7 @@ Frame verdict_frame(FrameKind kind, std::int32_t rank, std::uint64_t round,
 
 std::uint64_t TcpExchange::max_frame_bytes(std::int32_t rank, std::int32_t world_size) {
   if (rank == 0) return max_entry_bytes;
-  return at(world_size) * (max_entry_bytes + sizeof(std::uint64_t));
+  return to_size(world_size) * (max_entry_bytes + sizeof(std::uint64_t));
 }
 
 std::vector<Bootstrap::Bytes> TcpExchange::run(std::span<const std::byte> mine,
@@ -118,27 +118,28 @@ void TcpExchange::tell_failure(std::string_view reason) noexcept {
 TcpExchange::Entries TcpExchange::gather_and_answer(std::span<const std::byte> mine,
                                                     std::string_view operation) {
   const Deadline deadline(timeout_s_);
-  Entries all(at(world_size_));
+  Entries all(to_size(world_size_));
   all[0].assign(mine.begin(), mine.end());
   for (;;) {
     PollSet missing;
     std::vector<std::int32_t> ranks;
     for (std::int32_t r = 1; r < world_size_; ++r) {
-      if (peers_[at(r)].frame() != nullptr) continue;
-      (void)missing.add(peers_[at(r)].socket(), PollSet::to_read);
+      if (peers_[to_size(r)].frame() != nullptr) continue;
+      (void)missing.add(peers_[to_size(r)].socket(), PollSet::to_read);
       ranks.push_back(r);
     }
     const bool late = deadline.passed();
     if (!ranks.empty() && !late) missing.wait(deadline);
     for (std::size_t i = 0; i < ranks.size(); ++i) {
-      if (late || missing.is_ready(i)) peers_[at(ranks[i])].read();
+      if (late || missing.is_ready(i)) peers_[to_size(ranks[i])].read();
     }
     for (std::int32_t r = 1; r < world_size_; ++r) {
       if (const auto verdict = trouble_of(r, late)) give_verdict(*verdict, deadline, operation);
     }
     if (ranks.empty()) break;
   }
-  for (std::int32_t r = 1; r < world_size_; ++r) all[at(r)] = peers_[at(r)].take_frame().bytes;
+  for (std::int32_t r = 1; r < world_size_; ++r)
+    all[to_size(r)] = peers_[to_size(r)].take_frame().bytes;
   const Bootstrap::Bytes packed = pack_entries(all);
   const HeaderBytes header = encode(FrameHeader{.round = round_, .size_bytes = packed.size()});
   Bootstrap::Bytes answer(header.begin(), header.end());
@@ -149,7 +150,7 @@ TcpExchange::Entries TcpExchange::gather_and_answer(std::span<const std::byte> m
 
 /// What keeps a rank from taking part in this round; nullopt: nothing is known.
 std::optional<Frame> TcpExchange::trouble_of(std::int32_t peer, bool deadline_passed) {
-  TcpPeer& from = peers_[at(peer)];
+  TcpPeer& from = peers_[to_size(peer)];
   const std::uint64_t before = round_ - 1;
   if (Frame* const frame = from.frame()) {
     if (frame->header.kind == FrameKind::data && frame->header.round == round_) return std::nullopt;
@@ -210,8 +211,8 @@ TcpExchange::Entries TcpExchange::send_and_wait(std::span<const std::byte> mine,
   }
   const Frame answer = root.take_frame();
   if (answer.header.kind != FrameKind::data) fail_with(answer, deadline.waited_s(), operation);
-  auto all =
-      answer.header.round == round_ ? unpack_entries(answer.bytes, at(world_size_)) : std::nullopt;
+  auto all = answer.header.round == round_ ? unpack_entries(answer.bytes, to_size(world_size_))
+                                           : std::nullopt;
   if (!all) throw TransportError(concat(operation, ": rank 0 sent a torn table of entries"));
   return std::move(*all);
 }

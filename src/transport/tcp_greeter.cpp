@@ -4,8 +4,8 @@
 
 #include "hmac.h"
 #include "peer_text.h"
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 
@@ -72,7 +72,7 @@ Greeter::Step Greeter::judge_claim(const Admission& admission) {
     return refuse(concat("rank = ", hello_.rank, ", expected 1..", world - 1));
   }
   if (!admission.failure.empty()) return refuse(admission.failure);
-  if (admission.taken[at(rank())]) return refuse(concat("rank ", rank(), " connected twice"));
+  if (admission.taken[to_size(rank())]) return refuse(concat("rank ", rank(), " connected twice"));
   Answer answer{.kind = AnswerKind::accepted};
   if (!admission.secret.empty()) {
     answer.proof = proof_of(Role::rank_0, admission.secret, hello_bytes_, nonce_);

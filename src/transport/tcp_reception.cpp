@@ -9,9 +9,9 @@
 #include <utility>
 
 #include "peer_text.h"
-#include "waybill/core/at.h"
 #include "waybill/core/errno_text.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 #include "waybill/core/wait.h"
 
 namespace waybill::detail {
@@ -49,7 +49,7 @@ std::size_t room_for_callers(std::int32_t world_size) {
                                 " descriptors, but ", open, " of ", limit,
                                 " are open, expected a higher limit (ulimit -n)"));
   }
-  return std::min(most_callers, std::max<std::size_t>(1, at(left) / 2));
+  return std::min(most_callers, std::max<std::size_t>(1, to_size(left) / 2));
 }
 
 }  // namespace
@@ -68,13 +68,13 @@ void RefusalLog::line(std::string_view caller, std::string_view why) {
 
 Reception::Reception(Socket door, std::int32_t world_size, std::string job_id, std::string secret)
     : door_(std::move(door)),
-      peers_(at(world_size)),
-      watched_(at(world_size), false),
+      peers_(to_size(world_size)),
+      watched_(to_size(world_size), false),
       max_callers_(room_for_callers(world_size)) {
   admission_.world_size = world_size;
   admission_.job_id = std::move(job_id);
   admission_.secret = std::move(secret);
-  admission_.taken.assign(at(world_size), false);
+  admission_.taken.assign(to_size(world_size), false);
   callers_.reserve(max_callers_ + 1);
 }
 
@@ -130,9 +130,9 @@ void Reception::serve(const Deadline& deadline) {
   for (const Caller& caller : callers_) (void)set.add(caller.socket, PollSet::to_read);
   std::vector<std::int32_t> ranks;
   for (std::int32_t r = 1; r < admission_.world_size; ++r) {
-    if (!watched_[at(r)]) continue;
-    const bool has_spoken = peers_[at(r)].frame() != nullptr;
-    (void)set.add(peers_[at(r)].socket(), has_spoken ? PollSet::hang_up : PollSet::to_read);
+    if (!watched_[to_size(r)]) continue;
+    const bool has_spoken = peers_[to_size(r)].frame() != nullptr;
+    (void)set.add(peers_[to_size(r)].socket(), has_spoken ? PollSet::hang_up : PollSet::to_read);
     ranks.push_back(r);
   }
   const std::size_t door = set.add(door_, PollSet::to_read);
@@ -179,7 +179,7 @@ void Reception::admit(Caller& caller) {
   if (!caller.socket.send_now(caller.greeter.answer())) {
     return hang_up(caller, "it takes no answer");
   }
-  const std::size_t r = at(caller.greeter.rank());
+  const std::size_t r = to_size(caller.greeter.rank());
   const auto most = TcpExchange::max_frame_bytes(0, admission_.world_size);
   peers_[r] = TcpPeer(std::exchange(caller.socket, Socket()), most);
   admission_.taken[r] = true;
@@ -194,7 +194,7 @@ void Reception::hang_up(Caller& caller, std::string_view why) {
 
 /// A rank that is here may have begun its first exchange, failed or died.
 void Reception::watch(std::int32_t rank) {
-  TcpPeer& peer = peers_[at(rank)];
+  TcpPeer& peer = peers_[to_size(rank)];
   const bool had_spoken = peer.frame() != nullptr;
   peer.read();
   const Frame* const frame = peer.frame();
@@ -207,7 +207,7 @@ void Reception::watch(std::int32_t rank) {
     reason = "";
   }
   if (!reason) return;
-  watched_[at(rank)] = false;
+  watched_[to_size(rank)] = false;
   if (!verdict_) {
     verdict_ =
         verdict_frame(reason->empty() ? FrameKind::left : FrameKind::failed, rank, 0, *reason);

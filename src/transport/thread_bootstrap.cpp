@@ -4,21 +4,21 @@
 #include <mutex>
 #include <string>
 
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 #include "waybill/core/wait.h"
 #include "waybill/transport/bootstraps.h"
 
 namespace waybill {
 namespace {
 
-using detail::at;
+using detail::to_size;
 using Bytes = Bootstrap::Bytes;
 
 /// What the threads share. Round k is over when all ranks have given their bytes to it. Two slots
 /// are enough: nobody begins round k + 2 before everybody has begun, hence left round k.
 struct Meeting {
-  explicit Meeting(std::int32_t world_size) : rounds(at(world_size)) {
-    for (auto& slot : slots) slot.resize(at(world_size));
+  explicit Meeting(std::int32_t world_size) : rounds(to_size(world_size)) {
+    for (auto& slot : slots) slot.resize(to_size(world_size));
     ended = scope->on_end([changed = changed] { changed->notify_all(); });
   }
 
@@ -63,7 +63,7 @@ class ThreadBootstrap final : public Bootstrap {
  private:
   std::vector<Bytes> exchange(std::span<const std::byte> mine,
                               std::string_view operation) override {
-    const auto me = at(to_int(rank()));
+    const auto me = to_size(to_int(rank()));
     std::unique_lock lock(meeting_->mutex);
     const std::uint64_t round = ++meeting_->rounds[me];
     auto& slot = meeting_->slots[round % 2];
@@ -100,14 +100,14 @@ class ThreadBootstrap final : public Bootstrap {
                    .rank = to_int(rank()),
                    .peer = peer,
                    .wanted = round,
-                   .seen = meeting_->rounds[at(peer)],
+                   .seen = meeting_->rounds[to_size(peer)],
                    .seconds = waited_s});
   }
 
   /// The first rank that has not begun a round; world_size: there is none.
   [[nodiscard]] std::int32_t missing(std::uint64_t round) const {
     std::int32_t r = 0;
-    while (r < world_size() && meeting_->rounds[at(r)] >= round) ++r;
+    while (r < world_size() && meeting_->rounds[to_size(r)] >= round) ++r;
     return r;
   }
 

@@ -4,23 +4,23 @@
 #include <utility>
 
 #include "host_transport.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 #include "waybill/transport/share_memory.h"
 
 namespace waybill {
 namespace {
 
-using detail::at;
+using detail::to_size;
 
 constexpr std::int64_t alignment_bytes = 256;
 
 /// Zeros, on a 256-byte boundary; pages that nobody writes cost nothing.
 std::shared_ptr<void> make_block(std::int64_t size_bytes) {
-  std::size_t room = at(size_bytes + alignment_bytes);
+  std::size_t room = to_size(size_bytes + alignment_bytes);
   std::shared_ptr<void> block(std::calloc(room, 1), std::free);
   if (block == nullptr) throw std::bad_alloc();
   void* first = block.get();
-  std::align(alignment_bytes, at(size_bytes), first, room);
+  std::align(alignment_bytes, to_size(size_bytes), first, room);
   return {block, first};
 }
 

@@ -1,6 +1,6 @@
 #include "waybill/transport/transport.h"
 
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill {
 

@@ -64,7 +64,7 @@ TEST(Timeout, says_who_waited_for_whom_and_what) {
                "dispatch: rank 3 waited 10.0 s for signal >= 7 from rank 5 (node 0, local_rank 5); "
                "last seen 6");
   EXPECT_EQ(timeout.missed().peer, 5);
-  MissedWait in_call = timeout.missed();
+  TimeoutInfo in_call = timeout.missed();
   in_call.in_call = true;
   EXPECT_EQ(std::string(Timeout(in_call).what()),
             std::string(timeout.what()) + "; ranks may be in different calls");

@@ -47,7 +47,7 @@ TEST(Printable, errors_are) {
   const std::string evil = "\x1b[2J\xC2\x9B\n";
   EXPECT_STREQ(InvalidArgument(evil).what(), "\\x1b[2J\\u009b\n");
   EXPECT_STREQ(IoError(evil).what(), "\\x1b[2J\\u009b\\x0a");  // names a file: one line
-  EXPECT_STREQ(Timeout(MissedWait{.operation = "\x1b"}).what(),
+  EXPECT_STREQ(Timeout(TimeoutInfo{.operation = "\x1b"}).what(),
                "\\x1b: rank 0 waited 0.000 s for signal >= 0 from rank 0; last seen 0");
   try {
     throw_invalid("f: name = \"", evil, "\", expected another");

@@ -28,14 +28,14 @@ inline ThreadWorldOptions options_of(const EPConfig& config) {
 /// growth. Collective.
 class ExpertRig {
  public:
-  ExpertRig(World& world, EPConfig config, EPDispatchOptions options, std::int64_t capacity,
+  ExpertRig(World& world, EPConfig config, EPDispatchOptions options, std::int64_t capacity_rows,
             int num_sms)
       : world_(world), config_(config), options_(options), num_sms_(num_sms) {
     config_.rank = to_int(world.rank());
-    memory_.board_layout = expert_board_layout(config_, options_);
+    memory_.workspace_layout = expert_workspace_layout(config_, options_);
     Transport& transport = world.transport();
-    take_windows(capacity);
-    memory_.board = transport.allocate(memory_.board_layout.total, "board");
+    take_windows(capacity_rows);
+    memory_.workspace = transport.allocate(memory_.workspace_layout.total, "workspace");
     memory_.signals = transport.allocate_signals(
         with_fingerprints(num_layer_signals(config_.world_size), config_.world_size), "signals");
     executor_ = make_expert_executor(world, config_, options_, memory_);
@@ -43,9 +43,9 @@ class ExpertRig {
   ExpertRig(const ExpertRig&) = delete;
   ExpertRig& operator=(const ExpertRig&) = delete;
   ~ExpertRig() {
-    abandon_windows();
-    world_.transport().abandon(std::move(memory_.board.memory));
-    world_.transport().abandon(std::move(memory_.signals.memory));
+    defer_windows();
+    world_.transport().defer_release(std::move(memory_.workspace.memory));
+    world_.transport().defer_release(std::move(memory_.signals.memory));
   }
 
   /// One dispatch. @param earlier by its routing; null: with one of its own
@@ -66,9 +66,9 @@ class ExpertRig {
     call.may_grow = true;
     auto tables = executor_->route(call, input);
     const std::int64_t largest = std::ranges::max(tables->wait_counts());
-    if (largest > memory_.capacity) {
-      abandon_windows();
-      take_windows(grown_output_rows(memory_.capacity, largest));
+    if (largest > memory_.capacity_rows) {
+      defer_windows();
+      take_windows(grown_output_rows(memory_.capacity_rows, largest));
     }
     executor_->dispatch(call, input, *tables);
     return tables;
@@ -94,22 +94,22 @@ class ExpertRig {
   void use_sms(int num_sms) { num_sms_ = num_sms; }
 
  private:
-  void take_windows(std::int64_t capacity) {
-    memory_.capacity = capacity;
-    memory_.window = expert_window_layout(config_, options_, capacity);
+  void take_windows(std::int64_t capacity_rows) {
+    memory_.capacity_rows = capacity_rows;
+    memory_.window = expert_window_layout(config_, options_, capacity_rows);
     const std::int64_t row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
     Transport& transport = world_.transport();
     for (int parity = 0; parity < 2; ++parity) {
       memory_.dispatch_windows[parity] = transport.allocate(memory_.window.total, "dispatch");
       memory_.combine_windows[parity] =
-          transport.allocate(std::max<std::int64_t>(capacity * row_bytes, 1), "combine");
+          transport.allocate(std::max<std::int64_t>(capacity_rows * row_bytes, 1), "combine");
     }
   }
 
-  void abandon_windows() {
+  void defer_windows() {
     for (int parity = 0; parity < 2; ++parity) {
-      world_.transport().abandon(std::move(memory_.dispatch_windows[parity].memory));
-      world_.transport().abandon(std::move(memory_.combine_windows[parity].memory));
+      world_.transport().defer_release(std::move(memory_.dispatch_windows[parity].memory));
+      world_.transport().defer_release(std::move(memory_.combine_windows[parity].memory));
     }
   }
 
@@ -132,7 +132,7 @@ class ExpertRig {
 /// The first elements of a table as numbers.
 inline std::vector<std::int64_t> numbers(const DeviceArena& arena, const ConstTensorView& view,
                                          std::int64_t count) {
-  std::vector<std::int32_t> raw(at(count));
+  std::vector<std::int32_t> raw(to_size(count));
   arena.read(raw.data(), view.data, count * 4);
   return {raw.begin(), raw.end()};
 }
@@ -146,7 +146,7 @@ inline std::vector<std::int64_t> numbers(const std::vector<std::int32_t>& values
 /// What the tables of a dispatch hold is what the simulation says of `rank`.
 inline void expect_tables(const DeviceArena& arena, const ExpertTableViews& got,
                           const ExpertDispatch& expected, std::int32_t rank) {
-  const auto r = at(rank);
+  const auto r = to_size(rank);
   const EPAllToAllLayoutDesc& desc = expected.layout[r];
   const auto same = [&](const char* name, const ConstTensorView& view,
                         const std::vector<std::int64_t>& want) {
@@ -164,8 +164,8 @@ inline void expect_tables(const DeviceArena& arena, const ExpertTableViews& got,
     same("send_reqs", got.send_reqs, numbers(*desc.send_reqs_recv_tensor));
   }
   if (desc.skipped_token_mapping_indices) {
-    same("leader_rows", got.leader_rows, numbers(*desc.skipped_token_mapping_indices));
-    same("choice_rows", got.choice_rows, numbers(*desc.skipped_token_topk_mapping_indices));
+    same("leader_rows", got.primary_rows, numbers(*desc.skipped_token_mapping_indices));
+    same("choice_rows", got.topk_slot_rows, numbers(*desc.skipped_token_topk_mapping_indices));
   }
   if (desc.recv_topk_indices) {
     same("recv_topk", got.recv_topk, numbers(*desc.recv_topk_indices));
@@ -184,7 +184,7 @@ inline void expect_tables(const DeviceArena& arena, const ExpertTableViews& got,
 /// The last dispatch's rows, scales and weights are what the simulation says.
 inline void expect_rows(const ExpertRig& rig, const DeviceArena& arena,
                         const ExpertDispatch& expected) {
-  const auto r = at(rig.config().rank);
+  const auto r = to_size(rig.config().rank);
   const ExpertWindowLayout& window = rig.memory().window;
   const auto same = [&](const char* name, std::int64_t offset, const HostTensor& want) {
     HostTensor got(want.dtype(), want.shape());
@@ -198,14 +198,14 @@ inline void expect_rows(const ExpertRig& rig, const DeviceArena& arena,
 
 /// A case on a rank's device.
 struct DeviceInput {
-  DeviceInput(DeviceArena& arena, const ExpertCase& the, std::int32_t rank, bool weights = true,
+  DeviceInput(DeviceArena& arena, const ExpertCase& sample, std::int32_t rank, bool weights = true,
               std::int64_t shift = 0) {
-    const auto r = at(rank);
-    input.tokens = arena.upload(the.tokens[r], shift);
-    input.ids = arena.upload(the.ids[r]);
-    if (weights && !the.weights.empty()) input.weights = arena.upload(the.weights[r]);
-    if (!the.scales.empty()) input.scales = arena.upload(the.scales[r]);
-    if (the.positions) input.full_scatter_indices = arena.upload(*the.positions);
+    const auto r = to_size(rank);
+    input.tokens = arena.upload(sample.tokens[r], shift);
+    input.ids = arena.upload(sample.ids[r]);
+    if (weights && !sample.weights.empty()) input.weights = arena.upload(sample.weights[r]);
+    if (!sample.scales.empty()) input.scales = arena.upload(sample.scales[r]);
+    if (sample.positions) input.full_scatter_indices = arena.upload(*sample.positions);
   }
   ExpertDispatchInput input;
 };
@@ -258,19 +258,19 @@ inline std::vector<CombineCase> combine_cases(const ExpertDispatch& dispatch,
     cases.push_back(std::move(with));
   }
   const auto output_views = views_of(outputs);
-  for (CombineCase& the : cases) {
+  for (CombineCase& sample : cases) {
     std::vector<std::vector<ConstTensorView>> views;
-    for (const auto& bias : the.biases) views.push_back(views_of(bias));
+    for (const auto& bias : sample.biases) views.push_back(views_of(bias));
     const std::vector<std::span<const ConstTensorView>> biases(views.begin(), views.end());
-    the.expected = simulate_expert_combine(dispatch, output_views, the.options, biases);
+    sample.expected = simulate_expert_combine(dispatch, output_views, sample.options, biases);
   }
   return cases;
 }
 
 /// Combines on a rank, and compares. @param staged the outputs are in the window already
 inline void expect_combine(ExpertRig& rig, DeviceArena& arena, const ExpertTables& tables,
-                           const CombineCase& the, const HostTensor& outputs, bool staged) {
-  const auto r = at(rig.config().rank);
+                           const CombineCase& sample, const HostTensor& outputs, bool staged) {
+  const auto r = to_size(rig.config().rank);
   const Stream stream{arena.stream()};
   ExpertCombineInput input;
   if (staged) {
@@ -281,14 +281,14 @@ inline void expect_combine(ExpertRig& rig, DeviceArena& arena, const ExpertTable
     input.rows = arena.upload(outputs);
   }
   std::vector<ConstTensorView> biases;
-  for (const auto& bias : the.biases) biases.push_back(arena.upload(bias[r]));
-  input.options = the.options;
+  for (const auto& bias : sample.biases) biases.push_back(arena.upload(bias[r]));
+  input.options = sample.options;
   input.biases = biases;
-  input.output = arena.take(the.expected[r].dtype(), the.expected[r].shape());
+  input.output = arena.take(sample.expected[r].dtype(), sample.expected[r].shape());
   rig.combine(input, tables, stream);
-  EXPECT_TRUE(same_bytes(arena.download(input.output), the.expected[r]))
-      << the.name << (staged ? ", staged" : "");
-  EXPECT_TRUE(arena.guards_hold(input.output)) << the.name;
+  EXPECT_TRUE(same_bytes(arena.download(input.output), sample.expected[r]))
+      << sample.name << (staged ? ", staged" : "");
+  EXPECT_TRUE(arena.guards_hold(input.output)) << sample.name;
 }
 
 }  // namespace waybill::test

@@ -62,13 +62,13 @@ std::vector<std::string> ends_of_threads(const GpuRanks& ranks, const Calls& cal
 
 /// The cases with these names; without names all.
 void check_threads(const GpuRanks& ranks, const std::vector<std::string>& names = {}) {
-  for (const PlantedDisagreement& the : test::planted_disagreements()) {
-    if (!names.empty() && std::ranges::find(names, the.name) == names.end()) continue;
-    SCOPED_TRACE(the.name);
-    auto parts = the.named;
+  for (const PlantedDisagreement& sample : test::planted_disagreements()) {
+    if (!names.empty() && std::ranges::find(names, sample.name) == names.end()) continue;
+    SCOPED_TRACE(sample.name);
+    auto parts = sample.named;
     parts.emplace_back("ranks disagree in call ");
     parts.push_back(concat("rank ", ranks.world_size - 1));
-    test::expect_named(ends_of_threads(ranks, the.calls), parts);
+    test::expect_named(ends_of_threads(ranks, sample.calls), parts);
   }
 }
 

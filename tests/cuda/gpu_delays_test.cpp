@@ -13,13 +13,13 @@ namespace waybill {
 namespace {
 
 using test::AnsweredCase;
-using test::at;
 using test::Captured;
 using test::cuda_ok;
 using test::DeviceArena;
 using test::DeviceInput;
 using test::ExpertRig;
 using test::same_bytes;
+using test::to_size;
 
 struct DelayedLayer {
   EPConfig config;
@@ -38,13 +38,13 @@ class DelayedCalls {
         stream_{arena_.stream()},
         capacity_(most_recv_rows(layer.config, layer.options)),
         rig_(world, layer.config, layer.options, capacity_, 8),
-        input_(arena_, rounds[0].the, rig_.config().rank),
+        input_(arena_, rounds[0].sample, rig_.config().rank),
         sums_(arena_.take(layer.config.token_dtype, {layer.num_tokens, layer.config.hidden})) {}
 
   /// Nothing waits for the host between the calls of a round.
   void check_alone(int repeats) {
     for (int i = 0; i < repeats; ++i) {
-      const AnsweredCase& round = rounds_[at(i) % rounds_.size()];
+      const AnsweredCase& round = rounds_[to_size(i) % rounds_.size()];
       load(round);
       pair(nullptr);
       const auto tables = pair(nullptr);
@@ -63,7 +63,7 @@ class DelayedCalls {
       pair(nullptr);
     });
     for (int i = 0; i < repeats; ++i) {
-      const AnsweredCase& round = rounds_[at(i) % rounds_.size()];
+      const AnsweredCase& round = rounds_[to_size(i) % rounds_.size()];
       load(round);
       for (int k = 0; k < 3; ++k) graph.launch(world_);
       expect(round, concat("replay ", i));
@@ -74,14 +74,14 @@ class DelayedCalls {
 
  private:
   void load(const AnsweredCase& round) {
-    const auto r = at(rig_.config().rank);
+    const auto r = to_size(rig_.config().rank);
     const auto replace = [&](const ConstTensorView& to, const HostTensor& from) {
       arena_.copy(const_cast<std::byte*>(to.data), from.bytes().data(), from.size_bytes());
     };
-    replace(input_.input.tokens, round.the.tokens[r]);
-    replace(input_.input.ids, round.the.ids[r]);
-    if (!round.the.weights.empty()) replace(input_.input.weights, round.the.weights[r]);
-    cuda_ok(cudaMemsetAsync(sums_.data, 0xFF, at(sums_.shape[0] * sums_.shape[1] * 2),
+    replace(input_.input.tokens, round.sample.tokens[r]);
+    replace(input_.input.ids, round.sample.ids[r]);
+    if (!round.sample.weights.empty()) replace(input_.input.weights, round.sample.weights[r]);
+    cuda_ok(cudaMemsetAsync(sums_.data, 0xFF, to_size(sums_.shape[0] * sums_.shape[1] * 2),
                             arena_.stream()));
     arena_.synchronize();
   }
@@ -89,7 +89,7 @@ class DelayedCalls {
   std::shared_ptr<const ExpertTables> pair(const ExpertTables* known) {
     auto tables = rig_.dispatch(input_.input, stream_, known);
     cuda_ok(cudaMemcpyAsync(rig_.combine_window(), rig_.window(),
-                            at(capacity_ * rig_.config().hidden * 2), cudaMemcpyDefault,
+                            to_size(capacity_ * rig_.config().hidden * 2), cudaMemcpyDefault,
                             arena_.stream()));
     const ConstTensorView rows(rig_.combine_window(), rig_.config().token_dtype,
                                {capacity_, rig_.config().hidden});
@@ -99,7 +99,7 @@ class DelayedCalls {
 
   void expect(const AnsweredCase& round, const std::string& what) {
     SCOPED_TRACE(concat(what, ", rank ", rig_.config().rank));
-    EXPECT_TRUE(same_bytes(arena_.download(sums_), round.sums[at(rig_.config().rank)]));
+    EXPECT_TRUE(same_bytes(arena_.download(sums_), round.sums[to_size(rig_.config().rank)]));
     test::expect_rows(rig_, arena_, round.dispatch);
   }
 
@@ -113,9 +113,9 @@ class DelayedCalls {
   TensorView sums_;
 };
 
-AnsweredCase answered(test::ExpertCase the, const EPDispatchOptions& options) {
-  AnsweredCase round{std::move(the), {}, {}};
-  round.dispatch = round.the.dispatch(options);
+AnsweredCase answered(test::ExpertCase sample, const EPDispatchOptions& options) {
+  AnsweredCase round{std::move(sample), {}, {}};
+  round.dispatch = round.sample.dispatch(options);
   round.sums = simulate_expert_combine(round.dispatch, test::views_of(round.dispatch.recv_tokens));
   return round;
 }
@@ -128,8 +128,8 @@ void check(const DelayedLayer& layer) {
   Random random(77);
   std::vector<AnsweredCase> rounds;
   for (int i = 0; i < 5; ++i) {
-    auto the = test::random_case(layer.config, random, {.tokens = layer.num_tokens});
-    rounds.push_back(answered(std::move(the), layer.options));
+    auto sample = test::random_case(layer.config, random, {.tokens = layer.num_tokens});
+    rounds.push_back(answered(std::move(sample), layer.options));
   }
   run_gpu_thread_world(
       world_size,

@@ -39,7 +39,7 @@ inline std::string text_of_end(World& world, const DocumentRoutings& documents,
   } catch (const std::exception&) {  // the device keeps the report
   }
   try {
-    rank.dispatch(ReadyPlan{});
+    rank.dispatch(PlanHandle{});
     return "the dispatcher is still of use, after: " + text;
   } catch (const TransportError&) {
     return text;
@@ -63,8 +63,8 @@ inline void expect_named(const std::vector<std::string>& texts,
 inline void check_disagreeing_processes(std::int32_t world_size, const MakeGpuWorld& make,
                                         double deadline_s = 4) {
   const DocumentRoutings documents(world_size);
-  for (const PlantedDisagreement& the : planted_disagreements()) {
-    const std::string name = the.name;
+  for (const PlantedDisagreement& sample : planted_disagreements()) {
+    const std::string name = sample.name;
     if (name != "lengths_by_one_token" && name != "another_plan_of_the_same_sizes" &&
         name != "order_of_gradients") {
       continue;
@@ -74,12 +74,12 @@ inline void check_disagreeing_processes(std::int32_t world_size, const MakeGpuWo
         world_size, make,
         [&](World& world) {
           throw std::runtime_error(
-              text_of_end(world, documents, disagreement_options(), the.calls));
+              text_of_end(world, documents, disagreement_options(), sample.calls));
         },
         deadline_s);
     std::vector<std::string> texts;
     for (const ProcessEnd& end : ends) texts.push_back(end.text);
-    auto parts = the.named;
+    auto parts = sample.named;
     parts.emplace_back("ranks disagree in call ");
     expect_named(texts, parts);
   }

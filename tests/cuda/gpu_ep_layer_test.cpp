@@ -8,12 +8,12 @@
 namespace waybill {
 namespace {
 
-using test::at;
 using test::DeviceArena;
 using test::DeviceInput;
 using test::Draw;
 using test::ExpertCase;
 using test::same_bytes;
+using test::to_size;
 
 constexpr std::int64_t arena_bytes = std::int64_t{128} << 20;
 
@@ -33,15 +33,15 @@ EPConfig config_of(std::int32_t world_size, DType dtype = DType::bfloat16,
 
 /// A dispatch, what experts make of it, and the sums of that.
 struct Step {
-  ExpertCase the;
+  ExpertCase sample;
   ExpertDispatch dispatch;
   std::vector<HostTensor> outputs;
   std::vector<HostTensor> sums;
 };
 
-Step make_step(ExpertCase the, const EPLayerOptions& options, Random& random) {
-  Step step{std::move(the), {}, {}, {}};
-  step.dispatch = step.the.dispatch(options.dispatch);
+Step make_step(ExpertCase sample, const EPLayerOptions& options, Random& random) {
+  Step step{std::move(sample), {}, {}, {}};
+  step.dispatch = step.sample.dispatch(options.dispatch);
   step.outputs = test::random_outputs(step.dispatch, random);
   step.sums = simulate_expert_combine(step.dispatch, test::views_of(step.outputs),
                                       {.local_combine = options.enable_local_combine});
@@ -58,7 +58,7 @@ void expect_dispatched(const DeviceArena& arena, const EPDispatched& got,
 /// Combines, with the experts' outputs copied by the layer or written where it wants them.
 void expect_sums(EPAll2AllLayer& layer, DeviceArena& arena, const EPLayout& layout,
                  const Step& step, bool in_place) {
-  const auto rank = at(layer.config().rank);
+  const auto rank = to_size(layer.config().rank);
   const HostTensor& outputs = step.outputs[rank];
   ExpertCombineInput input;
   if (in_place) {
@@ -96,12 +96,12 @@ void check_layer(const EPConfig& config, const EPLayerOptions& options, std::uin
         for (std::size_t i = 0; i < steps.size(); ++i) {
           SCOPED_TRACE(concat("step ", i, ", rank ", own.rank));
           arena.reset();
-          const DeviceInput device(arena, steps[i].the, own.rank);
+          const DeviceInput device(arena, steps[i].sample, own.rank);
           const EPDispatched got = layer.dispatch(device.input, {arena.stream()});
-          expect_dispatched(arena, got, steps[i].dispatch, at(own.rank));
+          expect_dispatched(arena, got, steps[i].dispatch, to_size(own.rank));
           expect_sums(layer, arena, *got.layout, steps[i], i % 2 == 1);
           const EPDispatched again = layer.dispatch(device.input, *got.layout, {arena.stream()});
-          expect_dispatched(arena, again, steps[i].dispatch, at(own.rank));
+          expect_dispatched(arena, again, steps[i].dispatch, to_size(own.rank));
           expect_sums(layer, arena, *again.layout, steps[i], i % 2 == 0);
         }
         EXPECT_EQ(layer.output_rows() > first_rows, config.world_size > 1);
@@ -111,23 +111,25 @@ void check_layer(const EPConfig& config, const EPLayerOptions& options, std::uin
       test::options_of(config));
 }
 
-TEST(GpuEpLayer, one_rank) { check_layer(config_of(1), {.num_sm = 4, .capacity = 1}, 51); }
-TEST(GpuEpLayer, two_ranks_grow) { check_layer(config_of(2), {.num_sm = 4, .capacity = 1}, 52); }
+TEST(GpuEpLayer, one_rank) { check_layer(config_of(1), {.num_sms = 4, .capacity_factor = 1}, 51); }
+TEST(GpuEpLayer, two_ranks_grow) {
+  check_layer(config_of(2), {.num_sms = 4, .capacity_factor = 1}, 52);
+}
 TEST(GpuEpLayer, four_ranks_grow) {
-  check_layer(config_of(4, DType::float16), {.num_sm = 4, .capacity = 1}, 53);
+  check_layer(config_of(4, DType::float16), {.num_sms = 4, .capacity_factor = 1}, 53);
 }
 TEST(GpuEpLayer, local_combine) {
-  check_layer(config_of(2), {.num_sm = 4, .enable_local_combine = true, .capacity = 1}, 54);
+  check_layer(config_of(2), {.num_sms = 4, .enable_local_combine = true, .capacity_factor = 1}, 54);
 }
 TEST(GpuEpLayer, two_nodes_grow) {
-  check_layer(config_of(4, DType::bfloat16, 2), {.num_sm = 4, .capacity = 1}, 57);
+  check_layer(config_of(4, DType::bfloat16, 2), {.num_sms = 4, .capacity_factor = 1}, 57);
 }
 TEST(GpuEpLayer, local_combine_on_two_nodes) {
   check_layer(config_of(4, DType::float16, 2),
-              {.num_sm = 4, .enable_local_combine = true, .capacity = 1}, 58);
+              {.num_sms = 4, .enable_local_combine = true, .capacity_factor = 1}, 58);
 }
 TEST(GpuEpLayer, compact_rows) {
-  EPLayerOptions options{.num_sm = 4};
+  EPLayerOptions options{.num_sms = 4};
   options.dispatch.rows = EPRows::compact;
   const EPConfig config = config_of(2);
   Random random(55);
@@ -144,9 +146,9 @@ TEST(GpuEpLayer, compact_rows) {
         EPAll2AllLayer layer(world, own, options);
         for (const Step& step : steps) {
           arena.reset();
-          const DeviceInput device(arena, step.the, own.rank);
+          const DeviceInput device(arena, step.sample, own.rank);
           const EPDispatched got = layer.dispatch(device.input, {arena.stream()});
-          expect_dispatched(arena, got, step.dispatch, at(own.rank));
+          expect_dispatched(arena, got, step.dispatch, to_size(own.rank));
           expect_sums(layer, arena, *got.layout, step, true);
         }
         world.barrier();

@@ -15,12 +15,12 @@
 namespace waybill {
 namespace {
 
-using test::at;
 using test::CallCase;
 using test::Captured;
 using test::DeviceArena;
 using test::DeviceInput;
 using test::RankResult;
+using test::to_size;
 
 constexpr std::int64_t arena_bytes = std::int64_t{64} << 20;
 constexpr double timeout_s = 8;  // nobody should have to wait for it
@@ -59,16 +59,16 @@ class GpuLayerStep {
       : world_(world), arena_(world, arena_bytes), config_(config_of(way)) {
     config_.rank = to_int(world.rank());
     Random random(6);
-    const auto the = test::random_case(config_, random, {.drop = 0, .tokens = way.num_tokens});
-    input_ = DeviceInput(arena_, the, config_.rank).input;
+    const auto sample = test::random_case(config_, random, {.drop = 0, .tokens = way.num_tokens});
+    input_ = DeviceInput(arena_, sample, config_.rank).input;
     HostTensor positions(DType::int32, {way.world_size * way.num_tokens, 2});  // right ones
-    std::ranges::copy(canonical_scatter_indices(config_, the.dispatch().ids),
+    std::ranges::copy(canonical_scatter_indices(config_, sample.dispatch().ids),
                       positions.as<std::int32_t>().begin());
     positions_ = arena_.upload(positions);
     rows_ = arena_.take(config_.token_dtype, {num_rows(), config_.hidden});
     sums_ = arena_.take(config_.token_dtype, {way.num_tokens, config_.hidden});
     layer_ = std::make_unique<EPAll2AllLayer>(
-        world, config_, EPLayerOptions{.num_sm = 4, .fixed_rows = num_rows()});
+        world, config_, EPLayerOptions{.num_sms = 4, .fixed_rows = num_rows()});
   }
 
   [[nodiscard]] ExpertDispatchInput input() const { return input_; }
@@ -137,7 +137,8 @@ std::vector<RankResult> run_threads(const GpuWay& way, double seconds,
   return test::run_ranks(way.world_size, [&](std::int32_t rank) {
     const int device = rank % num_gpus();
     test::cuda_ok(cudaSetDevice(device));
-    World world = make_gpu_thread_world(std::move(bootstraps[at(rank)]), device, way.per_node());
+    World world =
+        make_gpu_thread_world(std::move(bootstraps[to_size(rank)]), device, way.per_node());
     body(world);
   });
 }
@@ -180,16 +181,16 @@ std::vector<GpuCase> gpu_cases() {
 class GpuExpertAgreement : public testing::TestWithParam<GpuCase> {};
 INSTANTIATE_TEST_SUITE_P(Cases, GpuExpertAgreement, testing::ValuesIn(gpu_cases()));
 
-void PrintTo(const GpuCase& the, std::ostream* out) {
-  *out << test::call_cases<GpuLayerStep>()[the.number].name << ", " << the.way;
+void PrintTo(const GpuCase& sample, std::ostream* out) {
+  *out << test::call_cases<GpuLayerStep>()[sample.number].name << ", " << sample.way;
 }
 
 TEST_P(GpuExpertAgreement, is_looked_at_in_every_call) {
   const GpuWay& way = GetParam().way;
-  const CallCase<GpuLayerStep> the = test::call_cases<GpuLayerStep>()[GetParam().number];
+  const CallCase<GpuLayerStep> sample = test::call_cases<GpuLayerStep>()[GetParam().number];
   const auto results =
-      run_threads(way, timeout_s, [&](World& world) { make_calls(world, way, the.calls); });
-  expect_told(results, the.named);
+      run_threads(way, timeout_s, [&](World& world) { make_calls(world, way, sample.calls); });
+  expect_told(results, sample.named);
 }
 
 void replay_in_another_order(const GpuWay& way) {
@@ -299,7 +300,7 @@ CallCase<GpuLayerStep> combines_case() { return test::belonging_cases<GpuLayerSt
 
 /// @param shared all ranks on the first device, where a kernel that gives up does not end the
 /// context
-void check_processes(const GpuWay& way, bool shared, const CallCase<GpuLayerStep>& the) {
+void check_processes(const GpuWay& way, bool shared, const CallCase<GpuLayerStep>& sample) {
   const auto ends = test::run_gpu_processes(
       way.world_size,
       [&](std::shared_ptr<Bootstrap> bootstrap, int device) {
@@ -307,12 +308,12 @@ void check_processes(const GpuWay& way, bool shared, const CallCase<GpuLayerStep
         test::cuda_ok(cudaSetDevice(own));
         return make_gpu_process_world(std::move(bootstrap), own, way.per_node());
       },
-      [&](World& world) { make_calls(world, way, the.calls); }, timeout_s);
+      [&](World& world) { make_calls(world, way, sample.calls); }, timeout_s);
   for (std::size_t r = 0; r < ends.size(); ++r) {
     SCOPED_TRACE(concat("rank ", r, ": ", ends[r].text));
     EXPECT_EQ(ends[r].signal, 0);
     test::expect_parts(ends[r].text, {"ranks disagree in call 3", concat("rank ", r)});
-    test::expect_parts(ends[r].text, the.named);
+    test::expect_parts(ends[r].text, sample.named);
   }
 }
 

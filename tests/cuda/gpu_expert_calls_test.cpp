@@ -12,13 +12,13 @@ namespace waybill {
 namespace {
 
 using test::AnsweredCase;
-using test::at;
 using test::DeviceArena;
 using test::DeviceInput;
 using test::ExpertCase;
 using test::ExpertRig;
 using test::same_bytes;
 using test::small_config;
+using test::to_size;
 
 constexpr std::int64_t arena_bytes = std::int64_t{64} << 20;
 
@@ -41,7 +41,7 @@ void dispatch_with_earlier_tables(const EPConfig& config) {
       cases.push_back(std::move(next));
     }
     std::vector<ExpertDispatch> expected;
-    for (const ExpertCase& the : cases) expected.push_back(the.dispatch(options));
+    for (const ExpertCase& sample : cases) expected.push_back(sample.dispatch(options));
     run_gpu_thread_world(
         config.world_size,
         [&](World& world) {
@@ -85,13 +85,13 @@ void follow_each_other(const EPConfig& config) {
       [&](World& world) {
         DeviceArena arena(world, std::int64_t{256} << 20);
         const Stream stream{arena.stream()};
-        const auto r = at(to_int(world.rank()));
+        const auto r = to_size(to_int(world.rank()));
         ExpertRig rig(world, config, {}, most_recv_rows(config, {}), 4);
         Random delays(r);
         std::vector<TensorView> sums;
         std::vector<DeviceInput> inputs;
         for (const AnsweredCase& step : steps) {
-          inputs.emplace_back(arena, step.the, rig.config().rank);
+          inputs.emplace_back(arena, step.sample, rig.config().rank);
         }
         world.barrier();
         for (std::size_t i = 0; i < steps.size(); i += 2) {
@@ -148,12 +148,12 @@ void count_rows_past_the_capacity(const EPConfig& config) {
         const DeviceInput second(arena, small, rig.config().rank);
         // Dispatch windows are larger than their rows: what lies between the parts must stay.
         const std::int64_t bytes = rig.memory().window.total;
-        std::vector<std::byte> marks(at(bytes), std::byte{0x77});
+        std::vector<std::byte> marks(to_size(bytes), std::byte{0x77});
         arena.copy(rig.memory().dispatch_windows[0].local, marks.data(), bytes);
         arena.synchronize();
         world.barrier();
         (void)rig.dispatch(first.input, stream);
-        std::vector<std::byte> after(at(bytes));
+        std::vector<std::byte> after(to_size(bytes));
         arena.read(after.data(), rig.window(), bytes);
         const ExpertOverflow over = rig.executor().take_overflow();
         EXPECT_EQ(over.rows, too_many.rows.largest_recv_rows);  // on all ranks
@@ -165,7 +165,7 @@ void count_rows_past_the_capacity(const EPConfig& config) {
               std::pair{window.tags + capacity * 16, window.scales},
               std::pair{window.weights + capacity * 4, window.topk}}) {
           for (std::int64_t i = end; i < next; ++i) {
-            ASSERT_EQ(after[at(i)], std::byte{0x77}) << "byte " << i;
+            ASSERT_EQ(after[to_size(i)], std::byte{0x77}) << "byte " << i;
           }
         }
         const auto tables = rig.dispatch(second.input, stream);
@@ -208,7 +208,7 @@ void grow_between_counts_and_rows(const EPConfig& config) {
             test::expect_rows(rig, arena, expected[i]);
             test::expect_tables(arena, tables->views(), expected[i], rig.config().rank);
             EXPECT_EQ(rig.executor().take_overflow().rows, 0);
-            EXPECT_EQ(rig.memory().capacity > 48, i > 0);
+            EXPECT_EQ(rig.memory().capacity_rows > 48, i > 0);
           }
           world.barrier();
         },

@@ -9,7 +9,6 @@ namespace waybill {
 namespace {
 
 using test::AnsweredCase;
-using test::at;
 using test::Captured;
 using test::cuda_ok;
 using test::DeviceArena;
@@ -17,6 +16,7 @@ using test::DeviceInput;
 using test::ExpertRig;
 using test::same_bytes;
 using test::small_config;
+using test::to_size;
 
 constexpr std::int64_t num_tokens = 50;
 
@@ -38,7 +38,7 @@ class Replay {
         arena_(world, std::int64_t{64} << 20),
         capacity_(most_recv_rows(config, {})),
         rig_(world, config, {}, capacity_, 4),
-        input_(arena_, rounds[0].the, rig_.config().rank),
+        input_(arena_, rounds[0].sample, rig_.config().rank),
         sums_(arena_.take(config.token_dtype, {num_tokens, config.hidden})) {}
 
   [[nodiscard]] cudaStream_t stream() const { return arena_.stream(); }
@@ -48,7 +48,8 @@ class Replay {
   /// What arrived to where the experts' rows are awaited.
   void answer(cudaStream_t stream) {
     cuda_ok(cudaMemcpyAsync(rig_.combine_window(), rig_.window(),
-                            at(capacity_ * rig_.config().hidden * 2), cudaMemcpyDefault, stream));
+                            to_size(capacity_ * rig_.config().hidden * 2), cudaMemcpyDefault,
+                            stream));
   }
 
   void combine(cudaStream_t stream) {
@@ -64,14 +65,14 @@ class Replay {
     arena_.synchronize();
     world_.barrier();
     const Captured graph(stream(), calls);
-    const auto r = at(rig_.config().rank);
+    const auto r = to_size(rig_.config().rank);
     for (const AnsweredCase& round : rounds_) {
       const auto replace = [&](const ConstTensorView& to, const HostTensor& from) {
         arena_.copy(const_cast<std::byte*>(to.data), from.bytes().data(), from.size_bytes());
       };
-      replace(input_.input.tokens, round.the.tokens[r]);
-      replace(input_.input.ids, round.the.ids[r]);
-      replace(input_.input.weights, round.the.weights[r]);
+      replace(input_.input.tokens, round.sample.tokens[r]);
+      replace(input_.input.ids, round.sample.ids[r]);
+      replace(input_.input.weights, round.sample.weights[r]);
       arena_.synchronize();
       graph.launch(world_);
       ASSERT_TRUE(same_bytes(arena_.download(sums_), round.sums[r]));

@@ -15,11 +15,11 @@
 namespace waybill {
 namespace {
 
-using test::at;
 using test::DeviceArena;
 using test::DeviceInput;
 using test::ExpertCase;
 using test::small_config;
+using test::to_size;
 
 constexpr std::int64_t arena_bytes = std::int64_t{64} << 20;
 constexpr double timeout_s = 3;
@@ -32,13 +32,13 @@ EPConfig many_tokens(EPConfig config) {
 /// One rank's layer of fixed rows, after a good step: calls 1 and 2.
 class Step {
  public:
-  Step(World& world, EPConfig config, const ExpertCase& the, bool local_combine = false)
+  Step(World& world, EPConfig config, const ExpertCase& sample, bool local_combine = false)
       : arena_(world, arena_bytes) {
     config.rank = to_int(world.rank());
-    EPLayerOptions options{.num_sm = 4, .fixed_rows = most_recv_rows(config, {})};
+    EPLayerOptions options{.num_sms = 4, .fixed_rows = most_recv_rows(config, {})};
     options.enable_local_combine = local_combine;
     layer_ = std::make_unique<EPAll2AllLayer>(world, config, options);
-    input_ = DeviceInput(arena_, the, config.rank).input;
+    input_ = DeviceInput(arena_, sample, config.rank).input;
     made_ = layer_->dispatch(input_, stream());
     sums_ = arena_.take(config.token_dtype, input_.tokens.shape);
     combine(made_.rows);
@@ -51,8 +51,8 @@ class Step {
   [[nodiscard]] Stream stream() const { return {arena_.stream()}; }
   [[nodiscard]] const EPDispatched& made() const { return made_; }
 
-  void dispatch(const ExpertCase& the) {
-    (void)layer_->dispatch(DeviceInput(arena_, the, layer_->config().rank).input, stream());
+  void dispatch(const ExpertCase& sample) {
+    (void)layer_->dispatch(DeviceInput(arena_, sample, layer_->config().rank).input, stream());
   }
   void combine(const ConstTensorView& rows) {
     layer_->combine({rows, {}, {}, sums_}, *made_.layout, stream());
@@ -94,8 +94,8 @@ void expect_found(const EPConfig& config, const std::function<void(World&)>& bod
   const auto results = test::run_ranks(config.world_size, [&](std::int32_t rank) {
     const int device = rank % num_gpus();
     test::cuda_ok(cudaSetDevice(device));
-    World world =
-        make_gpu_thread_world(std::move(bootstraps[at(rank)]), device, config.local_world_size);
+    World world = make_gpu_thread_world(std::move(bootstraps[to_size(rank)]), device,
+                                        config.local_world_size);
     body(world);
   });
   for (std::size_t r = 0; r < results.size(); ++r) {
@@ -131,7 +131,7 @@ void find_a_bad_id(const EPConfig& config, std::int64_t id, DType dtype = DType:
         step.expect_end();
       },
       concat("dispatch 3: exp_indices of rank 1 hold id ", id,
-             " at token 4, choice 2; expected 0..15 or 16 (dropped)"));
+             " at token 4, topk slot 2; expected 0..15 or 16 (dropped)"));
 }
 
 TEST(GpuExpertInput, an_id_out_of_range_of_few_tokens) { find_a_bad_id(small_config(2), 4711); }
@@ -144,12 +144,12 @@ TEST(GpuExpertInput, an_id_of_64_bits) {
 TEST(GpuExpertInput, an_id_out_of_range_on_nodes) { find_a_bad_id(small_config(4, 2), 17); }
 
 /// A case with positions, in the usual order but for what `change` does.
-ExpertCase with_positions(const ExpertCase& the, std::int64_t tokens_less,
+ExpertCase with_positions(const ExpertCase& sample, std::int64_t tokens_less,
                           const std::function<void(std::span<std::int32_t>)>& change) {
-  const auto order = canonical_scatter_indices(the.config, the.dispatch().ids);
-  const std::int64_t topk = the.config.topk;
+  const auto order = canonical_scatter_indices(sample.config, sample.dispatch().ids);
+  const std::int64_t topk = sample.config.topk;
   const std::int64_t tokens = std::ssize(order) / topk - tokens_less;
-  ExpertCase result = the;
+  ExpertCase result = sample;
   result.positions = HostTensor(DType::int32, {tokens, topk});
   std::copy_n(order.begin(), tokens * topk, result.positions->as<std::int32_t>().begin());
   change(result.positions->as<std::int32_t>());
@@ -172,10 +172,10 @@ void find_wrong_positions(const EPConfig& config, const ExpertCase& wrong, const
 TEST(GpuExpertInput, a_position_out_of_range_of_few_tokens) {
   const EPConfig config = small_config(2);
   const auto wrong = with_positions(good_case(config), 0, [](std::span<std::int32_t> positions) {
-    positions[20 * 4 + 5] = 1000;  // token 1, choice 1 of rank 1
+    positions[20 * 4 + 5] = 1000;  // token 1, topk slot 1 of rank 1
   });
   find_wrong_positions(config, wrong,
-                       " hold position 1000 at token 1, choice 1 of rank 1; expected ", true);
+                       " hold position 1000 at token 1, topk slot 1 of rank 1; expected ", true);
 }
 
 TEST(GpuExpertInput, a_position_out_of_range_of_many_tokens) {
@@ -184,7 +184,7 @@ TEST(GpuExpertInput, a_position_out_of_range_of_many_tokens) {
       good_case(config), 0, [](std::span<std::int32_t> positions) { positions[20 * 4 + 5] = -7; });
   find_wrong_positions(config, wrong,
                        "dispatch 3: full_scatter_indices of rank 1 hold position -7 at token 1, "
-                       "choice 1 of rank 1; expected ",
+                       "topk slot 1 of rank 1; expected ",
                        false);
 }
 
@@ -204,9 +204,9 @@ void find_a_position_twice(const EPConfig& config) {
            ids[source].begin();
   };
   const auto wrong = with_positions(good, 0, [&](std::span<std::int32_t> positions) {
-    positions[at(at_rank_1(0))] = positions[at(20 * config.topk + at_rank_1(1))];
+    positions[to_size(at_rank_1(0))] = positions[to_size(20 * config.topk + at_rank_1(1))];
   });
-  find_wrong_positions(config, wrong, " of rank 1, where another choice is", false);
+  find_wrong_positions(config, wrong, " of rank 1, where another topk slot is", false);
 }
 
 TEST(GpuExpertInput, a_position_twice_of_few_tokens) { find_a_position_twice(small_config(2)); }
@@ -269,8 +269,9 @@ TEST(GpuExpertInput, an_id_out_of_range_where_processes_share_a_device) {
         step.expect_end();
       },
       timeout_s);
-  EXPECT_NE(ends[1].text.find("dispatch 3: exp_indices of rank 1 hold id 99 at token 4, choice 2"),
-            std::string::npos)
+  EXPECT_NE(
+      ends[1].text.find("dispatch 3: exp_indices of rank 1 hold id 99 at token 4, topk slot 2"),
+      std::string::npos)
       << ends[1].text;
   EXPECT_NE(ends[0].text, "");
 }

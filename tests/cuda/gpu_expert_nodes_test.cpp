@@ -67,11 +67,12 @@ TEST(GpuExpertNodes, quantized_payload) {
   options.dropped_id = -1;
   Random random(119);
   const EPConfig config = on_nodes(config_of(4, 16, 4, 60, 1024, DType::float16), 2);
-  auto the = test::random_case(config, random, {.drop = 0});
-  for (std::size_t i = 0; i < 1024; ++i) the.tokens[0].as<std::uint16_t>()[i] = 0;  // zero groups
-  the.ids[0].as<std::int32_t>()[0] = -1;
+  auto sample = test::random_case(config, random, {.drop = 0});
+  for (std::size_t i = 0; i < 1024; ++i)
+    sample.tokens[0].as<std::uint16_t>()[i] = 0;  // zero groups
+  sample.ids[0].as<std::int32_t>()[0] = -1;
   std::vector<test::Round> rounds;
-  rounds.push_back(test::make_round("zeros and -1", std::move(the), options, random));
+  rounds.push_back(test::make_round("zeros and -1", std::move(sample), options, random));
   test::check_rounds(config, options, rounds, {4});
 }
 TEST(GpuExpertNodes, an_order_that_the_caller_chose) {

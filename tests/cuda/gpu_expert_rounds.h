@@ -18,16 +18,16 @@ inline constexpr std::int64_t round_arena_bytes = std::int64_t{512} << 20;
 /// A dispatch, what it should give, and what combines should.
 struct Round {
   std::string name;
-  ExpertCase the;
+  ExpertCase sample;
   ExpertDispatch expected;
   std::vector<HostTensor> outputs;
   std::vector<CombineCase> combines;
 };
 
-inline Round make_round(std::string name, ExpertCase the, const EPDispatchOptions& options,
+inline Round make_round(std::string name, ExpertCase sample, const EPDispatchOptions& options,
                         Random& random) {
-  Round round{std::move(name), std::move(the), {}, {}, {}};
-  round.expected = round.the.dispatch(options);
+  Round round{std::move(name), std::move(sample), {}, {}, {}};
+  round.expected = round.sample.dispatch(options);
   round.outputs = random_outputs(round.expected, random);
   round.combines = combine_cases(round.expected, round.outputs, random);
   return round;
@@ -54,7 +54,7 @@ inline void check_round(ExpertRig& rig, DeviceArena& arena, const Round& round, 
   SCOPED_TRACE(concat(round.name, ", rank ", rig.config().rank, " of ", rig.config().world_size));
   arena.reset();
   const Stream stream{arena.stream()};
-  const DeviceInput device(arena, round.the, rig.config().rank);
+  const DeviceInput device(arena, round.sample, rig.config().rank);
   const auto tables = rig.dispatch(device.input, stream);
   expect_rows(rig, arena, round.expected);
   expect_tables(arena, tables->views(), round.expected, rig.config().rank);
@@ -65,8 +65,8 @@ inline void check_round(ExpertRig& rig, DeviceArena& arena, const Round& round, 
   const std::size_t count = all_combines ? round.combines.size() : 1;
   for (std::size_t i = 0; i < count; ++i) {
     for (const bool staged : {false, true}) {
-      expect_combine(rig, arena, *tables, round.combines[i], round.outputs[at(rig.config().rank)],
-                     staged);
+      expect_combine(rig, arena, *tables, round.combines[i],
+                     round.outputs[to_size(rig.config().rank)], staged);
     }
   }
 }
@@ -120,14 +120,14 @@ inline EPConfig small_config(std::int32_t world_size, std::int32_t ranks_per_nod
 
 /// A case, its rows, and the sums where experts answer with the rows themselves.
 struct AnsweredCase {
-  ExpertCase the;
+  ExpertCase sample;
   ExpertDispatch dispatch;
   std::vector<HostTensor> sums;
 };
 
-inline AnsweredCase answered(ExpertCase the) {
-  AnsweredCase step{std::move(the), {}, {}};
-  step.dispatch = step.the.dispatch();
+inline AnsweredCase answered(ExpertCase sample) {
+  AnsweredCase step{std::move(sample), {}, {}};
+  step.dispatch = step.sample.dispatch();
   step.sums = simulate_expert_combine(step.dispatch, views_of(step.dispatch.recv_tokens));
   return step;
 }
@@ -144,8 +144,8 @@ inline void check_random_orders(const EPConfig& config, std::uint64_t number) {
   Random random(number);
   std::vector<Round> rounds;
   for (const DType dtype : {DType::int32, DType::int64}) {
-    ExpertCase the = random_case(config, random);
-    const ExpertDispatch plain = the.dispatch();
+    ExpertCase sample = random_case(config, random);
+    const ExpertDispatch plain = sample.dispatch();
     const auto order = canonical_scatter_indices(config, plain.ids);
     std::vector<std::int64_t> first{0};
     for (const std::int32_t rows : plain.rows.num_recv_rows) first.push_back(first.back() + rows);
@@ -163,8 +163,8 @@ inline void check_random_orders(const EPConfig& config, std::uint64_t number) {
         positions.as<std::int64_t>()[i] = position;
       }
     }
-    the.positions = std::move(positions);
-    rounds.push_back(make_round("reversed", std::move(the), {}, random));
+    sample.positions = std::move(positions);
+    rounds.push_back(make_round("reversed", std::move(sample), {}, random));
   }
   check_rounds(config, {}, rounds, {4});
 }

@@ -77,10 +77,11 @@ TEST(GpuExpert, quantized_payload) {
   Random random(18);
   const EPConfig config = config_of(2, 16, 4, 60, 1024, DType::float16);
   auto rounds = random_rounds(config, options, 0, random);
-  auto the = test::random_case(config, random, {.drop = 0});
-  for (std::size_t i = 0; i < 1024; ++i) the.tokens[0].as<std::uint16_t>()[i] = 0;  // zero groups
-  the.ids[0].as<std::int32_t>()[0] = -1;
-  rounds.push_back(make_round("zeros and -1", std::move(the), options, random));
+  auto sample = test::random_case(config, random, {.drop = 0});
+  for (std::size_t i = 0; i < 1024; ++i)
+    sample.tokens[0].as<std::uint16_t>()[i] = 0;  // zero groups
+  sample.ids[0].as<std::int32_t>()[0] = -1;
+  rounds.push_back(make_round("zeros and -1", std::move(sample), options, random));
   check_rounds(config, options, rounds, {4});
 }
 
@@ -119,7 +120,7 @@ void check_unaligned_tokens(const EPConfig& config, const EPDispatchOptions& opt
         DeviceArena arena(world, test::round_arena_bytes);
         ExpertRig rig(world, config, options, most_recv_rows(config, options), 4);
         for (const Round& round : rounds) {
-          const DeviceInput device(arena, round.the, rig.config().rank, true, 2);
+          const DeviceInput device(arena, round.sample, rig.config().rank, true, 2);
           (void)rig.dispatch(device.input, {arena.stream()});
           test::expect_rows(rig, arena, round.expected);
         }

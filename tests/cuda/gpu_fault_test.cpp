@@ -12,24 +12,24 @@
 namespace waybill {
 namespace {
 
-using test::at;
 using test::DeviceArena;
 using test::Expected;
+using test::to_size;
 using Views = std::vector<ConstTensorView>;
 
 void a_rank_never_calls(int num_sms) {
   constexpr std::int32_t world_size = 4;
-  const auto the = test::sequence_cases(world_size, 1).back();
-  const Expected expected(the);
+  const auto sample = test::sequence_cases(world_size, 1).back();
+  const Expected expected(sample);
   auto bootstraps = make_thread_bootstraps(world_size, 2.0);
   const auto results = test::run_ranks(world_size, [&](std::int32_t rank) {
-    const auto r = at(rank);
+    const auto r = to_size(rank);
     World world = make_gpu_thread_world(std::move(bootstraps[r]), rank % num_gpus());
     DeviceArena arena(world, std::int64_t{16} << 20);
     const Stream stream{arena.stream()};
     SequenceDispatcher dispatcher(world, {.num_sms = num_sms});
     dispatcher.reserve(std::int64_t{1} << 20, stream);
-    const auto plan = dispatcher.plan_dispatch(test::forward_parts(the), stream);
+    const auto plan = dispatcher.plan_dispatch(test::forward_parts(sample), stream);
     const Views inputs{arena.upload(expected.q[r]), arena.upload(expected.k[r]),
                        arena.upload(expected.v[r])};
     for (int call = 1; call <= 3; ++call) {
@@ -43,7 +43,7 @@ void a_rank_never_calls(int num_sms) {
   });
   int named = 0;
   for (const std::int32_t r : {0, 2, 3}) {
-    const std::string& text = results[at(r)].text;
+    const std::string& text = results[to_size(r)].text;
     // A rank that shares its device may lose it to another one's report, and then says whose.
     EXPECT_NE(text.find("for signal >= 3 from rank 1"), std::string::npos)
         << "rank " << r << ": " << text;
@@ -59,17 +59,17 @@ TEST(GpuFault, a_rank_that_never_calls_is_named_by_all_others) { a_rank_never_ca
 TEST(GpuFault, the_same_with_copy_engines) { a_rank_never_calls(0); }
 
 TEST(GpuFault, an_odd_number_of_captured_calls_over_nodes_is_found) {
-  const auto the = test::sequence_cases(2, 1).back();
-  const Expected expected(the);
+  const auto sample = test::sequence_cases(2, 1).back();
+  const Expected expected(sample);
   auto bootstraps = make_thread_bootstraps(2, 5.0);
   const auto results = test::run_ranks(2, [&](std::int32_t rank) {
-    const auto r = at(rank);
+    const auto r = to_size(rank);
     World world = make_gpu_thread_world(std::move(bootstraps[r]), rank % num_gpus(), 1);
     DeviceArena arena(world, std::int64_t{16} << 20);
     const Stream stream{arena.stream()};
     SequenceDispatcher dispatcher(world, {.num_sms = 4});
     dispatcher.reserve(std::int64_t{1} << 20, stream);
-    const auto plan = dispatcher.plan_dispatch(test::forward_parts(the), stream);
+    const auto plan = dispatcher.plan_dispatch(test::forward_parts(sample), stream);
     const Views inputs{arena.upload(expected.q[r]), arena.upload(expected.k[r]),
                        arena.upload(expected.v[r])};
     const test::Captured graph(arena.stream(),

@@ -13,7 +13,6 @@
 namespace waybill {
 namespace {
 
-using test::at;
 using test::Captured;
 using test::DeviceArena;
 using test::DeviceInput;
@@ -22,6 +21,7 @@ using test::ExpertCase;
 using test::rejects;
 using test::same_bytes;
 using test::small_config;
+using test::to_size;
 
 constexpr std::int64_t arena_bytes = std::int64_t{128} << 20;
 
@@ -29,7 +29,7 @@ constexpr std::int64_t arena_bytes = std::int64_t{128} << 20;
 class Rank {
  public:
   Rank(World& world, EPConfig config, const EPLayerOptions& options)
-      : world_(world), arena_(world, arena_bytes), r_(at(to_int(world.rank()))) {
+      : world_(world), arena_(world, arena_bytes), r_(to_size(to_int(world.rank()))) {
     config.rank = to_int(world.rank());
     layer_ = std::make_unique<EPAll2AllLayer>(world, config, options);
   }
@@ -39,8 +39,8 @@ class Rank {
   [[nodiscard]] Stream stream() const { return {arena_.stream()}; }
   [[nodiscard]] std::size_t index() const { return r_; }
 
-  EPDispatched dispatch(const ExpertCase& the) {
-    const DeviceInput device(arena_, the, layer_->config().rank);
+  EPDispatched dispatch(const ExpertCase& sample) {
+    const DeviceInput device(arena_, sample, layer_->config().rank);
     return layer_->dispatch(device.input, stream());
   }
 
@@ -124,7 +124,7 @@ void check_overflow(const EPConfig& config, const EPDispatchOptions& dispatch = 
     const ExpertCase many =
         test::random_case(config, random, {.draw = draw, .drop = 0, .tokens = config.max_tokens});
     const ExpertDispatch cut = many.dispatch(dispatch);
-    EPLayerOptions options{.dispatch = dispatch, .num_sm = 4};
+    EPLayerOptions options{.dispatch = dispatch, .num_sms = 4};
     options.enable_local_combine = local_combine;
     options.fixed_rows = std::max<std::int64_t>(40, cut.rows.largest_recv_rows / 2);
     std::atomic<std::int64_t> num_lost{0};
@@ -166,15 +166,15 @@ TEST(GpuLayerRows, that_do_not_fit_as_elements_that_bulk_copies_do_not_suit) {
 TEST(GpuLayerRows, of_a_combine_may_be_those_that_arrived) {
   const EPConfig config = small_config(2);
   Random random(92);
-  const test::AnsweredCase the =
+  const test::AnsweredCase sample =
       test::answered(test::random_case(config, random, {.drop = 0, .tokens = 20}));
   run_gpu_thread_world(
       2,
       [&](World& world) {
-        Rank rank(world, config, {.num_sm = 4, .fixed_rows = most_recv_rows(config, {})});
+        Rank rank(world, config, {.num_sms = 4, .fixed_rows = most_recv_rows(config, {})});
         for (int i = 0; i < 4; ++i) {
-          const EPDispatched got = rank.dispatch(the.the);
-          const std::int64_t arrived = the.dispatch.recv_tokens[rank.index()].shape()[0];
+          const EPDispatched got = rank.dispatch(sample.sample);
+          const std::int64_t arrived = sample.dispatch.recv_tokens[rank.index()].shape()[0];
           TensorView rows = got.rows;
           rows.shape[0] = arrived;
           if (i % 2 == 1) {
@@ -183,7 +183,7 @@ TEST(GpuLayerRows, of_a_combine_may_be_those_that_arrived) {
                               arrived * config.hidden * dtype_bytes(config.token_dtype));
             rows = place;
           }
-          EXPECT_TRUE(same_bytes(rank.combine(rows, *got.layout), the.sums[rank.index()]));
+          EXPECT_TRUE(same_bytes(rank.combine(rows, *got.layout), sample.sums[rank.index()]));
           if (i < 2) continue;
           EXPECT_EQ(got.layout->num_recv_rows(), arrived);  // now the host knows
           rows.shape[0] = arrived - 1;
@@ -208,11 +208,11 @@ TEST(GpuLayerRows, of_two_combines_have_a_place_each) {
   run_gpu_thread_world(
       2,
       [&](World& world) {
-        Rank rank(world, config, {.num_sm = 4, .fixed_rows = fixed});
+        Rank rank(world, config, {.num_sms = 4, .fixed_rows = fixed});
         const auto bytes = fixed * config.hidden * dtype_bytes(config.token_dtype);
         for (std::size_t i = 0; i < steps.size(); i += 2) {
-          const EPDispatched made[] = {rank.dispatch(steps[i].the),
-                                       rank.dispatch(steps[i + 1].the)};
+          const EPDispatched made[] = {rank.dispatch(steps[i].sample),
+                                       rank.dispatch(steps[i + 1].sample)};
           TensorView places[2];
           for (std::size_t k = 0; k < 2; ++k) {
             places[k] = rank.layer().combine_input(fixed, rank.stream());
@@ -237,10 +237,10 @@ TEST(GpuLayerRows, have_a_place_that_no_graph_still_reads) {
   run_gpu_thread_world(
       2,
       [&](World& world) {
-        Rank rank(world, config, {.num_sm = 4, .fixed_rows = fixed});
+        Rank rank(world, config, {.num_sms = 4, .fixed_rows = fixed});
         DeviceArena& arena = rank.arena();
-        const DeviceInput inputs[] = {{arena, first.the, rank.layer().config().rank},
-                                      {arena, second.the, rank.layer().config().rank}};
+        const DeviceInput inputs[] = {{arena, first.sample, rank.layer().config().rank},
+                                      {arena, second.sample, rank.layer().config().rank}};
         const TensorView graph_sums = arena.take(config.token_dtype, {50, config.hidden});
         const TensorView sums = arena.take(config.token_dtype, {50, config.hidden});
         const auto bytes = fixed * config.hidden * dtype_bytes(config.token_dtype);

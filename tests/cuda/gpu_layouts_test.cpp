@@ -14,30 +14,30 @@
 namespace waybill {
 namespace {
 
-using test::at;
 using test::Captured;
 using test::DeviceArena;
 using test::DeviceInput;
 using test::ExpertCase;
 using test::same_bytes;
 using test::small_config;
+using test::to_size;
 
 constexpr std::int64_t arena_bytes = std::int64_t{128} << 20;
 
 /// A dispatch, what experts make of it, and the sums of that: weighted where it has weights.
 struct Step {
-  ExpertCase the;
+  ExpertCase sample;
   ExpertDispatch dispatch;
   std::vector<HostTensor> outputs;
   EPCombineOptions options;
   std::vector<HostTensor> sums;
 };
 
-Step make_step(ExpertCase the, const EPLayerOptions& options, Random& random) {
-  Step step{std::move(the), {}, {}, {.local_combine = options.enable_local_combine}, {}};
-  step.dispatch = step.the.dispatch(options.dispatch);
+Step make_step(ExpertCase sample, const EPLayerOptions& options, Random& random) {
+  Step step{std::move(sample), {}, {}, {.local_combine = options.enable_local_combine}, {}};
+  step.dispatch = step.sample.dispatch(options.dispatch);
   step.outputs = test::random_outputs(step.dispatch, random);
-  step.options.weighted = !step.the.weights.empty() && options.dispatch.rows == EPRows::grouped;
+  step.options.weighted = !step.sample.weights.empty() && options.dispatch.rows == EPRows::grouped;
   step.sums = simulate_expert_combine(step.dispatch, test::views_of(step.outputs), step.options);
   return step;
 }
@@ -66,7 +66,7 @@ std::vector<Step> steps_of_one_routing(const EPConfig& config, const EPLayerOpti
 class Rank {
  public:
   Rank(World& world, EPConfig config, const EPLayerOptions& options)
-      : arena_(world, arena_bytes), r_(at(to_int(world.rank()))) {
+      : arena_(world, arena_bytes), r_(to_size(to_int(world.rank()))) {
     config.rank = to_int(world.rank());
     layer_ = std::make_unique<EPAll2AllLayer>(world, config, options);
   }
@@ -76,7 +76,7 @@ class Rank {
   [[nodiscard]] Stream stream() const { return {arena_.stream()}; }
 
   EPDispatched dispatch(const Step& step, const EPLayout* earlier = nullptr) {
-    const DeviceInput device(arena_, step.the, layer_->config().rank);
+    const DeviceInput device(arena_, step.sample, layer_->config().rank);
     return earlier == nullptr ? layer_->dispatch(device.input, stream())
                               : layer_->dispatch(device.input, *earlier, stream());
   }
@@ -111,7 +111,7 @@ void check_old_layouts(const EPConfig& config, const EPLayerOptions& options) {
           for (std::size_t earlier = 0; earlier <= i; ++earlier) {
             SCOPED_TRACE(concat("layout ", earlier, " after dispatch ", i));
             const EPLayout& layout = *made[earlier].layout;
-            EXPECT_EQ(layout.has_weights(), !steps[earlier].the.weights.empty());
+            EXPECT_EQ(layout.has_weights(), !steps[earlier].sample.weights.empty());
             rank.expect_sums(steps[earlier], layout);
             test::expect_tables(rank.arena(), layout.tables(), steps[earlier].dispatch,
                                 rank.layer().config().rank);
@@ -124,38 +124,38 @@ void check_old_layouts(const EPConfig& config, const EPLayerOptions& options) {
 }
 
 TEST(GpuLayouts, give_what_they_gave_after_other_dispatches) {
-  check_old_layouts(small_config(2), {.num_sm = 4});
+  check_old_layouts(small_config(2), {.num_sms = 4});
 }
 TEST(GpuLayouts, give_what_they_gave_after_other_dispatches_of_more_tokens) {
   EPConfig config = small_config(2);
   config.max_tokens = 300;
-  check_old_layouts(config, {.num_sm = 4});
+  check_old_layouts(config, {.num_sms = 4});
 }
 TEST(GpuLayouts, give_what_they_gave_after_other_dispatches_of_compact_rows) {
-  EPLayerOptions options{.num_sm = 4};
+  EPLayerOptions options{.num_sms = 4};
   options.dispatch.rows = EPRows::compact;
   check_old_layouts(small_config(2), options);
 }
 /// Weighted sums are made where the rows are, with the weights that came with them.
 TEST(GpuLayouts, give_what_they_gave_in_local_sums) {
-  check_old_layouts(small_config(2), {.num_sm = 4, .enable_local_combine = true});
+  check_old_layouts(small_config(2), {.num_sms = 4, .enable_local_combine = true});
 }
 TEST(GpuLayouts, give_what_they_gave_in_local_sums_of_more_tokens) {
   EPConfig config = small_config(2);
   config.max_tokens = 300;
   config.token_dtype = DType::float16;
   config.weight_dtype = DType::bfloat16;
-  check_old_layouts(config, {.num_sm = 4, .enable_local_combine = true});
+  check_old_layouts(config, {.num_sms = 4, .enable_local_combine = true});
 }
 TEST(GpuLayouts, give_what_they_gave_after_other_dispatches_on_nodes) {
-  check_old_layouts(small_config(4, 2), {.num_sm = 4});
+  check_old_layouts(small_config(4, 2), {.num_sms = 4});
 }
 
 /// A graph that combines by a layout that was made outside keeps the tables of it, though nobody
 /// else has them any more, and other graphs want memory of the same size.
 TEST(GpuLayouts, of_a_graph_keep_their_tables) {
   const EPConfig config = small_config(2);
-  const EPLayerOptions options{.num_sm = 4, .fixed_rows = most_recv_rows(config, {})};
+  const EPLayerOptions options{.num_sms = 4, .fixed_rows = most_recv_rows(config, {})};
   Random random(82);
   const Step first = make_step(test::random_case(config, random), options, random);
   const Step other = make_step(test::random_case(config, random), options, random);
@@ -170,7 +170,7 @@ TEST(GpuLayouts, of_a_graph_keep_their_tables) {
         const TensorView rows = arena.take(config.token_dtype, {options.fixed_rows, config.hidden});
         arena.copy(rows.data, first.outputs[r].bytes().data(), first.outputs[r].size_bytes());
         const TensorView sums = arena.take(config.token_dtype, first.sums[r].shape());
-        const DeviceInput input(arena, other.the, rank.layer().config().rank);
+        const DeviceInput input(arena, other.sample, rank.layer().config().rank);
         arena.synchronize();
         world.barrier();
         const Captured sum_up(arena.stream(), [&] {
@@ -197,7 +197,7 @@ TEST(GpuLayouts, of_a_graph_keep_their_tables) {
 /// Layouts and plans die on other threads while their rank takes memory for new ones.
 TEST(GpuLayouts, may_go_on_any_thread) {
   const EPConfig config = small_config(2);
-  const EPLayerOptions options{.num_sm = 4, .fixed_rows = most_recv_rows(config, {})};
+  const EPLayerOptions options{.num_sms = 4, .fixed_rows = most_recv_rows(config, {})};
   Random random(83);
   const Step step = make_step(test::random_case(config, random), options, random);
   const test::SequenceCase lines = test::sequence_cases(2, 1).back();
@@ -208,10 +208,10 @@ TEST(GpuLayouts, may_go_on_any_thread) {
         DeviceArena& arena = rank.arena();
         SequenceDispatcher dispatcher(world, {.num_sms = 4});
         dispatcher.reserve(std::int64_t{1} << 22, rank.stream());
-        const DeviceInput input(arena, step.the, rank.layer().config().rank);
+        const DeviceInput input(arena, step.sample, rank.layer().config().rank);
         for (int round = 0; round < 40; ++round) {
           std::vector<std::shared_ptr<EPLayout>> layouts;
-          std::vector<ReadyPlan> plans;
+          std::vector<PlanHandle> plans;
           for (int i = 0; i < 16; ++i) {
             layouts.push_back(rank.layer().dispatch(input.input, rank.stream()).layout);
             plans.push_back(dispatcher.plan_dispatch(test::forward_parts(lines), rank.stream()));
@@ -241,7 +241,7 @@ TEST(GpuLayouts, may_go_on_any_thread) {
 /// before it is done, though the layout is gone.
 TEST(GpuLayouts, leave_their_memory_to_work_that_was_noted) {
   const EPConfig config = small_config(2);
-  const EPLayerOptions options{.num_sm = 4, .fixed_rows = most_recv_rows(config, {})};
+  const EPLayerOptions options{.num_sms = 4, .fixed_rows = most_recv_rows(config, {})};
   Random random(84);
   const Step first = make_step(test::random_case(config, random, {.tokens = 50}), options, random);
   const Step other = make_step(test::random_case(config, random, {.tokens = 50}), options, random);
@@ -252,9 +252,9 @@ TEST(GpuLayouts, leave_their_memory_to_work_that_was_noted) {
         DeviceArena& arena = rank.arena();
         cudaStream_t late = nullptr;
         test::cuda_ok(cudaStreamCreateWithFlags(&late, cudaStreamNonBlocking));
-        const HostTensor& ids = first.the.ids[rank.index()];
+        const HostTensor& ids = first.sample.ids[rank.index()];
         const TensorView copy = arena.take(ids.dtype(), ids.shape());
-        const DeviceInput input(arena, other.the, rank.layer().config().rank);
+        const DeviceInput input(arena, other.sample, rank.layer().config().rank);
         for (int i = 0; i < 3; ++i) {
           EPDispatched got = rank.dispatch(first);
           arena.synchronize();
@@ -263,7 +263,7 @@ TEST(GpuLayouts, leave_their_memory_to_work_that_was_noted) {
             std::this_thread::sleep_for(std::chrono::milliseconds(200));
           };
           test::cuda_ok(cudaLaunchHostFunc(late, sleep, nullptr));
-          test::cuda_ok(cudaMemcpyAsync(copy.data, table.data, at(ids.size_bytes()),
+          test::cuda_ok(cudaMemcpyAsync(copy.data, table.data, to_size(ids.size_bytes()),
                                         cudaMemcpyDeviceToDevice, late));
           got.layout->note_use({late});
           got = {};

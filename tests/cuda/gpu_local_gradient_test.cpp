@@ -16,11 +16,11 @@
 namespace waybill {
 namespace {
 
-using test::at;
 using test::DeviceArena;
 using test::Expected;
 using test::same_bytes;
 using test::SequenceCase;
+using test::to_size;
 using Views = std::vector<ConstTensorView>;
 
 /// Each rank keeps two documents together and one apart, sends one, and shares one.
@@ -39,39 +39,39 @@ SequenceCase long_documents(std::int32_t world_size, DType dtype, std::int64_t h
       plan.doc_shard_offsets.push_back(plan.doc_shard_offsets.back() + size);
     }
   }
-  SequenceCase the{concat(dtype, ", hidden ", hidden), compute_qkv_routing(plan)};
-  the.k = {dtype, hidden};
-  the.v = {dtype, hidden};
-  the.q = {DType::uint8, 16};
-  return the;
+  SequenceCase sample{concat(dtype, ", hidden ", hidden), compute_qkv_routing(plan)};
+  sample.k = {dtype, hidden};
+  sample.v = {dtype, hidden};
+  sample.q = {DType::uint8, 16};
+  return sample;
 }
 
-void check_sums(DeviceArena& arena, SequenceDispatcher& dispatcher, const SequenceCase& the,
+void check_sums(DeviceArena& arena, SequenceDispatcher& dispatcher, const SequenceCase& sample,
                 const Expected& expected, std::size_t r, DType to) {
   const Stream stream{arena.stream()};
-  const auto dk = test::simulated_gradient(the.routing, expected.k_out, to);
-  const auto dv = test::simulated_gradient(the.routing, expected.v_out, to);
+  const auto dk = test::simulated_gradient(sample.routing, expected.k_out, to);
+  const auto dv = test::simulated_gradient(sample.routing, expected.v_out, to);
   arena.reset();
-  const auto plan = dispatcher.plan_kv_gradient(test::kv_parts(the), stream);
+  const auto plan = dispatcher.plan_kv_gradient(test::kv_parts(sample), stream);
   ASSERT_EQ(plan.plan().local_segments.size(), 4U);
   const auto places = dispatcher.gradient_inputs(plan, stream);
   arena.copy(places[0].data, expected.k_out[r].bytes().data(), expected.k_out[r].size_bytes());
-  const std::int64_t pitch = the.k.hidden + 8;
-  const TensorView wide = arena.take(the.k.dtype, {expected.v_out[r].shape()[0], pitch});
-  const std::int64_t row_bytes = the.v.row_bytes();
+  const std::int64_t pitch = sample.k.hidden + 8;
+  const TensorView wide = arena.take(sample.k.dtype, {expected.v_out[r].shape()[0], pitch});
+  const std::int64_t row_bytes = sample.v.row_bytes();
   for (std::int64_t row = 0; row < wide.shape[0]; ++row) {
     arena.copy(wide.data + row * pitch * dtype_bytes(wide.dtype),
                expected.v_out[r].bytes().data() + row * row_bytes, row_bytes);
   }
   ConstTensorView strided = wide;
-  strided.shape[1] = the.k.hidden;
+  strided.shape[1] = sample.k.hidden;
   const Views plain{arena.upload(expected.k_out[r]), arena.upload(expected.v_out[r])};
   for (const Views& from : {Views{places[0], plain[1]}, Views{plain[0], strided}, plain}) {
     const std::vector<TensorView> sums{arena.take(to, expected.k[r].shape()),
                                        arena.take(to, expected.v[r].shape())};
     dispatcher.kv_gradient(plan, from, sums, stream);
-    ASSERT_TRUE(same_bytes(arena.download(sums[0]), dk[r])) << the.name << " to " << to;
-    ASSERT_TRUE(same_bytes(arena.download(sums[1]), dv[r])) << the.name << " to " << to;
+    ASSERT_TRUE(same_bytes(arena.download(sums[0]), dk[r])) << sample.name << " to " << to;
+    ASSERT_TRUE(same_bytes(arena.download(sums[1]), dv[r])) << sample.name << " to " << to;
     for (const TensorView& sum : sums) ASSERT_TRUE(arena.guards_hold(sum));
   }
 }
@@ -80,7 +80,7 @@ void check_sums(DeviceArena& arena, SequenceDispatcher& dispatcher, const Sequen
 void check_dtypes(std::int32_t world_size) {
   using enum DType;
   struct Case {
-    SequenceCase the;
+    SequenceCase sample;
     DType to;
     Expected expected;
   };
@@ -90,8 +90,8 @@ void check_dtypes(std::int32_t world_size) {
                                          {float16, 333, float32},
                                          {float32, 256, float32},
                                          {float64, 129, float64}}) {
-    const SequenceCase the = long_documents(world_size, from, hidden, 300);
-    cases.push_back({the, to, Expected(the)});
+    const SequenceCase sample = long_documents(world_size, from, hidden, 300);
+    cases.push_back({sample, to, Expected(sample)});
   }
   run_gpu_thread_world(
       world_size,
@@ -100,8 +100,9 @@ void check_dtypes(std::int32_t world_size) {
         for (const int num_sms : {8, 0}) {
           SequenceDispatcher dispatcher(world, {.num_sms = num_sms});
           dispatcher.reserve(std::int64_t{32} << 20, {arena.stream()});
-          for (const Case& the : cases) {
-            check_sums(arena, dispatcher, the.the, the.expected, at(to_int(world.rank())), the.to);
+          for (const Case& sample : cases) {
+            check_sums(arena, dispatcher, sample.sample, sample.expected,
+                       to_size(to_int(world.rank())), sample.to);
           }
           world.barrier();
           dispatcher.close();
@@ -115,21 +116,21 @@ TEST(GpuLocalGradient, four_ranks_equal_the_simulation) { check_dtypes(4); }
 
 TEST(GpuLocalGradient, a_graph_replays_it_and_keeps_its_plan) {
   constexpr std::int32_t world_size = 2;
-  const SequenceCase the = long_documents(world_size, DType::bfloat16, 512, 300);
+  const SequenceCase sample = long_documents(world_size, DType::bfloat16, 512, 300);
   const SequenceCase small = long_documents(world_size, DType::bfloat16, 512, 1);
-  const Expected first(the, 1);
-  const Expected second(the, 20);
+  const Expected first(sample, 1);
+  const Expected second(sample, 20);
   run_gpu_thread_world(
       world_size,
       [&](World& world) {
         DeviceArena arena(world);
         const Stream stream{arena.stream()};
-        const auto r = at(to_int(world.rank()));
+        const auto r = to_size(to_int(world.rank()));
         for (const bool apart : {true, false}) {
           SequenceDispatcher dispatcher(world, {.num_sms = 8, .local_by_copy_engine = apart});
           dispatcher.reserve(std::int64_t{32} << 20, stream);
           arena.reset();
-          ReadyPlan plan = dispatcher.plan_kv_gradient(test::kv_parts(the), stream);
+          PlanHandle plan = dispatcher.plan_kv_gradient(test::kv_parts(sample), stream);
           ASSERT_EQ(plan.plan().local_segments.empty(), !apart);
           const Views from{arena.upload(first.k_out[r]), arena.upload(first.v_out[r])};
           const std::vector<TensorView> sums{arena.take(DType::bfloat16, first.k[r].shape()),
@@ -150,7 +151,7 @@ TEST(GpuLocalGradient, a_graph_replays_it_and_keeps_its_plan) {
           const std::string why = apart ? "a graph holds copies" : "a graph holds a gradient";
           EXPECT_TRUE(test::rejects(
               [&] { dispatcher.replace_plan(plan, test::kv_parts(small), stream); }, {why}));
-          if (!apart) dispatcher.replace_plan(plan, test::kv_parts(the), stream);
+          if (!apart) dispatcher.replace_plan(plan, test::kv_parts(sample), stream);
           dispatcher.synchronize(stream);
           world.barrier();
           dispatcher.close();

@@ -30,7 +30,7 @@ inline void check_gpu_nodes(World& world, const std::vector<std::unique_ptr<Node
     dispatcher.reserve(std::int64_t{64} << 20, {arena.stream()}, 1 << 12);
     for (const auto& node : cases) {
       const std::string name = concat(way.name, ", batches of ", way.options.plan.batch_bytes, ", ",
-                                      node->the.name, ", rank ", world.rank());
+                                      node->sample.name, ", rank ", world.rank());
       check_gpu_step(world, dispatcher, arena, node->parts(), node->expected, name);
       if (testing::Test::HasFatalFailure()) return;
     }

@@ -16,9 +16,9 @@
 namespace waybill {
 namespace {
 
-using test::at;
 using test::DeviceArena;
 using test::NodeCase;
+using test::to_size;
 using Views = std::vector<ConstTensorView>;
 
 ThreadWorldOptions on_nodes(const Topology& topology) {
@@ -57,12 +57,12 @@ TEST(GpuNodes, large_rows_equal_the_simulation) {
   std::vector<std::vector<std::int64_t>> shards(4, {700, 90, 1});
   std::vector<std::int32_t> dst;
   for (int i = 0; i < 12; ++i) dst.push_back((i * 7 + 2) % 4);
-  test::SequenceCase the{"large",
-                         compute_qkv_routing(test::plain_plan(4, shards, dst, KvLayout::per_rank))};
-  the.q.hidden = 4096;
-  the.k.hidden = the.v.hidden = 1024;
+  test::SequenceCase sample{
+      "large", compute_qkv_routing(test::plain_plan(4, shards, dst, KvLayout::per_rank))};
+  sample.q.hidden = 4096;
+  sample.k.hidden = sample.v.hidden = 1024;
   std::vector<std::unique_ptr<NodeCase>> cases;
-  cases.push_back(std::make_unique<NodeCase>(std::move(the), topology, RelaySchedule{}));
+  cases.push_back(std::make_unique<NodeCase>(std::move(sample), topology, RelaySchedule{}));
   run_gpu_thread_world(
       4, [&](World& world) { test::check_gpu_nodes(world, cases); }, on_nodes(topology));
 }
@@ -75,9 +75,9 @@ TEST(GpuNodes, a_captured_graph_replays_with_a_new_plan) {
     test::RandomPlanOptions options;
     options.world_size = 4;
     options.max_shard_len = 30;
-    test::SequenceCase the{concat("plan ", seed),
-                           compute_qkv_routing(test::random_plan(seed, options))};
-    cases.push_back(std::make_unique<NodeCase>(std::move(the), topology, RelaySchedule{}, seed));
+    test::SequenceCase sample{concat("plan ", seed),
+                              compute_qkv_routing(test::random_plan(seed, options))};
+    cases.push_back(std::make_unique<NodeCase>(std::move(sample), topology, RelaySchedule{}, seed));
   }
   const std::vector<std::vector<std::int64_t>> many(4, {400, 400});
   const NodeCase room({"room", compute_qkv_routing(test::plain_plan(
@@ -86,18 +86,18 @@ TEST(GpuNodes, a_captured_graph_replays_with_a_new_plan) {
   run_gpu_thread_world(
       4,
       [&](World& world) {
-        const auto r = at(to_int(world.rank()));
+        const auto r = to_size(to_int(world.rank()));
         DeviceArena arena(world);
         const Stream stream{arena.stream()};
         SequenceDispatcher dispatcher(world, {.num_sms = 8, .local_by_copy_engine = false});
         dispatcher.reserve(std::int64_t{8} << 20, stream);
-        ReadyPlan plan = dispatcher.plan_dispatch(room.forward(), stream);
+        PlanHandle plan = dispatcher.plan_dispatch(room.forward(), stream);
         // A graph keeps the places to which it copies gradients: one tensor has the same in all.
         const auto keys = [](const NodeCase& node) {
-          return std::vector<SequencePart>{{&node.the.routing.fwd_kv, {node.the.k}}};
+          return std::vector<SequencePart>{{&node.sample.routing.fwd_kv, {node.sample.k}}};
         };
         const auto room_keys = keys(room);
-        ReadyPlan back = dispatcher.plan_kv_gradient(room_keys, stream);
+        PlanHandle back = dispatcher.plan_kv_gradient(room_keys, stream);
         constexpr DType dtype = DType::bfloat16;
         const std::vector<TensorView> inputs{arena.take(dtype, {800, 64}),
                                              arena.take(dtype, {800, 32}),
@@ -115,7 +115,7 @@ TEST(GpuNodes, a_captured_graph_replays_with_a_new_plan) {
         test::cuda_ok(cudaStreamEndCapture(arena.stream(), &graph));
         test::cuda_ok(cudaGraphInstantiate(&ready, graph, 0));
         for (int replay = 0; replay < 9; ++replay) {
-          const NodeCase& node = *cases[at(replay / 3)];
+          const NodeCase& node = *cases[to_size(replay / 3)];
           const test::Expected& expected = node.expected;
           dispatcher.replace_plan(plan, node.forward(), stream);
           dispatcher.replace_plan(back, keys(node), stream);
@@ -156,17 +156,17 @@ TEST(GpuNodes, copy_engines_are_refused) {
 /// All ranks send to all; rank 1 makes no third call. Whoever waits for it says so; ranks that wait
 /// for those, too, may name them.
 TEST(GpuNodes, a_rank_that_never_calls_is_named) {
-  const auto the = test::sequence_cases(4, 0).at(3);
-  const test::Expected expected(the);
+  const auto sample = test::sequence_cases(4, 0).at(3);
+  const test::Expected expected(sample);
   auto bootstraps = make_thread_bootstraps(4, 2.0);
   const auto results = test::run_ranks(4, [&](std::int32_t rank) {
-    const auto r = at(rank);
+    const auto r = to_size(rank);
     World world = make_gpu_thread_world(std::move(bootstraps[r]), rank % num_gpus(), 2);
     DeviceArena arena(world, std::int64_t{16} << 20);
     const Stream stream{arena.stream()};
     SequenceDispatcher dispatcher(world, {.num_sms = 4});
     dispatcher.reserve(std::int64_t{1} << 20, stream);
-    const auto plan = dispatcher.plan_dispatch(test::forward_parts(the), stream);
+    const auto plan = dispatcher.plan_dispatch(test::forward_parts(sample), stream);
     const Views inputs{arena.upload(expected.q[r]), arena.upload(expected.k[r]),
                        arena.upload(expected.v[r])};
     for (int call = 1; call <= 3; ++call) {
@@ -180,7 +180,7 @@ TEST(GpuNodes, a_rank_that_never_calls_is_named) {
   });
   int named = 0;
   for (const std::int32_t r : {0, 2, 3}) {
-    const std::string& text = results[at(r)].text;
+    const std::string& text = results[to_size(r)].text;
     EXPECT_NE(text.find("waited"), std::string::npos) << "rank " << r << ": " << text;
     EXPECT_NE(text.find("for signal >= 3 from rank"), std::string::npos) << text;
     EXPECT_NE(text.find("last seen 2"), std::string::npos) << text;
@@ -198,7 +198,7 @@ TEST(GpuNodes, a_killed_process_is_named) {
       },
       test::Death::before_the_third_call);
   EXPECT_EQ(ends[1].signal, SIGKILL);
-  EXPECT_TRUE(test::names_missed_wait(
+  EXPECT_TRUE(test::names_timeout(
       ends[0].text, {.operation = "dispatch", .rank = 0, .peer = 1, .wanted = 3, .seen = 2}, 2,
       10));
 }

@@ -16,12 +16,12 @@ namespace waybill {
 namespace {
 
 using test::AnsweredCase;
-using test::at;
 using test::Captured;
 using test::DeviceArena;
 using test::DeviceInput;
 using test::Expected;
 using test::same_bytes;
+using test::to_size;
 using Views = std::vector<ConstTensorView>;
 
 constexpr int num_rounds = 6;
@@ -38,16 +38,16 @@ void replace(DeviceArena& arena, const ConstTensorView& to, const HostTensor& fr
 /// What one rank does with one plan, over and over, with other rows each time.
 class SequenceSteps {
  public:
-  SequenceSteps(World& world, const test::SequenceCase& the, const std::vector<Expected>& rounds,
+  SequenceSteps(World& world, const test::SequenceCase& sample, const std::vector<Expected>& rounds,
                 int num_sms)
       : world_(world),
         rounds_(rounds),
-        r_(at(to_int(world.rank()))),
+        r_(to_size(to_int(world.rank()))),
         arena_(world, std::int64_t{64} << 20),
         dispatcher_(world, {.num_sms = num_sms}) {
     dispatcher_.reserve(std::int64_t{1} << 22, stream());
-    forward_ = dispatcher_.plan_dispatch(test::forward_parts(the), stream());
-    gradient_ = dispatcher_.plan_kv_gradient(test::kv_parts(the), stream());
+    forward_ = dispatcher_.plan_dispatch(test::forward_parts(sample), stream());
+    gradient_ = dispatcher_.plan_kv_gradient(test::kv_parts(sample), stream());
     const Expected& first = rounds[0];
     inputs_ = {arena_.upload(first.q[r_]), arena_.upload(first.k[r_]), arena_.upload(first.v[r_])};
     sums_ = {arena_.take(inputs_[1].dtype, first.k[r_].shape()),
@@ -61,7 +61,8 @@ class SequenceSteps {
   void dispatch() {
     const auto outputs = dispatcher_.dispatch(forward_, inputs_, stream());
     for (const int t : {0, 1}) {
-      arena_.copy(copies_[at(t)].data, outputs[at(t + 1)].data, size_of(copies_[at(t)]));
+      arena_.copy(copies_[to_size(t)].data, outputs[to_size(t + 1)].data,
+                  size_of(copies_[to_size(t)]));
     }
   }
 
@@ -108,20 +109,20 @@ class SequenceSteps {
   std::size_t r_;
   DeviceArena arena_;
   SequenceDispatcher dispatcher_;
-  ReadyPlan forward_, gradient_;
+  PlanHandle forward_, gradient_;
   Views inputs_;
   std::vector<TensorView> sums_, copies_;
 };
 
 void check_sequences(std::int32_t world_size) {
-  const test::SequenceCase the = test::sequence_cases(world_size, 1).back();
+  const test::SequenceCase sample = test::sequence_cases(world_size, 1).back();
   std::vector<Expected> rounds;
-  for (std::uint64_t i = 0; i < num_rounds; ++i) rounds.emplace_back(the, 10 * i + 1);
+  for (std::uint64_t i = 0; i < num_rounds; ++i) rounds.emplace_back(sample, 10 * i + 1);
   run_gpu_thread_world(
       world_size,
       [&](World& world) {
         for (const int num_sms : {4, 0}) {
-          SequenceSteps steps(world, the, rounds, num_sms);
+          SequenceSteps steps(world, sample, rounds, num_sms);
           const Captured one(steps.cuda_stream(), [&] { steps.dispatch(); });
           const Captured three(steps.cuda_stream(), [&] {
             steps.dispatch();
@@ -174,11 +175,11 @@ void check_experts(std::int32_t world_size) {
       [&](World& world) {
         EPConfig own = config;
         own.rank = to_int(world.rank());
-        const auto r = at(own.rank);
+        const auto r = to_size(own.rank);
         DeviceArena arena(world, std::int64_t{64} << 20);
         const Stream stream{arena.stream()};
-        EPAll2AllLayer layer(world, own, {.num_sm = 4, .fixed_rows = most_recv_rows(config, {})});
-        const DeviceInput device(arena, rounds[0].the, own.rank);
+        EPAll2AllLayer layer(world, own, {.num_sms = 4, .fixed_rows = most_recv_rows(config, {})});
+        const DeviceInput device(arena, rounds[0].sample, own.rank);
         const TensorView sums = arena.take(config.token_dtype, {config.max_tokens, config.hidden});
         const auto step = [&](bool in_place) {
           const EPDispatched got = layer.dispatch(device.input, stream);
@@ -193,9 +194,9 @@ void check_experts(std::int32_t world_size) {
         const auto check = [&](const char* name, const auto& run) {
           Random random(r);
           for (std::size_t i = 0; i < rounds.size(); ++i) {
-            replace(arena, device.input.tokens, rounds[i].the.tokens[r]);
-            replace(arena, device.input.ids, rounds[i].the.ids[r]);
-            replace(arena, device.input.weights, rounds[i].the.weights[r]);
+            replace(arena, device.input.tokens, rounds[i].sample.tokens[r]);
+            replace(arena, device.input.ids, rounds[i].sample.ids[r]);
+            replace(arena, device.input.weights, rounds[i].sample.weights[r]);
             delay(random);
             run();
             ASSERT_TRUE(same_bytes(arena.download(sums), rounds[i].sums[r])) << name << i;

@@ -14,8 +14,8 @@
 namespace waybill {
 namespace {
 
-using test::at;
 using test::Death;
+using test::to_size;
 
 World make_world(std::shared_ptr<Bootstrap> bootstrap, int device) {
   return make_gpu_process_world(std::move(bootstrap), device);
@@ -65,9 +65,9 @@ TEST(GpuProcess, a_killed_rank_is_named_by_all_others) {
   EXPECT_EQ(ends[1].signal, SIGKILL);
   for (std::int32_t r = 0; r < world_size; ++r) {
     if (r == 1) continue;
-    EXPECT_TRUE(test::names_missed_wait(
-        ends[at(r)].text, {.operation = "dispatch", .rank = r, .peer = 1, .wanted = 3, .seen = 2},
-        2, 10));
+    EXPECT_TRUE(test::names_timeout(
+        ends[to_size(r)].text,
+        {.operation = "dispatch", .rank = r, .peer = 1, .wanted = 3, .seen = 2}, 2, 10));
   }
 }
 
@@ -78,9 +78,9 @@ TEST(GpuProcess, survivors_that_share_a_gpu_name_a_killed_rank) {
   const auto ends = test::run_until_rank_1_dies(3, on_one_gpu, Death::before_the_third_call, 5);
   EXPECT_EQ(ends[1].signal, SIGKILL);
   for (const std::int32_t r : {0, 2}) {
-    EXPECT_TRUE(test::names_missed_wait(
-        ends[at(r)].text, {.operation = "dispatch", .rank = r, .peer = 1, .wanted = 3, .seen = 2},
-        5, 15));
+    EXPECT_TRUE(test::names_timeout(
+        ends[to_size(r)].text,
+        {.operation = "dispatch", .rank = r, .peer = 1, .wanted = 3, .seen = 2}, 5, 15));
   }
 }
 

@@ -55,15 +55,15 @@ enum class Death { before_the_third_call, during_some_call };
 inline std::vector<ProcessEnd> run_until_rank_1_dies(std::int32_t world_size,
                                                      const MakeGpuWorld& make, Death death,
                                                      double timeout_s = 2) {
-  const SequenceCase the = sequence_cases(world_size, 0).at(3);  // all ranks send to all
-  const Expected expected(the);
+  const SequenceCase sample = sequence_cases(world_size, 0).at(3);  // all ranks send to all
+  const Expected expected(sample);
   const auto body = [&](World& world) {
-    const auto r = at(to_int(world.rank()));
+    const auto r = to_size(to_int(world.rank()));
     DeviceArena arena(world, std::int64_t{16} << 20);
     const Stream stream{arena.stream()};
     SequenceDispatcher dispatcher(world, {.num_sms = 4});
     dispatcher.reserve(std::int64_t{1} << 20, stream);
-    const auto plan = dispatcher.plan_dispatch(forward_parts(the), stream);
+    const auto plan = dispatcher.plan_dispatch(forward_parts(sample), stream);
     const std::vector<ConstTensorView> inputs{
         arena.upload(expected.q[r]), arena.upload(expected.k[r]), arena.upload(expected.v[r])};
     const bool victim = world.rank() == Rank{1};

@@ -37,7 +37,7 @@ void check_relays(std::int32_t world_size, int num_random, std::int64_t scale) {
           for (const auto& node : cases) {
             const std::string name =
                 concat(way.name, ", batches of ", way.options.plan.batch_bytes, ", ",
-                       node->the.name, ", rank ", world.rank(), " of ", world_size);
+                       node->sample.name, ", rank ", world.rank(), " of ", world_size);
             test::check_gpu_step(world, dispatcher, arena, node->parts(), node->expected, name);
           }
           world.barrier();

@@ -20,9 +20,9 @@
 namespace waybill {
 namespace {
 
-using test::at;
 using test::DeviceArena;
 using test::Expected;
+using test::to_size;
 using Clock = std::chrono::steady_clock;
 
 constexpr double long_timeout_s = 60;
@@ -38,12 +38,12 @@ struct OwnError : std::runtime_error {
 /// A rank with a dispatcher and a plan by which all ranks send to all.
 class Rig {
  public:
-  Rig(World& world, const test::SequenceCase& the, const Expected& expected, int num_sms)
+  Rig(World& world, const test::SequenceCase& sample, const Expected& expected, int num_sms)
       : arena_(world, std::int64_t{16} << 20),
         dispatcher_(world, {.num_sms = num_sms}),
-        plan_(dispatcher_.plan_dispatch(test::forward_parts(the), stream())) {
+        plan_(dispatcher_.plan_dispatch(test::forward_parts(sample), stream())) {
     dispatcher_.reserve(std::int64_t{1} << 20, stream());
-    const auto r = at(to_int(world.rank()));
+    const auto r = to_size(to_int(world.rank()));
     inputs_ = {arena_.upload(expected.q[r]), arena_.upload(expected.k[r]),
                arena_.upload(expected.v[r])};
   }
@@ -55,18 +55,18 @@ class Rig {
 
   DeviceArena arena_;
   SequenceDispatcher dispatcher_;
-  ReadyPlan plan_;
+  PlanHandle plan_;
   std::vector<ConstTensorView> inputs_;
 };
 
 /// Rank 1 throws before its third call; the others have queued theirs.
 void a_rank_that_throws_releases_the_others(std::int32_t world_size, int num_sms) {
-  const auto the = test::sequence_cases(world_size, 0).at(3);
-  const Expected expected(the);
+  const auto sample = test::sequence_cases(world_size, 0).at(3);
+  const Expected expected(sample);
   std::atomic<int> released = 0;
   Clock::time_point thrown;
   const auto body = [&](World& world) {
-    Rig rig(world, the, expected, num_sms);
+    Rig rig(world, sample, expected, num_sms);
     for (int call = 0; call < 2; ++call) rig.dispatch();
     rig.synchronize();
     if (world.rank() == Rank{1}) {
@@ -103,12 +103,12 @@ TEST(GpuRelease, an_interrupt_ends_the_wait_for_a_call) {
   const InterruptCheck before = set_interrupt_check([] {
     if (user_interrupts) throw Interrupted("interrupted by a test");
   });
-  const auto the = test::sequence_cases(2, 0).at(3);
-  const Expected expected(the);
+  const auto sample = test::sequence_cases(2, 0).at(3);
+  const Expected expected(sample);
   std::atomic<int> interrupted = 0;
   Clock::time_point asked;
   const auto body = [&](World& world) {
-    Rig rig(world, the, expected, 4);
+    Rig rig(world, sample, expected, 4);
     rig.dispatch();
     rig.synchronize();
     if (world.rank() == Rank{1}) {
@@ -148,10 +148,10 @@ TEST(GpuRelease, an_interrupt_ends_the_wait_for_a_call) {
 }
 
 TEST(GpuRelease, calls_that_go_well_are_not_cut_short_by_late_ranks) {
-  const auto the = test::sequence_cases(2, 0).at(3);
-  const Expected expected(the);
+  const auto sample = test::sequence_cases(2, 0).at(3);
+  const Expected expected(sample);
   run_gpu_thread_world(2, [&](World& world) {
-    Rig rig(world, the, expected, 4);
+    Rig rig(world, sample, expected, 4);
     for (int call = 0; call < 3; ++call) {
       // Longer than the time after which waits of kernels look whether the rank has given up.
       if (world.rank() == Rank{call % 2}) {
@@ -164,13 +164,13 @@ TEST(GpuRelease, calls_that_go_well_are_not_cut_short_by_late_ranks) {
 }
 
 TEST(GpuRelease, a_process_that_gives_up_releases_the_others) {
-  const auto the = test::sequence_cases(2, 0).at(3);
-  const Expected expected(the);
+  const auto sample = test::sequence_cases(2, 0).at(3);
+  const Expected expected(sample);
   const auto start = Clock::now();
   const auto ends = test::run_gpu_processes(
       2, [](auto bootstrap, int device) { return make_gpu_process_world(bootstrap, device); },
       [&](World& world) {
-        Rig rig(world, the, expected, 4);
+        Rig rig(world, sample, expected, 4);
         rig.dispatch();
         rig.synchronize();
         if (world.rank() == Rank{1}) {

@@ -13,12 +13,12 @@
 namespace waybill {
 namespace {
 
-using test::at;
 using test::cuda_ok;
 using test::DeviceArena;
 using test::Expected;
 using test::same_bytes;
 using test::SequenceCase;
+using test::to_size;
 using test::Way;
 using test::ways;
 using Views = std::vector<ConstTensorView>;
@@ -37,37 +37,37 @@ TEST(GpuSequence, eight_ranks_equal_the_simulation) { check_cases(8, 16, 3); }
 TEST(GpuSequence, inputs_may_be_strided_and_unaligned) {
   const auto cases = test::sequence_cases(4, 16, 3);
   std::vector<Expected> expected;
-  for (const SequenceCase& the : cases) expected.emplace_back(the);
+  for (const SequenceCase& sample : cases) expected.emplace_back(sample);
   run_gpu_thread_world(
       4,
       [&](World& world) {
         DeviceArena arena(world);
         const Stream stream{arena.stream()};
-        const auto r = at(to_int(world.rank()));
+        const auto r = to_size(to_int(world.rank()));
         for (const Way& way : ways(world.world_size())) {
           SequenceDispatcher dispatcher(world, way.options);
           dispatcher.reserve(std::int64_t{16} << 20, stream);
           for (std::size_t i = 0; i < cases.size(); ++i) {
-            const SequenceCase& the = cases[i];
-            const std::vector<SequencePart> parts{{&the.routing.fwd_q, {the.q}}};
+            const SequenceCase& sample = cases[i];
+            const std::vector<SequencePart> parts{{&sample.routing.fwd_q, {sample.q}}};
             const auto plan = dispatcher.plan_dispatch(parts, stream);
-            const std::int64_t element = dtype_bytes(the.q.dtype);
+            const std::int64_t element = dtype_bytes(sample.q.dtype);
             const std::int64_t rows = expected[i].q[r].shape()[0];
             for (const std::int64_t extra : {8, 5}) {  // elements between the rows
               arena.reset();
-              const TensorView wide = arena.take(the.q.dtype, {rows, the.q.hidden + extra});
+              const TensorView wide = arena.take(sample.q.dtype, {rows, sample.q.hidden + extra});
               ConstTensorView view = wide;
               view.data += extra * element;
-              view.shape = {rows, the.q.hidden};
+              view.shape = {rows, sample.q.hidden};
               for (std::int64_t row = 0; row < rows; ++row) {
-                arena.copy(wide.data + (row * (the.q.hidden + extra) + extra) * element,
-                           expected[i].q[r].bytes().data() + row * the.q.row_bytes(),
-                           the.q.row_bytes());
+                arena.copy(wide.data + (row * (sample.q.hidden + extra) + extra) * element,
+                           expected[i].q[r].bytes().data() + row * sample.q.row_bytes(),
+                           sample.q.row_bytes());
               }
               if (rows > 0) view.shape[0] = rows;
               const auto outputs = dispatcher.dispatch(plan, Views{view}, stream);
               ASSERT_TRUE(same_bytes(arena.download(outputs[0]), expected[i].q_out[r]))
-                  << way.name << ", " << the.name << ", " << extra << " elements apart";
+                  << way.name << ", " << sample.name << ", " << extra << " elements apart";
             }
           }
           world.barrier();
@@ -88,13 +88,13 @@ TEST(GpuSequence, calls_follow_each_other_without_barriers_and_with_late_ranks) 
       [&](World& world) {
         DeviceArena arena(world);
         const Stream stream{arena.stream()};
-        const auto r = at(to_int(world.rank()));
+        const auto r = to_size(to_int(world.rank()));
         Random random(r);
         for (const Way& way : ways(world.world_size())) {
           arena.reset();
           SequenceDispatcher dispatcher(world, way.options);
           dispatcher.reserve(std::int64_t{16} << 20, stream);
-          std::vector<ReadyPlan> plans;
+          std::vector<PlanHandle> plans;
           std::vector<Views> inputs;
           for (std::size_t i = 0; i < cases.size(); ++i) {
             plans.push_back(dispatcher.plan_dispatch(test::forward_parts(cases[i]), stream));
@@ -127,20 +127,20 @@ TEST(GpuSequence, calls_follow_each_other_without_barriers_and_with_late_ranks) 
 }
 
 TEST(GpuSequence, sums_of_16_bit_gradients_may_stay_float32) {
-  auto the = test::sequence_cases(4, 4, 3).back();
-  the.k = {DType::bfloat16, 128};
-  the.v = {DType::bfloat16, 64};
-  const Expected expected(the);
-  const auto dk = test::simulated_gradient(the.routing, expected.k_out, DType::float32);
-  const auto dv = test::simulated_gradient(the.routing, expected.v_out, DType::float32);
+  auto sample = test::sequence_cases(4, 4, 3).back();
+  sample.k = {DType::bfloat16, 128};
+  sample.v = {DType::bfloat16, 64};
+  const Expected expected(sample);
+  const auto dk = test::simulated_gradient(sample.routing, expected.k_out, DType::float32);
+  const auto dv = test::simulated_gradient(sample.routing, expected.v_out, DType::float32);
   run_gpu_thread_world(
       4,
       [&](World& world) {
         DeviceArena arena(world);
         const Stream stream{arena.stream()};
-        const auto r = at(to_int(world.rank()));
+        const auto r = to_size(to_int(world.rank()));
         SequenceDispatcher dispatcher(world);
-        const auto plan = dispatcher.plan_kv_gradient(test::kv_parts(the), stream);
+        const auto plan = dispatcher.plan_kv_gradient(test::kv_parts(sample), stream);
         const auto places = dispatcher.gradient_inputs(plan, stream);  // written there: no copy
         arena.copy(places[0].data, expected.k_out[r].bytes().data(),
                    expected.k_out[r].size_bytes());
@@ -168,7 +168,7 @@ TEST(GpuSequence, a_captured_graph_replays_with_a_new_plan) {
     cases.push_back({concat("plan ", seed), compute_qkv_routing(test::random_plan(seed, options))});
   }
   std::vector<Expected> expected;
-  for (const SequenceCase& the : cases) expected.emplace_back(the);
+  for (const SequenceCase& sample : cases) expected.emplace_back(sample);
   // Room for the largest: a dense plan of the same world.
   const std::vector<std::vector<std::int64_t>> many(world_size, {400, 400});
   const SequenceCase room{
@@ -179,10 +179,10 @@ TEST(GpuSequence, a_captured_graph_replays_with_a_new_plan) {
       [&](World& world) {
         DeviceArena arena(world);
         const Stream stream{arena.stream()};
-        const auto r = at(to_int(world.rank()));
+        const auto r = to_size(to_int(world.rank()));
         SequenceDispatcher dispatcher(world, {.num_sms = 4});
         dispatcher.reserve(std::int64_t{8} << 20, stream);
-        ReadyPlan plan = dispatcher.plan_dispatch(test::forward_parts(room), stream);
+        PlanHandle plan = dispatcher.plan_dispatch(test::forward_parts(room), stream);
         const Views inputs{arena.take(DType::bfloat16, {800, 64}),
                            arena.take(DType::bfloat16, {800, 32}),
                            arena.take(DType::bfloat16, {800, 32})};
@@ -195,7 +195,7 @@ TEST(GpuSequence, a_captured_graph_replays_with_a_new_plan) {
         cuda_ok(cudaStreamEndCapture(arena.stream(), &graph));
         cuda_ok(cudaGraphInstantiate(&ready, graph, 0));
         for (int replay = 0; replay < 9; ++replay) {
-          const auto i = at(replay / 3);
+          const auto i = to_size(replay / 3);
           dispatcher.replace_plan(plan, test::forward_parts(cases[i]), stream);
           for (const auto& [view, tensor] : {std::pair{inputs[0], &expected[i].q[r]},
                                              {inputs[1], &expected[i].k[r]},

@@ -17,7 +17,7 @@ inline void check_gpu_step(World& world, SequenceDispatcher& dispatcher, DeviceA
                            const StepParts& step, const Expected& expected,
                            const std::string& name) {
   using Views = std::vector<ConstTensorView>;
-  const auto r = at(to_int(world.rank()));
+  const auto r = to_size(to_int(world.rank()));
   const Stream stream{arena.stream()};
   arena.reset();
   const auto forward = dispatcher.plan_dispatch(step.forward, stream);
@@ -46,7 +46,7 @@ class CasesOnGpu {
  public:
   CasesOnGpu(std::int32_t world_size, int num_random, std::int64_t scale)
       : cases_(sequence_cases(world_size, num_random_cases(num_random), scale)) {
-    for (const SequenceCase& the : cases_) expected_.emplace_back(the);
+    for (const SequenceCase& sample : cases_) expected_.emplace_back(sample);
   }
 
   void check(World& world) const {

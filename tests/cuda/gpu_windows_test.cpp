@@ -13,11 +13,11 @@
 namespace waybill {
 namespace {
 
-using test::at;
 using test::DeviceArena;
 using test::Expected;
 using test::same_bytes;
 using test::SequenceCase;
+using test::to_size;
 using test::Way;
 using test::ways;
 using Views = std::vector<ConstTensorView>;
@@ -29,14 +29,14 @@ TEST(GpuWindows, nothing_but_the_tensors_is_written) {
       [&](World& world) {
         DeviceArena arena(world);
         const Stream stream{arena.stream()};
-        const auto r = at(to_int(world.rank()));
+        const auto r = to_size(to_int(world.rank()));
         for (const Way& way : ways(world.world_size())) {
           SequenceDispatcher dispatcher(world, way.options);
           dispatcher.reserve(std::int64_t{4} << 20, stream);
-          for (const SequenceCase& the : cases) {
+          for (const SequenceCase& sample : cases) {
             arena.reset();
-            const Expected expected(the);
-            const auto plan = dispatcher.plan_dispatch(test::forward_parts(the), stream);
+            const Expected expected(sample);
+            const auto plan = dispatcher.plan_dispatch(test::forward_parts(sample), stream);
             const Views inputs{arena.upload(expected.q[r]), arena.upload(expected.k[r]),
                                arena.upload(expected.v[r])};
             std::byte* const window = dispatcher.dispatch(plan, inputs, stream)[0].data;
@@ -56,7 +56,7 @@ TEST(GpuWindows, nothing_but_the_tensors_is_written) {
                           std::byte{0xA5});
             }
             ASSERT_EQ(std::ranges::count(bytes.bytes(), std::byte{0xA5}), bytes.size_bytes())
-                << way.name << ", " << the.name;
+                << way.name << ", " << sample.name;
             world.barrier();
           }
           dispatcher.close();
@@ -72,24 +72,24 @@ TEST(GpuWindows, long_local_rows_arrive_with_the_others) {
   const std::vector<std::vector<std::int64_t>> shards(world_size, {700, 300, 900});
   std::vector<std::int32_t> dst;
   for (std::int32_t w = 0; w < world_size; ++w) dst.insert(dst.end(), {w, (w + 1) % 4, w});
-  SequenceCase the{"long local rows", compute_qkv_routing(test::plain_plan(world_size, shards, dst,
-                                                                           KvLayout::per_rank))};
-  the.q = {DType::bfloat16, 4096};
-  the.k = {DType::bfloat16, 512};
-  the.v = {DType::bfloat16, 512};
-  const Expected expected(the);
+  SequenceCase sample{"long local rows", compute_qkv_routing(test::plain_plan(
+                                             world_size, shards, dst, KvLayout::per_rank))};
+  sample.q = {DType::bfloat16, 4096};
+  sample.k = {DType::bfloat16, 512};
+  sample.v = {DType::bfloat16, 512};
+  const Expected expected(sample);
   run_gpu_thread_world(
       world_size,
       [&](World& world) {
         DeviceArena arena(world);
-        const auto r = at(to_int(world.rank()));
+        const auto r = to_size(to_int(world.rank()));
         const Stream stream{arena.stream()};
         for (const Way& way : ways(world.world_size())) {
           if (way.options.plan.chunk_bytes < 8192) continue;
           SequenceDispatcher dispatcher(world, way.options);
           dispatcher.reserve(std::int64_t{64} << 20, stream);
           arena.reset();
-          const auto plan = dispatcher.plan_dispatch(test::forward_parts(the), stream);
+          const auto plan = dispatcher.plan_dispatch(test::forward_parts(sample), stream);
           ASSERT_FALSE(plan.plan().local_segments.empty());
           const TensorView wide = arena.take(DType::bfloat16, {1900, 4096 + 8});
           ConstTensorView strided = wide;
@@ -106,7 +106,7 @@ TEST(GpuWindows, long_local_rows_arrive_with_the_others) {
             ASSERT_TRUE(same_bytes(arena.download(outputs[1]), expected.k_out[r])) << way.name;
             ASSERT_TRUE(same_bytes(arena.download(outputs[2]), expected.v_out[r])) << way.name;
           }
-          const auto home = dispatcher.plan_dispatch(test::reverse_parts(the), stream);
+          const auto home = dispatcher.plan_dispatch(test::reverse_parts(sample), stream);
           const auto back =
               dispatcher.dispatch(home, Views{arena.upload(expected.q_out[r])}, stream);
           ASSERT_TRUE(same_bytes(arena.download(back[0]), expected.q[r])) << way.name << ": back";
@@ -127,12 +127,12 @@ TEST(GpuWindows, windows_grow_between_calls) {
   larger.q.hidden *= 4096;
   const std::vector<SequenceCase> cases{small, large, larger};
   std::vector<Expected> expected;
-  for (const SequenceCase& the : cases) expected.emplace_back(the);
+  for (const SequenceCase& sample : cases) expected.emplace_back(sample);
   run_gpu_thread_world(
       4,
       [&](World& world) {
         DeviceArena arena(world);
-        const auto r = at(to_int(world.rank()));
+        const auto r = to_size(to_int(world.rank()));
         const Stream stream{arena.stream()};
         SequenceDispatcher dispatcher(world, {.num_sms = 4});
         for (std::size_t i = 0; i < cases.size(); ++i) {

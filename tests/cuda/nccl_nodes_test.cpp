@@ -14,11 +14,11 @@
 namespace waybill {
 namespace {
 
-using test::at;
 using test::Death;
 using test::DeviceArena;
 using test::NodeCase;
 using test::SimulatedHosts;
+using test::to_size;
 using Cases = std::vector<std::unique_ptr<NodeCase>>;
 using Views = std::vector<ConstTensorView>;
 
@@ -35,7 +35,7 @@ void check(World& world, const Cases& cases) {
     dispatcher.reserve(std::int64_t{64} << 20, {arena.stream()}, 1 << 12);
     for (const auto& node : cases) {
       const std::string name =
-          concat("phases of ", plan.phase_bytes, ", ", node->the.name, ", rank ", world.rank());
+          concat("phases of ", plan.phase_bytes, ", ", node->sample.name, ", rank ", world.rank());
       test::check_gpu_step(world, dispatcher, arena, node->parts(), node->expected, name);
       if (testing::Test::HasFatalFailure()) return;
     }
@@ -59,12 +59,12 @@ TEST(NcclNodes, three_nodes_of_one_equal_the_simulation) { check_cases({3, 1}, 4
 /// Rows of more than a phase each.
 TEST(NcclNodes, large_rows_equal_the_simulation) {
   std::vector<std::vector<std::int64_t>> shards(2, {700, 90, 1});
-  test::SequenceCase the{"large", compute_qkv_routing(test::plain_plan(
-                                      2, shards, {1, 0, 1, 0, 1, 1}, KvLayout::per_rank))};
-  the.q.hidden = 4096;
-  the.k.hidden = the.v.hidden = 1024;
+  test::SequenceCase sample{"large", compute_qkv_routing(test::plain_plan(
+                                         2, shards, {1, 0, 1, 0, 1, 1}, KvLayout::per_rank))};
+  sample.q.hidden = 4096;
+  sample.k.hidden = sample.v.hidden = 1024;
   Cases cases;
-  cases.push_back(std::make_unique<NodeCase>(std::move(the), Topology{2, 1}, RelaySchedule{}));
+  cases.push_back(std::make_unique<NodeCase>(std::move(sample), Topology{2, 1}, RelaySchedule{}));
   test::expect_no_errors(test::run_gpu_processes(
       2, SimulatedHosts{1}, [&](World& world) { check(world, cases); }, long_timeout_s));
 }
@@ -76,14 +76,14 @@ TEST(NcclNodes, a_captured_graph_replays) {
   test::expect_no_errors(test::run_gpu_processes(
       2, SimulatedHosts{1},
       [&](World& world) {
-        const auto r = at(to_int(world.rank()));
+        const auto r = to_size(to_int(world.rank()));
         const test::Expected& expected = node.expected;
         DeviceArena arena(world);
         const Stream stream{arena.stream()};
         SequenceDispatcher dispatcher(world, {.num_sms = 8, .local_by_copy_engine = false});
         dispatcher.reserve(std::int64_t{8} << 20, stream);
         const auto parts = node.forward();
-        ReadyPlan plan = dispatcher.plan_dispatch(parts, stream);
+        PlanHandle plan = dispatcher.plan_dispatch(parts, stream);
         const Views inputs{arena.upload(expected.q[r]), arena.upload(expected.k[r]),
                            arena.upload(expected.v[r])};
         arena.synchronize();
@@ -97,7 +97,8 @@ TEST(NcclNodes, a_captured_graph_replays) {
         for (int replay = 0; replay < 5; ++replay) {
           for (const TensorView& output : outputs) {
             const auto bytes = output.shape[0] * output.shape[1] * dtype_bytes(output.dtype);
-            test::cuda_ok(cudaMemsetAsync(output.data, 0x77, at(bytes), arena.stream()), world);
+            test::cuda_ok(cudaMemsetAsync(output.data, 0x77, to_size(bytes), arena.stream()),
+                          world);
           }
           test::cuda_ok(cudaGraphLaunch(ready, arena.stream()), world);
           ASSERT_TRUE(test::same_bytes(arena.download(outputs[0]), expected.q_out[r]));
@@ -119,7 +120,7 @@ TEST(NcclNodes, a_killed_rank_is_named) {
   if (test::num_gpus_seen_by_a_child() < 2) GTEST_SKIP() << "needs 2 GPUs";
   const auto ends = test::run_until_rank_1_dies(2, SimulatedHosts{1}, Death::before_the_third_call);
   EXPECT_EQ(ends[1].signal, SIGKILL);
-  EXPECT_TRUE(test::names_missed_wait(
+  EXPECT_TRUE(test::names_timeout(
       ends[0].text, {.operation = "dispatch", .rank = 0, .peer = 1, .wanted = 3, .seen = 2}, 2,
       10));
 }
@@ -141,7 +142,7 @@ TEST(NcclNodes, ranks_that_share_gpus_report_a_killed_one) {
       test::run_until_rank_1_dies(4, SimulatedHosts{2}, Death::before_the_third_call, 10);
   EXPECT_EQ(ends[1].signal, SIGKILL);
   for (const std::int32_t r : {0, 2, 3}) {
-    const std::string& text = ends[at(r)].text;
+    const std::string& text = ends[to_size(r)].text;
     EXPECT_EQ(text.find("still running"), std::string::npos) << text;
     EXPECT_NE(text.find("dispatch: rank"), std::string::npos) << "rank " << r << ": " << text;
   }

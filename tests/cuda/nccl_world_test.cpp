@@ -13,9 +13,9 @@
 namespace waybill {
 namespace {
 
-using test::at;
 using test::ProcessEnd;
 using test::SimulatedHosts;
+using test::to_size;
 
 /// The text of the Unsupported that a call throws.
 template <class Call>
@@ -35,8 +35,8 @@ TEST(NcclWorld, ranks_of_other_nodes_have_no_pointers) {
     SignalPad pad = transport.allocate_signals(4, "test");
     for (std::int32_t r = 0; r < 4; ++r) {
       const bool far = r / 2 != to_int(world.rank()) / 2;
-      EXPECT_EQ(buffer.peers[at(r)] == nullptr, far);
-      EXPECT_EQ(buffer.memory[at(r)] == nullptr, far);
+      EXPECT_EQ(buffer.peers[to_size(r)] == nullptr, far);
+      EXPECT_EQ(buffer.memory[to_size(r)] == nullptr, far);
       if (!far) continue;
       const std::string text = concat("rank ", r, " is on another node");
       const auto put = [&] { transport.put(buffer, {Rank{r}, 0, buffer.local, 8}); };
@@ -109,7 +109,7 @@ TEST(NcclWorld, all_ranks_take_the_same_wire) {
       [](std::shared_ptr<Bootstrap> bootstrap, int device) {
         const bool peer = bootstrap->rank() == Rank{1};
         return make_gpu_process_world(std::move(bootstrap), device, 1,
-                                      peer ? NetworkWire::peer : NetworkWire::nccl);
+                                      peer ? NetworkBackend::peer : NetworkBackend::nccl);
       },
       [](World&) {});
   for (const ProcessEnd& end : ends) {

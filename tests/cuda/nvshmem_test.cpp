@@ -15,9 +15,9 @@
 namespace waybill {
 namespace {
 
-using test::at;
 using test::Death;
 using test::ProcessEnd;
+using test::to_size;
 
 World make_world(std::shared_ptr<Bootstrap> bootstrap, int device) {
   return make_nvshmem_world(std::move(bootstrap), device);
@@ -44,7 +44,7 @@ TEST(NvshmemWorld, puts_and_signals_go_between_nodes_without_pointers) {
   test::expect_no_errors(test::run_gpu_processes(num_ranks(), one_rank_a_node, [](World& world) {
     SymmetricBuffer buffer = world.transport().allocate(8, "test");
     for (std::int32_t r = 0; r < world.world_size(); ++r) {
-      EXPECT_EQ(buffer.peers[at(r)] == nullptr, Rank{r} != world.rank());
+      EXPECT_EQ(buffer.peers[to_size(r)] == nullptr, Rank{r} != world.rank());
     }
     world.transport().release(buffer);
     test::check_gpu_puts_and_signals(world);
@@ -85,7 +85,7 @@ TEST(NvshmemWorld, a_silent_rank_of_another_node_is_named) {
         if (world.rank() == Rank{0}) (void)world.transport().wait({&pad, 0}, 7, Rank{1}, "unload");
       },
       2);
-  EXPECT_TRUE(test::names_missed_wait(
+  EXPECT_TRUE(test::names_timeout(
       ends[0].text, {.operation = "wait", .rank = 0, .peer = 1, .wanted = 7, .seen = 0}, 2, 10));
   EXPECT_EQ(ends[1].text, "");
 }
@@ -97,9 +97,9 @@ TEST(NvshmemWorld, a_killed_rank_is_named_by_all_others) {
   EXPECT_EQ(ends[1].signal, SIGKILL);
   for (std::int32_t r = 0; r < num_ranks(); ++r) {
     if (r == 1) continue;
-    EXPECT_TRUE(test::names_missed_wait(
-        ends[at(r)].text, {.operation = "dispatch", .rank = r, .peer = 1, .wanted = 3, .seen = 2},
-        2, 10));
+    EXPECT_TRUE(test::names_timeout(
+        ends[to_size(r)].text,
+        {.operation = "dispatch", .rank = r, .peer = 1, .wanted = 3, .seen = 2}, 2, 10));
   }
 }
 
@@ -165,7 +165,7 @@ TEST(NvshmemNodes, a_killed_rank_of_another_node_is_named) {
       },
       Death::before_the_third_call);
   EXPECT_EQ(ends[1].signal, SIGKILL);
-  EXPECT_TRUE(test::names_missed_wait(
+  EXPECT_TRUE(test::names_timeout(
       ends[0].text, {.operation = "dispatch", .rank = 0, .peer = 1, .wanted = 3, .seen = 2}, 2,
       10));
 }

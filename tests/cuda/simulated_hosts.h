@@ -22,7 +22,8 @@ struct SimulatedHosts {
     (void)setenv("NCCL_NET", "Socket", 0);
     (void)setenv("NCCL_SOCKET_IFNAME", "lo", 0);
     (void)setenv("NCCL_NVLS_ENABLE", "0", 0);  // no multicast
-    return make_gpu_process_world(std::move(bootstrap), device, ranks_per_node, NetworkWire::nccl);
+    return make_gpu_process_world(std::move(bootstrap), device, ranks_per_node,
+                                  NetworkBackend::nccl);
   }
 };
 

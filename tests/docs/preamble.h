@@ -30,6 +30,9 @@
 #include "waybill/core/tensor_view.h"
 #include "waybill/core/topology.h"
 #include "waybill/core/wait.h"
+#include "waybill/cost_model/compare_plans.h"
+#include "waybill/cost_model/predict_step.h"
+#include "waybill/cost_model/remedies.h"
 #include "waybill/experts/ep_all2all_layer.h"
 #include "waybill/experts/expert_memory.h"
 #include "waybill/json/attention_plan_json.h"
@@ -71,9 +74,6 @@
 #include "waybill/simulate/dispatch.h"
 #include "waybill/simulate/kv_gradient.h"
 #include "waybill/simulate/orchestrate.h"
-#include "waybill/timing/compare_plans.h"
-#include "waybill/timing/predict_step.h"
-#include "waybill/timing/remedies.h"
 #include "waybill/transport/bootstraps.h"
 
 namespace {

@@ -85,7 +85,7 @@ TEST(EPAll2AllLayer, GrowsInMidLifeByTheRuleOfTheOriginal) {
     EPConfig config = config_of(4, per_node);
     config.max_tokens = 300;
     EPLayerOptions options;
-    options.capacity = 1;
+    options.capacity_factor = 1;
     std::vector<ExpertRoundCase> rounds;
     for (const std::int64_t tokens : {10, 300, 20, 300}) {
       const ExpertCase one =

@@ -31,8 +31,8 @@ TEST(EPLayerErrors, RefuseWhatDoesNotFitTheWorld) {
     refuses([](EPConfig& c, EPLayerOptions&) { c.local_world_size = 1; }, {"local_world_size = 1"});
     refuses([](EPConfig& c, EPLayerOptions&) { c.rank = 1 - c.rank; }, {"rank = "});
     refuses([](EPConfig& c, EPLayerOptions&) { c.num_experts = 3; }, {"num_experts = 3"});
-    refuses([](EPConfig&, EPLayerOptions& o) { o.num_sm = 0; }, {"num_sm = 0"});
-    refuses([](EPConfig&, EPLayerOptions& o) { o.capacity = 0; }, {"capacity = 0"});
+    refuses([](EPConfig&, EPLayerOptions& o) { o.num_sms = 0; }, {"num_sms = 0"});
+    refuses([](EPConfig&, EPLayerOptions& o) { o.capacity_factor = 0; }, {"capacity = 0"});
     refuses([](EPConfig&, EPLayerOptions& o) { o.fixed_rows = -1; }, {"fixed_rows = -1"});
     refuses([](EPConfig&, EPLayerOptions& o) { o.dispatch.dropped_id = 7; }, {"dropped_id = 7"});
     EPAll2AllLayer layer(world, at_rank(good(), world));  // nothing above has told anybody
@@ -195,7 +195,7 @@ TEST(BarrierAllContext, WaitsForTheNodeAlone) {
 TEST(DispatchCombineContext, KeepsItsBuffersUntilTheyMustGrow) {
   run_thread_world(2, [](World& world) {
     auto context = DispatchCombineContext::create(world, at_rank(good(), world));
-    EXPECT_EQ(context.capacity(), 32);  // max_tokens * topk * 2
+    EXPECT_EQ(context.capacity_rows(), 32);  // max_tokens * topk * 2
     const auto before = context.reallocate_dispatch_output_buf(32);
     const auto same = context.reallocate_dispatch_output_buf(5);
     EXPECT_EQ(before.rows.data, same.rows.data);

@@ -37,11 +37,11 @@ std::vector<ExpertRoundCase> rounds_of_one_routing(const EPConfig& config,
 class ExpertLayouts : public testing::TestWithParam<World4> {};
 
 TEST_P(ExpertLayouts, GiveWhatTheyGaveAfterOtherDispatchesByTheirRouting) {
-  const World4& the = GetParam();
-  const EPConfig config = config_of_four(the.per_node);
+  const World4& sample = GetParam();
+  const EPConfig config = config_of_four(sample.per_node);
   EPLayerOptions options;
-  options.enable_local_combine = the.local_combine;
-  options.dispatch.rows = the.rows;
+  options.enable_local_combine = sample.local_combine;
+  options.dispatch.rows = sample.rows;
   Random random(71);
   const auto rounds = rounds_of_one_routing(config, options, random);
   run_thread_world(
@@ -66,7 +66,7 @@ TEST_P(ExpertLayouts, GiveWhatTheyGaveAfterOtherDispatchesByTheirRouting) {
         }
         layer.finalize();
       },
-      {.ranks_per_node = the.per_node});
+      {.ranks_per_node = sample.per_node});
 }
 
 INSTANTIATE_TEST_SUITE_P(Worlds, ExpertLayouts,

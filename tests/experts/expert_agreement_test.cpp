@@ -38,32 +38,32 @@ std::vector<SettingCase> setting_cases() {
       {"enable_local_combine = true",
        [](auto&, auto& options) { options.enable_local_combine = true; }},
       {"fixed_rows = 64", [](auto&, auto& options) { options.fixed_rows = 64; }},
-      {"capacity = 3", [](auto&, auto& options) { options.capacity = 3; }},
+      {"capacity = 3", [](auto&, auto& options) { options.capacity_factor = 3; }},
   };
 }
 
 TEST_P(ExpertAgreement, OfSettingsIsLookedAtWhenTheLayerIsMade) {
   run_way(GetParam(), deadline_s, [](World& world) {
-    const auto named = [&](const SettingCase& the) {
+    const auto named = [&](const SettingCase& sample) {
       const std::int32_t odd = world.world_size() - 1;
       // Of two ranks nobody can say which is right.
       return world.world_size() == 2
                  ? std::vector<std::string>{"EPAll2AllLayer: rank "}
                  : std::vector<std::string>{
-                       concat("EPAll2AllLayer: rank ", odd, " with ", the.named), "the others "};
+                       concat("EPAll2AllLayer: rank ", odd, " with ", sample.named), "the others "};
     };
-    for (const SettingCase& the : setting_cases()) {
-      SCOPED_TRACE(the.named);
+    for (const SettingCase& sample : setting_cases()) {
+      SCOPED_TRACE(sample.named);
       EPConfig config = LayerStep::config_of(world);
       config.hidden = 128;
       EPLayerOptions options;
-      if (is_odd(world)) the.change(config, options);
-      auto parts = named(the);
+      if (is_odd(world)) sample.change(config, options);
+      auto parts = named(sample);
       parts.emplace_back("expected the same on all ranks");
       expect_throws<InvalidArgument>([&] { const EPAll2AllLayer layer(world, config, options); },
                                      at_once_s, parts);
     }
-    LayerStep step(world, {.num_sm = 8 + to_int(world.rank())});  // a rank's own choice
+    LayerStep step(world, {.num_sms = 8 + to_int(world.rank())});  // a rank's own topk slot
     step.combine(*step.dispatch(step.input()).layout);
     step.layer().finalize();
   });
@@ -85,15 +85,15 @@ TEST_P(ExpertAgreement, OfContextsIsLookedAtWhenTheyAreMade) {
 
 TEST_P(ExpertAgreement, OfCallsIsLookedAtWhereRanksMeet) {
   run_way(GetParam(), deadline_s, [](World& world) {
-    for (const auto& the : call_cases<LayerStep>()) {
-      SCOPED_TRACE(the.name);
+    for (const auto& sample : call_cases<LayerStep>()) {
+      SCOPED_TRACE(sample.name);
       LayerStep step(world);
       const auto first = step.dispatch(step.input()).layout;
       const auto second = step.dispatch(step.input()).layout;
-      auto parts = the.named;
+      auto parts = sample.named;
       parts.push_back(concat("rank ", to_int(world.rank())));
       parts.push_back(concat("rank ", world.world_size() - 1));
-      expect_throws<Disagreement>([&] { the.calls(step, *first, *second, is_odd(world)); },
+      expect_throws<Disagreement>([&] { sample.calls(step, *first, *second, is_odd(world)); },
                                   at_once_s, parts);
       expect_throws<TransportError>([&] { step.combine(*first); }, at_once_s,
                                     {"the layer is unusable after a failure", "ranks disagree"});
@@ -105,7 +105,7 @@ TEST_P(ExpertAgreement, OfCallsIsLookedAtWhereRanksMeet) {
 
 TEST_P(ExpertAgreement, OfCallsHoldsForAllThatRanksMayChooseThemselves) {
   run_way(GetParam(), deadline_s, [](World& world) {
-    LayerStep step(world, {.num_sm = 4 + to_int(world.rank())});
+    LayerStep step(world, {.num_sms = 4 + to_int(world.rank())});
     for (int round = 0; round < 3; ++round) {
       auto input = step.input();
       if (is_odd(world)) {  // no tokens, of a null pointer

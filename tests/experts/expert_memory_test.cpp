@@ -35,15 +35,15 @@ TEST(ExpertMemory, PartsOfAWindowFollowEachOther) {
   EXPECT_EQ(compact.total, compact.topk + 256);
 }
 
-TEST(ExpertMemory, TheBoardForwardsOnlyBetweenNodes) {
-  const auto one = expert_board_layout(config_of(8), {});
+TEST(ExpertMemory, TheWorkspaceForwardsOnlyBetweenNodes) {
+  const auto one = expert_workspace_layout(config_of(8), {});
   EXPECT_EQ(one.counts[1], 1024);  // 8 ranks x 25 counts x 4 bytes, rounded up
   EXPECT_EQ(one.total, 2048);
-  const auto two = expert_board_layout(config_of(4), {});
+  const auto two = expert_workspace_layout(config_of(4), {});
   EXPECT_EQ(two.forward_rows, 2048);
   EXPECT_EQ(two.forward_scales, 2048 + 200 * 512);
   EXPECT_EQ(two.forward_ids - two.forward_weights, 3328);  // 200 x 4 x 4 bytes, rounded up
-  EXPECT_EQ(two.sums - two.shares, 200 * 512);
+  EXPECT_EQ(two.sums - two.partial_sums, 200 * 512);
   EXPECT_EQ(two.total - two.sums, 200 * 512);
 }
 

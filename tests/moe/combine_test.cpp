@@ -10,7 +10,7 @@
 namespace waybill::test {
 namespace {
 
-using detail::at;
+using detail::to_size;
 
 EPConfig config_of(std::int32_t world, std::int32_t per_node, DType dtype) {
   EPConfig config;
@@ -48,13 +48,13 @@ float expected_element(const ExpertDispatch& dispatch, const std::vector<HostTen
                        std::int64_t column, float biases) {
   const EPConfig& config = dispatch.config;
   std::vector<std::int32_t> order;                     // groups as they first appear
-  std::map<std::int32_t, std::vector<float>> members;  // choices ascending
+  std::map<std::int32_t, std::vector<float>> members;  // topk slots ascending
   for (std::int64_t k = 0; k < config.topk; ++k) {
-    const std::size_t entry = at(token * config.topk + k);
+    const std::size_t entry = to_size(token * config.topk + k);
     const std::int32_t rank = config.rank_of_expert(dispatch.ids[src][entry]);
     if (rank == config.world_size) continue;
     float value =
-        float_at(outputs[at(rank)], dispatch.dst_row[src][entry] * config.hidden + column);
+        float_at(outputs[to_size(rank)], dispatch.dst_row[src][entry] * config.hidden + column);
     if (options.weighted) {
       value *= float_at(dispatch.source_weights[src], static_cast<std::int64_t>(entry));
     }
@@ -73,8 +73,8 @@ float expected_element(const ExpertDispatch& dispatch, const std::vector<HostTen
     }
     return rounded(total, config.token_dtype);
   }
-  for (std::int64_t k = 0; k < config.topk; ++k) {  // not by group: in the order of the choices
-    const std::size_t entry = at(token * config.topk + k);
+  for (std::int64_t k = 0; k < config.topk; ++k) {  // not by group: in the order of the topk slots
+    const std::size_t entry = to_size(token * config.topk + k);
     const std::int32_t rank = config.rank_of_expert(dispatch.ids[src][entry]);
     if (rank == config.world_size) continue;
     total += members[rank].front();
@@ -97,10 +97,10 @@ TEST(SimulateExpertCombine, RoundsWhereTheSpecificationSays) {
       const std::vector<std::span<const ConstTensorView>> both{views_0, views_1};
       for (int variant = 0; variant < 12; ++variant) {
         const EPCombineOptions options{variant % 2 == 1, variant / 2 % 2 == 1};
-        const auto num_biases = at(variant / 4);
+        const auto num_biases = to_size(variant / 4);
         const auto combined = simulate_expert_combine(dispatch, views_of(outputs), options,
                                                       std::span(both).first(num_biases));
-        for (std::size_t src = 0; src < at(world); ++src) {
+        for (std::size_t src = 0; src < to_size(world); ++src) {
           for (std::int64_t i = 0; i < combined[src].shape()[0] * config.hidden; ++i) {
             float biases = 0;
             if (num_biases > 0) biases += float_at(bias_0[src], i);
@@ -150,7 +150,7 @@ TEST(SimulateExpertCombine, CompactRowsAreOneSummandARank) {
         const float wanted = float_at(from_grouped[src], i);
         if (per_node == 4) {
           ASSERT_EQ(got, wanted);
-        } else {  // several nodes sum choices in another order
+        } else {  // several nodes sum topk slots in another order
           ASSERT_NEAR(got, wanted, 1e-5);
         }
       }

@@ -162,15 +162,15 @@ TEST(SimulateExpertDispatchErrors, RefusePositionsThatAreNoBijection) {
     one.positions = HostTensor(DType::int32, {12, 2});
     std::ranges::copy(positions, one.positions->as<std::int32_t>().begin());
     for (HostTensor& ids : one.ids) std::ranges::fill(ids.as<std::int32_t>(), 5);
-    for (std::int32_t i = 0; i < 24; ++i) one.positions->as<std::int32_t>()[detail::at(i)] = i;
+    for (std::int32_t i = 0; i < 24; ++i) one.positions->as<std::int32_t>()[detail::to_size(i)] = i;
     return one.positions->as<std::int32_t>();
   };
   EXPECT_TRUE(refuses_case([&](ExpertCase& c) { with_positions(c)[1] = 24; },
-                           {"rank 0, token 0, choice 1 = 24", "0..23", "rank 2"}));
+                           {"rank 0, token 0, topk slot 1 = 24", "0..23", "rank 2"}));
   EXPECT_TRUE(refuses_case([&](ExpertCase& c) { with_positions(c)[1] = -1; }, {"= -1"}));
   EXPECT_TRUE(refuses_case([&](ExpertCase& c) { with_positions(c)[1] = 0; }, {"= 0", "taken"}));
   EXPECT_TRUE(refuses_case([&](ExpertCase& c) { with_positions(c)[23] = 0; },
-                           {"rank 3, token 2, choice 1", "another choice"}));
+                           {"rank 3, token 2, topk slot 1", "another topk slot"}));
   EXPECT_TRUE(refuses_case(
       [&](ExpertCase& c) {
         with_positions(c);

@@ -6,9 +6,9 @@
 #include <utility>
 #include <vector>
 
-#include "waybill/core/at.h"
 #include "waybill/core/float_convert.h"
 #include "waybill/core/random.h"
+#include "waybill/core/to_size.h"
 #include "waybill/moe/quantize.h"
 #include "waybill/moe/simulate.h"
 
@@ -16,17 +16,17 @@ namespace waybill::test {
 
 /// Element `idx` of a tensor of float32, bfloat16 or float16.
 inline float float_at(const HostTensor& tensor, std::int64_t idx) {
-  if (tensor.dtype() == DType::float32) return tensor.as<float>()[detail::at(idx)];
-  const std::uint16_t bits = tensor.as<std::uint16_t>()[detail::at(idx)];
+  if (tensor.dtype() == DType::float32) return tensor.as<float>()[detail::to_size(idx)];
+  const std::uint16_t bits = tensor.as<std::uint16_t>()[detail::to_size(idx)];
   return tensor.dtype() == DType::bfloat16 ? bfloat16_to_float(bits) : float16_to_float(bits);
 }
 
 /// Stores a value, rounded to the tensor's dtype.
 inline void set_float(HostTensor& tensor, std::int64_t idx, float value) {
   if (tensor.dtype() == DType::float32) {
-    tensor.as<float>()[detail::at(idx)] = value;
+    tensor.as<float>()[detail::to_size(idx)] = value;
   } else {
-    tensor.as<std::uint16_t>()[detail::at(idx)] =
+    tensor.as<std::uint16_t>()[detail::to_size(idx)] =
         tensor.dtype() == DType::bfloat16 ? float_to_bfloat16(value) : float_to_float16(value);
   }
 }
@@ -59,24 +59,24 @@ struct ExpertCase {
 };
 
 /// The same with tokens as float8 elements and scales.
-inline ExpertCase quantized_case(ExpertCase the) {
-  using detail::at;
-  const std::int64_t hidden = the.config.hidden;
+inline ExpertCase quantized_case(ExpertCase sample) {
+  using detail::to_size;
+  const std::int64_t hidden = sample.config.hidden;
   const std::int64_t groups = hidden / scale_group;
-  for (HostTensor& tokens : the.tokens) {
+  for (HostTensor& tokens : sample.tokens) {
     const std::int64_t count = tokens.shape()[0];
     HostTensor elements(DType::float8_e4m3fn, {count, hidden});
     HostTensor scales(DType::float32, {count, groups});
     for (std::int64_t t = 0; t < count; ++t) {
-      const auto row_bytes = at(hidden * dtype_bytes(tokens.dtype()));
-      quantize_row(tokens.bytes().data() + at(t) * row_bytes, tokens.dtype(),
-                   elements.as<std::uint8_t>().subspan(at(t * hidden), at(hidden)),
-                   scales.as<float>().subspan(at(t * groups), at(groups)));
+      const auto row_bytes = to_size(hidden * dtype_bytes(tokens.dtype()));
+      quantize_row(tokens.bytes().data() + to_size(t) * row_bytes, tokens.dtype(),
+                   elements.as<std::uint8_t>().subspan(to_size(t * hidden), to_size(hidden)),
+                   scales.as<float>().subspan(to_size(t * groups), to_size(groups)));
     }
     tokens = std::move(elements);
-    the.scales.push_back(std::move(scales));
+    sample.scales.push_back(std::move(scales));
   }
-  return the;
+  return sample;
 }
 
 /// How ids are drawn.
@@ -96,7 +96,7 @@ inline std::int64_t random_id(Random& random, const EPConfig& config,
   if (random.uniform_double() < options.drop) return config.num_experts;
   if (options.draw == Draw::one_expert) return config.num_experts - 1;
   if (options.draw == Draw::repeats || permutation.empty()) return random.below(config.num_experts);
-  return permutation[detail::at(k)];
+  return permutation[detail::to_size(k)];
 }
 
 /// Random tokens and weights, ids as drawn.
@@ -122,9 +122,9 @@ inline ExpertCase random_case(const EPConfig& config, Random& random,
         const std::int64_t id = random_id(random, config, options, distinct, k);
         const std::int64_t i = t * config.topk + k;
         if (options.id_dtype == DType::int32) {
-          ids.as<std::int32_t>()[detail::at(i)] = static_cast<std::int32_t>(id);
+          ids.as<std::int32_t>()[detail::to_size(i)] = static_cast<std::int32_t>(id);
         } else {
-          ids.as<std::int64_t>()[detail::at(i)] = id;
+          ids.as<std::int64_t>()[detail::to_size(i)] = id;
         }
         set_float(weights, i, random.uniform_float());
       }

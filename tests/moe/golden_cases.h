@@ -14,7 +14,7 @@
 namespace waybill::test {
 
 using Json = nlohmann::json;
-using waybill::detail::at;
+using waybill::detail::to_size;
 
 inline std::vector<std::filesystem::path> case_files() {
   std::vector<std::filesystem::path> files;

@@ -44,8 +44,8 @@ void expect_send_requests(const IndexArray& table, const Json& expected) {
     for (const Json& run : expected.at(node)) {
       const auto plane = static_cast<std::int64_t>(node) * 2 * table.dim(2);
       const auto slot = plane + run.at(0).get<std::int64_t>();
-      wanted.i64()[at(slot)] = run.at(1);
-      wanted.i64()[at(slot + table.dim(2))] = run.at(2);
+      wanted.i64()[to_size(slot)] = run.at(1);
+      wanted.i64()[to_size(slot + table.dim(2))] = run.at(2);
     }
   }
   EXPECT_EQ(table.to_vector(), wanted.to_vector());
@@ -61,10 +61,10 @@ void expect_layout(const EPAllToAllLayoutDesc& layout, const Json& expected) {
   const Json& requests = expected.at("send_reqs_recv");
   ASSERT_EQ(layout.send_reqs_recv_tensor.has_value(), !requests.is_null());
   if (!requests.is_null()) expect_send_requests(*layout.send_reqs_recv_tensor, requests);
-  const Json& leaders = expected.at("skipped_token_mapping_indices");
-  ASSERT_EQ(layout.skipped_token_mapping_indices.has_value(), !leaders.is_null());
-  if (leaders.is_null()) return;
-  EXPECT_EQ(widened(*layout.skipped_token_mapping_indices), numbers_of(leaders));
+  const Json& primary_rows = expected.at("skipped_token_mapping_indices");
+  ASSERT_EQ(layout.skipped_token_mapping_indices.has_value(), !primary_rows.is_null());
+  if (primary_rows.is_null()) return;
+  EXPECT_EQ(widened(*layout.skipped_token_mapping_indices), numbers_of(primary_rows));
   EXPECT_EQ(widened(*layout.skipped_token_topk_mapping_indices),
             numbers_of(expected.at("skipped_token_topk_mapping_indices")));
 }
@@ -109,9 +109,9 @@ std::vector<HostTensor> run_experts(const ExpertDispatch& dispatch, const Json& 
         return dispatch.recv_origin[r].at({row, field});
       };
       const std::int32_t expert =
-          dispatch.ids[at(origin(0))][at(origin(1) * dispatch.config.topk + origin(2))];
-      const float scale = experts.at("scale").at(at(expert));
-      const float bias = experts.at("bias").at(at(expert));
+          dispatch.ids[to_size(origin(0))][to_size(origin(1) * dispatch.config.topk + origin(2))];
+      const float scale = experts.at("scale").at(to_size(expert));
+      const float bias = experts.at("bias").at(to_size(expert));
       for (std::int64_t i = row * hidden; i < (row + 1) * hidden; ++i) {
         set_float(output, i, scale * float_at(output, i) + bias);
         if (!experts.at("apply_weight").get<bool>()) continue;

@@ -14,7 +14,8 @@ inline bool fits(const ExpertDispatch& dispatch, std::size_t rank, std::int64_t 
                  std::int64_t capacity) {
   const std::int64_t topk = dispatch.config.topk;
   for (std::int64_t k = 0; k < topk; ++k) {
-    if (dispatch.dst_row[rank][waybill::detail::at(token * topk + k)] >= capacity) return false;
+    if (dispatch.dst_row[rank][waybill::detail::to_size(token * topk + k)] >= capacity)
+      return false;
   }
   return true;
 }
@@ -45,7 +46,7 @@ inline void expect_rows_that_fit(const HostTensor& got, const HostTensor& expect
                                  std::int64_t capacity) {
   const std::int64_t rows = std::min(expected.shape()[0], capacity);
   const auto bytes =
-      waybill::detail::at(rows * expected.shape()[1] * dtype_bytes(expected.dtype()));
+      waybill::detail::to_size(rows * expected.shape()[1] * dtype_bytes(expected.dtype()));
   EXPECT_TRUE(std::equal(expected.bytes().begin(),
                          expected.bytes().begin() + static_cast<std::ptrdiff_t>(bytes),
                          got.bytes().begin()));

@@ -12,7 +12,7 @@
 namespace waybill::test {
 namespace {
 
-using detail::at;
+using detail::to_size;
 
 EPConfig config_of(std::int32_t world, std::int32_t per_node, std::int32_t experts_per_rank,
                    std::int32_t topk, DType dtype = DType::bfloat16) {
@@ -28,16 +28,16 @@ EPConfig config_of(std::int32_t world, std::int32_t per_node, std::int32_t exper
 }
 
 std::int64_t id_at(const ExpertCase& one, std::size_t src, std::int64_t idx) {
-  return one.ids[src].dtype() == DType::int32 ? one.ids[src].as<std::int32_t>()[at(idx)]
-                                              : one.ids[src].as<std::int64_t>()[at(idx)];
+  return one.ids[src].dtype() == DType::int32 ? one.ids[src].as<std::int32_t>()[to_size(idx)]
+                                              : one.ids[src].as<std::int64_t>()[to_size(idx)];
 }
 
-/// One choice: expert, source, token, choice. Sorted, that is the order of rows.
-using Choice = std::array<std::int64_t, 4>;
+/// One topk slot: expert, source, token, topk slot. Sorted, that is the order of rows.
+using TopkSlot = std::array<std::int64_t, 4>;
 
-std::vector<Choice> choices_of(const ExpertCase& one, std::int64_t rank) {
+std::vector<TopkSlot> ids_of(const ExpertCase& one, std::int64_t rank) {
   const EPConfig& config = one.config;
-  std::vector<Choice> result;
+  std::vector<TopkSlot> result;
   for (std::size_t src = 0; src < one.ids.size(); ++src) {
     for (std::int64_t i = 0; i < one.ids[src].shape()[0] * config.topk; ++i) {
       const std::int64_t id = id_at(one, src, i);
@@ -50,14 +50,14 @@ std::vector<Choice> choices_of(const ExpertCase& one, std::int64_t rank) {
 }
 
 void expect_row(const ExpertDispatch& dispatch, const ExpertCase& one, std::size_t dst,
-                std::int64_t row, const Choice& from) {
+                std::int64_t row, const TopkSlot& from) {
   const std::int64_t hidden = one.config.hidden;
   for (std::int64_t field = 0; field < 3; ++field) {
-    ASSERT_EQ(dispatch.recv_origin[dst].at({row, field}), from[at(field + 1)]);
+    ASSERT_EQ(dispatch.recv_origin[dst].at({row, field}), from[to_size(field + 1)]);
   }
   for (std::int64_t i = 0; i < hidden; ++i) {
     ASSERT_EQ(float_at(dispatch.recv_tokens[dst], row * hidden + i),
-              float_at(one.tokens[at(from[1])], from[2] * hidden + i));
+              float_at(one.tokens[to_size(from[1])], from[2] * hidden + i));
   }
 }
 
@@ -85,19 +85,21 @@ TEST(SimulateExpertDispatch, RowsAreSortedChoicesPaddedPerExpert) {
       std::int64_t row = 0;
       std::int64_t expert = std::int64_t{dst} * 3;
       const auto close_expert = [&] {
-        for (; row % options.expert_alignment != 0; ++row) expect_padding(dispatch, at(dst), row);
+        for (; row % options.expert_alignment != 0; ++row)
+          expect_padding(dispatch, to_size(dst), row);
         ++expert;
-        EXPECT_EQ(dispatch.layout[at(dst)].recv_expert_offsets.at({expert - dst * 3}), row);
+        EXPECT_EQ(dispatch.layout[to_size(dst)].recv_expert_offsets.at({expert - dst * 3}), row);
       };
-      for (const Choice& choice : choices_of(one, dst)) {
-        while (expert < choice[0]) close_expert();
-        ASSERT_NO_FATAL_FAILURE(expect_row(dispatch, one, at(dst), row, choice));
-        ASSERT_EQ(float_at(dispatch.recv_weights[at(dst)], row),
-                  float_at(one.weights[at(choice[1])], choice[2] * config.topk + choice[3]));
+      for (const TopkSlot& topk_slot : ids_of(one, dst)) {
+        while (expert < topk_slot[0]) close_expert();
+        ASSERT_NO_FATAL_FAILURE(expect_row(dispatch, one, to_size(dst), row, topk_slot));
+        ASSERT_EQ(float_at(dispatch.recv_weights[to_size(dst)], row),
+                  float_at(one.weights[to_size(topk_slot[1])],
+                           topk_slot[2] * config.topk + topk_slot[3]));
         ++row;
       }
       while (expert < (dst + 1) * 3) close_expert();
-      EXPECT_EQ(dispatch.recv_tokens[at(dst)].shape()[0], row);
+      EXPECT_EQ(dispatch.recv_tokens[to_size(dst)].shape()[0], row);
     }
   }
 }
@@ -113,7 +115,7 @@ TEST(SimulateExpertDispatch, CompactRowsAndTheirMapsGiveTheGroupedRows) {
     const ExpertDispatch grouped = one.dispatch(options);
     options.rows = EPRows::compact;
     const ExpertDispatch compact = one.dispatch(options);
-    for (std::size_t dst = 0; dst < at(world); ++dst) {
+    for (std::size_t dst = 0; dst < to_size(world); ++dst) {
       const IndexArray& map = *compact.layout[dst].grouped_to_compact;
       const IndexArray& back = *compact.layout[dst].compact_to_grouped;
       const IndexArray& experts = *compact.layout[dst].recv_topk_indices;
@@ -126,12 +128,12 @@ TEST(SimulateExpertDispatch, CompactRowsAndTheirMapsGiveTheGroupedRows) {
           EXPECT_EQ(grouped.recv_origin[dst].at({row, 0}), -1);
           continue;
         }
-        const std::int64_t choice = grouped.recv_origin[dst].at({row, 2});
-        EXPECT_EQ(back.at({from, choice}), row);
-        EXPECT_LE(grouped.layout[dst].recv_expert_offsets.at({experts.at({from, choice})}), row);
-        EXPECT_GT(grouped.layout[dst].recv_expert_offsets.at({experts.at({from, choice}) + 1}),
+        const std::int64_t topk_slot = grouped.recv_origin[dst].at({row, 2});
+        EXPECT_EQ(back.at({from, topk_slot}), row);
+        EXPECT_LE(grouped.layout[dst].recv_expert_offsets.at({experts.at({from, topk_slot})}), row);
+        EXPECT_GT(grouped.layout[dst].recv_expert_offsets.at({experts.at({from, topk_slot}) + 1}),
                   row);
-        EXPECT_EQ(float_at(compact.recv_weights[dst], from * config.topk + choice),
+        EXPECT_EQ(float_at(compact.recv_weights[dst], from * config.topk + topk_slot),
                   float_at(grouped.recv_weights[dst], row));
         for (std::int64_t i = 0; i < config.hidden; ++i) {
           ASSERT_EQ(float_at(compact.recv_tokens[dst], from * config.hidden + i),
@@ -190,7 +192,7 @@ TEST(SimulateExpertDispatch, QuantisesOnceAtTheSource) {
     for (std::int64_t row = 0; row < quantized.recv_tokens[dst].shape()[0]; ++row) {
       const bool zeros = quantized.recv_origin[dst].at({row, 0}) == 0 &&
                          quantized.recv_origin[dst].at({row, 1}) == 0;
-      EXPECT_EQ(quantized.recv_scales[dst].as<float>()[at(row * 2)] == 0, zeros);
+      EXPECT_EQ(quantized.recv_scales[dst].as<float>()[to_size(row * 2)] == 0, zeros);
     }
   }
 }

@@ -9,13 +9,13 @@
 #include <string_view>
 
 #include "support/expect_error.h"
-#include "waybill/core/at.h"
 #include "waybill/core/random.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill {
 namespace {
 
-using detail::at;
+using detail::to_size;
 using Ids = std::vector<std::vector<std::int32_t>>;
 
 EPConfig config_of(std::int32_t nodes, std::int32_t per_node, std::int32_t topk = 3) {
@@ -30,7 +30,7 @@ EPConfig config_of(std::int32_t nodes, std::int32_t per_node, std::int32_t topk 
 }
 
 Ids random_ids(const EPConfig& config, Random& random) {
-  Ids ids(at(config.world_size));
+  Ids ids(to_size(config.world_size));
   for (auto& rank : ids) {
     const std::int64_t size = random.below(config.max_tokens + 1) * config.topk;
     for (std::int64_t i = 0; i < size; ++i)
@@ -41,35 +41,35 @@ Ids random_ids(const EPConfig& config, Random& random) {
 
 /// Token by token, from the sets of ranks and nodes that it goes to.
 std::vector<ExpertRankFigures> counted(const EPConfig& config, const Ids& ids) {
-  std::vector<ExpertRankFigures> ranks(at(config.world_size));
+  std::vector<ExpertRankFigures> ranks(to_size(config.world_size));
   const std::int32_t local = config.local_world_size;
   for (std::int32_t source = 0; source < config.world_size; ++source) {
-    const auto& own = ids[at(source)];
+    const auto& own = ids[to_size(source)];
     for (std::int64_t t = 0; t < std::ssize(own) / config.topk; ++t) {
-      ++ranks[at(source)].tokens;
+      ++ranks[to_size(source)].tokens;
       std::set<std::int32_t> goes;
       std::set<std::int32_t> nodes;
       for (std::int32_t k = 0; k < config.topk; ++k) {
-        const std::int32_t expert = own[at(t * config.topk + k)];
+        const std::int32_t expert = own[to_size(t * config.topk + k)];
         if (expert == config.num_experts) {
-          ++ranks[at(source)].dropped;
+          ++ranks[to_size(source)].dropped;
           continue;
         }
-        ++ranks[at(expert / 4)].computed;
+        ++ranks[to_size(expert / 4)].computed;
         goes.insert(expert / 4);
         nodes.insert(expert / 4 / local);
       }
       nodes.erase(source / local);
       for (const std::int32_t node : nodes) {
-        ++ranks[at(source)].network_out;
-        ++ranks[at(node * local + source % local)].network_in;
+        ++ranks[to_size(source)].network_out;
+        ++ranks[to_size(node * local + source % local)].network_in;
       }
       for (const std::int32_t rank : goes) {
-        ++ranks[at(rank)].received;
-        const std::int32_t hub = rank / local * local + source % local;
-        if (hub == rank) continue;
-        ++ranks[at(hub)].node_out;
-        ++ranks[at(rank)].node_in;
+        ++ranks[to_size(rank)].received;
+        const std::int32_t forwarder = rank / local * local + source % local;
+        if (forwarder == rank) continue;
+        ++ranks[to_size(forwarder)].node_out;
+        ++ranks[to_size(rank)].node_in;
       }
     }
   }
@@ -94,11 +94,11 @@ TEST(ExpertSummary, counts_what_each_token_does) {
       for (std::size_t r = 0; r < want.size(); ++r)
         ASSERT_TRUE(same(summary.ranks[r], want[r]))
             << nodes << " x " << per_node << ", rank " << r;
-      std::int64_t choices = 0;
-      for (const std::int64_t c : summary.expert_choices) choices += c;
+      std::int64_t topk_slots = 0;
+      for (const std::int64_t c : summary.expert_entries) topk_slots += c;
       std::int64_t computed = 0;
       for (const auto& rank : want) computed += rank.computed;
-      EXPECT_EQ(choices, computed);
+      EXPECT_EQ(topk_slots, computed);
     }
   }
 }
@@ -133,15 +133,15 @@ TEST(ExpertSummary, the_slower_link_sets_the_limit) {
 TEST(ExpertSummary, experts_are_placed_by_their_choices) {
   const EPConfig config = config_of(1, 2, 1);
   Ids ids(2);
-  const std::int32_t choices[] = {9, 8, 1, 1, 1, 1, 1, 0};  // rank 0 has 19 of 22
-  for (std::int32_t e = 0; e < 8; ++e) ids[0].insert(ids[0].end(), at(choices[e]), e);
+  const std::int32_t topk_slots[] = {9, 8, 1, 1, 1, 1, 1, 0};  // rank 0 has 19 of 22
+  for (std::int32_t e = 0; e < 8; ++e) ids[0].insert(ids[0].end(), to_size(topk_slots[e]), e);
   const ExpertSummary summary = summarize_experts(config, {}, ids);
   const auto placement = place_experts(summary);
   std::vector<std::int32_t> experts(2);
   std::vector<std::int64_t> rows(2);
   for (std::int32_t e = 0; e < 8; ++e) {
-    ++experts[at(placement[at(e)])];
-    rows[at(placement[at(e)])] += choices[e];
+    ++experts[to_size(placement[to_size(e)])];
+    rows[to_size(placement[to_size(e)])] += topk_slots[e];
   }
   EXPECT_EQ(experts, (std::vector<std::int32_t>{4, 4}));
   EXPECT_EQ(std::ranges::max(rows), 11);
@@ -168,8 +168,8 @@ TEST(ExpertSummary, wrong_ids_are_named) {
   EXPECT_TRUE(fails(Ids(1), {"summarize_experts", "ids has 1", "expected one a rank: 2"}));
   EXPECT_TRUE(fails({{1, 2}, {}}, {"ids[0] has 2", "topk = 3"}));
   EXPECT_TRUE(fails({{}, std::vector<std::int32_t>(153)}, {"ids[1] has 153", "at most 50"}));
-  EXPECT_TRUE(fails({{}, {0, 1, 9}}, {"ids[1]: token 0, choice 2 has expert 9, expected 0..8"}));
-  EXPECT_TRUE(fails({{}, {0, -1, 0}}, {"choice 1 has expert -1"}));
+  EXPECT_TRUE(fails({{}, {0, 1, 9}}, {"ids[1]: token 0, topk slot 2 has expert 9, expected 0..8"}));
+  EXPECT_TRUE(fails({{}, {0, -1, 0}}, {"topk slot 1 has expert -1"}));
 }
 
 }  // namespace

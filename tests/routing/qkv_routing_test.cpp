@@ -67,7 +67,7 @@ void check_q(const QkvPlan& plan, const QkvRouting& got, const std::vector<RankM
   EXPECT_EQ(plain(got.fwd_q.dst_rank), plain(plan.q_dst));
   std::vector<std::int64_t> offset(places.size());
   std::vector<std::int64_t> rank_offsets{0}, rev_len, rev_rank, rev_offset;
-  Pairs there, back;
+  Pairs forward, back;
   for (std::size_t r = 0; r < ranks.size(); ++r) {
     for (const test::QueryRead& read : ranks[r].queries) {
       const auto shard = static_cast<std::size_t>(read.shard);
@@ -75,7 +75,7 @@ void check_q(const QkvPlan& plan, const QkvRouting& got, const std::vector<RankM
       rev_len.push_back(plan.shard_len[shard]);
       rev_rank.push_back(places[shard].rank);
       rev_offset.push_back(begin_at_home(plan, places[shard], shard));
-      there[{static_cast<std::int64_t>(r), places[shard].rank}] += plan.shard_len[shard];
+      forward[{static_cast<std::int64_t>(r), places[shard].rank}] += plan.shard_len[shard];
       back[{places[shard].rank, static_cast<std::int64_t>(r)}] += plan.shard_len[shard];
     }
     rank_offsets.push_back(std::ssize(rev_len));
@@ -86,7 +86,7 @@ void check_q(const QkvPlan& plan, const QkvRouting& got, const std::vector<RankM
   EXPECT_EQ(plain(got.rev_q.dst_rank), rev_rank);
   EXPECT_EQ(plain(got.rev_q.dst_offset), rev_offset);
   EXPECT_TRUE(got.rev_q.copy_offsets.empty());
-  check_recv(got.fwd_q.recv, plan.world_size, there);
+  check_recv(got.fwd_q.recv, plan.world_size, forward);
   check_recv(got.rev_q.recv, plan.world_size, back);
 }
 
@@ -98,7 +98,7 @@ void check_kv(const QkvPlan& plan, const QkvRouting& got, const std::vector<Rank
   }
   std::vector<std::map<std::int64_t, std::pair<std::int64_t, std::int64_t>>> copies(places.size());
   std::vector<std::int64_t> rank_offsets{0}, rev_len, rev_rank, rev_offset;
-  Pairs there, back;
+  Pairs forward, back;
   for (std::size_t r = 0; r < ranks.size(); ++r) {
     for (const test::KvHeld& held : ranks[r].kv) {
       const auto shard = static_cast<std::size_t>(held.shard);
@@ -109,7 +109,7 @@ void check_kv(const QkvPlan& plan, const QkvRouting& got, const std::vector<Rank
       rev_rank.push_back(places[shard].rank);
       rev_offset.push_back(held.copy * home_rows[static_cast<std::size_t>(places[shard].rank)] +
                            begin_at_home(plan, places[shard], shard));
-      there[{rank, places[shard].rank}] += plan.shard_len[shard];
+      forward[{rank, places[shard].rank}] += plan.shard_len[shard];
       back[{places[shard].rank, rank}] += plan.shard_len[shard];
     }
     rank_offsets.push_back(std::ssize(rev_len));
@@ -132,7 +132,7 @@ void check_kv(const QkvPlan& plan, const QkvRouting& got, const std::vector<Rank
   EXPECT_EQ(plain(got.rev_kv.dst_rank), rev_rank);
   EXPECT_TRUE(got.rev_kv.copy_offsets.empty());
   EXPECT_EQ(plain(got.rev_kv.dst_offset), rev_offset);
-  check_recv(got.fwd_kv.recv, plan.world_size, there);
+  check_recv(got.fwd_kv.recv, plan.world_size, forward);
   check_recv(got.rev_kv.recv, plan.world_size, back);
 }
 
@@ -254,10 +254,11 @@ TEST(QkvRoutingProperty, ACopyOfACausalDocumentIsOnOneRank) {
     std::map<std::pair<std::int64_t, std::int64_t>, std::int32_t> rank_of;  // by document, copy
     const auto places = test::shard_places(plan);
     for (std::size_t s = 0; s < places.size(); ++s) {
-      const auto line = static_cast<std::int64_t>(s);
-      for (std::int64_t at = got.fwd_kv.copy_begin(line); at < got.fwd_kv.copy_end(line); ++at) {
+      const auto entry = static_cast<std::int64_t>(s);
+      for (std::int64_t at = got.fwd_kv.destination_begin(entry);
+           at < got.fwd_kv.destination_end(entry); ++at) {
         const std::int32_t rank = got.fwd_kv.dst_rank[static_cast<std::size_t>(at)];
-        const std::int64_t copy = at - got.fwd_kv.copy_begin(line);
+        const std::int64_t copy = at - got.fwd_kv.destination_begin(entry);
         EXPECT_EQ(rank_of.emplace(std::pair{places[s].doc, copy}, rank).first->second, rank);
       }
     }

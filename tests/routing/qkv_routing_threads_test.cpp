@@ -76,9 +76,9 @@ TEST(QkvRoutingMemory, CountsAreOnlyPairsThatExchangeRows) {
   const QkvPlan plan = large_plan(KvLayout::per_rank, false);
   const QkvRouting got = compute_qkv_routing(plan);
   for (const SparseMetadata* table : {&got.fwd_q, &got.rev_q, &got.fwd_kv, &got.rev_kv}) {
-    EXPECT_LE(std::ssize(table->recv.tokens), table->num_copies());
+    EXPECT_LE(std::ssize(table->recv.tokens), table->num_destinations());
     EXPECT_LE(table->recv.tokens.capacity(),
-              2 * static_cast<std::size_t>(table->num_copies()) + 64);
+              2 * static_cast<std::size_t>(table->num_destinations()) + 64);
   }
   // A world in which only one rank has anything: W entries, not W x W.
   QkvPlan wide;

@@ -74,7 +74,7 @@ template <class Fits>
     if (fits(i)) candidates.push_back(i);
   }
   if (candidates.empty()) return -1;
-  return candidates[at(random.below(std::ssize(candidates)))];
+  return candidates[to_size(random.below(std::ssize(candidates)))];
 }
 
 /// The part of `offsets` that holds `idx`, and the place in it.
@@ -82,7 +82,7 @@ template <class Fits>
     const std::vector<std::int64_t>& offsets, std::int64_t idx) {
   const auto after = std::upper_bound(offsets.begin(), offsets.end(), idx);
   const std::int64_t part = after - offsets.begin() - 1;
-  return {part, idx - offsets[at(part)]};
+  return {part, idx - offsets[to_size(part)]};
 }
 
 /// One of the four tables of a routing, by its name in findings.
@@ -105,20 +105,20 @@ inline const std::vector<NamedTable>& tables() {
 
 /// Where a copy of a sparse table stands.
 struct CopyPlace {
-  std::int64_t line;
+  std::int64_t entry;
   std::int64_t rank;
   std::int64_t shard;
   std::int64_t slot;
 };
 
 [[nodiscard]] inline CopyPlace place_of_copy(const SparseMetadata& table, std::int64_t copy) {
-  std::int64_t line = copy;
+  std::int64_t entry = copy;
   if (!table.copy_offsets.empty()) {
-    line = 0;
-    while (table.copy_end(line) <= copy) ++line;
+    entry = 0;
+    while (table.destination_end(entry) <= copy) ++entry;
   }
-  const auto [rank, shard] = locate(table.rank_offsets, line);
-  return {line, rank, shard, copy - table.copy_begin(line)};
+  const auto [rank, shard] = locate(table.rank_offsets, entry);
+  return {entry, rank, shard, copy - table.destination_begin(entry)};
 }
 
 [[nodiscard]] std::vector<Damage> plan_damages();

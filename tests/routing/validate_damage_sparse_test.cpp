@@ -23,11 +23,11 @@ template <class Change>
 Damage offset_changes(const char* what, const NamedTable& table, Kinds kinds, Change change) {
   return {name_of(what, table), Form::sparse, [=](Patient& patient, Random& random) -> Result {
             SparseMetadata& m = patient.routing.*table.sparse;
-            const std::int64_t c = pick(random, m.num_copies(), [&](std::int64_t i) {
-              return m.seq_len[at(place_of_copy(m, i).line)] > 0;
+            const std::int64_t c = pick(random, m.num_destinations(), [&](std::int64_t i) {
+              return m.seq_len[to_size(place_of_copy(m, i).entry)] > 0;
             });
             if (c < 0) return {};
-            if (!change(m.dst_offset[at(c)])) return {};
+            if (!change(m.dst_offset[to_size(c)])) return {};
             return at_copy(kinds, table, "dst_offset", place_of_copy(m, c));
           }};
 }
@@ -36,9 +36,10 @@ Damage rank_becomes(const char* what, const NamedTable& table, std::int32_t beyo
                     FindingKind kind) {
   return {name_of(what, table), Form::sparse, [=](Patient& patient, Random& random) -> Result {
             SparseMetadata& m = patient.routing.*table.sparse;
-            const std::int64_t c = pick(random, m.num_copies(), [](std::int64_t) { return true; });
+            const std::int64_t c =
+                pick(random, m.num_destinations(), [](std::int64_t) { return true; });
             if (c < 0) return {};
-            m.dst_rank[at(c)] = beyond >= 0 ? m.world_size + beyond : beyond;
+            m.dst_rank[to_size(c)] = beyond >= 0 ? m.world_size + beyond : beyond;
             return at_copy({kind}, table, "dst_rank", place_of_copy(m, c));
           }};
 }
@@ -48,11 +49,11 @@ Damage rank_moves(const NamedTable& table, FindingKind kind) {
   return {
       name_of("rank_moves", table), Form::sparse, [=](Patient& patient, Random& random) -> Result {
         SparseMetadata& m = patient.routing.*table.sparse;
-        const std::int64_t c = pick(random, m.num_copies(), [&](std::int64_t i) {
-          return m.world_size > 1 && m.seq_len[at(place_of_copy(m, i).line)] > 0;
+        const std::int64_t c = pick(random, m.num_destinations(), [&](std::int64_t i) {
+          return m.world_size > 1 && m.seq_len[to_size(place_of_copy(m, i).entry)] > 0;
         });
         if (c < 0) return {};
-        std::int32_t& rank = m.dst_rank[at(c)];
+        std::int32_t& rank = m.dst_rank[to_size(c)];
         rank =
             static_cast<std::int32_t>((rank + 1 + random.below(m.world_size - 1)) % m.world_size);
         Symptom symptom = at_copy({kind}, table, "dst_rank", place_of_copy(m, c));
@@ -65,39 +66,41 @@ Damage rank_moves(const NamedTable& table, FindingKind kind) {
 Damage length_changes(const char* what, const NamedTable& table, std::int64_t by, Kinds kinds) {
   return {name_of(what, table), Form::sparse, [=](Patient& patient, Random& random) -> Result {
             SparseMetadata& m = patient.routing.*table.sparse;
-            const std::int64_t line = pick(random, m.num_lines(), [&](std::int64_t i) {
-              return m.seq_len[at(i)] > 0 && m.copy_end(i) > m.copy_begin(i);
+            const std::int64_t entry = pick(random, m.num_entries(), [&](std::int64_t i) {
+              return m.seq_len[to_size(i)] > 0 && m.destination_end(i) > m.destination_begin(i);
             });
-            if (line < 0) return {};
+            if (entry < 0) return {};
             // Beyond small steps the length becomes the value itself.
-            m.seq_len[at(line)] = std::abs(by) == 1 ? m.seq_len[at(line)] + by : by;
-            const auto [rank, shard] = locate(m.rank_offsets, line);
+            m.seq_len[to_size(entry)] = std::abs(by) == 1 ? m.seq_len[to_size(entry)] + by : by;
+            const auto [rank, shard] = locate(m.rank_offsets, entry);
             return Symptom{kinds, table.name, "seq_len", rank, shard};
           }};
 }
 
 /// Two copies of equal length on the same rank change places.
 Damage offsets_swap(const NamedTable& table, FindingKind kind) {
-  return {
-      name_of("offsets_swap", table), Form::sparse,
-      [=](Patient& patient, Random& random) -> Result {
-        SparseMetadata& m = patient.routing.*table.sparse;
-        const auto len = [&](std::int64_t c) { return m.seq_len[at(place_of_copy(m, c).line)]; };
-        std::vector<std::pair<std::int64_t, std::int64_t>> pairs;
-        for (std::int64_t a = 0; a < m.num_copies(); ++a) {
-          for (std::int64_t b = a + 1; b < std::min(m.num_copies(), a + 40); ++b) {
-            const bool other = place_of_copy(m, a).line != place_of_copy(m, b).line;
-            if (other && m.dst_rank[at(a)] == m.dst_rank[at(b)] && len(a) == len(b) && len(a) > 0) {
-              pairs.emplace_back(a, b);
+  return {name_of("offsets_swap", table), Form::sparse,
+          [=](Patient& patient, Random& random) -> Result {
+            SparseMetadata& m = patient.routing.*table.sparse;
+            const auto len = [&](std::int64_t c) {
+              return m.seq_len[to_size(place_of_copy(m, c).entry)];
+            };
+            std::vector<std::pair<std::int64_t, std::int64_t>> pairs;
+            for (std::int64_t a = 0; a < m.num_destinations(); ++a) {
+              for (std::int64_t b = a + 1; b < std::min(m.num_destinations(), a + 40); ++b) {
+                const bool other = place_of_copy(m, a).entry != place_of_copy(m, b).entry;
+                if (other && m.dst_rank[to_size(a)] == m.dst_rank[to_size(b)] && len(a) == len(b) &&
+                    len(a) > 0) {
+                  pairs.emplace_back(a, b);
+                }
+              }
             }
-          }
-        }
-        if (pairs.empty()) return {};
-        const auto [a, b] = pairs[at(random.below(std::ssize(pairs)))];
-        std::swap(m.dst_offset[at(a)], m.dst_offset[at(b)]);
-        return at_copy({kind}, table, kind == order ? "dst_offset" : "dst_rank",
-                       place_of_copy(m, random.below(2) == 0 ? a : b));
-      }};
+            if (pairs.empty()) return {};
+            const auto [a, b] = pairs[to_size(random.below(std::ssize(pairs)))];
+            std::swap(m.dst_offset[to_size(a)], m.dst_offset[to_size(b)]);
+            return at_copy({kind}, table, kind == order ? "dst_offset" : "dst_rank",
+                           place_of_copy(m, random.below(2) == 0 ? a : b));
+          }};
 }
 
 Damage pair_rows_change(const NamedTable& table, std::int64_t by, Kinds kinds) {
@@ -111,7 +114,7 @@ Damage pair_rows_change(const NamedTable& table, std::int64_t by, Kinds kinds) {
             const std::int64_t p =
                 pick(random, std::ssize(recv.tokens), [](std::int64_t) { return true; });
             if (p < 0) return {};
-            recv.tokens[at(p)] += by;
+            recv.tokens[to_size(p)] += by;
             return Symptom{kinds, table.name, "recv.tokens", locate(recv.offsets, p).first};
           }};
 }
@@ -121,8 +124,9 @@ Damage total_changes(const NamedTable& table, std::int64_t by) {
           [=](Patient& patient, Random& random) -> Result {
             RecvCounts& recv = (patient.routing.*table.sparse).recv;
             const std::int64_t r = random.below(std::ssize(recv.total));
-            recv.total[at(r)] += by;
-            return Symptom{{recv.total[at(r)] < 0 ? negative : count}, table.name, "recv.total", r};
+            recv.total[to_size(r)] += by;
+            return Symptom{
+                {recv.total[to_size(r)] < 0 ? negative : count}, table.name, "recv.total", r};
           }};
 }
 
@@ -137,7 +141,8 @@ Damage pair_vanishes(const NamedTable& table) {
             const std::int64_t r = locate(recv.offsets, p).first;
             recv.tokens.erase(recv.tokens.begin() + p);
             recv.src_rank.erase(recv.src_rank.begin() + p);
-            for (std::int64_t i = r + 1; i < std::ssize(recv.offsets); ++i) --recv.offsets[at(i)];
+            for (std::int64_t i = r + 1; i < std::ssize(recv.offsets); ++i)
+              --recv.offsets[to_size(i)];
             return Symptom{{count}, table.name, "recv.src_rank", r};
           }};
 }
@@ -150,7 +155,7 @@ Damage sender_unknown(const NamedTable& table) {
         const std::int64_t p =
             pick(random, std::ssize(recv.tokens), [](std::int64_t) { return true; });
         if (p < 0) return {};
-        recv.src_rank[at(p)] = random.below(2) == 0 ? -1 : patient.plan.world_size;
+        recv.src_rank[to_size(p)] = random.below(2) == 0 ? -1 : patient.plan.world_size;
         return Symptom{{rank_range}, table.name, "recv.src_rank", locate(recv.offsets, p).first};
       }};
 }
@@ -162,7 +167,8 @@ Damage counts_of_other_direction(const NamedTable& table, const NamedTable& othe
             RecvCounts& recv = (patient.routing.*table.sparse).recv;
             const RecvCounts& wrong = (patient.routing.*other.sparse).recv;
             std::int64_t r = 0;
-            while (r < patient.plan.world_size && recv.total[at(r)] == wrong.total[at(r)]) ++r;
+            while (r < patient.plan.world_size && recv.total[to_size(r)] == wrong.total[to_size(r)])
+              ++r;
             if (r == patient.plan.world_size) return {};
             recv = wrong;
             return Symptom{{count}, table.name, "recv.total", r};
@@ -182,17 +188,17 @@ Damage reverse_swaps(const NamedTable& table) {
   return {name_of("reverse_swaps", table), Form::sparse,
           [=](Patient& patient, Random& random) -> Result {
             SparseMetadata& m = patient.routing.*table.sparse;
-            const std::int64_t t = pick(random, m.num_lines() - 1, [&](std::int64_t i) {
+            const std::int64_t t = pick(random, m.num_entries() - 1, [&](std::int64_t i) {
               return locate(m.rank_offsets, i).first == locate(m.rank_offsets, i + 1).first &&
-                     m.seq_len[at(i)] > 0 && m.seq_len[at(i + 1)] > 0;
+                     m.seq_len[to_size(i)] > 0 && m.seq_len[to_size(i + 1)] > 0;
             });
             if (t < 0) return {};
-            std::swap(m.seq_len[at(t)], m.seq_len[at(t + 1)]);
-            std::swap(m.dst_rank[at(t)], m.dst_rank[at(t + 1)]);
-            std::swap(m.dst_offset[at(t)], m.dst_offset[at(t + 1)]);
+            std::swap(m.seq_len[to_size(t)], m.seq_len[to_size(t + 1)]);
+            std::swap(m.dst_rank[to_size(t)], m.dst_rank[to_size(t + 1)]);
+            std::swap(m.dst_offset[to_size(t)], m.dst_offset[to_size(t + 1)]);
             const auto [rank, shard] = locate(m.rank_offsets, t);
-            const bool same_rank = m.dst_rank[at(t)] == m.dst_rank[at(t + 1)];
-            const bool same_len = m.seq_len[at(t)] == m.seq_len[at(t + 1)];
+            const bool same_rank = m.dst_rank[to_size(t)] == m.dst_rank[to_size(t + 1)];
+            const bool same_len = m.seq_len[to_size(t)] == m.seq_len[to_size(t + 1)];
             const char* field = !same_rank ? "dst_rank" : !same_len ? "seq_len" : "dst_offset";
             const bool home = same_rank && same_len && !table.kv;
             return Symptom{{home ? identity : transpose}, table.name, field, rank, shard};
@@ -204,12 +210,12 @@ Result reverse_in_wrong_plane(Patient& patient, Random& random) {
   SparseMetadata& m = patient.routing.rev_kv;
   const QkvPlan& plan = patient.plan;
   const std::int64_t t =
-      pick(random, m.num_lines(), [&](std::int64_t i) { return m.seq_len[at(i)] > 0; });
+      pick(random, m.num_entries(), [&](std::int64_t i) { return m.seq_len[to_size(i)] > 0; });
   if (t < 0) return {};
-  const std::int32_t home = m.dst_rank[at(t)];
-  for (std::int64_t s = plan.rank_shard_offsets[at(home)];
-       s < plan.rank_shard_offsets[at(home) + 1]; ++s) {
-    m.dst_offset[at(t)] += plan.shard_len[at(s)];
+  const std::int32_t home = m.dst_rank[to_size(t)];
+  for (std::int64_t s = plan.rank_shard_offsets[to_size(home)];
+       s < plan.rank_shard_offsets[to_size(home) + 1]; ++s) {
+    m.dst_offset[to_size(t)] += plan.shard_len[to_size(s)];
   }
   const auto [rank, shard] = locate(m.rank_offsets, t);
   return Symptom{{transpose}, "rev_kv", "dst_offset", rank, shard};
@@ -219,13 +225,13 @@ Damage reverse_entry_lost(const NamedTable& table) {
   return {name_of("reverse_entry_lost", table), Form::sparse,
           [=](Patient& patient, Random& random) -> Result {
             SparseMetadata& m = patient.routing.*table.sparse;
-            const std::int64_t t = pick(random, m.num_lines(), [](std::int64_t) { return true; });
+            const std::int64_t t = pick(random, m.num_entries(), [](std::int64_t) { return true; });
             if (t < 0) return {};
             const std::int64_t rank = locate(m.rank_offsets, t).first;
             m.seq_len.erase(m.seq_len.begin() + t);
             m.dst_rank.erase(m.dst_rank.begin() + t);
             m.dst_offset.erase(m.dst_offset.begin() + t);
-            for (std::int64_t r = rank + 1; r <= m.world_size; ++r) --m.rank_offsets[at(r)];
+            for (std::int64_t r = rank + 1; r <= m.world_size; ++r) --m.rank_offsets[to_size(r)];
             return Symptom{{transpose}, table.name, "seq_len", rank};
           }};
 }
@@ -239,7 +245,7 @@ Damage attention_changes(const char* field, bool per_rank, std::int64_t by, Valu
             const std::int64_t i =
                 pick(random, std::ssize(array), [](std::int64_t) { return true; });
             if (i < 0) return {};
-            array[at(i)] += static_cast<std::int32_t>(by);
+            array[to_size(i)] += static_cast<std::int32_t>(by);
             if (per_rank) return Symptom{{attention}, "attention", field, i};
             const auto [rank, shard] = locate(patient.routing.attention.rank_offsets, i);
             return Symptom{{attention}, "attention", field, rank, shard};

@@ -128,15 +128,15 @@ TEST_P(Agreement, what_differs_in_a_call_is_named_by_all) {
   const DocumentRoutings documents(GetParam().world_size);
   GetParam().run(deadline_s, [&](World& world) {
     const std::string odd = concat("rank ", world.world_size() - 1);
-    for (const PlantedDisagreement& the : test::planted_disagreements()) {
-      SCOPED_TRACE(the.name);
+    for (const PlantedDisagreement& sample : test::planted_disagreements()) {
+      SCOPED_TRACE(sample.name);
       HostTensors tensors;
       DisagreeingRank rank(world, documents, tensors.take(), options());
-      auto parts = the.named;
+      auto parts = sample.named;
       parts.push_back(odd);
       parts.push_back(concat("rank ", world.rank()));
       parts.emplace_back("expected the same on all ranks");
-      expect_end<Disagreement>(rank, the.calls, at_once_s, parts);
+      expect_end<Disagreement>(rank, sample.calls, at_once_s, parts);
     }
   });
 }
@@ -199,7 +199,7 @@ TEST_P(Agreement, calls_of_two_dispatchers_in_another_order_end_by_the_deadline)
     const auto plan = [&](DisagreeingRank& rank) {
       return rank.plan(DisagreeingRank::forward_of(documents.usual));
     };
-    const ReadyPlan plans[] = {plan(one), plan(two)};
+    const PlanHandle plans[] = {plan(one), plan(two)};
     const auto first = [&](DisagreeingRank& rank) { rank.dispatch(plans[&rank == &one ? 0 : 1]); };
     expect_missed(GetParam(), one.is_odd() ? two : one, first);
   });

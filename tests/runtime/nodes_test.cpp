@@ -12,11 +12,11 @@
 namespace waybill {
 namespace {
 
-using test::at;
 using test::check_step;
 using test::eager_options;
 using test::NetworkFaults;
 using test::NodeCase;
+using test::to_size;
 
 World faulty_world(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
                    const NetworkFaults& faults) {
@@ -50,10 +50,10 @@ NodeCase real_case(const std::string& list, Topology topology) {
     options.hardware.ranks_per_node = topology.ranks_per_node;
     const AttentionPlan plan = plan_attention(documents, options);
     if (std::ranges::max(plan.bytes_out()) < 3 * std::ranges::max(plan.bytes_in())) continue;
-    test::SequenceCase the{list, compute_qkv_routing(plan.plan)};
-    the.q.hidden = 2;
-    the.k.hidden = the.v.hidden = 3;
-    return {std::move(the), topology, plan.relay};
+    test::SequenceCase sample{list, compute_qkv_routing(plan.plan)};
+    sample.q.hidden = 2;
+    sample.k.hidden = sample.v.hidden = 3;
+    return {std::move(sample), topology, plan.relay};
   }
 }
 
@@ -115,16 +115,16 @@ TEST(Nodes, options_that_differ_are_named) {
 
 /// A case in which every rank sends to, forwards to and adds up for others.
 NodeCase busy_case(Topology topology) {
-  const auto world = at(topology.world_size);
+  const auto world = to_size(topology.world_size);
   const std::vector<std::vector<std::int64_t>> shards(world, {4, 3});
   std::vector<std::int32_t> dst;
   for (std::int32_t s = 0; s < 2 * topology.world_size; ++s)
     dst.push_back((s * 5 + 1) % topology.world_size);
-  test::SequenceCase the{"busy", compute_qkv_routing(test::plain_plan(topology.world_size, shards,
-                                                                      dst, KvLayout::per_rank))};
+  test::SequenceCase sample{"busy", compute_qkv_routing(test::plain_plan(
+                                        topology.world_size, shards, dst, KvLayout::per_rank))};
   RelaySchedule relay;
-  if (topology.num_nodes() == 1) relay = test::random_relay(the.routing.fwd_kv, 3);
-  return {std::move(the), topology, std::move(relay)};
+  if (topology.num_nodes() == 1) relay = test::random_relay(sample.routing.fwd_kv, 3);
+  return {std::move(sample), topology, std::move(relay)};
 }
 
 TEST(Nodes, a_dead_link_is_named) {
@@ -137,8 +137,8 @@ TEST(Nodes, a_dead_link_is_named) {
       SequenceDispatcher dispatcher(world, eager_options());
       for (;;) check_step(world, dispatcher, node);
     });
-    EXPECT_EQ(test::missed_by(results[3]).peer, 1);
-    EXPECT_LT(test::missed_by(results[3]).seconds, 2);
+    EXPECT_EQ(test::timeout_of(results[3]).peer, 1);
+    EXPECT_LT(test::timeout_of(results[3]).seconds, 2);
   }
 }
 
@@ -174,12 +174,12 @@ void check_stops(const NodeCase& node, std::int32_t stopping, int num_stops) {
     const auto results = run_with_stop(node, stopping, stop_at, num_steps);
     for (std::int32_t r = 0; r < node.topology.world_size; ++r) {
       if (r == stopping) {
-        EXPECT_EQ(results[at(r)].text, "this rank was stopped");
+        EXPECT_EQ(results[to_size(r)].text, "this rank was stopped");
         continue;
       }
-      const MissedWait missed = test::missed_by(results[at(r)]);
+      const TimeoutInfo missed = test::timeout_of(results[to_size(r)]);
       EXPECT_EQ(missed.peer, stopping) << "rank " << r << ", stop at " << stop_at << " of " << steps
-                                       << ": " << results[at(r)].text;
+                                       << ": " << results[to_size(r)].text;
       EXPECT_LT(missed.seconds, 3 * deadline_s);
     }
   }

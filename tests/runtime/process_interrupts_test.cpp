@@ -17,8 +17,8 @@
 namespace waybill {
 namespace {
 
-using test::at;
 using test::ProcessEnd;
+using test::to_size;
 using Clock = std::chrono::steady_clock;
 
 constexpr double limit_s = 0.2;
@@ -71,8 +71,8 @@ std::vector<ProcessEnd> interrupt_rank_1(const Wait& wait, const Wait& meanwhile
   EXPECT_LT(Clock::now() - start, std::chrono::seconds(8));
   EXPECT_EQ(ends[1].text, "interrupted by SIGINT");
   for (const std::int32_t r : {0, 2}) {
-    EXPECT_NE(ends[at(r)].text.find("rank 1 failed: interrupted by SIGINT"), std::string::npos)
-        << ends[at(r)].text;
+    EXPECT_NE(ends[to_size(r)].text.find("rank 1 failed: interrupted by SIGINT"), std::string::npos)
+        << ends[to_size(r)].text;
   }
   return ends;
 }
@@ -98,17 +98,17 @@ std::vector<ProcessEnd> interrupt_in_dispatcher(
     world.barrier();
     if (rank != 1) {
       std::this_thread::sleep_for(std::chrono::milliseconds(300));
-      return call(dispatcher, at(rank));
+      return call(dispatcher, to_size(rank));
     }
     std::optional<Signaller> signaller(std::in_place);
     try {
-      call(dispatcher, at(rank));
+      call(dispatcher, to_size(rank));
       ADD_FAILURE() << "expected Interrupted";
     } catch (const Interrupted&) {
       EXPECT_LT(signaller->seconds_since(), limit_s + margin_s);
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(700));
-    call(dispatcher, at(rank));
+    call(dispatcher, to_size(rank));
   });
 }
 
@@ -117,16 +117,16 @@ void expect_all_told(const std::vector<ProcessEnd>& ends, const std::string& ope
                               ": the dispatcher is unusable after an interrupt: "
                               "interrupted by SIGINT");
   for (const std::int32_t r : {0, 2}) {
-    EXPECT_NE(ends[at(r)].text.find("rank 1 failed: interrupted by SIGINT"), std::string::npos)
-        << ends[at(r)].text;
+    EXPECT_NE(ends[to_size(r)].text.find("rank 1 failed: interrupted by SIGINT"), std::string::npos)
+        << ends[to_size(r)].text;
   }
 }
 
 TEST(ProcessInterrupts, Dispatch) {
-  const auto the = test::sequence_cases(3, 0).at(3);
-  const test::Expected expected(the);
+  const auto sample = test::sequence_cases(3, 0).at(3);
+  const test::Expected expected(sample);
   expect_all_told(interrupt_in_dispatcher([&](SequenceDispatcher& dispatcher, std::size_t r) {
-                    const auto parts = test::forward_parts(the);
+                    const auto parts = test::forward_parts(sample);
                     const auto plan = dispatcher.plan_dispatch(parts);
                     (void)dispatcher.dispatch(plan, std::vector<ConstTensorView>{
                                                         expected.q[r].view(), expected.k[r].view(),

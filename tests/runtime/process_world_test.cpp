@@ -17,10 +17,10 @@
 namespace waybill {
 namespace {
 
-using test::at;
 using test::Expected;
 using test::ProcessEnd;
 using test::SequenceCase;
+using test::to_size;
 
 std::vector<ProcessEnd> run_process_world(std::int32_t world_size, double timeout_s,
                                           const std::function<void(World&)>& body,
@@ -37,7 +37,7 @@ TEST(ProcessWorld, equals_the_simulation) {
   for (const std::int32_t world_size : {1, 2, 5}) {
     const auto cases = test::sequence_cases(world_size, 12);
     std::vector<Expected> expected;
-    for (const SequenceCase& the : cases) expected.emplace_back(the);
+    for (const SequenceCase& sample : cases) expected.emplace_back(sample);
     test::expect_no_errors(run_process_world(world_size, 20, [&](World& world) {
       SequenceDispatcher dispatcher(world);
       for (std::size_t i = 0; i < cases.size(); ++i) {
@@ -66,7 +66,7 @@ TEST(ProcessWorld, calls_follow_each_other_with_late_ranks) {
   for (std::size_t i = 0; i < cases.size(); ++i) expected.emplace_back(cases[i], 100 * i);
   test::expect_no_errors(run_process_world(3, 20, [&](World& world) {
     SequenceDispatcher dispatcher(world);
-    Random random(at(to_int(world.rank())));
+    Random random(to_size(to_int(world.rank())));
     for (std::size_t i = 0; i < cases.size(); ++i) {
       std::this_thread::sleep_for(std::chrono::microseconds(random.below(3000)));
       test::check_step(world, dispatcher, cases[i], expected[i]);
@@ -105,13 +105,13 @@ class DeadlyRows {
 };
 
 TEST(ProcessWorld, a_rank_killed_in_the_middle_of_a_call_is_named_by_all_others) {
-  const auto the = test::sequence_cases(4, 0).at(3);  // many copies: every rank sends to all
-  const Expected expected(the);
+  const auto sample = test::sequence_cases(4, 0).at(3);  // many copies: every rank sends to all
+  const Expected expected(sample);
   const auto start = std::chrono::steady_clock::now();
   const auto ends = run_process_world(4, 60, [&](World& world) {
     SequenceDispatcher dispatcher(world);
-    const auto r = at(to_int(world.rank()));
-    const auto plan = dispatcher.plan_dispatch(test::forward_parts(the));
+    const auto r = to_size(to_int(world.rank()));
+    const auto plan = dispatcher.plan_dispatch(test::forward_parts(sample));
     const DeadlyRows deadly(expected.k[r]);
     for (int call = 1; call <= 3; ++call) {
       const bool dies = call == 3 && world.rank() == Rank{1};
@@ -133,7 +133,7 @@ TEST(ProcessWorld, a_rank_killed_in_the_middle_of_a_call_is_named_by_all_others)
   });
   EXPECT_EQ(ends[1].signal, SIGKILL);
   for (const std::int32_t r : {0, 2, 3}) {
-    const std::string& text = ends[at(r)].text;
+    const std::string& text = ends[to_size(r)].text;
     EXPECT_NE(text.find(concat("dispatch: rank 1 is gone: the end of process ", ends[1].process)),
               std::string::npos)
         << text;
@@ -142,12 +142,12 @@ TEST(ProcessWorld, a_rank_killed_in_the_middle_of_a_call_is_named_by_all_others)
 }
 
 TEST(ProcessWorld, a_rank_killed_at_any_time_ends_the_calls_of_all_others) {
-  const auto the = test::sequence_cases(3, 0).at(3);
-  const Expected expected(the);
+  const auto sample = test::sequence_cases(3, 0).at(3);
+  const Expected expected(sample);
   const auto ends = run_process_world(3, 60, [&](World& world) {
     SequenceDispatcher dispatcher(world);
-    const auto r = at(to_int(world.rank()));
-    const auto plan = dispatcher.plan_dispatch(test::forward_parts(the));
+    const auto r = to_size(to_int(world.rank()));
+    const auto plan = dispatcher.plan_dispatch(test::forward_parts(sample));
     const std::vector<ConstTensorView> inputs{expected.q[r].view(), expected.k[r].view(),
                                               expected.v[r].view()};
     std::jthread killer;
@@ -162,7 +162,7 @@ TEST(ProcessWorld, a_rank_killed_at_any_time_ends_the_calls_of_all_others) {
   EXPECT_EQ(ends[2].signal, SIGKILL);
   // Who waits for the other one, that has stopped for rank 2, hears of it from there.
   for (const std::int32_t r : {0, 1}) {
-    const std::string& text = ends[at(r)].text;
+    const std::string& text = ends[to_size(r)].text;
     EXPECT_TRUE(text.starts_with("dispatch: rank ") || text.starts_with("allocate(window): rank "))
         << text;
     EXPECT_NE(text.find("rank 2 is gone: the end of process"), std::string::npos) << text;

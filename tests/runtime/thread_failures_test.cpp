@@ -16,7 +16,7 @@
 namespace waybill {
 namespace {
 
-using test::at;
+using test::to_size;
 using Clock = std::chrono::steady_clock;
 
 constexpr double long_timeout_s = 60;
@@ -97,11 +97,12 @@ void expect_call_released(const std::function<std::function<void()>(World&, int)
 }
 
 TEST(ThreadFailures, ADispatchIsReleased) {
-  const auto the = test::sequence_cases(3, 0).at(3);
-  const test::Expected expected(the);
+  const auto sample = test::sequence_cases(3, 0).at(3);
+  const test::Expected expected(sample);
   expect_call_released([&](World& world, int rank) {
     auto dispatcher = std::make_shared<SequenceDispatcher>(world);
-    auto plan = std::make_shared<ReadyPlan>(dispatcher->plan_dispatch(test::forward_parts(the)));
+    auto plan =
+        std::make_shared<PlanHandle>(dispatcher->plan_dispatch(test::forward_parts(sample)));
     return [=, &expected] {
       const auto r = static_cast<std::size_t>(rank);
       (void)dispatcher->dispatch(
@@ -136,12 +137,12 @@ TEST(ThreadFailures, ADispatchToExpertsIsReleased) {
 
 TEST(ThreadFailures, AnArgumentThatOneRankFindsWrongSurfaces) {
   const auto start = Clock::now();
-  const auto the = test::sequence_cases(3, 0).at(3);
-  const test::Expected expected(the);
+  const auto sample = test::sequence_cases(3, 0).at(3);
+  const test::Expected expected(sample);
   const auto body = [&](World& world) {
     SequenceDispatcher dispatcher(world);
-    const auto r = at(to_int(world.rank()));
-    const auto plan = dispatcher.plan_dispatch(test::forward_parts(the));
+    const auto r = to_size(to_int(world.rank()));
+    const auto plan = dispatcher.plan_dispatch(test::forward_parts(sample));
     std::vector<ConstTensorView> inputs{expected.q[r].view(), expected.k[r].view(),
                                         expected.v[r].view()};
     if (world.rank() == Rank{2}) inputs.pop_back();
@@ -238,17 +239,17 @@ class FailingExecutor final : public Executor {
 /// Afterwards the dispatcher of the failing rank is unusable, and the others know why.
 template <class Thrown>
 void expect_unusable_after(const Thrown& thrown, const std::string& reason) {
-  const auto the = test::sequence_cases(2, 0).at(3);
-  const test::Expected expected(the);
+  const auto sample = test::sequence_cases(2, 0).at(3);
+  const test::Expected expected(sample);
   std::atomic<int> checked = 0;
   const auto body = [&](std::shared_ptr<Bootstrap> bootstrap) {
     auto transport = make_thread_transport(std::move(bootstrap));
-    const auto r = at(to_int(transport->rank()));
+    const auto r = to_size(to_int(transport->rank()));
     auto executor =
         std::make_unique<FailingExecutor<Thrown>>(make_host_executor(*transport), r == 1, thrown);
     World world(std::move(transport), std::move(executor));
     SequenceDispatcher dispatcher(world);
-    const auto plan = dispatcher.plan_dispatch(test::forward_parts(the));
+    const auto plan = dispatcher.plan_dispatch(test::forward_parts(sample));
     const std::vector<ConstTensorView> inputs{expected.q[r].view(), expected.k[r].view(),
                                               expected.v[r].view()};
     if (r == 1) {
@@ -284,14 +285,14 @@ TEST(AbortState, AnErrorOfCudaMakesTheObjectUnusable) {
 }
 
 TEST(AbortState, AnArgumentDoesNot) {
-  const auto the = test::sequence_cases(2, 0).at(3);
+  const auto sample = test::sequence_cases(2, 0).at(3);
   run_thread_world(2, [&](World& world) {
     SequenceDispatcher dispatcher(world);
     EXPECT_THROW(dispatcher.reserve(-1), InvalidArgument);
     dispatcher.reserve(1 << 20);
     dispatcher.close();
     try {
-      (void)dispatcher.gradient_inputs(dispatcher.plan_kv_gradient(test::kv_parts(the)));
+      (void)dispatcher.gradient_inputs(dispatcher.plan_kv_gradient(test::kv_parts(sample)));
       ADD_FAILURE() << "expected the dispatcher to be closed";
     } catch (const TransportError& error) {
       EXPECT_STREQ(error.what(), "gradient_inputs: the dispatcher was closed");

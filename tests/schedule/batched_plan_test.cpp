@@ -10,8 +10,8 @@
 namespace waybill {
 namespace {
 
-using test::at;
 using test::NodeCase;
+using test::to_size;
 
 std::vector<SequencePlan> plans_of(std::span<const SequencePart> parts, SequenceOperation operation,
                                    const SequencePlanOptions& options) {
@@ -48,7 +48,7 @@ TEST(BatchedPlans, the_checker_finds_nothing) {
         const auto parts = sends ? node->forward() : node->kv();
         const auto plans = plans_of(parts, operation, options);
         ASSERT_EQ(first_of(test::check_sequence_plans(plans, parts, topology.ranks_per_node)), "")
-            << node->the.name << ", " << topology.world_size << " ranks";
+            << node->sample.name << ", " << topology.world_size << " ranks";
         for (const SequencePlan& plan : plans) num_batches += static_cast<int>(plan.batches.size());
       }
       if (topology.num_nodes() > 1) ++(node->once ? num_once : num_all_rows);
@@ -60,9 +60,9 @@ TEST(BatchedPlans, the_checker_finds_nothing) {
 }
 
 TEST(BatchedPlans, direct_plans_are_checked_too) {
-  for (const test::SequenceCase& the : test::sequence_cases(4, 12)) {
-    const auto forward = test::forward_parts(the);
-    const auto kv = test::kv_parts(the);
+  for (const test::SequenceCase& sample : test::sequence_cases(4, 12)) {
+    const auto forward = test::forward_parts(sample);
+    const auto kv = test::kv_parts(sample);
     EXPECT_EQ(first_of(test::check_sequence_plans(
                   plans_of(forward, SequenceOperation::dispatch, {}), forward)),
               "");
@@ -126,9 +126,9 @@ TEST(BatchedPlans, the_checker_finds_damage) {
                          }),
               0);
     EXPECT_EQ(num_missed(operation,
-                         [](SequencePlan& plan) {  // another place
-                           if (plan.segment_places.empty()) return false;
-                           plan.segment_places.back() += 1;
+                         [](SequencePlan& plan) {  // another address
+                           if (plan.segment_addresses.empty()) return false;
+                           plan.segment_addresses.back() += 1;
                            return true;
                          }),
               0);
@@ -170,7 +170,7 @@ TEST(BatchedPlans, the_planners_schedules_fit) {
 
 /// Rank 0 has a document that all attend to.
 QkvRouting one_for_all(std::int32_t world_size) {
-  std::vector<std::vector<std::int64_t>> shards(at(world_size));
+  std::vector<std::vector<std::int64_t>> shards(to_size(world_size));
   std::vector<std::int32_t> dst;
   for (std::int32_t r = 0; r < world_size; ++r) {
     shards[0].push_back(100);
@@ -182,14 +182,14 @@ QkvRouting one_for_all(std::int32_t world_size) {
 /// A chain over all ranks.
 RelaySchedule chain(const SparseMetadata& kv) {
   RelaySchedule relay;
-  relay.links.resize(at(kv.world_size));
-  for (std::int32_t line = 0; line < kv.num_lines(); ++line) {
+  relay.links.resize(to_size(kv.world_size));
+  for (std::int32_t entry = 0; entry < kv.num_entries(); ++entry) {
     std::int32_t last = 0;
     std::int32_t after = -1;
-    for (auto c = kv.copy_begin(line); c < kv.copy_end(line); ++c) {
-      const std::int32_t dst = kv.dst_rank[at(c)];
+    for (auto c = kv.destination_begin(entry); c < kv.destination_end(entry); ++c) {
+      const std::int32_t dst = kv.dst_rank[to_size(c)];
       if (dst == 0) continue;
-      relay.hops.push_back({last, dst, line, 0, 0, kv.seq_len[at(line)], after});
+      relay.hops.push_back({last, dst, entry, 0, 0, kv.seq_len[to_size(entry)], after});
       after = static_cast<std::int32_t>(relay.hops.size()) - 1;
       last = dst;
     }
@@ -223,10 +223,11 @@ TEST(BatchedPlans, limits_decide_and_can_be_overridden) {
   // A schedule that wins little is not taken, unless it must be.
   RelaySchedule straight;
   straight.links.resize(8);
-  for (std::int32_t line = 0; line < routing.fwd_kv.num_lines(); ++line) {
-    for (auto c = routing.fwd_kv.copy_begin(line); c < routing.fwd_kv.copy_end(line); ++c) {
-      if (routing.fwd_kv.dst_rank[at(c)] != 0)
-        straight.hops.push_back({0, routing.fwd_kv.dst_rank[at(c)], line, 0, 0, 100, -1});
+  for (std::int32_t entry = 0; entry < routing.fwd_kv.num_entries(); ++entry) {
+    for (auto c = routing.fwd_kv.destination_begin(entry);
+         c < routing.fwd_kv.destination_end(entry); ++c) {
+      if (routing.fwd_kv.dst_rank[to_size(c)] != 0)
+        straight.hops.push_back({0, routing.fwd_kv.dst_rank[to_size(c)], entry, 0, 0, 100, -1});
     }
   }
   const std::vector<SequencePart> same{{&routing.fwd_kv, {format}, &straight}};
@@ -260,10 +261,10 @@ TEST(BatchedPlans, refuses_schedules_that_do_not_fit) {
     const std::vector<SequencePart> kv{{&routing.fwd_kv, {{DType::float32, 4}}, &relay}};
     EXPECT_TRUE(test::rejects([&] { (void)compile_dispatch(kv, Rank{0}); }, {text})) << text;
   };
-  rejected([](auto& hops) { hops[0].shard = 99; }, "a line of the metadata");
+  rejected([](auto& hops) { hops[0].shard = 99; }, "an entry of the metadata");
   rejected([](auto& hops) { hops[0].src_rank = 7; }, "two ranks of the world");
   rejected([](auto& hops) { hops[1].dst_rank = 0; }, "not the rows' home");
-  rejected([](auto& hops) { hops[0].num_rows = 101; }, "rows of the line");
+  rejected([](auto& hops) { hops[0].num_rows = 101; }, "rows of the entry");
   rejected([](auto& hops) { hops[0].src_rank = 2; }, "a sender that is the rows' home");
   rejected([](auto& hops) { hops[1].after = 1; }, "an earlier hop");
   rejected([](auto& hops) { hops[1].src_rank = 1; }, "a hop in `after`");

@@ -5,13 +5,13 @@
 #include <unordered_map>
 #include <utility>
 
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::test {
 namespace {
 
-using detail::at;
+using detail::to_size;
 
 /// A row by its name: whose tensor (or window, of gradients) it is in, and which row there.
 using RowName = std::pair<std::int32_t, std::int64_t>;
@@ -57,45 +57,47 @@ class PlanChecker {
     if (findings_.size() < max_findings_) findings_.push_back(concat(parts...));
   }
 
-  [[nodiscard]] const SequencePlan& plan(std::int32_t rank) const { return plans_[at(rank)]; }
+  [[nodiscard]] const SequencePlan& plan(std::int32_t rank) const { return plans_[to_size(rank)]; }
   [[nodiscard]] std::int64_t row_bytes(std::int32_t tensor) const {
     const std::size_t count = plans_.front().tensors.size();
-    const TensorFormat& format = plans_.front().tensors[at(tensor) % count];
-    if (at(tensor) < count) return format.row_bytes();
+    const TensorFormat& format = plans_.front().tensors[to_size(tensor) % count];
+    if (to_size(tensor) < count) return format.row_bytes();
     return format.hidden * (format.dtype == DType::float64 ? 8 : 4);
   }
 
   void check_plan(std::int32_t rank) {
-    const SequencePlan& the = plan(rank);
-    if (the.rank != Rank{rank} || the.world_size != std::ssize(plans_) ||
-        the.operation != plans_.front().operation || the.tensors != plans_.front().tensors ||
-        the.window_bytes != plans_.front().window_bytes ||
-        the.num_slots != plans_.front().num_slots) {
+    const SequencePlan& rank_plan = plan(rank);
+    if (rank_plan.rank != Rank{rank} || rank_plan.world_size != std::ssize(plans_) ||
+        rank_plan.operation != plans_.front().operation ||
+        rank_plan.tensors != plans_.front().tensors ||
+        rank_plan.window_bytes != plans_.front().window_bytes ||
+        rank_plan.num_slots != plans_.front().num_slots) {
       find("plan ", rank, ": not the plan of rank ", rank, " of ", plans_.size(),
            " with the operation, tensors, window_bytes and num_slots of plan 0");
     }
     std::int32_t next = 0;
-    for (const WorkBatch& batch : the.batches) {
+    for (const WorkBatch& batch : rank_plan.batches) {
       if (batch.first_segment != next) find("plan ", rank, ": batches leave segments out");
       next = batch.first_segment + batch.num_segments;
     }
-    if (!the.batches.empty() && next != std::ssize(the.segments))
+    if (!rank_plan.batches.empty() && next != std::ssize(rank_plan.segments))
       find("plan ", rank, ": batches leave segments out");
   }
 
   void note_signals(std::int32_t rank) {
-    const SequencePlan& the = plan(rank);
-    for (std::int32_t b = 0; b < std::ssize(the.batches); ++b) {
-      const WorkBatch& batch = the.batches[at(b)];
+    const SequencePlan& rank_plan = plan(rank);
+    for (std::int32_t b = 0; b < std::ssize(rank_plan.batches); ++b) {
+      const WorkBatch& batch = rank_plan.batches[to_size(b)];
       for (std::int32_t s = batch.first_signal; s < batch.first_signal + batch.num_signals; ++s) {
-        const BatchSlot& slot = the.signals[at(s)];
-        if (slot.slot % the.world_size != rank || slot.slot / the.world_size >= the.num_slots)
+        const BatchSlot& slot = rank_plan.signals[to_size(s)];
+        if (slot.slot % rank_plan.world_size != rank ||
+            slot.slot / rank_plan.world_size >= rank_plan.num_slots)
           find("rank ", rank, ", batch ", b, ": slot ", slot.slot, " is not one of its ",
-               the.num_slots);
-        const auto [there, made] = raised_by_.try_emplace({slot.rank, slot.slot}, rank, b);
+               rank_plan.num_slots);
+        const auto [found, made] = raised_by_.try_emplace({slot.rank, slot.slot}, rank, b);
         if (!made)
           find("slot ", slot.slot, " of rank ", slot.rank, ": raised by batches ",
-               there->second.second, " and ", b, " of rank ", rank);
+               found->second.second, " and ", b, " of rank ", rank);
       }
     }
   }
@@ -104,7 +106,7 @@ class PlanChecker {
     for (std::int32_t r = 0; r < std::ssize(plans_); ++r) {
       for (const StagedRows& staged : plan(r).staged) {
         for (std::int64_t row = staged.row; row < staged.row + staged.rows; ++row)
-          windows_[at(r)][staged.tensor][row] = {{-1, -1}, {{r, row}}};
+          windows_[to_size(r)][staged.tensor][row] = {{-1, -1}, {{r, row}}};
       }
     }
   }
@@ -115,14 +117,14 @@ class PlanChecker {
       moves = false;
       for (std::int32_t r = 0; r < std::ssize(plans_); ++r) {
         while (can_go_on(r)) {
-          run(r, next_[at(r)]++);
+          run(r, next_[to_size(r)]++);
           moves = true;
         }
       }
     }
     for (std::int32_t r = 0; r < std::ssize(plans_); ++r) {
-      if (next_[at(r)] < num_batches(r))
-        find("rank ", r, ": batch ", next_[at(r)], " waits for ever");
+      if (next_[to_size(r)] < num_batches(r))
+        find("rank ", r, ": batch ", next_[to_size(r)], " waits for ever");
       for (const RowSegment& segment : plan(r).local_segments)
         sends_ ? copy(r, {-1, -1}, segment, false) : return_rows(r, segment);
     }
@@ -134,33 +136,33 @@ class PlanChecker {
   }
 
   bool can_go_on(std::int32_t rank) {
-    const SequencePlan& the = plan(rank);
-    const std::int32_t b = next_[at(rank)];
+    const SequencePlan& rank_plan = plan(rank);
+    const std::int32_t b = next_[to_size(rank)];
     if (b >= num_batches(rank)) return false;
     waited_for_.clear();
-    if (the.batches.empty()) return true;
-    const WorkBatch& batch = the.batches[at(b)];
+    if (rank_plan.batches.empty()) return true;
+    const WorkBatch& batch = rank_plan.batches[to_size(b)];
     for (std::int32_t w = batch.first_wait; w < batch.first_wait + batch.num_waits; ++w) {
-      const BatchSlot& slot = the.waits[at(w)];
+      const BatchSlot& slot = rank_plan.waits[to_size(w)];
       const auto raised = raised_by_.find({rank, slot.slot});
       if (raised == raised_by_.end() || raised->second.first != slot.rank) return false;
-      if (raised->second.second >= next_[at(slot.rank)]) return false;
+      if (raised->second.second >= next_[to_size(slot.rank)]) return false;
       waited_for_.push_back(raised->second);
     }
     return true;
   }
 
   void run(std::int32_t rank, std::int32_t b) {
-    const SequencePlan& the = plan(rank);
+    const SequencePlan& rank_plan = plan(rank);
     WorkBatch batch;
-    if (the.batches.empty()) {
+    if (rank_plan.batches.empty()) {
       batch.kind = sends_ ? BatchKind::send : BatchKind::sum;
-      batch.num_segments = static_cast<std::int32_t>(the.segments.size());
+      batch.num_segments = static_cast<std::int32_t>(rank_plan.segments.size());
     } else {
-      batch = the.batches[at(b)];
+      batch = rank_plan.batches[to_size(b)];
     }
     for (std::int32_t s = 0; s < batch.num_segments; ++s) {
-      const RowSegment& segment = the.segments[at(batch.first_segment + s)];
+      const RowSegment& segment = rank_plan.segments[to_size(batch.first_segment + s)];
       if (batch.kind == BatchKind::send || batch.kind == BatchKind::forward) {
         copy(rank, {rank, b}, segment, batch.kind == BatchKind::forward);
       } else {
@@ -169,16 +171,16 @@ class PlanChecker {
     }
   }
 
-  /// The row of a region of a rank's window at a place; -1: there is none.
-  std::int64_t row_at(std::uint64_t place, std::int32_t tensor) {
-    const auto rank = static_cast<std::int32_t>(place >> place_rank_shift);
-    const auto offset = static_cast<std::int64_t>(place & place_offset_mask);
-    const SequencePlan& the = plan(rank);
-    if (at(tensor) >= the.window_offsets.size()) return -1;
-    const std::int64_t begin = the.window_offsets[at(tensor)];
-    const std::int64_t end = at(tensor) + 1 < the.window_offsets.size()
-                                 ? the.window_offsets[at(tensor) + 1]
-                                 : the.window_bytes;
+  /// The row of a region of a rank's window at an address; -1: there is none.
+  std::int64_t row_at(std::uint64_t address, std::int32_t tensor) {
+    const auto rank = static_cast<std::int32_t>(address >> address_rank_shift);
+    const auto offset = static_cast<std::int64_t>(address & address_offset_mask);
+    const SequencePlan& rank_plan = plan(rank);
+    if (to_size(tensor) >= rank_plan.window_offsets.size()) return -1;
+    const std::int64_t begin = rank_plan.window_offsets[to_size(tensor)];
+    const std::int64_t end = to_size(tensor) + 1 < rank_plan.window_offsets.size()
+                                 ? rank_plan.window_offsets[to_size(tensor) + 1]
+                                 : rank_plan.window_bytes;
     const std::int64_t bytes = row_bytes(tensor);
     if (offset < begin || offset + bytes > end || (offset - begin) % bytes != 0) return -1;
     return (offset - begin) / bytes;
@@ -187,7 +189,7 @@ class PlanChecker {
   /// What a batch may read: what was there, or has been waited for.
   const Cell* read(const BatchName& reader, std::int32_t rank, std::int32_t tensor,
                    std::int64_t row) {
-    const Region& region = windows_[at(rank)][tensor];
+    const Region& region = windows_[to_size(rank)][tensor];
     const auto cell = region.find(row);
     if (cell == region.end()) {
       find("rank ", reader.first, ", batch ", reader.second, ": reads row ", row, " of tensor ",
@@ -212,11 +214,12 @@ class PlanChecker {
   }
 
   void copy(std::int32_t rank, const BatchName& batch, const RowSegment& segment, bool forwards) {
-    const SequencePlan& the = plan(rank);
-    for (std::int32_t c = 0; c < segment.num_copies; ++c) {
-      const std::uint64_t place = the.segment_places[at(segment.first_copy + c)];
-      const auto to = static_cast<std::int32_t>(place >> place_rank_shift);
-      const std::int64_t first = to < the.world_size ? row_at(place, segment.tensor) : -1;
+    const SequencePlan& rank_plan = plan(rank);
+    for (std::int32_t c = 0; c < segment.num_destinations; ++c) {
+      const std::uint64_t address =
+          rank_plan.segment_addresses[to_size(segment.first_destination + c)];
+      const auto to = static_cast<std::int32_t>(address >> address_rank_shift);
+      const std::int64_t first = to < rank_plan.world_size ? row_at(address, segment.tensor) : -1;
       if (first < 0) {
         find("rank ", rank, ", batch ", batch.second, ": a place is no row of tensor ",
              segment.tensor);
@@ -229,7 +232,7 @@ class PlanChecker {
           if (from == nullptr) continue;
           cell.rows = from->rows;
         }
-        write(windows_[at(to)][segment.tensor], "window", to, segment.tensor, first + k,
+        write(windows_[to_size(to)][segment.tensor], "window", to, segment.tensor, first + k,
               std::move(cell));
       }
     }
@@ -237,30 +240,31 @@ class PlanChecker {
 
   /// Gradients that are their sums.
   void return_rows(std::int32_t rank, const RowSegment& segment) {
-    const std::uint64_t place = plan(rank).segment_places[at(segment.first_copy)];
-    const std::int64_t first = row_at(place, segment.tensor);
-    if (first < 0 || place >> place_rank_shift != at(rank) || segment.num_copies != 1) {
+    const std::uint64_t address = plan(rank).segment_addresses[to_size(segment.first_destination)];
+    const std::int64_t first = row_at(address, segment.tensor);
+    if (first < 0 || address >> address_rank_shift != to_size(rank) ||
+        segment.num_destinations != 1) {
       find("rank ", rank, ": a local segment is no run of rows of its own tensor ", segment.tensor);
       return;
     }
     for (std::int64_t k = 0; k < segment.rows; ++k) {
-      write(outputs_[at(rank)][segment.tensor], "output", rank, segment.tensor, segment.row + k,
-            {{rank, -1}, {{rank, first + k}}});
+      write(outputs_[to_size(rank)][segment.tensor], "output", rank, segment.tensor,
+            segment.row + k, {{rank, -1}, {{rank, first + k}}});
     }
   }
 
   void add_up(std::int32_t rank, const BatchName& batch, const RowSegment& segment, bool partial) {
-    const SequencePlan& the = plan(rank);
-    const auto tensors = static_cast<std::int32_t>(the.tensors.size());
+    const SequencePlan& rank_plan = plan(rank);
+    const auto tensors = static_cast<std::int32_t>(rank_plan.tensors.size());
     for (std::int64_t k = 0; k < segment.rows; ++k) {
       Cell cell{batch, {}};
-      for (std::int32_t c = 0; c < segment.num_copies; ++c) {
-        std::uint64_t place = the.segment_places[at(segment.first_copy + c)];
-        const bool is_sum = !the.batches.empty() && (place & place_sum_bit) != 0;
-        if (is_sum) place &= ~place_sum_bit;
+      for (std::int32_t c = 0; c < segment.num_destinations; ++c) {
+        std::uint64_t address = rank_plan.segment_addresses[to_size(segment.first_destination + c)];
+        const bool is_sum = !rank_plan.batches.empty() && (address & address_sum_bit) != 0;
+        if (is_sum) address &= ~address_sum_bit;
         const std::int32_t tensor = segment.tensor + (is_sum ? tensors : 0);
-        const auto from = static_cast<std::int32_t>(place >> place_rank_shift);
-        const std::int64_t first = from < the.world_size ? row_at(place, tensor) : -1;
+        const auto from = static_cast<std::int32_t>(address >> address_rank_shift);
+        const std::int64_t first = from < rank_plan.world_size ? row_at(address, tensor) : -1;
         if (first < 0 || from / ranks_per_node_ != rank / ranks_per_node_) {
           find("rank ", rank, ", batch ", batch.second, ": an addend is no row of tensor ", tensor,
                " of a rank of its node");
@@ -270,8 +274,8 @@ class PlanChecker {
         if (addend == nullptr) continue;
         cell.rows.insert(cell.rows.end(), addend->rows.begin(), addend->rows.end());
       }
-      Region& to = partial ? windows_[at(rank)][segment.tensor + tensors]
-                           : outputs_[at(rank)][segment.tensor];
+      Region& to = partial ? windows_[to_size(rank)][segment.tensor + tensors]
+                           : outputs_[to_size(rank)][segment.tensor];
       write(to, partial ? "window" : "output", rank, segment.tensor, segment.row + k,
             std::move(cell));
     }
@@ -290,26 +294,27 @@ class PlanChecker {
     std::vector<std::map<std::int64_t, std::vector<RowName>>> expected(plans_.size());
     for (std::int32_t home = 0; home < metadata.world_size; ++home) {
       std::int64_t row = 0;
-      for (auto j = metadata.rank_offsets[at(home)]; j < metadata.rank_offsets[at(home + 1)]; ++j) {
-        for (std::int64_t k = 0; k < metadata.seq_len[at(j)]; ++k, ++row) {
-          if (!sends_) expected[at(home)][row] = {};
-          for (auto c = metadata.copy_begin(j); c < metadata.copy_end(j); ++c) {
-            const RowName copy{metadata.dst_rank[at(c)], metadata.dst_offset[at(c)] + k};
+      for (auto j = metadata.rank_offsets[to_size(home)];
+           j < metadata.rank_offsets[to_size(home + 1)]; ++j) {
+        for (std::int64_t k = 0; k < metadata.seq_len[to_size(j)]; ++k, ++row) {
+          if (!sends_) expected[to_size(home)][row] = {};
+          for (auto c = metadata.destination_begin(j); c < metadata.destination_end(j); ++c) {
+            const RowName copy{metadata.dst_rank[to_size(c)], metadata.dst_offset[to_size(c)] + k};
             if (sends_) {
-              expected[at(copy.first)][copy.second] = {{home, row}};
+              expected[to_size(copy.first)][copy.second] = {{home, row}};
             } else {
-              expected[at(home)][row].push_back(copy);
+              expected[to_size(home)][row].push_back(copy);
             }
           }
         }
       }
     }
-    for (std::int32_t r = 0; r < std::ssize(plans_); ++r) compare(expected[at(r)], tensor, r);
+    for (std::int32_t r = 0; r < std::ssize(plans_); ++r) compare(expected[to_size(r)], tensor, r);
   }
 
   void compare(const std::map<std::int64_t, std::vector<RowName>>& expected, std::int32_t tensor,
                std::int32_t rank) {
-    Region& got = (sends_ ? windows_ : outputs_)[at(rank)][tensor];
+    Region& got = (sends_ ? windows_ : outputs_)[to_size(rank)][tensor];
     for (const auto& [row, rows] : expected) {
       const auto cell = got.find(row);
       std::vector<RowName> sorted = cell == got.end() ? std::vector<RowName>{} : cell->second.rows;
@@ -321,7 +326,7 @@ class PlanChecker {
              " rows, expected ", wanted.size(), cell == got.end() ? " (it is not written)" : "");
     }
     const std::int64_t rows =
-        sends_ ? plan(rank).window_rows[at(tensor)] : plan(rank).own_rows[at(tensor)];
+        sends_ ? plan(rank).window_rows[to_size(tensor)] : plan(rank).own_rows[to_size(tensor)];
     for (const auto& [row, cell] : got) {
       if (row < rows && !expected.contains(row))
         find("rank ", rank, ", tensor ", tensor, ": row ", row, " is written, expected nothing");

@@ -11,8 +11,8 @@
 namespace waybill {
 namespace {
 
-using test::at;
 using test::NodeCase;
+using test::to_size;
 
 constexpr std::int64_t extremes[] = {INT64_MIN,
                                      INT64_MIN + 1,
@@ -34,8 +34,8 @@ template <class Array>
 void ravage(Array& array, Random& random) {
   using Value = typename Array::value_type;
   if (array.empty()) return;
-  array[at(random.below(std::ssize(array)))] =
-      static_cast<Value>(extremes[at(random.below(std::ssize(extremes)))]);
+  array[to_size(random.below(std::ssize(array)))] =
+      static_cast<Value>(extremes[to_size(random.below(std::ssize(extremes)))]);
 }
 
 void ravage(SparseMetadata& metadata, Random& random) {
@@ -55,8 +55,8 @@ void ravage(SparseMetadata& metadata, Random& random) {
 
 void ravage(std::vector<RelayHop>& hops, Random& random) {
   if (hops.empty()) return;
-  RelayHop& hop = hops[at(random.below(std::ssize(hops)))];
-  const std::int64_t value = extremes[at(random.below(std::ssize(extremes)))];
+  RelayHop& hop = hops[to_size(random.below(std::ssize(hops)))];
+  const std::int64_t value = extremes[to_size(random.below(std::ssize(extremes)))];
   const auto value32 = static_cast<std::int32_t>(value);
   switch (random.below(6)) {
     case 0:
@@ -104,11 +104,11 @@ TEST(HostilePlans, any_values_of_tables_and_schedules) {
   int refused = 0;
   int compiled = 0;
   for (const Topology topology : {Topology{4, 4}, Topology{4, 2}}) {
-    for (test::SequenceCase& the : test::sequence_cases(topology.world_size, 12)) {
-      const RelaySchedule relay = test::random_relay(the.routing.fwd_kv, 7);
+    for (test::SequenceCase& sample : test::sequence_cases(topology.world_size, 12)) {
+      const RelaySchedule relay = test::random_relay(sample.routing.fwd_kv, 7);
       for (std::uint64_t seed = 0; seed < 60; ++seed) {
         Random random(seed);
-        SparseMetadata metadata = the.routing.fwd_kv;
+        SparseMetadata metadata = sample.routing.fwd_kv;
         RelaySchedule schedule = relay;
         for (std::int64_t n = 1 + random.below(2); n > 0; --n) {
           if (random.below(2) == 0) {
@@ -117,7 +117,7 @@ TEST(HostilePlans, any_values_of_tables_and_schedules) {
             ravage(schedule.hops, random);
           }
         }
-        std::vector<SequencePart> parts{{&metadata, {the.k, the.v}, &schedule}};
+        std::vector<SequencePart> parts{{&metadata, {sample.k, sample.v}, &schedule}};
         if (random.below(4) == 0) parts[0].relay = nullptr;
         ++(compiles_or_refuses(parts, topology, 64) ? refused : compiled);
       }
@@ -127,17 +127,17 @@ TEST(HostilePlans, any_values_of_tables_and_schedules) {
   EXPECT_GT(compiled, 50);
 }
 
-/// Lines of 2^44 - 1 rows for many ranks, and as many hops: sums of rows and bytes exceed 2^63
+/// Entries of 2^44 - 1 rows for many ranks, and as many hops: sums of rows and bytes exceed 2^63
 /// where nothing stops them.
 TEST(HostilePlans, rows_of_all_ranks) {
   constexpr std::int64_t rows = (std::int64_t{1} << 44) - 1;
   constexpr std::int32_t world = 256;
   SparseMetadata metadata;
   metadata.world_size = world;
-  metadata.rank_offsets.assign(at(world + 1), 256);
+  metadata.rank_offsets.assign(to_size(world + 1), 256);
   metadata.rank_offsets[0] = 0;
   metadata.copy_offsets.push_back(0);
-  for (int line = 0; line < 256; ++line) {
+  for (int entry = 0; entry < 256; ++entry) {
     metadata.seq_len.push_back(rows);
     for (std::int32_t r = 0; r < world; ++r) {
       metadata.dst_rank.push_back(r);
@@ -146,7 +146,7 @@ TEST(HostilePlans, rows_of_all_ranks) {
     metadata.copy_offsets.push_back(std::ssize(metadata.dst_rank));
   }
   RelaySchedule relay;
-  relay.links.resize(at(world));
+  relay.links.resize(to_size(world));
   for (std::int32_t i = 0; i < 1 << 20; ++i)
     relay.hops.push_back({0, 1 + i % (world - 1), 0, 0, 0, rows, -1});
   for (const std::int64_t hidden : {std::int64_t{0}, std::int64_t{1}, std::int64_t{1} << 27}) {
@@ -160,7 +160,7 @@ TEST(HostilePlans, rows_of_all_ranks) {
   }
 }
 
-/// Rows that ranks pass on, line by line within bounds.
+/// Rows that ranks pass on, entry by entry within bounds.
 TEST(HostilePlans, rows_passed_on) {
   const std::int64_t rows = (std::int64_t{1} << 43) - 1;
   const QkvRouting routing =
@@ -182,11 +182,11 @@ TEST(HostilePlans, rows_passed_on) {
 
 /// Rows so wide that a row's bytes do not fit 63 bits, alone or with those of other tensors.
 TEST(HostilePlans, widths_of_rows) {
-  const test::SequenceCase the = test::sequence_cases(4, 1).back();
+  const test::SequenceCase sample = test::sequence_cases(4, 1).back();
   for (const std::int64_t hidden : extremes) {
     for (const DType dtype : {DType::uint8, DType::bfloat16, DType::float64}) {
       const TensorFormat format{dtype, hidden};
-      std::vector<SequencePart> parts{{&the.routing.fwd_kv, {format, format, format}}};
+      std::vector<SequencePart> parts{{&sample.routing.fwd_kv, {format, format, format}}};
       for (const Topology topology : {Topology{4, 4}, Topology{4, 2}})
         compiles_or_refuses(parts, topology, 64);
     }
@@ -194,8 +194,8 @@ TEST(HostilePlans, widths_of_rows) {
 }
 
 TEST(HostilePlans, options) {
-  const test::SequenceCase the = test::sequence_cases(4, 1).back();
-  const std::vector<SequencePart> parts{{&the.routing.fwd_kv, {the.k, the.v}}};
+  const test::SequenceCase sample = test::sequence_cases(4, 1).back();
+  const std::vector<SequencePart> parts{{&sample.routing.fwd_kv, {sample.k, sample.v}}};
   for (const std::int64_t value : extremes) {
     const auto run = [&](auto&& set) {
       SequencePlanOptions options;
@@ -211,13 +211,13 @@ TEST(HostilePlans, options) {
     const auto value32 = static_cast<std::int32_t>(value);
     run([&](SequencePlanOptions& options) { options.chunk_bytes = value; });
     run([&](SequencePlanOptions& options) {
-      options.local_apart = true;
+      options.separate_local_copies = true;
       options.num_sms = value32;
     });
     run([&](SequencePlanOptions& options) { options.ranks_per_node = value32; });
     run([&](SequencePlanOptions& options) { options.batch_bytes = value; });
     run([&](SequencePlanOptions& options) {
-      options.pair_network = true;
+      options.two_sided_network = true;
       options.phase_bytes = value;
     });
   }

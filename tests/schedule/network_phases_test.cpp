@@ -11,11 +11,11 @@
 namespace waybill {
 namespace {
 
-using test::at;
 using test::NodeCase;
 using test::PlanReplay;
 using test::plans_of;
 using test::tensors_of;
+using test::to_size;
 
 constexpr SequenceOperation operations[] = {SequenceOperation::dispatch,
                                             SequenceOperation::kv_gradient};
@@ -28,20 +28,20 @@ std::int64_t check_phases(const NodeCase& node, SequenceOperation operation,
   const auto plans = plans_of(node, operation,
                               {.batch_bytes = 256,
                                .split_network = true,
-                               .pair_network = true,
+                               .two_sided_network = true,
                                .phase_bytes = phase_bytes});
   const auto tensors = tensors_of(plans);
   PlanReplay expected(plans, tensors);
   PlanReplay got(plans, tensors, PlanReplay::Network::phases);
   EXPECT_TRUE(expected.run());
-  EXPECT_TRUE(got.run()) << node.the.name;
+  EXPECT_TRUE(got.run()) << node.sample.name;
   std::int64_t phases = 0;
   for (std::size_t r = 0; r < plans.size(); ++r) {
     EXPECT_TRUE(std::ranges::equal(expected.windows[r], got.windows[r]))
-        << node.the.name << ", rank " << r;
+        << node.sample.name << ", rank " << r;
     for (std::size_t t = 0; t < plans[r].tensors.size(); ++t) {
       EXPECT_TRUE(std::ranges::equal(expected.outputs[r][t].bytes(), got.outputs[r][t].bytes()))
-          << node.the.name << ", rank " << r << ", tensor " << t;
+          << node.sample.name << ", rank " << r << ", tensor " << t;
     }
     phases += std::ssize(plans[r].phases);
   }
@@ -98,8 +98,9 @@ TEST(NetworkPhases, both_sides_have_the_same) {
   for (const Topology topology : {Topology{4, 2}, Topology{6, 1}, Topology{8, 2}}) {
     for (const auto& node : test::node_cases(topology, 8)) {
       for (const auto operation : operations) {
-        expect_paired(plans_of(*node, operation, {.split_network = true, .pair_network = true}),
-                      node->topology);
+        expect_paired(
+            plans_of(*node, operation, {.split_network = true, .two_sided_network = true}),
+            node->topology);
       }
     }
   }
@@ -109,7 +110,7 @@ TEST(NetworkPhases, on_one_node_there_are_none) {
   for (const auto& node : test::node_cases({4, 4}, 4)) {
     for (const auto operation : operations) {
       for (const SequencePlan& plan :
-           plans_of(*node, operation, {.split_network = true, .pair_network = true}))
+           plans_of(*node, operation, {.split_network = true, .two_sided_network = true}))
         EXPECT_TRUE(plan.phases.empty());
     }
   }

@@ -9,17 +9,17 @@
 namespace waybill {
 namespace {
 
-using test::at;
 using test::NodeCase;
 using test::PlanReplay;
 using test::plans_of;
 using test::tensors_of;
+using test::to_size;
 
 /// Everything that a batch does stays on the node; puts leave it, from inside the window.
 void expect_apart(const SequencePlan& plan, const Topology& topology) {
   const Node home = topology.node(plan.rank);
-  for (const std::uint64_t place : plan.segment_places)
-    EXPECT_EQ(topology.node(Rank{static_cast<std::int32_t>(place >> place_rank_shift)}), home);
+  for (const std::uint64_t address : plan.segment_addresses)
+    EXPECT_EQ(topology.node(Rank{static_cast<std::int32_t>(address >> address_rank_shift)}), home);
   for (const BatchSlot& slot : plan.signals)
     EXPECT_TRUE(slot.rank == plan.world_size || topology.node(Rank{slot.rank}) == home);
   std::int32_t next = 0;
@@ -41,29 +41,31 @@ void expect_apart(const SequencePlan& plan, const Topology& topology) {
 /// @return puts of all ranks
 std::int64_t check_split(const NodeCase& node, SequenceOperation operation,
                          std::int64_t batch_bytes) {
-  const auto whole = plans_of(node, operation, {.local_apart = true, .batch_bytes = batch_bytes});
-  const auto split = plans_of(
-      node, operation, {.local_apart = true, .batch_bytes = batch_bytes, .split_network = true});
+  const auto whole =
+      plans_of(node, operation, {.separate_local_copies = true, .batch_bytes = batch_bytes});
+  const auto split =
+      plans_of(node, operation,
+               {.separate_local_copies = true, .batch_bytes = batch_bytes, .split_network = true});
   const auto tensors = tensors_of(whole);
   PlanReplay expected(whole, tensors);
   PlanReplay got(split, tensors);
   EXPECT_TRUE(expected.run());
-  EXPECT_TRUE(got.run()) << node.the.name;
+  EXPECT_TRUE(got.run()) << node.sample.name;
   std::int64_t puts = 0;
   for (std::size_t r = 0; r < whole.size(); ++r) {
     EXPECT_EQ(split[r].window_offsets, whole[r].window_offsets);
     EXPECT_EQ(split[r].num_slots, whole[r].num_slots);
     EXPECT_GE(split[r].window_bytes, whole[r].window_bytes);
     for (std::size_t t = 0; t < whole[r].tensors.size(); ++t) {
-      const auto begin = at(whole[r].window_offsets[t]);
-      const auto bytes = at(whole[r].window_rows[t] * whole[r].tensors[t].row_bytes());
+      const auto begin = to_size(whole[r].window_offsets[t]);
+      const auto bytes = to_size(whole[r].window_rows[t] * whole[r].tensors[t].row_bytes());
       EXPECT_TRUE(
           std::equal(expected.windows[r].begin() + static_cast<std::ptrdiff_t>(begin),
                      expected.windows[r].begin() + static_cast<std::ptrdiff_t>(begin + bytes),
                      got.windows[r].begin() + static_cast<std::ptrdiff_t>(begin)))
-          << node.the.name << ", rank " << r << ", tensor " << t;
+          << node.sample.name << ", rank " << r << ", tensor " << t;
       EXPECT_TRUE(std::ranges::equal(expected.outputs[r][t].bytes(), got.outputs[r][t].bytes()))
-          << node.the.name << ", rank " << r << ", tensor " << t;
+          << node.sample.name << ", rank " << r << ", tensor " << t;
     }
     expect_apart(split[r], node.topology);
     puts += std::ssize(split[r].network.puts);
@@ -97,13 +99,13 @@ TEST(NetworkProgram, on_one_node_there_is_none) {
 TEST(NetworkProgram, local_rows_stay_apart) {
   const Topology topology{4, 2};
   const std::vector<std::vector<std::int64_t>> shards(4, {900, 40, 7});
-  test::SequenceCase the{
+  test::SequenceCase sample{
       "long", compute_qkv_routing(test::plain_plan(4, shards, {0, 1, 2, 1, 3, 3, 2, 2, 0, 3, 0, 1},
                                                    KvLayout::per_rank))};
-  the.q = {DType::float32, 2048};
-  const NodeCase node(std::move(the), topology, {});
-  const auto plans =
-      plans_of(node, SequenceOperation::dispatch, {.local_apart = true, .split_network = true});
+  sample.q = {DType::float32, 2048};
+  const NodeCase node(std::move(sample), topology, {});
+  const auto plans = plans_of(node, SequenceOperation::dispatch,
+                              {.separate_local_copies = true, .split_network = true});
   EXPECT_FALSE(plans[0].local_segments.empty());
   EXPECT_GT(check_split(node, SequenceOperation::dispatch, 0), 4);
 }

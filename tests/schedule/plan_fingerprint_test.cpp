@@ -9,10 +9,10 @@
 namespace waybill {
 namespace {
 
-using test::at;
 using test::DisagreeingRank;
 using test::DocumentFormats;
 using test::DocumentRoutings;
+using test::to_size;
 
 constexpr std::int32_t world_size = 4;
 
@@ -31,7 +31,7 @@ TEST(PlanFingerprint, is_the_same_on_all_ranks) {
         const SequencePlanOptions options{.ranks_per_node = ranks_per_node,
                                           .relay = relay,
                                           .split_network = pairs,
-                                          .pair_network = pairs};
+                                          .two_sided_network = pairs};
         std::set<std::uint64_t> hashes;
         std::set<std::uint64_t> formats;
         std::set<std::uint64_t> gradients;
@@ -77,17 +77,17 @@ TEST(PlanFingerprint, tells_every_number_of_the_tables_apart) {
   };
   add(usual);
   std::size_t count = 1;
-  for (std::int64_t j = 0; j < usual.num_lines(); ++j, ++count) {
+  for (std::int64_t j = 0; j < usual.num_entries(); ++j, ++count) {
     SparseMetadata other = usual;
-    other.seq_len[at(j)] += 1;
+    other.seq_len[to_size(j)] += 1;
     add(other);
   }
-  for (std::int64_t c = 0; c < usual.num_copies(); ++c, count += 2) {
+  for (std::int64_t c = 0; c < usual.num_destinations(); ++c, count += 2) {
     SparseMetadata other = usual;
-    other.dst_offset[at(c)] += 1;
+    other.dst_offset[to_size(c)] += 1;
     add(other);
-    other.dst_offset[at(c)] -= 1;
-    other.dst_rank[at(c)] = (other.dst_rank[at(c)] + 1) % world_size;
+    other.dst_offset[to_size(c)] -= 1;
+    other.dst_rank[to_size(c)] = (other.dst_rank[to_size(c)] + 1) % world_size;
     add(other);
   }
   EXPECT_EQ(hashes.size(), count);
@@ -98,14 +98,14 @@ TEST(PlanFingerprint, leaves_out_what_ranks_choose_and_how_tables_are_written) {
   const auto usual = DisagreeingRank::forward_of(documents.usual);
   const std::uint64_t hash = compiled(usual).fingerprint;
   EXPECT_EQ(compiled(usual, {.chunk_bytes = 64}).fingerprint, hash);
-  EXPECT_EQ(compiled(usual, {.chunks = false, .local_apart = true}).fingerprint, hash);
+  EXPECT_EQ(compiled(usual, {.chunks = false, .separate_local_copies = true}).fingerprint, hash);
   EXPECT_EQ(compiled(usual, {.num_sms = 3}).fingerprint, hash);
   // A schedule that is not used.
   const auto relayed = DisagreeingRank::forward_of(documents.usual, {}, &documents.relay);
   EXPECT_EQ(compiled(relayed, {.relay = RelayUse::never}).fingerprint, hash);
   QkvRouting written = documents.usual;
   if (written.fwd_q.copy_offsets.empty()) {
-    written.fwd_q.copy_offsets.resize(at(written.fwd_q.num_lines() + 1));
+    written.fwd_q.copy_offsets.resize(to_size(written.fwd_q.num_entries() + 1));
     std::iota(written.fwd_q.copy_offsets.begin(), written.fwd_q.copy_offsets.end(), 0);
   } else {
     written.fwd_q.copy_offsets.clear();

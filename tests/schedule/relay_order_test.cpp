@@ -9,10 +9,10 @@
 namespace waybill {
 namespace {
 
-using test::at;
 using test::NodeCase;
 using test::PlanReplay;
 using test::tensors_of;
+using test::to_size;
 
 /// The same hops in another legal order: any of those whose feed stands already comes next.
 RelaySchedule shuffled(const RelaySchedule& relay, std::uint64_t seed) {
@@ -23,16 +23,17 @@ RelaySchedule shuffled(const RelaySchedule& relay, std::uint64_t seed) {
   std::vector<std::size_t> ready;
   for (std::size_t h = 0; h < relay.hops.size(); ++h) {
     const std::int32_t after = relay.hops[h].after;
-    (after < 0 ? ready : fed[at(after)]).push_back(h);
+    (after < 0 ? ready : fed[to_size(after)]).push_back(h);
   }
   std::vector<std::int32_t> moved(relay.hops.size());
   while (!ready.empty()) {
-    std::swap(ready[at(random.below(std::ssize(ready)))], ready.back());
+    std::swap(ready[to_size(random.below(std::ssize(ready)))], ready.back());
     const std::size_t next = ready.back();
     ready.pop_back();
     moved[next] = static_cast<std::int32_t>(other.hops.size());
     other.hops.push_back(relay.hops[next]);
-    if (other.hops.back().after >= 0) other.hops.back().after = moved[at(other.hops.back().after)];
+    if (other.hops.back().after >= 0)
+      other.hops.back().after = moved[to_size(other.hops.back().after)];
     ready.insert(ready.end(), fed[next].begin(), fed[next].end());
   }
   return other;
@@ -93,10 +94,10 @@ void expect_same_results(const std::vector<SequencePlan>& got,
 TEST(RelayOrder, limits_windows_and_results_are_the_same_in_every_legal_order) {
   int num_orders = 0;
   for (const Topology topology : {Topology{4, 4}, Topology{4, 2}, Topology{8, 4}, Topology{3, 1}}) {
-    for (test::SequenceCase& the : test::sequence_cases(topology.world_size, 10)) {
-      the.q.dtype = the.k.dtype = the.v.dtype = DType::float32;
-      const NodeCase node(std::move(the), topology, {});
-      const RelaySchedule relay = test::random_relay(node.the.routing.fwd_kv, 31);
+    for (test::SequenceCase& sample : test::sequence_cases(topology.world_size, 10)) {
+      sample.q.dtype = sample.k.dtype = sample.v.dtype = DType::float32;
+      const NodeCase node(std::move(sample), topology, {});
+      const RelaySchedule relay = test::random_relay(node.sample.routing.fwd_kv, 31);
       for (const auto operation : {SequenceOperation::dispatch, SequenceOperation::kv_gradient}) {
         const auto expected = plans_of(node, operation, relay);
         for (std::uint64_t seed = 1; seed <= 4; ++seed) {
@@ -108,7 +109,7 @@ TEST(RelayOrder, limits_windows_and_results_are_the_same_in_every_legal_order) {
             expect_same_windows(plans[r], expected[r]);
           }
           expect_same_results(plans, expected);
-          ASSERT_FALSE(testing::Test::HasFailure()) << node.the.name << ", order " << seed;
+          ASSERT_FALSE(testing::Test::HasFailure()) << node.sample.name << ", order " << seed;
           num_orders += other.hops == relay.hops ? 0 : 1;
         }
       }

@@ -14,8 +14,8 @@
 namespace waybill {
 namespace {
 
-using test::at;
 using test::rejects;
+using test::to_size;
 
 /// Does what the chunks say, on windows in one process.
 std::vector<HostTensor> interpret(const std::vector<SequencePlan>& plans,
@@ -26,10 +26,11 @@ std::vector<HostTensor> interpret(const std::vector<SequencePlan>& plans,
     const std::int64_t row_bytes = plans[r].tensors[0].row_bytes();
     for (const RowChunk& chunk : plans[r].chunks) {
       const std::byte* from = sources[r].bytes().data() + chunk.row * row_bytes + chunk.col_bytes;
-      for (std::int32_t p = 0; p < chunk.num_places; ++p) {
-        const std::uint64_t place = plans[r].places[at(chunk.first_place + p)];
-        std::memcpy(windows[place >> place_rank_shift].bytes().data() + (place & place_offset_mask),
-                    from, at(chunk.rows) * at(chunk.part_bytes));
+      for (std::int32_t p = 0; p < chunk.num_addresses; ++p) {
+        const std::uint64_t address = plans[r].addresses[to_size(chunk.first_address + p)];
+        std::memcpy(
+            windows[address >> address_rank_shift].bytes().data() + (address & address_offset_mask),
+            from, to_size(chunk.rows) * to_size(chunk.part_bytes));
       }
     }
   }
@@ -47,19 +48,19 @@ std::vector<SequencePlan> compile_all(const SparseMetadata& metadata, const Tens
 }
 
 TEST(compile_dispatch, chunks_deliver_what_the_simulation_delivers) {
-  for (const auto& the : test::sequence_cases(5, 30)) {
-    for (const SparseMetadata* metadata : {&the.routing.fwd_q, &the.routing.fwd_kv}) {
+  for (const auto& sample : test::sequence_cases(5, 30)) {
+    for (const SparseMetadata* metadata : {&sample.routing.fwd_q, &sample.routing.fwd_kv}) {
       for (const std::int64_t chunk_bytes : {16, 256, 8192}) {
-        const auto plans = compile_all(*metadata, the.q, chunk_bytes);
-        const auto sources = test::random_tensors(the.q, test::rows_sent(*metadata), 1);
+        const auto plans = compile_all(*metadata, sample.q, chunk_bytes);
+        const auto sources = test::random_tensors(sample.q, test::rows_sent(*metadata), 1);
         const auto windows = interpret(plans, sources);
         const auto expected = test::simulated(*metadata, sources);
         for (std::size_t r = 0; r < plans.size(); ++r) {
           ASSERT_EQ(plans[r].own_rows[0], sources[r].shape()[0]);
           ASSERT_EQ(plans[r].window_rows[0], expected[r].shape()[0]);
-          ASSERT_TRUE(std::ranges::equal(expected[r].bytes(),
-                                         windows[r].bytes().first(at(expected[r].size_bytes()))))
-              << the.name << ", rank " << r << ", chunks of " << chunk_bytes;
+          ASSERT_TRUE(std::ranges::equal(
+              expected[r].bytes(), windows[r].bytes().first(to_size(expected[r].size_bytes()))))
+              << sample.name << ", rank " << r << ", chunks of " << chunk_bytes;
         }
       }
     }
@@ -67,12 +68,12 @@ TEST(compile_dispatch, chunks_deliver_what_the_simulation_delivers) {
 }
 
 TEST(compile_dispatch, chunks_keep_their_limits) {
-  for (const auto& the : test::sequence_cases(11, 8)) {
-    for (const SequencePlan& plan : compile_all(the.routing.fwd_kv, the.k, 64)) {
-      const std::int64_t row_bytes = the.k.row_bytes();
+  for (const auto& sample : test::sequence_cases(11, 8)) {
+    for (const SequencePlan& plan : compile_all(sample.routing.fwd_kv, sample.k, 64)) {
+      const std::int64_t row_bytes = sample.k.row_bytes();
       for (const RowChunk& chunk : plan.chunks) {
-        ASSERT_GE(chunk.num_places, 1);
-        ASSERT_LE(chunk.num_places, max_places_sent);
+        ASSERT_GE(chunk.num_addresses, 1);
+        ASSERT_LE(chunk.num_addresses, max_addresses_sent);
         ASSERT_LE(std::int64_t{chunk.rows} * chunk.part_bytes, 64);
         ASSERT_GE(chunk.part_bytes, 1);
         ASSERT_TRUE(chunk.rows == 1 || chunk.part_bytes == row_bytes);
@@ -93,8 +94,8 @@ TEST(compile_dispatch, destinations_alternate_from_the_next_rank_and_what_stays_
   for (std::size_t r = 0; r < plans.size(); ++r) {
     ASSERT_EQ(plans[r].chunks.size(), 40U);
     for (std::size_t i = 0; i < 40; ++i) {
-      const auto place = plans[r].places[at(plans[r].chunks[i].first_place)];
-      ASSERT_EQ(place >> place_rank_shift, i < 30 ? (r + 1 + i % 3) % 4 : r)
+      const auto address = plans[r].addresses[to_size(plans[r].chunks[i].first_address)];
+      ASSERT_EQ(address >> address_rank_shift, i < 30 ? (r + 1 + i % 3) % 4 : r)
           << "rank " << r << ", chunk " << i;
     }
     EXPECT_EQ(plans[r].num_wire_chunks, 30);
@@ -108,7 +109,7 @@ TEST(compile_dispatch, unequal_destinations_are_spread_over_the_whole) {
   const SequencePlan compiled = compile_all(routing.fwd_q, {DType::uint8, 16}, 16)[0];
   std::vector<std::size_t> to_two;
   for (std::size_t i = 0; i < compiled.chunks.size(); ++i) {
-    if (compiled.places[at(compiled.chunks[i].first_place)] >> place_rank_shift == 2) {
+    if (compiled.addresses[to_size(compiled.chunks[i].first_address)] >> address_rank_shift == 2) {
       to_two.push_back(i);
     }
   }
@@ -118,9 +119,9 @@ TEST(compile_dispatch, unequal_destinations_are_spread_over_the_whole) {
 }
 
 TEST(compile_dispatch, several_tensors_share_a_window_without_overlap) {
-  const auto the = test::sequence_cases(4, 10).back();
-  const SequencePart parts[] = {{&the.routing.fwd_q, {the.q}},
-                                {&the.routing.fwd_kv, {the.k, the.v}}};
+  const auto sample = test::sequence_cases(4, 10).back();
+  const SequencePart parts[] = {{&sample.routing.fwd_q, {sample.q}},
+                                {&sample.routing.fwd_kv, {sample.k, sample.v}}};
   std::int64_t largest = 0;
   for (std::int32_t r = 0; r < 4; ++r) {
     const auto plan = compile_dispatch(parts, Rank{r});
@@ -143,7 +144,7 @@ TEST(compile_dispatch, long_local_rows_stand_apart) {
       3, {{4000, 3000, 2000}, {1, 1}, {1, 1}}, {0, 1, 0, 1, 2, 2, 0}, KvLayout::per_rank));
   const SequencePart part{&routing.fwd_q, {{DType::uint8, 1024}}};
   SequencePlanOptions options;
-  options.local_apart = true;
+  options.separate_local_copies = true;
   // 24 SMs fill the links with what 8 of them send in the time, and move the rest beside it.
   options.num_sms = 24;
   EXPECT_TRUE(compile_dispatch({&part, 1}, Rank{0}, options).local_segments.empty());
@@ -153,26 +154,27 @@ TEST(compile_dispatch, long_local_rows_stand_apart) {
   EXPECT_EQ(apart.wire_bytes, whole.wire_bytes);
   std::int64_t rows = 0;
   for (const RowSegment& segment : apart.local_segments) {
-    EXPECT_EQ(apart.segment_places[at(segment.first_copy)] >> place_rank_shift, 0U);
+    EXPECT_EQ(apart.segment_addresses[to_size(segment.first_destination)] >> address_rank_shift,
+              0U);
     rows += segment.rows;
   }
   EXPECT_EQ(rows, 6000);
-  for (const std::uint64_t place : apart.places) EXPECT_NE(place >> place_rank_shift, 0U);
+  for (const std::uint64_t address : apart.addresses) EXPECT_NE(address >> address_rank_shift, 0U);
   EXPECT_EQ(apart.chunks.size(), 375U);  // 3000 rows, 8 each
   EXPECT_EQ(whole.chunks.size(), 1125U);
   EXPECT_TRUE(compile_dispatch({&part, 1}, Rank{1}, options).local_segments.empty());
 }
 
 TEST(compile_dispatch, segments_alone_become_the_same_chunks) {
-  for (const auto& the : test::sequence_cases(4, 12, 9)) {
-    const SequencePart part{&the.routing.fwd_kv, {the.k, the.v}};
+  for (const auto& sample : test::sequence_cases(4, 12, 9)) {
+    const SequencePart part{&sample.routing.fwd_kv, {sample.k, sample.v}};
     SequencePlanOptions options;
     options.chunks = false;
     SequencePlan plan = compile_dispatch({&part, 1}, Rank{2}, options);
-    EXPECT_TRUE(plan.chunks.empty() && plan.places.empty());
+    EXPECT_TRUE(plan.chunks.empty() && plan.addresses.empty());
     expand_chunks(plan);
     const SequencePlan whole = compile_dispatch({&part, 1}, Rank{2});
-    ASSERT_EQ(plan.places, whole.places) << the.name;
+    ASSERT_EQ(plan.addresses, whole.addresses) << sample.name;
     ASSERT_EQ(plan.chunks.size(), whole.chunks.size());
     ASSERT_TRUE(plan.chunks.empty() || std::memcmp(plan.chunks.data(), whole.chunks.data(),
                                                    whole.chunks.size() * sizeof(RowChunk)) == 0);
@@ -180,35 +182,37 @@ TEST(compile_dispatch, segments_alone_become_the_same_chunks) {
 }
 
 TEST(compile_kv_gradient, places_keep_the_order_of_the_copies) {
-  for (const auto& the : test::sequence_cases(4, 10)) {
-    const SequencePart part{&the.routing.fwd_kv, {the.k}};
-    const auto& metadata = the.routing.fwd_kv;
+  for (const auto& sample : test::sequence_cases(4, 10)) {
+    const SequencePart part{&sample.routing.fwd_kv, {sample.k}};
+    const auto& metadata = sample.routing.fwd_kv;
     for (std::int32_t r = 0; r < 4; ++r) {
       const auto plan = compile_kv_gradient({&part, 1}, Rank{r});
-      std::map<std::int64_t, std::int64_t> line_of_row;
+      std::map<std::int64_t, std::int64_t> entry_of_row;
       std::int64_t row = 0;
-      for (auto j = metadata.rank_offsets[at(r)]; j < metadata.rank_offsets[at(r) + 1]; ++j) {
-        for (std::int64_t k = 0; k < metadata.seq_len[at(j)]; ++k) line_of_row[row++] = j;
+      for (auto j = metadata.rank_offsets[to_size(r)]; j < metadata.rank_offsets[to_size(r) + 1];
+           ++j) {
+        for (std::int64_t k = 0; k < metadata.seq_len[to_size(j)]; ++k) entry_of_row[row++] = j;
       }
       std::int64_t bytes = 0;
       for (const RowChunk& chunk : plan.chunks) {
-        const std::int64_t line = line_of_row.at(chunk.row);
-        ASSERT_EQ(chunk.num_places, metadata.copy_end(line) - metadata.copy_begin(line));
-        for (std::int32_t c = 0; c < chunk.num_places; ++c) {
-          ASSERT_EQ(
-              plan.places[at(chunk.first_place + c)] >> place_rank_shift,
-              static_cast<std::uint64_t>(metadata.dst_rank[at(metadata.copy_begin(line) + c)]));
+        const std::int64_t entry = entry_of_row.at(chunk.row);
+        ASSERT_EQ(chunk.num_addresses,
+                  metadata.destination_end(entry) - metadata.destination_begin(entry));
+        for (std::int32_t c = 0; c < chunk.num_addresses; ++c) {
+          ASSERT_EQ(plan.addresses[to_size(chunk.first_address + c)] >> address_rank_shift,
+                    static_cast<std::uint64_t>(
+                        metadata.dst_rank[to_size(metadata.destination_begin(entry) + c)]));
         }
         bytes += std::int64_t{chunk.rows} * chunk.part_bytes;
       }
-      EXPECT_EQ(bytes, row * the.k.row_bytes());  // every row once, those without copies too
+      EXPECT_EQ(bytes, row * sample.k.row_bytes());  // every row once, those without copies too
     }
   }
 }
 
 std::vector<SequencePlan> gradients_apart(const SequencePart& part) {
   SequencePlanOptions options;
-  options.local_apart = true;
+  options.separate_local_copies = true;
   options.chunks = false;
   std::vector<SequencePlan> plans;
   for (std::int32_t r = 0; r < part.metadata->world_size; ++r) {
@@ -236,8 +240,8 @@ TEST(compile_kv_gradient, long_runs_with_one_copy_that_stay_stand_apart) {
   EXPECT_EQ(plans[0].local_segments[0].rows, 6000);
   EXPECT_EQ(rows_of(plans[0].segments, 1), 3003);
   for (std::int32_t t : {0, 1}) {
-    EXPECT_EQ(rows_of(plans[0].staged, t), plans[0].window_rows[at(t)] - 6000);
-    EXPECT_EQ(rows_of(plans[1].staged, t), plans[1].window_rows[at(t)]);
+    EXPECT_EQ(rows_of(plans[0].staged, t), plans[0].window_rows[to_size(t)] - 6000);
+    EXPECT_EQ(rows_of(plans[1].staged, t), plans[1].window_rows[to_size(t)]);
   }
   EXPECT_TRUE(plans[1].local_segments.empty());
   EXPECT_EQ(plans[0].wire_bytes, compile_kv_gradient({&part, 1}, Rank{0}).wire_bytes);
@@ -247,26 +251,28 @@ TEST(compile_kv_gradient, long_runs_with_one_copy_that_stay_stand_apart) {
 }
 
 TEST(compile_kv_gradient, what_stands_apart_is_what_has_one_copy_here) {
-  for (const auto& the : test::sequence_cases(4, 30)) {
-    const SparseMetadata& metadata = the.routing.fwd_kv;
+  for (const auto& sample : test::sequence_cases(4, 30)) {
+    const SparseMetadata& metadata = sample.routing.fwd_kv;
     const SequencePart part{&metadata, {{DType::float64, std::int64_t{1} << 19}}};  // 4 MiB a row
     auto plans = gradients_apart(part);
     ASSERT_EQ(test::check_sequence_plans(plans, {&part, 1}), std::vector<std::string>{})
-        << the.name;
+        << sample.name;
     for (std::int32_t r = 0; r < 4; ++r) {
       std::int64_t alone = 0;
-      for (auto j = metadata.rank_offsets[at(r)]; j < metadata.rank_offsets[at(r) + 1]; ++j) {
-        const std::int64_t copy = metadata.copy_begin(j);
-        if (metadata.copy_end(j) - copy == 1 && metadata.dst_rank[at(copy)] == r)
-          alone += metadata.seq_len[at(j)];
+      for (auto j = metadata.rank_offsets[to_size(r)]; j < metadata.rank_offsets[to_size(r) + 1];
+           ++j) {
+        const std::int64_t copy = metadata.destination_begin(j);
+        if (metadata.destination_end(j) - copy == 1 && metadata.dst_rank[to_size(copy)] == r)
+          alone += metadata.seq_len[to_size(j)];
       }
-      ASSERT_EQ(rows_of(plans[at(r)].local_segments, 0), alone) << the.name;
-      ASSERT_EQ(rows_of(plans[at(r)].staged, 0), plans[at(r)].window_rows[0] - alone) << the.name;
+      ASSERT_EQ(rows_of(plans[to_size(r)].local_segments, 0), alone) << sample.name;
+      ASSERT_EQ(rows_of(plans[to_size(r)].staged, 0), plans[to_size(r)].window_rows[0] - alone)
+          << sample.name;
     }
     if (plans[1].staged.empty()) continue;
     plans[1].staged[0].row += 1;
     ASSERT_NE(test::check_sequence_plans(plans, {&part, 1}), std::vector<std::string>{})
-        << the.name;
+        << sample.name;
   }
 }
 

@@ -99,7 +99,7 @@ void swap_offsets(SparseMetadata& table, std::size_t a, std::size_t b) {
 }
 
 const std::vector<Damage>& damages() {
-  // Lines 1 and 6 are Q shards of rank 1 and others of one length with it; see plan_to_damage.
+  // Entries 1 and 6 are Q shards of rank 1 and others of one length with it; see plan_to_damage.
   static const std::vector<Damage> list{
       {"q_offsets_swapped", [](QkvRouting& r) { swap_offsets(r.fwd_q, 4, 6); }, "fwd_q"},
       {"q_offset_shifted", [](QkvRouting& r) { r.fwd_q.dst_offset[8] += 1; }, "fwd_q"},
@@ -124,8 +124,8 @@ const std::vector<Damage>& damages() {
        "rev_q"},
       {"kv_offsets_swapped",
        [](QkvRouting& r) {
-         const auto a = static_cast<std::size_t>(r.fwd_kv.copy_begin(0));
-         const auto b = static_cast<std::size_t>(r.fwd_kv.copy_begin(1));
+         const auto a = static_cast<std::size_t>(r.fwd_kv.destination_begin(0));
+         const auto b = static_cast<std::size_t>(r.fwd_kv.destination_begin(1));
          swap_offsets(r.fwd_kv, a, b);
          std::swap(r.fwd_kv.dst_rank[a], r.fwd_kv.dst_rank[b]);
        },

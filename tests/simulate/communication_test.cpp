@@ -186,7 +186,7 @@ TEST(simulate_dispatch, refuses_tables_that_do_not_fit) {
   rejected([](SparseMetadata& m) { m.copy_offsets = {0, 1, 3, 2, 4}; }, {"copy_offsets[3] = 2"});
 }
 
-TEST(simulate_dispatch, names_the_line_that_is_wrong) {
+TEST(simulate_dispatch, names_the_entry_that_is_wrong) {
   const auto rejected = [](const auto& spoil, std::initializer_list<std::string_view> parts) {
     SmallDispatch dispatch;
     spoil(dispatch);

@@ -60,8 +60,8 @@ struct Job {
 
  private:
   std::int64_t& last_copy(IndexArray& array, std::int64_t w, std::int64_t s) const {
-    const std::int64_t line = w * 3 + s;
-    return array.i64()[static_cast<std::size_t>(with_copies ? line * 2 + 1 : line)];
+    const std::int64_t entry = w * 3 + s;
+    return array.i64()[static_cast<std::size_t>(with_copies ? entry * 2 + 1 : entry)];
   }
 };
 

@@ -58,10 +58,10 @@ inline void simulate_plainly(const HostTensor& source, HostTensor& output,
     for (std::int64_t j = 0; j < shards; ++j) {
       const std::int64_t rows = metadata.seq_len.at({w, j});
       for (std::int64_t c = 0; c < copies; ++c) {
-        const std::int64_t entry = (w * shards + j) * copies + c;
-        const std::int64_t r = metadata.dst_rank.flat_at(entry);
+        const std::int64_t cell = (w * shards + j) * copies + c;
+        const std::int64_t r = metadata.dst_rank.flat_at(cell);
         if (r < 0) continue;
-        const std::int64_t to = r * output.shape()[1] + metadata.dst_offset.flat_at(entry);
+        const std::int64_t to = r * output.shape()[1] + metadata.dst_offset.flat_at(cell);
         std::copy_n(source.bytes().begin() + (w * source.shape()[1] + row) * row_bytes,
                     rows * row_bytes, output.bytes().begin() + to * row_bytes);
       }
@@ -90,24 +90,24 @@ inline RandomJob random_job(std::uint64_t seed, const RandomJobOptions& options 
   const std::int64_t world = options.world_size;
   const std::int64_t copies = std::max<std::int64_t>(1, options.copies);
   RandomJob job;
-  Shape entries{world, options.shards};
-  job.metadata.seq_len = IndexArray(entries);
-  if (options.copies > 0) entries.push_back(options.copies);
-  job.metadata.dst_rank = IndexArray::full(entries, -1);
-  job.metadata.dst_offset = IndexArray(entries);
+  Shape cells{world, options.shards};
+  job.metadata.seq_len = IndexArray(cells);
+  if (options.copies > 0) cells.push_back(options.copies);
+  job.metadata.dst_rank = IndexArray::full(cells, -1);
+  job.metadata.dst_offset = IndexArray(cells);
   std::vector<std::vector<std::size_t>> received(static_cast<std::size_t>(world));
   for (std::int64_t w = 0; w < world; ++w) {
     std::int64_t rows = 0;
     for (std::int64_t j = 0; j < options.shards; ++j) {
-      const std::int64_t line = w * options.shards + j;
+      const std::int64_t entry = w * options.shards + j;
       const std::int64_t len = random.below(options.max_rows + 1);
-      job.metadata.seq_len.i64()[static_cast<std::size_t>(line)] = len;
+      job.metadata.seq_len.i64()[static_cast<std::size_t>(entry)] = len;
       rows += len;
       for (std::int64_t c = 0; c < copies; ++c) {
         const std::int64_t r = random.below(world + 1) - 1;
-        const auto entry = static_cast<std::size_t>(line * copies + c);
-        job.metadata.dst_rank.i64()[entry] = r;
-        if (r >= 0) received[static_cast<std::size_t>(r)].push_back(entry);
+        const auto cell = static_cast<std::size_t>(entry * copies + c);
+        job.metadata.dst_rank.i64()[cell] = r;
+        if (r >= 0) received[static_cast<std::size_t>(r)].push_back(cell);
       }
     }
     job.source_rows = std::max(job.source_rows, rows);
@@ -116,10 +116,10 @@ inline RandomJob random_job(std::uint64_t seed, const RandomJobOptions& options 
     const auto n = static_cast<std::int32_t>(list.size());
     std::int64_t row = 0;
     for (const std::int32_t i : random.permutation(n, n)) {
-      const std::size_t entry = list[static_cast<std::size_t>(i)];
+      const std::size_t cell = list[static_cast<std::size_t>(i)];
       row += random.below(3);
-      job.metadata.dst_offset.i64()[entry] = options.overlapping ? random.below(row + 1) : row;
-      row += job.metadata.seq_len.flat_at(static_cast<std::int64_t>(entry) / copies);
+      job.metadata.dst_offset.i64()[cell] = options.overlapping ? random.below(row + 1) : row;
+      row += job.metadata.seq_len.flat_at(static_cast<std::int64_t>(cell) / copies);
     }
     job.output_rows = std::max(job.output_rows, row + random.below(3));
   }

@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
-#include "waybill/core/at.h"
 #include "waybill/core/random.h"
+#include "waybill/core/to_size.h"
 #include "waybill/transport/transport.h"
 
 namespace waybill::test {
@@ -45,8 +45,8 @@ class FaultyTransport final : public Transport {
       : Transport(inner->rank(), inner->topology(), inner->timeout_s()),
         inner_(std::move(inner)),
         faults_(faults),
-        random_(faults.seed * 1000 + waybill::detail::at(to_int(rank()))),
-        links_(waybill::detail::at(topology().world_size)),
+        random_(faults.seed * 1000 + waybill::detail::to_size(to_int(rank()))),
+        links_(waybill::detail::to_size(topology().world_size)),
         courier_([this] { deliver_all(); }) {}
 
   ~FaultyTransport() override {
@@ -66,15 +66,15 @@ class FaultyTransport final : public Transport {
   }
   void release(SymmetricBuffer& buffer) override { inner_->release(buffer); }
   void release(SignalPad& pad) override { inner_->release(pad); }
-  void abandon(std::vector<std::shared_ptr<void>> memory) override {
-    inner_->abandon(std::move(memory));
+  void defer_release(std::vector<std::shared_ptr<void>> memory) override {
+    inner_->defer_release(std::move(memory));
   }
 
   void put(const SymmetricBuffer& to, const PutRequest& piece) override {
     count_step();
     if (reach(piece.peer) != Reach::network) return inner_->put(to, piece);
     const std::lock_guard lock(mutex_);
-    Link& link = links_[waybill::detail::at(to_int(piece.peer))];
+    Link& link = links_[waybill::detail::to_size(to_int(piece.peer))];
     if (!is_alive(link, piece.peer)) return;
     link.open.push_back({std::make_shared<SymmetricBuffer>(to), piece, {}, {}, 0});
   }
@@ -83,7 +83,7 @@ class FaultyTransport final : public Transport {
     count_step();
     if (reach(peer) != Reach::network) return inner_->signal(peer, slot, epoch);
     const std::lock_guard lock(mutex_);
-    Link& link = links_[waybill::detail::at(to_int(peer))];
+    Link& link = links_[waybill::detail::to_size(to_int(peer))];
     close(link);
     if (!is_alive(link, peer)) return;
     const Event event{{}, {.peer = peer}, std::make_shared<SignalPad>(*slot.pad), slot.idx, epoch};
@@ -145,7 +145,7 @@ class FaultyTransport final : public Transport {
     }
     for (std::size_t i = link.open.size(); faults_.reorder && i > 1; --i) {
       std::swap(link.open[i - 1],
-                link.open[waybill::detail::at(random_.below(static_cast<std::int64_t>(i)))]);
+                link.open[waybill::detail::to_size(random_.below(static_cast<std::int64_t>(i)))]);
     }
     link.queue.insert(link.queue.end(), link.open.begin(), link.open.end());
     link.open.clear();
@@ -165,7 +165,7 @@ class FaultyTransport final : public Transport {
         changed_.wait(lock);
         continue;
       }
-      Link& link = *busy[waybill::detail::at(random_.below(std::ssize(busy)))];
+      Link& link = *busy[waybill::detail::to_size(random_.below(std::ssize(busy)))];
       const Event event = link.queue.front();
       const bool late = random_.uniform_double() < faults_.delay_share;
       const std::int64_t delay_us = late ? random_.below(faults_.max_delay_us + 1) : 0;

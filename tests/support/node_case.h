@@ -16,11 +16,14 @@ namespace waybill::test {
 /// A case on logical nodes, with a relay or without, and what must come out.
 struct NodeCase {
   NodeCase(SequenceCase sequence, Topology on, RelaySchedule schedule, std::uint64_t seed = 1)
-      : the(std::move(sequence)), topology(on), relay(std::move(schedule)), expected(the, seed) {
-    const SparseMetadata& kv_metadata = the.routing.fwd_kv;
-    const std::int64_t row_bytes = the.k.row_bytes() + the.v.row_bytes();
+      : sample(std::move(sequence)),
+        topology(on),
+        relay(std::move(schedule)),
+        expected(sample, seed) {
+    const SparseMetadata& kv_metadata = sample.routing.fwd_kv;
+    const std::int64_t row_bytes = sample.k.row_bytes() + sample.v.row_bytes();
     std::vector<RelayHop> hops = relay.hops;
-    // Lines of which the schedule says nothing go as they do without it.
+    // Entries of which the schedule says nothing go as they do without it.
     const PlanLimits limits = compile_kv_gradient(kv(), Rank{0}, gradient_options()).limits;
     once = limits.once_per_node_seconds < limits.direct_seconds;
     std::vector<RelayHop> others;
@@ -32,22 +35,23 @@ struct NodeCase {
       if (std::ranges::any_of(relay.hops, same)) continue;
       moved[h] = static_cast<std::int32_t>(hops.size());
       hops.push_back(others[h]);
-      if (others[h].after >= 0) hops.back().after = moved[at(others[h].after)];
+      if (others[h].after >= 0) hops.back().after = moved[to_size(others[h].after)];
     }
     const SumOrder order(kv_metadata, hops, topology);
-    expected.k_gradient = order.sums(expected.k_out, the.k.dtype);
-    expected.v_gradient = order.sums(expected.v_out, the.v.dtype);
+    expected.k_gradient = order.sums(expected.k_out, sample.k.dtype);
+    expected.v_gradient = order.sums(expected.v_out, sample.v.dtype);
   }
 
   [[nodiscard]] const RelaySchedule* schedule() const { return relay.empty() ? nullptr : &relay; }
   [[nodiscard]] std::vector<SequencePart> forward() const {
-    return {{&the.routing.fwd_q, {the.q}}, {&the.routing.fwd_kv, {the.k, the.v}, schedule()}};
+    return {{&sample.routing.fwd_q, {sample.q}},
+            {&sample.routing.fwd_kv, {sample.k, sample.v}, schedule()}};
   }
   [[nodiscard]] std::vector<SequencePart> kv() const {
-    return {{&the.routing.fwd_kv, {the.k, the.v}, schedule()}};
+    return {{&sample.routing.fwd_kv, {sample.k, sample.v}, schedule()}};
   }
   [[nodiscard]] std::vector<SequencePart> reverse() const {
-    return {{&the.routing.rev_q, {the.q}}};
+    return {{&sample.routing.rev_q, {sample.q}}};
   }
   [[nodiscard]] StepParts parts() const { return {forward(), reverse(), kv()}; }
 
@@ -55,7 +59,7 @@ struct NodeCase {
     return {.ranks_per_node = topology.ranks_per_node, .relay = RelayUse::always};
   }
 
-  SequenceCase the;
+  SequenceCase sample;
   Topology topology;
   RelaySchedule relay;
   Expected expected;
@@ -63,7 +67,7 @@ struct NodeCase {
 };
 
 inline void check_step(World& world, SequenceDispatcher& dispatcher, const NodeCase& node) {
-  check_step(world, dispatcher, node.the, node.parts(), node.expected);
+  check_step(world, dispatcher, node.sample, node.parts(), node.expected);
 }
 
 /// Small batches, so that there are many; relays wherever there are schedules.
@@ -80,11 +84,12 @@ inline std::vector<std::unique_ptr<NodeCase>> node_cases(Topology topology, int 
                                                          std::int64_t scale = 1) {
   std::vector<std::unique_ptr<NodeCase>> cases;
   std::uint64_t seed = 7;
-  for (SequenceCase& the : sequence_cases(topology.world_size, num_random, scale)) {
+  for (SequenceCase& sample : sequence_cases(topology.world_size, num_random, scale)) {
     RelaySchedule relay;
     if (++seed % 2 == 0 || topology.num_nodes() == 1)
-      relay = random_relay(the.routing.fwd_kv, seed);
-    cases.push_back(std::make_unique<NodeCase>(std::move(the), topology, std::move(relay), seed));
+      relay = random_relay(sample.routing.fwd_kv, seed);
+    cases.push_back(
+        std::make_unique<NodeCase>(std::move(sample), topology, std::move(relay), seed));
   }
   return cases;
 }

@@ -14,7 +14,7 @@ namespace waybill::test {
 
 /// Carries out the plans of all ranks, of float32 tensors and with chunks, one thing at a time: the
 /// batches of each rank in their order, and beside them the puts of its network program in theirs,
-/// or its phases. Sums are in float32, in the order of the places.
+/// or its phases. Sums are in float32, in the order of the addresses.
 class PlanReplay {
  public:
   enum class Network { steps, phases };
@@ -27,9 +27,9 @@ class PlanReplay {
         world_(plans.size()),
         workers_(2 * plans.size()) {
     for (const SequencePlan& plan : plans) {
-      windows.emplace_back(at(plan.window_bytes));
-      slots_.emplace_back(at(plan.num_slots) * world_);
-      ready_.emplace_back(at(plan.network.num_ready));
+      windows.emplace_back(to_size(plan.window_bytes));
+      slots_.emplace_back(to_size(plan.num_slots) * world_);
+      ready_.emplace_back(to_size(plan.network.num_ready));
       auto& sums = outputs.emplace_back();
       for (std::size_t t = 0; t < plan.tensors.size(); ++t)
         sums.emplace_back(DType::float32, Shape{plan.own_rows[t], plan.tensors[t].hidden});
@@ -72,25 +72,25 @@ class PlanReplay {
   void copy_local(std::size_t r) {
     const SequencePlan& plan = plans_[r];
     for (const RowSegment& segment : plan.local_segments) {
-      const std::int64_t row_bytes = plan.cuts[at(segment.tensor)].row_bytes;
+      const std::int64_t row_bytes = plan.cuts[to_size(segment.tensor)].row_bytes;
       const std::byte* const from =
-          tensors_[r][at(segment.tensor)].bytes().data() + segment.row * row_bytes;
-      for (std::int32_t c = 0; c < segment.num_copies; ++c) {
-        std::memcpy(at_place(plan.segment_places[at(segment.first_copy + c)]), from,
-                    at(segment.rows * row_bytes));
+          tensors_[r][to_size(segment.tensor)].bytes().data() + segment.row * row_bytes;
+      for (std::int32_t c = 0; c < segment.num_destinations; ++c) {
+        std::memcpy(at_address(plan.segment_addresses[to_size(segment.first_destination + c)]),
+                    from, to_size(segment.rows * row_bytes));
       }
     }
   }
 
   bool is_raised(std::size_t rank, const BatchSlot& slot) const {
-    if (at(slot.rank) == world_) return ready_[rank][at(slot.slot)] != 0;
-    return slots_[rank][at(slot.slot)] != 0;
+    if (to_size(slot.rank) == world_) return ready_[rank][to_size(slot.slot)] != 0;
+    return slots_[rank][to_size(slot.slot)] != 0;
   }
   void raise(std::size_t from, const BatchSlot& slot) {
-    if (at(slot.rank) == world_) {
-      ready_[from][at(slot.slot)] = 1;
+    if (to_size(slot.rank) == world_) {
+      ready_[from][to_size(slot.slot)] = 1;
     } else {
-      slots_[at(slot.rank)][at(slot.slot)] = 1;
+      slots_[to_size(slot.rank)][to_size(slot.slot)] = 1;
     }
   }
 
@@ -99,12 +99,12 @@ class PlanReplay {
     if (workers_[r] == plan.batches.size()) return false;
     const WorkBatch& batch = plan.batches[workers_[r]];
     for (std::int32_t w = 0; w < batch.num_waits; ++w) {
-      if (!is_raised(r, plan.waits[at(batch.first_wait + w)])) return false;
+      if (!is_raised(r, plan.waits[to_size(batch.first_wait + w)])) return false;
     }
     for (std::int64_t c = 0; c < batch.num_chunks; ++c)
-      run_chunk(r, batch.kind, plan.chunks[at(batch.first_chunk + c)]);
+      run_chunk(r, batch.kind, plan.chunks[to_size(batch.first_chunk + c)]);
     for (std::int32_t s = 0; s < batch.num_signals; ++s)
-      raise(r, plan.signals[at(batch.first_signal + s)]);
+      raise(r, plan.signals[to_size(batch.first_signal + s)]);
     ++workers_[r];
     return true;
   }
@@ -114,15 +114,15 @@ class PlanReplay {
     if (workers_[world_ + r] == network.steps.size()) return false;
     const NetworkStep& step = network.steps[workers_[world_ + r]];
     for (std::int32_t w = 0; w < step.num_waits; ++w) {
-      if (!is_raised(r, network.waits[at(step.first_wait + w)])) return false;
+      if (!is_raised(r, network.waits[to_size(step.first_wait + w)])) return false;
     }
     for (std::int32_t i = 0; i < step.num_puts; ++i) {
-      const NetworkPut& put = network.puts[at(step.first_put + i)];
-      std::memcpy(windows[at(put.peer)].data() + put.to_bytes, windows[r].data() + put.from_bytes,
-                  at(put.size_bytes));
+      const NetworkPut& put = network.puts[to_size(step.first_put + i)];
+      std::memcpy(windows[to_size(put.peer)].data() + put.to_bytes,
+                  windows[r].data() + put.from_bytes, to_size(put.size_bytes));
     }
     for (std::int32_t s = 0; s < step.num_signals; ++s)
-      raise(r, network.signals[at(step.first_signal + s)]);
+      raise(r, network.signals[to_size(step.first_signal + s)]);
     ++workers_[world_ + r];
     return true;
   }
@@ -151,17 +151,18 @@ class PlanReplay {
     if (phase == nullptr) return false;
     for (const auto* pieces : {&phase->sent, &phase->received}) {
       for (const NetworkPiece& piece : *pieces)
-        if (!has_come_to(at(piece.peer), phase->number)) return false;
+        if (!has_come_to(to_size(piece.peer), phase->number)) return false;
     }
     std::vector<std::size_t> taken(world_);
     for (const NetworkPiece& piece : phase->received) {
-      const NetworkPiece& from = sent_in(at(piece.peer), phase->number,
-                                         static_cast<std::int32_t>(r), taken[at(piece.peer)]++);
+      const NetworkPiece& from =
+          sent_in(to_size(piece.peer), phase->number, static_cast<std::int32_t>(r),
+                  taken[to_size(piece.peer)]++);
       if (from.size_bytes != piece.size_bytes) throw std::logic_error("pieces of other sizes");
-      std::copy_n(windows[at(piece.peer)].begin() + from.offset_bytes, piece.size_bytes,
+      std::copy_n(windows[to_size(piece.peer)].begin() + from.offset_bytes, piece.size_bytes,
                   windows[r].begin() + piece.offset_bytes);
     }
-    for (const std::int32_t slot : phase->slots) slots_[r][at(slot)] = 1;
+    for (const std::int32_t slot : phase->slots) slots_[r][to_size(slot)] = 1;
     ++workers_[world_ + r];
     return true;
   }
@@ -184,32 +185,34 @@ class PlanReplay {
 
   void run_chunk(std::size_t r, BatchKind kind, const RowChunk& chunk) {
     const SequencePlan& plan = plans_[r];
-    const auto t = at(chunk.tensor);
-    const std::size_t bytes = at(chunk.rows) * at(chunk.part_bytes);
-    const std::size_t in_tensor = at(chunk.row * plan.cuts[t].row_bytes + chunk.col_bytes);
+    const auto t = to_size(chunk.tensor);
+    const std::size_t bytes = to_size(chunk.rows) * to_size(chunk.part_bytes);
+    const std::size_t in_tensor = to_size(chunk.row * plan.cuts[t].row_bytes + chunk.col_bytes);
     if (kind == BatchKind::send || kind == BatchKind::forward) {
       const std::byte* const from = kind == BatchKind::send
                                         ? tensors_[r][t].bytes().data() + in_tensor
                                         : in_window(r, t, chunk);
-      for (std::int32_t p = 0; p < chunk.num_places; ++p)
-        std::memcpy(at_place(plan.places[at(chunk.first_place + p)]), from, bytes);
+      for (std::int32_t p = 0; p < chunk.num_addresses; ++p)
+        std::memcpy(at_address(plan.addresses[to_size(chunk.first_address + p)]), from, bytes);
       return;
     }
     std::byte* const to = kind == BatchKind::partial ? in_window(r, t + plan.tensors.size(), chunk)
                                                      : outputs[r][t].bytes().data() + in_tensor;
     for (std::size_t i = 0; i < bytes; i += sizeof(float)) {
       float sum = 0;
-      for (std::int32_t p = 0; p < chunk.num_places; ++p) {
+      for (std::int32_t p = 0; p < chunk.num_addresses; ++p) {
         float addend = 0;
-        std::memcpy(&addend, at_place(plan.places[at(chunk.first_place + p)]) + i, sizeof(float));
+        std::memcpy(&addend, at_address(plan.addresses[to_size(chunk.first_address + p)]) + i,
+                    sizeof(float));
         sum = p == 0 ? addend : sum + addend;
       }
       std::memcpy(to + i, &sum, sizeof(float));
     }
   }
 
-  std::byte* at_place(std::uint64_t place) {
-    return windows[place >> place_rank_shift].data() + (place & place_offset_mask & ~place_sum_bit);
+  std::byte* at_address(std::uint64_t address) {
+    return windows[address >> address_rank_shift].data() +
+           (address & address_offset_mask & ~address_sum_bit);
   }
 
   std::span<const SequencePlan> plans_;

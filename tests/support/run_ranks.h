@@ -57,7 +57,7 @@ inline void expect_no_errors(const std::vector<RankResult>& results) {
 }
 
 /// What a rank's Timeout says; fails the test when it is none.
-inline MissedWait missed_by(const RankResult& result) {
+inline TimeoutInfo timeout_of(const RankResult& result) {
   try {
     if (result.error) std::rethrow_exception(result.error);
     ADD_FAILURE() << "expected Timeout, but nothing was thrown";

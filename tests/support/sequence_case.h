@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "support/random_plan.h"
-#include "waybill/core/at.h"
 #include "waybill/core/float_convert.h"
 #include "waybill/core/host_tensor.h"
 #include "waybill/core/random.h"
+#include "waybill/core/to_size.h"
 #include "waybill/routing/qkv_routing.h"
 #include "waybill/schedule/sequence_plan.h"
 #include "waybill/simulate/dispatch.h"
@@ -19,7 +19,7 @@
 
 namespace waybill::test {
 
-using waybill::detail::at;
+using waybill::detail::to_size;
 
 /// A routing, the formats of Q, K and V, and what belongs where.
 struct SequenceCase {
@@ -70,22 +70,22 @@ inline std::vector<HostTensor> random_tensors(const TensorFormat& format,
 
 /// Rows that each rank sends, and that each rank needs to receive.
 inline std::vector<std::int64_t> rows_sent(const SparseMetadata& metadata) {
-  std::vector<std::int64_t> rows(at(metadata.world_size));
+  std::vector<std::int64_t> rows(to_size(metadata.world_size));
   for (std::size_t w = 0; w < rows.size(); ++w) {
     for (auto j = metadata.rank_offsets[w]; j < metadata.rank_offsets[w + 1]; ++j) {
-      rows[w] += metadata.seq_len[at(j)];
+      rows[w] += metadata.seq_len[to_size(j)];
     }
   }
   return rows;
 }
 
 inline std::vector<std::int64_t> rows_received(const SparseMetadata& metadata) {
-  std::vector<std::int64_t> rows(at(metadata.world_size));
-  for (std::int64_t j = 0; j < metadata.num_lines(); ++j) {
-    const std::int64_t len = metadata.seq_len[at(j)];
-    for (auto c = metadata.copy_begin(j); len > 0 && c < metadata.copy_end(j); ++c) {
-      auto& end = rows[at(metadata.dst_rank[at(c)])];
-      end = std::max(end, metadata.dst_offset[at(c)] + len);
+  std::vector<std::int64_t> rows(to_size(metadata.world_size));
+  for (std::int64_t j = 0; j < metadata.num_entries(); ++j) {
+    const std::int64_t len = metadata.seq_len[to_size(j)];
+    for (auto c = metadata.destination_begin(j); len > 0 && c < metadata.destination_end(j); ++c) {
+      auto& end = rows[to_size(metadata.dst_rank[to_size(c)])];
+      end = std::max(end, metadata.dst_offset[to_size(c)] + len);
     }
   }
   return rows;
@@ -153,7 +153,7 @@ inline std::vector<SequenceCase> sequence_cases(std::int32_t world, int num_rand
     cases.push_back({std::move(name), compute_qkv_routing(plan)});
     return cases.back();
   };
-  const auto w = at(world);
+  const auto w = to_size(world);
   for (const KvLayout layout : {KvLayout::per_rank, KvLayout::per_query}) {
     add("no shards", plain_plan(world, std::vector<std::vector<std::int64_t>>(w), {}, layout));
     auto one = std::vector<std::vector<std::int64_t>>(w);
@@ -175,7 +175,7 @@ inline std::vector<SequenceCase> sequence_cases(std::int32_t world, int num_rand
     options.max_shard_len = 20 * scale;
     options.kv_layout = i % 2 == 0 ? KvLayout::per_rank : KvLayout::per_query;
     options.windows = i % 3 == 0;
-    SequenceCase& random = add(concat("random ", i), random_plan(at(i + 1), options));
+    SequenceCase& random = add(concat("random ", i), random_plan(to_size(i + 1), options));
     random.q = {dtypes[i % 4], hiddens[i % 8]};
     random.k = {dtypes[(i / 2) % 4], hiddens[(i + 1) % 8]};
     random.v = {random.k.dtype, hiddens[(i + 2) % 8]};

@@ -47,12 +47,12 @@ struct DocumentRoutings {
 
   /// The last rows of each rank become the first.
   static void mirror(SparseMetadata& metadata) {
-    std::vector<std::int64_t> rows(at(metadata.world_size));
+    std::vector<std::int64_t> rows(to_size(metadata.world_size));
     const auto for_copies = [&](const auto& visit) {
-      for (std::int64_t j = 0; j < metadata.num_lines(); ++j) {
-        for (auto c = metadata.copy_begin(j); c < metadata.copy_end(j); ++c) {
-          visit(rows[at(metadata.dst_rank[at(c)])], metadata.dst_offset[at(c)],
-                metadata.seq_len[at(j)]);
+      for (std::int64_t j = 0; j < metadata.num_entries(); ++j) {
+        for (auto c = metadata.destination_begin(j); c < metadata.destination_end(j); ++c) {
+          visit(rows[to_size(metadata.dst_rank[to_size(c)])], metadata.dst_offset[to_size(c)],
+                metadata.seq_len[to_size(j)]);
         }
       }
     };
@@ -105,14 +105,14 @@ class DisagreeingRank {
     return {{&routing.fwd_kv, formats.kv}};
   }
 
-  ReadyPlan plan(const std::vector<SequencePart>& parts) {
+  PlanHandle plan(const std::vector<SequencePart>& parts) {
     return dispatcher_.plan_dispatch(parts, stream_);
   }
-  ReadyPlan gradient_plan(const std::vector<SequencePart>& parts) {
+  PlanHandle gradient_plan(const std::vector<SequencePart>& parts) {
     return dispatcher_.plan_kv_gradient(parts, stream_);
   }
 
-  void dispatch(const ReadyPlan& ready, std::uint64_t of_dispatch = 0) {
+  void dispatch(const PlanHandle& ready, std::uint64_t of_dispatch = 0) {
     std::vector<ConstTensorView> inputs;
     const SequencePlan& plan = ready.plan();
     for (std::size_t t = 0; t < plan.tensors.size(); ++t)
@@ -120,7 +120,7 @@ class DisagreeingRank {
     (void)dispatcher_.dispatch(ready, inputs, stream_, of_dispatch);
   }
 
-  void gradient(const ReadyPlan& ready, std::uint64_t of_dispatch = 0) {
+  void gradient(const PlanHandle& ready, std::uint64_t of_dispatch = 0) {
     std::vector<ConstTensorView> inputs;
     std::vector<TensorView> outputs;
     const SequencePlan& plan = ready.plan();
@@ -156,12 +156,12 @@ namespace planted {
 
 /// Ranks agree first, so that there is something old in every slot.
 inline void agree_first(DisagreeingRank& rank) {
-  const auto there = rank.plan(DisagreeingRank::forward_of(rank.documents().usual));
+  const auto forward_plan = rank.plan(DisagreeingRank::forward_of(rank.documents().usual));
   const auto back = rank.gradient_plan(DisagreeingRank::kv_of(rank.documents().usual));
   for (int i = 0; i < 2; ++i) {
-    rank.dispatch(there);
+    rank.dispatch(forward_plan);
     rank.gradient(back, rank.dispatcher().last_dispatch());
-    rank.dispatch(there);
+    rank.dispatch(forward_plan);
   }
 }
 
@@ -187,23 +187,23 @@ inline void swapped_dispatches(DisagreeingRank& rank) {
 }
 
 inline void dispatch_against_gradient(DisagreeingRank& rank) {
-  const auto there = rank.plan(DisagreeingRank::forward_of(rank.documents().usual));
+  const auto forward_plan = rank.plan(DisagreeingRank::forward_of(rank.documents().usual));
   const auto back = rank.gradient_plan(DisagreeingRank::kv_of(rank.documents().usual));
   agree_first(rank);
   if (rank.is_odd()) {
     rank.gradient(back);
   } else {
-    rank.dispatch(there);
+    rank.dispatch(forward_plan);
   }
 }
 
 inline void swapped_gradients(DisagreeingRank& rank) {
-  const auto there = rank.plan(DisagreeingRank::forward_of(rank.documents().usual));
+  const auto forward_plan = rank.plan(DisagreeingRank::forward_of(rank.documents().usual));
   const auto back = rank.gradient_plan(DisagreeingRank::kv_of(rank.documents().usual));
   agree_first(rank);
-  rank.dispatch(there);
+  rank.dispatch(forward_plan);
   const std::uint64_t first = rank.dispatcher().last_dispatch();
-  rank.dispatch(there);
+  rank.dispatch(forward_plan);
   const std::uint64_t second = rank.dispatcher().last_dispatch();
   rank.gradient(back, rank.is_odd() ? first : second);
   rank.gradient(back, rank.is_odd() ? second : first);
@@ -211,12 +211,12 @@ inline void swapped_gradients(DisagreeingRank& rank) {
 
 /// The same where gradients go home by a dispatch, as those of Q do.
 inline void swapped_query_gradients(DisagreeingRank& rank) {
-  const auto there = rank.plan(DisagreeingRank::forward_of(rank.documents().usual));
+  const auto forward_plan = rank.plan(DisagreeingRank::forward_of(rank.documents().usual));
   const auto home = rank.plan({{&rank.documents().usual.rev_q, {DocumentFormats().q}}});
   agree_first(rank);
-  rank.dispatch(there);
+  rank.dispatch(forward_plan);
   const std::uint64_t first = rank.dispatcher().last_dispatch();
-  rank.dispatch(there);
+  rank.dispatch(forward_plan);
   const std::uint64_t second = rank.dispatcher().last_dispatch();
   rank.dispatch(home, rank.is_odd() ? first : second);
   rank.dispatch(home, rank.is_odd() ? second : first);
@@ -224,10 +224,10 @@ inline void swapped_query_gradients(DisagreeingRank& rank) {
 
 /// Between forward and backward one rank gets another routing.
 inline void replaced_routing(DisagreeingRank& rank) {
-  const auto there = rank.plan(DisagreeingRank::forward_of(rank.documents().usual));
+  const auto forward_plan = rank.plan(DisagreeingRank::forward_of(rank.documents().usual));
   auto back = rank.gradient_plan(DisagreeingRank::kv_of(rank.documents().usual));
   agree_first(rank);
-  rank.dispatch(there);
+  rank.dispatch(forward_plan);
   if (rank.is_odd()) {
     rank.dispatcher().replace_plan(back, DisagreeingRank::kv_of(rank.documents().same_sizes),
                                    rank.stream());

@@ -24,33 +24,33 @@ inline testing::AssertionResult same_bytes(const ConstTensorView& view,
 }
 
 /// Q, K and V there, Q back, gradients of K and V, in host memory. On all ranks.
-inline void check_step(World& world, SequenceDispatcher& dispatcher, const SequenceCase& the,
+inline void check_step(World& world, SequenceDispatcher& dispatcher, const SequenceCase& sample,
                        const StepParts& parts, const Expected& expected) {
-  const auto r = at(to_int(world.rank()));
+  const auto r = to_size(to_int(world.rank()));
   const auto forward = dispatcher.plan_dispatch(parts.forward);
   const auto reverse = dispatcher.plan_dispatch(parts.reverse);
   const auto gradient = dispatcher.plan_kv_gradient(parts.kv);
   const auto outputs = dispatcher.dispatch(
       forward, std::vector<ConstTensorView>{expected.q[r].view(), expected.k[r].view(),
                                             expected.v[r].view()});
-  ASSERT_TRUE(same_bytes(outputs[0], expected.q_out[r])) << the.name << ": Q of rank " << r;
-  ASSERT_TRUE(same_bytes(outputs[1], expected.k_out[r])) << the.name << ": K of rank " << r;
-  ASSERT_TRUE(same_bytes(outputs[2], expected.v_out[r])) << the.name << ": V of rank " << r;
+  ASSERT_TRUE(same_bytes(outputs[0], expected.q_out[r])) << sample.name << ": Q of rank " << r;
+  ASSERT_TRUE(same_bytes(outputs[1], expected.k_out[r])) << sample.name << ": K of rank " << r;
+  ASSERT_TRUE(same_bytes(outputs[2], expected.v_out[r])) << sample.name << ": V of rank " << r;
   // The output of one call is the input of the next: Q comes home as it left.
   const auto home = dispatcher.dispatch(reverse, std::vector<ConstTensorView>{outputs[0]});
-  ASSERT_TRUE(same_bytes(home[0], expected.q[r])) << the.name << ": Q back on rank " << r;
-  HostTensor dk(the.k.dtype, expected.k[r].shape());
-  HostTensor dv(the.v.dtype, expected.v[r].shape());
+  ASSERT_TRUE(same_bytes(home[0], expected.q[r])) << sample.name << ": Q back on rank " << r;
+  HostTensor dk(sample.k.dtype, expected.k[r].shape());
+  HostTensor dv(sample.v.dtype, expected.v[r].shape());
   dispatcher.kv_gradient(
       gradient, std::vector<ConstTensorView>{expected.k_out[r].view(), expected.v_out[r].view()},
       std::vector<TensorView>{dk.view(), dv.view()});
-  ASSERT_TRUE(same_bytes(dk.view(), expected.k_gradient[r])) << the.name << ": dK of rank " << r;
-  ASSERT_TRUE(same_bytes(dv.view(), expected.v_gradient[r])) << the.name << ": dV of rank " << r;
+  ASSERT_TRUE(same_bytes(dk.view(), expected.k_gradient[r])) << sample.name << ": dK of rank " << r;
+  ASSERT_TRUE(same_bytes(dv.view(), expected.v_gradient[r])) << sample.name << ": dV of rank " << r;
 }
 
-inline void check_step(World& world, SequenceDispatcher& dispatcher, const SequenceCase& the,
+inline void check_step(World& world, SequenceDispatcher& dispatcher, const SequenceCase& sample,
                        const Expected& expected) {
-  check_step(world, dispatcher, the, step_parts(the), expected);
+  check_step(world, dispatcher, sample, step_parts(sample), expected);
 }
 
 }  // namespace waybill::test

@@ -11,12 +11,13 @@ namespace waybill::test {
 
 /// Of a case, with tensors of float32: Q, K, V forward or the gradients of K and V.
 inline std::vector<SequencePart> parts_of(const NodeCase& node, SequenceOperation operation) {
-  const TensorFormat q = node.the.name == "long" ? node.the.q : TensorFormat{DType::float32, 5};
+  const TensorFormat q =
+      node.sample.name == "long" ? node.sample.q : TensorFormat{DType::float32, 5};
   const TensorFormat k{DType::float32, 4};
   const TensorFormat v{DType::float32, 12};
-  const SequencePart kv{&node.the.routing.fwd_kv, {k, v}, node.schedule()};
+  const SequencePart kv{&node.sample.routing.fwd_kv, {k, v}, node.schedule()};
   if (operation == SequenceOperation::kv_gradient) return {kv};
-  return {{&node.the.routing.fwd_q, {q}}, kv};
+  return {{&node.sample.routing.fwd_q, {q}}, kv};
 }
 
 /// The plans of all ranks, with small chunks and every relay.

@@ -18,7 +18,7 @@ class SumOrder {
   SumOrder(const SparseMetadata& metadata, std::vector<RelayHop> hops, Topology topology)
       : metadata_(metadata), hops_(std::move(hops)), topology_(topology), on_(hops_.size()) {
     for (std::size_t h = 0; h < hops_.size(); ++h) {
-      if (hops_[h].after >= 0) on_[at(hops_[h].after)].push_back(h);
+      if (hops_[h].after >= 0) on_[to_size(hops_[h].after)].push_back(h);
     }
   }
 
@@ -27,17 +27,17 @@ class SumOrder {
                                              DType dtype) const {
     std::vector<HostTensor> result;
     const std::int64_t hidden = gradients[0].shape()[1];
-    std::vector<std::vector<std::size_t>> from_home(at(metadata_.num_lines()));
+    std::vector<std::vector<std::size_t>> from_home(to_size(metadata_.num_entries()));
     for (std::size_t h = 0; h < hops_.size(); ++h) {
-      if (hops_[h].after < 0) from_home[at(hops_[h].shard)].push_back(h);
+      if (hops_[h].after < 0) from_home[to_size(hops_[h].shard)].push_back(h);
     }
     for (std::int32_t home = 0; home < metadata_.world_size; ++home) {
-      result.emplace_back(dtype, Shape{rows_sent(metadata_)[at(home)], hidden});
+      result.emplace_back(dtype, Shape{rows_sent(metadata_)[to_size(home)], hidden});
       std::int64_t row = 0;
-      for (auto j = metadata_.rank_offsets[at(home)]; j < metadata_.rank_offsets[at(home + 1)];
-           ++j) {
-        for (std::int64_t k = 0; k < metadata_.seq_len[at(j)]; ++k, ++row) {
-          const auto& children = from_home[at(j)];
+      for (auto j = metadata_.rank_offsets[to_size(home)];
+           j < metadata_.rank_offsets[to_size(home + 1)]; ++j) {
+        for (std::int64_t k = 0; k < metadata_.seq_len[to_size(j)]; ++k, ++row) {
+          const auto& children = from_home[to_size(j)];
           auto addends = addends_of(gradients, home, j, k, children, children.empty());
           write(result.back(), row, added(std::move(addends), hidden));
         }
@@ -55,19 +55,19 @@ class SumOrder {
   [[nodiscard]] static double load(const HostTensor& tensor, std::int64_t idx) {
     switch (tensor.dtype()) {
       case DType::bfloat16:
-        return static_cast<double>(bfloat16_to_float(tensor.as<std::uint16_t>()[at(idx)]));
+        return static_cast<double>(bfloat16_to_float(tensor.as<std::uint16_t>()[to_size(idx)]));
       case DType::float16:
-        return static_cast<double>(float16_to_float(tensor.as<std::uint16_t>()[at(idx)]));
+        return static_cast<double>(float16_to_float(tensor.as<std::uint16_t>()[to_size(idx)]));
       case DType::float32:
-        return static_cast<double>(tensor.as<float>()[at(idx)]);
+        return static_cast<double>(tensor.as<float>()[to_size(idx)]);
       default:
-        return tensor.as<double>()[at(idx)];
+        return tensor.as<double>()[to_size(idx)];
     }
   }
 
   static void write(HostTensor& tensor, std::int64_t row, const std::vector<double>& values) {
     for (std::size_t i = 0; i < values.size(); ++i) {
-      const std::size_t idx = at(row) * values.size() + i;
+      const std::size_t idx = to_size(row) * values.size() + i;
       const auto single = static_cast<float>(values[i]);
       switch (tensor.dtype()) {
         case DType::bfloat16:
@@ -87,7 +87,7 @@ class SumOrder {
 
   [[nodiscard]] std::vector<double> added(std::vector<Addend> addends, std::int64_t hidden) const {
     std::ranges::sort(addends, {}, &Addend::key);
-    std::vector<double> sum(at(hidden));
+    std::vector<double> sum(to_size(hidden));
     for (std::size_t a = 0; a < addends.size(); ++a) {
       for (std::size_t i = 0; i < sum.size(); ++i) {
         const double value = addends[a].values[i];
@@ -110,18 +110,19 @@ class SumOrder {
 
   /// The first copy on the hop's destination or behind it.
   [[nodiscard]] std::int64_t key_of(std::size_t h) const {
-    std::int64_t key = metadata_.num_copies();
+    std::int64_t key = metadata_.num_destinations();
     const RelayHop& hop = hops_[h];
-    for (auto c = metadata_.copy_begin(hop.shard); c < metadata_.copy_end(hop.shard); ++c) {
-      if (metadata_.dst_rank[at(c)] == hop.dst_rank) key = std::min(key, c);
+    for (auto c = metadata_.destination_begin(hop.shard); c < metadata_.destination_end(hop.shard);
+         ++c) {
+      if (metadata_.dst_rank[to_size(c)] == hop.dst_rank) key = std::min(key, c);
     }
     for (const std::size_t child : on_[h]) key = std::min(key, key_of(child));
     return key;
   }
 
-  /// What a rank adds up of row k of a line: its own copies and what comes back along hops.
+  /// What a rank adds up of row k of an entry: its own copies and what comes back along hops.
   std::vector<Addend> addends_of(const std::vector<HostTensor>& gradients, std::int32_t rank,
-                                 std::int64_t line, std::int64_t k,
+                                 std::int64_t entry, std::int64_t k,
                                  const std::vector<std::size_t>& children, bool all_copies) const {
     const std::int64_t hidden = gradients[0].shape()[1];
     wide_ = gradients[0].dtype() == DType::float64;
@@ -135,16 +136,16 @@ class SumOrder {
       } else {
         addends.push_back(
             {key_of(h),
-             added(addends_of(gradients, hop.dst_rank, line, k, on_[h], false), hidden)});
+             added(addends_of(gradients, hop.dst_rank, entry, k, on_[h], false), hidden)});
       }
     }
-    for (auto c = metadata_.copy_begin(line); c < metadata_.copy_end(line); ++c) {
-      const std::int32_t from = metadata_.dst_rank[at(c)];
+    for (auto c = metadata_.destination_begin(entry); c < metadata_.destination_end(entry); ++c) {
+      const std::int32_t from = metadata_.dst_rank[to_size(c)];
       if (!all_copies && !std::ranges::count(read, from)) continue;
       Addend addend{c, {}};
-      const std::int64_t row = metadata_.dst_offset[at(c)] + k;
+      const std::int64_t row = metadata_.dst_offset[to_size(c)] + k;
       for (std::int64_t i = 0; i < hidden; ++i)
-        addend.values.push_back(load(gradients[at(from)], row * hidden + i));
+        addend.values.push_back(load(gradients[to_size(from)], row * hidden + i));
       addends.push_back(std::move(addend));
     }
     return addends;

@@ -7,7 +7,7 @@
 #include <numeric>
 #include <string>
 
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 #include "waybill/transport/transport.h"
 
 /// What every transport in host memory must do. Each runs on all ranks.
@@ -49,9 +49,9 @@ inline void check_reach(Transport& transport) {
                            : r / 2 == me / 2 ? Reach::load_store
                                              : Reach::network;
     ASSERT_EQ(transport.reach(Rank{r}), expected);
-    ASSERT_EQ(buffer.peers[waybill::detail::at(r)] == nullptr, expected == Reach::network);
+    ASSERT_EQ(buffer.peers[waybill::detail::to_size(r)] == nullptr, expected == Reach::network);
   }
-  ASSERT_EQ(buffer.peers[waybill::detail::at(me)], buffer.local);
+  ASSERT_EQ(buffer.peers[waybill::detail::to_size(me)], buffer.local);
   ASSERT_EQ(reinterpret_cast<std::uintptr_t>(buffer.local) % 256, 0U);
   ASSERT_EQ(std::accumulate(buffer.local, buffer.local + 10, 0,
                             [](int sum, std::byte b) { return sum + static_cast<int>(b); }),
@@ -69,8 +69,8 @@ inline void miss_rank_3(Transport& transport) {
 
 /// Success when a text says that `rank` waited in `operation` for `peer`, with what it wanted and
 /// saw, and for about so many seconds.
-inline testing::AssertionResult names_missed_wait(const std::string& text, const MissedWait& missed,
-                                                  double least_s, double most_s) {
+inline testing::AssertionResult names_timeout(const std::string& text, const TimeoutInfo& missed,
+                                              double least_s, double most_s) {
   const std::string begin = concat(missed.operation, ": rank ", missed.rank, " waited ");
   const std::string middle = concat(" for signal >= ", missed.wanted, " from rank ", missed.peer);
   const std::string end = concat("; last seen ", missed.seen);

@@ -21,10 +21,10 @@ namespace {
 using test::expect_no_errors;
 using test::free_port;
 using test::holds;
-using test::missed_by;
 using test::RankResult;
 using test::rejects;
 using test::run_ranks;
+using test::timeout_of;
 
 enum class Engine { threads, tcp, file, callable };
 
@@ -145,7 +145,7 @@ TEST_P(BootstrapTest, ARankThatNeverCallsIsNamedByAllOthers) {
     }
   });
   for (const std::size_t r : {0U, 1U, 3U}) {
-    const MissedWait missed = missed_by(results[r]);
+    const TimeoutInfo missed = timeout_of(results[r]);
     EXPECT_EQ(missed.rank, GetParam() == Engine::callable ? missed.rank : static_cast<int>(r));
     EXPECT_EQ(missed.peer, 2);
     EXPECT_EQ(missed.wanted, 2U);
@@ -190,14 +190,14 @@ TEST(TcpBootstrap, ARankThatNeverConnectsIsNamed) {
     const auto bootstrap = make_tcp_bootstrap(rank, 3, "127.0.0.1", port, 0.3);
     bootstrap->barrier("never");
   });
-  EXPECT_EQ(missed_by(results[0]).peer, 2);
-  EXPECT_EQ(missed_by(results[1]).peer, 2);  // rank 0 tells it
+  EXPECT_EQ(timeout_of(results[0]).peer, 2);
+  EXPECT_EQ(timeout_of(results[1]).peer, 2);  // rank 0 tells it
 }
 
 TEST(TcpBootstrap, NobodyListens) {
   const auto results = run_ranks(
       1, [&](std::int32_t) { (void)make_tcp_bootstrap(1, 2, "127.0.0.1", free_port(), 0.2); });
-  EXPECT_EQ(missed_by(results[0]).peer, 0);
+  EXPECT_EQ(timeout_of(results[0]).peer, 0);
 }
 
 TEST(Bootstrap, RejectsImpossibleRanks) {

@@ -55,7 +55,7 @@ TEST(ShareMemory, ARankThatHasGivenUpLeavesNothingToRead) {
       (void)share_memory(stalling, std::make_shared<int>(2), 4, "test");
     }
   });
-  EXPECT_EQ(test::missed_by(results[0]).peer, 1);
+  EXPECT_EQ(test::timeout_of(results[0]).peer, 1);
   EXPECT_EQ(results[1].text, "share_memory(test): rank 0 has given up");
 }
 

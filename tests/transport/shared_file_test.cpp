@@ -9,14 +9,14 @@
 
 #include "support/rendezvous.h"
 #include "support/run_ranks.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 #include "waybill/transport/transport.h"
 
 namespace waybill {
 namespace {
 
-using detail::at;
 using detail::SharedFile;
+using detail::to_size;
 using test::error_of;
 using test::holds;
 

@@ -5,16 +5,16 @@
 #include "support/expect_error.h"
 #include "support/run_ranks.h"
 #include "support/transport_checks.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 #include "waybill/transport/transport.h"
 
 namespace waybill {
 namespace {
 
-using detail::at;
+using detail::to_size;
 using test::expect_no_errors;
-using test::missed_by;
 using test::run_with_bootstrap;
+using test::timeout_of;
 
 TEST(ThreadTransport, PutsAndSignalsReachEveryPeer) {
   for (const std::int32_t per_node : {0, 2, 1}) {
@@ -35,16 +35,16 @@ TEST(ThreadTransport, ASilentPeerIsNamedWithAllThatIsKnown) {
     test::miss_rank_3(*make_thread_transport(std::move(bootstrap), 2));
   });
   for (std::int32_t r = 0; r < 4; ++r) {
-    const MissedWait missed = missed_by(results[at(r)]);
+    const TimeoutInfo missed = timeout_of(results[to_size(r)]);
     EXPECT_EQ(missed.operation, "unload");
     EXPECT_EQ(missed.rank, r);
     EXPECT_EQ(missed.peer, 3);
     EXPECT_EQ(missed.wanted, 2U);
     EXPECT_EQ(missed.seen, 1U);
     EXPECT_GE(missed.seconds, 0.3);
-    EXPECT_NE(results[at(r)].text.find("for signal >= 2 from rank 3 (node 1, local_rank 1)"),
+    EXPECT_NE(results[to_size(r)].text.find("for signal >= 2 from rank 3 (node 1, local_rank 1)"),
               std::string::npos)
-        << results[at(r)].text;
+        << results[to_size(r)].text;
   }
 }
 

@@ -61,7 +61,7 @@ class Interrupted : public Error {
 };
 
 /// A wait that reached its deadline: who waited for whom, and for what.
-struct MissedWait {
+struct TimeoutInfo {
   std::string operation;         ///< "dispatch"
   std::string what = "signal";   ///< what was counted: "signal", "exchange"
   std::int32_t rank = 0;         ///< that waited
@@ -77,11 +77,11 @@ struct MissedWait {
 /// A rank stayed silent past the deadline.
 class Timeout : public Error {
  public:
-  explicit Timeout(MissedWait missed);
-  [[nodiscard]] const MissedWait& missed() const noexcept { return missed_; }
+  explicit Timeout(TimeoutInfo missed);
+  [[nodiscard]] const TimeoutInfo& missed() const noexcept { return missed_; }
 
  private:
-  MissedWait missed_;
+  TimeoutInfo missed_;
 };
 
 /// A defect of this library, never of the caller.

@@ -147,9 +147,9 @@ class FailureScope final : public WaitScope {
     if (has_ended()) throw_end();
   }
 
-  /// Calls `told` when the scope ends, on the thread that ends it; now, if it has. It must not
+  /// Calls `notify` when the scope ends, on the thread that ends it; now, if it has. It must not
   /// throw, nor call the scope. @return what keeps it in force: an object to hold
-  [[nodiscard]] std::shared_ptr<void> on_end(std::function<void()> told);
+  [[nodiscard]] std::shared_ptr<void> on_end(std::function<void()> notify);
 
  private:
   enum class End { none, failed, interrupted };
@@ -159,7 +159,7 @@ class FailureScope final : public WaitScope {
   mutable std::mutex mutex_;
   std::string reason_;
   std::atomic<End> end_ = End::none;
-  std::vector<std::weak_ptr<std::function<void()>>> told_;
+  std::vector<std::weak_ptr<std::function<void()>>> listeners_;
 };
 
 }  // namespace waybill

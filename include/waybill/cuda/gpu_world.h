@@ -23,7 +23,7 @@ namespace waybill {
                                           std::int32_t ranks_per_node = 0);
 
 /// How the ranks of one node reach those of another.
-enum class NetworkWire : std::uint8_t {
+enum class NetworkBackend : std::uint8_t {
   automatic,  ///< peer where all ranks are on one host, else nccl
   peer,       ///< through mapped memory: the nodes are parts of one host
   nccl,       ///< through NCCL 2.28 or later, over any network that it knows
@@ -34,14 +34,14 @@ enum class NetworkWire : std::uint8_t {
 /// is not given back by close() stays until the process ends, as others may use it.
 /// @param device the GPU of this rank among those that its process sees
 /// @param ranks_per_node 0: all ranks on one node. A node is a host or a part of one
-/// @param wire between nodes; all ranks say the same
+/// @param backend between nodes; all ranks say the same
 /// @throws InvalidArgument for a device that is not there; Unsupported for ranks of one node on
 ///   several hosts, in one process or on GPUs without peer access to each other, for more than 64,
 ///   and where NCCL is needed and not found; TransportError in NCCL's words, naming the rank, when
 ///   it does not start; CudaError
 [[nodiscard]] World make_gpu_process_world(std::shared_ptr<Bootstrap> bootstrap, int device,
                                            std::int32_t ranks_per_node = 0,
-                                           NetworkWire wire = NetworkWire::automatic);
+                                           NetworkBackend backend = NetworkBackend::automatic);
 
 /// A rank of the world whose ranks are processes with a GPU each, in the symmetric memory of
 /// NVSHMEM. Collective. Ranks of a node reach each other by load and store, others by put and

@@ -21,12 +21,13 @@ struct DispatchOutputBuffers {
 /// The symmetric memory of a layer of experts. Collective calls; one object a rank.
 class DispatchCombineContext {
  public:
-  /// Collective. Windows of max_tokens * topk * capacity rows, the board and the signals.
-  /// @param capacity multiplier, as in the original
+  /// Collective. Windows of max_tokens * topk * capacity_factor rows, the workspace and the
+  /// signals.
+  /// @param capacity_factor multiplier, as in the original
   /// @throws InvalidArgument naming the field, also where the world has other sizes; on all ranks
   ///   naming a rank and what is not the same on all of them; Timeout
   [[nodiscard]] static DispatchCombineContext create(World& world, const EPConfig& config,
-                                                     std::int64_t capacity = 2,
+                                                     std::int64_t capacity_factor = 2,
                                                      const EPDispatchOptions& options = {});
 
   /// The same with windows of so many rows.
@@ -49,7 +50,7 @@ class DispatchCombineContext {
   DispatchOutputBuffers reallocate_dispatch_output_buf(std::int64_t dispatch_recv_tokens);
 
   /// Rows of the windows.
-  [[nodiscard]] std::int64_t capacity() const noexcept { return memory_->capacity; }
+  [[nodiscard]] std::int64_t capacity_rows() const noexcept { return memory_->capacity_rows; }
   [[nodiscard]] bool finalized() const noexcept { return memory_->signals.local == nullptr; }
   [[nodiscard]] const ExpertMemory& memory() const noexcept { return *memory_; }
   [[nodiscard]] const EPConfig& config() const noexcept { return config_; }
@@ -69,7 +70,7 @@ class DispatchCombineContext {
                                                    const EPDispatchOptions& options,
                                                    const char* who, std::span<const Setting> more,
                                                    const std::function<std::int64_t()>& num_rows);
-  [[nodiscard]] static std::int64_t rows_of(const EPConfig& config, std::int64_t capacity,
+  [[nodiscard]] static std::int64_t rows_of(const EPConfig& config, std::int64_t capacity_factor,
                                             const char* who);
   DispatchCombineContext(World& world, const EPConfig& config, const EPDispatchOptions& options);
   void allocate_windows(std::int64_t rows);

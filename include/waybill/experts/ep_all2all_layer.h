@@ -8,8 +8,8 @@
 #include "waybill/experts/dispatch_combine_context.h"
 #include "waybill/experts/expert_executor.h"
 #include "waybill/moe/ep_layout.h"
+#include "waybill/runtime/abort_state.h"
 #include "waybill/runtime/capture_log.h"
-#include "waybill/runtime/usability.h"
 #include "waybill/runtime/world.h"
 
 namespace waybill {
@@ -20,11 +20,11 @@ class LayerMeetings;
 
 struct EPLayerOptions {
   EPDispatchOptions dispatch = {};
-  int num_sm = 20;  ///< multiprocessors that a call may use. Host worlds ignore it
+  int num_sms = 20;  ///< multiprocessors that a call may use. Host worlds ignore it
   /// One node: combine sums a rank's rows of a token there before they travel.
   bool enable_local_combine = false;
-  /// The first windows have max_tokens * topk * capacity rows.
-  std::int64_t capacity = 2;
+  /// The first windows have max_tokens * topk * capacity_factor rows.
+  std::int64_t capacity_factor = 2;
   /// Rows of the windows, for ever; 0: they grow. Then no call waits for counts on the host, views
   /// have this many rows, and what does not fit is left out: overflow() reports it, and the sums of
   /// its tokens are NaN.
@@ -149,7 +149,7 @@ class EPAll2AllLayer {
   [[nodiscard]] const EPLayerOptions& options() const noexcept { return options_; }
   [[nodiscard]] const DispatchCombineContext& context() const noexcept { return context_; }
   /// Rows that the windows have.
-  [[nodiscard]] std::int64_t output_rows() const noexcept { return context_.capacity(); }
+  [[nodiscard]] std::int64_t output_rows() const noexcept { return context_.capacity_rows(); }
 
  private:
   [[nodiscard]] static DispatchCombineContext make_context(World& world, const EPConfig& config,
@@ -184,7 +184,7 @@ class EPAll2AllLayer {
   std::uint64_t dispatch_capture_ = 0;  ///< recording of the last dispatch
   detail::CaptureLog captured_dispatches_;
   detail::CaptureLog captured_combines_;
-  detail::Usability usability_{"layer", &world_.transport()};
+  detail::AbortState abort_state_{"layer", &world_.transport()};
 };
 
 }  // namespace waybill

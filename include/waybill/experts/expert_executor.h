@@ -16,10 +16,10 @@ namespace waybill {
 class World;
 
 /// What a rank knows of one dispatch, as views of the memory of its world (on a GPU: of the
-/// device). All int32 unless said. T tokens of this rank, M = max_tokens, N nodes, K choices, W
-/// ranks, P experts a rank. Sizes that depend on counts are those of `row_capacity`.
+/// device). All int32 unless said. T tokens of this rank, M = max_tokens, N nodes, K topk slots, W
+/// ranks, P experts a rank. Sizes that depend on counts are those of `capacity_rows`.
 struct ExpertTableViews {
-  ConstTensorView ids;       ///< one node [T, K], else [N, M, K]; a dropped choice: num_experts
+  ConstTensorView ids;       ///< one node [T, K], else [N, M, K]; a dropped topk slot: num_experts
   ConstTensorView dst_rows;  ///< [N, M, K]: row on the expert's rank; -1
   ConstTensorView weights;   ///< as ids, weight_dtype; not given without weights
   ConstTensorView num_input_tokens;    ///< [W]
@@ -28,16 +28,16 @@ struct ExpertTableViews {
   ConstTensorView expert_counts;       ///< [P], of this rank
   ConstTensorView expert_offsets;      ///< [P + 1], of this rank
   ConstTensorView num_recv_rows;       ///< [W]
-  ConstTensorView leader_rows;         ///< [row_capacity]: see skipped_token_mapping_indices
-  ConstTensorView choice_rows;         ///< [row_capacity, K]: skipped_token_topk_mapping_indices
+  ConstTensorView primary_rows;        ///< [capacity_rows]: see skipped_token_mapping_indices
+  ConstTensorView topk_slot_rows;      ///< [capacity_rows, K]: skipped_token_topk_mapping_indices
   ConstTensorView send_reqs;           ///< several nodes: [N, 2, M], see send_reqs_recv_tensor
-  ConstTensorView compact_to_grouped;  ///< compact rows: [row_capacity, K]
+  ConstTensorView compact_to_grouped;  ///< compact rows: [capacity_rows, K]
   ConstTensorView grouped_to_compact;  ///< compact rows: [most grouped rows]
-  ConstTensorView recv_topk;           ///< compact rows: [row_capacity, K]
-  ConstTensorView recv_tags;           ///< [row_capacity, 4]: RowTag, kept beyond the window
+  ConstTensorView recv_topk;           ///< compact rows: [capacity_rows, K]
+  ConstTensorView recv_tags;           ///< [capacity_rows, 4]: RowTag, kept beyond the window
 };
 
-/// What a dispatch decided: the row of every choice, and all that follows from it. Dispatches by
+/// What a dispatch decided: the row of every topk slot, and all that follows from it. Dispatches by
 /// the same routing share it, and nothing changes it any more once the one that made it is done; so
 /// a layout gives the same whatever comes later. Tags of rows belong to it, as they say where a row
 /// comes from and not what it holds.
@@ -117,7 +117,7 @@ struct ExpertOverflow {
 };
 
 /// The parities of a layer's next dispatch and of its next combine.
-struct ExpertTurns {
+struct ExpertParities {
   std::uint32_t dispatch = 0;
   std::uint32_t combine = 0;
 };
@@ -154,7 +154,7 @@ struct ExpertCombineInput {
 ///
 /// Protocol, the same on all worlds, by call number n: a rank raises `entered` to n at all ranks
 /// when it has begun call n, and writes to or reads from a rank after that rank has entered n. So
-/// what the last call left in a window, the board or an output may be overwritten. A dispatch
+/// what the last call left in a window, the workspace or an output may be overwritten. A dispatch
 /// raises `arrived` after its last row and ends when all ranks of the node have; a combine reads
 /// the combine windows of the ranks of the node, and ends when it has summed. All waits have the
 /// transport's deadline.
@@ -168,7 +168,7 @@ class ExpertExecutor {
   /// Before a call when those that have run may not be at these turns, as a graph holds an odd
   /// number of dispatches or combines: runs an empty call if so. On several nodes it does nothing,
   /// and the call reports the fault.
-  virtual void realign(const ExpertCall& /*call*/, ExpertTurns /*next*/) {}
+  virtual void realign(const ExpertCall& /*call*/, ExpertParities /*next*/) {}
 
   /// First half of a dispatch: enters the call with this rank's counts; when all have, places rows
   /// and fills the tables. GPU worlds queue it and return.

@@ -12,45 +12,46 @@ namespace waybill {
 struct RowTag {
   std::int32_t source_rank;
   std::int32_t token;
-  std::int32_t choice;  ///< of compact rows the first that is here
-  std::int32_t leader;  ///< first row of the same token here; of compact rows the row itself
+  std::int32_t topk_slot;    ///< of compact rows the first that is here
+  std::int32_t primary_row;  ///< first row of the same token here; of compact rows the row itself
 };
 static_assert(sizeof(RowTag) == 16);
 
-/// Byte offsets in a dispatch window: what a rank receives, `capacity` rows of it.
+/// Byte offsets in a dispatch window: what a rank receives, `capacity_rows` rows of it.
 struct ExpertWindowLayout {
-  std::int64_t rows = 0;     ///< [capacity, row_bytes]
-  std::int64_t tags = 0;     ///< [capacity] RowTag
-  std::int64_t scales = 0;   ///< [capacity, num_scales] float32
-  std::int64_t weights = 0;  ///< [capacity], of compact rows [capacity, topk], weight_dtype
-  std::int64_t topk = 0;     ///< compact rows: [capacity, topk] int32 local expert, -1: not here
+  std::int64_t rows = 0;    ///< [capacity_rows, row_bytes]
+  std::int64_t tags = 0;    ///< [capacity_rows] RowTag
+  std::int64_t scales = 0;  ///< [capacity_rows, num_scales] float32
+  std::int64_t weights =
+      0;                  ///< [capacity_rows], of compact rows [capacity_rows, topk], weight_dtype
+  std::int64_t topk = 0;  ///< compact rows: [capacity_rows, topk] int32 local expert, -1: not here
   std::int64_t total = 0;
 };
 [[nodiscard]] ExpertWindowLayout expert_window_layout(const EPConfig& config,
                                                       const EPDispatchOptions& options,
-                                                      std::int64_t capacity);
+                                                      std::int64_t capacity_rows);
 
-/// Byte offsets in the board: what ranks tell each other, of fixed size. M = max_tokens, N nodes.
-/// What is kept by source node is written by the rank of the same local index there.
-struct ExpertBoardLayout {
+/// Byte offsets in the workspace: what ranks tell each other, of fixed size. M = max_tokens, N
+/// nodes. What is kept by source node is written by the rank of the same local index there.
+struct ExpertWorkspaceLayout {
   std::int64_t counts[2] = {};  ///< [W, num_counts] int32, by parity of the dispatch
   // Several nodes only:
   std::int64_t forward_rows = 0;     ///< [N, M, row_bytes]: tokens to forward in this node
   std::int64_t forward_scales = 0;   ///< [N, M, num_scales] float32
   std::int64_t forward_weights = 0;  ///< [N, M, topk] weight_dtype
-  std::int64_t forward_ids = 0;      ///< [N, M, topk] int32, a dropped choice num_experts
-  std::int64_t shares = 0;           ///< [N, M, hidden] token_dtype: sums of node n, by token
+  std::int64_t forward_ids = 0;      ///< [N, M, topk] int32, a dropped topk slot num_experts
+  std::int64_t partial_sums = 0;     ///< [N, M, hidden] token_dtype: sums of node n, by token
   std::int64_t sums = 0;             ///< the same of this node, on their way to node n; on GPUs
   std::int64_t total = 0;
 };
-[[nodiscard]] ExpertBoardLayout expert_board_layout(const EPConfig& config,
-                                                    const EPDispatchOptions& options);
+[[nodiscard]] ExpertWorkspaceLayout expert_workspace_layout(const EPConfig& config,
+                                                            const EPDispatchOptions& options);
 
 /// Signals of a layer, W slots each; slot kind * W + r is raised by rank r to the number of the
 /// call. Behind them are num_executor_slots for the executor's own counters, and what ranks tell of
 /// their calls: with_fingerprints(num_layer_signals(W), W) in all.
 enum class ExpertSignal : std::uint8_t {
-  entered,    ///< this call has begun: counts are on the board, or expert outputs in the window
+  entered,    ///< this call has begun: counts are on the workspace, or expert outputs in the window
   forwarded,  ///< several nodes: tokens, ids and weights for this rank to forward have arrived
   arrived,    ///< this rank has written all its rows into the windows of its node
   shared,     ///< several nodes: sums of this rank's node have arrived
@@ -63,14 +64,14 @@ inline constexpr std::int64_t num_expert_signals = 5;
   return num_expert_signals * world_size + num_executor_slots;
 }
 
-/// The symmetric memory of a layer. Windows take turns; the board and the signals stay.
+/// The symmetric memory of a layer. Windows take turns; the workspace and the signals stay.
 struct ExpertMemory {
-  std::int64_t capacity = 0;  ///< rows of each window
+  std::int64_t capacity_rows = 0;  ///< rows of each window
   ExpertWindowLayout window;
-  ExpertBoardLayout board_layout;
+  ExpertWorkspaceLayout workspace_layout;
   SymmetricBuffer dispatch_windows[2];  ///< by parity of the dispatch
-  SymmetricBuffer combine_windows[2];   ///< by parity of the combine: [capacity, hidden]
-  SymmetricBuffer board;
+  SymmetricBuffer combine_windows[2];   ///< by parity of the combine: [capacity_rows, hidden]
+  SymmetricBuffer workspace;
   SignalPad signals;
 };
 

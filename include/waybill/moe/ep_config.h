@@ -8,7 +8,7 @@
 
 namespace waybill {
 
-/// The most choices a token may have.
+/// The most topk slots a token may have.
 inline constexpr std::int32_t max_topk = 32;
 
 /// Elements that share a scale in 8-bit payloads.
@@ -19,7 +19,7 @@ inline constexpr std::int64_t scale_group = 128;
 struct EPConfig {
   std::int64_t max_tokens = 0;   ///< most tokens a rank may dispatch
   std::int64_t hidden = 0;       ///< elements of a token
-  std::int32_t topk = 0;         ///< choices of a token
+  std::int32_t topk = 0;         ///< topk slots of a token
   std::int32_t num_experts = 0;  ///< of all ranks together; expert e lives on rank e / per rank
   std::int32_t rank = 0;
   std::int32_t world_size = 1;
@@ -33,7 +33,7 @@ struct EPConfig {
   [[nodiscard]] std::int32_t num_nodes() const { return world_size / local_world_size; }
   [[nodiscard]] Topology topology() const { return {world_size, local_world_size}; }
 
-  /// The rank where an expert lives; world_size for a dropped choice.
+  /// The rank where an expert lives; world_size for a dropped topk slot.
   [[nodiscard]] std::int32_t rank_of_expert(std::int32_t expert) const {
     return expert / num_experts_per_rank();
   }
@@ -48,8 +48,8 @@ struct EPConfig {
 
 /// Which rows a rank receives.
 enum class EPRows : std::uint8_t {
-  grouped,  ///< one a choice: by local expert, then source rank, then token, then choice
-  compact,  ///< one a token, however many of its choices are here: by source rank, then token
+  grouped,  ///< one a topk slot: by local expert, then source rank, then token, then topk slot
+  compact,  ///< one a token, however many of its topk slots are here: by source rank, then token
 };
 
 /// In what form tokens travel.
@@ -61,7 +61,7 @@ enum class EPPayload : std::uint8_t {
 
 /// How rows are laid out. All ranks of a layer say the same.
 struct EPDispatchOptions {
-  /// The id of a choice that goes nowhere: num_experts when not set, as in the original, or -1.
+  /// The id of a topk slot that goes nowhere: num_experts when not set, as in the original, or -1.
   std::optional<std::int32_t> dropped_id = std::nullopt;
   EPRows rows = EPRows::grouped;
   /// Rows of each local expert are padded to a multiple of this; rows of padding are zeros. Of

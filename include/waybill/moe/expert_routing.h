@@ -10,32 +10,33 @@
 namespace waybill {
 
 // Who gets which rows, in steps that each rank can do for itself. W ranks, P experts a rank, E = W
-// P experts, K choices. All tables are int32 and row-major. A row is a place in a receiver's
+// P experts, K topk slots. All tables are int32 and row-major. A row is a place in a receiver's
 // output.
 
-/// Entries of one rank's counts: its choices of each expert [E], its dropped choices [1], and its
-/// tokens with a choice on each rank [W]. Ranks exchange this much before rows can be placed.
+/// Entries of one rank's counts: its topk slots of each expert [E], its dropped topk slots [1], and
+/// its tokens with a topk slot on each rank [W]. Ranks exchange this much before rows can be
+/// placed.
 [[nodiscard]] inline std::int64_t num_counts(const EPConfig& config) {
   return std::int64_t{config.num_experts} + 1 + config.world_size;
 }
 
-/// Ids as int32, a dropped choice as num_experts.
+/// Ids as int32, a dropped topk slot as num_experts.
 /// @param ids [T, topk], int32 or int64, any strides
 /// @throws InvalidArgument for another dtype or shape, T > max_tokens, or an id that is neither in
-///   0..num_experts-1 nor the dropped one, naming token and choice; `who` begins the text.
+///   0..num_experts-1 nor the dropped one, naming token and topk slot; `who` begins the text.
 [[nodiscard]] std::vector<std::int32_t> read_expert_ids(const EPConfig& config,
                                                         const EPDispatchOptions& options,
                                                         const ConstTensorView& ids,
                                                         const char* who);
 
 /// The counts of one rank, from what read_expert_ids gave. @return [num_counts]
-[[nodiscard]] std::vector<std::int32_t> count_choices(const EPConfig& config,
-                                                      std::span<const std::int32_t> ids);
+[[nodiscard]] std::vector<std::int32_t> count_topk_slots(const EPConfig& config,
+                                                         std::span<const std::int32_t> ids);
 
 /// Where every receiver keeps the rows of every expert and source: the same on all ranks.
 struct ExpertRows {
-  std::vector<std::int32_t> splits;       ///< [W, E + 1]: choices of each expert by source rank
-  std::vector<std::int32_t> rank_tokens;  ///< [W source, W]: tokens with a choice on that rank
+  std::vector<std::int32_t> splits;       ///< [W, E + 1]: topk slots of each expert by source rank
+  std::vector<std::int32_t> rank_tokens;  ///< [W source, W]: tokens with a topk slot on that rank
   std::vector<std::int32_t> num_input_tokens;  ///< [W]
   /// [W, P, W source]: first row of the segment of a local expert and source. With compact rows,
   /// its first place in the grouped order that the maps speak of.
@@ -50,30 +51,31 @@ struct ExpertRows {
 };
 
 /// @param counts [W, num_counts], of all ranks
-/// @throws InternalError when the choices of a rank are no multiple of topk
+/// @throws InternalError when the topk slots of a rank are no multiple of topk
 [[nodiscard]] ExpertRows locate_rows(const EPConfig& config, const EPDispatchOptions& options,
                                      std::span<const std::int32_t> counts);
 
-/// The row of each choice of rank `source` on the rank of its expert, -1 for a dropped one. With
-/// compact rows all choices of a token on one rank have the same.
+/// The row of each topk slot of rank `source` on the rank of its expert, -1 for a dropped one. With
+/// compact rows all topk slots of a token on one rank have the same.
 /// @param ids [T, topk] of that rank, from read_expert_ids
 /// @return [T, topk]
-[[nodiscard]] std::vector<std::int32_t> place_choices(const EPConfig& config,
-                                                      const EPDispatchOptions& options,
-                                                      const ExpertRows& rows, std::int32_t source,
-                                                      std::span<const std::int32_t> ids);
+[[nodiscard]] std::vector<std::int32_t> place_topk_slots(const EPConfig& config,
+                                                         const EPDispatchOptions& options,
+                                                         const ExpertRows& rows,
+                                                         std::int32_t source,
+                                                         std::span<const std::int32_t> ids);
 
 /// The same for an order that the caller chose.
 /// @param positions [T, topk]: the part of full_scatter_indices for rank `source`: positions in the
-///   outputs of all ranks, one after the other. Those of dropped choices are not looked at.
-/// @throws InvalidArgument when a position is not on the rank of the choice's expert, or one is
+///   outputs of all ranks, one after the other. Those of dropped topk slots are not looked at.
+/// @throws InvalidArgument when a position is not on the rank of the topk slot's expert, or one is
 ///   used twice
 [[nodiscard]] std::vector<std::int32_t> place_by_scatter_indices(
     const EPConfig& config, const ExpertRows& rows, std::int32_t source,
     std::span<const std::int32_t> ids, std::span<const std::int64_t> positions, const char* who);
 
 /// The order that waybill gives rows anyway, as full_scatter_indices: each position after a stable
-/// sort by expert of the choices of all ranks; dropped ones come last.
+/// sort by expert of the topk slots of all ranks; dropped ones come last.
 /// @param ids one entry a rank, [T, topk] each, from read_expert_ids
 /// @return [sum of T, topk]
 [[nodiscard]] std::vector<std::int32_t> canonical_scatter_indices(

@@ -43,19 +43,19 @@ struct ExpertDispatch {
   EPConfig config;
   EPDispatchOptions options;
   ExpertRows rows;
-  std::vector<std::vector<std::int32_t>> ids;      ///< [T, topk]; a dropped choice is num_experts
+  std::vector<std::vector<std::int32_t>> ids;  ///< [T, topk]; a dropped topk slot is num_experts
   std::vector<std::vector<std::int32_t>> dst_row;  ///< [T, topk]: row on the expert's rank; -1
   std::vector<HostTensor> source_weights;  ///< [T, topk] of the sources; empty without weights
   std::vector<HostTensor> recv_tokens;     ///< [R, hidden]
   std::vector<HostTensor> recv_scales;     ///< [R, hidden / 128]; empty without scales
   std::vector<HostTensor> recv_weights;  ///< [R]; of compact rows [R, topk]; empty without weights
-  std::vector<IndexArray> recv_origin;   ///< [R, 3] int32: source rank, token, (first) choice; -1
+  std::vector<IndexArray> recv_origin;  ///< [R, 3] int32: source rank, token, (first) topk slot; -1
   std::vector<EPAllToAllLayoutDesc> layout;
   ExpertTraffic traffic;
 };
 
 /// Dispatches the tokens of all ranks: rows and their order as EPRows says, always the same.
-/// Rows grouped by expert hold a token once for each choice; all forms carry its weight.
+/// Rows grouped by expert hold a token once for each topk slot; all forms carry its weight.
 /// `config.rank` is not looked at.
 /// Source: the behaviour of EPAll2AllLayer.dispatch of Triton-distributed, with a fixed order.
 /// @throws InvalidArgument naming the argument and the rank, before anything is moved
@@ -68,7 +68,7 @@ struct EPCombineOptions {
   /// One node: rows of a token on one rank are summed there and rounded, then the ranks' sums.
   /// Several nodes do so per node anyway; it has no effect there.
   bool local_combine = false;
-  /// Each row times the weight of its choice, in float32, rounded, before it is added. Needs a
+  /// Each row times the weight of its topk slot, in float32, rounded, before it is added. Needs a
   /// dispatch with weights and grouped rows.
   bool weighted = false;
   friend bool operator==(const EPCombineOptions&, const EPCombineOptions&) = default;
@@ -77,11 +77,11 @@ struct EPCombineOptions {
 /// Sums the experts' outputs of each token, where it came from.
 ///
 /// Sums are float32, from +0, each addition rounded, never fused with a product; then rounded to
-/// token_dtype (nearest even). Order: one node: choices ascending. local_combine: choices ascending
-/// on each rank, rounded; then the ranks by the first choice they have. Several nodes: choices
-/// ascending in each node, rounded; then nodes ascending. Compact rows hold the sum of a rank
-/// already: ranks by the first choice they have, in one node or in each node as above.
-/// Biases are added first. A token without a choice is the sum of its biases, or 0.
+/// token_dtype (nearest even). Order: one node: topk slots ascending. local_combine: topk slots
+/// ascending on each rank, rounded; then the ranks by the first topk slot they have. Several nodes:
+/// topk slots ascending in each node, rounded; then nodes ascending. Compact rows hold the sum of a
+/// rank already: ranks by the first topk slot they have, in one node or in each node as above.
+/// Biases are added first. A token without a topk slot is the sum of its biases, or 0.
 /// Source: EPAll2AllLayer.combine of Triton-distributed; local_combine as it was meant.
 /// @param expert_outputs [R, hidden] of token_dtype, one a rank, rows as in recv_tokens
 /// @param biases up to two, of one entry a rank each: [T, hidden] of token_dtype

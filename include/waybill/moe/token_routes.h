@@ -7,14 +7,16 @@
 
 namespace waybill {
 
-/// The way of one choice of a token in a dispatch, after the earlier choices of the same token.
-struct ChoiceRoute {
+/// The way of one topk slot of a token in a dispatch, after the earlier topk slots of the same
+/// token.
+struct TopkRoute {
   std::int32_t rank = 0;  ///< of its expert; world_size: dropped, the rest has no meaning
   /// The rank of the source's local index on that rank's node, which hands the token on there; the
   /// source itself on its own node.
-  std::int32_t hub = 0;
-  bool to_node = false;  ///< the source hands the token to the hub: the first choice on that node
-  bool to_rank = false;  ///< the hub hands it to the rank: the first choice there
+  std::int32_t forwarder = 0;
+  bool to_node =
+      false;  ///< the source hands the token to the forwarder: the first topk slot on that node
+  bool to_rank = false;  ///< the forwarder hands it to the rank: the first topk slot there
 };
 
 /// The ways of one source rank's tokens: a token goes once to each rank, and between nodes once to
@@ -26,7 +28,7 @@ class TokenRoutes {
 
   /// @param token not smaller than the one before
   /// @param expert of read_expert_ids
-  [[nodiscard]] ChoiceRoute next(std::int64_t token, std::int32_t expert);
+  [[nodiscard]] TopkRoute next(std::int64_t token, std::int32_t expert);
 
  private:
   EPConfig config_;

@@ -10,16 +10,16 @@
 
 namespace waybill {
 
-/// How rows with several destinations cross between nodes once. `shard` of a hop counts the lines
+/// How rows with several destinations cross between nodes once. `shard` of a hop counts the entries
 /// of the metadata.
 ///
 /// To ranks of the home's node, and to a node of which one rank alone needs the rows, they go
 /// straight. To another node of which several ranks need them they go once, to the rank with the
 /// home's local index, which forwards them over NVLink; it may be one that does not need them
-/// itself and passes them on. Lines without a destination in another node have no hops.
+/// itself and passes them on. Entries without a destination in another node have no hops.
 /// @param row_bytes of all tensors that go this way, for `links`: all traffic of the metadata, also
-///   that of lines without hops
-/// @param once false: the same lines, straight from home to every rank
+///   that of entries without hops
+/// @param once false: the same entries, straight from home to every rank
 /// @throws InvalidArgument for a topology whose check() does or of another world size
 [[nodiscard]] RelaySchedule route_over_nodes(const SparseMetadata& metadata,
                                              const Topology& topology, std::int64_t row_bytes,

@@ -16,8 +16,8 @@ namespace waybill {
 /// each rank that it goes to, between nodes once for each node. What stays on a rank crosses none.
 struct ExpertRankFigures {
   std::int64_t tokens = 0;    ///< of its own
-  std::int64_t dropped = 0;   ///< choices of its own tokens that go nowhere
-  std::int64_t computed = 0;  ///< choices that its experts get: the rows of their products
+  std::int64_t dropped = 0;   ///< topk slots of its own tokens that go nowhere
+  std::int64_t computed = 0;  ///< topk slots that its experts get: the rows of their products
   std::int64_t received = 0;  ///< tokens that it gets, its own among them
   std::int64_t node_in = 0;   ///< rows over the links inside a node
   std::int64_t node_out = 0;
@@ -41,7 +41,7 @@ struct ExpertSummary {
   EPConfig config;
   std::int64_t row_bytes = 0;                ///< of a row that travels, its scales too
   std::vector<ExpertRankFigures> ranks;      ///< [W]
-  std::vector<std::int64_t> expert_choices;  ///< [E] choices of each expert
+  std::vector<std::int64_t> expert_entries;  ///< [E] topk slots of each expert
 
   [[nodiscard]] std::int64_t num_tokens() const;
   [[nodiscard]] Spread computed() const;  ///< over ranks
@@ -49,7 +49,8 @@ struct ExpertSummary {
 };
 
 /// Counts what crosses links, without moving anything.
-/// @param ids one entry a rank, [T, topk] each, of read_expert_ids: a dropped choice is num_experts
+/// @param ids one entry a rank, [T, topk] each, of read_expert_ids: a dropped topk slot is
+/// num_experts
 /// @throws InvalidArgument for a config that is not right, another number of ranks, more than
 ///   max_tokens tokens, or an id that is not in 0..num_experts
 [[nodiscard]] ExpertSummary summarize_experts(const EPConfig& config,
@@ -57,8 +58,8 @@ struct ExpertSummary {
                                               std::span<const std::vector<std::int32_t>> ids);
 
 /// The rank for each expert, world_size / num_experts each, such that the busiest rank has little
-/// more than the others: experts in falling order of choices, each to the rank with the fewest so
-/// far that has room (Graham's rule). [E]
+/// more than the others: experts in falling order of topk slots, each to the rank with the fewest
+/// so far that has room (Graham's rule). [E]
 [[nodiscard]] std::vector<std::int32_t> place_experts(const ExpertSummary& summary);
 
 /// What the figures mean, a sentence each: which rank and link set the limit, how even the experts'

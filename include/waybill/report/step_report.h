@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "waybill/timing/compare_plans.h"
-#include "waybill/timing/remedies.h"
+#include "waybill/cost_model/compare_plans.h"
+#include "waybill/cost_model/remedies.h"
 
 namespace waybill {
 

@@ -36,7 +36,7 @@ struct Metadata {
   /// True when a shard may have several destinations (dst_rank has a copy axis).
   [[nodiscard]] bool has_copies() const { return dst_rank.ndim() == seq_len.ndim() + 1; }
 
-  /// The lines of one rank. Entries that move nothing (no destination and no rows) are dropped
+  /// The entries of one rank. Entries that move nothing (no destination and no rows) are dropped
   /// wherever they stand, so interior padding and shards of length 0 lose nothing. seq_recv_mask
   /// and recv_seq_lens keep their padding, since they describe the receiving buffer.
   /// @throws InvalidArgument for a rank outside the world, or when *this is a slice.
@@ -54,7 +54,7 @@ struct Metadata {
   friend bool operator==(const Metadata&, const Metadata&) = default;
 };
 
-/// Rank by rank, one line a shard, for people.
+/// Rank by rank, one entry a shard, for people.
 [[nodiscard]] std::string to_string(const Metadata& metadata);
 std::ostream& operator<<(std::ostream& out, const Metadata& metadata);
 

@@ -30,10 +30,10 @@ struct SparseAttnLayout {
 /// All that a step needs: four metadata and the attention layout.
 struct QkvRouting {
   KvLayout kv_layout = KvLayout::per_rank;  ///< the plan's
-  SparseMetadata fwd_q;                     ///< one copy a line
+  SparseMetadata fwd_q;                     ///< one destination per entry
   SparseMetadata rev_q;
-  SparseMetadata fwd_kv;  ///< a line a shard, a copy a KV group that holds it
-  SparseMetadata rev_kv;  ///< one copy a line; planes of the home rank's rows, by copy
+  SparseMetadata fwd_kv;  ///< an entry a shard, a destination a KV group that holds it
+  SparseMetadata rev_kv;  ///< one destination per entry; planes of the home rank's rows, by copy
   SparseAttnLayout attention;
 
   friend bool operator==(const QkvRouting&, const QkvRouting&) = default;
@@ -84,7 +84,7 @@ class QkvRouter {
 [[nodiscard]] E2eMetadata to_dense(const QkvRouting& routing);
 
 /// The inverse of to_dense: entries that move nothing are dropped, wherever they stand. One copy a
-/// line where the dense form has no copy axis and every shard with rows has a destination.
+/// entry where the dense form has no copy axis and every shard with rows has a destination.
 /// @throws InvalidArgument when dense.check_shapes() does, for a slice, and for ranks outside
 ///   -1..W-1 and negative lengths; nothing else is checked: see validate.
 [[nodiscard]] SparseMetadata to_sparse(const Metadata& dense);

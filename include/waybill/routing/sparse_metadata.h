@@ -20,28 +20,34 @@ struct RecvCounts {
 };
 
 /// Which rows of one tensor go where, in one direction: the sparse form of Metadata, without
-/// padding. Linear in shards and copies. Offsets and lengths are tokens.
+/// padding. Linear in shards and destinations. Offsets and lengths are tokens.
 ///
-/// Lines are shards, grouped by sending rank, in the order of their rows there: line j of rank w
-/// begins at the sum of seq_len over the rank's earlier lines.
+/// Entries are shards, grouped by sending rank, in the order of their rows there: entry j of rank w
+/// begins at the sum of seq_len over the rank's earlier entries.
 struct SparseMetadata {
   std::int32_t world_size = 0;
-  std::vector<std::int64_t> rank_offsets;     ///< [W + 1]: rank w sends lines [o[w], o[w + 1])
-  UninitializedVector<std::int64_t> seq_len;  ///< [lines]
-  /// [lines + 1]: copies of a line, into dst_rank and dst_offset. Empty: exactly one a line.
+  std::vector<std::int64_t> rank_offsets;     ///< [W + 1]: rank w sends entries [o[w], o[w + 1])
+  UninitializedVector<std::int64_t> seq_len;  ///< [entries]
+  /// [entries + 1]: destinations of an entry, into dst_rank and dst_offset; each gets a copy of its
+  /// rows. Empty: exactly one per entry.
   UninitializedVector<std::int64_t> copy_offsets;
-  UninitializedVector<std::int32_t> dst_rank;    ///< [copies], 0..W-1
-  UninitializedVector<std::int64_t> dst_offset;  ///< [copies]: first row in the destination buffer
+  UninitializedVector<std::int32_t> dst_rank;  ///< [destinations], 0..W-1
+  UninitializedVector<std::int64_t>
+      dst_offset;  ///< [destinations]: first row in the destination buffer
   RecvCounts recv;
 
-  [[nodiscard]] std::int64_t num_lines() const { return static_cast<std::int64_t>(seq_len.size()); }
-  [[nodiscard]] std::int64_t num_copies() const {
+  [[nodiscard]] std::int64_t num_entries() const {
+    return static_cast<std::int64_t>(seq_len.size());
+  }
+  [[nodiscard]] std::int64_t num_destinations() const {
     return static_cast<std::int64_t>(dst_rank.size());
   }
-  [[nodiscard]] std::int64_t copy_begin(std::int64_t line) const {
-    return copy_offsets.empty() ? line : copy_offsets[static_cast<std::size_t>(line)];
+  [[nodiscard]] std::int64_t destination_begin(std::int64_t entry) const {
+    return copy_offsets.empty() ? entry : copy_offsets[static_cast<std::size_t>(entry)];
   }
-  [[nodiscard]] std::int64_t copy_end(std::int64_t line) const { return copy_begin(line + 1); }
+  [[nodiscard]] std::int64_t destination_end(std::int64_t entry) const {
+    return destination_begin(entry + 1);
+  }
 
   friend bool operator==(const SparseMetadata&, const SparseMetadata&) = default;
 };

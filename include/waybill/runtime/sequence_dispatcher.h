@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "waybill/core/tensor_view.h"
+#include "waybill/runtime/abort_state.h"
 #include "waybill/runtime/capture_log.h"
-#include "waybill/runtime/usability.h"
 #include "waybill/runtime/world.h"
 #include "waybill/schedule/sequence_plan.h"
 
@@ -29,7 +29,7 @@ struct SequenceDispatcherOptions {
 };
 
 /// A plan with its tables where the work is done. Belongs to the dispatcher that made it.
-class ReadyPlan {
+class PlanHandle {
  public:
   [[nodiscard]] const SequencePlan& plan() const noexcept { return plan_; }
 
@@ -77,16 +77,17 @@ class SequenceDispatcher {
   void close();
 
   /// Compiles and uploads this rank's work. Not collective. @throws as compile_dispatch
-  [[nodiscard]] ReadyPlan plan_dispatch(std::span<const SequencePart> parts, Stream stream = {});
+  [[nodiscard]] PlanHandle plan_dispatch(std::span<const SequencePart> parts, Stream stream = {});
 
   /// The same for kv_gradient; `parts` hold the forward metadata of K and V.
-  [[nodiscard]] ReadyPlan plan_kv_gradient(std::span<const SequencePart> parts, Stream stream = {});
+  [[nodiscard]] PlanHandle plan_kv_gradient(std::span<const SequencePart> parts,
+                                            Stream stream = {});
 
   /// Replaces a plan by one of the same operation and formats, in the same memory: a captured graph
   /// replays the new one. @throws InvalidArgument, the plan unchanged, when it has more chunks or
   ///   places than the plan was made with, the windows are too small, or a graph holds copies of
   ///   its ranges (num_sms = 0, local_by_copy_engine).
-  void replace_plan(ReadyPlan& ready, std::span<const SequencePart> parts, Stream stream = {});
+  void replace_plan(PlanHandle& ready, std::span<const SequencePart> parts, Stream stream = {});
 
   /// Collective: makes the windows large enough for plans with this window_bytes, and the counters
   /// for plans with this num_slots.
@@ -101,8 +102,9 @@ class SequenceDispatcher {
   /// @return one view [window_rows, hidden] a tensor, in this rank's window; rows that no line of
   ///   the plan writes are undefined
   /// @throws InvalidArgument before anything moves; Disagreement; Timeout
-  std::vector<TensorView> dispatch(const ReadyPlan& ready, std::span<const ConstTensorView> tensors,
-                                   Stream stream = {}, std::uint64_t of_dispatch = 0);
+  std::vector<TensorView> dispatch(const PlanHandle& ready,
+                                   std::span<const ConstTensorView> tensors, Stream stream = {},
+                                   std::uint64_t of_dispatch = 0);
 
   /// Collective: row x of an output is the sum over the copies of row x, in float32 (float64 for
   /// float64), in the order of the copies, rounded once; one copy alone keeps its bits; 0 without
@@ -111,7 +113,7 @@ class SequenceDispatcher {
   /// @param outputs [own_rows, hidden], dtype of the gradients, or float32 for 16-bit ones
   /// @param of_dispatch as above
   /// @throws InvalidArgument before anything moves; Disagreement; Timeout
-  void kv_gradient(const ReadyPlan& ready, std::span<const ConstTensorView> gradients,
+  void kv_gradient(const PlanHandle& ready, std::span<const ConstTensorView> gradients,
                    std::span<const TensorView> outputs, Stream stream = {},
                    std::uint64_t of_dispatch = 0);
 
@@ -120,7 +122,8 @@ class SequenceDispatcher {
 
   /// Where the next kv_gradient would copy its gradients: whoever writes them there, and passes
   /// these views, saves the copy. Collective when the windows must grow. Valid for the next call.
-  [[nodiscard]] std::vector<TensorView> gradient_inputs(const ReadyPlan& ready, Stream stream = {});
+  [[nodiscard]] std::vector<TensorView> gradient_inputs(const PlanHandle& ready,
+                                                        Stream stream = {});
 
   /// Returns when the calls on the stream are done. @throws Timeout that one of them has met
   void synchronize(Stream stream = {});
@@ -134,13 +137,13 @@ class SequenceDispatcher {
   [[nodiscard]] const SequenceDispatcherOptions& options() const noexcept { return options_; }
 
  private:
-  [[nodiscard]] ReadyPlan ready(SequencePlan plan, Stream stream);
-  void check_call(const char* who, const ReadyPlan& ready, SequenceOperation operation) const;
+  [[nodiscard]] PlanHandle ready(SequencePlan plan, Stream stream);
+  void check_call(const char* who, const PlanHandle& ready, SequenceOperation operation) const;
   void grow_for(const char* who, std::int64_t window_bytes, std::int32_t num_slots, Stream stream);
   void retire();
   [[nodiscard]] SymmetricBuffer& window_of(std::uint64_t epoch) { return windows_[epoch % 2]; }
   [[nodiscard]] std::vector<TensorView> window_views(const SequencePlan& plan, std::uint64_t epoch);
-  [[nodiscard]] SequenceCall next_call(const char* who, const ReadyPlan& ready,
+  [[nodiscard]] SequenceCall next_call(const char* who, const PlanHandle& ready,
                                        std::span<const ConstTensorView> inputs,
                                        std::span<const TensorView> outputs, Stream stream,
                                        std::uint64_t of_dispatch);
@@ -157,7 +160,7 @@ class SequenceDispatcher {
   std::uint64_t epoch_ = 0;           ///< of the last call
   std::uint64_t num_dispatches_ = 0;  ///< calls of dispatch
   detail::CaptureLog captures_;
-  detail::Usability usability_{"dispatcher", &world_.transport()};
+  detail::AbortState abort_state_{"dispatcher", &world_.transport()};
 };
 
 }  // namespace waybill

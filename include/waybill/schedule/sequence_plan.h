@@ -31,7 +31,7 @@ struct TensorFormat {
 struct SequencePart {
   const SparseMetadata* metadata = nullptr;
   std::vector<TensorFormat> tensors;
-  /// Of the same plan, K and V: who may forward rows. A hop's `shard` is the line. Null: nobody.
+  /// Of the same plan, K and V: who may forward rows. A hop's `shard` is the entry. Null: nobody.
   const RelaySchedule* relay = nullptr;
 };
 
@@ -59,7 +59,7 @@ struct StagedRows {
   std::int64_t rows = 0;
 };
 
-/// One rank's work for one operation, ready to be run any number of times: the lines of a
+/// One rank's work for one operation, ready to be run any number of times: the entries of a
 /// SparseMetadata that begin at this rank, cut into chunks. Plain data.
 ///
 /// A window is the memory of a rank that other ranks write to or read from. Its tensors lie one
@@ -68,16 +68,17 @@ struct SequencePlan {
   SequenceOperation operation = SequenceOperation::dispatch;
   std::int32_t world_size = 1;
   Rank rank{};
-  std::vector<TensorFormat> tensors;          ///< of all parts, in order
-  std::vector<std::int64_t> own_rows;         ///< [tensors]: rows of this rank's tensor
-  std::vector<std::int64_t> window_rows;      ///< [tensors]: rows in this rank's window
-  std::vector<std::int64_t> window_offsets;   ///< [tensors]: bytes, in this rank's window
-  std::int64_t window_bytes = 0;              ///< the largest window of all ranks
-  std::int64_t chunk_bytes = 0;               ///< no chunk is larger
-  std::vector<RowSegment> segments;           ///< all work but local_segments, in any order
-  std::vector<std::uint64_t> segment_places;  ///< where the first row of each copy goes
-  /// With `local_apart`: rows that stay on the rank. kv_gradient: their sums are what stands at
-  /// their place in the window, and this rank copies them from its gradients to its outputs.
+  std::vector<TensorFormat> tensors;             ///< of all parts, in order
+  std::vector<std::int64_t> own_rows;            ///< [tensors]: rows of this rank's tensor
+  std::vector<std::int64_t> window_rows;         ///< [tensors]: rows in this rank's window
+  std::vector<std::int64_t> window_offsets;      ///< [tensors]: bytes, in this rank's window
+  std::int64_t window_bytes = 0;                 ///< the largest window of all ranks
+  std::int64_t chunk_bytes = 0;                  ///< no chunk is larger
+  std::vector<RowSegment> segments;              ///< all work but local_segments, in any order
+  std::vector<std::uint64_t> segment_addresses;  ///< where the first row of each copy goes
+  /// With `separate_local_copies`: rows that stay on the rank. kv_gradient: their sums are what
+  /// stands at their address in the window, and this rank copies them from its gradients to its
+  /// outputs.
   std::vector<RowSegment> local_segments;
   std::vector<StagedRows> staged;           ///< kv_gradient: gradients that sums read in the window
   std::vector<RowCut> cuts;                 ///< [tensors]
@@ -85,25 +86,26 @@ struct SequencePlan {
   std::int64_t num_chunks = 0;
   std::int64_t num_wire_chunks = 0;  ///< dispatch: the first ones, that go to another rank (too);
                                      ///< behind them those that only stay. kv_gradient: all
-  std::int64_t num_places = 0;
+  std::int64_t num_addresses = 0;
   UninitializedVector<RowChunk> chunks;  ///< in the order in which they should be begun
-  UninitializedVector<std::uint64_t> places;
+  UninitializedVector<std::uint64_t> addresses;
   std::vector<std::int64_t> wire_bytes;  ///< [W]: to (or from) each rank; the own one is local
 
-  /// Empty: all segments at once, in any order; places are in reach of their ranks. Else all work
-  /// is in batches, one behind the other: the chunks of a segment are adjacent from its first_chunk
-  /// on, `bucket` is the segment's batch, and behind the rows of a tensor in the window lie rows
-  /// that this rank passes on. kv_gradient: `window_offsets` and `cuts` have twice as many values,
-  /// entry tensors + t for the sums on the way of tensor t, in float32 (float64 for float64).
+  /// Empty: all segments at once, in any order; addresses are in reach of their ranks. Else all
+  /// work is in batches, one behind the other: the chunks of a segment are adjacent from its
+  /// first_chunk on, `bucket` is the segment's batch, and behind the rows of a tensor in the window
+  /// lie rows that this rank passes on. kv_gradient: `window_offsets` and `cuts` have twice as many
+  /// values, entry tensors + t for the sums on the way of tensor t, in float32 (float64 for
+  /// float64).
   std::vector<WorkBatch> batches;
   std::vector<BatchSlot> waits;
   std::vector<BatchSlot> signals;
   std::int32_t num_slots = 0;        ///< that the rank with the most needs
   NetworkProgram network;            ///< with `split_network`: what the batches leave to others
-  std::vector<NetworkPhase> phases;  ///< with `pair_network`: the same, with what arrives
+  std::vector<NetworkPhase> phases;  ///< with `two_sided_network`: the same, with what arrives
 
   // The same on all ranks when all compile the same: what they compare when they meet.
-  std::uint64_t fingerprint = 0;  ///< hash of the lines and copies of all ranks and of their way
+  std::uint64_t fingerprint = 0;  ///< hash of the entries and copies of all ranks and of their way
   std::uint64_t formats = 0;      ///< hash of the parts' tensors
   PlanLimits limits;
 };
@@ -118,11 +120,11 @@ enum class RelayUse : std::uint8_t {
 
 struct SequencePlanOptions {
   std::int64_t chunk_bytes = 8192;  ///< a multiple of 16; a chunk has at least one row or this
-  bool chunks = true;  ///< false: chunks and places are left to expand_chunks() or the executor
+  bool chunks = true;  ///< false: chunks and addresses are left to expand_chunks() or the executor
   /// Rows that stay on the rank are no chunks. dispatch: where they are many in long pieces and
   /// `num_sms` multiprocessors have enough to do with the others; kv_gradient: those with one copy,
   /// in pieces of 512 KiB and more that are 4 MiB together, where no sums are made on the way.
-  bool local_apart = false;
+  bool separate_local_copies = false;
   std::int32_t num_sms = 16;
 
   std::int32_t ranks_per_node = 0;  ///< 0: all ranks on one node
@@ -133,25 +135,25 @@ struct SequencePlanOptions {
   /// Of a batch that others forward or add up. 0: a sixteenth of what the rank sends to such,
   /// 256 KiB to 2 MiB.
   std::int64_t batch_bytes = 0;
-  /// What goes to other nodes is SequencePlan::network, and no batch has places there: for
+  /// What goes to other nodes is SequencePlan::network, and no batch has addresses there: for
   /// executors that have somebody else for it.
   bool split_network = false;
   /// With split_network: also SequencePlan::phases, for networks in which the receiver must ask for
   /// what is sent. The plans of all ranks are compiled for it, on all cores.
-  bool pair_network = false;
+  bool two_sided_network = false;
   std::int64_t phase_bytes = std::int64_t{8} << 20;  ///< about so much does a rank send in a phase
 };
 
-/// Makes the chunks and places of a plan from its segments.
+/// Makes the chunks and addresses of a plan from its segments.
 void expand_chunks(SequencePlan& plan);
 
-/// Compiles the rows that `rank` sends. In time linear in the lines and copies of all ranks and,
+/// Compiles the rows that `rank` sends. In time linear in the entries and copies of all ranks and,
 /// with `chunks`, in this rank's chunks. Chunks to different ranks alternate, in proportion to
-/// their number, beginning with rank + 1, those that stay come last; a chunk with several places is
-/// read once.
+/// their number, beginning with rank + 1, those that stay come last; a chunk with several addresses
+/// is read once.
 /// @throws InvalidArgument for metadata whose tables do not fit each other, ranks and offsets out
 ///   of range, parts of different worlds, windows of 2^44 bytes and more, and copies or relay hops
-///   of 2^60 bytes in all. Rows that two lines write are not looked for: see validate.
+///   of 2^60 bytes in all. Rows that two entries write are not looked for: see validate.
 [[nodiscard]] SequencePlan compile_dispatch(std::span<const SequencePart> parts, Rank rank,
                                             const SequencePlanOptions& options = {});
 

@@ -7,10 +7,10 @@ namespace waybill {
 
 /// What a batch does with each of its segments.
 enum class BatchKind : std::int32_t {
-  send,     ///< rows of this rank's tensors, to places in windows
+  send,     ///< rows of this rank's tensors, to remote addresses in windows
   forward,  ///< rows of this rank's window (RowSegment::row counts in the window's tensor), to
-            ///< places
-  sum,      ///< what stands at the places, added up in their order, to rows of this rank's outputs
+            ///< addresses
+  sum,  ///< what stands at the addresses, added up in their order, to rows of this rank's outputs
   partial,  ///< the same, not rounded, to rows of this rank's window (RowSegment::row, ::tensor)
 };
 
@@ -27,7 +27,8 @@ struct WorkBatch {
   std::int32_t num_waits = 0;
   std::int32_t first_signal = 0;  ///< into SequencePlan::signals
   std::int32_t num_signals = 0;
-  std::int32_t num_places = 0;   ///< of its segments together, into SequencePlan::segment_places
+  std::int32_t num_addresses =
+      0;                         ///< of its segments together, into SequencePlan::segment_addresses
   std::int64_t first_chunk = 0;  ///< of its first segment
   std::int64_t num_chunks = 0;
 };
@@ -43,9 +44,10 @@ struct BatchSlot {
 };
 static_assert(sizeof(BatchSlot) == 8 && std::is_trivially_copyable_v<BatchSlot>);
 
-/// In plans with batches bit 43 of a place says that the bytes there are of the type that sums are
-/// made in (float32; float64 for float64): an addend that is a sum itself. Offsets are below it.
-inline constexpr std::uint64_t place_sum_bit = std::uint64_t{1} << 43;
+/// In plans with batches bit 43 of an address says that the bytes there are of the type that sums
+/// are made in (float32; float64 for float64): an addend that is a sum itself. Offsets are below
+/// it.
+inline constexpr std::uint64_t address_sum_bit = std::uint64_t{1} << 43;
 
 /// Batches with signals that a rank has without the slots having to grow.
 inline constexpr std::int32_t least_batch_slots = 64;

@@ -8,7 +8,7 @@
 
 namespace waybill {
 
-/// orchestrate_simulate for the sparse form: moves the rows of every line to its copies.
+/// orchestrate_simulate for the sparse form: moves the rows of every entry to its copies.
 /// @param sources W views [n_w, H] of one dtype; any strides
 /// @param outputs W views [m_w, H]; same H and dtype; no address twice, nor one of `sources`
 /// @throws InvalidArgument as orchestrate_simulate, with all outputs unchanged, and for tables

@@ -18,7 +18,7 @@ void agree(Bootstrap& bootstrap, std::string_view trouble, std::string_view oper
 /// @throws what `work` threw, on the ranks where it did; on the others as agree. Where the user
 ///   interrupted it, it does not wait for the others, who are told.
 template <class Work>
-void do_together(Bootstrap& bootstrap, std::string_view operation, Work&& work) {
+void run_collectively(Bootstrap& bootstrap, std::string_view operation, Work&& work) {
   std::exception_ptr error;
   std::string trouble;
   try {

@@ -21,7 +21,7 @@ class PeerTransport : public Transport {
   [[nodiscard]] SignalPad allocate_signals(std::int64_t count, std::string_view name) final;
   void release(SymmetricBuffer& buffer) final;
   void release(SignalPad& pad) final;
-  void abandon(std::vector<std::shared_ptr<void>> memory) final;
+  void defer_release(std::vector<std::shared_ptr<void>> memory) final;
   void barrier(std::string_view operation) final;
   void require_same(std::string_view who, std::span<const Setting> mine) final;
   void fail(std::string_view reason) noexcept final;
@@ -75,9 +75,9 @@ class PeerTransport : public Transport {
 
   std::shared_ptr<Bootstrap> bootstrap_;
   std::shared_ptr<PeerStatus> status_;
-  std::string failure_;         ///< why this rank has given up
-  std::mutex abandoned_mutex_;  ///< destructors may run on any thread
-  Parts abandoned_;
+  std::string failure_;        ///< why this rank has given up
+  std::mutex deferred_mutex_;  ///< destructors may run on any thread
+  Parts deferred_;
 };
 
 }  // namespace waybill

@@ -67,7 +67,7 @@ class Transport {
 
   /// Keeps symmetric memory that nobody has released until this object goes. Not collective; for
   /// destructors, on any thread.
-  virtual void abandon(std::vector<std::shared_ptr<void>> memory) = 0;
+  virtual void defer_release(std::vector<std::shared_ptr<void>> memory) = 0;
 
   /// Writes a piece into a peer's part. It has arrived when a later signal to that peer has, or
   /// after quiet() and a barrier.

@@ -71,10 +71,10 @@ __device__ inline bool is_disagreement(std::uint64_t difference) {
 
 /// The same of words that may never have come: a rank that tells nothing, such as this one itself,
 /// has zeros, which have the tag of every 65536th call.
-__device__ inline bool tells_otherwise(const CallWords& mine, const CallWords& theirs,
+__device__ inline bool means_otherwise(const CallWords& mine, const CallWords& theirs,
                                        std::uint64_t epoch) {
-  const bool has_told = theirs.word[0] >> fingerprint_tag_bits != 0;
-  return has_told && is_disagreement(difference(mine, theirs, epoch));
+  const bool has_sent = theirs.word[0] >> fingerprint_tag_bits != 0;
+  return has_sent && is_disagreement(difference(mine, theirs, epoch));
 }
 
 __device__ inline void report_disagreement(const FaultSink& sink, FaultKind call, std::int32_t rank,
@@ -90,16 +90,16 @@ __device__ inline void report_disagreement(const FaultSink& sink, FaultKind call
 }
 
 /// For waits that come to a bad end: reports the first rank, from `first` on, that has told of this
-/// call that it means another one. P: MeetParams or LegParams.
+/// call that it means another one. P: ArriveParams or PathParams.
 template <class P>
-__device__ inline void report_told(const P& p, std::uint64_t* arrivals, std::uint64_t epoch,
-                                   std::int32_t first, std::uint64_t waited_ns) {
+__device__ inline void report_disagreement(const P& p, std::uint64_t* arrivals, std::uint64_t epoch,
+                                           std::int32_t first, std::uint64_t waited_ns) {
   const CallWords mine = load_call_words(p.fingerprint);
   for (std::int32_t k = 0; k < p.world_size; ++k) {
     const std::int32_t other = (first + k) % p.world_size;
     const CallWords theirs =
         load_words(words_at(arrivals, p.fingerprint, p.world_size, epoch, other));
-    if (other == p.rank || !tells_otherwise(mine, theirs, epoch)) continue;
+    if (other == p.rank || !means_otherwise(mine, theirs, epoch)) continue;
     report_disagreement(p.sink, p.kind, p.rank, mine, other, theirs, epoch, waited_ns);
     return;
   }

@@ -16,7 +16,7 @@ struct FingerprintParams {
   /// Words 1 and 2, in device memory: a plan that is replaced takes them along. Null: as above.
   const std::uint64_t* plan;
   std::int32_t first_slot;  ///< words from a rank's arrivals to the slots
-  /// Whether ranks of other nodes tell theirs, too: the leg takes them along.
+  /// Whether ranks of other nodes tell theirs, too: the network path takes them along.
   bool crosses_nodes;
 };
 

@@ -9,7 +9,7 @@ enum class FaultKind : std::uint32_t {
   none,
   dispatch,
   kv_gradient,
-  meet,
+  arrive,
   wait,
   parity,
   moe_dispatch,

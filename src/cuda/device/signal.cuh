@@ -13,7 +13,7 @@ __device__ inline std::uint64_t now_ns() {
 }
 
 /// Publishes this thread's earlier writes, and those that it has seen. Pairs with await().
-__device__ inline void publish(std::uint64_t* flag, std::uint64_t epoch) {
+__device__ inline void signal(std::uint64_t* flag, std::uint64_t epoch) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(epoch) : "memory");
 }
 
@@ -106,8 +106,8 @@ __device__ inline void report(const FaultSink& sink, FaultKind kind, std::int32_
 }
 
 /// Waits until the flag is at least `wanted`: what the peer published before is then visible.
-__device__ inline void await(const std::uint64_t* flag, std::uint64_t wanted, FaultKind kind,
-                             std::int32_t rank, std::int32_t peer, const FaultSink& sink) {
+__device__ inline void wait_until(const std::uint64_t* flag, std::uint64_t wanted, FaultKind kind,
+                                  std::int32_t rank, std::int32_t peer, const FaultSink& sink) {
   const std::uint64_t start = now_ns();
   for (;;) {
     const std::uint64_t seen = load_acquire(flag);

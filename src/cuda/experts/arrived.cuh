@@ -2,14 +2,14 @@
 
 #include <type_traits>
 
+#include "channels.cuh"
 #include "input_fault.cuh"
-#include "streams.cuh"
 
 // What window and tables say of the rows of a token that has arrived.
 
 namespace waybill::cuda {
 
-/// The weight of one choice, from where its sender left it.
+/// The weight of one topk slot, from where its sender left it.
 __device__ inline void take_weight(const RowsParams& p, std::int64_t to, std::int64_t from) {
   const auto take = [&](auto* weights, auto* kept) {
     const auto weight = __ldcg(
@@ -41,81 +41,81 @@ __device__ inline std::int32_t expert_of(const RowsParams& p, std::int32_t row) 
   return low;
 }
 
-/// One choice of a token that has arrived, or may have none here; a lane each.
+/// One topk slot of a token that has arrived, or may have none here; a lane each.
 struct Arrived {
   std::int32_t source;
   std::int32_t token;
-  std::int32_t choice;
-  std::int32_t place;   ///< grouped row, or place in the grouped order; -1: not here
-  unsigned here;        ///< lanes of this token's choices that are here
-  std::int32_t leader;  ///< the first of their places
+  std::int32_t topk_slot;
+  std::int32_t row;          ///< grouped row, or place in the grouped order; -1: not here
+  unsigned here;             ///< lanes of this token's topk slots that are here
+  std::int32_t primary_row;  ///< the first of their places
 };
 
-__device__ inline bool leads(const Arrived& a) { return a.place >= 0 && is_first(a.here); }
+__device__ inline bool leads(const Arrived& a) { return a.row >= 0 && is_first(a.here); }
 
-__device__ inline MoeTag tag_of(const RowsParams& p, const Arrived& a, std::int32_t leader) {
+__device__ inline MoeTag tag_of(const RowsParams& p, const Arrived& a, std::int32_t primary_row) {
   const MoeShape& s = p.shape;
-  if (s.num_nodes == 1) return {a.source, a.token, a.choice, leader};
+  if (s.num_nodes == 1) return {a.source, a.token, a.topk_slot, primary_row};
   const std::int32_t tokens = s.max_tokens / s.num_nodes;
-  return {a.token / tokens * s.node_ranks + a.source, a.token % tokens, a.choice, leader};
+  return {a.token / tokens * s.node_ranks + a.source, a.token % tokens, a.topk_slot, primary_row};
 }
 
 /// What tables and window say of grouped rows.
 __device__ inline void note_grouped(const RowsParams& p, const Arrived& a) {
   const MoeShape& s = p.shape;
-  const bool fits = a.place >= 0 && a.place < s.capacity;
+  const bool fits = a.row >= 0 && a.row < s.capacity_rows;
   if (fits) {
-    const MoeTag tag = tag_of(p, a, a.leader);
-    p.tags[a.place] = tag;
+    const MoeTag tag = tag_of(p, a, a.primary_row);
+    p.tags[a.row] = tag;
     if (p.sent_weights != nullptr) {
-      take_weight(p, a.place,
-                  (std::int64_t{a.source} * s.max_tokens + a.token) * s.topk + a.choice);
+      take_weight(p, a.row,
+                  (std::int64_t{a.source} * s.max_tokens + a.token) * s.topk + a.topk_slot);
     }
     if (p.fills_tables) {
-      p.kept_tags[a.place] = tag;
+      p.kept_tags[a.row] = tag;
       if (!p.claims_rows) {
-        p.leader_rows[a.place] = a.leader;
-      } else if (atomicCAS(p.leader_rows + a.place, -1, a.leader) != -1) {
-        report_row_twice(p, a.place, tag);
+        p.primary_rows[a.row] = a.primary_row;
+      } else if (atomicCAS(p.primary_rows + a.row, -1, a.primary_row) != -1) {
+        report_row_twice(p, a.row, tag);
       }
     }
   }
   if (!p.fills_tables) return;
-  const bool leader = leads(a);
+  const bool primary_row = leads(a);
   for (std::int32_t k = 0; k < s.topk; ++k) {
-    const std::int32_t other = __shfl_sync(all_lanes, a.place, (lane_id() - a.choice + k) & 31);
-    if (fits) p.choice_rows[std::int64_t{a.place} * s.topk + k] = leader ? other : -1;
+    const std::int32_t other = __shfl_sync(all_lanes, a.row, (lane_id() - a.topk_slot + k) & 31);
+    if (fits) p.topk_slot_rows[std::int64_t{a.row} * s.topk + k] = primary_row ? other : -1;
   }
 }
 
 /// What tables and window say of compact rows; `row` is that of the token.
 __device__ inline void note_compact(const RowsParams& p, const Arrived& a, std::int32_t row) {
   const MoeShape& s = p.shape;
-  if (a.here == 0 || row >= s.capacity) return;
+  if (a.here == 0 || row >= s.capacity_rows) return;
   if (leads(a)) {
     const MoeTag tag = tag_of(p, a, row);
     p.tags[row] = tag;
     if (p.fills_tables) p.kept_tags[row] = tag;
   }
-  const std::int64_t at = std::int64_t{row} * s.topk + a.choice;
+  const std::int64_t at = std::int64_t{row} * s.topk + a.topk_slot;
   std::int32_t expert = -1;
   if (!p.fills_tables) {
     expert = p.known_topk[at];
-  } else if (a.place >= 0) {
-    expert = expert_of(p, a.place);
+  } else if (a.row >= 0) {
+    expert = expert_of(p, a.row);
   }
   p.topk[at] = expert;
   if (p.sent_weights != nullptr) {
-    if (a.place >= 0) {
-      take_weight(p, at, (std::int64_t{a.source} * s.max_tokens + a.token) * s.topk + a.choice);
+    if (a.row >= 0) {
+      take_weight(p, at, (std::int64_t{a.source} * s.max_tokens + a.token) * s.topk + a.topk_slot);
     } else {
       store_weight(p.weights, at, p.weight_bytes, 0);
     }
   }
   if (!p.fills_tables) return;
   p.kept_topk[at] = expert;
-  p.compact_to_grouped[at] = a.place;
-  if (a.place >= 0) p.grouped_to_compact[a.place] = row;
+  p.compact_to_grouped[at] = a.row;
+  if (a.row >= 0) p.grouped_to_compact[a.row] = row;
 }
 
 }  // namespace waybill::cuda

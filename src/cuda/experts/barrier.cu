@@ -11,12 +11,12 @@ __global__ void __launch_bounds__(32) barrier_kernel(const __grid_constant__ Bar
   __threadfence_system();
   const auto lane = static_cast<std::int32_t>(threadIdx.x);
   for (std::int32_t i = lane; i < p.count; i += 32) {
-    if (p.first + i != p.rank) publish(p.peers[i] + p.rank, epoch);
+    if (p.first + i != p.rank) signal(p.peers[i] + p.rank, epoch);
   }
   for (std::int32_t i = lane; i < p.count; i += 32) {
     const std::int32_t peer = p.first + i;
     if (peer == p.rank) continue;
-    await(p.own + peer, epoch, FaultKind::barrier, p.rank, peer, p.sink);
+    wait_until(p.own + peer, epoch, FaultKind::barrier, p.rank, peer, p.sink);
   }
   __syncwarp();
   if (lane == 0) *p.epoch = epoch;

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
+#include "../device/arrive_params.h"
 #include "../device/fault.h"
-#include "../device/meet_params.h"
 
 namespace waybill::cuda {
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "expert_meet.cuh"
+#include "expert_arrive.cuh"
 
 namespace waybill::cuda {
 
@@ -11,13 +11,15 @@ namespace waybill::cuda {
 class CallBegin {
  public:
   __device__ explicit CallBegin(const RowsParams& p)
-      : state_(p.m.state), meet_(p.m.meet), is_told_(p.ahead == Ahead::lands && p.landing.is_all) {}
+      : state_(p.m.state),
+        arrive_(p.m.arrive),
+        has_begin_words_(p.ahead == Ahead::lands && p.receive_slots.is_all) {}
 
   /// Waits until it has ended. @return the epoch of the call
-  __device__ std::uint64_t await() {
+  __device__ std::uint64_t wait_ended() {
     if (!has_ended_) {
-      await_earlier_kernel();
-      end_if_reported(meet_.sink);
+      wait_earlier_kernel();
+      end_if_reported(arrive_.sink);
       has_ended_ = true;
       epoch_ = __ldcg(&state_->call.epoch);
     }
@@ -27,37 +29,40 @@ class CallBegin {
   /// The epoch of the call. Where it is told, waits for the word alone: the last dispatch has left
   /// 0 there.
   __device__ std::uint64_t epoch() {
-    if (!is_told_) return await();
-    if (epoch_ == 0) epoch_ = await_told(meet_, &state_->begun, 1);
+    if (!has_begin_words_) return wait_ended();
+    if (epoch_ == 0) epoch_ = wait_begin(arrive_, &state_->begun, 1);
     return epoch_;
   }
 
   /// Where it is told: waits until the tokens of source r are placed.
-  __device__ void await_placed(std::int32_t r) {
-    if (is_told_) (void)await_told(meet_, state_->placed + r, epoch());
+  __device__ void wait_placed(std::int32_t r) {
+    if (has_begin_words_) (void)wait_begin(arrive_, state_->placed + r, epoch());
   }
 
  private:
-  static __device__ __noinline__ std::uint64_t await_told(const MeetParams& meet,
-                                                          const std::uint64_t* at,
-                                                          std::uint64_t least) {
-    const std::uint64_t start = now_ns();
-    for (;;) {
+  static __device__ std::uint64_t wait_begin(const ArriveParams& arrive, const std::uint64_t* at,
+                                             std::uint64_t least) {
+    std::uint64_t start = 0;
+    for (unsigned polls = 1;; ++polls) {
       std::uint64_t seen = 0;
       asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(at) : "memory");
       if (seen >= least) return seen;
-      const std::uint64_t waited = now_ns() - start;
-      // The kernel ahead has a deadline of its own, and knows who is late.
-      if (is_over(meet.sink, waited, 2)) {
-        report_and_trap(meet.sink, meet.kind, meet.rank, meet.rank, least, seen, waited);
-      }
-      end_if_reported(meet.sink);
+      if (polls % polls_a_look == 0) look_up(arrive, least, seen, waited_since(start));
     }
   }
 
+  /// The kernel ahead has a deadline of its own, and knows who is late.
+  static __device__ __noinline__ void look_up(const ArriveParams& arrive, std::uint64_t least,
+                                              std::uint64_t seen, std::uint64_t waited_ns) {
+    if (is_over(arrive.sink, waited_ns, 2)) {
+      report_and_trap(arrive.sink, arrive.kind, arrive.rank, arrive.rank, least, seen, waited_ns);
+    }
+    end_if_reported(arrive.sink);
+  }
+
   const MoeState* const state_;
-  const MeetParams& meet_;
-  const bool is_told_;
+  const ArriveParams& arrive_;
+  const bool has_begin_words_;
   bool has_ended_ = false;
   std::uint64_t epoch_ = 0;
 };

@@ -1,8 +1,8 @@
 #include "../device/bulk.cuh"
 #include "../device/number.cuh"
 #include "early.h"
+#include "expert_arrive.cuh"
 #include "expert_launch.h"
-#include "expert_meet.cuh"
 #include "lanes.cuh"
 
 namespace waybill::cuda {
@@ -22,9 +22,9 @@ __device__ float weight_of(const std::byte* weights, std::int64_t i) {
   return Weight::load(reinterpret_cast<const typename Weight::Stored*>(weights)[i]);
 }
 
-/// Where the rows of one token lie; a lane a choice.
+/// Where the rows of one token lie; a lane a topk slot.
 struct TokenRows {
-  std::int64_t place;
+  std::int64_t address;
   float weight;
 };
 
@@ -34,7 +34,7 @@ __device__ TokenRows read_token(const CombineParams& p, std::int32_t token) {
   TokenRows rows{-1, 0};
   if (lane_id() < p.shape.topk && token < p.shape.num_tokens) {
     const std::int64_t i = std::int64_t{token} * p.shape.topk + lane_id();
-    rows.place = p.places[i];
+    rows.address = p.addresses[i];
     if (p.weights != nullptr) rows.weight = weight_of<Weight>(p.weights, i);
   }
   return rows;
@@ -42,14 +42,15 @@ __device__ TokenRows read_token(const CombineParams& p, std::int32_t token) {
 
 /// Lanes whose row is part of the sum. A row that did not fit was lost: NaN stands for it.
 __device__ unsigned lanes_summed(const CombineParams& p, TokenRows& rows) {
-  if (rows.place >= 0 && (rows.place & 0xFFFFFFFF) >= p.shape.capacity) rows.place = lost_place;
+  if (rows.address >= 0 && (rows.address & 0xFFFFFFFF) >= p.shape.capacity_rows)
+    rows.address = lost_address;
   const bool counts =
-      rows.place >= 0 && (p.leaders_only == 0 || (rows.place & place_leader_bit) != 0);
+      rows.address >= 0 && (p.primary_only == 0 || (rows.address & primary_row_bit) != 0);
   return __ballot_sync(all_lanes, counts);
 }
 
-__device__ const std::byte* row_at(const CombineParams& p, std::int64_t place) {
-  return p.windows[place >> place_dst_shift & 0xFFFF] + (place & 0xFFFFFFFF) * p.row_bytes;
+__device__ const std::byte* row_at(const CombineParams& p, std::int64_t address) {
+  return p.windows[address >> address_dst_shift & 0xFFFF] + (address & 0xFFFFFFFF) * p.row_bytes;
 }
 
 /// Each product and each sum is rounded.
@@ -212,7 +213,7 @@ class BulkSum {
     __syncwarp();
     const int slot = __popc(turn.left & ((1U << lane_id()) - 1));
     if ((turn.left >> lane_id() & 1U) != 0 && slot < slots) {
-      bulk_load(stage_[stage][slot], row_at(p_, turn.rows.place) + turn.at.piece * piece_bytes,
+      bulk_load(stage_[stage][slot], row_at(p_, turn.rows.address) + turn.at.piece * piece_bytes,
                 bytes, &loaded_[stage]);
     }
   }
@@ -289,9 +290,9 @@ __device__ void sum_elements(const CombineParams& p) {
     }
     for (unsigned left = lanes_summed(p, rows); left != 0; left &= left - 1) {
       const int k = __ffs(static_cast<int>(left)) - 1;
-      const std::int64_t place = __shfl_sync(all_lanes, rows.place, k);
+      const std::int64_t address = __shfl_sync(all_lanes, rows.address, k);
       const float weight = __shfl_sync(all_lanes, rows.weight, k);
-      add(reinterpret_cast<const Stored*>(row_at(p, place)), weight, weighted);
+      add(reinterpret_cast<const Stored*>(row_at(p, address)), weight, weighted);
     }
     auto* const to = reinterpret_cast<Stored*>(p.output) + offset;
 #pragma unroll
@@ -306,17 +307,13 @@ __global__ void __launch_bounds__((Bulk ? bulk_warps : element_warps) * 32, 1)
     combine_kernel(const __grid_constant__ CombineParams p) {
   extern __shared__ __align__(128) std::byte shared[];
   std::uint64_t epoch = 0;
-  await_earlier_kernel();
+  wait_earlier_kernel();
   if (!p.in_call) {
     epoch = begin_moe_call(p.m, 1);
-    if (threadIdx.x < 32) {
-      if (blockIdx.x == 0) publish_to_all(p.m.meet, epoch);
-      await_arrivals(p.m.meet, epoch);
-    }
-    __syncthreads();
+    arrive_and_wait(p.m.arrive, epoch);
   }
   const bool compares = !p.in_call && compares_calls();
-  ToldCall told(p.m.meet, epoch, compares);  // looked at when the rows are summed
+  CallComparison comparison(p.m.arrive, epoch, compares);  // looked at when the rows are summed
   linger_block(p.m);
   if constexpr (Bulk) {
     BulkSum<Number, Weight> sum(p, *reinterpret_cast<BulkMemory*>(shared));
@@ -328,7 +325,7 @@ __global__ void __launch_bounds__((Bulk ? bulk_warps : element_warps) * 32, 1)
   } else {
     sum_elements<Number, Weight>(p);
   }
-  if (compares) told.settle(p.m.meet);
+  if (compares) comparison.settle(p.m.arrive);
   if (!p.in_call && comes_last(p.m.state)) end_moe_call(p.m, 1, epoch);
 }
 

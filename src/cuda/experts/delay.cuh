@@ -23,10 +23,10 @@ __device__ inline std::uint32_t mixed(std::uint32_t x) {
 }
 
 /// Every other time up to `most_delay_ns`.
-__device__ __noinline__ inline void linger_at(const MoeMeet& m, DelayPoint point,
+__device__ __noinline__ inline void linger_at(const MoeArrive& m, DelayPoint point,
                                               std::uint64_t what) {
   const auto place =
-      static_cast<std::uint32_t>(m.meet.rank) * 4 + static_cast<std::uint32_t>(point);
+      static_cast<std::uint32_t>(m.arrive.rank) * 4 + static_cast<std::uint32_t>(point);
   const std::uint32_t drawn = mixed(mixed(place + 1) + static_cast<std::uint32_t>(what));
   if ((drawn & 1U) == 0) return;
   const std::uint64_t ns = std::uint64_t{drawn >> 1U} * m.most_delay_ns >> 31U;
@@ -35,12 +35,12 @@ __device__ __noinline__ inline void linger_at(const MoeMeet& m, DelayPoint point
 }
 
 /// @param what is the same for threads that linger together
-__device__ inline void linger(const MoeMeet& m, DelayPoint point, std::uint64_t what) {
+__device__ inline void linger(const MoeArrive& m, DelayPoint point, std::uint64_t what) {
   if (m.most_delay_ns != 0) linger_at(m, point, what);
 }
 
 /// The blocks of a rank each for themselves.
-__device__ inline void linger_block(const MoeMeet& m) {
+__device__ inline void linger_block(const MoeArrive& m) {
   if (m.most_delay_ns != 0) {
     linger_at(m, DelayPoint::block, (now_ns() >> 14U) * gridDim.x + blockIdx.x);
   }

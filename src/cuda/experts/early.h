@@ -7,7 +7,7 @@
 namespace waybill::cuda {
 
 /// Launches a kernel. @param early it may take its place on the device while the one ahead on the
-/// stream ends; before it reads anything it awaits that one (await_earlier_kernel)
+/// stream ends; before it reads anything it awaits that one (wait_earlier_kernel)
 template <class... Params, class... Args>
 cudaError_t launch_kernel(void (*kernel)(Params...), dim3 grid, int threads, std::size_t shared,
                           bool early, cudaStream_t stream, const Args&... args) {

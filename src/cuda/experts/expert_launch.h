@@ -22,27 +22,28 @@ namespace waybill::cuda {
 
 cudaError_t prepare_route(bool nodes);
 
-/// Counts, meets the other ranks, places the choices, fills the tables. Begins and ends an epoch.
+/// Counts, meets the other ranks, places the topk slots, fills the tables. Begins and ends an
+/// epoch.
 cudaError_t launch_route(const RouteParams& params, int blocks, cudaStream_t stream);
 
-/// Whether a layer has few tokens, which few_route takes: on one node, where counts and ids of all
-/// ranks fit into shared memory. All ranks say the same.
-[[nodiscard]] bool few_route_fits(const MoeShape& shape);
+/// Whether a layer has few tokens, which low_latency_route takes: on one node, where counts and ids
+/// of all ranks fit into shared memory. All ranks say the same.
+[[nodiscard]] bool low_latency_route_fits(const MoeShape& shape);
 
-cudaError_t prepare_few_route();
+cudaError_t prepare_low_latency_route();
 
-[[nodiscard]] int few_route_blocks(const MoeShape& shape, int num_sms);
+[[nodiscard]] int low_latency_route_blocks(const MoeShape& shape, int num_sms);
 
 /// What launch_route does, by the ids of all ranks: faster for few tokens.
-cudaError_t launch_few_route(const RouteParams& params, int blocks, bool early,
-                             cudaStream_t stream);
+cudaError_t launch_low_latency_route(const RouteParams& params, int blocks, bool early,
+                                     cudaStream_t stream);
 
 /// By a routing that is there: meets the others, and sends the weights if there are any.
 cudaError_t launch_enter(const EnterParams& params, int blocks, bool early, cudaStream_t stream);
 
 /// Brings the turns of dispatches and combines to those of the next calls, by an empty call if they
 /// are off: a graph may hold an odd number of each. One node.
-cudaError_t launch_realign(const MoeMeet& meet, MoeTurns next, cudaStream_t stream);
+cudaError_t launch_realign(const MoeArrive& arrive, MoeParities next, cudaStream_t stream);
 
 /// @param bulk rows and scales are multiples of 16 bytes at such addresses
 [[nodiscard]] RowCuts cut_rows(std::int64_t row_bytes, std::int32_t scale_bytes, bool bulk,

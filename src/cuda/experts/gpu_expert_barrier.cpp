@@ -4,7 +4,7 @@
 
 #include "../rank/cuda_check.h"
 #include "barrier_launch.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 #include "waybill/core/error.h"
 
 namespace waybill::cuda {
@@ -25,7 +25,7 @@ GpuExpertBarrier::GpuExpertBarrier(Transport& transport, std::shared_ptr<GpuRank
   epochs_ = device_memory(2 * sizeof(std::uint64_t), gpu_->stream());
 }
 
-GpuExpertBarrier::~GpuExpertBarrier() { transport_.abandon({epochs_}); }
+GpuExpertBarrier::~GpuExpertBarrier() { transport_.defer_release({epochs_}); }
 
 void GpuExpertBarrier::run(const ExpertBarrier& call) {
   BarrierParams params{};
@@ -37,7 +37,7 @@ void GpuExpertBarrier::run(const ExpertBarrier& call) {
   params.own = call.signals->local + call.first_slot;
   for (std::int32_t i = 0; i < call.count; ++i) {
     // Also of ranks on another logical node, where their memory is mapped.
-    void* const pad = call.signals->memory[waybill::detail::at(call.first + i)].get();
+    void* const pad = call.signals->memory[waybill::detail::to_size(call.first + i)].get();
     if (pad == nullptr) return run_on_host(call);
     params.peers[i] = static_cast<std::uint64_t*>(pad) + call.first_slot;
   }

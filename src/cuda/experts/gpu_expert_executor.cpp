@@ -22,7 +22,7 @@ cudaStream_t stream_of(const ExpertCall& call) {
   return call.stream == nullptr ? nullptr : static_cast<cudaStream_t>(call.stream->handle);
 }
 
-void check_supported(const Transport& transport, const NetworkLeg* leg, const EPConfig& config) {
+void check_supported(const Transport& transport, const NetworkPath* path, const EPConfig& config) {
   const std::int32_t world = config.world_size;
   if (world > max_gpu_ranks) {
     throw Unsupported(
@@ -42,7 +42,7 @@ void check_supported(const Transport& transport, const NetworkLeg* leg, const EP
     }
   }
   if (config.is_intra_node()) return;
-  if (leg == nullptr) {
+  if (path == nullptr) {
     throw Unsupported(concat("experts on GPUs: ", config.num_nodes(),
                              " nodes, expected one: this world does not carry rows between nodes"));
   }
@@ -55,8 +55,8 @@ void check_supported(const Transport& transport, const NetworkLeg* leg, const EP
 
 class GpuExpertExecutor final : public ExpertExecutor {
  public:
-  GpuExpertExecutor(Transport& transport, std::shared_ptr<GpuRank> gpu, int share, NetworkLeg* leg,
-                    const EPConfig& config, const EPDispatchOptions& options,
+  GpuExpertExecutor(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,
+                    NetworkPath* path, const EPConfig& config, const EPDispatchOptions& options,
                     const ExpertMemory& memory)
       : transport_(transport),
         gpu_(std::move(gpu)),
@@ -69,11 +69,11 @@ class GpuExpertExecutor final : public ExpertExecutor {
         pool_(std::make_shared<TablePool>(gpu_)) {
     const bool nodes = !config_.is_intra_node();
     if (nodes) {
-      nodes_ =
-          std::make_unique<ExpertNodes>(transport, gpu_, *leg, config_, options_, memory_, params_);
+      nodes_ = std::make_unique<ExpertNodes>(transport, gpu_, *path, config_, options_, memory_,
+                                             params_);
     }
     cuda_check(prepare_route(nodes), "loading kernels");
-    if (params_.has_few_tokens()) cuda_check(prepare_few_route(), "loading kernels");
+    if (params_.is_low_latency()) cuda_check(prepare_low_latency_route(), "loading kernels");
     cuda_check(prepare_stage(config_.token_dtype, config_.weight_dtype), "loading kernels");
     for (const bool bulk : {false, true}) {
       if (bulk && !gpu_->has_bulk_copies()) continue;
@@ -84,15 +84,15 @@ class GpuExpertExecutor final : public ExpertExecutor {
   }
   GpuExpertExecutor(const GpuExpertExecutor&) = delete;
   GpuExpertExecutor& operator=(const GpuExpertExecutor&) = delete;
-  ~GpuExpertExecutor() override { transport_.abandon({pool_}); }
+  ~GpuExpertExecutor() override { transport_.defer_release({pool_}); }
 
-  void realign(const ExpertCall& call, ExpertTurns next) override {
+  void realign(const ExpertCall& call, ExpertParities next) override {
     if (nodes_ != nullptr) return;
     begin();
     ExpertCall empty = call;
     empty.fingerprint = {.call = CollectiveCall::realign};
-    const MoeMeet meet = params_.meet(empty, FaultKind::moe_dispatch);
-    check(launch_realign(meet, {{next.dispatch, next.combine}}, stream_of(call)), call);
+    const MoeArrive arrive = params_.arrive(empty, FaultKind::moe_dispatch);
+    check(launch_realign(arrive, {{next.dispatch, next.combine}}, stream_of(call)), call);
   }
 
   std::shared_ptr<ExpertTables> route(const ExpertCall& call,
@@ -101,15 +101,16 @@ class GpuExpertExecutor final : public ExpertExecutor {
     const TableCall table_call = table_call_of(call);
     last_ticket_ = (last_ticket_ + 1) & 0xFFFFFFFF;
     auto tables = std::make_shared<GpuExpertTables>(
-        std::make_shared<GpuExpertRouting>(config_, options_, memory_.capacity, input.ids.shape[0],
-                                           last_ticket_, pool_, gpu_, table_call),
+        std::make_shared<GpuExpertRouting>(config_, options_, memory_.capacity_rows,
+                                           input.ids.shape[0], last_ticket_, pool_, gpu_,
+                                           table_call),
         weight_memory(input, table_call), config_.weight_dtype, table_call);
     if (nodes_ != nullptr) nodes_->exchange_ids(call, input, tables->routing(), num_sms(call));
     const RouteParams params = params_.route(call, input, *tables);
     const int blocks = num_route_blocks(params.shape, call);
     // No event behind it: the rows' kernel begins early only right behind this one.
-    if (params_.has_few_tokens()) {
-      check(launch_few_route(params, blocks, is_alone(), stream_of(call)), call);
+    if (params_.is_low_latency()) {
+      check(launch_low_latency_route(params, blocks, is_alone(), stream_of(call)), call);
     } else {
       check(launch_route(params, blocks, stream_of(call)), call);
     }
@@ -133,26 +134,26 @@ class GpuExpertExecutor final : public ExpertExecutor {
   void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
                 ExpertTables& begun) override {
     begin();
-    auto& the = static_cast<GpuExpertTables&>(begun);
+    auto& made_tables = static_cast<GpuExpertTables&>(begun);
     const TableCall table_call = table_call_of(call);
-    GpuExpertRouting* const made = the.being_made();
-    if (made != nullptr) made->fit(memory_.capacity, table_call);
-    RowsParams params = params_.rows(call, input, the);
+    GpuExpertRouting* const made = made_tables.being_made();
+    if (made != nullptr) made->fit(memory_.capacity_rows, table_call);
+    RowsParams params = params_.rows(call, input, made_tables);
     if (call.sums_locally && nodes_ == nullptr && options_.rows == EPRows::grouped) {
-      params.kept_weights = keep_weights(the, table_call);
+      params.kept_weights = keep_weights(made_tables, table_call);
     }
     params.tokens = input.tokens.data;
     params.scales = input.scales.data;
     if (options_.payload == EPPayload::quantized) quantize(call, input, params);
     int blocks = num_sms(call);
     if (nodes_ != nullptr) {
-      const int of_leg = ExpertNodes::leg_sms(blocks);
-      nodes_->start_rows(call, input, the.routing(), of_leg);
-      blocks = std::max(1, blocks - of_leg);
-      params.tokens = memory_.board.local + memory_.board_layout.forward_rows;
+      const int of_path = ExpertNodes::path_sms(blocks);
+      nodes_->start_rows(call, input, made_tables.routing(), of_path);
+      blocks = std::max(1, blocks - of_path);
+      params.tokens = memory_.workspace.local + memory_.workspace_layout.forward_rows;
       params.scales = options_.payload == EPPayload::plain
                           ? nullptr
-                          : memory_.board.local + memory_.board_layout.forward_scales;
+                          : memory_.workspace.local + memory_.workspace_layout.forward_scales;
     }
     const std::int64_t row_bytes = config_.hidden * dtype_bytes(payload_dtype(config_, options_));
     const std::int64_t scale_bytes = num_scales(config_, options_) * 4;
@@ -160,12 +161,12 @@ class GpuExpertExecutor final : public ExpertExecutor {
         common_word({address_of(params.tokens), row_bytes, address_of(params.scales), scale_bytes});
     const bool bulk = gpu_->has_bulk_copies() && word == 16;
     params.cuts = cut_rows(row_bytes, static_cast<std::int32_t>(scale_bytes), bulk, word);
-    if (options_.rows == EPRows::compact) params.cuts.tell_less();
+    if (options_.rows == EPRows::compact) params.cuts.signal_less();
     params.num_senders = num_sending_blocks(config_, options_, blocks, params.shape.num_tokens);
     if (made != nullptr && is_given(input.full_scatter_indices)) claim_rows(call, *made, params);
     const bool early =
         is_alone() && options_.payload != EPPayload::quantized && !params.claims_rows;
-    if (bulk && early) params.ahead = ahead_of(the, params);
+    if (bulk && early) params.ahead = ahead_of(made_tables, params);
     if (params.ahead == Ahead::lands) {
       // Blocks that find no room beside those that count begin when these have ended.
       const int beside = gpu_->num_sms() - num_route_blocks(params.shape, call);
@@ -176,21 +177,21 @@ class GpuExpertExecutor final : public ExpertExecutor {
       if (made != nullptr) nodes_->note_runs(call, *made);
       nodes_->finish_rows(call);
     }
-    the.finish(table_call);
+    made_tables.finish(table_call);
   }
 
   void combine(const ExpertCall& call, const ExpertCombineInput& input,
                const ExpertTables& tables) override {
     begin();
-    const auto& the = static_cast<const GpuExpertTables&>(tables);
-    stage(call, input, the);
-    const CombineParams params = params_.combine(call, input, the);
+    const auto& made_tables = static_cast<const GpuExpertTables&>(tables);
+    stage(call, input, made_tables);
+    const CombineParams params = params_.combine(call, input, made_tables);
     if (nodes_ != nullptr) {
-      combine_nodes(call, input, the, params);
+      combine_nodes(call, input, made_tables, params);
     } else {
       sum(params, num_sms(call), call);
     }
-    the.note_use(table_call_of(call), input.options.weighted);
+    made_tables.note_use(table_call_of(call), input.options.weighted);
   }
 
   void barrier(const ExpertBarrier& call) override {
@@ -200,9 +201,10 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
   ExpertOverflow take_overflow() override {
     gpu_->throw_fault();
-    const std::uint64_t told = params_.faults()->overflow;
+    const std::uint64_t overflow_word = params_.faults()->overflow;
     params_.faults()->overflow = 0;
-    return {.rows = static_cast<std::int32_t>(told), .call = told >> overflow_epoch_shift};
+    return {.rows = static_cast<std::int32_t>(overflow_word),
+            .call = overflow_word >> overflow_epoch_shift};
   }
 
  private:
@@ -214,12 +216,13 @@ class GpuExpertExecutor final : public ExpertExecutor {
   /// A host that has waited for counts launches rows when all places are known.
   static Ahead ahead_of(const GpuExpertTables& tables, const RowsParams& params) {
     if (tables.being_made() == nullptr) return Ahead::loads;
-    const bool fits = params.landing.tokens > 0 && params.shape.num_tokens <= params.landing.tokens;
+    const bool fits =
+        params.receive_slots.tokens > 0 && params.shape.num_tokens <= params.receive_slots.tokens;
     return fits && !tables.routing().has_waited() ? Ahead::lands : Ahead::nothing;
   }
 
   [[nodiscard]] int num_route_blocks(const MoeShape& shape, const ExpertCall& call) const {
-    return params_.has_few_tokens() ? few_route_blocks(shape, num_sms(call))
+    return params_.is_low_latency() ? low_latency_route_blocks(shape, num_sms(call))
                                     : route_blocks(shape, num_sms(call));
   }
 
@@ -241,7 +244,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
   void combine_nodes(const ExpertCall& call, const ExpertCombineInput& input,
                      const GpuExpertTables& tables, const CombineParams& all) const {
     const int sms = num_sms(call);
-    const int of_leg = ExpertNodes::leg_sms(sms);
+    const int of_path = ExpertNodes::path_sms(sms);
     const std::int32_t own = config_.rank / config_.local_world_size;
     const auto sum_nodes = [&](std::int32_t first, std::int32_t count, int blocks) {
       if (count == 0) return;
@@ -249,17 +252,17 @@ class GpuExpertExecutor final : public ExpertExecutor {
       const std::int64_t token = first * config_.max_tokens;
       const std::int64_t entry = token * config_.topk;
       part.shape.num_tokens = static_cast<std::int32_t>(count * config_.max_tokens);
-      part.places += entry;
+      part.addresses += entry;
       if (part.weights != nullptr) part.weights += entry * dtype_bytes(config_.weight_dtype);
       part.output = nodes_->sums() + token * all.row_bytes;
       sum(part, blocks, call);
     };
-    nodes_->meet(call, tables.routing(), sms);
+    nodes_->arrive(call, tables.routing(), sms);
     sum_nodes(0, own, sms);
     sum_nodes(own + 1, config_.num_nodes() - own - 1, sms);
-    nodes_->start_shares(call, tables.routing(), of_leg);
-    sum_nodes(own, 1, std::max(1, sms - of_leg));
-    nodes_->add_shares(call, input, tables.routing());
+    nodes_->start_partial_sums(call, tables.routing(), of_path);
+    sum_nodes(own, 1, std::max(1, sms - of_path));
+    nodes_->add_partial_sums(call, input, tables.routing());
   }
 
   void check(cudaError_t status, const ExpertCall& call) const {
@@ -274,15 +277,15 @@ class GpuExpertExecutor final : public ExpertExecutor {
   [[nodiscard]] TableMemory weight_memory(const ExpertDispatchInput& input,
                                           const TableCall& call) const {
     if (!is_given(input.weights)) return {};
-    const std::int64_t choices = config_.num_nodes() * config_.max_tokens * config_.topk;
-    return pool_->take(choices * dtype_bytes(config_.weight_dtype), false, call);
+    const std::int64_t topk_slots = config_.num_nodes() * config_.max_tokens * config_.topk;
+    return pool_->take(topk_slots * dtype_bytes(config_.weight_dtype), false, call);
   }
 
   /// Room for the weights of received rows, which outlive the window's. @return null without
   /// weights
   [[nodiscard]] std::byte* keep_weights(GpuExpertTables& tables, const TableCall& call) const {
     if (!tables.has_weights()) return nullptr;
-    const std::int64_t rows = tables.routing().rows().capacity;
+    const std::int64_t rows = tables.routing().rows().capacity_rows;
     return tables.keep_weights(pool_->take(rows * dtype_bytes(config_.weight_dtype), false, call));
   }
 
@@ -311,8 +314,8 @@ class GpuExpertExecutor final : public ExpertExecutor {
   void claim_rows(const ExpertCall& call, GpuExpertRouting& made, RowsParams& params) const {
     params.claims_rows = true;
     gpu_->check(
-        cudaMemsetAsync(made.row_part(made.rows().leader_rows), 0xFF,
-                        static_cast<std::size_t>(made.rows().capacity) * 4, stream_of(call)),
+        cudaMemsetAsync(made.row_part(made.rows().primary_rows), 0xFF,
+                        static_cast<std::size_t>(made.rows().capacity_rows) * 4, stream_of(call)),
         "clearing a table", call.operation);
   }
 
@@ -323,7 +326,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     StageParams params = params_.stage(call, input, tables);
     if (params.num_rows == 0 || params.input == params.window) {
       // With other rows than those that arrived: how many these are the device knows.
-      const bool has_all = params.num_rows >= params.shape.capacity;
+      const bool has_all = params.num_rows >= params.shape.capacity_rows;
       if (!call.may_grow && !has_all) check(launch_check_rows(params, stream_of(call)), call);
     }
     if (params.num_rows == 0) return;
@@ -362,7 +365,7 @@ int num_sending_blocks(const EPConfig& config, const EPDispatchOptions& options,
   constexpr double link_gb_s = 345;
   constexpr double block_gb_s = 45;  // that a multiprocessor stores, wherever to
   // A few tokens a warp: nobody has to wait for a warp that sends, so all do both.
-  if (blocks == 1 || num_tokens <= std::int64_t{2} * pump_warps * blocks) return blocks;
+  if (blocks == 1 || num_tokens <= std::int64_t{2} * ring_warps * blocks) return blocks;
   const double world = config.world_size;
   const double sent = world * (1 - std::pow(1 - 1 / world, config.topk));
   const double all = options.rows == EPRows::compact ? sent : config.topk;
@@ -375,13 +378,13 @@ int num_sending_blocks(const EPConfig& config, const EPDispatchOptions& options,
 
 std::unique_ptr<ExpertExecutor> make_gpu_expert_executor(Transport& transport,
                                                          std::shared_ptr<GpuRank> gpu, int share,
-                                                         NetworkLeg* leg, const EPConfig& config,
+                                                         NetworkPath* path, const EPConfig& config,
                                                          const EPDispatchOptions& options,
                                                          const ExpertMemory& memory) {
   gpu->use();
-  check_supported(transport, leg, config);
-  return std::make_unique<GpuExpertExecutor>(transport, std::move(gpu), share, leg, config, options,
-                                             memory);
+  check_supported(transport, path, config);
+  return std::make_unique<GpuExpertExecutor>(transport, std::move(gpu), share, path, config,
+                                             options, memory);
 }
 
 }  // namespace waybill::cuda

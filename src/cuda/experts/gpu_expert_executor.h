@@ -2,7 +2,7 @@
 
 #include <memory>
 
-#include "../network/network_leg.h"
+#include "../network/network_path.h"
 #include "../rank/gpu_rank.h"
 #include "waybill/experts/expert_executor.h"
 #include "waybill/transport/transport.h"
@@ -10,12 +10,12 @@
 namespace waybill::cuda {
 
 /// One layer of experts on a rank of a GPU world. Collective. @param share ranks on this device
-/// @param leg what crosses between nodes goes with it; null: nothing carries rows there
+/// @param path what crosses between nodes goes with it; null: nothing carries rows there
 /// @throws Unsupported for ranks of a node that do not reach each other by load and store, for
-///   several nodes without a leg or other ones than the world's, and for more experts than shared
-///   memory counts
+///   several nodes without a network path or other ones than the world's, and for more experts than
+///   shared memory counts
 [[nodiscard]] std::unique_ptr<ExpertExecutor> make_gpu_expert_executor(
-    Transport& transport, std::shared_ptr<GpuRank> gpu, int share, NetworkLeg* leg,
+    Transport& transport, std::shared_ptr<GpuRank> gpu, int share, NetworkPath* path,
     const EPConfig& config, const EPDispatchOptions& options, const ExpertMemory& memory);
 
 /// Blocks of a dispatch that send before they receive: as many as the links take, and a share of

@@ -7,15 +7,15 @@
 #include "../rank/cuda_check.h"
 #include "expert_launch.h"
 #include "nodes_launch.h"
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 #include "waybill/runtime/executor.h"
-#include "waybill/schedule/board_phase.h"
+#include "waybill/schedule/workspace_phase.h"
 
 namespace waybill::cuda {
 namespace {
 
-using waybill::detail::at;
+using waybill::detail::to_size;
 
 cudaStream_t stream_of(const ExpertCall& call) {
   return call.stream == nullptr ? nullptr : static_cast<cudaStream_t>(call.stream->handle);
@@ -23,7 +23,7 @@ cudaStream_t stream_of(const ExpertCall& call) {
 
 static_assert(static_cast<int>(ExpertSignal::entered) == 0);  // see list_puts_kernel
 
-/// Puts of one leg, at most: a row and its scales each, or whole parts.
+/// Puts of one network path, at most: a row and its scales each, or whole parts.
 std::int64_t most_puts(const EPConfig& config) {
   const std::int64_t whole = 2 + config.max_tokens * config.topk * 8 / max_put_bytes;
   return (config.num_nodes() - 1) * (max_node_parts * config.max_tokens + whole);
@@ -31,12 +31,12 @@ std::int64_t most_puts(const EPConfig& config) {
 
 }  // namespace
 
-ExpertNodes::ExpertNodes(Transport& transport, std::shared_ptr<GpuRank> gpu, NetworkLeg& leg,
+ExpertNodes::ExpertNodes(Transport& transport, std::shared_ptr<GpuRank> gpu, NetworkPath& path,
                          const EPConfig& config, const EPDispatchOptions& options,
                          const ExpertMemory& memory, const ExpertParams& params)
     : transport_(transport),
       gpu_(std::move(gpu)),
-      leg_(leg),
+      path_(path),
       config_(config),
       options_(options),
       memory_(memory),
@@ -55,11 +55,11 @@ ExpertNodes::ExpertNodes(Transport& transport, std::shared_ptr<GpuRank> gpu, Net
   const std::int64_t waits = take(steps * std::int64_t{sizeof(BatchSlot)});
   const std::int64_t signals = take(steps * std::int64_t{sizeof(BatchSlot)});
   const std::int64_t done = take(steps * std::int64_t{sizeof(unsigned)});
-  const std::int64_t state = take(sizeof(LegState));
+  const std::int64_t state = take(sizeof(PathState));
   const std::int64_t num_puts = take(sizeof(std::int32_t));
   program_memory_ = device_memory(total, gpu_->stream());
   auto* const base = static_cast<std::byte*>(program_memory_.get());
-  program_ = {reinterpret_cast<LegState*>(base + state),
+  program_ = {reinterpret_cast<PathState*>(base + state),
               reinterpret_cast<std::int32_t*>(base + num_puts),
               reinterpret_cast<NetworkStep*>(base + step_table),
               reinterpret_cast<NetworkPut*>(base + puts),
@@ -68,24 +68,24 @@ ExpertNodes::ExpertNodes(Transport& transport, std::shared_ptr<GpuRank> gpu, Net
   done_ = reinterpret_cast<unsigned*>(base + done);
 }
 
-ExpertNodes::~ExpertNodes() { transport_.abandon({program_memory_}); }
+ExpertNodes::~ExpertNodes() { transport_.defer_release({program_memory_}); }
 
-int ExpertNodes::leg_sms(int num_sms) { return std::clamp(num_sms / 4, 1, 8); }
+int ExpertNodes::path_sms(int num_sms) { return std::clamp(num_sms / 4, 1, 8); }
 
 std::byte* ExpertNodes::own_rows() const {
   const std::int64_t row_bytes = config_.hidden * dtype_bytes(payload_dtype(config_, options_));
-  return memory_.board.local + memory_.board_layout.forward_rows + own_slice() * row_bytes;
+  return memory_.workspace.local + memory_.workspace_layout.forward_rows + own_slice() * row_bytes;
 }
 
 std::byte* ExpertNodes::own_scales() const {
-  return memory_.board.local + memory_.board_layout.forward_scales +
+  return memory_.workspace.local + memory_.workspace_layout.forward_scales +
          own_slice() * num_scales(config_, options_) * 4;
 }
 
 ListPutsParams ExpertNodes::puts(const ExpertCall& call, const GpuExpertRouting& routing,
                                  FaultKind kind, ExpertSignal signal) const {
   ListPutsParams params{};
-  params.m = params_.meet(call, kind);
+  params.m = params_.arrive(call, kind);
   params.shape = params_.shape(routing);
   params.begins = -1;
   params.filter = NodeFilter::all;
@@ -94,7 +94,7 @@ ListPutsParams ExpertNodes::puts(const ExpertCall& call, const GpuExpertRouting&
   return params;
 }
 
-/// This rank's slice of a part of the board, to the same slice of the others.
+/// This rank's slice of a part of the workspace, to the same slice of the others.
 void ExpertNodes::add_part(ListPutsParams& params, std::int64_t part,
                            std::int64_t row_bytes) const {
   if (row_bytes == 0) return;
@@ -110,78 +110,80 @@ void ExpertNodes::copy(std::byte* to, const ConstTensorView& from, std::int64_t 
                        const ExpertCall& call) const {
   const std::int64_t bytes = from.shape[0] * row_bytes;
   if (bytes == 0 || from.data == nullptr || from.data == to) return;
-  gpu_->check(cudaMemcpyAsync(to, from.data, at(bytes), cudaMemcpyDeviceToDevice, stream_of(call)),
-              "copying to the board", call.operation);
+  gpu_->check(
+      cudaMemcpyAsync(to, from.data, to_size(bytes), cudaMemcpyDeviceToDevice, stream_of(call)),
+      "copying to the workspace", call.operation);
 }
 
 void ExpertNodes::add_weights(const ExpertCall& call, const ExpertDispatchInput& input,
                               ListPutsParams& params) const {
   if (!is_given(input.weights)) return;
   const std::int64_t row_bytes = config_.topk * dtype_bytes(config_.weight_dtype);
-  copy(memory_.board.local + memory_.board_layout.forward_weights + own_slice() * row_bytes,
+  copy(memory_.workspace.local + memory_.workspace_layout.forward_weights + own_slice() * row_bytes,
        input.weights, row_bytes, call);
-  add_part(params, memory_.board_layout.forward_weights, row_bytes);
+  add_part(params, memory_.workspace_layout.forward_weights, row_bytes);
 }
 
 NetworkPhase ExpertNodes::whole_parts(const ListPutsParams& params) const {
-  BoardPart parts[max_node_parts];
+  WorkspacePart parts[max_node_parts];
   for (std::int32_t i = 0; i < params.num_parts; ++i) {
     const NodePart& part = params.parts[i];
     const std::int64_t slice_bytes = config_.max_tokens * part.row_bytes;
     parts[i] = {part.from, part.from_node_bytes, part.to - own_node_ * slice_bytes, slice_bytes};
   }
-  return board_phase(transport_.topology(), config_.rank, std::span(parts, at(params.num_parts)),
-                     params.first_signal, params.begins >= 0);
+  return workspace_phase(transport_.topology(), config_.rank,
+                         std::span(parts, to_size(params.num_parts)), params.first_signal,
+                         params.begins >= 0);
 }
 
 void ExpertNodes::start(const ListPutsParams& params, const ExpertCall& call, int num_sms) {
   const cudaStream_t stream = stream_of(call);
   ListPutsParams listed = params;
-  if (leg_.needs_phases()) {
+  if (path_.needs_phases()) {
     phase_ = whole_parts(params);
     listed.num_parts = 0;
   }
   gpu_->check(launch_list_puts(listed, stream), "launching a kernel", call.operation);
-  leg_.start({.operation = call.operation,
-              .kind = params.m.meet.kind,
-              .arrival = params.begins >= 0 ? LegArrival::first : LegArrival::none,
-              .tables = {.num_puts = program_.num_puts,
-                         .steps = program_.steps,
-                         .puts = program_.puts,
-                         .waits = program_.waits,
-                         .signals = program_.signals,
-                         .done = done_,
-                         .ready = nullptr},
-              .state = program_.state,
-              .phases = std::span(&phase_, 1),
-              .window = &memory_.board,
-              .slots = &memory_.signals,
-              .first_slot = 0,
-              .arrivals = &memory_.signals,
-              .fingerprint = params.m.meet.fingerprint,
-              .epoch = call.epoch,
-              .num_sms = num_sms,
-              .stream = stream});
+  path_.start({.operation = call.operation,
+               .kind = params.m.arrive.kind,
+               .arrival = params.begins >= 0 ? PathArrival::first : PathArrival::none,
+               .tables = {.num_puts = program_.num_puts,
+                          .steps = program_.steps,
+                          .puts = program_.puts,
+                          .waits = program_.waits,
+                          .signals = program_.signals,
+                          .done = done_,
+                          .ready = nullptr},
+               .state = program_.state,
+               .phases = std::span(&phase_, 1),
+               .window = &memory_.workspace,
+               .slots = &memory_.signals,
+               .first_slot = 0,
+               .arrivals = &memory_.signals,
+               .fingerprint = params.m.arrive.fingerprint,
+               .epoch = call.epoch,
+               .num_sms = num_sms,
+               .stream = stream});
 }
 
-/// Joins the leg, and waits for what the other nodes have sent with theirs.
-void ExpertNodes::await(const ListPutsParams& params, const ExpertCall& call, bool counts) {
+/// Joins the network path, and waits for what the other nodes have sent with theirs.
+void ExpertNodes::wait_until(const ListPutsParams& params, const ExpertCall& call, bool counts) {
   const cudaStream_t stream = stream_of(call);
-  leg_.join(stream);
-  AwaitNodesParams wait{};
+  path_.join(stream);
+  WaitNodesParams wait{};
   wait.m = params.m;
   wait.shape = params.shape;
   wait.begins = params.begins;
   wait.counts = counts;
   if (params.num_parts > 0) wait.slots = memory_.signals.local + params.first_signal;
-  gpu_->check(launch_await_nodes(wait, stream), "launching a kernel", call.operation);
+  gpu_->check(launch_wait_nodes(wait, stream), "launching a kernel", call.operation);
 }
 
-void ExpertNodes::meet(const ExpertCall& call, const GpuExpertRouting& routing, int num_sms) {
+void ExpertNodes::arrive(const ExpertCall& call, const GpuExpertRouting& routing, int num_sms) {
   ListPutsParams params = puts(call, routing, FaultKind::moe_combine, ExpertSignal::shared);
   params.begins = 1;
   start(params, call, num_sms);
-  await(params, call, true);
+  wait_until(params, call, true);
 }
 
 void ExpertNodes::exchange_ids(const ExpertCall& call, const ExpertDispatchInput& input,
@@ -193,17 +195,17 @@ void ExpertNodes::exchange_ids(const ExpertCall& call, const ExpertDispatchInput
   ids.ids = input.ids.data;
   ids.wide_ids = input.ids.dtype == DType::int64;
   ids.dropped_id = options_.dropped(config_);
-  ids.out = reinterpret_cast<std::int32_t*>(memory_.board.local + memory_.board_layout.forward_ids +
-                                            own_slice() * row_bytes);
-  ids.sink = params.m.meet.sink;
+  ids.out = reinterpret_cast<std::int32_t*>(
+      memory_.workspace.local + memory_.workspace_layout.forward_ids + own_slice() * row_bytes);
+  ids.sink = params.m.arrive.sink;
   ids.state = params.m.state;
   gpu_->check(launch_node_ids(ids, num_sms, stream_of(call)), "launching a kernel", call.operation);
   params.begins = 0;
-  add_part(params, memory_.board_layout.forward_ids, row_bytes);
+  add_part(params, memory_.workspace_layout.forward_ids, row_bytes);
   params.parts[0].total_bytes = config_.max_tokens * row_bytes;  // with what says: no token
   add_weights(call, input, params);
   start(params, call, num_sms);
-  await(params, call, false);
+  wait_until(params, call, false);
 }
 
 void ExpertNodes::exchange_weights(const ExpertCall& call, const ExpertDispatchInput& input,
@@ -212,7 +214,7 @@ void ExpertNodes::exchange_weights(const ExpertCall& call, const ExpertDispatchI
   params.begins = 0;
   add_weights(call, input, params);
   start(params, call, num_sms);
-  await(params, call, false);
+  wait_until(params, call, false);
 }
 
 void ExpertNodes::note_runs(const ExpertCall& call, GpuExpertRouting& made) const {
@@ -234,54 +236,54 @@ void ExpertNodes::start_rows(const ExpertCall& call, const ExpertDispatchInput& 
   ListPutsParams params = puts(call, routing, FaultKind::moe_dispatch, ExpertSignal::forwarded);
   params.filter = NodeFilter::tokens;
   params.ids = routing.part(routing.fixed().ids) + own_slice() * config_.topk;
-  add_part(params, memory_.board_layout.forward_rows, row_bytes);
-  add_part(params, memory_.board_layout.forward_scales, scale_bytes);
+  add_part(params, memory_.workspace_layout.forward_rows, row_bytes);
+  add_part(params, memory_.workspace_layout.forward_scales, scale_bytes);
   start(params, call, num_sms);
 }
 
-void ExpertNodes::finish_rows(const ExpertCall& call) { leg_.join(stream_of(call)); }
+void ExpertNodes::finish_rows(const ExpertCall& call) { path_.join(stream_of(call)); }
 
 /// What start_shares sends.
-ListPutsParams ExpertNodes::share_puts(const ExpertCall& call,
-                                       const GpuExpertRouting& routing) const {
+ListPutsParams ExpertNodes::partial_sum_puts(const ExpertCall& call,
+                                             const GpuExpertRouting& routing) const {
   const std::int64_t row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
   const std::int64_t slice_bytes = config_.max_tokens * row_bytes;
-  const ExpertBoardLayout& board = memory_.board_layout;
+  const ExpertWorkspaceLayout& workspace = memory_.workspace_layout;
   ListPutsParams params = puts(call, routing, FaultKind::moe_combine, ExpertSignal::shared);
-  params.filter = NodeFilter::shares;
+  params.filter = NodeFilter::partial_sums;
   params.ids = routing.part(routing.fixed().ids);
   params.num_parts = 1;
-  params.parts[0] = {.from = board.sums,
+  params.parts[0] = {.from = workspace.sums,
                      .from_node_bytes = slice_bytes,
-                     .to = board.shares + own_node_ * slice_bytes,
+                     .to = workspace.partial_sums + own_node_ * slice_bytes,
                      .row_bytes = row_bytes,
                      .total_bytes = slice_bytes};
   return params;
 }
 
-void ExpertNodes::start_shares(const ExpertCall& call, const GpuExpertRouting& routing,
-                               int num_sms) {
-  start(share_puts(call, routing), call, num_sms);
+void ExpertNodes::start_partial_sums(const ExpertCall& call, const GpuExpertRouting& routing,
+                                     int num_sms) {
+  start(partial_sum_puts(call, routing), call, num_sms);
 }
 
-void ExpertNodes::add_shares(const ExpertCall& call, const ExpertCombineInput& input,
-                             const GpuExpertRouting& routing) {
-  const ListPutsParams params = share_puts(call, routing);
+void ExpertNodes::add_partial_sums(const ExpertCall& call, const ExpertCombineInput& input,
+                                   const GpuExpertRouting& routing) {
+  const ListPutsParams params = partial_sum_puts(call, routing);
   const std::int64_t row_bytes = params.parts[0].row_bytes;
   const std::int64_t slice_bytes = params.parts[0].total_bytes;
-  await(params, call, false);
-  AddSharesParams add{};
+  wait_until(params, call, false);
+  AddPartialSumsParams add{};
   add.shape = params.shape;
   add.row_bytes = row_bytes;
   add.ids = params.ids + own_slice() * config_.topk;
-  add.shares = memory_.board.local + memory_.board_layout.shares;
+  add.partial_sums = memory_.workspace.local + memory_.workspace_layout.partial_sums;
   add.own_share = sums() + own_node_ * slice_bytes;
   for (std::size_t i = 0; i < input.biases.size(); ++i) add.biases[i] = input.biases[i].data;
   add.output = input.output.data;
   const bool wide = common_word({row_bytes, address_of(add.output), address_of(add.biases[0]),
                                  address_of(add.biases[1])}) == 16;
   gpu_->check(
-      launch_add_shares(add, config_.token_dtype, wide, 2 * gpu_->num_sms(), stream_of(call)),
+      launch_add_partial_sums(add, config_.token_dtype, wide, 2 * gpu_->num_sms(), stream_of(call)),
       "launching a kernel", call.operation);
 }
 

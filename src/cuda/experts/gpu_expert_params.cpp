@@ -8,23 +8,23 @@
 
 #include "../rank/cuda_check.h"
 #include "expert_launch.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 #include "waybill/moe/expert_routing.h"
 #include "waybill/runtime/executor.h"
 
 namespace waybill::cuda {
 namespace {
 
-using waybill::detail::at;
+using waybill::detail::to_size;
 
-/// Tokens of a source for which there is a landing: they take their way while they are counted.
-/// Bounded, as each rank has room for those of all.
+/// Tokens of a source for which there is a receive slot: they take their way while they are
+/// counted. Bounded, as each rank has room for those of all.
 std::int64_t tokens_that_land(const EPConfig& config, std::int64_t row_bytes,
                               std::int64_t scale_bytes) {
   constexpr std::int64_t most_bytes = std::int64_t{64} << 20;
   const bool bulk = row_bytes % 16 == 0 && scale_bytes % 16 == 0;
   if (!bulk || !config.is_intra_node() || config.world_size == 1) return 0;
-  return std::min({std::int64_t{most_few_tokens}, config.max_tokens,
+  return std::min({std::int64_t{max_low_latency_tokens}, config.max_tokens,
                    most_bytes / (config.world_size * (row_bytes + scale_bytes))});
 }
 
@@ -49,7 +49,8 @@ int common_word(std::initializer_list<std::int64_t> values) {
   return static_cast<int>(bits & -bits);
 }
 
-RecordBoard::RecordBoard(const EPConfig& config, const EPDispatchOptions& options, bool few) {
+RecordWorkspace::RecordWorkspace(const EPConfig& config, const EPDispatchOptions& options,
+                                 bool low_latency) {
   const std::int64_t tokens = std::int64_t{config.world_size} * config.max_tokens;
   const std::int64_t stride = config.topk + (options.rows == EPRows::compact ? 1 : 0);
   const auto take = [&](std::int64_t bytes) {
@@ -63,13 +64,13 @@ RecordBoard::RecordBoard(const EPConfig& config, const EPDispatchOptions& option
   for (std::int64_t& part : weights) {
     part = take(tokens * config.topk * dtype_bytes(config.weight_dtype));
   }
-  for (std::int64_t& part : gathered) part = take(few ? tokens * config.topk * 16 : 0);
-  landing_row_bytes = config.hidden * dtype_bytes(payload_dtype(config, options));
+  for (std::int64_t& part : gathered) part = take(low_latency ? tokens * config.topk * 16 : 0);
+  slot_row_bytes = config.hidden * dtype_bytes(payload_dtype(config, options));
   const std::int64_t scale_bytes = num_scales(config, options) * 4;
   if (options.payload == EPPayload::quantized) return;  // that takes a kernel between
-  landing_tokens = tokens_that_land(config, landing_row_bytes, scale_bytes);
-  for (std::int64_t& part : landings) {
-    part = take(config.world_size * landing_tokens * (landing_row_bytes + scale_bytes));
+  slot_tokens = tokens_that_land(config, slot_row_bytes, scale_bytes);
+  for (std::int64_t& part : receive_slots) {
+    part = take(config.world_size * slot_tokens * (slot_row_bytes + scale_bytes));
   }
 }
 
@@ -82,16 +83,17 @@ ExpertParams::ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, i
       config_(config),
       options_(options),
       memory_(memory),
-      few_(few_route_fits(shape(0, 0))),
+      low_latency_(low_latency_route_fits(shape(0, 0))),
       most_delay_ns_(most_delay_ns()),
-      board_(config, options, few_) {
+      workspace_(config, options, low_latency_) {
   const cudaStream_t stream = gpu_->stream();
   state_ = device_memory(sizeof(MoeState), stream);
   tile_counts_ =
       device_memory(std::int64_t{gpu_->num_sms()} * waybill::num_counts(config) * 4, stream);
   const std::int64_t row_bytes = config.hidden * dtype_bytes(config.token_dtype);
   nan_row_ = device_memory(row_bytes, stream);
-  cuda_check(cudaMemsetAsync(nan_row_.get(), 0xFF, at(row_bytes), stream), "making a row of NaN");
+  cuda_check(cudaMemsetAsync(nan_row_.get(), 0xFF, to_size(row_bytes), stream),
+             "making a row of NaN");
   cuda_check(cudaStreamSynchronize(stream), "making a row of NaN");
   faults_ = pinned_memory(sizeof(MoeHostFaults));
   std::memset(faults_.get(), 0, sizeof(MoeHostFaults));
@@ -100,44 +102,45 @@ ExpertParams::ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, i
     scales_ = device_memory(config.max_tokens * num_scales(config, options) * 4, stream);
   }
   const std::int64_t world = config.world_size;
-  records_ = transport_.allocate(board_.total, "expert records");
-  streams_ = transport_.allocate_signals(world * max_streams + 2 * world, "expert streams");
+  records_ = transport_.allocate(workspace_.total, "expert records");
+  channels_ = transport_.allocate_signals(world * max_channels + 2 * world, "expert channels");
 }
 
 ExpertParams::~ExpertParams() {
-  transport_.abandon(std::move(records_.memory));
-  transport_.abandon(std::move(streams_.memory));
-  transport_.abandon({state_, tile_counts_, nan_row_, faults_, elements_, scales_});
+  transport_.defer_release(std::move(records_.memory));
+  transport_.defer_release(std::move(channels_.memory));
+  transport_.defer_release({state_, tile_counts_, nan_row_, faults_, elements_, scales_});
 }
 
-MoeMeet ExpertParams::meet(const ExpertCall& call, FaultKind kind) const {
-  MoeMeet m{};
-  m.meet.rank = config_.rank;
-  m.meet.world_size = config_.world_size;
-  m.meet.kind = kind;
+MoeArrive ExpertParams::arrive(const ExpertCall& call, FaultKind kind) const {
+  MoeArrive m{};
+  m.arrive.rank = config_.rank;
+  m.arrive.world_size = config_.world_size;
+  m.arrive.kind = kind;
   m.state = static_cast<MoeState*>(state_.get());
-  m.meet.state = &m.state->call;
-  m.meet.sink = gpu_->sink(share_);
+  m.arrive.state = &m.state->call;
+  m.arrive.sink = gpu_->sink(share_);
   const std::int64_t slots = static_cast<std::int64_t>(ExpertSignal::entered) * config_.world_size;
-  m.meet.own_arrivals = memory_.signals.local + slots;
+  m.arrive.own_arrivals = memory_.signals.local + slots;
   for (std::int32_t r = 0; r < config_.world_size; ++r) {
-    std::uint64_t* const signals = memory_.signals.peers[at(r)];  // null on another node
-    m.meet.peer_arrivals[r] = signals == nullptr ? nullptr : signals + slots;
+    std::uint64_t* const signals = memory_.signals.peers[to_size(r)];  // null on another node
+    m.arrive.peer_arrivals[r] = signals == nullptr ? nullptr : signals + slots;
   }
-  std::ranges::copy(pack_fingerprint(call.fingerprint), m.meet.fingerprint.words);
-  m.meet.fingerprint.first_slot = static_cast<std::int32_t>(
+  std::ranges::copy(pack_fingerprint(call.fingerprint), m.arrive.fingerprint.words);
+  m.arrive.fingerprint.first_slot = static_cast<std::int32_t>(
       first_fingerprint_slot(num_layer_signals(config_.world_size)) - slots);
-  m.meet.fingerprint.crosses_nodes = !config_.is_intra_node();  // with the leg that begins a call
-  m.turn = call.parity;
+  m.arrive.fingerprint.crosses_nodes =
+      !config_.is_intra_node();  // with the network path that begins a call
+  m.parity = call.parity;
   m.most_delay_ns = most_delay_ns_;
   return m;
 }
 
 MoeShape ExpertParams::shape(const GpuExpertRouting& routing) const {
-  return shape(routing.num_tokens(), routing.rows().capacity);
+  return shape(routing.num_tokens(), routing.rows().capacity_rows);
 }
 
-MoeShape ExpertParams::shape(std::int64_t num_tokens, std::int64_t capacity) const {
+MoeShape ExpertParams::shape(std::int64_t num_tokens, std::int64_t capacity_rows) const {
   MoeShape s{};
   s.rank = config_.rank;
   s.world_size = config_.world_size;
@@ -151,7 +154,7 @@ MoeShape ExpertParams::shape(std::int64_t num_tokens, std::int64_t capacity) con
   s.num_nodes = config_.num_nodes();
   s.node_ranks = config_.local_world_size;
   s.first_rank = first_rank();
-  s.capacity = capacity;
+  s.capacity_rows = capacity_rows;
   return s;
 }
 
@@ -169,13 +172,13 @@ MoeShape ExpertParams::node_shape(const GpuExpertRouting& routing) const {
 /// The weights of all tokens that this rank places; null without.
 const std::byte* ExpertParams::weights_of(const ExpertDispatchInput& input) const {
   const bool forwarded = is_given(input.weights) && !config_.is_intra_node();
-  return forwarded ? memory_.board.local + memory_.board_layout.forward_weights
+  return forwarded ? memory_.workspace.local + memory_.workspace_layout.forward_weights
                    : input.weights.data;
 }
 
 void ExpertParams::send_weights(const ExpertCall& call, std::byte* (&to)[max_gpu_ranks]) const {
   for (std::int32_t r = first_rank(); r < first_rank() + config_.local_world_size; ++r) {
-    to[r] = records_.peers[at(r)] + board_.weights[call.parity];
+    to[r] = records_.peers[to_size(r)] + workspace_.weights[call.parity];
   }
 }
 
@@ -183,7 +186,7 @@ RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInpu
                                 GpuExpertTables& tables) const {
   GpuExpertRouting& made = *tables.being_made();
   RouteParams params{};
-  params.m = meet(call, FaultKind::moe_dispatch);
+  params.m = arrive(call, FaultKind::moe_dispatch);
   params.shape = shape(made);
   params.ids = input.ids.data;
   params.wide_ids = input.ids.dtype == DType::int64;
@@ -193,19 +196,21 @@ RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInpu
   if (params.scatter != nullptr) params.scatter_tokens = input.full_scatter_indices.shape[0];
   const std::int64_t most = std::numeric_limits<std::int32_t>::max();
   params.fitting_rows =
-      static_cast<std::int32_t>(call.may_grow ? most : std::min(most, memory_.capacity));
+      static_cast<std::int32_t>(call.may_grow ? most : std::min(most, memory_.capacity_rows));
   params.weights = weights_of(input);
   params.takes_weights = is_given(input.weights);
   if (!config_.is_intra_node()) {
-    params.ids = memory_.board.local + memory_.board_layout.forward_ids;
+    params.ids = memory_.workspace.local + memory_.workspace_layout.forward_ids;
     params.wide_ids = false;
   }
   params.weight_bytes = static_cast<std::int32_t>(dtype_bytes(config_.weight_dtype));
   for (std::int32_t r = first_rank(); r < first_rank() + config_.local_world_size; ++r) {
-    std::byte* const board = records_.peers[at(r)];
-    params.counts[r] = reinterpret_cast<std::uint64_t*>(board + board_.counts[call.parity]);
-    params.records[r] = reinterpret_cast<std::int32_t*>(board + board_.records[call.parity]);
-    params.gathered[r] = reinterpret_cast<std::uint64_t*>(board + board_.gathered[call.parity]);
+    std::byte* const workspace = records_.peers[to_size(r)];
+    params.counts[r] = reinterpret_cast<std::uint64_t*>(workspace + workspace_.counts[call.parity]);
+    params.records[r] =
+        reinterpret_cast<std::int32_t*>(workspace + workspace_.records[call.parity]);
+    params.gathered[r] =
+        reinterpret_cast<std::uint64_t*>(workspace + workspace_.gathered[call.parity]);
   }
   send_weights(call, params.sent_weights);
   params.tile_counts = static_cast<std::int32_t*>(tile_counts_.get());
@@ -213,7 +218,7 @@ RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInpu
   params.out_ids = made.part(layout.ids);
   params.dst_rows = made.part(layout.dst_rows);
   params.out_weights = tables.weight_data();
-  params.places = made.part<std::int64_t>(layout.places);
+  params.addresses = made.part<std::int64_t>(layout.addresses);
   params.num_input_tokens = made.part(layout.num_input_tokens);
   params.splits = made.part(layout.splits);
   params.segment_offsets = made.part(layout.segment_offsets);
@@ -229,11 +234,11 @@ EnterParams ExpertParams::enter(const ExpertCall& call, const ExpertDispatchInpu
                                 GpuExpertTables& tables) const {
   const GpuExpertRouting& routing = tables.routing();
   EnterParams params{};
-  params.m = meet(call, FaultKind::moe_dispatch);
+  params.m = arrive(call, FaultKind::moe_dispatch);
   params.shape = shape(routing);
   params.weights = weights_of(input);
   params.weight_bytes = static_cast<std::int32_t>(dtype_bytes(config_.weight_dtype));
-  params.places = routing.part<std::int64_t>(routing.fixed().places);
+  params.addresses = routing.part<std::int64_t>(routing.fixed().addresses);
   params.out_weights = tables.weight_data();
   send_weights(call, params.sent_weights);
   return params;
@@ -243,24 +248,25 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
                               const GpuExpertTables& tables) const {
   const GpuExpertRouting& routing = tables.routing();
   RowsParams params{};
-  params.m = meet(call, FaultKind::moe_dispatch);
+  params.m = arrive(call, FaultKind::moe_dispatch);
   params.shape = node_shape(routing);
   const SymmetricBuffer& window = memory_.dispatch_windows[call.parity];
   for (std::int32_t i = 0; i < config_.local_world_size; ++i) {
-    const auto r = at(first_rank() + i);
+    const auto r = to_size(first_rank() + i);
     params.windows[i] = window.peers[r] + memory_.window.rows;
-    params.streams[i] = streams_.peers[r];
+    params.channels[i] = channels_.peers[r];
   }
-  if (board_.landing_tokens > 0) {
-    params.landing.tokens = static_cast<std::int32_t>(board_.landing_tokens);
-    params.landing.scales_offset =
-        config_.world_size * board_.landing_tokens * board_.landing_row_bytes;
+  if (workspace_.slot_tokens > 0) {
+    params.receive_slots.tokens = static_cast<std::int32_t>(workspace_.slot_tokens);
+    params.receive_slots.scales_offset =
+        config_.world_size * workspace_.slot_tokens * workspace_.slot_row_bytes;
     for (std::int32_t r = 0; r < config_.world_size; ++r) {
-      params.landing.rows[r] = records_.peers[at(r)] + board_.landings[call.parity];
+      params.receive_slots.rows[r] =
+          records_.peers[to_size(r)] + workspace_.receive_slots[call.parity];
     }
-    params.landing.is_all = few_;
-    params.landing.ids = input.ids.data;
-    params.landing.wide_ids = input.ids.dtype == DType::int64;
+    params.receive_slots.is_all = low_latency_;
+    params.receive_slots.ids = input.ids.data;
+    params.receive_slots.wide_ids = input.ids.dtype == DType::int64;
   }
   params.forwarded = memory_.signals.local +
                      static_cast<std::int64_t>(ExpertSignal::forwarded) * config_.world_size;
@@ -269,10 +275,10 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
   params.weights = window.local + memory_.window.weights;
   params.topk = reinterpret_cast<std::int32_t*>(window.local + memory_.window.topk);
   const FixedTables& layout = routing.fixed();
-  params.places = routing.part<std::int64_t>(layout.places);
+  params.addresses = routing.part<std::int64_t>(layout.addresses);
   params.records = routing.part(layout.records);
   if (is_given(input.weights)) {
-    params.sent_weights = records_.local + board_.weights[call.parity];
+    params.sent_weights = records_.local + workspace_.weights[call.parity];
   }
   params.weight_bytes = static_cast<std::int32_t>(dtype_bytes(config_.weight_dtype));
   params.num_input_tokens = routing.part(layout.num_input_tokens);
@@ -291,11 +297,11 @@ void ExpertParams::fill_tables(const ExpertCall& call, GpuExpertRouting& made,
   const RowTables& rows = made.rows();
   params.fills_tables = true;
   params.records =
-      reinterpret_cast<const std::int32_t*>(records_.local + board_.records[call.parity]);
+      reinterpret_cast<const std::int32_t*>(records_.local + workspace_.records[call.parity]);
   params.kept_records = made.part(made.fixed().records);
   params.kept_tags = made.row_part<MoeTag>(rows.tags);
-  params.leader_rows = made.row_part(rows.leader_rows);
-  params.choice_rows = made.row_part(rows.choice_rows);
+  params.primary_rows = made.row_part(rows.primary_rows);
+  params.topk_slot_rows = made.row_part(rows.topk_slot_rows);
   params.compact_to_grouped = made.row_part(rows.compact_to_grouped);
   params.grouped_to_compact = made.part(made.fixed().grouped_to_compact);
   params.kept_topk = made.row_part(rows.topk);
@@ -321,16 +327,16 @@ CombineParams ExpertParams::combine(const ExpertCall& call, const ExpertCombineI
                                     const GpuExpertTables& tables) const {
   const GpuExpertRouting& routing = tables.routing();
   CombineParams params{};
-  params.m = meet(call, FaultKind::moe_combine);
+  params.m = arrive(call, FaultKind::moe_combine);
   params.shape = node_shape(routing);
-  params.places = routing.part<std::int64_t>(routing.fixed().places);
+  params.addresses = routing.part<std::int64_t>(routing.fixed().addresses);
   for (std::int32_t i = 0; i < config_.local_world_size; ++i) {
-    params.windows[i] = memory_.combine_windows[call.parity].peers[at(first_rank() + i)];
+    params.windows[i] = memory_.combine_windows[call.parity].peers[to_size(first_rank() + i)];
   }
   params.windows[max_gpu_ranks] = static_cast<const std::byte*>(nan_row_.get());
   const bool compact = options_.rows == EPRows::compact;
   const bool local_sums = input.options.local_combine && config_.is_intra_node();
-  params.leaders_only = compact || local_sums ? 1 : 0;
+  params.primary_only = compact || local_sums ? 1 : 0;
   params.row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
   if (input.options.weighted && !local_sums) params.weights = tables.weight_data();
   if (!config_.is_intra_node()) {

@@ -14,17 +14,17 @@ namespace waybill::cuda {
 
 /// Symmetric memory of the executor's own, by parity of the dispatch: counts, records and weights
 /// of each source's tokens, and where few tokens land.
-struct RecordBoard {
+struct RecordWorkspace {
   std::int64_t counts[2] = {};
   std::int64_t records[2] = {};
   std::int64_t weights[2] = {};
-  std::int64_t gathered[2] = {};    ///< few tokens: the ids of all, see RouteParams
-  std::int64_t landings[2] = {};    ///< see Landing
-  std::int64_t landing_tokens = 0;  ///< of a source
-  std::int64_t landing_row_bytes = 0;
+  std::int64_t gathered[2] = {};       ///< few tokens: the ids of all, see RouteParams
+  std::int64_t receive_slots[2] = {};  ///< see ReceiveSlots
+  std::int64_t slot_tokens = 0;        ///< of a source
+  std::int64_t slot_row_bytes = 0;
   std::int64_t total = 0;
 
-  RecordBoard(const EPConfig& config, const EPDispatchOptions& options, bool few);
+  RecordWorkspace(const EPConfig& config, const EPDispatchOptions& options, bool low_latency);
 };
 
 /// The widest word, at most 16 bytes, of which all of these are multiples.
@@ -51,7 +51,7 @@ class ExpertParams {
                                   GpuExpertTables& tables) const;
 
   /// But for the tokens, their cuts, the number of senders and what they do ahead. On several nodes
-  /// the tokens are those that this rank forwards: [nodes, M], on the board.
+  /// the tokens are those that this rank forwards: [nodes, M], on the workspace.
   [[nodiscard]] RowsParams rows(const ExpertCall& call, const ExpertDispatchInput& input,
                                 const GpuExpertTables& tables) const;
 
@@ -65,21 +65,21 @@ class ExpertParams {
                                       const GpuExpertTables& tables) const;
 
   /// How ranks meet in a call, and what this one is.
-  [[nodiscard]] MoeMeet meet(const ExpertCall& call, FaultKind kind) const;
+  [[nodiscard]] MoeArrive arrive(const ExpertCall& call, FaultKind kind) const;
   [[nodiscard]] MoeShape shape(const GpuExpertRouting& routing) const;
 
   [[nodiscard]] MoeHostFaults* faults() const { return static_cast<MoeHostFaults*>(faults_.get()); }
 
   /// Whether the layer's tokens are few; the same on all ranks.
-  [[nodiscard]] bool has_few_tokens() const { return few_; }
+  [[nodiscard]] bool is_low_latency() const { return low_latency_; }
 
   /// Room for float8 elements and scales of this rank's tokens; null unless the payload is
-  /// quantised here; on several nodes it goes to the board.
+  /// quantised here; on several nodes it goes to the workspace.
   [[nodiscard]] std::byte* elements() const { return static_cast<std::byte*>(elements_.get()); }
   [[nodiscard]] std::byte* scales() const { return static_cast<std::byte*>(scales_.get()); }
 
  private:
-  [[nodiscard]] MoeShape shape(std::int64_t num_tokens, std::int64_t capacity) const;
+  [[nodiscard]] MoeShape shape(std::int64_t num_tokens, std::int64_t capacity_rows) const;
   [[nodiscard]] MoeShape node_shape(const GpuExpertRouting& routing) const;
   void fill_tables(const ExpertCall& call, GpuExpertRouting& made, RowsParams& params) const;
   void send_weights(const ExpertCall& call, std::byte* (&to)[max_gpu_ranks]) const;
@@ -94,11 +94,11 @@ class ExpertParams {
   EPConfig config_;
   EPDispatchOptions options_;
   const ExpertMemory& memory_;
-  bool few_;
-  std::uint32_t most_delay_ns_;  ///< MoeMeet's
-  RecordBoard board_;
+  bool low_latency_;
+  std::uint32_t most_delay_ns_;  ///< MoeArrive's
+  RecordWorkspace workspace_;
   SymmetricBuffer records_;
-  SignalPad streams_;
+  SignalPad channels_;
   std::shared_ptr<void> state_;        ///< MoeState
   std::shared_ptr<void> tile_counts_;  ///< scratch of route
   std::shared_ptr<void> nan_row_;      ///< see CombineParams

@@ -4,13 +4,13 @@
 #include <limits>
 #include <utility>
 
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 #include "waybill/runtime/executor.h"
 
 namespace waybill::cuda {
 namespace {
 
-using waybill::detail::at;
+using waybill::detail::to_size;
 
 /// Parts of one block of memory, each at a multiple of 256 bytes.
 struct Parts {
@@ -34,12 +34,12 @@ FixedTables::FixedTables(const EPConfig& config, const EPDispatchOptions& option
   const bool is_compact = options.rows == EPRows::compact;
   const std::int64_t world = config.world_size;
   const std::int64_t nodes = config.num_nodes();
-  const std::int64_t choices = nodes * config.max_tokens * config.topk;
+  const std::int64_t topk_slots = nodes * config.max_tokens * config.topk;
   const std::int64_t per_rank = config.num_experts_per_rank();
   Parts parts;
-  ids = parts.take(choices);
-  dst_rows = parts.take(choices);
-  places = parts.take(choices, 8);
+  ids = parts.take(topk_slots);
+  dst_rows = parts.take(topk_slots);
+  addresses = parts.take(topk_slots, 8);
   records = parts.take(world * config.max_tokens * (config.topk + (is_compact ? 1 : 0)));
   grouped_to_compact = parts.take(is_compact ? most_grouped_rows(config, options) : 0);
   send_reqs = parts.take(nodes > 1 ? nodes * 2 * config.max_tokens : 0);
@@ -53,26 +53,26 @@ FixedTables::FixedTables(const EPConfig& config, const EPDispatchOptions& option
 }
 
 RowTables::RowTables(const EPConfig& config, const EPDispatchOptions& options,
-                     std::int64_t capacity_rows, std::int64_t first)
-    : capacity(capacity_rows) {
+                     std::int64_t most_rows, std::int64_t first)
+    : capacity_rows(most_rows) {
   const bool is_compact = options.rows == EPRows::compact;
   Parts parts{first};
-  tags = parts.take(capacity, sizeof(MoeTag));
-  leader_rows = parts.take(is_compact ? 0 : capacity);
-  choice_rows = parts.take(is_compact ? 0 : capacity * config.topk);
-  compact_to_grouped = parts.take(is_compact ? capacity * config.topk : 0);
-  topk = parts.take(is_compact ? capacity * config.topk : 0);
+  tags = parts.take(capacity_rows, sizeof(MoeTag));
+  primary_rows = parts.take(is_compact ? 0 : capacity_rows);
+  topk_slot_rows = parts.take(is_compact ? 0 : capacity_rows * config.topk);
+  compact_to_grouped = parts.take(is_compact ? capacity_rows * config.topk : 0);
+  topk = parts.take(is_compact ? capacity_rows * config.topk : 0);
   total = parts.total;
 }
 
 GpuExpertRouting::GpuExpertRouting(const EPConfig& config, const EPDispatchOptions& options,
-                                   std::int64_t capacity, std::int64_t num_tokens,
+                                   std::int64_t capacity_rows, std::int64_t num_tokens,
                                    std::uint64_t ticket, std::shared_ptr<TablePool> pool,
                                    std::shared_ptr<GpuRank> gpu, const TableCall& call)
     : config_(config),
       options_(options),
       fixed_(config, options),
-      rows_(config, options, capacity, fixed_.total),
+      rows_(config, options, capacity_rows, fixed_.total),
       num_tokens_(num_tokens),
       ticket_(ticket),
       pool_(std::move(pool)),
@@ -80,9 +80,9 @@ GpuExpertRouting::GpuExpertRouting(const EPConfig& config, const EPDispatchOptio
       stream_(call.stream),
       memory_(pool_->take(rows_.total, true, call)) {}
 
-void GpuExpertRouting::fit(std::int64_t capacity, const TableCall& call) {
-  if (capacity <= rows_.capacity) return;
-  rows_ = RowTables(config_, options_, capacity, 0);
+void GpuExpertRouting::fit(std::int64_t capacity_rows, const TableCall& call) {
+  if (capacity_rows <= rows_.capacity_rows) return;
+  rows_ = RowTables(config_, options_, capacity_rows, 0);
   grown_ = pool_->take(rows_.total, false, call);
 }
 
@@ -106,9 +106,9 @@ ExpertTableViews GpuExpertRouting::views() const {
   const std::int64_t world = config_.world_size;
   const std::int64_t per_rank = config_.num_experts_per_rank();
   const std::int64_t topk = config_.topk;
-  std::int64_t rows = rows_.capacity;
+  std::int64_t rows = rows_.capacity_rows;
   if (has_waited()) {
-    rows = std::min<std::int64_t>(rows, wait_counts()[at(std::int64_t{config_.rank})]);
+    rows = std::min<std::int64_t>(rows, wait_counts()[to_size(std::int64_t{config_.rank})]);
   }
   const auto view = [&](std::int64_t offset, Shape shape) {
     return ConstTensorView(part(offset), DType::int32, std::move(shape));
@@ -134,8 +134,8 @@ ExpertTableViews GpuExpertRouting::views() const {
         view(fixed_.grouped_to_compact, {most_grouped_rows(config_, options_)});
     views.recv_topk = row_view(rows_.topk, {rows, topk});
   } else {
-    views.leader_rows = row_view(rows_.leader_rows, {rows});
-    views.choice_rows = row_view(rows_.choice_rows, {rows, topk});
+    views.primary_rows = row_view(rows_.primary_rows, {rows});
+    views.topk_slot_rows = row_view(rows_.topk_slot_rows, {rows, topk});
   }
   return views;
 }
@@ -166,7 +166,7 @@ std::span<const std::int32_t> GpuExpertRouting::wait_counts() const {
   }
   const std::lock_guard lock(mutex_);
   if (has_waited_) return num_recv_rows_;
-  num_recv_rows_.resize(at(std::int64_t{config_.world_size}));
+  num_recv_rows_.resize(to_size(std::int64_t{config_.world_size}));
   for (std::size_t r = 0; r < num_recv_rows_.size(); ++r) {
     num_recv_rows_[r] = static_cast<std::int32_t>(counts.rows[r]);
   }

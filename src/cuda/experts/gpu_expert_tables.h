@@ -23,7 +23,7 @@ namespace waybill::cuda {
 struct FixedTables {
   FixedTables(const EPConfig& config, const EPDispatchOptions& options);
 
-  std::int64_t ids, dst_rows, places, records, grouped_to_compact, send_reqs;
+  std::int64_t ids, dst_rows, addresses, records, grouped_to_compact, send_reqs;
   std::int64_t num_input_tokens, splits, segment_offsets, expert_counts, expert_offsets;
   std::int64_t num_recv_rows;
   std::int64_t total;
@@ -31,11 +31,11 @@ struct FixedTables {
 
 struct RowTables {
   /// @param first where they begin in the memory
-  RowTables(const EPConfig& config, const EPDispatchOptions& options, std::int64_t capacity,
+  RowTables(const EPConfig& config, const EPDispatchOptions& options, std::int64_t capacity_rows,
             std::int64_t first);
 
-  std::int64_t capacity;  ///< rows
-  std::int64_t tags, leader_rows, choice_rows, compact_to_grouped, topk;
+  std::int64_t capacity_rows;  ///< rows
+  std::int64_t tags, primary_rows, topk_slot_rows, compact_to_grouped, topk;
   std::int64_t total;  ///< with what lies ahead
 };
 
@@ -46,9 +46,10 @@ class GpuExpertRouting final : public ExpertRouting {
   /// @param capacity received rows that there is room for; fit() may change it
   /// @param num_tokens of this rank
   /// @param ticket of the route that fills the tables
-  GpuExpertRouting(const EPConfig& config, const EPDispatchOptions& options, std::int64_t capacity,
-                   std::int64_t num_tokens, std::uint64_t ticket, std::shared_ptr<TablePool> pool,
-                   std::shared_ptr<GpuRank> gpu, const TableCall& call);
+  GpuExpertRouting(const EPConfig& config, const EPDispatchOptions& options,
+                   std::int64_t capacity_rows, std::int64_t num_tokens, std::uint64_t ticket,
+                   std::shared_ptr<TablePool> pool, std::shared_ptr<GpuRank> gpu,
+                   const TableCall& call);
 
   [[nodiscard]] ExpertTableViews views() const override;
   [[nodiscard]] std::span<const std::int32_t> wait_counts() const override;
@@ -61,7 +62,7 @@ class GpuExpertRouting final : public ExpertRouting {
   [[nodiscard]] Shape shape_by_id() const;
 
   /// Before rows come: room for `capacity` of them, if windows have grown meanwhile.
-  void fit(std::int64_t capacity, const TableCall& call);
+  void fit(std::int64_t capacity_rows, const TableCall& call);
 
   template <class T = std::int32_t>
   [[nodiscard]] const T* part(std::int64_t offset) const {

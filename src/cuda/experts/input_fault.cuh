@@ -46,27 +46,27 @@ template <class P>
 /// full_scatter_indices that are not those of all ranks' tokens.
 [[noreturn]] __device__ __noinline__ inline void report_scatter_size(const RouteParams& p,
                                                                      std::int32_t tokens) {
-  report_input(p.m.meet.sink, FaultKind::scatter_size, FaultKind::moe_dispatch, p.shape.rank,
+  report_input(p.m.arrive.sink, FaultKind::scatter_size, FaultKind::moe_dispatch, p.shape.rank,
                p.m.state->call.epoch + 1, {{p.scatter_tokens, tokens}});
 }
 
 /// A position that is not among the rows of its expert's rank.
 [[noreturn]] __device__ __noinline__ inline void report_position(
-    const RouteParams& p, std::int64_t position, std::int32_t source, std::int32_t choice,
+    const RouteParams& p, std::int64_t position, std::int32_t source, std::int32_t topk_slot,
     std::int32_t first, std::int32_t rows, std::int32_t dst) {
   const std::int32_t topk = p.shape.topk;
-  report_input(p.m.meet.sink, FaultKind::scatter_position, FaultKind::moe_dispatch, p.shape.rank,
+  report_input(p.m.arrive.sink, FaultKind::scatter_position, FaultKind::moe_dispatch, p.shape.rank,
                p.m.state->call.epoch + 1,
-               {{position, choice / topk, choice % topk, source, first,
+               {{position, topk_slot / topk, topk_slot % topk, source, first,
                  std::int64_t{first} + rows - 1, dst}});
 }
 
-/// A choice that wants a row where another one is.
+/// A topk slot that wants a row where another one is.
 [[noreturn]] __device__ __noinline__ inline void report_row_twice(const RowsParams& p,
                                                                   std::int32_t row,
                                                                   const MoeTag& tag) {
-  report_input(p.m.meet.sink, FaultKind::scatter_twice, FaultKind::moe_dispatch, p.m.meet.rank,
-               p.m.state->call.epoch, {{row, tag.token, tag.choice, tag.source_rank}});
+  report_input(p.m.arrive.sink, FaultKind::scatter_twice, FaultKind::moe_dispatch, p.m.arrive.rank,
+               p.m.state->call.epoch, {{row, tag.token, tag.topk_slot, tag.source_rank}});
 }
 
 /// Fewer rows to combine than have arrived.

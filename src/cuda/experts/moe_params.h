@@ -5,19 +5,20 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../device/meet_params.h"
+#include "../device/arrive_params.h"
 
 namespace waybill::cuda {
 
-inline constexpr int max_streams = 1024;     ///< warps of a rank that send rows
-inline constexpr int pump_warps = 7;         ///< of a block, that move rows
-inline constexpr int most_few_tokens = 128;  ///< of a rank: what a call does for few tokens
+inline constexpr int max_channels = 1024;           ///< warps of a rank that send rows
+inline constexpr int ring_warps = 7;                ///< of a block, that move rows
+inline constexpr int max_low_latency_tokens = 128;  ///< of a rank: what a call does for few tokens
 
 /// Counters of one layer on its rank's device.
 struct MoeState {
   CallState call;
-  std::uint32_t last_turn[2];  ///< 1 + parity of the last dispatch and combine; 0 before the first
-  std::uint32_t next_unit;     ///< of the running dispatch: the next piece of arrived rows
+  std::uint32_t
+      last_parity[2];       ///< 1 + parity of the last dispatch and combine; 0 before the first
+  std::uint32_t next_unit;  ///< of the running dispatch: the next piece of arrived rows
   std::uint32_t arrived_blocks;  ///< of the running kernel, that have come to its middle
   std::uint64_t begun;           ///< epoch of the dispatch that runs; 0 from its end on
   /// Few tokens: by source, the epoch of the last call that has placed its tokens, and written what
@@ -34,35 +35,35 @@ struct MoeShape {
   std::int32_t topk;
   std::int32_t num_tokens;  ///< of this rank in this call
   std::int32_t max_tokens;
-  std::int32_t compact;  ///< rows: one a token, not one a choice
+  std::int32_t compact;  ///< rows: one a token, not one a topk slot
   std::int32_t alignment;
   std::int32_t num_nodes;
-  std::int32_t node_ranks;  ///< ranks of a node
-  std::int32_t first_rank;  ///< of this rank's node
-  std::int64_t capacity;    ///< rows of a window
+  std::int32_t node_ranks;     ///< ranks of a node
+  std::int32_t first_rank;     ///< of this rank's node
+  std::int64_t capacity_rows;  ///< rows of a window
 };
 
-/// What a rank tells the others before rows can be placed: choices of each expert, dropped ones,
-/// tokens with a choice on each rank.
+/// What a rank tells the others before rows can be placed: topk slots of each expert, dropped ones,
+/// tokens with a topk slot on each rank.
 __host__ __device__ constexpr std::int32_t num_counts(const MoeShape& s) {
   return s.num_experts + 1 + s.world_size;
 }
 
-/// int32 that the sender of a token tells each rank of its node: the row of each choice there, -1
-/// if it is elsewhere; with compact rows these are places in the grouped order, and the compact row
-/// follows.
+/// int32 that the sender of a token tells each rank of its node: the row of each topk slot there,
+/// -1 if it is elsewhere; with compact rows these are places in the grouped order, and the compact
+/// row follows.
 __host__ __device__ constexpr std::int32_t record_stride(const MoeShape& s) {
   return s.topk + s.compact;
 }
 
-// A choice's place: row in the lower half, rank in the node above it. Negative: dropped, or on
+// A topk slot's place: row in the lower half, rank in the node above it. Negative: dropped, or on
 // another node.
-inline constexpr int place_dst_shift = 32;
-/// Of the first choice of a token on a rank.
-inline constexpr std::int64_t place_leader_bit = std::int64_t{1} << 48;
+inline constexpr int address_dst_shift = 32;
+/// Of the first topk slot of a token on a rank.
+inline constexpr std::int64_t primary_row_bit = std::int64_t{1} << 48;
 /// Of a row that did not fit.
-inline constexpr std::int64_t lost_place =
-    (std::int64_t{max_gpu_ranks} << place_dst_shift) + place_leader_bit;
+inline constexpr std::int64_t lost_address =
+    (std::int64_t{max_gpu_ranks} << address_dst_shift) + primary_row_bit;
 
 /// Written by the device into pinned host memory when the counts of a dispatch are known: received
 /// rows of each rank, with the ticket of the route above them.
@@ -84,15 +85,15 @@ struct MoeHostFaults {
 inline constexpr int overflow_epoch_shift = 32;
 
 /// A part of a call's parameters: how ranks meet.
-struct MoeMeet {
-  MeetParams meet;  ///< slots: `entered`; its state is MoeState::call
+struct MoeArrive {
+  ArriveParams arrive;  ///< slots: `entered`; its state is MoeState::call
   MoeState* state;
-  std::uint32_t turn;           ///< parity of this dispatch or combine
+  std::uint32_t parity;         ///< parity of this dispatch or combine
   std::uint32_t most_delay_ns;  ///< for tests, see delay.cuh; else 0
 };
 
 /// The turns of the next dispatch and of the next combine.
-struct MoeTurns {
+struct MoeParities {
   std::uint32_t of[2];
 };
 
@@ -100,7 +101,7 @@ struct MoeTurns {
 /// rank's local index, one a node, which are all forwarded by this rank: then [T, K] below is
 /// [nodes, M, K], ids are int32, and -1 where there is no token.
 struct RouteParams {
-  MoeMeet m;
+  MoeArrive m;
   MoeShape shape;
   const void* ids;  ///< [T, K]
   bool wide_ids;    ///< int64
@@ -124,8 +125,8 @@ struct RouteParams {
   // What the tables hold; see ExpertTableViews.
   std::int32_t* out_ids;
   std::int32_t* dst_rows;
-  std::byte* out_weights;  ///< of this dispatch, not of the routing
-  std::int64_t* places;    ///< [M, K]; on several nodes [nodes, M, K]
+  std::byte* out_weights;   ///< of this dispatch, not of the routing
+  std::int64_t* addresses;  ///< [M, K]; on several nodes [nodes, M, K]
   std::int32_t* num_input_tokens;
   std::int32_t* splits;
   std::int32_t* segment_offsets;
@@ -140,11 +141,11 @@ static_assert(sizeof(RouteParams) <= 4096);
 /// A dispatch by a routing that is there: meets the others, sends its own weights. On several nodes
 /// the others have been met, and the weights are those of all tokens that are forwarded here.
 struct EnterParams {
-  MoeMeet m;
+  MoeArrive m;
   MoeShape shape;
   const std::byte* weights;  ///< [T, K], several nodes [nodes, M, K]; or null
   std::int32_t weight_bytes;
-  const std::int64_t* places;
+  const std::int64_t* addresses;
   std::byte* out_weights;                  ///< of this dispatch
   std::byte* sent_weights[max_gpu_ranks];  ///< as in RouteParams
 };
@@ -158,44 +159,44 @@ struct RowCuts {
   std::int32_t pieces;
   std::int32_t stages;       ///< pieces that a warp has on the way
   std::int32_t stage_bytes;  ///< shared memory of one
-  std::int32_t group;        ///< tokens of a stream that are published together
+  std::int32_t group;        ///< tokens of a channel that are signalled together
   std::int32_t word_bytes;   ///< common alignment, where threads copy
 
   /// For receivers that do not copy rows, and can wait for a few more: telling costs senders of
   /// short rows a fifth of their time.
-  void tell_less() {
+  void signal_less() {
     if (row_bytes <= 8192 && group < 16) group = 16;
   }
 };
 
-/// How the rows of a source come in a call: by so many streams (a stream: the tokens of one warp),
-/// so many tokens at a time; to the landing, or to their places.
-inline constexpr int stream_config_shift = 24;
-inline constexpr std::uint64_t stream_lands_bit = std::uint64_t{1} << 23;
-__host__ __device__ constexpr std::uint64_t stream_config(std::uint64_t epoch, int streams,
-                                                          int group, bool lands) {
-  return epoch << stream_config_shift | (lands ? stream_lands_bit : 0) |
-         static_cast<std::uint64_t>(streams) << 8 | static_cast<std::uint64_t>(group);
+/// How the rows of a source come in a call: by so many channels (a channel: the tokens of one
+/// warp), so many tokens at a time; to the receive slot, or to their places.
+inline constexpr int channel_config_shift = 24;
+inline constexpr std::uint64_t channel_lands_bit = std::uint64_t{1} << 23;
+__host__ __device__ constexpr std::uint64_t channel_config(std::uint64_t epoch, int channels,
+                                                           int group, bool lands) {
+  return epoch << channel_config_shift | (lands ? channel_lands_bit : 0) |
+         static_cast<std::uint64_t>(channels) << 8 | static_cast<std::uint64_t>(group);
 }
-inline constexpr int stream_epoch_shift = 20;
+inline constexpr int channel_epoch_shift = 20;
 
 /// RowTag of the runtime.
 struct alignas(16) MoeTag {
   std::int32_t source_rank;
   std::int32_t token;
-  std::int32_t choice;
-  std::int32_t leader;
+  std::int32_t topk_slot;
+  std::int32_t primary_row;
 };
 
 /// What senders do before the kernel ahead of theirs on the stream has ended.
 enum class Ahead : std::int32_t {
   nothing,
   loads,  ///< read their first tokens, whose places are known
-  lands,  ///< send tokens to the landings of their ranks, as no place is known yet
+  lands,  ///< send tokens to the receive slots of their ranks, as no place is known yet
 };
 
 /// Where few tokens arrive before their places are known: by source, a row a token.
-struct Landing {
+struct ReceiveSlots {
   std::byte* rows[max_gpu_ranks];  ///< [W, tokens] rows of each rank, then their scales
   std::int64_t scales_offset;      ///< from its first row
   std::int32_t tokens;             ///< of a source, at most; 0: there is none
@@ -209,18 +210,18 @@ struct Landing {
 /// node, as if it had all tokens that its ranks forward: W is the ranks of a node, M and T are
 /// nodes times the most tokens of a rank.
 struct RowsParams {
-  MoeMeet m;
+  MoeArrive m;
   MoeShape shape;
   RowCuts cuts;
   std::int32_t num_senders;  ///< blocks that send before they receive
   Ahead ahead;
-  Landing landing;
+  ReceiveSlots receive_slots;
   const std::byte* tokens;  ///< [T] rows
   const std::byte* scales;  ///< [T, scale_bytes] or null
-  const std::int64_t* places;
-  std::byte* windows[max_gpu_ranks];      ///< first row of each rank's window
-  std::int64_t scales_offset;             ///< in a window, from its first row
-  std::uint64_t* streams[max_gpu_ranks];  ///< [W, max_streams], then [2, W] configs
+  const std::int64_t* addresses;
+  std::byte* windows[max_gpu_ranks];       ///< first row of each rank's window
+  std::int64_t scales_offset;              ///< in a window, from its first row
+  std::uint64_t* channels[max_gpu_ranks];  ///< [W, max_channels], then [2, W] configs
   /// Several nodes: slot r of all ranks is raised when the tokens of rank r are here to be
   /// forwarded.
   const std::uint64_t* forwarded;
@@ -240,10 +241,10 @@ struct RowsParams {
   std::int32_t* topk;
   const std::int32_t* known_topk;  ///< what kept_topk holds, once it is filled
   bool fills_tables;               ///< these; else they are null
-  bool claims_rows;  ///< leader_rows are -1 at first: a row that is taken twice is reported
+  bool claims_rows;  ///< primary_rows are -1 at first: a row that is taken twice is reported
   MoeTag* kept_tags;
-  std::int32_t* leader_rows;
-  std::int32_t* choice_rows;
+  std::int32_t* primary_rows;
+  std::int32_t* topk_slot_rows;
   std::int32_t* compact_to_grouped;
   std::int32_t* grouped_to_compact;
   std::int32_t* kept_topk;
@@ -251,11 +252,11 @@ struct RowsParams {
 static_assert(sizeof(RowsParams) <= 4096);
 
 struct CombineParams {
-  MoeMeet m;
+  MoeArrive m;
   MoeShape shape;
-  const std::int64_t* places;
-  const std::byte* windows[max_gpu_ranks + 1];  ///< the last: a row of NaN, see lost_place
-  std::int32_t leaders_only;                    ///< one row a rank
+  const std::int64_t* addresses;
+  const std::byte* windows[max_gpu_ranks + 1];  ///< the last: a row of NaN, see lost_address
+  std::int32_t primary_only;                    ///< one row a rank
   bool in_call;                                 ///< ranks have met, and the call is counted
   std::int64_t row_bytes;
   const std::byte* biases[2];

@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(threads)
   bool bad = false;
   for (std::int64_t i = std::int64_t{blockIdx.x} * threads + threadIdx.x; i < all;
        i += std::int64_t{gridDim.x} * threads) {
-    p.out[i] = id_to_tell(s, p.ids, p.wide_ids, p.dropped_id, i, bad);
+    p.out[i] = id_to_send(s, p.ids, p.wide_ids, p.dropped_id, i, bad);
   }
   if (bad) report_bad_id(p, p.sink, p.state);
 }
@@ -76,7 +76,7 @@ struct alignas(Count * sizeof(typename Number::Stored)) Pack {
 
 /// A stretch of 64 packs of one token a warp at a time.
 template <class Number, int Count>
-__global__ void __launch_bounds__(warps * 32) add_shares_kernel(AddSharesParams p) {
+__global__ void __launch_bounds__(warps * 32) add_partial_sums_kernel(AddPartialSumsParams p) {
   using Packed = Pack<Number, Count>;
   const MoeShape& s = p.shape;
   const auto packs = static_cast<std::int32_t>(p.row_bytes / static_cast<int>(sizeof(Packed)));
@@ -87,10 +87,10 @@ __global__ void __launch_bounds__(warps * 32) add_shares_kernel(AddSharesParams 
        item += std::int64_t{gridDim.x} * warps) {
     const std::int64_t token = item / stretches;
     const auto first = static_cast<std::int32_t>(item % stretches) * 64 + lane_id();
-    std::int32_t there = -1;
+    std::int32_t goes_to = -1;
     if (lane_id() < s.topk) {
       const std::int32_t id = p.ids[token * s.topk + lane_id()];
-      if (0 <= id && id < s.num_experts) there = id / (s.experts_per_rank * s.node_ranks);
+      if (0 <= id && id < s.num_experts) goes_to = id / (s.experts_per_rank * s.node_ranks);
     }
     float sums[2][Count] = {};
     const auto add = [&](const std::byte* rows, std::int64_t row) {
@@ -109,11 +109,11 @@ __global__ void __launch_bounds__(warps * 32) add_shares_kernel(AddSharesParams 
       if (bias != nullptr) add(bias, token);
     }
     for (std::int32_t node = 0; node < s.num_nodes; ++node) {
-      if (!__any_sync(all_lanes, there == node)) continue;
+      if (!__any_sync(all_lanes, goes_to == node)) continue;
       if (node == own) {
         add(p.own_share, token);
       } else {
-        add(p.shares, std::int64_t{node} * s.max_tokens + token);
+        add(p.partial_sums, std::int64_t{node} * s.max_tokens + token);
       }
     }
     auto* const to = reinterpret_cast<Packed*>(p.output + token * p.row_bytes);
@@ -128,12 +128,12 @@ __global__ void __launch_bounds__(warps * 32) add_shares_kernel(AddSharesParams 
   }
 }
 
-using AddKernel = void (*)(AddSharesParams);
+using AddKernel = void (*)(AddPartialSumsParams);
 
 template <class Number>
 AddKernel add_kernel(bool wide) {
   constexpr int most = 16 / static_cast<int>(sizeof(typename Number::Stored));
-  return wide ? add_shares_kernel<Number, most> : add_shares_kernel<Number, 1>;
+  return wide ? add_partial_sums_kernel<Number, most> : add_partial_sums_kernel<Number, 1>;
 }
 
 AddKernel add_kernel(DType dtype, bool wide) {
@@ -161,7 +161,7 @@ cudaError_t prepare_nodes(DType tokens) {
     const cudaError_t status = cudaFuncGetAttributes(&unused, kernel);
     if (status != cudaSuccess) return status;
   }
-  return prepare_node_legs();
+  return prepare_node_paths();
 }
 
 cudaError_t launch_node_ids(const NodeIdsParams& params, int blocks, cudaStream_t stream) {
@@ -176,8 +176,8 @@ cudaError_t launch_node_runs(const NodeRunsParams& params, cudaStream_t stream) 
   return cudaGetLastError();
 }
 
-cudaError_t launch_add_shares(const AddSharesParams& params, DType dtype, bool wide, int blocks,
-                              cudaStream_t stream) {
+cudaError_t launch_add_partial_sums(const AddPartialSumsParams& params, DType dtype, bool wide,
+                                    int blocks, cudaStream_t stream) {
   const AddKernel kernel = add_kernel(dtype, wide);
   if (kernel == nullptr) return cudaErrorInvalidValue;
   kernel<<<static_cast<unsigned>(blocks), warps * 32, 0, stream>>>(params);

@@ -9,8 +9,8 @@ namespace waybill::cuda {
 
 // What a layer over several nodes does beside the kernels of one node. See launch.h.
 
-/// What launch_list_puts and launch_await_nodes need.
-cudaError_t prepare_node_legs();
+/// What launch_list_puts and launch_wait_nodes need.
+cudaError_t prepare_node_paths();
 
 /// All of it.
 cudaError_t prepare_nodes(DType tokens);
@@ -18,16 +18,16 @@ cudaError_t prepare_nodes(DType tokens);
 /// Ids as other nodes read them.
 cudaError_t launch_node_ids(const NodeIdsParams& params, int blocks, cudaStream_t stream);
 
-/// Writes a leg's program. Where the call begins it tells the ranks of the node so.
+/// Writes a network path's program. Where the call begins it tells the ranks of the node so.
 cudaError_t launch_list_puts(const ListPutsParams& params, cudaStream_t stream);
 
-cudaError_t launch_await_nodes(const AwaitNodesParams& params, cudaStream_t stream);
+cudaError_t launch_wait_nodes(const WaitNodesParams& params, cudaStream_t stream);
 
 cudaError_t launch_node_runs(const NodeRunsParams& params, cudaStream_t stream);
 
 /// Biases, then the sums of nodes in their order, in float32, rounded once. @param wide 16-byte
 /// words
-cudaError_t launch_add_shares(const AddSharesParams& params, DType dtype, bool wide, int blocks,
-                              cudaStream_t stream);
+cudaError_t launch_add_partial_sums(const AddPartialSumsParams& params, DType dtype, bool wide,
+                                    int blocks, cudaStream_t stream);
 
 }  // namespace waybill::cuda

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "../network/leg_params.h"
+#include "../network/path_params.h"
 #include "moe_params.h"
 
 namespace waybill::cuda {
@@ -16,11 +16,11 @@ struct NodeIdsParams {
   const MoeState* state;
 };
 
-/// One part of the board that goes to the ranks of this one's local index on the other nodes.
+/// One part of the workspace that goes to the ranks of this one's local index on the other nodes.
 struct NodePart {
-  std::int64_t from;             ///< byte of this rank's board: what node 0 gets
+  std::int64_t from;             ///< byte of this rank's workspace: what node 0 gets
   std::int64_t from_node_bytes;  ///< on to what the next node gets; 0: all get the same
-  std::int64_t to;               ///< byte of the receiver's board
+  std::int64_t to;               ///< byte of the receiver's workspace
   std::int64_t row_bytes;
   std::int64_t total_bytes;  ///< to each
 };
@@ -29,13 +29,13 @@ inline constexpr int max_node_parts = 2;
 /// Which rows of the parts go to a node.
 enum class NodeFilter : std::uint8_t {
   all,
-  tokens,  ///< row t, if token t of `ids` [M, K] has a choice there
-  shares,  ///< row t, if token t of that node's `ids` [nodes, M, K] has a choice here
+  tokens,        ///< row t, if token t of `ids` [M, K] has a topk slot there
+  partial_sums,  ///< row t, if token t of that node's `ids` [nodes, M, K] has a topk slot here
 };
 
-/// A leg's program, to be written: a step for each other node, from the next one on.
-struct LegProgram {
-  LegState* state;
+/// A network path's program, to be written: a step for each other node, from the next one on.
+struct PathProgram {
+  PathState* state;
   std::int32_t* num_puts;
   NetworkStep* steps;
   NetworkPut* puts;
@@ -43,23 +43,23 @@ struct LegProgram {
   BatchSlot* signals;
 };
 
-/// What this rank puts on other nodes in one leg of a call.
+/// What this rank puts on other nodes in one network path of a call.
 struct ListPutsParams {
-  MoeMeet m;
+  MoeArrive m;
   MoeShape shape;
-  std::int32_t begins;  ///< kind of the call that begins with this leg (0: dispatch, 1: combine);
-                        ///< -1: it has begun, and its epoch is counted
+  std::int32_t begins;  ///< kind of the call that begins with this network path (0: dispatch, 1:
+                        ///< combine); -1: it has begun, and its epoch is counted
   NodeFilter filter;
   const std::int32_t* ids;
   std::int32_t num_parts;  ///< 0: it only says that the call has begun
   NodePart parts[max_node_parts];
   std::int32_t first_signal;  ///< slot first_signal + rank is raised at each peer
-  LegProgram out;
+  PathProgram out;
 };
 
 /// A wait for other ranks, between kernels.
-struct AwaitNodesParams {
-  MoeMeet m;
+struct WaitNodesParams {
+  MoeArrive m;
   MoeShape shape;
   std::int32_t begins;         ///< as in ListPutsParams; not -1: all ranks must have entered
   bool counts;                 ///< and then the call is counted
@@ -74,12 +74,12 @@ struct NodeRunsParams {
 };
 
 /// Sums of nodes into the result.
-struct AddSharesParams {
+struct AddPartialSumsParams {
   MoeShape shape;
   std::int64_t row_bytes;
-  const std::int32_t* ids;     ///< [M, K], of this rank's tokens
-  const std::byte* shares;     ///< [nodes, M] rows: what the other nodes sent
-  const std::byte* own_share;  ///< [M] rows
+  const std::int32_t* ids;        ///< [M, K], of this rank's tokens
+  const std::byte* partial_sums;  ///< [nodes, M] rows: what the other nodes sent
+  const std::byte* own_share;     ///< [M] rows
   const std::byte* biases[2];
   std::byte* output;
 };

@@ -2,7 +2,7 @@
 
 #include "expert_rows.cuh"
 
-// Rows of choices, from where each expert's rows begin.
+// Rows of topk slots, from where each expert's rows begin.
 
 namespace waybill::cuda {
 
@@ -45,7 +45,7 @@ __device__ inline Scratch scratch_in(std::int32_t* shared, const MoeShape& s, in
 /// What a warp tells all ranks of the node of its round's tokens; or this one, which has the ids of
 /// all.
 template <Span S>
-__device__ void tell_records(const RouteParams& p, const RoutePart& part, const Choice& c,
+__device__ void send_records(const RouteParams& p, const RoutePart& part, const TopkSlot& c,
                              std::int32_t row, std::int32_t compact_row, bool first) {
   const MoeShape& s = p.shape;
   const std::int64_t token = part.record + c.token;
@@ -64,24 +64,24 @@ __device__ void tell_records(const RouteParams& p, const RoutePart& part, const 
   }
 }
 
-/// The row of a choice where the caller wants it.
+/// The row of a topk slot where the caller wants it.
 __device__ __noinline__ inline std::int32_t scattered_row(const RouteParams& p,
-                                                          const RoutePart& part, const Choice& c,
+                                                          const RoutePart& part, const TopkSlot& c,
                                                           const BlockTotals& totals) {
   const MoeShape& s = p.shape;
-  const std::int32_t choice = c.token * s.topk + c.k;
+  const std::int32_t topk_slot = c.token * s.topk + c.k;
   const std::int64_t position =
-      index_at(p.scatter, p.wide_scatter, std::int64_t{totals.first_token} * s.topk + choice);
+      index_at(p.scatter, p.wide_scatter, std::int64_t{totals.first_token} * s.topk + topk_slot);
   const std::int32_t first = totals.first_row[c.dst];
   const std::int32_t rows = totals.recv_rows[c.dst];
   if (position < first || position >= std::int64_t{first} + rows) {
-    report_position(p, position, part.source, choice, first, rows, c.dst);
+    report_position(p, position, part.source, topk_slot, first, rows, c.dst);
   }
   return static_cast<std::int32_t>(position - first);
 }
 
-/// Gives each choice of the tile its row: behind the lower ranks', the earlier tiles' and the
-/// earlier choices' of the same expert. @param overflows rows may not fit
+/// Gives each topk slot of the tile its row: behind the lower ranks', the earlier tiles' and the
+/// earlier topk slots' of the same expert. @param overflows rows may not fit
 template <Span S>
 __device__ void place_tile(const RouteParams& p, const RoutePart& part, Tile tile,
                            std::int32_t* cursors, const BlockTotals& totals, bool overflows) {
@@ -91,7 +91,7 @@ __device__ void place_tile(const RouteParams& p, const RoutePart& part, Tile til
   const int expert_bits = bits_of(s.num_experts - 1);
   const int rank_bits = bits_of(s.world_size);
   for (std::int32_t t = tile.begin; t < tile.end; t += 32 / s.topk) {
-    const Choice c = read_choice<S>(p, part, t, tile.end);
+    const TopkSlot c = read_topk_slot<S>(p, part, t, tile.end);
     const bool live = c.active && c.expert < s.num_experts;
     const unsigned same = lanes_with(c.expert, expert_bits) & __ballot_sync(all_lanes, live);
     std::int32_t row = live ? cursors[c.expert] + __popc(same & below) : -1;
@@ -120,12 +120,12 @@ __device__ void place_tile(const RouteParams& p, const RoutePart& part, Tile til
     constexpr bool nodes = S == Span::nodes;
     const std::int32_t local_dst = nodes ? c.dst - s.first_rank : c.dst;
     const bool here = live && (!nodes || (0 <= local_dst && local_dst < s.node_ranks));
-    tell_records<S>(p, part, c, fits ? row : -1, compact_row, first && here);
+    send_records<S>(p, part, c, fits ? row : -1, compact_row, first && here);
     if (S == Span::world && (part.source != s.rank || c.absent)) continue;
     p.out_ids[i] = c.absent ? -1 : c.expert;
     p.dst_rows[i] = here || p.scatter != nullptr ? sent : -1;
-    p.places[i] =
-        here ? (std::int64_t{local_dst} << place_dst_shift) + sent + (first ? place_leader_bit : 0)
+    p.addresses[i] =
+        here ? (std::int64_t{local_dst} << address_dst_shift) + sent + (first ? primary_row_bit : 0)
              : -1;
     if (part.weights != nullptr) {
       copy_weight(p.out_weights, part.weights, i, of_part, p.weight_bytes);
@@ -137,14 +137,15 @@ __device__ void place_tile(const RouteParams& p, const RoutePart& part, Tile til
   }
 }
 
-/// First row of expert e for the part's choices, or beyond the experts first compact row on a rank.
+/// First row of expert e for the part's topk slots, or beyond the experts first compact row on a
+/// rank.
 __device__ inline std::int32_t first_row(const MoeShape& s, const Scratch& scratch,
                                          const BlockTotals& totals, std::int32_t e) {
   if (e < s.num_experts) return scratch.starts[e] + scratch.before[e];
   return e > s.num_experts ? totals.compact_base[e - s.num_experts - 1] : 0;
 }
 
-/// Places the part's choices. @pre cursors hold what the part's earlier tiles have
+/// Places the part's topk slots. @pre cursors hold what the part's earlier tiles have
 template <Span S>
 __device__ void place_block(const RouteParams& p, const RoutePart& part, const Scratch& scratch,
                             int tile_warps, const BlockTotals& totals, bool overflows) {

@@ -19,21 +19,21 @@ __global__ void __launch_bounds__(route_threads)
   const std::uint64_t epoch = begin_moe_call(p.m, 0);
   const bool compares = S == Span::rank && compares_calls();  // several nodes have met before
   let_next_begin(p.m, epoch);
-  if (compares) tell_words(p.m.meet, epoch, load_call_words(p.m.meet.fingerprint));
+  if (compares) send_call_words(p.m.arrive, epoch, load_call_words(p.m.arrive.fingerprint));
   const RoutePart part = part_of<S>(p);
   count_block<S>(p, part, scratch, tile_warps);
-  tell_counts(p, part, scratch, epoch);
+  send_counts(p, part, scratch, epoch);
   take_counts(p, part, scratch, epoch);
   __syncthreads();
-  end_if_reported(p.m.meet.sink);
+  end_if_reported(p.m.arrive.sink);
   const bool overflows = locate_experts(p, part, scratch, totals);
   if (p.scatter != nullptr) locate_positions(p, part, scratch, totals);
   place_block<S>(p, part, scratch, tile_warps, totals, overflows);
-  ToldCall told(p.m.meet, epoch, compares);
+  CallComparison comparison(p.m.arrive, epoch, compares);
   write_receiver_tables(p, scratch, totals);
-  if (compares) told.settle(p.m.meet);
+  if (compares) comparison.settle(p.m.arrive);
   write_tables<S>(p, scratch, totals);
-  if (block_idx() == 0 && threadIdx.x < 32) tell_host(p, totals);
+  if (block_idx() == 0 && threadIdx.x < 32) report_to_host(p, totals);
   if (comes_last(p.m.state)) end_moe_call(p.m, 0, epoch);
 }
 
@@ -41,25 +41,25 @@ template <bool Nodes>
 __global__ void __launch_bounds__(enter_threads)
     enter_kernel(const __grid_constant__ EnterParams p) {
   const MoeShape& s = p.shape;
-  await_earlier_kernel();
+  wait_earlier_kernel();
   const std::uint64_t epoch = begin_moe_call(p.m, 0);
   let_next_begin(p.m, epoch);
   if (!Nodes && threadIdx.x < 32) {
-    if (blockIdx.x == 0) publish_to_all(p.m.meet, epoch);
-    await_all(p.m.meet, epoch);
+    if (blockIdx.x == 0) signal_to_all(p.m.arrive, epoch);
+    wait_all(p.m.arrive, epoch);
   }
   __syncthreads();
   if (p.weights != nullptr) {
     const std::int64_t tokens = std::int64_t{s.num_nodes} * s.max_tokens;
-    const std::int64_t there = (s.rank - s.first_rank) * tokens * s.topk;
+    const std::int64_t first = (s.rank - s.first_rank) * tokens * s.topk;
     const std::int64_t count = (Nodes ? tokens : s.num_tokens) * s.topk;
     for (std::int64_t i = std::int64_t{blockIdx.x} * enter_threads + threadIdx.x; i < count;
          i += std::int64_t{gridDim.x} * enter_threads) {
       copy_weight(p.out_weights, p.weights, i, i, p.weight_bytes);
-      const std::int64_t place = p.places[i];
-      if (place < 0) continue;
-      std::byte* const to = p.sent_weights[s.first_rank + (place >> place_dst_shift & 0xFFFF)];
-      copy_weight(to, p.weights, there + i, i, p.weight_bytes);
+      const std::int64_t address = p.addresses[i];
+      if (address < 0) continue;
+      std::byte* const to = p.sent_weights[s.first_rank + (address >> address_dst_shift & 0xFFFF)];
+      copy_weight(to, p.weights, first + i, i, p.weight_bytes);
     }
   }
   if (comes_last(p.m.state)) end_moe_call(p.m, 0, epoch);
@@ -67,16 +67,16 @@ __global__ void __launch_bounds__(enter_threads)
 
 /// An empty call, if the last dispatch or combine had the turn of the next one.
 __global__ void __launch_bounds__(32)
-    realign_moe_kernel(const __grid_constant__ MoeMeet m, MoeTurns next) {
+    realign_moe_kernel(const __grid_constant__ MoeArrive m, MoeParities next) {
   bool off = false;
-  for (int kind = 0; kind < 2; ++kind) off = off || is_off_turn(m, kind, next.of[kind]);
+  for (int kind = 0; kind < 2; ++kind) off = off || is_off_parity(m, kind, next.of[kind]);
   if (!off) return;
   const std::uint64_t epoch = m.state->call.epoch + 1;
-  publish_to_all(m.meet, epoch);
-  await_all(m.meet, epoch);
+  signal_to_all(m.arrive, epoch);
+  wait_all(m.arrive, epoch);
   if (threadIdx.x != 0) return;
-  for (int kind = 0; kind < 2; ++kind) m.state->last_turn[kind] = 2 - next.of[kind];
-  end_call(m.meet, epoch);
+  for (int kind = 0; kind < 2; ++kind) m.state->last_parity[kind] = 2 - next.of[kind];
+  end_call(m.arrive, epoch);
 }
 
 }  // namespace
@@ -84,11 +84,11 @@ __global__ void __launch_bounds__(32)
 int max_experts_on_gpu(int world_size) { return (most_route_bytes / 4 - 2 * (1 + world_size)) / 4; }
 
 int route_blocks(const MoeShape& shape, int num_sms) {
-  constexpr std::int64_t choices_a_block = 1024;
+  constexpr std::int64_t slots_per_block = 1024;
   const bool nodes = shape.num_nodes > 1;
   const std::int64_t tokens = nodes ? shape.max_tokens : shape.num_tokens;
   const std::int64_t most = nodes ? num_sms / shape.num_nodes : num_sms;
-  const std::int64_t wanted = (tokens * shape.topk + choices_a_block - 1) / choices_a_block;
+  const std::int64_t wanted = (tokens * shape.topk + slots_per_block - 1) / slots_per_block;
   return static_cast<int>(std::max<std::int64_t>(1, std::min(wanted, most)));
 }
 
@@ -124,8 +124,8 @@ cudaError_t launch_route(const RouteParams& params, int blocks, cudaStream_t str
   return cudaGetLastError();
 }
 
-cudaError_t launch_realign(const MoeMeet& meet, MoeTurns next, cudaStream_t stream) {
-  realign_moe_kernel<<<1, 32, 0, stream>>>(meet, next);
+cudaError_t launch_realign(const MoeArrive& arrive, MoeParities next, cudaStream_t stream) {
+  realign_moe_kernel<<<1, 32, 0, stream>>>(arrive, next);
   return cudaGetLastError();
 }
 

@@ -19,7 +19,7 @@ __device__ std::int64_t num_warps() { return std::int64_t{gridDim.x} * warps; }
 
 /// Rows that have arrived, of which the input has each. @return their number
 __device__ std::int64_t checked_rows(const StageParams& p) {
-  const std::int64_t rows = min(std::int64_t{*p.num_recv_rows}, p.shape.capacity);
+  const std::int64_t rows = min(std::int64_t{*p.num_recv_rows}, p.shape.capacity_rows);
   if (p.num_rows < rows) report_few_rows(p, rows);
   return rows;
 }
@@ -63,7 +63,7 @@ __device__ void sum_piece(const StageParams& p, std::int32_t row, float weight, 
                           int first) {
   using Packed = Pack<Number, Count>;
   const auto packs = static_cast<int>(p.row_bytes / static_cast<int>(sizeof(Packed)));
-  const int leader = __shfl_sync(all_lanes, row, __ffs(static_cast<int>(here)) - 1);
+  const int primary_row = __shfl_sync(all_lanes, row, __ffs(static_cast<int>(here)) - 1);
   float sums[sum_packs][Count] = {};
   Packed packed[sum_addends][sum_packs];
   float weights[sum_addends];
@@ -97,7 +97,7 @@ __device__ void sum_piece(const StageParams& p, std::int32_t row, float weight, 
     }
   }
   const bool one = !Weighted && (here & (here - 1)) == 0;  // keeps its bits
-  auto* const to = reinterpret_cast<Packed*>(p.window + leader * p.row_bytes);
+  auto* const to = reinterpret_cast<Packed*>(p.window + primary_row * p.row_bytes);
 #pragma unroll
   for (int u = 0; u < sum_packs; ++u) {
     if (first + u * 32 >= packs) continue;
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(warps * 32, 2)
   const std::int32_t team = static_cast<std::int32_t>(warp_id()) / split;
   const std::int32_t part = static_cast<std::int32_t>(warp_id()) % split;
   if (warp_id() == 0) (void)checked_rows(p);
-  const std::int64_t end = min(s.capacity, p.num_rows);
+  const std::int64_t end = min(s.capacity_rows, p.num_rows);
   if (team >= teams) return;
   // Neighbouring warps take tokens of different sources, which differ in number.
   for (std::int32_t i = team; i < s.world_size * s.max_tokens; i += teams) {

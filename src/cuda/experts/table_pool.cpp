@@ -5,12 +5,12 @@
 #include <utility>
 
 #include "../rank/cuda_check.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::cuda {
 namespace {
 
-using waybill::detail::at;
+using waybill::detail::to_size;
 
 /// Lets the thread allocate while a stream of it is being captured.
 class RelaxedCapture {
@@ -26,7 +26,7 @@ class RelaxedCapture {
 
 std::shared_ptr<void> plain_device_memory(std::int64_t size_bytes, int device) {
   void* memory = nullptr;
-  cuda_check(cudaMalloc(&memory, at(size_bytes)), "allocating device memory");
+  cuda_check(cudaMalloc(&memory, to_size(size_bytes)), "allocating device memory");
   return {memory, [device](void* owned) {
             const OnDevice on(device);
             (void)cudaFree(owned);

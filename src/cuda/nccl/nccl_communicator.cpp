@@ -8,13 +8,13 @@
 
 #include "../rank/cuda_check.h"
 #include "nccl_library.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 #include "waybill/transport/agree.h"
 
 namespace waybill::cuda {
 namespace {
 
-using waybill::detail::at;
+using waybill::detail::to_size;
 using Seconds = std::chrono::duration<double>;
 
 constexpr const char* starting = "NCCL";
@@ -42,12 +42,12 @@ NcclCommunicator::NcclCommunicator(Bootstrap& bootstrap, const Topology& topolog
     : gpu_(std::move(gpu)),
       rank_(bootstrap.rank()),
       patience_s_(bootstrap.timeout_s() * share_of_deadline) {
-  do_together(bootstrap, starting, [&] { api_ = &nccl_api(); });
+  run_collectively(bootstrap, starting, [&] { api_ = &nccl_api(); });
   gpu_->use();
   given_up_ = pinned_memory(sizeof(std::uint32_t));
   try {
     start(bootstrap);
-    do_together(bootstrap, starting, [&] { connect(topology); });
+    run_collectively(bootstrap, starting, [&] { connect(topology); });
     if (!gpu_->sink(1).traps)
       watch_ = std::jthread([this](const std::stop_token& stop) { watch(stop); });
   } catch (...) {
@@ -72,13 +72,13 @@ void NcclCommunicator::watch(const std::stop_token& stop) {
 
 void NcclCommunicator::start(Bootstrap& bootstrap) {
   NcclUniqueId id{};
-  do_together(bootstrap, starting, [&] {
+  run_collectively(bootstrap, starting, [&] {
     if (rank_ != Rank{0}) return;
     const NcclResult result = api_->get_unique_id(&id);
     if (result != NcclResult::success) fail(result, "making an id");
   });
   id = all_gather_value(bootstrap, id, starting).front();
-  do_together(bootstrap, starting, [&] {
+  run_collectively(bootstrap, starting, [&] {
     NcclConfig config;
     config.blocking = 0;
     config.comm_name = "waybill";
@@ -86,7 +86,7 @@ void NcclCommunicator::start(Bootstrap& bootstrap) {
         api_->init_rank(&comm_, bootstrap.world_size(), id, to_int(rank_), &config);
     if (!is_good(result)) fail(result, "starting NCCL");
   });  // what fails at once is said to those that would wait for it
-  do_together(bootstrap, starting, [&] { settle("starting NCCL"); });
+  run_collectively(bootstrap, starting, [&] { settle("starting NCCL"); });
 }
 
 /// NCCL connects two ranks when they first talk, for which it allocates memory and waits for the
@@ -130,11 +130,11 @@ void NcclCommunicator::exchange(std::span<const NcclPiece> sent,
     if (is_good(result)) result = added;
   };
   for (const NcclPiece& piece : sent) {
-    add(api_->send(piece.data, at(piece.size_bytes), NcclDataType::int8, piece.peer, comm_,
+    add(api_->send(piece.data, to_size(piece.size_bytes), NcclDataType::int8, piece.peer, comm_,
                    stream));
   }
   for (const NcclPiece& piece : received) {
-    add(api_->receive(piece.data, at(piece.size_bytes), NcclDataType::int8, piece.peer, comm_,
+    add(api_->receive(piece.data, to_size(piece.size_bytes), NcclDataType::int8, piece.peer, comm_,
                       stream));
   }
   add(api_->group_end());

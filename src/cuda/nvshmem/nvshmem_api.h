@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "../device/fault.h"
-#include "../network/leg_params.h"
+#include "../network/path_params.h"
 
 namespace waybill::cuda {
 
@@ -46,9 +46,9 @@ struct NvshmemApi {
   void (*signal)(std::uint64_t* slot, std::uint64_t epoch, int rank, cudaStream_t stream);
   void (*quiet)(cudaStream_t stream);
   cudaError_t (*wait)(const NvshmemWait* wait, const FaultSink* sink, cudaStream_t stream);
-  /// What crosses between nodes in a call (leg_kernel.cuh): put and signal by the device. The
+  /// What crosses between nodes in a call (path_kernel.cuh): put and signal by the device. The
   /// window, the slots and the arrivals are symmetric memory.
-  cudaError_t (*leg)(const LegParams* params, int num_sms, cudaStream_t stream);
+  cudaError_t (*path)(const PathParams* params, int num_sms, cudaStream_t stream);
 };
 
 using GetNvshmemApi = const NvshmemApi* (*)();

@@ -41,13 +41,13 @@ void load_host_library(std::string& tried) {
 const NvshmemApi& load() {
   std::string tried;
   load_host_library(tried);
-  std::vector<std::string> places;
+  std::vector<std::string> addresses;
   if (const std::string named = variable("WAYBILL_NVSHMEM_LIBRARY"); !named.empty()) {
-    places.push_back(named);
+    addresses.push_back(named);
   } else {
-    places = {(own_folder() / library_file).string(), library_file};
+    addresses = {(own_folder() / library_file).string(), library_file};
   }
-  for (const std::string& place : places) {
+  for (const std::string& place : addresses) {
     void* const library = dlopen(place.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) {
       tried += concat("\n  ", dlerror());

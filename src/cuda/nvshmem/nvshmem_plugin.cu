@@ -6,7 +6,7 @@
 #include <cstdlib>
 
 #include "../device/signal.cuh"
-#include "../network/leg_kernel.cuh"
+#include "../network/path_kernel.cuh"
 #include "nvshmem_api.h"
 
 namespace waybill::cuda {
@@ -38,10 +38,11 @@ __global__ void connectivity_kernel(int* enforces) {
   *enforces = nvshmemi_device_state_d.job_connectivity > NVSHMEMI_JOB_GPU_PROXY ? 1 : 0;
 }
 
-/// A leg's wire. What is put lies at the same place of the symmetric heap on every rank.
-class NvshmemWire {
+/// A network path's backend. What is put lies at the same place of the symmetric heap on every
+/// rank.
+class NvshmemBackend {
  public:
-  __device__ explicit NvshmemWire(const LegParams& p) : p_(p) {}
+  __device__ explicit NvshmemBackend(const PathParams& p) : p_(p) {}
 
   __device__ void put(const NetworkPut& put) {
     nvshmemx_putmem_nbi_block(p_.window + put.to_bytes, p_.window + put.from_bytes,
@@ -56,7 +57,8 @@ class NvshmemWire {
   __device__ void raise_slot(std::int32_t peer, std::int32_t slot, std::uint64_t epoch) {
     nvshmemx_signal_op(p_.slots + slot, epoch, NVSHMEM_SIGNAL_SET, peer);
   }
-  __device__ void tell_words(std::int32_t peer, const CallWords& /*words*/, std::uint64_t epoch) {
+  __device__ void send_call_words(std::int32_t peer, const CallWords& /*words*/,
+                                  std::uint64_t epoch) {
     std::uint64_t* const at = words_at(p_.arrivals, p_.fingerprint, p_.world_size, epoch, p_.rank);
     nvshmem_uint64_put_nbi(at, at, fault_words, peer);
   }
@@ -72,12 +74,12 @@ class NvshmemWire {
   }
 
  private:
-  const LegParams& p_;
+  const PathParams& p_;
 };
 
-__global__ void __launch_bounds__(leg_threads) leg_kernel(const __grid_constant__ LegParams p) {
-  NvshmemWire wire(p);
-  run_leg(p, wire);
+__global__ void __launch_bounds__(path_threads) path_kernel(const __grid_constant__ PathParams p) {
+  NvshmemBackend backend(p);
+  run_path(p, backend);
 }
 
 int make_unique_id(void* id) {
@@ -124,7 +126,7 @@ int initialize(int rank, int world_size, const void* id) {
       cudaFuncGetAttributes(&unused, reinterpret_cast<const void*>(wait_kernel));
   if (loaded != cudaSuccess) return static_cast<int>(loaded);
   return static_cast<int>(
-      cudaFuncGetAttributes(&unused, reinterpret_cast<const void*>(leg_kernel)));
+      cudaFuncGetAttributes(&unused, reinterpret_cast<const void*>(path_kernel)));
 }
 
 void* allocate(std::size_t size_bytes) { return nvshmem_align(alignment_bytes, size_bytes); }
@@ -148,8 +150,8 @@ cudaError_t wait(const NvshmemWait* wait, const FaultSink* sink, cudaStream_t st
   return cudaGetLastError();
 }
 
-cudaError_t leg(const LegParams* params, int num_sms, cudaStream_t stream) {
-  leg_kernel<<<static_cast<unsigned>(num_sms), leg_threads, 0, stream>>>(*params);
+cudaError_t path(const PathParams* params, int num_sms, cudaStream_t stream) {
+  path_kernel<<<static_cast<unsigned>(num_sms), path_threads, 0, stream>>>(*params);
   return cudaGetLastError();
 }
 
@@ -166,7 +168,7 @@ constexpr NvshmemApi api{.version = nvshmem_api_version,
                          .signal = signal,
                          .quiet = quiet,
                          .wait = wait,
-                         .leg = leg};
+                         .path = path};
 
 }  // namespace
 }  // namespace waybill::cuda

@@ -85,20 +85,20 @@ std::string describe_input(const FaultRecord& record) {
   switch (record.kind) {
     case FaultKind::expert_id:
       return concat(call, "exp_indices of rank ", record.rank, " hold id ", value(0), " at token ",
-                    value(1), ", choice ", value(2), "; expected 0..", value(3) - 1, " or ",
+                    value(1), ", topk slot ", value(2), "; expected 0..", value(3) - 1, " or ",
                     value(4), " (dropped)");
     case FaultKind::scatter_size:
       return concat(call, "full_scatter_indices of rank ", record.rank, " has ", value(0),
                     " tokens, expected ", value(1), ": those of all ranks");
     case FaultKind::scatter_position:
       return concat(call, "full_scatter_indices of rank ", record.rank, " hold position ", value(0),
-                    " at token ", value(1), ", choice ", value(2), " of rank ", value(3),
+                    " at token ", value(1), ", topk slot ", value(2), " of rank ", value(3),
                     "; expected ", value(4), "..", value(5), ", the rows of rank ", value(6),
                     ", where its expert is");
     case FaultKind::scatter_twice:
-      return concat(call, "full_scatter_indices put token ", value(1), ", choice ", value(2),
+      return concat(call, "full_scatter_indices put token ", value(1), ", topk slot ", value(2),
                     " of rank ", value(3), " into row ", value(0), " of rank ", record.rank,
-                    ", where another choice is; expected a row for each");
+                    ", where another topk slot is; expected a row for each");
     default:
       return concat(call, "input of rank ", record.rank, " has ", value(0),
                     " rows, expected at least ", value(1), ", as the dispatch gave");
@@ -210,7 +210,8 @@ void GpuRank::throw_fault() const {
                  .seen = record.seen,
                  .seconds = waited_s,
                  .peer_node = to_int(topology_.node(Rank{record.peer})),
-                 .peer_local = to_int(topology_.local_rank(Rank{record.peer}))});
+                 .peer_local = to_int(topology_.local_rank(Rank{record.peer})),
+                 .in_call = record.kind != FaultKind::wait && record.kind != FaultKind::arrive});
 }
 
 void GpuRank::check(cudaError_t status, std::string_view doing, std::string_view operation) const {

@@ -1,7 +1,7 @@
 #pragma once
 
+#include "../device/arrive_and_wait.cuh"
 #include "../device/bulk.cuh"
-#include "../device/meet.cuh"
 #include "sequence_params.h"
 
 namespace waybill::cuda {
@@ -12,7 +12,8 @@ __device__ inline bool is_ready(const SequenceParams& p, const WorkBatch& batch,
   bool ready = true;
   for (int w = static_cast<int>(threadIdx.x % 32); w < batch.num_waits; w += 32) {
     const BatchSlot slot = p.batches.waits[batch.first_wait + w];
-    ready = ready && load_acquire(p.slots[p.meet.rank] + p.meet.world_size + slot.slot) >= epoch;
+    ready =
+        ready && load_acquire(p.slots[p.arrive.rank] + p.arrive.world_size + slot.slot) >= epoch;
   }
   if (__all_sync(0xFFFFFFFFU, ready) == 0) return false;
   __syncwarp();
@@ -21,17 +22,17 @@ __device__ inline bool is_ready(const SequenceParams& p, const WorkBatch& batch,
 }
 
 /// The same, until it is so.
-__device__ inline void await_batch(const SequenceParams& p, const WorkBatch& batch,
-                                   std::uint64_t epoch) {
+__device__ inline void wait_batch(const SequenceParams& p, const WorkBatch& batch,
+                                  std::uint64_t epoch) {
   for (int w = static_cast<int>(threadIdx.x % 32); w < batch.num_waits; w += 32) {
     const BatchSlot slot = p.batches.waits[batch.first_wait + w];
-    const std::uint64_t* const flag = p.slots[p.meet.rank] + p.meet.world_size + slot.slot;
+    const std::uint64_t* const flag = p.slots[p.arrive.rank] + p.arrive.world_size + slot.slot;
     const std::uint64_t start = now_ns();
     for (;;) {
       const std::uint64_t seen = load_acquire(flag);
       if (seen >= epoch) break;
       const std::uint64_t waited = now_ns() - start;
-      if (is_over(p.meet.sink, waited)) report_missed(p.meet, epoch, slot.rank, seen, waited);
+      if (is_over(p.arrive.sink, waited)) report_missed(p.arrive, epoch, slot.rank, seen, waited);
     }
   }
   __syncwarp();
@@ -50,10 +51,10 @@ __device__ inline void count_chunks(const SequenceParams& p, std::int32_t number
   *done = 0;        // for the next call
   for (int s = 0; s < batch.num_signals; ++s) {
     const BatchSlot slot = p.batches.signals[batch.first_signal + s];
-    std::uint64_t* const flag = slot.rank == p.meet.world_size
+    std::uint64_t* const flag = slot.rank == p.arrive.world_size
                                     ? p.ready + slot.slot
-                                    : p.slots[slot.rank] + p.meet.world_size + slot.slot;
-    publish(flag, epoch);
+                                    : p.slots[slot.rank] + p.arrive.world_size + slot.slot;
+    signal(flag, epoch);
   }
 }
 

@@ -2,13 +2,13 @@
 
 #include <algorithm>
 
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::cuda {
 namespace {
 
-using waybill::detail::at;
+using waybill::detail::to_size;
 
 constexpr std::int64_t bulk_alignment_bytes = 16;
 
@@ -32,17 +32,18 @@ FingerprintParams fingerprint_params(const SequenceCall& call) {
   std::ranges::copy(pack_fingerprint(call.fingerprint), params.words);
   params.first_slot =
       static_cast<std::int32_t>(first_fingerprint_slot(num_arrival_signals(call.plan->world_size)));
-  params.crosses_nodes = true;  // with the leg
+  params.crosses_nodes = true;  // with the network path
   return params;
 }
 
-MeetParams meet_params(const SequenceCall& call, const GpuRank& gpu, FaultKind kind, int share) {
+ArriveParams arrive_params(const SequenceCall& call, const GpuRank& gpu, FaultKind kind,
+                           int share) {
   const std::int32_t world = call.plan->world_size;
   if (world > max_gpu_ranks) {
     throw Unsupported(
         concat(call.operation, ": ", world, " ranks, expected at most ", max_gpu_ranks));
   }
-  MeetParams params{};
+  ArriveParams params{};
   params.rank = to_int(call.plan->rank);
   params.world_size = world;
   params.parity = static_cast<std::uint32_t>(call.epoch % 2);
@@ -51,7 +52,7 @@ MeetParams meet_params(const SequenceCall& call, const GpuRank& gpu, FaultKind k
   params.sink = gpu.sink(share);
   params.own_arrivals = call.arrivals->local;
   for (std::int32_t r = 0; r < world; ++r) {
-    params.peer_arrivals[r] = call.arrivals->peers[at(r)];
+    params.peer_arrivals[r] = call.arrivals->peers[to_size(r)];
   }
   params.fingerprint = fingerprint_params(call);
   return params;
@@ -64,10 +65,10 @@ SequenceParams sequence_params(const SequenceCall& call, const GpuRank& gpu, Fau
                              " tensors, expected at most ", max_call_tensors));
   }
   SequenceParams params{};
-  params.meet = meet_params(call, gpu, kind, share);
+  params.arrive = arrive_params(call, gpu, kind, share);
   for (std::int32_t r = 0; r < call.plan->world_size; ++r) {
-    params.windows[r] = call.window->peers[at(r)];
-    if (call.slots != nullptr) params.slots[r] = call.slots->peers[at(r)];
+    params.windows[r] = call.window->peers[to_size(r)];
+    if (call.slots != nullptr) params.slots[r] = call.slots->peers[to_size(r)];
   }
   for (std::size_t t = 0; t < call.inputs.size(); ++t) {
     // Kernels only read the inputs.

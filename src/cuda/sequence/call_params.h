@@ -10,8 +10,8 @@ namespace waybill::cuda {
 /// What the call means on this rank; the plan's part where the host has it, not the device.
 [[nodiscard]] FingerprintParams fingerprint_params(const SequenceCall& call);
 
-[[nodiscard]] MeetParams meet_params(const SequenceCall& call, const GpuRank& gpu, FaultKind kind,
-                                     int share);
+[[nodiscard]] ArriveParams arrive_params(const SequenceCall& call, const GpuRank& gpu,
+                                         FaultKind kind, int share);
 
 /// Everything but the plan's tables. @throws Unsupported for ranks out of reach and more tensors
 ///   than kernels take

@@ -5,16 +5,17 @@
 #include "../rank/cuda_check.h"
 #include "call_params.h"
 #include "sequence_launch.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::cuda {
 
-using waybill::detail::at;
+using waybill::detail::to_size;
 
 namespace {
 
 /// Streams of a device that do not stand behind each other (CUDA_DEVICE_MAX_CONNECTIONS, at most
-/// 32), of which every rank has two for other work, one for a leg to other nodes, and two here.
+/// 32), of which every rank has two for other work, one for a network path to other nodes, and two
+/// here.
 constexpr int most_sharing_two = 32 / 5;
 
 /// What all destinations of a round get together: about 64 MiB each of 7 and 192 MiB each of 3 were
@@ -49,7 +50,7 @@ void CopyEngine::Batch::add(std::byte* destination, const std::byte* source, std
   total += size;
 }
 
-/// Empties the batches and marks the place on the stream.
+/// Empties the batches and marks the address on the stream.
 void CopyEngine::begin(const SequenceCall& call) {
   const auto new_event = [&](cudaEvent_t& event) {
     gpu_->check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event",
@@ -64,7 +65,7 @@ void CopyEngine::begin(const SequenceCall& call) {
     }
   }
   for (Queue& queue : queues_) queue.used = false;
-  batches_.resize(at(call.plan->world_size));
+  batches_.resize(to_size(call.plan->world_size));
   for (Batch& batch : batches_) batch.clear(call.inputs.size());
   auto* const stream = static_cast<cudaStream_t>(call.stream.handle);
   gpu_->check(cudaEventRecord(begun_, stream), "recording an event", "dispatch");
@@ -80,15 +81,15 @@ cudaStream_t CopyEngine::use_queue(bool local) {
 }
 
 void CopyEngine::add_rows(const SequenceCall& call, const RowSegment& segment,
-                          std::uint64_t place) {
-  const auto rank = at(static_cast<std::int64_t>(place >> place_rank_shift));
-  const ConstTensorView& input = call.inputs[at(segment.tensor)];
-  const std::int64_t row_bytes = call.plan->cuts[at(segment.tensor)].row_bytes;
+                          std::uint64_t address) {
+  const auto rank = to_size(static_cast<std::int64_t>(address >> address_rank_shift));
+  const ConstTensorView& input = call.inputs[to_size(segment.tensor)];
+  const std::int64_t row_bytes = call.plan->cuts[to_size(segment.tensor)].row_bytes;
   const std::int64_t pitch = pitch_of(input);
   add_rows(call, {.rank = rank,
                   .tensor = segment.tensor,
                   .from = input.data + segment.row * pitch,
-                  .to = call.window->peers[rank] + (place & place_offset_mask),
+                  .to = call.window->peers[rank] + (address & address_offset_mask),
                   .from_pitch = pitch,
                   .to_pitch = row_bytes,
                   .rows = segment.rows,
@@ -97,20 +98,21 @@ void CopyEngine::add_rows(const SequenceCall& call, const RowSegment& segment,
 
 void CopyEngine::add_rows(const SequenceCall& call, const Rows& rows) {
   if (rows.rows > 1 && (rows.from_pitch != rows.row_bytes || rows.to_pitch != rows.row_bytes)) {
-    const bool local = rows.rank == at(to_int(call.plan->rank));
-    gpu_->check(cudaMemcpy2DAsync(rows.to, at(rows.to_pitch), rows.from, at(rows.from_pitch),
-                                  at(rows.row_bytes), at(rows.rows), cudaMemcpyDeviceToDevice,
-                                  use_queue(local)),
+    const bool local = rows.rank == to_size(to_int(call.plan->rank));
+    gpu_->check(cudaMemcpy2DAsync(rows.to, to_size(rows.to_pitch), rows.from,
+                                  to_size(rows.from_pitch), to_size(rows.row_bytes),
+                                  to_size(rows.rows), cudaMemcpyDeviceToDevice, use_queue(local)),
                 "copying rows", call.operation);
     return;
   }
-  const std::size_t bytes = at(rows.rows * rows.row_bytes);
+  const std::size_t bytes = to_size(rows.rows * rows.row_bytes);
   Batch& batch = batches_[rows.rank];
-  std::int64_t& last = batch.last[at(rows.tensor)];
+  std::int64_t& last = batch.last[to_size(rows.tensor)];
   if (last >= 0 &&
-      static_cast<const std::byte*>(batch.from[at(last)]) + batch.bytes[at(last)] == rows.from &&
-      static_cast<std::byte*>(batch.to[at(last)]) + batch.bytes[at(last)] == rows.to) {
-    batch.bytes[at(last)] += bytes;
+      static_cast<const std::byte*>(batch.from[to_size(last)]) + batch.bytes[to_size(last)] ==
+          rows.from &&
+      static_cast<std::byte*>(batch.to[to_size(last)]) + batch.bytes[to_size(last)] == rows.to) {
+    batch.bytes[to_size(last)] += bytes;
     batch.total += bytes;
     return;
   }
@@ -120,8 +122,8 @@ void CopyEngine::add_rows(const SequenceCall& call, const Rows& rows) {
 
 void CopyEngine::add(const SequenceCall& call, std::span<const RowSegment> segments) {
   for (const RowSegment& segment : segments) {
-    for (std::int32_t c = 0; c < segment.num_copies; ++c) {
-      add_rows(call, segment, call.plan->segment_places[at(segment.first_copy + c)]);
+    for (std::int32_t c = 0; c < segment.num_destinations; ++c) {
+      add_rows(call, segment, call.plan->segment_addresses[to_size(segment.first_destination + c)]);
     }
   }
 }
@@ -185,7 +187,7 @@ void CopyEngine::queue_batches(const SequenceCall& call) {
   gpu_->check(cudaStreamIsCapturing(static_cast<cudaStream_t>(call.stream.handle), &status),
               "asking about a capture", "dispatch");
   const bool capturing = status != cudaStreamCaptureStatusNone;
-  const std::size_t me = at(to_int(call.plan->rank));
+  const std::size_t me = to_size(to_int(call.plan->rank));
   queue_links(me, capturing);
   if (!batches_[me].to.empty()) queue(batches_[me], use_queue(true), capturing);
   for (const Queue& queue : queues_) {
@@ -209,17 +211,17 @@ void CopyEngine::send_local(const SequenceCall& call) {
 
 void CopyEngine::return_local(const SequenceCall& call, int num_sms) {
   begin(call);
-  const auto me = at(to_int(call.plan->rank));
+  const auto me = to_size(to_int(call.plan->rank));
   for (const RowSegment& segment : call.plan->local_segments) {
-    const auto t = at(segment.tensor);
+    const auto t = to_size(segment.tensor);
     const ConstTensorView& gradients = call.inputs[t];
     const TensorView& sums = call.outputs[t];
     const std::int64_t from_pitch = pitch_of(gradients);
     const std::int64_t to_pitch = pitch_of(sums);
-    const auto place = static_cast<std::int64_t>(call.plan->segment_places[at(segment.first_copy)] &
-                                                 place_offset_mask);
+    const auto address = static_cast<std::int64_t>(
+        call.plan->segment_addresses[to_size(segment.first_destination)] & address_offset_mask);
     const std::int64_t row_bytes = call.plan->cuts[t].row_bytes;
-    const std::int64_t window_row = (place - call.plan->window_offsets[t]) / row_bytes;
+    const std::int64_t window_row = (address - call.plan->window_offsets[t]) / row_bytes;
     const std::byte* const from = gradients.data + window_row * from_pitch;
     std::byte* const to = sums.data + segment.row * to_pitch;
     if (gradients.dtype == sums.dtype) {

@@ -77,7 +77,7 @@ class CopyEngine {
     std::int64_t rows;
     std::int64_t row_bytes;
   };
-  void add_rows(const SequenceCall& call, const RowSegment& segment, std::uint64_t place);
+  void add_rows(const SequenceCall& call, const RowSegment& segment, std::uint64_t address);
   void add_rows(const SequenceCall& call, const Rows& rows);
   void take_until(Turn& turn, const Batch& batch, std::size_t sent);
   void queue_links(std::size_t me, bool capturing);

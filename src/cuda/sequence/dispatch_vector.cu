@@ -1,4 +1,4 @@
-#include "../device/meet.cuh"
+#include "../device/arrive_and_wait.cuh"
 #include "batch.cuh"
 #include "sequence_launch.h"
 
@@ -14,7 +14,7 @@ __device__ inline unsigned common_alignment(std::uint64_t bits) {
   return low & (~low + 1);
 }
 
-/// Copies `bytes` to all places of a chunk, `offset` bytes behind their begin: read once.
+/// Copies `bytes` to all addresses of a chunk, `offset` bytes behind their begin: read once.
 template <class Word>
 __device__ void copy_words(const SequenceParams& p, const RowChunk& chunk, const std::byte* from,
                            std::int64_t offset, int bytes) {
@@ -27,10 +27,10 @@ __device__ void copy_words(const SequenceParams& p, const RowChunk& chunk, const
     for (int u = 0; u < unroll; ++u) {
       if (first + u * 32 < count) words[u] = source[first + u * 32];
     }
-    for (int k = 0; k < chunk.num_places; ++k) {
-      const std::uint64_t place = p.places[chunk.first_place + k];
-      auto* const to = reinterpret_cast<Word*>(p.windows[place >> place_rank_shift] +
-                                               (place & place_offset_mask) + offset);
+    for (int k = 0; k < chunk.num_addresses; ++k) {
+      const std::uint64_t address = p.addresses[chunk.first_address + k];
+      auto* const to = reinterpret_cast<Word*>(p.windows[address >> address_rank_shift] +
+                                               (address & address_offset_mask) + offset);
 #pragma unroll
       for (int u = 0; u < unroll; ++u) {
         if (first + u * 32 < count) to[first + u * 32] = words[u];
@@ -44,7 +44,7 @@ __device__ void copy_piece(const SequenceParams& p, const RowChunk& chunk, const
   std::uint64_t bits = reinterpret_cast<std::uint64_t>(from) | static_cast<std::uint64_t>(bytes) |
                        static_cast<std::uint64_t>(offset);
   // Windows begin at multiples of 256.
-  for (int k = 0; k < chunk.num_places; ++k) bits |= p.places[chunk.first_place + k];
+  for (int k = 0; k < chunk.num_addresses; ++k) bits |= p.addresses[chunk.first_address + k];
   switch (common_alignment(bits)) {
     case 16:
       return copy_words<uint4>(p, chunk, from, offset, bytes);
@@ -74,11 +74,11 @@ __device__ void copy_chunk(const SequenceParams& p, const RowChunk& chunk,
 
 __global__ void __launch_bounds__(warps * 32)
     dispatch_vector_kernel(const __grid_constant__ SequenceParams p) {
-  const CallWords words = load_call_words(p.meet.fingerprint);
-  const std::uint64_t epoch = begin_call(p.meet);
+  const CallWords words = load_call_words(p.arrive.fingerprint);
+  const std::uint64_t epoch = begin_call(p.arrive);
   const std::int64_t num_chunks = p.head->num_chunks;
   const bool batched = p.head->num_batches > 0;
-  if (batched && blockIdx.x == 0 && threadIdx.x < 32) tell_words(p.meet, epoch, words);
+  if (batched && blockIdx.x == 0 && threadIdx.x < 32) send_call_words(p.arrive, epoch, words);
   const std::int64_t step = std::int64_t{gridDim.x} * warps;
   // Block by block, so that the first chunks, for which others wait, are begun first.
   for (std::int64_t c = blockIdx.x + std::int64_t{threadIdx.x / 32} * gridDim.x; c < num_chunks;
@@ -90,10 +90,10 @@ __global__ void __launch_bounds__(warps * 32)
     }
     const std::int32_t number = p.batches.chunk_batches[c];
     const WorkBatch& batch = p.batches.batches[number];
-    await_batch(p, batch, epoch);
+    wait_batch(p, batch, epoch);
     if (batch.kind == BatchKind::forward) {
       copy_chunk(p, chunk,
-                 {p.windows[p.meet.rank] + p.head->window_offsets[chunk.tensor],
+                 {p.windows[p.arrive.rank] + p.head->window_offsets[chunk.tensor],
                   p.head->cuts[chunk.tensor].row_bytes});
     } else {
       copy_chunk(p, chunk, p.inputs[chunk.tensor]);
@@ -103,8 +103,8 @@ __global__ void __launch_bounds__(warps * 32)
     __syncwarp();
     if (threadIdx.x % 32 == 0) count_chunks(p, number, 1, epoch);
   }
-  if (!is_last_block(p.meet) || threadIdx.x >= 32) return;
-  meet_at_end(p.meet, epoch, words, batched);
+  if (!is_last_block(p.arrive) || threadIdx.x >= 32) return;
+  arrive_and_wait_at_end(p.arrive, epoch, words, batched);
 }
 
 }  // namespace

@@ -5,8 +5,8 @@ namespace {
 
 constexpr unsigned threads = 256;
 
-/// Chunks of a bucket of `chunks` whose place among `total` is below `end`: expand_chunks() of the
-/// runtime puts chunk k at (k + 1/2) * total / chunks, in 32.32 fixed point, rounded down.
+/// Chunks of a bucket of `chunks` whose address among `total` is below `end`: expand_chunks() of
+/// the runtime puts chunk k at (k + 1/2) * total / chunks, in 32.32 fixed point, rounded down.
 __device__ std::int64_t count_below(std::uint64_t end, std::int64_t chunks, std::int64_t total) {
   if (chunks == 0) return 0;
   const std::uint64_t step =
@@ -50,17 +50,18 @@ __global__ void __launch_bounds__(threads) expand_plan_kernel(ExpandParams p) {
     chunk.col_bytes = col;
     chunk.part_bytes = static_cast<std::int32_t>(
         cut.row_bytes - col < cut.part_bytes ? cut.row_bytes - col : cut.part_bytes);
-    chunk.first_place = static_cast<std::int32_t>(segment.first_place + i * segment.num_copies);
-    chunk.num_places = segment.num_copies;
+    chunk.first_address =
+        static_cast<std::int32_t>(segment.first_address + i * segment.num_destinations);
+    chunk.num_addresses = segment.num_destinations;
     const std::int64_t number = segment.first_chunk + i;
     p.chunks[batched ? number : position_of(*p.head, segment.bucket, number)] = chunk;
     if (batched) p.chunk_batches[number] = segment.bucket;
     const auto offset = static_cast<std::uint64_t>(k * cut.row_bytes + col);
-    for (std::int32_t c = 0; c < segment.num_copies; ++c) {
-      const std::uint64_t place = p.segment_places[segment.first_copy + c];
-      const bool is_sum = batched && (place & place_sum_bit) != 0;
-      p.places[chunk.first_place + c] =
-          place + offset * (is_sum ? static_cast<unsigned>(p.head->sum_scale) : 1U);
+    for (std::int32_t c = 0; c < segment.num_destinations; ++c) {
+      const std::uint64_t address = p.segment_addresses[segment.first_destination + c];
+      const bool is_sum = batched && (address & address_sum_bit) != 0;
+      p.addresses[chunk.first_address + c] =
+          address + offset * (is_sum ? static_cast<unsigned>(p.head->sum_scale) : 1U);
     }
   }
 }

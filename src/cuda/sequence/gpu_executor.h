@@ -2,18 +2,18 @@
 
 #include <memory>
 
-#include "../network/network_leg.h"
+#include "../network/network_path.h"
 #include "../rank/gpu_rank.h"
 #include "waybill/runtime/executor.h"
 #include "waybill/transport/transport.h"
 
 namespace waybill::cuda {
 
-/// Runs calls with the kernels of this room, on windows that are device memory.
+/// Runs calls with the kernels of this module, on windows that are device memory.
 /// @param share ranks on this rank's device; they divide its multiprocessors
-/// @param leg what crosses between nodes goes with it; null on one node
+/// @param path what crosses between nodes goes with it; null on one node
 [[nodiscard]] std::unique_ptr<Executor> make_gpu_executor(Transport& transport,
                                                           std::shared_ptr<GpuRank> gpu, int share,
-                                                          std::unique_ptr<NetworkLeg> leg);
+                                                          std::unique_ptr<NetworkPath> path);
 
 }  // namespace waybill::cuda

@@ -7,15 +7,15 @@
 
 #include "../rank/cuda_check.h"
 #include "sequence_launch.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 #include "waybill/runtime/fingerprint.h"
 
 namespace waybill::cuda {
 namespace {
 
-using waybill::detail::at;
+using waybill::detail::to_size;
 
-/// Segments and places for which a plan has room in any case, as far as its chunks could be as
+/// Segments and addresses for which a plan has room in any case, as far as its chunks could be as
 /// many.
 constexpr std::int64_t spare_segments = 4096;
 
@@ -41,14 +41,15 @@ void check_count(std::size_t count, std::int64_t most, const char* what) {
 }  // namespace
 
 PlanLayout::PlanLayout(const SequencePlan& plan)
-    : max_chunks(plan.num_chunks), max_places(plan.num_places) {
+    : max_chunks(plan.num_chunks), max_addresses(plan.num_addresses) {
   max_segments =
       std::max<std::int64_t>(std::ssize(plan.segments), std::min(max_chunks, spare_segments));
-  const auto copies = std::ssize(plan.segment_places);
-  max_segment_places = std::max<std::int64_t>(copies, std::min(max_places, 4 * spare_segments));
+  const auto copies = std::ssize(plan.segment_addresses);
+  max_segment_addresses =
+      std::max<std::int64_t>(copies, std::min(max_addresses, 4 * spare_segments));
   std::int64_t used = sizeof(PlanHead);
   segments_at = take_room<RowSegment>(used, max_segments);
-  segment_places_at = take_room<std::uint64_t>(used, max_segment_places);
+  segment_addresses_at = take_room<std::uint64_t>(used, max_segment_addresses);
   // With batches there is room for plans with twice as many, and some more.
   const auto twice = [&](std::size_t count) {
     constexpr std::int64_t spare = 64;
@@ -73,7 +74,7 @@ PlanLayout::PlanLayout(const SequencePlan& plan)
   step_signals_at = take_room<BatchSlot>(used, max_step_signals);
   upload_bytes = used;
   chunks_at = take_room<RowChunk>(used, max_chunks);
-  places_at = take_room<std::uint64_t>(used, max_places);
+  addresses_at = take_room<std::uint64_t>(used, max_addresses);
   chunk_batches_at = take_room<std::int32_t>(used, max_batches > 0 ? max_chunks : 0);
   done_at = take_room<unsigned>(used, max_batches);
   steps_done_at = take_room<unsigned>(used, max_steps);
@@ -171,7 +172,7 @@ void GpuPlan::write_upload(const SequencePlan& plan) const {
   std::ranges::copy(plan.window_offsets, head.window_offsets);
   std::ranges::copy(plan.bucket_chunks, head.bucket_chunks);
   copy_values(pinned + layout_.segments_at, plan.segments);
-  copy_values(pinned + layout_.segment_places_at, plan.segment_places);
+  copy_values(pinned + layout_.segment_addresses_at, plan.segment_addresses);
   copy_values(pinned + layout_.batches_at, plan.batches);
   copy_values(pinned + layout_.waits_at, plan.waits);
   copy_values(pinned + layout_.signals_at, plan.signals);
@@ -188,7 +189,7 @@ void GpuPlan::check_network_room(const NetworkProgram& network) const {
   check_count(network.signals.size(), layout_.max_step_signals, "signals to other nodes");
 }
 
-/// A graph with a gradient copies as many rows to the same places as when it was captured.
+/// A graph with a gradient copies as many rows to the same addresses as when it was captured.
 void GpuPlan::check_staging(const SequencePlan& plan) const {
   if (!captured_ || plan.operation != SequenceOperation::kv_gradient) return;
   for (std::size_t t = 0; t < plan.tensors.size(); ++t) {
@@ -209,12 +210,12 @@ void GpuPlan::check_room(const SequencePlan& plan) const {
           "replace_plan: a graph holds the plan ", batched_ ? "with" : "without",
           " forwarding, expected one of the same kind");
   check_staging(plan);
-  require(plan.num_chunks <= layout_.max_chunks && plan.num_places <= layout_.max_places,
-          "replace_plan: the plan has ", plan.num_chunks, " chunks and ", plan.num_places,
-          " places, expected at most ", layout_.max_chunks, " and ", layout_.max_places,
+  require(plan.num_chunks <= layout_.max_chunks && plan.num_addresses <= layout_.max_addresses,
+          "replace_plan: the plan has ", plan.num_chunks, " chunks and ", plan.num_addresses,
+          " places, expected at most ", layout_.max_chunks, " and ", layout_.max_addresses,
           ", as the first one had");
   check_count(plan.segments.size(), layout_.max_segments, "segments");
-  check_count(plan.segment_places.size(), layout_.max_segment_places, "places of segments");
+  check_count(plan.segment_addresses.size(), layout_.max_segment_addresses, "places of segments");
   check_count(plan.batches.size(), layout_.max_batches, "batches");
   check_count(plan.waits.size(), layout_.max_waits, "waits");
   check_count(plan.signals.size(), layout_.max_signals, "signals");
@@ -235,8 +236,8 @@ void GpuPlan::queue_upload(const SequencePlan& plan, cudaStream_t stream) const 
         cudaMemcpyAsync(device + from, pinned + from, bytes, cudaMemcpyHostToDevice, stream),
         "uploading a plan", "plan");
   };
-  copy(0, at(layout_.segments_at) + plan.segments.size() * sizeof(RowSegment));
-  copy(layout_.segment_places_at, plan.segment_places.size() * sizeof(std::uint64_t));
+  copy(0, to_size(layout_.segments_at) + plan.segments.size() * sizeof(RowSegment));
+  copy(layout_.segment_addresses_at, plan.segment_addresses.size() * sizeof(std::uint64_t));
   copy(layout_.batches_at, plan.batches.size() * sizeof(WorkBatch));
   copy(layout_.waits_at, plan.waits.size() * sizeof(BatchSlot));
   copy(layout_.signals_at, plan.signals.size() * sizeof(BatchSlot));
@@ -250,7 +251,7 @@ void GpuPlan::queue_upload(const SequencePlan& plan, cudaStream_t stream) const 
   };
   clear(layout_.done_at, plan.batches.size() * sizeof(unsigned));
   clear(layout_.steps_done_at, plan.network.steps.size() * sizeof(unsigned));
-  clear(layout_.ready_at, at(plan.network.num_ready) * sizeof(std::uint64_t));
+  clear(layout_.ready_at, to_size(plan.network.num_ready) * sizeof(std::uint64_t));
 }
 
 void GpuPlan::fill(const SequencePlan& plan, cudaStream_t stream) {
@@ -266,12 +267,13 @@ void GpuPlan::fill(const SequencePlan& plan, cudaStream_t stream) {
     window_rows_ = plan.window_rows;
   }
   gpu_->check(cudaEventRecord(block_.uploaded, stream), "recording an event", "plan");
-  const ExpandParams params{.head = table<const PlanHead>(0),
-                            .segments = table<const RowSegment>(layout_.segments_at),
-                            .segment_places = table<const std::uint64_t>(layout_.segment_places_at),
-                            .chunks = table<RowChunk>(layout_.chunks_at),
-                            .places = table<std::uint64_t>(layout_.places_at),
-                            .chunk_batches = table<std::int32_t>(layout_.chunk_batches_at)};
+  const ExpandParams params{
+      .head = table<const PlanHead>(0),
+      .segments = table<const RowSegment>(layout_.segments_at),
+      .segment_addresses = table<const std::uint64_t>(layout_.segment_addresses_at),
+      .chunks = table<RowChunk>(layout_.chunks_at),
+      .addresses = table<std::uint64_t>(layout_.addresses_at),
+      .chunk_batches = table<std::int32_t>(layout_.chunk_batches_at)};
   gpu_->check(launch_expand_plan(params, std::ssize(plan.segments), stream), "launching a kernel",
               "plan");
   gpu_->check(cudaEventRecord(block_.used, stream), "recording an event", "plan");
@@ -280,10 +282,10 @@ void GpuPlan::fill(const SequencePlan& plan, cudaStream_t stream) {
 const std::uint64_t* GpuPlan::fingerprint() const { return table<const PlanHead>(0)->fingerprint; }
 
 void GpuPlan::point(SequenceParams& params) const {
-  params.meet.fingerprint.plan = fingerprint();
+  params.arrive.fingerprint.plan = fingerprint();
   params.head = table<const PlanHead>(0);
   params.chunks = table<const RowChunk>(layout_.chunks_at);
-  params.places = table<const std::uint64_t>(layout_.places_at);
+  params.addresses = table<const std::uint64_t>(layout_.addresses_at);
   params.batches = {.batches = table<const WorkBatch>(layout_.batches_at),
                     .waits = table<const BatchSlot>(layout_.waits_at),
                     .signals = table<const BatchSlot>(layout_.signals_at),
@@ -292,7 +294,7 @@ void GpuPlan::point(SequenceParams& params) const {
   params.ready = table<std::uint64_t>(layout_.ready_at);
 }
 
-LegTables GpuPlan::leg_tables() const {
+PathTables GpuPlan::path_tables() const {
   return {.num_puts = &table<const PlanHead>(0)->num_network_puts,
           .steps = table<const NetworkStep>(layout_.steps_at),
           .puts = table<const NetworkPut>(layout_.puts_at),

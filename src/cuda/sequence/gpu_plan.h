@@ -7,7 +7,7 @@
 #include <mutex>
 #include <vector>
 
-#include "../network/leg_params.h"
+#include "../network/path_params.h"
 #include "../rank/gpu_rank.h"
 #include "sequence_params.h"
 #include "waybill/runtime/executor.h"
@@ -46,17 +46,17 @@ class PlanPool {
   std::size_t num_blocks_ = 0;
 };
 
-/// Where the tables of a plan lie in its block: what is uploaded (head, segments and their places,
-/// batches), then what the device makes of it (chunks, places).
+/// Where the tables of a plan lie in its block: what is uploaded (head, segments and their
+/// addresses, batches), then what the device makes of it (chunks, addresses).
 struct PlanLayout {
   PlanLayout() = default;
   /// With room for as many segments as a plan of the same chunks may have, up to some thousand.
   explicit PlanLayout(const SequencePlan& plan);
 
   std::int64_t max_segments = 0;
-  std::int64_t max_segment_places = 0;
+  std::int64_t max_segment_addresses = 0;
   std::int64_t max_chunks = 0;
-  std::int64_t max_places = 0;
+  std::int64_t max_addresses = 0;
   std::int64_t max_batches = 0;
   std::int64_t max_waits = 0;
   std::int64_t max_signals = 0;
@@ -65,7 +65,7 @@ struct PlanLayout {
   std::int64_t max_step_waits = 0;
   std::int64_t max_step_signals = 0;
   std::int64_t segments_at = 0;
-  std::int64_t segment_places_at = 0;
+  std::int64_t segment_addresses_at = 0;
   std::int64_t batches_at = 0;
   std::int64_t waits_at = 0;
   std::int64_t signals_at = 0;
@@ -75,7 +75,7 @@ struct PlanLayout {
   std::int64_t step_signals_at = 0;
   std::int64_t upload_bytes = 0;
   std::int64_t chunks_at = 0;
-  std::int64_t places_at = 0;
+  std::int64_t addresses_at = 0;
   std::int64_t chunk_batches_at = 0;
   std::int64_t done_at = 0;
   std::int64_t steps_done_at = 0;
@@ -83,7 +83,7 @@ struct PlanLayout {
   std::int64_t size_bytes = 0;
 };
 
-/// A plan's tables on the device. Their place does not change when a plan is replaced, so that a
+/// A plan's tables on the device. Their address does not change when a plan is replaced, so that a
 /// captured launch reads the new one.
 class GpuPlan final : public UploadedPlan {
  public:
@@ -111,7 +111,7 @@ class GpuPlan final : public UploadedPlan {
   /// Whether it takes the kernels for batches. A plan without work takes those of the one before,
   /// so that a graph of either can hold the next.
   [[nodiscard]] bool batched() const { return batched_; }
-  [[nodiscard]] LegTables leg_tables() const;
+  [[nodiscard]] PathTables path_tables() const;
 
  private:
   void check_room(const SequencePlan& plan) const;

@@ -40,21 +40,21 @@ struct ChunkCursor {
   }
 };
 
-/// A warp's addends in turn: chunk by chunk, and in each the copies in their order. The place of
+/// A warp's addends in turn: chunk by chunk, and in each the copies in their order. The address of
 /// the next one is on its way too.
 template <bool Batched>
 struct AddendCursor {
   ChunkCursor chunks;
   int copy = 0;
-  std::uint64_t place = 0;
+  std::uint64_t address = 0;
 
   __device__ void begin(const SequenceParams& p) {
     chunks.begin<Batched>(p);
     to_next_with_addends(p);
   }
   __device__ void next(const SequenceParams& p) {
-    if (++copy < chunks.at.num_places) {
-      place = p.places[chunks.at.first_place + copy];
+    if (++copy < chunks.at.num_addresses) {
+      address = p.addresses[chunks.at.first_address + copy];
       return;
     }
     copy = 0;
@@ -65,8 +65,8 @@ struct AddendCursor {
  private:
   /// This chunk included.
   __device__ void to_next_with_addends(const SequenceParams& p) {
-    while (!chunks.at_end() && chunks.at.num_places == 0) chunks.next<Batched>(p);
-    if (!chunks.at_end()) place = p.places[chunks.at.first_place];
+    while (!chunks.at_end() && chunks.at.num_addresses == 0) chunks.next<Batched>(p);
+    if (!chunks.at_end()) address = p.addresses[chunks.at.first_address];
   }
 };
 

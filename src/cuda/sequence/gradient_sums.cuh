@@ -19,13 +19,13 @@ struct alignas(16) Elements {
   typename Number::Stored values[count];
 };
 
-__device__ inline const std::byte* place_of(const SequenceParams& p, std::uint64_t place) {
-  return p.windows[place >> place_rank_shift] + (place & place_offset_mask);
+__device__ inline const std::byte* address_of(const SequenceParams& p, std::uint64_t address) {
+  return p.windows[address >> address_rank_shift] + (address & address_offset_mask);
 }
 
 /// The same where an addend may be a sum.
-__device__ inline const std::byte* addend_at(const SequenceParams& p, std::uint64_t place) {
-  return place_of(p, place & ~place_sum_bit);
+__device__ inline const std::byte* addend_at(const SequenceParams& p, std::uint64_t address) {
+  return address_of(p, address & ~address_sum_bit);
 }
 
 /// Where byte `offset` of a chunk (counted in the addends) goes.
@@ -41,7 +41,7 @@ __device__ std::byte* output_of(const TensorParams& output, const RowChunk& chun
 /// Where the sums of a batch of this kind go that are not rounded: rows of the window.
 __device__ inline TensorParams sums_on_the_way(const SequenceParams& p, std::int32_t tensor) {
   const std::int32_t entry = p.head->num_tensors + tensor;
-  return {p.windows[p.meet.rank] + p.head->window_offsets[entry], p.head->cuts[entry].row_bytes};
+  return {p.windows[p.arrive.rank] + p.head->window_offsets[entry], p.head->cuts[entry].row_bytes};
 }
 
 /// What sums of a number are kept in on the way.

@@ -1,7 +1,7 @@
 #include <type_traits>
 
+#include "../device/arrive_and_wait.cuh"
 #include "../device/bulk.cuh"
-#include "../device/meet.cuh"
 #include "batch.cuh"
 #include "gradient_cursor.cuh"
 #include "gradient_sums.cuh"
@@ -71,9 +71,9 @@ class BulkSummer {
     Sums<In> sums;
     for (; !here_.at_end(); here_.template next<Batched>(p_)) {
       const bool rounds = !Batched || kind_of(here_.batch) != BatchKind::partial;
-      const bool alone = copies && rounds && here_.at.num_places == 1 && is_plain_next();
-      if (here_.at.num_places == 0) sums.clear();
-      for (int copy = 0; copy < here_.at.num_places; ++copy) take(sums, copy == 0, alone);
+      const bool alone = copies && rounds && here_.at.num_addresses == 1 && is_plain_next();
+      if (here_.at.num_addresses == 0) sums.clear();
+      for (int copy = 0; copy < here_.at.num_addresses; ++copy) take(sums, copy == 0, alone);
       if (alone) continue;
       if (rounds) {
         sums.template write<Out>(p_.outputs[here_.at.tensor], here_.at);
@@ -152,14 +152,14 @@ class BulkSummer {
     if (lane_ == 0) arrived_.flush();
     __syncwarp();
     ready_ = ahead_.chunks.batch;
-    await_batch(p_, p_.batches.batches[ready_], epoch_);
+    wait_batch(p_, p_.batches.batches[ready_], epoch_);
     load();
     ask();
   }
 
   __device__ void load() {
     const RowChunk& chunk = ahead_.chunks.at;
-    const bool sum = Batched && sum_scale > 1 && (ahead_.place & place_sum_bit) != 0;
+    const bool sum = Batched && sum_scale > 1 && (ahead_.address & address_sum_bit) != 0;
     if (Batched && sum_scale > 1) {
       const std::uint32_t bit = 1U << (asked_ % stages);
       sums_ = sum ? sums_ | bit : sums_ & ~bit;
@@ -170,8 +170,9 @@ class BulkSummer {
           static_cast<std::uint32_t>(chunk.rows * chunk.part_bytes * (sum ? sum_scale : 1));
       std::uint64_t* const barrier = &loaded_[asked_ % stages];
       barrier_expect(barrier, bytes);
-      bulk_load(stage(asked_), Batched ? addend_at(p_, ahead_.place) : place_of(p_, ahead_.place),
-                bytes, barrier);
+      bulk_load(stage(asked_),
+                Batched ? addend_at(p_, ahead_.address) : address_of(p_, ahead_.address), bytes,
+                barrier);
     }
     ++asked_;
     ahead_.next(p_);
@@ -199,13 +200,13 @@ __device__ void sum_element(const SequenceParams& p, const RowChunk& chunk, bool
   using Sum = typename In::Sum;
   constexpr auto scale = static_cast<int>(sizeof(Sum) / sizeof(Stored));
   Sum sum{0};
-  for (int copy = 0; copy < chunk.num_places; ++copy) {
-    const std::uint64_t place = p.places[chunk.first_place + copy];
+  for (int copy = 0; copy < chunk.num_addresses; ++copy) {
+    const std::uint64_t address = p.addresses[chunk.first_address + copy];
     Sum value;
-    if (batched && scale > 1 && (place & place_sum_bit) != 0) {
-      value = *reinterpret_cast<const Sum*>(addend_at(p, place) + offset * scale);
+    if (batched && scale > 1 && (address & address_sum_bit) != 0) {
+      value = *reinterpret_cast<const Sum*>(addend_at(p, address) + offset * scale);
     } else {
-      const std::byte* const from = batched ? addend_at(p, place) : place_of(p, place);
+      const std::byte* const from = batched ? addend_at(p, address) : address_of(p, address);
       value = In::load(*reinterpret_cast<const Stored*>(from + offset));
     }
     sum = copy == 0 ? value : sum + value;
@@ -225,7 +226,7 @@ __device__ void sum_elements(const SequenceParams& p, std::uint64_t epoch) {
        c < p.head->num_chunks; c += step) {
     const RowChunk chunk = p.chunks[c];
     const std::int32_t number = batched ? p.batches.chunk_batches[c] : -1;
-    if (batched) await_batch(p, p.batches.batches[number], epoch);
+    if (batched) wait_batch(p, p.batches.batches[number], epoch);
     const bool rounds = !batched || p.batches.batches[number].kind != BatchKind::partial;
     const int bytes = chunk.rows * chunk.part_bytes;
     for (int offset = lane * in_bytes; offset < bytes; offset += 32 * in_bytes) {
@@ -246,11 +247,11 @@ template <class In, class Out, bool Bulk, bool Batched>
 __global__ void __launch_bounds__(warps_of<Batched> * 32, 1)
     kv_gradient_kernel(const __grid_constant__ SequenceParams p) {
   extern __shared__ __align__(128) std::byte shared[];
-  const CallWords words = load_call_words(p.meet.fingerprint);
-  const std::uint64_t epoch = begin_call(p.meet);
+  const CallWords words = load_call_words(p.arrive.fingerprint);
+  const std::uint64_t epoch = begin_call(p.arrive);
   if (threadIdx.x < 32) {
-    if (blockIdx.x == 0) publish_to_all(p.meet, epoch, words);
-    await_all(p.meet, epoch, words);
+    if (blockIdx.x == 0) signal_to_all(p.arrive, epoch, words);
+    wait_all(p.arrive, epoch, words);
   }
   __syncthreads();
   if constexpr (Bulk) {
@@ -258,7 +259,7 @@ __global__ void __launch_bounds__(warps_of<Batched> * 32, 1)
   } else {
     sum_elements<In, Out>(p, epoch);
   }
-  if (is_last_block(p.meet) && threadIdx.x == 0) end_call(p.meet, epoch);
+  if (is_last_block(p.arrive) && threadIdx.x == 0) end_call(p.arrive, epoch);
 }
 
 using Kernel = void (*)(SequenceParams);

@@ -14,7 +14,7 @@ inline constexpr int max_gradient_chunk_bytes = 2048;  ///< of a chunk that is s
 
 /// Each loads a kernel into the context of the current device, so that no launch has to wait for a
 /// device on which another rank's kernel waits for this one's.
-cudaError_t prepare_dispatch_bulk();
+cudaError_t prepare_dispatch_tma();
 cudaError_t prepare_dispatch_vector();
 cudaError_t prepare_kv_gradient(bool bulk);
 cudaError_t prepare_expand_plan();
@@ -23,8 +23,8 @@ cudaError_t prepare_widen_rows();
 /// Sends the chunks with bulk copies (sm_90 and later): tensors, pitches and rows are multiples of
 /// 16 bytes, no chunk over max_bulk_chunk_bytes.
 /// @param batched whether the plan has batches
-cudaError_t launch_dispatch_bulk(const SequenceParams& params, bool batched, int num_sms,
-                                 cudaStream_t stream);
+cudaError_t launch_dispatch_tma(const SequenceParams& params, bool batched, int num_sms,
+                                cudaStream_t stream);
 
 /// The same with loads and stores of the threads, for any address and size.
 cudaError_t launch_dispatch_vector(const SequenceParams& params, bool batched, int num_sms,
@@ -33,7 +33,7 @@ cudaError_t launch_dispatch_vector(const SequenceParams& params, bool batched, i
 struct GradientKernel {
   DType from;
   DType to;
-  bool bulk;     ///< needs what launch_dispatch_bulk needs, of windows and outputs; chunks up to
+  bool bulk;     ///< needs what launch_dispatch_tma needs, of windows and outputs; chunks up to
                  ///< max_gradient_chunk_bytes. Without it elements must be aligned to their size.
   bool batched;  ///< whether the plan has batches
 };
@@ -56,7 +56,7 @@ struct WidenParams {
 cudaError_t launch_widen_rows(const WidenParams& params, DType from, int num_sms,
                               cudaStream_t stream);
 
-/// Makes the chunks and places of a plan, as expand_chunks() of the runtime does.
+/// Makes the chunks and addresses of a plan, as expand_chunks() of the runtime does.
 cudaError_t launch_expand_plan(const ExpandParams& params, std::int64_t num_segments,
                                cudaStream_t stream);
 

@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../device/meet_params.h"
+#include "../device/arrive_params.h"
 #include "waybill/schedule/row_chunk.h"
 #include "waybill/schedule/work_batch.h"
 
@@ -42,21 +42,21 @@ struct BatchTables {
   unsigned* done;  ///< [batches]: chunks whose rows have arrived; 0 between calls
 };
 
-/// What makes chunks and places from segments: the device's part of compiling a plan.
+/// What makes chunks and addresses from segments: the device's part of compiling a plan.
 struct ExpandParams {
   const PlanHead* head;
   const RowSegment* segments;
-  const std::uint64_t* segment_places;
+  const std::uint64_t* segment_addresses;
   RowChunk* chunks;
-  std::uint64_t* places;
+  std::uint64_t* addresses;
   std::int32_t* chunk_batches;
 };
 
 struct SequenceParams {
-  MeetParams meet;
+  ArriveParams arrive;
   const PlanHead* head;
   const RowChunk* chunks;
-  const std::uint64_t* places;
+  const std::uint64_t* addresses;
   BatchTables batches;
   std::uint64_t* slots[max_gpu_ranks];  ///< [W]: of the batches, of each rank of the node
   std::uint64_t* ready;                 ///< counters for the plan's NetworkProgram

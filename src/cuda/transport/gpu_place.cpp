@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "../rank/cuda_check.h"
-#include "waybill/core/at.h"
+#include "waybill/core/to_size.h"
 #include "waybill/transport/agree.h"
 
 namespace waybill::cuda {
@@ -34,13 +34,13 @@ std::vector<GpuPlace> exchange_places(Bootstrap& bootstrap, int device) {
 }
 
 int ranks_on_gpu_of(const std::vector<GpuPlace>& places, Rank rank) {
-  const cudaUUID_t& mine = places[waybill::detail::at(to_int(rank))].gpu;
+  const cudaUUID_t& mine = places[waybill::detail::to_size(to_int(rank))].gpu;
   return static_cast<int>(std::ranges::count_if(
       places, [&](const GpuPlace& place) { return same_gpu(place.gpu, mine); }));
 }
 
 bool shares_gpu_with_processes(const std::vector<GpuPlace>& places, Rank rank) {
-  const GpuPlace& mine = places[waybill::detail::at(to_int(rank))];
+  const GpuPlace& mine = places[waybill::detail::to_size(to_int(rank))];
   return std::ranges::any_of(places, [&](const GpuPlace& place) {
     return place.process != mine.process && same_gpu(place.gpu, mine.gpu);
   });
@@ -64,7 +64,7 @@ bool on_one_host(const std::vector<GpuPlace>& places) {
 
 void require_nodes_on_hosts(const std::vector<GpuPlace>& places, std::int32_t ranks_per_node,
                             std::string_view who) {
-  const auto size = waybill::detail::at(ranks_per_node);
+  const auto size = waybill::detail::to_size(ranks_per_node);
   for (std::size_t r = 0; r < places.size(); ++r) {
     const std::size_t first = r / size * size;
     if (places[r].host == places[first].host) continue;

@@ -8,15 +8,15 @@
 #include "../nccl/nccl_communicator.h"
 #include "../rank/cuda_check.h"
 #include "keep_memory.h"
-#include "nccl_leg.h"
-#include "waybill/core/at.h"
+#include "nccl_path.h"
+#include "waybill/core/to_size.h"
 #include "waybill/transport/agree.h"
 #include "waybill/transport/peer_status.h"
 
 namespace waybill::cuda {
 namespace {
 
-using waybill::detail::at;
+using waybill::detail::to_size;
 
 constexpr const char* who = "make_gpu_process_world";
 
@@ -25,7 +25,7 @@ constexpr const char* who = "make_gpu_process_world";
 constexpr std::int64_t page_bytes = std::int64_t{2} << 20;
 
 /// What a rank tells about the block that it has made.
-struct Offer {
+struct SharedBlockInfo {
   std::int64_t size_bytes;
   cudaIpcMemHandle_t handle;
 };
@@ -49,35 +49,35 @@ std::shared_ptr<void> open_peer(const cudaIpcMemHandle_t& handle, std::size_t ra
           }};
 }
 
-const char* name_of(NetworkWire wire) {
-  if (wire == NetworkWire::peer) return "peer";
-  return wire == NetworkWire::nccl ? "nccl" : "automatic";
+const char* name_of(NetworkBackend backend) {
+  if (backend == NetworkBackend::peer) return "peer";
+  return backend == NetworkBackend::nccl ? "nccl" : "automatic";
 }
 
 /// How ranks of different nodes reach each other, from what was asked for.
-NetworkWire choose_wire(NetworkWire asked, const std::vector<GpuPlace>& places,
-                        const Topology& topology) {
-  if (topology.num_nodes() == 1) return NetworkWire::peer;
-  if (asked != NetworkWire::automatic) return asked;
-  return on_one_host(places) ? NetworkWire::peer : NetworkWire::nccl;
+NetworkBackend choose_backend(NetworkBackend asked, const std::vector<GpuPlace>& places,
+                              const Topology& topology) {
+  if (topology.num_nodes() == 1) return NetworkBackend::peer;
+  if (asked != NetworkBackend::automatic) return asked;
+  return on_one_host(places) ? NetworkBackend::peer : NetworkBackend::nccl;
 }
 
 class GpuProcessTransport final : public GpuTransport {
  public:
   GpuProcessTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
                       std::shared_ptr<GpuRank> gpu, const std::vector<GpuPlace>& places,
-                      NetworkWire wire)
+                      NetworkBackend backend)
       : GpuTransport(std::move(bootstrap), ranks_per_node, gpu, 1) {
-    const Setting settings[] = {{"wire", name_of(wire)}};
+    const Setting settings[] = {{"wire", name_of(backend)}};
     require_same(who, settings);
     require_own_processes(places, who);
     require_nodes_on_hosts(places, topology().ranks_per_node, who);
-    const bool by_nccl = choose_wire(wire, places, topology()) == NetworkWire::nccl;
+    const bool by_nccl = choose_backend(backend, places, topology()) == NetworkBackend::nccl;
     if (!by_nccl) require_one_host(this->bootstrap(), who);
     first_mapped_ = by_nccl ? to_int(rank()) - to_int(topology().local_rank(rank())) : 0;
     num_mapped_ = by_nccl ? topology().ranks_per_node : topology().world_size;
-    do_together(this->bootstrap(), who, [&] {
-      require_peer_access(std::span(places).subspan(at(first_mapped_), at(num_mapped_)),
+    run_collectively(this->bootstrap(), who, [&] {
+      require_peer_access(std::span(places).subspan(to_size(first_mapped_), to_size(num_mapped_)),
                           first_mapped_, this->gpu().device(), who);
     });
     if (on_one_host(places)) watch_peers(peer_status());
@@ -86,9 +86,9 @@ class GpuProcessTransport final : public GpuTransport {
     }
   }
 
-  [[nodiscard]] std::unique_ptr<NetworkLeg> make_network_leg() override {
-    if (network_ == nullptr) return GpuTransport::make_network_leg();
-    return make_nccl_leg(shared_gpu(), topology(), share(), network_);
+  [[nodiscard]] std::unique_ptr<NetworkPath> make_network_path() override {
+    if (network_ == nullptr) return GpuTransport::make_network_path();
+    return make_nccl_path(shared_gpu(), topology(), share(), network_);
   }
 
   void put(const SymmetricBuffer& to, const PutRequest& piece) override {
@@ -129,30 +129,30 @@ class GpuProcessTransport final : public GpuTransport {
 
   Parts make_parts(std::int64_t size_bytes, std::string_view name) override {
     const std::string operation = concat("allocate(", name, ")");
-    const auto me = at(to_int(rank()));
+    const auto me = to_size(to_int(rank()));
     gpu().use();
-    Parts parts(at(topology().world_size));
-    Offer mine{size_bytes, {}};
-    do_together(bootstrap(), operation, [&] {
+    Parts parts(to_size(topology().world_size));
+    SharedBlockInfo mine{size_bytes, {}};
+    run_collectively(bootstrap(), operation, [&] {
       parts[me] = make_own(size_bytes, gpu().stream());
       cuda_check(cudaIpcGetMemHandle(&mine.handle, parts[me].get()), "making a handle of memory");
     });
-    const auto offers = all_gather_value(bootstrap(), mine, operation);
-    for (std::size_t r = 0; r < offers.size(); ++r) {
-      require(offers[r].size_bytes == size_bytes, operation, ": size_bytes = ", size_bytes,
-              ", but ", offers[r].size_bytes, " on rank ", r);
+    const auto blocks = all_gather_value(bootstrap(), mine, operation);
+    for (std::size_t r = 0; r < blocks.size(); ++r) {
+      require(blocks[r].size_bytes == size_bytes, operation, ": size_bytes = ", size_bytes,
+              ", but ", blocks[r].size_bytes, " on rank ", r);
     }
-    do_together(bootstrap(), operation, [&] {
-      for (std::size_t r = 0; r < offers.size(); ++r) {
+    run_collectively(bootstrap(), operation, [&] {
+      for (std::size_t r = 0; r < blocks.size(); ++r) {
         if (r == me || !is_mapped(static_cast<std::int32_t>(r))) continue;
-        parts[r] = open_peer(offers[r].handle, r, gpu().device());
+        parts[r] = open_peer(blocks[r].handle, r, gpu().device());
       }
     });
     return parts;
   }
 
   void free_parts(Parts parts) override {
-    std::shared_ptr<void> own = std::move(parts[at(to_int(rank()))]);
+    std::shared_ptr<void> own = std::move(parts[to_size(to_int(rank()))]);
     parts.clear();
     bootstrap().barrier("release");  // nobody has it mapped any more
     note_release(own);
@@ -169,9 +169,9 @@ std::unique_ptr<GpuTransport> make_gpu_process_transport(std::shared_ptr<Bootstr
                                                          std::int32_t ranks_per_node,
                                                          std::shared_ptr<GpuRank> gpu,
                                                          const std::vector<GpuPlace>& places,
-                                                         NetworkWire wire) {
+                                                         NetworkBackend backend) {
   return std::make_unique<GpuProcessTransport>(std::move(bootstrap), ranks_per_node, std::move(gpu),
-                                               places, wire);
+                                               places, backend);
 }
 
 }  // namespace waybill::cuda

@@ -2,10 +2,10 @@
 
 #include <utility>
 
-#include "../device/meet_kernels.h"
+#include "../device/arrive_kernels.h"
 #include "../rank/cuda_check.h"
-#include "peer_leg.h"
-#include "waybill/core/at.h"
+#include "peer_path.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::cuda {
 
@@ -14,7 +14,7 @@ GpuTransport::GpuTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ra
     : PeerTransport(std::move(bootstrap), ranks_per_node), gpu_(std::move(gpu)), share_(share) {
   gpu_->use();
   seen_ = pinned_memory(sizeof(std::uint64_t));
-  cuda_check(prepare_meet(), "loading kernels");
+  cuda_check(prepare_arrive_and_wait(), "loading kernels");
   gpu_->ask_while_waiting([this](std::string_view operation) { check_peers(operation, rank()); });
   if (const auto scope = this->bootstrap().failure_scope(); scope != nullptr) {
     ended_ = scope->on_end([gpu = gpu_.get()] { gpu->give_up(); });
@@ -32,7 +32,7 @@ void GpuTransport::put(const SymmetricBuffer& to, const PutRequest& piece) {
   std::byte* const place = place_of(to, piece);
   if (piece.size_bytes == 0) return;
   gpu_->use();
-  gpu_->check(cudaMemcpyAsync(place, piece.source, waybill::detail::at(piece.size_bytes),
+  gpu_->check(cudaMemcpyAsync(place, piece.source, waybill::detail::to_size(piece.size_bytes),
                               cudaMemcpyDefault, gpu_->stream()),
               "copying to a peer", "put");
 }
@@ -51,17 +51,17 @@ std::uint64_t GpuTransport::wait(SignalSlot slot, std::uint64_t wanted, Rank pee
   gpu_->check(
       launch_wait({flag, wanted, to_int(rank()), to_int(peer), seen()}, sink(), gpu_->stream()),
       "launching a wait", operation);
-  await_stream("waiting for a signal", operation);
+  wait_stream("waiting for a signal", operation);
   gpu_->throw_fault();
   return *seen();
 }
 
 void GpuTransport::quiet() {
   gpu_->use();
-  await_stream("waiting for puts", "quiet");
+  wait_stream("waiting for puts", "quiet");
 }
 
-void GpuTransport::await_stream(std::string_view doing, std::string_view operation) {
+void GpuTransport::wait_stream(std::string_view doing, std::string_view operation) {
   try {
     gpu_->wait_for(gpu_->stream(), doing, operation);
   } catch (const Interrupted& error) {
@@ -70,8 +70,8 @@ void GpuTransport::await_stream(std::string_view doing, std::string_view operati
   }
 }
 
-std::unique_ptr<NetworkLeg> GpuTransport::make_network_leg() {
-  return make_peer_leg(gpu_, topology(), share_);
+std::unique_ptr<NetworkPath> GpuTransport::make_network_path() {
+  return make_peer_path(gpu_, topology(), share_);
 }
 
 }  // namespace waybill::cuda

@@ -4,7 +4,7 @@
 #include <memory>
 #include <string_view>
 
-#include "../network/network_leg.h"
+#include "../network/network_path.h"
 #include "../rank/gpu_rank.h"
 #include "waybill/transport/peer_transport.h"
 
@@ -23,13 +23,13 @@ class GpuTransport : public PeerTransport {
 
   /// What carries a call's rows to other nodes: here, as every rank has the memory of all mapped, a
   /// kernel. Null: nothing does.
-  [[nodiscard]] virtual std::unique_ptr<NetworkLeg> make_network_leg();
+  [[nodiscard]] virtual std::unique_ptr<NetworkPath> make_network_path();
 
  protected:
   void give_up(const char* after, std::string_view reason) noexcept override;
 
   /// Waits until what is on the rank's own stream is done.
-  void await_stream(std::string_view doing, std::string_view operation);
+  void wait_stream(std::string_view doing, std::string_view operation);
 
   /// @param share ranks on this rank's device
   GpuTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,

@@ -8,14 +8,14 @@
 #include "../nvshmem/nvshmem_library.h"
 #include "../rank/cuda_check.h"
 #include "keep_memory.h"
-#include "nvshmem_leg.h"
-#include "waybill/core/at.h"
+#include "nvshmem_path.h"
+#include "waybill/core/to_size.h"
 #include "waybill/transport/agree.h"
 
 namespace waybill::cuda {
 namespace {
 
-using waybill::detail::at;
+using waybill::detail::to_size;
 
 constexpr const char* who = "make_nvshmem_world";
 constexpr std::int64_t staging_bytes = std::int64_t{8} << 20;
@@ -50,7 +50,7 @@ void check_same_rank(const ProcessRank& first, const ProcessRank& now) {
 void start(Bootstrap& bootstrap, int device) {
   static ProcessRank first;
   const ProcessRank now{true, to_int(bootstrap.rank()), bootstrap.world_size(), device};
-  do_together(bootstrap, who, [&] {
+  run_collectively(bootstrap, who, [&] {
     (void)nvshmem_api();
     if (first.initialized) check_same_rank(first, now);
   });
@@ -58,7 +58,7 @@ void start(Bootstrap& bootstrap, int device) {
   const NvshmemApi& api = nvshmem_api();
   set_defaults(on_one_host(bootstrap));
   Bootstrap::Bytes id(api.unique_id_bytes);
-  do_together(bootstrap, who, [&] {
+  run_collectively(bootstrap, who, [&] {
     if (now.rank != 0) return;
     const int status = api.make_unique_id(id.data());
     if (status != 0) {
@@ -68,7 +68,7 @@ void start(Bootstrap& bootstrap, int device) {
     }
   });
   id = bootstrap.all_gather(id, who).front();
-  do_together(bootstrap, who, [&] {
+  run_collectively(bootstrap, who, [&] {
     const int status = api.initialize(now.rank, now.world_size, id.data());
     if (status != 0) {
       throw TransportError(concat("NVSHMEM ", api.nvshmem_version, " did not start: status ",
@@ -82,7 +82,7 @@ void start(Bootstrap& bootstrap, int device) {
 /// seen with it.
 void require_consistent_rows(Bootstrap& bootstrap) {
   const NvshmemApi& api = nvshmem_api();
-  do_together(bootstrap, who, [&] {
+  run_collectively(bootstrap, who, [&] {
     const int enforces = api.enforces_consistency();
     if (enforces == 0) return;
     if (enforces < 0) {
@@ -102,9 +102,9 @@ void require_consistent_rows(Bootstrap& bootstrap) {
 class NvshmemTransport final : public GpuTransport {
  public:
   NvshmemTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
-                   std::shared_ptr<GpuRank> gpu, const std::vector<GpuPlace>& places)
+                   std::shared_ptr<GpuRank> gpu, const std::vector<GpuPlace>& addresses)
       : GpuTransport(std::move(bootstrap), ranks_per_node, std::move(gpu), 1) {
-    require_own_processes(places, who);
+    require_own_processes(addresses, who);
     this->gpu().use();
     start(this->bootstrap(), this->gpu().device());
     api_ = &nvshmem_api();
@@ -119,7 +119,7 @@ class NvshmemTransport final : public GpuTransport {
     gpu().use();
     // A network card reads symmetric memory alone. The stream keeps slices apart.
     for (std::int64_t done = 0; done < piece.size_bytes; done += staging_bytes) {
-      const std::size_t size = at(std::min(staging_bytes, piece.size_bytes - done));
+      const std::size_t size = to_size(std::min(staging_bytes, piece.size_bytes - done));
       gpu().check(cudaMemcpyAsync(staging_.get(), piece.source + done, size, cudaMemcpyDefault,
                                   gpu().stream()),
                   "copying to a peer", "put");
@@ -145,7 +145,7 @@ class NvshmemTransport final : public GpuTransport {
                            seen()};
     const FaultSink to = sink();
     gpu().check(api_->wait(&wait, &to, gpu().stream()), "launching a wait", operation);
-    await_stream("waiting for a signal", operation);
+    wait_stream("waiting for a signal", operation);
     return *seen();
   }
 
@@ -155,8 +155,8 @@ class NvshmemTransport final : public GpuTransport {
     GpuTransport::quiet();
   }
 
-  [[nodiscard]] std::unique_ptr<NetworkLeg> make_network_leg() override {
-    return make_nvshmem_leg(*api_, shared_gpu(), topology());
+  [[nodiscard]] std::unique_ptr<NetworkPath> make_network_path() override {
+    return make_nvshmem_path(*api_, shared_gpu(), topology());
   }
 
  private:
@@ -165,8 +165,8 @@ class NvshmemTransport final : public GpuTransport {
   std::shared_ptr<void> make_own(std::int64_t size_bytes, const std::string& operation) {
     bootstrap().barrier(operation);
     std::shared_ptr<void> own;
-    const std::size_t room = at(std::max<std::int64_t>(size_bytes, 1));
-    do_together(bootstrap(), operation, [&] {
+    const std::size_t room = to_size(std::max<std::int64_t>(size_bytes, 1));
+    run_collectively(bootstrap(), operation, [&] {
       void* const memory = api_->allocate(room);
       if (memory == nullptr) {
         throw TransportError(concat("the symmetric heap of NVSHMEM has no room for ", room,
@@ -189,7 +189,7 @@ class NvshmemTransport final : public GpuTransport {
     gpu().use();
     const std::shared_ptr<void> own = make_own(size_bytes, operation);
     Parts parts;
-    do_together(bootstrap(), operation, [&] {
+    run_collectively(bootstrap(), operation, [&] {
       for (std::int32_t r = 0; r < topology().world_size; ++r) {
         void* const part = api_->peer(own.get(), r);
         if (part == nullptr && reach(Rank{r}) != Reach::network) {
@@ -218,9 +218,9 @@ class NvshmemTransport final : public GpuTransport {
 std::unique_ptr<GpuTransport> make_nvshmem_transport(std::shared_ptr<Bootstrap> bootstrap,
                                                      std::int32_t ranks_per_node,
                                                      std::shared_ptr<GpuRank> gpu,
-                                                     const std::vector<GpuPlace>& places) {
+                                                     const std::vector<GpuPlace>& addresses) {
   return std::make_unique<NvshmemTransport>(std::move(bootstrap), ranks_per_node, std::move(gpu),
-                                            places);
+                                            addresses);
 }
 
 }  // namespace waybill::cuda

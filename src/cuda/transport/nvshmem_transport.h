@@ -14,6 +14,6 @@ namespace waybill::cuda {
 /// put and signal of NVSHMEM between nodes.
 [[nodiscard]] std::unique_ptr<GpuTransport> make_nvshmem_transport(
     std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node, std::shared_ptr<GpuRank> gpu,
-    const std::vector<GpuPlace>& places);
+    const std::vector<GpuPlace>& addresses);
 
 }  // namespace waybill::cuda

@@ -34,8 +34,8 @@ void SideStream::join(cudaStream_t to, const char* operation) {
   gpu_->check(cudaStreamWaitEvent(to, done_, 0), "ordering streams", operation);
 }
 
-LegParams leg_params(const NetworkCall& call, const GpuRank& gpu, const Topology& topology,
-                     int share) {
+PathParams path_params(const NetworkCall& call, const GpuRank& gpu, const Topology& topology,
+                       int share) {
   return {.rank = to_int(gpu.rank()),
           .world_size = topology.world_size,
           .ranks_per_node = topology.ranks_per_node,

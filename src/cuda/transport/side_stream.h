@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include "../network/network_leg.h"
+#include "../network/network_path.h"
 #include "../rank/gpu_rank.h"
 
 namespace waybill::cuda {
@@ -28,9 +28,9 @@ class SideStream {
   cudaEvent_t done_ = nullptr;
 };
 
-/// The parameters of a leg's kernel, but for the peers' memory.
+/// The parameters of a network path's kernel, but for the peers' memory.
 /// @param share ranks on the device
-[[nodiscard]] LegParams leg_params(const NetworkCall& call, const GpuRank& gpu,
-                                   const Topology& topology, int share);
+[[nodiscard]] PathParams path_params(const NetworkCall& call, const GpuRank& gpu,
+                                     const Topology& topology, int share);
 
 }  // namespace waybill::cuda

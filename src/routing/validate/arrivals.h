@@ -10,23 +10,23 @@ namespace waybill::validation {
 
 /// A copy, seen from where it lands.
 struct Arrival {
-  std::int64_t row;   ///< first row in the destination's buffer
-  std::int32_t line;  ///< of the table
-  std::int32_t slot;  ///< which copy of the line
+  std::int64_t row;    ///< first row in the destination's buffer
+  std::int32_t entry;  ///< of the table
+  std::int32_t slot;   ///< which copy of the entry
 };
 
 /// The copies of a table by destination, in the order of their rows there. At the same row, those
 /// without rows come first; among these the order is the global one.
 struct Arrivals {
   std::vector<std::int64_t> offsets;  ///< [W + 1]
-  UninitializedVector<Arrival> list;  ///< [copies]
+  UninitializedVector<Arrival> list;  ///< [destinations]
   std::vector<std::int64_t> rows;     ///< [W]: sum of the lengths
   /// [W]: 1 where the rows are without gap or overlap. Before check_tiling only of those whose
   /// rows come in the global order.
   std::vector<std::uint8_t> tiled;
 
   [[nodiscard]] std::span<const Arrival> of(std::int32_t rank) const {
-    return {list.data() + offsets[at(rank)], list.data() + offsets[at(rank + 1)]};
+    return {list.data() + offsets[to_size(rank)], list.data() + offsets[to_size(rank + 1)]};
   }
 };
 

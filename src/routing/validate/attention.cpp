@@ -22,10 +22,10 @@ struct Expected {
   std::vector<std::int64_t> max_kv;  ///< [W]
 
   [[nodiscard]] std::int64_t count(std::int32_t rank) const {
-    return rank_offsets[at(rank + 1)] - rank_offsets[at(rank)];
+    return rank_offsets[to_size(rank + 1)] - rank_offsets[to_size(rank)];
   }
   [[nodiscard]] Values of(const Flat& values, std::int32_t rank) const {
-    return {values.data() + rank_offsets[at(rank)], at(count(rank))};
+    return {values.data() + rank_offsets[to_size(rank)], to_size(count(rank))};
   }
 };
 
@@ -39,7 +39,7 @@ UninitializedVector<Context> find_contexts(const PlanIndex& index) {
   UninitializedVector<Context> context(index.plan->shard_len.size());  // by shard
   for (std::int32_t r = 0; r < index.plan->world_size; ++r) {
     walk_kv(index, r, [&](const KvStep& step) {
-      context[at(index.shard(step.query))] = {step.kv_row, step.kv_len};
+      context[to_size(index.shard(step.query))] = {step.kv_row, step.kv_len};
     });
   }
   return context;
@@ -51,24 +51,25 @@ bool matches(const SparseAttnLayout& attention, const PlanIndex& index) {
   if (attention.rank_offsets != index.rank_offsets) return false;
   const UninitializedVector<Context> context = find_contexts(index);
   struct Progress {
-    std::int64_t line;
+    std::int64_t entry;
     std::int64_t rows = 0;
     std::int64_t max_q = 0;
     std::int64_t max_kv = 0;
   };
   std::vector<Progress> ranks;
-  ranks.reserve(at(plan.world_size));
-  for (std::int32_t r = 0; r < plan.world_size; ++r) ranks.push_back({index.rank_offsets[at(r)]});
+  ranks.reserve(to_size(plan.world_size));
+  for (std::int32_t r = 0; r < plan.world_size; ++r)
+    ranks.push_back({index.rank_offsets[to_size(r)]});
   bool same = true;
   for (std::size_t s = 0; s < context.size(); ++s) {
-    Progress& rank = ranks[at(plan.q_dst[s])];
-    const auto line = at(rank.line++);
+    Progress& rank = ranks[to_size(plan.q_dst[s])];
+    const auto entry = to_size(rank.entry++);
     const std::int64_t len = plan.shard_len[s];
-    same &= attention.shard[line] == static_cast<std::int32_t>(s);
-    same &= attention.q_begin[line] == rank.rows;
-    same &= attention.q_len[line] == len;
-    same &= attention.kv_begin[line] == context[s].row;
-    same &= attention.kv_len[line] == context[s].len;
+    same &= attention.shard[entry] == static_cast<std::int32_t>(s);
+    same &= attention.q_begin[entry] == rank.rows;
+    same &= attention.q_len[entry] == len;
+    same &= attention.kv_begin[entry] == context[s].row;
+    same &= attention.kv_len[entry] == context[s].len;
     rank.rows += len;
     rank.max_q = std::max(rank.max_q, len);
     rank.max_kv = std::max(rank.max_kv, context[s].len);
@@ -90,18 +91,18 @@ Expected expect(const PlanIndex& index) {
                   .q_len = Flat(n),
                   .kv_begin = Flat(n),
                   .kv_len = Flat(n),
-                  .max_q = std::vector<std::int64_t>(at(plan.world_size)),
-                  .max_kv = std::vector<std::int64_t>(at(plan.world_size))};
+                  .max_q = std::vector<std::int64_t>(to_size(plan.world_size)),
+                  .max_kv = std::vector<std::int64_t>(to_size(plan.world_size))};
   std::vector<std::int64_t> next(index.rank_offsets.begin(), index.rank_offsets.end() - 1);
-  std::vector<std::int64_t> filled(at(plan.world_size));
+  std::vector<std::int64_t> filled(to_size(plan.world_size));
   for (std::size_t s = 0; s < n; ++s) {
-    const auto r = at(plan.q_dst[s]);
-    const auto line = at(next[r]++);
-    result.shard[line] = static_cast<std::int32_t>(s);
-    result.q_begin[line] = filled[r];
-    result.q_len[line] = plan.shard_len[s];
-    result.kv_begin[line] = context[s].row;
-    result.kv_len[line] = context[s].len;
+    const auto r = to_size(plan.q_dst[s]);
+    const auto entry = to_size(next[r]++);
+    result.shard[entry] = static_cast<std::int32_t>(s);
+    result.q_begin[entry] = filled[r];
+    result.q_len[entry] = plan.shard_len[s];
+    result.kv_begin[entry] = context[s].row;
+    result.kv_len[entry] = context[s].len;
     result.max_q[r] = std::max(result.max_q[r], plan.shard_len[s]);
     result.max_kv[r] = std::max(result.max_kv[r], context[s].len);
     filled[r] += plan.shard_len[s];
@@ -206,7 +207,7 @@ class DenseAttention {
       for (const std::int64_t len : expected_.of(lengths, r)) {
         sums.push_back(add_rows(sums.back(), len));
       }
-      check_array(field, r, arrays[at(r)], sums);
+      check_array(field, r, arrays[to_size(r)], sums);
     }
   }
 
@@ -214,7 +215,7 @@ class DenseAttention {
                    bool wanted) {
     if (!check_arrays(field, arrays, wanted)) return;
     for (std::int32_t r = 0; r < world_ && !findings_.full(); ++r) {
-      check_array(field, r, arrays[at(r)], expected_.of(values, r));
+      check_array(field, r, arrays[to_size(r)], expected_.of(values, r));
     }
   }
 
@@ -235,9 +236,9 @@ void check_attention(const SparseAttnLayout& attention, const PlanIndex& index,
   const Expected expected = expect(index);
   if (attention.rank_offsets != expected.rank_offsets) {
     for (std::int32_t r = 0; r <= world; ++r) {
-      const std::int64_t got = attention.rank_offsets[at(r)];
-      if (got == expected.rank_offsets[at(r)]) continue;
-      report("rank_offsets", r, -1, got, expected.rank_offsets[at(r)], findings);
+      const std::int64_t got = attention.rank_offsets[to_size(r)];
+      if (got == expected.rank_offsets[to_size(r)]) continue;
+      report("rank_offsets", r, -1, got, expected.rank_offsets[to_size(r)], findings);
     }
     return;
   }

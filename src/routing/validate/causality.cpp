@@ -8,7 +8,7 @@ namespace {
 
 /// A KV shard in a buffer, expected or there.
 struct Held {
-  std::int64_t line;
+  std::int64_t entry;
   std::int64_t slot;   ///< copy; -1: any
   std::int64_t place;  ///< of the KV shard in the plan; -1 for what is there
   std::int64_t query;  ///< place of the first query that reads it
@@ -33,8 +33,8 @@ class KvBuffer {
     walk_kv(index_, rank_, [&](const KvStep& step) {
       same = same && step.query - step.new_first < std::ssize(arrived_) - t;
       for (std::int64_t p = step.new_first; same && p <= step.query; ++p, ++t) {
-        const Arrival& a = arrived_[at(t)];
-        same = line_of(p) == a.line && (!per_query_ || a.slot == step.query - p);
+        const Arrival& a = arrived_[to_size(t)];
+        same = entry_of(p) == a.entry && (!per_query_ || a.slot == step.query - p);
       }
     });
     return same && t == std::ssize(arrived_);
@@ -45,27 +45,30 @@ class KvBuffer {
     std::vector<Held> expected;
     walk_kv(index_, rank_, [&](const KvStep& step) {
       for (std::int64_t p = step.new_first; p <= step.query; ++p) {
-        expected.push_back({line_of(p), per_query_ ? step.query - p : -1, p, step.query});
+        expected.push_back({entry_of(p), per_query_ ? step.query - p : -1, p, step.query});
       }
     });
     std::vector<Held> got;
-    for (const Arrival& a : arrived_) got.push_back({a.line, a.slot, -1, -1});
+    for (const Arrival& a : arrived_) got.push_back({a.entry, a.slot, -1, -1});
     order_empty(expected);
     order_empty(got);
     compare(expected, got);
   }
 
  private:
-  [[nodiscard]] std::int64_t line_of(std::int64_t place) const {
+  [[nodiscard]] std::int64_t entry_of(std::int64_t place) const {
     const std::int32_t shard = index_.shard(place);
-    const std::int32_t home = index_.home[at(shard)];
-    return table_.rank_offsets[at(home)] + shard - index_.plan->rank_shard_offsets[at(home)];
+    const std::int32_t home = index_.home[to_size(shard)];
+    return table_.rank_offsets[to_size(home)] + shard -
+           index_.plan->rank_shard_offsets[to_size(home)];
   }
 
   void order_empty(std::vector<Held>& list) const {
-    const auto has_rows = [&](const Held& held) { return table_.lines[at(held.line)].len > 0; };
+    const auto has_rows = [&](const Held& held) {
+      return table_.entries[to_size(held.entry)].len > 0;
+    };
     const auto before = [](const Held& a, const Held& b) {
-      return std::tie(a.line, a.slot) < std::tie(b.line, b.slot);
+      return std::tie(a.entry, a.slot) < std::tie(b.entry, b.slot);
     };
     for (auto first = list.begin(); first != list.end();) {
       const auto last = std::find_if(first, list.end(), has_rows);
@@ -84,13 +87,13 @@ class KvBuffer {
         continue;
       }
       const auto [missing, superfluous] = resume(expected, e, got, g);
-      if (missing == 1 && superfluous == 1 && expected[at(e)].line == got[at(g)].line) {
-        report_number(expected[at(e++)], got[at(g++)]);
+      if (missing == 1 && superfluous == 1 && expected[to_size(e)].entry == got[to_size(g)].entry) {
+        report_number(expected[to_size(e++)], got[to_size(g++)]);
         continue;
       }
-      for (const std::int64_t end = e + missing; e < end; ++e) report_missing(expected[at(e)]);
+      for (const std::int64_t end = e + missing; e < end; ++e) report_missing(expected[to_size(e)]);
       for (const std::int64_t end = g + superfluous; g < end; ++g) {
-        report_superfluous(got[at(g)]);
+        report_superfluous(got[to_size(g)]);
       }
     }
   }
@@ -99,8 +102,9 @@ class KvBuffer {
   [[nodiscard]] static bool agree(const std::vector<Held>& expected, std::int64_t e,
                                   const std::vector<Held>& got, std::int64_t g) {
     if (e >= std::ssize(expected) || g >= std::ssize(got)) return false;
-    const Held& wanted = expected[at(e)];
-    return wanted.line == got[at(g)].line && (wanted.slot < 0 || wanted.slot == got[at(g)].slot);
+    const Held& wanted = expected[to_size(e)];
+    return wanted.entry == got[to_size(g)].entry &&
+           (wanted.slot < 0 || wanted.slot == got[to_size(g)].slot);
   }
 
   /// How many to leave out on one side so that both agree again, within reach; or one on each.
@@ -121,19 +125,19 @@ class KvBuffer {
   }
 
   void report_number(const Held& expected, const Held& got) {
-    findings_.add(FindingKind::order, table_.name, "dst_offset", table_.place(got.line, got.slot),
+    findings_.add(FindingKind::order, table_.name, "dst_offset", table_.place(got.entry, got.slot),
                   concat("this copy for ", reader(expected)), concat("copy ", expected.slot));
   }
 
   void report_missing(const Held& held) {
     findings_.add(FindingKind::causality, table_.name, "dst_rank",
-                  table_.place(held.line, held.slot), concat("no copy in place on rank ", rank_),
+                  table_.place(held.entry, held.slot), concat("no copy in place on rank ", rank_),
                   concat("one for ", reader(held)));
   }
 
   void report_superfluous(const Held& held) {
     findings_.add(FindingKind::causality, table_.name, "dst_rank",
-                  table_.place(held.line, held.slot), concat("a copy on rank ", rank_),
+                  table_.place(held.entry, held.slot), concat("a copy on rank ", rank_),
                   "none there: no query reads it at that place");
   }
 
@@ -165,23 +169,25 @@ void check_copy_order(const SendTable& table, const PlanIndex& index, Findings& 
     std::int64_t document = -1;
     std::int64_t place = -1;
   };
-  std::vector<LastQuery> last(at(plan.world_size));
+  std::vector<LastQuery> last(to_size(plan.world_size));
   for (std::int64_t d = 0; d < plan.num_documents() && !findings.full(); ++d) {
-    const std::int64_t first = plan.doc_shard_offsets[at(d)];
-    const std::int64_t end = plan.doc_shard_offsets[at(d + 1)];
-    for (std::int64_t p = first; p < end; ++p) last[at(plan.q_dst[at(index.shard(p))])] = {d, p};
+    const std::int64_t first = plan.doc_shard_offsets[to_size(d)];
+    const std::int64_t end = plan.doc_shard_offsets[to_size(d + 1)];
+    for (std::int64_t p = first; p < end; ++p)
+      last[to_size(plan.q_dst[to_size(index.shard(p))])] = {d, p};
     for (std::int64_t p = first; p < end; ++p) {
       const std::int32_t shard = index.shard(p);
-      const std::int32_t home = index.home[at(shard)];
-      const std::int64_t line =
-          table.rank_offsets[at(home)] + shard - plan.rank_shard_offsets[at(home)];
+      const std::int32_t home = index.home[to_size(shard)];
+      const std::int64_t entry =
+          table.rank_offsets[to_size(home)] + shard - plan.rank_shard_offsets[to_size(home)];
       std::int64_t before = end;
-      for (std::int64_t c = table.copy_begin(line); c < table.copy_begin(line + 1); ++c) {
-        const LastQuery& query = last[at(table.dst_rank[at(c)])];
+      for (std::int64_t c = table.destination_begin(entry); c < table.destination_begin(entry + 1);
+           ++c) {
+        const LastQuery& query = last[to_size(table.dst_rank[to_size(c)])];
         if (query.document != d) continue;  // a copy that nobody reads: not a matter of order
         if (query.place >= before) [[unlikely]] {
           findings.add(FindingKind::order, table.name, "dst_rank",
-                       table.place(line, table.slot(line, c)), table.dst_rank[at(c)],
+                       table.place(entry, table.slot(entry, c)), table.dst_rank[to_size(c)],
                        "a rank whose last query comes before that of the copy before");
         }
         before = query.place;

@@ -12,7 +12,7 @@ void check_counts(const SparseMetadata& metadata, const SendTable& table,
                   std::span<const std::int64_t> received_rows, const Arrivals* arrivals,
                   Findings& findings);
 
-/// Which lines num_seqs counts.
+/// Which entries num_seqs counts.
 enum class NumSeqs {
   with_rows,            ///< tables of Q: those with rows
   with_rows_or_copies,  ///< tables of KV and of copies count either those or all that are sent

@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include "waybill/core/at.h"
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 #include "waybill/routing/validate.h"
 
 namespace waybill::validation {
@@ -48,7 +48,7 @@ class Findings {
   std::vector<Finding> list_;
 };
 
-using detail::at;
+using detail::to_size;
 
 /// a + b >= 0, or the largest number where that is more. For a, b >= 0.
 [[nodiscard]] inline std::int64_t add_rows(std::int64_t a, std::int64_t b) {

@@ -5,9 +5,10 @@
 
 namespace waybill::validation {
 
-/// False, and a finding, unless the lines of a forward table are the shards of the plan: shard j
-/// of a rank is its line j, with the same length; further lines are padding.
-[[nodiscard]] bool check_lines(const SendTable& table, const PlanIndex& index, Findings& findings);
+/// False, and a finding, unless the entries of a forward table are the shards of the plan: shard j
+/// of a rank is its entry j, with the same length; further entries are padding.
+[[nodiscard]] bool check_entries(const SendTable& table, const PlanIndex& index,
+                                 Findings& findings);
 
 /// Queries go where the plan says, and land in the global order. After check_lines and
 /// check_tiling.

@@ -47,29 +47,29 @@ void check_dtypes(const Metadata& m, const char* name, Findings& findings) {
   if (m.recv_seq_lens) check("recv_seq_lens", *m.recv_seq_lens, DType::uint32);
 }
 
-/// Reads the entries of one dense table into the lines and copies of a SendTable.
+/// Reads the entries of one dense table into the entries and copies of a SendTable.
 class DenseLoader {
  public:
   DenseLoader(const Metadata& m, SendTable& table, Findings& findings)
       : len_(m.seq_len),
         dst_(m.dst_rank),
         row_(m.dst_offset),
-        per_line_(m.has_copies() ? m.dst_rank.dim(-1) : 1),
+        per_entry_(m.has_copies() ? m.dst_rank.dim(-1) : 1),
         table_(table),
         findings_(findings) {}
 
   /// False: not safe to go on.
   bool run(std::int64_t num_shards) {
     const std::int64_t world = table_.world_size;
-    table_.lines.resize(at(world * num_shards));
+    table_.entries.resize(to_size(world * num_shards));
     table_.own_copy_offsets.assign(1, 0);
     for (std::int64_t r = 0; r <= world; ++r) table_.rank_offsets.push_back(r * num_shards);
-    for (std::int64_t line = 0; line < world * num_shards; ++line) {
-      table_.lines[at(line)] = {.len = len_[line],
-                                .begin = 0,
-                                .rank = static_cast<std::int32_t>(line / num_shards),
-                                .shard = static_cast<std::int32_t>(line % num_shards)};
-      read_line(line);
+    for (std::int64_t entry = 0; entry < world * num_shards; ++entry) {
+      table_.entries[to_size(entry)] = {.len = len_[entry],
+                                        .begin = 0,
+                                        .rank = static_cast<std::int32_t>(entry / num_shards),
+                                        .shard = static_cast<std::int32_t>(entry % num_shards)};
+      read_entry(entry);
       table_.own_copy_offsets.push_back(std::ssize(table_.own_dst_rank));
     }
     table_.copy_offsets = table_.own_copy_offsets;
@@ -80,42 +80,42 @@ class DenseLoader {
   }
 
  private:
-  void read_line(std::int64_t line) {
-    const std::int64_t len = len_[line];
+  void read_entry(std::int64_t entry) {
+    const std::int64_t len = len_[entry];
     if (len < 0 || len > max_offset) {
-      fail(len < 0 ? FindingKind::negative : FindingKind::bounds, "seq_len", table_.place(line),
+      fail(len < 0 ? FindingKind::negative : FindingKind::bounds, "seq_len", table_.place(entry),
            len, concat("0..", max_offset));
     }
     const std::int64_t before = std::ssize(table_.own_dst_rank);
-    for (std::int64_t k = 0; k < per_line_; ++k) read_copy(line, k);
+    for (std::int64_t k = 0; k < per_entry_; ++k) read_copy(entry, k);
     if (std::ssize(table_.own_dst_rank) > before || len <= 0 || !safe_) return;
     if (table_.reverse) {
-      findings_.add(FindingKind::padding, table_.name, "seq_len", table_.place(line), len,
+      findings_.add(FindingKind::padding, table_.name, "seq_len", table_.place(entry), len,
                     "0, as dst_rank is -1");
     } else {
-      findings_.add(FindingKind::undispatched, table_.name, "dst_rank", table_.place(line),
+      findings_.add(FindingKind::undispatched, table_.name, "dst_rank", table_.place(entry),
                     concat("no destination for ", len, " rows"), "one");
     }
   }
 
-  void read_copy(std::int64_t line, std::int64_t k) {
-    const std::int64_t dst = dst_[line * per_line_ + k];
-    const std::int64_t row = row_[line * per_line_ + k];
+  void read_copy(std::int64_t entry, std::int64_t k) {
+    const std::int64_t dst = dst_[entry * per_entry_ + k];
+    const std::int64_t row = row_[entry * per_entry_ + k];
     if (dst == -1) {
       if (row != 0) {
-        findings_.add(FindingKind::padding, table_.name, "dst_offset", table_.place(line, k), row,
+        findings_.add(FindingKind::padding, table_.name, "dst_offset", table_.place(entry, k), row,
                       "0, as dst_rank is -1");
       }
       return;
     }
     if (dst < -1 || dst >= table_.world_size) {
-      fail(FindingKind::rank_range, "dst_rank", table_.place(line, k), dst,
+      fail(FindingKind::rank_range, "dst_rank", table_.place(entry, k), dst,
            concat("-1 (none) or 0..", table_.world_size - 1));
       return;
     }
     if (row < 0 || row > max_offset) {
       fail(row < 0 ? FindingKind::negative : FindingKind::bounds, "dst_offset",
-           table_.place(line, k), row, concat("0..", max_offset));
+           table_.place(entry, k), row, concat("0..", max_offset));
     }
     table_.own_dst_rank.push_back(static_cast<std::int32_t>(dst));
     table_.own_dst_row.push_back(row);
@@ -131,7 +131,7 @@ class DenseLoader {
   IndexReader len_;
   IndexReader dst_;
   IndexReader row_;
-  std::int64_t per_line_;
+  std::int64_t per_entry_;
   SendTable& table_;
   Findings& findings_;
   bool safe_ = true;

@@ -12,27 +12,27 @@ bool check_sizes(const SparseMetadata& m, const char* name, Findings& findings) 
                  concat("1..", max_world_size));
     return false;
   }
-  if (m.num_lines() > INT32_MAX) {
-    findings.add(FindingKind::shape, name, "seq_len", {}, concat(m.num_lines(), " lines"),
+  if (m.num_entries() > INT32_MAX) {
+    findings.add(FindingKind::shape, name, "seq_len", {}, concat(m.num_entries(), " entries"),
                  "at most 2^31 - 1");
     return false;
   }
-  const bool lines_ok =
-      check_offsets(name, "rank_offsets", m.rank_offsets, m.world_size, m.num_lines(), findings);
+  const bool entries_ok =
+      check_offsets(name, "rank_offsets", m.rank_offsets, m.world_size, m.num_entries(), findings);
   if (m.dst_offset.size() != m.dst_rank.size()) {
     findings.add(FindingKind::shape, name, "dst_offset", {}, concat(m.dst_offset.size(), " values"),
-                 concat(m.num_copies(), ", as dst_rank"));
+                 concat(m.num_destinations(), ", as dst_rank"));
     return false;
   }
   if (m.copy_offsets.empty()) {
-    if (m.num_copies() == m.num_lines()) return lines_ok;
-    findings.add(FindingKind::shape, name, "dst_rank", {}, concat(m.num_copies(), " copies"),
-                 concat(m.num_lines(), ", one a line"));
+    if (m.num_destinations() == m.num_entries()) return entries_ok;
+    findings.add(FindingKind::shape, name, "dst_rank", {}, concat(m.num_destinations(), " copies"),
+                 concat(m.num_entries(), ", one per entry"));
     return false;
   }
-  return check_offsets(name, "copy_offsets", m.copy_offsets, m.num_lines(), m.num_copies(),
+  return check_offsets(name, "copy_offsets", m.copy_offsets, m.num_entries(), m.num_destinations(),
                        findings) &&
-         lines_ok;
+         entries_ok;
 }
 
 /// Whether all values lie in 0..limit. Without branches, so that the compiler can use vectors.
@@ -44,22 +44,22 @@ bool all_within(const Values& values, std::uint64_t limit) {
   return !beyond;
 }
 
-/// Whether every line has as many copies as it may have: exactly one in a reverse table, and in a
+/// Whether every entry has as many copies as it may have: exactly one in a reverse table, and in a
 /// forward table at least one if it has rows.
 bool copies_fit(const SendTable& table) {
   if (table.copy_offsets.empty()) return true;
   bool fit = true;
-  for (std::int64_t i = 0; i < table.num_lines(); ++i) {
-    const std::int64_t copies = table.copy_begin(i + 1) - table.copy_begin(i);
-    fit &= table.reverse ? copies == 1 : copies > 0 || table.lines[at(i)].len == 0;
+  for (std::int64_t i = 0; i < table.num_entries(); ++i) {
+    const std::int64_t copies = table.destination_begin(i + 1) - table.destination_begin(i);
+    fit &= table.reverse ? copies == 1 : copies > 0 || table.entries[to_size(i)].len == 0;
   }
   return fit;
 }
 
 [[gnu::cold]] bool check_lengths(const SendTable& table, Findings& findings) {
   bool safe = true;
-  for (std::int64_t i = 0; i < table.num_lines(); ++i) {
-    const std::int64_t len = table.lines[at(i)].len;
+  for (std::int64_t i = 0; i < table.num_entries(); ++i) {
+    const std::int64_t len = table.entries[to_size(i)].len;
     if (0 <= len && len <= max_offset) [[likely]]
       continue;
     safe = false;
@@ -71,13 +71,13 @@ bool copies_fit(const SendTable& table) {
 
 [[gnu::cold]] bool check_copies(const SendTable& table, Findings& findings) {
   bool safe = true;
-  for (std::int64_t i = 0; i < table.num_lines(); ++i) {
-    const std::int64_t first = table.copy_begin(i);
-    const std::int64_t last = table.copy_begin(i + 1);
-    if (last == first && table.lines[at(i)].len > 0) {
+  for (std::int64_t i = 0; i < table.num_entries(); ++i) {
+    const std::int64_t first = table.destination_begin(i);
+    const std::int64_t last = table.destination_begin(i + 1);
+    if (last == first && table.entries[to_size(i)].len > 0) {
       // Safe to go on: the rows stay behind.
       findings.add(FindingKind::undispatched, table.name, "dst_rank", table.place(i),
-                   concat("no destination for ", table.lines[at(i)].len, " rows"), "one");
+                   concat("no destination for ", table.entries[to_size(i)].len, " rows"), "one");
     }
     if (table.reverse && last != first + 1) {
       findings.add(FindingKind::shape, table.name, "copy_offsets", table.place(i),
@@ -85,8 +85,8 @@ bool copies_fit(const SendTable& table) {
       safe = false;
     }
     for (std::int64_t c = first; c < last; ++c) {
-      const std::int32_t dst = table.dst_rank[at(c)];
-      const std::int64_t row = table.dst_row[at(c)];
+      const std::int32_t dst = table.dst_rank[to_size(c)];
+      const std::int64_t row = table.dst_row[to_size(c)];
       if (dst < 0 || dst >= table.world_size) [[unlikely]] {
         safe = false;
         findings.add(FindingKind::rank_range, table.name, "dst_rank", table.place(i, c - first),
@@ -116,14 +116,14 @@ std::optional<SendTable> load(const SparseMetadata& m, const char* name, Directi
   table.dst_row = m.dst_offset;
   table.one_copy = m.copy_offsets.empty();
   table.reverse = direction == Direction::reverse;
-  table.lines.resize(m.seq_len.size());
+  table.entries.resize(m.seq_len.size());
   for (std::int32_t r = 0; r < m.world_size; ++r) {
-    const std::int64_t first = m.rank_offsets[at(r)];
-    for (std::int64_t line = first; line < m.rank_offsets[at(r + 1)]; ++line) {
-      table.lines[at(line)] = {.len = m.seq_len[at(line)],
-                               .begin = 0,
-                               .rank = r,
-                               .shard = static_cast<std::int32_t>(line - first)};
+    const std::int64_t first = m.rank_offsets[to_size(r)];
+    for (std::int64_t entry = first; entry < m.rank_offsets[to_size(r + 1)]; ++entry) {
+      table.entries[to_size(entry)] = {.len = m.seq_len[to_size(entry)],
+                                       .begin = 0,
+                                       .rank = r,
+                                       .shard = static_cast<std::int32_t>(entry - first)};
     }
   }
   const bool in_range = all_within(m.seq_len, max_offset) && all_within(m.dst_offset, max_offset) &&

@@ -42,10 +42,10 @@ bool check_shards(const QkvPlan& plan, Findings& findings) {
   bool ok = true;
   std::int64_t total = 0;
   for (std::int32_t r = 0; r < plan.world_size && !findings.full(); ++r) {
-    for (std::int64_t s = plan.rank_shard_offsets[at(r)]; s < plan.rank_shard_offsets[at(r + 1)];
-         ++s) {
+    for (std::int64_t s = plan.rank_shard_offsets[to_size(r)];
+         s < plan.rank_shard_offsets[to_size(r + 1)]; ++s) {
       const Place place{.rank = r, .shard = s};
-      const std::int64_t len = plan.shard_len[at(s)];
+      const std::int64_t len = plan.shard_len[to_size(s)];
       if (len < 0) {
         findings.add(FindingKind::negative, table, "shard_len", place, len, "0 or more");
         ok = false;
@@ -59,8 +59,8 @@ bool check_shards(const QkvPlan& plan, Findings& findings) {
           ok = false;
         }
       }
-      if (plan.q_dst[at(s)] < 0 || plan.q_dst[at(s)] >= plan.world_size) {
-        findings.add(FindingKind::rank_range, table, "q_dst", place, plan.q_dst[at(s)],
+      if (plan.q_dst[to_size(s)] < 0 || plan.q_dst[to_size(s)] >= plan.world_size) {
+        findings.add(FindingKind::rank_range, table, "q_dst", place, plan.q_dst[to_size(s)],
                      concat("0..", plan.world_size - 1));
         ok = false;
       }
@@ -71,23 +71,23 @@ bool check_shards(const QkvPlan& plan, Findings& findings) {
 
 bool check_documents(const QkvPlan& plan, Findings& findings) {
   const std::int64_t num_shards = plan.num_shards();
-  std::vector<std::uint8_t> held(at(num_shards));
+  std::vector<std::uint8_t> held(to_size(num_shards));
   bool ok = true;
   for (std::int64_t place = 0; place < num_shards && !findings.full(); ++place) {
-    const std::int64_t shard = plan.doc_shards[at(place)];
+    const std::int64_t shard = plan.doc_shards[to_size(place)];
     if (shard < 0 || shard >= num_shards) {
       findings.add(FindingKind::document, table, "doc_shards", {}, concat(shard, " at ", place),
                    concat("0..", num_shards - 1));
       ok = false;
-    } else if (held[at(shard)]++ != 0) {
+    } else if (held[to_size(shard)]++ != 0) {
       findings.add(FindingKind::document, table, "doc_shards", {.shard = shard},
                    concat("this shard again at ", place), "each shard once");
-      held[at(shard)] = 1;
+      held[to_size(shard)] = 1;
       ok = false;
     }
   }
   for (std::int64_t shard = 0; !ok && shard < num_shards && !findings.full(); ++shard) {
-    if (held[at(shard)] != 0) continue;
+    if (held[to_size(shard)] != 0) continue;
     findings.add(FindingKind::document, table, "doc_shards", {.shard = shard},
                  "this shard in no document", "each shard once");
   }
@@ -98,11 +98,11 @@ bool check_windows(const QkvPlan& plan, Findings& findings) {
   if (plan.kv_begin.empty()) return true;
   bool ok = true;
   for (std::int64_t d = 0; d < plan.num_documents() && !findings.full(); ++d) {
-    const std::int64_t first = plan.doc_shard_offsets[at(d)];
+    const std::int64_t first = plan.doc_shard_offsets[to_size(d)];
     std::int64_t before = 0;
-    for (std::int64_t p = 0; p < plan.doc_shard_offsets[at(d + 1)] - first; ++p) {
-      const std::int32_t shard = plan.doc_shards[at(first + p)];
-      const std::int64_t begin = plan.kv_begin[at(shard)];
+    for (std::int64_t p = 0; p < plan.doc_shard_offsets[to_size(d + 1)] - first; ++p) {
+      const std::int32_t shard = plan.doc_shards[to_size(first + p)];
+      const std::int64_t begin = plan.kv_begin[to_size(shard)];
       if (before <= begin && begin <= p) [[likely]] {
         before = begin;
         continue;
@@ -134,44 +134,46 @@ PlanIndex index_plan(const QkvPlan& plan) {
   index.queries.resize(num_shards);
   index.rows_before[0] = 0;
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    const auto first = static_cast<std::int32_t>(plan.doc_shard_offsets[at(d)]);
-    for (std::int64_t place = first; place < plan.doc_shard_offsets[at(d + 1)]; ++place) {
-      const auto shard = at(plan.doc_shards[at(place)]);
-      index.document[at(place)] = static_cast<std::int32_t>(d);
-      index.kv_first[at(place)] = first + (plan.kv_begin.empty() ? 0 : plan.kv_begin[shard]);
-      index.rows_before[at(place + 1)] = index.rows_before[at(place)] + plan.shard_len[shard];
+    const auto first = static_cast<std::int32_t>(plan.doc_shard_offsets[to_size(d)]);
+    for (std::int64_t place = first; place < plan.doc_shard_offsets[to_size(d + 1)]; ++place) {
+      const auto shard = to_size(plan.doc_shards[to_size(place)]);
+      index.document[to_size(place)] = static_cast<std::int32_t>(d);
+      index.kv_first[to_size(place)] = first + (plan.kv_begin.empty() ? 0 : plan.kv_begin[shard]);
+      index.rows_before[to_size(place + 1)] =
+          index.rows_before[to_size(place)] + plan.shard_len[shard];
     }
   }
   for (std::int32_t r = 0; r < plan.world_size; ++r) {
-    for (std::int64_t s = plan.rank_shard_offsets[at(r)]; s < plan.rank_shard_offsets[at(r + 1)];
-         ++s) {
-      index.home[at(s)] = r;
+    for (std::int64_t s = plan.rank_shard_offsets[to_size(r)];
+         s < plan.rank_shard_offsets[to_size(r + 1)]; ++s) {
+      index.home[to_size(s)] = r;
     }
   }
-  index.rank_offsets.assign(at(plan.world_size) + 1, 0);
-  for (const std::int32_t dst : plan.q_dst) ++index.rank_offsets[at(dst) + 1];
-  for (std::size_t r = 0; r < at(plan.world_size); ++r) {
+  index.rank_offsets.assign(to_size(plan.world_size) + 1, 0);
+  for (const std::int32_t dst : plan.q_dst) ++index.rank_offsets[to_size(dst) + 1];
+  for (std::size_t r = 0; r < to_size(plan.world_size); ++r) {
     index.rank_offsets[r + 1] += index.rank_offsets[r];
   }
   std::vector<std::int64_t> next(index.rank_offsets.begin(), index.rank_offsets.end() - 1);
   const auto append = [&](std::int32_t shard, std::int32_t place) {
-    index.queries[at(next[at(plan.q_dst[at(shard)])]++)] = place;
+    index.queries[to_size(next[to_size(plan.q_dst[to_size(shard)])]++)] = place;
   };
   const auto last = static_cast<std::int32_t>(num_shards);
   if (plan.kv_layout == KvLayout::per_rank) {  // a group a document
     for (std::int32_t place = 0; place < last; ++place) append(index.shard(place), place);
   } else {  // a group a query, in the global order
     UninitializedVector<std::int32_t> place_of(num_shards);
-    for (std::int32_t place = 0; place < last; ++place) place_of[at(index.shard(place))] = place;
-    for (std::int32_t shard = 0; shard < last; ++shard) append(shard, place_of[at(shard)]);
+    for (std::int32_t place = 0; place < last; ++place)
+      place_of[to_size(index.shard(place))] = place;
+    for (std::int32_t shard = 0; shard < last; ++shard) append(shard, place_of[to_size(shard)]);
   }
   return index;
 }
 
 std::string PlanIndex::describe(std::int64_t place) const {
   const std::int32_t number = shard(place);
-  const std::int32_t rank = home[at(number)];
-  return concat("shard ", number - plan->rank_shard_offsets[at(rank)], " of rank ", rank);
+  const std::int32_t rank = home[to_size(number)];
+  return concat("shard ", number - plan->rank_shard_offsets[to_size(rank)], " of rank ", rank);
 }
 
 void check_plan_capacity(const PlanIndex& index, const ValidateOptions& options,

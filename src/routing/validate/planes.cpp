@@ -17,9 +17,9 @@ class PlanesOfRank {
   /// Rows `row..row + rows` are those of a used copy. False: they did not arrive; the rest of the
   /// rank would only repeat that.
   [[nodiscard]] bool expect(std::int64_t row, std::int64_t rows, Place place) {
-    const bool there = next_ < std::ssize(arrived_) && arrived_[at(next_)].row == row &&
-                       table_.lines[at(arrived_[at(next_)].line)].len == rows;
-    if (there) {
+    const bool has_arrived = next_ < std::ssize(arrived_) && arrived_[to_size(next_)].row == row &&
+                             table_.entries[to_size(arrived_[to_size(next_)].entry)].len == rows;
+    if (has_arrived) {
       ++next_;
       skip_empty();
       return true;
@@ -38,16 +38,17 @@ class PlanesOfRank {
 
  private:
   void skip_empty() {
-    while (next_ < std::ssize(arrived_) && table_.lines[at(arrived_[at(next_)].line)].len == 0) {
+    while (next_ < std::ssize(arrived_) &&
+           table_.entries[to_size(arrived_[to_size(next_)].entry)].len == 0) {
       ++next_;
     }
   }
 
   [[nodiscard]] std::string arrived_text() const {
-    const Arrival& a = arrived_[at(next_)];
-    const Line& line = table_.lines[at(a.line)];
-    return concat("rows ", a.row, "..", add_rows(a.row, line.len), " from rank ", line.rank,
-                  ", shard ", line.shard);
+    const Arrival& a = arrived_[to_size(next_)];
+    const Entry& entry = table_.entries[to_size(a.entry)];
+    return concat("rows ", a.row, "..", add_rows(a.row, entry.len), " from rank ", entry.rank,
+                  ", shard ", entry.shard);
   }
 
   const SendTable& table_;

@@ -8,10 +8,10 @@ namespace {
 
 /// The first row to which a copy returns: `copy * T + begin`. -1 where that is beyond int64.
 std::int64_t home_row(const SendTable& forward, const Arrival& a) {
-  const Line& line = forward.lines[at(a.line)];
+  const Entry& entry = forward.entries[to_size(a.entry)];
   std::int64_t row = 0;
-  if (__builtin_mul_overflow(a.slot, forward.rank_rows[at(line.rank)], &row)) return -1;
-  return __builtin_add_overflow(row, line.begin, &row) ? -1 : row;
+  if (__builtin_mul_overflow(a.slot, forward.rank_rows[to_size(entry.rank)], &row)) return -1;
+  return __builtin_add_overflow(row, entry.begin, &row) ? -1 : row;
 }
 
 /// Compares what one rank received with what it sends back.
@@ -22,30 +22,32 @@ class ReverseOfRank {
       : forward_(forward),
         reverse_(reverse),
         rank_(rank),
-        tiled_(arrivals.tiled[at(rank)] != 0),
+        tiled_(arrivals.tiled[to_size(rank)] != 0),
         arrived_(arrivals.of(rank)),
         findings_(findings) {
     // Padding of the dense form has no copy, so copies are the entries.
-    first_copy_ = reverse.copy_begin(reverse.rank_offsets[at(rank)]);
-    num_copies_ = reverse.copy_begin(reverse.rank_offsets[at(rank + 1)]) - first_copy_;
-    line_ = reverse.rank_offsets[at(rank)];
+    first_destination_ = reverse.destination_begin(reverse.rank_offsets[to_size(rank)]);
+    num_destinations_ =
+        reverse.destination_begin(reverse.rank_offsets[to_size(rank + 1)]) - first_destination_;
+    entry_ = reverse.rank_offsets[to_size(rank)];
   }
 
   void run() {
     const std::int64_t num_arrived = std::ssize(arrived_);
-    const bool complete = num_copies_ == num_arrived;
+    const bool complete = num_destinations_ == num_arrived;
     if (!complete) {
       findings_.add(FindingKind::transpose, reverse_.name, "seq_len", {.rank = rank_},
-                    concat(num_copies_, " entries"),
+                    concat(num_destinations_, " entries"),
                     concat(num_arrived, ", one for each that the rank received"));
     }
-    for (std::int64_t t = 0; t < std::min(num_arrived, num_copies_);) {
-      const Arrival& a = arrived_[at(t)];
-      const Line& line = forward_.lines[at(a.line)];
-      const std::int64_t copy = first_copy_ + t;
+    for (std::int64_t t = 0; t < std::min(num_arrived, num_destinations_);) {
+      const Arrival& a = arrived_[to_size(t)];
+      const Entry& entry = forward_.entries[to_size(a.entry)];
+      const std::int64_t copy = first_destination_ + t;
       seek(copy);
-      if (reverse_.lines[at(line_)].len == line.len && reverse_.dst_rank[at(copy)] == line.rank &&
-          reverse_.dst_row[at(copy)] == home_row(forward_, a)) [[likely]] {
+      if (reverse_.entries[to_size(entry_)].len == entry.len &&
+          reverse_.dst_rank[to_size(copy)] == entry.rank &&
+          reverse_.dst_row[to_size(copy)] == home_row(forward_, a)) [[likely]] {
         ++t;
         continue;
       }
@@ -61,14 +63,14 @@ class ReverseOfRank {
   }
 
  private:
-  /// Moves line_ on to the line of a copy.
+  /// Moves line_ on to the entry of a copy.
   void seek(std::int64_t copy) {
-    while (reverse_.copy_begin(line_ + 1) <= copy) ++line_;
+    while (reverse_.destination_begin(entry_ + 1) <= copy) ++entry_;
   }
 
   [[nodiscard]] std::int64_t reverse_len(std::int64_t t) {
-    seek(first_copy_ + t);
-    return reverse_.lines[at(line_)].len;
+    seek(first_destination_ + t);
+    return reverse_.entries[to_size(entry_)].len;
   }
 
   /// Shards without rows that land on the same row have no order among themselves. The end of
@@ -77,39 +79,39 @@ class ReverseOfRank {
     using Home = std::pair<std::int32_t, std::int64_t>;
     std::vector<Home> expected;
     std::vector<Home> got;
-    const std::int64_t line_before = line_;
+    const std::int64_t entry_before = entry_;
     std::int64_t end = t;
-    for (; end < std::min(std::ssize(arrived_), num_copies_); ++end) {
-      const Arrival& a = arrived_[at(end)];
-      const Line& line = forward_.lines[at(a.line)];
-      if (line.len != 0 || reverse_len(end) != 0) break;
-      expected.emplace_back(line.rank, home_row(forward_, a));
-      got.emplace_back(reverse_.dst_rank[at(first_copy_ + end)],
-                       reverse_.dst_row[at(first_copy_ + end)]);
+    for (; end < std::min(std::ssize(arrived_), num_destinations_); ++end) {
+      const Arrival& a = arrived_[to_size(end)];
+      const Entry& entry = forward_.entries[to_size(a.entry)];
+      if (entry.len != 0 || reverse_len(end) != 0) break;
+      expected.emplace_back(entry.rank, home_row(forward_, a));
+      got.emplace_back(reverse_.dst_rank[to_size(first_destination_ + end)],
+                       reverse_.dst_row[to_size(first_destination_ + end)]);
     }
     std::sort(expected.begin(), expected.end());
     std::sort(got.begin(), got.end());
     if (expected == got) return end;
-    line_ = line_before;
+    entry_ = entry_before;
     return t;
   }
 
   [[gnu::cold]] void report(const Arrival& a, std::int64_t copy) {
-    const Line& line = forward_.lines[at(a.line)];
-    const Place place = reverse_.place(line_);
-    const Place home = forward_.place(a.line, a.slot);
+    const Entry& entry = forward_.entries[to_size(a.entry)];
+    const Place place = reverse_.place(entry_);
+    const Place home = forward_.place(a.entry, a.slot);
     const std::string of =
         concat(", as of rank ", home.rank, ", shard ", home.shard, ", copy ", home.copy);
-    if (reverse_.lines[at(line_)].len != line.len) {
+    if (reverse_.entries[to_size(entry_)].len != entry.len) {
       findings_.add(FindingKind::transpose, reverse_.name, "seq_len", place,
-                    reverse_.lines[at(line_)].len, concat(line.len, of));
+                    reverse_.entries[to_size(entry_)].len, concat(entry.len, of));
     }
-    if (reverse_.dst_rank[at(copy)] != line.rank) {
+    if (reverse_.dst_rank[to_size(copy)] != entry.rank) {
       findings_.add(FindingKind::transpose, reverse_.name, "dst_rank", place,
-                    reverse_.dst_rank[at(copy)], concat(line.rank, of));
-    } else if (reverse_.dst_row[at(copy)] != home_row(forward_, a)) {
+                    reverse_.dst_rank[to_size(copy)], concat(entry.rank, of));
+    } else if (reverse_.dst_row[to_size(copy)] != home_row(forward_, a)) {
       findings_.add(forward_.one_copy ? FindingKind::identity : FindingKind::transpose,
-                    reverse_.name, "dst_offset", place, reverse_.dst_row[at(copy)],
+                    reverse_.name, "dst_offset", place, reverse_.dst_row[to_size(copy)],
                     concat(home_row(forward_, a), of));
     }
   }
@@ -120,9 +122,9 @@ class ReverseOfRank {
   bool tiled_;
   std::span<const Arrival> arrived_;
   Findings& findings_;
-  std::int64_t first_copy_ = 0;
-  std::int64_t num_copies_ = 0;
-  std::int64_t line_ = 0;
+  std::int64_t first_destination_ = 0;
+  std::int64_t num_destinations_ = 0;
+  std::int64_t entry_ = 0;
 };
 
 }  // namespace

@@ -19,11 +19,11 @@ inline constexpr std::int64_t max_offset = std::int64_t{1} << 62;
 inline constexpr std::int64_t max_total_rows = std::int64_t{1} << 40;
 
 /// What the checks ask of a shard.
-struct Line {
+struct Entry {
   std::int64_t len;
   std::int64_t begin;  ///< first row on its rank
   std::int32_t rank;   ///< sending rank
-  std::int32_t shard;  ///< place among the lines of its rank
+  std::int32_t shard;  ///< place among the entries of its rank
 };
 
 enum class Direction { forward, reverse };
@@ -34,26 +34,26 @@ enum class Direction { forward, reverse };
 struct SendTable {
   const char* name = "";  ///< for findings
   std::int32_t world_size = 0;
-  std::vector<std::int64_t> rank_offsets;      ///< [W + 1]: lines of each rank
-  UninitializedVector<Line> lines;             ///< padding of the dense form included
+  std::vector<std::int64_t> rank_offsets;      ///< [W + 1]: entries of each rank
+  UninitializedVector<Entry> entries;          ///< padding of the dense form included
   std::vector<std::int64_t> rank_rows;         ///< [W]: rows that live on the rank
-  std::span<const std::int64_t> copy_offsets;  ///< [lines + 1]; empty: one copy a line
-  std::span<const std::int32_t> dst_rank;      ///< [copies]
-  std::span<const std::int64_t> dst_row;       ///< [copies]
-  std::span<const std::int32_t> copy_slot;     ///< [copies]; empty: the place within the line
-  bool one_copy = true;                        ///< the form has no copy axis
+  std::span<const std::int64_t> copy_offsets;  ///< [entries + 1]; empty: one destination per entry
+  std::span<const std::int32_t> dst_rank;      ///< [destinations]
+  std::span<const std::int64_t> dst_row;       ///< [destinations]
+  std::span<const std::int32_t> copy_slot;  ///< [destinations]; empty: the place within the entry
+  bool one_copy = true;                     ///< the form has no copy axis
   bool reverse = false;
 
-  [[nodiscard]] std::int64_t num_lines() const { return std::ssize(lines); }
-  [[nodiscard]] std::int64_t num_copies() const { return std::ssize(dst_rank); }
-  [[nodiscard]] std::int64_t copy_begin(std::int64_t line) const {
-    return copy_offsets.empty() ? line : copy_offsets[at(line)];
+  [[nodiscard]] std::int64_t num_entries() const { return std::ssize(entries); }
+  [[nodiscard]] std::int64_t num_destinations() const { return std::ssize(dst_rank); }
+  [[nodiscard]] std::int64_t destination_begin(std::int64_t entry) const {
+    return copy_offsets.empty() ? entry : copy_offsets[to_size(entry)];
   }
-  [[nodiscard]] std::int64_t slot(std::int64_t line, std::int64_t copy) const {
-    return copy_slot.empty() ? copy - copy_begin(line) : copy_slot[at(copy)];
+  [[nodiscard]] std::int64_t slot(std::int64_t entry, std::int64_t copy) const {
+    return copy_slot.empty() ? copy - destination_begin(entry) : copy_slot[to_size(copy)];
   }
-  [[nodiscard]] Place place(std::int64_t line, std::int64_t slot_idx = -1) const {
-    const Line& info = lines[at(line)];
+  [[nodiscard]] Place place(std::int64_t entry, std::int64_t slot_idx = -1) const {
+    const Entry& info = entries[to_size(entry)];
     return {.rank = info.rank, .shard = info.shard, .copy = reverse ? -1 : slot_idx};
   }
 

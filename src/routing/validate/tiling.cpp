@@ -10,8 +10,8 @@ namespace {
   std::int64_t previous = -1;
   for (const Arrival& a : arrivals.of(rank)) {
     if (findings.full()) return;
-    const Place place = table.place(a.line, a.slot);
-    const std::int64_t end = add_rows(a.row, table.lines[at(a.line)].len);
+    const Place place = table.place(a.entry, a.slot);
+    const std::int64_t end = add_rows(a.row, table.entries[to_size(a.entry)].len);
     const std::string where = concat(" on rank ", rank);
     if (a.row > next) {
       findings.add(FindingKind::coverage, table.name, "dst_offset", place, concat(a.row, where),
@@ -22,14 +22,15 @@ namespace {
                    concat("at least ", next, "; rank ", other.rank, ", shard ", other.shard,
                           " writes up to there"));
     }
-    if (end > arrivals.rows[at(rank)]) {
-      findings.add(FindingKind::bounds, table.name, "dst_offset", place,
-                   concat("rows ", a.row, "..", end, where),
-                   concat("an end of at most ", arrivals.rows[at(rank)], ", the rows received"));
+    if (end > arrivals.rows[to_size(rank)]) {
+      findings.add(
+          FindingKind::bounds, table.name, "dst_offset", place,
+          concat("rows ", a.row, "..", end, where),
+          concat("an end of at most ", arrivals.rows[to_size(rank)], ", the rows received"));
     }
     if (end > next) {
       next = end;
-      previous = a.line;
+      previous = a.entry;
     }
   }
 }
@@ -38,14 +39,14 @@ namespace {
 
 void check_tiling(const SendTable& table, Arrivals& arrivals, Findings& findings) {
   for (std::int32_t r = 0; r < table.world_size; ++r) {
-    if (arrivals.tiled[at(r)] != 0) continue;
+    if (arrivals.tiled[to_size(r)] != 0) continue;
     std::int64_t next = 0;
     bool tiled = true;
     for (const Arrival& a : arrivals.of(r)) {
       tiled &= a.row == next;
-      next += table.lines[at(a.line)].len;
+      next += table.entries[to_size(a.entry)].len;
     }
-    arrivals.tiled[at(r)] = tiled ? 1 : 0;
+    arrivals.tiled[to_size(r)] = tiled ? 1 : 0;
     if (tiled) continue;
     report_tiling(table, arrivals, r, findings);
   }
@@ -55,9 +56,9 @@ void check_capacity(const SendTable& table, const Arrivals& arrivals, std::int64
                     Findings& findings) {
   if (capacity < 0) return;
   for (std::int32_t r = 0; r < table.world_size; ++r) {
-    if (arrivals.rows[at(r)] <= capacity) continue;
+    if (arrivals.rows[to_size(r)] <= capacity) continue;
     findings.add(FindingKind::capacity, table.name, "num_recv_tokens", {.rank = r},
-                 arrivals.rows[at(r)], concat("at most ", capacity, ", the capacity"));
+                 arrivals.rows[to_size(r)], concat("at most ", capacity, ", the capacity"));
   }
 }
 

@@ -80,13 +80,13 @@ std::vector<Finding> validate_routing(const QkvPlan& plan, const Routing& routin
   const PlanIndex index = index_plan(plan);
   if (const auto q = check_pair(routing.fwd_q, routing.rev_q, "fwd_q", "rev_q", findings)) {
     check_capacity(q->table, q->arrivals, options.q_capacity, findings);
-    if (check_lines(q->table, index, findings)) {
+    if (check_entries(q->table, index, findings)) {
       check_queries(q->table, q->arrivals, index, findings);
     }
   }
   if (const auto kv = check_pair(routing.fwd_kv, routing.rev_kv, "fwd_kv", "rev_kv", findings)) {
     check_capacity(kv->table, kv->arrivals, options.kv_capacity, findings);
-    if (check_lines(kv->table, index, findings)) {
+    if (check_entries(kv->table, index, findings)) {
       check_causality(kv->table, kv->arrivals, index, findings);
       if (plan.kv_layout == KvLayout::per_rank) check_copy_order(kv->table, index, findings);
     }

@@ -1,0 +1,135 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include "waybill/cost_model/step_options.h"
+#include "waybill/planner/attention_plan.h"
+#include "waybill/planner/relay.h"
+#include "waybill/routing/qkv_plan.h"
+
+namespace waybill {
+
+/// The phases of one attention layer, forward and backward, in order.
+enum class StepPhase : std::uint8_t {
+  dispatch,            ///< Q, K and V to the attention ranks
+  attention,           ///<
+  output,              ///< O to the queries' homes
+  output_gradient,     ///< dO to the attention ranks
+  attention_gradient,  ///< the backward kernel
+  q_gradient,          ///< dQ to the queries' homes
+  kv_gradient,         ///< dK and dV to the homes, summed there and where rows were forwarded
+};
+inline constexpr int num_step_phases = 7;
+
+[[nodiscard]] std::string_view to_string(StepPhase phase);
+/// False for the two kernels.
+[[nodiscard]] bool moves_rows(StepPhase phase);
+
+/// What of a rank is busy.
+enum class StepResource : std::uint8_t {
+  nothing,
+  compute,
+  nvlink_in,
+  nvlink_out,
+  network_in,
+  network_out
+};
+
+[[nodiscard]] std::string_view to_string(StepResource resource);
+
+/// What takes time in a phase: a rank, what of it is busy, and the document behind most of that.
+struct StepCause {
+  StepPhase phase = StepPhase::dispatch;
+  std::int32_t rank = 0;
+  StepResource resource = StepResource::nothing;
+  double seconds = 0;  ///< that the rank alone takes, or that the step's path spends in the phase
+  std::int64_t amount = 0;  ///< bytes, or (query, key) pairs
+  std::int64_t document = -1;
+  std::int64_t document_amount = 0;  ///< of `amount`
+
+  friend bool operator==(const StepCause&, const StepCause&) = default;
+};
+
+/// One phase of all ranks. Seconds from the beginning of the step.
+struct PhasePrediction {
+  StepPhase phase = StepPhase::dispatch;
+  std::vector<double> begin;            ///< [W] end of the rank's phase before
+  std::vector<double> end;              ///< [W]
+  std::vector<double> seconds;          ///< [W] what the rank takes if it waits for nobody
+  std::vector<std::int32_t> waits_for;  ///< [W] rank that decides `end`; itself: nobody
+  std::vector<LinkBytes> links;         ///< [W] wire bytes; empty for kernels
+  StepCause slowest;                    ///< the rank with the most `seconds`
+
+  friend bool operator==(const PhasePrediction&, const PhasePrediction&) = default;
+};
+
+/// One step as it would run. W = ranks.
+struct StepPrediction {
+  StepOptions options;
+  std::int32_t world_size = 0;
+  std::vector<std::int64_t> work;       ///< [W] (query, key) pairs
+  std::vector<PhasePrediction> phases;  ///< [7] in the order of StepPhase
+  /// Why the step takes as long: what the last rank waited for, phase by phase from the first on.
+  /// The seconds add up to `seconds`.
+  std::vector<StepCause> path;
+  /// How dK and dV come back: as K and V went or, where that is sooner, straight. Sums of 16-bit
+  /// gradients on their way are float32, so forwarding wins less than on the way out.
+  TransferMode gradient_transfer = TransferMode::direct;
+  double forward_seconds = 0;  ///< end of the last rank's output
+  double seconds = 0;          ///< end of the last rank
+
+  [[nodiscard]] const PhasePrediction& phase(StepPhase phase) const {
+    return phases[static_cast<std::size_t>(phase)];
+  }
+  /// The longest piece of `path`.
+  [[nodiscard]] const StepCause& bottleneck() const;
+
+  friend bool operator==(const StepPrediction&, const StepPrediction&) = default;
+};
+
+/// Predicts how long the step of a plan takes and why. Pure arithmetic; nothing runs.
+///
+/// A link of a rank takes `bytes / speed + peers * message`; a rank takes as long as the slowest of
+/// its four links, plus phase_seconds. Bytes to all peers leave side by side, so a rank has its
+/// rows when its own links are done and those of each sender; where rows are forwarded, also the
+/// sender's sender, and a piece and a message for each rank on the way. Ranks begin a phase when
+/// their phase before has ended: there is no barrier. docs/functions/predict_step.md has the
+/// formulas. Linear in shards, copies, hops and ranks, but for a sort of what is forwarded.
+///
+/// The work of a query follows the mask; without a window, the plan's kv_begin.
+///
+/// @throws InvalidArgument when options.check() or plan.check() does, for TransferMode::relay
+///   without a schedule, and for bytes that exceed 2^62.
+[[nodiscard]] StepPrediction predict_step(const QkvPlan& plan, const StepOptions& options = {});
+
+/// The same with the plan's relay schedule at hand.
+[[nodiscard]] StepPrediction predict_step(const AttentionPlan& plan, const StepOptions& options);
+/// With StepOptions::of(plan).
+[[nodiscard]] StepPrediction predict_step(const AttentionPlan& plan);
+
+/// Predicts one plan under several options; computes its routing once.
+class StepPredictor {
+ public:
+  /// The plan, and the schedule if not null, must outlive the object. @throws as plan.check()
+  explicit StepPredictor(const QkvPlan& plan, const RelaySchedule* relay = nullptr);
+  explicit StepPredictor(const AttentionPlan& plan);
+  ~StepPredictor();
+  StepPredictor(StepPredictor&&) noexcept;
+  StepPredictor& operator=(StepPredictor&&) noexcept;
+
+  /// @throws InvalidArgument as predict_step.
+  [[nodiscard]] StepPrediction predict(const StepOptions& options) const;
+  /// As if every rank had the mean of the work: what better balance could give.
+  [[nodiscard]] StepPrediction predict_even(const StepOptions& options) const;
+
+  [[nodiscard]] bool has_relay() const;
+
+ private:
+  struct Memory;
+  std::unique_ptr<Memory> memory_;
+};
+
+}  // namespace waybill

@@ -1,0 +1,88 @@
+#pragma once
+
+#include <exception>
+#include <new>
+#include <string>
+#include <utility>
+
+#include "waybill/core/error.h"
+#include "waybill/transport/transport.h"
+
+namespace waybill::detail {
+
+/// The abort state of an object of collective calls: after a failed one the ranks do not agree on
+/// where they are any more, and the object is unusable.
+class AbortState {
+ public:
+  /// @param what in the text, such as "dispatcher"
+  /// @param transport whose other ranks are told of a failure that they cannot see; null: nobody
+  explicit AbortState(const char* what, Transport* transport = nullptr)
+      : what_(what), transport_(transport) {}
+
+  /// @throws TransportError saying why, once it has ended
+  void check(const char* who) const {
+    if (why_.empty()) return;
+    throw TransportError(concat(who, ": the ", what_, " ", why_));
+  }
+
+  /// @param why what it is or was: "was closed"
+  void end(std::string why) { why_ = std::move(why); }
+
+  /// Makes a collective call. What comes out ends the object, but for an argument that was refused
+  /// before anything moved; a Timeout then says that ranks may be in different calls. Other ranks
+  /// are told, unless they find out as this one did: by a deadline, or as their calls differ.
+  template <class Call>
+  void guard(Call&& call) {
+    try {
+      std::forward<Call>(call)();
+    } catch (const Disagreement& error) {
+      end_after("a failure", error.what());
+      throw;
+    } catch (const InvalidArgument&) {
+      throw;
+    } catch (const Unsupported&) {
+      throw;
+    } catch (const Timeout& error) {
+      TimeoutInfo missed = error.missed();
+      missed.in_call = true;
+      end_after("a failure", Timeout(missed).what());
+      throw Timeout(std::move(missed));
+    } catch (const Interrupted& error) {
+      end_after("an interrupt", error.what());
+      tell(error.what());
+      throw;
+    } catch (const std::bad_alloc&) {
+      end_after("a failure", "out of memory");
+      tell("out of memory");
+      throw;
+    } catch (const std::exception& error) {
+      end_after("a failure", error.what());
+      tell(error.what());
+      throw;
+    } catch (...) {
+      end_after("a failure", "an error without a text");
+      tell("an error without a text");
+      throw;
+    }
+  }
+
+ private:
+  /// What is short enough needs no memory, of which there may be none.
+  void end_after(const char* what, const char* why) noexcept {
+    try {
+      why_ = concat("is unusable after ", what, ": ", why);
+    } catch (const std::exception&) {
+      why_ = "is unusable";
+    }
+  }
+
+  void tell(const char* why) noexcept {
+    if (transport_ != nullptr) transport_->fail(why);
+  }
+
+  const char* what_;
+  Transport* transport_;
+  std::string why_;
+};
+
+}  // namespace waybill::detail

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "waybill/core/topology.h"
+#include "waybill/schedule/network_phase.h"
+
+namespace waybill {
+
+/// A part of the workspace of experts (ExpertWorkspaceLayout) that goes to the ranks of this one's
+/// local index on the other nodes, whole. Every rank has the same parts at the same addresses.
+struct WorkspacePart {
+  std::int64_t from_bytes = 0;       ///< of the sender's workspace: what node 0 gets
+  std::int64_t from_node_bytes = 0;  ///< on to what the next node gets; 0: all nodes get the same
+  std::int64_t to_bytes = 0;         ///< of the receiver's workspace: what node 0 sends
+  std::int64_t size_bytes = 0;       ///< to each; what the next node sends lies this far behind
+};
+
+/// What `rank` sends and receives in one step of a call of experts, for a wire that the host must
+/// tell (NCCL): one phase, without waits.
+///
+/// @param first_slot slot first_slot + p is raised when all parts of peer p have come
+/// @param meets a call begins: all ranks of other nodes say that they have come
+[[nodiscard]] NetworkPhase workspace_phase(const Topology& topology, std::int32_t rank,
+                                           std::span<const WorkspacePart> parts,
+                                           std::int32_t first_slot, bool meets);
+
+}  // namespace waybill

@@ -1,0 +1,52 @@
+#include "waybill/cost_model/compare_plans.h"
+
+#include "waybill/planner/planner.h"
+#include "waybill/planner/static_plans.h"
+
+namespace waybill {
+
+std::vector<NamedStep> compare_plans(std::span<const std::int64_t> doc_lengths,
+                                     const CompareOptions& options) {
+  const AttentionPlan planned = plan_attention(doc_lengths, options.planner);
+  StepOptions step = StepOptions::of(planned);
+  step.costs = options.costs;
+  step.transfer = TransferMode::direct;
+  const StaticPlanOptions fixed{
+      .world_size = planned.options.world_size,
+      .tokens_per_rank = planned.options.tokens_per_rank,
+      .degree = options.degree > 0
+                    ? options.degree
+                    : StaticPlanOptions::degree_of(planned.options.world_size,
+                                                   planned.options.hardware.ranks_per_node)};
+  std::vector<NamedStep> steps;
+  const auto add = [&](const char* name, const QkvPlan& plan) {
+    steps.push_back({name, plan.num_shards(), predict_step(plan, step)});
+  };
+  add("zigzag", zigzag_plan(doc_lengths, fixed));
+  add("per document", per_document_plan(doc_lengths, fixed));
+  const StepPredictor predictor(planned);
+  const std::int64_t num_shards = planned.plan.num_shards();
+  steps.push_back({"planner", num_shards, predictor.predict(step)});
+  if (predictor.has_relay()) {
+    step.transfer = TransferMode::relay;
+    steps.push_back({"planner, relay", num_shards, predictor.predict(step)});
+  }
+  return steps;
+}
+
+std::vector<NamedStep> compare_transfers(const StepPredictor& predictor, const StepOptions& options,
+                                         std::int64_t num_shards) {
+  StepOptions step = options;
+  std::vector<NamedStep> steps;
+  const auto add = [&](const char* name, TransferMode transfer) {
+    step.transfer = transfer;
+    steps.push_back({name, num_shards, predictor.predict(step)});
+  };
+  add("direct", TransferMode::direct);
+  if (steps.front().step.world_size > options.hardware.ranks_per_node)
+    add("once a node", TransferMode::once_per_node);
+  if (predictor.has_relay()) add("relay", TransferMode::relay);
+  return steps;
+}
+
+}  // namespace waybill

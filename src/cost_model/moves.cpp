@@ -1,0 +1,105 @@
+#include "moves.h"
+
+#include <algorithm>
+
+#include "waybill/core/to_size.h"
+#include "waybill/routing/document_plan.h"
+
+namespace waybill::detail {
+namespace {
+
+// One KV shard once a node. `ranks`: who needs it, ascending; once for each copy.
+/// The rank of `node` with the local index of `rank`; the last node may have fewer ranks.
+std::int32_t rank_on_node(const Topology& nodes, std::int32_t rank, std::int32_t node) {
+  const std::int32_t first = node * nodes.ranks_per_node;
+  const std::int32_t size = std::min(nodes.ranks_per_node, nodes.world_size - first);
+  return first + rank % nodes.ranks_per_node % size;
+}
+
+void visit_once_per_node(const Topology& nodes, KvMove move, const std::vector<std::int32_t>& ranks,
+                         const std::function<void(const KvMove&)>& visit) {
+  const std::int32_t home = move.src;
+  for (std::size_t first = 0; first < ranks.size();) {
+    const std::int32_t node = to_int(nodes.node(Rank{ranks[first]}));
+    std::size_t last = first;
+    while (last < ranks.size() && to_int(nodes.node(Rank{ranks[last]})) == node) ++last;
+    move.src = home;
+    move.via = -1;
+    if (node != to_int(nodes.node(Rank{home}))) {
+      const bool several = ranks[first] != ranks[last - 1];
+      const std::int32_t entry = several ? rank_on_node(nodes, home, node) : ranks[first];
+      move.dst = entry;
+      move.is_fed_on = several;
+      visit(move);
+      move.is_fed_on = false;
+      move.src = entry;
+      move.via = home;
+    }
+    for (std::size_t i = first; i < last; ++i) {
+      move.dst = ranks[i];
+      if (move.dst != move.src) visit(move);
+    }
+    first = last;
+  }
+}
+
+void visit_relay(const TimedPlan& timed, const std::function<void(const KvMove&)>& visit) {
+  const auto& hops = timed.relay->hops;
+  std::vector<std::uint8_t> fed(hops.size(), 0);
+  for (const RelayHop& hop : hops) {
+    if (hop.after >= 0) fed[to_size(hop.after)] = 1;
+  }
+  for (std::size_t i = 0; i < hops.size(); ++i) {
+    const RelayHop& hop = hops[i];
+    visit({.shard = hop.shard,
+           .src = hop.src_rank,
+           .dst = hop.dst_rank,
+           .via = hop.after < 0 ? -1 : hops[to_size(hop.after)].src_rank,
+           .rows = hop.num_rows,
+           .is_fed_on = fed[i] != 0});
+  }
+}
+
+}  // namespace
+
+std::int64_t sum_width(const ModelShape& model) {
+  const std::int64_t element = dtype_bytes(model.dtype);
+  return element >= 4 ? 1 : 4 / element;
+}
+
+void visit_kv_moves(const TimedPlan& timed, const Topology& nodes, TransferMode transfer,
+                    const std::function<void(const KvMove&)>& visit) {
+  if (transfer == TransferMode::relay) {
+    visit_relay(timed, visit);
+    return;
+  }
+  const SparseMetadata& kv = timed.routing.fwd_kv;
+  std::vector<std::int32_t> ranks;
+  for (std::int64_t n = 0; n < timed.plan->num_shards(); ++n) {
+    KvMove move{.shard = static_cast<std::int32_t>(n),
+                .src = timed.home[to_size(n)],
+                .rows = timed.plan->shard_len[to_size(n)]};
+    if (move.rows == 0) continue;
+    ranks.assign(kv.dst_rank.begin() + kv.destination_begin(n),
+                 kv.dst_rank.begin() + kv.destination_end(n));
+    if (transfer == TransferMode::once_per_node) {
+      std::sort(ranks.begin(), ranks.end());
+      visit_once_per_node(nodes, move, ranks, visit);
+      continue;
+    }
+    for (const std::int32_t rank : ranks) {
+      move.dst = rank;
+      if (move.dst != move.src) visit(move);
+    }
+  }
+}
+
+std::vector<std::int64_t> work_of_shards(const TimedPlan& timed, const AttentionMask& mask) {
+  if (mask.is_causal()) return shard_work(*timed.plan);
+  std::vector<std::int64_t> work(to_size(timed.plan->num_shards()));
+  for (std::size_t n = 0; n < work.size(); ++n)
+    work[n] = mask.pairs(timed.position[n], timed.position[n] + timed.plan->shard_len[n]);
+  return work;
+}
+
+}  // namespace waybill::detail

@@ -1,0 +1,216 @@
+#pragma once
+
+#include "../device/bulk.cuh"
+#include "call_begin.cuh"
+
+namespace waybill::cuda {
+
+inline constexpr int max_ring_stages = 6;
+
+/// A piece of a row on its way: what its lanes store where.
+struct RingStage {
+  std::int64_t addresses[32];  ///< of each lane; negative: none
+};
+
+/// Where a piece comes from.
+struct RingSource {
+  const std::byte* row;     ///< whole row
+  const std::byte* scales;  ///< null without
+};
+
+/// Copies pieces of rows to up to 32 places each, through shared memory; one warp. A lane stores to
+/// its own place, and waits for its own stores.
+class TmaRing {
+ public:
+  static constexpr bool copies = true;
+
+  /// Where senders read ahead, the first store waits for the begin of the call.
+  /// @param memory shared, of this warp: stages of cuts.stage_bytes each
+  /// @param barriers shared, of this warp: [stages]
+  __device__ TmaRing(const RowsParams& p, CallBegin& begin, std::byte* memory,
+                     std::uint64_t* barriers)
+      : p_(p),
+        begin_(begin),
+        memory_(memory),
+        barriers_(barriers),
+        lane_(static_cast<int>(threadIdx.x % 32)),
+        holds_(p.ahead == Ahead::loads),
+        lands_(p.ahead == Ahead::lands) {
+    if (lane_ == 0) {
+      for (int s = 0; s < p.cuts.stages; ++s) barrier_init(&barriers_[s]);
+    }
+    fence_async_proxy();
+    __syncwarp();
+  }
+
+  /// Rows that were written before this warp was told so are read next.
+  __device__ void expect_arrived() const { fence_async_proxy(); }
+
+  /// What is pushed from now on goes to windows. @pre all that was pushed has arrived
+  __device__ void leave_receive_slots() { lands_ = false; }
+
+  __device__ void push(const RingSource& from, std::int32_t piece, std::int64_t address) {
+    const RowCuts& c = p_.cuts;
+    if (in_flight_ == c.stages - 1) finish_oldest();
+    bulk_wait_read_but_one();  // the stage filled next has been read
+    __syncwarp();
+    std::byte* const stage = memory_ + newest_ * c.stage_bytes;
+    reinterpret_cast<RingStage*>(stage)->addresses[lane_] =
+        address < 0 ? -1 : address | std::int64_t{piece} << 49;
+    if (lane_ == 0) {
+      const std::uint32_t bytes = bytes_of(piece);
+      const bool scales = from.scales != nullptr && piece == 0;
+      const auto scale_bytes = static_cast<std::uint32_t>(scales ? c.scale_bytes : 0);
+      barrier_expect(&barriers_[newest_], bytes + scale_bytes);
+      bulk_load(stage + sizeof(RingStage), from.row + std::int64_t{piece} * c.piece_bytes, bytes,
+                &barriers_[newest_]);
+      if (scales) {
+        bulk_load(stage + sizeof(RingStage) + c.piece_bytes, from.scales, scale_bytes,
+                  &barriers_[newest_]);
+      }
+    }
+    newest_ = newest_ + 1 == c.stages ? 0 : newest_ + 1;
+    ++in_flight_;
+  }
+
+  /// All pieces that were pushed as many pushes ago as the stages hold, and three more, have
+  /// arrived. @pre that many pushes
+  __device__ void wait_earlier() const {
+    bulk_wait_but<3>();
+    fence_async_proxy();
+    __syncwarp();
+  }
+
+  /// All pieces have arrived.
+  __device__ void wait_all() {
+    while (in_flight_ > 0) finish_oldest();
+    bulk_wait_all();
+    fence_async_proxy();
+    __syncwarp();
+  }
+
+ private:
+  [[nodiscard]] __device__ std::uint32_t bytes_of(std::int32_t piece) const {
+    const std::int64_t left = p_.cuts.row_bytes - std::int64_t{piece} * p_.cuts.piece_bytes;
+    return static_cast<std::uint32_t>(left < p_.cuts.piece_bytes ? left : p_.cuts.piece_bytes);
+  }
+
+  /// Stores the oldest piece on its way.
+  __device__ void finish_oldest() {
+    if (holds_) {
+      (void)begin_.wait_ended();
+      holds_ = false;
+    }
+    const RowCuts& c = p_.cuts;
+    const std::byte* const stage = memory_ + oldest_ * c.stage_bytes;
+    const std::int64_t address = reinterpret_cast<const RingStage*>(stage)->addresses[lane_];
+    barrier_wait(&barriers_[oldest_], phases_ >> oldest_ & 1U);
+    phases_ ^= 1U << oldest_;
+    if (address >= 0) {
+      const auto piece = static_cast<std::int32_t>(address >> 49);
+      const std::int64_t row = address & 0xFFFFFFFF;
+      const std::int64_t dst = address >> address_dst_shift & 0xFFFF;
+      std::byte* const window = lands_ ? p_.receive_slots.rows[dst] : p_.windows[dst];
+      bulk_store(window + row * c.row_bytes + std::int64_t{piece} * c.piece_bytes,
+                 stage + sizeof(RingStage), bytes_of(piece));
+      if (c.scale_bytes != 0 && piece == 0) {
+        bulk_store(window + (lands_ ? p_.receive_slots.scales_offset : p_.scales_offset) +
+                       row * c.scale_bytes,
+                   stage + sizeof(RingStage) + c.piece_bytes,
+                   static_cast<std::uint32_t>(c.scale_bytes));
+      }
+    }
+    bulk_commit();
+    __syncwarp();
+    oldest_ = oldest_ + 1 == c.stages ? 0 : oldest_ + 1;
+    --in_flight_;
+  }
+
+  const RowsParams& p_;
+  CallBegin& begin_;
+  std::byte* const memory_;
+  std::uint64_t* const barriers_;
+  const int lane_;
+  bool holds_;
+  bool lands_;
+  int in_flight_ = 0;
+  int oldest_ = 0;
+  int newest_ = 0;
+  unsigned phases_ = 0;
+};
+
+/// The same with loads and stores of the lanes, for any address and size.
+class VectorRing {
+ public:
+  static constexpr bool copies = true;
+
+  __device__ VectorRing(const RowsParams& p, CallBegin& /*begin*/, std::byte* /*memory*/,
+                        std::uint64_t* /*barriers*/)
+      : p_(p) {}
+
+  __device__ void expect_arrived() const {}
+  __device__ void leave_receive_slots() const {}  // it sends nothing there
+
+  __device__ void push(const RingSource& from, std::int32_t piece, std::int64_t address) {
+    if (piece != 0) return;  // whole rows
+    const RowCuts& c = p_.cuts;
+    copy_row(from.row, c.row_bytes, 0, address);
+    if (from.scales != nullptr) copy_row(from.scales, c.scale_bytes, p_.scales_offset, address);
+  }
+
+  __device__ void wait_earlier() const { wait_all(); }
+
+  __device__ void wait_all() const {
+    __threadfence_system();
+    __syncwarp();
+  }
+
+ private:
+  __device__ void copy_row(const std::byte* from, std::int64_t bytes, std::int64_t offset,
+                           std::int64_t address) const {
+    switch (p_.cuts.word_bytes) {
+      case 16:
+        return copy_words<uint4>(from, bytes, offset, address);
+      case 8:
+        return copy_words<uint2>(from, bytes, offset, address);
+      case 4:
+        return copy_words<std::uint32_t>(from, bytes, offset, address);
+      case 2:
+        return copy_words<std::uint16_t>(from, bytes, offset, address);
+      default:
+        return copy_words<std::uint8_t>(from, bytes, offset, address);
+    }
+  }
+
+  template <class Word>
+  __device__ void copy_words(const std::byte* from, std::int64_t bytes, std::int64_t offset,
+                             std::int64_t address) const {
+    constexpr int unroll = 4;
+    const auto lane = static_cast<int>(threadIdx.x % 32);
+    const auto count = static_cast<int>(bytes / static_cast<int>(sizeof(Word)));
+    const unsigned stores = __ballot_sync(0xFFFFFFFFU, address >= 0);
+    for (int first = lane; first - lane < count; first += 32 * unroll) {
+      Word words[unroll];
+#pragma unroll
+      for (int u = 0; u < unroll; ++u) {
+        if (first + u * 32 < count) {
+          words[u] = reinterpret_cast<const Word*>(from)[first + u * 32];
+        }
+      }
+      for (unsigned left = stores; left != 0; left &= left - 1) {
+        const std::int64_t to =
+            __shfl_sync(0xFFFFFFFFU, address, __ffs(static_cast<int>(left)) - 1);
+        auto* const at = reinterpret_cast<Word*>(p_.windows[to >> address_dst_shift & 0xFFFF] +
+                                                 offset + (to & 0xFFFFFFFF) * bytes);
+#pragma unroll
+        for (int u = 0; u < unroll; ++u) {
+          if (first + u * 32 < count) at[first + u * 32] = words[u];
+        }
+      }
+    }
+  }
+
+  const RowsParams& p_;
+};
+
+}  // namespace waybill::cuda

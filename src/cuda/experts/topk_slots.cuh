@@ -1,0 +1,199 @@
+#pragma once
+
+#include "flagged_words.cuh"
+#include "input_fault.cuh"
+#include "lanes.cuh"
+
+// Reading and counting the topk slots of a rank's tokens.
+
+namespace waybill::cuda {
+
+inline constexpr int route_threads = 512;
+inline constexpr int route_warps = route_threads / 32;
+
+/// One choice of a round; lanes hold them in order of token and topk slot.
+struct TopkSlot {
+  bool active;
+  std::int32_t token;
+  std::int32_t k;
+  std::int32_t expert;  ///< num_experts when dropped
+  std::int32_t dst;     ///< world_size when dropped
+  bool bad;             ///< id out of range
+  bool absent;          ///< of other ranks: there is no such token
+};
+
+/// Tokens that this rank places, all of one source.
+struct RoutePart {
+  std::int32_t source;  ///< the rank that has them
+  std::int32_t num_tokens;
+  const void* ids;  ///< [num_tokens, K]
+  bool wide_ids;
+  std::int32_t dropped_id;
+  const std::byte* weights;  ///< [num_tokens, K] or null
+  std::int64_t entry;        ///< of the first topk slot in the tables
+  std::int64_t record;       ///< of the first token in the records
+};
+
+/// Whose tokens a rank places.
+enum class Span {
+  rank,   ///< its own
+  nodes,  ///< those that it forwards: blocks with the same y have the source of node y
+  world,  ///< those of all ranks, whose ids are here
+};
+
+/// The part of this block.
+template <Span S>
+__device__ RoutePart part_of(const RouteParams& p) {
+  static_assert(S != Span::world);
+  const MoeShape& s = p.shape;
+  if constexpr (S == Span::rank) {
+    return {s.rank,       s.num_tokens, p.ids, p.wide_ids,
+            p.dropped_id, p.weights,    0,     std::int64_t{s.rank} * s.max_tokens};
+  } else {
+    const auto node = static_cast<std::int32_t>(blockIdx.y);
+    const std::int32_t local = s.rank - s.first_rank;
+    const std::int64_t entry = std::int64_t{node} * s.max_tokens * s.topk;
+    return {node * s.node_ranks + local,
+            s.max_tokens,
+            static_cast<const std::int32_t*>(p.ids) + entry,
+            false,
+            s.num_experts,
+            p.weights == nullptr ? nullptr : p.weights + entry * p.weight_bytes,
+            entry,
+            (std::int64_t{local} * s.num_nodes + node) * s.max_tokens};
+  }
+}
+
+/// Rank i of this node, beginning with this rank.
+__device__ inline std::int32_t node_rank(const MoeShape& s, std::int32_t i) {
+  return s.first_rank + (s.rank - s.first_rank + i) % s.node_ranks;
+}
+
+/// Shared memory of a block.
+struct Scratch {
+  std::int32_t* cursors;  ///< [tile_warps, num_counts]
+  std::int32_t* starts;   ///< [E]: topk slots of an expert, then its first row
+  std::int32_t* before;   ///< [E]: topk slots of lower ranks
+  std::int32_t* shares;   ///< [num_counts]: of this block, then of the blocks before it
+  std::int32_t* counts;   ///< [W, num_counts]: of all ranks; null where there is no room
+};
+
+struct Tile {
+  std::int32_t begin;
+  std::int32_t end;
+};
+
+/// Tokens of warp `warp` of this block: a stretch of the part's, of whole rounds.
+__device__ inline Tile tile_of(const MoeShape& s, const RoutePart& part, int warp, int tile_warps) {
+  const auto tiles = gridDim.x * static_cast<unsigned>(tile_warps);
+  const auto together = 32U / static_cast<unsigned>(s.topk);
+  const auto tokens = static_cast<unsigned>(part.num_tokens);
+  const unsigned rounds = (tokens + together - 1) / together;
+  const unsigned each = (rounds + tiles - 1) / tiles * together;
+  const unsigned begin = (blockIdx.x * static_cast<unsigned>(tile_warps) + warp) * each;
+  return {static_cast<std::int32_t>(min(begin, tokens)),
+          static_cast<std::int32_t>(min(begin + each, tokens))};
+}
+
+template <Span S>
+__device__ TopkSlot read_topk_slot(const RouteParams& p, const RoutePart& part, std::int32_t first,
+                                   std::int32_t end) {
+  const MoeShape& s = p.shape;
+  const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
+  TopkSlot c{};
+  c.token = first + lane / s.topk;
+  c.k = lane % s.topk;
+  c.active = lane / s.topk < 32 / s.topk && c.token < end;
+  c.expert = s.num_experts;
+  if (c.active) {
+    const std::int64_t i = std::int64_t{c.token} * s.topk + c.k;
+    const std::int64_t id = index_at(part.ids, part.wide_ids, i);
+    const bool in_range = 0 <= id && id < s.num_experts;
+    if (in_range) c.expert = static_cast<std::int32_t>(id);
+    if constexpr (S != Span::rank) {  // the sender has looked for bad ones
+      c.absent = id < 0;
+    } else {
+      c.bad = !in_range && id != part.dropped_id;
+    }
+  }
+  c.dst = c.expert / s.experts_per_rank;
+  return c;
+}
+
+template <Span S>
+__device__ void count_tile(const RouteParams& p, const RoutePart& part, Tile tile,
+                           std::int32_t* counts) {
+  const MoeShape& s = p.shape;
+  const int bits = bits_of(s.world_size);
+  bool bad = false;
+  for (std::int32_t t = tile.begin; t < tile.end; t += 32 / s.topk) {
+    const TopkSlot c = read_topk_slot<S>(p, part, t, tile.end);
+    const unsigned same = lanes_with(c.dst, bits) & lanes_of_token(s.topk, c.k);
+    if (c.active && !c.absent) {
+      atomicAdd(&counts[c.expert], 1);
+      if (c.dst < s.world_size && is_first(same)) atomicAdd(&counts[s.num_experts + 1 + c.dst], 1);
+    }
+    bad |= c.bad;
+  }
+  if constexpr (S == Span::rank) {
+    if (bad) report_bad_id(p, p.m.arrive.sink, p.m.state);
+  }
+}
+
+/// Counts of the block's warps, then what the warps before have.
+template <Span S>
+__device__ void count_block(const RouteParams& p, const RoutePart& part, const Scratch& scratch,
+                            int tile_warps) {
+  const std::int32_t n = num_counts(p.shape);
+  const auto warp = static_cast<int>(threadIdx.x / 32);
+  for (int i = static_cast<int>(threadIdx.x); i < tile_warps * n; i += route_threads) {
+    scratch.cursors[i] = 0;
+  }
+  __syncthreads();
+  if (warp < tile_warps) {
+    count_tile<S>(p, part, tile_of(p.shape, part, warp, tile_warps), scratch.cursors + warp * n);
+  }
+  __syncthreads();
+  for (int e = static_cast<int>(threadIdx.x); e < n; e += route_threads) {
+    std::int32_t sum = 0;
+#pragma unroll 4
+    for (int w = 0; w < tile_warps; ++w) {
+      const std::int32_t own = scratch.cursors[w * n + e];
+      scratch.cursors[w * n + e] = sum;
+      sum += own;
+    }
+    scratch.shares[e] = sum;
+    if (gridDim.x > 1) p.tile_counts[std::int64_t{block_idx()} * n + e] = sum;
+  }
+}
+
+/// Learns what the blocks before have of this part, and tells all ranks of the node this block's
+/// share of the counts.
+__device__ inline void send_counts(const RouteParams& p, const RoutePart& part,
+                                   const Scratch& scratch, std::uint64_t epoch) {
+  const std::int32_t n = num_counts(p.shape);
+  const std::int32_t* const tiles = p.tile_counts + std::int64_t{block_idx() - blockIdx.x} * n;
+  wait_blocks(p.m);
+  for (int e = static_cast<int>(threadIdx.x); e < n; e += route_threads) {
+    std::int32_t earlier = 0;
+    std::int32_t sum = 0;
+    if (gridDim.x == 1) {
+      sum = scratch.shares[e];
+    } else {
+#pragma unroll 8
+      for (unsigned b = 0; b < gridDim.x; ++b) {
+        const std::int32_t own = __ldcg(tiles + std::int64_t{b} * n + e);
+        if (b < blockIdx.x) earlier += own;
+        sum += own;
+      }
+    }
+    scratch.shares[e] = earlier;
+    if (static_cast<unsigned>(e) % gridDim.x != blockIdx.x) continue;
+    for (std::int32_t i = 0; i < p.shape.node_ranks; ++i) {
+      const std::int32_t r = node_rank(p.shape, i);
+      store_flagged(p.counts[r] + std::int64_t{part.source} * n + e, sum, epoch);
+    }
+  }
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <span>
+
+#include "path_params.h"
+#include "waybill/schedule/network_phase.h"
+#include "waybill/transport/symmetric_memory.h"
+
+namespace waybill::cuda {
+
+/// One call's part that crosses between nodes.
+struct NetworkCall {
+  const char* operation = "";  ///< in errors
+  FaultKind kind = FaultKind::none;
+  PathArrival arrival = PathArrival::none;
+  PathTables tables{};
+  PathState* state = nullptr;
+  /// What the tables say, for a network path that needs phases; they stay until it is joined.
+  std::span<const NetworkPhase> phases;
+  const SymmetricBuffer* window = nullptr;  ///< puts go from the own part into the same of peers
+  const SignalPad* slots = nullptr;         ///< slot k of the tables is counter first_slot + k
+  std::int64_t first_slot = 0;
+  const SignalPad* arrivals = nullptr;  ///< [W]: rank r raises slot r; null without arrival
+  FingerprintParams fingerprint{};      ///< what goes to all ranks of other nodes with the arrival
+  std::uint64_t epoch = 0;              ///< as the host counts; a replayed graph may be ahead
+  int num_sms = 1;                      ///< for a backend with kernels
+  cudaStream_t stream = nullptr;
+};
+
+/// Does what crosses between nodes, beside the kernel that does the rest of a call. Every call of
+/// whoever has several nodes starts one network path, and joins it.
+class NetworkPath {
+ public:
+  NetworkPath() = default;
+  NetworkPath(const NetworkPath&) = delete;
+  NetworkPath& operator=(const NetworkPath&) = delete;
+  virtual ~NetworkPath() = default;
+
+  /// Whether it carries phases out, not tables: then the host queues them, and a graph holds them
+  /// for ever.
+  [[nodiscard]] virtual bool needs_phases() const { return false; }
+
+  /// Queues the network path behind what is on call.stream and beside what comes next there; waits
+  /// for nothing. To be called before the kernel that it works with is launched, so that it has its
+  /// place on the device. May be captured.
+  virtual void start(const NetworkCall& call) = 0;
+
+  /// Lets the stream wait for the network path that was started.
+  virtual void join(cudaStream_t stream) = 0;
+};
+
+}  // namespace waybill::cuda

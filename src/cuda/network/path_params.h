@@ -1,0 +1,54 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "../device/call_words.h"
+#include "waybill/schedule/network_program.h"
+
+namespace waybill::cuda {
+
+/// Counters of one dispatcher's leg on its rank's device, zeros at first. They move on when a
+/// network path ends, so that the same launch can be replayed.
+struct PathState {
+  std::uint64_t epoch;        ///< of the last network path that has ended
+  unsigned long long blocks;  ///< of the running one, that have done their part
+};
+
+/// When a network path raises its rank's slot of the arrivals at all ranks of other nodes.
+enum class PathArrival : std::uint32_t {
+  none,
+  first,  ///< before its puts, which wait for that of their peer
+  last,   ///< when all of them have arrived
+};
+
+/// A NetworkProgram in device memory. Kernels may write it as long as the waits of a step are not
+/// over, and so put what only the device knows.
+struct PathTables {
+  const std::int32_t* num_puts;
+  const NetworkStep* steps;
+  const NetworkPut* puts;
+  const BatchSlot* waits;
+  const BatchSlot* signals;
+  unsigned* done;        ///< [steps]: puts that have arrived; 0 between calls
+  std::uint64_t* ready;  ///< [num_ready]: counters of the rank's own, raised to the epoch
+};
+
+/// What every backend's kernel of a network path needs. Memory is the rank's own part.
+struct PathParams {
+  std::int32_t rank;
+  std::int32_t world_size;
+  std::int32_t ranks_per_node;
+  std::uint32_t parity;  ///< of the epoch for which the window was chosen
+  FaultKind kind;
+  PathArrival arrival;
+  PathState* state;
+  FaultSink sink;
+  PathTables tables;
+  std::byte* window;
+  std::uint64_t* slots;           ///< slot 0
+  std::uint64_t* arrivals;        ///< [W]
+  FingerprintParams fingerprint;  ///< told with the arrivals
+};
+
+}  // namespace waybill::cuda

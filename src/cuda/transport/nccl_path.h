@@ -1,0 +1,17 @@
+#pragma once
+
+#include <memory>
+
+#include "../nccl/nccl_communicator.h"
+#include "../network/network_path.h"
+#include "../rank/gpu_rank.h"
+
+namespace waybill::cuda {
+
+/// Between nodes that NCCL connects: the phases of a plan, queued by the host.
+/// @param share ranks on this device
+[[nodiscard]] std::unique_ptr<NetworkPath> make_nccl_path(
+    std::shared_ptr<GpuRank> gpu, Topology topology, int share,
+    std::shared_ptr<NcclCommunicator> communicator);
+
+}  // namespace waybill::cuda
