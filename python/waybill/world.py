@@ -45,8 +45,9 @@ class World(OfThisProcess):
 
     ``run_threads`` makes one for each rank, where ranks are threads; ``from_environment``,
     ``from_process_group`` and ``from_all_gather`` make one where ranks are processes of one host.
-    It serves one thread at a time; a second call meanwhile is an InvalidArgument. Calls that wait
-    for other ranks release the GIL, have a deadline, and end on Ctrl-C.
+    Calls of several threads come one after the other; one that waits for other ranks lets calls of
+    other dispatchers and layers go on. Calls that wait release the GIL, have a deadline, and end on
+    Ctrl-C.
     """
 
     __slots__ = ("_world",)
