@@ -42,13 +42,14 @@ class CallBegin {
  private:
   static __device__ std::uint64_t wait_begin(const ArriveParams& arrive, const std::uint64_t* at,
                                              std::uint64_t least) {
-    std::uint64_t start = 0;
-    for (unsigned polls = 1;; ++polls) {
-      std::uint64_t seen = 0;
-      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(at) : "memory");
-      if (seen >= least) return seen;
-      if (polls % polls_a_look == 0) look_up(arrive, least, seen, waited_since(start));
-    }
+    std::uint64_t seen = 0;
+    spin_until(
+        [&] {
+          asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(at) : "memory");
+          return seen >= least;
+        },
+        [&](std::uint64_t waited_ns) { look_up(arrive, least, seen, waited_ns); });
+    return seen;
   }
 
   /// The kernel ahead has a deadline of its own, and knows who is late.

@@ -12,6 +12,7 @@ from ..._arrays import int64
 from ..._copies import OfThisProcess
 from ...errors import InvalidArgument
 from ...moe import EPAllToAllLayoutDesc, EPConfig
+from .._graphs import outside_graphs
 from .._tensors import require_tensor, say_no_gradients
 from .autograd import Combine, Dispatch
 from .layout import LayerLayout
@@ -66,6 +67,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
 
     _why_not_copied = "buffers that other ranks write to: make one on each rank's world or group"
 
+    @outside_graphs
     def __init__(
         self,
         ep_group: Any,
@@ -150,6 +152,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         """The World or process group that it was made from; None when the group is gone."""
         return self.world if self._group is None else self._group()
 
+    @outside_graphs
     def dispatch(
         self,
         input: torch.Tensor,
@@ -195,6 +198,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
             return received, weights if weight is not None else None, layout
         return self._dispatch(input, exp_indices, weight, full_scatter_indices, scales, layout_desc)
 
+    @outside_graphs
     def combine(
         self,
         input: torch.Tensor,
@@ -253,6 +257,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
             token = torch.empty(0, dtype=torch.float32, requires_grad=True)
         return needs, token
 
+    @outside_graphs
     def combine_input(self, rows: int) -> torch.Tensor:
         """[rows, hidden]: where the next combine reads. Experts that write their rows there, with
         ``out=``, and pass this tensor to it save a copy. It holds until that combine, without
@@ -264,6 +269,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         assert view is not None
         return view
 
+    @outside_graphs
     def synchronize(self, stream: Any = None) -> None:
         """Returns when this rank's calls on the stream (None: the current one) are done, and raises
         what they have met, with the number of the call: what only the device could check, and as
@@ -272,6 +278,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         handle = stream_of(self.device) if stream is None else int(stream.cuda_stream)
         self._layer.synchronize(handle)
 
+    @outside_graphs
     def ep_barrier_all(self, stream: Any = None, intra_node_only: bool = False) -> None:
         """Collective: work on the stream (None: the current one) behind this begins when all ranks,
         or those of this node, have come here on theirs.
@@ -282,6 +289,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         handle = stream_of(self.device) if stream is None else int(stream.cuda_stream)
         self._layer.barrier(handle, bool(intra_node_only))
 
+    @outside_graphs
     def finalize(self) -> None:
         """Collective: gives all symmetric memory back. Twice does nothing."""
         for layer in self._choice_layers:
@@ -295,10 +303,12 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         return f"{sizes}, world_size={config.world_size}, dtype={config.token_dtype}"
 
     @property
+    @outside_graphs
     def output_rows(self) -> int:
         """Rows that the buffers have."""
         return self._layer.output_rows  # type: ignore[no-any-return]
 
+    @outside_graphs
     def check_overflow(self) -> None:
         """Raises InvalidArgument, on all ranks alike, when ``fixed_rows`` were too few for a
         dispatch since the last call of this: naming it, and how many it needed. The sums of its
@@ -367,10 +377,11 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         # Ranks that do not agree on the dispatch before hear of it here, not at the deadline.
         self._layer.await_calls(stream_of(self.device))
         config = self.ep_config
+        wide = config.weight_dtype == torch.float64
         layer = EPAll2AllLayer(
             self.world, config.max_tokens, config.topk, config.topk, config.rank,
-            config.num_experts, config.local_world_size, config.world_size, torch.float32,
-            **self._options,
+            config.num_experts, config.local_world_size, config.world_size,
+            torch.float64 if wide else torch.float32, **self._options,
         )  # fmt: skip
         self._choice_layers.append(layer)
 
