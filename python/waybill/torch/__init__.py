@@ -1,8 +1,8 @@
 """The functions of ``waybill`` for torch tensors, on the CPU and on CUDA devices.
 
 Tensors in, tensors out, on the device of the inputs; tensors of the CPU share memory with what the
-compiled part reads and writes. A program written for the original changes only its import:
-the random generators without a seed draw from torch's global generator, in the original's order.
+compiled part reads and writes. A program written for DistCA changes only its import:
+the random generators without a seed draw from torch's global generator, in DistCA's order.
 """
 
 from .. import _common

@@ -1,7 +1,7 @@
 """Random sequence lengths and plans as torch tensors. See ``waybill`` for what each returns.
 
-Without a seed they draw from torch's global generator, in the original's order: after the same
-``torch.manual_seed`` they give what the original gives.
+Without a seed they draw from torch's global generator, in DistCA's order: after the same
+``torch.manual_seed`` they give what DistCA gives.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Helpers on tensors of indices and numbers, under the original's names. See ``waybill``."""
+"""Helpers on tensors of indices and numbers, under DistCA's names. See ``waybill``."""
 
 from __future__ import annotations
 
