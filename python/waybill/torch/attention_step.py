@@ -9,6 +9,7 @@ import torch
 
 from .._copies import OfThisProcess
 from .._dispatcher import ReadyPlan
+from .._tensor_checks import of_qkv
 from ..errors import InvalidArgument
 from ..sparse import QkvRouting, RankAttention
 from ._graphs import outside_graphs
@@ -93,6 +94,8 @@ class AttentionStep(OfThisProcess):
         in the order of the copies. Whether q, and whether kv, need gradients is the same on all
         ranks.
         """
+        for i, tensor in enumerate((q, *kv)):
+            require_tensor(tensor, f"dispatch_qkv: {of_qkv(i)}")
         *there, token = _QkvDispatch.apply(self, q, *kv)
         self._token, self._needs_gradients = token, token.requires_grad
         return tuple(there)
@@ -147,7 +150,9 @@ class AttentionStep(OfThisProcess):
         self, plan: ReadyPlan, tensor: torch.Tensor, rows: int, of_dispatch: int = 0
     ) -> torch.Tensor:
         """A copy of what arrives, with zeros below where the caller has more rows."""
-        (view,) = self.dispatcher.dispatch(plan, _adjacent(tensor), of_dispatch=of_dispatch)
+        (view,) = self.dispatcher._dispatch(
+            "return_outputs", lambda _: "out", plan, (_adjacent(tensor),), of_dispatch
+        )
         return _padded(view, rows) if rows > view.shape[0] else view.clone()
 
 
@@ -156,7 +161,7 @@ class _QkvDispatch(torch.autograd.Function):
     def forward(ctx: Any, step: AttentionStep, *tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
         ctx.step = step
         ctx.rows = [tensor.shape[0] for tensor in tensors]
-        views = step.dispatcher.dispatch(step._forward, *tensors)
+        views = step.dispatcher._dispatch("dispatch_qkv", of_qkv, step._forward, tensors, 0)
         ctx.number = step.dispatcher.last_dispatch
         # Without elements, it ties return_outputs to this call: where attention computes nothing
         # from no rows, backward would else leave this call out, for which other ranks wait.
@@ -231,7 +236,7 @@ def recomputed_attention(
                 f"{who}: {name} is a {type(step).__name__}, expected an AttentionStep"
             )
     for i, tensor in enumerate((q, *kv)):
-        require_tensor(tensor, f"{who}: {'q' if i == 0 else f'kv[{i - 1}]'}")
+        require_tensor(tensor, f"{who}: {of_qkv(i)}")
     out: torch.Tensor = _Recomputed.apply(attend, forward, backward, q, *kv)
     return out
 

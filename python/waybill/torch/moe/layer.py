@@ -307,10 +307,11 @@ class EPAll2AllLayer(OfThisProcess):
         # Ranks that do not agree on the dispatch before hear of it here, not at the deadline.
         self._layer.await_calls(stream_of(self.device))
         config = self.ep_config
+        wide = config.weight_dtype == torch.float64
         self._choice_layer = EPAll2AllLayer(
             self.world, config.max_tokens, config.topk, config.topk, config.rank,
-            config.num_experts, config.local_world_size, config.world_size, torch.float32,
-            **self._options,
+            config.num_experts, config.local_world_size, config.world_size,
+            torch.float64 if wide else torch.float32, **self._options,
         )  # fmt: skip
 
 
