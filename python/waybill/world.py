@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Optional, TypeVar
 from . import _core
 from ._arrays import int64
 from ._copies import OfThisProcess
+from ._graphs import outside_graphs
 from ._threads import run_ranks
 from .errors import Error, InvalidArgument, Unsupported
 
@@ -69,6 +70,7 @@ class World(OfThisProcess):
         return self
 
     @classmethod
+    @outside_graphs
     def from_environment(
         cls, *, device: Any = "cpu", nvshmem: bool = False, timeout_s: float = 60.0
     ) -> World:
@@ -103,6 +105,7 @@ class World(OfThisProcess):
         return cls._wrap(make(meeting, per_node, local_rank))
 
     @classmethod
+    @outside_graphs
     def from_all_gather(
         cls,
         rank: int,
@@ -157,6 +160,7 @@ class World(OfThisProcess):
         return cls._wrap(make(meeting, per_node, rank % (per_node or world_size)))
 
     @classmethod
+    @outside_graphs
     def from_process_group(
         cls,
         group: Any = None,
@@ -209,6 +213,7 @@ class World(OfThisProcess):
         ordinal = self._world.device
         return "cpu" if ordinal < 0 else f"cuda:{ordinal}"
 
+    @outside_graphs
     def barrier(self) -> None:
         """Returns when all ranks have called. Raises Timeout."""
         self._world.barrier()
@@ -230,6 +235,7 @@ def num_gpus() -> int:
     return _core.num_gpus()
 
 
+@outside_graphs
 def run_threads(
     world_size: int,
     body: Callable[[World], _T],

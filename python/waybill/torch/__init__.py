@@ -5,8 +5,11 @@ compiled part reads and writes. A program written for DistCA changes only its im
 the random generators without a seed draw from torch's global generator, in DistCA's order.
 """
 
+import torch as _torch
+
 from .. import _common
 from .._common import *  # noqa: F403
+from .._graphs import never_compile_calls as _never_compile_calls
 from .attention_step import AttentionStep, recomputed_attention
 from .generators import (
     create_qkv_dispatch,
@@ -33,6 +36,8 @@ from .routing import (
 from .sequence_dispatcher import SequenceDispatcher
 from .simulate import orchestrate_simulate, simulate_communication, sum_kv_copies
 from .world import run_threads
+
+_never_compile_calls(_torch)
 
 __all__ = [
     "AttentionStep",

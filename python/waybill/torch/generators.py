@@ -12,9 +12,9 @@ import torch
 
 from .. import _core, generators
 from .._arrays import int64
+from .._graphs import outside_graphs
 from ..errors import InvalidArgument
 from ..layouts import RawQkvDispatch
-from ._graphs import outside_graphs
 from ._tensors import host_array, on_host, tensor, tensors
 from .metadata import metadata_of
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import index_ops
-from ._graphs import outside_graphs
+from .._graphs import outside_graphs
 from ._tensors import host_array, require_tensor
 from ._tensors import tensor as as_tensor
 
