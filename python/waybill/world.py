@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Optional, TypeVar
 from . import _core
 from ._arrays import int64
 from ._copies import OfThisProcess
+from ._graphs import outside_graphs
 from ._threads import run_ranks
 from .errors import Error, InvalidArgument, Unsupported
 
@@ -70,6 +71,7 @@ class World(OfThisProcess):
         return self
 
     @classmethod
+    @outside_graphs
     def from_environment(
         cls, *, device: Any = "cpu", nvshmem: bool = False, timeout_s: float = 60.0
     ) -> World:
@@ -104,6 +106,7 @@ class World(OfThisProcess):
         return cls._wrap(make(meeting, per_node, local_rank))
 
     @classmethod
+    @outside_graphs
     def from_all_gather(
         cls,
         rank: int,
@@ -158,6 +161,7 @@ class World(OfThisProcess):
         return cls._wrap(make(meeting, per_node, rank % (per_node or world_size)))
 
     @classmethod
+    @outside_graphs
     def from_process_group(
         cls,
         group: Any = None,
@@ -226,6 +230,7 @@ class World(OfThisProcess):
         ordinal = self._world.device
         return "cpu" if ordinal < 0 else f"cuda:{ordinal}"
 
+    @outside_graphs
     def barrier(self) -> None:
         """Returns when all ranks have called. Raises Timeout."""
         self._world.barrier()
@@ -247,6 +252,7 @@ def num_gpus() -> int:
     return _core.num_gpus()
 
 
+@outside_graphs
 def run_threads(
     world_size: int,
     body: Callable[[World], _T],

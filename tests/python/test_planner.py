@@ -73,7 +73,7 @@ def test_capacity_is_kept_or_refused():
     [
         ({"world_size": 0}, "world_size = 0"),
         ({"world_size": "8"}, "plan: world_size = '8', expected an integer"),
-        ({"mask": "full"}, "plan: mask = 'full', expected \"causal\""),
+        ({"mask": "half"}, "plan: mask = 'half', expected \"causal\""),
         ({"window": 0}, "plan: window = 0, expected >= 1, or None"),
         ({"dtype": "float12"}, "float12"),
         ({"kv_layout": "x"}, "kv_layout = 'x'"),

@@ -7,6 +7,7 @@ from typing import Any, Optional, Tuple
 
 import torch
 
+from ..._graphs import outside_graphs
 from .._tensors import meet_mark, save_mark
 
 _Gradients = Tuple[Optional[torch.Tensor], ...]
@@ -44,6 +45,7 @@ class Dispatch(torch.autograd.Function):
         return rows, weights, token
 
     @staticmethod
+    @outside_graphs
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, rows: Any, weights: Any, _token: Any) -> _Gradients:
         meet_mark(ctx)
@@ -100,6 +102,7 @@ class Combine(torch.autograd.Function):
         return layer._combine(rows, layout, False, biases, needs_gradients=needs)
 
     @staticmethod
+    @outside_graphs
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, sums: torch.Tensor) -> _Gradients:
         meet_mark(ctx)

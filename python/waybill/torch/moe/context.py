@@ -9,9 +9,9 @@ import torch
 from ... import _core
 from ..._arrays import int64
 from ..._copies import OfThisProcess
+from ..._graphs import outside_graphs
 from ...errors import InvalidArgument
 from ...moe import EPConfig
-from .._graphs import outside_graphs
 from .tensors import shown, torch_dtype, world_of
 
 

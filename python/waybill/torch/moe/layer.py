@@ -10,9 +10,9 @@ import torch
 from ... import _core
 from ..._arrays import int64
 from ..._copies import OfThisProcess
+from ..._graphs import outside_graphs
 from ...errors import InvalidArgument
 from ...moe import EPAllToAllLayoutDesc, EPConfig
-from .._graphs import outside_graphs
 from .._tensors import require_tensor, say_no_gradients
 from .autograd import Combine, Dispatch
 from .layout import LayerLayout
