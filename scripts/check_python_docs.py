@@ -10,7 +10,8 @@
   stands in a ```python block of docs/ or as `name` on docs/python.md
 - every page of docs/functions has a ```python block that runs without torch, but for those that
   NO_PYTHON names: what they describe has no Python face yet
-- --examples: the programs of examples/python run too
+- --examples: the programs of examples/python run too, those with ranks as threads and as processes
+  of torchrun
 
 A block marked ```python no-test is left out, one marked ```python excerpt FILE is part of a program
 (check_stale_docs.py holds it to that). Blocks and programs that need a package which is not
@@ -262,36 +263,51 @@ def check_names(blocks):
         yield f"docs/python.md:1: {name} is public, but no page shows it in Python"
 
 
+def ways_to_run(program):
+    """(how, command) of each way: as it is, and as processes of torchrun where it has ranks."""
+    python = [sys.executable, "-W", "error"]
+    yield "", [*python, program]
+    if '"RANK"' in program.read_text(encoding="utf-8"):
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        yield " as processes", [sys.executable, *torchrun, program]
+
+
 def run_examples(missing):
     """(problems, number run, number skipped)"""
     problems, num_run, num_skipped = [], 0, 0
     programs = sorted((ROOT / "examples" / "python").glob("*.py"))
     if not programs:
         problems.append("examples/python: no program")
-    for program in programs:
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
+    for program, (how, command) in ((p, way) for p in programs for way in ways_to_run(p)):
         name = program.relative_to(ROOT)
+        if how and "torch" in missing:
+            num_skipped += 1
+            continue
         begin = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             try:
                 done = subprocess.run(
-                    [sys.executable, "-W", "error", program],
+                    command,
                     cwd=folder,
+                    env=environment,
                     timeout=LIMIT_S,
                     capture_output=True,
                     text=True,
                     check=False,
                 )
             except subprocess.TimeoutExpired:
-                problems.append(f"{name}:1: ran longer than {LIMIT_S} s")
+                problems.append(f"{name}:1: ran longer than {LIMIT_S} s{how}")
                 continue
         if done.returncode == SKIPPED and missing:
             num_skipped += 1
             print(f"SKIPPED {name}: {done.stdout.strip()}")
         elif done.returncode != 0:
-            problems.append(f"{name}:1: exit status {done.returncode}\n{done.stdout}{done.stderr}")
+            text = f"{done.stdout}{done.stderr}"
+            problems.append(f"{name}:1: exit status {done.returncode}{how}\n{text}")
         else:
             num_run += 1
-            print(f"{name}: {time.monotonic() - begin:.1f} s")
+            print(f"{name}{how}: {time.monotonic() - begin:.1f} s")
     return problems, num_run, num_skipped
 
 

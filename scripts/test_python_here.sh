@@ -69,11 +69,11 @@ done
 gpus=$("$python" -c 'import waybill; print(waybill.num_gpus())')
 run_processes=("$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus")
 attention=examples/python/distributed_attention.py
-export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
-check "$attention, threads" 120 "$python" "$attention" --device cuda
-check "examples/python/moe_layer.py" 120 "$python" examples/python/moe_layer.py --device cuda
-export OMP_NUM_THREADS=1
-check "$attention, processes" 120 "${run_processes[@]}" "$attention" --device cuda
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} OMP_NUM_THREADS=1
+for example in "$attention" examples/python/expert_parallel.py examples/python/moe_layer.py; do
+  check "$example, threads" 120 "$python" "$example" --device cuda
+  check "$example, processes" 120 "${run_processes[@]}" "$example" --device cuda
+done
 if [[ $nvshmem == yes ]]; then
   check "$attention, NVSHMEM" 120 "${run_processes[@]}" "$attention" --device cuda --nvshmem
 fi

@@ -119,8 +119,6 @@ def run_ranks(options, body):
     if not options.launched:
         return waybill.run_threads(options.ranks, body, device=options.device)
     world = waybill.World.from_process_group(device=options.device, nvshmem=options.nvshmem)
-    if world.device != "cpu":
-        torch.cuda.set_device(world.device)
     results = [None] * options.ranks
     torch.distributed.all_gather_object(results, body(world))
     return results
@@ -158,14 +156,12 @@ def main():
     parser.add_argument("--ranks", type=int, default=gpus or 4, help="of threads")
     parser.add_argument("--nvshmem", action="store_true", help="between processes with GPUs")
     options = parser.parse_args()
-    options.launched = "TORCHELASTIC_RUN_ID" in os.environ
+    options.launched = "RANK" in os.environ
     if not options.launched:
         train(options)
         return
-    torch.distributed.init_process_group("gloo")
-    options.ranks = torch.distributed.get_world_size()
-    first = torch.distributed.get_rank() == 0
-    with contextlib.redirect_stdout(sys.stdout if first else io.StringIO()):
+    rank, options.ranks = waybill.initialize_distributed("gloo", device=options.device)
+    with contextlib.redirect_stdout(sys.stdout if rank == 0 else io.StringIO()):
         train(options)
     torch.distributed.destroy_process_group()
 

@@ -1,27 +1,30 @@
 """A small mixture-of-experts layer whose experts lie on different ranks, trained.
 
     python examples/python/moe_layer.py [--ranks N] [--nodes N] [--device cpu|cuda] [--steps N]
+    torchrun --nproc-per-node N examples/python/moe_layer.py [--nodes N] ...
 
 Every rank has some tokens and some experts. A gate chooses experts for each token; dispatch takes
 the tokens there, the experts work on the rows they got, combine brings the weighted sums home.
 Autograd goes the same way back. The first loss and gradients are compared with those of one process
 that has all experts; then the layer learns to imitate a random function, and the loss must fall.
+Ranks are threads, or the processes of one job under torchrun.
 
 Needs torch; without it, it says so and ends with status 77, which test runners show as skipped.
 """
 
 import argparse
+import os
 import sys
 
 try:
     import torch
-    from torch import nn
+    from torch import distributed, nn
 except ImportError:
     print("torch is not installed: nothing was run")
     sys.exit(77)
 
-from waybill import num_gpus
-from waybill.torch import run_threads
+from waybill import World, num_gpus
+from waybill.torch import initialize_distributed, run_threads
 from waybill.torch.moe import EPAll2AllLayer
 
 HIDDEN, INNER, EXPERTS, TOPK, MAX_TOKENS = 32, 64, 8, 2, 48
@@ -111,7 +114,11 @@ def first_step_alone(num_ranks):
 
 
 def sum_over_ranks(world, shared, value):
-    """What training frameworks do with all-reduce; here ranks are threads of one process."""
+    """All-reduce; of threads of one process through a list that all of them have."""
+    if shared is None:
+        total = value.detach().cpu()
+        distributed.all_reduce(total)
+        return total.to(value.device)
     shared[world.rank] = value.detach().cpu()
     world.barrier()
     total = torch.stack(shared).sum(0)
@@ -147,18 +154,28 @@ def main():
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     on_gpus = options.device == "cuda"
-    if options.ranks is None:
+    launched = "RANK" in os.environ
+    if launched:
+        rank, options.ranks = initialize_distributed(device=options.device)
+    elif options.ranks is None:
         options.ranks = num_gpus() if on_gpus else 4
     if options.nodes is None:
         options.nodes = 1 if on_gpus else min(2, options.ranks)
     torch.set_num_threads(1)
 
-    shared = [None] * options.ranks
-    results = run_threads(
-        options.ranks, lambda world: train(world, options.steps, shared),
-        device=options.device, ranks_per_node=options.ranks // options.nodes,
-    )  # fmt: skip
-    losses, gradient = results[0]
+    per_node = options.ranks // options.nodes
+    if launched:
+        world = World.from_process_group(device=options.device, ranks_per_node=per_node)
+        losses, gradient = train(world, options.steps, None)
+        distributed.destroy_process_group()
+        if rank != 0:  # all have the same sums
+            return
+    else:
+        shared = [None] * options.ranks
+        losses, gradient = run_threads(
+            options.ranks, lambda world: train(world, options.steps, shared),
+            device=options.device, ranks_per_node=per_node,
+        )[0]  # fmt: skip
     loss_alone, gradient_alone = first_step_alone(options.ranks)
     torch.testing.assert_close(losses[0], loss_alone, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(gradient, gradient_alone, rtol=1e-3, atol=1e-4)

@@ -1,4 +1,4 @@
-"""A program written for the original, with only its import changed; then what tensors allow beyond.
+"""A program written for DistCA, with only its import changed; then what tensors allow beyond.
 
     python examples/python/torch_usage.py
 
@@ -14,7 +14,7 @@ except ImportError:
     print("torch is not installed: nothing was run")
     sys.exit(77)
 
-# For the original the next lines were
+# For DistCA the next lines were
 #   from d2.runtime.inplace_metadata import compute_metadata, exclusive_cumsum, prepend_zero_fn
 #   from test_util import create_qkv_dispatch, gen_seq_lens, orchestrate_simulate
 import waybill.torch
@@ -37,7 +37,7 @@ def check(what, ok):
 
 
 def queries(device):
-    """As it was written for the original: random destinations, forward, reverse, compare."""
+    """As it was written for DistCA: random destinations, forward, reverse, compare."""
     torch.manual_seed(0)
     seq_len = gen_seq_lens(WORLD_SIZE, NUM_SEQS, TOTAL).long().to(device)
     dispatch = torch.randint(0, WORLD_SIZE, (WORLD_SIZE, NUM_SEQS), device=device)
@@ -59,7 +59,7 @@ def queries(device):
 
 
 def keys_and_values(device):
-    """KV has a copy a query: the planes that come back are summed, as the original's test does."""
+    """KV has a copy a query: the planes that come back are summed, as DistCA's test does."""
     torch.manual_seed(1)
     _, _, fwd_k, rev_k, attention = create_qkv_dispatch(WORLD_SIZE, TOTAL, NUM_SEQS, MAX_CP)
     kv = torch.rand(WORLD_SIZE, TOTAL, HIDDEN) + 1

@@ -128,7 +128,7 @@ class RankLayer {
  public:
   RankLayer(std::shared_ptr<RankWorld> rank, const EPConfig& config, const EPLayerOptions& options)
       : rank_(std::move(rank)) {
-    const RankWorld::Call call(*rank_, "EPAll2AllLayer");
+    const RankWorld::Call call(*rank_, "EPAll2AllLayer", &turn_);
     layer_ = std::make_unique<EPAll2AllLayer>(rank_->world(), config, options);
   }
 
@@ -148,7 +148,7 @@ class RankLayer {
     input.origin = origin;
     std::vector<std::shared_ptr<void>> memory;  // taken before another thread can free it
     EPDispatched got = unlocked([&] {
-      const RankWorld::Call call(*rank_, "dispatch");
+      const RankWorld::Call call(*rank_, "dispatch", &turn_);
       const Stream queue = stream_from(stream);
       rank_->meet("dispatch", queue);
       EPDispatched arrived = layout == nullptr ? layer_->dispatch(input, queue)
@@ -175,16 +175,27 @@ class RankLayer {
                                    .output = view_from<TensorView>(output),
                                    .needs_gradients = needs_gradients};
     unlocked([&] {
-      const RankWorld::Call call(*rank_, "combine");
+      const RankWorld::Call call(*rank_, "combine", &turn_);
       rank_->meet("combine", stream_from(stream));
       layer_->combine(input, *layout.layout, stream_from(stream));
       rank_->meet("combine", stream_from(stream));
     });
   }
 
+  bool combine_needs_gradients(const LayoutHandle& layout, bool mine, bool asks,
+                               std::uintptr_t stream) {
+    return unlocked([&] {
+      const RankWorld::Call call(*rank_, "combine", &turn_);
+      rank_->meet("combine", stream_from(stream));
+      const bool needs = layer_->combine_needs_gradients(*layout.layout, mine, asks);
+      rank_->meet("combine", stream_from(stream));
+      return needs;
+    });
+  }
+
   void synchronize(std::uintptr_t stream) {
     unlocked([&] {
-      const RankWorld::Call call(*rank_, "synchronize");
+      const RankWorld::Call call(*rank_, "synchronize", &turn_);
       layer_->synchronize(stream_from(stream));
     });
   }
@@ -192,38 +203,40 @@ class RankLayer {
   /// The same, but leaves an overflow to be asked for.
   void await_calls(std::uintptr_t stream) {
     unlocked([&] {
-      const RankWorld::Call call(*rank_, "dispatch");
+      const RankWorld::Call call(*rank_, "dispatch", &turn_);
       rank_->world().executor().synchronize(stream_from(stream));
     });
   }
 
   void barrier(std::uintptr_t stream, bool intra_node_only) {
     unlocked([&] {
-      const RankWorld::Call call(*rank_, "ep_barrier_all");
+      const RankWorld::Call call(*rank_, "ep_barrier_all", &turn_);
+      rank_->meet("ep_barrier_all", stream_from(stream));
       layer_->ep_barrier_all(stream_from(stream), intra_node_only);
+      rank_->meet("ep_barrier_all", stream_from(stream));
     });
   }
 
   void finalize() {
     unlocked([&] {
-      const RankWorld::Call call(*rank_, "finalize");
+      const RankWorld::Call call(*rank_, "finalize", &turn_);
       layer_->finalize();
     });
   }
 
   [[nodiscard]] nb::object combine_input(std::int64_t rows, std::uintptr_t stream) {
-    const RankWorld::Call call(*rank_, "combine_input");
+    const RankWorld::Call call(*rank_, "combine_input", &turn_);
     const TensorView view = layer_->combine_input(rows, stream_from(stream));
     return array_over(view, rank_,
                       {rank_, nullptr, memory_of(layer_->context().memory().combine_windows)});
   }
 
   void check_overflow() {
-    const RankWorld::Call call(*rank_, "check_overflow");
+    const RankWorld::Call call(*rank_, "check_overflow", &turn_);
     layer_->check_overflow();
   }
   [[nodiscard]] std::int64_t output_rows() const {
-    const RankWorld::Call call(*rank_, "output_rows");
+    const RankWorld::Call call(*rank_, "output_rows", &turn_);
     return layer_->output_rows();
   }
 
@@ -237,6 +250,7 @@ class RankLayer {
   }
 
   std::shared_ptr<RankWorld> rank_;
+  mutable CallTurn turn_;
   std::unique_ptr<EPAll2AllLayer> layer_;
 };
 
@@ -286,24 +300,25 @@ class RankContext {
 class RankBarrier {
  public:
   RankBarrier(std::shared_ptr<RankWorld> rank, bool is_intra_node) : rank_(std::move(rank)) {
-    const RankWorld::Call call(*rank_, "BarrierAllContext");
+    const RankWorld::Call call(*rank_, "BarrierAllContext", &turn_);
     barrier_ = std::make_unique<BarrierAllContext>(rank_->world(), is_intra_node);
   }
   void barrier_all() {
     unlocked([&] {
-      const RankWorld::Call call(*rank_, "barrier_all");
+      const RankWorld::Call call(*rank_, "barrier_all", &turn_);
       barrier_->barrier_all();
     });
   }
   void finalize() {
     unlocked([&] {
-      const RankWorld::Call call(*rank_, "finalize");
+      const RankWorld::Call call(*rank_, "finalize", &turn_);
       barrier_->finalize();
     });
   }
 
  private:
   std::shared_ptr<RankWorld> rank_;
+  CallTurn turn_;
   std::unique_ptr<BarrierAllContext> barrier_;
 };
 
@@ -337,6 +352,7 @@ void bind_moe_layer(nb::module_& m) {
            "scales"_a.none(), "positions"_a.none(), "layout"_a.none(), "stream"_a,
            "needs_gradients"_a, "weights_need_gradients"_a, "origin"_a)
       .def("combine", &RankLayer::combine)
+      .def("combine_needs_gradients", &RankLayer::combine_needs_gradients)
       .def("combine_input", &RankLayer::combine_input)
       .def("synchronize", &RankLayer::synchronize)
       .def("await_calls", &RankLayer::await_calls)

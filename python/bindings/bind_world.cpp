@@ -14,6 +14,7 @@
 #include "bindings.h"
 #include "rank_world.h"
 #include "waybill/core/error.h"
+#include "waybill/transport/agree.h"
 #include "waybill/transport/bootstraps.h"
 #ifdef WAYBILL_PYTHON_CUDA
 #include "waybill/cuda/gpu_world.h"
@@ -171,6 +172,7 @@ constexpr auto nvshmem_world = no_gpu_world;
 void bind_world(nb::module_& m) {
   m.attr("has_cuda") = has_cuda;
   m.def("num_gpus", [] { return unlocked(count_gpus); });
+  m.def("host_id", &host_id);
   nb::class_<Meeting>(m, "Meeting");
   m.def("thread_meetings", &thread_meetings, "world_size"_a, "timeout_s"_a);
   m.def("environment_meeting", &environment_meeting, "timeout_s"_a);

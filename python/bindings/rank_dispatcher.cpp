@@ -41,7 +41,8 @@ PlanFacts::PlanFacts(const SequencePlan& plan)
 /// A call of the rank, behind which the size of the windows is known.
 class RankDispatcher::DispatcherCall {
  public:
-  DispatcherCall(RankDispatcher& self, const char* who) : self_(self), call_(*self.rank_, who) {}
+  DispatcherCall(RankDispatcher& self, const char* who)
+      : self_(self), call_(*self.rank_, who, &self.turn_) {}
   DispatcherCall(const DispatcherCall&) = delete;
   DispatcherCall& operator=(const DispatcherCall&) = delete;
   ~DispatcherCall() {

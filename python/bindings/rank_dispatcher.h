@@ -84,6 +84,7 @@ class RankDispatcher {
  private:
   class DispatcherCall;
   std::shared_ptr<RankWorld> rank_;
+  CallTurn turn_;
   std::unique_ptr<SequenceDispatcher> dispatcher_;
   std::atomic<std::int64_t> window_bytes_ = 0;
   std::atomic<std::uint64_t> last_dispatch_ = 0;

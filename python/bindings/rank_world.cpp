@@ -8,6 +8,20 @@
 
 namespace waybill::python {
 
+namespace {
+
+thread_local const RankWorld::Call* innermost_call = nullptr;
+
+/// Whoever has the turn may need the interpreter's lock to end its call.
+void take(CallTurn& turn) {
+  if (turn.try_take()) return;
+  std::optional<InterpreterUnlocked> without_lock;
+  if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) without_lock.emplace();
+  turn.take();
+}
+
+}  // namespace
+
 RankWorld::~RankWorld() {
   // Memory of a GPU is freed when the device is idle, for which another rank's thread may need the
   // interpreter.
@@ -18,12 +32,31 @@ RankWorld::~RankWorld() {
   World gone = std::move(world_);
 }
 
-RankWorld::Call::Call(RankWorld& rank, const char* who) : rank_(rank) {
-  require(!rank.busy_.test_and_set(), who, ": the world of rank ", rank.world_.rank(),
-          " is in a call of another thread, expected one call at a time");
+RankWorld::Call::Call(RankWorld& rank, const char* who, CallTurn* object)
+    : rank_(rank), object_(object), outer_(innermost_call) {
+  for (const Call* call = outer_; call != nullptr; call = call->outer_) {
+    require(&call->rank_ != &rank, who, ": the world of rank ", rank.world_.rank(),
+            " is in a call of this thread, expected that to end first");
+  }
+  if (object_ != nullptr) take(*object_);
+  try {
+    take(rank.turn_);
+  } catch (...) {
+    if (object_ != nullptr) object_->give();
+    throw;
+  }
+  innermost_call = this;
+  entered_.emplace(rank.turn_);
   std::vector<PlanHandle> dead;
   const std::lock_guard lock(rank.mutex_);
   dead.swap(rank.dead_plans_);
+}
+
+RankWorld::Call::~Call() {
+  entered_.reset();
+  innermost_call = outer_;
+  rank_.turn_.give();
+  if (object_ != nullptr) object_->give();
 }
 
 void RankWorld::meet(const char* operation, Stream stream) {

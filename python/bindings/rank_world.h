@@ -2,12 +2,13 @@
 
 #include <nanobind/nanobind.h>
 
-#include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "call_turn.h"
 #include "waybill/runtime/abort_state.h"
 #include "waybill/runtime/sequence_dispatcher.h"
 #include "waybill/runtime/world.h"
@@ -29,17 +30,24 @@ class RankWorld {
   [[nodiscard]] World& world() noexcept { return world_; }
   [[nodiscard]] int device() const noexcept { return device_; }
 
-  /// A call of this rank: refuses a second one at the same time, and clears away what has died.
+  /// A call of this rank, and what clears away what has died. Calls of several threads come one
+  /// after the other; a call that waits for other ranks lets those of other objects go on, which
+  /// ranks may make in another order.
   class Call {
    public:
-    /// @throws InvalidArgument when another thread is inside a call
-    Call(RankWorld& rank, const char* who);
+    /// Waits for the calls of other threads, without the interpreter's lock.
+    /// @param object whose calls this world serves; null: the call is the world's
+    /// @throws InvalidArgument from within a call of this thread; as check_interrupt
+    Call(RankWorld& rank, const char* who, CallTurn* object = nullptr);
     Call(const Call&) = delete;
     Call& operator=(const Call&) = delete;
-    ~Call() { rank_.busy_.clear(); }
+    ~Call();
 
    private:
     RankWorld& rank_;
+    CallTurn* object_;
+    const Call* outer_;
+    std::optional<EnteredWaitTurn> entered_;
   };
 
   /// Around what queues work that waits for other ranks. What a thread loads, allocates or copies
@@ -61,7 +69,7 @@ class RankWorld {
   int device_;
   bool in_step_;
   detail::AbortState abort_state_{"world", &world_.transport()};
-  std::atomic_flag busy_;
+  CallTurn turn_;
   std::mutex mutex_;
   std::vector<PlanHandle> dead_plans_;
   std::vector<std::shared_ptr<void>> retired_;

@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, Optional, Sequence, Tuple, Type, Ty
 from . import _core
 from ._arrays import int64
 from ._copies import OfThisProcess
+from ._graphs import outside_graphs
 from ._tensor_checks import Names, numbered, refuse
 from .errors import InvalidArgument
 from .sparse import relay_of, sparse_table
@@ -106,6 +107,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
 
     _why_not_copied = "windows that other ranks write to: make one on each rank's world"
 
+    @outside_graphs
     def __init__(
         self,
         world: World,
@@ -138,6 +140,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
             str(relay),
         )
 
+    @outside_graphs
     def plan_dispatch(self, *parts: Sequence[Any]) -> ReadyPlan:
         """Compiles and uploads this rank's part of a dispatch. Not collective.
 
@@ -146,10 +149,12 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         """
         return self._plan("plan_dispatch", False, parts)
 
+    @outside_graphs
     def plan_kv_gradient(self, *parts: Sequence[Any]) -> ReadyPlan:
         """The same for kv_gradient; parts hold the forward metadata of K and V."""
         return self._plan("plan_kv_gradient", True, parts)
 
+    @outside_graphs
     def replace_plan(self, plan: ReadyPlan, *parts: Sequence[Any]) -> None:
         """Puts another plan of the same operation and formats into the memory of ``plan``: a graph
         that was captured with it replays the new one.
@@ -163,6 +168,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         given, _ = self._parts(who, parts)
         self._dispatcher.replace_plan(plan._plan, given, self._stream())
 
+    @outside_graphs
     def reserve(self, *plans: Union[ReadyPlan, int]) -> None:
         """Collective: makes the windows large enough for these plans, or numbers of bytes."""
         sizes = [
@@ -172,6 +178,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         slots = [p._plan.num_slots for p in plans if isinstance(p, ReadyPlan)]
         self._dispatcher.reserve(max(sizes, default=0), max(slots, default=0), self._stream())
 
+    @outside_graphs
     def dispatch(self, plan: ReadyPlan, *tensors: Any, of_dispatch: int = 0) -> Tuple[_Array, ...]:
         """Collective: sends the rows of the tensors to where the plan says.
 
@@ -194,6 +201,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         """
         return self._dispatch("dispatch", numbered("tensors"), plan, tensors, of_dispatch)
 
+    @outside_graphs
     def kv_gradient(
         self,
         plan: ReadyPlan,
@@ -233,6 +241,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         del kept, kept_out
         return tuple(out)
 
+    @outside_graphs
     def gradient_inputs(self, plan: ReadyPlan) -> Tuple[_Array, ...]:
         """Where the next kv_gradient would copy its gradients: who writes them there, and passes
         these views, saves the copy. Valid for the next call. Collective when the windows must grow.
@@ -240,12 +249,14 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         self._check_plan("gradient_inputs", plan, "kv_gradient")
         return self._shown(plan, self._dispatcher.gradient_inputs(plan._plan, self._stream()))
 
+    @outside_graphs
     def synchronize(self) -> None:
         """Returns when this rank's calls are done (on GPUs: on torch's current stream). Raises a
         Timeout or a Disagreement that one of them has met.
         """
         self._dispatcher.synchronize(self._stream())
 
+    @outside_graphs
     def close(self) -> None:
         """Collective: waits for this rank's device, then gives the windows back. Without it their
         memory goes with the world. Views that are left keep theirs.

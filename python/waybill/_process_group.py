@@ -9,6 +9,7 @@ from typing import Any, Optional
 
 from torch import distributed as _distributed
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import _core
 from .errors import InvalidArgument, PeerFailed, Timeout, TransportError
@@ -21,6 +22,45 @@ distributed: Any = _distributed  # not all that it documents is typed
 _worlds: dict[tuple[int, ...], int] = {}
 
 
+def group_of(group: Any, who: str) -> Any:
+    """The process group itself, that of a DeviceMesh of one dimension, or of None the default one.
+
+    Raises InvalidArgument where this process is in none.
+    """
+    if not distributed.is_available() or not distributed.is_initialized():
+        raise InvalidArgument(
+            f"{who}: group is {group!r}, expected a process group of an initialized"
+            " torch.distributed: call waybill.torch.initialize_distributed() first"
+        )
+    if isinstance(group, DeviceMesh):
+        group = _group_of_mesh(group, who)
+    if group is None:
+        return distributed.group.WORLD
+    if group is distributed.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidArgument(f"{who}: this process is not in the group")
+    if not isinstance(group, distributed.ProcessGroup):
+        raise InvalidArgument(
+            f"{who}: group is a {type(group).__name__}, expected a process group of"
+            " torch.distributed, a DeviceMesh of one dimension, or None for the default group"
+        )
+    if distributed.get_rank(group) < 0:
+        raise InvalidArgument(f"{who}: this process is not in the group")
+    return group
+
+
+def _group_of_mesh(mesh: Any, who: str) -> Any:
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        example = f'mesh["{names[-1]}"]' if names else "a slice of it"
+        raise InvalidArgument(
+            f"{who}: group is a DeviceMesh of {mesh.ndim} dimensions, expected one, such as"
+            f" {example}"
+        )
+    if mesh.get_coordinate() is None:
+        raise InvalidArgument(f"{who}: this process is not in the DeviceMesh")
+    return mesh.get_group()
+
+
 class GroupExchange:
     """An all-gather of bytes in the store of a group; None is the default group.
 
@@ -29,11 +69,9 @@ class GroupExchange:
     """
 
     def __init__(self, group: Any, timeout_s: float, who: str) -> None:
-        group = distributed.group.WORLD if group is None else group
+        group = group_of(group, who)
         self.rank = distributed.get_rank(group)
         self.world_size = distributed.get_world_size(group)
-        if self.rank < 0:
-            raise InvalidArgument(f"{who}: this process is not in the group")
         self._who, self._timeout_s, self._round = who, timeout_s, 0
         # Were the group kept, it would outlive destroy_process_group and end with the interpreter,
         # whose lock gloo's threads may still wait for then: the process would abort.

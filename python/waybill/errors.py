@@ -40,15 +40,15 @@ class Disagreement(InvalidArgument):
 
 
 class ShapeMismatch(InvalidArgument, RuntimeError):
-    """Tensors that do not fit the metadata in a simulation; a RuntimeError in the original."""
+    """Tensors that do not fit the metadata in a simulation; a RuntimeError in DistCA."""
 
 
 class RankOutOfRange(InvalidArgument, IndexError):
-    """A destination outside the world in a simulation; an IndexError in the original."""
+    """A destination outside the world in a simulation; an IndexError in DistCA."""
 
 
 class NotThreeAxes(InvalidArgument, AssertionError):
-    """A simulated tensor without three axes; an AssertionError in the original."""
+    """A simulated tensor without three axes; an AssertionError in DistCA."""
 
 
 class Unsupported(Error, NotImplementedError):

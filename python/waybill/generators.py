@@ -34,7 +34,7 @@ def gen_seq_lens(
 
     Args:
         seed: None is 0: the same call gives the same lengths. All are >= 1 where total_len allows.
-        uniforms: world_size * num_seqs draws in [0, 1) in place of a seed; gives what the original
+        uniforms: world_size * num_seqs draws in [0, 1) in place of a seed; gives what DistCA
             makes of the same draws (which may round to 0), but for its negative lengths.
     """
     if uniforms is None:

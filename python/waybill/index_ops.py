@@ -1,4 +1,4 @@
-"""Helpers on arrays of indices and numbers, under the original's names."""
+"""Helpers on arrays of indices and numbers, under DistCA's names."""
 
 from __future__ import annotations
 

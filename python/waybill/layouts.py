@@ -1,4 +1,4 @@
-"""Plain records that the functions return; tuples, so that they unpack as the original's."""
+"""Plain records that the functions return; tuples, so that they unpack as DistCA's."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class QkvMetadata(NamedTuple):
 
 
 class RawQkvDispatch(NamedTuple):
-    """A plan in the original's dense form. P = most shards on a rank, C = most copies. int64."""
+    """A plan in DistCA's dense form. P = most shards on a rank, C = most copies. int64."""
 
     cp_seq_lens: Any  #: (W, P): rows of each shard; padding 0
     num_cp_shards: Any  #: (W,): shards on the rank

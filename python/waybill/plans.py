@@ -31,7 +31,7 @@ class QkvPlan(Unchanging):
         doc_shard_offsets: (D + 1,), into doc_shards.
         doc_shards: (N,), shards, document by document.
         kv_begin: (N,) by shard, first KV position that it needs; None is 0 for all.
-        kv_layout: "per_rank", one copy of KV a rank and document; or "per_query", the original's.
+        kv_layout: "per_rank", one copy of KV a rank and document; or "per_query", DistCA's.
         mask: "causal"; "full", without kv_begin: every query meets all keys of its document.
     """
 
@@ -157,7 +157,7 @@ class QkvPlan(Unchanging):
         return QkvRouting._wrap(_core.compute_qkv_routing(self._plan, threads), self)
 
     def to_raw_dispatch(self, max_cp_degree: int = 1) -> RawQkvDispatch:
-        """The plan in the original's dense form (causal plans, one KV copy a query)."""
+        """The plan in DistCA's dense form (causal plans, one KV copy a query)."""
         return RawQkvDispatch._make((*self._plan.to_raw_dispatch(max_cp_degree), ()))
 
     def traffic(self) -> tuple[AnyArray, AnyArray]:

@@ -40,7 +40,7 @@ def compute_metadata(
         return_intermediate: also return (tokens_to_dst_per_dispatch (W, S, C, W), seq_to_dst
             (W, S, C, W) one-hot, num_received_seqs (W,)).
         undispatched: "reject" refuses a shard with rows but without destination, whose tokens would
-            be lost; "keep" leaves it behind, as the original does.
+            be lost; "keep" leaves it behind, as DistCA does.
 
     Returns:
         (forward, reverse) or (forward, reverse, intermediates).
@@ -88,7 +88,7 @@ def compute_metadata_kv(
         q_to_num_kv_seq: (W, S), KV shards of the query.
         q_to_num_kv_token: (W, S), their rows.
         seq_len: (W, S). num_seqs: (W,). q_dispatch: (W, S), -1 none. All int64.
-        q_seq_to_dst, max_num_local_seqs: what the original needs on its way; only their shape is
+        q_seq_to_dst, max_num_local_seqs: what DistCA needs on its way; only their shape is
             checked, and they may be left out.
 
     Returns:
@@ -193,7 +193,7 @@ def _kv_tables(who: str, *tables: ArrayLike) -> Tuple[IntArray, ...]:
 
 
 def _check_hints(dispatch: IntArray, q_seq_to_dst: ArrayLike, max_num_local_seqs: Any) -> None:
-    """What the original takes beside the tables follows from q_dispatch."""
+    """What DistCA takes beside the tables follows from q_dispatch."""
     if dispatch.ndim != 2:
         return  # the compiled part says what is wrong
     name = "compute_metadata_kv: max_num_local_seqs"

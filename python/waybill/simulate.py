@@ -48,7 +48,7 @@ def orchestrate_simulate(
         metadata: only dst_rank, dst_offset and seq_len are read, of any dtype of integers; a
             negative rank is no destination.
         overlap: what two copies that write one row mean: "last_wins", the later one in the order
-            (source rank, shard, copy) stays, as in the original; or "reject", an error.
+            (source rank, shard, copy) stays, as in DistCA; or "reject", an error.
         num_threads: 0 is all cores; the result does not depend on it.
 
     Raises:
@@ -141,7 +141,7 @@ def test_qkv_dispatch(args: Any = None, **overrides: Any) -> None:
 
     Args:
         args: anything with attributes world_size, num_seqs, max_seq_shard, num_tokens, hidden_size
-            and seed, such as the original's command line; those that lack have the original's
+            and seed, such as DistCA's command line; those that lack have DistCA's
             defaults 2, 4, 2, 1024, 128, 0.
         overrides: the same by keyword.
 
@@ -260,7 +260,7 @@ def run_communication(
 def _raise_as_simulation_error(
     error: InvalidArgument, metadata: Metadata, tensor_shape: Sequence[int]
 ) -> NoReturn:
-    """The same text under the class that callers of the original catch, with their names."""
+    """The same text under the class that callers of DistCA catch, with their names."""
     text = str(error).replace(
         "orchestrate_simulate: output ", "orchestrate_simulate: output_tensor "
     )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Optional, TypeVar
 from . import _core
 from ._arrays import int64
 from ._copies import OfThisProcess
+from ._graphs import outside_graphs
 from ._threads import run_ranks
 from .errors import Error, InvalidArgument, Unsupported
 
@@ -45,8 +46,9 @@ class World(OfThisProcess):
 
     ``run_threads`` makes one for each rank, where ranks are threads; ``from_environment``,
     ``from_process_group`` and ``from_all_gather`` make one where ranks are processes of one host.
-    It serves one thread at a time; a second call meanwhile is an InvalidArgument. Calls that wait
-    for other ranks release the GIL, have a deadline, and end on Ctrl-C.
+    Calls of several threads come one after the other; one that waits for other ranks lets calls of
+    other dispatchers and layers go on. Calls that wait release the GIL, have a deadline, and end on
+    Ctrl-C.
     """
 
     __slots__ = ("_world",)
@@ -69,6 +71,7 @@ class World(OfThisProcess):
         return self
 
     @classmethod
+    @outside_graphs
     def from_environment(
         cls, *, device: Any = "cpu", nvshmem: bool = False, timeout_s: float = 60.0
     ) -> World:
@@ -103,6 +106,7 @@ class World(OfThisProcess):
         return cls._wrap(make(meeting, per_node, local_rank))
 
     @classmethod
+    @outside_graphs
     def from_all_gather(
         cls,
         rank: int,
@@ -157,30 +161,47 @@ class World(OfThisProcess):
         return cls._wrap(make(meeting, per_node, rank % (per_node or world_size)))
 
     @classmethod
+    @outside_graphs
     def from_process_group(
         cls,
         group: Any = None,
         *,
-        device: Any = "cpu",
+        device: Any = None,
         nvshmem: bool = False,
         ranks_per_node: Optional[int] = None,
         timeout_s: float = 60.0,
     ) -> World:
         """Collective: the rank that this process has in a group of torch.distributed, the default
-        one unless given. The arguments are those of from_all_gather.
+        one unless given.
 
         Ranks meet in the group's store, so a rank that does not come is a Timeout after timeout_s,
         whatever the group's own timeout; a group without a store meets by all_gather_object. The
         world does not keep the group: ``destroy_process_group`` ends it, best after the world's
         last collective call.
+
+        Args:
+            group: a process group, or a DeviceMesh of one dimension: ``mesh["cp"]``.
+            device: "cuda" for torch's current device, which is another one on every rank
+                (``torch.cuda.set_device``); "cuda:1" for that one, which ranks may share; "cpu".
+                None is "cuda" where the group's backend is NCCL, else "cpu".
+            ranks_per_node: None is what the group's hosts say: consecutive ranks of the group, as
+                many on each host.
+            nvshmem, timeout_s: as in from_environment.
+
+        Raises:
+            InvalidArgument on all ranks where two would lie on one GPU, or hosts have unequal
+            numbers of them; and as from_all_gather.
         """
-        from ._process_group import GroupExchange  # needs torch, which the package does not
+        from ._group_places import place_group  # needs torch, which the package does not
 
         who = "World.from_process_group"
-        exchange = GroupExchange(group, _seconds(timeout_s, who), who)
+        exchange, named, per_node = place_group(
+            group, device, ranks_per_node, _seconds(timeout_s, who), who,
+            lambda name: _process_engine(name, nvshmem, who),
+        )  # fmt: skip
         return cls._from_exchange(
             who, exchange.rank, exchange.world_size, exchange.all_gather, exchange.tell_failure,
-            device, nvshmem, ranks_per_node, timeout_s,
+            named, nvshmem, per_node, timeout_s,
         )  # fmt: skip
 
     @property
@@ -209,6 +230,7 @@ class World(OfThisProcess):
         ordinal = self._world.device
         return "cpu" if ordinal < 0 else f"cuda:{ordinal}"
 
+    @outside_graphs
     def barrier(self) -> None:
         """Returns when all ranks have called. Raises Timeout."""
         self._world.barrier()
@@ -230,6 +252,7 @@ def num_gpus() -> int:
     return _core.num_gpus()
 
 
+@outside_graphs
 def run_threads(
     world_size: int,
     body: Callable[[World], _T],

@@ -19,6 +19,7 @@ static_assert(std::atomic<bool>::is_always_lock_free);  // a signal handler sets
 
 thread_local const EnteredWaitScope* innermost = nullptr;
 thread_local const PollingWait* innermost_wait = nullptr;
+thread_local WaitTurn* innermost_turn = nullptr;
 
 /// The handler is gone when it is called: the next signal does what it did before.
 void note_sigint(int /*signal*/) { got_sigint = true; }
@@ -64,6 +65,7 @@ bool PollingWait::pause() {
     check_interrupt();
     next_check_s_ = waited + check_every_s - longest_sleep_s;
   }
+  if (options_.gives_turn && innermost_turn != nullptr) innermost_turn->let_others();
   if (waited < options_.yields_s) {
     std::this_thread::yield();
   } else {
@@ -72,6 +74,11 @@ bool PollingWait::pause() {
   }
   return true;
 }
+
+EnteredWaitTurn::EnteredWaitTurn(WaitTurn& turn) noexcept
+    : outer_(std::exchange(innermost_turn, &turn)) {}
+
+EnteredWaitTurn::~EnteredWaitTurn() { innermost_turn = outer_; }
 
 InterruptCheck set_interrupt_check(InterruptCheck check) noexcept {
   return installed_check.exchange(check);

@@ -7,6 +7,7 @@
 
 #include "expert_checks.h"
 #include "layer_agreement.h"
+#include "layer_meetings.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
@@ -40,8 +41,9 @@ EPAll2AllLayer::EPAll2AllLayer(World& world, const EPConfig& config, const EPLay
       config_(config),
       options_(options),
       id_(next_id()),
+      object_(world.next_object()),
       context_(make_context(world, config, options)),
-      barrier_(world),
+      meetings_(std::make_unique<detail::LayerMeetings>(world.transport(), config)),
       executor_(make_expert_executor(world, config_, options_.dispatch, context_.memory())) {}
 
 EPAll2AllLayer::~EPAll2AllLayer() = default;
@@ -82,8 +84,22 @@ void EPAll2AllLayer::grow_for(const ExpertTables& tables, const Stream& stream) 
   const std::int64_t rows =
       grown_output_rows(context_.capacity_rows(), *std::ranges::max_element(counts));
   if (rows == context_.capacity_rows()) return;
+  require_same_layer();
   world_.executor().synchronize(stream);
   (void)context_.reallocate_dispatch_output_buf(rows);
+}
+
+/// Memory of two layers that grow at a time, called by several threads in another order on some
+/// ranks, would be mapped as that of one.
+void EPAll2AllLayer::require_same_layer() {
+  const Setting layer[] = {{"the layer that grows", concat(object_)}};
+  try {
+    world_.transport().require_same("dispatch", layer);
+  } catch (const InvalidArgument& differs) {
+    throw Disagreement(concat(differs.what(),
+                              "; windows of several layers grow in the same order on all ranks: "
+                              "give fixed_rows, or capacity, where threads call them at a time"));
+  }
 }
 
 EPDispatched EPAll2AllLayer::finish_dispatch(const ExpertCall& call,
@@ -230,14 +246,19 @@ TensorView EPAll2AllLayer::combine_input(std::int64_t rows, Stream stream) {
 
 void EPAll2AllLayer::ep_barrier_all(Stream stream, bool intra_node_only) {
   abort_state_.check("ep_barrier_all");
+  abort_state_.guard([&] { meetings_->barrier(*executor_, stream, intra_node_only); });
+}
+
+bool EPAll2AllLayer::combine_needs_gradients(const EPLayout& layout, bool mine, bool asks) {
+  abort_state_.check("combine");
+  require(layout.layer_ == id_, "combine: the layout is not of this layer");
+  if (options_.fixed_rows > 0) return mine;
+  bool result = mine;
   abort_state_.guard([&] {
-    world_.executor().synchronize(stream);
-    if (intra_node_only || config_.is_intra_node()) {
-      barrier_.barrier_all("ep_barrier_all");
-    } else {
-      world_.transport().barrier("ep_barrier_all");
-    }
+    const auto counts = layout.tables_->wait_counts();
+    result = meetings_->needs_gradients(counts, num_combines_ + 1, mine, asks);
   });
+  return result;
 }
 
 void EPAll2AllLayer::synchronize(Stream stream) {
@@ -260,7 +281,7 @@ void EPAll2AllLayer::finalize() {
   abort_state_.check("finalize");
   abort_state_.guard([&] {
     context_.finalize();
-    barrier_.finalize();
+    meetings_->release();
   });
   abort_state_.end("was finalized");
 }

@@ -13,7 +13,8 @@ class HostExpertExecutor final : public ExpertExecutor {
  public:
   HostExpertExecutor(Transport& transport, const EPConfig& config, const EPDispatchOptions& options,
                      const ExpertMemory& memory)
-      : config_(config),
+      : transport_(transport),
+        config_(config),
         options_(options),
         memory_(memory),
         dispatch_(transport, config_, options_, memory_),
@@ -43,9 +44,25 @@ class HostExpertExecutor final : public ExpertExecutor {
     combine_.run(call, input, static_cast<const HostExpertTables&>(tables));
   }
 
+  void barrier(const ExpertBarrier& call) override {
+    const auto slot = [&](std::int32_t rank) {
+      return SignalSlot{call.signals, call.first_slot + rank};
+    };
+    const auto other = [&](std::int32_t k) {
+      return Rank{call.first + (config_.rank - call.first + k) % call.count};
+    };
+    for (std::int32_t k = 1; k < call.count; ++k) {
+      transport_.signal(other(k), slot(config_.rank), call.epoch);
+    }
+    for (std::int32_t k = 1; k < call.count; ++k) {
+      (void)transport_.wait(slot(to_int(other(k))), call.epoch, other(k), "ep_barrier_all");
+    }
+  }
+
   ExpertOverflow take_overflow() override { return std::exchange(overflow_, {}); }
 
  private:
+  Transport& transport_;
   EPConfig config_;
   EPDispatchOptions options_;
   const ExpertMemory& memory_;

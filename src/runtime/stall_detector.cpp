@@ -45,10 +45,12 @@ std::int32_t StallDetector::silent_rank(std::int32_t peer) const {
 void StallDetector::wait(const SignalPad& pad, std::int64_t idx, Rank peer) {
   std::uint64_t seen = read(pad, idx);
   if (seen >= call_.epoch) return;
-  PollingWait wait(transport_.timeout_s(), {.check = [&] {
-                     exchange_.compare_all(peer);
-                     transport_.check_peers(call_.operation, peer);
-                   }});
+  PollingWait wait(transport_.timeout_s(), {.check =
+                                                [&] {
+                                                  exchange_.compare_all(peer);
+                                                  transport_.check_peers(call_.operation, peer);
+                                                },
+                                            .gives_turn = true});
   bool noted = false;
   while ((seen = read(pad, idx)) < call_.epoch) {
     if (!wait.pause()) {

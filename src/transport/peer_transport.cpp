@@ -99,6 +99,7 @@ void PeerTransport::release(SymmetricBuffer& buffer) { give_back(buffer); }
 void PeerTransport::release(SignalPad& pad) { give_back(pad); }
 
 void PeerTransport::defer_release(std::vector<std::shared_ptr<void>> memory) {
+  const std::lock_guard lock(deferred_mutex_);
   deferred_.insert(deferred_.end(), memory.begin(), memory.end());
 }
 

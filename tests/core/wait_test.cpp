@@ -156,5 +156,34 @@ TEST(EndWaitsOnSigint, AfterwardsNothingIsLeft) {
   check_interrupt();
 }
 
+/// Counts how often a wait lets others in.
+class CountedTurn final : public WaitTurn {
+ public:
+  void let_others() noexcept override { ++count; }
+  int count = 0;
+};
+
+TEST(WaitTurn, IsGivenAwayByWaitsThatMay) {
+  CountedTurn outer;
+  CountedTurn inner;
+  PollingWait keeps(1.0);
+  PollingWait gives(1.0, {.gives_turn = true});
+  EXPECT_TRUE(gives.pause());  // nobody has a turn
+  {
+    const EnteredWaitTurn entered(outer);
+    EXPECT_TRUE(keeps.pause());
+    EXPECT_EQ(outer.count, 0);
+    {
+      const EnteredWaitTurn within(inner);
+      EXPECT_TRUE(gives.pause());
+    }
+    EXPECT_TRUE(gives.pause());
+    std::thread([&] { EXPECT_TRUE(PollingWait(1.0, {.gives_turn = true}).pause()); }).join();
+  }
+  EXPECT_TRUE(gives.pause());
+  EXPECT_EQ(outer.count, 1);
+  EXPECT_EQ(inner.count, 1);
+}
+
 }  // namespace
 }  // namespace waybill

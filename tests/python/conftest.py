@@ -1,5 +1,6 @@
 """Settings of all Python tests."""
 
+import shutil
 import signal
 
 import pytest
@@ -51,3 +52,20 @@ def way(request):
 def torch_way(request):
     """The same without numpy."""
     return _tensors_on(request.param)
+
+
+@pytest.fixture
+def clean_compiler():
+    """No graphs of other tests, nor for them."""
+    dynamo = pytest.importorskip("torch._dynamo")
+    dynamo.reset()
+    yield
+    dynamo.reset()
+
+
+@pytest.fixture(params=["eager", "aot_eager", "inductor"])
+def backend(request):
+    """Of torch.compile; inductor needs a compiler of C++."""
+    if request.param == "inductor" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        pytest.skip("no C++ compiler")
+    return request.param

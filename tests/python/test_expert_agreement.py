@@ -84,8 +84,9 @@ def weights_gradients_on_some(step):
 
 
 def no_gradients_of_combine_on_some(step):
+    rows, _, layout = step.dispatch(needing(step.tokens), step.weights)
     with torch.set_grad_enabled(step.odd):
-        step.combine(step.first)
+        step.layer.combine(rows, layout)
 
 
 def two_backward_passes(step):

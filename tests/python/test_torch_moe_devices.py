@@ -133,6 +133,30 @@ def test_gradients(torch_way, per_node):
 
 
 @pytest.mark.parametrize("per_node", [2, 1])
+@pytest.mark.parametrize("receiver", [0, 1])
+def test_experts_alone_require_gradients(torch_way, per_node, receiver):
+    """A rank without rows takes part in backward; plain inference requires nothing."""
+
+    def body(world):
+        layer = layer_on(world, per_node, torch.float32)
+        scale = torch.full((HIDDEN,), 2.0, device=world.device, requires_grad=True)
+        x = torch.ones(5, HIDDEN, device=world.device)
+        ids = torch.full((5, TOPK), receiver * EXPERTS // WORLD, device=world.device)
+        made = [layer.dispatch(x, ids) for _ in range(3)]  # before their combines
+        sums = [layer.combine(rows * scale if len(rows) else rows, to) for rows, _, to in made]
+        assert all(total.requires_grad and not rows.requires_grad
+                   for total, (rows, _, _) in zip(sums, made))  # fmt: skip
+        rows, _, layout = layer.dispatch(x, ids)
+        assert not layer.combine(rows, layout).requires_grad
+        sum(sums).sum().backward()
+        layer.finalize()
+        return None if scale.grad is None else scale.grad.tolist()
+
+    grads = torch_way.run(WORLD, body, ranks_per_node=per_node)
+    assert grads[receiver] == [5.0 * 3 * TOPK * WORLD] * HIDDEN and grads[1 - receiver] is None
+
+
+@pytest.mark.parametrize("per_node", [2, 1])
 @pytest.mark.parametrize("local", [False, True])
 def test_old_descriptors_keep_their_weights(torch_way, per_node, local):
     rounds = [inputs(seed) for seed in range(4)]

@@ -87,21 +87,58 @@ def test_what_a_rank_raised_is_raised_and_not_that_others_waited():
         ]
 
 
-def test_one_call_of_a_rank_at_a_time():
+def test_calls_of_several_threads_come_one_after_the_other():
     def body(world):
         if world.rank == 1:
             time.sleep(0.3)
+            world.barrier()
             world.barrier()
             return None
         other = threading.Thread(target=world.barrier)
         other.start()
         time.sleep(0.1)
-        with pytest.raises(waybill.InvalidArgument, match="rank 0 is in a call of another thread"):
-            world.barrier()
+        world.barrier()
         other.join()
         return True
 
-    assert waybill.run_threads(2, body)[0]
+    assert waybill.run_threads(2, body, timeout_s=20)[0]
+
+
+def test_a_call_from_within_a_call_is_refused():
+    """The caller's all_gather is asked by barrier(), in which it cannot call barrier()."""
+    worlds = []
+
+    def all_gather(mine):
+        if worlds:
+            with pytest.raises(waybill.InvalidArgument, match="is in a call of this thread"):
+                worlds[0].barrier()
+        return [mine]
+
+    worlds.append(waybill.World.from_all_gather(0, 1, all_gather))
+    worlds[0].barrier()
+
+
+def test_a_thread_that_waits_for_its_turn_can_be_interrupted():
+    def body(world):
+        if world.rank == 1:
+            time.sleep(0.4)
+            raise KeyError("mine")
+
+        def wait():
+            with pytest.raises(waybill.PeerFailed):
+                world.barrier()
+
+        other = threading.Thread(target=wait)
+        other.start()
+        time.sleep(0.1)
+        start = time.monotonic()
+        with pytest.raises(waybill.PeerFailed):
+            world.barrier()
+        other.join()
+        assert time.monotonic() - start < 5
+
+    with pytest.raises(KeyError, match="mine"):
+        waybill.run_threads(2, body, timeout_s=30)
 
 
 def test_worlds_are_made_by_functions():

@@ -28,6 +28,32 @@ void check_interrupt();
 struct WaitOptions {
   double yields_s = 0.001;           ///< so long it yields, then it sleeps
   std::function<void()> check = {};  ///< called as often as check_interrupt(); it may throw
+  bool gives_turn = false;           ///< while it pauses, others may have this thread's WaitTurn
+};
+
+/// A turn that threads take one after the other, at an object that serves one thread at a time.
+class WaitTurn {
+ public:
+  WaitTurn() = default;
+  WaitTurn(const WaitTurn&) = delete;
+  WaitTurn& operator=(const WaitTurn&) = delete;
+  virtual ~WaitTurn() = default;
+
+  /// In a pause of the thread that has the turn: lets those have it who want it, and takes it
+  /// again.
+  virtual void let_others() noexcept = 0;
+};
+
+/// While it lives, this thread has the turn, and its waits that may give it away do so.
+class EnteredWaitTurn {
+ public:
+  explicit EnteredWaitTurn(WaitTurn& turn) noexcept;
+  EnteredWaitTurn(const EnteredWaitTurn&) = delete;
+  EnteredWaitTurn& operator=(const EnteredWaitTurn&) = delete;
+  ~EnteredWaitTurn();
+
+ private:
+  WaitTurn* outer_;
 };
 
 /// A polling wait of the host: `while (!done()) if (!wait.pause()) throw Timeout(...)`.

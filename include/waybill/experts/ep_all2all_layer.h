@@ -14,6 +14,10 @@
 
 namespace waybill {
 
+namespace detail {
+class LayerMeetings;
+}
+
 struct EPLayerOptions {
   EPDispatchOptions dispatch = {};
   int num_sms = 20;  ///< multiprocessors that a call may use. Host worlds ignore it
@@ -113,7 +117,16 @@ class EPAll2AllLayer {
   /// @throws InvalidArgument
   [[nodiscard]] TensorView combine_input(std::int64_t rows, Stream stream);
 
-  /// Collective, of the node or the world.
+  /// Whether the next combine, by this layout, should say that it needs gradients, where the
+  /// dispatch said that it did not: a rank with rows says so itself (`mine`); one without rows is
+  /// told what the first rank with rows says, and waits for that if it `asks`. With fixed_rows, and
+  /// where all ranks have rows, it is `mine`. All ranks call it before that combine, or none.
+  /// @throws Timeout
+  [[nodiscard]] bool combine_needs_gradients(const EPLayout& layout, bool mine, bool asks);
+
+  /// Collective, of the node or the world: what is on the stream behind this begins when all ranks
+  /// have come here on theirs. On GPUs it is queued, and may be captured; the host waits where
+  /// ranks of other nodes are reached over NVSHMEM or NCCL, and in host memory. @throws Timeout
   void ep_barrier_all(Stream stream = {}, bool intra_node_only = false);
 
   /// Returns when the work on the stream is done. @throws what calls on it have met, with their
@@ -149,6 +162,7 @@ class EPAll2AllLayer {
   [[nodiscard]] bool may_take_second_place(const Stream& stream) const;
   EPDispatched finish_dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
                                std::shared_ptr<ExpertTables> begun, std::uint32_t routing);
+  void require_same_layer();
   void grow_for(const ExpertTables& tables, const Stream& stream);
   void check_rows(const ExpertCombineInput& input, const EPLayout& layout) const;
   void check_place(const ConstTensorView& rows) const;
@@ -157,8 +171,9 @@ class EPAll2AllLayer {
   EPConfig config_;
   EPLayerOptions options_;
   std::uint64_t id_;
+  std::uint64_t object_;  ///< World::next_object()
   DispatchCombineContext context_;
-  BarrierAllContext barrier_;
+  std::unique_ptr<detail::LayerMeetings> meetings_;
   std::unique_ptr<ExpertExecutor> executor_;
   std::uint64_t epoch_ = 0;  ///< of the last call
   std::uint64_t num_dispatches_ = 0;

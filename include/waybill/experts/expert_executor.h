@@ -8,12 +8,12 @@
 #include "waybill/experts/expert_memory.h"
 #include "waybill/moe/ep_config.h"
 #include "waybill/moe/simulate.h"
+#include "waybill/runtime/executor.h"
 #include "waybill/runtime/fingerprint.h"
 
 namespace waybill {
 
 class World;
-struct Stream;
 
 /// What a rank knows of one dispatch, as views of the memory of its world (on a GPU: of the
 /// device). All int32 unless said. T tokens of this rank, M = max_tokens, N nodes, K topk slots, W
@@ -100,6 +100,16 @@ struct ExpertCall {
   bool sums_locally = false;  ///< of dispatches: weighted sums may be local, see EPCombineOptions
 };
 
+/// Ranks [first, first + count) wait for each other, without anything that moves.
+struct ExpertBarrier {
+  const SignalPad* signals = nullptr;
+  std::int64_t first_slot = 0;  ///< rank r of the world raises slot first_slot + r
+  std::int32_t first = 0;
+  std::int32_t count = 0;
+  std::uint64_t epoch = 0;  ///< of those with this first_slot; may be behind what a graph replays
+  Stream stream = {};
+};
+
 /// Rows that windows of fixed size had no room for. All ranks are told the same.
 struct ExpertOverflow {
   std::int64_t rows = 0;   ///< of the rank that should have received the most; 0: all did fit
@@ -182,6 +192,11 @@ class ExpertExecutor {
   /// Expert outputs into the combine window unless they are there, enters the call, sums.
   virtual void combine(const ExpertCall& call, const ExpertCombineInput& input,
                        const ExpertTables& tables) = 0;
+
+  /// GPU worlds queue it, behind what is on the stream, and return; where ranks do not have each
+  /// other's signals mapped (several nodes over NVSHMEM or NCCL) the host waits.
+  /// @throws Timeout; Unsupported in a graph where the host would wait
+  virtual void barrier(const ExpertBarrier& call) = 0;
 
   /// The dispatch since the last call of this that needed the most rows, where the capacity was
   /// less. Waits for nothing.

@@ -24,12 +24,17 @@ class World {
   [[nodiscard]] Transport& transport() noexcept { return *transport_; }
   [[nodiscard]] Executor& executor() noexcept { return *executor_; }
 
+  /// A number for what all ranks make together, from 1 on: as they do so in the same order, the
+  /// same on all of them.
+  [[nodiscard]] std::uint64_t next_object() noexcept { return ++num_objects_; }
+
   /// Collective. @throws Timeout
   void barrier() { transport_->barrier("World::barrier"); }
 
  private:
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<Executor> executor_;
+  std::uint64_t num_objects_ = 0;
 };
 
 /// A rank of the world whose ranks are threads of this process, in host memory. Collective.

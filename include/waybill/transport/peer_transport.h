@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -74,7 +75,8 @@ class PeerTransport : public Transport {
 
   std::shared_ptr<Bootstrap> bootstrap_;
   std::shared_ptr<PeerStatus> status_;
-  std::string failure_;  ///< why this rank has given up
+  std::string failure_;        ///< why this rank has given up
+  std::mutex deferred_mutex_;  ///< destructors may run on any thread
   Parts deferred_;
 };
 

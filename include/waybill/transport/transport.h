@@ -66,7 +66,7 @@ class Transport {
   virtual void release(SignalPad& pad) = 0;
 
   /// Keeps symmetric memory that nobody has released until this object goes. Not collective; for
-  /// destructors.
+  /// destructors, on any thread.
   virtual void defer_release(std::vector<std::shared_ptr<void>> memory) = 0;
 
   /// Writes a piece into a peer's part. It has arrived when a later signal to that peer has, or

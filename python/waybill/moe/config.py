@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,11 +35,12 @@ _SIZES = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class EPConfig:
-    """Sizes and dtypes of an expert-parallel layer, checked when it is made.
+    """Sizes and dtypes of an expert-parallel layer, checked when it is made and when it is used.
 
     Expert e lives on rank e // num_experts_per_rank. A dtype is a name, a numpy or a torch dtype.
+    It may be changed: what uses it takes a copy, which cannot.
     """
 
     max_tokens: int  #: most tokens a rank may dispatch
@@ -56,8 +57,22 @@ class EPConfig:
     def __post_init__(self) -> None:
         for name in _SIZES:
             value = int64(getattr(self, name), f"EPConfig: {name}")
-            object.__setattr__(self, name, value)
+            setattr(self, name, value)
         self._compiled()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_in_use" in self.__dict__:
+            raise InvalidArgument(
+                f"EPConfig: {name} = {value!r} of what was made with it cannot be changed: make"
+                " another from dataclasses.replace(config, ...)"
+            )
+        object.__setattr__(self, name, value)
+
+    def _of_a_layer(self) -> EPConfig:
+        """A copy that cannot be changed any more, checked."""
+        copy = replace(self)
+        copy.__dict__["_in_use"] = True
+        return copy
 
     @property
     def num_experts_per_rank(self) -> int:

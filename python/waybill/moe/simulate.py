@@ -32,8 +32,9 @@ class EPAllToAllLayoutDesc:
     skipped_token_mapping_indices: Optional[Any]  #: [R] row to the token's first row; one node
     #: [R, K] of a first row, the rows of the token's choices that are here; one node
     skipped_token_topk_mapping_indices: Optional[Any]
-    recv_expert_counts: Any  #: [P] rows of each local expert, without padding
-    recv_expert_offsets: Any  #: [P + 1] first rows, with padding
+    # Beyond the seven of Triton-distributed:
+    recv_expert_counts: Optional[Any] = None  #: [P] rows of each local expert, without padding
+    recv_expert_offsets: Optional[Any] = None  #: [P + 1] first rows, with padding
     recv_topk_indices: Optional[Any] = None  #: compact rows: [R, K] local experts, -1
     compact_to_grouped: Optional[Any] = None  #: compact rows: [R, K] places in the grouped order
     grouped_to_compact: Optional[Any] = None  #: compact rows: [grouped rows] compact row, -1
@@ -121,6 +122,7 @@ def simulate_dispatch(
     """
     if not isinstance(config, EPConfig):
         raise InvalidArgument(f"config is a {type(config).__name__}, expected an EPConfig")
+    config = config._of_a_layer()
     world, hidden, topk = config.world_size, config.hidden, config.topk
     compiled = config._compiled()
     dropped = None if dropped_id is None else int64(dropped_id, "dropped_id")

@@ -1,12 +1,15 @@
 """The functions of ``waybill`` for torch tensors, on the CPU and on CUDA devices.
 
 Tensors in, tensors out, on the device of the inputs; tensors of the CPU share memory with what the
-compiled part reads and writes. A program written for the original changes only its import:
-the random generators without a seed draw from torch's global generator, in the original's order.
+compiled part reads and writes. A program written for DistCA changes only its import:
+the random generators without a seed draw from torch's global generator, in DistCA's order.
 """
+
+import torch as _torch
 
 from .. import _common
 from .._common import *  # noqa: F403
+from .._graphs import never_compile_calls as _never_compile_calls
 from .attention_step import AttentionStep, recomputed_attention
 from .generators import (
     create_qkv_dispatch,
@@ -32,7 +35,10 @@ from .routing import (
 )
 from .sequence_dispatcher import SequenceDispatcher
 from .simulate import orchestrate_simulate, simulate_communication, sum_kv_copies
+from .start import initialize_distributed
 from .world import run_threads
+
+_never_compile_calls(_torch)
 
 __all__ = [
     "AttentionStep",
@@ -48,6 +54,7 @@ __all__ = [
     "exclusive_cumsum",
     "gen_seq_lens",
     "index_put_with_neg_padding_1d",
+    "initialize_distributed",
     "mask_by_neg",
     "mlp_layout_packed_params",
     "orchestrate_simulate",

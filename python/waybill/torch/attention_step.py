@@ -9,10 +9,10 @@ import torch
 
 from .._copies import OfThisProcess
 from .._dispatcher import ReadyPlan
+from .._graphs import outside_graphs
 from .._tensor_checks import of_qkv
 from ..errors import InvalidArgument
 from ..sparse import QkvRouting, RankAttention
-from ._graphs import outside_graphs
 from ._tensors import meet_mark, require_tensor, save_mark
 from .sequence_dispatcher import SequenceDispatcher
 
@@ -170,6 +170,7 @@ class _QkvDispatch(torch.autograd.Function):
         return (*(view.clone() for view in views), token)
 
     @staticmethod
+    @outside_graphs
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
         meet_mark(ctx)
@@ -199,6 +200,7 @@ class _OutputReturn(torch.autograd.Function):
         return home
 
     @staticmethod
+    @outside_graphs
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
         meet_mark(ctx)
@@ -252,6 +254,7 @@ class _Recomputed(torch.autograd.Function):
         return forward.return_outputs(attend(forward, *forward.dispatch_qkv(*tensors)))
 
     @staticmethod
+    @outside_graphs
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
         needed = ctx.needs_input_grad[3:]

@@ -1,7 +1,7 @@
 """Random sequence lengths and plans as torch tensors. See ``waybill`` for what each returns.
 
-Without a seed they draw from torch's global generator, in the original's order: after the same
-``torch.manual_seed`` they give what the original gives.
+Without a seed they draw from torch's global generator, in DistCA's order: after the same
+``torch.manual_seed`` they give what DistCA gives.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 
 from .. import _core, generators
 from .._arrays import int64
+from .._graphs import outside_graphs
 from ..errors import InvalidArgument
 from ..layouts import RawQkvDispatch
-from ._graphs import outside_graphs
 from ._tensors import host_array, on_host, tensor, tensors
 from .metadata import metadata_of
 

@@ -1,4 +1,4 @@
-"""Helpers on tensors of indices and numbers, under the original's names. See ``waybill``."""
+"""Helpers on tensors of indices and numbers, under DistCA's names. See ``waybill``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import index_ops
-from ._graphs import outside_graphs
+from .._graphs import outside_graphs
 from ._tensors import host_array, require_tensor
 from ._tensors import tensor as as_tensor
 

@@ -8,7 +8,7 @@ from typing import Any, Optional, Tuple, Type, TypeVar
 import torch
 
 from .. import metadata as numpy_metadata
-from ._graphs import outside_graphs
+from .._graphs import outside_graphs
 from ._tensors import device_of, host_array, tensor
 
 _M = TypeVar("_M", bound="Metadata")

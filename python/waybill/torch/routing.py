@@ -10,11 +10,11 @@ from typing import Any, Tuple, Union
 import torch
 
 from .. import routing
+from .._graphs import outside_graphs
 from ..errors import InvalidArgument
 from ..layouts import AttnLayout, PackedSeqParams, QkvMetadata
 from ..planner import AttentionPlan
 from ..plans import QkvPlan
-from ._graphs import outside_graphs
 from ._tensors import device_of, host_array, on_host, tensor, tensors
 from .metadata import metadata_of
 

@@ -9,9 +9,9 @@ from torch.utils.dlpack import from_dlpack
 
 from .._arrays import library_dtype
 from .._dispatcher import Dispatcher, ReadyPlan, Rows, TensorFormat, row_layout
+from .._graphs import outside_graphs
 from ..errors import InvalidArgument, Unsupported
 from ..world import World
-from ._graphs import outside_graphs
 from ._tensors import dtype_name, require_tensor, say_no_gradients
 
 __all__ = ["SequenceDispatcher"]
@@ -87,12 +87,6 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
     def _empty(self, shape: Tuple[int, ...], dtype: Any) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
-
-for _name in (
-    "__init__", "plan_dispatch", "plan_kv_gradient", "replace_plan", "reserve", "kv_gradient",
-    "gradient_inputs", "synchronize", "close",
-):  # fmt: skip
-    setattr(SequenceDispatcher, _name, outside_graphs(getattr(Dispatcher, _name)))
 
 _NAMES: dict[torch.dtype, str] = {}
 

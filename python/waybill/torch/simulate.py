@@ -8,8 +8,8 @@ import torch
 
 from .. import metadata as numpy_metadata
 from .. import simulate
+from .._graphs import outside_graphs
 from ..errors import InvalidArgument, ShapeMismatch
-from ._graphs import outside_graphs
 from ._tensors import bits_of, dtype_name, payload, require_tensor, say_no_gradients
 
 __all__ = ["orchestrate_simulate", "simulate_communication", "sum_kv_copies"]

@@ -8,8 +8,8 @@ from typing import Any, Optional, TypeVar
 import torch
 
 from .. import world
+from .._graphs import outside_graphs
 from ..world import World
-from ._graphs import outside_graphs
 
 __all__ = ["run_threads"]
 

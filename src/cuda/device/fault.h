@@ -14,6 +14,7 @@ enum class FaultKind : std::uint32_t {
   parity,
   moe_dispatch,
   moe_combine,
+  barrier,
   disagreement,
   // What a dispatch or combine of experts was given, see experts/input_fault.cuh.
   expert_id,

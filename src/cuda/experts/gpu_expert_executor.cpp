@@ -6,6 +6,7 @@
 
 #include "../rank/cuda_check.h"
 #include "expert_launch.h"
+#include "gpu_expert_barrier.h"
 #include "gpu_expert_nodes.h"
 #include "gpu_expert_params.h"
 #include "gpu_expert_tables.h"
@@ -64,6 +65,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
         options_(options),
         memory_(memory),
         params_(transport, gpu_, share, config, options, memory),
+        barrier_(transport, gpu_, share),
         pool_(std::make_shared<TablePool>(gpu_)) {
     const bool nodes = !config_.is_intra_node();
     if (nodes) {
@@ -190,6 +192,11 @@ class GpuExpertExecutor final : public ExpertExecutor {
       sum(params, num_sms(call), call);
     }
     made_tables.note_use(table_call_of(call), input.options.weighted);
+  }
+
+  void barrier(const ExpertBarrier& call) override {
+    begin();
+    barrier_.run(call);
   }
 
   ExpertOverflow take_overflow() override {
@@ -345,6 +352,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
   EPDispatchOptions options_;
   const ExpertMemory& memory_;
   ExpertParams params_;
+  GpuExpertBarrier barrier_;
   std::unique_ptr<ExpertNodes> nodes_;  ///< null on one node
   std::shared_ptr<TablePool> pool_;
   std::uint64_t last_ticket_ = 0;

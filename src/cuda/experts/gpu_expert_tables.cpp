@@ -150,7 +150,9 @@ std::span<const std::int32_t> GpuExpertRouting::wait_counts() const {
     }
     return true;
   };
-  PollingWait wait(std::numeric_limits<double>::infinity(), gpu_->wait_options("dispatch"));
+  WaitOptions options = gpu_->wait_options("dispatch");
+  options.gives_turn = true;
+  PollingWait wait(std::numeric_limits<double>::infinity(), std::move(options));
   for (int spin = 0; !have_come(); ++spin) {
     if (spin % 256 != 255) continue;
     const cudaError_t status = cudaStreamQuery(stream_);

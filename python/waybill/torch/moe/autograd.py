@@ -7,6 +7,7 @@ from typing import Any, Optional, Tuple
 
 import torch
 
+from ..._graphs import outside_graphs
 from .._tensors import meet_mark, save_mark
 
 _Gradients = Tuple[Optional[torch.Tensor], ...]
@@ -44,6 +45,7 @@ class Dispatch(torch.autograd.Function):
         return rows, weights, token
 
     @staticmethod
+    @outside_graphs
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, rows: Any, weights: Any, _token: Any) -> _Gradients:
         meet_mark(ctx)
@@ -59,7 +61,7 @@ def _weights_home(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     """[T, topk] of what the receivers have, [R] or of compact rows [R, topk]: as rows of which each
     holds its own choice alone, so that the sum of a token's rows is all of them.
     """
-    layer = ctx.layer._choice_layer
+    layer = ctx.layer._choice_layers[0]
     topk = layer.ep_config.topk
     ids = ctx.ids if ctx.ids is not None else ctx.layout.topk_indices_tensor
     dtype = layer.ep_config.token_dtype
@@ -86,24 +88,29 @@ def _weights_home(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
 
 
 class Combine(torch.autograd.Function):
-    """Sums of rows. Backward dispatches the gradient of each sum to all of its rows."""
+    """Sums of rows. Backward dispatches the gradient of each sum to all of its rows, if ranks agree
+    that it does: `needs`; the gradient of a bias is there without.
+    """
 
     @staticmethod
-    def forward(ctx: Any, layer: Any, layout: Any, rows: Any, token: Any, *biases: Any) -> Any:
-        ctx.layer, ctx.layout = layer, layout
+    def forward(
+        ctx: Any, layer: Any, layout: Any, needs: bool, rows: Any, token: Any, *biases: Any
+    ) -> Any:
+        ctx.layer, ctx.layout, ctx.needs = layer, layout, needs
         ctx.has_token = token is not None
         save_mark(ctx, rows)
-        return layer._combine(rows, layout, False, biases, needs_gradients=True)
+        return layer._combine(rows, layout, False, biases, needs_gradients=needs)
 
     @staticmethod
+    @outside_graphs
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, sums: torch.Tensor) -> _Gradients:
         meet_mark(ctx)
         rows = None
         # Also where this rank's rows need none, perhaps as it has none: others wait for the call.
-        if ctx.needs_input_grad[2] or ctx.has_token:
+        if ctx.needs:
             rows, _, _ = ctx.layer._dispatch(sums, None, None, None, None, ctx.layout)
             rows = rows.clone() if not ctx.layer.copy_out else rows
         token = sums.new_zeros(0, dtype=torch.float32) if ctx.has_token else None
-        biases = [sums if needed else None for needed in ctx.needs_input_grad[4:]]
-        return None, None, rows, token, *biases
+        biases = [sums if needed else None for needed in ctx.needs_input_grad[5:]]
+        return None, None, None, rows, token, *biases

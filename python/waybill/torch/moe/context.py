@@ -9,9 +9,9 @@ import torch
 from ... import _core
 from ..._arrays import int64
 from ..._copies import OfThisProcess
+from ..._graphs import outside_graphs
 from ...errors import InvalidArgument
 from ...moe import EPConfig
-from .._graphs import outside_graphs
 from .tensors import shown, torch_dtype, world_of
 
 
@@ -41,6 +41,7 @@ class DispatchCombineContext(OfThisProcess):
         who = "DispatchCombineContext"
         if not isinstance(ep_config, EPConfig):
             raise InvalidArgument(f"{who}: ep_config is a {type(ep_config).__name__}")
+        ep_config = ep_config._of_a_layer()
         rank = world_of(world, ep_config.local_world_size, None, who)
         self = cls.__new__(cls)
         self.ep_config = ep_config

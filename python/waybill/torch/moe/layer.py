@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Optional, Sequence, Tuple
 
 import torch
@@ -9,16 +10,24 @@ import torch
 from ... import _core
 from ..._arrays import int64
 from ..._copies import OfThisProcess
+from ..._graphs import outside_graphs
 from ...errors import InvalidArgument
 from ...moe import EPAllToAllLayoutDesc, EPConfig
-from .._graphs import outside_graphs
 from .._tensors import require_tensor, say_no_gradients
 from .autograd import Combine, Dispatch
 from .layout import LayerLayout
-from .tensors import as_autocast, given, shown, stream_of, torch_dtype, world_of
+from .tensors import (
+    as_autocast,
+    given,
+    group_of_layer,
+    shown,
+    stream_of,
+    torch_dtype,
+    world_of,
+)
 
 
-class EPAll2AllLayer(OfThisProcess):
+class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
     """Takes tokens to their experts on all ranks, and what the experts made of them back.
 
     All calls are collective: every rank makes the same calls in the same order, forward and
@@ -31,8 +40,12 @@ class EPAll2AllLayer(OfThisProcess):
 
     Under autocast input, weight and biases may be floats of any dtype; else they have the layer's.
 
-    :param ep_group: a ``waybill.World``, or a process group of torch.distributed (None: the default
-        one); all ranks of it are the layer's
+    A module without parameters. Its attributes are those of the arguments; to change one, make
+    another layer.
+
+    :param ep_group: a ``waybill.World``, a process group of torch.distributed (None: the default
+        one) or a DeviceMesh of one dimension; all ranks of it are the layer's. Layers of a group
+        share a World
     :param rank, local_world_size, world_size: those of the group
     :param num_sm: multiprocessors that a call may use; ranks in host memory ignore it
     :param enable_local_combine: one node: a rank's rows of a token are summed there, rounded,
@@ -48,7 +61,8 @@ class EPAll2AllLayer(OfThisProcess):
         its tokens
     :param copy_out: False: dispatch returns views of the symmetric buffer, which hold until this
         rank begins the second dispatch after
-    :param device: of ranks from a process group: "cpu", "cuda"
+    :param device: of ranks from a process group: "cpu", "cuda" for torch's current device,
+        "cuda:1"; None is "cuda" where the group's backend is NCCL, else "cpu"
     """
 
     _why_not_copied = "buffers that other ranks write to: make one on each rank's world or group"
@@ -79,13 +93,15 @@ class EPAll2AllLayer(OfThisProcess):
         copy_out: bool = True,
         device: Any = None,
     ) -> None:
+        super().__init__()
         who = "EPAll2AllLayer"
         self.ep_config = EPConfig(
             max_tokens, hidden, topk, num_tot_experts, rank, world_size, local_world_size,
             torch_dtype(dtype, f"{who}: dtype"),
             torch_dtype(weight_dtype, f"{who}: weight_dtype"),
             torch.int32,
-        )  # fmt: skip
+        )._of_a_layer()  # fmt: skip
+        self._take_sizes(self.ep_config)
         compiled = self.ep_config._compiled()
         self._options: dict[str, Any] = {
             "dropped_id": dropped_id,
@@ -106,14 +122,35 @@ class EPAll2AllLayer(OfThisProcess):
         if fixed_rows is not None and fixed < 1:
             raise InvalidArgument(f"{who}: fixed_rows = {fixed}, expected >= 1")
         self.world = world_of(ep_group, local_world_size, device, who)
+        self._group = group_of_layer(ep_group)
         self.device = torch.device(self.world.device)
+        self.num_sm = sms
         self.payload, self.rows, self.copy_out = payload, rows, bool(copy_out)
         self.enable_local_combine, self.use_aot = bool(enable_local_combine), bool(use_aot)
         self._layer: Any = _core.ExpertLayer(
             self.world._world, compiled, options, sms, self.enable_local_combine,
             int64(capacity, f"{who}: capacity"), fixed,
         )  # fmt: skip
-        self._choice_layer: Optional[EPAll2AllLayer] = None
+        self._lock = threading.RLock()
+        self._choice_layers: list[EPAll2AllLayer] = []  # one at most; no submodule: a part of this
+
+    def _take_sizes(self, config: EPConfig) -> None:
+        """The attributes of Triton-distributed's layer."""
+        self.max_tokens, self.hidden, self.topk = config.max_tokens, config.hidden, config.topk
+        self.rank, self.world_size = config.rank, config.world_size
+        self.local_world_size, self.nnodes = config.local_world_size, config.num_nodes
+        self.node_id = config.rank // config.local_world_size
+        self.is_intra_node = config.is_intra_node
+        self.num_tot_experts = config.num_experts
+        self.experts_per_rank = config.num_experts_per_rank
+        self.dtype: torch.dtype = config.token_dtype
+        self.weight_dtype: torch.dtype = config.weight_dtype
+        self.offset_dtype: torch.dtype = config.offset_dtype
+
+    @property
+    def ep_group(self) -> Any:
+        """The World or process group that it was made from; None when the group is gone."""
+        return self.world if self._group is None else self._group()
 
     @outside_graphs
     def dispatch(
@@ -159,10 +196,7 @@ class EPAll2AllLayer(OfThisProcess):
             layout = holder[0]
             layout._token = token
             return received, weights if weight is not None else None, layout
-        made = self._dispatch(input, exp_indices, weight, full_scatter_indices, scales, layout_desc)
-        if torch.is_grad_enabled():  # combine has a backward on all ranks, or on none
-            made[2]._token = torch.empty(0, dtype=torch.float32, requires_grad=True)
-        return made
+        return self._dispatch(input, exp_indices, weight, full_scatter_indices, scales, layout_desc)
 
     @outside_graphs
     def combine(
@@ -175,6 +209,10 @@ class EPAll2AllLayer(OfThisProcess):
     ) -> torch.Tensor:
         """Collective: [T, hidden], the sums of the tokens' rows, unweighted unless ``weighted``.
 
+        They require gradients if the dispatch's input or weight did, or ``input`` does on the ranks
+        that have rows: then on all ranks, also on one without tokens or rows, which so takes part
+        in backward.
+
         :param input: [R, hidden], rows as dispatch returned them
         :param weighted: each row times the weight of its choice; without gradients
         :param biases: up to two, [T, hidden], added first
@@ -184,17 +222,40 @@ class EPAll2AllLayer(OfThisProcess):
         dtype = self.ep_config.token_dtype
         input = as_autocast(input, dtype, self.device)
         biases = [as_autocast(bias, dtype, self.device) for bias in biases]
-        token = getattr(ep_a2a_layout_desc, "_token", None)
-        needs = torch.is_grad_enabled() and (input.requires_grad or token is not None)
-        if weighted and input.requires_grad and needs:
+        recorded = torch.is_grad_enabled()
+        if weighted and recorded and input.requires_grad:
             raise InvalidArgument(
                 "combine: weighted = True has no gradients: multiply by the weights before, or"
                 " detach the input"
             )
-        if needs and not weighted:
-            sums: torch.Tensor = Combine.apply(self, ep_a2a_layout_desc, input, token, *biases)
+        if self.payload != "plain":
+            say_no_gradients("combine", 'a layer of payload = "plain" has them', input, *biases)
+        if weighted or self.payload != "plain":
+            return self._combine(input, ep_a2a_layout_desc, weighted, biases)
+        needs, token = self._will_have_backward(input, ep_a2a_layout_desc)
+        if needs or (recorded and any(bias.requires_grad for bias in biases)):
+            sums: torch.Tensor = Combine.apply(
+                self, ep_a2a_layout_desc, needs, input, token, *biases
+            )
             return sums
-        return self._combine(input, ep_a2a_layout_desc, weighted, biases)
+        return self._combine(input, ep_a2a_layout_desc, False, biases)
+
+    def _will_have_backward(
+        self, input: torch.Tensor, layout: Any
+    ) -> Tuple[bool, Optional[torch.Tensor]]:
+        """Whether backward of a combine is a call, the same on all ranks; and what ties a rank to
+        it whose own tensors need no gradients.
+        """
+        recorded = torch.is_grad_enabled()
+        token = layout._token  # input or weights of the dispatch needed gradients, on all ranks
+        if token is not None:
+            return recorded, token if recorded else None
+        mine = recorded and input.requires_grad
+        stream = stream_of(self.device)
+        needs = self._layer.combine_needs_gradients(layout._handle, mine, recorded, stream)
+        if needs and not mine:
+            token = torch.empty(0, dtype=torch.float32, requires_grad=True)
+        return needs, token
 
     @outside_graphs
     def combine_input(self, rows: int) -> torch.Tensor:
@@ -219,16 +280,27 @@ class EPAll2AllLayer(OfThisProcess):
 
     @outside_graphs
     def ep_barrier_all(self, stream: Any = None, intra_node_only: bool = False) -> None:
-        """All ranks, or those of this node, have come here and their work on the stream is done."""
+        """Collective: work on the stream (None: the current one) behind this begins when all ranks,
+        or those of this node, have come here on theirs.
+
+        On GPUs it is queued, the host goes on, and it may be captured. The host waits in host
+        memory, and between nodes over NVSHMEM or NCCL.
+        """
         handle = stream_of(self.device) if stream is None else int(stream.cuda_stream)
         self._layer.barrier(handle, bool(intra_node_only))
 
     @outside_graphs
     def finalize(self) -> None:
         """Collective: gives all symmetric memory back. Twice does nothing."""
-        if self._choice_layer is not None:
-            self._choice_layer.finalize()
+        for layer in self._choice_layers:
+            layer.finalize()
         self._layer.finalize()
+
+    def extra_repr(self) -> str:
+        """For print(model)."""
+        config, names = self.ep_config, ("max_tokens", "hidden", "topk", "num_experts", "rank")
+        sizes = ", ".join(f"{name}={getattr(config, name)}" for name in names)
+        return f"{sizes}, world_size={config.world_size}, dtype={config.token_dtype}"
 
     @property
     @outside_graphs
@@ -261,20 +333,18 @@ class EPAll2AllLayer(OfThisProcess):
         if layout is None and ids is None:
             raise InvalidArgument(f"{who}: exp_indices is None, expected [num_tokens, topk]")
         handle = None if layout is None else _checked(layout, who)._handle
-        bits, weights, scale_bits, made = self._layer.dispatch(
-            tokens_given, *(view for view, _ in others), handle, stream_of(self.device),
-            needs_gradients, weights_need_gradients, origin,
-        )  # fmt: skip
+        payload_dtype = self.dtype if self.payload == "plain" else torch.float8_e4m3fn
+        with self._lock:  # another thread's dispatch waits until the rows are copied out
+            bits, weights, scale_bits, made = self._layer.dispatch(
+                tokens_given, *(view for view, _ in others), handle, stream_of(self.device),
+                needs_gradients, weights_need_gradients, origin,
+            )  # fmt: skip
+            received = self._out(shown(bits, payload_dtype))
+            received_weights = self._out(shown(weights, self.weight_dtype))
+            received_scales = self._out(shown(scale_bits, torch.float32))
         del kept
-        payload_dtype = (
-            self.ep_config.token_dtype if self.payload == "plain" else torch.float8_e4m3fn
-        )
-        received = self._out(shown(bits, payload_dtype))
-        received_weights = self._out(shown(weights, self.ep_config.weight_dtype))
-        layout = LayerLayout(
-            made, self.ep_config.is_intra_node, self.rows == "grouped", self.device
-        )
-        layout.recv_scales = self._out(shown(scale_bits, torch.float32))
+        layout = LayerLayout(made, self.is_intra_node, self.rows == "grouped", self.device)
+        layout.recv_scales = received_scales
         return received, received_weights, layout
 
     def _out(self, view: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
@@ -302,17 +372,18 @@ class EPAll2AllLayer(OfThisProcess):
 
     def _need_choice_layer(self) -> None:
         """A layer of rows [topk] that takes the gradients of weights home. Collective."""
-        if self._choice_layer is not None:
+        if self._choice_layers:
             return
         # Ranks that do not agree on the dispatch before hear of it here, not at the deadline.
         self._layer.await_calls(stream_of(self.device))
         config = self.ep_config
         wide = config.weight_dtype == torch.float64
-        self._choice_layer = EPAll2AllLayer(
+        layer = EPAll2AllLayer(
             self.world, config.max_tokens, config.topk, config.topk, config.rank,
             config.num_experts, config.local_world_size, config.world_size,
             torch.float64 if wide else torch.float32, **self._options,
         )  # fmt: skip
+        self._choice_layers.append(layer)
 
 
 def _checked(layout: Any, who: str) -> Any:

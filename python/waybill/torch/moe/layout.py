@@ -7,8 +7,8 @@ from typing import Any, Dict, Optional, TypeVar
 import torch
 
 from ..._copies import OfThisProcess
+from ..._graphs import outside_graphs
 from ...moe import EPAllToAllLayoutDesc
-from .._graphs import outside_graphs
 from .tensors import shown, stream_of
 
 _L = TypeVar("_L", bound="LayerLayout")

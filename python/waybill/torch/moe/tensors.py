@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any, Optional, Tuple
 
 import torch
@@ -70,19 +71,20 @@ def stream_of(device: torch.device) -> int:
 
 
 def world_of(group: Any, local_world_size: Optional[int], device: Any, who: str) -> World:
-    """A World itself, or one of a group of torch.distributed (None: the default one). Collective.
-
-    Without a device, ranks lie on GPUs where the group's backend is NCCL, else in host memory.
+    """A World itself, or the one that layers of a process group or DeviceMesh share (None: of the
+    default group); the first one makes it, which is collective.
     """
     if isinstance(group, World):
         return group
-    from torch import distributed
+    from .shared_worlds import shared_world  # not every torch has torch.distributed
 
-    if not distributed.is_available() or not distributed.is_initialized():
-        raise InvalidArgument(
-            f"{who}: group is {group!r}, expected a waybill.World, or a process group of an"
-            " initialized torch.distributed"
-        )
-    if device is None:
-        device = "cuda" if "nccl" in distributed.get_backend(group) else "cpu"
-    return World.from_process_group(group, device=device, ranks_per_node=local_world_size)
+    return shared_world(group, device, local_world_size, who)
+
+
+def group_of_layer(group: Any) -> Any:
+    """A weak reference: a layer does not keep its group; None for a World."""
+    if isinstance(group, World):
+        return None
+    from ..._process_group import group_of
+
+    return weakref.ref(group_of(group, "EPAll2AllLayer"))

@@ -1,5 +1,5 @@
 """How ``torch.compile`` treats Waybill's calls: they end a graph, run as they are, and another
-graph begins behind them.
+graph begins behind them. Without torch nothing of this happens.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-import torch
-
-__all__ = ["outside_graphs"]
+__all__ = ["never_compile_calls", "outside_graphs"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _REASON = "Waybill runs it outside of graphs: it waits for other ranks, or works on host memory"
@@ -30,7 +28,7 @@ def outside_graphs(function: _F) -> _F:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **options)
         if not disabled:
-            disable: Any = torch.compiler.disable
+            disable: Any = sys.modules["torch"].compiler.disable
             disabled.append(disable(function))
         return disabled[0](*args, **options)
 
@@ -38,18 +36,22 @@ def outside_graphs(function: _F) -> _F:
     marked: Any = call
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = _REASON
-    _never_compile(marked.__code__)
     return cast(_F, marked)
 
 
-def _never_compile(code: Any) -> None:
+def never_compile_calls(torch: Any) -> None:
     """The frame of ``call`` runs between two graphs, where it would be compiled. For all of them,
     which share their code; what the compiler's skip_code does, without importing it.
     """
-    frames: Any = torch._C._dynamo.eval_frame
+    code = outside_graphs(_nothing).__code__
+    frames = torch._C._dynamo.eval_frame
     if hasattr(frames, "set_code_exec_strategy"):
         action = frames._FrameAction
         skip = frames._FrameExecStrategy(action.SKIP, action.DEFAULT)
         frames.set_code_exec_strategy(code, skip)
     elif hasattr(frames, "skip_code"):  # before torch 2.7
         frames.skip_code(code)
+
+
+def _nothing() -> None:
+    pass
