@@ -49,7 +49,8 @@ endfunction()
 # waybill_add_module(<name> SOURCES <.cpp...> HEADERS <.h...> [DEPENDS <module...>])
 #
 # Makes the static library waybill_<name>, alias waybill::<name>, and puts it into the install.
-# SOURCES are relative to src/<name>, HEADERS to include/waybill/<name>.
+# SOURCES are relative to src/<name>, HEADERS to include/waybill/<name>. Modules include private headers
+# of src as "<name>/x.h".
 function(waybill_add_module name)
   cmake_parse_arguments(PARSE_ARGV 1 module "" "" "SOURCES;HEADERS;DEPENDS")
   if(module_UNPARSED_ARGUMENTS)
@@ -64,6 +65,7 @@ function(waybill_add_module name)
   add_library(waybill::${name} ALIAS ${target})
   waybill_target_defaults(${target})
   target_sources(${target} PUBLIC FILE_SET HEADERS BASE_DIRS ${include_dir} FILES ${module_HEADERS})
+  target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/src)
   target_link_libraries(${target} PUBLIC ${module_DEPENDS})
   set_target_properties(
     ${target} PROPERTIES EXPORT_NAME ${name} POSITION_INDEPENDENT_CODE ON

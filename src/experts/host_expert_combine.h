@@ -5,6 +5,7 @@
 
 #include "expert_round.h"
 #include "host_expert_tables.h"
+#include "waybill/core/to_size.h"
 #include "waybill/moe/row_accumulator.h"
 
 namespace waybill::detail {

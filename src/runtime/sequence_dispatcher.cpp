@@ -53,7 +53,7 @@ SequenceDispatcher::SequenceDispatcher(World& world, SequenceDispatcherOptions o
   if (world.executor().runs_batches()) {
     options_.plan.ranks_per_node = world.topology().ranks_per_node;
     options_.plan.split_network = world.executor().splits_network();
-    options_.plan.two_sided_network = world.executor().pairs_network();
+    options_.plan.two_sided_network = world.executor().is_two_sided();
   } else {
     options_.plan.ranks_per_node = 0;
     options_.plan.relay = RelayUse::never;
