@@ -98,7 +98,7 @@ def module_of(path):
     """The module that a file of include/ or src/ belongs to; None for the leaves."""
     parts = path.parts
     if parts[:2] == ("include", "waybill"):
-        return parts[2]
+        return parts[2] if len(parts) > 3 else None  # waybill/plan.h and others take many modules
     return parts[1] if parts[0] == "src" else None
 
 

@@ -5,8 +5,8 @@
 
 #include "expert_round.h"
 #include "host_expert_tables.h"
+#include "moe/row_accumulator.h"
 #include "waybill/core/to_size.h"
-#include "waybill/moe/row_accumulator.h"
 
 namespace waybill::detail {
 

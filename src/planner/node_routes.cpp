@@ -1,11 +1,11 @@
-#include "waybill/planner/node_routes.h"
+#include "planner/node_routes.h"
 
 #include <algorithm>
 
 #include "planner/once_per_node.h"
+#include "routing/for_each_entry.h"
 #include "waybill/core/error.h"
 #include "waybill/core/to_size.h"
-#include "waybill/routing/for_each_entry.h"
 
 namespace waybill {
 namespace {

@@ -2,10 +2,10 @@
 #include <numeric>
 #include <vector>
 
+#include "core/copy_bytes.h"
 #include "fingerprint_exchange.h"
 #include "row_sum.h"
 #include "stall_detector.h"
-#include "waybill/core/copy_bytes.h"
 #include "waybill/core/error.h"
 #include "waybill/core/to_size.h"
 #include "waybill/runtime/executor.h"

@@ -6,11 +6,11 @@
 
 #include "batch_jobs.h"
 #include "plan_checks.h"
+#include "planner/node_routes.h"
 #include "planner/relay_checks.h"
 #include "routing/homes.h"
 #include "waybill/core/error.h"
 #include "waybill/core/to_size.h"
-#include "waybill/planner/node_routes.h"
 
 namespace waybill::detail {
 namespace {
