@@ -12,7 +12,8 @@
   NO_PYTHON names: what they describe has no Python face yet
 - --examples: the programs of examples/python run too
 
-A block marked ```python no-test is left out. Blocks and programs that need a package which is not
+A block marked ```python no-test is left out, one marked ```python excerpt FILE is part of a program
+(check_stale_docs.py holds it to that). Blocks and programs that need a package which is not
 installed (torch, matplotlib) are skipped and counted; program: exit status 77. Runs with the Python
 in which the package is installed. Exits 1 when something does not hold.
 """
@@ -84,7 +85,8 @@ def blocks_of(page):
                     raise SystemExit(f"{block.place()}: no ```python block before this output")
                 previous.output = block.text
             elif block.info[:1] == ["python"]:
-                if block.info[1:] not in ([], ["no-test"], ["signature"]):
+                known = block.info[1:] in ([], ["no-test"], ["signature"])
+                if not known and block.info[1] != "excerpt":
                     raise SystemExit(f"{block.place(0)}: what is ```{' '.join(block.info)}?")
                 found.append(block)
             previous = block if block.info == ["python"] else None
@@ -110,6 +112,8 @@ def run_block(block):
     printed = io.StringIO()
     with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
         warnings.simplefilter("error")
+        # torch's compiler causes it, and hides it where warnings are no errors.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
         try:
             exec(compile(block.text, filename, "exec"), {"__name__": "__main__"})
         except (Exception, SystemExit) as error:

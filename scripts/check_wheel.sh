@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the wheel, as users get it, and uses it in an environment that holds nothing else; lets mypy
+# Builds the wheel, as `pip install .` does where there is no CUDA, and uses it in an environment that holds nothing else; lets mypy
 # check the types of the package and of programs that use it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,7 +13,8 @@ dist=build/python/dist
 rm -rf "$dist"
 log=build/python/wheel.log
 mkdir -p build/python
-if ! "$python" -m build --wheel --no-isolation --outdir "$dist" . >"$log" 2>&1; then
+if ! "$python" -m build --wheel --no-isolation --outdir "$dist" \
+  -Ccmake.define.WAYBILL_CUDA=OFF . >"$log" 2>&1; then
   cat "$log" >&2
   exit 1
 fi
@@ -32,6 +33,7 @@ trap 'rm -rf "$scratch"' EXIT
   venv/bin/python -c 'import waybill; waybill.test_qkv_dispatch(); print("waybill", waybill.__version__)'
   venv/bin/waybill --version
   venv/bin/python -m waybill demo --help >/dev/null
+  venv/bin/python -m waybill selftest
 )
 
 echo "wheel: types"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Format, shell scripts, include rules, type names, sizes, header self-containment and clang-tidy.
+# Format, shell scripts, include rules, type names, sizes, pages, header self-containment and clang-tidy.
 # Runs all of them, then says which failed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -31,6 +31,8 @@ check shell shellcheck .ci/run scripts/*.sh
 check includes scripts/check_includes.py
 check types scripts/check_types.py
 check sizes scripts/check_sizes.py
+check docs scripts/check_docs.py
+check "stale docs" scripts/check_stale_docs.py
 check python build/venv/bin/ruff check -q .
 check headers cmake --build build/release --target header_checks
 check clang-tidy run_clang_tidy

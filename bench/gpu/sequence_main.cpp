@@ -21,7 +21,7 @@ constexpr std::int64_t mib = std::int64_t{1} << 20;
 class Ceilings {
  public:
   explicit Ceilings(int gpus) : gpus_(gpus) {}
-  double to_size(int num_sms) {
+  double with_sms(int num_sms) {
     const auto [found, is_new] = known_.try_emplace(num_sms, 0);
     if (is_new) {
       const LinkWay way = num_sms == 0 ? LinkWay::copy_engines : LinkWay::push_bulk;
@@ -29,7 +29,7 @@ class Ceilings {
     }
     return found->second;
   }
-  double best() { return std::max({to_size(8), to_size(16), to_size(132)}); }
+  double best() { return std::max({with_sms(8), with_sms(16), with_sms(132)}); }
 
  private:
   int gpus_;
@@ -41,7 +41,8 @@ class Table {
   Table(std::int32_t world_size, int gpus) : world_size_(world_size), ceilings_(gpus) {
     if (gpus < 2) std::printf("one GPU: nothing crosses a link, columns that need one are 0\n");
     std::printf("link: bulk push 8 SMs %.0f, 16 SMs %.0f, 132 SMs %.0f, copy engines %.0f GB/s\n",
-                ceilings_.at(8), ceilings_.at(16), ceilings_.at(132), ceilings_.at(0));
+                ceilings_.with_sms(8), ceilings_.with_sms(16), ceilings_.with_sms(132),
+                ceilings_.with_sms(0));
     std::printf("%-34s %4s %9s %9s %9s %9s %9s %7s %7s\n", "workload", "SMs", "wire MiB", "us",
                 "graph us", "limit us", "GB/s", "of link", "of best");
   }
@@ -59,7 +60,7 @@ class Table {
     const double limit = over(static_cast<double>(bytes.most()), ceilings_.best()) / 1e3;
     std::printf("%-34s %4d %9.1f %9.1f %9.1f %9.1f %9.1f %6.1f%% %6.1f%%  compile %.0f us\n",
                 workload.name.c_str(), num_sms, static_cast<double>(bytes.most()) / mib, us,
-                times.graph_us, limit, rate, over(100 * rate, ceilings_.at(num_sms)),
+                times.graph_us, limit, rate, over(100 * rate, ceilings_.with_sms(num_sms)),
                 over(100 * rate, ceilings_.best()), times.compile_us);
     std::fflush(stdout);
   }

@@ -199,11 +199,13 @@ void bind_cost_model(nb::module_& m) {
   bind_of_plan<QkvPlan>(m);
   bind_of_plan<AttentionPlan>(m);
   const auto bind_static = [&](const char* name, auto* make) {
-    m.def(name, [make](const std::vector<std::int64_t>& lengths, std::int32_t world_size,
-                       std::int64_t tokens_per_rank, std::int32_t degree) {
-      const StaticPlanOptions options{world_size, tokens_per_rank, degree};
-      return unlocked([&] { return make(lengths, options); });
-    });
+    m.def(name,
+          [name, make](const std::vector<std::int64_t>& lengths, std::int32_t world_size,
+                       std::int64_t tokens_per_rank, std::int32_t degree, std::string_view mask) {
+            const StaticPlanOptions options{world_size, tokens_per_rank, degree,
+                                            mask_from_name(name, mask)};
+            return unlocked([&] { return make(lengths, options); });
+          });
   };
   bind_static("zigzag_plan", &zigzag_plan);
   bind_static("per_document_plan", &per_document_plan);

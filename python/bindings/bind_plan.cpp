@@ -89,7 +89,8 @@ std::string report_page(const QkvPlan& plan, std::int64_t q_row_bytes, std::int6
 QkvPlan make_plan(std::int32_t world_size, std::vector<std::int64_t> rank_shard_offsets,
                   std::vector<std::int64_t> shard_len, std::vector<std::int32_t> q_dst,
                   std::vector<std::int64_t> doc_shard_offsets, std::vector<std::int32_t> doc_shards,
-                  std::vector<std::int32_t> kv_begin, std::string_view kv_layout) {
+                  std::vector<std::int32_t> kv_begin, std::string_view kv_layout,
+                  std::string_view mask) {
   QkvPlan plan{world_size,
                layout_from_name(kv_layout),
                std::move(rank_shard_offsets),
@@ -97,7 +98,8 @@ QkvPlan make_plan(std::int32_t world_size, std::vector<std::int64_t> rank_shard_
                std::move(q_dst),
                std::move(doc_shard_offsets),
                std::move(doc_shards),
-               std::move(kv_begin)};
+               std::move(kv_begin),
+               mask_from_name("QkvPlan", mask)};
   plan.check("QkvPlan");
   return plan;
 }
@@ -110,6 +112,7 @@ void bind_plan(nb::module_& m) {
   plan.def_ro("world_size", &QkvPlan::world_size);
   plan.def_prop_ro("kv_layout",
                    [](const QkvPlan& p) { return std::string(to_string(p.kv_layout)); });
+  plan.def_prop_ro("mask", [](const QkvPlan& p) { return std::string(to_string(p.mask)); });
   add_table(plan, "rank_shard_offsets", &QkvPlan::rank_shard_offsets);
   add_table(plan, "shard_len", &QkvPlan::shard_len);
   add_table(plan, "q_dst", &QkvPlan::q_dst);
@@ -139,13 +142,14 @@ void bind_plan(nb::module_& m) {
   plan.def("summary_text", &summary_text, "q_row_bytes"_a, "kv_row_bytes"_a, "gb_per_s"_a,
            "unicode"_a);
   plan.def("report_page", &report_page, "q_row_bytes"_a, "kv_row_bytes"_a, "gb_per_s"_a, "title"_a);
-  m.def("plan_documents",
-        [](const std::vector<std::int64_t>& lengths, std::int32_t world_size,
-           std::int64_t tokens_per_rank, std::int64_t shard_tokens, std::string_view kv_layout) {
-          const DocumentPlanOptions options{world_size, tokens_per_rank, shard_tokens,
-                                            layout_from_name(kv_layout)};
-          return unlocked([&] { return plan_documents(lengths, options); });
-        });
+  m.def("plan_documents", [](const std::vector<std::int64_t>& lengths, std::int32_t world_size,
+                             std::int64_t tokens_per_rank, std::int64_t shard_tokens,
+                             std::string_view kv_layout, std::string_view mask) {
+    const DocumentPlanOptions options{world_size, tokens_per_rank, shard_tokens,
+                                      layout_from_name(kv_layout),
+                                      mask_from_name("plan_documents", mask)};
+    return unlocked([&] { return plan_documents(lengths, options); });
+  });
   m.def("plan_from_json", [](std::string_view text, std::string_view origin) {
     return unlocked([&] { return plan_from_json(text, origin); });
   });

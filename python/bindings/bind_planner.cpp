@@ -34,7 +34,8 @@ PlannerOptions planner_options_from(const nb::dict& given) {
   options.tokens_per_rank = integer("tokens_per_rank");
   options.model = {integer("q_hidden"), integer("kv_hidden"),
                    dtype_from_name(nb::cast<std::string>(given["dtype"]))};
-  options.mask = {integer("window")};
+  options.mask = {.window = integer("window"),
+                  .kind = mask_from_name("plan", nb::cast<std::string>(given["mask"]))};
   options.kv_layout = nb::cast<bool>(given["per_query"]) ? KvLayout::per_query : KvLayout::per_rank;
   options.imbalance_target = number("imbalance_target");
   options.byte_weight = number("byte_weight");

@@ -8,7 +8,8 @@
 #include "bindings.h"
 
 // A function of the compiled part, with one thing more: what nanobind says of arguments that fit no
-// signature becomes an error of ours. A call that goes well costs a few nanoseconds more.
+// signature becomes an error of ours. A call that goes well costs a few nanoseconds more. All calls
+// of Python are of its limited API of 3.12, so that one wheel serves all later versions.
 
 namespace waybill::python {
 namespace {
@@ -66,7 +67,12 @@ PyObject* call(PyObject* self, PyObject* const* arguments, std::size_t flags, Py
 
 PyObject* bind(PyObject* self, PyObject* instance, PyObject* /*type*/) {
   if (instance == nullptr || instance == Py_None) return Py_NewRef(self);
-  return PyMethod_New(self, instance);
+  // Calls of methods do not come here: they know the type for one of method descriptors.
+  PyObject* const types = PyImport_ImportModule("types");
+  if (types == nullptr) return nullptr;
+  PyObject* const made = PyObject_CallMethod(types, "MethodType", "OO", self, instance);
+  Py_DECREF(types);
+  return made;
 }
 
 /// Name, signature and text are those of the function.
@@ -91,7 +97,7 @@ void deallocate(PyObject* self) {
   PyObject_GC_UnTrack(self);
   PyTypeObject* const type = Py_TYPE(self);
   clear(self);
-  type->tp_free(self);
+  PyObject_GC_Del(self);
   Py_DECREF(type);
 }
 
@@ -120,7 +126,7 @@ PyTypeObject* guarded_type() {
 
 nb::object guard(nb::handle function) {
   PyTypeObject* const type = guarded_type();
-  PyObject* const made = type->tp_alloc(type, 0);
+  PyObject* const made = PyType_GenericAlloc(type, 0);
   if (made == nullptr) throw nb::python_error();
   guarded(made)->call = call;
   guarded(made)->function = function.inc_ref().ptr();
@@ -129,10 +135,11 @@ nb::object guard(nb::handle function) {
 
 /// Operators (`__eq__` and its kind) answer arguments of other types by themselves.
 bool is_plain_function(nb::handle name, nb::handle value) {
-  const std::string_view type = Py_TYPE(value.ptr())->tp_name;
+  const nb::str type_name(value.type().attr("__name__"));
+  const std::string_view type = type_name.c_str();
   const nb::str name_text(name);
   const std::string_view text = name_text.c_str();
-  return (type == "nanobind.nb_func" || type == "nanobind.nb_method") && !text.starts_with("__");
+  return (type == "nb_func" || type == "nb_method") && !text.starts_with("__");
 }
 
 void guard_members(nb::handle owner) {

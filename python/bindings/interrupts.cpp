@@ -165,6 +165,14 @@ PythonInterrupt::PythonInterrupt(nb::python_error raised)
 
 void PythonInterrupt::restore() const noexcept { restore_error(*raised_); }
 
+bool holds_interpreter() noexcept {
+#ifdef Py_LIMITED_API
+  return PyThreadState_GetDict() != nullptr;  // from 3.12 on the current state is this thread's own
+#else
+  return PyGILState_Check() != 0;
+#endif
+}
+
 InterpreterUnlocked::InterpreterUnlocked() noexcept : state_(PyEval_SaveThread()) {}
 
 InterpreterUnlocked::~InterpreterUnlocked() {

@@ -37,6 +37,9 @@ class PythonRaised : public Error {
 ///   and TransportError for the package's own, PythonInterrupt, else PythonRaised
 [[noreturn]] void throw_raised(nanobind::python_error raised);
 
+/// Whether this thread has the interpreter's lock.
+[[nodiscard]] bool holds_interpreter() noexcept;
+
 /// Lets go of the interpreter's lock while it lives. A thread that wants it back when the
 /// interpreter is about to end waits for that for good: Python would end the thread in the middle
 /// of C++, and with it the program.

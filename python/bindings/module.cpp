@@ -8,6 +8,11 @@ NB_MODULE(_core, m) {
   // A tensor that remembers its graph may hold a dispatcher when a program ends: no mistake.
   nanobind::set_leak_warnings(false);
   m.attr("version") = WAYBILL_VERSION;
+#ifdef WAYBILL_PYTHON_CUDA
+  m.attr("cuda_version") = WAYBILL_PYTHON_CUDA;
+#else
+  m.attr("cuda_version") = nanobind::none();
+#endif
   m.attr("max_file_bytes") = waybill::max_file_bytes;
   m.attr("max_stream_bytes") = waybill::max_stream_bytes;
   waybill::python::bind_errors(m);

@@ -12,7 +12,7 @@ RankWorld::~RankWorld() {
   // Memory of a GPU is freed when the device is idle, for which another rank's thread may need the
   // interpreter.
   std::optional<InterpreterUnlocked> without_lock;
-  if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) without_lock.emplace();
+  if (Py_IsInitialized() != 0 && holds_interpreter()) without_lock.emplace();
   dead_plans_.clear();
   retired_.clear();
   World gone = std::move(world_);

@@ -1,4 +1,4 @@
-"""``python -m waybill``: runs the program ``waybill`` that comes with the package."""
+"""``python -m waybill``: the program ``waybill`` that comes with the package, and ``selftest``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ def program() -> str:
 
 
 def main() -> NoReturn:
-    """Becomes the program, with this process's arguments."""
+    """Checks this installation, or becomes the program with this process's arguments."""
+    if sys.argv[1:2] == ["selftest"]:
+        from . import _selftest
+
+        sys.exit(_selftest.main(sys.argv[2:]))
     path = program()
     os.execv(path, ["waybill", *sys.argv[1:]])
 

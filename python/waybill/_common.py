@@ -37,7 +37,7 @@ from .timing import (
     zigzag_plan,
 )
 from .validation import Finding, validate
-from .world import Topology, World, num_gpus
+from .world import Topology, World, cuda_version, num_gpus
 
 __all__ = [
     "AttentionPlan",
@@ -77,6 +77,7 @@ __all__ = [
     "World",
     "WrongType",
     "compare",
+    "cuda_version",
     "end_waits",
     "explain",
     "num_gpus",

@@ -3,6 +3,7 @@
 from typing import Any
 
 version: str
+cuda_version: str | None
 has_cuda: bool
 
 class Plan:

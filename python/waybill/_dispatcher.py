@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, Optional, Sequence, Tuple, Type, Ty
 from . import _core
 from ._arrays import int64
 from ._copies import OfThisProcess
+from ._tensor_checks import Names, numbered, refuse
 from .errors import InvalidArgument
 from .sparse import relay_of, sparse_table
 from .world import World
@@ -191,12 +192,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
             InvalidArgument before anything moves; Disagreement when ranks do not mean the same
             call; Timeout. On GPUs synchronize(), or a later call, raises the last two.
         """
-        self._check_plan("dispatch", plan, "dispatch")
-        number = _number(of_dispatch, "dispatch")
-        rows, kept = self._given("dispatch: tensors", tensors)
-        views = self._dispatcher.dispatch(plan._plan, rows, self._stream(), number)
-        del kept
-        return self._shown(plan, views)
+        return self._dispatch("dispatch", numbered("tensors"), plan, tensors, of_dispatch)
 
     def kv_gradient(
         self,
@@ -225,9 +221,15 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
             ]
         elif dtype is not None:
             raise InvalidArgument(f"{who}: got out and dtype, expected one of them")
-        rows, kept = self._given(f"{who}: gradients", gradients)
-        sums, kept_out = self._given(f"{who}: out", out, writable=True)
-        self._dispatcher.kv_gradient(plan._plan, rows, sums, self._stream(), number)
+        names, out_names = numbered("gradients"), numbered("out")
+        rows, kept = self._given(who, names, gradients)
+        sums, kept_out = self._given(who, out_names, out, writable=True)
+        try:
+            self._dispatcher.kv_gradient(plan._plan, rows, sums, self._stream(), number)
+        except InvalidArgument as error:
+            if "outputs" in str(error):
+                refuse(who, error, out_names, out, plan.formats, plan.own_rows, any_dtype=True)
+            refuse(who, error, names, gradients, plan.formats, plan.window_rows)
         del kept, kept_out
         return tuple(out)
 
@@ -305,6 +307,20 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
 
     # What follows from that.
 
+    def _dispatch(
+        self, who: str, names: Names, plan: ReadyPlan, tensors: Sequence[Any], of_dispatch: int
+    ) -> Tuple[_Array, ...]:
+        """dispatch, whose errors name the function that was called, and its arguments."""
+        self._check_plan(who, plan, "dispatch")
+        number = _number(of_dispatch, who)
+        rows, kept = self._given(who, names, tensors)
+        try:
+            views = self._dispatcher.dispatch(plan._plan, rows, self._stream(), number)
+        except InvalidArgument as error:
+            refuse(who, error, names, tensors, plan.formats, plan.own_rows)
+        del kept
+        return self._shown(plan, views)
+
     def _plan(self, who: str, gradient: bool, parts: Sequence[Any]) -> ReadyPlan:
         given, formats = self._parts(who, parts)
         plan = self._dispatcher.plan(gradient, given, self._stream())
@@ -334,9 +350,9 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
             raise InvalidArgument(f"{who}: the plan is for {plan.operation}")
 
     def _given(
-        self, name: str, values: Sequence[Any], writable: bool = False
+        self, who: str, names: Names, values: Sequence[Any], writable: bool = False
     ) -> Tuple[list[Rows], list[Any]]:
-        pairs = [self._rows(v, f"{name}[{t}]", writable) for t, v in enumerate(values)]
+        pairs = [self._rows(v, f"{who}: {names(t)}", writable) for t, v in enumerate(values)]
         return [rows for rows, _ in pairs], [kept for _, kept in pairs]
 
     def _shown(self, plan: ReadyPlan, views: Sequence[Any]) -> Tuple[_Array, ...]:

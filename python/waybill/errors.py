@@ -67,7 +67,7 @@ class PeerFailed(TransportError):
     """Another rank failed, was interrupted or is gone. The text names it and says why."""
 
 
-class Interrupted(KeyboardInterrupt):
+class Interrupted(Error, KeyboardInterrupt):
     """A wait that the user ended (Ctrl-C), on a thread on which Python handles no signals. The main
     thread has what its handler raised: KeyboardInterrupt.
     """

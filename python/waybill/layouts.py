@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any, List, NamedTuple, Tuple, Union
 
+from .errors import InvalidArgument, Unsupported
 from .metadata import Metadata
 
 Ragged = Union[Any, Tuple[Any, ...]]
@@ -68,6 +70,36 @@ class PackedSeqParams:
     cu_seqlens_kv: Any  #: the same
     max_seqlen_q: Any
     max_seqlen_kv: Any
+
+    def to_megatron(self, device: Any = None) -> Any:
+        """The same as Megatron's ``PackedSeqParams``, as Transformer Engine takes it: tensors of
+        int32, maxima that are integers. On ``device``, else where the tensors lie.
+
+        Raises Unsupported where Megatron Core is not installed.
+        """
+        try:
+            theirs = importlib.import_module("megatron.core.packed_seq_params").PackedSeqParams
+            torch = importlib.import_module("torch")
+        except ImportError as error:
+            raise Unsupported(
+                f"PackedSeqParams.to_megatron: {error}, expected megatron-core to be installed"
+            ) from None
+        if int(self.cu_seqlens_q[-1]) >= 2**31:
+            raise InvalidArgument(
+                f"PackedSeqParams.to_megatron: {int(self.cu_seqlens_q[-1])} rows, expected fewer"
+                " than 2^31, as Megatron's offsets are int32"
+            )
+        q, kv = (
+            torch.as_tensor(lengths, dtype=torch.int32, device=device)
+            for lengths in (self.cu_seqlens_q, self.cu_seqlens_kv)
+        )
+        return theirs(
+            qkv_format=self.qkv_format,
+            cu_seqlens_q=q,
+            cu_seqlens_kv=kv,
+            max_seqlen_q=int(self.max_seqlen_q),
+            max_seqlen_kv=int(self.max_seqlen_kv),
+        )
 
 
 LayoutFields = Tuple[List[Any], List[Any], Any, Any, Any, List[Any], List[Any]]

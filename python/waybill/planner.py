@@ -197,7 +197,8 @@ def plan(
             evenly and lists have any length.
         q_hidden, kv_hidden: elements of a row of Q; of K, and of V.
         dtype: of Q, K and V, by name.
-        mask: "causal"; with ``window`` a query meets only that many keys, itself included.
+        mask: "causal": a query meets the keys before it and itself, with ``window`` only that many
+            of them; "full": all of its document, for attention that is not causal.
         max_tokens_per_rank: rows of Q, and rows of KV, that a rank's buffers hold: a hard limit.
         relay: receivers may forward KV to each other.
         imbalance_target: largest work over mean work that is aimed at.
@@ -209,8 +210,6 @@ def plan(
         InvalidArgument: naming the option or document; "infeasible: rank 3 needs 71680 tokens,
             max_tokens_per_rank has 65536" where no plan within the limit is found.
     """
-    if mask != "causal":
-        raise InvalidArgument(f'plan: mask = {mask!r}, expected "causal"')
     if kv_layout not in ("per_rank", "per_query"):
         raise InvalidArgument(
             f'plan: kv_layout = {kv_layout!r}, expected "per_rank" or "per_query"'
@@ -221,6 +220,7 @@ def plan(
         "q_hidden": int64(q_hidden, "plan: q_hidden"),
         "kv_hidden": int64(kv_hidden, "plan: kv_hidden"),
         "dtype": str(dtype).removeprefix("torch."),
+        "mask": _mask(mask, "plan"),
         "window": _limit(window, "window"),
         "max_tokens_per_rank": _limit(max_tokens_per_rank, "max_tokens_per_rank"),
         "relay": bool(relay),
@@ -250,6 +250,7 @@ def plan_documents(
     tokens_per_rank: int = 65536,
     shard_tokens: int = 4096,
     kv_layout: str = "per_rank",
+    mask: str = "causal",
 ) -> QkvPlan:
     """A plain plan for comparison: equal shards of at most ``shard_tokens``, most work first; each
     stays at home while that is within the mean work, else goes to the rank with the least.
@@ -261,8 +262,15 @@ def plan_documents(
             int64(tokens_per_rank, "plan_documents: tokens_per_rank"),
             int64(shard_tokens, "plan_documents: shard_tokens"),
             kv_layout,
+            _mask(mask, "plan_documents"),
         )
     )
+
+
+def _mask(value: Any, who: str) -> str:
+    if value not in ("causal", "full"):
+        raise InvalidArgument(f'{who}: mask = {value!r}, expected "causal" or "full"')
+    return value  # type: ignore[no-any-return]
 
 
 def _world(value: Any, who: str) -> int:

@@ -21,7 +21,7 @@ class QkvPlan(Unchanging):
 
     Shards are numbered rank by rank, in the order of their rows. A document is a list of shards in
     the order of its tokens; they may lie on different ranks. Under a causal mask the query shard at
-    position q of its document needs the KV shards at positions kv_begin..q.
+    position q of its document needs the KV shards at positions kv_begin..q, under a full mask all.
 
     Args:
         world_size: W.
@@ -32,6 +32,7 @@ class QkvPlan(Unchanging):
         doc_shards: (N,), shards, document by document.
         kv_begin: (N,) by shard, first KV position that it needs; None is 0 for all.
         kv_layout: "per_rank", one copy of KV a rank and document; or "per_query", the original's.
+        mask: "causal"; "full", without kv_begin: every query meets all keys of its document.
     """
 
     __slots__ = ("_plan",)
@@ -46,6 +47,7 @@ class QkvPlan(Unchanging):
         doc_shards: Sequence[int],
         kv_begin: Optional[Sequence[int]] = None,
         kv_layout: str = "per_rank",
+        mask: str = "causal",
     ) -> None:
         tables = {
             "rank_shard_offsets": rank_shard_offsets, "shard_len": shard_len, "q_dst": q_dst,
@@ -53,7 +55,7 @@ class QkvPlan(Unchanging):
             "kv_begin": [] if kv_begin is None else kv_begin,
         }  # fmt: skip
         lists = (index_array(table, f"QkvPlan: {name}").tolist() for name, table in tables.items())
-        self._plan: _core.Plan = _core.make_plan(world_size, *lists, kv_layout)
+        self._plan: _core.Plan = _core.make_plan(world_size, *lists, kv_layout, mask)
 
     @classmethod
     def _wrap(cls, plan: _core.Plan) -> QkvPlan:
@@ -81,6 +83,11 @@ class QkvPlan(Unchanging):
     def kv_layout(self) -> str:
         """ "per_rank" or "per_query"."""
         return self._plan.kv_layout
+
+    @property
+    def mask(self) -> str:
+        """ "causal" or "full"."""
+        return self._plan.mask
 
     @property
     def rank_shard_offsets(self) -> IntArray:
@@ -124,7 +131,7 @@ class QkvPlan(Unchanging):
 
     @property
     def work(self) -> IntArray:
-        """(W,): (query, key) pairs that each rank attends to under the causal mask."""
+        """(W,): (query, key) pairs that each rank attends to under the mask."""
         return self._plan.rank_work()
 
     @property

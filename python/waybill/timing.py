@@ -10,7 +10,7 @@ from ._arrays import IntArray, int64, numbers
 from ._copies import OfThisProcess
 from ._files import kept
 from .errors import InvalidArgument
-from .planner import AttentionPlan, _lengths, _limit, _world
+from .planner import AttentionPlan, _lengths, _limit, _mask, _world
 from .plans import QkvPlan
 
 __all__ = [
@@ -284,6 +284,7 @@ def compare(
     window: Optional[int] = None,
     relay: bool = True,
     *,
+    mask: str = "causal",
     degree: Optional[int] = None,
     imbalance_target: float = 1.01,
     ranks_per_node: int = 8,
@@ -297,6 +298,7 @@ def compare(
 
     Args:
         doc_lengths: tokens, packed in order into the ranks.
+        mask: "causal", or "full".
         degree: ranks of a static context-parallel group, a divisor of world_size; None: the largest
             within a node.
     """
@@ -306,6 +308,7 @@ def compare(
         "q_hidden": int64(q_hidden, "compare: q_hidden"),
         "kv_hidden": int64(kv_hidden, "compare: kv_hidden"),
         "dtype": str(dtype).removeprefix("torch."),
+        "mask": _mask(mask, "compare"),
         "window": _limit(window, "window"),
         "max_tokens_per_rank": 0,
         "relay": bool(relay),
@@ -333,13 +336,14 @@ def zigzag_plan(
     world_size: int,
     tokens_per_rank: int = 65536,
     degree: Optional[int] = None,
+    mask: str = "causal",
 ) -> QkvPlan:
     """Static context parallelism over packed sequences: groups of ``degree`` ranks (None: as many
     as divide the world, at most 8), each sequence in 2 * degree chunks, rank i has the i-th and the
     i-th from the end.
     """
     return _static(
-        _core.zigzag_plan, "zigzag_plan", doc_lengths, world_size, tokens_per_rank, degree
+        _core.zigzag_plan, "zigzag_plan", doc_lengths, world_size, tokens_per_rank, degree, mask
     )
 
 
@@ -348,6 +352,7 @@ def per_document_plan(
     world_size: int,
     tokens_per_rank: int = 65536,
     degree: Optional[int] = None,
+    mask: str = "causal",
 ) -> QkvPlan:
     """The same with 2 * degree chunks of every document."""
     return _static(
@@ -357,17 +362,30 @@ def per_document_plan(
         world_size,
         tokens_per_rank,
         degree,
+        mask,
     )
 
 
 def _static(
-    make: Any, who: str, doc_lengths: Any, world_size: Any, tokens_per_rank: Any, degree: Any
+    make: Any,
+    who: str,
+    doc_lengths: Any,
+    world_size: Any,
+    tokens_per_rank: Any,
+    degree: Any,
+    mask: str,
 ) -> QkvPlan:
     world = _world(world_size, who)
     group = _core.static_degree(world, 8) if degree is None else _degree(degree, who)
     lengths = _lengths(doc_lengths, f"{who}: doc_lengths")
     return QkvPlan._wrap(
-        make(lengths, world, int64(tokens_per_rank, f"{who}: tokens_per_rank"), group)
+        make(
+            lengths,
+            world,
+            int64(tokens_per_rank, f"{who}: tokens_per_rank"),
+            group,
+            _mask(mask, who),
+        )
     )
 
 

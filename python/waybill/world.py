@@ -12,7 +12,7 @@ from ._copies import OfThisProcess
 from ._threads import run_ranks
 from .errors import Error, InvalidArgument, Unsupported
 
-__all__ = ["Topology", "World", "num_gpus", "run_threads"]
+__all__ = ["Topology", "World", "cuda_version", "num_gpus", "run_threads"]
 
 _T = TypeVar("_T")
 _ORDINAL = re.compile(r"cuda(?::(\d{1,4}))?")
@@ -218,6 +218,11 @@ class World(OfThisProcess):
             f"World(rank={self.rank}, world_size={self.world_size}, device={self.device!r},"
             f" ranks_per_node={self._world.ranks_per_node}, timeout_s={self.timeout_s:g})"
         )
+
+
+def cuda_version() -> Optional[str]:
+    """ "13.0": the CUDA with which this installation was built; None where it was without."""
+    return _core.cuda_version
 
 
 def num_gpus() -> int:

@@ -101,6 +101,13 @@ void add_planning_options(Command command, PlanningOptions& options,
       .show_default()
       .group(group);
   command
+      .option("--mask", options.mask,
+              "causal: a query meets the keys before it; full: all of its document")
+      .value_name("NAME")
+      .one_of({"causal", "full"})
+      .show_default()
+      .group(group);
+  command
       .option("--window", options.window,
               "Sliding window: keys that a query meets, itself included; 0: all before it")
       .value_name("N")

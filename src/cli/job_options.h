@@ -25,6 +25,7 @@ struct PlanningOptions {
   std::int32_t world_size = 8;
   std::string tokens_per_rank;  ///< a number, "auto", or empty: what fits the source
   std::string kv_layout = "per_rank";
+  std::string mask = "causal";
   std::int64_t window = 0;
   std::int64_t max_tokens = 0;
   double imbalance = 1.01;

@@ -125,7 +125,8 @@ Documents load_documents(const SourceOptions& source, const PlanningOptions& pla
   documents.plan.world_size = planning.world_size;
   documents.plan.model = {
       .q_hidden = rows.q_hidden, .kv_hidden = rows.kv_hidden, .dtype = dtype_from_name(rows.dtype)};
-  documents.plan.mask.window = planning.window;
+  documents.plan.mask = {.window = planning.window,
+                         .kind = mask_from_name("--mask", planning.mask)};
   documents.plan.max_tokens_per_rank = planning.max_tokens;
   documents.plan.imbalance_target = planning.imbalance;
   documents.plan.hardware.ranks_per_node = planning.ranks_per_node;

@@ -25,6 +25,12 @@ std::string command_line(int argc, char** argv) {
   return result;
 }
 
+constexpr const char* version = "waybill " WAYBILL_VERSION
+#ifdef WAYBILL_CLI_CUDA
+                                ", for GPUs: CUDA " WAYBILL_CLI_CUDA
+#endif
+    ;
+
 void add_commands(Command app, Program& program) {
   app.flag(
       "--progress", [&program] { program.console.set_plain_progress(true); },
@@ -56,7 +62,7 @@ void add_commands(Command app, Program& program) {
 int run(int argc, char** argv, Program& program) {
   CommandLine line("waybill",
                    "Waybill routes tokens between ranks: plans, checks and simulates dispatches.",
-                   "waybill " WAYBILL_VERSION);
+                   version);
   program.command_line = command_line(argc, argv);
   add_commands(line.program(), program);
   if (const std::optional<std::string> shown = line.parse(argc, argv)) {

@@ -70,9 +70,7 @@ ReportContext report_context(const MainJob& job, const MainJobOptions& options,
                        format_count(job.documents.plan.tokens_per_rank), " tokens each")},
       {"Balance", concat("largest work ", format_fixed(job.attention.imbalance(), 4),
                          " x the mean, aimed at ", job.documents.plan.imbalance_target)},
-      {"Mask", job.documents.plan.mask.is_causal()
-                   ? "causal"
-                   : concat("causal, window ", format_count(job.documents.plan.mask.window))},
+      {"Mask", to_string(job.documents.plan.mask)},
       {"Relay", relay_text(job.attention)},
       {"KV layout", std::string(to_string(job.plan.kv_layout))},
       {"Bytes counted", concat("Q ", options.rows.q_hidden, ", K and V ", options.rows.kv_hidden,

@@ -61,6 +61,7 @@ StepJob step_job_of_file(const std::string& path, const PlanningOptions& plannin
   take("--kv-hidden", job.options.model.kv_hidden, rows.kv_hidden);
   take("--dtype", job.options.model.dtype, dtype_from_name(rows.dtype));
   take("--window", job.options.mask.window, planning.window);
+  if (is_given("--mask")) job.options.mask.kind = mask_from_name("--mask", planning.mask);
   take("--ranks-per-node", job.options.hardware.ranks_per_node, planning.ranks_per_node);
   if (rows.gb_per_s > 0) job.options.hardware.nvlink_bytes_per_second = rows.gb_per_s * 1e9;
   check_routing_size(job.plan);

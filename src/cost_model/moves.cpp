@@ -68,10 +68,10 @@ void visit_kv_moves(const TimedPlan& timed, const Topology& nodes, TransferMode 
 }
 
 std::vector<std::int64_t> work_of_shards(const TimedPlan& timed, const AttentionMask& mask) {
-  if (mask.is_causal()) return shard_work(*timed.plan);
+  if (!mask.has_window()) return shard_work(*timed.plan);
   std::vector<std::int64_t> work(to_size(timed.plan->num_shards()));
   for (std::size_t n = 0; n < work.size(); ++n)
-    work[n] = mask.pairs(timed.position[n], timed.position[n] + timed.plan->shard_len[n]);
+    work[n] = mask.pairs(timed.position[n], timed.position[n] + timed.plan->shard_len[n], 0);
   return work;
 }
 

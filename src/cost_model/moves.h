@@ -39,7 +39,7 @@ struct TimedPlan {
 void visit_kv_moves(const TimedPlan& timed, const Topology& nodes, TransferMode transfer,
                     const std::function<void(const KvMove&)>& visit);
 
-/// [N] (query, key) pairs of each shard: by the mask; without a window by the plan's kv_begin.
+/// [N] (query, key) pairs of each shard: by the mask's window; without one as the plan says.
 [[nodiscard]] std::vector<std::int64_t> work_of_shards(const TimedPlan& timed,
                                                        const AttentionMask& mask);
 

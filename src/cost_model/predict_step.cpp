@@ -243,6 +243,11 @@ StepPrediction StepPredictor::Memory::predict(const StepOptions& options, bool e
   require(options.transfer != TransferMode::relay || timed.relay != nullptr, who,
           ": options.transfer = relay, expected direct or once_per_node: the plan has no relay "
           "schedule");
+  const MaskKind kind = timed.plan->mask;
+  require(!options.mask.is_full() || kind == MaskKind::full, who,
+          ": mask = full, expected causal, as the plan");
+  require(!options.mask.has_window() || kind == MaskKind::causal, who,
+          ": mask.window = ", options.mask.window, ", expected 0: the plan's mask is full");
   check_bytes(timed, options);
   const Topology nodes{timed.plan->world_size, options.hardware.ranks_per_node};
   const StepFlows flows(timed, nodes, options);
@@ -250,6 +255,7 @@ StepPrediction StepPredictor::Memory::predict(const StepOptions& options, bool e
 
   StepPrediction step;
   step.options = options;
+  step.options.mask.kind = kind;
   step.world_size = timed.plan->world_size;
   step.work.assign(to_size(step.world_size), 0);
   for (std::size_t n = 0; n < shard_pairs.size(); ++n)

@@ -3,6 +3,7 @@
 #include <limits>
 #include <utility>
 
+#include "expert_checks.h"
 #include "layer_agreement.h"
 #include "waybill/core/error.h"
 
@@ -51,6 +52,7 @@ DispatchCombineContext DispatchCombineContext::make(const World& world, const EP
           world.topology().ranks_per_node, ", as the world has");
   require(config.rank == to_int(world.rank()), who, ": rank = ", config.rank, ", expected ",
           world.rank(), ", as in the world");
+  detail::check_dtypes_of_engine(world, config, who);
   const std::int64_t rows = num_rows();
   require(1 <= rows && rows <= std::numeric_limits<std::int32_t>::max(), who, ": rows = ", rows,
           ", expected 1..", std::numeric_limits<std::int32_t>::max());

@@ -1,5 +1,7 @@
 #include "expert_checks.h"
 
+#include <utility>
+
 #include "waybill/core/error.h"
 
 namespace waybill::detail {
@@ -31,6 +33,16 @@ void check_positions(const EPConfig& config, const EPDispatchOptions& options,
 }
 
 }  // namespace
+
+void check_dtypes_of_engine(const World& world, const EPConfig& config, const char* who) {
+  if (dynamic_cast<ExpertExecutorFactory*>(&world.executor()) == nullptr) return;
+  for (const auto& [name, dtype] :
+       {std::pair{"token_dtype", config.token_dtype}, {"weight_dtype", config.weight_dtype}}) {
+    if (dtype != DType::float64) continue;
+    throw Unsupported(concat(who, ": ", name, " = float64 on GPUs, expected bfloat16, float16 or ",
+                             "float32: float64 is for ranks in host memory"));
+  }
+}
 
 void check_dispatch_input(const EPConfig& config, const EPDispatchOptions& options,
                           const ExpertDispatchInput& input, bool ids_matter) {

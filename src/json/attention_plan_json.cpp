@@ -23,6 +23,7 @@ void write_options(JsonWriter& writer, const PlannerOptions& options) {
   writer.key("kv_hidden").integer(options.model.kv_hidden);
   writer.key("dtype").string(dtype_name(options.model.dtype));
   writer.key("window").integer(options.mask.window);
+  write_mask(writer, options.mask.kind);
   writer.key("kv_layout").string(to_string(options.kv_layout));
   writer.key("imbalance_target").real(options.imbalance_target);
   writer.key("byte_weight").real(options.byte_weight);
@@ -54,7 +55,7 @@ HardwareFacts read_hardware(const JsonNode& node) {
 
 PlannerOptions read_options(const JsonNode& node, ReadCheck check) {
   node.check_keys({"world_size", "tokens_per_rank", "q_hidden", "kv_hidden", "dtype", "window",
-                   "kv_layout", "imbalance_target", "byte_weight", "max_tokens_per_rank",
+                   "mask", "kv_layout", "imbalance_target", "byte_weight", "max_tokens_per_rank",
                    "block_tokens", "relay", "hardware"});
   PlannerOptions options;
   options.world_size = static_cast<std::int32_t>(node.at("world_size").integer(1, max_world_size));
@@ -64,6 +65,7 @@ PlannerOptions read_options(const JsonNode& node, ReadCheck check) {
   const JsonNode dtype = node.at("dtype");
   check_at(dtype, [&] { options.model.dtype = dtype_from_name(dtype.string()); });
   options.mask.window = node.at("window").integer();
+  options.mask.kind = read_mask(node);
   options.kv_layout = read_kv_layout(node.at("kv_layout"));
   options.imbalance_target = node.at("imbalance_target").real();
   options.byte_weight = node.at("byte_weight").real();

@@ -30,6 +30,9 @@ void write_metadata_members(JsonWriter& writer, const Metadata& metadata);
 [[nodiscard]] Metadata read_metadata(const JsonNode& node, ReadCheck check);
 
 [[nodiscard]] KvLayout read_kv_layout(const JsonNode& node);
+/// The member "mask" of the object that is open; nothing for a causal one, as before there was one.
+void write_mask(JsonWriter& writer, MaskKind mask);
+[[nodiscard]] MaskKind read_mask(const JsonNode& parent);
 void write_plan_members(JsonWriter& writer, const QkvPlan& plan);
 [[nodiscard]] QkvPlan read_plan(const JsonNode& node, ReadCheck check);
 

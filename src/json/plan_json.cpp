@@ -25,11 +25,25 @@ void write_plan_members(JsonWriter& writer, const QkvPlan& plan) {
   writer.key("doc_shard_offsets").integers(plan.doc_shard_offsets);
   writer.key("doc_shards").integers(plan.doc_shards);
   if (!plan.kv_begin.empty()) writer.key("kv_begin").integers(plan.kv_begin);
+  write_mask(writer, plan.mask);
+}
+
+void write_mask(JsonWriter& writer, MaskKind mask) {
+  if (mask != MaskKind::causal) writer.key("mask").string(to_string(mask));
+}
+
+MaskKind read_mask(const JsonNode& parent) {
+  const auto node = parent.find("mask");
+  if (!node) return MaskKind::causal;
+  for (const MaskKind mask : {MaskKind::causal, MaskKind::full}) {
+    if (node->string() == to_string(mask)) return mask;
+  }
+  node->fail("\"causal\" or \"full\"");
 }
 
 QkvPlan read_plan(const JsonNode& node, ReadCheck check) {
   node.check_keys({"format", "version", "world_size", "kv_layout", "rank_shard_offsets",
-                   "shard_len", "q_dst", "doc_shard_offsets", "doc_shards", "kv_begin"});
+                   "shard_len", "q_dst", "doc_shard_offsets", "doc_shards", "kv_begin", "mask"});
   QkvPlan plan;
   const JsonNode world = node.at("world_size");
   plan.world_size = static_cast<std::int32_t>(
@@ -43,6 +57,7 @@ QkvPlan read_plan(const JsonNode& node, ReadCheck check) {
   plan.doc_shard_offsets = node.at("doc_shard_offsets").integers();
   plan.doc_shards = node.at("doc_shards").integers32();
   if (const auto kv_begin = node.find("kv_begin")) plan.kv_begin = kv_begin->integers32();
+  plan.mask = read_mask(node);
   if (check == ReadCheck::values) {
     check_at(node, [&] { plan.check("plan"); });
   }

@@ -18,7 +18,7 @@ constexpr const char* who = "simulate_expert_combine";
 struct TokenRow {
   std::int32_t group = 0;  ///< its rank or node, where sums of groups are rounded
   const std::byte* row = nullptr;
-  float weight = 1;
+  double weight = 1;
 };
 
 void check_arguments(const ExpertDispatch& dispatch,

@@ -10,7 +10,8 @@ namespace {
 constexpr std::int64_t growth_rows = 1024;
 
 bool is_sum_dtype(DType dtype) {
-  return dtype == DType::bfloat16 || dtype == DType::float16 || dtype == DType::float32;
+  return dtype == DType::bfloat16 || dtype == DType::float16 || dtype == DType::float32 ||
+         dtype == DType::float64;
 }
 
 }  // namespace
@@ -30,9 +31,9 @@ void EPConfig::check(const char* who) const {
           ", expected a multiple of world_size = ", world_size);
   require(0 <= rank && rank < world_size, who, ": rank = ", rank, ", expected 0..", world_size - 1);
   require(is_sum_dtype(token_dtype), who, ": token_dtype = ", token_dtype,
-          ", expected bfloat16, float16 or float32");
+          ", expected bfloat16, float16, float32 or float64");
   require(is_sum_dtype(weight_dtype), who, ": weight_dtype = ", weight_dtype,
-          ", expected float32, float16 or bfloat16");
+          ", expected float32, float16, bfloat16 or float64");
   require(offset_dtype == DType::int32, who, ": offset_dtype = ", offset_dtype, ", expected int32");
 }
 
@@ -44,6 +45,8 @@ void EPDispatchOptions::check(const EPConfig& config, const char* who) const {
   require(payload == EPPayload::plain || config.hidden % scale_group == 0, who,
           ": hidden = ", config.hidden, ", expected a multiple of ", scale_group,
           " for a payload with scales");
+  require(payload != EPPayload::quantized || config.token_dtype != DType::float64, who,
+          ": token_dtype = float64, expected bfloat16, float16 or float32 for a quantized payload");
   constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
   require(expert_alignment <= most, who, ": expert_alignment = ", expert_alignment,
           ", expected at most ", most);

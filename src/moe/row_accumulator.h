@@ -2,23 +2,25 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <variant>
 #include <vector>
 
 #include "waybill/core/dtype.h"
 
 namespace waybill {
 
-/// Sums rows in float32 as combine does: from +0, every product and every sum rounded, nothing
-/// fused. One object a thread.
+/// Sums rows as combine does, in float32, those of float64 in float64: from +0, every product and
+/// every sum rounded, nothing fused. One object a thread.
 class RowAccumulator {
  public:
-  /// @param dtype float32, float16 or bfloat16: of the rows and of what is written
+  /// @param dtype float32, float16, bfloat16 or float64: of the rows and of what is written
   /// @throws InvalidArgument for another dtype
   RowAccumulator(std::int64_t hidden, DType dtype);
 
   void reset();
   void add(const std::byte* row);
-  void add_weighted(const std::byte* row, float weight);
+  /// @param weight rounded to the dtype of the sums
+  void add_weighted(const std::byte* row, double weight);
   /// Adds another's sums as they are rounded to its dtype.
   void add_rounded(const RowAccumulator& other);
   /// The sums, rounded to the dtype, nearest even. `row` may be one that was added.
@@ -26,10 +28,10 @@ class RowAccumulator {
 
  private:
   DType dtype_;
-  std::vector<float> sums_;
+  std::variant<std::vector<float>, std::vector<double>> sums_;
 };
 
-/// One weight as float32. @param dtype float32, float16 or bfloat16
-[[nodiscard]] float weight_at(const std::byte* weights, std::int64_t idx, DType dtype);
+/// One weight. @param dtype float32, float16, bfloat16 or float64
+[[nodiscard]] double weight_at(const std::byte* weights, std::int64_t idx, DType dtype);
 
 }  // namespace waybill

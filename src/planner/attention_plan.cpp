@@ -110,8 +110,7 @@ std::string to_string(const AttentionPlan& plan) {
   out << "AttentionPlan: " << plan.plan.world_size << " ranks, " << plan.plan.num_documents()
       << " documents, " << plan.plan.num_shards() << " shards, "
       << std::accumulate(plan.home_tokens.begin(), plan.home_tokens.end(), std::int64_t{0})
-      << " tokens, " << (plan.options.mask.is_causal() ? "causal" : "causal, window ");
-  if (!plan.options.mask.is_causal()) out << plan.options.mask.window;
+      << " tokens, " << to_string(plan.options.mask);
   out << ", " << to_string(plan.plan.kv_layout) << '\n';
   out << "work: largest / mean ";
   out.setf(std::ios::fixed);

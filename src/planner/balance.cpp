@@ -25,7 +25,7 @@ void Balancer::run(const HomeLayout& home, const PlannerOptions& options, double
   capacity_.reset(home, costs_, options.max_tokens_per_rank);
   count_home_bytes();
   keep_capacity();
-  reunite_short_tails();
+  reunite_short_ends();
   fill_pool();
   shed_all();
   make_bids();
@@ -38,35 +38,31 @@ void Balancer::run(const HomeLayout& home, const PlannerOptions& options, double
 void Balancer::count_home_work() {
   load_.assign(to_size(home_->world_size), 0);
   for (const HomePiece& piece : home_->pieces) {
-    const std::int64_t work = costs_.work({piece.begin, piece.end});
+    const std::int64_t work = costs_.work(slab_of(piece));
     require(!__builtin_add_overflow(load_[to_size(piece.rank)], work, &load_[to_size(piece.rank)]),
             "plan_attention: the work of rank ", piece.rank, " does not fit int64");
   }
 }
 
-// Keys of documents that begin on an earlier rank.
+// Keys of documents that lie on other ranks too.
 void Balancer::count_home_bytes() {
   bytes_in_.assign(to_size(home_->world_size), 0);
-  for (std::int32_t rank = 1; rank < home_->world_size; ++rank) {
-    const std::int32_t first = home_->rank_pieces[to_size(rank)];
-    if (first == home_->rank_pieces[to_size(rank + 1)]) continue;
-    const std::int64_t begin = home_->pieces[to_size(first)].begin;
-    if (begin > 0)
-      bytes_in_[to_size(rank)] +=
-          costs_.kv_row * static_cast<double>(begin - costs_.mask.first_key(begin));
+  for (const HomePiece& piece : home_->pieces) {
+    bytes_in_[to_size(piece.rank)] +=
+        costs_.kv_row * static_cast<double>(costs_.remote_context(slab_of(piece)));
   }
 }
 
 void Balancer::send_whole(std::int32_t piece_idx, std::int32_t dst) {
   const HomePiece& piece = home_->pieces[to_size(piece_idx)];
-  const Slab slab{piece.begin, piece.end};
+  const Slab slab = slab_of(piece);
   const std::int64_t work = costs_.work(slab);
   moves_.push_back({.slab = slab, .piece = piece_idx, .dst = dst});
   settled_[to_size(piece_idx)] = 1;
   load_[to_size(piece.rank)] -= work;
   load_[to_size(dst)] += work;
   bytes_in_[to_size(piece.rank)] -=
-      costs_.kv_row * static_cast<double>(piece.begin - costs_.mask.first_key(piece.begin));
+      costs_.kv_row * static_cast<double>(costs_.remote_context(slab));
   bytes_in_[to_size(dst)] += costs_.q_row * static_cast<double>(piece.end - piece.begin);
   capacity_.take_piece(piece_idx);
   capacity_.give(dst, piece.doc, slab);
@@ -79,7 +75,7 @@ std::int32_t Balancer::piece_to_evict(std::int32_t rank) const {
   for (std::int32_t p = home_->rank_pieces[to_size(rank)];
        p < home_->rank_pieces[to_size(rank + 1)]; ++p) {
     const HomePiece& piece = home_->pieces[to_size(p)];
-    const std::int64_t rows = costs_.context({piece.begin, piece.end});
+    const std::int64_t rows = costs_.context(slab_of(piece));
     if (settled_[to_size(p)] != 0 || rows <= most) continue;
     most = rows;
     best = p;
@@ -90,7 +86,7 @@ std::int32_t Balancer::piece_to_evict(std::int32_t rank) const {
 // Another home of the document, latest first, else the rank that needs least; -1: none has room.
 std::int32_t Balancer::rank_that_holds(std::int32_t piece_idx) const {
   const HomePiece& piece = home_->pieces[to_size(piece_idx)];
-  const Slab slab{piece.begin, piece.end};
+  const Slab slab = slab_of(piece);
   const auto holds = [&](std::int32_t rank) {
     return rank != piece.rank && capacity_.fitting(rank, piece.doc, slab).begin == slab.begin;
   };
@@ -120,24 +116,36 @@ void Balancer::keep_capacity() {
 }
 
 // Where a rank boundary cuts off the short end of a document, its queries go to the rank before:
-// that takes fewer bytes than the keys the other way, and hardly any work.
-void Balancer::reunite_short_tails() {
-  const auto little_work = static_cast<std::int64_t>(mean_ / 50);
+// that takes fewer bytes than the keys the other way, and hardly any work. Under a full mask so
+// does a short beginning, to the rank behind.
+void Balancer::reunite_short_ends() {
   for (std::int32_t rank = 1; rank < home_->world_size; ++rank) {
     const std::int32_t idx = home_->rank_pieces[to_size(rank)];
-    if (idx == home_->rank_pieces[to_size(rank + 1)]) continue;
-    const HomePiece& piece = home_->pieces[to_size(idx)];
-    if (piece.begin == 0 || settled_[to_size(idx)] != 0) continue;
-    const std::int64_t remote = piece.begin - costs_.mask.first_key(piece.begin);
-    const bool cheaper = static_cast<double>(piece.end - piece.begin) * costs_.q_row <
-                         static_cast<double>(remote) * costs_.kv_row;
-    const std::int32_t dst = home_->pieces[to_size(idx - 1)].rank;
-    if (!cheaper || work_of(idx) > little_work || settled_[to_size(idx - 1)] != 0) continue;
-    if (capacity_.limited() &&
-        capacity_.fitting(dst, piece.doc, {piece.begin, piece.end}).begin != piece.begin)
+    if (idx == home_->rank_pieces[to_size(rank + 1)] || home_->pieces[to_size(idx)].begin == 0)
       continue;
-    send_whole(idx, dst);
+    reunite(idx, idx - 1);
   }
+  if (!costs_.mask.is_full()) return;
+  for (std::int32_t rank = 0; rank + 1 < home_->world_size; ++rank) {
+    const std::int32_t idx = home_->rank_pieces[to_size(rank + 1)] - 1;
+    if (idx < home_->rank_pieces[to_size(rank)]) continue;
+    const HomePiece& piece = home_->pieces[to_size(idx)];
+    if (piece.begin == 0 && piece.end < piece.doc_len) reunite(idx, idx + 1);
+  }
+}
+
+// Sends a short piece whole to the home of another one of its document.
+void Balancer::reunite(std::int32_t idx, std::int32_t other) {
+  const auto little_work = static_cast<std::int64_t>(mean_ / 50);
+  if (settled_[to_size(idx)] != 0) return;
+  const HomePiece& piece = home_->pieces[to_size(idx)];
+  const Slab slab = slab_of(piece);
+  const bool cheaper = static_cast<double>(piece.end - piece.begin) * costs_.q_row <
+                       static_cast<double>(costs_.remote_context(slab)) * costs_.kv_row;
+  const std::int32_t dst = home_->pieces[to_size(other)].rank;
+  if (!cheaper || work_of(idx) > little_work || settled_[to_size(other)] != 0) return;
+  if (capacity_.limited() && capacity_.fitting(dst, piece.doc, slab).begin != piece.begin) return;
+  send_whole(idx, dst);
 }
 
 void Balancer::fill_pool() {
@@ -190,11 +198,11 @@ bool Balancer::tail_is_cheaper(std::int32_t tail, std::int32_t other, std::int64
   if (t.begin == 0 || settled_[to_size(tail)] != 0 || work_of(tail) > surplus) return false;
   if (tail == other) return true;
   const auto rows = [](std::int64_t num) { return static_cast<double>(num); };
-  const double saved = rows(t.begin - costs_.mask.first_key(t.begin));
+  const double saved = rows(costs_.remote_context(slab_of(t)));
   const double tail_bytes = rows(t.end - t.begin) * costs_.q_row +
-                            (rows(costs_.context({t.begin, t.end})) - saved) * costs_.kv_row;
+                            (rows(costs_.context(slab_of(t))) - saved) * costs_.kv_row;
   const HomePiece& o = home_->pieces[to_size(other)];
-  const Slab region = costs_.cheapest_region({o.begin, o.end}, surplus, slab_work_);
+  const Slab region = costs_.cheapest_region(slab_of(o), surplus, slab_work_);
   const double bytes =
       rows(region.end - region.begin) * costs_.q_row + rows(costs_.context(region)) * costs_.kv_row;
   return tail_bytes / static_cast<double>(work_of(tail)) <
@@ -210,9 +218,12 @@ void Balancer::shed(std::int32_t rank, std::int64_t surplus) {
     if (tail_is_cheaper(first, idx, surplus)) idx = first;
     const HomePiece& piece = home_->pieces[to_size(idx)];
     settled_[to_size(idx)] = 1;
-    Slab whole{piece.begin, piece.end};
-    if (capacity_.limited() && costs_.mask.is_causal())
+    Slab whole = slab_of(piece);
+    if (capacity_.limited() && costs_.mask.is_full()) {
+      if (whole.doc_len > capacity_.most_kv_room()) continue;
+    } else if (capacity_.limited() && !costs_.mask.has_window()) {
       whole.end = std::min(whole.end, capacity_.most_kv_room());
+    }
     if (whole.end <= whole.begin) continue;
     const Slab region = costs_.cheapest_region(whole, surplus, slab_work_);
     regions_.push_back({.slab = region, .piece = idx});

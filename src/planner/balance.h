@@ -54,7 +54,8 @@ class Balancer {
   [[nodiscard]] std::int32_t piece_to_evict(std::int32_t rank) const;
   [[nodiscard]] std::int32_t rank_that_holds(std::int32_t piece) const;
   void send_whole(std::int32_t piece, std::int32_t dst);
-  void reunite_short_tails();
+  void reunite_short_ends();
+  void reunite(std::int32_t idx, std::int32_t other);
   void fill_pool();
   void shed_all();
   void shed(std::int32_t rank, std::int64_t surplus);
@@ -82,8 +83,7 @@ class Balancer {
   }
   [[nodiscard]] double bytes_in_after(const SlabBid& bid, std::int32_t rank) const;
   [[nodiscard]] std::int64_t work_of(std::int32_t piece) const {
-    const HomePiece& p = home_->pieces[static_cast<std::size_t>(piece)];
-    return costs_.work({p.begin, p.end});
+    return costs_.work(slab_of(home_->pieces[static_cast<std::size_t>(piece)]));
   }
 
   const HomeLayout* home_ = nullptr;

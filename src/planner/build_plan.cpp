@@ -37,7 +37,7 @@ void for_each_run(const HomeLayout& home, std::span<const Move> moves, Run&& run
 void PlanWriter::find_cuts(const HomeLayout& home, std::span<const Move> moves,
                            const PlannerOptions& options) {
   cuts_.clear();
-  if (options.mask.is_causal()) return;
+  if (!options.mask.has_window()) return;
   for_each_run(home, moves, [&](const HomePiece& piece, Slab slab, std::int32_t dst) {
     const std::int64_t key = options.mask.first_key(slab.begin);
     const std::int64_t cut = key / options.block_tokens * options.block_tokens;
@@ -55,6 +55,7 @@ void PlanWriter::write(const HomeLayout& home, std::span<const Move> moves,
   find_cuts(home, moves, options);
   plan.world_size = options.world_size;
   plan.kv_layout = options.kv_layout;
+  plan.mask = options.mask.kind;
   plan.rank_shard_offsets.assign(1, 0);
   plan.doc_shard_offsets.assign(1, 0);
   plan.shard_len.clear();
@@ -84,7 +85,7 @@ void PlanWriter::write(const HomeLayout& home, std::span<const Move> moves,
           "plan_attention: the plan has ", plan.num_shards(), " shards, expected at most 2^31 - 1");
   plan.doc_shards.resize(plan.shard_len.size());
   std::iota(plan.doc_shards.begin(), plan.doc_shards.end(), 0);
-  if (!options.mask.is_causal()) write_kv_begin(options.mask, plan);
+  if (options.mask.has_window()) write_kv_begin(options.mask, plan);
 }
 
 void PlanWriter::write_kv_begin(const AttentionMask& mask, QkvPlan& plan) {

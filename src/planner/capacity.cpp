@@ -20,13 +20,14 @@ void Capacity::reset(const HomeLayout& home, const SlabCosts& costs, std::int64_
   kv_rows_.assign(to_size(home.world_size), 0);
   held_.assign(to_size(home.world_size), {});
   for (const HomePiece& piece : home.pieces)
-    kv_rows_[to_size(piece.rank)] += rows_of(keys_of({piece.begin, piece.end}));
+    kv_rows_[to_size(piece.rank)] += rows_of(keys_of(slab_of(piece)));
 }
 
 // Keys are cut at blocks.
 Slab Capacity::keys_of(Slab slab) const {
-  const std::int64_t first = costs_->mask.first_key(slab.begin);
-  return {first / costs_->block_tokens * costs_->block_tokens, slab.end};
+  Slab rows = costs_->keys(slab);
+  rows.begin = rows.begin / costs_->block_tokens * costs_->block_tokens;
+  return rows;
 }
 
 bool Capacity::exceeded(std::int32_t rank) const { return limited() && needed(rank) > limit_; }
@@ -81,7 +82,7 @@ void Capacity::take_piece(std::int32_t piece_idx) {
   if (!limited()) return;
   const HomePiece& piece = home_->pieces[to_size(piece_idx)];
   q_rows_[to_size(piece.rank)] -= piece.end - piece.begin;
-  kv_rows_[to_size(piece.rank)] -= rows_of(keys_of({piece.begin, piece.end}));
+  kv_rows_[to_size(piece.rank)] -= rows_of(keys_of(slab_of(piece)));
 }
 
 }  // namespace waybill::detail

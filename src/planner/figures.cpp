@@ -1,6 +1,7 @@
 #include "figures.h"
 
 #include <algorithm>
+#include <numeric>
 #include <span>
 
 #include "slab.h"
@@ -96,6 +97,12 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
   doc.first_need = static_cast<std::int32_t>(needs.size());
   doc.first_run = static_cast<std::int32_t>(runs.size());
   position_.assign(1, 0);
+  const std::int64_t doc_len =
+      std::accumulate(qkv.shard_len.begin() + first, qkv.shard_len.begin() + last, std::int64_t{0});
+  const auto key_end = [&](std::int64_t n) {  // of the shards that shard n needs
+    const std::int64_t end = qkv.mask == MaskKind::full ? last : n + 1;
+    return static_cast<std::int32_t>(end);
+  };
   for (std::int64_t n = first; n < last; ++n) {
     const auto shard = static_cast<std::int32_t>(n);
     while (n >= qkv.rank_shard_offsets[to_size(home_rank_ + 1)]) ++home_rank_;
@@ -105,7 +112,7 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
     const std::int64_t begin = position_.back();
     position_.push_back(begin + qkv.shard_len[to_size(n)]);
     const std::int32_t dst = qkv.q_dst[to_size(n)];
-    plan.work[to_size(dst)] += plan.options.mask.pairs(begin, position_.back());
+    plan.work[to_size(dst)] += plan.options.mask.pairs(begin, position_.back(), doc_len);
     plan.attention_tokens[to_size(dst)] += qkv.shard_len[to_size(n)];
     if (dst != home_rank_)
       add_link(q_links, home_rank_, dst,
@@ -115,9 +122,9 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
     std::int32_t& need = need_of_rank_[to_size(dst)];
     if (need < doc.first_need || needs[to_size(need)].last < key) {
       need = static_cast<std::int32_t>(needs.size());
-      needs.push_back({.rank = dst, .first = key, .last = shard + 1});
+      needs.push_back({.rank = dst, .first = key, .last = key_end(n)});
     } else {
-      needs[to_size(need)].last = shard + 1;
+      needs[to_size(need)].last = key_end(n);
     }
   }
   doc.last_need = static_cast<std::int32_t>(needs.size());
@@ -130,8 +137,7 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
   } else {
     for (std::int64_t n = first; n < last; ++n) {
       const std::int64_t key = first + (qkv.kv_begin.empty() ? 0 : qkv.kv_begin[to_size(n)]);
-      add_rows(static_cast<std::int32_t>(key), static_cast<std::int32_t>(n) + 1,
-               qkv.q_dst[to_size(n)], doc, plan);
+      add_rows(static_cast<std::int32_t>(key), key_end(n), qkv.q_dst[to_size(n)], doc, plan);
     }
   }
   send_whole_runs(doc, plan);
@@ -151,12 +157,12 @@ void FigureCounter::bound_bytes_in(const HomeLayout& home, AttentionPlan& plan) 
     const std::int32_t first = home.doc_pieces[d];
     const std::int32_t last = home.doc_pieces[d + 1];
     const std::int64_t end = home.pieces[to_size(last - 1)].end;
-    if (end <= rows || (last - first == 1 && mask.pairs(0, end) <= most_work)) continue;
+    if (end <= rows || (last - first == 1 && mask.pairs(0, end, end) <= most_work)) continue;
     const std::int64_t num_homes = std::min<std::int64_t>(last - first, home.world_size);
     std::int64_t homes_work = 0;
     if (__builtin_mul_overflow(num_homes, most_work, &homes_work)) continue;
-    const std::int64_t begin = costs.slab_down(0, end, homes_work).begin;
-    if (begin > 0) rows = std::max(rows, begin - mask.first_key(begin - 1));
+    const std::int64_t begin = costs.slab_down({0, end, end}, homes_work).begin;
+    if (begin > 0) rows = std::max(rows, mask.is_full() ? end : begin - mask.first_key(begin - 1));
     const std::int64_t first_key = mask.first_key(end - 1);
     std::int64_t at_home = 0;
     for (std::int32_t p = first; p < last; ++p) {
@@ -198,13 +204,13 @@ void FigureCounter::count(const HomeLayout& home, AttentionPlan& plan) {
       continue;
     }
     const std::int64_t len = qkv.shard_len[to_size(first)];
-    plan.work[to_size(home_rank_)] += mask.pairs(0, len);
+    plan.work[to_size(home_rank_)] += mask.pairs(0, len, len);
     plan.attention_tokens[to_size(home_rank_)] += len;
     plan.kv_tokens[to_size(home_rank_)] += len;
   }
   bound_bytes_in(home, plan);
   plan.block_work =
-      mask.pairs(std::max<std::int64_t>(0, longest - plan.options.block_tokens), longest);
+      mask.pairs(std::max<std::int64_t>(0, longest - plan.options.block_tokens), longest, longest);
   for (std::size_t r = 0; r < world_size; ++r) {
     plan.links[r].nvlink_in += q_links[r].nvlink_in;
     plan.links[r].nvlink_out += q_links[r].nvlink_out;

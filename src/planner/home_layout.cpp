@@ -10,7 +10,7 @@ namespace {
 
 constexpr const char* who = "plan_attention";
 constexpr std::int64_t most_tokens = std::int64_t{1} << 40;
-// The area of a causal mask over 2^31 tokens just fits int64.
+// The area of a mask over 2^31 tokens just fits int64.
 constexpr std::int64_t longest_document = std::int64_t{1} << 31;
 
 bool is_length(std::int64_t length) { return 1 <= length && length <= longest_document; }
@@ -71,8 +71,11 @@ void lay_out(std::span<const std::int64_t> doc_lengths, const PlannerOptions& op
     for (std::int64_t begin = 0; begin < doc_lengths[d];) {
       if (room == 0) close_rank();
       const std::int64_t end = std::min(doc_lengths[d], begin + room);
-      home.pieces.push_back(
-          {.begin = begin, .end = end, .doc = static_cast<std::int32_t>(d), .rank = rank});
+      home.pieces.push_back({.begin = begin,
+                             .end = end,
+                             .doc = static_cast<std::int32_t>(d),
+                             .rank = rank,
+                             .doc_len = doc_lengths[d]});
       room -= end - begin;
       begin = end;
     }
@@ -106,7 +109,8 @@ void lay_out(std::span<const std::vector<std::int64_t>> rank_doc_lengths,
   std::int32_t doc = 0;
   for (std::int32_t r = 0; r < options.world_size; ++r) {
     for (const std::int64_t length : rank_doc_lengths[to_size(r)]) {
-      home.pieces.push_back({.begin = 0, .end = length, .doc = doc++, .rank = r});
+      home.pieces.push_back(
+          {.begin = 0, .end = length, .doc = doc++, .rank = r, .doc_len = length});
       home.doc_pieces.push_back(doc);
       home.tokens[to_size(r)] += length;
     }

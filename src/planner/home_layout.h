@@ -14,6 +14,7 @@ struct HomePiece {
   std::int64_t end = 0;
   std::int32_t doc = 0;
   std::int32_t rank = 0;
+  std::int64_t doc_len = 0;
 };
 
 /// Where documents lie. Pieces are numbered in the global order, which is also the order of the

@@ -23,12 +23,19 @@ void check_positive(const char* who, const char* field, double got, bool zero_to
 
 }  // namespace
 
+std::string to_string(const AttentionMask& mask) {
+  if (mask.has_window()) return concat(to_string(mask.kind), ", window ", mask.window);
+  return std::string(to_string(mask.kind));
+}
+
 void PlannerOptions::check(const char* who) const {
   check_range(who, "world_size", world_size, 1, max_world_size);
   check_range(who, "tokens_per_rank", tokens_per_rank, 0, most_tokens / world_size);
   check_range(who, "model.q_hidden", model.q_hidden, 1, most_hidden);
   check_range(who, "model.kv_hidden", model.kv_hidden, 1, most_hidden);
   check_range(who, "mask.window", mask.window, 0, most_tokens);
+  require(!mask.is_full() || mask.window == 0, who, ": mask.window = ", mask.window,
+          ", expected 0: the mask is full");
   check_range(who, "max_tokens_per_rank", max_tokens_per_rank, 0, most_tokens);
   check_range(who, "block_tokens", block_tokens, 1, std::int64_t{1} << 20);
   require(std::isfinite(imbalance_target) && imbalance_target > 1, who,

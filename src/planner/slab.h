@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "home_layout.h"
 #include "waybill/planner/attention_mask.h"
 #include "waybill/planner/planner_options.h"
 
@@ -11,7 +12,13 @@ namespace waybill::detail {
 struct Slab {
   std::int64_t begin = 0;
   std::int64_t end = 0;
+  std::int64_t doc_len =
+      0;  ///< tokens of the document: the keys of a query, where the mask is full
 };
+
+[[nodiscard]] inline Slab slab_of(const HomePiece& piece) {
+  return {piece.begin, piece.end, piece.doc_len};
+}
 
 /// What planning knows about work and bytes of slabs.
 struct SlabCosts {
@@ -24,24 +31,34 @@ struct SlabCosts {
   SlabCosts() = default;
   SlabCosts(const PlannerOptions& options, double mean_work);
 
-  [[nodiscard]] std::int64_t work(Slab slab) const { return mask.pairs(slab.begin, slab.end); }
+  [[nodiscard]] std::int64_t work(Slab slab) const {
+    return mask.pairs(slab.begin, slab.end, slab.doc_len);
+  }
+
+  /// KV rows [begin, end) of the document that the slab needs.
+  [[nodiscard]] Slab keys(Slab slab) const {
+    if (mask.is_full()) return {0, slab.doc_len, slab.doc_len};
+    return {mask.first_key(slab.begin), slab.end, slab.doc_len};
+  }
 
   /// KV rows that a rank without any needs for the slab.
   [[nodiscard]] std::int64_t context(Slab slab) const {
-    return slab.end - mask.first_key(slab.begin);
+    const Slab rows = keys(slab);
+    return rows.end - rows.begin;
   }
 
-  /// The grid on which a slab that ends near `position` is cut: a power of two times fewer tokens
-  /// than a block where blocks weigh too much.
-  [[nodiscard]] std::int64_t grid(std::int64_t position) const;
+  /// KV rows that a home lacks for the queries of its piece.
+  [[nodiscard]] std::int64_t remote_context(Slab piece) const {
+    return context(piece) - (piece.end - piece.begin);
+  }
 
-  /// The longest slab that ends at `end`, begins on the grid at `lowest` or later, and has at most
+  /// The grid on which a slab of this document that ends near `position` is cut: a power of two
+  /// times fewer tokens than a block where blocks weigh too much.
+  [[nodiscard]] std::int64_t grid(std::int64_t position, std::int64_t doc_len) const;
+
+  /// The longest part of `slab` that ends where it ends, begins on the grid, and has at most
   /// `work`; it ends where it begins when not even one step fits.
-  [[nodiscard]] Slab slab_down(std::int64_t lowest, std::int64_t end, std::int64_t work) const;
-
-  /// The longest slab that begins at `begin`, ends on the grid at `highest` or earlier, and has at
-  /// most `work`; it ends where it begins when not even one step fits.
-  [[nodiscard]] Slab slab_up(std::int64_t begin, std::int64_t highest, std::int64_t work) const;
+  [[nodiscard]] Slab slab_down(Slab slab, std::int64_t work) const;
 
   /// A slab of `piece` with at least `work` (or the whole piece) that costs the ranks which take it
   /// few bytes, when one rank takes `slab_work` of it.
@@ -51,7 +68,7 @@ struct SlabCosts {
   [[nodiscard]] double bytes_of(Slab region, double slab_work) const;
 
  private:
-  [[nodiscard]] std::int64_t end_for(std::int64_t begin, double work) const;
+  [[nodiscard]] std::int64_t end_for(std::int64_t begin, double work, std::int64_t doc_len) const;
 };
 
 }  // namespace waybill::detail

@@ -17,8 +17,7 @@ constexpr int most_rounds = 8;
 
 double Balancer::bytes_in_after(const SlabBid& bid, std::int32_t rank) const {
   const Region& region = regions_[to_size(bid.last - 1)];
-  const Slab slab =
-      costs_.slab_down(region.slab.begin, region.slab.end, limit_ - load_[to_size(rank)]);
+  const Slab slab = costs_.slab_down(region.slab, limit_ - load_[to_size(rank)]);
   return bytes_in_[to_size(rank)] + costs_.q_row * static_cast<double>(slab.end - slab.begin) +
          costs_.kv_row * static_cast<double>(costs_.context(slab));
 }
@@ -72,8 +71,9 @@ bool Balancer::raise_limit() {
   std::int64_t step = 0;
   for (SlabBid& bid : bids_) {
     if (!needs_serving(bid)) continue;
-    const std::int64_t end = regions_[to_size(bid.last - 1)].slab.end;
-    step = std::max(step, costs_.work({std::max<std::int64_t>(0, end - costs_.grid(end)), end}));
+    Slab last = regions_[to_size(bid.last - 1)].slab;
+    last.begin = std::max<std::int64_t>(0, last.end - costs_.grid(last.end, last.doc_len));
+    step = std::max(step, costs_.work(last));
   }
   if (step == 0) return false;
   limit_ += (step + 1) / 2;
@@ -189,7 +189,7 @@ bool Balancer::give_end(SlabBid& bid, std::int32_t rank) {
   bool any = false;
   while (bid.first < bid.last) {
     const Region& region = regions_[to_size(bid.last - 1)];
-    Slab slab = costs_.slab_down(region.slab.begin, region.slab.end, room(rank));
+    Slab slab = costs_.slab_down(region.slab, room(rank));
     slab = capacity_.fitting(rank, bid.doc, slab);
     if (slab.begin >= slab.end) break;
     const bool whole = slab.begin == region.slab.begin;

@@ -143,7 +143,9 @@ QkvPlan zigzag_plan(std::span<const std::int64_t> doc_lengths, const StaticPlanO
     }
     first += doc_lengths[d];
   }
-  return plan_of_pieces(std::move(pieces), std::ssize(doc_lengths), options.world_size);
+  QkvPlan plan = plan_of_pieces(std::move(pieces), std::ssize(doc_lengths), options.world_size);
+  plan.mask = options.mask;
+  return plan;
 }
 
 QkvPlan per_document_plan(std::span<const std::int64_t> doc_lengths,
@@ -160,7 +162,9 @@ QkvPlan per_document_plan(std::span<const std::int64_t> doc_lengths,
     }
     first += doc_lengths[d];
   }
-  return plan_of_pieces(std::move(pieces), std::ssize(doc_lengths), options.world_size);
+  QkvPlan plan = plan_of_pieces(std::move(pieces), std::ssize(doc_lengths), options.world_size);
+  plan.mask = options.mask;
+  return plan;
 }
 
 }  // namespace waybill

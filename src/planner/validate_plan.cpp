@@ -82,6 +82,10 @@ std::vector<std::int64_t> count_work(const AttentionPlan& plan) {
   std::vector<std::int64_t> work(to_size(qkv.world_size));
   for (std::int64_t d = 0; d < qkv.num_documents(); ++d) {
     std::int64_t position = 0;
+    std::int64_t doc_len = 0;
+    for (std::int64_t i = qkv.doc_shard_offsets[to_size(d)];
+         i < qkv.doc_shard_offsets[to_size(d + 1)]; ++i)
+      doc_len += qkv.shard_len[to_size(qkv.doc_shards[to_size(i)])];
     for (std::int64_t i = qkv.doc_shard_offsets[to_size(d)];
          i < qkv.doc_shard_offsets[to_size(d + 1)]; ++i) {
       const std::int32_t n = qkv.doc_shards[to_size(i)];
@@ -91,7 +95,9 @@ std::vector<std::int64_t> count_work(const AttentionPlan& plan) {
       const std::int64_t growing =
           window == 0 ? len : std::clamp<std::int64_t>(window - position, 0, len);
       const std::int64_t pairs =
-          growing * position + growing * (growing + 1) / 2 + (len - growing) * window;
+          plan.options.mask.is_full()
+              ? len * doc_len
+              : growing * position + growing * (growing + 1) / 2 + (len - growing) * window;
       add_wrapping(work[to_size(qkv.q_dst[to_size(n)])], pairs);
       position += len;
     }
@@ -107,6 +113,12 @@ bool check_sizes(const AttentionPlan& plan, PlanFindings& findings) {
                    concat(expected, " entries"));
     return got == expected;
   };
+  if (plan.options.mask.kind != plan.plan.mask) {
+    findings.add(FindingKind::plan, "options.mask", -1, -1,
+                 std::string(to_string(plan.options.mask.kind)),
+                 concat(to_string(plan.plan.mask), ", as the plan"));
+    return false;
+  }
   bool good = size("options.world_size", plan.options.world_size, world_size);
   good &= size("work", std::ssize(plan.work), world_size);
   good &= size("home_tokens", std::ssize(plan.home_tokens), world_size);

@@ -99,6 +99,7 @@ QkvPlan plan_documents(std::span<const std::int64_t> doc_lengths,
                        const DocumentPlanOptions& options) {
   check_arguments(doc_lengths, options);
   QkvPlan plan = pack_documents(doc_lengths, options);
+  plan.mask = options.mask;
   balance(plan);
   return plan;
 }
@@ -109,6 +110,13 @@ std::vector<std::int64_t> shard_work(const QkvPlan& plan) {
   std::vector<std::int64_t> context;  // by position
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     context.assign(1, 0);
+    std::int64_t doc_rows = 0;
+    if (plan.mask == MaskKind::full) {
+      for (std::int64_t k = plan.doc_shard_offsets[to_size(d)];
+           k < plan.doc_shard_offsets[to_size(d + 1)]; ++k) {
+        doc_rows += plan.shard_len[to_size(plan.doc_shards[to_size(k)])];
+      }
+    }
     for (std::int64_t k = plan.doc_shard_offsets[to_size(d)];
          k < plan.doc_shard_offsets[to_size(d + 1)]; ++k) {
       const auto shard = to_size(plan.doc_shards[to_size(k)]);
@@ -117,7 +125,8 @@ std::vector<std::int64_t> shard_work(const QkvPlan& plan) {
       require(end <= (std::int64_t{1} << 31), "shard_work: document ", d,
               " has over 2^31 tokens: ", "its work does not fit int64");
       const std::int64_t begin = plan.kv_begin.empty() ? 0 : context[to_size(plan.kv_begin[shard])];
-      work[shard] = q_len * (end - begin) - q_len * (q_len - 1) / 2;
+      work[shard] = plan.mask == MaskKind::full ? q_len * doc_rows
+                                                : q_len * (end - begin) - q_len * (q_len - 1) / 2;
       context.push_back(end);
     }
   }

@@ -37,7 +37,12 @@ class GroupBuilder {
 
  private:
   [[nodiscard]] std::int32_t kv_begin(std::int32_t shard) const {
-    return plan_.kv_begin.empty() ? 0 : plan_.kv_begin[to_size(shard)];
+    return plan_.first_needed(shard);
+  }
+
+  /// The last position that the query at `position` needs.
+  [[nodiscard]] std::int32_t kv_last(std::int32_t position) const {
+    return plan_.end_needed(position, num_shards_) - 1;
   }
 
   [[nodiscard]] std::int64_t rows_between(std::int32_t first, std::int32_t last) const {
@@ -62,8 +67,9 @@ class GroupBuilder {
     for (std::int32_t p = 0; p < num_shards_; ++p) {
       const std::int32_t shard = shards_[p];
       result_.query_group[to_size(shard)] = static_cast<std::int32_t>(result_.groups.size());
-      append_group(plan_.q_dst[to_size(shard)], kv_begin(shard), p);
+      append_group(plan_.q_dst[to_size(shard)], kv_begin(shard), kv_last(p));
     }
+    if (plan_.mask == MaskKind::full) return copy_all_to(num_shards_);
     // Shard p serves the queries p .. q of which kv_begin(q) <= p; windows never move back.
     std::int32_t q = 0;
     for (std::int32_t p = 0; p < num_shards_; ++p) {
@@ -72,9 +78,9 @@ class GroupBuilder {
     }
   }
 
-  /// per_rank, causal: a rank needs the prefix that ends with its last query. Walking back, each
-  /// rank is met at its last query, so the groups end in falling order, and a shard belongs to
-  /// exactly the groups met so far.
+  /// per_rank without windows: a rank needs the prefix that ends with its last query, or the whole
+  /// document. Walking back, each rank is met at its last query, so the groups of a causal mask end
+  /// in falling order, and a shard belongs to exactly the groups met so far.
   void group_prefixes(std::int64_t doc) {
     for (std::int32_t p = num_shards_ - 1; p >= 0; --p) {
       const std::int32_t shard = shards_[p];
@@ -82,12 +88,20 @@ class GroupBuilder {
       Seen& seen = seen_[to_size(rank)];
       if (seen.doc != doc) {
         seen = {.doc = doc, .group = static_cast<std::int32_t>(result_.groups.size())};
-        append_group(rank, 0, p);
+        append_group(rank, 0, kv_last(p));
       }
       result_.query_group[to_size(shard)] = seen.group;
       result_.copy_offsets[to_size(shard)] =
           static_cast<std::int64_t>(result_.groups.size() - first_group_);
     }
+    if (plan_.mask == MaskKind::full)
+      copy_all_to(static_cast<std::int64_t>(result_.groups.size() - first_group_));
+  }
+
+  /// A full mask: every group holds every shard.
+  void copy_all_to(std::int64_t num_groups) {
+    for (std::int32_t p = 0; p < num_shards_; ++p)
+      result_.copy_offsets[to_size(shards_[p])] = num_groups;
   }
 
   /// per_rank with windows: walking back, a query extends its rank's latest group when they touch,

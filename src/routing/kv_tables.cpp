@@ -35,10 +35,11 @@ bool has_formula(const QkvPlan& plan) {
 }
 
 /// Forward, shard by shard: copy c of position p lies in the document's group c (one KV copy a
-/// rank, causal), or in that of its query p + c.
+/// rank, or a full mask), or in that of its query p + c.
 void write_forward(const QkvPlan& plan, const KvGroups& kv, std::int64_t doc_begin,
                    std::int64_t doc_end, SparseMetadata& fwd) {
-  const std::int64_t step = plan.kv_layout == KvLayout::per_query ? 1 : 0;
+  const bool by_query = plan.kv_layout == KvLayout::per_query && plan.mask == MaskKind::causal;
+  const std::int64_t step = by_query ? 1 : 0;
   for (std::int64_t doc = doc_begin; doc < doc_end; ++doc) {
     const KvGroup* groups = kv.groups.data() + kv.doc_offsets[to_size(doc)];
     const std::int64_t first = plan.doc_shard_offsets[to_size(doc)];
@@ -115,7 +116,8 @@ void write_reverse(const QkvPlan& plan, const KvGroups& kv, const KvRows& rows,
        ++i) {
     const KvRun run = kv.runs[i];
     fetch_ahead(kv, rows, i);
-    if (plan.kv_layout == KvLayout::per_query) {  // the run ends with the query itself, copy 0
+    if (plan.kv_layout == KvLayout::per_query && plan.mask == MaskKind::causal) {
+      // The run ends with the query itself, copy 0.
       const auto copy_of = [&](std::int64_t k, std::int64_t) { return run.count - 1 - k; };
       write_run(run, rows, entry, copy_of, rev);
     } else if (formula) {

@@ -52,6 +52,8 @@ void check_documents(const QkvPlan& plan, const char* who) {
 
 void check_windows(const QkvPlan& plan, const char* who) {
   if (plan.kv_begin.empty()) return;
+  require(plan.mask == MaskKind::causal, who, ": plan.kv_begin has ", plan.kv_begin.size(),
+          " values, expected none: the mask is full");
   require(std::ssize(plan.kv_begin) == plan.num_shards(), who, ": plan.kv_begin has ",
           plan.kv_begin.size(), " values, expected ", plan.num_shards(), " or none");
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
@@ -73,6 +75,14 @@ void check_windows(const QkvPlan& plan, const char* who) {
 
 std::string_view to_string(KvLayout layout) {
   return layout == KvLayout::per_query ? "per_query" : "per_rank";
+}
+
+std::string_view to_string(MaskKind mask) { return mask == MaskKind::full ? "full" : "causal"; }
+
+MaskKind mask_from_name(const char* who, std::string_view name) {
+  require(name == "causal" || name == "full", who, ": mask = \"", name,
+          "\", expected \"causal\" or \"full\"");
+  return name == "full" ? MaskKind::full : MaskKind::causal;
 }
 
 void QkvPlan::check(const char* who) const {

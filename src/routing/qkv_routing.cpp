@@ -101,7 +101,9 @@ void place_contexts(const QkvPlan& plan, const KvGroups& kv, QkvRouting& routing
       const KvGroup& group = kv.groups[to_size(kv.query_group[shard])];
       const std::int64_t before = kv.window[shard];
       attn.kv_begin[to_size(i)] = group.to_row + before;
-      attn.kv_len[to_size(i)] = kv.context[shard] + plan.shard_len[shard] - before;
+      attn.kv_len[to_size(i)] = plan.mask == MaskKind::full
+                                    ? group.rows
+                                    : kv.context[shard] + plan.shard_len[shard] - before;
       longest = std::max(longest, attn.kv_len[to_size(i)]);
     }
     attn.max_seqlen_kv[to_size(r)] = longest;

@@ -245,7 +245,7 @@ class DispatchChecker {
     result_.queries_checked += plan_.num_shards();
   }
 
-  /// The context of one query shard is its document's rows, from the first it needs to its own
+  /// The context of one query shard is its document's rows, from the first it needs to the
   /// last.
   void check_context(FindingList& findings, const RankBuffers& home, std::int64_t rank,
                      std::int32_t shard, std::span<const std::int64_t> ids) const {
@@ -253,7 +253,7 @@ class DispatchChecker {
     RowCheck rows(findings, home, {{}, "fwd_kv", "context", rank, shard, -1, "", ""});
     std::size_t row = 0;
     for (std::int32_t p = detail::first_needed(plan_, shard);
-         p <= expected_.position[to_size(shard)]; ++p) {
+         p <= detail::last_needed(plan_, expected_, shard); ++p) {
       const auto kv_shard = to_size(plan_.doc_shards[to_size(doc + p)]);
       for (std::int64_t k = 0; k < plan_.shard_len[kv_shard] && row < ids.size(); ++k, ++row) {
         rows.expect(static_cast<std::int64_t>(row), ids[row], expected_.home_begin[kv_shard] + k);

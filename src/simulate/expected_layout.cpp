@@ -67,13 +67,14 @@ class DocumentWalk {
       // per_rank: what an earlier query of the rank brought is there already.
       const bool shared = plan_.kv_layout == KvLayout::per_rank;
       const std::size_t from = shared ? std::max(begin, next_[rank]) : begin;
-      next_[rank] = p + 1;
-      ++copies[from];
-      --copies[p + 1];
+      const std::size_t end = plan_.mask == MaskKind::full ? shards.size() : p + 1;
+      next_[rank] = end;
+      ++copies[from];  // of no shards where from is end
+      --copies[end];
       layout_.document[shard] = static_cast<std::int32_t>(doc);
       layout_.position[shard] = static_cast<std::int32_t>(p);
-      layout_.kv_len[shard] = rows_before[p + 1] - rows_before[begin];
-      layout_.kv_rows[rank] += rows_before[p + 1] - rows_before[from];
+      layout_.kv_len[shard] = rows_before[end] - rows_before[begin];
+      layout_.kv_rows[rank] += rows_before[end] - rows_before[from];
       // The rank's rows end with this query's context.
       if (shared) layout_.kv_begin[shard] = layout_.kv_rows[rank] - layout_.kv_len[shard];
     }

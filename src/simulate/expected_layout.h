@@ -35,4 +35,13 @@ struct ExpectedLayout {
   return plan.kv_begin.empty() ? 0 : plan.kv_begin[static_cast<std::size_t>(shard)];
 }
 
+/// Last position in its document that they need.
+[[nodiscard]] inline std::int32_t last_needed(const QkvPlan& plan, const ExpectedLayout& layout,
+                                              std::int32_t shard) {
+  const auto s = static_cast<std::size_t>(shard);
+  if (plan.mask == MaskKind::causal) return layout.position[s];
+  const auto d = static_cast<std::size_t>(layout.document[s]);
+  return static_cast<std::int32_t>(plan.doc_shard_offsets[d + 1] - plan.doc_shard_offsets[d]) - 1;
+}
+
 }  // namespace waybill::detail

@@ -220,7 +220,7 @@ class DenseTester {
       const auto doc = plan_.doc_shard_offsets[to_size(expected_.document[to_size(query)])];
       std::int64_t row = expected_.kv_begin[to_size(query)];
       for (std::int32_t p = detail::first_needed(plan_, query);
-           p <= expected_.position[to_size(query)]; ++p) {
+           p <= detail::last_needed(plan_, expected_, query); ++p) {
         const std::int32_t shard = plan_.doc_shards[to_size(doc + p)];
         expect_shard({{}, "fwd_kv", "context", rank, query, -1, "", ""}, *attention, row, shard,
                      kv);

@@ -28,6 +28,7 @@ AttentionPlan random_plan(std::uint64_t seed) {
   if (random.below(3) == 0) options.mask.window = 1 + random.below(2000);
   if (random.below(4) == 0) options.kv_layout = KvLayout::per_query;
   options.hardware.ranks_per_node = static_cast<std::int32_t>(1 + random.below(9));
+  if (seed % 4 == 0) options.mask = {.window = 0, .kind = MaskKind::full};
   std::vector<std::int64_t> lengths;
   for (std::int64_t left = options.world_size * options.tokens_per_rank; left > 0;) {
     const std::int64_t most = random.below(4) == 0 ? 4 * options.tokens_per_rank : 200;

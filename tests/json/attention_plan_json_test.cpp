@@ -31,6 +31,9 @@ TEST(attention_plan_json, reads_back_equal) {
     EXPECT_EQ(attention_plan_from_json(to_json(plan)), plan);
     EXPECT_EQ(attention_plan_from_json(to_json(plan, JsonStyle::compact)), plan);
   }
+  AttentionPlan full = plan_attention(std::vector<std::int64_t>{300, 7},
+                                      {.world_size = 2, .mask = {.kind = MaskKind::full}});
+  EXPECT_EQ(attention_plan_from_json(to_json(full)), full);
   const AttentionPlan nothing = plan_attention(std::vector<std::int64_t>{}, {.world_size = 2});
   EXPECT_EQ(attention_plan_from_json(to_json(nothing)), nothing);
 }

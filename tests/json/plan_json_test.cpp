@@ -44,6 +44,14 @@ TEST(plan_json, reads_back_equal) {
   plan.kv_begin = {0, 0, 1, 0, 0};
   plan.kv_layout = KvLayout::per_query;
   EXPECT_EQ(plan_from_json(to_json(plan)), plan);
+  EXPECT_EQ(to_json(plan).find("mask"), std::string::npos);  // as before there was one
+  plan.kv_begin.clear();
+  plan.mask = MaskKind::full;
+  EXPECT_EQ(plan_from_json(to_json(plan)), plan);
+  EXPECT_NE(error_of([&] {
+              return plan_from_json(replaced(to_json(plan), "\"full\"", "\"fuller\""));
+            }).find("/mask"),
+            std::string::npos);
 }
 
 TEST(plan_json, a_world_without_shards_reads_back_equal) {

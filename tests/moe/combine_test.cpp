@@ -24,6 +24,8 @@ EPConfig config_of(std::int32_t world, std::int32_t per_node, DType dtype) {
   return config;
 }
 
+double rounded(double value, DType) { return value; }
+
 float rounded(float value, DType dtype) {
   HostTensor one(dtype, {1});
   set_float(one, 0, value);
@@ -42,33 +44,35 @@ std::vector<HostTensor> random_rows(const EPConfig& config, const std::vector<st
   return result;
 }
 
-/// One element of one token, straight from the words of the specification.
-float expected_element(const ExpertDispatch& dispatch, const std::vector<HostTensor>& outputs,
-                       const EPCombineOptions& options, std::size_t src, std::int64_t token,
-                       std::int64_t column, float biases) {
+/// One element of one token, straight from the words of the specification, summed in Sum.
+template <class Sum>
+Sum expected_element(const ExpertDispatch& dispatch, const std::vector<HostTensor>& outputs,
+                     const EPCombineOptions& options, std::size_t src, std::int64_t token,
+                     std::int64_t column, Sum biases) {
   const EPConfig& config = dispatch.config;
-  std::vector<std::int32_t> order;                     // groups as they first appear
-  std::map<std::int32_t, std::vector<float>> members;  // topk slots ascending
+  std::vector<std::int32_t> order;                   // groups as they first appear
+  std::map<std::int32_t, std::vector<Sum>> members;  // topk slots ascending
   for (std::int64_t k = 0; k < config.topk; ++k) {
     const std::size_t entry = to_size(token * config.topk + k);
     const std::int32_t rank = config.rank_of_expert(dispatch.ids[src][entry]);
     if (rank == config.world_size) continue;
-    float value =
-        float_at(outputs[to_size(rank)], dispatch.dst_row[src][entry] * config.hidden + column);
+    auto value = static_cast<Sum>(
+        number_at(outputs[to_size(rank)], dispatch.dst_row[src][entry] * config.hidden + column));
     if (options.weighted) {
-      value *= float_at(dispatch.source_weights[src], static_cast<std::int64_t>(entry));
+      value *= static_cast<Sum>(
+          number_at(dispatch.source_weights[src], static_cast<std::int64_t>(entry)));
     }
     const std::int32_t group = config.is_intra_node() ? rank : rank / config.local_world_size;
     if (!members.contains(group)) order.push_back(group);
     members[group].push_back(value);
   }
   const bool grouped = !config.is_intra_node() || options.local_combine;
-  float total = biases;
+  Sum total = biases;
   if (grouped) {
     if (!config.is_intra_node()) std::ranges::sort(order);
     for (const std::int32_t group : order) {
-      float share = 0;
-      for (const float value : members[group]) share += value;
+      Sum share = 0;
+      for (const Sum value : members[group]) share += value;
       total += rounded(share, config.token_dtype);
     }
     return rounded(total, config.token_dtype);
@@ -83,11 +87,13 @@ float expected_element(const ExpertDispatch& dispatch, const std::vector<HostTen
   return rounded(total, config.token_dtype);
 }
 
-TEST(SimulateExpertCombine, RoundsWhereTheSpecificationSays) {
+template <class Sum>
+void expect_sums(std::initializer_list<DType> dtypes, DType weight_dtype) {
   Random random(21);
-  for (const DType dtype : {DType::bfloat16, DType::float16, DType::float32}) {
+  for (const DType dtype : dtypes) {
     for (const auto& [world, per_node] : {std::pair{1, 1}, {4, 4}, {4, 2}, {6, 2}, {3, 1}}) {
-      const EPConfig config = config_of(world, per_node, dtype);
+      EPConfig config = config_of(world, per_node, dtype);
+      config.weight_dtype = weight_dtype;
       const ExpertDispatch dispatch = random_case(config, random).dispatch();
       const auto outputs = random_rows(config, dispatch.rows.num_recv_rows, random);
       const auto bias_0 = random_rows(config, dispatch.rows.num_input_tokens, random);
@@ -102,18 +108,29 @@ TEST(SimulateExpertCombine, RoundsWhereTheSpecificationSays) {
                                                       std::span(both).first(num_biases));
         for (std::size_t src = 0; src < to_size(world); ++src) {
           for (std::int64_t i = 0; i < combined[src].shape()[0] * config.hidden; ++i) {
-            float biases = 0;
-            if (num_biases > 0) biases += float_at(bias_0[src], i);
-            if (num_biases > 1) biases += float_at(bias_1[src], i);
-            ASSERT_EQ(float_at(combined[src], i),
-                      expected_element(dispatch, outputs, options, src, i / config.hidden,
-                                       i % config.hidden, biases))
+            Sum biases = 0;
+            if (num_biases > 0) biases += static_cast<Sum>(number_at(bias_0[src], i));
+            if (num_biases > 1) biases += static_cast<Sum>(number_at(bias_1[src], i));
+            ASSERT_EQ(static_cast<Sum>(number_at(combined[src], i)),
+                      expected_element<Sum>(dispatch, outputs, options, src, i / config.hidden,
+                                            i % config.hidden, biases))
                 << world << "/" << per_node << " variant " << variant << " element " << i;
           }
         }
       }
     }
   }
+}
+
+TEST(SimulateExpertCombine, RoundsWhereTheSpecificationSays) {
+  const auto dtypes = {DType::bfloat16, DType::float16, DType::float32};
+  expect_sums<float>(dtypes, DType::float32);
+  expect_sums<float>({DType::float32}, DType::float64);  // weights are rounded before the product
+}
+
+TEST(SimulateExpertCombine, SumsFloat64InFloat64) {
+  expect_sums<double>({DType::float64}, DType::float64);
+  expect_sums<double>({DType::float64}, DType::float32);
 }
 
 TEST(SimulateExpertCombine, CompactRowsAreOneSummandARank) {

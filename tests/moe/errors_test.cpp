@@ -48,8 +48,7 @@ TEST(EPConfig, NamesTheWrongField) {
                              {"num_experts = 6", "multiple of world_size = 4"}));
   EXPECT_TRUE(refuses_config([](EPConfig& c) { c.rank = 4; }, {"rank = 4", "0..3"}));
   EXPECT_TRUE(refuses_config([](EPConfig& c) { c.token_dtype = DType::int32; }, {"token_dtype"}));
-  EXPECT_TRUE(
-      refuses_config([](EPConfig& c) { c.weight_dtype = DType::float64; }, {"weight_dtype"}));
+  EXPECT_TRUE(refuses_config([](EPConfig& c) { c.weight_dtype = DType::int64; }, {"weight_dtype"}));
   EXPECT_TRUE(refuses_config([](EPConfig& c) { c.offset_dtype = DType::int64; }, {"offset_dtype"}));
 }
 
@@ -63,6 +62,13 @@ TEST(EPDispatchOptions, NamesTheWrongOption) {
   EXPECT_TRUE(refuses({.expert_alignment = 0}, {"expert_alignment = 0"}));
   EXPECT_TRUE(refuses({.payload = EPPayload::quantized}, {"hidden = 8", "multiple of 128"}));
   EXPECT_TRUE(refuses({.expert_alignment = std::int64_t{1} << 62}, {"expert_alignment"}));
+  EPConfig wide = good();
+  wide.hidden = scale_group;
+  wide.token_dtype = DType::float64;
+  EXPECT_NO_THROW((EPDispatchOptions{.payload = EPPayload::scaled}.check(wide, "layer")));
+  EXPECT_TRUE(
+      rejects([&] { EPDispatchOptions{.payload = EPPayload::quantized}.check(wide, "layer"); },
+              {"token_dtype = float64", "quantized"}));
   EPConfig huge = good();
   huge.max_tokens = std::int64_t{1} << 29;
   EXPECT_TRUE(rejects([&] { EPDispatchOptions{}.check(huge, "layer"); }, {"rows", "max_tokens"}));

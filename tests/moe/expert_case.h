@@ -21,9 +21,17 @@ inline float float_at(const HostTensor& tensor, std::int64_t idx) {
   return tensor.dtype() == DType::bfloat16 ? bfloat16_to_float(bits) : float16_to_float(bits);
 }
 
-/// Stores a value, rounded to the tensor's dtype.
+/// The same, also of float64.
+inline double number_at(const HostTensor& tensor, std::int64_t idx) {
+  if (tensor.dtype() == DType::float64) return tensor.as<double>()[detail::to_size(idx)];
+  return float_at(tensor, idx);
+}
+
+/// Stores a value, rounded to the tensor's dtype; in float64 with more digits than float32 has.
 inline void set_float(HostTensor& tensor, std::int64_t idx, float value) {
-  if (tensor.dtype() == DType::float32) {
+  if (tensor.dtype() == DType::float64) {
+    tensor.as<double>()[detail::to_size(idx)] = static_cast<double>(value) / 3;
+  } else if (tensor.dtype() == DType::float32) {
     tensor.as<float>()[detail::to_size(idx)] = value;
   } else {
     tensor.as<std::uint16_t>()[detail::to_size(idx)] =

@@ -25,7 +25,7 @@ TEST(PlannerCapacity, IsKeptOrInfeasible) {
   int num_refused = 0;
   for (std::uint64_t seed = 0; seed < 600; ++seed) {
     Random random(seed);
-    PlannerOptions options = test::random_options(random);
+    PlannerOptions options = test::random_options(random, seed % 3 == 0);
     const Lengths lengths = test::random_flat(random, options);
     const std::int64_t free = most_tokens(plan_attention(lengths, options));
     for (const double share : {1.0, 0.9, 0.7, 0.5, 0.3}) {
@@ -51,7 +51,7 @@ TEST(PlannerCapacity, IsKeptOrInfeasible) {
 TEST(PlannerCapacity, WhatFitsAtHomeIsPlanned) {
   for (std::uint64_t seed = 0; seed < 100; ++seed) {
     Random random(seed + 500);
-    PlannerOptions options = test::random_options(random);
+    PlannerOptions options = test::random_options(random, seed % 3 == 0);
     const auto lists = test::random_lists(random, options);
     for (const Lengths& list : lists) {
       std::int64_t tokens = 0;

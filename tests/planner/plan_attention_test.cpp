@@ -17,27 +17,6 @@ std::string text_of(const std::vector<Finding>& findings) {
   return findings.empty() ? "" : to_string(findings.front());
 }
 
-/// (query, key) pairs of each rank, one by one.
-Lengths brute_force_work(const AttentionPlan& plan) {
-  Lengths work(static_cast<std::size_t>(plan.plan.world_size));
-  for (std::int64_t d = 0; d < plan.plan.num_documents(); ++d) {
-    std::int64_t query = 0;
-    for (auto i = plan.plan.doc_shard_offsets[static_cast<std::size_t>(d)];
-         i < plan.plan.doc_shard_offsets[static_cast<std::size_t>(d) + 1]; ++i) {
-      const auto shard =
-          static_cast<std::size_t>(plan.plan.doc_shards[static_cast<std::size_t>(i)]);
-      for (std::int64_t n = 0; n < plan.plan.shard_len[shard]; ++n, ++query) {
-        for (std::int64_t key = 0; key <= query; ++key) {
-          const std::int64_t window = plan.options.mask.window;
-          if (window == 0 || query - key < window)
-            ++work[static_cast<std::size_t>(plan.plan.q_dst[shard])];
-        }
-      }
-    }
-  }
-  return work;
-}
-
 /// Tokens of the plan's documents.
 Lengths lengths_of(const QkvPlan& plan) {
   Lengths lengths(static_cast<std::size_t>(plan.num_documents()));
@@ -49,6 +28,30 @@ Lengths lengths_of(const QkvPlan& plan) {
   return lengths;
 }
 
+/// (query, key) pairs of each rank, one by one.
+Lengths brute_force_work(const AttentionPlan& plan) {
+  Lengths work(static_cast<std::size_t>(plan.plan.world_size));
+  const Lengths lengths = lengths_of(plan.plan);
+  for (std::int64_t d = 0; d < plan.plan.num_documents(); ++d) {
+    const std::int64_t tokens = lengths[static_cast<std::size_t>(d)];
+    std::int64_t query = 0;
+    for (auto i = plan.plan.doc_shard_offsets[static_cast<std::size_t>(d)];
+         i < plan.plan.doc_shard_offsets[static_cast<std::size_t>(d) + 1]; ++i) {
+      const auto shard =
+          static_cast<std::size_t>(plan.plan.doc_shards[static_cast<std::size_t>(i)]);
+      for (std::int64_t n = 0; n < plan.plan.shard_len[shard]; ++n, ++query) {
+        for (std::int64_t key = 0; key < tokens; ++key) {
+          const std::int64_t window = plan.options.mask.window;
+          const bool meets = plan.options.mask.is_full() ||
+                             (key <= query && (window == 0 || query - key < window));
+          if (meets) ++work[static_cast<std::size_t>(plan.plan.q_dst[shard])];
+        }
+      }
+    }
+  }
+  return work;
+}
+
 TEST(AttentionMask, CountsThePairsOfEveryPiece) {
   for (const std::int64_t window : {0, 1, 2, 5, 7, 40}) {
     const AttentionMask mask{.window = window};
@@ -57,21 +60,27 @@ TEST(AttentionMask, CountsThePairsOfEveryPiece) {
         std::int64_t pairs = 0;
         for (std::int64_t query = begin; query < end; ++query)
           pairs += query - mask.first_key(query) + 1;
-        EXPECT_EQ(mask.pairs(begin, end), pairs) << window << ' ' << begin << ' ' << end;
+        EXPECT_EQ(mask.pairs(begin, end, 20), pairs) << window << ' ' << begin << ' ' << end;
       }
     }
   }
-  EXPECT_EQ(AttentionMask{}.pairs(0, std::int64_t{1} << 31),
-            (std::int64_t{1} << 30) * ((std::int64_t{1} << 31) + 1));
+  const std::int64_t longest = std::int64_t{1} << 31;
+  EXPECT_EQ(AttentionMask{}.pairs(0, longest, longest), longest / 2 * (longest + 1));
+  const AttentionMask full{.kind = MaskKind::full};
+  EXPECT_EQ(full.pairs(3, 7, 20), 4 * 20);
+  EXPECT_EQ(full.pairs(0, longest, longest), longest * longest);
+  EXPECT_EQ(to_string(full), "full");
+  EXPECT_EQ(to_string(AttentionMask{.window = 7}), "causal, window 7");
 }
 
 TEST(PlanAttention, RandomFlatDocumentsGiveValidPlans) {
   for (std::uint64_t seed = 0; seed < 400; ++seed) {
     Random random(seed);
-    const PlannerOptions options = test::random_options(random);
+    const PlannerOptions options = test::random_options(random, seed % 3 == 0);
     const Lengths lengths = test::random_flat(random, options);
     const AttentionPlan plan = plan_attention(lengths, options);
     ASSERT_EQ(text_of(validate(plan)), "") << "seed " << seed;
+    ASSERT_EQ(plan.plan.mask, options.mask.kind);
     ASSERT_EQ(lengths_of(plan.plan), lengths) << "seed " << seed;
     // Home is where packing in order puts every token.
     std::int64_t left = std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0});
@@ -85,7 +94,7 @@ TEST(PlanAttention, RandomFlatDocumentsGiveValidPlans) {
 TEST(PlanAttention, RandomListsGiveValidPlans) {
   for (std::uint64_t seed = 0; seed < 200; ++seed) {
     Random random(seed + 1000);
-    const PlannerOptions options = test::random_options(random);
+    const PlannerOptions options = test::random_options(random, seed % 3 == 0);
     const auto lists = test::random_lists(random, options);
     const AttentionPlan plan = plan_attention(lists, options);
     ASSERT_EQ(text_of(validate(plan)), "") << "seed " << seed;
@@ -102,7 +111,7 @@ TEST(PlanAttention, RandomListsGiveValidPlans) {
 TEST(PlanAttention, WorkIsTheAreaOfTheMask) {
   for (std::uint64_t seed = 0; seed < 40; ++seed) {
     Random random(seed);
-    PlannerOptions options = test::random_options(random);
+    PlannerOptions options = test::random_options(random, seed % 3 == 0);
     options.tokens_per_rank = 1 + random.below(120);
     const AttentionPlan plan = plan_attention(test::random_flat(random, options), options);
     ASSERT_EQ(plan.work, brute_force_work(plan)) << "seed " << seed;
@@ -112,7 +121,7 @@ TEST(PlanAttention, WorkIsTheAreaOfTheMask) {
 TEST(PlanAttention, EveryByteOfSmallPlansArrives) {
   for (std::uint64_t seed = 0; seed < 20; ++seed) {
     Random random(seed + 77);
-    PlannerOptions options = test::random_options(random);
+    PlannerOptions options = test::random_options(random, seed % 3 == 0);
     options.tokens_per_rank = 1 + random.below(400);
     const AttentionPlan plan = plan_attention(test::random_flat(random, options), options);
     const QkvRouting routing = compute_qkv_routing(plan.plan);
@@ -141,7 +150,7 @@ TEST(PlanAttention, IsBalancedWithFewTokens) {
   int num_over = 0;
   for (std::uint64_t seed = 0; seed < 1000; ++seed) {
     Random random(seed + 5000);
-    PlannerOptions options = test::random_options(random);
+    PlannerOptions options = test::random_options(random, seed % 3 == 0);
     options.tokens_per_rank = 1 + random.below(200);
     const AttentionPlan plan = plan_attention(test::random_flat(random, options), options);
     num_over += plan.balanced() ? 0 : 1;
@@ -153,7 +162,7 @@ TEST(PlanAttention, NoPlanHasFewerBytesInThanTheBound) {
   int num_close = 0;
   for (std::uint64_t seed = 0; seed < 500; ++seed) {
     Random random(seed + 9000);
-    PlannerOptions options = test::random_options(random);
+    PlannerOptions options = test::random_options(random, seed % 3 == 0);
     options.kv_layout = KvLayout::per_rank;
     const AttentionPlan plan = plan_attention(test::random_flat(random, options), options);
     const Lengths in = plan.bytes_in();
@@ -220,7 +229,7 @@ TEST(PlanAttention, KeptMemoryChangesNothing) {
   Planner planner;
   for (std::uint64_t seed = 0; seed < 60; ++seed) {
     Random random(seed);
-    const PlannerOptions options = test::random_options(random);
+    const PlannerOptions options = test::random_options(random, seed % 3 == 0);
     const Lengths lengths = test::random_flat(random, options);
     ASSERT_EQ(planner.plan(lengths, options), plan_attention(lengths, options));
     const auto lists = test::random_lists(random, options);
@@ -269,6 +278,8 @@ TEST(PlanAttention, ErrorsNameTheArgument) {
   EXPECT_TRUE(fails({4}, {.imbalance_target = 1}, {"imbalance_target = 1"}));
   EXPECT_TRUE(fails({4}, {.byte_weight = 1}, {"byte_weight", "pairs_per_second"}));
   EXPECT_TRUE(fails({4}, {.mask = {.window = -1}}, {"mask.window = -1"}));
+  EXPECT_TRUE(fails({4}, {.mask = {.window = 2, .kind = MaskKind::full}},
+                    {"mask.window = 2", "the mask is full"}));
   EXPECT_TRUE(rejects([] { (void)plan_attention(std::vector<Lengths>{{4}}, {.world_size = 2}); },
                       {"1 lists", "world_size 2"}));
   EXPECT_TRUE(rejects(

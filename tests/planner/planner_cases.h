@@ -26,7 +26,8 @@ inline Lengths random_documents(Random& random, std::int64_t total, std::int64_t
   return lengths;
 }
 
-inline PlannerOptions random_options(Random& random) {
+/// @param full a full mask; all else is drawn as without
+inline PlannerOptions random_options(Random& random, bool full = false) {
   PlannerOptions options;
   options.world_size = static_cast<std::int32_t>(1 + random.below(24));
   options.tokens_per_rank = 1 + random.below(3000);
@@ -36,6 +37,7 @@ inline PlannerOptions random_options(Random& random) {
   options.imbalance_target = random.below(2) == 0 ? 1.01 : 1.2;
   options.block_tokens = std::int64_t{1} << random.below(8);
   options.hardware.ranks_per_node = static_cast<std::int32_t>(1 + random.below(9));
+  if (full) options.mask = {.window = 0, .kind = MaskKind::full};
   return options;
 }
 

@@ -48,7 +48,9 @@ class RowWorld {
         const auto shard = plan_.doc_shards[static_cast<std::size_t>(q)];
         const auto begin =
             plan_.kv_begin.empty() ? 0 : plan_.kv_begin[static_cast<std::size_t>(shard)];
-        for (auto k = first + begin; k <= q; ++k)
+        const auto doc_end = plan_.doc_shard_offsets[static_cast<std::size_t>(d) + 1];
+        const auto end = plan_.mask == MaskKind::full ? doc_end : q + 1;
+        for (auto k = first + begin; k < end; ++k)
           needed[static_cast<std::size_t>(plan_.doc_shards[static_cast<std::size_t>(k)])].insert(
               plan_.q_dst[static_cast<std::size_t>(shard)]);
       }
@@ -71,7 +73,7 @@ TEST(Relay, BringsEveryRowOnceToWhoNeedsIt) {
   int num_forwarded = 0;
   for (std::uint64_t seed = 0; seed < 80; ++seed) {
     Random random(seed);
-    PlannerOptions options = test::random_options(random);
+    PlannerOptions options = test::random_options(random, seed % 3 == 0);
     options.tokens_per_rank = 1 + random.below(300);
     const AttentionPlan plan = plan_attention(test::random_flat(random, options), options);
     RowWorld world(plan.plan);
@@ -87,7 +89,7 @@ TEST(Relay, BringsEveryRowOnceToWhoNeedsIt) {
 TEST(Relay, ARowEntersEachNodeOnce) {
   for (std::uint64_t seed = 0; seed < 60; ++seed) {
     Random random(seed);
-    PlannerOptions options = test::random_options(random);
+    PlannerOptions options = test::random_options(random, seed % 3 == 0);
     const AttentionPlan plan = plan_attention(test::random_flat(random, options), options);
     std::map<std::pair<std::int32_t, std::int32_t>, std::int64_t> rows;  // shard, node
     for (const RelayHop& hop : plan.relay.hops) {

@@ -127,7 +127,7 @@ def test_classes():
     assert issubclass(waybill.Timeout, TimeoutError)
     assert issubclass(waybill.TransportError, RuntimeError)
     assert issubclass(waybill.CudaError, RuntimeError)
-    assert len(errors) == 14 and all(issubclass(error, waybill.Error) for error in errors)
+    assert len(errors) == 15 and all(issubclass(error, waybill.Error) for error in errors)
     assert all(error.__module__ == "waybill" and error.__doc__ for error in errors)
 
 

@@ -188,7 +188,7 @@ def test_config_has_the_properties():
         ("local_world_size", 3, "local_world_size = 3"),
         ("token_dtype", "int32", "token_dtype = int32"),
         ("token_dtype", "nonsense", "nonsense"),
-        ("weight_dtype", "float64", "weight_dtype = float64"),
+        ("weight_dtype", "int64", "weight_dtype = int64"),
         ("topk", 2.5, "topk = 2.5"),
         ("hidden", 2**70, "hidden"),
         ("hidden", "8", "hidden"),

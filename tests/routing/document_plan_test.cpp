@@ -166,6 +166,11 @@ std::int64_t count_pairs(const QkvPlan& plan, const std::vector<test::ShardPlace
                          std::size_t shard) {
   std::int64_t before = 0;
   const std::int64_t from = plan.kv_begin.empty() ? 0 : plan.kv_begin[shard];
+  std::int64_t all = 0;
+  for (std::int64_t p = 0; p < test::document_shards(plan, places[shard].doc); ++p) {
+    all += plan.shard_len[test::shard_at(plan, places[shard].doc, p)];
+  }
+  if (plan.mask == MaskKind::full) return plan.shard_len[shard] * all;
   for (std::int64_t p = from; p < places[shard].pos; ++p) {
     before += plan.shard_len[test::shard_at(plan, places[shard].doc, p)];
   }
@@ -182,8 +187,9 @@ TEST(ShardWorkProperty, IsTheNumberOfPairs) {
   for_seeds([](Dice& dice) {
     const std::uint64_t seed = dice.bits();
     const bool windows = dice.coin();
-    const QkvPlan plan =
-        test::random_plan(seed, {.world_size = dice.in_range(1, 6), .windows = windows});
+    const bool full = dice.coin();
+    const QkvPlan plan = test::random_plan(
+        seed, {.world_size = dice.in_range(1, 6), .windows = windows, .full = full});
     const auto places = test::shard_places(plan);
     const Lengths work = shard_work(plan);
     Lengths ranks(static_cast<std::size_t>(plan.world_size));

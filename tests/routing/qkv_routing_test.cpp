@@ -245,6 +245,39 @@ TEST(QkvRoutingProperty, PerQueryWithWindowsEqualsTheSlowModel) {
   });
 }
 
+TEST(QkvRoutingProperty, FullMasksEqualTheSlowModel) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const KvLayout layout = dice.coin() ? KvLayout::per_rank : KvLayout::per_query;
+    test::RandomPlanOptions options = random_options(dice, layout, false);
+    options.full = true;
+    check_against_model(test::random_plan(seed, options));
+  });
+}
+
+// Rank 0 reads the whole document once, for shards 1 and 3; rank 1 for shards 0 and 2.
+TEST(QkvRoutingByHand, AFullMaskBringsWholeDocuments) {
+  QkvPlan plan;
+  plan.world_size = 2;
+  plan.mask = MaskKind::full;
+  plan.rank_shard_offsets = {0, 3, 4};
+  plan.shard_len = {2, 3, 4, 5};
+  plan.q_dst = {1, 0, 1, 0};
+  plan.doc_shard_offsets = {0, 4};
+  plan.doc_shards = {0, 1, 2, 3};
+  const QkvRouting got = compute_qkv_routing(plan);
+  using Values = std::vector<std::int64_t>;
+  EXPECT_EQ(plain(got.fwd_kv.dst_rank), (Values{0, 1, 0, 1, 0, 1, 0, 1}));
+  EXPECT_EQ(plain(got.fwd_kv.dst_offset), (Values{0, 0, 2, 2, 5, 5, 9, 9}));
+  EXPECT_EQ(plain(got.attention.kv_begin), (Values{0, 0, 0, 0}));
+  EXPECT_EQ(plain(got.attention.kv_len), (Values{14, 14, 14, 14}));
+  plan.kv_layout = KvLayout::per_query;
+  const QkvRouting each = compute_qkv_routing(plan);
+  EXPECT_EQ(each.fwd_kv.recv.total, (Values{28, 28}));
+  EXPECT_EQ(plain(each.attention.kv_begin), (Values{0, 14, 0, 14}));
+  EXPECT_EQ(plain(each.attention.kv_len), (Values{14, 14, 14, 14}));
+}
+
 // Under a causal mask copy c of all shards of a document is on the same rank.
 TEST(QkvRoutingProperty, ACopyOfACausalDocumentIsOnOneRank) {
   for_seeds([](Dice& dice) {

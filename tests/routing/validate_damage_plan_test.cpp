@@ -89,6 +89,7 @@ Result window_beyond_query(Patient& patient, Random& random) {
   const std::int64_t place = pick_shard(patient, random);
   if (place < 0) return {};
   plan.kv_begin.resize(plan.shard_len.size());
+  if (plan.mask == MaskKind::full) return Symptom{{causality}, "plan", "kv_begin"};
   const std::int32_t shard = plan.doc_shards[to_size(place)];
   const auto [document, position] = locate(plan.doc_shard_offsets, place);
   plan.kv_begin[to_size(shard)] = static_cast<std::int32_t>(position + 1);

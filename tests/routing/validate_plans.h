@@ -66,7 +66,7 @@ inline void draw_windows(QkvPlan& plan, Random& random) {
   }
 }
 
-/// Documents across ranks, empty ranks and shards, windows or none, both layouts.
+/// Documents across ranks, empty ranks and shards, windows or a full mask or neither, both layouts.
 [[nodiscard]] inline QkvPlan random_plan(Random& random, const RandomPlanOptions& options = {}) {
   QkvPlan plan;
   plan.world_size = static_cast<std::int32_t>(
@@ -76,6 +76,7 @@ inline void draw_windows(QkvPlan& plan, Random& random) {
   draw_shards(plan, options, random);
   draw_documents(plan, random);
   if (random.below(2) == 0) draw_windows(plan, random);
+  if (plan.kv_begin.empty() && random.below(2) == 0) plan.mask = MaskKind::full;
   return plan;
 }
 

@@ -23,6 +23,7 @@ TEST(check_dispatch, passes_what_the_routing_code_makes) {
   for (std::uint64_t seed = 0; seed < 60; ++seed) {
     const QkvPlan plan =
         random_plan(seed, {.windows = seed % 3 == 1,
+                           .full = seed % 3 == 2,
                            .destinations = seed % 5 == 0 ? 2 : 0,
                            .kv_layout = seed % 2 == 0 ? KvLayout::per_rank : KvLayout::per_query});
     const DispatchCheck check = check_dispatch(plan, compute_qkv_routing(plan));

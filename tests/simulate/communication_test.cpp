@@ -115,6 +115,7 @@ TEST(simulate_dispatch, moves_what_the_dense_form_moves) {
   for (std::uint64_t seed = 0; seed < 40; ++seed) {
     const QkvPlan plan =
         random_plan(seed, {.windows = seed % 3 == 1,
+                           .full = seed % 3 == 2,
                            .kv_layout = seed % 2 == 0 ? KvLayout::per_rank : KvLayout::per_query});
     const SparseMetadata metadata = compute_qkv_routing(plan).fwd_kv;
     const Metadata dense = to_dense(metadata);

@@ -23,6 +23,7 @@ struct RandomPlanOptions {
   /// Shards of a document are consecutive ones of one rank; else they lie anywhere, in any order.
   bool documents_stay_on_rank = false;
   bool windows = false;           ///< fill kv_begin
+  bool full = false;              ///< a full mask; without windows
   std::int32_t destinations = 0;  ///< q_dst is one of 0..this-1; 0: any rank
   KvLayout kv_layout = KvLayout::per_rank;
 };
@@ -103,7 +104,8 @@ inline QkvPlan random_plan(std::uint64_t seed, const RandomPlanOptions& options 
   plan.kv_layout = options.kv_layout;
   plan_parts::random_shards(random, options, plan);
   plan_parts::random_documents(random, options, plan);
-  if (options.windows) plan_parts::random_windows(random, plan);
+  if (options.full) plan.mask = MaskKind::full;
+  if (options.windows && !options.full) plan_parts::random_windows(random, plan);
   return plan;
 }
 

@@ -37,12 +37,20 @@ inline std::int64_t window_begin(const QkvPlan& plan, std::size_t shard) {
   return plan.kv_begin.empty() ? 0 : plan.kv_begin[shard];
 }
 
+/// The last position that the query shard needs.
+inline std::int64_t last_needed(const QkvPlan& plan, const ShardPlace& place) {
+  if (plan.mask == MaskKind::causal) return place.pos;
+  const auto doc = static_cast<std::size_t>(place.doc);
+  return plan.doc_shard_offsets[doc + 1] - plan.doc_shard_offsets[doc] - 1;
+}
+
 /// Shards that query shard `query` needs, in document order.
 inline std::vector<std::size_t> needed_by(const QkvPlan& plan,
                                           const std::vector<ShardPlace>& places,
                                           std::size_t query) {
   std::vector<std::size_t> shards;
-  for (std::int64_t p = window_begin(plan, query); p <= places[query].pos; ++p) {
+  const std::int64_t last = last_needed(plan, places[query]);
+  for (std::int64_t p = window_begin(plan, query); p <= last; ++p) {
     shards.push_back(shard_at(plan, places[query].doc, p));
   }
   return shards;
@@ -79,7 +87,8 @@ inline void hold_per_rank(const QkvPlan& plan, const std::vector<ShardPlace>& pl
     for (const QueryRead& read : rank.queries) {
       const auto query = static_cast<std::size_t>(read.shard);
       if (places[query].doc != d) continue;
-      for (std::int64_t p = window_begin(plan, query); p <= places[query].pos; ++p) {
+      const std::int64_t last = last_needed(plan, places[query]);
+      for (std::int64_t p = window_begin(plan, query); p <= last; ++p) {
         positions.insert(p);
       }
     }
@@ -143,7 +152,8 @@ inline void number_copies_per_rank(const QkvPlan& plan, std::vector<RankModel>& 
 }
 
 /// Numbers the copies of per_query: the query at position q of the document reads copy q - p of
-/// the shard at position p, less the queries between whose windows begin after p.
+/// the shard at position p, less the queries between whose windows begin after p; with a full mask
+/// copy q.
 inline void number_copies_per_query(const QkvPlan& plan, std::vector<RankModel>& ranks) {
   const std::vector<ShardPlace> places = shard_places(plan);
   for (RankModel& rank : ranks) {
@@ -151,7 +161,8 @@ inline void number_copies_per_query(const QkvPlan& plan, std::vector<RankModel>&
     for (const QueryRead& read : rank.queries) {
       const auto query = static_cast<std::size_t>(read.shard);
       for (const std::size_t kv : needed_by(plan, places, query)) {
-        for (std::int64_t q = places[kv].pos; q < places[query].pos; ++q) {
+        const std::int64_t first = plan.mask == MaskKind::full ? 0 : places[kv].pos;
+        for (std::int64_t q = first; q < places[query].pos; ++q) {
           const std::size_t earlier = shard_at(plan, places[query].doc, q);
           if (window_begin(plan, earlier) <= places[kv].pos) ++held->copy;
         }

@@ -99,7 +99,7 @@ struct StepPrediction {
 /// their phase before has ended: there is no barrier. docs/functions/predict_step.md has the
 /// formulas. Linear in shards, copies, hops and ranks, but for a sort of what is forwarded.
 ///
-/// The work of a query follows the mask; without a window, the plan's kv_begin.
+/// The work of a query follows the mask's window; without one, the plan's kv_begin and mask.
 ///
 /// @throws InvalidArgument when options.check() or plan.check() does, for TransferMode::relay
 ///   without a schedule, and for bytes that exceed 2^62.

@@ -24,8 +24,8 @@ struct EPConfig {
   std::int32_t rank = 0;
   std::int32_t world_size = 1;
   std::int32_t local_world_size = 1;    ///< ranks of a node
-  DType token_dtype = DType::bfloat16;  ///< or float16, float32; of what combine sums
-  DType weight_dtype = DType::float32;  ///< or float16, bfloat16
+  DType token_dtype = DType::bfloat16;  ///< or float16, float32, float64; of what combine sums
+  DType weight_dtype = DType::float32;  ///< or float16, bfloat16, float64
   DType offset_dtype = DType::int32;    ///< of every table of rows and counts; nothing else
 
   [[nodiscard]] std::int32_t num_experts_per_rank() const { return num_experts / world_size; }

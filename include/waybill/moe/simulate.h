@@ -68,7 +68,7 @@ struct EPCombineOptions {
   /// One node: rows of a token on one rank are summed there and rounded, then the ranks' sums.
   /// Several nodes do so per node anyway; it has no effect there.
   bool local_combine = false;
-  /// Each row times the weight of its topk slot, in float32, rounded, before it is added. Needs a
+  /// Each row times the weight of its topk slot, as sums are, rounded, before it is added. Needs a
   /// dispatch with weights and grouped rows.
   bool weighted = false;
   friend bool operator==(const EPCombineOptions&, const EPCombineOptions&) = default;
@@ -76,12 +76,13 @@ struct EPCombineOptions {
 
 /// Sums the experts' outputs of each token, where it came from.
 ///
-/// Sums are float32, from +0, each addition rounded, never fused with a product; then rounded to
-/// token_dtype (nearest even). Order: one node: topk slots ascending. local_combine: topk slots
-/// ascending on each rank, rounded; then the ranks by the first topk slot they have. Several nodes:
-/// topk slots ascending in each node, rounded; then nodes ascending. Compact rows hold the sum of a
-/// rank already: ranks by the first topk slot they have, in one node or in each node as above.
-/// Biases are added first. A token without a topk slot is the sum of its biases, or 0.
+/// Sums are float32, those of float64 rows float64, from +0, each addition rounded, never fused
+/// with a product; then rounded to token_dtype (nearest even). Order: one node: topk slots
+/// ascending. local_combine: topk slots ascending on each rank, rounded; then the ranks by the
+/// first topk slot they have. Several nodes: topk slots ascending in each node, rounded; then nodes
+/// ascending. Compact rows hold the sum of a rank already: ranks by the first topk slot they have,
+/// in one node or in each node as above. Biases are added first. A token without a topk slot is the
+/// sum of its biases, or 0.
 /// Source: EPAll2AllLayer.combine of Triton-distributed; local_combine as it was meant.
 /// @param expert_outputs [R, hidden] of token_dtype, one a rank, rows as in recv_tokens
 /// @param biases up to two, of one entry a rank each: [T, hidden] of token_dtype

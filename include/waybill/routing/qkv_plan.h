@@ -16,13 +16,24 @@ enum class KvLayout : std::uint8_t {
 
 [[nodiscard]] std::string_view to_string(KvLayout layout);
 
+/// Which keys of its document a query meets.
+enum class MaskKind : std::uint8_t {
+  causal,  ///< those before it and itself
+  full,    ///< all of them (bidirectional)
+};
+
+[[nodiscard]] std::string_view to_string(MaskKind mask);
+
+/// The inverse. @throws InvalidArgument "who: mask = ..., expected ..."
+[[nodiscard]] MaskKind mask_from_name(const char* who, std::string_view name);
+
 /// A dispatch plan: which shard of which document lives where, and which rank attends to it. The
 /// library's own sparse form; everything else is computed from it. N = shards, D = documents.
 ///
 /// Shards are numbered in the global order: rank by rank, and on a rank in the order of their rows
 /// in the MLP layout. A document is a list of shards in the order of its tokens; they may lie on
 /// different ranks. Under a causal mask the query shard at position q of its document needs the KV
-/// shards at positions kv_begin..q, itself included.
+/// shards at positions kv_begin..q, itself included; under a full mask all of its document.
 struct QkvPlan {
   std::int32_t world_size = 0;
   KvLayout kv_layout = KvLayout::per_rank;
@@ -34,6 +45,15 @@ struct QkvPlan {
   /// [N] by shard number, or empty for all 0: first needed KV shard, a position in the document.
   /// Along a document it must not decrease (a sliding window never moves back).
   std::vector<std::int32_t> kv_begin;
+  MaskKind mask = MaskKind::causal;  ///< full: without kv_begin
+
+  /// The first position in its document that a query shard needs, and the one behind the last.
+  [[nodiscard]] std::int32_t first_needed(std::int32_t shard) const {
+    return kv_begin.empty() ? 0 : kv_begin[static_cast<std::size_t>(shard)];
+  }
+  [[nodiscard]] std::int32_t end_needed(std::int32_t position, std::int32_t num_doc_shards) const {
+    return mask == MaskKind::full ? num_doc_shards : position + 1;
+  }
 
   [[nodiscard]] std::int64_t num_shards() const {
     return static_cast<std::int64_t>(shard_len.size());

@@ -9,7 +9,8 @@ import numpy as np
 from .._arrays import AnyArray, as_numpy, index_array
 from ..errors import InvalidArgument
 
-_NUMPY = {"float32": np.float32, "float16": np.float16}
+_NUMPY = {"float32": np.float32, "float16": np.float16, "float64": np.float64}
+_BITS = {2: np.int16, 4: np.int32, 8: np.int64}
 
 
 def _bfloat16_bits(array: AnyArray) -> AnyArray:
@@ -39,14 +40,16 @@ def payload(value: Any, dtype: str, columns: int, name: str) -> Tuple[AnyArray, 
         array = array.reshape(0, columns)
     if array.dtype.name == dtype and array.dtype.isnative:
         native = np.ascontiguousarray(array)
-        return native.view(np.int16 if native.dtype.itemsize == 2 else np.int32), True
+        return native.view(_BITS[native.dtype.itemsize]), True
     with np.errstate(over="ignore"):
         if dtype == "bfloat16":
             return _bfloat16_bits(array.astype(np.float32)), False
         if dtype not in _NUMPY:
             raise InvalidArgument(f"{name} has dtype {array.dtype}, expected {dtype}")
-        plain = np.ascontiguousarray(array.astype(np.float32).astype(_NUMPY[dtype]))
-    return plain.view(np.int16 if plain.dtype.itemsize == 2 else np.int32), False
+        if dtype != "float64":
+            array = array.astype(np.float32)
+        plain = np.ascontiguousarray(array.astype(_NUMPY[dtype]))
+    return plain.view(_BITS[plain.dtype.itemsize]), False
 
 
 def payloads(
@@ -85,8 +88,8 @@ def ids(value: Any, columns: int, name: str) -> AnyArray:
 
 def as_float(bits: AnyArray, dtype: str, native: bool) -> AnyArray:
     """Elements under their dtype, or as float32 for callers who gave float32."""
-    if dtype == "float32":
-        return bits.view(np.float32)
+    if dtype in ("float32", "float64"):
+        return bits.view(_NUMPY[dtype])
     if dtype == "float16":
         half = bits.view(np.float16)
         return half if native else half.astype(np.float32)

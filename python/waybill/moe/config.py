@@ -49,8 +49,8 @@ class EPConfig:
     rank: int
     world_size: int
     local_world_size: int  #: ranks of a node, a divisor of world_size
-    token_dtype: Any = "bfloat16"  #: or float16, float32
-    weight_dtype: Any = "float32"  #: or float16, bfloat16
+    token_dtype: Any = "bfloat16"  #: or float16, float32; on CPUs float64
+    weight_dtype: Any = "float32"  #: or float16, bfloat16; on CPUs float64
     offset_dtype: Any = "int32"  #: of every table
 
     def __post_init__(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, Optional, Tuple
@@ -12,6 +14,10 @@ import torch
 from .._arrays import AnyArray, as_numpy
 from ..errors import InvalidArgument, Unsupported
 
+_INSIDE = (
+    os.path.dirname(os.path.dirname(__file__)),
+    os.path.join(os.path.dirname(torch.__file__), "_dynamo"),
+)
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -83,8 +89,16 @@ def say_no_gradients(who: str, instead: str, *values: Any) -> None:
         warnings.warn(
             f"{who}: got a tensor that requires gradients, and carries none: {instead}; detach() it"
             " where none are meant",
-            stacklevel=3,
+            stacklevel=_callers_level(),
         )
+
+
+def _callers_level() -> int:
+    """The stacklevel, for who calls this, of the first frame that is not of Waybill."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def bits_of(value: torch.Tensor, name: str) -> torch.Tensor:

@@ -9,8 +9,10 @@ import torch
 
 from .._copies import OfThisProcess
 from .._dispatcher import ReadyPlan
+from .._tensor_checks import of_qkv
 from ..errors import InvalidArgument
 from ..sparse import QkvRouting, RankAttention
+from ._graphs import outside_graphs
 from ._tensors import meet_mark, require_tensor, save_mark
 from .sequence_dispatcher import SequenceDispatcher
 
@@ -41,6 +43,7 @@ class AttentionStep(OfThisProcess):
         "plans of one rank's dispatcher: make one on each rank from the routing, which can be"
     )
 
+    @outside_graphs
     def __init__(
         self,
         dispatcher: SequenceDispatcher,
@@ -73,6 +76,7 @@ class AttentionStep(OfThisProcess):
         dispatcher.reserve(*self._plans())
 
     @property
+    @outside_graphs
     def attention(self) -> RankAttention:
         """Where the rows and contexts of the query shards lie that this rank attends to."""
         return self.routing.attention(self.dispatcher.world.rank)
@@ -82,6 +86,7 @@ class AttentionStep(OfThisProcess):
         """What the windows must have for all of its calls."""
         return max(plan.window_bytes for plan in self._plans())
 
+    @outside_graphs
     def dispatch_qkv(self, q: torch.Tensor, *kv: torch.Tensor) -> Tuple[torch.Tensor, ...]:
         """Collective: Q and KV in the attention layout, in one launch: (q, *kv).
 
@@ -89,10 +94,13 @@ class AttentionStep(OfThisProcess):
         in the order of the copies. Whether q, and whether kv, need gradients is the same on all
         ranks.
         """
+        for i, tensor in enumerate((q, *kv)):
+            require_tensor(tensor, f"dispatch_qkv: {of_qkv(i)}")
         *there, token = _QkvDispatch.apply(self, q, *kv)
         self._token, self._needs_gradients = token, token.requires_grad
         return tuple(there)
 
+    @outside_graphs
     def return_outputs(self, out: torch.Tensor) -> torch.Tensor:
         """Collective: attention's output, in the rows of this rank's q, which the loss must depend
         on. Backward sends its gradient to where the output came from.
@@ -104,6 +112,7 @@ class AttentionStep(OfThisProcess):
         home: torch.Tensor = _OutputReturn.apply(self, out, token)
         return home
 
+    @outside_graphs
     def replace_routing(self, routing: QkvRouting) -> None:
         """Puts another routing into the memory of this one: a captured graph replays the new one.
         Not collective. Raises as SequenceDispatcher.replace_plan; unusable after that.
@@ -141,7 +150,9 @@ class AttentionStep(OfThisProcess):
         self, plan: ReadyPlan, tensor: torch.Tensor, rows: int, of_dispatch: int = 0
     ) -> torch.Tensor:
         """A copy of what arrives, with zeros below where the caller has more rows."""
-        (view,) = self.dispatcher.dispatch(plan, _adjacent(tensor), of_dispatch=of_dispatch)
+        (view,) = self.dispatcher._dispatch(
+            "return_outputs", lambda _: "out", plan, (_adjacent(tensor),), of_dispatch
+        )
         return _padded(view, rows) if rows > view.shape[0] else view.clone()
 
 
@@ -150,7 +161,7 @@ class _QkvDispatch(torch.autograd.Function):
     def forward(ctx: Any, step: AttentionStep, *tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
         ctx.step = step
         ctx.rows = [tensor.shape[0] for tensor in tensors]
-        views = step.dispatcher.dispatch(step._forward, *tensors)
+        views = step.dispatcher._dispatch("dispatch_qkv", of_qkv, step._forward, tensors, 0)
         ctx.number = step.dispatcher.last_dispatch
         # Without elements, it ties return_outputs to this call: where attention computes nothing
         # from no rows, backward would else leave this call out, for which other ranks wait.
@@ -197,6 +208,7 @@ class _OutputReturn(torch.autograd.Function):
         return None, there if ctx.needs_input_grad[1] else None, token
 
 
+@outside_graphs
 def recomputed_attention(
     attend: Attend,
     forward: AttentionStep,
@@ -224,7 +236,7 @@ def recomputed_attention(
                 f"{who}: {name} is a {type(step).__name__}, expected an AttentionStep"
             )
     for i, tensor in enumerate((q, *kv)):
-        require_tensor(tensor, f"{who}: {'q' if i == 0 else f'kv[{i - 1}]'}")
+        require_tensor(tensor, f"{who}: {of_qkv(i)}")
     out: torch.Tensor = _Recomputed.apply(attend, forward, backward, q, *kv)
     return out
 

@@ -14,6 +14,7 @@ from .. import _core, generators
 from .._arrays import int64
 from ..errors import InvalidArgument
 from ..layouts import RawQkvDispatch
+from ._graphs import outside_graphs
 from ._tensors import host_array, on_host, tensor, tensors
 from .metadata import metadata_of
 
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 
+@outside_graphs
 def gen_seq_lens(
     world_size: int,
     num_seqs: int,
@@ -51,6 +53,7 @@ def gen_seq_lens(
     return result
 
 
+@outside_graphs
 def create_raw_qkv_dispatch(
     world_size: int,
     total_seq_len: int,
@@ -66,6 +69,7 @@ def create_raw_qkv_dispatch(
     return result
 
 
+@outside_graphs
 def create_qkv_dispatch(
     world_size: int,
     total_seq_len: int,
@@ -82,6 +86,7 @@ def create_qkv_dispatch(
     return (*_with_tensors(result), *extra)
 
 
+@outside_graphs
 def create_qkv_dispatch_with_custom_mapping(
     world_size: int,
     seq_lens: torch.Tensor,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .. import index_ops
+from ._graphs import outside_graphs
 from ._tensors import host_array, require_tensor
 from ._tensors import tensor as as_tensor
 
@@ -19,6 +20,7 @@ __all__ = [
 ]
 
 
+@outside_graphs
 def exclusive_cumsum(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """Prefix sums along ``dim``, shifted by one: the first slice is 0, the last never enters.
     int64 of integers; floats keep their dtype.
@@ -27,6 +29,7 @@ def exclusive_cumsum(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
     return _like(value, index_ops.exclusive_cumsum(_array(value), dim))
 
 
+@outside_graphs
 def prepend_zero(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """One slice of zeros in front along ``dim``; the dtype is kept."""
     value = require_tensor(tensor, "prepend_zero: tensor")
@@ -36,6 +39,7 @@ def prepend_zero(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
 prepend_zero_fn = prepend_zero
 
 
+@outside_graphs
 def mask_by_neg(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """``tensor`` where ``mask`` is true (not 0), -1 elsewhere; broadcast, and of the dtype of
     ``tensor``, or int64 where that cannot hold -1.
@@ -44,6 +48,7 @@ def mask_by_neg(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return _like(value, index_ops.mask_by_neg(_array(value), _array(mask)))
 
 
+@outside_graphs
 def index_put_with_neg_padding_1d(
     tensor: torch.Tensor, src: torch.Tensor, index: torch.Tensor
 ) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any, Optional, Tuple, Type, TypeVar
 import torch
 
 from .. import metadata as numpy_metadata
+from ._graphs import outside_graphs
 from ._tensors import device_of, host_array, tensor
 
 _M = TypeVar("_M", bound="Metadata")
@@ -19,10 +20,12 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 class Metadata(numpy_metadata.Metadata):
     """``waybill.Metadata`` of torch tensors; results lie on the device of dst_rank."""
 
+    @outside_graphs
     def get_slice(self: _M, rank: int) -> _M:
         """The lines of one rank, without those that move nothing."""
         return super().get_slice(rank)._placed(self.device)
 
+    @outside_graphs
     def normalize_dtype(self: _M) -> _M:
         """The dtypes of device tables: int32 ranks, uint32 offsets and lengths, uint64 counts."""
         return super().normalize_dtype()._placed(self.device)
@@ -41,6 +44,7 @@ class Metadata(numpy_metadata.Metadata):
         """Every tensor on ``device``, contiguous."""
         return self._map(lambda t: t.to(device).contiguous())
 
+    @outside_graphs
     def numpy(self) -> numpy_metadata.Metadata:
         """The same for numpy; tensors of the CPU share their memory."""
         return numpy_metadata.Metadata(*self._values())

@@ -14,6 +14,7 @@ from ..errors import InvalidArgument
 from ..layouts import AttnLayout, PackedSeqParams, QkvMetadata
 from ..planner import AttentionPlan
 from ..plans import QkvPlan
+from ._graphs import outside_graphs
 from ._tensors import device_of, host_array, on_host, tensor, tensors
 from .metadata import metadata_of
 
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 
+@outside_graphs
 def compute_metadata(
     seq_len: torch.Tensor,
     global_dispatch: torch.Tensor,
@@ -54,6 +56,7 @@ def compute_metadata(
     return (forward, reverse, *tensors(tuple(rest), device))
 
 
+@outside_graphs
 def compute_metadata_kv(
     kv_to_q_mapping: torch.Tensor,
     kv_to_q_rank: torch.Tensor,
@@ -82,6 +85,7 @@ def compute_metadata_kv(
     return (forward, reverse, *tensors(tuple(rest), device))
 
 
+@outside_graphs
 def compute_attn_layout_seqlens(
     seq_shard_len: torch.Tensor,
     seq_shard_cumsum: torch.Tensor,
@@ -98,6 +102,7 @@ def compute_attn_layout_seqlens(
     return result
 
 
+@outside_graphs
 def mlp_layout_packed_params(seq_lens: torch.Tensor) -> PackedSeqParams:
     """Arguments of variable-length attention in the MLP layout of one rank; seq_lens (n,) rows."""
     params = routing.mlp_layout_packed_params(host_array(seq_lens))
@@ -108,6 +113,7 @@ def mlp_layout_packed_params(seq_lens: torch.Tensor) -> PackedSeqParams:
     return PackedSeqParams(params.qkv_format, cu_seqlens, cu_seqlens, longest, longest)
 
 
+@outside_graphs
 def compute_e2e_metadata(
     mlp_seq_len: torch.Tensor,
     mlp_num_seqs: torch.Tensor,
@@ -132,6 +138,7 @@ def compute_e2e_metadata(
     return (*four, *tensors(tuple(rest), device))
 
 
+@outside_graphs
 def plan_metadata(plan: Union[QkvPlan, AttentionPlan], device: Any = None) -> QkvMetadata:
     """``plan.to_metadata()`` with tensors, on ``device``."""
     if not isinstance(plan, (QkvPlan, AttentionPlan)):

@@ -11,6 +11,7 @@ from .._arrays import library_dtype
 from .._dispatcher import Dispatcher, ReadyPlan, Rows, TensorFormat, row_layout
 from ..errors import InvalidArgument, Unsupported
 from ..world import World
+from ._graphs import outside_graphs
 from ._tensors import dtype_name, require_tensor, say_no_gradients
 
 __all__ = ["SequenceDispatcher"]
@@ -35,6 +36,7 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
 
     _device: torch.device
 
+    @outside_graphs
     def dispatch(
         self, plan: ReadyPlan, *tensors: Any, of_dispatch: int = 0
     ) -> Tuple[torch.Tensor, ...]:
@@ -85,6 +87,12 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
     def _empty(self, shape: Tuple[int, ...], dtype: Any) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
+
+for _name in (
+    "__init__", "plan_dispatch", "plan_kv_gradient", "replace_plan", "reserve", "kv_gradient",
+    "gradient_inputs", "synchronize", "close",
+):  # fmt: skip
+    setattr(SequenceDispatcher, _name, outside_graphs(getattr(Dispatcher, _name)))
 
 _NAMES: dict[torch.dtype, str] = {}
 

@@ -9,6 +9,7 @@ import torch
 from .. import metadata as numpy_metadata
 from .. import simulate
 from ..errors import InvalidArgument, ShapeMismatch
+from ._graphs import outside_graphs
 from ._tensors import bits_of, dtype_name, payload, require_tensor, say_no_gradients
 
 __all__ = ["orchestrate_simulate", "simulate_communication", "sum_kv_copies"]
@@ -17,6 +18,7 @@ _WHO = "orchestrate_simulate"
 _INSTEAD = "AttentionStep is known to autograd"
 
 
+@outside_graphs
 def orchestrate_simulate(
     tensor: torch.Tensor,
     output_tensor: torch.Tensor,
@@ -73,6 +75,7 @@ def _on_device(
     bits_of(output, _WHO)[to // m, to % m] = bits_of(source, _WHO)[from_ // n, from_ % n]
 
 
+@outside_graphs
 def simulate_communication(
     tensors: Sequence[torch.Tensor],
     metadata: numpy_metadata.Metadata,
@@ -99,6 +102,7 @@ def simulate_communication(
     ]
 
 
+@outside_graphs
 def sum_kv_copies(
     planes: torch.Tensor,
     metadata: numpy_metadata.Metadata,

@@ -9,12 +9,14 @@ import torch
 
 from .. import world
 from ..world import World
+from ._graphs import outside_graphs
 
 __all__ = ["run_threads"]
 
 _T = TypeVar("_T")
 
 
+@outside_graphs
 def run_threads(
     world_size: int,
     body: Callable[[World], _T],

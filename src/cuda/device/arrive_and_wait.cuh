@@ -93,17 +93,19 @@ __device__ inline void wait_all(const ArriveParams& p, std::uint64_t epoch, cons
     const std::int32_t peer = rank_after(p, k);
     const bool tells = sends_call_words(p, peer);
     const std::uint64_t* const peer_words = call_words_at(p, epoch, peer);
-    const std::uint64_t start = now_ns();
-    for (;;) {
-      // Asked for first: one time on the way for both.
-      const std::uint64_t differs = tells ? difference(mine, load_words(peer_words), epoch) : 0;
-      const std::uint64_t seen = load_acquire(p.own_arrivals + peer);
-      if (seen >= epoch && differs == 0) break;
-      const std::uint64_t waited = now_ns() - start;
-      if (is_disagreement(differs) || is_over(p.sink, waited)) {
-        report_missed(p, epoch, peer, seen, waited);
-      }
-    }
+    std::uint64_t seen = 0;
+    std::uint64_t differs = 0;
+    spin_until(
+        [&] {
+          // Asked for first: one time on the way for both.
+          differs = tells ? difference(mine, load_words(peer_words), epoch) : 0;
+          seen = load_acquire(p.own_arrivals + peer);
+          return (seen >= epoch && differs == 0) || is_disagreement(differs);
+        },
+        [&](std::uint64_t waited_ns) {
+          if (is_over(p.sink, waited_ns)) report_missed(p, epoch, peer, seen, waited_ns);
+        });
+    if (differs != 0) report_missed(p, epoch, peer, seen, 0);
   }
   __syncwarp();
 }

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "waybill/core/dtype.h"
+
 namespace waybill::cuda {
 
 // How each dtype is stored, and what it is summed in. The roundings are those of float_convert.h;
@@ -43,6 +45,22 @@ struct Float16 {
   __device__ static Sum load(Stored value) { return __half2float(__ushort_as_half(value)); }
   __device__ static Stored round(Sum value) { return __half_as_ushort(__float2half_rn(value)); }
 };
+
+/// Calls `make` with the Number of a dtype that rows are summed in or weighted by: for the choice
+/// of a kernel. @return what it returns; for another dtype a null pointer of that type
+template <class Make>
+auto for_number(DType dtype, Make&& make) -> decltype(make(Float32{})) {
+  switch (dtype) {
+    case DType::float32:
+      return make(Float32{});
+    case DType::bfloat16:
+      return make(BFloat16{});
+    case DType::float16:
+      return make(Float16{});
+    default:
+      return nullptr;
+  }
+}
 
 /// float32 to float8_e4m3fn, to nearest, ties to even, 448 at most; NaN becomes 0x7F.
 __device__ inline std::uint8_t float_to_e4m3(float value) {

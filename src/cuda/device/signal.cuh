@@ -105,18 +105,33 @@ __device__ inline void report(const FaultSink& sink, FaultKind kind, std::int32_
   end_context(sink);
 }
 
-/// Waits until the flag is at least `wanted`: what the peer published before is then visible.
+inline constexpr unsigned polls_a_look = 64;
+
+/// Polls until `poll()` is true. Every 64th time it asks `look_up(waited_ns)`, which reports if the
+/// wait has come to a bad end: a wait that goes well reads no clock, and what it asks then should
+/// be a function of its own. The time is that since the first look, tens of microseconds after the
+/// begin.
+template <class Poll, class LookUp>
+__device__ inline void spin_until(Poll&& poll, LookUp&& look_up) {
+  std::uint64_t start = 0;
+  for (unsigned polls = 1; !poll(); ++polls) {
+    if (polls % polls_a_look != 0) continue;
+    const std::uint64_t now = now_ns();
+    if (start == 0) start = now;
+    look_up(now - start);
+  }
+}
+
+/// Waits until the flag is at least `wanted`: what the peer signalled before is then visible.
 __device__ inline void wait_until(const std::uint64_t* flag, std::uint64_t wanted, FaultKind kind,
                                   std::int32_t rank, std::int32_t peer, const FaultSink& sink) {
-  const std::uint64_t start = now_ns();
-  for (;;) {
-    const std::uint64_t seen = load_acquire(flag);
-    if (seen >= wanted) return;
-    const std::uint64_t waited = now_ns() - start;
-    if (is_over(sink, waited)) {
-      report_and_trap(sink, kind, rank, peer, wanted, seen, waited);
-    }
-  }
+  std::uint64_t seen = 0;
+  spin_until([&] { return (seen = load_acquire(flag)) >= wanted; },
+             [&](std::uint64_t waited_ns) {
+               if (is_over(sink, waited_ns)) {
+                 report_and_trap(sink, kind, rank, peer, wanted, seen, waited_ns);
+               }
+             });
 }
 
 }  // namespace waybill::cuda

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <type_traits>
-
 #include "channels.cuh"
 #include "input_fault.cuh"
 
@@ -11,19 +9,9 @@ namespace waybill::cuda {
 
 /// The weight of one topk slot, from where its sender left it.
 __device__ inline void take_weight(const RowsParams& p, std::int64_t to, std::int64_t from) {
-  const auto take = [&](auto* weights, auto* kept) {
-    const auto weight = __ldcg(
-        reinterpret_cast<const std::remove_pointer_t<decltype(weights)>*>(p.sent_weights) + from);
-    weights[to] = weight;
-    if (kept != nullptr) kept[to] = weight;
-  };
-  if (p.weight_bytes == 4) {
-    take(reinterpret_cast<std::uint32_t*>(p.weights),
-         reinterpret_cast<std::uint32_t*>(p.kept_weights));
-  } else {
-    take(reinterpret_cast<std::uint16_t*>(p.weights),
-         reinterpret_cast<std::uint16_t*>(p.kept_weights));
-  }
+  const std::uint32_t bits = load_weight(p.sent_weights, from, p.weight_bytes);
+  store_weight(p.weights, to, p.weight_bytes, bits);
+  if (p.kept_weights != nullptr) store_weight(p.kept_weights, to, p.weight_bytes, bits);
 }
 
 /// The local expert whose rows, in the grouped order, row `row` is among.

@@ -16,7 +16,7 @@ class CallBegin {
         has_begin_words_(p.ahead == Ahead::lands && p.receive_slots.is_all) {}
 
   /// Waits until it has ended. @return the epoch of the call
-  __device__ std::uint64_t wait_until() {
+  __device__ std::uint64_t wait_ended() {
     if (!has_ended_) {
       wait_earlier_kernel();
       end_if_reported(arrive_.sink);
@@ -29,7 +29,7 @@ class CallBegin {
   /// The epoch of the call. Where it is told, waits for the word alone: the last dispatch has left
   /// 0 there.
   __device__ std::uint64_t epoch() {
-    if (!has_begin_words_) return wait_until();
+    if (!has_begin_words_) return wait_ended();
     if (epoch_ == 0) epoch_ = wait_begin(arrive_, &state_->begun, 1);
     return epoch_;
   }
@@ -40,21 +40,25 @@ class CallBegin {
   }
 
  private:
-  static __device__ __noinline__ std::uint64_t wait_begin(const ArriveParams& arrive,
-                                                          const std::uint64_t* at,
-                                                          std::uint64_t least) {
-    const std::uint64_t start = now_ns();
-    for (;;) {
-      std::uint64_t seen = 0;
-      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(at) : "memory");
-      if (seen >= least) return seen;
-      const std::uint64_t waited = now_ns() - start;
-      // The kernel ahead has a deadline of its own, and knows who is late.
-      if (is_over(arrive.sink, waited, 2)) {
-        report_and_trap(arrive.sink, arrive.kind, arrive.rank, arrive.rank, least, seen, waited);
-      }
-      end_if_reported(arrive.sink);
+  static __device__ std::uint64_t wait_begin(const ArriveParams& arrive, const std::uint64_t* at,
+                                             std::uint64_t least) {
+    std::uint64_t seen = 0;
+    spin_until(
+        [&] {
+          asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(at) : "memory");
+          return seen >= least;
+        },
+        [&](std::uint64_t waited_ns) { look_up(arrive, least, seen, waited_ns); });
+    return seen;
+  }
+
+  /// The kernel ahead has a deadline of its own, and knows who is late.
+  static __device__ __noinline__ void look_up(const ArriveParams& arrive, std::uint64_t least,
+                                              std::uint64_t seen, std::uint64_t waited_ns) {
+    if (is_over(arrive.sink, waited_ns, 2)) {
+      report_and_trap(arrive.sink, arrive.kind, arrive.rank, arrive.rank, least, seen, waited_ns);
     }
+    end_if_reported(arrive.sink);
   }
 
   const MoeState* const state_;

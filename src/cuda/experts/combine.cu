@@ -310,11 +310,7 @@ __global__ void __launch_bounds__((Bulk ? bulk_warps : element_warps) * 32, 1)
   wait_earlier_kernel();
   if (!p.in_call) {
     epoch = begin_moe_call(p.m, 1);
-    if (threadIdx.x < 32) {
-      if (blockIdx.x == 0) signal_to_all(p.m.arrive, epoch);
-      wait_arrivals(p.m.arrive, epoch);
-    }
-    __syncthreads();
+    arrive_and_wait(p.m.arrive, epoch);
   }
   const bool compares = !p.in_call && compares_calls();
   CallComparison comparison(p.m.arrive, epoch, compares);  // looked at when the rows are summed
@@ -335,36 +331,12 @@ __global__ void __launch_bounds__((Bulk ? bulk_warps : element_warps) * 32, 1)
 
 using Kernel = void (*)(CombineParams);
 
-template <class Number, bool Bulk>
-Kernel kernel_for(DType weights) {
-  switch (weights) {
-    case DType::float32:
-      return combine_kernel<Number, Float32, Bulk>;
-    case DType::bfloat16:
-      return combine_kernel<Number, BFloat16, Bulk>;
-    case DType::float16:
-      return combine_kernel<Number, Float16, Bulk>;
-    default:
-      return nullptr;
-  }
-}
-
-template <bool Bulk>
-Kernel kernel_for(DType tokens, DType weights) {
-  switch (tokens) {
-    case DType::float32:
-      return kernel_for<Float32, Bulk>(weights);
-    case DType::bfloat16:
-      return kernel_for<BFloat16, Bulk>(weights);
-    case DType::float16:
-      return kernel_for<Float16, Bulk>(weights);
-    default:
-      return nullptr;
-  }
-}
-
 Kernel kernel_for(DType tokens, DType weights, bool bulk) {
-  return bulk ? kernel_for<true>(tokens, weights) : kernel_for<false>(tokens, weights);
+  return for_number(tokens, [&]<class Number>(Number) -> Kernel {
+    return for_number(weights, [&]<class Weight>(Weight) -> Kernel {
+      return bulk ? combine_kernel<Number, Weight, true> : combine_kernel<Number, Weight, false>;
+    });
+  });
 }
 
 }  // namespace

@@ -59,21 +59,22 @@ __device__ inline void wait_blocks(const MoeArrive& m) {
   __syncthreads();
   if (threadIdx.x == 0) {
     atomicAdd(&m.state->arrived_blocks, 1U);
-    const std::uint64_t start = now_ns();
     std::uint32_t seen = 0;
-    for (;;) {
-      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
-                   : "=r"(seen)
-                   : "l"(&m.state->arrived_blocks)
-                   : "memory");
-      if (seen >= blocks) break;
-      const std::uint64_t waited = now_ns() - start;
-      if (is_over(m.arrive.sink, waited)) {
-        report_and_trap(m.arrive.sink, m.arrive.kind, m.arrive.rank, m.arrive.rank, blocks, seen,
-                        waited);
-      }
-      end_if_reported(m.arrive.sink);
-    }
+    spin_until(
+        [&] {
+          asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                       : "=r"(seen)
+                       : "l"(&m.state->arrived_blocks)
+                       : "memory");
+          return seen >= blocks;
+        },
+        [&](std::uint64_t waited_ns) {
+          if (is_over(m.arrive.sink, waited_ns)) {
+            report_and_trap(m.arrive.sink, m.arrive.kind, m.arrive.rank, m.arrive.rank, blocks,
+                            seen, waited_ns);
+          }
+          end_if_reported(m.arrive.sink);
+        });
   }
   __syncthreads();
 }
@@ -128,22 +129,18 @@ __device__ __noinline__ inline void look_up_from_wait(const ArriveParams& p, std
     report_missed(p, epoch, peer, seen, waited_ns);
   }
 }
-inline constexpr unsigned polls_a_look = 64;
 
 /// Waits for a slot that counts in steps below an epoch; reports speak of epochs.
 /// @return what it came to
-__device__ __noinline__ inline std::uint64_t wait_epoch(const ArriveParams& p,
-                                                        const std::uint64_t* slot,
-                                                        std::uint64_t wanted, int epoch_shift,
-                                                        std::int32_t peer) {
-  const std::uint64_t start = now_ns();
-  for (unsigned polls = 1;; ++polls) {
-    const std::uint64_t seen = load_acquire(slot);
-    if (seen >= wanted) return seen;
-    if (polls % polls_a_look == 0) {
-      look_up_from_wait(p, wanted >> epoch_shift, peer, seen >> epoch_shift, now_ns() - start);
-    }
-  }
+__device__ inline std::uint64_t wait_epoch(const ArriveParams& p, const std::uint64_t* slot,
+                                           std::uint64_t wanted, int epoch_shift,
+                                           std::int32_t peer) {
+  std::uint64_t seen = 0;
+  spin_until([&] { return (seen = load_acquire(slot)) >= wanted; },
+             [&](std::uint64_t waited_ns) {
+               look_up_from_wait(p, wanted >> epoch_shift, peer, seen >> epoch_shift, waited_ns);
+             });
+  return seen;
 }
 
 /// The same for one that counts epochs.
@@ -169,11 +166,24 @@ __device__ inline bool compares_calls() {
   return block_idx() == 0 && threadIdx.x / 32 == blockDim.x / 32 - 1;
 }
 
-/// What the ranks of the node mean by a call that does not meet: asked for early, looked at late,
+/// All ranks have come to the call. What this one means by it goes out behind its arrival, so that
+/// nobody waits for that; CallComparison looks at it. All threads.
+__device__ inline void arrive_and_wait(const ArriveParams& p, std::uint64_t epoch) {
+  if (threadIdx.x < 32) {
+    if (blockIdx.x == 0) {
+      signal_arrival(p, epoch);
+      send_call_words(p, epoch, load_call_words(p.fingerprint));
+    }
+    wait_arrivals(p, epoch);
+  }
+  __syncthreads();
+}
+
+/// What the ranks of the node mean by a call: asked for early, looked at late,
 /// so that nobody waits for it. A lane a rank; one warp.
 class CallComparison {
  public:
-  /// Asks, if this warp compares. Ranks have told it before whatever else they tell.
+  /// Asks, if this warp compares. Words may still be on their way: settle() asks again.
   __device__ CallComparison(const ArriveParams& p, std::uint64_t epoch, bool compares)
       : epoch_(epoch), theirs_{} {
     const std::int32_t first = 1 + static_cast<std::int32_t>(threadIdx.x % 32);
@@ -191,16 +201,22 @@ class CallComparison {
       const std::int32_t peer = rank_after(p, k);
       if (!sends_call_words(p, peer)) continue;
       if (k != first) theirs_ = load_words(call_words_at(p, epoch_, peer));
-      const std::uint64_t start = now_ns();
-      for (;;) {
-        const std::uint64_t differs = difference(mine, theirs_, epoch_);
-        if (differs == 0) break;
-        const std::uint64_t waited = now_ns() - start;
-        if (is_disagreement(differs) || is_over(p.sink, waited)) {
-          report_missed(p, epoch_, peer, epoch_ - 1, waited);
-        }
-        theirs_ = load_words(call_words_at(p, epoch_, peer));
+      std::uint64_t differs = difference(mine, theirs_, epoch_);
+      const auto is_told = [&] { return differs == 0 || is_disagreement(differs); };
+      if (!is_told()) {
+        spin_until(
+            [&] {
+              theirs_ = load_words(call_words_at(p, epoch_, peer));
+              differs = difference(mine, theirs_, epoch_);
+              return is_told();
+            },
+            [&](std::uint64_t waited_ns) {
+              if (is_over(p.sink, waited_ns)) {
+                report_missed(p, epoch_, peer, epoch_ - 1, waited_ns);
+              }
+            });
       }
+      if (differs != 0) report_missed(p, epoch_, peer, epoch_ - 1, 0);
     }
   }
 

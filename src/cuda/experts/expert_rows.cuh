@@ -81,22 +81,28 @@ __device__ inline bool locate_experts(const RouteParams& p, const RoutePart& par
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   __syncthreads();
   const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
+  const auto padded = [&](std::int32_t rows) {
+    return s.alignment == 1 ? rows : (rows + s.alignment - 1) / s.alignment * s.alignment;
+  };
+  const std::int32_t each = (s.experts_per_rank + 31) / 32;  // experts of a lane
   for (std::int32_t d = thread / 32; d < s.world_size; d += route_warps) {
-    std::int32_t carry = 0;
-    for (std::int32_t first = 0; first < s.experts_per_rank; first += 32) {
-      const bool is_expert = first + lane < s.experts_per_rank;
-      const std::int32_t e = d * s.experts_per_rank + first + lane;
-      const std::int32_t rows =
-          is_expert ? (scratch.starts[e] + s.alignment - 1) / s.alignment * s.alignment : 0;
-      std::int32_t upto = rows;
-      for (int step = 1; step < 32; step *= 2) {
-        const std::int32_t left = __shfl_up_sync(all_lanes, upto, step);
-        if (lane >= step) upto += left;
-      }
-      if (is_expert) scratch.starts[e] = carry + upto - rows;
-      carry += __shfl_sync(all_lanes, upto, 31);
+    std::int32_t* const starts = scratch.starts + d * s.experts_per_rank;
+    const std::int32_t begin = min(lane * each, s.experts_per_rank);
+    const std::int32_t end = min(begin + each, s.experts_per_rank);
+    std::int32_t own = 0;
+    for (std::int32_t e = begin; e < end; ++e) own += padded(starts[e]);
+    std::int32_t upto = own;
+    for (int step = 1; step < 32; step *= 2) {
+      const std::int32_t left = __shfl_up_sync(all_lanes, upto, step);
+      if (lane >= step) upto += left;
     }
-    if (lane == 0) totals.grouped_rows[d] = carry;
+    std::int32_t row = upto - own;
+    for (std::int32_t e = begin; e < end; ++e) {
+      const std::int32_t rows = padded(starts[e]);
+      starts[e] = row;
+      row += rows;
+    }
+    if (lane == 31) totals.grouped_rows[d] = upto;
   }
   __syncthreads();
   std::int32_t rows = 0;
@@ -123,14 +129,14 @@ __device__ inline std::int32_t tokens_of(const RouteParams& p, const Scratch& sc
   return __reduce_add_sync(all_lanes, sum) / s.topk;
 }
 
-/// What receivers read, spread over the blocks.
+/// What receivers read, spread over the blocks; by their last warps, which have the least to do.
 __device__ inline void write_receiver_tables(const RouteParams& p, const Scratch& scratch,
                                              const BlockTotals& totals) {
   const MoeShape& s = p.shape;
-  const auto thread = static_cast<std::int32_t>(threadIdx.x);
-  const auto warp = static_cast<std::int32_t>(block_idx() * route_warps + threadIdx.x / 32);
-  for (std::int32_t r = warp; r < s.world_size;
-       r += static_cast<std::int32_t>(num_blocks()) * route_warps) {
+  const auto thread = route_threads - 1 - static_cast<std::int32_t>(threadIdx.x);
+  const auto blocks = static_cast<std::int32_t>(num_blocks());
+  for (std::int32_t r = thread / 32 * blocks + static_cast<std::int32_t>(block_idx());
+       r < s.world_size; r += blocks * route_warps) {
     const std::int32_t tokens = tokens_of(p, scratch, r);
     if (threadIdx.x % 32 == 0) p.num_input_tokens[r] = tokens;
   }

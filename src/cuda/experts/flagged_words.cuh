@@ -28,14 +28,12 @@ __device__ inline bool is_flagged(std::uint64_t word, std::uint64_t epoch) {
 /// that now and then.
 __device__ inline std::int32_t wait_flagged(const RouteParams& p, std::int32_t r,
                                             const std::uint64_t* at, std::uint64_t epoch) {
-  const std::uint64_t start = now_ns();
-  for (unsigned polls = 1;; ++polls) {
-    const std::uint64_t word = load_word(at);
-    if (is_flagged(word, epoch)) return static_cast<std::int32_t>(word);
-    if (polls % polls_a_look == 0) {
-      look_up_from_wait(p.m.arrive, epoch, r, word >> count_epoch_shift, now_ns() - start);
-    }
-  }
+  std::uint64_t word = 0;
+  spin_until([&] { return is_flagged(word = load_word(at), epoch); },
+             [&](std::uint64_t waited_ns) {
+               look_up_from_wait(p.m.arrive, epoch, r, word >> count_epoch_shift, waited_ns);
+             });
+  return static_cast<std::int32_t>(word);
 }
 
 }  // namespace waybill::cuda

@@ -23,10 +23,10 @@ __device__ inline std::int32_t id_to_send(const MoeShape& s, const void* ids, bo
   return in_range ? static_cast<std::int32_t>(id) : s.num_experts;
 }
 
-/// The bits of a weight of 4 or 2 bytes.
+/// The bits of a weight of 4 or 2 bytes, which another rank may have stored while the kernel runs.
 __device__ inline std::uint32_t load_weight(const std::byte* weights, std::int64_t i, int bytes) {
-  return bytes == 4 ? reinterpret_cast<const std::uint32_t*>(weights)[i]
-                    : reinterpret_cast<const std::uint16_t*>(weights)[i];
+  return bytes == 4 ? __ldcg(reinterpret_cast<const std::uint32_t*>(weights) + i)
+                    : __ldcg(reinterpret_cast<const std::uint16_t*>(weights) + i);
 }
 
 __device__ inline void store_weight(std::byte* weights, std::int64_t i, int bytes,

@@ -94,6 +94,7 @@ __device__ void take_weights(const RouteParams& p, const std::int32_t* ids, std:
 /// Counts of topk slots, and of tokens on each rank.
 struct Counted {
   std::int32_t* counts;  ///< [num_counts]
+  std::int32_t* also;    ///< the same again; or null
   const std::int32_t* ids;
   Tile tile;  ///< of tokens
 };
@@ -106,12 +107,16 @@ __device__ void count_tokens(const MoeShape& s, const Counted& c) {
   for (std::int32_t t = c.tile.begin; t < c.tile.end; t += together) {
     const bool active = mine < together && t + mine < c.tile.end;
     const std::int32_t id = active ? c.ids[(t + mine) * s.topk + k] : -1;
-    if (id >= 0) atomicAdd(&c.counts[id], 1);
+    const auto add = [&](std::int32_t i) {
+      atomicAdd(&c.counts[i], 1);
+      if (c.also != nullptr) atomicAdd(&c.also[i], 1);
+    };
+    if (id >= 0) add(id);
     if (s.compact == 0) continue;
     const bool live = id >= 0 && id < s.num_experts;
     const std::int32_t dst = live ? id / s.experts_per_rank : s.world_size;
     const unsigned same = lanes_with(dst, bits_of(s.world_size)) & lanes_of_token(s.topk, k);
-    if (live && is_first(same)) atomicAdd(&c.counts[s.num_experts + 1 + dst], 1);
+    if (live && is_first(same)) add(s.num_experts + 1 + dst);
   }
 }
 
@@ -119,12 +124,13 @@ __device__ void clear_counts(std::int32_t* counts, std::int32_t num) {
   for (auto i = static_cast<std::int32_t>(threadIdx.x); i < num; i += route_threads) counts[i] = 0;
 }
 
-/// Counts of each rank.
+/// Counts of each rank but the part's.
 __device__ void count_ranks(const MoeShape& s, const RoutePart& part, const std::int32_t* ids,
                             std::int32_t* counts) {
   const Tile tile = tile_of(s, part, static_cast<int>(threadIdx.x / 32), route_warps);
   for (std::int32_t r = 0; r < s.world_size; ++r) {
-    count_tokens(s, {counts + r * num_counts(s), ids + r * s.max_tokens * s.topk, tile});
+    if (r == part.source) continue;
+    count_tokens(s, {counts + r * num_counts(s), nullptr, ids + r * s.max_tokens * s.topk, tile});
   }
 }
 
@@ -208,19 +214,20 @@ __global__ void __launch_bounds__(route_threads)
       __syncthreads();
     }
     if (warp < tile_warps) {
-      count_tokens(s, {cursors, static_cast<const std::int32_t*>(part.ids), tile});
+      std::int32_t* const also = source == first ? scratch.counts + source * n : nullptr;
+      count_tokens(s, {cursors, also, static_cast<const std::int32_t*>(part.ids), tile});
     }
     __syncthreads();
     add_ranks(p, part, scratch);
     const bool overflows = locate_experts(p, part, scratch, totals);
     if (p.scatter != nullptr) locate_positions(p, part, scratch, totals);
+    if (source == first) write_receiver_tables(p, scratch, totals);
     set_cursors(s, scratch, tile_warps, totals);
     if (warp < tile_warps) place_tile<Span::world>(p, part, tile, cursors, totals, overflows);
     if (p.takes_weights) take_weights(p, ids, source, epoch);
     __syncthreads();
   }
   CallComparison id(p.m.arrive, epoch, compares);
-  write_receiver_tables(p, scratch, totals);
   signal_placed(p, epoch);
   write_tables<Span::world>(p, scratch, totals);
   if (block_idx() == 0 && threadIdx.x < 32) report_to_host(p, totals);

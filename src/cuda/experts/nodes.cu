@@ -130,23 +130,11 @@ __global__ void __launch_bounds__(warps * 32) add_partial_sums_kernel(AddPartial
 
 using AddKernel = void (*)(AddPartialSumsParams);
 
-template <class Number>
-AddKernel add_kernel(bool wide) {
-  constexpr int most = 16 / static_cast<int>(sizeof(typename Number::Stored));
-  return wide ? add_partial_sums_kernel<Number, most> : add_partial_sums_kernel<Number, 1>;
-}
-
 AddKernel add_kernel(DType dtype, bool wide) {
-  switch (dtype) {
-    case DType::float32:
-      return add_kernel<Float32>(wide);
-    case DType::bfloat16:
-      return add_kernel<BFloat16>(wide);
-    case DType::float16:
-      return add_kernel<Float16>(wide);
-    default:
-      return nullptr;
-  }
+  return for_number(dtype, [&]<class Number>(Number) -> AddKernel {
+    constexpr int most = 16 / static_cast<int>(sizeof(typename Number::Stored));
+    return wide ? add_partial_sums_kernel<Number, most> : add_partial_sums_kernel<Number, 1>;
+  });
 }
 
 }  // namespace

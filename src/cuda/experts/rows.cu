@@ -55,7 +55,7 @@ __device__ void send_channel(const RowsParams& p, Ring& ring, std::int32_t chann
     } else {
       if (s.num_nodes > 1) {
         const std::int32_t node = t / (s.max_tokens / s.num_nodes);
-        if (node != here) here = wait_node(p, ring, node, begin.wait_until());
+        if (node != here) here = wait_node(p, ring, node, begin.wait_ended());
       }
       for (std::int32_t piece = 0; piece < p.cuts.pieces; ++piece) ring.push(from, piece, address);
     }
@@ -275,7 +275,7 @@ __global__ void __launch_bounds__((Movers + Takers) * 32, 1)
   const std::int32_t most = min(p.num_senders * Movers, max_channels);
   const std::int32_t channels = max(1, min(most, p.shape.num_tokens));
   // Who sends ahead must not wait here: only bulk copies do, and there a taker is the last.
-  if (p.ahead == Ahead::nothing) (void)begin.wait_until();
+  if (p.ahead == Ahead::nothing) (void)begin.wait_ended();
   if (block == 0 && warp == Movers + Takers - 1) {
     send_configs(p, channels, begin.epoch());
   }
@@ -291,7 +291,7 @@ __global__ void __launch_bounds__((Movers + Takers) * 32, 1)
     NoRing ring;
     receive(p, ring, begin);
   }
-  const std::uint64_t epoch = begin.wait_until();
+  const std::uint64_t epoch = begin.wait_ended();
   clear_padding(p, Movers + Takers);
   if (comes_last(p.m.state)) {
     report_overflow(p, epoch);

@@ -162,38 +162,18 @@ __global__ void __launch_bounds__(warps * 32, 2)
 
 using StageKernel = void (*)(StageParams);
 
-template <class Number, class Weight>
-StageKernel sum_kernel(bool wide) {
-  constexpr int most = 16 / static_cast<int>(sizeof(typename Number::Stored));
-  return wide ? sum_rows_kernel<Number, most, Weight> : sum_rows_kernel<Number, 1, Weight>;
-}
-
+/// @tparam Weight void: sums without weights
 template <class Weight>
 StageKernel sum_kernel(DType dtype, bool wide) {
-  switch (dtype) {
-    case DType::float32:
-      return sum_kernel<Float32, Weight>(wide);
-    case DType::bfloat16:
-      return sum_kernel<BFloat16, Weight>(wide);
-    case DType::float16:
-      return sum_kernel<Float16, Weight>(wide);
-    default:
-      return nullptr;
-  }
+  return for_number(dtype, [&]<class Number>(Number) -> StageKernel {
+    constexpr int most = 16 / static_cast<int>(sizeof(typename Number::Stored));
+    return wide ? sum_rows_kernel<Number, most, Weight> : sum_rows_kernel<Number, 1, Weight>;
+  });
 }
 
 StageKernel sum_kernel(DType dtype, DType weights, bool weighted, bool wide) {
   if (!weighted) return sum_kernel<void>(dtype, wide);
-  switch (weights) {
-    case DType::float32:
-      return sum_kernel<Float32>(dtype, wide);
-    case DType::bfloat16:
-      return sum_kernel<BFloat16>(dtype, wide);
-    case DType::float16:
-      return sum_kernel<Float16>(dtype, wide);
-    default:
-      return nullptr;
-  }
+  return for_number(weights, [&]<class Weight>(Weight) { return sum_kernel<Weight>(dtype, wide); });
 }
 
 StageKernel copy_kernel(int word_bytes) {
@@ -258,22 +238,10 @@ __global__ void __launch_bounds__(warps * 32) quantize_kernel(QuantizeParams p) 
 
 using QuantizeKernel = void (*)(QuantizeParams);
 
-template <class Number>
-QuantizeKernel quantize_kernel_of(bool wide) {
-  return wide ? quantize_kernel<Number, true> : quantize_kernel<Number, false>;
-}
-
 QuantizeKernel quantize_kernel_of(DType dtype, bool wide) {
-  switch (dtype) {
-    case DType::float32:
-      return quantize_kernel_of<Float32>(wide);
-    case DType::bfloat16:
-      return quantize_kernel_of<BFloat16>(wide);
-    case DType::float16:
-      return quantize_kernel_of<Float16>(wide);
-    default:
-      return nullptr;
-  }
+  return for_number(dtype, [&]<class Number>(Number) -> QuantizeKernel {
+    return wide ? quantize_kernel<Number, true> : quantize_kernel<Number, false>;
+  });
 }
 
 cudaError_t load(const void* kernel) {

@@ -98,7 +98,7 @@ class TmaRing {
   /// Stores the oldest piece on its way.
   __device__ void finish_oldest() {
     if (holds_) {
-      (void)begin_.wait_until();
+      (void)begin_.wait_ended();
       holds_ = false;
     }
     const RowCuts& c = p_.cuts;

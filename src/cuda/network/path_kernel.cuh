@@ -35,13 +35,11 @@ inline constexpr std::uint64_t own_rows_patience = 4;
 
 __device__ inline void wait_rank(const PathParams& p, const std::uint64_t* flag,
                                  std::uint64_t epoch, std::int32_t peer) {
-  const std::uint64_t start = now_ns();
-  for (;;) {
-    const std::uint64_t seen = load_acquire(flag);
-    if (seen >= epoch) return;
-    const std::uint64_t waited = now_ns() - start;
-    if (is_over(p.sink, waited)) report_path_timeout(p, epoch, peer, seen, waited);
-  }
+  std::uint64_t seen = 0;
+  spin_until([&] { return (seen = load_acquire(flag)) >= epoch; },
+             [&](std::uint64_t waited_ns) {
+               if (is_over(p.sink, waited_ns)) report_path_timeout(p, epoch, peer, seen, waited_ns);
+             });
 }
 
 template <class Backend>

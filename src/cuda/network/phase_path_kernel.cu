@@ -29,14 +29,13 @@ __device__ void report_and_stay(const PhaseWaits& phase, const FaultSink& sink, 
 
 __device__ void wait_slot(const PhaseWaits& phase, const std::uint64_t* flag, std::uint64_t wanted,
                           std::int32_t peer, const FaultSink& sink) {
-  const std::uint64_t start = now_ns();
-  for (;;) {
-    const std::uint64_t seen = load_acquire(flag);
-    if (seen >= wanted || is_given_up(phase.given_up)) return;
-    const std::uint64_t waited = now_ns() - start;
-    if (is_over(sink, waited))
-      return report_and_stay(phase, sink, peer, wanted, seen, waited, phase.path.kind);
-  }
+  std::uint64_t seen = 0;
+  spin_until([&] { return (seen = load_acquire(flag)) >= wanted || is_given_up(phase.given_up); },
+             [&](std::uint64_t waited_ns) {
+               if (is_over(sink, waited_ns)) {
+                 report_and_stay(phase, sink, peer, wanted, seen, waited_ns, phase.path.kind);
+               }
+             });
 }
 
 __global__ void __launch_bounds__(threads)

@@ -22,14 +22,13 @@ constexpr const char* version_text = WAYBILL_TEXT(NVSHMEM_VENDOR_MAJOR_VERSION) 
 /// Waits for a slot, with the deadline of `sink`. NVSHMEM's own test also makes what a network card
 /// has written before the signal visible.
 __global__ void wait_kernel(NvshmemWait wait, FaultSink sink) {
-  const std::uint64_t start = now_ns();
-  while (nvshmem_uint64_test(wait.flag, NVSHMEM_CMP_GE, wait.wanted) == 0) {
-    const std::uint64_t waited = now_ns() - start;
-    if (is_over(sink, waited)) {
-      report_and_trap(sink, FaultKind::wait, wait.rank, wait.peer, wait.wanted,
-                      load_acquire(wait.flag), waited);
-    }
-  }
+  spin_until([&] { return nvshmem_uint64_test(wait.flag, NVSHMEM_CMP_GE, wait.wanted) != 0; },
+             [&](std::uint64_t waited_ns) {
+               if (is_over(sink, waited_ns)) {
+                 report_and_trap(sink, FaultKind::wait, wait.rank, wait.peer, wait.wanted,
+                                 load_acquire(wait.flag), waited_ns);
+               }
+             });
   *wait.seen = load_acquire(wait.flag);
 }
 

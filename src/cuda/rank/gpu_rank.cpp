@@ -208,7 +208,8 @@ void GpuRank::throw_fault() const {
                  .seen = record.seen,
                  .seconds = waited_s,
                  .peer_node = to_int(topology_.node(Rank{record.peer})),
-                 .peer_local = to_int(topology_.local_rank(Rank{record.peer}))});
+                 .peer_local = to_int(topology_.local_rank(Rank{record.peer})),
+                 .in_call = record.kind != FaultKind::wait && record.kind != FaultKind::arrive});
 }
 
 void GpuRank::check(cudaError_t status, std::string_view doing, std::string_view operation) const {

@@ -27,13 +27,13 @@ __device__ inline void wait_batch(const SequenceParams& p, const WorkBatch& batc
   for (int w = static_cast<int>(threadIdx.x % 32); w < batch.num_waits; w += 32) {
     const BatchSlot slot = p.batches.waits[batch.first_wait + w];
     const std::uint64_t* const flag = p.slots[p.arrive.rank] + p.arrive.world_size + slot.slot;
-    const std::uint64_t start = now_ns();
-    for (;;) {
-      const std::uint64_t seen = load_acquire(flag);
-      if (seen >= epoch) break;
-      const std::uint64_t waited = now_ns() - start;
-      if (is_over(p.arrive.sink, waited)) report_missed(p.arrive, epoch, slot.rank, seen, waited);
-    }
+    std::uint64_t seen = 0;
+    spin_until([&] { return (seen = load_acquire(flag)) >= epoch; },
+               [&](std::uint64_t waited_ns) {
+                 if (is_over(p.arrive.sink, waited_ns)) {
+                   report_missed(p.arrive, epoch, slot.rank, seen, waited_ns);
+                 }
+               });
   }
   __syncwarp();
   fence_async_proxy();

@@ -31,10 +31,10 @@ class KvBuffer {
     std::int64_t t = 0;
     bool same = true;
     walk_kv(index_, rank_, [&](const KvStep& step) {
-      same = same && step.query - step.new_first < std::ssize(arrived_) - t;
-      for (std::int64_t p = step.new_first; same && p <= step.query; ++p, ++t) {
+      same = same && step.new_last - step.new_first < std::ssize(arrived_) - t;
+      for (std::int64_t p = step.new_first; same && p <= step.new_last; ++p, ++t) {
         const Arrival& a = arrived_[to_size(t)];
-        same = entry_of(p) == a.entry && (!per_query_ || a.slot == step.query - p);
+        same = entry_of(p) == a.entry && (!per_query_ || a.slot == slot_of(step, p));
       }
     });
     return same && t == std::ssize(arrived_);
@@ -44,8 +44,8 @@ class KvBuffer {
   [[gnu::cold]] void report() {
     std::vector<Held> expected;
     walk_kv(index_, rank_, [&](const KvStep& step) {
-      for (std::int64_t p = step.new_first; p <= step.query; ++p) {
-        expected.push_back({entry_of(p), per_query_ ? step.query - p : -1, p, step.query});
+      for (std::int64_t p = step.new_first; p <= step.new_last; ++p) {
+        expected.push_back({entry_of(p), per_query_ ? slot_of(step, p) : -1, p, step.query});
       }
     });
     std::vector<Held> got;
@@ -56,6 +56,13 @@ class KvBuffer {
   }
 
  private:
+  /// per_query: the number of the query's copy of the KV shard at a place, among those that need
+  /// it.
+  [[nodiscard]] std::int64_t slot_of(const KvStep& step, std::int64_t place) const {
+    if (index_.plan->mask == MaskKind::causal) return step.query - place;
+    return step.query - index_.kv_first[to_size(step.query)];
+  }
+
   [[nodiscard]] std::int64_t entry_of(std::int64_t place) const {
     const std::int32_t shard = index_.shard(place);
     const std::int32_t home = index_.home[to_size(shard)];

@@ -96,6 +96,11 @@ bool check_documents(const QkvPlan& plan, Findings& findings) {
 
 bool check_windows(const QkvPlan& plan, Findings& findings) {
   if (plan.kv_begin.empty()) return true;
+  if (plan.mask == MaskKind::full) {
+    findings.add(FindingKind::causality, table, "kv_begin", {},
+                 concat(plan.kv_begin.size(), " values"), "none: the mask is full");
+    return false;
+  }
   bool ok = true;
   for (std::int64_t d = 0; d < plan.num_documents() && !findings.full(); ++d) {
     const std::int64_t first = plan.doc_shard_offsets[to_size(d)];
@@ -130,6 +135,7 @@ PlanIndex index_plan(const QkvPlan& plan) {
   index.document.resize(num_shards);
   index.home.resize(num_shards);
   index.kv_first.resize(num_shards);
+  index.kv_last.resize(num_shards);
   index.rows_before.resize(num_shards + 1);
   index.queries.resize(num_shards);
   index.rows_before[0] = 0;
@@ -139,6 +145,9 @@ PlanIndex index_plan(const QkvPlan& plan) {
       const auto shard = to_size(plan.doc_shards[to_size(place)]);
       index.document[to_size(place)] = static_cast<std::int32_t>(d);
       index.kv_first[to_size(place)] = first + (plan.kv_begin.empty() ? 0 : plan.kv_begin[shard]);
+      const std::int64_t last = plan.doc_shard_offsets[to_size(d + 1)] - 1;
+      index.kv_last[to_size(place)] =
+          static_cast<std::int32_t>(plan.mask == MaskKind::full ? last : place);
       index.rows_before[to_size(place + 1)] =
           index.rows_before[to_size(place)] + plan.shard_len[shard];
     }

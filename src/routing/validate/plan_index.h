@@ -20,6 +20,7 @@ struct PlanIndex {
   UninitializedVector<std::int32_t> document;  ///< [N] by place
   UninitializedVector<std::int32_t> home;      ///< [N] by shard: rank that holds it
   UninitializedVector<std::int32_t> kv_first;  ///< [N] by place: place of the first needed KV shard
+  UninitializedVector<std::int32_t> kv_last;   ///< [N] by place: place of the last needed KV shard
   UninitializedVector<std::int64_t> rows_before;  ///< [N + 1] by place: rows of all places before
   std::vector<std::int64_t> rank_offsets;         ///< [W + 1]: queries by attending rank
   /// [N]: places of the queries of each rank, in the order of the groups of its KV buffer.
@@ -46,7 +47,8 @@ struct KvStep {
   std::int32_t query;      ///< place
   std::int64_t kv_row;     ///< first row of its context in the buffer
   std::int64_t kv_len;     ///< rows of its context
-  std::int64_t new_first;  ///< places new_first..query follow in the buffer
+  std::int64_t new_first;  ///< places new_first..new_last follow in the buffer; none if it is less
+  std::int64_t new_last;
 };
 
 /// Walks one rank's KV buffer as it must be, query by query in the order of the groups, and calls
@@ -61,6 +63,7 @@ std::int64_t walk_kv(const PlanIndex& index, std::int32_t rank, Step&& step) {
   std::int64_t next = 0;          // the place after that run
   for (const std::int32_t query : index.queries_of(rank)) {
     const std::int64_t first = index.kv_first[to_size(query)];
+    const std::int64_t last = index.kv_last[to_size(query)];
     // Along a document windows never move back, so a run is continued or left for good.
     if (!share || index.document[to_size(query)] != document || first > next) {
       document = index.document[to_size(query)];
@@ -70,10 +73,11 @@ std::int64_t walk_kv(const PlanIndex& index, std::int32_t rank, Step&& step) {
     }
     step(KvStep{.query = query,
                 .kv_row = add_rows(interval_row, index.rows(interval, first - 1)),
-                .kv_len = index.rows(first, query),
-                .new_first = next});
-    row = add_rows(interval_row, index.rows(interval, query));
-    next = query + 1;
+                .kv_len = index.rows(first, last),
+                .new_first = next,
+                .new_last = last});
+    row = add_rows(interval_row, index.rows(interval, last));
+    next = last + 1;
   }
   return row;
 }

@@ -62,8 +62,9 @@ def _weights_home(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     layer = ctx.layer._choice_layer
     topk = layer.ep_config.topk
     ids = ctx.ids if ctx.ids is not None else ctx.layout.topk_indices_tensor
+    dtype = layer.ep_config.token_dtype
     nothing = torch.zeros(
-        ctx.layout.num_dispatch_token_cur_rank, topk, dtype=torch.float32, device=layer.device
+        ctx.layout.num_dispatch_token_cur_rank, topk, dtype=dtype, device=layer.device
     )
     number = ctx.layout._handle.number  # ranks compare for which dispatch they bring weights home
     there, _, layout = layer._dispatch(nothing, ids, None, ctx.positions, None, None, origin=number)
@@ -72,8 +73,8 @@ def _weights_home(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     # Gradient and table may have room for more rows than have come: not both of them the same.
     rows = torch.zeros_like(there)
     count = min(rows.shape[0], gradient.shape[0], table.shape[0])
-    gradient, table = gradient[:count].to(torch.float32), table[:count].to(torch.int64)
-    zero = torch.zeros((), dtype=torch.float32, device=layer.device)
+    gradient, table = gradient[:count].to(dtype), table[:count].to(torch.int64)
+    zero = torch.zeros((), dtype=dtype, device=layer.device)
     if compact:
         rows[:count] = torch.where(table >= 0, gradient, zero)
     else:

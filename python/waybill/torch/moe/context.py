@@ -11,6 +11,7 @@ from ..._arrays import int64
 from ..._copies import OfThisProcess
 from ...errors import InvalidArgument
 from ...moe import EPConfig
+from .._graphs import outside_graphs
 from .tensors import shown, torch_dtype, world_of
 
 
@@ -22,12 +23,14 @@ class DispatchCombineContext(OfThisProcess):
     dispatch_output_buf: torch.Tensor  #: [rows, hidden]: rows received
     weight_recv_buf: torch.Tensor  #: [rows]: their weights
 
+    @outside_graphs
     def __init__(self) -> None:
         raise InvalidArgument(
             "DispatchCombineContext: got a constructor call, expected DispatchCombineContext.create"
         )
 
     @classmethod
+    @outside_graphs
     def create(
         cls, ep_config: EPConfig, capacity: int = 2, *, world: Any = None
     ) -> DispatchCombineContext:
@@ -47,6 +50,7 @@ class DispatchCombineContext(OfThisProcess):
         self.reallocate_dispatch_output_buf(0)
         return self
 
+    @outside_graphs
     def reallocate_dispatch_output_buf(
         self, dispatch_recv_tokens: int
     ) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -62,6 +66,7 @@ class DispatchCombineContext(OfThisProcess):
         self.dispatch_output_buf, self.weight_recv_buf = output, received
         return output, received
 
+    @outside_graphs
     def finalize(self) -> None:
         """Collective: gives all symmetric memory back. Twice does nothing."""
         self.__dict__.pop("dispatch_output_buf", None)
@@ -76,14 +81,17 @@ class BarrierAllContext(OfThisProcess):
 
     _why_not_copied = "signals that other ranks write to: make one on each rank"
 
+    @outside_graphs
     def __init__(self, is_intra_node: bool = True, *, world: Any = None) -> None:
         rank = world_of(world, None, None, "BarrierAllContext")
         self._barrier = _core.ExpertBarrier(rank._world, bool(is_intra_node))
 
+    @outside_graphs
     def barrier_all(self) -> None:
         """Returns when all ranks of the node (or the world) have called. Raises Timeout."""
         self._barrier.barrier_all()
 
+    @outside_graphs
     def finalize(self) -> None:
         """Collective: gives the signals back. Twice does nothing."""
         self._barrier.finalize()

@@ -11,6 +11,7 @@ from ..._arrays import int64
 from ..._copies import OfThisProcess
 from ...errors import InvalidArgument
 from ...moe import EPAllToAllLayoutDesc, EPConfig
+from .._graphs import outside_graphs
 from .._tensors import require_tensor, say_no_gradients
 from .autograd import Combine, Dispatch
 from .layout import LayerLayout
@@ -52,6 +53,7 @@ class EPAll2AllLayer(OfThisProcess):
 
     _why_not_copied = "buffers that other ranks write to: make one on each rank's world or group"
 
+    @outside_graphs
     def __init__(
         self,
         ep_group: Any,
@@ -113,6 +115,7 @@ class EPAll2AllLayer(OfThisProcess):
         )  # fmt: skip
         self._choice_layer: Optional[EPAll2AllLayer] = None
 
+    @outside_graphs
     def dispatch(
         self,
         input: torch.Tensor,
@@ -161,6 +164,7 @@ class EPAll2AllLayer(OfThisProcess):
             made[2]._token = torch.empty(0, dtype=torch.float32, requires_grad=True)
         return made
 
+    @outside_graphs
     def combine(
         self,
         input: torch.Tensor,
@@ -192,6 +196,7 @@ class EPAll2AllLayer(OfThisProcess):
             return sums
         return self._combine(input, ep_a2a_layout_desc, weighted, biases)
 
+    @outside_graphs
     def combine_input(self, rows: int) -> torch.Tensor:
         """[rows, hidden]: where the next combine reads. Experts that write their rows there, with
         ``out=``, and pass this tensor to it save a copy. It holds until that combine, without
@@ -203,6 +208,7 @@ class EPAll2AllLayer(OfThisProcess):
         assert view is not None
         return view
 
+    @outside_graphs
     def synchronize(self, stream: Any = None) -> None:
         """Returns when this rank's calls on the stream (None: the current one) are done, and raises
         what they have met, with the number of the call: what only the device could check, and as
@@ -211,11 +217,13 @@ class EPAll2AllLayer(OfThisProcess):
         handle = stream_of(self.device) if stream is None else int(stream.cuda_stream)
         self._layer.synchronize(handle)
 
+    @outside_graphs
     def ep_barrier_all(self, stream: Any = None, intra_node_only: bool = False) -> None:
         """All ranks, or those of this node, have come here and their work on the stream is done."""
         handle = stream_of(self.device) if stream is None else int(stream.cuda_stream)
         self._layer.barrier(handle, bool(intra_node_only))
 
+    @outside_graphs
     def finalize(self) -> None:
         """Collective: gives all symmetric memory back. Twice does nothing."""
         if self._choice_layer is not None:
@@ -223,10 +231,12 @@ class EPAll2AllLayer(OfThisProcess):
         self._layer.finalize()
 
     @property
+    @outside_graphs
     def output_rows(self) -> int:
         """Rows that the buffers have."""
         return self._layer.output_rows  # type: ignore[no-any-return]
 
+    @outside_graphs
     def check_overflow(self) -> None:
         """Raises InvalidArgument, on all ranks alike, when ``fixed_rows`` were too few for a
         dispatch since the last call of this: naming it, and how many it needed. The sums of its
@@ -297,10 +307,11 @@ class EPAll2AllLayer(OfThisProcess):
         # Ranks that do not agree on the dispatch before hear of it here, not at the deadline.
         self._layer.await_calls(stream_of(self.device))
         config = self.ep_config
+        wide = config.weight_dtype == torch.float64
         self._choice_layer = EPAll2AllLayer(
             self.world, config.max_tokens, config.topk, config.topk, config.rank,
-            config.num_experts, config.local_world_size, config.world_size, torch.float32,
-            **self._options,
+            config.num_experts, config.local_world_size, config.world_size,
+            torch.float64 if wide else torch.float32, **self._options,
         )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import torch
 
 from ..._copies import OfThisProcess
 from ...moe import EPAllToAllLayoutDesc
+from .._graphs import outside_graphs
 from .tensors import shown, stream_of
 
 _L = TypeVar("_L", bound="LayerLayout")
@@ -46,6 +47,7 @@ class LayerLayout(OfThisProcess, EPAllToAllLayoutDesc):
         made.__dict__.update(self.__dict__)
         return made
 
+    @outside_graphs
     def _table(self, name: str) -> Optional[torch.Tensor]:
         if name not in self._tensors:
             self._tensors[name] = self._make(name)

@@ -1,0 +1,110 @@
+"""``python -m waybill selftest``: what is installed here checks itself, in seconds.
+
+Small recorded cases, the program, simulations, and ranks that are threads against the simulation;
+where torch is there, its face too, and where there are GPUs, ranks on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Optional, Tuple
+
+from .. import _core
+from . import checks, golden
+from .parts import Check, Skipped, describe
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the checks; 0 when none failed, 1 when some did, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        prog="python -m waybill selftest",
+        description="Checks this installation of Waybill: recorded cases, simulations, ranks that"
+        " move rows, and torch and GPUs where they are there.",
+    )
+    parser.add_argument("--no-gpus", action="store_true", help="leave the GPUs alone")
+    parser.add_argument("--traceback", action="store_true", help="show where a check failed")
+    options = parser.parse_args(list(arguments))
+    print(describe(), flush=True)
+    try:
+        return _run(_checks(not options.no_gpus), options.traceback)
+    except KeyboardInterrupt:
+        print("\nselftest: interrupted", flush=True)
+        return 130
+
+
+def _checks(with_gpus: bool) -> list[Tuple[str, Check]]:
+    """(what is checked, the check), those that need nothing first."""
+    found: list[Tuple[str, Check]] = [("recorded cases", golden.run), *checks.CHECKS]
+    if importlib.util.find_spec("torch") is None:
+        found.append(("torch", _skip("torch is not installed")))
+        return found
+    # By name: no file of the numpy face imports torch's.
+    torch_checks = importlib.import_module("waybill.torch._selftest")
+    found += [("recorded cases, tensors", torch_checks.golden), *torch_checks.CHECKS]
+    why = _why_no_gpus(with_gpus)
+    if why is not None:
+        found.append(("GPUs", _skip(why)))
+    else:
+        found += torch_checks.GPU_CHECKS
+    return found
+
+
+def _why_no_gpus(wanted: bool) -> Optional[str]:
+    if not wanted:
+        return "--no-gpus"
+    if not _core.has_cuda:
+        return "built without CUDA"
+    if _core.num_gpus() == 0:
+        return "there is none"
+    torch = importlib.import_module("torch")
+    return None if torch.cuda.is_available() else "torch finds none"
+
+
+def _skip(reason: str) -> Callable[[], str]:
+    def check() -> str:
+        raise Skipped(reason)
+
+    return check
+
+
+def _run(found: list[Tuple[str, Check]], with_traceback: bool) -> int:
+    """Runs them in order, a line each, and prints the verdict."""
+    start, failed, skipped = time.monotonic(), [], []
+    width = max(len(name) for name, _ in found)
+    for number, (name, check) in enumerate(found, start=1):
+        print(f"{number:2}/{len(found)}  {name:{width}}  ", end="", flush=True)
+        begin = time.monotonic()
+        try:
+            detail, verdict = check(), "ok"
+        except Skipped as reason:
+            detail, verdict = str(reason), "skipped"
+            skipped.append(f"{name}: {reason}")
+        except Exception as error:  # a check that fails must not end the others
+            text = f"{type(error).__name__}: {error}"
+            detail, verdict = text.splitlines()[0], "FAILED"
+            failed.append(name)
+            if with_traceback:
+                detail += "\n" + traceback.format_exc().rstrip()
+        took = time.monotonic() - begin
+        print(f"{verdict:8}{took:6.2f} s  {detail}", flush=True)
+    seconds = time.monotonic() - start
+    if failed:
+        print(f"selftest: FAILED: {', '.join(failed)} ({len(found)} checks, {seconds:.1f} s)")
+        if not with_traceback:
+            print("selftest: --traceback shows where")
+        return 1
+    aside = f"; skipped {', '.join(skipped)}" if skipped else ""
+    print(f"selftest: passed: {len(found) - len(skipped)} checks in {seconds:.1f} s{aside}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,89 @@
+"""Errors name what the caller called: the function, the argument, and the shape as it was given."""
+
+import re
+
+import numpy as np
+import pytest
+
+import waybill
+
+LENGTHS = [30, 50, 20]
+ROW = (4, 16)
+
+
+def refused(text, call, *arguments, **options):
+    with pytest.raises(waybill.InvalidArgument, match=re.escape(text)) as caught:
+        call(*arguments, **options)
+    assert isinstance(caught.value, waybill.Error)
+
+
+def one_rank():
+    plan = waybill.plan(LENGTHS, 1, 0)
+    return plan.to_routing(), sum(LENGTHS)
+
+
+def test_of_a_dispatcher():
+    routing, rows = one_rank()
+
+    def body(world):
+        dispatcher = waybill.SequenceDispatcher(world)
+        q = np.zeros((rows, *ROW), np.float16)
+        ready = dispatcher.plan_dispatch((routing.fwd_q, q))
+        batched = "dispatch: tensors[0] has shape [1, 100, 4, 16], expected [rows, 4, 16]"
+        refused(batched, dispatcher.dispatch, ready, q[None])
+        few = "dispatch: tensors[0] has shape [99, 4, 16], expected at least 100 rows"
+        refused(few, dispatcher.dispatch, ready, q[:99])
+        wide = "dispatch: tensors[0] has dtype float32, expected float16, as in the plan"
+        refused(wide, dispatcher.dispatch, ready, q.astype(np.float32))
+        flat = dispatcher.dispatch(ready, q.reshape(rows, 64))  # rows are what counts
+        assert flat[0].shape == (rows, *ROW)
+
+        sums = dispatcher.plan_kv_gradient((routing.fwd_kv, q))
+        refused(
+            "kv_gradient: gradients[0] has shape [99, 4, 16], expected at least 100 rows",
+            dispatcher.kv_gradient, sums, q[:99],
+        )  # fmt: skip
+        refused(
+            "kv_gradient: out[0] has shape [99, 4, 16], expected at least 100 rows",
+            dispatcher.kv_gradient, sums, q, out=[q[:99]],
+        )  # fmt: skip
+        refused("kv_gradient: got 2 tensors, expected 1", dispatcher.kv_gradient, sums, q, q)
+
+    waybill.run_threads(1, body)
+
+
+def test_of_an_attention_step():
+    torch = pytest.importorskip("torch")
+    import waybill.torch as wt
+
+    routing, rows = one_rank()
+
+    def body(world):
+        q = torch.zeros(rows, *ROW)
+        k = v = torch.zeros(rows, 2, 16)
+        step = wt.AttentionStep(wt.SequenceDispatcher(world), routing, q, k, v)
+        for requires_grad in (False, True):
+            q.requires_grad_(requires_grad)
+            for who, wrong in (
+                ("q has shape [1, 100, 4, 16], expected [rows, 4, 16]", (q[None], k, v)),
+                ("kv[0] has shape [1, 100, 2, 16], expected [rows, 2, 16]", (q, k[None], v)),
+                ("kv[1] has shape [99, 2, 16], expected at least 100 rows", (q, k, v[1:])),
+                ("kv[1] has dtype torch.float64", (q, k, v.double())),
+                ("got 2 tensors, expected 3", (q, k)),
+                ("kv[0] is a int, expected a torch.Tensor", (q, 5, v)),
+            ):
+                refused(f"dispatch_qkv: {who}", step.dispatch_qkv, *wrong)
+            there = step.dispatch_qkv(q, k, v)
+            out = "return_outputs: out has shape [1, 100, 4, 16], expected [rows, 4, 16]"
+            refused(out, step.return_outputs, there[0][None])
+            step.return_outputs(there[0])
+
+    wt.run_threads(1, body)
+
+
+def test_all_classes_derive_from_error():
+    names = [name for name in waybill.__all__ if isinstance(getattr(waybill, name), type)]
+    classes = [getattr(waybill, name) for name in names]
+    errors = [c for c in classes if issubclass(c, BaseException)]
+    assert len(errors) > 10 and all(issubclass(c, waybill.Error) for c in errors)
+    assert issubclass(waybill.Interrupted, KeyboardInterrupt)
