@@ -26,6 +26,8 @@ class CallBegin {
     return epoch_;
   }
 
+  [[nodiscard]] __device__ bool has_begin_words() const { return has_begin_words_; }
+
   /// The epoch of the call. Where it is told, waits for the word alone: the last dispatch has left
   /// 0 there.
   __device__ std::uint64_t epoch() {

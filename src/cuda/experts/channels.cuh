@@ -53,16 +53,13 @@ struct Source {
 __device__ inline Sources learn_sources(const RowsParams& p, CallBegin& begin) {
   const MoeShape& s = p.shape;
   const std::uint64_t epoch = begin.epoch();
-  // Configs come before the tokens are placed: asked for behind that they would take time of their
-  // own.
-  std::uint64_t configs[2] = {};
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const std::int32_t r = half * 32 + lane_id();
-    if (r >= s.world_size) continue;
-    configs[half] = wait_epoch(p.m.arrive, config_slot(p, s.rank, r), epoch << channel_config_shift,
-                               channel_config_shift, s.first_rank + r);
-  }
+  const auto config_of = [&](std::int32_t r) {
+    return wait_epoch(p.m.arrive, config_slot(p, s.rank, r), epoch << channel_config_shift,
+                      channel_config_shift, s.first_rank + r);
+  };
+  // Few tokens: it comes before the tokens are placed, and would take a time of its own behind
+  // that.
+  if (lane_id() < s.world_size && begin.has_begin_words()) (void)config_of(lane_id());
   for (std::int32_t r = lane_id(); r < s.world_size; r += 32) begin.wait_placed(r);
   __syncwarp();  // what one source is told of may be written with another
   Sources sources{};
@@ -71,7 +68,7 @@ __device__ inline Sources learn_sources(const RowsParams& p, CallBegin& begin) {
   for (int half = 0; half < 2; ++half) {
     const std::int32_t r = half * 32 + lane_id();
     if (r >= s.world_size) continue;
-    const std::uint64_t seen = configs[half];
+    const std::uint64_t seen = config_of(r);
     const auto channels = static_cast<std::int32_t>(seen >> 8 & 0x7FFF);
     const auto group = static_cast<std::int32_t>(seen & 0xFF);
     const std::int32_t tokens = s.num_nodes > 1 ? s.max_tokens : __ldcg(p.num_input_tokens + r);

@@ -210,17 +210,26 @@ __device__ void clear_padding(const RowsParams& p, int warps) {
   }
 }
 
-/// Takes arrived rows piece by piece, whoever comes first: so senders help when they are done.
+/// Takes arrived rows piece by piece, whoever comes first: so senders help when they are done. Of
+/// few tokens each warp has a first piece of its own, from block to block and the warps first that
+/// send last: whoever comes first would take them all with a few blocks.
 template <class Ring>
 __device__ void receive(const RowsParams& p, Ring& ring, CallBegin& begin) {
   const auto world = static_cast<std::uint32_t>(p.shape.world_size);
+  const bool spreads = p.ahead == Ahead::lands;
+  const std::uint32_t given = spreads ? gridDim.x * ring_warps : 0;  // to warps, see above
   const auto claim = [&] {
     std::uint32_t unit = 0;
-    if (lane_id() == 0) unit = atomicAdd(&p.m.state->next_unit, 1U);
+    if (lane_id() == 0) unit = given + atomicAdd(&p.m.state->next_unit, 1U);
     return unit;
   };
   const std::uint64_t epoch = begin.epoch();
-  std::uint32_t unit = Ring::copies ? claim() : 0;  // on its way while others are waited for
+  std::uint32_t unit = 0;
+  if (Ring::copies && spreads) {
+    unit = (ring_warps - 1 - threadIdx.x / 32) * gridDim.x + blockIdx.x;
+  } else if (Ring::copies) {
+    unit = claim();  // on its way while others are waited for
+  }
   const Sources sources = learn_sources(p, begin);
   if constexpr (!Ring::copies) {
     if (sources.some_land) return;

@@ -216,6 +216,11 @@ void GpuRank::check(cudaError_t status, std::string_view doing, std::string_view
   if (status == cudaSuccess) [[likely]] {
     return;
   }
+  // A rank that gave up because another one failed says what that one said.
+  const auto& record = *static_cast<const FaultRecord*>(record_.get());
+  const bool names_more =
+      record.kind == FaultKind::parity || record.kind >= FaultKind::disagreement;
+  if (record.given_up != 0 && !names_more && peer_check_) peer_check_(operation);
   throw_fault();
   {
     const std::lock_guard lock(registry().mutex);
