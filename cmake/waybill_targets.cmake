@@ -49,7 +49,8 @@ endfunction()
 # waybill_add_module(<name> SOURCES <.cpp...> HEADERS <.h...> [DEPENDS <module...>])
 #
 # Makes the static library waybill_<name>, alias waybill::<name>, and puts it into the install.
-# SOURCES are relative to src/<name>, HEADERS to include/waybill/<name>.
+# SOURCES are relative to src/<name>, HEADERS to include/waybill/<name>. Modules include private headers
+# of src as "<name>/x.h".
 function(waybill_add_module name)
   cmake_parse_arguments(PARSE_ARGV 1 module "" "" "SOURCES;HEADERS;DEPENDS")
   if(module_UNPARSED_ARGUMENTS)
@@ -64,6 +65,7 @@ function(waybill_add_module name)
   add_library(waybill::${name} ALIAS ${target})
   waybill_target_defaults(${target})
   target_sources(${target} PUBLIC FILE_SET HEADERS BASE_DIRS ${include_dir} FILES ${module_HEADERS})
+  target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/src)
   target_link_libraries(${target} PUBLIC ${module_DEPENDS})
   set_target_properties(
     ${target} PROPERTIES EXPORT_NAME ${name} POSITION_INDEPENDENT_CODE ON
@@ -81,14 +83,24 @@ function(waybill_finish_library)
   foreach(module IN LISTS modules)
     target_link_libraries(waybill_all INTERFACE waybill::${module})
   endforeach()
-  set_target_properties(waybill_all PROPERTIES EXPORT_NAME waybill)
+  set_target_properties(waybill_all PROPERTIES EXPORT_NAME waybill VERIFY_INTERFACE_HEADER_SETS ON)
+  set(include_dir ${PROJECT_SOURCE_DIR}/include)
+  target_sources(
+    waybill_all
+    INTERFACE FILE_SET HEADERS BASE_DIRS ${include_dir}
+              FILES ${include_dir}/waybill/experts.h ${include_dir}/waybill/plan.h
+                    ${include_dir}/waybill/sequence.h ${include_dir}/waybill/version.h)
+  file(STRINGS ${include_dir}/waybill/version.h version_line REGEX version_text)
+  if(NOT version_line MATCHES "\"${PROJECT_VERSION}\"")
+    message(FATAL_ERROR "include/waybill/version.h is not of version ${PROJECT_VERSION}")
+  endif()
 
   # CMake makes all_verify_interface_header_sets when it generates, after all directories.
   add_custom_target(header_checks)
   add_dependencies(header_checks all_verify_interface_header_sets)
 
   set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/waybill)
-  install(TARGETS waybill_all EXPORT waybill)
+  install(TARGETS waybill_all EXPORT waybill FILE_SET HEADERS)
   install(EXPORT waybill NAMESPACE waybill:: FILE waybillTargets.cmake DESTINATION ${package_dir})
   configure_package_config_file(cmake/waybillConfig.cmake.in
                                 ${PROJECT_BINARY_DIR}/waybillConfig.cmake

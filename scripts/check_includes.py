@@ -98,7 +98,7 @@ def module_of(path):
     """The module that a file of include/ or src/ belongs to; None for the leaves."""
     parts = path.parts
     if parts[:2] == ("include", "waybill"):
-        return parts[2]
+        return parts[2] if len(parts) > 3 else None  # waybill/plan.h and others take many modules
     return parts[1] if parts[0] == "src" else None
 
 
@@ -136,8 +136,14 @@ def check_quoted(path, name):
         if other not in order or mine not in order or order.index(other) >= order.index(mine):
             return f'"{name}": {module}/{mine} may not include {other}'
         return None if (ROOT / path.parent / name).is_file() else f'"{name}" does not exist'
-    # Tests also look at private headers: "transport/tcp_frames.h" of src.
-    of_tests = [ROOT / "tests", ROOT / "src"] if path.parts[0] == "tests" else []
+    # A private header of src, "transport/tcp_frames.h": of the own module, of one that may be
+    # included, or of any for tests.
+    if (ROOT / "src" / name).is_file() and ".." not in name and name.split("/")[0] in MODULES:
+        target = name.split("/")[0]
+        if module and target != module and target not in MODULES[module]:
+            return f'"{name}": {module} may include {", ".join(sorted(MODULES[module])) or "only std"}'
+        return None
+    of_tests = [ROOT / "tests"] if path.parts[0] == "tests" else []
     bases = [ROOT / path.parent, *of_tests]
     if ".." in name or not any((base / name).is_file() for base in bases):
         return f'"{name}" is not a file beside this one'

@@ -1,4 +1,4 @@
-#include "waybill/core/copy_bytes.h"
+#include "core/copy_bytes.h"
 
 #include <cstring>
 

@@ -1,4 +1,4 @@
-#include "waybill/core/errno_text.h"
+#include "core/errno_text.h"
 
 #include <system_error>
 

@@ -2,46 +2,12 @@
 
 #include <algorithm>
 
+#include "planner/once_per_node.h"
 #include "waybill/core/to_size.h"
 #include "waybill/routing/document_plan.h"
 
 namespace waybill::detail {
 namespace {
-
-// One KV shard once a node. `ranks`: who needs it, ascending; once for each copy.
-/// The rank of `node` with the local index of `rank`; the last node may have fewer ranks.
-std::int32_t rank_on_node(const Topology& nodes, std::int32_t rank, std::int32_t node) {
-  const std::int32_t first = node * nodes.ranks_per_node;
-  const std::int32_t size = std::min(nodes.ranks_per_node, nodes.world_size - first);
-  return first + rank % nodes.ranks_per_node % size;
-}
-
-void visit_once_per_node(const Topology& nodes, KvMove move, const std::vector<std::int32_t>& ranks,
-                         const std::function<void(const KvMove&)>& visit) {
-  const std::int32_t home = move.src;
-  for (std::size_t first = 0; first < ranks.size();) {
-    const std::int32_t node = to_int(nodes.node(Rank{ranks[first]}));
-    std::size_t last = first;
-    while (last < ranks.size() && to_int(nodes.node(Rank{ranks[last]})) == node) ++last;
-    move.src = home;
-    move.via = -1;
-    if (node != to_int(nodes.node(Rank{home}))) {
-      const bool several = ranks[first] != ranks[last - 1];
-      const std::int32_t entry = several ? rank_on_node(nodes, home, node) : ranks[first];
-      move.dst = entry;
-      move.is_fed_on = several;
-      visit(move);
-      move.is_fed_on = false;
-      move.src = entry;
-      move.via = home;
-    }
-    for (std::size_t i = first; i < last; ++i) {
-      move.dst = ranks[i];
-      if (move.dst != move.src) visit(move);
-    }
-    first = last;
-  }
-}
 
 void visit_relay(const TimedPlan& timed, const std::function<void(const KvMove&)>& visit) {
   const auto& hops = timed.relay->hops;
@@ -84,7 +50,14 @@ void visit_kv_moves(const TimedPlan& timed, const Topology& nodes, TransferMode 
                  kv.dst_rank.begin() + kv.destination_end(n));
     if (transfer == TransferMode::once_per_node) {
       std::sort(ranks.begin(), ranks.end());
-      visit_once_per_node(nodes, move, ranks, visit);
+      const std::int32_t home = move.src;
+      route_once_per_node(nodes, home, ranks, [&](const NodeHop& hop) {
+        move.src = hop.src;
+        move.dst = hop.dst;
+        move.via = hop.is_forwarded ? home : -1;
+        move.is_fed_on = hop.forwards;
+        visit(move);
+      });
       continue;
     }
     for (const std::int32_t rank : ranks) {

@@ -6,7 +6,9 @@
 
 #include "flows.h"
 #include "phase_clock.h"
+#include "planner/relay_checks.h"
 #include "predictor_memory.h"
+#include "routing/homes.h"
 #include "step_causes.h"
 #include "waybill/core/error.h"
 #include "waybill/core/to_size.h"
@@ -16,8 +18,11 @@ namespace {
 
 using detail::FlowSet;
 using detail::FlowWay;
+using detail::homes_of;
+using detail::RelayedShards;
 using detail::TimedPlan;
 using detail::to_size;
+using detail::wrong_with_hop;
 
 constexpr const char* who = "predict_step";
 
@@ -25,19 +30,14 @@ constexpr const char* who = "predict_step";
 constexpr double forward_flops = 4;
 constexpr double backward_flops = 10;
 
-void check_relay(const QkvPlan& plan, const RelaySchedule& relay) {
-  for (std::size_t i = 0; i < relay.hops.size(); ++i) {
-    const RelayHop& hop = relay.hops[i];
-    const auto is_rank = [&](std::int32_t rank) { return 0 <= rank && rank < plan.world_size; };
-    require(is_rank(hop.src_rank) && is_rank(hop.dst_rank), who, ": relay.hops[", i, "] from rank ",
-            hop.src_rank, " to ", hop.dst_rank, ", expected 0..", plan.world_size - 1);
-    require(0 <= hop.shard && hop.shard < plan.num_shards(), who, ": relay.hops[", i,
-            "].shard = ", hop.shard, ", expected 0..", plan.num_shards() - 1);
-    require(0 <= hop.num_rows && hop.num_rows <= plan.shard_len[to_size(hop.shard)], who,
-            ": relay.hops[", i, "].num_rows = ", hop.num_rows, ", expected 0..",
-            plan.shard_len[to_size(hop.shard)]);
-    require(-1 <= hop.after && hop.after < static_cast<std::int64_t>(i), who, ": relay.hops[", i,
-            "].after = ", hop.after, ", expected -1 or an earlier hop");
+void check_relay(const TimedPlan& timed) {
+  const std::vector<RelayHop>& hops = timed.relay->hops;
+  const RelayedShards shards{timed.plan->world_size, timed.plan->shard_len, timed.home};
+  for (std::size_t i = 0; i < hops.size(); ++i) {
+    const char* const expected = wrong_with_hop(hops, i, shards);
+    require(expected == nullptr, who, ": relay.hops[", i, "]: ", hops[i].num_rows, " rows from ",
+            hops[i].row_begin, " of shard ", hops[i].shard, ", from rank ", hops[i].src_rank,
+            " to ", hops[i].dst_rank, ", expected ", expected);
   }
 }
 
@@ -207,11 +207,8 @@ StepPredictor::StepPredictor(const QkvPlan& plan, const RelaySchedule* relay)
   timed.plan = &plan;
   timed.relay = relay != nullptr && !relay->empty() ? relay : nullptr;
   timed.routing = compute_qkv_routing(plan);
-  if (timed.relay != nullptr) check_relay(plan, *relay);
-  for (std::int32_t r = 0; r < plan.world_size; ++r) {
-    const std::int64_t end = plan.rank_shard_offsets[to_size(r + 1)];
-    timed.home.insert(timed.home.end(), to_size(end - plan.rank_shard_offsets[to_size(r)]), r);
-  }
+  timed.home = homes_of(plan.rank_shard_offsets);
+  if (timed.relay != nullptr) check_relay(timed);
   timed.document.resize(timed.home.size());
   timed.position.resize(timed.home.size());
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {

@@ -15,7 +15,7 @@ constexpr const char* context_name = "DispatchCombineContext";
 
 }  // namespace
 
-DispatchCombineContext DispatchCombineContext::create(World& world, const EPConfig& config,
+DispatchCombineContext DispatchCombineContext::create(const World& world, const EPConfig& config,
                                                       std::int64_t capacity_factor,
                                                       const EPDispatchOptions& options) {
   const Setting mine[] = {{"capacity", concat(capacity_factor)}};
@@ -23,7 +23,7 @@ DispatchCombineContext DispatchCombineContext::create(World& world, const EPConf
               [&] { return rows_of(config, capacity_factor, context_name); });
 }
 
-DispatchCombineContext DispatchCombineContext::with_rows(World& world, const EPConfig& config,
+DispatchCombineContext DispatchCombineContext::with_rows(const World& world, const EPConfig& config,
                                                          const EPDispatchOptions& options,
                                                          std::int64_t rows) {
   const Setting mine[] = {{"rows of the windows", concat(rows)}};
@@ -39,7 +39,7 @@ std::int64_t DispatchCombineContext::rows_of(const EPConfig& config, std::int64_
   return unit * capacity_factor;
 }
 
-DispatchCombineContext DispatchCombineContext::make(World& world, const EPConfig& config,
+DispatchCombineContext DispatchCombineContext::make(const World& world, const EPConfig& config,
                                                     const EPDispatchOptions& options,
                                                     const char* who, std::span<const Setting> more,
                                                     const std::function<std::int64_t()>& num_rows) {
@@ -71,9 +71,9 @@ DispatchCombineContext DispatchCombineContext::make(World& world, const EPConfig
   return context;
 }
 
-DispatchCombineContext::DispatchCombineContext(World& world, const EPConfig& config,
+DispatchCombineContext::DispatchCombineContext(const World& world, const EPConfig& config,
                                                const EPDispatchOptions& options)
-    : world_(&world),
+    : world_(world),
       config_(config),
       options_(options),
       memory_(std::make_unique<ExpertMemory>()) {}
@@ -82,7 +82,7 @@ DispatchCombineContext::DispatchCombineContext(DispatchCombineContext&& other) n
 
 DispatchCombineContext::~DispatchCombineContext() {
   if (memory_ == nullptr) return;
-  Transport& transport = world_->transport();
+  Transport& transport = world_.transport();
   for (SymmetricBuffer& window : memory_->dispatch_windows) {
     transport.defer_release(std::move(window.memory));
   }
@@ -95,7 +95,7 @@ DispatchCombineContext::~DispatchCombineContext() {
 }
 
 void DispatchCombineContext::allocate_windows(std::int64_t rows) {
-  Transport& transport = world_->transport();
+  Transport& transport = world_.transport();
   ExpertMemory& memory = *memory_;
   const ExpertWindowLayout layout = expert_window_layout(config_, options_, rows);
   const std::int64_t combine_bytes = rows * config_.hidden * dtype_bytes(config_.token_dtype);
@@ -119,8 +119,8 @@ void DispatchCombineContext::allocate_windows(std::int64_t rows) {
 
 void DispatchCombineContext::finalize() {
   if (finalized()) return;
-  world_->executor().finish();
-  Transport& transport = world_->transport();
+  world_.executor().finish();
+  Transport& transport = world_.transport();
   ExpertMemory& memory = *memory_;
   for (SymmetricBuffer& window : retired_) transport.release(window);
   retired_.clear();
@@ -139,7 +139,7 @@ DispatchOutputBuffers DispatchCombineContext::reallocate_dispatch_output_buf(
       who, ": dispatch_recv_tokens = ", dispatch_recv_tokens, ", expected 0..",
       std::numeric_limits<std::int32_t>::max());
   if (dispatch_recv_tokens > capacity_rows()) {
-    for (SymmetricBuffer& window : retired_) world_->transport().release(window);
+    for (SymmetricBuffer& window : retired_) world_.transport().release(window);
     retired_.clear();
     allocate_windows(dispatch_recv_tokens);
   }
@@ -169,13 +169,13 @@ TensorView DispatchCombineContext::combine_rows(std::uint32_t parity, std::int64
   return {memory_->combine_windows[parity].local, config_.token_dtype, {rows, config_.hidden}};
 }
 
-BarrierAllContext::BarrierAllContext(World& world, bool is_intra_node)
+BarrierAllContext::BarrierAllContext(const World& world, bool is_intra_node)
     : world_(world), is_intra_node_(is_intra_node) {
   signals_ = world.transport().allocate_signals(world.topology().ranks_per_node, "barrier_all");
 }
 
 BarrierAllContext::~BarrierAllContext() {
-  world_.transport().defer_release(std::move(signals_.memory));
+  if (world_) world_.transport().defer_release(std::move(signals_.memory));
 }
 
 void BarrierAllContext::barrier_all(const char* operation) {

@@ -9,6 +9,7 @@
 #include "layer_agreement.h"
 #include "layer_meetings.h"
 #include "waybill/core/error.h"
+#include "waybill/core/move_assign.h"
 
 namespace waybill {
 
@@ -22,7 +23,7 @@ std::uint64_t next_id() {
 
 }  // namespace
 
-DispatchCombineContext EPAll2AllLayer::make_context(World& world, const EPConfig& config,
+DispatchCombineContext EPAll2AllLayer::make_context(const World& world, const EPConfig& config,
                                                     const EPLayerOptions& options) {
   constexpr const char* who = "EPAll2AllLayer";
   const Setting mine[] = {{"enable_local_combine", options.enable_local_combine ? "true" : "false"},
@@ -36,7 +37,8 @@ DispatchCombineContext EPAll2AllLayer::make_context(World& world, const EPConfig
   });
 }
 
-EPAll2AllLayer::EPAll2AllLayer(World& world, const EPConfig& config, const EPLayerOptions& options)
+EPAll2AllLayer::EPAll2AllLayer(const World& world, const EPConfig& config,
+                               const EPLayerOptions& options)
     : world_(world),
       config_(config),
       options_(options),
@@ -47,6 +49,11 @@ EPAll2AllLayer::EPAll2AllLayer(World& world, const EPConfig& config, const EPLay
       executor_(make_expert_executor(world, config_, options_.dispatch, context_.memory())) {}
 
 EPAll2AllLayer::~EPAll2AllLayer() = default;
+EPAll2AllLayer::EPAll2AllLayer(EPAll2AllLayer&& other) noexcept = default;
+EPAll2AllLayer& EPAll2AllLayer::operator=(EPAll2AllLayer&& other) noexcept {
+  detail::move_assign(*this, std::move(other));
+  return *this;
+}
 
 CallFingerprint EPAll2AllLayer::fingerprint() const {
   return detail::layer_fingerprint(config_, options_.dispatch, context_.capacity_rows());

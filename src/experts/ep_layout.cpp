@@ -21,10 +21,10 @@ std::int64_t EPLayout::num_recv_rows() const {
   return tables_->wait_counts()[to_size(config_.rank)];
 }
 
-EPAllToAllLayoutDesc EPLayout::describe() const {
+EPAll2AllLayoutDesc EPLayout::describe() const {
   const ExpertTableViews tables = tables_->views();
   const bool compact = options_.rows == EPRows::compact;
-  EPAllToAllLayoutDesc desc;
+  EPAll2AllLayoutDesc desc;
   desc.num_dispatch_token_cur_rank = num_tokens_;
   desc.num_input_tokens_per_rank = copied(tables.num_input_tokens);
   if (!config_.is_intra_node()) desc.send_reqs_recv_tensor = copied(tables.send_reqs);

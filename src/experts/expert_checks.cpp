@@ -34,7 +34,7 @@ void check_positions(const EPConfig& config, const EPDispatchOptions& options,
 
 }  // namespace
 
-void check_dtypes_of_engine(World& world, const EPConfig& config, const char* who) {
+void check_dtypes_of_engine(const World& world, const EPConfig& config, const char* who) {
   if (dynamic_cast<ExpertExecutorFactory*>(&world.executor()) == nullptr) return;
   for (const auto& [name, dtype] :
        {std::pair{"token_dtype", config.token_dtype}, {"weight_dtype", config.weight_dtype}}) {

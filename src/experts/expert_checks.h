@@ -6,7 +6,7 @@ namespace waybill::detail {
 
 /// Engines of GPUs have no sums in float64.
 /// @throws Unsupported
-void check_dtypes_of_engine(World& world, const EPConfig& config, const char* who);
+void check_dtypes_of_engine(const World& world, const EPConfig& config, const char* who);
 
 /// The tensors of a dispatch. @param ids_matter false: those of a layout are used
 /// @throws InvalidArgument naming the argument

@@ -5,7 +5,8 @@
 
 #include "expert_round.h"
 #include "host_expert_tables.h"
-#include "waybill/moe/row_accumulator.h"
+#include "moe/row_accumulator.h"
+#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 

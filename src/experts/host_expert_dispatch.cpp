@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "waybill/core/error.h"
+#include "waybill/core/to_size.h"
 #include "waybill/moe/quantize.h"
 
 namespace waybill::detail {

@@ -77,7 +77,7 @@ class HostExpertExecutor final : public ExpertExecutor {
 
 namespace waybill {
 
-std::unique_ptr<ExpertExecutor> make_expert_executor(World& world, const EPConfig& config,
+std::unique_ptr<ExpertExecutor> make_expert_executor(const World& world, const EPConfig& config,
                                                      const EPDispatchOptions& options,
                                                      const ExpertMemory& memory) {
   if (auto* const factory = dynamic_cast<ExpertExecutorFactory*>(&world.executor())) {

@@ -10,7 +10,7 @@
 #include <memory>
 #include <random>
 
-#include "waybill/core/errno_text.h"
+#include "core/errno_text.h"
 #include "waybill/core/error.h"
 
 namespace waybill {

@@ -18,7 +18,7 @@ IndexArray int64_array(const std::vector<std::int32_t>& values, Shape shape) {
 
 /// Ids and rows of the ranks of the same local index, node by node.
 void fill_columns(const ExpertDispatch& dispatch, std::int32_t rank, bool positions_given,
-                  EPAllToAllLayoutDesc& desc) {
+                  EPAll2AllLayoutDesc& desc) {
   const EPConfig& config = dispatch.config;
   const std::int64_t entries = config.max_tokens * config.topk;
   const std::int32_t local = config.local_world_size;
@@ -45,7 +45,7 @@ void fill_columns(const ExpertDispatch& dispatch, std::int32_t rank, bool positi
 
 /// The runs of tokens that came from the ranks of the same local index.
 void fill_send_requests(const ExpertDispatch& dispatch, std::int32_t rank,
-                        EPAllToAllLayoutDesc& desc) {
+                        EPAll2AllLayoutDesc& desc) {
   const EPConfig& config = dispatch.config;
   if (config.is_intra_node()) return;
   const std::int64_t plane = 2 * config.max_tokens;
@@ -62,7 +62,7 @@ void fill_send_requests(const ExpertDispatch& dispatch, std::int32_t rank,
 
 /// Which rows of a rank are of the same token.
 void fill_duplicate_maps(const ExpertDispatch& dispatch, std::int32_t rank,
-                         EPAllToAllLayoutDesc& desc) {
+                         EPAll2AllLayoutDesc& desc) {
   const EPConfig& config = dispatch.config;
   if (!config.is_intra_node() || dispatch.options.rows == EPRows::compact) return;
   const std::int64_t count = dispatch.rows.num_recv_rows[to_size(rank)];
@@ -86,7 +86,7 @@ void fill_duplicate_maps(const ExpertDispatch& dispatch, std::int32_t rank,
 
 /// Between compact rows and the rows that a grouped dispatch would have given.
 void fill_compact_maps(const ExpertDispatch& dispatch, std::int32_t rank,
-                       EPAllToAllLayoutDesc& desc) {
+                       EPAll2AllLayoutDesc& desc) {
   const EPConfig& config = dispatch.config;
   if (dispatch.options.rows != EPRows::compact) return;
   EPDispatchOptions grouped = dispatch.options;
@@ -124,7 +124,7 @@ void fill_layouts(ExpertDispatch& dispatch, bool positions_given) {
     return IndexArray::copy_of(table.data() + first, {count}, DType::int32);
   };
   for (std::int32_t rank = 0; rank < config.world_size; ++rank) {
-    EPAllToAllLayoutDesc desc;
+    EPAll2AllLayoutDesc desc;
     desc.num_dispatch_token_cur_rank = dispatch.rows.num_input_tokens[to_size(rank)];
     desc.num_input_tokens_per_rank = part(dispatch.rows.num_input_tokens, 0, config.world_size);
     desc.recv_expert_counts = part(dispatch.rows.expert_counts, rank * experts, experts);

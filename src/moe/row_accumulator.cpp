@@ -1,4 +1,4 @@
-#include "waybill/moe/row_accumulator.h"
+#include "moe/row_accumulator.h"
 
 #include <algorithm>
 #include <type_traits>

@@ -1,4 +1,4 @@
-#include "waybill/moe/token_routes.h"
+#include "moe/token_routes.h"
 
 #include <utility>
 

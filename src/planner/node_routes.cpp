@@ -1,7 +1,9 @@
-#include "waybill/planner/node_routes.h"
+#include "planner/node_routes.h"
 
 #include <algorithm>
 
+#include "planner/once_per_node.h"
+#include "routing/for_each_entry.h"
 #include "waybill/core/error.h"
 #include "waybill/core/to_size.h"
 
@@ -17,17 +19,6 @@ void check(const char* who, const SparseMetadata& metadata, const Topology& topo
           topology.world_size);
 }
 
-/// Calls visit(home, entry) for every entry with rows.
-template <class Visit>
-void for_each_entry(const SparseMetadata& metadata, Visit&& visit) {
-  for (std::int32_t home = 0; home < metadata.world_size; ++home) {
-    for (auto j = metadata.rank_offsets[to_size(home)];
-         j < metadata.rank_offsets[to_size(home + 1)]; ++j) {
-      if (metadata.seq_len[to_size(j)] > 0) visit(home, j);
-    }
-  }
-}
-
 class NodeRouter {
  public:
   NodeRouter(const SparseMetadata& metadata, const Topology& topology, std::int64_t row_bytes,
@@ -37,7 +28,10 @@ class NodeRouter {
   }
 
   RelaySchedule route() {
-    for_each_entry(metadata_, [&](std::int32_t home, std::int64_t entry) { add(home, entry); });
+    detail::for_each_entry(metadata_,
+                           [&](std::int32_t home, std::int64_t /*row*/, std::int64_t entry) {
+                             if (metadata_.seq_len[to_size(entry)] > 0) add(home, entry);
+                           });
     return std::move(schedule_);
   }
 
@@ -67,25 +61,15 @@ class NodeRouter {
     const auto farther = std::ranges::partition_point(
         receivers_, [&](std::int32_t rank) { return node(rank) <= node(home); });
     std::rotate(receivers_.begin(), farther, receivers_.end());
-    for (std::size_t first = 0; first < receivers_.size();) {
-      std::size_t last = first;
-      while (last < receivers_.size() && node(receivers_[last]) == node(receivers_[first])) ++last;
-      enter_node(home, entry, std::span(receivers_).subspan(first, last - first));
-      first = last;
-    }
-  }
-
-  void enter_node(std::int32_t home, std::int64_t entry, std::span<const std::int32_t> ranks) {
-    if (!once_ || ranks.size() == 1 || node(ranks[0]) == node(home)) {
-      for (const std::int32_t dst : ranks) hop(home, dst, entry, -1);
+    if (!once_) {
+      for (const std::int32_t dst : receivers_) hop(home, dst, entry, -1);
       return;
     }
-    const std::int32_t entry_rank =
-        node(ranks[0]) * topology_.ranks_per_node + home % topology_.ranks_per_node;
-    const std::int32_t feed = hop(home, entry_rank, entry, -1);
-    for (const std::int32_t dst : ranks) {
-      if (dst != entry_rank) hop(entry_rank, dst, entry, feed);
-    }
+    std::int32_t feed = -1;
+    detail::route_once_per_node(topology_, home, receivers_, [&](const detail::NodeHop& way) {
+      const std::int32_t made = hop(way.src, way.dst, entry, way.is_forwarded ? feed : -1);
+      if (!way.is_forwarded) feed = made;
+    });
   }
 
   std::int32_t hop(std::int32_t src, std::int32_t dst, std::int64_t entry, std::int32_t after) {
@@ -123,13 +107,14 @@ std::vector<LinkBytes> direct_links(const SparseMetadata& metadata, const Topolo
                                     std::int64_t row_bytes) {
   check("direct_links", metadata, topology);
   std::vector<LinkBytes> links(to_size(topology.world_size));
-  for_each_entry(metadata, [&](std::int32_t home, std::int64_t entry) {
-    for (auto c = metadata.destination_begin(entry); c < metadata.destination_end(entry); ++c) {
-      const std::int32_t dst = metadata.dst_rank[to_size(c)];
-      if (dst != home)
-        add_hop(links, topology, home, dst, metadata.seq_len[to_size(entry)] * row_bytes);
-    }
-  });
+  detail::for_each_entry(
+      metadata, [&](std::int32_t home, std::int64_t /*row*/, std::int64_t entry) {
+        for (auto c = metadata.destination_begin(entry); c < metadata.destination_end(entry); ++c) {
+          const std::int32_t dst = metadata.dst_rank[to_size(c)];
+          if (dst != home)
+            add_hop(links, topology, home, dst, metadata.seq_len[to_size(entry)] * row_bytes);
+        }
+      });
   return links;
 }
 

@@ -3,6 +3,8 @@
 #include <tuple>
 
 #include "plan_findings.h"
+#include "planner/relay_checks.h"
+#include "routing/homes.h"
 #include "waybill/core/error.h"
 #include "waybill/core/to_size.h"
 
@@ -20,15 +22,6 @@ struct Arrival {
     return {rank, shard, begin};
   }
 };
-
-std::vector<std::int32_t> homes_of(const QkvPlan& plan) {
-  std::vector<std::int32_t> homes(plan.shard_len.size());
-  for (std::int32_t r = 0; r < plan.world_size; ++r) {
-    std::fill(homes.begin() + plan.rank_shard_offsets[to_size(r)],
-              homes.begin() + plan.rank_shard_offsets[to_size(r + 1)], r);
-  }
-  return homes;
-}
 
 // Whole shards that ranks need from others, each once.
 std::vector<Arrival> needed_arrivals(const QkvPlan& plan, const SparseMetadata& kv) {
@@ -59,28 +52,14 @@ std::string hop_text(const RelayHop& hop, std::size_t idx) {
                 hop.src_rank, " to ", hop.dst_rank);
 }
 
-// Whether the sender has the rows when the hop starts.
-const char* wrong_with(const RelaySchedule& relay, std::size_t idx,
-                       const std::vector<std::int32_t>& homes, const QkvPlan& plan) {
+// What the hop does not keep, its stage included.
+const char* wrong_with(const RelaySchedule& relay, std::size_t idx, const RelayedShards& shards) {
+  if (const char* const expected = wrong_with_hop(relay.hops, idx, shards)) return expected;
   const RelayHop& hop = relay.hops[idx];
-  const auto in = [](std::int64_t value, std::int64_t end) { return 0 <= value && value < end; };
-  if (!in(hop.shard, plan.num_shards())) return "a shard of the plan";
-  if (!in(hop.src_rank, plan.world_size) || !in(hop.dst_rank, plan.world_size) ||
-      hop.src_rank == hop.dst_rank)
-    return "two ranks of the world";
-  if (hop.num_rows <= 0 || hop.row_begin < 0 ||
-      hop.num_rows > plan.shard_len[to_size(hop.shard)] - hop.row_begin)
-    return "rows of the shard";
-  if (hop.after < 0) {
-    if (hop.src_rank != homes[to_size(hop.shard)]) return "a sender that is the shard's home";
-    return hop.stage == 0 ? nullptr : "stage 0";
-  }
-  if (to_size(hop.after) >= idx) return "an earlier hop in `after`";
-  const RelayHop& feed = relay.hops[to_size(hop.after)];
-  if (feed.shard != hop.shard || feed.dst_rank != hop.src_rank || feed.row_begin > hop.row_begin ||
-      feed.row_begin + feed.num_rows < hop.row_begin + hop.num_rows)
-    return "a hop in `after` that brings these rows to the sender";
-  return hop.stage == std::int64_t{feed.stage} + 1 ? nullptr : "one stage more than the hop before";
+  if (hop.after < 0) return hop.stage == 0 ? nullptr : "stage 0";
+  return hop.stage == std::int64_t{relay.hops[to_size(hop.after)].stage} + 1
+             ? nullptr
+             : "one stage more than the hop before";
 }
 
 // Joins arrivals that continue each other; what overlaps or leaves gaps stays apart.
@@ -128,13 +107,14 @@ void compare(const std::vector<Arrival>& got, const std::vector<Arrival>& needed
 void check_relay(const AttentionPlan& plan, const QkvRouting& routing,
                  const std::vector<LinkBytes>& q_links, PlanFindings& findings) {
   const RelaySchedule& relay = plan.relay;
-  const std::vector<std::int32_t> homes = homes_of(plan.plan);
+  const std::vector<std::int32_t> homes = homes_of(plan.plan.rank_shard_offsets);
+  const RelayedShards shards{plan.plan.world_size, plan.plan.shard_len, homes};
   std::vector<LinkBytes> links = q_links;
   std::vector<Arrival> arrivals;
   std::int64_t num_stages = 0;
   for (std::size_t i = 0; i < relay.hops.size(); ++i) {
     const RelayHop& hop = relay.hops[i];
-    if (const char* expected = wrong_with(relay, i, homes, plan.plan)) {
+    if (const char* expected = wrong_with(relay, i, shards)) {
       findings.add(FindingKind::order, "relay.hops", hop.dst_rank, hop.shard, hop_text(hop, i),
                    expected);
       if (findings.full()) return;

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "figures.h"
+#include "routing/homes.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
@@ -12,7 +13,7 @@ using detail::to_size;
 
 std::vector<DocumentFigures> document_figures(const QkvPlan& plan) {
   plan.check("document_figures");
-  const std::vector<std::int32_t> home = detail::home_of_shards(plan);
+  const std::vector<std::int32_t> home = detail::homes_of(plan.rank_shard_offsets);
   std::vector<DocumentFigures> result(to_size(plan.num_documents()));
   // The last document that was seen at a rank, so that each rank counts once a document.
   std::vector<std::int64_t> seen_home(to_size(plan.world_size), -1);

@@ -70,14 +70,4 @@ std::vector<std::int64_t> document_of_shards(const QkvPlan& plan) {
   return result;
 }
 
-std::vector<std::int32_t> home_of_shards(const QkvPlan& plan) {
-  std::vector<std::int32_t> result(plan.shard_len.size());
-  for (std::int32_t rank = 0; rank < plan.world_size; ++rank) {
-    for (std::int64_t n = plan.rank_shard_offsets[to_size(rank)];
-         n < plan.rank_shard_offsets[to_size(rank + 1)]; ++n)
-      result[to_size(n)] = rank;
-  }
-  return result;
-}
-
 }  // namespace waybill::detail

@@ -27,7 +27,4 @@ void check_belongs(const QkvPlan& plan, const QkvRouting& routing, const RowByte
 /// The document of each shard. [N]
 [[nodiscard]] std::vector<std::int64_t> document_of_shards(const QkvPlan& plan);
 
-/// The home rank of each shard. [N]
-[[nodiscard]] std::vector<std::int32_t> home_of_shards(const QkvPlan& plan);
-
 }  // namespace waybill::detail

@@ -2,6 +2,7 @@
 
 #include "figures.h"
 #include "html_parts.h"
+#include "routing/homes.h"
 #include "waybill/core/error.h"
 #include "waybill/report/document_figures.h"
 #include "waybill/report/format.h"
@@ -132,7 +133,7 @@ std::string documents_section(const QkvPlan& plan, std::int64_t max_documents) {
   std::vector<DocumentFigures> documents = document_figures(plan);
   std::stable_sort(documents.begin(), documents.end(),
                    [](const auto& a, const auto& b) { return a.tokens > b.tokens; });
-  Drawing drawing{.plan = plan, .home = home_of_shards(plan)};
+  Drawing drawing{.plan = plan, .home = homes_of(plan.rank_shard_offsets)};
   if (!documents.empty()) drawing.longest = std::max<std::int64_t>(1, documents.front().tokens);
 
   std::string rows;

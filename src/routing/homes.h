@@ -1,6 +1,8 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "waybill/core/to_size.h"
@@ -15,6 +17,19 @@ struct Homes {
   UninitializedVector<std::int64_t> begin;  ///< [N]: first row at home
   std::vector<std::int64_t> rank_rows;      ///< [W]
 };
+
+/// The rank that each shard (or entry) belongs to. [N]
+/// @param rank_offsets [W + 1]: rank w has shards [o[w], o[w + 1])
+[[nodiscard]] inline std::vector<std::int32_t> homes_of(
+    std::span<const std::int64_t> rank_offsets) {
+  if (rank_offsets.empty()) return {};
+  std::vector<std::int32_t> homes(to_size(rank_offsets.back()));
+  for (std::size_t w = 0; w + 1 < rank_offsets.size(); ++w) {
+    std::fill(homes.begin() + rank_offsets[w], homes.begin() + rank_offsets[w + 1],
+              static_cast<std::int32_t>(w));
+  }
+  return homes;
+}
 
 inline void find_homes(const QkvPlan& plan, Homes& homes) {
   homes.rank.resize(to_size(plan.num_shards()));

@@ -1,4 +1,4 @@
-#include "fingerprint_exchange.h"
+#include "runtime/fingerprint_exchange.h"
 
 #include <atomic>
 
@@ -6,12 +6,17 @@
 
 namespace waybill::detail {
 
-FingerprintExchange::FingerprintExchange(Transport& transport, const SequenceCall& call)
-    : transport_(transport), call_(call), mine_(pack_fingerprint(call.fingerprint)) {}
+FingerprintExchange::FingerprintExchange(Transport& transport, const SignalPad& pad,
+                                         std::int64_t num_signals, const ComparedCall& call)
+    : transport_(transport),
+      pad_(pad),
+      num_signals_(num_signals),
+      call_(call),
+      mine_(pack_fingerprint(call.fingerprint)) {}
 
 std::int64_t FingerprintExchange::slot_of(Rank rank) const {
   const std::int32_t world = transport_.topology().world_size;
-  return fingerprint_slot(num_arrival_signals(world), world, call_.epoch, to_int(rank));
+  return fingerprint_slot(num_signals_, world, call_.epoch, to_int(rank));
 }
 
 void FingerprintExchange::send() const {
@@ -20,8 +25,7 @@ void FingerprintExchange::send() const {
   for (std::int32_t k = 1; k < world; ++k) {
     std::int64_t idx = slot_of(transport_.rank());
     for (const std::uint64_t word : mine_) {
-      transport_.signal(Rank{(me + k) % world}, {call_.arrivals, idx++},
-                        tagged_word(word, call_.epoch));
+      transport_.signal(Rank{(me + k) % world}, {&pad_, idx++}, tagged_word(word, call_.epoch));
     }
   }
 }
@@ -30,7 +34,7 @@ bool FingerprintExchange::compare_if_sent(Rank peer) const {
   FingerprintWords theirs{};
   std::int64_t idx = slot_of(peer);
   for (std::uint64_t& word : theirs) {
-    word = std::atomic_ref(call_.arrivals->local[idx++]).load(std::memory_order_acquire);
+    word = std::atomic_ref(pad_.local[idx++]).load(std::memory_order_acquire);
     if (!is_of_call(word, call_.epoch)) return false;
   }
   if (same_call(mine_, theirs)) return true;

@@ -1,36 +1,47 @@
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 
-#include "waybill/runtime/executor.h"
 #include "waybill/runtime/fingerprint.h"
 #include "waybill/transport/transport.h"
 
 namespace waybill::detail {
 
-/// What the ranks of a call in host memory tell each other about it, behind the arrivals: each
-/// tells first, and compares before it believes what others brought.
+/// One collective call, as ranks compare it.
+struct ComparedCall {
+  std::string_view operation;  ///< in errors
+  std::uint64_t epoch = 0;
+  CallFingerprint fingerprint;
+};
+
+/// What the ranks of a call in host memory tell each other about it: each sends its words first,
+/// and compares before it believes what others brought. For calls of dispatchers and of layers.
 class FingerprintExchange {
  public:
-  FingerprintExchange(Transport& transport, const SequenceCall& call);
+  /// @param pad with_fingerprints(num_signals, W) counters: the words lie behind the signals
+  FingerprintExchange(Transport& transport, const SignalPad& pad, std::int64_t num_signals,
+                      const ComparedCall& call);
 
-  /// Tells all other ranks, before whatever else they are told.
+  /// To all other ranks, before whatever else they are told.
   void send() const;
 
   /// With a rank that has come to this call. @throws Disagreement
   void compare(Rank peer) const;
 
-  /// With all ranks that have told of this call so far, beginning with `first`.
+  /// With all ranks that have sent their words of this call so far, beginning with `first`.
   /// @throws Disagreement
   void compare_all(Rank first) const;
 
  private:
-  /// @return whether the peer has told of this call. @throws Disagreement
+  /// @return whether the peer has sent its words of this call. @throws Disagreement
   bool compare_if_sent(Rank peer) const;
   [[nodiscard]] std::int64_t slot_of(Rank rank) const;
 
   Transport& transport_;
-  const SequenceCall& call_;
+  const SignalPad& pad_;
+  std::int64_t num_signals_;
+  ComparedCall call_;
   FingerprintWords mine_;
 };
 

@@ -2,10 +2,10 @@
 #include <numeric>
 #include <vector>
 
+#include "core/copy_bytes.h"
 #include "fingerprint_exchange.h"
 #include "row_sum.h"
 #include "stall_detector.h"
-#include "waybill/core/copy_bytes.h"
 #include "waybill/core/error.h"
 #include "waybill/core/to_size.h"
 #include "waybill/runtime/executor.h"
@@ -44,7 +44,7 @@ class HostExecutor final : public Executor {
   [[nodiscard]] bool runs_batches() const override { return true; }
 
   void dispatch(const SequenceCall& call) override {
-    const FingerprintExchange exchange(transport_, call);
+    const FingerprintExchange exchange = exchange_of(call);
     exchange.send();
     StallDetector watch(transport_, call, exchange);
     streaming_ = is_large(*call.plan);
@@ -59,7 +59,7 @@ class HostExecutor final : public Executor {
   }
 
   void kv_gradient(const SequenceCall& call) override {
-    const FingerprintExchange exchange(transport_, call);
+    const FingerprintExchange exchange = exchange_of(call);
     exchange.send();
     StallDetector watch(transport_, call, exchange);
     streaming_ = false;
@@ -76,6 +76,12 @@ class HostExecutor final : public Executor {
   void finish() override {}
 
  private:
+  [[nodiscard]] FingerprintExchange exchange_of(const SequenceCall& call) const {
+    return {transport_,
+            *call.arrivals,
+            num_arrival_signals(transport_.topology().world_size),
+            {call.operation, call.epoch, call.fingerprint}};
+  }
   /// Whether what the ranks of this host write, if all have as much, is more than caches keep.
   [[nodiscard]] bool is_large(const SequencePlan& plan) const {
     const std::int64_t bytes =

@@ -45,7 +45,7 @@ std::vector<Setting> common_settings(const SequenceDispatcherOptions& options) {
 
 }  // namespace
 
-SequenceDispatcher::SequenceDispatcher(World& world, SequenceDispatcherOptions options)
+SequenceDispatcher::SequenceDispatcher(const World& world, SequenceDispatcherOptions options)
     : world_(world), options_(options) {
   options_.plan.chunks = !world.executor().expands_plans();
   options_.plan.separate_local_copies =
@@ -53,7 +53,7 @@ SequenceDispatcher::SequenceDispatcher(World& world, SequenceDispatcherOptions o
   if (world.executor().runs_batches()) {
     options_.plan.ranks_per_node = world.topology().ranks_per_node;
     options_.plan.split_network = world.executor().splits_network();
-    options_.plan.two_sided_network = world.executor().pairs_network();
+    options_.plan.two_sided_network = world.executor().is_two_sided();
   } else {
     options_.plan.ranks_per_node = 0;
     options_.plan.relay = RelayUse::never;
@@ -80,6 +80,7 @@ SequenceDispatcher::SequenceDispatcher(World& world, SequenceDispatcherOptions o
 }
 
 SequenceDispatcher::~SequenceDispatcher() {
+  if (!world_) return;  // moved from
   Transport& transport = world_.transport();
   for (SymmetricBuffer& window : windows_) transport.defer_release(std::move(window.memory));
   for (SymmetricBuffer& buffer : retired_) transport.defer_release(std::move(buffer.memory));

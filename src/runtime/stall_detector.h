@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <string_view>
 
-#include "fingerprint_exchange.h"
+#include "runtime/fingerprint_exchange.h"
 #include "waybill/runtime/executor.h"
 #include "waybill/transport/transport.h"
 

@@ -16,9 +16,9 @@
 namespace waybill {
 
 World::World(std::unique_ptr<Transport> transport, std::unique_ptr<Executor> executor)
-    : transport_(std::move(transport)), executor_(std::move(executor)) {
-  require(transport_ != nullptr, "World: transport is null");
-  require(executor_ != nullptr, "World: executor is null");
+    : engine_(std::make_shared<Engine>(Engine{std::move(transport), std::move(executor)})) {
+  require(engine_->transport != nullptr, "World: transport is null");
+  require(engine_->executor != nullptr, "World: executor is null");
 }
 
 namespace {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <queue>
 
-#include "waybill/core/batch_bytes.h"
+#include "core/batch_bytes.h"
 #include "waybill/core/to_size.h"
 
 namespace waybill::detail {

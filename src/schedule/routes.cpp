@@ -6,9 +6,11 @@
 
 #include "batch_jobs.h"
 #include "plan_checks.h"
+#include "planner/node_routes.h"
+#include "planner/relay_checks.h"
+#include "routing/homes.h"
 #include "waybill/core/error.h"
 #include "waybill/core/to_size.h"
-#include "waybill/planner/node_routes.h"
 
 namespace waybill::detail {
 namespace {
@@ -60,38 +62,6 @@ EntryDestinations count_destinations(const SparseMetadata& metadata, std::span<c
   return copies;
 }
 
-/// What hop `idx` does not keep; null: nothing.
-const char* wrong_with(const PartRoutes& routes, std::size_t idx, const SparseMetadata& metadata) {
-  const RelayHop& hop = routes.hops[idx];
-  const auto in = [](std::int64_t value, std::int64_t end) { return 0 <= value && value < end; };
-  if (!in(hop.shard, metadata.num_entries())) return "an entry of the metadata";
-  if (!in(hop.src_rank, metadata.world_size) || !in(hop.dst_rank, metadata.world_size) ||
-      hop.src_rank == hop.dst_rank || hop.dst_rank == routes.home[to_size(hop.shard)])
-    return "two ranks of the world, the second not the rows' home";
-  if (hop.num_rows <= 0 || hop.row_begin < 0 ||
-      hop.num_rows > metadata.seq_len[to_size(hop.shard)] - hop.row_begin)
-    return "rows of the entry";
-  if (hop.after < 0) {
-    return hop.src_rank == routes.home[to_size(hop.shard)] ? nullptr
-                                                           : "a sender that is the rows' home";
-  }
-  if (to_size(hop.after) >= idx) return "an earlier hop in `after`";
-  const RelayHop& feed = routes.hops[to_size(hop.after)];
-  if (feed.shard != hop.shard || feed.dst_rank != hop.src_rank || feed.row_begin > hop.row_begin ||
-      feed.row_begin + feed.num_rows < hop.row_begin + hop.num_rows)
-    return "a hop in `after` that brings these rows to the sender";
-  return nullptr;
-}
-
-std::vector<std::int32_t> homes_of(const SparseMetadata& metadata) {
-  std::vector<std::int32_t> homes(to_size(metadata.num_entries()));
-  for (std::int32_t r = 0; r < metadata.world_size; ++r) {
-    std::fill(homes.begin() + metadata.rank_offsets[to_size(r)],
-              homes.begin() + metadata.rank_offsets[to_size(r + 1)], r);
-  }
-  return homes;
-}
-
 std::int64_t sum_row_bytes_of(const SequencePart& part) {
   std::int64_t bytes = 0;
   for (const TensorFormat& format : part.tensors) bytes += sum_format(format).row_bytes();
@@ -105,7 +75,7 @@ void add_traffic(std::vector<LinkBytes>& links, const Topology& topology,
                  const std::vector<RelayHop>& hops) {
   const SparseMetadata& metadata = *part.metadata;
   const bool back = operation == SequenceOperation::kv_gradient;
-  const std::vector<std::int32_t> homes = homes_of(metadata);
+  const std::vector<std::int32_t> homes = homes_of(metadata.rank_offsets);
   std::vector<std::uint8_t> feeds(hops.size());
   std::vector<std::uint8_t> has_hops(to_size(metadata.num_entries()));
   for (const RelayHop& hop : hops) {
@@ -243,16 +213,17 @@ PartRoutes follow_hops(const char* who, const SparseMetadata& metadata, std::vec
                        std::span<const std::int64_t> rows_needed) {
   PartRoutes routes;
   routes.hops = std::move(hops);
-  routes.home = homes_of(metadata);
+  routes.home = homes_of(metadata.rank_offsets);
   routes.has_hops.assign(to_size(metadata.num_entries()), 0);
   routes.feeds.assign(routes.hops.size(), 0);
   routes.passed_rows.assign(to_size(metadata.world_size), 0);
+  const RelayedShards shards{metadata.world_size, metadata.seq_len, routes.home};
   double total_rows = 0;
   for (std::size_t h = 0; h < routes.hops.size(); ++h) {
     const RelayHop& hop = routes.hops[h];
-    const char* const expected = wrong_with(routes, h, metadata);
+    const char* const expected = wrong_with_hop(routes.hops, h, shards);
     require(expected == nullptr, who, ": relay hop ", h, ": ", hop.num_rows, " rows from ",
-            hop.row_begin, " of entry ", hop.shard, ", from rank ", hop.src_rank, " to ",
+            hop.row_begin, " of shard ", hop.shard, ", from rank ", hop.src_rank, " to ",
             hop.dst_rank, ", expected ", expected);
     routes.has_hops[to_size(hop.shard)] = 1;
     if (hop.after >= 0) routes.feeds[to_size(hop.after)] = 1;

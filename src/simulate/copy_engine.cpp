@@ -3,8 +3,8 @@
 #include <cstring>
 
 #include "copy_job.h"
+#include "core/copy_bytes.h"
 #include "view_checks.h"
-#include "waybill/core/copy_bytes.h"
 #include "waybill/core/parallel_for.h"
 
 namespace waybill::detail {

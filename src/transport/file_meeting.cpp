@@ -11,8 +11,8 @@
 #include <sstream>
 #include <utility>
 
+#include "core/errno_text.h"
 #include "hmac.h"
-#include "waybill/core/errno_text.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {

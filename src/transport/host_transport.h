@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string_view>
 
-#include "waybill/transport/peer_transport.h"
+#include "transport/peer_transport.h"
 
 namespace waybill::detail {
 

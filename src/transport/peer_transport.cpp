@@ -1,4 +1,4 @@
-#include "waybill/transport/peer_transport.h"
+#include "transport/peer_transport.h"
 
 #include <optional>
 #include <type_traits>

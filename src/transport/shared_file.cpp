@@ -8,7 +8,7 @@
 #include <cerrno>
 #include <utility>
 
-#include "waybill/core/errno_text.h"
+#include "core/errno_text.h"
 #include "waybill/core/error.h"
 #include "waybill/core/to_size.h"
 

@@ -8,8 +8,8 @@
 #include <memory>
 #include <utility>
 
+#include "core/errno_text.h"
 #include "peer_text.h"
-#include "waybill/core/errno_text.h"
 #include "waybill/core/error.h"
 #include "waybill/core/to_size.h"
 #include "waybill/core/wait.h"

@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "host_transport.h"
+#include "transport/share_memory.h"
 #include "waybill/core/to_size.h"
-#include "waybill/transport/share_memory.h"
 
 namespace waybill {
 namespace {

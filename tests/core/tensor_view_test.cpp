@@ -2,7 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <limits>
+#include <span>
+#include <type_traits>
+#include <vector>
+
+#include "support/expect_error.h"
 
 namespace waybill {
 namespace {
@@ -25,6 +31,32 @@ TEST(TensorView, extents_of_any_size_make_a_view) {
   const std::int64_t least = std::numeric_limits<std::int64_t>::min();
   EXPECT_EQ(TensorView(nullptr, DType::uint8, {1, least, 2}).strides.back(), 1);
   EXPECT_EQ(TensorView(nullptr, DType::uint8, {1, least, -1}).strides.back(), 1);
+}
+
+TEST(TensorView, reads_its_elements) {
+  std::vector<float> values{1, 2, 3, 4, 5, 6};
+  const TensorView view(values.data(), DType::float32, {3, 2});
+  view.as<float>()[5] = 7;
+  EXPECT_EQ(values[5], 7);
+  const ConstTensorView fixed = view;
+  static_assert(std::is_same_v<decltype(fixed.as<float>()), std::span<const float>>);
+  EXPECT_TRUE(std::ranges::equal(fixed.as<float>(), values));
+  EXPECT_EQ(fixed.as<std::int32_t>().size(), 6U);  // of the same size
+  EXPECT_TRUE(TensorView(nullptr, DType::float32, {4, 0}).as<float>().empty());
+  TensorView row(values.data(), DType::float32, {1, 2});
+  row.strides = {100, 1};  // of one row, it says nothing
+  EXPECT_EQ(row.as<float>().size(), 2U);
+}
+
+TEST(TensorView, reads_nothing_else) {
+  std::vector<float> values(6);
+  TensorView view(values.data(), DType::float32, {3, 2});
+  EXPECT_TRUE(test::rejects([&] { (void)view.as<double>(); }, {"elements of 8 bytes", "float32"}));
+  view.shape = {2, 2};
+  view.strides = {3, 1};
+  EXPECT_TRUE(test::rejects([&] { (void)view.as<float>(); }, {"strides [3, 1]", "contiguous"}));
+  view.strides = {1};
+  EXPECT_TRUE(test::rejects([&] { (void)view.as<float>(); }, {"1 strides", "expected 2"}));
 }
 
 }  // namespace

@@ -147,7 +147,7 @@ inline std::vector<std::int64_t> numbers(const std::vector<std::int32_t>& values
 inline void expect_tables(const DeviceArena& arena, const ExpertTableViews& got,
                           const ExpertDispatch& expected, std::int32_t rank) {
   const auto r = to_size(rank);
-  const EPAllToAllLayoutDesc& desc = expected.layout[r];
+  const EPAll2AllLayoutDesc& desc = expected.layout[r];
   const auto same = [&](const char* name, const ConstTensorView& view,
                         const std::vector<std::int64_t>& want) {
     EXPECT_EQ(numbers(arena, view, std::ssize(want)), want) << name;

@@ -18,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "moe/row_accumulator.h"
 #include "waybill/core/error.h"
 #include "waybill/core/float8_convert.h"
 #include "waybill/core/float_convert.h"
@@ -44,7 +45,6 @@
 #include "waybill/json/plan_json.h"
 #include "waybill/moe/expert_routing.h"
 #include "waybill/moe/quantize.h"
-#include "waybill/moe/row_accumulator.h"
 #include "waybill/moe/simulate.h"
 #include "waybill/planner/planner.h"
 #include "waybill/planner/static_plans.h"

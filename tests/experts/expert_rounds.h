@@ -82,7 +82,7 @@ bool same_bytes(const View& view, const HostTensor& wanted) {
   return std::equal(view.data, view.data + wanted.size_bytes(), wanted.bytes().begin());
 }
 
-inline void expect_same(const EPAllToAllLayoutDesc& got, const EPAllToAllLayoutDesc& wanted) {
+inline void expect_same(const EPAll2AllLayoutDesc& got, const EPAll2AllLayoutDesc& wanted) {
   EXPECT_EQ(got.num_dispatch_token_cur_rank, wanted.num_dispatch_token_cur_rank);
   EXPECT_EQ(got.num_input_tokens_per_rank, wanted.num_input_tokens_per_rank);
   EXPECT_EQ(got.send_reqs_recv_tensor, wanted.send_reqs_recv_tensor);

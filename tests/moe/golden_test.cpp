@@ -51,7 +51,7 @@ void expect_send_requests(const IndexArray& table, const Json& expected) {
   EXPECT_EQ(table.to_vector(), wanted.to_vector());
 }
 
-void expect_layout(const EPAllToAllLayoutDesc& layout, const Json& expected) {
+void expect_layout(const EPAll2AllLayoutDesc& layout, const Json& expected) {
   EXPECT_EQ(layout.num_dispatch_token_cur_rank, expected.at("num_dispatch_token_cur_rank"));
   expect_cut_table(layout.token_dst_scatter_idx, expected.at("token_dst_scatter_idx"), true);
   const Json& ids = expected.at("topk_indices_tensor");

@@ -1,4 +1,4 @@
-#include "waybill/planner/node_routes.h"
+#include "planner/node_routes.h"
 
 #include <gtest/gtest.h>
 

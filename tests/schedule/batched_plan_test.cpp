@@ -261,10 +261,10 @@ TEST(BatchedPlans, refuses_schedules_that_do_not_fit) {
     const std::vector<SequencePart> kv{{&routing.fwd_kv, {{DType::float32, 4}}, &relay}};
     EXPECT_TRUE(test::rejects([&] { (void)compile_dispatch(kv, Rank{0}); }, {text})) << text;
   };
-  rejected([](auto& hops) { hops[0].shard = 99; }, "an entry of the metadata");
+  rejected([](auto& hops) { hops[0].shard = 99; }, "a shard that there is");
   rejected([](auto& hops) { hops[0].src_rank = 7; }, "two ranks of the world");
   rejected([](auto& hops) { hops[1].dst_rank = 0; }, "not the rows' home");
-  rejected([](auto& hops) { hops[0].num_rows = 101; }, "rows of the entry");
+  rejected([](auto& hops) { hops[0].num_rows = 101; }, "rows of the shard");
   rejected([](auto& hops) { hops[0].src_rank = 2; }, "a sender that is the rows' home");
   rejected([](auto& hops) { hops[1].after = 1; }, "an earlier hop");
   rejected([](auto& hops) { hops[1].src_rank = 1; }, "a hop in `after`");

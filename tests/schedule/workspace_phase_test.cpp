@@ -1,4 +1,4 @@
-#include "waybill/schedule/workspace_phase.h"
+#include "schedule/workspace_phase.h"
 
 #include <gtest/gtest.h>
 

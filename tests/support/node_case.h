@@ -5,10 +5,10 @@
 #include <utility>
 #include <vector>
 
+#include "planner/node_routes.h"
 #include "support/random_relay.h"
 #include "support/sequence_step.h"
 #include "support/sum_order.h"
-#include "waybill/planner/node_routes.h"
 #include "waybill/runtime/sequence_dispatcher.h"
 
 namespace waybill::test {

@@ -1,4 +1,4 @@
-#include "waybill/transport/share_memory.h"
+#include "transport/share_memory.h"
 
 #include <gtest/gtest.h>
 

@@ -3,12 +3,19 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <span>
 #include <type_traits>
 
 #include "waybill/core/dtype.h"
 #include "waybill/core/shape.h"
 
 namespace waybill {
+
+namespace detail {
+/// Elements of a view that is read as contiguous ones of `element_bytes`. @throws InvalidArgument
+[[nodiscard]] std::int64_t check_view_as(DType dtype, const Shape& shape, const Shape& strides,
+                                         std::size_t element_bytes);
+}  // namespace detail
 
 /// A non-owning view of a tensor in host memory. Strides count elements, not bytes, and may be
 /// anything (also 0 or negative): slices, transposes and padded rows are views like any other.
@@ -42,6 +49,15 @@ struct BasicTensorView {
     view.shape = shape;
     view.strides = strides;
     return view;
+  }
+
+  /// The elements as T. @throws InvalidArgument when T has another size than the dtype, or the view
+  ///   is not contiguous
+  template <class T>
+  [[nodiscard]] auto as() const {
+    using Element = std::conditional_t<std::is_const_v<Byte>, const T, T>;
+    const std::int64_t count = detail::check_view_as(dtype, shape, strides, sizeof(T));
+    return std::span<Element>(reinterpret_cast<Element*>(data), static_cast<std::size_t>(count));
   }
 
   [[nodiscard]] std::int64_t ndim() const { return static_cast<std::int64_t>(shape.size()); }

@@ -3,8 +3,10 @@
 #include <cstdint>
 #include <functional>
 #include <span>
+#include <utility>
 #include <vector>
 
+#include "waybill/core/move_assign.h"
 #include "waybill/core/tensor_view.h"
 #include "waybill/experts/expert_memory.h"
 #include "waybill/runtime/world.h"
@@ -26,19 +28,20 @@ class DispatchCombineContext {
   /// @param capacity_factor multiplier, as in the original
   /// @throws InvalidArgument naming the field, also where the world has other sizes; on all ranks
   ///   naming a rank and what is not the same on all of them; Timeout
-  [[nodiscard]] static DispatchCombineContext create(World& world, const EPConfig& config,
+  [[nodiscard]] static DispatchCombineContext create(const World& world, const EPConfig& config,
                                                      std::int64_t capacity_factor = 2,
                                                      const EPDispatchOptions& options = {});
 
   /// The same with windows of so many rows.
-  [[nodiscard]] static DispatchCombineContext with_rows(World& world, const EPConfig& config,
+  [[nodiscard]] static DispatchCombineContext with_rows(const World& world, const EPConfig& config,
                                                         const EPDispatchOptions& options,
                                                         std::int64_t rows);
 
   DispatchCombineContext(DispatchCombineContext&& other) noexcept;
-  DispatchCombineContext& operator=(DispatchCombineContext&&) = delete;
-  DispatchCombineContext(const DispatchCombineContext&) = delete;
-  DispatchCombineContext& operator=(const DispatchCombineContext&) = delete;
+  DispatchCombineContext& operator=(DispatchCombineContext&& other) noexcept {
+    detail::move_assign(*this, std::move(other));
+    return *this;
+  }
   ~DispatchCombineContext();
 
   /// Collective: gives the memory back. Without it, it goes with the world. Twice does nothing.
@@ -66,16 +69,17 @@ class DispatchCombineContext {
   /// @param who begins the text of errors
   /// @param more settings that ranks compare beside those of config and options
   /// @param num_rows of the windows; called when config and options are right, may throw
-  [[nodiscard]] static DispatchCombineContext make(World& world, const EPConfig& config,
+  [[nodiscard]] static DispatchCombineContext make(const World& world, const EPConfig& config,
                                                    const EPDispatchOptions& options,
                                                    const char* who, std::span<const Setting> more,
                                                    const std::function<std::int64_t()>& num_rows);
   [[nodiscard]] static std::int64_t rows_of(const EPConfig& config, std::int64_t capacity_factor,
                                             const char* who);
-  DispatchCombineContext(World& world, const EPConfig& config, const EPDispatchOptions& options);
+  DispatchCombineContext(const World& world, const EPConfig& config,
+                         const EPDispatchOptions& options);
   void allocate_windows(std::int64_t rows);
 
-  World* world_;
+  World world_;
   EPConfig config_;
   EPDispatchOptions options_;
   std::unique_ptr<ExpertMemory> memory_;  ///< where executors know it
@@ -86,9 +90,12 @@ class DispatchCombineContext {
 class BarrierAllContext {
  public:
   /// Collective, of the whole world. @param is_intra_node false: the barrier is that of the world
-  explicit BarrierAllContext(World& world, bool is_intra_node = true);
-  BarrierAllContext(const BarrierAllContext&) = delete;
-  BarrierAllContext& operator=(const BarrierAllContext&) = delete;
+  explicit BarrierAllContext(const World& world, bool is_intra_node = true);
+  BarrierAllContext(BarrierAllContext&&) noexcept = default;
+  BarrierAllContext& operator=(BarrierAllContext&& other) noexcept {
+    detail::move_assign(*this, std::move(other));
+    return *this;
+  }
   ~BarrierAllContext();
 
   /// Returns when all ranks of the node (or of the world) have called. @throws Timeout
@@ -98,7 +105,7 @@ class BarrierAllContext {
   void finalize();
 
  private:
-  World& world_;
+  World world_;
   bool is_intra_node_;
   SignalPad signals_;
   std::uint64_t epoch_ = 0;

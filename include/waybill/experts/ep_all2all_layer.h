@@ -50,7 +50,7 @@ class EPLayout {
   /// that is done: their memory is then used again after it. From any thread.
   void note_use(Stream stream) const { tables_->routing().note_use(stream); }
   /// The descriptor of the original, copied: of worlds in host memory.
-  [[nodiscard]] EPAllToAllLayoutDesc describe() const;
+  [[nodiscard]] EPAll2AllLayoutDesc describe() const;
 
  private:
   friend class EPAll2AllLayer;
@@ -85,11 +85,11 @@ struct EPDispatched {
 /// after anything else the layer is unusable: later calls throw TransportError and say why.
 class EPAll2AllLayer {
  public:
-  /// Collective, with the same arguments but for config.rank. `world` outlives the layer.
+  /// Collective, with the same arguments but for config.rank. The layer holds the world.
   /// @throws InvalidArgument naming the field; Unsupported for a world without layers; Timeout
-  EPAll2AllLayer(World& world, const EPConfig& config, const EPLayerOptions& options = {});
-  EPAll2AllLayer(const EPAll2AllLayer&) = delete;
-  EPAll2AllLayer& operator=(const EPAll2AllLayer&) = delete;
+  EPAll2AllLayer(const World& world, const EPConfig& config, const EPLayerOptions& options = {});
+  EPAll2AllLayer(EPAll2AllLayer&& other) noexcept;
+  EPAll2AllLayer& operator=(EPAll2AllLayer&& other) noexcept;
   ~EPAll2AllLayer();
 
   /// Collective. Windows grow when a rank gets more rows than they have, by the rule of the
@@ -152,7 +152,8 @@ class EPAll2AllLayer {
   [[nodiscard]] std::int64_t output_rows() const noexcept { return context_.capacity_rows(); }
 
  private:
-  [[nodiscard]] static DispatchCombineContext make_context(World& world, const EPConfig& config,
+  [[nodiscard]] static DispatchCombineContext make_context(const World& world,
+                                                           const EPConfig& config,
                                                            const EPLayerOptions& options);
   [[nodiscard]] ExpertCall next_call(const char* operation, std::uint64_t number,
                                      const Stream& stream,
@@ -167,7 +168,7 @@ class EPAll2AllLayer {
   void check_rows(const ExpertCombineInput& input, const EPLayout& layout) const;
   void check_place(const ConstTensorView& rows) const;
 
-  World& world_;
+  World world_;
   EPConfig config_;
   EPLayerOptions options_;
   std::uint64_t id_;

@@ -219,7 +219,7 @@ class ExpertExecutorFactory {
 
 /// What does the work of one layer on this world: what its executor makes, else that of worlds in
 /// host memory. World and memory outlive the result.
-[[nodiscard]] std::unique_ptr<ExpertExecutor> make_expert_executor(World& world,
+[[nodiscard]] std::unique_ptr<ExpertExecutor> make_expert_executor(const World& world,
                                                                    const EPConfig& config,
                                                                    const EPDispatchOptions& options,
                                                                    const ExpertMemory& memory);

@@ -13,7 +13,7 @@ namespace waybill {
 ///
 /// Where the original is wrong, this is right: skipped_token_topk_mapping_indices holds each
 /// topk slot's own row (there: the first one's, again and again), and nothing is left undefined.
-struct EPAllToAllLayoutDesc {
+struct EPAll2AllLayoutDesc {
   std::int64_t num_dispatch_token_cur_rank = 0;  ///< tokens that this rank dispatched
   IndexArray num_input_tokens_per_rank;          ///< [W]
   /// [N, 2, M]: the runs of tokens that the rank of the same local index on each other node sent
@@ -45,5 +45,8 @@ struct EPAllToAllLayoutDesc {
   /// padding.
   std::optional<IndexArray> grouped_to_compact;
 };
+
+/// The name of the original.
+using EPAllToAllLayoutDesc = EPAll2AllLayoutDesc;
 
 }  // namespace waybill

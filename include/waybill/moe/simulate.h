@@ -50,7 +50,7 @@ struct ExpertDispatch {
   std::vector<HostTensor> recv_scales;     ///< [R, hidden / 128]; empty without scales
   std::vector<HostTensor> recv_weights;  ///< [R]; of compact rows [R, topk]; empty without weights
   std::vector<IndexArray> recv_origin;  ///< [R, 3] int32: source rank, token, (first) topk slot; -1
-  std::vector<EPAllToAllLayoutDesc> layout;
+  std::vector<EPAll2AllLayoutDesc> layout;
   ExpertTraffic traffic;
 };
 

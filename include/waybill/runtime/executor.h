@@ -74,7 +74,7 @@ class Executor {
   [[nodiscard]] virtual bool splits_network() const { return false; }
 
   /// Whether it wants SequencePlan::phases besides, to receive what others send.
-  [[nodiscard]] virtual bool pairs_network() const { return false; }
+  [[nodiscard]] virtual bool is_two_sided() const { return false; }
 
   /// Keeps the tables of a plan. With `earlier`, in the memory of that one where it is enough.
   [[nodiscard]] virtual std::unique_ptr<UploadedPlan> upload(const SequencePlan& plan,

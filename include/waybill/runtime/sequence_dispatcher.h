@@ -5,8 +5,10 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
+#include "waybill/core/move_assign.h"
 #include "waybill/core/tensor_view.h"
 #include "waybill/runtime/abort_state.h"
 #include "waybill/runtime/capture_log.h"
@@ -64,13 +66,16 @@ class PlanHandle {
 /// throw TransportError and say why.
 class SequenceDispatcher {
  public:
-  /// Collective. `world` must outlive the dispatcher.
+  /// Collective. The dispatcher holds the world.
   /// @throws InvalidArgument for options out of range; on all ranks when max_window_bytes or the
   ///   plan's relay, batch_bytes or speeds differ, naming the rank; Timeout
-  explicit SequenceDispatcher(World& world, SequenceDispatcherOptions options = {});
+  explicit SequenceDispatcher(const World& world, SequenceDispatcherOptions options = {});
   ~SequenceDispatcher();
-  SequenceDispatcher(const SequenceDispatcher&) = delete;
-  SequenceDispatcher& operator=(const SequenceDispatcher&) = delete;
+  SequenceDispatcher(SequenceDispatcher&&) noexcept = default;
+  SequenceDispatcher& operator=(SequenceDispatcher&& other) noexcept {
+    detail::move_assign(*this, std::move(other));
+    return *this;
+  }
 
   /// Collective: waits for this rank's device, then gives the windows back. Without it their memory
   /// goes with the world; the destructor does not wait for anybody.
@@ -149,7 +154,7 @@ class SequenceDispatcher {
                                        std::uint64_t of_dispatch);
   void realign(const SequenceCall& call);
 
-  World& world_;
+  World world_;
   SequenceDispatcherOptions options_;
   SymmetricBuffer windows_[2];
   std::vector<SymmetricBuffer> retired_;  ///< outgrown, perhaps holding the last output

@@ -11,30 +11,37 @@
 
 namespace waybill {
 
-/// The ranks, how they reach each other and what does their work. One object a rank; it serves one
-/// thread at a time and outlives the dispatchers made on it.
+/// A rank of a world: who the ranks are, how they reach each other and what does their work. A
+/// handle: copies are the same rank, and it ends with the last of them; dispatchers and layers hold
+/// one. A rank serves one thread at a time.
 class World {
  public:
   /// For engines. @throws InvalidArgument for null.
   World(std::unique_ptr<Transport> transport, std::unique_ptr<Executor> executor);
 
-  [[nodiscard]] Rank rank() const noexcept { return transport_->rank(); }
-  [[nodiscard]] const Topology& topology() const noexcept { return transport_->topology(); }
+  [[nodiscard]] Rank rank() const noexcept { return engine_->transport->rank(); }
+  [[nodiscard]] const Topology& topology() const noexcept { return engine_->transport->topology(); }
   [[nodiscard]] std::int32_t world_size() const noexcept { return topology().world_size; }
-  [[nodiscard]] Transport& transport() noexcept { return *transport_; }
-  [[nodiscard]] Executor& executor() noexcept { return *executor_; }
+  [[nodiscard]] Transport& transport() const noexcept { return *engine_->transport; }
+  [[nodiscard]] Executor& executor() const noexcept { return *engine_->executor; }
+
+  /// False once it has been moved from.
+  [[nodiscard]] explicit operator bool() const noexcept { return engine_ != nullptr; }
 
   /// A number for what all ranks make together, from 1 on: as they do so in the same order, the
   /// same on all of them.
-  [[nodiscard]] std::uint64_t next_object() noexcept { return ++num_objects_; }
+  [[nodiscard]] std::uint64_t next_object() const noexcept { return ++engine_->num_objects; }
 
   /// Collective. @throws Timeout
-  void barrier() { transport_->barrier("World::barrier"); }
+  void barrier() const { engine_->transport->barrier("World::barrier"); }
 
  private:
-  std::unique_ptr<Transport> transport_;
-  std::unique_ptr<Executor> executor_;
-  std::uint64_t num_objects_ = 0;
+  struct Engine {
+    std::unique_ptr<Transport> transport;
+    std::unique_ptr<Executor> executor;  ///< goes first
+    std::uint64_t num_objects = 0;
+  };
+  std::shared_ptr<Engine> engine_;
 };
 
 /// A rank of the world whose ranks are threads of this process, in host memory. Collective.

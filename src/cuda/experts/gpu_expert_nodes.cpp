@@ -7,10 +7,10 @@
 #include "../rank/cuda_check.h"
 #include "expert_launch.h"
 #include "nodes_launch.h"
+#include "schedule/workspace_phase.h"
 #include "waybill/core/error.h"
 #include "waybill/core/to_size.h"
 #include "waybill/runtime/executor.h"
-#include "waybill/schedule/workspace_phase.h"
 
 namespace waybill::cuda {
 namespace {

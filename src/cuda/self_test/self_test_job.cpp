@@ -4,9 +4,9 @@
 #include <bit>
 #include <numeric>
 
+#include "routing/for_each_entry.h"
 #include "waybill/core/float_convert.h"
 #include "waybill/core/to_size.h"
-#include "waybill/routing/for_each_entry.h"
 
 namespace waybill::cuda {
 namespace {

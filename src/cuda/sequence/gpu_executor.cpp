@@ -43,7 +43,7 @@ class GpuExecutor final : public Executor, public ExpertExecutorFactory {
   [[nodiscard]] bool expands_plans() const override { return true; }
   [[nodiscard]] bool runs_batches() const override { return true; }
   [[nodiscard]] bool splits_network() const override { return true; }
-  [[nodiscard]] bool pairs_network() const override {
+  [[nodiscard]] bool is_two_sided() const override {
     return path_ != nullptr && path_->needs_phases();
   }
 

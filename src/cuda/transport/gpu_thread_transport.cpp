@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "../rank/cuda_check.h"
-#include "waybill/transport/share_memory.h"
+#include "transport/share_memory.h"
 
 namespace waybill::cuda {
 namespace {

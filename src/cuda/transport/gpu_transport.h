@@ -6,7 +6,7 @@
 
 #include "../network/network_path.h"
 #include "../rank/gpu_rank.h"
-#include "waybill/transport/peer_transport.h"
+#include "transport/peer_transport.h"
 
 namespace waybill::cuda {
 

@@ -1,0 +1,19 @@
+#pragma once
+
+// Worlds of ranks, and what moves shards of Q, K and V between them: SequenceDispatcher.
+
+#include "waybill/core/error.h"
+#include "waybill/core/tensor_view.h"
+#include "waybill/core/topology.h"
+#include "waybill/routing/qkv_routing.h"
+#include "waybill/runtime/sequence_dispatcher.h"
+#include "waybill/runtime/world.h"
+#include "waybill/transport/agree.h"
+#include "waybill/transport/bootstrap.h"
+#include "waybill/transport/bootstraps.h"
+#include "waybill/transport/launch_environment.h"
+#include "waybill/version.h"
+
+#if __has_include("waybill/cuda/gpu_world.h")
+#include "waybill/cuda/gpu_world.h"  // only where Waybill was built with CUDA
+#endif
