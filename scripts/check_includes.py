@@ -141,7 +141,8 @@ def check_quoted(path, name):
     if (ROOT / "src" / name).is_file() and ".." not in name and name.split("/")[0] in MODULES:
         target = name.split("/")[0]
         if module and target != module and target not in MODULES[module]:
-            return f'"{name}": {module} may include {", ".join(sorted(MODULES[module])) or "only std"}'
+            allowed = ", ".join(sorted(MODULES[module])) or "only std"
+            return f'"{name}": {module} may include {allowed}'
         return None
     of_tests = [ROOT / "tests"] if path.parts[0] == "tests" else []
     bases = [ROOT / path.parent, *of_tests]
