@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Optional, Tuple
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed import distributed_c10d
 
 from . import _core
 from ._process_group import GroupExchange, distributed, group_of
-from .errors import Error, InvalidArgument
+from .errors import InvalidArgument, PeerFailed
 
 __all__ = ["device_of", "node_size", "nodes_of_group", "place_group", "refuse_shared_gpus"]
 
@@ -38,14 +39,11 @@ def place_group(
     """
     group = group_of(group, who)
     exchange = GroupExchange(group, timeout_s, who)
-    try:
+    with _failures_told(exchange):
         named = device_of(group, device)
         check(named)
         own = Place(host_name(), _gpu_id(torch.cuda.current_device()) if named == "cuda" else "")
-    except Error as error:
-        exchange.tell_failure(str(error))
-        raise
-    everyone = exchange.all_gather(json.dumps(own).encode())
+        everyone = exchange.all_gather(json.dumps(own).encode())
     places = [Place(*json.loads(text)) for text in everyone]
     refuse_shared_gpus(places, who)
     if ranks_per_node is None:
@@ -57,8 +55,22 @@ def place_group(
 
 def nodes_of_group(group: Any, timeout_s: float, who: str) -> int:
     """Collective: ranks of each host of the group."""
-    hosts = GroupExchange(group, timeout_s, who).all_gather(host_name().encode())
+    exchange = GroupExchange(group, timeout_s, who)
+    with _failures_told(exchange):
+        hosts = exchange.all_gather(host_name().encode())
     return node_size([host.decode() for host in hosts], who)
+
+
+@contextmanager
+def _failures_told(exchange: GroupExchange) -> Iterator[None]:
+    """Whoever gives up, by an interrupt too, says so: the others do not wait for it."""
+    try:
+        yield
+    except PeerFailed:  # which the others are told by that rank
+        raise
+    except BaseException as error:
+        exchange.tell_failure(str(error) or type(error).__name__)
+        raise
 
 
 def device_of(group: Any, device: Any) -> str:
