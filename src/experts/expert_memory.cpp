@@ -1,24 +1,10 @@
 #include "waybill/experts/expert_memory.h"
 
+#include "core/memory_layout.h"
 #include "waybill/moe/expert_routing.h"
 
 namespace waybill {
 namespace {
-
-/// Parts of one buffer, one behind the other, each at a multiple of 256 bytes.
-class Parts {
- public:
-  std::int64_t take(std::int64_t size_bytes) {
-    const std::int64_t here = at_;
-    at_ += (size_bytes + alignment - 1) / alignment * alignment;
-    return here;
-  }
-  [[nodiscard]] std::int64_t total() const { return at_; }
-
- private:
-  static constexpr std::int64_t alignment = 256;
-  std::int64_t at_ = 0;
-};
 
 constexpr std::int64_t int_bytes = sizeof(std::int32_t);
 constexpr std::int64_t scale_bytes = sizeof(float);
@@ -33,7 +19,7 @@ ExpertWindowLayout expert_window_layout(const EPConfig& config, const EPDispatch
                                         std::int64_t capacity_rows) {
   const bool compact = options.rows == EPRows::compact;
   const std::int64_t weights = compact ? config.topk : 1;
-  Parts parts;
+  detail::MemoryLayout parts;
   ExpertWindowLayout layout;
   layout.rows = parts.take(capacity_rows * payload_row_bytes(config, options));
   layout.tags = parts.take(capacity_rows * static_cast<std::int64_t>(sizeof(RowTag)));
@@ -46,7 +32,7 @@ ExpertWindowLayout expert_window_layout(const EPConfig& config, const EPDispatch
 
 ExpertWorkspaceLayout expert_workspace_layout(const EPConfig& config,
                                               const EPDispatchOptions& options) {
-  Parts parts;
+  detail::MemoryLayout parts;
   ExpertWorkspaceLayout layout;
   for (std::int64_t& counts : layout.counts) {
     counts = parts.take(config.world_size * num_counts(config) * int_bytes);

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "../rank/cuda_check.h"
+#include "core/memory_layout.h"
 #include "expert_launch.h"
 #include "nodes_launch.h"
 #include "schedule/workspace_phase.h"
@@ -44,20 +45,15 @@ ExpertNodes::ExpertNodes(Transport& transport, std::shared_ptr<GpuRank> gpu, Net
       own_node_(config.rank / config.local_world_size) {
   cuda_check(prepare_nodes(config_.token_dtype), "loading kernels");
   const std::int64_t steps = config_.num_nodes() - 1;
-  std::int64_t total = 0;
-  const auto take = [&](std::int64_t bytes) {
-    const std::int64_t here = total;
-    total += (bytes + 255) / 256 * 256;
-    return here;
-  };
-  const std::int64_t puts = take(most_puts(config_) * std::int64_t{sizeof(NetworkPut)});
-  const std::int64_t step_table = take(steps * std::int64_t{sizeof(NetworkStep)});
-  const std::int64_t waits = take(steps * std::int64_t{sizeof(BatchSlot)});
-  const std::int64_t signals = take(steps * std::int64_t{sizeof(BatchSlot)});
-  const std::int64_t done = take(steps * std::int64_t{sizeof(unsigned)});
-  const std::int64_t state = take(sizeof(PathState));
-  const std::int64_t num_puts = take(sizeof(std::int32_t));
-  program_memory_ = device_memory(total, gpu_->stream());
+  waybill::detail::MemoryLayout parts;
+  const std::int64_t puts = parts.take(most_puts(config_) * std::int64_t{sizeof(NetworkPut)});
+  const std::int64_t step_table = parts.take(steps * std::int64_t{sizeof(NetworkStep)});
+  const std::int64_t waits = parts.take(steps * std::int64_t{sizeof(BatchSlot)});
+  const std::int64_t signals = parts.take(steps * std::int64_t{sizeof(BatchSlot)});
+  const std::int64_t done = parts.take(steps * std::int64_t{sizeof(unsigned)});
+  const std::int64_t state = parts.take(sizeof(PathState));
+  const std::int64_t num_puts = parts.take(sizeof(std::int32_t));
+  program_memory_ = device_memory(parts.total(), gpu_->stream());
   auto* const base = static_cast<std::byte*>(program_memory_.get());
   program_ = {reinterpret_cast<PathState*>(base + state),
               reinterpret_cast<std::int32_t*>(base + num_puts),

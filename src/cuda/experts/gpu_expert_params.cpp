@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "../rank/cuda_check.h"
+#include "core/memory_layout.h"
 #include "expert_launch.h"
 #include "waybill/core/to_size.h"
 #include "waybill/moe/expert_routing.h"
@@ -53,25 +54,24 @@ RecordWorkspace::RecordWorkspace(const EPConfig& config, const EPDispatchOptions
                                  bool low_latency) {
   const std::int64_t tokens = std::int64_t{config.world_size} * config.max_tokens;
   const std::int64_t stride = config.topk + (options.rows == EPRows::compact ? 1 : 0);
-  const auto take = [&](std::int64_t bytes) {
-    const std::int64_t here = total;
-    total += (bytes + 255) / 256 * 256;
-    return here;
-  };
+  waybill::detail::MemoryLayout parts;
   for (std::int64_t& part : counts)
-    part = take(config.world_size * waybill::num_counts(config) * 8);
-  for (std::int64_t& part : records) part = take(tokens * stride * 4);
+    part = parts.take(config.world_size * waybill::num_counts(config) * 8);
+  for (std::int64_t& part : records) part = parts.take(tokens * stride * 4);
   for (std::int64_t& part : weights) {
-    part = take(tokens * config.topk * dtype_bytes(config.weight_dtype));
+    part = parts.take(tokens * config.topk * dtype_bytes(config.weight_dtype));
   }
-  for (std::int64_t& part : gathered) part = take(low_latency ? tokens * config.topk * 16 : 0);
+  for (std::int64_t& part : gathered)
+    part = parts.take(low_latency ? tokens * config.topk * 16 : 0);
   slot_row_bytes = config.hidden * dtype_bytes(payload_dtype(config, options));
   const std::int64_t scale_bytes = num_scales(config, options) * 4;
-  if (options.payload == EPPayload::quantized) return;  // that takes a kernel between
-  slot_tokens = tokens_that_land(config, slot_row_bytes, scale_bytes);
+  // A quantized payload takes a kernel between.
+  const bool lands = options.payload != EPPayload::quantized;
+  slot_tokens = lands ? tokens_that_land(config, slot_row_bytes, scale_bytes) : 0;
   for (std::int64_t& part : receive_slots) {
-    part = take(config.world_size * slot_tokens * (slot_row_bytes + scale_bytes));
+    part = parts.take(config.world_size * slot_tokens * (slot_row_bytes + scale_bytes));
   }
+  total = parts.total();
 }
 
 ExpertParams::ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,

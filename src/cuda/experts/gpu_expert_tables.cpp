@@ -4,24 +4,17 @@
 #include <limits>
 #include <utility>
 
+#include "core/memory_layout.h"
 #include "waybill/core/to_size.h"
 #include "waybill/runtime/executor.h"
 
 namespace waybill::cuda {
 namespace {
 
+using waybill::detail::MemoryLayout;
 using waybill::detail::to_size;
 
-/// Parts of one block of memory, each at a multiple of 256 bytes.
-struct Parts {
-  std::int64_t total = 0;
-
-  std::int64_t take(std::int64_t count, std::int64_t element_bytes = 4) {
-    const std::int64_t here = total;
-    total += (count * element_bytes + 255) / 256 * 256;
-    return here;
-  }
-};
+constexpr std::int64_t int_bytes = sizeof(std::int32_t);
 
 std::int64_t most_grouped_rows(const EPConfig& config, const EPDispatchOptions& options) {
   return config.world_size * config.max_tokens * config.topk +
@@ -36,33 +29,33 @@ FixedTables::FixedTables(const EPConfig& config, const EPDispatchOptions& option
   const std::int64_t nodes = config.num_nodes();
   const std::int64_t topk_slots = nodes * config.max_tokens * config.topk;
   const std::int64_t per_rank = config.num_experts_per_rank();
-  Parts parts;
-  ids = parts.take(topk_slots);
-  dst_rows = parts.take(topk_slots);
+  MemoryLayout parts;
+  ids = parts.take(topk_slots, int_bytes);
+  dst_rows = parts.take(topk_slots, int_bytes);
   addresses = parts.take(topk_slots, 8);
-  records = parts.take(world * config.max_tokens * (config.topk + (is_compact ? 1 : 0)));
-  grouped_to_compact = parts.take(is_compact ? most_grouped_rows(config, options) : 0);
-  send_reqs = parts.take(nodes > 1 ? nodes * 2 * config.max_tokens : 0);
-  num_input_tokens = parts.take(world);
-  splits = parts.take(world * (config.num_experts + 1));
-  segment_offsets = parts.take(world * config.num_experts);
-  expert_counts = parts.take(per_rank);
-  expert_offsets = parts.take(per_rank + 1);
-  num_recv_rows = parts.take(world + 1);  // and the most of them
-  total = parts.total;
+  records = parts.take(world * config.max_tokens * (config.topk + (is_compact ? 1 : 0)), int_bytes);
+  grouped_to_compact = parts.take(is_compact ? most_grouped_rows(config, options) : 0, int_bytes);
+  send_reqs = parts.take(nodes > 1 ? nodes * 2 * config.max_tokens : 0, int_bytes);
+  num_input_tokens = parts.take(world, int_bytes);
+  splits = parts.take(world * (config.num_experts + 1), int_bytes);
+  segment_offsets = parts.take(world * config.num_experts, int_bytes);
+  expert_counts = parts.take(per_rank, int_bytes);
+  expert_offsets = parts.take(per_rank + 1, int_bytes);
+  num_recv_rows = parts.take(world + 1, int_bytes);  // and the most of them
+  total = parts.total();
 }
 
 RowTables::RowTables(const EPConfig& config, const EPDispatchOptions& options,
                      std::int64_t most_rows, std::int64_t first)
     : capacity_rows(most_rows) {
   const bool is_compact = options.rows == EPRows::compact;
-  Parts parts{first};
+  MemoryLayout parts(first);
   tags = parts.take(capacity_rows, sizeof(MoeTag));
-  primary_rows = parts.take(is_compact ? 0 : capacity_rows);
-  topk_slot_rows = parts.take(is_compact ? 0 : capacity_rows * config.topk);
-  compact_to_grouped = parts.take(is_compact ? capacity_rows * config.topk : 0);
-  topk = parts.take(is_compact ? capacity_rows * config.topk : 0);
-  total = parts.total;
+  primary_rows = parts.take(is_compact ? 0 : capacity_rows, int_bytes);
+  topk_slot_rows = parts.take(is_compact ? 0 : capacity_rows * config.topk, int_bytes);
+  compact_to_grouped = parts.take(is_compact ? capacity_rows * config.topk : 0, int_bytes);
+  topk = parts.take(is_compact ? capacity_rows * config.topk : 0, int_bytes);
+  total = parts.total();
 }
 
 GpuExpertRouting::GpuExpertRouting(const EPConfig& config, const EPDispatchOptions& options,
