@@ -8,10 +8,12 @@ scripts/setup.sh --ci
 scripts/python_env.sh
 cmake --preset release --log-level=WARNING
 
+# Files of the module cuda are not in the build: they are given the command of one that is.
 run_clang_tidy() {
   find src -name '*.cpp' -print0 |
     xargs -0 -n 1 -P "$(nproc)" \
-      clang-tidy -p build/release --quiet --extra-arg=-Wno-unknown-warning-option 2>/dev/null
+      clang-tidy -p build/release --quiet --extra-arg=-Wno-unknown-warning-option \
+      --extra-arg="-I$PWD/src" 2>/dev/null
 }
 
 failed=()
