@@ -1,11 +1,13 @@
 """Calls of several threads at once, which no program should make: an error or the right rows, never
 memory that is somebody else's."""
 
+import functools
 import threading
 import time
 
 import numpy as np
 import pytest
+from several_threads import together
 
 import waybill
 
@@ -24,22 +26,17 @@ def plan_of(lengths):
 
 def in_parallel(*works):
     """Runs each again and again for a while, on a thread of its own; the first error is raised."""
-    end, errors = time.monotonic() + SECONDS, []
+    end, failed = time.monotonic() + SECONDS, threading.Event()
 
     def run(work):
-        try:
-            while time.monotonic() < end and not errors:
+        while time.monotonic() < end and not failed.is_set():
+            try:
                 work()
-        except BaseException as error:
-            errors.append(error)
+            except BaseException:
+                failed.set()
+                raise
 
-    threads = [threading.Thread(target=run, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    together(*(functools.partial(run, work) for work in works))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from records import records
 
 import waybill
 from waybill import _selftest, index_ops
-from waybill._selftest import checks, golden
+from waybill._selftest import checks, golden, parts
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
@@ -66,8 +66,8 @@ def damaged(monkeypatch, module, name, change):
         ("planner", checks, "validate", lambda f, *tables: ["a finding"]),
         ("validator", checks, "validate", lambda f, *tables: []),
         ("validator", checks, "orchestrate_simulate", lambda f, *given: None),
-        ("ranks that are threads", checks, "expected_rows", lambda f, *g: [r + 1 for r in f(*g)]),
-        ("ranks that are threads", checks, "expected_gradients", lambda f, *g: f(*g)[::-1]),
+        ("ranks that are threads", parts, "expected_rows", lambda f, *g: [r + 1 for r in f(*g)]),
+        ("ranks that are threads", parts, "expected_gradients", lambda f, *g: f(*g)[::-1]),
         ("experts", checks, "simulate_dispatch", lambda f, c, t, ids: f(c, t, ids[::-1])),
     ],
 )

@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 import pytest
+from several_threads import together
 
 import waybill
 
@@ -19,25 +20,6 @@ def layer_on(world, **options):
     return EPAll2AllLayer(
         world, MAX, HIDDEN, TOPK, world.rank, EXPERTS, WORLD, WORLD, torch.float32, **options
     )
-
-
-def together(*works):
-    """Each on a thread of its own; the first error is raised."""
-    errors = []
-
-    def run(work):
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def steps(layer, scale):

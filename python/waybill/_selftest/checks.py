@@ -25,11 +25,7 @@ from .parts import (
     Check,
     Skipped,
     expect,
-    expected_gradients,
-    expected_rows,
-    payloads,
-    planned,
-    rows_of,
+    planned_step,
 )
 
 
@@ -93,12 +89,7 @@ def check_threads() -> str:
 
 
 def _dispatch_on_threads(world_size: int, per_node: int) -> None:
-    made = planned(world_size)
-    metadata, routing = made.to_metadata(), made.to_routing()
-    q, k = (payloads(made, world_size, kind) for kind in (0, 1))
-    rows = [rows_of(made, rank) for rank in range(world_size)]
-    want_q, want_k = expected_rows(q, metadata.fwd_q), expected_rows(k, metadata.fwd_kv)
-    want_sums = expected_gradients(want_k, metadata, rows)
+    routing, q, k, want_q, want_k, want_sums = planned_step(world_size)
 
     def body(world: World) -> Tuple[Any, ...]:
         mine_q, mine_k = q[world.rank], k[world.rank]

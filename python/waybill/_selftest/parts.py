@@ -6,7 +6,7 @@ import importlib.metadata
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from .._arrays import AnyArray
 from ..layouts import QkvMetadata
 from ..planner import AttentionPlan, plan
 from ..simulate import orchestrate_simulate, simulate_communication, sum_kv_copies
+from ..sparse import QkvRouting
 
 #: A check returns what it did, in a few words, or raises.
 Check = Callable[[], str]
@@ -88,3 +89,25 @@ def expected_gradients(received: list[AnyArray], metadata: QkvMetadata, rows: li
     return [
         sum_kv_copies(planes[rank, : copies * rows[rank]], reverse, rank) for rank in range(world)
     ]
+
+
+class Step(NamedTuple):
+    """A step of attention on ranks: what each has, and what the simulation says that it gets."""
+
+    routing: QkvRouting
+    q: list[AnyArray]
+    k: list[AnyArray]
+    want_q: list[AnyArray]
+    want_k: list[AnyArray]
+    want_sums: list[AnyArray]  #: gradients of K, when every rank returns what it received
+
+
+def planned_step(world_size: int) -> Step:
+    """That of planned()."""
+    made = planned(world_size)
+    metadata = made.to_metadata()
+    q, k = (payloads(made, world_size, kind) for kind in (0, 1))
+    want_q, want_k = expected_rows(q, metadata.fwd_q), expected_rows(k, metadata.fwd_kv)
+    rows = [rows_of(made, rank) for rank in range(world_size)]
+    want_sums = expected_gradients(want_k, metadata, rows)
+    return Step(made.to_routing(), q, k, want_q, want_k, want_sums)

@@ -15,11 +15,10 @@ from .._selftest.parts import (
     TIMEOUT_S,
     Check,
     expect,
-    expected_gradients,
     expected_rows,
     payloads,
     planned,
-    rows_of,
+    planned_step,
 )
 from ..moe import simulate_dispatch
 from ..world import World, num_gpus
@@ -90,12 +89,7 @@ def _on_gpus(check: Callable[..., None]) -> str:
 
 
 def _step(device: str, world_size: int, per_node: int, backward: bool = True) -> None:
-    made = planned(world_size)
-    metadata, routing = made.to_metadata(), made.to_routing()
-    q, k = (payloads(made, world_size, kind) for kind in (0, 1))
-    rows = [rows_of(made, rank) for rank in range(world_size)]
-    want_q, want_k = expected_rows(q, metadata.fwd_q), expected_rows(k, metadata.fwd_kv)
-    want_sums = expected_gradients(want_k, metadata, rows)
+    routing, q, k, want_q, want_k, want_sums = planned_step(world_size)
 
     def body(world: World) -> Tuple[Any, ...]:
         mine = [torch.from_numpy(part[world.rank]).to(world.device) for part in (q, k)]
