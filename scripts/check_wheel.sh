@@ -19,7 +19,7 @@ if ! "$python" -m build --wheel --no-isolation --outdir "$dist" \
   exit 1
 fi
 wheel=$(realpath "$dist"/waybill-*.whl)
-for commands in build/python/*/compile_commands.json; do
+for commands in build/wheel-*/compile_commands.json; do
   scripts/check_flags.py "$(dirname "$commands")"
 done
 
