@@ -87,8 +87,11 @@ function(waybill_join_sources target base)
     list(APPEND kept ${file})
   endwhile()
   set_target_properties(${target} PROPERTIES SOURCES "${kept}")
-  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")  # types of files, in what gcc takes for a header
-    target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wno-subobject-linkage>)
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    # Types of one file, in what gcc takes for a header; locals named as a constant of another file.
+    target_compile_options(
+      ${target}
+      PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:-Wno-subobject-linkage;-Wno-shadow;-Wshadow=local>")
   endif()
 endfunction()
 
