@@ -6,6 +6,8 @@ import torch
 
 from waybill.torch.context_parallel import ContextParallelAttention
 
+torch.set_num_threads(1)  # ranks are threads, of few rows each
+
 
 def pieces_in_order(lengths, world_size):
     """Documents packed in order, cut where a rank is full."""
@@ -94,7 +96,7 @@ def tensors_of(pieces, heads, kv_heads, head_dim, v_head_dim, seed=0, dtype=torc
 
 
 def whole(pieces, tensors, **options):
-    """Output, gradients of q, k and v, and log-sum-exp of each rank's rows, from whole documents."""
+    """Output, gradients of q, k and v, log-sum-exp: of each rank's rows, from whole documents."""
     leaves = [[t.detach().clone().requires_grad_() for t in ranks[:3]] for ranks in tensors]
     where = {}  # of each document: (offset, rank, row, rows)
     for rank, held in enumerate(pieces):

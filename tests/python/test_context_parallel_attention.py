@@ -49,7 +49,7 @@ def plain(q, k, v, sequences, shape):
     return torch.cat(outs)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_random_batches(seed):
     rng = rng_of(seed)
     world_size = rng.choice((1, 2, 2, 4))
@@ -67,7 +67,7 @@ def test_random_batches(seed):
         close(got[rank][4:], [expected[4].float()], 1e-5)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_function_as_the_kernel(seed):
     rng = rng_of(100 + seed)
     pieces = random_pieces(rng, 2)

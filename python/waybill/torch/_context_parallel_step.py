@@ -156,6 +156,7 @@ class RankStep:
         the dispatch). With ``keep`` what came is copied from the window.
         """
         number, back, there = 0, [], self._nothing(q)
+        lse: Optional[torch.Tensor]
         if self.moves:
             with self.beside.run():
                 views = self._move(self._there, (q, k, v))
@@ -300,7 +301,8 @@ def home_calls(table: Any, rows: int, takes_gaps: bool, device: torch.device) ->
 
 
 def _with_gaps(table: list[Any], rows: int, device: torch.device) -> HomeCall:
-    q_lens, k_lens = [], []
+    q_lens: list[int] = []
+    k_lens: list[int] = []
     q_at = kv_at = 0
     most = max(max(q_len, kv_len) for _, q_len, _, kv_len in table)
 

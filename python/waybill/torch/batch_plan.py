@@ -134,6 +134,8 @@ class BatchPlan:
     planner: BatchPlanner
     qkv_plan: QkvPlan
     in_place: bool  #: whether rows that stay are attended to where they are
+    _pieces: list[IntArray]
+    _routing: Any
 
     def __init__(self) -> None:
         raise InvalidArgument("BatchPlan: got a constructor call, expected BatchPlanner.plan(...)")
@@ -145,7 +147,7 @@ class BatchPlan:
         rows = sum(int(table[:, 2].sum()) for table in pieces)
         few = rows < _FEW_ROWS * planner.world_size and planner.world_size > 1
         self.in_place = not few if planner.in_place == "auto" else bool(planner.in_place)
-        self._routing: Any = None
+        self._routing = None
         return self
 
     @property

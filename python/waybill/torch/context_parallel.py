@@ -15,10 +15,10 @@ from ..errors import InvalidArgument
 from ..world import World
 from ._context_parallel_step import Beside, RankStep, Saved
 from ._piece_exchange import PieceExchange
-from ._tensors import meet_mark, require_tensor
+from ._tensors import require_tensor
 from .batch_plan import BatchPlan, BatchPlanner, RankPieces
-from .kernels import Sequences, choose_kernel
 from .kernels import Kernel as _Kernel
+from .kernels import Sequences, choose_kernel
 from .sequence_dispatcher import SequenceDispatcher
 
 __all__ = ["ContextParallelAttention"]
@@ -239,8 +239,7 @@ class _Attention(torch.autograd.Function):
     @outside_graphs
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
-        meet_mark(ctx)
-        q, k, v, out, *saved = ctx.saved_tensors
+        q, k, v, out, *saved = ctx.saved_tensors  # first: a checkpoint makes its calls here
         needs = ctx.needs_input_grad
         found = ctx.step.backward(
             grad, q, k, v, out, Saved(*saved), ctx.number, (needs[3], needs[4] or needs[5])

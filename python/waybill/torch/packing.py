@@ -50,7 +50,8 @@ class PackedBatch(NamedTuple):
 
     def to(self, device: Any) -> PackedBatch:
         """The same with its tensors on a device."""
-        return PackedBatch(*(t.to(device) for t in self[:3]), self.pieces)
+        tokens, labels, positions = (t.to(device) for t in self[:3])
+        return PackedBatch(tokens, labels, positions, self.pieces)
 
 
 def pack(
@@ -91,4 +92,4 @@ def unpack(rows: torch.Tensor, pieces: Sequence[Union[int, Piece]]) -> list[torc
     lengths = [piece[2] if isinstance(piece, tuple) else int(piece) for piece in pieces]
     if sum(lengths) != len(rows):
         raise InvalidArgument(f"unpack: {len(rows)} rows, expected {sum(lengths)}, as of pieces")
-    return list(rows.split(lengths))
+    return list(torch.split(rows, lengths))

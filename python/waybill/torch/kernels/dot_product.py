@@ -22,9 +22,8 @@ class DotProductKernel(AttentionKernel):
         shape: AttentionShape, want_lse: bool,
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:  # fmt: skip
         outs, lses = [], []
-        for q_, k_, v_ in zip(
-            q.split(sequences.q_lens), k.split(sequences.k_lens), v.split(sequences.k_lens)
-        ):
+        lens = (sequences.q_lens, sequences.k_lens, sequences.k_lens)
+        for q_, k_, v_ in zip(*(torch.split(t, list(n)) for t, n in zip((q, k, v), lens))):
             if q_.shape[0] == 0:
                 continue
             if k_.shape[0] == 0:

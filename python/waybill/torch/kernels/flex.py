@@ -37,8 +37,9 @@ class FlexKernel(AttentionKernel):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences,
         shape: AttentionShape, want_lse: bool,
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:  # fmt: skip
-        from torch.nn.attention.flex_attention import flex_attention
+        from torch.nn.attention import flex_attention as flex
 
+        flex_attention = flex.flex_attention
         q_begin = np.cumsum((0, *sequences.q_lens[:-1]))
         k_begin = np.cumsum((0, *sequences.k_lens[:-1]))
         mask = block_mask(
@@ -51,12 +52,18 @@ class FlexKernel(AttentionKernel):
                 FlexKernel._compiled = torch.compile(flex_attention, dynamic=True)
             call = FlexKernel._compiled
         q_, k_, v_ = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+        options: dict[str, Any] = {}
+        if want_lse:
+            aux = getattr(flex, "AuxRequest", None)
+            options = {"return_lse": True} if aux is None else {"return_aux": aux(lse=True)}
         result = call(
             q_, k_, v_, block_mask=mask, scale=shape.scale,
-            enable_gqa=shape.heads != shape.kv_heads, return_lse=want_lse,
+            enable_gqa=shape.heads != shape.kv_heads, **options,
         )  # fmt: skip
-        out, lse = result if want_lse else (result, None)
-        return out[0].transpose(0, 1), None if lse is None else lse[0].float()
+        if not want_lse:
+            return result[0].transpose(0, 1), None
+        out, lse = result
+        return out[0].transpose(0, 1), getattr(lse, "lse", lse)[0].float()
 
 
 def block_mask(
@@ -88,9 +95,8 @@ def block_mask(
     def visible(batch: Any, head: Any, q_index: Any, k_index: Any) -> Any:
         return (k_index >= first[q_index]) & (k_index < last[q_index])
 
-    return BlockMask.from_kv_blocks(
-        *tables, BLOCK_SIZE=_BLOCK, mask_mod=visible, seq_lengths=(num_q, num_k)
-    )
+    make: Any = BlockMask.from_kv_blocks
+    return make(*tables, BLOCK_SIZE=_BLOCK, mask_mod=visible, seq_lengths=(num_q, num_k))
 
 
 def _key_ranges(
