@@ -117,6 +117,8 @@ struct LayoutHandle {
     add("grouped_to_compact", views.grouped_to_compact);
     add("recv_tags", views.recv_tags);
     add("num_recv_tokens_per_rank", views.num_recv_rows);
+    add("splits", views.splits);
+    add("weights", views.weights);
     return result;
   }
 };

@@ -1,6 +1,7 @@
 #include "home_layout.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "core/to_size.h"
 #include "waybill/core/error.h"
@@ -21,6 +22,11 @@ void start(const PlannerOptions& options, HomeLayout& home) {
   home.rank_pieces.assign(1, 0);
   home.doc_pieces.assign(1, 0);
   home.tokens.assign(to_size(options.world_size), 0);
+}
+
+void number_in_order(HomeLayout& home) {
+  home.by_rank.resize(home.pieces.size());
+  std::iota(home.by_rank.begin(), home.by_rank.end(), 0);
 }
 
 std::int64_t checked_total(std::span<const std::int64_t> doc_lengths,
@@ -83,6 +89,7 @@ void lay_out(std::span<const std::int64_t> doc_lengths, const PlannerOptions& op
     home.doc_pieces.push_back(static_cast<std::int32_t>(home.pieces.size()));
   }
   while (rank < options.world_size) close_rank();
+  number_in_order(home);
   check_bytes(options, total, std::min(total, home.tokens_per_rank));
 }
 
@@ -118,6 +125,7 @@ void lay_out(std::span<const std::vector<std::int64_t>> rank_doc_lengths,
     }
     home.rank_pieces.push_back(doc);
   }
+  number_in_order(home);
   check_bytes(options, total, *std::max_element(home.tokens.begin(), home.tokens.end()));
 }
 

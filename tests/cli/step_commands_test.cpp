@@ -22,7 +22,7 @@ TEST_F(StepCommandsTest, ExplainSaysRankDocumentLinkAndRemedy) {
   const ProgramResult direct = run("explain" + two_nodes + "--transfer direct --network 1GB/s");
   ASSERT_EQ(direct.exit_code, 0) << direct.err;
   EXPECT_TRUE(holds(direct.out, {"1.00 GB/s network", "network", "document ", "The step takes ",
-                                 "Moving rows is ", "relay schedule says would save"}));
+                                 "Moving rows takes ", "relay schedule says would save"}));
   const ProgramResult rank = run("explain" + two_nodes + "--rank 3");
   EXPECT_TRUE(holds(rank.out, {"rank 3", "waits for", "return dK dV"}));
 }
