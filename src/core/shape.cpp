@@ -4,6 +4,10 @@
 
 namespace waybill {
 
+void Shape::throw_too_long() {
+  throw_invalid("Shape: more than ", max_axes, " axes, expected at most ", max_axes);
+}
+
 std::int64_t num_elements(std::span<const std::int64_t> shape, const char* who) {
   constexpr std::int64_t limit = std::int64_t{1} << 62;
   std::int64_t product = 1;

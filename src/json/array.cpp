@@ -7,8 +7,6 @@
 namespace waybill::detail {
 namespace {
 
-constexpr std::size_t max_array_dims = 8;
-
 void write_nested(JsonWriter& writer, const Shape& shape, const Int64View& values, std::size_t axis,
                   std::int64_t& next) {
   if (axis == shape.size()) {
@@ -80,9 +78,9 @@ class NestedReader {
 
 Shape read_shape(const JsonNode& node) {
   const std::vector<std::int64_t>& shape = node.integers();
-  if (shape.size() > max_array_dims) node.fail(concat("at most ", max_array_dims, " extents"));
+  if (shape.size() > Shape::max_axes) node.fail(concat("at most ", Shape::max_axes, " extents"));
   check_at(node, [&] { (void)num_elements(shape, "shape"); });
-  return shape;
+  return Shape(std::span(shape));
 }
 
 DType read_dtype(const JsonNode& node) {

@@ -30,10 +30,10 @@ class JsonWriter {
   JsonWriter& string(std::string_view text);
 
   /// A list of integers on one line.
-  template <class Int>
-  JsonWriter& integers(const std::vector<Int>& numbers) {
+  template <class Integers>
+  JsonWriter& integers(const Integers& numbers) {
     open_list(true);
-    for (const Int number : numbers) integer(number);
+    for (const auto number : numbers) integer(number);
     return close();
   }
 

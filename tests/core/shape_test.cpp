@@ -3,13 +3,38 @@
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <span>
+#include <type_traits>
+#include <vector>
 
 #include "waybill/core/error.h"
+#include "waybill/core/tensor_view.h"
 
 namespace waybill {
 namespace {
 
 constexpr std::int64_t big = std::numeric_limits<std::int64_t>::max();
+
+static_assert(std::is_trivially_copyable_v<Shape> && std::is_trivially_copyable_v<TensorView> &&
+              std::is_trivially_copyable_v<ConstTensorView>);  // no memory of their own
+
+TEST(shape, holds_up_to_eight_extents) {
+  Shape shape{4, 7};
+  shape.push_back(2);
+  EXPECT_EQ(shape, (Shape{4, 7, 2}));
+  EXPECT_NE(shape, (Shape{4, 7}));
+  shape.pop_back();
+  EXPECT_EQ(shape, (Shape{4, 7}));
+  EXPECT_EQ(Shape(std::size_t{3}), (Shape{0, 0, 0}));
+  EXPECT_EQ(Shape(shape.begin() + 1, shape.end()), (Shape{7}));
+  Shape full(Shape::max_axes);
+  EXPECT_THROW(full.push_back(1), InvalidArgument);
+  EXPECT_EQ(full.size(), Shape::max_axes);
+  EXPECT_THROW(Shape(std::size_t{9}), InvalidArgument);
+  EXPECT_THROW((Shape{1, 1, 1, 1, 1, 1, 1, 1, 1}), InvalidArgument);
+  const std::vector<std::int64_t> nine(9, 1);
+  EXPECT_THROW(Shape{std::span(nine)}, InvalidArgument);
+}
 
 TEST(num_elements, multiplies_the_extents) {
   EXPECT_EQ(num_elements(Shape{}, "f"), 1);

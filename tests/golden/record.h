@@ -90,10 +90,15 @@ void add_leaves(const Json& data, std::vector<Number>& leaves) {
   }
 }
 
+inline Shape shape(const Json& json) {
+  const auto extents = json.at("shape").get<std::vector<std::int64_t>>();
+  return Shape(std::span(extents));
+}
+
 inline IndexArray array(const Json& json) {
   std::vector<std::int64_t> values;
   add_leaves(json.at("data"), values);
-  const IndexArray wide(json.at("shape").get<Shape>(), std::move(values));
+  const IndexArray wide(shape(json), std::move(values));
   return wide.to(dtype_from_name(json.at("dtype").get<std::string>()));
 }
 
@@ -106,7 +111,7 @@ inline std::vector<IndexArray> arrays(const Json& json) {
 }
 
 inline HostTensor tensor(const Json& json) {
-  HostTensor result(DType::float32, json.at("shape").get<Shape>());
+  HostTensor result(DType::float32, shape(json));
   std::vector<float> leaves;
   add_leaves(json.at("data"), leaves);
   const auto elements = result.as<float>();
