@@ -11,6 +11,7 @@ import torch
 
 from .._dispatcher import ReadyPlan, TensorFormat
 from ..sparse import SparseMetadata
+from ._ranges import named
 from .batch_plan import BatchPlan
 from .kernels import AttentionKernel, AttentionShape, Sequences
 from .sequence_dispatcher import SequenceDispatcher
@@ -158,12 +159,13 @@ class RankStep:
         number, back, there = 0, [], self._nothing(q)
         lse: Optional[torch.Tensor]
         if self.moves:
-            with self.beside.run():
+            with self.beside.run(), named("forward of rows that travel", self.device):
                 views = self._move(self._there, (q, k, v))
                 number = self.dispatcher.last_dispatch
                 there, lse = self._attend_there(views, keep, want_lse)
                 back = self._send_back(there.out, lse, want_lse)
-        out, home_lse = self._attend_home(q, k, v, want_lse)
+        with named("forward in place", self.device):
+            out, home_lse = self._attend_home(q, k, v, want_lse)
         if self.moves:
             self.beside.join()
             self.q_rows.write(out, back[0])
@@ -231,7 +233,7 @@ class RankStep:
         back: Tuple[torch.Tensor, ...] = ()
         sums: Tuple[torch.Tensor, ...] = ()
         if self.moves:
-            with self.beside.run():
+            with self.beside.run(), named("backward of rows that travel", self.device):
                 (there,) = self._move(self._grad_there, (grad,), number)
                 found = self._gradients_there(there, saved)
                 if needs[1]:
@@ -240,7 +242,8 @@ class RankStep:
                     )
                 if needs[0]:
                     back = self._move(self._dq_home, (found[0],), number)
-        dq, dk, dv = self._gradients_home(grad, q, k, v, out, saved.home_lse)
+        with named("backward in place", self.device):
+            dq, dk, dv = self._gradients_home(grad, q, k, v, out, saved.home_lse)
         if self.moves:
             self.beside.join()
             if needs[0]:

@@ -68,7 +68,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         head_dim: int = 128,
         v_head_dim: Optional[int] = None,
         *,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: Union[str, torch.dtype] = "bfloat16",
         mask: str = "causal",
         window: Optional[int] = None,
         scale: Optional[float] = None,
