@@ -30,6 +30,8 @@ void Transport::put_signal(const SymmetricBuffer& to, const PutRequest& piece, S
 
 void Transport::fail(std::string_view /*reason*/) noexcept {}
 
+void Transport::note_unwinding() noexcept {}
+
 void Transport::check_peers(std::string_view /*operation*/, Rank /*awaited*/) {}
 
 void Transport::note_timeout() noexcept {}

@@ -291,6 +291,7 @@ TEST(GpuExpertAgreementOfObjects, a_barrier_and_a_dispatch_end_at_the_deadline) 
       (void)step.dispatch(step.input());
       step.layer().ep_barrier_all({step.stream()});
     }
+    step.layer().synchronize({step.stream()});
   });
   for (const RankResult& result : results) test::expect_parts(result.text, {in_other_calls});
 }

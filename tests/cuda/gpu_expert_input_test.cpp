@@ -59,12 +59,17 @@ class Step {
   }
 
   /// What the call is told, and every later one: by the number of the call that has met it.
-  void expect_end() {
-    std::string first;
-    try {
-      layer_->synchronize(stream());
-    } catch (const Error& error) {
-      first = error.what();
+  /// @param may_be_right a rank that meets nothing wrong in the call: what came to it is right, and
+  ///   the next call tells it
+  void expect_end(bool may_be_right = false) {
+    std::string first = end_of_wait();
+    if (may_be_right && first.empty()) {
+      try {
+        combine(made_.rows);
+        first = end_of_wait();
+      } catch (const Error& error) {
+        first = error.what();
+      }
     }
     EXPECT_NE(first, "") << "rank " << layer_->config().rank << " got a result";
     for (int i = 0; i < 2; ++i) {
@@ -80,6 +85,15 @@ class Step {
   }
 
  private:
+  [[nodiscard]] std::string end_of_wait() {
+    try {
+      layer_->synchronize(stream());
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return {};
+  }
+
   DeviceArena arena_;
   std::unique_ptr<EPAll2AllLayer> layer_;
   ExpertDispatchInput input_;
@@ -164,7 +178,7 @@ void find_wrong_positions(const EPConfig& config, const ExpertCase& wrong, const
       [&](World& world) {
         Step step(world, config, good);
         step.dispatch(wrong);
-        step.expect_end();
+        step.expect_end(!all_find_it && world.rank() != Rank{1});
       },
       text, all_find_it);
 }

@@ -17,7 +17,17 @@ class AbortState {
   /// @param what in the text, such as "dispatcher"
   /// @param transport whose other ranks are told of a failure that they cannot see; null: nobody
   explicit AbortState(const char* what, Transport* transport = nullptr)
-      : what_(what), transport_(transport) {}
+      : what_(what), transport_(transport), num_exceptions_(std::uncaught_exceptions()) {}
+  AbortState(AbortState&& other) noexcept
+      : what_(other.what_),
+        transport_(std::exchange(other.transport_, nullptr)),
+        why_(std::move(other.why_)),
+        num_exceptions_(other.num_exceptions_) {}
+  AbortState& operator=(AbortState&&) = delete;
+  ~AbortState() {
+    if (transport_ == nullptr || std::uncaught_exceptions() <= num_exceptions_) return;
+    transport_->note_unwinding();
+  }
 
   /// @throws TransportError saying why, once it has ended
   void check(const char* who) const {
@@ -83,6 +93,7 @@ class AbortState {
   const char* what_;
   Transport* transport_;
   std::string why_;
+  int num_exceptions_;  ///< that were in flight when the object was made
 };
 
 }  // namespace waybill::detail

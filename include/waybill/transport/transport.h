@@ -95,6 +95,10 @@ class Transport {
   /// once, where the engine can tell them, and this rank's world is unusable. Not collective.
   virtual void fail(std::string_view reason) noexcept;
 
+  /// An exception is ending what makes calls of this rank, and what it says is known later only.
+  /// Tells the other ranks where they would else be waited for meanwhile.
+  virtual void note_unwinding() noexcept;
+
   /// For waits beside wait(): looks after the other ranks, a few times a second.
   /// @throws PeerFailed when one has given up, or when `awaited` is gone
   virtual void check_peers(std::string_view operation, Rank awaited);

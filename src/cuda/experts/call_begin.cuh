@@ -10,10 +10,11 @@ namespace waybill::cuda {
 /// each.
 class CallBegin {
  public:
-  __device__ explicit CallBegin(const RowsParams& p)
+  template <class Rows>
+  __device__ explicit CallBegin(const Rows& p)
       : state_(p.m.state),
         arrive_(p.m.arrive),
-        has_begin_words_(p.ahead == Ahead::lands && p.receive_slots.is_all) {}
+        has_begin_words_(Rows::lands && p.receive_slots.is_all) {}
 
   /// Waits until it has ended. @return the epoch of the call
   __device__ std::uint64_t wait_ended() {

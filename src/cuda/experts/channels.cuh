@@ -2,26 +2,29 @@
 
 #include "call_begin.cuh"
 #include "lanes.cuh"
+#include "rows_of.cuh"
 
 // How ranks tell each other which of their rows have arrived.
 
 namespace waybill::cuda {
 
 /// Where the source raises what it has sent to this rank.
-__device__ inline std::uint64_t* channel_slot(const RowsParams& p, std::int32_t at,
-                                              std::int32_t source, std::int32_t channel) {
+template <class Rows>
+__device__ inline std::uint64_t* channel_slot(const Rows& p, std::int32_t at, std::int32_t source,
+                                              std::int32_t channel) {
   return p.channels[at] + std::int64_t{source} * max_channels + channel;
 }
 
-__device__ inline std::uint64_t* config_slot(const RowsParams& p, std::int32_t at,
-                                             std::int32_t source) {
+template <class Rows>
+__device__ inline std::uint64_t* config_slot(const Rows& p, std::int32_t at, std::int32_t source) {
   const std::int64_t first = std::int64_t{p.shape.world_size} * max_channels;
   return p.channels[at] + first + std::int64_t{p.m.parity} * p.shape.world_size + source;
 }
 
 /// Tells all ranks that the tokens of the first `groups` groups of a channel have arrived. One
 /// warp; its stores are complete.
-__device__ inline void signal_groups(const RowsParams& p, std::int32_t channel, std::uint64_t epoch,
+template <class Rows>
+__device__ inline void signal_groups(const Rows& p, std::int32_t channel, std::uint64_t epoch,
                                      std::int32_t groups) {
   for (std::int32_t k = lane_id(); k < p.shape.world_size; k += 32) {
     const std::int32_t d = (p.shape.rank + k) % p.shape.world_size;
@@ -50,7 +53,8 @@ struct Source {
 };
 
 /// Waits until all ranks have said how they send, and their tokens are placed. One warp.
-__device__ inline Sources learn_sources(const RowsParams& p, CallBegin& begin) {
+template <class Rows>
+__device__ inline Sources learn_sources(const Rows& p, CallBegin& begin) {
   const MoeShape& s = p.shape;
   const std::uint64_t epoch = begin.epoch();
   const auto config_of = [&](std::int32_t r) {
@@ -71,7 +75,7 @@ __device__ inline Sources learn_sources(const RowsParams& p, CallBegin& begin) {
     const std::uint64_t seen = config_of(r);
     const auto channels = static_cast<std::int32_t>(seen >> 8 & 0x7FFF);
     const auto group = static_cast<std::int32_t>(seen & 0xFF);
-    const std::int32_t tokens = s.num_nodes > 1 ? s.max_tokens : __ldcg(p.num_input_tokens + r);
+    const std::int32_t tokens = p.spans_nodes() ? s.max_tokens : __ldcg(p.num_input_tokens + r);
     sources.channels[half] = channels;
     sources.group[half] = group;
     sources.tokens[half] = tokens;
@@ -86,8 +90,10 @@ __device__ inline Sources learn_sources(const RowsParams& p, CallBegin& begin) {
 
 /// Number `position` of the tokens that a rank sends. On several nodes its own come first, then
 /// those of the node before, as they are the first to arrive.
-__device__ inline std::int32_t token_at(const MoeShape& s, std::int32_t position) {
-  if (s.num_nodes == 1) return position;
+template <class Rows>
+__device__ inline std::int32_t token_at(const Rows& p, std::int32_t position) {
+  if (!p.spans_nodes()) return position;
+  const MoeShape& s = p.shape;
   const std::int32_t each = s.max_tokens / s.num_nodes;
   const std::int32_t turn = position / each;
   const std::int32_t node = (s.first_rank / s.node_ranks + s.num_nodes - turn) % s.num_nodes;

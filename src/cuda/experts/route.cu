@@ -44,11 +44,7 @@ __global__ void __launch_bounds__(enter_threads)
   wait_earlier_kernel();
   const std::uint64_t epoch = begin_moe_call(p.m, 0);
   let_next_begin(p.m, epoch);
-  if (!Nodes && threadIdx.x < 32) {
-    if (blockIdx.x == 0) signal_to_all(p.m.arrive, epoch);
-    wait_all(p.m.arrive, epoch);
-  }
-  __syncthreads();
+  if (!Nodes) arrive_and_wait(p.m.arrive, epoch);  // the kernel behind compares
   if (p.weights != nullptr) {
     const std::int64_t tokens = std::int64_t{s.num_nodes} * s.max_tokens;
     const std::int64_t first = (s.rank - s.first_rank) * tokens * s.topk;

@@ -1,3 +1,5 @@
+#include <type_traits>
+
 #include "arrived.cuh"
 #include "early.h"
 #include "expert_launch.h"
@@ -10,8 +12,8 @@ constexpr int vector_warps = 16;
 constexpr int taker_warps = 5;  // beside ring_warps
 
 /// Several nodes: waits until the tokens of a node are here. One warp. @return the node
-template <class Ring>
-__device__ std::int32_t wait_node(const RowsParams& p, const Ring& ring, std::int32_t node,
+template <class Rows, class Ring>
+__device__ std::int32_t wait_node(const Rows& p, const Ring& ring, std::int32_t node,
                                   std::uint64_t epoch) {
   const std::int32_t peer = node * p.shape.node_ranks + p.shape.rank;
   if (lane_id() == 0 && peer != p.m.arrive.rank) {
@@ -23,16 +25,16 @@ __device__ std::int32_t wait_node(const RowsParams& p, const Ring& ring, std::in
 }
 
 /// Sends the tokens channel, channel + channels, ..., each once to every rank that it goes to.
-template <class Ring>
-__device__ void send_channel(const RowsParams& p, Ring& ring, std::int32_t channel,
-                             std::int32_t channels, CallBegin& begin) {
+template <class Rows, class Ring>
+__device__ void send_channel(const Rows& p, Ring& ring, std::int32_t channel, std::int32_t channels,
+                             CallBegin& begin) {
   const MoeShape& s = p.shape;
-  const bool lands = p.ahead == Ahead::lands;
+  const bool lands = Rows::lands;
   const auto address_of = [&](std::int32_t position) -> std::int64_t {
     if (position >= s.num_tokens) return -1;
     if (lands) return slot_address(p, position);
     return lane_id() < s.topk
-               ? p.addresses[std::int64_t{token_at(s, position)} * s.topk + lane_id()]
+               ? p.addresses[std::int64_t{token_at(p, position)} * s.topk + lane_id()]
                : -1;
   };
   std::int32_t in_group = 0;
@@ -41,7 +43,7 @@ __device__ void send_channel(const RowsParams& p, Ring& ring, std::int32_t chann
   std::int32_t here = -1;  // node whose tokens are here
   std::int64_t next = address_of(channel);
   for (std::int32_t i = channel; i < s.num_tokens; i += channels) {
-    const std::int32_t t = token_at(s, i);
+    const std::int32_t t = token_at(p, i);
     const bool sends = next >= 0 && (next & primary_row_bit) != 0 &&
                        (lands || (next & 0xFFFFFFFF) < s.capacity_rows);
     const std::int64_t address = sends ? next & ~primary_row_bit : -1;
@@ -50,10 +52,10 @@ __device__ void send_channel(const RowsParams& p, Ring& ring, std::int32_t chann
         p.tokens + std::int64_t{t} * p.cuts.row_bytes,
         p.scales == nullptr ? nullptr : p.scales + std::int64_t{t} * p.cuts.scale_bytes};
     // On several nodes many a token has nothing here, or does not exist.
-    if (s.num_nodes > 1 && __ballot_sync(all_lanes, address >= 0) == 0) {
+    if (p.spans_nodes() && __ballot_sync(all_lanes, address >= 0) == 0) {
       skipped = true;
     } else {
-      if (s.num_nodes > 1) {
+      if (p.spans_nodes()) {
         const std::int32_t node = t / (s.max_tokens / s.num_nodes);
         if (node != here) here = wait_node(p, ring, node, begin.wait_ended());
       }
@@ -78,8 +80,8 @@ __device__ void send_channel(const RowsParams& p, Ring& ring, std::int32_t chann
 
 /// Copies the tokens of the round to the rows where they are not yet: from the receive slot to all,
 /// from a token's first row to its further ones. @param row of the token, where rows are compact
-template <class Ring>
-__device__ void copy_rows(const RowsParams& p, Ring& ring, const Arrived& a, bool landed,
+template <class Rows, class Ring>
+__device__ void copy_rows(const Rows& p, Ring& ring, const Arrived& a, bool landed,
                           std::int32_t row) {
   const MoeShape& s = p.shape;
   const bool compact = s.compact != 0;
@@ -112,9 +114,9 @@ __device__ void copy_rows(const RowsParams& p, Ring& ring, const Arrived& a, boo
 }
 
 /// Takes some tokens of a group: a lane a topk slot.
-template <class Ring>
-__device__ void take_round(const RowsParams& p, Ring& ring, const Source& source,
-                           std::int32_t token, bool active) {
+template <class Rows, class Ring>
+__device__ void take_round(const Rows& p, Ring& ring, const Source& source, std::int32_t token,
+                           bool active) {
   const MoeShape& s = p.shape;
   const std::int32_t k = lane_id() % s.topk;
   const std::int64_t at = (std::int64_t{source.rank} * s.max_tokens + token) * record_stride(s);
@@ -123,7 +125,7 @@ __device__ void take_round(const RowsParams& p, Ring& ring, const Source& source
   if (active) {
     a.row = __ldcg(p.records + at + k);
     if (s.compact != 0) row = __ldcg(p.records + at + s.topk);
-    if (p.kept_records != nullptr) {
+    if (p.fills() && p.kept_records != nullptr) {
       p.kept_records[at + k] = a.row;
       if (s.compact != 0 && k == 0) p.kept_records[at + s.topk] = row;
     }
@@ -140,8 +142,8 @@ __device__ void take_round(const RowsParams& p, Ring& ring, const Source& source
 }
 
 /// Takes a group of a channel of `source`, once it has arrived.
-template <class Ring>
-__device__ void take_unit(const RowsParams& p, Ring& ring, const Source& source, std::int32_t unit,
+template <class Rows, class Ring>
+__device__ void take_unit(const Rows& p, Ring& ring, const Source& source, std::int32_t unit,
                           std::uint64_t epoch) {
   const std::int32_t channel = unit % source.channels;
   const std::int32_t g = unit / source.channels;
@@ -158,7 +160,7 @@ __device__ void take_unit(const RowsParams& p, Ring& ring, const Source& source,
        i += together) {
     const std::int32_t position = begin + (i + mine) * source.channels;
     const bool active = mine < together && i + mine < source.group && position < source.tokens;
-    take_round(p, ring, source, token_at(p.shape, position), active);
+    take_round(p, ring, source, token_at(p, position), active);
   }
 }
 
@@ -178,7 +180,8 @@ __device__ void clear_bytes(std::byte* at, std::int64_t bytes, int word_bytes) {
 }
 
 /// Rows between the experts' are zeros, and come from nowhere. A warp each.
-__device__ void clear_padding(const RowsParams& p, int warps) {
+template <class Rows>
+__device__ void clear_padding(const Rows& p, int warps) {
   const MoeShape& s = p.shape;
   if (s.alignment == 1) return;
   const auto warp =
@@ -189,7 +192,7 @@ __device__ void clear_padding(const RowsParams& p, int warps) {
     const std::int32_t row = p.expert_offsets[e] + p.expert_counts[e] + i % s.alignment;
     if (row >= p.expert_offsets[e + 1]) continue;
     if (s.compact != 0) {
-      if (p.fills_tables && lane_id() == 0) p.grouped_to_compact[row] = -1;
+      if (p.fills() && lane_id() == 0) p.grouped_to_compact[row] = -1;
       continue;
     }
     if (row >= s.capacity_rows) continue;
@@ -201,7 +204,7 @@ __device__ void clear_padding(const RowsParams& p, int warps) {
       clear_bytes(p.weights + std::int64_t{row} * p.weight_bytes, p.weight_bytes, 1);
     }
     if (lane_id() == 0) p.tags[row] = {-1, -1, -1, -1};
-    if (!p.fills_tables) continue;
+    if (!p.fills()) continue;
     if (lane_id() == 0) {
       p.kept_tags[row] = {-1, -1, -1, -1};
       p.primary_rows[row] = -1;
@@ -213,10 +216,10 @@ __device__ void clear_padding(const RowsParams& p, int warps) {
 /// Takes arrived rows piece by piece, whoever comes first: so senders help when they are done. Of
 /// few tokens each warp has a first piece of its own, from block to block and the warps first that
 /// send last: whoever comes first would take them all with a few blocks.
-template <class Ring>
-__device__ void receive(const RowsParams& p, Ring& ring, CallBegin& begin) {
+template <class Rows, class Ring>
+__device__ void receive(const Rows& p, Ring& ring, CallBegin& begin) {
   const auto world = static_cast<std::uint32_t>(p.shape.world_size);
-  const bool spreads = p.ahead == Ahead::lands;
+  const bool spreads = Rows::lands;
   const std::uint32_t given = spreads ? gridDim.x * ring_warps : 0;  // to warps, see above
   const auto claim = [&] {
     std::uint32_t unit = 0;
@@ -255,7 +258,8 @@ struct NoRing {
 };
 
 /// All ranks report the same.
-__device__ void report_overflow(const RowsParams& p, std::uint64_t epoch) {
+template <class Rows>
+__device__ void report_overflow(const Rows& p, std::uint64_t epoch) {
   const std::int32_t rows = __ldcg(p.most_recv_rows);
   if (rows <= p.shape.capacity_rows || rows <= static_cast<std::int32_t>(p.faults->overflow))
     return;
@@ -263,18 +267,19 @@ __device__ void report_overflow(const RowsParams& p, std::uint64_t epoch) {
 }
 
 /// Tells all ranks how this one sends. One warp.
-__device__ void send_configs(const RowsParams& p, std::int32_t channels, std::uint64_t epoch) {
+template <class Rows>
+__device__ void send_configs(const Rows& p, std::int32_t channels, std::uint64_t epoch) {
   for (std::int32_t k = lane_id(); k < p.shape.world_size; k += 32) {
     signal(config_slot(p, (p.shape.rank + k) % p.shape.world_size, p.shape.rank),
-           channel_config(epoch, channels, p.cuts.group, p.ahead == Ahead::lands));
+           channel_config(epoch, channels, p.cuts.group, Rows::lands));
   }
 }
 
 /// A block has `Movers` warps that send and copy rows. `Takers` more fill the tables of compact
 /// rows, which are not copied, while the others send.
-template <class Ring, int Movers, int Takers>
+template <Ahead ahead, class Ring, int Movers, int Takers>
 __global__ void __launch_bounds__((Movers + Takers) * 32, 1)
-    rows_kernel(const __grid_constant__ RowsParams p) {
+    rows_kernel(const __grid_constant__ RowsOf<ahead> p) {
   extern __shared__ __align__(128) std::byte shared[];
   __shared__ std::uint64_t barriers[Movers][max_ring_stages];
   const auto warp = static_cast<int>(threadIdx.x / 32);
@@ -284,7 +289,7 @@ __global__ void __launch_bounds__((Movers + Takers) * 32, 1)
   const std::int32_t most = min(p.num_senders * Movers, max_channels);
   const std::int32_t channels = max(1, min(most, p.shape.num_tokens));
   // Who sends ahead must not wait here: only bulk copies do, and there a taker is the last.
-  if (p.ahead == Ahead::nothing) (void)begin.wait_ended();
+  if (ahead == Ahead::nothing) (void)begin.wait_ended();
   if (block == 0 && warp == Movers + Takers - 1) {
     send_configs(p, channels, begin.epoch());
   }
@@ -301,6 +306,10 @@ __global__ void __launch_bounds__((Movers + Takers) * 32, 1)
     receive(p, ring, begin);
   }
   const std::uint64_t epoch = begin.wait_ended();
+  if (p.compares() && block == static_cast<std::int32_t>(gridDim.x) - 1 &&
+      warp == Movers + Takers - 1) {
+    CallComparison(p.m.arrive, epoch, true).settle(p.m.arrive);
+  }
   clear_padding(p, Movers + Takers);
   if (comes_last(p.m.state)) {
     report_overflow(p, epoch);
@@ -310,8 +319,22 @@ __global__ void __launch_bounds__((Movers + Takers) * 32, 1)
   }
 }
 
-constexpr auto bulk_kernel = rows_kernel<TmaRing, ring_warps, taker_warps>;
-constexpr auto vector_kernel = rows_kernel<VectorRing, vector_warps, 0>;
+template <Ahead ahead>
+constexpr auto bulk_kernel = rows_kernel<ahead, TmaRing, ring_warps, taker_warps>;
+constexpr auto vector_kernel = rows_kernel<Ahead::nothing, VectorRing, vector_warps, 0>;
+
+/// Calls with the constant of that value.
+template <class Call>
+cudaError_t for_ahead(Ahead ahead, Call&& call) {
+  switch (ahead) {
+    case Ahead::loads:
+      return call(std::integral_constant<Ahead, Ahead::loads>{});
+    case Ahead::lands:
+      return call(std::integral_constant<Ahead, Ahead::lands>{});
+    default:
+      return call(std::integral_constant<Ahead, Ahead::nothing>{});
+  }
+}
 
 constexpr int most_shared_bytes = 227 * 1024 - 6 * 1024;
 
@@ -349,19 +372,28 @@ cudaError_t prepare_rows(bool bulk) {
     cudaFuncAttributes unused{};
     return cudaFuncGetAttributes(&unused, vector_kernel);
   }
-  return cudaFuncSetAttribute(bulk_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              most_shared_bytes);
+  for (const Ahead ahead : {Ahead::nothing, Ahead::loads, Ahead::lands}) {
+    const cudaError_t status = for_ahead(ahead, [](auto constant) {
+      return cudaFuncSetAttribute(bulk_kernel<constant()>,
+                                  cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared_bytes);
+    });
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
 }
 
 cudaError_t launch_rows(const RowsParams& params, const RowsLaunch& how, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(how.blocks);
   if (!how.bulk) {
-    return launch_kernel(vector_kernel, blocks, vector_warps * 32, 0, false, stream, params);
+    return launch_kernel(vector_kernel, blocks, vector_warps * 32, 0, false, stream,
+                         RowsOf<Ahead::nothing>{params});
   }
   const auto shared =
       static_cast<std::size_t>(ring_warps * params.cuts.stages * params.cuts.stage_bytes);
-  return launch_kernel(bulk_kernel, blocks, (ring_warps + taker_warps) * 32, shared, how.early,
-                       stream, params);
+  return for_ahead(params.ahead, [&](auto ahead) {
+    return launch_kernel(bulk_kernel<ahead()>, blocks, (ring_warps + taker_warps) * 32, shared,
+                         how.early, stream, RowsOf<ahead()>{params});
+  });
 }
 
 }  // namespace waybill::cuda

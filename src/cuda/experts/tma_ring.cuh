@@ -27,15 +27,15 @@ class TmaRing {
   /// Where senders read ahead, the first store waits for the begin of the call.
   /// @param memory shared, of this warp: stages of cuts.stage_bytes each
   /// @param barriers shared, of this warp: [stages]
-  __device__ TmaRing(const RowsParams& p, CallBegin& begin, std::byte* memory,
-                     std::uint64_t* barriers)
+  template <class Rows>
+  __device__ TmaRing(const Rows& p, CallBegin& begin, std::byte* memory, std::uint64_t* barriers)
       : p_(p),
         begin_(begin),
         memory_(memory),
         barriers_(barriers),
         lane_(static_cast<int>(threadIdx.x % 32)),
-        holds_(p.ahead == Ahead::loads),
-        lands_(p.ahead == Ahead::lands) {
+        holds_(Rows::loads),
+        lands_(Rows::lands) {
     if (lane_ == 0) {
       for (int s = 0; s < p.cuts.stages; ++s) barrier_init(&barriers_[s]);
     }

@@ -43,6 +43,11 @@ class GpuThreadTransport final : public GpuTransport {
     }
   }
 
+  /// cudaFree waits for the kernels of all ranks on the device, and holds up the driver meanwhile.
+  void note_unwinding() noexcept override {
+    if (share() > 1) fail("an exception");
+  }
+
  private:
   Parts make_parts(std::int64_t size_bytes, std::string_view name) override {
     gpu().use();

@@ -254,7 +254,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         stream = stream_of(self.device)
         needs = self._layer.combine_needs_gradients(layout._handle, mine, recorded, stream)
         if needs and not mine:
-            token = torch.empty(0, dtype=torch.float32, requires_grad=True)
+            token = torch.empty(0, dtype=torch.float32, device=self.device, requires_grad=True)
         return needs, token
 
     @outside_graphs
