@@ -8,6 +8,7 @@ come from elsewhere. Another batch is another number and other sizes of the same
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Tuple
@@ -23,7 +24,7 @@ _KEPT = 256  # tickets; with more in flight than that, backward would not find i
 _Q_SPARE, _KV_SPARE = 2**24, 2**23
 _LEAST = 2  # rows of what is kept for backward, for the same reason
 
-_steps: OrderedDict[int, RankStep] = OrderedDict()
+_steps: weakref.WeakValueDictionary[int, RankStep] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 
 
@@ -35,17 +36,17 @@ class PlanTicket(NamedTuple):
     kv_rows: torch.Tensor  #: of K and V, + 2^23
 
 
-def ticket_of(step: RankStep) -> PlanTicket:
-    """A ticket; the last 256 of the process are good."""
+def ticket_of(step: RankStep, kept: OrderedDict[int, RankStep]) -> PlanTicket:
+    """A ticket. ``kept`` are the module's, of which the last 256 are good."""
     if not hasattr(torch.library, "custom_op"):
         raise Unsupported(
             f"ContextParallelAttention.ticket: torch {torch.__version__} has no operations of its"
             " own, expected 2.4 or newer"
         )
     number = next(_numbers)
-    _steps[number] = step
-    while len(_steps) > _KEPT:
-        _steps.popitem(last=False)
+    _steps[number] = kept[number] = step
+    while len(kept) > _KEPT:
+        kept.popitem(last=False)
     q_rows, kv_rows = step.arrived_rows
     sizes = [
         torch.empty(rows, 0, dtype=torch.int8) for rows in (q_rows + _Q_SPARE, kv_rows + _KV_SPARE)

@@ -62,13 +62,15 @@ class Beside:
 
 
 class RankStep:
-    """The tables of one plan on one rank. Collective where the windows must grow."""
+    """The tables of one plan on one rank. Collective where the windows must grow. Does not hold the
+    plan, with which it goes.
+    """
 
     def __init__(
         self, plan: BatchPlan, dispatcher: SequenceDispatcher, kernel: AttentionKernel,
         beside: Beside,
     ) -> None:  # fmt: skip
-        self.plan, self.dispatcher, self.kernel, self.beside = plan, dispatcher, kernel, beside
+        self.dispatcher, self.kernel, self.beside = dispatcher, kernel, beside
         self.shape = shape = plan.planner.shape
         rank = dispatcher.world.rank
         self.device = torch.device(dispatcher.world.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Optional, Tuple, Union
 
@@ -100,6 +101,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         self._needs_lse = self.kernel.needs_lse
         self._exchange: Optional[PieceExchange] = None
         self._steps: weakref.WeakKeyDictionary[BatchPlan, RankStep] = weakref.WeakKeyDictionary()
+        self._tickets: OrderedDict[int, RankStep] = OrderedDict()
 
     def gather(self, held: RankPieces) -> list[Any]:
         """Collective, tiny: what all ranks hold, from what this one does, in the order of its rows.
@@ -152,7 +154,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         """The plan as tensors, an argument of a compiled program, which calls the module with it:
         one operation of the graph, for any batch. As prepare otherwise; the last 256 are good.
         """
-        return ticket_of(self.prepare(plan))
+        return ticket_of(self.prepare(plan), self._tickets)
 
     def forward(
         self,
