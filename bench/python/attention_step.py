@@ -138,10 +138,12 @@ class Bench:
         def step() -> Any:
             kernel, shape = module.kernel, self.shape
             done = []
+            beside.fork()
             for i, (s, qkv, _) in enumerate(parts):
                 with beside.run() if i < num_beside else contextlib.nullcontext():
                     done.append(kernel.forward(*qkv, s, shape, False))
             beside.join()
+            beside.fork()
             for i, ((s, qkv, grad), (out, lse)) in enumerate(zip(parts, done)):
                 with beside.run() if i < num_beside else contextlib.nullcontext():
                     kernel.backward(grad, *qkv, out, lse, s, shape)
