@@ -8,7 +8,7 @@ macro(waybill_find_cuda)
       set(CMAKE_CUDA_COMPILER ${waybill_nvcc})
     endif()
     message(NOTICE "waybill: CUDA ${waybill_nvcc_version} is at ${waybill_nvcc}: building for GPUs too. "
-                   "WAYBILL_CUDA=OFF leaves them out (pip: -C cmake.define.WAYBILL_CUDA=OFF)")
+                   "WAYBILL_CUDA=OFF leaves them out (SKBUILD_CMAKE_DEFINE=WAYBILL_CUDA=OFF pip install .)")
   else()
     set(WAYBILL_CUDA OFF)
     message(NOTICE "waybill: found no CUDA 13 (nvcc): building for host memory alone")

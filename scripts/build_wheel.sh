@@ -6,9 +6,10 @@
 #   scripts/build_wheel.sh [--cuda] [INTERPRETER...]
 #
 # An interpreter of Python 3.12 or later makes one wheel for all of them (the stable ABI), an older
-# one a wheel for its version. Default: the first of 3.12 or later that is found, else python3.
-# --cuda: with the GPU worlds; needs CUDA 13, no GPU. The wheel has a build number, so that pip takes it before one without. WAYBILL_CUDA_ARCHITECTURES="90a" is quicker
-# than the default, all of them.
+# one a wheel for its version. Default: the first of 3.12 or later that is found, else python3. Each
+# wheel is installed alone and tested, one of the stable ABI by the latest interpreter too.
+# --cuda: with the GPU worlds; needs CUDA 13, no GPU. The wheel has a build number, so that pip takes
+# it before one without. WAYBILL_CUDA_ARCHITECTURES="90a" is quicker than the default, all of them.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -30,17 +31,35 @@ trap 'rm -rf "$scratch"' EXIT
 
 is_new() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; }
 
-interpreter_for_all() {
+new_interpreters() {
   local found
   for found in python3.1{2,3,4,5} python3 \
     $(ls -v "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[2-9]*/bin/python 2>/dev/null); do
-    if found=$(command -v "$found") && is_new "$found"; then
-      echo "$found"
-      return
-    fi
+    if found=$(command -v "$found") && is_new "$found"; then echo "$found"; fi
   done
-  echo "build_wheel: NOTE: found no Python 3.12 or later: the wheel is for $(python3 --version) alone" >&2
-  echo python3
+}
+
+interpreter_for_all() {
+  local found
+  found=$(new_interpreters | head -1)
+  [[ -n $found ]] ||
+    echo "build_wheel: NOTE: found no Python 3.12 or later: the wheel is for $(python3 --version) alone" >&2
+  echo "${found:-python3}"
+}
+
+# Where it is the only package, the wheel works: a planned step, the program, the self test.
+use_alone() {
+  echo "wheel: alone, with $("$1" --version)"
+  "$1" -m venv --clear "$scratch/venv"
+  "$scratch/venv/bin/python" -m pip install -q --disable-pip-version-check "$2"
+  (
+    cd "$scratch"
+    venv/bin/python -c 'import waybill; waybill.test_qkv_dispatch()'
+    venv/bin/waybill --version
+    venv/bin/waybill demo --help >/dev/null
+    venv/bin/python -m waybill demo --help >/dev/null
+    venv/bin/python -m waybill selftest --no-gpus
+  )
 }
 
 # Each step is quiet unless it fails.
@@ -91,14 +110,13 @@ for interpreter in "${interpreters[@]}"; do
   mv "$scratch/dist/$name" "$out/"
   glibc=$(sed -E 's/manylinux_([0-9]+)_([0-9]+)_.*/\1.\2/' <<<"$platform")
 
-  echo "wheel: alone"
-  "$interpreter" -m venv --clear "$scratch/venv"
-  "$scratch/venv/bin/python" -m pip install -q --disable-pip-version-check "$out/$name"
-  (
-    cd "$scratch"
-    venv/bin/python -c 'import waybill; waybill.test_qkv_dispatch()'
-    venv/bin/waybill --version
-    venv/bin/waybill demo --help >/dev/null
-  )
+  others=()
+  is_new "$interpreter" && mapfile -t others < <(new_interpreters | tail -1)
+  for python in "$interpreter" "${others[@]}"; do
+    [[ $python != "${alone:-}" ]] || continue
+    use_alone "$python" "$out/$name"
+    alone=$python
+  done
+  unset alone
   echo "wheel: $out/$name ($(du -h "$out/$name" | cut -f1)), for glibc $glibc or newer"
 done

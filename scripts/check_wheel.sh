@@ -1,42 +1,21 @@
 #!/usr/bin/env bash
-# Builds the wheel, as `pip install .` does where there is no CUDA, and uses it in an environment that holds nothing else; lets mypy
-# check the types of the package and of programs that use it.
+# Builds a wheel without CUDA (scripts/build_wheel.sh, which uses it where nothing else is installed),
+# and looks at how it was compiled and what is in it; lets mypy check the types of the package and of
+# programs that use it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-scripts/setup.sh
 scripts/python_env.sh
 python=$PWD/build/venv/bin/python
-
-echo "wheel: building"
-dist=build/python/dist
-rm -rf "$dist"
-log=build/python/wheel.log
-mkdir -p build/python
-if ! "$python" -m build --wheel --no-isolation --outdir "$dist" \
-  -Ccmake.define.WAYBILL_CUDA=OFF . >"$log" 2>&1; then
-  cat "$log" >&2
-  exit 1
-fi
-wheel=$(realpath "$dist"/waybill-*.whl)
-for commands in build/python/*/compile_commands.json; do
-  scripts/check_flags.py "$(dirname "$commands")"
-done
-
-echo "wheel: alone"
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-"$python" -m venv "$scratch/venv"
-"$scratch/venv/bin/python" -m pip install -q --disable-pip-version-check "$wheel"
-(
-  cd "$scratch"
-  venv/bin/python -c 'import waybill; waybill.test_qkv_dispatch(); print("waybill", waybill.__version__)'
-  venv/bin/waybill --version
-  venv/bin/python -m waybill demo --help >/dev/null
-  venv/bin/python -m waybill selftest
-)
+
+scripts/build_wheel.sh
+for commands in build/wheel/*-off/compile_commands.json; do
+  scripts/check_flags.py "$(dirname "$commands")"
+done
+wheel=$(find build/wheels -name 'waybill-*.whl' -printf '%T@ %p\n' | sort -n | tail -1 | cut -d' ' -f2)
 
 echo "wheel: types"
-unzipped=$scratch/files
-"$python" -m zipfile -e "$wheel" "$unzipped"
-PYTHONPATH=$unzipped "$python" -m pytest -q tests/typing
+"$python" -m zipfile -e "$wheel" "$scratch/files"
+PYTHONPATH=$scratch/files "$python" -m pytest -q tests/typing

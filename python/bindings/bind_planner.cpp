@@ -15,7 +15,10 @@
 #include "waybill/core/dtype.h"
 #include "waybill/core/error.h"
 #include "waybill/json/attention_plan_json.h"
+#include "waybill/planner/plan_pieces.h"
 #include "waybill/planner/planner.h"
+#include "waybill/report/html_report.h"
+#include "waybill/report/text_summary.h"
 
 namespace waybill::python {
 
@@ -91,6 +94,50 @@ nb::list hop_tuples(const AttentionPlan& plan) {
   return hops;
 }
 
+// The plan's own rows and, where receivers forward K and V, the bytes of that.
+PlanSummary summary_of(const AttentionPlan& plan, const QkvRouting& routing) {
+  const ModelShape& model = plan.options.model;
+  PlanSummary summary =
+      summarize(plan.plan, routing, {.q = model.q_row_bytes(), .kv = model.kv_row_bytes()});
+  if (!plan.relay.empty())
+    summary.relay_limit = limit_of(plan.bytes_in(), plan.bytes_out(TransferMode::relay));
+  return summary;
+}
+
+std::string summary_text(const AttentionPlan& plan, double gb_per_s) {
+  return unlocked([&] {
+    const QkvRouting routing = compute_qkv_routing(plan.plan);
+    return text_summary(plan.plan, routing, summary_of(plan, routing),
+                        {.unicode = true, .gb_per_s = gb_per_s});
+  });
+}
+
+std::string report_page(const AttentionPlan& plan, double gb_per_s, const std::string& title) {
+  return unlocked([&] {
+    const QkvRouting routing = compute_qkv_routing(plan.plan);
+    ReportContext context;
+    context.title = title;
+    context.gb_per_s = gb_per_s;
+    return html_report(plan.plan, routing, summary_of(plan, routing), context);
+  });
+}
+
+/// @param counts [W]: pieces of each rank
+/// @param pieces (document, offset, length) of one piece after another
+std::vector<std::vector<DocumentRange>> rank_pieces_from(const std::vector<std::int64_t>& counts,
+                                                         const std::vector<std::int64_t>& pieces) {
+  std::vector<std::vector<DocumentRange>> ranks(counts.size());
+  auto next = pieces.begin();
+  for (std::size_t r = 0; r < counts.size(); ++r) {
+    for (std::int64_t i = 0; i < counts[r]; ++i, next += 3) {
+      require(pieces.end() - next >= 3, "plan_pieces: ", pieces.size() / 3,
+              " pieces, expected as many as the ranks hold");
+      ranks[r].push_back({.document = next[0], .offset = next[1], .length = next[2]});
+    }
+  }
+  return ranks;
+}
+
 }  // namespace
 
 void bind_planner(nb::module_& m) {
@@ -99,6 +146,8 @@ void bind_planner(nb::module_& m) {
   plan.def_ro("plan", &AttentionPlan::plan);
   plan.def("hops", &hop_tuples);
   plan.def("text", [](const AttentionPlan& p) { return to_string(p); });
+  plan.def("summary_text", &summary_text, "gb_per_s"_a);
+  plan.def("report_page", &report_page, "gb_per_s"_a, "title"_a);
   plan.def(
       "__eq__", [](const AttentionPlan& a, const AttentionPlan& b) { return a == b; },
       nb::is_operator());
@@ -124,6 +173,14 @@ void bind_planner(nb::module_& m) {
         return unlocked([&] { return plan_attention(lengths, given); });
       },
       "rank_doc_lengths"_a, "options"_a);
+  m.def(
+      "plan_pieces",
+      [](const std::vector<std::int64_t>& counts, const std::vector<std::int64_t>& pieces,
+         const nb::dict& options) {
+        const PlannerOptions given = planner_options_from(options);
+        return unlocked([&] { return plan_pieces(rank_pieces_from(counts, pieces), given); });
+      },
+      "counts"_a, "pieces"_a, "options"_a);
   m.def("attention_plan_from_json", [](std::string_view text, std::string_view origin) {
     return unlocked([&] { return attention_plan_from_json(text, origin); });
   });

@@ -16,7 +16,7 @@ thread_local const RankWorld::Call* innermost_call = nullptr;
 void take(CallTurn& turn) {
   if (turn.try_take()) return;
   std::optional<InterpreterUnlocked> without_lock;
-  if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) without_lock.emplace();
+  if (Py_IsInitialized() != 0 && holds_interpreter()) without_lock.emplace();
   turn.take();
 }
 

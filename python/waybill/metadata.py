@@ -56,9 +56,9 @@ class Metadata:
 
     def get_slice(self: _M, rank: int) -> _M:
         """The lines of one rank, without those that move nothing."""
-        number = integer(rank, "Metadata.get_slice: rank")
+        number = integer(rank, "get_slice: rank")
         if abs(number) >= 2**31:  # the compiled part names the others
-            raise InvalidArgument(f"Metadata.get_slice: rank = {number}, expected one of the world")
+            raise InvalidArgument(f"get_slice: rank = {number}, expected one of the world")
         arrays = self._arrays()
         made = list(_core.get_slice(_with_square_counts(self._fields(arrays)), number))
         for at, given in enumerate(arrays.values()):

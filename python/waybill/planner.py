@@ -136,6 +136,19 @@ class AttentionPlan(Unchanging):
         relay = self._plan if self._plan.has_relay else None
         return QkvRouting._wrap(routing._routing, self, relay)
 
+    def summary(self, gb_per_s: float = 0.0) -> str:
+        """Figures and bars in text, for the rows that were planned. gb_per_s adds times."""
+        return self._plan.summary_text(gb_per_s)
+
+    def to_html(
+        self,
+        path: Union[str, os.PathLike[str], None] = None,
+        gb_per_s: float = 0.0,
+        title: str = "Waybill report",
+    ) -> str:
+        """A page that stands alone in one file; also written to ``path`` when one is given."""
+        return kept(self._plan.report_page(gb_per_s, title), path)
+
     def plot_traffic(self, ax: Any = None) -> Any:
         """Draws the rows of Q and KV between ranks as a heat map; returns the axes."""
         return self.to_qkv_plan().plot_traffic(ax)

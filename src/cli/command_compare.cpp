@@ -56,8 +56,8 @@ int run_compare(const CompareCommand& options, Program& program) {
   console.print(concat(
       documents.origin, ", on ", format_plural(documents.plan.world_size, "rank"), "\n",
       hardware_text(steps.front().step.options), "\n\n", step_table(steps),
-      "\nPhases: the slowest rank by itself. Bytes: of the first dispatch.\nKeys move before "
-      "attention, also those of static plans: no overlap.\n\n",
+      "\nPhases: of the slowest rank. Bytes: of the first dispatch.\nKeys move before attention "
+      "in static plans too: nothing overlaps.\n\n",
       sentence_list(comparison_sentences(steps))));
   write_trace(options.output, steps, console);
   return exit_good;
@@ -69,16 +69,16 @@ void add_compare_command(Command app, Program& program) {
   auto options = std::make_shared<CompareCommand>();
   Command command = app.add_command(
       "compare",
-      "The same documents by static zigzag context parallelism, by sharding each document, and by "
-      "the planner: work, bytes and predicted times side by side.");
+      "Compares static zigzag context parallelism, sharding of each document, and the planner on "
+      "the same documents: work, bytes and predicted times side by side.");
   add_source_options(command, options->source);
   add_planning_options(command, options->planning);
   add_row_options(command, options->rows);
   add_hardware_options(command, options->hardware);
   command
       .option("--degree", options->degree,
-              "Ranks of a static context-parallel group, a divisor of the world; 0: the "
-              "largest within a node")
+              "Ranks in a static context-parallel group, a divisor of the world size; 0: the "
+              "largest that fits in a node")
       .value_name("N")
       .not_negative()
       .show_default()

@@ -81,14 +81,14 @@ void add_demo_command(Command app, Program& program) {
   auto options = std::make_shared<DemoOptions>();
   Command command = app.add_command(
       "demo",
-      "The main job: document lengths -> plan -> metadata -> validation -> dispatch there and "
+      "The whole way: document lengths -> plan -> metadata -> validation -> dispatch there and "
       "back with every byte checked -> summary and HTML report. Needs no arguments.");
   add_source_options(command, options->job.source);
   add_planning_options(command, options->job.planning);
   add_row_options(command, options->job.rows);
   add_simulation_options(command, options->job.simulation);
   const std::string group = "Output";
-  const Option html = command.option("--html", options->html, "Where the report goes")
+  const Option html = command.option("--html", options->html, "Where to write the report")
                           .value_name("FILE")
                           .show_default()
                           .group(group);
@@ -98,11 +98,11 @@ void add_demo_command(Command app, Program& program) {
   const Option gpus =
       command
           .flag("--gpus", options->gpus,
-                "Also carry the plan out on the GPUs of this host: every byte compared, "
-                "achieved against what links and memory allow. One rank a GPU unless "
+                "Also run the plan on the GPUs of this host: compare every byte, and print "
+                "times beside what links and memory allow. One rank per GPU unless "
                 "--world-size says otherwise")
           .group("GPUs");
-  command.option("--sms", options->num_sms, "Multiprocessors a rank; 0: copy engines")
+  command.option("--sms", options->num_sms, "Multiprocessors per rank; 0: copy engines")
       .between(0, 1024)
       .show_default()
       .needs(gpus)

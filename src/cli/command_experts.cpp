@@ -90,8 +90,9 @@ void add_layer_options(Command command, ExpertsOptions& o) {
   };
   number("--ranks,--world-size", o.ranks, 1, max_world_size, "Number of ranks");
   number("--ranks-per-node", o.ranks_per_node, 1, max_world_size,
-         "Ranks of a node, joined by NVLink; nodes are joined by a network");
-  number("--experts", o.experts, 1, std::int32_t{1} << 20, "Experts of all ranks; as many on each");
+         "Ranks per node, joined by NVLink; nodes are joined by a network");
+  number("--experts", o.experts, 1, std::int32_t{1} << 20,
+         "Number of experts; each rank has the same share");
   number("--hidden", o.hidden, 1, std::int64_t{1} << 24, "Elements of a token");
   command.option("--dtype", o.dtype, "Type of the elements")
       .value_name("NAME")
@@ -100,7 +101,7 @@ void add_layer_options(Command command, ExpertsOptions& o) {
       .group(group);
   command
       .option("--payload", o.payload,
-              "plain: tokens travel as they are; float8: as e4m3 with a scale for 128 elements")
+              "plain: tokens travel as they are; float8: as e4m3 with one scale per 128 elements")
       .value_name("NAME")
       .one_of({"plain", "float8"})
       .show_default()
@@ -112,20 +113,21 @@ void add_id_options(Command command, ExpertsOptions& o) {
   const Option file =
       command
           .option("--ids", o.ids_path,
-                  "Text with the chosen experts of a token in each line, -1 for a dropped "
-                  "choice; in equal parts, in order, for the ranks; - is standard input")
+                  "Text with one token per line: its experts, -1 for a dropped choice. The "
+                  "ranks get equal parts, in order; - is standard input")
           .value_name("FILE")
           .group(group);
   const auto drawn = [&](Option option) { option.show_default().group(group).excludes(file); };
-  drawn(command.option("--tokens", o.tokens, "Tokens of a rank")
+  drawn(command.option("--tokens", o.tokens, "Tokens per rank")
             .value_name("N")
             .between(1, std::int64_t{1} << 24));
-  drawn(command.option("--topk", o.topk, "Different experts of a token")
+  drawn(command.option("--topk", o.topk, "Experts per token, all different")
             .value_name("N")
             .between(1, max_topk));
   drawn(command
             .option("--skew", o.skew,
-                    "0: experts are as likely; X: the n-th most likely one 1/n^X as the first")
+                    "0: all experts are equally likely; X: the n-th is 1/n^X times as likely as "
+                    "the first")
             .value_name("X")
             .check(real_between(0, 10)));
   drawn(command.option("--seed", o.seed, "Seed of the drawn choices").value_name("N"));
@@ -137,8 +139,9 @@ void add_experts_command(Command app, Program& program) {
   auto options = std::make_shared<ExpertsOptions>();
   Command command = app.add_command(
       "experts",
-      "What a mixture of experts sends where: rows and bytes of each rank, what bounds dispatch "
-      "and combine, how even the experts' work is and what another placement would give. Nothing "
+      "Says what a mixture of experts sends where: rows and bytes of each rank, what limits "
+      "dispatch "
+      "and combine, how even the experts' work is, and what another placement would give. Nothing "
       "is run.");
   add_layer_options(command, *options);
   add_id_options(command, *options);

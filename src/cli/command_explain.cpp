@@ -63,9 +63,9 @@ void add_explain_command(Command app, Program& program) {
       "it slow, and what would help. Nothing is run.");
   const Option file = command
                           .option("FILE", options->input,
-                                  "Plan or dispatch JSON; one of `plan --full` brings rows, nodes, "
-                                  "window and relay with it unless they are given; - is standard "
-                                  "input; without it documents are "
+                                  "Plan or dispatch JSON, - is standard input; a plan of `plan "
+                                  "--full` brings row sizes, nodes, window and relay with it, "
+                                  "unless they are given. Without FILE documents are "
                                   "planned")
                           .value_name("");
   add_source_options(command, options->source);
@@ -84,7 +84,7 @@ void add_explain_command(Command app, Program& program) {
       .one_of({"auto", "direct", "once_per_node", "relay"})
       .show_default()
       .group("Prediction");
-  command.option("--rank", options->rank, "The phases of this rank")
+  command.option("--rank", options->rank, "Also print the phases of this rank")
       .value_name("N")
       .not_negative()
       .group("Prediction");

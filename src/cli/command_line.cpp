@@ -48,6 +48,29 @@ std::string left_over_text(const CLI::App& app, std::vector<std::string> left) {
                 chosen.empty() ? "" : who + " ", "--help lists them)");
 }
 
+// Names, value and default alone: which options exclude each other is said where it is tried, and
+// what a check is called says nothing.
+class HelpFormatter : public CLI::Formatter {
+ public:
+  std::string make_option_opts(const CLI::Option* option) const override {
+    const std::string type = option->get_type_name();
+    std::string text;
+    if (option->get_type_size() != 0) {
+      if (const std::string name = type.substr(0, type.find(':')); !name.empty()) text = " " + name;
+      if (!option->get_default_str().empty()) text += "=" + option->get_default_str();
+    }
+    return option->get_required() ? text + " (required)" : text;
+  }
+
+  std::string make_option(const CLI::Option* option, bool is_positional) const override {
+    std::string text = "  " + make_option_name(option, is_positional) + make_option_opts(option);
+    const std::string column(get_column_width(), ' ');
+    if (text.size() + 2 > column.size()) text += "\n";
+    text += text.back() == '\n' ? column : column.substr(text.size());
+    return text + make_option_desc(option) + "\n";
+  }
+};
+
 }  // namespace
 
 Option& Option::value_name(const std::string& name) {
@@ -166,7 +189,8 @@ void Command::when_chosen(const std::function<void()>& call) { app_->callback(ca
 CommandLine::CommandLine(const std::string& name, const std::string& text,
                          const std::string& version)
     : app_(std::make_unique<CLI::App>(text, name)) {
-  app_->set_version_flag("--version", version, "Print the version and leave");
+  app_->formatter(std::make_shared<HelpFormatter>());
+  app_->set_version_flag("--version", version, "Print the version and exit");
   app_->require_subcommand(0, 1);
   app_->fallthrough();
 }

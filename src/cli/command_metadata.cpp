@@ -40,22 +40,23 @@ void add_metadata_command(Command app, Program& program) {
   auto options = std::make_shared<MetadataOptions>();
   Command command = app.add_command(
       "metadata",
-      "Computes the metadata of a plan, Q and KV, forward and reverse, and the attention layout: "
-      "dispatch JSON with the plan inside");
+      "Computes the metadata of a plan (Q and KV, forward and reverse) and the attention layout, "
+      "and writes them as dispatch JSON, with the plan inside");
   command.option("PLAN", options->input, "Plan JSON; - is standard input")
       .required()
       .value_name("");
-  command.option("-o,--output", options->output, "The result; standard output without it")
+  command
+      .option("-o,--output", options->output, "Where to write the result; default: standard output")
       .value_name("FILE");
-  const Option table =
-      command.option("--table", options->table, "Only one metadata: fwd_q, rev_q, fwd_kv, rev_kv")
-          .value_name("NAME")
-          .one_of({"fwd_q", "rev_q", "fwd_kv", "rev_kv"});
-  command.option("--rank", options->rank, "Only the slice of this rank")
+  const Option table = command.option("--table", options->table, "Only this table")
+                           .value_name("NAME")
+                           .one_of({"fwd_q", "rev_q", "fwd_kv", "rev_kv"});
+  command.option("--rank", options->rank, "Only the slice of this rank; needs --table")
       .value_name("N")
       .not_negative()
       .needs(table);
-  command.flag("--normalize", options->normalize, "The dtypes of device tables").needs(table);
+  command.flag("--normalize", options->normalize, "Use the dtypes of device tables; needs --table")
+      .needs(table);
   command.flag("--compact", options->compact, "JSON without line breaks");
   command.footer(
       "Examples:\n"

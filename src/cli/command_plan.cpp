@@ -43,10 +43,11 @@ void add_plan_command(Command app, Program& program) {
   add_source_options(command, options->source);
   add_planning_options(command, options->planning);
   add_row_options(command, options->rows);
-  command.option("-o,--output", options->output, "The plan; standard output without it")
+  command
+      .option("-o,--output", options->output, "Where to write the plan; default: standard output")
       .value_name("FILE");
   command.flag("--full", options->full,
-               "With all figures and the relay schedule (waybill.attention_plan)");
+               "Write all figures and the relay schedule too (waybill.attention_plan)");
   command.flag("--compact", options->compact, "JSON without line breaks");
   command.footer("Tokens of a corpus: " + corpus_rule() +
                  "\n\n"

@@ -132,14 +132,14 @@ int run_show(const ShowOptions& options, Program& program) {
 void add_show_command(Command app, Program& program) {
   auto options = std::make_shared<ShowOptions>();
   Command command =
-      app.add_command("show", "Prints a plan, a dispatch or metadata for people to read");
+      app.add_command("show", "Prints a plan, a dispatch or metadata in readable form");
   command.option("FILE", options->input, "Plan, dispatch or metadata JSON; - is standard input")
       .required()
       .value_name("");
   command.option("--rank", options->rank, "Only this rank: its shards and slices")
       .value_name("N")
       .not_negative();
-  command.option("--table", options->table, "Only one metadata: fwd_q, rev_q, fwd_kv, rev_kv")
+  command.option("--table", options->table, "Only this table")
       .value_name("NAME")
       .one_of({"fwd_q", "rev_q", "fwd_kv", "rev_kv"});
   add_row_options(command, options->rows);

@@ -54,7 +54,7 @@ int run_prediction(const SimulateOptions& options, Program& program) {
   for (const std::string& remark : job.remarks) console.print_remark(remark);
   console.print(concat("Predicted, not run: one attention layer, forward and backward\n",
                        job.origin, "\n", hardware_text(job.options), "\n\n", step_table(steps),
-                       "\nPhases: the slowest rank by itself. Bytes: of the first dispatch.\n\n",
+                       "\nPhases: of the slowest rank. Bytes: of the first dispatch.\n\n",
                        steps.back().name, ":\n",
                        sentence_list(explain_step(steps.back().step, remedies))));
   write_step_html(options.output, job, steps, program.command_line, console);
@@ -98,9 +98,9 @@ void add_simulate_command(Command app, Program& program) {
   auto options = std::make_shared<SimulateOptions>();
   Command command = app.add_command(
       "simulate",
-      "With a FILE: carries a plan or dispatch out in memory, Q, K and V to the attention layout "
-      "and back, every byte checked. Exit 1 when one is wrong. With --ranks: plans documents and "
-      "predicts the time of a step on that many ranks, with and without forwarding.");
+      "With FILE: carries out a plan or dispatch in memory (Q, K and V to the attention layout and "
+      "back), checks every byte, and exits with 1 if one is wrong. With --ranks: plans documents "
+      "and predicts the time of a step on that many ranks, with and without forwarding.");
   const Option file =
       command
           .option("FILE", options->input, "Plan or dispatch JSON to carry out; - is standard input")

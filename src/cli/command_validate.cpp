@@ -29,7 +29,8 @@ std::vector<Finding> findings_of(const ValidateCommand& command) {
   std::vector<Finding> findings = validate(*file.plan, command.options);
   if (!findings.empty()) return findings;
   check_routing_size(*file.plan);
-  return validate(*file.plan, compute_qkv_routing(*file.plan), command.options);
+  findings = validate(*file.plan, compute_qkv_routing(*file.plan), command.options);
+  return findings.empty() && file.attention ? validate(*file.attention, command.options) : findings;
 }
 
 int run_validate(const ValidateCommand& command, Program& program) {
@@ -54,10 +55,10 @@ int run_validate(const ValidateCommand& command, Program& program) {
 
 void add_validate_command(Command app, Program& program) {
   auto command_options = std::make_shared<ValidateCommand>();
-  Command command = app.add_command(
-      "validate",
-      "Looks for everything that could be wrong in a plan, a dispatch or metadata and prints a "
-      "line for each finding. Exit 1 when there is one.");
+  Command command = app.add_command("validate",
+                                    "Checks a plan, a dispatch or metadata, prints one line for "
+                                    "each finding, and exits with 1 if "
+                                    "there is any.");
   command
       .option("FILE", command_options->input,
               "Plan, dispatch or metadata JSON; - is standard input")
@@ -65,7 +66,7 @@ void add_validate_command(Command app, Program& program) {
       .value_name("");
   command
       .option("REVERSE", command_options->reverse,
-              "Reverse metadata, to be checked against the forward metadata in FILE")
+              "Reverse metadata to check against the forward metadata in FILE")
       .value_name("");
   ValidateOptions& options = command_options->options;
   command.option("--q-capacity", options.q_capacity, "Rows of a rank's Q buffer")
@@ -74,7 +75,7 @@ void add_validate_command(Command app, Program& program) {
   command.option("--kv-capacity", options.kv_capacity, "Rows of a rank's K and V buffers")
       .value_name("N")
       .not_negative();
-  command.option("--max-findings", options.max_findings, "Stop after so many")
+  command.option("--max-findings", options.max_findings, "Stop after this many")
       .value_name("N")
       .positive()
       .show_default();

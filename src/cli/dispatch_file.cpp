@@ -5,6 +5,7 @@
 #include "console.h"
 #include "waybill/core/error.h"
 #include "waybill/core/to_size.h"
+#include "waybill/json/attention_plan_json.h"
 #include "waybill/json/dispatch_json.h"
 #include "waybill/json/metadata_json.h"
 #include "waybill/json/plan_json.h"
@@ -21,6 +22,9 @@ DispatchFile dispatch_file_of(const std::string& text, const std::string& name, 
   const std::string format = json_format(text, file.name);
   if (format == "waybill.plan") {
     file.plan = plan_from_json(text, file.name, check);
+  } else if (format == "waybill.attention_plan") {
+    file.attention = attention_plan_from_json(text, file.name, check);
+    file.plan = file.attention->plan;
   } else if (format == "waybill.dispatch") {
     DispatchBundle bundle = dispatch_from_json(text, file.name, check);
     file.plan = std::move(bundle.plan);
@@ -29,7 +33,8 @@ DispatchFile dispatch_file_of(const std::string& text, const std::string& name, 
     file.metadata = metadata_from_json(text, file.name, check);
   } else {
     throw IoError(concat(file.name, ": /format = \"", format,
-                         "\", expected waybill.plan, waybill.dispatch or waybill.metadata"));
+                         "\", expected waybill.plan, waybill.attention_plan, waybill.dispatch or "
+                         "waybill.metadata"));
   }
   return file;
 }
@@ -48,8 +53,8 @@ DispatchFile plan_from_text(const std::string& text, const std::string& name, Re
   DispatchFile file = dispatch_file_of(text, name, check);
   if (!file.plan) {
     throw IoError(concat(file.name,
-                         ": /format = \"waybill.metadata\", expected waybill.plan or "
-                         "waybill.dispatch"));
+                         ": /format = \"waybill.metadata\", expected waybill.plan, "
+                         "waybill.attention_plan or waybill.dispatch"));
   }
   return file;
 }

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "waybill/json/options.h"
+#include "waybill/planner/attention_plan.h"
 #include "waybill/routing/e2e_metadata.h"
 #include "waybill/routing/metadata.h"
 #include "waybill/routing/qkv_plan.h"
@@ -17,8 +18,9 @@ namespace waybill::cli {
 struct DispatchFile {
   std::string name;  ///< for messages
   std::optional<QkvPlan> plan;
-  std::optional<E2eMetadata> bundle;  ///< only beside a plan
-  std::optional<Metadata> metadata;   ///< alone
+  std::optional<AttentionPlan> attention;  ///< the same plan with its figures, of `plan --full`
+  std::optional<E2eMetadata> bundle;       ///< only beside a plan
+  std::optional<Metadata> metadata;        ///< alone
 };
 
 /// @throws IoError for what cannot be read or holds something else.

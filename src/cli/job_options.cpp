@@ -92,42 +92,44 @@ void add_planning_options(Command command, PlanningOptions& options,
       .group(group);
   command
       .option("--tokens-per-rank", options.tokens_per_rank,
-              "Rows of a rank before dispatch, or auto: just enough for the documents "
+              "Rows per rank before dispatch; auto: just enough for the documents "
               "(default: 65536 for drawn lengths, else auto)")
       .value_name("N|auto")
       .check(number_or_auto(1, most_tokens))
       .group(group);
   command
       .option("--imbalance", options.imbalance,
-              "Largest work of a rank over the mean that is aimed at; tighter costs bytes")
+              "Target for the largest work of a rank over the mean; a lower one moves more bytes")
       .value_name("X")
       .check(real_between(1.0001, 1e6))
       .show_default()
       .group(group);
   command
-      .option("--mask", options.mask,
-              "causal: a query meets the keys before it; full: all of its document")
+      .option(
+          "--mask", options.mask,
+          "causal: a query attends to itself and the keys before it; full: to its whole document")
       .value_name("NAME")
       .one_of({"causal", "full"})
       .show_default()
       .group(group);
   command
-      .option("--window", options.window,
-              "Sliding window: keys that a query meets, itself included; 0: all before it")
+      .option(
+          "--window", options.window,
+          "Sliding window: number of keys that a query attends to, its own included; 0: no window")
       .value_name("N")
       .between(0, most_tokens)
       .show_default()
       .group(group);
   command
       .option("--max-tokens", options.max_tokens,
-              "Rows of Q, and of K and V, that a rank's buffers hold; 0: no limit")
+              "Rows of Q, and of K and V, that fit in the buffers of a rank; 0: no limit")
       .value_name("N")
       .between(0, most_tokens)
       .show_default()
       .group(group);
   command
       .option("--ranks-per-node", options.ranks_per_node,
-              "Ranks of a node, joined by NVLink; nodes are joined by a network")
+              "Ranks per node, joined by NVLink; nodes are joined by a network")
       .value_name("N")
       .between(1, max_world_size)
       .show_default()
@@ -162,7 +164,7 @@ void add_row_options(Command command, RowOptions& options) {
       .group(group);
   command
       .option("--gb-per-s", options.gb_per_s,
-              "Speed of a rank's link each way, in 1e9 bytes a second: adds times")
+              "Speed of a rank's link each way, in 1e9 bytes per second; adds times to the output")
       .value_name("X")
       .check(real_between(least_rate / 1e9, most_rate / 1e9))
       .group(group);
@@ -178,7 +180,7 @@ void add_simulation_options(Command command, SimulationOptions& options) {
       .check(number_or_auto(8, 1 << 24))
       .show_default()
       .group(group);
-  command.option("--threads", options.num_threads, "Threads, 0 for all cores")
+  command.option("--threads", options.num_threads, "Number of threads; 0: all cores")
       .value_name("N")
       .between(0, 4096)
       .show_default()
@@ -214,8 +216,8 @@ void add_hardware_options(Command command, HardwareOptions& options) {
   add_link_options(command, options);
   command
       .option("--pairs-per-s", options.pairs_per_second,
-              "(query, key) pairs that a rank attends to in a second, forward; default: 600e12 "
-              "operations a second, 4 for each pair and element of a row of Q")
+              "(query, key) pairs per second of a rank, forward; default: 600e12 operations per "
+              "second, 4 for each pair and element of a row of Q")
       .value_name("X")
       .check(real_between(1, 1e30))
       .group("Hardware");

@@ -34,7 +34,7 @@ constexpr const char* version = "waybill " WAYBILL_VERSION
 void add_commands(Command app, Program& program) {
   app.flag(
       "--progress", [&program] { program.console.set_plain_progress(true); },
-      "Progress as plain lines on standard error, also where that is no terminal");
+      "Print progress lines on standard error even if it is not a terminal");
   add_demo_command(app, program);
   add_plan_command(app, program);
   add_metadata_command(app, program);
@@ -47,7 +47,7 @@ void add_commands(Command app, Program& program) {
   app.footer(
       "Examples:\n"
       "  waybill demo                                   the whole way, nothing else needed\n"
-      "  waybill plan -o plan.json                      documents -> plan\n"
+      "  waybill plan --full -o plan.json               documents -> plan\n"
       "  waybill metadata plan.json -o dispatch.json    plan -> metadata\n"
       "  waybill validate dispatch.json                 what could be wrong with it?\n"
       "  waybill simulate dispatch.json                 carry it out, check every byte\n"

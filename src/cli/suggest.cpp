@@ -61,6 +61,7 @@ std::string wrapped_help(std::string_view text, std::size_t width) {
     const std::size_t end = std::min(text.find('\n'), text.size());
     std::string_view line = text.substr(0, end);
     text.remove_prefix(std::min(end + 1, text.size()));
+    if (line.empty() && result.ends_with("\n\n")) continue;
     const std::size_t hanging = text_column(line);
     const std::size_t indent = hanging + 20 < width ? hanging : std::min<std::size_t>(4, width / 4);
     std::size_t least = hanging;  // no break before the text

@@ -45,6 +45,15 @@ T narrow(std::int64_t value) {
   }
 }
 
+// Where the element stands: one index for each axis.
+Shape position_of(std::size_t element_idx, const Shape& shape) {
+  Shape position(shape.size());
+  auto rest = static_cast<std::int64_t>(element_idx);
+  for (std::size_t axis = shape.size(); axis-- > 0; rest /= shape[axis])
+    position[axis] = rest % shape[axis];
+  return position;
+}
+
 }  // namespace
 
 IndexArray::Storage IndexArray::make_storage(DType dtype, std::int64_t size) {
@@ -206,8 +215,8 @@ IndexArray IndexArray::to(DType dtype, const char* name) const {
         using T = typename std::remove_reference_t<decltype(target)>::value_type;
         for (std::size_t i = 0; i < target.size(); ++i) {
           const std::int64_t value = source.span()[i];
-          require(fits<T>(value), "IndexArray::to: ", name, "[", i, "] = ", value, " does not fit ",
-                  dtype);
+          require(fits<T>(value), name, to_string(position_of(i, shape_)), " = ", value,
+                  " does not fit ", dtype);
           target[i] = narrow<T>(value);
         }
       },

@@ -13,9 +13,8 @@ using detail::bar;
 using detail::labelled;
 using detail::pad_left;
 using detail::paint;
+using detail::times;
 using detail::to_size;
-
-std::string times(double factor) { return format_fixed(factor, factor < 1.1 ? 3 : 2) + " times"; }
 
 std::string rate(double bytes_per_second) { return format_si(bytes_per_second) + "B/s"; }
 
@@ -34,26 +33,28 @@ const char* calls_of(const ExpertSummary& s) {
 std::string limit_sentence(const ExpertSummary& s, const LinkSpeeds& speeds) {
   const ExpertLimit limit = s.limit(speeds);
   if (limit.seconds == 0) return "No row crosses a link: every token stays on its rank.";
-  return concat("Rank ", limit.rank, " sets the limit: ", format_bytes(limit.rows * s.row_bytes),
-                limit.direction == Direction::in ? " come in over " : " go out over ",
-                link_of(limit), ", ", times(static_cast<double>(limit.rows) / limit.mean_rows),
-                " the mean; at ", rate(speed_of(limit, speeds)), " each way ", calls_of(s),
-                " can be faster than ", format_seconds(limit.seconds), ".");
+  return concat("Rank ", limit.rank, " sets the limit: it ",
+                limit.direction == Direction::in ? "receives " : "sends ",
+                format_bytes(limit.rows * s.row_bytes), " over ", link_of(limit), ", ",
+                times(static_cast<double>(limit.rows) / limit.mean_rows), " the mean; at ",
+                rate(speed_of(limit, speeds)), " each way, ", calls_of(s), " can be faster than ",
+                format_seconds(limit.seconds), ".");
 }
 
 std::string work_sentence(const ExpertSummary& s) {
   const Spread computed = s.computed();
   std::string text =
       concat(computed.imbalance() <= 1.05 ? "Experts' work is even" : "Experts' work is uneven",
-             ": rank ", computed.max_rank, " computes most, ", format_plural(computed.max, "row"),
-             ", ", times(computed.imbalance()), " the mean");
+             ": rank ", computed.max_rank, " computes the most, ",
+             format_plural(computed.max, "row"), ", ", times(computed.imbalance()), " the mean");
   const auto top = std::ranges::max_element(s.expert_entries);
   const auto all = computed.mean * static_cast<double>(s.ranks.size());
   const double share = static_cast<double>(*top) * static_cast<double>(s.expert_entries.size());
   text += concat("; expert ", top - s.expert_entries.begin(), " alone has ", format_count(*top),
                  ", ", times(share / all), " an even share");
   const auto idle = std::ranges::count(s.expert_entries, 0);
-  if (idle > 0) text += concat("; ", format_plural(idle, "expert"), " without any");
+  if (idle > 0)
+    text += concat("; ", format_plural(idle, "expert"), idle == 1 ? " has" : " have", " none");
   return text + ".";
 }
 
@@ -66,9 +67,8 @@ std::string placement_sentence(const ExpertSummary& s) {
   const Spread now = s.computed();
   const double then = static_cast<double>(std::ranges::max(topk_slots)) / now.mean;
   if (now.imbalance() < 1.05 || then > 0.98 * now.imbalance()) return "";
-  return concat("Placed by their choices, ",
-                format_plural(s.config.num_experts_per_rank(), "expert"),
-                " a rank, the busiest rank would have ", times(then), " the mean.");
+  return concat("If experts were placed by load, ", s.config.num_experts_per_rank(),
+                " per rank, the busiest rank would have ", times(then), " the mean.");
 }
 
 std::string saving_sentence(const ExpertSummary& s) {
@@ -82,14 +82,14 @@ std::string saving_sentence(const ExpertSummary& s) {
   }
   const auto tokens = static_cast<double>(s.num_tokens());
   std::string text =
-      concat("A token has ", format_fixed(static_cast<double>(computed) / tokens, 2),
-             " choices on ", format_fixed(static_cast<double>(received) / tokens, 2), " ranks");
+      concat("On average a token goes to ", format_fixed(static_cast<double>(computed) / tokens, 2),
+             " experts on ", format_fixed(static_cast<double>(received) / tokens, 2), " ranks");
   if (s.config.num_nodes() > 1)
     text += concat(", and crosses the network ",
                    format_fixed(static_cast<double>(network) / tokens, 2), " times");
   const double saved = 1 - static_cast<double>(received) / static_cast<double>(computed);
-  return concat(text, "; that it goes once to each rank saves ", format_fixed(100 * saved, 0),
-                "% of the rows that a row a choice would be.");
+  return concat(text, "; sending it only once to each rank saves ", format_fixed(100 * saved, 0),
+                "% of the rows.");
 }
 
 std::string head_block(const ExpertSummary& s, const TextStyle& style) {

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "figures.h"
+#include "text_parts.h"
 #include "waybill/core/error.h"
 #include "waybill/report/document_figures.h"
 #include "waybill/report/format.h"
@@ -9,6 +10,7 @@
 namespace waybill {
 namespace {
 
+using detail::times;
 using detail::to_size;
 
 std::string percent(std::int64_t part, std::int64_t whole) {
@@ -17,20 +19,18 @@ std::string percent(std::int64_t part, std::int64_t whole) {
   return format_fixed(std::min(share, 99.0), 0) + "%";
 }
 
-std::string times(double factor) { return format_fixed(factor, factor < 1.1 ? 3 : 2) + " times"; }
-
 std::string limit_sentence(const PlanSummary& summary, double gb_per_s) {
   const RankLimit limit = summary.taken_limit();
   const bool in = limit.direction == Direction::in;
   const Spread& spread = in ? summary.rank_bytes_in : summary.rank_bytes_out;
   const bool relayed = summary.relay_limit.has_value();
   std::string text =
-      concat(relayed ? "With relay rank " : "Rank ", limit.rank,
-             " sets the limit: ", format_bytes(limit.bytes), in ? " come in" : " go out");
+      concat(relayed ? "With relay, rank " : "Rank ", limit.rank, " sets the limit: it ",
+             in ? "receives " : "sends ", format_bytes(limit.bytes));
   if (!relayed) text += concat(", ", times(spread.imbalance()), " the mean");
   if (gb_per_s > 0) {
     text +=
-        concat("; at ", format_si(gb_per_s * 1e9), "B/s each way no dispatch can be faster than ",
+        concat("; at ", format_si(gb_per_s * 1e9), "B/s each way, no dispatch can be faster than ",
                format_seconds(summary.limit_seconds(gb_per_s)));
   }
   return text + ".";
@@ -39,9 +39,8 @@ std::string limit_sentence(const PlanSummary& summary, double gb_per_s) {
 // What the limit would be if receivers did not forward rows to each other.
 std::string direct_sentence(const PlanSummary& summary) {
   const bool in = summary.limit_direction == Direction::in;
-  return concat("Receivers forward K and V to each other: sent directly, ",
-                format_bytes(summary.limit_bytes),
-                in ? " would come into rank " : " would go out of rank ", summary.limit_rank, ".");
+  return concat("Receivers forward K and V to each other. Without that, rank ", summary.limit_rank,
+                " would ", in ? "receive " : "send ", format_bytes(summary.limit_bytes), ".");
 }
 
 std::string cause_sentence(const QkvPlan& plan, const QkvRouting& routing,
@@ -50,13 +49,12 @@ std::string cause_sentence(const QkvPlan& plan, const QkvRouting& routing,
       document_bytes(plan, routing, summary.row_bytes, summary.limit_rank, summary.limit_direction)
           .front();
   const DocumentFigures document = document_figures(plan)[to_size(cause.document)];
-  return concat(
-      "Document ", cause.document, " (", format_plural(document.tokens, "token"), " in ",
-      format_plural(document.num_shards, "shard"), ", attended on ",
-      format_plural(document.num_attending_ranks, "rank"), ") causes ",
-      percent(cause.bytes(), summary.limit_bytes),
-      summary.relay_limit ? " of them: " : " of these bytes: ", format_bytes(cause.q_bytes),
-      " of Q and ", format_bytes(cause.kv_bytes), " of K and V.");
+  return concat("Document ", cause.document, " (", format_plural(document.tokens, "token"), " in ",
+                format_plural(document.num_shards, "shard"), ", attended on ",
+                format_plural(document.num_attending_ranks, "rank"), ") causes ",
+                percent(cause.bytes(), summary.limit_bytes),
+                " of these bytes: ", format_bytes(cause.q_bytes), " of Q and ",
+                format_bytes(cause.kv_bytes), " of K and V.");
 }
 
 std::string work_sentence(const PlanSummary& summary) {
@@ -65,18 +63,19 @@ std::string work_sentence(const PlanSummary& summary) {
                                   [](const RankFigures& rank) { return rank.work == 0; });
   std::string text =
       concat(work.imbalance() <= 1.05 ? "Attention work is even" : "Attention work is uneven",
-             ": rank ", work.max_rank, " has most of it, ", times(work.imbalance()),
-             " the mean of ", format_si(work.mean), " (query, key) pairs");
-  if (idle > 0) text += concat("; ", format_plural(idle, "rank"), " without any");
+             ": rank ", work.max_rank, " has the most, ", times(work.imbalance()), " the mean of ",
+             format_si(work.mean), " (query, key) pairs");
+  if (idle > 0)
+    text += concat("; ", format_plural(idle, "rank"), idle == 1 ? " has" : " have", " none");
   return text + ".";
 }
 
 std::string copies_sentence(const PlanSummary& summary) {
   return concat("A row of K and V is stored ", format_fixed(summary.kv_copies, 2),
-                " times on the mean: ",
+                " times on average: ",
                 summary.kv_layout == KvLayout::per_rank
                     ? "once on every rank where queries need it."
-                    : "once for every query shard that needs it, also on the same rank.");
+                    : "once for every query shard that needs it, even on the same rank.");
 }
 
 // One long document feeds many ranks: then what one rank sends limits all.

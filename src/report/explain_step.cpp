@@ -48,11 +48,11 @@ std::string transfer_sentence(const StepPrediction& step) {
     moving += cause.seconds;
     if (longest == nullptr || cause.seconds > longest->seconds) longest = &cause;
   }
-  std::string text = concat("Moving rows is ", format_seconds(moving), " of it (",
+  std::string text = concat("Moving rows takes ", format_seconds(moving), " of it (",
                             percent(moving, step.seconds), ")");
   if (longest == nullptr || longest->resource == StepResource::nothing) return text + ".";
-  return concat(text, "; the most of it, ", format_seconds(longest->seconds), ", is \"",
-                to_string(longest->phase), "\": ", cause_text(*longest), ".");
+  return concat(text, "; the longest of these phases, ", format_seconds(longest->seconds),
+                ", is \"", to_string(longest->phase), "\": ", cause_text(*longest), ".");
 }
 
 std::string work_sentence(const StepPrediction& step) {
@@ -61,7 +61,7 @@ std::string work_sentence(const StepPrediction& step) {
                       static_cast<double>(step.work.size());
   const double factor = mean > 0 ? static_cast<double>(*most) / mean : 1;
   return concat("Attention work is ", factor <= 1.05 ? "even" : "uneven", ": rank ",
-                most - step.work.begin(), " has most, ", format_fixed(factor, 3),
+                most - step.work.begin(), " has the most, ", format_fixed(factor, 3),
                 " times the mean.");
 }
 
@@ -70,9 +70,9 @@ std::string remedy_text(const Remedy& remedy) {
     case RemedyKind::relay:
       return "Forwarding K and V as the relay schedule says";
     case RemedyKind::once_per_node:
-      return "Sending K and V over the network once a node";
+      return "Sending K and V over the network once per node";
     case RemedyKind::even_work:
-      return "The mean of the work on every rank";
+      return "Perfectly even work";
     case RemedyKind::double_nvlink:
       return "Twice the NVLink speed";
     case RemedyKind::double_network:
@@ -98,7 +98,8 @@ void add_remedies(const StepPrediction& step, std::span<const Remedy> remedies,
                                percent(saved, step.seconds), "): a step of ",
                                format_seconds(remedy.seconds), "."));
   }
-  if (!useless.empty()) sentences.push_back("Would save less than 1%: " + useless + ".");
+  if (!useless.empty())
+    sentences.push_back("Each of these would save less than 1%: " + useless + ".");
 }
 
 }  // namespace
@@ -110,7 +111,7 @@ std::vector<std::string> explain_step(const StepPrediction& step,
   sentences.push_back(concat("The step takes ", format_seconds(step.seconds), " on ",
                              format_plural(step.world_size, "rank"), ", ",
                              format_count(step.options.hardware.ranks_per_node),
-                             " a node: forward ", format_seconds(step.forward_seconds),
+                             " per node: forward ", format_seconds(step.forward_seconds),
                              ", backward ", format_seconds(backward), "."));
   sentences.push_back(bottleneck_sentence(step));
   sentences.push_back(transfer_sentence(step));

@@ -99,9 +99,11 @@ std::string axes(const Heat& heat) {
   for (std::int32_t block = 0; block < n; block += step) {
     const std::string middle = svg_number((block + 0.5) * cell);
     const std::int32_t rank = heat.blocks.first(block);
-    text += concat("<text x=\"", middle, "\" y=\"-7\" text-anchor=\"middle\">", rank, "</text>",
-                   "<text x=\"-8\" y=\"", middle,
-                   "\" text-anchor=\"end\" dominant-baseline=\"central\">", rank, "</text>\n");
+    const bool second = block / step % 2 == 1;  // left out where the page is narrow
+    text +=
+        concat("<text ", second ? "class=\"second\" " : "", "x=\"", middle,
+               "\" y=\"-7\" text-anchor=\"middle\">", rank, "</text>", "<text x=\"-8\" y=\"",
+               middle, "\" text-anchor=\"end\" dominant-baseline=\"central\">", rank, "</text>\n");
   }
   text += concat("<text class=\"axis\" x=\"", side / 2,
                  "\" y=\"-27\" text-anchor=\"middle\">to rank</text>\n",

@@ -73,8 +73,7 @@ std::string cards(const PlanSummary& s, double gb_per_s) {
   }
   std::int64_t buffer_bytes = 0;
   for (const RankFigures& rank : s.ranks) buffer_bytes = std::max(buffer_bytes, rank.buffer_bytes);
-  return "<dl class=\"cards\">\n" +
-         card("Limit of the plan", format_bytes(taken.bytes), limit_remark) +
+  return "<dl class=\"cards\">\n" + card("Busiest rank", format_bytes(taken.bytes), limit_remark) +
          card("On the wire", format_bytes(s.wire_bytes),
               concat(format_bytes(s.q.rows_in * s.row_bytes.q), " Q, ",
                      format_bytes(s.kv.rows_in * s.row_bytes.kv), " KV")) +

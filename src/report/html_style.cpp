@@ -23,7 +23,7 @@ main{max-width:1080px;margin:0 auto;padding:20px 16px 48px}
 header,section{background:var(--card);border:1px solid var(--line);border-radius:12px;
 padding:18px 20px;margin:0 0 16px;min-width:0}
 header{border-top:5px solid var(--accent)}
-h1{font-size:1.6rem;line-height:1.2;margin:0 0 4px}
+h1{font-size:1.6rem;line-height:1.2;margin:0 0 4px;overflow-wrap:anywhere}
 h2{font-size:1.1rem;margin:0 0 6px}
 p{margin:0 0 10px}
 .sub,.note{color:var(--soft)}.note{font-size:.88rem}
@@ -41,8 +41,8 @@ font-variant-numeric:tabular-nums}
 .cards small{display:block;font-size:.8rem;font-weight:400;color:var(--soft)}
 .two{display:grid;grid-template-columns:minmax(0,1fr);gap:0 16px}
 @media (min-width:860px){.two{grid-template-columns:minmax(0,11fr) minmax(0,10fr)}}
-ul{margin:0;padding:0 0 0 1.1em}li{margin:0 0 6px}
-.checks{list-style:none;padding:0}.checks li{display:grid;grid-template-columns:1.5em 1fr}
+ul{margin:0;padding:0 0 0 1.1em}li{margin:0 0 6px;overflow-wrap:anywhere}
+.checks{list-style:none;padding:0}.checks li{display:grid;grid-template-columns:1.5em minmax(0,1fr);overflow-wrap:anywhere}
 .checks b{font-weight:600}.checks small{display:block;color:var(--soft)}
 .facts{display:grid;grid-template-columns:auto 1fr;gap:2px 14px;margin:0;font-size:.92rem}
 .facts dt{color:var(--soft)}.facts dd{margin:0;overflow-wrap:anywhere}
@@ -65,7 +65,7 @@ figcaption b{display:block;color:var(--ink);font-size:.95rem}
 .work{fill:var(--work)}.in{fill:var(--in)}.out{fill:var(--out)}
 .load rect{opacity:.72}.load rect.top{opacity:1}
 .load rect:hover,.time rect:hover,.heat rect:hover,.doc rect:hover{opacity:1;stroke:var(--ink);stroke-width:1.2}
-.time{display:block;width:100%}.chip.time{width:30px;display:inline-block}
+.wide{overflow-x:auto}.time{display:block;width:100%}.wide .time{min-width:800px}.chip.time{width:30px;display:inline-block}
 .p0{fill:#2563a8}.p1{fill:#0f766e}.p2{fill:#7ba7d9}.p3{fill:#c2701c}.p4{fill:#3b5b52}
 .p5{fill:#e0a25f}.p6{fill:#9a3f6b}
 .mean{stroke:var(--ink);stroke-dasharray:5 4;opacity:.75}.base{stroke:var(--line)}
@@ -73,14 +73,14 @@ figcaption b{display:block;color:var(--ink);font-size:.95rem}
 color:var(--soft)}
 .chip{width:30px;height:18px}.chip text,.doc text{fill:#fff;font-size:11px;font-weight:600;
 pointer-events:none;paint-order:stroke;stroke:rgba(0,0,0,.4);stroke-width:1.6px}
-.doc{display:grid;grid-template-columns:3.6em 4.9em 1fr;gap:10px;align-items:center;
+.doc{display:grid;grid-template-columns:3.6em 4.9em minmax(0,1fr);gap:10px;align-items:center;
 margin:0 0 5px;font-size:.86rem;font-variant-numeric:tabular-nums}
 .doc .name{color:var(--soft)}.doc .num{text-align:right}
 .doc svg{width:100%;height:24px;overflow:visible}
 .doc rect{stroke:var(--card);stroke-width:.8}
-@media (max-width:560px){.doc{grid-template-columns:2.9em 4.4em 1fr;gap:6px;font-size:.78rem}
+@media (max-width:560px){.doc{grid-template-columns:2.9em 5.2em minmax(0,1fr);gap:6px;font-size:.78rem}
 .doc text{display:none}header,section{padding:14px}.heat text{font-size:17px}
-.heat .axis{font-size:19px}.wide{overflow-x:auto}.wide .time{width:860px}
+.heat .axis{font-size:19px}.heat .second{display:none}.badge{white-space:normal}
 main{padding:10px 8px 32px}h1{font-size:1.3rem}.facts{grid-template-columns:1fr}
 .facts dd{margin:0 0 6px}.cards{grid-template-columns:repeat(auto-fit,minmax(124px,1fr))}}
 summary{cursor:pointer;font-weight:600}

@@ -104,11 +104,11 @@ void Metadata::check_shapes(const char* who) const {
 }
 
 Metadata Metadata::get_slice(Rank rank) const {
-  require(!is_slice(), "Metadata::get_slice: this is the slice of one rank already");
-  check_shapes("Metadata::get_slice");
+  require(!is_slice(), "get_slice: this is the slice of one rank already");
+  check_shapes("get_slice");
   const std::int64_t world = seq_len.dim(0);
   const std::int64_t r = to_int(rank);
-  require(0 <= r && r < world, "Metadata::get_slice: rank = ", r, ", expected 0..", world - 1);
+  require(0 <= r && r < world, "get_slice: rank = ", r, ", expected 0..", world - 1);
   const IndexArray rank_dst = dst_rank.row(r);
   const IndexArray rank_len = seq_len.row(r);
   const std::vector<std::int64_t> keep = live_entries(rank_dst, rank_len);
@@ -128,13 +128,13 @@ Metadata Metadata::get_slice(Rank rank) const {
 
 Metadata Metadata::normalize_dtype() const {
   Metadata result;
-  result.dst_rank = dst_rank.to(DType::int32, "dst_rank");
-  result.dst_offset = dst_offset.to(DType::uint32, "dst_offset");
-  result.seq_len = seq_len.to(DType::uint32, "seq_len");
-  result.num_recv_tokens = num_recv_tokens.to(DType::uint64, "num_recv_tokens");
-  result.seq_recv_mask = converted(seq_recv_mask, DType::uint32, "seq_recv_mask");
-  result.recv_seq_lens = converted(recv_seq_lens, DType::uint32, "recv_seq_lens");
-  result.num_seqs = converted(num_seqs, DType::int32, "num_seqs");
+  result.dst_rank = dst_rank.to(DType::int32, "normalize_dtype: dst_rank");
+  result.dst_offset = dst_offset.to(DType::uint32, "normalize_dtype: dst_offset");
+  result.seq_len = seq_len.to(DType::uint32, "normalize_dtype: seq_len");
+  result.num_recv_tokens = num_recv_tokens.to(DType::uint64, "normalize_dtype: num_recv_tokens");
+  result.seq_recv_mask = converted(seq_recv_mask, DType::uint32, "normalize_dtype: seq_recv_mask");
+  result.recv_seq_lens = converted(recv_seq_lens, DType::uint32, "normalize_dtype: recv_seq_lens");
+  result.num_seqs = converted(num_seqs, DType::int32, "normalize_dtype: num_seqs");
   result.world_size = world_size;
   result.normalized = true;
   result.num_total_recv_tokens = num_total_recv_tokens;

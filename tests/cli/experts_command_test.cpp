@@ -19,13 +19,12 @@ TEST_F(ExpertsCommandTest, DrawsChoicesAndSaysTheLimit) {
   ASSERT_EQ(even.exit_code, 0) << even.err;
   EXPECT_TRUE(holds(unwrapped(even.out),
                     {"Choices drawn, seed 0", "4,096 of 14.0 KiB, top-8 of 256 experts",
-                     "over NVLink", "345 GB/s", "8.00 choices on 5.29 ranks"}));
+                     "over NVLink", "345 GB/s", "8.00 experts on 5.29 ranks"}));
   EXPECT_EQ(run("experts --tokens 512").out, even.out);
   EXPECT_NE(run("experts --tokens 512 --seed 1").out, even.out);
   const ProgramResult skewed = run("experts --tokens 512 --skew 1 --payload float8");
-  EXPECT_TRUE(holds(
-      unwrapped(skewed.out),
-      {"skew 1", "7.22 KiB", "uneven", "Placed by their choices", "no dispatch can be faster"}));
+  EXPECT_TRUE(holds(unwrapped(skewed.out), {"skew 1", "7.22 KiB", "uneven", "placed by load",
+                                            "no dispatch can be faster"}));
   const ProgramResult nodes = run("experts --tokens 64 --ranks 16 --network 1GB/s");
   EXPECT_TRUE(
       holds(unwrapped(nodes.out), {"16 on 2 nodes", "over the network", "1.00 GB/s each way",

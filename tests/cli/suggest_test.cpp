@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <fstream>
 
 #include "program_runner.h"
 
@@ -45,6 +46,35 @@ TEST_F(SuggestTest, HelpFitsTheTerminal) {
     EXPECT_GT(longest, static_cast<std::size_t>(columns) - 15);
   }
   ::unsetenv("COLUMNS");
+}
+
+TEST_F(SuggestTest, HelpListsNamesAndTextsAlone) {
+  for (const std::string command :
+       {"demo", "plan", "metadata", "simulate", "explain", "validate"}) {
+    const std::string help = run(command + " --help").out;
+    for (const char* noise : {"Excludes", "Needs:", ":NON", ":POS", "\n\n\n"})
+      EXPECT_EQ(help.find(noise), std::string::npos) << help;
+  }
+  EXPECT_TRUE(fails(run("plan --lengths a --corpus b"), 2, {"--corpus", "--lengths"}));
+}
+
+TEST_F(SuggestTest, FullFilesAreTakenWherePlansAre) {
+  ASSERT_EQ(run("plan --full --world-size 4 --tokens-per-rank 4096 -o full.json").exit_code, 0);
+  ASSERT_EQ(run("plan --world-size 4 --tokens-per-rank 4096 -o plain.json").exit_code, 0);
+  for (const std::string command : {"metadata", "show"})
+    EXPECT_EQ(run(command + " full.json").out, run(command + " plain.json").out) << command;
+  EXPECT_EQ(run("simulate full.json").exit_code, 0);
+  EXPECT_NE(run("explain full.json").out.find("travel: relay"), std::string::npos);
+  EXPECT_NE(run("validate full.json").out.find("no findings"), std::string::npos);
+
+  const std::string text = text_of(path("full.json"));
+  const std::size_t work = text.find("\"work\"");
+  const std::size_t digit = text.find_first_of("123456789", text.find('[', work));
+  ASSERT_NE(work, std::string::npos);
+  std::string wrong = text;
+  wrong[digit] = wrong[digit] == '9' ? '8' : '9';
+  std::ofstream(path("wrong.json")) << wrong;
+  EXPECT_TRUE(fails(run("validate wrong.json"), 1, {"1 finding"}));
 }
 
 TEST_F(SuggestTest, AreWrittenInManyWays) {

@@ -48,7 +48,10 @@ inline QkvPlan draw_plan(Input& input) {
         std::min(num_shards, plan.doc_shard_offsets.back() + input.below(6)));
     if (input.empty()) plan.doc_shard_offsets.back() = num_shards;
   }
-  if (input.below(2) == 0) return plan;
+  if (input.below(2) == 0) {
+    if (input.below(3) == 1) plan.mask = MaskKind::full;
+    return plan;
+  }
   plan.kv_begin.assign(plan.shard_len.size(), 0);
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     const auto first =
@@ -106,7 +109,8 @@ inline void damage(Input& input, QkvPlan& plan) {
     case 6:
       damage(input, plan.kv_begin);
       break;
-    default:
+    default:  // a full mask beside kv_begin is refused
+      plan.mask = plan.mask == MaskKind::full ? MaskKind::causal : MaskKind::full;
       break;
   }
 }

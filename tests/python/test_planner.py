@@ -60,6 +60,16 @@ def test_the_same_call_gives_the_same_plan_and_json_keeps_it(tmp_path):
     assert "imbalance" in repr(made) and "<table" in made._repr_html_() and str(made)
 
 
+def test_summary_and_page_speak_of_what_was_planned(tmp_path):
+    made = waybill.plan(documents(), 8, q_hidden=512, kv_hidden=256, dtype="float32")
+    text, page = made.summary(345.0), made.to_html(tmp_path / "page.html", title="A <title>")
+    assert "Q 2.00 KiB, K and V together 2.00 KiB" in text and "with relay" in text
+    assert "a row is 2.00 KiB of Q and 2.00 KiB of K and V" in page and "with relay" in page
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == page and "&lt;title" in page
+    direct = waybill.plan(documents(), 8, relay=False).summary()
+    assert "relay" not in direct and direct.splitlines() != text.splitlines()
+
+
 def test_capacity_is_kept_or_refused():
     lens = [16384] * 4 + [1024] * 48
     made = waybill.plan(lens, 8, tokens_per_rank=16384, max_tokens_per_rank=24000)

@@ -1,6 +1,7 @@
 """Layers and dispatchers of one world, called by several threads of a rank at a time."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -136,3 +137,56 @@ def test_windows_that_grow_at_a_time_are_told_apart(attempt):
 
     for told in run_threads(WORLD, body, timeout_s=2):
         assert not told or any("the layer that grows" in text for text in told), told
+
+
+IDS = torch.tensor([[0, 3], [1, 2], [0, 2]])
+
+
+def _dispatch(layer):
+    layer.dispatch(torch.ones(3, HIDDEN), IDS)
+
+
+def _dispatches(world):
+    layers = [layer_on(world) for _ in range(2)]
+    return [lambda layer=layer: _dispatch(layer) for layer in layers]
+
+
+def _whole_steps(world):
+    layers = [layer_on(world) for _ in range(2)]
+    return [lambda layer=layer: steps(layer, 1.0) for layer in layers]
+
+
+def _combines(world):
+    layers = [layer_on(world) for _ in range(2)]
+    there = [layer.dispatch(torch.ones(3, HIDDEN), IDS) for layer in layers]
+    return [
+        lambda layer=layer, got=got: layer.combine(got[0], got[2])
+        for layer, got in zip(layers, there)
+    ]
+
+
+def _layer_and_dispatcher(world):
+    plan = waybill.QkvPlan(2, [0, 1, 2], [5, 5], [1, 0], [0, 1, 2], [0, 1])
+    rows = np.zeros((5, 4), np.float32)
+    layer, dispatcher = layer_on(world), waybill.SequenceDispatcher(world)
+    ready = dispatcher.plan_dispatch((plan.to_metadata().fwd_q, rows))
+    dispatcher.reserve(ready)
+    return [lambda: _dispatch(layer), lambda: dispatcher.dispatch(ready, rows)]
+
+
+@pytest.mark.parametrize("calls", [_dispatches, _whole_steps, _combines, _layer_and_dispatcher])
+def test_opposite_orders_on_one_thread_end_at_the_deadline(calls):
+    """No thread is there to make the other call: all ranks hear who did not come, and why."""
+
+    def body(world):
+        works = calls(world)
+        began = time.monotonic()
+        with pytest.raises(waybill.Timeout) as caught:
+            for work in reversed(works) if world.rank else works:
+                work()
+        time.sleep(0.4)  # who leaves before the other's deadline would be named as gone
+        return str(caught.value), time.monotonic() - began
+
+    for rank, (text, seconds) in enumerate(run_threads(WORLD, body, timeout_s=0.6)):
+        assert f": rank {rank} waited 0.6" in text and f" from rank {1 - rank} " in text
+        assert text.endswith("ranks may be in different calls") and seconds < 8

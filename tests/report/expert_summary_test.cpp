@@ -147,7 +147,7 @@ TEST(ExpertSummary, experts_are_placed_by_their_choices) {
   EXPECT_EQ(std::ranges::max(rows), 11);
   const auto text = explain_experts(summary);
   EXPECT_TRUE(std::ranges::any_of(text, [](const std::string& s) {
-    return s.find("Placed by their choices, 4 experts a rank") != std::string::npos;
+    return s.find("If experts were placed by load, 4 per rank") != std::string::npos;
   }));
 }
 

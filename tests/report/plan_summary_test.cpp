@@ -138,8 +138,8 @@ TEST(PlanSummary, SpeaksOfTheRelayThatIsTaken) {
   const std::string text = text_summary(plan, routing, s);
   EXPECT_NE(text.find("300 B into rank 1 with relay; 700 B into rank 1 without"), std::string::npos)
       << text;
-  EXPECT_NE(text.find("With relay rank 1 sets the limit: 300 B come in"), std::string::npos);
-  EXPECT_NE(text.find("sent directly, 700 B"), std::string::npos) << text;
+  EXPECT_NE(text.find("With relay, rank 1 sets the limit: it receives 300 B"), std::string::npos);
+  EXPECT_NE(text.find("Without that, rank 1 would"), std::string::npos) << text;
   const std::string page = html_report(plan, routing, s, {});
   EXPECT_NE(page.find("into rank 1, with relay"), std::string::npos);
 }
@@ -149,7 +149,7 @@ TEST(TextSummary, SaysWhatLimitsAndStaysNarrow) {
   const QkvRouting routing = compute_qkv_routing(plan);
   const PlanSummary s = summarize(plan, routing, {.q = 100, .kv = 10});
   const std::string text = text_summary(plan, routing, s, {.unicode = false, .gb_per_s = 1});
-  EXPECT_NE(text.find("Rank 1 sets the limit: 700 B come in"), std::string::npos) << text;
+  EXPECT_NE(text.find("Rank 1 sets the limit: it receives 700 B"), std::string::npos) << text;
   EXPECT_NE(text.find("Document 0 (12 tokens in 3 shards, attended on 2 ranks) causes all of"),
             std::string::npos)
       << text;

@@ -62,10 +62,10 @@ TEST(ExplainStep, SaysWhatIsSlowAndWhatWouldHelp) {
   const auto sentences = explain_step(step, step_remedies(predictor, step));
   ASSERT_GE(sentences.size(), 6U);
   EXPECT_EQ(sentences[0].rfind("The step takes ", 0), 0U) << sentences[0];
-  EXPECT_NE(sentences[0].find("6 ranks, 2 a node"), std::string::npos) << sentences[0];
+  EXPECT_NE(sentences[0].find("6 ranks, 2 per node"), std::string::npos) << sentences[0];
   EXPECT_NE(sentences[1].find("network"), std::string::npos) << sentences[1];
   EXPECT_NE(sentences[1].find("because of document 0"), std::string::npos) << sentences[1];
-  EXPECT_NE(sentences[2].find("Moving rows is "), std::string::npos) << sentences[2];
+  EXPECT_NE(sentences[2].find("Moving rows takes "), std::string::npos) << sentences[2];
   std::string all;
   for (const std::string& sentence : sentences) {
     EXPECT_EQ(sentence.back(), '.');

@@ -1,6 +1,7 @@
 """mypy --strict on the package, and on programs that use it. Slow, so it is run by
 scripts/check_wheel.sh: the first run reads numpy."""
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -9,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import waybill
-
 pytest.importorskip("mypy")
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(importlib.util.find_spec("waybill").origin).parent  # of any version of Python
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def sources(tmp_path_factory):
     """A folder with the package's Python files and stubs."""
     folder = tmp_path_factory.mktemp("typed")
     shutil.copytree(
-        Path(waybill.__file__).parent, folder / "waybill",
+        PACKAGE, folder / "waybill",
         ignore=shutil.ignore_patterns("__pycache__", "*.so"),
     )  # fmt: skip
     settings = (ROOT / "pyproject.toml").read_text()

@@ -69,7 +69,7 @@ class IndexArray {
   [[nodiscard]] std::vector<std::int64_t> to_vector() const;
 
   /// Converts, checking that every value fits. A value for bool must be 0 or 1.
-  /// @throws InvalidArgument naming the first element that does not fit; `name` is the argument.
+  /// @throws InvalidArgument "name[1, 3] = ... does not fit int32": the first element that does not.
   [[nodiscard]] IndexArray to(DType dtype, const char* name = "array") const;
 
   /// The same elements under another shape of equal size.
