@@ -212,8 +212,7 @@ class Intranode:
         table[:, :local] = mine.view(ranks, local)
         to = torch.arange(ranks, dtype=torch.int32, device=self.device)[:, None]
         rows, _, _ = self._layers.get(key, num_sms).dispatch(table, to)
-        counts: List[int] = rows[:, :local].to(torch.int64).sum(0).tolist()
-        return counts
+        return _on_host(rows[:, :local].to(torch.int64).sum(0))
 
 
 def _rows(view: torch.Tensor, number: int) -> torch.Tensor:
@@ -233,5 +232,12 @@ def _count(ids: torch.Tensor, num_local: int) -> List[int]:
     places = torch.where(ids < 0, num_local, ids).reshape(-1).to(torch.int64)
     counts = torch.zeros(num_local + 1, dtype=torch.int64, device=ids.device)
     counts.scatter_add_(0, places, torch.ones_like(places))
-    found: List[int] = counts[:num_local].tolist()
+    return _on_host(counts[:num_local])
+
+
+def _on_host(numbers: torch.Tensor) -> List[int]:
+    """Nothing copies to pageable memory behind a kernel that waits for ranks."""
+    if numbers.is_cuda:
+        torch.cuda.current_stream(numbers.device).synchronize()
+    found: List[int] = numbers.tolist()
     return found
