@@ -288,8 +288,9 @@ def test_install():
 
         assert Found is Again is ours.Buffer and deep_ep.topk_idx_t == torch.int64
         assert Handle is EventHandle and Overlap is EventOverlap
+        assert deep_ep.ElasticBuffer is ours.ElasticBuffer
         with pytest.raises(ImportError):
-            from deep_ep import ElasticBuffer  # noqa: F401
+            from deep_ep import HybridEPBuffer  # noqa: F401
     finally:
         ours.uninstall()
     assert {name for name in sys.modules if name.startswith("deep_ep")} == before
