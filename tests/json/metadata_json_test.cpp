@@ -121,8 +121,9 @@ TEST(metadata_json, a_shape_is_never_allocated_unchecked) {
 
 TEST(metadata_json, dtypes_are_checked_with_their_range) {
   expect_parts(error_with("\"int64\"", "\"float32\""), {"/dst_rank/dtype = \"float32\"", "int64"});
-  expect_parts(error_with("\"int64\"", "\"uint32\""), {"/dst_rank/data", "data[2] = -1", "uint32"});
-  expect_parts(error_with("\"int64\"", "\"bool\""), {"/dst_rank/data", "data[1] = 2"});
+  expect_parts(error_with("\"int64\"", "\"uint32\""),
+               {"/dst_rank/data", "data[0, 2] = -1", "uint32"});
+  expect_parts(error_with("\"int64\"", "\"bool\""), {"/dst_rank/data", "data[0, 1] = 2"});
 }
 
 TEST(metadata_json, fields_must_fit_each_other) {
