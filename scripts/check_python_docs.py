@@ -267,7 +267,7 @@ def ways_to_run(program):
     """(how, command) of each way: as it is, and as processes of torchrun where it has ranks."""
     python = [sys.executable, "-W", "error"]
     yield "", [*python, program]
-    if '"RANK"' in program.read_text(encoding="utf-8"):
+    if "torchrun" in program.read_text(encoding="utf-8"):
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         yield " as processes", [sys.executable, *torchrun, program]
 

@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
-# Format, shell scripts, include rules, type names, sizes, pages, header self-containment and clang-tidy.
-# Runs all of them, then says which failed.
+# Format, shell scripts, include rules, type names, sizes, pages, self-containment of headers and sources,
+# clang-tidy. Runs all of them, then says which failed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 scripts/setup.sh --ci
 scripts/python_env.sh
-cmake --preset release --log-level=WARNING
+build=build/lint  # only configured: each file has a command of its own in it, and is read alone
+cmake --preset release -B "$build" --log-level=WARNING -DWAYBILL_DEV=ON -DWAYBILL_JOIN=OFF \
+  -DWAYBILL_TEST_PCH=OFF -DWAYBILL_PYTHON=ON -DPython_EXECUTABLE="$PWD/build/venv/bin/python"
 
 # Files of the module cuda are not in the build: they are given the command of one that is.
 run_clang_tidy() {
   find src -name '*.cpp' -print0 |
     xargs -0 -n 1 -P "$(nproc)" \
-      clang-tidy -p build/release --quiet --extra-arg=-Wno-unknown-warning-option \
+      clang-tidy -p "$build" --quiet --extra-arg=-Wno-unknown-warning-option \
       --extra-arg="-I$PWD/src" 2>/dev/null
 }
 
@@ -36,7 +38,8 @@ check sizes scripts/check_sizes.py
 check docs scripts/check_docs.py
 check "stale docs" scripts/check_stale_docs.py
 check python build/venv/bin/ruff check -q .
-check headers cmake --build build/release --target header_checks
+check headers cmake --build "$build" --target header_checks
+check alone scripts/check_alone.py "$build"
 check clang-tidy run_clang_tidy
 
 if ((${#failed[@]} > 0)); then

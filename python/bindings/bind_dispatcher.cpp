@@ -60,10 +60,6 @@ std::vector<View> views_from(const std::vector<RowsArg>& given) {
   return views;
 }
 
-Stream stream_from(std::uintptr_t handle) {
-  return {reinterpret_cast<void*>(handle)};  // NOLINT(performance-no-int-to-ptr): a cudaStream_t
-}
-
 RelayUse relay_from(std::string_view name) {
   if (name == "automatic") return RelayUse::automatic;
   if (name == "never") return RelayUse::never;

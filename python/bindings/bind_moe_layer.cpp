@@ -41,10 +41,6 @@ ConstTensorView view_or_none(const OptionalTensor& given) {
   return given ? view_from<ConstTensorView>(*given) : ConstTensorView{};
 }
 
-Stream stream_from(std::uintptr_t handle) {
-  return {reinterpret_cast<void*>(handle)};  // NOLINT(performance-no-int-to-ptr): a cudaStream_t
-}
-
 /// A layout whose tables are tensors of the caller's. When the last one dies, work with them may
 /// still be under way on the stream on which they were asked for.
 struct UsedLayout {
@@ -119,6 +115,8 @@ struct LayoutHandle {
     add("grouped_to_compact", views.grouped_to_compact);
     add("recv_tags", views.recv_tags);
     add("num_recv_tokens_per_rank", views.num_recv_rows);
+    add("splits", views.splits);
+    add("weights", views.weights);
     return result;
   }
 };

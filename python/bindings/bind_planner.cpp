@@ -15,6 +15,7 @@
 #include "waybill/core/dtype.h"
 #include "waybill/core/error.h"
 #include "waybill/json/attention_plan_json.h"
+#include "waybill/planner/plan_pieces.h"
 #include "waybill/planner/planner.h"
 #include "waybill/report/html_report.h"
 #include "waybill/report/text_summary.h"
@@ -121,6 +122,22 @@ std::string report_page(const AttentionPlan& plan, double gb_per_s, const std::s
   });
 }
 
+/// @param counts [W]: pieces of each rank
+/// @param pieces (document, offset, length) of one piece after another
+std::vector<std::vector<DocumentRange>> rank_pieces_from(const std::vector<std::int64_t>& counts,
+                                                         const std::vector<std::int64_t>& pieces) {
+  std::vector<std::vector<DocumentRange>> ranks(counts.size());
+  auto next = pieces.begin();
+  for (std::size_t r = 0; r < counts.size(); ++r) {
+    for (std::int64_t i = 0; i < counts[r]; ++i, next += 3) {
+      require(pieces.end() - next >= 3, "plan_pieces: ", pieces.size() / 3,
+              " pieces, expected as many as the ranks hold");
+      ranks[r].push_back({.document = next[0], .offset = next[1], .length = next[2]});
+    }
+  }
+  return ranks;
+}
+
 }  // namespace
 
 void bind_planner(nb::module_& m) {
@@ -156,6 +173,14 @@ void bind_planner(nb::module_& m) {
         return unlocked([&] { return plan_attention(lengths, given); });
       },
       "rank_doc_lengths"_a, "options"_a);
+  m.def(
+      "plan_pieces",
+      [](const std::vector<std::int64_t>& counts, const std::vector<std::int64_t>& pieces,
+         const nb::dict& options) {
+        const PlannerOptions given = planner_options_from(options);
+        return unlocked([&] { return plan_pieces(rank_pieces_from(counts, pieces), given); });
+      },
+      "counts"_a, "pieces"_a, "options"_a);
   m.def("attention_plan_from_json", [](std::string_view text, std::string_view origin) {
     return unlocked([&] { return attention_plan_from_json(text, origin); });
   });

@@ -10,6 +10,7 @@
 #include "metadata_fields.h"
 #include "waybill/core/error.h"
 #include "waybill/routing/qkv_routing.h"
+#include "waybill/routing/varlen_routing.h"
 
 namespace waybill::python {
 
@@ -67,6 +68,45 @@ nb::tuple attention_of(nb::handle self, std::int32_t rank) {
                         lines(layout.kv_begin), lines(layout.kv_len));
 }
 
+/// Ranges as a list of numbers, one behind the other.
+std::vector<std::int64_t> flat(const std::vector<VarlenSequence>& sequences) {
+  std::vector<std::int64_t> values;
+  for (const VarlenSequence& s : sequences)
+    values.insert(values.end(), {s.q_begin, s.q_len, s.kv_begin, s.kv_len});
+  return values;
+}
+
+std::vector<std::int64_t> flat(const std::vector<RowRange>& ranges) {
+  std::vector<std::int64_t> values;
+  for (const RowRange& r : ranges) values.insert(values.end(), {r.begin, r.rows});
+  return values;
+}
+
+/// (in_place, dispatched, q_rows, kv_rows) of one rank.
+nb::tuple varlen_rank(const VarlenRouting& routing, std::int32_t rank) {
+  const std::int64_t world = std::ssize(routing.ranks);
+  require(0 <= rank && rank < world, "VarlenRouting.rank: rank = ", rank, ", expected 0..",
+          world - 1);
+  const VarlenRank& r = routing.ranks[static_cast<std::size_t>(rank)];
+  return nb::make_tuple(numpy_array(flat(r.in_place)), numpy_array(flat(r.dispatched)),
+                        numpy_array(flat(r.q_rows)), numpy_array(flat(r.kv_rows)));
+}
+
+void bind_varlen(nb::module_& m) {
+  nb::class_<VarlenRouting> routing(m, "VarlenRouting");
+  routing.def_ro("fwd_q", &VarlenRouting::fwd_q);
+  routing.def_ro("rev_q", &VarlenRouting::rev_q);
+  routing.def_ro("fwd_kv", &VarlenRouting::fwd_kv);
+  routing.def_ro("sum_kv", &VarlenRouting::sum_kv);
+  routing.def("rank", &varlen_rank);
+  m.def(
+      "compute_varlen_routing",
+      [](const QkvPlan& plan, bool in_place) {
+        return unlocked([&] { return compute_varlen_routing(plan, in_place); });
+      },
+      "plan"_a, "in_place"_a);
+}
+
 }  // namespace
 
 void bind_sparse(nb::module_& m) {
@@ -82,6 +122,7 @@ void bind_sparse(nb::module_& m) {
   m.def("compute_qkv_routing", [](const QkvPlan& plan, int num_threads) {
     return unlocked([&] { return compute_qkv_routing(plan, num_threads); });
   });
+  bind_varlen(m);
 }
 
 }  // namespace waybill::python

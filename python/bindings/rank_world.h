@@ -80,4 +80,9 @@ struct WorldHandle {
   std::shared_ptr<RankWorld> rank;
 };
 
+/// A cudaStream_t, as Python has it.
+[[nodiscard]] inline Stream stream_from(std::uintptr_t handle) {
+  return {reinterpret_cast<void*>(handle)};  // NOLINT(performance-no-int-to-ptr)
+}
+
 }  // namespace waybill::python

@@ -24,7 +24,7 @@ using detail::TimedPlan;
 using detail::to_size;
 using detail::wrong_with_hop;
 
-constexpr const char* who = "predict_step";
+constexpr const char* in_predict_step = "predict_step";
 
 /// Operations of a pair for each element of a row of Q: two products forward, five backward.
 constexpr double forward_flops = 4;
@@ -35,9 +35,9 @@ void check_relay(const TimedPlan& timed) {
   const RelayedShards shards{timed.plan->world_size, timed.plan->shard_len, timed.home};
   for (std::size_t i = 0; i < hops.size(); ++i) {
     const char* const expected = wrong_with_hop(hops, i, shards);
-    require(expected == nullptr, who, ": relay.hops[", i, "]: ", hops[i].num_rows, " rows from ",
-            hops[i].row_begin, " of shard ", hops[i].shard, ", from rank ", hops[i].src_rank,
-            " to ", hops[i].dst_rank, ", expected ", expected);
+    require(expected == nullptr, in_predict_step, ": relay.hops[", i, "]: ", hops[i].num_rows,
+            " rows from ", hops[i].row_begin, " of shard ", hops[i].shard, ", from rank ",
+            hops[i].src_rank, " to ", hops[i].dst_rank, ", expected ", expected);
   }
 }
 
@@ -50,7 +50,7 @@ void check_bytes(const TimedPlan& timed, const StepOptions& options) {
   }
   const auto row_bytes =
       static_cast<double>(options.model.q_row_bytes() + options.model.kv_row_bytes());
-  require(2 * rows * row_bytes < 0x1p62, who, ": ", rows, " rows of ", row_bytes,
+  require(2 * rows * row_bytes < 0x1p62, in_predict_step, ": ", rows, " rows of ", row_bytes,
           " bytes, expected at most 2^62 bytes in all");
 }
 
@@ -239,14 +239,14 @@ StepPrediction StepPredictor::predict_even(const StepOptions& options) const {
 }
 
 StepPrediction StepPredictor::Memory::predict(const StepOptions& options, bool even) const {
-  options.check(who);
-  require(options.transfer != TransferMode::relay || timed.relay != nullptr, who,
+  options.check(in_predict_step);
+  require(options.transfer != TransferMode::relay || timed.relay != nullptr, in_predict_step,
           ": options.transfer = relay, expected direct or once_per_node: the plan has no relay "
           "schedule");
   const MaskKind kind = timed.plan->mask;
-  require(!options.mask.is_full() || kind == MaskKind::full, who,
+  require(!options.mask.is_full() || kind == MaskKind::full, in_predict_step,
           ": mask = full, expected causal, as the plan");
-  require(!options.mask.has_window() || kind == MaskKind::causal, who,
+  require(!options.mask.has_window() || kind == MaskKind::causal, in_predict_step,
           ": mask.window = ", options.mask.window, ", expected 0: the plan's mask is full");
   check_bytes(timed, options);
   const Topology nodes{timed.plan->world_size, options.hardware.ranks_per_node};

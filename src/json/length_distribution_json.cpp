@@ -16,13 +16,12 @@ namespace {
 constexpr std::string_view format = "waybill.length_distributions";
 constexpr std::string_view old_prefix = "dist_";  // of names in 0.1
 constexpr std::int64_t most_docs = std::int64_t{1} << 53;
-constexpr std::int64_t longest = std::int64_t{1} << 40;
 
 LengthDistribution::Bucket read_bucket(const detail::JsonNode& node) {
   node.check_keys({"lo", "hi", "docs", "mean_len"});
   LengthDistribution::Bucket bucket;
-  bucket.lo = node.at("lo").integer(0, longest);
-  bucket.hi = node.at("hi").integer(bucket.lo + 1, longest + 1);
+  bucket.lo = node.at("lo").integer(0, detail::longest_document);
+  bucket.hi = node.at("hi").integer(bucket.lo + 1, detail::longest_document + 1);
   bucket.docs = node.at("docs").integer(0, most_docs);
   if (const auto mean = node.find("mean_len")) {
     bucket.mean_len = mean->real();
@@ -40,7 +39,7 @@ LengthDistribution read_distribution(std::string name, const detail::JsonNode& n
   distribution.name = std::move(name);
   if (const auto source = node.find("source")) distribution.source = source->string();
   if (const auto longest_doc = node.find("max")) {
-    distribution.max_len = longest_doc->integer(0, longest);
+    distribution.max_len = longest_doc->integer(0, detail::longest_document);
   }
   std::int64_t num_docs = 0;
   for (const detail::JsonNode& bucket : node.at("histogram").items()) {

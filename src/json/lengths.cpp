@@ -4,20 +4,21 @@
 #include <string>
 
 #include "node.h"
+#include "parts.h"
 #include "waybill/core/error.h"
 #include "waybill/json/file.h"
 
 namespace waybill {
 namespace {
 
-constexpr std::int64_t longest = std::int64_t{1} << 40;
 constexpr std::string_view expected = "a document length in tokens, 1..2^40";
 constexpr std::string_view separators = " \t\r,\v\f";
 
 std::int64_t length_from_word(std::string_view word, std::int64_t line, std::string_view origin) {
   std::int64_t length = 0;
   const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), length);
-  if (error != std::errc{} || end != word.data() + word.size() || length < 1 || length > longest) {
+  if (error != std::errc{} || end != word.data() + word.size() || length < 1 ||
+      length > detail::longest_document) {
     throw IoError(
         concat(origin, ": line ", line, ": \"", detail::excerpt(word), "\", expected ", expected));
   }
@@ -38,7 +39,7 @@ std::vector<std::int64_t> lengths_from_json(std::string_view text, std::string_v
   const detail::JsonValue value = detail::parse_json(text, origin);
   std::vector<std::int64_t> lengths = detail::JsonNode(value, origin).integers();
   for (std::size_t i = 0; i < lengths.size(); ++i) {
-    if (1 <= lengths[i] && lengths[i] <= longest) continue;
+    if (1 <= lengths[i] && lengths[i] <= detail::longest_document) continue;
     throw IoError(concat(origin, ": /", i, " = ", lengths[i], ", expected ", expected));
   }
   return lengths;

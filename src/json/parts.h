@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <string_view>
 #include <vector>
@@ -14,6 +15,8 @@
 
 // The parts of which the formats consist; each writer with its reader.
 namespace waybill::detail {
+
+inline constexpr std::int64_t longest_document = std::int64_t{1} << 40;  ///< tokens
 
 /// {"shape": [...], "dtype": "...", "data": nested lists, or a number for a scalar}
 void write_array(JsonWriter& writer, const IndexArray& array);

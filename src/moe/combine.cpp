@@ -12,7 +12,7 @@ using detail::to_size;
 
 namespace {
 
-constexpr const char* who = "simulate_expert_combine";
+constexpr const char* in_combine = "simulate_expert_combine";
 
 /// One row that belongs to a token.
 struct TokenRow {
@@ -28,18 +28,19 @@ void check_arguments(const ExpertDispatch& dispatch,
   const EPConfig& config = dispatch.config;
   const auto check_list = [&](std::span<const ConstTensorView> list, const char* name,
                               const std::vector<std::int32_t>& rows) {
-    require(list.size() == to_size(config.world_size), who, ": ", name, " has ", list.size(),
+    require(list.size() == to_size(config.world_size), in_combine, ": ", name, " has ", list.size(),
             " entries, expected one for each of ", config.world_size, " ranks");
     for (std::size_t r = 0; r < list.size(); ++r) {
-      detail::check_matrix(list[r], rows[r], config.hidden, config.token_dtype, who, name, r);
+      detail::check_matrix(list[r], rows[r], config.hidden, config.token_dtype, in_combine, name,
+                           r);
     }
   };
   check_list(expert_outputs, "expert_outputs", dispatch.rows.num_recv_rows);
-  require(biases.size() <= 2, who, ": ", biases.size(), " biases, expected at most 2");
+  require(biases.size() <= 2, in_combine, ": ", biases.size(), " biases, expected at most 2");
   for (const auto& bias : biases) check_list(bias, "bias", dispatch.rows.num_input_tokens);
-  require(!options.weighted || !dispatch.source_weights.empty(), who,
+  require(!options.weighted || !dispatch.source_weights.empty(), in_combine,
           ": weighted = true, but the dispatch had no weights");
-  require(!options.weighted || dispatch.options.rows == EPRows::grouped, who,
+  require(!options.weighted || dispatch.options.rows == EPRows::grouped, in_combine,
           ": weighted = true, expected false for compact rows: they hold sums already");
 }
 

@@ -14,7 +14,7 @@ using detail::to_size;
 
 namespace {
 
-constexpr const char* who = "simulate_expert_dispatch";
+constexpr const char* in_dispatch = "simulate_expert_dispatch";
 
 void place_all(ExpertDispatch& dispatch, const detail::CheckedInputs& inputs) {
   std::vector<std::int32_t> counts;
@@ -31,7 +31,7 @@ void place_all(ExpertDispatch& dispatch, const detail::CheckedInputs& inputs) {
             ? place_topk_slots(dispatch.config, dispatch.options, dispatch.rows, src, ids)
             : place_by_scatter_indices(dispatch.config, dispatch.rows, src, ids,
                                        std::span(inputs.positions).subspan(first, ids.size()),
-                                       who));
+                                       in_dispatch));
     first += ids.size();
   }
 }
@@ -111,7 +111,7 @@ bool deliver(ExpertDispatch& dispatch, std::size_t src, std::int64_t token, std:
 
 ExpertDispatch simulate_expert_dispatch(const EPConfig& config, const ExpertInputs& inputs,
                                         const EPDispatchOptions& options) {
-  detail::CheckedInputs checked = detail::check_inputs(config, options, inputs, who);
+  detail::CheckedInputs checked = detail::check_inputs(config, options, inputs, in_dispatch);
   ExpertDispatch dispatch;
   dispatch.config = config;
   dispatch.options = options;
@@ -127,7 +127,7 @@ ExpertDispatch simulate_expert_dispatch(const EPConfig& config, const ExpertInpu
     for (std::int64_t token = 0; token < inputs.tokens[src].shape[0]; ++token) {
       load_payload(dispatch, inputs, src, token, payload);
       for (std::int64_t topk_slot = 0; topk_slot < config.topk; ++topk_slot) {
-        require(deliver(dispatch, src, token, topk_slot, payload), who,
+        require(deliver(dispatch, src, token, topk_slot, payload), in_dispatch,
                 ": full_scatter_indices of rank ", src, ", token ", token, ", topk slot ",
                 topk_slot, " is a position that another topk slot has already");
       }

@@ -72,8 +72,7 @@ void Balancer::send_whole(std::int32_t piece_idx, std::int32_t dst) {
 std::int32_t Balancer::piece_to_evict(std::int32_t rank) const {
   std::int32_t best = -1;
   std::int64_t most = 0;
-  for (std::int32_t p = home_->rank_pieces[to_size(rank)];
-       p < home_->rank_pieces[to_size(rank + 1)]; ++p) {
+  for (const std::int32_t p : home_->pieces_of(rank)) {
     const HomePiece& piece = home_->pieces[to_size(p)];
     const std::int64_t rows = costs_.context(slab_of(piece));
     if (settled_[to_size(p)] != 0 || rows <= most) continue;
@@ -120,17 +119,16 @@ void Balancer::keep_capacity() {
 // does a short beginning, to the rank behind.
 void Balancer::reunite_short_ends() {
   for (std::int32_t rank = 1; rank < home_->world_size; ++rank) {
-    const std::int32_t idx = home_->rank_pieces[to_size(rank)];
-    if (idx == home_->rank_pieces[to_size(rank + 1)] || home_->pieces[to_size(idx)].begin == 0)
-      continue;
-    reunite(idx, idx - 1);
+    const auto pieces = home_->pieces_of(rank);
+    if (pieces.empty() || home_->pieces[to_size(pieces.front())].begin == 0) continue;
+    reunite(pieces.front(), pieces.front() - 1);
   }
   if (!costs_.mask.is_full()) return;
   for (std::int32_t rank = 0; rank + 1 < home_->world_size; ++rank) {
-    const std::int32_t idx = home_->rank_pieces[to_size(rank + 1)] - 1;
-    if (idx < home_->rank_pieces[to_size(rank)]) continue;
-    const HomePiece& piece = home_->pieces[to_size(idx)];
-    if (piece.begin == 0 && piece.end < piece.doc_len) reunite(idx, idx + 1);
+    const auto pieces = home_->pieces_of(rank);
+    if (pieces.empty()) continue;
+    const HomePiece& piece = home_->pieces[to_size(pieces.back())];
+    if (piece.begin == 0 && piece.end < piece.doc_len) reunite(pieces.back(), pieces.back() + 1);
   }
 }
 
@@ -143,7 +141,7 @@ void Balancer::reunite(std::int32_t idx, std::int32_t other) {
   const bool cheaper = static_cast<double>(piece.end - piece.begin) * costs_.q_row <
                        static_cast<double>(costs_.remote_context(slab)) * costs_.kv_row;
   const std::int32_t dst = home_->pieces[to_size(other)].rank;
-  if (!cheaper || work_of(idx) > little_work || settled_[to_size(other)] != 0) return;
+  if (dst == piece.rank || !cheaper || work_of(idx) > little_work || settled_[to_size(other)] != 0) return;
   if (capacity_.limited() && capacity_.fitting(dst, piece.doc, slab).begin != piece.begin) return;
   send_whole(idx, dst);
 }
@@ -174,9 +172,8 @@ bool Balancer::has_less_work(std::int32_t a, std::int32_t b) const {
 }
 
 void Balancer::heap_pieces(std::int32_t rank) {
-  by_work_.resize(
-      to_size(home_->rank_pieces[to_size(rank + 1)] - home_->rank_pieces[to_size(rank)]));
-  std::iota(by_work_.begin(), by_work_.end(), home_->rank_pieces[to_size(rank)]);
+  const auto pieces = home_->pieces_of(rank);
+  by_work_.assign(pieces.begin(), pieces.end());
   std::make_heap(by_work_.begin(), by_work_.end(),
                  [&](std::int32_t a, std::int32_t b) { return has_less_work(a, b); });
 }
@@ -210,7 +207,7 @@ bool Balancer::tail_is_cheaper(std::int32_t tail, std::int32_t other, std::int64
 }
 
 void Balancer::shed(std::int32_t rank, std::int64_t surplus) {
-  const std::int32_t first = home_->rank_pieces[to_size(rank)];
+  const std::int32_t first = home_->pieces_of(rank).front();
   heap_pieces(rank);
   while (surplus > 0) {
     std::int32_t idx = heaviest_piece();

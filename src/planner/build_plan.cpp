@@ -86,6 +86,35 @@ void PlanWriter::write(const HomeLayout& home, std::span<const Move> moves,
   plan.doc_shards.resize(plan.shard_len.size());
   std::iota(plan.doc_shards.begin(), plan.doc_shards.end(), 0);
   if (options.mask.has_window()) write_kv_begin(options.mask, plan);
+  if (!std::is_sorted(home.by_rank.begin(), home.by_rank.end())) number_by_rank(home, plan);
+}
+
+// Shards are numbered by document so far, where ranks hold the pieces in another order.
+void PlanWriter::number_by_rank(const HomeLayout& home, QkvPlan& plan) {
+  piece_shards_.assign(1, 0);
+  std::int64_t shard = 0;
+  for (const HomePiece& piece : home.pieces) {
+    for (std::int64_t rows = piece.end - piece.begin; rows > 0; ++shard)
+      rows -= plan.shard_len[to_size(shard)];
+    piece_shards_.push_back(shard);
+  }
+  const auto old_len = plan.shard_len;
+  const auto old_dst = plan.q_dst;
+  const auto old_begin = plan.kv_begin;
+  plan.rank_shard_offsets.assign(1, 0);
+  std::int32_t number = 0;
+  for (std::int32_t rank = 0; rank < home.world_size; ++rank) {
+    for (const std::int32_t piece : home.pieces_of(rank)) {
+      for (std::int64_t n = piece_shards_[to_size(piece)]; n < piece_shards_[to_size(piece) + 1];
+           ++n, ++number) {
+        plan.shard_len[to_size(number)] = old_len[to_size(n)];
+        plan.q_dst[to_size(number)] = old_dst[to_size(n)];
+        if (!old_begin.empty()) plan.kv_begin[to_size(number)] = old_begin[to_size(n)];
+        plan.doc_shards[to_size(n)] = number;
+      }
+    }
+    plan.rank_shard_offsets.push_back(number);
+  }
 }
 
 void PlanWriter::write_kv_begin(const AttentionMask& mask, QkvPlan& plan) {

@@ -27,9 +27,11 @@ class PlanWriter {
   void find_cuts(const HomeLayout& home, std::span<const Move> moves,
                  const PlannerOptions& options);
   void write_kv_begin(const AttentionMask& mask, QkvPlan& plan);
+  void number_by_rank(const HomeLayout& home, QkvPlan& plan);
 
   std::vector<Cut> cuts_;  // by document and position
   std::vector<std::int64_t> ends_;
+  std::vector<std::int64_t> piece_shards_;  // [pieces + 1]: shards by piece, in its order
 };
 
 }  // namespace waybill::detail

@@ -1,6 +1,7 @@
 #include "home_layout.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "waybill/core/error.h"
 #include "waybill/core/to_size.h"
@@ -8,7 +9,7 @@
 namespace waybill::detail {
 namespace {
 
-constexpr const char* who = "plan_attention";
+constexpr const char* in_plan_attention = "plan_attention";
 constexpr std::int64_t most_tokens = std::int64_t{1} << 40;
 // The area of a mask over 2^31 tokens just fits int64.
 constexpr std::int64_t longest_document = std::int64_t{1} << 31;
@@ -23,18 +24,23 @@ void start(const PlannerOptions& options, HomeLayout& home) {
   home.tokens.assign(to_size(options.world_size), 0);
 }
 
+void number_in_order(HomeLayout& home) {
+  home.by_rank.resize(home.pieces.size());
+  std::iota(home.by_rank.begin(), home.by_rank.end(), 0);
+}
+
 std::int64_t checked_total(std::span<const std::int64_t> doc_lengths,
                            const PlannerOptions& options) {
   std::int64_t total = 0;
   for (std::size_t i = 0; i < doc_lengths.size(); ++i) {
-    require(is_length(doc_lengths[i]), who, ": doc_lengths[", i, "] = ", doc_lengths[i],
-            ", expected 1..2^31 tokens");
+    require(is_length(doc_lengths[i]), in_plan_attention, ": doc_lengths[", i,
+            "] = ", doc_lengths[i], ", expected 1..2^31 tokens");
     total += doc_lengths[i];
-    require(total <= most_tokens, who, ": doc_lengths up to document ", i, " sum to ", total,
-            " tokens, expected at most 2^40");
+    require(total <= most_tokens, in_plan_attention, ": doc_lengths up to document ", i, " sum to ",
+            total, " tokens, expected at most 2^40");
   }
   require(options.tokens_per_rank == 0 || total <= options.world_size * options.tokens_per_rank,
-          who, ": doc_lengths sum to ", total, " tokens, expected at most ",
+          in_plan_attention, ": doc_lengths sum to ", total, " tokens, expected at most ",
           options.world_size * options.tokens_per_rank, " (world_size ", options.world_size,
           " x tokens_per_rank ", options.tokens_per_rank, ")");
   return total;
@@ -46,8 +52,9 @@ void check_bytes(const PlannerOptions& options, std::int64_t total, std::int64_t
   const auto kv_row = static_cast<double>(options.model.kv_row_bytes());
   const double in = static_cast<double>(total) * (q_row + kv_row);
   const double out = static_cast<double>(most_at_home) * (q_row + kv_row * options.world_size);
-  require(std::max(in, out) < 9e18, who, ": ", total, " tokens with rows of ", q_row, " and ",
-          kv_row, " bytes on ", options.world_size, " ranks, expected fewer bytes than 2^63");
+  require(std::max(in, out) < 9e18, in_plan_attention, ": ", total, " tokens with rows of ", q_row,
+          " and ", kv_row, " bytes on ", options.world_size,
+          " ranks, expected fewer bytes than 2^63");
 }
 
 }  // namespace
@@ -82,25 +89,27 @@ void lay_out(std::span<const std::int64_t> doc_lengths, const PlannerOptions& op
     home.doc_pieces.push_back(static_cast<std::int32_t>(home.pieces.size()));
   }
   while (rank < options.world_size) close_rank();
+  number_in_order(home);
   check_bytes(options, total, std::min(total, home.tokens_per_rank));
 }
 
 void lay_out(std::span<const std::vector<std::int64_t>> rank_doc_lengths,
              const PlannerOptions& options, HomeLayout& home) {
-  require(std::ssize(rank_doc_lengths) == options.world_size, who, ": ", rank_doc_lengths.size(),
-          " lists of documents, expected one per rank (world_size ", options.world_size, ")");
+  require(std::ssize(rank_doc_lengths) == options.world_size, in_plan_attention, ": ",
+          rank_doc_lengths.size(), " lists of documents, expected one per rank (world_size ",
+          options.world_size, ")");
   std::int64_t total = 0;
   for (std::size_t r = 0; r < rank_doc_lengths.size(); ++r) {
     std::int64_t tokens = 0;
     for (std::size_t i = 0; i < rank_doc_lengths[r].size(); ++i) {
-      require(is_length(rank_doc_lengths[r][i]), who, ": doc_lengths[", r, "][", i,
+      require(is_length(rank_doc_lengths[r][i]), in_plan_attention, ": doc_lengths[", r, "][", i,
               "] = ", rank_doc_lengths[r][i], ", expected 1..2^31 tokens");
       tokens += rank_doc_lengths[r][i];
       total += rank_doc_lengths[r][i];
-      require(total <= most_tokens, who, ": doc_lengths up to rank ", r, " sum to ", total,
-              " tokens, expected at most 2^40");
+      require(total <= most_tokens, in_plan_attention, ": doc_lengths up to rank ", r, " sum to ",
+              total, " tokens, expected at most 2^40");
     }
-    require(options.tokens_per_rank == 0 || tokens <= options.tokens_per_rank, who,
+    require(options.tokens_per_rank == 0 || tokens <= options.tokens_per_rank, in_plan_attention,
             ": doc_lengths[", r, "] sum to ", tokens, " tokens, expected at most tokens_per_rank ",
             options.tokens_per_rank);
   }
@@ -116,6 +125,7 @@ void lay_out(std::span<const std::vector<std::int64_t>> rank_doc_lengths,
     }
     home.rank_pieces.push_back(doc);
   }
+  number_in_order(home);
   check_bytes(options, total, *std::max_element(home.tokens.begin(), home.tokens.end()));
 }
 

@@ -13,9 +13,8 @@ using detail::bar;
 using detail::labelled;
 using detail::pad_left;
 using detail::paint;
+using detail::times;
 using detail::to_size;
-
-std::string times(double factor) { return format_fixed(factor, factor < 1.1 ? 3 : 2) + " times"; }
 
 std::string rate(double bytes_per_second) { return format_si(bytes_per_second) + "B/s"; }
 

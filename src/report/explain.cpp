@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "figures.h"
+#include "text_parts.h"
 #include "waybill/core/error.h"
 #include "waybill/report/document_figures.h"
 #include "waybill/report/format.h"
@@ -9,6 +10,7 @@
 namespace waybill {
 namespace {
 
+using detail::times;
 using detail::to_size;
 
 std::string percent(std::int64_t part, std::int64_t whole) {
@@ -16,8 +18,6 @@ std::string percent(std::int64_t part, std::int64_t whole) {
   const double share = 100.0 * static_cast<double>(part) / static_cast<double>(whole);
   return format_fixed(std::min(share, 99.0), 0) + "%";
 }
-
-std::string times(double factor) { return format_fixed(factor, factor < 1.1 ? 3 : 2) + " times"; }
 
 std::string limit_sentence(const PlanSummary& summary, double gb_per_s) {
   const RankLimit limit = summary.taken_limit();

@@ -14,7 +14,7 @@ using detail::checked_add;
 using detail::checked_mul;
 using detail::to_size;
 
-constexpr const char* who = "summarize";
+constexpr const char* in_summarize = "summarize";
 
 void count_homes_and_work(const QkvPlan& plan, PlanSummary& summary) {
   const std::vector<std::int64_t> work = shard_work(plan);
@@ -26,8 +26,8 @@ void count_homes_and_work(const QkvPlan& plan, PlanSummary& summary) {
       ++home.home_shards;
       RankFigures& attending = summary.ranks[to_size(plan.q_dst[to_size(n)])];
       ++attending.attended_shards;
-      attending.work = checked_add(attending.work, work[to_size(n)], who);
-      summary.work = checked_add(summary.work, work[to_size(n)], who);
+      attending.work = checked_add(attending.work, work[to_size(n)], in_summarize);
+      summary.work = checked_add(summary.work, work[to_size(n)], in_summarize);
       summary.longest_shard = std::max(summary.longest_shard, plan.shard_len[to_size(n)]);
     }
     summary.num_tokens += home.home_tokens;
@@ -58,13 +58,14 @@ void merge_pairs(const RecvCounts& q, const RecvCounts& kv, std::int32_t dst,
     const std::int32_t q_src = i < q_end ? q.src_rank[to_size(i)] : summary.world_size;
     const std::int32_t kv_src = j < kv_end ? kv.src_rank[to_size(j)] : summary.world_size;
     TrafficPair pair{.src_rank = std::min(q_src, kv_src), .dst_rank = dst};
-    require(0 <= pair.src_rank && pair.src_rank < summary.world_size, who,
+    require(0 <= pair.src_rank && pair.src_rank < summary.world_size, in_summarize,
             ": recv.src_rank = ", pair.src_rank, ", expected 0..", summary.world_size - 1);
     if (q_src == pair.src_rank) pair.q_rows = q.tokens[to_size(i++)];
     if (kv_src == pair.src_rank) pair.kv_rows = kv.tokens[to_size(j++)];
     if (pair.src_rank != pair.dst_rank) {
-      pair.bytes = checked_add(checked_mul(pair.q_rows, summary.row_bytes.q, who),
-                               checked_mul(pair.kv_rows, summary.row_bytes.kv, who), who);
+      pair.bytes =
+          checked_add(checked_mul(pair.q_rows, summary.row_bytes.q, in_summarize),
+                      checked_mul(pair.kv_rows, summary.row_bytes.kv, in_summarize), in_summarize);
     }
     summary.pairs.push_back(pair);
   }
@@ -88,15 +89,16 @@ void count_traffic(PlanSummary& summary) {
     RankFigures& dst = summary.ranks[to_size(pair.dst_rank)];
     add_rows(src.q, dst.q, summary.q, pair.q_rows);
     add_rows(src.kv, dst.kv, summary.kv, pair.kv_rows);
-    src.bytes_out = checked_add(src.bytes_out, pair.bytes, who);
-    dst.bytes_in = checked_add(dst.bytes_in, pair.bytes, who);
-    summary.wire_bytes = checked_add(summary.wire_bytes, pair.bytes, who);
+    src.bytes_out = checked_add(src.bytes_out, pair.bytes, in_summarize);
+    dst.bytes_in = checked_add(dst.bytes_in, pair.bytes, in_summarize);
+    summary.wire_bytes = checked_add(summary.wire_bytes, pair.bytes, in_summarize);
     if (pair.src_rank != pair.dst_rank) ++summary.num_wire_pairs;
   }
   for (RankFigures& rank : summary.ranks) {
     rank.buffer_bytes = checked_add(
-        checked_mul(rank.q.rows_in + rank.q.rows_local, summary.row_bytes.q, who),
-        checked_mul(rank.kv.rows_in + rank.kv.rows_local, summary.row_bytes.kv, who), who);
+        checked_mul(rank.q.rows_in + rank.q.rows_local, summary.row_bytes.q, in_summarize),
+        checked_mul(rank.kv.rows_in + rank.kv.rows_local, summary.row_bytes.kv, in_summarize),
+        in_summarize);
   }
   if (summary.num_tokens > 0) {
     summary.kv_copies = static_cast<double>(summary.kv.rows_in + summary.kv.rows_local) /
@@ -140,7 +142,7 @@ RankLimit limit_of(std::span<const std::int64_t> bytes_in,
 }
 
 PlanSummary summarize(const QkvPlan& plan, const QkvRouting& routing, const RowBytes& row_bytes) {
-  detail::check_belongs(plan, routing, row_bytes, who);
+  detail::check_belongs(plan, routing, row_bytes, in_summarize);
   PlanSummary summary;
   summary.world_size = plan.world_size;
   summary.kv_layout = plan.kv_layout;

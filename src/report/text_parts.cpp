@@ -24,6 +24,8 @@ std::string pad_right(const std::string& text, std::size_t width) {
   return text.size() >= width ? text : text + std::string(width - text.size(), ' ');
 }
 
+std::string times(double factor) { return format_fixed(factor, factor < 1.1 ? 3 : 2) + " times"; }
+
 std::string bar(std::int64_t value, std::int64_t max, const TextStyle& style) {
   static constexpr std::array<std::string_view, 9> eighths = {"",  "▏", "▎", "▍", "▌",
                                                               "▋", "▊", "▉", "█"};

@@ -21,6 +21,9 @@ namespace waybill::detail {
 [[nodiscard]] std::string paint(std::string_view text, std::string_view code,
                                 const TextStyle& style);
 
+/// "1.25 times"; three digits below 1.1.
+[[nodiscard]] std::string times(double factor);
+
 /// A line of its own.
 [[nodiscard]] std::string heading(std::string_view text, const TextStyle& style);
 [[nodiscard]] std::string labelled(std::string_view label, const std::string& value);

@@ -9,7 +9,7 @@
 namespace waybill {
 namespace {
 
-constexpr const char* who = "compute_attn_layout_seqlens";
+constexpr const char* in_attn_layout = "compute_attn_layout_seqlens";
 
 using Lists = std::vector<std::vector<std::int64_t>>;  ///< [W][n_r]
 
@@ -31,7 +31,7 @@ std::vector<std::int64_t> cumulative(const std::vector<std::int64_t>& list, std:
   if (leading_zero) sums.push_back(0);
   for (std::size_t i = 0; i < length; ++i) {
     if (i < list.size()) {
-      require(!__builtin_add_overflow(sum, list[i], &sum), who, ": the sum of ", i + 1,
+      require(!__builtin_add_overflow(sum, list[i], &sum), in_attn_layout, ": the sum of ", i + 1,
               " lengths that a rank receives exceeds 2^63 - 1");
     }
     sums.push_back(sum);
@@ -84,14 +84,14 @@ AttnLayout compute_attn_layout_seqlens(const IndexArray& seq_shard_len,
                                        const IndexArray& dispatch, bool leading_zero,
                                        bool shard_to_tuple) {
   const auto [world_size, num_shards] =
-      detail::check_world_matrix(who, "seq_shard_len", seq_shard_len);
+      detail::check_world_matrix(in_attn_layout, "seq_shard_len", seq_shard_len);
   const Shape shape{world_size, num_shards};
-  detail::check_same_shape(who, "seq_shard_cumsum", seq_shard_cumsum, shape);
-  detail::check_same_shape(who, "dispatch", dispatch, shape);
-  detail::check_lengths(who, "seq_shard_len", seq_shard_len);
-  detail::check_range(who, "seq_shard_cumsum", seq_shard_cumsum, 0, detail::max_total_rows,
-                      "0..2^40 rows");
-  detail::check_ranks(who, "dispatch", dispatch, world_size);
+  detail::check_same_shape(in_attn_layout, "seq_shard_cumsum", seq_shard_cumsum, shape);
+  detail::check_same_shape(in_attn_layout, "dispatch", dispatch, shape);
+  detail::check_lengths(in_attn_layout, "seq_shard_len", seq_shard_len);
+  detail::check_range(in_attn_layout, "seq_shard_cumsum", seq_shard_cumsum, 0,
+                      detail::max_total_rows, "0..2^40 rows");
+  detail::check_ranks(in_attn_layout, "dispatch", dispatch, world_size);
   const Lists q = received_by_rank(seq_shard_len, dispatch);
   const Lists kv = received_by_rank(seq_shard_cumsum, dispatch);
   AttnLayout layout;

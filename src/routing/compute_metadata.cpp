@@ -10,7 +10,7 @@
 namespace waybill {
 namespace {
 
-constexpr const char* who = "compute_metadata";
+constexpr const char* in_compute_metadata = "compute_metadata";
 
 /// The arguments after the checks at the door. The dispatch is flat [W * S * C].
 struct Job {
@@ -53,21 +53,22 @@ void check_destinations(const Job& job, Undispatched undispatched) {
       const auto first = job.dispatch.begin() + static_cast<std::ptrdiff_t>(job.copy(shard, 0));
       const bool sent =
           std::any_of(first, first + job.num_copies, [](std::int64_t dst) { return dst >= 0; });
-      require(sent || job.seq_len[shard] == 0 || undispatched == Undispatched::keep, who,
-              ": seq_len of rank ", i, ", shard ", j, " = ", job.seq_len[shard],
-              " rows, but global_dispatch has no destination for it");
+      require(sent || job.seq_len[shard] == 0 || undispatched == Undispatched::keep,
+              in_compute_metadata, ": seq_len of rank ", i, ", shard ", j, " = ",
+              job.seq_len[shard], " rows, but global_dispatch has no destination for it");
     }
   }
 }
 
 Job open_job(const IndexArray& seq_len, const IndexArray& dispatch, Undispatched undispatched) {
-  const auto [world_size, num_shards] = detail::check_world_matrix(who, "seq_len", seq_len);
+  const auto [world_size, num_shards] =
+      detail::check_world_matrix(in_compute_metadata, "seq_len", seq_len);
   const bool has_copies = dispatch.ndim() == 3;
   Shape expected{world_size, num_shards};
   if (has_copies) expected.push_back(dispatch.dim(2));
-  detail::check_same_shape(who, "global_dispatch", dispatch, expected);
-  detail::check_lengths(who, "seq_len", seq_len);
-  detail::check_ranks(who, "global_dispatch", dispatch, world_size);
+  detail::check_same_shape(in_compute_metadata, "global_dispatch", dispatch, expected);
+  detail::check_lengths(in_compute_metadata, "seq_len", seq_len);
+  detail::check_ranks(in_compute_metadata, "global_dispatch", dispatch, world_size);
   Job job{.world_size = world_size,
           .num_shards = num_shards,
           .num_copies = has_copies ? dispatch.dim(2) : 1,
@@ -76,8 +77,8 @@ Job open_job(const IndexArray& seq_len, const IndexArray& dispatch, Undispatched
           .dispatch = dispatch.i64(),
           .shard_begin = std::vector<std::int64_t>(seq_len.i64().size()),
           .rank_rows = std::vector<std::int64_t>(static_cast<std::size_t>(world_size))};
-  require(job.num_copies <= (std::int64_t{1} << 20), who, ": global_dispatch has ", job.num_copies,
-          " copies, expected at most 2^20");
+  require(job.num_copies <= (std::int64_t{1} << 20), in_compute_metadata, ": global_dispatch has ",
+          job.num_copies, " copies, expected at most 2^20");
   for (std::int64_t i = 0; i < world_size; ++i) {
     std::int64_t& rows = job.rank_rows[static_cast<std::size_t>(i)];
     for (std::int64_t j = 0; j < num_shards; ++j) {

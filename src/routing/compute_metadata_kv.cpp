@@ -10,10 +10,10 @@
 namespace waybill {
 namespace {
 
-constexpr const char* who = "compute_metadata_kv";
+constexpr const char* in_metadata_kv = "compute_metadata_kv";
 
 /// The arguments after the checks at the door. Flat spans; copies are [W * S * C].
-struct Job {
+struct KvJob {
   std::int64_t world_size;
   std::int64_t num_shards;
   std::int64_t num_copies;
@@ -44,7 +44,7 @@ struct Job {
   }
 };
 
-void check_copies(const Job& job) {
+void check_copies(const KvJob& job) {
   for (std::size_t shard = 0; shard < job.num_entries(); ++shard) {
     for (std::int64_t c = 0; c < job.num_copies; ++c) {
       const std::size_t at = job.copy(shard, c);
@@ -52,46 +52,51 @@ void check_copies(const Job& job) {
       const std::int64_t b = job.query[2 * at + 1];
       const bool unused = a == -1 && b == -1;
       const bool in_range = 0 <= a && a < job.world_size && 0 <= b && b < job.num_shards;
-      require(unused || in_range, who, ": kv_to_q_mapping of ", job.name(shard), ", copy ", c,
-              " = (", a, ", ", b, "), expected a query shard of 0..", job.world_size - 1, " x 0..",
-              job.num_shards - 1, ", or (-1, -1)");
+      require(unused || in_range, in_metadata_kv, ": kv_to_q_mapping of ", job.name(shard),
+              ", copy ", c, " = (", a, ", ", b, "), expected a query shard of 0..",
+              job.world_size - 1, " x 0..", job.num_shards - 1, ", or (-1, -1)");
       if (unused) continue;
       const std::size_t q = job.query_of(at);
-      require(job.q_dst[q] >= 0, who, ": kv_to_q_mapping of ", job.name(shard), ", copy ", c,
-              " names the query of ", job.name(q), ", which has no destination (q_dispatch = -1)");
-      require(0 <= job.place[at] && job.place[at] < job.q_shards[q], who, ": kv_to_q_rank of ",
-              job.name(shard), ", copy ", c, " = ", job.place[at], ", expected 0..",
-              job.q_shards[q] - 1, " (q_to_num_kv_seq of ", job.name(q), ")");
+      require(job.q_dst[q] >= 0, in_metadata_kv, ": kv_to_q_mapping of ", job.name(shard),
+              ", copy ", c, " names the query of ", job.name(q),
+              ", which has no destination (q_dispatch = -1)");
+      require(0 <= job.place[at] && job.place[at] < job.q_shards[q], in_metadata_kv,
+              ": kv_to_q_rank of ", job.name(shard), ", copy ", c, " = ", job.place[at],
+              ", expected 0..", job.q_shards[q] - 1, " (q_to_num_kv_seq of ", job.name(q), ")");
     }
   }
 }
 
-Job open_job(const KvMapping& mapping, const IndexArray& seq_len, const IndexArray& num_seqs,
-             const IndexArray& q_dispatch) {
-  const auto [world_size, num_shards] = detail::check_world_matrix(who, "seq_len", seq_len);
+KvJob open_job(const KvMapping& mapping, const IndexArray& seq_len, const IndexArray& num_seqs,
+               const IndexArray& q_dispatch) {
+  const auto [world_size, num_shards] =
+      detail::check_world_matrix(in_metadata_kv, "seq_len", seq_len);
   const Shape matrix{world_size, num_shards};
   const IndexArray& map = mapping.kv_to_q_mapping;
-  require(map.ndim() == 4, who, ": kv_to_q_mapping has shape ", to_string(map.shape()),
+  require(map.ndim() == 4, in_metadata_kv, ": kv_to_q_mapping has shape ", to_string(map.shape()),
           ", expected [W, S, C, 2]");
   const std::int64_t copies = map.dim(2);
-  require(copies <= (std::int64_t{1} << 20), who, ": kv_to_q_mapping has ", copies,
+  require(copies <= (std::int64_t{1} << 20), in_metadata_kv, ": kv_to_q_mapping has ", copies,
           " copies, expected at most 2^20");
-  detail::check_same_shape(who, "kv_to_q_mapping", map, {world_size, num_shards, copies, 2});
-  detail::check_same_shape(who, "kv_to_q_rank", mapping.kv_to_q_rank,
+  detail::check_same_shape(in_metadata_kv, "kv_to_q_mapping", map,
+                           {world_size, num_shards, copies, 2});
+  detail::check_same_shape(in_metadata_kv, "kv_to_q_rank", mapping.kv_to_q_rank,
                            {world_size, num_shards, copies});
-  detail::check_same_shape(who, "kv_context_size", mapping.kv_context_size, matrix);
-  detail::check_same_shape(who, "q_to_num_kv_seq", mapping.q_to_num_kv_seq, matrix);
-  detail::check_same_shape(who, "q_to_num_kv_token", mapping.q_to_num_kv_token, matrix);
-  detail::check_same_shape(who, "q_dispatch", q_dispatch, matrix);
-  detail::check_same_shape(who, "num_seqs", num_seqs, {world_size});
-  detail::check_range(who, "num_seqs", num_seqs, 0, num_shards, "0..S");
-  detail::check_lengths(who, "seq_len", seq_len);
+  detail::check_same_shape(in_metadata_kv, "kv_context_size", mapping.kv_context_size, matrix);
+  detail::check_same_shape(in_metadata_kv, "q_to_num_kv_seq", mapping.q_to_num_kv_seq, matrix);
+  detail::check_same_shape(in_metadata_kv, "q_to_num_kv_token", mapping.q_to_num_kv_token, matrix);
+  detail::check_same_shape(in_metadata_kv, "q_dispatch", q_dispatch, matrix);
+  detail::check_same_shape(in_metadata_kv, "num_seqs", num_seqs, {world_size});
+  detail::check_range(in_metadata_kv, "num_seqs", num_seqs, 0, num_shards, "0..S");
+  detail::check_lengths(in_metadata_kv, "seq_len", seq_len);
   constexpr auto max_rows = detail::max_total_rows;
-  detail::check_range(who, "kv_context_size", mapping.kv_context_size, 0, max_rows, "0..2^40");
-  detail::check_range(who, "q_to_num_kv_seq", mapping.q_to_num_kv_seq, 0, seq_len.size(),
+  detail::check_range(in_metadata_kv, "kv_context_size", mapping.kv_context_size, 0, max_rows,
+                      "0..2^40");
+  detail::check_range(in_metadata_kv, "q_to_num_kv_seq", mapping.q_to_num_kv_seq, 0, seq_len.size(),
                       "0..number of shards");
-  detail::check_range(who, "q_to_num_kv_token", mapping.q_to_num_kv_token, 0, max_rows, "0..2^40");
-  detail::check_ranks(who, "q_dispatch", q_dispatch, world_size);
+  detail::check_range(in_metadata_kv, "q_to_num_kv_token", mapping.q_to_num_kv_token, 0, max_rows,
+                      "0..2^40");
+  detail::check_ranks(in_metadata_kv, "q_dispatch", q_dispatch, world_size);
   return {.world_size = world_size,
           .num_shards = num_shards,
           .num_copies = copies,
@@ -112,7 +117,7 @@ struct Groups {
   std::int64_t most_slots = 0;
 };
 
-Groups place_groups(const Job& job) {
+Groups place_groups(const KvJob& job) {
   Groups groups{.first_row = std::vector<std::int64_t>(job.num_entries()),
                 .first_slot = std::vector<std::int64_t>(job.num_entries()),
                 .rank_slots = std::vector<std::int64_t>(static_cast<std::size_t>(job.world_size))};
@@ -124,12 +129,12 @@ Groups place_groups(const Job& job) {
     groups.first_row[q] = rank_rows[r];
     groups.first_slot[q] = groups.rank_slots[r];
     rank_rows[r] += job.q_tokens[q];
-    require(rank_rows[r] <= (std::int64_t{1} << 60), who, ": q_to_num_kv_token of rank ", r,
-            "'s queries sums to over 2^60 rows; no such buffer exists");
+    require(rank_rows[r] <= (std::int64_t{1} << 60), in_metadata_kv, ": q_to_num_kv_token of rank ",
+            r, "'s queries sums to over 2^60 rows; no such buffer exists");
     groups.rank_slots[r] += job.q_shards[q];
     num_slots += job.q_shards[q];
-    require(num_slots <= std::ssize(job.place), who, ": q_to_num_kv_seq up to ", job.name(q),
-            " asks for ", num_slots, " KV copies, but kv_to_q_mapping has room for ",
+    require(num_slots <= std::ssize(job.place), in_metadata_kv, ": q_to_num_kv_seq up to ",
+            job.name(q), " asks for ", num_slots, " KV copies, but kv_to_q_mapping has room for ",
             job.place.size());
   }
   for (const std::int64_t slots : groups.rank_slots) {
@@ -140,7 +145,7 @@ Groups place_groups(const Job& job) {
 
 /// The copy that fills each slot of an attention rank, [W, R]; -1 none.
 /// @throws InvalidArgument when two copies fill one slot.
-std::vector<std::int64_t> fill_slots(const Job& job, const Groups& groups) {
+std::vector<std::int64_t> fill_slots(const KvJob& job, const Groups& groups) {
   std::vector<std::int64_t> slots(static_cast<std::size_t>(job.world_size * groups.most_slots), -1);
   for (std::size_t at = 0; at < job.place.size(); ++at) {
     if (!job.used(at)) continue;
@@ -149,7 +154,7 @@ std::vector<std::int64_t> fill_slots(const Job& job, const Groups& groups) {
         job.q_dst[q] * groups.most_slots + groups.first_slot[q] + job.place[at];
     std::int64_t& filled_by = slots[static_cast<std::size_t>(slot)];
     const auto copies = static_cast<std::size_t>(job.num_copies);
-    require(filled_by < 0, who, ": KV shards of ",
+    require(filled_by < 0, in_metadata_kv, ": KV shards of ",
             job.name(static_cast<std::size_t>(std::max<std::int64_t>(filled_by, 0)) / copies),
             " and ", job.name(at / copies), " both have kv_to_q_rank = ", job.place[at],
             " for the query of ", job.name(q));
@@ -159,30 +164,31 @@ std::vector<std::int64_t> fill_slots(const Job& job, const Groups& groups) {
 }
 
 /// The KV shards of every query must follow each other from row 0 to its number of KV rows.
-void check_contexts(const Job& job, const Groups& groups, const std::vector<std::int64_t>& slots) {
+void check_contexts(const KvJob& job, const Groups& groups,
+                    const std::vector<std::int64_t>& slots) {
   for (std::size_t q = 0; q < job.num_entries(); ++q) {
     if (job.q_dst[q] < 0) continue;
     std::int64_t rows = 0;
     for (std::int64_t k = 0; k < job.q_shards[q]; ++k) {
       const std::int64_t at = slots[static_cast<std::size_t>(job.q_dst[q] * groups.most_slots +
                                                              groups.first_slot[q] + k)];
-      require(at >= 0, who, ": the query of ", job.name(q),
+      require(at >= 0, in_metadata_kv, ": the query of ", job.name(q),
               " has q_to_num_kv_seq = ", job.q_shards[q],
               ", but no KV shard has kv_to_q_rank = ", k, " for it");
       const std::size_t shard =
           static_cast<std::size_t>(at) / static_cast<std::size_t>(job.num_copies);
-      require(job.context[shard] == rows, who, ": kv_context_size of ", job.name(shard), " = ",
-              job.context[shard], ", expected ", rows, " (KV shard ", k, " of the query of ",
+      require(job.context[shard] == rows, in_metadata_kv, ": kv_context_size of ", job.name(shard),
+              " = ", job.context[shard], ", expected ", rows, " (KV shard ", k, " of the query of ",
               job.name(q), ")");
       rows += job.seq_len[shard];
     }
-    require(rows == job.q_tokens[q], who, ": q_to_num_kv_token of ", job.name(q), " = ",
+    require(rows == job.q_tokens[q], in_metadata_kv, ": q_to_num_kv_token of ", job.name(q), " = ",
             job.q_tokens[q], ", expected ", rows, ", the rows of its KV shards");
   }
 }
 
 /// Both count matrices, by the KV shard's own rank: [r][i] forward, [i][r] reverse, and totals.
-void count_rows(const Job& job, Metadata& fwd, Metadata& rev) {
+void count_rows(const KvJob& job, Metadata& fwd, Metadata& rev) {
   const std::int64_t world = job.world_size;
   fwd.num_recv_tokens = IndexArray({world, world + 1});
   rev.num_recv_tokens = IndexArray({world, world + 1});
@@ -208,7 +214,7 @@ void count_rows(const Job& job, Metadata& fwd, Metadata& rev) {
   }
 }
 
-void fill_forward(const Job& job, const Groups& groups, const Shape& shape, Metadata& fwd) {
+void fill_forward(const KvJob& job, const Groups& groups, const Shape& shape, Metadata& fwd) {
   fwd.dst_rank = IndexArray::full(shape, -1);
   fwd.dst_offset = IndexArray(shape);
   const auto dst_rank = fwd.dst_rank.i64();
@@ -222,7 +228,7 @@ void fill_forward(const Job& job, const Groups& groups, const Shape& shape, Meta
   }
 }
 
-void fill_reverse(const Job& job, const Groups& groups, const std::vector<std::int64_t>& slots,
+void fill_reverse(const KvJob& job, const Groups& groups, const std::vector<std::int64_t>& slots,
                   Metadata& rev) {
   std::vector<std::int64_t> shard_begin(job.num_entries());
   std::vector<std::int64_t> rank_rows(static_cast<std::size_t>(job.world_size));
@@ -248,7 +254,7 @@ void fill_reverse(const Job& job, const Groups& groups, const std::vector<std::i
   }
 }
 
-IndexArray used_copies(const Job& job, const Shape& shape) {
+IndexArray used_copies(const KvJob& job, const Shape& shape) {
   IndexArray mask(shape);
   for (std::size_t at = 0; at < job.place.size(); ++at) mask.i64()[at] = job.used(at) ? 1 : 0;
   return mask.to(DType::boolean);
@@ -270,7 +276,7 @@ IndexArray global_seq_ids(const std::vector<std::int64_t>& slots, const Shape& s
 KvMetadata compute_metadata_kv(const KvMapping& mapping, const IndexArray& seq_len,
                                const IndexArray& num_seqs, const IndexArray& q_dispatch,
                                bool return_intermediate) {
-  const Job job = open_job(mapping, seq_len, num_seqs, q_dispatch);
+  const KvJob job = open_job(mapping, seq_len, num_seqs, q_dispatch);
   check_copies(job);
   const Groups groups = place_groups(job);
   const std::vector<std::int64_t> slots = fill_slots(job, groups);

@@ -9,7 +9,7 @@
 namespace waybill {
 namespace {
 
-constexpr const char* who = "create_qkv_dispatch_with_custom_mapping";
+constexpr const char* in_custom_mapping = "create_qkv_dispatch_with_custom_mapping";
 
 /// One sequence of the arguments.
 struct Sequence {
@@ -24,25 +24,25 @@ struct Sequence {
 void check_sequence(const Sequence& seq, std::int64_t world_size) {
   const std::string place = concat(" of rank ", seq.rank, ", sequence ", seq.idx);
   const std::int64_t slots = std::ssize(seq.dst);
-  require(0 <= seq.cp && seq.cp <= slots && (seq.len == 0) == (seq.cp == 0), who, ": cp_num", place,
-          " = ", seq.cp, ", expected ",
+  require(0 <= seq.cp && seq.cp <= slots && (seq.len == 0) == (seq.cp == 0), in_custom_mapping,
+          ": cp_num", place, " = ", seq.cp, ", expected ",
           seq.len == 0 ? "0, as the sequence is empty" : concat("1..", slots));
   std::int64_t rows = 0;
   for (std::int64_t c = 0; c < slots; ++c) {
     const std::int64_t dst = seq.dst[static_cast<std::size_t>(c)];
     const std::int64_t len = seq.shard_lens[static_cast<std::size_t>(c)];
     const bool used = c < seq.cp;
-    require(used ? 0 <= dst && dst < world_size : dst == -1, who, ": cp_dst", place, ", shard ", c,
-            " = ", dst, ", expected ",
+    require(used ? 0 <= dst && dst < world_size : dst == -1, in_custom_mapping, ": cp_dst", place,
+            ", shard ", c, " = ", dst, ", expected ",
             used ? concat("0..", world_size - 1) : concat("-1, as cp_num is ", seq.cp));
-    require(used ? len > 0 : len == 0, who, ": seq_shard_lens", place, ", shard ", c, " = ", len,
-            ", expected ", used ? "> 0" : concat("0, as cp_num is ", seq.cp));
-    require(len <= detail::max_total_rows - rows, who, ": seq_shard_lens", place,
+    require(used ? len > 0 : len == 0, in_custom_mapping, ": seq_shard_lens", place, ", shard ", c,
+            " = ", len, ", expected ", used ? "> 0" : concat("0, as cp_num is ", seq.cp));
+    require(len <= detail::max_total_rows - rows, in_custom_mapping, ": seq_shard_lens", place,
             " sums to over 2^40 rows");
     rows += len;
   }
-  require(rows == seq.len, who, ": seq_shard_lens", place, " sums to ", rows, ", expected ",
-          seq.len, " (seq_lens)");
+  require(rows == seq.len, in_custom_mapping, ": seq_shard_lens", place, " sums to ", rows,
+          ", expected ", seq.len, " (seq_lens)");
 }
 
 /// Checks the shapes and returns [n, C].
@@ -51,15 +51,16 @@ std::pair<std::int64_t, std::int64_t> check_arguments(std::int64_t world_size,
                                                       const IndexArray& cp_num,
                                                       const IndexArray& cp_dst,
                                                       const IndexArray& seq_shard_lens) {
-  const auto [rows, num_seqs] = detail::check_world_matrix(who, "seq_lens", seq_lens);
-  require(rows == world_size, who, ": seq_lens has ", rows,
+  const auto [rows, num_seqs] = detail::check_world_matrix(in_custom_mapping, "seq_lens", seq_lens);
+  require(rows == world_size, in_custom_mapping, ": seq_lens has ", rows,
           " rows, expected world_size = ", world_size);
-  require(cp_dst.ndim() == 3, who, ": cp_dst has shape ", to_string(cp_dst.shape()),
+  require(cp_dst.ndim() == 3, in_custom_mapping, ": cp_dst has shape ", to_string(cp_dst.shape()),
           ", expected [W, n, C]");
-  detail::check_same_shape(who, "cp_num", cp_num, seq_lens.shape());
-  detail::check_same_shape(who, "cp_dst", cp_dst, {world_size, num_seqs, cp_dst.dim(2)});
-  detail::check_same_shape(who, "seq_shard_lens", seq_shard_lens, cp_dst.shape());
-  detail::check_lengths(who, "seq_lens", seq_lens);
+  detail::check_same_shape(in_custom_mapping, "cp_num", cp_num, seq_lens.shape());
+  detail::check_same_shape(in_custom_mapping, "cp_dst", cp_dst,
+                           {world_size, num_seqs, cp_dst.dim(2)});
+  detail::check_same_shape(in_custom_mapping, "seq_shard_lens", seq_shard_lens, cp_dst.shape());
+  detail::check_lengths(in_custom_mapping, "seq_lens", seq_lens);
   return {num_seqs, cp_dst.dim(2)};
 }
 
@@ -83,8 +84,8 @@ QkvDispatch create_qkv_dispatch_with_custom_mapping(
           .cp = cp_num.i64()[flat],
           .dst = cp_dst.i64().subspan(first, static_cast<std::size_t>(slots)),
           .shard_lens = seq_shard_lens.i64().subspan(first, static_cast<std::size_t>(slots))};
-      require(!ended || seq.len == 0, who, ": seq_lens of rank ", w, ", sequence ", i, " = ",
-              seq.len, ", expected 0 after the sequence of length 0 before it");
+      require(!ended || seq.len == 0, in_custom_mapping, ": seq_lens of rank ", w, ", sequence ", i,
+              " = ", seq.len, ", expected 0 after the sequence of length 0 before it");
       ended = seq.len == 0;
       check_sequence(seq, world_size);
       for (std::size_t c = 0; c < static_cast<std::size_t>(seq.cp); ++c) {

@@ -12,7 +12,7 @@
 namespace waybill {
 namespace {
 
-constexpr const char* who = "gen_seq_lens";
+constexpr const char* in_gen_seq_lens = "gen_seq_lens";
 
 /// Rows above `level`, over all lengths.
 std::int64_t rows_above(std::span<const std::int64_t> lens, std::int64_t level) {
@@ -75,18 +75,18 @@ void row_lens(std::span<const float> uniforms, std::int64_t total_len, std::int6
 
 IndexArray gen_seq_lens(std::int64_t world_size, std::int64_t num_seqs, std::int64_t total_len,
                         std::span<const float> uniforms, std::int64_t min_len) {
-  require(1 <= world_size && world_size <= max_world_size, who, ": world_size = ", world_size,
-          ", expected 1..", max_world_size);
-  require(1 <= num_seqs && num_seqs <= std::numeric_limits<std::int32_t>::max() / world_size, who,
-          ": num_seqs = ", num_seqs, ", expected 1..2^31 / world_size");
-  require(0 <= total_len && total_len <= std::numeric_limits<std::int32_t>::max(), who,
+  require(1 <= world_size && world_size <= max_world_size, in_gen_seq_lens,
+          ": world_size = ", world_size, ", expected 1..", max_world_size);
+  require(1 <= num_seqs && num_seqs <= std::numeric_limits<std::int32_t>::max() / world_size,
+          in_gen_seq_lens, ": num_seqs = ", num_seqs, ", expected 1..2^31 / world_size");
+  require(0 <= total_len && total_len <= std::numeric_limits<std::int32_t>::max(), in_gen_seq_lens,
           ": total_len = ", total_len, ", expected 0..2^31 - 1");
-  require(min_len >= 0, who, ": min_len = ", min_len, ", expected >= 0");
-  require(std::ssize(uniforms) == world_size * num_seqs, who, ": uniforms has ", uniforms.size(),
-          " values, expected ", world_size * num_seqs, " (world_size x num_seqs)");
+  require(min_len >= 0, in_gen_seq_lens, ": min_len = ", min_len, ", expected >= 0");
+  require(std::ssize(uniforms) == world_size * num_seqs, in_gen_seq_lens, ": uniforms has ",
+          uniforms.size(), " values, expected ", world_size * num_seqs, " (world_size x num_seqs)");
   for (std::size_t i = 0; i < uniforms.size(); ++i) {
-    require(0 <= uniforms[i] && uniforms[i] < 1, who, ": uniforms[", i, "] = ", uniforms[i],
-            ", expected 0 <= u < 1");
+    require(0 <= uniforms[i] && uniforms[i] < 1, in_gen_seq_lens, ": uniforms[", i,
+            "] = ", uniforms[i], ", expected 0 <= u < 1");
   }
   IndexArray lens({world_size, num_seqs});
   const auto columns = static_cast<std::size_t>(num_seqs);
@@ -99,10 +99,10 @@ IndexArray gen_seq_lens(std::int64_t world_size, std::int64_t num_seqs, std::int
 
 IndexArray gen_seq_lens(std::int64_t world_size, std::int64_t num_seqs, std::int64_t total_len,
                         std::uint64_t seed, std::int64_t min_len) {
-  require(1 <= world_size && world_size <= max_world_size, who, ": world_size = ", world_size,
-          ", expected 1..", max_world_size);
-  require(1 <= num_seqs && num_seqs <= std::numeric_limits<std::int32_t>::max() / world_size, who,
-          ": num_seqs = ", num_seqs, ", expected 1..2^31 / world_size");
+  require(1 <= world_size && world_size <= max_world_size, in_gen_seq_lens,
+          ": world_size = ", world_size, ", expected 1..", max_world_size);
+  require(1 <= num_seqs && num_seqs <= std::numeric_limits<std::int32_t>::max() / world_size,
+          in_gen_seq_lens, ": num_seqs = ", num_seqs, ", expected 1..2^31 / world_size");
   Random random(seed);
   std::vector<float> uniforms(static_cast<std::size_t>(world_size * num_seqs));
   for (float& u : uniforms) u = random.uniform_float();

@@ -8,7 +8,7 @@
 namespace waybill {
 namespace {
 
-constexpr const char* who = "to_sparse";
+constexpr const char* in_to_sparse = "to_sparse";
 
 using detail::to_size;
 
@@ -56,10 +56,10 @@ class Entries {
 
   void check(std::int64_t world) const {
     for (const std::int64_t rows : seq_len_.span()) {
-      require(rows >= 0, who, ": seq_len has ", rows, ", expected >= 0");
+      require(rows >= 0, in_to_sparse, ": seq_len has ", rows, ", expected >= 0");
     }
     for (const std::int64_t rank : dst_rank_.span()) {
-      require(-1 <= rank && rank < world, who, ": dst_rank has ", rank, ", expected -1..",
+      require(-1 <= rank && rank < world, in_to_sparse, ": dst_rank has ", rank, ", expected -1..",
               world - 1);
     }
   }
@@ -79,8 +79,9 @@ void append(UninitializedVector<std::int64_t>& table, const IndexArray& values) 
 
 void check_length(const IndexArray& array, const char* name, std::size_t rank,
                   std::int64_t expected) {
-  require(array.ndim() == 1 && array.size() == expected, who, ": attention.", name, " of rank ",
-          rank, " has shape ", to_string(array.shape()), ", expected [", expected, "]");
+  require(array.ndim() == 1 && array.size() == expected, in_to_sparse, ": attention.", name,
+          " of rank ", rank, " has shape ", to_string(array.shape()), ", expected [", expected,
+          "]");
 }
 
 /// Appends begins and lengths from prefix sums with a leading 0.
@@ -99,7 +100,7 @@ SparseAttnLayout sparse_attention(const QkvPlan& plan, const AttnLayout& dense) 
   require(dense.cu_seqlens_q.size() == world &&
               (per_query ? dense.cu_seqlens_kv.size() == world
                          : dense.kv_begin.size() == world && dense.kv_len.size() == world),
-          who, ": attention has ", dense.cu_seqlens_q.size(), " ranks of cu_seqlens_q, ",
+          in_to_sparse, ": attention has ", dense.cu_seqlens_q.size(), " ranks of cu_seqlens_q, ",
           dense.cu_seqlens_kv.size(), " of cu_seqlens_kv, ", dense.kv_begin.size(),
           " of kv_begin, expected ", world, ", as the KV layout ", to_string(plan.kv_layout),
           " asks for");
@@ -133,11 +134,12 @@ SparseAttnLayout sparse_attention(const QkvPlan& plan, const AttnLayout& dense) 
 }  // namespace
 
 SparseMetadata to_sparse(const Metadata& dense) {
-  dense.check_shapes(who);
-  require(!dense.is_slice(), who, ": got the slice of one rank, expected the metadata of all");
+  dense.check_shapes(in_to_sparse);
+  require(!dense.is_slice(), in_to_sparse,
+          ": got the slice of one rank, expected the metadata of all");
   const std::int64_t world = dense.seq_len.dim(0);
   const std::int64_t per_rank = dense.seq_len.dim(1);
-  require(1 <= world && world <= max_world_size, who, ": seq_len has ", world,
+  require(1 <= world && world <= max_world_size, in_to_sparse, ": seq_len has ", world,
           " ranks, expected 1..", max_world_size);
   const Entries entries(dense);
   entries.check(world);
@@ -166,7 +168,7 @@ SparseMetadata to_sparse(const Metadata& dense) {
 }
 
 QkvRouting to_sparse(const QkvPlan& plan, const E2eMetadata& metadata) {
-  plan.check(who);
+  plan.check(in_to_sparse);
   QkvRouting routing;
   routing.kv_layout = plan.kv_layout;
   routing.fwd_q = to_sparse(metadata.fwd_q);

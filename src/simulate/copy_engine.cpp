@@ -10,7 +10,7 @@
 namespace waybill::detail {
 namespace {
 
-constexpr std::int64_t work_item_bytes = std::int64_t{1} << 20;
+constexpr std::int64_t copy_item_bytes = std::int64_t{1} << 20;
 
 template <std::size_t ElementBytes>
 void copy_elements(std::byte* to, std::int64_t to_step, const std::byte* from,
@@ -65,7 +65,7 @@ void copy_any_order(const CopyJob& job, const std::vector<CopySegment>& segments
   }
   const std::int64_t num_rows = rows_before.back();
   const bool streaming = num_rows > streaming_bytes / row_bytes;
-  const std::int64_t grain = std::max<std::int64_t>(1, work_item_bytes / row_bytes);
+  const std::int64_t grain = std::max<std::int64_t>(1, copy_item_bytes / row_bytes);
   parallel_for(num_rows, grain, num_threads, [&](std::int64_t begin, std::int64_t end) {
     const auto after = std::ranges::upper_bound(rows_before, begin);
     auto i = static_cast<std::size_t>(after - rows_before.begin()) - 1;

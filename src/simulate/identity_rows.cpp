@@ -10,7 +10,7 @@ namespace waybill::detail {
 namespace {
 
 constexpr std::int64_t word_bytes = 8;
-constexpr std::int64_t work_item_bytes = std::int64_t{1} << 20;
+constexpr std::int64_t write_item_bytes = std::int64_t{1} << 20;
 constexpr std::uint64_t word_step = 0x9E3779B97F4A7C15U;  // odd: all words of a row differ
 
 // The finalizer of MurmurHash3 (Appleby, public domain): a bijection that maps 0 to 0.
@@ -80,7 +80,7 @@ std::int64_t identify_row(const std::byte* row, std::int64_t row_bytes, std::int
 template <class Body>
 void for_each_row(const RankBuffers& buffers, int num_threads, const Body& body) {
   const std::vector<std::int64_t>& first = buffers.first_row();
-  const std::int64_t grain = std::max<std::int64_t>(1, work_item_bytes / buffers.row_bytes());
+  const std::int64_t grain = std::max<std::int64_t>(1, write_item_bytes / buffers.row_bytes());
   parallel_for(buffers.num_rows(), grain, num_threads, [&](std::int64_t begin, std::int64_t end) {
     auto rank = std::ranges::upper_bound(first, begin) - first.begin() - 1;
     for (std::int64_t i = begin; i < end; ++i) {

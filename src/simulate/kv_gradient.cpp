@@ -14,7 +14,7 @@
 namespace waybill {
 namespace {
 
-constexpr const char* who = "sum_kv_copies";
+constexpr const char* in_sum_kv_copies = "sum_kv_copies";
 constexpr std::int64_t block_elements = 512;  // of a row, summed at a time
 constexpr std::int64_t work_item_elements = 65536;
 
@@ -120,23 +120,24 @@ void sum_rows(const ConstTensorView& planes, const TensorView& output,
 }
 
 std::vector<Shard> shards_of(const IndexArray& mask, const IndexArray& lens) {
-  require(lens.ndim() == 1, who, ": recv_seq_lens has shape ", to_string(lens.shape()),
+  require(lens.ndim() == 1, in_sum_kv_copies, ": recv_seq_lens has shape ", to_string(lens.shape()),
           ", expected [S]");
-  require(mask.ndim() == 2 && mask.dim(0) == lens.dim(0), who, ": seq_recv_mask has shape ",
-          to_string(mask.shape()), ", expected [", lens.dim(0), ", C]");
+  require(mask.ndim() == 2 && mask.dim(0) == lens.dim(0), in_sum_kv_copies,
+          ": seq_recv_mask has shape ", to_string(mask.shape()), ", expected [", lens.dim(0),
+          ", C]");
   const Int64View used(mask);
   const Int64View rows(lens);
   const std::int64_t copies = mask.dim(1);
   std::vector<Shard> shards;
   std::int64_t end = 0;
   for (std::int64_t s = 0; s < lens.dim(0); ++s) {
-    require(rows[s] >= 0 && !__builtin_add_overflow(end, rows[s], &end), who, ": recv_seq_lens[", s,
-            "] = ", rows[s], ", expected >= 0 and a sum below 2^63");
+    require(rows[s] >= 0 && !__builtin_add_overflow(end, rows[s], &end), in_sum_kv_copies,
+            ": recv_seq_lens[", s, "] = ", rows[s], ", expected >= 0 and a sum below 2^63");
     Shard shard{end, {}};
     for (std::int64_t c = 0; c < copies; ++c) {
       const std::int64_t flag = used[s * copies + c];
-      require(flag == 0 || flag == 1, who, ": seq_recv_mask[", s, ", ", c, "] = ", flag,
-              ", expected 0 or 1");
+      require(flag == 0 || flag == 1, in_sum_kv_copies, ": seq_recv_mask[", s, ", ", c,
+              "] = ", flag, ", expected 0 or 1");
       if (flag == 1) shard.copies.push_back(c);
     }
     shards.push_back(std::move(shard));
@@ -149,20 +150,20 @@ std::vector<Shard> shards_of(const IndexArray& mask, const IndexArray& lens) {
 void sum_kv_copies(const ConstTensorView& planes, const TensorView& output,
                    const IndexArray& seq_recv_mask, const IndexArray& recv_seq_lens,
                    int num_threads) {
-  require(num_threads >= 0, who, ": num_threads = ", num_threads, ", expected >= 0");
-  detail::check_view(who, "planes", planes, 2);
-  detail::check_view(who, "output", output, 2);
+  require(num_threads >= 0, in_sum_kv_copies, ": num_threads = ", num_threads, ", expected >= 0");
+  detail::check_view(in_sum_kv_copies, "planes", planes, 2);
+  detail::check_view(in_sum_kv_copies, "output", output, 2);
   const std::vector<Shard> shards = shards_of(seq_recv_mask, recv_seq_lens);
   const std::int64_t num_rows = shards.empty() ? 0 : shards.back().end_row;
   const std::int64_t copies = seq_recv_mask.dim(1);
-  require(output.shape[0] == num_rows, who, ": output has shape ", to_string(output.shape),
-          ", expected ", num_rows, " rows, the sum of recv_seq_lens");
+  require(output.shape[0] == num_rows, in_sum_kv_copies, ": output has shape ",
+          to_string(output.shape), ", expected ", num_rows, " rows, the sum of recv_seq_lens");
   std::int64_t plane_rows = 0;
   require(!__builtin_mul_overflow(copies, num_rows, &plane_rows) && planes.shape[0] == plane_rows &&
               planes.shape[1] == output.shape[1],
-          who, ": planes has shape ", to_string(planes.shape), ", expected [", copies, " * ",
-          num_rows, ", ", output.shape[1], "]");
-  detail::check_memory(who, {&planes, 1}, {&output, 1});
+          in_sum_kv_copies, ": planes has shape ", to_string(planes.shape), ", expected [", copies,
+          " * ", num_rows, ", ", output.shape[1], "]");
+  detail::check_memory(in_sum_kv_copies, {&planes, 1}, {&output, 1});
 
   using Kernel =
       void (*)(const ConstTensorView&, const TensorView&, const std::vector<Shard>&, int);
@@ -175,7 +176,8 @@ void sum_kv_copies(const ConstTensorView& planes, const TensorView& output,
   if (planes.dtype == DType::bfloat16 && to_float32) kernel = sum_rows<BFloat16, Float32>;
   if (planes.dtype == DType::float16 && same) kernel = sum_rows<Float16, Float16>;
   if (planes.dtype == DType::float16 && to_float32) kernel = sum_rows<Float16, Float32>;
-  require(kernel != nullptr, who, ": planes of ", planes.dtype, " and output of ", output.dtype,
+  require(kernel != nullptr, in_sum_kv_copies, ": planes of ", planes.dtype, " and output of ",
+          output.dtype,
           ", expected float32, float64, bfloat16 or float16, and the same for output or float32 "
           "for planes of bfloat16 or float16");
   kernel(planes, output, shards, num_threads);
@@ -183,7 +185,7 @@ void sum_kv_copies(const ConstTensorView& planes, const TensorView& output,
 
 void sum_kv_copies(const ConstTensorView& planes, const TensorView& output, const Metadata& rev_kv,
                    Rank rank, int num_threads) {
-  require(rev_kv.seq_recv_mask && rev_kv.recv_seq_lens, who,
+  require(rev_kv.seq_recv_mask && rev_kv.recv_seq_lens, in_sum_kv_copies,
           ": rev_kv has no seq_recv_mask or recv_seq_lens, expected the reverse of a dispatch with "
           "copies");
   if (rev_kv.is_slice()) {
@@ -192,11 +194,12 @@ void sum_kv_copies(const ConstTensorView& planes, const TensorView& output, cons
   }
   const IndexArray& mask = *rev_kv.seq_recv_mask;
   const IndexArray& lens = *rev_kv.recv_seq_lens;
-  require(mask.ndim() == 3 && lens.ndim() == 2 && mask.dim(0) == lens.dim(0), who,
+  require(mask.ndim() == 3 && lens.ndim() == 2 && mask.dim(0) == lens.dim(0), in_sum_kv_copies,
           ": seq_recv_mask has shape ", to_string(mask.shape()), " and recv_seq_lens ",
           to_string(lens.shape()), ", expected [W, S, C] and [W, S]");
   const std::int64_t r = to_int(rank);
-  require(0 <= r && r < lens.dim(0), who, ": rank = ", r, ", expected 0..", lens.dim(0) - 1);
+  require(0 <= r && r < lens.dim(0), in_sum_kv_copies, ": rank = ", r, ", expected 0..",
+          lens.dim(0) - 1);
   sum_kv_copies(planes, output, mask.row(r), lens.row(r), num_threads);
 }
 

@@ -8,7 +8,7 @@ namespace {
 
 using StepCommandsTest = ProgramTest;
 
-const std::string small = " --world-size 8 --tokens-per-rank 8192 --ranks-per-node 4 ";
+const std::string two_nodes = " --world-size 8 --tokens-per-rank 8192 --ranks-per-node 4 ";
 
 TEST_F(StepCommandsTest, HelpHasExamples) {
   for (const std::string command : {"explain", "compare", "simulate"}) {
@@ -19,18 +19,18 @@ TEST_F(StepCommandsTest, HelpHasExamples) {
 }
 
 TEST_F(StepCommandsTest, ExplainSaysRankDocumentLinkAndRemedy) {
-  const ProgramResult direct = run("explain" + small + "--transfer direct --network 1GB/s");
+  const ProgramResult direct = run("explain" + two_nodes + "--transfer direct --network 1GB/s");
   ASSERT_EQ(direct.exit_code, 0) << direct.err;
   EXPECT_TRUE(holds(direct.out, {"1.00 GB/s network", "network", "document ", "The step takes ",
                                  "Moving rows takes ", "relay schedule says would save"}));
-  const ProgramResult rank = run("explain" + small + "--rank 3");
+  const ProgramResult rank = run("explain" + two_nodes + "--rank 3");
   EXPECT_TRUE(holds(rank.out, {"rank 3", "waits for", "return dK dV"}));
 }
 
 TEST_F(StepCommandsTest, ExplainReadsPlansWithAndWithoutTheirOptions) {
-  ASSERT_EQ(run("plan --full" + small + "-o full.json").exit_code, 0);
-  ASSERT_EQ(run("plan" + small + "-o plan.json").exit_code, 0);
-  const ProgramResult planned = run("explain" + small);
+  ASSERT_EQ(run("plan --full" + two_nodes + "-o full.json").exit_code, 0);
+  ASSERT_EQ(run("plan" + two_nodes + "-o plan.json").exit_code, 0);
+  const ProgramResult planned = run("explain" + two_nodes);
   const ProgramResult full = run("explain full.json");
   const auto after_origin = [](const std::string& text) { return text.substr(text.find('\n')); };
   EXPECT_EQ(after_origin(full.out), after_origin(planned.out)) << full.err;
@@ -50,7 +50,7 @@ TEST_F(StepCommandsTest, ExplainReadsPlansWithAndWithoutTheirOptions) {
 }
 
 TEST_F(StepCommandsTest, CompareShowsAllSideBySide) {
-  const ProgramResult compared = run("compare" + small + "--trace steps.json");
+  const ProgramResult compared = run("compare" + two_nodes + "--trace steps.json");
   ASSERT_EQ(compared.exit_code, 0) << compared.err;
   EXPECT_TRUE(
       holds(compared.out, {"zigzag", "per document", "planner, relay", "work, max / mean",
@@ -72,7 +72,7 @@ TEST_F(StepCommandsTest, SimulatePredictsLargeWorlds) {
 
 TEST_F(StepCommandsTest, RatesMeanWhatTheySay) {
   const auto network = [&](const std::string& rate) {
-    const std::string out = run("explain" + small + "--network '" + rate + "'").out;
+    const std::string out = run("explain" + two_nodes + "--network '" + rate + "'").out;
     const std::size_t end = out.find(" network");
     const std::size_t begin = out.rfind(", ", end) + 2;
     return out.substr(begin, end - begin);
@@ -93,10 +93,10 @@ TEST_F(StepCommandsTest, WrongUsageExitsWith2) {
   EXPECT_TRUE(fails(run("explain --nvlink 5XB/s"), 2, {"--nvlink", "5XB/s"}));
   EXPECT_TRUE(fails(run("explain --transfer by_mail"), 2, {"--transfer", "once_per_node"}));
   EXPECT_TRUE(fails(run("explain p.json --world-size 4"), 2, {"--world-size", "FILE"}));
-  EXPECT_TRUE(fails(run("explain" + small + "--rank 8"), 1, {"--rank = 8", "0..7"}));
-  EXPECT_TRUE(fails(run("compare" + small + "--degree 3"), 1, {"degree = 3"}));
+  EXPECT_TRUE(fails(run("explain" + two_nodes + "--rank 8"), 1, {"--rank = 8", "0..7"}));
+  EXPECT_TRUE(fails(run("compare" + two_nodes + "--degree 3"), 1, {"degree = 3"}));
   EXPECT_TRUE(fails(run("explain nothing.json"), 1, {"nothing.json"}));
-  EXPECT_TRUE(fails(run("explain" + small + "--trace no/such/t.json"), 1, {"no/such"}));
+  EXPECT_TRUE(fails(run("explain" + two_nodes + "--trace no/such/t.json"), 1, {"no/such"}));
 }
 
 TEST_F(StepCommandsTest, DemoPredictsAndDraws) {

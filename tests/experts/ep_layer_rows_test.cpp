@@ -11,7 +11,7 @@
 namespace waybill::test {
 namespace {
 
-struct Ways {
+struct RowWays {
   std::int32_t per_node;
   bool local_combine;
   EPRows rows;
@@ -84,8 +84,9 @@ class OverflowSteps {
 
 TEST(EPLayerRows, ThatDoNotFitAreReportedToAllRanksAndTheirSumsAreNaN) {
   Random random(35);
-  for (const Ways& way : {Ways{4, false, EPRows::grouped}, Ways{4, true, EPRows::grouped},
-                          Ways{2, false, EPRows::grouped}, Ways{4, false, EPRows::compact}}) {
+  for (const RowWays& way :
+       {RowWays{4, false, EPRows::grouped}, RowWays{4, true, EPRows::grouped},
+        RowWays{2, false, EPRows::grouped}, RowWays{4, false, EPRows::compact}}) {
     const EPConfig config = config_of_four(way.per_node);
     EPLayerOptions options;
     options.dispatch.rows = way.rows;

@@ -20,7 +20,7 @@ AttentionPlan some_plan(bool relay = true) {
   return plan_attention(std::vector<std::int64_t>{1100, 7, 130}, options);
 }
 
-std::string error_with(std::string_view what, std::string_view with) {
+std::string attention_plan_error(std::string_view what, std::string_view with) {
   const std::string text = replaced(to_json(some_plan()), what, with);
   return error_of([&] { return attention_plan_from_json(text, "a.json"); });
 }
@@ -46,19 +46,24 @@ TEST(attention_plan_json, errors_say_where) {
     }
     return ::testing::AssertionSuccess();
   };
-  EXPECT_TRUE(names(error_with("\"waybill.attention_plan\"", "\"waybill.plan\""),
+  EXPECT_TRUE(names(attention_plan_error("\"waybill.attention_plan\"", "\"waybill.plan\""),
                     {"a.json", "/format", "waybill.attention_plan"}));
-  EXPECT_TRUE(names(error_with("\"float16\"", "\"float31\""), {"/options/dtype", "float31"}));
-  EXPECT_TRUE(names(error_with("\"relay\": true", "\"relay\": 1"), {"/options/relay"}));
-  EXPECT_TRUE(names(error_with("\"block_tokens\": 128", "\"block_tokens\": 0"),
+  EXPECT_TRUE(
+      names(attention_plan_error("\"float16\"", "\"float31\""), {"/options/dtype", "float31"}));
+  EXPECT_TRUE(names(attention_plan_error("\"relay\": true", "\"relay\": 1"), {"/options/relay"}));
+  EXPECT_TRUE(names(attention_plan_error("\"block_tokens\": 128", "\"block_tokens\": 0"),
                     {"/options", "block_tokens = 0"}));
-  EXPECT_TRUE(names(error_with("\"imbalance_target\": 1.01", "\"imbalance_target\": 1"),
+  EXPECT_TRUE(names(attention_plan_error("\"imbalance_target\": 1.01", "\"imbalance_target\": 1"),
                     {"/options", "imbalance_target"}));
-  EXPECT_TRUE(names(error_with("\"work\": [", "\"work\": [5, "), {"/work", "4 entries", "3"}));
-  EXPECT_TRUE(names(error_with("\"nvlink_in\": [", "\"nvlink_in\": [5, "), {"/links", "entries"}));
-  EXPECT_TRUE(names(error_with("\"after\": [", "\"after\": [5, "), {"/relay/hops/after"}));
-  EXPECT_TRUE(names(error_with("\"after\": [", "\"after\": [9999999999, "), {"/relay/hops/after"}));
-  EXPECT_TRUE(names(error_with("\"block_work\"", "\"blok_work\""), {"blok_work"}));
+  EXPECT_TRUE(
+      names(attention_plan_error("\"work\": [", "\"work\": [5, "), {"/work", "4 entries", "3"}));
+  EXPECT_TRUE(names(attention_plan_error("\"nvlink_in\": [", "\"nvlink_in\": [5, "),
+                    {"/links", "entries"}));
+  EXPECT_TRUE(
+      names(attention_plan_error("\"after\": [", "\"after\": [5, "), {"/relay/hops/after"}));
+  EXPECT_TRUE(names(attention_plan_error("\"after\": [", "\"after\": [9999999999, "),
+                    {"/relay/hops/after"}));
+  EXPECT_TRUE(names(attention_plan_error("\"block_work\"", "\"blok_work\""), {"blok_work"}));
 }
 
 TEST(attention_plan_json, form_alone_leaves_values_to_the_validator) {

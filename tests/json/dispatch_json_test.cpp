@@ -34,7 +34,7 @@ void expect_equal(const DispatchBundle& got, const DispatchBundle& expected) {
   EXPECT_EQ(mine->num_received_seqs, its->num_received_seqs);
 }
 
-std::string error_with(std::string_view what, std::string_view with) {
+std::string dispatch_error(std::string_view what, std::string_view with) {
   const std::string text = replaced(to_json(bundle_of(KvLayout::per_query)), what, with);
   return error_of([&] { return dispatch_from_json(text, "d.json"); });
 }
@@ -72,16 +72,18 @@ TEST(dispatch_json, compact_is_smaller_and_one_line) {
 }
 
 TEST(dispatch_json, errors_name_the_part) {
-  expect_parts(error_with("\"q_dst\": [0,", "\"q_dst\": [-1,"), {"d.json: /plan: ", "q_dst[0]"});
-  expect_parts(error_with("\"q_dst\": [0,", "\"q_dst\": [\"0\","), {"d.json: /plan/q_dst/0"});
-  expect_parts(error_with("\"rev_q\"", "\"rev_x\""), {"d.json: /: ", "rev_x"});
-  expect_parts(error_with("\"max_seqlen_q\": {\"shape\": [3]", "\"max_seqlen_q\": {\"shape\": [4]"),
-               {"d.json: /attention/max_seqlen_q/data"});
-  expect_parts(error_with("\"ragged\": [", "\"ragged\": [5, "),
+  expect_parts(dispatch_error("\"q_dst\": [0,", "\"q_dst\": [-1,"),
+               {"d.json: /plan: ", "q_dst[0]"});
+  expect_parts(dispatch_error("\"q_dst\": [0,", "\"q_dst\": [\"0\","), {"d.json: /plan/q_dst/0"});
+  expect_parts(dispatch_error("\"rev_q\"", "\"rev_x\""), {"d.json: /: ", "rev_x"});
+  expect_parts(
+      dispatch_error("\"max_seqlen_q\": {\"shape\": [3]", "\"max_seqlen_q\": {\"shape\": [4]"),
+      {"d.json: /attention/max_seqlen_q/data"});
+  expect_parts(dispatch_error("\"ragged\": [", "\"ragged\": [5, "),
                {"d.json: /attention/cu_seqlens_q/ragged/0"});
-  expect_parts(error_with("\"dtype\": \"int64\"", "\"dtype\": \"int\""),
+  expect_parts(dispatch_error("\"dtype\": \"int64\"", "\"dtype\": \"int\""),
                {"d.json: /fwd_q/dst_rank/dtype"});
-  expect_parts(error_with("waybill.dispatch", "waybill.plan"), {"d.json: /format"});
+  expect_parts(dispatch_error("waybill.dispatch", "waybill.plan"), {"d.json: /format"});
 }
 
 TEST(dispatch_json, parts_of_another_world_are_an_error) {

@@ -17,7 +17,7 @@ constexpr const char* two_buckets = R"({"format": "waybill.length_distributions"
 "distributions": {"a": {"source": "s", "n_docs": 7, "max": 90, "histogram": [
 {"lo": 0, "hi": 10, "docs": 3, "mean_len": 4.5}, {"lo": 10, "hi": 100, "docs": 4}]}}})";
 
-std::string error_with(std::string_view what, std::string_view with) {
+std::string distribution_error(std::string_view what, std::string_view with) {
   const std::string text = replaced(two_buckets, what, with);
   return error_of([&] { return length_distributions_from_json(text, "d.json"); });
 }
@@ -65,23 +65,25 @@ TEST(length_distributions, what_cannot_be_written_is_refused) {
 }
 
 TEST(length_distributions, errors_name_the_place) {
-  expect_parts(error_with("\"docs\": 3", "\"docs\": -1"),
+  expect_parts(distribution_error("\"docs\": 3", "\"docs\": -1"),
                {"d.json: /distributions/a/histogram/0/docs = -1"});
-  expect_parts(error_with("\"docs\": 3", "\"docs\": 1e400"), {"d.json: line 3"});
-  expect_parts(error_with("\"docs\": 3", "\"docs\": \"3\""), {"/histogram/0/docs = \"3\""});
-  expect_parts(error_with("\"hi\": 10,", "\"hi\": 0,"), {"/histogram/0/hi = 0"});
-  expect_parts(error_with("\"lo\": 0", "\"lo\": -1"), {"/histogram/0/lo = -1"});
-  expect_parts(error_with("\"n_docs\": 7", "\"n_docs\": 8"),
+  expect_parts(distribution_error("\"docs\": 3", "\"docs\": 1e400"), {"d.json: line 3"});
+  expect_parts(distribution_error("\"docs\": 3", "\"docs\": \"3\""), {"/histogram/0/docs = \"3\""});
+  expect_parts(distribution_error("\"hi\": 10,", "\"hi\": 0,"), {"/histogram/0/hi = 0"});
+  expect_parts(distribution_error("\"lo\": 0", "\"lo\": -1"), {"/histogram/0/lo = -1"});
+  expect_parts(distribution_error("\"n_docs\": 7", "\"n_docs\": 8"),
                {"/distributions/a/n_docs = 8", "7, the sum of the histogram"});
-  expect_parts(error_with("\"n_docs\"", "\"docs\""), {"/distributions/a: unknown key \"docs\""});
-  expect_parts(error_with("4.5", "\"4.5\""), {"/histogram/0/mean_len"});
-  expect_parts(error_with("4.5", "-1e300"), {"/distributions/a/histogram/0/mean_len = -1e300"});
-  expect_parts(error_with("4.5", "10"), {"/mean_len = 10, expected 0 up to below 10"});
-  expect_parts(error_with("\"version\": 1", "\"version\": 0"), {"/version = 0"});
+  expect_parts(distribution_error("\"n_docs\"", "\"docs\""),
+               {"/distributions/a: unknown key \"docs\""});
+  expect_parts(distribution_error("4.5", "\"4.5\""), {"/histogram/0/mean_len"});
+  expect_parts(distribution_error("4.5", "-1e300"),
+               {"/distributions/a/histogram/0/mean_len = -1e300"});
+  expect_parts(distribution_error("4.5", "10"), {"/mean_len = 10, expected 0 up to below 10"});
+  expect_parts(distribution_error("\"version\": 1", "\"version\": 0"), {"/version = 0"});
 }
 
 TEST(length_distributions, names_with_slashes_are_escaped_in_paths) {
-  expect_parts(error_with("\"a\": {\"source\": \"s\"", "\"a/~b\": {\"source\": 1"),
+  expect_parts(distribution_error("\"a\": {\"source\": \"s\"", "\"a/~b\": {\"source\": 1"),
                {"/distributions/a~1~0b/source = 1"});
 }
 

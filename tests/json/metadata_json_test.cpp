@@ -19,7 +19,7 @@ DispatchMetadata with_copies() {
 }
 
 /// The forward metadata of the example, one line changed.
-std::string error_with(std::string_view what, std::string_view with) {
+std::string metadata_error(std::string_view what, std::string_view with) {
   const std::string text = replaced(to_json(documented_example().fwd), what, with);
   return error_of([&] { return metadata_from_json(text, "m.json"); });
 }
@@ -96,51 +96,52 @@ TEST(metadata_json, absent_is_null_and_format_may_be_absent) {
 }
 
 TEST(metadata_json, data_must_have_the_shape) {
-  EXPECT_EQ(error_with("[2, 0, 1]", "[2, 0]"),
+  EXPECT_EQ(metadata_error("[2, 0, 1]", "[2, 0]"),
             "m.json: /dst_rank/data/1 = a list of 2, expected a list of 3, extent 1 of the shape "
             "[3, 3]");
-  expect_parts(error_with("[2, 0, 1]", "7"), {"/dst_rank/data/1 = 7", "a list"});
-  expect_parts(error_with("[2, 0, 1]", "[2, [0], 1]"), {"/dst_rank/data/1/1"});
-  expect_parts(error_with("[2, 0, 1]", "[2, \"0\", 1]"),
+  expect_parts(metadata_error("[2, 0, 1]", "7"), {"/dst_rank/data/1 = 7", "a list"});
+  expect_parts(metadata_error("[2, 0, 1]", "[2, [0], 1]"), {"/dst_rank/data/1/1"});
+  expect_parts(metadata_error("[2, 0, 1]", "[2, \"0\", 1]"),
                {"/dst_rank/data/1/1 = \"0\"", "an integer"});
-  expect_parts(error_with("[[1, 2, -1], [2, 0, 1], [0, -1, 2]]", "[1, 2, 3]"),
+  expect_parts(metadata_error("[[1, 2, -1], [2, 0, 1], [0, -1, 2]]", "[1, 2, 3]"),
                {"/dst_rank/data/0 = 1"});
-  expect_parts(error_with("[3, 3]", "[3, 4]"), {"/dst_rank/data/0"});
-  expect_parts(error_with("[3, 3]", "[9]"), {"/dst_rank/data"});
+  expect_parts(metadata_error("[3, 3]", "[3, 4]"), {"/dst_rank/data/0"});
+  expect_parts(metadata_error("[3, 3]", "[9]"), {"/dst_rank/data"});
 }
 
 TEST(metadata_json, a_shape_is_never_allocated_unchecked) {
-  expect_parts(error_with("[3, 3]", "[1000000000000, 3]"), {"/dst_rank/data", "1000000000000"});
-  expect_parts(error_with("[3, 3]", "[4611686018427387904, 4611686018427387904]"),
+  expect_parts(metadata_error("[3, 3]", "[1000000000000, 3]"), {"/dst_rank/data", "1000000000000"});
+  expect_parts(metadata_error("[3, 3]", "[4611686018427387904, 4611686018427387904]"),
                {"/dst_rank/shape", "2^62"});
-  expect_parts(error_with("[3, 3]", "[-3, -3]"), {"/dst_rank/shape", "negative"});
-  expect_parts(error_with("[3, 3]", "[3.0, 3]"), {"/dst_rank/shape/0 = 3.0"});
-  expect_parts(error_with("[3, 3]", "[1, 1, 1, 1, 1, 1, 1, 1, 9]"), {"/dst_rank/shape", "8"});
-  expect_parts(error_with("[3, 3]", "3"), {"/dst_rank/shape = 3", "a list"});
+  expect_parts(metadata_error("[3, 3]", "[-3, -3]"), {"/dst_rank/shape", "negative"});
+  expect_parts(metadata_error("[3, 3]", "[3.0, 3]"), {"/dst_rank/shape/0 = 3.0"});
+  expect_parts(metadata_error("[3, 3]", "[1, 1, 1, 1, 1, 1, 1, 1, 9]"), {"/dst_rank/shape", "8"});
+  expect_parts(metadata_error("[3, 3]", "3"), {"/dst_rank/shape = 3", "a list"});
 }
 
 TEST(metadata_json, dtypes_are_checked_with_their_range) {
-  expect_parts(error_with("\"int64\"", "\"float32\""), {"/dst_rank/dtype = \"float32\"", "int64"});
-  expect_parts(error_with("\"int64\"", "\"uint32\""),
+  expect_parts(metadata_error("\"int64\"", "\"float32\""),
+               {"/dst_rank/dtype = \"float32\"", "int64"});
+  expect_parts(metadata_error("\"int64\"", "\"uint32\""),
                {"/dst_rank/data", "data[0, 2] = -1", "uint32"});
-  expect_parts(error_with("\"int64\"", "\"bool\""), {"/dst_rank/data", "data[0, 1] = 2"});
+  expect_parts(metadata_error("\"int64\"", "\"bool\""), {"/dst_rank/data", "data[0, 1] = 2"});
 }
 
 TEST(metadata_json, fields_must_fit_each_other) {
-  expect_parts(error_with(R"({"shape": [3], "dtype": "int64", "data": [2, 3, 2]})",
-                          R"({"shape": [2], "dtype": "int64", "data": [2, 3]})"),
+  expect_parts(metadata_error(R"({"shape": [3], "dtype": "int64", "data": [2, 3, 2]})",
+                              R"({"shape": [2], "dtype": "int64", "data": [2, 3]})"),
                {"m.json: /: metadata: num_seqs has shape [2], expected [3]"});
-  expect_parts(error_with("\"world_size\": 3", "\"world_size\": 4"), {"world_size = 4"});
-  expect_parts(error_with("[18, 14, 22]", "[18, 14]"), {"num_total_recv_tokens"});
-  expect_parts(error_with("[18, 14, 22]", "\"18\""), {"/num_total_recv_tokens = \"18\""});
+  expect_parts(metadata_error("\"world_size\": 3", "\"world_size\": 4"), {"world_size = 4"});
+  expect_parts(metadata_error("[18, 14, 22]", "[18, 14]"), {"num_total_recv_tokens"});
+  expect_parts(metadata_error("[18, 14, 22]", "\"18\""), {"/num_total_recv_tokens = \"18\""});
 }
 
 TEST(metadata_json, negative_counts_are_an_error) {
-  expect_parts(error_with("[10, 5, 0]", "[10, -5, 0]"), {"/seq_len", "element 1 = -5"});
-  expect_parts(error_with("[5, 0, 10]", "[5, 0, -10]"), {"/dst_offset", "element 5 = -10"});
-  expect_parts(error_with("[1, 2, -1]", "[1, 2, -2]"), {"/dst_rank", "element 2 = -2"});
-  expect_parts(error_with("[18, 14, 22]", "[18, -14, 22]"), {"/num_total_recv_tokens"});
-  expect_parts(error_with("\"data\": [2, 3, 2]", "\"data\": [2, 3, -2]"), {"/num_seqs"});
+  expect_parts(metadata_error("[10, 5, 0]", "[10, -5, 0]"), {"/seq_len", "element 1 = -5"});
+  expect_parts(metadata_error("[5, 0, 10]", "[5, 0, -10]"), {"/dst_offset", "element 5 = -10"});
+  expect_parts(metadata_error("[1, 2, -1]", "[1, 2, -2]"), {"/dst_rank", "element 2 = -2"});
+  expect_parts(metadata_error("[18, 14, 22]", "[18, -14, 22]"), {"/num_total_recv_tokens"});
+  expect_parts(metadata_error("\"data\": [2, 3, 2]", "\"data\": [2, 3, -2]"), {"/num_seqs"});
 }
 
 TEST(metadata_json, form_only_leaves_values_to_the_caller) {
@@ -149,13 +150,13 @@ TEST(metadata_json, form_only_leaves_values_to_the_caller) {
 }
 
 TEST(metadata_json, keys_are_checked) {
-  expect_parts(error_with("\"normalized\"", "\"normalised\""), {"unknown key \"normalised\""});
-  expect_parts(error_with("\"dtype\": \"int64\", ", ""), {"/dst_rank: the key \"dtype\""});
-  expect_parts(error_with("\"dtype\": \"int64\", ", "\"dtype\": \"int64\", \"device\": 0, "),
+  expect_parts(metadata_error("\"normalized\"", "\"normalised\""), {"unknown key \"normalised\""});
+  expect_parts(metadata_error("\"dtype\": \"int64\", ", ""), {"/dst_rank: the key \"dtype\""});
+  expect_parts(metadata_error("\"dtype\": \"int64\", ", "\"dtype\": \"int64\", \"device\": 0, "),
                {"/dst_rank: unknown key \"device\""});
-  expect_parts(error_with("\"normalized\": false", "\"normalized\": 0"), {"/normalized = 0"});
-  expect_parts(error_with("waybill.metadata", "waybill.plan"), {"/format", "waybill.metadata"});
-  expect_parts(error_with("\"version\": 1", "\"version\": 7"), {"/version = 7"});
+  expect_parts(metadata_error("\"normalized\": false", "\"normalized\": 0"), {"/normalized = 0"});
+  expect_parts(metadata_error("waybill.metadata", "waybill.plan"), {"/format", "waybill.metadata"});
+  expect_parts(metadata_error("\"version\": 1", "\"version\": 7"), {"/version = 7"});
 }
 
 TEST(metadata_json, a_value_over_int64_cannot_be_written) {

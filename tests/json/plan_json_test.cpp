@@ -23,7 +23,7 @@ constexpr const char* small_plan_text = R"({
 }
 )";
 
-std::string error_with(std::string_view what, std::string_view with) {
+std::string plan_error(std::string_view what, std::string_view with) {
   const std::string text = replaced(small_plan_text, what, with);
   return error_of([&] { return plan_from_json(text, "plan.json"); });
 }
@@ -69,46 +69,46 @@ TEST(plan_json, fields_may_come_in_any_order) {
 }
 
 TEST(plan_json, a_wrong_type_names_path_got_and_expected) {
-  EXPECT_EQ(error_with("5, 8]", "\"abc\", 8]"),
+  EXPECT_EQ(plan_error("5, 8]", "\"abc\", 8]"),
             "plan.json: /shard_len/3 = \"abc\", expected an integer");
-  EXPECT_EQ(error_with("5, 8]", "5.0, 8]"), "plan.json: /shard_len/3 = 5.0, expected an integer");
-  EXPECT_EQ(error_with("5, 8]", "null, 8]"), "plan.json: /shard_len/3 = null, expected an integer");
-  EXPECT_EQ(error_with("5, 8]", "[5], 8]"),
+  EXPECT_EQ(plan_error("5, 8]", "5.0, 8]"), "plan.json: /shard_len/3 = 5.0, expected an integer");
+  EXPECT_EQ(plan_error("5, 8]", "null, 8]"), "plan.json: /shard_len/3 = null, expected an integer");
+  EXPECT_EQ(plan_error("5, 8]", "[5], 8]"),
             "plan.json: /shard_len/3 = a list of 1, expected an integer");
-  EXPECT_EQ(error_with("[4, 6, 3, 5, 8]", "7"), "plan.json: /shard_len = 7, expected a list");
-  EXPECT_EQ(error_with("[4, 6, 3, 5, 8]", "{}"),
+  EXPECT_EQ(plan_error("[4, 6, 3, 5, 8]", "7"), "plan.json: /shard_len = 7, expected a list");
+  EXPECT_EQ(plan_error("[4, 6, 3, 5, 8]", "{}"),
             "plan.json: /shard_len = an object, expected a list");
-  EXPECT_EQ(error_with("\"world_size\": 3", "\"world_size\": true"),
+  EXPECT_EQ(plan_error("\"world_size\": 3", "\"world_size\": true"),
             "plan.json: /world_size = true, expected an integer");
-  EXPECT_EQ(error_with("\"per_rank\"", "\"per_node\""),
+  EXPECT_EQ(plan_error("\"per_rank\"", "\"per_node\""),
             "plan.json: /kv_layout = \"per_node\", expected \"per_query\" or \"per_rank\"");
 }
 
 TEST(plan_json, a_number_that_is_too_large_is_an_error) {
-  expect_parts(error_with("5, 8]", "9223372036854775808, 8]"),
+  expect_parts(plan_error("5, 8]", "9223372036854775808, 8]"),
                {"/shard_len/3", "9223372036854775808", "an integer"});
-  expect_parts(error_with("5, 8]", "123456789012345678901234567890, 8]"), {"/shard_len/3"});
-  expect_parts(error_with("5, 8]", "1e400, 8]"), {"plan.json: line 7, column ", "1e400"});
-  expect_parts(error_with("5, 8]", "1e3, 8]"), {"/shard_len/3 = 1e3"});
-  expect_parts(error_with("2, 0, 1]", "2, 4294967296, 1]"), {"/q_dst/3 = 4294967296", "32 bits"});
-  expect_parts(error_with("\"world_size\": 3", "\"world_size\": 2000000000"),
+  expect_parts(plan_error("5, 8]", "123456789012345678901234567890, 8]"), {"/shard_len/3"});
+  expect_parts(plan_error("5, 8]", "1e400, 8]"), {"plan.json: line 7, column ", "1e400"});
+  expect_parts(plan_error("5, 8]", "1e3, 8]"), {"/shard_len/3 = 1e3"});
+  expect_parts(plan_error("2, 0, 1]", "2, 4294967296, 1]"), {"/q_dst/3 = 4294967296", "32 bits"});
+  expect_parts(plan_error("\"world_size\": 3", "\"world_size\": 2000000000"),
                {"/world_size = 2000000000", "1..1048576"});
 }
 
 TEST(plan_json, not_a_number_is_an_error_with_line_and_column) {
-  expect_parts(error_with("5, 8]", "NaN, 8]"), {"plan.json: line 7, column ", "invalid literal"});
-  expect_parts(error_with("5, 8]", "-Infinity, 8]"), {"plan.json: line 7, column "});
-  expect_parts(error_with("5, 8]", "0x10, 8]"), {"plan.json: line 7, column "});
+  expect_parts(plan_error("5, 8]", "NaN, 8]"), {"plan.json: line 7, column ", "invalid literal"});
+  expect_parts(plan_error("5, 8]", "-Infinity, 8]"), {"plan.json: line 7, column "});
+  expect_parts(plan_error("5, 8]", "0x10, 8]"), {"plan.json: line 7, column "});
 }
 
 TEST(plan_json, what_check_refuses_is_an_error_of_the_file) {
-  expect_parts(error_with("5, 8]", "-5, 8]"), {"plan.json: /: ", "shard_len[3] = -5"});
-  expect_parts(error_with("2, 0, 1]", "3, 0, 1]"), {"q_dst[2] = 3", "0..2"});
-  expect_parts(error_with("5, 8]", "9223372036854775807, 8]"), {"shard_len[3]"});
-  expect_parts(error_with("[0, 1, 2, 3, 4]", "[0, 1, 2, 3, 3]"), {"doc_shards[4] = 3"});
-  expect_parts(error_with("[4, 6, 3, 5, 8]", "[4, 6, 3, 5]"), {"plan."});
-  expect_parts(error_with("\"world_size\": 3", "\"world_size\": 0"), {"/world_size = 0"});
-  expect_parts(error_with("\"world_size\": 3", "\"world_size\": -3"), {"/world_size = -3"});
+  expect_parts(plan_error("5, 8]", "-5, 8]"), {"plan.json: /: ", "shard_len[3] = -5"});
+  expect_parts(plan_error("2, 0, 1]", "3, 0, 1]"), {"q_dst[2] = 3", "0..2"});
+  expect_parts(plan_error("5, 8]", "9223372036854775807, 8]"), {"shard_len[3]"});
+  expect_parts(plan_error("[0, 1, 2, 3, 4]", "[0, 1, 2, 3, 3]"), {"doc_shards[4] = 3"});
+  expect_parts(plan_error("[4, 6, 3, 5, 8]", "[4, 6, 3, 5]"), {"plan."});
+  expect_parts(plan_error("\"world_size\": 3", "\"world_size\": 0"), {"/world_size = 0"});
+  expect_parts(plan_error("\"world_size\": 3", "\"world_size\": -3"), {"/world_size = -3"});
 }
 
 TEST(plan_json, form_only_leaves_values_to_the_caller) {
@@ -118,20 +118,20 @@ TEST(plan_json, form_only_leaves_values_to_the_caller) {
 }
 
 TEST(plan_json, keys_are_checked) {
-  EXPECT_EQ(error_with("  \"q_dst\": [0, 1, 2, 0, 1],\n", ""),
+  EXPECT_EQ(plan_error("  \"q_dst\": [0, 1, 2, 0, 1],\n", ""),
             "plan.json: /: the key \"q_dst\" is missing");
-  expect_parts(error_with("\"q_dst\"", "\"q_dest\""), {"unknown key \"q_dest\"", "q_dst"});
-  expect_parts(error_with("\"world_size\": 3", "\"world_size\": 3, \"world_size\": 3"),
+  expect_parts(plan_error("\"q_dst\"", "\"q_dest\""), {"unknown key \"q_dest\"", "q_dst"});
+  expect_parts(plan_error("\"world_size\": 3", "\"world_size\": 3, \"world_size\": 3"),
                {"plan.json: /: the key \"world_size\" appears twice"});
 }
 
 TEST(plan_json, format_and_version_are_checked) {
-  EXPECT_EQ(error_with("waybill.plan", "waybill.plans"),
+  EXPECT_EQ(plan_error("waybill.plan", "waybill.plans"),
             "plan.json: /format = \"waybill.plans\", expected \"waybill.plan\"");
-  EXPECT_EQ(error_with("\"version\": 1", "\"version\": 2"),
+  EXPECT_EQ(plan_error("\"version\": 1", "\"version\": 2"),
             "plan.json: /version = 2, expected version 1");
-  expect_parts(error_with("\"version\": 1", "\"version\": \"1\""), {"/version = \"1\""});
-  expect_parts(error_with("  \"format\": \"waybill.plan\",\n", ""), {"\"format\" is missing"});
+  expect_parts(plan_error("\"version\": 1", "\"version\": \"1\""), {"/version = \"1\""});
+  expect_parts(plan_error("  \"format\": \"waybill.plan\",\n", ""), {"\"format\" is missing"});
   expect_parts(error_of([] { return plan_from_json("[1, 2]", "plan.json"); }),
                {"plan.json: / = a list of 2, expected an object"});
 }
@@ -165,16 +165,16 @@ TEST(plan_json, deep_nesting_is_an_error) {
 
 TEST(plan_json, an_error_stays_short) {
   const std::string long_text(1000000, 'x');
-  const std::string wrong_type = error_with("\"per_rank\"", concat('"', long_text, '"'));
+  const std::string wrong_type = plan_error("\"per_rank\"", concat('"', long_text, '"'));
   EXPECT_LT(wrong_type.size(), 200U);
-  const std::string no_json = error_with("\"per_rank\"", long_text);
+  const std::string no_json = plan_error("\"per_rank\"", long_text);
   EXPECT_LT(no_json.size(), 400U);
-  const std::string unknown_key = error_with("\"q_dst\"", concat('"', long_text, '"'));
+  const std::string unknown_key = plan_error("\"q_dst\"", concat('"', long_text, '"'));
   EXPECT_LT(unknown_key.size(), 400U);
 }
 
 TEST(plan_json, bytes_that_are_no_text_are_an_error) {
-  expect_parts(error_with("\"per_rank\"", "\"\xff\xfe\""), {"line 5"});
+  expect_parts(plan_error("\"per_rank\"", "\"\xff\xfe\""), {"line 5"});
   expect_parts(error_of([] { return plan_from_json(std::string_view("\0\0", 2), "f"); }),
                {"f: line 1, column 1"});
 }

@@ -113,9 +113,17 @@ def test_the_faces_have_the_same_functions():
     assert set(waybill.__all__) - set(wt.__all__) == only_numpy
     assert set(wt.__all__) - set(waybill.__all__) == {
         "AttentionStep",
+        "BatchPlan",
+        "BatchPlanner",
+        "ContextParallelAttention",
+        "PackedBatch",
+        "Piece",
         "initialize_distributed",
+        "kernels",
+        "pack",
         "plan_metadata",
         "recomputed_attention",
+        "unpack",
     }
 
 

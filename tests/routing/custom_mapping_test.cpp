@@ -19,7 +19,7 @@ using test::for_seeds;
 using test::rejects;
 
 /// Uneven shards, a destination twice, more shards than ranks and an empty rank.
-struct Call {
+struct MappingCall {
   std::int64_t world_size = 2;
   IndexArray seq_lens = IndexArray::matrix({{6, 4}, {0, 0}});
   IndexArray cp_num = IndexArray::matrix({{3, 1}, {0, 0}});
@@ -27,13 +27,13 @@ struct Call {
   IndexArray shard_lens = IndexArray::cube({{{1, 3, 2}, {4, 0, 0}}, {{0, 0, 0}, {0, 0, 0}}});
 };
 
-QkvDispatch make(const Call& call, bool intermediates = false) {
+QkvDispatch make(const MappingCall& call, bool intermediates = false) {
   return create_qkv_dispatch_with_custom_mapping(call.world_size, call.seq_lens, call.cp_num,
                                                  call.cp_dst, call.shard_lens, intermediates);
 }
 
 TEST(CustomMapping, UnevenShardsByHand) {
-  const QkvDispatch made = make(Call{}, true);
+  const QkvDispatch made = make(MappingCall{}, true);
   EXPECT_EQ(made.raw.cp_seq_lens, IndexArray::matrix({{1, 3, 2, 4}, {0, 0, 0, 0}}));
   EXPECT_EQ(made.raw.num_cp_shards, IndexArray::vector({4, 0}));
   EXPECT_EQ(made.raw.cp_query_dst, IndexArray::matrix({{1, 0, 1, 0}, {-1, -1, -1, -1}}));
@@ -43,7 +43,7 @@ TEST(CustomMapping, UnevenShardsByHand) {
   EXPECT_EQ(made.raw.kv.kv_to_q_rank,
             IndexArray::cube({{{0, 0, 0}, {1, 1, -1}, {2, -1, -1}, {0, -1, -1}},
                               {{-1, -1, -1}, {-1, -1, -1}, {-1, -1, -1}, {-1, -1, -1}}}));
-  EXPECT_EQ(made.seq_lens, Call{}.seq_lens);
+  EXPECT_EQ(made.seq_lens, MappingCall{}.seq_lens);
   EXPECT_EQ(made.metadata.fwd_q.dst_offset, IndexArray::matrix({{0, 0, 1, 3}, {0, 0, 0, 0}}));
   // Rank 0 holds the contexts of shards 1 and 3, rank 1 those of shards 0 and 2.
   EXPECT_EQ(made.metadata.fwd_kv.dst_offset,
@@ -56,7 +56,7 @@ TEST(CustomMapping, UnevenShardsByHand) {
 
 TEST(CustomMappingProperty, EqualsItsDenseForm) {
   for_seeds([](Dice& dice) {
-    Call call;
+    MappingCall call;
     call.world_size = dice.in_range<std::int64_t>(1, 7);
     const auto num_seqs = dice.in_range<std::int64_t>(1, 5);
     const auto slots = dice.in_range<std::int64_t>(1, 9);
@@ -93,9 +93,9 @@ TEST(CustomMappingProperty, EqualsItsDenseForm) {
   });
 }
 
-::testing::AssertionResult rejected(const std::function<void(Call&)>& damage,
+::testing::AssertionResult rejected(const std::function<void(MappingCall&)>& damage,
                                     std::initializer_list<std::string_view> parts) {
-  Call call;
+  MappingCall call;
   damage(call);
   const auto named =
       rejects([&] { (void)make(call); }, {"create_qkv_dispatch_with_custom_mapping: "});
@@ -103,22 +103,27 @@ TEST(CustomMappingProperty, EqualsItsDenseForm) {
 }
 
 TEST(CustomMappingErrors, Shapes) {
-  EXPECT_TRUE(rejected([](Call& c) { c.world_size = 3; }, {"seq_lens", "2", "3"}));
-  EXPECT_TRUE(rejected([](Call& c) { c.world_size = 0; }, {"world_size", "0"}));
-  EXPECT_TRUE(rejected([](Call& c) { c.seq_lens = IndexArray(Shape{4}); }, {"seq_lens", "[4]"}));
+  EXPECT_TRUE(rejected([](MappingCall& c) { c.world_size = 3; }, {"seq_lens", "2", "3"}));
+  EXPECT_TRUE(rejected([](MappingCall& c) { c.world_size = 0; }, {"world_size", "0"}));
+  EXPECT_TRUE(
+      rejected([](MappingCall& c) { c.seq_lens = IndexArray(Shape{4}); }, {"seq_lens", "[4]"}));
   EXPECT_TRUE(rejected(
-      [](Call& c) {
+      [](MappingCall& c) {
         c.cp_num = IndexArray(Shape{2, 3});
       },
       {"cp_num", "[2, 3]", "[2, 2]"}));
-  EXPECT_TRUE(rejected([](Call& c) { c.cp_dst = IndexArray(Shape{2, 2}); }, {"cp_dst", "[2, 2]"}));
   EXPECT_TRUE(rejected(
-      [](Call& c) {
+      [](MappingCall& c) {
+        c.cp_dst = IndexArray(Shape{2, 2});
+      },
+      {"cp_dst", "[2, 2]"}));
+  EXPECT_TRUE(rejected(
+      [](MappingCall& c) {
         c.cp_dst = IndexArray(Shape{2, 3, 3});
       },
       {"cp_dst", "[2, 3, 3]", "[2, 2, 3]"}));
   EXPECT_TRUE(rejected(
-      [](Call& c) {
+      [](MappingCall& c) {
         c.shard_lens = IndexArray(Shape{2, 2, 4});
       },
       {"seq_shard_lens", "[2, 2, 4]", "[2, 2, 3]"}));
@@ -126,17 +131,17 @@ TEST(CustomMappingErrors, Shapes) {
 
 TEST(CustomMappingErrors, SequencesOfOneRank) {
   EXPECT_TRUE(rejected(
-      [](Call& c) {
+      [](MappingCall& c) {
         test::element(c.seq_lens, {0, 0}) = -6;
       },
       {"seq_lens", "rank 0", "-6"}));
   EXPECT_TRUE(rejected(
-      [](Call& c) {
+      [](MappingCall& c) {
         test::element(c.seq_lens, {1, 1}) = 5;
       },
       {"seq_lens", "rank 1", "sequence 1", "5"}));
   EXPECT_TRUE(rejected(
-      [](Call& c) {
+      [](MappingCall& c) {
         test::element(c.seq_lens, {0, 0}) = 7;
       },
       {"seq_shard_lens", "rank 0", "sequence 0", "6", "expected 7"}));
@@ -144,18 +149,22 @@ TEST(CustomMappingErrors, SequencesOfOneRank) {
 
 TEST(CustomMappingErrors, NumberOfShards) {
   EXPECT_TRUE(rejected(
-      [](Call& c) {
+      [](MappingCall& c) {
         test::element(c.cp_num, {0, 0}) = 4;
       },
       {"cp_num", "rank 0", "sequence 0", "4", "3"}));
   EXPECT_TRUE(rejected(
-      [](Call& c) {
+      [](MappingCall& c) {
         test::element(c.cp_num, {0, 1}) = 0;
       },
       {"cp_num", "rank 0", "sequence 1", "0"}));
-  EXPECT_TRUE(rejected([](Call& c) { test::element(c.cp_num, {0, 1}) = -1; }, {"cp_num", "-1"}));
   EXPECT_TRUE(rejected(
-      [](Call& c) {
+      [](MappingCall& c) {
+        test::element(c.cp_num, {0, 1}) = -1;
+      },
+      {"cp_num", "-1"}));
+  EXPECT_TRUE(rejected(
+      [](MappingCall& c) {
         test::element(c.cp_num, {1, 0}) = 1;
       },
       {"cp_num", "rank 1", "sequence 0", "1"}));
@@ -163,22 +172,22 @@ TEST(CustomMappingErrors, NumberOfShards) {
 
 TEST(CustomMappingErrors, Destinations) {
   EXPECT_TRUE(rejected(
-      [](Call& c) {
+      [](MappingCall& c) {
         test::element(c.cp_dst, {0, 0, 1}) = 2;
       },
       {"cp_dst", "rank 0", "sequence 0", "shard 1", "2", "0..1"}));
   EXPECT_TRUE(rejected(
-      [](Call& c) {
+      [](MappingCall& c) {
         test::element(c.cp_dst, {0, 0, 2}) = -1;
       },
       {"cp_dst", "rank 0", "sequence 0", "shard 2", "-1", "0..1"}));
   EXPECT_TRUE(rejected(
-      [](Call& c) {
+      [](MappingCall& c) {
         test::element(c.cp_dst, {0, 1, 2}) = 0;
       },
       {"cp_dst", "rank 0", "sequence 1", "shard 2", "0", "-1"}));
   EXPECT_TRUE(rejected(
-      [](Call& c) {
+      [](MappingCall& c) {
         test::element(c.cp_dst, {1, 1, 0}) = 1;
       },
       {"cp_dst", "rank 1", "sequence 1", "shard 0"}));
@@ -186,17 +195,17 @@ TEST(CustomMappingErrors, Destinations) {
 
 TEST(CustomMappingErrors, ShardLengths) {
   EXPECT_TRUE(rejected(
-      [](Call& c) {
+      [](MappingCall& c) {
         test::element(c.shard_lens, {0, 0, 1}) = 0;
       },
       {"seq_shard_lens", "rank 0", "sequence 0", "shard 1", "0", "> 0"}));
   EXPECT_TRUE(rejected(
-      [](Call& c) {
+      [](MappingCall& c) {
         test::element(c.shard_lens, {0, 0, 1}) = -3;
       },
       {"seq_shard_lens", "rank 0", "sequence 0", "shard 1", "-3"}));
   EXPECT_TRUE(rejected(
-      [](Call& c) {
+      [](MappingCall& c) {
         test::element(c.shard_lens, {0, 1, 1}) = 2;
       },
       {"seq_shard_lens", "rank 0", "sequence 1", "shard 1", "2", "0"}));

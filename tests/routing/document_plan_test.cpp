@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <numeric>
 #include <string_view>
 #include <vector>
 
@@ -12,6 +11,7 @@
 #include "support/kv_model.h"
 #include "support/random_plan.h"
 #include "support/seeded.h"
+#include "support/sum.h"
 
 namespace waybill {
 namespace {
@@ -19,6 +19,7 @@ namespace {
 using test::Dice;
 using test::for_seeds;
 using test::rejects;
+using test::sum;
 
 using Lengths = std::vector<std::int64_t>;
 
@@ -27,10 +28,6 @@ Lengths random_lengths(std::uint64_t seed, std::int64_t count, std::int64_t long
   Lengths lengths(static_cast<std::size_t>(count));
   for (std::int64_t& length : lengths) length = 1 + random.below(longest);
   return lengths;
-}
-
-std::int64_t sum(const Lengths& lengths) {
-  return std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0});
 }
 
 Lengths document_lens(const QkvPlan& plan, std::int64_t doc) {

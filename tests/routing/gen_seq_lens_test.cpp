@@ -4,12 +4,12 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
-#include <numeric>
 #include <string_view>
 #include <vector>
 
 #include "support/expect_error.h"
 #include "support/seeded.h"
+#include "support/sum.h"
 #include "waybill/routing/generators.h"
 
 namespace waybill {
@@ -18,13 +18,10 @@ namespace {
 using test::Dice;
 using test::for_seeds;
 using test::rejects;
+using test::sum;
 
 std::vector<std::int64_t> row(const IndexArray& lens, std::int64_t w) {
   return lens.row(w).to_vector();
-}
-
-std::int64_t sum(const std::vector<std::int64_t>& values) {
-  return std::accumulate(values.begin(), values.end(), std::int64_t{0});
 }
 
 std::int64_t least(const std::vector<std::int64_t>& values) {

@@ -5,12 +5,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <numeric>
 #include <string_view>
 #include <vector>
 
 #include "support/expect_error.h"
 #include "support/seeded.h"
+#include "support/sum.h"
 
 namespace waybill {
 namespace {
@@ -18,10 +18,7 @@ namespace {
 using test::Dice;
 using test::for_seeds;
 using test::rejects;
-
-std::int64_t sum(const std::vector<std::int64_t>& lengths) {
-  return std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0});
-}
+using test::sum;
 
 /// Two buckets: three of four documents are short.
 LengthDistribution two_sizes() {

@@ -143,14 +143,14 @@ TEST(Nodes, a_dead_link_is_named) {
 }
 
 /// Long enough for threads that share a busy processor to be heard.
-constexpr double deadline_s = 2;
+constexpr double missed_deadline_s = 2;
 
 /// Runs two steps; or step after step until one rank stops at its n-th put or signal.
 std::vector<test::RankResult> run_with_stop(const NodeCase& node, std::int32_t stopping,
                                             std::int64_t stop_at,
                                             std::atomic<std::int64_t>& num_steps) {
   return test::run_with_bootstrap(
-      node.topology.world_size, deadline_s, [&](std::shared_ptr<Bootstrap> bootstrap) {
+      node.topology.world_size, missed_deadline_s, [&](std::shared_ptr<Bootstrap> bootstrap) {
         const bool stops = to_int(bootstrap->rank()) == stopping;
         auto transport = std::make_unique<test::FaultyTransport>(
             make_thread_transport(std::move(bootstrap), node.topology.ranks_per_node),
@@ -180,7 +180,7 @@ void check_stops(const NodeCase& node, std::int32_t stopping, int num_stops) {
       const TimeoutInfo missed = test::timeout_of(results[to_size(r)]);
       EXPECT_EQ(missed.peer, stopping) << "rank " << r << ", stop at " << stop_at << " of " << steps
                                        << ": " << results[to_size(r)].text;
-      EXPECT_LT(missed.seconds, 3 * deadline_s);
+      EXPECT_LT(missed.seconds, 3 * missed_deadline_s);
     }
   }
 }

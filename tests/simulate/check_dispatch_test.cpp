@@ -3,6 +3,7 @@
 #include <functional>
 #include <string>
 
+#include "simulate_support.h"
 #include "support/expect_error.h"
 #include "support/random_plan.h"
 #include "waybill/simulate/check.h"
@@ -12,12 +13,7 @@ namespace {
 
 using test::random_plan;
 using test::rejects;
-
-std::string text_of(const std::vector<Finding>& findings) {
-  std::string text;
-  for (const Finding& finding : findings) text += to_string(finding) + "\n";
-  return text;
-}
+using test::text_of;
 
 TEST(check_dispatch, passes_what_the_routing_code_makes) {
   for (std::uint64_t seed = 0; seed < 60; ++seed) {

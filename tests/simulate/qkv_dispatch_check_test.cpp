@@ -4,6 +4,7 @@
 #include <functional>
 #include <string>
 
+#include "simulate_support.h"
 #include "support/expect_error.h"
 #include "waybill/simulate/check.h"
 
@@ -11,12 +12,7 @@ namespace waybill {
 namespace {
 
 using test::rejects;
-
-std::string text_of(const std::vector<Finding>& findings) {
-  std::string text;
-  for (const Finding& finding : findings) text += to_string(finding) + "\n";
-  return text;
-}
+using test::text_of;
 
 TEST(test_qkv_dispatch, passes_random_plans) {
   for (std::uint64_t seed = 0; seed < 12; ++seed) {
@@ -47,7 +43,7 @@ TEST(test_qkv_dispatch, passes_the_balanced_example_and_uneven_ranks) {
   EXPECT_TRUE(test.passed()) << text_of(test.findings);
 }
 
-struct Damage {
+struct DenseDamage {
   const char* name;
   std::function<void(E2eMetadata&)> plant;
   const char* table;  ///< that a finding must name
@@ -62,8 +58,8 @@ std::size_t used(const IndexArray& dst_rank, std::size_t begin = 0) {
   return begin;
 }
 
-const std::vector<Damage>& damages() {
-  static const std::vector<Damage> list{
+const std::vector<DenseDamage>& dense_damages() {
+  static const std::vector<DenseDamage> list{
       {"q_counts", [](E2eMetadata& m) { ++entry(m.fwd_q.num_recv_tokens, 1); }, "fwd_q"},
       {"q_totals", [](E2eMetadata& m) { ++m.rev_q.num_total_recv_tokens[0]; }, "rev_q"},
       {"q_num_seqs", [](E2eMetadata& m) { ++entry(*m.fwd_q.num_seqs, 0); }, "fwd_q"},
@@ -121,11 +117,11 @@ const std::vector<Damage>& damages() {
 
 class planted_damage_dense : public testing::TestWithParam<std::size_t> {};
 INSTANTIATE_TEST_SUITE_P(all, planted_damage_dense,
-                         testing::Range(std::size_t{0}, damages().size()),
-                         [](const auto& param) { return damages()[param.param].name; });
+                         testing::Range(std::size_t{0}, dense_damages().size()),
+                         [](const auto& param) { return dense_damages()[param.param].name; });
 
 TEST_P(planted_damage_dense, is_found) {
-  const Damage& damage = damages()[GetParam()];
+  const DenseDamage& damage = dense_damages()[GetParam()];
   const QkvDispatchTestOptions options{.hidden_q = 2, .hidden_k = 2};
   QkvDispatch dispatch = create_qkv_dispatch(4, 64, 3, 4, 5);
   ASSERT_TRUE(test_qkv_dispatch(dispatch, options).passed());

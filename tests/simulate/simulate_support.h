@@ -3,13 +3,22 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <string>
 #include <vector>
 
 #include "waybill/core/host_tensor.h"
 #include "waybill/core/random.h"
 #include "waybill/routing/metadata.h"
+#include "waybill/routing/validate.h"
 
 namespace waybill::test {
+
+/// A line for each.
+inline std::string text_of(const std::vector<Finding>& findings) {
+  std::string text;
+  for (const Finding& finding : findings) text += to_string(finding) + "\n";
+  return text;
+}
 
 /// Different bytes everywhere.
 inline HostTensor random_tensor(DType dtype, Shape shape, std::uint64_t seed) {

@@ -15,7 +15,7 @@ namespace {
 using test::rejects;
 using Variables = std::map<std::string, std::string>;
 
-LaunchEnvironment read(const Variables& variables) {
+LaunchEnvironment read_launch(const Variables& variables) {
   return read_launch_environment([&](const std::string& name) -> std::optional<std::string> {
     const auto found = variables.find(name);
     if (found == variables.end()) return std::nullopt;
@@ -24,7 +24,7 @@ LaunchEnvironment read(const Variables& variables) {
 }
 
 TEST(LaunchEnvironment, AloneWithoutALauncher) {
-  const auto environment = read({});
+  const auto environment = read_launch({});
   EXPECT_EQ(environment.launcher, "none");
   EXPECT_EQ(environment.rank, 0);
   EXPECT_EQ(environment.world_size, 1);
@@ -32,14 +32,14 @@ TEST(LaunchEnvironment, AloneWithoutALauncher) {
 }
 
 TEST(LaunchEnvironment, Torchrun) {
-  const auto environment = read({{"RANK", "5"},
-                                 {"WORLD_SIZE", "8"},
-                                 {"LOCAL_RANK", "1"},
-                                 {"LOCAL_WORLD_SIZE", "4"},
-                                 {"MASTER_ADDR", "node7"},
-                                 {"MASTER_PORT", "1234"},
-                                 {"SLURM_PROCID", "0"},  // torchrun inside of a Slurm job
-                                 {"SLURM_NTASKS", "1"}});
+  const auto environment = read_launch({{"RANK", "5"},
+                                        {"WORLD_SIZE", "8"},
+                                        {"LOCAL_RANK", "1"},
+                                        {"LOCAL_WORLD_SIZE", "4"},
+                                        {"MASTER_ADDR", "node7"},
+                                        {"MASTER_PORT", "1234"},
+                                        {"SLURM_PROCID", "0"},  // torchrun inside of a Slurm job
+                                        {"SLURM_NTASKS", "1"}});
   EXPECT_EQ(environment.launcher, "torchrun");
   EXPECT_EQ(environment.rank, 5);
   EXPECT_EQ(environment.world_size, 8);
@@ -49,20 +49,21 @@ TEST(LaunchEnvironment, Torchrun) {
 }
 
 TEST(LaunchEnvironment, OtherLaunchers) {
-  const auto openmpi = read({{"OMPI_COMM_WORLD_RANK", "1"},
-                             {"OMPI_COMM_WORLD_SIZE", "2"},
-                             {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
-                             {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
-                             {"WAYBILL_RENDEZVOUS", "file:///scratch/x"}});
+  const auto openmpi = read_launch({{"OMPI_COMM_WORLD_RANK", "1"},
+                                    {"OMPI_COMM_WORLD_SIZE", "2"},
+                                    {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
+                                    {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+                                    {"WAYBILL_RENDEZVOUS", "file:///scratch/x"}});
   EXPECT_EQ(openmpi.launcher, "openmpi");
   EXPECT_EQ(openmpi.ranks_per_node, 2);
   EXPECT_EQ(openmpi.rendezvous, "file:///scratch/x");
-  const auto slurm = read({{"SLURM_PROCID", "3"}, {"SLURM_NTASKS", "4"}, {"SLURM_LOCALID", "1"}});
+  const auto slurm =
+      read_launch({{"SLURM_PROCID", "3"}, {"SLURM_NTASKS", "4"}, {"SLURM_LOCALID", "1"}});
   EXPECT_EQ(slurm.launcher, "slurm");
   EXPECT_EQ(slurm.rank, 3);
   EXPECT_EQ(slurm.local_rank, 1);
   EXPECT_EQ(slurm.ranks_per_node, 1);
-  const auto pmi = read({{"PMI_RANK", "1"}, {"PMI_SIZE", "3"}});
+  const auto pmi = read_launch({{"PMI_RANK", "1"}, {"PMI_SIZE", "3"}});
   EXPECT_EQ(pmi.launcher, "pmi");
   EXPECT_EQ(pmi.ranks_per_node, 3);
   EXPECT_EQ(pmi.local_rank, 1);
@@ -71,24 +72,28 @@ TEST(LaunchEnvironment, OtherLaunchers) {
 TEST(LaunchEnvironment, NamesTheVariableThatIsWrong) {
   EXPECT_TRUE(rejects(
       [] {
-        (void)read({{"RANK", "x"}, {"WORLD_SIZE", "2"}});
+        (void)read_launch({{"RANK", "x"}, {"WORLD_SIZE", "2"}});
       },
       {"RANK = \"x\"", "expected a number"}));
   EXPECT_TRUE(rejects(
       [] {
-        (void)read({{"RANK", "2"}, {"WORLD_SIZE", "2"}});
+        (void)read_launch({{"RANK", "2"}, {"WORLD_SIZE", "2"}});
       },
       {"RANK = 2", "expected 0..1"}));
-  EXPECT_TRUE(rejects([] { (void)read({{"RANK", "-1"}, {"WORLD_SIZE", "2"}}); }, {"RANK"}));
-  EXPECT_TRUE(rejects([] { (void)read({{"RANK", "0"}, {"WORLD_SIZE", "0"}}); }, {"WORLD_SIZE"}));
+  EXPECT_TRUE(rejects([] { (void)read_launch({{"RANK", "-1"}, {"WORLD_SIZE", "2"}}); }, {"RANK"}));
   EXPECT_TRUE(rejects(
       [] {
-        (void)read({{"RANK", "0"}, {"WORLD_SIZE", "3"}, {"LOCAL_WORLD_SIZE", "2"}});
+        (void)read_launch({{"RANK", "0"}, {"WORLD_SIZE", "0"}});
+      },
+      {"WORLD_SIZE"}));
+  EXPECT_TRUE(rejects(
+      [] {
+        (void)read_launch({{"RANK", "0"}, {"WORLD_SIZE", "3"}, {"LOCAL_WORLD_SIZE", "2"}});
       },
       {"LOCAL_WORLD_SIZE = 2", "divisor"}));
 }
 
-std::string job_id(const Variables& variables) { return read(variables).job.id; }
+std::string job_id(const Variables& variables) { return read_launch(variables).job.id; }
 
 TEST(LaunchEnvironment, TheJobIsTheFirstThatIsSaid) {
   EXPECT_EQ(job_id({}), "");
@@ -125,14 +130,14 @@ TEST(LaunchEnvironment, LongIdsStayDifferent) {
 }
 
 TEST(LaunchEnvironment, TheSecretIsReadAndRanksMeetWithIt) {
-  EXPECT_EQ(read({}).job.secret, "");
-  EXPECT_EQ(read({{"WAYBILL_RENDEZVOUS_SECRET", "s"}}).job.secret, "s");
+  EXPECT_EQ(read_launch({}).job.secret, "");
+  EXPECT_EQ(read_launch({{"WAYBILL_RENDEZVOUS_SECRET", "s"}}).job.secret, "s");
 }
 
 TEST(LaunchEnvironment, AddressesOfIPv6StandInBrackets) {
   const Variables with_port{{"MASTER_ADDR", "fd00::7"}, {"MASTER_PORT", "1234"}};
-  EXPECT_EQ(read(with_port).rendezvous, "tcp://[fd00::7]:1235");
-  EXPECT_EQ(read({{"MASTER_ADDR", "[fd00::7]"}, {"MASTER_PORT", "1"}}).rendezvous,
+  EXPECT_EQ(read_launch(with_port).rendezvous, "tcp://[fd00::7]:1235");
+  EXPECT_EQ(read_launch({{"MASTER_ADDR", "[fd00::7]"}, {"MASTER_PORT", "1"}}).rendezvous,
             "tcp://[fd00::7]:2");
 }
 
@@ -154,9 +159,9 @@ TEST(LaunchEnvironment, RanksMeetThroughFiles) {
       concat("waybill_environment_",
              std::filesystem::file_time_type::clock::now().time_since_epoch().count());
   test::expect_no_errors(test::run_ranks(2, [&](std::int32_t rank) {
-    const auto environment = read({{"RANK", std::to_string(rank)},
-                                   {"WORLD_SIZE", "2"},
-                                   {"WAYBILL_RENDEZVOUS", "file://" + folder.string()}});
+    const auto environment = read_launch({{"RANK", std::to_string(rank)},
+                                          {"WORLD_SIZE", "2"},
+                                          {"WAYBILL_RENDEZVOUS", "file://" + folder.string()}});
     const auto bootstrap = make_environment_bootstrap(environment, 20);
     const auto ranks = all_gather_value(*bootstrap, to_int(bootstrap->rank()), "test");
     ASSERT_EQ(ranks, (std::vector<std::int32_t>{0, 1}));

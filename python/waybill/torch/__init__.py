@@ -10,7 +10,10 @@ import torch as _torch
 from .. import _common
 from .._common import *  # noqa: F403
 from .._graphs import never_compile_calls as _never_compile_calls
+from . import kernels
 from .attention_step import AttentionStep, recomputed_attention
+from .batch_plan import BatchPlan, BatchPlanner, Piece
+from .context_parallel import ContextParallelAttention
 from .generators import (
     create_qkv_dispatch,
     create_qkv_dispatch_with_custom_mapping,
@@ -25,6 +28,7 @@ from .index_ops import (
     prepend_zero_fn,
 )
 from .metadata import Metadata
+from .packing import PackedBatch, pack, unpack
 from .routing import (
     compute_attn_layout_seqlens,
     compute_e2e_metadata,
@@ -42,7 +46,12 @@ _never_compile_calls(_torch)
 
 __all__ = [
     "AttentionStep",
+    "BatchPlan",
+    "BatchPlanner",
+    "ContextParallelAttention",
     "Metadata",
+    "PackedBatch",
+    "Piece",
     "SequenceDispatcher",
     "compute_attn_layout_seqlens",
     "compute_e2e_metadata",
@@ -55,9 +64,11 @@ __all__ = [
     "gen_seq_lens",
     "index_put_with_neg_padding_1d",
     "initialize_distributed",
+    "kernels",
     "mask_by_neg",
     "mlp_layout_packed_params",
     "orchestrate_simulate",
+    "pack",
     "plan_metadata",
     "prepend_zero",
     "prepend_zero_fn",
@@ -65,5 +76,6 @@ __all__ = [
     "run_threads",
     "simulate_communication",
     "sum_kv_copies",
+    "unpack",
 ]
 __all__ += _common.__all__

@@ -312,8 +312,7 @@ __global__ void __launch_bounds__((Bulk ? bulk_warps : element_warps) * 32, 1)
     epoch = begin_moe_call(p.m, 1);
     arrive_and_wait(p.m.arrive, epoch);
   }
-  const bool compares =
-      !p.in_call && is_least_busy_block() && threadIdx.x / 32 == blockDim.x / 32 - 1;
+  const bool compares = !p.in_call && compares_calls();
   CallComparison comparison(p.m.arrive, epoch, compares);  // looked at when the rows are summed
   linger_block(p.m);
   if constexpr (Bulk) {

@@ -166,15 +166,14 @@ __device__ inline bool compares_calls() {
   return block_idx() == 0 && threadIdx.x / 32 == blockDim.x / 32 - 1;
 }
 
-/// The block that has the least to do of few tokens.
-__device__ inline bool is_least_busy_block() { return blockIdx.x == gridDim.x - 1; }
-
-/// All ranks have come to the call. What this one means by it goes out apart from its arrival, so
-/// that nobody waits for that; CallComparison looks at it. All threads.
+/// All ranks have come to the call. What this one means by it goes out behind its arrival, so that
+/// nobody waits for that; CallComparison looks at it. All threads.
 __device__ inline void arrive_and_wait(const ArriveParams& p, std::uint64_t epoch) {
   if (threadIdx.x < 32) {
-    if (blockIdx.x == 0) signal_arrival(p, epoch);
-    if (is_least_busy_block()) send_call_words(p, epoch, load_call_words(p.fingerprint));
+    if (blockIdx.x == 0) {
+      signal_arrival(p, epoch);
+      send_call_words(p, epoch, load_call_words(p.fingerprint));
+    }
     wait_arrivals(p, epoch);
   }
   __syncthreads();

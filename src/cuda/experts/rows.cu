@@ -306,7 +306,8 @@ __global__ void __launch_bounds__((Movers + Takers) * 32, 1)
     receive(p, ring, begin);
   }
   const std::uint64_t epoch = begin.wait_ended();
-  if (p.compares() && is_least_busy_block() && warp == Movers + Takers - 1) {
+  if (p.compares() && block == static_cast<std::int32_t>(gridDim.x) - 1 &&
+      warp == Movers + Takers - 1) {
     CallComparison(p.m.arrive, epoch, true).settle(p.m.arrive);
   }
   clear_padding(p, Movers + Takers);

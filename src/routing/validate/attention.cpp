@@ -6,7 +6,7 @@
 namespace waybill::validation {
 namespace {
 
-constexpr const char* table = "attention";
+constexpr const char* attention_table = "attention";
 using Values = std::span<const std::int64_t>;
 using Flat = UninitializedVector<std::int64_t>;
 
@@ -112,7 +112,8 @@ Expected expect(const PlanIndex& index) {
 
 void report(const char* field, std::int32_t rank, std::int64_t shard, std::int64_t got,
             std::int64_t expected, Findings& findings) {
-  findings.add(FindingKind::attention, table, field, {.rank = rank, .shard = shard}, got, expected);
+  findings.add(FindingKind::attention, attention_table, field, {.rank = rank, .shard = shard}, got,
+               expected);
 }
 
 /// Compares the values of one rank.
@@ -137,7 +138,7 @@ void compare_ranks(const char* field, Values got, Values expected, Findings& fin
 
 bool check_size(const char* field, std::int64_t got, std::int64_t expected, Findings& findings) {
   if (got == expected) return true;
-  findings.add(FindingKind::shape, table, field, {}, concat(got, " values"), expected);
+  findings.add(FindingKind::shape, attention_table, field, {}, concat(got, " values"), expected);
   return false;
 }
 
@@ -178,8 +179,8 @@ class DenseAttention {
 
  private:
   void check_vector(const char* field, const IndexArray& array, Values expected) {
-    check_dtype(table, field, array, DType::int64, "attention layout", findings_);
-    if (!check_shape(table, field, array, {world_}, findings_)) return;
+    check_dtype(attention_table, field, array, DType::int64, "attention layout", findings_);
+    if (!check_shape(attention_table, field, array, {world_}, findings_)) return;
     compare_ranks(field, IndexReader(array).span(), expected, findings_);
   }
 
@@ -189,10 +190,10 @@ class DenseAttention {
   }
 
   void check_array(const char* field, std::int32_t rank, const IndexArray& array, Values expected) {
-    check_dtype(table, field, array, DType::int64, "attention layout", findings_);
+    check_dtype(attention_table, field, array, DType::int64, "attention layout", findings_);
     if (array.ndim() != 1 || array.size() != std::ssize(expected)) {
-      findings_.add(FindingKind::shape, table, field, {.rank = rank}, to_string(array.shape()),
-                    concat("[", expected.size(), "]"));
+      findings_.add(FindingKind::shape, attention_table, field, {.rank = rank},
+                    to_string(array.shape()), concat("[", expected.size(), "]"));
       return;
     }
     compare(field, rank, IndexReader(array).span(), expected, findings_);

@@ -5,6 +5,11 @@
 
 namespace waybill::validation {
 
+/// What is wrong with a number of rows or tokens.
+[[nodiscard]] inline FindingKind count_kind(std::int64_t got) {
+  return got < 0 ? FindingKind::negative : FindingKind::count;
+}
+
 /// What ranks are told to expect agrees with the entries: rows by pair of ranks, and totals.
 /// `received_rows` [W] is the sum of the lengths by destination. Where the arrivals are known they
 /// make the check faster; otherwise null.

@@ -4,10 +4,6 @@
 namespace waybill::validation {
 namespace {
 
-FindingKind count_kind(std::int64_t got) {
-  return got < 0 ? FindingKind::negative : FindingKind::count;
-}
-
 void check_matrix(const Metadata& m, const SendTable& table,
                   std::span<const std::int64_t> received_rows, Findings& findings) {
   const std::int64_t world = table.world_size;

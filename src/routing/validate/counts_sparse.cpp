@@ -3,10 +3,6 @@
 namespace waybill::validation {
 namespace {
 
-FindingKind count_kind(std::int64_t got) {
-  return got < 0 ? FindingKind::negative : FindingKind::count;
-}
-
 std::string from_rank(std::int64_t rows, std::int64_t src) {
   return concat(rows, " rows from rank ", src);
 }

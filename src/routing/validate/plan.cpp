@@ -5,36 +5,37 @@
 namespace waybill::validation {
 namespace {
 
-constexpr const char* table = "plan";
+constexpr const char* plan_table = "plan";
 
-bool check_size(const char* field, std::int64_t got, std::int64_t expected, Findings& findings) {
+bool check_shard_values(const char* field, std::int64_t got, std::int64_t expected,
+                        Findings& findings) {
   if (got == expected) return true;
-  findings.add(FindingKind::shape, table, field, {}, concat(got, " values"),
+  findings.add(FindingKind::shape, plan_table, field, {}, concat(got, " values"),
                concat(expected, ", one a shard"));
   return false;
 }
 
 bool check_sizes(const QkvPlan& plan, Findings& findings) {
   if (plan.world_size < 1 || plan.world_size > max_world_size) {
-    findings.add(FindingKind::shape, table, "world_size", {}, plan.world_size,
+    findings.add(FindingKind::shape, plan_table, "world_size", {}, plan.world_size,
                  concat("1..", max_world_size));
     return false;
   }
   const std::int64_t num_shards = plan.num_shards();
   if (num_shards > INT32_MAX) {
-    findings.add(FindingKind::shape, table, "shard_len", {}, concat(num_shards, " shards"),
+    findings.add(FindingKind::shape, plan_table, "shard_len", {}, concat(num_shards, " shards"),
                  "at most 2^31 - 1");
     return false;
   }
-  bool ok = check_offsets(table, "rank_shard_offsets", plan.rank_shard_offsets, plan.world_size,
-                          num_shards, findings);
-  ok &= check_size("q_dst", std::ssize(plan.q_dst), num_shards, findings);
-  ok &= check_size("doc_shards", std::ssize(plan.doc_shards), num_shards, findings);
+  bool ok = check_offsets(plan_table, "rank_shard_offsets", plan.rank_shard_offsets,
+                          plan.world_size, num_shards, findings);
+  ok &= check_shard_values("q_dst", std::ssize(plan.q_dst), num_shards, findings);
+  ok &= check_shard_values("doc_shards", std::ssize(plan.doc_shards), num_shards, findings);
   if (!plan.kv_begin.empty()) {
-    ok &= check_size("kv_begin", std::ssize(plan.kv_begin), num_shards, findings);
+    ok &= check_shard_values("kv_begin", std::ssize(plan.kv_begin), num_shards, findings);
   }
-  return check_offsets(table, "doc_shard_offsets", plan.doc_shard_offsets, plan.num_documents(),
-                       num_shards, findings) &&
+  return check_offsets(plan_table, "doc_shard_offsets", plan.doc_shard_offsets,
+                       plan.num_documents(), num_shards, findings) &&
          ok;
 }
 
@@ -47,20 +48,20 @@ bool check_shards(const QkvPlan& plan, Findings& findings) {
       const Place place{.rank = r, .shard = s};
       const std::int64_t len = plan.shard_len[to_size(s)];
       if (len < 0) {
-        findings.add(FindingKind::negative, table, "shard_len", place, len, "0 or more");
+        findings.add(FindingKind::negative, plan_table, "shard_len", place, len, "0 or more");
         ok = false;
       } else {
         const std::int64_t before = total;
         total = add_rows(total, len);
         if (total > max_total_rows && before <= max_total_rows) {
-          findings.add(FindingKind::bounds, table, "shard_len", place,
+          findings.add(FindingKind::bounds, plan_table, "shard_len", place,
                        concat(len, ", ", total, " tokens up to here"),
                        concat("at most ", max_total_rows, " in all"));
           ok = false;
         }
       }
       if (plan.q_dst[to_size(s)] < 0 || plan.q_dst[to_size(s)] >= plan.world_size) {
-        findings.add(FindingKind::rank_range, table, "q_dst", place, plan.q_dst[to_size(s)],
+        findings.add(FindingKind::rank_range, plan_table, "q_dst", place, plan.q_dst[to_size(s)],
                      concat("0..", plan.world_size - 1));
         ok = false;
       }
@@ -76,11 +77,11 @@ bool check_documents(const QkvPlan& plan, Findings& findings) {
   for (std::int64_t place = 0; place < num_shards && !findings.full(); ++place) {
     const std::int64_t shard = plan.doc_shards[to_size(place)];
     if (shard < 0 || shard >= num_shards) {
-      findings.add(FindingKind::document, table, "doc_shards", {}, concat(shard, " at ", place),
-                   concat("0..", num_shards - 1));
+      findings.add(FindingKind::document, plan_table, "doc_shards", {},
+                   concat(shard, " at ", place), concat("0..", num_shards - 1));
       ok = false;
     } else if (held[to_size(shard)]++ != 0) {
-      findings.add(FindingKind::document, table, "doc_shards", {.shard = shard},
+      findings.add(FindingKind::document, plan_table, "doc_shards", {.shard = shard},
                    concat("this shard again at ", place), "each shard once");
       held[to_size(shard)] = 1;
       ok = false;
@@ -88,7 +89,7 @@ bool check_documents(const QkvPlan& plan, Findings& findings) {
   }
   for (std::int64_t shard = 0; !ok && shard < num_shards && !findings.full(); ++shard) {
     if (held[to_size(shard)] != 0) continue;
-    findings.add(FindingKind::document, table, "doc_shards", {.shard = shard},
+    findings.add(FindingKind::document, plan_table, "doc_shards", {.shard = shard},
                  "this shard in no document", "each shard once");
   }
   return ok;
@@ -97,7 +98,7 @@ bool check_documents(const QkvPlan& plan, Findings& findings) {
 bool check_windows(const QkvPlan& plan, Findings& findings) {
   if (plan.kv_begin.empty()) return true;
   if (plan.mask == MaskKind::full) {
-    findings.add(FindingKind::causality, table, "kv_begin", {},
+    findings.add(FindingKind::causality, plan_table, "kv_begin", {},
                  concat(plan.kv_begin.size(), " values"), "none: the mask is full");
     return false;
   }
@@ -112,7 +113,7 @@ bool check_windows(const QkvPlan& plan, Findings& findings) {
         before = begin;
         continue;
       }
-      findings.add(FindingKind::causality, table, "kv_begin", {.shard = shard}, begin,
+      findings.add(FindingKind::causality, plan_table, "kv_begin", {.shard = shard}, begin,
                    concat(before, "..", p, " at position ", p, " of document ", d));
       ok = false;
     }
@@ -193,11 +194,13 @@ void check_plan_capacity(const PlanIndex& index, const ValidateOptions& options,
     const std::int64_t kv_rows = walk_kv(
         index, r, [&](const KvStep& step) { q_rows += index.rows(step.query, step.query); });
     if (options.q_capacity >= 0 && q_rows > options.q_capacity) {
-      findings.add(FindingKind::capacity, table, "q_dst", {.rank = r}, concat(q_rows, " Q rows"),
+      findings.add(FindingKind::capacity, plan_table, "q_dst", {.rank = r},
+                   concat(q_rows, " Q rows"),
                    concat("at most ", options.q_capacity, ", the capacity"));
     }
     if (options.kv_capacity >= 0 && kv_rows > options.kv_capacity) {
-      findings.add(FindingKind::capacity, table, "q_dst", {.rank = r}, concat(kv_rows, " KV rows"),
+      findings.add(FindingKind::capacity, plan_table, "q_dst", {.rank = r},
+                   concat(kv_rows, " KV rows"),
                    concat("at most ", options.kv_capacity, ", the capacity"));
     }
   }

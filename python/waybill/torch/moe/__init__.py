@@ -6,6 +6,7 @@ token, then choice: always. ``waybill.moe.simulate_dispatch`` says what must arr
 
 from ...moe import EPAllToAllLayoutDesc, EPConfig
 from .context import BarrierAllContext, DispatchCombineContext
+from .expert_parallel import ExpertParallel, SwiGLUExperts, grouped_mm
 from .layer import EPAll2AllLayer
 
 __all__ = [
@@ -14,4 +15,7 @@ __all__ = [
     "EPAll2AllLayer",
     "EPAllToAllLayoutDesc",
     "EPConfig",
+    "ExpertParallel",
+    "SwiGLUExperts",
+    "grouped_mm",
 ]

@@ -1,0 +1,276 @@
+#!/usr/bin/env python3
+"""One attention step, forward and backward, of packed documents over ranks: waybill.torch's
+ContextParallelAttention, three ways by hand, and attention alone.
+
+    torchrun --nproc-per-node N bench/python/attention_step.py [--workload SOURCE:TOKENS:SEED ...]
+    ... [--steps 50] [--device cpu --heads 4 2 16 --workload wlbllm:512:1]     # a try without GPUs
+
+SOURCE is a distribution (waybill.length_distributions) or a JSON file with a list of lengths;
+TOKENS are a rank's. Every step has its documents in another order; planning, tables and their
+upload are inside the time of each way. Ways take turns in one run; outputs and gradients of all are
+compared first. Times are the slowest rank's, medians over the steps. Ways:
+
+  contiguous, zigzag, hybrid   by hand, see attention_ways.py
+  waybill                      the module: rows that stay are attended to where they are
+  waybill, one stream          the same, and others travel before that instead of beside it
+  waybill, one call            all rows through the window
+  alone                        one call of the kernel, on rows that are where the plan wants them
+  alone, split                 the two calls of the module on such rows, on two streams
+  alone, split, one stream     the same, one after the other
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from typing import Any, Callable
+
+import torch
+from attention_ways import WAYS, ByHand, draw, held_pieces, kernel_of
+from torch import distributed
+
+import waybill.torch as waybill
+from waybill.torch._context_parallel_step import Beside, home_calls
+
+MODULES = {
+    "waybill": {"in_place": True},
+    "waybill, one stream": {"in_place": True, "overlap": False},
+    "waybill, one call": {"in_place": False},
+}
+ALONE = ("alone", "alone, split", "alone, split, one stream")
+SIZES = (("wlbllm", 65536), ("prolong", 65536), ("wlbllm", 16384))
+WORKLOADS = [f"{name}:{tokens}:{seed}" for name, tokens in SIZES for seed in (1, 2, 3)]
+
+
+class Bench:
+    """One workload on this rank: the rows of a batch, and how each way takes a step of it."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device, workload: str) -> None:
+        source, tokens, seed = workload.rsplit(":", 2)
+        self.device, self.options = device, options
+        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        self.per_rank = int(tokens)
+        self.lengths = draw(source, int(seed), self.size * self.per_rank)
+        self.heads, self.kv_heads, self.head_dim = options.heads
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        arguments = (None, self.heads, self.kv_heads, self.head_dim)
+        self.modules = {
+            way: waybill.ContextParallelAttention(
+                *arguments, dtype=dtype, device=device.type, num_sms=options.num_sms, **given
+            )
+            for way, given in MODULES.items()
+        }
+        self.shape = self.modules["waybill"].planner.shape
+        self.attend = kernel_of(device, self.shape)
+        generator = torch.Generator(device=device).manual_seed(int(seed))
+        shapes = [
+            (n, self.head_dim) for n in (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        ]
+        rows, given = self.size * self.per_rank, {"device": device, "dtype": dtype}
+        self.batch = [torch.randn(rows, *s, generator=generator, **given) for s in shapes]
+        self.streams = {way: Beside(device, way == "alone, split") for way in ALONE}
+
+    def close(self) -> None:
+        for module in self.modules.values():
+            module.close()
+
+    def order(self, step: int) -> list[int]:
+        lengths = list(self.lengths)
+        random.Random(step).shuffle(lengths)
+        return lengths
+
+    def leaves(self, rows: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """q, k and v of some tokens, and the gradient of the output."""
+        q, k, v, grad = (t[rows] for t in self.batch)
+        return [t.detach().requires_grad_() for t in (q, k, v)], grad
+
+    def prepare(self, way: str, lengths: list[int]) -> Callable[[], Any]:
+        """What a step of this way is, with its rows in place; called once, outside of the time."""
+        if way in ALONE:
+            return self._alone(way, lengths)
+        if way in MODULES:
+            module = self.modules[way]
+            pieces = waybill_pieces(lengths, self.size)
+            begin = self.rank * self.per_rank
+            inputs, grad = self.leaves(slice(begin, begin + self.per_rank))
+
+            def step() -> Any:
+                out = module(module.plan(pieces), *inputs)
+                out.backward(grad)
+                return out, inputs
+        else:
+            held = held_pieces(way, self.rank, self.size, lengths)
+            rows = torch.cat([torch.arange(p.begin, p.end) for p in held]).to(self.device)
+            inputs, grad = self.leaves(rows)
+
+            def step() -> Any:
+                batch = ByHand(way, lengths, self.device)
+                out = batch.attention(self.attend, *inputs)
+                out.backward(grad)
+                return out, inputs
+
+        return step
+
+    def _alone(self, way: str, lengths: list[int]) -> Callable[[], Any]:
+        """Kernel calls on rows of their own, as many and as long as the module's."""
+        one_call = way == "alone"
+        module = self.modules["waybill, one call" if one_call else "waybill"]
+        plan = module.plan(waybill_pieces(lengths, self.size))
+        in_place, arrived, _, _ = plan.routing().rank(self.rank)
+        own, calls = self.per_rank, []
+        arrived = arrived.reshape(-1, 4)
+        if len(arrived):
+            sequences = waybill.kernels.Sequences.of(arrived[:, 1], arrived[:, 3], self.device)
+            calls.append((sequences, int(arrived[:, 1].sum()), int(arrived[:, 3].sum())))
+        num_beside = 0 if one_call else len(calls)
+        home = home_calls(in_place.reshape(-1, 4), own, module.kernel.takes_gaps, self.device)
+        calls += [(call.sequences, own, own) for call in home]
+        parts = [(s, *self._random(rows, keys)) for s, rows, keys in calls]
+        beside = self.streams[way]
+
+        def step() -> Any:
+            kernel, shape = module.kernel, self.shape
+            done = []
+            for i, (s, qkv, _) in enumerate(parts):
+                with beside.run() if i < num_beside else contextlib.nullcontext():
+                    done.append(kernel.forward(*qkv, s, shape, False))
+            beside.join()
+            for i, ((s, qkv, grad), (out, lse)) in enumerate(zip(parts, done)):
+                with beside.run() if i < num_beside else contextlib.nullcontext():
+                    kernel.backward(grad, *qkv, out, lse, s, shape)
+            beside.join()
+
+        return step
+
+    def _random(self, rows: int, keys: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+        q, k, v, grad = self.batch
+        tile = lambda t, n: t.repeat(-(-n // len(t)), 1, 1)[:n].contiguous()
+        return [tile(q, rows), tile(k, keys), tile(v, keys)], tile(grad, rows)
+
+    def compare(self) -> dict[str, float]:
+        """Largest differences of output and gradients between each way and the module."""
+        lengths = self.order(0)
+        found = {}
+        for way in (*MODULES, *WAYS):
+            out, inputs = self.prepare(way, lengths)()
+            rows = torch.arange(self.rank * self.per_rank, (self.rank + 1) * self.per_rank)
+            if way in WAYS:
+                rows = ByHand(way, lengths, self.device).token_rows()
+            mine = (out.detach(), *(t.grad for t in inputs))
+            found[way] = [self._everywhere(rows.to(self.device), t) for t in mine]
+        reference = found["waybill"]
+        return {
+            way: round(max(float((a - b).abs().max()) for a, b in zip(got, reference)), 6)
+            for way, got in found.items()
+        }
+
+    def _everywhere(self, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        full = torch.zeros(self.size * self.per_rank, *values.shape[1:], device=self.device)
+        full[rows] = values.float()
+        distributed.all_reduce(full)
+        return full
+
+    def run(self) -> dict[str, Any]:
+        ways = (*MODULES, *WAYS, *ALONE)
+        differences = self.compare() if self.options.compare else {}
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        for step in range(self.options.warm + self.options.steps):
+            turn = ways[step % len(ways) :] + ways[: step % len(ways)]
+            for way in turn:
+                milliseconds = self.timed(self.prepare(way, self.order(step)))
+                if step >= self.options.warm:
+                    times[way].append(milliseconds)
+        slowest = torch.tensor(
+            [times[way] for way in ways], dtype=torch.float64, device=self.device
+        )
+        distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
+        medians = {w: round(statistics.median(t), 3) for w, t in zip(ways, slowest.tolist())}
+        best = min(medians[way] for way in WAYS)
+        return {
+            "documents": len(self.lengths), "longest": max(self.lengths), "ms": medians,
+            "waybill / alone": round(medians["waybill"] / medians["alone"], 3),
+            "best by hand / waybill": round(best / medians["waybill"], 3),
+            "largest differences": differences,
+        }  # fmt: skip
+
+    def timed(self, step: Callable[[], Any]) -> float:
+        """Milliseconds from the call of the step, when all ranks are there, to its end."""
+        distributed.barrier()
+        if self.device.type != "cuda":
+            begin = time.perf_counter()
+            step()
+            return 1e3 * (time.perf_counter() - begin)
+        torch.cuda.synchronize()
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        step()
+        last.record()
+        torch.cuda.synchronize()
+        return first.elapsed_time(last)
+
+
+def waybill_pieces(lengths: list[int], size: int) -> list[list[tuple[int, int, int]]]:
+    """As packed, cut where a rank is full: rows lie as in the contiguous way."""
+    return [
+        [
+            (piece.start, piece.begin - piece.start, piece.end - piece.begin)
+            for piece in held_pieces("contiguous", rank, size, lengths)
+        ]
+        for rank in range(size)
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workload", action="append", metavar="SOURCE:TOKENS:SEED")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--warm", type=int, default=5)
+    parser.add_argument("--heads", type=int, nargs=3, default=(32, 8, 128), metavar="N")
+    parser.add_argument("--num-sms", type=int, default=16, help="that a dispatch may use")
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--no-compare", dest="compare", action="store_false")
+    options = parser.parse_args()
+    waybill.initialize_distributed(device=options.device)
+    ordinal = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", ordinal) if options.device == "cuda" else torch.device("cpu")
+    table = []
+    for workload in options.workload or WORKLOADS:
+        bench = Bench(options, device, workload)
+        result = {"workload": workload, **bench.run()}
+        bench.close()
+        del bench
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        table.append(result)
+        if distributed.get_rank() == 0:
+            print(json.dumps(result), flush=True)
+    if distributed.get_rank() == 0:
+        show(table)
+    distributed.barrier()
+    distributed.destroy_process_group()
+    return 0
+
+
+def show(table: list[dict[str, Any]]) -> None:
+    ways = list(table[0]["ms"])
+    ratios = ["waybill / alone", "best by hand / waybill"]
+    print("\n| workload, longest | " + " | ".join(ways + ratios) + " |")
+    print("|---" * (1 + len(ways) + len(ratios)) + "|")
+    for row in table:
+        cells = [f"{row['workload']}, {row['longest']}"]
+        cells += [f"{row['ms'][way]:.2f}" for way in ways] + [f"{row[r]:.3f}" for r in ratios]
+        print("| " + " | ".join(cells) + " |")
+    for ratio in ratios:
+        print(f"mean of {ratio}: {statistics.mean(row[ratio] for row in table):.3f}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""Points in the work of streams, and the stream that a buffer's calls run on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Optional, Tuple, TypeVar
+
+import torch
+
+from ...errors import InvalidArgument
+
+__all__ = ["EventHandle", "EventOverlap", "Queue"]
+
+_T = TypeVar("_T")
+
+
+class EventHandle:
+    """A point in the work of torch's current stream. Where torch has no GPU it is always behind:
+    calls of ranks in host memory are done when they return.
+    """
+
+    def __init__(self) -> None:
+        self._event: Any = None
+        self.device: Optional[torch.device] = None  #: None in host memory
+        if torch.cuda.is_available():
+            self._record(torch.cuda.current_stream())
+
+    @classmethod
+    def on(cls, stream: Any) -> EventHandle:
+        """Of a stream; None is host memory's, which has none."""
+        self = cls.__new__(cls)
+        self._event, self.device = None, None
+        if stream is not None:
+            self._record(stream)
+        return self
+
+    def _record(self, stream: Any) -> None:
+        cuda: Any = torch.cuda  # not all of it is typed
+        self._event = cuda.Event()
+        self._event.record(stream)
+        self.device = stream.device
+
+    def current_stream_wait(self) -> None:
+        """What torch's current stream gets from now on begins behind the event."""
+        if self._event is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._event)
+
+    def stream_wait(self, stream: Any) -> None:
+        """The same for a stream; None: the host waits."""
+        if self._event is None:
+            return
+        if stream is None:
+            self._event.synchronize()
+        else:
+            stream.wait_event(self._event)
+
+
+class EventOverlap:
+    """What a call gives to be waited for, and takes as ``previous_event``.
+
+    As a context manager it waits when the context is left.
+
+    :param event: None where there is nothing to wait for
+    :param extra_tensors: kept as long as this is
+    """
+
+    def __init__(
+        self,
+        event: Optional[EventHandle] = None,
+        extra_tensors: Optional[Tuple[torch.Tensor, ...]] = None,
+    ) -> None:
+        self.event = event
+        self.extra_tensors = extra_tensors
+        self.hook_after_wait: Optional[Callable[[], Any]] = None
+        self._release = False
+
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """What torch's current stream gets from now on begins behind the event."""
+        if self.event is None:
+            raise InvalidArgument(
+                "EventOverlap: there is no event to wait for: the call had async_finish = False, or"
+                " the event was released"
+            )
+        self.event.current_stream_wait()
+        hook, self.hook_after_wait = self.hook_after_wait, None
+        if hook is not None:
+            hook()
+        if release_handle:
+            self.event = None
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
+        """Called once, behind the next ``current_stream_wait``."""
+        if self.hook_after_wait is not None:
+            raise InvalidArgument("EventOverlap: there is a hook already, expected one at most")
+        self.hook_after_wait = hook_after_wait
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """For ``with event(release_handle=True):``."""
+        self._release = release_handle
+        return self
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        release, self._release = self._release, False
+        if self.event is not None:
+            self.current_stream_wait(release)
+
+
+class Queue:
+    """Runs the calls of a buffer in the order in which they come: on GPUs all of them on one stream
+    of the buffer's, which waits for the caller's; in host memory at once.
+    """
+
+    def __init__(self, device: torch.device, who: str) -> None:
+        self.device = device
+        self._who = who
+        self._stream: Any = None
+
+    @property
+    def stream(self) -> Any:
+        """The buffer's own; None in host memory."""
+        if self._stream is None and self.device.type == "cuda":
+            cuda: Any = torch.cuda
+            self._stream = cuda.Stream(self.device)
+        return self._stream
+
+    def run(
+        self,
+        body: Callable[[], _T],
+        given: Iterable[Any],
+        tensors_of: Callable[[_T], Iterable[Any]],
+        previous_event: Optional[EventOverlap],
+        async_finish: bool,
+        allocate_on_comm_stream: bool = False,
+    ) -> Tuple[_T, EventOverlap]:
+        """What body returns, and the event behind it (an empty one unless async_finish).
+
+        :param given: tensors that body reads
+        :param tensors_of: those of its result that the caller gets
+        """
+        before = self._checked(previous_event, async_finish, allocate_on_comm_stream)
+        stream = self.stream
+        if stream is None:
+            if before is not None:
+                before.stream_wait(None)
+            return body(), EventOverlap(EventHandle.on(None) if async_finish else None)
+        current = torch.cuda.current_stream(self.device)
+        if before is None:
+            stream.wait_stream(current)
+        else:
+            before.stream_wait(stream)
+        with torch.cuda.stream(stream):
+            result = body()
+        for tensor in tensors_of(result):
+            if isinstance(tensor, torch.Tensor):
+                tensor.record_stream(current)
+        if not async_finish:
+            current.wait_stream(stream)
+            return result, EventOverlap()
+        for tensor in given:
+            if isinstance(tensor, torch.Tensor):
+                tensor.record_stream(stream)
+        return result, EventOverlap(EventHandle.on(stream))
+
+    def _checked(
+        self, previous_event: Any, async_finish: bool, allocate_on_comm_stream: bool
+    ) -> Optional[EventHandle]:
+        event = getattr(previous_event, "event", None)
+        if event is not None and not isinstance(event, EventHandle):
+            raise InvalidArgument(
+                f"{self._who}: previous_event holds a {type(event).__name__}, expected the event of"
+                " Buffer.capture() or of a call"
+            )
+        if event is not None and self.device.type == "cuda" and event.device != self.device:
+            raise InvalidArgument(
+                f"{self._who}: previous_event is of {event.device or 'host memory'}, expected one"
+                f" of {self.device}, where the buffer is"
+            )
+        if allocate_on_comm_stream and not (async_finish and event is not None):
+            raise InvalidArgument(
+                f"{self._who}: allocate_on_comm_stream = True with async_finish = {async_finish}"
+                f" and {'an' if event is not None else 'no'} previous_event, expected both"
+            )
+        return event

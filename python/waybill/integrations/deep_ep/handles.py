@@ -1,0 +1,125 @@
+"""What dispatches give for the calls that come after them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Dict, List, Optional, Tuple
+
+import torch
+
+from ..._copies import OfThisProcess
+from ..._graphs import outside_graphs
+from .layers import LayerKey
+
+__all__ = ["DispatchHandle", "LowLatencyHandle"]
+
+
+class _Handle(OfThisProcess, Sequence[Any]):
+    """A sequence whose entries are made when they are asked for: few callers look into one."""
+
+    _why_not_copied = "what one rank's buffer knows of a dispatch: each dispatch gives one"
+
+    def __init__(self, owner: Any, entries: List[Callable[[], Any]]) -> None:
+        self._owner = owner  # the part of a buffer that made it
+        self._makers = entries
+        self._entries: Dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    @outside_graphs
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        place = range(len(self))[index]
+        if place not in self._entries:
+            self._entries[place] = self._makers[place]()
+        return self._entries[place]
+
+
+class DispatchHandle(_Handle):
+    """Of ``Buffer.dispatch``: rank_prefix_matrix [ranks, ranks] (tokens of ranks 0..i that rank j
+    gets), channel_prefix_matrix and recv_channel_prefix_matrix [ranks, 1] (there is one channel),
+    recv_src_idx [rows] (the row's token at its source), is_token_in_rank [tokens, ranks], send_head
+    [tokens, ranks] (the token's place among those for a rank, -1).
+    """
+
+    def __init__(
+        self, owner: Any, is_token_in_rank: torch.Tensor, ids: torch.Tensor, num_rows: Optional[int]
+    ) -> None:
+        self.is_token_in_rank = is_token_in_rank
+        self.ids = ids  #: [tokens, ranks]: the rank, or -1
+        self.num_rows = num_rows  #: that arrived; None: only the device knows
+        self.rows_out = 0  #: of the tensors that the caller got
+        self.layouts: Dict[LayerKey, Any] = {}  #: of the layers that have seen this routing
+        entries: List[Callable[[], Any]] = [
+            self.prefix,
+            lambda: self._counts()[self._owner.rank][:, None].clone(),
+            lambda: torch.zeros_like(self[1]),
+            lambda: self.layout().recv_tags[: self.rows_out, 1].clone(),
+            lambda: self.is_token_in_rank,
+            self._send_head,
+        ]
+        super().__init__(owner, entries)
+
+    def layout(self) -> Any:
+        """That of any of the layers."""
+        return next(iter(self.layouts.values()))
+
+    def _counts(self) -> torch.Tensor:
+        ranks = self.ids.shape[1]
+        return self.layout()._table("splits")[:, :ranks]
+
+    def prefix(self) -> torch.Tensor:
+        """[ranks, ranks] int32."""
+        return self._counts().cumsum(0, dtype=torch.int32)
+
+    def _send_head(self) -> torch.Tensor:
+        inside = self.is_token_in_rank
+        places = inside.cumsum(0, dtype=torch.int32) - 1
+        return places.masked_fill(~inside, -1)
+
+
+class LowLatencyHandle(_Handle):
+    """Of ``Buffer.low_latency_dispatch``: src_info [local experts, slots] int32 (the row's token at
+    its source, -1), layout_range [local experts, ranks] int64 (first slot << 32 | count of the rows
+    of a rank), num_max_dispatch_tokens_per_rank, hidden, num_experts.
+    """
+
+    def __init__(self, owner: Any, layout: Any, slots: torch.Tensor, key: LayerKey) -> None:
+        self.layout, self.key = layout, key
+        self.slots = slots  #: [rows of the layer]: place among [experts * slots], or behind them
+        self.buffer: Optional[torch.Tensor] = None  #: get_next_low_latency_combine_buffer
+        self.num_local = key.num_experts // owner.num_ranks
+        self.num_slots = key.max_tokens * owner.num_ranks
+        entries: List[Callable[[], Any]] = [
+            self._src_info,
+            self._ranges,
+            lambda: key.max_tokens,
+            lambda: key.hidden,
+            lambda: key.num_experts,
+        ]
+        super().__init__(owner, entries)
+
+    def _tags(self) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Tags and slots of the rows that came, and perhaps of others behind them."""
+        tags = self.layout.recv_tags
+        return tags[: self.slots.shape[0]], self.slots[: tags.shape[0]]
+
+    def _src_info(self) -> torch.Tensor:
+        tags, slots = self._tags()
+        size = self.num_local * self.num_slots
+        info = torch.full((size + 1,), -1, dtype=torch.int32, device=tags.device)
+        info[slots] = tags[:, 1].contiguous()
+        return info[:size].view(self.num_local, self.num_slots)
+
+    def _ranges(self) -> torch.Tensor:
+        tags, slots = self._tags()
+        size, ranks = self.num_local * self.num_slots, self._owner.num_ranks
+        counts = torch.zeros(self.num_local * ranks + 1, dtype=torch.int64, device=tags.device)
+        places = (slots // self.num_slots) * ranks + tags[:, 0]
+        places = torch.where(slots < size, places, self.num_local * ranks)
+        counts.scatter_add_(0, places, torch.ones_like(places))
+        counts = counts[:-1].view(self.num_local, ranks)
+        first = counts.cumsum(1) - counts
+        return (first << 32) | counts

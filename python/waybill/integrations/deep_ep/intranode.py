@@ -1,0 +1,237 @@
+"""Dispatch and combine for many tokens, between the ranks of a host."""
+
+from __future__ import annotations
+
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+
+from ...errors import InvalidArgument
+from ...world import World
+from .config import rows_that_fit
+from .handles import DispatchHandle
+from .layers import LayerKey, Layers, check_table, payload_of
+from .layout import checked_ids, first_wrong
+
+__all__ = ["Intranode", "Received"]
+
+
+class Received(NamedTuple):
+    """What a dispatch gives on one rank."""
+
+    x: torch.Tensor
+    scales: Optional[torch.Tensor]
+    topk_idx: Optional[torch.Tensor]
+    topk_weights: Optional[torch.Tensor]
+    counts: Optional[List[int]]
+    handle: DispatchHandle
+
+    def tensors(self) -> List[Any]:
+        """Those that the caller gets."""
+        return [self.x, self.scales, self.topk_idx, self.topk_weights]
+
+
+class Route(NamedTuple):
+    """Where tokens go, as the caller says it, checked."""
+
+    is_token_in_rank: torch.Tensor
+    num_tokens_per_expert: torch.Tensor
+    topk_idx: Optional[torch.Tensor]
+    topk_weights: Optional[torch.Tensor]
+
+
+class Intranode:
+    """The part of a buffer whose windows ``num_nvl_bytes`` counts."""
+
+    def __init__(self, world: World, layers: Layers, num_nvl_bytes: int) -> None:
+        self.rank, self.num_ranks = world.rank, world.world_size
+        self.device = torch.device(world.device)
+        self._layers, self._bytes = layers, num_nvl_bytes
+
+    def max_tokens(self, hidden: int) -> int:
+        """Tokens that a rank may dispatch: as many from each rank fit into the windows."""
+        return rows_that_fit(self._bytes, hidden) // self.num_ranks
+
+    def checked(self, x: Any, who: str) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+        """Rows and scales that the windows hold."""
+        rows, scales = payload_of(x, who, self.rank)
+        most = self.max_tokens(rows.shape[1])
+        if not 0 < most >= rows.shape[0]:
+            raise InvalidArgument(
+                f"{who}: x of rank {self.rank} has {rows.shape[0]} tokens of {rows.shape[1]},"
+                f" expected at most {most}: num_nvl_bytes = {self._bytes} hold that many of each"
+                " rank. Call set_max_tokens, or set WAYBILL_DEEP_EP_MAX_TOKENS, before the bytes"
+                " are asked for, on all ranks"
+            )
+        return rows, scales
+
+    def route(
+        self, num_tokens: int, is_token_in_rank: Any, num_tokens_per_expert: Any, topk_idx: Any,
+        topk_weights: Any, who: str,
+    ) -> Route:  # fmt: skip
+        """The arguments of a dispatch that has no handle."""
+        rank = self.rank
+        shape = (num_tokens, self.num_ranks)
+        check_table(is_token_in_rank, f"{who}: is_token_in_rank", shape, (torch.bool,), rank)
+        if not isinstance(num_tokens_per_expert, torch.Tensor):
+            raise InvalidArgument(
+                f"{who}: num_tokens_per_expert of rank {rank} is {num_tokens_per_expert!r},"
+                " expected that of get_dispatch_layout"
+            )
+        experts = num_tokens_per_expert.numel()
+        if experts == 0 or experts % self.num_ranks != 0:
+            raise InvalidArgument(
+                f"{who}: num_tokens_per_expert of rank {rank} has {experts} entries, expected a"
+                f" multiple of {self.num_ranks} ranks"
+            )
+        if topk_idx is None and topk_weights is not None:
+            raise InvalidArgument(f"{who}: topk_weights of rank {rank} without topk_idx")
+        if topk_idx is not None:
+            ids = checked_ids(topk_idx, who, rank)
+            shape = (num_tokens, ids.shape[1])
+            check_table(ids, f"{who}: topk_idx", shape, (ids.dtype,), rank)
+            if topk_weights is not None:
+                kinds = (torch.float32,)
+                check_table(topk_weights, f"{who}: topk_weights", shape, kinds, rank)
+            if self.device.type == "cpu":
+                first_wrong(ids, experts, who, rank)
+        return Route(is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
+
+    def dispatch(
+        self, x: torch.Tensor, scales: Optional[torch.Tensor], route: Route, alignment: int,
+        num_worst_tokens: int, num_sms: int,
+    ) -> Received:  # fmt: skip
+        """Collective. With ``num_worst_tokens`` the host waits for nothing."""
+        ranks = torch.arange(self.num_ranks, dtype=torch.int32, device=self.device)
+        ids = torch.where(route.is_token_in_rank, ranks, -1)
+        handle = DispatchHandle(self, route.is_token_in_rank, ids, None)
+        rows, recv_scales = self._send(x, scales, handle, num_sms)
+        choices = self._send_choices(route, handle, num_sms)
+        layout = handle.layout()
+        experts = route.num_tokens_per_expert.numel()
+        if num_worst_tokens > 0:
+            handle.rows_out = num_worst_tokens
+        else:
+            handle.num_rows = handle.rows_out = layout._handle.num_recv_rows()
+        out, out_scales = _rows(rows, handle.rows_out), _rows_if(recv_scales, handle.rows_out)
+        found, weights = self._local_choices(choices, route, handle, experts // self.num_ranks)
+        if num_worst_tokens > 0:
+            return Received(out, out_scales, found, weights, [], handle)
+        if found is None:
+            counts = self._exchange_counts(route.num_tokens_per_expert, num_sms)
+        else:
+            counts = _count(found, experts // self.num_ranks)
+            if self.device.type != "cpu" and route.topk_idx is not None:  # the host has waited
+                first_wrong(route.topk_idx, experts, "Buffer.dispatch", self.rank)
+        aligned = [-(-count // alignment) * alignment for count in counts]
+        return Received(out, out_scales, found, weights, aligned, handle)
+
+    def again(
+        self, x: torch.Tensor, scales: Optional[torch.Tensor], handle: DispatchHandle, num_sms: int
+    ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+        """Collective: other rows by the routing of a dispatch."""
+        rows, recv_scales = self._send(x, scales, handle, num_sms)
+        return _rows(rows, handle.rows_out), _rows_if(recv_scales, handle.rows_out)
+
+    def combine(
+        self, x: torch.Tensor, handle: DispatchHandle, topk_weights: Optional[torch.Tensor],
+        biases: Sequence[torch.Tensor], num_sms: int,
+    ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:  # fmt: skip
+        """Collective: sums of the rows of each token, and of their weights."""
+        key = next(key for key in handle.layouts if key.kind != "floats")
+        rows = x[: key.fixed_rows]
+        sums = self._layers.get(key, num_sms).combine(rows, handle.layouts[key], biases=biases)
+        if topk_weights is None:
+            return sums, None
+        topk = topk_weights.shape[1]
+        floats = self._floats_key(2 * topk, key.max_tokens)
+        layer = self._layers.get(floats, num_sms)
+        if floats not in handle.layouts:  # that dispatch had no choices: its routing is sent now
+            tokens = handle.ids.shape[0]
+            nothing = torch.zeros(tokens, floats.hidden, dtype=torch.float32, device=self.device)
+            _, _, handle.layouts[floats] = layer.dispatch(nothing, handle.ids)
+        pad = floats.hidden - topk
+        wide = torch.nn.functional.pad(topk_weights[: key.fixed_rows], (0, pad))
+        return sums, layer.combine(wide, handle.layouts[floats])[:, :topk].contiguous()
+
+    def _send(
+        self, x: torch.Tensor, scales: Optional[torch.Tensor], handle: DispatchHandle, num_sms: int
+    ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+        """Views of what arrived; room for all tokens of all ranks."""
+        kind = "plain" if scales is None else "scaled"
+        key = self._layers.of_ranks(kind, x.shape[1], self.max_tokens(x.shape[1]))
+        layer, layout = self._layers.get(key, num_sms), handle.layouts.get(key)
+        rows, _, made = layer.dispatch(x, handle.ids, scales=scales, layout_desc=layout)
+        handle.layouts.setdefault(key, made)
+        return rows, made.recv_scales
+
+    def _floats_key(self, columns: int, max_tokens: int) -> LayerKey:
+        return self._layers.of_ranks("floats", -(-columns // 4) * 4, max_tokens)
+
+    def _send_choices(
+        self, route: Route, handle: DispatchHandle, num_sms: int
+    ) -> Optional[torch.Tensor]:
+        """[rows, ids and then weights]: float32 holds each number of an expert exactly."""
+        if route.topk_idx is None:
+            return None
+        topk = route.topk_idx.shape[1]
+        payload = next(iter(handle.layouts))
+        key = self._floats_key(2 * topk, payload.max_tokens)
+        tokens = route.topk_idx.shape[0]
+        packed = torch.zeros(tokens, key.hidden, dtype=torch.float32, device=self.device)
+        packed[:, :topk] = route.topk_idx
+        if route.topk_weights is not None:
+            packed[:, topk : 2 * topk] = route.topk_weights
+        rows, _, made = self._layers.get(key, num_sms).dispatch(packed, handle.ids)
+        handle.layouts[key] = made
+        return rows
+
+    def _local_choices(
+        self, choices: Optional[torch.Tensor], route: Route, handle: DispatchHandle, num_local: int
+    ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+        """Ids among this rank's experts, -1 elsewhere, and their weights, 0 elsewhere."""
+        if choices is None or route.topk_idx is None:
+            return None, None
+        topk = route.topk_idx.shape[1]
+        rows = _rows(choices, handle.rows_out)
+        ids = rows[:, :topk].to(route.topk_idx.dtype) - self.rank * num_local
+        here = (ids >= 0) & (ids < num_local)
+        if handle.num_rows is None:  # what lies behind the rows that came is of other dispatches
+            places = torch.arange(handle.rows_out, dtype=torch.int32, device=self.device)
+            here &= (places < handle.prefix()[-1, self.rank])[:, None]
+        ids = torch.where(here, ids, -1)
+        if route.topk_weights is None:
+            return ids, None
+        return ids, rows[:, topk : 2 * topk].masked_fill(~here, 0.0)
+
+    def _exchange_counts(self, mine: torch.Tensor, num_sms: int) -> List[int]:
+        """Choices of this rank's experts, of all ranks together."""
+        ranks, local = self.num_ranks, mine.numel() // self.num_ranks
+        key = self._floats_key(local, ranks)._replace(topk=1, fixed_rows=ranks)
+        table = torch.zeros(ranks, key.hidden, dtype=torch.float32, device=self.device)
+        table[:, :local] = mine.view(ranks, local)
+        to = torch.arange(ranks, dtype=torch.int32, device=self.device)[:, None]
+        rows, _, _ = self._layers.get(key, num_sms).dispatch(table, to)
+        counts: List[int] = rows[:, :local].to(torch.int64).sum(0).tolist()
+        return counts
+
+
+def _rows(view: torch.Tensor, number: int) -> torch.Tensor:
+    """A copy of the first rows; what the view has not is not written."""
+    if number <= view.shape[0]:
+        return view[:number].clone()
+    out = view.new_empty(number, view.shape[1])
+    out[: view.shape[0]] = view
+    return out
+
+
+def _rows_if(view: Optional[torch.Tensor], number: int) -> Optional[torch.Tensor]:
+    return None if view is None else _rows(view, number)
+
+
+def _count(ids: torch.Tensor, num_local: int) -> List[int]:
+    places = torch.where(ids < 0, num_local, ids).reshape(-1).to(torch.int64)
+    counts = torch.zeros(num_local + 1, dtype=torch.int64, device=ids.device)
+    counts.scatter_add_(0, places, torch.ones_like(places))
+    found: List[int] = counts[:num_local].tolist()
+    return found

@@ -1,0 +1,208 @@
+"""Dispatch and combine for few tokens: a fixed place for each row that may come."""
+
+from __future__ import annotations
+
+from typing import Any, List, NamedTuple, NoReturn, Optional
+
+import torch
+
+from ...errors import InvalidArgument, Unsupported
+from ...world import World
+from .config import ll_bytes
+from .float8 import packed_exponents, rows_as_float8
+from .handles import LowLatencyHandle
+from .layers import LayerKey, Layers, check_table, payload_of
+from .layout import checked_ids, first_wrong
+
+__all__ = ["Arrived", "Format", "LowLatency"]
+
+
+class Format(NamedTuple):
+    """Of the rows that a dispatch gives."""
+
+    use_fp8: bool
+    round_scale: bool
+    use_ue8m0: bool
+
+    def kind(self) -> str:
+        """Of payload."""
+        return "plain" if not self.use_fp8 else "scaled" if self.round_scale else "quantized"
+
+
+class Arrived(NamedTuple):
+    """What a dispatch gives on one rank."""
+
+    x: torch.Tensor  #: [local experts, slots, hidden]
+    scales: Optional[torch.Tensor]  #: [local experts, slots, hidden / 128], columns first
+    counts: torch.Tensor  #: [local experts] int32
+    handle: LowLatencyHandle
+
+    def tensors(self) -> List[Any]:
+        """Those that the caller gets."""
+        return [self.x, self.scales, self.counts]
+
+
+class LowLatency:
+    """The part of a buffer whose windows ``num_rdma_bytes`` counts."""
+
+    def __init__(self, world: World, layers: Layers, num_rdma_bytes: int) -> None:
+        self.rank, self.num_ranks = world.rank, world.world_size
+        self.device = torch.device(world.device)
+        self._layers, self._bytes = layers, num_rdma_bytes
+
+    def checked(
+        self, x: Any, topk_idx: Any, num_max_tokens: int, num_experts: int, form: Format, who: str
+    ) -> LayerKey:
+        """The layer for these arguments, all of which are looked at."""
+        rank = self.rank
+        rows, _ = payload_of(x, who, rank)
+        needed = ll_bytes(num_max_tokens, rows.shape[1], self.num_ranks, num_experts)
+        if rows.shape[0] > num_max_tokens:
+            raise InvalidArgument(
+                f"{who}: x of rank {rank} has {rows.shape[0]} tokens, expected at most"
+                f" num_max_dispatch_tokens_per_rank = {num_max_tokens}"
+            )
+        if needed > self._bytes:
+            raise InvalidArgument(
+                f"{who}: num_rdma_bytes = {self._bytes} of the buffer, expected at least {needed}"
+                f" for {num_max_tokens} tokens of {rows.shape[1]} and {num_experts} experts:"
+                " get_low_latency_rdma_size_hint says it"
+            )
+        unit = 512 if form.use_ue8m0 else 128
+        if form.use_fp8 and rows.shape[1] % unit != 0:
+            raise InvalidArgument(
+                f"{who}: x of rank {rank} has {rows.shape[1]} columns, expected a multiple of"
+                f" {unit}"
+            )
+        if form.use_ue8m0 and not (form.use_fp8 and form.round_scale):
+            raise InvalidArgument(
+                f"{who}: use_ue8m0 = True with use_fp8 = {form.use_fp8}, round_scale ="
+                f" {form.round_scale}, expected both"
+            )
+        ids = checked_ids(topk_idx, who, rank)
+        check_table(ids, f"{who}: topk_idx", (rows.shape[0], ids.shape[1]), (ids.dtype,), rank)
+        if self.device.type == "cpu":
+            first_wrong(ids, num_experts, who, rank)
+        per_token = min(ids.shape[1], num_experts // self.num_ranks)
+        return LayerKey(
+            form.kind(), rows.shape[1], num_max_tokens, num_experts, ids.shape[1],
+            self.num_ranks * num_max_tokens * per_token,
+        )  # fmt: skip
+
+    def dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, key: LayerKey, form: Format, num_sms: int
+    ) -> Arrived:
+        """Collective. The host waits for nothing."""
+        rows, scales = (x, None) if key.kind != "scaled" else rows_as_float8(x)
+        # Combine brings the weights, which take this place.
+        later = torch.zeros(topk_idx.shape, dtype=torch.float32, device=self.device)
+        layer = self._layers.get(key, num_sms)
+        layout: Any
+        arrived, _, layout = layer.dispatch(rows, topk_idx, later, scales=scales)
+        slots = self._slots(layout, key, arrived.shape[0])
+        handle = LowLatencyHandle(self, layout, slots, key)
+        out = _spread(arrived, handle)
+        recv_scales = None
+        if form.use_fp8:
+            recv_scales = _columns_first(_spread(layout.recv_scales, handle))
+            if form.use_ue8m0:
+                recv_scales = _columns_first(packed_exponents(recv_scales))
+        return Arrived(out, recv_scales, layout.recv_expert_counts.clone(), handle)
+
+    def _slots(self, layout: Any, key: LayerKey, num_rows: int) -> torch.Tensor:
+        """Each row's place in [local experts * slots]; behind them for what is no row."""
+        offsets = layout.recv_expert_offsets.to(torch.int64)
+        num_local, size = offsets.shape[0] - 1, self.num_ranks * key.max_tokens
+        rows = torch.arange(num_rows, dtype=torch.int64, device=self.device)
+        expert = torch.searchsorted(offsets[1:].contiguous(), rows, right=True)
+        place = rows - offsets[expert.clamp(max=num_local - 1)]
+        live = (expert < num_local) & (place < size)
+        return torch.where(live, expert * size + place, num_local * size)
+
+    def combine(
+        self, x: Optional[torch.Tensor], topk_weights: torch.Tensor, handle: LowLatencyHandle,
+        out: Optional[torch.Tensor], num_sms: int,
+    ) -> torch.Tensor:  # fmt: skip
+        """Collective: weighted sums in float32, rounded once. None is the handle's own buffer."""
+        layer = self._layers.get(handle.key, num_sms)
+        rows = handle.buffer if x is None else x
+        assert rows is not None
+        flat = rows.reshape(-1, handle.key.hidden)
+        place = layer.combine_input(handle.slots.shape[0])
+        live = handle.slots.clamp(max=flat.shape[0] - 1)
+        torch.index_select(flat, 0, live, out=place)
+        if topk_weights.shape[0] > 0:
+            held = handle.layout._table("weights").view(torch.float32)
+            held.copy_(topk_weights)
+        sums = layer.combine(place, handle.layout, weighted=True)
+        return sums if out is None else out.copy_(sums)
+
+    def combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
+        """[local experts, slots, hidden] for ``zero_copy``."""
+        if handle.buffer is None:
+            handle.buffer = torch.empty(
+                handle.num_local, handle.num_slots, handle.key.hidden, dtype=torch.bfloat16,
+                device=self.device,
+            )  # fmt: skip
+        return handle.buffer
+
+    def own_handle(self, handle: Any, who: str) -> LowLatencyHandle:
+        """The handle, if it is of this buffer."""
+        if not isinstance(handle, LowLatencyHandle) or handle._owner is not self:
+            raise InvalidArgument(
+                f"{who}: handle of rank {self.rank} is of another buffer, or none, expected one"
+                " that low_latency_dispatch of this buffer gave"
+            )
+        return handle
+
+    def check_combine(
+        self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any, zero_copy: bool, out: Any,
+        who: str,
+    ) -> None:  # fmt: skip
+        """All arguments of a combine."""
+        rank, handle = self.rank, self.own_handle(handle, who)
+        hidden, bf16 = handle.key.hidden, (torch.bfloat16,)
+        shape = (handle.num_local, handle.num_slots, hidden)
+        if not zero_copy:
+            check_table(x, f"{who}: x", shape, bf16, rank)
+        elif handle.buffer is None:
+            raise InvalidArgument(
+                f"{who}: zero_copy = True on rank {rank}, but nobody asked for"
+                " get_next_low_latency_combine_buffer(handle)"
+            )
+        tokens = handle.layout.num_dispatch_token_cur_rank
+        choices = (tokens, handle.key.topk)
+        ids = (torch.int64, torch.int32)
+        check_table(topk_idx, f"{who}: topk_idx", choices, ids, rank)
+        check_table(topk_weights, f"{who}: topk_weights", choices, (torch.float32,), rank)
+        if out is not None:
+            check_table(out, f"{who}: out", (tokens, hidden), bf16, rank)
+
+
+def _spread(rows: torch.Tensor, handle: LowLatencyHandle) -> torch.Tensor:
+    """[local experts, slots, columns]: rows at their places, nothing written elsewhere."""
+    size = handle.num_local * handle.num_slots
+    bits = rows.view(torch.int64) if rows.dtype == torch.float8_e4m3fn else rows
+    out = bits.new_empty(size + 1, bits.shape[1])
+    out.index_copy_(0, handle.slots, bits)
+    return out[:size].view(rows.dtype).view(handle.num_local, handle.num_slots, -1)
+
+
+def _columns_first(table: torch.Tensor) -> torch.Tensor:
+    """The same, with the slots of a column side by side in memory."""
+    return table.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def refuse_masks(who: str) -> NoReturn:
+    """Ranks cannot be left out of calls."""
+    raise Unsupported(
+        f"{who}: ranks cannot be masked: a rank that does not come is a Timeout that names it, and"
+        " ends the layers of the buffer; make a group of the ranks that are left, and a buffer of"
+        " it"
+    )
+
+
+def refuse_waits(given: Any, name: str, who: str) -> None:
+    """Nothing measures how long a rank was waited for."""
+    if given is not None:
+        raise Unsupported(f"{who}: {name} is not measured, expected None")

@@ -1,0 +1,63 @@
+"""What all ranks hold, from what each does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from .._arrays import IntArray
+from .._dispatcher import ReadyPlan
+from .._graphs import outside_graphs
+from ..routing import compute_metadata
+from ..world import World
+from .batch_plan import RankPieces, piece_table
+from .sequence_dispatcher import SequenceDispatcher
+
+_FIRST_ROWS = 256  # a message has as many rows; a batch with more pieces makes them more
+
+
+class PieceExchange:
+    """A table of pieces of each rank to all ranks, over the world itself: with its deadlines, and
+    in the order of this object's calls alone.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._dispatcher = SequenceDispatcher(world, num_sms=1, relay="never")
+        self._device = torch.device(world.device)
+        self._rows = _FIRST_ROWS
+        self._ready: Any = None
+
+    @outside_graphs
+    def gather(self, held: RankPieces) -> list[IntArray]:
+        table = piece_table(held, self._world.rank, "ContextParallelAttention.gather")
+        while True:
+            everyone = self._send(table)
+            most = max(int(message[0, 0]) for message in everyone)
+            if most < self._rows:
+                return [message[1 : 1 + int(message[0, 0])].copy() for message in everyone]
+            self._rows = 2 * most  # the same on all ranks
+            self._ready = None
+
+    def _send(self, table: IntArray) -> IntArray:
+        message = np.zeros((self._rows, 3), np.int64)
+        message[0, 0] = len(table)
+        shown = table[: self._rows - 1]
+        message[1 : 1 + len(shown)] = shown
+        rows = torch.from_numpy(message).to(self._device)
+        (all_rows,) = self._dispatcher.dispatch(self._plan(rows), rows)
+        everyone: IntArray = all_rows.cpu().numpy().copy()
+        return everyone.reshape(self._world.world_size, self._rows, 3)
+
+    def _plan(self, rows: torch.Tensor) -> ReadyPlan:
+        if self._ready is None:
+            size = self._world.world_size
+            to_all = np.tile(np.arange(size), (size, 1, 1))
+            forward, _ = compute_metadata(np.full((size, 1), self._rows), to_all)
+            self._ready = self._dispatcher.plan_dispatch((forward, rows))
+        return self._ready
+
+    def close(self) -> None:
+        self._dispatcher.close()

@@ -1,0 +1,285 @@
+"""The plan of one batch of packed documents: data, the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Optional, Tuple, Union
+
+import numpy as np
+import torch
+
+from .. import _core
+from .._arrays import IntArray, int64
+from .._copies import Unchanging
+from ..errors import InvalidArgument
+from ..plans import QkvPlan
+from ._tensors import dtype_name
+from .kernels import AttentionShape, Sequences
+
+__all__ = ["BatchPlan", "BatchPlanner", "Piece"]
+
+_UNNUMBERED = -(2**62)  # below it are the documents that got no number: rank * 2**32 + place
+#: With fewer rows a rank, one call of the kernel costs less than two without copies.
+_FEW_ROWS = 2048
+
+
+class Piece(NamedTuple):
+    """Tokens [offset, offset + length) of a document, which ranks know by one number."""
+
+    document: int  #: >= 0, the same on all ranks
+    offset: int
+    length: int
+
+
+#: What a rank holds: whole documents of its own by their lengths, pieces of documents, or both.
+RankPieces = Sequence[Union[int, Piece, Tuple[int, int, int]]]
+
+
+class BatchPlanner(Unchanging):
+    """Makes plans of one module's shape and mask. Needs no ranks and no device: it can be pickled,
+    and a worker of a DataLoader may plan ahead of time.
+
+    Args:
+        world_size: ranks that plan together.
+        heads, kv_heads, head_dim, v_head_dim, dtype, mask, window: as of ContextParallelAttention.
+        in_place: whether rows that stay are attended to where they are, beside the others, or all
+            rows travel through the window and one call of the kernel serves them. "auto" is True
+            but for batches of few rows.
+        block_tokens: documents are cut at multiples of it.
+        imbalance_target: largest work of a rank over the mean that is aimed at.
+    """
+
+    __slots__ = ("_given", "_options", "in_place", "shape", "world_size")
+
+    def __init__(
+        self,
+        world_size: int,
+        heads: int,
+        kv_heads: Optional[int] = None,
+        head_dim: int = 128,
+        v_head_dim: Optional[int] = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        mask: str = "causal",
+        window: Optional[int] = None,
+        scale: Optional[float] = None,
+        in_place: Union[str, bool] = "auto",
+        block_tokens: int = 128,
+        imbalance_target: float = 1.01,
+        who: str = "BatchPlanner",
+    ) -> None:
+        self.shape = _shape(heads, kv_heads, head_dim, v_head_dim, dtype, mask, window, scale, who)
+        self.world_size = _least(world_size, 1, "world_size", who)
+        if in_place not in ("auto", True, False):
+            raise InvalidArgument(f'{who}: in_place = {in_place!r}, expected "auto", True or False')
+        self.in_place = in_place
+        self._given = (heads, kv_heads, head_dim, v_head_dim)
+        shape = self.shape
+        self._options = {
+            "world_size": self.world_size, "tokens_per_rank": 0,
+            "q_hidden": shape.heads * (shape.head_dim + shape.v_head_dim) // 2,
+            "kv_hidden": max(1, shape.kv_heads * (shape.head_dim + shape.v_head_dim) // 2),
+            "dtype": dtype_name(dtype), "mask": mask, "window": window or 0,
+            "max_tokens_per_rank": 0, "relay": False, "per_query": True,
+            "block_tokens": _least(block_tokens, 1, "block_tokens", who),
+            "ranks_per_node": max(8, self.world_size), "imbalance_target": float(imbalance_target),
+            "byte_weight": 0.0, "nvlink_bytes_per_second": 345e9,
+            "network_bytes_per_second": 50e9, "message_seconds": 0.4e-6, "pairs_per_second": 0.0,
+        }  # fmt: skip
+
+    def plan(self, pieces: Sequence[Any]) -> BatchPlan:
+        """The plan of what the ranks hold: one entry a rank, as ``ContextParallelAttention.gather``
+        returns it, or lists of lengths and pieces. Pure: the same everywhere.
+
+        Raises InvalidArgument naming the document whose pieces do not add up, or rank and piece.
+        """
+        who = "BatchPlanner.plan"
+        if len(pieces) != self.world_size:
+            raise InvalidArgument(
+                f"{who}: pieces of {len(pieces)} ranks, expected {self.world_size}"
+            )
+        tables = [piece_table(held, rank, who) for rank, held in enumerate(pieces)]
+        flat = np.concatenate(tables).ravel().tolist() if tables else []
+        plan = _core.plan_pieces([len(table) for table in tables], flat, self._options)
+        return BatchPlan._make(self, tables, QkvPlan._wrap(plan))
+
+    def __reduce__(self) -> Tuple[Any, ...]:
+        shape, options = self.shape, self._options
+        return _planner, (
+            self.world_size, self._given,
+            {
+                "dtype": shape.dtype, "mask": shape.mask, "window": shape.window,
+                "scale": shape.scale, "in_place": self.in_place,
+                "block_tokens": options["block_tokens"],
+                "imbalance_target": options["imbalance_target"],
+            },
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"BatchPlanner(world_size={self.world_size}, {self.shape})"
+
+
+def _planner(world_size: int, given: Tuple[Any, ...], options: dict[str, Any]) -> BatchPlanner:
+    return BatchPlanner(world_size, *given, **options)
+
+
+class BatchPlan:
+    """Which rank attends to which queries of one batch, and where its rows are from.
+
+    Plain data, from ``BatchPlanner.plan``; it can be pickled, and is the same on all ranks. A
+    module makes its tables of it the first time that it is used there.
+    """
+
+    __slots__ = ("__weakref__", "_pieces", "_routing", "in_place", "planner", "qkv_plan")
+    planner: BatchPlanner
+    qkv_plan: QkvPlan
+    in_place: bool  #: whether rows that stay are attended to where they are
+    _pieces: list[IntArray]
+    _routing: Any
+
+    def __init__(self) -> None:
+        raise InvalidArgument("BatchPlan: got a constructor call, expected BatchPlanner.plan(...)")
+
+    @classmethod
+    def _make(cls, planner: BatchPlanner, pieces: list[IntArray], plan: QkvPlan) -> BatchPlan:
+        self = cls.__new__(cls)
+        self.planner, self.qkv_plan, self._pieces = planner, plan, pieces
+        rows = sum(int(table[:, 2].sum()) for table in pieces)
+        few = rows < _FEW_ROWS * planner.world_size and planner.world_size > 1
+        self.in_place = not few if planner.in_place == "auto" else bool(planner.in_place)
+        self._routing = None
+        return self
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share the batch."""
+        return self.planner.world_size
+
+    @property
+    def work(self) -> IntArray:
+        """(W,): (query, key) pairs by rank, whole blocks where shards are cut at a window."""
+        return self.qkv_plan.work
+
+    @property
+    def home_tokens(self) -> list[int]:
+        """(W,): rows that each rank holds."""
+        return [int(table[:, 2].sum()) for table in self._pieces]
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """What a rank holds, in the order of its rows. Documents without a number are negative."""
+        return [Piece(*row) for row in self._table(rank, "pieces").tolist()]
+
+    def positions(self, rank: int, device: Any = None) -> torch.Tensor:
+        """(rows,): the position in its document of each row of a rank, for rotary embeddings."""
+        table = self._table(rank, "positions")
+        lengths = table[:, 2]
+        first = np.cumsum(lengths) - lengths
+        positions = np.arange(int(lengths.sum())) + np.repeat(table[:, 1] - first, lengths)
+        return torch.from_numpy(positions).to(device)
+
+    def documents(self, rank: int, device: Any = None) -> torch.Tensor:
+        """(rows,): the document of each row of a rank."""
+        table = self._table(rank, "documents")
+        return torch.from_numpy(np.repeat(table[:, 0], table[:, 2])).to(device)
+
+    def last_rows(self, rank: int, device: Any = None) -> torch.Tensor:
+        """(rows,) bool: rows whose token is the last of its document: they have no label."""
+        table = self._table(rank, "last_rows")
+        ends: dict[int, int] = {}
+        for held in self._pieces:
+            for document, offset, length in held.tolist():
+                ends[document] = max(ends.get(document, 0), offset + length)
+        last = np.zeros(int(table[:, 2].sum()), bool)
+        row = 0
+        for document, offset, length in table.tolist():
+            row += length
+            last[row - 1] = ends[document] == offset + length
+        return torch.from_numpy(last).to(device)
+
+    def home_sequences(self, rank: int, device: Any = "cpu") -> Sequences:
+        """The pieces of a rank as sequences, for what looks at neighbouring rows alone (such as a
+        convolution). Not what attention needs: documents may lie on several ranks.
+        """
+        lengths = self._table(rank, "home_sequences")[:, 2].tolist()
+        return Sequences.of(lengths, lengths, device)
+
+    def routing(self) -> Any:
+        """The compiled part's routing, made when it is first asked for."""
+        if self._routing is None:
+            self._routing = _core.compute_varlen_routing(self.qkv_plan._plan, self.in_place)
+        return self._routing
+
+    def _table(self, rank: int, who: str) -> IntArray:
+        number = int64(rank, f"BatchPlan.{who}: rank")
+        if not 0 <= number < self.world_size:
+            raise InvalidArgument(
+                f"BatchPlan.{who}: rank = {number}, expected 0..{self.world_size - 1}"
+            )
+        return self._pieces[number]
+
+    def __reduce__(self) -> Tuple[Any, ...]:
+        return BatchPlan._make, (self.planner, self._pieces, self.qkv_plan)
+
+    def __repr__(self) -> str:
+        return (
+            f"BatchPlan(world_size={self.world_size}, rows={sum(self.home_tokens)},"
+            f" documents={self.qkv_plan.num_documents}, imbalance={self.qkv_plan.imbalance:.4f},"
+            f" in_place={self.in_place})"
+        )
+
+
+def piece_table(held: Any, rank: int, who: str) -> IntArray:
+    """(n, 3): document, offset, length. Whole documents get negative numbers of the rank's."""
+    if isinstance(held, np.ndarray) and held.dtype == np.int64 and held.shape[1:] == (3,):
+        return held
+    rows = []
+    for i, item in enumerate(held):
+        if isinstance(item, (tuple, list, np.ndarray)):
+            if len(item) != 3:
+                raise InvalidArgument(
+                    f"{who}: pieces of rank {rank}: [{i}] has {len(item)} numbers, expected"
+                    " (document, offset, length)"
+                )
+            row = [int64(n, f"{who}: pieces of rank {rank}: [{i}]") for n in item]
+            if row[0] < 0 and row[0] >= _UNNUMBERED:
+                raise InvalidArgument(
+                    f"{who}: pieces of rank {rank}: [{i}] has document {row[0]}, expected >= 0"
+                )
+            rows.append(row)
+        else:
+            length = int64(item, f"{who}: pieces of rank {rank}: [{i}]")
+            rows.append([_UNNUMBERED - (rank * 2**32 + i) - 1, 0, length])
+    return np.array(rows, np.int64).reshape(-1, 3)
+
+
+def _shape(
+    heads: Any, kv_heads: Any, head_dim: Any, v_head_dim: Any, dtype: Any, mask: Any, window: Any,
+    scale: Any, who: str,
+) -> AttentionShape:  # fmt: skip
+    heads = _least(heads, 1, "heads", who)
+    kv_heads = heads if kv_heads is None else _least(kv_heads, 1, "kv_heads", who)
+    if heads % kv_heads != 0:
+        raise InvalidArgument(
+            f"{who}: kv_heads = {kv_heads}, expected a divisor of heads ({heads})"
+        )
+    head_dim = _least(head_dim, 1, "head_dim", who)
+    v_head_dim = head_dim if v_head_dim is None else _least(v_head_dim, 1, "v_head_dim", who)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise InvalidArgument(f"{who}: dtype = {dtype!r}, expected one of torch, of floats")
+    if mask not in ("causal", "full"):
+        raise InvalidArgument(f'{who}: mask = {mask!r}, expected "causal" or "full"')
+    if window is not None:
+        window = _least(window, 1, "window", who)
+        if mask == "full":
+            raise InvalidArgument(f'{who}: window = {window}, expected None with mask = "full"')
+    scale = head_dim**-0.5 if scale is None else float(scale)
+    if not scale > 0:
+        raise InvalidArgument(f"{who}: scale = {scale}, expected > 0")
+    return AttentionShape(heads, kv_heads, head_dim, v_head_dim, dtype, mask, window, scale)
+
+
+def _least(value: Any, least: int, name: str, who: str) -> int:
+    number = int64(value, f"{who}: {name}")
+    if number < least:
+        raise InvalidArgument(f"{who}: {name} = {number}, expected >= {least}")
+    return number

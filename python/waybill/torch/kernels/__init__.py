@@ -1,0 +1,62 @@
+"""Attention kernels for sequences of any lengths, behind one small seam."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Union
+
+import torch
+
+from ...errors import InvalidArgument
+from ._seam import AttentionKernel, AttentionShape, FunctionKernel, Sequences
+from .dot_product import DotProductKernel
+from .flash import FlashAttention2Kernel, FlashAttention3Kernel
+from .flex import FlexKernel
+from .varlen import VarlenKernel
+
+__all__ = [
+    "AttentionKernel",
+    "AttentionShape",
+    "DotProductKernel",
+    "FlashAttention2Kernel",
+    "FlashAttention3Kernel",
+    "FlexKernel",
+    "FunctionKernel",
+    "Sequences",
+    "VarlenKernel",
+    "choose_kernel",
+]
+
+#: What ``ContextParallelAttention(kernel=...)`` takes.
+Kernel = Union[str, AttentionKernel, Callable[..., Any]]
+
+_BY_NAME: dict[str, Callable[[], AttentionKernel]] = {
+    "varlen": VarlenKernel,
+    "flash_attn": FlashAttention2Kernel,
+    "flash_attn_3": FlashAttention3Kernel,
+    "flex": FlexKernel,
+    "dot_product": DotProductKernel,
+}
+
+
+def choose_kernel(kernel: Kernel, device: torch.device, who: str) -> AttentionKernel:
+    """The kernel that an argument means: one by name, one as it is, a function, or "auto".
+
+    "auto" is torch's varlen_attn on GPUs and scaled_dot_product_attention elsewhere.
+    """
+    if isinstance(kernel, AttentionKernel):
+        return kernel
+    if isinstance(kernel, str):
+        name = kernel
+        if name == "auto":
+            name = "varlen" if device.type == "cuda" else "dot_product"
+        if name in _BY_NAME:
+            return _BY_NAME[name]()
+        names = ", ".join(f'"{known}"' for known in ("auto", *_BY_NAME))
+        raise InvalidArgument(f"{who}: kernel = {kernel!r}, expected one of {names}")
+    if callable(kernel):
+        return FunctionKernel(kernel)
+    raise InvalidArgument(
+        f"{who}: kernel is a {type(kernel).__name__}, expected a name, an AttentionKernel or a"
+        " function"
+    )

@@ -1,0 +1,152 @@
+"""What a kernel is asked, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional, Tuple
+
+import numpy as np
+import torch
+
+from ...errors import Unsupported
+
+Gradients = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class AttentionShape(NamedTuple):
+    """What does not change from batch to batch."""
+
+    heads: int
+    kv_heads: int  #: each serves heads / kv_heads heads of queries
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    mask: str  #: "causal" or "full"
+    window: Optional[int]  #: keys that a query meets, itself included; None is no limit
+    scale: float
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """Sequences one behind the other. Under a causal mask the last query of a sequence is its last
+    key, also where it has fewer queries than keys. One of the two may have no rows: queries without
+    keys have zeros for an output, keys without queries zeros for gradients.
+    """
+
+    cu_seqlens_q: torch.Tensor  #: (n + 1,) int32, on the device: rows before each sequence
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    q_lens: Tuple[int, ...]  #: the same on the host
+    k_lens: Tuple[int, ...]
+
+    @classmethod
+    def of(cls, q_lens: Sequence[int], k_lens: Sequence[int], device: Any = "cpu") -> Sequences:
+        """Of lengths on the host; one copy to the device."""
+        n = len(q_lens)
+        table = np.zeros((2, n + 1), np.int32)
+        np.cumsum(q_lens, out=table[0, 1:])
+        np.cumsum(k_lens, out=table[1, 1:])
+        both = torch.from_numpy(table)
+        if torch.device(device).type != "cpu":
+            both = both.pin_memory().to(device, non_blocking=True)
+        return cls(
+            both[0], both[1], int(max(q_lens, default=0)), int(max(k_lens, default=0)),
+            tuple(int(n) for n in q_lens), tuple(int(n) for n in k_lens),
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self.q_lens)
+
+
+class AttentionKernel:
+    """Attention of packed sequences: q [rows, heads, head_dim], k and v [rows, kv_heads, ...].
+
+    A subclass gives forward. Without a backward of its own it is computed again there, under
+    autograd. Neither is called without sequences.
+    """
+
+    name = "attention"
+    #: Sequences may lack queries or keys: one call then serves rows with gaps between them.
+    takes_gaps = False
+    #: backward reads the log-sum-exp that forward returned.
+    needs_lse = False
+
+    def check(self, shape: AttentionShape, device: torch.device, who: str) -> None:
+        """Raises Unsupported, naming the argument, for what this kernel does not take."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences,
+        shape: AttentionShape, want_lse: bool,
+    ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:  # fmt: skip
+        """(out [rows, heads, v_head_dim], log-sum-exp [heads, rows] float32 where it is wanted)."""
+        raise NotImplementedError
+
+    def backward(
+        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        out: torch.Tensor, lse: Optional[torch.Tensor], sequences: Sequences, shape: AttentionShape,
+    ) -> Gradients:  # fmt: skip
+        """Gradients of q, k and v, each a tensor of its own."""
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+            again, _ = self.forward(leaves[0], leaves[1], leaves[2], sequences, shape, False)
+        dq, dk, dv = torch.autograd.grad(again, leaves, grad.contiguous(), materialize_grads=True)
+        return dq, dk, dv
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class FunctionKernel(AttentionKernel):
+    """A user's function ``f(q, k, v, sequences, shape)`` that autograd knows; it returns the
+    output, or (output, log-sum-exp [heads, rows]).
+    """
+
+    name = "function"
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences,
+        shape: AttentionShape, want_lse: bool,
+    ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:  # fmt: skip
+        result = self.function(q, k, v, sequences, shape)
+        out, lse = result if isinstance(result, tuple) else (result, None)
+        if want_lse and lse is None:
+            raise Unsupported(
+                "ContextParallelAttention: return_lse = True, and the function that is the kernel"
+                " returns no log-sum-exp, expected (output, log-sum-exp)"
+            )
+        return out, lse
+
+    def __repr__(self) -> str:
+        return f"FunctionKernel({self.function!r})"
+
+
+def refuse_wide_heads(shape: AttentionShape, most: int, kernel: str, who: str) -> None:
+    """What FlashAttention's kernels take: heads of multiples of 8, 16-bit rows."""
+    for name, size in (("head_dim", shape.head_dim), ("v_head_dim", shape.v_head_dim)):
+        if size % 8 != 0 or not 8 <= size <= most:
+            raise Unsupported(f"{who}: {name} = {size}, {kernel} takes multiples of 8 up to {most}")
+    if shape.v_head_dim > shape.head_dim:
+        raise Unsupported(
+            f"{who}: v_head_dim = {shape.v_head_dim}, {kernel} takes at most head_dim"
+            f" ({shape.head_dim})"
+        )
+    if shape.dtype not in (torch.bfloat16, torch.float16):
+        raise Unsupported(f"{who}: dtype = {shape.dtype}, {kernel} takes bfloat16 and float16")
+
+
+def window_of(shape: AttentionShape) -> Tuple[int, int]:
+    """(keys to the left, keys to the right) as FlashAttention says it; -1 is no limit."""
+    if shape.mask == "full":
+        return -1, -1
+    return (-1 if shape.window is None else shape.window - 1), 0
+
+
+def widened(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """With zeros behind each head, where a kernel takes heads of one size only."""
+    missing = head_dim - tensor.shape[-1]
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor

@@ -1,0 +1,95 @@
+"""Documents back to back, without padding: tokens, labels, positions, and which piece is which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Optional, Union
+
+import torch
+
+from .._arrays import int64
+from ..errors import InvalidArgument
+from ._tensors import require_tensor
+from .batch_plan import Piece
+
+__all__ = ["PackedBatch", "pack", "unpack"]
+
+
+class PackedBatch(NamedTuple):
+    """Rows of some documents, or of a part of them."""
+
+    tokens: torch.Tensor  #: (rows, ...)
+    labels: torch.Tensor  #: (rows, ...): the next token of the same document; its last has none
+    positions: torch.Tensor  #: (rows,): in the document, for rotary embeddings
+    pieces: list[Union[int, Piece]]  #: for ContextParallelAttention.gather
+
+    def cut(self, begin: int, end: int) -> PackedBatch:
+        """Rows [begin, end), such as one rank's; of documents with numbers, as they lie on several
+        ranks then.
+        """
+        rows = len(self.tokens)
+        begin, end = int64(begin, "cut: begin"), int64(end, "cut: end")
+        if not 0 <= begin <= end <= rows:
+            raise InvalidArgument(f"cut: rows {begin}..{end}, expected within 0..{rows}")
+        pieces: list[Union[int, Piece]] = []
+        at = 0
+        for piece in self.pieces:
+            if not isinstance(piece, Piece):
+                raise InvalidArgument(
+                    "cut: the documents have no numbers, by which other ranks know them: expected"
+                    " pack(documents, first_document=...)"
+                )
+            first, last = max(begin, at), min(end, at + piece.length)
+            if first < last:
+                pieces.append(Piece(piece.document, piece.offset + first - at, last - first))
+            at += piece.length
+        rows_of = slice(begin, end)
+        return PackedBatch(
+            self.tokens[rows_of], self.labels[rows_of], self.positions[rows_of], pieces
+        )
+
+    def to(self, device: Any) -> PackedBatch:
+        """The same with its tensors on a device."""
+        tokens, labels, positions = (t.to(device) for t in self[:3])
+        return PackedBatch(tokens, labels, positions, self.pieces)
+
+
+def pack(
+    documents: Iterable[torch.Tensor],
+    *,
+    first_document: Optional[int] = None,
+    ignored: int = -100,
+) -> PackedBatch:
+    """Packs documents [tokens, ...] one behind the other; empty ones are left out.
+
+    Args:
+        first_document: numbers the documents from it on, where they are to be cut among ranks:
+            the same number for a document on all of them. Without, they stay whole.
+        ignored: the label of a document's last token; cross_entropy's ignore_index.
+    """
+    kept = [require_tensor(d, f"pack: documents[{i}]") for i, d in enumerate(documents)]
+    kept = [document for document in kept if len(document) > 0]
+    if not kept:
+        none = torch.empty(0, dtype=torch.int64)
+        return PackedBatch(none, none.clone(), none.clone(), [])
+    tokens = torch.cat(kept)
+    labels = torch.empty_like(tokens)
+    labels[:-1] = tokens[1:]
+    ends = torch.tensor([len(document) for document in kept]).cumsum(0)
+    labels[ends.to(tokens.device) - 1] = ignored
+    positions = torch.cat([torch.arange(len(d), device=tokens.device) for d in kept])
+    pieces: list[Union[int, Piece]] = [len(document) for document in kept]
+    if first_document is not None:
+        first = int64(first_document, "pack: first_document")
+        if first < 0:
+            raise InvalidArgument(f"pack: first_document = {first}, expected >= 0")
+        pieces = [Piece(first + i, 0, len(document)) for i, document in enumerate(kept)]
+    return PackedBatch(tokens, labels, positions, pieces)
+
+
+def unpack(rows: torch.Tensor, pieces: Sequence[Union[int, Piece]]) -> list[torch.Tensor]:
+    """The rows of each piece, views: the inverse of pack for whatever was computed from it."""
+    lengths = [piece[2] if isinstance(piece, tuple) else int(piece) for piece in pieces]
+    if sum(lengths) != len(rows):
+        raise InvalidArgument(f"unpack: {len(rows)} rows, expected {sum(lengths)}, as of pieces")
+    return list(torch.split(rows, lengths))

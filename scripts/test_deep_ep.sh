@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Runs DeepEP's own tests of one host, unmodified, with Waybill in its place:
+#
+#   scripts/test_deep_ep.sh CHECKOUT [RANKS [OPTION...]]
+#   scripts/test_deep_ep.sh --low-latency CHECKOUT [RANKS [OPTION...]]
+#
+# CHECKOUT is a folder with DeepEP's files (deep_ep/utils and tests): the ones that this was made for
+# are those of dd758ca. RANKS processes, a GPU each (2); OPTIONs go to the test, such as --num-tokens.
+# PYTHON names an interpreter that has waybill, built with CUDA, and torch.
+#
+# Of the test of the low-latency calls all but its timing of DeepEP's kernels is run.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+usage() {
+  sed -n '4,5s/^# */usage: /p' "$0" >&2
+  exit 2
+}
+
+name=test_intranode
+if [[ ${1:-} == --low-latency ]]; then
+  name=test_low_latency
+  export DEEP_EP_UNTIMED=1
+  shift
+fi
+(($# >= 1)) || usage
+DEEP_EP_CHECKOUT=$(realpath "$1")
+ranks=${2:-2}
+test=$DEEP_EP_CHECKOUT/tests/legacy/$name.py
+if [[ ! -f $test ]]; then
+  echo "test_deep_ep: no file $test" >&2
+  exit 2
+fi
+export DEEP_EP_CHECKOUT
+export PYTHONPATH=$PWD/tests/integrations/in_place_of_deep_ep${PYTHONPATH:+:$PYTHONPATH}
+start=$SECONDS
+"${PYTHON:-python3}" "$test" --num-processes "$ranks" "${@:3}"
+echo "test_deep_ep: $name with $ranks ranks: passed ($((SECONDS - start)) s)"

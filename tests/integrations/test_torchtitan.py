@@ -1,0 +1,156 @@
+"""Waybill's token dispatcher in torchtitan's own MoE, beside torchtitan's all_to_all."""
+
+from dataclasses import dataclass
+
+import pytest
+import ranks
+import torch
+from torchtitan.config import Configurable, OverrideConfig
+from torchtitan.config.override import apply_overrides
+from torchtitan.distributed.utils import set_spmd_backend
+from torchtitan.models.common.feed_forward import FeedForward
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+from waybill.integrations import torchtitan as ours
+
+DIM, HIDDEN, EXPERTS, TOPK, BATCH, LENGTH = 32, 64, 8, 2, 2, 24
+
+
+def linear(inside, outside):
+    return Linear.Config(in_features=inside, out_features=outside)
+
+
+@dataclass(kw_only=True, slots=True)
+class Model(Configurable.Config):
+    """What an override looks through, as the trainer's config is."""
+
+    first: MoE.Config
+    second: MoE.Config
+
+
+def layer_config(**router):
+    return MoE.Config(
+        num_experts=EXPERTS,
+        load_balance_coeff=None,
+        routed_experts=RoutedExperts.Config(
+            inner_experts=GroupedExperts.Config(dim=DIM, hidden_dim=HIDDEN, num_experts=EXPERTS),
+            token_dispatcher=AllToAllTokenDispatcher.Config(num_experts=EXPERTS, top_k=TOPK),
+        ),
+        router=TokenChoiceTopKRouter.Config(
+            num_experts=EXPERTS, gate=linear(DIM, EXPERTS), top_k=TOPK, **router
+        ),
+        shared_experts=FeedForward.Config(
+            w1=linear(DIM, HIDDEN), w2=linear(HIDDEN, DIM), w3=linear(DIM, HIDDEN)
+        ),
+    )
+
+
+def configs(imports):
+    model = Model(first=layer_config(), second=layer_config(score_func="softmax"))
+    lines = apply_overrides(OverrideConfig(imports=imports), model)
+    return model, lines
+
+
+class Net(torch.nn.Module):
+    """Two layers of experts of which each rank has its own."""
+
+    def __init__(self, config, mesh):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([config.first.build(), config.second.build()])
+        rank, size = mesh.get_local_rank(), EXPERTS // mesh.size()
+        draws = torch.Generator().manual_seed(5)
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter, std=0.1, generator=draws)
+        for layer in self.layers:
+            experts = layer.routed_experts.inner_experts
+            for name, whole in list(experts.named_parameters()):
+                own = whole.detach()[rank * size : (rank + 1) * size].clone()
+                setattr(experts, name, torch.nn.Parameter(own))
+            layer.routed_experts.token_dispatcher.wire_meshes(ep_mesh=mesh)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def train(rank, imports, world_size, lengths=(LENGTH,) * 4):
+    """Losses of some steps; gradients of the first, of what all ranks have and of experts."""
+    set_spmd_backend("default")
+    mesh = torch.distributed.init_device_mesh("cpu", (world_size,), mesh_dim_names=("ep",))
+    config, _ = configs(imports)
+    net = Net(config, mesh)
+    kinds = {type(layer.routed_experts.token_dispatcher) for layer in net.layers}
+    assert kinds == {ours.WaybillTokenDispatcher if imports else AllToAllTokenDispatcher}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    losses, gradients = [], []
+    for length in lengths:
+        draws = torch.Generator().manual_seed(rank)
+        x = torch.randn(BATCH, length, DIM, generator=draws, requires_grad=True)
+        goal = torch.randn(BATCH, length, DIM, generator=draws)
+        loss = (net(x) - goal).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        if not gradients:
+            gradients = [x.grad, *(p.grad for p in net.parameters())]
+            gradients = [g.clone().numpy() for g in gradients]
+        for p in net.parameters():
+            if p.shape[0] != EXPERTS // world_size:  # the same on all ranks
+                torch.distributed.all_reduce(p.grad, torch.distributed.ReduceOp.AVG)
+        optimizer.step()
+        losses.append(float(loss))
+    return losses, gradients
+
+
+OURS = ["waybill.integrations.torchtitan.waybill_dispatcher"]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_model_trains_as_with_all_to_all(world_size):
+    mine, theirs = (
+        ranks.run(world_size, lambda rank, imports=imports: train(rank, imports, world_size))
+        for imports in (OURS, [])
+    )
+    for (losses, gradients), (want, want_gradients) in zip(mine, theirs):
+        torch.testing.assert_close(losses, want, rtol=1e-5, atol=0)
+        for got, expected in zip(gradients, want_gradients):
+            got, expected = map(torch.from_numpy, (got, expected))
+            torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-4)  # experts are bfloat16
+        assert losses[-1] < losses[0]
+
+
+def test_longer_batches_later():
+    lengths = (6, 24, 12, 48)
+    mine, theirs = (
+        ranks.run(2, lambda rank, imports=imports: train(rank, imports, 2, lengths))
+        for imports in (OURS, [])
+    )
+    for (losses, _), (want, _) in zip(mine, theirs):
+        torch.testing.assert_close(losses, want, rtol=1e-5, atol=0)
+
+
+def test_settings_come_with_the_override():
+    imports = [(OURS[0], {"num_max_tokens_per_rank": 64})]
+    model, lines = configs(imports)
+    for layer in (model.first, model.second):
+        dispatcher = layer.routed_experts.token_dispatcher
+        assert isinstance(dispatcher, ours.WaybillTokenDispatcher.Config)
+        assert (dispatcher.num_max_tokens_per_rank, dispatcher.top_k) == (64, TOPK)
+    assert len(lines) >= 2
+
+
+def test_without_a_mesh_tokens_stay():
+    """One rank: torchtitan's own way."""
+
+    def moe(imports):
+        config, _ = configs(imports)
+        layer = config.first.build()
+        draws = torch.Generator().manual_seed(3)
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter, std=0.1, generator=draws)
+        x = torch.randn(BATCH, LENGTH, DIM, generator=draws)
+        return layer(x)
+
+    assert torch.equal(moe(OURS), moe([]))

@@ -1,0 +1,117 @@
+"""Kernels by themselves: the same sequences, with and without gaps."""
+
+import pytest
+from packed import attention
+
+torch = pytest.importorskip("torch")
+wt = pytest.importorskip("waybill.torch")
+
+# (queries, keys) of each sequence
+PLAIN = [(5, 5), (200, 300), (1, 140), (7, 7)]
+GAPS = [(9, 0), (5, 5), (200, 300), (0, 33), (1, 140), (3, 0), (0, 2)]
+MASKS = [{}, {"window": 6}, {"mask": "full"}]
+CPU_KERNELS = ["dot_product", "flex"]
+GPU_KERNELS = ["varlen", "flash_attn", "flash_attn_3", "flex", "dot_product"]
+
+
+def kernel_named(name, device):
+    try:
+        return wt.kernels.choose_kernel(name, torch.device(device), "test")
+    except wt.Unsupported as error:
+        pytest.skip(str(error))
+
+
+def inputs(lengths, shape, device):
+    generator = torch.Generator().manual_seed(0)
+    q_rows, k_rows = (sum(pair[i] for pair in lengths) for i in range(2))
+    sizes = (
+        (q_rows, shape.heads, shape.head_dim), (k_rows, shape.kv_heads, shape.head_dim),
+        (k_rows, shape.kv_heads, shape.v_head_dim),
+    )  # fmt: skip
+    return [torch.randn(*s, generator=generator).to(device, shape.dtype) for s in sizes]
+
+
+def plain(q, k, v, lengths, shape):
+    """In float64, one sequence after the other."""
+    outs, lses = [], []
+    for q_, k_, v_ in zip(
+        q.split([a for a, _ in lengths]), k.split([b for _, b in lengths]),
+        v.split([b for _, b in lengths]),
+    ):  # fmt: skip
+        if len(k_) == 0 or len(q_) == 0:
+            outs.append(q_.new_zeros(len(q_), shape.heads, shape.v_head_dim))
+            lses.append(q_.new_full((len(q_), shape.heads), float("inf")))
+            continue
+        longer = torch.cat([q_.new_zeros(len(k_) - len(q_), *q_.shape[1:]), q_])
+        out, lse = attention(longer, k_, v_, shape.mask, shape.window, shape.scale)
+        outs.append(out[len(k_) - len(q_) :])
+        lses.append(lse[len(k_) - len(q_) :])
+    return torch.cat(outs), torch.cat(lses)
+
+
+def compare(name, lengths, device, dtype, tolerance, head_dims=(32, 32), backward=True, **mask):
+    kernel = kernel_named(name, device)
+    shape = wt.BatchPlanner(1, 4, 2, *head_dims, dtype=dtype, **mask).shape
+    kernel.check(shape, torch.device(device), "test")
+    q, k, v = inputs(lengths, shape, device)
+    sequences = wt.kernels.Sequences.of([a for a, _ in lengths], [b for _, b in lengths], device)
+    out, lse = kernel.forward(q, k, v, sequences, shape, True)
+    wide = [t.cpu().double().requires_grad_() for t in (q, k, v)]
+    expected, expected_lse = plain(*wide, lengths, shape)
+    close = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(out.cpu().double(), expected.detach(), **close)
+    met = expected_lse.isfinite()
+    got = lse.t().cpu().double()
+    torch.testing.assert_close(got[met], expected_lse.detach()[met], **close)
+    if not backward:
+        return
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    grads = kernel.backward(weights.to(device), q, k, v, out, lse, sequences, shape)
+    for got, want in zip(grads, torch.autograd.grad(expected, wide, weights.double())):
+        torch.testing.assert_close(got.cpu().double(), want, **close)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("lengths", [PLAIN, GAPS])
+@pytest.mark.parametrize("name", CPU_KERNELS)
+def test_on_the_cpu(name, lengths, mask):
+    compare(name, lengths, "cpu", torch.float32, 1e-4, backward=name != "flex", **mask)
+
+
+def test_heads_of_v_may_be_smaller():
+    compare("dot_product", PLAIN, "cpu", torch.float32, 1e-4, (24, 16))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("lengths", [PLAIN, GAPS])
+@pytest.mark.parametrize("name", GPU_KERNELS)
+def test_on_a_gpu(name, lengths, mask):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    compare(name, lengths, "cuda", torch.bfloat16, 0.06, (64, 64), **mask)
+
+
+@pytest.mark.parametrize("name", ["varlen", "flash_attn", "flash_attn_3"])
+def test_heads_of_v_may_be_smaller_on_a_gpu(name):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    compare(name, GAPS, "cuda", torch.bfloat16, 0.06, (192, 128))
+
+
+def test_a_block_mask_of_ranges_that_overlap():
+    """Two sequences of queries that meet the same keys, as cu_seqlens cannot say."""
+    from waybill.torch.kernels.flex import block_mask
+
+    shape = wt.BatchPlanner(1, 2, 2, 16, dtype=torch.float32).shape
+    q_begin, q_len, k_begin, k_len = [0, 100], [100, 200], [50, 50], [150, 350]
+    mask = block_mask(q_begin, q_len, k_begin, k_len, 300, 400, shape, "cpu")
+    visible = torch.zeros(300, 400, dtype=torch.bool)
+    for begin, rows, first, keys in zip(q_begin, q_len, k_begin, k_len):
+        seen = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
+        visible[begin : begin + rows, first : first + keys] = seen
+    rows, keys = torch.meshgrid(torch.arange(300), torch.arange(400), indexing="ij")
+    assert torch.equal(mask.mask_mod(0, 0, rows, keys), visible)
+    met = torch.nn.functional.pad(visible, (0, 512 - 400, 0, 384 - 300))
+    met = met.unflatten(1, (4, 128)).unflatten(0, (3, 128)).any(3).any(1)
+    assert torch.equal(mask.to_dense()[0, 0].bool(), met)

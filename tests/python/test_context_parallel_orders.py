@@ -1,0 +1,131 @@
+"""Several microbatches in flight, checkpoints, autocast: each uses its forward's plan."""
+
+import pytest
+from packed import close, leaves_of, module, pieces_in_order, pieces_zigzag, tensors_of, whole
+
+torch = pytest.importorskip("torch")
+wt = pytest.importorskip("waybill.torch")
+checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
+
+BATCHES = [
+    pieces_in_order([70, 9, 33], 2),
+    [[(0, 0, 12)], [(1, 0, 80)]],
+    pieces_zigzag([64, 30], 2),
+    [[(0, 0, 20)], [(1, 0, 20)]],  # nothing moves
+    [[(0, 0, 50)], []],
+]
+
+
+def in_flight(order, wrap=None):
+    """Runs forward (f) and backward (b) of microbatches in an order; their gradients."""
+    tensors = [tensors_of(pieces, 2, 1, 8, 8, i) for i, pieces in enumerate(BATCHES)]
+
+    def body(world):
+        attend = module(world)
+        inputs = [leaves_of(batch[world.rank]) for batch in tensors]
+        waiting, done = {}, {}
+        for step in order:
+            i = int(step[1])
+            if step[0] == "f":
+                plan = attend.plan(attend.gather(BATCHES[i][world.rank]))
+                call = attend if wrap is None else wrap(attend)
+                out = call(plan, *inputs[i])
+                waiting[i] = (out * tensors[i][world.rank][3]).sum()
+                done[i] = out.detach()
+            else:
+                waiting.pop(i).backward()
+        return [(done[i], *(t.grad for t in inputs[i])) for i in range(len(BATCHES))]
+
+    for rank, got in enumerate(wt.run_threads(2, body)):
+        for i, pieces in enumerate(BATCHES):
+            close(got[i], whole(pieces, tensors[i])[rank][:4])
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "f0 b0 f1 b1 f2 b2 f3 b3 f4 b4",
+        "f0 f1 f2 f3 f4 b0 b1 b2 b3 b4",
+        "f0 f1 f2 f3 f4 b4 b3 b2 b1 b0",
+        "f0 f1 b0 f2 b1 f3 b2 f4 b3 b4",  # 1F1B
+    ],
+)
+def test_orders(order):
+    in_flight(order.split())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    "order", ["f0 b0 f1 b1 f2 b2 f3 b3 f4 b4", "f0 f1 b0 f2 b1 f3 b2 f4 b3 b4"]
+)
+def test_checkpoints(order, reentrant):
+    def wrap(attend):
+        return lambda plan, *qkv: checkpoint(attend, plan, *qkv, use_reentrant=reentrant)
+
+    in_flight(order.split(), wrap)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_of_one_plan_under_checkpoints(reentrant):
+    """A block is computed again where backward comes to it; the other layer's calls lie between."""
+    pieces = pieces_in_order([70, 9, 33], 2)
+    tensors = tensors_of(pieces, 2, 1, 8, 8)
+
+    def block(attend, plan, q, k, v):
+        out = attend(plan, q.sin(), k * 2, v)
+        return out + q
+
+    def layers(world, with_checkpoint):
+        attend = module(world)
+        plan = attend.plan(pieces)
+        q, k, v = leaves_of(tensors[world.rank])
+        hidden = q
+        for _ in range(3):
+            if with_checkpoint:
+                hidden = checkpoint(block, attend, plan, hidden, k, v, use_reentrant=reentrant)
+            else:
+                hidden = block(attend, plan, hidden, k, v)
+        hidden.square().sum().backward()
+        return hidden.detach(), q.grad, k.grad, v.grad
+
+    for got, expected in zip(
+        wt.run_threads(2, lambda w: layers(w, True)), wt.run_threads(2, lambda w: layers(w, False))
+    ):
+        close(got, expected)
+
+
+def test_two_modules_share_plans():
+    """Layers with and without a window: one world, a plan each."""
+    pieces = pieces_in_order([70, 9, 33], 2)
+    tensors = tensors_of(pieces, 2, 1, 8, 8)
+
+    def body(world):
+        causal, windowed = module(world), module(world, window=5)
+        plans = causal.plan(pieces), windowed.plan(pieces)
+        q, k, v = leaves_of(tensors[world.rank])
+        first, second = causal(plans[0], q, k, v), windowed(plans[1], q, k, v)
+        ((first - second) * tensors[world.rank][3]).sum().backward()
+        return first.detach() - second.detach(), q.grad, k.grad, v.grad
+
+    full, short = whole(pieces, tensors), whole(pieces, tensors, window=5)
+    for rank, got in enumerate(wt.run_threads(2, body)):
+        close(got, [a - b for a, b in zip(full[rank][:4], short[rank])])
+
+
+def test_autocast_casts_to_the_modules_dtype():
+    pieces = pieces_in_order([70, 9, 33], 2)
+    tensors = tensors_of(pieces, 2, 1, 8, 8, dtype=torch.float32)
+
+    def body(world):
+        attend = module(world, dtype=torch.bfloat16)
+        q, k, v = leaves_of(tensors[world.rank])
+        with torch.autocast("cpu", torch.bfloat16):
+            out = attend(attend.plan(pieces), q, k, v)
+        assert out.dtype == torch.bfloat16
+        (out.float() * tensors[world.rank][3]).sum().backward()
+        assert q.grad.dtype == torch.float32
+        return out.detach().double(), q.grad.double(), k.grad.double(), v.grad.double()
+
+    wide = [[t.double() for t in mine] for mine in tensors]
+    for rank, got in enumerate(wt.run_threads(2, body)):
+        close(got, whole(pieces, wide)[rank][:4], 0.06)
