@@ -36,7 +36,8 @@ from attention_ways import WAYS, ByHand, draw, held_pieces, kernel_of
 from torch import distributed
 
 import waybill.torch as waybill
-from waybill.torch._context_parallel_step import Beside, home_calls
+from waybill.torch._context_parallel_step import Beside
+from waybill.torch._context_parallel_tables import home_calls
 
 MODULES = {
     "waybill": {"in_place": True},

@@ -112,8 +112,8 @@ QkvPlan plan_pieces(std::span<const std::vector<DocumentRange>> rank_pieces,
                     const PlannerOptions& options) {
   options.check("plan_pieces");
   require(options.max_tokens_per_rank == 0 && options.byte_weight == 0,
-          "plan_pieces: max_tokens_per_rank = ", options.max_tokens_per_rank, ", byte_weight = ",
-          options.byte_weight, ", expected 0: plans of pieces have no figures");
+          "plan_pieces: max_tokens_per_rank = ", options.max_tokens_per_rank,
+          ", byte_weight = ", options.byte_weight, ", expected 0: plans of pieces have no figures");
   detail::HomeLayout home;
   detail::lay_out(rank_pieces, options, home);
   detail::Balancer balancer;

@@ -90,11 +90,11 @@ class RunFinder {
                      });
     const std::size_t before = staying.size();
     for (QueryRun& run : candidates_) {
-      const bool overlaps = std::any_of(
-          staying.begin() + static_cast<std::ptrdiff_t>(before), staying.end(),
-          [&](const QueryRun& other) {
-            return run.kv_first <= other.kv_last && other.kv_first <= run.kv_last;
-          });
+      const bool overlaps =
+          std::any_of(staying.begin() + static_cast<std::ptrdiff_t>(before), staying.end(),
+                      [&](const QueryRun& other) {
+                        return run.kv_first <= other.kv_last && other.kv_first <= run.kv_last;
+                      });
       if (overlaps) continue;
       run.q_row = homes_.begin[shard(run.first)];
       run.kv_row = homes_.begin[shard(run.kv_first)];
@@ -108,8 +108,9 @@ class RunFinder {
     block_.assign(to_size(num_), 0);
     for (std::int32_t p = 1; p < num_; ++p) {
       const std::size_t before = shard(p - 1);
-      const bool adjacent = homes_.rank[before] == homes_.rank[shard(p)] &&
-                            homes_.begin[before] + plan_.shard_len[before] == homes_.begin[shard(p)];
+      const bool adjacent =
+          homes_.rank[before] == homes_.rank[shard(p)] &&
+          homes_.begin[before] + plan_.shard_len[before] == homes_.begin[shard(p)];
       block_[to_size(p)] = adjacent ? block_[to_size(p - 1)] : p;
     }
   }

@@ -70,11 +70,9 @@ Names rows_of(const std::vector<RowRange>& ranges, const Names& all) {
 void check_sequence(const QkvPlan& plan, const VarlenSequence& s, const Names& q, const Names& kv) {
   ASSERT_GT(s.q_len, 0);
   const std::int64_t first = kv.at(to_size(s.kv_begin));
-  for (std::int64_t i = 0; i < s.kv_len; ++i)
-    ASSERT_EQ(kv.at(to_size(s.kv_begin + i)), first + i);
+  for (std::int64_t i = 0; i < s.kv_len; ++i) ASSERT_EQ(kv.at(to_size(s.kv_begin + i)), first + i);
   const std::int64_t query = q.at(to_size(s.q_begin));
-  for (std::int64_t i = 0; i < s.q_len; ++i)
-    ASSERT_EQ(q.at(to_size(s.q_begin + i)), query + i);
+  for (std::int64_t i = 0; i < s.q_len; ++i) ASSERT_EQ(q.at(to_size(s.q_begin + i)), query + i);
   const std::int64_t doc = query >> 32;
   EXPECT_EQ(first >> 32, doc);
   std::int64_t position = doc << 32;

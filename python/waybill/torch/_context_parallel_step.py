@@ -3,60 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Optional, Tuple
 
-import numpy as np
 import torch
 
 from .._dispatcher import ReadyPlan, TensorFormat
+from ..errors import InvalidArgument
 from ..sparse import SparseMetadata
+from ._context_parallel_tables import Rows, formats_of, home_calls
+from ._ranges import named
+from ._tensors import require_tensor
 from .batch_plan import BatchPlan
 from .kernels import AttentionKernel, AttentionShape, Sequences
 from .sequence_dispatcher import SequenceDispatcher
 
-_MOST_SLICES = 4  # with more ranges of rows, one operation with their numbers
-
-
-class Rows:
-    """Ranges of a rank's rows, which stand one behind the other in another tensor."""
-
-    def __init__(self, table: Any, device: torch.device) -> None:
-        self.ranges = [(int(begin), int(rows)) for begin, rows in table.reshape(-1, 2).tolist()]
-        self.count = sum(rows for _, rows in self.ranges)
-        self._numbers: Optional[torch.Tensor] = None
-        if len(self.ranges) > _MOST_SLICES:
-            numbers = np.concatenate([np.arange(b, b + n) for b, n in self.ranges])
-            self._numbers = on_device(torch.from_numpy(numbers), device)
-
-    def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Puts the rows of ``source`` to their places."""
-        if self._numbers is not None:
-            target.index_copy_(0, self._numbers, source)
-            return
-        at = 0
-        for begin, rows in self.ranges:
-            target[begin : begin + rows].copy_(source[at : at + rows])
-            at += rows
-
-    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Adds them to what is there, in the wider of the two dtypes, rounded once."""
-        if self._numbers is not None:
-            sums = target.index_select(0, self._numbers) + source
-            target.index_copy_(0, self._numbers, sums.to(target.dtype))
-            return
-        at = 0
-        for begin, rows in self.ranges:
-            target[begin : begin + rows].add_(source[at : at + rows])
-            at += rows
-
-
-class HomeCall(NamedTuple):
-    """One call of the kernel on a rank's own rows."""
-
-    q: slice
-    kv: slice
-    sequences: Sequences
+WHO = "ContextParallelAttention"
 
 
 class Saved(NamedTuple):
@@ -100,13 +62,15 @@ class Beside:
 
 
 class RankStep:
-    """The tables of one plan on one rank. Collective where the windows must grow."""
+    """The tables of one plan on one rank. Collective where the windows must grow. Does not hold the
+    plan, with which it goes.
+    """
 
     def __init__(
         self, plan: BatchPlan, dispatcher: SequenceDispatcher, kernel: AttentionKernel,
         beside: Beside,
     ) -> None:  # fmt: skip
-        self.plan, self.dispatcher, self.kernel, self.beside = plan, dispatcher, kernel, beside
+        self.dispatcher, self.kernel, self.beside = dispatcher, kernel, beside
         self.shape = shape = plan.planner.shape
         rank = dispatcher.world.rank
         self.device = torch.device(dispatcher.world.device)
@@ -142,12 +106,46 @@ class RankStep:
             self._there, self._out_home, self._grad_there, self._dq_home, self._sums
         )
 
+    def checked(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, casts: Callable[[], bool]
+    ) -> list[torch.Tensor]:
+        """The tensors of a call, which fit the plan; cast where ``casts`` says so."""
+        shape = self.shape
+        heads = (shape.heads, shape.kv_heads, shape.kv_heads)
+        sizes = (shape.head_dim, shape.head_dim, shape.v_head_dim)
+        at = f"on rank {self.dispatcher.world.rank}"
+        checked = []
+        for name, tensor, n, size in zip("qkv", (q, k, v), heads, sizes):
+            require_tensor(tensor, f"{WHO}: {name}")
+            if tensor.device != self.device:
+                raise InvalidArgument(
+                    f"{WHO}: {name} lies on {tensor.device}, expected {self.device} {at}"
+                )
+            if tuple(tensor.shape) != (self.rows, n, size):
+                raise InvalidArgument(
+                    f"{WHO}: {name} has shape {list(tensor.shape)}, expected"
+                    f" [{self.rows}, {n}, {size}], as the plan has it {at}"
+                )
+            if tensor.dtype != shape.dtype and casts():
+                tensor = tensor.to(shape.dtype)
+            if tensor.dtype != shape.dtype:
+                raise InvalidArgument(
+                    f"{WHO}: {name} has dtype {tensor.dtype}, expected {shape.dtype} {at}"
+                )
+            checked.append(adjacent_rows(tensor))
+        return checked
+
+    @property
+    def arrived_rows(self) -> Tuple[int, int]:
+        """Rows of Q, and of K and V, that come from elsewhere."""
+        if self.arrived is None:
+            return 0, 0
+        return sum(self.arrived.q_lens), sum(self.arrived.k_lens)
+
     def _move(
         self, plan: ReadyPlan, tensors: Sequence[torch.Tensor], of_dispatch: int = 0
     ) -> Tuple[torch.Tensor, ...]:
-        return self.dispatcher._dispatch(
-            "ContextParallelAttention", lambda t: f"tensors[{t}]", plan, tensors, of_dispatch
-        )
+        return self.dispatcher._dispatch(WHO, lambda t: f"tensors[{t}]", plan, tensors, of_dispatch)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool, want_lse: bool
@@ -158,12 +156,13 @@ class RankStep:
         number, back, there = 0, [], self._nothing(q)
         lse: Optional[torch.Tensor]
         if self.moves:
-            with self.beside.run():
+            with self.beside.run(), named("forward of rows that travel", self.device):
                 views = self._move(self._there, (q, k, v))
                 number = self.dispatcher.last_dispatch
                 there, lse = self._attend_there(views, keep, want_lse)
                 back = self._send_back(there.out, lse, want_lse)
-        out, home_lse = self._attend_home(q, k, v, want_lse)
+        with named("forward in place", self.device):
+            out, home_lse = self._attend_home(q, k, v, want_lse)
         if self.moves:
             self.beside.join()
             self.q_rows.write(out, back[0])
@@ -231,7 +230,7 @@ class RankStep:
         back: Tuple[torch.Tensor, ...] = ()
         sums: Tuple[torch.Tensor, ...] = ()
         if self.moves:
-            with self.beside.run():
+            with self.beside.run(), named("backward of rows that travel", self.device):
                 (there,) = self._move(self._grad_there, (grad,), number)
                 found = self._gradients_there(there, saved)
                 if needs[1]:
@@ -240,7 +239,8 @@ class RankStep:
                     )
                 if needs[0]:
                     back = self._move(self._dq_home, (found[0],), number)
-        dq, dk, dv = self._gradients_home(grad, q, k, v, out, saved.home_lse)
+        with named("backward in place", self.device):
+            dq, dk, dv = self._gradients_home(grad, q, k, v, out, saved.home_lse)
         if self.moves:
             self.beside.join()
             if needs[0]:
@@ -279,64 +279,11 @@ class RankStep:
         return dq, dk, dv
 
 
-def home_calls(table: Any, rows: int, takes_gaps: bool, device: torch.device) -> list[HomeCall]:
-    """Calls for sequences in a rank's own rows: one, with sequences that lack queries or keys where
-    rows lie between, or one for each run of sequences without a gap.
-    """
-    runs: list[Any] = []
-    for q, q_len, kv, kv_len in table.tolist():
-        if runs and runs[-1][-1][0] + runs[-1][-1][1] == q and sum(runs[-1][-1][2:]) == kv:
-            runs[-1].append((q, q_len, kv, kv_len))
-        else:
-            runs.append([(q, q_len, kv, kv_len)])
-    if takes_gaps and runs:
-        return [_with_gaps(table.tolist(), rows, device)]
-    calls = []
-    for run in runs:
-        q, kv = run[0][0], run[0][2]
-        q_end, kv_end = run[-1][0] + run[-1][1], run[-1][2] + run[-1][3]
-        lengths = Sequences.of([s[1] for s in run], [s[3] for s in run], device)
-        calls.append(HomeCall(slice(q, q_end), slice(kv, kv_end), lengths))
-    return calls
-
-
-def _with_gaps(table: list[Any], rows: int, device: torch.device) -> HomeCall:
-    q_lens: list[int] = []
-    k_lens: list[int] = []
-    q_at = kv_at = 0
-    most = max(max(q_len, kv_len) for _, q_len, _, kv_len in table)
-
-    def gap(q_len: int, kv_len: int) -> None:
-        # No longer than what is attended to: kernels launch blocks for the longest sequence.
-        for lens, others, length in ((q_lens, k_lens, q_len), (k_lens, q_lens, kv_len)):
-            for begin in range(0, length, most):
-                lens.append(min(most, length - begin))
-                others.append(0)
-
-    for q, q_len, kv, kv_len in table:
-        gap(q - q_at, kv - kv_at)
-        q_lens.append(q_len)
-        k_lens.append(kv_len)
-        q_at, kv_at = q + q_len, kv + kv_len
-    gap(rows - q_at, rows - kv_at)
-    return HomeCall(slice(0, rows), slice(0, rows), Sequences.of(q_lens, k_lens, device))
-
-
-def formats_of(shape: AttentionShape) -> Tuple[TensorFormat, ...]:
-    """Of q, k, v and the output."""
-    return (
-        TensorFormat(shape.dtype, (shape.heads, shape.head_dim)),
-        TensorFormat(shape.dtype, (shape.kv_heads, shape.head_dim)),
-        TensorFormat(shape.dtype, (shape.kv_heads, shape.v_head_dim)),
-        TensorFormat(shape.dtype, (shape.heads, shape.v_head_dim)),
-    )
-
-
-def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of a small table of the host, which does not wait for the device."""
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+def adjacent_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Slices of a common projection go as they are; rows must have adjacent elements."""
+    if tensor.shape[0] > 0 and not tensor[0].is_contiguous():
+        return tensor.contiguous()
+    return tensor
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

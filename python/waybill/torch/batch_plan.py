@@ -59,7 +59,7 @@ class BatchPlanner(Unchanging):
         head_dim: int = 128,
         v_head_dim: Optional[int] = None,
         *,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: Union[str, torch.dtype] = "bfloat16",
         mask: str = "causal",
         window: Optional[int] = None,
         scale: Optional[float] = None,
@@ -79,7 +79,7 @@ class BatchPlanner(Unchanging):
             "world_size": self.world_size, "tokens_per_rank": 0,
             "q_hidden": shape.heads * (shape.head_dim + shape.v_head_dim) // 2,
             "kv_hidden": max(1, shape.kv_heads * (shape.head_dim + shape.v_head_dim) // 2),
-            "dtype": dtype_name(dtype), "mask": mask, "window": window or 0,
+            "dtype": dtype_name(shape.dtype), "mask": mask, "window": window or 0,
             "max_tokens_per_rank": 0, "relay": False, "per_query": True,
             "block_tokens": _least(block_tokens, 1, "block_tokens", who),
             "ranks_per_node": max(8, self.world_size), "imbalance_target": float(imbalance_target),
@@ -264,7 +264,8 @@ def _shape(
         )
     head_dim = _least(head_dim, 1, "head_dim", who)
     v_head_dim = head_dim if v_head_dim is None else _least(v_head_dim, 1, "v_head_dim", who)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise InvalidArgument(f"{who}: dtype = {dtype!r}, expected one of torch, of floats")
     if mask not in ("causal", "full"):
         raise InvalidArgument(f'{who}: mask = {mask!r}, expected "causal" or "full"')
@@ -275,7 +276,7 @@ def _shape(
     scale = head_dim**-0.5 if scale is None else float(scale)
     if not scale > 0:
         raise InvalidArgument(f"{who}: scale = {scale}, expected > 0")
-    return AttentionShape(heads, kv_heads, head_dim, v_head_dim, dtype, mask, window, scale)
+    return AttentionShape(heads, kv_heads, head_dim, v_head_dim, found, mask, window, scale)
 
 
 def _least(value: Any, least: int, name: str, who: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional, Tuple
@@ -88,10 +89,11 @@ class AttentionKernel:
         out: torch.Tensor, lse: Optional[torch.Tensor], sequences: Sequences, shape: AttentionShape,
     ) -> Gradients:  # fmt: skip
         """Gradients of q, k and v, each a tensor of its own."""
-        with torch.enable_grad():
+        with _known_to_autograd(), torch.enable_grad():
             leaves = [t.detach().requires_grad_() for t in (q, k, v)]
             again, _ = self.forward(leaves[0], leaves[1], leaves[2], sequences, shape, False)
-        dq, dk, dv = torch.autograd.grad(again, leaves, grad.contiguous(), materialize_grads=True)
+            grad = grad.contiguous()
+            dq, dk, dv = torch.autograd.grad(again, leaves, grad, materialize_grads=True)
         return dq, dk, dv
 
     def __repr__(self) -> str:
@@ -123,6 +125,23 @@ class FunctionKernel(AttentionKernel):
 
     def __repr__(self) -> str:
         return f"FunctionKernel({self.function!r})"
+
+
+def _known_to_autograd() -> contextlib.AbstractContextManager[Any]:
+    """Inside an operation of torch.library autograd does not look: here it does again."""
+    core: Any = torch._C
+    names = ("_ForceDispatchKeyGuard", "_dispatch_tls_local_exclude_set")
+    if not all(hasattr(core, name) for name in names):
+        return contextlib.nullcontext()
+    excluded = core._dispatch_tls_local_exclude_set()
+    for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        key = getattr(core.DispatchKey, name, None)
+        if key is not None and excluded.has(key):
+            excluded = excluded.remove(key)
+    guard: contextlib.AbstractContextManager[Any] = core._ForceDispatchKeyGuard(
+        core._dispatch_tls_local_include_set(), excluded
+    )
+    return guard
 
 
 def refuse_wide_heads(shape: AttentionShape, most: int, kernel: str, who: str) -> None:
