@@ -115,7 +115,9 @@ function(waybill_add_module name)
   waybill_target_defaults(${target})
   target_sources(${target} PUBLIC FILE_SET HEADERS BASE_DIRS ${include_dir} FILES ${module_HEADERS})
   target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/src)
-  waybill_join_sources(${target} ${PROJECT_SOURCE_DIR}/src)
+  if(NOT target STREQUAL "waybill_cuda")  # nvcc takes far longer than what joining would save
+    waybill_join_sources(${target} ${PROJECT_SOURCE_DIR}/src)
+  endif()
   target_link_libraries(${target} PUBLIC ${module_DEPENDS})
   set_target_properties(
     ${target} PROPERTIES EXPORT_NAME ${name} POSITION_INDEPENDENT_CODE ON

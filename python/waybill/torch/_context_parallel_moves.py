@@ -73,7 +73,7 @@ class Moves:
             WHO, lambda t: f"tensors[{t}]", plan, tensors, of_dispatch
         )
 
-    def _part(self, name: str, *formats: TensorFormat) -> Tuple[Any, ...]:
+    def _part(self, name: Any, *formats: Any) -> Tuple[Any, ...]:
         return (SparseMetadata._wrap(getattr(self._routing, name)), *formats)
 
     def _ready(self, *parts: Any, gradient: bool = False) -> ReadyPlan:
@@ -98,10 +98,10 @@ class Moves:
             return self._ready(self._part("fwd_q", self._q), self._part("fwd_kv", self._k, self._v))
         if name == "sums":
             return self._ready(self._part("sum_kv", self._k, self._v), gradient=True)
-        parts = {
+        table, *formats = {
             "out": ("rev_q", self._out),
             "out and lse": ("rev_q", self._out, self._lse),
             "grad": ("fwd_q", self._out),
             "dq": ("rev_q", self._q),
-        }
-        return self._ready(self._part(*parts[name]))
+        }[name]
+        return self._ready(self._part(table, *formats))
