@@ -121,9 +121,9 @@ def test_rows_that_stay_are_not_dispatched():
 
 def test_in_place_or_through_the_window():
     def body(world):
-        few, many = [[30, 10], [12]], [[5000, 10], [12]]
+        few, many, long = [[30, 10], [12]], [[700] * 8, [500] * 12], [[9000, 10], [12]]
         automatic, always, never = (module(world, in_place=w) for w in ("auto", True, False))
-        assert not automatic.plan(few).in_place and automatic.plan(many).in_place
+        assert [automatic.plan(p).in_place for p in (few, many, long)] == [False, True, False]
         assert always.plan(few).in_place and not never.plan(many).in_place
         home, came = never.varlen(never.plan(few))
         assert home is None and len(came) >= 1

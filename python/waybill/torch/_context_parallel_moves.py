@@ -56,6 +56,11 @@ class Moves:
             self._plan("sums"), dk, dv, dtype=dtype, of_dispatch=number
         )
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the tables of the first dispatch are there."""
+        return "qkv" in self._plans
+
     def prepare(self) -> None:
         self._plan("qkv")
         self._plan("out")

@@ -45,6 +45,11 @@ class Beside:
             stream: Any = torch.cuda.Stream
             self._stream = stream(device, priority=-1)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether there is a second stream."""
+        return self._stream is not None
+
     def fork(self) -> None:
         if self._stream is not None:
             self._forked = torch.cuda.current_stream(self._device).record_event()
@@ -142,13 +147,20 @@ class RankStep:
         number, there = 0, self._nothing(q)
         back: Tuple[torch.Tensor, ...] = ()
         lse: Optional[torch.Tensor]
-        # First what needs no tables that are not there yet: they are made while it is computed.
+        views: Tuple[torch.Tensor, ...] = ()
         self.beside.fork()
+        # Others wait for what is sent; but the first time its tables are made while the device is
+        # busy with what stays.
+        at_once = self.moves and (self._moves.is_ready or not self.beside.overlaps)
+        if at_once:
+            with self.beside.run(), named("dispatch", self.device):
+                views, number = self._moves.there(q, k, v)
         with named("forward in place", self.device):
             out, home_lse = self._attend_home(q, k, v, want_lse)
         if self.moves:
             with self.beside.run(), named("forward of rows that travel", self.device):
-                views, number = self._moves.there(q, k, v)
+                if not at_once:
+                    views, number = self._moves.there(q, k, v)
                 there, lse = self._attend_there(views, keep, want_lse)
                 back = self._send_back(there.out, lse, want_lse)
                 if keep:
@@ -217,11 +229,13 @@ class RankStep:
         grad = grad.contiguous()
         sums: Tuple[torch.Tensor, ...] = ()
         self.beside.fork()
+        if self.moves:
+            with self.beside.run(), named("dispatch of gradients", self.device):
+                there = self._moves.grad_there(grad, number)
         with named("backward in place", self.device):
             dq, dk, dv = self._gradients_home(grad, q, k, v, out, saved.home_lse)
         if self.moves:
             with self.beside.run(), named("backward of rows that travel", self.device):
-                there = self._moves.grad_there(grad, number)
                 found = self._gradients_there(there, saved)
                 if needs[1]:
                     sums = self._moves.sums(found[1], found[2], number)
