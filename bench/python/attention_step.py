@@ -40,7 +40,7 @@ from torch import distributed
 
 import waybill.torch as waybill
 from waybill.torch._context_parallel_step import Beside
-from waybill.torch._context_parallel_tables import home_calls
+from waybill.torch._context_parallel_tables import calls_of
 
 MODULES = {
     "waybill": {},
@@ -131,13 +131,10 @@ class Bench:
         module = self.modules["waybill, one call" if one_call else "waybill, in place"]
         plan = module.plan(waybill_pieces(lengths, self.size))
         in_place, arrived, _, _ = plan.routing().rank(self.rank)
-        own, calls = self.per_rank, []
-        arrived = arrived.reshape(-1, 4)
-        if len(arrived):
-            sequences = waybill.kernels.Sequences.of(arrived[:, 1], arrived[:, 3], self.device)
-            calls.append((sequences, int(arrived[:, 1].sum()), int(arrived[:, 3].sum())))
+        own = self.per_rank
+        home, came = calls_of(in_place, arrived, own, module.kernel.takes_gaps, self.device)
+        calls = [] if came is None else [(came, sum(came.q_lens), sum(came.k_lens))]
         num_beside = 0 if one_call else len(calls)
-        home = home_calls(in_place.reshape(-1, 4), own, module.kernel.takes_gaps, self.device)
         calls += [(call.sequences, own, own) for call in home]
         parts = [(s, *self._random(rows, keys)) for s, rows, keys in calls]
         beside = self.streams[way]
@@ -238,7 +235,7 @@ class Bench:
 
 
 def waybill_pieces(lengths: list[int], size: int) -> list[list[tuple[int, int, int]]]:
-    """As packed, cut where a rank is full: rows lie as in the contiguous way. A loader would know."""
+    """As packed, cut where a rank is full, as in the contiguous way; a loader would know."""
     return _pieces(tuple(lengths), size)
 
 

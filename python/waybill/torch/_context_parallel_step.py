@@ -10,11 +10,11 @@ import torch
 
 from ..errors import InvalidArgument
 from ._context_parallel_moves import WHO, Moves
-from ._context_parallel_tables import Rows, home_calls
+from ._context_parallel_tables import Rows, calls_of
 from ._ranges import named
 from ._tensors import require_tensor
 from .batch_plan import BatchPlan
-from .kernels import AttentionKernel, Sequences
+from .kernels import AttentionKernel
 from .sequence_dispatcher import SequenceDispatcher
 
 
@@ -84,11 +84,9 @@ class RankStep:
         routing = plan.routing()
         in_place, dispatched, q_rows, kv_rows = routing.rank(rank)
         self.rows = plan.home_tokens[rank]
-        self.home = home_calls(in_place.reshape(-1, 4), self.rows, kernel.takes_gaps, self.device)
-        arrived = dispatched.reshape(-1, 4)
-        self.arrived: Optional[Sequences] = None
-        if len(arrived):
-            self.arrived = Sequences.of(arrived[:, 1], arrived[:, 3], self.device)
+        self.home, self.arrived = calls_of(
+            in_place, dispatched, self.rows, kernel.takes_gaps, self.device
+        )
         self.q_rows, self.kv_rows = Rows(q_rows, self.device), Rows(kv_rows, self.device)
         #: Whether any rank dispatches anything: else there is nothing collective.
         self.moves = bool(len(routing.fwd_q.dst_rank))
