@@ -223,6 +223,11 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
 
     def _casts(self) -> bool:
         """Whether autocast is on, to the module's dtype."""
+        if not hasattr(torch, "get_autocast_dtype"):  # before torch 2.4
+            old: Any = torch
+            if self._kind == "cuda":
+                return old.is_autocast_enabled() and old.get_autocast_gpu_dtype() == self._dtype
+            return old.is_autocast_cpu_enabled() and old.get_autocast_cpu_dtype() == self._dtype
         kind = self._kind
         return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == self._dtype
 
