@@ -3,13 +3,13 @@
 #include <algorithm>
 
 #include "console.h"
+#include "core/to_size.h"
+#include "report/format.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 #include "waybill/json/attention_plan_json.h"
 #include "waybill/json/dispatch_json.h"
 #include "waybill/json/metadata_json.h"
 #include "waybill/json/plan_json.h"
-#include "waybill/report/format.h"
 
 namespace waybill::cli {
 namespace {
@@ -109,7 +109,7 @@ void check_dense_size(const QkvPlan& plan, const QkvRouting& routing) {
                        world * static_cast<double>(most_shards) * static_cast<double>(most_copies);
   if (cells > static_cast<double>(most_cells)) {
     throw Unsupported(concat("the dense form needs about ", format_si(cells),
-                             " entries a table, at most ",
+                             " entries per table, at most ",
                              format_si(static_cast<double>(most_cells)),
                              " are written as JSON; work with the plan, which is small"));
   }

@@ -3,10 +3,10 @@
 #ifdef WAYBILL_CLI_CUDA
 #include <array>
 
+#include "cuda/gpu_self_test.h"
+#include "report/format.h"
 #include "waybill/core/wait.h"
-#include "waybill/cuda/gpu_self_test.h"
 #include "waybill/cuda/gpu_world.h"
-#include "waybill/report/format.h"
 #endif
 
 namespace waybill::cli {
@@ -59,9 +59,9 @@ bool run_gpu_demo(const QkvRouting& routing, const RowOptions& rows, int num_sms
   console.print(concat(
       "\nOn the GPUs: ", format_plural(self_test.world_size, "rank"), " on ",
       format_plural(self_test.num_gpus, "GPU"), ", ", num_sms,
-      " multiprocessors a rank. Measured now: ",
+      " multiprocessors per rank. Measured now: ",
       self_test.num_gpus > 1
-          ? concat("links ", format_fixed(self_test.link_gb_s, 0), " GB/s a GPU and direction, ")
+          ? concat("links ", format_fixed(self_test.link_gb_s, 0), " GB/s per GPU and direction, ")
           : "",
       "a copy on one GPU ", format_fixed(self_test.local_gb_s, 0), " GB/s, read and written.\n"));
   console.print(line_of({"", "over a link", "stay", "limit", "measured", "achieved", "compared"}));

@@ -2,17 +2,21 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
-#include <utility>
-#include <vector>
 
-#include "waybill/core/move_assign.h"
 #include "waybill/core/tensor_view.h"
-#include "waybill/experts/expert_memory.h"
+#include "waybill/moe/ep_config.h"
 #include "waybill/runtime/world.h"
-#include "waybill/transport/settings.h"
 
 namespace waybill {
+
+struct ExpertMemory;
+struct Setting;
+
+namespace detail {
+class LayerState;
+}
 
 /// Where a rank's rows arrive.
 struct DispatchOutputBuffers {
@@ -20,41 +24,38 @@ struct DispatchOutputBuffers {
   TensorView weights;  ///< [rows]; of compact rows [rows, topk]
 };
 
-/// The symmetric memory of a layer of experts. Collective calls; one object a rank.
+/// The symmetric memory of a layer of experts. Collective calls; one object per rank.
 class DispatchCombineContext {
  public:
   /// Collective. Windows of max_tokens * topk * capacity_factor rows, the workspace and the
   /// signals.
-  /// @param capacity_factor multiplier, as in the original
+  /// @param capacity_factor multiplier, as in Triton-distributed
   /// @throws InvalidArgument naming the field, also where the world has other sizes; on all ranks
   ///   naming a rank and what is not the same on all of them; Timeout
   [[nodiscard]] static DispatchCombineContext create(const World& world, const EPConfig& config,
                                                      std::int64_t capacity_factor = 2,
                                                      const EPDispatchOptions& options = {});
 
-  /// The same with windows of so many rows.
+  /// The same with windows of this many rows.
   [[nodiscard]] static DispatchCombineContext with_rows(const World& world, const EPConfig& config,
                                                         const EPDispatchOptions& options,
                                                         std::int64_t rows);
 
   DispatchCombineContext(DispatchCombineContext&& other) noexcept;
-  DispatchCombineContext& operator=(DispatchCombineContext&& other) noexcept {
-    detail::move_assign(*this, std::move(other));
-    return *this;
-  }
+  DispatchCombineContext& operator=(DispatchCombineContext&& other) noexcept;
   ~DispatchCombineContext();
 
   /// Collective: gives the memory back. Without it, it goes with the world. Twice does nothing.
   void finalize();
 
-  /// Collective when they must grow, that is on all ranks alike: windows of at least so many rows.
+  /// Collective when they must grow, on all ranks alike: windows of at least this many rows.
   /// What they held stays where it was until the second growth after, or finalize(). Never shrinks.
   /// @return the buffers of the next dispatch of even number
   DispatchOutputBuffers reallocate_dispatch_output_buf(std::int64_t dispatch_recv_tokens);
 
   /// Rows of the windows.
-  [[nodiscard]] std::int64_t capacity_rows() const noexcept { return memory_->capacity_rows; }
-  [[nodiscard]] bool finalized() const noexcept { return memory_->signals.local == nullptr; }
+  [[nodiscard]] std::int64_t capacity_rows() const noexcept;
+  [[nodiscard]] bool finalized() const noexcept;
   [[nodiscard]] const ExpertMemory& memory() const noexcept { return *memory_; }
   [[nodiscard]] const EPConfig& config() const noexcept { return config_; }
   [[nodiscard]] const EPDispatchOptions& options() const noexcept { return options_; }
@@ -65,7 +66,7 @@ class DispatchCombineContext {
   [[nodiscard]] TensorView combine_rows(std::uint32_t parity, std::int64_t rows) const;
 
  private:
-  friend class EPAll2AllLayer;
+  friend class detail::LayerState;
   /// @param who begins the text of errors
   /// @param more settings that ranks compare beside those of config and options
   /// @param num_rows of the windows; called when config and options are right, may throw
@@ -83,7 +84,6 @@ class DispatchCombineContext {
   EPConfig config_;
   EPDispatchOptions options_;
   std::unique_ptr<ExpertMemory> memory_;  ///< where executors know it
-  std::vector<SymmetricBuffer> retired_;  ///< outgrown; their rows may still be read
 };
 
 /// A barrier of the ranks of this rank's node, by signals that only grow.
@@ -91,11 +91,8 @@ class BarrierAllContext {
  public:
   /// Collective, of the whole world. @param is_intra_node false: the barrier is that of the world
   explicit BarrierAllContext(const World& world, bool is_intra_node = true);
-  BarrierAllContext(BarrierAllContext&&) noexcept = default;
-  BarrierAllContext& operator=(BarrierAllContext&& other) noexcept {
-    detail::move_assign(*this, std::move(other));
-    return *this;
-  }
+  BarrierAllContext(BarrierAllContext&&) noexcept;
+  BarrierAllContext& operator=(BarrierAllContext&&) noexcept;
   ~BarrierAllContext();
 
   /// Returns when all ranks of the node (or of the world) have called. @throws Timeout
@@ -105,10 +102,8 @@ class BarrierAllContext {
   void finalize();
 
  private:
-  World world_;
-  bool is_intra_node_;
-  SignalPad signals_;
-  std::uint64_t epoch_ = 0;
+  struct State;
+  std::unique_ptr<State> state_;  ///< null: moved from
 };
 
 }  // namespace waybill

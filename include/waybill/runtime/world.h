@@ -5,11 +5,12 @@
 #include <memory>
 
 #include "waybill/core/topology.h"
-#include "waybill/runtime/executor.h"
 #include "waybill/transport/bootstrap.h"
-#include "waybill/transport/transport.h"
 
 namespace waybill {
+
+class Executor;
+class Transport;
 
 /// A rank of a world: who the ranks are, how they reach each other and what does their work. A
 /// handle: copies are the same rank, and it ends with the last of them; dispatchers and layers hold
@@ -19,28 +20,24 @@ class World {
   /// For engines. @throws InvalidArgument for null.
   World(std::unique_ptr<Transport> transport, std::unique_ptr<Executor> executor);
 
-  [[nodiscard]] Rank rank() const noexcept { return engine_->transport->rank(); }
-  [[nodiscard]] const Topology& topology() const noexcept { return engine_->transport->topology(); }
+  [[nodiscard]] Rank rank() const noexcept;
+  [[nodiscard]] const Topology& topology() const noexcept;
   [[nodiscard]] std::int32_t world_size() const noexcept { return topology().world_size; }
-  [[nodiscard]] Transport& transport() const noexcept { return *engine_->transport; }
-  [[nodiscard]] Executor& executor() const noexcept { return *engine_->executor; }
+  [[nodiscard]] Transport& transport() const noexcept;
+  [[nodiscard]] Executor& executor() const noexcept;
 
   /// False once it has been moved from.
   [[nodiscard]] explicit operator bool() const noexcept { return engine_ != nullptr; }
 
   /// A number for what all ranks make together, from 1 on: as they do so in the same order, the
   /// same on all of them.
-  [[nodiscard]] std::uint64_t next_object() const noexcept { return ++engine_->num_objects; }
+  [[nodiscard]] std::uint64_t next_object() const noexcept;
 
   /// Collective. @throws Timeout
-  void barrier() const { engine_->transport->barrier("World::barrier"); }
+  void barrier() const;
 
  private:
-  struct Engine {
-    std::unique_ptr<Transport> transport;
-    std::unique_ptr<Executor> executor;  ///< goes first
-    std::uint64_t num_objects = 0;
-  };
+  struct Engine;
   std::shared_ptr<Engine> engine_;
 };
 
@@ -60,16 +57,16 @@ struct ThreadWorldOptions {
   double timeout_s = default_timeout_s;
 };
 
-/// Runs body(bootstrap) on one thread a rank and waits for all: for worlds of threads of any kind.
-/// A body that throws releases the others from what they wait for, with PeerFailed; an interrupt
-/// (check_interrupt) all of them.
+/// Runs body(bootstrap) on one thread per rank and waits for all: for worlds of threads of any
+/// kind. A body that throws releases the others from what they wait for, with PeerFailed; an
+/// interrupt (check_interrupt) all of them.
 /// @throws what a body threw: of several the first by rank that is neither PeerFailed nor Timeout,
 ///   else the first Timeout, else the first; Interrupted
 void run_ranks_as_threads(std::int32_t world_size,
                           const std::function<void(std::shared_ptr<Bootstrap>)>& body,
                           double timeout_s = default_timeout_s);
 
-/// Runs body(world) with a make_thread_world on one thread a rank and waits for all.
+/// Runs body(world) with a make_thread_world on one thread per rank and waits for all.
 /// @throws as run_ranks_as_threads
 void run_thread_world(std::int32_t world_size, const std::function<void(World&)>& body,
                       const ThreadWorldOptions& options = {});
