@@ -5,11 +5,11 @@
 #include <string>
 
 #include "plans.h"
+#include "schedule/sequence_plan.h"
 #include "waybill/json/length_distribution_json.h"
 #include "waybill/routing/document_plan.h"
 #include "waybill/routing/length_distribution.h"
 #include "waybill/routing/qkv_routing.h"
-#include "waybill/schedule/sequence_plan.h"
 
 namespace waybill::bench {
 namespace {
@@ -29,7 +29,7 @@ QkvRouting routing_of_documents(std::int32_t world_size, const std::string& leng
 void compile(benchmark::State& state, const QkvRouting& routing, bool chunks) {
   const SequencePart parts[] = {{&routing.fwd_q, {query_rows}},
                                 {&routing.fwd_kv, {key_rows, key_rows}}};
-  SequencePlanOptions options;
+  CompileOptions options;
   options.chunks = chunks;
   options.separate_local_copies = !chunks;
   SequencePlan plan;

@@ -4,8 +4,8 @@
 #include <cstring>
 #include <vector>
 
+#include "core/parallel_for.h"
 #include "waybill/core/host_tensor.h"
-#include "waybill/core/parallel_for.h"
 #include "waybill/core/random.h"
 #include "waybill/simulate/orchestrate.h"
 

@@ -8,8 +8,8 @@
 #include <cstring>
 #include <vector>
 
+#include "core/parallel_for.h"
 #include "waybill/core/host_tensor.h"
-#include "waybill/core/parallel_for.h"
 #include "waybill/routing/qkv_routing.h"
 #include "waybill/runtime/sequence_dispatcher.h"
 
@@ -54,11 +54,11 @@ class RankBench {
         dispatcher_(world),
         parts_{{&routing.fwd_q, {TensorFormat{DType::uint8, row_bytes}}}},
         plan_(dispatcher_.plan_dispatch(parts_)),
-        rows_(DType::uint8, {plan_.plan().own_rows[0], row_bytes}),
-        other_(DType::uint8, {plan_.plan().own_rows[0], row_bytes}) {
+        rows_(DType::uint8, {plan_.own_rows()[0], row_bytes}),
+        other_(DType::uint8, {plan_.own_rows()[0], row_bytes}) {
     std::memset(rows_.bytes().data(), 1, rows_.bytes().size());
     std::memset(other_.bytes().data(), 2, other_.bytes().size());
-    dispatcher_.reserve(plan_.plan().window_bytes);
+    dispatcher_.reserve(plan_.window_bytes());
   }
 
   Times run(int calls) {

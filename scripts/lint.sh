@@ -8,7 +8,7 @@ scripts/setup.sh --ci
 scripts/python_env.sh
 build=build/lint  # only configured: each file has a command of its own in it, and is read alone
 cmake --preset release -B "$build" --log-level=WARNING -DWAYBILL_DEV=ON -DWAYBILL_JOIN=OFF \
-  -DWAYBILL_TEST_PCH=OFF -DWAYBILL_PYTHON=ON -DPython_EXECUTABLE="$PWD/build/venv/bin/python"
+  -DWAYBILL_TEST_PCH=OFF -DWAYBILL_BENCH=ON -DWAYBILL_PYTHON=ON -DPython_EXECUTABLE="$PWD/build/venv/bin/python"
 
 # Files of the module cuda are not in the build: they are given the command of one that is.
 run_clang_tidy() {

@@ -5,7 +5,7 @@
 #   scripts/test_deep_ep.sh --low-latency CHECKOUT [RANKS [OPTION...]]
 #
 # CHECKOUT is a folder with DeepEP's files (deep_ep/utils and tests): the ones that this was made for
-# are those of dd758ca. RANKS processes, a GPU each (2); OPTIONs go to the test, such as --num-tokens.
+# are those of dd758ca, and of 567632d, the last before ElasticBuffer. RANKS processes, a GPU each (2); OPTIONs go to the test, such as --num-tokens.
 # PYTHON names an interpreter that has waybill, built with CUDA, and torch.
 #
 # Of the test of the low-latency calls all but its timing of DeepEP's kernels is run.
@@ -27,6 +27,7 @@ fi
 DEEP_EP_CHECKOUT=$(realpath "$1")
 ranks=${2:-2}
 test=$DEEP_EP_CHECKOUT/tests/legacy/$name.py
+if [[ ! -f $test ]]; then test=$DEEP_EP_CHECKOUT/tests/$name.py; fi # before ElasticBuffer
 if [[ ! -f $test ]]; then
   echo "test_deep_ep: no file $test" >&2
   exit 2

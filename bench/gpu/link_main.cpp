@@ -2,8 +2,8 @@
 
 #include <cstdio>
 
+#include "cuda/link_probe.h"
 #include "waybill/cuda/gpu_world.h"
-#include "waybill/cuda/link_probe.h"
 
 int main() {
   using waybill::link_gb_s;

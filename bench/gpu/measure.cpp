@@ -7,8 +7,8 @@
 #include <memory>
 #include <string>
 
+#include "core/to_size.h"
 #include "rows.h"
-#include "waybill/core/to_size.h"
 #include "waybill/cuda/gpu_world.h"
 
 namespace waybill::bench {
@@ -41,13 +41,13 @@ class RankSetup {
     plan_ = make_plan();
     const std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - start;
     compile_us_ = took.count();
-    dispatcher_.reserve(plan_.plan().window_bytes, stream());
-    const SequencePlan& plan = plan_.plan();
-    for (std::size_t t = 0; t < plan.tensors.size(); ++t) {
-      const std::int64_t rows = is_dispatch() ? plan.own_rows[t] : plan.window_rows[t];
-      inputs_.push_back(tensor(plan.tensors[t], rows));
+    dispatcher_.reserve(plan_.window_bytes(), stream());
+    const PlanHandle& plan = plan_;
+    for (std::size_t t = 0; t < plan.tensors().size(); ++t) {
+      const std::int64_t rows = is_dispatch() ? plan.own_rows()[t] : plan.window_rows()[t];
+      inputs_.push_back(tensor(plan.tensors()[t], rows));
       fill_rows(inputs_.back(), to_int(world.rank()), t);
-      if (!is_dispatch()) outputs_.push_back(tensor(plan.tensors[t], plan.own_rows[t]));
+      if (!is_dispatch()) outputs_.push_back(tensor(plan.tensors()[t], plan.own_rows()[t]));
     }
     views_.assign(inputs_.begin(), inputs_.end());
   }

@@ -9,10 +9,10 @@
 #include <map>
 #include <string_view>
 
+#include "core/to_size.h"
+#include "cuda/link_probe.h"
 #include "moe_rank.h"
-#include "waybill/core/to_size.h"
 #include "waybill/cuda/gpu_world.h"
-#include "waybill/cuda/link_probe.h"
 
 namespace waybill::bench {
 namespace {

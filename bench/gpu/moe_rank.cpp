@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
+#include "core/float_convert.h"
+#include "core/to_size.h"
 #include "rows.h"
-#include "waybill/core/float_convert.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::bench {
 namespace {

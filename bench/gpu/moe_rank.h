@@ -5,8 +5,8 @@
 #include <memory>
 #include <vector>
 
+#include "experts/expert_executor.h"
 #include "moe_workload.h"
-#include "waybill/experts/expert_executor.h"
 #include "waybill/runtime/world.h"
 
 namespace waybill::bench {

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/to_size.h"
 #include "waybill/core/random.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::bench {
 

@@ -9,9 +9,9 @@
 #include <memory>
 #include <string_view>
 
+#include "cuda/link_probe.h"
 #include "measure.h"
 #include "waybill/cuda/gpu_world.h"
-#include "waybill/cuda/link_probe.h"
 #include "waybill/transport/bootstraps.h"
 #include "workload.h"
 

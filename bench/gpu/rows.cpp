@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/float_convert.h"
+#include "core/to_size.h"
 #include "routing/for_each_entry.h"
 #include "waybill/core/error.h"
-#include "waybill/core/float_convert.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::bench {
 namespace {

@@ -7,9 +7,9 @@
 #include <map>
 #include <string_view>
 
+#include "cuda/link_probe.h"
 #include "measure.h"
 #include "waybill/cuda/gpu_world.h"
-#include "waybill/cuda/link_probe.h"
 #include "workload.h"
 
 namespace waybill::bench {
@@ -78,7 +78,7 @@ void relay_rows(Table& table, std::int32_t world_size, const char* lengths,
   direct.relay = {};
   relayed.name += ", relay";
   const auto parts = relayed.parts();
-  const SequencePlanOptions options{.relay = RelayUse::always};
+  const CompileOptions options{.relay = RelayUse::always};
   const PlanLimits limits = operation == SequenceOperation::dispatch
                                 ? compile_dispatch(parts, Rank{0}, options).limits
                                 : compile_kv_gradient(parts, Rank{0}, options).limits;

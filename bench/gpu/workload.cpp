@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "core/to_size.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 #include "waybill/json/length_distribution_json.h"
 #include "waybill/planner/planner.h"
 #include "waybill/routing/document_plan.h"

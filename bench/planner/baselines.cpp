@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "waybill/core/to_size.h"
+#include "core/to_size.h"
 #include "waybill/planner/static_plans.h"
 
 namespace waybill::bench {

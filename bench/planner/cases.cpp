@@ -5,8 +5,8 @@
 #include <numeric>
 #include <utility>
 
+#include "core/to_size.h"
 #include "waybill/core/random.h"
-#include "waybill/core/to_size.h"
 #include "waybill/json/lengths.h"
 
 namespace waybill::bench {

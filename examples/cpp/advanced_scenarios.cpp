@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iomanip>
 #include <iostream>
 #include <numeric>
 #include <string_view>
@@ -15,7 +16,6 @@
 #include "waybill/core/host_tensor.h"
 #include "waybill/core/random.h"
 #include "waybill/json/length_distribution_json.h"
-#include "waybill/report/format.h"
 #include "waybill/report/plan_summary.h"
 #include "waybill/routing/document_plan.h"
 #include "waybill/routing/generators.h"
@@ -54,10 +54,10 @@ void print_work(std::string_view label, const QkvPlan& plan) {
   const std::vector<std::int64_t> work = rank_work(plan);
   const std::int64_t total = std::accumulate(work.begin(), work.end(), std::int64_t{0});
   std::cout << "  " << label << ", work by rank:";
-  for (const std::int64_t pairs : work) std::cout << " " << format_count(pairs);
+  for (const std::int64_t pairs : work) std::cout << " " << pairs;
   const double mean = static_cast<double>(total) / static_cast<double>(work.size());
-  std::cout << "  (largest over mean "
-            << format_fixed(static_cast<double>(std::ranges::max(work)) / mean, 2) << ")\n";
+  std::cout << "  (largest over mean " << std::fixed << std::setprecision(2)
+            << static_cast<double>(std::ranges::max(work)) / mean << ")\n";
 }
 
 /// One document on rank 0 of 4, in equal shards; `dst` says who attends to each.
@@ -163,10 +163,10 @@ void kv_once_a_rank() {
         lengths,
         {.world_size = 8, .tokens_per_rank = 32768, .shard_tokens = 2048, .kv_layout = layout});
     const PlanSummary summary = summarize(plan, compute_qkv_routing(plan), row_bytes);
-    std::cout << "  " << to_string(layout) << ": " << format_bytes(summary.wire_bytes)
-              << " on the wire, KV stored " << format_fixed(summary.kv_copies, 2)
-              << " times, limit " << format_bytes(summary.limit_bytes) << " at rank "
-              << summary.limit_rank << "\n";
+    std::cout << "  " << to_string(layout) << ": " << (summary.wire_bytes >> 20)
+              << " MiB on the wire, KV stored " << std::fixed << std::setprecision(2)
+              << summary.kv_copies << " times, limit " << (summary.limit_bytes >> 20)
+              << " MiB at rank " << summary.limit_rank << "\n";
     wire_bytes[layout == KvLayout::per_rank ? 1 : 0] = summary.wire_bytes;
   }
   check("once a rank moves fewer bytes", wire_bytes[1] < wire_bytes[0]);

@@ -6,7 +6,7 @@
 
 #include "arrays.h"
 #include "bindings.h"
-#include "waybill/core/to_size.h"
+#include "core/to_size.h"
 #include "waybill/moe/expert_routing.h"
 #include "waybill/report/expert_summary.h"
 

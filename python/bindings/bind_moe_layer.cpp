@@ -14,7 +14,9 @@
 #include <vector>
 
 #include "bindings.h"
+#include "experts/expert_memory.h"
 #include "rank_world.h"
+#include "runtime/executor.h"
 #include "waybill/experts/ep_all2all_layer.h"
 
 namespace waybill::python {

@@ -30,13 +30,13 @@ nb::capsule hold(const std::shared_ptr<RankWorld>& rank,
 
 }  // namespace
 
-PlanFacts::PlanFacts(const SequencePlan& plan)
-    : own_rows(plan.own_rows),
-      window_rows(plan.window_rows),
-      wire_bytes(plan.wire_bytes),
-      window_bytes(plan.window_bytes),
-      num_slots(plan.num_slots),
-      way(plan.limits.way) {}
+PlanFacts::PlanFacts(const PlanHandle& plan)
+    : own_rows(plan.own_rows().begin(), plan.own_rows().end()),
+      window_rows(plan.window_rows().begin(), plan.window_rows().end()),
+      wire_bytes(plan.wire_bytes().begin(), plan.wire_bytes().end()),
+      window_bytes(plan.window_bytes()),
+      num_slots(plan.num_slots()),
+      way(plan.limits().way) {}
 
 /// A call of the rank, behind which the size of the windows is known.
 class RankDispatcher::DispatcherCall {
@@ -73,7 +73,7 @@ PlanFacts RankDispatcher::replace_plan(PlanHandle& plan, std::span<const Sequenc
                                        Stream stream) {
   const DispatcherCall call(*this, "replace_plan");
   dispatcher_->replace_plan(plan, parts, stream);
-  return PlanFacts(plan.plan());
+  return PlanFacts(plan);
 }
 
 void RankDispatcher::reserve(std::int64_t window_bytes, std::int32_t num_slots, Stream stream) {

@@ -15,7 +15,7 @@ namespace waybill::python {
 
 /// What Python asks a plan for.
 struct PlanFacts {
-  explicit PlanFacts(const SequencePlan& plan);
+  explicit PlanFacts(const PlanHandle& plan);
 
   std::vector<std::int64_t> own_rows;
   std::vector<std::int64_t> window_rows;
@@ -30,7 +30,7 @@ struct PlanFacts {
 class RankPlan {
  public:
   RankPlan(std::shared_ptr<RankWorld> rank, PlanHandle plan)
-      : rank_(std::move(rank)), plan_(std::move(plan)), facts_(plan_.plan()) {}
+      : rank_(std::move(rank)), plan_(std::move(plan)), facts_(plan_) {}
   RankPlan(RankPlan&&) = default;
   ~RankPlan() {
     if (rank_ != nullptr) rank_->discard(std::move(plan_));

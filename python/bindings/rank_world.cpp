@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "interrupts.h"
+#include "runtime/executor.h"
 #include "waybill/core/error.h"
 
 namespace waybill::python {

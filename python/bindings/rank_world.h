@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "call_turn.h"
-#include "waybill/runtime/abort_state.h"
+#include "runtime/abort_state.h"
 #include "waybill/runtime/sequence_dispatcher.h"
 #include "waybill/runtime/world.h"
 

@@ -5,7 +5,7 @@
 
 #include "main_job.h"
 #include "numbers.h"
-#include "waybill/report/format.h"
+#include "report/format.h"
 
 namespace waybill::cli {
 namespace {

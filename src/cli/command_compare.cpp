@@ -1,9 +1,9 @@
 #include <memory>
 
 #include "commands.h"
+#include "report/format.h"
 #include "step_job.h"
 #include "waybill/cost_model/compare_plans.h"
-#include "waybill/report/format.h"
 
 namespace waybill::cli {
 namespace {

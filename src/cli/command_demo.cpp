@@ -2,13 +2,13 @@
 #include <memory>
 
 #include "commands.h"
+#include "core/printable.h"
 #include "gpu_demo.h"
 #include "main_job.h"
+#include "report/format.h"
 #include "step_job.h"
-#include "waybill/core/printable.h"
 #include "waybill/json/file.h"
 #include "waybill/json/plan_json.h"
-#include "waybill/report/format.h"
 #include "waybill/report/text_summary.h"
 
 namespace waybill::cli {

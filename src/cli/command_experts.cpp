@@ -4,8 +4,8 @@
 #include "expert_ids.h"
 #include "job_options.h"
 #include "numbers.h"
+#include "report/format.h"
 #include "waybill/report/expert_summary.h"
-#include "waybill/report/format.h"
 
 namespace waybill::cli {
 namespace {

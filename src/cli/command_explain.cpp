@@ -1,8 +1,8 @@
 #include <memory>
 
 #include "commands.h"
+#include "report/format.h"
 #include "step_job.h"
-#include "waybill/report/format.h"
 
 namespace waybill::cli {
 namespace {

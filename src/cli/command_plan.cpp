@@ -2,10 +2,10 @@
 
 #include "commands.h"
 #include "job_options.h"
+#include "report/format.h"
 #include "waybill/json/attention_plan_json.h"
 #include "waybill/json/plan_json.h"
 #include "waybill/planner/planner.h"
-#include "waybill/report/format.h"
 
 namespace waybill::cli {
 namespace {

@@ -2,10 +2,10 @@
 #include <memory>
 
 #include "commands.h"
+#include "core/to_size.h"
 #include "dispatch_file.h"
 #include "job_options.h"
-#include "waybill/core/to_size.h"
-#include "waybill/report/format.h"
+#include "report/format.h"
 #include "waybill/report/text_summary.h"
 
 namespace waybill::cli {

@@ -3,7 +3,7 @@
 #include "commands.h"
 #include "dispatch_file.h"
 #include "main_job.h"
-#include "waybill/report/format.h"
+#include "report/format.h"
 #include "waybill/routing/validate.h"
 
 namespace waybill::cli {

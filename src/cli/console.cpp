@@ -10,8 +10,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "core/printable.h"
 #include "numbers.h"
-#include "waybill/core/printable.h"
 #include "waybill/json/file.h"
 
 namespace waybill::cli {

@@ -3,13 +3,13 @@
 #include <algorithm>
 
 #include "console.h"
+#include "core/to_size.h"
+#include "report/format.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 #include "waybill/json/attention_plan_json.h"
 #include "waybill/json/dispatch_json.h"
 #include "waybill/json/metadata_json.h"
 #include "waybill/json/plan_json.h"
-#include "waybill/report/format.h"
 
 namespace waybill::cli {
 namespace {

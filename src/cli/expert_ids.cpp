@@ -4,10 +4,10 @@
 #include <bit>
 #include <cmath>
 
+#include "core/to_size.h"
 #include "numbers.h"
 #include "waybill/core/error.h"
 #include "waybill/core/random.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::cli {
 namespace {

@@ -3,10 +3,10 @@
 #ifdef WAYBILL_CLI_CUDA
 #include <array>
 
+#include "cuda/gpu_self_test.h"
+#include "report/format.h"
 #include "waybill/core/wait.h"
-#include "waybill/cuda/gpu_self_test.h"
 #include "waybill/cuda/gpu_world.h"
-#include "waybill/report/format.h"
 #endif
 
 namespace waybill::cli {

@@ -2,13 +2,13 @@
 #include <numeric>
 
 #include "console.h"
+#include "core/printable.h"
 #include "corpus.h"
 #include "job_options.h"
 #include "numbers.h"
-#include "waybill/core/printable.h"
+#include "report/format.h"
 #include "waybill/json/length_distribution_json.h"
 #include "waybill/json/lengths.h"
-#include "waybill/report/format.h"
 #include "waybill/routing/length_distribution.h"
 
 namespace waybill::cli {

@@ -3,8 +3,8 @@
 #include <chrono>
 
 #include "dispatch_file.h"
+#include "report/format.h"
 #include "waybill/planner/planner.h"
-#include "waybill/report/format.h"
 
 namespace waybill::cli {
 namespace {

@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "main_job.h"
-#include "waybill/report/format.h"
+#include "report/format.h"
 
 namespace waybill::cli {
 namespace {

@@ -1,14 +1,14 @@
 #include "step_job.h"
 
 #include "console.h"
+#include "core/printable.h"
 #include "dispatch_file.h"
+#include "report/format.h"
 #include "waybill/core/error.h"
-#include "waybill/core/printable.h"
 #include "waybill/json/attention_plan_json.h"
 #include "waybill/json/dispatch_json.h"
 #include "waybill/json/file.h"
 #include "waybill/planner/planner.h"
-#include "waybill/report/format.h"
 
 namespace waybill::cli {
 namespace {

@@ -4,7 +4,7 @@
 #include <sstream>
 #include <utility>
 
-#include "waybill/core/printable.h"
+#include "core/printable.h"
 
 namespace waybill {
 namespace {

@@ -1,4 +1,4 @@
-#include "waybill/core/printable.h"
+#include "core/printable.h"
 
 #include <algorithm>
 

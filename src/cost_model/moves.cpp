@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "core/to_size.h"
 #include "planner/once_per_node.h"
-#include "waybill/core/to_size.h"
 #include "waybill/routing/document_plan.h"
 
 namespace waybill::detail {

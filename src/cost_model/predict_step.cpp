@@ -4,6 +4,7 @@
 #include <array>
 #include <numeric>
 
+#include "core/to_size.h"
 #include "flows.h"
 #include "phase_clock.h"
 #include "planner/relay_checks.h"
@@ -11,7 +12,6 @@
 #include "routing/homes.h"
 #include "step_causes.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill {
 namespace {

@@ -3,7 +3,9 @@
 #include <limits>
 #include <utility>
 
+#include "core/move_assign.h"
 #include "expert_checks.h"
+#include "experts/expert_memory.h"
 #include "layer_agreement.h"
 #include "waybill/core/error.h"
 
@@ -79,6 +81,17 @@ DispatchCombineContext::DispatchCombineContext(const World& world, const EPConfi
       memory_(std::make_unique<ExpertMemory>()) {}
 
 DispatchCombineContext::DispatchCombineContext(DispatchCombineContext&& other) noexcept = default;
+DispatchCombineContext& DispatchCombineContext::operator=(DispatchCombineContext&& other) noexcept {
+  detail::move_assign(*this, std::move(other));
+  return *this;
+}
+
+std::int64_t DispatchCombineContext::capacity_rows() const noexcept {
+  return memory_->capacity_rows;
+}
+bool DispatchCombineContext::finalized() const noexcept {
+  return memory_->signals.local == nullptr;
+}
 
 DispatchCombineContext::~DispatchCombineContext() {
   if (memory_ == nullptr) return;
@@ -89,7 +102,8 @@ DispatchCombineContext::~DispatchCombineContext() {
   for (SymmetricBuffer& window : memory_->combine_windows) {
     transport.defer_release(std::move(window.memory));
   }
-  for (SymmetricBuffer& window : retired_) transport.defer_release(std::move(window.memory));
+  for (SymmetricBuffer& window : memory_->retired)
+    transport.defer_release(std::move(window.memory));
   transport.defer_release(std::move(memory_->workspace.memory));
   transport.defer_release(std::move(memory_->signals.memory));
 }
@@ -109,7 +123,7 @@ void DispatchCombineContext::allocate_windows(std::int64_t rows) {
   for (std::size_t i = 0; i < 2; ++i) {
     for (auto [place, fresh] : {std::pair{&memory.dispatch_windows[i], &grown[i]},
                                 {&memory.combine_windows[i], &grown[2 + i]}}) {
-      if (place->local != nullptr) retired_.push_back(std::move(*place));
+      if (place->local != nullptr) memory_->retired.push_back(std::move(*place));
       *place = std::move(*fresh);
     }
   }
@@ -122,8 +136,8 @@ void DispatchCombineContext::finalize() {
   world_.executor().finish();
   Transport& transport = world_.transport();
   ExpertMemory& memory = *memory_;
-  for (SymmetricBuffer& window : retired_) transport.release(window);
-  retired_.clear();
+  for (SymmetricBuffer& window : memory_->retired) transport.release(window);
+  memory_->retired.clear();
   for (SymmetricBuffer& window : memory.dispatch_windows) transport.release(window);
   for (SymmetricBuffer& window : memory.combine_windows) transport.release(window);
   transport.release(memory.workspace);
@@ -139,8 +153,8 @@ DispatchOutputBuffers DispatchCombineContext::reallocate_dispatch_output_buf(
       who, ": dispatch_recv_tokens = ", dispatch_recv_tokens, ", expected 0..",
       std::numeric_limits<std::int32_t>::max());
   if (dispatch_recv_tokens > capacity_rows()) {
-    for (SymmetricBuffer& window : retired_) world_.transport().release(window);
-    retired_.clear();
+    for (SymmetricBuffer& window : memory_->retired) world_.transport().release(window);
+    memory_->retired.clear();
     allocate_windows(dispatch_recv_tokens);
   }
   return buffers(0, capacity_rows());
@@ -169,37 +183,50 @@ TensorView DispatchCombineContext::combine_rows(std::uint32_t parity, std::int64
   return {memory_->combine_windows[parity].local, config_.token_dtype, {rows, config_.hidden}};
 }
 
-BarrierAllContext::BarrierAllContext(const World& world, bool is_intra_node)
-    : world_(world), is_intra_node_(is_intra_node) {
-  signals_ = world.transport().allocate_signals(world.topology().ranks_per_node, "barrier_all");
-}
+struct BarrierAllContext::State {
+  State(const World& of, bool intra_node)
+      : world(of),
+        is_intra_node(intra_node),
+        signals(of.transport().allocate_signals(of.topology().ranks_per_node, "barrier_all")) {}
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
+  ~State() { world.transport().defer_release(std::move(signals.memory)); }
 
-BarrierAllContext::~BarrierAllContext() {
-  if (world_) world_.transport().defer_release(std::move(signals_.memory));
-}
+  World world;
+  bool is_intra_node;
+  SignalPad signals;
+  std::uint64_t epoch = 0;
+};
+
+BarrierAllContext::BarrierAllContext(const World& world, bool is_intra_node)
+    : state_(std::make_unique<State>(world, is_intra_node)) {}
+BarrierAllContext::BarrierAllContext(BarrierAllContext&&) noexcept = default;
+BarrierAllContext& BarrierAllContext::operator=(BarrierAllContext&&) noexcept = default;
+BarrierAllContext::~BarrierAllContext() = default;
 
 void BarrierAllContext::barrier_all(const char* operation) {
-  if (signals_.local == nullptr) throw TransportError(concat(operation, ": it was finalized"));
-  Transport& transport = world_.transport();
-  if (!is_intra_node_) {
+  State& state = *state_;
+  if (state.signals.local == nullptr) throw TransportError(concat(operation, ": it was finalized"));
+  Transport& transport = state.world.transport();
+  if (!state.is_intra_node) {
     transport.barrier(operation);
     return;
   }
-  ++epoch_;
-  const std::int32_t count = world_.topology().ranks_per_node;
-  const std::int32_t local = to_int(world_.rank()) % count;
-  const std::int32_t first = to_int(world_.rank()) - local;
+  ++state.epoch;
+  const std::int32_t count = state.world.topology().ranks_per_node;
+  const std::int32_t local = to_int(state.world.rank()) % count;
+  const std::int32_t first = to_int(state.world.rank()) - local;
   for (std::int32_t k = 1; k < count; ++k) {
-    transport.signal(Rank{first + (local + k) % count}, {&signals_, local}, epoch_);
+    transport.signal(Rank{first + (local + k) % count}, {&state.signals, local}, state.epoch);
   }
   for (std::int32_t k = 1; k < count; ++k) {
     const std::int32_t peer = (local + k) % count;
-    (void)transport.wait({&signals_, peer}, epoch_, Rank{first + peer}, operation);
+    (void)transport.wait({&state.signals, peer}, state.epoch, Rank{first + peer}, operation);
   }
 }
 
 void BarrierAllContext::finalize() {
-  if (signals_.local != nullptr) world_.transport().release(signals_);
+  if (state_->signals.local != nullptr) state_->world.transport().release(state_->signals);
 }
 
 }  // namespace waybill

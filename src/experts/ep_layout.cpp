@@ -1,6 +1,7 @@
 #include <algorithm>
 
-#include "waybill/core/to_size.h"
+#include "core/to_size.h"
+#include "experts/expert_executor.h"
 #include "waybill/experts/ep_all2all_layer.h"
 
 namespace waybill {
@@ -16,6 +17,10 @@ IndexArray copied(const ConstTensorView& view) {
 IndexArray widened(const ConstTensorView& view) { return copied(view).to(DType::int64, "layout"); }
 
 }  // namespace
+
+bool EPLayout::has_weights() const { return is_given(tables_->weights()); }
+ExpertTableViews EPLayout::tables() const { return tables_->views(); }
+void EPLayout::note_use(Stream stream) const { tables_->routing().note_use(stream); }
 
 std::int64_t EPLayout::num_recv_rows() const {
   return tables_->wait_counts()[to_size(config_.rank)];

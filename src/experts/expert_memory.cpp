@@ -1,4 +1,4 @@
-#include "waybill/experts/expert_memory.h"
+#include "experts/expert_memory.h"
 
 #include "core/memory_layout.h"
 #include "waybill/moe/expert_routing.h"

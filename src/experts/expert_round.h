@@ -2,12 +2,12 @@
 
 #include <cstdint>
 
+#include "experts/expert_executor.h"
+#include "runtime/executor.h"
 #include "runtime/fingerprint_exchange.h"
+#include "transport/transport.h"
 #include "waybill/core/error.h"
-#include "waybill/experts/expert_executor.h"
 #include "waybill/moe/ep_config.h"
-#include "waybill/runtime/executor.h"
-#include "waybill/transport/transport.h"
 
 namespace waybill::detail {
 

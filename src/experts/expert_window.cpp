@@ -4,7 +4,7 @@
 #include <array>
 #include <cstring>
 
-#include "waybill/core/to_size.h"
+#include "core/to_size.h"
 
 namespace waybill::detail {
 

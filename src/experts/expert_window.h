@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-#include "waybill/experts/expert_memory.h"
+#include "experts/expert_memory.h"
 #include "waybill/moe/ep_config.h"
 
 namespace waybill::detail {

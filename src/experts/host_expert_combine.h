@@ -3,10 +3,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/to_size.h"
 #include "expert_round.h"
 #include "host_expert_tables.h"
 #include "moe/row_accumulator.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 

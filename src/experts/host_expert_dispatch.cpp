@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/to_size.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 #include "waybill/moe/quantize.h"
 
 namespace waybill::detail {

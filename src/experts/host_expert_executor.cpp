@@ -1,9 +1,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "experts/expert_executor.h"
 #include "host_expert_combine.h"
 #include "host_expert_dispatch.h"
-#include "waybill/experts/expert_executor.h"
 #include "waybill/runtime/world.h"
 
 namespace waybill::detail {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "waybill/core/to_size.h"
+#include "core/to_size.h"
 
 namespace waybill::detail {
 namespace {

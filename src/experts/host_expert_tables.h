@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "waybill/experts/expert_executor.h"
+#include "experts/expert_executor.h"
 #include "waybill/moe/expert_routing.h"
 
 namespace waybill::detail {

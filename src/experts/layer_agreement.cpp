@@ -3,8 +3,8 @@
 #include <initializer_list>
 #include <utility>
 
+#include "core/hash.h"
 #include "waybill/core/error.h"
-#include "waybill/core/hash.h"
 
 namespace waybill::detail {
 namespace {

@@ -3,9 +3,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "waybill/experts/expert_executor.h"
+#include "experts/expert_executor.h"
+#include "transport/settings.h"
 #include "waybill/moe/ep_config.h"
-#include "waybill/transport/settings.h"
 
 // What the ranks of a layer of experts compare: once what never changes, and in each call the rest.
 

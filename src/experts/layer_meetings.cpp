@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/to_size.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 

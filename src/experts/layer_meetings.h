@@ -3,10 +3,10 @@
 #include <cstdint>
 #include <span>
 
-#include "waybill/experts/expert_executor.h"
+#include "experts/expert_executor.h"
+#include "runtime/executor.h"
+#include "transport/transport.h"
 #include "waybill/moe/ep_config.h"
-#include "waybill/runtime/executor.h"
-#include "waybill/transport/transport.h"
 
 namespace waybill::detail {
 

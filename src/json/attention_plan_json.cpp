@@ -3,9 +3,9 @@
 #include <limits>
 #include <utility>
 
+#include "core/to_size.h"
 #include "parts.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 #include "waybill/core/topology.h"
 #include "waybill/json/file.h"
 

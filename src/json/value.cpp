@@ -6,8 +6,8 @@
 #include <optional>
 #include <utility>
 
+#include "core/printable.h"
 #include "waybill/core/error.h"
-#include "waybill/core/printable.h"
 
 namespace waybill::detail {
 namespace {

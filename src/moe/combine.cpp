@@ -1,9 +1,9 @@
 #include <algorithm>
 
+#include "core/to_size.h"
 #include "input_checks.h"
 #include "moe/row_accumulator.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 #include "waybill/moe/simulate.h"
 
 namespace waybill {

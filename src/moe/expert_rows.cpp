@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "core/to_size.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 #include "waybill/moe/expert_routing.h"
 
 namespace waybill {

@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "waybill/core/to_size.h"
+#include "core/to_size.h"
 #include "waybill/moe/expert_routing.h"
 
 namespace waybill {

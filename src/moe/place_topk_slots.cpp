@@ -2,8 +2,8 @@
 #include <numeric>
 #include <unordered_set>
 
+#include "core/to_size.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 #include "waybill/moe/expert_routing.h"
 
 namespace waybill {

@@ -3,10 +3,10 @@
 #include <cmath>
 #include <cstring>
 
+#include "core/float8_convert.h"
+#include "core/float_convert.h"
+#include "core/to_size.h"
 #include "waybill/core/error.h"
-#include "waybill/core/float8_convert.h"
-#include "waybill/core/float_convert.h"
-#include "waybill/core/to_size.h"
 #include "waybill/moe/ep_config.h"
 
 namespace waybill {

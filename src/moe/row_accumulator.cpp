@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "core/float_convert.h"
+#include "core/to_size.h"
 #include "waybill/core/error.h"
-#include "waybill/core/float_convert.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill {
 

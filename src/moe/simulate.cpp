@@ -2,10 +2,10 @@
 
 #include <cstring>
 
+#include "core/to_size.h"
 #include "input_checks.h"
 #include "layout_desc.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 #include "waybill/moe/quantize.h"
 
 namespace waybill {

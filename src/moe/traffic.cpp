@@ -1,8 +1,8 @@
 #include <span>
 
+#include "core/to_size.h"
 #include "layout_desc.h"
 #include "moe/token_routes.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {

@@ -5,9 +5,9 @@
 #include <ostream>
 #include <sstream>
 
+#include "core/to_size.h"
 #include "planner/node_routes.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 #include "waybill/routing/qkv_routing.h"
 
 namespace waybill {

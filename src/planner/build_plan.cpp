@@ -4,8 +4,8 @@
 #include <limits>
 #include <numeric>
 
+#include "core/to_size.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {

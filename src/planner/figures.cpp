@@ -4,8 +4,8 @@
 #include <numeric>
 #include <span>
 
+#include "core/to_size.h"
 #include "slab.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 

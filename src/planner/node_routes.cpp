@@ -2,10 +2,10 @@
 
 #include <algorithm>
 
+#include "core/to_size.h"
 #include "planner/once_per_node.h"
 #include "routing/for_each_entry.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill {
 namespace {

@@ -5,9 +5,9 @@
 
 #include "balance.h"
 #include "build_plan.h"
+#include "core/to_size.h"
 #include "home_layout.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill {
 namespace detail {

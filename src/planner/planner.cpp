@@ -5,10 +5,10 @@
 
 #include "balance.h"
 #include "build_plan.h"
+#include "core/to_size.h"
 #include "figures.h"
 #include "relay_planner.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "waybill/core/to_size.h"
+#include "core/to_size.h"
 
 namespace waybill::detail {
 

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
+#include "core/to_size.h"
 #include "relay_planner.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {

@@ -1,6 +1,6 @@
 #include "planner/relay_checks.h"
 
-#include "waybill/core/to_size.h"
+#include "core/to_size.h"
 
 namespace waybill::detail {
 

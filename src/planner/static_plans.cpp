@@ -6,8 +6,8 @@
 #include <tuple>
 #include <utility>
 
+#include "core/to_size.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 #include "waybill/core/topology.h"
 
 namespace waybill {

@@ -1,8 +1,8 @@
 #include <algorithm>
 
+#include "core/to_size.h"
 #include "plan_findings.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 #include "waybill/planner/attention_plan.h"
 #include "waybill/routing/qkv_routing.h"
 

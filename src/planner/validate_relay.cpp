@@ -2,11 +2,11 @@
 #include <string>
 #include <tuple>
 
+#include "core/to_size.h"
 #include "plan_findings.h"
 #include "planner/relay_checks.h"
 #include "routing/homes.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {

@@ -2,9 +2,9 @@
 #include <array>
 #include <charconv>
 
+#include "core/printable.h"
 #include "figures.h"
 #include "waybill/core/error.h"
-#include "waybill/core/printable.h"
 #include "waybill/report/step_report.h"
 
 namespace waybill {

@@ -1,4 +1,4 @@
-#include "waybill/report/document_figures.h"
+#include "report/document_figures.h"
 
 #include <algorithm>
 #include <utility>

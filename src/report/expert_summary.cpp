@@ -5,9 +5,9 @@
 #include <functional>
 #include <numeric>
 
+#include "core/to_size.h"
 #include "moe/token_routes.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill {
 namespace {

@@ -1,10 +1,10 @@
 #include <algorithm>
 
+#include "core/to_size.h"
+#include "report/format.h"
 #include "text_parts.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 #include "waybill/report/expert_summary.h"
-#include "waybill/report/format.h"
 
 namespace waybill {
 namespace {

@@ -1,10 +1,10 @@
 #include <algorithm>
 
 #include "figures.h"
+#include "report/document_figures.h"
+#include "report/format.h"
 #include "text_parts.h"
 #include "waybill/core/error.h"
-#include "waybill/report/document_figures.h"
-#include "waybill/report/format.h"
 #include "waybill/report/text_summary.h"
 
 namespace waybill {

@@ -2,8 +2,8 @@
 #include <numeric>
 
 #include "figures.h"
+#include "report/format.h"
 #include "waybill/core/error.h"
-#include "waybill/report/format.h"
 #include "waybill/report/step_report.h"
 
 namespace waybill {

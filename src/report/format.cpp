@@ -1,4 +1,4 @@
-#include "waybill/report/format.h"
+#include "report/format.h"
 
 #include <array>
 #include <cmath>

@@ -2,10 +2,10 @@
 
 #include "figures.h"
 #include "html_parts.h"
+#include "report/document_figures.h"
+#include "report/format.h"
 #include "routing/homes.h"
 #include "waybill/core/error.h"
-#include "waybill/report/document_figures.h"
-#include "waybill/report/format.h"
 
 namespace waybill::detail {
 namespace {

@@ -3,8 +3,8 @@
 
 #include "figures.h"
 #include "html_parts.h"
+#include "report/format.h"
 #include "waybill/core/error.h"
-#include "waybill/report/format.h"
 
 namespace waybill::detail {
 namespace {

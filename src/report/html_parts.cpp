@@ -3,10 +3,10 @@
 #include <array>
 #include <cmath>
 
+#include "core/printable.h"
 #include "figures.h"
+#include "report/format.h"
 #include "waybill/core/error.h"
-#include "waybill/core/printable.h"
-#include "waybill/report/format.h"
 
 namespace waybill::detail {
 std::string html_escape(std::string_view text) {

@@ -2,10 +2,10 @@
 #include <functional>
 #include <numeric>
 
+#include "core/printable.h"
 #include "figures.h"
+#include "report/format.h"
 #include "waybill/core/error.h"
-#include "waybill/core/printable.h"
-#include "waybill/report/format.h"
 #include "waybill/report/step_report.h"
 
 namespace waybill {

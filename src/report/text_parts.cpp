@@ -6,8 +6,8 @@
 #include <numeric>
 
 #include "figures.h"
+#include "report/format.h"
 #include "waybill/core/error.h"
-#include "waybill/report/format.h"
 
 namespace waybill::detail {
 namespace {

@@ -3,9 +3,9 @@
 #include <algorithm>
 
 #include "figures.h"
+#include "report/format.h"
 #include "text_parts.h"
 #include "waybill/core/error.h"
-#include "waybill/report/format.h"
 
 namespace waybill {
 namespace {

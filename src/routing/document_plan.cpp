@@ -5,9 +5,9 @@
 #include <queue>
 #include <utility>
 
+#include "core/to_size.h"
 #include "plan_builder.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill {
 namespace {

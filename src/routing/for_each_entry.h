@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "waybill/core/to_size.h"
+#include "core/to_size.h"
 #include "waybill/routing/sparse_metadata.h"
 
 namespace waybill::detail {

@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-#include "waybill/core/to_size.h"
+#include "core/to_size.h"
 #include "waybill/core/uninitialized_vector.h"
 #include "waybill/routing/qkv_plan.h"
 

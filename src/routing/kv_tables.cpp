@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
+#include "core/parallel_for.h"
+#include "core/to_size.h"
 #include "recv_counts.h"
-#include "waybill/core/parallel_for.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {

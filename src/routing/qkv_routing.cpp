@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/to_size.h"
 #include "homes.h"
 #include "kv_groups.h"
 #include "kv_tables.h"
 #include "recv_counts.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill {
 namespace {

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "waybill/core/to_size.h"
+#include "core/to_size.h"
 #include "waybill/routing/sparse_metadata.h"
 
 namespace waybill::detail {

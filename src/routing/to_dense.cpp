@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/to_size.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 #include "waybill/routing/qkv_routing.h"
 
 namespace waybill {

@@ -4,9 +4,9 @@
 #include <numeric>
 #include <span>
 
+#include "core/to_size.h"
 #include "homes.h"
 #include "recv_counts.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill {
 namespace {

@@ -1,8 +1,8 @@
 #include "call_checks.h"
 
+#include "core/to_size.h"
 #include "row_sum.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {

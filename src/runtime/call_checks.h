@@ -2,8 +2,8 @@
 
 #include <span>
 
+#include "schedule/sequence_plan.h"
 #include "waybill/core/tensor_view.h"
-#include "waybill/schedule/sequence_plan.h"
 
 namespace waybill::detail {
 

@@ -1,4 +1,4 @@
-#include "waybill/runtime/fingerprint.h"
+#include "runtime/fingerprint.h"
 
 #include <bit>
 #include <sstream>

@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <string_view>
 
-#include "waybill/runtime/fingerprint.h"
-#include "waybill/transport/transport.h"
+#include "runtime/fingerprint.h"
+#include "transport/transport.h"
 
 namespace waybill::detail {
 

@@ -3,12 +3,12 @@
 #include <vector>
 
 #include "core/copy_bytes.h"
+#include "core/to_size.h"
 #include "fingerprint_exchange.h"
 #include "row_sum.h"
+#include "runtime/executor.h"
 #include "stall_detector.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
-#include "waybill/runtime/executor.h"
 
 namespace waybill {
 namespace {

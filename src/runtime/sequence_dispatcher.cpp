@@ -1,299 +1,104 @@
 #include "waybill/runtime/sequence_dispatcher.h"
 
-#include <algorithm>
-#include <bit>
-#include <utility>
-
-#include "call_checks.h"
-#include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
+#include "dispatcher_state.h"
+#include "plan_tables.h"
 
 namespace waybill {
-namespace {
 
-constexpr std::int64_t least_window_bytes = std::int64_t{1} << 20;
-constexpr std::int64_t large_window_bytes = std::int64_t{1} << 28;
-
-/// The documented rule: powers of two, and multiples of 256 MiB above that.
-std::int64_t grown_size(std::int64_t need, std::int64_t most) {
-  std::int64_t size = std::max(need, least_window_bytes);
-  if (size <= large_window_bytes) {
-    size = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(size)));
-  } else {
-    size = (size + large_window_bytes - 1) / large_window_bytes * large_window_bytes;
-  }
-  return std::max(need, std::min(size, most));
+const SequencePlan& detail::compiled_plan(const PlanHandle& handle) noexcept {
+  static const SequencePlan none;
+  return handle.plan_ == nullptr ? none : *handle.plan_;
 }
 
-/// Counters for notes and for slots of batches, in powers of two.
-std::int64_t pad_size(std::int32_t world_size, std::int32_t num_slots) {
-  const auto slots = std::max(num_slots, least_batch_slots);
-  return std::int64_t{world_size} *
-         (1 + static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint32_t>(slots))));
-}
+PlanHandle::PlanHandle() noexcept = default;
+PlanHandle::PlanHandle(PlanHandle&&) noexcept = default;
+PlanHandle& PlanHandle::operator=(PlanHandle&&) noexcept = default;
+PlanHandle::~PlanHandle() = default;
 
-/// Options by which all ranks compile and check plans of all.
-std::vector<Setting> common_settings(const SequenceDispatcherOptions& options) {
-  const SequencePlanOptions& plan = options.plan;
-  return {{"max_window_bytes", concat(options.max_window_bytes)},
-          {"plan.relay", concat(static_cast<int>(plan.relay))},
-          {"plan.batch_bytes", concat(plan.batch_bytes)},
-          {"plan.phase_bytes", concat(plan.phase_bytes)},
-          {"plan.nvlink_bytes_per_second", concat(plan.nvlink_bytes_per_second)},
-          {"plan.network_bytes_per_second", concat(plan.network_bytes_per_second)}};
+SequenceOperation PlanHandle::operation() const noexcept {
+  return detail::compiled_plan(*this).operation;
 }
-
-}  // namespace
+std::span<const TensorFormat> PlanHandle::tensors() const noexcept {
+  return detail::compiled_plan(*this).tensors;
+}
+std::span<const std::int64_t> PlanHandle::own_rows() const noexcept {
+  return detail::compiled_plan(*this).own_rows;
+}
+std::span<const std::int64_t> PlanHandle::window_rows() const noexcept {
+  return detail::compiled_plan(*this).window_rows;
+}
+std::span<const std::int64_t> PlanHandle::window_offsets() const noexcept {
+  return std::span(detail::compiled_plan(*this).window_offsets).first(tensors().size());
+}
+std::int64_t PlanHandle::window_bytes() const noexcept {
+  return detail::compiled_plan(*this).window_bytes;
+}
+std::int32_t PlanHandle::num_slots() const noexcept {
+  return detail::compiled_plan(*this).num_slots;
+}
+std::span<const std::int64_t> PlanHandle::wire_bytes() const noexcept {
+  return detail::compiled_plan(*this).wire_bytes;
+}
+const PlanLimits& PlanHandle::limits() const noexcept {
+  return detail::compiled_plan(*this).limits;
+}
 
 SequenceDispatcher::SequenceDispatcher(const World& world, SequenceDispatcherOptions options)
-    : world_(world), options_(options) {
-  options_.plan.chunks = !world.executor().expands_plans();
-  options_.plan.separate_local_copies =
-      options.local_by_copy_engine && world.executor().expands_plans();
-  if (world.executor().runs_batches()) {
-    options_.plan.ranks_per_node = world.topology().ranks_per_node;
-    options_.plan.split_network = world.executor().splits_network();
-    options_.plan.two_sided_network = world.executor().is_two_sided();
-  } else {
-    options_.plan.ranks_per_node = 0;
-    options_.plan.relay = RelayUse::never;
-  }
-  options_.plan.num_sms = options.num_sms;
-  // Copy engines forward nothing.
-  if (options.num_sms == 0 && world.executor().expands_plans()) {
-    options_.plan.relay = RelayUse::never;
-  }
-  require(options.num_sms >= 0, "SequenceDispatcher: num_sms = ", options.num_sms,
-          ", expected >= 0");
-  const std::int32_t nodes = world.topology().num_nodes();
-  require(options.num_sms > 0 || nodes == 1 || !world.executor().expands_plans(),
-          "SequenceDispatcher: num_sms = 0 on ", nodes,
-          " nodes, expected at least 1: copy engines wait for nobody");
-  require(options.max_window_bytes >= 0,
-          "SequenceDispatcher: max_window_bytes = ", options.max_window_bytes, ", expected >= 0");
-  world.transport().require_same("SequenceDispatcher", common_settings(options_));
-  const std::int32_t ranks = world.world_size();
-  arrivals_ = world.transport().allocate_signals(
-      with_fingerprints(num_arrival_signals(ranks), ranks), "arrivals");
-  slots_ = world.transport().allocate_signals(pad_size(world.world_size(), least_batch_slots),
-                                              "slots of batches");
-}
+    : state_(std::make_unique<detail::DispatcherState>(world, options)) {}
+SequenceDispatcher::SequenceDispatcher(SequenceDispatcher&&) noexcept = default;
+SequenceDispatcher& SequenceDispatcher::operator=(SequenceDispatcher&&) noexcept = default;
+SequenceDispatcher::~SequenceDispatcher() = default;
 
-SequenceDispatcher::~SequenceDispatcher() {
-  if (!world_) return;  // moved from
-  Transport& transport = world_.transport();
-  for (SymmetricBuffer& window : windows_) transport.defer_release(std::move(window.memory));
-  for (SymmetricBuffer& buffer : retired_) transport.defer_release(std::move(buffer.memory));
-  for (SignalPad& pad : old_slots_) transport.defer_release(std::move(pad.memory));
-  transport.defer_release(std::move(slots_.memory));
-  transport.defer_release(std::move(arrivals_.memory));
-}
-
-void SequenceDispatcher::close() {
-  if (arrivals_.local == nullptr) return;
-  abort_state_.check("close");
-  abort_state_.guard([&] {
-    world_.executor().finish();
-    Transport& transport = world_.transport();
-    for (SymmetricBuffer& window : windows_) retired_.push_back(std::exchange(window, {}));
-    for (SymmetricBuffer& buffer : retired_) transport.release(buffer);
-    retired_.clear();
-    for (SignalPad& pad : old_slots_) transport.release(pad);
-    old_slots_.clear();
-    transport.release(slots_);
-    transport.release(arrivals_);
-  });
-  abort_state_.end("was closed");
-}
-
-PlanHandle SequenceDispatcher::ready(SequencePlan plan, Stream stream) {
-  PlanHandle result;
-  result.plan_ = std::move(plan);
-  result.uploaded_ = world_.executor().upload(result.plan_, nullptr, stream);
-  return result;
-}
+void SequenceDispatcher::close() { state_->close(); }
 
 PlanHandle SequenceDispatcher::plan_dispatch(std::span<const SequencePart> parts, Stream stream) {
-  return ready(compile_dispatch(parts, world_.rank(), options_.plan), stream);
+  return state_->plan_dispatch(parts, stream);
 }
 
 PlanHandle SequenceDispatcher::plan_kv_gradient(std::span<const SequencePart> parts,
                                                 Stream stream) {
-  return ready(compile_kv_gradient(parts, world_.rank(), options_.plan), stream);
+  return state_->plan_kv_gradient(parts, stream);
 }
 
 void SequenceDispatcher::replace_plan(PlanHandle& ready, std::span<const SequencePart> parts,
                                       Stream stream) {
-  constexpr const char* who = "replace_plan";
-  const SequencePlan& old = ready.plan_;
-  SequencePlanOptions options = options_.plan;
-  options.separate_local_copies =
-      !old.local_segments.empty();  // a captured launch does one or the other
-  SequencePlan plan = old.operation == SequenceOperation::dispatch
-                          ? compile_dispatch(parts, world_.rank(), options)
-                          : compile_kv_gradient(parts, world_.rank(), options);
-  require(plan.tensors == old.tensors, who, ": parts have other formats than the plan");
-  require(plan.window_bytes <= window_bytes(), who, ": the plan needs windows of ",
-          plan.window_bytes, " bytes, expected at most ", window_bytes(), ": reserve() more");
-  require(pad_size(world_.world_size(), plan.num_slots) <= slots_.count, who, ": the plan has ",
-          plan.num_slots, " slots of batches, expected at most ",
-          slots_.count / world_.world_size() - 1, ": reserve() more");
-  ready.uploaded_ = world_.executor().upload(plan, std::move(ready.uploaded_), stream);
-  ready.plan_ = std::move(plan);
-}
-
-void SequenceDispatcher::check_call(const char* who, const PlanHandle& ready,
-                                    SequenceOperation operation) const {
-  abort_state_.check(who);
-  const SequencePlan& plan = ready.plan_;
-  require(ready.uploaded_ != nullptr, who, ": the plan is empty");
-  require(plan.operation == operation, who, ": the plan is for the other operation");
-  require(plan.world_size == world_.world_size() && plan.rank == world_.rank(), who,
-          ": the plan is for rank ", plan.rank, " of ", plan.world_size, ", expected rank ",
-          world_.rank(), " of ", world_.world_size());
-  require(plan.window_bytes <= options_.max_window_bytes, who, ": the plan needs windows of ",
-          plan.window_bytes,
-          " bytes, expected at most max_window_bytes = ", options_.max_window_bytes);
-}
-
-void SequenceDispatcher::retire() {
-  if (retired_epoch_ == epoch_) return;  // they may hold the last output
-  for (SymmetricBuffer& buffer : retired_) world_.transport().release(buffer);
-  retired_.clear();
-  for (SignalPad& pad : old_slots_) world_.transport().release(pad);
-  old_slots_.clear();
-}
-
-void SequenceDispatcher::grow_for(const char* who, std::int64_t window_bytes,
-                                  std::int32_t num_slots, Stream stream) {
-  Executor& executor = world_.executor();
-  const bool capturing = executor.capture(stream) != 0;
-  const bool windows = window_bytes > windows_[0].size_bytes || windows_[0].local == nullptr;
-  const std::int64_t counters = pad_size(world_.world_size(), num_slots);
-  if (!windows && counters <= slots_.count) return;
-  require(!capturing, who, ": windows of ", window_bytes, " bytes and ", num_slots,
-          " slots of batches, but they have ", windows_[0].size_bytes, " and ",
-          slots_.count / world_.world_size() - 1,
-          " and cannot grow inside a graph: reserve() before");
-  executor.synchronize(stream);
-  retire();
-  if (windows) {
-    const std::int64_t size = grown_size(window_bytes, options_.max_window_bytes);
-    for (SymmetricBuffer& window : windows_) {
-      SymmetricBuffer larger = world_.transport().allocate(size, "window");
-      if (window.local != nullptr) retired_.push_back(std::move(window));
-      window = std::move(larger);
-    }
-  }
-  if (counters > slots_.count) {
-    old_slots_.push_back(std::move(slots_));
-    slots_ = world_.transport().allocate_signals(counters, "slots of batches");
-  }
-  retired_epoch_ = epoch_;
+  state_->replace_plan(ready, parts, stream);
 }
 
 void SequenceDispatcher::reserve(std::int64_t window_bytes, Stream stream, std::int32_t num_slots) {
-  require(0 <= window_bytes && window_bytes <= options_.max_window_bytes,
-          "reserve: window_bytes = ", window_bytes, ", expected 0..", options_.max_window_bytes);
-  require(0 <= num_slots && num_slots <= (1 << 24), "reserve: num_slots = ", num_slots,
-          ", expected 0..2^24");
-  abort_state_.check("reserve");
-  abort_state_.guard([&] { grow_for("reserve", window_bytes, num_slots, stream); });
-}
-
-std::vector<TensorView> SequenceDispatcher::window_views(const SequencePlan& plan,
-                                                         std::uint64_t epoch) {
-  std::vector<TensorView> views;
-  for (std::size_t t = 0; t < plan.tensors.size(); ++t) {
-    views.emplace_back(window_of(epoch).local + plan.window_offsets[t], plan.tensors[t].dtype,
-                       Shape{plan.window_rows[t], plan.tensors[t].hidden});
-  }
-  return views;
-}
-
-SequenceCall SequenceDispatcher::next_call(const char* who, const PlanHandle& ready,
-                                           std::span<const ConstTensorView> inputs,
-                                           std::span<const TensorView> outputs, Stream stream,
-                                           std::uint64_t of_dispatch) {
-  return {.operation = who,
-          .plan = &ready.plan_,
-          .uploaded = ready.uploaded_.get(),
-          .inputs = inputs,
-          .outputs = outputs,
-          .window = &window_of(epoch_ + 1),
-          .arrivals = &arrivals_,
-          .slots = &slots_,
-          .epoch = epoch_ + 1,
-          .fingerprint = {.call = ready.plan_.operation == SequenceOperation::dispatch
-                                      ? CollectiveCall::dispatch
-                                      : CollectiveCall::kv_gradient,
-                          .origin = static_cast<std::uint32_t>(of_dispatch),
-                          .plan = ready.plan_.fingerprint,
-                          .formats = ready.plan_.formats},
-          .num_sms = options_.num_sms,
-          .stream = stream};
-}
-
-void SequenceDispatcher::realign(const SequenceCall& call) {
-  Executor& executor = world_.executor();
-  if (captures_.may_be_off(executor.capture(call.stream))) executor.realign(call);
+  state_->reserve(window_bytes, stream, num_slots);
 }
 
 std::vector<TensorView> SequenceDispatcher::dispatch(const PlanHandle& ready,
                                                      std::span<const ConstTensorView> tensors,
                                                      Stream stream, std::uint64_t of_dispatch) {
-  constexpr const char* who = "dispatch";
-  check_call(who, ready, SequenceOperation::dispatch);
-  detail::check_inputs(who, ready.plan_, tensors);
-  abort_state_.guard([&] {
-    grow_for(who, ready.plan_.window_bytes, ready.plan_.num_slots, stream);
-    const SequenceCall call = next_call(who, ready, tensors, {}, stream, of_dispatch);
-    realign(call);
-    world_.executor().dispatch(call);
-    captures_.count();
-    ++epoch_;
-    ++num_dispatches_;
-  });
-  return window_views(ready.plan_, epoch_);
+  return state_->dispatch(ready, tensors, stream, of_dispatch);
 }
 
 void SequenceDispatcher::kv_gradient(const PlanHandle& ready,
                                      std::span<const ConstTensorView> gradients,
                                      std::span<const TensorView> outputs, Stream stream,
                                      std::uint64_t of_dispatch) {
-  constexpr const char* who = "kv_gradient";
-  check_call(who, ready, SequenceOperation::kv_gradient);
-  detail::check_inputs(who, ready.plan_, gradients);
-  detail::check_outputs(who, ready.plan_, outputs);
-  abort_state_.guard([&] {
-    grow_for(who, ready.plan_.window_bytes, ready.plan_.num_slots, stream);
-    const SequenceCall call = next_call(who, ready, gradients, outputs, stream, of_dispatch);
-    realign(call);
-    world_.executor().kv_gradient(call);
-    captures_.count();
-    ++epoch_;
-  });
+  state_->kv_gradient(ready, gradients, outputs, stream, of_dispatch);
 }
+
+std::uint64_t SequenceDispatcher::last_dispatch() const noexcept { return state_->last_dispatch(); }
 
 std::vector<TensorView> SequenceDispatcher::gradient_inputs(const PlanHandle& ready,
                                                             Stream stream) {
-  constexpr const char* who = "gradient_inputs";
-  check_call(who, ready, SequenceOperation::kv_gradient);
-  abort_state_.guard([&] {
-    grow_for(who, ready.plan_.window_bytes, ready.plan_.num_slots, stream);
-    realign(next_call(who, ready, {}, {}, stream, 0));  // now, as the caller writes there
-  });
-  return window_views(ready.plan_, epoch_ + 1);
+  return state_->gradient_inputs(ready, stream);
 }
+
+void SequenceDispatcher::synchronize(Stream stream) { state_->synchronize(stream); }
+
+std::int64_t SequenceDispatcher::window_bytes() const noexcept { return state_->window_bytes(); }
 
 std::vector<std::shared_ptr<void>> SequenceDispatcher::window_memory() const {
-  std::vector<std::shared_ptr<void>> memory = windows_[0].memory;
-  memory.insert(memory.end(), windows_[1].memory.begin(), windows_[1].memory.end());
-  return memory;
+  return state_->window_memory();
 }
 
-void SequenceDispatcher::synchronize(Stream stream) {
-  abort_state_.guard([&] { world_.executor().synchronize(stream); });
+const SequenceDispatcherOptions& SequenceDispatcher::options() const noexcept {
+  return state_->options();
 }
 
 }  // namespace waybill

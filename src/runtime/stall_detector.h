@@ -3,9 +3,9 @@
 #include <cstdint>
 #include <string_view>
 
+#include "runtime/executor.h"
 #include "runtime/fingerprint_exchange.h"
-#include "waybill/runtime/executor.h"
-#include "waybill/transport/transport.h"
+#include "transport/transport.h"
 
 namespace waybill::detail {
 

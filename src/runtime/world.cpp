@@ -7,19 +7,34 @@
 #include <thread>
 #include <vector>
 
+#include "core/to_size.h"
+#include "runtime/executor.h"
+#include "transport/transport.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 #include "waybill/core/wait.h"
 #include "waybill/transport/agree.h"
 #include "waybill/transport/bootstraps.h"
 
 namespace waybill {
 
+struct World::Engine {
+  std::unique_ptr<Transport> transport;
+  std::unique_ptr<Executor> executor;  ///< goes first
+  std::uint64_t num_objects = 0;
+};
+
 World::World(std::unique_ptr<Transport> transport, std::unique_ptr<Executor> executor)
     : engine_(std::make_shared<Engine>(Engine{std::move(transport), std::move(executor)})) {
   require(engine_->transport != nullptr, "World: transport is null");
   require(engine_->executor != nullptr, "World: executor is null");
 }
+
+Rank World::rank() const noexcept { return engine_->transport->rank(); }
+const Topology& World::topology() const noexcept { return engine_->transport->topology(); }
+Transport& World::transport() const noexcept { return *engine_->transport; }
+Executor& World::executor() const noexcept { return *engine_->executor; }
+std::uint64_t World::next_object() const noexcept { return ++engine_->num_objects; }
+void World::barrier() const { engine_->transport->barrier("World::barrier"); }
 
 namespace {
 

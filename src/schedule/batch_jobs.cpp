@@ -4,7 +4,7 @@
 #include <queue>
 
 #include "core/batch_bytes.h"
-#include "waybill/core/to_size.h"
+#include "core/to_size.h"
 
 namespace waybill::detail {
 

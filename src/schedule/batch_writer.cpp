@@ -4,9 +4,9 @@
 #include <numeric>
 #include <tuple>
 
+#include "core/to_size.h"
 #include "segment_writer.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "plan_checks.h"
-#include "waybill/schedule/sequence_plan.h"
+#include "schedule/sequence_plan.h"
 
 namespace waybill::detail {
 

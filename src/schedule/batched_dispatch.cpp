@@ -4,10 +4,10 @@
 #include "batch_jobs.h"
 #include "batch_writer.h"
 #include "batched_plans.h"
-#include "network_program.h"
+#include "core/to_size.h"
+#include "network_writer.h"
 #include "plan_checks.h"
 #include "sort_unique.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {
@@ -18,7 +18,7 @@ bool copies_on(const PartRoutes& routes, std::size_t h) { return routes.num_dest
 class DispatchCompiler {
  public:
   DispatchCompiler(const char* who, std::span<const SequencePart> parts, const ChosenWay& way,
-                   const SequencePlanOptions& options, SequencePlan& plan)
+                   const CompileOptions& options, SequencePlan& plan)
       : who_(who),
         parts_(parts),
         options_(options),
@@ -243,7 +243,7 @@ class DispatchCompiler {
 
   const char* const who_;
   std::span<const SequencePart> parts_;
-  const SequencePlanOptions& options_;
+  const CompileOptions& options_;
   SequencePlan& plan_;
   std::vector<std::int32_t> first_tensor_;
   std::vector<WindowRows> rows_;
@@ -264,7 +264,7 @@ class DispatchCompiler {
 
 }  // namespace
 
-Topology topology_of(const SequencePlan& plan, const SequencePlanOptions& options) {
+Topology topology_of(const SequencePlan& plan, const CompileOptions& options) {
   return {plan.world_size, options.ranks_per_node == 0 ? plan.world_size : options.ranks_per_node};
 }
 
@@ -276,7 +276,7 @@ std::vector<std::int32_t> first_tensors(std::span<const SequencePart> parts) {
 }
 
 void compile_batched_dispatch(const char* who, std::span<const SequencePart> parts,
-                              const ChosenWay& way, const SequencePlanOptions& options,
+                              const ChosenWay& way, const CompileOptions& options,
                               SequencePlan& plan) {
   DispatchCompiler(who, parts, way, options, plan).compile();
 }

@@ -3,10 +3,10 @@
 
 #include "batch_writer.h"
 #include "batched_plans.h"
+#include "core/to_size.h"
 #include "gradient_returns.h"
-#include "network_program.h"
+#include "network_writer.h"
 #include "sort_unique.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {
@@ -34,7 +34,7 @@ struct Addend {
 class GradientCompiler {
  public:
   GradientCompiler(const char* who, std::span<const SequencePart> parts, const ChosenWay& way,
-                   const SequencePlanOptions& options, SequencePlan& plan)
+                   const CompileOptions& options, SequencePlan& plan)
       : parts_(parts),
         options_(options),
         plan_(plan),
@@ -290,7 +290,7 @@ class GradientCompiler {
   }
 
   std::span<const SequencePart> parts_;
-  const SequencePlanOptions& options_;
+  const CompileOptions& options_;
   SequencePlan& plan_;
   std::vector<std::int32_t> first_tensor_;
   std::vector<std::vector<std::int64_t>> needed_;  ///< [parts][W]
@@ -316,7 +316,7 @@ class GradientCompiler {
 }  // namespace
 
 void compile_batched_gradient(const char* who, std::span<const SequencePart> parts,
-                              const ChosenWay& way, const SequencePlanOptions& options,
+                              const ChosenWay& way, const CompileOptions& options,
                               SequencePlan& plan) {
   GradientCompiler(who, parts, way, options, plan).compile();
 }

@@ -4,7 +4,7 @@
 #include <span>
 
 #include "routes.h"
-#include "waybill/schedule/sequence_plan.h"
+#include "schedule/sequence_plan.h"
 
 namespace waybill::detail {
 
@@ -17,14 +17,14 @@ inline constexpr int batched_window_bits = 43;
 /// Fills the tables of `plan`, which has its operation, ranks, tensors, cuts and limits, with the
 /// rank's part of what goes along the hops of `way`. Windows too.
 void compile_batched_dispatch(const char* who, std::span<const SequencePart> parts,
-                              const ChosenWay& way, const SequencePlanOptions& options,
+                              const ChosenWay& way, const CompileOptions& options,
                               SequencePlan& plan);
 void compile_batched_gradient(const char* who, std::span<const SequencePart> parts,
-                              const ChosenWay& way, const SequencePlanOptions& options,
+                              const ChosenWay& way, const CompileOptions& options,
                               SequencePlan& plan);
 
 /// The nodes on which the ranks of a plan are.
-[[nodiscard]] Topology topology_of(const SequencePlan& plan, const SequencePlanOptions& options);
+[[nodiscard]] Topology topology_of(const SequencePlan& plan, const CompileOptions& options);
 
 /// First tensor of each part, and their number. [parts + 1]
 [[nodiscard]] std::vector<std::int32_t> first_tensors(std::span<const SequencePart> parts);

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "core/to_size.h"
 #include "sort_unique.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 

@@ -4,7 +4,7 @@
 #include <span>
 #include <vector>
 
-#include "waybill/schedule/sequence_plan.h"
+#include "schedule/sequence_plan.h"
 
 namespace waybill::detail {
 

@@ -5,8 +5,8 @@
 #include <map>
 #include <tuple>
 
+#include "core/to_size.h"
 #include "network_levels.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {

@@ -1,26 +1,53 @@
 #pragma once
 
 #include <cstdint>
-#include <span>
+#include <type_traits>
 #include <vector>
 
-#include "routes.h"
-#include "waybill/core/topology.h"
-#include "waybill/schedule/sequence_plan.h"
+#include "schedule/work_batch.h"
 
-namespace waybill::detail {
+namespace waybill {
 
-/// Bytes of own rows that each rank puts on other nodes: what its stage has room for. [W]
-[[nodiscard]] std::vector<std::int64_t> staged_bytes(std::span<const SequencePart> parts,
-                                                     std::span<const PartRoutes> routes,
-                                                     const Topology& topology);
+/// Adjacent bytes of this rank's window on their way into the window of a rank on another node.
+struct NetworkPut {
+  std::int64_t from_bytes = 0;  ///< in the own window
+  std::int64_t to_bytes = 0;    ///< in the peer's
+  std::int64_t size_bytes = 0;  ///< 0 and more
+  std::int32_t peer = 0;
+  std::int32_t step = 0;  ///< into NetworkProgram::steps
+};
+static_assert(sizeof(NetworkPut) == 32 && std::is_trivially_copyable_v<NetworkPut>);
 
-/// Takes all that goes to other nodes out of the batches of `plan`, a whole plan without chunks,
-/// and writes it into `plan.network`. Rows of the rank's tensors are sent to its stage first,
-/// `stage_begin` bytes behind the begin of its window, such that what is adjacent at the receiver
-/// is so in the stage; rows of the window are put from where they are. Rows for which nobody waits
-/// go network first, in batches of about `batch_bytes`.
-void split_network(SequencePlan& plan, const Topology& topology, std::int64_t stage_begin,
-                   std::int64_t batch_bytes);
+/// Puts that may begin when all waits are over; when they have arrived the signals are raised.
+struct NetworkStep {
+  std::int32_t first_wait = 0;  ///< into NetworkProgram::waits
+  std::int32_t num_waits = 0;
+  std::int32_t first_put = 0;     ///< into NetworkProgram::puts
+  std::int32_t num_puts = 0;      ///< at least one
+  std::int32_t first_signal = 0;  ///< into NetworkProgram::signals
+  std::int32_t num_signals = 0;
+};
+static_assert(sizeof(NetworkStep) == 24 && std::is_trivially_copyable_v<NetworkStep>);
 
-}  // namespace waybill::detail
+/// All that one rank puts on other nodes in one call, beside the batches of its plan. Plain data.
+///
+/// Steps are in the order of the plan's batches: any number of workers may take the puts, each the
+/// next one, and wait for its step; over all ranks no step and no batch waits for what stands
+/// behind it.
+struct NetworkProgram {
+  std::vector<NetworkStep> steps;
+  std::vector<NetworkPut> puts;  ///< step by step, none larger than max_put_bytes
+  /// A wait with `rank` = world_size is for the rank's own counter `slot` of 0..num_ready-1, which
+  /// a batch of its plan raises (a signal with `rank` = world_size there); any other for a slot of
+  /// its pad, as the waits of batches.
+  std::vector<BatchSlot> waits;
+  std::vector<BatchSlot> signals;  ///< to ranks on other nodes, as the signals of batches
+  std::int32_t num_ready = 0;
+  std::int64_t stage_bytes = 0;  ///< of the window, behind its tensors: rows that wait to be put
+
+  [[nodiscard]] bool empty() const { return steps.empty(); }
+};
+
+inline constexpr std::int64_t max_put_bytes = std::int64_t{256} << 10;
+
+}  // namespace waybill

@@ -4,8 +4,8 @@
 #include <span>
 #include <vector>
 
-#include "waybill/core/to_size.h"
-#include "waybill/schedule/sequence_plan.h"
+#include "core/to_size.h"
+#include "schedule/sequence_plan.h"
 
 namespace waybill::detail {
 

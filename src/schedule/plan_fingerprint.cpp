@@ -2,8 +2,8 @@
 
 #include <array>
 
-#include "waybill/core/hash.h"
-#include "waybill/core/to_size.h"
+#include "core/hash.h"
+#include "core/to_size.h"
 
 namespace waybill::detail {
 namespace {
@@ -79,7 +79,7 @@ std::uint64_t hash_hops(std::span<const RelayHop> hops) {
 }  // namespace
 
 std::uint64_t hash_plan(SequenceOperation operation, std::span<const SequencePart> parts,
-                        const ChosenWay& way, const SequencePlanOptions& options) {
+                        const ChosenWay& way, const CompileOptions& options) {
   Hash hash;
   hash.add(static_cast<std::int32_t>(operation)).add(std::ssize(parts));
   for (const SequencePart& part : parts) {

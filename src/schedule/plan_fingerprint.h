@@ -4,7 +4,7 @@
 #include <span>
 
 #include "routes.h"
-#include "waybill/schedule/sequence_plan.h"
+#include "schedule/sequence_plan.h"
 
 namespace waybill::detail {
 
@@ -12,7 +12,7 @@ namespace waybill::detail {
 /// into pieces for which ranks wait. The same whether copy_offsets are given or not.
 [[nodiscard]] std::uint64_t hash_plan(SequenceOperation operation,
                                       std::span<const SequencePart> parts, const ChosenWay& way,
-                                      const SequencePlanOptions& options);
+                                      const CompileOptions& options);
 
 /// Hash of the tensors of each part.
 [[nodiscard]] std::uint64_t hash_formats(std::span<const SequencePart> parts);

@@ -5,12 +5,12 @@
 #include <utility>
 
 #include "batch_jobs.h"
+#include "core/to_size.h"
 #include "plan_checks.h"
 #include "planner/node_routes.h"
 #include "planner/relay_checks.h"
 #include "routing/homes.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {
@@ -137,7 +137,7 @@ void check_hop_bytes(const char* who, const SequencePart& part) {
           " bytes, expected below 2^60");
 }
 
-Topology checked_topology(const char* who, std::int32_t world, const SequencePlanOptions& options) {
+Topology checked_topology(const char* who, std::int32_t world, const CompileOptions& options) {
   const Topology topology{world, options.ranks_per_node == 0 ? world : options.ranks_per_node};
   require(options.ranks_per_node >= 0 && world % topology.ranks_per_node == 0, who,
           ": ranks_per_node = ", options.ranks_per_node,
@@ -156,7 +156,7 @@ bool has_relay(const SequencePart& part) { return part.relay != nullptr && !part
 class WayFinder {
  public:
   WayFinder(const Topology& topology, SequenceOperation operation,
-            std::span<const SequencePart> parts, const SequencePlanOptions& options)
+            std::span<const SequencePart> parts, const CompileOptions& options)
       : topology_(topology), operation_(operation), parts_(parts), options_(options) {}
 
   using Hops = std::vector<std::vector<RelayHop>>;
@@ -195,7 +195,7 @@ class WayFinder {
   const Topology& topology_;
   SequenceOperation operation_;
   std::span<const SequencePart> parts_;
-  const SequencePlanOptions& options_;
+  const CompileOptions& options_;
 };
 
 }  // namespace
@@ -264,7 +264,7 @@ PartRoutes follow_hops(const char* who, const SparseMetadata& metadata, std::vec
 }
 
 ChosenWay choose_way(const char* who, SequenceOperation operation,
-                     std::span<const SequencePart> parts, const SequencePlanOptions& options) {
+                     std::span<const SequencePart> parts, const CompileOptions& options) {
   const Topology topology = checked_topology(who, parts.front().metadata->world_size, options);
   const bool back = operation == SequenceOperation::kv_gradient;
   const WayFinder finder(topology, operation, parts, options);

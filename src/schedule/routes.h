@@ -4,9 +4,9 @@
 #include <span>
 #include <vector>
 
+#include "schedule/sequence_plan.h"
 #include "waybill/core/topology.h"
 #include "waybill/planner/relay.h"
-#include "waybill/schedule/sequence_plan.h"
 
 namespace waybill::detail {
 
@@ -40,7 +40,7 @@ struct ChosenWay {
 
 [[nodiscard]] ChosenWay choose_way(const char* who, SequenceOperation operation,
                                    std::span<const SequencePart> parts,
-                                   const SequencePlanOptions& options);
+                                   const CompileOptions& options);
 
 /// Whether the rows of a hop come back as they are, read by its source itself: dst_rank forwards
 /// them to nobody and is on the node.

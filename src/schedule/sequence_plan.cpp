@@ -1,17 +1,17 @@
-#include "waybill/schedule/sequence_plan.h"
+#include "schedule/sequence_plan.h"
 
 #include <algorithm>
 #include <limits>
 
 #include "batched_plans.h"
+#include "core/parallel_for.h"
+#include "core/to_size.h"
 #include "local_runs.h"
 #include "network_phases.h"
 #include "plan_checks.h"
 #include "plan_fingerprint.h"
 #include "segment_writer.h"
 #include "waybill/core/error.h"
-#include "waybill/core/parallel_for.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill {
 namespace {
@@ -119,7 +119,7 @@ void write_entries(SegmentWriter& writer, std::span<const SequencePart> parts,
 }
 
 void compile_direct(const char* who, std::span<const SequencePart> parts,
-                    const SequencePlanOptions& options, SequencePlan& plan) {
+                    const CompileOptions& options, SequencePlan& plan) {
   std::vector<WindowRows> rows;
   for (const SequencePart& part : parts) rows.push_back({detail::rows_needed(*part.metadata), {}});
   const WindowMap windows(who, parts, rows);
@@ -137,7 +137,7 @@ void compile_direct(const char* who, std::span<const SequencePart> parts,
 }
 
 void compile_batched(const char* who, std::span<const SequencePart> parts, const ChosenWay& way,
-                     SequencePlanOptions options, SequencePlan& plan) {
+                     CompileOptions options, SequencePlan& plan) {
   for (const SequencePart& part : parts) {
     std::int64_t rows = 0;
     const auto r = to_size(to_int(plan.rank));
@@ -163,12 +163,12 @@ void compile_batched(const char* who, std::span<const SequencePart> parts, const
 enum class Compares : std::uint8_t { no, yes };
 
 SequencePlan compile(const char* who, SequenceOperation operation,
-                     std::span<const SequencePart> parts, Rank rank,
-                     const SequencePlanOptions& options, Compares compares);
+                     std::span<const SequencePart> parts, Rank rank, const CompileOptions& options,
+                     Compares compares);
 
 /// What a rank receives stands in the plans of those that send it.
 std::vector<NetworkPhase> compile_phases(const char* who, std::span<const SequencePart> parts,
-                                         const SequencePlan& plan, SequencePlanOptions options) {
+                                         const SequencePlan& plan, CompileOptions options) {
   const Topology topology = detail::topology_of(plan, options);
   if (topology.num_nodes() == 1) return {};
   options.two_sided_network = false;
@@ -188,8 +188,8 @@ std::vector<NetworkPhase> compile_phases(const char* who, std::span<const Sequen
 }
 
 SequencePlan compile(const char* who, SequenceOperation operation,
-                     std::span<const SequencePart> parts, Rank rank,
-                     const SequencePlanOptions& options, Compares compares) {
+                     std::span<const SequencePart> parts, Rank rank, const CompileOptions& options,
+                     Compares compares) {
   require(!parts.empty(), who, ": parts are empty");
   require(options.chunk_bytes >= 16 && options.chunk_bytes % 16 == 0 &&
               options.chunk_bytes <= std::numeric_limits<std::int32_t>::max() / 2,
@@ -235,14 +235,23 @@ SequencePlan compile(const char* who, SequenceOperation operation,
 
 }  // namespace
 
+CompileOptions compile_options(const SequencePlanOptions& options) {
+  return {.chunk_bytes = options.chunk_bytes,
+          .relay = options.relay,
+          .nvlink_bytes_per_second = options.nvlink_bytes_per_second,
+          .network_bytes_per_second = options.network_bytes_per_second,
+          .batch_bytes = options.batch_bytes,
+          .phase_bytes = options.phase_bytes};
+}
+
 SequencePlan compile_dispatch(std::span<const SequencePart> parts, Rank rank,
-                              const SequencePlanOptions& options) {
+                              const CompileOptions& options) {
   return compile("compile_dispatch", SequenceOperation::dispatch, parts, rank, options,
                  Compares::yes);
 }
 
 SequencePlan compile_kv_gradient(std::span<const SequencePart> parts, Rank rank,
-                                 const SequencePlanOptions& options) {
+                                 const CompileOptions& options) {
   return compile("compile_kv_gradient", SequenceOperation::kv_gradient, parts, rank, options,
                  Compares::yes);
 }

@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <span>
 
+#include "schedule/network_phase.h"
 #include "waybill/core/topology.h"
-#include "waybill/schedule/network_phase.h"
 
 namespace waybill {
 

@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/to_size.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 namespace {

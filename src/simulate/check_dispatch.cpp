@@ -5,11 +5,11 @@
 #include <utility>
 
 #include "check_tables.h"
+#include "core/to_size.h"
 #include "expected_layout.h"
 #include "finding_list.h"
 #include "identity_rows.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 #include "waybill/simulate/check.h"
 #include "waybill/simulate/dispatch.h"
 

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "waybill/core/to_size.h"
+#include "core/to_size.h"
 
 namespace waybill::detail {
 namespace {

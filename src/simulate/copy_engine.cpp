@@ -4,8 +4,8 @@
 
 #include "copy_job.h"
 #include "core/copy_bytes.h"
+#include "core/parallel_for.h"
 #include "view_checks.h"
-#include "waybill/core/parallel_for.h"
 
 namespace waybill::detail {
 namespace {

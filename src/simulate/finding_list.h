@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "waybill/core/parallel_for.h"
+#include "core/parallel_for.h"
 #include "waybill/routing/validate.h"
 
 namespace waybill::detail {

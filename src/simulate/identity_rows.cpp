@@ -4,7 +4,7 @@
 #include <array>
 #include <cstring>
 
-#include "waybill/core/parallel_for.h"
+#include "core/parallel_for.h"
 
 namespace waybill::detail {
 namespace {

@@ -6,10 +6,10 @@
 #include <type_traits>
 #include <vector>
 
+#include "core/float_convert.h"
+#include "core/parallel_for.h"
 #include "view_checks.h"
 #include "waybill/core/error.h"
-#include "waybill/core/float_convert.h"
-#include "waybill/core/parallel_for.h"
 
 namespace waybill {
 namespace {

@@ -5,13 +5,13 @@
 #include <utility>
 
 #include "check_dense.h"
+#include "core/to_size.h"
 #include "expected_layout.h"
 #include "finding_list.h"
 #include "stacked_slices.h"
 #include "waybill/core/error.h"
 #include "waybill/core/host_tensor.h"
 #include "waybill/core/random.h"
-#include "waybill/core/to_size.h"
 #include "waybill/simulate/check.h"
 #include "waybill/simulate/kv_gradient.h"
 #include "waybill/simulate/orchestrate.h"

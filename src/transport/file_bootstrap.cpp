@@ -1,10 +1,10 @@
 #include <string>
 #include <utility>
 
+#include "core/to_size.h"
 #include "file_meeting.h"
 #include "peer_text.h"
 #include "tcp_frames.h"
-#include "waybill/core/to_size.h"
 #include "waybill/core/wait.h"
 #include "waybill/transport/bootstraps.h"
 

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <string>
 
-#include "waybill/core/to_size.h"
+#include "core/to_size.h"
 #include "waybill/core/wait.h"
 
 namespace waybill::detail {

@@ -1,4 +1,4 @@
-#include "waybill/transport/peer_status.h"
+#include "transport/peer_status.h"
 
 #include <unistd.h>
 
@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "waybill/core/to_size.h"
+#include "core/to_size.h"
 
 namespace waybill {
 namespace {

@@ -4,7 +4,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "waybill/core/to_size.h"
+#include "core/to_size.h"
 
 namespace waybill {
 namespace {

@@ -7,8 +7,8 @@
 #include <string_view>
 #include <vector>
 
-#include "waybill/transport/peer_status.h"
-#include "waybill/transport/transport.h"
+#include "transport/peer_status.h"
+#include "transport/transport.h"
 
 namespace waybill {
 

@@ -8,12 +8,12 @@
 #include <utility>
 #include <vector>
 
+#include "core/to_size.h"
 #include "hmac.h"
 #include "host_transport.h"
 #include "shared_file.h"
-#include "waybill/core/to_size.h"
+#include "transport/peer_status.h"
 #include "waybill/transport/agree.h"
-#include "waybill/transport/peer_status.h"
 
 namespace waybill {
 namespace {

@@ -1,4 +1,4 @@
-#include "waybill/transport/settings.h"
+#include "transport/settings.h"
 
 #include <algorithm>
 #include <cstddef>

@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "core/errno_text.h"
+#include "core/to_size.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 

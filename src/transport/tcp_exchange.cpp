@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/to_size.h"
 #include "peer_text.h"
-#include "waybill/core/to_size.h"
 #include "waybill/core/wait.h"
 
 namespace waybill::detail {

@@ -2,10 +2,10 @@
 
 #include <utility>
 
+#include "core/to_size.h"
 #include "hmac.h"
 #include "peer_text.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::detail {
 

@@ -9,9 +9,9 @@
 #include <utility>
 
 #include "core/errno_text.h"
+#include "core/to_size.h"
 #include "peer_text.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 #include "waybill/core/wait.h"
 
 namespace waybill::detail {

@@ -4,7 +4,7 @@
 #include <mutex>
 #include <string>
 
-#include "waybill/core/to_size.h"
+#include "core/to_size.h"
 #include "waybill/core/wait.h"
 #include "waybill/transport/bootstraps.h"
 

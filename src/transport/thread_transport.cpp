@@ -3,9 +3,9 @@
 #include <new>
 #include <utility>
 
+#include "core/to_size.h"
 #include "host_transport.h"
 #include "transport/share_memory.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill {
 namespace {

@@ -1,6 +1,6 @@
-#include "waybill/transport/transport.h"
+#include "transport/transport.h"
 
-#include "waybill/core/to_size.h"
+#include "core/to_size.h"
 
 namespace waybill {
 

@@ -1,7 +1,7 @@
 // Nothing that comes from files, names or arguments reaches the terminal as more than characters.
 
+#include "core/printable.h"
 #include "program_runner.h"
-#include "waybill/core/printable.h"
 
 namespace waybill::test {
 namespace {

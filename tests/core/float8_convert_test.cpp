@@ -1,4 +1,4 @@
-#include "waybill/core/float8_convert.h"
+#include "core/float8_convert.h"
 
 #include <gtest/gtest.h>
 

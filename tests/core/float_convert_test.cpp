@@ -1,4 +1,4 @@
-#include "waybill/core/float_convert.h"
+#include "core/float_convert.h"
 
 #include <gtest/gtest.h>
 

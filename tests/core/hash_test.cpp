@@ -1,4 +1,4 @@
-#include "waybill/core/hash.h"
+#include "core/hash.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "waybill/core/parallel_for.h"
+#include "core/parallel_for.h"
 
 #include <gtest/gtest.h>
 

@@ -9,8 +9,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/to_size.h"
 #include "waybill/core/host_tensor.h"
-#include "waybill/core/to_size.h"
 #include "waybill/runtime/world.h"
 
 namespace waybill::test {

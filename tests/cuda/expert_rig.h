@@ -10,10 +10,10 @@
 
 #include "cuda/device_arena.h"
 #include "cuda/ways.h"
+#include "experts/expert_executor.h"
 #include "moe/expert_case.h"
 #include "support/sequence_expected.h"
 #include "waybill/cuda/gpu_world.h"
-#include "waybill/experts/expert_executor.h"
 
 namespace waybill::test {
 

@@ -8,6 +8,7 @@
 #include "cuda/captured.h"
 #include "cuda/device_arena.h"
 #include "cuda/ways.h"
+#include "runtime/plan_tables.h"
 #include "support/expect_error.h"
 #include "support/sequence_expected.h"
 #include "waybill/cuda/gpu_world.h"
@@ -53,7 +54,7 @@ void check_sums(DeviceArena& arena, SequenceDispatcher& dispatcher, const Sequen
   const auto dv = test::simulated_gradient(sample.routing, expected.v_out, to);
   arena.reset();
   const auto plan = dispatcher.plan_kv_gradient(test::kv_parts(sample), stream);
-  ASSERT_EQ(plan.plan().local_segments.size(), 4U);
+  ASSERT_EQ(detail::compiled_plan(plan).local_segments.size(), 4U);
   const auto places = dispatcher.gradient_inputs(plan, stream);
   arena.copy(places[0].data, expected.k_out[r].bytes().data(), expected.k_out[r].size_bytes());
   const std::int64_t pitch = sample.k.hidden + 8;
@@ -131,7 +132,7 @@ TEST(GpuLocalGradient, a_graph_replays_it_and_keeps_its_plan) {
           dispatcher.reserve(std::int64_t{32} << 20, stream);
           arena.reset();
           PlanHandle plan = dispatcher.plan_kv_gradient(test::kv_parts(sample), stream);
-          ASSERT_EQ(plan.plan().local_segments.empty(), !apart);
+          ASSERT_EQ(detail::compiled_plan(plan).local_segments.empty(), !apart);
           const Views from{arena.upload(first.k_out[r]), arena.upload(first.v_out[r])};
           const std::vector<TensorView> sums{arena.take(DType::bfloat16, first.k[r].shape()),
                                              arena.take(DType::bfloat16, first.v[r].shape())};

@@ -127,8 +127,8 @@ TEST(GpuNodes, a_captured_graph_replays_with_a_new_plan) {
           upload(inputs[2], expected.v[r]);
           upload(grads[0], expected.k_out[r]);
           test::cuda_ok(cudaGraphLaunch(ready, arena.stream()), world);
-          const TensorView k_out(const_cast<std::byte*>(window) + plan.plan().window_offsets[1],
-                                 dtype, expected.k_out[r].shape());
+          const TensorView k_out(const_cast<std::byte*>(window) + plan.window_offsets()[1], dtype,
+                                 expected.k_out[r].shape());
           const TensorView dk(sums[0].data, dtype, expected.k[r].shape());
           ASSERT_TRUE(test::same_bytes(arena.download(k_out), expected.k_out[r]))
               << "replay " << replay;

@@ -1,12 +1,12 @@
-#include "waybill/cuda/gpu_self_test.h"
+#include "cuda/gpu_self_test.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 
+#include "cuda/link_probe.h"
 #include "support/random_plan.h"
 #include "waybill/cuda/gpu_world.h"
-#include "waybill/cuda/link_probe.h"
 
 namespace waybill {
 namespace {

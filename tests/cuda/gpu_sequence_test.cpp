@@ -204,7 +204,7 @@ TEST(GpuSequence, a_captured_graph_replays_with_a_new_plan) {
                        tensor->size_bytes());
           }
           cuda_ok(cudaGraphLaunch(ready, arena.stream()), world);
-          const TensorView k_out(const_cast<std::byte*>(window) + plan.plan().window_offsets[1],
+          const TensorView k_out(const_cast<std::byte*>(window) + plan.window_offsets()[1],
                                  DType::bfloat16, expected[i].k_out[r].shape());
           ASSERT_TRUE(same_bytes(arena.download(k_out), expected[i].k_out[r]))
               << "replay " << replay;

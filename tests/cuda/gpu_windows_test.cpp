@@ -6,6 +6,7 @@
 
 #include "cuda/device_arena.h"
 #include "cuda/ways.h"
+#include "runtime/plan_tables.h"
 #include "support/sequence_expected.h"
 #include "waybill/cuda/gpu_world.h"
 #include "waybill/runtime/sequence_dispatcher.h"
@@ -51,9 +52,8 @@ TEST(GpuWindows, nothing_but_the_tensors_is_written) {
             ASSERT_EQ(dispatcher.dispatch(plan, inputs, stream)[0].data, window);
             arena.read(bytes.bytes().data(), window, bytes.size_bytes());
             for (std::size_t t = 0; t < 3; ++t) {
-              std::fill_n(bytes.bytes().begin() + plan.plan().window_offsets[t],
-                          plan.plan().window_rows[t] * plan.plan().tensors[t].row_bytes(),
-                          std::byte{0xA5});
+              std::fill_n(bytes.bytes().begin() + plan.window_offsets()[t],
+                          plan.window_rows()[t] * plan.tensors()[t].row_bytes(), std::byte{0xA5});
             }
             ASSERT_EQ(std::ranges::count(bytes.bytes(), std::byte{0xA5}), bytes.size_bytes())
                 << way.name << ", " << sample.name;
@@ -90,7 +90,7 @@ TEST(GpuWindows, long_local_rows_arrive_with_the_others) {
           dispatcher.reserve(std::int64_t{64} << 20, stream);
           arena.reset();
           const auto plan = dispatcher.plan_dispatch(test::forward_parts(sample), stream);
-          ASSERT_FALSE(plan.plan().local_segments.empty());
+          ASSERT_FALSE(detail::compiled_plan(plan).local_segments.empty());
           const TensorView wide = arena.take(DType::bfloat16, {1900, 4096 + 8});
           ConstTensorView strided = wide;
           strided.shape = {1900, 4096};

@@ -1,4 +1,4 @@
-#include "waybill/experts/expert_memory.h"
+#include "experts/expert_memory.h"
 
 #include <gtest/gtest.h>
 

@@ -10,10 +10,10 @@
 #include <utility>
 #include <vector>
 
+#include "transport/transport.h"
 #include "waybill/core/host_tensor.h"
 #include "waybill/experts/ep_all2all_layer.h"
 #include "waybill/runtime/world.h"
-#include "waybill/transport/transport.h"
 
 namespace waybill::test {
 namespace {

@@ -35,7 +35,7 @@ bool move_rows(const waybill::World& world, const waybill::QkvRouting& routing) 
   const waybill::SequencePart back{&routing.rev_q, {format}};
   const auto forward = dispatcher.plan_dispatch({&there, 1});
   const auto reverse = dispatcher.plan_dispatch({&back, 1});
-  waybill::HostTensor rows(waybill::DType::float32, {forward.plan().own_rows[0], 2});
+  waybill::HostTensor rows(waybill::DType::float32, {forward.own_rows()[0], 2});
   std::memset(rows.bytes().data(), 0x3F, rows.bytes().size());
   const std::vector<waybill::ConstTensorView> given{rows.view()};
   const auto arrived = dispatcher.dispatch(forward, given);

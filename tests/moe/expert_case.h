@@ -6,9 +6,9 @@
 #include <utility>
 #include <vector>
 
-#include "waybill/core/float_convert.h"
+#include "core/float_convert.h"
+#include "core/to_size.h"
 #include "waybill/core/random.h"
-#include "waybill/core/to_size.h"
 #include "waybill/moe/quantize.h"
 #include "waybill/moe/simulate.h"
 

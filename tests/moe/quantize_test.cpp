@@ -6,9 +6,9 @@
 #include <limits>
 #include <vector>
 
+#include "core/float8_convert.h"
+#include "core/float_convert.h"
 #include "support/expect_error.h"
-#include "waybill/core/float8_convert.h"
-#include "waybill/core/float_convert.h"
 #include "waybill/core/random.h"
 
 namespace waybill {

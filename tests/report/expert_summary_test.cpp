@@ -8,9 +8,9 @@
 #include <set>
 #include <string_view>
 
+#include "core/to_size.h"
 #include "support/expect_error.h"
 #include "waybill/core/random.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill {
 namespace {

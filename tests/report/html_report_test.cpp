@@ -5,10 +5,10 @@
 #include <cmath>
 #include <vector>
 
+#include "core/printable.h"
+#include "report/format.h"
 #include "support/expect_error.h"
-#include "waybill/core/printable.h"
 #include "waybill/core/random.h"
-#include "waybill/report/format.h"
 #include "waybill/routing/document_plan.h"
 
 namespace waybill::test {

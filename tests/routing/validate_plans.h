@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/to_size.h"
 #include "waybill/core/random.h"
-#include "waybill/core/to_size.h"
 #include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/qkv_routing.h"
 

@@ -4,8 +4,8 @@
 
 #include <set>
 
+#include "core/to_size.h"
 #include "support/random_plan.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill {
 namespace {

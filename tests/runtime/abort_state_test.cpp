@@ -1,4 +1,4 @@
-#include "waybill/runtime/abort_state.h"
+#include "runtime/abort_state.h"
 
 #include <gtest/gtest.h>
 

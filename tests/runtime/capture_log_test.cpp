@@ -1,4 +1,4 @@
-#include "waybill/runtime/capture_log.h"
+#include "runtime/capture_log.h"
 
 #include <gtest/gtest.h>
 

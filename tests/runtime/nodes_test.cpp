@@ -2,6 +2,7 @@
 
 #include <atomic>
 
+#include "runtime/executor.h"
 #include "support/faulty_transport.h"
 #include "support/node_case.h"
 #include "support/run_ranks.h"
@@ -72,9 +73,9 @@ TEST(Nodes, real_skewed_plans_equal_the_simulation) {
                            if (use == RelayUse::always) {
                              check_step(world, dispatcher, node);
                            } else if (topology.num_nodes() == 1) {  // a real plan needs no order
-                             EXPECT_EQ(forward.plan().limits.way, TransferMode::relay);
-                             EXPECT_GT(forward.plan().limits.direct_seconds,
-                                       1.8 * forward.plan().limits.relay_seconds);
+                             EXPECT_EQ(forward.limits().way, TransferMode::relay);
+                             EXPECT_GT(forward.limits().direct_seconds,
+                                       1.8 * forward.limits().relay_seconds);
                            }
                          },
                          {.ranks_per_node = topology.ranks_per_node});

@@ -148,8 +148,8 @@ TEST(SequenceDispatcher, nothing_but_the_tensors_is_written) {
       ASSERT_EQ(outputs[0].data, window);
       std::vector<bool> may_change(to_size(dispatcher.window_bytes()));
       for (std::size_t t = 0; t < 3; ++t) {
-        const auto begin = plan.plan().window_offsets[t];
-        const auto bytes = plan.plan().window_rows[t] * plan.plan().tensors[t].row_bytes();
+        const auto begin = plan.window_offsets()[t];
+        const auto bytes = plan.window_rows()[t] * plan.tensors()[t].row_bytes();
         std::fill_n(may_change.begin() + begin, bytes, true);
       }
       world.barrier();

@@ -5,6 +5,7 @@
 #include <new>
 #include <thread>
 
+#include "runtime/executor.h"
 #include "support/run_ranks.h"
 #include "support/sequence_step.h"
 #include "waybill/core/wait.h"

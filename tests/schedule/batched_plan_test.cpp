@@ -14,7 +14,7 @@ using test::NodeCase;
 using test::to_size;
 
 std::vector<SequencePlan> plans_of(std::span<const SequencePart> parts, SequenceOperation operation,
-                                   const SequencePlanOptions& options) {
+                                   const CompileOptions& options) {
   std::vector<SequencePlan> plans;
   for (std::int32_t r = 0; r < parts.front().metadata->world_size; ++r) {
     plans.push_back(operation == SequenceOperation::dispatch
@@ -28,8 +28,8 @@ std::string first_of(const std::vector<std::string>& findings) {
   return findings.empty() ? "" : findings.front();
 }
 
-SequencePlanOptions small_batches(const Topology& topology) {
-  SequencePlanOptions options = test::eager_options().plan;
+CompileOptions small_batches(const Topology& topology) {
+  CompileOptions options = compile_options(test::eager_options().plan);
   options.chunks = false;
   options.ranks_per_node = topology.ranks_per_node;
   return options;
@@ -42,7 +42,7 @@ TEST(BatchedPlans, the_checker_finds_nothing) {
   for (const Topology topology :
        {Topology{4, 2}, Topology{8, 4}, Topology{8, 2}, Topology{6, 6}, Topology{3, 1}}) {
     for (const auto& node : test::node_cases(topology, 24)) {
-      const SequencePlanOptions options = small_batches(topology);
+      const CompileOptions options = small_batches(topology);
       for (const auto operation : {SequenceOperation::dispatch, SequenceOperation::kv_gradient}) {
         const bool sends = operation == SequenceOperation::dispatch;
         const auto parts = sends ? node->forward() : node->kv();
@@ -202,7 +202,7 @@ TEST(BatchedPlans, limits_decide_and_can_be_overridden) {
   const RelaySchedule relay = chain(routing.fwd_kv);
   const TensorFormat format{DType::bfloat16, 1000};
   const std::vector<SequencePart> kv{{&routing.fwd_kv, {format}, &relay}};
-  SequencePlanOptions options{.nvlink_bytes_per_second = 1e9};
+  CompileOptions options{.nvlink_bytes_per_second = 1e9};
   // Rows of shard s go to ranks s..7: 1 + 2 + ... + 6 + 7 + 7 times 100 rows of 2000 bytes.
   const SequencePlan plan = compile_dispatch(kv, Rank{0}, options);
   EXPECT_EQ(plan.limits.way, TransferMode::relay);
@@ -240,7 +240,7 @@ TEST(BatchedPlans, rows_cross_between_nodes_once) {
   const QkvRouting routing = one_for_all(8);
   const TensorFormat format{DType::bfloat16, 1000};
   const std::vector<SequencePart> kv{{&routing.fwd_kv, {format}}};
-  SequencePlanOptions options{.ranks_per_node = 4, .network_bytes_per_second = 1e9};
+  CompileOptions options{.ranks_per_node = 4, .network_bytes_per_second = 1e9};
   const auto plans = plans_of(kv, SequenceOperation::dispatch, options);
   // Shards 0..4 go to ranks 4..7, shards 5..7 to fewer; each once, to rank 4 but for the last.
   EXPECT_EQ(plans[0].limits.way, TransferMode::once_per_node);
@@ -275,7 +275,7 @@ TEST(BatchedPlans, refuses_schedules_that_do_not_fit) {
         hops.push_back({0, 1, 3, 0, 0, 100, -1});
       },
       "neither needs nor forwards");
-  SequencePlanOptions options{.ranks_per_node = 3};
+  CompileOptions options{.ranks_per_node = 3};
   const std::vector<SequencePart> kv{{&routing.fwd_kv, {{DType::float32, 4}}}};
   EXPECT_TRUE(test::rejects([&] { (void)compile_dispatch(kv, Rank{0}, options); },
                             {"ranks_per_node = 3, expected 0 or a divisor of world_size = 4"}));

@@ -5,8 +5,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "core/to_size.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::test {
 namespace {

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "waybill/schedule/sequence_plan.h"
+#include "schedule/sequence_plan.h"
 
 namespace waybill::test {
 

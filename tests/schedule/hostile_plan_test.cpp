@@ -82,7 +82,7 @@ void ravage(std::vector<RelayHop>& hops, Random& random) {
 /// @return whether it was refused
 bool compiles_or_refuses(std::span<const SequencePart> parts, const Topology& topology,
                          std::int64_t batch_bytes) {
-  SequencePlanOptions options;
+  CompileOptions options;
   options.ranks_per_node = topology.ranks_per_node;
   options.relay = RelayUse::always;
   options.chunks = false;
@@ -174,7 +174,7 @@ TEST(HostilePlans, rows_passed_on) {
     relay.hops.push_back({2, 1, 0, 1, 0, rows, 2 * i});
   }
   const std::vector<SequencePart> parts{{&metadata, {{DType::uint8, 1}}, &relay}};
-  SequencePlanOptions options;
+  CompileOptions options;
   options.relay = RelayUse::always;
   EXPECT_TRUE(test::rejects([&] { (void)compile_dispatch(parts, Rank{0}, options); },
                             {"the relay hops move", "rows, expected below 2^60"}));
@@ -198,7 +198,7 @@ TEST(HostilePlans, options) {
   const std::vector<SequencePart> parts{{&sample.routing.fwd_kv, {sample.k, sample.v}}};
   for (const std::int64_t value : extremes) {
     const auto run = [&](auto&& set) {
-      SequencePlanOptions options;
+      CompileOptions options;
       options.ranks_per_node = 2;
       options.split_network = true;
       set(options);
@@ -209,14 +209,14 @@ TEST(HostilePlans, options) {
       }
     };
     const auto value32 = static_cast<std::int32_t>(value);
-    run([&](SequencePlanOptions& options) { options.chunk_bytes = value; });
-    run([&](SequencePlanOptions& options) {
+    run([&](CompileOptions& options) { options.chunk_bytes = value; });
+    run([&](CompileOptions& options) {
       options.separate_local_copies = true;
       options.num_sms = value32;
     });
-    run([&](SequencePlanOptions& options) { options.ranks_per_node = value32; });
-    run([&](SequencePlanOptions& options) { options.batch_bytes = value; });
-    run([&](SequencePlanOptions& options) {
+    run([&](CompileOptions& options) { options.ranks_per_node = value32; });
+    run([&](CompileOptions& options) { options.batch_bytes = value; });
+    run([&](CompileOptions& options) {
       options.two_sided_network = true;
       options.phase_bytes = value;
     });

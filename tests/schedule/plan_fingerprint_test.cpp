@@ -3,8 +3,8 @@
 #include <numeric>
 #include <set>
 
+#include "schedule/sequence_plan.h"
 #include "support/sequence_disagreements.h"
-#include "waybill/schedule/sequence_plan.h"
 
 namespace waybill {
 namespace {
@@ -16,8 +16,8 @@ using test::to_size;
 
 constexpr std::int32_t world_size = 4;
 
-SequencePlan compiled(const std::vector<SequencePart>& parts,
-                      const SequencePlanOptions& options = {}, std::int32_t rank = 0) {
+SequencePlan compiled(const std::vector<SequencePart>& parts, const CompileOptions& options = {},
+                      std::int32_t rank = 0) {
   return compile_dispatch(parts, Rank{rank}, options);
 }
 
@@ -28,10 +28,10 @@ TEST(PlanFingerprint, is_the_same_on_all_ranks) {
   for (const std::int32_t ranks_per_node : {0, 2}) {
     for (const RelayUse relay : {RelayUse::never, RelayUse::always}) {
       for (const bool pairs : {false, true}) {
-        const SequencePlanOptions options{.ranks_per_node = ranks_per_node,
-                                          .relay = relay,
-                                          .split_network = pairs,
-                                          .two_sided_network = pairs};
+        const CompileOptions options{.ranks_per_node = ranks_per_node,
+                                     .relay = relay,
+                                     .split_network = pairs,
+                                     .two_sided_network = pairs};
         std::set<std::uint64_t> hashes;
         std::set<std::uint64_t> formats;
         std::set<std::uint64_t> gradients;
@@ -52,9 +52,9 @@ TEST(PlanFingerprint, tells_plans_apart) {
   const DocumentRoutings documents(world_size);
   const auto usual = DisagreeingRank::forward_of(documents.usual);
   const auto relayed = DisagreeingRank::forward_of(documents.usual, {}, &documents.relay);
-  const SequencePlanOptions eager{.relay = RelayUse::always};
-  const SequencePlanOptions nodes{.ranks_per_node = 2};
-  const SequencePlanOptions batches{.ranks_per_node = 2, .batch_bytes = 512};
+  const CompileOptions eager{.relay = RelayUse::always};
+  const CompileOptions nodes{.ranks_per_node = 2};
+  const CompileOptions batches{.ranks_per_node = 2, .batch_bytes = 512};
   const std::set<std::uint64_t> hashes{
       compiled(usual).fingerprint,
       compiled(DisagreeingRank::forward_of(documents.by_one_token)).fingerprint,

@@ -1,4 +1,4 @@
-#include "waybill/schedule/sequence_plan.h"
+#include "schedule/sequence_plan.h"
 
 #include <gtest/gtest.h>
 
@@ -143,7 +143,7 @@ TEST(compile_dispatch, long_local_rows_stand_apart) {
   const auto routing = compute_qkv_routing(test::plain_plan(
       3, {{4000, 3000, 2000}, {1, 1}, {1, 1}}, {0, 1, 0, 1, 2, 2, 0}, KvLayout::per_rank));
   const SequencePart part{&routing.fwd_q, {{DType::uint8, 1024}}};
-  SequencePlanOptions options;
+  CompileOptions options;
   options.separate_local_copies = true;
   // 24 SMs fill the links with what 8 of them send in the time, and move the rest beside it.
   options.num_sms = 24;
@@ -168,7 +168,7 @@ TEST(compile_dispatch, long_local_rows_stand_apart) {
 TEST(compile_dispatch, segments_alone_become_the_same_chunks) {
   for (const auto& sample : test::sequence_cases(4, 12, 9)) {
     const SequencePart part{&sample.routing.fwd_kv, {sample.k, sample.v}};
-    SequencePlanOptions options;
+    CompileOptions options;
     options.chunks = false;
     SequencePlan plan = compile_dispatch({&part, 1}, Rank{2}, options);
     EXPECT_TRUE(plan.chunks.empty() && plan.addresses.empty());
@@ -211,7 +211,7 @@ TEST(compile_kv_gradient, places_keep_the_order_of_the_copies) {
 }
 
 std::vector<SequencePlan> gradients_apart(const SequencePart& part) {
-  SequencePlanOptions options;
+  CompileOptions options;
   options.separate_local_copies = true;
   options.chunks = false;
   std::vector<SequencePlan> plans;

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <map>
 
-#include "waybill/core/to_size.h"
+#include "core/to_size.h"
 
 namespace waybill {
 namespace {

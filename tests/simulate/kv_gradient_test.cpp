@@ -6,9 +6,9 @@
 #include <cmath>
 #include <cstring>
 
+#include "core/float_convert.h"
 #include "simulate_support.h"
 #include "support/expect_error.h"
-#include "waybill/core/float_convert.h"
 
 namespace waybill {
 namespace {

@@ -13,9 +13,9 @@
 #include <utility>
 #include <vector>
 
+#include "core/to_size.h"
+#include "transport/transport.h"
 #include "waybill/core/random.h"
-#include "waybill/core/to_size.h"
-#include "waybill/transport/transport.h"
 
 namespace waybill::test {
 

@@ -55,7 +55,7 @@ struct NodeCase {
   }
   [[nodiscard]] StepParts parts() const { return {forward(), reverse(), kv()}; }
 
-  [[nodiscard]] SequencePlanOptions gradient_options() const {
+  [[nodiscard]] CompileOptions gradient_options() const {
     return {.ranks_per_node = topology.ranks_per_node, .relay = RelayUse::always};
   }
 

@@ -7,8 +7,8 @@
 #include <stdexcept>
 #include <vector>
 
+#include "schedule/sequence_plan.h"
 #include "support/sequence_case.h"
-#include "waybill/schedule/sequence_plan.h"
 
 namespace waybill::test {
 

@@ -7,13 +7,13 @@
 #include <utility>
 #include <vector>
 
+#include "core/float_convert.h"
+#include "core/to_size.h"
+#include "schedule/sequence_plan.h"
 #include "support/random_plan.h"
-#include "waybill/core/float_convert.h"
 #include "waybill/core/host_tensor.h"
 #include "waybill/core/random.h"
-#include "waybill/core/to_size.h"
 #include "waybill/routing/qkv_routing.h"
-#include "waybill/schedule/sequence_plan.h"
 #include "waybill/simulate/dispatch.h"
 #include "waybill/simulate/kv_gradient.h"
 

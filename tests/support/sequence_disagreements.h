@@ -114,19 +114,19 @@ class DisagreeingRank {
 
   void dispatch(const PlanHandle& ready, std::uint64_t of_dispatch = 0) {
     std::vector<ConstTensorView> inputs;
-    const SequencePlan& plan = ready.plan();
-    for (std::size_t t = 0; t < plan.tensors.size(); ++t)
-      inputs.emplace_back(take(plan.tensors[t], plan.own_rows[t]));
+    const PlanHandle& plan = ready;
+    for (std::size_t t = 0; t < plan.tensors().size(); ++t)
+      inputs.emplace_back(take(plan.tensors()[t], plan.own_rows()[t]));
     (void)dispatcher_.dispatch(ready, inputs, stream_, of_dispatch);
   }
 
   void gradient(const PlanHandle& ready, std::uint64_t of_dispatch = 0) {
     std::vector<ConstTensorView> inputs;
     std::vector<TensorView> outputs;
-    const SequencePlan& plan = ready.plan();
-    for (std::size_t t = 0; t < plan.tensors.size(); ++t) {
-      inputs.emplace_back(take(plan.tensors[t], plan.window_rows[t]));
-      outputs.push_back(take(plan.tensors[t], plan.own_rows[t]));
+    const PlanHandle& plan = ready;
+    for (std::size_t t = 0; t < plan.tensors().size(); ++t) {
+      inputs.emplace_back(take(plan.tensors()[t], plan.window_rows()[t]));
+      outputs.push_back(take(plan.tensors()[t], plan.own_rows()[t]));
     }
     dispatcher_.kv_gradient(ready, inputs, outputs, stream_, of_dispatch);
   }

@@ -4,8 +4,8 @@
 #include <span>
 #include <vector>
 
+#include "schedule/sequence_plan.h"
 #include "support/node_case.h"
-#include "waybill/schedule/sequence_plan.h"
 
 namespace waybill::test {
 
@@ -22,7 +22,7 @@ inline std::vector<SequencePart> parts_of(const NodeCase& node, SequenceOperatio
 
 /// The plans of all ranks, with small chunks and every relay.
 inline std::vector<SequencePlan> plans_of(const NodeCase& node, SequenceOperation operation,
-                                          SequencePlanOptions options) {
+                                          CompileOptions options) {
   options.chunk_bytes = 64;
   options.ranks_per_node = node.topology.ranks_per_node;
   options.relay = RelayUse::always;

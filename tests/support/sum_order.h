@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/float_convert.h"
 #include "support/sequence_case.h"
-#include "waybill/core/float_convert.h"
 #include "waybill/core/topology.h"
 #include "waybill/planner/relay.h"
 

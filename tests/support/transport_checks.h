@@ -7,8 +7,8 @@
 #include <numeric>
 #include <string>
 
-#include "waybill/core/to_size.h"
-#include "waybill/transport/transport.h"
+#include "core/to_size.h"
+#include "transport/transport.h"
 
 /// What every transport in host memory must do. Each runs on all ranks.
 namespace waybill::test {

@@ -1,9 +1,9 @@
-#include "waybill/transport/settings.h"
+#include "transport/settings.h"
 
 #include <gtest/gtest.h>
 
 #include "support/run_ranks.h"
-#include "waybill/transport/transport.h"
+#include "transport/transport.h"
 
 namespace waybill {
 namespace {

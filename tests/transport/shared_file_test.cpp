@@ -7,10 +7,10 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
+#include "core/to_size.h"
 #include "support/rendezvous.h"
 #include "support/run_ranks.h"
-#include "waybill/core/to_size.h"
-#include "waybill/transport/transport.h"
+#include "transport/transport.h"
 
 namespace waybill {
 namespace {

@@ -2,11 +2,11 @@
 
 #include <cstring>
 
+#include "core/to_size.h"
 #include "support/expect_error.h"
 #include "support/run_ranks.h"
 #include "support/transport_checks.h"
-#include "waybill/core/to_size.h"
-#include "waybill/transport/transport.h"
+#include "transport/transport.h"
 
 namespace waybill {
 namespace {

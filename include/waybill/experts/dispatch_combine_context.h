@@ -2,17 +2,21 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
-#include <utility>
-#include <vector>
 
-#include "waybill/core/move_assign.h"
 #include "waybill/core/tensor_view.h"
-#include "waybill/experts/expert_memory.h"
+#include "waybill/moe/ep_config.h"
 #include "waybill/runtime/world.h"
-#include "waybill/transport/settings.h"
 
 namespace waybill {
+
+struct ExpertMemory;
+struct Setting;
+
+namespace detail {
+class LayerState;
+}
 
 /// Where a rank's rows arrive.
 struct DispatchOutputBuffers {
@@ -38,10 +42,7 @@ class DispatchCombineContext {
                                                         std::int64_t rows);
 
   DispatchCombineContext(DispatchCombineContext&& other) noexcept;
-  DispatchCombineContext& operator=(DispatchCombineContext&& other) noexcept {
-    detail::move_assign(*this, std::move(other));
-    return *this;
-  }
+  DispatchCombineContext& operator=(DispatchCombineContext&& other) noexcept;
   ~DispatchCombineContext();
 
   /// Collective: gives the memory back. Without it, it goes with the world. Twice does nothing.
@@ -53,8 +54,8 @@ class DispatchCombineContext {
   DispatchOutputBuffers reallocate_dispatch_output_buf(std::int64_t dispatch_recv_tokens);
 
   /// Rows of the windows.
-  [[nodiscard]] std::int64_t capacity_rows() const noexcept { return memory_->capacity_rows; }
-  [[nodiscard]] bool finalized() const noexcept { return memory_->signals.local == nullptr; }
+  [[nodiscard]] std::int64_t capacity_rows() const noexcept;
+  [[nodiscard]] bool finalized() const noexcept;
   [[nodiscard]] const ExpertMemory& memory() const noexcept { return *memory_; }
   [[nodiscard]] const EPConfig& config() const noexcept { return config_; }
   [[nodiscard]] const EPDispatchOptions& options() const noexcept { return options_; }
@@ -65,7 +66,7 @@ class DispatchCombineContext {
   [[nodiscard]] TensorView combine_rows(std::uint32_t parity, std::int64_t rows) const;
 
  private:
-  friend class EPAll2AllLayer;
+  friend class detail::LayerState;
   /// @param who begins the text of errors
   /// @param more settings that ranks compare beside those of config and options
   /// @param num_rows of the windows; called when config and options are right, may throw
@@ -83,7 +84,6 @@ class DispatchCombineContext {
   EPConfig config_;
   EPDispatchOptions options_;
   std::unique_ptr<ExpertMemory> memory_;  ///< where executors know it
-  std::vector<SymmetricBuffer> retired_;  ///< outgrown; their rows may still be read
 };
 
 /// A barrier of the ranks of this rank's node, by signals that only grow.
@@ -91,11 +91,8 @@ class BarrierAllContext {
  public:
   /// Collective, of the whole world. @param is_intra_node false: the barrier is that of the world
   explicit BarrierAllContext(const World& world, bool is_intra_node = true);
-  BarrierAllContext(BarrierAllContext&&) noexcept = default;
-  BarrierAllContext& operator=(BarrierAllContext&& other) noexcept {
-    detail::move_assign(*this, std::move(other));
-    return *this;
-  }
+  BarrierAllContext(BarrierAllContext&&) noexcept;
+  BarrierAllContext& operator=(BarrierAllContext&&) noexcept;
   ~BarrierAllContext();
 
   /// Returns when all ranks of the node (or of the world) have called. @throws Timeout
@@ -105,10 +102,8 @@ class BarrierAllContext {
   void finalize();
 
  private:
-  World world_;
-  bool is_intra_node_;
-  SignalPad signals_;
-  std::uint64_t epoch_ = 0;
+  struct State;
+  std::unique_ptr<State> state_;  ///< null: moved from
 };
 
 }  // namespace waybill

@@ -6,16 +6,17 @@
 
 #include "waybill/core/tensor_view.h"
 #include "waybill/experts/dispatch_combine_context.h"
-#include "waybill/experts/expert_executor.h"
+#include "waybill/experts/expert_tensors.h"
 #include "waybill/moe/ep_layout.h"
-#include "waybill/runtime/abort_state.h"
-#include "waybill/runtime/capture_log.h"
+#include "waybill/runtime/stream.h"
 #include "waybill/runtime/world.h"
 
 namespace waybill {
 
+class ExpertTables;
+
 namespace detail {
-class LayerMeetings;
+class LayerState;
 }
 
 struct EPLayerOptions {
@@ -38,22 +39,22 @@ class EPLayout {
  public:
   /// Tokens of this rank.
   [[nodiscard]] std::int64_t num_tokens() const noexcept { return num_tokens_; }
-  [[nodiscard]] bool has_weights() const { return is_given(tables_->weights()); }
+  [[nodiscard]] bool has_weights() const;
   /// Of this dispatch among those of the layer, from 1 on: ranks compare by it what a call belongs
   /// to.
   [[nodiscard]] std::uint32_t number() const noexcept { return number_; }
   /// Rows that this rank received. Waits until they are known. @throws Timeout
   [[nodiscard]] std::int64_t num_recv_rows() const;
   /// All tables, in the memory of the world. They may be read as long as the layout is kept.
-  [[nodiscard]] ExpertTableViews tables() const { return tables_->views(); }
+  [[nodiscard]] ExpertTableViews tables() const;
   /// On GPUs, behind the caller's own work with the tables on a stream, if the layout may go before
   /// that is done: their memory is then used again after it. From any thread.
-  void note_use(Stream stream) const { tables_->routing().note_use(stream); }
+  void note_use(Stream stream) const;
   /// A copy of Triton-distributed's descriptor; for worlds in host memory.
   [[nodiscard]] EPAll2AllLayoutDesc describe() const;
 
  private:
-  friend class EPAll2AllLayer;
+  friend class detail::LayerState;
   EPConfig config_;
   EPDispatchOptions options_;
   std::shared_ptr<const ExpertTables> tables_;
@@ -145,47 +146,14 @@ class EPAll2AllLayer {
   /// TransportError.
   void finalize();
 
-  [[nodiscard]] const EPConfig& config() const noexcept { return config_; }
-  [[nodiscard]] const EPLayerOptions& options() const noexcept { return options_; }
-  [[nodiscard]] const DispatchCombineContext& context() const noexcept { return context_; }
+  [[nodiscard]] const EPConfig& config() const noexcept;
+  [[nodiscard]] const EPLayerOptions& options() const noexcept;
+  [[nodiscard]] const DispatchCombineContext& context() const noexcept;
   /// Rows that the windows have.
-  [[nodiscard]] std::int64_t output_rows() const noexcept { return context_.capacity_rows(); }
+  [[nodiscard]] std::int64_t output_rows() const noexcept;
 
  private:
-  [[nodiscard]] static DispatchCombineContext make_context(const World& world,
-                                                           const EPConfig& config,
-                                                           const EPLayerOptions& options);
-  [[nodiscard]] ExpertCall next_call(const char* operation, std::uint64_t number,
-                                     const Stream& stream,
-                                     const CallFingerprint& fingerprint) const;
-  [[nodiscard]] CallFingerprint fingerprint() const;
-  [[nodiscard]] std::uint64_t realign(const ExpertCall& call);
-  [[nodiscard]] bool may_take_second_place(const Stream& stream) const;
-  EPDispatched finish_dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
-                               std::shared_ptr<ExpertTables> begun, std::uint32_t routing);
-  void require_same_layer();
-  void grow_for(const ExpertTables& tables, const Stream& stream);
-  void check_rows(const ExpertCombineInput& input, const EPLayout& layout) const;
-  void check_place(const ConstTensorView& rows) const;
-
-  World world_;
-  EPConfig config_;
-  EPLayerOptions options_;
-  std::uint64_t id_;
-  std::uint64_t object_;  ///< World::next_object()
-  DispatchCombineContext context_;
-  std::unique_ptr<detail::LayerMeetings> meetings_;
-  std::unique_ptr<ExpertExecutor> executor_;
-  std::uint64_t epoch_ = 0;  ///< of the last call
-  std::uint64_t num_dispatches_ = 0;
-  std::uint64_t num_combines_ = 0;
-  std::uint64_t num_places_ = 0;        ///< of combine_input for the next combines, not yet used
-  bool ends_with_combine_ = false;      ///< the last call was one
-  bool has_recorded_ = false;           ///< combines, which graphs may run at any time
-  std::uint64_t dispatch_capture_ = 0;  ///< recording of the last dispatch
-  detail::CaptureLog captured_dispatches_;
-  detail::CaptureLog captured_combines_;
-  detail::AbortState abort_state_{"layer", &world_.transport()};
+  std::unique_ptr<detail::LayerState> state_;  ///< null: moved from
 };
 
 }  // namespace waybill

@@ -3,19 +3,24 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
-#include <optional>
 #include <span>
-#include <utility>
 #include <vector>
 
-#include "waybill/core/move_assign.h"
 #include "waybill/core/tensor_view.h"
-#include "waybill/runtime/abort_state.h"
-#include "waybill/runtime/capture_log.h"
+#include "waybill/runtime/stream.h"
 #include "waybill/runtime/world.h"
-#include "waybill/schedule/sequence_plan.h"
+#include "waybill/schedule/sequence_part.h"
 
 namespace waybill {
+
+struct SequencePlan;
+class UploadedPlan;
+class PlanHandle;
+
+namespace detail {
+class DispatcherState;
+[[nodiscard]] const SequencePlan& compiled_plan(const PlanHandle& handle) noexcept;
+}  // namespace detail
 
 struct SequenceDispatcherOptions {
   /// Multiprocessors that a call may use; 0: none, the copy engines do it (they add nothing up: a
@@ -30,14 +35,37 @@ struct SequenceDispatcherOptions {
   std::int64_t max_window_bytes = std::numeric_limits<std::int64_t>::max();
 };
 
-/// A plan with its tables where the work is done. Belongs to the dispatcher that made it.
+/// One rank's work for one operation, compiled, with its tables where the work is done. Belongs to
+/// the dispatcher that made it. Spans hold until the plan is replaced or gone.
 class PlanHandle {
  public:
-  [[nodiscard]] const SequencePlan& plan() const noexcept { return plan_; }
+  /// Empty: no tensors, and no dispatcher takes it.
+  PlanHandle() noexcept;
+  PlanHandle(PlanHandle&&) noexcept;
+  PlanHandle& operator=(PlanHandle&&) noexcept;
+  ~PlanHandle();
+
+  [[nodiscard]] SequenceOperation operation() const noexcept;
+  /// Of all parts, in order.
+  [[nodiscard]] std::span<const TensorFormat> tensors() const noexcept;
+  /// [tensors] rows of this rank's tensor.
+  [[nodiscard]] std::span<const std::int64_t> own_rows() const noexcept;
+  /// [tensors] rows in this rank's window.
+  [[nodiscard]] std::span<const std::int64_t> window_rows() const noexcept;
+  /// [tensors] bytes: where a tensor begins in the window.
+  [[nodiscard]] std::span<const std::int64_t> window_offsets() const noexcept;
+  /// Bytes of the largest window of all ranks.
+  [[nodiscard]] std::int64_t window_bytes() const noexcept;
+  /// Slots of batches that the rank with the most needs.
+  [[nodiscard]] std::int32_t num_slots() const noexcept;
+  /// [W] bytes to (or from) each rank; the own one is local.
+  [[nodiscard]] std::span<const std::int64_t> wire_bytes() const noexcept;
+  [[nodiscard]] const PlanLimits& limits() const noexcept;
 
  private:
-  friend class SequenceDispatcher;
-  SequencePlan plan_;
+  friend class detail::DispatcherState;
+  friend const SequencePlan& detail::compiled_plan(const PlanHandle& handle) noexcept;
+  std::unique_ptr<SequencePlan> plan_;
   std::unique_ptr<UploadedPlan> uploaded_;
 };
 
@@ -71,11 +99,8 @@ class SequenceDispatcher {
   ///   plan's relay, batch_bytes or speeds differ, naming the rank; Timeout
   explicit SequenceDispatcher(const World& world, SequenceDispatcherOptions options = {});
   ~SequenceDispatcher();
-  SequenceDispatcher(SequenceDispatcher&&) noexcept = default;
-  SequenceDispatcher& operator=(SequenceDispatcher&& other) noexcept {
-    detail::move_assign(*this, std::move(other));
-    return *this;
-  }
+  SequenceDispatcher(SequenceDispatcher&&) noexcept;
+  SequenceDispatcher& operator=(SequenceDispatcher&&) noexcept;
 
   /// Collective: waits for this rank's device, then gives the windows back. Without it their memory
   /// goes with the world; the destructor does not wait for anybody.
@@ -123,7 +148,7 @@ class SequenceDispatcher {
                    std::uint64_t of_dispatch = 0);
 
   /// The number of the last dispatch, from 1 on: what a gradient of it is told.
-  [[nodiscard]] std::uint64_t last_dispatch() const noexcept { return num_dispatches_; }
+  [[nodiscard]] std::uint64_t last_dispatch() const noexcept;
 
   /// Where the next kv_gradient would copy its gradients: whoever writes them there, and passes
   /// these views, saves the copy. Collective when the windows must grow. Valid for the next call.
@@ -133,39 +158,16 @@ class SequenceDispatcher {
   /// Returns when the calls on the stream are done. @throws Timeout that one of them has met
   void synchronize(Stream stream = {});
 
-  [[nodiscard]] std::int64_t window_bytes() const noexcept { return windows_[0].size_bytes; }
+  [[nodiscard]] std::int64_t window_bytes() const noexcept;
 
   /// What keeps the windows' memory alive. Whoever keeps views past close() or the next growth,
   /// although nothing arrives there any more, holds this beside them. On GPUs let go of it only
   /// where all ranks wait for each other, or with the world.
   [[nodiscard]] std::vector<std::shared_ptr<void>> window_memory() const;
-  [[nodiscard]] const SequenceDispatcherOptions& options() const noexcept { return options_; }
+  [[nodiscard]] const SequenceDispatcherOptions& options() const noexcept;
 
  private:
-  [[nodiscard]] PlanHandle ready(SequencePlan plan, Stream stream);
-  void check_call(const char* who, const PlanHandle& ready, SequenceOperation operation) const;
-  void grow_for(const char* who, std::int64_t window_bytes, std::int32_t num_slots, Stream stream);
-  void retire();
-  [[nodiscard]] SymmetricBuffer& window_of(std::uint64_t epoch) { return windows_[epoch % 2]; }
-  [[nodiscard]] std::vector<TensorView> window_views(const SequencePlan& plan, std::uint64_t epoch);
-  [[nodiscard]] SequenceCall next_call(const char* who, const PlanHandle& ready,
-                                       std::span<const ConstTensorView> inputs,
-                                       std::span<const TensorView> outputs, Stream stream,
-                                       std::uint64_t of_dispatch);
-  void realign(const SequenceCall& call);
-
-  World world_;
-  SequenceDispatcherOptions options_;
-  SymmetricBuffer windows_[2];
-  std::vector<SymmetricBuffer> retired_;  ///< outgrown, perhaps holding the last output
-  std::uint64_t retired_epoch_ = 0;       ///< of the last call when they were
-  SignalPad arrivals_;
-  SignalPad slots_;                   ///< for whom ranks wait, and the slots of batches
-  std::vector<SignalPad> old_slots_;  ///< outgrown
-  std::uint64_t epoch_ = 0;           ///< of the last call
-  std::uint64_t num_dispatches_ = 0;  ///< calls of dispatch
-  detail::CaptureLog captures_;
-  detail::AbortState abort_state_{"dispatcher", &world_.transport()};
+  std::unique_ptr<detail::DispatcherState> state_;  ///< null: moved from
 };
 
 }  // namespace waybill

@@ -5,11 +5,12 @@
 #include <memory>
 
 #include "waybill/core/topology.h"
-#include "waybill/runtime/executor.h"
 #include "waybill/transport/bootstrap.h"
-#include "waybill/transport/transport.h"
 
 namespace waybill {
+
+class Executor;
+class Transport;
 
 /// A rank of a world: who the ranks are, how they reach each other and what does their work. A
 /// handle: copies are the same rank, and it ends with the last of them; dispatchers and layers hold
@@ -19,28 +20,24 @@ class World {
   /// For engines. @throws InvalidArgument for null.
   World(std::unique_ptr<Transport> transport, std::unique_ptr<Executor> executor);
 
-  [[nodiscard]] Rank rank() const noexcept { return engine_->transport->rank(); }
-  [[nodiscard]] const Topology& topology() const noexcept { return engine_->transport->topology(); }
+  [[nodiscard]] Rank rank() const noexcept;
+  [[nodiscard]] const Topology& topology() const noexcept;
   [[nodiscard]] std::int32_t world_size() const noexcept { return topology().world_size; }
-  [[nodiscard]] Transport& transport() const noexcept { return *engine_->transport; }
-  [[nodiscard]] Executor& executor() const noexcept { return *engine_->executor; }
+  [[nodiscard]] Transport& transport() const noexcept;
+  [[nodiscard]] Executor& executor() const noexcept;
 
   /// False once it has been moved from.
   [[nodiscard]] explicit operator bool() const noexcept { return engine_ != nullptr; }
 
   /// A number for what all ranks make together, from 1 on: as they do so in the same order, the
   /// same on all of them.
-  [[nodiscard]] std::uint64_t next_object() const noexcept { return ++engine_->num_objects; }
+  [[nodiscard]] std::uint64_t next_object() const noexcept;
 
   /// Collective. @throws Timeout
-  void barrier() const { engine_->transport->barrier("World::barrier"); }
+  void barrier() const;
 
  private:
-  struct Engine {
-    std::unique_ptr<Transport> transport;
-    std::unique_ptr<Executor> executor;  ///< goes first
-    std::uint64_t num_objects = 0;
-  };
+  struct Engine;
   std::shared_ptr<Engine> engine_;
 };
 

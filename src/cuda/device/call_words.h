@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "fault.h"
-#include "waybill/runtime/fingerprint.h"
+#include "runtime/fingerprint.h"
 
 namespace waybill::cuda {
 

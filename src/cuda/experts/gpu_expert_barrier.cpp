@@ -4,8 +4,8 @@
 
 #include "../rank/cuda_check.h"
 #include "barrier_launch.h"
+#include "core/to_size.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::cuda {
 

@@ -4,8 +4,8 @@
 #include <memory>
 
 #include "../rank/gpu_rank.h"
-#include "waybill/experts/expert_executor.h"
-#include "waybill/transport/transport.h"
+#include "experts/expert_executor.h"
+#include "transport/transport.h"
 
 namespace waybill::cuda {
 

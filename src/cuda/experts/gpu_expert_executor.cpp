@@ -10,8 +10,8 @@
 #include "gpu_expert_nodes.h"
 #include "gpu_expert_params.h"
 #include "gpu_expert_tables.h"
+#include "runtime/executor.h"
 #include "waybill/core/error.h"
-#include "waybill/runtime/executor.h"
 
 namespace waybill::cuda {
 namespace {

@@ -6,12 +6,12 @@
 
 #include "../rank/cuda_check.h"
 #include "core/memory_layout.h"
+#include "core/to_size.h"
 #include "expert_launch.h"
 #include "nodes_launch.h"
+#include "runtime/executor.h"
 #include "schedule/workspace_phase.h"
 #include "waybill/core/error.h"
-#include "waybill/core/to_size.h"
-#include "waybill/runtime/executor.h"
 
 namespace waybill::cuda {
 namespace {

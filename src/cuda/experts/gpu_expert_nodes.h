@@ -4,11 +4,11 @@
 
 #include "../network/network_path.h"
 #include "../rank/gpu_rank.h"
+#include "experts/expert_executor.h"
 #include "gpu_expert_params.h"
 #include "gpu_expert_tables.h"
 #include "nodes_params.h"
-#include "waybill/experts/expert_executor.h"
-#include "waybill/transport/transport.h"
+#include "transport/transport.h"
 
 namespace waybill::cuda {
 

@@ -8,10 +8,10 @@
 
 #include "../rank/cuda_check.h"
 #include "core/memory_layout.h"
+#include "core/to_size.h"
 #include "expert_launch.h"
-#include "waybill/core/to_size.h"
+#include "runtime/executor.h"
 #include "waybill/moe/expert_routing.h"
-#include "waybill/runtime/executor.h"
 
 namespace waybill::cuda {
 namespace {

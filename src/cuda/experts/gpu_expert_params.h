@@ -5,10 +5,10 @@
 #include <memory>
 
 #include "../rank/gpu_rank.h"
+#include "experts/expert_executor.h"
 #include "gpu_expert_tables.h"
 #include "moe_params.h"
-#include "waybill/experts/expert_executor.h"
-#include "waybill/transport/transport.h"
+#include "transport/transport.h"
 
 namespace waybill::cuda {
 

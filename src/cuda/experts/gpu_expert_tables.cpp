@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "core/memory_layout.h"
-#include "waybill/core/to_size.h"
-#include "waybill/runtime/executor.h"
+#include "core/to_size.h"
+#include "runtime/executor.h"
 
 namespace waybill::cuda {
 namespace {

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "../rank/gpu_rank.h"
+#include "experts/expert_executor.h"
 #include "moe_params.h"
 #include "table_pool.h"
-#include "waybill/experts/expert_executor.h"
 
 namespace waybill::cuda {
 

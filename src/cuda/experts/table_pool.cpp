@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "../rank/cuda_check.h"
-#include "waybill/core/to_size.h"
+#include "core/to_size.h"
 
 namespace waybill::cuda {
 namespace {

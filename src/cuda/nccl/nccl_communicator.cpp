@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "../rank/cuda_check.h"
+#include "core/to_size.h"
 #include "nccl_library.h"
-#include "waybill/core/to_size.h"
 #include "waybill/transport/agree.h"
 
 namespace waybill::cuda {

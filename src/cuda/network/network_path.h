@@ -6,8 +6,8 @@
 #include <span>
 
 #include "path_params.h"
-#include "waybill/schedule/network_phase.h"
-#include "waybill/transport/symmetric_memory.h"
+#include "schedule/network_phase.h"
+#include "transport/symmetric_memory.h"
 
 namespace waybill::cuda {
 

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "cuda_check.h"
-#include "waybill/runtime/fingerprint.h"
+#include "runtime/fingerprint.h"
 
 namespace waybill::cuda {
 namespace {

@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "../device/bulk.cuh"
+#include "cuda/link_probe.h"
 #include "cuda_check.h"
-#include "waybill/cuda/link_probe.h"
 
 namespace waybill {
 namespace {

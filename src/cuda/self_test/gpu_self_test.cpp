@@ -1,14 +1,14 @@
-#include "waybill/cuda/gpu_self_test.h"
+#include "cuda/gpu_self_test.h"
 
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
 
 #include "../rank/cuda_check.h"
+#include "core/to_size.h"
+#include "cuda/link_probe.h"
 #include "self_test_job.h"
-#include "waybill/core/to_size.h"
 #include "waybill/cuda/gpu_world.h"
-#include "waybill/cuda/link_probe.h"
 #include "waybill/runtime/sequence_dispatcher.h"
 
 namespace waybill {
@@ -39,20 +39,20 @@ class RankTrial {
     forward_ = dispatcher_.plan_dispatch(job.forward(), stream());
     back_ = dispatcher_.plan_dispatch(job.back(), stream());
     gradient_ = dispatcher_.plan_kv_gradient(job.has_gradient() ? job.gradient() : none_, stream());
-    dispatcher_.reserve(std::max({forward_.plan().window_bytes, back_.plan().window_bytes,
-                                  gradient_.plan().window_bytes}),
-                        stream());
-    const SequencePlan& plan = forward_.plan();
+    dispatcher_.reserve(
+        std::max({forward_.window_bytes(), back_.window_bytes(), gradient_.window_bytes()}),
+        stream());
+    const PlanHandle& plan = forward_;
     for (std::size_t t = 0; t < 3; ++t) {
-      own_.push_back(tensor(plan.tensors[t], plan.own_rows[t]));
-      there_.push_back(tensor(plan.tensors[t], plan.window_rows[t]));
+      own_.push_back(tensor(plan.tensors()[t], plan.own_rows()[t]));
+      there_.push_back(tensor(plan.tensors()[t], plan.window_rows()[t]));
     }
     codes_ = upload(job.codes);
     byte_codes_ = upload(job.byte_codes);
     addresses_[0] = upload(job.q_places[to_size(rank_)]);
     addresses_[1] = addresses_[2] = upload(job.kv_places[to_size(rank_)]);
-    home_q_ = upload(TrialJob::home_places(rank_, plan.own_rows[0]));
-    home_kv_ = upload(TrialJob::home_places(rank_, plan.own_rows[1]));
+    home_q_ = upload(TrialJob::home_places(rank_, plan.own_rows()[0]));
+    home_kv_ = upload(TrialJob::home_places(rank_, plan.own_rows()[1]));
     copies_ = upload(job.copies[to_size(rank_)]);
     wrong_ = cuda::device_memory(sizeof(unsigned long long), stream_);
   }
@@ -152,7 +152,7 @@ class RankTrial {
   /// What was received, to where the next call does not write.
   void keep() {
     for (std::size_t t = 0; t < 3; ++t) {
-      const std::int64_t bytes = received_[t].shape[0] * forward_.plan().tensors[t].row_bytes();
+      const std::int64_t bytes = received_[t].shape[0] * forward_.tensors()[t].row_bytes();
       cuda_check(cudaMemcpyAsync(there_[t].data, received_[t].data, to_size(bytes),
                                  cudaMemcpyDeviceToDevice, stream_),
                  "copying rows");

@@ -4,9 +4,9 @@
 #include <bit>
 #include <numeric>
 
+#include "core/float_convert.h"
+#include "core/to_size.h"
 #include "routing/for_each_entry.h"
-#include "waybill/core/float_convert.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::cuda {
 namespace {

@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "cuda/gpu_self_test.h"
 #include "self_test_rows.h"
-#include "waybill/cuda/gpu_self_test.h"
 
 namespace waybill::cuda {
 

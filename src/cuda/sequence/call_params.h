@@ -1,8 +1,8 @@
 #pragma once
 
 #include "../rank/gpu_rank.h"
+#include "runtime/executor.h"
 #include "sequence_params.h"
-#include "waybill/runtime/executor.h"
 
 namespace waybill::cuda {
 

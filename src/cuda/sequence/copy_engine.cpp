@@ -4,8 +4,8 @@
 
 #include "../rank/cuda_check.h"
 #include "call_params.h"
+#include "core/to_size.h"
 #include "sequence_launch.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::cuda {
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "../rank/gpu_rank.h"
-#include "waybill/runtime/executor.h"
+#include "runtime/executor.h"
 
 namespace waybill::cuda {
 

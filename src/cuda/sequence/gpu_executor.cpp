@@ -7,9 +7,9 @@
 #include "../rank/cuda_check.h"
 #include "call_params.h"
 #include "copy_engine.h"
+#include "core/to_size.h"
 #include "gpu_plan.h"
 #include "sequence_launch.h"
-#include "waybill/core/to_size.h"
 #include "waybill/runtime/sequence_dispatcher.h"
 
 namespace waybill::cuda {

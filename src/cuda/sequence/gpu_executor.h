@@ -4,8 +4,8 @@
 
 #include "../network/network_path.h"
 #include "../rank/gpu_rank.h"
-#include "waybill/runtime/executor.h"
-#include "waybill/transport/transport.h"
+#include "runtime/executor.h"
+#include "transport/transport.h"
 
 namespace waybill::cuda {
 

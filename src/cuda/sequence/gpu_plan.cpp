@@ -6,9 +6,9 @@
 #include <new>
 
 #include "../rank/cuda_check.h"
+#include "core/to_size.h"
+#include "runtime/fingerprint.h"
 #include "sequence_launch.h"
-#include "waybill/core/to_size.h"
-#include "waybill/runtime/fingerprint.h"
 
 namespace waybill::cuda {
 namespace {

@@ -9,8 +9,8 @@
 
 #include "../network/path_params.h"
 #include "../rank/gpu_rank.h"
+#include "runtime/executor.h"
 #include "sequence_params.h"
-#include "waybill/runtime/executor.h"
 
 namespace waybill::cuda {
 

@@ -4,8 +4,8 @@
 #include <cstdint>
 
 #include "../device/arrive_params.h"
-#include "waybill/schedule/row_chunk.h"
-#include "waybill/schedule/work_batch.h"
+#include "schedule/row_chunk.h"
+#include "schedule/work_batch.h"
 
 namespace waybill::cuda {
 

@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "../rank/cuda_check.h"
-#include "waybill/core/to_size.h"
+#include "core/to_size.h"
 #include "waybill/transport/agree.h"
 
 namespace waybill::cuda {

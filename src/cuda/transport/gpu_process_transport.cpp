@@ -7,11 +7,11 @@
 
 #include "../nccl/nccl_communicator.h"
 #include "../rank/cuda_check.h"
+#include "core/to_size.h"
 #include "keep_memory.h"
 #include "nccl_path.h"
-#include "waybill/core/to_size.h"
+#include "transport/peer_status.h"
 #include "waybill/transport/agree.h"
-#include "waybill/transport/peer_status.h"
 
 namespace waybill::cuda {
 namespace {

@@ -4,8 +4,8 @@
 
 #include "../device/arrive_kernels.h"
 #include "../rank/cuda_check.h"
+#include "core/to_size.h"
 #include "peer_path.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::cuda {
 

@@ -7,8 +7,8 @@
 
 #include "../network/phase_path_kernel.h"
 #include "../rank/cuda_check.h"
+#include "core/to_size.h"
 #include "side_stream.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::cuda {
 namespace {

@@ -7,9 +7,9 @@
 
 #include "../nvshmem/nvshmem_library.h"
 #include "../rank/cuda_check.h"
+#include "core/to_size.h"
 #include "keep_memory.h"
 #include "nvshmem_path.h"
-#include "waybill/core/to_size.h"
 #include "waybill/transport/agree.h"
 
 namespace waybill::cuda {

@@ -4,8 +4,8 @@
 
 #include "../network/peer_path_kernel.h"
 #include "../rank/cuda_check.h"
+#include "core/to_size.h"
 #include "side_stream.h"
-#include "waybill/core/to_size.h"
 
 namespace waybill::cuda {
 namespace {

@@ -4,18 +4,13 @@
 #include <memory>
 #include <span>
 
+#include "runtime/fingerprint.h"
+#include "schedule/sequence_plan.h"
+#include "transport/transport.h"
 #include "waybill/core/tensor_view.h"
-#include "waybill/runtime/fingerprint.h"
-#include "waybill/schedule/sequence_plan.h"
-#include "waybill/transport/transport.h"
+#include "waybill/runtime/stream.h"
 
 namespace waybill {
-
-/// A queue of device work: a cudaStream_t in GPU worlds (null: the default stream). Worlds in host
-/// memory have none.
-struct Stream {
-  void* handle = nullptr;
-};
 
 /// What an executor keeps of a plan between calls: its tables, where the work is done.
 class UploadedPlan {

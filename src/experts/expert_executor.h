@@ -4,38 +4,15 @@
 #include <memory>
 #include <span>
 
-#include "waybill/core/tensor_view.h"
-#include "waybill/experts/expert_memory.h"
+#include "experts/expert_memory.h"
+#include "runtime/executor.h"
+#include "runtime/fingerprint.h"
+#include "waybill/experts/expert_tensors.h"
 #include "waybill/moe/ep_config.h"
-#include "waybill/moe/simulate.h"
-#include "waybill/runtime/executor.h"
-#include "waybill/runtime/fingerprint.h"
 
 namespace waybill {
 
 class World;
-
-/// What a rank knows of one dispatch, as views of the memory of its world (on a GPU: of the
-/// device). All int32 unless said. T tokens of this rank, M = max_tokens, N nodes, K topk slots, W
-/// ranks, P experts a rank. Sizes that depend on counts are those of `capacity_rows`.
-struct ExpertTableViews {
-  ConstTensorView ids;       ///< one node [T, K], else [N, M, K]; a dropped topk slot: num_experts
-  ConstTensorView dst_rows;  ///< [N, M, K]: row on the expert's rank; -1
-  ConstTensorView weights;   ///< as ids, weight_dtype; not given without weights
-  ConstTensorView num_input_tokens;    ///< [W]
-  ConstTensorView splits;              ///< [W, E + 1]
-  ConstTensorView segment_offsets;     ///< [W, P, W], see ExpertRows
-  ConstTensorView expert_counts;       ///< [P], of this rank
-  ConstTensorView expert_offsets;      ///< [P + 1], of this rank
-  ConstTensorView num_recv_rows;       ///< [W]
-  ConstTensorView primary_rows;        ///< [capacity_rows]: see skipped_token_mapping_indices
-  ConstTensorView topk_slot_rows;      ///< [capacity_rows, K]: skipped_token_topk_mapping_indices
-  ConstTensorView send_reqs;           ///< several nodes: [N, 2, M], see send_reqs_recv_tensor
-  ConstTensorView compact_to_grouped;  ///< compact rows: [capacity_rows, K]
-  ConstTensorView grouped_to_compact;  ///< compact rows: [most grouped rows]
-  ConstTensorView recv_topk;           ///< compact rows: [capacity_rows, K]
-  ConstTensorView recv_tags;           ///< [capacity_rows, 4]: RowTag, kept beyond the window
-};
 
 /// What a dispatch decided: the row of every topk slot, and all that follows from it. Dispatches by
 /// the same routing share it, and nothing changes it any more once the one that made it is done; so
@@ -110,44 +87,10 @@ struct ExpertBarrier {
   Stream stream = {};
 };
 
-/// Rows that windows of fixed size had no room for. All ranks are told the same.
-struct ExpertOverflow {
-  std::int64_t rows = 0;   ///< of the rank that should have received the most; 0: all did fit
-  std::uint64_t call = 0;  ///< number of the dispatch
-};
-
 /// The parities of a layer's next dispatch and of its next combine.
 struct ExpertParities {
   std::uint32_t dispatch = 0;
   std::uint32_t combine = 0;
-};
-
-/// Whether a tensor was given at all; one without a shape was not. One of no tokens may be null.
-[[nodiscard]] inline bool is_given(const ConstTensorView& view) { return !view.shape.empty(); }
-
-/// What a rank dispatches. Contiguous views of the world's memory. All ranks give weights, or none;
-/// ranks compare what does not depend on their tokens: whether weights and full_scatter_indices are
-/// given, and the last three.
-struct ExpertDispatchInput {
-  ConstTensorView tokens;   ///< [T, hidden]
-  ConstTensorView ids;      ///< [T, K], int32 or int64, unchecked where the host cannot read them
-  ConstTensorView weights;  ///< [T, K], or not given
-  ConstTensorView scales;   ///< [T, num_scales] float32, or not given
-  ConstTensorView full_scatter_indices;  ///< [sum of T, K], int32 or int64, or not given
-  /// The caller will run the call's backward, a combine, if it runs that of the others of the step.
-  bool needs_gradients = false;
-  bool weights_need_gradients = false;  ///< the same of what brings the weights' gradients home
-  /// EPLayout::number() of a dispatch for which this one works, perhaps of another layer; 0: none.
-  /// Not looked at when the routing is known.
-  std::uint32_t origin = 0;
-};
-
-struct ExpertCombineInput {
-  ConstTensorView rows;  ///< [R, hidden]; may be its place in the combine window already
-  EPCombineOptions options;
-  std::span<const ConstTensorView> biases;  ///< up to two, [T, hidden]
-  TensorView output;                        ///< [T, hidden]
-  bool needs_gradients = false;  ///< the caller will run its backward, a dispatch; ranks compare it
 };
 
 /// Does the work of one layer on a world's kind of memory.

@@ -5,8 +5,8 @@
 #include <string>
 #include <utility>
 
+#include "transport/transport.h"
 #include "waybill/core/error.h"
-#include "waybill/transport/transport.h"
 
 namespace waybill::detail {
 

@@ -4,9 +4,9 @@
 #include <string>
 #include <vector>
 
+#include "schedule/sequence_plan.h"
 #include "waybill/cuda/cuda_error.h"
 #include "waybill/routing/qkv_routing.h"
-#include "waybill/schedule/sequence_plan.h"
 
 namespace waybill {
 

@@ -4,53 +4,15 @@
 #include <span>
 #include <vector>
 
-#include "waybill/core/dtype.h"
-#include "waybill/core/link_speeds.h"
+#include "schedule/network_phase.h"
+#include "schedule/network_program.h"
+#include "schedule/row_chunk.h"
+#include "schedule/work_batch.h"
 #include "waybill/core/topology.h"
 #include "waybill/core/uninitialized_vector.h"
-#include "waybill/planner/relay.h"
-#include "waybill/planner/transfer_mode.h"
-#include "waybill/routing/sparse_metadata.h"
-#include "waybill/schedule/network_phase.h"
-#include "waybill/schedule/network_program.h"
-#include "waybill/schedule/row_chunk.h"
-#include "waybill/schedule/work_batch.h"
+#include "waybill/schedule/sequence_part.h"
 
 namespace waybill {
-
-/// The rows of a tensor [tokens, hidden].
-struct TensorFormat {
-  DType dtype = DType::bfloat16;
-  std::int64_t hidden = 0;  ///< elements of a row
-
-  [[nodiscard]] std::int64_t row_bytes() const { return hidden * dtype_bytes(dtype); }
-  friend bool operator==(const TensorFormat&, const TensorFormat&) = default;
-};
-
-/// Tensors that go the same way: Q alone, or K and V.
-struct SequencePart {
-  const SparseMetadata* metadata = nullptr;
-  std::vector<TensorFormat> tensors;
-  /// Of the same plan, K and V: who may forward rows. A hop's `shard` is the entry. Null: nobody.
-  const RelaySchedule* relay = nullptr;
-};
-
-/// Which way the bytes of a plan go.
-enum class SequenceOperation : std::uint8_t {
-  dispatch,     ///< from this rank's tensors into the windows of others
-  kv_gradient,  ///< from the windows of others, summed, into this rank's tensors
-};
-
-/// What the links allow, in seconds: the least time of each way at the options' speeds, and the way
-/// that was taken. Local rows do not count. On the way back, kv_gradient, sums are in float32,
-/// twice as wide as 16-bit rows: they are made in nodes where that takes less time than all rows
-/// do.
-struct PlanLimits {
-  TransferMode way = TransferMode::direct;
-  double direct_seconds = 0;
-  double once_per_node_seconds = 0;  ///< on one node: direct_seconds
-  double relay_seconds = 0;          ///< without a schedule: that of the way without
-};
 
 /// Adjacent rows of one of this rank's tensors of gradients.
 struct StagedRows {
@@ -110,16 +72,11 @@ struct SequencePlan {
   PlanLimits limits;
 };
 
-/// When receivers forward to each other, where a part has a relay schedule.
-enum class RelayUse : std::uint8_t {
-  automatic,  ///< when its limit is at least a tenth below that without; kv_gradient on one node:
-              ///< never (docs/performance/gpu_sequences.md)
-  never,
-  always,
-};
-
-struct SequencePlanOptions {
-  std::int64_t chunk_bytes = 8192;  ///< a multiple of 16; a chunk has at least one row or this
+/// What a compiler of plans is told: SequencePlanOptions, and what the world and its executor are.
+struct CompileOptions {
+  std::int64_t chunk_bytes =
+      SequencePlanOptions{}
+          .chunk_bytes;  ///< a multiple of 16; a chunk has at least one row or this
   bool chunks = true;  ///< false: chunks and addresses are left to expand_chunks() or the executor
   /// Rows that stay on the rank are no chunks. dispatch: where they are many in long pieces and
   /// `num_sms` multiprocessors have enough to do with the others; kv_gradient: those with one copy,
@@ -128,21 +85,25 @@ struct SequencePlanOptions {
   std::int32_t num_sms = 16;
 
   std::int32_t ranks_per_node = 0;  ///< 0: all ranks on one node
-  RelayUse relay = RelayUse::automatic;
+  RelayUse relay = SequencePlanOptions{}.relay;
   // For the limits, and the way that is taken.
-  double nvlink_bytes_per_second = LinkSpeeds{}.nvlink_bytes_per_second;
-  double network_bytes_per_second = LinkSpeeds{}.network_bytes_per_second;
+  double nvlink_bytes_per_second = SequencePlanOptions{}.nvlink_bytes_per_second;
+  double network_bytes_per_second = SequencePlanOptions{}.network_bytes_per_second;
   /// Of a batch that others forward or add up. 0: a sixteenth of what the rank sends to such,
   /// 256 KiB to 2 MiB.
-  std::int64_t batch_bytes = 0;
+  std::int64_t batch_bytes = SequencePlanOptions{}.batch_bytes;
   /// What goes to other nodes is SequencePlan::network, and no batch has addresses there: for
   /// executors that have somebody else for it.
   bool split_network = false;
   /// With split_network: also SequencePlan::phases, for networks in which the receiver must ask for
   /// what is sent. The plans of all ranks are compiled for it, on all cores.
   bool two_sided_network = false;
-  std::int64_t phase_bytes = std::int64_t{8} << 20;  ///< about so much does a rank send in a phase
+  std::int64_t phase_bytes =
+      SequencePlanOptions{}.phase_bytes;  ///< about so much does a rank send in a phase
 };
+
+/// Those of a user, for one node.
+[[nodiscard]] CompileOptions compile_options(const SequencePlanOptions& options);
 
 /// Makes the chunks and addresses of a plan from its segments.
 void expand_chunks(SequencePlan& plan);
@@ -155,7 +116,7 @@ void expand_chunks(SequencePlan& plan);
 ///   of range, parts of different worlds, windows of 2^44 bytes and more, and copies or relay hops
 ///   of 2^60 bytes in all. Rows that two entries write are not looked for: see validate.
 [[nodiscard]] SequencePlan compile_dispatch(std::span<const SequencePart> parts, Rank rank,
-                                            const SequencePlanOptions& options = {});
+                                            const CompileOptions& options = {});
 
 /// Compiles the sums for `rank`: `metadata` are those of the forward dispatch of K and V. Row x of
 /// the result is the sum of the copies of row x, in the order of the copies, 0 without copies.
@@ -164,6 +125,6 @@ void expand_chunks(SequencePlan& plan);
 /// bytes.
 /// @throws InvalidArgument as above and for other dtypes.
 [[nodiscard]] SequencePlan compile_kv_gradient(std::span<const SequencePart> parts, Rank rank,
-                                               const SequencePlanOptions& options = {});
+                                               const CompileOptions& options = {});
 
 }  // namespace waybill

@@ -7,10 +7,10 @@
 #include <string_view>
 #include <vector>
 
+#include "transport/settings.h"
+#include "transport/symmetric_memory.h"
 #include "waybill/core/topology.h"
 #include "waybill/transport/bootstrap.h"
-#include "waybill/transport/settings.h"
-#include "waybill/transport/symmetric_memory.h"
 
 namespace waybill {
 

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "waybill/schedule/work_batch.h"
+#include "schedule/work_batch.h"
 
 namespace waybill {
 

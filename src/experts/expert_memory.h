@@ -1,10 +1,11 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
+#include "runtime/executor.h"
+#include "transport/symmetric_memory.h"
 #include "waybill/moe/ep_config.h"
-#include "waybill/runtime/executor.h"
-#include "waybill/transport/symmetric_memory.h"
 
 namespace waybill {
 
@@ -73,6 +74,7 @@ struct ExpertMemory {
   SymmetricBuffer combine_windows[2];   ///< by parity of the combine: [capacity_rows, hidden]
   SymmetricBuffer workspace;
   SignalPad signals;
+  std::vector<SymmetricBuffer> retired;  ///< outgrown windows; their rows may still be read
 };
 
 }  // namespace waybill

@@ -49,7 +49,4 @@ static_assert(sizeof(BatchSlot) == 8 && std::is_trivially_copyable_v<BatchSlot>)
 /// it.
 inline constexpr std::uint64_t address_sum_bit = std::uint64_t{1} << 43;
 
-/// Batches with signals that a rank has without the slots having to grow.
-inline constexpr std::int32_t least_batch_slots = 64;
-
 }  // namespace waybill

@@ -1,4 +1,4 @@
-#include "network_program.h"
+#include "network_writer.h"
 
 #include <algorithm>
 #include <tuple>
@@ -6,7 +6,7 @@
 
 #include "batch_jobs.h"
 #include "batch_writer.h"
-#include "waybill/core/to_size.h"
+#include "core/to_size.h"
 
 namespace waybill::detail {
 namespace {
