@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "expert_executor.h"
+#include "experts/expert_executor.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {
