@@ -67,7 +67,8 @@ class SharedAttention:
             self.modules[window] = ContextParallelAttention(ranks, window=window, **given)
             ranks = self.modules[window].world
         self._first = next(iter(self.modules.values()))
-        self.rank, self.device = self._first.world.rank, self._first.device
+        world = self._first.world
+        self.rank, self.world_size, self.device = world.rank, world.world_size, self._first.device
 
     @property
     def planners(self) -> Dict[Optional[int], BatchPlanner]:
