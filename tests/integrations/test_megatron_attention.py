@@ -25,7 +25,8 @@ from waybill import InvalidArgument, Unsupported
 from waybill.integrations.megatron import WaybillCoreAttention, share_sequences
 from waybill.torch import pack
 
-HIDDEN, HEADS, WORLD = 32, 4, 4
+HIDDEN, HEADS = 32, 4
+WORLD = int(os.environ.get("WORLD_SIZE", 4))  # 2 or 4, under torchrun
 LENGTHS = [16, 8, 40, 24]  # multiples of 2 * WORLD, as zigzag wants
 WINDOWED = {"window_size": (5, 0)}
 
@@ -39,6 +40,13 @@ def current_device(monkeypatch):
     monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: states)
     for name in ("_get_all_rng_states", "_set_all_rng_states"):
         monkeypatch.setattr(tensor_parallel.random, name, lambda *_: ())
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Short documents are cut, and move; any dtype."""
+    options = {"block_tokens": 4, "in_place": True, "kernel": "dot_product"}
+    monkeypatch.setattr(WaybillCoreAttention, "options", options)
 
 
 def config_of(cp_size, **options):
@@ -153,12 +161,13 @@ def test_shared_sequences(rotary):
         groups, alone = groups_of(1)
         whole = pack([torch.arange(n) for n in LENGTHS], first_document=0)
         cuts = [0, 16, 24, 64, 88] if rotary == "by sequence" else [0, 5, 31, 70, 88]
+        cuts = cuts[:WORLD] + cuts[-1:]
         begin, end = cuts[rank], cuts[rank + 1]
         mine = whole.cut(begin, end)
         if rotary == "by row" and rank > 0:
             with pytest.raises(InvalidArgument, match=rf"held\[0\] on rank {rank} begins at"):
-                share_sequences(None, mine.pieces)
-        params = share_sequences(None, mine.pieces, rotary=rotary)
+                share_sequences(None, mine.pieces, ranks.DEVICE)
+        params = share_sequences(None, mine.pieces, ranks.DEVICE, rotary=rotary)
         of_rows = embeddings(alone)
         if rotary == "by row":
             of_rows = of_rows[mine.positions.to(ranks.DEVICE)]
@@ -174,6 +183,7 @@ def core_of(groups, **options):
     )
 
 
+@pytest.mark.skipif(ranks.DEVICE != "cpu", reason="rows in host memory")
 def test_what_is_refused():
     def body(rank):
         groups, _ = groups_of(2)
@@ -191,11 +201,11 @@ def test_what_is_refused():
             core(rows, rows, rows, None, packed_seq_params=params)
         with pytest.raises(Unsupported, match="got an attention_bias"):
             core(rows, rows, rows, None, packed_seq_params=params, attention_bias=rows)
-        params = share_sequences(None, [5])
+        params = share_sequences(None, [5], ranks.DEVICE)
         with pytest.raises(Unsupported, match=rf"context_parallel_size = 2 on rank {rank}"):
             core(rows, rows, rows, None, packed_seq_params=params)
         with pytest.raises(InvalidArgument, match=f"rotary = 'never' on rank {rank}"):
-            share_sequences(None, [5], rotary="never")
+            share_sequences(None, [5], ranks.DEVICE, rotary="never")
         with pytest.raises(Unsupported, match=r"window_size = \(5, 2\)"):
             core_of(groups, window_size=(5, 2))
         with pytest.raises(Unsupported, match=r"softmax_type = 'off-by-one'"):

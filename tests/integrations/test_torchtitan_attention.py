@@ -26,6 +26,13 @@ LENGTHS = [21, 3, 1, 40, 9, 14]
 BEFORE = 6  # keys before the query, of layers with a window
 
 
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Short documents are cut, and move."""
+    options = {"block_tokens": 4, "in_place": True}
+    monkeypatch.setattr(WaybillAttention, "options", options)
+
+
 class Plain(torch.nn.Module):
     """One document, forty lines away from any kernel."""
 
@@ -103,7 +110,7 @@ def shared(rank, before, cuts, checkpoints):
         positions = mine.positions[None]
         masks = model.get_attention_masks(positions=positions)
     else:
-        masks = share_documents(mine.pieces)
+        masks = share_documents(mine.pieces, device="cpu")
         positions = masks.positions()
         assert torch.equal(positions[0], mine.positions)
     call = model

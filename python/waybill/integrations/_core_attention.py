@@ -39,11 +39,12 @@ def share_sequences(
     Args:
         ranks: a process group, a DeviceMesh of one dimension, or None for the default group.
         held: lengths of whole documents, or ``Piece(document, offset, length)``.
+        device: of the model; None is that of the group's backend.
         rotary: "by sequence": the model's rotary embeddings begin at 0 with each sequence, which
             is right for documents that begin on this rank alone. "by row": the model is given
             embeddings of all rows, ``embeddings[positions]``, or has none.
     """
-    shared = SharedRanks.of(ranks)
+    shared = SharedRanks.of(ranks, device)
     if rotary not in ("by sequence", "by row"):
         raise InvalidArgument(
             f"share_sequences: rotary = {rotary!r} on rank {shared.rank}, expected"
@@ -133,7 +134,7 @@ class WaybillCoreAttention(MegatronModule):
             )
         if attention_bias is not None:
             raise Unsupported(f"{_WHO}: got an attention_bias, expected None")
-        ranks, pieces = self._pieces(params)
+        ranks, pieces = self._pieces(params, query.device)
         mask = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         attention = ranks.attention(
             query, key, value, mask="causal" if mask in _CAUSAL else "full", window=self.window,
@@ -141,7 +142,7 @@ class WaybillCoreAttention(MegatronModule):
         )  # fmt: skip
         return attention(pieces.plan_of(attention), query, key, value).flatten(1)
 
-    def _pieces(self, params: PackedSeqParams) -> Any:
+    def _pieces(self, params: PackedSeqParams, device: torch.device) -> Any:
         """(ranks, what they hold)"""
         group = getattr(params, "cp_group", None) or getattr(self.pg_collection, "cp", None)
         size = 1 if group is None else group.size()
@@ -155,7 +156,7 @@ class WaybillCoreAttention(MegatronModule):
             return params.ranks, params.pieces
         if group is None:
             raise InvalidArgument(f"{_WHO}: pg_collection has no cp, expected a process group")
-        ranks = SharedRanks.of(group)
+        ranks = SharedRanks.of(group, device)
         padded = params.cu_seqlens_q_padded
         ends = params.cu_seqlens_q if padded is None else padded
         return ranks, pieces_of(ends, ranks, lambda: _zigzag(params, ends, ranks))

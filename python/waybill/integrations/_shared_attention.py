@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..torch import BatchPlan, ContextParallelAttention, World
 from ..torch._piece_exchange import PieceExchange
 from ..torch.batch_plan import RankPieces
+from ..torch.moe.tensors import world_of
 
 __all__ = ["Pieces", "SharedRanks", "pieces_of"]
 
@@ -47,21 +48,22 @@ class SharedRanks:
     # A group that is destroyed takes its modules along.
     _known: ClassVar[weakref.WeakKeyDictionary[Any, SharedRanks]] = weakref.WeakKeyDictionary()
 
-    def __init__(self, group: Any) -> None:
-        self.world = World.from_process_group(group)
+    def __init__(self, group: Any, device: Any) -> None:
+        kind = None if device is None else torch.device(device).type
+        self.world: World = world_of(group, None, "cpu" if kind == "cpu" else None, "SharedRanks")
         self._exchange: Optional[PieceExchange] = None
         self._modules: Dict[Any, ContextParallelAttention] = {}
 
     @classmethod
-    def of(cls, ranks: Any) -> SharedRanks:
+    def of(cls, ranks: Any, device: Any) -> SharedRanks:
         """Of a process group, a DeviceMesh of one dimension, or None for the default group;
-        collective the first time.
+        collective the first time, which says where rows are.
         """
         group = ranks.get_group() if hasattr(ranks, "get_group") else ranks
         group = torch.distributed.group.WORLD if group is None else group
         found = cls._known.get(group)
         if found is None:
-            found = cls._known[group] = cls(group)
+            found = cls._known[group] = cls(group, device)
         return found
 
     @property

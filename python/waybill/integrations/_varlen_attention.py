@@ -32,14 +32,15 @@ class SharedDocuments:
         return torch.cat([torch.arange(0), *rows]).to(self.ranks.world.device)[None]
 
 
-def share_documents(held: RankPieces, ranks: Any = None) -> SharedDocuments:
+def share_documents(held: RankPieces, ranks: Any = None, device: Any = None) -> SharedDocuments:
     """Collective: the ``attention_masks`` of a batch of which this rank holds these pieces.
 
     Args:
         held: lengths of whole documents, or ``Piece(document, offset, length)``.
         ranks: a process group or a DeviceMesh of one dimension; WaybillAttention.ranks by default.
+        device: of the model; None is that of the group's backend.
     """
-    shared = SharedRanks.of(WaybillAttention.ranks if ranks is None else ranks)
+    shared = SharedRanks.of(WaybillAttention.ranks if ranks is None else ranks, device)
     return SharedDocuments(shared.gather(held), shared)
 
 
@@ -97,7 +98,7 @@ class WaybillAttention(VarlenAttention):
         if isinstance(attention_masks, SharedDocuments):
             ranks, pieces = attention_masks.ranks, attention_masks.pieces
         else:
-            ranks = SharedRanks.of(self.ranks)
+            ranks = SharedRanks.of(self.ranks, q.device)
             pieces = _whole_documents(attention_masks, len(q), ranks)
         attention = ranks.attention(
             q, k, v, kernel=self.kernel, scale=scale, **self.mask, **self.options
