@@ -3,7 +3,8 @@
 
 `check_alone.py BUILD_DIRECTORY`. Builds join files (WAYBILL_JOIN) and precompile headers, so that a
 file with a missing #include may go unnoticed in them. Those of the library are read alone by
-clang-tidy and compiled alone with CUDA; here are all others. Nothing is compiled. Prints what the compiler says and exits 1 for any error.
+clang-tidy and compiled alone with CUDA; here are all others. Nothing is compiled. Prints what the
+compiler says and exits 1 for any error.
 """
 
 import concurrent.futures

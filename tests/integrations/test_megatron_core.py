@@ -12,7 +12,7 @@ import pytest
 import ranks
 import torch
 
-from waybill import Unsupported
+from waybill import InvalidArgument, Unsupported
 from waybill.integrations import deep_ep
 
 deep_ep.install()
@@ -126,6 +126,22 @@ def test_own_dispatcher(world_size, tp_size):
             step(dispatcher, experts, rank, seed, tp_size)
 
     ranks.run(world_size, body)
+
+
+def test_more_tokens_than_the_first_call_had():
+    def body(rank):
+        dispatcher, _ = dispatcher_of(ours.WaybillTokenDispatcher)
+        for tokens in (4, 2, 5):
+            hidden = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16, device=ranks.DEVICE)
+            routing_map, probs = (one.to(ranks.DEVICE) for one in routing(rank, tokens))
+            given = dispatcher.dispatch_preprocess(hidden, routing_map, probs)
+            if tokens < 5:
+                dispatcher.token_combine(dispatcher.token_dispatch(*given)[0])
+                continue
+            with pytest.raises(InvalidArgument, match=r"5 tokens on rank ., expected at most 4"):
+                dispatcher.token_dispatch(*given)
+
+    ranks.run(2, body)
 
 
 def test_dropped_choices():

@@ -17,7 +17,6 @@ from deep_ep_cases import (
     expert_counts,
     local_choices,
     settle,
-    sums_of,
 )
 
 import waybill
@@ -87,13 +86,15 @@ def test_compact_rows(torch_way, scaled, sync):
             assert torch.equal(ids[:live], want_ids) and (ids[live:] == -1).all()
             assert torch.equal(weights[:live], want_weights)
             assert handle.num_recv_tokens_per_expert_list == (aligned if sync else [])
-            sources = torch.tensor([int(one.goes[:, rank].sum()) for one in ranks])
-            assert (
-                handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == sources.cumsum(0).tolist()
-            )
+            tokens = torch.tensor([int(one.goes[:, rank].sum()) for one in ranks]).cumsum(0)
+            assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == tokens.tolist()
             ends = torch.tensor(aligned).cumsum(0).tolist()
             assert handle.psum_num_recv_tokens_per_expert.tolist() == ends
             assert (stats - 1).tolist() == counts
+            metadata = handle.recv_src_metadata
+            assert metadata[:, 0].tolist() == sources(ranks, rank)
+            assert metadata[:, 1].tolist() == list(range(live))
+            assert handle.dst_buffer_slot_idx.shape[0] == len(mine.x)
             combine_by(buffer, handle, ranks, rank, weights)
             # The routing again: other rows, other weights.
             for one in ranks:
@@ -116,13 +117,33 @@ def check_rows(got, ranks, rank, scaled, live):
     assert torch.equal(got[1][:live], arrivals(ranks, rank, "scales"))
 
 
+def sums_by_last_choice(mine, biases):
+    """Of rows of which rank r has returned r + 2 times the token: as DeepEP adds them."""
+    total = biases[0].float() + biases[1].float()
+    for token, ids in enumerate(mine.ids.tolist()):
+        homes = [-1 if expert < 0 else expert // LOCAL for expert in ids]
+        for k, home in enumerate(homes):
+            if home >= 0 and home not in homes[k + 1 :]:
+                total[token] += (mine.x[token].float() * (home + 2)).bfloat16().float()
+    return total.bfloat16()
+
+
+def sources(ranks, me):
+    """Of each token that comes: its number among those of all ranks."""
+    return [
+        source * MOST + token
+        for source, one in enumerate(ranks)
+        for token in one.goes[:, me].nonzero()[:, 0].tolist()
+    ]
+
+
 def combine_by(buffer, handle, ranks, rank, weights):
     mine, want = ranks[rank], arrivals(ranks, rank)
     rows = torch.full((handle.rows_out, HIDDEN), float("nan")).to(want)
     rows[: len(want)] = (want.float() * (rank + 2)).bfloat16()
     biases = (mine.x, mine.x + 1)
     sums, home, _ = buffer.combine(rows, handle, weights, bias=biases)
-    assert torch.equal(sums, sums_of(mine, lambda r: r + 2, biases))
+    assert torch.equal(sums, sums_by_last_choice(mine, biases))
     assert torch.equal(home, mine.weights.masked_fill(mine.ids < 0, 0))
 
 
@@ -165,6 +186,13 @@ def test_expanded_rows(torch_way, scaled, sync, alignment):
                 back[at] = (clear.float() * (rank * LOCAL + local + 1)).bfloat16()
             padding = rows[starts[local] + len(places) : starts[local] + aligned[local]]
             assert (padding.float() == 0).all()
+        metadata = handle.recv_src_metadata
+        assert metadata[:, 0].tolist() == sources(ranks, rank)
+        for number, places in zip(metadata[:, 0].tolist(), metadata[:, 2:].tolist()):
+            for k, row in enumerate(places):
+                key = (number // MOST, number % MOST, k)
+                here = [e for e in range(LOCAL) if key in want[e]]
+                assert row == (starts[here[0]] + want[here[0]].index(key) if here else -1)
         sums = buffer.combine(back, handle)[0]
         total = torch.zeros(mine.x.shape, device=mine.x.device)
         for k in range(TOPK):
@@ -206,7 +234,10 @@ def test_bad_input_comes_before_communication(torch_way):
             (dispatch(mine.x, many), f"topk_idx of rank {rank} is"),
             (dispatch(mine.x, mine.ids, mine.weights[:, :1]), f"topk_weights of rank {rank}"),
             (dispatch(long, many), f"x of rank {rank} has 8 tokens of 128, expected at most 7"),
-            (dispatch(long, many, do_expand=True), f"x of rank {rank} has 8 tokens, num_max"),
+            (
+                dispatch(long, many, do_expand=True),
+                f"x of rank {rank} has 8 tokens, expected at most num_max",
+            ),
             (dispatch(mine.x, mine.ids, handle=handle), f"of rank {rank} with a handle"),
             (dispatch(mine.x, handle=handle, to=other), f"handle of rank {rank} is of another"),
             (dispatch(long, handle=handle), f"x of rank {rank} has 8 tokens, expected"),
@@ -224,7 +255,6 @@ def test_bad_input_comes_before_communication(torch_way):
             lambda: ElasticBuffer(buffer._world, num_cpu_bytes=2),
             lambda: buffer.all_gather(rows),
             lambda: buffer.engram_fetch(rows),
-            lambda: handle.recv_src_metadata,
         ):
             with pytest.raises(waybill.Unsupported):
                 call()

@@ -8,17 +8,14 @@ from typing import Any, NamedTuple, Optional, Tuple
 
 import torch
 
-from .._dispatcher import ReadyPlan, TensorFormat
 from ..errors import InvalidArgument
-from ..sparse import SparseMetadata
-from ._context_parallel_tables import Rows, formats_of, home_calls
+from ._context_parallel_moves import WHO, Moves
+from ._context_parallel_tables import Rows, calls_of
 from ._ranges import named
 from ._tensors import require_tensor
 from .batch_plan import BatchPlan
-from .kernels import AttentionKernel, AttentionShape, Sequences
+from .kernels import AttentionKernel
 from .sequence_dispatcher import SequenceDispatcher
-
-WHO = "ContextParallelAttention"
 
 
 class Saved(NamedTuple):
@@ -33,26 +30,36 @@ class Saved(NamedTuple):
 
 
 class Beside:
-    """A second stream of a GPU: what is done under ``run`` may overlap with what is queued between
-    it and ``join``. On the CPU all is done in order.
+    """A second stream of a GPU: what is done under ``run`` begins behind what was queued before
+    ``fork``, and ends before what is queued after ``join``. On the CPU all is done in order.
 
-    Memory needs no record: what one stream leaves is taken again by the same stream, whose work
-    under ``run`` begins behind all that was queued before, and ends before ``join``.
+    Memory needs no record: what one stream leaves is taken again by the same stream, whose later
+    work comes behind the other's, by the next fork or by join.
     """
 
     def __init__(self, device: torch.device, overlap: bool) -> None:
         self._stream: Any = None
+        self._forked: Any = None
         self._device = device
         if device.type == "cuda" and overlap:
             stream: Any = torch.cuda.Stream
             self._stream = stream(device, priority=-1)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether there is a second stream."""
+        return self._stream is not None
+
+    def fork(self) -> None:
+        if self._stream is not None:
+            self._forked = torch.cuda.current_stream(self._device).record_event()
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_event(self._forked)
         with torch.cuda.stream(self._stream):
             yield
 
@@ -77,34 +84,21 @@ class RankStep:
         routing = plan.routing()
         in_place, dispatched, q_rows, kv_rows = routing.rank(rank)
         self.rows = plan.home_tokens[rank]
-        self.home = home_calls(in_place.reshape(-1, 4), self.rows, kernel.takes_gaps, self.device)
-        arrived = dispatched.reshape(-1, 4)
-        self.arrived: Optional[Sequences] = None
-        if len(arrived):
-            self.arrived = Sequences.of(arrived[:, 1], arrived[:, 3], self.device)
+        self.home, self.arrived = calls_of(
+            in_place, dispatched, self.rows, kernel.takes_gaps, self.device
+        )
         self.q_rows, self.kv_rows = Rows(q_rows, self.device), Rows(kv_rows, self.device)
         #: Whether any rank dispatches anything: else there is nothing collective.
         self.moves = bool(len(routing.fwd_q.dst_rank))
-        if self.moves:
-            self._compile(routing, shape)
+        self._moves = Moves(routing, dispatcher, shape)
 
-    def _compile(self, routing: Any, shape: AttentionShape) -> None:
-        q, k, v, out = formats_of(shape)
-        fwd_q, rev_q, fwd_kv, sum_kv = (
-            SparseMetadata._wrap(table)
-            for table in (routing.fwd_q, routing.rev_q, routing.fwd_kv, routing.sum_kv)
-        )
-        plan = self.dispatcher.plan_dispatch
-        self._there = plan((fwd_q, q), (fwd_kv, k, v))
-        self._out_home = plan((rev_q, out))
-        self._grad_there = plan((fwd_q, out))
-        self._dq_home = self._out_home if out == q else plan((rev_q, q))
-        self._sums = self.dispatcher.plan_kv_gradient((sum_kv, k, v))
-        self._lse_home: Optional[ReadyPlan] = None
-        self._lse_parts = (rev_q, out, TensorFormat(torch.float32, (shape.heads,)))
-        self.dispatcher.reserve(
-            self._there, self._out_home, self._grad_there, self._dq_home, self._sums
-        )
+    def prepare(self) -> None:
+        """Makes what calls would make."""
+        if self.moves:
+            self.beside.fork()
+            with self.beside.run():
+                self._moves.prepare()
+            self.beside.join()
 
     def checked(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, casts: Callable[[], bool]
@@ -142,28 +136,33 @@ class RankStep:
             return 0, 0
         return sum(self.arrived.q_lens), sum(self.arrived.k_lens)
 
-    def _move(
-        self, plan: ReadyPlan, tensors: Sequence[torch.Tensor], of_dispatch: int = 0
-    ) -> Tuple[torch.Tensor, ...]:
-        return self.dispatcher._dispatch(WHO, lambda t: f"tensors[{t}]", plan, tensors, of_dispatch)
-
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool, want_lse: bool
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Saved, int]:
         """(output, log-sum-exp [rows, heads] where it is wanted, what backward needs, the number of
         the dispatch). With ``keep`` what came is copied from the window.
         """
-        number, back, there = 0, [], self._nothing(q)
+        number, there = 0, self._nothing(q)
+        back: Tuple[torch.Tensor, ...] = ()
         lse: Optional[torch.Tensor]
-        if self.moves:
-            with self.beside.run(), named("forward of rows that travel", self.device):
-                views = self._move(self._there, (q, k, v))
-                number = self.dispatcher.last_dispatch
-                there, lse = self._attend_there(views, keep, want_lse)
-                back = self._send_back(there.out, lse, want_lse)
+        views: Tuple[torch.Tensor, ...] = ()
+        self.beside.fork()
+        # Others wait for what is sent; but the first time its tables are made while the device is
+        # busy with what stays.
+        at_once = self.moves and (self._moves.is_ready or not self.beside.overlaps)
+        if at_once:
+            with self.beside.run(), named("dispatch", self.device):
+                views, number = self._moves.there(q, k, v)
         with named("forward in place", self.device):
             out, home_lse = self._attend_home(q, k, v, want_lse)
         if self.moves:
+            with self.beside.run(), named("forward of rows that travel", self.device):
+                if not at_once:
+                    views, number = self._moves.there(q, k, v)
+                there, lse = self._attend_there(views, keep, want_lse)
+                back = self._send_back(there.out, lse, want_lse)
+                if keep:
+                    self._moves.prepare_backward()
             self.beside.join()
             self.q_rows.write(out, back[0])
         lse = None
@@ -192,13 +191,12 @@ class RankStep:
             lse = q.new_empty(0, dtype=torch.float32) if found is None else found
         return Saved(lse.new_empty(0), q, k, v, out, lse), lse
 
-    def _send_back(self, out: torch.Tensor, lse: torch.Tensor, want_lse: bool) -> list[Any]:
+    def _send_back(
+        self, out: torch.Tensor, lse: torch.Tensor, want_lse: bool
+    ) -> Tuple[torch.Tensor, ...]:
         if not want_lse:
-            return list(self._move(self._out_home, (out,)))
-        if self._lse_home is None:
-            self._lse_home = self.dispatcher.plan_dispatch(self._lse_parts)
-            self.dispatcher.reserve(self._lse_home)
-        return list(self._move(self._lse_home, (out, lse.t().contiguous())))
+            return self._moves.out_home(out)
+        return self._moves.out_and_lse_home(out, lse.t().contiguous())
 
     def _attend_home(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, want_lse: bool
@@ -227,24 +225,23 @@ class RankStep:
     ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor], Optional[torch.Tensor]]:  # fmt: skip
         """Gradients of q, k and v. ``needs``: of q, and of k or v; the same on all ranks."""
         grad = grad.contiguous()
-        back: Tuple[torch.Tensor, ...] = ()
         sums: Tuple[torch.Tensor, ...] = ()
+        self.beside.fork()
         if self.moves:
-            with self.beside.run(), named("backward of rows that travel", self.device):
-                (there,) = self._move(self._grad_there, (grad,), number)
-                found = self._gradients_there(there, saved)
-                if needs[1]:
-                    sums = self.dispatcher.kv_gradient(
-                        self._sums, *found[1:], dtype=_sum_dtype(k.dtype), of_dispatch=number
-                    )
-                if needs[0]:
-                    back = self._move(self._dq_home, (found[0],), number)
+            with self.beside.run(), named("dispatch of gradients", self.device):
+                there = self._moves.grad_there(grad, number)
         with named("backward in place", self.device):
             dq, dk, dv = self._gradients_home(grad, q, k, v, out, saved.home_lse)
         if self.moves:
+            with self.beside.run(), named("backward of rows that travel", self.device):
+                found = self._gradients_there(there, saved)
+                if needs[1]:
+                    sums = self._moves.sums(found[1], found[2], number)
+                # Last: its view holds until the dispatcher's next call.
+                back = self._moves.dq_home(found[0], number) if needs[0] else grad
             self.beside.join()
             if needs[0]:
-                self.q_rows.write(dq, back[0])
+                self.q_rows.write(dq, back)
             if needs[1]:
                 self.kv_rows.add(dk, sums[0])
                 self.kv_rows.add(dv, sums[1])
@@ -284,8 +281,3 @@ def adjacent_rows(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.shape[0] > 0 and not tensor[0].is_contiguous():
         return tensor.contiguous()
     return tensor
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Sums of several copies are rounded once, with what stayed at home."""
-    return torch.float32 if dtype.itemsize == 2 else dtype

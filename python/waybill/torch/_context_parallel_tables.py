@@ -54,32 +54,42 @@ class HomeCall(NamedTuple):
     sequences: Sequences
 
 
-def home_calls(table: Any, rows: int, takes_gaps: bool, device: torch.device) -> list[HomeCall]:
+class HomeLens(NamedTuple):
+    """What a HomeCall is made of."""
+
+    q: slice
+    kv: slice
+    q_lens: list[int]
+    k_lens: list[int]
+
+
+def home_lens(table: Any, rows: int, takes_gaps: bool) -> list[HomeLens]:
     """Calls for sequences in a rank's own rows: one, with sequences that lack queries or keys where
     rows lie between, or one for each run of sequences without a gap.
     """
+    sequences = table.tolist()
+    if takes_gaps and sequences:
+        return [_with_gaps(sequences, rows)]
     runs: list[Any] = []
-    for q, q_len, kv, kv_len in table.tolist():
+    for q, q_len, kv, kv_len in sequences:
         if runs and runs[-1][-1][0] + runs[-1][-1][1] == q and sum(runs[-1][-1][2:]) == kv:
             runs[-1].append((q, q_len, kv, kv_len))
         else:
             runs.append([(q, q_len, kv, kv_len)])
-    if takes_gaps and runs:
-        return [_with_gaps(table.tolist(), rows, device)]
     calls = []
     for run in runs:
         q, kv = run[0][0], run[0][2]
         q_end, kv_end = run[-1][0] + run[-1][1], run[-1][2] + run[-1][3]
-        lengths = Sequences.of([s[1] for s in run], [s[3] for s in run], device)
-        calls.append(HomeCall(slice(q, q_end), slice(kv, kv_end), lengths))
+        lens = ([s[1] for s in run], [s[3] for s in run])
+        calls.append(HomeLens(slice(q, q_end), slice(kv, kv_end), *lens))
     return calls
 
 
-def _with_gaps(table: list[Any], rows: int, device: torch.device) -> HomeCall:
+def _with_gaps(sequences: list[Any], rows: int) -> HomeLens:
     q_lens: list[int] = []
     k_lens: list[int] = []
     q_at = kv_at = 0
-    most = max(max(q_len, kv_len) for _, q_len, _, kv_len in table)
+    most = max(max(q_len, kv_len) for _, q_len, _, kv_len in sequences)
 
     def gap(q_len: int, kv_len: int) -> None:
         # No longer than what is attended to: kernels launch blocks for the longest sequence.
@@ -88,13 +98,27 @@ def _with_gaps(table: list[Any], rows: int, device: torch.device) -> HomeCall:
                 lens.append(min(most, length - begin))
                 others.append(0)
 
-    for q, q_len, kv, kv_len in table:
+    for q, q_len, kv, kv_len in sequences:
         gap(q - q_at, kv - kv_at)
         q_lens.append(q_len)
         k_lens.append(kv_len)
         q_at, kv_at = q + q_len, kv + kv_len
     gap(rows - q_at, rows - kv_at)
-    return HomeCall(slice(0, rows), slice(0, rows), Sequences.of(q_lens, k_lens, device))
+    return HomeLens(slice(0, rows), slice(0, rows), q_lens, k_lens)
+
+
+def calls_of(
+    in_place: Any, dispatched: Any, rows: int, takes_gaps: bool, device: torch.device
+) -> Tuple[list[HomeCall], Optional[Sequences]]:
+    """(calls on own rows, sequences of the rows that come), of a rank's tables."""
+    home = home_lens(in_place.reshape(-1, 4), rows, takes_gaps)
+    arrived = dispatched.reshape(-1, 4)
+    lens = [(call.q_lens, call.k_lens) for call in home]
+    if len(arrived):
+        lens.append((arrived[:, 1].tolist(), arrived[:, 3].tolist()))
+    sequences = Sequences.several(lens, device) if lens else []
+    calls = [HomeCall(call.q, call.kv, s) for call, s in zip(home, sequences)]
+    return calls, sequences[-1] if len(arrived) else None
 
 
 def formats_of(shape: AttentionShape) -> Tuple[TensorFormat, ...]:

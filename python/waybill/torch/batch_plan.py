@@ -21,6 +21,8 @@ __all__ = ["BatchPlan", "BatchPlanner", "Piece"]
 _UNNUMBERED = -(2**62)  # below it are the documents that got no number: rank * 2**32 + place
 #: With fewer rows a rank, one call of the kernel costs less than two without copies.
 _FEW_ROWS = 2048
+#: Where less of the work stays, two calls of the kernel are in each other's way (2 x H200).
+_LEAST_SHARE = 0.75
 
 
 class Piece(NamedTuple):
@@ -44,7 +46,7 @@ class BatchPlanner(Unchanging):
         heads, kv_heads, head_dim, v_head_dim, dtype, mask, window: as of ContextParallelAttention.
         in_place: whether rows that stay are attended to where they are, beside the others, or all
             rows travel through the window and one call of the kernel serves them. "auto" is True
-            but for batches of few rows.
+            but for batches of few rows, or where more than a quarter of the work travels.
         block_tokens: documents are cut at multiples of it.
         imbalance_target: largest work of a rank over the mean that is aimed at.
     """
@@ -144,10 +146,12 @@ class BatchPlan:
     def _make(cls, planner: BatchPlanner, pieces: list[IntArray], plan: QkvPlan) -> BatchPlan:
         self = cls.__new__(cls)
         self.planner, self.qkv_plan, self._pieces = planner, plan, pieces
-        rows = sum(int(table[:, 2].sum()) for table in pieces)
-        few = rows < _FEW_ROWS * planner.world_size and planner.world_size > 1
-        self.in_place = not few if planner.in_place == "auto" else bool(planner.in_place)
-        self._routing = None
+        self.in_place, self._routing = planner.in_place is not False, None
+        if planner.in_place == "auto" and planner.world_size > 1:
+            rows = sum(int(table[:, 2].sum()) for table in pieces)
+            few = rows < _FEW_ROWS * planner.world_size
+            if few or self.routing().in_place_share() < _LEAST_SHARE:
+                self.in_place, self._routing = False, None
         return self
 
     @property

@@ -121,10 +121,14 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         return self.planner.plan(pieces)
 
     @outside_graphs
-    def prepare(self, plan: BatchPlan) -> RankStep:
-        """This rank's tables of a plan, made once: forward does so where nobody has before.
+    def prepare(self, plan: BatchPlan) -> None:
+        """Makes this rank's tables of a plan now, which calls would make where they need them.
         Collective where the windows must grow.
         """
+        self._step(plan).prepare()
+
+    def _step(self, plan: BatchPlan) -> RankStep:
+        """This rank's tables, made once."""
         if not isinstance(plan, BatchPlan):
             raise InvalidArgument(
                 f"{_WHO}: plan is a {type(plan).__name__}, expected a BatchPlan, as of plan(pieces)"
@@ -145,16 +149,16 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
 
     def varlen(self, plan: BatchPlan) -> Tuple[Optional[Sequences], Optional[Sequences]]:
         """What the kernel is called with, on the device: (rows in place, rows that came)."""
-        step = self.prepare(plan)
+        step = self._step(plan)
         home = step.home[0].sequences if len(step.home) == 1 else None
         return home, step.arrived
 
     @outside_graphs
     def ticket(self, plan: BatchPlan) -> PlanTicket:
         """The plan as tensors, an argument of a compiled program, which calls the module with it:
-        one operation of the graph, for any batch. As prepare otherwise; the last 256 are good.
+        one operation of the graph, for any batch. The last 256 are good.
         """
-        return ticket_of(self.prepare(plan), self._tickets)
+        return ticket_of(self._step(plan), self._tickets)
 
     def forward(
         self,
@@ -197,7 +201,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
     def _outside_graphs(
         self, plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool
     ) -> Any:
-        step = self.prepare(plan)
+        step = self._step(plan)
         q, k, v = step.checked(q, k, v, self._casts)
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
         with torch.autocast(self.device.type, enabled=False):
@@ -219,6 +223,11 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
 
     def _casts(self) -> bool:
         """Whether autocast is on, to the module's dtype."""
+        if not hasattr(torch, "get_autocast_dtype"):  # before torch 2.4
+            old: Any = torch
+            if self._kind == "cuda":
+                return old.is_autocast_enabled() and old.get_autocast_gpu_dtype() == self._dtype
+            return old.is_autocast_cpu_enabled() and old.get_autocast_cpu_dtype() == self._dtype
         kind = self._kind
         return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == self._dtype
 

@@ -86,13 +86,12 @@ def ll_bytes(num_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> 
     return _WINDOWS * 2 * _positive(hidden, f"{who}: hidden") * tokens * experts
 
 
-def elastic_bytes(num_ranks: int, num_tokens: Any, hidden: Any, num_topk: Any) -> int:
-    """Bytes of an ElasticBuffer: a row for each token, and each choice of it, of all ranks."""
+def elastic_bytes(num_ranks: int, num_tokens: Any, hidden: Any) -> int:
+    """Bytes of an ElasticBuffer: a row for each token of all ranks."""
     who = "ElasticBuffer"
     tokens = _positive(num_tokens, f"{who}: num_max_tokens_per_rank")
-    choices = max(1, int64(num_topk, f"{who}: num_topk"))
     columns = _positive(hidden, f"{who}: hidden")
-    return _WINDOWS * 2 * columns * num_ranks * tokens * choices
+    return _WINDOWS * 2 * columns * num_ranks * tokens
 
 
 def _positive(value: Any, name: str) -> int:

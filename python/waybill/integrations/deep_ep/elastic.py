@@ -61,7 +61,7 @@ class ElasticBuffer(OfThisProcess):
         num_gpu_timeout_secs: int = 100,
         explicitly_destroy: bool = False,
     ) -> None:
-        del use_fp8_dispatch, deterministic, prefer_overlap_with_compute, sl_idx
+        del num_topk, use_fp8_dispatch, deterministic, prefer_overlap_with_compute, sl_idx
         del num_allocated_qps, num_cpu_timeout_secs, num_gpu_timeout_secs
         who = "ElasticBuffer"
         if num_cpu_bytes != 0:
@@ -76,9 +76,10 @@ class ElasticBuffer(OfThisProcess):
         self.allow_hybrid_mode = bool(allow_hybrid_mode)
         self.allow_multiple_reduction = bool(allow_multiple_reduction)
         self.explicitly_destroy = bool(explicitly_destroy)
+        self.num_allocated_qps = 0
         if num_bytes is None:
             sizes = (self.num_max_tokens_per_rank, int64(hidden, f"{who}: hidden"))
-            num_bytes = elastic_bytes(world.world_size, *sizes, num_topk)
+            num_bytes = elastic_bytes(world.world_size, *sizes)
         self.num_bytes = int64(num_bytes, f"{who}: num_bytes")
         self._world = world
         self._layers: Optional[Layers] = Layers(world, who)
@@ -107,12 +108,12 @@ class ElasticBuffer(OfThisProcess):
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        """Bytes for calls of these sizes, where all tokens may come to one rank; with ``num_topk``
-        for the expanded layout, too.
+        """Bytes for calls of these sizes, where all tokens may come to one rank. Expanded rows take
+        as many more as a token has choices.
         """
-        del use_fp8_dispatch, allow_hybrid_mode, allow_multiple_reduction
+        del num_topk, use_fp8_dispatch, allow_hybrid_mode, allow_multiple_reduction
         ranks = group.world_size if hasattr(group, "world_size") else group.size()
-        return elastic_bytes(ranks, num_max_tokens_per_rank, hidden, num_topk)
+        return elastic_bytes(ranks, num_max_tokens_per_rank, hidden)
 
     @staticmethod
     @outside_graphs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, NamedTuple, NoReturn, Optional, Sequence, Tuple, Union
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -42,6 +42,7 @@ class EPHandle(OfThisProcess):
         self.rows_out = 0  #: of the results
         self.num_recv_tokens_per_expert_list: List[int] = []  #: rounded up; empty: not waited for
         self.found: Optional[torch.Tensor] = None  #: compact: ids among this rank's experts
+        self._metadata: Optional[torch.Tensor] = None
 
     @property
     def num_recv_tokens(self) -> int:
@@ -81,9 +82,47 @@ class EPHandle(OfThisProcess):
         return ends - aligned + counts if self.do_expand else ends
 
     @property
-    def recv_src_metadata(self) -> NoReturn:
-        """Unsupported."""
-        raise Unsupported("EPHandle.recv_src_metadata: places in the windows have no such face")
+    @outside_graphs
+    def recv_src_metadata(self) -> torch.Tensor:
+        """[tokens that came, 2 + topk] int32, by source rank and token: source rank *
+        num_max_tokens_per_rank + token, the first row of the token, and of expanded rows the row of
+        each choice, -1 where there is none.
+        """
+        if self._metadata is None:
+            self._metadata = self._source()
+        return self._metadata
+
+    @recv_src_metadata.setter
+    def recv_src_metadata(self, value: torch.Tensor) -> None:
+        self._metadata = value
+
+    @property
+    @outside_graphs
+    def dst_buffer_slot_idx(self) -> torch.Tensor:
+        """[tokens, ...] int32: the row of each token, or choice, where it went; -1."""
+        tokens = self.topk_idx.shape[0]
+        table: torch.Tensor = self.part.layout_of(self).token_dst_scatter_idx
+        return table[0, :tokens].clone()
+
+    def _source(self) -> torch.Tensor:
+        tags = self.part.layout_of(self).recv_tags
+        live = tags[:, 0] >= 0
+        if self.do_expand:
+            number = self.part.layout_of(self).recv_expert_offsets[-1]
+        else:
+            number = self.psum_num_recv_tokens_per_scaleup_rank[-1]
+        rows = torch.arange(tags.shape[0], dtype=torch.int32, device=tags.device)
+        rows = rows[live & (rows < number)]
+        tags = tags[rows.long()]
+        key = tags[:, 0].long() * self.num_max_tokens_per_rank + tags[:, 1]
+        tokens, place = torch.unique(key, return_inverse=True)
+        shape = (tokens.shape[0], 2 + self.topk_idx.shape[1])
+        found = torch.full(shape, -1, dtype=torch.int32, device=tags.device)
+        found[:, 0] = tokens.int()
+        found[place, 1] = tags[:, 3]
+        if self.do_expand:
+            found[place, 2 + tags[:, 2].long()] = rows
+        return found
 
 
 class Got(NamedTuple):
@@ -124,7 +163,7 @@ class Compact:
         """Collective."""
         _, choices, inside = counts_of(ids, self.order.num_experts, self._ranks)
         worst = 0 if exact else self._ranks * self.order.max_tokens
-        route = Route(inside, choices, ids, weights)
+        route = Route(inside, choices, ids, weights, self._by_last_choice(ids, inside))
         got = self._rows.dispatch(x, scales, route, self.order.alignment, worst, num_sms)
         handle = EPHandle(self, (got.handle, route), ids, num_sms)
         handle.rows_out = got.handle.rows_out
@@ -162,6 +201,23 @@ class Compact:
         """Collective."""
         return self._rows.combine(x, handle.inner[0], weights, biases, handle.num_sms)
 
+    def _by_last_choice(self, ids: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+        """[tokens, ranks] the ranks of each token in the order in which DeepEP sums them: by the
+        last choice that is there.
+        """
+        ranks = torch.arange(self._ranks, dtype=torch.int32, device=ids.device)
+        home = ids // (self.order.num_experts // self._ranks)
+        places = torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device)
+        here = (home[:, None, :] == ranks[:, None]) & (ids >= 0)[:, None, :]
+        last = torch.where(here, places, -1).amax(-1)
+        order = last.argsort(dim=1, stable=True)
+        return torch.where(inside.gather(1, order), order.int(), -1)
+
+    def layout_of(self, handle: EPHandle) -> Any:
+        """Of the layer that moved the rows."""
+        inner: DispatchHandle = handle.inner[0]
+        return inner.layout()
+
     def tokens_from(self, handle: EPHandle) -> torch.Tensor:
         """[ranks]"""
         inner: DispatchHandle = handle.inner[0]
@@ -183,7 +239,8 @@ class Expanded:
     def __init__(self, world: World, layers: Layers, num_bytes: int, order: Order) -> None:
         self.order = order
         self.rank, self._ranks = world.rank, world.world_size
-        self._layers, self._bytes = layers, num_bytes
+        self._layers = layers
+        del num_bytes  # they count a row for each token
 
     def _key(self, kind: str, hidden: int, topk: int) -> LayerKey:
         order = self.order
@@ -195,13 +252,11 @@ class Expanded:
 
     def check(self, x: torch.Tensor, ids: torch.Tensor, who: str) -> None:
         """That the windows have room."""
-        key = self._key("plain", x.shape[1], ids.shape[1])
-        rows = self._ranks * key.max_tokens * min(key.topk, key.num_experts // self._ranks)
-        if x.shape[0] > key.max_tokens or 8 * key.hidden * rows > self._bytes:
+        del ids
+        if x.shape[0] > self.order.max_tokens:
             raise InvalidArgument(
-                f"{who}: x of rank {self.rank} has {x.shape[0]} tokens, num_max_tokens_per_rank ="
-                f" {key.max_tokens}, num_bytes = {self._bytes}, expected at most as many tokens,"
-                f" and {8 * key.hidden * rows} bytes: get_buffer_size_hint with num_topk says it"
+                f"{who}: x of rank {self.rank} has {x.shape[0]} tokens, expected at most"
+                f" num_max_tokens_per_rank = {self.order.max_tokens}"
             )
 
     def dispatch(
@@ -265,6 +320,10 @@ class Expanded:
         counts = torch.zeros(self._ranks + 1, dtype=torch.int32, device=tags.device)
         ones = torch.ones_like(source, dtype=torch.int32)
         return counts.scatter_add_(0, source, ones)[: self._ranks]
+
+    def layout_of(self, handle: EPHandle) -> Any:
+        """Of the layer that moved the rows."""
+        return handle.inner[1]
 
     def choices_of(self, handle: EPHandle) -> torch.Tensor:
         """[local experts] int32"""

@@ -38,6 +38,7 @@ class Route(NamedTuple):
     num_tokens_per_expert: torch.Tensor
     topk_idx: Optional[torch.Tensor]
     topk_weights: Optional[torch.Tensor]
+    ranks: Optional[torch.Tensor] = None  #: [tokens, ranks] in the order of sums, -1; None: 0..
 
 
 class Intranode:
@@ -109,8 +110,10 @@ class Intranode:
         num_worst_tokens: int, num_sms: int,
     ) -> Received:  # fmt: skip
         """Collective. With ``num_worst_tokens`` the host waits for nothing."""
-        ranks = torch.arange(self.num_ranks, dtype=torch.int32, device=self.device)
-        ids = torch.where(route.is_token_in_rank, ranks, -1)
+        ids = route.ranks
+        if ids is None:
+            ranks = torch.arange(self.num_ranks, dtype=torch.int32, device=self.device)
+            ids = torch.where(route.is_token_in_rank, ranks, -1)
         handle = DispatchHandle(self, route.is_token_in_rank, ids, None)
         rows, recv_scales = self._send(x, scales, handle, num_sms)
         choices = self._send_choices(route, handle, num_sms)
