@@ -22,7 +22,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 from waybill import InvalidArgument, Unsupported
-from waybill.integrations.megatron import WaybillCoreAttention, share_sequences
+from waybill.integrations.megatron import SharedSeqParams, WaybillCoreAttention, share_sequences
 from waybill.torch import pack
 
 HIDDEN, HEADS = 32, 4
@@ -204,6 +204,8 @@ def test_what_is_refused():
         params = share_sequences(None, [5], ranks.DEVICE)
         with pytest.raises(Unsupported, match=rf"context_parallel_size = 2 on rank {rank}"):
             core(rows, rows, rows, None, packed_seq_params=params)
+        with pytest.raises(InvalidArgument, match="SharedSeqParams without pieces"):
+            core(rows, rows, rows, None, packed_seq_params=SharedSeqParams(qkv_format="thd"))
         with pytest.raises(InvalidArgument, match=f"rotary = 'never' on rank {rank}"):
             share_sequences(None, [5], ranks.DEVICE, rotary="never")
         with pytest.raises(Unsupported, match=r"window_size = \(5, 2\)"):

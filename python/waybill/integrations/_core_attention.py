@@ -146,7 +146,11 @@ class WaybillCoreAttention(MegatronModule):
         """(ranks, what they hold)"""
         group = getattr(params, "cp_group", None) or getattr(self.pg_collection, "cp", None)
         size = 1 if group is None else group.size()
-        if isinstance(params, SharedSeqParams) and params.pieces is not None:
+        if isinstance(params, SharedSeqParams):
+            if params.ranks is None or params.pieces is None:
+                raise InvalidArgument(
+                    f"{_WHO}: SharedSeqParams without pieces, expected those of share_sequences"
+                )
             if size > 1:
                 raise Unsupported(
                     f"{_WHO}: share_sequences with context_parallel_size = {size} on rank"

@@ -94,7 +94,7 @@ class SharedRanks:
         return found
 
 
-_of_tensors = WeakTensorKeyDictionary()
+_of_tensors: Any = WeakTensorKeyDictionary()
 
 
 def pieces_of(cu_seqlens: torch.Tensor, ranks: SharedRanks, make: Callable[[], Pieces]) -> Pieces:

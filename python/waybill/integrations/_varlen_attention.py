@@ -68,7 +68,7 @@ class WaybillAttention(VarlenAttention):
         super().__init__(config)
         before, behind = config.window_size
         if (before, behind) == (-1, -1):
-            self.mask = {"mask": "full"}
+            self.mask: Dict[str, Any] = {"mask": "full"}
         elif behind == 0:
             self.mask = {"window": None if before < 0 else before + 1}
         else:
