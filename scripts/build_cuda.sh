@@ -13,7 +13,7 @@ fi
 scripts/python_env.sh --nvshmem
 cmake -S . -B build/cuda -G Ninja --log-level=WARNING -DCMAKE_BUILD_TYPE=Release \
   -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DCMAKE_CUDA_COMPILER="$nvcc" -DWAYBILL_CUDA=ON \
-  -DWAYBILL_NVSHMEM=ON -DWAYBILL_DEV=ON -DWAYBILL_CLI=OFF -DWAYBILL_EXAMPLES=ON
+  -DWAYBILL_NVSHMEM=ON -DWAYBILL_JOIN=ON -DWAYBILL_DEV=ON -DWAYBILL_CLI=OFF -DWAYBILL_EXAMPLES=ON
 scripts/check_flags.py build/cuda
 cmake --build build/cuda --target waybill_cuda waybill_nvshmem waybill_tests_cuda example_launch \
   waybill_bench_gpu_link waybill_bench_gpu_moe waybill_bench_gpu_sequence \

@@ -2,8 +2,7 @@
 """Reads sources of the project one by one, as their compile commands in a build folder say.
 
 `check_alone.py BUILD_DIRECTORY`. Builds join files (WAYBILL_JOIN) and precompile headers, so that a
-file with a missing #include may go unnoticed in them. Those of the library are read alone by
-clang-tidy and compiled alone with CUDA; here are all others. Nothing is compiled. Prints what the
+missing #include or a shadowed name may go unnoticed in them. Nothing is compiled. Prints what the
 compiler says and exits 1 for any error.
 """
 
@@ -16,7 +15,7 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-FOLDERS = ("src/cli", "tests", "python", "examples", "bench")
+FOLDERS = ("src", "tests", "python", "examples", "bench")
 
 
 def commands(build):
