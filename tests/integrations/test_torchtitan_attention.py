@@ -34,7 +34,7 @@ def small_blocks(monkeypatch):
 
 
 class Plain(torch.nn.Module):
-    """One document, forty lines away from any kernel."""
+    """Of one document, with a dense mask."""
 
     def __init__(self, before):
         super().__init__()
