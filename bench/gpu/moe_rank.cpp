@@ -5,6 +5,7 @@
 #include "core/float_convert.h"
 #include "core/to_size.h"
 #include "rows.h"
+#include "transport/transport.h"
 
 namespace waybill::bench {
 namespace {

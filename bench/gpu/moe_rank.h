@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "experts/expert_executor.h"
+#include "experts/expert_memory.h"
 #include "moe_workload.h"
 #include "waybill/runtime/world.h"
 

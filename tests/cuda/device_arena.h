@@ -10,6 +10,8 @@
 #include <string>
 
 #include "core/to_size.h"
+#include "runtime/executor.h"
+#include "transport/transport.h"
 #include "waybill/core/host_tensor.h"
 #include "waybill/runtime/world.h"
 

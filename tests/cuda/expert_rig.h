@@ -11,6 +11,7 @@
 #include "cuda/device_arena.h"
 #include "cuda/ways.h"
 #include "experts/expert_executor.h"
+#include "experts/expert_memory.h"
 #include "moe/expert_case.h"
 #include "support/sequence_expected.h"
 #include "waybill/cuda/gpu_world.h"

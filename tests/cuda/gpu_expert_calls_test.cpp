@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "cuda/gpu_expert_rounds.h"
+#include "experts/expert_memory.h"
 
 namespace waybill {
 namespace {

@@ -9,6 +9,7 @@
 
 #include "cuda/gpu_processes.h"
 #include "cuda/simulated_hosts.h"
+#include "transport/transport.h"
 
 namespace waybill {
 namespace {

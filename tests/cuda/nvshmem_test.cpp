@@ -11,6 +11,7 @@
 #include "cuda/gpu_processes.h"
 #include "cuda/gpu_transport_step.h"
 #include "support/transport_checks.h"
+#include "transport/transport.h"
 
 namespace waybill {
 namespace {
