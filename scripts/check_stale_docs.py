@@ -34,8 +34,8 @@ SOURCE_ENDS = {
 #: Names of others that pages speak of and nothing here uses, and those in rules for names.
 OTHERS = {
     "plan_items", "nvshmem_wait_until", "cuMemCreate", "memfd_create", "preserve_rng_state",
-    "CCACHE_BASEDIR", "CCACHE_DISABLE", "RUSAGE_CHILDREN", "snake_case", "PascalCase", "num_x", "x_idx", "x_offset",
-    "x_bytes", "a2a_ctx", "intra_node_barrier_ctx", "max_m",
+    "CCACHE_BASEDIR", "CCACHE_DISABLE", "RUSAGE_CHILDREN", "snake_case", "PascalCase", "num_x",
+    "x_idx", "x_offset", "x_bytes", "a2a_ctx", "intra_node_barrier_ctx", "max_m",
 }  # fmt: skip
 #: Parts of names that stand for any: OPERATION_test, bind_ROOM.
 ANY_NAME = re.compile(r"OPERATION|ROOM|MODULE|^x_test$")

@@ -81,7 +81,7 @@ expect "a rank that is not started" 1 1 "rank 0 waited 1.* s for .* from rank 1"
 expect "an interrupt" 130 1 "error: interrupted by SIGINT" env RANK=0 WORLD_SIZE=2 \
   WAYBILL_RENDEZVOUS="file://$folder/nobody" \
   timeout --foreground --signal INT --preserve-status 2 "${run[@]}"  # else it sends two of them
-expect "a folder of an earlier run" 1 1 "expected a folder of this run alone" \
+expect "a folder of an earlier run" 1 1 "expected a folder for this run only" \
   env RANK=0 WORLD_SIZE=2 WAYBILL_RENDEZVOUS="file://$folder/alone" "${run[@]}" --timeout 1
 chmod 755 "$folder"
 expect "a folder that others can see" 1 1 "has mode 0755 and owner .*, expected mode 0700" \

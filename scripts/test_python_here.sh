@@ -74,6 +74,7 @@ for example in "$attention" examples/python/expert_parallel.py examples/python/m
   check "$example, threads" 120 "$python" "$example" --device cuda
   check "$example, processes" 120 "${run_processes[@]}" "$example" --device cuda
 done
+check "train_packed.py" 120 "${run_processes[@]}" examples/python/train_packed.py --gpus
 if [[ $nvshmem == yes ]]; then
   check "$attention, NVSHMEM" 120 "${run_processes[@]}" "$attention" --device cuda --nvshmem
 fi

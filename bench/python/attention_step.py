@@ -7,11 +7,13 @@ ContextParallelAttention, three ways by hand, and attention alone.
 
 SOURCE is a distribution (waybill.length_distributions) or a JSON file with a list of lengths;
 TOKENS are a rank's. Every step has its documents in another order; planning, tables and their
-upload are inside the time of each way. Ways take turns in one run; outputs and gradients of all are
-compared first. Times are the slowest rank's, medians over the steps. Ways:
+upload are inside the time of each way: those of the next step, behind the calls of this one. Ways
+take turns in one run; outputs and gradients of all are compared first. Times are the slowest
+rank's, medians over the steps. Ways:
 
   contiguous, zigzag, hybrid   by hand, see attention_ways.py
-  waybill                      the module: rows that stay are attended to where they are
+  waybill                      the module, which decides between the next and the last of these:
+  waybill, in place            rows that stay are attended to where they are
   waybill, one stream          the same, and others travel before that instead of beside it
   waybill, one call            all rows through the window
   alone                        one call of the kernel, on rows that are where the plan wants them
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import random
@@ -36,10 +39,12 @@ from attention_ways import WAYS, ByHand, draw, held_pieces, kernel_of
 from torch import distributed
 
 import waybill.torch as waybill
-from waybill.torch._context_parallel_step import Beside, home_calls
+from waybill.torch._context_parallel_step import Beside
+from waybill.torch._context_parallel_tables import calls_of
 
 MODULES = {
-    "waybill": {"in_place": True},
+    "waybill": {},
+    "waybill, in place": {"in_place": True},
     "waybill, one stream": {"in_place": True, "overlap": False},
     "waybill, one call": {"in_place": False},
 }
@@ -90,57 +95,59 @@ class Bench:
         q, k, v, grad = (t[rows] for t in self.batch)
         return [t.detach().requires_grad_() for t in (q, k, v)], grad
 
-    def prepare(self, way: str, lengths: list[int]) -> Callable[[], Any]:
-        """What a step of this way is, with its rows in place; called once, outside of the time."""
-        if way in ALONE:
-            return self._alone(way, lengths)
+    def tables(self, way: str, lengths: list[int]) -> Any:
+        """What a way needs to know about a batch, on the device."""
         if way in MODULES:
             module = self.modules[way]
-            pieces = waybill_pieces(lengths, self.size)
-            begin = self.rank * self.per_rank
-            inputs, grad = self.leaves(slice(begin, begin + self.per_rank))
+            plan = module.plan(waybill_pieces(lengths, self.size))
+            module.prepare(plan)
+            return plan
+        return ByHand(way, lengths, self.device) if way in WAYS else None
 
-            def step() -> Any:
-                out = module(module.plan(pieces), *inputs)
-                out.backward(grad)
-                return out, inputs
-        else:
+    def prepare(self, way: str, lengths: list[int]) -> Callable[[Any], Any]:
+        """A step of this way, with its rows in place: a function of the batch's tables."""
+        if way in ALONE:
+            return self._alone(way, lengths)
+        begin = self.rank * self.per_rank
+        rows: Any = slice(begin, begin + self.per_rank)
+        if way in WAYS:
             held = held_pieces(way, self.rank, self.size, lengths)
             rows = torch.cat([torch.arange(p.begin, p.end) for p in held]).to(self.device)
-            inputs, grad = self.leaves(rows)
+        inputs, grad = self.leaves(rows)
 
-            def step() -> Any:
-                batch = ByHand(way, lengths, self.device)
-                out = batch.attention(self.attend, *inputs)
-                out.backward(grad)
-                return out, inputs
+        def step(tables: Any) -> Any:
+            if way in MODULES:
+                out = self.modules[way](tables, *inputs)
+            else:
+                out = tables.attention(self.attend, *inputs)
+            out.backward(grad)
+            return out, inputs
 
         return step
 
-    def _alone(self, way: str, lengths: list[int]) -> Callable[[], Any]:
+    def _alone(self, way: str, lengths: list[int]) -> Callable[[Any], Any]:
         """Kernel calls on rows of their own, as many and as long as the module's."""
         one_call = way == "alone"
-        module = self.modules["waybill, one call" if one_call else "waybill"]
+        module = self.modules["waybill, one call" if one_call else "waybill, in place"]
         plan = module.plan(waybill_pieces(lengths, self.size))
         in_place, arrived, _, _ = plan.routing().rank(self.rank)
-        own, calls = self.per_rank, []
-        arrived = arrived.reshape(-1, 4)
-        if len(arrived):
-            sequences = waybill.kernels.Sequences.of(arrived[:, 1], arrived[:, 3], self.device)
-            calls.append((sequences, int(arrived[:, 1].sum()), int(arrived[:, 3].sum())))
+        own = self.per_rank
+        home, came = calls_of(in_place, arrived, own, module.kernel.takes_gaps, self.device)
+        calls = [] if came is None else [(came, sum(came.q_lens), sum(came.k_lens))]
         num_beside = 0 if one_call else len(calls)
-        home = home_calls(in_place.reshape(-1, 4), own, module.kernel.takes_gaps, self.device)
         calls += [(call.sequences, own, own) for call in home]
         parts = [(s, *self._random(rows, keys)) for s, rows, keys in calls]
         beside = self.streams[way]
 
-        def step() -> Any:
+        def step(_: Any) -> Any:
             kernel, shape = module.kernel, self.shape
             done = []
+            beside.fork()
             for i, (s, qkv, _) in enumerate(parts):
                 with beside.run() if i < num_beside else contextlib.nullcontext():
                     done.append(kernel.forward(*qkv, s, shape, False))
             beside.join()
+            beside.fork()
             for i, ((s, qkv, grad), (out, lse)) in enumerate(zip(parts, done)):
                 with beside.run() if i < num_beside else contextlib.nullcontext():
                     kernel.backward(grad, *qkv, out, lse, s, shape)
@@ -158,7 +165,7 @@ class Bench:
         lengths = self.order(0)
         found = {}
         for way in (*MODULES, *WAYS):
-            out, inputs = self.prepare(way, lengths)()
+            out, inputs = self.prepare(way, lengths)(self.tables(way, lengths))
             rows = torch.arange(self.rank * self.per_rank, (self.rank + 1) * self.per_rank)
             if way in WAYS:
                 rows = ByHand(way, lengths, self.device).token_rows()
@@ -180,10 +187,13 @@ class Bench:
         ways = (*MODULES, *WAYS, *ALONE)
         differences = self.compare() if self.options.compare else {}
         times: dict[str, list[float]] = {way: [] for way in ways}
+        tables: dict[str, Any] = {way: self.tables(way, self.order(0)) for way in ways}
         for step in range(self.options.warm + self.options.steps):
             turn = ways[step % len(ways) :] + ways[: step % len(ways)]
+            waybill_pieces(self.order(step + 1), self.size)
             for way in turn:
-                milliseconds = self.timed(self.prepare(way, self.order(step)))
+                work = self.prepare(way, self.order(step))
+                milliseconds, tables[way] = self.timed(way, work, tables[way], self.order(step + 1))
                 if step >= self.options.warm:
                     times[way].append(milliseconds)
         slowest = torch.tensor(
@@ -199,24 +209,38 @@ class Bench:
             "largest differences": differences,
         }  # fmt: skip
 
-    def timed(self, step: Callable[[], Any]) -> float:
-        """Milliseconds from the call of the step, when all ranks are there, to its end."""
+    def timed(
+        self, way: str, work: Callable[[Any], Any], tables: Any, following: list[int]
+    ) -> tuple[float, Any]:
+        """Milliseconds of a step from when all ranks are there, and the tables of the next one,
+        which are made inside of the time: behind the step's calls, or with --late before them.
+        """
         distributed.barrier()
+        begin = time.perf_counter()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+        if self.options.late:
+            following_tables = self.tables(way, following)
+            work(tables)
+        else:
+            work(tables)
+            following_tables = self.tables(way, following)
         if self.device.type != "cuda":
-            begin = time.perf_counter()
-            step()
-            return 1e3 * (time.perf_counter() - begin)
-        torch.cuda.synchronize()
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        step()
+            return 1e3 * (time.perf_counter() - begin), following_tables
         last.record()
         torch.cuda.synchronize()
-        return first.elapsed_time(last)
+        return first.elapsed_time(last), following_tables
 
 
 def waybill_pieces(lengths: list[int], size: int) -> list[list[tuple[int, int, int]]]:
-    """As packed, cut where a rank is full: rows lie as in the contiguous way."""
+    """As packed, cut where a rank is full, as in the contiguous way; a loader would know."""
+    return _pieces(tuple(lengths), size)
+
+
+@functools.lru_cache(maxsize=4)
+def _pieces(lengths: tuple[int, ...], size: int) -> list[list[tuple[int, int, int]]]:
     return [
         [
             (piece.start, piece.begin - piece.start, piece.end - piece.begin)
@@ -236,6 +260,7 @@ def main() -> int:
     parser.add_argument("--heads", type=int, nargs=3, default=(32, 8, 128), metavar="N")
     parser.add_argument("--num-sms", type=int, default=16, help="that a dispatch may use")
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--late", action="store_true", help="make tables before a step's calls")
     parser.add_argument("--no-compare", dest="compare", action="store_false")
     options = parser.parse_args()
     waybill.initialize_distributed(device=options.device)

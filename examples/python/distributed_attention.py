@@ -44,7 +44,8 @@ def dot_product(q, k, v):
 def attend(step, q, k, v):
     """Of the query shards that this rank received; step.attention says where each one's rows lie.
 
-    A kernel for variable lengths (FlashAttention) takes the same numbers as cu_seqlens.
+    For a kernel of variable lengths (FlashAttention) plan with kv_layout="per_query", as cu_seqlens
+    cannot say contexts that overlap; step.varlen() has the numbers.
     """
     outputs = [q[:0]]
     for _, q_begin, q_len, kv_begin, kv_len in zip(*(table.tolist() for table in step.attention)):

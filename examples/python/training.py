@@ -13,6 +13,7 @@ Needs torch; without it, it says so and ends with status 77, which test runners 
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 
@@ -54,16 +55,6 @@ class Documents(torch.utils.data.IterableDataset):
             yield documents
 
 
-def pack(documents):
-    """Rows of a rank, with no padding: documents back to back."""
-    lengths = [len(document) for document in documents]
-    tokens = torch.cat(documents)
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    labels = tokens.roll(-1)  # the next token ...
-    labels[torch.tensor(lengths).cumsum(0) - 1] = IGNORED  # ... but not of the next document
-    return tokens, positions, labels, lengths
-
-
 def rotate(x, positions):
     """Rotary embedding of (rows, heads, head): of the position in the document, at home."""
     half = HEAD // 2
@@ -81,17 +72,6 @@ def dot_product(q, k, v):
     visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
     visible = visible.tril(k.shape[1] - q.shape[1])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(0, 1)
-
-
-def attend(step, q, k, v):
-    """Of the queries that this rank received. A kernel for variable lengths (FlashAttention) takes
-    the same numbers as cu_seqlens.
-    """
-    outputs = [q[:0]]
-    for _, q_begin, q_len, kv_begin, kv_len in zip(*(table.tolist() for table in step.attention)):
-        keys = slice(kv_begin, kv_begin + kv_len)
-        outputs.append(dot_product(q[q_begin : q_begin + q_len], k[keys], v[keys]))
-    return torch.cat(outputs)
 
 
 class Block(nn.Module):
@@ -154,10 +134,6 @@ class ThreadRanks:
         self.world.barrier()
         return everyone
 
-    def plan_group(self, value):
-        """The same among the ranks that plan together: here all."""
-        return self.gather(value)
-
     def add(self, tensor):
         return torch.stack(self.gather(tensor.detach().clone())).sum(0)
 
@@ -168,17 +144,12 @@ class ProcessRanks:
     def __init__(self, mesh):
         import torch.distributed as dist
 
-        self.dist, self.group = dist, mesh.get_group("cp")
+        self.dist = dist
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def gather(self, value):
         everyone = [None] * self.size
         self.dist.all_gather_object(everyone, value)
-        return everyone
-
-    def plan_group(self, value):
-        everyone = [None] * self.dist.get_world_size(self.group)
-        self.dist.all_gather_object(everyone, value, group=self.group)
         return everyone
 
     def add(self, tensor):
@@ -214,45 +185,39 @@ def train(world, ranks, options, mesh=None):
         model.compile(backend=options.compile, dynamic=True)
     model = wrapped(model, options, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    dtype = torch.bfloat16 if options.bf16 else torch.float32
-    formats = [waybill.TensorFormat(dtype, (n, HEAD)) for n in (HEADS, KV_HEADS, KV_HEADS)]
+    attend = waybill.ContextParallelAttention(
+        world, HEADS, KV_HEADS, HEAD, dtype=torch.bfloat16 if options.bf16 else torch.float32,
+        block_tokens=16, in_place=True, kernel="auto" if options.bf16 else "dot_product",
+    )  # fmt: skip
     loader = torch.utils.data.DataLoader(
         Documents(ranks.rank, options.steps), batch_size=None, num_workers=options.workers
     )
     losses, first = [], {}
-    with waybill.SequenceDispatcher(world) as dispatcher:
-        for documents in loader:
-            tokens, positions, labels, lengths = pack(documents)
-            tokens, positions, labels = (t.to(world.device) for t in (tokens, positions, labels))
+    for documents in loader:
+        tokens, labels, positions, pieces = waybill.pack(documents).to(world.device)
 
-            # All ranks hear all lengths, and each computes the same plan.
-            plan = waybill.plan(
-                ranks.plan_group(lengths), world.world_size, 0, q_hidden=HIDDEN,
-                kv_hidden=KV_HEADS * HEAD, dtype=dtype, block_tokens=16,
-            )  # fmt: skip
-            step = waybill.AttentionStep(dispatcher, plan.to_routing(), *formats)
+        # All ranks hear what each holds, and compute the same plan.
+        plan = attend.plan(attend.gather(pieces))
+        attention = functools.partial(attend, plan)  # of q, k and v, in every layer
 
-            def attention(q, k, v, step=step):
-                return step.return_outputs(attend(step, *step.dispatch_qkv(q, k, v)))
+        num_labels = sum(ranks.gather(int((labels != IGNORED).sum())))
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=options.bf16):
+            logits = model(tokens, positions, attention)
+        loss = sum_of_losses(logits, labels) / num_labels  # this rank's part of the mean
 
-            num_labels = sum(ranks.gather(int((labels != IGNORED).sum())))
-            with torch.autocast(tokens.device.type, torch.bfloat16, enabled=options.bf16):
-                logits = model(tokens, positions, attention)
-            loss = sum_of_losses(logits, labels) / num_labels  # this rank's part of the mean
-
-            # DDP and FSDP take the mean over ranks, where the sum is wanted.
-            scale = 1 if options.wrap == "none" else ranks.size
-            (loss * scale).backward()
-            if options.wrap == "none":
-                for parameter in model.parameters():
-                    parameter.grad = ranks.add(parameter.grad)
-            if not first:
-                named = model.named_parameters()
-                first = {n.removeprefix("module."): full_gradient(p).cpu() for n, p in named}
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(ranks.add(loss)))
+        # DDP and FSDP take the mean over ranks, where the sum is wanted.
+        scale = 1 if options.wrap == "none" else ranks.size
+        (loss * scale).backward()
+        if options.wrap == "none":
+            for parameter in model.parameters():
+                parameter.grad = ranks.add(parameter.grad)
+        if not first:
+            named = model.named_parameters()
+            first = {n.removeprefix("module."): full_gradient(p).cpu() for n, p in named}
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(ranks.add(loss)))
     return losses, first
 
 
@@ -260,13 +225,13 @@ def one_process(options, num_ranks):
     """Loss and gradients of the first step, with all documents in one place."""
     model = Model()
     model.load_state_dict(options.state)
-    batches = [pack(next(iter(Documents(rank, 1)))) for rank in range(num_ranks)]
-    num_labels = sum(int((labels != IGNORED).sum()) for _, _, labels, _ in batches)
+    batches = [waybill.pack(next(iter(Documents(rank, 1)))) for rank in range(num_ranks)]
+    num_labels = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
     total = 0.0
-    for tokens, positions, labels, lengths in batches:
+    for tokens, labels, positions, pieces in batches:
 
-        def attention(q, k, v, lengths=lengths):
-            documents = zip(*(t.split(lengths) for t in (q, k, v)))
+        def attention(q, k, v, pieces=pieces):
+            documents = zip(*(waybill.unpack(t, pieces) for t in (q, k, v)))
             return torch.cat([dot_product(*document) for document in documents])
 
         loss = sum_of_losses(model(tokens, positions, attention), labels) / num_labels

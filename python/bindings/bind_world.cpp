@@ -32,7 +32,7 @@ struct Meeting {
   std::unique_ptr<Bootstrap> bootstrap;
 
   std::shared_ptr<Bootstrap> take() {
-    require(bootstrap != nullptr, "World: the meeting was used before, expected a fresh one");
+    require(bootstrap != nullptr, "World: the bootstrap was used before, expected a new one");
     return std::move(bootstrap);
   }
 };

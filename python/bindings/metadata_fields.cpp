@@ -12,7 +12,7 @@ namespace {
 IndexArray array_field(nb::handle value, const char* name) {
   ArrayArg array;
   if (!nb::try_cast(value, array)) {
-    throw_invalid("Metadata: ", name, " is no contiguous array in host memory");
+    throw_invalid("Metadata: ", name, " is not a contiguous array in host memory");
   }
   return index_array(array, name);
 }

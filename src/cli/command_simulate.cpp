@@ -69,7 +69,7 @@ int run_simulate(const SimulateOptions& options, Program& program) {
     const std::vector<Finding> findings = validate(*file.plan, *file.bundle);
     if (!findings.empty()) {
       console.print(findings_text(findings, 20));
-      console.print_error(concat(file.name, ": the metadata are not right (",
+      console.print_error(concat(file.name, ": the metadata is wrong (",
                                  format_plural(std::ssize(findings), "finding"),
                                  "), nothing was moved"));
       return exit_failure;
@@ -83,12 +83,12 @@ int run_simulate(const SimulateOptions& options, Program& program) {
   console.print(concat("\n", format_bytes(check.bytes_moved), " moved, ",
                        format_bytes(check.wire_bytes), " of it between ranks, in rows of ",
                        format_bytes(payload_bytes), "\n", format_count(check.queries_checked),
-                       " query shards met the ", format_count(check.context_rows_checked),
+                       " query shards saw the ", format_count(check.context_rows_checked),
                        " rows of their context\n", console.mark(check.passed()), " ",
                        check_text(check), "\n"));
   if (check.passed()) return exit_good;
   console.print(findings_text(check.findings, 20));
-  console.print_error(concat(file.name, ": the dispatch is not right"));
+  console.print_error(concat(file.name, ": the dispatch is wrong"));
   return exit_failure;
 }
 

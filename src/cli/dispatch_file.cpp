@@ -109,7 +109,7 @@ void check_dense_size(const QkvPlan& plan, const QkvRouting& routing) {
                        world * static_cast<double>(most_shards) * static_cast<double>(most_copies);
   if (cells > static_cast<double>(most_cells)) {
     throw Unsupported(concat("the dense form needs about ", format_si(cells),
-                             " entries a table, at most ",
+                             " entries per table, at most ",
                              format_si(static_cast<double>(most_cells)),
                              " are written as JSON; work with the plan, which is small"));
   }

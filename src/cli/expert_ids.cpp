@@ -87,7 +87,8 @@ TopkIds read_topk_ids(std::string_view text, const std::string& name) {
     if (got > max_topk)
       throw IoError(concat(where, "got ", got, " ids, expected at most ", max_topk));
   }
-  if (topk_slots.ids.empty()) throw IoError(concat(name, ": got no ids, expected a token a line"));
+  if (topk_slots.ids.empty())
+    throw IoError(concat(name, ": got no ids, expected one token per line"));
   return topk_slots;
 }
 

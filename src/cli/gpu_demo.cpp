@@ -59,9 +59,9 @@ bool run_gpu_demo(const QkvRouting& routing, const RowOptions& rows, int num_sms
   console.print(concat(
       "\nOn the GPUs: ", format_plural(self_test.world_size, "rank"), " on ",
       format_plural(self_test.num_gpus, "GPU"), ", ", num_sms,
-      " multiprocessors a rank. Measured now: ",
+      " multiprocessors per rank. Measured now: ",
       self_test.num_gpus > 1
-          ? concat("links ", format_fixed(self_test.link_gb_s, 0), " GB/s a GPU and direction, ")
+          ? concat("links ", format_fixed(self_test.link_gb_s, 0), " GB/s per GPU and direction, ")
           : "",
       "a copy on one GPU ", format_fixed(self_test.local_gb_s, 0), " GB/s, read and written.\n"));
   console.print(line_of({"", "over a link", "stay", "limit", "measured", "achieved", "compared"}));

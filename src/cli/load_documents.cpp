@@ -92,7 +92,7 @@ void fit(Documents& documents) {
   }
   if (room > 0) {
     documents.remarks.push_back(concat("The documents leave ", format_count(room), " of ",
-                                       format_count(capacity), " rows empty, at the last ranks."));
+                                       format_count(capacity), " rows empty on the last ranks."));
   }
 }
 

@@ -83,7 +83,7 @@ std::string check_rate(const std::string& text) {
   return parse_rate(text)
              ? ""
              : concat("got ", text, ", expected a speed such as 50GB/s or 400Gbit/s, from ",
-                      least_rate, " to ", most_rate, " bytes a second");
+                      least_rate, " to ", most_rate, " bytes per second");
 }
 
 }  // namespace waybill::cli

@@ -76,7 +76,7 @@ std::string hardware_text(const StepOptions& options) {
   const HardwareFacts& facts = options.hardware;
   return concat(format_si(facts.nvlink_bytes_per_second), "B/s NVLink, ",
                 format_si(facts.network_bytes_per_second), "B/s network, ",
-                format_plural(facts.ranks_per_node, "rank"), " a node; rows of ",
+                format_plural(facts.ranks_per_node, "rank"), " per node; rows of ",
                 format_bytes(options.model.q_row_bytes()), " (Q) and ",
                 format_bytes(options.model.kv_row_bytes()), " (K and V)");
 }

@@ -5,7 +5,7 @@
 
 namespace waybill {
 
-/// The number of threads that `num_threads = 0` stands for: one a core this process may use.
+/// The number of threads that `num_threads = 0` stands for: one per core that this process may use.
 [[nodiscard]] int default_num_threads();
 
 /// Calls body(begin, end) on disjoint chunks that cover [0, num_items), on up to `num_threads`

@@ -9,17 +9,17 @@ namespace waybill {
 
 /// Text that may hold anything, such as the name of a file, for a terminal: characters that could
 /// move the cursor, change colours, titles or the direction of writing are written as \x1b or
-/// \u202e, bytes that are no UTF-8 as \xff. Line feeds and tabs stay.
+/// \u202e, bytes that are not UTF-8 as \xff. Line feeds and tabs stay.
 [[nodiscard]] std::string printable(std::string_view text);
 
-/// The same for what stands inside a line: line feeds and tabs are written as \x0a and \x09.
+/// The same for text inside a line: line feeds and tabs are written as \x0a and \x09.
 [[nodiscard]] std::string printable_line(std::string_view text);
 
 namespace detail {
 
 struct CodePoint {
   std::uint32_t value = 0;
-  std::size_t num_bytes = 0;  ///< 0: what begins here is no UTF-8
+  std::size_t num_bytes = 0;  ///< 0: what begins here is not UTF-8
 };
 
 /// The first one of a text that is not empty.

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "experts/expert_executor.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {

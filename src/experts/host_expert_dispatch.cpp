@@ -262,7 +262,7 @@ void HostExpertDispatch::check_positions(const ExpertCall& call,
   for (std::int64_t row = 0; row < routing.num_rows(memory_.capacity_rows); ++row) {
     require(window.tag(row).source_rank >= 0, call.operation, ": full_scatter_indices leave row ",
             row, " of rank ", config_.rank,
-            " empty: they are no bijection, or those of another rank were refused");
+            " empty: they are not a bijection, or those of another rank were refused");
   }
 }
 

@@ -95,9 +95,10 @@ void LayerState::require_same_layer() {
   try {
     world_.transport().require_same("dispatch", layer);
   } catch (const InvalidArgument& differs) {
-    throw Disagreement(concat(differs.what(),
-                              "; windows of several layers grow in the same order on all ranks: "
-                              "give fixed_rows, or capacity, where threads call them at a time"));
+    throw Disagreement(
+        concat(differs.what(),
+               "; windows of several layers must grow in the same order on all ranks: "
+               "set fixed_rows or a larger capacity if threads call them at the same time"));
   }
 }
 
@@ -146,7 +147,7 @@ EPDispatched LayerState::dispatch(const ExpertDispatchInput& input, const EPLayo
                                   Stream stream) {
   abort_state_.check("dispatch");
   check_dispatch_input(config_, options_.dispatch, input, false);
-  require(layout.layer_ == id_, "dispatch: the layout is not of this layer");
+  require(layout.layer_ == id_, "dispatch: the layout belongs to another layer");
   require(input.tokens.shape[0] == layout.num_tokens_, "dispatch: input has ",
           input.tokens.shape[0], " tokens, expected ", layout.num_tokens_, ", as the layout");
   const ExpertCall call = next_call("dispatch", num_dispatches_, stream,
@@ -184,14 +185,14 @@ void LayerState::check_place(const ConstTensorView& rows) const {
     const std::less<const std::byte*> before;
     if (before(rows.data, window.data) || !before(rows.data, window.data + bytes)) continue;
     require(rows.data == window.data && parity == num_combines_ % 2 && num_places_ > 0,
-            "combine: input lies in the place of another combine, expected what combine_input gave "
-            "for this one, or rows elsewhere");
+            "combine: input is in the memory of another combine, expected what combine_input "
+            "returned for this one, or other memory");
   }
 }
 
 void LayerState::combine(const ExpertCombineInput& input, const EPLayout& layout, Stream stream) {
   abort_state_.check("combine");
-  require(layout.layer_ == id_, "combine: the layout is not of this layer");
+  require(layout.layer_ == id_, "combine: the layout belongs to another layer");
   check_rows(input, layout);
   check_place(input.rows);
   require(!input.options.weighted || layout.has_weights(),
@@ -226,11 +227,11 @@ TensorView LayerState::combine_input(std::int64_t rows, Stream stream) {
   require(0 <= rows && rows <= context_.capacity_rows(), who, ": rows = ", rows, ", expected 0..",
           context_.capacity_rows());
   require(num_places_ < 2, who,
-          ": the places of the next two combines are taken, expected a "
-          "combine before the next call");
+          ": the memory of the next two combines is taken, expected a "
+          "combine before this call");
   require(num_places_ == 0 || may_take_second_place(stream), who,
           ": other ranks may still read the "
-          "place of the combine after the next, expected a combine or a dispatch before the next "
+          "memory of the combine after the next, expected a combine or a dispatch before this "
           "call");
   // What a graph has left there others may still read, too.
   abort_state_.guard([&] { (void)realign(next_call(who, num_combines_, stream, fingerprint())); });
@@ -245,7 +246,7 @@ void LayerState::ep_barrier_all(Stream stream, bool intra_node_only) {
 
 bool LayerState::combine_needs_gradients(const EPLayout& layout, bool mine, bool asks) {
   abort_state_.check("combine");
-  require(layout.layer_ == id_, "combine: the layout is not of this layer");
+  require(layout.layer_ == id_, "combine: the layout belongs to another layer");
   if (options_.fixed_rows > 0) return mine;
   bool result = mine;
   abort_state_.guard([&] {

@@ -38,7 +38,7 @@ std::string read_all(std::FILE* file, const std::string& name) {
     if (size_bytes <= most) return;
     throw IoError(concat(name, ": cannot read: more than ", most >> 30,
                          " GiB, the most that is read ",
-                         regular ? "of a file" : "of what is no regular file"));
+                         regular ? "of a file" : "of anything but a regular file"));
   };
   if (regular) {
     check(status.st_size);

@@ -141,7 +141,8 @@ void Balancer::reunite(std::int32_t idx, std::int32_t other) {
   const bool cheaper = static_cast<double>(piece.end - piece.begin) * costs_.q_row <
                        static_cast<double>(costs_.remote_context(slab)) * costs_.kv_row;
   const std::int32_t dst = home_->pieces[to_size(other)].rank;
-  if (dst == piece.rank || !cheaper || work_of(idx) > little_work || settled_[to_size(other)] != 0) return;
+  if (dst == piece.rank || !cheaper || work_of(idx) > little_work || settled_[to_size(other)] != 0)
+    return;
   if (capacity_.limited() && capacity_.fitting(dst, piece.doc, slab).begin != piece.begin) return;
   send_whole(idx, dst);
 }

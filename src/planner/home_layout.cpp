@@ -96,7 +96,7 @@ void lay_out(std::span<const std::int64_t> doc_lengths, const PlannerOptions& op
 void lay_out(std::span<const std::vector<std::int64_t>> rank_doc_lengths,
              const PlannerOptions& options, HomeLayout& home) {
   require(std::ssize(rank_doc_lengths) == options.world_size, in_plan_attention, ": ",
-          rank_doc_lengths.size(), " lists of documents, expected one a rank (world_size ",
+          rank_doc_lengths.size(), " lists of documents, expected one per rank (world_size ",
           options.world_size, ")");
   std::int64_t total = 0;
   for (std::size_t r = 0; r < rank_doc_lengths.size(); ++r) {

@@ -18,8 +18,8 @@ struct HomePiece {
   std::int64_t doc_len = 0;
 };
 
-/// Where documents lie. Pieces are numbered by document, then by position. Where documents are packed
-/// in order that is the order of the ranks and their rows too (`by_rank` is 0, 1, 2, ...).
+/// Where documents lie. Pieces are numbered by document, then by position. Where documents are
+/// packed in order that is the order of the ranks and their rows too (`by_rank` is 0, 1, 2, ...).
 struct HomeLayout {
   std::int32_t world_size = 0;
   std::int64_t tokens_per_rank = 0;  ///< as packed; of lists: the most that a rank has
@@ -35,8 +35,9 @@ struct HomeLayout {
   /// The pieces of a rank, in the order of its rows.
   [[nodiscard]] std::span<const std::int32_t> pieces_of(std::int32_t rank) const {
     const auto r = static_cast<std::size_t>(rank);
-    return std::span(by_rank).subspan(static_cast<std::size_t>(rank_pieces[r]),
-                                      static_cast<std::size_t>(rank_pieces[r + 1] - rank_pieces[r]));
+    return std::span(by_rank).subspan(
+        static_cast<std::size_t>(rank_pieces[r]),
+        static_cast<std::size_t>(rank_pieces[r + 1] - rank_pieces[r]));
   }
 };
 

@@ -23,7 +23,7 @@ constexpr std::int64_t most_relay_hops = std::int64_t{1} << 24;
 void check_hops(std::int64_t num_hops) {
   require(num_hops <= most_relay_hops, "plan_attention: receivers would forward in ", num_hops,
           " hops or more, expected at most ", most_relay_hops,
-          "; relay = false plans without them, and fewer ranks or more tokens a rank need fewer");
+          "; relay = false plans without them; fewer ranks or more tokens per rank need fewer");
 }
 
 }  // namespace

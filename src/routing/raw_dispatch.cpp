@@ -74,7 +74,7 @@ RawQkvDispatch to_raw_dispatch(const QkvPlan& plan, std::int64_t max_cp_degree) 
   const bool windows = std::any_of(plan.kv_begin.begin(), plan.kv_begin.end(),
                                    [](std::int32_t begin) { return begin != 0; });
   require(plan.mask == MaskKind::causal,
-          "to_raw_dispatch: plan.mask = full, expected a causal plan: this form has no other");
+          "to_raw_dispatch: plan.mask = full, expected a causal plan: this form has no other mask");
   require(!windows, "to_raw_dispatch: plan.kv_begin has a window, expected a causal plan: this ",
           "form has no place for one");
   std::int64_t most_shards = 0;

@@ -38,7 +38,7 @@ const char* name_of(CollectiveCall call) {
     case CollectiveCall::combine:
       return "combine";
     case CollectiveCall::realign:
-      return "a call behind a graph with an odd number of calls";
+      return "a call after a graph with an odd number of calls";
     case CollectiveCall::none:
       break;
   }

@@ -55,7 +55,7 @@ using FingerprintWords = std::array<std::uint64_t, fingerprint_words>;
 /// The words without tags: 48 bits of each hash.
 [[nodiscard]] FingerprintWords pack_fingerprint(const CallFingerprint& fingerprint);
 
-/// A word of a call on its way.
+/// A word of a call as it is sent.
 [[nodiscard]] constexpr std::uint64_t tagged_word(std::uint64_t word, std::uint64_t epoch) {
   return (word & ~fingerprint_tag_mask) | (epoch & fingerprint_tag_mask);
 }

@@ -45,7 +45,7 @@ bool FingerprintExchange::compare_if_sent(Rank peer) const {
 void FingerprintExchange::compare(Rank peer) const {
   if (compare_if_sent(peer)) return;
   throw InternalError(concat(call_.operation, ": rank ", peer, " came to call ", call_.epoch,
-                             " without telling what it means by it"));
+                             " without saying which call it makes"));
 }
 
 void FingerprintExchange::compare_all(Rank first) const {

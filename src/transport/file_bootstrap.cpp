@@ -33,7 +33,7 @@ class FileBootstrap final : public Bootstrap {
     check_job(concat("job id = ", detail::quoted_or_none(job.id), ", world_size = ", world_size));
     if (!meeting_.publish_text(of_rank("rank.", rank))) {
       throw TransportError(concat("file bootstrap: rank ", rank, " has been in ", meeting_.folder(),
-                                  " before, expected a folder of this run alone"));
+                                  " before, expected a folder for this run only"));
     }
     if (meeting_.made_folder()) (void)meeting_.publish_text("made");
   }

@@ -59,7 +59,7 @@ void SharedFile::reserve(std::int64_t size_bytes) const {
   if (error == 0) return;
   throw TransportError(concat("cannot reserve ", size_bytes,
                               " bytes of shared memory: ", errno_text(error),
-                              "; /dev/shm must hold the memory of all ranks "
+                              "; /dev/shm needs room for the memory of all ranks "
                               "(containers: --shm-size or --ipc=host)"));
 }
 

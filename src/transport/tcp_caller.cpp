@@ -69,7 +69,8 @@ Introduction::Introduction(const Call& call)
 
 std::optional<ProofBytes> Introduction::took(const AnswerBytes& answer) {
   const auto said = decode_answer(answer);
-  if (!said) throw TransportError(concat(place_, " is none: what answers there is not Waybill"));
+  if (!said)
+    throw TransportError(concat(place_, " is not valid: what answers there is not Waybill"));
   if (said->kind == AnswerKind::refused) {
     throw TransportError(concat(place_, " refused rank ", rank_, ": ", peer_text(said->why)));
   }

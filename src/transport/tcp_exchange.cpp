@@ -213,7 +213,7 @@ TcpExchange::Entries TcpExchange::send_and_wait(std::span<const std::byte> mine,
   if (answer.header.kind != FrameKind::data) fail_with(answer, deadline.waited_s(), operation);
   auto all = answer.header.round == round_ ? unpack_entries(answer.bytes, to_size(world_size_))
                                            : std::nullopt;
-  if (!all) throw TransportError(concat(operation, ": rank 0 sent a torn table of entries"));
+  if (!all) throw TransportError(concat(operation, ": rank 0 sent an incomplete table of entries"));
   return std::move(*all);
 }
 

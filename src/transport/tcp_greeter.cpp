@@ -26,7 +26,7 @@ Greeter::Step Greeter::took(std::size_t num_bytes, const Admission& admission) {
       return Step::hang_up;
     case Greeting::other_version:
       return refuse(concat("version of the rendezvous = ", version_in(first_bytes.first<16>()),
-                           ", expected ", protocol_version, ": another release of Waybill"));
+                           ", expected ", protocol_version, ": a different release of Waybill"));
     case Greeting::hello:
       break;
   }

@@ -160,7 +160,7 @@ void Reception::hear(Caller& caller) {
         break;
       case Greeter::Step::answer:
         if (!caller.socket.send_now(caller.greeter.answer())) {
-          return hang_up(caller, "it takes no answer");
+          return hang_up(caller, "it does not accept the answer");
         }
         break;
       case Greeter::Step::admit:
@@ -177,7 +177,7 @@ void Reception::hear(Caller& caller) {
 
 void Reception::admit(Caller& caller) {
   if (!caller.socket.send_now(caller.greeter.answer())) {
-    return hang_up(caller, "it takes no answer");
+    return hang_up(caller, "it does not accept the answer");
   }
   const std::size_t r = to_size(caller.greeter.rank());
   const auto most = TcpExchange::max_frame_bytes(0, admission_.world_size);

@@ -161,7 +161,7 @@ Socket Socket::listen(const std::string& host, std::uint16_t port, const Deadlin
     if (error != EADDRINUSE || patience.passed()) {
       throw TransportError(
           concat("tcp bootstrap: cannot listen on ", host, ":", port, ": ", errno_text(error),
-                 error == EADDRINUSE ? "; expected a port that no other job has" : ""));
+                 error == EADDRINUSE ? "; expected a port that no other job uses" : ""));
     }
     check_interrupt();
     std::this_thread::sleep_for(std::chrono::milliseconds(20));

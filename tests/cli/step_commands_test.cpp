@@ -36,14 +36,14 @@ TEST_F(StepCommandsTest, ExplainReadsPlansWithAndWithoutTheirOptions) {
   EXPECT_EQ(after_origin(full.out), after_origin(planned.out)) << full.err;
   const ProgramResult plain = run("explain plan.json --ranks-per-node 4");
   EXPECT_EQ(plain.exit_code, 0);
-  EXPECT_TRUE(holds(plain.out, {"K and V travel: direct", "4 ranks a node"}));
+  EXPECT_TRUE(holds(plain.out, {"K and V travel: direct", "4 ranks per node"}));
   const ProgramResult direct = run("explain full.json --transfer direct");
   const auto table = [](const std::string& text) {
     return text.substr(text.find("phase, "), text.find("  - ") - text.find("phase, "));
   };
   EXPECT_EQ(table(direct.out), table(plain.out));
   const ProgramResult wide = run("explain full.json --transfer direct --ranks-per-node 8");
-  EXPECT_TRUE(holds(wide.out, {"8 ranks a node", "rows of 8.00 KiB (Q)"}));
+  EXPECT_TRUE(holds(wide.out, {"8 ranks per node", "rows of 8.00 KiB (Q)"}));
   EXPECT_EQ(wide.out.find("network out"), std::string::npos) << "one node has no network";
   EXPECT_TRUE(holds(run("explain full.json --q-hidden 512").out, {"rows of 1.00 KiB (Q)"}));
   EXPECT_TRUE(fails(run("explain plan.json --transfer relay"), 2, {"--transfer", "plan --full"}));

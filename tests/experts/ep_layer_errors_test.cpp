@@ -92,7 +92,7 @@ TEST(EPLayerErrors, ComeBeforeAnyCommunicationAndTheCallMayBeRepeated) {
                          .output = sums.view()},
                         EPLayout{});
         },
-        {"not of this layer"}));
+        {"belongs to another layer"}));
     EXPECT_TRUE(rejects([&] { (void)layer.combine_input(1 << 20, {}); }, {"combine_input: rows"}));
     expect_combined(layer, *got.layout, round, rank);
     layer.finalize();

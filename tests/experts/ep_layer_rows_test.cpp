@@ -163,7 +163,7 @@ TEST(EPLayerRows, OfTwoCombinesHaveAPlaceEach) {
       }
       EXPECT_NE(places[0].data, places[1].data);
       EXPECT_TRUE(
-          rejects([&] { (void)layer.combine_input(1, {}); }, {"combine_input: the places"}));
+          rejects([&] { (void)layer.combine_input(1, {}); }, {"combine_input: the memory"}));
       for (std::size_t k = 0; k < 2; ++k) {
         const HostTensor& expected = rounds[i + k].combined[rank];
         HostTensor sums(expected.dtype(), expected.shape());
@@ -172,7 +172,7 @@ TEST(EPLayerRows, OfTwoCombinesHaveAPlaceEach) {
                         *made[k].layout);
         };
         if (k == 0 && places[0].shape == places[1].shape) {
-          EXPECT_TRUE(rejects([&] { combine(places[1]); }, {"combine: input lies in the place"}));
+          EXPECT_TRUE(rejects([&] { combine(places[1]); }, {"combine: input is in the memory"}));
         }
         combine(places[k]);
         EXPECT_TRUE(same_bytes(ConstTensorView(sums.view()), expected));
@@ -202,14 +202,14 @@ TEST(EPLayerRows, DoNotGoWhereOtherRanksMayStillRead) {
     fill(first, round.outputs[rank]);
     combine(first);
     // The place of the combine that has just been, and one that was used already.
-    EXPECT_TRUE(rejects([&] { combine(first); }, {"combine: input lies in the place of another"}));
+    EXPECT_TRUE(rejects([&] { combine(first); }, {"combine: input is in the memory of another"}));
     const TensorView second = layer.combine_input(rows, {});
     EXPECT_TRUE(rejects([&] { (void)layer.combine_input(rows, {}); },
                         {"combine_input: other ranks may still read"}));
     combine(round.outputs[rank].view());  // elsewhere: the place is used up
-    EXPECT_TRUE(rejects([&] { combine(second); }, {"combine: input lies in the place of another"}));
+    EXPECT_TRUE(rejects([&] { combine(second); }, {"combine: input is in the memory of another"}));
     combine(round.outputs[rank].view());
-    EXPECT_TRUE(rejects([&] { combine(second); }, {"combine: input lies in the place of another"}));
+    EXPECT_TRUE(rejects([&] { combine(second); }, {"combine: input is in the memory of another"}));
     layer.finalize();
   });
 }

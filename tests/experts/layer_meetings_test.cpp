@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/executor.h"
 #include "transport/transport.h"
 #include "waybill/core/host_tensor.h"
 #include "waybill/experts/ep_all2all_layer.h"

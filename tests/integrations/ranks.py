@@ -1,13 +1,21 @@
-"""Ranks as processes with gloo, forked where the framework has been imported already."""
+"""Ranks as processes with gloo, forked where the framework has been imported already.
+Under torchrun they are those of the job, each of which runs all tests, here on two GPUs:
+
+    WAYBILL_TEST_DEVICE=cuda torchrun --nproc-per-node 2 -m pytest tests/integrations
+"""
 
 import multiprocessing
 import os
 import tempfile
 import traceback
 
+import pytest
 import torch
 
+from waybill.torch import initialize_distributed
+
 LIMIT_S = 60
+DEVICE = os.environ.get("WAYBILL_TEST_DEVICE", "cpu")  #: of the tensors
 
 
 def _one(body, rank, world_size, folder, results):
@@ -28,8 +36,19 @@ def _one(body, rank, world_size, folder, results):
         os._exit(0)
 
 
+def _in_this_job(world_size, body):
+    rank, size = initialize_distributed(device=DEVICE)
+    if size != world_size:
+        pytest.skip(f"{size} ranks, expected {world_size}")
+    values = [None] * size
+    torch.distributed.all_gather_object(values, body(rank))
+    return values
+
+
 def run(world_size, body):
     """What body(rank) returned in each process, by rank; plain values."""
+    if "RANK" in os.environ:
+        return _in_this_job(world_size, body)
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:

@@ -12,13 +12,16 @@ import pytest
 import ranks
 import torch
 
-from waybill import Unsupported
+from waybill import InvalidArgument, Unsupported
 from waybill.integrations import deep_ep
 
 deep_ep.install()
 
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe import fused_a2a, moe_layer
+from megatron.core.transformer.moe import fused_a2a, moe_layer, moe_utils
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
 
 from waybill.integrations import megatron as ours
@@ -71,25 +74,26 @@ def step(dispatcher, experts, rank, seed, tp_size=1):
     """One forward and backward; expert e multiplies by e + 1, of which each part does its share."""
     draws = torch.Generator().manual_seed(1000 + 10 * seed + rank)
     shape = (LENGTH, BATCH, HIDDEN)
-    hidden = torch.randn(shape, generator=draws).bfloat16().requires_grad_()
-    routing_map, probs = routing(10 * seed + rank, LENGTH * BATCH)
+    hidden = torch.randn(shape, generator=draws).to(ranks.DEVICE, torch.bfloat16).requires_grad_()
+    routing_map, probs = (one.to(ranks.DEVICE) for one in routing(10 * seed + rank, LENGTH * BATCH))
     probs.requires_grad_()
     rows, weights = dispatcher.dispatch_preprocess(hidden, routing_map, probs)
     rows, weights = dispatcher.token_dispatch(rows, weights)
     rows, counts, weights = dispatcher.dispatch_postprocess(rows, weights)
     assert counts.device.type == "cpu" and int(counts.sum()) == len(rows) == len(weights)
     factors = torch.tensor([e + 1.0 for e in experts]) / tp_size
-    factors = torch.repeat_interleave(factors, counts)
+    factors = torch.repeat_interleave(factors, counts).to(ranks.DEVICE)
     outputs = (rows.float() * factors[:, None] * weights[:, None]).bfloat16()
     outputs = dispatcher.token_combine(dispatcher.combine_preprocess(outputs))
     back = dispatcher.combine_postprocess(outputs)
     assert back.shape == shape
-    gradient = torch.randn(shape, generator=draws).bfloat16()
+    gradient = torch.randn(shape, generator=draws).to(ranks.DEVICE, torch.bfloat16)
     back.backward(gradient)
 
     # The same in one go, in float32.
     plain, choice = hidden.detach().float().requires_grad_(), probs.detach().requires_grad_()
-    scale = (choice * torch.arange(1.0, EXPERTS + 1)).sum(1).view(LENGTH, BATCH, 1)
+    numbers = torch.arange(1.0, EXPERTS + 1, device=ranks.DEVICE)
+    scale = (choice * numbers).sum(1).view(LENGTH, BATCH, 1)
     (plain * scale).backward(gradient.float())
     wanted = choice.grad * routing_map
     for got, want in ((back, plain * scale), (hidden.grad, plain.grad), (probs.grad, wanted)):
@@ -124,13 +128,29 @@ def test_own_dispatcher(world_size, tp_size):
     ranks.run(world_size, body)
 
 
+def test_more_tokens_than_the_first_call_had():
+    def body(rank):
+        dispatcher, _ = dispatcher_of(ours.WaybillTokenDispatcher)
+        for tokens in (4, 2, 5):
+            hidden = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16, device=ranks.DEVICE)
+            routing_map, probs = (one.to(ranks.DEVICE) for one in routing(rank, tokens))
+            given = dispatcher.dispatch_preprocess(hidden, routing_map, probs)
+            if tokens < 5:
+                dispatcher.token_combine(dispatcher.token_dispatch(*given)[0])
+                continue
+            with pytest.raises(InvalidArgument, match=r"5 tokens on rank ., expected at most 4"):
+                dispatcher.token_dispatch(*given)
+
+    ranks.run(2, body)
+
+
 def test_dropped_choices():
     """A map with fewer experts for some tokens: what it has not goes nowhere."""
 
     def body(rank):
         dispatcher, experts = dispatcher_of(ours.WaybillTokenDispatcher)
-        hidden = torch.ones(4, HIDDEN, dtype=torch.bfloat16)
-        routing_map = torch.zeros(4, EXPERTS, dtype=torch.bool)
+        hidden = torch.ones(4, HIDDEN, dtype=torch.bfloat16, device=ranks.DEVICE)
+        routing_map = torch.zeros(4, EXPERTS, dtype=torch.bool, device=ranks.DEVICE)
         routing_map[0, [1, 6]] = routing_map[1, 7] = True
         probs = routing_map * 0.5
         rows, weights = dispatcher.dispatch_preprocess(hidden, routing_map, probs)
@@ -143,6 +163,57 @@ def test_dropped_choices():
         assert (weights == 0.5).all()
         sums = dispatcher.combine_postprocess(dispatcher.token_combine(rows))
         assert sums[:, 0].tolist() == [2, 1, 0, 0]
+
+    ranks.run(2, body)
+
+
+def layer_step(rank, kind):
+    """(output, gradients) of a whole MoELayer with that dispatcher."""
+    config = config_of(
+        moe_token_dispatcher_type=kind, moe_flex_dispatcher_backend="deepep", moe_deepep_num_sms=20,
+        expert_model_parallel_size=2, moe_router_load_balancing_type="none", ffn_hidden_size=32,
+        gated_linear_unit=True,
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False)
+    torch.manual_seed(7 + rank)
+    layer = moe_layer.MoELayer(config, spec.submodules.mlp.submodules).to(ranks.DEVICE)
+    layer.set_layer_number(1)
+    draws = torch.Generator().manual_seed(3)  # the same gate on all ranks
+    weight = layer.router.weight
+    weight.data.copy_(torch.randn(weight.shape, generator=draws))
+    draws = torch.Generator().manual_seed(rank)
+    x = torch.randn(LENGTH, BATCH, HIDDEN, generator=draws).to(ranks.DEVICE, torch.bfloat16)
+    out, _ = layer(x.requires_grad_())
+    out.float().square().sum().backward()
+    found = [out.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
+    return type(layer.token_dispatcher), [one.float().cpu() for one in found]
+
+
+def test_a_whole_layer(monkeypatch):
+    """Router, dispatch, experts, combine, beside Megatron-Core's dispatcher by all_gather."""
+    monkeypatch.setenv("WAYBILL_DEEP_EP_MAX_TOKENS", "16")
+    # Without TransformerEngine its router names what it has not imported.
+    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+    if ranks.DEVICE == "cpu":  # the router asks for torch's current device
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+
+    def body(rank):
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+        if ranks.DEVICE != "cpu":
+            model_parallel_cuda_manual_seed(11)
+        kind, want = layer_step(rank, "allgather")
+        assert kind.__module__.startswith("megatron")
+        kind, got = layer_step(rank, "flex")
+        assert kind is MoEFlexTokenDispatcher
+        for mine, theirs in zip(got, want):
+            assert (mine - theirs).norm() <= 0.01 * theirs.norm()
+        ours.install()
+        kind, got = layer_step(rank, "alltoall")
+        ours.uninstall()
+        assert kind is ours.WaybillTokenDispatcher
+        for mine, theirs in zip(got, want):
+            assert (mine - theirs).norm() <= 0.01 * theirs.norm()
+        parallel_state.destroy_model_parallel()
 
     ranks.run(2, body)
 

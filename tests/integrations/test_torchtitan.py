@@ -1,17 +1,28 @@
 """Waybill's token dispatcher in torchtitan's own MoE, beside torchtitan's all_to_all."""
 
+# ruff: noqa: E402
+import functools
 from dataclasses import dataclass
 
 import pytest
 import ranks
 import torch
+
+from waybill.integrations import deep_ep
+
+deep_ep.install()
+
 from torchtitan.config import Configurable, OverrideConfig
 from torchtitan.config.override import apply_overrides
+from torchtitan.distributed.deepep import deepep as theirs
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    DeepEPTokenDispatcher,
+)
 
 from waybill.integrations import torchtitan as ours
 
@@ -30,13 +41,19 @@ class Model(Configurable.Config):
     second: MoE.Config
 
 
-def layer_config(**router):
+ALL_TO_ALL = AllToAllTokenDispatcher.Config(num_experts=EXPERTS, top_k=TOPK)
+DEEP_EP = DeepEPTokenDispatcher.Config(
+    num_experts=EXPERTS, top_k=TOPK, num_max_tokens_per_rank=BATCH * LENGTH, hidden_dim=DIM
+)
+
+
+def layer_config(dispatcher, **router):
     return MoE.Config(
         num_experts=EXPERTS,
         load_balance_coeff=None,
         routed_experts=RoutedExperts.Config(
             inner_experts=GroupedExperts.Config(dim=DIM, hidden_dim=HIDDEN, num_experts=EXPERTS),
-            token_dispatcher=AllToAllTokenDispatcher.Config(num_experts=EXPERTS, top_k=TOPK),
+            token_dispatcher=dispatcher,
         ),
         router=TokenChoiceTopKRouter.Config(
             num_experts=EXPERTS, gate=linear(DIM, EXPERTS), top_k=TOPK, **router
@@ -47,8 +64,10 @@ def layer_config(**router):
     )
 
 
-def configs(imports):
-    model = Model(first=layer_config(), second=layer_config(score_func="softmax"))
+def configs(imports, dispatcher=ALL_TO_ALL):
+    model = Model(
+        first=layer_config(dispatcher), second=layer_config(dispatcher, score_func="softmax")
+    )
     lines = apply_overrides(OverrideConfig(imports=imports), model)
     return model, lines
 
@@ -76,26 +95,28 @@ class Net(torch.nn.Module):
         return x
 
 
-def train(rank, imports, world_size, lengths=(LENGTH,) * 4):
+def train(
+    rank, imports, world_size, lengths=(LENGTH,) * 4, dispatcher=ALL_TO_ALL, dtype=torch.float32
+):
     """Losses of some steps; gradients of the first, of what all ranks have and of experts."""
     set_spmd_backend("default")
-    mesh = torch.distributed.init_device_mesh("cpu", (world_size,), mesh_dim_names=("ep",))
-    config, _ = configs(imports)
-    net = Net(config, mesh)
+    mesh = torch.distributed.init_device_mesh(ranks.DEVICE, (world_size,), mesh_dim_names=("ep",))
+    config, _ = configs(imports, dispatcher)
+    net = Net(config, mesh).to(ranks.DEVICE, dtype)
     kinds = {type(layer.routed_experts.token_dispatcher) for layer in net.layers}
-    assert kinds == {ours.WaybillTokenDispatcher if imports else AllToAllTokenDispatcher}
+    assert kinds == {ours.WaybillTokenDispatcher if imports else dispatcher._owner}
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     losses, gradients = [], []
     for length in lengths:
         draws = torch.Generator().manual_seed(rank)
-        x = torch.randn(BATCH, length, DIM, generator=draws, requires_grad=True)
-        goal = torch.randn(BATCH, length, DIM, generator=draws)
+        x, goal = (torch.randn(BATCH, length, DIM, generator=draws) for _ in range(2))
+        x, goal = x.to(ranks.DEVICE, dtype).requires_grad_(), goal.to(ranks.DEVICE, dtype)
         loss = (net(x) - goal).square().mean()
         optimizer.zero_grad()
         loss.backward()
         if not gradients:
             gradients = [x.grad, *(p.grad for p in net.parameters())]
-            gradients = [g.clone().numpy() for g in gradients]
+            gradients = [g.cpu().float().clone().numpy() for g in gradients]
         for p in net.parameters():
             if p.shape[0] != EXPERTS // world_size:  # the same on all ranks
                 torch.distributed.all_reduce(p.grad, torch.distributed.ReduceOp.AVG)
@@ -121,6 +142,32 @@ def test_a_model_trains_as_with_all_to_all(world_size):
         assert losses[-1] < losses[0]
 
 
+@functools.cache
+def register_for_cpu_ranks():
+    """Its operations are there for GPUs alone."""
+    for name in ("dispatch", "combine") if ranks.DEVICE == "cpu" else ():
+        torch.library.impl(theirs._lib, name, "CPU")(getattr(theirs, f"_{name}_op_impl"))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_its_own_deep_ep_dispatcher(world_size):
+    """With Waybill as deep_ep's ElasticBuffer: as with all_to_all, but for bfloat16's rounding."""
+    register_for_cpu_ranks()
+
+    def run(dispatcher):
+        def body(rank):
+            options = {"dispatcher": dispatcher, "dtype": torch.bfloat16}
+            return train(rank, [], world_size, **options)
+
+        return ranks.run(world_size, body)
+
+    for (losses, gradients), (want, want_gradients) in zip(run(DEEP_EP), run(ALL_TO_ALL)):
+        torch.testing.assert_close(losses, want, rtol=1e-2, atol=0)
+        for got, expected in zip(gradients, want_gradients):
+            got, expected = map(torch.from_numpy, (got, expected))
+            assert (got - expected).norm() <= 0.02 * expected.norm()
+
+
 def test_longer_batches_later():
     lengths = (6, 24, 12, 48)
     mine, theirs = (
@@ -141,6 +188,7 @@ def test_settings_come_with_the_override():
     assert len(lines) >= 2
 
 
+@pytest.mark.skipif(ranks.DEVICE != "cpu", reason="of one rank in host memory")
 def test_without_a_mesh_tokens_stay():
     """One rank: torchtitan's own way."""
 

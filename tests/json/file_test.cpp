@@ -40,7 +40,7 @@ TEST(files, errors_name_the_file_and_the_reason) {
 TEST(files, what_has_no_end_is_read_to_a_limit) {
   if (!fs::exists("/dev/zero")) GTEST_SKIP() << "no /dev/zero here";
   expect_parts(error_of([] { return read_file("/dev/zero"); }),
-               {"/dev/zero", "more than 1 GiB", "no regular file"});
+               {"/dev/zero", "more than 1 GiB", "anything but a regular file"});
 }
 
 TEST(files, a_file_over_the_limit_is_refused_before_it_is_read) {

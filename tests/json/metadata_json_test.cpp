@@ -123,8 +123,8 @@ TEST(metadata_json, dtypes_are_checked_with_their_range) {
   expect_parts(metadata_error("\"int64\"", "\"float32\""),
                {"/dst_rank/dtype = \"float32\"", "int64"});
   expect_parts(metadata_error("\"int64\"", "\"uint32\""),
-               {"/dst_rank/data", "data[2] = -1", "uint32"});
-  expect_parts(metadata_error("\"int64\"", "\"bool\""), {"/dst_rank/data", "data[1] = 2"});
+               {"/dst_rank/data", "data[0, 2] = -1", "uint32"});
+  expect_parts(metadata_error("\"int64\"", "\"bool\""), {"/dst_rank/data", "data[0, 1] = 2"});
 }
 
 TEST(metadata_json, fields_must_fit_each_other) {

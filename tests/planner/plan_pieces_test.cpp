@@ -74,8 +74,8 @@ TEST(PlanPieces, IsRightAndEvenWhereverPiecesLie) {
     EXPECT_TRUE(validate(plan, compute_qkv_routing(plan)).empty());
     if (options.mask.has_window()) continue;  // rank_work counts whole shards
     const Lengths work = rank_work(plan);
-    const double mean = static_cast<double>(std::accumulate(work.begin(), work.end(), 0LL)) /
-                        options.world_size;
+    const double mean =
+        static_cast<double>(std::accumulate(work.begin(), work.end(), 0LL)) / options.world_size;
     EXPECT_LT(static_cast<double>(*std::max_element(work.begin(), work.end())),
               mean * options.imbalance_target * 1.05 + 2000.0 * 128);
   }

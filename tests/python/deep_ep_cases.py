@@ -58,12 +58,38 @@ def sums_of(one, factor, biases=()):
     return total.bfloat16()
 
 
+def settle(device):
+    """Waits: nothing copies to pageable memory behind a kernel that waits for other threads."""
+    if device != "cpu":
+        torch.cuda.current_stream().synchronize()
+
+
+class Settled:
+    """A buffer whose calls are done when they return, unless they are asked not to wait."""
+
+    def __init__(self, buffer, device):
+        self.buffer, self.device = buffer, device
+
+    def __getattr__(self, name):
+        value = getattr(self.buffer, name)
+        if not name.endswith(("dispatch", "combine")):
+            return value
+
+        def call(*args, **options):
+            result = value(*args, **options)
+            if not options.get("async_finish") and not options.get("return_recv_hook"):
+                settle(self.device)
+            return result
+
+        return call
+
+
 def on_ranks(way, body, num_bytes=BYTES, **options):
     """body(buffer, rank) on each rank, which destroys its buffer."""
 
     def one_rank(world):
         buffer = Buffer(world, num_bytes, explicitly_destroy=True, **options)
-        result = body(buffer, world.rank)
+        result = body(Settled(buffer, way.device), world.rank)
         buffer.destroy()
         return result
 

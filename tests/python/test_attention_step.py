@@ -113,6 +113,31 @@ def test_output_and_gradients(torch_way, world_size, kv_layout):
     compare(torch_way.run(world_size, body), undistributed(*all_tensors))
 
 
+def test_lengths_for_kernels():
+    """Contexts of their own can be said by cu_seqlens, shared ones cannot."""
+
+    def body(world):
+        formats = tensors()[:3]
+        with waybill.torch.SequenceDispatcher(world) as dispatcher:
+            steps = [
+                waybill.torch.AttentionStep(dispatcher, plan_for(2, layout).to_routing(), *formats)
+                for layout in ("per_query", "per_rank")
+            ]
+        found = steps[0].varlen()
+        assert found.cu_seqlens_q.dtype == found.cu_seqlens_k.dtype == torch.int32
+        assert list(found.q_lens) == steps[0].attention.q_len.tolist()
+        assert found.cu_seqlens_k[-1] == steps[0].attention.kv_len.sum()
+        assert found.max_seqlen_k == steps[0].attention.kv_len.max()
+        try:
+            steps[1].varlen()
+        except waybill.InvalidArgument as error:
+            return str(error)
+        return "all could be said"
+
+    texts = waybill.torch.run_threads(2, body)
+    assert any("keys of shard" in text and "per_query" in text for text in texts)
+
+
 def test_layers_that_feed_each_other(torch_way):
     """Two layers share a dispatcher; the second one's gradients go through the first."""
     plan = plan_for(2, "per_rank")

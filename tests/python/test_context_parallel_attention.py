@@ -103,15 +103,16 @@ def test_rows_that_stay_are_not_dispatched():
     def body(world):
         attend = module(world)
         plan = attend.plan([[20, 20], [20, 20]])
-        step = attend.prepare(plan)
+        step = attend._step(plan)
         home, came = attend.varlen(plan)
         assert not step.moves and came is None and home.q_lens == (20, 20)
         assert attend._dispatcher.window_bytes == 0
         other = attend.plan([[90, 5], [10]])
-        moved = attend.prepare(other)
-        sent = moved._there.wire_bytes
+        attend.prepare(other)
+        moved = attend._step(other)
+        sent = moved._moves._plan("qkv").wire_bytes
         kept = 95 - moved.q_rows.count if world.rank == 0 else 10
-        return kept, sent[world.rank], moved._there.window_rows
+        return kept, sent[world.rank], moved._moves._plan("qkv").window_rows
 
     (kept, stays, _), (_, _, rows) = wt.run_threads(2, body)
     assert 0 < kept < 95 and stays == 0  # no row is copied on its own rank
@@ -120,9 +121,9 @@ def test_rows_that_stay_are_not_dispatched():
 
 def test_in_place_or_through_the_window():
     def body(world):
-        few, many = [[30, 10], [12]], [[5000, 10], [12]]
+        few, many, long = [[30, 10], [12]], [[700] * 8, [500] * 12], [[9000, 10], [12]]
         automatic, always, never = (module(world, in_place=w) for w in ("auto", True, False))
-        assert not automatic.plan(few).in_place and automatic.plan(many).in_place
+        assert [automatic.plan(p).in_place for p in (few, many, long)] == [False, True, False]
         assert always.plan(few).in_place and not never.plan(many).in_place
         home, came = never.varlen(never.plan(few))
         assert home is None and len(came) >= 1

@@ -83,6 +83,8 @@ def test_heads_of_v_may_be_smaller():
     compare("dot_product", PLAIN, "cpu", torch.float32, 1e-4, (24, 16))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what flex's compiler imports
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("lengths", [PLAIN, GAPS])
 @pytest.mark.parametrize("name", GPU_KERNELS)

@@ -1,5 +1,6 @@
 """Plans of batches as data; documents packed and unpacked; what is wrong is named."""
 
+import gc
 import pickle
 
 import numpy as np
@@ -62,6 +63,23 @@ def test_planning_takes_no_time():
         planner().plan(held).routing()
         times.append(time.perf_counter() - begin)
     assert min(times) < 0.001
+
+
+def test_tables_go_with_their_plan():
+    def body(world):
+        attend = module(world)
+        for step in range(5):
+            plan = attend.plan([[60 + step, 9], [12]])
+            n = plan.home_tokens[world.rank]
+            q, k, v = (torch.ones(n, h, 8).double().requires_grad_() for h in (2, 1, 1))
+            attend(plan, q, k, v).sum().backward()
+            assert attend._step(plan) is attend._step(plan)
+        assert len(attend._steps) == 1
+        del plan
+        gc.collect()
+        assert len(attend._steps) == 0
+
+    wt.run_threads(2, body)
 
 
 def test_gather_grows_with_the_batch():

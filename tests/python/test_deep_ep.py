@@ -17,6 +17,7 @@ from deep_ep_cases import (
     layout_of,
     local_choices,
     on_ranks,
+    settle,
     sums_of,
 )
 
@@ -61,6 +62,7 @@ def test_dispatch_and_combine(torch_way, scaled, async_finish):
             )  # fmt: skip
             if async_finish:
                 event.current_stream_wait()
+                settle(torch_way.device)
             if scaled:
                 want = arrivals(ranks, rank, "f8")
                 assert torch.equal(got[0].view(torch.int8), want.view(torch.int8))
@@ -286,8 +288,9 @@ def test_install():
 
         assert Found is Again is ours.Buffer and deep_ep.topk_idx_t == torch.int64
         assert Handle is EventHandle and Overlap is EventOverlap
+        assert deep_ep.ElasticBuffer is ours.ElasticBuffer
         with pytest.raises(ImportError):
-            from deep_ep import ElasticBuffer  # noqa: F401
+            from deep_ep import HybridEPBuffer  # noqa: F401
     finally:
         ours.uninstall()
     assert {name for name in sys.modules if name.startswith("deep_ep")} == before

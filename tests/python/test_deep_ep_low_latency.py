@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from deep_ep_cases import EXPERTS, LOCAL, TOPK, WORLD, everyone
+from deep_ep_cases import EXPERTS, LOCAL, TOPK, WORLD, Settled, everyone, settle
 
 import waybill
 from waybill.integrations.deep_ep import Buffer
@@ -23,7 +23,7 @@ def on_ranks(way, body):
             world, num_rdma_bytes=num_bytes, low_latency_mode=True, num_qps_per_rank=LOCAL,
             explicitly_destroy=True,
         )  # fmt: skip
-        body(buffer, world.rank)
+        body(Settled(buffer, way.device), world.rank)
         buffer.destroy()
 
     way.run(WORLD, one_rank)
@@ -82,6 +82,7 @@ def test_dispatch_and_combine(torch_way, form, wait):
             hook()
         else:
             assert event.event is None and hook is None
+        settle(torch_way.device)
 
     def body(buffer, rank):
         kept = []

@@ -1,4 +1,4 @@
-"""deep_ep.Buffer in a process group, through the installed module; in a CUDA graph on two GPUs."""
+"""deep_ep.Buffer in a process group, as installed; in a CUDA graph on two GPUs."""
 
 import pytest
 from test_process_worlds import expect_all_well, run_ranks
@@ -28,7 +28,8 @@ PROGRAM = """
     group = distributed.group.WORLD
     config = deep_ep.Buffer.get_dispatch_config(W)
     size = config.get_nvl_buffer_size_hint(2 * H, W)
-    buffer = deep_ep.Buffer(group, size, 0, explicitly_destroy=True)
+    few = deep_ep.Buffer.get_low_latency_rdma_size_hint(T, H, W, E)
+    buffer = deep_ep.Buffer(group, size, few, low_latency_mode=True, explicitly_destroy=True)
     assert buffer.group is group and buffer.num_nvl_bytes == size
     draws = torch.Generator().manual_seed(rank)
     x = torch.zeros(T, H, dtype=torch.bfloat16, device=DEVICE)
@@ -56,19 +57,33 @@ PROGRAM = """
         assert torch.equal(sums, x * inside.sum(1, keepdim=True))
         assert torch.equal(home, weights.masked_fill(ids < 0, 0))
 
+    def low_latency_step():
+        got, _, handle, _, hook = buffer.low_latency_dispatch(
+            x, ids, T, E, use_fp8=False, return_recv_hook=True
+        )
+        hook()
+        return buffer.low_latency_combine(got, ids, weights, handle)[0]
+
+    def check_low_latency(sums):
+        scale = weights.masked_fill(ids < 0, 0).sum(1, keepdim=True)
+        torch.testing.assert_close(sums.float(), x.float() * scale, rtol=1e-2, atol=1e-2)
+
     for _ in range(3):
         refill()
         check(*step(0))
         check(*step(W * T))
+        check_low_latency(low_latency_step())
     if DEVICE == "cuda":
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             results = step(W * T)
+            sums = low_latency_step()
         for _ in range(6):
             refill()
             graph.replay()
             check(*results)
+            check_low_latency(sums)
         torch.cuda.synchronize()
         distributed.barrier()
         del graph

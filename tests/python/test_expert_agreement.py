@@ -205,7 +205,7 @@ def test_a_layout_belongs_to_one_layer():
         layers = [layer_on(world) for _ in range(2)]
         tokens, ids = torch.ones(TOKENS, HIDDEN), torch.zeros(TOKENS, TOPK, dtype=torch.int64)
         rows, _, layout = layers[0].dispatch(tokens, ids)
-        with pytest.raises(InvalidArgument, match="not of this layer"):
+        with pytest.raises(InvalidArgument, match="belongs to another layer"):
             layers[1].combine(rows, layout)
         layers[0].combine(rows, layout)
         for layer in layers:

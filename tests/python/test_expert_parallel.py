@@ -72,8 +72,8 @@ def expect_close(got, want):
 
 @pytest.mark.parametrize("gradients", ["mean", "sum"])
 @pytest.mark.parametrize("fixed_rows", [None, WORLD * MOST * TOPK])
-@pytest.mark.parametrize("tokens", [(9, 4), (5, 0)])
-def test_as_one_process(torch_way, gradients, fixed_rows, tokens):
+@pytest.mark.parametrize(("tokens", "chunks"), [((9, 4), 1), ((5, 0), 1), ((9, 0), 3), ((9, 4), 2)])
+def test_as_one_process(torch_way, gradients, fixed_rows, tokens, chunks):
     if torch_way.device == "cuda":
         pytest.skip("torch._grouped_mm takes bfloat16 alone there")
     batches = [batch(rank, tokens=tokens) for rank in range(WORLD)]
@@ -82,8 +82,10 @@ def test_as_one_process(torch_way, gradients, fixed_rows, tokens):
     def body(world):
         layer = ExpertParallel(
             own_experts(world.rank, world.device), group=world, dtype=torch.float32,
-            shared=shared_expert, gradients=gradients, fixed_rows=fixed_rows, **SIZES,
+            shared=shared_expert, gradients=gradients, fixed_rows=fixed_rows, chunks=chunks,
+            **SIZES,
         )  # fmt: skip
+        assert layer.layer.max_tokens == -(-MOST // chunks)
         x, scores, ids, gradient = batches[world.rank]
         for _ in range(2):  # gradients of the experts accumulate
             x, scores = (one.detach().clone().requires_grad_() for one in (x, scores))
@@ -101,14 +103,15 @@ def test_as_one_process(torch_way, gradients, fixed_rows, tokens):
     torch_way.run(WORLD, body)
 
 
-def test_bfloat16(torch_way):
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_bfloat16(torch_way, chunks):
     """As models have it; of three dimensions; without gradients."""
     batches = [batch(rank, tokens=(8, 8)) for rank in range(WORLD)]
     outputs, _, weights = alone(batches)
 
     def body(world):
         experts = own_experts(world.rank, world.device, torch.bfloat16)
-        layer = ExpertParallel(experts, group=world, shared=shared_expert, **SIZES)
+        layer = ExpertParallel(experts, group=world, shared=shared_expert, chunks=chunks, **SIZES)
         x, scores, ids, gradient = (one.to(world.device) for one in batches[world.rank])
         x, gradient = x.bfloat16(), gradient.bfloat16()
         shaped = (one.unflatten(0, (2, 4)) for one in (x, scores, ids))
@@ -226,6 +229,10 @@ def test_bad_input():
 
         with pytest.raises(waybill.InvalidArgument, match='expected "mean" or "sum"'):
             make(gradients="total")
+        with pytest.raises(waybill.InvalidArgument, match="chunks = 0, expected"):
+            make(chunks=0)
+        with pytest.raises(waybill.InvalidArgument, match="expected at most 2 chunks of 5"):
+            make(chunks=2, dtype=torch.float32)(*(torch.cat([one] * 3) for one in batch(0)[:3]))
         with pytest.raises(waybill.InvalidArgument, match="layer is a int"):
             make(layer=3)
         layer = EPAll2AllLayer(world, MOST, HIDDEN, TOPK, world.rank, EXPERTS, WORLD, WORLD)

@@ -112,7 +112,7 @@ def test_a_layer_whose_memory_goes_while_it_is_looked_at(world):
     state = {"layer": make()}
 
     def refused(error):
-        texts = ("call of another thread", "finalized", "places of the next two combines are taken")
+        texts = ("call of another thread", "finalized", "memory of the next two combines is taken")
         return any(text in str(error) for text in texts)
 
     def send():

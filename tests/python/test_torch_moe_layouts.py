@@ -110,12 +110,12 @@ def test_places_of_two_combines():
             places = [layer.combine_input(len(rows)) for rows, _, _ in made]
             for place, (rows, _, _) in zip(places, made):
                 place.copy_(rows)
-            with pytest.raises(waybill.InvalidArgument, match="combine_input: the places"):
+            with pytest.raises(waybill.InvalidArgument, match="combine_input: the memory"):
                 layer.combine_input(1)
             in_place = [layer.combine(p, layout) for p, (_, _, layout) in zip(places, made)]
             copied = [layer.combine(rows, layout) for rows, _, layout in made]
             assert all(torch.equal(a, b) for a, b in zip(in_place, copied))
-            with pytest.raises(waybill.InvalidArgument, match="lies in the place of another"):
+            with pytest.raises(waybill.InvalidArgument, match="is in the memory of another"):
                 layer.combine(places[0], made[0][2])
         layer.finalize()
 

@@ -108,7 +108,7 @@ TEST(TcpRendezvous, APortThatIsInUseIsSaid) {
   ASSERT_EQ(bind(other, reinterpret_cast<const sockaddr*>(&address), sizeof(address)), 0);
   ASSERT_EQ(listen(other, 1), 0);
   EXPECT_TRUE(holds(error_of([&] { meet(0, 2, port, {}, 0.2); }),
-                    "Address already in use; expected a port that no other job has"));
+                    "Address already in use; expected a port that no other job uses"));
   // Who holds it for a moment only is waited for.
   std::jthread rank_1([&] { meet(1, 2, port); });
   std::jthread closes([&] {

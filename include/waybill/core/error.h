@@ -9,8 +9,8 @@
 
 namespace waybill {
 
-/// Base of everything the library throws. What its text quotes from files, names and arguments is
-/// printable(): a terminal takes it for characters and nothing else.
+/// Base of everything the library throws. Whatever its text quotes from files, names and arguments
+/// is printable(): a terminal only shows it.
 class Error : public std::runtime_error {
  public:
   explicit Error(const std::string& text);
@@ -22,20 +22,20 @@ class InvalidArgument : public Error {
   using Error::Error;
 };
 
-/// Ranks do not mean the same collective call. The text names the operation, two ranks and what
+/// Ranks made different collective calls. The text names the operation, two ranks and what
 /// differs. The object that was called is unusable afterwards.
 class Disagreement : public InvalidArgument {
  public:
   using InvalidArgument::InvalidArgument;
 };
 
-/// The request is well formed, but this build cannot serve it. The text lists what it can.
+/// The request is valid, but this build cannot serve it. The text lists what it can do.
 class Unsupported : public Error {
  public:
   using Error::Error;
 };
 
-/// A file could not be read, parsed or written. The text names the file and the place in it, in one
+/// A file could not be read, parsed or written. The text names the file and the position, in one
 /// line.
 class IoError : public Error {
  public:
@@ -48,7 +48,7 @@ class TransportError : public Error {
   using Error::Error;
 };
 
-/// Another rank failed, was interrupted or is gone. The text names it and says why.
+/// Another rank failed, was interrupted or has died. The text names it and says why.
 class PeerFailed : public TransportError {
  public:
   using TransportError::TransportError;
@@ -64,17 +64,17 @@ class Interrupted : public Error {
 struct TimeoutInfo {
   std::string operation;         ///< "dispatch"
   std::string what = "signal";   ///< what was counted: "signal", "exchange"
-  std::int32_t rank = 0;         ///< that waited
-  std::int32_t peer = 0;         ///< that was waited for
+  std::int32_t rank = 0;         ///< the one that waited
+  std::int32_t peer = 0;         ///< the one it waited for
   std::uint64_t wanted = 0;      ///< the least count that would have ended the wait
   std::uint64_t seen = 0;        ///< the last count seen
-  double seconds = 0;            ///< waited
+  double seconds = 0;            ///< how long it waited
   std::int32_t peer_node = -1;   ///< -1: not known
   std::int32_t peer_local = -1;  ///< the peer's index inside its node
   bool in_call = false;          ///< of a collective call: ranks may be in different ones
 };
 
-/// A rank stayed silent past the deadline.
+/// A rank did not come before the deadline.
 class Timeout : public Error {
  public:
   explicit Timeout(TimeoutInfo missed);

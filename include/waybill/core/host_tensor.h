@@ -14,7 +14,7 @@
 namespace waybill {
 
 /// A tensor in host memory that owns its elements: contiguous, row-major, the first one on a
-/// 64-byte boundary. It starts as zeros; memory that nobody writes costs nothing on Linux.
+/// 64-byte boundary. It starts as zeros; pages that are never written cost nothing on Linux.
 class HostTensor {
  public:
   /// Shape [0], uint8.

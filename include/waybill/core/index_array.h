@@ -14,7 +14,7 @@
 
 namespace waybill {
 
-/// An owning, contiguous array of indices, counts or flags: what the original keeps in integer
+/// An owning, contiguous array of indices, counts or flags: what DistCA keeps in integer
 /// tensors. Types: bool, int32, uint32, int64 (the default), uint64.
 class IndexArray {
  public:
@@ -69,7 +69,8 @@ class IndexArray {
   [[nodiscard]] std::vector<std::int64_t> to_vector() const;
 
   /// Converts, checking that every value fits. A value for bool must be 0 or 1.
-  /// @throws InvalidArgument "name[1, 3] = ... does not fit int32": the first element that does not.
+  /// @throws InvalidArgument "name[1, 3] = ... does not fit int32": the first element that does
+  /// not.
   [[nodiscard]] IndexArray to(DType dtype, const char* name = "array") const;
 
   /// The same elements under another shape of equal size.

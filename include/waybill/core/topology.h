@@ -27,8 +27,8 @@ std::ostream& operator<<(std::ostream& out, Rank rank);
 /// The largest world this library accepts (it bounds tables of world_size entries).
 inline constexpr std::int32_t max_world_size = 1 << 20;
 
-/// How the ranks lie on nodes: consecutive ranks share a node. Ranks that run are as many on each
-/// node, see check(); plans and predictions may be for a last node with fewer.
+/// How the ranks lie on nodes: consecutive ranks share a node. Worlds need as many ranks on
+/// each node, see check(); plans and predictions accept a last node with fewer.
 struct Topology {
   std::int32_t world_size = 1;
   std::int32_t ranks_per_node = 1;

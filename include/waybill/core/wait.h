@@ -26,7 +26,7 @@ void check_interrupt();
 
 /// How a PollingWait waits.
 struct WaitOptions {
-  double yields_s = 0.001;           ///< so long it yields, then it sleeps
+  double yields_s = 0.001;           ///< how long it yields before it sleeps
   std::function<void()> check = {};  ///< called as often as check_interrupt(); it may throw
   bool gives_turn = false;           ///< while it pauses, others may have this thread's WaitTurn
 };
@@ -39,8 +39,8 @@ class WaitTurn {
   WaitTurn& operator=(const WaitTurn&) = delete;
   virtual ~WaitTurn() = default;
 
-  /// In a pause of the thread that has the turn: lets those have it who want it, and takes it
-  /// again.
+  /// In a pause of the thread that has the turn: lets threads that wait for it have it, and takes
+  /// it again.
   virtual void let_others() noexcept = 0;
 };
 

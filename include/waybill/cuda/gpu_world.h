@@ -57,7 +57,7 @@ enum class NetworkBackend : std::uint8_t {
 [[nodiscard]] World make_nvshmem_world(std::shared_ptr<Bootstrap> bootstrap, int device,
                                        std::int32_t ranks_per_node = 0);
 
-/// Runs body(world) on one thread a rank and waits for all; rank r on GPU r modulo their number,
+/// Runs body(world) on one thread per rank and waits for all; rank r on GPU r modulo their number,
 /// which is also the current device of its thread.
 /// @throws as run_thread_world; Unsupported without a GPU
 void run_gpu_thread_world(std::int32_t world_size, const std::function<void(World&)>& body,

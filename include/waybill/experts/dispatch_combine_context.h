@@ -24,19 +24,19 @@ struct DispatchOutputBuffers {
   TensorView weights;  ///< [rows]; of compact rows [rows, topk]
 };
 
-/// The symmetric memory of a layer of experts. Collective calls; one object a rank.
+/// The symmetric memory of a layer of experts. Collective calls; one object per rank.
 class DispatchCombineContext {
  public:
   /// Collective. Windows of max_tokens * topk * capacity_factor rows, the workspace and the
   /// signals.
-  /// @param capacity_factor multiplier, as in the original
+  /// @param capacity_factor multiplier, as in Triton-distributed
   /// @throws InvalidArgument naming the field, also where the world has other sizes; on all ranks
   ///   naming a rank and what is not the same on all of them; Timeout
   [[nodiscard]] static DispatchCombineContext create(const World& world, const EPConfig& config,
                                                      std::int64_t capacity_factor = 2,
                                                      const EPDispatchOptions& options = {});
 
-  /// The same with windows of so many rows.
+  /// The same with windows of this many rows.
   [[nodiscard]] static DispatchCombineContext with_rows(const World& world, const EPConfig& config,
                                                         const EPDispatchOptions& options,
                                                         std::int64_t rows);
@@ -48,7 +48,7 @@ class DispatchCombineContext {
   /// Collective: gives the memory back. Without it, it goes with the world. Twice does nothing.
   void finalize();
 
-  /// Collective when they must grow, that is on all ranks alike: windows of at least so many rows.
+  /// Collective when they must grow, on all ranks alike: windows of at least this many rows.
   /// What they held stays where it was until the second growth after, or finalize(). Never shrinks.
   /// @return the buffers of the next dispatch of even number
   DispatchOutputBuffers reallocate_dispatch_output_buf(std::int64_t dispatch_recv_tokens);

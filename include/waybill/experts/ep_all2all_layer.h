@@ -50,7 +50,7 @@ class EPLayout {
   /// On GPUs, behind the caller's own work with the tables on a stream, if the layout may go before
   /// that is done: their memory is then used again after it. From any thread.
   void note_use(Stream stream) const;
-  /// The descriptor of the original, copied: of worlds in host memory.
+  /// A copy of Triton-distributed's descriptor; for worlds in host memory.
   [[nodiscard]] EPAll2AllLayoutDesc describe() const;
 
  private:

@@ -36,7 +36,7 @@ void write_dispatch(const std::filesystem::path& path, const DispatchBundle& bun
 
 /// The text's "format": "waybill.plan", "waybill.dispatch", "waybill.metadata", ...; "" when the
 /// top is an object without one.
-/// @throws IoError for what is no JSON, no object, or a format that is no string.
+/// @throws IoError for text that is not JSON or not an object, or a format that is not a string.
 [[nodiscard]] std::string json_format(std::string_view text, std::string_view origin = "JSON");
 
 }  // namespace waybill

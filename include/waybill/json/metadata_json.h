@@ -18,8 +18,8 @@ namespace waybill {
 /// The inverse. "format" and "version" may be absent, as may be what can be null.
 /// @param origin what errors call the text, usually the file
 /// @throws IoError `ORIGIN: /dst_rank/data/0/2 = "a", expected an integer`, or with line and column
-///   for what is no JSON. With ReadCheck::values also for shapes that disagree, a dst_rank outside
-///   -1..2^20 - 1, and negative lengths, offsets and counts.
+///   for text that is not JSON. With ReadCheck::values also for shapes that disagree, a dst_rank
+///   outside -1..2^20 - 1, and negative lengths, offsets and counts.
 [[nodiscard]] Metadata metadata_from_json(std::string_view text, std::string_view origin = "JSON",
                                           ReadCheck check = ReadCheck::values);
 

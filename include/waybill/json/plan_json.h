@@ -15,7 +15,7 @@ namespace waybill {
 /// The inverse. "kv_begin" may be absent: all 0; "mask" too: causal.
 /// @param origin what errors call the text, usually the file
 /// @throws IoError `ORIGIN: /shard_len/3 = "abc", expected an integer`, or with line and column for
-///   what is no JSON. With ReadCheck::values also for what plan.check() refuses.
+///   text that is not JSON. With ReadCheck::values also for what plan.check() refuses.
 [[nodiscard]] QkvPlan plan_from_json(std::string_view text, std::string_view origin = "JSON",
                                      ReadCheck check = ReadCheck::values);
 

@@ -49,7 +49,7 @@ struct EPConfig {
 /// Which rows a rank receives.
 enum class EPRows : std::uint8_t {
   grouped,  ///< one a topk slot: by local expert, then source rank, then token, then topk slot
-  compact,  ///< one a token, however many of its topk slots are here: by source rank, then token
+  compact,  ///< one per token, however many of its topk slots are here: by source rank, then token
 };
 
 /// In what form tokens travel.
@@ -61,7 +61,8 @@ enum class EPPayload : std::uint8_t {
 
 /// How rows are laid out. All ranks of a layer say the same.
 struct EPDispatchOptions {
-  /// The id of a topk slot that goes nowhere: num_experts when not set, as in the original, or -1.
+  /// The id of a topk slot that goes nowhere: num_experts unless set, as in Triton-distributed, or
+  /// -1.
   std::optional<std::int32_t> dropped_id = std::nullopt;
   EPRows rows = EPRows::grouped;
   /// Rows of each local expert are padded to a multiple of this; rows of padding are zeros. Of
@@ -94,7 +95,7 @@ struct EPDispatchOptions {
 /// The most rows that a rank can get, padding among them.
 [[nodiscard]] std::int64_t most_recv_rows(const EPConfig& config, const EPDispatchOptions& options);
 
-/// The growth rule of the original: rows that a buffer of `rows` has after a dispatch in which the
+/// Triton-distributed's growth rule: rows that a buffer of `rows` has after a dispatch in which the
 /// largest receiver got `largest`: the same while it fits, else twice `largest` rounded up to 1024.
 [[nodiscard]] std::int64_t grown_output_rows(std::int64_t rows, std::int64_t largest);
 

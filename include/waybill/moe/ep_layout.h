@@ -11,7 +11,7 @@ namespace waybill {
 /// (int32 but for the two maps, which are int64), all filled, -1 where an entry has no meaning.
 /// N nodes, M = max_tokens, K = topk, R rows received.
 ///
-/// Where the original is wrong, this is right: skipped_token_topk_mapping_indices holds each
+/// Where Triton-distributed is wrong, this is right: skipped_token_topk_mapping_indices holds each
 /// topk slot's own row (there: the first one's, again and again), and nothing is left undefined.
 struct EPAll2AllLayoutDesc {
   std::int64_t num_dispatch_token_cur_rank = 0;  ///< tokens that this rank dispatched
@@ -33,7 +33,7 @@ struct EPAll2AllLayoutDesc {
   /// rows only.
   std::optional<IndexArray> skipped_token_topk_mapping_indices;
 
-  // What the original does not have.
+  // What Triton-distributed does not have.
   IndexArray recv_expert_counts;  ///< [P]: rows of each local expert, without padding
   IndexArray
       recv_expert_offsets;  ///< [P + 1]: first rows, with padding; the sizes of a grouped GEMM
@@ -46,7 +46,7 @@ struct EPAll2AllLayoutDesc {
   std::optional<IndexArray> grouped_to_compact;
 };
 
-/// The name of the original.
+/// Triton-distributed's name.
 using EPAllToAllLayoutDesc = EPAll2AllLayoutDesc;
 
 }  // namespace waybill

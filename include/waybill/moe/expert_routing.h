@@ -76,7 +76,7 @@ struct ExpertRows {
 
 /// The order that waybill gives rows anyway, as full_scatter_indices: each position after a stable
 /// sort by expert of the topk slots of all ranks; dropped ones come last.
-/// @param ids one entry a rank, [T, topk] each, from read_expert_ids
+/// @param ids one entry per rank, [T, topk] each, from read_expert_ids
 /// @return [sum of T, topk]
 [[nodiscard]] std::vector<std::int32_t> canonical_scatter_indices(
     const EPConfig& config, std::span<const std::vector<std::int32_t>> ids);

@@ -14,7 +14,7 @@
 
 namespace waybill {
 
-/// What all ranks bring to a dispatch: one entry a rank.
+/// What all ranks bring to a dispatch: one entry per rank.
 struct ExpertInputs {
   std::span<const ConstTensorView> tokens;       ///< [T, hidden]: token_dtype, or float8_e4m3fn
   std::span<const ConstTensorView> exp_indices;  ///< [T, topk], int32 or int64
@@ -38,7 +38,7 @@ struct ExpertTraffic {
   IndexArray crossings;
 };
 
-/// A dispatch of all ranks, and what belongs to it: one entry a rank.
+/// A dispatch of all ranks, and what belongs to it: one entry per rank.
 struct ExpertDispatch {
   EPConfig config;
   EPDispatchOptions options;
@@ -84,9 +84,9 @@ struct EPCombineOptions {
 /// in one node or in each node as above. Biases are added first. A token without a topk slot is the
 /// sum of its biases, or 0.
 /// Source: EPAll2AllLayer.combine of Triton-distributed; local_combine as it was meant.
-/// @param expert_outputs [R, hidden] of token_dtype, one a rank, rows as in recv_tokens
-/// @param biases up to two, of one entry a rank each: [T, hidden] of token_dtype
-/// @return [T, hidden] of token_dtype, one a rank
+/// @param expert_outputs [R, hidden] of token_dtype, one per rank, rows as in recv_tokens
+/// @param biases up to two, each with one entry per rank: [T, hidden] of token_dtype
+/// @return [T, hidden] of token_dtype, one per rank
 /// @throws InvalidArgument
 [[nodiscard]] std::vector<HostTensor> simulate_expert_combine(
     const ExpertDispatch& dispatch, std::span<const ConstTensorView> expert_outputs,

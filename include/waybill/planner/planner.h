@@ -25,7 +25,8 @@ namespace waybill {
 [[nodiscard]] AttentionPlan plan_attention(std::span<const std::int64_t> doc_lengths,
                                            const PlannerOptions& options);
 
-/// The same for documents that lie on a rank each: one list a rank, which may be empty. [W][docs]
+/// The same for documents that already have a rank: one list per rank, which may be empty.
+/// [W][docs]
 [[nodiscard]] AttentionPlan plan_attention(
     std::span<const std::vector<std::int64_t>> rank_doc_lengths, const PlannerOptions& options);
 
@@ -37,13 +38,13 @@ class Planner {
   Planner(Planner&&) noexcept;
   Planner& operator=(Planner&&) noexcept;
 
-  /// The result lives until the next call; one that throws leaves it.
+  /// The result is valid until the next call; a call that throws does not change it.
   const AttentionPlan& plan(std::span<const std::int64_t> doc_lengths,
                             const PlannerOptions& options);
   const AttentionPlan& plan(std::span<const std::vector<std::int64_t>> rank_doc_lengths,
                             const PlannerOptions& options);
 
-  /// Gives the latest result away.
+  /// Moves the latest result out.
   [[nodiscard]] AttentionPlan take();
 
  private:

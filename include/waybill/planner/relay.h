@@ -19,7 +19,7 @@ struct LinkBytes {
 };
 
 /// Rows [row_begin, row_begin + num_rows) of a KV shard go from one rank to another. A hop whose
-/// `after` is not -1 forwards what hop `after`, which stands before it, has brought to src_rank.
+/// `after` is not -1 forwards what hop `after`, an earlier one, has brought to src_rank.
 struct RelayHop {
   std::int32_t src_rank = 0;
   std::int32_t dst_rank = 0;
@@ -32,13 +32,13 @@ struct RelayHop {
   friend bool operator==(const RelayHop&, const RelayHop&) = default;
 };
 
-/// How KV rows reach all who need them when receivers forward. Every rank still receives every row
-/// that it needs once, so bytes in stay; bytes out spread. Rows of Q go straight from home.
-/// Over several nodes a row enters each node once, and spreads inside it over NVLink.
-/// A rank sends in the order of its hops. What arrives, the limits of a plan and the size of its
-/// windows are the same in every order in which hops stand after those that feed them.
+/// How KV rows reach all ranks that need them when receivers forward. Every rank still receives
+/// every row that it needs once, so bytes in stay; bytes out spread. Rows of Q go straight from
+/// home. Over several nodes a row enters each node once, and spreads inside it over NVLink. A rank
+/// sends in the order of its hops. What arrives, the limits of a plan and the size of its windows
+/// are the same in every order in which hops stand after those that feed them.
 struct RelaySchedule {
-  std::vector<RelayHop> hops;    ///< ordered: a hop stands after the one that feeds it
+  std::vector<RelayHop> hops;    ///< ordered: a hop comes after the one that feeds it
   std::vector<LinkBytes> links;  ///< [W] Q and KV; empty: no relay was asked for
   std::int32_t num_stages = 0;
 

@@ -49,7 +49,7 @@ struct ExpertSummary {
 };
 
 /// Counts what crosses links, without moving anything.
-/// @param ids one entry a rank, [T, topk] each, of read_expert_ids: a dropped topk slot is
+/// @param ids one entry per rank, [T, topk] each, of read_expert_ids: a dropped topk slot is
 /// num_experts
 /// @throws InvalidArgument for a config that is not right, another number of ranks, more than
 ///   max_tokens tokens, or an id that is not in 0..num_experts

@@ -32,7 +32,7 @@ struct ReportContext {
   std::string command;  ///< how to make the page again; may be empty
   std::vector<ReportFact> inputs;
   std::vector<ReportCheck> checks;
-  double gb_per_s = 0;              ///< link speed for times, 1e9 bytes a second each way; 0: none
+  double gb_per_s = 0;              ///< link speed for times, 1e9 bytes/s each way; 0: none
   std::vector<NamedStep> steps;     ///< predictions to be drawn as timelines
   std::int64_t max_documents = 40;  ///< documents drawn, longest first
 };

@@ -106,7 +106,7 @@ struct PlanSummary {
   std::int32_t limit_rank = 0;
   Direction limit_direction = Direction::in;
   /// The same where receivers forward K and V (relay), if they will: what reports speak of then.
-  /// summarize does not know a schedule; who has one sets it.
+  /// Set by callers that have a schedule; summarize knows none.
   std::optional<RankLimit> relay_limit;
 
   /// The limit of the way that is taken.
@@ -114,7 +114,7 @@ struct PlanSummary {
     return relay_limit ? *relay_limit : RankLimit{limit_bytes, limit_rank, limit_direction};
   }
 
-  /// Seconds that the taken limit takes at `gb_per_s` (1e9 bytes a second, each way, a rank).
+  /// Seconds that the taken limit takes at `gb_per_s` (1e9 bytes per second each way, per rank).
   /// @throws InvalidArgument unless gb_per_s > 0.
   [[nodiscard]] double limit_seconds(double gb_per_s) const;
 };

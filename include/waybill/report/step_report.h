@@ -28,8 +28,8 @@ namespace waybill {
                                                     std::span<const Remedy> remedies = {});
 
 /// Timelines for Chrome (chrome://tracing) and Perfetto (ui.perfetto.dev): JSON in the trace-event
-/// format. A process is a node of a prediction, a thread a rank, an event a phase; its arguments
-/// hold the rank's bytes, its own time, and for whom it waited. Microseconds.
+/// format. A process stands for a node of a prediction, a thread for a rank, an event for a phase;
+/// its arguments hold the rank's bytes, its own time, and for whom it waited. Microseconds.
 [[nodiscard]] std::string chrome_trace(std::span<const NamedStep> steps);
 
 }  // namespace waybill

@@ -14,7 +14,7 @@ struct TextStyle {
   bool colour = false;      ///< ANSI escape sequences
   int width = 80;           ///< columns of sentences
   int max_rank_lines = 16;  ///< larger worlds: the first, the last and the worst ranks
-  double gb_per_s = 0;      ///< link speed for times, 1e9 bytes a second each way; 0: no times
+  double gb_per_s = 0;      ///< link speed for times, 1e9 bytes/s each way; 0: no times
 };
 
 /// What the figures mean, a sentence each: which rank is heaviest, which document causes its bytes,

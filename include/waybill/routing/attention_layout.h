@@ -29,7 +29,7 @@ struct AttnLayout {
 /// @param seq_shard_cumsum [W, S] int64, rows of its KV context, itself included
 /// @param dispatch [W, S] int64, destination rank, -1 none
 /// @param leading_zero put a 0 in front, as attention kernels expect
-/// @param shard_to_tuple ragged: one array a rank, cut to what it receives
+/// @param shard_to_tuple ragged: one array per rank, cut to what it receives
 /// A rank that receives nothing has count 0 and, ragged, cu_seqlens [0].
 /// @throws InvalidArgument for wrong shapes, ranks outside -1..W-1 and negative lengths.
 [[nodiscard]] AttnLayout compute_attn_layout_seqlens(const IndexArray& seq_shard_len,

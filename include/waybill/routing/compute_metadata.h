@@ -26,7 +26,7 @@ struct DispatchMetadata {
 /// What a shard with rows but without destination means.
 enum class Undispatched {
   reject,  ///< an error: its tokens would be lost
-  keep,    ///< it stays behind: its rows are stepped over and never sent
+  keep,    ///< it stays behind: its rows are skipped and never sent
 };
 
 /// Routing of Q (2-D) or of any tensor whose shards go to several ranks (3-D).

@@ -8,7 +8,7 @@
 
 namespace waybill {
 
-/// Which KV shards serve which queries, in the original's dense form. W = world_size, S = most
+/// Which KV shards serve which queries, in DistCA's dense form. W = world_size, S = most
 /// shards on a rank, C = most queries that a KV shard serves. All int64.
 struct KvMapping {
   IndexArray kv_to_q_mapping;    ///< [W, S, C, 2]: (query rank, query shard); -1, -1 unused
@@ -30,11 +30,11 @@ struct KvMetadata {
 
 /// Routing of K and V when each query keeps a contiguous copy of its whole context.
 ///
-/// A KV copy goes where its query goes. The destination buffer is one group a query, in the global
-/// order of the queries; inside a group the KV shards stand in document order. The reverse
+/// A KV copy goes where its query goes. The destination buffer has one group per query, in the
+/// global order of the queries; inside a group the KV shards are in document order. The reverse
 /// metadata sends gradients back in that order, to `copy * T + begin` (see compute_metadata).
 /// Counts are kept by the KV shard's own rank, which also holds when a document's shards and its
-/// queries live on different ranks (the original attributes them to the query's rank).
+/// queries live on different ranks (DistCA attributes them to the query's rank).
 ///
 /// @param seq_len [W, S] int64; @param num_seqs [W]; @param q_dispatch [W, S], -1 none
 /// @throws InvalidArgument for wrong shapes, ranks and query indices out of range, negative

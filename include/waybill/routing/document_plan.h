@@ -17,9 +17,9 @@ struct DocumentPlanOptions {
   MaskKind mask = MaskKind::causal;
 };
 
-/// Packs documents in order into the ranks (a document may lie across ranks), cuts them into
+/// Packs documents in order into the ranks (a document may span ranks), cuts them into
 /// shards of equal length, at most `shard_tokens`, and gives the shards to ranks, most work first:
-/// a shard stays at home while home stays within the mean work of a rank, and goes to the rank with
+/// a shard stays at home if home stays within the mean work of a rank, and goes to the rank with
 /// the least work so far otherwise (Graham's longest processing time rule, home first). Work is the
 /// exact number of (query, key) pairs under the mask. For demonstrations, tests and
 /// benchmarks that need a plan but no planner, and for those who compare planners: plan_attention
@@ -29,7 +29,7 @@ struct DocumentPlanOptions {
 [[nodiscard]] QkvPlan plan_documents(std::span<const std::int64_t> doc_lengths,
                                      const DocumentPlanOptions& options);
 
-/// (query, key) pairs that the queries of each shard meet under the plan's mask. [N]
+/// (query, key) pairs of each shard's queries under the plan's mask. [N]
 /// `q_len * kv_len - q_len * (q_len - 1) / 2` for a context of kv_len rows that ends with the
 /// shard; `q_len * kv_len` for a full mask.
 /// @throws InvalidArgument when plan.check() does, or for a document of over 2^31 tokens.

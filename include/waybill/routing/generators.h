@@ -21,7 +21,7 @@ namespace waybill {
                                       std::int64_t min_len = 1);
 
 /// The same from given draws: uniforms [world_size * num_seqs] in [0, 1), row-major. The default
-/// min_len of 0 repeats what the original makes of the same draws, but for its negative lengths.
+/// min_len of 0 repeats what DistCA makes of the same draws, except for negative lengths.
 [[nodiscard]] IndexArray gen_seq_lens(std::int64_t world_size, std::int64_t num_seqs,
                                       std::int64_t total_len, std::span<const float> uniforms,
                                       std::int64_t min_len = 0);
@@ -78,7 +78,7 @@ struct QkvDispatch {
     std::int64_t world_size, const IndexArray& seq_lens, const IndexArray& cp_num,
     const IndexArray& cp_dst, const IndexArray& seq_shard_lens, bool return_intermediate = false);
 
-/// The original's balanced example: 4 ranks with 16K rows each, as 1 x 16K, 2 x 8K, 4 x 4K and
+/// DistCA's balanced example: 4 ranks with 16K rows each, as 1 x 16K, 2 x 8K, 4 x 4K and
 /// 8 x 2K; the 16K sequence is cut into 8 shards that go to ranks 0, 1, 2, 3, 3, 2, 1, 0, so that
 /// first and last shards balance each other under a causal mask; the rest stays at home.
 /// @param rows_per_rank a multiple of 8

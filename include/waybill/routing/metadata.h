@@ -54,7 +54,7 @@ struct Metadata {
   friend bool operator==(const Metadata&, const Metadata&) = default;
 };
 
-/// Rank by rank, one entry a shard, for people.
+/// Readable text: rank by rank, one entry per shard.
 [[nodiscard]] std::string to_string(const Metadata& metadata);
 std::ostream& operator<<(std::ostream& out, const Metadata& metadata);
 

@@ -10,15 +10,15 @@ namespace waybill {
 
 /// How K and V lie on a rank after the forward dispatch.
 enum class KvLayout : std::uint8_t {
-  per_query,  ///< the original's: every query shard has a contiguous copy of its whole context
-  per_rank,   ///< one copy a rank and document; query shards read ranges of it
+  per_query,  ///< DistCA's: every query shard has a contiguous copy of its whole context
+  per_rank,   ///< one copy of each KV shard on a rank; query shards read ranges of it
 };
 
 [[nodiscard]] std::string_view to_string(KvLayout layout);
 
-/// Which keys of its document a query meets.
+/// Which keys of its document a query attends to.
 enum class MaskKind : std::uint8_t {
-  causal,  ///< those before it and itself
+  causal,  ///< itself and those before it
   full,    ///< all of them (bidirectional)
 };
 

@@ -27,12 +27,12 @@ struct SparseAttnLayout {
   friend bool operator==(const SparseAttnLayout&, const SparseAttnLayout&) = default;
 };
 
-/// All that a step needs: four metadata and the attention layout.
+/// Everything that a step needs: four metadata and the attention layout.
 struct QkvRouting {
   KvLayout kv_layout = KvLayout::per_rank;  ///< the plan's
   SparseMetadata fwd_q;                     ///< one destination per entry
   SparseMetadata rev_q;
-  SparseMetadata fwd_kv;  ///< an entry a shard, a destination a KV group that holds it
+  SparseMetadata fwd_kv;  ///< one entry per shard, one destination per KV group with it
   SparseMetadata rev_kv;  ///< one destination per entry; planes of the home rank's rows, by copy
   SparseAttnLayout attention;
 
@@ -42,7 +42,7 @@ struct QkvRouting {
 /// Computes the routing of a plan in time linear in shards, copies and ranks.
 ///
 /// Q: buffers are filled without gaps in the global order. KV, per_query: as compute_metadata_kv.
-/// KV, per_rank: one group a document and rank, in document order; it holds the KV shards that the
+/// KV, per_rank: one group per document on a rank, in document order, with the KV shards that the
 /// document's queries on that rank need, in document order, once. Copies of a shard are numbered
 /// by the last query of the rank that holds them, last first; under a causal mask copy c of all
 /// shards of a document is on the same rank. Reverse offsets are `copy * T + begin`, as in
@@ -52,7 +52,7 @@ struct QkvRouting {
 /// @throws InvalidArgument when plan.check() does, or for more than 2^31 - 1 shards.
 [[nodiscard]] QkvRouting compute_qkv_routing(const QkvPlan& plan, int num_threads = 1);
 
-/// Computes one routing after another in memory that it keeps, for a plan a step: fetching fresh
+/// Computes one routing after another in memory that it keeps, for a plan per step: fetching fresh
 /// memory from the system costs more than the computation.
 class QkvRouter {
  public:
@@ -61,10 +61,10 @@ class QkvRouter {
   QkvRouter(QkvRouter&&) noexcept;
   QkvRouter& operator=(QkvRouter&&) noexcept;
 
-  /// As compute_qkv_routing. The result lives until the next call; one that throws leaves it.
+  /// As compute_qkv_routing. The result is valid until the next call that does not throw.
   const QkvRouting& compute(const QkvPlan& plan, int num_threads = 1);
 
-  /// Gives the latest result away.
+  /// Moves the latest result out.
   [[nodiscard]] QkvRouting take();
 
  private:

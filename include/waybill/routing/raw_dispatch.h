@@ -6,7 +6,7 @@
 
 namespace waybill {
 
-/// A plan in the original's dense form, one KV copy a query. P = most shards on a rank. int64.
+/// A plan in DistCA's dense form, one KV copy per query. P = most shards on a rank. int64.
 struct RawQkvDispatch {
   IndexArray cp_seq_lens;    ///< [W, P]: rows of each shard; padding 0
   IndexArray num_cp_shards;  ///< [W]: shards on the rank

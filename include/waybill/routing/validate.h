@@ -13,7 +13,7 @@
 
 namespace waybill {
 
-/// What is wrong, of what kind.
+/// The kind of what is wrong.
 enum class FindingKind : std::uint8_t {
   shape,          ///< an array's shape or the length of a table
   padding,        ///< an unused entry that is not -1 / 0 / 0
@@ -24,13 +24,13 @@ enum class FindingKind : std::uint8_t {
   overlap,        ///< two copies write the same row
   coverage,       ///< a row of a buffer that nobody writes
   undispatched,   ///< rows without destination
-  order,          ///< rows in another order than the global one
+  order,          ///< rows not in the global order
   count,          ///< num_recv_tokens, num_seqs or totals disagree with the entries
   transpose,      ///< forward and reverse are not each other's transposed
   identity,       ///< Q does not come back to the row it left
   plan,           ///< a table that does not follow the plan: another length or destination
   document,       ///< the plan's documents do not hold each shard exactly once
-  causality,      ///< a query misses KV rows it needs, or meets others
+  causality,      ///< a query misses KV rows that it needs, or sees others
   attention,      ///< cu_seqlens, maxima or counts of the attention layout
   mask,           ///< seq_recv_mask or recv_seq_lens
   normalization,  ///< dtypes do not agree with the `normalized` flag
@@ -59,7 +59,7 @@ struct ValidateOptions {
   std::int64_t q_capacity =
       -1;  ///< rows of the Q buffer of a rank in the attention layout; -1: any
   std::int64_t kv_capacity = -1;    ///< the same for KV
-  std::int64_t max_findings = 100;  ///< stop after so many; below 1 is taken as 1
+  std::int64_t max_findings = 100;  ///< stop after this many; below 1 counts as 1
 };
 
 /// Checks a plan by itself: that it keeps its own rules, and that no rank needs more rows than the
@@ -76,8 +76,9 @@ struct ValidateOptions {
 
 /// Checks one pair of metadata by itself: shapes, padding, ranks, bounds, overlap, coverage,
 /// counts, masks, dtypes, and that reverse takes every row back to where forward took it from.
-/// A forward table without a copy axis is held against q_capacity, one with it against kv_capacity.
-/// The order of rows in a buffer is the reverse table's to say; without a plan any order is right.
+/// A forward table without a copy axis is checked against q_capacity, one with it against
+/// kv_capacity. The reverse table defines the order of rows in a buffer; without a plan any order
+/// is right.
 [[nodiscard]] std::vector<Finding> validate(const Metadata& fwd, const Metadata& rev,
                                             const ValidateOptions& options = {});
 [[nodiscard]] std::vector<Finding> validate(const SparseMetadata& fwd, const SparseMetadata& rev,

@@ -160,9 +160,9 @@ class SequenceDispatcher {
 
   [[nodiscard]] std::int64_t window_bytes() const noexcept;
 
-  /// What keeps the windows' memory alive: who has views past close() or the next growth, although
-  /// nothing arrives there any more, holds this beside them. On GPUs let go of it only where all
-  /// ranks wait for each other, or with the world.
+  /// What keeps the windows' memory alive. Whoever keeps views past close() or the next growth,
+  /// although nothing arrives there any more, holds this beside them. On GPUs let go of it only
+  /// where all ranks wait for each other, or with the world.
   [[nodiscard]] std::vector<std::shared_ptr<void>> window_memory() const;
   [[nodiscard]] const SequenceDispatcherOptions& options() const noexcept;
 

@@ -57,16 +57,16 @@ struct ThreadWorldOptions {
   double timeout_s = default_timeout_s;
 };
 
-/// Runs body(bootstrap) on one thread a rank and waits for all: for worlds of threads of any kind.
-/// A body that throws releases the others from what they wait for, with PeerFailed; an interrupt
-/// (check_interrupt) all of them.
+/// Runs body(bootstrap) on one thread per rank and waits for all: for worlds of threads of any
+/// kind. A body that throws releases the others from what they wait for, with PeerFailed; an
+/// interrupt (check_interrupt) all of them.
 /// @throws what a body threw: of several the first by rank that is neither PeerFailed nor Timeout,
 ///   else the first Timeout, else the first; Interrupted
 void run_ranks_as_threads(std::int32_t world_size,
                           const std::function<void(std::shared_ptr<Bootstrap>)>& body,
                           double timeout_s = default_timeout_s);
 
-/// Runs body(world) with a make_thread_world on one thread a rank and waits for all.
+/// Runs body(world) with a make_thread_world on one thread per rank and waits for all.
 /// @throws as run_ranks_as_threads
 void run_thread_world(std::int32_t world_size, const std::function<void(World&)>& body,
                       const ThreadWorldOptions& options = {});

@@ -55,7 +55,7 @@ struct DispatchCheck {
 /// each plane of the KV gradient, row by row, from where that copy went, and nothing anywhere else;
 /// the number of copies; the counts of received rows.
 ///
-/// Memory: both layouts of Q, or those of KV with the gradient planes, plus 8 bytes a row (of the
+/// Memory: both layouts of Q, or those of KV with the gradient planes, plus 8 bytes per row (of the
 /// planes too). Rows of planes that no copy uses are never touched, which costs nothing on Linux.
 ///
 /// @throws InvalidArgument when plan.check() does, and for options out of range; never for what it
@@ -84,12 +84,12 @@ struct QkvDispatchTest {
   [[nodiscard]] bool passed() const { return findings.empty(); }
 };
 
-/// The original's check of a random plan (DistCA, test_qkv_dispatch), on the dense form. Payload:
+/// DistCA's check of a random plan (test_qkv_dispatch), on the dense form. Payload:
 /// uniform in [1, 2), so that 0 means "nothing came". Q forward and back gives Q; KV forward and
 /// back gives planes of which every row is 0 or the row that left, and sum / number of copies is
 /// that row again.
 ///
-/// And what the original does not check: the counts matrices and totals; that exactly the expected
+/// And what DistCA does not check: the counts matrices and totals; that exactly the expected
 /// copies come back; the order at the destination, without gaps; the attention layout; that the
 /// slices of all ranks make the same moves; that the normalised form does.
 ///

@@ -24,7 +24,7 @@ struct SimulateOptions {
 /// Moves rows between ranks as `metadata` says, in one process: what a dispatch on real hardware
 /// must produce, bit for bit. Rows that no copy addresses keep what they hold.
 ///
-/// A rank's shards lie back to back from row 0; a shard without destination is stepped over with
+/// A rank's shards lie back to back from row 0; a shard without destination is skipped with
 /// all its rows. Only dst_rank, dst_offset and seq_len are read, in any integer dtype.
 ///
 /// @param tensor [W, n, H], rank by rank; any dtype, any strides
@@ -34,7 +34,7 @@ struct SimulateOptions {
 ///   destination outside -1..W-1, negative lengths and offsets, shards longer than the source,
 ///   rows past the end of the output, overlaps unless allowed, shared memory. The text has source
 ///   rank, destination rank, shard, copy, offset, length, both shapes and the rows consumed before.
-/// After the function of the same name in the original (DistCA), which refuses less.
+/// Like the function of the same name in DistCA, which refuses less.
 void orchestrate_simulate(const ConstTensorView& tensor, const TensorView& output,
                           const Metadata& metadata, const SimulateOptions& options = {});
 

@@ -19,7 +19,7 @@ namespace waybill {
 /// Seconds that a wait may last unless the caller says otherwise.
 inline constexpr double default_timeout_s = 60.0;
 
-/// How ranks find each other: who am I, how many are we, and an exchange of a few KB. It is used to
+/// How ranks find each other: their numbers, and an exchange of a few KB. It is used to
 /// set things up, never on the way of the data.
 ///
 /// Collective calls come in the same order on all ranks. An object serves one thread at a time.
@@ -73,7 +73,7 @@ class Bootstrap {
   std::string end_;  ///< why the object is unusable
 };
 
-/// all_gather of one plain value a rank. @throws TransportError when a rank sent another size
+/// all_gather of one plain value per rank. @throws TransportError when a rank sent another size
 template <class Value>
 [[nodiscard]] std::vector<Value> all_gather_value(Bootstrap& bootstrap, const Value& mine,
                                                   std::string_view operation) {

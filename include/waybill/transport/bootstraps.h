@@ -12,8 +12,8 @@
 
 namespace waybill {
 
-/// For ranks that are threads of this process: one object a rank, to be handed to its thread. They
-/// share a failure_scope(), which fail() ends.
+/// For ranks that are threads of this process: one object per rank, to be handed to its thread.
+/// They share a failure_scope(), which fail() ends.
 /// @throws InvalidArgument unless world_size >= 1, and as check_timeout
 [[nodiscard]] std::vector<std::unique_ptr<Bootstrap>> make_thread_bootstraps(
     std::int32_t world_size, double timeout_s = default_timeout_s);

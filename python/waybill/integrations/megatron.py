@@ -1,4 +1,4 @@
-"""Experts of Megatron-Core: a token dispatcher of its own.
+"""Experts of Megatron-Core: a token dispatcher of its own. Packed documents: its core attention.
 
 For the version in docs/integrations/README.md; importing this needs Megatron-Core. Its
 ``MoEFlexTokenDispatcher`` is served by ``waybill.integrations.deep_ep.install()``.
@@ -13,9 +13,17 @@ from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from ..errors import Unsupported
+from ._core_attention import SharedSeqParams, WaybillCoreAttention, share_sequences
 from ._layers import shared_layer
 
-__all__ = ["WaybillTokenDispatcher", "install", "uninstall"]
+__all__ = [
+    "SharedSeqParams",
+    "WaybillCoreAttention",
+    "WaybillTokenDispatcher",
+    "install",
+    "share_sequences",
+    "uninstall",
+]
 
 
 class WaybillTokenDispatcher(MoETokenDispatcher):

@@ -1,6 +1,7 @@
-"""Experts of torchtitan: a token dispatcher, put in by its own override:
+"""Experts and attention of torchtitan, put in by its own override:
 
     --override.imports waybill.integrations.torchtitan.waybill_dispatcher
+    --override.imports waybill.integrations.torchtitan.waybill_attention
 
 For the version in docs/integrations/README.md; importing this needs torchtitan.
 """
@@ -12,6 +13,7 @@ from typing import Any, Optional
 
 import torch
 from torchtitan.config.override import derive, override
+from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.models.common.token_dispatcher import (
     AllToAllTokenDispatcher,
     BaseEPTokenDispatcher,
@@ -20,8 +22,16 @@ from torchtitan.models.common.token_dispatcher import (
 
 from ..torch.moe import EPAllToAllLayoutDesc
 from ._layers import shared_layer
+from ._varlen_attention import SharedDocuments, WaybillAttention, share_documents
 
-__all__ = ["WaybillTokenDispatcher", "waybill_dispatcher"]
+__all__ = [
+    "SharedDocuments",
+    "WaybillAttention",
+    "WaybillTokenDispatcher",
+    "share_documents",
+    "waybill_attention",
+    "waybill_dispatcher",
+]
 
 
 @dataclass(frozen=True)
@@ -95,3 +105,13 @@ def waybill_dispatcher(
     return derive(
         cfg, WaybillTokenDispatcher.Config, num_max_tokens_per_rank=num_max_tokens_per_rank
     )
+
+
+@override(
+    target=VarlenAttention.Config,
+    description="Waybill evens out the attention of packed documents among ranks.",
+    exact=True,
+)
+def waybill_attention(cfg: Any, *, kernel: str = "auto") -> WaybillAttention.Config:
+    """The same attention, shared by ranks."""
+    return derive(cfg, WaybillAttention.Config, kernel=kernel)

@@ -3,60 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Optional, Tuple
 
-import numpy as np
 import torch
 
-from .._dispatcher import ReadyPlan, TensorFormat
-from ..sparse import SparseMetadata
+from ..errors import InvalidArgument
+from ._context_parallel_moves import WHO, Moves
+from ._context_parallel_tables import Rows, calls_of
+from ._ranges import named
+from ._tensors import require_tensor
 from .batch_plan import BatchPlan
-from .kernels import AttentionKernel, AttentionShape, Sequences
+from .kernels import AttentionKernel
 from .sequence_dispatcher import SequenceDispatcher
-
-_MOST_SLICES = 4  # with more ranges of rows, one operation with their numbers
-
-
-class Rows:
-    """Ranges of a rank's rows, which stand one behind the other in another tensor."""
-
-    def __init__(self, table: Any, device: torch.device) -> None:
-        self.ranges = [(int(begin), int(rows)) for begin, rows in table.reshape(-1, 2).tolist()]
-        self.count = sum(rows for _, rows in self.ranges)
-        self._numbers: Optional[torch.Tensor] = None
-        if len(self.ranges) > _MOST_SLICES:
-            numbers = np.concatenate([np.arange(b, b + n) for b, n in self.ranges])
-            self._numbers = on_device(torch.from_numpy(numbers), device)
-
-    def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Puts the rows of ``source`` to their places."""
-        if self._numbers is not None:
-            target.index_copy_(0, self._numbers, source)
-            return
-        at = 0
-        for begin, rows in self.ranges:
-            target[begin : begin + rows].copy_(source[at : at + rows])
-            at += rows
-
-    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Adds them to what is there, in the wider of the two dtypes, rounded once."""
-        if self._numbers is not None:
-            sums = target.index_select(0, self._numbers) + source
-            target.index_copy_(0, self._numbers, sums.to(target.dtype))
-            return
-        at = 0
-        for begin, rows in self.ranges:
-            target[begin : begin + rows].add_(source[at : at + rows])
-            at += rows
-
-
-class HomeCall(NamedTuple):
-    """One call of the kernel on a rank's own rows."""
-
-    q: slice
-    kv: slice
-    sequences: Sequences
 
 
 class Saved(NamedTuple):
@@ -71,26 +30,36 @@ class Saved(NamedTuple):
 
 
 class Beside:
-    """A second stream of a GPU: what is done under ``run`` may overlap with what is queued between
-    it and ``join``. On the CPU all is done in order.
+    """A second stream of a GPU: what is done under ``run`` begins behind what was queued before
+    ``fork``, and ends before what is queued after ``join``. On the CPU all is done in order.
 
-    Memory needs no record: what one stream leaves is taken again by the same stream, whose work
-    under ``run`` begins behind all that was queued before, and ends before ``join``.
+    Memory needs no record: what one stream leaves is taken again by the same stream, whose later
+    work comes behind the other's, by the next fork or by join.
     """
 
     def __init__(self, device: torch.device, overlap: bool) -> None:
         self._stream: Any = None
+        self._forked: Any = None
         self._device = device
         if device.type == "cuda" and overlap:
             stream: Any = torch.cuda.Stream
             self._stream = stream(device, priority=-1)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether there is a second stream."""
+        return self._stream is not None
+
+    def fork(self) -> None:
+        if self._stream is not None:
+            self._forked = torch.cuda.current_stream(self._device).record_event()
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_event(self._forked)
         with torch.cuda.stream(self._stream):
             yield
 
@@ -100,54 +69,72 @@ class Beside:
 
 
 class RankStep:
-    """The tables of one plan on one rank. Collective where the windows must grow."""
+    """The tables of one plan on one rank. Collective where the windows must grow. Does not hold the
+    plan, with which it goes.
+    """
 
     def __init__(
         self, plan: BatchPlan, dispatcher: SequenceDispatcher, kernel: AttentionKernel,
         beside: Beside,
     ) -> None:  # fmt: skip
-        self.plan, self.dispatcher, self.kernel, self.beside = plan, dispatcher, kernel, beside
+        self.dispatcher, self.kernel, self.beside = dispatcher, kernel, beside
         self.shape = shape = plan.planner.shape
         rank = dispatcher.world.rank
         self.device = torch.device(dispatcher.world.device)
         routing = plan.routing()
         in_place, dispatched, q_rows, kv_rows = routing.rank(rank)
         self.rows = plan.home_tokens[rank]
-        self.home = home_calls(in_place.reshape(-1, 4), self.rows, kernel.takes_gaps, self.device)
-        arrived = dispatched.reshape(-1, 4)
-        self.arrived: Optional[Sequences] = None
-        if len(arrived):
-            self.arrived = Sequences.of(arrived[:, 1], arrived[:, 3], self.device)
+        self.home, self.arrived = calls_of(
+            in_place, dispatched, self.rows, kernel.takes_gaps, self.device
+        )
         self.q_rows, self.kv_rows = Rows(q_rows, self.device), Rows(kv_rows, self.device)
         #: Whether any rank dispatches anything: else there is nothing collective.
         self.moves = bool(len(routing.fwd_q.dst_rank))
+        self._moves = Moves(routing, dispatcher, shape)
+
+    def prepare(self) -> None:
+        """Makes what calls would make."""
         if self.moves:
-            self._compile(routing, shape)
+            self.beside.fork()
+            with self.beside.run():
+                self._moves.prepare()
+            self.beside.join()
 
-    def _compile(self, routing: Any, shape: AttentionShape) -> None:
-        q, k, v, out = formats_of(shape)
-        fwd_q, rev_q, fwd_kv, sum_kv = (
-            SparseMetadata._wrap(table)
-            for table in (routing.fwd_q, routing.rev_q, routing.fwd_kv, routing.sum_kv)
-        )
-        plan = self.dispatcher.plan_dispatch
-        self._there = plan((fwd_q, q), (fwd_kv, k, v))
-        self._out_home = plan((rev_q, out))
-        self._grad_there = plan((fwd_q, out))
-        self._dq_home = self._out_home if out == q else plan((rev_q, q))
-        self._sums = self.dispatcher.plan_kv_gradient((sum_kv, k, v))
-        self._lse_home: Optional[ReadyPlan] = None
-        self._lse_parts = (rev_q, out, TensorFormat(torch.float32, (shape.heads,)))
-        self.dispatcher.reserve(
-            self._there, self._out_home, self._grad_there, self._dq_home, self._sums
-        )
+    def checked(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, casts: Callable[[], bool]
+    ) -> list[torch.Tensor]:
+        """The tensors of a call, which fit the plan; cast where ``casts`` says so."""
+        shape = self.shape
+        heads = (shape.heads, shape.kv_heads, shape.kv_heads)
+        sizes = (shape.head_dim, shape.head_dim, shape.v_head_dim)
+        at = f"on rank {self.dispatcher.world.rank}"
+        checked = []
+        for name, tensor, n, size in zip("qkv", (q, k, v), heads, sizes):
+            require_tensor(tensor, f"{WHO}: {name}")
+            if tensor.device != self.device:
+                raise InvalidArgument(
+                    f"{WHO}: {name} lies on {tensor.device}, expected {self.device} {at}"
+                )
+            if tuple(tensor.shape) != (self.rows, n, size):
+                raise InvalidArgument(
+                    f"{WHO}: {name} has shape {list(tensor.shape)}, expected"
+                    f" [{self.rows}, {n}, {size}], as the plan has it {at}"
+                )
+            if tensor.dtype != shape.dtype and casts():
+                tensor = tensor.to(shape.dtype)
+            if tensor.dtype != shape.dtype:
+                raise InvalidArgument(
+                    f"{WHO}: {name} has dtype {tensor.dtype}, expected {shape.dtype} {at}"
+                )
+            checked.append(adjacent_rows(tensor))
+        return checked
 
-    def _move(
-        self, plan: ReadyPlan, tensors: Sequence[torch.Tensor], of_dispatch: int = 0
-    ) -> Tuple[torch.Tensor, ...]:
-        return self.dispatcher._dispatch(
-            "ContextParallelAttention", lambda t: f"tensors[{t}]", plan, tensors, of_dispatch
-        )
+    @property
+    def arrived_rows(self) -> Tuple[int, int]:
+        """Rows of Q, and of K and V, that come from elsewhere."""
+        if self.arrived is None:
+            return 0, 0
+        return sum(self.arrived.q_lens), sum(self.arrived.k_lens)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool, want_lse: bool
@@ -155,16 +142,27 @@ class RankStep:
         """(output, log-sum-exp [rows, heads] where it is wanted, what backward needs, the number of
         the dispatch). With ``keep`` what came is copied from the window.
         """
-        number, back, there = 0, [], self._nothing(q)
+        number, there = 0, self._nothing(q)
+        back: Tuple[torch.Tensor, ...] = ()
         lse: Optional[torch.Tensor]
+        views: Tuple[torch.Tensor, ...] = ()
+        self.beside.fork()
+        # Others wait for what is sent; but the first time its tables are made while the device is
+        # busy with what stays.
+        at_once = self.moves and (self._moves.is_ready or not self.beside.overlaps)
+        if at_once:
+            with self.beside.run(), named("dispatch", self.device):
+                views, number = self._moves.there(q, k, v)
+        with named("forward in place", self.device):
+            out, home_lse = self._attend_home(q, k, v, want_lse)
         if self.moves:
-            with self.beside.run():
-                views = self._move(self._there, (q, k, v))
-                number = self.dispatcher.last_dispatch
+            with self.beside.run(), named("forward of rows that travel", self.device):
+                if not at_once:
+                    views, number = self._moves.there(q, k, v)
                 there, lse = self._attend_there(views, keep, want_lse)
                 back = self._send_back(there.out, lse, want_lse)
-        out, home_lse = self._attend_home(q, k, v, want_lse)
-        if self.moves:
+                if keep:
+                    self._moves.prepare_backward()
             self.beside.join()
             self.q_rows.write(out, back[0])
         lse = None
@@ -193,13 +191,12 @@ class RankStep:
             lse = q.new_empty(0, dtype=torch.float32) if found is None else found
         return Saved(lse.new_empty(0), q, k, v, out, lse), lse
 
-    def _send_back(self, out: torch.Tensor, lse: torch.Tensor, want_lse: bool) -> list[Any]:
+    def _send_back(
+        self, out: torch.Tensor, lse: torch.Tensor, want_lse: bool
+    ) -> Tuple[torch.Tensor, ...]:
         if not want_lse:
-            return list(self._move(self._out_home, (out,)))
-        if self._lse_home is None:
-            self._lse_home = self.dispatcher.plan_dispatch(self._lse_parts)
-            self.dispatcher.reserve(self._lse_home)
-        return list(self._move(self._lse_home, (out, lse.t().contiguous())))
+            return self._moves.out_home(out)
+        return self._moves.out_and_lse_home(out, lse.t().contiguous())
 
     def _attend_home(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, want_lse: bool
@@ -228,23 +225,23 @@ class RankStep:
     ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor], Optional[torch.Tensor]]:  # fmt: skip
         """Gradients of q, k and v. ``needs``: of q, and of k or v; the same on all ranks."""
         grad = grad.contiguous()
-        back: Tuple[torch.Tensor, ...] = ()
         sums: Tuple[torch.Tensor, ...] = ()
+        self.beside.fork()
         if self.moves:
-            with self.beside.run():
-                (there,) = self._move(self._grad_there, (grad,), number)
+            with self.beside.run(), named("dispatch of gradients", self.device):
+                there = self._moves.grad_there(grad, number)
+        with named("backward in place", self.device):
+            dq, dk, dv = self._gradients_home(grad, q, k, v, out, saved.home_lse)
+        if self.moves:
+            with self.beside.run(), named("backward of rows that travel", self.device):
                 found = self._gradients_there(there, saved)
                 if needs[1]:
-                    sums = self.dispatcher.kv_gradient(
-                        self._sums, *found[1:], dtype=_sum_dtype(k.dtype), of_dispatch=number
-                    )
-                if needs[0]:
-                    back = self._move(self._dq_home, (found[0],), number)
-        dq, dk, dv = self._gradients_home(grad, q, k, v, out, saved.home_lse)
-        if self.moves:
+                    sums = self._moves.sums(found[1], found[2], number)
+                # Last: its view holds until the dispatcher's next call.
+                back = self._moves.dq_home(found[0], number) if needs[0] else grad
             self.beside.join()
             if needs[0]:
-                self.q_rows.write(dq, back[0])
+                self.q_rows.write(dq, back)
             if needs[1]:
                 self.kv_rows.add(dk, sums[0])
                 self.kv_rows.add(dv, sums[1])
@@ -279,66 +276,8 @@ class RankStep:
         return dq, dk, dv
 
 
-def home_calls(table: Any, rows: int, takes_gaps: bool, device: torch.device) -> list[HomeCall]:
-    """Calls for sequences in a rank's own rows: one, with sequences that lack queries or keys where
-    rows lie between, or one for each run of sequences without a gap.
-    """
-    runs: list[Any] = []
-    for q, q_len, kv, kv_len in table.tolist():
-        if runs and runs[-1][-1][0] + runs[-1][-1][1] == q and sum(runs[-1][-1][2:]) == kv:
-            runs[-1].append((q, q_len, kv, kv_len))
-        else:
-            runs.append([(q, q_len, kv, kv_len)])
-    if takes_gaps and runs:
-        return [_with_gaps(table.tolist(), rows, device)]
-    calls = []
-    for run in runs:
-        q, kv = run[0][0], run[0][2]
-        q_end, kv_end = run[-1][0] + run[-1][1], run[-1][2] + run[-1][3]
-        lengths = Sequences.of([s[1] for s in run], [s[3] for s in run], device)
-        calls.append(HomeCall(slice(q, q_end), slice(kv, kv_end), lengths))
-    return calls
-
-
-def _with_gaps(table: list[Any], rows: int, device: torch.device) -> HomeCall:
-    q_lens: list[int] = []
-    k_lens: list[int] = []
-    q_at = kv_at = 0
-    most = max(max(q_len, kv_len) for _, q_len, _, kv_len in table)
-
-    def gap(q_len: int, kv_len: int) -> None:
-        # No longer than what is attended to: kernels launch blocks for the longest sequence.
-        for lens, others, length in ((q_lens, k_lens, q_len), (k_lens, q_lens, kv_len)):
-            for begin in range(0, length, most):
-                lens.append(min(most, length - begin))
-                others.append(0)
-
-    for q, q_len, kv, kv_len in table:
-        gap(q - q_at, kv - kv_at)
-        q_lens.append(q_len)
-        k_lens.append(kv_len)
-        q_at, kv_at = q + q_len, kv + kv_len
-    gap(rows - q_at, rows - kv_at)
-    return HomeCall(slice(0, rows), slice(0, rows), Sequences.of(q_lens, k_lens, device))
-
-
-def formats_of(shape: AttentionShape) -> Tuple[TensorFormat, ...]:
-    """Of q, k, v and the output."""
-    return (
-        TensorFormat(shape.dtype, (shape.heads, shape.head_dim)),
-        TensorFormat(shape.dtype, (shape.kv_heads, shape.head_dim)),
-        TensorFormat(shape.dtype, (shape.kv_heads, shape.v_head_dim)),
-        TensorFormat(shape.dtype, (shape.heads, shape.v_head_dim)),
-    )
-
-
-def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of a small table of the host, which does not wait for the device."""
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Sums of several copies are rounded once, with what stayed at home."""
-    return torch.float32 if dtype.itemsize == 2 else dtype
+def adjacent_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Slices of a common projection go as they are; rows must have adjacent elements."""
+    if tensor.shape[0] > 0 and not tensor[0].is_contiguous():
+        return tensor.contiguous()
+    return tensor

@@ -14,6 +14,7 @@ from .._tensor_checks import of_qkv
 from ..errors import InvalidArgument
 from ..sparse import QkvRouting, RankAttention
 from ._tensors import meet_mark, require_tensor, save_mark
+from .kernels import Sequences
 from .sequence_dispatcher import SequenceDispatcher
 
 __all__ = ["AttentionStep", "recomputed_attention"]
@@ -80,6 +81,25 @@ class AttentionStep(OfThisProcess):
     def attention(self) -> RankAttention:
         """Where the rows and contexts of the query shards lie that this rank attends to."""
         return self.routing.attention(self.dispatcher.world.rank)
+
+    @outside_graphs
+    def varlen(self) -> Sequences:
+        """The same for kernels of variable lengths: int32 cu_seqlens on the device, and the most.
+        Queries begin with row 0, keys with the first context.
+
+        Raises InvalidArgument where contexts overlap, or leave rows out, as cu_seqlens cannot say
+        that: kv_layout="per_query" gives every query shard one of its own.
+        """
+        _, q_begin, q_len, kv_begin, kv_len = (t.tolist() for t in self.attention)
+        for name, begins, lens in (("queries", q_begin, q_len), ("keys", kv_begin, kv_len)):
+            for i in range(1, len(begins)):
+                if begins[i] != begins[i - 1] + lens[i - 1]:
+                    raise InvalidArgument(
+                        f"AttentionStep.varlen: {name} of shard {i} begin at row {begins[i]},"
+                        f" expected {begins[i - 1] + lens[i - 1]}, where those before end:"
+                        ' cu_seqlens cannot say that; plan with kv_layout="per_query"'
+                    )
+        return Sequences.of(q_len, kv_len, self.dispatcher.world.device)
 
     @property
     def window_bytes(self) -> int:

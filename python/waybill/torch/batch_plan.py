@@ -21,6 +21,8 @@ __all__ = ["BatchPlan", "BatchPlanner", "Piece"]
 _UNNUMBERED = -(2**62)  # below it are the documents that got no number: rank * 2**32 + place
 #: With fewer rows a rank, one call of the kernel costs less than two without copies.
 _FEW_ROWS = 2048
+#: Where less of the work stays, two calls of the kernel are in each other's way (2 x H200).
+_LEAST_SHARE = 0.75
 
 
 class Piece(NamedTuple):
@@ -44,7 +46,7 @@ class BatchPlanner(Unchanging):
         heads, kv_heads, head_dim, v_head_dim, dtype, mask, window: as of ContextParallelAttention.
         in_place: whether rows that stay are attended to where they are, beside the others, or all
             rows travel through the window and one call of the kernel serves them. "auto" is True
-            but for batches of few rows.
+            but for batches of few rows, or where more than a quarter of the work travels.
         block_tokens: documents are cut at multiples of it.
         imbalance_target: largest work of a rank over the mean that is aimed at.
     """
@@ -59,7 +61,7 @@ class BatchPlanner(Unchanging):
         head_dim: int = 128,
         v_head_dim: Optional[int] = None,
         *,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: Union[str, torch.dtype] = "bfloat16",
         mask: str = "causal",
         window: Optional[int] = None,
         scale: Optional[float] = None,
@@ -79,7 +81,7 @@ class BatchPlanner(Unchanging):
             "world_size": self.world_size, "tokens_per_rank": 0,
             "q_hidden": shape.heads * (shape.head_dim + shape.v_head_dim) // 2,
             "kv_hidden": max(1, shape.kv_heads * (shape.head_dim + shape.v_head_dim) // 2),
-            "dtype": dtype_name(dtype), "mask": mask, "window": window or 0,
+            "dtype": dtype_name(shape.dtype), "mask": mask, "window": window or 0,
             "max_tokens_per_rank": 0, "relay": False, "per_query": True,
             "block_tokens": _least(block_tokens, 1, "block_tokens", who),
             "ranks_per_node": max(8, self.world_size), "imbalance_target": float(imbalance_target),
@@ -144,10 +146,12 @@ class BatchPlan:
     def _make(cls, planner: BatchPlanner, pieces: list[IntArray], plan: QkvPlan) -> BatchPlan:
         self = cls.__new__(cls)
         self.planner, self.qkv_plan, self._pieces = planner, plan, pieces
-        rows = sum(int(table[:, 2].sum()) for table in pieces)
-        few = rows < _FEW_ROWS * planner.world_size and planner.world_size > 1
-        self.in_place = not few if planner.in_place == "auto" else bool(planner.in_place)
-        self._routing = None
+        self.in_place, self._routing = planner.in_place is not False, None
+        if planner.in_place == "auto" and planner.world_size > 1:
+            rows = sum(int(table[:, 2].sum()) for table in pieces)
+            few = rows < _FEW_ROWS * planner.world_size
+            if few or self.routing().in_place_share() < _LEAST_SHARE:
+                self.in_place, self._routing = False, None
         return self
 
     @property
@@ -264,7 +268,8 @@ def _shape(
         )
     head_dim = _least(head_dim, 1, "head_dim", who)
     v_head_dim = head_dim if v_head_dim is None else _least(v_head_dim, 1, "v_head_dim", who)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise InvalidArgument(f"{who}: dtype = {dtype!r}, expected one of torch, of floats")
     if mask not in ("causal", "full"):
         raise InvalidArgument(f'{who}: mask = {mask!r}, expected "causal" or "full"')
@@ -275,7 +280,7 @@ def _shape(
     scale = head_dim**-0.5 if scale is None else float(scale)
     if not scale > 0:
         raise InvalidArgument(f"{who}: scale = {scale}, expected > 0")
-    return AttentionShape(heads, kv_heads, head_dim, v_head_dim, dtype, mask, window, scale)
+    return AttentionShape(heads, kv_heads, head_dim, v_head_dim, found, mask, window, scale)
 
 
 def _least(value: Any, least: int, name: str, who: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Optional, Tuple, Union
 
@@ -13,9 +14,9 @@ from .._copies import OfThisProcess
 from .._graphs import outside_graphs
 from ..errors import InvalidArgument
 from ..world import World
+from ._context_parallel_ops import PlanTicket, attend, ticket_of
 from ._context_parallel_step import Beside, RankStep, Saved
 from ._piece_exchange import PieceExchange
-from ._tensors import require_tensor
 from .batch_plan import BatchPlan, BatchPlanner, RankPieces
 from .kernels import Kernel as _Kernel
 from .kernels import Sequences, choose_kernel
@@ -68,7 +69,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         head_dim: int = 128,
         v_head_dim: Optional[int] = None,
         *,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: Union[str, torch.dtype] = "bfloat16",
         mask: str = "causal",
         window: Optional[int] = None,
         scale: Optional[float] = None,
@@ -95,8 +96,12 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         self.kernel.check(self.planner.shape, self.device, _WHO)
         self._dispatcher = SequenceDispatcher(ranks, num_sms=num_sms, relay="never")
         self._beside = Beside(self.device, overlap)
+        # What compiled programs read.
+        self._dtype, self._kind = self.planner.shape.dtype, self.device.type
+        self._needs_lse = self.kernel.needs_lse
         self._exchange: Optional[PieceExchange] = None
         self._steps: weakref.WeakKeyDictionary[BatchPlan, RankStep] = weakref.WeakKeyDictionary()
+        self._tickets: OrderedDict[int, RankStep] = OrderedDict()
 
     def gather(self, held: RankPieces) -> list[Any]:
         """Collective, tiny: what all ranks hold, from what this one does, in the order of its rows.
@@ -116,10 +121,14 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         return self.planner.plan(pieces)
 
     @outside_graphs
-    def prepare(self, plan: BatchPlan) -> RankStep:
-        """This rank's tables of a plan, made once: forward does so where nobody has before.
+    def prepare(self, plan: BatchPlan) -> None:
+        """Makes this rank's tables of a plan now, which calls would make where they need them.
         Collective where the windows must grow.
         """
+        self._step(plan).prepare()
+
+    def _step(self, plan: BatchPlan) -> RankStep:
+        """This rank's tables, made once."""
         if not isinstance(plan, BatchPlan):
             raise InvalidArgument(
                 f"{_WHO}: plan is a {type(plan).__name__}, expected a BatchPlan, as of plan(pieces)"
@@ -140,30 +149,60 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
 
     def varlen(self, plan: BatchPlan) -> Tuple[Optional[Sequences], Optional[Sequences]]:
         """What the kernel is called with, on the device: (rows in place, rows that came)."""
-        step = self.prepare(plan)
+        step = self._step(plan)
         home = step.home[0].sequences if len(step.home) == 1 else None
         return home, step.arrived
 
     @outside_graphs
+    def ticket(self, plan: BatchPlan) -> PlanTicket:
+        """The plan as tensors, an argument of a compiled program, which calls the module with it:
+        one operation of the graph, for any batch. The last 256 are good.
+        """
+        return ticket_of(self._step(plan), self._tickets)
+
     def forward(
         self,
-        plan: BatchPlan,
+        plan: Union[BatchPlan, PlanTicket],
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         return_lse: bool = False,
+        token: Optional[torch.Tensor] = None,
     ) -> Any:
         """Collective: attention's output [rows, heads, v_head_dim], in the rows of q.
 
         Args:
-            plan: of this batch, the same on all ranks.
+            plan: of this batch, the same on all ranks; in compiled programs its ticket.
             q: [rows, heads, head_dim]: this rank's, in the order of its pieces.
             k, v: [rows, kv_heads, head_dim], [rows, kv_heads, v_head_dim].
             return_lse: also the log-sum-exp of the scores, [rows, heads] float32, through which no
                 gradient flows.
+            token: with a ticket, of an earlier call: this one comes after it, also in a graph and
+                backward, where neither needs the other's results. Returned too, last.
         """
-        step = self.prepare(plan)
-        q, k, v = self._checked(step, q, k, v)
+        if isinstance(plan, PlanTicket):
+            return self._one_operation(plan, q, k, v, return_lse, token)
+        if token is not None:
+            raise InvalidArgument(f"{_WHO}: got a token with a BatchPlan, expected ticket(plan)")
+        return self._outside_graphs(plan, q, k, v, return_lse)
+
+    def _one_operation(
+        self, ticket: PlanTicket, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        return_lse: bool, token: Optional[torch.Tensor],
+    ) -> Any:  # fmt: skip
+        if self._casts():
+            q, k, v = (t.to(self._dtype) for t in (q, k, v))
+        given = q.new_empty(0, dtype=torch.float32) if token is None else token
+        out, after, lse, *_ = attend(*ticket, given, q, k, v, self._needs_lse, return_lse)
+        results = (out, *((lse,) if return_lse else ()), *(() if token is None else (after,)))
+        return results[0] if len(results) == 1 else results
+
+    @outside_graphs
+    def _outside_graphs(
+        self, plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool
+    ) -> Any:
+        step = self._step(plan)
+        q, k, v = step.checked(q, k, v, self._casts)
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
         with torch.autocast(self.device.type, enabled=False):
             out, lse = _Attention.apply(step, keep, return_lse, q, k, v)
@@ -182,39 +221,15 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         """A model that is copied shares it: it has no parameters."""
         return self
 
-    def _checked(self, step: RankStep, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        shape = self.planner.shape
-        heads = (shape.heads, shape.kv_heads, shape.kv_heads)
-        sizes = (shape.head_dim, shape.head_dim, shape.v_head_dim)
-        at = f"on rank {self.world.rank}"
-        checked = []
-        for name, tensor, n, size in zip("qkv", tensors, heads, sizes):
-            require_tensor(tensor, f"{_WHO}: {name}")
-            if tensor.device != self.device:
-                raise InvalidArgument(
-                    f"{_WHO}: {name} lies on {tensor.device}, expected {self.device} {at}"
-                )
-            if tuple(tensor.shape) != (step.rows, n, size):
-                raise InvalidArgument(
-                    f"{_WHO}: {name} has shape {list(tensor.shape)}, expected"
-                    f" [{step.rows}, {n}, {size}], as the plan has it {at}"
-                )
-            if tensor.dtype != shape.dtype and self._casts():
-                tensor = tensor.to(shape.dtype)
-            if tensor.dtype != shape.dtype:
-                raise InvalidArgument(
-                    f"{_WHO}: {name} has dtype {tensor.dtype}, expected {shape.dtype} {at}"
-                )
-            checked.append(_adjacent_rows(tensor))
-        return checked
-
     def _casts(self) -> bool:
         """Whether autocast is on, to the module's dtype."""
-        kind = self.device.type
-        return (
-            torch.is_autocast_enabled(kind)
-            and torch.get_autocast_dtype(kind) == self.planner.shape.dtype
-        )
+        if not hasattr(torch, "get_autocast_dtype"):  # before torch 2.4
+            old: Any = torch
+            if self._kind == "cuda":
+                return old.is_autocast_enabled() and old.get_autocast_gpu_dtype() == self._dtype
+            return old.is_autocast_cpu_enabled() and old.get_autocast_cpu_dtype() == self._dtype
+        kind = self._kind
+        return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == self._dtype
 
 
 class _Attention(torch.autograd.Function):
@@ -245,10 +260,3 @@ class _Attention(torch.autograd.Function):
             grad, q, k, v, out, Saved(*saved), ctx.number, (needs[3], needs[4] or needs[5])
         )
         return (None, None, None, *(t if n else None for t, n in zip(found, needs[3:])))
-
-
-def _adjacent_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Slices of a common projection go as they are; rows must have adjacent elements."""
-    if tensor.shape[0] > 0 and not tensor[0].is_contiguous():
-        return tensor.contiguous()
-    return tensor

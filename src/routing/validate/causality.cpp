@@ -145,7 +145,7 @@ class KvBuffer {
   void report_superfluous(const Held& held) {
     findings_.add(FindingKind::causality, table_.name, "dst_rank",
                   table_.place(held.entry, held.slot), concat("a copy on rank ", rank_),
-                  "none there: no query reads it at that place");
+                  "none there: no query reads it at that position");
   }
 
   [[nodiscard]] std::string reader(const Held& held) const {

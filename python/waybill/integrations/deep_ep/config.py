@@ -8,7 +8,7 @@ from typing import Any
 from ..._arrays import int64
 from ...errors import InvalidArgument
 
-__all__ = ["Config", "ll_bytes", "max_tokens", "rows_that_fit", "set_max_tokens"]
+__all__ = ["Config", "elastic_bytes", "ll_bytes", "max_tokens", "rows_that_fit", "set_max_tokens"]
 
 #: Two windows that dispatches receive in by turns, and two that combines read.
 _WINDOWS = 4
@@ -84,6 +84,14 @@ def ll_bytes(num_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> 
             f"{who}: num_experts = {experts}, expected a multiple of num_ranks = {ranks}"
         )
     return _WINDOWS * 2 * _positive(hidden, f"{who}: hidden") * tokens * experts
+
+
+def elastic_bytes(num_ranks: int, num_tokens: Any, hidden: Any) -> int:
+    """Bytes of an ElasticBuffer: a row for each token of all ranks."""
+    who = "ElasticBuffer"
+    tokens = _positive(num_tokens, f"{who}: num_max_tokens_per_rank")
+    columns = _positive(hidden, f"{who}: hidden")
+    return _WINDOWS * 2 * columns * num_ranks * tokens
 
 
 def _positive(value: Any, name: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Optional, Tuple, TypeVar
+from typing import Any, Optional, Tuple, TypeVar, Union
 
 import torch
 
@@ -131,7 +131,7 @@ class Queue:
         body: Callable[[], _T],
         given: Iterable[Any],
         tensors_of: Callable[[_T], Iterable[Any]],
-        previous_event: Optional[EventOverlap],
+        previous_event: Union[EventOverlap, EventHandle, None],
         async_finish: bool,
         allocate_on_comm_stream: bool = False,
     ) -> Tuple[_T, EventOverlap]:
@@ -167,7 +167,8 @@ class Queue:
     def _checked(
         self, previous_event: Any, async_finish: bool, allocate_on_comm_stream: bool
     ) -> Optional[EventHandle]:
-        event = getattr(previous_event, "event", None)
+        is_handle = isinstance(previous_event, EventHandle)
+        event = previous_event if is_handle else getattr(previous_event, "event", None)
         if event is not None and not isinstance(event, EventHandle):
             raise InvalidArgument(
                 f"{self._who}: previous_event holds a {type(event).__name__}, expected the event of"

@@ -54,7 +54,7 @@ class DispatchHandle(_Handle):
         self.layouts: Dict[LayerKey, Any] = {}  #: of the layers that have seen this routing
         entries: List[Callable[[], Any]] = [
             self.prefix,
-            lambda: self._counts()[self._owner.rank][:, None].clone(),
+            lambda: self.counts()[self._owner.rank][:, None].clone(),
             lambda: torch.zeros_like(self[1]),
             lambda: self.layout().recv_tags[: self.rows_out, 1].clone(),
             lambda: self.is_token_in_rank,
@@ -66,13 +66,14 @@ class DispatchHandle(_Handle):
         """That of any of the layers."""
         return next(iter(self.layouts.values()))
 
-    def _counts(self) -> torch.Tensor:
+    def counts(self) -> torch.Tensor:
+        """[ranks, ranks]: tokens of rank i for rank j."""
         ranks = self.ids.shape[1]
         return self.layout()._table("splits")[:, :ranks]
 
     def prefix(self) -> torch.Tensor:
         """[ranks, ranks] int32."""
-        return self._counts().cumsum(0, dtype=torch.int32)
+        return self.counts().cumsum(0, dtype=torch.int32)
 
     def _send_head(self) -> torch.Tensor:
         inside = self.is_token_in_rank

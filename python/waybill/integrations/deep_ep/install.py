@@ -10,14 +10,16 @@ from typing import Any, Dict
 from ...errors import InvalidArgument
 from .buffer import Buffer
 from .config import Config, set_max_tokens
+from .elastic import ElasticBuffer, EPHandle
 from .events import EventHandle, EventOverlap
 from .layout import topk_idx_t
 
 __all__ = ["install", "uninstall"]
 
 _PUBLIC = {
-    "Buffer": Buffer, "Config": Config, "EventHandle": EventHandle, "EventOverlap": EventOverlap,
-    "set_max_tokens": set_max_tokens, "topk_idx_t": topk_idx_t,
+    "Buffer": Buffer, "Config": Config, "ElasticBuffer": ElasticBuffer, "EPHandle": EPHandle,
+    "EventHandle": EventHandle, "EventOverlap": EventOverlap, "set_max_tokens": set_max_tokens,
+    "topk_idx_t": topk_idx_t,
 }  # fmt: skip
 
 _NAMES = ("deep_ep", "deep_ep.utils", "deep_ep.buffer")

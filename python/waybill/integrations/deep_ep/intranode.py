@@ -38,23 +38,32 @@ class Route(NamedTuple):
     num_tokens_per_expert: torch.Tensor
     topk_idx: Optional[torch.Tensor]
     topk_weights: Optional[torch.Tensor]
+    ranks: Optional[torch.Tensor] = None  #: [tokens, ranks] in the order of sums, -1; None: 0..
 
 
 class Intranode:
     """The part of a buffer whose windows ``num_nvl_bytes`` counts."""
 
-    def __init__(self, world: World, layers: Layers, num_nvl_bytes: int) -> None:
+    def __init__(
+        self, world: World, layers: Layers, num_nvl_bytes: int, limit: Optional[int] = None
+    ) -> None:
         self.rank, self.num_ranks = world.rank, world.world_size
         self.device = torch.device(world.device)
-        self._layers, self._bytes = layers, num_nvl_bytes
+        self._layers, self._bytes, self._limit = layers, num_nvl_bytes, limit
 
     def max_tokens(self, hidden: int) -> int:
         """Tokens that a rank may dispatch: as many from each rank fit into the windows."""
-        return rows_that_fit(self._bytes, hidden) // self.num_ranks
+        most = rows_that_fit(self._bytes, hidden) // self.num_ranks
+        return most if self._limit is None else min(most, self._limit)
 
     def checked(self, x: Any, who: str) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
         """Rows and scales that the windows hold."""
         rows, scales = payload_of(x, who, self.rank)
+        self.check_room(rows, who)
+        return rows, scales
+
+    def check_room(self, rows: torch.Tensor, who: str) -> None:
+        """That the windows hold so many tokens."""
         most = self.max_tokens(rows.shape[1])
         if not 0 < most >= rows.shape[0]:
             raise InvalidArgument(
@@ -63,7 +72,6 @@ class Intranode:
                 " rank. Call set_max_tokens, or set WAYBILL_DEEP_EP_MAX_TOKENS, before the bytes"
                 " are asked for, on all ranks"
             )
-        return rows, scales
 
     def route(
         self, num_tokens: int, is_token_in_rank: Any, num_tokens_per_expert: Any, topk_idx: Any,
@@ -102,8 +110,10 @@ class Intranode:
         num_worst_tokens: int, num_sms: int,
     ) -> Received:  # fmt: skip
         """Collective. With ``num_worst_tokens`` the host waits for nothing."""
-        ranks = torch.arange(self.num_ranks, dtype=torch.int32, device=self.device)
-        ids = torch.where(route.is_token_in_rank, ranks, -1)
+        ids = route.ranks
+        if ids is None:
+            ranks = torch.arange(self.num_ranks, dtype=torch.int32, device=self.device)
+            ids = torch.where(route.is_token_in_rank, ranks, -1)
         handle = DispatchHandle(self, route.is_token_in_rank, ids, None)
         rows, recv_scales = self._send(x, scales, handle, num_sms)
         choices = self._send_choices(route, handle, num_sms)
@@ -132,6 +142,14 @@ class Intranode:
         """Collective: other rows by the routing of a dispatch."""
         rows, recv_scales = self._send(x, scales, handle, num_sms)
         return _rows(rows, handle.rows_out), _rows_if(recv_scales, handle.rows_out)
+
+    def choices_again(
+        self, route: Route, handle: DispatchHandle, num_sms: int
+    ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+        """Collective: ids and weights by the routing of a dispatch."""
+        num_local = route.num_tokens_per_expert.numel() // self.num_ranks
+        choices = self._send_choices(route, handle, num_sms)
+        return self._local_choices(choices, route, handle, num_local)
 
     def combine(
         self, x: torch.Tensor, handle: DispatchHandle, topk_weights: Optional[torch.Tensor],
@@ -182,8 +200,9 @@ class Intranode:
         packed[:, :topk] = route.topk_idx
         if route.topk_weights is not None:
             packed[:, topk : 2 * topk] = route.topk_weights
-        rows, _, made = self._layers.get(key, num_sms).dispatch(packed, handle.ids)
-        handle.layouts[key] = made
+        layer, layout = self._layers.get(key, num_sms), handle.layouts.get(key)
+        rows, _, made = layer.dispatch(packed, handle.ids, layout_desc=layout)
+        handle.layouts.setdefault(key, made)
         return rows
 
     def _local_choices(
@@ -212,8 +231,7 @@ class Intranode:
         table[:, :local] = mine.view(ranks, local)
         to = torch.arange(ranks, dtype=torch.int32, device=self.device)[:, None]
         rows, _, _ = self._layers.get(key, num_sms).dispatch(table, to)
-        counts: List[int] = rows[:, :local].to(torch.int64).sum(0).tolist()
-        return counts
+        return _on_host(rows[:, :local].to(torch.int64).sum(0))
 
 
 def _rows(view: torch.Tensor, number: int) -> torch.Tensor:
@@ -233,5 +251,12 @@ def _count(ids: torch.Tensor, num_local: int) -> List[int]:
     places = torch.where(ids < 0, num_local, ids).reshape(-1).to(torch.int64)
     counts = torch.zeros(num_local + 1, dtype=torch.int64, device=ids.device)
     counts.scatter_add_(0, places, torch.ones_like(places))
-    found: List[int] = counts[:num_local].tolist()
+    return _on_host(counts[:num_local])
+
+
+def _on_host(numbers: torch.Tensor) -> List[int]:
+    """Nothing copies to pageable memory behind a kernel that waits for ranks."""
+    if numbers.is_cuda:
+        torch.cuda.current_stream(numbers.device).synchronize()
+    found: List[int] = numbers.tolist()
     return found

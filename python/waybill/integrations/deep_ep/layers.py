@@ -24,6 +24,7 @@ class LayerKey(NamedTuple):
     num_experts: int  #: of all ranks; the number of ranks where only those matter
     topk: int
     fixed_rows: int
+    alignment: int = 1  #: rows of an expert are padded to a multiple
 
 
 class Layers:
@@ -57,6 +58,7 @@ class Layers:
             layer = self._made[key] = EPAll2AllLayer(
                 world, key.max_tokens, key.hidden, key.topk, world.rank, key.num_experts,
                 world.world_size, world.world_size, dtype, torch.float32, num_sms, dropped_id=-1,
+                expert_alignment=key.alignment,
                 payload="plain" if key.kind == "floats" else key.kind, fixed_rows=key.fixed_rows,
                 copy_out=False,
             )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional, Tuple
@@ -44,17 +45,36 @@ class Sequences:
     @classmethod
     def of(cls, q_lens: Sequence[int], k_lens: Sequence[int], device: Any = "cpu") -> Sequences:
         """Of lengths on the host; one copy to the device."""
-        n = len(q_lens)
-        table = np.zeros((2, n + 1), np.int32)
-        np.cumsum(q_lens, out=table[0, 1:])
-        np.cumsum(k_lens, out=table[1, 1:])
-        both = torch.from_numpy(table)
+        return cls.several([(q_lens, k_lens)], device)[0]
+
+    @classmethod
+    def several(cls, lens: Sequence[Tuple[Any, Any]], device: Any = "cpu") -> list[Sequences]:
+        """Of (lengths of queries, lengths of keys) each, in one copy to the device, for which
+        nothing waits.
+        """
+        table = np.zeros(sum(2 * (len(q_lens) + 1) for q_lens, _ in lens), np.int32)
+        at = 0
+        for pair in lens:
+            for lengths in pair:
+                np.cumsum(lengths, out=table[at + 1 : at + 1 + len(lengths)])
+                at += len(lengths) + 1
+        flat = torch.from_numpy(table)
         if torch.device(device).type != "cpu":
-            both = both.pin_memory().to(device, non_blocking=True)
-        return cls(
-            both[0], both[1], int(max(q_lens, default=0)), int(max(k_lens, default=0)),
-            tuple(int(n) for n in q_lens), tuple(int(n) for n in k_lens),
-        )  # fmt: skip
+            flat = flat.pin_memory().to(device, non_blocking=True)
+        found, at = [], 0
+        for q_lens, k_lens in lens:
+            n = len(q_lens) + 1
+            q_tuple, k_tuple = (
+                tuple(int(length) for length in lengths) for lengths in (q_lens, k_lens)
+            )
+            found.append(
+                cls(
+                    flat[at : at + n], flat[at + n : at + 2 * n], max(q_tuple, default=0),
+                    max(k_tuple, default=0), q_tuple, k_tuple,
+                )
+            )  # fmt: skip
+            at += 2 * n
+        return found
 
     def __len__(self) -> int:
         return len(self.q_lens)
@@ -88,10 +108,11 @@ class AttentionKernel:
         out: torch.Tensor, lse: Optional[torch.Tensor], sequences: Sequences, shape: AttentionShape,
     ) -> Gradients:  # fmt: skip
         """Gradients of q, k and v, each a tensor of its own."""
-        with torch.enable_grad():
+        with _known_to_autograd(), torch.enable_grad():
             leaves = [t.detach().requires_grad_() for t in (q, k, v)]
             again, _ = self.forward(leaves[0], leaves[1], leaves[2], sequences, shape, False)
-        dq, dk, dv = torch.autograd.grad(again, leaves, grad.contiguous(), materialize_grads=True)
+            grad = grad.contiguous()
+            dq, dk, dv = torch.autograd.grad(again, leaves, grad, materialize_grads=True)
         return dq, dk, dv
 
     def __repr__(self) -> str:
@@ -123,6 +144,23 @@ class FunctionKernel(AttentionKernel):
 
     def __repr__(self) -> str:
         return f"FunctionKernel({self.function!r})"
+
+
+def _known_to_autograd() -> contextlib.AbstractContextManager[Any]:
+    """Inside an operation of torch.library autograd does not look: here it does again."""
+    core: Any = torch._C
+    names = ("_ForceDispatchKeyGuard", "_dispatch_tls_local_exclude_set")
+    if not all(hasattr(core, name) for name in names):
+        return contextlib.nullcontext()
+    excluded = core._dispatch_tls_local_exclude_set()
+    for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        key = getattr(core.DispatchKey, name, None)
+        if key is not None and excluded.has(key):
+            excluded = excluded.remove(key)
+    guard: contextlib.AbstractContextManager[Any] = core._ForceDispatchKeyGuard(
+        core._dispatch_tls_local_include_set(), excluded
+    )
+    return guard
 
 
 def refuse_wide_heads(shape: AttentionShape, most: int, kernel: str, who: str) -> None:

@@ -61,7 +61,7 @@ class VarlenKernel(AttentionKernel):
         left, right = window_of(shape)
         operation: Any = torch.ops.aten._flash_attention_backward
         # Of dropout, which there is none.
-        random = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        random = torch.empty(2, dtype=torch.uint64, device=q.device)
         dq, dk, dv = operation(
             widened(grad, shape.head_dim).contiguous(), q, k, widened(v, shape.head_dim),
             widened(out, shape.head_dim), lse, sequences.cu_seqlens_q, sequences.cu_seqlens_k,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 
+from ..._arrays import int64
 from ...errors import InvalidArgument, Unsupported
 from .layer import EPAll2AllLayer
 from .tensors import world_of
@@ -84,6 +85,9 @@ class ExpertParallel(torch.nn.Module):
         runs beside the dispatch, on a stream of its own
     :param gradients: "mean": those of the experts are of the mean of the ranks' losses, as those of
         what all ranks have are behind DDP or FSDP; "sum": of their sum
+    :param chunks: parts of the tokens that go one after the other, so that the experts of one work
+        while the next is on its way: on GPUs the calls of the layer have a stream of their own.
+        Windows are smaller by this factor, and ``fixed_rows`` are those of a chunk
     :param layer: an ``EPAll2AllLayer`` to use, such as another module's ``layer``: then all of them
         have its memory. None makes one of dtype, with max_tokens and ``layer_options``
     """
@@ -100,6 +104,7 @@ class ExpertParallel(torch.nn.Module):
         dtype: Any = torch.bfloat16,
         shared: Optional[Callable[[torch.Tensor], torch.Tensor]] = None,
         gradients: str = "mean",
+        chunks: int = 1,
         layer: Optional[EPAll2AllLayer] = None,
         device: Any = None,
         **layer_options: Any,
@@ -108,6 +113,10 @@ class ExpertParallel(torch.nn.Module):
         who = "ExpertParallel"
         if gradients not in ("mean", "sum"):
             raise InvalidArgument(f'{who}: gradients = {gradients!r}, expected "mean" or "sum"')
+        self.chunks = int64(chunks, f"{who}: chunks")
+        if self.chunks < 1:
+            raise InvalidArgument(f"{who}: chunks = {self.chunks}, expected >= 1")
+        max_tokens = -(-int64(max_tokens, f"{who}: max_tokens") // self.chunks)
         if layer is None:
             world = world_of(group, None, device, who)
             layer = EPAll2AllLayer(
@@ -120,7 +129,8 @@ class ExpertParallel(torch.nn.Module):
         self.experts, self.shared = experts, shared
         self.gradients = gradients
         self._layers = (layer,)  # not a submodule: others may have it, too
-        self._side: Any = None
+        self._beside = _Lane()
+        self._moving = _Lane()
 
     @property
     def layer(self) -> EPAll2AllLayer:
@@ -131,52 +141,105 @@ class ExpertParallel(torch.nn.Module):
         self, tokens: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
         """[..., hidden]: the sum of each token's experts, times their scores, and of the shared."""
-        layer = self.layer
         x = tokens.reshape(-1, tokens.shape[-1])
         weights, chosen = (one.reshape(-1, one.shape[-1]) for one in (scores, ids))
-        beside = self._begin_shared(x)
-        ranks = layer.world_size if self.gradients == "mean" else 1
+        beside = None if self.shared is None else self._beside.run(self.shared, x)
         # What is between here and home has the gradients of the mean.
-        rows, row_weights, layout = layer.dispatch(
-            _scaled(x, ranks), chosen, _scaled(weights.to(layer.weight_dtype), ranks)
-        )
-        assert row_weights is not None and layout.recv_expert_offsets is not None
-        outputs = self.experts(rows, layout.recv_expert_offsets[1:])
-        if outputs.shape != rows.shape:
-            raise InvalidArgument(
-                f"ExpertParallel: the experts of rank {layer.rank} gave {tuple(outputs.shape)},"
-                f" expected {tuple(rows.shape)}, a row for each"
-            )
-        weighted = (outputs.to(layer.weight_dtype) * row_weights[:, None]).to(layer.dtype)
-        sums = _scaled(layer.combine(weighted, layout), 1 / ranks)
-        return self._add_shared(sums, beside).reshape(tokens.shape)
+        ranks = self.layer.world_size if self.gradients == "mean" else 1
+        x = _scaled(x, ranks)
+        weights = _scaled(weights.to(self.layer.weight_dtype), ranks)
+        sums = _scaled(self._all_chunks(x, weights, chosen), 1 / ranks)
+        if beside is not None:
+            self._beside.join(beside)
+            sums = sums + beside
+        return sums.reshape(tokens.shape)
 
     def finalize(self) -> None:
         """Collective: gives the layer's symmetric memory back."""
         self.layer.finalize()
 
-    def _begin_shared(self, x: torch.Tensor) -> Any:
-        if self.shared is None:
-            return None
-        if not x.is_cuda:
-            return self.shared(x)
-        cuda: Any = torch.cuda
-        if self._side is None:
-            self._side = cuda.Stream(x.device)
-        self._side.wait_stream(cuda.current_stream(x.device))
-        with cuda.stream(self._side):
-            made = self.shared(x)
-        x.record_stream(self._side)
-        return made
+    def _all_chunks(
+        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
+    ) -> torch.Tensor:
+        if self.chunks == 1:
+            rows, row_weights, layout = self.layer.dispatch(x, chosen, weights)
+            return self.layer.combine(self._computed(rows, row_weights, layout), layout)
+        if x.shape[0] > self.chunks * self.layer.max_tokens:
+            raise InvalidArgument(
+                f"ExpertParallel: {x.shape[0]} tokens on rank {self.layer.rank}, expected at most"
+                f" {self.chunks} chunks of {self.layer.max_tokens}"
+            )
+        parts = list(zip(*(self._parts(one) for one in (x, chosen, weights))))
+        lane, sums = self._moving, []
+        arrived = lane.run(self.layer.dispatch, *parts[0])
+        for number in range(self.chunks):
+            rows, row_weights, layout = lane.join(arrived)
+            outputs = self._computed(rows, row_weights, layout)
+            if number + 1 < self.chunks:  # it is on its way while these experts work
+                arrived = lane.run(self.layer.dispatch, *parts[number + 1])
+            sums.append(lane.run(self.layer.combine, outputs, layout))
+        return torch.cat([lane.join(one) for one in sums])
 
-    def _add_shared(self, sums: torch.Tensor, made: Any) -> torch.Tensor:
-        if made is None:
-            return sums
-        if made.is_cuda:
-            current = torch.cuda.current_stream(made.device)
-            current.wait_stream(self._side)
-            made.record_stream(current)
-        return sums + made
+    def _parts(self, value: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+        """One for each chunk, the last ones perhaps without tokens."""
+        size = self.layer.max_tokens
+        return tuple(value[n * size : (n + 1) * size] for n in range(self.chunks))
+
+    def _computed(
+        self, rows: torch.Tensor, row_weights: Optional[torch.Tensor], layout: Any
+    ) -> torch.Tensor:
+        """What the experts make of rows, times their weights."""
+        outputs = self.experts(rows, layout.recv_expert_offsets[1:])
+        if outputs.shape != rows.shape:
+            raise InvalidArgument(
+                f"ExpertParallel: the experts of rank {self.layer.rank} gave"
+                f" {tuple(outputs.shape)}, expected {tuple(rows.shape)}, a row for each"
+            )
+        assert row_weights is not None
+        weighted = outputs.to(self.layer.weight_dtype) * row_weights[:, None]
+        return weighted.to(self.layer.dtype)
+
+
+class _Lane:
+    """A stream beside the current one on a GPU; in host memory calls run as they come."""
+
+    def __init__(self) -> None:
+        self._stream: Any = None
+        self._events: Dict[int, Any] = {}  #: behind each call that is not joined, by its result
+
+    def run(self, call: Callable[..., Any], *given: Any) -> Any:
+        """Begins behind what the current stream has."""
+        if not given[0].is_cuda:
+            return call(*given)
+        cuda: Any = torch.cuda
+        device = given[0].device
+        if self._stream is None:
+            self._stream = cuda.Stream(device)
+        self._stream.wait_stream(cuda.current_stream(device))
+        for tensor in given:
+            if isinstance(tensor, torch.Tensor):
+                tensor.record_stream(self._stream)
+        with cuda.stream(self._stream):
+            result = call(*given)
+            event = cuda.Event()
+            event.record(self._stream)
+        self._events[id(_first(result))] = event
+        return result
+
+    def join(self, result: Any) -> Any:
+        """The current stream goes on behind the call that gave it."""
+        first = _first(result)
+        if first.is_cuda:
+            current = torch.cuda.current_stream(first.device)
+            current.wait_event(self._events.pop(id(first)))
+            for tensor in result if isinstance(result, tuple) else (result,):
+                if isinstance(tensor, torch.Tensor):
+                    tensor.record_stream(current)
+        return result
+
+
+def _first(result: Any) -> torch.Tensor:
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _scaled(value: torch.Tensor, factor: float) -> torch.Tensor:

@@ -1,0 +1,335 @@
+"""``deep_ep.ElasticBuffer``: dispatch and combine of experts."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, NoReturn, Optional, Tuple, Union
+
+import torch
+
+from ..._arrays import int64
+from ..._copies import OfThisProcess
+from ..._graphs import outside_graphs
+from ...errors import InvalidArgument, Unsupported
+from ...torch.moe.tensors import world_of
+from .buffer import Buffer
+from .config import elastic_bytes
+from .elastic_rows import Compact, EPHandle, Expanded, Got, Order
+from .events import EventHandle, EventOverlap, Queue
+from .layers import Layers, payload_of
+from .layout import checked_ids, first_wrong
+
+__all__ = ["EPHandle", "ElasticBuffer"]
+
+_Rows = Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]
+_NOT_EXPERTS = (
+    "all_gather", "agrs_get_inplace_tensor", "agrs_new_session", "agrs_set_config",
+    "create_agrs_session", "destroy_agrs_session", "engram_fetch", "engram_write",
+    "get_agrs_buffer_size_hint", "get_agrs_num_max_session_bytes",
+    "get_engram_storage_size_hint", "get_pp_buffer_size_hint", "pp_recv", "pp_send",
+    "pp_set_config",
+)  # fmt: skip
+
+
+class ElasticBuffer(OfThisProcess):
+    """Takes tokens to the ranks of their experts and back, by the calls of DeepEP's class of this
+    name; what that has beyond experts is ``Unsupported``. One host. Two runs give the same bits.
+
+    :param group: a process group, a DeviceMesh of one dimension or a ``waybill.World``
+    :param num_bytes: of windows; None: what ``get_buffer_size_hint`` says for the sizes behind it
+    :param num_max_tokens_per_rank: of calls that say none
+    """
+
+    _why_not_copied = "buffers that other ranks write to: make one on each rank's group"
+
+    @outside_graphs
+    def __init__(
+        self,
+        group: Any,
+        num_bytes: Optional[int] = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int = 3,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: int = 300,
+        num_gpu_timeout_secs: int = 100,
+        explicitly_destroy: bool = False,
+    ) -> None:
+        del num_topk, use_fp8_dispatch, deterministic, prefer_overlap_with_compute, sl_idx
+        del num_allocated_qps, num_cpu_timeout_secs, num_gpu_timeout_secs
+        who = "ElasticBuffer"
+        if num_cpu_bytes != 0:
+            raise Unsupported(f"{who}: num_cpu_bytes = {num_cpu_bytes}, expected 0")
+        world = world_of(group, None, None, who)
+        self.group = group
+        self.rank_idx, self.num_ranks = world.rank, world.world_size
+        self.num_scaleout_ranks, self.scaleout_rank_idx = 1, 0
+        self.num_scaleup_ranks, self.scaleup_rank_idx = world.world_size, world.rank
+        self.num_rdma_ranks, self.num_nvlink_ranks = 1, world.world_size
+        self.num_max_tokens_per_rank = int64(num_max_tokens_per_rank, f"{who}: num_max_tokens")
+        self.allow_hybrid_mode = bool(allow_hybrid_mode)
+        self.allow_multiple_reduction = bool(allow_multiple_reduction)
+        self.explicitly_destroy = bool(explicitly_destroy)
+        self.num_allocated_qps = 0
+        if num_bytes is None:
+            sizes = (self.num_max_tokens_per_rank, int64(hidden, f"{who}: hidden"))
+            num_bytes = elastic_bytes(world.world_size, *sizes)
+        self.num_bytes = int64(num_bytes, f"{who}: num_bytes")
+        self._world = world
+        self._layers: Optional[Layers] = Layers(world, who)
+        self._queue = Queue(torch.device(world.device), who)
+        self._parts: Dict[Order, Any] = {}
+
+    @outside_graphs
+    def destroy(self) -> None:
+        """Collective: gives all symmetric memory back."""
+        if not self.explicitly_destroy:
+            raise InvalidArgument(
+                "ElasticBuffer.destroy: the buffer was made with explicitly_destroy = False,"
+                " expected True"
+            )
+        layers, self._layers = self._layers, None
+        if layers is not None:
+            layers.finalize()
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: Any,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Bytes for calls of these sizes, where all tokens may come to one rank. Expanded rows take
+        as many more as a token has choices.
+        """
+        del num_topk, use_fp8_dispatch, allow_hybrid_mode, allow_multiple_reduction
+        ranks = group.world_size if hasattr(group, "world_size") else group.size()
+        return elastic_bytes(ranks, num_max_tokens_per_rank, hidden)
+
+    @staticmethod
+    @outside_graphs
+    def capture() -> EventHandle:
+        """An event behind what torch's current stream has."""
+        return EventHandle()
+
+    def get_comm_stream(self) -> Any:
+        """The stream that calls run on; None in host memory."""
+        return self._queue.stream
+
+    def get_physical_domain_size(self) -> Tuple[int, int]:
+        """Ranks over a network, and ranks of a host."""
+        return 1, self.num_ranks
+
+    def get_logical_domain_size(self) -> Tuple[int, int]:
+        """The same."""
+        return 1, self.num_ranks
+
+    def get_theoretical_num_sms(self, num_experts: Any, num_topk: Any, *_: Any, **__: Any) -> int:
+        """``Buffer.num_sms``."""
+        del num_experts, num_topk
+        return Buffer.num_sms
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """0: nothing goes over a network."""
+        del num_sms
+        return 0
+
+    @outside_graphs
+    def barrier(
+        self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
+    ) -> None:
+        """Collective: returns when all ranks have called, behind what their streams had."""
+        del use_comm_stream, with_cpu_sync, sequential
+        if self._queue.device.type == "cuda":
+            torch.cuda.synchronize(self._queue.device)
+        self._world.barrier()
+
+    @outside_graphs
+    @torch.no_grad()
+    def dispatch(
+        self,
+        x: _Rows,
+        topk_idx: Optional[torch.Tensor] = None,
+        topk_weights: Optional[torch.Tensor] = None,
+        cumulative_local_expert_recv_stats: Optional[torch.Tensor] = None,
+        num_experts: Optional[int] = None,
+        num_max_tokens_per_rank: Optional[int] = None,
+        expert_alignment: Optional[int] = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Optional[EventHandle] = None,
+        previous_event_before_epilogue: Optional[EventHandle] = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: Optional[EPHandle] = None,
+        do_handle_copy: bool = True,
+        do_cpu_sync: Optional[bool] = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+    ) -> Tuple[_Rows, Optional[torch.Tensor], Optional[torch.Tensor], EPHandle, EventOverlap]:
+        """(rows, ids among this rank's experts, weights, handle, event). Compact: a row for each
+        token, by source rank and token, ids [rows, topk] (-1 elsewhere). With ``do_expand`` a row
+        for each choice, by expert, source rank, token, choice, padded with zeros to
+        ``expert_alignment``; weights [rows], no ids.
+
+        :param do_cpu_sync: results of the size that comes, for which the host waits; False: of the
+            worst case, and counts on the device alone
+        """
+        del num_qps, allocate_on_comm_stream, do_zero_padding, use_tma_aligned_col_major_sf
+        who = "ElasticBuffer.dispatch"
+        self._alive(who)
+        rows, scales = payload_of(x, who, self.rank_idx)
+        self._wait(previous_event_before_epilogue)
+        stats = cumulative_local_expert_recv_stats
+        if handle is not None:
+            self._check_handle(handle, rows, topk_idx, do_cpu_sync)
+            got, event = self._queue.run(
+                lambda: handle.part.again(rows, scales, handle, topk_weights),
+                [rows, scales, topk_weights], Got.tensors, previous_event,
+                async_with_compute_stream,
+            )  # fmt: skip
+            return got.rows(), got.ids, got.weights, handle, event
+        order = self._order(num_experts, num_max_tokens_per_rank, expert_alignment, do_expand, who)
+        ids = self._check_ids(rows, topk_idx, topk_weights, order, who)
+        part = self._part(order)
+        part.check(rows, ids, who)
+        if do_handle_copy:
+            ids = ids.clone()
+        sms = num_sms or Buffer.num_sms
+        exact = do_cpu_sync is None or bool(do_cpu_sync)
+
+        def body() -> Got:
+            made: Got = part.dispatch(rows, scales, ids, topk_weights, exact, sms)
+            if stats is not None:
+                stats.add_(made.handle.num_unaligned_recv_tokens_per_expert.to(stats.dtype))
+            return made
+
+        given: List[Any] = [rows, scales, ids, topk_weights, stats]
+        got, event = self._queue.run(
+            body, given, Got.tensors, previous_event, async_with_compute_stream
+        )
+        return got.rows(), got.ids, got.weights, got.handle, event
+
+    @outside_graphs
+    @torch.no_grad()
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: EPHandle,
+        topk_weights: Optional[torch.Tensor] = None,
+        bias: Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor], None] = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Optional[EventHandle] = None,
+        previous_event_before_epilogue: Optional[EventHandle] = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> Tuple[torch.Tensor, Optional[torch.Tensor], EventOverlap]:
+        """(sums of the rows of each token [tokens, hidden], sums of their weights, event): float32,
+        biases first, rounded once.
+
+        :param topk_weights: of compact rows [rows, topk]; of expanded ones Unsupported
+        """
+        del num_sms, num_qps, allocate_on_comm_stream
+        who = "ElasticBuffer.combine"
+        self._alive(who)
+        self._own(handle, who)
+        biases = [bias] if isinstance(bias, torch.Tensor) else list(bias or ())
+        handle.part.check_combine(x, handle, topk_weights, biases, who)
+        self._wait(previous_event_before_epilogue)
+        (sums, weights), event = self._queue.run(
+            lambda: handle.part.combine(x, handle, topk_weights, biases),
+            [x, topk_weights, *biases], list, previous_event, async_with_compute_stream,
+        )  # fmt: skip
+        return sums, weights, event
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _NOT_EXPERTS:
+            raise AttributeError(f"ElasticBuffer has no {name}")
+
+        def refuse(*_: Any, **__: Any) -> NoReturn:
+            raise Unsupported(f"ElasticBuffer.{name}: expected calls of experts alone")
+
+        return refuse
+
+    def _order(
+        self, num_experts: Any, max_tokens: Any, alignment: Any, do_expand: bool, who: str
+    ) -> Order:
+        if max_tokens is None:
+            max_tokens = self.num_max_tokens_per_rank
+        order = Order(
+            bool(do_expand),
+            int64(0 if num_experts is None else num_experts, f"{who}: num_experts"),
+            int64(max_tokens, f"{who}: num_max_tokens_per_rank"),
+            int64(1 if alignment is None else alignment, f"{who}: expert_alignment"),
+        )
+        if order.num_experts < 1 or order.num_experts % self.num_ranks != 0:
+            raise InvalidArgument(
+                f"{who}: num_experts = {order.num_experts} on rank {self.rank_idx}, expected a"
+                f" multiple of {self.num_ranks} ranks"
+            )
+        if order.max_tokens < 1 or order.alignment < 1:
+            raise InvalidArgument(
+                f"{who}: num_max_tokens_per_rank = {order.max_tokens}, expert_alignment ="
+                f" {order.alignment} on rank {self.rank_idx}, expected >= 1"
+            )
+        return order
+
+    def _part(self, order: Order) -> Any:
+        if order not in self._parts:
+            assert self._layers is not None
+            kind = Expanded if order.do_expand else Compact
+            self._parts[order] = kind(self._world, self._layers, self.num_bytes, order)
+        return self._parts[order]
+
+    def _check_ids(
+        self, rows: torch.Tensor, topk_idx: Any, topk_weights: Any, order: Order, who: str
+    ) -> torch.Tensor:
+        ids = checked_ids(topk_idx, who, self.rank_idx)
+        for name, table in (("topk_idx", ids), ("topk_weights", topk_weights)):
+            if table is not None and tuple(table.shape) != (rows.shape[0], ids.shape[1]):
+                raise InvalidArgument(
+                    f"{who}: {name} of rank {self.rank_idx} is {tuple(table.shape)}, expected"
+                    f" {(rows.shape[0], ids.shape[1])}"
+                )
+        if self._queue.device.type == "cpu":
+            first_wrong(ids, order.num_experts, who, self.rank_idx)
+        return ids
+
+    def _check_handle(self, handle: Any, rows: torch.Tensor, topk_idx: Any, sync: Any) -> None:
+        who = "ElasticBuffer.dispatch"
+        self._own(handle, who)
+        if topk_idx is not None or sync:
+            raise InvalidArgument(
+                f"{who}: topk_idx, or do_cpu_sync = True, of rank {self.rank_idx} with a handle"
+            )
+        if rows.shape[0] != handle.topk_idx.shape[0]:
+            raise InvalidArgument(
+                f"{who}: x of rank {self.rank_idx} has {rows.shape[0]} tokens, expected"
+                f" {handle.topk_idx.shape[0]}, as in the dispatch of the handle"
+            )
+
+    def _own(self, handle: Any, who: str) -> None:
+        if not isinstance(handle, EPHandle) or handle.part not in self._parts.values():
+            raise InvalidArgument(
+                f"{who}: handle of rank {self.rank_idx} is of another buffer, or none, expected one"
+                " that dispatch of this buffer gave"
+            )
+
+    def _wait(self, event: Optional[EventHandle]) -> None:
+        if event is not None:
+            event.stream_wait(self._queue.stream)
+
+    def _alive(self, who: str) -> None:
+        if self._layers is None:
+            raise InvalidArgument(f"{who}: the buffer of rank {self.rank_idx} was destroyed")

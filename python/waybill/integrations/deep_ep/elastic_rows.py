@@ -1,0 +1,352 @@
+"""The two orders in which an ElasticBuffer gives rows: a row a token, and a row a choice."""
+
+from __future__ import annotations
+
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union
+
+import torch
+
+from ..._copies import OfThisProcess
+from ..._graphs import outside_graphs
+from ...errors import InvalidArgument, Unsupported
+from ...world import World
+from .handles import DispatchHandle
+from .intranode import Intranode, Route
+from .layers import LayerKey, Layers, check_table
+from .layout import counts_of
+
+__all__ = ["Compact", "EPHandle", "Expanded", "Got", "Order"]
+
+
+class Order(NamedTuple):
+    """What a dispatch is asked for."""
+
+    do_expand: bool
+    num_experts: int
+    max_tokens: int
+    alignment: int
+
+
+class EPHandle(OfThisProcess):
+    """Of ``ElasticBuffer.dispatch``, for combines and other dispatches by it."""
+
+    _why_not_copied = "what one rank's buffer knows of a dispatch: each dispatch gives one"
+
+    def __init__(self, part: Any, inner: Any, topk_idx: torch.Tensor, num_sms: int) -> None:
+        self.part, self.inner = part, inner
+        order: Order = part.order
+        self.do_expand, self.num_experts = order.do_expand, order.num_experts
+        self.expert_alignment = order.alignment
+        self.num_max_tokens_per_rank = order.max_tokens
+        self.num_sms, self.topk_idx = num_sms, topk_idx
+        self.rows_out = 0  #: of the results
+        self.num_recv_tokens_per_expert_list: List[int] = []  #: rounded up; empty: not waited for
+        self.found: Optional[torch.Tensor] = None  #: compact: ids among this rank's experts
+        self._metadata: Optional[torch.Tensor] = None
+
+    @property
+    def num_recv_tokens(self) -> int:
+        """Tokens that came; of results of the worst case, their rows."""
+        if not self.num_recv_tokens_per_expert_list:
+            return self.rows_out
+        return int(self.psum_num_recv_tokens_per_scaleup_rank[-1])
+
+    @property
+    def num_expanded_tokens(self) -> int:
+        """Rows of the results, if they are expanded."""
+        return self.rows_out if self.do_expand else 0
+
+    @property
+    @outside_graphs
+    def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
+        """[ranks] int32: tokens that came from ranks 0..i."""
+        counts: torch.Tensor = self.part.tokens_from(self)
+        return counts.cumsum(0, dtype=torch.int32)
+
+    @property
+    @outside_graphs
+    def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
+        """[local experts] int32: choices of each expert."""
+        counts: torch.Tensor = self.part.choices_of(self)
+        return counts
+
+    @property
+    @outside_graphs
+    def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
+        """[local experts] int32: the end of each expert's rows. Compact: of counts rounded up;
+        expanded: without the padding behind its own.
+        """
+        counts, step = self.num_unaligned_recv_tokens_per_expert, self.expert_alignment
+        aligned = (counts + (step - 1)) // step * step
+        ends = aligned.cumsum(0, dtype=torch.int32)
+        return ends - aligned + counts if self.do_expand else ends
+
+    @property
+    @outside_graphs
+    def recv_src_metadata(self) -> torch.Tensor:
+        """[tokens that came, 2 + topk] int32, by source rank and token: source rank *
+        num_max_tokens_per_rank + token, the first row of the token, and of expanded rows the row of
+        each choice, -1 where there is none.
+        """
+        if self._metadata is None:
+            self._metadata = self._source()
+        return self._metadata
+
+    @recv_src_metadata.setter
+    def recv_src_metadata(self, value: torch.Tensor) -> None:
+        self._metadata = value
+
+    @property
+    @outside_graphs
+    def dst_buffer_slot_idx(self) -> torch.Tensor:
+        """[tokens, ...] int32: the row of each token, or choice, where it went; -1."""
+        tokens = self.topk_idx.shape[0]
+        table: torch.Tensor = self.part.layout_of(self).token_dst_scatter_idx
+        return table[0, :tokens].clone()
+
+    def _source(self) -> torch.Tensor:
+        tags = self.part.layout_of(self).recv_tags
+        live = tags[:, 0] >= 0
+        if self.do_expand:
+            number = self.part.layout_of(self).recv_expert_offsets[-1]
+        else:
+            number = self.psum_num_recv_tokens_per_scaleup_rank[-1]
+        rows = torch.arange(tags.shape[0], dtype=torch.int32, device=tags.device)
+        rows = rows[live & (rows < number)]
+        tags = tags[rows.long()]
+        key = tags[:, 0].long() * self.num_max_tokens_per_rank + tags[:, 1]
+        tokens, place = torch.unique(key, return_inverse=True)
+        shape = (tokens.shape[0], 2 + self.topk_idx.shape[1])
+        found = torch.full(shape, -1, dtype=torch.int32, device=tags.device)
+        found[:, 0] = tokens.int()
+        found[place, 1] = tags[:, 3]
+        if self.do_expand:
+            found[place, 2 + tags[:, 2].long()] = rows
+        return found
+
+
+class Got(NamedTuple):
+    """What a dispatch gives on one rank."""
+
+    x: torch.Tensor
+    scales: Optional[torch.Tensor]
+    ids: Optional[torch.Tensor]
+    weights: Optional[torch.Tensor]
+    handle: EPHandle
+
+    def tensors(self) -> List[Any]:
+        """Those that the caller gets."""
+        return list(self[:4])
+
+    def rows(self) -> Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]:
+        """With their scales, if they have some."""
+        return self.x if self.scales is None else (self.x, self.scales)
+
+
+class Compact:
+    """A row for each token that has an expert here, by source rank and token."""
+
+    def __init__(self, world: World, layers: Layers, num_bytes: int, order: Order) -> None:
+        self.order = order
+        self._ranks = world.world_size
+        self._rows = Intranode(world, layers, num_bytes, order.max_tokens)
+
+    def check(self, x: torch.Tensor, ids: torch.Tensor, who: str) -> None:
+        """That the windows have room."""
+        del ids
+        self._rows.check_room(x, who)
+
+    def dispatch(
+        self, x: torch.Tensor, scales: Optional[torch.Tensor], ids: torch.Tensor,
+        weights: Optional[torch.Tensor], exact: bool, num_sms: int,
+    ) -> Got:  # fmt: skip
+        """Collective."""
+        _, choices, inside = counts_of(ids, self.order.num_experts, self._ranks)
+        worst = 0 if exact else self._ranks * self.order.max_tokens
+        route = Route(inside, choices, ids, weights, self._by_last_choice(ids, inside))
+        got = self._rows.dispatch(x, scales, route, self.order.alignment, worst, num_sms)
+        handle = EPHandle(self, (got.handle, route), ids, num_sms)
+        handle.rows_out = got.handle.rows_out
+        handle.num_recv_tokens_per_expert_list = got.counts or []
+        assert got.topk_idx is not None
+        handle.found = got.topk_idx.clone()  # the caller may change the other
+        return Got(got.x, got.scales, got.topk_idx, got.topk_weights, handle)
+
+    def again(
+        self, x: torch.Tensor, scales: Optional[torch.Tensor], handle: EPHandle, weights: Any
+    ) -> Got:
+        """Collective: other rows, and perhaps weights, by the same routing."""
+        inner, route = handle.inner
+        out, out_scales = self._rows.again(x, scales, inner, handle.num_sms)
+        found = None if handle.found is None else handle.found.clone()
+        if weights is None:
+            return Got(out, out_scales, found, None, handle)
+        route = route._replace(topk_weights=weights)
+        ids, arrived = self._rows.choices_again(route, inner, handle.num_sms)
+        return Got(out, out_scales, ids, arrived, handle)
+
+    def check_combine(
+        self, x: Any, handle: EPHandle, weights: Any, biases: Sequence[Any], who: str
+    ) -> None:
+        """All arguments of a combine."""
+        _check_rows(x, handle, biases, self._rows.rank, who)
+        if weights is not None:
+            shape = (handle.rows_out, handle.topk_idx.shape[1])
+            kinds = (torch.float32,)
+            check_table(weights, f"{who}: topk_weights", shape, kinds, self._rows.rank)
+
+    def combine(
+        self, x: torch.Tensor, handle: EPHandle, weights: Any, biases: Sequence[torch.Tensor]
+    ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+        """Collective."""
+        return self._rows.combine(x, handle.inner[0], weights, biases, handle.num_sms)
+
+    def _by_last_choice(self, ids: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+        """[tokens, ranks] the ranks of each token in the order in which DeepEP sums them: by the
+        last choice that is there.
+        """
+        ranks = torch.arange(self._ranks, dtype=torch.int32, device=ids.device)
+        home = ids // (self.order.num_experts // self._ranks)
+        places = torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device)
+        here = (home[:, None, :] == ranks[:, None]) & (ids >= 0)[:, None, :]
+        last = torch.where(here, places, -1).amax(-1)
+        order = last.argsort(dim=1, stable=True)
+        return torch.where(inside.gather(1, order), order.int(), -1)
+
+    def layout_of(self, handle: EPHandle) -> Any:
+        """Of the layer that moved the rows."""
+        inner: DispatchHandle = handle.inner[0]
+        return inner.layout()
+
+    def tokens_from(self, handle: EPHandle) -> torch.Tensor:
+        """[ranks]"""
+        inner: DispatchHandle = handle.inner[0]
+        return inner.counts()[:, self._rows.rank]
+
+    def choices_of(self, handle: EPHandle) -> torch.Tensor:
+        """[local experts] int32"""
+        local = self.order.num_experts // self._ranks
+        assert handle.found is not None
+        flat = handle.found.reshape(-1).to(torch.int64)
+        counts = torch.zeros(local + 1, dtype=torch.int32, device=flat.device)
+        ones = torch.ones_like(flat, dtype=torch.int32)
+        return counts.scatter_add_(0, torch.where(flat < 0, local, flat), ones)[:local]
+
+
+class Expanded:
+    """A row for each choice, by expert, source rank, token, choice; padded with zeros."""
+
+    def __init__(self, world: World, layers: Layers, num_bytes: int, order: Order) -> None:
+        self.order = order
+        self.rank, self._ranks = world.rank, world.world_size
+        self._layers = layers
+        del num_bytes  # they count a row for each token
+
+    def _key(self, kind: str, hidden: int, topk: int) -> LayerKey:
+        order = self.order
+        local = order.num_experts // self._ranks
+        rows = self._ranks * order.max_tokens * min(topk, local) + local * (order.alignment - 1)
+        return LayerKey(
+            kind, hidden, order.max_tokens, order.num_experts, topk, rows, order.alignment
+        )
+
+    def check(self, x: torch.Tensor, ids: torch.Tensor, who: str) -> None:
+        """That the windows have room."""
+        del ids
+        if x.shape[0] > self.order.max_tokens:
+            raise InvalidArgument(
+                f"{who}: x of rank {self.rank} has {x.shape[0]} tokens, expected at most"
+                f" num_max_tokens_per_rank = {self.order.max_tokens}"
+            )
+
+    def dispatch(
+        self, x: torch.Tensor, scales: Optional[torch.Tensor], ids: torch.Tensor,
+        weights: Optional[torch.Tensor], exact: bool, num_sms: int,
+    ) -> Got:  # fmt: skip
+        """Collective."""
+        key = self._key("plain" if scales is None else "scaled", x.shape[1], ids.shape[1])
+        layer = self._layers.get(key, num_sms)
+        layout: Any
+        rows, arrived, layout = layer.dispatch(x, ids, weights, scales=scales)
+        handle = EPHandle(self, (key, layout), ids, num_sms)
+        handle.rows_out = layout._handle.num_recv_rows() if exact else key.fixed_rows
+        got = self._taken(rows, arrived, layout.recv_scales, handle)
+        if exact:
+            step = key.alignment
+            counts = layout.recv_expert_counts.tolist()
+            handle.num_recv_tokens_per_expert_list = [-(-n // step) * step for n in counts]
+        return got
+
+    def again(
+        self, x: torch.Tensor, scales: Optional[torch.Tensor], handle: EPHandle, weights: Any
+    ) -> Got:
+        """Collective: other rows, and perhaps weights, by the same routing."""
+        key, layout = handle.inner
+        layer = self._layers.get(key, handle.num_sms)
+        if (key.kind == "scaled") != (scales is not None):
+            raise InvalidArgument(
+                f"ElasticBuffer.dispatch: x of rank {self.rank} is of another dtype than in the"
+                " dispatch of the handle, expected the same for expanded rows"
+            )
+        rows, arrived, made = layer.dispatch(
+            x, handle.topk_idx, weights, scales=scales, layout_desc=layout
+        )
+        return self._taken(rows, arrived, made.recv_scales, handle)
+
+    def check_combine(
+        self, x: Any, handle: EPHandle, weights: Any, biases: Sequence[Any], who: str
+    ) -> None:
+        """All arguments of a combine."""
+        if weights is not None:
+            raise Unsupported(f"{who}: topk_weights of expanded rows, expected None")
+        _check_rows(x, handle, biases, self.rank, who, handle.inner[0].hidden)
+
+    def combine(
+        self, x: torch.Tensor, handle: EPHandle, weights: Any, biases: Sequence[torch.Tensor]
+    ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+        """Collective."""
+        del weights
+        key, layout = handle.inner
+        layer = self._layers.get(key, handle.num_sms)
+        return layer.combine(x, layout, biases=biases), None
+
+    def tokens_from(self, handle: EPHandle) -> torch.Tensor:
+        """[ranks]: rows that are the first of their token here."""
+        layout = handle.inner[1]
+        tags = layout.recv_tags
+        place = torch.arange(tags.shape[0], dtype=torch.int32, device=tags.device)
+        first = (tags[:, 3] == place) & (place < layout.recv_expert_offsets[-1])
+        source = torch.where(first, tags[:, 0], self._ranks).to(torch.int64)
+        counts = torch.zeros(self._ranks + 1, dtype=torch.int32, device=tags.device)
+        ones = torch.ones_like(source, dtype=torch.int32)
+        return counts.scatter_add_(0, source, ones)[: self._ranks]
+
+    def layout_of(self, handle: EPHandle) -> Any:
+        """Of the layer that moved the rows."""
+        return handle.inner[1]
+
+    def choices_of(self, handle: EPHandle) -> torch.Tensor:
+        """[local experts] int32"""
+        counts: torch.Tensor = handle.inner[1].recv_expert_counts.clone()
+        return counts
+
+    def _taken(self, rows: torch.Tensor, weights: Any, scales: Any, handle: EPHandle) -> Got:
+        taken = [
+            None if one is None else one[: handle.rows_out].clone() for one in (scales, weights)
+        ]
+        return Got(rows[: handle.rows_out].clone(), taken[0], None, taken[1], handle)
+
+
+def _check_rows(
+    x: Any, handle: EPHandle, biases: Sequence[Any], rank: int, who: str,
+    hidden: Optional[int] = None,
+) -> int:  # fmt: skip
+    if hidden is None:
+        hidden = next(key.hidden for key in handle.inner[0].layouts if key.kind != "floats")
+    kinds = (torch.bfloat16,)
+    check_table(x, f"{who}: x", (handle.rows_out, hidden), kinds, rank)
+    if len(biases) > 2:
+        raise InvalidArgument(f"{who}: bias has {len(biases)} tensors, expected at most two")
+    for one in biases:
+        check_table(one, f"{who}: bias", (handle.topk_idx.shape[0], hidden), kinds, rank)
+    return hidden

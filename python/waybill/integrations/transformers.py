@@ -1,0 +1,190 @@
+"""Attention of Hugging Face transformers over packed documents that lie on several ranks:
+
+    attention = SharedAttention(group, model.config)    # collective, once
+    model.set_attn_implementation("waybill")
+    batch = attention.plan(attention.gather(lengths))   # of each batch
+    model(tokens[None], position_ids=batch.position_ids(), waybill=batch, use_cache=False)
+
+For the version in docs/integrations/README.md; importing this needs transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Dict, List, Mapping, Optional, Tuple
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ..errors import InvalidArgument, Unsupported
+from ..torch import BatchPlan, BatchPlanner, ContextParallelAttention
+from ..torch.batch_plan import RankPieces
+
+__all__ = ["PlannedBatch", "SharedAttention", "attention_forward", "no_mask", "windows_of"]
+
+_WHO = "waybill attention"
+# Of the interface's keywords, those that would change what is computed.
+_REFUSED = ("softcap", "position_bias", "s_aux", "cache", "block_mask")
+
+
+def windows_of(config: Any) -> List[Optional[int]]:
+    """The windows of a model's layers, each once; None is without one."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [window]
+    known = {"full_attention": None, "sliding_attention": window}
+    for layer, kind in enumerate(kinds):
+        if kind not in known:
+            raise Unsupported(
+                f"SharedAttention: config.layer_types[{layer}] = {kind!r}, expected one of"
+                f" {', '.join(map(repr, known))}"
+            )
+    return list(dict.fromkeys(known[kind] for kind in kinds))
+
+
+class SharedAttention:
+    """What all layers of a model share: a ContextParallelAttention for each window that they have.
+
+    Args:
+        ranks: a World, a process group, a DeviceMesh of one dimension, or None.
+        config: of the model: its heads, their size, windows and dtype.
+        options: of ContextParallelAttention; before what the config says (``heads``, ``scale``).
+    """
+
+    def __init__(self, ranks: Any, config: Any, **options: Any) -> None:
+        config = config.get_text_config()
+        heads = config.num_attention_heads
+        given: Dict[str, Any] = {
+            "heads": heads,
+            "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+            "dtype": getattr(config, "dtype", None) or torch.float32,
+        }
+        given.update(options)
+        self.modules: Dict[Optional[int], ContextParallelAttention] = {}
+        for window in windows_of(config):
+            self.modules[window] = ContextParallelAttention(ranks, window=window, **given)
+            ranks = self.modules[window].world
+        self._first = next(iter(self.modules.values()))
+        world = self._first.world
+        self.rank, self.world_size, self.device = world.rank, world.world_size, self._first.device
+
+    @property
+    def planners(self) -> Dict[Optional[int], BatchPlanner]:
+        """By window; a worker of a DataLoader may plan with them."""
+        return {window: module.planner for window, module in self.modules.items()}
+
+    def gather(self, held: RankPieces) -> List[Any]:
+        """Collective: as of ContextParallelAttention."""
+        return self._first.gather(held)
+
+    def plan(self, pieces: Sequence[Any]) -> PlannedBatch:
+        """The plans of a batch, the same on all ranks."""
+        return self.batch({window: p.plan(pieces) for window, p in self.planners.items()})
+
+    def batch(self, plans: Mapping[Optional[int], BatchPlan]) -> PlannedBatch:
+        """Of plans that were made elsewhere, one for each of ``planners``."""
+        missing = [window for window in self.modules if window not in plans]
+        if missing:
+            raise InvalidArgument(
+                f"SharedAttention.batch: plans on rank {self.rank} have none for window"
+                f" {missing[0]}, expected one for each of {list(self.modules)}"
+            )
+        return PlannedBatch(self, plans)
+
+    def close(self) -> None:
+        """Collective: gives the windows back."""
+        for module in self.modules.values():
+            module.close()
+
+
+class PlannedBatch:
+    """One batch, an argument of the model's forward: ``waybill=batch``."""
+
+    def __init__(
+        self, attention: SharedAttention, plans: Mapping[Optional[int], BatchPlan]
+    ) -> None:
+        self.attention, self.plans = attention, dict(plans)
+        self.first = next(iter(self.plans.values()))
+
+    def position_ids(self) -> torch.Tensor:
+        """[1, rows]: positions in the documents, for the model's rotary embeddings."""
+        return self.first.positions(self.attention.rank, self.attention.device)[None]
+
+    def __deepcopy__(self, memo: Any) -> PlannedBatch:
+        """Data of one batch: shared."""
+        return self
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Optional[torch.Tensor],
+    dropout: float = 0.0,
+    scaling: Optional[float] = None,
+    sliding_window: Optional[int] = None,
+    is_causal: Optional[bool] = None,
+    waybill: Optional[PlannedBatch] = None,
+    **options: Any,
+) -> Tuple[torch.Tensor, None]:
+    """Collective: what AttentionInterface calls. ([1, rows, heads, head_dim], None)"""
+    if not isinstance(waybill, PlannedBatch):
+        raise InvalidArgument(
+            f"{_WHO}: waybill is a {type(waybill).__name__}, expected a PlannedBatch: call the"
+            " model with waybill=attention.plan(...)"
+        )
+    shared = waybill.attention
+    who = f"{_WHO}: rank {shared.rank}"
+    _refuse(who, module, attention_mask, dropout, is_causal, options)
+    if query.shape[0] != 1 or key.shape[2] != query.shape[2]:
+        raise InvalidArgument(
+            f"{who}: query {tuple(query.shape)}, key {tuple(key.shape)}, expected [1, heads, rows,"
+            " head_dim] of the same rows: packed documents are one batch entry, without a cache"
+        )
+    if sliding_window not in shared.modules:
+        raise InvalidArgument(
+            f"{who}: sliding_window = {sliding_window}, expected one of {list(shared.modules)}, as"
+            " of the config that SharedAttention was made of"
+        )
+    attention = shared.modules[sliding_window]
+    scale = attention.planner.shape.scale
+    if scaling is not None and abs(scaling - scale) > 1e-6 * scale:
+        raise InvalidArgument(
+            f"{who}: scaling = {scaling}, expected {scale}: say SharedAttention(..., scale=...)"
+        )
+    # Views: rows were in front before the model swapped them with heads.
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    return attention(waybill.plans[sliding_window], q, k, v)[None], None
+
+
+def _refuse(
+    who: str, module: Any, mask: Any, dropout: float, is_causal: Any, options: Dict[str, Any]
+) -> None:
+    if mask is not None:
+        raise Unsupported(f"{who}: got an attention_mask, expected None: documents have no padding")
+    if dropout:
+        raise Unsupported(f"{who}: dropout = {dropout}, expected 0")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not causal:
+        raise Unsupported(f"{who}: is_causal = False, expected True")
+    for name in _REFUSED:
+        if options.get(name) is not None:
+            raise Unsupported(f"{who}: {name} is {type(options[name]).__name__}, expected None")
+
+
+def no_mask(*args: Any, attention_mask: Optional[torch.Tensor] = None, **options: Any) -> None:
+    """What AttentionMaskInterface calls: the plan says it all. A mask that hides tokens would be
+    dropped silently otherwise.
+    """
+    del args, options
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise Unsupported(
+            f"{_WHO}: attention_mask hides tokens, expected None: leave padding out of the batch"
+        )
+
+
+AttentionInterface.register("waybill", attention_forward)
+AttentionMaskInterface.register("waybill", no_mask)

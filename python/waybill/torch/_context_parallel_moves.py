@@ -1,0 +1,112 @@
+"""What travels of one BatchPlan on one rank, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Tuple
+
+import torch
+
+from .._dispatcher import ReadyPlan, TensorFormat
+from ..sparse import SparseMetadata
+from ._context_parallel_tables import formats_of
+from .kernels import AttentionShape
+from .sequence_dispatcher import SequenceDispatcher
+
+WHO = "ContextParallelAttention"
+
+
+class Moves:
+    """Calls of the dispatcher. Their tables are made when they are first used, on the stream that
+    is current then: behind attention that is already queued, so that nothing waits for them.
+    Collective where the windows must grow.
+    """
+
+    def __init__(self, routing: Any, dispatcher: SequenceDispatcher, shape: AttentionShape) -> None:
+        self._routing, self._dispatcher = routing, dispatcher
+        self._q, self._k, self._v, self._out = formats_of(shape)
+        self._lse = TensorFormat(torch.float32, (shape.heads,))
+        self._plans: dict[str, ReadyPlan] = {}
+
+    def there(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> Tuple[Tuple[torch.Tensor, ...], int]:
+        """(views of what came of q, k and v, the number of the dispatch)."""
+        views = self._call(self._plan("qkv"), (q, k, v))
+        return views, self._dispatcher.last_dispatch
+
+    def out_home(self, out: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+        return self._call(self._plan("out"), (out,))
+
+    def out_and_lse_home(self, out: torch.Tensor, lse: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+        return self._call(self._plan("out and lse"), (out, lse))
+
+    def grad_there(self, grad: torch.Tensor, number: int) -> torch.Tensor:
+        return self._call(self._plan("grad"), (grad,), number)[0]
+
+    def dq_home(self, dq: torch.Tensor, number: int) -> torch.Tensor:
+        return self._call(self._plan("dq"), (dq,), number)[0]
+
+    def sums(self, dk: torch.Tensor, dv: torch.Tensor, number: int) -> Tuple[torch.Tensor, ...]:
+        """Of the copies of own rows of K and V. Those of 16-bit rows are in float32, to be rounded
+        once with what stayed.
+        """
+        dtype = torch.float32 if dk.dtype.itemsize == 2 else dk.dtype
+        return self._dispatcher.kv_gradient(
+            self._plan("sums"), dk, dv, dtype=dtype, of_dispatch=number
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the tables of the first dispatch are there."""
+        return "qkv" in self._plans
+
+    def prepare(self) -> None:
+        self._plan("qkv")
+        self._plan("out")
+        self.prepare_backward()
+
+    def prepare_backward(self) -> None:
+        """A backward pass makes no tables, for which windows might have to grow."""
+        for name in ("grad", "dq", "sums"):
+            self._plan(name)
+
+    def _call(
+        self, plan: ReadyPlan, tensors: Sequence[torch.Tensor], of_dispatch: int = 0
+    ) -> Tuple[torch.Tensor, ...]:
+        return self._dispatcher._dispatch(
+            WHO, lambda t: f"tensors[{t}]", plan, tensors, of_dispatch
+        )
+
+    def _part(self, name: Any, *formats: Any) -> Tuple[Any, ...]:
+        return (SparseMetadata._wrap(getattr(self._routing, name)), *formats)
+
+    def _ready(self, *parts: Any, gradient: bool = False) -> ReadyPlan:
+        make = self._dispatcher.plan_kv_gradient if gradient else self._dispatcher.plan_dispatch
+        plan = make(*parts)
+        self._dispatcher.reserve(plan)
+        return plan
+
+    def _plan(self, name: str) -> ReadyPlan:
+        """Made once. (functools.cached_property of Python 3.11 has one lock for all objects, which
+        ranks that are threads would wait for each other with.)
+        """
+        ready = self._plans.get(name)
+        if ready is None:
+            ready = self._plans[name] = self._make(name)
+        return ready
+
+    def _make(self, name: str) -> ReadyPlan:
+        if name == "dq" and self._q == self._out:
+            return self._plan("out")
+        if name == "qkv":
+            return self._ready(self._part("fwd_q", self._q), self._part("fwd_kv", self._k, self._v))
+        if name == "sums":
+            return self._ready(self._part("sum_kv", self._k, self._v), gradient=True)
+        table, *formats = {
+            "out": ("rev_q", self._out),
+            "out and lse": ("rev_q", self._out, self._lse),
+            "grad": ("fwd_q", self._out),
+            "dq": ("rev_q", self._q),
+        }[name]
+        return self._ready(self._part(table, *formats))

@@ -1,0 +1,228 @@
+"""ContextParallelAttention as operations of torch.library, which torch.compile puts into one graph.
+
+A graph's inputs are tensors, so a plan comes as a ticket: a number of the host, by which the
+operation finds the plan when it runs, and tensors without elements whose sizes say how many rows
+come from elsewhere. Another batch is another number and other sizes of the same graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Tuple
+
+import torch
+
+from ..errors import InvalidArgument, Unsupported
+from ._context_parallel_step import RankStep, Saved
+
+_KEPT = 256  # tickets; with more in flight than that, backward would not find its plan
+# What the sizes of a ticket have beside the number of rows. Sizes of 0 and 1, and those that happen
+# to be equal in the first batch, would be facts of the graph: these are like no other.
+_Q_SPARE, _KV_SPARE = 2**24, 2**23
+_LEAST = 2  # rows of what is kept for backward, for the same reason
+
+_steps: weakref.WeakValueDictionary[int, RankStep] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+class PlanTicket(NamedTuple):
+    """A plan as tensors, on one rank, for compiled programs."""
+
+    number: torch.Tensor  #: (1,) int64, on the host
+    q_rows: torch.Tensor  #: (rows of Q that come from elsewhere + 2^24, 0)
+    kv_rows: torch.Tensor  #: of K and V, + 2^23
+
+
+def ticket_of(step: RankStep, kept: OrderedDict[int, RankStep]) -> PlanTicket:
+    """A ticket. ``kept`` are the module's, of which the last 256 are good."""
+    if not hasattr(torch.library, "custom_op"):
+        raise Unsupported(
+            f"ContextParallelAttention.ticket: torch {torch.__version__} has no operations of its"
+            " own, expected 2.4 or newer"
+        )
+    number = next(_numbers)
+    _steps[number] = kept[number] = step
+    while len(kept) > _KEPT:
+        kept.popitem(last=False)
+    q_rows, kv_rows = step.arrived_rows
+    sizes = [
+        torch.empty(rows, 0, dtype=torch.int8) for rows in (q_rows + _Q_SPARE, kv_rows + _KV_SPARE)
+    ]
+    for size in sizes:
+        torch._dynamo.maybe_mark_dynamic(size, 0)
+    return PlanTicket(torch.tensor([number]), sizes[0], sizes[1])
+
+
+def _step_of(number: torch.Tensor) -> RankStep:
+    step = _steps.get(int(number))
+    if step is None:
+        raise InvalidArgument(
+            f"ContextParallelAttention: ticket {int(number)} is of no plan, or {_KEPT} others were"
+            " made since"
+        )
+    return step
+
+
+class _NoOperation:
+    """Before torch 2.4, which cannot make one."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def register_fake(self, function: Any) -> Any:
+        return function
+
+    def register_autograd(self, backward: Any, setup_context: Any) -> None:
+        pass
+
+
+def _operation(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
+    if not hasattr(torch.library, "custom_op"):
+        return _NoOperation
+    return torch.library.custom_op(f"waybill::{name}", mutates_args=(), schema=schema)
+
+
+@_operation(
+    "context_parallel_attention",
+    "(Tensor number, Tensor q_rows, Tensor kv_rows, Tensor token, Tensor q, Tensor k,"
+    " Tensor v, bool needs_lse, bool want_lse) -> (" + ", ".join(["Tensor"] * 10) + ")",
+)
+def attend(
+    number: torch.Tensor,
+    q_rows: torch.Tensor,
+    kv_rows: torch.Tensor,
+    token: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    needs_lse: bool,
+    want_lse: bool,
+) -> Tuple[torch.Tensor, ...]:
+    """(output, token, log-sum-exp or nothing, number of the dispatch, what backward needs)."""
+    step = _step_of(number)
+    q, k, v = step.checked(q, k, v, lambda: False)
+    with torch.autocast(step.device.type, enabled=False):
+        out, lse, saved, dispatch = step.forward(q, k, v, True, want_lse)
+    lse = q.new_empty(0, dtype=torch.float32) if lse is None else lse
+    return (out, token.new_empty(0), lse, torch.tensor([dispatch]), *_kept(step, saved))
+
+
+@attend.register_fake
+def _(
+    number: Any, q_rows: Any, kv_rows: Any, token: Any, q: Any, k: Any, v: Any,
+    needs_lse: bool, want_lse: bool,
+) -> Tuple[torch.Tensor, ...]:  # fmt: skip
+    rows, heads, v_dim = q.shape[0], q.shape[1], v.shape[2]
+    came_q = torch.sym_max(q_rows.shape[0] - _Q_SPARE, _LEAST)
+    came_kv = torch.sym_max(kv_rows.shape[0] - _KV_SPARE, _LEAST)
+
+    def float32(*shape: Any) -> torch.Tensor:
+        return q.new_empty(shape, dtype=torch.float32)
+
+    return (
+        q.new_empty(rows, heads, v_dim),
+        token.new_empty(0),
+        float32(rows, heads) if want_lse else float32(0),
+        torch.empty(1, dtype=torch.int64),
+        float32(heads, rows) if needs_lse else float32(0),
+        q.new_empty(came_q, heads, q.shape[2]),
+        k.new_empty(came_kv, *k.shape[1:]),
+        v.new_empty(came_kv, *v.shape[1:]),
+        q.new_empty(came_q, heads, v_dim),
+        float32(heads, came_q) if needs_lse else float32(0),
+    )
+
+
+def _kept(step: RankStep, saved: Saved) -> Tuple[torch.Tensor, ...]:
+    """What backward needs, each in memory of its own and of the shape that the graph knows."""
+    shape, needs_lse = step.shape, step.kernel.needs_lse
+    q_rows, kv_rows = step.arrived_rows
+    kept = [saved.home_lse if needs_lse else saved.lse.new_empty(0)]
+    for tensor, rows, heads, size in (
+        (saved.q, q_rows, shape.heads, shape.head_dim),
+        (saved.k, kv_rows, shape.kv_heads, shape.head_dim),
+        (saved.v, kv_rows, shape.kv_heads, shape.v_head_dim),
+        (saved.out, q_rows, shape.heads, shape.v_head_dim),
+    ):
+        if rows < _LEAST:
+            few, tensor = tensor, tensor.new_zeros(_LEAST, heads, size)
+            if rows:
+                tensor[:rows] = few[:rows]
+        kept.append(tensor)
+    lse = saved.lse
+    if not needs_lse:
+        lse = lse.new_empty(0)
+    elif q_rows < _LEAST:
+        few, lse = lse, lse.new_zeros(shape.heads, _LEAST)
+        if q_rows:
+            lse[:, :q_rows] = few
+    return (*kept, lse)
+
+
+def _as_saved(step: RankStep, kept: Sequence[torch.Tensor]) -> Saved:
+    home_lse, q, k, v, out, lse = kept
+    q_rows, kv_rows = step.arrived_rows
+    if q_rows < _LEAST and step.kernel.needs_lse:
+        lse = lse[:, :q_rows].contiguous()
+    return Saved(home_lse, q[:q_rows], k[:kv_rows], v[:kv_rows], out[:q_rows], lse)
+
+
+@_operation(
+    "context_parallel_attention_backward",
+    "(Tensor number, Tensor dispatch, Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out,"
+    " Tensor[] saved, bool needs_q, bool needs_kv) -> (Tensor, Tensor, Tensor)",
+)
+def attend_backward(
+    number: torch.Tensor,
+    dispatch: torch.Tensor,
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    saved: Sequence[torch.Tensor],
+    needs_q: bool,
+    needs_kv: bool,
+) -> Tuple[torch.Tensor, ...]:
+    step = _step_of(number)
+    q, k, v = step.checked(q, k, v, lambda: False)
+    found = step.backward(
+        grad, q, k, v, out, _as_saved(step, saved), int(dispatch), (needs_q, needs_kv)
+    )  # fmt: skip
+    given = (torch.empty_like(t) if g is None else g for g, t in zip(found, (q, k, v)))
+    return tuple(t.contiguous() for t in given)
+
+
+@attend_backward.register_fake
+def _(
+    number: Any, dispatch: Any, grad: Any, q: Any, k: Any, v: Any, out: Any, saved: Any,
+    needs_q: bool, needs_kv: bool,
+) -> Tuple[torch.Tensor, ...]:  # fmt: skip
+    return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    number, _, _, _, q, k, v, *_ = inputs
+    out, _, lse, dispatch, *saved = output
+    ctx.save_for_backward(number, dispatch, q, k, v, out, *saved)
+    ctx.mark_non_differentiable(lse, dispatch, *saved)
+
+
+def _backward(ctx: Any, *grads: Any) -> Any:
+    number, dispatch, q, k, v, out, *saved = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    grad, token = grads[0], grads[1]
+    found = attend_backward(
+        number, dispatch, grad, q, k, v, out, saved, needs[4], needs[5] or needs[6]
+    )
+    given = (g if n else None for g, n in zip(found, needs[4:7]))
+    return (None, None, None, token if needs[3] else None, *given, None, None)
+
+
+attend.register_autograd(_backward, setup_context=_setup_context)

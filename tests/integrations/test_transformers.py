@@ -1,0 +1,141 @@
+"""Models of transformers over ranks, beside the same model in one process."""
+
+import pytest
+import ranks
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from waybill import InvalidArgument, Unsupported
+from waybill.integrations.transformers import SharedAttention, windows_of
+from waybill.torch import pack, run_threads
+
+VOCABULARY, WORLD = 40, 4
+LENGTHS = [37, 5, 1, 20, 9, 28]
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def llama():
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def mistral():
+    """A window that is shorter than documents."""
+    return MistralForCausalLM(MistralConfig(**SIZES, head_dim=8, sliding_window=7))
+
+
+def build(kind, implementation):
+    torch.manual_seed(3)
+    model = kind()
+    model.set_attn_implementation(implementation)
+    return model
+
+
+def documents():
+    draws = torch.Generator().manual_seed(7)
+    return [torch.randint(VOCABULARY, (n,), generator=draws) for n in LENGTHS]
+
+
+def loss_of(logits, labels):
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, -2).float(), labels.flatten(), ignore_index=-100, reduction="sum"
+    )
+
+
+def alone(kind):
+    """Logits of all documents, each on its own, by eager attention; gradients of the sum."""
+    model = build(kind, "eager")
+    logits = []
+    for document in documents():
+        out = model(document[None], use_cache=False).logits[0]
+        loss_of(out[:-1], document[1:]).backward()
+        logits.append(out.detach())
+    return torch.cat(logits), [p.grad for p in model.parameters()]
+
+
+def shared(rank, kind, checkpoints):
+    """The batch in pieces that begin and end anywhere: this rank's logits, summed gradients."""
+    model = build(kind, "waybill").to(ranks.DEVICE)
+    if checkpoints:
+        model.train()
+        model.gradient_checkpointing_enable()
+    attention = SharedAttention(None, model.config, block_tokens=4, in_place=True)
+    whole = pack(documents(), first_document=0)
+    cuts = [0, 11, 40, 41, len(whole.tokens)]
+    mine = whole.cut(cuts[rank], cuts[rank + 1]).to(ranks.DEVICE)
+    batch = attention.plan(attention.gather(mine.pieces))
+    assert torch.equal(batch.position_ids()[0], mine.positions)
+    logits = model(
+        mine.tokens[None], position_ids=batch.position_ids(), waybill=batch, use_cache=False
+    ).logits[0]
+    loss_of(logits, mine.labels).backward()
+    for p in model.parameters():
+        torch.distributed.all_reduce(p.grad)
+    attention.close()
+    return logits.detach().cpu().numpy(), [p.grad.cpu().numpy() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", [llama, mistral])
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_as_one_process(kind, checkpoints):
+    want, want_gradients = alone(kind)
+    found = ranks.run(WORLD, lambda rank: shared(rank, kind, checkpoints))
+    got = torch.cat([torch.from_numpy(logits) for logits, _ in found])
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    for _, gradients in found:
+        for gradient, expected in zip(map(torch.from_numpy, gradients), want_gradients):
+            torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_windows():
+    config = MistralConfig(**SIZES, head_dim=8, sliding_window=7)
+    assert windows_of(config) == [7]
+    config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
+    assert windows_of(config) == [None, 7]
+    config.layer_types = ["chunked_attention"]
+    with pytest.raises(Unsupported, match=r"layer_types\[0\] = 'chunked_attention'"):
+        windows_of(config)
+
+
+@pytest.fixture(scope="module")
+def call():
+    """model(...) on one rank, of a batch of 5 rows."""
+
+    def one(error, match, **changed):
+        def body(world):
+            model = build(llama, "waybill")
+            attention = SharedAttention(world, model.config, **changed.pop("options", {}))
+            batch = attention.plan([[3, 2]])
+            given = {"waybill": batch, "position_ids": batch.position_ids(), "use_cache": False}
+            tokens = changed.pop("tokens", torch.zeros(1, 5, dtype=torch.int64))
+            with pytest.raises(error, match=match):
+                model(tokens, **{**given, **changed})
+
+        run_threads(1, body)
+
+    return one
+
+
+def test_what_is_refused(call):
+    call(InvalidArgument, "waybill is a NoneType", waybill=None)
+    call(Unsupported, "attention_mask hides tokens", attention_mask=torch.tensor([[1, 1, 1, 1, 0]]))
+    call(Unsupported, "rank 0: got an attention_mask", attention_mask=torch.zeros(1, 1, 5, 5))
+    call(Unsupported, "rank 0: is_causal = False", is_causal=False)
+    call(Unsupported, "rank 0: softcap is float", softcap=30.0)
+    call(InvalidArgument, "rank 0: scaling = ", options={"scale": 1.0})
+    call(InvalidArgument, "rank 0", tokens=torch.zeros(1, 4, dtype=torch.int64), position_ids=None)
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    call(InvalidArgument, r"rank 0: query \(2, 4, 5, 8\)", tokens=tokens, position_ids=None)
+    call(InvalidArgument, r"rank 0: sliding_window = 9", sliding_window=9)
+
+
+def test_plans_for_all_windows():
+    def body(world):
+        config = MistralConfig(**SIZES, head_dim=8, sliding_window=7)
+        attention = SharedAttention(world, config)
+        with pytest.raises(InvalidArgument, match="rank 0 have none for window 7"):
+            attention.batch({})
+
+    run_threads(1, body)

@@ -1,0 +1,156 @@
+"""ContextParallelAttention on GPUs: varlen_attn, two streams, graphs of work in flight."""
+
+import pytest
+from packed import leaves_of, random_pieces, rng_of, tensors_of, whole
+
+import waybill
+
+torch = pytest.importorskip("torch")
+wt = pytest.importorskip("waybill.torch")
+
+pytestmark = pytest.mark.skipif(
+    waybill.num_gpus() < 2 or not torch.cuda.is_available(),
+    reason="needs two GPUs, and an installation with CUDA",
+)
+HEADS = (8, 2, 64, 64)
+WAYS = [
+    {"in_place": True},
+    {"in_place": True, "overlap": False},
+    {"in_place": False},
+]
+
+
+def batch(seed, factor=7):
+    """Pieces of documents that are long enough for several blocks of the kernel."""
+    pieces = random_pieces(rng_of(seed), 2)
+    pieces = [[(d, factor * o, factor * n) for d, o, n in held] for held in pieces]
+    return pieces, tensors_of(pieces, *HEADS, seed=seed, dtype=torch.bfloat16)
+
+
+def expect(got, pieces, tensors, **mask):
+    wide = [[t.double() for t in mine] for mine in tensors]
+    for mine, expected in zip(got, whole(pieces, wide, **mask)):
+        for a, b in zip(mine, expected):
+            torch.testing.assert_close(a.cpu().double(), b, rtol=0.05, atol=0.05)
+
+
+def run(body):
+    return wt.run_threads(2, body, device="cuda")
+
+
+@pytest.mark.parametrize("mask", [{}, {"window": 40}, {"mask": "full"}])
+@pytest.mark.parametrize("way", range(3))
+def test_batches_one_after_the_other(way, mask):
+    """Twelve plans through one module: memory of both streams is used again and again."""
+    batches = [batch(seed) for seed in range(12)]
+
+    def body(world):
+        attend = wt.ContextParallelAttention(
+            world, *HEADS, block_tokens=16, **WAYS[way], **mask
+        )  # fmt: skip
+        results = []
+        for pieces, tensors in batches:
+            mine = [t.to(world.device) for t in tensors[world.rank]]
+            q, k, v = leaves_of(mine)
+            out = attend(attend.plan(attend.gather(pieces[world.rank])), q, k, v)
+            out.backward(mine[3])
+            results.append((out.detach(), q.grad, k.grad, v.grad))
+        torch.cuda.synchronize()
+        return results
+
+    ranks = run(body)
+    for i, (pieces, tensors) in enumerate(batches):
+        expect([results[i] for results in ranks], pieces, tensors, **mask)
+
+
+@pytest.mark.parametrize("order", ["f0 f1 f2 b0 b1 b2", "f0 f1 b0 f2 b1 b2", "f0 f1 f2 b2 b1 b0"])
+def test_microbatches_in_flight(order):
+    batches = [batch(20 + seed) for seed in range(3)]
+
+    def body(world):
+        attend = wt.ContextParallelAttention(world, *HEADS, block_tokens=16, in_place=True)
+        inputs, outs, grads = [], {}, {}
+        for _, tensors in batches:
+            mine = [t.to(world.device) for t in tensors[world.rank]]
+            inputs.append(leaves_of(mine))
+            grads[len(grads)] = mine[3]
+        for step in order.split():
+            i = int(step[1])
+            if step[0] == "f":
+                outs[i] = attend(attend.plan(batches[i][0]), *inputs[i])
+            else:
+                outs[i].backward(grads[i])
+        torch.cuda.synchronize()
+        return [(outs[i].detach(), *(t.grad for t in inputs[i])) for i in range(3)]
+
+    ranks = run(body)
+    for i, (pieces, tensors) in enumerate(batches):
+        expect([results[i] for results in ranks], pieces, tensors)
+
+
+def test_log_sum_exp_and_a_smaller_v():
+    pieces, _ = batch(31)
+    tensors = tensors_of(pieces, 8, 2, 64, 32, dtype=torch.bfloat16)
+
+    def body(world):
+        attend = wt.ContextParallelAttention(
+            world, 8, 2, 64, 32, block_tokens=16, in_place=True
+        )  # fmt: skip
+        mine = [t.to(world.device) for t in tensors[world.rank]]
+        q, k, v = leaves_of(mine)
+        out, lse = attend(attend.plan(pieces), q, k, v, return_lse=True)
+        out.backward(mine[3])
+        torch.cuda.synchronize()
+        return out.detach(), q.grad, k.grad, v.grad, lse
+
+    expect(run(body), pieces, tensors)
+
+
+def test_two_runs_are_equal_bit_for_bit():
+    """Output, and under deterministic algorithms gradients."""
+    pieces, tensors = batch(40)
+
+    def body(world):
+        attend = wt.ContextParallelAttention(world, *HEADS, block_tokens=16, in_place=True)
+        plan, mine = attend.plan(pieces), [t.to(world.device) for t in tensors[world.rank]]
+        results = []
+        for _ in range(3):
+            q, k, v = leaves_of(mine)
+            out = attend(plan, q, k, v)
+            out.backward(mine[3])
+            results.append((out.detach(), q.grad, k.grad, v.grad))
+        torch.cuda.synchronize()
+        return all(
+            torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other)
+        )  # fmt: skip
+
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert run(body) == [True, True]
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def test_memory_of_a_step_is_bounded():
+    """Beside q, k, v, the output and their gradients: what travels, a few times."""
+    pieces = [[(0, 0, 6000), (1, 0, 2000)], [(2, 0, 8000)]]
+
+    def body(world):
+        attend = wt.ContextParallelAttention(world, 32, 8, 128, in_place=True)
+        plan = attend.plan(pieces)
+        q, k, v = (
+            torch.randn(8000, n, 128, device=world.device, dtype=torch.bfloat16).requires_grad_()
+            for n in (32, 8, 8)
+        )
+        grad = torch.randn_like(q)
+        attend(plan, q, k, v).backward(grad)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        attend(plan, q, k, v).backward(grad)
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / (8000 * 32 * 128 * 2)
+
+    # Of rows of Q: output, its float32 accumulator of dQ, dq and dk, dv, and what came.
+    assert max(run(body)) < 9
