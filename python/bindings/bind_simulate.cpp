@@ -73,12 +73,14 @@ void bind_simulate(nb::module_& m) {
         "num_threads"_a);
   m.def(
       "source_rows",
-      [](const Shape& tensor_shape, const Shape& output_shape, const Fields& fields,
+      [](const std::vector<std::int64_t>& tensor_shape,
+         const std::vector<std::int64_t>& output_shape, const Fields& fields,
          std::string_view overlap) {
         const Metadata metadata = metadata_from(fields);
         const SimulateOptions options = options_from("orchestrate_simulate", overlap, 0);
-        return numpy_array(
-            unlocked([&] { return source_rows(tensor_shape, output_shape, metadata, options); }));
+        const Shape from(tensor_shape.begin(), tensor_shape.end());
+        const Shape to(output_shape.begin(), output_shape.end());
+        return numpy_array(unlocked([&] { return source_rows(from, to, metadata, options); }));
       },
       "tensor_shape"_a, "output_shape"_a, "fields"_a, "overlap"_a);
   m.def(

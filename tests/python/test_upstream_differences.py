@@ -111,7 +111,7 @@ def too_many_copies(face):
     )
 
 
-@line("tables of wrong shape, dtype")
+@line("tables with a wrong shape or dtype")
 def wrong_tables(face):
     for lens, dispatch in (
         ([[3, 2]], [[0]]), ([[3.5]], [[0]]), ([[3]], [[1]]), ([[-3]], [[0]])

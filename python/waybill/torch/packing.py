@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 
 from .._arrays import int64
+from .._graphs import outside_graphs
 from ..errors import InvalidArgument
 from ._tensors import require_tensor
 from .batch_plan import Piece
@@ -54,6 +55,7 @@ class PackedBatch(NamedTuple):
         return PackedBatch(tokens, labels, positions, self.pieces)
 
 
+@outside_graphs
 def pack(
     documents: Iterable[torch.Tensor],
     *,
@@ -67,6 +69,8 @@ def pack(
             the same number for a document on all of them. Without, they stay whole.
         ignored: the label of a document's last token; cross_entropy's ignore_index.
     """
+    if not isinstance(documents, Iterable):
+        raise InvalidArgument(f"pack: documents is a {type(documents).__name__}, expected a list")
     kept = [require_tensor(d, f"pack: documents[{i}]") for i, d in enumerate(documents)]
     kept = [document for document in kept if len(document) > 0]
     if not kept:
@@ -87,9 +91,21 @@ def pack(
     return PackedBatch(tokens, labels, positions, pieces)
 
 
+@outside_graphs
 def unpack(rows: torch.Tensor, pieces: Sequence[Union[int, Piece]]) -> list[torch.Tensor]:
     """The rows of each piece, views: the inverse of pack for whatever was computed from it."""
-    lengths = [piece[2] if isinstance(piece, tuple) else int(piece) for piece in pieces]
+    require_tensor(rows, "unpack: rows")
+    if not isinstance(pieces, Sequence):
+        raise InvalidArgument(f"unpack: pieces is a {type(pieces).__name__}, expected a list")
+    lengths = [
+        int64(
+            piece[2] if isinstance(piece, tuple) and len(piece) == 3 else piece,
+            f"unpack: pieces[{i}]",
+        )
+        for i, piece in enumerate(pieces)
+    ]
+    if min(lengths, default=0) < 0:
+        raise InvalidArgument(f"unpack: pieces hold the length {min(lengths)}, expected >= 0")
     if sum(lengths) != len(rows):
         raise InvalidArgument(f"unpack: {len(rows)} rows, expected {sum(lengths)}, as of pieces")
     return list(torch.split(rows, lengths))
