@@ -103,7 +103,7 @@ nb::list tensors_list(std::vector<HostTensor>&& tensors) {
 }
 
 nb::object int32_table(const std::vector<std::int32_t>& values, Shape shape) {
-  return numpy_array(IndexArray::copy_of(values.data(), std::move(shape), DType::int32));
+  return numpy_array(IndexArray::copy_of(values.data(), shape, DType::int32));
 }
 
 nb::dict tables_dict(ExpertDispatch& dispatch) {

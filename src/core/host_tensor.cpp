@@ -11,7 +11,7 @@ constexpr std::size_t alignment = 64;  // a cache line, and the widest vector lo
 
 }  // namespace
 
-HostTensor::HostTensor(DType dtype, Shape shape) : dtype_(dtype), shape_(std::move(shape)) {
+HostTensor::HostTensor(DType dtype, Shape shape) : dtype_(dtype), shape_(shape) {
   const std::int64_t element_bytes = dtype_bytes(dtype);
   const std::int64_t elements = num_elements(shape_, "HostTensor");
   require(elements <= (std::int64_t{1} << 62) / element_bytes,

@@ -80,11 +80,10 @@ IndexArray::Storage IndexArray::make_storage(DType dtype, std::int64_t size) {
 IndexArray::IndexArray() : storage_(detail::TableVector<std::int64_t>{}) {}
 
 IndexArray::IndexArray(Shape shape, DType dtype)
-    : shape_(std::move(shape)), storage_(make_storage(dtype, num_elements(shape_, "IndexArray"))) {}
+    : shape_(shape), storage_(make_storage(dtype, num_elements(shape_, "IndexArray"))) {}
 
 IndexArray::IndexArray(Shape shape, const std::vector<std::int64_t>& values)
-    : shape_(std::move(shape)),
-      storage_(detail::TableVector<std::int64_t>(values.begin(), values.end())) {
+    : shape_(shape), storage_(detail::TableVector<std::int64_t>(values.begin(), values.end())) {
   const std::int64_t expected = num_elements(shape_, "IndexArray");
   require(size() == expected, "IndexArray: got ", size(), " values, expected ", expected,
           " for shape ", to_string(shape_));
@@ -100,7 +99,7 @@ IndexArray IndexArray::copy_of(const void* elements, Shape shape, DType dtype) {
         target.assign(first, first + size);
       },
       result.storage_);
-  result.shape_ = std::move(shape);
+  result.shape_ = shape;
   return result;
 }
 
@@ -133,11 +132,11 @@ IndexArray IndexArray::cube(Cube values) {
     const auto elements = plane.i64();
     flat.insert(flat.end(), elements.begin(), elements.end());
   }
-  return {std::move(shape), flat};
+  return {shape, flat};
 }
 
 IndexArray IndexArray::full(Shape shape, std::int64_t value) {
-  IndexArray result(std::move(shape));
+  IndexArray result(shape);
   std::ranges::fill(result.i64(), value);
   return result;
 }
@@ -228,7 +227,7 @@ IndexArray IndexArray::reshaped(Shape shape) const {
   require(num_elements(shape, "IndexArray::reshaped") == size(),
           "IndexArray::reshaped: shape = ", to_string(shape), ", expected ", size(), " elements");
   IndexArray result = *this;
-  result.shape_ = std::move(shape);
+  result.shape_ = shape;
   return result;
 }
 

@@ -8,7 +8,7 @@ namespace waybill::detail {
 namespace {
 
 ConstTensorView table(const std::vector<std::int32_t>& values, Shape shape) {
-  return {values.data(), DType::int32, std::move(shape)};
+  return {values.data(), DType::int32, shape};
 }
 
 }  // namespace

@@ -118,7 +118,7 @@ IndexArray read_array(const JsonNode& node) {
   const DType dtype = read_dtype(node.at("dtype"));
   const JsonNode data = node.at("data");
   std::vector<std::int64_t> elements = NestedReader(data, shape).read();
-  IndexArray array(std::move(shape), elements);
+  IndexArray array(shape, elements);
   if (dtype == DType::int64) return array;
   check_at(data, [&] { array = array.to(dtype, "data"); });
   return array;

@@ -9,11 +9,11 @@ namespace waybill::detail {
 namespace {
 
 IndexArray int32_array(const std::vector<std::int32_t>& values, Shape shape) {
-  return IndexArray::copy_of(values.data(), std::move(shape), DType::int32);
+  return IndexArray::copy_of(values.data(), shape, DType::int32);
 }
 
 IndexArray int64_array(const std::vector<std::int32_t>& values, Shape shape) {
-  return {std::move(shape), std::vector<std::int64_t>(values.begin(), values.end())};
+  return {shape, std::vector<std::int64_t>(values.begin(), values.end())};
 }
 
 /// Ids and rows of the ranks of the same local index, node by node.

@@ -52,7 +52,7 @@ IndexArray prepend_zero(const IndexArray& array, std::int64_t dim) {
   Shape shape = array.shape();
   shape[static_cast<std::size_t>(normalize_dim(dim, array.ndim(), "prepend_zero"))] += 1;
   const Int64View source(array);
-  IndexArray result(std::move(shape));
+  IndexArray result(shape);
   const std::int64_t block = split.extent * split.inner;
   for (std::int64_t o = 0; o < split.outer; ++o) {
     std::copy_n(source.span().begin() + o * block, block,

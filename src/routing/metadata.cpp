@@ -42,7 +42,7 @@ IndexArray take_rows(const IndexArray& array, const std::vector<std::int64_t>& k
     const auto first = source.span().begin() + j * row_size;
     values.insert(values.end(), first, first + row_size);
   }
-  IndexArray result(std::move(shape), values);
+  IndexArray result(shape, values);
   return array.dtype() == DType::int64 ? result : result.to(array.dtype());
 }
 

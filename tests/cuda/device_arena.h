@@ -78,7 +78,7 @@ class DeviceArena {
     std::byte* const at = static_cast<std::byte*>(memory_) + used_ + shift;
     used_ += (bytes + shift + 255) / 256 * 256;
     if (used_ + guard_bytes > size_) throw std::runtime_error("the arena is too small");
-    return {at, dtype, std::move(shape)};
+    return {at, dtype, shape};
   }
 
   [[nodiscard]] TensorView upload(const HostTensor& tensor, std::int64_t shift = 0) {

@@ -167,7 +167,7 @@ TEST(GpuAgreement, what_cannot_be_compared_ends_by_the_deadline) {
     DeviceArena arena(rank.world(), std::int64_t{1} << 20);
     DisagreeingRank other(
         rank.world(), rank.documents(),
-        [&](DType dtype, Shape shape) { return arena.take(dtype, std::move(shape)); },
+        [&](DType dtype, Shape shape) { return arena.take(dtype, shape); },
         rank.dispatcher().options(), rank.stream());
     const auto parts = DisagreeingRank::forward_of(rank.documents().usual);
     const auto plan = rank.plan(parts);

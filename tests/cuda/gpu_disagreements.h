@@ -22,7 +22,7 @@ inline std::string text_of_end(World& world, const DocumentRoutings& documents,
                                const SequenceDispatcherOptions& options,
                                const std::function<void(DisagreeingRank&)>& calls) {
   DeviceArena arena(world, std::int64_t{16} << 20);
-  const auto take = [&](DType dtype, Shape shape) { return arena.take(dtype, std::move(shape)); };
+  const auto take = [&](DType dtype, Shape shape) { return arena.take(dtype, shape); };
   DisagreeingRank rank(world, documents, take, options, {arena.stream()});
   std::string text;
   try {

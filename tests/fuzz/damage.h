@@ -14,7 +14,7 @@
 namespace waybill::fuzz {
 
 inline IndexArray draw_array(Input& input, Shape shape, std::int64_t low, std::int64_t high) {
-  IndexArray array(std::move(shape));
+  IndexArray array(shape);
   for (std::int64_t& element : array.i64()) element = input.value(low, high);
   return array;
 }

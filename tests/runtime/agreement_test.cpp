@@ -74,9 +74,7 @@ SequenceDispatcherOptions options() {
 class HostTensors {
  public:
   [[nodiscard]] test::TakeTensor take() {
-    return [this](DType dtype, Shape shape) {
-      return tensors_.emplace_back(dtype, std::move(shape)).view();
-    };
+    return [this](DType dtype, Shape shape) { return tensors_.emplace_back(dtype, shape).view(); };
   }
 
  private:

@@ -22,14 +22,14 @@ inline std::string text_of(const std::vector<Finding>& findings) {
 
 /// Different bytes everywhere.
 inline HostTensor random_tensor(DType dtype, Shape shape, std::uint64_t seed) {
-  HostTensor tensor(dtype, std::move(shape));
+  HostTensor tensor(dtype, shape);
   Random random(seed);
   for (std::byte& byte : tensor.bytes()) byte = static_cast<std::byte>(random.bits() >> 56);
   return tensor;
 }
 
 inline HostTensor filled_tensor(DType dtype, Shape shape, unsigned char value) {
-  HostTensor tensor(dtype, std::move(shape));
+  HostTensor tensor(dtype, shape);
   std::ranges::fill(tensor.bytes(), std::byte{value});
   return tensor;
 }

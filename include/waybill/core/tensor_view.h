@@ -32,11 +32,11 @@ struct BasicTensorView {
 
   /// A contiguous, row-major view.
   BasicTensorView(void* first, DType type, Shape extents) requires(!std::is_const_v<Byte>)
-      : data(static_cast<Byte*>(first)), dtype(type), shape(std::move(extents)) {
+      : data(static_cast<Byte*>(first)), dtype(type), shape(extents) {
     strides = contiguous_strides(shape);
   }
   BasicTensorView(const void* first, DType type, Shape extents) requires(std::is_const_v<Byte>)
-      : data(static_cast<Byte*>(first)), dtype(type), shape(std::move(extents)) {
+      : data(static_cast<Byte*>(first)), dtype(type), shape(extents) {
     strides = contiguous_strides(shape);
   }
 

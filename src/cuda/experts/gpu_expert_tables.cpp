@@ -104,10 +104,10 @@ ExpertTableViews GpuExpertRouting::views() const {
     rows = std::min<std::int64_t>(rows, wait_counts()[to_size(std::int64_t{config_.rank})]);
   }
   const auto view = [&](std::int64_t offset, Shape shape) {
-    return ConstTensorView(part(offset), DType::int32, std::move(shape));
+    return ConstTensorView(part(offset), DType::int32, shape);
   };
   const auto row_view = [&](std::int64_t offset, Shape shape) {
-    return ConstTensorView(row_part(offset), DType::int32, std::move(shape));
+    return ConstTensorView(row_part(offset), DType::int32, shape);
   };
   ExpertTableViews views;
   const std::int64_t nodes = config_.num_nodes();
