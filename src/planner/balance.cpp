@@ -208,7 +208,9 @@ bool Balancer::tail_is_cheaper(std::int32_t tail, std::int32_t other, std::int64
 }
 
 void Balancer::shed(std::int32_t rank, std::int64_t surplus) {
-  const std::int32_t first = home_->pieces_of(rank).front();
+  const auto pieces = home_->pieces_of(rank);
+  if (pieces.empty()) return;  // all of its work is that of others
+  const std::int32_t first = pieces.front();
   heap_pieces(rank);
   while (surplus > 0) {
     std::int32_t idx = heaviest_piece();
