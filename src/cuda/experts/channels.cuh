@@ -9,22 +9,20 @@
 namespace waybill::cuda {
 
 /// Where the source raises what it has sent to this rank.
-template <class Rows>
-__device__ inline std::uint64_t* channel_slot(const Rows& p, std::int32_t at, std::int32_t source,
-                                              std::int32_t channel) {
+__device__ inline std::uint64_t* channel_slot(const RowsParams& p, std::int32_t at,
+                                              std::int32_t source, std::int32_t channel) {
   return p.channels[at] + std::int64_t{source} * max_channels + channel;
 }
 
-template <class Rows>
-__device__ inline std::uint64_t* config_slot(const Rows& p, std::int32_t at, std::int32_t source) {
+__device__ inline std::uint64_t* config_slot(const RowsParams& p, std::int32_t at,
+                                             std::int32_t source) {
   const std::int64_t first = std::int64_t{p.shape.world_size} * max_channels;
   return p.channels[at] + first + std::int64_t{p.m.parity} * p.shape.world_size + source;
 }
 
 /// Tells all ranks that the tokens of the first `groups` groups of a channel have arrived. One
 /// warp; its stores are complete.
-template <class Rows>
-__device__ inline void signal_groups(const Rows& p, std::int32_t channel, std::uint64_t epoch,
+__device__ inline void signal_groups(const RowsParams& p, std::int32_t channel, std::uint64_t epoch,
                                      std::int32_t groups) {
   for (std::int32_t k = lane_id(); k < p.shape.world_size; k += 32) {
     const std::int32_t d = (p.shape.rank + k) % p.shape.world_size;
