@@ -96,7 +96,8 @@ class DenseTester {
     for (const Metadata* forward : {&dispatch_.metadata.fwd_q, &dispatch_.metadata.fwd_kv}) {
       if (forward->seq_len.dim(1) >= most) continue;
       findings_.add({FindingKind::shape, forward->has_copies() ? "fwd_kv" : "fwd_q", "seq_len", -1,
-                     -1, -1, to_string(forward->seq_len.shape()), concat(most, " shards a rank")});
+                     -1, -1, to_string(forward->seq_len.shape()),
+                     concat(most, " shards per rank")});
     }
   }
 

@@ -78,7 +78,7 @@ inline void hold_per_query(const QkvPlan& plan, const std::vector<ShardPlace>& p
   }
 }
 
-/// per_rank: one group a document, of the shards that any of its queries here needs, once.
+/// per_rank: one group per document, of the shards that any of its queries here needs, once.
 inline void hold_per_rank(const QkvPlan& plan, const std::vector<ShardPlace>& places,
                           RankModel& rank) {
   std::int64_t row = 0;

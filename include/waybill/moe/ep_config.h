@@ -47,14 +47,14 @@ struct EPConfig {
 
 /// Which rows a rank receives.
 enum class EPRows : std::uint8_t {
-  grouped,  ///< one a topk slot: by local expert, then source rank, then token, then topk slot
+  grouped,  ///< one per topk slot: by local expert, then source rank, then token, then topk slot
   compact,  ///< one per token, however many of its topk slots are here: by source rank, then token
 };
 
 /// In what form tokens travel.
 enum class EPPayload : std::uint8_t {
   plain,      ///< token_dtype
-  quantized,  ///< given in token_dtype, sent as float8_e4m3fn with a float32 scale a scale_group
+  quantized,  ///< given in token_dtype, sent as float8_e4m3fn with a float32 scale per scale_group
   scaled,     ///< given as float8_e4m3fn with such scales
 };
 

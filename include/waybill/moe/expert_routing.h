@@ -9,8 +9,8 @@
 
 namespace waybill {
 
-// Who gets which rows, in steps that each rank can do for itself. W ranks, P experts a rank, E = W
-// P experts, K topk slots. All tables are int32 and row-major. A row is a place in a receiver's
+// Who gets which rows, in steps that each rank can do for itself. W ranks, P experts per rank, E =
+// W P experts, K topk slots. All tables are int32 and row-major. A row is a place in a receiver's
 // output.
 
 /// Entries of one rank's counts: its topk slots of each expert [E], its dropped topk slots [1], and

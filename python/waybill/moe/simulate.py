@@ -20,7 +20,7 @@ from .config import EPConfig
 class EPAllToAllLayoutDesc:
     """What a rank must know of a dispatch to combine: int32 but for the two maps, which are int64.
 
-    N nodes, M = max_tokens, K = topk, R rows, P experts a rank; -1 where an entry has no meaning.
+    N nodes, M = max_tokens, K = topk, R rows, P experts per rank; -1 where an entry has no meaning.
     """
 
     num_dispatch_token_cur_rank: int  #: tokens of this rank
@@ -45,7 +45,7 @@ class EPAllToAllLayoutDesc:
 
 
 class ExpertDispatch(OfThisProcess):
-    """What ``simulate_dispatch`` gives: one entry a rank in every list."""
+    """What ``simulate_dispatch`` gives: one entry per rank in every list."""
 
     _why_not_copied = "compiled tables: simulate_dispatch makes it again; its arrays can be"
     config: EPConfig
@@ -115,7 +115,7 @@ def simulate_dispatch(
         the other; without it the order is local expert, source rank, token, choice
     :param scales: with "scaled": [T, hidden / 128] float32 a rank
     :param dropped_id: the id of a choice that goes nowhere: num_experts, or -1
-    :param rows: "grouped", a row a choice; "compact", a row a token and rank
+    :param rows: "grouped", a row per choice; "compact", a row per token and rank
     :param expert_alignment: rows of each local expert padded to a multiple, with zeros
     :param payload: "plain"; "quantized": sent as float8 e4m3 with scales; "scaled": given so
     :raises InvalidArgument: naming argument and rank, before anything is moved

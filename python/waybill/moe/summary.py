@@ -16,7 +16,7 @@ class ExpertSummary(OfThisProcess):
     """Figures of a dispatch; its combine moves the same rows the other way.
 
     A row crosses a link once for each rank that it goes to, between nodes once for each node; what
-    stays on a rank crosses none. Speeds are those of a rank's links each way, in bytes a second.
+    stays on a rank crosses none. Speeds are those of a rank's links each way, in bytes per second.
     """
 
     _why_not_copied = "compiled tables: summarize makes it again; its arrays can be"
@@ -50,7 +50,7 @@ class ExpertSummary(OfThisProcess):
         return self._compiled.explain(*_speeds(nvlink, network))
 
     def text(self, *, nvlink: float = 345e9, network: float = 50e9) -> str:
-        """Figures, a line a rank with bars, and ``explain()``, 80 columns wide."""
+        """Figures, a line per rank with bars, and ``explain()``, 80 columns wide."""
         return self._compiled.text(*_speeds(nvlink, network))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The two orders in which an ElasticBuffer gives rows: a row a token, and a row a choice."""
+"""The two orders in which an ElasticBuffer gives rows: a row per token, and a row per choice."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         before they travel
     :param use_aot: accepted; kernels are always compiled ahead of time
     :param dropped_id: the id of a choice that goes nowhere: num_tot_experts, or -1
-    :param rows: "grouped", a row a choice; "compact", a row a token and rank
+    :param rows: "grouped", a row per choice; "compact", a row per token and rank
     :param expert_alignment: rows of each local expert padded to a multiple, with zeros
     :param payload: "plain"; "quantized": rows travel as float8 e4m3 with scales; "scaled": given so
     :param capacity: the first buffers have max_tokens * topk * capacity rows
