@@ -1,7 +1,7 @@
 """NCCL's all_to_all_single through PyTorch on the GPUs of this machine, to compare with.
 
-One process per GPU, bfloat16; the slowest rank's median of 60 calls, with and without the packing of
-rows into send order and out of receive order that it needs and a dispatch does not.
+One process per GPU, bfloat16; the slowest rank's median of 60 calls, with and without packing
+rows into send order and out of receive order, which it needs and a dispatch does not.
 """
 
 import sys

@@ -77,8 +77,8 @@ def compute_metadata_kv(
 ) -> Any:
     """Routing of K and V when each query keeps a contiguous copy of its whole context.
 
-    A KV copy goes where its query goes; the destination buffer is one group per query, in the global
-    order of the queries, and inside a group KV shards stand in document order. Counts are kept by
+    A KV copy goes where its query goes; the destination buffer is one group per query, in the
+    global order of the queries, and inside a group KV shards stand in document order. Counts are kept by
     the KV shard's own rank, which also holds when queries live on other ranks.
 
     Args:

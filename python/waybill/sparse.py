@@ -113,7 +113,7 @@ class SparseMetadata(Unchanging):
 
 
 class RankAttention(NamedTuple):
-    """What one rank attends to: one entry per query shard that it received, in their order, rows."""
+    """What one rank attends to: one entry per query shard that it received, in order, in rows."""
 
     shard: IntArray  #: (n,): number of the shard in the plan
     q_begin: IntArray  #: (n,): first row of the shard's queries in the rank's Q

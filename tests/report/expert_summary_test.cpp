@@ -156,7 +156,7 @@ TEST(ExpertSummary, says_when_nothing_moves) {
   EXPECT_EQ(explain_experts(summarize_experts(config, {}, Ids{{8, 8}, {}})).size(), 1);
   const auto stays = explain_experts(summarize_experts(config, {}, Ids{{0}, {4}}));
   EXPECT_NE(stays[0].find("every token stays"), std::string::npos);
-  EXPECT_NE(expert_text(summarize_experts(config, {}, Ids(2))).find("every choice is dropped"),
+  EXPECT_NE(expert_text(summarize_experts(config, {}, Ids(2))).find("every topk slot is dropped"),
             std::string::npos);
 }
 

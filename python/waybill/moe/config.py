@@ -45,7 +45,7 @@ class EPConfig:
 
     max_tokens: int  #: most tokens a rank may dispatch
     hidden: int  #: elements of a token
-    topk: int  #: choices of a token, at most 32
+    topk: int  #: topk slots of a token, at most 32
     num_experts: int  #: of all ranks together, a multiple of world_size
     rank: int
     world_size: int

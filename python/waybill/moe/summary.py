@@ -23,14 +23,14 @@ class ExpertSummary(OfThisProcess):
     config: EPConfig
     row_bytes: int  #: of a row that travels, its scales too
     tokens: IntArray  #: [W] of each rank
-    dropped: IntArray  #: [W] choices of its tokens that go nowhere
-    computed: IntArray  #: [W] choices that its experts get: the rows of their products
+    dropped: IntArray  #: [W] topk slots of its tokens that go nowhere
+    computed: IntArray  #: [W] topk slots that its experts get: the rows of their products
     received: IntArray  #: [W] tokens that it gets, its own among them
     node_in: IntArray  #: [W] rows over the links inside a node
     node_out: IntArray
     network_in: IntArray  #: [W] rows between nodes
     network_out: IntArray
-    expert_choices: IntArray  #: [E] choices of each expert
+    expert_choices: IntArray  #: [E] topk slots of each expert
 
     def __init__(self) -> None:
         raise InvalidArgument("ExpertSummary: got a constructor call, expected summarize")
@@ -73,7 +73,7 @@ def summarize(
     """Counts what a dispatch of these choices would send.
 
     :param exp_indices: [T, topk] a rank, int32 or int64
-    :param dropped_id: the id of a choice that goes nowhere: num_experts, or -1
+    :param dropped_id: the id of a topk slot that goes nowhere: num_experts, or -1
     :param payload: "plain"; "quantized" or "scaled": float8 e4m3 with scales
     :raises InvalidArgument: naming argument and rank
     """

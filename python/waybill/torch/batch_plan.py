@@ -90,8 +90,8 @@ class BatchPlanner(Unchanging):
         }  # fmt: skip
 
     def plan(self, pieces: Sequence[Any]) -> BatchPlan:
-        """The plan of what the ranks hold: one entry per rank, as ``ContextParallelAttention.gather``
-        returns it, or lists of lengths and pieces. Pure: the same everywhere.
+        """The plan of what the ranks hold: one entry per rank, as
+        ``ContextParallelAttention.gather`` returns it, or lists of lengths and pieces. Pure: the same everywhere.
 
         Raises InvalidArgument naming the document whose pieces do not add up, or rank and piece.
         """

@@ -75,7 +75,7 @@ class ExpertParallel(torch.nn.Module):
     """Tokens to their experts on all ranks of a group, the experts, and their weighted sums home.
 
     ``forward(tokens, scores, ids)``: [..., hidden] of tokens [..., hidden], scores and ids [...,
-    topk]; a choice of id -1 goes nowhere. Collective, as its backward is.
+    topk]; a topk slot of id -1 goes nowhere. Collective, as its backward is.
 
     :param experts: this rank's: a module or function of (rows [R, hidden], ends [experts] int32),
         rows grouped by expert, that gives [R, hidden]; num_experts / ranks of them
