@@ -91,7 +91,8 @@ class BatchPlanner(Unchanging):
 
     def plan(self, pieces: Sequence[Any]) -> BatchPlan:
         """The plan of what the ranks hold: one entry per rank, as
-        ``ContextParallelAttention.gather`` returns it, or lists of lengths and pieces. Pure: the same everywhere.
+        ``ContextParallelAttention.gather`` returns it, or lists of lengths and pieces. Pure: the
+        same everywhere.
 
         Raises InvalidArgument naming the document whose pieces do not add up, or rank and piece.
         """
