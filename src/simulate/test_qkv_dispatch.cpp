@@ -311,7 +311,7 @@ class DenseTester {
   QkvDispatchTest result_;
   std::int64_t most_home_rows_ = 0;
   std::vector<std::int64_t>
-      rank_first_row_;  // [W]: number of its first row, all ranks one after the other
+      rank_first_row_;  // [W]: number of its first row, all ranks one after another
 };
 
 }  // namespace

@@ -31,7 +31,7 @@ struct WaitOptions {
   bool gives_turn = false;           ///< while it pauses, others may have this thread's WaitTurn
 };
 
-/// A turn that threads take one after the other, at an object that serves one thread at a time.
+/// A turn that threads take one after another, at an object that serves one thread at a time.
 class WaitTurn {
  public:
   WaitTurn() = default;

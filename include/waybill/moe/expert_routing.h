@@ -67,7 +67,7 @@ struct ExpertRows {
 
 /// The same for an order that the caller chose.
 /// @param positions [T, topk]: the part of full_scatter_indices for rank `source`: positions in the
-///   outputs of all ranks, one after the other. Those of dropped topk slots are not looked at.
+///   outputs of all ranks, one after another. Those of dropped topk slots are not looked at.
 /// @throws InvalidArgument when a position is not on the rank of the topk slot's expert, or one is
 ///   used twice
 [[nodiscard]] std::vector<std::int32_t> place_by_scatter_indices(

@@ -85,7 +85,7 @@ class ExpertParallel(torch.nn.Module):
         runs beside the dispatch, on a stream of its own
     :param gradients: "mean": those of the experts are of the mean of the ranks' losses, as those of
         what all ranks have are behind DDP or FSDP; "sum": of their sum
-    :param chunks: parts of the tokens that go one after the other, so that the experts of one work
+    :param chunks: parts of the tokens that go one after another, so that the experts of one work
         while the next is on its way: on GPUs the calls of the layer have a stream of their own.
         Windows are smaller by this factor, and ``fixed_rows`` are those of a chunk
     :param layer: an ``EPAll2AllLayer`` to use, such as another module's ``layer``: then all of them
