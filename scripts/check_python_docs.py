@@ -66,7 +66,9 @@ class Block:
     def needs(self):
         """Packages that it imports and that an installation need not have."""
         names = {name for name in OPTIONAL if re.search(rf"\b(import|from) {name}\b", self.text)}
-        if re.search(r"\bwaybill\.torch\b|\bfrom waybill import torch\b|\.cuda\(", self.text):
+        if re.search(
+            r"\bwaybill\.(torch|integrations)\b|\bfrom waybill import torch\b|\.cuda\(", self.text
+        ):
             names.add("torch")
         if re.search(r"\.plot_\w+\(", self.text):
             names.add("matplotlib")

@@ -8,16 +8,14 @@
 namespace waybill::cuda {
 
 /// The weight of one topk slot, from where its sender left it.
-template <class Rows>
-__device__ inline void take_weight(const Rows& p, std::int64_t to, std::int64_t from) {
+__device__ inline void take_weight(const RowsParams& p, std::int64_t to, std::int64_t from) {
   const std::uint32_t bits = load_weight(p.sent_weights, from, p.weight_bytes);
   store_weight(p.weights, to, p.weight_bytes, bits);
   if (p.kept_weights != nullptr) store_weight(p.kept_weights, to, p.weight_bytes, bits);
 }
 
 /// The local expert whose rows, in the grouped order, row `row` is among.
-template <class Rows>
-__device__ inline std::int32_t expert_of(const Rows& p, std::int32_t row) {
+__device__ inline std::int32_t expert_of(const RowsParams& p, std::int32_t row) {
   std::int32_t low = 0;
   std::int32_t high = p.shape.experts_per_rank;  // offsets[low] <= row < offsets[high]
   while (high - low > 1) {

@@ -15,16 +15,15 @@ __device__ inline std::uint64_t* channel_slot(std::uint64_t* channels, std::int3
   return channels + std::int64_t{source} * max_channels + channel;
 }
 
-template <class Rows>
-__device__ inline std::uint64_t* config_slot(const Rows& p, std::uint64_t* channels,
+__device__ inline std::uint64_t* config_slot(const RowsParams& p, std::uint64_t* channels,
                                              std::int32_t source) {
   const std::int64_t first = std::int64_t{p.shape.world_size} * max_channels;
   return channels + first + std::int64_t{p.m.parity} * p.shape.world_size + source;
 }
 
 /// Calls for all ranks of the node, from this one on, with their channels. One warp.
-template <class Rows, class Visit>
-__device__ inline void for_channels(const Rows& p, Visit&& visit) {
+template <class Visit>
+__device__ inline void for_channels(const RowsParams& p, Visit&& visit) {
 #pragma unroll 1  // a lane has one rank, where they are few
   for (std::int32_t k = lane_id(); k < p.shape.world_size; k += 32) {
     visit(peer_at(p.channels, rank_behind(p.shape, k)));
@@ -33,8 +32,7 @@ __device__ inline void for_channels(const Rows& p, Visit&& visit) {
 
 /// Tells all ranks that the tokens of the first `groups` groups of a channel have arrived. One
 /// warp; its stores are complete.
-template <class Rows>
-__device__ inline void signal_groups(const Rows& p, std::int32_t channel, std::uint64_t epoch,
+__device__ inline void signal_groups(const RowsParams& p, std::int32_t channel, std::uint64_t epoch,
                                      std::int32_t groups) {
   for_channels(p, [&](std::uint64_t* channels) {
     signal(channel_slot(channels, p.shape.rank, channel),
@@ -89,8 +87,8 @@ struct Sources {
 };
 
 /// What rank r has said of how it sends, when it has.
-template <class Rows>
-__device__ inline std::uint64_t wait_config(const Rows& p, std::uint64_t epoch, std::int32_t r) {
+__device__ inline std::uint64_t wait_config(const RowsParams& p, std::uint64_t epoch,
+                                            std::int32_t r) {
   return wait_epoch(p.m.arrive, config_slot(p, p.own_channels, r), epoch << channel_config_shift,
                     channel_config_shift, p.shape.first_rank + r);
 }

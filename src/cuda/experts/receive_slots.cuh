@@ -11,8 +11,7 @@ namespace waybill::cuda {
 
 /// Where token t of this rank lands on the ranks that its ids name; a lane a topk slot, of which
 /// the first of a rank has the place. One warp.
-template <class Rows>
-__device__ inline std::int64_t slot_address(const Rows& p, std::int32_t t) {
+__device__ inline std::int64_t slot_address(const RowsParams& p, std::int32_t t) {
   const MoeShape& s = p.shape;
   std::int32_t dst = -1;
   if (lane_id() < s.topk) {
@@ -27,8 +26,7 @@ __device__ inline std::int64_t slot_address(const Rows& p, std::int32_t t) {
 }
 
 /// A token that has landed on this rank.
-template <class Rows>
-__device__ inline RingSource row_in_slot(const Rows& p, std::int32_t source, std::int32_t t) {
+__device__ inline RingSource row_in_slot(const RowsParams& p, std::int32_t source, std::int32_t t) {
   const std::byte* const rows = p.receive_slots.own_rows;
   const std::int64_t row = std::int64_t{source} * p.receive_slots.tokens + t;
   return {rows + row * p.cuts.row_bytes,

@@ -258,8 +258,7 @@ struct NoRing {
 };
 
 /// All ranks report the same.
-template <class Rows>
-__device__ void report_overflow(const Rows& p, std::uint64_t epoch) {
+__device__ void report_overflow(const RowsParams& p, std::uint64_t epoch) {
   const std::int32_t rows = __ldcg(p.most_recv_rows);
   if (rows <= p.shape.capacity_rows || rows <= static_cast<std::int32_t>(p.faults->overflow))
     return;
