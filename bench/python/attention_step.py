@@ -40,7 +40,7 @@ from step_clock import StepClock, profiled
 from torch import distributed
 
 import waybill.torch as waybill
-from waybill.torch._context_parallel_step import Beside
+from waybill.torch._context_parallel_streams import Beside
 from waybill.torch._context_parallel_tables import calls_of
 
 MODULES = {
@@ -141,7 +141,7 @@ class Bench:
         plan = module.plan(waybill_pieces(lengths, self.size))
         in_place, arrived, _, _ = plan.routing().rank(self.rank)
         own = self.per_rank
-        home, came = calls_of(in_place, arrived, own, module.kernel.takes_gaps, self.device)
+        home, came, _ = calls_of(in_place, arrived, own, module.kernel.takes_gaps, self.device)
         calls = [] if came is None else [(came, sum(came.q_lens), sum(came.k_lens))]
         num_beside = 0 if one_call else len(calls)
         calls += [(call.sequences, own, own) for call in home]
@@ -204,9 +204,7 @@ class Bench:
             waybill_pieces(self.order(step + 1), self.size)
             for way in turn:
                 work = self.prepare(way, self.order(step))
-                (ms, parts), tables[way] = self.timed(
-                    way, work, tables[way], self.order(step + 1)
-                )
+                (ms, parts), tables[way] = self.timed(way, work, tables[way], self.order(step + 1))
                 if step >= self.options.warm:
                     times[way].append(ms)
                     phases[way].append(parts)

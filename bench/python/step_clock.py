@@ -127,7 +127,9 @@ def _timeline(marks: list[dict[str, Any]], on_gpu: list[dict[str, Any]]) -> list
         f"device, last step: {end - begin:.0f} us from the host's begin, busy {busy:.0f},"
         f" idle {end - begin - busy:.0f}; idle for the longest:"
     ]
-    lines += [f"  {gap:7.1f} us at {at:8.0f} before {name}" for gap, at, name in sorted(gaps)[:-9:-1]]
+    lines += [
+        f"  {gap:7.1f} us at {at:8.0f} before {name}" for gap, at, name in sorted(gaps)[:-9:-1]
+    ]
     lines.append("device, last step: begin, duration, stream, what")
     lines += [
         f"  {e['ts'] - begin:8.0f} {e['dur']:8.1f} {_stream(e):>5} {_short(e['name'])}"
