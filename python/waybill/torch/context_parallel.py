@@ -15,7 +15,8 @@ from .._graphs import outside_graphs
 from ..errors import InvalidArgument
 from ..world import World
 from ._context_parallel_ops import PlanTicket, attend, ticket_of
-from ._context_parallel_step import Beside, RankStep, Saved
+from ._context_parallel_step import RankStep, Saved
+from ._context_parallel_streams import Beside
 from ._piece_exchange import PieceExchange
 from .batch_plan import BatchPlan, BatchPlanner, RankPieces
 from .kernels import Kernel as _Kernel
