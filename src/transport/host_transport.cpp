@@ -44,7 +44,9 @@ std::uint64_t HostTransport::poll(const std::atomic_ref<std::uint64_t>& flag, st
                                   Rank peer, std::string_view operation) {
   std::uint64_t seen = flag.load(std::memory_order_acquire);
   PollingWait wait(timeout_s(),
-                   {.check = [&] { check_peers(operation, peer); }, .gives_turn = true});
+                   {.check = [&] { check_peers(operation, peer); },
+                    .gives_turn = true,
+                    .num_waiters = topology().world_size});
   while (seen < wanted) {
     if (!wait.pause()) {
       note_timeout();
