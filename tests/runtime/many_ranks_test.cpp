@@ -85,14 +85,12 @@ TEST_P(ManyRanks, the_one_that_is_missing_is_named) {
   const std::int32_t world_size = GetParam();
   const std::int32_t missing = world_size - 2;
   try {
-    run_ranks_as_threads(
-        world_size,
-        [&](std::shared_ptr<Bootstrap> bootstrap) {
-          World world = make_thread_world(bootstrap);
-          world.barrier();
-          if (to_int(bootstrap->rank()) == missing) throw IoError("gave up");
-          world.barrier();
-        });
+    run_ranks_as_threads(world_size, [&](std::shared_ptr<Bootstrap> bootstrap) {
+      World world = make_thread_world(bootstrap);
+      world.barrier();
+      if (to_int(bootstrap->rank()) == missing) throw IoError("gave up");
+      world.barrier();
+    });
     FAIL() << "expected an error";
   } catch (const IoError& error) {
     EXPECT_STREQ(error.what(), "gave up");
