@@ -19,7 +19,7 @@ rank's, medians over the steps; beside them by phase, on the device and on the h
   waybill, one call            all rows through the window
   alone                        one call of the kernel, on rows that are where the plan wants them
   alone, split                 the two calls of the module on such rows, on two streams
-  alone, split, one stream     the same, one after the other
+  alone, split, one stream     the same, one after another
 """
 
 from __future__ import annotations

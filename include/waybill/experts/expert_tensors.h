@@ -38,7 +38,7 @@ struct ExpertCombineInput {
 
 /// What a rank knows of one dispatch, as views of the memory of its world (on a GPU: of the
 /// device). All int32 unless said. T tokens of this rank, M = max_tokens, N nodes, K topk slots, W
-/// ranks, P experts a rank. Sizes that depend on counts are those of `capacity_rows`.
+/// ranks, P experts per rank. Sizes that depend on counts are those of `capacity_rows`.
 struct ExpertTableViews {
   ConstTensorView ids;       ///< one node [T, K], else [N, M, K]; a dropped topk slot: num_experts
   ConstTensorView dst_rows;  ///< [N, M, K]: row on the expert's rank; -1

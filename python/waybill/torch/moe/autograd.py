@@ -59,9 +59,9 @@ class Dispatch(torch.autograd.Function):
 
 def _weights_home(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     """[T, topk] of what the receivers have, [R] or of compact rows [R, topk]: as rows of which each
-    holds its own choice alone, so that the sum of a token's rows is all of them.
+    holds its own topk slot alone, so that the sum of a token's rows is all of them.
     """
-    layer = ctx.layer._choice_layers[0]
+    layer = ctx.layer._slot_layers[0]
     topk = layer.ep_config.topk
     ids = ctx.ids if ctx.ids is not None else ctx.layout.topk_indices_tensor
     dtype = layer.ep_config.token_dtype
@@ -80,7 +80,7 @@ def _weights_home(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     if compact:
         rows[:count] = torch.where(table >= 0, gradient, zero)
     else:
-        live = (table >= 0) & (table < topk)  # each row's choice
+        live = (table >= 0) & (table < topk)  # each row's topk slot
         values = torch.where(live, gradient[:, None], zero)
         rows[:count].scatter_(1, table.clamp(0, topk - 1), values)
     home: torch.Tensor = layer._combine(rows, layout, False, ())

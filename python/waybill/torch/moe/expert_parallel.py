@@ -75,7 +75,7 @@ class ExpertParallel(torch.nn.Module):
     """Tokens to their experts on all ranks of a group, the experts, and their weighted sums home.
 
     ``forward(tokens, scores, ids)``: [..., hidden] of tokens [..., hidden], scores and ids [...,
-    topk]; a choice of id -1 goes nowhere. Collective, as its backward is.
+    topk]; a topk slot of id -1 goes nowhere. Collective, as its backward is.
 
     :param experts: this rank's: a module or function of (rows [R, hidden], ends [experts] int32),
         rows grouped by expert, that gives [R, hidden]; num_experts / ranks of them
@@ -85,7 +85,7 @@ class ExpertParallel(torch.nn.Module):
         runs beside the dispatch, on a stream of its own
     :param gradients: "mean": those of the experts are of the mean of the ranks' losses, as those of
         what all ranks have are behind DDP or FSDP; "sum": of their sum
-    :param chunks: parts of the tokens that go one after the other, so that the experts of one work
+    :param chunks: parts of the tokens that go one after another, so that the experts of one work
         while the next is on its way: on GPUs the calls of the layer have a stream of their own.
         Windows are smaller by this factor, and ``fixed_rows`` are those of a chunk
     :param layer: an ``EPAll2AllLayer`` to use, such as another module's ``layer``: then all of them
