@@ -17,6 +17,7 @@ rank's, medians over the steps; beside them by phase, on the device and on the h
   waybill, in place            rows that stay are attended to where they are
   waybill, one stream          the same, and others travel before that instead of beside it
   waybill, one call            all rows through the window
+  waybill, costs               as waybill, by a plan that knows what the kernel takes (--costs)
   alone                        one call of the kernel, on rows that are where the plan wants them
   alone, split                 the two calls of the module on such rows, on two streams
   alone, split, one stream     the same, one after the other
@@ -298,12 +299,17 @@ def main() -> int:
     parser.add_argument("--num-sms", type=int, default=16, help="that a dispatch may use")
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--late", action="store_true", help="make tables before a step's calls")
+    parser.add_argument(
+        "--costs", metavar="FILE", help="calibrated where there is none; a way more"
+    )
     parser.add_argument("--profile", metavar="FOLDER", help="also profile a few steps")
     parser.add_argument("--no-compare", dest="compare", action="store_false")
     options = parser.parse_args()
     waybill.initialize_distributed(device=options.device)
     ordinal = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", ordinal) if options.device == "cuda" else torch.device("cpu")
+    if options.costs:
+        MODULES["waybill, costs"] = {"costs": costs_of(options, device)}
     table = []
     for workload in options.workload or WORKLOADS:
         bench = Bench(options, device, workload)
@@ -320,6 +326,24 @@ def main() -> int:
     distributed.barrier()
     distributed.destroy_process_group()
     return 0
+
+
+def costs_of(options: argparse.Namespace, device: torch.device) -> Any:
+    """Rank 0's, from the file, or measured and written there."""
+    text: list[Any] = [None]
+    if distributed.get_rank() == 0:
+        if not os.path.exists(options.costs):
+            heads, kv_heads, head_dim = options.heads
+            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+            waybill.calibrate_attention(
+                heads, kv_heads, head_dim, dtype=dtype, device=device,
+                rows=16384 if device.type == "cuda" else 512,
+            ).to_json(options.costs)  # fmt: skip
+        with open(options.costs, encoding="utf-8") as file:
+            text[0] = file.read()
+        print(text[0], flush=True)
+    distributed.broadcast_object_list(text)
+    return waybill.AttentionCosts.from_json(text[0])
 
 
 def show(table: list[dict[str, Any]]) -> None:
