@@ -6,8 +6,8 @@ ContextParallelAttention, three ways by hand, and attention alone.
     ... [--steps 50] [--device cpu --heads 4 2 16 --workload wlbllm:512:1]     # a try without GPUs
     ... [--profile FOLDER]       # and where the time of a step goes, a file for each rank
 
-SOURCE is a distribution (waybill.length_distributions) or a JSON file with a list of lengths;
-TOKENS are a rank's. Every step has its documents in another order; planning, tables and their
+SOURCE is a distribution (waybill.length_distributions), a JSON file with a list of lengths, or
+"single", one document; TOKENS are a rank's. Every step has its documents in another order; planning, tables and their
 upload are inside the time of each way: those of the next step, behind the calls of this one. Ways
 take turns in one run; outputs and gradients of all are compared first. Times are the slowest
 rank's, medians over the steps; beside them by phase, on the device and on the host. Ways:
@@ -18,6 +18,7 @@ rank's, medians over the steps; beside them by phase, on the device and on the h
   waybill, one stream          the same, and others travel before that instead of beside it
   waybill, one call            all rows through the window
   waybill, costs               as waybill, by a plan that knows what the kernel takes (--costs)
+  ring of torch                of single documents: its context_parallel
   alone                        one call of the kernel, on rows that are where the plan wants them
   alone, split                 the two calls of the module on such rows, on two streams
   alone, split, one stream     the same, one after the other
@@ -37,6 +38,7 @@ from typing import Any, Callable
 
 import torch
 from attention_ways import WAYS, ByHand, draw, held_pieces, kernel_of
+from ring_attention import ring_milliseconds
 from step_clock import StepClock, profiled
 from torch import distributed
 
@@ -217,6 +219,8 @@ class Bench:
         distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
         medians = {w: round(statistics.median(t), 3) for w, t in zip(ways, slowest.tolist())}
         best = min(medians[way] for way in WAYS)
+        if len(self.lengths) == 1:
+            medians["ring of torch"] = self._ring()
         return {
             "documents": len(self.lengths), "longest": max(self.lengths), "ms": medians,
             "waybill / alone": round(medians["waybill"] / medians["alone"], 3),
@@ -243,6 +247,14 @@ class Bench:
             following_tables = self.tables(way, following)
             clock.mark("tables")
         return clock.finish(), following_tables
+
+    def _ring(self) -> float:
+        try:
+            return round(ring_milliseconds(self.batch, self.options.steps, self.options.warm), 3)
+        except (RuntimeError, ValueError, TypeError) as error:  # a prototype; GPUs only
+            if self.rank == 0:
+                print(f"ring of torch: {type(error).__name__}: {error}", flush=True)
+            return float("nan")
 
     def _profile(self, tables: dict[str, Any], first: int) -> None:
         """Of a few more steps of each way, by torch's profiler."""
@@ -347,13 +359,15 @@ def costs_of(options: argparse.Namespace, device: torch.device) -> Any:
 
 
 def show(table: list[dict[str, Any]]) -> None:
-    ways = list(table[0]["ms"])
+    ways = list(dict.fromkeys(way for row in table for way in row["ms"]))
     ratios = ["waybill / alone", "best by hand / waybill"]
     print("\n| workload, longest | " + " | ".join(ways + ratios) + " |")
     print("|---" * (1 + len(ways) + len(ratios)) + "|")
     for row in table:
         cells = [f"{row['workload']}, {row['longest']}"]
-        cells += [f"{row['ms'][way]:.2f}" for way in ways] + [f"{row[r]:.3f}" for r in ratios]
+        cells += [f"{row['ms'].get(way, float('nan')):.2f}" for way in ways] + [
+            f"{row[r]:.3f}" for r in ratios
+        ]
         print("| " + " | ".join(cells) + " |")
     for ratio in ratios:
         print(f"mean of {ratio}: {statistics.mean(row[ratio] for row in table):.3f}")
