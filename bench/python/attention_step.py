@@ -6,8 +6,8 @@ ContextParallelAttention, three ways by hand, and attention alone.
     ... [--steps 50] [--device cpu --heads 4 2 16 --workload wlbllm:512:1]     # a try without GPUs
     ... [--profile FOLDER]       # and where the time of a step goes, a file for each rank
 
-SOURCE is a distribution (waybill.length_distributions) or a JSON file with a list of lengths;
-TOKENS are a rank's. Every step has its documents in another order; planning, tables and their
+SOURCE is a distribution (waybill.length_distributions), a JSON file with a list of lengths, or
+"single", one document; TOKENS are a rank's. Every step has its documents in another order; planning, tables and their
 upload are inside the time of each way: those of the next step, behind the calls of this one. Ways
 take turns in one run; outputs and gradients of all are compared first. Times are the slowest
 rank's, medians over the steps; beside them by phase, on the device and on the host. Ways:
@@ -17,6 +17,8 @@ rank's, medians over the steps; beside them by phase, on the device and on the h
   waybill, in place            rows that stay are attended to where they are
   waybill, one stream          the same, and others travel before that instead of beside it
   waybill, one call            all rows through the window
+  waybill, costs               as waybill, by a plan that knows what the kernel takes (--costs)
+  ring of torch                of single documents: its context_parallel
   alone                        one call of the kernel, on rows that are where the plan wants them
   alone, split                 the two calls of the module on such rows, on two streams
   alone, split, one stream     the same, one after another
@@ -36,6 +38,7 @@ from typing import Any, Callable
 
 import torch
 from attention_ways import WAYS, ByHand, draw, held_pieces, kernel_of
+from ring_attention import ring_milliseconds
 from step_clock import StepClock, profiled
 from torch import distributed
 
@@ -216,6 +219,8 @@ class Bench:
         distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
         medians = {w: round(statistics.median(t), 3) for w, t in zip(ways, slowest.tolist())}
         best = min(medians[way] for way in WAYS)
+        if len(self.lengths) == 1:
+            medians["ring of torch"] = self._ring()
         return {
             "documents": len(self.lengths), "longest": max(self.lengths), "ms": medians,
             "waybill / alone": round(medians["waybill"] / medians["alone"], 3),
@@ -242,6 +247,14 @@ class Bench:
             following_tables = self.tables(way, following)
             clock.mark("tables")
         return clock.finish(), following_tables
+
+    def _ring(self) -> float:
+        try:
+            return round(ring_milliseconds(self.batch, self.options.steps, self.options.warm), 3)
+        except (RuntimeError, ValueError, TypeError) as error:  # a prototype; GPUs only
+            if self.rank == 0:
+                print(f"ring of torch: {type(error).__name__}: {error}", flush=True)
+            return float("nan")
 
     def _profile(self, tables: dict[str, Any], first: int) -> None:
         """Of a few more steps of each way, by torch's profiler."""
@@ -298,12 +311,17 @@ def main() -> int:
     parser.add_argument("--num-sms", type=int, default=16, help="that a dispatch may use")
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--late", action="store_true", help="make tables before a step's calls")
+    parser.add_argument(
+        "--costs", metavar="FILE", help="calibrated where there is none; a way more"
+    )
     parser.add_argument("--profile", metavar="FOLDER", help="also profile a few steps")
     parser.add_argument("--no-compare", dest="compare", action="store_false")
     options = parser.parse_args()
     waybill.initialize_distributed(device=options.device)
     ordinal = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", ordinal) if options.device == "cuda" else torch.device("cpu")
+    if options.costs:
+        MODULES["waybill, costs"] = {"costs": costs_of(options, device)}
     table = []
     for workload in options.workload or WORKLOADS:
         bench = Bench(options, device, workload)
@@ -322,14 +340,34 @@ def main() -> int:
     return 0
 
 
+def costs_of(options: argparse.Namespace, device: torch.device) -> Any:
+    """Rank 0's, from the file, or measured and written there."""
+    text: list[Any] = [None]
+    if distributed.get_rank() == 0:
+        if not os.path.exists(options.costs):
+            heads, kv_heads, head_dim = options.heads
+            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+            waybill.calibrate_attention(
+                heads, kv_heads, head_dim, dtype=dtype, device=device,
+                rows=16384 if device.type == "cuda" else 512,
+            ).to_json(options.costs)  # fmt: skip
+        with open(options.costs, encoding="utf-8") as file:
+            text[0] = file.read()
+        print(text[0], flush=True)
+    distributed.broadcast_object_list(text)
+    return waybill.AttentionCosts.from_json(text[0])
+
+
 def show(table: list[dict[str, Any]]) -> None:
-    ways = list(table[0]["ms"])
+    ways = list(dict.fromkeys(way for row in table for way in row["ms"]))
     ratios = ["waybill / alone", "best by hand / waybill"]
     print("\n| workload, longest | " + " | ".join(ways + ratios) + " |")
     print("|---" * (1 + len(ways) + len(ratios)) + "|")
     for row in table:
         cells = [f"{row['workload']}, {row['longest']}"]
-        cells += [f"{row['ms'][way]:.2f}" for way in ways] + [f"{row[r]:.3f}" for r in ratios]
+        cells += [f"{row['ms'].get(way, float('nan')):.2f}" for way in ways] + [
+            f"{row[r]:.3f}" for r in ratios
+        ]
         print("| " + " | ".join(cells) + " |")
     for ratio in ratios:
         print(f"mean of {ratio}: {statistics.mean(row[ratio] for row in table):.3f}")
