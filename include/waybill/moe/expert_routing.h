@@ -50,8 +50,12 @@ struct ExpertRows {
   friend bool operator==(const ExpertRows&, const ExpertRows&) = default;
 };
 
-/// @param counts [W, num_counts], of all ranks
+/// @param counts [W] of [num_counts], by rank
 /// @throws InternalError when the topk slots of a rank are no multiple of topk
+[[nodiscard]] ExpertRows locate_rows(const EPConfig& config, const EPDispatchOptions& options,
+                                     std::span<const std::span<const std::int32_t>> counts);
+
+/// @param counts [W, num_counts], one rank's behind the other's
 [[nodiscard]] ExpertRows locate_rows(const EPConfig& config, const EPDispatchOptions& options,
                                      std::span<const std::int32_t> counts);
 

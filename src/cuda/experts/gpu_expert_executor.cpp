@@ -24,13 +24,9 @@ cudaStream_t stream_of(const ExpertCall& call) {
 
 void check_supported(const Transport& transport, const NetworkPath* path, const EPConfig& config) {
   const std::int32_t world = config.world_size;
-  if (world > max_gpu_ranks) {
-    throw Unsupported(
-        concat("experts on GPUs: ", world, " ranks, expected at most ", max_gpu_ranks));
-  }
   if (config.num_experts > max_experts_on_gpu(world)) {
-    throw Unsupported(concat("experts on GPUs: num_experts = ", config.num_experts,
-                             ", expected at most ", max_experts_on_gpu(world)));
+    throw Unsupported(concat("experts on GPUs: num_experts = ", config.num_experts, " of ", world,
+                             " ranks, expected at most ", max_experts_on_gpu(world)));
   }
   const std::int32_t local = config.local_world_size;
   for (std::int32_t r = 0; r < world; ++r) {

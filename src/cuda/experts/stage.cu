@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "../device/number.cuh"
+#include "../device/word_copy.cuh"
 #include "expert_launch.h"
 #include "input_fault.cuh"
 #include "lanes.cuh"
@@ -37,21 +38,10 @@ __global__ void __launch_bounds__(warps * 32)
   auto* const to = reinterpret_cast<Word*>(p.window);
   for (std::int64_t first = warp_id() * 32 * unroll + lane_id(); first < count; first += step) {
     Word words[unroll];
-#pragma unroll
-    for (int u = 0; u < unroll; ++u) {
-      if (first + u * 32 < count) words[u] = from[first + u * 32];
-    }
-#pragma unroll
-    for (int u = 0; u < unroll; ++u) {
-      if (first + u * 32 < count) to[first + u * 32] = words[u];
-    }
+    load_batch<32>(words, from, first, count);
+    store_batch<32>(to, words, first, count);
   }
 }
-
-template <class Number, int Count>
-struct alignas(Count * sizeof(typename Number::Stored)) Pack {
-  typename Number::Stored values[Count];
-};
 
 constexpr int sum_packs = 2;    // of a lane, at once
 constexpr int sum_addends = 2;  // loads under way together

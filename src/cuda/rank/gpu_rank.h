@@ -24,6 +24,7 @@ class GpuRank {
   ~GpuRank();
 
   [[nodiscard]] Rank rank() const noexcept { return rank_; }
+  [[nodiscard]] const Topology& topology() const noexcept { return topology_; }
   [[nodiscard]] int device() const noexcept { return device_; }
   [[nodiscard]] int num_sms() const noexcept { return num_sms_; }
   [[nodiscard]] bool has_bulk_copies() const noexcept { return has_bulk_copies_; }

@@ -43,10 +43,14 @@ class GpuTransport : public PeerTransport {
   [[nodiscard]] std::uint64_t* seen() const { return static_cast<std::uint64_t*>(seen_.get()); }
 
  private:
+  [[nodiscard]] std::shared_ptr<void> make_table(const Parts& parts,
+                                                 std::string_view name) override;
+
   std::shared_ptr<GpuRank> gpu_;
   int share_;
   std::shared_ptr<void> seen_;
-  std::shared_ptr<void> ended_;  ///< keeps what is called when the run ends
+  std::shared_ptr<void> staged_table_;  ///< pinned: [W] a table on its way to the device
+  std::shared_ptr<void> ended_;         ///< keeps what is called when the run ends
 };
 
 }  // namespace waybill::cuda
