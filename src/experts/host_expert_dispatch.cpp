@@ -51,6 +51,7 @@ std::shared_ptr<HostExpertTables> HostExpertDispatch::route(const ExpertCall& ca
   routing->rows = locate_rows(config_, options_,
                               {round_.read<std::int32_t>(workspace),
                                to_size(num_counts(config_)) * to_size(config_.world_size)});
+  routing->required_rows = static_cast<std::int32_t>(routing->rows.largest_recv_rows);
   routing->dst_rows.assign(to_size(slice(config_.num_nodes()) * config_.topk), -1);
   if (config_.is_intra_node()) {
     routing->ids = ids;

@@ -17,7 +17,7 @@ _COMPACT = ("recv_topk_indices", "compact_to_grouped", "grouped_to_compact")
 _TABLES = (
     "num_input_tokens_per_rank", "send_reqs_recv_tensor", "topk_indices_tensor",
     "token_dst_scatter_idx", *_ONE_NODE, "recv_expert_counts", "recv_expert_offsets", *_COMPACT,
-    "recv_tags", "num_recv_tokens_per_rank",
+    "recv_tags", "num_recv_tokens_per_rank", "required_rows",
 )  # fmt: skip
 
 
@@ -40,6 +40,7 @@ class LayerLayout(OfThisProcess, EPAllToAllLayoutDesc):
         self._arrays: Dict[str, Any] = {}
         self._tensors: Dict[str, Optional[torch.Tensor]] = {}
         self._token: Optional[torch.Tensor] = None
+        self._weights: Optional[torch.Tensor] = None  #: of the rows, as the dispatch gave them
         self.num_dispatch_token_cur_rank = handle.num_tokens
 
     def __copy__(self: _L) -> _L:
