@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -28,6 +28,19 @@ class LayerCalls(torch.nn.Module):
     copy_out: bool
     is_intra_node: bool
     fixed_rows: Optional[int]
+    _lent: List[Tuple[int, torch.Tensor]]  #: views of windows that autograd may keep, by dispatch
+
+    @outside_graphs
+    def await_calls(self) -> None:
+        """Returns when this rank's calls on the current stream are done."""
+        self._layer.await_calls(stream_of(self.device))
+
+    @outside_graphs
+    def take_overflow(self) -> int:
+        """Rows that ``fixed_rows`` should have been for a dispatch since the last call of this or
+        of ``check_overflow``, the same on all ranks; 0: all did fit. On GPUs when they are done.
+        """
+        return self._layer.take_overflow()  # type: ignore[no-any-return]
 
     @outside_graphs
     def combine_input(self, rows: int) -> torch.Tensor:
@@ -66,6 +79,7 @@ class LayerCalls(torch.nn.Module):
         """Collective: gives all symmetric memory back. Twice does nothing."""
         for layer in self._choice_layers:
             layer.finalize()
+        self._lent.clear()
         self._layer.finalize()
 
     @property
@@ -94,6 +108,8 @@ class LayerCalls(torch.nn.Module):
             )  # fmt: skip
             if self.copy_out if copy_out is None else copy_out:
                 rows = self._copied(rows, made)
+            elif torch.is_grad_enabled() or needs_gradients:
+                self._lent.append((made._handle.number, rows.detach()))
             if self.copy_out:
                 weights, scales = (None if v is None else v.clone() for v in (weights, scales))
         made.recv_scales = scales
@@ -123,12 +139,23 @@ class LayerCalls(torch.nn.Module):
             needs_gradients, weights_need_gradients, origin,
         )  # fmt: skip
         del kept
+        self._end_loans(made.number)
         views = (
             shown(bits, payload_dtype),
             shown(weights, self.weight_dtype),
             shown(scale_bits, torch.float32),
         )
-        return (*views, LayerLayout(made, self.is_intra_node, self.rows == "grouped", self.device))
+        layout = LayerLayout(
+            made, self.is_intra_node, self.rows == "grouped", self.device, self._layer.output_rows
+        )
+        return (*views, layout)
+
+    def _end_loans(self, number: int) -> None:
+        """What dispatch ``number`` overwrites: autograd then refuses a backward that needs it."""
+        overwritten = [view for since, view in self._lent if since + 2 <= number]
+        self._lent = [(since, view) for since, view in self._lent if since + 2 > number]
+        for view in overwritten:
+            torch.autograd.graph.increment_version(view)
 
     def _copied(self, view: torch.Tensor, layout: LayerLayout) -> torch.Tensor:
         """Memory of the caller's. What lies behind the rows that have come is not copied."""

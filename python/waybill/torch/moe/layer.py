@@ -135,6 +135,7 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
             int64(capacity, f"{who}: capacity"), fixed,
         )  # fmt: skip
         self._lock = threading.RLock()
+        self._lent = []
         self._choice_layers: list[EPAll2AllLayer] = []  # one at most; no submodule: a part of this
 
     def _take_sizes(self, config: EPConfig) -> None:
@@ -278,7 +279,7 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         if self._choice_layers:
             return
         # Ranks that do not agree on the dispatch before hear of it here, not at the deadline.
-        self._layer.await_calls(stream_of(self.device))
+        self.await_calls()
         config = self.ep_config
         wide = config.weight_dtype == torch.float64
         layer = EPAll2AllLayer(

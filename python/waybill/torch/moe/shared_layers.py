@@ -48,8 +48,7 @@ def shared_box(world: Any, key: Tuple[Any, ...], make: Make) -> LayerBox:
     """The box of this world for these sizes. It stays until its users have released it, not until
     they are collected, which may be at other times on other ranks.
     """
-    # On the world, so that boxes go with it.
-    boxes: Dict[Any, LayerBox] = world.__dict__.setdefault("_expert_layers", {})
+    boxes: Dict[Any, LayerBox] = world._expert_layers  # they go with it
     name = repr(key)
     box = boxes.get(name)
     if box is None:
