@@ -51,12 +51,13 @@ class World(OfThisProcess):
     Ctrl-C.
     """
 
-    __slots__ = ("_world",)
+    __slots__ = ("_expert_layers", "_world")
     _why_not_copied = (
         "one rank's connections to the others: make one in each process with"
         " World.from_environment(), or in each thread with waybill.run_threads"
     )
     _world: _core.World
+    _expert_layers: dict[str, Any]  #: those that modules of a model share
 
     def __init__(self) -> None:
         raise InvalidArgument(
@@ -68,6 +69,7 @@ class World(OfThisProcess):
     def _wrap(cls, world: _core.World) -> World:
         self = cls.__new__(cls)
         self._world = world
+        self._expert_layers = {}
         return self
 
     @classmethod
