@@ -12,7 +12,7 @@ namespace waybill {
 /// Speeds of a machine's links, and where they come from.
 struct LinkMeasurement {
   LinkSpeeds speeds = {};
-  std::string device;  ///< name of its GPUs; empty: not measured on GPUs
+  std::string device = {};  ///< name of its GPUs; empty: not measured on GPUs
   int num_gpus = 0;
 
   friend bool operator==(const LinkMeasurement&, const LinkMeasurement&) = default;
