@@ -34,7 +34,7 @@ struct WaitOptions {
   std::int32_t num_waiters = 1;
 };
 
-/// A turn that threads take one after the other, at an object that serves one thread at a time.
+/// A turn that threads take one after another, at an object that serves one thread at a time.
 class WaitTurn {
  public:
   WaitTurn() = default;

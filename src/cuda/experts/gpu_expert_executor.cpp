@@ -7,9 +7,11 @@
 #include "../rank/cuda_check.h"
 #include "expert_launch.h"
 #include "gpu_expert_barrier.h"
+#include "gpu_expert_gradient.h"
 #include "gpu_expert_nodes.h"
 #include "gpu_expert_params.h"
 #include "gpu_expert_tables.h"
+#include "weight_gradient.h"
 #include "runtime/executor.h"
 #include "waybill/core/error.h"
 
@@ -71,6 +73,8 @@ class GpuExpertExecutor final : public ExpertExecutor {
     cuda_check(prepare_route(nodes), "loading kernels");
     if (params_.is_low_latency()) cuda_check(prepare_low_latency_route(), "loading kernels");
     cuda_check(prepare_stage(config_.token_dtype, config_.weight_dtype), "loading kernels");
+    cuda_check(prepare_weight_gradient(config_.token_dtype, config_.weight_dtype),
+               "loading kernels");
     for (const bool bulk : {false, true}) {
       if (bulk && !gpu_->has_bulk_copies()) continue;
       cuda_check(prepare_rows(bulk), "loading kernels");
@@ -189,6 +193,16 @@ class GpuExpertExecutor final : public ExpertExecutor {
       sum(params, num_sms(call), call);
     }
     made_tables.note_use(table_call_of(call), input.options.weighted);
+  }
+
+  void weigh_gradients(const ExpertGradientInput& input, const ExpertTables& tables,
+                       const Stream& stream) override {
+    cuda::weigh_gradients(*gpu_, config_, input, tables, stream);
+  }
+
+  void copy_rows(const ConstTensorView& from, const TensorView& to, const ExpertTables& tables,
+                 const Stream& stream) override {
+    cuda::copy_rows(*gpu_, config_, from, to, tables, stream);
   }
 
   void barrier(const ExpertBarrier& call) override {
