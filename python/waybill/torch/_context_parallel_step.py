@@ -29,6 +29,14 @@ class Saved(NamedTuple):
     lse: torch.Tensor
 
 
+class StepMemory(NamedTuple):
+    """Bytes of one call on one rank, beside q, k, v, the output and their gradients."""
+
+    kept: int  #: from forward to backward: what came from elsewhere, and log-sum-exps
+    backward: int  #: while it runs: gradients of what came, sums of copies; not the kernel's own
+    windows: int  #: of the module, for all layers and plans
+
+
 class RankStep:
     """The tables of one plan on one rank. Collective where the windows must grow. Does not hold the
     plan, with which it goes.
@@ -97,6 +105,18 @@ class RankStep:
         if self.arrived is None:
             return 0, 0
         return sum(self.arrived.q_lens), sum(self.arrived.k_lens)
+
+    def memory(self) -> StepMemory:
+        """As ContextParallelAttention.memory, but for the windows."""
+        shape, size = self.shape, self.shape.dtype.itemsize
+        q_rows, kv_rows = self.arrived_rows
+        lse = 4 * shape.heads if self.kernel.needs_lse else 0
+        q_row, kv_row = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        out_row, v_row = shape.heads * shape.v_head_dim, shape.kv_heads * shape.v_head_dim
+        came = q_rows * (size * (q_row + out_row) + lse) + kv_rows * size * (kv_row + v_row)
+        gradients = size * (q_rows * q_row + kv_rows * (kv_row + v_row))
+        sums = self.kv_rows.count * max(4, size) * (kv_row + v_row)
+        return StepMemory(came + self.rows * lse, gradients + (sums if self.moves else 0), 0)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool, want_lse: bool

@@ -16,7 +16,7 @@ from ..attention_costs import AttentionCosts
 from ..errors import InvalidArgument
 from ..world import World
 from ._context_parallel_ops import PlanTicket, attend, ticket_of
-from ._context_parallel_step import RankStep, Saved
+from ._context_parallel_step import RankStep, Saved, StepMemory
 from ._context_parallel_streams import Beside
 from ._piece_exchange import PieceExchange
 from .batch_plan import BatchPlan, BatchPlanner, RankPieces
@@ -155,6 +155,13 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         step = self._step(plan)
         home = step.home[0].sequences if len(step.home) == 1 else None
         return home, step.arrived
+
+    def memory(self, plan: BatchPlan) -> StepMemory:
+        """Bytes that a call takes on this rank beside its arguments, output and their gradients: a
+        model keeps ``kept`` for each layer, the others once.
+        """
+        found = self._step(plan).memory()
+        return found._replace(windows=2 * self._dispatcher.window_bytes)
 
     @outside_graphs
     def ticket(self, plan: BatchPlan) -> PlanTicket:
