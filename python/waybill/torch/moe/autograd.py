@@ -54,25 +54,28 @@ class Dispatch(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             tokens_gradient = layer._combine(rows, ctx.layout, False, ())
         if ctx.needs_input_grad[2]:
-            weight_gradient = _weights_home(ctx, weights).to(ctx.weight_dtype)
+            ids = ctx.ids if ctx.ids is not None else ctx.layout.topk_indices_tensor
+            home = weights_home(layer, ctx.layout, ids, ctx.positions, weights)
+            weight_gradient = home.to(ctx.weight_dtype)
         return None, tokens_gradient, weight_gradient, None, None, None, None, None
 
 
-def _weights_home(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+def weights_home(
+    of: Any, brought: Any, ids: Any, positions: Any, gradient: torch.Tensor
+) -> torch.Tensor:
     """[T, topk] of what the receivers have, [R] or of compact rows [R, topk]: as rows of which each
     holds its own choice alone, so that the sum of a token's rows is all of them.
     """
-    layer = ctx.layer._choice_layers[0]
+    layer = of._choice_layers[0]
     topk = layer.ep_config.topk
-    ids = ctx.ids if ctx.ids is not None else ctx.layout.topk_indices_tensor
     dtype = layer.ep_config.token_dtype
     nothing = torch.zeros(
-        ctx.layout.num_dispatch_token_cur_rank, topk, dtype=dtype, device=layer.device
+        brought.num_dispatch_token_cur_rank, topk, dtype=dtype, device=layer.device
     )
-    number = ctx.layout._handle.number  # ranks compare for which dispatch they bring weights home
-    there, _, layout = layer._dispatch(nothing, ids, None, ctx.positions, None, None, origin=number)
+    number = brought._handle.number  # ranks compare for which dispatch they bring weights home
+    there, _, layout = layer._dispatch(nothing, ids, None, positions, None, None, origin=number)
     compact = layer.rows == "compact"
-    table = ctx.layout.recv_topk_indices if compact else ctx.layout.recv_tags[:, 2:3]
+    table = brought.recv_topk_indices if compact else brought.recv_tags[:, 2:3]
     # Gradient and table may have room for more rows than have come: not both of them the same.
     rows = torch.zeros_like(there)
     count = min(rows.shape[0], gradient.shape[0], table.shape[0])
