@@ -46,7 +46,7 @@ class World(OfThisProcess):
 
     ``run_threads`` makes one for each rank, where ranks are threads; ``from_environment``,
     ``from_process_group`` and ``from_all_gather`` make one where ranks are processes of one host.
-    Calls of several threads come one after the other; one that waits for other ranks lets calls of
+    Calls of several threads come one after another; one that waits for other ranks lets calls of
     other dispatchers and layers go on. Calls that wait release the GIL, have a deadline, and end on
     Ctrl-C.
     """

@@ -36,7 +36,7 @@ class HostExpertExecutor final : public ExpertExecutor {
   void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
                 ExpertTables& begun) override {
     auto& tables = static_cast<HostExpertTables&>(begun);
-    const std::int64_t largest = tables.routing().rows.largest_recv_rows;
+    const std::int64_t largest = tables.routing().rows->largest_recv_rows;
     if (largest > std::max(memory_.capacity_rows, overflow_.rows))
       overflow_ = {largest, call.epoch};
     dispatch_.run(call, input, tables);

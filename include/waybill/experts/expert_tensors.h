@@ -35,6 +35,9 @@ struct ExpertCombineInput {
   std::span<const ConstTensorView> biases;  ///< up to two, [T, hidden]
   TensorView output;                        ///< [T, hidden]
   bool needs_gradients = false;  ///< the caller will run its backward, a dispatch; ranks compare it
+  /// The layout may be of another layer of this world, which differs in hidden, dtypes and payload
+  /// alone: rows go to the same tokens. Windows grow here, too.
+  bool of_companion = false;
 };
 
 /// Backward of a weighted combine on the rank of the experts, when a dispatch by the layout has
@@ -54,7 +57,7 @@ struct ExpertGradientInput {
 
 /// What a rank knows of one dispatch, as views of the memory of its world (on a GPU: of the
 /// device). All int32 unless said. T tokens of this rank, M = max_tokens, N nodes, K topk slots, W
-/// ranks, P experts a rank. Sizes that depend on counts are those of `capacity_rows`.
+/// ranks, P experts per rank. Sizes that depend on counts are those of `capacity_rows`.
 struct ExpertTableViews {
   ConstTensorView ids;       ///< one node [T, K], else [N, M, K]; a dropped topk slot: num_experts
   ConstTensorView dst_rows;  ///< [N, M, K]: row on the expert's rank; -1

@@ -77,10 +77,19 @@ class LayerCalls(torch.nn.Module):
     @outside_graphs
     def finalize(self) -> None:
         """Collective: gives all symmetric memory back. Twice does nothing."""
-        for layer in self._choice_layers:
+        for layer in self._slot_layers:
             layer.finalize()
         self._lent.clear()
         self._layer.finalize()
+
+    @property
+    @outside_graphs
+    def memory_bytes(self) -> int:
+        """Symmetric memory of this rank for rows: windows of dispatch and combine, and what lies
+        between nodes; that for gradients of weights, too.
+        """
+        parts = [layer.memory_bytes for layer in self._slot_layers]
+        return sum(parts, int(self._layer.memory_bytes))
 
     @property
     @outside_graphs
@@ -204,7 +213,7 @@ class LayerCalls(torch.nn.Module):
 
     def _combine(
         self, rows: Any, layout: Any, weighted: bool, biases: Sequence[Any],
-        needs_gradients: bool = False,
+        needs_gradients: bool = False, of_companion: bool = False,
     ) -> Any:  # fmt: skip
         rows_given, kept = given(rows, "combine: input", self.device)
         bias_given = [given(bias, "combine: biases", self.device) for bias in biases]
@@ -218,6 +227,7 @@ class LayerCalls(torch.nn.Module):
         self._layer.combine(
             rows_given, layout._handle, output_given, bool(weighted),
             [view for view, _ in bias_given], stream_of(self.device), needs_gradients,
+            of_companion,
         )  # fmt: skip
         del kept
         return output

@@ -24,7 +24,7 @@ class ExpertParallel(torch.nn.Module):
     """Tokens to their experts on all ranks of a group, the experts, and their weighted sums home.
 
     ``forward(tokens, scores, ids)``: [..., hidden] of tokens [..., hidden], scores and ids [...,
-    topk]; a choice of id -1 goes nowhere. Collective, as its backward is.
+    topk]; a topk slot of id -1 goes nowhere. Collective, as its backward is.
 
     :param experts: this rank's: a module or function of (rows [R, hidden], ends [experts] int32),
         rows grouped by expert, that gives [R, hidden]; num_experts / ranks of them
@@ -39,7 +39,7 @@ class ExpertParallel(torch.nn.Module):
     :param windows: "shared": modules of the same sizes have one layer and its memory, and rows are
         copied out of it; "own": rows stay in a window of this module's alone until the backward
         is over, before which it is not called again
-    :param chunks: parts of the tokens that go one after the other, so that the experts of one work
+    :param chunks: parts of the tokens that go one after another, so that the experts of one work
         while the next is on its way: on GPUs the calls of the layer have a stream of their own.
         Windows are smaller by this factor, and ``fixed_rows`` are those of a chunk
     :param preset: "training" or "decoding": what the layer is made with but for ``layer_options``,

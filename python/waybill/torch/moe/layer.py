@@ -51,8 +51,8 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
     :param enable_local_combine: one node: a rank's rows of a token are summed there, rounded,
         before they travel
     :param use_aot: accepted; kernels are always compiled ahead of time
-    :param dropped_id: the id of a choice that goes nowhere: num_tot_experts, or -1
-    :param rows: "grouped", a row a choice; "compact", a row a token and rank
+    :param dropped_id: the id of a topk slot that goes nowhere: num_tot_experts, or -1
+    :param rows: "grouped", a row per topk slot; "compact", a row per token and rank
     :param expert_alignment: rows of each local expert padded to a multiple, with zeros
     :param payload: "plain"; "quantized": rows travel as float8 e4m3 with scales; "scaled": given so
     :param capacity: the first buffers have max_tokens * topk * capacity rows
@@ -136,7 +136,7 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         )  # fmt: skip
         self._lock = threading.RLock()
         self._lent = []
-        self._choice_layers: list[EPAll2AllLayer] = []  # one at most; no submodule: a part of this
+        self._slot_layers: list[EPAll2AllLayer] = []  # one at most; no submodule: a part of this
 
     def _take_sizes(self, config: EPConfig) -> None:
         """The attributes of Triton-distributed's layer."""
@@ -172,9 +172,9 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
 
         :param input: [T, hidden], T at most max_tokens, also 0
         :param exp_indices: [T, topk], int32 or int64
-        :param weight: [T, topk]: each travels with its choice; of compact rows [R, topk] arrive
+        :param weight: [T, topk]: each travels with its topk slot; of compact rows [R, topk] arrive
         :param full_scatter_indices: [sum of T over all ranks, topk], the same on all ranks:
-            positions in the outputs of all ranks, one after the other
+            positions in the outputs of all ranks, one after another
         :param scales: of a "scaled" payload: [T, hidden / 128] float32; what arrives is
             ``layout_desc.recv_scales``
         :param layout_desc: of an earlier dispatch of the same ``exp_indices``, on all ranks:
@@ -198,7 +198,7 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
             )  # fmt: skip
             received, weights, token = outputs
             if weight_needs:
-                self._need_choice_layer()
+                self._need_slot_layer()
             layout = holder[0]
             layout._token = token
         else:
@@ -225,7 +225,7 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         in backward.
 
         :param input: [R, hidden], rows as dispatch returned them
-        :param weighted: each row times the weight of its choice, as the dispatch brought it.
+        :param weighted: each row times the weight of its topk slot, as the dispatch brought it.
             Gradients of rows are weighted, too; that of a weight is the dot product of its row and
             the gradient of the sum, in float32
         :param biases: up to two, [T, hidden], added first
@@ -274,9 +274,9 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         parts += [] if self.fixed_rows is None else [f"fixed_rows={self.fixed_rows}"]
         return ", ".join(parts)
 
-    def _need_choice_layer(self) -> None:
+    def _need_slot_layer(self) -> None:
         """A layer of rows [topk] that takes the gradients of weights home. Collective."""
-        if self._choice_layers:
+        if self._slot_layers:
             return
         # Ranks that do not agree on the dispatch before hear of it here, not at the deadline.
         self.await_calls()
@@ -288,7 +288,7 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
             torch.float64 if wide else torch.float32, num_sm=self.num_sm,
             fixed_rows=self.fixed_rows, **self._options,
         )  # fmt: skip
-        self._choice_layers.append(layer)
+        self._slot_layers.append(layer)
 
 
 def _refuse_gradients(who: str, payload: str, *values: Any) -> None:

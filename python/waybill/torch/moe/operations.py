@@ -71,7 +71,7 @@ def dispatch(
     if not moving.copy_out:
         row_weights = row_weights.clone()
     if weights_need:
-        moving._need_choice_layer()
+        moving._need_slot_layer()
     ends = layout.recv_expert_offsets[1:].clone()
     return rows, row_weights, ends, _ticket_of(layout)
 
@@ -103,7 +103,7 @@ def dispatch_backward(
     x = nothing if rows is None else moving._combine(rows, layout, False, ())
     home = nothing
     if weights is not None:
-        home = weights_home(moving, layout, ids, None, weights).to(weights.dtype)
+        home = weights_home(moving, layout, weights).to(weights.dtype)
     return x, home
 
 
