@@ -28,6 +28,7 @@ class LayerCalls(torch.nn.Module):
     copy_out: bool
     is_intra_node: bool
     fixed_rows: Optional[int]
+    _slot_layers: List[Any]
     _lent: List[Tuple[int, torch.Tensor]]  #: views of windows that autograd may keep, by dispatch
 
     @outside_graphs
