@@ -11,10 +11,12 @@ TOKENS are a rank's; SKEW is the rows of the fullest rank over the mean. Ways ta
 outputs and gradients of all are compared first. Times are the slowest rank's, medians over the
 steps, ms: of a step, and of forward alone with experts that do nothing ("moves"). Ways:
 
-  all_to_all, all_gather, deduplicated   by hand, see expert_ways.py
-  waybill                   ExpertParallel as it comes
-  waybill, no local sums    a row a choice comes home, and is weighted there
-  waybill, fixed rows       the host waits for no counts; room for the worst case
+  all_to_all, all_gather, deduplicated   by hand, see experts_by_hand.py
+  waybill                   ExpertParallel as it comes: layers of a model would share its windows
+  waybill, own windows      rows stay in a window of this layer's alone: they are not copied
+  waybill, weights inside   multiplied between the experts' products
+  waybill, no local sums    a row per topk slot comes home, and is weighted there
+  waybill, fixed rows       the host waits for no counts; room for 1.25 times the rows that come
   alone                     the experts, on rows that are there
 """
 
@@ -31,13 +33,19 @@ from typing import Any
 
 import torch
 from expert_profile import profiled
-from expert_ways import WAYS
+from experts_by_hand import WAYS
 from torch import distributed
 
 import waybill.torch as waybill
 from waybill.torch.moe import ExpertParallel, grouped_mm
 
-MODULES = ("waybill", "waybill, no local sums", "waybill, fixed rows")
+MODULES: dict[str, dict[str, Any]] = {
+    "waybill": {},
+    "waybill, own windows": {"windows": "own"},
+    "waybill, weights inside": {"windows": "own", "weights": "experts"},
+    "waybill, no local sums": {"enable_local_combine": False},
+    "waybill, fixed rows": {"windows": "own", "fixed_rows": 1},
+}
 WORKLOADS = ["4096", "16384", "4096:1.5", "16384:1.5"]
 GRADIENTS = ("x", "weights", "first", "second")
 
@@ -86,13 +94,13 @@ class Bench:
 
     def module(self, way: str) -> ExpertParallel:
         if way not in self.modules:
-            given: dict[str, Any] = {"num_sm": self.options.num_sms}
-            if way != "waybill, no local sums":
-                given["enable_local_combine"] = True
-            if way == "waybill, fixed rows":
-                given["fixed_rows"] = (
-                    self.size * self.tokens * min(self.topk, self.num_experts // self.size)
-                )
+            given = dict(MODULES[way])
+            if "fixed_rows" in given:
+                given["fixed_rows"] = int(1.25 * self.skew * self.tokens * self.topk)
+            if given.get("windows") == "own" and "fixed_rows" not in given:
+                given["layer"] = self.module("waybill").layer  # not at a time: one memory will do
+            elif self.options.num_sms is not None:
+                given["num_sm"] = self.options.num_sms
             self.modules[way] = ExpertParallel(
                 self.experts, num_experts=self.num_experts, topk=self.topk, hidden=self.hidden,
                 max_tokens=self.tokens, dtype=self.dtype, device=self.device.type,
@@ -104,13 +112,16 @@ class Bench:
         for module in self.modules.values():
             module.finalize()
 
-    def experts(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def experts(self, rows: Any, ends: Any, weights: Any = None) -> torch.Tensor:
         gate, up = grouped_mm(rows, self.first, ends).chunk(2, -1)
-        return grouped_mm(torch.nn.functional.silu(gate) * up, self.second, ends)
+        inner = torch.nn.functional.silu(gate) * up
+        if weights is not None:
+            inner = (inner.float() * weights[:, None]).to(self.dtype)
+        return grouped_mm(inner, self.second, ends)
 
     def layer(self, way: str, moves: bool = False) -> torch.Tensor:
         """The layer's output; with `moves` of experts that give back what they get."""
-        experts = (lambda rows, ends: rows) if moves else self.experts
+        experts = (lambda rows, *_: rows) if moves else self.experts
         if way in WAYS:
             return WAYS[way](self.x, self.ids, self.weights, experts, self.num_experts)
         module = self.module(way)
@@ -239,9 +250,9 @@ def main() -> int:
     parser.add_argument("--warm", type=int, default=5)
     parser.add_argument(
         "--sizes", type=int, nargs=4, default=(7168, 2048, 32, 8), metavar="N",
-        help="hidden, inner, experts of a rank, choices of a token",
+        help="hidden, inner, experts of a rank, topk",
     )  # fmt: skip
-    parser.add_argument("--num-sms", type=int, default=32, help="that a call may use")
+    parser.add_argument("--num-sms", type=int, help="that a call may use; else as the layer has it")
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
@@ -271,7 +282,7 @@ def show(table: list[dict[str, Any]]) -> None:
     print("\n| tokens a rank : skew | " + " | ".join([*ways, "alone"]) + " |")
     print("|---" * (len(ways) + 2) + "|")
     for row in table:
-        figures = [(row[k][way] for k in ("step ms", "step / alone", "moves ms")) for way in ways]
+        figures = [[row[k][way] for k in ("step ms", "step / alone", "moves ms")] for way in ways]
         cells = [f"{step:.2f} ({times:.2f}; {moves:.2f})" for step, times, moves in figures]
         print(f"| {row['workload']} | " + " | ".join(cells) + f" | {row['step ms']['alone']:.2f} |")
     print("step, ms (times the experts alone; forward without experts, ms)")

@@ -47,6 +47,7 @@ std::shared_ptr<HostExpertTables> HostExpertDispatch::route(const ExpertCall& ca
   const auto first_of_node = to_size(routing->own_node() * config_.local_world_size);
   routing->rows = share_rows(memory_.workspace.memory[first_of_node], call.epoch,
                              [&] { return locate_rows(config_, options_, told_counts(call)); });
+  routing->required_rows = static_cast<std::int32_t>(routing->rows->largest_recv_rows);
   routing->dst_rows.assign(to_size(slice(config_.num_nodes()) * config_.topk), -1);
   if (config_.is_intra_node()) {
     routing->ids = ids;

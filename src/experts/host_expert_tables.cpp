@@ -29,6 +29,7 @@ ExpertTableViews HostExpertRouting::views() const {
   views.expert_offsets = {
       rows->expert_offsets.data() + config_.rank * (experts + 1), DType::int32, {experts + 1}};
   views.num_recv_rows = table(rows->num_recv_rows, {world});
+  views.required_rows = {&required_rows, DType::int32, {1}};
   views.primary_rows = table(primary_rows, {received});
   views.topk_slot_rows = table(topk_slot_rows, {received, topk});
   views.send_reqs = table(send_reqs, {config_.num_nodes(), 2, config_.max_tokens});

@@ -50,6 +50,7 @@ class HostExpertRouting final : public ExpertRouting {
   void read_topk(std::span<const std::int32_t> received);
 
   std::shared_ptr<const ExpertRows> rows;  ///< perhaps shared with other ranks
+  std::int32_t required_rows = 0;          ///< rows->largest_recv_rows
   std::vector<std::int32_t> ids;        ///< one node [T, K], else [N, M, K], -1 where there is none
   std::vector<std::int32_t> dst_rows;   ///< [N, M, K]
   std::vector<std::int32_t> send_reqs;  ///< several nodes: [N, 2, M]

@@ -6,7 +6,8 @@ token, then topk slot: always. ``waybill.moe.simulate_dispatch`` says what must 
 
 from ...moe import EPAllToAllLayoutDesc, EPConfig
 from .context import BarrierAllContext, DispatchCombineContext
-from .expert_parallel import ExpertParallel, SwiGLUExperts, grouped_mm
+from .expert_parallel import ExpertParallel
+from .grouped import SwiGLUExperts, grouped_mm
 from .layer import EPAll2AllLayer
 
 __all__ = [
