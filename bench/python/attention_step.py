@@ -22,7 +22,7 @@ the host. Ways:
   ring of torch                of single documents: its context_parallel
   alone                        one call of the kernel, on rows that are where the plan wants them
   alone, split                 the two calls of the module on such rows, on two streams
-  alone, split, one stream     the same, one after the other
+  alone, split, one stream     the same, one after another
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class AttentionPlan(Unchanging):
     """Which rank attends to which queries, and what that costs. From ``plan``; immutable.
 
     Bytes are wire bytes, forward: rows of Q that leave home, and rows of KV that other ranks need,
-    once a rank and document. Backward in and out change places.
+    once per rank and document. Backward in and out change places.
     """
 
     __slots__ = ("_plan",)

@@ -43,7 +43,7 @@ class StepCause(NamedTuple):
 
 
 class PhasePrediction(NamedTuple):
-    """One phase of all ranks; arrays have one entry a rank, seconds from the step's beginning."""
+    """One phase of all ranks; arrays have one entry per rank, seconds from the step's beginning."""
 
     phase: str
     begin: Any  #: (W,) float64

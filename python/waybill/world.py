@@ -12,6 +12,7 @@ from ._copies import OfThisProcess
 from ._graphs import outside_graphs
 from ._threads import run_ranks
 from .errors import Error, InvalidArgument, Unsupported
+from .links import LinkSpeeds
 
 __all__ = ["Topology", "World", "cuda_version", "num_gpus", "run_threads"]
 
@@ -46,17 +47,18 @@ class World(OfThisProcess):
 
     ``run_threads`` makes one for each rank, where ranks are threads; ``from_environment``,
     ``from_process_group`` and ``from_all_gather`` make one where ranks are processes of one host.
-    Calls of several threads come one after the other; one that waits for other ranks lets calls of
+    Calls of several threads come one after another; one that waits for other ranks lets calls of
     other dispatchers and layers go on. Calls that wait release the GIL, have a deadline, and end on
     Ctrl-C.
     """
 
-    __slots__ = ("_world",)
+    __slots__ = ("_expert_layers", "_world")
     _why_not_copied = (
         "one rank's connections to the others: make one in each process with"
         " World.from_environment(), or in each thread with waybill.run_threads"
     )
     _world: _core.World
+    _expert_layers: dict[str, Any]  #: those that modules of a model share
 
     def __init__(self) -> None:
         raise InvalidArgument(
@@ -68,6 +70,7 @@ class World(OfThisProcess):
     def _wrap(cls, world: _core.World) -> World:
         self = cls.__new__(cls)
         self._world = world
+        self._expert_layers = {}
         return self
 
     @classmethod
@@ -234,6 +237,20 @@ class World(OfThisProcess):
     def barrier(self) -> None:
         """Returns when all ranks have called. Raises Timeout."""
         self._world.barrier()
+
+    @outside_graphs
+    def use_links(self, links: LinkSpeeds) -> None:
+        """How fast this machine's links are (``read_links``), for dispatchers and layers that are
+        made from now on. Collective: all ranks give the same, otherwise all get InvalidArgument.
+        """
+        if not isinstance(links, LinkSpeeds):
+            kind = type(links).__name__
+            raise InvalidArgument(f"World.use_links: links is a {kind}, expected LinkSpeeds")
+        self._world.use_links(
+            float(links.nvlink_bytes_per_second),
+            float(links.network_bytes_per_second),
+            float(links.block_bytes_per_second),
+        )
 
     def __repr__(self) -> str:
         return (

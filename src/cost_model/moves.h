@@ -35,7 +35,7 @@ struct TimedPlan {
   std::vector<std::int64_t> position;  ///< [N] first token, in the document
 };
 
-/// Calls `visit` for every move of KV between ranks, straight or once a node.
+/// Calls `visit` for every move of KV between ranks, straight or once per node.
 void visit_kv_moves(const TimedPlan& timed, const Topology& nodes, TransferMode transfer,
                     const std::function<void(const KvMove&)>& visit);
 

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "device/arrive_params.h"
 #include "rank/gpu_rank.h"
 #include "sequence/gpu_executor.h"
 #include "transport/gpu_place.h"
@@ -37,6 +38,9 @@ World make_rank(const char* who, std::shared_ptr<Bootstrap> bootstrap, int devic
   const std::int32_t world = bootstrap->world_size();
   const Topology topology{world, ranks_per_node == 0 ? world : ranks_per_node};
   topology.check();
+  if (world > cuda::max_gpu_ranks) {
+    throw Unsupported(concat(who, ": ", world, " ranks, expected at most ", cuda::max_gpu_ranks));
+  }
   auto gpu =
       std::make_shared<cuda::GpuRank>(bootstrap->rank(), topology, device, bootstrap->timeout_s());
   const auto places = cuda::exchange_places(*bootstrap, device);

@@ -176,6 +176,18 @@ void LayerState::check_rows(const ExpertCombineInput& input, const EPLayout& lay
           ", as the dispatch gave");
 }
 
+/// Whether rows of the layout come from and go to where those of this layer would.
+bool LayerState::goes_alike(const EPLayout& layout) const {
+  EPConfig config = layout.config_;
+  config.hidden = config_.hidden;
+  config.token_dtype = config_.token_dtype;
+  config.weight_dtype = config_.weight_dtype;
+  const EPDispatchOptions& mine = options_.dispatch;
+  const EPDispatchOptions& other = layout.options_;
+  return config == config_ && other.rows == mine.rows &&
+         other.expert_alignment == mine.expert_alignment;
+}
+
 /// Rows that lie in a combine window are what the next combine was to get there.
 void LayerState::check_place(const ConstTensorView& rows) const {
   for (std::uint32_t parity = 0; parity < 2; ++parity) {
@@ -192,7 +204,9 @@ void LayerState::check_place(const ConstTensorView& rows) const {
 
 void LayerState::combine(const ExpertCombineInput& input, const EPLayout& layout, Stream stream) {
   abort_state_.check("combine");
-  require(layout.layer_ == id_, "combine: the layout belongs to another layer");
+  require(layout.layer_ == id_ || (input.of_companion && goes_alike(layout)),
+          "combine: the layout belongs to another layer");
+  if (input.of_companion) abort_state_.guard([&] { grow_for(*layout.tables_, stream); });
   check_rows(input, layout);
   check_place(input.rows);
   require(!input.options.weighted || layout.has_weights(),
@@ -212,6 +226,24 @@ void LayerState::combine(const ExpertCombineInput& input, const EPLayout& layout
   ++num_combines_;
   ends_with_combine_ = true;
   num_places_ -= std::min<std::uint64_t>(num_places_, 1);
+}
+
+void LayerState::weigh_gradients(const ExpertGradientInput& input, const EPLayout& layout,
+                                 Stream stream) {
+  constexpr const char* who = "weigh_gradients";
+  abort_state_.check(who);
+  require(layout.layer_ == id_, who, ": the layout belongs to another layer");
+  check_gradient_input(config_, input);
+  abort_state_.guard([&] { executor_->weigh_gradients(input, *layout.tables_, stream); });
+}
+
+void LayerState::copy_rows(const ConstTensorView& from, const TensorView& to,
+                           const EPLayout& layout, Stream stream) {
+  constexpr const char* who = "copy_rows";
+  abort_state_.check(who);
+  require(layout.layer_ == id_, who, ": the layout belongs to another layer");
+  check_copied_rows(config_, from, to);
+  abort_state_.guard([&] { executor_->copy_rows(from, to, *layout.tables_, stream); });
 }
 
 /// The window of the combine after the next is that of the last one: other ranks have read it when

@@ -164,7 +164,7 @@ RelaySchedule read_relay(const JsonNode& node) {
 
 void check_table(const JsonNode& node, std::size_t got, const AttentionPlan& plan) {
   if (got != to_size(plan.plan.world_size))
-    node.fail_text(concat(got, " entries, expected ", plan.plan.world_size, ": one a rank"));
+    node.fail_text(concat(got, " entries, expected ", plan.plan.world_size, ": one per rank"));
 }
 
 AttentionPlan read_attention_plan(const JsonNode& root, ReadCheck check) {

@@ -161,7 +161,7 @@ std::int32_t Balancer::rank_in_node(std::int32_t node) const {
   return best;
 }
 
-// Near home, then where the keys went before: over the network they cross once a node.
+// Near home, then where the keys went before: over the network they cross once per node.
 std::int32_t Balancer::rank_for_end(const SlabBid& bid) const {
   if (ranks_per_node_ >= home_->world_size) return pool_.most_room();
   const std::int32_t home = home_->pieces[to_size(regions_[to_size(bid.last - 1)].piece)].rank;

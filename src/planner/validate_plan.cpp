@@ -161,7 +161,7 @@ bool check_options(const AttentionPlan& plan, PlanFindings& findings) {
     plan.options.check("options");
     return true;
   } catch (const InvalidArgument& error) {
-    findings.add(FindingKind::plan, "options", -1, -1, error.what(), "options that can be meant");
+    findings.add(FindingKind::plan, "options", -1, -1, error.what(), "options that are possible");
     return false;
   }
 }

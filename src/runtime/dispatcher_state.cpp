@@ -43,6 +43,19 @@ std::vector<Setting> common_settings(const SequenceDispatcherOptions& options) {
           {"plan.network_bytes_per_second", concat(plan.network_bytes_per_second)}};
 }
 
+/// The world's speeds, unless the options have others than the defaults.
+SequenceDispatcherOptions with_links(SequenceDispatcherOptions options, const World& world) {
+  constexpr LinkSpeeds usual;
+  SequencePlanOptions& plan = options.plan;
+  if (plan.nvlink_bytes_per_second != usual.nvlink_bytes_per_second ||
+      plan.network_bytes_per_second != usual.network_bytes_per_second) {
+    return options;
+  }
+  plan.nvlink_bytes_per_second = world.links().nvlink_bytes_per_second;
+  plan.network_bytes_per_second = world.links().network_bytes_per_second;
+  return options;
+}
+
 /// What the executor of the world can do, and what its plans are compiled for.
 CompileOptions options_of_plans(const SequenceDispatcherOptions& options, const World& world) {
   const Executor& executor = world.executor();
@@ -63,7 +76,9 @@ CompileOptions options_of_plans(const SequenceDispatcherOptions& options, const 
 }  // namespace
 
 DispatcherState::DispatcherState(const World& world, const SequenceDispatcherOptions& options)
-    : world_(world), options_(options), compile_(options_of_plans(options, world)) {
+    : world_(world),
+      options_(with_links(options, world)),
+      compile_(options_of_plans(options_, world)) {
   options_.plan.relay = compile_.relay;
   require(options.num_sms >= 0, "SequenceDispatcher: num_sms = ", options.num_sms,
           ", expected >= 0");
@@ -110,7 +125,7 @@ void DispatcherState::close() {
 PlanHandle DispatcherState::ready(SequencePlan plan, Stream stream) {
   PlanHandle result;
   result.plan_ = std::make_unique<SequencePlan>(std::move(plan));
-  result.uploaded_ = world_.executor().upload(*result.plan_, nullptr, stream);
+  result.uploaded_ = world_.executor().upload(*result.plan_, stream);
   return result;
 }
 
@@ -139,7 +154,7 @@ void DispatcherState::replace_plan(PlanHandle& ready, std::span<const SequencePa
   require(pad_size(world_.world_size(), plan.num_slots) <= slots_.count, who, ": the plan has ",
           plan.num_slots, " slots of batches, expected at most ",
           slots_.count / world_.world_size() - 1, ": reserve() more");
-  ready.uploaded_ = world_.executor().upload(plan, std::move(ready.uploaded_), stream);
+  world_.executor().refill(*ready.uploaded_, plan, stream);
   *ready.plan_ = std::move(plan);
 }
 

@@ -106,7 +106,7 @@ void PeerTransport::defer_release(std::vector<std::shared_ptr<void>> memory) {
 std::uint64_t* PeerTransport::slot_of(Rank peer, SignalSlot slot) const {
   check_slot(slot);
   const auto r = to_size(to_int(peer));
-  require(r < slot.pad->memory.size(), "signal: peer = ", peer, ", expected 0..",
+  require(r < slot.pad->peers.size(), "signal: peer = ", peer, ", expected 0..",
           topology().world_size - 1);
   auto* const base = static_cast<std::uint64_t*>(slot.pad->memory[r].get());
   return base == nullptr ? nullptr : base + slot.idx;
@@ -120,16 +120,26 @@ std::byte* PeerTransport::place_of(const SymmetricBuffer& to, const PutRequest& 
 
 void PeerTransport::free_parts(Parts parts) { parts.clear(); }
 
+std::shared_ptr<void> PeerTransport::make_table(const Parts& /*parts*/, std::string_view /*name*/) {
+  return nullptr;
+}
+
 template <class Symmetric>
 void PeerTransport::share(Symmetric& result, std::int64_t size_bytes, std::string_view name) {
   using Element = std::remove_pointer_t<decltype(result.local)>;
   const std::string operation = concat("allocate(", name, ")");
-  run_collective(operation, [&] { result.memory = make_parts(size_bytes, name); });
+  std::shared_ptr<void> table;
+  run_collective(operation, [&] {
+    result.memory = make_parts(size_bytes, name);
+    table = make_table(result.memory, name);
+  });
   for (std::int32_t r = 0; r < topology().world_size; ++r) {
     auto* const part = static_cast<Element*>(result.memory[to_size(r)].get());
     result.peers.push_back(reach(Rank{r}) == Reach::network ? nullptr : part);
   }
   result.local = result.peers[to_size(to_int(rank()))];
+  result.table = static_cast<Element* const*>(table.get());
+  if (table != nullptr) result.memory.push_back(std::move(table));
 }
 
 /// Freeing device memory waits for the device, on which a kernel may wait for a rank that has yet

@@ -13,7 +13,7 @@
 namespace waybill {
 
 /// The part of a Transport that engines share whose ranks meet over a Bootstrap and whose symmetric
-/// memory consists of one block a rank. An engine says how the blocks are made and freed, and how
+/// memory consists of one block per rank. An engine says how the blocks are made and freed, and how
 /// pieces and signals get there.
 class PeerTransport : public Transport {
  public:
@@ -62,7 +62,10 @@ class PeerTransport : public Transport {
   /// memory cannot be reached through a pointer. Ranks check that they ask for the same size.
   [[nodiscard]] virtual Parts make_parts(std::int64_t size_bytes, std::string_view name) = 0;
 
-  /// Collective, when nobody uses the parts any more.
+  /// Collective: a table of the parts in memory that kernels read; null: nobody needs one.
+  [[nodiscard]] virtual std::shared_ptr<void> make_table(const Parts& parts, std::string_view name);
+
+  /// Collective, when nobody uses the parts any more. The table is the last one.
   virtual void free_parts(Parts parts);
 
   /// Part of a collective call: its waits end when a rank is gone.

@@ -13,7 +13,11 @@ struct SymmetricBuffer {
   std::int64_t size_bytes = 0;
   std::byte* local = nullptr;
   std::vector<std::byte*> peers;  ///< [W]: `local` for this rank, null where reach is network
-  std::vector<std::shared_ptr<void>> memory;  ///< what keeps the parts alive
+  /// What keeps the parts alive: [W], null for one that is not mapped here; then the table, if any.
+  std::vector<std::shared_ptr<void>> memory;
+  /// GPU worlds: [W] where the parts are mapped, in memory of this rank's device, for kernels. Made
+  /// with the memory, and neither changed nor moved as long as that lives.
+  std::byte* const* table = nullptr;
 };
 
 /// Counters that other ranks raise: on every rank `count` epochs, 0 at first, that only grow.
@@ -22,6 +26,7 @@ struct SignalPad {
   std::uint64_t* local = nullptr;
   std::vector<std::uint64_t*> peers;  ///< [W], as above
   std::vector<std::shared_ptr<void>> memory;
+  std::uint64_t* const* table = nullptr;
 };
 
 }  // namespace waybill

@@ -92,6 +92,12 @@ class SequenceSteps {
     }
   }
 
+  /// Windows of another generation, with a table of their own.
+  void grow() {
+    world_.barrier();
+    dispatcher_.reserve(2 * dispatcher_.window_bytes(), stream());
+  }
+
   void close() {
     dispatcher_.synchronize(stream());
     world_.barrier();
@@ -148,6 +154,37 @@ void check_sequences(std::int32_t world_size) {
       },
       test::world_options());
 }
+
+/// A graph goes on with the windows, and the tables of ranks, that it was captured with.
+void check_growth(std::int32_t world_size) {
+  const test::SequenceCase sample = test::sequence_cases(world_size, 1).back();
+  std::vector<Expected> rounds;
+  for (std::uint64_t i = 0; i < num_rounds; ++i) rounds.emplace_back(sample, 10 * i + 1);
+  run_gpu_thread_world(
+      world_size,
+      [&](World& world) {
+        SequenceSteps steps(world, sample, rounds, 4);
+        const auto calls = [&] {
+          steps.dispatch();
+          steps.gradient();
+        };
+        const Captured before(steps.cuda_stream(), calls);
+        steps.check("before it, ", true, [&] { before.launch(world); });
+        steps.grow();
+        steps.check("behind it, the windows of before, ", true, [&] { before.launch(world); });
+        steps.check("behind it, ", true, calls);
+        const Captured behind(steps.cuda_stream(), calls);
+        steps.check("both in turn, ", true, [&] {
+          before.launch(world);
+          behind.launch(world);
+        });
+        steps.close();
+      },
+      test::world_options());
+}
+
+TEST(GpuOddGraph, behind_a_growth_of_two_ranks) { check_growth(2); }
+TEST(GpuOddGraph, behind_a_growth_of_four_ranks) { check_growth(4); }
 
 TEST(GpuOddGraph, two_ranks) { check_sequences(2); }
 TEST(GpuOddGraph, four_ranks) { check_sequences(4); }

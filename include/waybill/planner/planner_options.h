@@ -28,7 +28,7 @@ struct ModelShape {
   friend bool operator==(const ModelShape&, const ModelShape&) = default;
 };
 
-/// Speeds, one direction, of one rank. Bytes a second are what the wire really gives. Defaults:
+/// Speeds, one direction, of one rank. Bytes per second are what the wire really gives. Defaults:
 /// "measured" is a host with 8 x H200 (NVLink 4 through an NVSwitch, multicast off), 2026-11-20;
 /// "nominal" comes from data sheets and was not measured.
 struct HardwareFacts {

@@ -14,7 +14,7 @@ _MOST_SLICES = 4  # with more ranges of rows, one operation with their numbers
 
 
 class Rows:
-    """Ranges of a rank's rows, which stand one behind the other in another tensor."""
+    """Ranges of a rank's rows, which stand one after another in another tensor."""
 
     def __init__(self, table: Any, device: torch.device) -> None:
         self.ranges = [(int(begin), int(rows)) for begin, rows in table.reshape(-1, 2).tolist()]

@@ -21,7 +21,7 @@ from .kernels import AttentionShape, Sequences
 __all__ = ["BatchPlan", "BatchPlanner", "Piece"]
 
 _UNNUMBERED = -(2**62)  # below it are the documents that got no number: rank * 2**32 + place
-#: With fewer rows a rank, one call of the kernel costs less than two without copies.
+#: With fewer rows per rank, one call of the kernel costs less than two without copies.
 _FEW_ROWS = 2048
 #: Where less of the work stays, two calls of the kernel are in each other's way (2 x H200).
 _LEAST_SHARE = 0.75
@@ -100,8 +100,9 @@ class BatchPlanner(Unchanging):
         }  # fmt: skip
 
     def plan(self, pieces: Sequence[Any]) -> BatchPlan:
-        """The plan of what the ranks hold: one entry a rank, as ``ContextParallelAttention.gather``
-        returns it, or lists of lengths and pieces. Pure: the same everywhere.
+        """The plan of what the ranks hold: one entry per rank, as
+        ``ContextParallelAttention.gather`` returns it, or lists of lengths and pieces. Pure: the
+        same everywhere.
 
         Raises InvalidArgument naming the document whose pieces do not add up, or rank and piece.
         """

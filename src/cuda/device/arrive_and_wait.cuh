@@ -2,6 +2,7 @@
 
 #include "arrive_params.h"
 #include "call_words.cuh"
+#include "peers.cuh"
 
 namespace waybill::cuda {
 
@@ -20,9 +21,16 @@ __device__ inline std::int32_t rank_after(const ArriveParams& p, std::int32_t k)
   return r < p.world_size ? r : r - p.world_size;
 }
 
+/// Rank k of the node's from this one on. @pre 0 <= k < node_ranks
+__device__ inline std::int32_t node_rank_after(const ArriveParams& p, std::int32_t k) {
+  const std::int32_t r = p.rank + k;
+  return r < p.first_rank + p.node_ranks ? r : r - p.node_ranks;
+}
+
 /// Whether rank r tells what it means by a call.
 __device__ inline bool sends_call_words(const ArriveParams& p, std::int32_t r) {
-  return p.peer_arrivals[r] != nullptr || p.fingerprint.crosses_nodes;
+  const bool of_node = p.first_rank <= r && r < p.first_rank + p.node_ranks;
+  return of_node || p.fingerprint.crosses_nodes;
 }
 
 /// Where this rank is told the words of rank r.
@@ -48,10 +56,9 @@ template <class Visit>
 __device__ inline void for_node(const ArriveParams& p, Visit&& visit) {
   __syncwarp();
 #pragma unroll 1  // few ranks, and no registers to spare
-  for (std::int32_t k = 1 + static_cast<std::int32_t>(threadIdx.x % 32); k < p.world_size;
+  for (std::int32_t k = 1 + static_cast<std::int32_t>(threadIdx.x % 32); k < p.node_ranks;
        k += 32) {
-    std::uint64_t* const arrivals = p.peer_arrivals[rank_after(p, k)];
-    if (arrivals != nullptr) visit(arrivals);
+    visit(peer_at(p.arrivals, node_rank_after(p, k)));
   }
 }
 

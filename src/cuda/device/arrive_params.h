@@ -3,10 +3,12 @@
 #include <cstdint>
 
 #include "call_words.h"
+#include "peers.h"
 
 namespace waybill::cuda {
 
-inline constexpr int max_gpu_ranks = 64;  ///< that reach each other by load and store
+/// Of a world on GPUs: what words with a rank and a place in them have bits for.
+inline constexpr int max_gpu_ranks = 1 << 15;
 
 /// Counters of one dispatcher on its rank's device. They move on when a call ends, so that the
 /// same launch can be replayed.
@@ -24,10 +26,12 @@ struct ArriveParams {
   FaultKind kind;
   CallState* state;
   FaultSink sink;
-  std::uint64_t* own_arrivals;                  ///< [W]: slot r is raised by rank r
-  std::uint64_t* peer_arrivals[max_gpu_ranks];  ///< [W]: the same of each rank of the node; else
-                                                ///< null: the network path raises those
-  FingerprintParams fingerprint;                ///< compared where ranks meet
+  std::int32_t first_rank;  ///< of the node: its ranks raise each other's slots, the network
+                            ///< path those of the others
+  std::int32_t node_ranks;
+  std::uint64_t* own_arrivals;        ///< [W]: slot r is raised by rank r
+  NearPeers<std::uint64_t> arrivals;  ///< [W]: the same of each rank
+  FingerprintParams fingerprint;      ///< compared where ranks meet
 };
 
 }  // namespace waybill::cuda

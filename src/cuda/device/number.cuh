@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "waybill/core/dtype.h"
+#include "word_size.h"
 
 namespace waybill::cuda {
 
@@ -45,6 +46,16 @@ struct Float16 {
   __device__ static Sum load(Stored value) { return __half2float(__ushort_as_half(value)); }
   __device__ static Stored round(Sum value) { return __half_as_ushort(__float2half_rn(value)); }
 };
+
+/// Numbers that are loaded and stored together.
+template <class Number, int Count>
+struct alignas(Count * sizeof(typename Number::Stored)) Pack {
+  static constexpr int count = Count;
+  typename Number::Stored values[Count];
+};
+/// As many as a thread loads at once.
+template <class Number>
+using WidePack = Pack<Number, widest_word / static_cast<int>(sizeof(typename Number::Stored))>;
 
 /// Calls `make` with the Number of a dtype that rows are summed in or weighted by: for the choice
 /// of a kernel. @return what it returns; for another dtype a null pointer of that type

@@ -1,3 +1,4 @@
+#include "../device/peers.cuh"
 #include "../device/signal.cuh"
 #include "barrier_launch.h"
 
@@ -11,7 +12,7 @@ __global__ void __launch_bounds__(32) barrier_kernel(const __grid_constant__ Bar
   __threadfence_system();
   const auto lane = static_cast<std::int32_t>(threadIdx.x);
   for (std::int32_t i = lane; i < p.count; i += 32) {
-    if (p.first + i != p.rank) signal(p.peers[i] + p.rank, epoch);
+    if (p.first + i != p.rank) signal(peer_at(p.peers, p.first + i) + p.rank, epoch);
   }
   for (std::int32_t i = lane; i < p.count; i += 32) {
     const std::int32_t peer = p.first + i;

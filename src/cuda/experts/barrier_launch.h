@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "../device/arrive_params.h"
 #include "../device/fault.h"
+#include "../device/peers.h"
 
 namespace waybill::cuda {
 
@@ -17,8 +17,8 @@ struct BarrierParams {
   std::int32_t count;
   std::uint64_t* epoch;  ///< of the last one that has ended, on this device
   FaultSink sink;
-  std::uint64_t* own;                   ///< this rank's slots
-  std::uint64_t* peers[max_gpu_ranks];  ///< those of rank first + i
+  std::uint64_t* own;          ///< this rank's slots
+  Peers<std::uint64_t> peers;  ///< those of each rank
 };
 
 /// Loads the kernel into the context of the current device.

@@ -39,7 +39,7 @@ class CallBegin {
 
   /// Where it is told: waits until the tokens of source r are placed.
   __device__ void wait_placed(std::int32_t r) {
-    if (has_begin_words_) (void)wait_begin(arrive_, state_->placed + r, epoch());
+    if (has_begin_words_) (void)wait_begin(arrive_, placed_slot(state_, r), epoch());
   }
 
  private:
@@ -64,7 +64,7 @@ class CallBegin {
     end_if_reported(arrive.sink);
   }
 
-  const MoeState* const state_;
+  MoeState* const state_;
   const ArriveParams& arrive_;
   const bool has_begin_words_;
   bool has_ended_ = false;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "../device/peers.cuh"
 #include "call_begin.cuh"
 #include "lanes.cuh"
 #include "rows_of.cuh"
@@ -8,60 +9,112 @@
 
 namespace waybill::cuda {
 
-/// Where the source raises what it has sent to this rank.
-__device__ inline std::uint64_t* channel_slot(const RowsParams& p, std::int32_t at,
-                                              std::int32_t source, std::int32_t channel) {
-  return p.channels[at] + std::int64_t{source} * max_channels + channel;
+/// Where the source raises what it has sent, among a rank's channels.
+__device__ inline std::uint64_t* channel_slot(std::uint64_t* channels, std::int32_t source,
+                                              std::int32_t channel) {
+  return channels + std::int64_t{source} * max_channels + channel;
 }
 
-__device__ inline std::uint64_t* config_slot(const RowsParams& p, std::int32_t at,
+__device__ inline std::uint64_t* config_slot(const RowsParams& p, std::uint64_t* channels,
                                              std::int32_t source) {
   const std::int64_t first = std::int64_t{p.shape.world_size} * max_channels;
-  return p.channels[at] + first + std::int64_t{p.m.parity} * p.shape.world_size + source;
+  return channels + first + std::int64_t{p.m.parity} * p.shape.world_size + source;
+}
+
+/// Calls for all ranks of the node, from this one on, with their channels. One warp.
+template <class Visit>
+__device__ inline void for_channels(const RowsParams& p, Visit&& visit) {
+#pragma unroll 1  // a lane has one rank, where they are few
+  for (std::int32_t k = lane_id(); k < p.shape.world_size; k += 32) {
+    visit(peer_at(p.channels, rank_behind(p.shape, k)));
+  }
 }
 
 /// Tells all ranks that the tokens of the first `groups` groups of a channel have arrived. One
 /// warp; its stores are complete.
 __device__ inline void signal_groups(const RowsParams& p, std::int32_t channel, std::uint64_t epoch,
                                      std::int32_t groups) {
-  for (std::int32_t k = lane_id(); k < p.shape.world_size; k += 32) {
-    const std::int32_t d = (p.shape.rank + k) % p.shape.world_size;
-    signal(channel_slot(p, d, p.shape.rank, channel),
+  for_channels(p, [&](std::uint64_t* channels) {
+    signal(channel_slot(channels, p.shape.rank, channel),
            (epoch << channel_epoch_shift) + static_cast<std::uint64_t>(groups));
-  }
+  });
 }
 
-/// How the rows of each rank come; lane i of a warp holds ranks i and i + 32.
+/// Tells all ranks how this one sends. One warp.
+template <class Rows>
+__device__ inline void send_configs(const Rows& p, std::int32_t num_channels, std::uint64_t epoch) {
+  for_channels(p, [&](std::uint64_t* channels) {
+    signal(config_slot(p, channels, p.shape.rank),
+           channel_config(epoch, num_channels, p.cuts.group, Rows::lands));
+  });
+}
+
+/// How the rows of one rank come.
+struct Source {
+  std::int32_t rank;
+  std::int32_t channels;
+  std::int32_t group;  ///< tokens of a channel that are published together
+  std::int32_t tokens;
+  bool lands;  ///< they are in the receive slot
+
+  /// Groups of all channels.
+  [[nodiscard]] __device__ std::int32_t units() const {
+    const std::int32_t each = (tokens + channels - 1) / channels;
+    return (each + group - 1) / group * channels;
+  }
+};
+
+/// @param told what the rank says of it. @pre its tokens are placed
+template <class Rows>
+__device__ inline Source source_told(const Rows& p, std::int32_t r, std::uint64_t told) {
+  return {r, static_cast<std::int32_t>(told >> 8 & 0x7FFF), static_cast<std::int32_t>(told & 0xFF),
+          p.spans_nodes() ? p.shape.max_tokens : __ldcg(p.num_input_tokens + r),
+          (told & channel_lands_bit) != 0};
+}
+
+/// Ranks of the node of which a warp keeps how their rows come: lane i has ranks i and i + 32. What
+/// further ones have said is read when it is needed.
+inline constexpr std::int32_t kept_sources = 64;
+
+/// How the rows of each rank come.
 struct Sources {
   std::int32_t channels[2];
-  std::int32_t group[2];  ///< tokens of a channel that are published together
+  std::int32_t group[2];
   std::int32_t tokens[2];
-  std::int32_t lands[2];  ///< 1: they are in the receive slot
+  std::int32_t lands[2];
   bool some_land;
   std::int32_t most_units;  ///< groups of all channels of a rank, at most
 };
 
-/// What a warp must know of one rank.
-struct Source {
-  std::int32_t rank;
-  std::int32_t channels;
-  std::int32_t group;
-  std::int32_t tokens;
-  bool lands;
-};
+/// What rank r has said of how it sends, when it has.
+__device__ inline std::uint64_t wait_config(const RowsParams& p, std::uint64_t epoch,
+                                            std::int32_t r) {
+  return wait_epoch(p.m.arrive, config_slot(p, p.own_channels, r), epoch << channel_config_shift,
+                    channel_config_shift, p.shape.first_rank + r);
+}
+
+/// The part of learn_sources() of ranks that are not kept. A function of its own, as few have any.
+/// @return twice the most units of one, and 1 more if some land
+template <class Rows>
+__device__ __noinline__ std::int32_t learn_far_sources(const Rows& p, std::uint64_t epoch) {
+  std::int32_t units = 0;
+  std::int32_t lands = 0;
+  for (std::int32_t r = kept_sources + lane_id(); r < p.shape.world_size; r += 32) {
+    const Source source = source_told(p, r, wait_config(p, epoch, r));
+    units = max(units, source.units());
+    lands |= source.lands ? 1 : 0;
+  }
+  return 2 * units + lands;
+}
 
 /// Waits until all ranks have said how they send, and their tokens are placed. One warp.
 template <class Rows>
 __device__ inline Sources learn_sources(const Rows& p, CallBegin& begin) {
   const MoeShape& s = p.shape;
   const std::uint64_t epoch = begin.epoch();
-  const auto config_of = [&](std::int32_t r) {
-    return wait_epoch(p.m.arrive, config_slot(p, s.rank, r), epoch << channel_config_shift,
-                      channel_config_shift, s.first_rank + r);
-  };
   // Few tokens: it comes before the tokens are placed, and would take a time of its own behind
   // that.
-  if (lane_id() < s.world_size && begin.has_begin_words()) (void)config_of(lane_id());
+  if (lane_id() < s.world_size && begin.has_begin_words()) (void)wait_config(p, epoch, lane_id());
   for (std::int32_t r = lane_id(); r < s.world_size; r += 32) begin.wait_placed(r);
   __syncwarp();  // what one source is told of may be written with another
   Sources sources{};
@@ -70,19 +123,16 @@ __device__ inline Sources learn_sources(const Rows& p, CallBegin& begin) {
   for (int half = 0; half < 2; ++half) {
     const std::int32_t r = half * 32 + lane_id();
     if (r >= s.world_size) continue;
-    const std::uint64_t seen = config_of(r);
-    const auto channels = static_cast<std::int32_t>(seen >> 8 & 0x7FFF);
-    const auto group = static_cast<std::int32_t>(seen & 0xFF);
-    const std::int32_t tokens = p.spans_nodes() ? s.max_tokens : __ldcg(p.num_input_tokens + r);
-    sources.channels[half] = channels;
-    sources.group[half] = group;
-    sources.tokens[half] = tokens;
-    sources.lands[half] = (seen & channel_lands_bit) != 0 ? 1 : 0;
-    const std::int32_t each = (tokens + channels - 1) / channels;
-    units = max(units, (each + group - 1) / group * channels);
+    const Source source = source_told(p, r, wait_config(p, epoch, r));
+    sources.channels[half] = source.channels;
+    sources.group[half] = source.group;
+    sources.tokens[half] = source.tokens;
+    sources.lands[half] = source.lands ? 1 : 0;
+    units = max(units, source.units());
   }
-  sources.most_units = __reduce_max_sync(all_lanes, units);
-  sources.some_land = __any_sync(all_lanes, sources.lands[0] + sources.lands[1]) != 0;
+  const std::int32_t far = s.world_size > kept_sources ? learn_far_sources(p, epoch) : 0;
+  sources.most_units = __reduce_max_sync(all_lanes, max(units, far / 2));
+  sources.some_land = __any_sync(all_lanes, sources.lands[0] + sources.lands[1] + far % 2) != 0;
   return sources;
 }
 
@@ -98,7 +148,12 @@ __device__ inline std::int32_t token_at(const Rows& p, std::int32_t position) {
   return node * each + position - turn * each;
 }
 
-__device__ inline Source source_of(const Sources& all, std::int32_t rank) {
+/// All lanes, with the same rank.
+template <class Rows>
+__device__ inline Source source_of(const Rows& p, const Sources& all, std::int32_t rank) {
+  if (rank >= kept_sources) {
+    return source_told(p, rank, load_acquire(config_slot(p, p.own_channels, rank)));
+  }
   const auto of = [&](const std::int32_t(&values)[2]) {
     return __shfl_sync(all_lanes, rank < 32 ? values[0] : values[1], rank % 32);
   };

@@ -1,5 +1,6 @@
 #include "../device/bulk.cuh"
 #include "../device/number.cuh"
+#include "../device/peers.cuh"
 #include "early.h"
 #include "expert_arrive.cuh"
 #include "expert_launch.h"
@@ -12,8 +13,7 @@ constexpr int bulk_warps = 6;
 constexpr int bulk_stages = 2;
 constexpr int slots = 8;  ///< rows of a token that a stage holds
 constexpr int piece_bytes = 2048;
-constexpr int word_bytes = 16;
-constexpr int words_a_lane = piece_bytes / word_bytes / 32;
+constexpr int words_a_lane = piece_bytes / widest_word / 32;
 constexpr int element_warps = 16;
 
 /// One weight as float32.
@@ -49,8 +49,15 @@ __device__ unsigned lanes_summed(const CombineParams& p, TokenRows& rows) {
   return __ballot_sync(all_lanes, counts);
 }
 
-__device__ const std::byte* row_at(const CombineParams& p, std::int64_t address) {
-  return p.windows[address >> address_dst_shift & 0xFFFF] + (address & 0xFFFFFFFF) * p.row_bytes;
+using Windows = WarpPeers<const std::byte>;
+
+/// All lanes, each its own row. @param address as lanes_summed() leaves it; below 0: of no use
+__device__ const std::byte* row_at(const CombineParams& p, const Windows& windows,
+                                   std::int64_t address) {
+  const bool is_there = address >= 0 && address != lost_address;
+  const auto rank = static_cast<std::int32_t>(address >> address_dst_shift & 0xFFFF);
+  const std::byte* const window = windows[is_there ? rank : 0];
+  return (is_there ? window : p.lost_row) + (address & 0xFFFFFFFF) * p.row_bytes;
 }
 
 /// Each product and each sum is rounded.
@@ -60,22 +67,16 @@ __device__ float sum_with(float sum, typename Number::Stored value, float weight
   return __fadd_rn(sum, Weighted ? __fmul_rn(weight, x) : x);
 }
 
-template <class Number>
-struct alignas(16) Word {
-  static constexpr int count = word_bytes / static_cast<int>(sizeof(typename Number::Stored));
-  typename Number::Stored values[count];
-};
-
 /// One lane's share of a piece: words lane, lane + 32, ...
 template <class Number>
 struct Sums {
-  float sums[words_a_lane][Word<Number>::count];
+  float sums[words_a_lane][WidePack<Number>::count];
 
   __device__ void clear() {
 #pragma unroll
     for (int w = 0; w < words_a_lane; ++w) {
 #pragma unroll
-      for (int e = 0; e < Word<Number>::count; ++e) sums[w][e] = 0;
+      for (int e = 0; e < WidePack<Number>::count; ++e) sums[w][e] = 0;
     }
   }
 
@@ -84,11 +85,11 @@ struct Sums {
   __device__ void add(const std::byte* from, int bytes, float weight) {
 #pragma unroll
     for (int w = 0; w < words_a_lane; ++w) {
-      const int offset = (w * 32 + lane_id()) * word_bytes;
+      const int offset = (w * 32 + lane_id()) * widest_word;
       if (!Full && offset >= bytes) continue;
-      const auto in = *reinterpret_cast<const Word<Number>*>(from + offset);
+      const auto in = *reinterpret_cast<const WidePack<Number>*>(from + offset);
 #pragma unroll
-      for (int e = 0; e < Word<Number>::count; ++e) {
+      for (int e = 0; e < WidePack<Number>::count; ++e) {
         sums[w][e] = sum_with<Number, Weighted>(sums[w][e], in.values[e], weight);
       }
     }
@@ -97,12 +98,12 @@ struct Sums {
   __device__ void write(std::byte* to, int bytes) const {
 #pragma unroll
     for (int w = 0; w < words_a_lane; ++w) {
-      const int offset = (w * 32 + lane_id()) * word_bytes;
+      const int offset = (w * 32 + lane_id()) * widest_word;
       if (offset >= bytes) continue;
-      Word<Number> out;
+      WidePack<Number> out;
 #pragma unroll
-      for (int e = 0; e < Word<Number>::count; ++e) out.values[e] = Number::round(sums[w][e]);
-      *reinterpret_cast<Word<Number>*>(to + offset) = out;
+      for (int e = 0; e < WidePack<Number>::count; ++e) out.values[e] = Number::round(sums[w][e]);
+      *reinterpret_cast<WidePack<Number>*>(to + offset) = out;
     }
   }
 };
@@ -146,7 +147,8 @@ struct PieceSteps {
 /// Rows of a piece that fill one stage: those of its lanes from number 8 * batch on.
 struct Turn {
   Piece at;
-  TokenRows rows;
+  const std::byte* row;  ///< of each lane
+  float weight;
   unsigned left;  ///< lanes of this batch and the later ones
   bool is_first;
 };
@@ -156,8 +158,9 @@ struct Turn {
 template <class Number, class Weight>
 class BulkSum {
  public:
-  __device__ BulkSum(const CombineParams& p, BulkMemory& memory)
+  __device__ BulkSum(const CombineParams& p, const Windows& windows, BulkMemory& memory)
       : p_(p),
+        windows_(windows),
         stage_(memory.stage[threadIdx.x / 32]),
         loaded_(memory.loaded[threadIdx.x / 32]),
         steps_(p, bulk_warps),
@@ -198,7 +201,8 @@ class BulkSum {
   /// The piece whose places have come; asks for those of the next.
   __device__ Turn begin_piece() {
     const unsigned summed = lanes_summed(p_, coming_rows_);
-    const Turn turn{coming_, coming_rows_, summed, true};
+    const std::byte* const row = row_at(p_, windows_, coming_rows_.address);
+    const Turn turn{coming_, row, coming_rows_.weight, summed, true};
     steps_.advance(coming_);
     coming_rows_ = read_token<Weight>(p_, coming_.token);
     return turn;
@@ -213,8 +217,8 @@ class BulkSum {
     __syncwarp();
     const int slot = __popc(turn.left & ((1U << lane_id()) - 1));
     if ((turn.left >> lane_id() & 1U) != 0 && slot < slots) {
-      bulk_load(stage_[stage][slot], row_at(p_, turn.rows.address) + turn.at.piece * piece_bytes,
-                bytes, &loaded_[stage]);
+      bulk_load(stage_[stage][slot], turn.row + turn.at.piece * piece_bytes, bytes,
+                &loaded_[stage]);
     }
   }
 
@@ -244,13 +248,14 @@ class BulkSum {
     for (int slot = 0; slot < slots && left != 0; ++slot, left &= left - 1) {
       float weight = 0;
       if (Weighted) {
-        weight = __shfl_sync(all_lanes, turn.rows.weight, __ffs(static_cast<int>(left)) - 1);
+        weight = __shfl_sync(all_lanes, turn.weight, __ffs(static_cast<int>(left)) - 1);
       }
       sums_.template add<Weighted, Full>(stage_[stage][slot], bytes, weight);
     }
   }
 
   const CombineParams& p_;
+  const Windows& windows_;
   std::byte (*const stage_)[slots][piece_bytes];
   std::uint64_t* const loaded_;
   const PieceSteps steps_;
@@ -262,7 +267,7 @@ class BulkSum {
 
 /// Without bulk copies, or for addresses that do not suit them.
 template <class Number, class Weight>
-__device__ void sum_elements(const CombineParams& p) {
+__device__ void sum_elements(const CombineParams& p, const Windows& windows) {
   using Stored = typename Number::Stored;
   constexpr auto size = static_cast<int>(sizeof(Stored));
   constexpr int unroll = 4;
@@ -288,11 +293,13 @@ __device__ void sum_elements(const CombineParams& p) {
     for (const std::byte* bias : p.biases) {
       if (bias != nullptr) add(reinterpret_cast<const Stored*>(bias) + offset, 0, false);
     }
-    for (unsigned left = lanes_summed(p, rows); left != 0; left &= left - 1) {
+    unsigned left = lanes_summed(p, rows);
+    const auto row = reinterpret_cast<std::uint64_t>(row_at(p, windows, rows.address));
+    for (; left != 0; left &= left - 1) {
       const int k = __ffs(static_cast<int>(left)) - 1;
-      const std::int64_t address = __shfl_sync(all_lanes, rows.address, k);
+      const std::uint64_t from = __shfl_sync(all_lanes, row, k);
       const float weight = __shfl_sync(all_lanes, rows.weight, k);
-      add(reinterpret_cast<const Stored*>(row_at(p, address)), weight, weighted);
+      add(reinterpret_cast<const Stored*>(from), weight, weighted);
     }
     auto* const to = reinterpret_cast<Stored*>(p.output) + offset;
 #pragma unroll
@@ -307,6 +314,7 @@ __global__ void __launch_bounds__((Bulk ? bulk_warps : element_warps) * 32, 1)
     combine_kernel(const __grid_constant__ CombineParams p) {
   extern __shared__ __align__(128) std::byte shared[];
   std::uint64_t epoch = 0;
+  const Windows windows(p.windows, p.shape.node_ranks);
   wait_earlier_kernel();
   if (!p.in_call) {
     epoch = begin_moe_call(p.m, 1);
@@ -316,14 +324,14 @@ __global__ void __launch_bounds__((Bulk ? bulk_warps : element_warps) * 32, 1)
   CallComparison comparison(p.m.arrive, epoch, compares);  // looked at when the rows are summed
   linger_block(p.m);
   if constexpr (Bulk) {
-    BulkSum<Number, Weight> sum(p, *reinterpret_cast<BulkMemory*>(shared));
+    BulkSum<Number, Weight> sum(p, windows, *reinterpret_cast<BulkMemory*>(shared));
     if (p.weights != nullptr) {
       sum.template run<true>();
     } else {
       sum.template run<false>();
     }
   } else {
-    sum_elements<Number, Weight>(p);
+    sum_elements<Number, Weight>(p, windows);
   }
   if (compares) comparison.settle(p.m.arrive);
   if (!p.in_call && comes_last(p.m.state)) end_moe_call(p.m, 1, epoch);

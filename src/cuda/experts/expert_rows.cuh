@@ -6,29 +6,19 @@
 
 namespace waybill::cuda {
 
-struct BlockTotals {
-  std::int32_t recv_rows[max_gpu_ranks];
-  std::int32_t grouped_rows[max_gpu_ranks];
-  std::int32_t compact_base[max_gpu_ranks];  ///< first compact row of the part's tokens
-  std::int32_t first_row[max_gpu_ranks];     ///< with scatter indices: rows of lower ranks
-  std::int32_t first_token;                  ///< with scatter indices: tokens of lower ranks
-};
-
 /// A count of rank r, when it has come; `word` was seen first.
 __device__ inline std::int32_t wait_count(const RouteParams& p, std::int32_t r, std::int32_t e,
                                           std::uint64_t word, std::uint64_t epoch) {
   if (is_flagged(word, epoch)) return static_cast<std::int32_t>(word);
-  return wait_flagged(p, r, p.counts[p.shape.rank] + std::int64_t{r} * num_counts(p.shape) + e,
-                      epoch);
+  return wait_flagged(p, r, p.own_counts + std::int64_t{r} * num_counts(p.shape) + e, epoch);
 }
 
 /// A count that has come.
 __device__ inline std::int32_t count_at(const RouteParams& p, const Scratch& scratch,
                                         std::int32_t r, std::int32_t e) {
   const std::int64_t i = std::int64_t{r} * num_counts(p.shape) + e;
-  return scratch.counts != nullptr
-             ? scratch.counts[i]
-             : static_cast<std::int32_t>(load_word(p.counts[p.shape.rank] + i));
+  return scratch.counts != nullptr ? scratch.counts[i]
+                                   : static_cast<std::int32_t>(load_word(p.own_counts + i));
 }
 
 /// Topk slots of one expert: of all ranks, and of lower ones.
@@ -42,29 +32,28 @@ __device__ inline void note_sums(const RouteParams& p, const Scratch& scratch, s
   if (block_idx() == 0 && 0 <= local && local < s.experts_per_rank) p.expert_counts[local] = sum;
 }
 
-/// Waits for the counts of all ranks, and adds up those of each expert.
-__device__ inline void take_counts(const RouteParams& p, const RoutePart& part,
-                                   const Scratch& scratch, std::uint64_t epoch) {
-  constexpr int together = 8;
+/// Adds up the counts that ranks have of each expert. Those of several ranks are asked for
+/// together.
+/// @param ask(r, e), take(r, e, what was asked for): a count of rank r
+template <int Together, class Ask, class Take>
+__device__ void add_counts(const RouteParams& p, const RoutePart& part, const Scratch& scratch,
+                           Ask&& ask, Take&& take) {
   const MoeShape& s = p.shape;
   const std::int32_t n = num_counts(s);
   for (auto e = static_cast<std::int32_t>(threadIdx.x); e < n; e += route_threads) {
     std::int32_t sum = 0;
     std::int32_t lower = 0;
-    for (std::int32_t first = 0; first < s.world_size; first += together) {
-      std::uint64_t words[together];
+    for (std::int32_t first = 0; first < s.world_size; first += Together) {
+      decltype(ask(0, 0)) asked[Together];
 #pragma unroll
-      for (int i = 0; i < together; ++i) {
-        if (first + i < s.world_size) {
-          words[i] = load_word(p.counts[s.rank] + std::int64_t{first + i} * n + e);
-        }
+      for (int i = 0; i < Together; ++i) {
+        if (first + i < s.world_size) asked[i] = ask(first + i, e);
       }
 #pragma unroll
-      for (int i = 0; i < together; ++i) {
+      for (int i = 0; i < Together; ++i) {
         const std::int32_t r = first + i;
         if (r >= s.world_size) continue;
-        const std::int32_t own = wait_count(p, r, e, words[i], epoch);
-        if (scratch.counts != nullptr) scratch.counts[std::int64_t{r} * n + e] = own;
+        const std::int32_t own = take(r, e, asked[i]);
         if (r < part.source) lower += own;
         sum += own;
       }
@@ -73,10 +62,26 @@ __device__ inline void take_counts(const RouteParams& p, const RoutePart& part,
   }
 }
 
+/// Waits for the counts of all ranks, and adds up those of each expert.
+__device__ inline void take_counts(const RouteParams& p, const RoutePart& part,
+                                   const Scratch& scratch, std::uint64_t epoch) {
+  const std::int32_t n = num_counts(p.shape);
+  add_counts<8>(
+      p, part, scratch,
+      [&](std::int32_t r, std::int32_t e) {
+        return load_word(p.own_counts + std::int64_t{r} * n + e);
+      },
+      [&](std::int32_t r, std::int32_t e, std::uint64_t word) {
+        const std::int32_t own = wait_count(p, r, e, word, epoch);
+        if (scratch.counts != nullptr) scratch.counts[std::int64_t{r} * n + e] = own;
+        return own;
+      });
+}
+
 /// First row of each expert, on its rank; rows of each rank. All blocks do the same.
 /// @return whether a rank gets more rows than fit
 __device__ inline bool locate_experts(const RouteParams& p, const RoutePart& part,
-                                      const Scratch& scratch, BlockTotals& totals) {
+                                      const Scratch& scratch) {
   const MoeShape& s = p.shape;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   __syncthreads();
@@ -102,20 +107,22 @@ __device__ inline bool locate_experts(const RouteParams& p, const RoutePart& par
       starts[e] = row;
       row += rows;
     }
-    if (lane == 31) totals.grouped_rows[d] = upto;
+    if (lane == 31) scratch.totals[d].grouped_rows = upto;
   }
   __syncthreads();
-  std::int32_t rows = 0;
-  if (thread < s.world_size) {
+  bool overflows = false;
+#pragma unroll 1  // one turn for as many ranks as a block has threads
+  for (std::int32_t d = thread; d < s.world_size; d += route_threads) {
+    RankTotals& totals = scratch.totals[d];
     std::int32_t sum = 0;
     for (std::int32_t r = 0; r < s.world_size; ++r) {
-      if (r == part.source) totals.compact_base[thread] = sum;
-      sum += count_at(p, scratch, r, s.num_experts + 1 + thread);
+      if (r == part.source) totals.compact_base = sum;
+      sum += count_at(p, scratch, r, s.num_experts + 1 + d);
     }
-    rows = s.compact != 0 ? sum : totals.grouped_rows[thread];
-    totals.recv_rows[thread] = rows;
+    totals.recv_rows = s.compact != 0 ? sum : totals.grouped_rows;
+    overflows |= totals.recv_rows > p.fitting_rows;
   }
-  return __syncthreads_or(rows > p.fitting_rows ? 1 : 0) != 0;
+  return __syncthreads_or(overflows ? 1 : 0) != 0;
 }
 
 /// Tokens of rank r, by a warp.
@@ -123,6 +130,7 @@ __device__ inline std::int32_t tokens_of(const RouteParams& p, const Scratch& sc
                                          std::int32_t r) {
   const MoeShape& s = p.shape;
   std::int32_t sum = 0;
+#pragma unroll 4
   for (auto e = static_cast<std::int32_t>(threadIdx.x % 32); e <= s.num_experts; e += 32) {
     sum += count_at(p, scratch, r, e);
   }
@@ -130,8 +138,7 @@ __device__ inline std::int32_t tokens_of(const RouteParams& p, const Scratch& sc
 }
 
 /// What receivers read, spread over the blocks; by their last warps, which have the least to do.
-__device__ inline void write_receiver_tables(const RouteParams& p, const Scratch& scratch,
-                                             const BlockTotals& totals) {
+__device__ inline void write_receiver_tables(const RouteParams& p, const Scratch& scratch) {
   const MoeShape& s = p.shape;
   const auto thread = route_threads - 1 - static_cast<std::int32_t>(threadIdx.x);
   const auto blocks = static_cast<std::int32_t>(num_blocks());
@@ -144,13 +151,12 @@ __device__ inline void write_receiver_tables(const RouteParams& p, const Scratch
   for (std::int32_t i = thread; i < s.experts_per_rank; i += route_threads) {
     p.expert_offsets[i] = scratch.starts[s.rank * s.experts_per_rank + i];
   }
-  if (thread == 0) p.expert_offsets[s.experts_per_rank] = totals.grouped_rows[s.rank];
+  if (thread == 0) p.expert_offsets[s.experts_per_rank] = scratch.totals[s.rank].grouped_rows;
 }
 
 /// The other tables, which all ranks know alike.
 template <Span S>
-__device__ void write_tables(const RouteParams& p, const Scratch& scratch,
-                             const BlockTotals& totals) {
+__device__ void write_tables(const RouteParams& p, const Scratch& scratch) {
   const MoeShape& s = p.shape;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   const auto step = static_cast<std::int32_t>(num_blocks()) * route_threads;
@@ -171,43 +177,42 @@ __device__ void write_tables(const RouteParams& p, const Scratch& scratch,
     }
   }
   if (block_idx() != 0) return;
-  if (thread < s.world_size) p.num_recv_rows[thread] = totals.recv_rows[thread];
+#pragma unroll 1
+  for (std::int32_t r = thread; r < s.world_size; r += route_threads) {
+    p.num_recv_rows[r] = scratch.totals[r].recv_rows;
+  }
   if (thread / 32 != 1) return;
   std::int32_t most = 0;
   for (std::int32_t r = thread % 32; r < s.world_size; r += 32)
-    most = max(most, totals.recv_rows[r]);
+    most = max(most, scratch.totals[r].recv_rows);
   most = __reduce_max_sync(all_lanes, most);
   if (thread == 32) p.num_recv_rows[s.world_size] = most;
 }
 
 /// One warp tells the host how many rows come.
-__device__ inline void report_to_host(const RouteParams& p, const BlockTotals& totals) {
+__device__ inline void report_to_host(const RouteParams& p, const Scratch& scratch) {
   for (auto r = static_cast<std::int32_t>(threadIdx.x % 32); r < p.shape.world_size; r += 32) {
-    p.host->rows[r] = p.ticket << ticket_shift |
-                      static_cast<std::uint64_t>(static_cast<std::uint32_t>(totals.recv_rows[r]));
+    const auto rows = static_cast<std::uint32_t>(scratch.totals[r].recv_rows);
+    p.host[r] = p.ticket << ticket_shift | std::uint64_t{rows};
   }
 }
 
 /// For scatter indices: what lower ranks have.
-__device__ inline void locate_positions(const RouteParams& p, const RoutePart& part,
-                                        const Scratch& scratch, BlockTotals& totals) {
+__device__ inline void locate_positions(const RouteParams& p, const Scratch& scratch) {
   const MoeShape& s = p.shape;
   if (threadIdx.x < 32) {
-    std::int32_t first = 0;
-    std::int32_t all = 0;
+    std::int32_t tokens = 0;
+    std::int32_t rows = 0;
     for (std::int32_t r = 0; r < s.world_size; ++r) {
-      if (r == part.source) first = all;
-      all += tokens_of(p, scratch, r);
-    }
-    if (all != p.scatter_tokens) report_scatter_size(p, all);
-    if (threadIdx.x == 0) {
-      totals.first_token = first;
-      std::int32_t rows = 0;
-      for (std::int32_t r = 0; r < s.world_size; ++r) {
-        totals.first_row[r] = rows;
-        rows += totals.recv_rows[r];
+      RankTotals& totals = scratch.totals[r];
+      if (threadIdx.x == 0) {
+        totals.first_token = tokens;
+        totals.first_row = rows;
       }
+      tokens += tokens_of(p, scratch, r);
+      rows += totals.recv_rows;
     }
+    if (tokens != p.scatter_tokens) report_scatter_size(p, tokens);
   }
   __syncthreads();
 }

@@ -37,10 +37,11 @@ void GpuExpertBarrier::run(const ExpertBarrier& call) {
   params.own = call.signals->local + call.first_slot;
   for (std::int32_t i = 0; i < call.count; ++i) {
     // Also of ranks on another logical node, where their memory is mapped.
-    void* const pad = call.signals->memory[waybill::detail::to_size(call.first + i)].get();
+    const auto& pad = call.signals->memory[waybill::detail::to_size(call.first + i)];
     if (pad == nullptr) return run_on_host(call);
-    params.peers[i] = static_cast<std::uint64_t*>(pad) + call.first_slot;
   }
+  params.peers = peers_of<std::uint64_t>(call.signals->table,
+                                         call.first_slot * std::int64_t{sizeof(std::uint64_t)});
   gpu_->check(launch_barrier(params, stream_of(call)), "launching a kernel", operation);
 }
 

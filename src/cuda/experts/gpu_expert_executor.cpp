@@ -7,9 +7,11 @@
 #include "../rank/cuda_check.h"
 #include "expert_launch.h"
 #include "gpu_expert_barrier.h"
+#include "gpu_expert_gradient.h"
 #include "gpu_expert_nodes.h"
 #include "gpu_expert_params.h"
 #include "gpu_expert_tables.h"
+#include "weight_gradient.h"
 #include "runtime/executor.h"
 #include "waybill/core/error.h"
 
@@ -24,13 +26,9 @@ cudaStream_t stream_of(const ExpertCall& call) {
 
 void check_supported(const Transport& transport, const NetworkPath* path, const EPConfig& config) {
   const std::int32_t world = config.world_size;
-  if (world > max_gpu_ranks) {
-    throw Unsupported(
-        concat("experts on GPUs: ", world, " ranks, expected at most ", max_gpu_ranks));
-  }
   if (config.num_experts > max_experts_on_gpu(world)) {
-    throw Unsupported(concat("experts on GPUs: num_experts = ", config.num_experts,
-                             ", expected at most ", max_experts_on_gpu(world)));
+    throw Unsupported(concat("experts on GPUs: num_experts = ", config.num_experts, " of ", world,
+                             " ranks, expected at most ", max_experts_on_gpu(world)));
   }
   const std::int32_t local = config.local_world_size;
   for (std::int32_t r = 0; r < world; ++r) {
@@ -75,6 +73,8 @@ class GpuExpertExecutor final : public ExpertExecutor {
     cuda_check(prepare_route(nodes), "loading kernels");
     if (params_.is_low_latency()) cuda_check(prepare_low_latency_route(), "loading kernels");
     cuda_check(prepare_stage(config_.token_dtype, config_.weight_dtype), "loading kernels");
+    cuda_check(prepare_weight_gradient(config_.token_dtype, config_.weight_dtype),
+               "loading kernels");
     for (const bool bulk : {false, true}) {
       if (bulk && !gpu_->has_bulk_copies()) continue;
       cuda_check(prepare_rows(bulk), "loading kernels");
@@ -162,7 +162,8 @@ class GpuExpertExecutor final : public ExpertExecutor {
     const bool bulk = gpu_->has_bulk_copies() && word == 16;
     params.cuts = cut_rows(row_bytes, static_cast<std::int32_t>(scale_bytes), bulk, word);
     if (options_.rows == EPRows::compact) params.cuts.signal_less();
-    params.num_senders = num_sending_blocks(config_, options_, blocks, params.shape.num_tokens);
+    params.num_senders =
+        num_sending_blocks(transport_.links(), config_, options_, blocks, params.shape.num_tokens);
     if (made != nullptr && is_given(input.full_scatter_indices)) claim_rows(call, *made, params);
     const bool early =
         is_alone() && options_.payload != EPPayload::quantized && !params.claims_rows;
@@ -192,6 +193,16 @@ class GpuExpertExecutor final : public ExpertExecutor {
       sum(params, num_sms(call), call);
     }
     made_tables.note_use(table_call_of(call), input.options.weighted);
+  }
+
+  void weigh_gradients(const ExpertGradientInput& input, const ExpertTables& tables,
+                       const Stream& stream) override {
+    cuda::weigh_gradients(*gpu_, config_, input, tables, stream);
+  }
+
+  void copy_rows(const ConstTensorView& from, const TensorView& to, const ExpertTables& tables,
+                 const Stream& stream) override {
+    cuda::copy_rows(*gpu_, config_, from, to, tables, stream);
   }
 
   void barrier(const ExpertBarrier& call) override {
@@ -360,10 +371,9 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
 }  // namespace
 
-int num_sending_blocks(const EPConfig& config, const EPDispatchOptions& options, int blocks,
-                       std::int64_t num_tokens) {
-  constexpr double link_gb_s = 345;
-  constexpr double block_gb_s = 45;  // that a multiprocessor stores, wherever to
+int num_sending_blocks(const LinkSpeeds& links, const EPConfig& config,
+                       const EPDispatchOptions& options, int blocks, std::int64_t num_tokens) {
+  const double fill_links = links.nvlink_bytes_per_second / links.block_bytes_per_second;
   // A few tokens a warp: nobody has to wait for a warp that sends, so all do both.
   if (blocks == 1 || num_tokens <= std::int64_t{2} * ring_warps * blocks) return blocks;
   const double world = config.world_size;
@@ -371,7 +381,7 @@ int num_sending_blocks(const EPConfig& config, const EPDispatchOptions& options,
   const double all = options.rows == EPRows::compact ? sent : config.topk;
   auto most = static_cast<int>(std::lround(blocks * sent / all));
   if (world > 1) {
-    most = std::min(most, static_cast<int>(link_gb_s / block_gb_s * world / (world - 1)));
+    most = std::min(most, static_cast<int>(fill_links * world / (world - 1)));
   }
   return std::clamp(most, 1, blocks);
 }

@@ -6,6 +6,7 @@
 #include <limits>
 #include <utility>
 
+#include "../device/word_size.h"
 #include "../rank/cuda_check.h"
 #include "core/memory_layout.h"
 #include "core/to_size.h"
@@ -45,9 +46,9 @@ std::int64_t address_of(const void* pointer) {
 }
 
 int common_word(std::initializer_list<std::int64_t> values) {
-  std::int64_t bits = 16;
-  for (const std::int64_t value : values) bits |= value;
-  return static_cast<int>(bits & -bits);
+  std::uint64_t bits = 0;
+  for (const std::int64_t value : values) bits |= static_cast<std::uint64_t>(value);
+  return common_word(bits);
 }
 
 RecordWorkspace::RecordWorkspace(const EPConfig& config, const EPDispatchOptions& options,
@@ -87,7 +88,7 @@ ExpertParams::ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, i
       most_delay_ns_(most_delay_ns()),
       workspace_(config, options, low_latency_) {
   const cudaStream_t stream = gpu_->stream();
-  state_ = device_memory(sizeof(MoeState), stream);
+  state_ = device_memory(moe_state_bytes(config.world_size), stream);
   tile_counts_ =
       device_memory(std::int64_t{gpu_->num_sms()} * waybill::num_counts(config) * 4, stream);
   const std::int64_t row_bytes = config.hidden * dtype_bytes(config.token_dtype);
@@ -122,10 +123,10 @@ MoeArrive ExpertParams::arrive(const ExpertCall& call, FaultKind kind) const {
   m.arrive.sink = gpu_->sink(share_);
   const std::int64_t slots = static_cast<std::int64_t>(ExpertSignal::entered) * config_.world_size;
   m.arrive.own_arrivals = memory_.signals.local + slots;
-  for (std::int32_t r = 0; r < config_.world_size; ++r) {
-    std::uint64_t* const signals = memory_.signals.peers[to_size(r)];  // null on another node
-    m.arrive.peer_arrivals[r] = signals == nullptr ? nullptr : signals + slots;
-  }
+  m.arrive.first_rank = first_rank();
+  m.arrive.node_ranks = config_.local_world_size;
+  m.arrive.arrivals = near_peers_of<std::uint64_t>(
+      memory_.signals, slots * std::int64_t{sizeof(std::uint64_t)}, 0, config_.world_size);
   std::ranges::copy(pack_fingerprint(call.fingerprint), m.arrive.fingerprint.words);
   m.arrive.fingerprint.first_slot = static_cast<std::int32_t>(
       first_fingerprint_slot(num_layer_signals(config_.world_size)) - slots);
@@ -176,10 +177,9 @@ const std::byte* ExpertParams::weights_of(const ExpertDispatchInput& input) cons
                    : input.weights.data;
 }
 
-void ExpertParams::send_weights(const ExpertCall& call, std::byte* (&to)[max_gpu_ranks]) const {
-  for (std::int32_t r = first_rank(); r < first_rank() + config_.local_world_size; ++r) {
-    to[r] = records_.peers[to_size(r)] + workspace_.weights[call.parity];
-  }
+/// Of the ranks of the node, in the memory of counts and records.
+NearPeers<std::byte> ExpertParams::record_parts(std::int64_t offset) const {
+  return near_peers_of<std::byte>(records_, offset, first_rank(), config_.local_world_size);
 }
 
 RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInput& input,
@@ -204,15 +204,19 @@ RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInpu
     params.wide_ids = false;
   }
   params.weight_bytes = static_cast<std::int32_t>(dtype_bytes(config_.weight_dtype));
-  for (std::int32_t r = first_rank(); r < first_rank() + config_.local_world_size; ++r) {
-    std::byte* const workspace = records_.peers[to_size(r)];
-    params.counts[r] = reinterpret_cast<std::uint64_t*>(workspace + workspace_.counts[call.parity]);
-    params.records[r] =
-        reinterpret_cast<std::int32_t*>(workspace + workspace_.records[call.parity]);
-    params.gathered[r] =
-        reinterpret_cast<std::uint64_t*>(workspace + workspace_.gathered[call.parity]);
-  }
-  send_weights(call, params.sent_weights);
+  const std::int64_t counts = workspace_.counts[call.parity];
+  const std::int64_t records = workspace_.records[call.parity];
+  const std::int64_t weights = workspace_.weights[call.parity];
+  const std::int64_t gathered = workspace_.gathered[call.parity];
+  params.told = record_parts(0);
+  params.counts = counts;
+  params.records = records;
+  params.sent_weights = weights;
+  params.gathered = gathered;
+  params.own_counts = reinterpret_cast<std::uint64_t*>(records_.local + counts);
+  params.own_records = reinterpret_cast<std::int32_t*>(records_.local + records);
+  params.own_sent_weights = records_.local + weights;
+  params.own_gathered = reinterpret_cast<std::uint64_t*>(records_.local + gathered);
   params.tile_counts = static_cast<std::int32_t*>(tile_counts_.get());
   const FixedTables& layout = made.fixed();
   params.out_ids = made.part(layout.ids);
@@ -240,7 +244,7 @@ EnterParams ExpertParams::enter(const ExpertCall& call, const ExpertDispatchInpu
   params.weight_bytes = static_cast<std::int32_t>(dtype_bytes(config_.weight_dtype));
   params.addresses = routing.part<std::int64_t>(routing.fixed().addresses);
   params.out_weights = tables.weight_data();
-  send_weights(call, params.sent_weights);
+  params.sent_weights = record_parts(workspace_.weights[call.parity]);
   return params;
 }
 
@@ -251,19 +255,18 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
   params.m = arrive(call, FaultKind::moe_dispatch);
   params.shape = node_shape(routing);
   const SymmetricBuffer& window = memory_.dispatch_windows[call.parity];
-  for (std::int32_t i = 0; i < config_.local_world_size; ++i) {
-    const auto r = to_size(first_rank() + i);
-    params.windows[i] = window.peers[r] + memory_.window.rows;
-    params.channels[i] = channels_.peers[r];
-  }
+  const std::int32_t ranks = config_.local_world_size;
+  params.windows = near_peers_of<std::byte>(window, memory_.window.rows, first_rank(), ranks);
+  params.own_window = window.local + memory_.window.rows;
+  params.channels = near_peers_of<std::uint64_t>(channels_, 0, first_rank(), ranks);
+  params.own_channels = channels_.local;
   if (workspace_.slot_tokens > 0) {
     params.receive_slots.tokens = static_cast<std::int32_t>(workspace_.slot_tokens);
     params.receive_slots.scales_offset =
         config_.world_size * workspace_.slot_tokens * workspace_.slot_row_bytes;
-    for (std::int32_t r = 0; r < config_.world_size; ++r) {
-      params.receive_slots.rows[r] =
-          records_.peers[to_size(r)] + workspace_.receive_slots[call.parity];
-    }
+    const std::int64_t first = workspace_.receive_slots[call.parity];
+    params.receive_slots.rows = record_parts(first);
+    params.receive_slots.own_rows = records_.local + first;
     params.receive_slots.is_all = low_latency_;
     params.receive_slots.ids = input.ids.data;
     params.receive_slots.wide_ids = input.ids.dtype == DType::int64;
@@ -330,10 +333,9 @@ CombineParams ExpertParams::combine(const ExpertCall& call, const ExpertCombineI
   params.m = arrive(call, FaultKind::moe_combine);
   params.shape = node_shape(routing);
   params.addresses = routing.part<std::int64_t>(routing.fixed().addresses);
-  for (std::int32_t i = 0; i < config_.local_world_size; ++i) {
-    params.windows[i] = memory_.combine_windows[call.parity].peers[to_size(first_rank() + i)];
-  }
-  params.windows[max_gpu_ranks] = static_cast<const std::byte*>(nan_row_.get());
+  params.windows =
+      peers_of<const std::byte>(memory_.combine_windows[call.parity].table + first_rank(), 0);
+  params.lost_row = static_cast<const std::byte*>(nan_row_.get());
   const bool compact = options_.rows == EPRows::compact;
   const bool local_sums = input.options.local_combine && config_.is_intra_node();
   params.primary_only = compact || local_sums ? 1 : 0;

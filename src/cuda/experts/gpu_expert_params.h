@@ -82,7 +82,7 @@ class ExpertParams {
   [[nodiscard]] MoeShape shape(std::int64_t num_tokens, std::int64_t capacity_rows) const;
   [[nodiscard]] MoeShape node_shape(const GpuExpertRouting& routing) const;
   void fill_tables(const ExpertCall& call, GpuExpertRouting& made, RowsParams& params) const;
-  void send_weights(const ExpertCall& call, std::byte* (&to)[max_gpu_ranks]) const;
+  [[nodiscard]] NearPeers<std::byte> record_parts(std::int64_t offset) const;
   [[nodiscard]] const std::byte* weights_of(const ExpertDispatchInput& input) const;
   [[nodiscard]] std::int32_t first_rank() const {
     return config_.rank / config_.local_world_size * config_.local_world_size;
@@ -99,7 +99,7 @@ class ExpertParams {
   RecordWorkspace workspace_;
   SymmetricBuffer records_;
   SignalPad channels_;
-  std::shared_ptr<void> state_;        ///< MoeState
+  std::shared_ptr<void> state_;        ///< MoeState, and behind it which sources are placed
   std::shared_ptr<void> tile_counts_;  ///< scratch of route
   std::shared_ptr<void> nan_row_;      ///< see CombineParams
   std::shared_ptr<void> faults_;       ///< pinned MoeHostFaults

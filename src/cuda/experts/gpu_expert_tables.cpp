@@ -120,6 +120,7 @@ ExpertTableViews GpuExpertRouting::views() const {
   views.expert_counts = view(fixed_.expert_counts, {per_rank});
   views.expert_offsets = view(fixed_.expert_offsets, {per_rank + 1});
   views.num_recv_rows = view(fixed_.num_recv_rows, {world});
+  views.required_rows = {views.num_recv_rows.data + world * 4, DType::int32, {1}};
   views.recv_tags = row_view(rows_.tags, {rows, 4});
   if (compact) {
     views.compact_to_grouped = row_view(rows_.compact_to_grouped, {rows, topk});
@@ -135,11 +136,11 @@ ExpertTableViews GpuExpertRouting::views() const {
 
 std::span<const std::int32_t> GpuExpertRouting::wait_counts() const {
   if (has_waited_) return num_recv_rows_;
-  const MoeHostCounts& counts = *memory_.counts();
+  const HostCount* const counts = memory_.counts();
   // The kernel has the deadline; what it reports ends the stream.
   const auto have_come = [&] {
     for (std::int32_t r = 0; r < config_.world_size; ++r) {
-      if (counts.rows[r] >> ticket_shift != ticket_) return false;
+      if (counts[r] >> ticket_shift != ticket_) return false;
     }
     return true;
   };
@@ -161,7 +162,7 @@ std::span<const std::int32_t> GpuExpertRouting::wait_counts() const {
   if (has_waited_) return num_recv_rows_;
   num_recv_rows_.resize(to_size(std::int64_t{config_.world_size}));
   for (std::size_t r = 0; r < num_recv_rows_.size(); ++r) {
-    num_recv_rows_[r] = static_cast<std::int32_t>(counts.rows[r]);
+    num_recv_rows_[r] = static_cast<std::int32_t>(counts[r]);
   }
   has_waited_ = true;
   return num_recv_rows_;

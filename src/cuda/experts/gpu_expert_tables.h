@@ -82,7 +82,7 @@ class GpuExpertRouting final : public ExpertRouting {
   }
   [[nodiscard]] const FixedTables& fixed() const noexcept { return fixed_; }
   [[nodiscard]] const RowTables& rows() const noexcept { return rows_; }
-  [[nodiscard]] MoeHostCounts* counts() { return memory_.counts(); }
+  [[nodiscard]] HostCount* counts() { return memory_.counts(); }
   [[nodiscard]] std::int64_t num_tokens() const noexcept { return num_tokens_; }
   [[nodiscard]] std::uint64_t ticket() const noexcept { return ticket_; }
 

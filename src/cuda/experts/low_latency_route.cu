@@ -13,9 +13,9 @@ namespace {
 constexpr int ids_together = 8;
 
 /// Where the weights of topk slots are told, behind the ids of all.
-__device__ std::uint64_t* weight_words(const RouteParams& p, std::int32_t rank) {
+__device__ std::uint64_t* weight_words(const RouteParams& p, std::uint64_t* gathered) {
   const MoeShape& s = p.shape;
-  return p.gathered[rank] + std::int64_t{s.world_size} * s.max_tokens * s.topk;
+  return gathered + std::int64_t{s.world_size} * s.max_tokens * s.topk;
 }
 
 /// Tells other ranks this one's ids and weights, those of the block's turns. -1 where there is no
@@ -26,16 +26,18 @@ __device__ void send_ids(const RouteParams& p, std::uint64_t epoch) {
   const std::int64_t first = std::int64_t{s.rank} * all;
   for (auto k = static_cast<std::int32_t>(block_idx()); k < s.world_size;
        k += static_cast<std::int32_t>(num_blocks())) {
-    const std::int32_t d = (s.rank + k) % s.world_size;
+    auto* const gathered =
+        reinterpret_cast<std::uint64_t*>(peer_at(p.told, rank_behind(s, k)) + p.gathered);
     bool bad = false;
     for (auto i = static_cast<std::int32_t>(threadIdx.x); i < all; i += route_threads) {
       const std::int32_t id = id_to_send(s, p.ids, p.wide_ids, p.dropped_id, i, bad);
       if (bad) report_bad_id(p, p.m.arrive.sink, p.m.state);
       if (id >= 0 && p.weights != nullptr) {
         const std::uint32_t bits = load_weight(p.weights, i, p.weight_bytes);
-        store_flagged(weight_words(p, d) + first + i, static_cast<std::int32_t>(bits), epoch);
+        store_flagged(weight_words(p, gathered) + first + i, static_cast<std::int32_t>(bits),
+                      epoch);
       }
-      store_flagged(p.gathered[d] + first + i, id, epoch);
+      store_flagged(gathered + first + i, id, epoch);
     }
   }
 }
@@ -47,7 +49,7 @@ __device__ void take_ids(const RouteParams& p, std::int32_t* ids, std::uint64_t 
   const std::int32_t of_rank = s.max_tokens * s.topk;
   const std::int32_t all = s.world_size * of_rank;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
-  const std::uint64_t* const words = p.gathered[s.rank];
+  const std::uint64_t* const words = p.own_gathered;
   for (std::int32_t first = thread; first < all; first += route_threads * ids_together) {
     std::uint64_t seen[ids_together] = {};
 #pragma unroll
@@ -85,88 +87,31 @@ __device__ void take_weights(const RouteParams& p, const std::int32_t* ids, std:
   const std::int64_t first = std::int64_t{source} * all;
   for (auto i = static_cast<std::int32_t>(threadIdx.x); i < all; i += route_threads) {
     if (ids[first + i] < 0) continue;
-    const std::int32_t bits = wait_flagged(p, source, weight_words(p, s.rank) + first + i, epoch);
-    store_weight(p.sent_weights[s.rank], first + i, p.weight_bytes,
-                 static_cast<std::uint32_t>(bits));
+    const std::int32_t bits =
+        wait_flagged(p, source, weight_words(p, p.own_gathered) + first + i, epoch);
+    store_weight(p.own_sent_weights, first + i, p.weight_bytes, static_cast<std::uint32_t>(bits));
   }
-}
-
-/// Counts of topk slots, and of tokens on each rank.
-struct Counted {
-  std::int32_t* counts;  ///< [num_counts]
-  std::int32_t* also;    ///< the same again; or null
-  const std::int32_t* ids;
-  Tile tile;  ///< of tokens
-};
-
-/// Adds the tokens of a tile, a lane a topk slot. One warp.
-__device__ void count_tokens(const MoeShape& s, const Counted& c) {
-  const std::int32_t together = 32 / s.topk;
-  const std::int32_t mine = lane_id() / s.topk;
-  const std::int32_t k = lane_id() % s.topk;
-  for (std::int32_t t = c.tile.begin; t < c.tile.end; t += together) {
-    const bool active = mine < together && t + mine < c.tile.end;
-    const std::int32_t id = active ? c.ids[(t + mine) * s.topk + k] : -1;
-    const auto add = [&](std::int32_t i) {
-      atomicAdd(&c.counts[i], 1);
-      if (c.also != nullptr) atomicAdd(&c.also[i], 1);
-    };
-    if (id >= 0) add(id);
-    if (s.compact == 0) continue;
-    const bool live = id >= 0 && id < s.num_experts;
-    const std::int32_t dst = live ? id / s.experts_per_rank : s.world_size;
-    const unsigned same = lanes_with(dst, bits_of(s.world_size)) & lanes_of_token(s.topk, k);
-    if (live && is_first(same)) add(s.num_experts + 1 + dst);
-  }
-}
-
-__device__ void clear_counts(std::int32_t* counts, std::int32_t num) {
-  for (auto i = static_cast<std::int32_t>(threadIdx.x); i < num; i += route_threads) counts[i] = 0;
 }
 
 /// Counts of each rank but the part's.
-__device__ void count_ranks(const MoeShape& s, const RoutePart& part, const std::int32_t* ids,
+__device__ void count_ranks(const RouteParams& p, const RoutePart& part, const std::int32_t* ids,
                             std::int32_t* counts) {
+  const MoeShape& s = p.shape;
   const Tile tile = tile_of(s, part, static_cast<int>(threadIdx.x / 32), route_warps);
   for (std::int32_t r = 0; r < s.world_size; ++r) {
     if (r == part.source) continue;
-    count_tokens(s, {counts + r * num_counts(s), nullptr, ids + r * s.max_tokens * s.topk, tile});
+    std::int32_t* const own = counts + r * num_counts(s);
+    (void)count_tile<Span::world>(s, part_of_source(p, ids, r), tile,
+                                  [&](std::int32_t i) { atomicAdd(&own[i], 1); });
   }
 }
 
 /// Topk slots of each expert. @pre ranks are counted
 __device__ void add_ranks(const RouteParams& p, const RoutePart& part, const Scratch& scratch) {
   const std::int32_t n = num_counts(p.shape);
-  for (auto e = static_cast<std::int32_t>(threadIdx.x); e < n; e += route_threads) {
-    std::int32_t sum = 0;
-    std::int32_t lower = 0;
-    for (std::int32_t r = 0; r < p.shape.world_size; ++r) {
-      const std::int32_t own = scratch.counts[r * n + e];
-      if (r < part.source) lower += own;
-      sum += own;
-    }
-    note_sums(p, scratch, e, sum, lower);
-  }
-}
-
-/// Where each tile of the part has the first row of each expert.
-__device__ void set_cursors(const MoeShape& s, const Scratch& scratch, int tile_warps,
-                            const BlockTotals& totals) {
-  const std::int32_t n = num_counts(s);
-  for (auto e = static_cast<std::int32_t>(threadIdx.x); e < n; e += route_threads) {
-    std::int32_t own[route_warps];
-#pragma unroll
-    for (int w = 0; w < route_warps; ++w) {
-      own[w] = w < tile_warps ? scratch.cursors[w * n + e] : 0;
-    }
-    std::int32_t row = first_row(s, scratch, totals, e);
-#pragma unroll
-    for (int w = 0; w < route_warps; ++w) {
-      if (w < tile_warps) scratch.cursors[w * n + e] = row;
-      row += own[w];
-    }
-  }
-  __syncthreads();
+  add_counts<4>(
+      p, part, scratch, [&](std::int32_t r, std::int32_t e) { return scratch.counts[r * n + e]; },
+      [](std::int32_t /*r*/, std::int32_t /*e*/, std::int32_t own) { return own; });
 }
 
 /// Tells receivers that this block's sources are placed.
@@ -177,15 +122,14 @@ __device__ void signal_placed(const RouteParams& p, std::uint64_t epoch) {
   __threadfence();
   for (auto source = static_cast<std::int32_t>(block_idx()); source < p.shape.world_size;
        source += static_cast<std::int32_t>(num_blocks())) {
-    store_relaxed(p.m.state->placed + source, epoch);
+    store_relaxed(placed_slot(p.m.state, source), epoch);
   }
 }
 
 /// Blocks share the sources, and know nothing of each other.
-__global__ void __launch_bounds__(route_threads)
+__global__ void __launch_bounds__(route_threads, 1)
     low_latency_route_kernel(const __grid_constant__ RouteParams p, int tile_warps) {
-  extern __shared__ std::int32_t shared[];
-  __shared__ BlockTotals totals;
+  extern __shared__ __align__(16) std::int32_t shared[];
   const MoeShape& s = p.shape;
   const std::int32_t n = num_counts(s);
   const Scratch scratch = scratch_in(shared, s, tile_warps, true);
@@ -195,7 +139,9 @@ __global__ void __launch_bounds__(route_threads)
   const bool compares = compares_calls();
   let_next_begin(p.m, epoch);
   send_ids(p, epoch);
-  if (compares) send_call_words(p.m.arrive, epoch, load_call_words(p.m.arrive.fingerprint));
+  if (compares) {
+    send_call_words(p.m.arrive, epoch, load_call_words(p.m.arrive.fingerprint));
+  }
   clear_counts(scratch.counts, s.world_size * n);  // while ids are on their way
   clear_counts(scratch.cursors, tile_warps * n);
   take_ids(p, ids, epoch);
@@ -203,11 +149,10 @@ __global__ void __launch_bounds__(route_threads)
   end_if_reported(p.m.arrive.sink);
   const auto warp = static_cast<int>(threadIdx.x / 32);
   const auto first = static_cast<std::int32_t>(block_idx());
-  count_ranks(s, part_of_source(p, ids, first), ids, scratch.counts);
+  count_ranks(p, part_of_source(p, ids, first), ids, scratch.counts);
   for (std::int32_t source = first; source < s.world_size;
        source += static_cast<std::int32_t>(num_blocks())) {
     const RoutePart part = part_of_source(p, ids, source);
-    const Tile tile = tile_of(s, part, warp, tile_warps);
     std::int32_t* const cursors = scratch.cursors + warp * n;
     if (source != first) {
       clear_counts(scratch.cursors, tile_warps * n);
@@ -215,22 +160,26 @@ __global__ void __launch_bounds__(route_threads)
     }
     if (warp < tile_warps) {
       std::int32_t* const also = source == first ? scratch.counts + source * n : nullptr;
-      count_tokens(s, {cursors, also, static_cast<const std::int32_t*>(part.ids), tile});
+      (void)count_tile<Span::world>(s, part, tile_of(s, part, warp, tile_warps),
+                                    [&](std::int32_t i) {
+                                      atomicAdd(&cursors[i], 1);
+                                      if (also != nullptr) atomicAdd(&also[i], 1);
+                                    });
     }
     __syncthreads();
     add_ranks(p, part, scratch);
-    const bool overflows = locate_experts(p, part, scratch, totals);
-    if (p.scatter != nullptr) locate_positions(p, part, scratch, totals);
-    if (source == first) write_receiver_tables(p, scratch, totals);
-    set_cursors(s, scratch, tile_warps, totals);
-    if (warp < tile_warps) place_tile<Span::world>(p, part, tile, cursors, totals, overflows);
+    const bool overflows = locate_experts(p, part, scratch);
+    if (p.scatter != nullptr) locate_positions(p, scratch);
+    if (source == first) write_receiver_tables(p, scratch);
+    place_block<Span::world>(p, part, scratch, tile_warps, overflows,
+                             [](std::int32_t /*e*/) { return 0; });
     if (p.takes_weights) take_weights(p, ids, source, epoch);
     __syncthreads();
   }
   CallComparison id(p.m.arrive, epoch, compares);
   signal_placed(p, epoch);
-  write_tables<Span::world>(p, scratch, totals);
-  if (block_idx() == 0 && threadIdx.x < 32) report_to_host(p, totals);
+  write_tables<Span::world>(p, scratch);
+  if (block_idx() == 0 && threadIdx.x < 32) report_to_host(p, scratch);
   if (compares) id.settle(p.m.arrive);
   if (comes_last(p.m.state)) end_moe_call(p.m, 0, epoch);
 }

@@ -21,10 +21,16 @@ struct MoeState {
   std::uint32_t next_unit;  ///< of the running dispatch: the next piece of arrived rows
   std::uint32_t arrived_blocks;  ///< of the running kernel, that have come to its middle
   std::uint64_t begun;           ///< epoch of the dispatch that runs; 0 from its end on
-  /// Few tokens: by source, the epoch of the last call that has placed its tokens, and written what
-  /// receivers read of it.
-  std::uint64_t placed[max_gpu_ranks];
 };
+
+/// Few tokens: by source, the epoch of the last call that has placed its tokens, and written what
+/// receivers read of it. Behind the state.
+inline constexpr std::int64_t moe_state_bytes(std::int32_t world_size) {
+  return std::int64_t{sizeof(MoeState)} + world_size * std::int64_t{sizeof(std::uint64_t)};
+}
+__host__ __device__ inline std::uint64_t* placed_slot(MoeState* state, std::int32_t source) {
+  return reinterpret_cast<std::uint64_t*>(state + 1) + source;
+}
 
 /// What one rank of a layer is.
 struct MoeShape {
@@ -49,6 +55,12 @@ __host__ __device__ constexpr std::int32_t num_counts(const MoeShape& s) {
   return s.num_experts + 1 + s.world_size;
 }
 
+/// The rank that is k behind this one. @pre 0 <= k < world_size
+__host__ __device__ constexpr std::int32_t rank_behind(const MoeShape& s, std::int32_t k) {
+  const std::int32_t r = s.rank + k;
+  return r < s.world_size ? r : r - s.world_size;
+}
+
 /// int32 that the sender of a token tells each rank of its node: the row of each topk slot there,
 /// -1 if it is elsewhere; with compact rows these are places in the grouped order, and the compact
 /// row follows.
@@ -65,11 +77,9 @@ inline constexpr std::int64_t primary_row_bit = std::int64_t{1} << 48;
 inline constexpr std::int64_t lost_address =
     (std::int64_t{max_gpu_ranks} << address_dst_shift) + primary_row_bit;
 
-/// Written by the device into pinned host memory when the counts of a dispatch are known: received
-/// rows of each rank, with the ticket of the route above them.
-struct MoeHostCounts {
-  volatile std::uint64_t rows[max_gpu_ranks];
-};
+/// What the device writes into pinned host memory when the counts of a dispatch are known, [W]:
+/// received rows of each rank, with the ticket of the route above them.
+using HostCount = volatile std::uint64_t;
 inline constexpr int ticket_shift = 32;
 
 /// A count on its way, with the lower half of the call's epoch above it: whoever sees the epoch has
@@ -114,14 +124,18 @@ struct RouteParams {
   std::int32_t fitting_rows;
   const std::byte* weights;  ///< [T, K] or null
   std::int32_t weight_bytes;
-  bool takes_weights;                    ///< from all ranks; where this one has no tokens, too
-  std::uint64_t* counts[max_gpu_ranks];  ///< [W, num_counts] of each rank
-  /// [W, M, record_stride] of each rank; on several nodes [node_ranks, nodes, M, record_stride]
-  std::int32_t* records[max_gpu_ranks];
-  std::byte* sent_weights[max_gpu_ranks];  ///< [W, M, K] of each rank, in the same order
-  std::int32_t* tile_counts;               ///< scratch: [blocks, num_counts]
-  /// Few tokens: [W, M, K] ids of each rank, then their weights; told as counts are
-  std::uint64_t* gathered[max_gpu_ranks];
+  bool takes_weights;  ///< from all ranks; where this one has no tokens, too
+  /// Of the ranks of the node: what they are told, in parts.
+  NearPeers<std::byte> told;
+  std::int64_t counts;        ///< bytes from there: [W, num_counts]
+  std::int64_t records;       ///< [W, M, record_stride]; several nodes [node_ranks, nodes, M, ..]
+  std::int64_t sent_weights;  ///< [W, M, K], in the same order
+  std::int64_t gathered;      ///< few tokens: [W, M, K] ids, then their weights; told as counts are
+  std::uint64_t* own_counts;
+  std::int32_t* own_records;
+  std::byte* own_sent_weights;
+  std::uint64_t* own_gathered;
+  std::int32_t* tile_counts;  ///< scratch: [blocks, num_counts]
   // What the tables hold; see ExpertTableViews.
   std::int32_t* out_ids;
   std::int32_t* dst_rows;
@@ -133,10 +147,10 @@ struct RouteParams {
   std::int32_t* expert_counts;
   std::int32_t* expert_offsets;
   std::int32_t* num_recv_rows;  ///< [W], then the most of them
-  MoeHostCounts* host;
+  HostCount* host;
   std::uint64_t ticket;
 };
-static_assert(sizeof(RouteParams) <= 4096);
+static_assert(sizeof(RouteParams) <= 2048);
 
 /// A dispatch by a routing that is there: meets the others, sends its own weights. On several nodes
 /// the others have been met, and the weights are those of all tokens that are forwarded here.
@@ -146,10 +160,10 @@ struct EnterParams {
   const std::byte* weights;  ///< [T, K], several nodes [nodes, M, K]; or null
   std::int32_t weight_bytes;
   const std::int64_t* addresses;
-  std::byte* out_weights;                  ///< of this dispatch
-  std::byte* sent_weights[max_gpu_ranks];  ///< as in RouteParams
+  std::byte* out_weights;             ///< of this dispatch
+  NearPeers<std::byte> sent_weights;  ///< as in RouteParams
 };
-static_assert(sizeof(EnterParams) <= 4096);
+static_assert(sizeof(EnterParams) <= 2048);
 
 /// Cuts of rows into what passes through shared memory.
 struct RowCuts {
@@ -197,9 +211,10 @@ enum class Ahead : std::int32_t {
 
 /// Where few tokens arrive before their places are known: by source, a row a token.
 struct ReceiveSlots {
-  std::byte* rows[max_gpu_ranks];  ///< [W, tokens] rows of each rank, then their scales
-  std::int64_t scales_offset;      ///< from its first row
-  std::int32_t tokens;             ///< of a source, at most; 0: there is none
+  NearPeers<std::byte> rows;   ///< [W, tokens] rows of each rank, then their scales
+  const std::byte* own_rows;   ///< those of this one
+  std::int64_t scales_offset;  ///< from its first row
+  std::int32_t tokens;         ///< of a source, at most; 0: there is none
   /// Receivers need nothing else of this rank: groups are told before the kernel ahead has ended.
   bool is_all;
   const void* ids;  ///< [T, K] of this rank's tokens
@@ -219,9 +234,11 @@ struct RowsParams {
   const std::byte* tokens;  ///< [T] rows
   const std::byte* scales;  ///< [T, scale_bytes] or null
   const std::int64_t* addresses;
-  std::byte* windows[max_gpu_ranks];       ///< first row of each rank's window
-  std::int64_t scales_offset;              ///< in a window, from its first row
-  std::uint64_t* channels[max_gpu_ranks];  ///< [W, max_channels], then [2, W] configs
+  NearPeers<std::byte> windows;       ///< first row of each rank's window
+  std::byte* own_window;              ///< this one's
+  std::int64_t scales_offset;         ///< in a window, from its first row
+  NearPeers<std::uint64_t> channels;  ///< of each rank: [W, max_channels], then [2, W] configs
+  std::uint64_t* own_channels;
   /// Several nodes: slot r of all ranks is raised when the tokens of rank r are here to be
   /// forwarded.
   const std::uint64_t* forwarded;
@@ -255,15 +272,17 @@ struct CombineParams {
   MoeArrive m;
   MoeShape shape;
   const std::int64_t* addresses;
-  const std::byte* windows[max_gpu_ranks + 1];  ///< the last: a row of NaN, see lost_address
-  std::int32_t primary_only;                    ///< one row a rank
-  bool in_call;                                 ///< ranks have met, and the call is counted
+  Peers<const std::byte> windows;  ///< of the ranks of the node
+  const std::byte* lost_row;       ///< NaN, see lost_address
+  std::int32_t primary_only;       ///< one row a rank
+  bool in_call;                    ///< ranks have met, and the call is counted
   std::int64_t row_bytes;
   const std::byte* biases[2];
   const std::byte* weights;  ///< [T, K] or null
   std::byte* output;
 };
-static_assert(sizeof(CombineParams) <= 4096);
+static_assert(sizeof(CombineParams) <= 2048);
+static_assert(max_gpu_ranks <= 0xFFFF);  // a place's rank has 16 bits
 
 /// Expert outputs into the combine window, on their own rank.
 struct StageParams {

@@ -125,7 +125,9 @@ __global__ void __launch_bounds__(list_warps * 32)
     list_puts_kernel(const __grid_constant__ ListPutsParams p) {
   const MoeShape& s = p.shape;
   const std::uint64_t epoch = p.begins >= 0 ? begin_moe_call(p.m, p.begins) : p.m.state->call.epoch;
-  if (p.begins >= 0 && threadIdx.x < 32) signal_to_all(p.m.arrive, epoch);
+  if (p.begins >= 0 && threadIdx.x < 32) {
+    signal_to_all(p.m.arrive, epoch);
+  }
   std::int32_t num_puts = 0;
   for (std::int32_t step = 0; step < s.num_nodes - 1 && p.num_parts > 0; ++step) {
     const std::int32_t node = (own_node(s) + 1 + step) % s.num_nodes;

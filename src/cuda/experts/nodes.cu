@@ -69,11 +69,6 @@ __global__ void __launch_bounds__(tile_tokens) node_runs_kernel(NodeRunsParams p
   if (ends_here) ends[first + bits_before(ending, i)] = token + 1;
 }
 
-template <class Number, int Count>
-struct alignas(Count * sizeof(typename Number::Stored)) Pack {
-  typename Number::Stored values[Count];
-};
-
 /// A stretch of 64 packs of one token a warp at a time.
 template <class Number, int Count>
 __global__ void __launch_bounds__(warps * 32) add_partial_sums_kernel(AddPartialSumsParams p) {

@@ -1,29 +1,38 @@
 #pragma once
 
+#include "../rank/device_limits.h"
 #include "expert_rows.cuh"
 
 // Rows of topk slots, from where each expert's rows begin.
 
 namespace waybill::cuda {
 
-/// Of a block's shared memory: what sm_80 has.
-inline constexpr int most_route_bytes = 156 * 1024;
+/// Of a block's shared memory on the current device, at most what sm_80 has.
+inline int most_route_bytes() {
+  constexpr int most = 156 * 1024;
+  constexpr int of_kernels = 4096;  // what these have besides
+  const int room = shared_bytes_of_block() - of_kernels;
+  return room < most ? room : most;
+}
 
-/// As much of it as the device has.
 template <class Kernel>
 cudaError_t allow_route_memory(Kernel kernel) {
-  int device = 0;
-  int most = 0;
-  (void)cudaGetDevice(&device);
-  (void)cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              most - 4096 < most_route_bytes ? most - 4096 : most_route_bytes);
+                              most_route_bytes());
+}
+
+/// Words of shared memory of what a block knows of ranks.
+inline int table_words(const MoeShape& s) {
+  constexpr auto word = static_cast<int>(sizeof(std::int32_t));
+  return s.node_ranks * static_cast<int>(sizeof(std::byte*)) / word +
+         s.world_size * static_cast<int>(sizeof(RankTotals)) / word;
 }
 
 /// Warps of a block that have a tile each: as many as have room for their counts. @param kept words
 /// that are needed besides
 inline int tile_warps_of(const MoeShape& s, int kept = 0) {
-  const int room = most_route_bytes / 4 - 2 * s.num_experts - num_counts(s) - kept;
+  const int room =
+      most_route_bytes() / 4 - table_words(s) - 2 * s.num_experts - num_counts(s) - kept;
   const int fit = room / num_counts(s);
   return fit < route_warps ? fit : route_warps;
 }
@@ -31,49 +40,63 @@ inline int tile_warps_of(const MoeShape& s, int kept = 0) {
 /// Words of shared memory that `Scratch` takes. @param keeps_counts those of all ranks, too
 inline std::int64_t scratch_words(const MoeShape& s, int tile_warps, bool keeps_counts) {
   const std::int64_t counts = num_counts(s);
-  return (tile_warps + 1) * counts + 2 * s.num_experts + (keeps_counts ? s.world_size * counts : 0);
+  return table_words(s) + (tile_warps + 1) * counts + 2 * s.num_experts +
+         (keeps_counts ? s.world_size * counts : 0);
 }
 
+/// @param shared aligned to 8 bytes
 __device__ inline Scratch scratch_in(std::int32_t* shared, const MoeShape& s, int tile_warps,
                                      bool keeps_counts) {
   const std::int32_t n = num_counts(s);
-  std::int32_t* const behind = shared + tile_warps * n;
-  return {shared, behind, behind + s.num_experts, behind + 2 * s.num_experts,
+  auto* const bases = reinterpret_cast<std::byte**>(shared);
+  auto* const totals = reinterpret_cast<RankTotals*>(bases + s.node_ranks);
+  auto* const cursors = reinterpret_cast<std::int32_t*>(totals + s.world_size);
+  std::int32_t* const behind = cursors + tile_warps * n;
+  return {bases,
+          totals,
+          cursors,
+          behind,
+          behind + s.num_experts,
+          behind + 2 * s.num_experts,
           keeps_counts ? behind + 2 * s.num_experts + n : nullptr};
 }
 
 /// What a warp tells all ranks of the node of its round's tokens; or this one, which has the ids of
 /// all.
 template <Span S>
-__device__ void send_records(const RouteParams& p, const RoutePart& part, const TopkSlot& c,
-                             std::int32_t row, std::int32_t compact_row, bool first) {
+__device__ void send_records(const RouteParams& p, const RoutePart& part, const Scratch& scratch,
+                             const TopkSlot& c, std::int32_t row, std::int32_t compact_row,
+                             bool first) {
   const MoeShape& s = p.shape;
   const std::int64_t token = part.record + c.token;
   const std::int32_t stride = record_stride(s);
   if (!c.active) return;
   if constexpr (S == Span::world) {
-    std::int32_t* const record = p.records[s.rank] + token * stride;
+    std::int32_t* const record = p.own_records + token * stride;
     record[c.k] = c.dst == s.rank ? row : -1;
     if (s.compact != 0 && first && c.dst == s.rank) record[s.topk] = compact_row;
   } else {
     for (std::int32_t i = 0; i < s.node_ranks; ++i) {
       const std::int32_t d = node_rank(s, i);
-      p.records[d][token * stride + c.k] = c.dst == d ? row : -1;
+      part_at<std::int32_t>(s, scratch, p.records, d)[token * stride + c.k] = c.dst == d ? row : -1;
     }
-    if (s.compact != 0 && first) p.records[c.dst][token * stride + s.topk] = compact_row;
+    if (s.compact != 0 && first) {
+      part_at<std::int32_t>(s, scratch, p.records, c.dst)[token * stride + s.topk] = compact_row;
+    }
   }
 }
 
 /// The row of a topk slot where the caller wants it.
 __device__ __noinline__ inline std::int32_t scattered_row(const RouteParams& p,
                                                           const RoutePart& part, const TopkSlot& c,
-                                                          const BlockTotals& totals) {
+                                                          const RankTotals* totals) {
   const MoeShape& s = p.shape;
   const std::int32_t topk_slot = c.token * s.topk + c.k;
   const std::int64_t position =
-      index_at(p.scatter, p.wide_scatter, std::int64_t{totals.first_token} * s.topk + topk_slot);
-  const std::int32_t first = totals.first_row[c.dst];
-  const std::int32_t rows = totals.recv_rows[c.dst];
+      index_at(p.scatter, p.wide_scatter,
+               std::int64_t{totals[part.source].first_token} * s.topk + topk_slot);
+  const std::int32_t first = totals[c.dst].first_row;
+  const std::int32_t rows = totals[c.dst].recv_rows;
   if (position < first || position >= std::int64_t{first} + rows) {
     report_position(p, position, part.source, topk_slot, first, rows, c.dst);
   }
@@ -84,18 +107,18 @@ __device__ __noinline__ inline std::int32_t scattered_row(const RouteParams& p,
 /// earlier topk slots' of the same expert. @param overflows rows may not fit
 template <Span S>
 __device__ void place_tile(const RouteParams& p, const RoutePart& part, Tile tile,
-                           std::int32_t* cursors, const BlockTotals& totals, bool overflows) {
+                           const Scratch& scratch, std::int32_t* cursors, bool overflows) {
   const MoeShape& s = p.shape;
   const auto lane = static_cast<int>(threadIdx.x % 32);
   const unsigned below = (1U << lane) - 1;
   const int expert_bits = bits_of(s.num_experts - 1);
   const int rank_bits = bits_of(s.world_size);
   for (std::int32_t t = tile.begin; t < tile.end; t += 32 / s.topk) {
-    const TopkSlot c = read_topk_slot<S>(p, part, t, tile.end);
+    const TopkSlot c = read_topk_slot<S>(s, part, t, tile.end);
     const bool live = c.active && c.expert < s.num_experts;
     const unsigned same = lanes_with(c.expert, expert_bits) & __ballot_sync(all_lanes, live);
     std::int32_t row = live ? cursors[c.expert] + __popc(same & below) : -1;
-    if (live && p.scatter != nullptr) row = scattered_row(p, part, c, totals);
+    if (live && p.scatter != nullptr) row = scattered_row(p, part, c, scratch.totals);
     const unsigned same_dst = lanes_with(c.dst, rank_bits);
     unsigned on_rank = same_dst & lanes_of_token(s.topk, c.k);
     bool fits = true;
@@ -120,7 +143,7 @@ __device__ void place_tile(const RouteParams& p, const RoutePart& part, Tile til
     constexpr bool nodes = S == Span::nodes;
     const std::int32_t local_dst = nodes ? c.dst - s.first_rank : c.dst;
     const bool here = live && (!nodes || (0 <= local_dst && local_dst < s.node_ranks));
-    send_records<S>(p, part, c, fits ? row : -1, compact_row, first && here);
+    send_records<S>(p, part, scratch, c, fits ? row : -1, compact_row, first && here);
     if (S == Span::world && (part.source != s.rank || c.absent)) continue;
     p.out_ids[i] = c.absent ? -1 : c.expert;
     p.dst_rows[i] = here || p.scatter != nullptr ? sent : -1;
@@ -130,8 +153,8 @@ __device__ void place_tile(const RouteParams& p, const RoutePart& part, Tile til
     if (part.weights != nullptr) {
       copy_weight(p.out_weights, part.weights, i, of_part, p.weight_bytes);
       if (S != Span::world && here) {
-        copy_weight(p.sent_weights[c.dst], part.weights, part.record * s.topk + of_part, of_part,
-                    p.weight_bytes);
+        copy_weight(part_at<std::byte>(s, scratch, p.sent_weights, c.dst), part.weights,
+                    part.record * s.topk + of_part, of_part, p.weight_bytes);
       }
     }
   }
@@ -140,26 +163,44 @@ __device__ void place_tile(const RouteParams& p, const RoutePart& part, Tile til
 /// First row of expert e for the part's topk slots, or beyond the experts first compact row on a
 /// rank.
 __device__ inline std::int32_t first_row(const MoeShape& s, const Scratch& scratch,
-                                         const BlockTotals& totals, std::int32_t e) {
+                                         std::int32_t e) {
   if (e < s.num_experts) return scratch.starts[e] + scratch.before[e];
-  return e > s.num_experts ? totals.compact_base[e - s.num_experts - 1] : 0;
+  return e > s.num_experts ? scratch.totals[e - s.num_experts - 1].compact_base : 0;
 }
 
-/// Places the part's topk slots. @pre cursors hold what the part's earlier tiles have
-template <Span S>
-__device__ void place_block(const RouteParams& p, const RoutePart& part, const Scratch& scratch,
-                            int tile_warps, const BlockTotals& totals, bool overflows) {
-  const MoeShape& s = p.shape;
+/// Where each tile of the part has the first row of each expert, from what the tiles have of it.
+/// @param earlier(e): topk slots of the part's earlier blocks
+template <class Earlier>
+__device__ void set_cursors(const MoeShape& s, const Scratch& scratch, int tile_warps,
+                            Earlier&& earlier) {
   const std::int32_t n = num_counts(s);
-  for (int e = static_cast<int>(threadIdx.x); e < n; e += route_threads) {
-    const std::int32_t base = first_row(s, scratch, totals, e);
-    for (int w = 0; w < tile_warps; ++w) scratch.cursors[w * n + e] += base + scratch.shares[e];
+  for (auto e = static_cast<std::int32_t>(threadIdx.x); e < n; e += route_threads) {
+    std::int32_t own[route_warps];
+#pragma unroll
+    for (int w = 0; w < route_warps; ++w) {
+      own[w] = w < tile_warps ? scratch.cursors[w * n + e] : 0;
+    }
+    std::int32_t row = first_row(s, scratch, e) + earlier(e);
+#pragma unroll
+    for (int w = 0; w < route_warps; ++w) {
+      if (w < tile_warps) scratch.cursors[w * n + e] = row;
+      row += own[w];
+    }
   }
   __syncthreads();
+}
+
+/// Places the part's topk slots. @pre cursors hold what each tile has of each expert
+/// @param earlier as above
+template <Span S, class Earlier>
+__device__ void place_block(const RouteParams& p, const RoutePart& part, const Scratch& scratch,
+                            int tile_warps, bool overflows, Earlier&& earlier) {
+  const MoeShape& s = p.shape;
+  set_cursors(s, scratch, tile_warps, earlier);
   const auto warp = static_cast<int>(threadIdx.x / 32);
   if (warp >= tile_warps) return;
-  place_tile<S>(p, part, tile_of(s, part, warp, tile_warps), scratch.cursors + warp * n, totals,
-                overflows);
+  place_tile<S>(p, part, tile_of(s, part, warp, tile_warps), scratch,
+                scratch.cursors + warp * num_counts(s), overflows);
 }
 
 }  // namespace waybill::cuda

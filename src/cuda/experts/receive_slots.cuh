@@ -27,7 +27,7 @@ __device__ inline std::int64_t slot_address(const RowsParams& p, std::int32_t t)
 
 /// A token that has landed on this rank.
 __device__ inline RingSource row_in_slot(const RowsParams& p, std::int32_t source, std::int32_t t) {
-  const std::byte* const rows = p.receive_slots.rows[p.shape.rank];
+  const std::byte* const rows = p.receive_slots.own_rows;
   const std::int64_t row = std::int64_t{source} * p.receive_slots.tokens + t;
   return {rows + row * p.cuts.row_bytes,
           p.cuts.scale_bytes == 0

@@ -10,30 +10,33 @@ namespace {
 constexpr int enter_threads = 512;
 
 template <Span S>
-__global__ void __launch_bounds__(route_threads)
+__global__ void __launch_bounds__(route_threads, 1)
     route_kernel(const __grid_constant__ RouteParams p, int tile_warps, bool keeps_counts) {
-  extern __shared__ std::int32_t shared[];
-  __shared__ BlockTotals totals;
+  extern __shared__ __align__(16) std::int32_t shared[];
   const MoeShape& s = p.shape;
   const Scratch scratch = scratch_in(shared, s, tile_warps, keeps_counts);
   const std::uint64_t epoch = begin_moe_call(p.m, 0);
   const bool compares = S == Span::rank && compares_calls();  // several nodes have met before
   let_next_begin(p.m, epoch);
-  if (compares) send_call_words(p.m.arrive, epoch, load_call_words(p.m.arrive.fingerprint));
+  if (compares) {
+    const CallWords words = load_call_words(p.m.arrive.fingerprint);
+    send_call_words(p.m.arrive, epoch, words);
+  }
   const RoutePart part = part_of<S>(p);
   count_block<S>(p, part, scratch, tile_warps);
   send_counts(p, part, scratch, epoch);
   take_counts(p, part, scratch, epoch);
   __syncthreads();
   end_if_reported(p.m.arrive.sink);
-  const bool overflows = locate_experts(p, part, scratch, totals);
-  if (p.scatter != nullptr) locate_positions(p, part, scratch, totals);
-  place_block<S>(p, part, scratch, tile_warps, totals, overflows);
+  const bool overflows = locate_experts(p, part, scratch);
+  if (p.scatter != nullptr) locate_positions(p, scratch);
+  place_block<S>(p, part, scratch, tile_warps, overflows,
+                 [&](std::int32_t e) { return scratch.shares[e]; });
   CallComparison comparison(p.m.arrive, epoch, compares);
-  write_receiver_tables(p, scratch, totals);
+  write_receiver_tables(p, scratch);
   if (compares) comparison.settle(p.m.arrive);
-  write_tables<S>(p, scratch, totals);
-  if (block_idx() == 0 && threadIdx.x < 32) report_to_host(p, totals);
+  write_tables<S>(p, scratch);
+  if (block_idx() == 0 && threadIdx.x < 32) report_to_host(p, scratch);
   if (comes_last(p.m.state)) end_moe_call(p.m, 0, epoch);
 }
 
@@ -47,15 +50,15 @@ __global__ void __launch_bounds__(enter_threads)
   if (!Nodes) arrive_and_wait(p.m.arrive, epoch);  // the kernel behind compares
   if (p.weights != nullptr) {
     const std::int64_t tokens = std::int64_t{s.num_nodes} * s.max_tokens;
-    const std::int64_t first = (s.rank - s.first_rank) * tokens * s.topk;
+    const std::int64_t first_slot = (s.rank - s.first_rank) * tokens * s.topk;
     const std::int64_t count = (Nodes ? tokens : s.num_tokens) * s.topk;
     for (std::int64_t i = std::int64_t{blockIdx.x} * enter_threads + threadIdx.x; i < count;
          i += std::int64_t{gridDim.x} * enter_threads) {
       copy_weight(p.out_weights, p.weights, i, i, p.weight_bytes);
       const std::int64_t address = p.addresses[i];
       if (address < 0) continue;
-      std::byte* const to = p.sent_weights[s.first_rank + (address >> address_dst_shift & 0xFFFF)];
-      copy_weight(to, p.weights, first + i, i, p.weight_bytes);
+      const auto rank = static_cast<std::int32_t>(address >> address_dst_shift & 0xFFFF);
+      copy_weight(peer_at(p.sent_weights, rank), p.weights, first_slot + i, i, p.weight_bytes);
     }
   }
   if (comes_last(p.m.state)) end_moe_call(p.m, 0, epoch);
@@ -77,7 +80,13 @@ __global__ void __launch_bounds__(32)
 
 }  // namespace
 
-int max_experts_on_gpu(int world_size) { return (most_route_bytes / 4 - 2 * (1 + world_size)) / 4; }
+/// With one warp that has a tile, on one node.
+int max_experts_on_gpu(int world_size) {
+  MoeShape shape{};
+  shape.world_size = world_size;
+  shape.node_ranks = world_size;
+  return (most_route_bytes() / 4 - table_words(shape) - 2 * (1 + world_size)) / 4;
+}
 
 int route_blocks(const MoeShape& shape, int num_sms) {
   constexpr std::int64_t slots_per_block = 1024;
@@ -110,7 +119,7 @@ cudaError_t prepare_route(bool nodes) {
 
 cudaError_t launch_route(const RouteParams& params, int blocks, cudaStream_t stream) {
   const int tile_warps = tile_warps_of(params.shape);
-  const bool keeps_counts = scratch_words(params.shape, tile_warps, true) <= most_route_bytes / 4;
+  const bool keeps_counts = scratch_words(params.shape, tile_warps, true) <= most_route_bytes() / 4;
   const std::int64_t words = scratch_words(params.shape, tile_warps, keeps_counts);
   const bool nodes = params.shape.num_nodes > 1;
   const auto kernel = nodes ? route_kernel<Span::nodes> : route_kernel<Span::rank>;

@@ -93,7 +93,7 @@ __device__ void copy_rows(const Rows& p, Ring& ring, const Arrived& a, bool land
     copies = copies && !leads(a) && a.primary_row < s.capacity_rows;
   }
   const std::int64_t to = (std::int64_t{s.rank} << address_dst_shift) + address;
-  const std::byte* const window = p.windows[s.rank];
+  const std::byte* const window = p.own_window;
   unsigned left = __ballot_sync(all_lanes, copies);
   while (left != 0) {
     const int lane = __ffs(static_cast<int>(left)) - 1;
@@ -150,7 +150,7 @@ __device__ void take_unit(const Rows& p, Ring& ring, const Source& source, std::
   const std::int32_t begin = channel + g * source.group * source.channels;
   if (begin >= source.tokens) return;
   const std::uint64_t wanted = (epoch << channel_epoch_shift) + static_cast<std::uint64_t>(g) + 1;
-  (void)wait_epoch(p.m.arrive, channel_slot(p, p.shape.rank, source.rank, channel), wanted,
+  (void)wait_epoch(p.m.arrive, channel_slot(p.own_channels, source.rank, channel), wanted,
                    channel_epoch_shift, p.shape.first_rank + source.rank);
   __syncwarp();
   ring.expect_arrived();
@@ -196,7 +196,7 @@ __device__ void clear_padding(const Rows& p, int warps) {
       continue;
     }
     if (row >= s.capacity_rows) continue;
-    std::byte* const window = p.windows[s.rank];
+    std::byte* const window = p.own_window;
     clear_bytes(window + std::int64_t{row} * p.cuts.row_bytes, p.cuts.row_bytes, p.cuts.word_bytes);
     clear_bytes(window + p.scales_offset + std::int64_t{row} * p.cuts.scale_bytes,
                 p.cuts.scale_bytes, 1);
@@ -244,7 +244,7 @@ __device__ void receive(const Rows& p, Ring& ring, CallBegin& begin) {
     const std::uint32_t next = claim();
     const auto rank =
         static_cast<std::int32_t>((unit + static_cast<std::uint32_t>(p.shape.rank)) % world);
-    take_unit(p, ring, source_of(sources, rank), static_cast<std::int32_t>(unit / world), epoch);
+    take_unit(p, ring, source_of(p, sources, rank), static_cast<std::int32_t>(unit / world), epoch);
     unit = __shfl_sync(all_lanes, next, 0);
   }
   ring.wait_all();
@@ -263,15 +263,6 @@ __device__ void report_overflow(const RowsParams& p, std::uint64_t epoch) {
   if (rows <= p.shape.capacity_rows || rows <= static_cast<std::int32_t>(p.faults->overflow))
     return;
   p.faults->overflow = epoch << overflow_epoch_shift | static_cast<std::uint32_t>(rows);
-}
-
-/// Tells all ranks how this one sends. One warp.
-template <class Rows>
-__device__ void send_configs(const Rows& p, std::int32_t channels, std::uint64_t epoch) {
-  for (std::int32_t k = lane_id(); k < p.shape.world_size; k += 32) {
-    signal(config_slot(p, (p.shape.rank + k) % p.shape.world_size, p.shape.rank),
-           channel_config(epoch, channels, p.cuts.group, Rows::lands));
-  }
 }
 
 /// A block has `Movers` warps that send and copy rows. `Takers` more fill the tables of compact

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "../device/number.cuh"
+#include "../device/word_copy.cuh"
 #include "expert_launch.h"
 #include "input_fault.cuh"
 #include "lanes.cuh"
@@ -37,21 +38,10 @@ __global__ void __launch_bounds__(warps * 32)
   auto* const to = reinterpret_cast<Word*>(p.window);
   for (std::int64_t first = warp_id() * 32 * unroll + lane_id(); first < count; first += step) {
     Word words[unroll];
-#pragma unroll
-    for (int u = 0; u < unroll; ++u) {
-      if (first + u * 32 < count) words[u] = from[first + u * 32];
-    }
-#pragma unroll
-    for (int u = 0; u < unroll; ++u) {
-      if (first + u * 32 < count) to[first + u * 32] = words[u];
-    }
+    load_batch<32>(words, from, first, count);
+    store_batch<32>(to, words, first, count);
   }
 }
-
-template <class Number, int Count>
-struct alignas(Count * sizeof(typename Number::Stored)) Pack {
-  typename Number::Stored values[Count];
-};
 
 constexpr int sum_packs = 2;    // of a lane, at once
 constexpr int sum_addends = 2;  // loads under way together
@@ -177,18 +167,8 @@ StageKernel sum_kernel(DType dtype, DType weights, bool weighted, bool wide) {
 }
 
 StageKernel copy_kernel(int word_bytes) {
-  switch (word_bytes) {
-    case 16:
-      return copy_rows_kernel<uint4>;
-    case 8:
-      return copy_rows_kernel<uint2>;
-    case 4:
-      return copy_rows_kernel<std::uint32_t>;
-    case 2:
-      return copy_rows_kernel<std::uint16_t>;
-    default:
-      return copy_rows_kernel<std::uint8_t>;
-  }
+  return for_word(word_bytes,
+                  []<class Word>(Word) -> StageKernel { return copy_rows_kernel<Word>; });
 }
 
 /// Eight elements, in words of 16 bytes where they are aligned so.

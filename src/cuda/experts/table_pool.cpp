@@ -102,8 +102,9 @@ TableMemory TablePool::take(std::int64_t size_bytes, bool with_counts, const Tab
     TableBlock& made = memory.block_.emplace_back();
     made.device = plain_device_memory(size_bytes, gpu_->device());
     if (with_counts) {
-      made.counts = pinned_memory(sizeof(MoeHostCounts));
-      std::memset(made.counts.get(), 0, sizeof(MoeHostCounts));
+      const std::int64_t bytes = gpu_->topology().world_size * std::int64_t{sizeof(HostCount)};
+      made.counts = pinned_memory(bytes);
+      std::memset(made.counts.get(), 0, to_size(bytes));
     }
     made.size_bytes = size_bytes;
   }

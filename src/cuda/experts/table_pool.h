@@ -56,7 +56,7 @@ struct TableBlock {
   ~TableBlock();
 
   std::shared_ptr<void> device;
-  std::shared_ptr<void> counts;  ///< pinned MoeHostCounts, where asked for
+  std::shared_ptr<void> counts;  ///< pinned, [W] HostCount, where asked for
   std::int64_t size_bytes = 0;
   cudaStream_t taken_on = nullptr;  ///< it waits for all old uses
   std::mutex mutex;                 ///< of what follows
@@ -86,8 +86,8 @@ class TableMemory {
   [[nodiscard]] std::byte* data() const {
     return static_cast<std::byte*>(block_.front().device.get());
   }
-  [[nodiscard]] MoeHostCounts* counts() const {
-    return static_cast<MoeHostCounts*>(block_.front().counts.get());
+  [[nodiscard]] HostCount* counts() const {
+    return static_cast<HostCount*>(block_.front().counts.get());
   }
 
   /// Behind work with the memory on a stream: who gets it next waits for that. Nobody gets it any

@@ -1,6 +1,8 @@
 #pragma once
 
 #include "../device/bulk.cuh"
+#include "../device/peers.cuh"
+#include "../device/word_copy.cuh"
 #include "call_begin.cuh"
 
 namespace waybill::cuda {
@@ -109,8 +111,8 @@ class TmaRing {
     if (address >= 0) {
       const auto piece = static_cast<std::int32_t>(address >> 49);
       const std::int64_t row = address & 0xFFFFFFFF;
-      const std::int64_t dst = address >> address_dst_shift & 0xFFFF;
-      std::byte* const window = lands_ ? p_.receive_slots.rows[dst] : p_.windows[dst];
+      const auto dst = static_cast<std::int32_t>(address >> address_dst_shift & 0xFFFF);
+      std::byte* const window = peer_at(lands_ ? p_.receive_slots.rows : p_.windows, dst);
       bulk_store(window + row * c.row_bytes + std::int64_t{piece} * c.piece_bytes,
                  stage + sizeof(RingStage), bytes_of(piece));
       if (c.scale_bytes != 0 && piece == 0) {
@@ -168,18 +170,8 @@ class VectorRing {
  private:
   __device__ void copy_row(const std::byte* from, std::int64_t bytes, std::int64_t offset,
                            std::int64_t address) const {
-    switch (p_.cuts.word_bytes) {
-      case 16:
-        return copy_words<uint4>(from, bytes, offset, address);
-      case 8:
-        return copy_words<uint2>(from, bytes, offset, address);
-      case 4:
-        return copy_words<std::uint32_t>(from, bytes, offset, address);
-      case 2:
-        return copy_words<std::uint16_t>(from, bytes, offset, address);
-      default:
-        return copy_words<std::uint8_t>(from, bytes, offset, address);
-    }
+    for_word(p_.cuts.word_bytes,
+             [&]<class Word>(Word) { copy_words<Word>(from, bytes, offset, address); });
   }
 
   template <class Word>
@@ -191,21 +183,14 @@ class VectorRing {
     const unsigned stores = __ballot_sync(0xFFFFFFFFU, address >= 0);
     for (int first = lane; first - lane < count; first += 32 * unroll) {
       Word words[unroll];
-#pragma unroll
-      for (int u = 0; u < unroll; ++u) {
-        if (first + u * 32 < count) {
-          words[u] = reinterpret_cast<const Word*>(from)[first + u * 32];
-        }
-      }
+      load_batch<32>(words, reinterpret_cast<const Word*>(from), first, count);
       for (unsigned left = stores; left != 0; left &= left - 1) {
         const std::int64_t to =
             __shfl_sync(0xFFFFFFFFU, address, __ffs(static_cast<int>(left)) - 1);
-        auto* const at = reinterpret_cast<Word*>(p_.windows[to >> address_dst_shift & 0xFFFF] +
-                                                 offset + (to & 0xFFFFFFFF) * bytes);
-#pragma unroll
-        for (int u = 0; u < unroll; ++u) {
-          if (first + u * 32 < count) at[first + u * 32] = words[u];
-        }
+        const auto dst = static_cast<std::int32_t>(to >> address_dst_shift & 0xFFFF);
+        auto* const at =
+            reinterpret_cast<Word*>(peer_at(p_.windows, dst) + offset + (to & 0xFFFFFFFF) * bytes);
+        store_batch<32>(at, words, first, count);
       }
     }
   }

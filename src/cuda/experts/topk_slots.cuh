@@ -1,5 +1,6 @@
 #pragma once
 
+#include "../device/peers.cuh"
 #include "flagged_words.cuh"
 #include "input_fault.cuh"
 #include "lanes.cuh"
@@ -69,14 +70,32 @@ __device__ inline std::int32_t node_rank(const MoeShape& s, std::int32_t i) {
   return s.first_rank + (s.rank - s.first_rank + i) % s.node_ranks;
 }
 
+/// Of a rank, as a block finds it.
+struct RankTotals {
+  std::int32_t recv_rows;
+  std::int32_t grouped_rows;
+  std::int32_t compact_base;  ///< first compact row of the part's tokens
+  std::int32_t first_row;     ///< with scatter indices: rows of lower ranks
+  std::int32_t first_token;   ///< with scatter indices: tokens of lower ranks
+};
+
 /// Shared memory of a block.
 struct Scratch {
+  std::byte** bases;      ///< [node_ranks]: where ranks of the node have what they are told
+  RankTotals* totals;     ///< [W]
   std::int32_t* cursors;  ///< [tile_warps, num_counts]
   std::int32_t* starts;   ///< [E]: topk slots of an expert, then its first row
   std::int32_t* before;   ///< [E]: topk slots of lower ranks
   std::int32_t* shares;   ///< [num_counts]: of this block, then of the blocks before it
   std::int32_t* counts;   ///< [W, num_counts]: of all ranks; null where there is no room
 };
+
+/// Where a rank of this node has a part of that. @pre the block has filled the table
+template <class T>
+__device__ T* part_at(const MoeShape& s, const Scratch& scratch, std::int64_t part,
+                      std::int32_t rank) {
+  return reinterpret_cast<T*>(scratch.bases[rank - s.first_rank] + part);
+}
 
 struct Tile {
   std::int32_t begin;
@@ -96,9 +115,8 @@ __device__ inline Tile tile_of(const MoeShape& s, const RoutePart& part, int war
 }
 
 template <Span S>
-__device__ TopkSlot read_topk_slot(const RouteParams& p, const RoutePart& part, std::int32_t first,
+__device__ TopkSlot read_topk_slot(const MoeShape& s, const RoutePart& part, std::int32_t first,
                                    std::int32_t end) {
-  const MoeShape& s = p.shape;
   const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
   TopkSlot c{};
   c.token = first + lane / s.topk;
@@ -120,48 +138,51 @@ __device__ TopkSlot read_topk_slot(const RouteParams& p, const RoutePart& part, 
   return c;
 }
 
-template <Span S>
-__device__ void count_tile(const RouteParams& p, const RoutePart& part, Tile tile,
-                           std::int32_t* counts) {
-  const MoeShape& s = p.shape;
+/// Calls add(number) for each count that a tile's topk slots raise by one: of the expert, and of
+/// compact rows for each token of each rank. One warp.
+/// @return whether an id was out of range
+template <Span S, class Add>
+__device__ bool count_tile(const MoeShape& s, const RoutePart& part, Tile tile, Add&& add) {
   const int bits = bits_of(s.world_size);
   bool bad = false;
   for (std::int32_t t = tile.begin; t < tile.end; t += 32 / s.topk) {
-    const TopkSlot c = read_topk_slot<S>(p, part, t, tile.end);
-    const unsigned same = lanes_with(c.dst, bits) & lanes_of_token(s.topk, c.k);
-    if (c.active && !c.absent) {
-      atomicAdd(&counts[c.expert], 1);
-      if (c.dst < s.world_size && is_first(same)) atomicAdd(&counts[s.num_experts + 1 + c.dst], 1);
-    }
+    const TopkSlot c = read_topk_slot<S>(s, part, t, tile.end);
+    if (c.active && !c.absent) add(c.expert);
     bad |= c.bad;
+    if (s.compact == 0) continue;
+    const unsigned same = lanes_with(c.dst, bits) & lanes_of_token(s.topk, c.k);
+    if (c.dst < s.world_size && is_first(same)) add(s.num_experts + 1 + c.dst);
   }
-  if constexpr (S == Span::rank) {
-    if (bad) report_bad_id(p, p.m.arrive.sink, p.m.state);
-  }
+  return bad;
 }
 
-/// Counts of the block's warps, then what the warps before have.
+__device__ inline void clear_counts(std::int32_t* counts, std::int32_t num) {
+  for (auto i = static_cast<std::int32_t>(threadIdx.x); i < num; i += route_threads) counts[i] = 0;
+}
+
+/// Counts of the block's tiles, and of the block.
 template <Span S>
 __device__ void count_block(const RouteParams& p, const RoutePart& part, const Scratch& scratch,
                             int tile_warps) {
   const std::int32_t n = num_counts(p.shape);
   const auto warp = static_cast<int>(threadIdx.x / 32);
-  for (int i = static_cast<int>(threadIdx.x); i < tile_warps * n; i += route_threads) {
-    scratch.cursors[i] = 0;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < p.shape.node_ranks; i += route_threads) {
+    scratch.bases[i] = peer_at(p.told, i);
   }
+  clear_counts(scratch.cursors, tile_warps * n);
   __syncthreads();
   if (warp < tile_warps) {
-    count_tile<S>(p, part, tile_of(p.shape, part, warp, tile_warps), scratch.cursors + warp * n);
+    std::int32_t* const counts = scratch.cursors + warp * n;
+    const bool bad = count_tile<S>(p.shape, part, tile_of(p.shape, part, warp, tile_warps),
+                                   [&](std::int32_t i) { atomicAdd(&counts[i], 1); });
+    if (S == Span::rank && bad) report_bad_id(p, p.m.arrive.sink, p.m.state);
   }
   __syncthreads();
   for (int e = static_cast<int>(threadIdx.x); e < n; e += route_threads) {
     std::int32_t sum = 0;
 #pragma unroll 4
-    for (int w = 0; w < tile_warps; ++w) {
-      const std::int32_t own = scratch.cursors[w * n + e];
-      scratch.cursors[w * n + e] = sum;
-      sum += own;
-    }
+    for (int w = 0; w < tile_warps; ++w) sum += scratch.cursors[w * n + e];
     scratch.shares[e] = sum;
     if (gridDim.x > 1) p.tile_counts[std::int64_t{block_idx()} * n + e] = sum;
   }
@@ -191,7 +212,8 @@ __device__ inline void send_counts(const RouteParams& p, const RoutePart& part,
     if (static_cast<unsigned>(e) % gridDim.x != blockIdx.x) continue;
     for (std::int32_t i = 0; i < p.shape.node_ranks; ++i) {
       const std::int32_t r = node_rank(p.shape, i);
-      store_flagged(p.counts[r] + std::int64_t{part.source} * n + e, sum, epoch);
+      std::uint64_t* const counts = part_at<std::uint64_t>(p.shape, scratch, p.counts, r);
+      store_flagged(counts + std::int64_t{part.source} * n + e, sum, epoch);
     }
   }
 }

@@ -1,3 +1,5 @@
+#include "../device/peers.cuh"
+#include "../device/word_copy.cuh"
 #include "path_kernel.cuh"
 #include "peer_path_kernel.h"
 
@@ -13,14 +15,8 @@ __device__ void copy_words(std::byte* to, const std::byte* from, std::int64_t by
   auto* const target = reinterpret_cast<Word*>(to);
   for (std::int64_t first = threadIdx.x; first < count; first += path_threads * unroll) {
     Word words[unroll];
-#pragma unroll
-    for (int u = 0; u < unroll; ++u) {
-      if (first + u * path_threads < count) words[u] = source[first + u * path_threads];
-    }
-#pragma unroll
-    for (int u = 0; u < unroll; ++u) {
-      if (first + u * path_threads < count) target[first + u * path_threads] = words[u];
-    }
+    load_batch<path_threads>(words, source, first, count);
+    store_batch<path_threads>(target, words, first, count);
   }
 }
 
@@ -30,7 +26,7 @@ class PeerBackend {
 
   __device__ void put(const NetworkPut& put) {
     const std::byte* const from = p_.window + put.from_bytes;
-    std::byte* const to = peers_.windows[put.peer] + put.to_bytes;
+    std::byte* const to = peer_at(peers_.windows, put.peer) + put.to_bytes;
     const auto bits = static_cast<unsigned>(put.from_bytes | put.to_bytes | put.size_bytes);
     if (bits % 16 == 0) {
       copy_words<uint4>(to, from, put.size_bytes);
@@ -45,14 +41,14 @@ class PeerBackend {
     __syncthreads();
   }
   __device__ void raise_slot(std::int32_t peer, std::int32_t slot, std::uint64_t epoch) {
-    signal(peers_.slots[peer] + slot, epoch);
+    signal(peer_at(peers_.slots, peer) + slot, epoch);
   }
   __device__ void send_call_words(std::int32_t peer, const CallWords& words, std::uint64_t epoch) {
-    std::uint64_t* const arrivals = peers_.arrivals[peer] - p_.rank;
+    std::uint64_t* const arrivals = peer_at(peers_.arrivals, peer);
     store_words(words_at(arrivals, p_.fingerprint, p_.world_size, epoch, p_.rank), words, epoch);
   }
   __device__ void raise_arrival(std::int32_t peer, std::uint64_t epoch) {
-    store_behind_fence(peers_.arrivals[peer], epoch);
+    store_behind_fence(peer_at(peers_.arrivals, peer) + p_.rank, epoch);
   }
   __device__ bool put_signal(const NetworkPut& /*put*/, std::int32_t /*slot*/,
                              std::uint64_t /*epoch*/) {

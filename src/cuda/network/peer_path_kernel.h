@@ -2,16 +2,16 @@
 
 #include <cuda_runtime_api.h>
 
-#include "../device/arrive_params.h"
+#include "../device/peers.h"
 #include "path_params.h"
 
 namespace waybill::cuda {
 
 /// Where the ranks' parts are mapped here; those of the rank's node are not used.
 struct PeerAddresses {
-  std::byte* windows[max_gpu_ranks];
-  std::uint64_t* slots[max_gpu_ranks];     ///< slot 0
-  std::uint64_t* arrivals[max_gpu_ranks];  ///< slot of this rank
+  Peers<std::byte> windows;
+  Peers<std::uint64_t> slots;  ///< slot 0
+  Peers<std::uint64_t> arrivals;
 };
 
 /// The network path between ranks whose memory is mapped: puts are copies.

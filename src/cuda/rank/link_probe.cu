@@ -6,6 +6,7 @@
 #include "../device/bulk.cuh"
 #include "cuda/link_probe.h"
 #include "cuda_check.h"
+#include "device_limits.h"
 
 namespace waybill {
 namespace {
@@ -100,9 +101,13 @@ class Probe {
       for (cudaEvent_t& event : gpu.copied) {
         check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event");
       }
-      check(cudaFuncSetAttribute(copy_bulk, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 warps * stages * chunk_bytes),
-            "preparing a kernel");
+      if (cuda::read_device_limits(i).bulk_copies) {
+        check(cudaFuncSetAttribute(copy_bulk, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   warps * stages * chunk_bytes),
+              "preparing a kernel");
+      } else {
+        has_bulk_copies_ = false;
+      }
       check(cudaDeviceSynchronize(), "filling");
     }
   }
@@ -159,7 +164,8 @@ class Probe {
     Gpu& gpu = gpus_[me];
     const auto blocks = static_cast<unsigned>(num_sms);
     const Pairs pairs = pairs_of(me, way == LinkWay::pull_bulk);
-    if (way == LinkWay::push_vector) {
+    const bool bulk = way == LinkWay::push_bulk || way == LinkWay::pull_bulk;
+    if (way == LinkWay::push_vector || (bulk && !has_bulk_copies_)) {
       copy_vector<<<blocks, 1024, 0, gpu.streams[me]>>>(pairs, bytes_);
     } else if (way != LinkWay::copy_engines) {
       copy_bulk<<<blocks, warps * 32, warps * stages * chunk_bytes, gpu.streams[me]>>>(pairs,
@@ -181,6 +187,7 @@ class Probe {
   int num_gpus_;
   std::int64_t bytes_;
   std::vector<Gpu> gpus_;
+  bool has_bulk_copies_ = true;  ///< all of them
 };
 
 }  // namespace
@@ -194,6 +201,31 @@ double link_gb_s(int num_gpus, LinkWay way, int num_sms, std::int64_t bytes_a_pe
   std::sort(times.begin(), times.end());
   const double ms = times[times.size() / 2];
   return static_cast<double>(bytes_a_peer) * (std::min(num_gpus, max_gpus) - 1) / ms / 1e6;
+}
+
+LinkSpeeds measure_links(int num_gpus, const LinkSpeeds& known) {
+  constexpr const char* who = "measure_links";
+  if (num_gpus < 2) throw Unsupported(concat(who, ": ", num_gpus, " GPUs, expected two or more"));
+  for (int from = 0; from < num_gpus; ++from) {
+    for (int to = 0; to < num_gpus; ++to) {
+      int can = 1;
+      if (from != to) check(cudaDeviceCanAccessPeer(&can, from, to), "asking for peer access");
+      if (can != 0) continue;
+      throw Unsupported(concat(who, ": GPU ", from, " cannot reach the memory of GPU ", to));
+    }
+  }
+  constexpr std::int64_t bytes = std::int64_t{64} << 20;
+  constexpr int few = 4;  // far from what fills the links
+  const auto rate = [&](int sms) {
+    return link_gb_s(num_gpus, LinkWay::push_bulk, sms, bytes) * 1e9;
+  };
+  LinkSpeeds links = known;
+  links.block_bytes_per_second = rate(few) / few;
+  links.nvlink_bytes_per_second = 0;
+  for (const int sms : {8, 16, 32, 64}) {
+    links.nvlink_bytes_per_second = std::max(links.nvlink_bytes_per_second, rate(sms));
+  }
+  return links;
 }
 
 double local_copy_gb_s(std::int64_t bytes) {

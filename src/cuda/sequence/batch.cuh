@@ -12,8 +12,7 @@ __device__ inline bool is_ready(const SequenceParams& p, const WorkBatch& batch,
   bool ready = true;
   for (int w = static_cast<int>(threadIdx.x % 32); w < batch.num_waits; w += 32) {
     const BatchSlot slot = p.batches.waits[batch.first_wait + w];
-    ready =
-        ready && load_acquire(p.slots[p.arrive.rank] + p.arrive.world_size + slot.slot) >= epoch;
+    ready = ready && load_acquire(p.own_slots + p.arrive.world_size + slot.slot) >= epoch;
   }
   if (__all_sync(0xFFFFFFFFU, ready) == 0) return false;
   __syncwarp();
@@ -26,7 +25,7 @@ __device__ inline void wait_batch(const SequenceParams& p, const WorkBatch& batc
                                   std::uint64_t epoch) {
   for (int w = static_cast<int>(threadIdx.x % 32); w < batch.num_waits; w += 32) {
     const BatchSlot slot = p.batches.waits[batch.first_wait + w];
-    const std::uint64_t* const flag = p.slots[p.arrive.rank] + p.arrive.world_size + slot.slot;
+    const std::uint64_t* const flag = p.own_slots + p.arrive.world_size + slot.slot;
     std::uint64_t seen = 0;
     spin_until([&] { return (seen = load_acquire(flag)) >= epoch; },
                [&](std::uint64_t waited_ns) {
@@ -36,6 +35,7 @@ __device__ inline void wait_batch(const SequenceParams& p, const WorkBatch& batc
                });
   }
   __syncwarp();
+  end_if_reported(p.arrive.sink);
   fence_async_proxy();
 }
 
@@ -53,7 +53,7 @@ __device__ inline void count_chunks(const SequenceParams& p, std::int32_t number
     const BatchSlot slot = p.batches.signals[batch.first_signal + s];
     std::uint64_t* const flag = slot.rank == p.arrive.world_size
                                     ? p.ready + slot.slot
-                                    : p.slots[slot.rank] + p.arrive.world_size + slot.slot;
+                                    : peer_at(p.slots, slot.rank) + p.arrive.world_size + slot.slot;
     signal(flag, epoch);
   }
 }

@@ -8,8 +8,6 @@
 namespace waybill::cuda {
 namespace {
 
-using waybill::detail::to_size;
-
 constexpr std::int64_t bulk_alignment_bytes = 16;
 
 bool is_bulk_multiple(std::int64_t bytes) { return bytes % bulk_alignment_bytes == 0; }
@@ -39,10 +37,6 @@ FingerprintParams fingerprint_params(const SequenceCall& call) {
 ArriveParams arrive_params(const SequenceCall& call, const GpuRank& gpu, FaultKind kind,
                            int share) {
   const std::int32_t world = call.plan->world_size;
-  if (world > max_gpu_ranks) {
-    throw Unsupported(
-        concat(call.operation, ": ", world, " ranks, expected at most ", max_gpu_ranks));
-  }
   ArriveParams params{};
   params.rank = to_int(call.plan->rank);
   params.world_size = world;
@@ -51,9 +45,9 @@ ArriveParams arrive_params(const SequenceCall& call, const GpuRank& gpu, FaultKi
   params.state = reinterpret_cast<CallState*>(call.arrivals->local + world);
   params.sink = gpu.sink(share);
   params.own_arrivals = call.arrivals->local;
-  for (std::int32_t r = 0; r < world; ++r) {
-    params.peer_arrivals[r] = call.arrivals->peers[to_size(r)];
-  }
+  params.node_ranks = gpu.topology().ranks_per_node;
+  params.first_rank = params.rank / params.node_ranks * params.node_ranks;
+  params.arrivals = near_peers_of<std::uint64_t>(*call.arrivals, 0, 0, world);
   params.fingerprint = fingerprint_params(call);
   return params;
 }
@@ -66,9 +60,11 @@ SequenceParams sequence_params(const SequenceCall& call, const GpuRank& gpu, Fau
   }
   SequenceParams params{};
   params.arrive = arrive_params(call, gpu, kind, share);
-  for (std::int32_t r = 0; r < call.plan->world_size; ++r) {
-    params.windows[r] = call.window->peers[to_size(r)];
-    if (call.slots != nullptr) params.slots[r] = call.slots->peers[to_size(r)];
+  params.own_window = call.window->local;
+  params.windows = near_peers_of<std::byte>(*call.window, 0, 0, call.plan->world_size);
+  if (call.slots != nullptr) {
+    params.own_slots = call.slots->local;
+    params.slots = near_peers_of<std::uint64_t>(*call.slots, 0, 0, call.plan->world_size);
   }
   for (std::size_t t = 0; t < call.inputs.size(); ++t) {
     // Kernels only read the inputs.

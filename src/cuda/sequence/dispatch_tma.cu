@@ -1,6 +1,7 @@
 #include "../device/arrive_and_wait.cuh"
 #include "../device/bulk.cuh"
 #include "batch.cuh"
+#include "places.cuh"
 #include "sequence_launch.h"
 
 namespace waybill::cuda {
@@ -309,7 +310,7 @@ class WarpWork {
   /// Where the rows of a chunk are.
   [[nodiscard]] __device__ TensorParams source_of(const RowChunk& chunk) const {
     if (!Batched || !forwards_) return p_.inputs[chunk.tensor];
-    return {p_.windows[p_.arrive.rank] + p_.head->window_offsets[chunk.tensor],
+    return {p_.own_window + p_.head->window_offsets[chunk.tensor],
             p_.head->cuts[chunk.tensor].row_bytes};
   }
 
@@ -340,9 +341,7 @@ class WarpWork {
     if (lane_ == 0) {
       barrier_wait(&loaded_[i % stages], static_cast<std::uint32_t>(i / stages % 2));
       for (int k = 0; k < descriptor.chunk.num_addresses; ++k) {
-        const std::uint64_t address = descriptor.addresses[k];
-        bulk_store(p_.windows[address >> address_rank_shift] + (address & address_offset_mask),
-                   stage_[i % stages], bytes);
+        bulk_store(place_of(p_, descriptor.addresses[k]), stage_[i % stages], bytes);
       }
       bulk_commit();
     }
@@ -368,7 +367,9 @@ __global__ void __launch_bounds__(warps * 32, 1)
   extern __shared__ __align__(128) std::byte shared[];
   const CallWords words = load_call_words(p.arrive.fingerprint);
   const std::uint64_t epoch = begin_call(p.arrive);
-  if (Batched && blockIdx.x == 0 && threadIdx.x < 32) send_call_words(p.arrive, epoch, words);
+  if (Batched && blockIdx.x == 0 && threadIdx.x < 32) {
+    send_call_words(p.arrive, epoch, words);
+  }
   WarpWork<Batched>(p, *reinterpret_cast<BlockMemory*>(shared), epoch).run();
   if (!is_last_block(p.arrive) || threadIdx.x >= 32) return;
   arrive_and_wait_at_end(p.arrive, epoch, words, Batched);

@@ -1,5 +1,7 @@
 #include "../device/arrive_and_wait.cuh"
+#include "../device/word_copy.cuh"
 #include "batch.cuh"
+#include "places.cuh"
 #include "sequence_launch.h"
 
 namespace waybill::cuda {
@@ -7,12 +9,6 @@ namespace {
 
 constexpr int warps = 16;
 constexpr int unroll = 4;  // words that a lane has on the way
-
-/// The widest word at which all these bytes can be moved: their common alignment, at most 16.
-__device__ inline unsigned common_alignment(std::uint64_t bits) {
-  const auto low = static_cast<unsigned>(bits | 16);
-  return low & (~low + 1);
-}
 
 /// Copies `bytes` to all addresses of a chunk, `offset` bytes behind their begin: read once.
 template <class Word>
@@ -23,18 +19,11 @@ __device__ void copy_words(const SequenceParams& p, const RowChunk& chunk, const
   const auto* const source = reinterpret_cast<const Word*>(from);
   for (int first = lane; first < count; first += 32 * unroll) {
     Word words[unroll];
-#pragma unroll
-    for (int u = 0; u < unroll; ++u) {
-      if (first + u * 32 < count) words[u] = source[first + u * 32];
-    }
+    load_batch<32>(words, source, first, count);
     for (int k = 0; k < chunk.num_addresses; ++k) {
       const std::uint64_t address = p.addresses[chunk.first_address + k];
-      auto* const to = reinterpret_cast<Word*>(p.windows[address >> address_rank_shift] +
-                                               (address & address_offset_mask) + offset);
-#pragma unroll
-      for (int u = 0; u < unroll; ++u) {
-        if (first + u * 32 < count) to[first + u * 32] = words[u];
-      }
+      auto* const to = reinterpret_cast<Word*>(place_of(p, address) + offset);
+      store_batch<32>(to, words, first, count);
     }
   }
 }
@@ -45,18 +34,8 @@ __device__ void copy_piece(const SequenceParams& p, const RowChunk& chunk, const
                        static_cast<std::uint64_t>(offset);
   // Windows begin at multiples of 256.
   for (int k = 0; k < chunk.num_addresses; ++k) bits |= p.addresses[chunk.first_address + k];
-  switch (common_alignment(bits)) {
-    case 16:
-      return copy_words<uint4>(p, chunk, from, offset, bytes);
-    case 8:
-      return copy_words<uint2>(p, chunk, from, offset, bytes);
-    case 4:
-      return copy_words<std::uint32_t>(p, chunk, from, offset, bytes);
-    case 2:
-      return copy_words<std::uint16_t>(p, chunk, from, offset, bytes);
-    default:
-      return copy_words<std::uint8_t>(p, chunk, from, offset, bytes);
-  }
+  for_word(common_word(bits),
+           [&]<class Word>(Word) { copy_words<Word>(p, chunk, from, offset, bytes); });
 }
 
 __device__ void copy_chunk(const SequenceParams& p, const RowChunk& chunk,
@@ -78,7 +57,9 @@ __global__ void __launch_bounds__(warps * 32)
   const std::uint64_t epoch = begin_call(p.arrive);
   const std::int64_t num_chunks = p.head->num_chunks;
   const bool batched = p.head->num_batches > 0;
-  if (batched && blockIdx.x == 0 && threadIdx.x < 32) send_call_words(p.arrive, epoch, words);
+  if (batched && blockIdx.x == 0 && threadIdx.x < 32) {
+    send_call_words(p.arrive, epoch, words);
+  }
   const std::int64_t step = std::int64_t{gridDim.x} * warps;
   // Block by block, so that the first chunks, for which others wait, are begun first.
   for (std::int64_t c = blockIdx.x + std::int64_t{threadIdx.x / 32} * gridDim.x; c < num_chunks;
@@ -93,7 +74,7 @@ __global__ void __launch_bounds__(warps * 32)
     wait_batch(p, batch, epoch);
     if (batch.kind == BatchKind::forward) {
       copy_chunk(p, chunk,
-                 {p.windows[p.arrive.rank] + p.head->window_offsets[chunk.tensor],
+                 {p.own_window + p.head->window_offsets[chunk.tensor],
                   p.head->cuts[chunk.tensor].row_bytes});
     } else {
       copy_chunk(p, chunk, p.inputs[chunk.tensor]);

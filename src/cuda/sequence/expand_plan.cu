@@ -18,17 +18,18 @@ __device__ std::int64_t count_below(std::uint64_t end, std::int64_t chunks, std:
 }
 
 /// The position of chunk k of a bucket in the order in which chunks are begun.
-__device__ std::int64_t position_of(const PlanHead& head, int bucket, std::int64_t k) {
+__device__ std::int64_t position_of(const PlanHead& head, const std::int64_t* bucket_chunks,
+                                    int bucket, std::int64_t k) {
   const std::int64_t total = head.num_wire_chunks;
   const bool local_last = total < head.num_chunks;
   if (local_last && bucket == head.world_size - 1) return total + k;
-  const std::uint64_t step = (static_cast<std::uint64_t>(total) << 32) /
-                             static_cast<std::uint64_t>(head.bucket_chunks[bucket]);
+  const std::uint64_t step =
+      (static_cast<std::uint64_t>(total) << 32) / static_cast<std::uint64_t>(bucket_chunks[bucket]);
   const std::uint64_t where = (step / 2 + static_cast<std::uint64_t>(k) * step) >> 32;
   std::int64_t position = k;
   for (int b = 0; b < head.world_size - (local_last ? 1 : 0); ++b) {
     if (b == bucket) continue;
-    position += count_below(b < bucket ? where + 1 : where, head.bucket_chunks[b], total);
+    position += count_below(b < bucket ? where + 1 : where, bucket_chunks[b], total);
   }
   return position;
 }
@@ -54,7 +55,8 @@ __global__ void __launch_bounds__(threads) expand_plan_kernel(ExpandParams p) {
         static_cast<std::int32_t>(segment.first_address + i * segment.num_destinations);
     chunk.num_addresses = segment.num_destinations;
     const std::int64_t number = segment.first_chunk + i;
-    p.chunks[batched ? number : position_of(*p.head, segment.bucket, number)] = chunk;
+    p.chunks[batched ? number : position_of(*p.head, p.bucket_chunks, segment.bucket, number)] =
+        chunk;
     if (batched) p.chunk_batches[number] = segment.bucket;
     const auto offset = static_cast<std::uint64_t>(k * cut.row_bytes + col);
     for (std::int32_t c = 0; c < segment.num_destinations; ++c) {

@@ -6,6 +6,7 @@
 #include <new>
 
 #include "../rank/cuda_check.h"
+#include "core/memory_layout.h"
 #include "core/to_size.h"
 #include "runtime/fingerprint.h"
 #include "sequence_launch.h"
@@ -18,15 +19,6 @@ using waybill::detail::to_size;
 /// Segments and addresses for which a plan has room in any case, as far as its chunks could be as
 /// many.
 constexpr std::int64_t spare_segments = 4096;
-
-/// Takes the next `count` values of a type.
-template <class T>
-std::int64_t take_room(std::int64_t& used, std::int64_t count) {
-  constexpr std::int64_t alignment_bytes = 64;
-  const std::int64_t begin = (used + alignment_bytes - 1) / alignment_bytes * alignment_bytes;
-  used = begin + count * static_cast<std::int64_t>(sizeof(T));
-  return begin;
-}
 
 template <class T>
 void copy_values(std::byte* to, const std::vector<T>& values) {
@@ -47,9 +39,14 @@ PlanLayout::PlanLayout(const SequencePlan& plan)
   const auto copies = std::ssize(plan.segment_addresses);
   max_segment_addresses =
       std::max<std::int64_t>(copies, std::min(max_addresses, 4 * spare_segments));
-  std::int64_t used = sizeof(PlanHead);
-  segments_at = take_room<RowSegment>(used, max_segments);
-  segment_addresses_at = take_room<std::uint64_t>(used, max_segment_addresses);
+  waybill::detail::MemoryLayout parts;
+  const auto take = [&]<class T>(T /*of*/, std::int64_t count) {
+    return parts.take(count, std::int64_t{sizeof(T)});
+  };
+  (void)parts.take(sizeof(PlanHead));
+  bucket_chunks_at = take(std::int64_t{}, plan.world_size);
+  segments_at = take(RowSegment{}, max_segments);
+  segment_addresses_at = take(std::uint64_t{}, max_segment_addresses);
   // With batches there is room for plans with twice as many, and some more.
   const auto twice = [&](std::size_t count) {
     constexpr std::int64_t spare = 64;
@@ -60,26 +57,26 @@ PlanLayout::PlanLayout(const SequencePlan& plan)
   max_batches = twice(plan.batches.size());
   max_waits = 2 * std::ssize(plan.waits) + max_batches;
   max_signals = 2 * std::ssize(plan.signals) + max_batches;
-  batches_at = take_room<WorkBatch>(used, max_batches);
-  waits_at = take_room<BatchSlot>(used, max_waits);
-  signals_at = take_room<BatchSlot>(used, max_signals);
+  batches_at = take(WorkBatch{}, max_batches);
+  waits_at = take(BatchSlot{}, max_waits);
+  signals_at = take(BatchSlot{}, max_signals);
   const NetworkProgram& network = plan.network;
   max_steps = twice(network.steps.size());
   max_puts = twice(network.puts.size());
   max_step_waits = twice(network.waits.size());
   max_step_signals = twice(network.signals.size());
-  steps_at = take_room<NetworkStep>(used, max_steps);
-  puts_at = take_room<NetworkPut>(used, max_puts);
-  step_waits_at = take_room<BatchSlot>(used, max_step_waits);
-  step_signals_at = take_room<BatchSlot>(used, max_step_signals);
-  upload_bytes = used;
-  chunks_at = take_room<RowChunk>(used, max_chunks);
-  addresses_at = take_room<std::uint64_t>(used, max_addresses);
-  chunk_batches_at = take_room<std::int32_t>(used, max_batches > 0 ? max_chunks : 0);
-  done_at = take_room<unsigned>(used, max_batches);
-  steps_done_at = take_room<unsigned>(used, max_steps);
-  ready_at = take_room<std::uint64_t>(used, max_steps);
-  size_bytes = used;
+  steps_at = take(NetworkStep{}, max_steps);
+  puts_at = take(NetworkPut{}, max_puts);
+  step_waits_at = take(BatchSlot{}, max_step_waits);
+  step_signals_at = take(BatchSlot{}, max_step_signals);
+  upload_bytes = parts.total();
+  chunks_at = take(RowChunk{}, max_chunks);
+  addresses_at = take(std::uint64_t{}, max_addresses);
+  chunk_batches_at = take(std::int32_t{}, max_batches > 0 ? max_chunks : 0);
+  done_at = take(unsigned{}, max_batches);
+  steps_done_at = take(unsigned{}, max_steps);
+  ready_at = take(std::uint64_t{}, max_steps);
+  size_bytes = parts.total();
 }
 
 PlanPool::~PlanPool() {
@@ -170,7 +167,7 @@ void GpuPlan::write_upload(const SequencePlan& plan) const {
   head.num_network_puts = static_cast<std::int32_t>(plan.network.puts.size());
   std::ranges::copy(plan.cuts, head.cuts);
   std::ranges::copy(plan.window_offsets, head.window_offsets);
-  std::ranges::copy(plan.bucket_chunks, head.bucket_chunks);
+  copy_values(pinned + layout_.bucket_chunks_at, plan.bucket_chunks);
   copy_values(pinned + layout_.segments_at, plan.segments);
   copy_values(pinned + layout_.segment_addresses_at, plan.segment_addresses);
   copy_values(pinned + layout_.batches_at, plan.batches);
@@ -220,10 +217,9 @@ void GpuPlan::check_room(const SequencePlan& plan) const {
   check_count(plan.waits.size(), layout_.max_waits, "waits");
   check_count(plan.signals.size(), layout_.max_signals, "signals");
   check_network_room(plan.network);
-  if (plan.world_size > max_gpu_ranks || plan.tensors.size() > max_call_tensors) {
-    throw Unsupported(concat("plan: ", plan.world_size, " ranks and ", plan.tensors.size(),
-                             " tensors, expected at most ", max_gpu_ranks, " and ",
-                             max_call_tensors));
+  if (plan.tensors.size() > max_call_tensors) {
+    throw Unsupported(
+        concat("plan: ", plan.tensors.size(), " tensors, expected at most ", max_call_tensors));
   }
 }
 
@@ -269,6 +265,7 @@ void GpuPlan::fill(const SequencePlan& plan, cudaStream_t stream) {
   gpu_->check(cudaEventRecord(block_.uploaded, stream), "recording an event", "plan");
   const ExpandParams params{
       .head = table<const PlanHead>(0),
+      .bucket_chunks = table<const std::int64_t>(layout_.bucket_chunks_at),
       .segments = table<const RowSegment>(layout_.segments_at),
       .segment_addresses = table<const std::uint64_t>(layout_.segment_addresses_at),
       .chunks = table<RowChunk>(layout_.chunks_at),

@@ -64,6 +64,7 @@ struct PlanLayout {
   std::int64_t max_puts = 0;
   std::int64_t max_step_waits = 0;
   std::int64_t max_step_signals = 0;
+  std::int64_t bucket_chunks_at = 0;
   std::int64_t segments_at = 0;
   std::int64_t segment_addresses_at = 0;
   std::int64_t batches_at = 0;
@@ -92,7 +93,7 @@ class GpuPlan final : public UploadedPlan {
 
   /// Queues the copy and the making of chunks. @throws InvalidArgument for a plan for which there
   /// is
-  ///   no room, Unsupported for more ranks or tensors than kernels take
+  ///   no room, Unsupported for more tensors than kernels take
   void fill(const SequencePlan& plan, cudaStream_t stream);
 
   /// To be called behind each launch: another plan gets the tables when the stream has come past

@@ -10,23 +10,7 @@ namespace waybill::cuda {
 // What a warp adds up: a piece of a chunk's bytes at a time.
 
 inline constexpr int piece_bytes = max_gradient_chunk_bytes;
-inline constexpr int word_bytes = 16;
-inline constexpr int words_a_lane = piece_bytes / word_bytes / 32;
-
-template <class Number>
-struct alignas(16) Elements {
-  static constexpr int count = word_bytes / static_cast<int>(sizeof(typename Number::Stored));
-  typename Number::Stored values[count];
-};
-
-__device__ inline const std::byte* address_of(const SequenceParams& p, std::uint64_t address) {
-  return p.windows[address >> address_rank_shift] + (address & address_offset_mask);
-}
-
-/// The same where an addend may be a sum.
-__device__ inline const std::byte* addend_at(const SequenceParams& p, std::uint64_t address) {
-  return address_of(p, address & ~address_sum_bit);
-}
+inline constexpr int words_a_lane = piece_bytes / widest_word / 32;
 
 /// Where byte `offset` of a chunk (counted in the addends) goes.
 template <class In, class Out>
@@ -41,7 +25,7 @@ __device__ std::byte* output_of(const TensorParams& output, const RowChunk& chun
 /// Where the sums of a batch of this kind go that are not rounded: rows of the window.
 __device__ inline TensorParams sums_on_the_way(const SequenceParams& p, std::int32_t tensor) {
   const std::int32_t entry = p.head->num_tensors + tensor;
-  return {p.windows[p.arrive.rank] + p.head->window_offsets[entry], p.head->cuts[entry].row_bytes};
+  return {p.own_window + p.head->window_offsets[entry], p.head->cuts[entry].row_bytes};
 }
 
 /// What sums of a number are kept in on the way.
@@ -53,15 +37,15 @@ template <class In>
 struct Sums {
   using Stored = typename In::Stored;
   using Sum = typename In::Sum;
-  static constexpr int elements = Elements<In>::count;
+  static constexpr int elements = WidePack<In>::count;
 
   template <bool First>
   __device__ void add(const std::byte* addend, int bytes) {
 #pragma unroll
     for (int w = 0; w < words_a_lane; ++w) {
-      const int offset = (w * 32 + static_cast<int>(threadIdx.x % 32)) * word_bytes;
+      const int offset = (w * 32 + static_cast<int>(threadIdx.x % 32)) * widest_word;
       if (offset >= bytes) continue;
-      const auto in = *reinterpret_cast<const Elements<In>*>(addend + offset);
+      const auto in = *reinterpret_cast<const WidePack<In>*>(addend + offset);
 #pragma unroll
       for (int e = 0; e < elements; ++e) {
         const Sum value = In::load(in.values[e]);
@@ -75,7 +59,7 @@ struct Sums {
   __device__ void add_sum(const std::byte* addend, int bytes) {
 #pragma unroll
     for (int w = 0; w < words_a_lane; ++w) {
-      const int offset = (w * 32 + static_cast<int>(threadIdx.x % 32)) * word_bytes;
+      const int offset = (w * 32 + static_cast<int>(threadIdx.x % 32)) * widest_word;
       if (offset >= bytes) continue;
       struct alignas(16) Values {
         Sum values[elements];
@@ -102,7 +86,7 @@ struct Sums {
     const int bytes = chunk.rows * chunk.part_bytes;
 #pragma unroll
     for (int w = 0; w < words_a_lane; ++w) {
-      const int offset = (w * 32 + static_cast<int>(threadIdx.x % 32)) * word_bytes;
+      const int offset = (w * 32 + static_cast<int>(threadIdx.x % 32)) * widest_word;
       if (offset >= bytes) continue;
       struct alignas(16) Rounded {
         typename To::Stored values[elements];

@@ -5,6 +5,7 @@
 #include "batch.cuh"
 #include "gradient_cursor.cuh"
 #include "gradient_sums.cuh"
+#include "places.cuh"
 #include "sequence_launch.h"
 
 namespace waybill::cuda {
@@ -171,7 +172,7 @@ class BulkSummer {
       std::uint64_t* const barrier = &loaded_[asked_ % stages];
       barrier_expect(barrier, bytes);
       bulk_load(stage(asked_),
-                Batched ? addend_at(p_, ahead_.address) : address_of(p_, ahead_.address), bytes,
+                Batched ? addend_at(p_, ahead_.address) : place_of(p_, ahead_.address), bytes,
                 barrier);
     }
     ++asked_;
@@ -206,7 +207,7 @@ __device__ void sum_element(const SequenceParams& p, const RowChunk& chunk, bool
     if (batched && scale > 1 && (address & address_sum_bit) != 0) {
       value = *reinterpret_cast<const Sum*>(addend_at(p, address) + offset * scale);
     } else {
-      const std::byte* const from = batched ? addend_at(p, address) : address_of(p, address);
+      const std::byte* const from = batched ? addend_at(p, address) : place_of(p, address);
       value = In::load(*reinterpret_cast<const Stored*>(from + offset));
     }
     sum = copy == 0 ? value : sum + value;
@@ -254,6 +255,7 @@ __global__ void __launch_bounds__(warps_of<Batched> * 32, 1)
     wait_all(p.arrive, epoch, words);
   }
   __syncthreads();
+  end_if_reported(p.arrive.sink);
   if constexpr (Bulk) {
     BulkSummer<In, Out, Batched>(p, *reinterpret_cast<BulkMemory<Batched>*>(shared), epoch).run();
   } else {

@@ -30,7 +30,6 @@ struct PlanHead {
   std::int32_t num_network_puts;  ///< of the plan's NetworkProgram
   RowCut cuts[2 * max_call_tensors];
   std::int64_t window_offsets[2 * max_call_tensors];  ///< bytes, with batches
-  std::int64_t bucket_chunks[max_gpu_ranks];          ///< without batches
 };
 
 /// The tables of a plan with batches.
@@ -45,6 +44,7 @@ struct BatchTables {
 /// What makes chunks and addresses from segments: the device's part of compiling a plan.
 struct ExpandParams {
   const PlanHead* head;
+  const std::int64_t* bucket_chunks;  ///< [W], without batches
   const RowSegment* segments;
   const std::uint64_t* segment_addresses;
   RowChunk* chunks;
@@ -58,9 +58,11 @@ struct SequenceParams {
   const RowChunk* chunks;
   const std::uint64_t* addresses;
   BatchTables batches;
-  std::uint64_t* slots[max_gpu_ranks];  ///< [W]: of the batches, of each rank of the node
-  std::uint64_t* ready;                 ///< counters for the plan's NetworkProgram
-  std::byte* windows[max_gpu_ranks];    ///< [W], as above
+  std::uint64_t* own_slots;        ///< of the batches
+  NearPeers<std::uint64_t> slots;  ///< [W]: the same of each rank
+  std::uint64_t* ready;            ///< counters for the plan's NetworkProgram
+  std::byte* own_window;
+  NearPeers<std::byte> windows;  ///< [W]
   TensorParams inputs[max_call_tensors];
   TensorParams outputs[max_call_tensors];  ///< of a gradient
 };

@@ -7,15 +7,6 @@ namespace {
 constexpr int threads = 512;
 constexpr int piece = 8;  // elements that a lane reads at once, where addresses allow it
 
-template <class In, int Count>
-struct alignas(Count * sizeof(typename In::Stored)) Narrow {
-  typename In::Stored values[Count];
-};
-
-struct alignas(16) Wide {
-  float values[4];
-};
-
 /// A warp a row.
 template <class In>
 __global__ void __launch_bounds__(threads) widen_rows_kernel(WidenParams p, bool aligned) {
@@ -27,11 +18,11 @@ __global__ void __launch_bounds__(threads) widen_rows_kernel(WidenParams p, bool
     std::byte* const to = p.to + row * p.to_pitch;
     if (aligned) {
       for (std::int64_t i = lane * piece; i < p.elements; i += 32 * piece) {
-        const auto in = reinterpret_cast<const Narrow<In, piece>*>(from)[i / piece];
-        auto* const out = reinterpret_cast<Wide*>(to) + i / 4;
+        const auto in = reinterpret_cast<const Pack<In, piece>*>(from)[i / piece];
+        auto* const out = reinterpret_cast<WidePack<Float32>*>(to) + i / 4;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          Wide wide;
+          WidePack<Float32> wide;
 #pragma unroll
           for (int k = 0; k < 4; ++k) wide.values[k] = In::load(in.values[half * 4 + k]);
           out[half] = wide;

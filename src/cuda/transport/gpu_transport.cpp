@@ -1,11 +1,13 @@
 #include "gpu_transport.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "../device/arrive_kernels.h"
 #include "../rank/cuda_check.h"
 #include "core/to_size.h"
 #include "peer_path.h"
+#include "waybill/transport/agree.h"
 
 namespace waybill::cuda {
 
@@ -14,11 +16,17 @@ GpuTransport::GpuTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ra
     : PeerTransport(std::move(bootstrap), ranks_per_node), gpu_(std::move(gpu)), share_(share) {
   gpu_->use();
   seen_ = pinned_memory(sizeof(std::uint64_t));
+  staged_table_ = pinned_memory(topology().world_size * std::int64_t{sizeof(void*)});
   cuda_check(prepare_arrive_and_wait(), "loading kernels");
   gpu_->ask_while_waiting([this](std::string_view operation) { check_peers(operation, rank()); });
   if (const auto scope = this->bootstrap().failure_scope(); scope != nullptr) {
     ended_ = scope->on_end([gpu = gpu_.get()] { gpu->give_up(); });
   }
+}
+
+void GpuTransport::use_peer_memory(PeerMemory where) noexcept {
+  peer_memory_ = where;
+  if (where == PeerMemory::host) gpu_->forgo_bulk_copies();
 }
 
 GpuTransport::~GpuTransport() { gpu_->ask_while_waiting({}); }
@@ -59,6 +67,22 @@ std::uint64_t GpuTransport::wait(SignalSlot slot, std::uint64_t wanted, Rank pee
 void GpuTransport::quiet() {
   gpu_->use();
   wait_stream("waiting for puts", "quiet");
+}
+
+std::shared_ptr<void> GpuTransport::make_table(const Parts& parts, std::string_view name) {
+  std::shared_ptr<void> table;
+  run_collectively(bootstrap(), concat("allocate(", name, ")"), [&] {
+    gpu_->use();
+    const std::size_t bytes = parts.size() * sizeof(void*);
+    table = device_memory(static_cast<std::int64_t>(bytes), gpu_->stream());
+    std::ranges::transform(parts, static_cast<void**>(staged_table_.get()),
+                           [](const auto& part) { return part.get(); });
+    gpu_->check(cudaMemcpyAsync(table.get(), staged_table_.get(), bytes, cudaMemcpyHostToDevice,
+                                gpu_->stream()),
+                "writing a table of memory", name);
+    gpu_->wait_for(gpu_->stream(), "writing a table of memory", name);
+  });
+  return table;
 }
 
 void GpuTransport::wait_stream(std::string_view doing, std::string_view operation) {

@@ -6,6 +6,7 @@
 
 #include "../network/network_path.h"
 #include "../rank/gpu_rank.h"
+#include "transport/peer_memory.h"
 #include "transport/peer_transport.h"
 
 namespace waybill::cuda {
@@ -25,6 +26,9 @@ class GpuTransport : public PeerTransport {
   /// kernel. Null: nothing does.
   [[nodiscard]] virtual std::unique_ptr<NetworkPath> make_network_path();
 
+  /// Where symmetric memory lies: the same on all ranks.
+  [[nodiscard]] PeerMemory peer_memory() const noexcept { return peer_memory_; }
+
  protected:
   void give_up(const char* after, std::string_view reason) noexcept override;
 
@@ -35,6 +39,9 @@ class GpuTransport : public PeerTransport {
   GpuTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
                std::shared_ptr<GpuRank> gpu, int share);
 
+  /// To be called before memory is allocated. Bulk copies are for memory of devices.
+  void use_peer_memory(PeerMemory where) noexcept;
+
   [[nodiscard]] int share() const noexcept { return share_; }
   [[nodiscard]] const std::shared_ptr<GpuRank>& shared_gpu() const noexcept { return gpu_; }
   [[nodiscard]] const GpuRank& gpu() const noexcept { return *gpu_; }
@@ -43,10 +50,15 @@ class GpuTransport : public PeerTransport {
   [[nodiscard]] std::uint64_t* seen() const { return static_cast<std::uint64_t*>(seen_.get()); }
 
  private:
+  [[nodiscard]] std::shared_ptr<void> make_table(const Parts& parts,
+                                                 std::string_view name) override;
+
   std::shared_ptr<GpuRank> gpu_;
   int share_;
+  PeerMemory peer_memory_ = PeerMemory::device;
   std::shared_ptr<void> seen_;
-  std::shared_ptr<void> ended_;  ///< keeps what is called when the run ends
+  std::shared_ptr<void> staged_table_;  ///< pinned: [W] a table on its way to the device
+  std::shared_ptr<void> ended_;         ///< keeps what is called when the run ends
 };
 
 }  // namespace waybill::cuda

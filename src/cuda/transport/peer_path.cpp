@@ -10,8 +10,6 @@
 namespace waybill::cuda {
 namespace {
 
-using waybill::detail::to_size;
-
 class PeerPath final : public NetworkPath {
  public:
   PeerPath(std::shared_ptr<GpuRank> gpu, Topology topology, int share)
@@ -20,19 +18,13 @@ class PeerPath final : public NetworkPath {
   }
 
   void start(const NetworkCall& call) override {
-    if (topology_.world_size > max_gpu_ranks) {
-      throw Unsupported(concat(call.operation, ": ", topology_.world_size,
-                               " ranks, expected at most ", max_gpu_ranks));
-    }
     const PathParams params = path_params(call, *gpu_, topology_, share_);
-    const auto me = to_int(gpu_->rank());
     PeerAddresses peers{};
-    for (std::int32_t r = 0; r < topology_.world_size; ++r) {
-      peers.windows[r] = static_cast<std::byte*>(call.window->memory[to_size(r)].get());
-      peers.slots[r] =
-          static_cast<std::uint64_t*>(call.slots->memory[to_size(r)].get()) + call.first_slot;
-      if (call.arrivals == nullptr) continue;
-      peers.arrivals[r] = static_cast<std::uint64_t*>(call.arrivals->memory[to_size(r)].get()) + me;
+    peers.windows = peers_of<std::byte>(call.window->table, 0);
+    peers.slots = peers_of<std::uint64_t>(call.slots->table,
+                                          call.first_slot * std::int64_t{sizeof(std::uint64_t)});
+    if (call.arrivals != nullptr) {
+      peers.arrivals = peers_of<std::uint64_t>(call.arrivals->table, 0);
     }
     operation_ = call.operation;
     const cudaStream_t side = side_.fork(call.stream, call.operation);
