@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Optional, Tuple
 
 import numpy as np
@@ -57,13 +56,10 @@ class FlexKernel(AttentionKernel):
         if want_lse:
             aux = getattr(flex, "AuxRequest", None)
             options = {"return_lse": True} if aux is None else {"return_aux": aux(lse=True)}
-        with warnings.catch_warnings():
-            # The compiler looks at .grad of tensors that are no leaves.
-            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
-            result = call(
-                q_, k_, v_, block_mask=mask, scale=shape.scale,
-                enable_gqa=shape.heads != shape.kv_heads, **options,
-            )  # fmt: skip
+        result = call(
+            q_, k_, v_, block_mask=mask, scale=shape.scale,
+            enable_gqa=shape.heads != shape.kv_heads, **options,
+        )  # fmt: skip
         if not want_lse:
             return result[0].transpose(0, 1), None
         out, lse = result
