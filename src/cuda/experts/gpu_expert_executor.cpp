@@ -11,9 +11,9 @@
 #include "gpu_expert_nodes.h"
 #include "gpu_expert_params.h"
 #include "gpu_expert_tables.h"
-#include "weight_gradient.h"
 #include "runtime/executor.h"
 #include "waybill/core/error.h"
+#include "weight_gradient.h"
 
 namespace waybill::cuda {
 namespace {
