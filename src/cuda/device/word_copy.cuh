@@ -1,7 +1,5 @@
 #pragma once
 
-#include <vector_types.h>
-
 #include <cstdint>
 
 #include "word_size.h"
