@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "core/to_size.h"
+#include "cuda/experts/gpu_push_combine.h"
 #include "cuda/link_probe.h"
 #include "moe_rank.h"
 #include "waybill/cuda/gpu_world.h"
@@ -231,6 +232,76 @@ void dispatch_lines(Table& table, const MoeWorkload& workload, bool graph,
               graph}});
 }
 
+/// How ranks combine, for comparison in one run.
+struct CombineWay {
+  const char* name;
+  bool pulls;
+  int way;       ///< PushTuning::way
+  int quarters;  ///< of a block's warps that push first
+
+  void use() const {
+    cuda::push_tuning().pulls = pulls;
+    cuda::push_tuning().way = way;
+    cuda::push_tuning().push_warps = quarters;
+  }
+};
+
+void combine_lines(Table& table, const MoeWorkload& workload, bool graph,
+                   const std::vector<int>& all_sms, const std::vector<CombineWay>& ways) {
+  const MoeRows rows = rows_of(workload);
+  const std::int64_t bytes = workload.config.hidden * 2;
+  std::vector<Line> sums;
+  std::vector<Line> unsummed;
+  std::vector<Line> compact;
+  for (const int sms : all_sms) {
+    for (const CombineWay& way : ways) {
+      const auto call = [way](bool local, bool staged) -> Call {
+        return [=](MoeRank& rank) {
+          way.use();
+          rank.combine({.local_combine = local}, staged);
+        };
+      };
+      const auto check_sums = [](bool local) -> Call {
+        return [=](MoeRank& rank) { rank.check_sums(local); };
+      };
+      // Pulling would sum what it has summed.
+      sums.push_back({way.name, sms, call(true, !way.pulls), way.pulls ? Call{} : check_sums(true),
+                      rows.wire * bytes, 0, graph});
+      unsummed.push_back({way.name, sms, call(false, !way.pulls),
+                          way.pulls ? Call{} : check_sums(false), rows.slots * bytes, 0, graph});
+      compact.push_back({way.name, sms, call(false, !way.pulls),
+                         way.pulls ? Call{} : check_sums(false), rows.wire * bytes, 0, graph});
+    }
+  }
+  std::printf("\n-- combine of grouped rows, local sums");
+  table.run(workload, {}, sums);
+  std::printf("\n-- combine of grouped rows");
+  table.run(workload, {}, unsummed);
+  std::printf("\n-- combine, a row per token and rank");
+  EPDispatchOptions options;
+  options.rows = EPRows::compact;
+  table.run(workload, options, compact);
+}
+
+/// Combines that pull and push, rows in the caller's memory.
+void run_combines() {
+  const std::int32_t world_size = num_gpus();
+  Table table(world_size, 40);
+  const std::vector<CombineWay> ways = {{"pull", true, 0, 2},
+                                        {"push, bulk, 1/4", false, 0, 1},
+                                        {"push, bulk, 2/4", false, 0, 2},
+                                        {"push, bulk, 3/4", false, 0, 3},
+                                        {"push, bulk, 4/4", false, 0, 4},
+                                        {"push, words, 2/4", false, 1, 2},
+                                        {"push, words, 3/4", false, 1, 3},
+                                        {"push, words, 4/4", false, 1, 4}};
+  combine_lines(table, uniform_moe(world_size, 1, 7168, 8, 256), true, {16}, ways);
+  combine_lines(table, uniform_moe(world_size, 128, 7168, 8, 256), true, {16, 32}, ways);
+  combine_lines(table, uniform_moe(world_size, 4096, 7168, 8, 256), false, {16, 32}, ways);
+  if (world_size == 2)
+    combine_lines(table, like_eight_ranks(4096, 7168), false, {16, 24, 32}, ways);
+}
+
 MoeWorkload on_nodes(MoeWorkload workload, std::int32_t ranks_per_node) {
   workload.config.local_world_size = ranks_per_node;
   return workload;
@@ -269,8 +340,8 @@ void run(Extent extent) {
 }  // namespace
 }  // namespace waybill::bench
 
-/// waybill_bench_gpu_moe [--quick | --few | --ranks-per-node N]: one rank a GPU; at most 128
-/// tokens; on logical nodes of N ranks.
+/// waybill_bench_gpu_moe [--quick | --few | --combine | --ranks-per-node N]: one rank a GPU; at
+/// most 128 tokens; combines alone; on logical nodes of N ranks.
 int main(int argc, char** argv) {
   if (waybill::num_gpus() < 1) {
     std::fprintf(stderr, "error: no GPU\n");
@@ -278,7 +349,9 @@ int main(int argc, char** argv) {
   }
   try {
     const std::string_view way = argc > 1 ? argv[1] : "";
-    if (way == "--ranks-per-node" && argc > 2) {
+    if (way == "--combine") {
+      waybill::bench::run_combines();
+    } else if (way == "--ranks-per-node" && argc > 2) {
       waybill::bench::run_on_nodes(std::atoi(argv[2]));
     } else {
       using waybill::bench::Extent;

@@ -35,7 +35,8 @@ class MoeRank {
 
   /// Compares some rows, or sums, with what they should be. @throws InternalError
   void check_rows();
-  void check_sums();
+  /// @param local each rank's part of a sum was rounded
+  void check_sums(bool local = false);
 
   void synchronize() { world_.executor().synchronize({stream_}); }
   [[nodiscard]] cudaStream_t stream() const { return stream_; }
@@ -44,6 +45,9 @@ class MoeRank {
   void* memory(std::int64_t bytes);
   ExpertCall next_call(const char* operation, std::uint64_t number);
   [[nodiscard]] std::int64_t row_bytes() const;
+  /// What a combine of the rows in the windows gives.
+  [[nodiscard]] std::vector<float> sum_of(std::int64_t token, const std::vector<std::int32_t>& rows,
+                                          bool local) const;
 
   World& world_;
   const MoeWorkload& workload_;

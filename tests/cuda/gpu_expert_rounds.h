@@ -64,9 +64,12 @@ inline void check_round(ExpertRig& rig, DeviceArena& arena, const Round& round, 
             round.expected.rows.num_recv_rows);
   const std::size_t count = all_combines ? round.combines.size() : 1;
   for (std::size_t i = 0; i < count; ++i) {
-    for (const bool staged : {false, true}) {
-      expect_combine(rig, arena, *tables, round.combines[i],
-                     round.outputs[to_size(rig.config().rank)], staged);
+    for (const bool pushes : {true, false}) {
+      rig.use_slabs(pushes);
+      for (const bool staged : {false, true}) {
+        expect_combine(rig, arena, *tables, round.combines[i],
+                       round.outputs[to_size(rig.config().rank)], staged);
+      }
     }
   }
 }

@@ -10,6 +10,7 @@
 #include "gpu_expert_nodes.h"
 #include "gpu_expert_params.h"
 #include "gpu_expert_tables.h"
+#include "gpu_push_combine.h"
 #include "runtime/executor.h"
 #include "waybill/core/error.h"
 
@@ -61,6 +62,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
         options_(options),
         memory_(memory),
         params_(transport, gpu_, share, config, options, memory),
+        push_(transport, config, options, memory, params_),
         barrier_(transport, gpu_, share),
         pool_(std::make_shared<TablePool>(gpu_)) {
     const bool nodes = !config_.is_intra_node();
@@ -71,6 +73,10 @@ class GpuExpertExecutor final : public ExpertExecutor {
     cuda_check(prepare_route(nodes), "loading kernels");
     if (params_.is_low_latency()) cuda_check(prepare_low_latency_route(), "loading kernels");
     cuda_check(prepare_stage(config_.token_dtype, config_.weight_dtype), "loading kernels");
+    for (const PushWay way : {PushWay::elements, PushWay::words, PushWay::bulk}) {
+      if (way == PushWay::bulk && !gpu_->has_bulk_copies()) continue;
+      cuda_check(prepare_push_combine(config_.token_dtype, way), "loading kernels");
+    }
     for (const bool bulk : {false, true}) {
       if (bulk && !gpu_->has_bulk_copies()) continue;
       cuda_check(prepare_rows(bulk), "loading kernels");
@@ -180,12 +186,16 @@ class GpuExpertExecutor final : public ExpertExecutor {
                const ExpertTables& tables) override {
     begin();
     const auto& made_tables = static_cast<const GpuExpertTables&>(tables);
-    stage(call, input, made_tables);
-    const CombineParams params = params_.combine(call, input, made_tables);
-    if (nodes_ != nullptr) {
-      combine_nodes(call, input, made_tables, params);
+    if (push_.takes(input.options)) {
+      push(call, input, made_tables);
     } else {
-      sum(params, num_sms(call), call);
+      stage(call, input, made_tables);
+      const CombineParams params = params_.combine(call, input, made_tables);
+      if (nodes_ != nullptr) {
+        combine_nodes(call, input, made_tables, params);
+      } else {
+        sum(params, num_sms(call), call);
+      }
     }
     made_tables.note_use(table_call_of(call), input.options.weighted);
   }
@@ -225,6 +235,20 @@ class GpuExpertExecutor final : public ExpertExecutor {
   /// Whether kernels may take their places early: early blocks take room from what a rank on the
   /// same device must finish first. On several nodes other kernels come between.
   [[nodiscard]] bool is_alone() const { return share_ == 1 && nodes_ == nullptr; }
+
+  void push(const ExpertCall& call, const ExpertCombineInput& input,
+            const GpuExpertTables& tables) const {
+    const PushParams params = push_.params(call, input, tables);
+    const PushBiases& sums = params.biases;
+    const bool wide =
+        common_word({address_of(params.input), params.row_bytes, address_of(sums.output),
+                     address_of(sums.rows[0]), address_of(sums.rows[1])}) == 16;
+    const bool bulk = wide && gpu_->has_bulk_copies() && push_tuning().way != 1;
+    const PushWay way = bulk ? PushWay::bulk : wide ? PushWay::words : PushWay::elements;
+    check(launch_push_combine(params, config_.token_dtype, way, num_sms(call), is_alone(),
+                              stream_of(call)),
+          call);
+  }
 
   void sum(const CombineParams& params, int blocks, const ExpertCall& call) const {
     const bool bulk =
@@ -348,6 +372,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
   EPDispatchOptions options_;
   const ExpertMemory& memory_;
   ExpertParams params_;
+  GpuPushCombine push_;
   GpuExpertBarrier barrier_;
   std::unique_ptr<ExpertNodes> nodes_;  ///< null on one node
   std::shared_ptr<TablePool> pool_;
