@@ -25,8 +25,9 @@ class AbortState {
         num_exceptions_(other.num_exceptions_) {}
   AbortState& operator=(AbortState&&) = delete;
   ~AbortState() {
-    if (transport_ == nullptr || std::uncaught_exceptions() <= num_exceptions_) return;
-    transport_->note_unwinding();
+    // Of a failure of the object itself the others have been told, or find out by themselves.
+    if (transport_ == nullptr || !why_.empty()) return;
+    if (std::uncaught_exceptions() > num_exceptions_) transport_->note_unwinding();
   }
 
   /// @throws TransportError saying why, once it has ended

@@ -110,7 +110,7 @@ void DispatcherState::close() {
 PlanHandle DispatcherState::ready(SequencePlan plan, Stream stream) {
   PlanHandle result;
   result.plan_ = std::make_unique<SequencePlan>(std::move(plan));
-  result.uploaded_ = world_.executor().upload(*result.plan_, nullptr, stream);
+  result.uploaded_ = world_.executor().upload(*result.plan_, stream);
   return result;
 }
 
@@ -139,7 +139,7 @@ void DispatcherState::replace_plan(PlanHandle& ready, std::span<const SequencePa
   require(pad_size(world_.world_size(), plan.num_slots) <= slots_.count, who, ": the plan has ",
           plan.num_slots, " slots of batches, expected at most ",
           slots_.count / world_.world_size() - 1, ": reserve() more");
-  ready.uploaded_ = world_.executor().upload(plan, std::move(ready.uploaded_), stream);
+  world_.executor().refill(*ready.uploaded_, plan, stream);
   *ready.plan_ = std::move(plan);
 }
 

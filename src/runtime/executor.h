@@ -71,10 +71,13 @@ class Executor {
   /// Whether it wants SequencePlan::phases besides, to receive what others send.
   [[nodiscard]] virtual bool is_two_sided() const { return false; }
 
-  /// Keeps the tables of a plan. With `earlier`, in the memory of that one where it is enough.
+  /// Keeps the tables of a plan.
   [[nodiscard]] virtual std::unique_ptr<UploadedPlan> upload(const SequencePlan& plan,
-                                                             std::unique_ptr<UploadedPlan> earlier,
                                                              Stream stream) = 0;
+
+  /// Puts another plan's tables where those of an earlier one are.
+  /// @throws InvalidArgument if they do not fit; the earlier ones are as before
+  virtual void refill(UploadedPlan& uploaded, const SequencePlan& plan, Stream stream) = 0;
 
   /// Rows from the inputs into the windows of all ranks. @throws Timeout
   virtual void dispatch(const SequenceCall& call) = 0;

@@ -35,11 +35,12 @@ class HostExecutor final : public Executor {
  public:
   explicit HostExecutor(Transport& transport) : transport_(transport) {}
 
-  std::unique_ptr<UploadedPlan> upload(const SequencePlan& /*plan*/,
-                                       std::unique_ptr<UploadedPlan> earlier,
-                                       Stream /*stream*/) override {
-    return earlier != nullptr ? std::move(earlier) : std::make_unique<NoTables>();
+  std::unique_ptr<UploadedPlan> upload(const SequencePlan& /*plan*/, Stream /*stream*/) override {
+    return std::make_unique<NoTables>();
   }
+
+  void refill(UploadedPlan& /*uploaded*/, const SequencePlan& /*plan*/,
+              Stream /*stream*/) override {}
 
   [[nodiscard]] bool runs_batches() const override { return true; }
 

@@ -67,7 +67,8 @@ class OneOfMany {
     record_ = blocks_.pinned<cuda::FaultRecord>(1);
     claimed_ = blocks_.take<unsigned long long>(1);
     // Arrivals, and behind them what all mean by call 1: nothing, tagged with its number.
-    const std::int64_t words = std::int64_t{world_size} * (1 + 2 * cuda::fault_words);
+    const std::int64_t words =
+        first_fingerprint() + std::int64_t{world_size} * 2 * cuda::fault_words;
     arrivals_ = blocks_.upload(std::vector<std::uint64_t>(detail::to_size(words), epoch));
     arrivals_of_others_ = blocks_.take<std::uint64_t>(words);
   }
@@ -111,7 +112,7 @@ class OneOfMany {
     params.node_ranks = world_size_;
     params.own_arrivals = arrivals_;
     params.arrivals = peers(arrivals_, arrivals_of_others_);
-    params.fingerprint.first_slot = world_size_;
+    params.fingerprint.first_slot = first_fingerprint();
     return params;
   }
 
@@ -122,6 +123,9 @@ class OneOfMany {
   }
 
  private:
+  /// Two words are loaded at once.
+  [[nodiscard]] std::int32_t first_fingerprint() const { return (world_size_ + 1) / 2 * 2; }
+
   template <class T>
   [[nodiscard]] cuda::NearPeers<T> peers_at(const std::vector<T*>& parts) {
     auto* const* const table = reinterpret_cast<std::byte* const*>(blocks_.upload(parts));

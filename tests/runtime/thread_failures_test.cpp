@@ -218,10 +218,12 @@ class FailingExecutor final : public Executor {
   FailingExecutor(std::unique_ptr<Executor> inner, bool fails, Thrown thrown)
       : inner_(std::move(inner)), fails_(fails), thrown_(std::move(thrown)) {}
 
-  std::unique_ptr<UploadedPlan> upload(const SequencePlan& plan,
-                                       std::unique_ptr<UploadedPlan> earlier,
-                                       Stream stream) override {
-    return inner_->upload(plan, std::move(earlier), stream);
+  std::unique_ptr<UploadedPlan> upload(const SequencePlan& plan, Stream stream) override {
+    return inner_->upload(plan, stream);
+  }
+  void refill(UploadedPlan& /*uploaded*/, const SequencePlan& /*plan*/,
+              Stream /*stream*/) override {
+    throw Thrown(thrown_);
   }
   void dispatch(const SequenceCall& call) override {
     if (fails_) throw Thrown(thrown_);
@@ -283,6 +285,31 @@ TEST(AbortState, NoMemoryMakesTheObjectUnusable) {
 
 TEST(AbortState, AnErrorOfCudaMakesTheObjectUnusable) {
   expect_unusable_after(CudaError("no device any more"), "no device any more");
+}
+
+TEST(AbortState, APlanThatCannotBeReplacedStaysAsItWas) {
+  const auto sample = test::sequence_cases(2, 0).at(3);
+  const test::Expected expected(sample);
+  const InvalidArgument refusal("no room for another plan");
+  run_ranks_as_threads(
+      2,
+      [&](std::shared_ptr<Bootstrap> bootstrap) {
+        auto transport = make_thread_transport(std::move(bootstrap));
+        const auto r = to_size(to_int(transport->rank()));
+        auto executor = std::make_unique<FailingExecutor<InvalidArgument>>(
+            make_host_executor(*transport), false, refusal);
+        World world(std::move(transport), std::move(executor));
+        SequenceDispatcher dispatcher(world);
+        auto plan = dispatcher.plan_dispatch(test::forward_parts(sample));
+        for (int trial = 0; trial < 2; ++trial) {
+          EXPECT_THROW(dispatcher.replace_plan(plan, test::forward_parts(sample)), InvalidArgument);
+        }
+        const std::vector<ConstTensorView> inputs{expected.q[r].view(), expected.k[r].view(),
+                                                  expected.v[r].view()};
+        const auto outputs = dispatcher.dispatch(plan, inputs);
+        EXPECT_TRUE(test::same_bytes(outputs[0], expected.q_out[r]));
+      },
+      long_timeout_s);
 }
 
 TEST(AbortState, AnArgumentDoesNot) {

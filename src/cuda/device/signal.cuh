@@ -89,6 +89,16 @@ __device__ inline void report(const FaultSink& sink, FaultKind kind, std::int32_
   __builtin_unreachable();
 }
 
+/// Where processes share a device, who gives up leaves its kernel, and others go on: with what is
+/// not there. So whoever uses what others were to bring asks first: a warp that has lost a lane
+/// would wait for that lane's loads for ever.
+__device__ __noinline__ inline void end_if_claimed(const FaultSink& sink) {
+  if (*static_cast<volatile unsigned long long*>(sink.claimed) != 0) end_context(sink);
+}
+__device__ inline void end_if_reported(const FaultSink& sink) {
+  if (!sink.traps) end_if_claimed(sink);
+}
+
 [[noreturn]] __device__ __noinline__ inline void report_and_trap(
     const FaultSink& sink, FaultKind kind, std::int32_t rank, std::int32_t peer,
     std::uint64_t wanted, std::uint64_t seen, std::uint64_t waited_ns) {

@@ -11,15 +11,6 @@ __device__ inline bool is_off_parity(const MoeArrive& m, int kind, std::uint32_t
   return m.state->last_parity[kind] == next + 1;
 }
 
-/// Where processes share a device, who gives up leaves its kernel, and others go on: with what is
-/// not there. So whoever uses what others were to bring asks first.
-__device__ __noinline__ inline void end_if_claimed(const FaultSink& sink) {
-  if (*static_cast<volatile unsigned long long*>(sink.claimed) != 0) end_context(sink);
-}
-__device__ inline void end_if_reported(const FaultSink& sink) {
-  if (!sink.traps) end_if_claimed(sink);
-}
-
 /// The epoch of a call that begins with this kernel. Every block asks once.
 __device__ inline std::uint64_t begin_moe_call(const MoeArrive& m, int kind) {
   end_if_reported(m.arrive.sink);

@@ -35,6 +35,7 @@ __device__ inline void wait_batch(const SequenceParams& p, const WorkBatch& batc
                });
   }
   __syncwarp();
+  end_if_reported(p.arrive.sink);
   fence_async_proxy();
 }
 

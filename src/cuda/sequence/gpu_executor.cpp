@@ -47,14 +47,16 @@ class GpuExecutor final : public Executor, public ExpertExecutorFactory {
     return path_ != nullptr && path_->needs_phases();
   }
 
-  std::unique_ptr<UploadedPlan> upload(const SequencePlan& plan,
-                                       std::unique_ptr<UploadedPlan> earlier,
-                                       Stream stream) override {
+  std::unique_ptr<UploadedPlan> upload(const SequencePlan& plan, Stream stream) override {
     gpu_->use();
-    auto uploaded =
-        earlier != nullptr ? std::move(earlier) : std::make_unique<GpuPlan>(pool_, gpu_, plan);
-    static_cast<GpuPlan&>(*uploaded).fill(plan, stream_of(stream));
+    auto uploaded = std::make_unique<GpuPlan>(pool_, gpu_, plan);
+    uploaded->fill(plan, stream_of(stream));
     return uploaded;
+  }
+
+  void refill(UploadedPlan& uploaded, const SequencePlan& plan, Stream stream) override {
+    gpu_->use();
+    static_cast<GpuPlan&>(uploaded).fill(plan, stream_of(stream));
   }
 
   void dispatch(const SequenceCall& call) override {

@@ -255,6 +255,7 @@ __global__ void __launch_bounds__(warps_of<Batched> * 32, 1)
     wait_all(p.arrive, epoch, words);
   }
   __syncthreads();
+  end_if_reported(p.arrive.sink);
   if constexpr (Bulk) {
     BulkSummer<In, Out, Batched>(p, *reinterpret_cast<BulkMemory<Batched>*>(shared), epoch).run();
   } else {
