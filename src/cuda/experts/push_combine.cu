@@ -164,6 +164,7 @@ __device__ unsigned rows_to_sum(const PushParams& p, const Units& u, Unit unit, 
     }
   }
   __syncwarp();  // what one lane was told of others read
+  end_if_reported(p.m.arrive.sink);
   const unsigned here = __ballot_sync(all_lanes, counts);
   const bool has_none = active && u.k == 0 && (here & of_token) == 0;  // sums are zeros
   return here | __ballot_sync(all_lanes, has_none);
@@ -229,6 +230,7 @@ __global__ void __launch_bounds__(block_warps<Bulk> * 32, 1)
     }
   }
   __syncwarp();
+  end_if_reported(p.m.arrive.sink);
   linger_block(p.m);
   const auto run = [&](auto&& walk) {
     if (warp < p.push_warps) push(p, walk, units, epoch);
