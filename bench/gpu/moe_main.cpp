@@ -7,6 +7,7 @@
 #include <exception>
 #include <functional>
 #include <map>
+#include <mutex>
 #include <string_view>
 
 #include "core/to_size.h"
@@ -111,6 +112,17 @@ class Table {
     for (auto* times : {&us, &graph_us}) {
       for (auto& line : *times) line.resize(to_size(world_size_));
     }
+    std::mutex mutex;
+    std::string wrong;
+    const auto check_line = [&](const Line& line, MoeRank& rank) {
+      if (!line.check) return;
+      try {
+        line.check(rank);
+      } catch (const InternalError& error) {
+        const std::lock_guard lock(mutex);
+        wrong += concat("\n", line.name, ", ", line.num_sms, " SMs: ", error.what());
+      }
+    };
     run_gpu_thread_world(world_size_,
                          [&](World& world) {
                            MoeRank rank(world, workload, options);
@@ -121,10 +133,10 @@ class Table {
                              rank.use_sms(line.num_sms);
                              for (int k = 0; k < 10; ++k) line.call(rank);
                              rank.synchronize();
-                             if (line.check) line.check(rank);
+                             check_line(line, rank);
                              world.barrier();
                              us[i][r] = time_calls(rank, line.call, calls_);
-                             if (line.check) line.check(rank);
+                             check_line(line, rank);
                              world.barrier();
                              if (line.graph) graph_us[i][r] = time_graph(rank, line.call, 20, 10);
                              world.barrier();
@@ -139,6 +151,12 @@ class Table {
       print(lines[i], *std::ranges::max_element(us[i]), *std::ranges::max_element(graph_us[i]));
     }
     std::fflush(stdout);
+    if (!wrong.empty()) wrong_ += concat("\n", workload.name, ":", wrong);
+  }
+
+  /// What the checks have found. @throws InternalError
+  void expect_right() const {
+    if (!wrong_.empty()) throw InternalError(wrong_);
   }
 
  private:
@@ -154,6 +172,7 @@ class Table {
   int calls_;
   std::map<int, double> push_;
   double pull_ = 0;
+  std::string wrong_;
 };
 
 void dispatch_lines(Table& table, const MoeWorkload& workload, bool graph,
@@ -255,22 +274,17 @@ void combine_lines(Table& table, const MoeWorkload& workload, bool graph,
   std::vector<Line> compact;
   for (const int sms : all_sms) {
     for (const CombineWay& way : ways) {
-      const auto call = [way](bool local, bool staged) -> Call {
+      const auto call = [way](bool local) -> Call {
         return [=](MoeRank& rank) {
           way.use();
-          rank.combine({.local_combine = local}, staged);
+          rank.combine({.local_combine = local}, false);
         };
       };
-      const auto check_sums = [](bool local) -> Call {
-        return [=](MoeRank& rank) { rank.check_sums(local); };
-      };
-      // Pulling would sum what it has summed.
-      sums.push_back({way.name, sms, call(true, !way.pulls), way.pulls ? Call{} : check_sums(true),
-                      rows.wire * bytes, 0, graph});
-      unsummed.push_back({way.name, sms, call(false, !way.pulls),
-                          way.pulls ? Call{} : check_sums(false), rows.slots * bytes, 0, graph});
-      compact.push_back({way.name, sms, call(false, !way.pulls),
-                         way.pulls ? Call{} : check_sums(false), rows.wire * bytes, 0, graph});
+      const Call check_local = [](MoeRank& rank) { rank.check_sums(true); };
+      const Call check = [](MoeRank& rank) { rank.check_sums(); };
+      sums.push_back({way.name, sms, call(true), check_local, rows.wire * bytes, 0, graph});
+      unsummed.push_back({way.name, sms, call(false), check, rows.slots * bytes, 0, graph});
+      compact.push_back({way.name, sms, call(false), check, rows.wire * bytes, 0, graph});
     }
   }
   std::printf("\n-- combine of grouped rows, local sums");
@@ -300,6 +314,7 @@ void run_combines() {
   combine_lines(table, uniform_moe(world_size, 4096, 7168, 8, 256), false, {16, 32}, ways);
   if (world_size == 2)
     combine_lines(table, like_eight_ranks(4096, 7168), false, {16, 24, 32}, ways);
+  table.expect_right();
 }
 
 MoeWorkload on_nodes(MoeWorkload workload, std::int32_t ranks_per_node) {
@@ -315,6 +330,7 @@ void run_on_nodes(std::int32_t ranks_per_node) {
     dispatch_lines(table, on_nodes(uniform_moe(world_size, tokens, 7168, 8, 256), ranks_per_node),
                    tokens == 128, {16, 32});
   }
+  table.expect_right();
 }
 
 enum class Extent { all, quick, few };
@@ -331,10 +347,11 @@ void run(Extent extent) {
   dispatch_lines(table, uniform_moe(world_size, 1, 7168, 8, 256), true, Sms{16});
   dispatch_lines(table, uniform_moe(world_size, 128, 7168, 8, 256), true,
                  quick ? Sms{16, 64} : Sms{16, 20, 32, 64, 132});
-  if (extent == Extent::few) return;
+  if (extent == Extent::few) return table.expect_right();
   const Sms sms = quick ? Sms{8, 16} : Sms{8, 10, 12, 16, 20, 24, 32};
   dispatch_lines(table, uniform_moe(world_size, 4096, 7168, 8, 256), false, sms);
   if (world_size == 2) dispatch_lines(table, like_eight_ranks(4096, 7168), false, sms);
+  table.expect_right();
 }
 
 }  // namespace

@@ -72,6 +72,9 @@ MoeRank::MoeRank(World& world, const MoeWorkload& workload, const EPDispatchOpti
   if (const std::int64_t scales = num_scales(config_, options_); scales > 0 && !quantized) {
     input_.scales = ConstTensorView(memory(tokens * scales * 4), DType::float32, {tokens, scales});
   }
+  outputs_ = {memory(capacity_rows * sum_bytes), config_.token_dtype,
+              Shape{capacity_rows, config_.hidden}};
+  fill_rows(outputs_, config_.rank, 7);
   sums_ = {memory(tokens * sum_bytes), config_.token_dtype, Shape{tokens, config_.hidden}};
 }
 
@@ -119,11 +122,8 @@ void MoeRank::combine(const EPCombineOptions& options, bool staged) {
   const ExpertCall call = next_call("combine", combines_++);
   ExpertCombineInput input;
   input.options = options;
-  // What is not staged is as long as the dispatched rows: their window serves.
-  const SymmetricBuffer& from =
-      staged ? memory_.combine_windows[call.parity] : memory_.dispatch_windows[0];
-  input.rows =
-      ConstTensorView(from.local, config_.token_dtype, {memory_.capacity_rows, config_.hidden});
+  input.rows = outputs_;
+  if (staged) input.rows.data = memory_.combine_windows[call.parity].local;
   input.output = sums_;
   executor_->combine(call, input, *tables_);
 }

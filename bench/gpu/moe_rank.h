@@ -60,6 +60,7 @@ class MoeRank {
   ExpertMemory memory_;
   std::unique_ptr<ExpertExecutor> executor_;
   ExpertDispatchInput input_;
+  TensorView outputs_;  ///< what experts could have made, as the combine windows hold it
   TensorView sums_;
   std::shared_ptr<const ExpertTables> tables_;
   std::uint64_t calls_ = 0;
