@@ -5,7 +5,6 @@
 
 #include "core/move_assign.h"
 #include "expert_checks.h"
-#include "experts/expert_executor.h"
 #include "experts/expert_memory.h"
 #include "layer_agreement.h"
 #include "waybill/core/error.h"
@@ -136,10 +135,9 @@ void DispatchCombineContext::allocate_windows(std::int64_t rows) {
   memory.capacity_rows = rows;
 }
 
-/// Where the world's executor has ranks push, on one node.
+/// On one node, where ranks push.
 void DispatchCombineContext::allocate_slabs(std::int64_t slots) {
-  const bool pushes = dynamic_cast<ExpertExecutorFactory*>(&world_.executor()) != nullptr;
-  if (!pushes || slots == 0 || !config_.is_intra_node()) return;
+  if (slots == 0 || !config_.is_intra_node()) return;
   memory_->slab_slots = slots;
   const std::int64_t rows = config_.max_tokens * slots;
   for (SymmetricBuffer& slab : memory_->receive_slabs) {

@@ -54,6 +54,13 @@ struct ExpertWorkspaceLayout {
   return once && config.world_size < config.topk ? config.world_size : config.topk;
 }
 
+/// The place of one of them in the home's slab. @param topk_slot the first of the token on the rank
+[[nodiscard]] constexpr std::int64_t slab_row(const EPConfig& config, bool once, std::int32_t rank,
+                                              std::int64_t token, std::int64_t topk_slot) {
+  const bool by_rank = once && config.world_size < config.topk;
+  return token * slab_slots(config, once) + (by_rank ? rank : topk_slot);
+}
+
 /// Signals of a layer, W slots each; slot kind * W + r is raised by rank r to the number of the
 /// call. Behind them are num_executor_slots for the executor's own counters, and what ranks tell of
 /// their calls: with_fingerprints(num_layer_signals(W), W) in all.

@@ -36,7 +36,7 @@ PushParams GpuPushCombine::params(const ExpertCall& call, const ExpertCombineInp
   params.push_warps = push_tuning().push_warps;
   params.once = is_once(input.options);
   params.slots = static_cast<std::int32_t>(slab_slots(config_, params.once));
-  params.by_rank = params.once && params.slots == config_.world_size;
+  params.by_rank = params.once && config_.world_size < config_.topk;
   params.sums = sums(input.options);
   params.weight_dtype = config_.weight_dtype;
   params.row_bytes = sum.row_bytes;
