@@ -214,5 +214,33 @@ TEST(EPLayerRows, DoNotGoWhereOtherRanksMayStillRead) {
   });
 }
 
+/// Nothing but the combines themselves keeps a rank from writing what another still sums.
+void combine_in_a_row(bool local_combine, EPRows rows) {
+  const EPConfig config = config_of_four(4);
+  EPLayerOptions options;
+  options.enable_local_combine = local_combine;
+  options.dispatch.rows = rows;
+  Random random(83);
+  const ExpertCase inputs = random_case(config, random);
+  std::vector<ExpertRoundCase> rounds;
+  for (int i = 0; i < 24; ++i) rounds.push_back(make_round(inputs, options, random, i % 3));
+  run_thread_world(config.world_size, [&](World& world) {
+    const auto rank = static_cast<std::size_t>(to_int(world.rank()));
+    EPAll2AllLayer layer(world, at_rank(config, world), options);
+    const EPDispatched got = layer.dispatch(input_of(rounds[0], rank));
+    for (std::size_t i = 0; i < rounds.size(); ++i) {
+      if (i / 6 == rank) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      expect_combined(layer, *got.layout, rounds[i], rank, i % 5 == 4);
+    }
+    layer.finalize();
+  });
+}
+
+TEST(EPLayerRows, AreKeptByASlowHomeWhileOthersPush) {
+  combine_in_a_row(false, EPRows::grouped);
+  combine_in_a_row(true, EPRows::grouped);
+  combine_in_a_row(false, EPRows::compact);
+}
+
 }  // namespace
 }  // namespace waybill::test

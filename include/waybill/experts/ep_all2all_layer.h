@@ -111,8 +111,8 @@ class EPAll2AllLayer {
   /// @throws InvalidArgument before any communication; Timeout
   void combine(const ExpertCombineInput& input, const EPLayout& layout, Stream stream = {});
 
-  /// Where the next combine would copy its rows: whoever writes them there, on `stream`, and passes
-  /// this view to it saves the copy. local_combine changes them. Called again before that combine,
+  /// Where the next combine of several nodes would copy its rows: whoever writes them there, on
+  /// `stream`, and passes this view to it saves the copy. Called again before that combine,
   /// it gives the place of the one after it; one more, or one right behind a combine whose rows
   /// other ranks still read, is refused. Not collective.
   /// @throws InvalidArgument

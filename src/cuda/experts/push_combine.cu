@@ -32,14 +32,25 @@ struct Units {
   std::int32_t together;  ///< tokens whose topk slots a warp has in its lanes
   std::int32_t mine;      ///< which of them a lane has
   std::int32_t k;         ///< and which topk slot
+  std::int32_t tokens;    ///< of the rank of this lane's number
+
+  /// All lanes, with the same rank.
+  [[nodiscard]] __device__ std::int32_t tokens_of(const PushParams& p, std::int32_t rank) const {
+    return rank < 32 ? __shfl_sync(all_lanes, tokens, rank) : p.num_input_tokens[rank];
+  }
 };
 
-__device__ Units units_of(const PushParams& p) {
-  std::int32_t most = 0;
-  for (std::int32_t r = lane_id(); r < p.shape.world_size; r += 32)
+/// Asked for early. @return Units::tokens
+__device__ std::int32_t tokens_of_lane(const PushParams& p) {
+  return lane_id() < p.shape.world_size ? p.num_input_tokens[lane_id()] : 0;
+}
+
+__device__ Units units_of(const PushParams& p, std::int32_t tokens) {
+  std::int32_t most = tokens;
+  for (std::int32_t r = 32 + lane_id(); r < p.shape.world_size; r += 32)
     most = max(most, p.num_input_tokens[r]);
   most = __reduce_max_sync(all_lanes, most);
-  Units u{push_units(most, p.shape.topk, p.row_bytes), 0, 32 / p.shape.topk, 0, 0};
+  Units u{push_units(most, p.shape.topk, p.row_bytes), 0, 32 / p.shape.topk, 0, 0, tokens};
   u.groups = (most + u.cut.group - 1) / u.cut.group;
   u.mine = lane_id() / p.shape.topk;
   u.k = lane_id() - u.mine * p.shape.topk;
@@ -99,7 +110,7 @@ __device__ unsigned rows_to_push(const PushParams& p, const Units& u, std::int32
 template <class Walk>
 __device__ void push_unit(const PushParams& p, Walk& walk, const Units& u, std::int32_t home,
                           Unit unit, std::int64_t end, std::uint64_t epoch) {
-  const std::int32_t tokens = p.num_input_tokens[home];
+  const std::int32_t tokens = u.tokens_of(p, home);
   bool has_some = false;
   for (std::int32_t i = 0; i < u.cut.group; i += u.together) {
     const std::int32_t t = unit.group * u.cut.group + i + u.mine;
@@ -216,13 +227,14 @@ __global__ void __launch_bounds__(block_warps<Bulk> * 32, 1)
   __shared__ std::uint64_t barriers[block_warps<Bulk>][walk_slots];
   const auto warp = static_cast<int>(threadIdx.x / 32);
   wait_earlier_kernel();
+  const std::int32_t tokens = tokens_of_lane(p);
   const std::uint64_t epoch = begin_moe_call(p.m, 1);
   const bool compares = compares_calls();
   if (compares) {
     signal_arrival(p.m.arrive, epoch);
     send_call_words(p.m.arrive, epoch, load_call_words(p.m.arrive.fingerprint));
   }
-  const Units units = units_of(p);
+  const Units units = units_of(p, tokens);
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     const std::int64_t rows = min(std::int64_t{*p.num_recv_rows}, p.shape.capacity_rows);
     if (p.num_rows < rows) {
