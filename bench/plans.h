@@ -6,7 +6,7 @@
 
 namespace waybill::bench {
 
-/// Documents drawn from the first named length distribution until they fill 64K tokens a rank,
+/// Documents drawn from the first named length distribution until they fill 64K tokens per rank,
 /// packed in order into the ranks, and cut into `num_shards` query shards (to 1 %). The shards of a
 /// document go to consecutive ranks from a random one on, so that each KV shard has as many
 /// destinations as it can have under a causal mask.

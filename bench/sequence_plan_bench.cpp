@@ -17,7 +17,7 @@ namespace {
 constexpr TensorFormat query_rows{DType::bfloat16, 32 * 128};
 constexpr TensorFormat key_rows{DType::bfloat16, 8 * 128};
 
-/// Documents of a list, 64K tokens a rank.
+/// Documents of a list, 64K tokens per rank.
 QkvRouting routing_of_documents(std::int32_t world_size, const std::string& lengths) {
   DocumentPlanOptions options;
   options.world_size = world_size;

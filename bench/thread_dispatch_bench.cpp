@@ -92,7 +92,7 @@ class RankBench {
   HostTensor other_;
 };
 
-/// Arguments: KiB a rank, bytes of a row, rows of a shard, ranks (0: a thread a processor).
+/// Arguments: KiB per rank, bytes of a row, rows of a shard, ranks (0: a thread a processor).
 void dispatch_against_memcpy(benchmark::State& state) {
   const auto ranks = static_cast<std::int32_t>(
       state.range(3) == 0 ? std::max(2, default_num_threads()) : state.range(3));

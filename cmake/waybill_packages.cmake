@@ -27,7 +27,8 @@ function(waybill_find_cli11)
   if(CLI11_FOUND)
     return()
   endif()
-  message(STATUS "CLI11 is not installed: fetching it (scripts/setup.sh installs it)")
+  message(STATUS "CLI11 is not installed: fetching it from GitHub. If that fails, install it"
+                 " (Debian and Ubuntu: apt-get install libcli11-dev)")
   include(FetchContent)
   FetchContent_Declare(
     cli11

@@ -33,16 +33,30 @@ function(waybill_target_defaults target)
   endif()
 endfunction()
 
-# How .cu files are compiled: for each architecture that differs in what it can do, 90a and 100a for
-# their own instructions. CMake 3.25 does not know how nvcc is told about C++20.
-set(WAYBILL_CUDA_ARCHITECTURES "80;90a;100a" CACHE STRING "Compute capabilities to compile for")
+# How .cu files are compiled: machine code for each family of devices (code for 8.0 runs on 8.6 and
+# 8.9, that for 10.0 on 10.3; no instruction needs an "a"), and PTX of the newest alone, which the
+# driver compiles for what comes. "90-real" is machine code, "120" that and PTX.
+set(WAYBILL_CUDA_ARCHITECTURES "80-real;90-real;100-real;120"
+    CACHE STRING "Compute capabilities to compile for")
+# CMake 3.25 does not know how nvcc is told about C++20.
 function(waybill_cuda_options target)
   set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES OFF)
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20>)
   foreach(arch IN LISTS WAYBILL_CUDA_ARCHITECTURES)
+    if(NOT arch MATCHES "^([0-9]+)([af]?)(-real)?$")
+      message(FATAL_ERROR
+        "WAYBILL_CUDA_ARCHITECTURES: \"${arch}\", expected such as 90, 90a or 90-real")
+    endif()
+    set(number ${CMAKE_MATCH_1})
+    set(own ${CMAKE_MATCH_2})
+    set(code sm_${number}${own})
+    # PTX of 8.x would run on newer devices, without their bulk copies; that of an "a" on no other.
+    if(number GREATER_EQUAL 90 AND "${own}${CMAKE_MATCH_3}" STREQUAL "")
+      set(code [sm_${number},compute_${number}])
+    endif()
     target_compile_options(
-      ${target}
-      PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_${arch},code=sm_${arch}>)
+      ${target} PRIVATE
+      "$<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_${number}${own},code=${code}>")
   endforeach()
 endfunction()
 

@@ -266,12 +266,10 @@ def check_names(blocks):
 
 
 def ways_to_run(program):
-    """(how, command) of each way: as it is, and as processes of torchrun where it has ranks."""
-    python = [sys.executable, "-W", "error"]
-    yield "", [*python, program]
-    if "torchrun" in program.read_text(encoding="utf-8"):
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        yield " as processes", [sys.executable, *torchrun, program]
+    """(how, command): as it is, where ranks are threads, and as two processes of torchrun."""
+    yield "", [sys.executable, "-W", "error", program]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    yield " as processes", [sys.executable, *torchrun, program]
 
 
 def run_examples(missing):

@@ -18,8 +18,8 @@ for argument in "$@"; do
     # For the GPUs that are here; for all architectures where they cannot be asked.
     case $(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u) in
       8.*) architectures=(-DWAYBILL_CUDA_ARCHITECTURES=80) ;;
-      9.0) architectures=(-DWAYBILL_CUDA_ARCHITECTURES=90a) ;;
-      10.0) architectures=(-DWAYBILL_CUDA_ARCHITECTURES=100a) ;;
+      9.0) architectures=(-DWAYBILL_CUDA_ARCHITECTURES=90) ;;
+      10.0) architectures=(-DWAYBILL_CUDA_ARCHITECTURES=100) ;;
       *) architectures=() ;;
     esac
     configure=(cmake -S "$root" -B "$build" --log-level=WARNING -DCMAKE_BUILD_TYPE=Release

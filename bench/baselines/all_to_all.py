@@ -1,7 +1,7 @@
 """NCCL's all_to_all_single through PyTorch on the GPUs of this machine, to compare with.
 
-One process a GPU, bfloat16; the slowest rank's median of 60 calls, with and without the packing of
-rows into send order and out of receive order that it needs and a dispatch does not.
+One process per GPU, bfloat16; the slowest rank's median of 60 calls, with and without packing
+rows into send order and out of receive order, which it needs and a dispatch does not.
 """
 
 import sys
@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 def measure(mib):
-    """The slowest rank's us of an all to all of `mib` MiB a rank, alone and with packing."""
+    """The slowest rank's us of an all to all of `mib` MiB per rank, alone and with packing."""
     rows = mib * MIB // (2 * ROW)
     source = torch.randn(rows, ROW, device="cuda").bfloat16()
     send, recv = torch.empty_like(source), torch.empty_like(source)
@@ -36,7 +36,7 @@ def measure(mib):
 def worker(rank, world):
     if rank == 0:
         print(f"NCCL {torch.cuda.nccl.version()}, PyTorch {torch.__version__}, {world} GPUs")
-        print(f"{'MiB a rank':>10} {'us':>9} {'GB/s':>8} {'with pack and unpack us':>24}")
+        print(f"{'MiB per rank':>10} {'us':>9} {'GB/s':>8} {'with pack and unpack us':>24}")
     for mib in (1, 8, 64, 256):
         us, packed_us = measure(mib)
         if rank == 0:

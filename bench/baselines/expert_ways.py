@@ -29,7 +29,7 @@ class Case:
         self.goes.scatter_(1, ranks, True)  # to which ranks a token goes
 
     def wire_bytes(self):
-        """Of rows that leave this rank, each once a destination."""
+        """Of rows that leave this rank, each once per destination."""
         away = self.goes.sum().item() - self.goes[:, self.rank].sum().item()
         return int(away) * self.hidden * 2
 

@@ -1,6 +1,6 @@
 """Dispatch and combine of experts' tokens by Waybill, all_to_all_single and DeepEP, side by side.
 
-One process a rank, bfloat16, the same tokens for all ways; what they combine is compared with the
+One process per rank, bfloat16, the same tokens for all ways; what they combine is compared with the
 exact sums. A figure is the slowest rank's median, whole call. DeepEP is left out where it is not
 installed.
 

@@ -4,21 +4,24 @@ ContextParallelAttention, three ways by hand, and attention alone.
 
     torchrun --nproc-per-node N bench/python/attention_step.py [--workload SOURCE:TOKENS:SEED ...]
     ... [--steps 50] [--device cpu --heads 4 2 16 --workload wlbllm:512:1]     # a try without GPUs
+    ... [--profile FOLDER]       # and where the time of a step goes, a file for each rank
 
-SOURCE is a distribution (waybill.length_distributions) or a JSON file with a list of lengths;
-TOKENS are a rank's. Every step has its documents in another order; planning, tables and their
+SOURCE is a distribution (waybill.length_distributions), a JSON file with a list of lengths, or
+"single", one document; TOKENS are a rank's. Every step has its documents in another order; planning, tables and their
 upload are inside the time of each way: those of the next step, behind the calls of this one. Ways
 take turns in one run; outputs and gradients of all are compared first. Times are the slowest
-rank's, medians over the steps. Ways:
+rank's, medians over the steps; beside them by phase, on the device and on the host. Ways:
 
   contiguous, zigzag, hybrid   by hand, see attention_ways.py
   waybill                      the module, which decides between the next and the last of these:
   waybill, in place            rows that stay are attended to where they are
   waybill, one stream          the same, and others travel before that instead of beside it
   waybill, one call            all rows through the window
+  waybill, costs               as waybill, by a plan that knows what the kernel takes (--costs)
+  ring of torch                of single documents: its context_parallel
   alone                        one call of the kernel, on rows that are where the plan wants them
   alone, split                 the two calls of the module on such rows, on two streams
-  alone, split, one stream     the same, one after the other
+  alone, split, one stream     the same, one after another
 """
 
 from __future__ import annotations
@@ -31,15 +34,16 @@ import os
 import random
 import statistics
 import sys
-import time
 from typing import Any, Callable
 
 import torch
 from attention_ways import WAYS, ByHand, draw, held_pieces, kernel_of
+from ring_attention import ring_milliseconds
+from step_clock import StepClock, profiled
 from torch import distributed
 
 import waybill.torch as waybill
-from waybill.torch._context_parallel_step import Beside
+from waybill.torch._context_parallel_streams import Beside
 from waybill.torch._context_parallel_tables import calls_of
 
 MODULES = {
@@ -50,6 +54,7 @@ MODULES = {
 }
 ALONE = ("alone", "alone, split", "alone, split, one stream")
 SIZES = (("wlbllm", 65536), ("prolong", 65536), ("wlbllm", 16384))
+_PROFILED = 3  # steps
 WORKLOADS = [f"{name}:{tokens}:{seed}" for name, tokens in SIZES for seed in (1, 2, 3)]
 
 
@@ -58,6 +63,8 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, device: torch.device, workload: str) -> None:
         source, tokens, seed = workload.rsplit(":", 2)
+        self.name = f"{os.path.basename(source)}:{tokens}:{seed}"
+        self.planned = self.chosen = 0  #: plans that the module made, and those in place
         self.device, self.options = device, options
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
         self.per_rank = int(tokens)
@@ -101,11 +108,15 @@ class Bench:
             module = self.modules[way]
             plan = module.plan(waybill_pieces(lengths, self.size))
             module.prepare(plan)
+            if way == "waybill":
+                self.planned, self.chosen = self.planned + 1, self.chosen + plan.in_place
             return plan
         return ByHand(way, lengths, self.device) if way in WAYS else None
 
-    def prepare(self, way: str, lengths: list[int]) -> Callable[[Any], Any]:
-        """A step of this way, with its rows in place: a function of the batch's tables."""
+    def prepare(self, way: str, lengths: list[int]) -> Callable[..., Any]:
+        """A step of this way, with its rows in place: a function of the batch's tables, and of one
+        that is called when forward is queued.
+        """
         if way in ALONE:
             return self._alone(way, lengths)
         begin = self.rank * self.per_rank
@@ -115,31 +126,32 @@ class Bench:
             rows = torch.cat([torch.arange(p.begin, p.end) for p in held]).to(self.device)
         inputs, grad = self.leaves(rows)
 
-        def step(tables: Any) -> Any:
+        def step(tables: Any, forward_done: Callable[[], None] = _nothing) -> Any:
             if way in MODULES:
                 out = self.modules[way](tables, *inputs)
             else:
                 out = tables.attention(self.attend, *inputs)
+            forward_done()
             out.backward(grad)
             return out, inputs
 
         return step
 
-    def _alone(self, way: str, lengths: list[int]) -> Callable[[Any], Any]:
+    def _alone(self, way: str, lengths: list[int]) -> Callable[..., Any]:
         """Kernel calls on rows of their own, as many and as long as the module's."""
         one_call = way == "alone"
         module = self.modules["waybill, one call" if one_call else "waybill, in place"]
         plan = module.plan(waybill_pieces(lengths, self.size))
         in_place, arrived, _, _ = plan.routing().rank(self.rank)
         own = self.per_rank
-        home, came = calls_of(in_place, arrived, own, module.kernel.takes_gaps, self.device)
+        home, came, _ = calls_of(in_place, arrived, own, module.kernel.takes_gaps, self.device)
         calls = [] if came is None else [(came, sum(came.q_lens), sum(came.k_lens))]
         num_beside = 0 if one_call else len(calls)
         calls += [(call.sequences, own, own) for call in home]
         parts = [(s, *self._random(rows, keys)) for s, rows, keys in calls]
         beside = self.streams[way]
 
-        def step(_: Any) -> Any:
+        def step(_: Any, forward_done: Callable[[], None] = _nothing) -> Any:
             kernel, shape = module.kernel, self.shape
             done = []
             beside.fork()
@@ -147,6 +159,7 @@ class Bench:
                 with beside.run() if i < num_beside else contextlib.nullcontext():
                     done.append(kernel.forward(*qkv, s, shape, False))
             beside.join()
+            forward_done()
             beside.fork()
             for i, ((s, qkv, grad), (out, lse)) in enumerate(zip(parts, done)):
                 with beside.run() if i < num_beside else contextlib.nullcontext():
@@ -187,51 +200,88 @@ class Bench:
         ways = (*MODULES, *WAYS, *ALONE)
         differences = self.compare() if self.options.compare else {}
         times: dict[str, list[float]] = {way: [] for way in ways}
+        phases: dict[str, list[Any]] = {way: [] for way in ways}
         tables: dict[str, Any] = {way: self.tables(way, self.order(0)) for way in ways}
         for step in range(self.options.warm + self.options.steps):
             turn = ways[step % len(ways) :] + ways[: step % len(ways)]
             waybill_pieces(self.order(step + 1), self.size)
             for way in turn:
                 work = self.prepare(way, self.order(step))
-                milliseconds, tables[way] = self.timed(way, work, tables[way], self.order(step + 1))
+                (ms, parts), tables[way] = self.timed(way, work, tables[way], self.order(step + 1))
                 if step >= self.options.warm:
-                    times[way].append(milliseconds)
+                    times[way].append(ms)
+                    phases[way].append(parts)
+        if self.options.profile:
+            self._profile(tables, self.options.warm + self.options.steps)
         slowest = torch.tensor(
             [times[way] for way in ways], dtype=torch.float64, device=self.device
         )
         distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
         medians = {w: round(statistics.median(t), 3) for w, t in zip(ways, slowest.tolist())}
         best = min(medians[way] for way in WAYS)
+        if len(self.lengths) == 1:
+            medians["ring of torch"] = self._ring()
         return {
             "documents": len(self.lengths), "longest": max(self.lengths), "ms": medians,
             "waybill / alone": round(medians["waybill"] / medians["alone"], 3),
             "best by hand / waybill": round(best / medians["waybill"], 3),
+            "in place in": f"{self.chosen}/{self.planned}",
+            "phases of rank 0 [device, host]": {w: _medians(p) for w, p in phases.items()},
             "largest differences": differences,
         }  # fmt: skip
 
     def timed(
-        self, way: str, work: Callable[[Any], Any], tables: Any, following: list[int]
-    ) -> tuple[float, Any]:
-        """Milliseconds of a step from when all ranks are there, and the tables of the next one,
-        which are made inside of the time: behind the step's calls, or with --late before them.
+        self, way: str, work: Callable[..., Any], tables: Any, following: list[int]
+    ) -> tuple[Any, Any]:
+        """What a StepClock says of a step from when all ranks are there, and the tables of the next
+        one, which are made inside of the time: behind the step's calls, or with --late before them.
         """
         distributed.barrier()
-        begin = time.perf_counter()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
+        clock = StepClock(self.device)
         if self.options.late:
             following_tables = self.tables(way, following)
-            work(tables)
-        else:
-            work(tables)
+            clock.mark("tables")
+        work(tables, lambda: clock.mark("forward"))
+        clock.mark("backward")
+        if not self.options.late:
             following_tables = self.tables(way, following)
-        if self.device.type != "cuda":
-            return 1e3 * (time.perf_counter() - begin), following_tables
-        last.record()
-        torch.cuda.synchronize()
-        return first.elapsed_time(last), following_tables
+            clock.mark("tables")
+        return clock.finish(), following_tables
+
+    def _ring(self) -> float:
+        try:
+            return round(ring_milliseconds(self.batch, self.options.steps, self.options.warm), 3)
+        except (RuntimeError, ValueError, TypeError) as error:  # a prototype; GPUs only
+            if self.rank == 0:
+                print(f"ring of torch: {type(error).__name__}: {error}", flush=True)
+            return float("nan")
+
+    def _profile(self, tables: dict[str, Any], first: int) -> None:
+        """Of a few more steps of each way, by torch's profiler."""
+        os.makedirs(self.options.profile, exist_ok=True)
+        name = f"{self.name.replace('/', '_')}.rank{self.rank}.txt"
+        with open(os.path.join(self.options.profile, name), "w", encoding="utf-8") as file:
+            for way in ("waybill, in place", "waybill, one call", "hybrid", "alone, split"):
+                works = [self.prepare(way, self.order(first + i)) for i in range(_PROFILED + 1)]
+
+                def step(i: int, way: str = way, works: Any = works) -> None:
+                    _, tables[way] = self.timed(
+                        way, works[i], tables[way], self.order(first + i + 1)
+                    )
+
+                lines = profiled(_PROFILED, step, self.device.type == "cuda")
+                print(f"\n== {self.name}, {way}", *lines, sep="\n", file=file)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _medians(steps: list[dict[str, list[float]]]) -> dict[str, list[float]]:
+    return {
+        phase: [round(statistics.median(s[phase][i] for s in steps), 3) for i in range(2)]
+        for phase in steps[0]
+    }
 
 
 def waybill_pieces(lengths: list[int], size: int) -> list[list[tuple[int, int, int]]]:
@@ -261,11 +311,17 @@ def main() -> int:
     parser.add_argument("--num-sms", type=int, default=16, help="that a dispatch may use")
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--late", action="store_true", help="make tables before a step's calls")
+    parser.add_argument(
+        "--costs", metavar="FILE", help="calibrated where there is none; a way more"
+    )
+    parser.add_argument("--profile", metavar="FOLDER", help="also profile a few steps")
     parser.add_argument("--no-compare", dest="compare", action="store_false")
     options = parser.parse_args()
     waybill.initialize_distributed(device=options.device)
     ordinal = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", ordinal) if options.device == "cuda" else torch.device("cpu")
+    if options.costs:
+        MODULES["waybill, costs"] = {"costs": costs_of(options, device)}
     table = []
     for workload in options.workload or WORKLOADS:
         bench = Bench(options, device, workload)
@@ -284,14 +340,34 @@ def main() -> int:
     return 0
 
 
+def costs_of(options: argparse.Namespace, device: torch.device) -> Any:
+    """Rank 0's, from the file, or measured and written there."""
+    text: list[Any] = [None]
+    if distributed.get_rank() == 0:
+        if not os.path.exists(options.costs):
+            heads, kv_heads, head_dim = options.heads
+            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+            waybill.calibrate_attention(
+                heads, kv_heads, head_dim, dtype=dtype, device=device,
+                rows=16384 if device.type == "cuda" else 512,
+            ).to_json(options.costs)  # fmt: skip
+        with open(options.costs, encoding="utf-8") as file:
+            text[0] = file.read()
+        print(text[0], flush=True)
+    distributed.broadcast_object_list(text)
+    return waybill.AttentionCosts.from_json(text[0])
+
+
 def show(table: list[dict[str, Any]]) -> None:
-    ways = list(table[0]["ms"])
+    ways = list(dict.fromkeys(way for row in table for way in row["ms"]))
     ratios = ["waybill / alone", "best by hand / waybill"]
     print("\n| workload, longest | " + " | ".join(ways + ratios) + " |")
     print("|---" * (1 + len(ways) + len(ratios)) + "|")
     for row in table:
         cells = [f"{row['workload']}, {row['longest']}"]
-        cells += [f"{row['ms'][way]:.2f}" for way in ways] + [f"{row[r]:.3f}" for r in ratios]
+        cells += [f"{row['ms'].get(way, float('nan')):.2f}" for way in ways] + [
+            f"{row[r]:.3f}" for r in ratios
+        ]
         print("| " + " | ".join(cells) + " |")
     for ratio in ratios:
         print(f"mean of {ratio}: {statistics.mean(row[ratio] for row in table):.3f}")

@@ -31,6 +31,8 @@ def draw(source: str, seed: int, total: int) -> list[int]:
     """Lengths of documents that fill `total` tokens: of a distribution by name, or chosen from the
     list in a JSON file.
     """
+    if source == "single":
+        return [total]
     if not source.endswith(".json"):
         return waybill_lengths(source, seed, total)
     import json

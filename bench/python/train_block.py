@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Transformer layers of Llama-8B's sizes, trained on packed documents over ranks: losses beside one
-rank's, time a step, tokens a second and memory, with waybill.torch and by hand.
+rank's, time a step, tokens per second and memory, with waybill.torch and by hand.
 
     torchrun --nproc-per-node N bench/python/train_block.py [--tokens 16384] [--layers 4]
     ... [--device cpu --small --tokens 256]     # a try without GPUs
@@ -211,7 +211,7 @@ def main() -> int:
 
 def show(found: list[dict[str, Any]], tolerance: float) -> int:
     """Prints the table; 1 where losses differ from one rank's by more than the tolerance."""
-    print("\n| way | ms a step | tokens/s | peak GiB | loss, first | last | largest difference |")
+    print("\n| way | ms per step | tokens/s | peak GiB | loss, first | last | largest difference |")
     print("|---|---|---|---|---|---|---|")
     expected, status = found[0]["losses"], 0
     for row in found:

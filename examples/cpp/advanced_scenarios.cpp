@@ -1,6 +1,6 @@
 // Eight scenes from real use; each checks what it shows. Ends with 0 when all hold, else with 1.
 //
-//   1 uneven shards                5 KV once a query or once a rank
+//   1 uneven shards                5 KV once per query or once per rank
 //   2 head-tail balance            6 capacities
 //   3 documents on several ranks   7 planted mistakes
 //   4 a sliding window             8 gradients of K and V
@@ -154,7 +154,7 @@ void sliding_window() {
 }
 
 void kv_once_a_rank() {
-  scene("5  KV once a query or once a rank");
+  scene("5  KV once per query or once per rank");
   std::cout << "  A long document in 98 shards over 8 ranks, and two shorter ones.\n";
   const std::vector<std::int64_t> lengths = {200000, 40000, 22144};
   std::int64_t wire_bytes[2];
@@ -169,7 +169,7 @@ void kv_once_a_rank() {
               << " MiB at rank " << summary.limit_rank << "\n";
     wire_bytes[layout == KvLayout::per_rank ? 1 : 0] = summary.wire_bytes;
   }
-  check("once a rank moves fewer bytes", wire_bytes[1] < wire_bytes[0]);
+  check("once per rank moves fewer bytes", wire_bytes[1] < wire_bytes[0]);
 }
 
 void capacities() {

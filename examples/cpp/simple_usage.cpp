@@ -132,7 +132,7 @@ void run() {
 
   title("Metadata: which rows go where");
   const auto [fwd, rev, intermediates] = compute_metadata(seq_len, dispatch, true);
-  std::cout << "Forward, a line a sequence (row ranges are half open):\n" << fwd;
+  std::cout << "Forward, a line per sequence (row ranges are half open):\n" << fwd;
   std::cout << "Reverse, sent by the ranks that attended:\n" << rev;
   std::cout << "Sequences that each rank receives: " << to_string(intermediates->num_received_seqs)
             << "\n";

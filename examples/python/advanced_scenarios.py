@@ -165,8 +165,8 @@ def too_little_memory():
     window = np.maximum(shards_before - 8, 0)  # a shard and the eight before it
     rows = {}
     for label, plan in (
-        ("KV once a query", reassign(planned, planned.q_dst, "per_query")),
-        ("KV once a rank", planned),
+        ("KV once per query", reassign(planned, planned.q_dst, "per_query")),
+        ("KV once per rank", planned),
         ("a sliding window", reassign(planned, planned.q_dst, kv_begin=window)),
     ):
         step = plan.to_metadata()

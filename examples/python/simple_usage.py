@@ -107,7 +107,7 @@ def one_rank(fwd):
     part = fwd.get_slice(1).normalize_dtype()
     print(part, end="")
     print(f"  dst_rank is {part.dst_rank.dtype}, dst_offset is {part.dst_offset.dtype}")
-    check("a slice has one line a sequence", part.dst_rank.shape == (3,))
+    check("a slice has one line per sequence", part.dst_rank.shape == (3,))
 
 
 def debugging(fwd, rev):

@@ -59,7 +59,7 @@ def queries(device):
 
 
 def keys_and_values(device):
-    """KV has a copy a query: the planes that come back are summed, as DistCA's test does."""
+    """KV has a copy per query: the planes that come back are summed, as DistCA's test does."""
     torch.manual_seed(1)
     _, _, fwd_k, rev_k, attention = create_qkv_dispatch(WORLD_SIZE, TOTAL, NUM_SEQS, MAX_CP)
     kv = torch.rand(WORLD_SIZE, TOTAL, HIDDEN) + 1

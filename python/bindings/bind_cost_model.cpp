@@ -69,6 +69,8 @@ StepOptions changed(StepOptions options, const nb::dict& given, std::string_view
   set(given, "ranks_per_node", options.hardware.ranks_per_node);
   set(given, "message_seconds", options.hardware.message_seconds);
   set(given, "pairs_per_second", options.hardware.pairs_per_second);
+  set(given, "row_pairs", options.hardware.row_pairs);
+  set(given, "shard_pairs", options.hardware.shard_pairs);
   set_costs(given, options.costs);
   if (transfer != "auto") options.transfer = transfer_of(transfer);
   return options;

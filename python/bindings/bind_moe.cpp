@@ -31,7 +31,7 @@ std::int32_t narrow(std::int64_t value, const char* name) {
 }
 
 EPConfig config_from(const std::vector<std::int64_t>& sizes, std::string_view token_dtype,
-                     std::string_view weight_dtype, std::string_view offset_dtype) {
+                     std::string_view weight_dtype) {
   require(sizes.size() == 7, "EPConfig: got ", sizes.size(), " sizes, expected 7");
   EPConfig config;
   config.max_tokens = sizes[0];
@@ -43,7 +43,6 @@ EPConfig config_from(const std::vector<std::int64_t>& sizes, std::string_view to
   config.local_world_size = narrow(sizes[6], "local_world_size");
   config.token_dtype = dtype_from_name(token_dtype);
   config.weight_dtype = dtype_from_name(weight_dtype);
-  config.offset_dtype = dtype_from_name(offset_dtype);
   config.check("EPConfig");
   return config;
 }
@@ -191,7 +190,7 @@ void bind_moe(nb::module_& m) {
   nb::class_<EPDispatchOptions>(m, "EPDispatchOptions");
   nb::class_<ExpertDispatch>(m, "ExpertDispatch")
       .def("combine", combine_py, "outputs"_a, "biases"_a, "local_combine"_a, "weighted"_a);
-  m.def("ep_config", config_from, "sizes"_a, "token_dtype"_a, "weight_dtype"_a, "offset_dtype"_a);
+  m.def("ep_config", config_from, "sizes"_a, "token_dtype"_a, "weight_dtype"_a);
   m.def("ep_dispatch_options", options_from, "config"_a, "dropped_id"_a.none(), "rows"_a,
         "expert_alignment"_a, "payload"_a);
   m.def("simulate_expert_dispatch", dispatch_py, "config"_a, "options"_a, "tokens"_a,

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "bindings.h"
-#include "experts/expert_memory.h"
+#include "moe_arrays.h"
 #include "rank_world.h"
 #include "runtime/executor.h"
 #include "waybill/experts/ep_all2all_layer.h"
@@ -25,69 +25,6 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace {
-
-/// A contiguous tensor in host or device memory: address, dtype, shape. The package has checked
-/// that the memory is there.
-using TensorArg = std::tuple<std::uintptr_t, std::string, std::vector<std::int64_t>>;
-using OptionalTensor = std::optional<TensorArg>;
-
-template <class View>
-View view_from(const TensorArg& given) {
-  const auto& [address, dtype, shape] = given;
-  // The address is one that Python has of the caller's tensor.
-  return View(reinterpret_cast<void*>(address),  // NOLINT(performance-no-int-to-ptr)
-              dtype_from_name(dtype), Shape(shape.begin(), shape.end()));
-}
-
-ConstTensorView view_or_none(const OptionalTensor& given) {
-  return given ? view_from<ConstTensorView>(*given) : ConstTensorView{};
-}
-
-/// A layout whose tables are tensors of the caller's. When the last one dies, work with them may
-/// still be under way on the stream on which they were asked for.
-struct UsedLayout {
-  UsedLayout(std::shared_ptr<EPLayout> used, Stream on) : layout(std::move(used)), stream(on) {}
-  UsedLayout(const UsedLayout&) = delete;
-  UsedLayout& operator=(const UsedLayout&) = delete;
-  ~UsedLayout() {
-    try {
-      layout->note_use(stream);
-    } catch (...) {  // the device is lost: nobody will use the memory again
-    }
-  }
-
-  std::shared_ptr<EPLayout> layout;
-  Stream stream;
-};
-
-/// What an array over memory of a layer keeps.
-struct Held {
-  std::shared_ptr<RankWorld> rank;
-  std::shared_ptr<UsedLayout> layout;
-  std::vector<std::shared_ptr<void>> memory;
-};
-
-/// An array of integers of the dtype's size over a view: numpy's in host memory; for a GPU's an
-/// object that speaks DLPack.
-nb::object array_over(const ConstTensorView& view, const std::shared_ptr<RankWorld>& rank,
-                      Held&& kept) {
-  if (!is_given(view)) return nb::none();
-  auto held = std::make_unique<Held>(std::move(kept));
-  const nb::capsule owner(held.release(), [](void* pointer) noexcept {
-    const std::unique_ptr<Held> last(static_cast<Held*>(pointer));
-    last->rank->retire(std::move(last->memory));
-  });
-  const auto bits = static_cast<std::uint8_t>(dtype_bytes(view.dtype) * 8);
-  const nb::dlpack::dtype dtype{static_cast<std::uint8_t>(nb::dlpack::dtype_code::Int), bits, 1};
-  const std::vector<std::size_t> extents(view.shape.begin(), view.shape.end());
-  void* const data = const_cast<std::byte*>(view.data);  // NOLINT: tensors have no read-only form
-  if (rank->device() < 0) {
-    return nb::cast(
-        nb::ndarray<nb::numpy>(data, extents.size(), extents.data(), owner, nullptr, dtype));
-  }
-  return nb::cast(nb::ndarray<>(data, extents.size(), extents.data(), owner, nullptr, dtype,
-                                nb::device::cuda::value, rank->device()));
-}
 
 /// What Python's descriptor holds.
 struct LayoutHandle {
@@ -117,6 +54,7 @@ struct LayoutHandle {
     add("grouped_to_compact", views.grouped_to_compact);
     add("recv_tags", views.recv_tags);
     add("num_recv_tokens_per_rank", views.num_recv_rows);
+    add("required_rows", views.required_rows);
     add("splits", views.splits);
     add("weights", views.weights);
     return result;
@@ -182,6 +120,37 @@ class RankLayer {
     });
   }
 
+  void weigh_gradients(const TensorArg& gradients, const OptionalTensor& weights,
+                       const OptionalTensor& rows, const LayoutHandle& layout,
+                       const OptionalTensor& row_gradients, const OptionalTensor& weight_gradients,
+                       std::uintptr_t stream) {
+    ExpertGradientInput input;
+    input.gradients = view_from<ConstTensorView>(gradients);
+    input.weights = view_or_none(weights);
+    input.rows = view_or_none(rows);
+    if (row_gradients) input.row_gradients = view_from<TensorView>(*row_gradients);
+    if (weight_gradients) input.weight_gradients = view_from<TensorView>(*weight_gradients);
+    unlocked([&] {
+      const RankWorld::Call call(*rank_, "weigh_gradients", &turn_);
+      layer_->weigh_gradients(input, *layout.layout, stream_from(stream));
+    });
+  }
+
+  void copy_rows(const TensorArg& from, const TensorArg& to, const LayoutHandle& layout,
+                 std::uintptr_t stream) {
+    unlocked([&] {
+      const RankWorld::Call call(*rank_, "copy_rows", &turn_);
+      layer_->copy_rows(view_from<ConstTensorView>(from), view_from<TensorView>(to),
+                        *layout.layout, stream_from(stream));
+    });
+  }
+
+  /// Rows that windows of fixed size would have needed since the last time; 0: all did fit.
+  std::int64_t take_overflow() {
+    const RankWorld::Call call(*rank_, "check_overflow", &turn_);
+    return layer_->overflow().rows;
+  }
+
   bool combine_needs_gradients(const LayoutHandle& layout, bool mine, bool asks,
                                std::uintptr_t stream) {
     return unlocked([&] {
@@ -241,85 +210,9 @@ class RankLayer {
   }
 
  private:
-  static std::vector<std::shared_ptr<void>> memory_of(const SymmetricBuffer (&windows)[2]) {
-    std::vector<std::shared_ptr<void>> kept;
-    for (const SymmetricBuffer& window : windows) {
-      kept.insert(kept.end(), window.memory.begin(), window.memory.end());
-    }
-    return kept;
-  }
-
   std::shared_ptr<RankWorld> rank_;
   mutable CallTurn turn_;
   std::unique_ptr<EPAll2AllLayer> layer_;
-};
-
-/// A context as Python holds it.
-class RankContext {
- public:
-  RankContext(std::shared_ptr<RankWorld> rank, const EPConfig& config, std::int64_t capacity)
-      : rank_(std::move(rank)), context_(make(*rank_, config, capacity)) {}
-
-  nb::tuple reallocate(std::int64_t rows) {
-    std::vector<std::shared_ptr<void>> memory;  // taken before another thread can free it
-    const DispatchOutputBuffers buffers = unlocked([&] {
-      const RankWorld::Call call(*rank_, "reallocate_dispatch_output_buf");
-      const DispatchOutputBuffers grown = context_.reallocate_dispatch_output_buf(rows);
-      memory = context_.memory().dispatch_windows[0].memory;
-      return grown;
-    });
-    const auto array = [&](const TensorView& view) {
-      return array_over(view, rank_, {rank_, nullptr, memory});
-    };
-    return nb::make_tuple(array(buffers.rows), array(buffers.weights));
-  }
-
-  void finalize() {
-    unlocked([&] {
-      const RankWorld::Call call(*rank_, "finalize");
-      context_.finalize();
-    });
-  }
-
-  [[nodiscard]] std::int64_t capacity() const {
-    const RankWorld::Call call(*rank_, "capacity");
-    return context_.capacity_rows();
-  }
-
- private:
-  static DispatchCombineContext make(RankWorld& rank, const EPConfig& config,
-                                     std::int64_t capacity) {
-    const RankWorld::Call call(rank, "DispatchCombineContext");
-    return DispatchCombineContext::create(rank.world(), config, capacity);
-  }
-
-  std::shared_ptr<RankWorld> rank_;
-  DispatchCombineContext context_;
-};
-
-class RankBarrier {
- public:
-  RankBarrier(std::shared_ptr<RankWorld> rank, bool is_intra_node) : rank_(std::move(rank)) {
-    const RankWorld::Call call(*rank_, "BarrierAllContext", &turn_);
-    barrier_ = std::make_unique<BarrierAllContext>(rank_->world(), is_intra_node);
-  }
-  void barrier_all() {
-    unlocked([&] {
-      const RankWorld::Call call(*rank_, "barrier_all", &turn_);
-      barrier_->barrier_all();
-    });
-  }
-  void finalize() {
-    unlocked([&] {
-      const RankWorld::Call call(*rank_, "finalize", &turn_);
-      barrier_->finalize();
-    });
-  }
-
- private:
-  std::shared_ptr<RankWorld> rank_;
-  CallTurn turn_;
-  std::unique_ptr<BarrierAllContext> barrier_;
 };
 
 }  // namespace
@@ -352,6 +245,11 @@ void bind_moe_layer(nb::module_& m) {
            "scales"_a.none(), "positions"_a.none(), "layout"_a.none(), "stream"_a,
            "needs_gradients"_a, "weights_need_gradients"_a, "origin"_a)
       .def("combine", &RankLayer::combine)
+      .def("weigh_gradients", &RankLayer::weigh_gradients, "gradients"_a, "weights"_a.none(),
+           "rows"_a.none(), "layout"_a, "row_gradients"_a.none(), "weight_gradients"_a.none(),
+           "stream"_a)
+      .def("copy_rows", &RankLayer::copy_rows)
+      .def("take_overflow", &RankLayer::take_overflow)
       .def("combine_needs_gradients", &RankLayer::combine_needs_gradients)
       .def("combine_input", &RankLayer::combine_input)
       .def("synchronize", &RankLayer::synchronize)
@@ -360,22 +258,6 @@ void bind_moe_layer(nb::module_& m) {
       .def("finalize", &RankLayer::finalize)
       .def("check_overflow", &RankLayer::check_overflow)
       .def_prop_ro("output_rows", &RankLayer::output_rows);
-  nb::class_<RankContext>(m, "ExpertContext")
-      .def("__init__",
-           [](RankContext* self, const WorldHandle& world, const EPConfig& config,
-              std::int64_t capacity) {
-             unlocked([&] { new (self) RankContext(world.rank, config, capacity); });
-           })
-      .def("reallocate", &RankContext::reallocate)
-      .def("finalize", &RankContext::finalize)
-      .def_prop_ro("capacity", &RankContext::capacity);
-  nb::class_<RankBarrier>(m, "ExpertBarrier")
-      .def("__init__",
-           [](RankBarrier* self, const WorldHandle& world, bool is_intra_node) {
-             unlocked([&] { new (self) RankBarrier(world.rank, is_intra_node); });
-           })
-      .def("barrier_all", &RankBarrier::barrier_all)
-      .def("finalize", &RankBarrier::finalize);
 }
 
 }  // namespace waybill::python

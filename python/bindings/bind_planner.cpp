@@ -45,9 +45,14 @@ PlannerOptions planner_options_from(const nb::dict& given) {
   options.max_tokens_per_rank = integer("max_tokens_per_rank");
   options.block_tokens = integer("block_tokens");
   options.relay = nb::cast<bool>(given["relay"]);
-  options.hardware = {number("nvlink_bytes_per_second"), number("network_bytes_per_second"),
-                      integer32("ranks_per_node"), number("message_seconds"),
-                      number("pairs_per_second")};
+  options.hardware = {number("nvlink_bytes_per_second"),
+                      number("network_bytes_per_second"),
+                      integer32("ranks_per_node"),
+                      number("message_seconds"),
+                      number("pairs_per_second"),
+                      integer("row_pairs"),
+                      integer("shard_pairs")};
+  options.tails = nb::cast<bool>(given["tails"]);
   return options;
 }
 

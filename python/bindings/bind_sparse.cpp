@@ -68,7 +68,7 @@ nb::tuple attention_of(nb::handle self, std::int32_t rank) {
                         lines(layout.kv_begin), lines(layout.kv_len));
 }
 
-/// Ranges as a list of numbers, one behind the other.
+/// Ranges as a list of numbers, one after another.
 std::vector<std::int64_t> flat(const std::vector<VarlenSequence>& sequences) {
   std::vector<std::int64_t> values;
   for (const VarlenSequence& s : sequences)

@@ -30,6 +30,7 @@ void bind_sparse(nanobind::module_& m);
 void bind_world(nanobind::module_& m);
 void bind_dispatcher(nanobind::module_& m);
 void bind_moe(nanobind::module_& m);
+void bind_moe_context(nanobind::module_& m);
 void bind_moe_layer(nanobind::module_& m);
 void bind_expert_summary(nanobind::module_& m);
 

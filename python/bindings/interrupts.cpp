@@ -97,7 +97,7 @@ void check_main_thread() {
 }
 
 /// What came before this thread's wait began was not meant for it. A wait that is no PollingWait
-/// asks several times a second.
+/// asks several times per second.
 std::int64_t wait_began_ns() {
   thread_local std::int64_t asked_ns = 0;
   const std::int64_t now = now_ns();

@@ -1,8 +1,9 @@
-"""``python -m waybill``: the program ``waybill`` that comes with the package, and ``selftest``."""
+"""``python -m waybill``: the program ``waybill`` that comes with the package, and ``selftest``; ``doctor`` is told what Python knows."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import shutil
 import sys
@@ -29,7 +30,25 @@ def main() -> NoReturn:
 
         sys.exit(_selftest.main(sys.argv[2:]))
     path = program()
-    os.execv(path, ["waybill", *sys.argv[1:]])
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["doctor"]:
+        arguments += _facts()
+    os.execv(path, ["waybill", *arguments])
+
+
+def _facts() -> list[str]:
+    """What the program cannot know: versions of Python and torch; the NCCL that came with torch."""
+    found = ["--python", sys.version.split()[0]]
+    try:
+        found += ["--torch", importlib.metadata.version("torch")]
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec and spec.submodule_search_locations) or []:
+        library = os.path.join(folder, "nccl", "lib", "libnccl.so.2")
+        if os.path.exists(library):
+            os.environ.setdefault("WAYBILL_NCCL_LIBRARY", library)
+    return found
 
 
 if __name__ == "__main__":

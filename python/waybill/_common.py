@@ -2,6 +2,7 @@
 
 from ._dispatcher import ReadyPlan, TensorFormat
 from ._threads import end_waits
+from .attention_costs import AttentionCosts
 from .errors import (
     CudaError,
     Disagreement,
@@ -40,6 +41,7 @@ from .validation import Finding, validate
 from .world import Topology, World, cuda_version, num_gpus
 
 __all__ = [
+    "AttentionCosts",
     "AttentionPlan",
     "AttnLayout",
     "Comparison",

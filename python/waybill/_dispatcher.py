@@ -69,12 +69,12 @@ class ReadyPlan(OfThisProcess):
 
     @property
     def own_rows(self) -> list[int]:
-        """Rows of this rank's tensor, one number a tensor."""
+        """Rows of this rank's tensor, one number per tensor."""
         return self._plan.own_rows
 
     @property
     def window_rows(self) -> list[int]:
-        """Rows of this rank's tensor in the attention layout, one number a tensor."""
+        """Rows of this rank's tensor in the attention layout, one number per tensor."""
         return self._plan.window_rows
 
     @property

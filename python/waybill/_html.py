@@ -54,7 +54,7 @@ def wire_rows(traffic: Any) -> tuple[Any, Any]:
 
 
 def slice_html(dst_rank: Any, dst_offset: Any, seq_len: Any) -> str:
-    """A line a shard of one rank: where its rows begin, and where they go."""
+    """A line per shard of one rank: where its rows begin, and where they go."""
     for name, array in (("dst_rank", dst_rank), ("dst_offset", dst_offset)):
         shape = np.shape(array)
         if len(shape) not in (1, 2) or shape[0] != len(seq_len):
@@ -76,7 +76,7 @@ def slice_html(dst_rank: Any, dst_offset: Any, seq_len: Any) -> str:
 
 
 def metadata_html(traffic: Any, seq_len: Any) -> str:
-    """A line a rank: what it sends, gets and keeps. Of (W, W) rows and (W, S) lengths."""
+    """A line per rank: what it sends, gets and keeps. Of (W, W) rows and (W, S) lengths."""
     local = np.diagonal(traffic)
     sent, got = wire_rows(traffic)
     largest = float(max(sent.max(initial=0), got.max(initial=0)))
@@ -97,7 +97,7 @@ def metadata_html(traffic: Any, seq_len: Any) -> str:
 
 
 def plan_html(work: Any, traffic: Sequence[Any], caption: str) -> str:
-    """A line a rank: its work (W,), and its rows on the wire of two (W, W), Q and KV."""
+    """A line per rank: its work (W,), and its rows on the wire of two (W, W), Q and KV."""
     columns = [rows for one in traffic for rows in wire_rows(one)]
     largest = float(work.max(initial=0))
     rows = [

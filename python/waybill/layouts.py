@@ -27,7 +27,7 @@ class AttnLayout(NamedTuple):
 
 
 class RankKvLayout(NamedTuple):
-    """The attention layout where KV lies once a rank: query shards read ranges of it, rows."""
+    """The attention layout where KV lies once per rank: query shards read ranges of it, rows."""
 
     cu_seqlens_q: Tuple[Any, ...]  #: W arrays (n_r + 1,)
     kv_begin: Tuple[Any, ...]  #: W arrays (n_r,): first row of the shard's context

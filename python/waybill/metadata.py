@@ -105,7 +105,7 @@ class Metadata:
 
     def traffic(self) -> Any:
         """(W, W): rows that rank i (row) sends to rank r (column), local ones on the diagonal. From
-        the counts; from the tables where there are none, or one a rank.
+        the counts; from the tables where there are none, or one per rank.
         """
         if self.is_slice:
             raise InvalidArgument("Metadata.traffic: a slice knows one rank, expected all ranks")

@@ -9,6 +9,7 @@ from . import _core, _plot
 from ._arrays import IntArray, index_array, int64, numbers
 from ._copies import Unchanging
 from ._files import json_text, kept
+from .attention_costs import AttentionCosts, planned
 from .errors import InvalidArgument
 from .layouts import QkvMetadata
 from .plans import QkvPlan
@@ -34,7 +35,7 @@ class AttentionPlan(Unchanging):
     """Which rank attends to which queries, and what that costs. From ``plan``; immutable.
 
     Bytes are wire bytes, forward: rows of Q that leave home, and rows of KV that other ranks need,
-    once a rank and document. Backward in and out change places.
+    once per rank and document. Backward in and out change places.
     """
 
     __slots__ = ("_plan",)
@@ -200,6 +201,8 @@ def plan(
     network_bytes_per_second: float = 50e9,
     message_seconds: float = 0.4e-6,
     pairs_per_second: float = 0.0,
+    costs: Optional[AttentionCosts] = None,
+    tails: bool = False,
 ) -> AttentionPlan:
     """Decides which rank attends to which queries, so that the work is even and few bytes move.
 
@@ -218,6 +221,9 @@ def plan(
         byte_weight: above 0, looser targets are tried and the plan with the least largest work /
             pairs_per_second + byte_weight * limit_seconds() is taken.
         block_tokens: documents are cut at multiples of it where balance allows.
+        costs: what the kernel takes beside pairs, as measured: evened out with them, and
+            pairs_per_second where that is not given.
+        tails: a rank gives away ends of documents, never their middle: fewer shards, more bytes.
 
     Raises:
         InvalidArgument: naming the option or document; "infeasible: rank 3 needs 71680 tokens,
@@ -249,7 +255,10 @@ def plan(
             message_seconds=message_seconds,
             pairs_per_second=pairs_per_second,
         ),
+        "tails": bool(tails),
     }
+    known = planned(costs, "plan")
+    options.update({k: v for k, v in known.items() if not options.get(k)})
     first = doc_lengths[0] if len(doc_lengths) > 0 else 0
     if hasattr(first, "__len__") and getattr(first, "ndim", 1) > 0:  # a number of torch has a len
         ranks = [_lengths(docs, f"plan: doc_lengths[{r}]") for r, docs in enumerate(doc_lengths)]

@@ -157,7 +157,7 @@ class QkvPlan(Unchanging):
         return QkvRouting._wrap(_core.compute_qkv_routing(self._plan, threads), self)
 
     def to_raw_dispatch(self, max_cp_degree: int = 1) -> RawQkvDispatch:
-        """The plan in DistCA's dense form (causal plans, one KV copy a query)."""
+        """The plan in DistCA's dense form (causal plans, one KV copy per query)."""
         return RawQkvDispatch._make((*self._plan.to_raw_dispatch(max_cp_degree), ()))
 
     def traffic(self) -> tuple[AnyArray, AnyArray]:

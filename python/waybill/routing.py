@@ -77,9 +77,9 @@ def compute_metadata_kv(
 ) -> Any:
     """Routing of K and V when each query keeps a contiguous copy of its whole context.
 
-    A KV copy goes where its query goes; the destination buffer is one group a query, in the global
-    order of the queries, and inside a group KV shards stand in document order. Counts are kept by
-    the KV shard's own rank, which also holds when queries live on other ranks.
+    A KV copy goes where its query goes; the destination buffer is one group per query, in the
+    global order of the queries; inside a group KV shards are in document order. Counts are kept
+    by the KV shard's own rank, which also holds when queries live on other ranks.
 
     Args:
         kv_to_q_mapping: (W, S, C, 2), (query rank, query shard) that copy c serves; -1, -1 unused.

@@ -113,7 +113,7 @@ class SparseMetadata(Unchanging):
 
 
 class RankAttention(NamedTuple):
-    """What one rank attends to: one entry a query shard that it received, in their order, rows."""
+    """What one rank attends to: one entry per query shard that it received, in order, in rows."""
 
     shard: IntArray  #: (n,): number of the shard in the plan
     q_begin: IntArray  #: (n,): first row of the shard's queries in the rank's Q
@@ -166,7 +166,7 @@ class QkvRouting(Unchanging):
 
     @property
     def rev_kv(self) -> SparseMetadata:
-        """Copies of K and V back into planes, one a copy."""
+        """Copies of K and V back into planes, one per copy."""
         return SparseMetadata._wrap(self._routing.rev_kv, self, "rev_kv")
 
     def attention(self, rank: int) -> RankAttention:

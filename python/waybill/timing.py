@@ -9,6 +9,7 @@ from . import _core
 from ._arrays import IntArray, int64, numbers
 from ._copies import OfThisProcess
 from ._files import kept
+from .attention_costs import AttentionCosts, predicted
 from .errors import InvalidArgument
 from .planner import AttentionPlan, _lengths, _limit, _mask, _world
 from .plans import QkvPlan
@@ -42,7 +43,7 @@ class StepCause(NamedTuple):
 
 
 class PhasePrediction(NamedTuple):
-    """One phase of all ranks; arrays have one entry a rank, seconds from the step's beginning."""
+    """One phase of all ranks; arrays have one entry per rank, seconds from the step's beginning."""
 
     phase: str
     begin: Any  #: (W,) float64
@@ -208,6 +209,7 @@ def predict_step(
     network_bytes_per_second: Optional[float] = None,
     message_seconds: Optional[float] = None,
     pairs_per_second: Optional[float] = None,
+    costs: Optional[AttentionCosts] = None,
     phase_seconds: float = 11e-6,
     pull_share: float = 325 / 345,
     forward_share: float = 0.72,
@@ -216,17 +218,18 @@ def predict_step(
     forward_flops_per_second: float = 600e12,
     backward_flops_per_second: float = 450e12,
 ) -> StepPrediction:
-    """Predicts the time of each phase of a step of the plan. Pure arithmetic; nothing runs.
+    """Predicts the time of each phase of a step of the plan. Nothing runs.
 
     Args:
         plan: an AttentionPlan brings rows, mask, hardware and relay with it; what is given here
             takes their place. For a QkvPlan the defaults are those of ``waybill.plan``.
         transfer: how K and V travel: "direct", "once_per_node", "relay"; "auto" is relay where the
             plan has a schedule, else direct.
-        nvlink_bytes_per_second, network_bytes_per_second: of a rank, each way.
-        message_seconds, network_message_seconds: cost of each peer beside the bytes.
+        nvlink_bytes_per_second, network_bytes_per_second: of a rank, each way; message_seconds,
+            network_message_seconds: cost of each peer beside them.
         pairs_per_second: (query, key) pairs a rank attends to, forward; takes the place of the
             operations a second.
+        costs: of the kernel, as measured; pairs_per_second goes before its own.
         phase_seconds: a phase in which nothing moves.
         pull_share: speed of a pull over that of a push, NVLink.
         forward_share: NVLink speed of a rank that forwards rows over it, over that of a push.
@@ -235,27 +238,25 @@ def predict_step(
     Raises:
         InvalidArgument: naming the option, got and expected.
     """
-    given: dict[str, Any] = {
-        "forward_chunk_bytes": int64(forward_chunk_bytes, "predict_step: forward_chunk_bytes"),
-        **numbers(
-            "predict_step",
-            phase_seconds=phase_seconds,
-            pull_share=pull_share,
-            forward_share=forward_share,
-            network_message_seconds=network_message_seconds,
-            forward_flops_per_second=forward_flops_per_second,
-            backward_flops_per_second=backward_flops_per_second,
-        ),
-    }
+    who = "predict_step"
+    given: dict[str, Any] = numbers(
+        who, phase_seconds=phase_seconds, pull_share=pull_share, forward_share=forward_share,
+        network_message_seconds=network_message_seconds,
+        forward_flops_per_second=forward_flops_per_second,
+        backward_flops_per_second=backward_flops_per_second,
+    )  # fmt: skip
+    given["forward_chunk_bytes"] = int64(forward_chunk_bytes, f"{who}: forward_chunk_bytes")
     whole = {"q_hidden": q_hidden, "kv_hidden": kv_hidden, "window": window}
     whole["ranks_per_node"] = ranks_per_node
-    given.update({k: int64(v, f"predict_step: {k}") for k, v in whole.items() if v is not None})
+    given.update({k: int64(v, f"{who}: {k}") for k, v in whole.items() if v is not None})
     real = {
         "nvlink_bytes_per_second": nvlink_bytes_per_second,
         "network_bytes_per_second": network_bytes_per_second,
         "message_seconds": message_seconds,
         "pairs_per_second": pairs_per_second,
     }
+    if costs is not None:
+        given.update(predicted(costs, forward_flops_per_second))
     real = {name: value for name, value in real.items() if value is not None}
     given.update(numbers("predict_step", **real))
     if dtype is not None:
@@ -315,6 +316,9 @@ def compare(
         "per_query": False,
         "byte_weight": 0.0,
         "block_tokens": 128,
+        "row_pairs": 0,
+        "shard_pairs": 0,
+        "tails": False,
         "ranks_per_node": int64(ranks_per_node, "compare: ranks_per_node"),
         **numbers(
             "compare",

@@ -46,17 +46,18 @@ class World(OfThisProcess):
 
     ``run_threads`` makes one for each rank, where ranks are threads; ``from_environment``,
     ``from_process_group`` and ``from_all_gather`` make one where ranks are processes of one host.
-    Calls of several threads come one after the other; one that waits for other ranks lets calls of
+    Calls of several threads come one after another; one that waits for other ranks lets calls of
     other dispatchers and layers go on. Calls that wait release the GIL, have a deadline, and end on
     Ctrl-C.
     """
 
-    __slots__ = ("_world",)
+    __slots__ = ("_expert_layers", "_world")
     _why_not_copied = (
         "one rank's connections to the others: make one in each process with"
         " World.from_environment(), or in each thread with waybill.run_threads"
     )
     _world: _core.World
+    _expert_layers: dict[str, Any]  #: those that modules of a model share
 
     def __init__(self) -> None:
         raise InvalidArgument(
@@ -68,6 +69,7 @@ class World(OfThisProcess):
     def _wrap(cls, world: _core.World) -> World:
         self = cls.__new__(cls)
         self._world = world
+        self._expert_layers = {}
         return self
 
     @classmethod

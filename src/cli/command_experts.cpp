@@ -41,9 +41,9 @@ TopkIds ids_of(const ExpertsOptions& o, Console& console) {
   }
   if (o.tokens * o.ranks > most_drawn_ids / o.topk) {
     throw UsageError(concat("--tokens: ", o.tokens, " on ", o.ranks, " ranks, expected at most ",
-                            most_drawn_ids, " choices in all for drawn ids"));
+                            most_drawn_ids, " topk slots in all for drawn ids"));
   }
-  const Progress progress(console, "draw choices");
+  const Progress progress(console, "draw ids");
   return draw_topk_ids(o.tokens * o.ranks, o.topk, o.experts, o.skew, o.seed);
 }
 
@@ -113,7 +113,7 @@ void add_id_options(Command command, ExpertsOptions& o) {
   const Option file =
       command
           .option("--ids", o.ids_path,
-                  "Text with one token per line: its experts, -1 for a dropped choice. The "
+                  "Text with one token per line: its experts, -1 for a dropped topk slot. The "
                   "ranks get equal parts, in order; - is standard input")
           .value_name("FILE")
           .group(group);
@@ -130,7 +130,7 @@ void add_id_options(Command command, ExpertsOptions& o) {
                     "the first")
             .value_name("X")
             .check(real_between(0, 10)));
-  drawn(command.option("--seed", o.seed, "Seed of the drawn choices").value_name("N"));
+  drawn(command.option("--seed", o.seed, "Seed of the drawn ids").value_name("N"));
 }
 
 }  // namespace

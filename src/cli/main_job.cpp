@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::size_t label_width = 12;
 
-/// Runs the steps one after the other and prints a line after each.
+/// Runs the steps one after another and prints a line after each.
 class Steps {
  public:
   explicit Steps(Console& console) : console_(console) {}

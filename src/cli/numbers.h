@@ -21,12 +21,12 @@ namespace waybill::cli {
 /// A check of an option: a number in the range, neither nan nor inf.
 [[nodiscard]] std::function<std::string(const std::string&)> real_between(double min, double max);
 
-/// Speeds that make sense, in bytes a second.
+/// Speeds that make sense, in bytes per second.
 inline constexpr double least_rate = 1;
 inline constexpr double most_rate = 1e18;
 
-/// Bytes a second from "50GB/s", "400Gbit/s", "400Gbps", "345" (GB/s); units B, kB, MB, GB, TB, and
-/// bit or b in place of B; "ps" or "/s". None when it is something else, or not among
+/// Bytes per second from "50GB/s", "400Gbit/s", "400Gbps", "345" (GB/s); units B, kB, MB, GB, TB,
+/// and bit or b in place of B; "ps" or "/s". None when it is something else, or not among
 /// least_rate..most_rate.
 [[nodiscard]] std::optional<double> parse_rate(const std::string& text);
 

@@ -36,7 +36,7 @@ struct StepJob {
                                        const RowOptions& rows, const HardwareOptions& hardware,
                                        const std::function<bool(const std::string&)>& is_given);
 
-/// "345 GB/s NVLink, 50.0 GB/s network, 8 ranks a node": what was assumed.
+/// "345 GB/s NVLink, 50.0 GB/s network, 8 ranks per node": what was assumed.
 [[nodiscard]] std::string hardware_text(const StepOptions& options);
 
 /// Sentences as an indented list, wrapped at 80 columns.

@@ -5,7 +5,7 @@
 
 namespace waybill {
 
-/// A hash of what is added, one after the other; the same on every machine. FNV-1a over words of 64
+/// A hash of what is added, one after another; the same on every machine. FNV-1a over words of 64
 /// bits, each mixed as in splitmix64.
 class Hash {
  public:

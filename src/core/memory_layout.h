@@ -4,7 +4,7 @@
 
 namespace waybill::detail {
 
-/// Parts of one block of memory, one behind the other, each at a multiple of 256 bytes.
+/// Parts of one block of memory, one after another, each at a multiple of 256 bytes.
 class MemoryLayout {
  public:
   /// @param first bytes that are taken before

@@ -12,6 +12,14 @@ constexpr double check_every_s = 0.02;
 constexpr double shortest_sleep_s = 50e-6;
 constexpr double longest_sleep_s = 1e-3;
 constexpr double share_of_waited = 1.0 / 64;  // what a sleep may add to a long wait
+constexpr std::int32_t few_waiters = 64;
+constexpr double sleep_per_waiter_s = 10e-6;  // of more than a few
+constexpr double longest_sleep_of_many_s = 10e-3;
+
+double shortest_sleep_of(const WaitOptions& options) {
+  if (options.num_waiters <= few_waiters) return shortest_sleep_s;
+  return std::min(options.num_waiters * sleep_per_waiter_s, longest_sleep_of_many_s);
+}
 
 std::atomic<InterruptCheck> installed_check = nullptr;
 std::atomic<bool> got_sigint = false;
@@ -69,7 +77,9 @@ bool PollingWait::pause() {
   if (waited < options_.yields_s) {
     std::this_thread::yield();
   } else {
-    const double sleep = std::clamp(waited * share_of_waited, shortest_sleep_s, longest_sleep_s);
+    const double least = shortest_sleep_of(options_);
+    const double sleep =
+        std::clamp(waited * share_of_waited, least, std::max(least, longest_sleep_s));
     std::this_thread::sleep_for(std::chrono::duration<double>(sleep));
   }
   return true;

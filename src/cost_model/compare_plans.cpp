@@ -45,7 +45,7 @@ std::vector<NamedStep> compare_transfers(const StepPredictor& predictor, const S
   };
   add("direct", TransferMode::direct);
   if (steps.front().step.world_size > options.hardware.ranks_per_node)
-    add("once a node", TransferMode::once_per_node);
+    add("once per node", TransferMode::once_per_node);
   if (predictor.has_relay()) add("relay", TransferMode::relay);
   return steps;
 }

@@ -36,13 +36,13 @@ struct FlowSet {
   void count(const Topology& nodes);
 };
 
-/// Rows of Q; once a pair of ranks.
+/// Rows of Q; once per pair of ranks.
 [[nodiscard]] std::vector<Flow> q_flows(const TimedPlan& timed, std::int64_t row_bytes);
 
 /// What comes back along flows of KV: sums are `width` times as wide.
 [[nodiscard]] std::vector<Flow> gradient_flows(std::vector<Flow> flows, std::int64_t width);
 
-/// Rows of KV; once a pair of ranks and feeder, or once a hop.
+/// Rows of KV; once per pair of ranks and feeder, or once per hop.
 [[nodiscard]] std::vector<Flow> kv_flows(const TimedPlan& timed, const Topology& nodes,
                                          TransferMode transfer, std::int64_t row_bytes);
 

@@ -67,11 +67,15 @@ void visit_kv_moves(const TimedPlan& timed, const Topology& nodes, TransferMode 
   }
 }
 
-std::vector<std::int64_t> work_of_shards(const TimedPlan& timed, const AttentionMask& mask) {
-  if (!mask.has_window()) return shard_work(*timed.plan);
+std::vector<std::int64_t> work_of_shards(const TimedPlan& timed, const AttentionMask& mask,
+                                         const HardwareFacts& facts) {
   std::vector<std::int64_t> work(to_size(timed.plan->num_shards()));
-  for (std::size_t n = 0; n < work.size(); ++n)
-    work[n] = mask.pairs(timed.position[n], timed.position[n] + timed.plan->shard_len[n], 0);
+  if (!mask.has_window()) work = shard_work(*timed.plan);
+  for (std::size_t n = 0; n < work.size(); ++n) {
+    const std::int64_t len = timed.plan->shard_len[n];
+    if (mask.has_window()) work[n] = mask.pairs(timed.position[n], timed.position[n] + len, 0);
+    work[n] += facts.row_pairs * len + (len > 0 ? facts.shard_pairs : 0);
+  }
   return work;
 }
 

@@ -35,12 +35,14 @@ struct TimedPlan {
   std::vector<std::int64_t> position;  ///< [N] first token, in the document
 };
 
-/// Calls `visit` for every move of KV between ranks, straight or once a node.
+/// Calls `visit` for every move of KV between ranks, straight or once per node.
 void visit_kv_moves(const TimedPlan& timed, const Topology& nodes, TransferMode transfer,
                     const std::function<void(const KvMove&)>& visit);
 
-/// [N] (query, key) pairs of each shard: by the mask's window; without one as the plan says.
+/// [N] (query, key) pairs of each shard: by the mask's window; without one as the plan says. With
+/// what rows and shards take of the kernel beside them.
 [[nodiscard]] std::vector<std::int64_t> work_of_shards(const TimedPlan& timed,
-                                                       const AttentionMask& mask);
+                                                       const AttentionMask& mask,
+                                                       const HardwareFacts& facts);
 
 }  // namespace waybill::detail

@@ -251,7 +251,8 @@ StepPrediction StepPredictor::Memory::predict(const StepOptions& options, bool e
   check_bytes(timed, options);
   const Topology nodes{timed.plan->world_size, options.hardware.ranks_per_node};
   const StepFlows flows(timed, nodes, options);
-  const std::vector<std::int64_t> shard_pairs = detail::work_of_shards(timed, options.mask);
+  const std::vector<std::int64_t> shard_pairs =
+      detail::work_of_shards(timed, options.mask, options.hardware);
 
   StepPrediction step;
   step.options = options;

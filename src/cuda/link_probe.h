@@ -4,7 +4,8 @@
 
 namespace waybill {
 
-/// How the bytes of the probe go.
+/// How the bytes of the probe go; bulk copies by loads and stores of the threads where a device has
+/// none.
 enum class LinkWay : std::uint8_t { push_bulk, push_vector, pull_bulk, copy_engines };
 
 /// Every GPU copies `bytes_a_peer` to (or from) each of the others at once; the median over

@@ -25,6 +25,16 @@ void EPAll2AllLayer::combine(const ExpertCombineInput& input, const EPLayout& la
   state_->combine(input, layout, stream);
 }
 
+void EPAll2AllLayer::weigh_gradients(const ExpertGradientInput& input, const EPLayout& layout,
+                                     Stream stream) {
+  state_->weigh_gradients(input, layout, stream);
+}
+
+void EPAll2AllLayer::copy_rows(const ConstTensorView& from, const TensorView& to,
+                               const EPLayout& layout, Stream stream) {
+  state_->copy_rows(from, to, layout, stream);
+}
+
 TensorView EPAll2AllLayer::combine_input(std::int64_t rows, Stream stream) {
   return state_->combine_input(rows, stream);
 }

@@ -87,4 +87,34 @@ void check_combine_input(const EPConfig& config, const ExpertCombineInput& input
   }
 }
 
+void check_gradient_input(const EPConfig& config, const ExpertGradientInput& input) {
+  constexpr const char* who = "weigh_gradients";
+  const DType dtype = config.token_dtype;
+  require(input.gradients.ndim() == 2, who, ": gradients has shape ",
+          to_string(input.gradients.shape), ", expected [num_rows, ", config.hidden, "]");
+  const std::int64_t rows = input.gradients.shape[0];
+  const Shape shape{rows, config.hidden};
+  check_view(who, "gradients", input.gradients, dtype, shape);
+  if (is_given(input.row_gradients)) {
+    check_view(who, "weights", input.weights, config.weight_dtype, {rows});
+    check_view(who, "row_gradients", input.row_gradients, dtype, shape);
+  }
+  require(is_given(input.rows) == is_given(input.weight_gradients), who,
+          ": one of rows and weight_gradients is given, expected both or none");
+  if (!is_given(input.rows)) return;
+  const bool wide = config.weight_dtype == DType::float64;
+  check_view(who, "rows", input.rows, dtype, shape);
+  check_view(who, "weight_gradients", input.weight_gradients,
+             wide ? DType::float64 : DType::float32, {rows});
+}
+
+void check_copied_rows(const EPConfig& config, const ConstTensorView& from, const TensorView& to) {
+  constexpr const char* who = "copy_rows";
+  require(from.ndim() == 2, who, ": rows have shape ", to_string(from.shape),
+          ", expected [num_rows, ", config.hidden, "]");
+  const Shape shape{from.shape[0], config.hidden};
+  check_view(who, "rows", from, config.token_dtype, shape);
+  check_view(who, "the copy", to, config.token_dtype, shape);
+}
+
 }  // namespace waybill::detail

@@ -17,4 +17,7 @@ void check_dispatch_input(const EPConfig& config, const EPDispatchOptions& optio
 void check_combine_input(const EPConfig& config, const ExpertCombineInput& input,
                          std::int64_t num_rows, std::int64_t num_tokens);
 
+void check_gradient_input(const EPConfig& config, const ExpertGradientInput& input);
+void check_copied_rows(const EPConfig& config, const ConstTensorView& from, const TensorView& to);
+
 }  // namespace waybill::detail

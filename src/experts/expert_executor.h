@@ -138,6 +138,12 @@ class ExpertExecutor {
   virtual void combine(const ExpertCall& call, const ExpertCombineInput& input,
                        const ExpertTables& tables) = 0;
 
+  /// On this rank alone, of rows that have arrived.
+  virtual void weigh_gradients(const ExpertGradientInput& input, const ExpertTables& tables,
+                               const Stream& stream) = 0;
+  virtual void copy_rows(const ConstTensorView& from, const TensorView& to,
+                         const ExpertTables& tables, const Stream& stream) = 0;
+
   /// GPU worlds queue it, behind what is on the stream, and return; where ranks do not have each
   /// other's signals mapped (several nodes over NVSHMEM or NCCL) the host waits.
   /// @throws Timeout; Unsupported in a graph where the host would wait

@@ -78,7 +78,7 @@ inline constexpr std::int64_t num_expert_signals = 5;
   return num_expert_signals * world_size + num_executor_slots;
 }
 
-/// The symmetric memory of a layer. Windows take turns; the workspace and the signals stay.
+/// The symmetric memory of a layer. Windows alternate; the workspace and the signals stay.
 struct ExpertMemory {
   std::int64_t capacity_rows = 0;  ///< rows of each window
   ExpertWindowLayout window;

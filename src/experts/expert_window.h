@@ -58,7 +58,7 @@ struct TokenBlock {
   std::span<const std::int32_t> places = {};  ///< [T, K]
 };
 
-/// Writes tokens into the windows of this rank's node: the payload once a rank, to the row of the
+/// Writes tokens into the windows of this rank's node: the payload once per rank, to the row of the
 /// first topk slot there; tags and weights to the row of each topk slot. Rows past the capacity
 /// stay out.
 /// @param windows by local rank

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "core/to_size.h"
+#include "shared_rows.h"
 #include "waybill/core/error.h"
 #include "waybill/moe/quantize.h"
 
@@ -41,16 +42,12 @@ std::shared_ptr<HostExpertTables> HostExpertDispatch::route(const ExpertCall& ca
   routing->positions = read_positions(input.full_scatter_indices);
   if (!routing->positions.empty()) clear_tags(call);
   const auto counts = count_topk_slots(config_, ids);
-  const std::int64_t size_bytes =
-      num_counts(config_) * static_cast<std::int64_t>(sizeof(counts[0]));
-  const std::int64_t workspace = memory_.workspace_layout.counts[call.parity];
-  for (std::int32_t r = 0; r < config_.world_size; ++r) {
-    round_.post(r, workspace + config_.rank * size_bytes, counts.data(), size_bytes);
-  }
+  tell_counts(call, counts);
   round_.enter(call);
-  routing->rows = locate_rows(config_, options_,
-                              {round_.read<std::int32_t>(workspace),
-                               to_size(num_counts(config_)) * to_size(config_.world_size)});
+  const auto first_of_node = to_size(routing->own_node() * config_.local_world_size);
+  routing->rows = share_rows(memory_.workspace.memory[first_of_node], call.epoch,
+                             [&] { return locate_rows(config_, options_, told_counts(call)); });
+  routing->required_rows = static_cast<std::int32_t>(routing->rows->largest_recv_rows);
   routing->dst_rows.assign(to_size(slice(config_.num_nodes()) * config_.topk), -1);
   if (config_.is_intra_node()) {
     routing->ids = ids;
@@ -63,6 +60,31 @@ std::shared_ptr<HostExpertTables> HostExpertDispatch::route(const ExpertCall& ca
   auto tables = std::make_shared<HostExpertTables>(routing, config_.weight_dtype);
   take_weights(input, *tables);
   return tables;
+}
+
+/// Ranks of this node read them here, those of other nodes have them written into their workspace.
+void HostExpertDispatch::tell_counts(const ExpertCall& call, std::span<const std::int32_t> counts) {
+  const auto size_bytes = static_cast<std::int64_t>(counts.size_bytes());
+  const std::int64_t place =
+      memory_.workspace_layout.counts[call.parity] + config_.rank * size_bytes;
+  for (std::int32_t r = 0; r < config_.world_size; ++r) {
+    if (r != config_.rank && memory_.workspace.peers[to_size(r)] != nullptr) continue;
+    round_.post(r, place, counts.data(), size_bytes);
+  }
+}
+
+/// They stay as they are until all ranks have entered the next dispatch, and so left this one.
+std::vector<std::span<const std::int32_t>> HostExpertDispatch::told_counts(
+    const ExpertCall& call) const {
+  std::vector<std::span<const std::int32_t>> counts;
+  const std::int64_t count = num_counts(config_);
+  for (std::int32_t r = 0; r < config_.world_size; ++r) {
+    const std::byte* const part = memory_.workspace.peers[to_size(r)];
+    const std::byte* const table = (part != nullptr ? part : memory_.workspace.local) +
+                                   memory_.workspace_layout.counts[call.parity];
+    counts.emplace_back(reinterpret_cast<const std::int32_t*>(table) + r * count, to_size(count));
+  }
+  return counts;
 }
 
 std::shared_ptr<HostExpertTables> HostExpertDispatch::enter(const ExpertCall& call,
@@ -89,7 +111,7 @@ void HostExpertDispatch::place(std::int32_t node, HostExpertRouting& routing) co
   const std::int32_t source = routing.peer(node);
   const auto ids = routing.ids_of(node);
   if (routing.positions.empty()) {
-    const auto places = place_topk_slots(config_, options_, routing.rows, source, ids);
+    const auto places = place_topk_slots(config_, options_, *routing.rows, source, ids);
     const auto out = routing.places_of(node);
     for (std::size_t i = 0; i < ids.size(); ++i) {
       const std::int32_t rank = config_.rank_of_expert(ids[i]);
@@ -98,17 +120,17 @@ void HostExpertDispatch::place(std::int32_t node, HostExpertRouting& routing) co
     return;
   }
   std::int64_t first = 0;
-  for (std::int32_t r = 0; r < source; ++r) first += routing.rows.num_input_tokens[to_size(r)];
+  for (std::int32_t r = 0; r < source; ++r) first += routing.rows->num_input_tokens[to_size(r)];
   const auto positions =
       std::span(routing.positions).subspan(to_size(first * config_.topk), ids.size());
   std::ranges::copy(
-      place_by_scatter_indices(config_, routing.rows, source, ids, positions, "dispatch"),
+      place_by_scatter_indices(config_, *routing.rows, source, ids, positions, "dispatch"),
       routing.places_of(node).begin());
 }
 
 void HostExpertDispatch::place_own(HostExpertRouting& routing) const {
   std::int64_t tokens = 0;
-  for (const std::int32_t count : routing.rows.num_input_tokens) tokens += count;
+  for (const std::int32_t count : routing.rows->num_input_tokens) tokens += count;
   try {
     require(routing.positions.empty() || std::ssize(routing.positions) == tokens * config_.topk,
             "dispatch: full_scatter_indices has ", std::ssize(routing.positions) / config_.topk,
@@ -274,9 +296,9 @@ void HostExpertDispatch::finish_rows(const ExpertCall& call, HostExpertTables& t
   const std::int64_t experts = config_.num_experts_per_rank();
   if (options_.rows == EPRows::grouped) {
     const std::int32_t* const first =
-        routing.rows.expert_offsets.data() + config_.rank * (experts + 1);
+        routing.rows->expert_offsets.data() + config_.rank * (experts + 1);
     for (std::int64_t p = 0; p < experts; ++p) {
-      const std::int32_t used = routing.rows.expert_counts[to_size(config_.rank * experts + p)];
+      const std::int32_t used = routing.rows->expert_counts[to_size(config_.rank * experts + p)];
       const std::int64_t end = std::min<std::int64_t>(first[p + 1], memory_.capacity_rows);
       for (std::int64_t row = first[p] + used; row < end; ++row) window.clear(row, has_weights);
     }

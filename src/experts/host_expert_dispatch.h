@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "expert_round.h"
@@ -24,6 +25,9 @@ class HostExpertDispatch {
   void run(const ExpertCall& call, const ExpertDispatchInput& input, HostExpertTables& tables);
 
  private:
+  void tell_counts(const ExpertCall& call, std::span<const std::int32_t> counts);
+  [[nodiscard]] std::vector<std::span<const std::int32_t>> told_counts(
+      const ExpertCall& call) const;
   void take_weights(const ExpertDispatchInput& input, HostExpertTables& tables) const;
   void place_own(HostExpertRouting& routing) const;
   void place_forwarded(std::int32_t node, HostExpertRouting& routing) const;

@@ -1,9 +1,12 @@
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "experts/expert_executor.h"
 #include "host_expert_combine.h"
 #include "host_expert_dispatch.h"
+#include "core/to_size.h"
+#include "weigh_gradients.h"
 #include "waybill/runtime/world.h"
 
 namespace waybill::detail {
@@ -33,7 +36,7 @@ class HostExpertExecutor final : public ExpertExecutor {
   void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
                 ExpertTables& begun) override {
     auto& tables = static_cast<HostExpertTables&>(begun);
-    const std::int64_t largest = tables.routing().rows.largest_recv_rows;
+    const std::int64_t largest = tables.routing().rows->largest_recv_rows;
     if (largest > std::max(memory_.capacity_rows, overflow_.rows))
       overflow_ = {largest, call.epoch};
     dispatch_.run(call, input, tables);
@@ -42,6 +45,18 @@ class HostExpertExecutor final : public ExpertExecutor {
   void combine(const ExpertCall& call, const ExpertCombineInput& input,
                const ExpertTables& tables) override {
     combine_.run(call, input, static_cast<const HostExpertTables&>(tables));
+  }
+
+  void weigh_gradients(const ExpertGradientInput& input, const ExpertTables& tables,
+                       const Stream& /*stream*/) override {
+    detail::weigh_gradients(input, num_rows(tables, input.gradients));
+  }
+
+  void copy_rows(const ConstTensorView& from, const TensorView& to, const ExpertTables& tables,
+                 const Stream& /*stream*/) override {
+    const std::int64_t row_bytes = config_.hidden * dtype_bytes(from.dtype);
+    const std::int64_t bytes = num_rows(tables, from) * row_bytes;
+    if (bytes > 0) std::memcpy(to.data, from.data, to_size(bytes));
   }
 
   void barrier(const ExpertBarrier& call) override {
@@ -62,6 +77,13 @@ class HostExpertExecutor final : public ExpertExecutor {
   ExpertOverflow take_overflow() override { return std::exchange(overflow_, {}); }
 
  private:
+  /// That have arrived, of those of a tensor.
+  [[nodiscard]] std::int64_t num_rows(const ExpertTables& tables,
+                                      const ConstTensorView& tensor) const {
+    const std::int32_t arrived = tables.routing().known_counts()[to_size(std::int64_t{config_.rank})];
+    return std::min<std::int64_t>(arrived, tensor.shape[0]);
+  }
+
   Transport& transport_;
   EPConfig config_;
   EPDispatchOptions options_;

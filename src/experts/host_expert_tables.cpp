@@ -21,14 +21,15 @@ ExpertTableViews HostExpertRouting::views() const {
   ExpertTableViews views;
   views.ids = table(ids, shape_by_id());
   views.dst_rows = table(dst_rows, {config_.num_nodes(), config_.max_tokens, topk});
-  views.num_input_tokens = table(rows.num_input_tokens, {world});
-  views.splits = table(rows.splits, {world, config_.num_experts + 1});
-  views.segment_offsets = table(rows.segment_offsets, {world, experts, world});
+  views.num_input_tokens = table(rows->num_input_tokens, {world});
+  views.splits = table(rows->splits, {world, config_.num_experts + 1});
+  views.segment_offsets = table(rows->segment_offsets, {world, experts, world});
   views.expert_counts = {
-      rows.expert_counts.data() + config_.rank * experts, DType::int32, {experts}};
+      rows->expert_counts.data() + config_.rank * experts, DType::int32, {experts}};
   views.expert_offsets = {
-      rows.expert_offsets.data() + config_.rank * (experts + 1), DType::int32, {experts + 1}};
-  views.num_recv_rows = table(rows.num_recv_rows, {world});
+      rows->expert_offsets.data() + config_.rank * (experts + 1), DType::int32, {experts + 1}};
+  views.num_recv_rows = table(rows->num_recv_rows, {world});
+  views.required_rows = {&required_rows, DType::int32, {1}};
   views.primary_rows = table(primary_rows, {received});
   views.topk_slot_rows = table(topk_slot_rows, {received, topk});
   views.send_reqs = table(send_reqs, {config_.num_nodes(), 2, config_.max_tokens});
@@ -41,7 +42,7 @@ ExpertTableViews HostExpertRouting::views() const {
 
 Shape HostExpertRouting::shape_by_id() const {
   if (!config_.is_intra_node()) return {config_.num_nodes(), config_.max_tokens, config_.topk};
-  return {rows.num_input_tokens[to_size(config_.rank)], config_.topk};
+  return {rows->num_input_tokens[to_size(config_.rank)], config_.topk};
 }
 
 std::size_t HostExpertRouting::first_entry(std::int32_t node) const {
@@ -51,13 +52,13 @@ std::size_t HostExpertRouting::first_entry(std::int32_t node) const {
 std::span<std::int32_t> HostExpertRouting::ids_of(std::int32_t node) {
   return std::span(ids).subspan(
       first_entry(node),
-      to_size(rows.num_input_tokens[to_size(peer(node))]) * to_size(config_.topk));
+      to_size(rows->num_input_tokens[to_size(peer(node))]) * to_size(config_.topk));
 }
 
 std::span<std::int32_t> HostExpertRouting::places_of(std::int32_t node) {
   return std::span(dst_rows).subspan(
       to_size(node * config_.max_tokens * config_.topk),
-      to_size(rows.num_input_tokens[to_size(peer(node))]) * to_size(config_.topk));
+      to_size(rows->num_input_tokens[to_size(peer(node))]) * to_size(config_.topk));
 }
 
 std::span<const std::int32_t> HostExpertRouting::ids_of(std::int32_t node) const {
@@ -69,7 +70,7 @@ std::span<const std::int32_t> HostExpertRouting::places_of(std::int32_t node) co
 }
 
 std::int64_t HostExpertRouting::num_rows(std::int64_t capacity_rows) const {
-  return std::min<std::int64_t>(rows.num_recv_rows[to_size(config_.rank)], capacity_rows);
+  return std::min<std::int64_t>(rows->num_recv_rows[to_size(config_.rank)], capacity_rows);
 }
 
 void HostExpertRouting::read_tags(std::span<const RowTag> received) {
@@ -89,7 +90,7 @@ void HostExpertRouting::read_tags(std::span<const RowTag> received) {
 void HostExpertRouting::read_topk(std::span<const std::int32_t> received) {
   recv_topk.assign(received.begin(), received.end());
   const std::int64_t experts = config_.num_experts_per_rank();
-  const auto first = rows.expert_offsets.begin() + config_.rank * (experts + 1);
+  const auto first = rows->expert_offsets.begin() + config_.rank * (experts + 1);
   // Compact rows are ordered by source and token: so are the places of each expert.
   std::vector<std::int32_t> next(first, first + experts);
   compact_to_grouped.assign(recv_topk.size(), -1);

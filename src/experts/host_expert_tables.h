@@ -19,10 +19,10 @@ class HostExpertRouting final : public ExpertRouting {
 
   [[nodiscard]] ExpertTableViews views() const override;
   [[nodiscard]] std::span<const std::int32_t> wait_counts() const override {
-    return rows.num_recv_rows;
+    return rows->num_recv_rows;
   }
   [[nodiscard]] std::span<const std::int32_t> known_counts() const override {
-    return rows.num_recv_rows;
+    return rows->num_recv_rows;
   }
 
   /// The ids of one node's rank of this local index, and the places of its topk slots: [T, K].
@@ -49,7 +49,8 @@ class HostExpertRouting final : public ExpertRouting {
   /// Compact rows: what the local experts of each row say.
   void read_topk(std::span<const std::int32_t> received);
 
-  ExpertRows rows;
+  std::shared_ptr<const ExpertRows> rows;  ///< perhaps shared with other ranks
+  std::int32_t required_rows = 0;          ///< rows->largest_recv_rows
   std::vector<std::int32_t> ids;        ///< one node [T, K], else [N, M, K], -1 where there is none
   std::vector<std::int32_t> dst_rows;   ///< [N, M, K]
   std::vector<std::int32_t> send_reqs;  ///< several nodes: [N, 2, M]

@@ -217,6 +217,24 @@ void LayerState::combine(const ExpertCombineInput& input, const EPLayout& layout
   num_places_ -= std::min<std::uint64_t>(num_places_, 1);
 }
 
+void LayerState::weigh_gradients(const ExpertGradientInput& input, const EPLayout& layout,
+                                 Stream stream) {
+  constexpr const char* who = "weigh_gradients";
+  abort_state_.check(who);
+  require(layout.layer_ == id_, who, ": the layout belongs to another layer");
+  check_gradient_input(config_, input);
+  abort_state_.guard([&] { executor_->weigh_gradients(input, *layout.tables_, stream); });
+}
+
+void LayerState::copy_rows(const ConstTensorView& from, const TensorView& to,
+                           const EPLayout& layout, Stream stream) {
+  constexpr const char* who = "copy_rows";
+  abort_state_.check(who);
+  require(layout.layer_ == id_, who, ": the layout belongs to another layer");
+  check_copied_rows(config_, from, to);
+  abort_state_.guard([&] { executor_->copy_rows(from, to, *layout.tables_, stream); });
+}
+
 /// The window of the combine after the next is that of the last one: other ranks have read it when
 /// a dispatch, for which all of them wait, has come since; a graph may have combined even then.
 bool LayerState::may_take_second_place(const Stream& stream) const {

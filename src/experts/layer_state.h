@@ -22,6 +22,9 @@ class LayerState {
   EPDispatched dispatch(const ExpertDispatchInput& input, Stream stream);
   EPDispatched dispatch(const ExpertDispatchInput& input, const EPLayout& layout, Stream stream);
   void combine(const ExpertCombineInput& input, const EPLayout& layout, Stream stream);
+  void weigh_gradients(const ExpertGradientInput& input, const EPLayout& layout, Stream stream);
+  void copy_rows(const ConstTensorView& from, const TensorView& to, const EPLayout& layout,
+                 Stream stream);
   [[nodiscard]] TensorView combine_input(std::int64_t rows, Stream stream);
   [[nodiscard]] bool combine_needs_gradients(const EPLayout& layout, bool mine, bool asks);
   void ep_barrier_all(Stream stream, bool intra_node_only);

@@ -30,6 +30,7 @@ void write_options(JsonWriter& writer, const PlannerOptions& options) {
   writer.key("max_tokens_per_rank").integer(options.max_tokens_per_rank);
   writer.key("block_tokens").integer(options.block_tokens);
   writer.key("relay").boolean(options.relay);
+  if (options.tails) writer.key("tails").boolean(true);
   const HardwareFacts& hardware = options.hardware;
   writer.key("hardware").open_object();
   writer.key("nvlink_bytes_per_second").real(hardware.nvlink_bytes_per_second);
@@ -37,12 +38,15 @@ void write_options(JsonWriter& writer, const PlannerOptions& options) {
   writer.key("ranks_per_node").integer(hardware.ranks_per_node);
   writer.key("message_seconds").real(hardware.message_seconds);
   writer.key("pairs_per_second").real(hardware.pairs_per_second);
+  // Texts of plans that use none of these are as they were before there were any.
+  if (hardware.row_pairs != 0) writer.key("row_pairs").integer(hardware.row_pairs);
+  if (hardware.shard_pairs != 0) writer.key("shard_pairs").integer(hardware.shard_pairs);
   writer.close().close();
 }
 
 HardwareFacts read_hardware(const JsonNode& node) {
   node.check_keys({"nvlink_bytes_per_second", "network_bytes_per_second", "ranks_per_node",
-                   "message_seconds", "pairs_per_second"});
+                   "message_seconds", "pairs_per_second", "row_pairs", "shard_pairs"});
   HardwareFacts hardware;
   hardware.nvlink_bytes_per_second = node.at("nvlink_bytes_per_second").real();
   hardware.network_bytes_per_second = node.at("network_bytes_per_second").real();
@@ -50,13 +54,15 @@ HardwareFacts read_hardware(const JsonNode& node) {
       static_cast<std::int32_t>(node.at("ranks_per_node").integer(1, most_int32));
   hardware.message_seconds = node.at("message_seconds").real();
   hardware.pairs_per_second = node.at("pairs_per_second").real();
+  if (const auto row = node.find("row_pairs")) hardware.row_pairs = row->integer();
+  if (const auto shard = node.find("shard_pairs")) hardware.shard_pairs = shard->integer();
   return hardware;
 }
 
 PlannerOptions read_options(const JsonNode& node, ReadCheck check) {
   node.check_keys({"world_size", "tokens_per_rank", "q_hidden", "kv_hidden", "dtype", "window",
                    "mask", "kv_layout", "imbalance_target", "byte_weight", "max_tokens_per_rank",
-                   "block_tokens", "relay", "hardware"});
+                   "block_tokens", "relay", "tails", "hardware"});
   PlannerOptions options;
   options.world_size = static_cast<std::int32_t>(node.at("world_size").integer(1, max_world_size));
   options.tokens_per_rank = node.at("tokens_per_rank").integer();
@@ -72,6 +78,7 @@ PlannerOptions read_options(const JsonNode& node, ReadCheck check) {
   options.max_tokens_per_rank = node.at("max_tokens_per_rank").integer();
   options.block_tokens = node.at("block_tokens").integer();
   options.relay = node.at("relay").boolean();
+  if (const auto tails = node.find("tails")) options.tails = tails->boolean();
   options.hardware = read_hardware(node.at("hardware"));
   if (check == ReadCheck::values) check_at(node, [&] { options.check("options"); });
   return options;
@@ -157,7 +164,7 @@ RelaySchedule read_relay(const JsonNode& node) {
 
 void check_table(const JsonNode& node, std::size_t got, const AttentionPlan& plan) {
   if (got != to_size(plan.plan.world_size))
-    node.fail_text(concat(got, " entries, expected ", plan.plan.world_size, ": one a rank"));
+    node.fail_text(concat(got, " entries, expected ", plan.plan.world_size, ": one per rank"));
 }
 
 AttentionPlan read_attention_plan(const JsonNode& root, ReadCheck check) {

@@ -34,7 +34,6 @@ void EPConfig::check(const char* who) const {
           ", expected bfloat16, float16, float32 or float64");
   require(is_sum_dtype(weight_dtype), who, ": weight_dtype = ", weight_dtype,
           ", expected float32, float16, bfloat16 or float64");
-  require(offset_dtype == DType::int32, who, ": offset_dtype = ", offset_dtype, ", expected int32");
 }
 
 void EPDispatchOptions::check(const EPConfig& config, const char* who) const {

@@ -98,15 +98,14 @@ std::vector<std::int32_t> count_topk_slots(const EPConfig& config,
 }
 
 ExpertRows locate_rows(const EPConfig& config, const EPDispatchOptions& options,
-                       std::span<const std::int32_t> counts) {
+                       std::span<const std::span<const std::int32_t>> counts) {
   const std::int64_t world = config.world_size;
   const std::int64_t experts = config.num_experts_per_rank();
   const std::int64_t bins = config.num_experts + 1;
   ExpertRows rows;
   rows.splits.reserve(to_size(world * bins));
   for (std::int64_t src = 0; src < world; ++src) {
-    const auto record =
-        counts.subspan(to_size(src * num_counts(config)), to_size(num_counts(config)));
+    const auto record = counts[to_size(src)];
     rows.splits.insert(rows.splits.end(), record.begin(), record.begin() + bins);
     rows.rank_tokens.insert(rows.rank_tokens.end(), record.begin() + bins, record.end());
     std::int64_t topk_slots = 0;
@@ -125,6 +124,15 @@ ExpertRows locate_rows(const EPConfig& config, const EPDispatchOptions& options,
   for (std::int32_t dst = 0; dst < world; ++dst) locate_segments(config, options, dst, rows);
   rows.largest_recv_rows = *std::ranges::max_element(rows.num_recv_rows);
   return rows;
+}
+
+ExpertRows locate_rows(const EPConfig& config, const EPDispatchOptions& options,
+                       std::span<const std::int32_t> counts) {
+  const std::size_t count = to_size(num_counts(config));
+  std::vector<std::span<const std::int32_t>> by_rank;
+  for (std::size_t src = 0; src < to_size(config.world_size); ++src)
+    by_rank.push_back(counts.subspan(src * count, count));
+  return locate_rows(config, options, by_rank);
 }
 
 }  // namespace waybill

@@ -112,7 +112,8 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
     const std::int64_t begin = position_.back();
     position_.push_back(begin + qkv.shard_len[to_size(n)]);
     const std::int32_t dst = qkv.q_dst[to_size(n)];
-    plan.work[to_size(dst)] += plan.options.mask.pairs(begin, position_.back(), doc_len);
+    plan.work[to_size(dst)] +=
+        kernel_work(plan.options.mask, plan.options.hardware, begin, position_.back(), doc_len);
     plan.attention_tokens[to_size(dst)] += qkv.shard_len[to_size(n)];
     if (dst != home_rank_)
       add_link(q_links, home_rank_, dst,
@@ -204,13 +205,14 @@ void FigureCounter::count(const HomeLayout& home, AttentionPlan& plan) {
       continue;
     }
     const std::int64_t len = qkv.shard_len[to_size(first)];
-    plan.work[to_size(home_rank_)] += mask.pairs(0, len, len);
+    plan.work[to_size(home_rank_)] += kernel_work(mask, plan.options.hardware, 0, len, len);
     plan.attention_tokens[to_size(home_rank_)] += len;
     plan.kv_tokens[to_size(home_rank_)] += len;
   }
   bound_bytes_in(home, plan);
   plan.block_work =
-      mask.pairs(std::max<std::int64_t>(0, longest - plan.options.block_tokens), longest, longest);
+      kernel_work(mask, plan.options.hardware,
+                  std::max<std::int64_t>(0, longest - plan.options.block_tokens), longest, longest);
   for (std::size_t r = 0; r < world_size; ++r) {
     plan.links[r].nvlink_in += q_links[r].nvlink_in;
     plan.links[r].nvlink_out += q_links[r].nvlink_out;

@@ -25,7 +25,7 @@ namespace waybill {
                                              const Topology& topology, std::int64_t row_bytes,
                                              bool once = true);
 
-/// Bytes a rank and link when every copy goes straight from home. [W]
+/// Bytes per rank and link when every copy goes straight from home. [W]
 [[nodiscard]] std::vector<LinkBytes> direct_links(const SparseMetadata& metadata,
                                                   const Topology& topology, std::int64_t row_bytes);
 

@@ -73,7 +73,7 @@ void check_documents(std::span<const GivenPiece> all, std::span<const std::int64
 void lay_out(std::span<const std::vector<DocumentRange>> rank_pieces, const PlannerOptions& options,
              HomeLayout& home) {
   require(std::ssize(rank_pieces) == options.world_size, who, ": ", rank_pieces.size(),
-          " lists of pieces, expected one a rank (world_size ", options.world_size, ")");
+          " lists of pieces, expected one per rank (world_size ", options.world_size, ")");
   std::vector<std::int64_t> documents;
   auto all = list_pieces(rank_pieces, documents);
   std::sort(all.begin(), all.end(), [](const GivenPiece& a, const GivenPiece& b) {

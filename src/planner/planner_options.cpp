@@ -45,6 +45,8 @@ void PlannerOptions::check(const char* who) const {
   check_positive(who, "hardware.network_bytes_per_second", hardware.network_bytes_per_second);
   check_positive(who, "hardware.message_seconds", hardware.message_seconds, true);
   check_positive(who, "hardware.pairs_per_second", hardware.pairs_per_second, true);
+  check_range(who, "hardware.row_pairs", hardware.row_pairs, 0, std::int64_t{1} << 20);
+  check_range(who, "hardware.shard_pairs", hardware.shard_pairs, 0, std::int64_t{1} << 40);
   require(byte_weight == 0 || hardware.pairs_per_second > 0, who, ": byte_weight = ", byte_weight,
           " needs hardware.pairs_per_second, got 0");
   require(hardware.ranks_per_node >= 1, who,

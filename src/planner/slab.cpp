@@ -10,7 +10,9 @@ SlabCosts::SlabCosts(const PlannerOptions& options, double mean_work)
       q_row(static_cast<double>(options.model.q_row_bytes())),
       kv_row(static_cast<double>(options.model.kv_row_bytes())),
       block_tokens(options.block_tokens),
-      fine_work(mean_work * (options.imbalance_target - 1) / 4) {}
+      fine_work(mean_work * (options.imbalance_target - 1) / 4),
+      facts(options.hardware),
+      tails(options.tails) {}
 
 std::int64_t SlabCosts::grid(std::int64_t position, std::int64_t doc_len) const {
   const std::int64_t keys = mask.is_full() ? doc_len : position - mask.first_key(position - 1);
@@ -23,18 +25,21 @@ Slab SlabCosts::slab_down(Slab slab, std::int64_t work_limit) const {
   if (work(slab) <= work_limit) return slab;
   // Keys of the first query go down with `begin`: from the area of a trapezoid, in doubles, then
   // put right on the grid.
-  const auto area = static_cast<double>(work_limit);
+  // What every row takes beside its pairs is as if the document began so many rows earlier.
+  const auto area = static_cast<double>(std::max<std::int64_t>(0, work_limit - facts.shard_pairs));
   const auto e = static_cast<double>(slab.end);
   double begin = 0;
+  const auto row = static_cast<double>(facts.row_pairs);
   const auto window = static_cast<double>(mask.window);
   if (mask.is_full()) {
-    begin = std::max(0.0, e - area / static_cast<double>(slab.doc_len));
-  } else if (mask.window > 0 && area <= (e - window) * window) {
-    begin = e - area / window;
+    begin = std::max(0.0, e - area / (static_cast<double>(slab.doc_len) + row));
+  } else if (mask.window > 0 && area <= (e - window) * (window + row)) {
+    begin = e - area / (window + row);
   } else {
     const double ramp_end = mask.window > 0 ? std::min(e, window) : e;
-    const double left = area - (mask.window > 0 ? (e - ramp_end) * window : 0);
-    begin = std::sqrt(std::max(0.0, ramp_end * (ramp_end + 1) - 2 * left));
+    const double left = area - (mask.window > 0 ? (e - ramp_end) * (window + row) : 0);
+    const double square = ramp_end * (ramp_end + 1 + 2 * row) - 2 * left + row * row;
+    begin = std::max(0.0, std::sqrt(std::max(0.0, square)) - row);
   }
   const std::int64_t step = grid(slab.end, slab.doc_len);
   Slab part = slab;
@@ -50,16 +55,21 @@ Slab SlabCosts::slab_down(Slab slab, std::int64_t work_limit) const {
 // The end of the shortest slab from `begin` with about `work`.
 std::int64_t SlabCosts::end_for(std::int64_t begin, double work_wanted,
                                 std::int64_t doc_len) const {
+  const auto row = static_cast<double>(facts.row_pairs);
   if (mask.is_full()) {
-    return begin + static_cast<std::int64_t>(work_wanted / static_cast<double>(doc_len)) + 1;
+    const double keys = static_cast<double>(doc_len) + row;
+    return begin + static_cast<std::int64_t>(work_wanted / keys) + 1;
   }
-  const double b = static_cast<double>(begin);
-  const double window = static_cast<double>(mask.window);
-  if (mask.window == 0) return static_cast<std::int64_t>(std::sqrt(b * b + 2 * work_wanted)) + 1;
+  const double b = static_cast<double>(begin) + row;
+  const double window = static_cast<double>(mask.window) + row;
+  const auto on_ramp = [&] {
+    return static_cast<std::int64_t>(std::sqrt(b * b + 2 * work_wanted) - row) + 1;
+  };
+  if (mask.window == 0) return on_ramp();
   if (b >= window) return begin + static_cast<std::int64_t>(work_wanted / window) + 1;
   const double ramp = (window * window - b * b) / 2;
-  if (work_wanted <= ramp) return static_cast<std::int64_t>(std::sqrt(b * b + 2 * work_wanted)) + 1;
-  return static_cast<std::int64_t>(window + (work_wanted - ramp) / window) + 1;
+  if (work_wanted <= ramp) return on_ramp();
+  return static_cast<std::int64_t>(window - row + (work_wanted - ramp) / window) + 1;
 }
 
 double SlabCosts::bytes_of(Slab region, double slab_work) const {
@@ -92,7 +102,7 @@ Slab SlabCosts::cheapest_region(Slab piece, std::int64_t work_wanted, double sla
   double high = static_cast<double>(tail_begin);
   const double tail_cost = cost(high);
   // Where queries have the same number of keys, it matters little where the region begins.
-  const bool is_even = mask.has_window() || mask.is_full();
+  const bool is_even = mask.has_window() || mask.is_full() || tails;
   if (!is_even) {  // convex in begin: golden section without the gold
     for (int round = 0; round < 12 && high - low > 256; ++round) {
       const double a = low + (high - low) * 0.4;

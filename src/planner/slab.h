@@ -27,12 +27,14 @@ struct SlabCosts {
   double kv_row = 0;  ///< bytes, K and V
   std::int64_t block_tokens = 128;
   double fine_work = 0;  ///< a block with more work than this is cut finer
+  HardwareFacts facts;
+  bool tails = false;
 
   SlabCosts() = default;
   SlabCosts(const PlannerOptions& options, double mean_work);
 
   [[nodiscard]] std::int64_t work(Slab slab) const {
-    return mask.pairs(slab.begin, slab.end, slab.doc_len);
+    return kernel_work(mask, facts, slab.begin, slab.end, slab.doc_len);
   }
 
   /// KV rows [begin, end) of the document that the slab needs.

@@ -161,7 +161,7 @@ std::int32_t Balancer::rank_in_node(std::int32_t node) const {
   return best;
 }
 
-// Near home, then where the keys went before: over the network they cross once a node.
+// Near home, then where the keys went before: over the network they cross once per node.
 std::int32_t Balancer::rank_for_end(const SlabBid& bid) const {
   if (ranks_per_node_ >= home_->world_size) return pool_.most_room();
   const std::int32_t home = home_->pieces[to_size(regions_[to_size(bid.last - 1)].piece)].rank;
@@ -206,13 +206,14 @@ void Balancer::give(SlabBid& bid, std::int32_t region_idx, Slab slab, std::int32
   Region& region = regions_[to_size(region_idx)];
   const HomePiece& piece = home_->pieces[to_size(region.piece)];
   const std::int64_t work = costs_.work(slab);
+  const bool all = slab.begin == piece.begin && slab.end == piece.end;
   if (piece.rank != rank) {
     moves_.push_back({.slab = slab, .piece = region.piece, .dst = rank});
     bytes_in_[to_size(rank)] += costs_.q_row * static_cast<double>(slab.end - slab.begin);
   }
   if (first) bytes_in_[to_size(rank)] += costs_.kv_row * static_cast<double>(costs_.context(slab));
   load_[to_size(rank)] += work;
-  load_[to_size(piece.rank)] -= work;
+  load_[to_size(piece.rank)] -= all ? work : work - costs_.facts.shard_pairs;
   capacity_.take(piece.rank, slab);
   capacity_.give(rank, bid.doc, slab);
   bid.work -= work;

@@ -98,7 +98,10 @@ std::vector<std::int64_t> count_work(const AttentionPlan& plan) {
           plan.options.mask.is_full()
               ? len * doc_len
               : growing * position + growing * (growing + 1) / 2 + (len - growing) * window;
-      add_wrapping(work[to_size(qkv.q_dst[to_size(n)])], pairs);
+      const HardwareFacts& facts = plan.options.hardware;
+      std::int64_t& sum = work[to_size(qkv.q_dst[to_size(n)])];
+      add_wrapping(sum, pairs);
+      add_wrapping(sum, facts.row_pairs * len + (len > 0 ? facts.shard_pairs : 0));
       position += len;
     }
   }
@@ -158,7 +161,7 @@ bool check_options(const AttentionPlan& plan, PlanFindings& findings) {
     plan.options.check("options");
     return true;
   } catch (const InvalidArgument& error) {
-    findings.add(FindingKind::plan, "options", -1, -1, error.what(), "options that can be meant");
+    findings.add(FindingKind::plan, "options", -1, -1, error.what(), "options that are possible");
     return false;
   }
 }

@@ -15,7 +15,7 @@ std::vector<DocumentFigures> document_figures(const QkvPlan& plan) {
   plan.check("document_figures");
   const std::vector<std::int32_t> home = detail::homes_of(plan.rank_shard_offsets);
   std::vector<DocumentFigures> result(to_size(plan.num_documents()));
-  // The last document that was seen at a rank, so that each rank counts once a document.
+  // The last document that was seen at a rank, so that each rank counts once per document.
   std::vector<std::int64_t> seen_home(to_size(plan.world_size), -1);
   std::vector<std::int64_t> seen_attending(to_size(plan.world_size), -1);
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {

@@ -29,7 +29,7 @@ Spread spread_of(std::span<const ExpertRankFigures> ranks, Figure figure) {
 void check_ids(const EPConfig& config, std::span<const std::vector<std::int32_t>> ids) {
   const char* const who = "summarize_experts: ";
   require(std::ssize(ids) == config.world_size, who, "ids has ", ids.size(),
-          " entries, expected one a rank: ", config.world_size);
+          " entries, expected one per rank: ", config.world_size);
   for (std::size_t r = 0; r < ids.size(); ++r) {
     const std::int64_t size = std::ssize(ids[r]);
     require(size % config.topk == 0 && size / config.topk <= config.max_tokens, who, "ids[", r,

@@ -100,7 +100,7 @@ std::string head_block(const ExpertSummary& s, const TextStyle& style) {
   text +=
       labelled("tokens", concat(format_count(s.num_tokens()), " of ", format_bytes(s.row_bytes),
                                 ", top-", c.topk, " of ", format_plural(c.num_experts, "expert"),
-                                ", ", format_plural(dropped, "choice"), " dropped"));
+                                ", ", format_plural(dropped, "topk slot"), " dropped"));
   text += labelled("ranks", concat(c.world_size, " on ", format_plural(c.num_nodes(), "node"), ", ",
                                    format_plural(c.num_experts_per_rank(), "expert"), " each"));
   return text;
@@ -142,7 +142,7 @@ std::string rank_block(const ExpertSummary& s, const LinkSpeeds& speeds, const T
 }  // namespace
 
 std::vector<std::string> explain_experts(const ExpertSummary& summary, const LinkSpeeds& speeds) {
-  if (summary.computed().max == 0) return {"No token goes anywhere: every choice is dropped."};
+  if (summary.computed().max == 0) return {"No token goes anywhere: every topk slot is dropped."};
   std::vector<std::string> sentences = {limit_sentence(summary, speeds), work_sentence(summary)};
   const std::string placement = placement_sentence(summary);
   if (!placement.empty()) sentences.push_back(placement);

@@ -31,7 +31,7 @@ void check_table(const QkvPlan& plan, const SparseMetadata& table, const char* n
   require(table.world_size == plan.world_size, who, ": routing.", name,
           ".world_size = ", table.world_size, ", expected the plan's, ", plan.world_size);
   require(table.num_entries() == plan.num_shards(), who, ": routing.", name, " has ",
-          table.num_entries(), " entries, expected one a shard, ", plan.num_shards());
+          table.num_entries(), " entries, expected one per shard, ", plan.num_shards());
   require(std::equal(table.seq_len.begin(), table.seq_len.end(), plan.shard_len.begin()), who,
           ": routing.", name, ".seq_len differs from the plan's shard_len");
   const std::int64_t num_destinations =

@@ -27,7 +27,7 @@ void load_rows(const QkvPlan& plan, const Homes& homes, const KvGroups& kv, KvRo
   }
 }
 
-/// Copy numbers by reverse entry, where they follow no formula (windows, one KV copy a rank).
+/// Copy numbers by reverse entry, where they follow no formula (windows, one KV copy per rank).
 using CopyNumbers = UninitializedVector<std::int32_t>;
 
 bool has_formula(const QkvPlan& plan) {

@@ -76,7 +76,7 @@ RawQkvDispatch to_raw_dispatch(const QkvPlan& plan, std::int64_t max_cp_degree) 
   require(plan.mask == MaskKind::causal,
           "to_raw_dispatch: plan.mask = full, expected a causal plan: this form has no other mask");
   require(!windows, "to_raw_dispatch: plan.kv_begin has a window, expected a causal plan: this ",
-          "form has no place for one");
+          "form cannot express one");
   std::int64_t most_shards = 0;
   for (std::int64_t w = 0; w < plan.world_size; ++w) {
     most_shards = std::max(

@@ -103,7 +103,7 @@ class RunFinder {
     }
   }
 
-  /// Where the rows begin that lie one behind the other on one rank, up to each position.
+  /// Where the rows begin that lie one after another on one rank, up to each position.
   void find_blocks() {
     block_.assign(to_size(num_), 0);
     for (std::int32_t p = 1; p < num_; ++p) {

@@ -50,7 +50,8 @@ void StallDetector::wait(const SignalPad& pad, std::int64_t idx, Rank peer) {
                                                   exchange_.compare_all(peer);
                                                   transport_.check_peers(call_.operation, peer);
                                                 },
-                                            .gives_turn = true});
+                                            .gives_turn = true,
+                                            .num_waiters = transport_.topology().world_size});
   bool noted = false;
   while ((seen = read(pad, idx)) < call_.epoch) {
     if (!wait.pause()) {

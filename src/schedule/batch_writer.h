@@ -19,7 +19,7 @@ struct RowMove {
   std::int64_t dst_row = 0;
 };
 
-/// The batches of a plan and their segments, appended one behind the other.
+/// The batches of a plan and their segments, appended one after another.
 class BatchTables {
  public:
   explicit BatchTables(SequencePlan& plan) : plan_(plan) {}
@@ -43,7 +43,7 @@ class BatchTables {
   WorkBatch batch_;
 };
 
-/// Writes the batches of a rank, one behind the other.
+/// Writes the batches of a rank, one after another.
 class BatchWriter {
  public:
   BatchWriter(SequencePlan& plan, const WindowMap& windows);

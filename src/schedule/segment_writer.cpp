@@ -110,7 +110,7 @@ void check_chunk_numbers(const SequencePlan& plan) {
   constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
   require(plan.num_chunks <= most && plan.num_addresses <= most, "compile: ", plan.num_chunks,
           " chunks with ", plan.num_addresses,
-          " places, expected fewer than 2^31 (larger chunk_bytes make fewer)");
+          " remote addresses, expected fewer than 2^31 (larger chunk_bytes need fewer)");
 }
 
 namespace {

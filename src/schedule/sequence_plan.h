@@ -54,7 +54,7 @@ struct SequencePlan {
   std::vector<std::int64_t> wire_bytes;  ///< [W]: to (or from) each rank; the own one is local
 
   /// Empty: all segments at once, in any order; addresses are in reach of their ranks. Else all
-  /// work is in batches, one behind the other: the chunks of a segment are adjacent from its
+  /// work is in batches, one after another: the chunks of a segment are adjacent from its
   /// first_chunk on, `bucket` is the segment's batch, and behind the rows of a tensor in the window
   /// lie rows that this rank passes on. kv_gradient: `window_offsets` and `cuts` have twice as many
   /// values, entry tensors + t for the sums on the way of tensor t, in float32 (float64 for

@@ -75,7 +75,7 @@ void check_received(const char* table, const Metadata& metadata, FindingList& fi
 void check_num_seqs(const char* table, const Metadata& metadata, const IndexArray& expected,
                     FindingList& findings) {
   if (!metadata.num_seqs) {
-    findings.add({FindingKind::count, table, "num_seqs", -1, -1, -1, "none", "one a rank"});
+    findings.add({FindingKind::count, table, "num_seqs", -1, -1, -1, "none", "one per rank"});
     return;
   }
   expect_array(findings, FindingKind::count, table, "num_seqs", *metadata.num_seqs, expected);

@@ -22,7 +22,7 @@ using detail::RankBuffers;
 
 using detail::to_size;
 
-/// Numbers of rows, of all ranks one after the other.
+/// Numbers of rows, of all ranks one after another.
 using RowIds = std::vector<std::int64_t>;
 
 /// Compares the rows [0, count) of one thing; reports the first wrong one and how many there are.

@@ -79,7 +79,7 @@ void copy_any_order(const CopyJob& job, const std::vector<CopySegment>& segments
   });
 }
 
-/// Segments of one destination one after the other: the last one stays.
+/// Segments of one destination one after another: the last one stays.
 void copy_in_order(const CopyJob& job, const std::vector<CopySegment>& segments,
                    const Destinations& destinations, int num_threads) {
   parallel_for(job.world_size(), 1, num_threads, [&](std::int64_t begin, std::int64_t end) {

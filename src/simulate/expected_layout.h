@@ -12,7 +12,7 @@ namespace waybill::detail {
 struct ExpectedLayout {
   std::vector<std::int64_t> home_rows;  ///< [W]: rows in the MLP layout
   std::vector<std::int64_t>
-      home_begin;  ///< [N]: row in the MLP layout of all ranks, one after the other
+      home_begin;  ///< [N]: row in the MLP layout of all ranks, one after another
   std::vector<std::int32_t> home_rank;     ///< [N]
   std::vector<std::int32_t> document;      ///< [N]
   std::vector<std::int32_t> position;      ///< [N]: in its document

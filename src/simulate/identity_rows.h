@@ -9,7 +9,7 @@
 
 namespace waybill::detail {
 
-/// Buffers of bytes, one a rank: [rows_r, row_bytes].
+/// Buffers of bytes, one per rank: [rows_r, row_bytes].
 class RankBuffers {
  public:
   /// Zeros. `rows` [W]

@@ -96,7 +96,8 @@ class DenseTester {
     for (const Metadata* forward : {&dispatch_.metadata.fwd_q, &dispatch_.metadata.fwd_kv}) {
       if (forward->seq_len.dim(1) >= most) continue;
       findings_.add({FindingKind::shape, forward->has_copies() ? "fwd_kv" : "fwd_q", "seq_len", -1,
-                     -1, -1, to_string(forward->seq_len.shape()), concat(most, " shards a rank")});
+                     -1, -1, to_string(forward->seq_len.shape()),
+                     concat(most, " shards per rank")});
     }
   }
 
@@ -310,7 +311,7 @@ class DenseTester {
   QkvDispatchTest result_;
   std::int64_t most_home_rows_ = 0;
   std::vector<std::int64_t>
-      rank_first_row_;  // [W]: number of its first row, all ranks one after the other
+      rank_first_row_;  // [W]: number of its first row, all ranks one after another
 };
 
 }  // namespace

@@ -12,7 +12,7 @@ using detail::TcpPlace;
 constexpr std::string_view tcp_scheme = "tcp://";
 constexpr std::string_view file_scheme = "file://";
 
-/// "HOST:PORT"; an address of IPv6, which has colons itself, stands in brackets: "[::1]:PORT".
+/// "HOST:PORT"; an IPv6 address, which has colons itself, needs brackets: "[::1]:PORT".
 TcpPlace read_tcp_place(const LaunchEnvironment& environment) {
   const std::string place = environment.rendezvous.substr(tcp_scheme.size());
   const auto colon = place.rfind(':');

@@ -25,7 +25,7 @@ struct Libcrypto {
                          unsigned int* result_size);
 };
 
-/// Loaded once a process and never unloaded.
+/// Loaded once per process and never unloaded.
 const Libcrypto* find_libcrypto() {
   static const std::optional<Libcrypto> found = []() -> std::optional<Libcrypto> {
     for (const char* name : {"libcrypto.so.3", "libcrypto.so.1.1", "libcrypto.so"}) {

@@ -43,8 +43,9 @@ std::uint64_t HostTransport::wait(SignalSlot slot, std::uint64_t wanted, Rank pe
 std::uint64_t HostTransport::poll(const std::atomic_ref<std::uint64_t>& flag, std::uint64_t wanted,
                                   Rank peer, std::string_view operation) {
   std::uint64_t seen = flag.load(std::memory_order_acquire);
-  PollingWait wait(timeout_s(),
-                   {.check = [&] { check_peers(operation, peer); }, .gives_turn = true});
+  PollingWait wait(timeout_s(), {.check = [&] { check_peers(operation, peer); },
+                                 .gives_turn = true,
+                                 .num_waiters = topology().world_size});
   while (seen < wanted) {
     if (!wait.pause()) {
       note_timeout();

@@ -13,7 +13,7 @@
 namespace waybill {
 
 /// The part of a Transport that engines share whose ranks meet over a Bootstrap and whose symmetric
-/// memory consists of one block a rank. An engine says how the blocks are made and freed, and how
+/// memory consists of one block per rank. An engine says how the blocks are made and freed, and how
 /// pieces and signals get there.
 class PeerTransport : public Transport {
  public:

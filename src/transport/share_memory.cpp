@@ -20,13 +20,16 @@ class BlocksInTransit {
     return last_;
   }
 
-  /// @return whether it is there still
-  bool get(std::int64_t number, std::shared_ptr<void>& block) {
+  /// The blocks with these numbers, in one turn; null for one that is not there any more.
+  template <class Infos>
+  std::vector<std::shared_ptr<void>> get(const Infos& infos) {
+    std::vector<std::shared_ptr<void>> result(infos.size());
     const std::lock_guard lock(mutex_);
-    const auto found = blocks_.find(number);
-    if (found == blocks_.end()) return false;
-    block = found->second;
-    return true;
+    for (std::size_t i = 0; i < infos.size(); ++i) {
+      const auto found = blocks_.find(infos[i].number);
+      if (found != blocks_.end()) result[i] = found->second;
+    }
+    return result;
   }
 
   void take_away(std::int64_t number) {
@@ -84,11 +87,9 @@ std::vector<std::shared_ptr<void>> share_memory(Bootstrap& bootstrap, std::share
     require(blocks[r].size == size, operation, ": size = ", size, ", but ", blocks[r].size,
             " on rank ", r);
   }
-  std::vector<std::shared_ptr<void>> all(blocks.size());
-  for (std::size_t r = 0; r < blocks.size(); ++r) {
-    if (!blocks_in_transit().get(blocks[r].number, all[r])) {
-      throw PeerFailed(concat(operation, ": rank ", r, " has given up"));
-    }
+  auto all = blocks_in_transit().get(blocks);
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (all[r] == nullptr) throw PeerFailed(concat(operation, ": rank ", r, " has given up"));
   }
   bootstrap.barrier(operation);
   return all;

@@ -20,7 +20,7 @@ constexpr Magic answer_magic = magic_of("waybill!");
 constexpr Magic proof_magic = magic_of("waybill=");
 constexpr std::uint32_t frame_magic = 0x7761'7962;
 
-/// Puts numbers and bytes one after the other; the rest stays zero.
+/// Puts numbers and bytes one after another; the rest stays zero.
 class FieldWriter {
  public:
   explicit FieldWriter(std::span<std::byte> to) : to_(to) {}

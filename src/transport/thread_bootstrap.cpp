@@ -28,6 +28,8 @@ struct Meeting {
   std::shared_ptr<void> ended;
   std::mutex mutex;
   std::vector<std::uint64_t> rounds;  ///< [W]: exchanges begun by each rank
+  std::int32_t num_given[2] = {};     ///< [parity]: ranks that have begun the newest round of it
+  std::uint64_t last_complete = 0;    ///< the last round that all ranks have begun
   std::vector<Bytes> slots[2];        ///< [parity][W]
 };
 
@@ -68,7 +70,12 @@ class ThreadBootstrap final : public Bootstrap {
     const std::uint64_t round = ++meeting_->rounds[me];
     auto& slot = meeting_->slots[round % 2];
     slot[me].assign(mine.begin(), mine.end());
-    meeting_->changed->notify_all();
+    // One wakes all: if each woke the others, they would look W^2 times.
+    if (std::int32_t& given = meeting_->num_given[round % 2]; ++given == world_size()) {
+      given = 0;
+      meeting_->last_complete = round;
+      meeting_->changed->notify_all();
+    }
     await_all(round, lock, operation);
     return slot;
   }
@@ -77,12 +84,12 @@ class ThreadBootstrap final : public Bootstrap {
                  std::string_view operation) const {
     const PollingWait wait(timeout_s());  // its clock; a condition ends the pauses
     double next_check_s = check_every_s;
-    while (missing(round) != world_size()) {
+    while (meeting_->last_complete < round) {
       const double waited_s = wait.waited_s();
       if (waited_s >= timeout_s()) throw_timeout(round, waited_s, operation);
       meeting_->changed->wait_for(
           lock, std::chrono::duration<double>(std::min(check_every_s, timeout_s() - waited_s)));
-      if (missing(round) == world_size()) return;
+      if (meeting_->last_complete >= round) return;
       check_peers(operation);
       if (wait.waited_s() < next_check_s) continue;
       next_check_s = wait.waited_s() + check_every_s;
@@ -104,10 +111,10 @@ class ThreadBootstrap final : public Bootstrap {
                    .seconds = waited_s});
   }
 
-  /// The first rank that has not begun a round; world_size: there is none.
+  /// The first rank that has not begun a round, of which there is one.
   [[nodiscard]] std::int32_t missing(std::uint64_t round) const {
     std::int32_t r = 0;
-    while (r < world_size() && meeting_->rounds[to_size(r)] >= round) ++r;
+    while (meeting_->rounds[to_size(r)] >= round) ++r;
     return r;
   }
 

@@ -99,7 +99,7 @@ class Transport {
   /// Tells the other ranks where they would else be waited for meanwhile.
   virtual void note_unwinding() noexcept;
 
-  /// For waits beside wait(): looks after the other ranks, a few times a second.
+  /// For waits beside wait(): looks after the other ranks, a few times per second.
   /// @throws PeerFailed when one has given up, or when `awaited` is gone
   virtual void check_peers(std::string_view operation, Rank awaited);
 

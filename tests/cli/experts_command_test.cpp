@@ -36,8 +36,8 @@ TEST_F(ExpertsCommandTest, ReadsChoicesOfARouter) {
   const std::string options = "experts --ranks 2 --experts 4 --hidden 512 --ids ";
   const ProgramResult read = run(options + "ids.txt");
   ASSERT_EQ(read.exit_code, 0) << read.err;
-  EXPECT_TRUE(holds(
-      read.out, {"Choices from ids.txt", "3 of 1.00 KiB, top-2 of 4 experts", "1 choice dropped"}));
+  EXPECT_TRUE(holds(read.out, {"Choices from ids.txt", "3 of 1.00 KiB, top-2 of 4 experts",
+                               "1 topk slot dropped"}));
   const ProgramResult piped = run(options + "-", "0 1\n2 3\n-1 3\n");
   EXPECT_EQ(piped.out.substr(piped.out.find('\n')), read.out.substr(read.out.find('\n')));
 }

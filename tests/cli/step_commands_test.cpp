@@ -63,7 +63,7 @@ TEST_F(StepCommandsTest, SimulatePredictsLargeWorlds) {
   const ProgramResult predicted =
       run("simulate --ranks 4096 --ranks-per-node 8 --network 50GB/s --html r.html --trace t.json");
   ASSERT_EQ(predicted.exit_code, 0) << predicted.err;
-  EXPECT_TRUE(holds(predicted.out, {"Predicted, not run", "4,096 ranks", "direct", "once a node",
+  EXPECT_TRUE(holds(predicted.out, {"Predicted, not run", "4,096 ranks", "direct", "once per node",
                                     "relay", "50.0 GB/s network", "The step takes "}));
   EXPECT_NE(text_of(path("r.html")).find("Predicted timeline"), std::string::npos);
   EXPECT_LT(std::filesystem::file_size(path("r.html")), 2U << 20);

@@ -81,7 +81,7 @@ TEST(CompareTransfers, OnlyThoseThatApply) {
   options.hardware.ranks_per_node = 2;
   const auto steps = compare_transfers(predictor, options, 7);
   ASSERT_EQ(steps.size(), 2U);
-  EXPECT_EQ(steps[1].name, "once a node");
+  EXPECT_EQ(steps[1].name, "once per node");
   EXPECT_EQ(steps[1].num_shards, 7);
   EXPECT_LT(steps[1].step.seconds, steps[0].step.seconds);
 }

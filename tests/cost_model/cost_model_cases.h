@@ -6,7 +6,7 @@ namespace waybill::test {
 
 /// Speeds at which times can be worked out by hand: rows of 20 B (Q) and 8 B (K and V), 10 bytes a
 /// second over NVLink (pulls 5) and 2 over the network, 3 and 5 seconds a peer, 7 a phase, pieces
-/// of 100 bytes, 50 pairs a second forward and 20 backward; two ranks a node.
+/// of 100 bytes, 50 pairs a second forward and 20 backward; two ranks per node.
 inline StepOptions round_options() {
   StepOptions options;
   options.model = {.q_hidden = 10, .kv_hidden = 2};

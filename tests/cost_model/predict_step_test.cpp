@@ -44,7 +44,7 @@ void expect_phase(const StepPrediction& step, StepPhase which, const std::vector
 }
 
 TEST(PredictStep, EveryPhaseOfTwoRanksByHand) {
-  StepOptions options = round_options();  // 10 bytes a second over NVLink; pulls at half of it
+  StepOptions options = round_options();  // 10 bytes per second over NVLink; pulls at half of it
   options.hardware.ranks_per_node = 2;
   const StepPrediction step = predict_step(two_ranks(), options);
   EXPECT_EQ(step.work, (std::vector<std::int64_t>{1830, 3685}));
@@ -114,7 +114,7 @@ QkvPlan two_nodes() {
 }
 
 TEST(PredictStep, OverTheNetworkStraight) {
-  StepOptions options = round_options();  // 2 bytes a second between nodes, 5 s a peer
+  StepOptions options = round_options();  // 2 bytes per second between nodes, 5 s a peer
   const StepPrediction step = predict_step(two_nodes(), options);
   const PhasePrediction& dispatch = step.phase(StepPhase::dispatch);
   // Q: 50 rows of 20 B. KV of 8 B: 20 rows to rank 2, 20 + 30 to rank 3. Rank 0 has two peers.
@@ -151,7 +151,7 @@ TEST(PredictStep, OverTheNetworkOnceANode) {
   EXPECT_EQ(step.phase(StepPhase::kv_gradient).links[0], (LinkBytes{.network_in = 160 + 400}));
 }
 
-// Three ranks a node: keys 0..19 are needed by ranks 3, 4 and 5, keys 20..49 by 4 and 5, the rest
+// Three ranks per node: keys 0..19 are needed by ranks 3, 4 and 5, keys 20..49 by 4 and 5, the rest
 // by rank 5. The first two come by way of rank 3, which has no need of the second.
 TEST(PredictStep, GradientsAreSummedOnTheWay) {
   QkvPlan plan;

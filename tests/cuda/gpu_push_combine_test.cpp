@@ -123,7 +123,6 @@ void run_burst(World& world, const Burst& burst, std::int32_t late) {
 }
 
 void check_burst(const EPConfig& config, const char* most_delay_ns, std::int32_t late = -1) {
-  if (num_gpus() < config.world_size) GTEST_SKIP() << "needs " << config.world_size << " GPUs";
   (void)setenv("WAYBILL_TEST_DELAY_NS", most_delay_ns, 1);
   const Burst burst = make_burst(config, 11);
   run_gpu_thread_world(

@@ -98,7 +98,7 @@ class LayerMeetings : public testing::TestWithParam<MeetingCase> {
     return config;
   }
 
-  /// All tokens of all ranks to these experts, one a rank, in turn; none: they are dropped.
+  /// All tokens of all ranks to these experts, one per rank, in turn; none: they are dropped.
   static EPDispatched send_to(EPAll2AllLayer& layer, const std::vector<std::int32_t>& experts) {
     const HostTensor tokens(DType::float32, {4, 4});
     HostTensor ids(DType::int32, {4, 1});

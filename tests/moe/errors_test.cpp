@@ -49,7 +49,6 @@ TEST(EPConfig, NamesTheWrongField) {
   EXPECT_TRUE(refuses_config([](EPConfig& c) { c.rank = 4; }, {"rank = 4", "0..3"}));
   EXPECT_TRUE(refuses_config([](EPConfig& c) { c.token_dtype = DType::int32; }, {"token_dtype"}));
   EXPECT_TRUE(refuses_config([](EPConfig& c) { c.weight_dtype = DType::int64; }, {"weight_dtype"}));
-  EXPECT_TRUE(refuses_config([](EPConfig& c) { c.offset_dtype = DType::int64; }, {"offset_dtype"}));
 }
 
 TEST(EPDispatchOptions, NamesTheWrongOption) {

@@ -14,7 +14,7 @@ namespace {
 using test::Lengths;
 using RankPieces = std::vector<std::vector<DocumentRange>>;
 
-/// As flat documents are packed: the same number of rows a rank.
+/// As flat documents are packed: the same number of rows per rank.
 RankPieces packed(const Lengths& lengths, std::int32_t world_size, std::int64_t tokens_per_rank) {
   RankPieces ranks(static_cast<std::size_t>(world_size));
   std::size_t rank = 0;

@@ -104,7 +104,7 @@ INSTANTIATE_TEST_SUITE_P(
       return std::string(goal.param.distribution) + "_" + std::to_string(goal.param.world_size);
     });
 
-// Over nodes a row crosses the network once a node, and that shows in the limit.
+// Over nodes a row crosses the network once per node, and that shows in the limit.
 TEST(PlannerQualityOverNodes, RelaySavesNetworkTime) {
   PlannerOptions options{.world_size = 64};
   for (std::uint64_t seed = 0; seed < 4; ++seed) {

@@ -100,7 +100,7 @@ def intermediates(seq_len, dispatch):
 def compute_metadata_kv(plan):
     """(forward, reverse, kv_dst_global_seq_id) of a plan of ``plans.KvPlan``.
 
-    The buffer of a rank is a group a query, in global order; a group has the KV shards of the
+    The buffer of a rank is a group per query, in global order; a group has the KV shards of the
     query's document from its first up to the query.
     """
     world, shards, copies = plan.kv_to_q_rank.shape

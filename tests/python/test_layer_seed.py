@@ -200,3 +200,15 @@ def test_a_config_may_be_changed_until_it_is_used():
     simulated = simulate_dispatch(config, [torch.ones(1, 8).numpy()], [[[0, 1]]])
     with pytest.raises(waybill.InvalidArgument, match="EPConfig: topk"):
         simulated.config.topk = 1
+
+
+def test_tables_are_int32_and_nothing_else():
+    sizes = {"max_tokens": 4, "hidden": 8, "topk": 2, "num_experts": 4}
+    ranks = {"rank": 0, "world_size": 2, "local_world_size": 2}
+    assert EPConfig(**sizes, **ranks, offset_dtype=torch.int32).offset_dtype == torch.int32
+    for dtype, text in (
+        ("int64", "offset_dtype = int64, expected int32"),
+        (object(), "offset_dtype"),
+    ):
+        with pytest.raises(waybill.InvalidArgument, match=f"EPConfig: {text}"):
+            EPConfig(**sizes, **ranks, offset_dtype=dtype)

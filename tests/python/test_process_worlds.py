@@ -14,7 +14,7 @@ import pytest
 
 import waybill
 
-pytestmark = pytest.mark.xdist_group("processes")  # free ports are looked for one after the other
+pytestmark = pytest.mark.xdist_group("processes")  # free ports are looked for one after another
 
 LAUNCHERS = ("OMPI_", "SLURM_", "PMI_", "MPI_", "MASTER_", "WAYBILL_")
 PREAMBLE = """

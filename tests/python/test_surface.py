@@ -118,6 +118,7 @@ def test_the_faces_have_the_same_functions():
         "ContextParallelAttention",
         "PackedBatch",
         "Piece",
+        "calibrate_attention",
         "initialize_distributed",
         "kernels",
         "pack",

@@ -156,7 +156,7 @@ TEST(ExpertSummary, says_when_nothing_moves) {
   EXPECT_EQ(explain_experts(summarize_experts(config, {}, Ids{{8, 8}, {}})).size(), 1);
   const auto stays = explain_experts(summarize_experts(config, {}, Ids{{0}, {4}}));
   EXPECT_NE(stays[0].find("every token stays"), std::string::npos);
-  EXPECT_NE(expert_text(summarize_experts(config, {}, Ids(2))).find("every choice is dropped"),
+  EXPECT_NE(expert_text(summarize_experts(config, {}, Ids(2))).find("every topk slot is dropped"),
             std::string::npos);
 }
 
@@ -165,7 +165,7 @@ TEST(ExpertSummary, wrong_ids_are_named) {
   const auto fails = [&](const Ids& ids, std::initializer_list<std::string_view> words) {
     return test::rejects([&] { (void)summarize_experts(config, {}, ids); }, words);
   };
-  EXPECT_TRUE(fails(Ids(1), {"summarize_experts", "ids has 1", "expected one a rank: 2"}));
+  EXPECT_TRUE(fails(Ids(1), {"summarize_experts", "ids has 1", "expected one per rank: 2"}));
   EXPECT_TRUE(fails({{1, 2}, {}}, {"ids[0] has 2", "topk = 3"}));
   EXPECT_TRUE(fails({{}, std::vector<std::int32_t>(153)}, {"ids[1] has 153", "at most 50"}));
   EXPECT_TRUE(fails({{}, {0, 1, 9}}, {"ids[1]: token 0, topk slot 2 has expert 9, expected 0..8"}));

@@ -32,7 +32,7 @@ TEST(StepTable, HasALineAFigureAndAColumnAPrediction) {
   ASSERT_EQ(steps.size(), 3U);
   const std::string table = step_table(steps);
   EXPECT_EQ(std::count(table.begin(), table.end(), '\n'), 6 + num_step_phases + 2);
-  for (const char* part : {"direct", "once a node", "relay", "work, max / mean", "bytes out, max",
+  for (const char* part : {"direct", "once per node", "relay", "work, max / mean", "bytes out, max",
                            "dispatch Q K V", "return dK dV", "\n  step "})
     EXPECT_NE(table.find(part), std::string::npos) << part << "\n" << table;
   std::istringstream lines(table);

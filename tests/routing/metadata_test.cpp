@@ -29,7 +29,7 @@ DispatchMetadata documented() {
                           IndexArray::matrix({{1, 2, -1}, {2, 0, 1}, {0, -1, 2}}));
 }
 
-/// Two copies a shard; shard (0, 1) is padding and (1, 0) has no rows but a destination.
+/// Two copies per shard; shard (0, 1) is padding and (1, 0) has no rows but a destination.
 DispatchMetadata with_copies() {
   return compute_metadata(
       IndexArray::matrix({{3, 0, 2}, {0, 0, 4}}),

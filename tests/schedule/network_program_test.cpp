@@ -110,7 +110,7 @@ TEST(NetworkProgram, local_rows_stay_apart) {
   EXPECT_GT(check_split(node, SequenceOperation::dispatch, 0), 4);
 }
 
-/// Rank 0 sends `lengths` to rank 1, each on a node of its own, where they lie one behind the other
+/// Rank 0 sends `lengths` to rank 1, each on a node of its own, where they lie one after another
 /// in the order of `at_rank_1`.
 SequencePlan sent_to_rank_1(const std::vector<std::int64_t>& lengths,
                             std::int64_t batch_bytes = 0) {

@@ -253,7 +253,7 @@ TEST(compile_kv_gradient, long_runs_with_one_copy_that_stay_stand_apart) {
 TEST(compile_kv_gradient, what_stands_apart_is_what_has_one_copy_here) {
   for (const auto& sample : test::sequence_cases(4, 30)) {
     const SparseMetadata& metadata = sample.routing.fwd_kv;
-    const SequencePart part{&metadata, {{DType::float64, std::int64_t{1} << 19}}};  // 4 MiB a row
+    const SequencePart part{&metadata, {{DType::float64, std::int64_t{1} << 19}}};  // 4 MiB per row
     auto plans = gradients_apart(part);
     ASSERT_EQ(test::check_sequence_plans(plans, {&part, 1}), std::vector<std::string>{})
         << sample.name;

@@ -64,7 +64,7 @@ inline std::int64_t rows_in(const QkvPlan& plan, const std::vector<std::size_t>&
   return rows;
 }
 
-/// per_query: each query's own context, one after the other.
+/// per_query: each query's own context, one after another.
 inline void hold_per_query(const QkvPlan& plan, const std::vector<ShardPlace>& places,
                            RankModel& rank) {
   std::int64_t row = 0;
@@ -78,7 +78,7 @@ inline void hold_per_query(const QkvPlan& plan, const std::vector<ShardPlace>& p
   }
 }
 
-/// per_rank: one group a document, of the shards that any of its queries here needs, once.
+/// per_rank: one group per document, of the shards that any of its queries here needs, once.
 inline void hold_per_rank(const QkvPlan& plan, const std::vector<ShardPlace>& places,
                           RankModel& rank) {
   std::int64_t row = 0;

@@ -92,8 +92,8 @@ inline std::string read_all(int descriptor, pid_t child, Clock::time_point deadl
   }
 }
 
-/// Runs body(rank) in one child process a rank and waits for all. The calling process must have no
-/// other threads.
+/// Runs body(rank) in one child process per rank and waits for all. The calling process must have
+/// no other threads.
 inline std::vector<ProcessEnd> run_processes(std::int32_t world_size,
                                              const std::function<void(std::int32_t)>& body) {
   std::vector<ProcessEnd> ends(static_cast<std::size_t>(world_size));

@@ -18,7 +18,7 @@ using test::expect_no_errors;
 using test::MeetingFolder;
 using test::ProcessEnd;
 
-/// Runs body(bootstrap) in one process a rank.
+/// Runs body(bootstrap) in one process per rank.
 std::vector<ProcessEnd> run_with_files(
     std::int32_t world_size, double timeout_s,
     const std::function<void(std::shared_ptr<Bootstrap>)>& body) {

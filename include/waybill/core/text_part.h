@@ -75,7 +75,7 @@ namespace detail {
 [[nodiscard]] std::string join_parts(std::initializer_list<TextPart> parts);
 }
 
-/// The parts, anything with operator<<, one after the other without separators.
+/// The parts, anything with operator<<, one after another without separators.
 template <class... Parts>
 [[nodiscard]] std::string concat(const Parts&... parts) {
   return detail::join_parts({TextPart(parts)...});

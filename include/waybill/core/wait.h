@@ -29,9 +29,12 @@ struct WaitOptions {
   double yields_s = 0.001;           ///< how long it yields before it sleeps
   std::function<void()> check = {};  ///< called as often as check_interrupt(); it may throw
   bool gives_turn = false;           ///< while it pauses, others may have this thread's WaitTurn
+  /// Waiters that may share the host's cores: with more than 64 each sleeps the longer, as
+  /// otherwise the cores do little else than wake them up.
+  std::int32_t num_waiters = 1;
 };
 
-/// A turn that threads take one after the other, at an object that serves one thread at a time.
+/// A turn that threads take one after another, at an object that serves one thread at a time.
 class WaitTurn {
  public:
   WaitTurn() = default;

@@ -35,8 +35,8 @@ struct CompareOptions {
 [[nodiscard]] std::vector<NamedStep> compare_plans(std::span<const std::int64_t> doc_lengths,
                                                    const CompareOptions& options);
 
-/// One plan sent in each way that it can be: straight, once a node where there are several, and by
-/// relay where it has a schedule. `options.transfer` is not looked at.
+/// One plan sent in each way that it can be: straight, once per node where there are several, and
+/// by relay where it has a schedule. `options.transfer` is not looked at.
 [[nodiscard]] std::vector<NamedStep> compare_transfers(const StepPredictor& predictor,
                                                        const StepOptions& options,
                                                        std::int64_t num_shards);

@@ -11,7 +11,7 @@ namespace waybill {
 /// What could be changed about a step.
 enum class RemedyKind : std::uint8_t {
   relay,          ///< forward KV as the planner's schedule says
-  once_per_node,  ///< send KV over the network once a node
+  once_per_node,  ///< send KV over the network once per node
   even_work,      ///< the same total work on each rank
   double_nvlink,
   double_network,

@@ -111,6 +111,15 @@ class EPAll2AllLayer {
   /// @throws InvalidArgument before any communication; Timeout
   void combine(const ExpertCombineInput& input, const EPLayout& layout, Stream stream = {});
 
+  /// Backward of a weighted combine where its rows are; not collective. @throws InvalidArgument
+  void weigh_gradients(const ExpertGradientInput& input, const EPLayout& layout,
+                       Stream stream = {});
+
+  /// Rows that have arrived, from a dispatch's view to memory of the caller's: no others are
+  /// touched, whatever fixed_rows are. Not collective. @throws InvalidArgument
+  void copy_rows(const ConstTensorView& from, const TensorView& to, const EPLayout& layout,
+                 Stream stream = {});
+
   /// Where the next combine of several nodes would copy its rows: whoever writes them there, on
   /// `stream`, and passes this view to it saves the copy. Called again before that combine,
   /// it gives the place of the one after it; one more, or one right behind a combine whose rows

@@ -4,6 +4,7 @@
 #include <span>
 
 #include "waybill/core/tensor_view.h"
+#include "waybill/experts/gradient_sums.h"
 #include "waybill/moe/simulate.h"
 
 namespace waybill {
@@ -36,9 +37,24 @@ struct ExpertCombineInput {
   bool needs_gradients = false;  ///< the caller will run its backward, a dispatch; ranks compare it
 };
 
+/// Backward of a weighted combine on the rank of the experts, when a dispatch by the layout has
+/// brought the gradient of each row's sum there: nothing travels. Contiguous views of the world's
+/// memory, of R rows; those behind what has arrived are neither read nor written.
+///
+/// Each weight's gradient is the dot product of row and gradient in float32 (of float64 rows in
+/// float64), nothing fused: for each j below 256 the products of elements j, j + 256, ... are
+/// added up from +0 on one by one, then partial sums that are 1, 2, 4, ... 128 apart.
+struct ExpertGradientInput {
+  ConstTensorView gradients;    ///< [R, hidden]
+  ConstTensorView weights;      ///< [R], as the dispatch gave; given with row_gradients
+  ConstTensorView rows;         ///< [R, hidden] that were combined; given with weight_gradients
+  TensorView row_gradients;     ///< [R, hidden]: gradients times weights; may be not given
+  TensorView weight_gradients;  ///< [R] float32, float64 if weights are that; may be not given
+};
+
 /// What a rank knows of one dispatch, as views of the memory of its world (on a GPU: of the
 /// device). All int32 unless said. T tokens of this rank, M = max_tokens, N nodes, K topk slots, W
-/// ranks, P experts a rank. Sizes that depend on counts are those of `capacity_rows`.
+/// ranks, P experts per rank. Sizes that depend on counts are those of `capacity_rows`.
 struct ExpertTableViews {
   ConstTensorView ids;       ///< one node [T, K], else [N, M, K]; a dropped topk slot: num_experts
   ConstTensorView dst_rows;  ///< [N, M, K]: row on the expert's rank; -1
@@ -49,6 +65,7 @@ struct ExpertTableViews {
   ConstTensorView expert_counts;       ///< [P], of this rank
   ConstTensorView expert_offsets;      ///< [P + 1], of this rank
   ConstTensorView num_recv_rows;       ///< [W]
+  ConstTensorView required_rows;       ///< [1]: the most of them, also where fewer fit
   ConstTensorView primary_rows;        ///< [capacity_rows]: see skipped_token_mapping_indices
   ConstTensorView topk_slot_rows;      ///< [capacity_rows, K]: skipped_token_topk_mapping_indices
   ConstTensorView send_reqs;           ///< several nodes: [N, 2, M], see send_reqs_recv_tensor

@@ -14,8 +14,8 @@ inline constexpr std::int32_t max_topk = 32;
 /// Elements that share a scale in 8-bit payloads.
 inline constexpr std::int64_t scale_group = 128;
 
-/// What all ranks of an expert-parallel layer agree on, and which of them this is. Names as in the
-/// original.
+/// What all ranks of an expert-parallel layer agree on, and which of them this is. Names as in
+/// Triton-distributed. Tables of rows and counts are int32.
 struct EPConfig {
   std::int64_t max_tokens = 0;   ///< most tokens a rank may dispatch
   std::int64_t hidden = 0;       ///< elements of a token
@@ -26,7 +26,6 @@ struct EPConfig {
   std::int32_t local_world_size = 1;    ///< ranks of a node
   DType token_dtype = DType::bfloat16;  ///< or float16, float32, float64; of what combine sums
   DType weight_dtype = DType::float32;  ///< or float16, bfloat16, float64
-  DType offset_dtype = DType::int32;    ///< of every table of rows and counts; nothing else
 
   [[nodiscard]] std::int32_t num_experts_per_rank() const { return num_experts / world_size; }
   [[nodiscard]] bool is_intra_node() const { return world_size == local_world_size; }
@@ -48,14 +47,14 @@ struct EPConfig {
 
 /// Which rows a rank receives.
 enum class EPRows : std::uint8_t {
-  grouped,  ///< one a topk slot: by local expert, then source rank, then token, then topk slot
+  grouped,  ///< one per topk slot: by local expert, then source rank, then token, then topk slot
   compact,  ///< one per token, however many of its topk slots are here: by source rank, then token
 };
 
 /// In what form tokens travel.
 enum class EPPayload : std::uint8_t {
   plain,      ///< token_dtype
-  quantized,  ///< given in token_dtype, sent as float8_e4m3fn with a float32 scale a scale_group
+  quantized,  ///< given in token_dtype, sent as float8_e4m3fn with a float32 scale per scale_group
   scaled,     ///< given as float8_e4m3fn with such scales
 };
 

@@ -9,8 +9,8 @@
 
 namespace waybill {
 
-// Who gets which rows, in steps that each rank can do for itself. W ranks, P experts a rank, E = W
-// P experts, K topk slots. All tables are int32 and row-major. A row is a place in a receiver's
+// Who gets which rows, in steps that each rank can do for itself. W ranks, P experts per rank, E =
+// W P experts, K topk slots. All tables are int32 and row-major. A row is a place in a receiver's
 // output.
 
 /// Entries of one rank's counts: its topk slots of each expert [E], its dropped topk slots [1], and
@@ -50,8 +50,12 @@ struct ExpertRows {
   friend bool operator==(const ExpertRows&, const ExpertRows&) = default;
 };
 
-/// @param counts [W, num_counts], of all ranks
+/// @param counts [W] of [num_counts], by rank
 /// @throws InternalError when the topk slots of a rank are no multiple of topk
+[[nodiscard]] ExpertRows locate_rows(const EPConfig& config, const EPDispatchOptions& options,
+                                     std::span<const std::span<const std::int32_t>> counts);
+
+/// @param counts [W, num_counts], one rank's behind the other's
 [[nodiscard]] ExpertRows locate_rows(const EPConfig& config, const EPDispatchOptions& options,
                                      std::span<const std::int32_t> counts);
 
@@ -67,7 +71,7 @@ struct ExpertRows {
 
 /// The same for an order that the caller chose.
 /// @param positions [T, topk]: the part of full_scatter_indices for rank `source`: positions in the
-///   outputs of all ranks, one after the other. Those of dropped topk slots are not looked at.
+///   outputs of all ranks, one after another. Those of dropped topk slots are not looked at.
 /// @throws InvalidArgument when a position is not on the rank of the topk slot's expert, or one is
 ///   used twice
 [[nodiscard]] std::vector<std::int32_t> place_by_scatter_indices(

@@ -21,7 +21,7 @@ struct ExpertInputs {
   std::span<const ConstTensorView> weights;      ///< none, or [T, topk] of weight_dtype each
   std::span<const ConstTensorView> scales;       ///< of a scaled payload: [T, hidden / 128] float32
   /// Where the caller wants each row: [sum of T, topk], int32 or int64; positions in the outputs of
-  /// all ranks, one after the other. Only with grouped rows and no padding.
+  /// all ranks, one after another. Only with grouped rows and no padding.
   std::optional<ConstTensorView> full_scatter_indices;
 };
 

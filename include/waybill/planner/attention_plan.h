@@ -15,7 +15,7 @@ namespace waybill {
 
 /// A plan with its figures: which rank attends to which queries, and what that costs. Plain data.
 /// W = ranks, N = shards. Bytes are wire bytes, forward: rows of Q that leave home, and rows of KV
-/// that other ranks need, once a rank and document (per_query: once a query shard), as routing
+/// that other ranks need, once per rank and document (per_query: once per query shard), as routing
 /// moves them. Backward in and out change places.
 struct AttentionPlan {
   PlannerOptions options;  ///< as planned; tokens_per_rank decided
@@ -39,7 +39,7 @@ struct AttentionPlan {
       const;  ///< [W] direct; relay does not change it
   [[nodiscard]] std::vector<std::int64_t> bytes_out() const;                       ///< [W] direct
   [[nodiscard]] std::vector<std::int64_t> bytes_out(TransferMode transfer) const;  ///< [W]
-  /// Bytes a rank and link. once_per_node computes the routing anew; where ranks do not fill all
+  /// Bytes per rank and link. once_per_node computes the routing anew; where ranks do not fill all
   /// nodes it equals direct. Without relay, relay equals direct. [W]
   [[nodiscard]] std::vector<LinkBytes> links_of(TransferMode transfer) const;
 

@@ -28,7 +28,7 @@ struct ModelShape {
   friend bool operator==(const ModelShape&, const ModelShape&) = default;
 };
 
-/// Speeds, one direction, of one rank. Bytes a second are what the wire really gives. Defaults:
+/// Speeds, one direction, of one rank. Bytes per second are what the wire really gives. Defaults:
 /// "measured" is a host with 8 x H200 (NVLink 4 through an NVSwitch, multicast off), 2026-11-20;
 /// "nominal" comes from data sheets and was not measured.
 struct HardwareFacts {
@@ -40,9 +40,21 @@ struct HardwareFacts {
   double message_seconds = 0.4e-6;
   /// (query, key) pairs a rank attends to, forward. 0: not known.
   double pairs_per_second = 0;
+  /// What a row of queries, and a shard of any length, take of the kernel beside their pairs, in
+  /// pairs: blocks are computed whole, short shards fill none. 0: nothing, work is pairs alone.
+  std::int64_t row_pairs = 0;
+  std::int64_t shard_pairs = 0;
 
   friend bool operator==(const HardwareFacts&, const HardwareFacts&) = default;
 };
+
+/// The work of the queries [begin, end) of a document as the kernel takes it, in pairs.
+[[nodiscard]] inline std::int64_t kernel_work(const AttentionMask& mask, const HardwareFacts& facts,
+                                              std::int64_t begin, std::int64_t end,
+                                              std::int64_t doc_len) {
+  return mask.pairs(begin, end, doc_len) + facts.row_pairs * (end - begin) +
+         (end > begin ? facts.shard_pairs : 0);
+}
 
 /// What plan_attention is asked for.
 struct PlannerOptions {
@@ -66,6 +78,10 @@ struct PlannerOptions {
   /// Documents are cut at multiples of it, from their beginning, where ranks allow; at finer powers
   /// of two where one block of queries weighs more than a quarter of the balance that is aimed at.
   std::int64_t block_tokens = 128;
+
+  /// A piece gives away its end, never its middle: its home keeps one shard of it. Takes more bytes
+  /// where documents are long.
+  bool tails = false;
 
   bool relay = true;  ///< let receivers forward KV to each other
   HardwareFacts hardware = {};

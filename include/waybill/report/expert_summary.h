@@ -67,8 +67,8 @@ struct ExpertSummary {
 [[nodiscard]] std::vector<std::string> explain_experts(const ExpertSummary& summary,
                                                        const LinkSpeeds& speeds = {});
 
-/// Figures, a line a rank with bars, and explain_experts(), for a terminal 80 columns wide. Of the
-/// style gb_per_s is not looked at.
+/// Figures, a line per rank with bars, and explain_experts(), for a terminal 80 columns wide. Of
+/// the style gb_per_s is not looked at.
 [[nodiscard]] std::string expert_text(const ExpertSummary& summary, const LinkSpeeds& speeds = {},
                                       const TextStyle& style = {});
 

@@ -69,7 +69,7 @@ struct RankLimit {
   friend bool operator==(const RankLimit&, const RankLimit&) = default;
 };
 
-/// The largest entry of bytes in and of bytes out, a number a rank each; of equals in, and the
+/// The largest entry of bytes in and of bytes out, a number per rank each; of equals in, and the
 /// first rank.
 [[nodiscard]] RankLimit limit_of(std::span<const std::int64_t> bytes_in,
                                  std::span<const std::int64_t> bytes_out);

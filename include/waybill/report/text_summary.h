@@ -24,7 +24,7 @@ struct TextStyle {
 [[nodiscard]] std::vector<std::string> explain(const QkvPlan& plan, const QkvRouting& routing,
                                                const PlanSummary& summary, double gb_per_s = 0);
 
-/// Figures, a line a rank with bars, and explain(), for a terminal. Tables take 80 columns.
+/// Figures, a line per rank with bars, and explain(), for a terminal. Tables take 80 columns.
 /// @throws InvalidArgument as summarize.
 [[nodiscard]] std::string text_summary(const QkvPlan& plan, const QkvRouting& routing,
                                        const PlanSummary& summary, const TextStyle& style = {});

@@ -12,10 +12,11 @@ struct AttnLayout {
   /// Padded: one array [W, N + 1], where the last sum repeats over the padding. Ragged: W arrays
   /// [n_r + 1]. Without the leading zero each is one shorter. int64, rows.
   std::vector<IndexArray> cu_seqlens_q;
-  std::vector<IndexArray> cu_seqlens_kv;  ///< empty where KV lies once a rank (KvLayout::per_rank)
-  IndexArray max_seqlen_q;                ///< [W]
-  IndexArray max_seqlen_kv;               ///< [W]
-  IndexArray num_local_seqs_recv;         ///< [W]: n_r
+  std::vector<IndexArray>
+      cu_seqlens_kv;               ///< empty where KV lies once per rank (KvLayout::per_rank)
+  IndexArray max_seqlen_q;         ///< [W]
+  IndexArray max_seqlen_kv;        ///< [W]
+  IndexArray num_local_seqs_recv;  ///< [W]: n_r
   /// KvLayout::per_rank only, W arrays [n_r]: the rows of the rank's KV buffer that each query
   /// shard reads, kv_begin .. kv_begin + kv_len. Else empty.
   std::vector<IndexArray> kv_begin;

@@ -32,7 +32,7 @@ struct VarlenRank {
   /// in their order. No two overlap, of queries or of keys.
   std::vector<VarlenSequence> in_place;
   /// Queries that were dispatched to this rank, with a context of their own each: rows of its
-  /// windows, one behind the other.
+  /// windows, one after another.
   std::vector<VarlenSequence> dispatched;
   std::vector<RowRange> q_rows;   ///< own rows of Q that are dispatched, in order
   std::vector<RowRange> kv_rows;  ///< own rows of K and V of which there are copies, in order
@@ -42,9 +42,9 @@ struct VarlenRank {
 
 /// The routing of a plan for kernels of variable lengths, in which rows that stay do not move.
 struct VarlenRouting {
-  SparseMetadata fwd_q;   ///< an entry a shard; one that stays in place has no destination
-  SparseMetadata rev_q;   ///< back, to where the rank's `q_rows` stand one behind the other
-  SparseMetadata fwd_kv;  ///< an entry a shard, a destination for each context that holds it
+  SparseMetadata fwd_q;   ///< an entry per shard; one that stays in place has no destination
+  SparseMetadata rev_q;   ///< back, to where the rank's `q_rows` stand one after another
+  SparseMetadata fwd_kv;  ///< an entry per shard, a destination for each context that holds it
   SparseMetadata sum_kv;  ///< the same copies, for sums: entries are those of the `kv_rows` alone
   std::vector<VarlenRank> ranks;  ///< [W]
 
@@ -52,7 +52,7 @@ struct VarlenRouting {
 };
 
 /// Neighbouring shards of a document with the same destination are one sequence. Contexts are
-/// copied once a sequence, whatever plan.kv_layout says, as kernels take no ranges that overlap.
+/// copied once per sequence, whatever plan.kv_layout says, as kernels take no ranges that overlap.
 /// @param in_place false: all rows are dispatched, also those that stay on their rank, so that one
 ///   call of the kernel serves all.
 /// @throws InvalidArgument when plan.check() does.

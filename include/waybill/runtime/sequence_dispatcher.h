@@ -75,7 +75,7 @@ class PlanHandle {
 /// All calls are collective: every rank makes the same calls in the same order, each with its own
 /// part of the same plan. Calls on one dispatcher are ordered on one stream, or by events.
 ///
-/// Every rank has two windows, used in turn. The tensors that dispatch returns lie in a window:
+/// Every rank has two windows, which alternate. The tensors that dispatch returns lie in a window:
 /// they may be read until this rank's next call has begun on the stream, and be the input of that
 /// call. Who needs them longer copies them, or uses another dispatcher for what comes in between.
 /// A fast rank may be one call ahead of a slow one; there is no barrier.

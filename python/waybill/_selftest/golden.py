@@ -40,7 +40,7 @@ def run(face: Face = None, make: Callable[[Any], Any] = lambda array: array) -> 
         results, wanted = _CALLS[record["fn"]](face, _Inputs(record["inputs"], face, make), record)
         for got, want in zip(results, wanted):
             expect(_same(got, want), f"{name}: got {got!r}, expected {want!r}")
-    return f"{len(every)} of {len({record['fn'] for record in every})} functions"
+    return f"{len(every)} cases of {len({record['fn'] for record in every})} functions"
 
 
 class _Inputs:

@@ -64,7 +64,7 @@ class WaybillTokenDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> Tuple[torch.Tensor, torch.Tensor]:
-        """(tokens [T, hidden], probabilities of the choices [T, topk]); notes the choices."""
+        """(tokens [T, hidden], probabilities of the topk slots [T, topk]); notes the topk slots."""
         self.hidden_shape = tokens.shape
         rows = tokens.reshape(-1, self.hidden_shape[-1])
         # Experts that the map has not, as they were dropped, come last, with a probability of 0.
@@ -80,7 +80,7 @@ class WaybillTokenDispatcher(MoETokenDispatcher):
         return rows, weights
 
     def _parts_of(self, ids: torch.Tensor) -> torch.Tensor:
-        """Each choice as those of all ranks that have a part of the expert."""
+        """Each topk slot as those of all ranks that have a part of the expert."""
         local = self.num_local_experts
         parts = torch.arange(self.tp_size, device=ids.device)
         at = (ids // local * self.tp_size)[..., None] + parts
@@ -90,7 +90,7 @@ class WaybillTokenDispatcher(MoETokenDispatcher):
     def token_dispatch(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> Tuple[torch.Tensor, torch.Tensor]:
-        """Collective: rows and probabilities, by expert, source rank, token and choice."""
+        """Collective: rows and probabilities, by expert, source rank, token and topk slot."""
         self._layer = shared_layer(
             self.tp_ep_group, hidden_states, self._ids.shape[1],
             self.num_local_experts * self.tp_size * self.ep_size, "WaybillTokenDispatcher",

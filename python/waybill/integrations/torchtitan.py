@@ -66,7 +66,7 @@ class WaybillTokenDispatcher(BaseEPTokenDispatcher):
         topk_expert_ids_TK: torch.Tensor,
         num_local_tokens_per_expert_E: torch.Tensor,
     ) -> Any:
-        """(rows by expert, source rank, token, choice; rows of each expert; metadata)"""
+        """(rows by expert, source rank, token, topk slot; rows of each expert; metadata)"""
         if self.ep_mesh is None:
             return LocalTokenDispatcher.dispatch(
                 self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E

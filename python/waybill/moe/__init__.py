@@ -1,6 +1,6 @@
 """Experts: tokens of all ranks to their experts and back, in one process, for numpy arrays.
 
-Rows are ordered by local expert, then source rank, then token, then choice: always. What
+Rows are ordered by local expert, then source rank, then token, then topk slot: always. What
 ``simulate_dispatch`` delivers is what a layer must deliver on any world, bit for bit.
 """
 

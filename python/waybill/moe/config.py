@@ -45,14 +45,14 @@ class EPConfig:
 
     max_tokens: int  #: most tokens a rank may dispatch
     hidden: int  #: elements of a token
-    topk: int  #: choices of a token, at most 32
+    topk: int  #: topk slots of a token, at most 32
     num_experts: int  #: of all ranks together, a multiple of world_size
     rank: int
     world_size: int
     local_world_size: int  #: ranks of a node, a divisor of world_size
     token_dtype: Any = "bfloat16"  #: or float16, float32; on CPUs float64
     weight_dtype: Any = "float32"  #: or float16, bfloat16; on CPUs float64
-    offset_dtype: Any = "int32"  #: of every table
+    offset_dtype: Any = "int32"  #: Triton-distributed's field; tables are int32, nothing else
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -102,4 +102,6 @@ class EPConfig:
     def _compiled(self) -> Any:
         sizes = [getattr(self, name) for name in _SIZES]
         offset = named_dtype(self.offset_dtype, "EPConfig: offset_dtype")
-        return _core.ep_config(sizes, self.token_dtype_name, self.weight_dtype_name, offset)
+        if offset != "int32":
+            raise InvalidArgument(f"EPConfig: offset_dtype = {offset}, expected int32")
+        return _core.ep_config(sizes, self.token_dtype_name, self.weight_dtype_name)

@@ -20,7 +20,7 @@ from .config import EPConfig
 class EPAllToAllLayoutDesc:
     """What a rank must know of a dispatch to combine: int32 but for the two maps, which are int64.
 
-    N nodes, M = max_tokens, K = topk, R rows, P experts a rank; -1 where an entry has no meaning.
+    N nodes, M = max_tokens, K = topk, R rows, P experts per rank; -1 where an entry has no meaning.
     """
 
     num_dispatch_token_cur_rank: int  #: tokens of this rank
@@ -28,9 +28,9 @@ class EPAllToAllLayoutDesc:
     #: [N, 2, M] runs of tokens from the ranks of the same local index; None on one node
     send_reqs_recv_tensor: Optional[Any]
     topk_indices_tensor: Any  #: [T, K] ids; several nodes [N, M, K]
-    token_dst_scatter_idx: Any  #: [N, M, K] row of each choice on its expert's rank
+    token_dst_scatter_idx: Any  #: [N, M, K] row of each topk slot on its expert's rank
     skipped_token_mapping_indices: Optional[Any]  #: [R] row to the token's first row; one node
-    #: [R, K] of a first row, the rows of the token's choices that are here; one node
+    #: [R, K] of a first row, the rows of the token's topk slots that are here; one node
     skipped_token_topk_mapping_indices: Optional[Any]
     # Beyond the seven of Triton-distributed:
     recv_expert_counts: Optional[Any] = None  #: [P] rows of each local expert, without padding
@@ -38,23 +38,23 @@ class EPAllToAllLayoutDesc:
     recv_topk_indices: Optional[Any] = None  #: compact rows: [R, K] local experts, -1
     compact_to_grouped: Optional[Any] = None  #: compact rows: [R, K] places in the grouped order
     grouped_to_compact: Optional[Any] = None  #: compact rows: [grouped rows] compact row, -1
-    #: of layers: [R, 4] source rank, token, choice and first row of the token; -1 for padding
+    #: of layers: [R, 4] source rank, token, topk slot and first row of the token; -1 for padding
     recv_tags: Optional[Any] = None
     num_recv_tokens_per_rank: Optional[Any] = None  #: of layers: [W] rows that each rank received
     recv_scales: Optional[Any] = None  #: of layers with a float8 payload: [R, hidden / 128]
 
 
 class ExpertDispatch(OfThisProcess):
-    """What ``simulate_dispatch`` gives: one entry a rank in every list."""
+    """What ``simulate_dispatch`` gives: one entry per rank in every list."""
 
     _why_not_copied = "compiled tables: simulate_dispatch makes it again; its arrays can be"
     config: EPConfig
     recv_tokens: List[AnyArray]  #: [R, hidden]
     recv_weights: Optional[List[AnyArray]]  #: [R]; of compact rows [R, topk]
     recv_scales: Optional[List[AnyArray]]  #: [R, hidden / 128] float32, of a float8 payload
-    recv_origin: List[IntArray]  #: [R, 3]: source rank, token, choice; -1 for padding
+    recv_origin: List[IntArray]  #: [R, 3]: source rank, token, topk slot; -1 for padding
     layout: List[EPAllToAllLayoutDesc]
-    splits: IntArray  #: [W, E + 1] choices of each expert by source; the last column is dropped
+    splits: IntArray  #: [W, E + 1] topk slots of each expert by source; the last column is dropped
     num_input_tokens_per_rank: IntArray  #: [W]
     num_recv_tokens_per_rank: IntArray  #: [W] rows of each output
     recv_buf_offset_per_expert: IntArray  #: [W, P, W source] first rows
@@ -110,12 +110,12 @@ def simulate_dispatch(
     :param tokens: [T, hidden] a rank: token_dtype (bfloat16 as ml_dtypes.bfloat16), or float32
         arrays, which are rounded where it cannot hold them; what comes back is of the same kind
     :param exp_indices: [T, topk] a rank, int32 or int64
-    :param weights: [T, topk] a rank; each travels with its choice
+    :param weights: [T, topk] a rank; each travels with its topk slot
     :param full_scatter_indices: [sum of T, topk] positions in the outputs of all ranks, one after
-        the other; without it the order is local expert, source rank, token, choice
+        the other; without it the order is local expert, source rank, token, topk slot
     :param scales: with "scaled": [T, hidden / 128] float32 a rank
-    :param dropped_id: the id of a choice that goes nowhere: num_experts, or -1
-    :param rows: "grouped", a row a choice; "compact", a row a token and rank
+    :param dropped_id: the id of a topk slot that goes nowhere: num_experts, or -1
+    :param rows: "grouped", a row per topk slot; "compact", a row per token and rank
     :param expert_alignment: rows of each local expert padded to a multiple, with zeros
     :param payload: "plain"; "quantized": sent as float8 e4m3 with scales; "scaled": given so
     :raises InvalidArgument: naming argument and rank, before anything is moved

@@ -16,21 +16,21 @@ class ExpertSummary(OfThisProcess):
     """Figures of a dispatch; its combine moves the same rows the other way.
 
     A row crosses a link once for each rank that it goes to, between nodes once for each node; what
-    stays on a rank crosses none. Speeds are those of a rank's links each way, in bytes a second.
+    stays on a rank crosses none. Speeds are those of a rank's links each way, in bytes per second.
     """
 
     _why_not_copied = "compiled tables: summarize makes it again; its arrays can be"
     config: EPConfig
     row_bytes: int  #: of a row that travels, its scales too
     tokens: IntArray  #: [W] of each rank
-    dropped: IntArray  #: [W] choices of its tokens that go nowhere
-    computed: IntArray  #: [W] choices that its experts get: the rows of their products
+    dropped: IntArray  #: [W] topk slots of its tokens that go nowhere
+    computed: IntArray  #: [W] topk slots that its experts get: the rows of their products
     received: IntArray  #: [W] tokens that it gets, its own among them
     node_in: IntArray  #: [W] rows over the links inside a node
     node_out: IntArray
     network_in: IntArray  #: [W] rows between nodes
     network_out: IntArray
-    expert_choices: IntArray  #: [E] choices of each expert
+    expert_choices: IntArray  #: [E] topk slots of each expert
 
     def __init__(self) -> None:
         raise InvalidArgument("ExpertSummary: got a constructor call, expected summarize")
@@ -50,7 +50,7 @@ class ExpertSummary(OfThisProcess):
         return self._compiled.explain(*_speeds(nvlink, network))
 
     def text(self, *, nvlink: float = 345e9, network: float = 50e9) -> str:
-        """Figures, a line a rank with bars, and ``explain()``, 80 columns wide."""
+        """Figures, a line per rank with bars, and ``explain()``, 80 columns wide."""
         return self._compiled.text(*_speeds(nvlink, network))
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ def summarize(
     """Counts what a dispatch of these choices would send.
 
     :param exp_indices: [T, topk] a rank, int32 or int64
-    :param dropped_id: the id of a choice that goes nowhere: num_experts, or -1
+    :param dropped_id: the id of a topk slot that goes nowhere: num_experts, or -1
     :param payload: "plain"; "quantized" or "scaled": float8 e4m3 with scales
     :raises InvalidArgument: naming argument and rank
     """

@@ -13,6 +13,7 @@ from .._graphs import never_compile_calls as _never_compile_calls
 from . import kernels
 from .attention_step import AttentionStep, recomputed_attention
 from .batch_plan import BatchPlan, BatchPlanner, Piece
+from .calibrate import calibrate_attention
 from .context_parallel import ContextParallelAttention
 from .generators import (
     create_qkv_dispatch,
@@ -53,6 +54,7 @@ __all__ = [
     "PackedBatch",
     "Piece",
     "SequenceDispatcher",
+    "calibrate_attention",
     "compute_attn_layout_seqlens",
     "compute_e2e_metadata",
     "compute_metadata",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Tuple
 
 import torch
@@ -14,12 +15,12 @@ from .kernels import AttentionShape
 from .sequence_dispatcher import SequenceDispatcher
 
 WHO = "ContextParallelAttention"
+_BACKWARD = ("grad", "dq", "sums")
 
 
 class Moves:
-    """Calls of the dispatcher. Their tables are made when they are first used, on the stream that
-    is current then: behind attention that is already queued, so that nothing waits for them.
-    Collective where the windows must grow.
+    """Calls of the dispatcher. Their tables are made ahead, or when they are first used, on the
+    stream that is current then. Collective where the windows must grow.
     """
 
     def __init__(self, routing: Any, dispatcher: SequenceDispatcher, shape: AttentionShape) -> None:
@@ -61,15 +62,20 @@ class Moves:
         """Whether the tables of the first dispatch are there."""
         return "qkv" in self._plans
 
-    def prepare(self) -> None:
-        self._plan("qkv")
-        self._plan("out")
-        self.prepare_backward()
+    def prepare(self, upload: AbstractContextManager[None]) -> None:
+        """Tables of all calls but those with a log-sum-exp, uploaded as ``upload`` says. Windows
+        grow behind the calls of the stream that is current.
+        """
+        with upload:
+            for name in ("qkv", "out", *_BACKWARD):
+                self._find(name)
+        self._dispatcher.reserve(*self._plans.values())
 
     def prepare_backward(self) -> None:
         """A backward pass makes no tables, for which windows might have to grow."""
-        for name in ("grad", "dq", "sums"):
-            self._plan(name)
+        if all(name in self._plans for name in _BACKWARD):
+            return
+        self._dispatcher.reserve(*(self._find(name) for name in _BACKWARD))
 
     def _call(
         self, plan: ReadyPlan, tensors: Sequence[torch.Tensor], of_dispatch: int = 0
@@ -81,13 +87,14 @@ class Moves:
     def _part(self, name: Any, *formats: Any) -> Tuple[Any, ...]:
         return (SparseMetadata._wrap(getattr(self._routing, name)), *formats)
 
-    def _ready(self, *parts: Any, gradient: bool = False) -> ReadyPlan:
-        make = self._dispatcher.plan_kv_gradient if gradient else self._dispatcher.plan_dispatch
-        plan = make(*parts)
-        self._dispatcher.reserve(plan)
-        return plan
-
     def _plan(self, name: str) -> ReadyPlan:
+        ready = self._plans.get(name)
+        if ready is None:
+            ready = self._find(name)
+            self._dispatcher.reserve(ready)
+        return ready
+
+    def _find(self, name: str) -> ReadyPlan:
         """Made once. (functools.cached_property of Python 3.11 has one lock for all objects, which
         ranks that are threads would wait for each other with.)
         """
@@ -97,16 +104,17 @@ class Moves:
         return ready
 
     def _make(self, name: str) -> ReadyPlan:
+        plan = self._dispatcher.plan_dispatch
         if name == "dq" and self._q == self._out:
-            return self._plan("out")
+            return self._find("out")
         if name == "qkv":
-            return self._ready(self._part("fwd_q", self._q), self._part("fwd_kv", self._k, self._v))
+            return plan(self._part("fwd_q", self._q), self._part("fwd_kv", self._k, self._v))
         if name == "sums":
-            return self._ready(self._part("sum_kv", self._k, self._v), gradient=True)
+            return self._dispatcher.plan_kv_gradient(self._part("sum_kv", self._k, self._v))
         table, *formats = {
             "out": ("rev_q", self._out),
             "out and lse": ("rev_q", self._out, self._lse),
             "grad": ("fwd_q", self._out),
             "dq": ("rev_q", self._q),
         }[name]
-        return self._ready(self._part(table, *formats))
+        return plan(self._part(table, *formats))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Optional, Tuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Optional, Tuple
 
 import torch
 
 from ..errors import InvalidArgument
 from ._context_parallel_moves import WHO, Moves
+from ._context_parallel_streams import Beside, Uploads
 from ._context_parallel_tables import Rows, calls_of
 from ._ranges import named
 from ._tensors import require_tensor
@@ -29,45 +29,6 @@ class Saved(NamedTuple):
     lse: torch.Tensor
 
 
-class Beside:
-    """A second stream of a GPU: what is done under ``run`` begins behind what was queued before
-    ``fork``, and ends before what is queued after ``join``. On the CPU all is done in order.
-
-    Memory needs no record: what one stream leaves is taken again by the same stream, whose later
-    work comes behind the other's, by the next fork or by join.
-    """
-
-    def __init__(self, device: torch.device, overlap: bool) -> None:
-        self._stream: Any = None
-        self._forked: Any = None
-        self._device = device
-        if device.type == "cuda" and overlap:
-            stream: Any = torch.cuda.Stream
-            self._stream = stream(device, priority=-1)
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether there is a second stream."""
-        return self._stream is not None
-
-    def fork(self) -> None:
-        if self._stream is not None:
-            self._forked = torch.cuda.current_stream(self._device).record_event()
-
-    @contextlib.contextmanager
-    def run(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_event(self._forked)
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def join(self) -> None:
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-
 class RankStep:
     """The tables of one plan on one rank. Collective where the windows must grow. Does not hold the
     plan, with which it goes.
@@ -84,10 +45,13 @@ class RankStep:
         routing = plan.routing()
         in_place, dispatched, q_rows, kv_rows = routing.rank(rank)
         self.rows = plan.home_tokens[rank]
-        self.home, self.arrived = calls_of(
-            in_place, dispatched, self.rows, kernel.takes_gaps, self.device
-        )
-        self.q_rows, self.kv_rows = Rows(q_rows, self.device), Rows(kv_rows, self.device)
+        self.uploads = Uploads(self.device, beside.uploads)
+        with self.uploads.run():
+            self.home, self.arrived, table = calls_of(
+                in_place, dispatched, self.rows, kernel.takes_gaps, self.device
+            )
+            self.q_rows, self.kv_rows = Rows(q_rows, self.device), Rows(kv_rows, self.device)
+        self.uploads.keep((table, *self.q_rows.tables, *self.kv_rows.tables))
         #: Whether any rank dispatches anything: else there is nothing collective.
         self.moves = bool(len(routing.fwd_q.dst_rank))
         self._moves = Moves(routing, dispatcher, shape)
@@ -95,10 +59,8 @@ class RankStep:
     def prepare(self) -> None:
         """Makes what calls would make."""
         if self.moves:
-            self.beside.fork()
-            with self.beside.run():
-                self._moves.prepare()
-            self.beside.join()
+            with self.beside.only():
+                self._moves.prepare(self.uploads.run())
 
     def checked(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, casts: Callable[[], bool]
@@ -146,7 +108,7 @@ class RankStep:
         back: Tuple[torch.Tensor, ...] = ()
         lse: Optional[torch.Tensor]
         views: Tuple[torch.Tensor, ...] = ()
-        self.beside.fork()
+        self.beside.fork(self.uploads)
         # Others wait for what is sent; but the first time its tables are made while the device is
         # busy with what stays.
         at_once = self.moves and (self._moves.is_ready or not self.beside.overlaps)
@@ -226,7 +188,7 @@ class RankStep:
         """Gradients of q, k and v. ``needs``: of q, and of k or v; the same on all ranks."""
         grad = grad.contiguous()
         sums: Tuple[torch.Tensor, ...] = ()
-        self.beside.fork()
+        self.beside.fork(self.uploads)
         if self.moves:
             with self.beside.run(), named("dispatch of gradients", self.device):
                 there = self._moves.grad_there(grad, number)

@@ -14,7 +14,7 @@ _MOST_SLICES = 4  # with more ranges of rows, one operation with their numbers
 
 
 class Rows:
-    """Ranges of a rank's rows, which stand one behind the other in another tensor."""
+    """Ranges of a rank's rows, which stand one after another in another tensor."""
 
     def __init__(self, table: Any, device: torch.device) -> None:
         self.ranges = [(int(begin), int(rows)) for begin, rows in table.reshape(-1, 2).tolist()]
@@ -23,6 +23,11 @@ class Rows:
         if len(self.ranges) > _MOST_SLICES:
             numbers = np.concatenate([np.arange(b, b + n) for b, n in self.ranges])
             self._numbers = on_device(torch.from_numpy(numbers), device)
+
+    @property
+    def tables(self) -> list[torch.Tensor]:
+        """What lies on the device."""
+        return [] if self._numbers is None else [self._numbers]
 
     def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Puts the rows of ``source`` to their places."""
@@ -109,8 +114,10 @@ def _with_gaps(sequences: list[Any], rows: int) -> HomeLens:
 
 def calls_of(
     in_place: Any, dispatched: Any, rows: int, takes_gaps: bool, device: torch.device
-) -> Tuple[list[HomeCall], Optional[Sequences]]:
-    """(calls on own rows, sequences of the rows that come), of a rank's tables."""
+) -> Tuple[list[HomeCall], Optional[Sequences], torch.Tensor]:
+    """(calls on own rows, sequences of the rows that come, the table on the device that all of them
+    show), of a rank's tables.
+    """
     home = home_lens(in_place.reshape(-1, 4), rows, takes_gaps)
     arrived = dispatched.reshape(-1, 4)
     lens = [(call.q_lens, call.k_lens) for call in home]
@@ -118,7 +125,8 @@ def calls_of(
         lens.append((arrived[:, 1].tolist(), arrived[:, 3].tolist()))
     sequences = Sequences.several(lens, device) if lens else []
     calls = [HomeCall(call.q, call.kv, s) for call, s in zip(home, sequences)]
-    return calls, sequences[-1] if len(arrived) else None
+    table = sequences[0].cu_seqlens_q if sequences else torch.empty(0, device=device)
+    return calls, sequences[-1] if len(arrived) else None, table
 
 
 def formats_of(shape: AttentionShape) -> Tuple[TensorFormat, ...]:

@@ -10,11 +10,13 @@ import torch
 from .._arrays import IntArray
 from .._dispatcher import ReadyPlan
 from .._graphs import outside_graphs
+from ..errors import InvalidArgument
 from ..routing import compute_metadata
 from ..world import World
 from .batch_plan import RankPieces, piece_table
 from .sequence_dispatcher import SequenceDispatcher
 
+_WHO = "ContextParallelAttention.gather"
 _FIRST_ROWS = 256  # a message has as many rows; a batch with more pieces makes them more
 
 
@@ -31,19 +33,27 @@ class PieceExchange:
         self._ready: Any = None
 
     @outside_graphs
-    def gather(self, held: RankPieces) -> list[IntArray]:
-        table = piece_table(held, self._world.rank, "ContextParallelAttention.gather")
+    def gather(self, held: RankPieces, fingerprint: int = 0) -> list[IntArray]:
+        """``fingerprint``: of the planner, which must be the same everywhere."""
+        table = piece_table(held, self._world.rank, _WHO)
         while True:
-            everyone = self._send(table)
+            everyone = self._send(table, fingerprint)
+            others = [rank for rank, message in enumerate(everyone) if message[0, 1] != fingerprint]
+            if others:
+                raise InvalidArgument(
+                    f"{_WHO}: rank {others[0]} plans with other options than rank"
+                    f" {self._world.rank}, expected the same on all: sizes, in_place, block_tokens,"
+                    " imbalance_target and costs"
+                )
             most = max(int(message[0, 0]) for message in everyone)
             if most < self._rows:
                 return [message[1 : 1 + int(message[0, 0])].copy() for message in everyone]
             self._rows = 2 * most  # the same on all ranks
             self._ready = None
 
-    def _send(self, table: IntArray) -> IntArray:
+    def _send(self, table: IntArray, fingerprint: int) -> IntArray:
         message = np.zeros((self._rows, 3), np.int64)
-        message[0, 0] = len(table)
+        message[0, :2] = len(table), fingerprint
         shown = table[: self._rows - 1]
         message[1 : 1 + len(shown)] = shown
         rows = torch.from_numpy(message).to(self._device)

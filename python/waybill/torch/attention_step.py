@@ -34,7 +34,7 @@ class AttentionStep(OfThisProcess):
     Windows are reserved here, which all ranks wait for, never in a backward pass.
 
     Args:
-        dispatcher: of this rank; kept alive. Several steps may share it, one after the other.
+        dispatcher: of this rank; kept alive. Several steps may share it, one after another.
         routing: the same on all ranks.
         q, kv: their formats: tensors, or TensorFormat. K and V, or one tensor that holds both.
         out: the format of attention's output; that of q without.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional, Tuple, Union
 
@@ -11,6 +12,7 @@ import torch
 from .. import _core
 from .._arrays import IntArray, int64
 from .._copies import Unchanging
+from ..attention_costs import AttentionCosts, planned
 from ..errors import InvalidArgument
 from ..plans import QkvPlan
 from ._tensors import dtype_name
@@ -19,7 +21,7 @@ from .kernels import AttentionShape, Sequences
 __all__ = ["BatchPlan", "BatchPlanner", "Piece"]
 
 _UNNUMBERED = -(2**62)  # below it are the documents that got no number: rank * 2**32 + place
-#: With fewer rows a rank, one call of the kernel costs less than two without copies.
+#: With fewer rows per rank, one call of the kernel costs less than two without copies.
 _FEW_ROWS = 2048
 #: Where less of the work stays, two calls of the kernel are in each other's way (2 x H200).
 _LEAST_SHARE = 0.75
@@ -49,9 +51,11 @@ class BatchPlanner(Unchanging):
             but for batches of few rows, or where more than a quarter of the work travels.
         block_tokens: documents are cut at multiples of it.
         imbalance_target: largest work of a rank over the mean that is aimed at.
+        costs: what the kernel takes beside (query, key) pairs, as calibrate_attention measures it;
+            the same on all ranks.
     """
 
-    __slots__ = ("_given", "_options", "in_place", "shape", "world_size")
+    __slots__ = ("_given", "_options", "costs", "in_place", "shape", "world_size")
 
     def __init__(
         self,
@@ -68,13 +72,14 @@ class BatchPlanner(Unchanging):
         in_place: Union[str, bool] = "auto",
         block_tokens: int = 128,
         imbalance_target: float = 1.01,
+        costs: Optional[AttentionCosts] = None,
         who: str = "BatchPlanner",
     ) -> None:
         self.shape = _shape(heads, kv_heads, head_dim, v_head_dim, dtype, mask, window, scale, who)
         self.world_size = _least(world_size, 1, "world_size", who)
         if in_place not in ("auto", True, False):
             raise InvalidArgument(f'{who}: in_place = {in_place!r}, expected "auto", True or False')
-        self.in_place = in_place
+        self.in_place, self.costs = in_place, costs
         self._given = (heads, kv_heads, head_dim, v_head_dim)
         shape = self.shape
         self._options = {
@@ -87,11 +92,13 @@ class BatchPlanner(Unchanging):
             "ranks_per_node": max(8, self.world_size), "imbalance_target": float(imbalance_target),
             "byte_weight": 0.0, "nvlink_bytes_per_second": 345e9,
             "network_bytes_per_second": 50e9, "message_seconds": 0.4e-6, "pairs_per_second": 0.0,
+            "tails": True, **planned(costs, who),
         }  # fmt: skip
 
     def plan(self, pieces: Sequence[Any]) -> BatchPlan:
-        """The plan of what the ranks hold: one entry a rank, as ``ContextParallelAttention.gather``
-        returns it, or lists of lengths and pieces. Pure: the same everywhere.
+        """The plan of what the ranks hold: one entry per rank, as
+        ``ContextParallelAttention.gather`` returns it, or lists of lengths and pieces. Pure: the
+        same everywhere.
 
         Raises InvalidArgument naming the document whose pieces do not add up, or rank and piece.
         """
@@ -105,13 +112,19 @@ class BatchPlanner(Unchanging):
         plan = _core.plan_pieces([len(table) for table in tables], flat, self._options)
         return BatchPlan._make(self, tables, QkvPlan._wrap(plan))
 
+    @property
+    def fingerprint(self) -> int:
+        """A number of all that plans depend on: planners with another make other plans."""
+        facts = (self.shape, self.in_place, sorted(self._options.items()))
+        return zlib.crc32(repr(facts).encode())
+
     def __reduce__(self) -> Tuple[Any, ...]:
         shape, options = self.shape, self._options
         return _planner, (
             self.world_size, self._given,
             {
                 "dtype": shape.dtype, "mask": shape.mask, "window": shape.window,
-                "scale": shape.scale, "in_place": self.in_place,
+                "scale": shape.scale, "in_place": self.in_place, "costs": self.costs,
                 "block_tokens": options["block_tokens"],
                 "imbalance_target": options["imbalance_target"],
             },

@@ -12,10 +12,12 @@ from torch import nn
 
 from .._copies import OfThisProcess
 from .._graphs import outside_graphs
+from ..attention_costs import AttentionCosts
 from ..errors import InvalidArgument
 from ..world import World
 from ._context_parallel_ops import PlanTicket, attend, ticket_of
-from ._context_parallel_step import Beside, RankStep, Saved
+from ._context_parallel_step import RankStep, Saved
+from ._context_parallel_streams import Beside
 from ._piece_exchange import PieceExchange
 from .batch_plan import BatchPlan, BatchPlanner, RankPieces
 from .kernels import Kernel as _Kernel
@@ -52,7 +54,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             own included.
         scale: of scores; head_dim ** -0.5 by default.
         kernel: "auto", a name, an AttentionKernel, or a function; see ``waybill.torch.kernels``.
-        in_place, block_tokens, imbalance_target: as of BatchPlanner.
+        in_place, block_tokens, imbalance_target, costs: as of BatchPlanner.
         overlap: on GPUs, what travels does so on a second stream.
         num_sms: multiprocessors that a dispatch may use.
         device, timeout_s: of a World that is made of a group.
@@ -77,6 +79,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         in_place: Union[str, bool] = "auto",
         block_tokens: int = 128,
         imbalance_target: float = 1.01,
+        costs: Optional[AttentionCosts] = None,
         overlap: bool = True,
         num_sms: int = 16,
         device: Any = None,
@@ -89,7 +92,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         self.planner = BatchPlanner(
             ranks.world_size, heads, kv_heads, head_dim, v_head_dim, dtype=dtype, mask=mask,
             window=window, scale=scale, in_place=in_place, block_tokens=block_tokens,
-            imbalance_target=imbalance_target, who=_WHO,
+            imbalance_target=imbalance_target, costs=costs, who=_WHO,
         )  # fmt: skip
         self.device = torch.device(ranks.device)
         self.kernel = choose_kernel(kernel, self.device, _WHO)
@@ -112,7 +115,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         """
         if self._exchange is None:
             self._exchange = PieceExchange(self.world)
-        return self._exchange.gather(held)
+        return self._exchange.gather(held, self.planner.fingerprint)
 
     def plan(self, pieces: Sequence[Any]) -> BatchPlan:
         """The plan of what the ranks hold; as ``self.planner.plan``, which can be pickled and needs

@@ -62,7 +62,7 @@ def pack(
     first_document: Optional[int] = None,
     ignored: int = -100,
 ) -> PackedBatch:
-    """Packs documents [tokens, ...] one behind the other; empty ones are left out.
+    """Packs documents [tokens, ...] one after another; empty ones are left out.
 
     Args:
         first_document: numbers the documents from it on, where they are to be cut among ranks:

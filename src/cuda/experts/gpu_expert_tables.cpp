@@ -120,6 +120,7 @@ ExpertTableViews GpuExpertRouting::views() const {
   views.expert_counts = view(fixed_.expert_counts, {per_rank});
   views.expert_offsets = view(fixed_.expert_offsets, {per_rank + 1});
   views.num_recv_rows = view(fixed_.num_recv_rows, {world});
+  views.required_rows = {views.num_recv_rows.data + world * 4, DType::int32, {1}};
   views.recv_tags = row_view(rows_.tags, {rows, 4});
   if (compact) {
     views.compact_to_grouped = row_view(rows_.compact_to_grouped, {rows, topk});

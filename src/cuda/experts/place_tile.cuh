@@ -1,23 +1,24 @@
 #pragma once
 
+#include "../rank/device_limits.h"
 #include "expert_rows.cuh"
 
 // Rows of topk slots, from where each expert's rows begin.
 
 namespace waybill::cuda {
 
-/// Of a block's shared memory: what sm_80 has.
-inline constexpr int most_route_bytes = 156 * 1024;
+/// Of a block's shared memory on the current device, at most what sm_80 has.
+inline int most_route_bytes() {
+  constexpr int most = 156 * 1024;
+  constexpr int of_kernels = 4096;  // what these have besides
+  const int room = shared_bytes_of_block() - of_kernels;
+  return room < most ? room : most;
+}
 
-/// As much of it as the device has.
 template <class Kernel>
 cudaError_t allow_route_memory(Kernel kernel) {
-  int device = 0;
-  int most = 0;
-  (void)cudaGetDevice(&device);
-  (void)cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              most - 4096 < most_route_bytes ? most - 4096 : most_route_bytes);
+                              most_route_bytes());
 }
 
 /// Words of shared memory of what a block knows of ranks.
@@ -30,7 +31,8 @@ inline int table_words(const MoeShape& s) {
 /// Warps of a block that have a tile each: as many as have room for their counts. @param kept words
 /// that are needed besides
 inline int tile_warps_of(const MoeShape& s, int kept = 0) {
-  const int room = most_route_bytes / 4 - table_words(s) - 2 * s.num_experts - num_counts(s) - kept;
+  const int room =
+      most_route_bytes() / 4 - table_words(s) - 2 * s.num_experts - num_counts(s) - kept;
   const int fit = room / num_counts(s);
   return fit < route_warps ? fit : route_warps;
 }

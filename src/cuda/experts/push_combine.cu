@@ -10,8 +10,9 @@
 namespace waybill::cuda {
 namespace {
 
-template <bool Bulk>
-constexpr int block_warps = Bulk ? 12 : 16;
+using ShortPieces = WalkShape<12, 8, 2048>;
+using LongPieces = WalkShape<8, 6, 4096>;
+using NoPieces = WalkShape<16, 1, 0>;
 
 /// One weight as float32.
 __device__ float weight_at(const std::byte* weights, DType dtype, std::int64_t i) {
@@ -220,11 +221,11 @@ __device__ void sum(const PushParams& p, Walk& walk, const Units& u, std::uint64
 
 /// No rank waits for others before it pushes: slabs take turns, and who is in combine n has seen
 /// all ranks come to the one before it, so that the slab of n - 2 has been read.
-template <class Number, int Count, bool Bulk>
-__global__ void __launch_bounds__(block_warps<Bulk> * 32, 1)
+template <class Number, int Count, class Shape>
+__global__ void __launch_bounds__(Shape::warps * 32, 1)
     push_combine_kernel(const __grid_constant__ PushParams p) {
   extern __shared__ __align__(128) std::byte shared[];
-  __shared__ std::uint64_t barriers[block_warps<Bulk>][walk_slots];
+  __shared__ WalkState<Shape> states[Shape::bytes > 0 ? Shape::warps : 1];
   const auto warp = static_cast<int>(threadIdx.x / 32);
   wait_earlier_kernel();
   const std::int32_t tokens = tokens_of_lane(p);
@@ -248,8 +249,8 @@ __global__ void __launch_bounds__(block_warps<Bulk> * 32, 1)
     if (warp < p.push_warps) push(p, walk, units, epoch);
     sum(p, walk, units, epoch);
   };
-  if constexpr (Bulk) {
-    run(BulkWalk<Number>(shared + warp * walk_bytes, barriers[warp]));
+  if constexpr (Shape::bytes > 0) {
+    run(BulkWalk<Number, Shape>(shared + warp * Shape::bytes, states[warp]));
   } else {
     run(VectorWalk<Number, Count>());
   }
@@ -268,17 +269,28 @@ using Kernel = void (*)(PushParams);
 Kernel kernel_for(DType tokens, PushWay way) {
   return for_number(tokens, [&]<class Number>(Number) -> Kernel {
     constexpr int most = 16 / static_cast<int>(sizeof(typename Number::Stored));
-    if (way == PushWay::bulk) return push_combine_kernel<Number, most, true>;
-    return way == PushWay::words ? push_combine_kernel<Number, most, false>
-                                 : push_combine_kernel<Number, 1, false>;
+    switch (way) {
+      case PushWay::bulk:
+        return push_combine_kernel<Number, most, ShortPieces>;
+      case PushWay::long_bulk:
+        return push_combine_kernel<Number, most, LongPieces>;
+      case PushWay::words:
+        return push_combine_kernel<Number, most, NoPieces>;
+      default:
+        return push_combine_kernel<Number, 1, NoPieces>;
+    }
   });
 }
 
-constexpr int warps_of(PushWay way) {
-  return way == PushWay::bulk ? block_warps<true> : block_warps<false>;
-}
-constexpr int shared_bytes(PushWay way) {
-  return way == PushWay::bulk ? warps_of(way) * walk_bytes : 0;
+struct BlockSize {
+  int warps;
+  int shared_bytes;
+};
+template <class Shape>
+constexpr BlockSize block_of = {Shape::warps, Shape::warps* Shape::bytes};
+BlockSize block_size(PushWay way) {
+  if (way == PushWay::bulk) return block_of<ShortPieces>;
+  return way == PushWay::long_bulk ? block_of<LongPieces> : block_of<NoPieces>;
 }
 
 }  // namespace
@@ -287,17 +299,19 @@ cudaError_t prepare_push_combine(DType tokens, PushWay way) {
   const Kernel kernel = kernel_for(tokens, way);
   if (kernel == nullptr) return cudaErrorInvalidValue;
   return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                              cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes(way));
+                              cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              block_size(way).shared_bytes);
 }
 
 cudaError_t launch_push_combine(const PushParams& params, DType tokens, PushWay way, int blocks,
                                 bool early, cudaStream_t stream) {
   const Kernel kernel = kernel_for(tokens, way);
   if (kernel == nullptr) return cudaErrorInvalidValue;
+  const BlockSize block = block_size(way);
   PushParams of_blocks = params;
-  of_blocks.push_warps = std::clamp(params.push_warps * warps_of(way) / 4, 1, warps_of(way));
-  return launch_kernel(kernel, static_cast<unsigned>(blocks), warps_of(way) * 32,
-                       static_cast<std::size_t>(shared_bytes(way)), early, stream, of_blocks);
+  of_blocks.push_warps = std::clamp(params.push_warps * block.warps / 4, 1, block.warps);
+  return launch_kernel(kernel, static_cast<unsigned>(blocks), block.warps * 32,
+                       static_cast<std::size_t>(block.shared_bytes), early, stream, of_blocks);
 }
 
 }  // namespace waybill::cuda

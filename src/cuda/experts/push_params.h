@@ -55,9 +55,10 @@ struct PushBiases {
 
 /// How a rank moves rows of a combine that pushes; each as it can.
 enum class PushWay : std::int32_t {
-  bulk,      ///< bulk copies, sm_90 and later: rows are multiples of 16 bytes at such addresses
-  words,     ///< words of 16 bytes: the same of rows
-  elements,  ///< any
+  bulk,       ///< bulk copies, sm_90 and later: rows are multiples of 16 bytes at such addresses
+  long_bulk,  ///< the same with longer pieces, by fewer warps
+  words,      ///< words of 16 bytes: the same of rows
+  elements,   ///< any
 };
 
 struct PushParams {

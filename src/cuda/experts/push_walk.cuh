@@ -99,12 +99,6 @@ struct PieceWords {
       if (offset_of(w) < left) *reinterpret_cast<Raw*>(to + offset_of(w)) = raw[w];
     }
   }
-
-  [[nodiscard]] __device__ Packed packed(int w) const {
-    Packed numbers;
-    std::memcpy(&numbers, &raw[w], sizeof(numbers));
-    return numbers;
-  }
 };
 
 /// A lane's part of a sum. Each product and each sum is rounded.
@@ -121,17 +115,21 @@ struct PieceSum {
     }
   }
 
+  /// @param w number of the word, a constant
+  template <bool Weighted>
+  __device__ void add_word(int w, const typename Words::Raw& raw, float weight) {
+    typename Words::Packed numbers;
+    std::memcpy(&numbers, &raw, sizeof(numbers));
+#pragma unroll
+    for (int e = 0; e < Count; ++e) {
+      const float x = Number::load(numbers.values[e]);
+      sums[w][e] = __fadd_rn(sums[w][e], Weighted ? __fmul_rn(weight, x) : x);
+    }
+  }
   template <bool Weighted>
   __device__ void add(const Words& words, float weight) {
 #pragma unroll
-    for (int w = 0; w < Words::words; ++w) {
-      const auto numbers = words.packed(w);
-#pragma unroll
-      for (int e = 0; e < Count; ++e) {
-        const float x = Number::load(numbers.values[e]);
-        sums[w][e] = __fadd_rn(sums[w][e], Weighted ? __fmul_rn(weight, x) : x);
-      }
-    }
+    for (int w = 0; w < Words::words; ++w) add_word<Weighted>(w, words.raw[w], weight);
   }
 
   /// What sums begin with. @param at where the piece goes in the output
@@ -146,16 +144,18 @@ struct PieceSum {
     }
   }
 
-  [[nodiscard]] __device__ Words rounded() const {
-    Words words;
+  /// @param left bytes from `to` on that there are
+  __device__ void write(std::byte* to, int left) const {
 #pragma unroll
     for (int w = 0; w < Words::words; ++w) {
+      if (Words::offset_of(w) >= left) continue;
       typename Words::Packed numbers;
 #pragma unroll
       for (int e = 0; e < Count; ++e) numbers.values[e] = Number::round(sums[w][e]);
-      std::memcpy(&words.raw[w], &numbers, sizeof(numbers));
+      typename Words::Raw raw;
+      std::memcpy(&raw, &numbers, sizeof(raw));
+      *reinterpret_cast<typename Words::Raw*>(to + Words::offset_of(w)) = raw;
     }
-    return words;
   }
 };
 
@@ -200,7 +200,7 @@ class VectorWalk {
       if (at.is_first()) sums.begin(biases, to, left);
       sums.template add<Weighted>(row,
                                   Weighted ? __shfl_sync(all_lanes, rows.weight, at.lane()) : 0);
-      if (at.is_last()) sums.rounded().store(to, left);
+      if (at.is_last()) sums.write(to, left);
     };
 #pragma unroll
     for (int d = 0; d < depth; ++d) ask(under_way[d]);
@@ -221,20 +221,44 @@ class VectorWalk {
   using Words = PieceWords<Number, Count, words>;
 };
 
-inline constexpr int walk_slots = 9;
-inline constexpr int walk_piece_bytes = 2048;
-inline constexpr int walk_bytes = walk_slots * walk_piece_bytes;  ///< shared memory of a warp
+/// How rows pass through shared memory: a block's warps, and of each the pieces under way.
+template <int Warps, int Slots, int PieceBytes>
+struct WalkShape {
+  static constexpr int warps = Warps;
+  static constexpr int slots = Slots;
+  static constexpr int piece_bytes = PieceBytes;
+  static constexpr int bytes = Slots * PieceBytes;  ///< of a warp
+};
+
+/// A piece of a row on its way: what becomes of it.
+struct alignas(16) WalkItem {
+  std::byte* to;
+  float weight;
+  unsigned how;  ///< its bytes, and the bits below
+
+  static constexpr unsigned first = 1U << 16U;     ///< of a token's rows
+  static constexpr unsigned last = 1U << 17U;      ///< of them
+  static constexpr unsigned is_there = 1U << 18U;  ///< else zeros
+  [[nodiscard]] __device__ bool is(unsigned bits) const { return (how & bits) == bits; }
+  [[nodiscard]] __device__ int bytes() const { return static_cast<int>(how & 0xFFFFU); }
+};
+
+/// Shared memory of a warp beside its slots.
+template <class Shape>
+struct WalkState {
+  WalkItem items[Shape::slots];
+  std::uint64_t barriers[Shape::slots];
+};
 
 /// The same with bulk copies into shared memory, and out of it where a row is copied: more is under
 /// way than registers hold. Rows and parts are multiples of 16 bytes.
-template <class Number>
+template <class Number, class Shape>
 class BulkWalk {
  public:
-  /// @param memory, barriers shared, of this warp: walk_bytes, [walk_slots]
-  __device__ BulkWalk(std::byte* memory, std::uint64_t* barriers)
-      : memory_(memory), barriers_(barriers) {
+  /// @param slots, state shared, of this warp: Shape::bytes of slots
+  __device__ BulkWalk(std::byte* slots, WalkState<Shape>& state) : slots_(slots), state_(state) {
     if (lane_id() == 0) {
-      for (int s = 0; s < walk_slots; ++s) barrier_init(&barriers_[s]);
+      for (int s = 0; s < Shape::slots; ++s) barrier_init(&state_.barriers[s]);
     }
     fence_async_proxy();
     __syncwarp();
@@ -252,74 +276,86 @@ class BulkWalk {
   template <bool Weighted, bool MayCopy>
   __device__ void sum(const WalkRows& rows, unsigned here, int begin, int end,
                       const PushBiases* biases) {
-    if (here == 0) return;
-    RowWalk ahead(rows, here, begin, end, walk_piece_bytes);
-    RowWalk at = ahead;
+    RowWalk ahead(rows, here, begin, end, Shape::piece_bytes);
     PieceSum<Number, count, words> sums;
     int under_way = 0;
-    while (!at.is_over()) {
-      for (; under_way < walk_slots - 1 && !ahead.is_over(); ++under_way) {
-        ask(rows, ahead, end, MayCopy);
+    while (true) {
+      for (; under_way < Shape::slots - 1 && !ahead.is_over(); ++under_way) {
+        ask<Weighted>(rows, ahead, end, MayCopy);
         ahead.advance(rows);
       }
-      std::byte* const to = pointer_of(rows.to, at.first_lane()) + at.offset;
-      const bool is_there = pointer_of(rows.from, at.lane()) != nullptr;
-      const int left = end - at.offset;
-      if (is_there) {
-        barrier_wait(&barriers_[oldest_], phases_ >> oldest_ & 1U);
-        phases_ ^= 1U << oldest_;
-      }
-      const std::byte* const slot = memory_ + oldest_ * walk_piece_bytes;
-      if (MayCopy && at.is_first() && at.is_last()) {
-        if (lane_id() == 0)
-          bulk_store(to, slot, static_cast<std::uint32_t>(min(left, walk_piece_bytes)));
-      } else {
-        if (at.is_first()) sums.begin(biases, to, left);
-        const float weight = Weighted ? __shfl_sync(all_lanes, rows.weight, at.lane()) : 0;
-        if (is_there) add<Weighted>(sums, slot, left, weight);
-        if (at.is_last()) sums.rounded().store(to, left);
-      }
-      if (MayCopy && lane_id() == 0) bulk_commit();
-      __syncwarp();  // all lanes have read the slot before it is filled again
-      oldest_ = oldest_ + 1 == walk_slots ? 0 : oldest_ + 1;
+      if (under_way == 0) return;
+      __syncwarp();
+      use<Weighted, MayCopy>(sums, biases);
       --under_way;
-      at.advance(rows);
     }
   }
 
  private:
   static constexpr int count = 16 / static_cast<int>(sizeof(typename Number::Stored));
-  static constexpr int words = walk_piece_bytes / 16 / 32;
+  static constexpr int words = Shape::piece_bytes / 16 / 32;
   using Words = PieceWords<Number, count, words>;
 
+  [[nodiscard]] static __device__ int next(int slot) {
+    return slot + 1 == Shape::slots ? 0 : slot + 1;
+  }
+
   /// Fills the slot behind those under way. What was stored from it went out before the last store.
+  template <bool Weighted>
   __device__ void ask(const WalkRows& rows, const RowWalk& ahead, int end, bool may_copy) {
     const std::byte* const from = pointer_of(rows.from, ahead.lane());
-    if (lane_id() == 0 && from != nullptr) {
+    std::byte* const to = pointer_of(rows.to, ahead.first_lane());
+    const float weight = Weighted ? __shfl_sync(all_lanes, rows.weight, ahead.lane()) : 0;
+    if (lane_id() == 0) {
+      const auto bytes = static_cast<unsigned>(min(end - ahead.offset, Shape::piece_bytes));
+      state_.items[newest_] = {to + ahead.offset, weight,
+                               bytes | (ahead.is_first() ? WalkItem::first : 0U) |
+                                   (ahead.is_last() ? WalkItem::last : 0U) |
+                                   (from != nullptr ? WalkItem::is_there : 0U)};
       if (may_copy) bulk_wait_read_but_one();
-      const auto bytes = static_cast<std::uint32_t>(min(end - ahead.offset, walk_piece_bytes));
-      barrier_expect(&barriers_[newest_], bytes);
-      bulk_load(memory_ + newest_ * walk_piece_bytes, from + ahead.offset, bytes,
-                &barriers_[newest_]);
+      if (from != nullptr) {
+        std::uint64_t* const barrier = &state_.barriers[newest_];
+        barrier_expect(barrier, bytes);
+        bulk_load(slots_ + newest_ * Shape::piece_bytes, from + ahead.offset, bytes, barrier);
+      }
     }
-    newest_ = newest_ + 1 == walk_slots ? 0 : newest_ + 1;
+    newest_ = next(newest_);
+  }
+
+  /// Takes the oldest piece under way.
+  template <bool Weighted, bool MayCopy>
+  __device__ void use(PieceSum<Number, count, words>& sums, const PushBiases* biases) {
+    const WalkItem item = state_.items[oldest_];
+    const std::byte* const slot = slots_ + oldest_ * Shape::piece_bytes;
+    if (item.is(WalkItem::is_there)) {
+      barrier_wait(&state_.barriers[oldest_], phases_ >> oldest_ & 1U);
+      phases_ ^= 1U << oldest_;
+    }
+    if (MayCopy && item.is(WalkItem::first | WalkItem::last)) {
+      if (lane_id() == 0) bulk_store(item.to, slot, static_cast<std::uint32_t>(item.bytes()));
+    } else {
+      if (item.is(WalkItem::first)) sums.begin(biases, item.to, item.bytes());
+      if (item.is(WalkItem::is_there)) add<Weighted>(sums, slot, item);
+      if (item.is(WalkItem::last)) sums.write(item.to, item.bytes());
+    }
+    if (MayCopy && lane_id() == 0) bulk_commit();
+    __syncwarp();  // all lanes have read the slot before it is filled again
+    oldest_ = next(oldest_);
   }
 
   template <bool Weighted>
-  static __device__ void add(PieceSum<Number, count, words>& sums, const std::byte* slot, int left,
-                             float weight) {
-    Words row;
+  static __device__ void add(PieceSum<Number, count, words>& sums, const std::byte* slot,
+                             const WalkItem& item) {
 #pragma unroll
     for (int w = 0; w < words; ++w) {
-      row.raw[w] = uint4{};
-      if (Words::offset_of(w) < left)
-        row.raw[w] = *reinterpret_cast<const uint4*>(slot + Words::offset_of(w));
+      if (Words::offset_of(w) >= item.bytes()) continue;
+      const uint4 raw = *reinterpret_cast<const uint4*>(slot + Words::offset_of(w));
+      sums.template add_word<Weighted>(w, raw, item.weight);
     }
-    sums.template add<Weighted>(row, weight);
   }
 
-  std::byte* const memory_;
-  std::uint64_t* const barriers_;
+  std::byte* const slots_;
+  WalkState<Shape>& state_;
   int oldest_ = 0;
   int newest_ = 0;
   unsigned phases_ = 0;

@@ -85,7 +85,7 @@ int max_experts_on_gpu(int world_size) {
   MoeShape shape{};
   shape.world_size = world_size;
   shape.node_ranks = world_size;
-  return (most_route_bytes / 4 - table_words(shape) - 2 * (1 + world_size)) / 4;
+  return (most_route_bytes() / 4 - table_words(shape) - 2 * (1 + world_size)) / 4;
 }
 
 int route_blocks(const MoeShape& shape, int num_sms) {
@@ -119,7 +119,7 @@ cudaError_t prepare_route(bool nodes) {
 
 cudaError_t launch_route(const RouteParams& params, int blocks, cudaStream_t stream) {
   const int tile_warps = tile_warps_of(params.shape);
-  const bool keeps_counts = scratch_words(params.shape, tile_warps, true) <= most_route_bytes / 4;
+  const bool keeps_counts = scratch_words(params.shape, tile_warps, true) <= most_route_bytes() / 4;
   const std::int64_t words = scratch_words(params.shape, tile_warps, keeps_counts);
   const bool nodes = params.shape.num_nodes > 1;
   const auto kernel = nodes ? route_kernel<Span::nodes> : route_kernel<Span::rank>;

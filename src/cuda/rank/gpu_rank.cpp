@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cuda_check.h"
+#include "device_limits.h"
 #include "runtime/fingerprint.h"
 
 namespace waybill::cuda {
@@ -122,7 +123,7 @@ GpuRank::GpuRank(Rank rank, Topology topology, int device, double timeout_s)
   cudaDeviceProp properties{};
   cuda_check(cudaGetDeviceProperties(&properties, device), "reading device properties");
   num_sms_ = properties.multiProcessorCount;
-  has_bulk_copies_ = properties.major >= 9;
+  has_bulk_copies_ = read_device_limits(device).bulk_copies;
   cuda_check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
   record_ = pinned_memory(sizeof(FaultRecord));
   std::memset(record_.get(), 0, sizeof(FaultRecord));

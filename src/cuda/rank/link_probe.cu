@@ -6,6 +6,7 @@
 #include "../device/bulk.cuh"
 #include "cuda/link_probe.h"
 #include "cuda_check.h"
+#include "device_limits.h"
 
 namespace waybill {
 namespace {
@@ -100,9 +101,13 @@ class Probe {
       for (cudaEvent_t& event : gpu.copied) {
         check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event");
       }
-      check(cudaFuncSetAttribute(copy_bulk, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 warps * stages * chunk_bytes),
-            "preparing a kernel");
+      if (cuda::read_device_limits(i).bulk_copies) {
+        check(cudaFuncSetAttribute(copy_bulk, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   warps * stages * chunk_bytes),
+              "preparing a kernel");
+      } else {
+        has_bulk_copies_ = false;
+      }
       check(cudaDeviceSynchronize(), "filling");
     }
   }
@@ -159,7 +164,8 @@ class Probe {
     Gpu& gpu = gpus_[me];
     const auto blocks = static_cast<unsigned>(num_sms);
     const Pairs pairs = pairs_of(me, way == LinkWay::pull_bulk);
-    if (way == LinkWay::push_vector) {
+    const bool bulk = way == LinkWay::push_bulk || way == LinkWay::pull_bulk;
+    if (way == LinkWay::push_vector || (bulk && !has_bulk_copies_)) {
       copy_vector<<<blocks, 1024, 0, gpu.streams[me]>>>(pairs, bytes_);
     } else if (way != LinkWay::copy_engines) {
       copy_bulk<<<blocks, warps * 32, warps * stages * chunk_bytes, gpu.streams[me]>>>(pairs,
@@ -181,6 +187,7 @@ class Probe {
   int num_gpus_;
   std::int64_t bytes_;
   std::vector<Gpu> gpus_;
+  bool has_bulk_copies_ = true;  ///< all of them
 };
 
 }  // namespace

@@ -11,7 +11,7 @@ bool check_shard_values(const char* field, std::int64_t got, std::int64_t expect
                         Findings& findings) {
   if (got == expected) return true;
   findings.add(FindingKind::shape, plan_table, field, {}, concat(got, " values"),
-               concat(expected, ", one a shard"));
+               concat(expected, ", one per shard"));
   return false;
 }
 
@@ -169,9 +169,9 @@ PlanIndex index_plan(const QkvPlan& plan) {
     index.queries[to_size(next[to_size(plan.q_dst[to_size(shard)])]++)] = place;
   };
   const auto last = static_cast<std::int32_t>(num_shards);
-  if (plan.kv_layout == KvLayout::per_rank) {  // a group a document
+  if (plan.kv_layout == KvLayout::per_rank) {  // a group per document
     for (std::int32_t place = 0; place < last; ++place) append(index.shard(place), place);
-  } else {  // a group a query, in the global order
+  } else {  // a group per query, in the global order
     UninitializedVector<std::int32_t> place_of(num_shards);
     for (std::int32_t place = 0; place < last; ++place)
       place_of[to_size(index.shard(place))] = place;

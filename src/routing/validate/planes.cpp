@@ -33,7 +33,7 @@ class PlanesOfRank {
   void expect_no_more() {
     if (next_ == std::ssize(arrived_)) return;
     findings_.add(FindingKind::mask, table_.name, "dst_offset", {.rank = rank_}, arrived_text(),
-                  "nothing there: no copy in seq_recv_mask begins so");
+                  "nothing there: no copy in seq_recv_mask begins here");
   }
 
  private:

@@ -134,8 +134,8 @@ class Buffer(LowLatencyCalls):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> Tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
-        """Where this rank's tokens go: (tokens for each rank [ranks] int32, None, choices of each
-        expert [num_experts] int32, [tokens, ranks] whether a token goes to a rank, event).
+        """Where this rank's tokens go: (tokens for each rank [ranks] int32, None, topk slots of
+        each expert [num_experts] int32, [tokens, ranks] whether a token goes to a rank, event).
 
         :param topk_idx: [tokens, topk] int64 or int32; -1 is no expert
         """

@@ -109,7 +109,7 @@ class ElasticBuffer(OfThisProcess):
         allow_multiple_reduction: bool = True,
     ) -> int:
         """Bytes for calls of these sizes, where all tokens may come to one rank. Expanded rows take
-        as many more as a token has choices.
+        as many more as a token has topk slots.
         """
         del num_topk, use_fp8_dispatch, allow_hybrid_mode, allow_multiple_reduction
         ranks = group.world_size if hasattr(group, "world_size") else group.size()
@@ -179,7 +179,7 @@ class ElasticBuffer(OfThisProcess):
     ) -> Tuple[_Rows, Optional[torch.Tensor], Optional[torch.Tensor], EPHandle, EventOverlap]:
         """(rows, ids among this rank's experts, weights, handle, event). Compact: a row for each
         token, by source rank and token, ids [rows, topk] (-1 elsewhere). With ``do_expand`` a row
-        for each choice, by expert, source rank, token, choice, padded with zeros to
+        for each topk slot, by expert, source rank, token, topk slot, padded with zeros to
         ``expert_alignment``; weights [rows], no ids.
 
         :param do_cpu_sync: results of the size that comes, for which the host waits; False: of the

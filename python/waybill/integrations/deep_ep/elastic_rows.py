@@ -1,4 +1,4 @@
-"""The two orders in which an ElasticBuffer gives rows: a row a token, and a row a choice."""
+"""The two orders in which an ElasticBuffer gives rows: a row per token, and a row per topk slot."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class EPHandle(OfThisProcess):
     @property
     @outside_graphs
     def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
-        """[local experts] int32: choices of each expert."""
+        """[local experts] int32: topk slots of each expert."""
         counts: torch.Tensor = self.part.choices_of(self)
         return counts
 
@@ -86,7 +86,7 @@ class EPHandle(OfThisProcess):
     def recv_src_metadata(self) -> torch.Tensor:
         """[tokens that came, 2 + topk] int32, by source rank and token: source rank *
         num_max_tokens_per_rank + token, the first row of the token, and of expanded rows the row of
-        each choice, -1 where there is none.
+        each topk slot, -1 where there is none.
         """
         if self._metadata is None:
             self._metadata = self._source()
@@ -99,7 +99,7 @@ class EPHandle(OfThisProcess):
     @property
     @outside_graphs
     def dst_buffer_slot_idx(self) -> torch.Tensor:
-        """[tokens, ...] int32: the row of each token, or choice, where it went; -1."""
+        """[tokens, ...] int32: the row of each token, or topk slot, where it went; -1."""
         tokens = self.topk_idx.shape[0]
         table: torch.Tensor = self.part.layout_of(self).token_dst_scatter_idx
         return table[0, :tokens].clone()
@@ -203,7 +203,7 @@ class Compact:
 
     def _by_last_choice(self, ids: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
         """[tokens, ranks] the ranks of each token in the order in which DeepEP sums them: by the
-        last choice that is there.
+        last topk slot that is there.
         """
         ranks = torch.arange(self._ranks, dtype=torch.int32, device=ids.device)
         home = ids // (self.order.num_experts // self._ranks)
@@ -234,7 +234,7 @@ class Compact:
 
 
 class Expanded:
-    """A row for each choice, by expert, source rank, token, choice; padded with zeros."""
+    """A row for each topk slot, by expert, source rank, token, topk slot; padded with zeros."""
 
     def __init__(self, world: World, layers: Layers, num_bytes: int, order: Order) -> None:
         self.order = order

@@ -164,7 +164,7 @@ class Intranode:
         topk = topk_weights.shape[1]
         floats = self._floats_key(2 * topk, key.max_tokens)
         layer = self._layers.get(floats, num_sms)
-        if floats not in handle.layouts:  # that dispatch had no choices: its routing is sent now
+        if floats not in handle.layouts:  # that dispatch had no topk slots: its routing is sent now
             tokens = handle.ids.shape[0]
             nothing = torch.zeros(tokens, floats.hidden, dtype=torch.float32, device=self.device)
             _, _, handle.layouts[floats] = layer.dispatch(nothing, handle.ids)

@@ -12,7 +12,7 @@ from ...world import World
 
 __all__ = ["LayerKey", "Layers"]
 
-_MOST_RANKS = 32  # choices of a token in a layer
+_MOST_RANKS = 32  # topk slots of a token in a layer
 
 
 class LayerKey(NamedTuple):

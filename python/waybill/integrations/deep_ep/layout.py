@@ -39,7 +39,7 @@ def first_wrong(topk_idx: torch.Tensor, num_experts: int, who: str, rank: int) -
 def counts_of(
     topk_idx: torch.Tensor, num_experts: int, num_ranks: int
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens for each rank, choices of each expert, and [num_tokens, num_ranks] whether a token
+    """Tokens for each rank, topk slots of each expert, and [num_tokens, num_ranks] whether a token
     goes to a rank. Ids out of range count as none.
     """
     num_tokens, device = topk_idx.shape[0], topk_idx.device

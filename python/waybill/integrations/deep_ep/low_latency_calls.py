@@ -51,8 +51,8 @@ class LowLatencyCalls(OfThisProcess):
     ) -> Tuple[_Rows, torch.Tensor, LowLatencyHandle, EventOverlap, _Hook]:
         """(rows, or rows and scales; rows of each local expert [experts] int32; handle, event,
         hook). Rows are [experts, ranks * num_max_dispatch_tokens_per_rank, hidden]: those of an
-        expert by source rank, then token, then choice; behind them nothing is written. The results
-        are the caller's: any number of them may be kept.
+        expert by source rank, then token, then topk slot; behind them nothing is written. The
+        results are the caller's: any number of them may be kept.
 
         :param cumulative_local_expert_recv_stats: [experts] int32, to which the counts are added
         :param round_scale: scales are powers of two; with use_ue8m0 their exponents, four an int32
@@ -96,7 +96,7 @@ class LowLatencyCalls(OfThisProcess):
         combine_wait_recv_cost_stats: Optional[torch.Tensor] = None,
     ) -> Tuple[torch.Tensor, EventOverlap, _Hook]:
         """(sums of the rows of each token, each times its weight [tokens, hidden]; event; hook): in
-        float32, in the order of the choices, rounded once.
+        float32, in the order of the topk slots, rounded once.
 
         :param x: [experts, slots, hidden] bfloat16, as dispatch gave them
         :param topk_idx: that of the dispatch

@@ -30,7 +30,7 @@ class AttentionShape(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Sequences one behind the other. Under a causal mask the last query of a sequence is its last
+    """Sequences one after another. Under a causal mask the last query of a sequence is its last
     key, also where it has fewer queries than keys. One of the two may have no rows: queries without
     keys have zeros for an output, keys without queries zeros for gradients.
     """

@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention, one call a sequence: any device, any dtype."""
+"""torch's scaled_dot_product_attention, one call per sequence: any device, any dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["DotProductKernel"]
 
 
 class DotProductKernel(AttentionKernel):
-    """For the CPU, and to compare with. On GPUs a call a sequence is slow."""
+    """For the CPU, and to compare with. On GPUs a call per sequence is slow."""
 
     name = "dot_product"
     takes_gaps = True

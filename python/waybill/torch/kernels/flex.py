@@ -19,8 +19,8 @@ class FlexKernel(AttentionKernel):
     """torch.nn.attention.flex_attention, compiled on GPUs. Backward computes it again; there is
     none on the CPU.
 
-    A query meets one range of keys, so the mask is two numbers a row, and which blocks meet follows
-    from the sequences. Ranges of several sequences may overlap: see ``block_mask``.
+    A query meets one range of keys, so the mask is two numbers per row, and which blocks meet
+    follows from the sequences. Ranges of several sequences may overlap: see ``block_mask``.
     """
 
     name = "flex"

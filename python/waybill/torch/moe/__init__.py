@@ -1,12 +1,13 @@
 """Experts on ranks: EPAll2AllLayer for torch tensors, on the device of a World.
 
 The names of Triton-distributed's layer. Rows are ordered by local expert, then source rank, then
-token, then choice: always. ``waybill.moe.simulate_dispatch`` says what must arrive.
+token, then topk slot: always. ``waybill.moe.simulate_dispatch`` says what must arrive.
 """
 
 from ...moe import EPAllToAllLayoutDesc, EPConfig
 from .context import BarrierAllContext, DispatchCombineContext
-from .expert_parallel import ExpertParallel, SwiGLUExperts, grouped_mm
+from .expert_parallel import ExpertParallel
+from .grouped import SwiGLUExperts, grouped_mm
 from .layer import EPAll2AllLayer
 
 __all__ = [

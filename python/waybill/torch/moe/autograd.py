@@ -21,12 +21,13 @@ class Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, layer: Any, tokens: Any, weight: Any, ids: Any, positions: Any, layout: Any,
-        holder: Any,
+        copy_out: Any, holder: Any,
     ) -> Any:  # fmt: skip
         _, tokens_need, weight_needs, *_ = ctx.needs_input_grad
         rows, weights, made = layer._dispatch(
-            tokens, ids, weight, positions, None, layout, tokens_need, weight_needs
-        )
+            tokens, ids, weight, positions, None, layout, tokens_need, weight_needs,
+            copy_out=copy_out,
+        )  # fmt: skip
         holder.append(made)
         # A copy: the descriptor will hold the token, which holds this node of the graph. A circle
         # would last until Python looks for circles, which it does not do when a GPU is full.
@@ -54,14 +55,14 @@ class Dispatch(torch.autograd.Function):
             tokens_gradient = layer._combine(rows, ctx.layout, False, ())
         if ctx.needs_input_grad[2]:
             weight_gradient = _weights_home(ctx, weights).to(ctx.weight_dtype)
-        return None, tokens_gradient, weight_gradient, None, None, None, None
+        return None, tokens_gradient, weight_gradient, None, None, None, None, None
 
 
 def _weights_home(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     """[T, topk] of what the receivers have, [R] or of compact rows [R, topk]: as rows of which each
-    holds its own choice alone, so that the sum of a token's rows is all of them.
+    holds its own topk slot alone, so that the sum of a token's rows is all of them.
     """
-    layer = ctx.layer._choice_layers[0]
+    layer = ctx.layer._slot_layers[0]
     topk = layer.ep_config.topk
     ids = ctx.ids if ctx.ids is not None else ctx.layout.topk_indices_tensor
     dtype = layer.ep_config.token_dtype
@@ -80,7 +81,7 @@ def _weights_home(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     if compact:
         rows[:count] = torch.where(table >= 0, gradient, zero)
     else:
-        live = (table >= 0) & (table < topk)  # each row's choice
+        live = (table >= 0) & (table < topk)  # each row's topk slot
         values = torch.where(live, gradient[:, None], zero)
         rows[:count].scatter_(1, table.clamp(0, topk - 1), values)
     home: torch.Tensor = layer._combine(rows, layout, False, ())
@@ -88,29 +89,37 @@ def _weights_home(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
 
 
 class Combine(torch.autograd.Function):
-    """Sums of rows. Backward dispatches the gradient of each sum to all of its rows, if ranks agree
-    that it does: `needs`; the gradient of a bias is there without.
+    """Sums of rows, each times its weight if `weighted`. Backward dispatches the gradient of each
+    sum to all of its rows, if ranks agree that it does: `needs`; the gradient of a bias is there
+    without.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, layer: Any, layout: Any, needs: bool, rows: Any, token: Any, *biases: Any
-    ) -> Any:
+        ctx: Any, layer: Any, layout: Any, needs: bool, weighted: bool, rows: Any, weights: Any,
+        token: Any, *biases: Any,
+    ) -> Any:  # fmt: skip
         ctx.layer, ctx.layout, ctx.needs = layer, layout, needs
         ctx.has_token = token is not None
-        save_mark(ctx, rows)
-        return layer._combine(rows, layout, False, biases, needs_gradients=needs)
+        mark = rows.new_empty(0)
+        # Rows are kept for the weights' gradients alone.
+        kept = rows if needs and ctx.needs_input_grad[5] else None
+        ctx.save_for_backward(mark, kept, weights)
+        return layer._combine(rows, layout, weighted, biases, needs_gradients=needs)
 
     @staticmethod
     @outside_graphs
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, sums: torch.Tensor) -> _Gradients:
-        meet_mark(ctx)
-        rows = None
+        _, kept, weights = ctx.saved_tensors  # what a checkpoint computes again comes before calls
+        rows, of_weights = None, None
         # Also where this rank's rows need none, perhaps as it has none: others wait for the call.
         if ctx.needs:
-            rows, _, _ = ctx.layer._dispatch(sums, None, None, None, None, ctx.layout)
-            rows = rows.clone() if not ctx.layer.copy_out else rows
+            rows, of_weights = ctx.layer._rows_gradients(
+                sums, ctx.layout, weights, kept, ctx.needs_input_grad[4]
+            )
+        if of_weights is not None:
+            of_weights = of_weights.to(weights.dtype)
         token = sums.new_zeros(0, dtype=torch.float32) if ctx.has_token else None
-        biases = [sums if needed else None for needed in ctx.needs_input_grad[5:]]
-        return None, None, None, rows, token, *biases
+        biases = [sums if needed else None for needed in ctx.needs_input_grad[7:]]
+        return None, None, None, None, rows, of_weights, token, *biases

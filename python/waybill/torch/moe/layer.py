@@ -13,21 +13,20 @@ from ..._copies import OfThisProcess
 from ..._graphs import outside_graphs
 from ...errors import InvalidArgument
 from ...moe import EPAllToAllLayoutDesc, EPConfig
-from .._tensors import require_tensor, say_no_gradients
+from .._tensors import require_tensor
 from .autograd import Combine, Dispatch
-from .layout import LayerLayout
+from .calls import LayerCalls, checked_layout
+from .presets import suggested_sms
 from .tensors import (
     as_autocast,
-    given,
     group_of_layer,
-    shown,
     stream_of,
     torch_dtype,
     world_of,
 )
 
 
-class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
+class EPAll2AllLayer(OfThisProcess, LayerCalls):
     """Takes tokens to their experts on all ranks, and what the experts made of them back.
 
     All calls are collective: every rank makes the same calls in the same order, forward and
@@ -47,12 +46,13 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         one) or a DeviceMesh of one dimension; all ranks of it are the layer's. Layers of a group
         share a World
     :param rank, local_world_size, world_size: those of the group
-    :param num_sm: multiprocessors that a call may use; ranks in host memory ignore it
+    :param num_sm: multiprocessors that a call may use; ranks in host memory ignore it. None: what
+        suits device, topology and max_tokens
     :param enable_local_combine: one node: a rank's rows of a token are summed there, rounded,
         before they travel
     :param use_aot: accepted; kernels are always compiled ahead of time
-    :param dropped_id: the id of a choice that goes nowhere: num_tot_experts, or -1
-    :param rows: "grouped", a row a choice; "compact", a row a token and rank
+    :param dropped_id: the id of a topk slot that goes nowhere: num_tot_experts, or -1
+    :param rows: "grouped", a row per topk slot; "compact", a row per token and rank
     :param expert_alignment: rows of each local expert padded to a multiple, with zeros
     :param payload: "plain"; "quantized": rows travel as float8 e4m3 with scales; "scaled": given so
     :param capacity: the first buffers have max_tokens * topk * capacity rows
@@ -80,7 +80,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         world_size: int,
         dtype: Any = torch.bfloat16,
         weight_dtype: Any = torch.float32,
-        num_sm: int = 20,
+        num_sm: Optional[int] = None,
         enable_local_combine: bool = False,
         use_aot: bool = False,
         *,
@@ -115,24 +115,28 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
             int64(expert_alignment, f"{who}: expert_alignment"),
             payload,
         )
-        sms = int64(num_sm, f"{who}: num_sm")
         fixed = 0 if fixed_rows is None else int64(fixed_rows, f"{who}: fixed_rows")
-        if not 1 <= sms < 2**31:
-            raise InvalidArgument(f"{who}: num_sm = {sms}, expected >= 1")
         if fixed_rows is not None and fixed < 1:
             raise InvalidArgument(f"{who}: fixed_rows = {fixed}, expected >= 1")
         self.world = world_of(ep_group, local_world_size, device, who)
+        if num_sm is None:
+            num_sm = suggested_sms(self.world, self.max_tokens)
+        sms = int64(num_sm, f"{who}: num_sm")
+        if not 1 <= sms < 2**31:
+            raise InvalidArgument(f"{who}: num_sm = {sms}, expected >= 1")
         self._group = group_of_layer(ep_group)
         self.device = torch.device(self.world.device)
         self.num_sm = sms
         self.payload, self.rows, self.copy_out = payload, rows, bool(copy_out)
+        self.fixed_rows = None if fixed_rows is None else fixed
         self.enable_local_combine, self.use_aot = bool(enable_local_combine), bool(use_aot)
         self._layer: Any = _core.ExpertLayer(
             self.world._world, compiled, options, sms, self.enable_local_combine,
             int64(capacity, f"{who}: capacity"), fixed,
         )  # fmt: skip
         self._lock = threading.RLock()
-        self._choice_layers: list[EPAll2AllLayer] = []  # one at most; no submodule: a part of this
+        self._lent = []
+        self._slot_layers: list[EPAll2AllLayer] = []  # one at most; no submodule: a part of this
 
     def _take_sizes(self, config: EPConfig) -> None:
         """The attributes of Triton-distributed's layer."""
@@ -162,18 +166,20 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         *,
         scales: Optional[torch.Tensor] = None,
         layout_desc: Optional[EPAllToAllLayoutDesc] = None,
+        copy_out: Optional[bool] = None,
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor], EPAllToAllLayoutDesc]:
         """Collective: (rows [R, hidden], weights [R] or None, descriptor).
 
         :param input: [T, hidden], T at most max_tokens, also 0
         :param exp_indices: [T, topk], int32 or int64
-        :param weight: [T, topk]: each travels with its choice; of compact rows [R, topk] arrive
+        :param weight: [T, topk]: each travels with its topk slot; of compact rows [R, topk] arrive
         :param full_scatter_indices: [sum of T over all ranks, topk], the same on all ranks:
-            positions in the outputs of all ranks, one after the other
+            positions in the outputs of all ranks, one after another
         :param scales: of a "scaled" payload: [T, hidden / 128] float32; what arrives is
             ``layout_desc.recv_scales``
         :param layout_desc: of an earlier dispatch of the same ``exp_indices``, on all ranks:
             nothing is counted
+        :param copy_out: of this call, instead of the layer's
         :raises InvalidArgument: before any communication; Disagreement; Timeout naming the rank
         """
         require_tensor(input, "dispatch: input")
@@ -181,22 +187,27 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         if self.payload == "plain":
             input = as_autocast(input, self.ep_config.token_dtype, self.device)
         else:
-            instead = 'a layer of payload = "plain" has them'
-            say_no_gradients("dispatch", instead, input, weight, scales)
+            _refuse_gradients("dispatch", self.payload, input, weight, scales)
         differentiable = torch.is_grad_enabled() and self.payload == "plain"
         weight_needs = isinstance(weight, torch.Tensor) and weight.requires_grad
         if differentiable and (input.requires_grad or weight_needs):
             holder: list[Any] = []
             outputs = Dispatch.apply(
-                self, input, weight, exp_indices, full_scatter_indices, layout_desc, holder
-            )
+                self, input, weight, exp_indices, full_scatter_indices, layout_desc, copy_out,
+                holder,
+            )  # fmt: skip
             received, weights, token = outputs
             if weight_needs:
-                self._need_choice_layer()
+                self._need_slot_layer()
             layout = holder[0]
             layout._token = token
-            return received, weights if weight is not None else None, layout
-        return self._dispatch(input, exp_indices, weight, full_scatter_indices, scales, layout_desc)
+        else:
+            received, weights, layout = self._dispatch(
+                input, exp_indices, weight, full_scatter_indices, scales, layout_desc,
+                copy_out=copy_out,
+            )  # fmt: skip
+        layout._weights = weights if weight is not None else None
+        return received, layout._weights, layout
 
     @outside_graphs
     def combine(
@@ -214,31 +225,28 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         in backward.
 
         :param input: [R, hidden], rows as dispatch returned them
-        :param weighted: each row times the weight of its choice; without gradients
+        :param weighted: each row times the weight of its topk slot, as the dispatch brought it.
+            Gradients of rows are weighted, too; that of a weight is the dot product of its row and
+            the gradient of the sum, in float32
         :param biases: up to two, [T, hidden], added first
         """
-        _checked(ep_a2a_layout_desc, "combine")
+        checked_layout(ep_a2a_layout_desc, "combine")
         require_tensor(input, "combine: input")
         dtype = self.ep_config.token_dtype
         input = as_autocast(input, dtype, self.device)
         biases = [as_autocast(bias, dtype, self.device) for bias in biases]
         recorded = torch.is_grad_enabled()
-        if weighted and recorded and input.requires_grad:
-            raise InvalidArgument(
-                "combine: weighted = True has no gradients: multiply by the weights before, or"
-                " detach the input"
-            )
         if self.payload != "plain":
-            say_no_gradients("combine", 'a layer of payload = "plain" has them', input, *biases)
-        if weighted or self.payload != "plain":
+            _refuse_gradients("combine", self.payload, input, *biases)
             return self._combine(input, ep_a2a_layout_desc, weighted, biases)
         needs, token = self._will_have_backward(input, ep_a2a_layout_desc)
         if needs or (recorded and any(bias.requires_grad for bias in biases)):
+            weights = ep_a2a_layout_desc._weights if weighted else None
             sums: torch.Tensor = Combine.apply(
-                self, ep_a2a_layout_desc, needs, input, token, *biases
+                self, ep_a2a_layout_desc, needs, weighted, input, weights, token, *biases
             )
             return sums
-        return self._combine(input, ep_a2a_layout_desc, False, biases)
+        return self._combine(input, ep_a2a_layout_desc, weighted, biases)
 
     def _will_have_backward(
         self, input: torch.Tensor, layout: Any
@@ -257,138 +265,38 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
             token = torch.empty(0, dtype=torch.float32, device=self.device, requires_grad=True)
         return needs, token
 
-    @outside_graphs
-    def combine_input(self, rows: int) -> torch.Tensor:
-        """[rows, hidden]: where the next combine reads. Experts that write their rows there, with
-        ``out=``, and pass this tensor to it save a copy. It holds until that combine, without
-        gradients. Called again before that, it gives the place of the combine after it, where no
-        other rank may still read there.
-        """
-        bits = self._layer.combine_input(int64(rows, "combine_input: rows"), stream_of(self.device))
-        view = shown(bits, self.ep_config.token_dtype)
-        assert view is not None
-        return view
-
-    @outside_graphs
-    def synchronize(self, stream: Any = None) -> None:
-        """Returns when this rank's calls on the stream (None: the current one) are done, and raises
-        what they have met, with the number of the call: what only the device could check, and as
-        ``check_overflow``. Calls of ranks in host memory are done when they return.
-        """
-        handle = stream_of(self.device) if stream is None else int(stream.cuda_stream)
-        self._layer.synchronize(handle)
-
-    @outside_graphs
-    def ep_barrier_all(self, stream: Any = None, intra_node_only: bool = False) -> None:
-        """Collective: work on the stream (None: the current one) behind this begins when all ranks,
-        or those of this node, have come here on theirs.
-
-        On GPUs it is queued, the host goes on, and it may be captured. The host waits in host
-        memory, and between nodes over NVSHMEM or NCCL.
-        """
-        handle = stream_of(self.device) if stream is None else int(stream.cuda_stream)
-        self._layer.barrier(handle, bool(intra_node_only))
-
-    @outside_graphs
-    def finalize(self) -> None:
-        """Collective: gives all symmetric memory back. Twice does nothing."""
-        for layer in self._choice_layers:
-            layer.finalize()
-        self._layer.finalize()
-
     def extra_repr(self) -> str:
         """For print(model)."""
         config, names = self.ep_config, ("max_tokens", "hidden", "topk", "num_experts", "rank")
         sizes = ", ".join(f"{name}={getattr(config, name)}" for name in names)
-        return f"{sizes}, world_size={config.world_size}, dtype={config.token_dtype}"
+        parts = [sizes, f"world_size={config.world_size}", f"dtype={config.token_dtype}"]
+        parts += [f"num_sm={self.num_sm}", f"enable_local_combine={self.enable_local_combine}"]
+        parts += [] if self.fixed_rows is None else [f"fixed_rows={self.fixed_rows}"]
+        return ", ".join(parts)
 
-    @property
-    @outside_graphs
-    def output_rows(self) -> int:
-        """Rows that the buffers have."""
-        return self._layer.output_rows  # type: ignore[no-any-return]
-
-    @outside_graphs
-    def check_overflow(self) -> None:
-        """Raises InvalidArgument, on all ranks alike, when ``fixed_rows`` were too few for a
-        dispatch since the last call of this: naming it, and how many it needed. The sums of its
-        tokens whose rows did not fit are NaN.
-        """
-        self._layer.check_overflow()
-
-    def _dispatch(
-        self, tokens: Any, ids: Any, weight: Any, positions: Any, scales: Any, layout: Any,
-        needs_gradients: bool = False, weights_need_gradients: bool = False, origin: int = 0,
-    ) -> Tuple[Any, Any, LayerLayout]:  # fmt: skip
-        who = "dispatch"
-        tokens_given, kept = given(tokens, f"{who}: input", self.device)
-        others = []
-        for value, name in (
-            (None if layout is not None else ids, "exp_indices"),
-            (weight, "weight"),
-            (scales, "scales"),
-            (positions, "full_scatter_indices"),
-        ):
-            others.append((None, None) if value is None else given(value, name, self.device))
-        if layout is None and ids is None:
-            raise InvalidArgument(f"{who}: exp_indices is None, expected [num_tokens, topk]")
-        handle = None if layout is None else _checked(layout, who)._handle
-        payload_dtype = self.dtype if self.payload == "plain" else torch.float8_e4m3fn
-        with self._lock:  # another thread's dispatch waits until the rows are copied out
-            bits, weights, scale_bits, made = self._layer.dispatch(
-                tokens_given, *(view for view, _ in others), handle, stream_of(self.device),
-                needs_gradients, weights_need_gradients, origin,
-            )  # fmt: skip
-            received = self._out(shown(bits, payload_dtype))
-            received_weights = self._out(shown(weights, self.weight_dtype))
-            received_scales = self._out(shown(scale_bits, torch.float32))
-        del kept
-        layout = LayerLayout(made, self.is_intra_node, self.rows == "grouped", self.device)
-        layout.recv_scales = received_scales
-        return received, received_weights, layout
-
-    def _out(self, view: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
-        return view.clone() if view is not None and self.copy_out else view
-
-    def _combine(
-        self, rows: Any, layout: Any, weighted: bool, biases: Sequence[Any],
-        needs_gradients: bool = False,
-    ) -> Any:  # fmt: skip
-        rows_given, kept = given(rows, "combine: input", self.device)
-        bias_given = [given(bias, "combine: biases", self.device) for bias in biases]
-        output = torch.empty(
-            layout.num_dispatch_token_cur_rank,
-            self.ep_config.hidden,
-            dtype=self.ep_config.token_dtype,
-            device=self.device,
-        )
-        output_given, _ = given(output, "combine: output", self.device)
-        self._layer.combine(
-            rows_given, layout._handle, output_given, bool(weighted),
-            [view for view, _ in bias_given], stream_of(self.device), needs_gradients,
-        )  # fmt: skip
-        del kept
-        return output
-
-    def _need_choice_layer(self) -> None:
+    def _need_slot_layer(self) -> None:
         """A layer of rows [topk] that takes the gradients of weights home. Collective."""
-        if self._choice_layers:
+        if self._slot_layers:
             return
         # Ranks that do not agree on the dispatch before hear of it here, not at the deadline.
-        self._layer.await_calls(stream_of(self.device))
+        self.await_calls()
         config = self.ep_config
         wide = config.weight_dtype == torch.float64
         layer = EPAll2AllLayer(
             self.world, config.max_tokens, config.topk, config.topk, config.rank,
             config.num_experts, config.local_world_size, config.world_size,
-            torch.float64 if wide else torch.float32, **self._options,
+            torch.float64 if wide else torch.float32, num_sm=self.num_sm,
+            fixed_rows=self.fixed_rows, **self._options,
         )  # fmt: skip
-        self._choice_layers.append(layer)
+        self._slot_layers.append(layer)
 
 
-def _checked(layout: Any, who: str) -> Any:
-    if not isinstance(layout, LayerLayout):
+def _refuse_gradients(who: str, payload: str, *values: Any) -> None:
+    """A float8 payload has none; who asks for them shall not train without noticing."""
+    if torch.is_grad_enabled() and any(
+        isinstance(value, torch.Tensor) and value.requires_grad for value in values
+    ):
         raise InvalidArgument(
-            f"{who}: the descriptor is a {type(layout).__name__}, expected one that dispatch gave"
+            f"{who}: got a tensor that requires gradients, and a layer of payload = {payload!r} has"
+            ' none: use one of payload = "plain", or detach() it where none are meant'
         )
-    return layout

@@ -17,7 +17,7 @@ _COMPACT = ("recv_topk_indices", "compact_to_grouped", "grouped_to_compact")
 _TABLES = (
     "num_input_tokens_per_rank", "send_reqs_recv_tensor", "topk_indices_tensor",
     "token_dst_scatter_idx", *_ONE_NODE, "recv_expert_counts", "recv_expert_offsets", *_COMPACT,
-    "recv_tags", "num_recv_tokens_per_rank",
+    "recv_tags", "num_recv_tokens_per_rank", "required_rows",
 )  # fmt: skip
 
 
@@ -32,20 +32,35 @@ class LayerLayout(OfThisProcess, EPAllToAllLayoutDesc):
 
     _why_not_copied = "tables of one rank's layer: each dispatch gives one; its tensors can be"
     recv_scales: Optional[torch.Tensor]
+    required_rows: torch.Tensor  #: [1] int32 on the device: rows of the fullest rank
+    capacity_rows: int  #: of the windows
 
-    def __init__(self, handle: Any, one_node: bool, grouped: bool, device: torch.device) -> None:
+    def __init__(
+        self, handle: Any, one_node: bool, grouped: bool, device: torch.device, capacity_rows: int
+    ) -> None:
         self._handle = handle
         self._device = device
         self._one_node, self._grouped = one_node, grouped
         self._arrays: Dict[str, Any] = {}
         self._tensors: Dict[str, Optional[torch.Tensor]] = {}
         self._token: Optional[torch.Tensor] = None
+        self._weights: Optional[torch.Tensor] = None  #: of the rows, as the dispatch gave them
         self.num_dispatch_token_cur_rank = handle.num_tokens
+        self.capacity_rows = capacity_rows
 
     def __copy__(self: _L) -> _L:
         made = type(self).__new__(type(self))
         made.__dict__.update(self.__dict__)
         return made
+
+    @property
+    def overflow(self) -> torch.Tensor:
+        """[1] on the device, the same on all ranks: whether the windows had no room for all rows of
+        one of them.
+        """
+        required = self._table("required_rows")
+        assert required is not None
+        return required > self.capacity_rows
 
     @outside_graphs
     def _table(self, name: str) -> Optional[torch.Tensor]:

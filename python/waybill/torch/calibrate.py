@@ -1,0 +1,176 @@
+"""What the kernel of this device takes, by lengths of queries and keys, as data for plans."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Optional, Tuple, Union
+
+import numpy as np
+import torch
+
+from ..attention_costs import AttentionCosts
+from ..errors import InvalidArgument
+from ._tensors import dtype_name
+from .batch_plan import BatchPlanner
+from .kernels import AttentionKernel, AttentionShape, Sequences, choose_kernel
+from .kernels import Kernel as _Kernel
+
+__all__ = ["calibrate_attention"]
+
+_WHO = "calibrate_attention"
+
+
+class _Case(NamedTuple):
+    """One call: ``shards`` shards of ``q_len`` queries, the last of ``kv_len`` keys."""
+
+    shards: int
+    q_len: int
+    kv_len: int
+
+    @property
+    def rows(self) -> int:
+        return self.shards * self.q_len
+
+    def pairs(self, shape: AttentionShape) -> int:
+        if shape.mask == "full":
+            return self.rows * self.kv_len
+        first = self.kv_len - self.q_len + 1
+        keys = np.arange(first, self.kv_len + 1)
+        if shape.window is not None:
+            keys = np.minimum(keys, shape.window)
+        return self.shards * int(keys.sum())
+
+
+def calibrate_attention(
+    heads: int,
+    kv_heads: Optional[int] = None,
+    head_dim: int = 128,
+    v_head_dim: Optional[int] = None,
+    *,
+    dtype: Union[str, torch.dtype] = "bfloat16",
+    mask: str = "causal",
+    window: Optional[int] = None,
+    kernel: _Kernel = "auto",
+    device: Any = "cuda",
+    rows: int = 16384,
+    repeats: int = 5,
+) -> AttentionCosts:
+    """Times the kernel forward and backward on this device over lengths of queries and keys: whole
+    documents from 128 tokens to ``rows``, ends of longer ones, short shards with much context.
+    Takes a second on a GPU. On one rank: the others get its result, such as by a file.
+
+    Args:
+        heads, kv_heads, head_dim, v_head_dim, dtype, mask, window, kernel: as of
+            ContextParallelAttention.
+        rows: of queries in a call: enough that the device is full.
+        repeats: the median of so many is taken.
+    """
+    device = torch.device(device)
+    planner = BatchPlanner(
+        1, heads, kv_heads, head_dim, v_head_dim, dtype=dtype, mask=mask, window=window, who=_WHO
+    )
+    shape = planner.shape
+    found = choose_kernel(kernel, device, _WHO)
+    found.check(shape, device, _WHO)
+    for name, value, least in (("rows", rows, 256), ("repeats", repeats, 1)):
+        if value < least:
+            raise InvalidArgument(f"{_WHO}: {name} = {value}, expected >= {least}")
+    cases = _cases(rows, mask)
+    times = [_timed(case, found, shape, device, repeats) for case in cases]
+    about = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "kernel": found.name, "torch": torch.__version__, "heads": shape.heads,
+        "kv_heads": shape.kv_heads, "head_dim": shape.head_dim, "v_head_dim": shape.v_head_dim,
+        "dtype": dtype_name(shape.dtype), "mask": shape.mask, "window": shape.window,
+    }  # fmt: skip
+    return fit(cases, times, shape, about)
+
+
+def _cases(rows: int, mask: str) -> list[_Case]:
+    """Calls of as many rows; lengths are not all multiples of a block."""
+    cases = []
+    length = 128
+    while length <= rows:
+        for q_len in (length, length * 3 // 4 + 5):
+            cases.append(_Case(max(1, rows // q_len), q_len, q_len))
+        length *= 2
+    if mask == "full":
+        return cases
+    for q_len in (128, 512, 2048):
+        for factor in (4, 16):
+            if q_len * factor <= 2 * rows:
+                cases.append(_Case(max(1, rows // (q_len * factor)), q_len, q_len * factor))
+    return cases
+
+
+def _timed(
+    case: _Case, kernel: AttentionKernel, shape: AttentionShape, device: torch.device, repeats: int
+) -> Tuple[float, float]:
+    """Seconds (forward, backward), medians."""
+    sequences = Sequences.of([case.q_len] * case.shards, [case.kv_len] * case.shards, device)
+
+    def random(count: int, heads: int, size: int) -> torch.Tensor:
+        return torch.randn(count, heads, size, device=device, dtype=shape.dtype)
+
+    keys = case.shards * case.kv_len
+    q = random(case.rows, shape.heads, shape.head_dim)
+    k, v = (random(keys, shape.kv_heads, n) for n in (shape.head_dim, shape.v_head_dim))
+    grad = random(case.rows, shape.heads, shape.v_head_dim)
+    out, lse = kernel.forward(q, k, v, sequences, shape, False)
+    kernel.backward(grad, q, k, v, out, lse, sequences, shape)
+    forward = [
+        _seconds(lambda: kernel.forward(q, k, v, sequences, shape, False), device)
+        for _ in range(repeats)
+    ]
+    backward = [
+        _seconds(lambda: kernel.backward(grad, q, k, v, out, lse, sequences, shape), device)
+        for _ in range(repeats)
+    ]
+    return statistics.median(forward), statistics.median(backward)
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        call()
+        return time.perf_counter() - begin
+    event: Any = torch.cuda.Event
+    first, last = (event(enable_timing=True) for _ in range(2))
+    first.record()
+    call()
+    last.record()
+    last.synchronize()
+    return 1e-3 * first.elapsed_time(last)
+
+
+def fit(
+    cases: list[_Case], times: list[Tuple[float, float]], shape: AttentionShape,
+    about: dict[str, Any],
+) -> AttentionCosts:  # fmt: skip
+    """Least squares of relative errors, of forward and backward together: seconds of a pair, of a
+    row and of a shard, none below 0.
+    """
+    facts = np.array([[c.pairs(shape), c.rows, c.shards] for c in cases], np.float64)
+    seconds = np.array([forward + backward for forward, backward in times])
+    weighted = facts / seconds[:, None]
+    kept = [0, 1, 2]
+    while True:
+        values, *_ = np.linalg.lstsq(weighted[:, kept], np.ones(len(cases)), rcond=None)
+        wrong = [i for i, value in zip(kept, values) if value < 0 and i > 0]
+        if not wrong:
+            break
+        kept.remove(min(wrong, key=lambda i: values[kept.index(i)] * facts[:, i].mean()))
+    if values[0] <= 0:
+        raise InvalidArgument(f"{_WHO}: more pairs take no more time: what was timed is too small")
+    found = np.zeros(3)
+    found[kept] = values
+    ratio = sum(b for _, b in times) / sum(f for f, _ in times)
+    error = float(np.abs(facts @ found / seconds - 1).max())
+    return AttentionCosts(
+        pairs_per_second=float((1 + ratio) / found[0]),
+        row_pairs=min(2**20, round(found[1] / found[0])),
+        shard_pairs=min(2**40, round(found[2] / found[0])),
+        backward_ratio=float(ratio), error=error, about=about,
+    )  # fmt: skip

@@ -1,0 +1,59 @@
+"""Experts of a rank as grouped products."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+
+from ...errors import Unsupported
+
+
+def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """[R, out]: each row times the matrix of its group, by ``torch._grouped_mm``; also of no rows.
+
+    :param rows: [R, in], group after group; what lies behind the last group gives anything
+    :param weights: [groups, in, out]
+    :param offsets: [groups] int32, the end of each group
+    """
+    product = getattr(torch, "_grouped_mm", None)
+    if product is None:
+        raise Unsupported(
+            f"grouped_mm: torch {torch.__version__} has no _grouped_mm, expected 2.8 or newer"
+        )
+    if rows.shape[0] > 0:
+        return product(rows, weights, offs=offsets)
+    one = torch.nn.functional.pad(rows, (0, 0, 0, 1))  # its gradients need a row
+    return product(one, weights, offs=offsets)[:0]
+
+
+class SwiGLUExperts(torch.nn.Module):
+    """Some experts, each down(silu(gate(x)) * up(x)), as three grouped products.
+
+    :param num_experts: of this rank
+    :param inner: columns between the two products
+    """
+
+    def __init__(
+        self, num_experts: int, hidden: int, inner: int, dtype: Any = None, device: Any = None
+    ) -> None:
+        super().__init__()
+        made = {"dtype": dtype, "device": device}
+        self.gate = torch.nn.Parameter(torch.empty(num_experts, hidden, inner, **made))
+        self.up = torch.nn.Parameter(torch.empty(num_experts, hidden, inner, **made))
+        self.down = torch.nn.Parameter(torch.empty(num_experts, inner, hidden, **made))
+        for weight in self.parameters():
+            torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+
+    def forward(
+        self, rows: torch.Tensor, offsets: torch.Tensor, weights: Optional[torch.Tensor] = None
+    ) -> torch.Tensor:
+        """[R, hidden] of rows [R, hidden], expert after expert; offsets are their ends. In the
+        dtype of the rows. Weights [R] multiply between the products, where columns are few.
+        """
+        gate, up, down = (weight.to(rows.dtype) for weight in (self.gate, self.up, self.down))
+        gated = torch.nn.functional.silu(grouped_mm(rows, gate, offsets))
+        inner = gated * grouped_mm(rows, up, offsets)
+        if weights is not None:
+            inner = (inner.to(weights.dtype) * weights[:, None]).to(rows.dtype)
+        return grouped_mm(inner, down, offsets)

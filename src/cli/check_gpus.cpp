@@ -1,0 +1,155 @@
+#include <algorithm>
+#include <filesystem>
+
+#include "checkup.h"
+#include "waybill/core/error.h"
+
+#ifdef WAYBILL_CLI_CUDA
+#include "core/to_size.h"
+#include "cuda/gpu_report.h"
+#include "cuda/link_probe.h"
+#include "report/format.h"
+#endif
+
+namespace waybill::cli {
+namespace {
+
+/// GPUs that NVIDIA's driver has, whatever this program was built with.
+std::int64_t num_driver_gpus() {
+  std::error_code ignored;
+  const std::filesystem::directory_iterator folder("/proc/driver/nvidia/gpus", ignored);
+  return std::distance(begin(folder), end(folder));
+}
+
+#ifdef WAYBILL_CLI_CUDA
+using detail::to_size;
+
+/// The first line of an error, as what follows lists all that was tried.
+std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
+CheckLine driver_line(const GpuReport& report) {
+  CheckLine line{"CUDA", CheckState::good,
+                 concat("built with ", report.runtime, ", driver for ",
+                        report.driver.empty() ? "none" : report.driver)};
+  if (!report.gpus.empty()) return line;
+  const std::int64_t of_driver = num_driver_gpus();
+  if (of_driver == 0) {
+    line.state = CheckState::note;
+    line.advice = "no GPU here: ranks run in host memory";
+  } else {
+    line.state = CheckState::problem;
+    line.advice = concat("the driver has ", of_driver,
+                         " GPU(s) that CUDA does not show: a driver for CUDA ", report.runtime,
+                         " or later is needed (R580), and in containers --gpus all; look at "
+                         "CUDA_VISIBLE_DEVICES");
+  }
+  return line;
+}
+
+CheckLine gpu_line(const GpuFacts& gpu) {
+  CheckLine line{concat("GPU ", gpu.device), CheckState::good,
+                 concat(gpu.name, ", compute capability ", gpu.major, ".", gpu.minor, ", ",
+                        gpu.num_sms, " multiprocessors, ", format_bytes(gpu.memory_bytes), ", ",
+                        gpu.bulk_copies ? "bulk copies" : "no bulk copies (vector path)")};
+  if (!gpu.trouble.empty()) {
+    line.state = CheckState::problem;
+    line.advice = first_line(gpu.trouble);
+  }
+  return line;
+}
+
+/// A row of the matrix for each GPU.
+std::vector<CheckLine> peer_lines(const GpuReport& report) {
+  const std::size_t count = report.gpus.size();
+  if (count < 2) return {};
+  bool all = true;
+  std::vector<CheckLine> lines;
+  for (std::size_t from = 0; from < count; ++from) {
+    std::string row;
+    for (std::size_t to = 0; to < count; ++to) {
+      const bool can = report.peer_access[from][to];
+      row += from == to ? " -" : can ? " x" : " .";
+      all = all && can;
+    }
+    lines.push_back({concat("peers of ", from), CheckState::good, row.substr(1)});
+  }
+  if (!all) {
+    lines.push_back({"peer access", CheckState::note, "not between all GPUs (.)",
+                     "worlds of processes move their rows through NCCL instead, at the speed of "
+                     "PCIe or the network; IOMMU and ACS settings, or a container without all "
+                     "GPUs, often are the reason (nvidia-smi topo -p2p rw)"});
+  }
+  return lines;
+}
+
+CheckLine nccl_line(const GpuReport& report) {
+  if (!report.nccl.empty()) return {"NCCL", CheckState::good, report.nccl};
+  return {"NCCL", CheckState::note, "not found",
+          "needed between hosts and without peer access: pip install nvidia-nccl-cu13, and name "
+          "its file in WAYBILL_NCCL_LIBRARY unless torch has loaded it"};
+}
+
+CheckLine nvshmem_line(const GpuReport& report) {
+  if (report.nvshmem) return {"NVSHMEM", CheckState::good, "found"};
+  return {"NVSHMEM", CheckState::note, "not found",
+          "only for make_nvshmem_world: pip install nvidia-nvshmem-cu13, set NVSHMEM_HOME, build "
+          "with -DWAYBILL_NVSHMEM=ON"};
+}
+
+std::vector<CheckLine> measured_lines(const GpuReport& report) {
+  const auto gpus = static_cast<int>(report.gpus.size());
+  constexpr std::int64_t bytes = std::int64_t{64} << 20;
+  std::vector<CheckLine> lines;
+  lines.push_back({"memory", CheckState::good,
+                   concat("a copy on GPU 0 reads and writes ",
+                          format_fixed(local_copy_gb_s(std::int64_t{1} << 30), 0), " GB/s")});
+  const bool reaches_all = std::ranges::all_of(report.peer_access, [](const auto& row) {
+    return std::ranges::find(row, false) == row.end();
+  });
+  if (gpus < 2 || !reaches_all) return lines;
+  const auto rate = [&](LinkWay way, int sms) {
+    return concat(format_fixed(link_gb_s(gpus, way, sms, bytes), 0), " GB/s");
+  };
+  lines.push_back({"links", CheckState::good,
+                   concat("each GPU to all others at once, 64 MiB a peer: push ",
+                          rate(LinkWay::push_bulk, 16), ", pull ", rate(LinkWay::pull_bulk, 16),
+                          ", copy engines ", rate(LinkWay::copy_engines, 1))});
+  return lines;
+}
+#endif
+
+}  // namespace
+
+#ifdef WAYBILL_CLI_CUDA
+std::vector<CheckLine> check_gpus(bool measure) {
+  const GpuReport report = report_gpus();
+  std::vector<CheckLine> lines{driver_line(report)};
+  for (const GpuFacts& gpu : report.gpus) lines.push_back(gpu_line(gpu));
+  std::ranges::copy(peer_lines(report), std::back_inserter(lines));
+  if (!report.gpus.empty()) {
+    lines.push_back(nccl_line(report));
+    lines.push_back(nvshmem_line(report));
+  }
+  const bool works = std::ranges::all_of(
+      lines, [](const CheckLine& line) { return line.state != CheckState::problem; });
+  if (measure && works && !report.gpus.empty()) {
+    std::ranges::copy(measured_lines(report), std::back_inserter(lines));
+  }
+  return lines;
+}
+#else
+std::vector<CheckLine> check_gpus(bool measure) {
+  if (measure) {
+    throw Unsupported("doctor --measure: this program was built without CUDA, and measures GPUs");
+  }
+  CheckLine line{"CUDA", CheckState::note, "built without it"};
+  const std::int64_t gpus = num_driver_gpus();
+  line.advice = gpus == 0 ? "ranks run in host memory, and no GPU is here"
+                          : concat("there are ", gpus,
+                                   " GPU(s): install CUDA 13 and build with "
+                                   "-DWAYBILL_CUDA=ON (pip: it is found by itself)");
+  return {line};
+}
+#endif
+
+}  // namespace waybill::cli

@@ -1,0 +1,104 @@
+#include <algorithm>
+#include <memory>
+
+#include "checkup.h"
+#include "commands.h"
+#include "json/writer.h"
+#include "step_job.h"
+#include "waybill/transport/agree.h"
+
+namespace waybill::cli {
+namespace {
+
+struct DoctorOptions {
+  bool json = false;
+  bool measure = false;
+  PythonFacts python;
+};
+
+const char* name_of(CheckState state) {
+  if (state == CheckState::good) return "good";
+  return state == CheckState::note ? "note" : "problem";
+}
+
+bool has_problem(const std::vector<CheckLine>& lines) {
+  return std::ranges::any_of(
+      lines, [](const CheckLine& line) { return line.state == CheckState::problem; });
+}
+
+std::string as_json(const std::vector<CheckLine>& lines) {
+  detail::JsonWriter writer(JsonStyle::readable);
+  writer.open_object().header("waybill.doctor");
+  writer.key("release").string(WAYBILL_VERSION);
+  writer.key("host_id").string(host_id());
+  writer.key("works").boolean(!has_problem(lines));
+  writer.key("checks").open_list();
+  for (const CheckLine& line : lines) {
+    writer.open_object(true);
+    writer.key("name").string(line.name).key("state").string(name_of(line.state));
+    writer.key("value").string(line.value);
+    if (!line.advice.empty()) writer.key("advice").string(line.advice);
+    writer.close();
+  }
+  writer.close().close();
+  return std::move(writer).finish();
+}
+
+std::string as_text(const std::vector<CheckLine>& lines) {
+  std::size_t width = 0;
+  for (const CheckLine& line : lines) width = std::max(width, line.name.size());
+  std::string text = concat("waybill ", WAYBILL_VERSION, " on this host\n");
+  std::vector<std::string> advice;
+  for (const CheckLine& line : lines) {
+    const char* const mark = line.state == CheckState::problem ? "! "
+                             : line.state == CheckState::note  ? "- "
+                                                               : "  ";
+    text +=
+        concat(mark, line.name, std::string(width - line.name.size() + 2, ' '), line.value, "\n");
+    if (!line.advice.empty()) advice.push_back(concat(line.name, ": ", line.advice));
+  }
+  if (!advice.empty()) text += concat("\nWhat to do\n", sentence_list(advice));
+  text += has_problem(lines) ? "\nSomething here does not work (!).\n"
+                             : "\nWhat is here works; lines with - matter only where they are "
+                               "needed.\n";
+  return text;
+}
+
+int run_doctor(const DoctorOptions& options, Program& program) {
+  std::vector<CheckLine> lines = check_host();
+  std::ranges::copy(check_python(options.python), std::back_inserter(lines));
+  {
+    const Progress progress(program.console, options.measure ? "measuring" : "asking");
+    std::ranges::copy(check_gpus(options.measure), std::back_inserter(lines));
+  }
+  program.console.print(options.json ? as_json(lines) : as_text(lines));
+  return has_problem(lines) ? exit_failure : exit_good;
+}
+
+}  // namespace
+
+void add_doctor_command(Command app, Program& program) {
+  auto options = std::make_shared<DoctorOptions>();
+  Command command = app.add_command(
+      "doctor",
+      "What this machine has for worlds of ranks, and what to do about what is missing: GPUs, peer "
+      "access, NCCL, NVSHMEM, shared memory, limits, how its name resolves.");
+  command.flag("--json", options->json, "Print JSON");
+  command.flag("--measure", options->measure,
+               "Also measure links and memory of the GPUs: a few seconds, on idle GPUs");
+  command.option("--python", options->python.python, "Python's version, from python -m waybill")
+      .value_name("TEXT");
+  command.option("--torch", options->python.torch, "torch's version, from python -m waybill")
+      .value_name("TEXT");
+  command.footer(
+      "Exit: 0 what is here works, 1 something that is here does not.\n\n"
+      "Examples:\n"
+      "  waybill doctor\n"
+      "  python -m waybill doctor       with the versions of Python and torch\n"
+      "  waybill doctor --measure --json");
+  command.when_chosen([options, &program] {
+    program.run = [options, &program] { return run_doctor(*options, program); };
+  });
+}
+
+}  // namespace waybill::cli

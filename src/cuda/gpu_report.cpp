@@ -1,0 +1,84 @@
+#include "cuda/gpu_report.h"
+
+#include <cuda_runtime_api.h>
+
+#include "core/to_size.h"
+#include "nccl/nccl_library.h"
+#include "nvshmem/nvshmem_library.h"
+#include "rank/cuda_check.h"
+#include "rank/device_limits.h"
+
+namespace waybill {
+namespace {
+
+std::string version_text(int version) {
+  return version == 0 ? "" : concat(version / 1000, ".", version % 1000 / 10);
+}
+
+GpuFacts facts_of(int device) {
+  GpuFacts facts;
+  facts.device = device;
+  try {
+    cudaDeviceProp properties{};
+    cuda::cuda_check(cudaGetDeviceProperties(&properties, device), "reading device properties");
+    facts.name = properties.name;
+    facts.major = properties.major;
+    facts.minor = properties.minor;
+    facts.memory_bytes = static_cast<std::int64_t>(properties.totalGlobalMem);
+    facts.num_sms = properties.multiProcessorCount;
+    int ipc = 0;
+    (void)cudaDeviceGetAttribute(&ipc, cudaDevAttrIpcEventSupport, device);
+    facts.ipc = ipc != 0;
+    const cuda::DeviceLimits limits = cuda::read_device_limits(device);
+    facts.shared_bytes = limits.shared_bytes;
+    facts.bulk_copies = limits.bulk_copies;
+  } catch (const Error& error) {
+    facts.trouble = error.what();
+  }
+  return facts;
+}
+
+std::vector<std::vector<bool>> ask_peer_access(int num_gpus) {
+  const auto count = detail::to_size(num_gpus);
+  std::vector<std::vector<bool>> access(count, std::vector<bool>(count, true));
+  for (int from = 0; from < num_gpus; ++from) {
+    for (int to = 0; to < num_gpus; ++to) {
+      int can = 1;
+      if (from != to && cudaDeviceCanAccessPeer(&can, from, to) != cudaSuccess) can = 0;
+      access[detail::to_size(from)][detail::to_size(to)] = can != 0;
+    }
+  }
+  (void)cudaGetLastError();
+  return access;
+}
+
+}  // namespace
+
+GpuReport report_gpus() {
+  GpuReport report;
+  int version = 0;
+  (void)cudaRuntimeGetVersion(&version);
+  report.runtime = version_text(version);
+  version = 0;
+  (void)cudaDriverGetVersion(&version);
+  report.driver = version_text(version);
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) count = 0;
+  (void)cudaGetLastError();
+  for (int device = 0; device < count; ++device) report.gpus.push_back(facts_of(device));
+  report.peer_access = ask_peer_access(count);
+  try {
+    report.nccl = cuda::nccl_version_text(cuda::nccl_api().version);
+  } catch (const Error& error) {
+    report.nccl_trouble = error.what();
+  }
+  try {
+    (void)cuda::nvshmem_api();
+    report.nvshmem = true;
+  } catch (const Error& error) {
+    report.nvshmem_trouble = error.what();
+  }
+  return report;
+}
+
+}  // namespace waybill

@@ -1,0 +1,91 @@
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <charconv>
+#include <cstddef>
+#include <cstdlib>
+#include <cstring>
+
+#include "cuda_check.h"
+#include "device_limits.h"
+
+namespace waybill::cuda {
+namespace {
+
+constexpr int least_shared_kb = 48;
+constexpr int bulk_version = 90;  // bulk.cuh: compute capability 9.0 and later
+constexpr const char* shared_variable = "WAYBILL_MAX_SHARED_KB";
+
+/// Compiled as all others are: its attributes say what those can.
+__global__ void probe_kernel() {}
+
+/// Of each device, as it was read last; 0: it has not been.
+std::array<std::atomic<int>, 64> known_shared_bytes{};
+
+const char* variable(const char* name) {
+  return std::getenv(name);  // NOLINT(concurrency-mt-unsafe): only read
+}
+
+int forced_shared_bytes(int of_device) {
+  const char* const text = variable(shared_variable);
+  if (text == nullptr) return of_device;
+  int kb = 0;
+  const char* const end = text + std::strlen(text);
+  const auto [stop, error] = std::from_chars(text, end, kb);
+  require(error == std::errc{} && stop == end && kb >= least_shared_kb && kb <= 1024,
+          shared_variable, " = \"", text, "\", expected a number of KiB, ", least_shared_kb,
+          "..1024");
+  return std::min(of_device, kb * 1024);
+}
+
+bool vector_path_is_forced() {
+  const char* const text = variable("WAYBILL_VECTOR_PATH");
+  return text != nullptr && *text != '\0' && std::strcmp(text, "0") != 0;
+}
+
+/// Whether what the device loaded of this build has bulk copies.
+bool kernels_have_bulk_copies(int device) {
+  cudaFuncAttributes attributes{};
+  const cudaError_t status = cudaFuncGetAttributes(&attributes, probe_kernel);
+  if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction ||
+      status == cudaErrorUnsupportedPtxVersion) {
+    (void)cudaGetLastError();
+    cudaDeviceProp properties{};
+    cuda_check(cudaGetDeviceProperties(&properties, device), "reading device properties");
+    throw Unsupported(concat("device ", device, " has compute capability ", properties.major, ".",
+                             properties.minor,
+                             ", for which this build has no code: build with "
+                             "-DWAYBILL_CUDA_ARCHITECTURES=",
+                             properties.major, properties.minor));
+  }
+  cuda_check(status, "asking for the attributes of a kernel");
+  return std::min(attributes.ptxVersion, attributes.binaryVersion) >= bulk_version;
+}
+
+}  // namespace
+
+DeviceLimits read_device_limits(int device) {
+  int most = 0;
+  cuda_check(cudaSetDevice(device), "choosing the device");
+  cuda_check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+             "asking for a block's shared memory");
+  DeviceLimits limits;
+  limits.shared_bytes = forced_shared_bytes(most);
+  limits.bulk_copies = kernels_have_bulk_copies(device) &&
+                       limits.shared_bytes >= bulk_shared_bytes && !vector_path_is_forced();
+  const auto index = static_cast<std::size_t>(device);
+  if (index < known_shared_bytes.size()) known_shared_bytes[index] = limits.shared_bytes;
+  return limits;
+}
+
+int shared_bytes_of_block() {
+  int device = 0;
+  cuda_check(cudaGetDevice(&device), "asking for the current device");
+  const auto index = static_cast<std::size_t>(device);
+  const int known = index < known_shared_bytes.size() ? known_shared_bytes[index].load() : 0;
+  return known > 0 ? known : read_device_limits(device).shared_bytes;
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,85 @@
+// What kernels do on devices that have less: here the same device, with limits forced.
+
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <string>
+
+#include "cuda/experts/expert_launch.h"
+#include "cuda/gpu_expert_rounds.h"
+#include "cuda/gpu_step.h"
+#include "cuda/rank/device_limits.h"
+#include "support/expect_error.h"
+
+namespace waybill {
+namespace {
+
+/// A variable of the environment, for worlds that are made meanwhile.
+class Forced {
+ public:
+  Forced(const char* name, const char* value) : name_(name) { (void)setenv(name, value, 1); }
+  Forced(const Forced&) = delete;
+  Forced& operator=(const Forced&) = delete;
+  ~Forced() {
+    (void)unsetenv(name_.c_str());
+    (void)cuda::read_device_limits(0);
+  }
+
+ private:
+  std::string name_;
+};
+
+void check_sequences() {
+  const test::CasesOnGpu cases(2, 12, 1);
+  run_gpu_thread_world(
+      2, [&](World& world) { cases.check(world); }, test::world_options());
+}
+
+void check_experts() {
+  test::check_random(test::config_of(2, 8, 4, 150, 128), {}, 6, 2, {8, 1});
+  test::check_random(test::config_of(2, 16, 8, 100, 512), {.rows = EPRows::compact}, 6, 3, {8});
+}
+
+TEST(GpuLimits, kernels_have_what_the_device_can) {
+  cudaDeviceProp properties{};
+  ASSERT_EQ(cudaGetDeviceProperties(&properties, 0), cudaSuccess);
+  const cuda::DeviceLimits limits = cuda::read_device_limits(0);
+  EXPECT_EQ(limits.shared_bytes, static_cast<int>(properties.sharedMemPerBlockOptin));
+  EXPECT_EQ(limits.bulk_copies, properties.major >= 9 && limits.shared_bytes >= 227 * 1024);
+}
+
+TEST(GpuLimits, sequences_without_bulk_copies) {
+  const Forced vector("WAYBILL_VECTOR_PATH", "1");
+  EXPECT_FALSE(cuda::read_device_limits(0).bulk_copies);
+  check_sequences();
+}
+
+TEST(GpuLimits, experts_without_bulk_copies) {
+  const Forced vector("WAYBILL_VECTOR_PATH", "1");
+  check_experts();
+}
+
+TEST(GpuLimits, sequences_with_99_kib_of_shared_memory) {
+  const Forced small("WAYBILL_MAX_SHARED_KB", "99");
+  EXPECT_EQ(cuda::read_device_limits(0).shared_bytes, 99 * 1024);
+  check_sequences();
+}
+
+TEST(GpuLimits, experts_with_99_kib_of_shared_memory) {
+  const Forced small("WAYBILL_MAX_SHARED_KB", "99");
+  check_experts();
+  // As many as there is room for, and no more.
+  const int most = cuda::max_experts_on_gpu(2) / 2 * 2;
+  EXPECT_LT(most, 7000);
+  test::check_random(test::config_of(2, most, 4, 60, 64), {}, 2, 4, {8});
+}
+
+TEST(GpuLimits, wrong_variables_are_named) {
+  const Forced wrong("WAYBILL_MAX_SHARED_KB", "much");
+  EXPECT_TRUE(test::rejects([] { (void)cuda::read_device_limits(0); },
+                            {"WAYBILL_MAX_SHARED_KB = \"much\"", "expected a number of KiB"}));
+}
+
+}  // namespace
+}  // namespace waybill

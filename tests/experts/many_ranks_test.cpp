@@ -1,0 +1,48 @@
+// Layers of experts of more ranks than 64, as threads.
+
+#include <gtest/gtest.h>
+
+#include "experts/expert_rounds.h"
+
+namespace waybill::test {
+namespace {
+
+struct Ranks {
+  std::int32_t world_size;
+  std::int32_t per_node;
+  EPRows rows;
+};
+
+void PrintTo(const Ranks& ranks, std::ostream* out) {
+  *out << ranks.world_size << " ranks, " << ranks.per_node << " a node, "
+       << (ranks.rows == EPRows::grouped ? "grouped" : "compact");
+}
+
+class ManyRanksOfExperts : public testing::TestWithParam<Ranks> {};
+
+TEST_P(ManyRanksOfExperts, round_equals_the_simulation) {
+  const Ranks& ranks = GetParam();
+  EPConfig config;
+  config.max_tokens = 3;
+  config.hidden = 4;
+  config.topk = 3;
+  config.num_experts = ranks.world_size;
+  config.world_size = ranks.world_size;
+  config.local_world_size = ranks.per_node;
+  EPLayerOptions options;
+  options.dispatch.rows = ranks.rows;
+  options.capacity_factor = 4;
+  Random random(41);
+  std::vector<ExpertRoundCase> rounds;
+  rounds.push_back(make_round(random_case(config, random), options, random));
+  run_rounds(config, options, rounds);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Worlds, ManyRanksOfExperts,
+    testing::Values(Ranks{72, 72, EPRows::grouped}, Ranks{72, 8, EPRows::compact},
+                    Ranks{128, 128, EPRows::compact}, Ranks{256, 256, EPRows::grouped},
+                    Ranks{256, 8, EPRows::compact}, Ranks{1024, 1024, EPRows::grouped}));
+
+}  // namespace
+}  // namespace waybill::test

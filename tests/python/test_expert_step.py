@@ -1,0 +1,34 @@
+"""bench/python/expert_step.py at the size of a toy: all ways agree, and the table is whole."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+if not hasattr(torch, "_grouped_mm"):
+    pytest.skip("this torch has no _grouped_mm", allow_module_level=True)
+
+BENCH = pathlib.Path(__file__).parents[2] / "bench" / "python" / "expert_step.py"
+
+
+def test_all_ways_agree():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(BENCH), "--device", "cpu", "--workload", "12:1.5", "--sizes", "32", "16", "4"]
+    command += ["2", "--steps", "1", "--warm", "1", "--profile"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    result = json.loads(next(line for line in lines if line.startswith('{"workload"')))
+    ways = set(result["step / alone"])
+    assert {"all_to_all", "all_gather", "deduplicated", "waybill"} <= ways
+    assert ways == set(result["differences"]) and ways == set(result["moves ms"])
+    for differences in result["differences"].values():
+        assert all(difference < 1e-4 for difference in differences.values())
+    assert any(line.startswith("| 12:1.5 |") for line in lines)
+    assert any(line.endswith("calls  what") for line in lines)

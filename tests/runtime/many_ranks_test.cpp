@@ -1,0 +1,103 @@
+// Worlds of more ranks than 64, as threads: a step of each, and what they meet for.
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+
+#include "support/sequence_step.h"
+#include "waybill/runtime/world.h"
+#include "waybill/transport/agree.h"
+#include "waybill/transport/bootstraps.h"
+
+namespace waybill {
+namespace {
+
+using test::Expected;
+using test::SequenceCase;
+using test::to_size;
+
+/// One shard a rank; documents of eight shards that lie W / 8 ranks apart, so rows come from all
+/// over the world; every query goes to another rank.
+SequenceCase spread_case(std::int32_t world_size, KvLayout layout) {
+  std::vector<std::vector<std::int64_t>> shards;
+  std::vector<std::int32_t> dst;
+  for (std::int32_t r = 0; r < world_size; ++r) {
+    shards.push_back({1 + r % 3});
+    dst.push_back((r * 5 + 1) % world_size);
+  }
+  QkvPlan plan = test::plain_plan(world_size, shards, dst, layout);
+  const std::int32_t documents = world_size / 8;
+  plan.doc_shards.clear();
+  plan.doc_shard_offsets = {0};
+  for (std::int32_t d = 0; d < documents; ++d) {
+    for (std::int32_t s = 0; s < 8; ++s) plan.doc_shards.push_back(d + s * documents);
+    plan.doc_shard_offsets.push_back(std::ssize(plan.doc_shards));
+  }
+  SequenceCase sample{concat(world_size, " ranks"), compute_qkv_routing(plan)};
+  sample.q.hidden = 4;
+  sample.k.hidden = sample.v.hidden = 3;
+  return sample;
+}
+
+class ManyRanks : public testing::TestWithParam<std::int32_t> {};
+
+TEST_P(ManyRanks, step_equals_the_simulation) {
+  const std::int32_t world_size = GetParam();
+  const SequenceCase sample = spread_case(world_size, KvLayout::per_rank);
+  const Expected expected(sample);
+  run_thread_world(world_size, [&](World& world) {
+    SequenceDispatcher dispatcher(world);
+    test::check_step(world, dispatcher, sample, expected);
+    dispatcher.close();
+  });
+}
+
+TEST_P(ManyRanks, step_over_nodes_equals_the_simulation) {
+  const std::int32_t world_size = GetParam();
+  const SequenceCase sample = spread_case(world_size, KvLayout::per_query);
+  const Expected expected(sample);
+  run_thread_world(world_size,
+                   [&](World& world) {
+                     SequenceDispatcher dispatcher(world);
+                     test::check_step(world, dispatcher, sample, expected);
+                     dispatcher.close();
+                   },
+                   {.ranks_per_node = 8});
+}
+
+TEST_P(ManyRanks, meet_and_share) {
+  const std::int32_t world_size = GetParam();
+  std::atomic<std::int32_t> arrived = 0;
+  run_ranks_as_threads(world_size, [&](std::shared_ptr<Bootstrap> bootstrap) {
+    const std::int32_t me = to_int(bootstrap->rank());
+    const auto all = all_gather_value(*bootstrap, me * 3, "exchange");
+    for (std::int32_t r = 0; r < world_size; ++r) ASSERT_EQ(all[to_size(r)], r * 3);
+    for (int round = 1; round <= 3; ++round) {
+      ++arrived;
+      bootstrap->barrier("barrier");
+      ASSERT_GE(arrived, round * world_size);
+    }
+    ASSERT_TRUE(on_one_host(*bootstrap));
+  });
+}
+
+TEST_P(ManyRanks, the_one_that_is_missing_is_named) {
+  const std::int32_t world_size = GetParam();
+  const std::int32_t missing = world_size - 2;
+  try {
+    run_ranks_as_threads(world_size, [&](std::shared_ptr<Bootstrap> bootstrap) {
+      World world = make_thread_world(bootstrap);
+      world.barrier();
+      if (to_int(bootstrap->rank()) == missing) throw IoError("gave up");
+      world.barrier();
+    });
+    FAIL() << "expected an error";
+  } catch (const IoError& error) {
+    EXPECT_STREQ(error.what(), "gave up");
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Worlds, ManyRanks, testing::Values(72, 128, 256, 1024));
+
+}  // namespace
+}  // namespace waybill
