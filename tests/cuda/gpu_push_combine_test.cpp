@@ -53,7 +53,8 @@ HostTensor poisoned(const HostTensor& outputs, const IndexArray& origin) {
   for (std::int64_t row = 0; row < rows + 5; ++row) {
     const bool is_token = row < rows && origins[to_size(row * 3)] >= 0;
     for (std::int64_t i = row * hidden; i < (row + 1) * hidden; ++i) {
-      const float value = is_token ? test::float_at(outputs, i) : std::numeric_limits<float>::quiet_NaN();
+      const float value =
+          is_token ? test::float_at(outputs, i) : std::numeric_limits<float>::quiet_NaN();
       test::set_float(poison, i, value);
     }
   }
@@ -147,101 +148,128 @@ constexpr std::int64_t row_floats = 8;
 constexpr std::int64_t row_bytes = row_floats * 4;
 constexpr std::int64_t num_rows = 300;
 
-/// Rows of a rank's experts, here those of all of this test.
 std::vector<float> numbered_rows(std::int64_t rows) {
   std::vector<float> values(to_size(rows * row_floats));
   for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i % 4099);
   return values;
 }
 
-void check_many(std::int32_t world_size, cuda::PushWay way) {
-  OneOfMany many(world_size, world_size / 2);
-  DeviceBlocks& blocks = many.blocks();
-  Random random(13);
-  // Of each rank's token some topk slots are here.
-  std::vector<std::int32_t> records;
-  for (std::int32_t i = 0; i < world_size * max_tokens * topk; ++i) {
-    const bool is_here = random.below(40) == 0;
-    records.push_back(is_here ? static_cast<std::int32_t>(random.below(num_rows)) : -1);
-  }
-  // Of this rank's tokens each topk slot is on a rank of its own, but not on this one.
-  std::vector<std::int64_t> addresses;
-  for (std::int32_t i = 0; i < max_tokens * topk; ++i) {
-    const std::int64_t rank = (many.rank() + 1 + i * 5 % (world_size - 1)) % world_size;
-    addresses.push_back((rank << cuda::address_dst_shift) + i + cuda::primary_row_bit);
-  }
-  addresses[3] = (std::int64_t{1} << cuda::address_dst_shift) + num_rows;  // lost
-  addresses[4] = -1;
-  const auto own = records.begin() + std::ptrdiff_t{many.rank()} * max_tokens * topk;
-  std::fill_n(own, max_tokens * topk, -1);
-  const auto rows = numbered_rows(num_rows);
-  const std::int64_t slab_floats = std::int64_t{max_tokens} * topk * row_floats;
-  auto* const slabs = blocks.take<std::byte>(world_size * slab_floats * 4);
-  const auto arrived = numbered_rows(std::int64_t{max_tokens} * topk);
-  DeviceBlocks::write(reinterpret_cast<float*>(slabs) + many.rank() * slab_floats, arrived);
-  const std::int64_t num_flags = cuda::most_push_units(max_tokens, topk) * world_size;
-  auto* const flags = blocks.upload(std::vector<std::uint64_t>(to_size(num_flags), 1));
-  auto* const told = blocks.take<std::uint64_t>(num_flags);
-  cuda::PushParams p{};
-  p.m.state =
-      reinterpret_cast<cuda::MoeState*>(blocks.take<std::byte>(cuda::moe_state_bytes(world_size)));
-  p.m.arrive = many.arrive(cuda::FaultKind::moe_combine, &p.m.state->call);
-  p.shape.rank = many.rank();
-  p.shape.world_size = p.shape.node_ranks = world_size;
-  p.shape.topk = topk;
-  p.shape.num_tokens = p.shape.max_tokens = max_tokens;
-  p.shape.capacity_rows = num_rows;
-  p.push_warps = 2;
-  p.slots = topk;
-  p.once = p.sums = true;
-  p.row_bytes = row_bytes;
-  p.input = reinterpret_cast<const std::byte*>(blocks.upload(rows));
-  p.num_rows = num_rows;
-  p.num_recv_rows = blocks.upload(std::vector<std::int32_t>{num_rows});
-  p.records = blocks.upload(records);
-  p.num_input_tokens = blocks.upload(std::vector<std::int32_t>(to_size(world_size), max_tokens));
-  p.slabs = many.peers_of_all(slabs, slab_floats * 4);
-  p.flags = many.peers(flags, told);
-  p.own_slab = slabs + many.rank() * slab_floats * 4;
-  p.own_flags = flags;
-  p.addresses = blocks.upload(addresses);
-  p.lost_row = reinterpret_cast<const std::byte*>(blocks.upload(
-      std::vector<float>(to_size(row_floats), std::numeric_limits<float>::quiet_NaN())));
-  float* const output = blocks.take<float>(max_tokens * row_floats);
-  p.biases.output = reinterpret_cast<std::byte*>(output);
-  test::cuda_ok(cuda::prepare_push_combine(DType::float32, way));
-  test::cuda_ok(cuda::launch_push_combine(p, DType::float32, way, 4, false, nullptr));
-  ASSERT_TRUE(many.finish());
-  const auto got =
-      DeviceBlocks::download(reinterpret_cast<const float*>(slabs), world_size * slab_floats);
-  for (std::int32_t t = 0; t < world_size * max_tokens; ++t) {
-    if (t / max_tokens == many.rank()) continue;
-    std::vector<float> sum(to_size(row_floats));
-    std::int32_t first = -1;
-    for (std::int32_t k = 0; k < topk; ++k) {
-      const std::int32_t row = records[to_size(t * topk + k)];
-      if (row < 0) continue;
-      if (first < 0) first = k;
-      for (std::size_t h = 0; h < sum.size(); ++h) sum[h] += rows[to_size(row * row_floats) + h];
+/// One rank of many: what it pushes to all, and what it sums of what all have pushed.
+class ManyHomes {
+ public:
+  explicit ManyHomes(std::int32_t world_size) : many_(world_size, world_size / 2) {
+    Random random(13);
+    for (std::int32_t i = 0; i < world_size * max_tokens * topk; ++i) {
+      const bool is_here = random.below(40) == 0;
+      records_.push_back(is_here ? static_cast<std::int32_t>(random.below(num_rows)) : -1);
     }
-    for (std::int64_t i = 0; i < topk * row_floats; ++i) {
-      const bool is_sum = i / row_floats == first;
-      ASSERT_EQ(got[to_size(t * topk * row_floats + i)],
-                is_sum ? sum[to_size(i % row_floats)] : 0.0F)
-          << "token " << t;
+    const auto own = records_.begin() + std::ptrdiff_t{many_.rank()} * max_tokens * topk;
+    std::fill_n(own, max_tokens * topk, -1);
+    // Of this rank's tokens each topk slot is on another rank.
+    for (std::int32_t i = 0; i < max_tokens * topk; ++i) {
+      const std::int64_t rank = (many_.rank() + 1 + i * 5 % (world_size - 1)) % world_size;
+      addresses_.push_back((rank << cuda::address_dst_shift) + i + cuda::primary_row_bit);
     }
+    addresses_[3] = (std::int64_t{1} << cuda::address_dst_shift) + num_rows;  // lost
+    addresses_[4] = -1;
+    fill();
   }
-  const auto sums = DeviceBlocks::download(output, max_tokens * row_floats);
-  for (std::int64_t t = 0; t < max_tokens; ++t) {
-    for (std::int64_t h = 0; h < row_floats; ++h) {
-      float sum = 0;
-      for (std::int64_t k = t == 1 ? 1 : 0; k < topk; ++k) {
-        sum += arrived[to_size((t * topk + k) * row_floats + h)];
+
+  void run(cuda::PushWay way) {
+    test::cuda_ok(cuda::prepare_push_combine(DType::float32, way));
+    test::cuda_ok(cuda::launch_push_combine(params_, DType::float32, way, 4, false, nullptr));
+    ASSERT_TRUE(many_.finish());
+  }
+
+  void check_slabs() const {
+    const std::int32_t world_size = many_.world_size();
+    const auto got = DeviceBlocks::download(slabs_, world_size * slab_floats);
+    for (std::int32_t t = 0; t < world_size * max_tokens; ++t) {
+      if (t / max_tokens == many_.rank()) continue;
+      std::vector<float> expected(to_size(topk * row_floats));
+      std::int64_t first = -1;
+      for (std::int32_t k = 0; k < topk; ++k) {
+        const std::int32_t row = records_[to_size(t * topk + k)];
+        if (row < 0) continue;
+        if (first < 0) first = k;
+        for (std::int64_t h = 0; h < row_floats; ++h) {
+          expected[to_size(first * row_floats + h)] += rows_[to_size(row * row_floats + h)];
+        }
       }
-      const float seen = sums[to_size(t * row_floats + h)];
-      ASSERT_TRUE(t == 0 ? std::isnan(seen) : seen == sum) << t << ", " << h;
+      const auto of_token = got.begin() + std::ptrdiff_t{t} * topk * row_floats;
+      ASSERT_TRUE(std::equal(expected.begin(), expected.end(), of_token)) << "token " << t;
     }
   }
+
+  void check_sums() const {
+    const auto* const output = reinterpret_cast<const float*>(params_.biases.output);
+    const auto sums = DeviceBlocks::download(output, max_tokens * row_floats);
+    for (std::int64_t t = 0; t < max_tokens; ++t) {
+      for (std::int64_t h = 0; h < row_floats; ++h) {
+        float sum = 0;
+        for (std::int64_t k = t == 1 ? 1 : 0; k < topk; ++k) {
+          sum += arrived_[to_size((t * topk + k) * row_floats + h)];
+        }
+        const float seen = sums[to_size(t * row_floats + h)];
+        ASSERT_TRUE(t == 0 ? std::isnan(seen) : seen == sum) << t << ", " << h;
+      }
+    }
+  }
+
+ private:
+  static constexpr std::int64_t slab_floats = std::int64_t{max_tokens} * topk * row_floats;
+
+  void fill() {
+    const std::int32_t world_size = many_.world_size();
+    DeviceBlocks& blocks = many_.blocks();
+    slabs_ = blocks.take<float>(world_size * slab_floats);
+    float* const own_slab = slabs_ + many_.rank() * slab_floats;
+    DeviceBlocks::write(own_slab, arrived_);
+    const std::int64_t num_flags = cuda::most_push_units(max_tokens, topk) * world_size;
+    auto* const flags =
+        blocks.upload(std::vector<std::uint64_t>(to_size(num_flags), OneOfMany::epoch));
+    cuda::PushParams& p = params_;
+    p.m.state = reinterpret_cast<cuda::MoeState*>(
+        blocks.take<std::byte>(cuda::moe_state_bytes(world_size)));
+    p.m.arrive = many_.arrive(cuda::FaultKind::moe_combine, &p.m.state->call);
+    p.shape.rank = many_.rank();
+    p.shape.world_size = p.shape.node_ranks = world_size;
+    p.shape.topk = topk;
+    p.shape.num_tokens = p.shape.max_tokens = max_tokens;
+    p.shape.capacity_rows = num_rows;
+    p.push_warps = 2;
+    p.slots = topk;
+    p.once = p.sums = true;
+    p.row_bytes = row_bytes;
+    p.input = reinterpret_cast<const std::byte*>(blocks.upload(rows_));
+    p.num_rows = num_rows;
+    p.num_recv_rows = blocks.upload(std::vector<std::int32_t>{num_rows});
+    p.records = blocks.upload(records_);
+    p.num_input_tokens = blocks.upload(std::vector<std::int32_t>(to_size(world_size), max_tokens));
+    p.slabs = many_.peers_of_all(reinterpret_cast<std::byte*>(slabs_), slab_floats * 4);
+    p.flags = many_.peers(flags, blocks.take<std::uint64_t>(num_flags));
+    p.own_slab = reinterpret_cast<const std::byte*>(own_slab);
+    p.own_flags = flags;
+    p.addresses = blocks.upload(addresses_);
+    const std::vector<float> lost(to_size(row_floats), std::numeric_limits<float>::quiet_NaN());
+    p.lost_row = reinterpret_cast<const std::byte*>(blocks.upload(lost));
+    p.biases.output = reinterpret_cast<std::byte*>(blocks.take<float>(max_tokens * row_floats));
+  }
+
+  OneOfMany many_;
+  std::vector<std::int32_t> records_;
+  std::vector<std::int64_t> addresses_;
+  std::vector<float> rows_ = numbered_rows(num_rows);  ///< of this rank's experts
+  std::vector<float> arrived_ = numbered_rows(std::int64_t{max_tokens} * topk);
+  float* slabs_ = nullptr;
+  cuda::PushParams params_{};
+};
+
+void check_many(std::int32_t world_size, cuda::PushWay way) {
+  ManyHomes homes(world_size);
+  homes.run(way);
+  homes.check_slabs();
+  homes.check_sums();
 }
 
 TEST(GpuPushCombine, more_ranks_than_parameters_have) {
@@ -250,7 +278,9 @@ TEST(GpuPushCombine, more_ranks_than_parameters_have) {
   for (const std::int32_t world : {128, 1024}) {
     check_many(world, cuda::PushWay::elements);
     check_many(world, cuda::PushWay::words);
-    if (device_major >= 9) check_many(world, cuda::PushWay::bulk);
+    if (device_major < 9) continue;
+    check_many(world, cuda::PushWay::bulk);
+    check_many(world, cuda::PushWay::long_bulk);
   }
 }
 
