@@ -39,6 +39,7 @@ from extract_doc_examples import FENCE, ROOT, pages
 
 NO_PYTHON = (
     "README.md",
+    "call_overhead.md",
     "expert_executor.md",
     "transport.md",
 )

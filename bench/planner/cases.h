@@ -26,7 +26,7 @@ struct DocumentSource {
 [[nodiscard]] DocumentSource source_from_file(const std::filesystem::path& path);
 [[nodiscard]] DocumentSource source_from_histogram(const LengthDistribution& histogram);
 
-/// MiB per rank of the original's planner (DistCA 2afd219, tolerance 0.1) on packs of 512 Ki
+/// MiB per rank of DistCA's planner (2afd219, tolerance 0.1) on packs of 512 Ki
 /// tokens, 64 Ki tokens per rank, hidden 4096, KV 1024, bfloat16: means over 8 seeds, 4 from 128
 /// ranks on.
 struct ReferenceFigures {

@@ -7,10 +7,11 @@ ContextParallelAttention, three ways by hand, and attention alone.
     ... [--profile FOLDER]       # and where the time of a step goes, a file for each rank
 
 SOURCE is a distribution (waybill.length_distributions), a JSON file with a list of lengths, or
-"single", one document; TOKENS are a rank's. Every step has its documents in another order; planning, tables and their
-upload are inside the time of each way: those of the next step, behind the calls of this one. Ways
-take turns in one run; outputs and gradients of all are compared first. Times are the slowest
-rank's, medians over the steps; beside them by phase, on the device and on the host. Ways:
+"single", one document; TOKENS are a rank's. Every step has its documents in another order;
+planning, tables and their upload are inside the time of each way: those of the next step, behind
+the calls of this one. Ways take turns in one run; outputs and gradients of all are compared first.
+Times are the slowest rank's, medians over the steps; beside them by phase, on the device and on
+the host. Ways:
 
   contiguous, zigzag, hybrid   by hand, see attention_ways.py
   waybill                      the module, which decides between the next and the last of these:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""compute_metadata of waybill.torch beside the original's way of computing it, in torch.
+"""compute_metadata of waybill.torch beside DistCA's way of computing it, in torch.
 
 The torch formulation below is written from the specification: one-hot destinations of every shard,
 prefix sums over them, and scatters; O(W * S * C * W). Both get the same tensors, both results are

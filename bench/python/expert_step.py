@@ -11,11 +11,11 @@ TOKENS are a rank's; SKEW is the rows of the fullest rank over the mean. Ways ta
 outputs and gradients of all are compared first. Times are the slowest rank's, medians over the
 steps, ms: of a step, and of forward alone with experts that do nothing ("moves"). Ways:
 
-  all_to_all, all_gather, deduplicated   by hand, see expert_ways.py
+  all_to_all, all_gather, deduplicated   by hand, see experts_by_hand.py
   waybill                   ExpertParallel as it comes: layers of a model would share its windows
   waybill, own windows      rows stay in a window of this layer's alone: they are not copied
   waybill, weights inside   multiplied between the experts' products
-  waybill, no local sums    a row a choice comes home, and is weighted there
+  waybill, no local sums    a row per topk slot comes home, and is weighted there
   waybill, fixed rows       the host waits for no counts; room for 1.25 times the rows that come
   alone                     the experts, on rows that are there
 """
@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 from expert_profile import profiled
-from expert_ways import WAYS
+from experts_by_hand import WAYS
 from torch import distributed
 
 import waybill.torch as waybill
@@ -250,7 +250,7 @@ def main() -> int:
     parser.add_argument("--warm", type=int, default=5)
     parser.add_argument(
         "--sizes", type=int, nargs=4, default=(7168, 2048, 32, 8), metavar="N",
-        help="hidden, inner, experts of a rank, choices of a token",
+        help="hidden, inner, experts of a rank, topk",
     )  # fmt: skip
     parser.add_argument("--num-sms", type=int, help="that a call may use; else as the layer has it")
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))

@@ -13,6 +13,7 @@
 
 #include "arrays.h"
 #include "bindings.h"
+#include "moe/option_names.h"
 #include "waybill/core/error.h"
 #include "waybill/moe/quantize.h"
 #include "waybill/moe/simulate.h"
@@ -56,15 +57,9 @@ EPDispatchOptions options_from(const EPConfig& config, std::optional<std::int64_
             ", expected -1 or num_experts = ", config.num_experts);
     options.dropped_id = static_cast<std::int32_t>(*dropped_id);
   }
-  require(rows == "grouped" || rows == "compact", "rows = \"", rows,
-          "\", expected \"grouped\" or \"compact\"");
-  options.rows = rows == "grouped" ? EPRows::grouped : EPRows::compact;
+  options.rows = detail::option_of<EPRows>(detail::row_names, rows, "rows");
   options.expert_alignment = expert_alignment;
-  require(payload == "plain" || payload == "quantized" || payload == "scaled", "payload = \"",
-          payload, "\", expected \"plain\", \"quantized\" or \"scaled\"");
-  options.payload = payload == "plain"       ? EPPayload::plain
-                    : payload == "quantized" ? EPPayload::quantized
-                                             : EPPayload::scaled;
+  options.payload = detail::option_of<EPPayload>(detail::payload_names, payload, "payload");
   return options;
 }
 

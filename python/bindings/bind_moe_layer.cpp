@@ -104,14 +104,15 @@ class RankLayer {
 
   void combine(const TensorArg& rows, const LayoutHandle& layout, const TensorArg& output,
                bool weighted, const std::vector<TensorArg>& biases, std::uintptr_t stream,
-               bool needs_gradients) {
+               bool needs_gradients, bool of_companion) {
     std::vector<ConstTensorView> bias_views;
     for (const TensorArg& bias : biases) bias_views.push_back(view_from<ConstTensorView>(bias));
     const ExpertCombineInput input{.rows = view_from<ConstTensorView>(rows),
                                    .options = {.weighted = weighted},
                                    .biases = bias_views,
                                    .output = view_from<TensorView>(output),
-                                   .needs_gradients = needs_gradients};
+                                   .needs_gradients = needs_gradients,
+                                   .of_companion = of_companion};
     unlocked([&] {
       const RankWorld::Call call(*rank_, "combine", &turn_);
       rank_->meet("combine", stream_from(stream));
@@ -209,6 +210,18 @@ class RankLayer {
     return layer_->output_rows();
   }
 
+  /// Of the symmetric memory for rows on this rank.
+  [[nodiscard]] std::int64_t memory_bytes() const {
+    const RankWorld::Call call(*rank_, "memory_bytes", &turn_);
+    const ExpertMemory& memory = layer_->context().memory();
+    std::int64_t bytes = memory.workspace.size_bytes;
+    for (const int parity : {0, 1}) {
+      bytes += memory.dispatch_windows[parity].size_bytes;
+      bytes += memory.combine_windows[parity].size_bytes;
+    }
+    return bytes;
+  }
+
  private:
   std::shared_ptr<RankWorld> rank_;
   mutable CallTurn turn_;
@@ -257,6 +270,7 @@ void bind_moe_layer(nb::module_& m) {
       .def("barrier", &RankLayer::barrier)
       .def("finalize", &RankLayer::finalize)
       .def("check_overflow", &RankLayer::check_overflow)
+      .def_prop_ro("memory_bytes", &RankLayer::memory_bytes)
       .def_prop_ro("output_rows", &RankLayer::output_rows);
 }
 

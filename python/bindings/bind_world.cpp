@@ -14,6 +14,7 @@
 #include "bindings.h"
 #include "rank_world.h"
 #include "waybill/core/error.h"
+#include "waybill/json/link_speeds_json.h"
 #include "waybill/transport/agree.h"
 #include "waybill/transport/bootstraps.h"
 #ifdef WAYBILL_PYTHON_CUDA
@@ -194,6 +195,17 @@ void bind_world(nb::module_& m) {
   world.def_prop_ro("timeout_s",
                     [](const WorldHandle& w) { return w.rank->world().transport().timeout_s(); });
   world.def_prop_ro("device", [](const WorldHandle& w) { return w.rank->device(); });
+  m.def("links_from_json", [](const std::string& text, const std::string& origin) {
+    const LinkSpeeds links = links_from_json(text, origin).speeds;
+    return std::tuple(links.nvlink_bytes_per_second, links.network_bytes_per_second,
+                      links.block_bytes_per_second);
+  });
+  world.def("use_links", [](const WorldHandle& w, double nvlink, double network, double block) {
+    unlocked([&] {
+      const RankWorld::Call call(*w.rank, "World.use_links");
+      w.rank->world().use_links({nvlink, network, block});
+    });
+  });
   world.def("barrier", [](const WorldHandle& w) {
     unlocked([&] {
       const RankWorld::Call call(*w.rank, "World.barrier");

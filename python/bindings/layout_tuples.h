@@ -23,7 +23,7 @@ namespace nb = nanobind;
 /// (fwd_q, rev_q, fwd_kv, rev_kv, layout, q intermediates or None, kv_dst_global_seq_id or None)
 [[nodiscard]] nb::tuple e2e_tuple(E2eMetadata&& metadata);
 
-/// The eight arrays of a plan in dense form, in the order in which the original returns them.
+/// The eight arrays of a plan in dense form, in the order in which DistCA returns them.
 [[nodiscard]] nb::tuple raw_tuple(RawQkvDispatch&& raw);
 
 }  // namespace waybill::python

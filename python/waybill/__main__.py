@@ -1,7 +1,11 @@
-"""``python -m waybill``: the program ``waybill`` that comes with the package, and ``selftest``; ``doctor`` is told what Python knows."""
+"""``python -m waybill``: the program ``waybill`` that comes with the package, and ``selftest``.
+
+``doctor`` is told what Python knows.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -39,10 +43,8 @@ def main() -> NoReturn:
 def _facts() -> list[str]:
     """What the program cannot know: versions of Python and torch; the NCCL that came with torch."""
     found = ["--python", sys.version.split()[0]]
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         found += ["--torch", importlib.metadata.version("torch")]
-    except importlib.metadata.PackageNotFoundError:
-        pass
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec and spec.submodule_search_locations) or []:
         library = os.path.join(folder, "nccl", "lib", "libnccl.so.2")

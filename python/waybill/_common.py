@@ -21,6 +21,7 @@ from .errors import (
     WrongType,
 )
 from .layouts import AttnLayout, PackedSeqParams, QkvMetadata, RankKvLayout, RawQkvDispatch
+from .links import LinkSpeeds, read_links
 from .planner import AttentionPlan, RelayHop, plan, plan_documents
 from .plans import QkvPlan
 from .simulate import test_qkv_dispatch
@@ -53,6 +54,7 @@ __all__ = [
     "Interrupted",
     "InvalidArgument",
     "IoError",
+    "LinkSpeeds",
     "NotThreeAxes",
     "PackedSeqParams",
     "PeerFailed",
@@ -87,6 +89,7 @@ __all__ = [
     "plan",
     "plan_documents",
     "predict_step",
+    "read_links",
     "test_qkv_dispatch",
     "validate",
     "zigzag_plan",

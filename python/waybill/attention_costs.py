@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Mapping, Optional, Union
 
 from ._arrays import int64, number
@@ -32,7 +32,7 @@ class AttentionCosts:
     shard_pairs: int = 0  #: what a shard of any length does
     backward_ratio: float = 2.5  #: time of backward over forward
     error: float = 0.0  #: of what was measured, the largest relative one
-    about: Mapping[str, Any] = field(default_factory=dict)  #: device, kernel, sizes, versions
+    about: Optional[Mapping[str, Any]] = None  #: device, kernel, sizes, versions
 
     def __post_init__(self) -> None:
         who = "AttentionCosts"
@@ -53,7 +53,7 @@ class AttentionCosts:
     def to_json(self, path: Union[str, os.PathLike[str], None] = None) -> str:
         """The text of format ``waybill.attention_costs``; also written to ``path`` when given."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        values["about"] = dict(self.about)
+        values["about"] = None if self.about is None else dict(self.about)
         return kept(json.dumps({"format": _FORMAT, "version": 1, **values}, indent=2) + "\n", path)
 
     @classmethod
@@ -75,7 +75,7 @@ class AttentionCosts:
             wrong = sorted(set(values) ^ names)[0]
             what = "missing" if wrong in names else "unknown"
             raise InvalidArgument(f'{origin}: "{wrong}" is {what}, expected {sorted(names)}')
-        if not isinstance(values["about"], dict):
+        if not isinstance(values["about"], (dict, type(None))):
             raise InvalidArgument(f'{origin}: "about" is no object')
         return cls(**values)
 

@@ -12,6 +12,7 @@ from ._copies import OfThisProcess
 from ._graphs import outside_graphs
 from ._threads import run_ranks
 from .errors import Error, InvalidArgument, Unsupported
+from .links import LinkSpeeds
 
 __all__ = ["Topology", "World", "cuda_version", "num_gpus", "run_threads"]
 
@@ -236,6 +237,20 @@ class World(OfThisProcess):
     def barrier(self) -> None:
         """Returns when all ranks have called. Raises Timeout."""
         self._world.barrier()
+
+    @outside_graphs
+    def use_links(self, links: LinkSpeeds) -> None:
+        """How fast this machine's links are (``read_links``), for dispatchers and layers that are
+        made from now on. Collective: all ranks give the same, otherwise all get InvalidArgument.
+        """
+        if not isinstance(links, LinkSpeeds):
+            kind = type(links).__name__
+            raise InvalidArgument(f"World.use_links: links is a {kind}, expected LinkSpeeds")
+        self._world.use_links(
+            float(links.nvlink_bytes_per_second),
+            float(links.network_bytes_per_second),
+            float(links.block_bytes_per_second),
+        )
 
     def __repr__(self) -> str:
         return (

@@ -5,6 +5,7 @@
 #include "waybill/core/error.h"
 
 #ifdef WAYBILL_CLI_CUDA
+#include "core/printable.h"
 #include "core/to_size.h"
 #include "cuda/gpu_report.h"
 #include "cuda/link_probe.h"
@@ -91,9 +92,15 @@ CheckLine nccl_line(const GpuReport& report) {
 
 CheckLine nvshmem_line(const GpuReport& report) {
   if (report.nvshmem) return {"NVSHMEM", CheckState::good, "found"};
-  return {"NVSHMEM", CheckState::note, "not found",
-          "only for make_nvshmem_world: pip install nvidia-nvshmem-cu13, set NVSHMEM_HOME, build "
-          "with -DWAYBILL_NVSHMEM=ON"};
+  // What was tried last: NVSHMEM itself, or the library that Waybill is built with for it.
+  const std::string& text = report.nvshmem_trouble;
+  const std::size_t last = text.rfind('\n');
+  return {"NVSHMEM", CheckState::note,
+          concat("did not load", last == text.npos ? "" : ": ",
+                 last == text.npos ? "" : printable_line(text.substr(last + 3))),
+          "only for make_nvshmem_world: pip install nvidia-nvshmem-cu13, its folder in "
+          "NVSHMEM_HOME, and libwaybill_nvshmem.so, from a build with -DWAYBILL_NVSHMEM=ON, in "
+          "WAYBILL_NVSHMEM_LIBRARY"};
 }
 
 std::vector<CheckLine> measured_lines(const GpuReport& report) {

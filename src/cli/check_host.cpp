@@ -1,4 +1,3 @@
-#include <arpa/inet.h>
 #include <netdb.h>
 #include <sys/resource.h>
 #include <sys/statvfs.h>

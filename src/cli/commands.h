@@ -26,5 +26,6 @@ void add_explain_command(Command app, Program& program);
 void add_compare_command(Command app, Program& program);
 void add_experts_command(Command app, Program& program);
 void add_doctor_command(Command app, Program& program);
+void add_calibrate_command(Command app, Program& program);
 
 }  // namespace waybill::cli

@@ -6,6 +6,7 @@
 #include "waybill/core/dtype.h"
 #include "waybill/core/topology.h"
 #include "waybill/json/length_distribution_json.h"
+#include "waybill/json/link_speeds_json.h"
 
 namespace waybill::cli {
 namespace {
@@ -188,6 +189,11 @@ void add_simulation_options(Command command, SimulationOptions& options) {
 }
 
 HardwareFacts HardwareOptions::facts(HardwareFacts defaults) const {
+  if (!links.empty()) {
+    const LinkSpeeds speeds = read_links(links).speeds;
+    defaults.nvlink_bytes_per_second = speeds.nvlink_bytes_per_second;
+    defaults.network_bytes_per_second = speeds.network_bytes_per_second;
+  }
   if (!nvlink.empty()) defaults.nvlink_bytes_per_second = parse_rate(nvlink).value();
   if (!network.empty()) defaults.network_bytes_per_second = parse_rate(network).value();
   if (pairs_per_second > 0) defaults.pairs_per_second = pairs_per_second;
@@ -196,6 +202,12 @@ HardwareFacts HardwareOptions::facts(HardwareFacts defaults) const {
 
 void add_link_options(Command command, HardwareOptions& options) {
   const std::string group = "Hardware";
+  command
+      .option("--links", options.links,
+              "Speeds of a machine's links, as waybill calibrate has written them; --nvlink and "
+              "--network come before")
+      .value_name("FILE")
+      .group(group);
   command
       .option("--nvlink", options.nvlink,
               "Speed of a rank's NVLink each way, such as 345GB/s (the default, measured on 8 x "

@@ -50,6 +50,7 @@ struct SimulationOptions {
 
 /// Speeds for predictions; empty: the default, or what the file says.
 struct HardwareOptions {
+  std::string links;  ///< file of waybill calibrate
   std::string nvlink;
   std::string network;
   double pairs_per_second = 0;  ///< 0: from the default operations a second

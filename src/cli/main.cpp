@@ -45,6 +45,7 @@ void add_commands(Command app, Program& program) {
   add_compare_command(app, program);
   add_experts_command(app, program);
   add_doctor_command(app, program);
+  add_calibrate_command(app, program);
   app.footer(
       "Examples:\n"
       "  waybill demo                                   the whole way, nothing else needed\n"
@@ -58,6 +59,7 @@ void add_commands(Command app, Program& program) {
       "  waybill simulate --ranks 4096                  predict a step of a large world\n"
       "  waybill experts --skew 1                       what a mixture of experts sends where\n"
       "  waybill doctor                                 what this machine has, what it lacks\n"
+      "  waybill calibrate -o links.json                how fast its links are\n"
       "Exit: 0 good, 1 failure or findings, 2 wrong usage.");
 }
 

@@ -76,7 +76,7 @@ ReportContext report_context(const MainJob& job, const MainJobOptions& options,
       {"Bytes counted", concat("Q ", options.rows.q_hidden, ", K and V ", options.rows.kv_hidden,
                                " elements each of ", options.rows.dtype)},
       {"Bytes simulated",
-       job.check ? concat(job.payload_bytes, " a row of Q, and of K and V together") : "none"}};
+       job.check ? concat(job.payload_bytes, " per row of Q, and of K and V together") : "none"}};
   for (const std::string& remark : job.documents.remarks)
     context.inputs.push_back({"Remark", remark});
   return context;

@@ -4,15 +4,11 @@
 #include <utility>
 
 #include "core/hash.h"
+#include "moe/option_names.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {
 namespace {
-
-const char* name_of(EPPayload payload) {
-  if (payload == EPPayload::plain) return "plain";
-  return payload == EPPayload::quantized ? "quantized" : "scaled";
-}
 
 std::uint8_t flags_of(std::initializer_list<std::pair<CallFlag, bool>> flags) {
   int bits = 0;
@@ -41,9 +37,9 @@ std::vector<Setting> layer_settings(const EPConfig& config, const EPDispatchOpti
           {"token_dtype", concat(config.token_dtype)},
           {"weight_dtype", concat(config.weight_dtype)},
           {"dropped_id", concat(options.dropped(config))},
-          {"rows", options.rows == EPRows::grouped ? "grouped" : "compact"},
+          {"rows", std::string(name_of(options.rows))},
           {"expert_alignment", concat(options.expert_alignment)},
-          {"payload", name_of(options.payload)}};
+          {"payload", std::string(name_of(options.payload))}};
 }
 
 CallFingerprint layer_fingerprint(const EPConfig& config, const EPDispatchOptions& options,

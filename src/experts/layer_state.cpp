@@ -179,6 +179,18 @@ void LayerState::check_rows(const ExpertCombineInput& input, const EPLayout& lay
           ", as the dispatch gave");
 }
 
+/// Whether rows of the layout come from and go to where those of this layer would.
+bool LayerState::goes_alike(const EPLayout& layout) const {
+  EPConfig config = layout.config_;
+  config.hidden = config_.hidden;
+  config.token_dtype = config_.token_dtype;
+  config.weight_dtype = config_.weight_dtype;
+  const EPDispatchOptions& mine = options_.dispatch;
+  const EPDispatchOptions& other = layout.options_;
+  return config == config_ && other.rows == mine.rows &&
+         other.expert_alignment == mine.expert_alignment;
+}
+
 /// Rows that lie in a combine window are what the next combine was to get there.
 void LayerState::check_place(const ConstTensorView& rows) const {
   for (std::uint32_t parity = 0; parity < 2; ++parity) {
@@ -195,7 +207,9 @@ void LayerState::check_place(const ConstTensorView& rows) const {
 
 void LayerState::combine(const ExpertCombineInput& input, const EPLayout& layout, Stream stream) {
   abort_state_.check("combine");
-  require(layout.layer_ == id_, "combine: the layout belongs to another layer");
+  require(layout.layer_ == id_ || (input.of_companion && goes_alike(layout)),
+          "combine: the layout belongs to another layer");
+  if (input.of_companion) abort_state_.guard([&] { grow_for(*layout.tables_, stream); });
   check_rows(input, layout);
   check_place(input.rows);
   require(!input.options.weighted || layout.has_weights(),

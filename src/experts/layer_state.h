@@ -51,6 +51,7 @@ class LayerState {
                                std::shared_ptr<ExpertTables> begun, std::uint32_t routing);
   void require_same_layer();
   void grow_for(const ExpertTables& tables, const Stream& stream);
+  [[nodiscard]] bool goes_alike(const EPLayout& layout) const;
   void check_rows(const ExpertCombineInput& input, const EPLayout& layout) const;
   void check_place(const ConstTensorView& rows) const;
 

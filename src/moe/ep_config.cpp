@@ -2,17 +2,13 @@
 
 #include <limits>
 
+#include "core/number.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
 namespace {
 
 constexpr std::int64_t growth_rows = 1024;
-
-bool is_sum_dtype(DType dtype) {
-  return dtype == DType::bfloat16 || dtype == DType::float16 || dtype == DType::float32 ||
-         dtype == DType::float64;
-}
 
 }  // namespace
 
@@ -30,9 +26,9 @@ void EPConfig::check(const char* who) const {
   require(1 <= num_experts && num_experts % world_size == 0, who, ": num_experts = ", num_experts,
           ", expected a multiple of world_size = ", world_size);
   require(0 <= rank && rank < world_size, who, ": rank = ", rank, ", expected 0..", world_size - 1);
-  require(is_sum_dtype(token_dtype), who, ": token_dtype = ", token_dtype,
+  require(detail::is_summed(token_dtype), who, ": token_dtype = ", token_dtype,
           ", expected bfloat16, float16, float32 or float64");
-  require(is_sum_dtype(weight_dtype), who, ": weight_dtype = ", weight_dtype,
+  require(detail::is_summed(weight_dtype), who, ": weight_dtype = ", weight_dtype,
           ", expected float32, float16, bfloat16 or float64");
 }
 

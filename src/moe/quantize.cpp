@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "core/float8_convert.h"
-#include "core/float_convert.h"
+#include "core/number.h"
 #include "core/to_size.h"
 #include "waybill/core/error.h"
 #include "waybill/moe/ep_config.h"
@@ -15,10 +15,15 @@ using detail::to_size;
 
 namespace {
 
+bool can_quantize(DType dtype) { return detail::is_summed(dtype) && dtype != DType::float64; }
+
 float element_at(const void* row, std::size_t idx, DType dtype) {
-  if (dtype == DType::float32) return static_cast<const float*>(row)[idx];
-  const std::uint16_t bits = static_cast<const std::uint16_t*>(row)[idx];
-  return dtype == DType::bfloat16 ? bfloat16_to_float(bits) : float16_to_float(bits);
+  float element = 0;
+  detail::for_number(dtype, [&]<class Number>(Number) {
+    element =
+        static_cast<float>(Number::load(static_cast<const typename Number::Stored*>(row)[idx]));
+  });
+  return element;
 }
 
 float largest_of(const void* row, std::size_t first, DType dtype) {
@@ -35,8 +40,8 @@ float largest_of(const void* row, std::size_t first, DType dtype) {
 
 void quantize_row(const void* row, DType dtype, std::span<std::uint8_t> elements,
                   std::span<float> scales) {
-  require(dtype == DType::float32 || dtype == DType::float16 || dtype == DType::bfloat16,
-          "quantize_row: dtype = ", dtype, ", expected float32, float16 or bfloat16");
+  require(can_quantize(dtype), "quantize_row: dtype = ", dtype,
+          ", expected float32, float16 or bfloat16");
   require(elements.size() == scales.size() * to_size(scale_group),
           "quantize_row: ", elements.size(), " elements for ", scales.size(), " scales, expected ",
           scale_group, " for each");
@@ -53,19 +58,16 @@ void quantize_row(const void* row, DType dtype, std::span<std::uint8_t> elements
 
 void dequantize_row(std::span<const std::uint8_t> elements, std::span<const float> scales,
                     void* row, DType dtype) {
-  require(dtype == DType::float32 || dtype == DType::float16 || dtype == DType::bfloat16,
-          "dequantize_row: dtype = ", dtype, ", expected float32, float16 or bfloat16");
+  require(can_quantize(dtype), "dequantize_row: dtype = ", dtype,
+          ", expected float32, float16 or bfloat16");
   require(elements.size() == scales.size() * to_size(scale_group),
           "dequantize_row: ", elements.size(), " elements for ", scales.size(),
           " scales, expected ", scale_group, " for each");
   for (std::size_t i = 0; i < elements.size(); ++i) {
     const float value = float8_e4m3fn_to_float(elements[i]) * scales[i / to_size(scale_group)];
-    if (dtype == DType::float32) {
-      static_cast<float*>(row)[i] = value;
-    } else {
-      static_cast<std::uint16_t*>(row)[i] =
-          dtype == DType::bfloat16 ? float_to_bfloat16(value) : float_to_float16(value);
-    }
+    detail::for_number(dtype, [&]<class Number>(Number) {
+      static_cast<typename Number::Stored*>(row)[i] = Number::round(value);
+    });
   }
 }
 

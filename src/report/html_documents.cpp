@@ -149,7 +149,8 @@ std::string documents_section(const QkvPlan& plan, std::int64_t max_documents) {
   }
   const std::int64_t num_left = std::ssize(documents) - num_shown;
   std::string text =
-      "<section><h2>Where each document went</h2>\n<p class=\"note\">The longest documents, one per "
+      "<section><h2>Where each document went</h2>\n<p class=\"note\">The longest documents, one "
+      "per "
       "row, with their tokens. The pieces are query shards in the colour and with the number of "
       "the "
       "rank that attends to them; the thin strip below is the rank where the tokens live.</p>\n" +

@@ -88,7 +88,7 @@ std::string cells_as_paths(const Heat& heat) {
 
 // Room for the axes, left and above.
 double margin(const Heat& heat) {
-  return 30 + 7.5 * static_cast<double>(std::to_string(heat.blocks.world_size - 1).size());
+  return 34 + 10 * static_cast<double>(std::to_string(heat.blocks.world_size - 1).size());
 }
 
 std::string axes(const Heat& heat) {
@@ -107,7 +107,7 @@ std::string axes(const Heat& heat) {
   }
   text += concat("<text class=\"axis\" x=\"", side / 2,
                  "\" y=\"-27\" text-anchor=\"middle\">to rank</text>\n",
-                 "<text class=\"axis\" transform=\"translate(", 14 - margin(heat), " ", side / 2,
+                 "<text class=\"axis\" transform=\"translate(", 18 - margin(heat), " ", side / 2,
                  ") rotate(-90)\" text-anchor=\"middle\">from rank</text>\n");
   return text;
 }

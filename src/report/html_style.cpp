@@ -65,7 +65,8 @@ figcaption b{display:block;color:var(--ink);font-size:.95rem}
 .work{fill:var(--work)}.in{fill:var(--in)}.out{fill:var(--out)}
 .load rect{opacity:.72}.load rect.top{opacity:1}
 .load rect:hover,.time rect:hover,.heat rect:hover,.doc rect:hover{opacity:1;stroke:var(--ink);stroke-width:1.2}
-.wide{overflow-x:auto}.time{display:block;width:100%}.wide .time{min-width:800px}.chip.time{width:30px;display:inline-block}
+.time{display:block;width:100%}.chip.time{width:30px;display:inline-block}
+.key{display:inline-flex;gap:5px;align-items:center;white-space:nowrap;margin-right:8px}
 .p0{fill:#2563a8}.p1{fill:#0f766e}.p2{fill:#7ba7d9}.p3{fill:#c2701c}.p4{fill:#3b5b52}
 .p5{fill:#e0a25f}.p6{fill:#9a3f6b}
 .mean{stroke:var(--ink);stroke-dasharray:5 4;opacity:.75}.base{stroke:var(--line)}
@@ -78,7 +79,9 @@ margin:0 0 5px;font-size:.86rem;font-variant-numeric:tabular-nums}
 .doc .name{color:var(--soft)}.doc .num{text-align:right}
 .doc svg{width:100%;height:24px;overflow:visible}
 .doc rect{stroke:var(--card);stroke-width:.8}
-@media (max-width:560px){.doc{grid-template-columns:2.9em 5.2em minmax(0,1fr);gap:6px;font-size:.78rem}
+@media (max-width:860px){.time text{font-size:20px}}
+@media (max-width:560px){.time text{font-size:30px}.time .second{display:none}
+.doc{grid-template-columns:2.9em 5.2em minmax(0,1fr);gap:6px;font-size:.78rem}
 .doc text{display:none}header,section{padding:14px}.heat text{font-size:17px}
 .heat .axis{font-size:19px}.heat .second{display:none}.badge{white-space:normal}
 main{padding:10px 8px 32px}h1{font-size:1.3rem}.facts{grid-template-columns:1fr}

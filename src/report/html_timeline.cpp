@@ -45,9 +45,10 @@ std::string phase_rect(const PhasePrediction& phase, std::int32_t rank, double s
 std::string legend() {
   std::string text = "<p class=\"chips\">";
   for (int i = 0; i < num_step_phases; ++i) {
-    text += concat("<svg class=\"chip time\" viewBox=\"0 0 30 18\"><rect class=\"",
-                   css_classes[to_size(i)], "\" width=\"30\" height=\"18\"/></svg>",
-                   to_string(static_cast<StepPhase>(i)), " ");
+    text +=
+        concat("<span class=\"key\"><svg class=\"chip time\" viewBox=\"0 0 30 18\"><rect class=\"",
+               css_classes[to_size(i)], "\" width=\"30\" height=\"18\"/></svg>",
+               to_string(static_cast<StepPhase>(i)), "</span> ");
   }
   return text + "</p>\n";
 }
@@ -55,37 +56,42 @@ std::string legend() {
 std::string timeline(const NamedStep& named, double longest) {
   const StepPrediction& step = named.step;
   const RankBlocks blocks = RankBlocks::make(step.world_size, max_lines);
-  const double line = blocks.count() <= 16 ? 18 : 9;
+  const double line = blocks.count() <= 16 ? 26 : 10;
   const double scale = longest > 0 ? width / longest : 0;
   const double height = line * blocks.count();
-  std::string text = concat(
-      "<figure><figcaption><b>", html_escape(named.name), ": ", format_seconds(step.seconds),
-      "</b> forward ", format_seconds(step.forward_seconds), ", ",
-      html_escape(explain_step(step)[1]),
-      "</figcaption>\n<div class=\"wide\"><svg class=\"time\" viewBox=\"", svg_number(-label_width),
-      " -2 ", svg_number(width + label_width + 2), " ", svg_number(height + 22),
-      "\" role=\"img\" aria-label=\"Timeline, ", html_escape(named.name), "\">\n");
+  std::string text =
+      concat("<figure><figcaption><b>", html_escape(named.name), ": ", format_seconds(step.seconds),
+             "</b> forward ", format_seconds(step.forward_seconds), ". ",
+             html_escape(explain_step(step)[1]), "</figcaption>\n<svg class=\"time\" viewBox=\"",
+             svg_number(-label_width), " -8 ", svg_number(width + label_width + 2), " ",
+             svg_number(height + 44), "\" role=\"img\" aria-label=\"Timeline, ",
+             html_escape(named.name), "\">\n");
+  // Texts grow where the page is narrow, and every second one is left out.
   const std::int32_t stride = line > 12 ? 1 : 4;
   for (std::int32_t block = 0; block < blocks.count(); ++block) {
     const std::int32_t rank = last_of_block(step, blocks, block);
     const double y = block * line;
     if (block % stride == 0) {
-      text += concat("<text x=\"-6\" y=\"", svg_number(y + line * 0.5 + 4),
-                     "\" text-anchor=\"end\">rank ", rank, "</text>");
+      const bool second = stride == 1 && block % 2 == 1;
+      text += concat("<text ", second ? "class=\"second\" " : "", "x=\"-6\" y=\"",
+                     svg_number(y + line * 0.5),
+                     "\" text-anchor=\"end\" dominant-baseline=\"central\">", rank, "</text>");
     }
     for (const PhasePrediction& phase : step.phases)
       text += phase_rect(phase, rank, scale, y, line - 1);
     text += "\n";
   }
+  text +=
+      concat("<text x=\"-6\" y=\"", svg_number(height + 28), "\" text-anchor=\"end\">rank</text>");
   for (int i = 0; i <= 4; ++i) {
-    text += concat("<text x=\"", svg_number(width * i / 4), "\" y=\"", svg_number(height + 16),
+    text += concat("<text x=\"", svg_number(width * i / 4), "\" y=\"", svg_number(height + 28),
                    "\" text-anchor=\"",
                    i == 0   ? "start"
                    : i == 4 ? "end"
                             : "middle",
                    "\">", when(longest * i / 4), "</text>");
   }
-  return text + "\n</svg></div></figure>\n";
+  return text + "\n</svg></figure>\n";
 }
 
 }  // namespace

@@ -78,8 +78,9 @@ class AbortState {
   }
 
  private:
-  /// What is short enough needs no memory, of which there may be none.
+  /// What is short enough needs no memory, of which there may be none. What came first stays.
   void end_after(const char* what, const char* why) noexcept {
+    if (!why_.empty()) return;
     try {
       why_ = concat("is unusable after ", what, ": ", why);
     } catch (const std::exception&) {

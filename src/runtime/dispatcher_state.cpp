@@ -43,6 +43,19 @@ std::vector<Setting> common_settings(const SequenceDispatcherOptions& options) {
           {"plan.network_bytes_per_second", concat(plan.network_bytes_per_second)}};
 }
 
+/// The world's speeds, unless the options have others than the defaults.
+SequenceDispatcherOptions with_links(SequenceDispatcherOptions options, const World& world) {
+  constexpr LinkSpeeds usual;
+  SequencePlanOptions& plan = options.plan;
+  if (plan.nvlink_bytes_per_second != usual.nvlink_bytes_per_second ||
+      plan.network_bytes_per_second != usual.network_bytes_per_second) {
+    return options;
+  }
+  plan.nvlink_bytes_per_second = world.links().nvlink_bytes_per_second;
+  plan.network_bytes_per_second = world.links().network_bytes_per_second;
+  return options;
+}
+
 /// What the executor of the world can do, and what its plans are compiled for.
 CompileOptions options_of_plans(const SequenceDispatcherOptions& options, const World& world) {
   const Executor& executor = world.executor();
@@ -63,7 +76,9 @@ CompileOptions options_of_plans(const SequenceDispatcherOptions& options, const 
 }  // namespace
 
 DispatcherState::DispatcherState(const World& world, const SequenceDispatcherOptions& options)
-    : world_(world), options_(options), compile_(options_of_plans(options, world)) {
+    : world_(world),
+      options_(with_links(options, world)),
+      compile_(options_of_plans(options_, world)) {
   options_.plan.relay = compile_.relay;
   require(options.num_sms >= 0, "SequenceDispatcher: num_sms = ", options.num_sms,
           ", expected >= 0");

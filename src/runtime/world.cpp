@@ -34,6 +34,18 @@ const Topology& World::topology() const noexcept { return engine_->transport->to
 Transport& World::transport() const noexcept { return *engine_->transport; }
 Executor& World::executor() const noexcept { return *engine_->executor; }
 std::uint64_t World::next_object() const noexcept { return ++engine_->num_objects; }
+const LinkSpeeds& World::links() const noexcept { return engine_->transport->links(); }
+
+void World::use_links(const LinkSpeeds& links) const {
+  constexpr const char* who = "World::use_links";
+  links.check(who);
+  const Setting settings[] = {{"nvlink_bytes_per_second", concat(links.nvlink_bytes_per_second)},
+                              {"network_bytes_per_second", concat(links.network_bytes_per_second)},
+                              {"block_bytes_per_second", concat(links.block_bytes_per_second)}};
+  engine_->transport->require_same(who, settings);
+  engine_->transport->set_links(links);
+}
+
 void World::barrier() const { engine_->transport->barrier("World::barrier"); }
 
 namespace {

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "batched_plans.h"
+#include "core/number.h"
 #include "core/parallel_for.h"
 #include "core/to_size.h"
 #include "local_runs.h"
@@ -32,10 +33,8 @@ void check_formats(const char* who, std::span<const SequencePart> parts, Sequenc
     for (const TensorFormat& format : part.tensors) {
       require(0 <= format.hidden && format.hidden <= (std::int64_t{1} << 27), who,
               ": hidden = ", format.hidden, ", expected 0..2^27");
-      const bool floating = format.dtype == DType::float16 || format.dtype == DType::bfloat16 ||
-                            format.dtype == DType::float32 || format.dtype == DType::float64;
-      require(op == SequenceOperation::dispatch || floating, who, ": dtype = ", format.dtype,
-              ", expected float16, bfloat16, float32 or float64");
+      require(op == SequenceOperation::dispatch || detail::is_summed(format.dtype), who,
+              ": dtype = ", format.dtype, ", expected float16, bfloat16, float32 or float64");
       if (first == nullptr) first = &format;
       require(op == SequenceOperation::dispatch || format.dtype == first->dtype, who,
               ": dtypes are ", first->dtype, " and ", format.dtype, ", expected one");

@@ -9,6 +9,7 @@
 
 #include "transport/settings.h"
 #include "transport/symmetric_memory.h"
+#include "waybill/core/link_speeds.h"
 #include "waybill/core/topology.h"
 #include "waybill/transport/bootstrap.h"
 
@@ -49,6 +50,10 @@ class Transport {
   [[nodiscard]] Rank rank() const noexcept { return rank_; }
   [[nodiscard]] const Topology& topology() const noexcept { return topology_; }
   [[nodiscard]] double timeout_s() const noexcept { return timeout_s_; }
+
+  /// Of all ranks, as World::use_links() has agreed on.
+  [[nodiscard]] const LinkSpeeds& links() const noexcept { return links_; }
+  void set_links(const LinkSpeeds& links) noexcept { links_ = links; }
 
   /// network to every rank of another node, even where its memory could be reached.
   [[nodiscard]] Reach reach(Rank peer) const;
@@ -125,6 +130,7 @@ class Transport {
   Rank rank_;
   Topology topology_;
   double timeout_s_;
+  LinkSpeeds links_;
 };
 
 /// The world whose ranks are threads of this process, in host memory. Collective.

@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdio>
+
 #include "cuda/link_probe.h"
 #include "waybill/cuda/gpu_world.h"
 
@@ -24,6 +26,18 @@ TEST(GpuReport, says_what_is_here) {
   }
   EXPECT_NE(report.nccl.empty(), report.nccl_trouble.empty());
   EXPECT_NE(report.nvshmem, !report.nvshmem_trouble.empty());
+}
+
+TEST(GpuReport, measures_links) {
+  if (num_gpus() < 2) GTEST_SKIP() << "needs two GPUs";
+  const LinkSpeeds links = measure_links(num_gpus(), {.network_bytes_per_second = 12e9});
+  // NVLink or PCIe: a multiprocessor gives some GB/s, and all of them more than one.
+  EXPECT_GT(links.block_bytes_per_second, 1e9);
+  EXPECT_GT(links.nvlink_bytes_per_second, 1.5 * links.block_bytes_per_second);
+  EXPECT_EQ(links.network_bytes_per_second, 12e9);
+  RecordProperty("nvlink_gb_s", static_cast<int>(links.nvlink_bytes_per_second / 1e9));
+  std::printf("links: %.1f GB/s, a block %.1f GB/s\n", links.nvlink_bytes_per_second / 1e9,
+              links.block_bytes_per_second / 1e9);
 }
 
 }  // namespace

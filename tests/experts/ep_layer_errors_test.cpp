@@ -203,7 +203,7 @@ TEST(DispatchCombineContext, KeepsItsBuffersUntilTheyMustGrow) {
     EXPECT_EQ(before.weights.shape, Shape{32});
     const auto grown = context.reallocate_dispatch_output_buf(33);
     EXPECT_EQ(grown.rows.shape, (Shape{33, 16}));
-    EXPECT_EQ(grown.weights.shape, Shape{33});  // the original makes it [rows, topk]
+    EXPECT_EQ(grown.weights.shape, Shape{33});  // Triton-distributed makes it [rows, topk]
     EXPECT_NE(grown.rows.data, before.rows.data);
     before.rows.data[0] = std::byte{1};  // what they held may still be read
     EXPECT_TRUE(rejects([&] { (void)context.reallocate_dispatch_output_buf(-1); }, {"= -1"}));

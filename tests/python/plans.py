@@ -39,7 +39,7 @@ def dispatches(draw, with_copies=None, every_rank_sends=False):
 
 
 class KvPlan:
-    """A causal plan in the original's dense form. Documents are lists of (rank, shard)."""
+    """A causal plan in DistCA's dense form. Documents are lists of (rank, shard)."""
 
     def __init__(self, seq_len, num_seqs, q_dispatch, documents, copies):
         self.seq_len, self.num_seqs, self.q_dispatch = seq_len, num_seqs, q_dispatch

@@ -110,7 +110,7 @@ def expect_metadata(face, what, got, entry):
 
 
 def expect_layout(face, got, entry):
-    """The attention layout: tuple in the original's order, or its first four."""
+    """The attention layout: tuple in DistCA's order, or its first four."""
     names = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
     if "num_local_seqs_recv" in entry:
         names += ("num_local_seqs_recv",)

@@ -85,6 +85,7 @@ def test_heads_of_v_may_be_smaller():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what flex's compiler imports
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("lengths", [PLAIN, GAPS])
 @pytest.mark.parametrize("name", GPU_KERNELS)

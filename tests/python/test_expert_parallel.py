@@ -110,6 +110,8 @@ def test_bfloat16(torch_way, chunks):
     outputs, _, weights = alone(batches)
 
     def body(world):
+        # Ranks that share a GPU would share autograd's thread for it.
+        torch.autograd.set_multithreading_enabled(False)
         experts = own_experts(world.rank, world.device, torch.bfloat16)
         layer = ExpertParallel(experts, group=world, shared=shared_expert, chunks=chunks, **SIZES)
         x, scores, ids, gradient = (one.to(world.device) for one in batches[world.rank])
@@ -118,10 +120,14 @@ def test_bfloat16(torch_way, chunks):
         with torch.no_grad():
             out = layer(*shaped)
         assert out.shape == (2, 4, HIDDEN) and out.dtype == torch.bfloat16
+        if world.device != "cpu":
+            torch.cuda.current_stream().synchronize()
         error = out.flatten(0, 1).float().cpu() - outputs[world.rank]
         assert error.norm() < 0.03 * outputs[world.rank].norm()
         layer(x.requires_grad_(), scores, ids).backward(gradient)
         first = world.rank * LOCAL
+        if world.device != "cpu":
+            torch.cuda.current_stream().synchronize()
         for mine, whole in zip(experts.parameters(), weights):
             want = whole[first : first + LOCAL] / WORLD
             assert (mine.grad.float().cpu() - want).norm() < 0.03 * want.norm()

@@ -1,4 +1,4 @@
-"""Golden records of metadata and layouts, called as a user of the original calls them."""
+"""Golden records of metadata and layouts, called as a user of DistCA calls them."""
 
 import pytest
 from records import (
@@ -134,7 +134,7 @@ def test_create_qkv_dispatch_from_the_recorded_plan(face, record):
 
 @every_record("create_qkv_dispatch")
 def test_create_qkv_dispatch_draws_what_the_original_drew(record):
-    """After the same torch.manual_seed the torch face is the original, number for number."""
+    """After the same torch.manual_seed the torch face equals DistCA, number for number."""
     torch = pytest.importorskip("torch")
     from faces import torch_face
 
@@ -163,7 +163,7 @@ def expect_dispatch(face, got, want, dispatch):
 
 
 def expect_empty_ranks_are_empty(face, layout, dispatch):
-    """Where the original is wrong about a rank that receives nothing (R3), it is not recorded."""
+    """Where DistCA is wrong about a rank that receives nothing (R3), it is not recorded."""
     received = [int((dispatch == rank).sum()) for rank in range(len(dispatch))]
     assert 0 in received, "the record has no attention layout without need"
     assert face.host(layout.num_local_seqs_recv).tolist() == received

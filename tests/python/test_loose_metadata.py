@@ -1,4 +1,4 @@
-"""Metadata as programs for the original have it: only what a function reads must be there."""
+"""Metadata as programs for DistCA have it: only what a function reads must be there."""
 
 import numpy as np
 import pytest

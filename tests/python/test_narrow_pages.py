@@ -46,6 +46,7 @@ def test_of_a_demo(demo_page):
         ("overflow-x:auto", "color:red", r"needs \d+ of \d+ pixels"),
         ("width=device-width, ", "", "no viewport"),
         (".heat text{font-size:17px}", "", r"text of svg.heat has \d.\d pixels"),
+        (".time text{font-size:30px}", "", r"text of svg.time has \d.\d pixels"),
         (".badge{white-space:normal}", ".badge{padding:2px 200px}", "header needs"),
         ("minmax(270px,1fr)", "minmax(500px,1fr)", r"section needs"),
         ("white-space:pre-wrap;overflow-wrap:anywhere", "white-space:nowrap", "pre needs"),

@@ -138,7 +138,7 @@ def test_sparse_plan_json_and_checks(kv, layout):
 
 @given(kv=kv_plans(spare_copies=False))
 def test_sparse_plan_becomes_the_dense_tables(kv):
-    """The c-th query from a KV shard on takes copy c, as in the original's generator."""
+    """The c-th query from a KV shard on takes copy c, as in DistCA's generator."""
     kv.fill_in_order()
     plan = waybill.QkvPlan(**sparse_arguments(kv), kv_layout="per_query")
     raw = plan.to_raw_dispatch()

@@ -1,4 +1,4 @@
-"""The names that users of the original look for, in both faces, and what importing costs."""
+"""The names that users of DistCA look for, in both faces, and what importing costs."""
 
 import inspect
 import re

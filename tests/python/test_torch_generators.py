@@ -1,4 +1,4 @@
-"""The torch generators draw from torch's generator as the original does: same seed, same plan.
+"""The torch generators draw from torch's generator as DistCA does: same seed, same plan.
 
 The original's draws are written out here in plain torch.
 """
@@ -54,10 +54,10 @@ def test_create_raw_qkv_dispatch(sizes, seed):
     torch.manual_seed(seed)
     shards, destinations, lens = plan(*sizes)
     after = torch.rand(3)
-    assert min(lens.flatten()) >= 0, "choose another seed: the original makes a negative length"
+    assert min(lens.flatten()) >= 0, "choose another seed: DistCA makes a negative length"
     torch.manual_seed(seed)
     raw = wt.create_raw_qkv_dispatch(*sizes, return_mlp_no_shard_seq_lens=True)
-    assert torch.equal(torch.rand(3), after), "another number of draws than the original"
+    assert torch.equal(torch.rand(3), after), "another number of draws than DistCA"
     assert torch.equal(raw.seq_lens[0], lens)
     assert raw.num_cp_shards.tolist() == [len(row) for row in shards]
     for w, (rows, dst) in enumerate(zip(shards, destinations)):
@@ -88,7 +88,7 @@ def test_gen_seq_lens(sizes, seed):
     torch.manual_seed(seed)
     got = wt.gen_seq_lens(*sizes)
     assert got.dtype == torch.int32 and torch.equal(got, want)
-    assert torch.equal(torch.rand(3), after), "another number of draws than the original"
+    assert torch.equal(torch.rand(3), after), "another number of draws than DistCA"
 
 
 def test_a_seed_of_its_own_leaves_torchs_generator_alone():

@@ -33,6 +33,12 @@ def inputs(rank, count, dtype, hidden=HIDDEN, seed=0):
     return x, ids, weights, torch.randn(count, hidden, generator=draws).to(dtype)
 
 
+def settle(world):
+    """Nothing copies to pageable memory behind a kernel that waits for a rank of the same GPU."""
+    if world.device != "cpu":
+        torch.cuda.current_stream().synchronize()
+
+
 def dot_product(rows, gradients):
     """In the written order: 256 partial sums, then neighbours."""
     sums = torch.zeros(rows.shape[0], 256)
@@ -54,6 +60,8 @@ def test_as_torch(torch_way, dtype, local_combine, fixed_rows, copy_out, counts)
     gathered, meeting = {}, threading.Barrier(WORLD)
 
     def body(world):
+        # Ranks that share a GPU would share autograd's thread for it.
+        torch.autograd.set_multithreading_enabled(False)
         layer = layer_on(
             world, dtype, enable_local_combine=local_combine, fixed_rows=fixed_rows,
             copy_out=copy_out,
@@ -65,6 +73,7 @@ def test_as_torch(torch_way, dtype, local_combine, fixed_rows, copy_out, counts)
         for weighted in (False, True):
             a, w = x.clone().requires_grad_(), weights.clone().requires_grad_()
             rows, row_weights, layout = layer.dispatch(a, ids, w)
+            settle(world)
             count = int(layout.num_recv_tokens_per_rank[world.rank])
             outputs = (rows[:count] * 1.5).detach().requires_grad_()
             kept = outputs
@@ -74,9 +83,11 @@ def test_as_torch(torch_way, dtype, local_combine, fixed_rows, copy_out, counts)
                 kept = torch.cat([kept, kept.new_full((fixed_rows - count, HIDDEN), float("nan"))])
             sums = layer.combine(kept, layout, weighted=weighted)
             sums.backward(gradient)
+            settle(world)
             found.append((sums.detach(), outputs.grad, w.grad))
             if weighted:
                 arrived, _, _ = layer.dispatch(gradient, None, layout_desc=layout)
+                settle(world)
                 want = dot_product(outputs.detach().cpu(), arrived[:count].cpu())
                 home = torch.zeros(counts[world.rank], TOPK)
                 gathered[world.rank] = (layout.recv_tags[:count].cpu(), want)

@@ -38,7 +38,7 @@ TEST(ComputeMetadataKv, ADocumentAcrossRanksByHand) {
   fwd.dst_rank = IndexArray::cube({{{1, 0}, {1, -1}}, {{0, -1}, {-1, -1}}});
   fwd.dst_offset = IndexArray::cube({{{0, 0}, {3, 0}}, {{3, 0}, {0, 0}}});
   fwd.seq_len = len;
-  // By the KV shard's own rank; by the query's rank (the original) row 0 would be 0, 7, 7.
+  // By the KV shard's own rank; by the query's rank (DistCA) row 0 would be 0, 7, 7.
   fwd.num_recv_tokens = IndexArray::matrix({{3, 4, 7}, {5, 0, 5}});
   fwd.num_seqs = IndexArray::vector({2, 1});
   fwd.world_size = 2;

@@ -58,7 +58,7 @@ TEST(GenSeqLens, OneSequenceTakesAllAndNothingStaysNothing) {
   EXPECT_EQ(gen_seq_lens(2, 3, 0, 1, 5).to_vector(), std::vector<std::int64_t>(6, 0));
 }
 
-// 8 equal shares of 12 are 1.5 each, rounded to 2: the original gives the last -2.
+// 8 equal shares of 12 are 1.5 each, rounded to 2: DistCA gives the last -2.
 TEST(GenSeqLens, ANegativeRestIsRepaired) {
   const std::vector<float> draws(8, 0.5F);
   const std::vector<std::int64_t> lens = row(gen_seq_lens(1, 8, 12, draws), 0);

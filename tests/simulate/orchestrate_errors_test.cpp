@@ -158,7 +158,7 @@ TEST_P(orchestrate_errors, hidden_mismatch) {
   Job job(GetParam());
   job.output = filled_tensor(DType::float32, {3, 12, 3}, 1);
   job.expect_rejected({"output has shape [3, 12, 3]", "tensor of shape [3, 10, 2]"});
-  job.source = random_tensor(DType::float32, {3, 10, 1}, 1);  // the original repeats it
+  job.source = random_tensor(DType::float32, {3, 10, 1}, 1);  // DistCA repeats it
   job.expect_rejected({"[3, 12, 3]", "[3, 10, 1]"});
 }
 

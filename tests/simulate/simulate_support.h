@@ -56,7 +56,7 @@ inline HostTensor dense_copy(const ConstTensorView& view) {
   return result;
 }
 
-/// The simplest thing that can be right: the loops of the original, on contiguous [W, n, H].
+/// The simplest thing that can be right: the loops of DistCA, on contiguous [W, n, H].
 inline void simulate_plainly(const HostTensor& source, HostTensor& output,
                              const Metadata& metadata) {
   const std::int64_t row_bytes = source.shape()[2] * dtype_bytes(source.dtype());

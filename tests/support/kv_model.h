@@ -61,7 +61,7 @@ inline std::int64_t most_shards(const QkvPlan& plan) {
   return most;
 }
 
-/// A causal plan in the original's dense form, and which copy of a KV shard serves which query.
+/// A causal plan in DistCA's dense form, and which copy of a KV shard serves which query.
 struct KvCase {
   KvMapping mapping;
   IndexArray seq_len;                                                ///< [W, S]

@@ -2,14 +2,23 @@
 
 namespace waybill {
 
-/// Speeds of a rank's links, one direction, in bytes per second, as measured. The
-/// defaults are those of all that plans, predicts and chooses a way.
+/// Speeds of a rank's links, one direction, in bytes per second. The defaults are those of all that
+/// plans, predicts and chooses a way; `waybill calibrate` measures those of a machine. All ranks of
+/// a plan or a world have the same ones, as other speeds may make other plans.
 struct LinkSpeeds {
   /// Inside a node. Measured on 8 x H200 (NVLink 4 through an NVSwitch, multicast off), 2026-11-20:
   /// every GPU pushes to all its peers at once.
   double nvlink_bytes_per_second = 345e9;
   /// Between nodes. Nominal: one network card of 400 Gbit/s per rank.
   double network_bytes_per_second = 50e9;
+  /// That one multiprocessor stores, wherever to; measured as above. About nvlink / block of them
+  /// fill the links.
+  double block_bytes_per_second = 45e9;
+
+  /// @throws InvalidArgument unless all are finite and more than 0; `who` begins the text
+  void check(const char* who) const;
+
+  friend bool operator==(const LinkSpeeds&, const LinkSpeeds&) = default;
 };
 
 }  // namespace waybill

@@ -13,12 +13,14 @@ namespace waybill {
 [[nodiscard]] int num_gpus();
 
 /// A rank of the world whose ranks are threads of this process, in the memory of GPUs that reach
-/// each other's. Collective. Views then point to device memory, streams are cudaStream_t, and calls
-/// return when their work is queued.
+/// each other's, or else in pinned memory of the host (WAYBILL_PEER_ACCESS refuses or forces that).
+/// Collective. Views then point to memory of the device, or that it has mapped, streams are
+/// cudaStream_t, and calls return when their work is queued.
 /// @param device the GPU of this rank; several ranks may have the same one
 /// @param ranks_per_node 0: all ranks on one node
-/// @throws InvalidArgument for a device that is not there, Unsupported for GPUs without peer access
-///   to each other or more than 64 ranks, CudaError
+/// @throws InvalidArgument for a device that is not there; Unsupported for more than 32768 ranks,
+///   for a device that this build has no code for, and for GPUs without access to each other's
+///   memory where that is refused; CudaError
 [[nodiscard]] World make_gpu_thread_world(std::shared_ptr<Bootstrap> bootstrap, int device,
                                           std::int32_t ranks_per_node = 0);
 
@@ -36,8 +38,9 @@ enum class NetworkBackend : std::uint8_t {
 /// @param ranks_per_node 0: all ranks on one node. A node is a host or a part of one
 /// @param backend between nodes; all ranks say the same
 /// @throws InvalidArgument for a device that is not there; Unsupported for ranks of one node on
-///   several hosts, in one process or on GPUs without peer access to each other, for more than 64,
-///   and where NCCL is needed and not found; TransportError in NCCL's words, naming the rank, when
+///   several hosts or in one process, for GPUs of one node without access to each other's memory
+///   where there are several hosts or it is refused, otherwise as above, and where NCCL is needed
+///   and not found; TransportError in NCCL's words, naming the rank, when
 ///   it does not start; CudaError
 [[nodiscard]] World make_gpu_process_world(std::shared_ptr<Bootstrap> bootstrap, int device,
                                            std::int32_t ranks_per_node = 0,

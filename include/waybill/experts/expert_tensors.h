@@ -35,6 +35,9 @@ struct ExpertCombineInput {
   std::span<const ConstTensorView> biases;  ///< up to two, [T, hidden]
   TensorView output;                        ///< [T, hidden]
   bool needs_gradients = false;  ///< the caller will run its backward, a dispatch; ranks compare it
+  /// The layout may be of another layer of this world, which differs in hidden, dtypes and payload
+  /// alone: rows go to the same tokens. Windows grow here, too.
+  bool of_companion = false;
 };
 
 /// Backward of a weighted combine on the rank of the experts, when a dispatch by the layout has

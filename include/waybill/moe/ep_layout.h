@@ -7,9 +7,9 @@
 
 namespace waybill {
 
-/// What a rank must know of a dispatch to combine. Attributes, shapes and dtypes as in the original
-/// (int32 but for the two maps, which are int64), all filled, -1 where an entry has no meaning.
-/// N nodes, M = max_tokens, K = topk, R rows received.
+/// What a rank must know of a dispatch to combine. Attributes, shapes and dtypes as in
+/// Triton-distributed (int32 but for the two maps, which are int64), all filled, -1 where an entry
+/// has no meaning. N nodes, M = max_tokens, K = topk, R rows received.
 ///
 /// Where Triton-distributed is wrong, this is right: skipped_token_topk_mapping_indices holds each
 /// topk slot's own row (there: the first one's, again and again), and nothing is left undefined.

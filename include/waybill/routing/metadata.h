@@ -12,7 +12,7 @@
 namespace waybill {
 
 /// Which rows of one tensor go where, in one direction, for all ranks: the dense form, field by
-/// field that of the original (DistCA). W = world_size, S = most shards on a rank, C = most copies
+/// field that of DistCA. W = world_size, S = most shards on a rank, C = most copies
 /// of a shard. Every offset, length and count is in tokens (rows).
 ///
 /// Rank w holds its shards back to back in index order, so shard j begins at row

@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 
+#include "waybill/core/link_speeds.h"
 #include "waybill/core/topology.h"
 #include "waybill/transport/bootstrap.h"
 
@@ -35,6 +36,12 @@ class World {
 
   /// Collective. @throws Timeout
   void barrier() const;
+
+  /// Collective: how fast this machine's links are (waybill calibrate). For dispatchers and layers
+  /// that are made from now on; a dispatcher with speeds of its own keeps those.
+  /// @throws InvalidArgument on all ranks unless they give the same speeds; Timeout
+  void use_links(const LinkSpeeds& links) const;
+  [[nodiscard]] const LinkSpeeds& links() const noexcept;
 
  private:
   struct Engine;

@@ -23,17 +23,21 @@ class Moves:
     stream that is current then. Collective where the windows must grow.
     """
 
-    def __init__(self, routing: Any, dispatcher: SequenceDispatcher, shape: AttentionShape) -> None:
+    def __init__(
+        self, routing: Any, dispatcher: SequenceDispatcher, shape: AttentionShape, latent_dim: int
+    ) -> None:
         self._routing, self._dispatcher = routing, dispatcher
-        self._q, self._k, self._v, self._out = formats_of(shape)
+        self._q, *self._kv, self._out = formats_of(shape)
+        if latent_dim:
+            self._kv = [TensorFormat(shape.dtype, (latent_dim,))]
         self._lse = TensorFormat(torch.float32, (shape.heads,))
         self._plans: dict[str, ReadyPlan] = {}
 
-    def there(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> Tuple[Tuple[torch.Tensor, ...], int]:
-        """(views of what came of q, k and v, the number of the dispatch)."""
-        views = self._call(self._plan("qkv"), (q, k, v))
+    def there(self, q: torch.Tensor, *kv: torch.Tensor) -> Tuple[Tuple[torch.Tensor, ...], int]:
+        """(views of what came of q, k and v, or of q and the latent rows, the number of the
+        dispatch).
+        """
+        views = self._call(self._plan("qkv"), (q, *kv))
         return views, self._dispatcher.last_dispatch
 
     def out_home(self, out: torch.Tensor) -> Tuple[torch.Tensor, ...]:
@@ -48,13 +52,14 @@ class Moves:
     def dq_home(self, dq: torch.Tensor, number: int) -> torch.Tensor:
         return self._call(self._plan("dq"), (dq,), number)[0]
 
-    def sums(self, dk: torch.Tensor, dv: torch.Tensor, number: int) -> Tuple[torch.Tensor, ...]:
+    def sums(self, number: int, *gradients: torch.Tensor) -> Tuple[torch.Tensor, ...]:
         """Of the copies of own rows of K and V. Those of 16-bit rows are in float32, to be rounded
         once with what stayed.
         """
-        dtype = torch.float32 if dk.dtype.itemsize == 2 else dk.dtype
+        dtype = gradients[0].dtype
+        dtype = torch.float32 if dtype.itemsize == 2 else dtype
         return self._dispatcher.kv_gradient(
-            self._plan("sums"), dk, dv, dtype=dtype, of_dispatch=number
+            self._plan("sums"), *gradients, dtype=dtype, of_dispatch=number
         )
 
     @property
@@ -108,9 +113,9 @@ class Moves:
         if name == "dq" and self._q == self._out:
             return self._find("out")
         if name == "qkv":
-            return plan(self._part("fwd_q", self._q), self._part("fwd_kv", self._k, self._v))
+            return plan(self._part("fwd_q", self._q), self._part("fwd_kv", *self._kv))
         if name == "sums":
-            return self._dispatcher.plan_kv_gradient(self._part("sum_kv", self._k, self._v))
+            return self._dispatcher.plan_kv_gradient(self._part("sum_kv", *self._kv))
         table, *formats = {
             "out": ("rev_q", self._out),
             "out and lse": ("rev_q", self._out, self._lse),

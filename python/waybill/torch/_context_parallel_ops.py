@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Tuple
 
 import torch
 
 from ..errors import InvalidArgument, Unsupported
 from ._context_parallel_step import RankStep, Saved
+from ._operations import has_operations, operation
 
 _KEPT = 256  # tickets; with more in flight than that, backward would not find its plan
 # What the sizes of a ticket have beside the number of rows. Sizes of 0 and 1, and those that happen
@@ -38,7 +39,7 @@ class PlanTicket(NamedTuple):
 
 def ticket_of(step: RankStep, kept: OrderedDict[int, RankStep]) -> PlanTicket:
     """A ticket. ``kept`` are the module's, of which the last 256 are good."""
-    if not hasattr(torch.library, "custom_op"):
+    if not has_operations():
         raise Unsupported(
             f"ContextParallelAttention.ticket: torch {torch.__version__} has no operations of its"
             " own, expected 2.4 or newer"
@@ -66,29 +67,7 @@ def _step_of(number: torch.Tensor) -> RankStep:
     return step
 
 
-class _NoOperation:
-    """Before torch 2.4, which cannot make one."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
-
-    def register_fake(self, function: Any) -> Any:
-        return function
-
-    def register_autograd(self, backward: Any, setup_context: Any) -> None:
-        pass
-
-
-def _operation(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
-    if not hasattr(torch.library, "custom_op"):
-        return _NoOperation
-    return torch.library.custom_op(f"waybill::{name}", mutates_args=(), schema=schema)
-
-
-@_operation(
+@operation(
     "context_parallel_attention",
     "(Tensor number, Tensor q_rows, Tensor kv_rows, Tensor token, Tensor q, Tensor k,"
     " Tensor v, bool needs_lse, bool want_lse) -> (" + ", ".join(["Tensor"] * 10) + ")",
@@ -173,7 +152,7 @@ def _as_saved(step: RankStep, kept: Sequence[torch.Tensor]) -> Saved:
     return Saved(home_lse, q[:q_rows], k[:kv_rows], v[:kv_rows], out[:q_rows], lse)
 
 
-@_operation(
+@operation(
     "context_parallel_attention_backward",
     "(Tensor number, Tensor dispatch, Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out,"
     " Tensor[] saved, bool needs_q, bool needs_kv) -> (Tensor, Tensor, Tensor)",

@@ -8,6 +8,7 @@ from typing import NamedTuple, Optional, Tuple
 import torch
 
 from ..errors import InvalidArgument
+from ._context_parallel_latent import Latent, Project
 from ._context_parallel_moves import WHO, Moves
 from ._context_parallel_streams import Beside, Uploads
 from ._context_parallel_tables import Rows, calls_of
@@ -29,6 +30,14 @@ class Saved(NamedTuple):
     lse: torch.Tensor
 
 
+class StepMemory(NamedTuple):
+    """Bytes of one call on one rank, beside q, k, v, the output and their gradients."""
+
+    kept: int  #: from forward to backward: what came from elsewhere, and log-sum-exps
+    backward: int  #: while it runs: gradients of what came, sums of copies; not the kernel's own
+    windows: int  #: of the module, for all layers and plans
+
+
 class RankStep:
     """The tables of one plan on one rank. Collective where the windows must grow. Does not hold the
     plan, with which it goes.
@@ -40,6 +49,7 @@ class RankStep:
     ) -> None:  # fmt: skip
         self.dispatcher, self.kernel, self.beside = dispatcher, kernel, beside
         self.shape = shape = plan.planner.shape
+        self.latent_dim = plan.planner.latent_dim
         rank = dispatcher.world.rank
         self.device = torch.device(dispatcher.world.device)
         routing = plan.routing()
@@ -54,7 +64,7 @@ class RankStep:
         self.uploads.keep((table, *self.q_rows.tables, *self.kv_rows.tables))
         #: Whether any rank dispatches anything: else there is nothing collective.
         self.moves = bool(len(routing.fwd_q.dst_rank))
-        self._moves = Moves(routing, dispatcher, shape)
+        self._moves = Moves(routing, dispatcher, shape, plan.planner.latent_dim)
 
     def prepare(self) -> None:
         """Makes what calls would make."""
@@ -63,33 +73,58 @@ class RankStep:
                 self._moves.prepare(self.uploads.run())
 
     def checked(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, casts: Callable[[], bool]
-    ) -> list[torch.Tensor]:
-        """The tensors of a call, which fit the plan; cast where ``casts`` says so."""
-        shape = self.shape
-        heads = (shape.heads, shape.kv_heads, shape.kv_heads)
-        sizes = (shape.head_dim, shape.head_dim, shape.v_head_dim)
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, casts: Callable[[], bool],
+        latent: bool = False,
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """The tensors of a call, which fit the plan; cast where ``casts`` says so. Without the
+        rows that stay, K and V of latent rows have none.
+        """
+        if self.latent_dim and not latent:
+            raise InvalidArgument(
+                f"{WHO}: got k and v, expected latent(...): latent_dim = {self.latent_dim}"
+            )
+        shape, kv_rows = self.shape, self.rows if self.home or not latent else 0
+        kv = (kv_rows, shape.kv_heads)
+        return [
+            self._checked("q", q, (self.rows, shape.heads, shape.head_dim), casts),
+            self._checked("k", k, (*kv, shape.head_dim), casts),
+            self._checked("v", v, (*kv, shape.v_head_dim), casts),
+        ]
+
+    def checked_latent(
+        self, rows: torch.Tensor, project: Project, weights: Sequence[torch.Tensor],
+        casts: Callable[[], bool],
+    ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """(latent rows, K and V of those that stay)."""
+        if not self.latent_dim:
+            raise InvalidArgument(f"{WHO}: got latent rows, expected k and v: latent_dim is None")
+        rows = self._checked("latent rows", rows, (self.rows, self.latent_dim), casts)
+        for i, weight in enumerate(weights):
+            require_tensor(weight, f"{WHO}: weights[{i}]")
+        k, v = project(rows if self.home else rows[:0], *weights)
+        return rows, k, v
+
+    def _checked(
+        self, name: str, tensor: torch.Tensor, expected: Tuple[int, ...], casts: Callable[[], bool]
+    ) -> torch.Tensor:
         at = f"on rank {self.dispatcher.world.rank}"
-        checked = []
-        for name, tensor, n, size in zip("qkv", (q, k, v), heads, sizes):
-            require_tensor(tensor, f"{WHO}: {name}")
-            if tensor.device != self.device:
-                raise InvalidArgument(
-                    f"{WHO}: {name} lies on {tensor.device}, expected {self.device} {at}"
-                )
-            if tuple(tensor.shape) != (self.rows, n, size):
-                raise InvalidArgument(
-                    f"{WHO}: {name} has shape {list(tensor.shape)}, expected"
-                    f" [{self.rows}, {n}, {size}], as the plan has it {at}"
-                )
-            if tensor.dtype != shape.dtype and casts():
-                tensor = tensor.to(shape.dtype)
-            if tensor.dtype != shape.dtype:
-                raise InvalidArgument(
-                    f"{WHO}: {name} has dtype {tensor.dtype}, expected {shape.dtype} {at}"
-                )
-            checked.append(adjacent_rows(tensor))
-        return checked
+        require_tensor(tensor, f"{WHO}: {name}")
+        if tensor.device != self.device:
+            raise InvalidArgument(
+                f"{WHO}: {name} lies on {tensor.device}, expected {self.device} {at}"
+            )
+        if tuple(tensor.shape) != expected:
+            raise InvalidArgument(
+                f"{WHO}: {name} has shape {list(tensor.shape)}, expected {list(expected)}, as the"
+                f" plan has it {at}"
+            )
+        if tensor.dtype != self.shape.dtype and casts():
+            tensor = tensor.to(self.shape.dtype)
+        if tensor.dtype != self.shape.dtype:
+            raise InvalidArgument(
+                f"{WHO}: {name} has dtype {tensor.dtype}, expected {self.shape.dtype} {at}"
+            )
+        return adjacent_rows(tensor)
 
     @property
     def arrived_rows(self) -> Tuple[int, int]:
@@ -98,12 +133,29 @@ class RankStep:
             return 0, 0
         return sum(self.arrived.q_lens), sum(self.arrived.k_lens)
 
+    def memory(self) -> StepMemory:
+        """As ContextParallelAttention.memory, but for the windows."""
+        shape, size = self.shape, self.shape.dtype.itemsize
+        q_rows, kv_rows = self.arrived_rows
+        lse = 4 * shape.heads if self.kernel.needs_lse else 0
+        q_row, kv_row = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        out_row, v_row = shape.heads * shape.v_head_dim, shape.kv_heads * shape.v_head_dim
+        if self.latent_dim:
+            kv_row, v_row = self.latent_dim, 0
+        came = q_rows * (size * (q_row + out_row) + lse) + kv_rows * size * (kv_row + v_row)
+        gradients = size * (q_rows * q_row + kv_rows * (kv_row + v_row))
+        sums = self.kv_rows.count * max(4, size) * (kv_row + v_row)
+        return StepMemory(came + self.rows * lse, gradients + (sums if self.moves else 0), 0)
+
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool, want_lse: bool
-    ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Saved, int]:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool, want_lse: bool,
+        latent: Optional[Latent] = None,
+    ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Saved, int]:  # fmt: skip
         """(output, log-sum-exp [rows, heads] where it is wanted, what backward needs, the number of
-        the dispatch). With ``keep`` what came is copied from the window.
+        the dispatch). With ``keep`` what came is copied from the window. Of latent rows, k and v
+        are those that stay, and the latent ones travel.
         """
+        sent = (q, k, v) if latent is None else (q, latent.rows)
         number, there = 0, self._nothing(q)
         back: Tuple[torch.Tensor, ...] = ()
         lse: Optional[torch.Tensor]
@@ -114,14 +166,14 @@ class RankStep:
         at_once = self.moves and (self._moves.is_ready or not self.beside.overlaps)
         if at_once:
             with self.beside.run(), named("dispatch", self.device):
-                views, number = self._moves.there(q, k, v)
+                views, number = self._moves.there(*sent)
         with named("forward in place", self.device):
             out, home_lse = self._attend_home(q, k, v, want_lse)
         if self.moves:
             with self.beside.run(), named("forward of rows that travel", self.device):
                 if not at_once:
-                    views, number = self._moves.there(q, k, v)
-                there, lse = self._attend_there(views, keep, want_lse)
+                    views, number = self._moves.there(*sent)
+                there, lse = self._attend_there(views, keep, want_lse, latent)
                 back = self._send_back(there.out, lse, want_lse)
                 if keep:
                     self._moves.prepare_backward()
@@ -140,15 +192,18 @@ class RankStep:
         return Saved(lse, none, none, none, none, lse)
 
     def _attend_there(
-        self, views: Sequence[torch.Tensor], keep: bool, want_lse: bool
+        self, views: Sequence[torch.Tensor], keep: bool, want_lse: bool, latent: Optional[Latent]
     ) -> Tuple[Saved, torch.Tensor]:
         shape = self.shape
-        q, k, v = (view.clone() for view in views) if keep else views
+        q, *kv = (view.clone() for view in views) if keep else views
+        k, v = kv if latent is None else (kv[0], q.new_empty(0))
+        if latent is not None and self.arrived is not None:
+            kv = [adjacent_rows(t) for t in latent.project(kv[0], *latent.weights)]
         if self.arrived is None:
             out = q.new_empty(0, shape.heads, shape.v_head_dim)
             lse = q.new_empty(shape.heads, 0, dtype=torch.float32)
         else:
-            out, found = self.kernel.forward(q, k, v, self.arrived, shape, want_lse)
+            out, found = self.kernel.forward(q, kv[0], kv[1], self.arrived, shape, want_lse)
             out = out.contiguous()
             lse = q.new_empty(0, dtype=torch.float32) if found is None else found
         return Saved(lse.new_empty(0), q, k, v, out, lse), lse
@@ -184,10 +239,14 @@ class RankStep:
     def backward(
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         out: torch.Tensor, saved: Saved, number: int, needs: Tuple[bool, bool],
-    ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor], Optional[torch.Tensor]]:  # fmt: skip
-        """Gradients of q, k and v. ``needs``: of q, and of k or v; the same on all ranks."""
+        latent: Optional[Latent] = None,
+    ) -> Tuple[Optional[torch.Tensor], ...]:  # fmt: skip
+        """Gradients of q, k and v; then of latent rows and weights. ``needs``: of q, and of k or v;
+        the same on all ranks.
+        """
         grad = grad.contiguous()
         sums: Tuple[torch.Tensor, ...] = ()
+        of_weights: Tuple[torch.Tensor, ...] = ()
         self.beside.fork(self.uploads)
         if self.moves:
             with self.beside.run(), named("dispatch of gradients", self.device):
@@ -196,26 +255,38 @@ class RankStep:
             dq, dk, dv = self._gradients_home(grad, q, k, v, out, saved.home_lse)
         if self.moves:
             with self.beside.run(), named("backward of rows that travel", self.device):
-                found = self._gradients_there(there, saved)
+                found, of_weights = self._gradients_there(there, saved, latent)
                 if needs[1]:
-                    sums = self._moves.sums(found[1], found[2], number)
+                    sums = self._moves.sums(number, *found[1:])
                 # Last: its view holds until the dispatcher's next call.
                 back = self._moves.dq_home(found[0], number) if needs[0] else grad
             self.beside.join()
             if needs[0]:
                 self.q_rows.write(dq, back)
-            if needs[1]:
-                self.kv_rows.add(dk, sums[0])
-                self.kv_rows.add(dv, sums[1])
-        return dq if needs[0] else None, dk if needs[1] else None, dv if needs[1] else None
+        targets = [dk, dv] if latent is None else [torch.zeros_like(latent.rows)]
+        for target, sum_ in zip(targets, sums):
+            self.kv_rows.add(target, sum_)
+        of_kv = (dk, dv) if latent is None else (dk, dv, *targets, *of_weights)
+        return dq if needs[0] else None, *(t if needs[1] else None for t in of_kv)
 
-    def _gradients_there(self, grad: torch.Tensor, saved: Saved) -> Tuple[torch.Tensor, ...]:
+    def _gradients_there(
+        self, grad: torch.Tensor, saved: Saved, latent: Optional[Latent]
+    ) -> Tuple[Tuple[torch.Tensor, ...], Tuple[torch.Tensor, ...]]:
+        """(of q, k and v, or of q and the latent rows; of weights)."""
+        weights = () if latent is None else latent.weights
         if self.arrived is None:
-            return saved.q, saved.k, saved.v
-        found = self.kernel.backward(
-            grad, saved.q, saved.k, saved.v, saved.out, saved.lse, self.arrived, self.shape
+            kv = (saved.k, saved.v) if latent is None else (saved.k,)
+            return (saved.q, *kv), tuple(torch.zeros_like(weight) for weight in weights)
+        again = None if latent is None else latent.again(saved.k)
+        k, v = (saved.k, saved.v) if again is None else again.kv
+        found: Tuple[torch.Tensor, ...] = self.kernel.backward(
+            grad, saved.q, k, v, saved.out, saved.lse, self.arrived, self.shape
         )
-        return tuple(tensor.contiguous() for tensor in found)
+        of_weights: Tuple[torch.Tensor, ...] = ()
+        if again is not None:
+            of_rows, *rest = again.gradients(found[1], found[2])
+            found, of_weights = (found[0], of_rows), tuple(rest)
+        return tuple(tensor.contiguous() for tensor in found), of_weights
 
     def _gradients_home(
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -240,6 +311,9 @@ class RankStep:
 
 def adjacent_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Slices of a common projection go as they are; rows must have adjacent elements."""
-    if tensor.shape[0] > 0 and not tensor[0].is_contiguous():
-        return tensor.contiguous()
+    size = 1
+    for extent, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:])):
+        if stride != size and extent != 1:
+            return tensor.contiguous()
+        size *= extent
     return tensor

@@ -51,11 +51,12 @@ class BatchPlanner(Unchanging):
             but for batches of few rows, or where more than a quarter of the work travels.
         block_tokens: documents are cut at multiples of it.
         imbalance_target: largest work of a rank over the mean that is aimed at.
+        latent_dim: of rows of which K and V are projected where they arrive; None: K and V travel.
         costs: what the kernel takes beside (query, key) pairs, as calibrate_attention measures it;
             the same on all ranks.
     """
 
-    __slots__ = ("_given", "_options", "costs", "in_place", "shape", "world_size")
+    __slots__ = ("_given", "_options", "costs", "in_place", "latent_dim", "shape", "world_size")
 
     def __init__(
         self,
@@ -73,6 +74,7 @@ class BatchPlanner(Unchanging):
         block_tokens: int = 128,
         imbalance_target: float = 1.01,
         costs: Optional[AttentionCosts] = None,
+        latent_dim: Optional[int] = None,
         who: str = "BatchPlanner",
     ) -> None:
         self.shape = _shape(heads, kv_heads, head_dim, v_head_dim, dtype, mask, window, scale, who)
@@ -80,12 +82,14 @@ class BatchPlanner(Unchanging):
         if in_place not in ("auto", True, False):
             raise InvalidArgument(f'{who}: in_place = {in_place!r}, expected "auto", True or False')
         self.in_place, self.costs = in_place, costs
+        self.latent_dim = 0 if latent_dim is None else _least(latent_dim, 1, "latent_dim", who)
         self._given = (heads, kv_heads, head_dim, v_head_dim)
         shape = self.shape
+        kv_row = shape.kv_heads * (shape.head_dim + shape.v_head_dim)
         self._options = {
             "world_size": self.world_size, "tokens_per_rank": 0,
             "q_hidden": shape.heads * (shape.head_dim + shape.v_head_dim) // 2,
-            "kv_hidden": max(1, shape.kv_heads * (shape.head_dim + shape.v_head_dim) // 2),
+            "kv_hidden": max(1, (self.latent_dim or kv_row) // 2),
             "dtype": dtype_name(shape.dtype), "mask": mask, "window": window or 0,
             "max_tokens_per_rank": 0, "relay": False, "per_query": True,
             "block_tokens": _least(block_tokens, 1, "block_tokens", who),
@@ -115,7 +119,7 @@ class BatchPlanner(Unchanging):
     @property
     def fingerprint(self) -> int:
         """A number of all that plans depend on: planners with another make other plans."""
-        facts = (self.shape, self.in_place, sorted(self._options.items()))
+        facts = (self.shape, self.in_place, self.latent_dim, sorted(self._options.items()))
         return zlib.crc32(repr(facts).encode())
 
     def __reduce__(self) -> Tuple[Any, ...]:
@@ -125,6 +129,7 @@ class BatchPlanner(Unchanging):
             {
                 "dtype": shape.dtype, "mask": shape.mask, "window": shape.window,
                 "scale": shape.scale, "in_place": self.in_place, "costs": self.costs,
+                "latent_dim": self.latent_dim or None,
                 "block_tokens": options["block_tokens"],
                 "imbalance_target": options["imbalance_target"],
             },

@@ -13,10 +13,12 @@ from torch import nn
 from .._copies import OfThisProcess
 from .._graphs import outside_graphs
 from ..attention_costs import AttentionCosts
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, Unsupported
 from ..world import World
+from ._context_parallel_function import Attention, LatentAttention
+from ._context_parallel_latent import Project
 from ._context_parallel_ops import PlanTicket, attend, ticket_of
-from ._context_parallel_step import RankStep, Saved
+from ._context_parallel_step import RankStep, StepMemory
 from ._context_parallel_streams import Beside
 from ._piece_exchange import PieceExchange
 from .batch_plan import BatchPlan, BatchPlanner, RankPieces
@@ -54,7 +56,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             own included.
         scale: of scores; head_dim ** -0.5 by default.
         kernel: "auto", a name, an AttentionKernel, or a function; see ``waybill.torch.kernels``.
-        in_place, block_tokens, imbalance_target, costs: as of BatchPlanner.
+        in_place, block_tokens, imbalance_target, costs, latent_dim: as of BatchPlanner.
         overlap: on GPUs, what travels does so on a second stream.
         num_sms: multiprocessors that a dispatch may use.
         device, timeout_s: of a World that is made of a group.
@@ -80,6 +82,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         block_tokens: int = 128,
         imbalance_target: float = 1.01,
         costs: Optional[AttentionCosts] = None,
+        latent_dim: Optional[int] = None,
         overlap: bool = True,
         num_sms: int = 16,
         device: Any = None,
@@ -92,7 +95,8 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         self.planner = BatchPlanner(
             ranks.world_size, heads, kv_heads, head_dim, v_head_dim, dtype=dtype, mask=mask,
             window=window, scale=scale, in_place=in_place, block_tokens=block_tokens,
-            imbalance_target=imbalance_target, costs=costs, who=_WHO,
+            imbalance_target=imbalance_target, costs=costs, latent_dim=latent_dim,
+            who=_WHO,
         )  # fmt: skip
         self.device = torch.device(ranks.device)
         self.kernel = choose_kernel(kernel, self.device, _WHO)
@@ -138,9 +142,11 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             )
         step = self._steps.get(plan)
         if step is None:
-            if plan.planner.shape != self.planner.shape:
+            its, mine = plan.planner, self.planner
+            if (its.shape, its.latent_dim) != (mine.shape, mine.latent_dim):
                 raise InvalidArgument(
-                    f"{_WHO}: the plan is of {plan.planner.shape}, expected {self.planner.shape}"
+                    f"{_WHO}: the plan is of {its.shape}, latent_dim={its.latent_dim}, expected"
+                    f" {mine.shape}, latent_dim={mine.latent_dim}"
                 )
             if plan.world_size != self.world.world_size:
                 raise InvalidArgument(
@@ -156,11 +162,20 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         home = step.home[0].sequences if len(step.home) == 1 else None
         return home, step.arrived
 
+    def memory(self, plan: BatchPlan) -> StepMemory:
+        """Bytes that a call takes on this rank beside its arguments, output and their gradients: a
+        model keeps ``kept`` for each layer, the others once.
+        """
+        found = self._step(plan).memory()
+        return found._replace(windows=2 * self._dispatcher.window_bytes)
+
     @outside_graphs
     def ticket(self, plan: BatchPlan) -> PlanTicket:
         """The plan as tensors, an argument of a compiled program, which calls the module with it:
         one operation of the graph, for any batch. The last 256 are good.
         """
+        if self.planner.latent_dim:
+            raise Unsupported(f"{_WHO}.ticket: latent_dim is set, for which there is no operation")
         return ticket_of(self._step(plan), self._tickets)
 
     def forward(
@@ -208,7 +223,31 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         q, k, v = step.checked(q, k, v, self._casts)
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
         with torch.autocast(self.device.type, enabled=False):
-            out, lse = _Attention.apply(step, keep, return_lse, q, k, v)
+            out, lse = Attention.apply(step, keep, return_lse, q, k, v)
+        return (out, lse) if return_lse else out
+
+    @outside_graphs
+    def latent(
+        self, plan: BatchPlan, q: torch.Tensor, rows: torch.Tensor, project: Project,
+        *weights: torch.Tensor, return_lse: bool = False,
+    ) -> Any:  # fmt: skip
+        """Collective: the same of a module with ``latent_dim``, where K and V are projected from
+        latent rows: those travel, and are projected where they arrive.
+
+        Args:
+            rows: [rows, latent_dim].
+            project: ``project(rows, *weights)`` returns k and v of any number of rows. It is
+                computed again in backward, and must depend on nothing else that needs gradients.
+            weights: tensors; each gets one gradient, of all rows that this rank projected.
+        """
+        step = self._step(plan)
+        rows, k, v = step.checked_latent(rows, project, weights, self._casts)
+        q, k, v = step.checked(q, k, v, self._casts, latent=True)
+        keep = torch.is_grad_enabled() and any(t.requires_grad for t in (q, rows, *weights))
+        with torch.autocast(self.device.type, enabled=False):
+            out, lse = LatentAttention.apply(
+                step, keep, return_lse, project, q, k, v, rows, *weights
+            )
         return (out, lse) if return_lse else out
 
     def close(self) -> None:
@@ -233,33 +272,3 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             return old.is_autocast_cpu_enabled() and old.get_autocast_cpu_dtype() == self._dtype
         kind = self._kind
         return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == self._dtype
-
-
-class _Attention(torch.autograd.Function):
-    """What is saved are tensors alone, the same number on all ranks: a checkpoint that computes
-    the forward again, and its calls, does so on all of them at the same place.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, step: RankStep, keep: bool, want_lse: bool,
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    ) -> Any:  # fmt: skip
-        out, lse, saved, ctx.number = step.forward(q, k, v, keep, want_lse)
-        ctx.step = step
-        if keep:
-            ctx.save_for_backward(q, k, v, out, *saved)
-        if lse is not None:
-            ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    @outside_graphs
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
-        q, k, v, out, *saved = ctx.saved_tensors  # first: a checkpoint makes its calls here
-        needs = ctx.needs_input_grad
-        found = ctx.step.backward(
-            grad, q, k, v, out, Saved(*saved), ctx.number, (needs[3], needs[4] or needs[5])
-        )
-        return (None, None, None, *(t if n else None for t, n in zip(found, needs[3:])))

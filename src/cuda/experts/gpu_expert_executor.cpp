@@ -163,7 +163,8 @@ class GpuExpertExecutor final : public ExpertExecutor {
     const bool bulk = gpu_->has_bulk_copies() && word == 16;
     params.cuts = cut_rows(row_bytes, static_cast<std::int32_t>(scale_bytes), bulk, word);
     if (options_.rows == EPRows::compact) params.cuts.signal_less();
-    params.num_senders = num_sending_blocks(config_, options_, blocks, params.shape.num_tokens);
+    params.num_senders =
+        num_sending_blocks(transport_.links(), config_, options_, blocks, params.shape.num_tokens);
     if (made != nullptr && is_given(input.full_scatter_indices)) claim_rows(call, *made, params);
     const bool early =
         is_alone() && options_.payload != EPPayload::quantized && !params.claims_rows;
@@ -305,10 +306,9 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
 }  // namespace
 
-int num_sending_blocks(const EPConfig& config, const EPDispatchOptions& options, int blocks,
-                       std::int64_t num_tokens) {
-  constexpr double link_gb_s = 345;
-  constexpr double block_gb_s = 45;  // that a multiprocessor stores, wherever to
+int num_sending_blocks(const LinkSpeeds& links, const EPConfig& config,
+                       const EPDispatchOptions& options, int blocks, std::int64_t num_tokens) {
+  const double fill_links = links.nvlink_bytes_per_second / links.block_bytes_per_second;
   // A few tokens a warp: nobody has to wait for a warp that sends, so all do both.
   if (blocks == 1 || num_tokens <= std::int64_t{2} * ring_warps * blocks) return blocks;
   const double world = config.world_size;
@@ -316,7 +316,7 @@ int num_sending_blocks(const EPConfig& config, const EPDispatchOptions& options,
   const double all = options.rows == EPRows::compact ? sent : config.topk;
   auto most = static_cast<int>(std::lround(blocks * sent / all));
   if (world > 1) {
-    most = std::min(most, static_cast<int>(link_gb_s / block_gb_s * world / (world - 1)));
+    most = std::min(most, static_cast<int>(fill_links * world / (world - 1)));
   }
   return std::clamp(most, 1, blocks);
 }

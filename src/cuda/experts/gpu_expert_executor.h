@@ -20,7 +20,8 @@ namespace waybill::cuda {
 
 /// Blocks of a dispatch that send before they receive: as many as the links take, and a share of
 /// `blocks` like that of rows that are sent among all; of few tokens all blocks send.
-[[nodiscard]] int num_sending_blocks(const EPConfig& config, const EPDispatchOptions& options,
-                                     int blocks, std::int64_t num_tokens);
+[[nodiscard]] int num_sending_blocks(const LinkSpeeds& links, const EPConfig& config,
+                                     const EPDispatchOptions& options, int blocks,
+                                     std::int64_t num_tokens);
 
 }  // namespace waybill::cuda

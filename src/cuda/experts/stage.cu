@@ -167,18 +167,8 @@ StageKernel sum_kernel(DType dtype, DType weights, bool weighted, bool wide) {
 }
 
 StageKernel copy_kernel(int word_bytes) {
-  switch (word_bytes) {
-    case 16:
-      return copy_rows_kernel<uint4>;
-    case 8:
-      return copy_rows_kernel<uint2>;
-    case 4:
-      return copy_rows_kernel<std::uint32_t>;
-    case 2:
-      return copy_rows_kernel<std::uint16_t>;
-    default:
-      return copy_rows_kernel<std::uint8_t>;
-  }
+  return for_word(word_bytes,
+                  []<class Word>(Word) -> StageKernel { return copy_rows_kernel<Word>; });
 }
 
 /// Eight elements, in words of 16 bytes where they are aligned so.

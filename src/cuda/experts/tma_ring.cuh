@@ -170,18 +170,8 @@ class VectorRing {
  private:
   __device__ void copy_row(const std::byte* from, std::int64_t bytes, std::int64_t offset,
                            std::int64_t address) const {
-    switch (p_.cuts.word_bytes) {
-      case 16:
-        return copy_words<uint4>(from, bytes, offset, address);
-      case 8:
-        return copy_words<uint2>(from, bytes, offset, address);
-      case 4:
-        return copy_words<std::uint32_t>(from, bytes, offset, address);
-      case 2:
-        return copy_words<std::uint16_t>(from, bytes, offset, address);
-      default:
-        return copy_words<std::uint8_t>(from, bytes, offset, address);
-    }
+    for_word(p_.cuts.word_bytes,
+             [&]<class Word>(Word) { copy_words<Word>(from, bytes, offset, address); });
   }
 
   template <class Word>

@@ -28,6 +28,7 @@ class GpuRank {
   [[nodiscard]] int device() const noexcept { return device_; }
   [[nodiscard]] int num_sms() const noexcept { return num_sms_; }
   [[nodiscard]] bool has_bulk_copies() const noexcept { return has_bulk_copies_; }
+  void forgo_bulk_copies() noexcept { has_bulk_copies_ = false; }
 
   /// For the library's own work; it waits for no other stream.
   [[nodiscard]] cudaStream_t stream() const noexcept { return stream_; }

@@ -203,6 +203,31 @@ double link_gb_s(int num_gpus, LinkWay way, int num_sms, std::int64_t bytes_a_pe
   return static_cast<double>(bytes_a_peer) * (std::min(num_gpus, max_gpus) - 1) / ms / 1e6;
 }
 
+LinkSpeeds measure_links(int num_gpus, const LinkSpeeds& known) {
+  constexpr const char* who = "measure_links";
+  if (num_gpus < 2) throw Unsupported(concat(who, ": ", num_gpus, " GPUs, expected two or more"));
+  for (int from = 0; from < num_gpus; ++from) {
+    for (int to = 0; to < num_gpus; ++to) {
+      int can = 1;
+      if (from != to) check(cudaDeviceCanAccessPeer(&can, from, to), "asking for peer access");
+      if (can != 0) continue;
+      throw Unsupported(concat(who, ": GPU ", from, " cannot reach the memory of GPU ", to));
+    }
+  }
+  constexpr std::int64_t bytes = std::int64_t{64} << 20;
+  constexpr int few = 4;  // far from what fills the links
+  const auto rate = [&](int sms) {
+    return link_gb_s(num_gpus, LinkWay::push_bulk, sms, bytes) * 1e9;
+  };
+  LinkSpeeds links = known;
+  links.block_bytes_per_second = rate(few) / few;
+  links.nvlink_bytes_per_second = 0;
+  for (const int sms : {8, 16, 32, 64}) {
+    links.nvlink_bytes_per_second = std::max(links.nvlink_bytes_per_second, rate(sms));
+  }
+  return links;
+}
+
 double local_copy_gb_s(std::int64_t bytes) {
   const auto size = static_cast<std::size_t>(bytes);
   char* memory = nullptr;

@@ -34,18 +34,8 @@ __device__ void copy_piece(const SequenceParams& p, const RowChunk& chunk, const
                        static_cast<std::uint64_t>(offset);
   // Windows begin at multiples of 256.
   for (int k = 0; k < chunk.num_addresses; ++k) bits |= p.addresses[chunk.first_address + k];
-  switch (common_word(bits)) {
-    case 16:
-      return copy_words<uint4>(p, chunk, from, offset, bytes);
-    case 8:
-      return copy_words<uint2>(p, chunk, from, offset, bytes);
-    case 4:
-      return copy_words<std::uint32_t>(p, chunk, from, offset, bytes);
-    case 2:
-      return copy_words<std::uint16_t>(p, chunk, from, offset, bytes);
-    default:
-      return copy_words<std::uint8_t>(p, chunk, from, offset, bytes);
-  }
+  for_word(common_word(bits),
+           [&]<class Word>(Word) { copy_words<Word>(p, chunk, from, offset, bytes); });
 }
 
 __device__ void copy_chunk(const SequenceParams& p, const RowChunk& chunk,

@@ -75,8 +75,7 @@ void require_nodes_on_hosts(const std::vector<GpuPlace>& places, std::int32_t ra
   }
 }
 
-void require_peer_access(std::span<const GpuPlace> peers, std::int32_t first, int device,
-                         std::string_view who) {
+std::string missing_peer_access(std::span<const GpuPlace> peers, std::int32_t first, int device) {
   int count = 0;
   cuda_check(cudaGetDeviceCount(&count), "counting devices");
   for (int other = 0; other < count; ++other) {
@@ -88,9 +87,10 @@ void require_peer_access(std::span<const GpuPlace> peers, std::int32_t first, in
     int can = 0;
     cuda_check(cudaDeviceCanAccessPeer(&can, device, other), "asking for peer access");
     if (can != 0) continue;
-    throw Unsupported(concat(who, ": device ", device, " cannot reach the memory of device ", other,
-                             ", which rank ", first + (used - peers.begin()), " uses"));
+    return concat("device ", device, " cannot reach the memory of device ", other, ", which rank ",
+                  first + (used - peers.begin()), " uses");
   }
+  return {};
 }
 
 }  // namespace waybill::cuda

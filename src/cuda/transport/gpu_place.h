@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -38,10 +39,10 @@ void require_own_processes(const std::vector<GpuPlace>& places, std::string_view
 void require_nodes_on_hosts(const std::vector<GpuPlace>& places, std::int32_t ranks_per_node,
                             std::string_view who);
 
-/// @param peers whose memory is to be mapped, from rank `first` on
-/// @throws Unsupported when `device` is known not to reach a peer's GPU. GPUs that this process
-///   does not see are left to the driver, which refuses when it is asked to map their memory.
-void require_peer_access(std::span<const GpuPlace> peers, std::int32_t first, int device,
-                         std::string_view who);
+/// What `device` is known not to reach among the GPUs of `peers`, which are the ranks from `first`
+/// on; empty: nothing. GPUs that this process does not see are left to the driver, which refuses
+/// when it is asked to map their memory.
+[[nodiscard]] std::string missing_peer_access(std::span<const GpuPlace> peers, std::int32_t first,
+                                              int device);
 
 }  // namespace waybill::cuda

@@ -1,6 +1,8 @@
 #include "gpu_process_transport.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -10,7 +12,9 @@
 #include "core/to_size.h"
 #include "keep_memory.h"
 #include "nccl_path.h"
+#include "pinned_parts.h"
 #include "transport/peer_status.h"
+#include "transport/process_memory.h"
 #include "waybill/transport/agree.h"
 
 namespace waybill::cuda {
@@ -76,10 +80,7 @@ class GpuProcessTransport final : public GpuTransport {
     if (!by_nccl) require_one_host(this->bootstrap(), who);
     first_mapped_ = by_nccl ? to_int(rank()) - to_int(topology().local_rank(rank())) : 0;
     num_mapped_ = by_nccl ? topology().ranks_per_node : topology().world_size;
-    run_collectively(this->bootstrap(), who, [&] {
-      require_peer_access(std::span(places).subspan(to_size(first_mapped_), to_size(num_mapped_)),
-                          first_mapped_, this->gpu().device(), who);
-    });
+    choose_memory(places, by_nccl);
     if (on_one_host(places)) watch_peers(peer_status());
     if (by_nccl) {
       network_ = std::make_shared<NcclCommunicator>(this->bootstrap(), topology(), std::move(gpu));
@@ -102,6 +103,19 @@ class GpuProcessTransport final : public GpuTransport {
   }
 
  private:
+  void choose_memory(const std::vector<GpuPlace>& places, bool by_nccl) {
+    std::string trouble;
+    run_collectively(bootstrap(), who, [&] {
+      trouble = missing_peer_access(
+          std::span(places).subspan(to_size(first_mapped_), to_size(num_mapped_)), first_mapped_,
+          gpu().device());
+    });
+    use_peer_memory(agree_on_peer_memory(
+        bootstrap(), who, peer_access_wish(std::getenv("WAYBILL_PEER_ACCESS")), trouble,
+        by_nccl ? "NCCL connects the nodes, and sends from memory of devices" : ""));
+    if (peer_memory() == PeerMemory::host) shared_.emplace(bootstrap());
+  }
+
   void give_up(const char* after, std::string_view reason) noexcept override {
     GpuTransport::give_up(after, reason);
     if (network_ != nullptr) network_->give_up(0);
@@ -128,9 +142,10 @@ class GpuProcessTransport final : public GpuTransport {
   }
 
   Parts make_parts(std::int64_t size_bytes, std::string_view name) override {
+    gpu().use();
+    if (shared_) return make_pinned_parts(size_bytes, name);
     const std::string operation = concat("allocate(", name, ")");
     const auto me = to_size(to_int(rank()));
-    gpu().use();
     Parts parts(to_size(topology().world_size));
     SharedBlockInfo mine{size_bytes, {}};
     run_collectively(bootstrap(), operation, [&] {
@@ -151,6 +166,14 @@ class GpuProcessTransport final : public GpuTransport {
     return parts;
   }
 
+  Parts make_pinned_parts(std::int64_t size_bytes, std::string_view name) {
+    Parts parts = shared_->make(bootstrap(), size_bytes, name);
+    run_collectively(bootstrap(), concat("allocate(", name, ")"), [&] {
+      for (auto& part : parts) part = pin_part(std::move(part), size_bytes);
+    });
+    return parts;
+  }
+
   void free_parts(Parts parts) override {
     std::shared_ptr<void> own = std::move(parts[to_size(to_int(rank()))]);
     parts.clear();
@@ -161,6 +184,7 @@ class GpuProcessTransport final : public GpuTransport {
   std::int32_t first_mapped_ = 0;
   std::int32_t num_mapped_ = 0;
   std::shared_ptr<NcclCommunicator> network_;
+  std::optional<waybill::detail::ProcessMemory> shared_;  ///< where memory is the host's
 };
 
 }  // namespace

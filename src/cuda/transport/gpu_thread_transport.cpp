@@ -1,14 +1,27 @@
 #include "gpu_thread_transport.h"
 
+#include <cstdlib>
 #include <mutex>
 #include <set>
+#include <string>
 #include <utility>
 
 #include "../rank/cuda_check.h"
+#include "pinned_parts.h"
 #include "transport/share_memory.h"
 
 namespace waybill::cuda {
 namespace {
+
+constexpr const char* who = "make_gpu_thread_world";
+
+bool can_access(int device, int peer) {
+  int can = 1;
+  if (device != peer) {
+    cuda_check(cudaDeviceCanAccessPeer(&can, device, peer), "asking for peer access");
+  }
+  return can != 0;
+}
 
 /// Once a process: asking again is an error, which tools report.
 void enable_peer_access(int device, int peer) {
@@ -17,12 +30,6 @@ void enable_peer_access(int device, int peer) {
   if (device == peer) return;
   const std::scoped_lock hold(lock);
   if (enabled.contains({device, peer})) return;
-  int can = 0;
-  cuda_check(cudaDeviceCanAccessPeer(&can, device, peer), "asking for peer access");
-  if (can == 0) {
-    throw Unsupported(
-        concat("gpu world: device ", device, " cannot reach the memory of device ", peer));
-  }
   const cudaError_t status = cudaDeviceEnablePeerAccess(peer, 0);
   if (status == cudaErrorPeerAccessAlreadyEnabled) {  // by somebody else
     (void)cudaGetLastError();
@@ -38,9 +45,17 @@ class GpuThreadTransport final : public GpuTransport {
                      std::shared_ptr<GpuRank> gpu, int share)
       : GpuTransport(std::move(bootstrap), ranks_per_node, std::move(gpu), share) {
     const int mine = this->gpu().device();
-    for (const int peer : all_gather_value(this->bootstrap(), mine, "gpu world: devices")) {
-      enable_peer_access(mine, peer);
+    const auto peers = all_gather_value(this->bootstrap(), mine, "gpu world: devices");
+    std::string trouble;
+    for (const int peer : peers) {
+      if (can_access(mine, peer)) continue;
+      trouble = concat("device ", mine, " cannot reach the memory of device ", peer);
+      break;
     }
+    use_peer_memory(agree_on_peer_memory(
+        this->bootstrap(), who, peer_access_wish(std::getenv("WAYBILL_PEER_ACCESS")), trouble));
+    if (peer_memory() == PeerMemory::host) return;
+    for (const int peer : peers) enable_peer_access(mine, peer);
   }
 
   /// cudaFree waits for the kernels of all ranks on the device, and holds up the driver meanwhile.
@@ -51,7 +66,9 @@ class GpuThreadTransport final : public GpuTransport {
  private:
   Parts make_parts(std::int64_t size_bytes, std::string_view name) override {
     gpu().use();
-    return share_memory(bootstrap(), device_memory(size_bytes, gpu().stream()), size_bytes, name);
+    auto mine = peer_memory() == PeerMemory::host ? make_pinned_part(size_bytes)
+                                                  : device_memory(size_bytes, gpu().stream());
+    return share_memory(bootstrap(), std::move(mine), size_bytes, name);
   }
 };
 

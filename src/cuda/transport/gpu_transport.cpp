@@ -24,6 +24,11 @@ GpuTransport::GpuTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ra
   }
 }
 
+void GpuTransport::use_peer_memory(PeerMemory where) noexcept {
+  peer_memory_ = where;
+  if (where == PeerMemory::host) gpu_->forgo_bulk_copies();
+}
+
 GpuTransport::~GpuTransport() { gpu_->ask_while_waiting({}); }
 
 void GpuTransport::give_up(const char* after, std::string_view reason) noexcept {

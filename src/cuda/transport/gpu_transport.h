@@ -6,6 +6,7 @@
 
 #include "../network/network_path.h"
 #include "../rank/gpu_rank.h"
+#include "transport/peer_memory.h"
 #include "transport/peer_transport.h"
 
 namespace waybill::cuda {
@@ -25,6 +26,9 @@ class GpuTransport : public PeerTransport {
   /// kernel. Null: nothing does.
   [[nodiscard]] virtual std::unique_ptr<NetworkPath> make_network_path();
 
+  /// Where symmetric memory lies: the same on all ranks.
+  [[nodiscard]] PeerMemory peer_memory() const noexcept { return peer_memory_; }
+
  protected:
   void give_up(const char* after, std::string_view reason) noexcept override;
 
@@ -34,6 +38,9 @@ class GpuTransport : public PeerTransport {
   /// @param share ranks on this rank's device
   GpuTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
                std::shared_ptr<GpuRank> gpu, int share);
+
+  /// To be called before memory is allocated. Bulk copies are for memory of devices.
+  void use_peer_memory(PeerMemory where) noexcept;
 
   [[nodiscard]] int share() const noexcept { return share_; }
   [[nodiscard]] const std::shared_ptr<GpuRank>& shared_gpu() const noexcept { return gpu_; }
@@ -48,6 +55,7 @@ class GpuTransport : public PeerTransport {
 
   std::shared_ptr<GpuRank> gpu_;
   int share_;
+  PeerMemory peer_memory_ = PeerMemory::device;
   std::shared_ptr<void> seen_;
   std::shared_ptr<void> staged_table_;  ///< pinned: [W] a table on its way to the device
   std::shared_ptr<void> ended_;         ///< keeps what is called when the run ends

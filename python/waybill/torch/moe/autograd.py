@@ -31,7 +31,7 @@ class Dispatch(torch.autograd.Function):
         holder.append(made)
         # A copy: the descriptor will hold the token, which holds this node of the graph. A circle
         # would last until Python looks for circles, which it does not do when a GPU is full.
-        ctx.layer, ctx.layout, ctx.ids, ctx.positions = layer, copy.copy(made), ids, positions
+        ctx.layer, ctx.layout = layer, copy.copy(made)
         ctx.weight_dtype = None if weight is None else weight.dtype
         # Without elements, it ties combine to this call: where no rows arrive, backward would else
         # leave this call out, for which other ranks wait.
@@ -54,37 +54,29 @@ class Dispatch(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             tokens_gradient = layer._combine(rows, ctx.layout, False, ())
         if ctx.needs_input_grad[2]:
-            weight_gradient = _weights_home(ctx, weights).to(ctx.weight_dtype)
+            weight_gradient = weights_home(layer, ctx.layout, weights).to(ctx.weight_dtype)
         return None, tokens_gradient, weight_gradient, None, None, None, None, None
 
 
-def _weights_home(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+def weights_home(of: Any, brought: Any, gradient: torch.Tensor) -> torch.Tensor:
     """[T, topk] of what the receivers have, [R] or of compact rows [R, topk]: as rows of which each
-    holds its own topk slot alone, so that the sum of a token's rows is all of them.
+    holds its own topk slot alone, so that the sum of a token's rows is all of them. They go by the
+    layout that has brought the weights.
     """
-    layer = ctx.layer._slot_layers[0]
-    topk = layer.ep_config.topk
-    ids = ctx.ids if ctx.ids is not None else ctx.layout.topk_indices_tensor
-    dtype = layer.ep_config.token_dtype
-    nothing = torch.zeros(
-        ctx.layout.num_dispatch_token_cur_rank, topk, dtype=dtype, device=layer.device
-    )
-    number = ctx.layout._handle.number  # ranks compare for which dispatch they bring weights home
-    there, _, layout = layer._dispatch(nothing, ids, None, ctx.positions, None, None, origin=number)
+    layer = of._slot_layers[0]
+    topk, dtype = layer.ep_config.topk, layer.ep_config.token_dtype
     compact = layer.rows == "compact"
-    table = ctx.layout.recv_topk_indices if compact else ctx.layout.recv_tags[:, 2:3]
-    # Gradient and table may have room for more rows than have come: not both of them the same.
-    rows = torch.zeros_like(there)
-    count = min(rows.shape[0], gradient.shape[0], table.shape[0])
-    gradient, table = gradient[:count].to(dtype), table[:count].to(torch.int64)
+    table = brought.recv_topk_indices if compact else brought.recv_tags[:, 2:3]
+    # Both may have room for more rows than have come, which are not looked at: not both the same.
+    count = min(gradient.shape[0], table.shape[0])
+    gradient, table = gradient[:count].to(dtype), table[:count]
     zero = torch.zeros((), dtype=dtype, device=layer.device)
     if compact:
-        rows[:count] = torch.where(table >= 0, gradient, zero)
+        rows = torch.where(table >= 0, gradient, zero)
     else:
-        live = (table >= 0) & (table < topk)  # each row's topk slot
-        values = torch.where(live, gradient[:, None], zero)
-        rows[:count].scatter_(1, table.clamp(0, topk - 1), values)
-    home: torch.Tensor = layer._combine(rows, layout, False, ())
+        slots = torch.arange(topk, dtype=torch.int32, device=layer.device)
+        rows = torch.where(table == slots, gradient[:, None], zero)
+    home: torch.Tensor = layer._combine(rows, brought, False, (), of_companion=True)
     return home
 
 

@@ -28,6 +28,7 @@ class LayerCalls(torch.nn.Module):
     copy_out: bool
     is_intra_node: bool
     fixed_rows: Optional[int]
+    _slot_layers: List[Any]
     _lent: List[Tuple[int, torch.Tensor]]  #: views of windows that autograd may keep, by dispatch
 
     @outside_graphs
@@ -81,6 +82,15 @@ class LayerCalls(torch.nn.Module):
             layer.finalize()
         self._lent.clear()
         self._layer.finalize()
+
+    @property
+    @outside_graphs
+    def memory_bytes(self) -> int:
+        """Symmetric memory of this rank for rows: windows of dispatch and combine, and what lies
+        between nodes; that for gradients of weights, too.
+        """
+        parts = [layer.memory_bytes for layer in self._slot_layers]
+        return sum(parts, int(self._layer.memory_bytes))
 
     @property
     @outside_graphs
@@ -204,7 +214,7 @@ class LayerCalls(torch.nn.Module):
 
     def _combine(
         self, rows: Any, layout: Any, weighted: bool, biases: Sequence[Any],
-        needs_gradients: bool = False,
+        needs_gradients: bool = False, of_companion: bool = False,
     ) -> Any:  # fmt: skip
         rows_given, kept = given(rows, "combine: input", self.device)
         bias_given = [given(bias, "combine: biases", self.device) for bias in biases]
@@ -218,6 +228,7 @@ class LayerCalls(torch.nn.Module):
         self._layer.combine(
             rows_given, layout._handle, output_given, bool(weighted),
             [view for view, _ in bias_given], stream_of(self.device), needs_gradients,
+            of_companion,
         )  # fmt: skip
         del kept
         return output

@@ -9,6 +9,8 @@ import torch
 
 from ..._arrays import int64
 from ...errors import InvalidArgument
+from .._operations import has_operations
+from . import operations as ops
 from .lanes import Lane, scaled_gradient
 from .layer import EPAll2AllLayer
 from .presets import preset_options
@@ -42,6 +44,8 @@ class ExpertParallel(torch.nn.Module):
         Windows are smaller by this factor, and ``fixed_rows`` are those of a chunk
     :param preset: "training" or "decoding": what the layer is made with but for ``layer_options``,
         arguments of ``EPAll2AllLayer``
+    :param operations: whether calls are operations of torch.library, which needs ``fixed_rows`` and
+        no chunks; None: where torch compiles and they can be. Selective checkpoints need True
     :param layer: an ``EPAll2AllLayer`` to use instead
     """
 
@@ -61,6 +65,7 @@ class ExpertParallel(torch.nn.Module):
         windows: str = "shared",
         chunks: int = 1,
         preset: str = "training",
+        operations: Optional[bool] = None,
         layer: Optional[EPAll2AllLayer] = None,
         device: Any = None,
         **layer_options: Any,
@@ -100,6 +105,12 @@ class ExpertParallel(torch.nn.Module):
         self._boxes = (box,)  # not a submodule: others may have it, too
         self.experts, self.shared = experts, shared
         self.gradients, self.weights, self.windows = gradients, weights, windows
+        self.operations = operations
+        if operations and (self.layer.fixed_rows is None or self.chunks > 1):
+            raise InvalidArgument(
+                f"{who}: operations = True with fixed_rows = {self.layer.fixed_rows} and chunks ="
+                f" {self.chunks}, expected fixed_rows and one chunk"
+            )
         self._beside = Lane()
         self._moving = Lane()
 
@@ -126,6 +137,13 @@ class ExpertParallel(torch.nn.Module):
             self._beside.join(beside)
             sums = sums + beside
         return sums.reshape(tokens.shape)
+
+    def uses_operations(self) -> bool:
+        """Whether a call now would be made of operations of torch.library."""
+        if self.operations is not None:
+            return self.operations
+        one = self.layer.fixed_rows is not None and self.chunks == 1
+        return one and has_operations() and torch.compiler.is_compiling()
 
     def take_overflow(self) -> int:
         """Waits for the current stream. Rows that ``fixed_rows`` should have been since the last
@@ -154,6 +172,8 @@ class ExpertParallel(torch.nn.Module):
     def _all_chunks(
         self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
     ) -> torch.Tensor:
+        if self.uses_operations():
+            return self._by_operations(x, weights, chosen)
         if self.chunks == 1:
             return self._combine(*self._computed(*self._dispatch(x, chosen, weights)))
         if x.shape[0] > self.chunks * self.layer.max_tokens:
@@ -170,6 +190,25 @@ class ExpertParallel(torch.nn.Module):
                 arrived = lane.run(self._dispatch, *parts[number + 1])
             sums.append(lane.run(self._combine, outputs, layout))
         return torch.cat([lane.join(one) for one in sums])
+
+    def _by_operations(
+        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
+    ) -> torch.Tensor:
+        number, inside = self._boxes[0].number, self.weights == "experts"
+        recorded = torch.is_grad_enabled()
+        needs = [recorded and one.requires_grad for one in (x, weights)]
+        rows, row_weights, ends, ticket = ops.dispatch(number, x, chosen, weights, *needs)
+        outputs = self.experts(rows, ends, *([row_weights] if inside else []))
+        will = any(needs) or (recorded and outputs.requires_grad)
+        sums: torch.Tensor = ops.combine(
+            number,
+            ticket,
+            outputs.to(rows.dtype),
+            None if inside else row_weights,
+            x.shape[0],
+            will,
+        )
+        return sums
 
     def _parts(self, value: torch.Tensor) -> Tuple[torch.Tensor, ...]:
         """One for each chunk, the last ones perhaps without tokens."""

@@ -230,7 +230,7 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
             the gradient of the sum, in float32
         :param biases: up to two, [T, hidden], added first
         """
-        checked_layout(ep_a2a_layout_desc, "combine")
+        layout = checked_layout(ep_a2a_layout_desc, "combine")
         require_tensor(input, "combine: input")
         dtype = self.ep_config.token_dtype
         input = as_autocast(input, dtype, self.device)
@@ -238,15 +238,15 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         recorded = torch.is_grad_enabled()
         if self.payload != "plain":
             _refuse_gradients("combine", self.payload, input, *biases)
-            return self._combine(input, ep_a2a_layout_desc, weighted, biases)
-        needs, token = self._will_have_backward(input, ep_a2a_layout_desc)
+            return self._combine(input, layout, weighted, biases)
+        needs, token = self._will_have_backward(input, layout)
         if needs or (recorded and any(bias.requires_grad for bias in biases)):
-            weights = ep_a2a_layout_desc._weights if weighted else None
+            weights = layout._weights if weighted else None
             sums: torch.Tensor = Combine.apply(
-                self, ep_a2a_layout_desc, needs, weighted, input, weights, token, *biases
+                self, layout, needs, weighted, input, weights, token, *biases
             )
             return sums
-        return self._combine(input, ep_a2a_layout_desc, weighted, biases)
+        return self._combine(input, layout, weighted, biases)
 
     def _will_have_backward(
         self, input: torch.Tensor, layout: Any

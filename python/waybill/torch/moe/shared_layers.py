@@ -7,6 +7,7 @@ from typing import Any, Dict, Optional, Tuple
 
 from ...errors import InvalidArgument
 from .layer import EPAll2AllLayer
+from .operations import register_layer
 
 __all__ = ["LayerBox", "shared_box"]
 
@@ -20,6 +21,7 @@ class LayerBox:
         self._make = make
         self.layer = layer if make is None else make()
         self.users = 0
+        self.number = register_layer(self)
         self._boxes: Optional[Dict[Any, LayerBox]] = None
         self._key: Any = None
 

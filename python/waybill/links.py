@@ -1,0 +1,41 @@
+"""Speeds of a machine's links, as ``waybill calibrate`` measured them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import _core
+from ._files import Path, json_text
+
+__all__ = ["LinkSpeeds", "read_links"]
+
+
+@dataclass(frozen=True)
+class LinkSpeeds:
+    """Bytes per second of a rank, one direction. The defaults are those of 8 x H200, with which all
+    plans, predictions and worlds begin.
+    """
+
+    nvlink_bytes_per_second: float = 345e9  #: inside a node
+    network_bytes_per_second: float = 50e9  #: between nodes
+    block_bytes_per_second: float = 45e9  #: that one multiprocessor stores
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Keywords for ``plan`` and ``predict_step``: ``plan(lengths, 8, **links.rates)``."""
+        return {
+            "nvlink_bytes_per_second": self.nvlink_bytes_per_second,
+            "network_bytes_per_second": self.network_bytes_per_second,
+        }
+
+
+def read_links(path: Path) -> LinkSpeeds:
+    """The speeds in a file of ``waybill calibrate``, or in its JSON text.
+
+    Give all ranks the same: plans of other speeds may be other plans.
+
+    Raises:
+        IoError: it is no such file. OSError: it cannot be read.
+    """
+    text, origin = json_text(path, "read_links")
+    return LinkSpeeds(*_core.links_from_json(text, origin))

@@ -1,0 +1,219 @@
+"""Dispatch and weighted combine as operations of torch.library, for torch.compile and for selective
+checkpoints.
+
+Sizes are those of ``fixed_rows``. A graph's inputs are tensors, so the descriptor of a dispatch
+goes along as a ticket: a number on the host, whose memory keeps the descriptor until nobody, also
+no graph of autograd, has the ticket any more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any, Dict, Optional, Tuple
+
+import numpy as np
+import torch
+
+from ...errors import InvalidArgument
+from .._operations import operation
+from .autograd import weights_home
+from .layout import LayerLayout
+
+_layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_layouts: Dict[int, LayerLayout] = {}
+_numbers = itertools.count(1)
+
+
+def register_layer(box: Any) -> int:
+    """A number by which operations find the layer of a LayerBox."""
+    number = next(_numbers)
+    _layers[number] = box
+    return number
+
+
+def _layer_of(number: int) -> Any:
+    box = _layers.get(number)
+    if box is None:
+        raise InvalidArgument(f"experts: layer {number} is not there any more")
+    return box.layer
+
+
+def _ticket_of(layout: LayerLayout) -> torch.Tensor:
+    number = next(_numbers)
+    memory = np.array([number])
+    _layouts[number] = layout
+    weakref.finalize(memory, _layouts.pop, number, None)
+    return torch.from_numpy(memory)  # its storage keeps the array
+
+
+def _layout_of(ticket: torch.Tensor) -> LayerLayout:
+    layout = _layouts.get(int(ticket))
+    if layout is None:
+        raise InvalidArgument(f"experts: ticket {int(ticket)} is of no dispatch, or was copied")
+    return layout
+
+
+@operation(
+    "experts_dispatch",
+    "(int layer, Tensor x, Tensor ids, Tensor weights, bool x_needs, bool weights_need)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def dispatch(
+    layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
+    x_needs: bool, weights_need: bool,
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(rows, their weights, ends of the experts, ticket)."""
+    moving = _layer_of(layer)
+    rows, row_weights, layout = moving._dispatch(
+        x, ids, weights, None, None, None, x_needs, weights_need, copy_out=True
+    )
+    if not moving.copy_out:
+        row_weights = row_weights.clone()
+    if weights_need:
+        moving._need_slot_layer()
+    ends = layout.recv_expert_offsets[1:].clone()
+    return rows, row_weights, ends, _ticket_of(layout)
+
+
+@dispatch.register_fake
+def _(
+    layer: int, x: Any, ids: Any, weights: Any, x_needs: bool, weights_need: bool
+) -> Tuple[torch.Tensor, ...]:
+    moving = _layer_of(layer)
+    return (
+        x.new_empty(moving.fixed_rows, moving.hidden),
+        weights.new_empty(moving.fixed_rows),
+        x.new_empty(moving.experts_per_rank, dtype=torch.int32),
+        torch.empty(1, dtype=torch.int64),
+    )
+
+
+@operation(
+    "experts_dispatch_backward",
+    "(int layer, Tensor ticket, Tensor ids, Tensor? rows, Tensor? weights) -> (Tensor, Tensor)",
+)
+def dispatch_backward(
+    layer: int, ticket: torch.Tensor, ids: torch.Tensor, rows: Optional[torch.Tensor],
+    weights: Optional[torch.Tensor],
+) -> Tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Gradients of tokens and of their weights; of what needs none, a tensor without elements."""
+    moving, layout = _layer_of(layer), _layout_of(ticket)
+    nothing = torch.empty(0, device=ids.device)
+    x = nothing if rows is None else moving._combine(rows, layout, False, ())
+    home = nothing
+    if weights is not None:
+        home = weights_home(moving, layout, weights).to(weights.dtype)
+    return x, home
+
+
+@dispatch_backward.register_fake
+def _(
+    layer: int, ticket: Any, ids: Any, rows: Any, weights: Any
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    nothing = torch.empty(0, device=ids.device)
+    return (
+        nothing if rows is None else rows.new_empty(ids.shape[0], rows.shape[1]),
+        nothing.clone() if weights is None else weights.new_empty(ids.shape),
+    )
+
+
+def _keep_dispatch(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.layer, _, ids, _, ctx.x_needs, ctx.weights_need = inputs
+    rows, row_weights, ends, ticket = output
+    ctx.save_for_backward(ids, ticket)
+    nothing = [ends, ticket]
+    nothing += [] if ctx.x_needs else [rows]
+    nothing += [] if ctx.weights_need else [row_weights]
+    ctx.mark_non_differentiable(*nothing)
+
+
+def _dispatch_gradients(ctx: Any, rows: Any, weights: Any, _ends: Any, _ticket: Any) -> Any:
+    ids, ticket = ctx.saved_tensors
+    x, home = dispatch_backward(
+        ctx.layer, ticket, ids, rows if ctx.x_needs else None, weights if ctx.weights_need else None
+    )
+    x, home = x if ctx.x_needs else None, home if ctx.weights_need else None
+    return None, x, None, home, None, None
+
+
+dispatch.register_autograd(_dispatch_gradients, setup_context=_keep_dispatch)
+
+
+@operation(
+    "experts_combine",
+    "(int layer, Tensor ticket, Tensor rows, Tensor? weights, SymInt num_tokens, bool needs)"
+    " -> Tensor",
+)
+def combine(
+    layer: int, ticket: torch.Tensor, rows: torch.Tensor, weights: Optional[torch.Tensor],
+    num_tokens: int, needs: bool,
+) -> torch.Tensor:  # fmt: skip
+    """Sums [num_tokens, hidden], with the dispatch's weights if some are given."""
+    moving, layout = _layer_of(layer), _layout_of(ticket)
+    sums: torch.Tensor = moving._combine(
+        rows, layout, weights is not None, (), needs_gradients=needs
+    )
+    return sums
+
+
+@combine.register_fake
+def _(
+    layer: int, ticket: Any, rows: Any, weights: Any, num_tokens: Any, needs: bool
+) -> torch.Tensor:
+    return rows.new_empty(num_tokens, rows.shape[1])  # type: ignore[no-any-return]
+
+
+@operation(
+    "experts_combine_backward",
+    "(int layer, Tensor ticket, Tensor gradient, Tensor? rows, Tensor? weights, bool needs_rows)"
+    " -> (Tensor, Tensor)",
+)
+def combine_backward(
+    layer: int, ticket: torch.Tensor, gradient: torch.Tensor, rows: Optional[torch.Tensor],
+    weights: Optional[torch.Tensor], needs_rows: bool,
+) -> Tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Gradients of rows, and of weights if rows are given; else a tensor without elements."""
+    moving, layout = _layer_of(layer), _layout_of(ticket)
+    of_rows, of_weights = moving._rows_gradients(gradient, layout, weights, rows, needs_rows)
+    nothing = torch.empty(0, device=gradient.device)
+    of_rows = nothing if of_rows is None else of_rows
+    if of_weights is None:
+        return of_rows, nothing.clone()
+    assert weights is not None
+    return of_rows, of_weights.to(weights.dtype)
+
+
+@combine_backward.register_fake
+def _(
+    layer: int, ticket: Any, gradient: Any, rows: Any, weights: Any, needs_rows: bool
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    moving = _layer_of(layer)
+    nothing = torch.empty(0, device=gradient.device)
+    needs_rows = needs_rows or weights is None
+    return (
+        gradient.new_empty(moving.fixed_rows, moving.hidden) if needs_rows else nothing,
+        nothing.clone() if rows is None else weights.new_empty(moving.fixed_rows),
+    )
+
+
+def _keep_combine(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.layer, ticket, rows, weights, _, _ = inputs
+    ctx.weights_need = weights is not None and weights.requires_grad
+    # Rows are kept for the weights' gradients alone.
+    ctx.save_for_backward(ticket, rows if ctx.weights_need else None, weights)
+
+
+def _combine_gradients(ctx: Any, gradient: torch.Tensor) -> Any:
+    ticket, rows, weights = ctx.saved_tensors
+    needs_rows = ctx.needs_input_grad[2]
+    of_rows, of_weights = combine_backward(
+        ctx.layer, ticket, gradient.contiguous(), rows, weights, needs_rows
+    )
+    return (
+        None, None, of_rows if needs_rows else None, of_weights if ctx.weights_need else None,
+        None, None,
+    )  # fmt: skip
+
+
+combine.register_autograd(_combine_gradients, setup_context=_keep_combine)

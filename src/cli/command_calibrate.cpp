@@ -1,0 +1,79 @@
+#include <memory>
+
+#include "commands.h"
+#include "core/printable.h"
+#include "numbers.h"
+#include "waybill/json/file.h"
+#include "waybill/json/link_speeds_json.h"
+
+#ifdef WAYBILL_CLI_CUDA
+#include "cuda/gpu_report.h"
+#include "cuda/link_probe.h"
+#endif
+
+namespace waybill::cli {
+namespace {
+
+struct CalibrateOptions {
+  std::string out = "-";
+  std::string network;
+};
+
+#ifdef WAYBILL_CLI_CUDA
+LinkMeasurement measure(const LinkSpeeds& known) {
+  const GpuReport report = report_gpus();
+  LinkMeasurement links;
+  links.num_gpus = static_cast<int>(report.gpus.size());
+  if (links.num_gpus > 0) links.device = report.gpus.front().name;
+  links.speeds = measure_links(links.num_gpus, known);
+  return links;
+}
+#else
+LinkMeasurement measure(const LinkSpeeds& /*known*/) {
+  throw Unsupported("calibrate: this program was built without CUDA, and measures links of GPUs");
+}
+#endif
+
+int run_calibrate(const CalibrateOptions& options, Program& program) {
+  LinkSpeeds known;
+  if (!options.network.empty()) {
+    known.network_bytes_per_second = parse_rate(options.network).value();
+  }
+  LinkMeasurement links;
+  {
+    const Progress progress(program.console, "measuring links");
+    links = measure(known);
+  }
+  write_output(program.console, options.out, to_json(links));
+  return exit_good;
+}
+
+}  // namespace
+
+void add_calibrate_command(Command app, Program& program) {
+  auto options = std::make_shared<CalibrateOptions>();
+  Command command = app.add_command(
+      "calibrate",
+      "Measures the links of this machine's GPUs, on which nothing else should run, and writes "
+      "them as JSON for --links, World::use_links and waybill.read_links. Without it speeds are "
+      "those of 8 x H200.");
+  command.option("-o,--output", options->out, "Where to write; -: standard output")
+      .value_name("FILE")
+      .show_default();
+  command
+      .option("--network", options->network,
+              "What a rank's network card gives each way, such as 400Gbit/s: it is not measured")
+      .value_name("RATE")
+      .check(check_rate);
+  command.footer(
+      "Give all ranks the same file: plans of other speeds may be other plans, and ranks "
+      "compare.\n\n"
+      "Examples:\n"
+      "  waybill calibrate -o links.json\n"
+      "  waybill explain --links links.json --world-size 64");
+  command.when_chosen([options, &program] {
+    program.run = [options, &program] { return run_calibrate(*options, program); };
+  });
+}
+
+}  // namespace waybill::cli

@@ -1,0 +1,59 @@
+#include "waybill/cost_model/call_overhead.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "waybill/core/error.h"
+
+namespace waybill {
+namespace {
+
+constexpr std::int64_t word_bytes = 8;
+constexpr std::int64_t words_of_a_call = 5;  // that it has come, and the fingerprint's four
+
+/// @param words that go to each other rank
+CallOverhead overhead_of(const Topology& topology, std::int64_t words,
+                         const HardwareFacts& hardware, const StepCosts& costs) {
+  topology.check();
+  const auto positive = [](const char* name, double speed) {
+    require(std::isfinite(speed) && speed > 0, "call_overhead: ", name, " = ", speed,
+            ", expected a finite number above 0");
+  };
+  positive("nvlink_bytes_per_second", hardware.nvlink_bytes_per_second);
+  positive("network_bytes_per_second", hardware.network_bytes_per_second);
+  const std::int64_t world = topology.world_size;
+  CallOverhead result;
+  result.node_messages = topology.ranks_per_node - 1;
+  result.network_messages = world - topology.ranks_per_node;
+  result.bytes_out = (world - 1) * words * word_bytes;
+  // By parity of the call, as a fast rank may be one ahead.
+  result.memory_bytes = 2 * world * words * word_bytes;
+  const auto link_seconds = [&](std::int64_t messages, double of_message, double speed) {
+    return static_cast<double>(messages) *
+           (of_message + static_cast<double>(words * word_bytes) / speed);
+  };
+  result.seconds = costs.phase_seconds +
+                   std::max(link_seconds(result.node_messages, hardware.message_seconds,
+                                         hardware.nvlink_bytes_per_second),
+                            link_seconds(result.network_messages, costs.network_message_seconds,
+                                         hardware.network_bytes_per_second));
+  return result;
+}
+
+}  // namespace
+
+CallOverhead call_overhead(const Topology& topology, const HardwareFacts& hardware,
+                           const StepCosts& costs) {
+  return overhead_of(topology, words_of_a_call, hardware, costs);
+}
+
+CallOverhead counting_overhead(const Topology& topology, std::int32_t num_experts,
+                               const HardwareFacts& hardware, const StepCosts& costs) {
+  require(topology.world_size > 0 && num_experts > 0 && num_experts % topology.world_size == 0,
+          "counting_overhead: num_experts = ", num_experts, ", expected a multiple of ",
+          topology.world_size, " ranks");
+  const std::int64_t counts = std::int64_t{num_experts} + 1 + topology.world_size;
+  return overhead_of(topology, words_of_a_call + counts, hardware, costs);
+}
+
+}  // namespace waybill

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <string>
+#include <string_view>
+
+#include "waybill/core/error.h"
+#include "waybill/moe/ep_config.h"
+
+namespace waybill::detail {
+
+// What the options of a dispatch are called in Python and where ranks compare them.
+inline constexpr std::array<std::string_view, 2> row_names{"grouped", "compact"};
+inline constexpr std::array<std::string_view, 3> payload_names{"plain", "quantized", "scaled"};
+
+[[nodiscard]] inline std::string_view name_of(EPRows rows) {
+  return row_names.at(static_cast<std::size_t>(rows));
+}
+[[nodiscard]] inline std::string_view name_of(EPPayload payload) {
+  return payload_names.at(static_cast<std::size_t>(payload));
+}
+
+/// @throws InvalidArgument naming the argument, unless it is one of the names
+template <class Option, std::size_t Count>
+[[nodiscard]] Option option_of(const std::array<std::string_view, Count>& names,
+                               std::string_view name, const char* argument) {
+  std::string known;
+  for (std::size_t i = 0; i < Count; ++i) {
+    if (names[i] == name) return static_cast<Option>(i);
+    known += concat(i == 0 ? "\"" : i + 1 == Count ? " or \"" : ", \"", names[i], "\"");
+  }
+  throw_invalid(argument, " = \"", name, "\", expected ", known);
+}
+
+}  // namespace waybill::detail

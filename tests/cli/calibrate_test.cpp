@@ -1,0 +1,30 @@
+#include "program_runner.h"
+#include "waybill/json/link_speeds_json.h"
+
+namespace waybill::test {
+namespace {
+
+using CalibrateTest = ProgramTest;
+
+TEST_F(CalibrateTest, LinksDecideThePrediction) {
+  write("slow.json", to_json({.speeds = {.nvlink_bytes_per_second = 20e9,
+                                         .network_bytes_per_second = 3e9,
+                                         .block_bytes_per_second = 10e9}}));
+  const std::string small = "explain --world-size 4 --tokens-per-rank 2048 ";
+  EXPECT_TRUE(holds(run(small).out, {"345 GB/s NVLink", "50.0 GB/s network"}));
+  EXPECT_TRUE(
+      holds(run(small + "--links slow.json").out, {"20.0 GB/s NVLink", "3.00 GB/s network"}));
+  EXPECT_TRUE(holds(run(small + "--links slow.json --nvlink 100GB/s").out,
+                    {"100 GB/s NVLink", "3.00 GB/s network"}));
+  EXPECT_TRUE(fails(run(small + "--links nowhere.json"), 1, {"nowhere.json"}));
+}
+
+TEST_F(CalibrateTest, NeedsGpus) {
+  if (WAYBILL_TEST_CUDA) GTEST_SKIP() << "built with CUDA: measured where GPUs are";
+  EXPECT_TRUE(fails(run("calibrate -o links.json"), 1, {"calibrate", "built without CUDA"}));
+  EXPECT_FALSE(std::filesystem::exists(path("links.json")));
+  EXPECT_TRUE(fails(run("calibrate --network fast"), 2, {"--network"}));
+}
+
+}  // namespace
+}  // namespace waybill::test

@@ -1,0 +1,83 @@
+// Plans that even out what the kernel takes and not pairs alone, and pieces that give away ends.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "planner_cases.h"
+#include "waybill/json/attention_plan_json.h"
+#include "waybill/planner/planner.h"
+
+namespace waybill {
+namespace {
+
+using test::Lengths;
+
+PlannerOptions with_costs(Random& random, PlannerOptions options) {
+  options.hardware.row_pairs = random.below(100);
+  options.hardware.shard_pairs = random.below(400);
+  options.tails = random.below(2) == 0;
+  return options;
+}
+
+TEST(KernelCosts, RandomPlansAreValidAndEven) {
+  int num_over = 0;
+  for (std::uint64_t seed = 0; seed < 300; ++seed) {
+    Random random(seed);
+    const PlannerOptions options = with_costs(random, test::random_options(random, seed % 3 == 0));
+    const AttentionPlan plan = plan_attention(test::random_flat(random, options), options);
+    const std::vector<Finding> findings = validate(plan);
+    ASSERT_TRUE(findings.empty()) << "seed " << seed << ": " << findings.front();
+    num_over += plan.balanced() ? 0 : 1;
+  }
+  EXPECT_LE(num_over, 6);  // each cut adds what a shard takes
+}
+
+TEST(KernelCosts, ReachTheTargetWhereShardsAreLong) {
+  for (std::uint64_t seed = 0; seed < 10; ++seed) {
+    Random random(seed);
+    PlannerOptions options{.world_size = 8, .tokens_per_rank = 16384};
+    options.hardware.row_pairs = 300;
+    options.hardware.shard_pairs = 50000;
+    options.tails = seed % 2 == 0;
+    const Lengths lengths = test::random_documents(random, 8 * 16384, 40000);
+    const AttentionPlan plan = plan_attention(lengths, options);
+    EXPECT_LE(plan.imbalance(), 1.012) << "seed " << seed;
+  }
+}
+
+TEST(KernelCosts, ManyShortDocumentsWeighMoreThanTheirPairs) {
+  const std::vector<Lengths> lists{{9000, 500}, Lengths(500, 60)};
+  PlannerOptions options{.world_size = 2, .tokens_per_rank = 0};
+  const AttentionPlan pairs = plan_attention(lists, options);
+  options.hardware.row_pairs = 200;
+  options.hardware.shard_pairs = 50000;
+  const AttentionPlan costs = plan_attention(lists, options);
+  EXPECT_LT(costs.attention_tokens[1], pairs.attention_tokens[1]);
+  EXPECT_EQ(attention_plan_from_json(to_json(costs)), costs);
+  EXPECT_NE(to_json(costs).find("\"row_pairs\""), std::string::npos);
+  EXPECT_EQ(to_json(pairs).find("\"row_pairs\""), std::string::npos);
+}
+
+TEST(KernelCosts, TailsLeaveOneShardOfAPieceAtHome) {
+  const std::vector<Lengths> lists{{20000}, {18000}};
+  PlannerOptions options{.world_size = 2, .tokens_per_rank = 0};
+  const auto shards_at_home = [&] {
+    const QkvPlan plan = plan_attention(lists, options).plan;
+    return std::count(plan.q_dst.begin(), plan.q_dst.begin() + plan.rank_shard_offsets[1], 0);
+  };
+  EXPECT_EQ(shards_at_home(), 2);
+  options.tails = true;
+  EXPECT_EQ(shards_at_home(), 1);
+}
+
+TEST(KernelCosts, ErrorsNameTheArgument) {
+  PlannerOptions options;
+  options.hardware.row_pairs = -1;
+  EXPECT_THROW((void)plan_attention(Lengths{10}, options), InvalidArgument);
+  options.hardware = {};
+  options.hardware.shard_pairs = (std::int64_t{1} << 40) + 1;
+  EXPECT_THROW((void)plan_attention(Lengths{10}, options), InvalidArgument);
+}
+
+}  // namespace
+}  // namespace waybill

@@ -1,0 +1,40 @@
+"""Speeds of links: read, given to worlds, agreed on."""
+
+import pytest
+
+import waybill
+
+TEXT = """{"format": "waybill.links", "version": 1, "device": "a GPU", "num_gpus": 2,
+"nvlink_bytes_per_second": 2e10, "network_bytes_per_second": 3e9, "block_bytes_per_second": 1e10}"""
+SLOW = waybill.LinkSpeeds(2e10, 3e9, 1e10)
+
+
+def test_links_are_read(tmp_path):
+    file = tmp_path / "links.json"
+    file.write_text(TEXT)
+    assert waybill.read_links(file) == waybill.read_links(TEXT) == SLOW
+    with pytest.raises(waybill.IoError, match="block_bytes_per_second"):
+        waybill.read_links(TEXT.replace("1e10", "-1"))
+
+
+def test_links_decide_a_prediction():
+    plan = waybill.plan([3000, 2000, 1000, 800], 4, 1700)
+    fast = waybill.predict_step(plan).seconds
+    assert waybill.predict_step(plan, **SLOW.rates).seconds > fast
+
+
+def test_worlds_agree_on_links():
+    def body(world):
+        world.use_links(SLOW)
+        waybill.SequenceDispatcher(world).close()
+        return True
+
+    assert waybill.run_threads(2, body) == [True, True]
+
+    def differ(world):
+        world.use_links(SLOW if world.rank == 0 else waybill.LinkSpeeds())
+
+    with pytest.raises(waybill.InvalidArgument, match="expected the same on all ranks"):
+        waybill.run_threads(2, differ)
+    with pytest.raises(waybill.InvalidArgument, match="above 0"):
+        waybill.run_threads(1, lambda world: world.use_links(waybill.LinkSpeeds(0)))
