@@ -258,8 +258,8 @@ struct CombineWay {
   int way;       ///< PushTuning::way
   int quarters;  ///< of a block's warps that push first
 
-  void use() const {
-    cuda::push_tuning().pulls = pulls;
+  void use(MoeRank& rank) const {
+    rank.use_slabs(!pulls);
     cuda::push_tuning().way = way;
     cuda::push_tuning().push_warps = quarters;
   }
@@ -276,7 +276,7 @@ void combine_lines(Table& table, const MoeWorkload& workload, bool graph,
     for (const CombineWay& way : ways) {
       const auto call = [way](bool local) -> Call {
         return [=](MoeRank& rank) {
-          way.use();
+          way.use(rank);
           rank.combine({.local_combine = local}, false);
         };
       };

@@ -47,7 +47,7 @@ MoeRank::MoeRank(World& world, const MoeWorkload& workload, const EPDispatchOpti
               config_.rank, 7);
   }
   if (config_.is_intra_node()) {
-    memory_.slab_slots = slab_slots(config_, false);
+    slab_slots_ = memory_.slab_slots = slab_slots(config_, false);
     for (SymmetricBuffer& slab : memory_.receive_slabs) {
       slab = transport.allocate(config_.max_tokens * memory_.slab_slots * sum_bytes, "slab");
     }
@@ -56,6 +56,7 @@ MoeRank::MoeRank(World& world, const MoeWorkload& workload, const EPDispatchOpti
   memory_.signals = transport.allocate_signals(
       with_fingerprints(num_layer_signals(config_.world_size), config_.world_size), "signals");
   executor_ = make_expert_executor(world, config_, options_, memory_);
+  use_slabs(false);
   const auto& ids = workload.ids[to_size(config_.rank)];
   const std::int64_t tokens = std::ssize(ids) / config_.topk;
   const bool quantized = options_.payload == EPPayload::quantized;

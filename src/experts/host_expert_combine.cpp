@@ -30,6 +30,18 @@ void HostExpertCombine::sum_local(const ExpertCombineInput& input, const HostExp
   }
 }
 
+/// In the place of the first, for others to read.
+void HostExpertCombine::sum_in_window(const ExpertCall& call, const ExpertCombineInput& input,
+                                      const HostExpertTables& tables) {
+  const HostExpertRouting& routing = tables.routing();
+  std::byte* const window = memory_.combine_windows[call.parity].local;
+  for (std::int64_t row = 0; row < std::ssize(routing.primary_rows); ++row) {
+    if (routing.primary_rows[to_size(row)] != row) continue;
+    sum_local(input, tables, window, row);
+    sum_.write(window + row * row_bytes_);
+  }
+}
+
 /// Each row to its token's home, where it has a place. The slab was read in the combine before the
 /// last, and all ranks have entered that.
 void HostExpertCombine::push(const ExpertCall& call, const ExpertCombineInput& input,
@@ -62,6 +74,7 @@ void HostExpertCombine::add_token(const ExpertCall& call, const HostExpertTables
   const auto ids = routing.ids_of(node);
   const auto places = routing.places_of(node);
   const bool once_a_rank = is_once(options);
+  const bool pushed = pushes(options);
   const bool weighted = options.weighted && !once_a_rank;
   std::array<std::int32_t, max_topk> ranks{};
   std::size_t num_ranks = 0;
@@ -81,10 +94,9 @@ void HostExpertCombine::add_token(const ExpertCall& call, const HostExpertTables
       ranks[num_ranks++] = rank;
     }
     const std::byte* const from =
-        config_.is_intra_node()
-            ? memory_.receive_slabs[call.parity].local +
-                  slab_row(config_, once_a_rank, rank, token, k) * row_bytes_
-            : memory_.combine_windows[call.parity].peers[to_size(rank)] + row * row_bytes_;
+        pushed ? memory_.receive_slabs[call.parity].local +
+                     slab_row(config_, once_a_rank, rank, token, k) * row_bytes_
+               : memory_.combine_windows[call.parity].peers[to_size(rank)] + row * row_bytes_;
     if (weighted) {
       sum_.add_weighted(from, weight_at(tables.weights_of(node), static_cast<std::int64_t>(entry),
                                         config_.weight_dtype));
@@ -135,10 +147,11 @@ void HostExpertCombine::run(const ExpertCall& call, const ExpertCombineInput& in
   const std::int32_t nodes = config_.num_nodes();
   const HostExpertRouting& routing = tables.routing();
   const std::int32_t own = routing.own_node();
-  if (nodes == 1) {
+  if (pushes(input.options)) {
     push(call, input, tables);
   } else {
     stage(call, input);
+    if (input.options.local_combine && nodes == 1 && !compact_) sum_in_window(call, input, tables);
   }
   round_.enter(call);  // all rows are there
   if (nodes > 1) {

@@ -26,6 +26,7 @@ DispatchCombineContext LayerState::make_context(const World& world, const EPConf
                                                 const EPLayerOptions& options) {
   constexpr const char* who = "EPAll2AllLayer";
   const Setting mine[] = {{"enable_local_combine", options.enable_local_combine ? "true" : "false"},
+                          {"push_combine", options.push_combine ? "true" : "false"},
                           {"fixed_rows", concat(options.fixed_rows)},
                           {"capacity", concat(options.capacity_factor)}};
   const auto num_rows = [&] {
@@ -36,7 +37,7 @@ DispatchCombineContext LayerState::make_context(const World& world, const EPConf
   };
   const bool once = options.enable_local_combine || options.dispatch.rows == EPRows::compact;
   return DispatchCombineContext::make(world, config, options.dispatch, who, mine, num_rows,
-                                      slab_slots(config, once));
+                                      options.push_combine ? slab_slots(config, once) : 0);
 }
 
 LayerState::LayerState(const World& world, const EPConfig& config, const EPLayerOptions& options)

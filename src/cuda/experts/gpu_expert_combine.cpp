@@ -68,7 +68,7 @@ void GpuExpertCombine::run(const ExpertCall& call, const ExpertCombineInput& inp
 
 /// What all ranks have and say alike.
 bool GpuExpertCombine::pushes(const EPCombineOptions& options) const {
-  return !push_tuning().pulls && memory_.slab_slots >= slab_slots(config_, is_once(options));
+  return memory_.slab_slots >= slab_slots(config_, is_once(options));
 }
 
 PushParams GpuExpertCombine::push_params(const ExpertCall& call, const ExpertCombineInput& input,

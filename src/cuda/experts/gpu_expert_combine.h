@@ -18,7 +18,6 @@ namespace waybill::cuda {
 struct PushTuning {
   std::atomic<int> push_warps{2};  ///< quarters of a block's
   std::atomic<int> way{0};         ///< 1: no bulk copies
-  std::atomic<bool> pulls{false};  ///< as if there were no slabs
 };
 PushTuning& push_tuning();
 
