@@ -88,6 +88,7 @@ class Trainer:
         self.rank = 0 if self.alone else distributed.get_rank()
         self.ranks = 1 if self.alone else distributed.get_world_size()
         self.module: Any = None
+        self._ahead: dict[int, Callable[..., Any]] = {}
         if way not in WAYS:
             world: Any = None
             if self.alone:
@@ -107,25 +108,30 @@ class Trainer:
 
     def batch(self, step: int) -> tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor]:
         """Lengths of a step's documents, and its tokens, labels and positions, of all ranks."""
-        total = distributed.get_world_size() * self.options.tokens
-        lengths = draw(self.options.source, 100 + step, total)
+        lengths = self._lengths(step)
         generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(0, VOCABULARY // 8, (total,), generator=generator).cumsum(0)
+        tokens = torch.randint(0, VOCABULARY // 8, (sum(lengths),), generator=generator).cumsum(0)
         packed = waybill.pack((tokens % VOCABULARY).split(lengths))
         return lengths, *packed[:3]
 
+    def _lengths(self, step: int) -> list[int]:
+        total = distributed.get_world_size() * self.options.tokens
+        return draw(self.options.source, 100 + step, total)
+
     def step(self, step: int) -> tuple[float, float]:
-        """(loss, milliseconds) of a step; the tables of the batch are made inside."""
+        """(loss, milliseconds) of a step; the next one's plan and tables are made inside."""
         lengths, *packed = self.batch(step)
+        following = self._lengths(step + 1)
         rows = self._rows(lengths)
         tokens, labels, positions = (t[rows].to(self.device) for t in packed)
         num_labels = int((packed[1] >= 0).sum())
         self._meet()
         begin = time.perf_counter()
-        attention = self._attention(lengths)
+        attention = self._ahead.pop(step, None) or self._attention(lengths)
         logits = self.model(attention, tokens, positions)
         loss = functional.cross_entropy(logits.float(), labels, reduction="sum") / num_labels
         loss.backward()
+        self._ahead[step + 1] = self._attention(following)  # behind what is queued
         total = loss.detach()
         if not self.alone:
             for parameter in self.model.parameters():
@@ -147,6 +153,7 @@ class Trainer:
             batch = ByHand(self.way, lengths, self.device)
             return lambda *qkv: batch.attention(self.attend, *qkv)
         plan = self.module.plan(waybill_pieces(lengths, self.ranks))
+        self.module.prepare(plan)
         return lambda *qkv: self.module(plan, *qkv)
 
     def _meet(self) -> None:

@@ -141,8 +141,8 @@ class RankLayer {
                  std::uintptr_t stream) {
     unlocked([&] {
       const RankWorld::Call call(*rank_, "copy_rows", &turn_);
-      layer_->copy_rows(view_from<ConstTensorView>(from), view_from<TensorView>(to),
-                        *layout.layout, stream_from(stream));
+      layer_->copy_rows(view_from<ConstTensorView>(from), view_from<TensorView>(to), *layout.layout,
+                        stream_from(stream));
     });
   }
 
@@ -218,6 +218,7 @@ class RankLayer {
     for (const int parity : {0, 1}) {
       bytes += memory.dispatch_windows[parity].size_bytes;
       bytes += memory.combine_windows[parity].size_bytes;
+      bytes += memory.receive_slabs[parity].size_bytes;
     }
     return bytes;
   }

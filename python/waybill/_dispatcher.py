@@ -322,6 +322,12 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         self, who: str, names: Names, plan: ReadyPlan, tensors: Sequence[Any], of_dispatch: int
     ) -> Tuple[_Array, ...]:
         """dispatch, whose errors name the function that was called, and its arguments."""
+        return self._shown(plan, self._send(who, names, plan, tensors, of_dispatch))
+
+    def _send(
+        self, who: str, names: Names, plan: ReadyPlan, tensors: Sequence[Any], of_dispatch: int
+    ) -> Sequence[Any]:
+        """The same, for _shown: who has other work to queue does so before it makes views."""
         self._check_plan(who, plan, "dispatch")
         number = _number(of_dispatch, who)
         rows, kept = self._given(who, names, tensors)
@@ -330,7 +336,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         except InvalidArgument as error:
             refuse(who, error, names, tensors, plan.formats, plan.own_rows)
         del kept
-        return self._shown(plan, views)
+        return views
 
     def _plan(self, who: str, gradient: bool, parts: Sequence[Any]) -> ReadyPlan:
         given, formats = self._parts(who, parts)

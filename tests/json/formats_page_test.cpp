@@ -32,8 +32,8 @@ TEST(formats_page, has_an_example_of_every_format) {
   std::string formats;
   for (const auto& [format, text] : examples()) formats += format + ' ';
   EXPECT_EQ(formats,
-            "waybill.attention_plan waybill.dispatch waybill.length_distributions waybill.metadata "
-            "waybill.plan ");
+            "waybill.attention_costs waybill.attention_plan waybill.dispatch "
+            "waybill.length_distributions waybill.links waybill.metadata waybill.plan ");
 }
 
 TEST(formats_page, examples_are_what_the_library_writes) {

@@ -1,6 +1,7 @@
 """What a kernel takes, as data: measured, kept, and evened out by plans."""
 
 import json
+import pathlib
 
 import pytest
 
@@ -89,6 +90,13 @@ def test_texts(tmp_path):
     assert waybill.AttentionCosts.from_json(path) == costs
     assert costs.seconds(100, 10, 1) == (100 + 70 + 9) / 5e11
     assert costs.seconds(100, 10, 1, backward=True) == 2 * (100 + 70 + 9) / 5e11
+
+
+def test_the_page_has_one():
+    page = (pathlib.Path(__file__).parents[2] / "docs/formats.md").read_text(encoding="utf-8")
+    begin = page.index('{\n  "format": "waybill.attention_costs"')
+    text = page[begin : page.index("```", begin)]
+    assert waybill.AttentionCosts.from_json(text).to_json() == text
 
 
 @pytest.mark.parametrize(

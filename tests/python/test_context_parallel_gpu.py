@@ -154,3 +154,53 @@ def test_memory_of_a_step_is_bounded():
 
     # Of rows of Q: output, its float32 accumulator of dQ, dq and dk, dv, and what came.
     assert max(run(body)) < 9
+
+
+def test_layers_keep_what_is_said():
+    pieces, layers = [[(0, 0, 6000), (1, 0, 2000)], [(2, 0, 8000)]], 8
+
+    def body(world):
+        attend = wt.ContextParallelAttention(world, 32, 8, 128, in_place=True)
+        plan = attend.plan(pieces)
+        q, k, v = (
+            torch.randn(8000, n, 128, device=world.device, dtype=torch.bfloat16).requires_grad_()
+            for n in (32, 8, 8)
+        )
+        attend(plan, q, k, v)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        outs = [attend(plan, q, k, v) for _ in range(layers)]
+        torch.cuda.synchronize()
+        kept = (torch.cuda.memory_allocated() - before) / layers - outs[0].nbytes
+        return kept / attend.memory(plan).kept
+
+    assert all(abs(ratio - 1) < 0.1 for ratio in run(body))
+
+
+def test_tables_of_the_next_batch_beside_a_step():
+    """Uploads wait for nothing of the step that runs, and nothing reads them early."""
+    batches = [batch(50 + seed) for seed in range(8)]
+
+    def body(world):
+        attend = wt.ContextParallelAttention(world, *HEADS, block_tokens=16, in_place=True)
+        plan, results = attend.plan(batches[0][0]), []
+        attend.prepare(plan)
+        for i, (_, tensors) in enumerate(batches):
+            mine = [t.to(world.device) for t in tensors[world.rank]]
+            q, k, v = leaves_of(mine)
+            out = attend(plan, q, k, v)
+            out.backward(mine[3])
+            results.append((out.detach(), q.grad, k.grad, v.grad))
+            plan = attend.plan(batches[(i + 1) % 8][0])  # the old one's memory is free for it
+            attend.prepare(plan)
+        torch.cuda.synchronize()
+        return results
+
+    ranks = run(body)
+    for i, (pieces, tensors) in enumerate(batches):
+        expect([results[i] for results in ranks], pieces, tensors)
+
+
+def test_calibration():
+    costs = wt.calibrate_attention(32, 8, rows=4096, repeats=2)
+    assert costs.pairs_per_second > 1e11 and costs.about["kernel"] == "varlen"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Tuple
 
@@ -16,6 +16,10 @@ from .sequence_dispatcher import SequenceDispatcher
 
 WHO = "ContextParallelAttention"
 _BACKWARD = ("grad", "dq", "sums")
+
+
+def _name(t: int) -> str:
+    return f"tensors[{t}]"
 
 
 class Moves:
@@ -33,12 +37,14 @@ class Moves:
         self._lse = TensorFormat(torch.float32, (shape.heads,))
         self._plans: dict[str, ReadyPlan] = {}
 
-    def there(self, q: torch.Tensor, *kv: torch.Tensor) -> Tuple[Tuple[torch.Tensor, ...], int]:
-        """(views of what came of q, k and v, or of q and the latent rows, the number of the
-        dispatch).
+    def there(
+        self, q: torch.Tensor, *kv: torch.Tensor
+    ) -> Tuple[Callable[[], Tuple[torch.Tensor, ...]], int]:
+        """(what makes views of what came of q, k and v, or of q and the latent rows, the number of
+        the dispatch).
         """
-        views = self._call(self._plan("qkv"), (q, *kv))
-        return views, self._dispatcher.last_dispatch
+        shown = self._send(self._plan("qkv"), (q, *kv))
+        return shown, self._dispatcher.last_dispatch
 
     def out_home(self, out: torch.Tensor) -> Tuple[torch.Tensor, ...]:
         return self._call(self._plan("out"), (out,))
@@ -46,8 +52,8 @@ class Moves:
     def out_and_lse_home(self, out: torch.Tensor, lse: torch.Tensor) -> Tuple[torch.Tensor, ...]:
         return self._call(self._plan("out and lse"), (out, lse))
 
-    def grad_there(self, grad: torch.Tensor, number: int) -> torch.Tensor:
-        return self._call(self._plan("grad"), (grad,), number)[0]
+    def grad_there(self, grad: torch.Tensor, number: int) -> Callable[[], Tuple[torch.Tensor, ...]]:
+        return self._send(self._plan("grad"), (grad,), number)
 
     def dq_home(self, dq: torch.Tensor, number: int) -> torch.Tensor:
         return self._call(self._plan("dq"), (dq,), number)[0]
@@ -85,9 +91,14 @@ class Moves:
     def _call(
         self, plan: ReadyPlan, tensors: Sequence[torch.Tensor], of_dispatch: int = 0
     ) -> Tuple[torch.Tensor, ...]:
-        return self._dispatcher._dispatch(
-            WHO, lambda t: f"tensors[{t}]", plan, tensors, of_dispatch
-        )
+        return self._dispatcher._dispatch(WHO, _name, plan, tensors, of_dispatch)
+
+    def _send(
+        self, plan: ReadyPlan, tensors: Sequence[torch.Tensor], of_dispatch: int = 0
+    ) -> Callable[[], Tuple[torch.Tensor, ...]]:
+        """Views are made when they are asked for, behind what else is to be queued."""
+        views = self._dispatcher._send(WHO, _name, plan, tensors, of_dispatch)
+        return lambda: self._dispatcher._shown(plan, views)
 
     def _part(self, name: Any, *formats: Any) -> Tuple[Any, ...]:
         return (SparseMetadata._wrap(getattr(self._routing, name)), *formats)

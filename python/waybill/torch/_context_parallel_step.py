@@ -159,7 +159,7 @@ class RankStep:
         number, there = 0, self._nothing(q)
         back: Tuple[torch.Tensor, ...] = ()
         lse: Optional[torch.Tensor]
-        views: Tuple[torch.Tensor, ...] = ()
+        views: Callable[[], Tuple[torch.Tensor, ...]] = tuple
         self.beside.fork(self.uploads)
         # Others wait for what is sent; but the first time its tables are made while the device is
         # busy with what stays.
@@ -173,7 +173,7 @@ class RankStep:
             with self.beside.run(), named("forward of rows that travel", self.device):
                 if not at_once:
                     views, number = self._moves.there(*sent)
-                there, lse = self._attend_there(views, keep, want_lse, latent)
+                there, lse = self._attend_there(views(), keep, want_lse, latent)
                 back = self._send_back(there.out, lse, want_lse)
                 if keep:
                     self._moves.prepare_backward()
@@ -255,7 +255,7 @@ class RankStep:
             dq, dk, dv = self._gradients_home(grad, q, k, v, out, saved.home_lse)
         if self.moves:
             with self.beside.run(), named("backward of rows that travel", self.device):
-                found, of_weights = self._gradients_there(there, saved, latent)
+                found, of_weights = self._gradients_there(there()[0], saved, latent)
                 if needs[1]:
                     sums = self._moves.sums(number, *found[1:])
                 # Last: its view holds until the dispatcher's next call.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Optional
 
 import torch
+
+_NOTHING = contextlib.nullcontext()
 
 
 class Uploads:
@@ -88,23 +91,15 @@ class Beside:
         if self._stream is not None:
             self._forked = current.record_event()
 
-    @contextlib.contextmanager
-    def run(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_event(self._forked)
-        with torch.cuda.stream(self._stream):
-            yield
+    def run(self) -> AbstractContextManager[Any]:
+        """The second stream, behind the fork."""
+        if self._stream is not None:
+            self._stream.wait_event(self._forked)
+        return self.only()
 
-    @contextlib.contextmanager
-    def only(self) -> Iterator[None]:
+    def only(self) -> AbstractContextManager[Any]:
         """The stream of ``run``, where calls are queued, and no order with the other."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            yield
+        return _NOTHING if self._stream is None else torch.cuda.stream(self._stream)
 
     def join(self) -> None:
         if self._stream is not None:

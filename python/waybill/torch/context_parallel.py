@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Optional, Tuple, Union
 
 import torch
@@ -29,6 +30,7 @@ from .sequence_dispatcher import SequenceDispatcher
 __all__ = ["ContextParallelAttention"]
 
 _WHO = "ContextParallelAttention"
+_NOTHING = nullcontext()
 
 
 class ContextParallelAttention(OfThisProcess, nn.Module):
@@ -222,7 +224,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         step = self._step(plan)
         q, k, v = step.checked(q, k, v, self._casts)
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-        with torch.autocast(self.device.type, enabled=False):
+        with self._no_autocast():
             out, lse = Attention.apply(step, keep, return_lse, q, k, v)
         return (out, lse) if return_lse else out
 
@@ -244,7 +246,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         rows, k, v = step.checked_latent(rows, project, weights, self._casts)
         q, k, v = step.checked(q, k, v, self._casts, latent=True)
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (q, rows, *weights))
-        with torch.autocast(self.device.type, enabled=False):
+        with self._no_autocast():
             out, lse = LatentAttention.apply(
                 step, keep, return_lse, project, q, k, v, rows, *weights
             )
@@ -262,6 +264,13 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
     def __deepcopy__(self, memo: Any) -> ContextParallelAttention:
         """A model that is copied shares it: it has no parameters."""
         return self
+
+    def _no_autocast(self) -> AbstractContextManager[Any]:
+        """Tensors are of the module's dtype by then."""
+        known = hasattr(torch, "get_autocast_dtype")  # since torch 2.4
+        if known and not torch.is_autocast_enabled(self._kind):
+            return _NOTHING
+        return torch.autocast(self._kind, enabled=False)
 
     def _casts(self) -> bool:
         """Whether autocast is on, to the module's dtype."""

@@ -120,7 +120,7 @@ void GpuExpertCombine::push(const ExpertCall& call, const ExpertCombineInput& in
 }
 
 /// Expert outputs to where the other ranks pull them. The whole device does it: it is bound by
-/// its memory, and meets nobody.
+/// its memory, and waits for nobody.
 void GpuExpertCombine::stage(const ExpertCall& call, const ExpertCombineInput& input,
                              const GpuExpertTables& tables) const {
   StageParams params = params_.stage(call, input, tables);
