@@ -7,9 +7,11 @@
 #include <exception>
 #include <functional>
 #include <map>
+#include <mutex>
 #include <string_view>
 
 #include "core/to_size.h"
+#include "cuda/experts/gpu_expert_combine.h"
 #include "cuda/link_probe.h"
 #include "moe_rank.h"
 #include "waybill/cuda/gpu_world.h"
@@ -110,6 +112,17 @@ class Table {
     for (auto* times : {&us, &graph_us}) {
       for (auto& line : *times) line.resize(to_size(world_size_));
     }
+    std::mutex mutex;
+    std::string wrong;
+    const auto check_line = [&](const Line& line, MoeRank& rank) {
+      if (!line.check) return;
+      try {
+        line.check(rank);
+      } catch (const InternalError& error) {
+        const std::lock_guard lock(mutex);
+        wrong += concat("\n", line.name, ", ", line.num_sms, " SMs: ", error.what());
+      }
+    };
     run_gpu_thread_world(world_size_,
                          [&](World& world) {
                            MoeRank rank(world, workload, options);
@@ -120,10 +133,10 @@ class Table {
                              rank.use_sms(line.num_sms);
                              for (int k = 0; k < 10; ++k) line.call(rank);
                              rank.synchronize();
-                             if (line.check) line.check(rank);
+                             check_line(line, rank);
                              world.barrier();
                              us[i][r] = time_calls(rank, line.call, calls_);
-                             if (line.check) line.check(rank);
+                             check_line(line, rank);
                              world.barrier();
                              if (line.graph) graph_us[i][r] = time_graph(rank, line.call, 20, 10);
                              world.barrier();
@@ -138,6 +151,12 @@ class Table {
       print(lines[i], *std::ranges::max_element(us[i]), *std::ranges::max_element(graph_us[i]));
     }
     std::fflush(stdout);
+    if (!wrong.empty()) wrong_ += concat("\n", workload.name, ":", wrong);
+  }
+
+  /// What the checks have found. @throws InternalError
+  void expect_right() const {
+    if (!wrong_.empty()) throw InternalError(wrong_);
   }
 
  private:
@@ -153,6 +172,7 @@ class Table {
   int calls_;
   std::map<int, double> push_;
   double pull_ = 0;
+  std::string wrong_;
 };
 
 void dispatch_lines(Table& table, const MoeWorkload& workload, bool graph,
@@ -231,6 +251,73 @@ void dispatch_lines(Table& table, const MoeWorkload& workload, bool graph,
               graph}});
 }
 
+/// How ranks combine, for comparison in one run.
+struct CombineWay {
+  const char* name;
+  bool pulls;
+  int way;       ///< PushTuning::way
+  int quarters;  ///< of a block's warps that push first
+
+  void use(MoeRank& rank) const {
+    rank.use_slabs(!pulls);
+    cuda::push_tuning().way = way;
+    cuda::push_tuning().push_warps = quarters;
+  }
+};
+
+void combine_lines(Table& table, const MoeWorkload& workload, bool graph,
+                   const std::vector<int>& all_sms, const std::vector<CombineWay>& ways) {
+  const MoeRows rows = rows_of(workload);
+  const std::int64_t bytes = workload.config.hidden * 2;
+  std::vector<Line> sums;
+  std::vector<Line> unsummed;
+  std::vector<Line> compact;
+  for (const int sms : all_sms) {
+    for (const CombineWay& way : ways) {
+      const auto call = [way](bool local) -> Call {
+        return [=](MoeRank& rank) {
+          way.use(rank);
+          rank.combine({.local_combine = local}, false);
+        };
+      };
+      const Call check_local = [](MoeRank& rank) { rank.check_sums(true); };
+      const Call check = [](MoeRank& rank) { rank.check_sums(); };
+      sums.push_back({way.name, sms, call(true), check_local, rows.wire * bytes, 0, graph});
+      unsummed.push_back({way.name, sms, call(false), check, rows.slots * bytes, 0, graph});
+      compact.push_back({way.name, sms, call(false), check, rows.wire * bytes, 0, graph});
+    }
+  }
+  std::printf("\n-- combine of grouped rows, local sums");
+  table.run(workload, {}, sums);
+  std::printf("\n-- combine of grouped rows");
+  table.run(workload, {}, unsummed);
+  std::printf("\n-- combine, a row per token and rank");
+  EPDispatchOptions options;
+  options.rows = EPRows::compact;
+  table.run(workload, options, compact);
+}
+
+/// Combines that pull and push, rows in the caller's memory. On one GPU two ranks share it: then
+/// the multiprocessors and its memory bound them, no link.
+void run_combines() {
+  const std::int32_t world_size = std::max(2, num_gpus());
+  Table table(world_size, 40);
+  const std::vector<CombineWay> ways = {{"pull", true, 0, 2},
+                                        {"push, bulk, 1/4", false, 0, 1},
+                                        {"push, bulk, 2/4", false, 0, 2},
+                                        {"push, bulk, 4/4", false, 0, 4},
+                                        {"push, long bulk, 2/4", false, 2, 2},
+                                        {"push, long bulk, 4/4", false, 2, 4},
+                                        {"push, words, 2/4", false, 1, 2},
+                                        {"push, words, 4/4", false, 1, 4}};
+  combine_lines(table, uniform_moe(world_size, 1, 7168, 8, 256), true, {16}, ways);
+  combine_lines(table, uniform_moe(world_size, 128, 7168, 8, 256), true, {16, 32}, ways);
+  combine_lines(table, uniform_moe(world_size, 4096, 7168, 8, 256), false, {16, 32}, ways);
+  if (world_size == 2)
+    combine_lines(table, like_eight_ranks(4096, 7168), false, {16, 24, 32}, ways);
+  table.expect_right();
+}
+
 MoeWorkload on_nodes(MoeWorkload workload, std::int32_t ranks_per_node) {
   workload.config.local_world_size = ranks_per_node;
   return workload;
@@ -244,6 +331,7 @@ void run_on_nodes(std::int32_t ranks_per_node) {
     dispatch_lines(table, on_nodes(uniform_moe(world_size, tokens, 7168, 8, 256), ranks_per_node),
                    tokens == 128, {16, 32});
   }
+  table.expect_right();
 }
 
 enum class Extent { all, quick, few };
@@ -260,17 +348,18 @@ void run(Extent extent) {
   dispatch_lines(table, uniform_moe(world_size, 1, 7168, 8, 256), true, Sms{16});
   dispatch_lines(table, uniform_moe(world_size, 128, 7168, 8, 256), true,
                  quick ? Sms{16, 64} : Sms{16, 20, 32, 64, 132});
-  if (extent == Extent::few) return;
+  if (extent == Extent::few) return table.expect_right();
   const Sms sms = quick ? Sms{8, 16} : Sms{8, 10, 12, 16, 20, 24, 32};
   dispatch_lines(table, uniform_moe(world_size, 4096, 7168, 8, 256), false, sms);
   if (world_size == 2) dispatch_lines(table, like_eight_ranks(4096, 7168), false, sms);
+  table.expect_right();
 }
 
 }  // namespace
 }  // namespace waybill::bench
 
-/// waybill_bench_gpu_moe [--quick | --few | --ranks-per-node N]: one rank a GPU; at most 128
-/// tokens; on logical nodes of N ranks.
+/// waybill_bench_gpu_moe [--quick | --few | --combine | --ranks-per-node N]: one rank a GPU; at
+/// most 128 tokens; combines alone; on logical nodes of N ranks.
 int main(int argc, char** argv) {
   if (waybill::num_gpus() < 1) {
     std::fprintf(stderr, "error: no GPU\n");
@@ -278,7 +367,9 @@ int main(int argc, char** argv) {
   }
   try {
     const std::string_view way = argc > 1 ? argv[1] : "";
-    if (way == "--ranks-per-node" && argc > 2) {
+    if (way == "--combine") {
+      waybill::bench::run_combines();
+    } else if (way == "--ranks-per-node" && argc > 2) {
       waybill::bench::run_on_nodes(std::atoi(argv[2]));
     } else {
       using waybill::bench::Extent;

@@ -46,10 +46,17 @@ MoeRank::MoeRank(World& world, const MoeWorkload& workload, const EPDispatchOpti
                Shape{capacity_rows, config_.hidden}},
               config_.rank, 7);
   }
+  if (config_.is_intra_node()) {
+    slab_slots_ = memory_.slab_slots = slab_slots(config_, false);
+    for (SymmetricBuffer& slab : memory_.receive_slabs) {
+      slab = transport.allocate(config_.max_tokens * memory_.slab_slots * sum_bytes, "slab");
+    }
+  }
   memory_.workspace = transport.allocate(memory_.workspace_layout.total, "workspace");
   memory_.signals = transport.allocate_signals(
       with_fingerprints(num_layer_signals(config_.world_size), config_.world_size), "signals");
   executor_ = make_expert_executor(world, config_, options_, memory_);
+  use_slabs(false);
   const auto& ids = workload.ids[to_size(config_.rank)];
   const std::int64_t tokens = std::ssize(ids) / config_.topk;
   const bool quantized = options_.payload == EPPayload::quantized;
@@ -66,6 +73,9 @@ MoeRank::MoeRank(World& world, const MoeWorkload& workload, const EPDispatchOpti
   if (const std::int64_t scales = num_scales(config_, options_); scales > 0 && !quantized) {
     input_.scales = ConstTensorView(memory(tokens * scales * 4), DType::float32, {tokens, scales});
   }
+  outputs_ = {memory(capacity_rows * sum_bytes), config_.token_dtype,
+              Shape{capacity_rows, config_.hidden}};
+  fill_rows(outputs_, config_.rank, 7);
   sums_ = {memory(tokens * sum_bytes), config_.token_dtype, Shape{tokens, config_.hidden}};
 }
 
@@ -113,11 +123,8 @@ void MoeRank::combine(const EPCombineOptions& options, bool staged) {
   const ExpertCall call = next_call("combine", combines_++);
   ExpertCombineInput input;
   input.options = options;
-  // What is not staged is as long as the dispatched rows: their window serves.
-  const SymmetricBuffer& from =
-      staged ? memory_.combine_windows[call.parity] : memory_.dispatch_windows[0];
-  input.rows =
-      ConstTensorView(from.local, config_.token_dtype, {memory_.capacity_rows, config_.hidden});
+  input.rows = outputs_;
+  if (staged) input.rows.data = memory_.combine_windows[call.parity].local;
   input.output = sums_;
   executor_->combine(call, input, *tables_);
 }
@@ -142,28 +149,48 @@ void MoeRank::check_rows() {
   }
 }
 
-void MoeRank::check_sums() {
+std::vector<float> MoeRank::sum_of(std::int64_t token, const std::vector<std::int32_t>& rows,
+                                   bool local) const {
+  const auto& ids = workload_.ids[to_size(config_.rank)];
+  const bool compact = options_.rows == EPRows::compact;
+  const std::int64_t words = config_.hidden / 4;
+  std::vector<float> sums(to_size(config_.hidden));
+  std::vector<std::vector<float>> parts;  // of ranks in the order of the topk slots
+  std::vector<std::int32_t> ranks;
+  for (std::int64_t k = 0; k < config_.topk; ++k) {
+    const std::int32_t id = ids[to_size(token * config_.topk + k)];
+    if (id == config_.num_experts) continue;
+    const std::int32_t rank = config_.rank_of_expert(id);
+    auto part = static_cast<std::size_t>(std::ranges::find(ranks, rank) - ranks.begin());
+    if (part < ranks.size() && compact) continue;
+    if (part == ranks.size() || !local) {
+      part = ranks.size();
+      ranks.push_back(rank);
+      parts.emplace_back(sums.size());
+    }
+    const std::int64_t row = rows[to_size(token * config_.topk + k)];
+    for (std::int64_t e = 0; e < config_.hidden; ++e) {
+      const auto word = word_of(rank, 7, static_cast<std::uint64_t>(row * words + e / 4));
+      parts[part][to_size(e)] +=
+          bfloat16_to_float(static_cast<std::uint16_t>(word >> (e % 4 * 16)));
+    }
+  }
+  for (const auto& part : parts) {
+    for (std::size_t e = 0; e < sums.size(); ++e) {
+      sums[e] += bfloat16_to_float(float_to_bfloat16(part[e]));
+    }
+  }
+  return sums;
+}
+
+void MoeRank::check_sums(bool local) {
   if (!config_.is_intra_node()) return;  // rows on other nodes are known there alone
   const auto& ids = workload_.ids[to_size(config_.rank)];
   const std::int64_t tokens = std::ssize(ids) / config_.topk;
   const auto rows = download<std::int32_t>(tables_->views().dst_rows.data, std::ssize(ids));
-  const bool compact = options_.rows == EPRows::compact;
-  const std::int64_t words = config_.hidden / 4;
   for (std::int64_t t = 0; t < tokens; t += 1 + tokens / 53) {
     const auto got = download<std::uint16_t>(sums_.data + t * config_.hidden * 2, config_.hidden);
-    std::vector<float> sums(to_size(config_.hidden));
-    std::vector<bool> seen(to_size(std::int64_t{config_.world_size}) + 1);
-    for (std::int64_t k = 0; k < config_.topk; ++k) {
-      const std::int32_t id = ids[to_size(t * config_.topk + k)];
-      const std::int32_t rank = config_.rank_of_expert(id);
-      if (id == config_.num_experts || (compact && seen[to_size(rank)])) continue;
-      seen[to_size(rank)] = true;
-      const std::int64_t row = rows[to_size(t * config_.topk + k)];
-      for (std::int64_t e = 0; e < config_.hidden; ++e) {
-        const auto word = word_of(rank, 7, static_cast<std::uint64_t>(row * words + e / 4));
-        sums[to_size(e)] += bfloat16_to_float(static_cast<std::uint16_t>(word >> (e % 4 * 16)));
-      }
-    }
+    const std::vector<float> sums = sum_of(t, rows, local);
     for (std::int64_t e = 0; e < config_.hidden; ++e) {
       if (got[to_size(e)] != float_to_bfloat16(sums[to_size(e)])) {
         throw InternalError(

@@ -21,6 +21,8 @@ class MoeRank {
   ~MoeRank();
 
   void use_sms(int num_sms) { num_sms_ = num_sms; }
+  /// Combines push, or pull as they do at first. All ranks alike.
+  void use_slabs(bool pushes) { memory_.slab_slots = pushes ? slab_slots_ : 0; }
 
   /// Counts and places only.
   void route();
@@ -35,7 +37,8 @@ class MoeRank {
 
   /// Compares some rows, or sums, with what they should be. @throws InternalError
   void check_rows();
-  void check_sums();
+  /// @param local each rank's part of a sum was rounded
+  void check_sums(bool local = false);
 
   void synchronize() { world_.executor().synchronize({stream_}); }
   [[nodiscard]] cudaStream_t stream() const { return stream_; }
@@ -44,18 +47,23 @@ class MoeRank {
   void* memory(std::int64_t bytes);
   ExpertCall next_call(const char* operation, std::uint64_t number);
   [[nodiscard]] std::int64_t row_bytes() const;
+  /// What a combine of the rows in the windows gives.
+  [[nodiscard]] std::vector<float> sum_of(std::int64_t token, const std::vector<std::int32_t>& rows,
+                                          bool local) const;
 
   World& world_;
   const MoeWorkload& workload_;
   EPConfig config_;
   EPDispatchOptions options_;
   int num_sms_ = 16;
+  std::int64_t slab_slots_ = 0;
   cudaStream_t stream_ = nullptr;
   Stream as_stream_;
   std::vector<void*> allocated_;
   ExpertMemory memory_;
   std::unique_ptr<ExpertExecutor> executor_;
   ExpertDispatchInput input_;
+  TensorView outputs_;  ///< what experts could have made, as the combine windows hold it
   TensorView sums_;
   std::shared_ptr<const ExpertTables> tables_;
   std::uint64_t calls_ = 0;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "core/to_size.h"
 #include "waybill/core/random.h"
@@ -21,17 +22,27 @@ MoeRows rows_of(const MoeWorkload& workload) {
   const auto tokens = [&](std::int64_t from, std::int64_t to) -> std::int64_t {
     return counts[to_size(from * num_counts(config) + config.num_experts + 1 + to)];
   };
+  const auto topk_slots = [&](std::int64_t from, std::int64_t to) {
+    const std::int64_t each = config.num_experts_per_rank();
+    const auto first = counts.begin() + from * num_counts(config) + to * each;
+    return std::accumulate(first, first + each, std::int64_t{0});
+  };
   const ExpertRows grouped = locate_rows(config, {}, counts);
   MoeRows most;
   for (std::int64_t r = 0; r < world; ++r) {
     std::int64_t out = 0;
     std::int64_t in = 0;
+    std::int64_t slots_out = 0;
+    std::int64_t slots_in = 0;
     for (std::int64_t s = 0; s < world; ++s) {
+      if (s != r) slots_out += topk_slots(r, s);
+      if (s != r) slots_in += topk_slots(s, r);
       if (s != r) out += tokens(r, s);
       if (s != r) in += tokens(s, r);
     }
     const std::int64_t rows = grouped.num_recv_rows[to_size(r)];
     most.wire = std::max({most.wire, in, out});
+    most.slots = std::max({most.slots, slots_in, slots_out});
     most.local = std::max(most.local, tokens(r, r));
     most.grouped = std::max(most.grouped, rows);
     most.compact = std::max(most.compact, in + tokens(r, r));

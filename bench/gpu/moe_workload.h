@@ -18,6 +18,7 @@ struct MoeWorkload {
 /// What moves, at most for one rank; in rows.
 struct MoeRows {
   std::int64_t wire = 0;     ///< that leave a rank, or come from others
+  std::int64_t slots = 0;    ///< the same where each topk slot has one
   std::int64_t local = 0;    ///< that stay, each token once
   std::int64_t copies = 0;   ///< grouped rows that are copies of others on the receiver
   std::int64_t grouped = 0;  ///< received, one a topk slot

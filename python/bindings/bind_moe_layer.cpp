@@ -218,6 +218,7 @@ class RankLayer {
     for (const int parity : {0, 1}) {
       bytes += memory.dispatch_windows[parity].size_bytes;
       bytes += memory.combine_windows[parity].size_bytes;
+      bytes += memory.receive_slabs[parity].size_bytes;
     }
     return bytes;
   }

@@ -44,7 +44,8 @@ std::int64_t DispatchCombineContext::rows_of(const EPConfig& config, std::int64_
 DispatchCombineContext DispatchCombineContext::make(const World& world, const EPConfig& config,
                                                     const EPDispatchOptions& options,
                                                     const char* who, std::span<const Setting> more,
-                                                    const std::function<std::int64_t()>& num_rows) {
+                                                    const std::function<std::int64_t()>& num_rows,
+                                                    std::int64_t slots) {
   config.check(who);
   options.check(config, who);
   require(config.world_size == world.world_size(), who, ": world_size = ", config.world_size,
@@ -67,6 +68,7 @@ DispatchCombineContext DispatchCombineContext::make(const World& world, const EP
   memory.workspace_layout = expert_workspace_layout(config, options);
   memory.workspace = transport.allocate(memory.workspace_layout.total, "workspace of experts");
   context.allocate_windows(rows);
+  context.allocate_slabs(slots);
   memory.signals = transport.allocate_signals(
       with_fingerprints(num_layer_signals(config.world_size), config.world_size),
       "signals of experts");
@@ -102,6 +104,8 @@ DispatchCombineContext::~DispatchCombineContext() {
   for (SymmetricBuffer& window : memory_->combine_windows) {
     transport.defer_release(std::move(window.memory));
   }
+  for (SymmetricBuffer& slab : memory_->receive_slabs)
+    transport.defer_release(std::move(slab.memory));
   for (SymmetricBuffer& window : memory_->retired)
     transport.defer_release(std::move(window.memory));
   transport.defer_release(std::move(memory_->workspace.memory));
@@ -131,6 +135,17 @@ void DispatchCombineContext::allocate_windows(std::int64_t rows) {
   memory.capacity_rows = rows;
 }
 
+/// On one node, where ranks push.
+void DispatchCombineContext::allocate_slabs(std::int64_t slots) {
+  if (slots == 0 || !config_.is_intra_node()) return;
+  memory_->slab_slots = slots;
+  const std::int64_t rows = config_.max_tokens * slots;
+  for (SymmetricBuffer& slab : memory_->receive_slabs) {
+    slab = world_.transport().allocate(rows * config_.hidden * dtype_bytes(config_.token_dtype),
+                                       "receive slab");
+  }
+}
+
 void DispatchCombineContext::finalize() {
   if (finalized()) return;
   world_.executor().finish();
@@ -140,6 +155,9 @@ void DispatchCombineContext::finalize() {
   memory_->retired.clear();
   for (SymmetricBuffer& window : memory.dispatch_windows) transport.release(window);
   for (SymmetricBuffer& window : memory.combine_windows) transport.release(window);
+  if (memory.slab_slots > 0) {
+    for (SymmetricBuffer& slab : memory.receive_slabs) transport.release(slab);
+  }
   transport.release(memory.workspace);
   transport.release(memory.signals);
 }

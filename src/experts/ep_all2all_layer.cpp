@@ -1,8 +1,23 @@
 #include "waybill/experts/ep_all2all_layer.h"
 
+#include <cstdlib>
+#include <string_view>
+
 #include "layer_state.h"
+#include "waybill/core/error.h"
 
 namespace waybill {
+
+bool pushes_combines_by_default() {
+  static const bool pushes = [] {
+    const char* const way = std::getenv("WAYBILL_COMBINE");
+    const std::string_view text = way == nullptr ? "pull" : way;
+    require(text == "push" || text == "pull", "WAYBILL_COMBINE = \"", text,
+            "\", expected push or pull");
+    return text == "push";
+  }();
+  return pushes;
+}
 
 EPAll2AllLayer::EPAll2AllLayer(const World& world, const EPConfig& config,
                                const EPLayerOptions& options)

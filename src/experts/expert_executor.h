@@ -98,9 +98,10 @@ struct ExpertParities {
 /// Protocol, the same on all worlds, by call number n: a rank raises `entered` to n at all ranks
 /// when it has begun call n, and writes to or reads from a rank after that rank has entered n. So
 /// what the last call left in a window, the workspace or an output may be overwritten. A dispatch
-/// raises `arrived` after its last row and ends when all ranks of the node have; a combine reads
-/// the combine windows of the ranks of the node, and ends when it has summed. All waits have the
-/// transport's deadline.
+/// raises `arrived` after its last row and ends when all ranks of the node have. A combine on one
+/// node writes to the receive slabs of its parity before others have entered, sums its own, and
+/// ends when it has summed and all have entered; on several nodes it reads the combine windows of
+/// the ranks of the node. All waits have the transport's deadline.
 class ExpertExecutor {
  public:
   ExpertExecutor() = default;
@@ -132,7 +133,8 @@ class ExpertExecutor {
   virtual void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
                         ExpertTables& begun) = 0;
 
-  /// Expert outputs into the combine window unless they are there, enters the call, sums.
+  /// Enters the call with expert outputs in the slabs of their tokens' homes, or in the combine
+  /// window, and sums.
   virtual void combine(const ExpertCall& call, const ExpertCombineInput& input,
                        const ExpertTables& tables) = 0;
 

@@ -48,6 +48,19 @@ struct ExpertWorkspaceLayout {
 [[nodiscard]] ExpertWorkspaceLayout expert_workspace_layout(const EPConfig& config,
                                                             const EPDispatchOptions& options);
 
+/// Rows that ranks may push for one token: one of each rank that it goes to, where that makes its
+/// rows one (`once`), else one of each topk slot.
+[[nodiscard]] constexpr std::int64_t slab_slots(const EPConfig& config, bool once) {
+  return once && config.world_size < config.topk ? config.world_size : config.topk;
+}
+
+/// The place of one of them in the home's slab. @param topk_slot the first of the token on the rank
+[[nodiscard]] constexpr std::int64_t slab_row(const EPConfig& config, bool once, std::int32_t rank,
+                                              std::int64_t token, std::int64_t topk_slot) {
+  const bool by_rank = once && config.world_size < config.topk;
+  return token * slab_slots(config, once) + (by_rank ? rank : topk_slot);
+}
+
 /// Signals of a layer, W slots each; slot kind * W + r is raised by rank r to the number of the
 /// call. Behind them are num_executor_slots for the executor's own counters, and what ranks tell of
 /// their calls: with_fingerprints(num_layer_signals(W), W) in all.
@@ -72,6 +85,9 @@ struct ExpertMemory {
   ExpertWorkspaceLayout workspace_layout;
   SymmetricBuffer dispatch_windows[2];  ///< by parity of the dispatch
   SymmetricBuffer combine_windows[2];   ///< by parity of the combine: [capacity_rows, hidden]
+  /// Rows of a token in a receive slab; 0: there are none, and combine pulls.
+  std::int64_t slab_slots = 0;
+  SymmetricBuffer receive_slabs[2];  ///< by parity of the combine: [M, slab_slots, hidden]
   SymmetricBuffer workspace;
   SignalPad signals;
   std::vector<SymmetricBuffer> retired;  ///< outgrown windows; their rows may still be read

@@ -58,6 +58,12 @@ class ExpertRound {
                    {Rank{peer}, offset, static_cast<const std::byte*>(source), size_bytes});
   }
 
+  /// Writes a piece to a rank's part of a buffer.
+  void put(const SymmetricBuffer& buffer, std::int32_t peer, std::int64_t offset,
+           const void* source, std::int64_t size_bytes) {
+    transport_.put(buffer, {Rank{peer}, offset, static_cast<const std::byte*>(source), size_bytes});
+  }
+
   /// A place of this rank's workspace.
   template <class Element>
   [[nodiscard]] const Element* read(std::int64_t offset) const {

@@ -13,27 +13,56 @@ void HostExpertCombine::stage(const ExpertCall& call, const ExpertCombineInput& 
   std::memcpy(window, input.rows.data, to_size(rows * row_bytes_));
 }
 
-/// The rows of a token on this rank become one, in the place of the first.
-void HostExpertCombine::sum_local(const ExpertCall& call, const ExpertCombineInput& input,
-                                  const HostExpertTables& tables) {
+/// The rows of a token on this rank become one.
+void HostExpertCombine::sum_local(const ExpertCombineInput& input, const HostExpertTables& tables,
+                                  const std::byte* rows, std::int64_t primary_row) {
+  const HostExpertRouting& routing = tables.routing();
+  sum_.reset();
+  for (std::int64_t k = 0; k < config_.topk; ++k) {
+    const std::int32_t row = routing.topk_slot_rows[to_size(primary_row * config_.topk + k)];
+    if (row < 0) continue;
+    const std::byte* const from = rows + row * row_bytes_;
+    if (input.options.weighted) {
+      sum_.add_weighted(from, weight_at(tables.recv_weights.data(), row, config_.weight_dtype));
+    } else {
+      sum_.add(from);
+    }
+  }
+}
+
+/// In the place of the first, for others to read.
+void HostExpertCombine::sum_in_window(const ExpertCall& call, const ExpertCombineInput& input,
+                                      const HostExpertTables& tables) {
   const HostExpertRouting& routing = tables.routing();
   std::byte* const window = memory_.combine_windows[call.parity].local;
-  const std::int64_t topk = config_.topk;
-  for (std::int64_t primary_row = 0; primary_row < std::ssize(routing.primary_rows);
-       ++primary_row) {
-    if (routing.primary_rows[to_size(primary_row)] != primary_row) continue;
-    sum_.reset();
-    for (std::int64_t k = 0; k < topk; ++k) {
-      const std::int32_t row = routing.topk_slot_rows[to_size(primary_row * topk + k)];
-      if (row < 0) continue;
-      const std::byte* const from = window + row * row_bytes_;
-      if (input.options.weighted) {
-        sum_.add_weighted(from, weight_at(tables.recv_weights.data(), row, config_.weight_dtype));
-      } else {
-        sum_.add(from);
-      }
+  for (std::int64_t row = 0; row < std::ssize(routing.primary_rows); ++row) {
+    if (routing.primary_rows[to_size(row)] != row) continue;
+    sum_local(input, tables, window, row);
+    sum_.write(window + row * row_bytes_);
+  }
+}
+
+/// Each row to its token's home, where it has a place. The slab was read in the combine before the
+/// last, and all ranks have entered that.
+void HostExpertCombine::push(const ExpertCall& call, const ExpertCombineInput& input,
+                             const HostExpertTables& tables) {
+  const HostExpertRouting& routing = tables.routing();
+  const SymmetricBuffer& slabs = memory_.receive_slabs[call.parity];
+  const bool sums = input.options.local_combine && !compact_;
+  std::vector<std::byte> share(to_size(row_bytes_));
+  const std::int64_t rows = std::min(input.rows.shape[0], std::ssize(routing.tags));
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const RowTag& tag = routing.tags[to_size(row)];
+    if (tag.source_rank < 0 || (sums && routing.primary_rows[to_size(row)] != row)) continue;
+    const std::byte* data = input.rows.data + row * row_bytes_;
+    if (sums) {
+      sum_local(input, tables, input.rows.data, row);
+      sum_.write(share.data());
+      data = share.data();
     }
-    sum_.write(window + primary_row * row_bytes_);
+    const std::int64_t place =
+        slab_row(config_, is_once(input.options), config_.rank, tag.token, tag.topk_slot);
+    round_.put(slabs, tag.source_rank, place * row_bytes_, data, row_bytes_);
   }
 }
 
@@ -44,7 +73,8 @@ void HostExpertCombine::add_token(const ExpertCall& call, const HostExpertTables
   const HostExpertRouting& routing = tables.routing();
   const auto ids = routing.ids_of(node);
   const auto places = routing.places_of(node);
-  const bool once_a_rank = compact_ || (options.local_combine && config_.is_intra_node());
+  const bool once_a_rank = is_once(options);
+  const bool pushed = pushes(options);
   const bool weighted = options.weighted && !once_a_rank;
   std::array<std::int32_t, max_topk> ranks{};
   std::size_t num_ranks = 0;
@@ -64,7 +94,9 @@ void HostExpertCombine::add_token(const ExpertCall& call, const HostExpertTables
       ranks[num_ranks++] = rank;
     }
     const std::byte* const from =
-        memory_.combine_windows[call.parity].peers[to_size(rank)] + row * row_bytes_;
+        pushed ? memory_.receive_slabs[call.parity].local +
+                     slab_row(config_, once_a_rank, rank, token, k) * row_bytes_
+               : memory_.combine_windows[call.parity].peers[to_size(rank)] + row * row_bytes_;
     if (weighted) {
       sum_.add_weighted(from, weight_at(tables.weights_of(node), static_cast<std::int64_t>(entry),
                                         config_.weight_dtype));
@@ -115,9 +147,13 @@ void HostExpertCombine::run(const ExpertCall& call, const ExpertCombineInput& in
   const std::int32_t nodes = config_.num_nodes();
   const HostExpertRouting& routing = tables.routing();
   const std::int32_t own = routing.own_node();
-  stage(call, input);
-  if (input.options.local_combine && nodes == 1 && !compact_) sum_local(call, input, tables);
-  round_.enter(call);
+  if (pushes(input.options)) {
+    push(call, input, tables);
+  } else {
+    stage(call, input);
+    if (input.options.local_combine && nodes == 1 && !compact_) sum_in_window(call, input, tables);
+  }
+  round_.enter(call);  // all rows are there
   if (nodes > 1) {
     for (std::int32_t k = 0; k < nodes; ++k) {
       share_node(call, tables, (own + k) % nodes, input.options);

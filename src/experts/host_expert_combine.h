@@ -28,13 +28,24 @@ class HostExpertCombine {
 
  private:
   void stage(const ExpertCall& call, const ExpertCombineInput& input) const;
-  void sum_local(const ExpertCall& call, const ExpertCombineInput& input,
-                 const HostExpertTables& tables);
+  void sum_local(const ExpertCombineInput& input, const HostExpertTables& tables,
+                 const std::byte* rows, std::int64_t primary_row);
+  void sum_in_window(const ExpertCall& call, const ExpertCombineInput& input,
+                     const HostExpertTables& tables);
+  void push(const ExpertCall& call, const ExpertCombineInput& input,
+            const HostExpertTables& tables);
   void add_token(const ExpertCall& call, const HostExpertTables& tables, std::int32_t node,
                  std::int64_t token, const EPCombineOptions& options);
   void share_node(const ExpertCall& call, const HostExpertTables& tables, std::int32_t node,
                   const EPCombineOptions& options);
   void add_partial_sums(const HostExpertRouting& routing, std::int64_t token);
+  /// Whether a rank's rows of a token are one.
+  [[nodiscard]] bool is_once(const EPCombineOptions& options) const {
+    return compact_ || (options.local_combine && config_.is_intra_node());
+  }
+  [[nodiscard]] bool pushes(const EPCombineOptions& options) const {
+    return memory_.slab_slots >= slab_slots(config_, is_once(options));
+  }
   void add_biases(const ExpertCombineInput& input, std::int64_t token);
   [[nodiscard]] std::int64_t partial_sum_offset(std::int32_t node, std::int64_t token) const {
     return memory_.workspace_layout.partial_sums + (node * config_.max_tokens + token) * row_bytes_;

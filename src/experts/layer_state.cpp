@@ -26,14 +26,18 @@ DispatchCombineContext LayerState::make_context(const World& world, const EPConf
                                                 const EPLayerOptions& options) {
   constexpr const char* who = "EPAll2AllLayer";
   const Setting mine[] = {{"enable_local_combine", options.enable_local_combine ? "true" : "false"},
+                          {"push_combine", options.push_combine ? "true" : "false"},
                           {"fixed_rows", concat(options.fixed_rows)},
                           {"capacity", concat(options.capacity_factor)}};
-  return DispatchCombineContext::make(world, config, options.dispatch, who, mine, [&] {
+  const auto num_rows = [&] {
     require(options.num_sms >= 1, who, ": num_sms = ", options.num_sms, ", expected >= 1");
     require(options.fixed_rows >= 0, who, ": fixed_rows = ", options.fixed_rows, ", expected >= 0");
     if (options.fixed_rows > 0) return options.fixed_rows;
     return DispatchCombineContext::rows_of(config, options.capacity_factor, who);
-  });
+  };
+  const bool once = options.enable_local_combine || options.dispatch.rows == EPRows::compact;
+  return DispatchCombineContext::make(world, config, options.dispatch, who, mine, num_rows,
+                                      options.push_combine ? slab_slots(config, once) : 0);
 }
 
 LayerState::LayerState(const World& world, const EPConfig& config, const EPLayerOptions& options)

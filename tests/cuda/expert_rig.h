@@ -36,6 +36,14 @@ class ExpertRig {
     memory_.workspace_layout = expert_workspace_layout(config_, options_);
     Transport& transport = world.transport();
     take_windows(capacity_rows);
+    if (config_.is_intra_node()) {
+      slab_slots_ = memory_.slab_slots = slab_slots(config_, false);
+      for (SymmetricBuffer& slab : memory_.receive_slabs) {
+        slab = transport.allocate(config_.max_tokens * memory_.slab_slots * config_.hidden *
+                                      dtype_bytes(config_.token_dtype),
+                                  "receive slab");
+      }
+    }
     memory_.workspace = transport.allocate(memory_.workspace_layout.total, "workspace");
     memory_.signals = transport.allocate_signals(
         with_fingerprints(num_layer_signals(config_.world_size), config_.world_size), "signals");
@@ -45,6 +53,8 @@ class ExpertRig {
   ExpertRig& operator=(const ExpertRig&) = delete;
   ~ExpertRig() {
     defer_windows();
+    for (SymmetricBuffer& slab : memory_.receive_slabs)
+      world_.transport().defer_release(std::move(slab.memory));
     world_.transport().defer_release(std::move(memory_.workspace.memory));
     world_.transport().defer_release(std::move(memory_.signals.memory));
   }
@@ -93,6 +103,8 @@ class ExpertRig {
   [[nodiscard]] const EPDispatchOptions& options() const { return options_; }
   [[nodiscard]] ExpertExecutor& executor() { return *executor_; }
   void use_sms(int num_sms) { num_sms_ = num_sms; }
+  /// Combines push, where there are slabs, or pull. All ranks alike.
+  void use_slabs(bool pushes) { memory_.slab_slots = pushes ? slab_slots_ : 0; }
 
  private:
   void take_windows(std::int64_t capacity_rows) {
@@ -115,14 +127,20 @@ class ExpertRig {
   }
 
   ExpertCall next_call(const char* operation, std::uint64_t number, const Stream& stream) {
-    return {operation, &memory_, ++calls_, static_cast<std::uint32_t>(number % 2),
-            num_sms_,  &stream};
+    return {.operation = operation,
+            .memory = &memory_,
+            .epoch = ++calls_,
+            .parity = static_cast<std::uint32_t>(number % 2),
+            .num_sms = num_sms_,
+            .stream = &stream,
+            .sums_locally = true};
   }
 
   World& world_;
   EPConfig config_;
   EPDispatchOptions options_;
   int num_sms_;
+  std::int64_t slab_slots_ = 0;
   ExpertMemory memory_;
   std::unique_ptr<ExpertExecutor> executor_;
   std::uint64_t calls_ = 0;
@@ -241,6 +259,7 @@ inline std::vector<CombineCase> combine_cases(const ExpertDispatch& dispatch,
   if (grouped) cases.push_back({"local", {.local_combine = true}, {}, {}});
   if (grouped && !dispatch.source_weights.empty()) {
     cases.push_back({"weighted", {.weighted = true}, {}, {}});
+    cases.push_back({"local, weighted", {.local_combine = true, .weighted = true}, {}, {}});
   }
   for (const std::size_t num_biases : {std::size_t{1}, std::size_t{2}}) {
     CombineCase with{concat(num_biases, " biases"), {}, {}, {}};

@@ -26,6 +26,7 @@ struct DelayedLayer {
   EPDispatchOptions options;
   std::int64_t num_tokens;
   const char* most_delay_ns;
+  bool pushes = false;
 };
 
 /// One rank: dispatches, answers with what arrived, combines; alone, and in a graph of four calls.
@@ -39,7 +40,9 @@ class DelayedCalls {
         capacity_(most_recv_rows(layer.config, layer.options)),
         rig_(world, layer.config, layer.options, capacity_, 8),
         input_(arena_, rounds[0].sample, rig_.config().rank),
-        sums_(arena_.take(layer.config.token_dtype, {layer.num_tokens, layer.config.hidden})) {}
+        sums_(arena_.take(layer.config.token_dtype, {layer.num_tokens, layer.config.hidden})) {
+    rig_.use_slabs(layer.pushes);
+  }
 
   /// Nothing waits for the host between the calls of a round.
   void check_alone(int repeats) {
@@ -150,6 +153,8 @@ TEST(GpuDelays, few_tokens_short) { check({few(), {}, 60, "2000"}); }
 TEST(GpuDelays, few_tokens_long) { check({few(), {}, 60, "100000"}); }
 TEST(GpuDelays, few_tokens_compact) { check({few(), {.rows = EPRows::compact}, 60, "20000"}); }
 TEST(GpuDelays, few_tokens_padded) { check({few(), {.expert_alignment = 8}, 60, "20000"}); }
+TEST(GpuDelays, few_tokens_pushed) { check({few(), {}, 60, "20000", true}); }
+TEST(GpuDelays, some_tokens_pushed) { check({some(), {}, 300, "20000", true}); }
 TEST(GpuDelays, some_tokens_that_land) { check({some(), {}, 100, "20000"}); }
 TEST(GpuDelays, some_tokens_that_wait) { check({some(), {}, 300, "20000"}); }
 

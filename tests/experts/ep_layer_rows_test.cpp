@@ -15,6 +15,7 @@ struct RowWays {
   std::int32_t per_node;
   bool local_combine;
   EPRows rows;
+  bool pushes = false;
 };
 
 HostTensor copy_of(const TensorView& view) {
@@ -86,12 +87,15 @@ TEST(EPLayerRows, ThatDoNotFitAreReportedToAllRanksAndTheirSumsAreNaN) {
   Random random(35);
   for (const RowWays& way :
        {RowWays{4, false, EPRows::grouped}, RowWays{4, true, EPRows::grouped},
-        RowWays{2, false, EPRows::grouped}, RowWays{4, false, EPRows::compact}}) {
+        RowWays{2, false, EPRows::grouped}, RowWays{4, false, EPRows::compact},
+        RowWays{4, false, EPRows::grouped, true}, RowWays{4, true, EPRows::grouped, true},
+        RowWays{4, false, EPRows::compact, true}}) {
     const EPConfig config = config_of_four(way.per_node);
     EPLayerOptions options;
     options.dispatch.rows = way.rows;
     options.enable_local_combine = way.local_combine;
     options.fixed_rows = 30;
+    options.push_combine = way.pushes;
     const auto few = make_round(random_case(config, random, {.tokens = 2}), options, random);
     const auto many =
         make_round(random_case(config, random, {.draw = Draw::repeats, .drop = 0, .tokens = 13}),
@@ -212,6 +216,37 @@ TEST(EPLayerRows, DoNotGoWhereOtherRanksMayStillRead) {
     EXPECT_TRUE(rejects([&] { combine(second); }, {"combine: input is in the memory of another"}));
     layer.finalize();
   });
+}
+
+/// Nothing but the combines themselves keeps a rank from writing what another still sums.
+void combine_in_a_row(bool pushes, bool local_combine, EPRows rows) {
+  const EPConfig config = config_of_four(4);
+  EPLayerOptions options;
+  options.push_combine = pushes;
+  options.enable_local_combine = local_combine;
+  options.dispatch.rows = rows;
+  Random random(83);
+  const ExpertCase inputs = random_case(config, random);
+  std::vector<ExpertRoundCase> rounds;
+  for (int i = 0; i < 24; ++i) rounds.push_back(make_round(inputs, options, random, i % 3));
+  run_thread_world(config.world_size, [&](World& world) {
+    const auto rank = static_cast<std::size_t>(to_int(world.rank()));
+    EPAll2AllLayer layer(world, at_rank(config, world), options);
+    const EPDispatched got = layer.dispatch(input_of(rounds[0], rank));
+    for (std::size_t i = 0; i < rounds.size(); ++i) {
+      if (i / 6 == rank) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      expect_combined(layer, *got.layout, rounds[i], rank, i % 5 == 4);
+    }
+    layer.finalize();
+  });
+}
+
+TEST(EPLayerRows, AreKeptByASlowHomeWhileOthersPush) {
+  for (const bool pushes : {true, false}) {
+    combine_in_a_row(pushes, false, EPRows::grouped);
+    combine_in_a_row(pushes, true, EPRows::grouped);
+    combine_in_a_row(pushes, false, EPRows::compact);
+  }
 }
 
 }  // namespace

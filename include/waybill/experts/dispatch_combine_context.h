@@ -70,15 +70,18 @@ class DispatchCombineContext {
   /// @param who begins the text of errors
   /// @param more settings that ranks compare beside those of config and options
   /// @param num_rows of the windows; called when config and options are right, may throw
+  /// @param slots of a token in receive slabs, see slab_slots(); 0: none are made
   [[nodiscard]] static DispatchCombineContext make(const World& world, const EPConfig& config,
                                                    const EPDispatchOptions& options,
                                                    const char* who, std::span<const Setting> more,
-                                                   const std::function<std::int64_t()>& num_rows);
+                                                   const std::function<std::int64_t()>& num_rows,
+                                                   std::int64_t slots = 0);
   [[nodiscard]] static std::int64_t rows_of(const EPConfig& config, std::int64_t capacity_factor,
                                             const char* who);
   DispatchCombineContext(const World& world, const EPConfig& config,
                          const EPDispatchOptions& options);
   void allocate_windows(std::int64_t rows);
+  void allocate_slabs(std::int64_t slots);
 
   World world_;
   EPConfig config_;

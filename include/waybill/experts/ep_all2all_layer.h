@@ -19,6 +19,10 @@ namespace detail {
 class LayerState;
 }
 
+/// EPLayerOptions::push_combine where nothing else is said: the environment variable
+/// WAYBILL_COMBINE is `push`. @throws InvalidArgument if it is neither that nor `pull`
+[[nodiscard]] bool pushes_combines_by_default();
+
 struct EPLayerOptions {
   EPDispatchOptions dispatch = {};
   int num_sms = 20;  ///< multiprocessors that a call may use. Host worlds ignore it
@@ -30,6 +34,10 @@ struct EPLayerOptions {
   /// have this many rows, and what does not fit is left out: overflow() reports it, and the sums of
   /// its tokens are NaN.
   std::int64_t fixed_rows = 0;
+  /// One node: ranks send expert outputs to their tokens' homes, instead of these fetching them. It
+  /// takes memory for max_tokens * topk rows twice (min(topk, world_size) with sums or compact
+  /// rows). All ranks alike; what comes of it is the same.
+  bool push_combine = pushes_combines_by_default();
 };
 
 /// What a rank knows of one dispatch: what combine, and a dispatch of the same routing, need. It
@@ -120,8 +128,8 @@ class EPAll2AllLayer {
   void copy_rows(const ConstTensorView& from, const TensorView& to, const EPLayout& layout,
                  Stream stream = {});
 
-  /// Where the next combine would copy its rows: whoever writes them there, on `stream`, and passes
-  /// this view to it saves the copy. local_combine changes them. Called again before that combine,
+  /// Where the next combine would copy its rows: whoever writes them there, on
+  /// `stream`, and passes this view to it saves the copy. Called again before that combine,
   /// it gives the place of the one after it; one more, or one right behind a combine whose rows
   /// other ranks still read, is refused. Not collective.
   /// @throws InvalidArgument

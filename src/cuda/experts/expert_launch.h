@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "moe_params.h"
+#include "push_params.h"
 #include "waybill/core/dtype.h"
 
 namespace waybill::cuda {
@@ -68,6 +69,12 @@ cudaError_t prepare_combine(DType tokens, DType weights, bool bulk);
 /// @param bulk sm_90 and later, rows in multiples of 16 bytes
 cudaError_t launch_combine(const CombineParams& params, DType tokens, DType weights, bool bulk,
                            int blocks, bool early, cudaStream_t stream);
+
+cudaError_t prepare_push_combine(DType tokens, PushWay way);
+
+/// The same, pushed: each rank's rows go to slabs at their tokens' homes. Begins and ends an epoch.
+cudaError_t launch_push_combine(const PushParams& params, DType tokens, PushWay way, int blocks,
+                                bool early, cudaStream_t stream);
 
 cudaError_t prepare_stage(DType dtype, DType weights);
 

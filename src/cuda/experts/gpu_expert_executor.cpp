@@ -7,6 +7,7 @@
 #include "../rank/cuda_check.h"
 #include "expert_launch.h"
 #include "gpu_expert_barrier.h"
+#include "gpu_expert_combine.h"
 #include "gpu_expert_gradient.h"
 #include "gpu_expert_nodes.h"
 #include "gpu_expert_params.h"
@@ -70,6 +71,8 @@ class GpuExpertExecutor final : public ExpertExecutor {
       nodes_ = std::make_unique<ExpertNodes>(transport, gpu_, *path, config_, options_, memory_,
                                              params_);
     }
+    combine_ = std::make_unique<GpuExpertCombine>(transport, gpu_, share, config_, options_,
+                                                  memory_, params_, nodes_.get());
     cuda_check(prepare_route(nodes), "loading kernels");
     if (params_.is_low_latency()) cuda_check(prepare_low_latency_route(), "loading kernels");
     cuda_check(prepare_stage(config_.token_dtype, config_.weight_dtype), "loading kernels");
@@ -78,8 +81,6 @@ class GpuExpertExecutor final : public ExpertExecutor {
     for (const bool bulk : {false, true}) {
       if (bulk && !gpu_->has_bulk_copies()) continue;
       cuda_check(prepare_rows(bulk), "loading kernels");
-      cuda_check(prepare_combine(config_.token_dtype, config_.weight_dtype, bulk),
-                 "loading kernels");
     }
   }
   GpuExpertExecutor(const GpuExpertExecutor&) = delete;
@@ -185,13 +186,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
                const ExpertTables& tables) override {
     begin();
     const auto& made_tables = static_cast<const GpuExpertTables&>(tables);
-    stage(call, input, made_tables);
-    const CombineParams params = params_.combine(call, input, made_tables);
-    if (nodes_ != nullptr) {
-      combine_nodes(call, input, made_tables, params);
-    } else {
-      sum(params, num_sms(call), call);
-    }
+    combine_->run(call, input, made_tables, num_sms(call));
     made_tables.note_use(table_call_of(call), input.options.weighted);
   }
 
@@ -240,41 +235,6 @@ class GpuExpertExecutor final : public ExpertExecutor {
   /// Whether kernels may take their places early: early blocks take room from what a rank on the
   /// same device must finish first. On several nodes other kernels come between.
   [[nodiscard]] bool is_alone() const { return share_ == 1 && nodes_ == nullptr; }
-
-  void sum(const CombineParams& params, int blocks, const ExpertCall& call) const {
-    const bool bulk =
-        gpu_->has_bulk_copies() &&
-        common_word({params.row_bytes, address_of(params.output), address_of(params.biases[0]),
-                     address_of(params.biases[1])}) == 16;
-    check(launch_combine(params, config_.token_dtype, config_.weight_dtype, bulk, blocks,
-                         is_alone(), stream_of(call)),
-          call);
-  }
-
-  /// Sums of other nodes' tokens first, which travel while those of this node are made.
-  void combine_nodes(const ExpertCall& call, const ExpertCombineInput& input,
-                     const GpuExpertTables& tables, const CombineParams& all) const {
-    const int sms = num_sms(call);
-    const int of_path = ExpertNodes::path_sms(sms);
-    const std::int32_t own = config_.rank / config_.local_world_size;
-    const auto sum_nodes = [&](std::int32_t first, std::int32_t count, int blocks) {
-      if (count == 0) return;
-      CombineParams part = all;
-      const std::int64_t token = first * config_.max_tokens;
-      const std::int64_t entry = token * config_.topk;
-      part.shape.num_tokens = static_cast<std::int32_t>(count * config_.max_tokens);
-      part.addresses += entry;
-      if (part.weights != nullptr) part.weights += entry * dtype_bytes(config_.weight_dtype);
-      part.output = nodes_->sums() + token * all.row_bytes;
-      sum(part, blocks, call);
-    };
-    nodes_->arrive(call, tables.routing(), sms);
-    sum_nodes(0, own, sms);
-    sum_nodes(own + 1, config_.num_nodes() - own - 1, sms);
-    nodes_->start_partial_sums(call, tables.routing(), of_path);
-    sum_nodes(own, 1, std::max(1, sms - of_path));
-    nodes_->add_partial_sums(call, input, tables.routing());
-  }
 
   void check(cudaError_t status, const ExpertCall& call) const {
     gpu_->check(status, "launching a kernel", call.operation);
@@ -330,32 +290,6 @@ class GpuExpertExecutor final : public ExpertExecutor {
         "clearing a table", call.operation);
   }
 
-  /// Expert outputs to where the other ranks pull them. The whole device does it: it is bound by
-  /// its memory, and waits for nobody.
-  void stage(const ExpertCall& call, const ExpertCombineInput& input,
-             const GpuExpertTables& tables) const {
-    StageParams params = params_.stage(call, input, tables);
-    if (params.num_rows == 0 || params.input == params.window) {
-      // With other rows than those that arrived: how many these are the device knows.
-      const bool has_all = params.num_rows >= params.shape.capacity_rows;
-      if (!call.may_grow && !has_all) check(launch_check_rows(params, stream_of(call)), call);
-    }
-    if (params.num_rows == 0) return;
-    const int word = common_word({address_of(params.input), params.row_bytes});
-    const int blocks = 2 * gpu_->num_sms();
-    const cudaStream_t stream = stream_of(call);
-    const bool sums = input.options.local_combine && nodes_ == nullptr;
-    if (sums && options_.rows == EPRows::grouped) {
-      params.records = tables.routing().part(tables.routing().fixed().records);
-      if (input.options.weighted) params.weights = tables.received_weights();
-      check(launch_sum_rows(params, config_.token_dtype, config_.weight_dtype, word == 16, blocks,
-                            stream),
-            call);
-    } else if (params.input != params.window) {
-      check(launch_copy_rows(params, word, blocks, stream), call);
-    }
-  }
-
   Transport& transport_;
   std::shared_ptr<GpuRank> gpu_;
   int share_;
@@ -365,6 +299,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
   ExpertParams params_;
   GpuExpertBarrier barrier_;
   std::unique_ptr<ExpertNodes> nodes_;  ///< null on one node
+  std::unique_ptr<GpuExpertCombine> combine_;
   std::shared_ptr<TablePool> pool_;
   std::uint64_t last_ticket_ = 0;
 };

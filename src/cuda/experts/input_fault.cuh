@@ -70,10 +70,13 @@ template <class P>
 }
 
 /// Fewer rows to combine than have arrived.
-[[noreturn]] __device__ __noinline__ inline void report_few_rows(const StageParams& p,
+[[noreturn]] __device__ __noinline__ inline void report_few_rows(const FaultSink& sink,
+                                                                 const MoeState* state,
+                                                                 std::int32_t rank,
+                                                                 std::int64_t num_rows,
                                                                  std::int64_t arrived) {
-  report_input(p.sink, FaultKind::combine_rows, FaultKind::moe_combine, p.shape.rank,
-               p.state->call.epoch + 1, {{p.num_rows, arrived}});
+  report_input(sink, FaultKind::combine_rows, FaultKind::moe_combine, rank, state->call.epoch + 1,
+               {{num_rows, arrived}});
 }
 
 }  // namespace waybill::cuda

@@ -20,6 +20,7 @@ struct MoeState {
       last_parity[2];       ///< 1 + parity of the last dispatch and combine; 0 before the first
   std::uint32_t next_unit;  ///< of the running dispatch: the next piece of arrived rows
   std::uint32_t arrived_blocks;  ///< of the running kernel, that have come to its middle
+  std::uint32_t next_sum;        ///< of the running combine: the next unit that is summed
   std::uint64_t begun;           ///< epoch of the dispatch that runs; 0 from its end on
 };
 

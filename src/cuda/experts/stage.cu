@@ -21,7 +21,7 @@ __device__ std::int64_t num_warps() { return std::int64_t{gridDim.x} * warps; }
 /// Rows that have arrived, of which the input has each. @return their number
 __device__ std::int64_t checked_rows(const StageParams& p) {
   const std::int64_t rows = min(std::int64_t{*p.num_recv_rows}, p.shape.capacity_rows);
-  if (p.num_rows < rows) report_few_rows(p, rows);
+  if (p.num_rows < rows) report_few_rows(p.sink, p.state, p.shape.rank, p.num_rows, rows);
   return rows;
 }
 
