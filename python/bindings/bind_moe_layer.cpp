@@ -141,8 +141,8 @@ class RankLayer {
                  std::uintptr_t stream) {
     unlocked([&] {
       const RankWorld::Call call(*rank_, "copy_rows", &turn_);
-      layer_->copy_rows(view_from<ConstTensorView>(from), view_from<TensorView>(to),
-                        *layout.layout, stream_from(stream));
+      layer_->copy_rows(view_from<ConstTensorView>(from), view_from<TensorView>(to), *layout.layout,
+                        stream_from(stream));
     });
   }
 

@@ -64,7 +64,7 @@ struct Held {
 /// An array of integers of the dtype's size over a view: numpy's in host memory; for a GPU's an
 /// object that speaks DLPack.
 inline nb::object array_over(const ConstTensorView& view, const std::shared_ptr<RankWorld>& rank,
-                      Held&& kept) {
+                             Held&& kept) {
   if (!is_given(view)) return nb::none();
   auto held = std::make_unique<Held>(std::move(kept));
   const nb::capsule owner(held.release(), [](void* pointer) noexcept {

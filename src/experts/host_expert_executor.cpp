@@ -2,12 +2,12 @@
 #include <cstring>
 #include <utility>
 
+#include "core/to_size.h"
 #include "experts/expert_executor.h"
 #include "host_expert_combine.h"
 #include "host_expert_dispatch.h"
-#include "core/to_size.h"
-#include "weigh_gradients.h"
 #include "waybill/runtime/world.h"
+#include "weigh_gradients.h"
 
 namespace waybill::detail {
 namespace {
@@ -80,7 +80,8 @@ class HostExpertExecutor final : public ExpertExecutor {
   /// That have arrived, of those of a tensor.
   [[nodiscard]] std::int64_t num_rows(const ExpertTables& tables,
                                       const ConstTensorView& tensor) const {
-    const std::int32_t arrived = tables.routing().known_counts()[to_size(std::int64_t{config_.rank})];
+    const std::int32_t arrived =
+        tables.routing().known_counts()[to_size(std::int64_t{config_.rank})];
     return std::min<std::int64_t>(arrived, tensor.shape[0]);
   }
 

@@ -83,8 +83,7 @@ void weigh(const ExpertGradientInput& input, std::int64_t num_rows) {
 }  // namespace
 
 void weigh_gradients(const ExpertGradientInput& input, std::int64_t num_rows) {
-  with_number(input.gradients.dtype,
-              [&]<class Number>(Number) { weigh<Number>(input, num_rows); });
+  with_number(input.gradients.dtype, [&]<class Number>(Number) { weigh<Number>(input, num_rows); });
 }
 
 }  // namespace waybill::detail

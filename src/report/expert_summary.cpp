@@ -43,6 +43,14 @@ void check_ids(const EPConfig& config, std::span<const std::vector<std::int32_t>
   }
 }
 
+void count_slot(std::int32_t source, ExpertRankFigures& to, ExpertRankFigures& own,
+                std::int32_t rank, const EPConfig& config) {
+  if (rank == source) return;
+  const bool network = rank / config.local_world_size != source / config.local_world_size;
+  ++(network ? to.slot_network_in : to.slot_node_in);
+  ++(network ? own.slot_network_out : own.slot_node_out);
+}
+
 void count_tokens(std::int32_t source, std::span<const std::int32_t> ids, ExpertSummary& summary) {
   const EPConfig& config = summary.config;
   std::vector<ExpertRankFigures>& ranks = summary.ranks;
@@ -58,6 +66,7 @@ void count_tokens(std::int32_t source, std::span<const std::int32_t> ids, Expert
     }
     ++summary.expert_entries[to_size(expert)];
     ++ranks[to_size(route.rank)].computed;
+    count_slot(source, ranks[to_size(route.rank)], own, route.rank, config);
     if (route.to_node) {
       ++own.network_out;
       ++ranks[to_size(route.forwarder)].network_in;
@@ -102,6 +111,42 @@ ExpertLimit ExpertSummary::limit(const LinkSpeeds& speeds) const {
     limit = {spread.max_rank, way.network, way.direction, spread.max, spread.mean, seconds};
   }
   return limit;
+}
+
+ExpertWays compare_expert_ways(const ExpertSummary& summary, const LinkSpeeds& speeds) {
+  const double row_bytes = static_cast<double>(summary.row_bytes);
+  // Combine returns what dispatch brought, in token_dtype.
+  const double both = row_bytes + static_cast<double>(summary.config.hidden *
+                                                      dtype_bytes(summary.config.token_dtype));
+  const auto seconds = [&](double node_rows, double network_rows) {
+    return std::max(node_rows * both / speeds.nvlink_bytes_per_second,
+                    network_rows * both / speeds.network_bytes_per_second);
+  };
+  const auto most = [&](Figure in, Figure out) {
+    return static_cast<double>(
+        std::max(spread_of(summary.ranks, in).max, spread_of(summary.ranks, out).max));
+  };
+  // Every rank gets all tokens: those of other nodes by its share of their links, the rest inside.
+  const std::int32_t local = summary.config.local_world_size;
+  double node_rows = 0;
+  double network_rows = 0;
+  for (std::int32_t first = 0; first < summary.config.world_size; first += local) {
+    std::int64_t of_node = 0;
+    std::int64_t least = summary.num_tokens();
+    for (std::int32_t r = first; r < first + local; ++r) {
+      of_node += summary.ranks[to_size(r)].tokens;
+      least = std::min(least, summary.ranks[to_size(r)].tokens);
+    }
+    const double elsewhere = static_cast<double>(summary.num_tokens() - of_node) / local;
+    node_rows = std::max(node_rows, static_cast<double>(of_node - least) + elsewhere * (local - 1));
+    network_rows = std::max(network_rows, elsewhere);
+  }
+  return {.waybill = seconds(most(&ExpertRankFigures::node_in, &ExpertRankFigures::node_out),
+                             most(&ExpertRankFigures::network_in, &ExpertRankFigures::network_out)),
+          .all_to_all = seconds(
+              most(&ExpertRankFigures::slot_node_in, &ExpertRankFigures::slot_node_out),
+              most(&ExpertRankFigures::slot_network_in, &ExpertRankFigures::slot_network_out)),
+          .all_gather = seconds(node_rows, network_rows)};
 }
 
 ExpertSummary summarize_experts(const EPConfig& config, const EPDispatchOptions& options,

@@ -92,6 +92,34 @@ std::string saving_sentence(const ExpertSummary& s) {
                 "% of the rows.");
 }
 
+/// Empty where nothing crosses a link.
+std::string ways_sentence(const ExpertSummary& s, const LinkSpeeds& speeds) {
+  const ExpertWays ways = compare_expert_ways(s, speeds);
+  if (ways.waybill == 0) return "";
+  std::string text =
+      concat("By the links alone a dispatch and its combine take Waybill ",
+             format_seconds(ways.waybill), " (a row per token and rank), all_to_all ",
+             format_seconds(ways.all_to_all), " (a row per topk slot), all_gather and ",
+             "reduce_scatter ", format_seconds(ways.all_gather), " (every token to every rank): ");
+  constexpr double near = 1.05;
+  const bool slots = ways.all_to_all <= near * ways.waybill;
+  const bool gathers = ways.all_gather <= near * ways.waybill;
+  if (ways.all_gather < ways.waybill && ways.all_gather <= ways.all_to_all) {
+    text += concat("all_gather wins, Waybill takes ", times(ways.waybill / ways.all_gather),
+                   " as long: its rows load some links more than others");
+  } else if (ways.all_to_all < ways.waybill) {
+    text += concat("all_to_all wins, Waybill takes ", times(ways.waybill / ways.all_to_all),
+                   " as long: it forwards rows inside a node");
+  } else if (slots || gathers) {
+    text += concat("Waybill moves hardly less than ", slots ? "all_to_all" : "all_gather",
+                   slots && gathers ? " and all_gather" : "");
+  } else {
+    text += concat("Waybill wins, the others take at least ",
+                   times(std::min(ways.all_to_all, ways.all_gather) / ways.waybill), " as long");
+  }
+  return text + ".";
+}
+
 std::string head_block(const ExpertSummary& s, const TextStyle& style) {
   const EPConfig& c = s.config;
   std::int64_t dropped = 0;
@@ -147,6 +175,8 @@ std::vector<std::string> explain_experts(const ExpertSummary& summary, const Lin
   const std::string placement = placement_sentence(summary);
   if (!placement.empty()) sentences.push_back(placement);
   sentences.push_back(saving_sentence(summary));
+  const std::string ways = ways_sentence(summary, speeds);
+  if (!ways.empty()) sentences.push_back(ways);
   return sentences;
 }
 

@@ -151,6 +151,41 @@ TEST(ExpertSummary, experts_are_placed_by_their_choices) {
   }));
 }
 
+TEST(ExpertSummary, ways_of_two_ranks) {
+  const EPConfig config = config_of(1, 2);  // ranks have experts 0 to 3 and 4 to 7
+  // Rank 0: one token to both ranks, two of its topk slots on rank 1; one that stays.
+  const ExpertSummary summary = summarize_experts(config, {}, Ids{{0, 4, 5, 1, 2, 3}, {4, 5, 6}});
+  const double row = 2.0 * 256 * 2;  // dispatch and combine
+  const ExpertWays ways = compare_expert_ways(summary, {row, 1.0});
+  EXPECT_EQ(ways.waybill, 1);
+  EXPECT_EQ(ways.all_to_all, 2);
+  EXPECT_EQ(ways.all_gather, 2);  // two tokens of rank 0 to rank 1
+  EXPECT_NE(explain_experts(summary, {row, 1.0})
+                .back()
+                .find("Waybill wins, the others take at least 2.00 times as long"),
+            std::string::npos);
+}
+
+TEST(ExpertSummary, ways_where_every_token_goes_everywhere) {
+  const EPConfig config = config_of(1, 2, 2);
+  const ExpertSummary summary = summarize_experts(config, {}, Ids{{0, 4}, {1, 5}});
+  const ExpertWays ways = compare_expert_ways(summary, {});
+  EXPECT_EQ(ways.waybill, ways.all_to_all);
+  EXPECT_EQ(ways.waybill, ways.all_gather);
+  EXPECT_NE(explain_experts(summary).back().find("hardly less than all_to_all and all_gather"),
+            std::string::npos);
+}
+
+TEST(ExpertSummary, ways_between_nodes) {
+  const EPConfig config = config_of(2, 2, 2);
+  // Rank 0: a token to both ranks of the other node. It crosses once, all_to_all's rows twice.
+  const ExpertSummary summary = summarize_experts(config, {}, Ids{{8, 12}, {}, {}, {}});
+  const ExpertWays ways = compare_expert_ways(summary, {1e30, 2.0 * 256 * 2});
+  EXPECT_EQ(ways.waybill, 1);
+  EXPECT_EQ(ways.all_to_all, 2);
+  EXPECT_EQ(ways.all_gather, 0.5);  // half of it by each rank's link
+}
+
 TEST(ExpertSummary, says_when_nothing_moves) {
   const EPConfig config = config_of(1, 2, 1);
   EXPECT_EQ(explain_experts(summarize_experts(config, {}, Ids{{8, 8}, {}})).size(), 1);

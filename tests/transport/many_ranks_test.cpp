@@ -4,11 +4,14 @@
 #include <sys/resource.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <string>
 
 #include "core/to_size.h"
 #include "support/rendezvous.h"
 #include "support/run_processes.h"
 #include "support/run_ranks.h"
+#include "support/sanitizers.h"
 #include "transport/transport.h"
 #include "waybill/transport/agree.h"
 
@@ -58,6 +61,7 @@ TEST_P(ManyRanksMeet, in_a_folder) {
 
 INSTANTIATE_TEST_SUITE_P(Worlds, ManyRanksMeet, testing::Values(72, 256));
 
+#ifndef WAYBILL_TEST_SLOW
 TEST(ManyRanks, a_thousand_meet_over_tcp) {
   raise_descriptor_limit();
   const std::uint16_t port = test::free_port();
@@ -67,6 +71,7 @@ TEST(ManyRanks, a_thousand_meet_over_tcp) {
     for (std::size_t r = 0; r < all.size(); ++r) ASSERT_EQ(all[r], static_cast<std::int32_t>(r));
   }));
 }
+#endif
 
 TEST(ManyRanks, processes_share_memory) {
   constexpr std::int32_t world_size = 72;
@@ -88,6 +93,21 @@ TEST(ManyRanks, processes_share_memory) {
     transport->release(buffer);
     transport->release(pad);
   }));
+}
+
+/// What makes parts of a machine hosts of their own, for tests of several hosts.
+TEST(HostId, can_be_set) {
+  const std::string usual = host_id();
+  EXPECT_FALSE(usual.empty());
+  const test::MeetingFolder folder;
+  test::expect_no_errors(test::run_processes(2, [&](std::int32_t rank) {
+    const char* const mine = rank == 0 ? "east" : "west";
+    (void)setenv("WAYBILL_HOST_ID", mine, 1);
+    require(host_id() == mine, "host_id() = ", host_id());
+    const auto bootstrap = make_file_bootstrap(rank, 2, folder.path(), 20);
+    require(!on_one_host(*bootstrap), "both on one host");
+  }));
+  EXPECT_EQ(host_id(), usual);
 }
 
 }  // namespace

@@ -23,6 +23,19 @@ struct ExpertRankFigures {
   std::int64_t node_out = 0;
   std::int64_t network_in = 0;  ///< rows between nodes
   std::int64_t network_out = 0;
+  // Rows if each topk slot travelled by itself, straight to the rank of its expert:
+  std::int64_t slot_node_in = 0;
+  std::int64_t slot_node_out = 0;
+  std::int64_t slot_network_in = 0;
+  std::int64_t slot_network_out = 0;
+};
+
+/// Seconds that the slowest link takes for a dispatch and its combine, by what programs do; no
+/// kernel, copy or wait is in them.
+struct ExpertWays {
+  double waybill = 0;     ///< a row for each token and rank, sums of a rank's rows back
+  double all_to_all = 0;  ///< a row for each topk slot, there and back
+  double all_gather = 0;  ///< every token to every rank, reduce_scatter of the sums
 };
 
 /// The rank and link that need longest.
@@ -56,6 +69,9 @@ struct ExpertSummary {
 [[nodiscard]] ExpertSummary summarize_experts(const EPConfig& config,
                                               const EPDispatchOptions& options,
                                               std::span<const std::vector<std::int32_t>> ids);
+
+[[nodiscard]] ExpertWays compare_expert_ways(const ExpertSummary& summary,
+                                             const LinkSpeeds& speeds);
 
 /// The rank for each expert, world_size / num_experts each, such that the busiest rank has little
 /// more than the others: experts in falling order of topk slots, each to the rank with the fewest

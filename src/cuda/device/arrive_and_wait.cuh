@@ -27,19 +27,19 @@ __device__ inline std::int32_t node_rank_after(const ArriveParams& p, std::int32
   return r < p.first_rank + p.node_ranks ? r : r - p.node_ranks;
 }
 
-/// Whether rank r tells what it means by a call.
+/// Whether rank r sends what it means by a call.
 __device__ inline bool sends_call_words(const ArriveParams& p, std::int32_t r) {
   const bool of_node = p.first_rank <= r && r < p.first_rank + p.node_ranks;
   return of_node || p.fingerprint.crosses_nodes;
 }
 
-/// Where this rank is told the words of rank r.
+/// Where this rank receives the words of rank r.
 __device__ inline const std::uint64_t* call_words_at(const ArriveParams& p, std::uint64_t epoch,
                                                      std::int32_t r) {
   return words_at(p.own_arrivals, p.fingerprint, p.world_size, epoch, r);
 }
 
-/// A wait of a call that comes to a bad end: says which rank means another call, if one has told
+/// A wait of a call that comes to a bad end: says which rank means another call, if one has said so
 /// so, beginning with the one that was waited for; else that this one has not come.
 [[noreturn]] __device__ __noinline__ inline void report_missed(const ArriveParams& p,
                                                                std::uint64_t epoch,
@@ -63,7 +63,7 @@ __device__ inline void for_node(const ArriveParams& p, Visit&& visit) {
 }
 
 /// Tells all other ranks of the node what this one means by the call. For calls whose waits begin
-/// before its end; others do so when they meet. One warp.
+/// before its end; others do so when they synchronize. One warp.
 __device__ inline void send_call_words(const ArriveParams& p, std::uint64_t epoch,
                                        const CallWords& words) {
   for_node(p, [&](std::uint64_t* arrivals) {

@@ -14,7 +14,7 @@ cudaError_t prepare_arrive_and_wait();
 /// Ends a call whose rows went by other means: raises this rank's slots and waits for the others.
 cudaError_t launch_arrive_and_wait(const ArriveParams& params, cudaStream_t stream);
 
-/// An empty call, if the next epoch is not of the parity in `params`: windows are used in turn, and
+/// An empty call, if the next epoch is not of the parity in `params`: windows alternate, and
 /// a graph with an odd number of calls takes the same one again.
 cudaError_t launch_realign(const ArriveParams& params, cudaStream_t stream);
 

@@ -18,7 +18,7 @@ struct CallState {
   unsigned long long taken[2];  ///< of the running call: chunks of each queue taken by ticket
 };
 
-/// What every kernel of a call needs to meet the others.
+/// What every kernel of a call needs to synchronize with the others.
 struct ArriveParams {
   std::int32_t rank;
   std::int32_t world_size;
@@ -31,7 +31,7 @@ struct ArriveParams {
   std::int32_t node_ranks;
   std::uint64_t* own_arrivals;        ///< [W]: slot r is raised by rank r
   NearPeers<std::uint64_t> arrivals;  ///< [W]: the same of each rank
-  FingerprintParams fingerprint;      ///< compared where ranks meet
+  FingerprintParams fingerprint;      ///< compared where ranks synchronize
 };
 
 }  // namespace waybill::cuda

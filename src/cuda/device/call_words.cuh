@@ -69,7 +69,7 @@ __device__ inline bool is_disagreement(std::uint64_t difference) {
   return difference != 0 && (difference & fingerprint_tag_mask) == 0;
 }
 
-/// The same of words that may never have come: a rank that tells nothing, such as this one itself,
+/// The same of words that may never have come: a rank that sends nothing, such as this one itself,
 /// has zeros, which have the tag of every 65536th call.
 __device__ inline bool means_otherwise(const CallWords& mine, const CallWords& theirs,
                                        std::uint64_t epoch) {
@@ -89,8 +89,8 @@ __device__ inline void report_disagreement(const FaultSink& sink, FaultKind call
   write_record(sink, FaultKind::disagreement, rank, peer, epoch, epoch, waited_ns, call);
 }
 
-/// For waits that come to a bad end: reports the first rank, from `first` on, that has told of this
-/// call that it means another one. P: ArriveParams or PathParams.
+/// For waits that come to a bad end: reports the first rank, from `first` on, whose words mean
+/// another call than this. P: ArriveParams or PathParams.
 template <class P>
 __device__ inline void report_disagreement(const P& p, std::uint64_t* arrivals, std::uint64_t epoch,
                                            std::int32_t first, std::uint64_t waited_ns) {

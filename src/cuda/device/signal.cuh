@@ -12,12 +12,12 @@ __device__ inline std::uint64_t now_ns() {
   return now;
 }
 
-/// Publishes this thread's earlier writes, and those that it has seen. Pairs with await().
+/// Publishes this thread's earlier writes, and those that it has seen. Pairs with load_acquire().
 __device__ inline void signal(std::uint64_t* flag, std::uint64_t epoch) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(epoch) : "memory");
 }
 
-/// publish() in two steps, for stores that need no order and go out between them.
+/// signal() in two steps, for stores that need no order and go out between them.
 __device__ inline void fence_release() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 __device__ inline void store_behind_fence(std::uint64_t* flag, std::uint64_t epoch) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(epoch) : "memory");

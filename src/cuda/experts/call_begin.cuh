@@ -4,7 +4,7 @@
 
 namespace waybill::cuda {
 
-/// The kernel ahead on the stream, with which the call began. Where few tokens land it tells what
+/// The kernel ahead on the stream, with which the call began. With receive slots it says what
 /// senders and receivers need of it before it ends, in words that are waited for: that it has given
 /// its place away says nothing of what it has written (docs/decisions/begin_words.md). A thread
 /// each.

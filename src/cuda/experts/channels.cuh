@@ -5,7 +5,7 @@
 #include "lanes.cuh"
 #include "rows_of.cuh"
 
-// How ranks tell each other which of their rows have arrived.
+// How ranks signal each other which of their rows have arrived.
 
 namespace waybill::cuda {
 
@@ -94,7 +94,7 @@ __device__ inline std::uint64_t wait_config(const RowsParams& p, std::uint64_t e
 }
 
 /// The part of learn_sources() of ranks that are not kept. A function of its own, as few have any.
-/// @return twice the most units of one, and 1 more if some land
+/// @return twice the most units of one, and 1 more if some use receive slots
 template <class Rows>
 __device__ __noinline__ std::int32_t learn_far_sources(const Rows& p, std::uint64_t epoch) {
   std::int32_t units = 0;
@@ -116,7 +116,7 @@ __device__ inline Sources learn_sources(const Rows& p, CallBegin& begin) {
   // that.
   if (lane_id() < s.world_size && begin.has_begin_words()) (void)wait_config(p, epoch, lane_id());
   for (std::int32_t r = lane_id(); r < s.world_size; r += 32) begin.wait_placed(r);
-  __syncwarp();  // what one source is told of may be written with another
+  __syncwarp();  // what is signalled of one source may be written with another
   Sources sources{};
   std::int32_t units = 0;
 #pragma unroll

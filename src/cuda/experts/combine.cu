@@ -28,7 +28,7 @@ struct TokenRows {
   float weight;
 };
 
-/// Asked for, but not waited for. A row that did not fit is told from others when they are used.
+/// Loaded, but not waited for. A row that did not fit is told apart when they are used.
 template <class Weight>
 __device__ TokenRows read_token(const CombineParams& p, std::int32_t token) {
   TokenRows rows{-1, 0};

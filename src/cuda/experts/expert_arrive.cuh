@@ -6,7 +6,7 @@
 
 namespace waybill::cuda {
 
-/// Whether the last call of this kind had the turn that the next one has.
+/// Whether the last call of this kind had the parity that the next one has.
 __device__ inline bool is_off_parity(const MoeArrive& m, int kind, std::uint32_t next) {
   return m.state->last_parity[kind] == next + 1;
 }
@@ -81,7 +81,7 @@ __device__ inline void store_released(std::uint64_t* at, std::uint64_t value) {
 }
 
 /// Lets the kernel behind this one on the stream take its place on the device, if it was launched
-/// to do so, and tells it the epoch of the call. The place alone tells it nothing: griddepcontrol
+/// to do so, and sends it the epoch of the call. Its start alone says nothing: griddepcontrol
 /// orders no memory, so who does not wait for this kernel's end waits for the word. All threads,
 /// behind wait_earlier_kernel(): the first that gives the place away speaks for its block.
 __device__ inline void let_next_begin(const MoeArrive& m, std::uint64_t epoch) {
@@ -152,7 +152,7 @@ __device__ inline void wait_arrivals(const ArriveParams& p, std::uint64_t epoch)
   __syncwarp();
 }
 
-/// The warp that tells and compares what a call means: not one of those with the most to do.
+/// The warp that sends and compares what a call means: not one of those with the most to do.
 __device__ inline bool compares_calls() {
   return block_idx() == 0 && threadIdx.x / 32 == blockDim.x / 32 - 1;
 }

@@ -10,8 +10,8 @@
 namespace waybill::cuda {
 
 // Each prepare_ loads kernels into the context of the current device, so that no launch has to wait
-// for a device on which another rank's kernel waits for this one's. Blocks of kernels that meet
-// must fit on the device together.
+// for a device on which another rank's kernel waits for this one's. Blocks of kernels that
+// synchronize must fit on the device together.
 
 /// The most experts whose counts fit into shared memory.
 [[nodiscard]] int max_experts_on_gpu(int world_size);
@@ -22,12 +22,12 @@ namespace waybill::cuda {
 
 cudaError_t prepare_route(bool nodes);
 
-/// Counts, meets the other ranks, places the topk slots, fills the tables. Begins and ends an
-/// epoch.
+/// Counts, synchronizes with the other ranks, places the topk slots, fills the tables. Begins and
+/// ends an epoch.
 cudaError_t launch_route(const RouteParams& params, int blocks, cudaStream_t stream);
 
-/// Whether a layer has few tokens, which low_latency_route takes: on one node, where counts and ids
-/// of all ranks fit into shared memory. All ranks say the same.
+/// Whether a layer is for low latency, which low_latency_route does: on one node, where counts and
+/// ids of all ranks fit into shared memory. All ranks say the same.
 [[nodiscard]] bool low_latency_route_fits(const MoeShape& shape);
 
 cudaError_t prepare_low_latency_route();
@@ -38,11 +38,12 @@ cudaError_t prepare_low_latency_route();
 cudaError_t launch_low_latency_route(const RouteParams& params, int blocks, bool early,
                                      cudaStream_t stream);
 
-/// By a routing that is there: meets the others, and sends the weights if there are any.
+/// By a routing that is there: synchronizes with the others, and sends the weights if there are
+/// any.
 cudaError_t launch_enter(const EnterParams& params, int blocks, bool early, cudaStream_t stream);
 
-/// Brings the turns of dispatches and combines to those of the next calls, by an empty call if they
-/// are off: a graph may hold an odd number of each. One node.
+/// Brings the parities of dispatches and combines to those of the next calls, by an empty call if
+/// they are off: a graph may hold an odd number of each. One node.
 cudaError_t launch_realign(const MoeArrive& arrive, MoeParities next, cudaStream_t stream);
 
 /// @param bulk rows and scales are multiples of 16 bytes at such addresses
@@ -53,7 +54,7 @@ cudaError_t prepare_rows(bool bulk);
 
 struct RowsLaunch {
   bool bulk;   ///< sm_90 and later, with cuts made for it
-  bool early;  ///< takes its place on the device while the kernel before it runs
+  bool early;  ///< starts on the device while the kernel before it runs
   int blocks;
 };
 

@@ -111,7 +111,7 @@ __device__ inline bool locate_experts(const RouteParams& p, const RoutePart& par
   }
   __syncthreads();
   bool overflows = false;
-#pragma unroll 1  // one turn for as many ranks as a block has threads
+#pragma unroll 1  // one iteration for as many ranks as a block has threads
   for (std::int32_t d = thread; d < s.world_size; d += route_threads) {
     RankTotals& totals = scratch.totals[d];
     std::int32_t sum = 0;
@@ -189,7 +189,7 @@ __device__ void write_tables(const RouteParams& p, const Scratch& scratch) {
   if (thread == 32) p.num_recv_rows[s.world_size] = most;
 }
 
-/// One warp tells the host how many rows come.
+/// One warp writes to the host how many rows come.
 __device__ inline void report_to_host(const RouteParams& p, const Scratch& scratch) {
   for (auto r = static_cast<std::int32_t>(threadIdx.x % 32); r < p.shape.world_size; r += 32) {
     const auto rows = static_cast<std::uint32_t>(scratch.totals[r].recv_rows);

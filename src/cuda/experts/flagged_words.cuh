@@ -2,7 +2,7 @@
 
 #include "expert_arrive.cuh"
 
-// What ranks tell each other in words of 8 bytes, each with the number of the call in it: whoever
+// What ranks send each other in words of 8 bytes, each with the number of the call in it: whoever
 // sees that has the rest, and no signal has to follow.
 
 namespace waybill::cuda {
@@ -24,7 +24,7 @@ __device__ inline bool is_flagged(std::uint64_t word, std::uint64_t epoch) {
   return word >> count_epoch_shift == static_cast<std::uint32_t>(epoch);
 }
 
-/// Waits for what rank r tells. One that means another call does not tell it: who waits looks at
+/// Waits for what rank r sends. One that means another call does not send it: who waits looks at
 /// that now and then.
 __device__ inline std::int32_t wait_flagged(const RouteParams& p, std::int32_t r,
                                             const std::uint64_t* at, std::uint64_t epoch) {

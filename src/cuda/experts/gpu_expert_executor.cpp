@@ -11,9 +11,9 @@
 #include "gpu_expert_nodes.h"
 #include "gpu_expert_params.h"
 #include "gpu_expert_tables.h"
-#include "weight_gradient.h"
 #include "runtime/executor.h"
 #include "waybill/core/error.h"
+#include "weight_gradient.h"
 
 namespace waybill::cuda {
 namespace {
@@ -331,7 +331,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
   }
 
   /// Expert outputs to where the other ranks pull them. The whole device does it: it is bound by
-  /// its memory, and meets nobody.
+  /// its memory, and waits for nobody.
   void stage(const ExpertCall& call, const ExpertCombineInput& input,
              const GpuExpertTables& tables) const {
     StageParams params = params_.stage(call, input, tables);

@@ -19,7 +19,7 @@ namespace waybill::cuda {
     const EPConfig& config, const EPDispatchOptions& options, const ExpertMemory& memory);
 
 /// Blocks of a dispatch that send before they receive: as many as the links take, and a share of
-/// `blocks` like that of rows that are sent among all; of few tokens all blocks send.
+/// `blocks` like that of rows that are sent among all; in low-latency calls all blocks send.
 [[nodiscard]] int num_sending_blocks(const LinkSpeeds& links, const EPConfig& config,
                                      const EPDispatchOptions& options, int blocks,
                                      std::int64_t num_tokens);

@@ -37,9 +37,8 @@ void weigh_gradients(const GpuRank& gpu, const EPConfig& config, const ExpertGra
       .num_rows = input.gradients.shape[0],
       .num_recv_rows = num_recv_rows(config, made)};
   const bool wide =
-      config.hidden % 8 == 0 &&
-      common_word({address_of(params.gradients), address_of(params.rows),
-                   address_of(params.row_gradients)}) == 16;
+      config.hidden % 8 == 0 && common_word({address_of(params.gradients), address_of(params.rows),
+                                             address_of(params.row_gradients)}) == 16;
   gpu.check(launch_weight_gradient(params, config.token_dtype, config.weight_dtype, wide,
                                    2 * gpu.num_sms(), stream_of(stream)),
             "launching a kernel", "weigh_gradients");
@@ -60,8 +59,7 @@ void copy_rows(const GpuRank& gpu, const EPConfig& config, const ConstTensorView
   params.num_recv_rows = num_recv_rows(config, made);
   const int word =
       common_word({address_of(params.input), address_of(params.window), params.row_bytes});
-  gpu.check(launch_copy_rows(params, word, 2 * gpu.num_sms(),
-                             stream_of(stream)),
+  gpu.check(launch_copy_rows(params, word, 2 * gpu.num_sms(), stream_of(stream)),
             "launching a kernel", "copy_rows");
   made.note_use(table_call(gpu, stream_of(stream)), false);
 }

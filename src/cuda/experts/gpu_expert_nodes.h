@@ -30,7 +30,8 @@ class ExpertNodes {
   ExpertNodes& operator=(const ExpertNodes&) = delete;
   ~ExpertNodes();
 
-  /// Begins a dispatch: meets all ranks, and exchanges ids, and weights where there are any.
+  /// Begins a dispatch: synchronizes with all ranks, and exchanges ids, and weights where there are
+  /// any.
   void exchange_ids(const ExpertCall& call, const ExpertDispatchInput& input,
                     const GpuExpertRouting& routing, int num_sms);
 
@@ -49,7 +50,8 @@ class ExpertNodes {
   /// Behind that kernel, which other kernels may then follow.
   void finish_rows(const ExpertCall& call);
 
-  /// Begins a combine: meets all ranks, whose expert outputs are then in the combine windows.
+  /// Begins a combine: synchronizes with all ranks, whose expert outputs are then in the combine
+  /// windows.
   void arrive(const ExpertCall& call, const GpuExpertRouting& routing, int num_sms);
 
   /// Where the combine of a node's ranks leaves sums: [nodes, M] rows, by home node.

@@ -13,12 +13,12 @@
 namespace waybill::cuda {
 
 /// Symmetric memory of the executor's own, by parity of the dispatch: counts, records and weights
-/// of each source's tokens, and where few tokens land.
+/// of each source's tokens, and where low-latency tokens arrive.
 struct RecordWorkspace {
   std::int64_t counts[2] = {};
   std::int64_t records[2] = {};
   std::int64_t weights[2] = {};
-  std::int64_t gathered[2] = {};       ///< few tokens: the ids of all, see RouteParams
+  std::int64_t gathered[2] = {};       ///< low latency: the ids of all, see RouteParams
   std::int64_t receive_slots[2] = {};  ///< see ReceiveSlots
   std::int64_t slot_tokens = 0;        ///< of a source
   std::int64_t slot_row_bytes = 0;
@@ -59,12 +59,12 @@ class ExpertParams {
   [[nodiscard]] StageParams stage(const ExpertCall& call, const ExpertCombineInput& input,
                                   const GpuExpertTables& tables) const;
 
-  /// On several nodes the sums of this node, to where the output is still to be set; ranks have met
-  /// before.
+  /// On several nodes the sums of this node, to where the output is still to be set; ranks have
+  /// synchronized before.
   [[nodiscard]] CombineParams combine(const ExpertCall& call, const ExpertCombineInput& input,
                                       const GpuExpertTables& tables) const;
 
-  /// How ranks meet in a call, and what this one is.
+  /// How ranks synchronize in a call, and what this one is.
   [[nodiscard]] MoeArrive arrive(const ExpertCall& call, FaultKind kind) const;
   [[nodiscard]] MoeShape shape(const GpuExpertRouting& routing) const;
 

@@ -11,8 +11,8 @@ __device__ inline std::int64_t index_at(const void* indices, bool wide, std::int
               : static_cast<const std::int32_t*>(indices)[i];
 }
 
-/// What other ranks are told of topk slot i of this one: the expert, num_experts when dropped, -1
-/// where there is no token. @param bad becomes true for an id that is neither an expert nor the
+/// What other ranks are sent about topk slot i of this one: the expert, num_experts when dropped,
+/// -1 where there is no token. @param bad becomes true for an id that is neither an expert nor the
 /// dropped one
 __device__ inline std::int32_t id_to_send(const MoeShape& s, const void* ids, bool wide,
                                           std::int32_t dropped_id, std::int64_t i, bool& bad) {

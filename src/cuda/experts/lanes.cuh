@@ -15,7 +15,7 @@ __device__ inline bool is_first(unsigned lanes) {
   return lane_id() == __ffs(static_cast<int>(lanes)) - 1;
 }
 
-/// Lanes with choices of the same token as this one, where lanes hold topk slots in order.
+/// Lanes with topk slots of the same token as this one, where lanes hold topk slots in order.
 /// @param k this lane's topk slot of it
 __device__ inline unsigned lanes_of_token(std::int32_t topk, std::int32_t k) {
   const unsigned of_first = topk == 32 ? all_lanes : (1U << topk) - 1;

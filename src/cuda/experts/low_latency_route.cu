@@ -1,4 +1,5 @@
-// Counting and placing few tokens: every rank gets the ids of all, and needs nothing else of them.
+// Low latency, counting and placing: every rank gets the ids of all, and needs nothing else of
+// them.
 
 #include <algorithm>
 
@@ -12,14 +13,14 @@ namespace {
 /// Ids that are on their way to a thread together.
 constexpr int ids_together = 8;
 
-/// Where the weights of topk slots are told, behind the ids of all.
+/// Where the weights of topk slots are sent, behind the ids of all.
 __device__ std::uint64_t* weight_words(const RouteParams& p, std::uint64_t* gathered) {
   const MoeShape& s = p.shape;
   return gathered + std::int64_t{s.world_size} * s.max_tokens * s.topk;
 }
 
-/// Tells other ranks this one's ids and weights, those of the block's turns. -1 where there is no
-/// token.
+/// Sends other ranks this one's ids and weights, those of the block's iterations. -1 where there is
+/// no token.
 __device__ void send_ids(const RouteParams& p, std::uint64_t epoch) {
   const MoeShape& s = p.shape;
   const std::int32_t all = s.max_tokens * s.topk;

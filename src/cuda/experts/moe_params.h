@@ -49,7 +49,7 @@ struct MoeShape {
   std::int64_t capacity_rows;  ///< rows of a window
 };
 
-/// What a rank tells the others before rows can be placed: topk slots of each expert, dropped ones,
+/// What a rank sends the others before rows can be placed: topk slots of each expert, dropped ones,
 /// tokens with a topk slot on each rank.
 __host__ __device__ constexpr std::int32_t num_counts(const MoeShape& s) {
   return s.num_experts + 1 + s.world_size;
@@ -61,9 +61,9 @@ __host__ __device__ constexpr std::int32_t rank_behind(const MoeShape& s, std::i
   return r < s.world_size ? r : r - s.world_size;
 }
 
-/// int32 that the sender of a token tells each rank of its node: the row of each topk slot there,
-/// -1 if it is elsewhere; with compact rows these are places in the grouped order, and the compact
-/// row follows.
+/// int32 that the sender of a token sends to each rank of its node: the row of each topk slot
+/// there, -1 if it is elsewhere; with compact rows these are places in the grouped order, and the
+/// compact row follows.
 __host__ __device__ constexpr std::int32_t record_stride(const MoeShape& s) {
   return s.topk + s.compact;
 }
@@ -86,7 +86,7 @@ inline constexpr int ticket_shift = 32;
 /// the count.
 inline constexpr int count_epoch_shift = 32;
 
-/// What the device tells of windows that were too small, in pinned host memory.
+/// What the device reports of windows that were too small, in pinned host memory.
 struct MoeHostFaults {
   /// Received rows of the rank that should have had the most, where more than fit, with the lower
   /// half of the call's epoch above; 0: all did fit.
@@ -94,7 +94,7 @@ struct MoeHostFaults {
 };
 inline constexpr int overflow_epoch_shift = 32;
 
-/// A part of a call's parameters: how ranks meet.
+/// A part of a call's parameters: how ranks synchronize.
 struct MoeArrive {
   ArriveParams arrive;  ///< slots: `entered`; its state is MoeState::call
   MoeState* state;
@@ -102,7 +102,7 @@ struct MoeArrive {
   std::uint32_t most_delay_ns;  ///< for tests, see delay.cuh; else 0
 };
 
-/// The turns of the next dispatch and of the next combine.
+/// The parities of the next dispatch and of the next combine.
 struct MoeParities {
   std::uint32_t of[2];
 };
@@ -125,12 +125,12 @@ struct RouteParams {
   const std::byte* weights;  ///< [T, K] or null
   std::int32_t weight_bytes;
   bool takes_weights;  ///< from all ranks; where this one has no tokens, too
-  /// Of the ranks of the node: what they are told, in parts.
+  /// Of the ranks of the node: what they receive, in parts.
   NearPeers<std::byte> told;
   std::int64_t counts;        ///< bytes from there: [W, num_counts]
   std::int64_t records;       ///< [W, M, record_stride]; several nodes [node_ranks, nodes, M, ..]
   std::int64_t sent_weights;  ///< [W, M, K], in the same order
-  std::int64_t gathered;      ///< few tokens: [W, M, K] ids, then their weights; told as counts are
+  std::int64_t gathered;  ///< low latency: [W, M, K] ids, then their weights; sent as counts are
   std::uint64_t* own_counts;
   std::int32_t* own_records;
   std::byte* own_sent_weights;
@@ -152,8 +152,9 @@ struct RouteParams {
 };
 static_assert(sizeof(RouteParams) <= 2048);
 
-/// A dispatch by a routing that is there: meets the others, sends its own weights. On several nodes
-/// the others have been met, and the weights are those of all tokens that are forwarded here.
+/// A dispatch by a routing that is there: synchronizes with the others, sends its own weights. On
+/// several nodes the others have entered, and the weights are those of all tokens that are
+/// forwarded here.
 struct EnterParams {
   MoeArrive m;
   MoeShape shape;
@@ -209,13 +210,14 @@ enum class Ahead : std::int32_t {
   lands,  ///< send tokens to the receive slots of their ranks, as no place is known yet
 };
 
-/// Where few tokens arrive before their places are known: by source, a row a token.
+/// Receive slots: where tokens arrive before their rows are known, by source, a row per token.
 struct ReceiveSlots {
   NearPeers<std::byte> rows;   ///< [W, tokens] rows of each rank, then their scales
   const std::byte* own_rows;   ///< those of this one
   std::int64_t scales_offset;  ///< from its first row
   std::int32_t tokens;         ///< of a source, at most; 0: there is none
-  /// Receivers need nothing else of this rank: groups are told before the kernel ahead has ended.
+  /// Receivers need nothing else of this rank: groups are signalled before the kernel ahead has
+  /// ended.
   bool is_all;
   const void* ids;  ///< [T, K] of this rank's tokens
   bool wide_ids;    ///< int64
@@ -275,7 +277,7 @@ struct CombineParams {
   Peers<const std::byte> windows;  ///< of the ranks of the node
   const std::byte* lost_row;       ///< NaN, see lost_address
   std::int32_t primary_only;       ///< one row a rank
-  bool in_call;                    ///< ranks have met, and the call is counted
+  bool in_call;                    ///< ranks have synchronized, and the call is counted
   std::int64_t row_bytes;
   const std::byte* biases[2];
   const std::byte* weights;  ///< [T, K] or null

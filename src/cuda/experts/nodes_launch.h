@@ -18,7 +18,7 @@ cudaError_t prepare_nodes(DType tokens);
 /// Ids as other nodes read them.
 cudaError_t launch_node_ids(const NodeIdsParams& params, int blocks, cudaStream_t stream);
 
-/// Writes a network path's program. Where the call begins it tells the ranks of the node so.
+/// Writes a network path's program. Where the call begins it signals that to the ranks of the node.
 cudaError_t launch_list_puts(const ListPutsParams& params, cudaStream_t stream);
 
 cudaError_t launch_wait_nodes(const WaitNodesParams& params, cudaStream_t stream);

@@ -61,8 +61,8 @@ __device__ inline Scratch scratch_in(std::int32_t* shared, const MoeShape& s, in
           keeps_counts ? behind + 2 * s.num_experts + n : nullptr};
 }
 
-/// What a warp tells all ranks of the node of its round's tokens; or this one, which has the ids of
-/// all.
+/// What a warp sends to all ranks of the node about its round's tokens; or this one, which has the
+/// ids of all.
 template <Span S>
 __device__ void send_records(const RouteParams& p, const RoutePart& part, const Scratch& scratch,
                              const TopkSlot& c, std::int32_t row, std::int32_t compact_row,

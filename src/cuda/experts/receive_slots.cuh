@@ -9,8 +9,8 @@
 
 namespace waybill::cuda {
 
-/// Where token t of this rank lands on the ranks that its ids name; a lane a topk slot, of which
-/// the first of a rank has the place. One warp.
+/// The receive slot of token t of this rank on the ranks that its ids name; a lane a topk slot, of
+/// which the first of a rank has the place. One warp.
 __device__ inline std::int64_t slot_address(const RowsParams& p, std::int32_t t) {
   const MoeShape& s = p.shape;
   std::int32_t dst = -1;

@@ -16,7 +16,8 @@ __global__ void __launch_bounds__(route_threads, 1)
   const MoeShape& s = p.shape;
   const Scratch scratch = scratch_in(shared, s, tile_warps, keeps_counts);
   const std::uint64_t epoch = begin_moe_call(p.m, 0);
-  const bool compares = S == Span::rank && compares_calls();  // several nodes have met before
+  const bool compares =
+      S == Span::rank && compares_calls();  // several nodes have synchronized before
   let_next_begin(p.m, epoch);
   if (compares) {
     const CallWords words = load_call_words(p.m.arrive.fingerprint);
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(enter_threads)
   if (comes_last(p.m.state)) end_moe_call(p.m, 0, epoch);
 }
 
-/// An empty call, if the last dispatch or combine had the turn of the next one.
+/// An empty call, if the last dispatch or combine had the parity of the next one.
 __global__ void __launch_bounds__(32)
     realign_moe_kernel(const __grid_constant__ MoeArrive m, MoeParities next) {
   bool off = false;

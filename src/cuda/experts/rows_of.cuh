@@ -15,8 +15,8 @@ struct RowsOf : RowsParams {
 
   [[nodiscard]] __device__ bool spans_nodes() const { return waits && shape.num_nodes > 1; }
   [[nodiscard]] __device__ bool fills() const { return lands || (waits && fills_tables); }
-  /// Whether ranks have met, and are to compare what they mean by the call here: of a routing that
-  /// is known, on one node.
+  /// Whether ranks have synchronized, and are to compare what they mean by the call here: of a
+  /// routing that is known, on one node.
   [[nodiscard]] __device__ bool compares() const {
     return loads || (waits && !fills_tables && shape.num_nodes == 1);
   }

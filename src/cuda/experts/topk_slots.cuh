@@ -12,7 +12,7 @@ namespace waybill::cuda {
 inline constexpr int route_threads = 512;
 inline constexpr int route_warps = route_threads / 32;
 
-/// One choice of a round; lanes hold them in order of token and topk slot.
+/// One topk slot of a round; lanes hold them in order of token and topk slot.
 struct TopkSlot {
   bool active;
   std::int32_t token;
@@ -81,7 +81,7 @@ struct RankTotals {
 
 /// Shared memory of a block.
 struct Scratch {
-  std::byte** bases;      ///< [node_ranks]: where ranks of the node have what they are told
+  std::byte** bases;      ///< [node_ranks]: where ranks of the node have what they are sent
   RankTotals* totals;     ///< [W]
   std::int32_t* cursors;  ///< [tile_warps, num_counts]
   std::int32_t* starts;   ///< [E]: topk slots of an expert, then its first row
@@ -188,7 +188,7 @@ __device__ void count_block(const RouteParams& p, const RoutePart& part, const S
   }
 }
 
-/// Learns what the blocks before have of this part, and tells all ranks of the node this block's
+/// Learns what the blocks before have of this part, and sends all ranks of the node this block's
 /// share of the counts.
 __device__ inline void send_counts(const RouteParams& p, const RoutePart& part,
                                    const Scratch& scratch, std::uint64_t epoch) {

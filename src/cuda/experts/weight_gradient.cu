@@ -1,11 +1,10 @@
 // Backward of a weighted combine where the rows are: gradients of rows and of their weights, in one
 // pass over both.
 
-#include "weight_gradient.h"
-
 #include "../device/number.cuh"
 #include "lanes.cuh"
 #include "waybill/experts/gradient_sums.h"
+#include "weight_gradient.h"
 
 namespace waybill::cuda {
 namespace {
@@ -23,8 +22,7 @@ struct Elements {
   Pack<Number, count> pack[packs];
 
   __device__ void load(const std::byte* row, std::int64_t first, std::int64_t hidden) {
-    const auto* const from =
-        reinterpret_cast<const Pack<Number, count>*>(row) + first / count;
+    const auto* const from = reinterpret_cast<const Pack<Number, count>*>(row) + first / count;
 #pragma unroll
     for (int w = 0; w < packs; ++w) {
       if (Wide || first + w < hidden) pack[w] = from[w];
@@ -37,7 +35,9 @@ struct Elements {
       if (Wide || first + w < hidden) to[w] = pack[w];
     }
   }
-  __device__ typename Number::Stored& operator[](int e) { return pack[e / count].values[e % count]; }
+  __device__ typename Number::Stored& operator[](int e) {
+    return pack[e / count].values[e % count];
+  }
 };
 
 /// The sum of all lanes' partial sums, neighbours first.

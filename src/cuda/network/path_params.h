@@ -8,8 +8,8 @@
 
 namespace waybill::cuda {
 
-/// Counters of one dispatcher's leg on its rank's device, zeros at first. They move on when a
-/// network path ends, so that the same launch can be replayed.
+/// Counters of one dispatcher's network path on its rank's device, zeros at first. They move on
+/// when a network path ends, so that the same launch can be replayed.
 struct PathState {
   std::uint64_t epoch;        ///< of the last network path that has ended
   unsigned long long blocks;  ///< of the running one, that have done their part
@@ -48,7 +48,7 @@ struct PathParams {
   std::byte* window;
   std::uint64_t* slots;           ///< slot 0
   std::uint64_t* arrivals;        ///< [W]
-  FingerprintParams fingerprint;  ///< told with the arrivals
+  FingerprintParams fingerprint;  ///< sent with the arrivals
 };
 
 }  // namespace waybill::cuda

@@ -19,7 +19,7 @@ constexpr int vector_chunk_bytes = 65536;
 
 void check(cudaError_t status, const char* doing) { cuda::cuda_check(status, doing); }
 
-/// One GPU's sources and destinations, by peer. Peers take turns, the next GPU first.
+/// One GPU's sources and destinations, by peer. Peers alternate, the next GPU first.
 struct Pairs {
   const char* from[max_gpus];
   char* to[max_gpus];

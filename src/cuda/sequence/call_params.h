@@ -6,7 +6,7 @@
 
 namespace waybill::cuda {
 
-/// The part of the parameters by which ranks meet.
+/// The part of the parameters by which ranks synchronize.
 /// What the call means on this rank; the plan's part where the host has it, not the device.
 [[nodiscard]] FingerprintParams fingerprint_params(const SequenceCall& call);
 

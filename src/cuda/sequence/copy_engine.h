@@ -13,7 +13,7 @@ namespace waybill::cuda {
 
 /// Sends rows with the copy engines of the device: one queue for the links, one for what stays.
 /// More queues share the engines, and wait for each other (docs/performance/gpu_sequences.md). What
-/// continues both in the tensor and in the window is one copy; destinations take turns.
+/// continues both in the tensor and in the window is one copy; destinations alternate.
 class CopyEngine {
  public:
   /// @param share ranks on this device: where there are many, one queue does both, as all ranks
@@ -89,7 +89,7 @@ class CopyEngine {
   std::shared_ptr<GpuRank> gpu_;
   std::size_t num_queues_;
   std::vector<Batch> batches_;  ///< [W]
-  Batch links_;                 ///< of one rank's turn
+  Batch links_;                 ///< of one rank's round
   Queue queues_[2];             ///< for the links; for what stays
   cudaEvent_t begun_ = nullptr;
 };

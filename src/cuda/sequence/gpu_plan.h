@@ -106,7 +106,7 @@ class GpuPlan final : public UploadedPlan {
 
   void point(SequenceParams& params) const;
 
-  /// In device memory: what kernels tell of the plan.
+  /// In device memory: what kernels say of the plan.
   [[nodiscard]] const std::uint64_t* fingerprint() const;
 
   /// Whether it takes the kernels for batches. A plan without work takes those of the one before,

@@ -28,7 +28,7 @@ constexpr const char* who = "make_gpu_process_world";
 /// would map the neighbours as well.
 constexpr std::int64_t page_bytes = std::int64_t{2} << 20;
 
-/// What a rank tells about the block that it has made.
+/// What a rank says about the block that it has made.
 struct SharedBlockInfo {
   std::int64_t size_bytes;
   cudaIpcMemHandle_t handle;

@@ -160,8 +160,8 @@ class NvshmemTransport final : public GpuTransport {
   }
 
  private:
-  /// NVSHMEM's own part of an allocation waits for all ranks without a deadline: so they meet
-  /// first.
+  /// NVSHMEM's own part of an allocation waits for all ranks without a deadline: so they
+  /// synchronize first.
   std::shared_ptr<void> make_own(std::int64_t size_bytes, const std::string& operation) {
     bootstrap().barrier(operation);
     std::shared_ptr<void> own;
