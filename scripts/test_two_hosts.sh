@@ -7,8 +7,8 @@
 #   scripts/test_two_hosts.sh --gpu LAUNCH   the example launch, built with CUDA: a GPU for each host,
 #                                            rows over NCCL's sockets
 #
-# Needs root, for the namespaces: without, it says so and ends with 77. Slow and lossy links need the
-# kernel's netem; where it is missing that is said, and the rest runs.
+# Needs root, for the namespaces: without, it says so and ends with 77. Slow and lossy links need tc and
+# the kernel's netem; where these are missing that is said, and the rest runs.
 set -euo pipefail
 
 gpu=
@@ -22,37 +22,34 @@ if (($# != 1)) || [[ ! -x $1 ]]; then
 fi
 program=$(realpath "$1")
 scratch=$(mktemp -d)
-east=waybill_east_$$
-west=waybill_west_$$
+network=$(realpath "$(dirname "$0")/two_hosts_network.py")
 cleanup() {
   local process
   for process in $(jobs -p); do kill -9 "$process" 2>/dev/null || true; done
-  ip netns del "$east" 2>/dev/null || true
-  ip netns del "$west" 2>/dev/null || true
+  "$network" delete "$scratch" 2>/dev/null || true
   rm -rf "$scratch"
 }
 trap cleanup EXIT
 
-if ! { ip netns add "$east" && ip netns add "$west" &&
-  ip link add wb_east netns "$east" type veth peer name wb_west netns "$west"; } 2>"$scratch/why"; then
+if ! "$network" make "$scratch" 2>"$scratch/why"; then
   echo "test_two_hosts: SKIPPED: no network namespaces here (root makes them): $(head -1 "$scratch/why")" >&2
   exit 77
 fi
-ip -n "$east" addr add 10.9.8.1/24 dev wb_east
-ip -n "$west" addr add 10.9.8.2/24 dev wb_west
-for name in east west; do
-  ip -n "waybill_${name}_$$" link set lo up
-  ip -n "waybill_${name}_$$" link set "wb_$name" up
-done
+# on HOST PROGRAM ARGUMENT...
+on() {
+  nsenter --net="$scratch/$1" "${@:2}"
+}
 
 fail() {
   echo "test_two_hosts: FAILED: $*" >&2
   tail -n +1 "$scratch"/rank_* >&2 || true
   exit 1
 }
-# Bytes that the east has got through the cable, as its interface counts them.
-bytes_in_east() { ip netns exec "$east" cat /sys/class/net/wb_east/statistics/rx_bytes; }
-bytes_out_of_east() { ip netns exec "$east" cat /sys/class/net/wb_east/statistics/tx_bytes; }
+# Bytes that the east has got through the cable, and sent, as its interface counts them.
+# shellcheck disable=SC2016 # a program of awk
+bytes_in_east() { on east awk '$1 == "wb_east:" {print $2}' /proc/net/dev; }
+# shellcheck disable=SC2016
+bytes_out_of_east() { on east awk '$1 == "wb_east:" {print $10}' /proc/net/dev; }
 
 port=23400
 processes=()
@@ -65,7 +62,7 @@ start() {
   for ((rank = 0; rank < 2 * per_host; ++rank)); do
     name=$( ((rank < per_host)) && echo east || echo west)
     local_rank=$((rank % per_host))
-    ip netns exec "waybill_${name}_$$" env WAYBILL_HOST_ID="$name" NCCL_HOSTID="$name" \
+    nsenter --net="$scratch/$name" env WAYBILL_HOST_ID="$name" NCCL_HOSTID="$name" \
       NCCL_NET=Socket NCCL_SOCKET_IFNAME="wb_$name" NCCL_NVLS_ENABLE=0 \
       WAYBILL_RENDEZVOUS="tcp://10.9.8.1:$port" WAYBILL_JOB_ID="two-hosts-$$-$port" \
       RANK="$rank" WORLD_SIZE=$((2 * per_host)) LOCAL_RANK="$local_rank" LOCAL_WORLD_SIZE="$per_host" \
@@ -93,8 +90,8 @@ await_text() {
 }
 say() { echo "test_two_hosts: $*"; }
 
-cut_link() { ip -n "$west" link set wb_west down; }
-mend_link() { ip -n "$west" link set wb_west up; }
+cut_link() { "$network" down "$scratch"; }
+mend_link() { "$network" up "$scratch"; }
 
 on_gpus() {
   local before after
@@ -126,17 +123,17 @@ on_cpus() {
   grep -q "rank 2 is on another host than rank 0" "$scratch/rank_0" || fail "no refusal"
   say "a world in host memory is refused: ok"
 
-  if ip netns exec "$west" tc qdisc add dev wb_west root netem delay 20ms rate 20mbit 2>/dev/null; then
+  if on west tc qdisc add dev wb_west root netem delay 20ms rate 20mbit 2>/dev/null; then
     start 2 "$program" 3 65536 20
     ended 0
     say "a slow link (20 ms, 20 Mbit/s): ok"
-    ip netns exec "$west" tc qdisc change dev wb_west root netem delay 2ms loss 5%
+    on west tc qdisc change dev wb_west root netem delay 2ms loss 5%
     start 2 "$program" 10 65536 20
     ended 0
     say "a lossy link (5 %): ok"
-    ip netns exec "$west" tc qdisc del dev wb_west root
+    on west tc qdisc del dev wb_west root
   else
-    say "NOT TRIED: slow and lossy links, as the kernel has no netem"
+    say "NOT TRIED: slow and lossy links, as there is no tc, or no netem in the kernel"
   fi
 
   local seconds rank

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import functools
 import json
 import os
@@ -212,8 +213,7 @@ class Bench:
                 if step >= self.options.warm:
                     times[way].append(ms)
                     phases[way].append(parts)
-        if self.options.profile:
-            self._profile(tables, self.options.warm + self.options.steps)
+        self._tables = tables
         slowest = torch.tensor(
             [times[way] for way in ways], dtype=torch.float64, device=self.device
         )
@@ -257,8 +257,9 @@ class Bench:
                 print(f"ring of torch: {type(error).__name__}: {error}", flush=True)
             return float("nan")
 
-    def _profile(self, tables: dict[str, Any], first: int) -> None:
-        """Of a few more steps of each way, by torch's profiler."""
+    def profile(self) -> None:
+        """Of a few more steps of some ways, by torch's profiler."""
+        tables, first = self._tables, self.options.warm + self.options.steps
         os.makedirs(self.options.profile, exist_ok=True)
         name = f"{self.name.replace('/', '_')}.rank{self.rank}.txt"
         with open(os.path.join(self.options.profile, name), "w", encoding="utf-8") as file:
@@ -318,6 +319,7 @@ def main() -> int:
     parser.add_argument("--profile", metavar="FOLDER", help="also profile a few steps")
     parser.add_argument("--no-compare", dest="compare", action="store_false")
     options = parser.parse_args()
+    faulthandler.enable()
     waybill.initialize_distributed(device=options.device)
     ordinal = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", ordinal) if options.device == "cuda" else torch.device("cpu")
@@ -327,13 +329,15 @@ def main() -> int:
     for workload in options.workload or WORKLOADS:
         bench = Bench(options, device, workload)
         result = {"workload": workload, **bench.run()}
+        if distributed.get_rank() == 0:
+            print(json.dumps(result), flush=True)
+        if options.profile:
+            bench.profile()
         bench.close()
         del bench
         if device.type == "cuda":
             torch.cuda.empty_cache()
         table.append(result)
-        if distributed.get_rank() == 0:
-            print(json.dumps(result), flush=True)
     if distributed.get_rank() == 0:
         show(table)
     distributed.barrier()

@@ -76,8 +76,8 @@ def _weighted_sums(rows: Any, weights: Any, tokens: Any, like: torch.Tensor) -> 
 
 
 def all_to_all(x: Any, ids: Any, weights: Any, experts: Experts, num_experts: int) -> Any:
-    """Sort by expert, counts by all_to_all with a host read, a row per topk slot there, permuted, and
-    the same back.
+    """Sort by expert, counts by all_to_all with a host read, a row per topk slot there, permuted,
+    and the same back.
     """
     ranks, topk = distributed.get_world_size(), ids.shape[1]
     local, flat = num_experts // ranks, ids.flatten()

@@ -17,6 +17,13 @@ MARKS = [
 ]
 
 
+def compiles(test):
+    """For one test of a file."""
+    for mark in MARKS:
+        test = mark(test)
+    return test
+
+
 class Graphs:
     """A backend that counts graphs; those without an operation of tensors do not come here."""
 

@@ -7,6 +7,7 @@ torch = pytest.importorskip("torch")
 if not hasattr(torch, "_grouped_mm"):
     pytest.skip("this torch has no _grouped_mm", allow_module_level=True)
 
+from compiling import compiles  # noqa: E402
 from ways import captured  # noqa: E402
 
 import waybill  # noqa: E402
@@ -82,7 +83,8 @@ def test_a_step_in_a_graph(gpu_way, windows, weights):
     gpu_way.run(WORLD, body)
 
 
-def test_compiled(gpu_way, clean_compiler):
+@compiles
+def test_compiled(gpu_way):
     if not hasattr(torch.library, "custom_op"):
         pytest.skip("this torch has no custom_op")
 

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 if not hasattr(torch, "_grouped_mm") or not hasattr(torch.library, "custom_op"):
     pytest.skip("this torch has no _grouped_mm, or no custom_op", allow_module_level=True)
 
+from compiling import compiles  # noqa: E402
 from torch.utils.checkpoint import (  # noqa: E402
     CheckpointPolicy,
     checkpoint,
@@ -87,7 +88,8 @@ def test_descriptors_go_with_their_tickets():
     waybill.run_threads(1, body)
 
 
-def test_twenty_batches_of_one_graph(clean_compiler):
+@compiles
+def test_twenty_batches_of_one_graph():
     def body(world):
         module = module_on(world, 1, shared=lambda x: x * 0.5)
         seen = []
@@ -106,7 +108,8 @@ def test_twenty_batches_of_one_graph(clean_compiler):
     waybill.run_threads(1, body)
 
 
-def test_inductor(clean_compiler):
+@compiles
+def test_inductor():
     def body(world):
         module = module_on(world, 1)
 

@@ -1,6 +1,7 @@
 """ExpertParallel in training: shared memory, presets, room that was too small, wrappers."""
 
 import pathlib
+import types
 
 import pytest
 from test_process_worlds import expect_all_well, run_ranks
@@ -14,7 +15,7 @@ import test_expert_parallel as one_process  # noqa: E402
 from test_expert_parallel import EXPERTS, HIDDEN, MOST, SIZES, TOPK, WORLD  # noqa: E402
 
 import waybill  # noqa: E402
-from waybill.torch.moe import ExpertParallel  # noqa: E402
+from waybill.torch.moe import ExpertParallel, presets  # noqa: E402
 
 
 def module_on(world, experts=None, **options):
@@ -121,6 +122,25 @@ def test_presets():
             module_on(world, windows=1)
 
     waybill.run_threads(WORLD, body)
+
+
+@pytest.mark.parametrize(
+    ("most", "per_node", "multiprocessors", "want"),
+    [
+        (4096, 8, 132, 32),  # as many as fill the links
+        (4096, 8, 78, 19),
+        (4096, 4, 132, 48),  # rows go on to other nodes
+        (128, 8, 132, 64),  # latency
+        (128, 8, 20, 10),
+        (4096, 8, 2, 1),
+    ],
+)
+def test_multiprocessors(monkeypatch, most, per_node, multiprocessors, want):
+    device = types.SimpleNamespace(multi_processor_count=multiprocessors)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    topology = types.SimpleNamespace(ranks_per_node=per_node)
+    world = types.SimpleNamespace(device="cuda:0", topology=topology, world_size=8)
+    assert presets.suggested_sms(world, most) == want
 
 
 @pytest.mark.parametrize("operations", [None, True])

@@ -215,23 +215,35 @@ class RankStep:
             return self._moves.out_home(out)
         return self._moves.out_and_lse_home(out, lse.t().contiguous())
 
+    @property
+    def _is_whole(self) -> bool:
+        """Whether one call at home has all rows, so that nothing is cut out."""
+        rows = slice(0, self.rows)
+        return len(self.home) == 1 and self.home[0].q == rows == self.home[0].kv
+
+    @property
+    def _all_travel(self) -> bool:
+        """Whether gradients of K and V are sums of copies alone, of all rows in their order."""
+        return not self.home and self.moves and self.kv_rows.ranges == [(0, self.rows)]
+
+    def _begun(self, like: torch.Tensor) -> torch.Tensor:
+        """A gradient to which sums are added."""
+        return torch.empty_like(like) if self._all_travel else torch.zeros_like(like)
+
     def _attend_home(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, want_lse: bool
     ) -> Tuple[torch.Tensor, torch.Tensor]:
         """Output and log-sum-exp [heads, rows]; rows that were dispatched have none yet."""
         shape = self.shape
-        parts = []
-        for call in self.home:
-            q_, k_, v_ = q[call.q], k[call.kv], v[call.kv]
-            parts.append(self.kernel.forward(q_, k_, v_, call.sequences, shape, want_lse))
-        if len(parts) == 1 and parts[0][0].shape[0] == self.rows:
-            out, lse = parts[0]
+        if self._is_whole:
+            out, lse = self.kernel.forward(q, k, v, self.home[0].sequences, shape, want_lse)
             out = out.contiguous()
             return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
         out = q.new_empty(self.rows, shape.heads, shape.v_head_dim)
         lses = q.new_empty(shape.heads, self.rows, dtype=torch.float32)
-        for call, (part, lse) in zip(self.home, parts):
-            out[call.q] = part
+        for call in self.home:
+            q_, k_, v_ = q[call.q], k[call.kv], v[call.kv]
+            out[call.q], lse = self.kernel.forward(q_, k_, v_, call.sequences, shape, want_lse)
             if lse is not None:
                 lses[:, call.q] = lse
         return out, lses
@@ -263,9 +275,12 @@ class RankStep:
             self.beside.join()
             if needs[0]:
                 self.q_rows.write(dq, back)
-        targets = [dk, dv] if latent is None else [torch.zeros_like(latent.rows)]
+        targets = [dk, dv] if latent is None else [self._begun(latent.rows)]
         for target, sum_ in zip(targets, sums):
-            self.kv_rows.add(target, sum_)
+            if self._all_travel:
+                target.copy_(sum_)
+            else:
+                self.kv_rows.add(target, sum_)
         of_kv = (dk, dv) if latent is None else (dk, dv, *targets, *of_weights)
         return dq if needs[0] else None, *(t if needs[1] else None for t in of_kv)
 
@@ -292,20 +307,17 @@ class RankStep:
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         out: torch.Tensor, lse: torch.Tensor,
     ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        parts = []
+        kept = lse if self.kernel.needs_lse else None
+        if self._is_whole:
+            sequences = self.home[0].sequences
+            return self.kernel.backward(grad, q, k, v, out, kept, sequences, self.shape)
+        dq, dk, dv = torch.empty_like(q), self._begun(k), self._begun(v)
         for call in self.home:
-            lse_ = lse[:, call.q].contiguous() if self.kernel.needs_lse else None
-            parts.append(
-                self.kernel.backward(
-                    grad[call.q], q[call.q], k[call.kv], v[call.kv], out[call.q], lse_,
-                    call.sequences, self.shape,
-                )
+            lse_ = None if kept is None else kept[:, call.q].contiguous()
+            dq[call.q], dk[call.kv], dv[call.kv] = self.kernel.backward(
+                grad[call.q], q[call.q], k[call.kv], v[call.kv], out[call.q], lse_,
+                call.sequences, self.shape,
             )  # fmt: skip
-        if len(parts) == 1 and self.home[0].q == slice(0, self.rows) == self.home[0].kv:
-            return parts[0]
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for call, (dq_, dk_, dv_) in zip(self.home, parts):
-            dq[call.q], dk[call.kv], dv[call.kv] = dq_, dk_, dv_
         return dq, dk, dv
 
 

@@ -79,7 +79,8 @@ def calibrate_attention(
             raise InvalidArgument(f"{_WHO}: {name} = {value}, expected >= {least}")
     cases = _cases(rows, mask)
     times = [_timed(case, found, shape, device, repeats) for case in cases]
-    about = {
+    about: dict[str, Any] = {
+        "measured": [[*case, *spans] for case, spans in zip(cases, times)],
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "kernel": found.name, "torch": torch.__version__, "heads": shape.heads,
         "kv_heads": shape.kv_heads, "head_dim": shape.head_dim, "v_head_dim": shape.v_head_dim,

@@ -184,6 +184,11 @@ def window_of(shape: AttentionShape) -> Tuple[int, int]:
     return (-1 if shape.window is None else shape.window - 1), 0
 
 
+def narrowed(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Without what ``widened`` put behind each head."""
+    return tensor if tensor.shape[-1] == head_dim else tensor[..., :head_dim]
+
+
 def widened(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
     """With zeros behind each head, where a kernel takes heads of one size only."""
     missing = head_dim - tensor.shape[-1]

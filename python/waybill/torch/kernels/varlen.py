@@ -12,6 +12,7 @@ from ._seam import (
     AttentionShape,
     Gradients,
     Sequences,
+    narrowed,
     refuse_wide_heads,
     widened,
     window_of,
@@ -52,7 +53,7 @@ class VarlenKernel(AttentionKernel):
             sequences.max_seqlen_q, sequences.max_seqlen_k, 0.0, (left, right) == (-1, 0), False,
             scale=shape.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
-        return out[..., : shape.v_head_dim], lse
+        return narrowed(out, shape.v_head_dim), lse
 
     def backward(
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -69,4 +70,4 @@ class VarlenKernel(AttentionKernel):
             random, random.new_empty(0),
             scale=shape.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
-        return dq, dk, dv[..., : shape.v_head_dim]
+        return dq, dk, narrowed(dv, shape.v_head_dim)
