@@ -86,8 +86,8 @@ class LayerCalls(torch.nn.Module):
     @property
     @outside_graphs
     def memory_bytes(self) -> int:
-        """Symmetric memory of this rank for rows: windows of dispatch and combine, and what lies
-        between nodes; that for gradients of weights, too.
+        """Symmetric memory of this rank for rows: windows, receive slabs, and what lies between
+        nodes; that for gradients of weights, too.
         """
         parts = [layer.memory_bytes for layer in self._slot_layers]
         return sum(parts, int(self._layer.memory_bytes))
