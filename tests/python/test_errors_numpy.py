@@ -159,10 +159,10 @@ def functions(module):
 
 
 def call(function, arguments):
-    """Anything but an error of ours, or a TypeError, is a defect."""
+    """Anything but an error of ours, a TypeError, or the system's for a path, is a defect."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with contextlib.suppress(waybill.Error, TypeError, MemoryError):
+        with contextlib.suppress(waybill.Error, TypeError, MemoryError, OSError):
             function(*arguments)
 
 

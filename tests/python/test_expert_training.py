@@ -84,14 +84,19 @@ def test_memory_of_four_layers_and_two_microbatches():
     waybill.run_threads(WORLD, body)
 
 
+def same_products(one, other):
+    """Of the same numbers; torch's products on CPUs may round by where in memory they lie."""
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
 def test_own_windows_as_shared_ones():
     def body(world):
         shared, own = module_on(world), module_on(world, windows="own")
         for seed in range(3):
             for one, other in zip(step(shared, world.rank, seed), step(own, world.rank, seed)):
-                assert torch.equal(one, other)
+                same_products(one, other)
         for one, other in zip(shared.parameters(), own.parameters()):
-            assert torch.equal(one.grad, other.grad)
+            same_products(one.grad, other.grad)
         x, scores, ids, gradient = one_process.batch(world.rank)
         first = own(x.requires_grad_(), scores, ids)
         for _ in range(2):

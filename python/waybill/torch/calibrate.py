@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Optional, Tuple, Union
 import numpy as np
 import torch
 
+from .._graphs import outside_graphs
 from ..attention_costs import AttentionCosts
 from ..errors import InvalidArgument
 from ._tensors import dtype_name
@@ -43,6 +44,7 @@ class _Case(NamedTuple):
         return self.shards * int(keys.sum())
 
 
+@outside_graphs
 def calibrate_attention(
     heads: int,
     kv_heads: Optional[int] = None,
