@@ -9,7 +9,8 @@ ContextParallelAttention, three ways by hand, and attention alone.
 SOURCE is a distribution (waybill.length_distributions), a JSON file with a list of lengths, or
 "single", one document; TOKENS are a rank's. Every step has its documents in another order;
 planning, tables and their upload are inside the time of each way: those of the next step, behind
-the calls of this one. Ways take turns in one run; outputs and gradients of all are compared first.
+the calls of this one. Ways take turns in one run, but for the ring, which runs afterwards; outputs
+and gradients of all are compared first.
 Times are the slowest rank's, medians over the steps; beside them by phase, on the device and on
 the host. Ways:
 
@@ -110,6 +111,8 @@ class Bench:
             module = self.modules[way]
             plan = module.plan(waybill_pieces(lengths, self.size))
             module.prepare(plan)
+            if self.device.type == "cuda":  # their upload is a part of the time
+                torch.cuda.current_stream().wait_stream(module._beside.uploads)
             if way == "waybill":
                 self.planned, self.chosen = self.planned + 1, self.chosen + plan.in_place
             return plan

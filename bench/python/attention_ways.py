@@ -136,6 +136,8 @@ class ByHand:
         adjacent = bool((context[1:] == context[:-1] + 1).all())
         self.first: Optional[int] = int(context[0]) if adjacent else None
         self.num_keys = len(context)
+        if device.type == "cuda":
+            context = context.pin_memory()
         self.context = None if adjacent else context.to(device, non_blocking=True)
         self.sequences = waybill.kernels.Sequences.of(
             [p.end - p.begin for p in self.pieces], [p.end - p.start for p in self.pieces], device

@@ -9,7 +9,8 @@ ExpertParallel, three ways by hand, and the experts' grouped products alone.
 
 TOKENS are a rank's; SKEW is the rows of the fullest rank over the mean. Ways take turns in one run;
 outputs and gradients of all are compared first. Times are the slowest rank's, medians over the
-steps, ms: of a step, and of forward alone with experts that do nothing ("moves"). Ways:
+steps, ms: of a step, and of forward alone, without gradients, with experts that do nothing
+("moves"; rows are then copied nowhere, as nothing is kept for a backward). Ways:
 
   all_to_all, all_gather, deduplicated   by hand, see experts_by_hand.py
   waybill                   ExpertParallel as it comes: layers of a model would share its windows

@@ -219,7 +219,6 @@ class RankLayer {
       bytes += memory.dispatch_windows[parity].size_bytes;
       bytes += memory.combine_windows[parity].size_bytes;
       bytes += memory.receive_slabs[parity].size_bytes;
-      bytes += memory.receive_slabs[parity].size_bytes;
     }
     return bytes;
   }

@@ -76,9 +76,10 @@ std::vector<CheckLine> peer_lines(const GpuReport& report) {
   }
   if (!all) {
     lines.push_back({"peer access", CheckState::note, "not between all GPUs (.)",
-                     "worlds of processes move their rows through NCCL instead, at the speed of "
-                     "PCIe or the network; IOMMU and ACS settings, or a container without all "
-                     "GPUs, often are the reason (nvidia-smi topo -p2p rw)"});
+                     "worlds of this host move their rows through pinned memory of the host "
+                     "instead, at the speed of PCIe; several hosts over NCCL are refused; IOMMU "
+                     "and ACS settings, or a container without all GPUs, often are the reason "
+                     "(nvidia-smi topo -p2p rw)"});
   }
   return lines;
 }
@@ -86,7 +87,7 @@ std::vector<CheckLine> peer_lines(const GpuReport& report) {
 CheckLine nccl_line(const GpuReport& report) {
   if (!report.nccl.empty()) return {"NCCL", CheckState::good, report.nccl};
   return {"NCCL", CheckState::note, "not found",
-          "needed between hosts and without peer access: pip install nvidia-nccl-cu13, and name "
+          "needed between hosts: pip install nvidia-nccl-cu13, and name "
           "its file in WAYBILL_NCCL_LIBRARY unless torch has loaded it"};
 }
 
@@ -95,12 +96,13 @@ CheckLine nvshmem_line(const GpuReport& report) {
   // What was tried last: NVSHMEM itself, or the library that Waybill is built with for it.
   const std::string& text = report.nvshmem_trouble;
   const std::size_t last = text.rfind('\n');
-  return {"NVSHMEM", CheckState::note,
-          concat("did not load", last == text.npos ? "" : ": ",
-                 last == text.npos ? "" : printable_line(text.substr(last + 3))),
-          "only for make_nvshmem_world: pip install nvidia-nvshmem-cu13, its folder in "
-          "NVSHMEM_HOME, and libwaybill_nvshmem.so, from a build with -DWAYBILL_NVSHMEM=ON, in "
-          "WAYBILL_NVSHMEM_LIBRARY"};
+  return {
+      "NVSHMEM", CheckState::note,
+      concat("did not load", last == text.npos ? "" : ": ",
+             last == text.npos ? "" : printable_line(text.substr(std::min(last + 3, text.size())))),
+      "only for make_nvshmem_world: pip install nvidia-nvshmem-cu13, its folder in "
+      "NVSHMEM_HOME, and libwaybill_nvshmem.so, from a build with -DWAYBILL_NVSHMEM=ON, in "
+      "WAYBILL_NVSHMEM_LIBRARY"};
 }
 
 std::vector<CheckLine> measured_lines(const GpuReport& report) {

@@ -1,7 +1,6 @@
 #include "waybill/cost_model/call_overhead.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "waybill/core/error.h"
 
@@ -15,12 +14,7 @@ constexpr std::int64_t words_of_a_call = 5;  // that it has come, and the finger
 CallOverhead overhead_of(const Topology& topology, std::int64_t words,
                          const HardwareFacts& hardware, const StepCosts& costs) {
   topology.check();
-  const auto positive = [](const char* name, double speed) {
-    require(std::isfinite(speed) && speed > 0, "call_overhead: ", name, " = ", speed,
-            ", expected a finite number above 0");
-  };
-  positive("nvlink_bytes_per_second", hardware.nvlink_bytes_per_second);
-  positive("network_bytes_per_second", hardware.network_bytes_per_second);
+  StepOptions{.hardware = hardware, .costs = costs}.check("call_overhead");
   const std::int64_t world = topology.world_size;
   CallOverhead result;
   result.node_messages = topology.ranks_per_node - 1;

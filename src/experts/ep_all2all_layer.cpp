@@ -11,7 +11,7 @@ namespace waybill {
 bool pushes_combines_by_default() {
   static const bool pushes = [] {
     const char* const way = std::getenv("WAYBILL_COMBINE");
-    const std::string_view text = way == nullptr ? "pull" : way;
+    const std::string_view text = way == nullptr || *way == 0 ? "pull" : way;
     require(text == "push" || text == "pull", "WAYBILL_COMBINE = \"", text,
             "\", expected push or pull");
     return text == "push";

@@ -120,6 +120,8 @@ EPDispatched LayerState::finish_dispatch(const ExpertCall& call, const ExpertDis
   const auto layout = std::make_shared<EPLayout>();
   layout->config_ = config_;
   layout->options_ = options_.dispatch;
+  layout->fixed_rows_ = options_.fixed_rows;
+  layout->world_ = &world_.transport();
   layout->tables_ = std::move(begun);
   layout->num_tokens_ = input.tokens.shape[0];
   layout->layer_ = id_;
@@ -170,8 +172,6 @@ void LayerState::check_rows(const ExpertCombineInput& input, const EPLayout& lay
   const bool fixed = options_.fixed_rows > 0;
   check_combine_input(config_, input, fixed ? -1 : layout.num_recv_rows(), layout.num_tokens_);
   const std::int64_t rows = input.rows.shape[0];
-  require(rows <= context_.capacity_rows(), "combine: input has ", rows, " rows, expected at most ",
-          context_.capacity_rows());
   const auto counts = layout.tables_->routing().known_counts();
   if (!fixed || counts.empty()) return;
   const std::int64_t arrived = counts[static_cast<std::size_t>(config_.rank)];
@@ -188,7 +188,8 @@ bool LayerState::goes_alike(const EPLayout& layout) const {
   config.weight_dtype = config_.weight_dtype;
   const EPDispatchOptions& mine = options_.dispatch;
   const EPDispatchOptions& other = layout.options_;
-  return config == config_ && other.rows == mine.rows &&
+  return layout.world_ == &world_.transport() && layout.fixed_rows_ == options_.fixed_rows &&
+         config == config_ && other.rows == mine.rows &&
          other.expert_alignment == mine.expert_alignment;
 }
 
@@ -210,13 +211,15 @@ void LayerState::combine(const ExpertCombineInput& input, const EPLayout& layout
   abort_state_.check("combine");
   require(layout.layer_ == id_ || (input.of_companion && goes_alike(layout)),
           "combine: the layout belongs to another layer");
-  if (input.of_companion) abort_state_.guard([&] { grow_for(*layout.tables_, stream); });
   check_rows(input, layout);
   check_place(input.rows);
   require(!input.options.weighted || layout.has_weights(),
           "combine: weighted = true, but the dispatch had no weights");
   require(!input.options.weighted || options_.dispatch.rows == EPRows::grouped,
           "combine: weighted = true, expected false for compact rows: they hold sums already");
+  if (input.of_companion) abort_state_.guard([&] { grow_for(*layout.tables_, stream); });
+  require(input.rows.shape[0] <= context_.capacity_rows(), "combine: input has ",
+          input.rows.shape[0], " rows, expected at most ", context_.capacity_rows());
   ExpertCombineInput checked = input;
   checked.options.local_combine = options_.enable_local_combine;
   const ExpertCall call = next_call("combine", num_combines_, stream,

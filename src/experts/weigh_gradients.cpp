@@ -1,44 +1,13 @@
 #include "weigh_gradients.h"
 
 #include <array>
-#include <type_traits>
 
-#include "core/float_convert.h"
+#include "core/number.h"
 #include "core/to_size.h"
 #include "moe/row_accumulator.h"
 
 namespace waybill::detail {
 namespace {
-
-template <class Element>
-struct Plain {
-  using Stored = Element;
-  using Sum = Element;
-  static Sum load(Stored value) { return value; }
-  static Stored round(Sum value) { return value; }
-};
-
-template <float (*Load)(std::uint16_t), std::uint16_t (*Round)(float)>
-struct Half {
-  using Stored = std::uint16_t;
-  using Sum = float;
-  static Sum load(Stored value) { return Load(value); }
-  static Stored round(Sum value) { return Round(value); }
-};
-
-template <class Visit>
-void with_number(DType dtype, Visit&& visit) {
-  switch (dtype) {
-    case DType::bfloat16:
-      return visit(Half<bfloat16_to_float, float_to_bfloat16>{});
-    case DType::float16:
-      return visit(Half<float16_to_float, float_to_float16>{});
-    case DType::float64:
-      return visit(Plain<double>{});
-    default:
-      return visit(Plain<float>{});
-  }
-}
 
 /// In the order that ExpertGradientInput says.
 template <class Number>
@@ -83,7 +52,8 @@ void weigh(const ExpertGradientInput& input, std::int64_t num_rows) {
 }  // namespace
 
 void weigh_gradients(const ExpertGradientInput& input, std::int64_t num_rows) {
-  with_number(input.gradients.dtype, [&]<class Number>(Number) { weigh<Number>(input, num_rows); });
+  (void)for_number(input.gradients.dtype,
+                   [&]<class Number>(Number /*is*/) { weigh<Number>(input, num_rows); });
 }
 
 }  // namespace waybill::detail

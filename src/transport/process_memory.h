@@ -22,8 +22,7 @@ class ProcessMemory {
 
   /// Collective: [W] blocks of size_bytes >= 0 zeros, mapped here, by rank.
   /// @throws InvalidArgument when sizes differ; TransportError on all ranks when the host has not
-  /// so
-  ///   much shared memory; Timeout
+  ///   so much shared memory; Timeout
   [[nodiscard]] std::vector<std::shared_ptr<void>> make(Bootstrap& bootstrap,
                                                         std::int64_t size_bytes,
                                                         std::string_view name);

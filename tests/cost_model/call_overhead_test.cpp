@@ -31,6 +31,8 @@ TEST(CallOverhead, CountsOfExpertsGrowWithRanksTimesExperts) {
 TEST(CallOverhead, WrongInputsAreNamed) {
   EXPECT_THROW((void)call_overhead({8, 3}), InvalidArgument);
   EXPECT_THROW((void)call_overhead({8, 8}, {.nvlink_bytes_per_second = 0}), InvalidArgument);
+  EXPECT_THROW((void)call_overhead({8, 8}, {.message_seconds = -1}), InvalidArgument);
+  EXPECT_THROW((void)call_overhead({8, 8}, {}, {.phase_seconds = -1}), InvalidArgument);
   EXPECT_THROW((void)counting_overhead({8, 8}, 12), InvalidArgument);
 }
 

@@ -77,6 +77,21 @@ def test_a_function_as_the_kernel(seed):
         close(got[rank][:4], expected[:4])
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_function_whose_gradients_are_one_tensor(seed):
+    """K and V have the gradient of their sum: what comes from elsewhere is added to each once."""
+    pieces = pieces_in_order([40 + 30 * seed], 2)
+    tensors = tensors_of(pieces, 2, 1, 8, 8, seed)
+
+    def on_sum(q, k, v, sequences, shape):
+        return plain(q, k + v, k + v, sequences, shape)
+
+    got = results(2, pieces, tensors, kernel=on_sum, in_place=True)
+    summed = [[q, k + v, k + v, weights] for q, k, v, weights in tensors]
+    for rank, (out, dq, dk, dv, _) in enumerate(whole(pieces, summed)):
+        close(got[rank][:4], (out, dq, dk + dv, dk + dv))
+
+
 def test_gradients_add_up_over_calls():
     pieces = pieces_in_order([70, 9, 33], 2)
     tensors = tensors_of(pieces, 2, 1, 8, 8)

@@ -15,7 +15,7 @@ import test_expert_parallel as one_process  # noqa: E402
 from test_expert_parallel import EXPERTS, HIDDEN, MOST, SIZES, TOPK, WORLD  # noqa: E402
 
 import waybill  # noqa: E402
-from waybill.torch.moe import ExpertParallel, presets  # noqa: E402
+from waybill.torch.moe import EPAll2AllLayer, ExpertParallel, presets  # noqa: E402
 
 
 def module_on(world, experts=None, **options):
@@ -103,6 +103,70 @@ def test_own_windows_as_shared_ones():
             own(x, scores, ids)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             first.backward(gradient)
+
+    waybill.run_threads(WORLD, body)
+
+
+def test_own_windows_refuse_what_scores_alone_need():
+    """Rows that need no gradients, but whose experts do, and whose scores do."""
+
+    def body(world):
+        own = module_on(world, windows="own")
+        x, scores, ids, gradient = one_process.batch(world.rank)
+        first = own(x, scores.requires_grad_(), ids)
+        for _ in range(2):
+            own(x, scores, ids)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            first.backward(gradient)
+
+    waybill.run_threads(WORLD, body)
+
+
+def test_weights_of_a_window_are_refused_when_it_has_others():
+    def body(world):
+        layer = EPAll2AllLayer(
+            world, MOST, HIDDEN, TOPK, world.rank, EXPERTS, WORLD, WORLD, torch.float32,
+            copy_out=False, dropped_id=-1,
+        )  # fmt: skip
+        x, scores, ids, gradient = one_process.batch(world.rank)
+        rows, _, layout = layer.dispatch(x.requires_grad_(), ids, scores)
+        first = layer.combine(2 * rows, layout, weighted=True)
+        for _ in range(2):
+            layer.dispatch(x.detach(), ids, scores)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            first.backward(gradient)
+
+    waybill.run_threads(WORLD, body)
+
+
+def test_finalize_twice_and_rooms_that_cannot_be():
+    def body(world):
+        room = WORLD * MOST * TOPK
+        one, two = module_on(world, fixed_rows=room), module_on(world, fixed_rows=room)
+        for _ in range(2):
+            one.finalize()
+        with pytest.raises(waybill.InvalidArgument, match=r"resize: fixed_rows = 0, expected >= 1"):
+            two.resize(0)
+        step(two, world.rank)
+        with pytest.raises(waybill.InvalidArgument, match="operations = True with fixed_rows"):
+            module_on(world, operations=True)
+
+    waybill.run_threads(WORLD, body)
+
+
+@pytest.mark.parametrize("operations", [None, True])
+def test_autocast(operations):
+    def body(world):
+        module = ExpertParallel(
+            one_process.own_experts(world.rank, world.device).to(torch.bfloat16), group=world,
+            dtype=torch.bfloat16, fixed_rows=WORLD * MOST * TOPK, operations=operations, **SIZES,
+        )  # fmt: skip
+        x, scores, ids, gradient = one_process.batch(world.rank)
+        x = x.requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = module(x, scores, ids)
+        out.backward(gradient.to(out.dtype))
+        assert x.grad.dtype == torch.float32 and x.grad.isfinite().all()
 
     waybill.run_threads(WORLD, body)
 

@@ -72,7 +72,7 @@ def test_a_quantized_dispatch_refuses_gradients():
         )  # fmt: skip
         x = torch.ones(2, 128, dtype=torch.bfloat16, requires_grad=True)
         ids = torch.zeros(2, 1, dtype=torch.int64)
-        with pytest.raises(wt.InvalidArgument, match="^dispatch: got a tensor that requires grad"):
+        with pytest.raises(wt.InvalidArgument, match=r"^dispatch: got a tensor that requires grad"):
             layer.dispatch(x, ids)
         quietly(layer.dispatch, x.detach(), ids)
         layer.finalize()

@@ -65,6 +65,8 @@ class EPLayout {
   friend class detail::LayerState;
   EPConfig config_;
   EPDispatchOptions options_;
+  std::int64_t fixed_rows_ = 0;
+  const void* world_ = nullptr;  ///< compared alone
   std::shared_ptr<const ExpertTables> tables_;
   std::int64_t num_tokens_ = 0;
   std::uint64_t layer_ = 0;  ///< that made it
@@ -128,10 +130,10 @@ class EPAll2AllLayer {
   void copy_rows(const ConstTensorView& from, const TensorView& to, const EPLayout& layout,
                  Stream stream = {});
 
-  /// Where the next combine would copy its rows: whoever writes them there, on
-  /// `stream`, and passes this view to it saves the copy. Called again before that combine,
-  /// it gives the place of the one after it; one more, or one right behind a combine whose rows
-  /// other ranks still read, is refused. Not collective.
+  /// Where the next combine would copy its rows: whoever writes them there, on `stream`, and passes
+  /// this view to it saves the copy. A combine that pulls with local_combine changes them. Called
+  /// again before that combine, it gives the place of the one after it; one more, or one right
+  /// behind a combine whose rows other ranks still read, is refused. Not collective.
   /// @throws InvalidArgument
   [[nodiscard]] TensorView combine_input(std::int64_t rows, Stream stream);
 

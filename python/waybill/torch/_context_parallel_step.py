@@ -181,7 +181,7 @@ class RankStep:
             self.q_rows.write(out, back[0])
         lse = None
         if want_lse:
-            lse = home_lse.t().contiguous()
+            lse = home_lse.t().clone(memory_format=torch.contiguous_format)
             if self.moves:
                 self.q_rows.write(lse, back[1])
         kept = home_lse if self.kernel.needs_lse else home_lse.new_empty(0)

@@ -81,7 +81,8 @@ class BatchPlanner(Unchanging):
         self.world_size = _least(world_size, 1, "world_size", who)
         if in_place not in ("auto", True, False):
             raise InvalidArgument(f'{who}: in_place = {in_place!r}, expected "auto", True or False')
-        self.in_place, self.costs = in_place, costs
+        self.in_place = in_place if isinstance(in_place, str) else bool(in_place)
+        self.costs = costs
         self.latent_dim = 0 if latent_dim is None else _least(latent_dim, 1, "latent_dim", who)
         self._given = (heads, kv_heads, head_dim, v_head_dim)
         shape = self.shape

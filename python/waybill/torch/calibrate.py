@@ -141,9 +141,10 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
         return time.perf_counter() - begin
     event: Any = torch.cuda.Event
     first, last = (event(enable_timing=True) for _ in range(2))
-    first.record()
+    stream = torch.cuda.current_stream(device)
+    first.record(stream)
     call()
-    last.record()
+    last.record(stream)
     last.synchronize()
     return 1e-3 * first.elapsed_time(last)
 

@@ -161,6 +161,8 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
     def varlen(self, plan: BatchPlan) -> Tuple[Optional[Sequences], Optional[Sequences]]:
         """What the kernel is called with, on the device: (rows in place, rows that came)."""
         step = self._step(plan)
+        if self.device.type == "cuda":
+            step.uploads.ready(torch.cuda.current_stream(self.device))
         home = step.home[0].sequences if len(step.home) == 1 else None
         return home, step.arrived
 

@@ -39,7 +39,7 @@ __device__ inline const std::uint64_t* call_words_at(const ArriveParams& p, std:
   return words_at(p.own_arrivals, p.fingerprint, p.world_size, epoch, r);
 }
 
-/// A wait of a call that comes to a bad end: says which rank means another call, if one has said so
+/// A wait of a call that comes to a bad end: says which rank means another call, if one has said
 /// so, beginning with the one that was waited for; else that this one has not come.
 [[noreturn]] __device__ __noinline__ inline void report_missed(const ArriveParams& p,
                                                                std::uint64_t epoch,

@@ -32,11 +32,11 @@ GpuExpertCombine::GpuExpertCombine(Transport& transport, std::shared_ptr<GpuRank
       memory_(memory),
       params_(params),
       nodes_(nodes) {
+  prepare();  // may throw: nothing is to be given back yet
   if (memory.slab_slots > 0) {
     const std::int64_t units = most_push_units(config.max_tokens, config.topk);
     flags_ = transport.allocate_signals(units * config.world_size, "combine flags");
   }
-  prepare();
 }
 
 GpuExpertCombine::~GpuExpertCombine() { transport_.defer_release(std::move(flags_.memory)); }

@@ -63,6 +63,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
         config_(config),
         options_(options),
         memory_(memory),
+        links_(transport.links()),
         params_(transport, gpu_, share, config, options, memory),
         barrier_(transport, gpu_, share),
         pool_(std::make_shared<TablePool>(gpu_)) {
@@ -164,7 +165,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     params.cuts = cut_rows(row_bytes, static_cast<std::int32_t>(scale_bytes), bulk, word);
     if (options_.rows == EPRows::compact) params.cuts.signal_less();
     params.num_senders =
-        num_sending_blocks(transport_.links(), config_, options_, blocks, params.shape.num_tokens);
+        num_sending_blocks(links_, config_, options_, blocks, params.shape.num_tokens);
     if (made != nullptr && is_given(input.full_scatter_indices)) claim_rows(call, *made, params);
     const bool early =
         is_alone() && options_.payload != EPPayload::quantized && !params.claims_rows;
@@ -296,6 +297,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
   EPConfig config_;
   EPDispatchOptions options_;
   const ExpertMemory& memory_;
+  const LinkSpeeds links_;  ///< when the layer was made
   ExpertParams params_;
   GpuExpertBarrier barrier_;
   std::unique_ptr<ExpertNodes> nodes_;  ///< null on one node
@@ -316,7 +318,7 @@ int num_sending_blocks(const LinkSpeeds& links, const EPConfig& config,
   const double all = options.rows == EPRows::compact ? sent : config.topk;
   auto most = static_cast<int>(std::lround(blocks * sent / all));
   if (world > 1) {
-    most = std::min(most, static_cast<int>(fill_links * world / (world - 1)));
+    most = static_cast<int>(std::min<double>(most, fill_links * world / (world - 1)));
   }
   return std::clamp(most, 1, blocks);
 }

@@ -180,11 +180,17 @@ void GpuRank::wait_for_device(std::string_view doing, std::string_view operation
     return status != cudaSuccess ? status : cudaDeviceSynchronize();
   });
   auto status = wait.get_future();
-  std::thread(std::move(wait)).detach();
-  PollingWait polls(std::numeric_limits<double>::infinity(), wait_options(operation));
-  while (status.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
-    (void)polls.pause();
+  std::thread waiter(std::move(wait));
+  try {
+    PollingWait polls(std::numeric_limits<double>::infinity(), wait_options(operation));
+    while (status.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
+      (void)polls.pause();
+    }
+  } catch (...) {
+    waiter.detach();
+    throw;
   }
+  waiter.join();  // nothing of it runs when the device's memory is freed
   check(status.get(), doing, operation);
 }
 

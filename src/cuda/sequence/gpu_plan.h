@@ -91,9 +91,9 @@ class GpuPlan final : public UploadedPlan {
   GpuPlan(std::shared_ptr<PlanPool> pool, std::shared_ptr<GpuRank> gpu, const SequencePlan& plan);
   ~GpuPlan() override;
 
-  /// Queues the copy and the making of chunks. @throws InvalidArgument for a plan for which there
-  /// is
-  ///   no room, Unsupported for more tensors than kernels take
+  /// Queues the copy and the making of chunks.
+  /// @throws InvalidArgument for a plan for which there is no room, and nothing has changed then;
+  ///   Unsupported for more tensors than kernels take
   void fill(const SequencePlan& plan, cudaStream_t stream);
 
   /// To be called behind each launch: another plan gets the tables when the stream has come past

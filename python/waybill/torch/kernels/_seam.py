@@ -112,8 +112,8 @@ class AttentionKernel:
             leaves = [t.detach().requires_grad_() for t in (q, k, v)]
             again, _ = self.forward(leaves[0], leaves[1], leaves[2], sequences, shape, False)
             grad = grad.contiguous()
-            dq, dk, dv = torch.autograd.grad(again, leaves, grad, materialize_grads=True)
-        return dq, dk, dv
+            found = torch.autograd.grad(again, leaves, grad, materialize_grads=True)
+        return _apart(grad, *found)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -144,6 +144,18 @@ class FunctionKernel(AttentionKernel):
 
     def __repr__(self) -> str:
         return f"FunctionKernel({self.function!r})"
+
+
+def _apart(given: torch.Tensor, *gradients: torch.Tensor) -> Gradients:
+    """Each in memory of its own: autograd may give one tensor for several, or expanded ones."""
+    taken, found = {given.untyped_storage().data_ptr()}, []
+    for gradient in gradients:
+        memory = gradient.untyped_storage().data_ptr()
+        if memory in taken or not gradient.is_contiguous():
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+        taken.add(memory)
+        found.append(gradient)
+    return found[0], found[1], found[2]
 
 
 def _known_to_autograd() -> contextlib.AbstractContextManager[Any]:

@@ -29,7 +29,8 @@ class LayerCalls(torch.nn.Module):
     is_intra_node: bool
     fixed_rows: Optional[int]
     _slot_layers: List[Any]
-    _lent: List[Tuple[int, torch.Tensor]]  #: views of windows that autograd may keep, by dispatch
+    #: Views of windows that autograd may keep: (number of the dispatch, view, whether of weights)
+    _lent: List[Tuple[int, torch.Tensor, bool]]
 
     @outside_graphs
     def await_calls(self) -> None:
@@ -116,12 +117,15 @@ class LayerCalls(torch.nn.Module):
                 tokens, ids, weight, positions, scales, layout,
                 needs_gradients, weights_need_gradients, origin,
             )  # fmt: skip
+            lends = torch.is_grad_enabled() or needs_gradients or weights_need_gradients
             if self.copy_out if copy_out is None else copy_out:
                 rows = self._copied(rows, made)
-            elif torch.is_grad_enabled() or needs_gradients:
-                self._lent.append((made._handle.number, rows.detach()))
+            elif lends:
+                self._lent.append((made._handle.number, rows.detach(), False))
             if self.copy_out:
                 weights, scales = (None if v is None else v.clone() for v in (weights, scales))
+            elif lends and weights is not None:
+                self._lent.append((made._handle.number, weights.detach(), True))
         made.recv_scales = scales
         return rows, weights, made
 
@@ -149,7 +153,7 @@ class LayerCalls(torch.nn.Module):
             needs_gradients, weights_need_gradients, origin,
         )  # fmt: skip
         del kept
-        self._end_loans(made.number)
+        self._end_loans(made.number, weight is not None)
         views = (
             shown(bits, payload_dtype),
             shown(weights, self.weight_dtype),
@@ -160,12 +164,15 @@ class LayerCalls(torch.nn.Module):
         )
         return (*views, layout)
 
-    def _end_loans(self, number: int) -> None:
+    def _end_loans(self, number: int, brings_weights: bool) -> None:
         """What dispatch ``number`` overwrites: autograd then refuses a backward that needs it."""
-        overwritten = [view for since, view in self._lent if since + 2 <= number]
-        self._lent = [(since, view) for since, view in self._lent if since + 2 > number]
-        for view in overwritten:
-            torch.autograd.graph.increment_version(view)
+        kept = []
+        for since, view, is_weights in self._lent:
+            if since + 2 > number or (is_weights and not brings_weights):
+                kept.append((since, view, is_weights))
+            else:
+                torch.autograd.graph.increment_version(view)
+        self._lent = kept
 
     def _copied(self, view: torch.Tensor, layout: LayerLayout) -> torch.Tensor:
         """Memory of the caller's. What lies behind the rows that have come is not copied."""

@@ -15,7 +15,7 @@ from .lanes import Lane, scaled_gradient
 from .layer import EPAll2AllLayer
 from .presets import preset_options
 from .shared_layers import LayerBox, shared_box
-from .tensors import world_of
+from .tensors import as_autocast, world_of
 
 __all__ = ["ExpertParallel"]
 
@@ -102,13 +102,16 @@ class ExpertParallel(torch.nn.Module):
             _check_layer(layer, num_experts, topk, hidden, max_tokens, layer_options)
             box = LayerBox(None, layer)
         box.users += 1
-        self._boxes = (box,)  # not a submodule: others may have it, too
+        self._boxes, self._released = (box,), False  # no submodule: others may have it, too
         self.experts, self.shared = experts, shared
         self.gradients, self.weights, self.windows = gradients, weights, windows
         self.operations = operations
-        if operations and (self.layer.fixed_rows is None or self.chunks > 1):
+        fixed_rows = self.layer.fixed_rows
+        if operations and (fixed_rows is None or self.chunks > 1):
+            if layer is None:
+                box.release()
             raise InvalidArgument(
-                f"{who}: operations = True with fixed_rows = {self.layer.fixed_rows} and chunks ="
+                f"{who}: operations = True with fixed_rows = {fixed_rows} and chunks ="
                 f" {self.chunks}, expected fixed_rows and one chunk"
             )
         self._beside = Lane()
@@ -160,8 +163,12 @@ class ExpertParallel(torch.nn.Module):
         self._boxes[0].resize(int64(fixed_rows, "ExpertParallel.resize: fixed_rows"))
 
     def finalize(self) -> None:
-        """Collective: gives the layer's symmetric memory back, if no other module shares it."""
-        self._boxes[0].release()
+        """Collective: gives the layer's symmetric memory back, if no other module shares it; that
+        of a given ``layer`` in any case. Twice does nothing.
+        """
+        if not self._released:
+            self._released = True
+            self._boxes[0].release()
 
     def extra_repr(self) -> str:
         """For print(model)."""
@@ -196,6 +203,7 @@ class ExpertParallel(torch.nn.Module):
     ) -> torch.Tensor:
         number, inside = self._boxes[0].number, self.weights == "experts"
         recorded = torch.is_grad_enabled()
+        x = as_autocast(x, self.layer.dtype, self.layer.device)
         needs = [recorded and one.requires_grad for one in (x, weights)]
         rows, row_weights, ends, ticket = ops.dispatch(number, x, chosen, weights, *needs)
         outputs = self.experts(rows, ends, *([row_weights] if inside else []))

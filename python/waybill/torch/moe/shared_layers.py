@@ -31,6 +31,10 @@ class LayerBox:
             raise InvalidArgument(
                 "ExpertParallel.resize: the layer was given, expected one that the module made"
             )
+        if fixed_rows < 1:
+            raise InvalidArgument(
+                f"ExpertParallel.resize: fixed_rows = {fixed_rows}, expected >= 1"
+            )
         assert self.layer is not None
         self.layer.finalize()
         self.layer = self._make(fixed_rows=fixed_rows)
