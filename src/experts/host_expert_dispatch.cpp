@@ -44,7 +44,7 @@ std::shared_ptr<HostExpertTables> HostExpertDispatch::route(const ExpertCall& ca
   const auto counts = count_topk_slots(config_, ids);
   tell_counts(call, counts);
   round_.enter(call);
-  const auto first_of_node = to_size(routing->own_node() * config_.local_world_size);
+  const auto first_of_node = to_size(routing->own_node()) * to_size(config_.local_world_size);
   routing->rows = share_rows(memory_.workspace.memory[first_of_node], call.epoch,
                              [&] { return locate_rows(config_, options_, told_counts(call)); });
   routing->required_rows = static_cast<std::int32_t>(routing->rows->largest_recv_rows);

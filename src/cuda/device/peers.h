@@ -35,7 +35,8 @@ NearPeers<T> near_peers_of(const Symmetric& memory, std::int64_t offset_bytes, s
                            std::int32_t count) {
   NearPeers<T> peers{{}, peers_of<T>(memory.table + first, offset_bytes)};
   for (std::int32_t i = 0; i < count && i < max_near_peers; ++i) {
-    void* const base = memory.memory[static_cast<std::size_t>(first + i)].get();
+    const std::int32_t rank = first + i;
+    void* const base = memory.memory[static_cast<std::size_t>(rank)].get();
     if (base == nullptr) continue;  // not mapped here
     peers.near[i] = reinterpret_cast<T*>(static_cast<std::byte*>(base) + offset_bytes);
   }
