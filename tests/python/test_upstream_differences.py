@@ -17,6 +17,7 @@ ELSEWHERE = {
     "notes": "test_upstream_snippets.py",
     '`orchestrate_simulate` | "positive': "test_upstream_claims.py: test_padding",
     "read me | lengths": "here, `gen_seq_lens`",
+    "`num_sm` left out": "test_upstream_experts.py: test_every_class_and_method_can_be_called_so",
     "`use_aot`": "test_upstream_experts.py: test_options",
     "descriptor without local combine": "test_upstream_experts.py: test_every_attribute_is_there",
     "`topk_indices_tensor`": "test_upstream_experts.py: test_every_attribute_is_there",
