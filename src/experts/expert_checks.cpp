@@ -101,8 +101,6 @@ void check_gradient_input(const EPConfig& config, const ExpertGradientInput& inp
   }
   require(is_given(input.rows) == is_given(input.weight_gradients), who,
           ": one of rows and weight_gradients is given, expected both or none");
-  require(is_given(input.rows) || is_given(input.row_gradients), who,
-          ": neither row_gradients nor weight_gradients is given, expected one at least");
   if (!is_given(input.rows)) return;
   const bool wide = config.weight_dtype == DType::float64;
   check_view(who, "rows", input.rows, dtype, shape);
