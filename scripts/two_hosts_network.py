@@ -77,38 +77,42 @@ def set_up(interfaces, name, up):
     fcntl.ioctl(interfaces, SIOCSIFFLAGS, struct.pack("16sH22x", name.encode(), flags))
 
 
-def inside(path, work):
-    """work() in a namespace, in a process of its own."""
+def in_a_child(work):
+    """work() in a process of its own, whose namespaces may change."""
     child = os.fork()
     if child == 0:
         try:
-            with open(path, "rb") as namespace:
-                called(libc.setns(namespace.fileno(), CLONE_NEWNET), "setns")
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as interfaces:
-                work(interfaces)
+            work()
         except OSError as error:
             print(f"two_hosts_network: {error}", file=sys.stderr)
             os._exit(1)
         os._exit(0)
     if os.waitpid(child, 0)[1] != 0:
         sys.exit(1)
+
+
+def inside(path, work):
+    """work(interfaces) in a namespace."""
+
+    def there():
+        with open(path, "rb") as namespace:
+            called(libc.setns(namespace.fileno(), CLONE_NEWNET), "setns")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as interfaces:
+            work(interfaces)
+
+    in_a_child(there)
 
 
 def make_namespace(path):
     """Bound to a file, as it has to outlive the process that made it."""
+
+    def bound():
+        called(libc.unshare(CLONE_NEWNET), "a network namespace")
+        own = b"/proc/self/ns/net"
+        called(libc.mount(own, bytes(path), None, MS_BIND, None), "keeping a namespace")
+
     path.touch()
-    child = os.fork()
-    if child == 0:
-        try:
-            called(libc.unshare(CLONE_NEWNET), "a network namespace")
-            own = b"/proc/self/ns/net"
-            called(libc.mount(own, bytes(path), None, MS_BIND, None), "keeping a namespace")
-        except OSError as error:
-            print(f"two_hosts_network: {error}", file=sys.stderr)
-            os._exit(1)
-        os._exit(0)
-    if os.waitpid(child, 0)[1] != 0:
-        sys.exit(1)
+    in_a_child(bound)
 
 
 def make(folder):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
+from collectives import Gathered
 from torch import distributed
 
 import waybill.torch as waybill
@@ -80,23 +81,6 @@ def held_pieces(way: str, rank: int, size: int, lengths: Sequence[int]) -> list[
     return sorted(pieces, key=lambda piece: piece.begin)
 
 
-class GatheredRows(torch.autograd.Function):
-    """All ranks' rows; backward sums and scatters."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
-        size = distributed.get_world_size()
-        everything = rows.new_empty(size * rows.shape[0], *rows.shape[1:])
-        distributed.all_gather_into_tensor(everything, rows.contiguous())
-        return everything
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        own = grad.new_empty(grad.shape[0] // distributed.get_world_size(), *grad.shape[1:])
-        distributed.reduce_scatter_tensor(own, grad.contiguous())
-        return own
-
-
 def kernel_of(device: torch.device, shape: Any) -> Callable[..., torch.Tensor]:
     """attend(q, k, v, sequences), known to autograd: varlen_attn on GPUs."""
     if device.type != "cuda":
@@ -155,7 +139,7 @@ class ByHand:
         missing = self.most - self.rows
         if missing:
             rows = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, missing))
-        everything = GatheredRows.apply(rows)
+        everything = Gathered.apply(rows)
         if self.first is not None:
             return everything[self.first : self.first + self.num_keys]
         return everything.index_select(0, self.context)

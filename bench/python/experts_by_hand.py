@@ -10,63 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from collectives import AllToAll, Gathered, Scattered, exchanged, gathered
 from torch import distributed
 
 Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-class AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, received: Any, sent: Any) -> torch.Tensor:
-        ctx.sizes = received, sent
-        return _exchanged(rows, received, sent)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        received, sent = ctx.sizes
-        return _exchanged(gradient, sent, received), None, None
-
-
-def _exchanged(rows: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
-    out = rows.new_empty(sum(received), *rows.shape[1:])
-    distributed.all_to_all_single(out, rows.contiguous(), received, sent)
-    return out
-
-
-class Gathered(torch.autograd.Function):
-    """All ranks' rows; backward sums and scatters."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
-        return _gathered(rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return _scattered(gradient)
-
-
-class Scattered(torch.autograd.Function):
-    """The sums of this rank's rows over all ranks; backward gathers."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
-        return _scattered(rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return _gathered(gradient)
-
-
-def _gathered(rows: torch.Tensor) -> torch.Tensor:
-    out = rows.new_empty(distributed.get_world_size() * rows.shape[0], *rows.shape[1:])
-    distributed.all_gather_into_tensor(out, rows.contiguous())
-    return out
-
-
-def _scattered(rows: torch.Tensor) -> torch.Tensor:
-    out = rows.new_empty(rows.shape[0] // distributed.get_world_size(), *rows.shape[1:])
-    distributed.reduce_scatter_tensor(out, rows.contiguous())
-    return out
 
 
 def _weighted_sums(rows: Any, weights: Any, tokens: Any, like: torch.Tensor) -> torch.Tensor:
@@ -99,7 +46,7 @@ def all_to_all(x: Any, ids: Any, weights: Any, experts: Experts, num_experts: in
 def all_gather(x: Any, ids: Any, weights: Any, experts: Experts, num_experts: int) -> Any:
     """All tokens to all ranks, the experts of this one, sums scattered: no counts are exchanged."""
     local, topk = num_experts // distributed.get_world_size(), ids.shape[1]
-    every_x, every_weight, every_id = Gathered.apply(x), Gathered.apply(weights), _gathered(ids)
+    every_x, every_weight, every_id = Gathered.apply(x), Gathered.apply(weights), gathered(ids)
     mine = every_id.flatten() - distributed.get_rank() * local
     here = ((mine >= 0) & (mine < local)).nonzero().squeeze(1)
     here = here[mine[here].argsort(stable=True)]
@@ -126,7 +73,7 @@ def deduplicated(x: Any, ids: Any, weights: Any, experts: Experts, num_experts: 
     sent, received = torch.stack([counts, theirs]).tolist()
     rows = AllToAll.apply(x[tokens], received, sent)
     their_weights = AllToAll.apply(weights[tokens], received, sent)
-    mine = _exchanged(ids[tokens], received, sent).flatten() - distributed.get_rank() * local
+    mine = exchanged(ids[tokens], received, sent).flatten() - distributed.get_rank() * local
     here = ((mine >= 0) & (mine < local)).nonzero().squeeze(1)
     here = here[mine[here].argsort(stable=True)]
     ends = torch.bincount(mine[here], minlength=local).cumsum(0).to(torch.int32)

@@ -7,14 +7,6 @@
 #include "expert_launch.h"
 
 namespace waybill::cuda {
-namespace {
-
-cudaStream_t stream_of(const ExpertCall& call) {
-  return call.stream == nullptr ? nullptr : static_cast<cudaStream_t>(call.stream->handle);
-}
-
-}  // namespace
-
 PushTuning& push_tuning() {
   static PushTuning tuning;
   return tuning;

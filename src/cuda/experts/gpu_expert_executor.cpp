@@ -21,10 +21,6 @@ namespace {
 
 constexpr int default_sms = 16;
 
-cudaStream_t stream_of(const ExpertCall& call) {
-  return call.stream == nullptr ? nullptr : static_cast<cudaStream_t>(call.stream->handle);
-}
-
 void check_supported(const Transport& transport, const NetworkPath* path, const EPConfig& config) {
   const std::int32_t world = config.world_size;
   if (config.num_experts > max_experts_on_gpu(world)) {

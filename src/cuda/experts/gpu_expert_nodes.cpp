@@ -18,10 +18,6 @@ namespace {
 
 using waybill::detail::to_size;
 
-cudaStream_t stream_of(const ExpertCall& call) {
-  return call.stream == nullptr ? nullptr : static_cast<cudaStream_t>(call.stream->handle);
-}
-
 static_assert(static_cast<int>(ExpertSignal::entered) == 0);  // see list_puts_kernel
 
 /// Puts of one network path, at most: a row and its scales each, or whole parts.

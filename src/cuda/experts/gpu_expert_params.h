@@ -31,6 +31,10 @@ struct RecordWorkspace {
 [[nodiscard]] int common_word(std::initializer_list<std::int64_t> values);
 [[nodiscard]] std::int64_t address_of(const void* pointer);
 
+[[nodiscard]] inline cudaStream_t stream_of(const ExpertCall& call) {
+  return call.stream == nullptr ? nullptr : static_cast<cudaStream_t>(call.stream->handle);
+}
+
 /// What kernels of one layer work with: memory beyond the layer's own, and the parameters that
 /// point to all of it. Collective to make.
 class ExpertParams {
