@@ -130,7 +130,8 @@ void add_id_options(Command command, ExpertsOptions& o) {
                     "the first")
             .value_name("X")
             .check(real_between(0, 10)));
-  drawn(command.option("--seed", o.seed, "Seed of the drawn ids").value_name("N"));
+  drawn(
+      command.option("--seed", o.seed, "Seed of the drawn ids").value_name("N").check(check_seed));
 }
 
 }  // namespace
