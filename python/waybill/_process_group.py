@@ -116,15 +116,19 @@ class GroupExchange:
         keys = [self._key(rank) for rank in range(self.world_size)]
         start, pause = time.monotonic(), 0.0005
         while not store.check(keys):
-            if store.check(["failed"]):
-                raise PeerFailed(f"{self._who}: {store.get('failed').decode(errors='replace')}")
+            self._check_failed(store)
             waited = time.monotonic() - start
             if waited > self.timeout_s:
                 raise self._missed(store, waited)
             _core.check_interrupt()
             time.sleep(min(pause, self.timeout_s - waited + 0.0005))
             pause = min(2 * pause, _LONGEST_SLEEP_S)
+        self._check_failed(store)  # what is there is left from ranks that have given up
         return store.multi_get(keys) if _gets_many(store) else [store.get(key) for key in keys]
+
+    def _check_failed(self, store: Any) -> None:
+        if store.check(["failed"]):
+            raise PeerFailed(f"{self._who}: {store.get('failed').decode(errors='replace')}")
 
     def _key(self, rank: int, number: Optional[int] = None) -> str:
         return f"{self._round if number is None else number}/{rank}"

@@ -249,6 +249,25 @@ def test_a_wrong_argument_of_one_rank_is_told_and_the_group_can_be_used_again(tm
     expect_all_well(run_group(tmp_path, program, 2))
 
 
+def test_a_rank_that_comes_when_the_others_have_given_up(tmp_path):
+    """What they have left in the store is not taken for their presence."""
+    program = """
+    try:
+        if me == 0:
+            waybill.World.from_process_group(timeout_s=0.3)
+        else:
+            distributed.barrier()
+            BarrierAllContext()
+        raise AssertionError("not refused")
+    except waybill.Timeout as error:
+        assert me == 0 and error.peer == 1, error
+        distributed.barrier()
+    except waybill.PeerFailed as error:
+        assert me == 1 and "BarrierAllContext: rank 0 failed: " in str(error), error
+"""
+    expect_all_well(run_group(tmp_path, program, 2))
+
+
 def test_hosts_of_ranks():
     assert node_size(["a"], "w") == 1
     assert node_size(["a", "a", "b", "b"], "w") == 2
