@@ -47,7 +47,7 @@ ExpertCostOptions options_of(const nb::dict& given, std::int64_t num_sms, std::s
   return options;
 }
 
-nb::object links_of(const ExpertCallPrediction& call, std::int64_t LinkBytes::* side) {
+nb::object links_of(const ExpertCallPrediction& call, std::int64_t LinkBytes::*side) {
   std::vector<std::int64_t> bytes;
   for (const LinkBytes& links : call.links) bytes.push_back(links.*side);
   return numpy_array(std::move(bytes));
@@ -72,8 +72,8 @@ nb::dict call_py(const ExpertCallPrediction& call) {
 }
 
 nb::list predict_py(const EPConfig& config, const EPDispatchOptions& dispatch,
-                    const std::vector<PayloadArg>& ids, const nb::dict& given,
-                    std::int64_t num_sms, std::string_view path) {
+                    const std::vector<PayloadArg>& ids, const nb::dict& given, std::int64_t num_sms,
+                    std::string_view path) {
   const ExpertCostOptions options = options_of(given, num_sms, path);
   std::vector<std::vector<std::int32_t>> read;
   for (const PayloadArg& array : ids)

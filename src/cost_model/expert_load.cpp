@@ -74,7 +74,7 @@ class LoadCount {
     ++there.computed;
     if (crosses) ++there.computed_of_others;
     if (route.to_node) {
-      for (ExpertLinkRows ExpertRankLoad::* rows :
+      for (ExpertLinkRows ExpertRankLoad::*rows :
            {&ExpertRankLoad::per_node, &ExpertRankLoad::slots}) {
         ++(home.*rows).network_out;
         ++(hub.*rows).network_in;

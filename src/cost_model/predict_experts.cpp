@@ -116,8 +116,7 @@ class ExpertClock {
     const double copy =
         bytes / (is_mapped() ? costs_.path_bytes_per_second : links_.network_bytes_per_second);
     if (costs_.path == ExpertPath::pipelined) {
-      return as_double(puts) * post_ / (nodes_ - 1) +
-             (is_mapped() ? copy / path_sms_ : 0);
+      return as_double(puts) * post_ / (nodes_ - 1) + (is_mapped() ? copy / path_sms_ : 0);
     }
     const double wait = is_mapped() ? costs_.put_seconds : post_ + 2 * latency_;
     return (as_double(puts) * wait + copy) / path_sms_;
@@ -142,13 +141,14 @@ class ExpertClock {
     time.puts = load.puts_out;
     time.begin = signals_;
     if (grouped) {
-      time.begin += costs_.count_seconds + nodes_ * (counts_ + as_double(load.tokens) *
-                                                                   costs_.count_token_seconds /
-                                                                   costs_.num_sms);
+      time.begin +=
+          costs_.count_seconds +
+          nodes_ * (counts_ + as_double(load.tokens) * costs_.count_token_seconds / costs_.num_sms);
     }
     const std::int64_t copies = grouped ? load.computed - load.received : 0;
     const double row = as_double(row_bytes_);
-    time.blocks = stored_by(row_sms_, as_double(load.per_node.nvlink_out + load.kept + copies) * row);
+    time.blocks =
+        stored_by(row_sms_, as_double(load.per_node.nvlink_out + load.kept + copies) * row);
     set_links(time, links_.nvlink_bytes_per_second);
     if (nodes_ == 1) return time;
     time.begin += latency_ + cached_kernels * costs_.kernel_seconds +
@@ -179,7 +179,8 @@ class ExpertClock {
     const double row = as_double(sum_bytes_);
     // A rank pulls what it has sent, adds what it has kept, and writes its tokens once.
     const std::int64_t pulled = rows.nvlink_out + (sums ? load.kept : load.kept_slots);
-    time.blocks = stored_by(row_sms_, as_double(pulled + load.tokens + load.per_node.network_in) * row);
+    time.blocks =
+        stored_by(row_sms_, as_double(pulled + load.tokens + load.per_node.network_in) * row);
     set_links(time, pull_speed_);
     if (nodes_ == 1) return time;
     time.begin += combine_kernels * costs_.kernel_seconds;
@@ -187,8 +188,8 @@ class ExpertClock {
     time.end = latency_ + summed(load.per_node.network_out + 2 * load.tokens);
     if (costs_.path == ExpertPath::pipelined) return time;
     const double others = as_double(sums ? load.forwarded : load.forwarded_slots) * row;
-    const double lead =
-        std::max(others / pull_speed_, stored_by(row_sms_, others + as_double(load.kept_of_others) * row));
+    const double lead = std::max(
+        others / pull_speed_, stored_by(row_sms_, others + as_double(load.kept_of_others) * row));
     time.begin += lead;
     time.nvlink = std::max(0.0, time.nvlink - others / pull_speed_);
     time.blocks = std::max(0.0, time.blocks - lead);
@@ -207,7 +208,8 @@ class ExpertClock {
                       links_.nvlink_bytes_per_second +
                   ids * (config_.local_world_size - 1) / links_.nvlink_bytes_per_second;
     straight_network(time, ids * (config_.world_size - config_.local_world_size));
-    time.blocks = stored_by(costs_.num_sms, as_double(load.straight.nvlink_out + load.computed) * row);
+    time.blocks =
+        stored_by(costs_.num_sms, as_double(load.straight.nvlink_out + load.computed) * row);
     time.end = costs_.last_row_seconds;
     return time;
   }
@@ -266,9 +268,9 @@ void check_ids(const EPConfig& config, std::span<const std::vector<std::int32_t>
 }  // namespace
 
 std::string_view to_string(ExpertCallKind kind) {
-  constexpr std::string_view names[] = {"grouped_dispatch",    "cached_dispatch", "compact_combine",
-                                        "summed_combine",      "grouped_combine",
-                                        "low_latency_dispatch", "low_latency_combine"};
+  constexpr std::string_view names[] = {
+      "grouped_dispatch", "cached_dispatch",      "compact_combine",    "summed_combine",
+      "grouped_combine",  "low_latency_dispatch", "low_latency_combine"};
   return names[static_cast<std::size_t>(kind)];
 }
 

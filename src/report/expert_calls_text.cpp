@@ -14,13 +14,20 @@ constexpr std::int64_t few_tokens = 128;
 
 const char* label_of(ExpertCallKind kind) {
   switch (kind) {
-    case ExpertCallKind::grouped_dispatch: return "dispatch, grouped";
-    case ExpertCallKind::cached_dispatch: return "dispatch, known routing";
-    case ExpertCallKind::compact_combine: return "combine, compact rows";
-    case ExpertCallKind::summed_combine: return "combine with local sums";
-    case ExpertCallKind::grouped_combine: return "combine, grouped rows";
-    case ExpertCallKind::low_latency_dispatch: return "dispatch, low latency";
-    case ExpertCallKind::low_latency_combine: return "combine, low latency";
+    case ExpertCallKind::grouped_dispatch:
+      return "dispatch, grouped";
+    case ExpertCallKind::cached_dispatch:
+      return "dispatch, known routing";
+    case ExpertCallKind::compact_combine:
+      return "combine, compact rows";
+    case ExpertCallKind::summed_combine:
+      return "combine with local sums";
+    case ExpertCallKind::grouped_combine:
+      return "combine, grouped rows";
+    case ExpertCallKind::low_latency_dispatch:
+      return "dispatch, low latency";
+    case ExpertCallKind::low_latency_combine:
+      return "combine, low latency";
   }
   return "";
 }

@@ -61,13 +61,10 @@ TEST(GpuNoPeerAccess, experts_of_threads_equal_the_simulation) {
 TEST(GpuNoPeerAccess, processes_equal_the_simulation) {
   const NoPeerAccess forced;
   const test::CasesOnGpu cases(2, 6, 1);
-  test::expect_no_errors(test::run_gpu_processes(
-      2,
-      process_world,
-      [&](World& world) {
-        expect_host_memory(world);
-        cases.check(world);
-      }));
+  test::expect_no_errors(test::run_gpu_processes(2, process_world, [&](World& world) {
+    expect_host_memory(world);
+    cases.check(world);
+  }));
 }
 
 TEST(GpuNoPeerAccess, experts_of_processes_equal_the_simulation) {
@@ -75,12 +72,9 @@ TEST(GpuNoPeerAccess, experts_of_processes_equal_the_simulation) {
   const EPConfig config = test::config_of(2, 12, 4, 90, 256);
   Random random(5);
   const auto rounds = test::random_rounds(config, {}, 5, random);
-  test::expect_no_errors(test::run_gpu_processes(
-      2,
-      process_world,
-      [&](World& world) {
-        test::run_rounds(world, config, {}, rounds, {8, 2});
-      }));
+  test::expect_no_errors(test::run_gpu_processes(2, process_world, [&](World& world) {
+    test::run_rounds(world, config, {}, rounds, {8, 2});
+  }));
 }
 
 TEST(GpuNoPeerAccess, logical_nodes_equal_the_simulation) {

@@ -10,8 +10,8 @@ namespace waybill {
 
 /// How rows of experts cross a network.
 enum class ExpertPath : std::uint8_t {
-  waiting,    ///< a put is awaited before its block posts the next; a node's rows are forwarded when
-              ///< all of them have come, and its sums leave when all are made
+  waiting,  ///< a put is awaited before its block posts the next; a node's rows are forwarded when
+            ///< all of them have come, and its sums leave when all are made
   pipelined,  ///< many puts in flight; rows are forwarded, and sums leave, piece by piece
 };
 
@@ -50,9 +50,9 @@ struct ExpertCosts {
 
 /// What predict_experts is asked.
 struct ExpertCostOptions {
-  LinkSpeeds links = {};         ///< measured by `waybill calibrate`, or the defaults
+  LinkSpeeds links = {};  ///< measured by `waybill calibrate`, or the defaults
   double message_seconds = HardwareFacts{}.message_seconds;
-  StepCosts step = {};           ///< phases, pulls and messages between nodes
+  StepCosts step = {};  ///< phases, pulls and messages between nodes
   ExpertCosts costs = {};
 
   /// @throws InvalidArgument "who: field = got, expected ..."

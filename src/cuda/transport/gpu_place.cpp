@@ -61,8 +61,8 @@ bool shares_gpu_with_processes(const std::vector<GpuPlace>& places, Rank rank) {
 void require_own_processes(const std::vector<GpuPlace>& places, std::string_view who) {
   std::map<std::tuple<std::uint64_t, std::uint64_t, std::int64_t>, std::size_t> rank_in;
   for (std::size_t r = 0; r < places.size(); ++r) {
-    const auto [first, fresh] = rank_in.emplace(
-        std::tuple(places[r].host, places[r].pids, places[r].process), r);
+    const auto [first, fresh] =
+        rank_in.emplace(std::tuple(places[r].host, places[r].pids, places[r].process), r);
     if (fresh) continue;
     throw Unsupported(concat(
         who, ": ranks ", first->second, " and ", r, " are both in process ", places[r].process,

@@ -109,10 +109,13 @@ class GpuProcessTransport final : public GpuTransport {
     try {
       (void)shared_->make(bootstrap(), 1, "memory of the host");
     } catch (const TransportError& error) {
-      throw Unsupported(concat(
-          who, ": GPUs without access to each other's memory, and the ranks share none of the "
-               "host's: ", error.what(), ". Give them one /dev/shm (--ipc=host), or make each rank "
-               "a node of its own over NCCL (ranks_per_node = 1, NetworkBackend::nccl)"));
+      throw Unsupported(
+          concat(who,
+                 ": GPUs without access to each other's memory, and the ranks share none of the "
+                 "host's: ",
+                 error.what(),
+                 ". Give them one /dev/shm (--ipc=host), or make each rank "
+                 "a node of its own over NCCL (ranks_per_node = 1, NetworkBackend::nccl)"));
     }
   }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <iterator>
 #include <memory>
 #include <string_view>
 
@@ -67,8 +68,8 @@ std::string try_to_map(Bootstrap& bootstrap, std::string_view who,
     gpu.use();
     unseen = unseen_ranks(places, first, count, bootstrap.rank());
   });
-  const auto tries = all_gather_value(bootstrap, !unseen.empty(), who);
-  if (std::ranges::none_of(tries, [](bool any) { return any; })) return {};
+  const auto tries = all_gather_value(bootstrap, std::ssize(unseen), who);
+  if (std::ranges::all_of(tries, [](std::ptrdiff_t num) { return num == 0; })) return {};
   Offer mine;
   std::shared_ptr<void> page;
   try {
