@@ -235,8 +235,8 @@ case_reset() {
   restart_clock
   ended 3
   ((took < 5000)) || fail "the last rank ended after $took ms, though its connection was broken"
-  says 0 "exchange: rank [23] "
-  for rank in 2 3; do says "$rank" "rank 0"; done
+  says 0 "exchange: rank [23] left"
+  for rank in 2 3; do says "$rank" "exchange: rank 0 left"; done
   say "connections broken in mid-call, deadline 20 s: ok, all ended after $took ms"
 }
 
