@@ -199,7 +199,9 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             step = self._steps[plan] = RankStep(plan, self._dispatcher, self.kernel, self._beside)
         return step
 
-    def varlen(self, plan: Union[BatchPlan, FixedPlan]) -> Tuple[Optional[Sequences], Optional[Sequences]]:
+    def varlen(
+        self, plan: Union[BatchPlan, FixedPlan]
+    ) -> Tuple[Optional[Sequences], Optional[Sequences]]:
         """What the kernel is called with, on the device: (rows in place, rows that came)."""
         step = self._step(plan)
         if self.device.type == "cuda":
