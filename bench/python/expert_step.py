@@ -24,6 +24,7 @@ steps, ms: of a step, and of forward alone, without gradients, with experts that
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import statistics
@@ -33,8 +34,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from expert_profile import profiled
 from experts_by_hand import WAYS
+from step_profile import profiled
 from torch import distributed
 
 import waybill.torch as waybill
@@ -197,10 +198,10 @@ class Bench:
         alone = result["step ms"]["alone"]
         result["step / alone"] = {way: round(result["step ms"][way] / alone, 3) for way in ways}
         if self.options.profile:
-            for way, step in steps.items():
-                text = profiled(step, self.device)
+            calls = {way: (lambda _, step=step: step()) for way, step in steps.items()}
+            for way, lines in profiled(calls, 1, self.device).items():
                 if self.rank == 0:
-                    print(f"\n{self.tokens} tokens, skew {self.skew}: {way}\n{text}", flush=True)
+                    print(f"\n{self.tokens} tokens, skew {self.skew}: {way}", *lines, sep="\n")
         return result
 
     def _wanted(self, way: str) -> bool:
@@ -257,6 +258,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
+    faulthandler.enable()
     waybill.initialize_distributed(device=options.device)
     ordinal = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", ordinal) if options.device == "cuda" else torch.device("cpu")

@@ -11,6 +11,7 @@ from .. import _common
 from .._common import *  # noqa: F403
 from .._graphs import never_compile_calls as _never_compile_calls
 from . import kernels
+from ._context_parallel_fixed import Capacities, FixedPlan
 from .attention_step import AttentionStep, recomputed_attention
 from .batch_plan import BatchPlan, BatchPlanner, Piece
 from .calibrate import calibrate_attention
@@ -49,7 +50,9 @@ __all__ = [
     "AttentionStep",
     "BatchPlan",
     "BatchPlanner",
+    "Capacities",
     "ContextParallelAttention",
+    "FixedPlan",
     "Metadata",
     "PackedBatch",
     "Piece",
