@@ -28,7 +28,7 @@ struct ExpertsOptions {
   GroupLimit groups;
   std::uint64_t seed = 0;
   ExpertCosts costs;
-  std::string path = "waiting";
+  std::string path{to_string(ExpertCosts{}.path)};
   HardwareOptions hardware;
 };
 
