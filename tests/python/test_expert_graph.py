@@ -101,7 +101,9 @@ def test_compiled(gpu_way):
             for leaf in given[:2]:
                 leaf.requires_grad_()
             for one, other in zip(step(compiled, module, given), step(module, module, given)):
-                torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+                # Of bfloat16 that was rounded in other places: single elements may differ by more.
+                distance = (one.float() - other.float()).norm() / other.float().norm()
+                assert distance < 0.01
         module.finalize()
 
     waybill.torch.run_threads(1, body, device=gpu_way.device)
