@@ -15,7 +15,7 @@ MODULES = {
     "core": set(),
     "routing": {"core"},
     "planner": {"routing", "core"},
-    "cost_model": {"planner", "routing", "core"},
+    "cost_model": {"planner", "moe", "routing", "core"},
     "simulate": {"routing", "core"},
     "transport": {"core"},
     "moe": {"core"},

@@ -10,14 +10,6 @@ build=build/lint  # only configured: each file has a command of its own in it, a
 cmake --preset release -B "$build" --log-level=WARNING -DWAYBILL_DEV=ON -DWAYBILL_JOIN=OFF \
   -DWAYBILL_TEST_PCH=OFF -DWAYBILL_BENCH=ON -DWAYBILL_PYTHON=ON -DPython_EXECUTABLE="$PWD/build/venv/bin/python"
 
-# Files of the module cuda are not in the build: they are given the command of one that is.
-run_clang_tidy() {
-  find src -name '*.cpp' -print0 |
-    xargs -0 -n 1 -P "$(nproc)" \
-      clang-tidy -p "$build" --quiet --extra-arg=-Wno-unknown-warning-option \
-      --extra-arg="-I$PWD/src" 2>/dev/null
-}
-
 failed=()
 check() {
   local name=$1 start=$SECONDS
@@ -40,7 +32,7 @@ check "stale docs" scripts/check_stale_docs.py
 check python build/venv/bin/ruff check -q .
 check headers cmake --build "$build" --target header_checks
 check alone scripts/check_alone.py "$build"
-check clang-tidy run_clang_tidy
+check clang-tidy scripts/run_clang_tidy.py "$build"
 
 if ((${#failed[@]} > 0)); then
   echo "lint: failed: ${failed[*]}" >&2

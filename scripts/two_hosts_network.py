@@ -3,12 +3,15 @@
 
     two_hosts_network.py make FOLDER    FOLDER/east and FOLDER/west are the namespaces, for nsenter
                                         --net; wb_east has the address 10.9.8.1, wb_west 10.9.8.2
+    two_hosts_network.py make-wire FOLDER  the same, but the cable is in two parts, which end in the
+                                        namespace FOLDER/middle: two_hosts_wire.py carries between
     two_hosts_network.py down|up FOLDER cuts the cable, mends it
     two_hosts_network.py delete FOLDER
 
 Speaks to the kernel itself, as not every machine has iproute2. Needs root.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -42,6 +45,10 @@ def attribute(kind, value):
     return struct.pack("=HH", size, kind) + value + b"\0" * (-size % 4)
 
 
+ETHTOOL = {"rx checksums": 0x15, "checksums": 0x17, "gather": 0x19, "tso": 0x1F, "gso": 0x24}
+SIOCETHTOOL = 0x8946
+
+
 def interface(name, namespace):
     """An ifinfomsg and what the interface is to have."""
     empty = struct.pack("=BBHiII", 0, 0, 0, 0, 0, 0)
@@ -52,11 +59,11 @@ def interface(name, namespace):
     )
 
 
-def make_cable(east, west):
-    """A veth pair with an end in each namespace."""
-    peer = attribute(VETH_PEER, interface("wb_west", west))
+def make_cable(one, other):
+    """A veth pair: of each end its name and namespace."""
+    peer = attribute(VETH_PEER, interface(*other))
     info = attribute(INFO_KIND, b"veth") + attribute(INFO_DATA, peer)
-    body = interface("wb_east", east) + attribute(IFLA_LINKINFO, info)
+    body = interface(*one) + attribute(IFLA_LINKINFO, info)
     header = struct.pack("=IHHII", 16 + len(body), RTM_NEWLINK, REQUEST_ACK_CREATE, 1, 0)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as kernel:
         kernel.send(header + body)
@@ -75,6 +82,15 @@ def set_up(interfaces, name, up):
     flags = struct.unpack_from("=H", fcntl.ioctl(interfaces, SIOCGIFFLAGS, asked), 16)[0]
     flags = flags | IFF_UP if up else flags & ~IFF_UP
     fcntl.ioctl(interfaces, SIOCSIFFLAGS, struct.pack("16sH22x", name.encode(), flags))
+
+
+def send_whole_frames(interfaces, name):
+    """What leaves has its checksums and is no longer than the cable takes: who reads frames from
+    the other end would else see what a network card has still to finish."""
+    for feature in ETHTOOL.values():
+        value = ctypes.create_string_buffer(struct.pack("=II", feature, 0))
+        request = struct.pack("16sP16x", name.encode(), ctypes.addressof(value))
+        fcntl.ioctl(interfaces, SIOCETHTOOL, request)
 
 
 def in_a_child(work):
@@ -115,31 +131,42 @@ def make_namespace(path):
     in_a_child(bound)
 
 
-def make(folder):
-    for name in ADDRESSES:
+def make(folder, through_the_middle):
+    names = [*ADDRESSES, "middle"] if through_the_middle else list(ADDRESSES)
+    for name in names:
         make_namespace(folder / name)
-    with open(folder / "east", "rb") as east, open(folder / "west", "rb") as west:
-        make_cable(east.fileno(), west.fileno())
+    with contextlib.ExitStack() as held:
+        spaces = {n: held.enter_context(open(folder / n, "rb")).fileno() for n in names}
+        if through_the_middle:
+            for name in ADDRESSES:
+                make_cable((f"wb_{name}", spaces[name]), (f"mid_{name}", spaces["middle"]))
+        else:
+            make_cable(("wb_east", spaces["east"]), ("wb_west", spaces["west"]))
     for name, address in ADDRESSES.items():
 
         def configure(interfaces, name=name, address=address):
             set_up(interfaces, "lo", True)
             set_address(interfaces, f"wb_{name}", SIOCSIFADDR, address)
             set_address(interfaces, f"wb_{name}", SIOCSIFNETMASK, "255.255.255.0")
+            if through_the_middle:
+                send_whole_frames(interfaces, f"wb_{name}")
             set_up(interfaces, f"wb_{name}", True)
 
         inside(folder / name, configure)
+    if through_the_middle:
+        ends = [f"mid_{name}" for name in ADDRESSES]
+        inside(folder / "middle", lambda ifs: [set_up(ifs, end, True) for end in ends])
 
 
 def main():
-    if len(sys.argv) != 3 or sys.argv[1] not in ("make", "up", "down", "delete"):
+    if len(sys.argv) != 3 or sys.argv[1] not in ("make", "make-wire", "up", "down", "delete"):
         sys.exit(__doc__)
     folder = pathlib.Path(sys.argv[2])
     try:
-        if sys.argv[1] == "make":
-            make(folder)
+        if sys.argv[1] in ("make", "make-wire"):
+            make(folder, sys.argv[1] == "make-wire")
         elif sys.argv[1] == "delete":
-            for name in ADDRESSES:
+            for name in (*ADDRESSES, "middle"):
                 libc.umount2(bytes(folder / name), MNT_DETACH)
         else:
             up = sys.argv[1] == "up"

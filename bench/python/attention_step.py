@@ -42,7 +42,8 @@ from typing import Any, Callable
 import torch
 from attention_ways import WAYS, ByHand, draw, held_pieces, kernel_of
 from ring_attention import ring_milliseconds
-from step_clock import StepClock, profiled
+from step_clock import StepClock
+from step_profile import profiled
 from torch import distributed
 
 import waybill.torch as waybill
@@ -263,18 +264,18 @@ class Bench:
     def profile(self) -> None:
         """Of a few more steps of some ways, by torch's profiler."""
         tables, first = self._tables, self.options.warm + self.options.steps
+        steps = {}
+        for way in ("waybill, in place", "waybill, one call", "hybrid", "alone, split"):
+            works = [self.prepare(way, self.order(first + i)) for i in range(_PROFILED)]
+
+            def step(i: int, way: str = way, works: Any = works) -> None:
+                _, tables[way] = self.timed(way, works[i], tables[way], self.order(first + i + 1))
+
+            steps[way] = step
         os.makedirs(self.options.profile, exist_ok=True)
         name = f"{self.name.replace('/', '_')}.rank{self.rank}.txt"
         with open(os.path.join(self.options.profile, name), "w", encoding="utf-8") as file:
-            for way in ("waybill, in place", "waybill, one call", "hybrid", "alone, split"):
-                works = [self.prepare(way, self.order(first + i)) for i in range(_PROFILED + 1)]
-
-                def step(i: int, way: str = way, works: Any = works) -> None:
-                    _, tables[way] = self.timed(
-                        way, works[i], tables[way], self.order(first + i + 1)
-                    )
-
-                lines = profiled(_PROFILED, step, self.device.type == "cuda")
+            for way, lines in profiled(steps, _PROFILED, self.device).items():
                 print(f"\n== {self.name}, {way}", *lines, sep="\n", file=file)
 
 

@@ -18,12 +18,14 @@ steps, ms: of a step, and of forward alone, without gradients, with experts that
   waybill, weights inside   multiplied between the experts' products
   waybill, no local sums    a row per topk slot comes home, and is weighted there
   waybill, fixed rows       the host waits for no counts; room for 1.25 times the rows that come
+  waybill, two chunks       the rows of one travel while the experts work on the other's
   alone                     the experts, on rows that are there
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import statistics
@@ -33,8 +35,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from expert_profile import profiled
 from experts_by_hand import WAYS
+from step_profile import profiled
 from torch import distributed
 
 import waybill.torch as waybill
@@ -46,6 +48,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "waybill, weights inside": {"windows": "own", "weights": "experts"},
     "waybill, no local sums": {"enable_local_combine": False},
     "waybill, fixed rows": {"windows": "own", "fixed_rows": 1},
+    "waybill, two chunks": {"chunks": 2},
 }
 WORKLOADS = ["4096", "16384", "4096:1.5", "16384:1.5"]
 GRADIENTS = ("x", "weights", "first", "second")
@@ -197,10 +200,10 @@ class Bench:
         alone = result["step ms"]["alone"]
         result["step / alone"] = {way: round(result["step ms"][way] / alone, 3) for way in ways}
         if self.options.profile:
-            for way, step in steps.items():
-                text = profiled(step, self.device)
+            calls = {way: (lambda _, step=step: step()) for way, step in steps.items()}
+            for way, lines in profiled(calls, 1, self.device).items():
                 if self.rank == 0:
-                    print(f"\n{self.tokens} tokens, skew {self.skew}: {way}\n{text}", flush=True)
+                    print(f"\n{self.tokens} tokens, skew {self.skew}: {way}", *lines, sep="\n")
         return result
 
     def _wanted(self, way: str) -> bool:
@@ -257,6 +260,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
+    faulthandler.enable()
     waybill.initialize_distributed(device=options.device)
     ordinal = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", ordinal) if options.device == "cuda" else torch.device("cpu")

@@ -14,6 +14,7 @@ the whole batch on rank 0, whose losses the others must equal within the kernel'
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import statistics
@@ -180,8 +181,11 @@ class Trainer:
         }  # fmt: skip
 
     def _trace(self, step: int) -> None:
+        os.environ["TEARDOWN_CUPTI"] = "0"  # as in step_profile.py
         with torch.profiler.profile() as profile:
             self.step(step)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
         if self.rank == 0:
             os.makedirs(self.options.trace, exist_ok=True)
             profile.export_chrome_trace(os.path.join(self.options.trace, "train_block.json"))
@@ -201,6 +205,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--trace", metavar="FOLDER")
     options = parser.parse_args()
+    faulthandler.enable()
     waybill.initialize_distributed(device=options.device)
     ordinal = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", ordinal) if options.device == "cuda" else torch.device("cpu")

@@ -24,10 +24,10 @@ using namespace nb::literals;
 
 namespace {
 
-/// Metadata, the (dtype, elements of a row) of the tensors that go that way, and the plan whose
-/// relay schedule they may follow, or None.
+/// Metadata, the (dtype, elements of a row) of the tensors that go that way, the plan whose relay
+/// schedule they may follow, or None, and rows for which windows have room in any case.
 using PartArg = std::tuple<const SparseMetadata*, std::vector<std::pair<std::string, std::int64_t>>,
-                           const AttentionPlan*>;
+                           const AttentionPlan*, std::int64_t>;
 
 /// Rows in host or device memory: (address, dtype, rows, elements of a row, elements from row to
 /// row). The package has checked that the memory is there: exporting a tensor of a GPU through
@@ -36,8 +36,8 @@ using RowsArg = std::tuple<std::uintptr_t, std::string, std::int64_t, std::int64
 
 std::vector<SequencePart> parts_from(const std::vector<PartArg>& given) {
   std::vector<SequencePart> parts;
-  for (const auto& [metadata, formats, relayed] : given) {
-    SequencePart part{metadata, {}, nullptr};
+  for (const auto& [metadata, formats, relayed, min_rows] : given) {
+    SequencePart part{metadata, {}, nullptr, min_rows};
     if (relayed != nullptr && !relayed->relay.empty()) part.relay = &relayed->relay;
     for (const auto& [dtype, hidden] : formats) {
       part.tensors.push_back({dtype_from_name(dtype), hidden});

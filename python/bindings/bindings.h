@@ -32,6 +32,7 @@ void bind_dispatcher(nanobind::module_& m);
 void bind_moe(nanobind::module_& m);
 void bind_moe_context(nanobind::module_& m);
 void bind_moe_layer(nanobind::module_& m);
+void bind_expert_calls(nanobind::module_& m);
 void bind_expert_summary(nanobind::module_& m);
 
 /// Last of all: arguments that fit no signature become errors of ours, in all functions and

@@ -32,6 +32,7 @@ NB_MODULE(_core, m) {
   waybill::python::bind_moe(m);
   waybill::python::bind_moe_layer(m);
   waybill::python::bind_moe_context(m);
+  waybill::python::bind_expert_calls(m);
   waybill::python::bind_expert_summary(m);
   waybill::python::guard_functions(m);
 }

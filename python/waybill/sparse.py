@@ -21,11 +21,12 @@ class SparseMetadata(Unchanging):
     are tokens. Tables are read-only views.
     """
 
-    __slots__ = ("_name", "_relay", "_routing", "_table")
+    __slots__ = ("_min_rows", "_name", "_relay", "_routing", "_table")
     _table: _core.SparseMetadata
     _relay: Any  # the compiled AttentionPlan whose relay schedule these rows may follow, or None
     _routing: Optional[QkvRouting]  # whose table it is, under _name; None of from_dense
     _name: str
+    _min_rows: int  # for which windows have room in any case
 
     def __init__(self) -> None:
         raise InvalidArgument(
@@ -43,8 +44,21 @@ class SparseMetadata(Unchanging):
     ) -> SparseMetadata:
         self = cls.__new__(cls)
         self._table, self._relay = table, relay
-        self._routing, self._name = routing, name
+        self._routing, self._name, self._min_rows = routing, name, 0
         return self
+
+    def with_room(self, rows: int) -> SparseMetadata:
+        """The same, for which every rank's window has at least so many rows: plans of several
+        tensors then put them at the same places, as a CUDA graph wants that replays them.
+        """
+        number = int64(rows, "SparseMetadata.with_room: rows")
+        if not 0 <= number < 2**44:
+            raise InvalidArgument(
+                f"SparseMetadata.with_room: rows = {number}, expected 0..2^44 - 1"
+            )
+        roomy = self._wrap(self._table, self._routing, self._name, self._relay)
+        roomy._min_rows = number
+        return roomy
 
     @classmethod
     def from_dense(cls, metadata: Metadata) -> SparseMetadata:
@@ -96,11 +110,15 @@ class SparseMetadata(Unchanging):
         return self._table.recv_total
 
     def __eq__(self, other: object) -> bool:
-        return self._table == other._table if isinstance(other, SparseMetadata) else NotImplemented
+        if not isinstance(other, SparseMetadata):
+            return NotImplemented
+        return self._table == other._table and self._min_rows == other._min_rows
 
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self._min_rows:
+            return operator.methodcaller("with_room", self._min_rows), (self.with_room(0),)
         if self._routing is None:
             return type(self).from_dense, (self.to_dense(),)
         return getattr, (self._routing, self._name)
@@ -192,6 +210,11 @@ class QkvRouting(Unchanging):
 def relay_of(value: Any) -> Any:
     """The compiled AttentionPlan with the relay schedule of metadata, or None."""
     return value._relay if isinstance(value, SparseMetadata) else None
+
+
+def room_of(value: Any) -> int:
+    """Rows for which windows have room in any case."""
+    return value._min_rows if isinstance(value, SparseMetadata) else 0
 
 
 def sparse_table(value: Any, who: str) -> Any:

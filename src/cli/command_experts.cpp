@@ -5,6 +5,7 @@
 #include "job_options.h"
 #include "numbers.h"
 #include "report/format.h"
+#include "waybill/report/expert_calls.h"
 #include "waybill/report/expert_summary.h"
 
 namespace waybill::cli {
@@ -24,13 +25,27 @@ struct ExpertsOptions {
   std::string dtype = "bfloat16";
   std::string payload = "plain";
   double skew = 0;
+  GroupLimit groups;
   std::uint64_t seed = 0;
+  ExpertCosts costs;
+  std::string path{to_string(ExpertCosts{}.path)};
   HardwareOptions hardware;
 };
 
-LinkSpeeds speeds_of(const HardwareOptions& hardware) {
-  const HardwareFacts facts = hardware.facts({});
-  return {facts.nvlink_bytes_per_second, facts.network_bytes_per_second};
+void check_groups(const ExpertsOptions& o) {
+  const auto [groups, top] = o.groups;
+  if (o.experts % groups != 0) {
+    throw UsageError(
+        concat("--groups: ", groups, ", expected a divisor of --experts = ", o.experts));
+  }
+  if (top > groups) {
+    throw UsageError(concat("--top-groups: ", top, ", expected at most --groups = ", groups));
+  }
+  const std::int64_t open = std::int64_t{o.experts} / groups * top;
+  if (o.topk > open) {
+    throw UsageError(
+        concat("--topk: ", o.topk, ", expected at most ", open, ", the experts of --top-groups"));
+  }
 }
 
 TopkIds ids_of(const ExpertsOptions& o, Console& console) {
@@ -39,17 +54,21 @@ TopkIds ids_of(const ExpertsOptions& o, Console& console) {
     throw UsageError(
         concat("--topk: ", o.topk, ", expected at most ", o.experts, ", the number of experts"));
   }
+  check_groups(o);
   if (o.tokens * o.ranks > most_drawn_ids / o.topk) {
     throw UsageError(concat("--tokens: ", o.tokens, " on ", o.ranks, " ranks, expected at most ",
                             most_drawn_ids, " topk slots in all for drawn ids"));
   }
   const Progress progress(console, "draw ids");
-  return draw_topk_ids(o.tokens * o.ranks, o.topk, o.experts, o.skew, o.seed);
+  return draw_topk_ids(o.tokens * o.ranks, o.topk, o.experts, o.skew, o.seed, o.groups);
 }
 
 std::string origin_of(const ExpertsOptions& o) {
   if (!o.ids_path.empty()) return concat("Choices from ", input_name(o.ids_path));
-  return concat("Choices drawn", o.skew > 0 ? concat(", skew ", o.skew) : "", ", seed ", o.seed);
+  std::string text = concat("Choices drawn", o.skew > 0 ? concat(", skew ", o.skew) : "");
+  if (o.groups.top_groups < o.groups.num_groups)
+    text += concat(", of ", o.groups.top_groups, " of ", o.groups.num_groups, " groups");
+  return concat(text, ", seed ", o.seed);
 }
 
 int run_experts(const ExpertsOptions& o, Program& program) {
@@ -73,8 +92,11 @@ int run_experts(const ExpertsOptions& o, Program& program) {
   const auto ids =
       ids_of_ranks(topk_slots, config, o.ids_path.empty() ? "" : input_name(o.ids_path));
   const ExpertSummary summary = summarize_experts(config, options, ids);
-  program.console.print(concat(
-      origin_of(o), "\n\n", expert_text(summary, speeds_of(o.hardware), program.console.style())));
+  ExpertCostOptions calls{.links = o.hardware.speeds(), .costs = o.costs};
+  calls.costs.path = o.path == "pipelined" ? ExpertPath::pipelined : ExpertPath::waiting;
+  const TextStyle& style = program.console.style();
+  program.console.print(concat(origin_of(o), "\n\n", expert_text(summary, calls.links, style), "\n",
+                               expert_calls_text(config, options, ids, calls, style)));
   return exit_good;
 }
 
@@ -130,8 +152,34 @@ void add_id_options(Command command, ExpertsOptions& o) {
                     "the first")
             .value_name("X")
             .check(real_between(0, 10)));
+  drawn(command
+            .option("--groups", o.groups.num_groups,
+                    "Consecutive experts form so many groups, such as one a node")
+            .value_name("N")
+            .between(1, std::int32_t{1} << 20));
+  drawn(command
+            .option("--top-groups", o.groups.top_groups,
+                    "A token goes to experts of so many groups at most")
+            .value_name("N")
+            .between(1, std::int32_t{1} << 20));
   drawn(
       command.option("--seed", o.seed, "Seed of the drawn ids").value_name("N").check(check_seed));
+}
+
+void add_call_options(Command command, ExpertsOptions& o) {
+  const std::string group = "Calls";
+  command.option("--sms", o.costs.num_sms, "Multiprocessors of a call")
+      .value_name("N")
+      .between(1, 1024)
+      .show_default()
+      .group(group);
+  command
+      .option("--path", o.path,
+              "How puts cross the network: waiting, each for the one before, or pipelined")
+      .value_name("NAME")
+      .one_of({"waiting", "pipelined"})
+      .show_default()
+      .group(group);
 }
 
 }  // namespace
@@ -142,16 +190,18 @@ void add_experts_command(Command app, Program& program) {
       "experts",
       "Says what a mixture of experts sends where: rows and bytes of each rank, what limits "
       "dispatch "
-      "and combine, how even the experts' work is, and what another placement would give. Nothing "
-      "is run.");
+      "and combine, how even the experts' work is, what another placement would give, and what "
+      "each call would take. Nothing is run.");
   add_layer_options(command, *options);
   add_id_options(command, *options);
+  add_call_options(command, *options);
   add_link_options(command, options->hardware);
   command.footer(
       "Examples:\n"
       "  waybill experts\n"
       "  waybill experts --skew 1 --payload float8\n"
       "  waybill experts --ranks 64 --network 400Gbit/s\n"
+      "  waybill experts --ranks 64 --groups 8 --top-groups 4 --path pipelined\n"
       "  waybill experts --ids router.txt --experts 64");
   command.when_chosen([options, &program] {
     program.run = [options, &program] { return run_experts(*options, program); };

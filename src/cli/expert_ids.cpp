@@ -93,7 +93,7 @@ TopkIds read_topk_ids(std::string_view text, const std::string& name) {
 }
 
 TopkIds draw_topk_ids(std::int64_t num_tokens, std::int32_t topk, std::int32_t num_experts,
-                      double skew, std::uint64_t seed) {
+                      double skew, std::uint64_t seed, const GroupLimit& limit) {
   Random random(seed);
   const std::vector<std::int32_t> order = random.permutation(num_experts, num_experts);
   std::vector<std::int64_t> weights(to_size(num_experts));
@@ -104,11 +104,23 @@ TopkIds draw_topk_ids(std::int64_t num_tokens, std::int32_t topk, std::int32_t n
   WeightedUrn urn(weights);
   TopkIds topk_slots{topk, {}};
   topk_slots.ids.reserve(to_size(num_tokens * topk));
+  const std::int64_t of_group = num_experts / limit.num_groups;
+  std::vector<std::int64_t> taken;
+  std::vector<bool> open(to_size(limit.num_groups), true);
   for (std::int64_t t = 0; t < num_tokens; ++t) {
-    for (std::int32_t k = 0; k < topk; ++k)
-      topk_slots.ids.push_back(static_cast<std::int32_t>(urn.take(random)));
-    for (std::int32_t k = 1; k <= topk; ++k)
-      urn.put_back(topk_slots.ids[topk_slots.ids.size() - to_size(k)]);
+    if (limit.top_groups < limit.num_groups) {
+      open.assign(open.size(), false);
+      for (const std::int32_t group : random.permutation(limit.num_groups, limit.top_groups))
+        open[to_size(group)] = true;
+    }
+    taken.clear();
+    for (std::int32_t k = 0; k < topk;) {
+      taken.push_back(urn.take(random));
+      if (!open[to_size(taken.back() / of_group)]) continue;
+      topk_slots.ids.push_back(static_cast<std::int32_t>(taken.back()));
+      ++k;
+    }
+    for (const std::int64_t expert : taken) urn.put_back(expert);
   }
   return topk_slots;
 }

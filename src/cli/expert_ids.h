@@ -20,10 +20,19 @@ struct TopkIds {
 /// @throws IoError naming line, got and expected
 [[nodiscard]] TopkIds read_topk_ids(std::string_view text, const std::string& name);
 
+/// Consecutive experts in groups of the same size; a token goes to experts of so many groups at
+/// most.
+struct GroupLimit {
+  std::int32_t num_groups = 1;
+  std::int32_t top_groups = 1;
+};
+
 /// Distinct experts for each token. @param skew 0: all as likely; else the n-th in an order that is
 /// drawn first is 1 / n^skew as likely as the first (Zipf)
+/// @param limit of the groups that a token draws first, all as likely; they have topk experts
 [[nodiscard]] TopkIds draw_topk_ids(std::int64_t num_tokens, std::int32_t topk,
-                                    std::int32_t num_experts, double skew, std::uint64_t seed);
+                                    std::int32_t num_experts, double skew, std::uint64_t seed,
+                                    const GroupLimit& limit = {});
 
 /// The tokens in equal parts, the first ranks one more; a dropped topk slot is config.num_experts.
 /// Sets max_tokens and topk of the config. @throws IoError for an id that is no expert

@@ -185,14 +185,20 @@ void add_simulation_options(Command command, SimulationOptions& options) {
       .group(group);
 }
 
+LinkSpeeds HardwareOptions::speeds() const {
+  LinkSpeeds speeds;
+  if (!links.empty()) speeds = read_links(links).speeds;
+  if (!nvlink.empty()) speeds.nvlink_bytes_per_second = parse_rate(nvlink).value();
+  if (!network.empty()) speeds.network_bytes_per_second = parse_rate(network).value();
+  return speeds;
+}
+
 HardwareFacts HardwareOptions::facts(HardwareFacts defaults) const {
-  if (!links.empty()) {
-    const LinkSpeeds speeds = read_links(links).speeds;
-    defaults.nvlink_bytes_per_second = speeds.nvlink_bytes_per_second;
-    defaults.network_bytes_per_second = speeds.network_bytes_per_second;
-  }
-  if (!nvlink.empty()) defaults.nvlink_bytes_per_second = parse_rate(nvlink).value();
-  if (!network.empty()) defaults.network_bytes_per_second = parse_rate(network).value();
+  const LinkSpeeds given = speeds();
+  if (!links.empty() || !nvlink.empty())
+    defaults.nvlink_bytes_per_second = given.nvlink_bytes_per_second;
+  if (!links.empty() || !network.empty())
+    defaults.network_bytes_per_second = given.network_bytes_per_second;
   if (pairs_per_second > 0) defaults.pairs_per_second = pairs_per_second;
   return defaults;
 }

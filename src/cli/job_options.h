@@ -56,6 +56,8 @@ struct HardwareOptions {
   double pairs_per_second = 0;  ///< 0: from the default operations a second
 
   [[nodiscard]] HardwareFacts facts(HardwareFacts defaults) const;
+  /// All of a rank's links.
+  [[nodiscard]] LinkSpeeds speeds() const;
 };
 
 /// Where predictions go beside the terminal.

@@ -13,4 +13,7 @@ namespace waybill::detail {
   return std::clamp(total_bytes / batches, 256 * kib, 2048 * kib);
 }
 
+/// The most that one put over a network carries.
+inline constexpr std::int64_t most_put_bytes = std::int64_t{256} << 10;
+
 }  // namespace waybill::detail

@@ -26,11 +26,13 @@ CallOverhead overhead_of(const Topology& topology, std::int64_t words,
     return static_cast<double>(messages) *
            (of_message + static_cast<double>(words * word_bytes) / speed);
   };
-  result.seconds = costs.phase_seconds +
-                   std::max(link_seconds(result.node_messages, hardware.message_seconds,
-                                         hardware.nvlink_bytes_per_second),
-                            link_seconds(result.network_messages, costs.network_message_seconds,
-                                         hardware.network_bytes_per_second));
+  const double latency = result.network_messages > 0 ? costs.network_message_seconds : 0;
+  result.seconds =
+      costs.phase_seconds +
+      std::max(link_seconds(result.node_messages, hardware.message_seconds,
+                            hardware.nvlink_bytes_per_second),
+               latency + link_seconds(result.network_messages, costs.network_post_seconds,
+                                      hardware.network_bytes_per_second));
   return result;
 }
 

@@ -33,6 +33,7 @@ void StepOptions::check(const char* who) const {
   check_number(who, "costs.pull_share", costs.pull_share, false);
   check_number(who, "costs.forward_share", costs.forward_share, false);
   check_number(who, "costs.network_message_seconds", costs.network_message_seconds, true);
+  check_number(who, "costs.network_post_seconds", costs.network_post_seconds, true);
   require(costs.forward_chunk_bytes >= 0, who,
           ": costs.forward_chunk_bytes = ", costs.forward_chunk_bytes, ", expected >= 0");
   check_number(who, "costs.forward_flops_per_second", costs.forward_flops_per_second, false);

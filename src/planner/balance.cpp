@@ -225,9 +225,16 @@ void Balancer::shed(std::int32_t rank, std::int64_t surplus) {
       whole.end = std::min(whole.end, capacity_.most_kv_room());
     }
     if (whole.end <= whole.begin) continue;
-    const Slab region = costs_.cheapest_region(whole, surplus, slab_work_);
-    regions_.push_back({.slab = region, .piece = idx});
-    surplus -= costs_.work(region);
+    // What is left of a piece still is a shard of its home, or two: they take what they took.
+    const std::int64_t shard_pairs = costs_.facts.shard_pairs;
+    const Slab slab = costs_.cheapest_region(whole, surplus + shard_pairs, slab_work_);
+    const std::int32_t before = slab.begin == piece.begin ? -1 : piece.rank;
+    const std::int32_t after = slab.end == piece.end ? -1 : piece.rank;
+    const int num_left = (before < 0 ? 0 : 1) + (after < 0 ? 0 : 1);
+    const std::int64_t relief = costs_.work(slab) - num_left * shard_pairs;
+    if (relief <= 0) continue;
+    regions_.push_back({.slab = slab, .piece = idx, .before = before, .after = after});
+    surplus -= relief;
   }
 }
 

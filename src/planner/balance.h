@@ -22,6 +22,8 @@ struct Move {
 struct Region {
   Slab slab;
   std::int32_t piece = 0;
+  std::int32_t before = -1;  ///< who attends to the piece's query before the slab; -1: none there
+  std::int32_t after = -1;   ///< to the one behind it
 };
 
 /// The regions of one document, handed out from both ends.
@@ -81,6 +83,7 @@ class Balancer {
   [[nodiscard]] std::int64_t room(std::int32_t rank) const {
     return limit_ - load_[static_cast<std::size_t>(rank)];
   }
+  void move_load(Region& region, Slab slab, std::int32_t rank);
   [[nodiscard]] double bytes_in_after(const SlabBid& bid, std::int32_t rank) const;
   [[nodiscard]] std::int64_t work_of(std::int32_t piece) const {
     return costs_.work(slab_of(home_->pieces[static_cast<std::size_t>(piece)]));

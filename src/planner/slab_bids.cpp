@@ -200,26 +200,48 @@ bool Balancer::give_end(SlabBid& bid, std::int32_t rank) {
   return any;
 }
 
+// Takes the slab out of the region, and its work from home to the rank. Neighbours that one rank
+// attends to are one shard, so shards begin and end with who has the queries on both sides.
+void Balancer::move_load(Region& region, Slab slab, std::int32_t rank) {
+  const std::int32_t home = home_->pieces[to_size(region.piece)].rank;
+  const bool from_begin = slab.begin == region.slab.begin;
+  const bool to_end = slab.end == region.slab.end;
+  const std::int32_t before = from_begin ? region.before : home;
+  const std::int32_t after = to_end ? region.after : home;
+  if (rank != home) {
+    const std::int64_t shard_pairs = costs_.facts.shard_pairs;
+    const std::int64_t rest = costs_.work(slab) - shard_pairs;
+    const auto neighbours = [&](std::int32_t r) {
+      return (before == r ? 1 : 0) + (after == r ? 1 : 0);
+    };
+    load_[to_size(home)] -= rest + (1 - neighbours(home)) * shard_pairs;
+    load_[to_size(rank)] += rest + (1 - neighbours(rank)) * shard_pairs;
+  }
+  if (from_begin) {
+    region.slab.begin = slab.end;
+    region.before = rank;
+  } else {
+    region.slab.end = slab.begin;
+    region.after = rank;
+  }
+}
+
 // `slab` lies at one end of the region. `first`: the rank gets the keys as well.
 void Balancer::give(SlabBid& bid, std::int32_t region_idx, Slab slab, std::int32_t rank,
                     bool first) {
   Region& region = regions_[to_size(region_idx)];
   const HomePiece& piece = home_->pieces[to_size(region.piece)];
-  const std::int64_t work = costs_.work(slab);
-  const bool all = slab.begin == piece.begin && slab.end == piece.end;
   if (piece.rank != rank) {
     moves_.push_back({.slab = slab, .piece = region.piece, .dst = rank});
     bytes_in_[to_size(rank)] += costs_.q_row * static_cast<double>(slab.end - slab.begin);
   }
   if (first) bytes_in_[to_size(rank)] += costs_.kv_row * static_cast<double>(costs_.context(slab));
-  load_[to_size(rank)] += work;
-  load_[to_size(piece.rank)] -= all ? work : work - costs_.facts.shard_pairs;
+  const std::int64_t left = costs_.work(region.slab);
+  move_load(region, slab, rank);
   capacity_.take(piece.rank, slab);
   capacity_.give(rank, bid.doc, slab);
-  bid.work -= work;
+  bid.work -= left - costs_.work(region.slab);
   bid.node = rank / ranks_per_node_;
-  (slab.begin == region.slab.begin ? region.slab.begin : region.slab.end) =
-      slab.begin == region.slab.begin ? slab.end : slab.begin;
   if (region.slab.begin < region.slab.end) return;
   if (region_idx == bid.first) {
     ++bid.first;

@@ -45,8 +45,8 @@ void check_outputs(const char* who, const SequencePlan& plan, std::span<const Te
   check_number(who, "outputs", outputs.size(), plan.tensors.size());
   for (std::size_t t = 0; t < outputs.size(); ++t) {
     check_rows(who, "outputs", t, outputs[t], plan.tensors[t].hidden);
-    require(outputs[t].shape[0] == plan.own_rows[t], who, ": outputs[", t, "] has ",
-            outputs[t].shape[0], " rows, expected ", plan.own_rows[t]);
+    require(outputs[t].shape[0] >= plan.own_rows[t], who, ": outputs[", t, "] has ",
+            outputs[t].shape[0], " rows, expected at least ", plan.own_rows[t]);
     require(can_sum(plan.tensors[t].dtype, outputs[t].dtype), who, ": outputs[", t, "] is ",
             outputs[t].dtype, ", expected ", plan.tensors[t].dtype,
             " as the gradients, or float32 for 16-bit ones");

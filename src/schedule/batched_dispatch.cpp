@@ -51,7 +51,7 @@ class DispatchCompiler {
                                         const ChosenWay& way, std::vector<WindowRows>& rows) {
     std::vector<PartRoutes> routes;
     for (std::size_t p = 0; p < parts.size(); ++p) {
-      std::vector<std::int64_t> needed = rows_needed(*parts[p].metadata);
+      std::vector<std::int64_t> needed = rows_needed(parts[p]);
       routes.push_back(follow_hops(who, *parts[p].metadata, way.hops[p], needed));
       for (std::size_t r = 0; r < needed.size(); ++r) needed[r] += routes[p].passed_rows[r];
       rows.push_back({std::move(needed), {}});

@@ -65,7 +65,7 @@ class GradientCompiler {
                                  const ChosenWay& way) {
     std::vector<PartRoutes> routes;
     for (std::size_t p = 0; p < parts.size(); ++p) {
-      needed_.push_back(rows_needed(*parts[p].metadata));
+      needed_.push_back(rows_needed(parts[p]));
       routes.push_back(follow_hops(who, *parts[p].metadata, way.hops[p], needed_.back()));
     }
     return routes;

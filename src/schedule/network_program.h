@@ -4,6 +4,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "core/batch_bytes.h"
 #include "schedule/work_batch.h"
 
 namespace waybill {
@@ -48,6 +49,6 @@ struct NetworkProgram {
   [[nodiscard]] bool empty() const { return steps.empty(); }
 };
 
-inline constexpr std::int64_t max_put_bytes = std::int64_t{256} << 10;
+inline constexpr std::int64_t max_put_bytes = detail::most_put_bytes;
 
 }  // namespace waybill

@@ -83,6 +83,8 @@ void check_parts(const char* who, std::span<const SequencePart> parts, Rank rank
   for (const SequencePart& part : parts) {
     require(part.metadata != nullptr, who, ": a part has no metadata");
     check_metadata(who, *part.metadata);
+    require(0 <= part.min_window_rows && part.min_window_rows < max_rows, who,
+            ": min_window_rows = ", part.min_window_rows, ", expected 0..2^44 - 1");
     require(part.metadata->world_size == parts.front().metadata->world_size, who,
             ": parts have world_size ", parts.front().metadata->world_size, " and ",
             part.metadata->world_size, ", expected one world");
@@ -110,8 +112,9 @@ void check_traffic(const char* who, std::span<const SequencePart> parts) {
           " bytes, expected below 2^60");
 }
 
-std::vector<std::int64_t> rows_needed(const SparseMetadata& metadata) {
-  std::vector<std::int64_t> rows(to_size(metadata.world_size));
+std::vector<std::int64_t> rows_needed(const SequencePart& part) {
+  const SparseMetadata& metadata = *part.metadata;
+  std::vector<std::int64_t> rows(to_size(metadata.world_size), part.min_window_rows);
   for (std::int64_t j = 0; j < metadata.num_entries(); ++j) {
     const std::int64_t len = metadata.seq_len[to_size(j)];
     if (len == 0) continue;

@@ -19,8 +19,8 @@ inline constexpr double most_call_bytes = 0x1p60;
 /// @throws InvalidArgument
 void check_traffic(const char* who, std::span<const SequencePart> parts);
 
-/// Rows that each rank's window needs of the part's tensors, so that every copy has room. [W]
-[[nodiscard]] std::vector<std::int64_t> rows_needed(const SparseMetadata& metadata);
+/// Rows that each rank's window has of the part's tensors: every copy has room. [W]
+[[nodiscard]] std::vector<std::int64_t> rows_needed(const SequencePart& part);
 
 /// What rows of a format are added up in: float32, float64 for float64.
 [[nodiscard]] TensorFormat sum_format(const TensorFormat& format);

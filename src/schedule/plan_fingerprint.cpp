@@ -85,7 +85,7 @@ std::uint64_t hash_plan(SequenceOperation operation, std::span<const SequencePar
   for (const SequencePart& part : parts) {
     const SparseMetadata& metadata = *part.metadata;
     hash.add(metadata.world_size).add(std::span<const std::int64_t>(metadata.rank_offsets));
-    hash.add(hash_entries(metadata)).add(hash_copies(metadata));
+    hash.add(hash_entries(metadata)).add(hash_copies(metadata)).add(part.min_window_rows);
   }
   hash.add(static_cast<std::int32_t>(way.limits.way)).add(way.batched);
   if (!way.batched) return hash.value();

@@ -120,7 +120,7 @@ void write_entries(SegmentWriter& writer, std::span<const SequencePart> parts,
 void compile_direct(const char* who, std::span<const SequencePart> parts,
                     const CompileOptions& options, SequencePlan& plan) {
   std::vector<WindowRows> rows;
-  for (const SequencePart& part : parts) rows.push_back({detail::rows_needed(*part.metadata), {}});
+  for (const SequencePart& part : parts) rows.push_back({detail::rows_needed(part), {}});
   const WindowMap windows(who, parts, rows);
   const bool sends = plan.operation == SequenceOperation::dispatch;
   const bool apart = sends && options.separate_local_copies &&
@@ -217,7 +217,7 @@ SequencePlan compile(const char* who, SequenceOperation operation,
     plan.formats = detail::hash_formats(parts);
   }
   for (const SequencePart& part : parts) {
-    const std::int64_t rows = detail::rows_needed(*part.metadata)[to_size(to_int(rank))];
+    const std::int64_t rows = detail::rows_needed(part)[to_size(to_int(rank))];
     plan.window_rows.insert(plan.window_rows.end(), part.tensors.size(), rows);
   }
   if (!way.batched) {

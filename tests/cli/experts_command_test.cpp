@@ -31,6 +31,37 @@ TEST_F(ExpertsCommandTest, DrawsChoicesAndSaysTheLimit) {
                                    "crosses the network 1.00 times"}));
 }
 
+TEST_F(ExpertsCommandTest, PredictsTheCallsOfOneNodeAndOfMany) {
+  const ProgramResult one = run("experts --tokens 512");
+  EXPECT_TRUE(holds(unwrapped(one.out), {"dispatch, grouped", "dispatch, known routing",
+                                         "combine with local sums", "32 multiprocessors"}));
+  EXPECT_EQ(one.out.find("low latency"), std::string::npos);
+  const std::string many = "experts --ranks 64 --tokens 128 --payload float8";
+  const ProgramResult waiting = run(many + " --path waiting");
+  EXPECT_TRUE(holds(unwrapped(waiting.out),
+                    {"64 on 8 nodes", "dispatch, low latency", "waiting puts",
+                     "which no network path does yet", "a message takes 3.00 us (nominal)"}));
+  const ProgramResult pipelined = run(many + " --path pipelined --sms 24");
+  EXPECT_TRUE(holds(unwrapped(pipelined.out), {"24 multiprocessors", "pipelined puts"}));
+  write("links.json", R"({"format": "waybill.links", "version": 1, "nvlink_bytes_per_second": 7e11,
+      "network_bytes_per_second": 1e11, "block_bytes_per_second": 1e9})");
+  EXPECT_NE(run("experts --tokens 512 --links links.json --nvlink 345GB/s").out, one.out);
+}
+
+TEST_F(ExpertsCommandTest, TokensKeepToGroups) {
+  const ProgramResult limited = run("experts --ranks 64 --tokens 64 --groups 8 --top-groups 2");
+  ASSERT_EQ(limited.exit_code, 0) << limited.err;
+  EXPECT_TRUE(holds(limited.out, {"of 2 of 8 groups"}));
+  const std::string free = unwrapped(run("experts --ranks 64 --tokens 64").out);
+  const std::string text = unwrapped(limited.out);
+  const auto crossings = [](const std::string& out) {
+    const std::string words = "crosses the network ";
+    return std::stod(out.substr(out.find(words) + words.size()));
+  };
+  EXPECT_LE(crossings(text), 2.0);
+  EXPECT_GT(crossings(free), 4.0);
+}
+
 TEST_F(ExpertsCommandTest, ReadsChoicesOfARouter) {
   write("ids.txt", "0 1\n2, 3\n\n-1 3\n");
   const std::string options = "experts --ranks 2 --experts 4 --hidden 512 --ids ";
@@ -63,6 +94,11 @@ TEST_F(ExpertsCommandTest, NamesWhatIsWrong) {
   EXPECT_TRUE(misused("--topk 9 --experts 8", {"--topk: 9, expected at most 8"}));
   EXPECT_TRUE(misused("--ranks 16 --ranks-per-node 3", {"--ranks-per-node: 3"}));
   EXPECT_TRUE(misused("--skew -1", {"--skew"}));
+  EXPECT_TRUE(misused("--groups 7", {"--groups: 7, expected a divisor of --experts = 256"}));
+  EXPECT_TRUE(misused("--top-groups 2", {"--top-groups: 2, expected at most --groups = 1"}));
+  EXPECT_TRUE(misused("--groups 64 --top-groups 1", {"--topk: 8, expected at most 4"}));
+  EXPECT_TRUE(misused("--path fast", {"--path", "waiting"}));
+  EXPECT_TRUE(misused("--sms 0", {"--sms"}));
   EXPECT_TRUE(misused("--ids a --topk 2", {"--topk", "excludes"}));
   const ProgramResult scales = run("experts --payload float8 --hidden 100 --tokens 4");
   EXPECT_EQ(scales.exit_code, 1);

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "planner/balance.h"
+#include "planner/build_plan.h"
 #include "planner_cases.h"
 #include "waybill/json/attention_plan_json.h"
 #include "waybill/planner/planner.h"
@@ -68,6 +70,55 @@ TEST(KernelCosts, TailsLeaveOneShardOfAPieceAtHome) {
   EXPECT_EQ(shards_at_home(), 2);
   options.tails = true;
   EXPECT_EQ(shards_at_home(), 1);
+}
+
+/// What the shards of a plan take, counted again: [W].
+std::vector<std::int64_t> load_of(const QkvPlan& plan, const PlannerOptions& options) {
+  std::vector<std::int64_t> load(static_cast<std::size_t>(plan.world_size));
+  const auto at = [](const auto& table, std::int64_t i) {
+    return static_cast<std::int64_t>(table[static_cast<std::size_t>(i)]);
+  };
+  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
+    const std::int64_t first = at(plan.doc_shard_offsets, d);
+    const std::int64_t last = at(plan.doc_shard_offsets, d + 1);
+    std::int64_t doc_len = 0;
+    for (auto i = first; i < last; ++i) doc_len += at(plan.shard_len, at(plan.doc_shards, i));
+    std::int64_t begin = 0;
+    for (auto i = first; i < last; ++i) {
+      const std::int64_t shard = at(plan.doc_shards, i);
+      const std::int64_t end = begin + at(plan.shard_len, shard);
+      load[static_cast<std::size_t>(at(plan.q_dst, shard))] +=
+          kernel_work(options.mask, options.hardware, begin, end, doc_len);
+      begin = end;
+    }
+  }
+  return load;
+}
+
+TEST(KernelCosts, TheBalancerCountsTheShardsOfItsPlan) {
+  int num_cut_twice = 0;
+  for (std::uint64_t seed = 0; seed < 400; ++seed) {
+    Random random(seed);
+    PlannerOptions options = with_costs(random, test::random_options(random, seed % 3 == 0));
+    options.mask.window = 0;  // a window cuts shards where keys begin to be needed, too
+    detail::HomeLayout home;
+    if (seed % 2 == 0) {
+      detail::lay_out(test::random_flat(random, options), options, home);
+    } else {
+      options.tokens_per_rank = 0;
+      PlannerOptions drawn = options;
+      drawn.tokens_per_rank = 2000;
+      detail::lay_out(test::random_lists(random, drawn), options, home);
+    }
+    detail::Balancer balancer;
+    balancer.run(home, options, options.imbalance_target);
+    QkvPlan plan;
+    detail::PlanWriter().write(home, balancer.moves(), options, plan);
+    ASSERT_EQ(balancer.load(), load_of(plan, options)) << "seed " << seed;
+    const auto& moves = balancer.moves();
+    num_cut_twice += std::ranges::adjacent_find(moves, {}, &detail::Move::piece) != moves.end();
+  }
+  EXPECT_GT(num_cut_twice, 100);
 }
 
 TEST(KernelCosts, ErrorsNameTheArgument) {

@@ -2,6 +2,7 @@
 
 import pytest
 from packed import leaves_of, random_pieces, rng_of, tensors_of, whole
+from ways import TorchWay, captured
 
 import waybill
 
@@ -9,9 +10,10 @@ torch = pytest.importorskip("torch")
 wt = pytest.importorskip("waybill.torch")
 
 pytestmark = pytest.mark.skipif(
-    waybill.num_gpus() < 2 or not torch.cuda.is_available(),
-    reason="needs two GPUs, and an installation with CUDA",
+    waybill.num_gpus() < 1 or not torch.cuda.is_available(),
+    reason="no GPU, or an installation without CUDA",
 )
+a_gpu_each = pytest.mark.skipif(waybill.num_gpus() < 2, reason="needs two GPUs")
 HEADS = (8, 2, 64, 64)
 WAYS = [
     {"in_place": True},
@@ -35,7 +37,23 @@ def expect(got, pieces, tensors, **mask):
 
 
 def run(body):
-    return wt.run_threads(2, body, device="cuda")
+    """On two ranks, which may share a GPU: then they would share autograd's thread for it."""
+
+    def alone(world):
+        torch.autograd.set_multithreading_enabled(False)
+        return body(world)
+
+    return TorchWay("cuda").run(2, alone)
+
+
+def on_device(world, batches):
+    """This rank's tensors, before any call: nothing is copied from pageable memory behind a kernel
+    that waits for a rank on the same GPU.
+    """
+    mine = [[t.to(world.device) for t in tensors[world.rank]] for _, tensors in batches]
+    torch.cuda.current_stream().synchronize()
+    world.barrier()
+    return mine
 
 
 @pytest.mark.parametrize("mask", [{}, {"window": 40}, {"mask": "full"}])
@@ -49,8 +67,7 @@ def test_batches_one_after_the_other(way, mask):
             world, *HEADS, block_tokens=16, **WAYS[way], **mask
         )  # fmt: skip
         results = []
-        for pieces, tensors in batches:
-            mine = [t.to(world.device) for t in tensors[world.rank]]
+        for (pieces, _), mine in zip(batches, on_device(world, batches)):
             q, k, v = leaves_of(mine)
             out = attend(attend.plan(attend.gather(pieces[world.rank])), q, k, v)
             out.backward(mine[3])
@@ -70,8 +87,7 @@ def test_microbatches_in_flight(order):
     def body(world):
         attend = wt.ContextParallelAttention(world, *HEADS, block_tokens=16, in_place=True)
         inputs, outs, grads = [], {}, {}
-        for _, tensors in batches:
-            mine = [t.to(world.device) for t in tensors[world.rank]]
+        for mine in on_device(world, batches):
             inputs.append(leaves_of(mine))
             grads[len(grads)] = mine[3]
         for step in order.split():
@@ -96,7 +112,7 @@ def test_log_sum_exp_and_a_smaller_v():
         attend = wt.ContextParallelAttention(
             world, 8, 2, 64, 32, block_tokens=16, in_place=True
         )  # fmt: skip
-        mine = [t.to(world.device) for t in tensors[world.rank]]
+        (mine,) = on_device(world, [(pieces, tensors)])
         q, k, v = leaves_of(mine)
         out, lse = attend(attend.plan(pieces), q, k, v, return_lse=True)
         out.backward(mine[3])
@@ -112,7 +128,7 @@ def test_two_runs_are_equal_bit_for_bit():
 
     def body(world):
         attend = wt.ContextParallelAttention(world, *HEADS, block_tokens=16, in_place=True)
-        plan, mine = attend.plan(pieces), [t.to(world.device) for t in tensors[world.rank]]
+        plan, (mine,) = attend.plan(pieces), on_device(world, [(pieces, tensors)])
         results = []
         for _ in range(3):
             q, k, v = leaves_of(mine)
@@ -132,6 +148,7 @@ def test_two_runs_are_equal_bit_for_bit():
         torch.use_deterministic_algorithms(before)
 
 
+@a_gpu_each
 def test_memory_of_a_step_is_bounded():
     """Beside q, k, v, the output and their gradients: what travels, a few times."""
     pieces = [[(0, 0, 6000), (1, 0, 2000)], [(2, 0, 8000)]]
@@ -156,6 +173,7 @@ def test_memory_of_a_step_is_bounded():
     assert max(run(body)) < 9
 
 
+@a_gpu_each
 def test_layers_keep_what_is_said():
     pieces, layers = [[(0, 0, 6000), (1, 0, 2000)], [(2, 0, 8000)]], 8
 
@@ -185,8 +203,7 @@ def test_tables_of_the_next_batch_beside_a_step():
         attend = wt.ContextParallelAttention(world, *HEADS, block_tokens=16, in_place=True)
         plan, results = attend.plan(batches[0][0]), []
         attend.prepare(plan)
-        for i, (_, tensors) in enumerate(batches):
-            mine = [t.to(world.device) for t in tensors[world.rank]]
+        for i, mine in enumerate(on_device(world, batches)):
             q, k, v = leaves_of(mine)
             out = attend(plan, q, k, v)
             out.backward(mine[3])
@@ -199,6 +216,64 @@ def test_tables_of_the_next_batch_beside_a_step():
     ranks = run(body)
     for i, (pieces, tensors) in enumerate(batches):
         expect([results[i] for results in ranks], pieces, tensors)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("way", range(3))
+def test_a_graph_replays_other_plans(way, layers):
+    """Forward and backward of one graph, with plans that follow each other in its tables."""
+    batches = [batch(70 + seed) for seed in range(6)]
+
+    def body(world):
+        attend = wt.ContextParallelAttention(world, *HEADS, block_tokens=16, **WAYS[way])
+        plans = [attend.plan(pieces) for pieces, _ in batches]
+        fixed = attend.fixed_plan(plans[0], wt.Capacities.of(*plans))
+        given = [[fixed.padded(t) for t in mine] for mine in on_device(world, batches)]
+        held = [t.clone() for t in given[0]]
+        inputs = [t.requires_grad_() for t in held[:3]]
+
+        def step():
+            out = sum(attend(fixed, *inputs) for _ in range(layers))
+            return [out.detach(), *torch.autograd.grad(out, inputs, held[3])]
+
+        for _ in range(2):
+            step()
+        torch.cuda.current_stream().synchronize()
+        world.barrier()
+        graph, results = torch.cuda.CUDAGraph(), []
+        with captured(graph):
+            found = step()
+        world.barrier()
+        for plan, tensors in [*zip(plans, given)][::-1]:
+            fixed.replace(plan)
+            with torch.no_grad():
+                for place, new in zip(held, tensors):
+                    place.copy_(new)
+            graph.replay()
+            torch.cuda.current_stream().synchronize()
+            rows = plan.home_tokens[world.rank]
+            assert not any(t[rows:].any().item() for t in found)
+            results.append([t[:rows] / layers for t in found])
+            world.barrier()
+        del graph
+        return results[::-1]
+
+    ranks = run(body)
+    for i, (pieces, tensors) in enumerate(batches):
+        expect([results[i] for results in ranks], pieces, tensors)
+
+
+def test_what_a_graph_cannot_replay_is_refused():
+    pieces, _ = batch(80)
+
+    def body(world):
+        for options in ({"kernel": "dot_product"}, {"num_sms": 0}):
+            attend = wt.ContextParallelAttention(world, *HEADS, **options)
+            plan = attend.plan(pieces)
+            with pytest.raises(waybill.Unsupported, match=r"lengths on the host|num_sms = 0"):
+                attend.fixed_plan(plan, wt.Capacities.of(plan))
+
+    run(body)
 
 
 def test_calibration():

@@ -101,7 +101,10 @@ def test_compiled(gpu_way):
             for leaf in given[:2]:
                 leaf.requires_grad_()
             for one, other in zip(step(compiled, module, given), step(module, module, given)):
-                torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+                # What is fused is not rounded in between, so single elements may differ by more.
+                assert one.dtype == other.dtype
+                difference, size = (one - other).float().norm(), other.float().norm()
+                assert difference <= 1e-2 * size, (seed, float(difference), float(size))
         module.finalize()
 
     waybill.torch.run_threads(1, body, device=gpu_way.device)

@@ -31,4 +31,7 @@ def test_all_ways_agree():
     for differences in result["differences"].values():
         assert all(difference < 1e-4 for difference in differences.values())
     assert any(line.startswith("| 12:1.5 |") for line in lines)
-    assert any(line.endswith("calls  what") for line in lines)
+    headings = [line for line in lines if line.startswith("12 tokens, skew 1.5: ")]
+    assert [line.split(": ")[1] for line in headings] == list(result["step / alone"])
+    assert lines.count("host, operations of torch:") == len(headings)
+    assert any(line.endswith(" x  step") for line in lines)

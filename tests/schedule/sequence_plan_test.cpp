@@ -67,6 +67,30 @@ TEST(compile_dispatch, chunks_deliver_what_the_simulation_delivers) {
   }
 }
 
+TEST(compile_dispatch, windows_have_room_for_as_many_rows_as_are_asked_for) {
+  for (const auto& sample : test::sequence_cases(9, 10)) {
+    const SparseMetadata& q = sample.routing.fwd_q;
+    const SparseMetadata& kv = sample.routing.fwd_kv;
+    constexpr std::int64_t more = 5000;
+    const std::vector<SequencePart> usual{{&q, {sample.q}}, {&kv, {sample.k}}};
+    std::vector<SequencePart> roomy = usual;
+    for (SequencePart& part : roomy) part.min_window_rows = more;
+    const SequencePlan before = compile_dispatch(usual, Rank{0});
+    for (std::int32_t r = 0; r < q.world_size; ++r) {
+      const SequencePlan plan = compile_dispatch(roomy, Rank{r});
+      const std::int64_t q_bytes = more * sample.q.row_bytes();
+      EXPECT_EQ(plan.window_rows, (std::vector<std::int64_t>{more, more}));
+      EXPECT_EQ(plan.window_offsets[1], (q_bytes + 255) / 256 * 256);
+      EXPECT_EQ(plan.own_rows, compile_dispatch(usual, Rank{r}).own_rows);
+      EXPECT_NE(plan.fingerprint, before.fingerprint);
+    }
+    roomy[0].min_window_rows = 1;
+    EXPECT_GE(compile_dispatch(roomy, Rank{0}).window_rows[0], before.window_rows[0]);
+    roomy[0].min_window_rows = -1;
+    EXPECT_TRUE(rejects([&] { (void)compile_dispatch(roomy, Rank{0}); }, {"min_window_rows = -1"}));
+  }
+}
+
 TEST(compile_dispatch, chunks_keep_their_limits) {
   for (const auto& sample : test::sequence_cases(11, 8)) {
     for (const SequencePlan& plan : compile_all(sample.routing.fwd_kv, sample.k, 64)) {

@@ -14,6 +14,7 @@ using test::dense_copy;
 using test::filled_tensor;
 using test::random_job;
 using test::random_tensor;
+using test::same_bytes;
 using test::RandomJob;
 using test::simulate_plainly;
 
@@ -260,7 +261,7 @@ TEST(orchestrate_simulate, result_does_not_depend_on_threads) {
   for (const int threads : {0, 1, 2, 3, 8}) {
     HostTensor output(DType::uint8, {4, job.output_rows, hidden});
     orchestrate_simulate(source.view(), output.view(), job.metadata, {Overlap::reject, threads});
-    ASSERT_TRUE(std::ranges::equal(output.bytes(), expected.bytes())) << threads << " threads";
+    ASSERT_TRUE(same_bytes(output.bytes(), expected.bytes())) << threads << " threads";
   }
 }
 
@@ -278,8 +279,8 @@ TEST(orchestrate_simulate, large_jobs_at_odd_addresses) {
   constexpr std::size_t moved = 7 * hidden;
   const auto got = target.bytes().subspan(1, static_cast<std::size_t>(rows * hidden));
   const auto from = memory.bytes().subspan(1);
-  EXPECT_TRUE(std::ranges::equal(got.subspan(moved), from.first(got.size() - moved)));
-  EXPECT_TRUE(std::ranges::equal(got.first(moved), from.last(moved)));
+  EXPECT_TRUE(same_bytes(got.subspan(moved), from.first(got.size() - moved)));
+  EXPECT_TRUE(same_bytes(got.first(moved), from.last(moved)));
   EXPECT_EQ(target.bytes().front(), std::byte{0});
   EXPECT_EQ(target.bytes().back(), std::byte{0});
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -24,8 +25,18 @@ inline std::string text_of(const std::vector<Finding>& findings) {
 inline HostTensor random_tensor(DType dtype, Shape shape, std::uint64_t seed) {
   HostTensor tensor(dtype, shape);
   Random random(seed);
-  for (std::byte& byte : tensor.bytes()) byte = static_cast<std::byte>(random.bits() >> 56);
+  for (auto left = tensor.bytes(); !left.empty();) {
+    const std::uint64_t bits = random.bits();
+    const std::size_t count = std::min(left.size(), sizeof(bits));
+    std::memcpy(left.data(), &bits, count);
+    left = left.subspan(count);
+  }
   return tensor;
+}
+
+/// For tensors of many MiB, where a loop that is not optimized takes seconds.
+inline bool same_bytes(std::span<const std::byte> one, std::span<const std::byte> other) {
+  return one.size() == other.size() && std::memcmp(one.data(), other.data(), one.size()) == 0;
 }
 
 inline HostTensor filled_tensor(DType dtype, Shape shape, unsigned char value) {

@@ -21,8 +21,8 @@ struct CallOverhead {
 };
 
 /// Of a dispatch or a gradient of sequences, of a combine, or of a dispatch of experts by a known
-/// routing. Messages of a node take HardwareFacts::message_seconds each, those to others
-/// StepCosts::network_message_seconds, one behind the other.
+/// routing. Messages of a node take HardwareFacts::message_seconds each; those to others
+/// StepCosts::network_post_seconds each, and the last StepCosts::network_message_seconds to arrive.
 /// @throws InvalidArgument as topology.check() and for speeds that are not above 0
 [[nodiscard]] CallOverhead call_overhead(const Topology& topology,
                                          const HardwareFacts& hardware = {},

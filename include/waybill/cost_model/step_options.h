@@ -22,6 +22,9 @@ struct StepCosts {
   double forward_share = 0.72;
   /// As HardwareFacts::message_seconds, between nodes. Nominal.
   double network_message_seconds = 3e-6;
+  /// What a rank takes to post one more message to another node while others are under way: in the
+  /// signals of a call (call_overhead) and the puts of experts. Nominal.
+  double network_post_seconds = 0.3e-6;
   /// Rows are forwarded in pieces of this size: each rank on the way adds the time of one piece and
   /// of one message. 0: as SequenceDispatcher cuts them, a sixteenth of what a home sends to be
   /// forwarded, 256 KiB to 2 MiB.

@@ -140,7 +140,7 @@ class SequenceDispatcher {
   /// float64), in the order of the copies, rounded once; one copy alone keeps its bits; 0 without
   /// copies. The same as sum_kv_copies after a reverse dispatch into planes.
   /// @param gradients [window_rows or more, hidden] each: of the rows that this rank had received
-  /// @param outputs [own_rows, hidden], dtype of the gradients, or float32 for 16-bit ones
+  /// @param outputs [own_rows or more, hidden], dtype of the gradients, or float32 for 16-bit ones
   /// @param of_dispatch as above
   /// @throws InvalidArgument before anything moves; Disagreement; Timeout
   void kv_gradient(const PlanHandle& ready, std::span<const ConstTensorView> gradients,

@@ -5,6 +5,7 @@ Rows are ordered by local expert, then source rank, then token, then topk slot: 
 """
 
 from .config import EPConfig
+from .predict import ExpertCallPrediction, predict
 from .quantize import quantize_fp8
 from .simulate import EPAllToAllLayoutDesc, ExpertDispatch, simulate_dispatch
 from .summary import ExpertSummary, summarize
@@ -12,8 +13,10 @@ from .summary import ExpertSummary, summarize
 __all__ = [
     "EPAllToAllLayoutDesc",
     "EPConfig",
+    "ExpertCallPrediction",
     "ExpertDispatch",
     "ExpertSummary",
+    "predict",
     "quantize_fp8",
     "simulate_dispatch",
     "summarize",

@@ -11,8 +11,9 @@ from .. import _common
 from .._common import *  # noqa: F403
 from .._graphs import never_compile_calls as _never_compile_calls
 from . import kernels
+from ._context_parallel_fixed import Capacities, FixedPlan
 from .attention_step import AttentionStep, recomputed_attention
-from .batch_plan import BatchPlan, BatchPlanner, Piece
+from .batch_plan import BatchPlan, BatchPlanner, InPlaceRule, Piece
 from .calibrate import calibrate_attention
 from .context_parallel import ContextParallelAttention
 from .generators import (
@@ -49,7 +50,10 @@ __all__ = [
     "AttentionStep",
     "BatchPlan",
     "BatchPlanner",
+    "Capacities",
     "ContextParallelAttention",
+    "FixedPlan",
+    "InPlaceRule",
     "Metadata",
     "PackedBatch",
     "Piece",

@@ -22,7 +22,7 @@ class Attention(torch.autograd.Function):
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     ) -> Any:  # fmt: skip
         out, lse, saved, ctx.number = step.forward(q, k, v, keep, want_lse)
-        ctx.step = step
+        ctx.step, ctx.generation = step, step.generation
         if keep:
             ctx.save_for_backward(q, k, v, out, *saved)
         if lse is not None:
@@ -35,6 +35,7 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
         q, k, v, out, *saved = ctx.saved_tensors  # first: a checkpoint makes its calls here
         needs = ctx.needs_input_grad
+        ctx.step.check_generation(ctx.generation)
         found = ctx.step.backward(
             grad, q, k, v, out, Saved(*saved), ctx.number, (needs[3], needs[4] or needs[5])
         )
@@ -53,7 +54,7 @@ class LatentAttention(torch.autograd.Function):
     ) -> Any:  # fmt: skip
         latent = Latent(rows, project, weights)
         out, lse, saved, ctx.number = step.forward(q, k, v, keep, want_lse, latent)
-        ctx.step, ctx.project = step, project
+        ctx.step, ctx.project = step, project  # there are no fixed plans of latent rows
         if keep:
             ctx.save_for_backward(q, k, v, out, *saved, rows, *weights)
         if lse is not None:

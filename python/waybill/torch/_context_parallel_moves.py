@@ -100,9 +100,6 @@ class Moves:
         views = self._dispatcher._send(WHO, _name, plan, tensors, of_dispatch)
         return lambda: self._dispatcher._shown(plan, views)
 
-    def _part(self, name: Any, *formats: Any) -> Tuple[Any, ...]:
-        return (SparseMetadata._wrap(getattr(self._routing, name)), *formats)
-
     def _plan(self, name: str) -> ReadyPlan:
         ready = self._plans.get(name)
         if ready is None:
@@ -120,17 +117,28 @@ class Moves:
         return ready
 
     def _make(self, name: str) -> ReadyPlan:
-        plan = self._dispatcher.plan_dispatch
         if name == "dq" and self._q == self._out:
             return self._find("out")
-        if name == "qkv":
-            return plan(self._part("fwd_q", self._q), self._part("fwd_kv", *self._kv))
+        return self._plan_of(name, self._parts(name))
+
+    def _plan_of(self, name: str, parts: Sequence[Tuple[Any, ...]]) -> ReadyPlan:
         if name == "sums":
-            return self._dispatcher.plan_kv_gradient(self._part("sum_kv", *self._kv))
-        table, *formats = {
-            "out": ("rev_q", self._out),
-            "out and lse": ("rev_q", self._out, self._lse),
-            "grad": ("fwd_q", self._out),
-            "dq": ("rev_q", self._q),
+            return self._dispatcher.plan_kv_gradient(*parts)
+        return self._dispatcher.plan_dispatch(*parts)
+
+    def _parts(self, name: str) -> list[Tuple[Any, ...]]:
+        return [(self._table(table), *formats) for table, formats in self._formats(name)]
+
+    def _table(self, name: str) -> SparseMetadata:
+        return SparseMetadata._wrap(getattr(self._routing, name))
+
+    def _formats(self, name: str) -> list[Tuple[str, list[TensorFormat]]]:
+        """Of each part: which table of the routing, and what goes that way."""
+        return {
+            "qkv": [("fwd_q", [self._q]), ("fwd_kv", self._kv)],
+            "out": [("rev_q", [self._out])],
+            "out and lse": [("rev_q", [self._out, self._lse])],
+            "grad": [("fwd_q", [self._out])],
+            "dq": [("rev_q", [self._q])],
+            "sums": [("sum_kv", self._kv)],
         }[name]
-        return plan(self._part(table, *formats))

@@ -43,6 +43,9 @@ class RankStep:
     plan, with which it goes.
     """
 
+    #: How many plans were there before: only tables of one size get others.
+    generation = 0
+
     def __init__(
         self, plan: BatchPlan, dispatcher: SequenceDispatcher, kernel: AttentionKernel,
         beside: Beside,
@@ -65,6 +68,14 @@ class RankStep:
         #: Whether any rank dispatches anything: else there is nothing collective.
         self.moves = bool(len(routing.fwd_q.dst_rank))
         self._moves = Moves(routing, dispatcher, shape, plan.planner.latent_dim)
+
+    def check_generation(self, generation: int) -> None:
+        """A backward pass needs the plan that its forward had."""
+        if generation != self.generation:
+            raise InvalidArgument(
+                f"{WHO}: backward of a FixedPlan whose plan was replaced since forward, expected"
+                " one FixedPlan for each microbatch in flight"
+            )
 
     def prepare(self) -> None:
         """Makes what calls would make."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional, Tuple
 
 import numpy as np
@@ -74,7 +75,9 @@ def home_lens(table: Any, rows: int, takes_gaps: bool) -> list[HomeLens]:
     """
     sequences = table.tolist()
     if takes_gaps and sequences:
-        return [_with_gaps(sequences, rows)]
+        most = max(max(q_len, kv_len) for _, q_len, _, kv_len in sequences)
+        lens = with_gaps(sequences, rows, rows, most)
+        return [HomeLens(slice(0, rows), slice(0, rows), *lens)]
     runs: list[Any] = []
     for q, q_len, kv, kv_len in sequences:
         if runs and runs[-1][-1][0] + runs[-1][-1][1] == q and sum(runs[-1][-1][2:]) == kv:
@@ -90,14 +93,18 @@ def home_lens(table: Any, rows: int, takes_gaps: bool) -> list[HomeLens]:
     return calls
 
 
-def _with_gaps(sequences: list[Any], rows: int) -> HomeLens:
+def with_gaps(
+    sequences: Sequence[Any], q_end: int, kv_end: int, most: int
+) -> Tuple[list[int], list[int]]:
+    """Lengths of queries and keys of sequences (first query, queries, first key, keys), and of
+    what lies between them and behind the last, in parts of at most ``most`` rows: no longer than
+    what is attended to, as kernels launch blocks for the longest sequence.
+    """
     q_lens: list[int] = []
     k_lens: list[int] = []
     q_at = kv_at = 0
-    most = max(max(q_len, kv_len) for _, q_len, _, kv_len in sequences)
 
     def gap(q_len: int, kv_len: int) -> None:
-        # No longer than what is attended to: kernels launch blocks for the longest sequence.
         for lens, others, length in ((q_lens, k_lens, q_len), (k_lens, q_lens, kv_len)):
             for begin in range(0, length, most):
                 lens.append(min(most, length - begin))
@@ -108,8 +115,8 @@ def _with_gaps(sequences: list[Any], rows: int) -> HomeLens:
         q_lens.append(q_len)
         k_lens.append(kv_len)
         q_at, kv_at = q + q_len, kv + kv_len
-    gap(rows - q_at, rows - kv_at)
-    return HomeLens(slice(0, rows), slice(0, rows), q_lens, k_lens)
+    gap(q_end - q_at, kv_end - kv_at)
+    return q_lens, k_lens
 
 
 def calls_of(

@@ -13,6 +13,7 @@ from .._graphs import outside_graphs
 from ..errors import InvalidArgument
 from ..routing import compute_metadata
 from ..world import World
+from ._context_parallel_tables import on_device
 from .batch_plan import RankPieces, piece_table
 from .sequence_dispatcher import SequenceDispatcher
 
@@ -56,8 +57,11 @@ class PieceExchange:
         message[0, :2] = len(table), fingerprint
         shown = table[: self._rows - 1]
         message[1 : 1 + len(shown)] = shown
-        rows = torch.from_numpy(message).to(self._device)
+        rows = on_device(torch.from_numpy(message), self._device)
         (all_rows,) = self._dispatcher.dispatch(self._plan(rows), rows)
+        if self._device.type == "cuda":
+            # A copy to pageable memory would hold up the driver for a rank on the same GPU.
+            torch.cuda.current_stream(self._device).synchronize()
         everyone: IntArray = all_rows.cpu().numpy().copy()
         return everyone.reshape(self._world.world_size, self._rows, 3)
 

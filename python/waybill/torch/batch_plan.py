@@ -19,13 +19,20 @@ from ..plans import MASKS, QkvPlan
 from ._tensors import dtype_name
 from .kernels import AttentionShape, Sequences
 
-__all__ = ["BatchPlan", "BatchPlanner", "Piece"]
+__all__ = ["BatchPlan", "BatchPlanner", "InPlaceRule", "Piece"]
 
 _UNNUMBERED = -(2**62)  # below it are the documents that got no number: rank * 2**32 + place
-#: With fewer rows per rank, one call of the kernel costs less than two without copies.
-_FEW_ROWS = 2048
-#: Where less of the work stays, two calls of the kernel are in each other's way (2 x H200).
-_LEAST_SHARE = 0.75
+
+
+class InPlaceRule(NamedTuple):
+    """When rows that stay are attended to in place. ``bench/python/attention_in_place.py`` says of
+    a GPU and sizes of heads which numbers lose least.
+    """
+
+    #: rows per rank: with fewer, one call of the kernel costs less than two without copies
+    min_rows: int = 2048
+    #: of the work, that stays: where it is less, two calls of the kernel are in each other's way
+    min_share: float = 0.75
 
 
 class Piece(NamedTuple):
@@ -48,8 +55,9 @@ class BatchPlanner(Unchanging):
         world_size: ranks that plan together.
         heads, kv_heads, head_dim, v_head_dim, dtype, mask, window: as of ContextParallelAttention.
         in_place: whether rows that stay are attended to where they are, beside the others, or all
-            rows travel through the window and one call of the kernel serves them. "auto" is True
-            but for batches of few rows, or where more than a quarter of the work travels.
+            rows travel through the window and one call of the kernel serves them. "auto" is
+            InPlaceRule(): True but for batches of few rows, or where more than a quarter of the
+            work travels. Another InPlaceRule draws these lines elsewhere.
         block_tokens: documents are cut at multiples of it.
         imbalance_target: largest work of a rank over the mean that is aimed at.
         latent_dim: of rows of which K and V are projected where they arrive; None: K and V travel.
@@ -71,7 +79,7 @@ class BatchPlanner(Unchanging):
         mask: str = "causal",
         window: Optional[int] = None,
         scale: Optional[float] = None,
-        in_place: Union[str, bool] = "auto",
+        in_place: Union[str, bool, InPlaceRule] = "auto",
         block_tokens: int = 128,
         imbalance_target: float = 1.01,
         costs: Optional[AttentionCosts] = None,
@@ -80,12 +88,7 @@ class BatchPlanner(Unchanging):
     ) -> None:
         self.shape = _shape(heads, kv_heads, head_dim, v_head_dim, dtype, mask, window, scale, who)
         self.world_size = _least(world_size, 1, "world_size", who)
-        is_auto = isinstance(in_place, str) and in_place == "auto"
-        if not is_auto and not isinstance(in_place, bool):
-            raise InvalidArgument(
-                f'{who}: in_place = {shown(in_place)}, expected "auto", True or False'
-            )
-        self.in_place = in_place
+        self.in_place = _in_place(in_place, who)
         self.costs = costs
         self.latent_dim = 0 if latent_dim is None else _least(latent_dim, 1, "latent_dim", who)
         self._given = (heads, kv_heads, head_dim, v_head_dim)
@@ -172,10 +175,11 @@ class BatchPlan:
         self = cls.__new__(cls)
         self.planner, self.qkv_plan, self._pieces = planner, plan, pieces
         self.in_place, self._routing = planner.in_place is not False, None
-        if planner.in_place == "auto" and planner.world_size > 1:
+        rule = InPlaceRule() if planner.in_place == "auto" else planner.in_place
+        if isinstance(rule, InPlaceRule) and planner.world_size > 1:
             rows = sum(int(table[:, 2].sum()) for table in pieces)
-            few = rows < _FEW_ROWS * planner.world_size
-            if few or self.routing().in_place_share() < _LEAST_SHARE:
+            few = rows < rule.min_rows * planner.world_size
+            if few or self.routing().in_place_share() < rule.min_share:
                 self.in_place, self._routing = False, None
         return self
 
@@ -306,6 +310,22 @@ def _shape(
     if not 0 < scale < float("inf"):
         raise InvalidArgument(f"{who}: scale = {scale}, expected > 0")
     return AttentionShape(heads, kv_heads, head_dim, v_head_dim, found, mask, window, scale)
+
+
+def _in_place(value: Any, who: str) -> Union[str, bool, InPlaceRule]:
+    if isinstance(value, InPlaceRule):
+        rows = _least(value.min_rows, 0, "in_place.min_rows", who)
+        share = float(value.min_share)
+        if not 0 <= share <= 1:
+            raise InvalidArgument(f"{who}: in_place.min_share = {share}, expected 0 to 1")
+        return InPlaceRule(rows, share)
+    if isinstance(value, str) and value == "auto":
+        return value
+    if not isinstance(value, (bool, np.bool_)):
+        raise InvalidArgument(
+            f'{who}: in_place = {shown(value)}, expected "auto", True, False or an InPlaceRule'
+        )
+    return bool(value)
 
 
 def _least(value: Any, least: int, name: str, who: str) -> int:

@@ -16,13 +16,14 @@ from .._graphs import outside_graphs
 from ..attention_costs import AttentionCosts
 from ..errors import InvalidArgument, Unsupported
 from ..world import World
+from ._context_parallel_fixed import Capacities, FixedPlan, FixedStep, checked_capacities
 from ._context_parallel_function import Attention, LatentAttention
 from ._context_parallel_latent import Project
 from ._context_parallel_ops import PlanTicket, attend, ticket_of
 from ._context_parallel_step import RankStep, StepMemory
 from ._context_parallel_streams import Beside
 from ._piece_exchange import PieceExchange
-from .batch_plan import BatchPlan, BatchPlanner, RankPieces
+from .batch_plan import BatchPlan, BatchPlanner, InPlaceRule, RankPieces
 from .kernels import Kernel as _Kernel
 from .kernels import Sequences, choose_kernel
 from .sequence_dispatcher import SequenceDispatcher
@@ -80,7 +81,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         window: Optional[int] = None,
         scale: Optional[float] = None,
         kernel: _Kernel = "auto",
-        in_place: Union[str, bool] = "auto",
+        in_place: Union[str, bool, InPlaceRule] = "auto",
         block_tokens: int = 128,
         imbalance_target: float = 1.01,
         costs: Optional[AttentionCosts] = None,
@@ -108,6 +109,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         # What compiled programs read.
         self._dtype, self._kind = self.planner.shape.dtype, self.device.type
         self._needs_lse = self.kernel.needs_lse
+        self._fixed_dispatcher: Optional[SequenceDispatcher] = None
         self._exchange: Optional[PieceExchange] = None
         self._steps: weakref.WeakKeyDictionary[BatchPlan, RankStep] = weakref.WeakKeyDictionary()
         self._tickets: OrderedDict[int, RankStep] = OrderedDict()
@@ -130,35 +132,76 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         return self.planner.plan(pieces)
 
     @outside_graphs
-    def prepare(self, plan: BatchPlan) -> None:
+    def prepare(self, plan: Union[BatchPlan, FixedPlan]) -> None:
         """Makes this rank's tables of a plan now, which calls would make where they need them.
         Collective where the windows must grow.
         """
         self._step(plan).prepare()
 
-    def _step(self, plan: BatchPlan) -> RankStep:
-        """This rank's tables, made once."""
+    @outside_graphs
+    def fixed_plan(self, plan: BatchPlan, capacities: Capacities) -> FixedPlan:
+        """Collective: a plan in tables of one size, in which ``replace`` puts others of up to these
+        capacities. Calls take it in place of a BatchPlan, with q, k and v of max_rows rows; those
+        behind the batch's are not looked at, and their outputs and gradients are 0. What is
+        captured in a CUDA graph replays the plan that is there.
+        """
+        who = f"{_WHO}.fixed_plan"
+        fits = checked_capacities(capacities, who)
+        self._check_planner(plan)
+        if self.planner.latent_dim:
+            raise Unsupported(f"{who}: latent_dim is set, for which there are none")
+        if self.world.topology.num_nodes > 1:
+            raise Unsupported(f"{who}: {self.world.topology.num_nodes} nodes, expected one")
+        on_gpu = self.device.type == "cuda"
+        if not self.kernel.takes_gaps or (on_gpu and not self.kernel.suits_graphs):
+            raise Unsupported(
+                f"{who}: {self.kernel} looks at lengths on the host, expected a kernel that takes"
+                ' gaps and suits graphs, as "varlen" does'
+            )
+        if self._dispatcher.num_sms == 0:
+            raise Unsupported(
+                f"{who}: num_sms = 0, expected 1 or more: copies by copy engine cannot be replaced"
+            )
+        if self._fixed_dispatcher is None:
+            # What copy engines do is in a graph for ever.
+            self._fixed_dispatcher = SequenceDispatcher(
+                self.world, num_sms=self._dispatcher.num_sms, relay="never",
+                local_by_copy_engine=False,
+            )  # fmt: skip
+        step = FixedStep(plan, self._fixed_dispatcher, self.kernel, self._beside, fits)
+        return FixedPlan(self, step, plan)
+
+    def _check_planner(self, plan: Any) -> None:
         if not isinstance(plan, BatchPlan):
             raise InvalidArgument(
                 f"{_WHO}: plan is a {type(plan).__name__}, expected a BatchPlan, as of plan(pieces)"
             )
-        step = self._steps.get(plan)
+        its, mine = plan.planner, self.planner
+        if (its.shape, its.latent_dim) != (mine.shape, mine.latent_dim):
+            raise InvalidArgument(
+                f"{_WHO}: the plan is of {its.shape}, latent_dim={its.latent_dim}, expected"
+                f" {mine.shape}, latent_dim={mine.latent_dim}"
+            )
+        if plan.world_size != self.world.world_size:
+            raise InvalidArgument(
+                f"{_WHO}: the plan is of {plan.world_size} ranks, expected {self.world.world_size}"
+            )
+
+    def _step(self, plan: Union[BatchPlan, FixedPlan]) -> RankStep:
+        """This rank's tables, made once."""
+        if isinstance(plan, FixedPlan):
+            if plan._owner is not self:
+                raise InvalidArgument(f"{_WHO}: the FixedPlan is of another module")
+            return plan._step
+        step = self._steps.get(plan) if isinstance(plan, BatchPlan) else None
         if step is None:
-            its, mine = plan.planner, self.planner
-            if (its.shape, its.latent_dim) != (mine.shape, mine.latent_dim):
-                raise InvalidArgument(
-                    f"{_WHO}: the plan is of {its.shape}, latent_dim={its.latent_dim}, expected"
-                    f" {mine.shape}, latent_dim={mine.latent_dim}"
-                )
-            if plan.world_size != self.world.world_size:
-                raise InvalidArgument(
-                    f"{_WHO}: the plan is of {plan.world_size} ranks, expected"
-                    f" {self.world.world_size}"
-                )
+            self._check_planner(plan)
             step = self._steps[plan] = RankStep(plan, self._dispatcher, self.kernel, self._beside)
         return step
 
-    def varlen(self, plan: BatchPlan) -> Tuple[Optional[Sequences], Optional[Sequences]]:
+    def varlen(
+        self, plan: Union[BatchPlan, FixedPlan]
+    ) -> Tuple[Optional[Sequences], Optional[Sequences]]:
         """What the kernel is called with, on the device: (rows in place, rows that came)."""
         step = self._step(plan)
         if self.device.type == "cuda":
@@ -166,25 +209,27 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         home = step.home[0].sequences if len(step.home) == 1 else None
         return home, step.arrived
 
-    def memory(self, plan: BatchPlan) -> StepMemory:
+    def memory(self, plan: Union[BatchPlan, FixedPlan]) -> StepMemory:
         """Bytes that a call takes on this rank beside its arguments, output and their gradients: a
         model keeps ``kept`` for each layer, the others once.
         """
-        found = self._step(plan).memory()
-        return found._replace(windows=2 * self._dispatcher.window_bytes)
+        step = self._step(plan)
+        return step.memory()._replace(windows=2 * step.dispatcher.window_bytes)
 
     @outside_graphs
     def ticket(self, plan: BatchPlan) -> PlanTicket:
         """The plan as tensors, an argument of a compiled program, which calls the module with it:
         one operation of the graph, for any batch. The last 256 are good.
         """
+        if isinstance(plan, FixedPlan):
+            raise Unsupported(f"{_WHO}.ticket: got a FixedPlan, expected a BatchPlan")
         if self.planner.latent_dim:
             raise Unsupported(f"{_WHO}.ticket: latent_dim is set, for which there is no operation")
         return ticket_of(self._step(plan), self._tickets)
 
     def forward(
         self,
-        plan: Union[BatchPlan, PlanTicket],
+        plan: Union[BatchPlan, FixedPlan, PlanTicket],
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -194,7 +239,8 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         """Collective: attention's output [rows, heads, v_head_dim], in the rows of q.
 
         Args:
-            plan: of this batch, the same on all ranks; in compiled programs its ticket.
+            plan: of this batch, the same on all ranks; in compiled programs its ticket, in CUDA
+                graphs a FixedPlan.
             q: [rows, heads, head_dim]: this rank's, in the order of its pieces.
             k, v: [rows, kv_heads, head_dim], [rows, kv_heads, v_head_dim].
             return_lse: also the log-sum-exp of the scores, [rows, heads] float32, through which no
@@ -221,8 +267,9 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
 
     @outside_graphs
     def _outside_graphs(
-        self, plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool
-    ) -> Any:
+        self, plan: Union[BatchPlan, FixedPlan], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        return_lse: bool,
+    ) -> Any:  # fmt: skip
         step = self._step(plan)
         q, k, v = step.checked(q, k, v, self._casts)
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
@@ -257,6 +304,8 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
     def close(self) -> None:
         """Collective: gives the windows back. Without it their memory goes with the world."""
         self._dispatcher.close()
+        if self._fixed_dispatcher is not None:
+            self._fixed_dispatcher.close()
         if self._exchange is not None:
             self._exchange.close()
 

@@ -1,5 +1,6 @@
 #include "gpu_place.h"
 
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -7,7 +8,7 @@
 #include <functional>
 #include <map>
 #include <string>
-#include <utility>
+#include <tuple>
 
 #include "../rank/cuda_check.h"
 #include "core/to_size.h"
@@ -20,6 +21,16 @@ bool same_gpu(const cudaUUID_t& a, const cudaUUID_t& b) {
   return std::memcmp(a.bytes, b.bytes, sizeof(a.bytes)) == 0;
 }
 
+/// The namespace of this process's number.
+std::uint64_t pid_namespace() {
+  struct stat of {};
+  return stat("/proc/self/ns/pid", &of) == 0 ? of.st_ino : 0;
+}
+
+bool same_process(const GpuPlace& a, const GpuPlace& b) {
+  return a.host == b.host && a.pids == b.pids && a.process == b.process;
+}
+
 cudaUUID_t id_of(int device) {
   cudaDeviceProp properties{};
   cuda_check(cudaGetDeviceProperties(&properties, device), "reading device properties");
@@ -29,7 +40,8 @@ cudaUUID_t id_of(int device) {
 }  // namespace
 
 std::vector<GpuPlace> exchange_places(Bootstrap& bootstrap, int device) {
-  const GpuPlace mine{std::hash<std::string>{}(host_id()), getpid(), id_of(device)};
+  const GpuPlace mine{std::hash<std::string>{}(host_id()), getpid(), id_of(device),
+                      pid_namespace()};
   return all_gather_value(bootstrap, mine, "gpu world: places");
 }
 
@@ -42,14 +54,15 @@ int ranks_on_gpu_of(const std::vector<GpuPlace>& places, Rank rank) {
 bool shares_gpu_with_processes(const std::vector<GpuPlace>& places, Rank rank) {
   const GpuPlace& mine = places[waybill::detail::to_size(to_int(rank))];
   return std::ranges::any_of(places, [&](const GpuPlace& place) {
-    return place.process != mine.process && same_gpu(place.gpu, mine.gpu);
+    return !same_process(place, mine) && same_gpu(place.gpu, mine.gpu);
   });
 }
 
 void require_own_processes(const std::vector<GpuPlace>& places, std::string_view who) {
-  std::map<std::pair<std::uint64_t, std::int64_t>, std::size_t> rank_in;
+  std::map<std::tuple<std::uint64_t, std::uint64_t, std::int64_t>, std::size_t> rank_in;
   for (std::size_t r = 0; r < places.size(); ++r) {
-    const auto [first, fresh] = rank_in.emplace(std::pair(places[r].host, places[r].process), r);
+    const auto [first, fresh] =
+        rank_in.emplace(std::tuple(places[r].host, places[r].pids, places[r].process), r);
     if (fresh) continue;
     throw Unsupported(concat(
         who, ": ranks ", first->second, " and ", r, " are both in process ", places[r].process,
@@ -73,6 +86,15 @@ void require_nodes_on_hosts(const std::vector<GpuPlace>& places, std::int32_t ra
                              " puts both on one node, expected as many ranks on each host as "
                              "ranks_per_node, numbered host by host"));
   }
+}
+
+bool is_visible(const cudaUUID_t& gpu) {
+  int count = 0;
+  cuda_check(cudaGetDeviceCount(&count), "counting devices");
+  for (int device = 0; device < count; ++device) {
+    if (same_gpu(id_of(device), gpu)) return true;
+  }
+  return false;
 }
 
 std::string missing_peer_access(std::span<const GpuPlace> peers, std::int32_t first, int device) {

@@ -18,6 +18,7 @@ struct GpuPlace {
   std::uint64_t host = 0;
   std::int64_t process = 0;
   cudaUUID_t gpu{};
+  std::uint64_t pids = 0;  ///< in which `process` is one: containers have numbers of their own
 };
 
 /// Collective: the places of all ranks. @throws CudaError, Timeout
@@ -39,9 +40,11 @@ void require_own_processes(const std::vector<GpuPlace>& places, std::string_view
 void require_nodes_on_hosts(const std::vector<GpuPlace>& places, std::int32_t ranks_per_node,
                             std::string_view who);
 
+/// Whether this process sees the GPU.
+[[nodiscard]] bool is_visible(const cudaUUID_t& gpu);
+
 /// What `device` is known not to reach among the GPUs of `peers`, which are the ranks from `first`
-/// on; empty: nothing. GPUs that this process does not see are left to the driver, which refuses
-/// when it is asked to map their memory.
+/// on; empty: nothing. About GPUs that this process does not see, try_to_map() knows.
 [[nodiscard]] std::string missing_peer_access(std::span<const GpuPlace> peers, std::int32_t first,
                                               int device);
 

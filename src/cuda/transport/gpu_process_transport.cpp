@@ -11,8 +11,10 @@
 #include "../rank/cuda_check.h"
 #include "core/to_size.h"
 #include "keep_memory.h"
+#include "map_trial.h"
 #include "nccl_path.h"
 #include "pinned_parts.h"
+#include "share_by_handle.h"
 #include "transport/peer_status.h"
 #include "transport/process_memory.h"
 #include "waybill/transport/agree.h"
@@ -24,10 +26,6 @@ using waybill::detail::to_size;
 
 constexpr const char* who = "make_gpu_process_world";
 
-/// What one handle opens: the driver hands out smaller blocks from pages of this size, and a peer
-/// would map the neighbours as well.
-constexpr std::int64_t page_bytes = std::int64_t{2} << 20;
-
 /// What a rank says about the block that it has made.
 struct SharedBlockInfo {
   std::int64_t size_bytes;
@@ -36,21 +34,7 @@ struct SharedBlockInfo {
 
 /// Others may have it mapped, and freeing it before they have closed it is not allowed.
 std::shared_ptr<void> make_own(std::int64_t size_bytes, cudaStream_t stream) {
-  const std::int64_t pages = std::max<std::int64_t>(1, (size_bytes + page_bytes - 1) / page_bytes);
-  return keep_until_released(device_memory(pages * page_bytes, stream));
-}
-
-std::shared_ptr<void> open_peer(const cudaIpcMemHandle_t& handle, std::size_t rank, int device) {
-  void* memory = nullptr;
-  cuda_check(cudaIpcOpenMemHandle(&memory, handle, cudaIpcMemLazyEnablePeerAccess),
-             concat("mapping the memory of rank ", rank));
-  return {memory, [device](void* begin) {
-            int current = 0;
-            (void)cudaGetDevice(&current);
-            (void)cudaSetDevice(device);
-            (void)cudaIpcCloseMemHandle(begin);
-            (void)cudaSetDevice(current);
-          }};
+  return keep_until_released(make_shared_block(size_bytes, stream));
 }
 
 const char* name_of(NetworkBackend backend) {
@@ -110,10 +94,29 @@ class GpuProcessTransport final : public GpuTransport {
           std::span(places).subspan(to_size(first_mapped_), to_size(num_mapped_)), first_mapped_,
           gpu().device());
     });
+    const std::string not_mapped =
+        try_to_map(bootstrap(), who, places, first_mapped_, num_mapped_, gpu());
+    if (trouble.empty()) trouble = not_mapped;
     use_peer_memory(agree_on_peer_memory(
         bootstrap(), who, peer_access_wish(std::getenv("WAYBILL_PEER_ACCESS")), trouble,
         by_nccl ? "NCCL connects the nodes, and sends from memory of devices" : ""));
-    if (peer_memory() == PeerMemory::host) shared_.emplace(bootstrap());
+    if (peer_memory() == PeerMemory::host) share_host_memory();
+  }
+
+  /// Containers may have no shared memory in common: then this is said here, and on all ranks.
+  void share_host_memory() {
+    shared_.emplace(bootstrap());
+    try {
+      (void)shared_->make(bootstrap(), 1, "memory of the host");
+    } catch (const TransportError& error) {
+      throw Unsupported(
+          concat(who,
+                 ": GPUs without access to each other's memory, and the ranks share none of the "
+                 "host's: ",
+                 error.what(),
+                 ". Give them one /dev/shm (--ipc=host), or make each rank "
+                 "a node of its own over NCCL (ranks_per_node = 1, NetworkBackend::nccl)"));
+    }
   }
 
   void give_up(const char* after, std::string_view reason) noexcept override {
@@ -160,7 +163,7 @@ class GpuProcessTransport final : public GpuTransport {
     run_collectively(bootstrap(), operation, [&] {
       for (std::size_t r = 0; r < blocks.size(); ++r) {
         if (r == me || !is_mapped(static_cast<std::int32_t>(r))) continue;
-        parts[r] = open_peer(blocks[r].handle, r, gpu().device());
+        parts[r] = open_shared(blocks[r].handle, r, gpu().device());
       }
     });
     return parts;

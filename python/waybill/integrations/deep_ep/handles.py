@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, ClassVar, Dict, Optional, Tuple
 
 import torch
 
@@ -15,13 +15,17 @@ __all__ = ["DispatchHandle", "LowLatencyHandle"]
 
 
 class _Handle(OfThisProcess, Sequence[Any]):
-    """A sequence whose entries are made when they are asked for: few callers look into one."""
+    """A sequence whose entries are made when they are asked for: few callers look into one.
+
+    It holds its buffer's world and is in no cycle of references: Python would end such a world at
+    any time, in any thread, and giving memory back waits for the kernels of other ranks on the GPU.
+    """
 
     _why_not_copied = "what one rank's buffer knows of a dispatch: each dispatch gives one"
+    _makers: ClassVar[Tuple[Callable[[Any], Any], ...]]
 
-    def __init__(self, owner: Any, entries: List[Callable[[], Any]]) -> None:
+    def __init__(self, owner: Any) -> None:
         self._owner = owner  # the part of a buffer that made it
-        self._makers = entries
         self._entries: Dict[int, Any] = {}
 
     def __len__(self) -> int:
@@ -33,7 +37,7 @@ class _Handle(OfThisProcess, Sequence[Any]):
             return tuple(self[i] for i in range(*index.indices(len(self))))
         place = range(len(self))[index]
         if place not in self._entries:
-            self._entries[place] = self._makers[place]()
+            self._entries[place] = self._makers[place](self)
         return self._entries[place]
 
 
@@ -52,15 +56,7 @@ class DispatchHandle(_Handle):
         self.num_rows = num_rows  #: that arrived; None: only the device knows
         self.rows_out = 0  #: of the tensors that the caller got
         self.layouts: Dict[LayerKey, Any] = {}  #: of the layers that have seen this routing
-        entries: List[Callable[[], Any]] = [
-            self.prefix,
-            lambda: self.counts()[self._owner.rank][:, None].clone(),
-            lambda: torch.zeros_like(self[1]),
-            lambda: self.layout().recv_tags[: self.rows_out, 1].clone(),
-            lambda: self.is_token_in_rank,
-            self._send_head,
-        ]
-        super().__init__(owner, entries)
+        super().__init__(owner)
 
     def layout(self) -> Any:
         """That of any of the layers."""
@@ -80,6 +76,15 @@ class DispatchHandle(_Handle):
         places = inside.cumsum(0, dtype=torch.int32) - 1
         return places.masked_fill(~inside, -1)
 
+    _makers = (
+        prefix,
+        lambda self: self.counts()[self._owner.rank][:, None].clone(),
+        lambda self: torch.zeros_like(self[1]),
+        lambda self: self.layout().recv_tags[: self.rows_out, 1].clone(),
+        lambda self: self.is_token_in_rank,
+        _send_head,
+    )
+
 
 class LowLatencyHandle(_Handle):
     """Of ``Buffer.low_latency_dispatch``: src_info [local experts, slots] int32 (the row's token at
@@ -93,14 +98,7 @@ class LowLatencyHandle(_Handle):
         self.buffer: Optional[torch.Tensor] = None  #: get_next_low_latency_combine_buffer
         self.num_local = key.num_experts // owner.num_ranks
         self.num_slots = key.max_tokens * owner.num_ranks
-        entries: List[Callable[[], Any]] = [
-            self._src_info,
-            self._ranges,
-            lambda: key.max_tokens,
-            lambda: key.hidden,
-            lambda: key.num_experts,
-        ]
-        super().__init__(owner, entries)
+        super().__init__(owner)
 
     def _tags(self) -> Tuple[torch.Tensor, torch.Tensor]:
         """Tags and slots of the rows that came, and perhaps of others behind them."""
@@ -124,3 +122,11 @@ class LowLatencyHandle(_Handle):
         counts = counts[:-1].view(self.num_local, ranks)
         first = counts.cumsum(1) - counts
         return (first << 32) | counts
+
+    _makers = (
+        _src_info,
+        _ranges,
+        lambda self: self.key.max_tokens,
+        lambda self: self.key.hidden,
+        lambda self: self.key.num_experts,
+    )

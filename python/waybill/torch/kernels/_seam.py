@@ -92,6 +92,9 @@ class AttentionKernel:
     takes_gaps = False
     #: backward reads the log-sum-exp that forward returned.
     needs_lse = False
+    #: Of the sequences it looks at the tensors and the longest lengths alone, not at the lengths on
+    #: the host: a CUDA graph replays it with other sequences.
+    suits_graphs = False
 
     def check(self, shape: AttentionShape, device: torch.device, who: str) -> None:
         """Raises Unsupported, naming the argument, for what this kernel does not take."""
@@ -111,6 +114,8 @@ class AttentionKernel:
         with _known_to_autograd(), torch.enable_grad():
             leaves = [t.detach().requires_grad_() for t in (q, k, v)]
             again, _ = self.forward(leaves[0], leaves[1], leaves[2], sequences, shape, False)
+            if not again.requires_grad:  # no query has a key
+                return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
             grad = grad.contiguous()
             found = torch.autograd.grad(again, leaves, grad, materialize_grads=True)
         return _apart(grad, *found)

@@ -31,6 +31,7 @@ class _PackageKernel(AttentionKernel):
 
     takes_gaps = True
     needs_lse = True
+    suits_graphs = True
     most_head_dim = 256
     pads_v = True  #: heads of V must be as wide as those of Q
     module_name: str

@@ -33,6 +33,7 @@ class VarlenKernel(AttentionKernel):
     name = "varlen"
     takes_gaps = True
     needs_lse = True
+    suits_graphs = True
 
     def check(self, shape: AttentionShape, device: torch.device, who: str) -> None:
         if device.type != "cuda":

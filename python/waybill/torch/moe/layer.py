@@ -6,7 +6,7 @@ import contextlib
 import re
 import threading
 from collections.abc import Iterator
-from typing import Any, Optional, Sequence, Tuple
+from typing import Any, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -19,7 +19,7 @@ from ...moe import EPAllToAllLayoutDesc, EPConfig
 from .._tensors import require_tensor
 from .autograd import Combine, Dispatch
 from .calls import LayerCalls, checked_layout
-from .presets import suggested_sms
+from .presets import number_of_rows, suggested_sms
 from .tensors import (
     as_autocast,
     group_of_layer,
@@ -59,9 +59,10 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
     :param expert_alignment: rows of each local expert padded to a multiple, with zeros
     :param payload: "plain"; "quantized": rows travel as float8 e4m3 with scales; "scaled": given so
     :param capacity: the first buffers have max_tokens * topk * capacity rows
-    :param fixed_rows: rows of the buffers, for ever: nothing waits for counts on the host, results
-        have this many rows, and ``check_overflow`` reports what did not fit; combine gives NaN for
-        its tokens
+    :param fixed_rows: rows of the buffers, for ever; a float is a share of the worst case, in which
+        all tokens of all ranks choose this rank's experts. Nothing waits for counts on the host,
+        results have this many rows, and ``check_overflow`` reports what did not fit; combine gives
+        NaN for its tokens
     :param copy_out: False: dispatch returns views of the symmetric buffer, which hold until this
         rank begins the second dispatch after
     :param device: of ranks from a process group: "cpu", "cuda" for torch's current device,
@@ -92,7 +93,7 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         expert_alignment: int = 1,
         payload: str = "plain",
         capacity: int = 2,
-        fixed_rows: Optional[int] = None,
+        fixed_rows: Union[int, float, None] = None,
         copy_out: bool = True,
         device: Any = None,
     ) -> None:
@@ -121,9 +122,10 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
             int64(expert_alignment, f"{who}: expert_alignment"),
             payload,
         )
-        fixed = 0 if fixed_rows is None else int64(fixed_rows, f"{who}: fixed_rows")
-        if fixed_rows is not None and fixed < 1:
-            raise InvalidArgument(f"{who}: fixed_rows = {fixed}, expected >= 1")
+        fixed = number_of_rows(
+            fixed_rows, who, world_size=self.world_size, max_tokens=self.max_tokens, rows=rows,
+            topk=self.topk, num_experts=self.num_tot_experts, expert_alignment=expert_alignment,
+        )  # fmt: skip
         self.world = world_of(ep_group, local_world_size, device, who, "ep_group")
         if num_sm is None:
             num_sm = suggested_sms(self.world, self.max_tokens)
@@ -135,12 +137,12 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         self.num_sm = sms
         self.payload, self.rows = payload, rows
         self.copy_out = flag(copy_out, f"{who}: copy_out")
-        self.fixed_rows = None if fixed_rows is None else fixed
+        self.fixed_rows = fixed
         self.enable_local_combine = flag(enable_local_combine, f"{who}: enable_local_combine")
         self.use_aot = flag(use_aot, f"{who}: use_aot")
         self._layer: Any = _core.ExpertLayer(
             self.world._world, compiled, options, sms, self.enable_local_combine,
-            int64(capacity, f"{who}: capacity"), fixed,
+            int64(capacity, f"{who}: capacity"), fixed or 0,
         )  # fmt: skip
         self._lock = threading.RLock()
         self._lent = []

@@ -1,0 +1,82 @@
+"""What the calls of a layer of experts would take, for one node or many; nothing is moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, List, Optional, Sequence
+
+from .. import _core
+from .._arrays import IntArray, int64, numbers
+from ..errors import InvalidArgument, WrongType
+from .arrays import ids, per_rank
+from .config import EPConfig
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertCallPrediction:
+    """One call of all ranks. Seconds are those of ``rank``, which takes longest."""
+
+    #: "grouped_dispatch", "cached_dispatch", "compact_combine", "summed_combine",
+    #: "grouped_combine", "low_latency_dispatch" or "low_latency_combine"
+    call: str
+    seconds: float  #: begin, the longest of the next three, and end
+    begin_seconds: float  #: before rows: launches, signals of all ranks, ids, counts
+    network_seconds: float  #: rows between nodes
+    nvlink_seconds: float  #: rows inside the node
+    block_seconds: float  #: what multiprocessors store
+    end_seconds: float  #: what the longest does not cover: forwarding, sums
+    rank: int
+    nvlink_in: IntArray  #: [W] bytes of rows
+    nvlink_out: IntArray
+    network_in: IntArray
+    network_out: IntArray
+    puts: IntArray  #: [W] to other nodes, that carry them
+
+
+def predict(
+    config: EPConfig,
+    exp_indices: Sequence[Any],
+    *,
+    dropped_id: Optional[int] = None,
+    payload: str = "plain",
+    nvlink: float = 345e9,
+    network: float = 50e9,
+    block: float = 45e9,
+    num_sms: int = 32,
+    path: str = "waiting",
+    message_seconds: float = 0.4e-6,
+    phase_seconds: float = 11e-6,
+    network_message_seconds: float = 3e-6,
+    network_post_seconds: float = 0.3e-6,
+    path_bytes_per_second: float = 0.0,
+) -> List[ExpertCallPrediction]:
+    """Predicts the calls of a layer for these choices, one of each kind.
+
+    :param exp_indices: [T, topk] a rank, int32 or int64
+    :param dropped_id: the id of a topk slot that goes nowhere: num_experts, or -1
+    :param payload: "plain"; "quantized" or "scaled": float8 e4m3 with scales
+    :param nvlink: bytes per second of a rank inside its node, each way; network: between nodes;
+        block: that one multiprocessor stores
+    :param path: "waiting": a put is awaited before its block posts the next; "pipelined"
+    :param path_bytes_per_second: above 0: nodes are parts of one host, and a block copies at this
+        speed what goes to another one
+    :raises InvalidArgument: naming argument and rank
+    """
+    who = "predict"
+    if not isinstance(config, EPConfig):
+        raise InvalidArgument(f"config is a {type(config).__name__}, expected an EPConfig")
+    if not isinstance(path, str):
+        raise WrongType(f"{who}: path is a {type(path).__name__}, expected a str")
+    given = numbers(
+        who, nvlink=nvlink, network=network, block=block, message_seconds=message_seconds,
+        phase_seconds=phase_seconds, network_message_seconds=network_message_seconds,
+        network_post_seconds=network_post_seconds, path_bytes_per_second=path_bytes_per_second,
+    )  # fmt: skip
+    compiled = config._compiled()
+    dropped = None if dropped_id is None else int64(dropped_id, "dropped_id")
+    options = _core.ep_dispatch_options(compiled, dropped, "grouped", 1, payload)
+    entries = per_rank(exp_indices, "exp_indices", config.world_size)
+    arrays = [ids(v, config.topk, f"exp_indices[{r}]") for r, v in enumerate(entries)]
+    sms = int64(num_sms, f"{who}: num_sms")
+    calls = _core.predict_experts(compiled, options, arrays, given, sms, path)
+    return [ExpertCallPrediction(**call) for call in calls]

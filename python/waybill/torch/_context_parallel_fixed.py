@@ -1,0 +1,306 @@
+"""Tables of one size for plans of many batches: what a CUDA graph holds and replays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Tuple
+
+import numpy as np
+import torch
+
+from .._arrays import int64
+from ..errors import InvalidArgument
+from ..routing import compute_metadata
+from ..sparse import SparseMetadata
+from ._context_parallel_moves import WHO, Moves
+from ._context_parallel_step import RankStep
+from ._context_parallel_streams import Beside, Uploads
+from ._context_parallel_tables import HomeCall, with_gaps
+from .batch_plan import BatchPlan, BatchPlanner
+from .kernels import AttentionKernel, AttentionShape, Sequences
+from .sequence_dispatcher import SequenceDispatcher
+
+_CHUNK_BYTES = 8192  # as the dispatcher cuts rows
+_TABLES = ("fwd_q", "rev_q", "fwd_kv", "sum_kv")
+_CALLS = ("qkv", "out", "out and lse", "grad", "dq", "sums")
+
+
+class Capacities(NamedTuple):
+    """For how much there is room on each rank, in every plan of a FixedPlan."""
+
+    max_rows: int  #: that a rank holds: q, k and v have so many
+    max_seqlen: int  #: queries or keys of a sequence
+    max_sequences: int  #: of a call of the kernel, and the gaps between them
+    max_q_rows: int  #: of Q that a rank sends to others, or gets from them
+    max_kv_rows: int  #: of K and V that a rank gets
+    max_copies: int  #: of pieces of rows that a rank sends
+
+    @classmethod
+    def of(cls, *plans: BatchPlan) -> Capacities:
+        """What these plans need, the largest of each."""
+        if not plans:
+            raise InvalidArgument("Capacities.of: got no plans, expected one or more")
+        return cls(*(max(needs) for needs in zip(*(_needs(plan) for plan in plans))))
+
+    def scaled(self, factor: float) -> Capacities:
+        """With room for as many times as much, rounded up."""
+        return type(self)(*(int(np.ceil(number * factor)) for number in self))
+
+
+def _needs(plan: BatchPlan) -> Capacities:
+    """Of one plan, on the rank that needs most of it: the same on all ranks."""
+    routing = plan.routing()
+    tables = [tuple(t.reshape(-1, n) for t, n in zip(routing.rank(rank), (4, 4, 2, 2)))
+              for rank in range(plan.world_size)]  # fmt: skip
+    attended = np.concatenate([t for home, came, *_ in tables for t in (home, came)])
+    longest = int(attended[:, (1, 3)].max(initial=1))
+    most = {"sequences": 1, "q": 1, "kv": 1}
+    for home, came, sent, _ in tables:
+        last = home[-1] if len(home) else np.zeros(4, np.int64)
+        with_between, _ = with_gaps(home.tolist(), int(last[0] + last[1]), int(last[2] + last[3]),
+                                    longest)  # fmt: skip
+        most["sequences"] = max(most["sequences"], len(with_between), len(came))
+        most["q"] = max(most["q"], int(came[:, 1].sum()), int(sent[:, 1].sum()))
+        most["kv"] = max(most["kv"], int(came[:, 3].sum()))
+    copies = max(int(_copies(getattr(routing, name)).max(initial=1)) for name in _TABLES)
+    rows = max(1, *plan.home_tokens)
+    return Capacities(rows, longest, most["sequences"], most["q"], most["kv"], copies)
+
+
+def _copies(table: Any) -> Any:
+    """Of each rank: what it sends, once for each destination."""
+    begins = table.rank_offsets
+    if len(table.copy_offsets):
+        begins = table.copy_offsets[begins]
+    return np.diff(begins)
+
+
+def checked_capacities(capacities: Any, who: str) -> Capacities:
+    """Of numbers that make sense."""
+    if not isinstance(capacities, (tuple, list)) or len(capacities) != len(Capacities._fields):
+        raise InvalidArgument(
+            f"{who}: capacities is a {type(capacities).__name__}, expected Capacities, as of"
+            " Capacities.of(plan, ...)"
+        )
+    numbers = [int64(n, f"{who}: {name}") for n, name in zip(capacities, Capacities._fields)]
+    for name, number in zip(Capacities._fields, numbers):
+        if not 1 <= number < 2**31:
+            raise InvalidArgument(f"{who}: {name} = {number}, expected 1..2^31 - 1")
+    return Capacities(*numbers)
+
+
+class FixedRows:
+    """Ranges of a rank's rows, as Rows, in tables of one size. Their other entries are other rows,
+    each once, which get what they have.
+    """
+
+    def __init__(self, rows: int, most: int, device: torch.device) -> None:
+        self.count = min(rows, most)
+        self._rows = rows
+        self._numbers = torch.zeros(self.count, dtype=torch.int64, device=device)
+        self._unused = torch.ones(self.count, dtype=torch.bool, device=device)
+
+    def replace(self, table: Any) -> None:
+        used = np.zeros(self._rows, bool)
+        ranges = [np.arange(begin, begin + rows) for begin, rows in table.tolist()]
+        numbers = np.concatenate(ranges) if ranges else np.zeros(0, np.int64)
+        used[numbers] = True
+        others = np.flatnonzero(~used)[: self.count - len(numbers)]
+        _copy(self._numbers, np.concatenate([numbers, others]))
+        _copy(self._unused, np.arange(self.count) >= len(numbers))
+
+    def _mask(self, like: torch.Tensor) -> torch.Tensor:
+        return self._unused.view(-1, *(1,) * (like.ndim - 1))
+
+    def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Puts the rows of ``source`` to their places."""
+        kept = target.index_select(0, self._numbers)
+        rows = torch.where(self._mask(target), kept, source[: self.count])
+        target.index_copy_(0, self._numbers, rows)
+
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Adds them to what is there, in the wider of the two dtypes, rounded once."""
+        kept = target.index_select(0, self._numbers)
+        sums = kept + source[: self.count].masked_fill(self._mask(target), 0)
+        target.index_copy_(0, self._numbers, sums.to(target.dtype))
+
+
+class FixedSequences:
+    """Sequences in tables of one size: behind those of a plan are what covers the other rows,
+    queries without keys and keys without queries, and then sequences of no rows.
+    """
+
+    def __init__(
+        self, q_rows: int, kv_rows: int, capacities: Capacities, device: torch.device
+    ) -> None:
+        self._ends, self._longest = (q_rows, kv_rows), capacities.max_seqlen
+        behind = sum(-(-rows // self._longest) for rows in self._ends)
+        self._most = capacities.max_sequences + behind
+        self._tables = [
+            torch.zeros(self._most + 1, dtype=torch.int32, device=device) for _ in range(2)
+        ]
+        self.sequences: Any = None
+
+    def replace(self, table: Any) -> None:
+        lens = with_gaps(table.tolist(), *self._ends, self._longest)
+        full = [tuple(of) + (0,) * (self._most - len(of)) for of in lens]
+        for device_table, lengths in zip(self._tables, full):
+            _copy(device_table, np.cumsum((0, *lengths), dtype=np.int32))
+        cu_q, cu_k = self._tables
+        self.sequences = Sequences(cu_q, cu_k, self._longest, self._longest, full[0], full[1])
+
+
+class FixedMoves(Moves):
+    """Calls of the dispatcher whose tables stay where they are."""
+
+    def __init__(
+        self, routing: Any, dispatcher: SequenceDispatcher, shape: AttentionShape,
+        capacities: Capacities,
+    ) -> None:  # fmt: skip
+        super().__init__(routing, dispatcher, shape, 0)
+        self._capacities = capacities
+        largest = [self._plan_of(name, self._largest(name)) for name in _CALLS]
+        first = [self._plan_of(name, self._parts(name)) for name in _CALLS]
+        dispatcher.reserve(*first)
+        self._plans = dict(zip(_CALLS, largest))
+
+    def replace(self, routing: Any) -> None:
+        self._routing = routing
+        for name, plan in self._plans.items():
+            self._dispatcher.replace_plan(plan, *self._parts(name))
+
+    def sums(self, number: int, *gradients: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+        dtype = gradients[0].dtype
+        dtype = torch.float32 if dtype.itemsize == 2 else dtype
+        out = [g.new_empty((self._capacities.max_rows, *g.shape[1:]), dtype=dtype)
+               for g in gradients]  # fmt: skip
+        plan = self._plan("sums")
+        return self._dispatcher.kv_gradient(plan, *gradients, out=out, of_dispatch=number)
+
+    def _room(self, name: str) -> int:
+        fits = self._capacities
+        return fits.max_kv_rows if name.endswith("kv") else fits.max_q_rows
+
+    def _table(self, name: str) -> SparseMetadata:
+        return super()._table(name).with_room(self._room(name))
+
+    def _largest(self, name: str) -> list[Tuple[Any, ...]]:
+        """Parts with as many copies as there may be, of as many rows: their memory is enough for
+        all plans. They are never sent.
+        """
+        world, copies = self._dispatcher.world.world_size, self._capacities.max_copies
+        parts = []
+        for table, formats in self._formats(name):
+            least = min(max(1, f.hidden * f.dtype.itemsize) for f in formats)
+            rows = self._room(table) * (world if table.endswith("kv") else 1)
+            length = -(-rows // copies) + max(1, _CHUNK_BYTES // least)
+            receivers = np.tile((np.arange(world)[:, None] + 1) % world, (1, copies))
+            forward, _ = compute_metadata(np.full((world, copies), length), receivers)
+            parts.append((forward, *formats))
+        return parts
+
+
+class FixedStep(RankStep):
+    """A rank's tables for any plan within the capacities."""
+
+    _moves: FixedMoves
+
+    def __init__(
+        self, plan: BatchPlan, dispatcher: SequenceDispatcher, kernel: AttentionKernel,
+        beside: Beside, capacities: Capacities,
+    ) -> None:  # fmt: skip
+        _check_fits(plan, capacities)
+        self._begin(plan.planner, dispatcher, kernel, beside, capacities)
+        fits, device = capacities, self.device
+        self._home = FixedSequences(fits.max_rows, fits.max_rows, fits, device)
+        self._came = FixedSequences(fits.max_q_rows, fits.max_kv_rows, fits, device)
+        self._moves = FixedMoves(plan.routing(), dispatcher, self.shape, fits)
+        self.replace(plan)
+
+    def _begin(
+        self, planner: BatchPlanner, dispatcher: SequenceDispatcher, kernel: AttentionKernel,
+        beside: Beside, capacities: Capacities,
+    ) -> None:  # fmt: skip
+        self.dispatcher, self.kernel, self.beside = dispatcher, kernel, beside
+        self.shape, self.latent_dim = planner.shape, 0
+        self.device = torch.device(dispatcher.world.device)
+        self.rows, self.capacities = capacities.max_rows, capacities
+        self.uploads = Uploads(self.device, None)  # on the stream of the calls
+        self.q_rows: Any = FixedRows(self.rows, capacities.max_q_rows, self.device)
+        self.kv_rows: Any = FixedRows(self.rows, self.rows, self.device)
+        self.moves = True  # in some plan, perhaps: also one rank sends itself rows
+
+    def replace(self, plan: BatchPlan) -> None:
+        _check_fits(plan, self.capacities)
+        rank, routing = self.dispatcher.world.rank, plan.routing()
+        home, came, q_rows, kv_rows = routing.rank(rank)
+        self._home.replace(home.reshape(-1, 4))
+        whole = slice(0, self.rows)
+        self.home = [HomeCall(whole, whole, self._home.sequences)]
+        self._came.replace(came.reshape(-1, 4))
+        self.arrived = self._came.sequences
+        self.q_rows.replace(q_rows.reshape(-1, 2))
+        self.kv_rows.replace(kv_rows.reshape(-1, 2))
+        self._moves.replace(routing)
+        self.generation += 1
+
+    def prepare(self) -> None:
+        """All is there."""
+
+
+class FixedPlan:
+    """A plan in tables of one size at fixed places, made by ContextParallelAttention.fixed_plan,
+    and given to calls in place of a BatchPlan. ``replace`` puts the plan of another batch there: a
+    CUDA graph that was captured with it replays the new one.
+    """
+
+    __slots__ = ("_owner", "_step", "plan")
+    plan: BatchPlan  #: that is there now
+
+    def __init__(self, owner: Any, step: FixedStep, plan: BatchPlan) -> None:
+        self._owner, self._step, self.plan = owner, step, plan
+
+    @property
+    def capacities(self) -> Capacities:
+        """What it has room for."""
+        return self._step.capacities
+
+    def replace(self, plan: BatchPlan) -> None:
+        """Puts another plan there, queued on the current stream: that of the calls, or of the
+        graph. Backward passes of the old one must have been queued before.
+
+        Raises InvalidArgument, on all ranks and with nothing changed, for a plan that does not fit,
+        naming the capacity.
+        """
+        self._owner._check_planner(plan)
+        self._step.replace(plan)
+        self.plan = plan
+
+    def padded(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy with zeros behind its rows, up to max_rows."""
+        missing = self.capacities.max_rows - tensor.shape[0]
+        if missing < 0:
+            raise InvalidArgument(
+                f"FixedPlan.padded: got {tensor.shape[0]} rows, expected at most max_rows ="
+                f" {self.capacities.max_rows}"
+            )
+        return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+
+    def __repr__(self) -> str:
+        return f"FixedPlan({self.plan}, {self.capacities})"
+
+
+def _check_fits(plan: BatchPlan, capacities: Capacities) -> None:
+    needs = _needs(plan)
+    for name, got, most in zip(Capacities._fields, needs, capacities):
+        if got > most:
+            raise InvalidArgument(f"{WHO}: the plan needs {name} = {got}, expected at most {most}")
+
+
+def _copy(table: torch.Tensor, values: Sequence[int] | Any) -> None:
+    """Into a table that stays where it is, behind what is queued on the current stream."""
+    given = torch.from_numpy(np.ascontiguousarray(values)).to(table.dtype)
+    if table.device.type == "cpu":
+        table.copy_(given)
+    else:
+        table.copy_(given.pin_memory(), non_blocking=True)

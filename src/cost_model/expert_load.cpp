@@ -1,0 +1,138 @@
+#include "expert_load.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "core/batch_bytes.h"
+#include "core/to_size.h"
+#include "moe/token_routes.h"
+
+namespace waybill::detail {
+namespace {
+
+/// Tokens of which a put carries adjacent ones, at most.
+constexpr std::int64_t put_tokens = 32;
+
+/// Counts puts from one source to one peer: runs of tokens, cut at every 32nd and where a put would
+/// get too long.
+class PutCount {
+ public:
+  explicit PutCount(std::int64_t row_bytes)
+      : step_(std::clamp<std::int64_t>(most_put_bytes / row_bytes, 1, put_tokens)) {}
+
+  /// @return whether the token begins a put. Tokens ascend.
+  bool begins(std::int64_t token) {
+    const std::int64_t in_window = token % put_tokens;
+    const bool begins = token != last_ + 1 || in_window % step_ == 0;
+    last_ = token;
+    return begins;
+  }
+
+ private:
+  std::int64_t step_;
+  std::int64_t last_ = -2;
+};
+
+class LoadCount {
+ public:
+  LoadCount(const EPConfig& config, const EPDispatchOptions& dispatch)
+      : config_(config),
+        loads_(to_size(config.world_size)),
+        parts_(num_scales(config, dispatch) > 0 ? 2 : 1),
+        row_bytes_(config.hidden * dtype_bytes(payload_dtype(config, dispatch))),
+        sum_bytes_(config.hidden * dtype_bytes(config.token_dtype)) {}
+
+  void count_source(std::int32_t source, std::span<const std::int32_t> ids) {
+    source_ = source;
+    const auto nodes = to_size(config_.num_nodes());
+    const auto ranks = to_size(config_.world_size);
+    to_node_.assign(nodes, PutCount(row_bytes_));
+    from_node_.assign(nodes, PutCount(sum_bytes_));
+    to_rank_.assign(ranks, PutCount(row_bytes_));
+    from_rank_.assign(ranks, PutCount(sum_bytes_));
+    loads_[to_size(source)].tokens = std::ssize(ids) / config_.topk;
+    TokenRoutes routes(config_, source);
+    for (std::int64_t i = 0; i < std::ssize(ids); ++i) {
+      const std::int64_t token = i / config_.topk;
+      const TopkRoute route = routes.next(token, ids[to_size(i)]);
+      if (route.rank != config_.world_size) count_slot(token, route);
+    }
+  }
+
+  [[nodiscard]] std::vector<ExpertRankLoad> take() { return std::move(loads_); }
+
+ private:
+  [[nodiscard]] bool is_other_node(std::int32_t rank) const {
+    return rank / config_.local_world_size != source_ / config_.local_world_size;
+  }
+
+  void count_slot(std::int64_t token, const TopkRoute& route) {
+    ExpertRankLoad& home = loads_[to_size(source_)];
+    ExpertRankLoad& hub = loads_[to_size(route.forwarder)];
+    ExpertRankLoad& there = loads_[to_size(route.rank)];
+    const bool crosses = is_other_node(route.rank);
+    ++there.computed;
+    if (crosses) ++there.computed_of_others;
+    if (route.to_node) {
+      for (ExpertLinkRows ExpertRankLoad::*rows :
+           {&ExpertRankLoad::per_node, &ExpertRankLoad::slots}) {
+        ++(home.*rows).network_out;
+        ++(hub.*rows).network_in;
+      }
+      const auto node = to_size(route.forwarder / config_.local_world_size);
+      if (to_node_[node].begins(token)) home.puts_out += parts_;
+      if (from_node_[node].begins(token)) ++hub.puts_back;
+    }
+    if (route.rank == route.forwarder) {
+      ++there.kept_slots;
+    } else {
+      ++hub.slots.nvlink_out;
+      ++there.slots.nvlink_in;
+      if (crosses) ++hub.forwarded_slots;
+    }
+    if (route.to_rank) count_row(token, route, home, hub, there);
+  }
+
+  void count_row(std::int64_t token, const TopkRoute& route, ExpertRankLoad& home,
+                 ExpertRankLoad& hub, ExpertRankLoad& there) {
+    const bool crosses = is_other_node(route.rank);
+    ++there.received;
+    if (route.rank == route.forwarder) {
+      ++there.kept;
+      if (crosses) ++there.kept_of_others;
+    } else {
+      ++hub.per_node.nvlink_out;
+      ++there.per_node.nvlink_in;
+      if (crosses) ++hub.forwarded;
+    }
+    if (route.rank == source_) return;
+    ++(crosses ? home.straight.network_out : home.straight.nvlink_out);
+    ++(crosses ? there.straight.network_in : there.straight.nvlink_in);
+    if (!crosses) return;
+    if (to_rank_[to_size(route.rank)].begins(token)) home.runs_out += parts_;
+    if (from_rank_[to_size(route.rank)].begins(token)) ++there.runs_back;
+  }
+
+  const EPConfig& config_;
+  std::vector<ExpertRankLoad> loads_;
+  std::int64_t parts_;  ///< rows, and their scales
+  std::int64_t row_bytes_;
+  std::int64_t sum_bytes_;
+  std::int32_t source_ = 0;
+  std::vector<PutCount> to_node_;    ///< [N]
+  std::vector<PutCount> from_node_;  ///< [N]
+  std::vector<PutCount> to_rank_;    ///< [W]
+  std::vector<PutCount> from_rank_;  ///< [W]
+};
+
+}  // namespace
+
+std::vector<ExpertRankLoad> count_expert_load(const EPConfig& config,
+                                              const EPDispatchOptions& dispatch,
+                                              std::span<const std::vector<std::int32_t>> ids) {
+  LoadCount count(config, dispatch);
+  for (std::int32_t r = 0; r < config.world_size; ++r) count.count_source(r, ids[to_size(r)]);
+  return count.take();
+}
+
+}  // namespace waybill::detail

@@ -1,0 +1,308 @@
+#include "waybill/cost_model/predict_experts.h"
+
+#include <algorithm>
+
+#include "core/batch_bytes.h"
+#include "core/to_size.h"
+#include "expert_load.h"
+#include "waybill/core/error.h"
+#include "waybill/cost_model/call_overhead.h"
+
+namespace waybill {
+namespace {
+
+using detail::ExpertLinkRows;
+using detail::ExpertRankLoad;
+using detail::to_size;
+
+// Kernels of a call over several nodes beyond those on one.
+constexpr int counted_kernels = 6;
+constexpr int cached_kernels = 4;
+constexpr int combine_kernels = 7;
+
+double as_double(std::int64_t value) { return static_cast<double>(value); }
+
+LinkBytes bytes_of(const ExpertLinkRows& rows, std::int64_t row_bytes, bool back) {
+  LinkBytes bytes{rows.nvlink_in * row_bytes, rows.nvlink_out * row_bytes,
+                  rows.network_in * row_bytes, rows.network_out * row_bytes};
+  if (back) {
+    std::swap(bytes.nvlink_in, bytes.nvlink_out);
+    std::swap(bytes.network_in, bytes.network_out);
+  }
+  return bytes;
+}
+
+/// What one rank takes of a call.
+struct RankTime {
+  LinkBytes links;
+  std::int64_t puts = 0;
+  double begin = 0;
+  double network = 0;
+  double nvlink = 0;
+  double blocks = 0;
+  double end = 0;
+
+  [[nodiscard]] double seconds() const { return begin + std::max({network, nvlink, blocks}) + end; }
+};
+
+class ExpertClock {
+ public:
+  ExpertClock(const EPConfig& config, const EPDispatchOptions& dispatch,
+              const ExpertCostOptions& options)
+      : config_(config),
+        costs_(options.costs),
+        links_(options.links),
+        nodes_(config.num_nodes()),
+        post_(options.step.network_post_seconds),
+        latency_(nodes_ > 1 ? options.step.network_message_seconds : 0),
+        pull_speed_(links_.nvlink_bytes_per_second * options.step.pull_share),
+        row_bytes_(config.hidden * dtype_bytes(payload_dtype(config, dispatch)) +
+                   num_scales(config, dispatch) * 4),
+        sum_bytes_(config.hidden * dtype_bytes(config.token_dtype)),
+        path_sms_(nodes_ > 1 ? std::clamp(costs_.num_sms / 4, 1, 8) : 0),
+        row_sms_(std::max(1, costs_.num_sms - path_sms_)) {
+    HardwareFacts hardware;
+    hardware.nvlink_bytes_per_second = links_.nvlink_bytes_per_second;
+    hardware.network_bytes_per_second = links_.network_bytes_per_second;
+    hardware.message_seconds = options.message_seconds;
+    message_ = options.message_seconds;
+    signals_ = call_overhead(config.topology(), hardware, options.step).seconds;
+    const Topology node{config.local_world_size, config.local_world_size};
+    counts_ = counting_overhead(node, config.num_experts / nodes_, hardware, options.step).seconds -
+              call_overhead(node, hardware, options.step).seconds;
+  }
+
+  [[nodiscard]] RankTime time(ExpertCallKind kind, const ExpertRankLoad& load) const {
+    switch (kind) {
+      case ExpertCallKind::grouped_dispatch:
+      case ExpertCallKind::cached_dispatch:
+        return dispatch(load, kind == ExpertCallKind::grouped_dispatch);
+      case ExpertCallKind::compact_combine:
+      case ExpertCallKind::summed_combine:
+      case ExpertCallKind::grouped_combine:
+        return combine(load, kind);
+      case ExpertCallKind::low_latency_dispatch:
+        return low_latency_dispatch(load);
+      case ExpertCallKind::low_latency_combine:
+        return low_latency_combine(load);
+    }
+    return {};
+  }
+
+ private:
+  [[nodiscard]] bool is_mapped() const { return costs_.path_bytes_per_second > 0; }
+
+  [[nodiscard]] double stored_by(int sms, double bytes) const {
+    return bytes / (sms * links_.block_bytes_per_second);
+  }
+  [[nodiscard]] double summed(std::int64_t rows) const {
+    return as_double(rows * sum_bytes_) / costs_.sum_bytes_per_second;
+  }
+
+  /// Links and puts of `time.links`; a path of mapped memory takes part of NVLink.
+  void set_links(RankTime& time, double nvlink_speed) const {
+    double inside = as_double(std::max(time.links.nvlink_in, time.links.nvlink_out));
+    const double across = as_double(std::max(time.links.network_in, time.links.network_out));
+    if (is_mapped()) inside = as_double(std::max(time.links.in(), time.links.out()));
+    time.nvlink = inside / nvlink_speed;
+    if (nodes_ > 1 && across > 0) {
+      time.network = std::max(is_mapped() ? 0.0 : across / links_.network_bytes_per_second,
+                              posting(time.puts, as_double(time.links.network_out)));
+    }
+  }
+
+  /// What the blocks take that put.
+  [[nodiscard]] double posting(std::int64_t puts, double bytes) const {
+    const double copy =
+        bytes / (is_mapped() ? costs_.path_bytes_per_second : links_.network_bytes_per_second);
+    if (costs_.path == ExpertPath::pipelined) {
+      return as_double(puts) * post_ / std::min(nodes_ - 1, path_sms_) + (is_mapped() ? copy / path_sms_ : 0);
+    }
+    const double wait = is_mapped() ? costs_.put_seconds : post_ + 2 * latency_;
+    return (as_double(puts) * wait + copy) / path_sms_;
+  }
+
+  /// A piece on its way through the node.
+  [[nodiscard]] double piece() const {
+    return as_double(detail::most_put_bytes) / links_.nvlink_bytes_per_second + message_;
+  }
+
+  [[nodiscard]] double ids_seconds() const {
+    const double bytes = as_double(config_.max_tokens * config_.topk * 4) * (nodes_ - 1);
+    return latency_ +
+           bytes / (is_mapped() ? costs_.path_bytes_per_second * path_sms_
+                                : links_.network_bytes_per_second) +
+           (counted_kernels - cached_kernels) * costs_.kernel_seconds;
+  }
+
+  [[nodiscard]] RankTime dispatch(const ExpertRankLoad& load, bool grouped) const {
+    RankTime time;
+    time.links = bytes_of(load.per_node, row_bytes_, false);
+    time.puts = load.puts_out;
+    time.begin = signals_;
+    if (grouped) {
+      time.begin +=
+          costs_.count_seconds +
+          nodes_ * (counts_ + as_double(load.tokens) * costs_.count_token_seconds / costs_.num_sms);
+    }
+    const std::int64_t copies = grouped ? load.computed - load.received : 0;
+    const double row = as_double(row_bytes_);
+    time.blocks =
+        stored_by(row_sms_, as_double(load.per_node.nvlink_out + load.kept + copies) * row);
+    set_links(time, links_.nvlink_bytes_per_second);
+    if (nodes_ == 1) return time;
+    time.begin += latency_ + cached_kernels * costs_.kernel_seconds +
+                  2 * as_double(load.tokens) * row / costs_.copy_bytes_per_second;
+    if (grouped) time.begin += ids_seconds();
+    if (costs_.path == ExpertPath::pipelined) {
+      time.end = piece();
+      return time;
+    }
+    // What came from the last node, when all of it is there.
+    const double part = 1.0 / (nodes_ - 1);
+    const std::int64_t of_others = load.forwarded + load.kept_of_others;
+    const std::int64_t copied =
+        grouped && load.received > 0 ? copies * load.computed_of_others / load.computed : 0;
+    time.end = part * std::max(as_double(load.forwarded) * row / links_.nvlink_bytes_per_second,
+                               stored_by(row_sms_, as_double(of_others + copied) * row));
+    return time;
+  }
+
+  [[nodiscard]] RankTime combine(const ExpertRankLoad& load, ExpertCallKind kind) const {
+    RankTime time;
+    const bool sums = kind != ExpertCallKind::grouped_combine;
+    const ExpertLinkRows& rows = sums ? load.per_node : load.slots;
+    time.links = bytes_of(rows, sum_bytes_, true);
+    time.puts = load.puts_back;
+    time.begin = signals_;
+    if (kind == ExpertCallKind::summed_combine) time.begin += summed(load.computed + load.received);
+    const double row = as_double(sum_bytes_);
+    // A rank pulls what it has sent, adds what it has kept, and writes its tokens once.
+    const std::int64_t pulled = rows.nvlink_out + (sums ? load.kept : load.kept_slots);
+    time.blocks =
+        stored_by(row_sms_, as_double(pulled + load.tokens + load.per_node.network_in) * row);
+    set_links(time, pull_speed_);
+    if (nodes_ == 1) return time;
+    time.begin += combine_kernels * costs_.kernel_seconds;
+    // Own sums, those of other nodes and the result.
+    time.end = latency_ + summed(load.per_node.network_out + 2 * load.tokens);
+    if (costs_.path == ExpertPath::pipelined) return time;
+    const double others = as_double(sums ? load.forwarded : load.forwarded_slots) * row;
+    const double lead = std::max(
+        others / pull_speed_, stored_by(row_sms_, others + as_double(load.kept_of_others) * row));
+    time.begin += lead;
+    time.nvlink = std::max(0.0, time.nvlink - others / pull_speed_);
+    time.blocks = std::max(0.0, time.blocks - lead);
+    return time;
+  }
+
+  /// Rows and ids go at once, wherever their ranks are; all multiprocessors take part.
+  [[nodiscard]] RankTime low_latency_dispatch(const ExpertRankLoad& load) const {
+    RankTime time;
+    time.links = bytes_of(load.straight, row_bytes_, false);
+    time.puts = load.runs_out;
+    time.begin = signals_ + latency_;
+    const double row = as_double(row_bytes_);
+    const double ids = as_double(load.tokens * config_.topk * 8);
+    time.nvlink = as_double(std::max(time.links.nvlink_in, time.links.nvlink_out)) /
+                      links_.nvlink_bytes_per_second +
+                  ids * (config_.local_world_size - 1) / links_.nvlink_bytes_per_second;
+    straight_network(time, ids * (config_.world_size - config_.local_world_size));
+    time.blocks =
+        stored_by(costs_.num_sms, as_double(load.straight.nvlink_out + load.computed) * row);
+    time.end = costs_.last_row_seconds;
+    return time;
+  }
+
+  [[nodiscard]] RankTime low_latency_combine(const ExpertRankLoad& load) const {
+    RankTime time;
+    time.links = bytes_of(load.straight, sum_bytes_, true);
+    time.puts = load.runs_back;
+    time.begin = signals_ + latency_ + summed(load.computed + load.received);
+    time.nvlink = as_double(std::max(time.links.nvlink_in, time.links.nvlink_out)) / pull_speed_;
+    straight_network(time, 0);
+    const std::int64_t added = load.straight.nvlink_out + load.straight.network_out + load.kept;
+    time.blocks = stored_by(costs_.num_sms, as_double((added + load.tokens) * sum_bytes_));
+    return time;
+  }
+
+  void straight_network(RankTime& time, double more_bytes) const {
+    if (nodes_ == 1) return;
+    const double across = as_double(std::max(time.links.network_in, time.links.network_out));
+    time.network = std::max((across + more_bytes) / links_.network_bytes_per_second,
+                            as_double(time.puts) * post_ / costs_.num_sms);
+  }
+
+  const EPConfig& config_;
+  const ExpertCosts& costs_;
+  const LinkSpeeds& links_;
+  std::int32_t nodes_;
+  double post_;
+  double latency_;
+  double pull_speed_;
+  std::int64_t row_bytes_;  ///< of a dispatch, scales too
+  std::int64_t sum_bytes_;  ///< of a combine
+  int path_sms_;
+  int row_sms_;
+  double message_ = 0;
+  double signals_ = 0;
+  double counts_ = 0;
+};
+
+void check_ids(const EPConfig& config, std::span<const std::vector<std::int32_t>> ids) {
+  const char* const who = "predict_experts: ";
+  require(std::ssize(ids) == config.world_size, who, "ids has ", ids.size(),
+          " entries, expected one per rank: ", config.world_size);
+  for (std::size_t r = 0; r < ids.size(); ++r) {
+    const std::int64_t size = std::ssize(ids[r]);
+    require(size % config.topk == 0 && size / config.topk <= config.max_tokens, who, "ids[", r,
+            "] has ", size, " entries, expected topk = ", config.topk, " for each of at most ",
+            config.max_tokens, " tokens");
+    const auto wrong = std::ranges::find_if(
+        ids[r], [&](std::int32_t id) { return id < 0 || id > config.num_experts; });
+    require(wrong == ids[r].end(), who, "ids[", r, "][", wrong - ids[r].begin(),
+            "] = ", wrong == ids[r].end() ? 0 : *wrong, ", expected 0..", config.num_experts);
+  }
+}
+
+}  // namespace
+
+std::string_view to_string(ExpertCallKind kind) {
+  constexpr std::string_view names[] = {
+      "grouped_dispatch", "cached_dispatch",      "compact_combine",    "summed_combine",
+      "grouped_combine",  "low_latency_dispatch", "low_latency_combine"};
+  return names[static_cast<std::size_t>(kind)];
+}
+
+std::vector<ExpertCallPrediction> predict_experts(const EPConfig& config,
+                                                  const EPDispatchOptions& dispatch,
+                                                  std::span<const std::vector<std::int32_t>> ids,
+                                                  const ExpertCostOptions& options) {
+  config.check("predict_experts");
+  dispatch.check(config, "predict_experts");
+  options.check("predict_experts");
+  check_ids(config, ids);
+  const std::vector<ExpertRankLoad> loads = detail::count_expert_load(config, dispatch, ids);
+  const ExpertClock clock(config, dispatch, options);
+  std::vector<ExpertCallPrediction> calls(num_expert_calls);
+  for (int k = 0; k < num_expert_calls; ++k) {
+    ExpertCallPrediction& call = calls[to_size(k)];
+    call.kind = static_cast<ExpertCallKind>(k);
+    for (std::size_t r = 0; r < loads.size(); ++r) {
+      const RankTime time = clock.time(call.kind, loads[r]);
+      call.links.push_back(time.links);
+      call.puts.push_back(time.puts);
+      if (r > 0 && time.seconds() <= call.seconds) continue;
+      call.rank = static_cast<std::int32_t>(r);
+      call.begin_seconds = time.begin;
+      call.network_seconds = time.network;
+      call.nvlink_seconds = time.nvlink;
+      call.block_seconds = time.blocks;
+      call.end_seconds = time.end;
+      call.seconds = time.seconds();
+    }
+  }
+  return calls;
+}
+
+}  // namespace waybill

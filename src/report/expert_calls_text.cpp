@@ -1,0 +1,81 @@
+#include "report/format.h"
+#include "text_parts.h"
+#include "waybill/core/error.h"
+#include "waybill/report/expert_calls.h"
+
+namespace waybill {
+namespace {
+
+using detail::pad_left;
+using detail::pad_right;
+
+/// Most tokens of a rank in a layer that sends rows without waiting for counts.
+constexpr std::int64_t few_tokens = 128;
+
+const char* label_of(ExpertCallKind kind) {
+  switch (kind) {
+    case ExpertCallKind::grouped_dispatch:
+      return "dispatch, grouped";
+    case ExpertCallKind::cached_dispatch:
+      return "dispatch, known routing";
+    case ExpertCallKind::compact_combine:
+      return "combine, compact rows";
+    case ExpertCallKind::summed_combine:
+      return "combine with local sums";
+    case ExpertCallKind::grouped_combine:
+      return "combine, grouped rows";
+    case ExpertCallKind::low_latency_dispatch:
+      return "dispatch, low latency";
+    case ExpertCallKind::low_latency_combine:
+      return "combine, low latency";
+  }
+  return "";
+}
+
+bool is_low_latency(ExpertCallKind kind) {
+  return kind == ExpertCallKind::low_latency_dispatch ||
+         kind == ExpertCallKind::low_latency_combine;
+}
+
+std::string line_of(const ExpertCallPrediction& call) {
+  const auto cell = [](double seconds) {
+    return pad_left(seconds > 0 ? format_seconds(seconds) : "-", 9);
+  };
+  return concat("  ", pad_right(label_of(call.kind), 24), cell(call.seconds),
+                cell(call.begin_seconds), cell(call.network_seconds), cell(call.nvlink_seconds),
+                cell(call.block_seconds), cell(call.end_seconds), "\n");
+}
+
+std::string basis(const EPConfig& config, const ExpertCostOptions& options, bool low_latency) {
+  std::string text =
+      concat("Predicted for ", format_plural(options.costs.num_sms, "multiprocessor"),
+             ", nothing was run. Rows on the network, on NVLink and through multiprocessors move "
+             "side by side: a call takes what is before them, the longest of the three, and what "
+             "is behind");
+  if (config.num_nodes() == 1) return text + ".";
+  text += concat(". Between nodes ", to_string(options.costs.path),
+                 options.costs.path == ExpertPath::waiting
+                     ? " puts: a block awaits each before the next"
+                     : " puts: many are in flight, and rows are forwarded piece by piece",
+                 "; a message takes ", format_seconds(options.step.network_message_seconds),
+                 " (nominal)");
+  if (low_latency)
+    text += ". Low latency goes straight to the final ranks, which no network path does yet";
+  return text + ".";
+}
+
+}  // namespace
+
+std::string expert_calls_text(const EPConfig& config, const EPDispatchOptions& dispatch,
+                              std::span<const std::vector<std::int32_t>> ids,
+                              const ExpertCostOptions& options, const TextStyle& style) {
+  std::string text = detail::heading(
+      "  call                        total   before  network   NVLink      SMs   behind", style);
+  const bool low_latency = config.max_tokens <= few_tokens;
+  for (const ExpertCallPrediction& call : predict_experts(config, dispatch, ids, options)) {
+    if (low_latency || !is_low_latency(call.kind)) text += line_of(call);
+  }
+  return text + detail::wrapped(basis(config, options, low_latency), style);
+}
+
+}  // namespace waybill

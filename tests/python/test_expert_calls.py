@@ -1,0 +1,75 @@
+"""waybill.moe.predict: bytes are the simulation's, seconds follow links and costs."""
+
+import numpy as np
+import pytest
+
+import waybill
+from waybill.moe import EPConfig, predict, simulate_dispatch
+
+
+def case(per_node, world=8, tokens=20, seed=0):
+    random = np.random.default_rng(seed)
+    config = EPConfig(tokens, 256, 3, 16, 0, world, per_node, "bfloat16")
+    return config, [random.integers(0, 17, (tokens, 3)) for _ in range(world)]  # 16: dropped
+
+
+@pytest.mark.parametrize("per_node", [8, 4, 2, 1])
+def test_bytes_are_those_of_the_simulation(per_node):
+    config, ids = case(per_node)
+    calls = {call.call: call for call in predict(config, ids)}
+    assert list(calls) == [
+        "grouped_dispatch", "cached_dispatch", "compact_combine", "summed_combine",
+        "grouped_combine", "low_latency_dispatch", "low_latency_combine",
+    ]  # fmt: skip
+    tokens = [np.zeros((len(i), 256), np.float32) for i in ids]
+    traffic = simulate_dispatch(config, tokens, ids).traffic
+    node = np.arange(8) // per_node
+    inside = traffic["crossings"] * (node[:, None] == node) * 512
+    between = traffic["crossings"] * 512 - inside
+    there, back = calls["grouped_dispatch"], calls["summed_combine"]
+    assert np.array_equal(there.nvlink_out, inside.sum(1))
+    assert np.array_equal(there.nvlink_in, inside.sum(0))
+    assert np.array_equal(there.network_out, between.sum(1))
+    assert np.array_equal(there.network_in, between.sum(0))
+    assert np.array_equal(back.network_out, there.network_in)
+    assert np.array_equal(back.nvlink_in, there.nvlink_out)
+    straight = traffic["unique_tokens_per_rank_pair"] * (node[:, None] != node) * 512
+    assert np.array_equal(calls["low_latency_dispatch"].network_out, straight.sum(1))
+    assert np.all(there.puts >= traffic["inter_node_ranges"].sum(1))
+    for call in calls.values():
+        longest = max(call.network_seconds, call.nvlink_seconds, call.block_seconds)
+        assert call.seconds == pytest.approx(call.begin_seconds + longest + call.end_seconds)
+
+
+def test_follows_what_it_is_told():
+    config, ids = case(2)
+    usual = predict(config, ids, path="waiting")
+    slow = predict(config, ids, network=1e8, path="waiting")
+    near = predict(config, ids, path="pipelined")
+    for a, b, c in zip(usual[:5], slow, near):
+        assert b.seconds > a.seconds >= c.seconds
+        assert b.network_seconds >= max(a.network_out.max(), a.network_in.max()) / 1e8
+    float8 = predict(config, ids, payload="scaled")
+    assert np.array_equal(float8[0].network_out * 512, usual[0].network_out * (256 + 8))
+    told = predict(config, ids, nvlink=1e9, network=1e9, block=1e9)
+    assert told[0].seconds > usual[0].seconds
+
+
+def test_wrong_arguments_are_named():
+    config, ids = case(2)
+    for arguments, text in [
+        ({"network": 0.0}, "network"),
+        ({"nvlink": float("nan")}, "nvlink"),
+        ({"block": -1}, "block"),
+        ({"num_sms": 0}, "num_sms = 0"),
+        ({"path": "fast"}, 'path = "fast"'),
+        ({"path": 3}, "path is a int"),
+        ({"payload": "half"}, "payload"),
+        ({"network_post_seconds": -1}, "network_post_seconds"),
+    ]:
+        with pytest.raises(waybill.InvalidArgument, match=text):
+            predict(config, ids, **arguments)
+    with pytest.raises(waybill.InvalidArgument, match="exp_indices"):
+        predict(config, ids[:3])
+    with pytest.raises(waybill.InvalidArgument, match="expected an EPConfig"):
+        predict(None, ids)
