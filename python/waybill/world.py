@@ -11,6 +11,7 @@ from ._arrays import choice, int64
 from ._copies import OfThisProcess
 from ._graphs import outside_graphs
 from ._threads import run_ranks
+from ._wrong_call import shown
 from .errors import Error, InvalidArgument, Unsupported
 from .links import LinkSpeeds
 
@@ -304,7 +305,7 @@ def run_threads(
     per_node = _per_node(ranks_per_node, world_size, who)
     gpus = _gpus_for(device, who)
     if not callable(body):
-        raise InvalidArgument(f"{who}: body is a {type(body).__name__}, expected a function")
+        raise InvalidArgument(f"{who}: body = {shown(body)}, expected a function")
 
     def rank_main(rank: int) -> _T:
         meeting = meetings[rank]
@@ -322,7 +323,7 @@ def seconds_of(timeout_s: Any, who: str) -> float:
     try:
         seconds = float(timeout_s)
     except (TypeError, ValueError, OverflowError):
-        raise InvalidArgument(f"{who}: timeout_s = {timeout_s!r}, expected seconds") from None
+        raise InvalidArgument(f"{who}: timeout_s = {shown(timeout_s)}, expected seconds") from None
     if not 0 < seconds <= _core.max_timeout_s:
         raise InvalidArgument(
             f"{who}: timeout_s = {seconds:g}, expected more than 0 and at most"
