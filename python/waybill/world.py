@@ -346,7 +346,7 @@ def _per_node(ranks_per_node: Optional[int], world_size: int, who: str) -> int:
 
 def _gpus_for(device: Any, who: str) -> int:
     """GPUs to spread the ranks over; 0 for host memory."""
-    name = str(device) if type(device).__module__ == "torch" else device
+    name = str(device) if type(device).__module__ == "torch" else device  # also torch.device
     if choice(name, f"{who}: device", "cpu", "cuda") == "cpu":
         return 0
     return _require_gpus("cuda", who)
@@ -368,10 +368,13 @@ def _process_engine(device: Any, nvshmem: bool, who: str) -> Callable[[Any, int,
     """What makes the world of a rank that is a process, from (meeting, ranks_per_node, local
     rank).
     """
-    name = str(device)  # also torch's
+    is_name = isinstance(device, str) or type(device).__module__ == "torch"
+    name = str(device) if is_name else shown(device)
     ordinal = _ORDINAL.fullmatch(name)
     if name != "cpu" and ordinal is None:
-        raise InvalidArgument(f'{who}: device = {device!r}, expected "cpu", "cuda" or "cuda:0"')
+        raise InvalidArgument(
+            f'{who}: device = {shown(device)}, expected "cpu", "cuda" or "cuda:0"'
+        )
     if ordinal is None:
         if nvshmem:
             raise InvalidArgument(f'{who}: nvshmem with device = "cpu", expected "cuda"')
