@@ -24,9 +24,17 @@ TEST(GpuExpertNodes, two_nodes_of_one_rank) { check_random(small(2, 1), {}, 8, 1
 TEST(GpuExpertNodes, two_nodes_of_two) { check_random(small(2, 2), {}, 10, 102, {4, 1, 8}); }
 TEST(GpuExpertNodes, two_nodes_of_four) { check_random(small(2, 4), {}, 8, 103, {4, 2}); }
 TEST(GpuExpertNodes, four_nodes_of_two) { check_random(small(4, 2), {}, 8, 104, {4, 1}); }
+TEST(GpuExpertNodes, three_nodes_of_one) { check_random(small(3, 1), {}, 8, 121, {4, 1, 8}); }
 TEST(GpuExpertNodes, many_rounds) { check_random(small(2, 2, 50), {}, 100, 105, {4, 1, 8, 2}); }
 TEST(GpuExpertNodes, tokens_of_several_tiles) {
   check_random(on_nodes(config_of(4, 64, 8, 600, 128), 2), {}, 8, 106, {8, 3});
+}
+/// Sums for other nodes are made in pieces, the last one shorter.
+TEST(GpuExpertNodes, tokens_of_several_pieces) {
+  check_random(on_nodes(config_of(2, 8, 4, 2100, 64), 1), {}, 5, 122, {8, 1});
+  EPDispatchOptions compact;
+  compact.rows = EPRows::compact;
+  check_random(on_nodes(config_of(3, 9, 4, 2049, 32), 1), compact, 5, 123, {8});
 }
 TEST(GpuExpertNodes, rows_of_14_kib) {
   check_random(on_nodes(config_of(4, 64, 8, 130, 7168, DType::bfloat16, DType::bfloat16), 2), {}, 6,

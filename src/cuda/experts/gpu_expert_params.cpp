@@ -271,8 +271,6 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
     params.receive_slots.ids = input.ids.data;
     params.receive_slots.wide_ids = input.ids.dtype == DType::int64;
   }
-  params.forwarded = memory_.signals.local +
-                     static_cast<std::int64_t>(ExpertSignal::forwarded) * config_.world_size;
   params.scales_offset = memory_.window.scales - memory_.window.rows;
   params.tags = reinterpret_cast<MoeTag*>(window.local + memory_.window.tags);
   params.weights = window.local + memory_.window.weights;

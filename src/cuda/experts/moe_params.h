@@ -211,6 +211,13 @@ enum class Ahead : std::int32_t {
   lands,  ///< send tokens to the receive slots of their ranks, as no place is known yet
 };
 
+/// Several nodes: slots that say which rows of another node have come, a chunk of tokens each.
+struct ChunkSlots {
+  const std::uint64_t* first;  ///< of node 0
+  std::int32_t node_stride;    ///< slots
+  std::int32_t shift;          ///< a chunk has 1 << shift tokens
+};
+
 /// Receive slots: where tokens arrive before their rows are known, by source, a row per token.
 struct ReceiveSlots {
   NearPeers<std::byte> rows;   ///< [W, tokens] rows of each rank, then their scales
@@ -242,9 +249,11 @@ struct RowsParams {
   std::int64_t scales_offset;         ///< in a window, from its first row
   NearPeers<std::uint64_t> channels;  ///< of each rank: [W, max_channels], then [2, W] configs
   std::uint64_t* own_channels;
-  /// Several nodes: slot r of all ranks is raised when the tokens of rank r are here to be
-  /// forwarded.
-  const std::uint64_t* forwarded;
+  // Several nodes: this rank's own tokens, as if they lay among those of all nodes, and the slots
+  // that say which of the others are here to be forwarded.
+  const std::byte* own_tokens;
+  const std::byte* own_scales;
+  ChunkSlots forwarded;
   // The receiver's part.
   const std::int32_t* records;    ///< [W, M, record_stride]
   std::int32_t* kept_records;     ///< the same, in the tables; null when they are the source
