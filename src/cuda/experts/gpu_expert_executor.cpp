@@ -60,7 +60,8 @@ class GpuExpertExecutor final : public ExpertExecutor {
         options_(options),
         memory_(memory),
         links_(transport.links()),
-        params_(transport, gpu_, share, config, options, memory),
+        params_(transport, gpu_, share, config, options, memory,
+                path != nullptr && path->maps_peers()),
         barrier_(transport, gpu_, share),
         pool_(std::make_shared<TablePool>(gpu_)) {
     const bool nodes = !config_.is_intra_node();
@@ -143,8 +144,11 @@ class GpuExpertExecutor final : public ExpertExecutor {
     params.tokens = input.tokens.data;
     params.scales = input.scales.data;
     const int blocks = kernel_sms(call);
-    if (nodes_ != nullptr) {
+    if (is_forwarded()) {
       nodes_->start_rows(call, input, made_tables.routing(), num_sms(call), params);
+    } else if (nodes_ != nullptr && options_.payload == EPPayload::quantized) {  // they are there
+      params.tokens = nodes_->own_rows();
+      params.scales = nodes_->own_scales();
     } else if (options_.payload == EPPayload::quantized) {
       quantize(call, input, params_.elements(), params_.scales());
       params.tokens = params_.elements();
@@ -170,10 +174,8 @@ class GpuExpertExecutor final : public ExpertExecutor {
       params.num_senders = std::clamp(beside, 1, params.num_senders);
     }
     check(launch_rows(params, {bulk, early, blocks}, stream_of(call)), call);
-    if (nodes_ != nullptr) {
-      if (made != nullptr) nodes_->note_runs(call, *made);
-      nodes_->finish_rows(call);
-    }
+    if (nodes_ != nullptr && made != nullptr) nodes_->note_runs(call, *made);
+    if (is_forwarded()) nodes_->finish_rows(call);
     made_tables.finish(table_call);
   }
 
@@ -263,14 +265,21 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
   /// Of these, those beside a network path.
   [[nodiscard]] int kernel_sms(const ExpertCall& call) const {
-    return nodes_ != nullptr ? ExpertNodes::kernel_sms(num_sms(call)) : num_sms(call);
+    return is_forwarded() ? ExpertNodes::kernel_sms(num_sms(call)) : num_sms(call);
   }
+
+  /// Whether there are nodes, and tokens take their way through the rank of this one's local index.
+  [[nodiscard]] bool is_forwarded() const { return nodes_ != nullptr && !params_.goes_straight(); }
 
   void begin_on_nodes(const ExpertCall& call, const ExpertDispatchInput& input,
                       const GpuExpertRouting& routing, bool counts) {
     if (options_.payload == EPPayload::quantized)
       quantize(call, input, nodes_->own_rows(), nodes_->own_scales());
-    nodes_->begin_dispatch(call, input, routing, counts, num_sms(call));
+    if (is_forwarded()) {
+      nodes_->begin_dispatch(call, input, routing, counts, num_sms(call));
+    } else if (counts || is_given(input.weights)) {  // else they synchronize with what follows
+      nodes_->begin_straight(call, input, routing, counts);
+    }
   }
 
   /// Tokens as float8 with scales.

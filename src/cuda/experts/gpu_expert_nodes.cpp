@@ -46,6 +46,10 @@ ExpertNodes::ExpertNodes(Transport& transport, std::shared_ptr<GpuRank> gpu, int
       own_node_(config.rank / config.local_world_size),
       program_(transport, gpu_, config, most_row_bytes(config, options)) {
   cuda_check(prepare_nodes(config_.token_dtype), "loading kernels");
+  if (params_.goes_straight()) {
+    cuda_check(prepare_straight(config_.token_dtype, config_.weight_dtype), "loading kernels");
+    cuda_check(prepare_route(false), "loading kernels");  // for ranks that only synchronize
+  }
 }
 
 int ExpertNodes::path_sms(int num_sms) { return std::clamp(num_sms / 4, 1, 8); }
@@ -130,7 +134,7 @@ std::int64_t ExpertNodes::row_offset(const ExpertCall& call, const ConstTensorVi
                                      std::byte* in_workspace, std::int64_t row_bytes) const {
   const std::int64_t workspace = address_of(memory_.workspace.local);
   if (options_.payload == EPPayload::quantized) return address_of(in_workspace) - workspace;
-  if (path_.reads_own_memory() && from.data != nullptr) return address_of(from.data) - workspace;
+  if (path_.maps_peers() && from.data != nullptr) return address_of(from.data) - workspace;
   copy(in_workspace, from, row_bytes, call);
   return address_of(in_workspace) - workspace;
 }
@@ -236,6 +240,13 @@ void ExpertNodes::begin_dispatch(const ExpertCall& call, const ExpertDispatchInp
   launch(wait, call);
 }
 
+void ExpertNodes::begin_straight(const ExpertCall& call, const ExpertDispatchInput& input,
+                                 const GpuExpertRouting& routing, bool counts) const {
+  const StraightBeginParams params =
+      params_.straight_begin(call, input, routing, counts, program_.pad());
+  gpu_->check(launch_straight_begin(params, stream_of(call)), "launching a kernel", call.operation);
+}
+
 void ExpertNodes::note_runs(const ExpertCall& call, GpuExpertRouting& made) const {
   NodeRunsParams params{};
   params.shape = params_.shape(made);
@@ -258,7 +269,7 @@ void ExpertNodes::start_rows(const ExpertCall& call, const ExpertDispatchInput& 
   const auto at_slice = [&](const ConstTensorView& own, std::int64_t bytes) {
     return reinterpret_cast<const std::byte*>(address_of(own.data) - own_slice() * bytes);
   };
-  const bool is_copied = options_.payload == EPPayload::quantized || !path_.reads_own_memory();
+  const bool is_copied = options_.payload == EPPayload::quantized || !path_.maps_peers();
   if (!is_copied && input.tokens.data != nullptr)
     rows.own_tokens = at_slice(input.tokens, row_bytes);
   if (!is_copied && scale_bytes > 0 && input.scales.data != nullptr)

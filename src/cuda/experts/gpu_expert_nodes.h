@@ -39,6 +39,10 @@ class ExpertNodes {
   void begin_dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
                       const GpuExpertRouting& routing, bool counts, int num_sms);
 
+  /// The same where tokens go straight to their ranks.
+  void begin_straight(const ExpertCall& call, const ExpertDispatchInput& input,
+                      const GpuExpertRouting& routing, bool counts) const;
+
   /// The table of runs, from that of the ids.
   void note_runs(const ExpertCall& call, GpuExpertRouting& made) const;
 

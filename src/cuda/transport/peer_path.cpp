@@ -19,7 +19,7 @@ class PeerPath final : public NetworkPath {
     cuda_check(prepare_peer_path(bulk_), "loading kernels");
   }
 
-  [[nodiscard]] bool reads_own_memory() const override { return true; }
+  [[nodiscard]] bool maps_peers() const override { return true; }
 
   void start(const NetworkCall& call) override {
     const PathParams params = path_params(call, *gpu_, topology_, share_);
