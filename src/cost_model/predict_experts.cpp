@@ -1,6 +1,7 @@
 #include "waybill/cost_model/predict_experts.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/batch_bytes.h"
 #include "core/to_size.h"
