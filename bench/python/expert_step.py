@@ -18,6 +18,7 @@ steps, ms: of a step, and of forward alone, without gradients, with experts that
   waybill, weights inside   multiplied between the experts' products
   waybill, no local sums    a row per topk slot comes home, and is weighted there
   waybill, fixed rows       the host waits for no counts; room for 1.25 times the rows that come
+  waybill, two chunks       the rows of one travel while the experts work on the other's
   alone                     the experts, on rows that are there
 """
 
@@ -47,6 +48,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "waybill, weights inside": {"windows": "own", "weights": "experts"},
     "waybill, no local sums": {"enable_local_combine": False},
     "waybill, fixed rows": {"windows": "own", "fixed_rows": 1},
+    "waybill, two chunks": {"chunks": 2},
 }
 WORKLOADS = ["4096", "16384", "4096:1.5", "16384:1.5"]
 GRADIENTS = ("x", "weights", "first", "second")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+
 class StepClock:
     """Milliseconds of one step from its beginning: ``mark`` ends a phase. On a GPU by events, and
     beside that the host's, which is late where it ends a phase after the device.

@@ -211,7 +211,9 @@ void Balancer::move_load(Region& region, Slab slab, std::int32_t rank) {
   if (rank != home) {
     const std::int64_t shard_pairs = costs_.facts.shard_pairs;
     const std::int64_t rest = costs_.work(slab) - shard_pairs;
-    const auto neighbours = [&](std::int32_t r) { return (before == r ? 1 : 0) + (after == r ? 1 : 0); };
+    const auto neighbours = [&](std::int32_t r) {
+      return (before == r ? 1 : 0) + (after == r ? 1 : 0);
+    };
     load_[to_size(home)] -= rest + (1 - neighbours(home)) * shard_pairs;
     load_[to_size(rank)] += rest + (1 - neighbours(rank)) * shard_pairs;
   }

@@ -1,5 +1,7 @@
 """ContextParallelAttention: output and gradients are those of whole documents in one process."""
 
+import pickle
+
 import pytest
 from packed import (
     attention,
@@ -13,6 +15,8 @@ from packed import (
     tensors_of,
     whole,
 )
+
+import waybill
 
 torch = pytest.importorskip("torch")
 wt = pytest.importorskip("waybill.torch")
@@ -144,6 +148,24 @@ def test_in_place_or_through_the_window():
         assert home is None and len(came) >= 1
 
     wt.run_threads(2, body)
+
+
+def test_the_line_is_drawn_where_a_rule_says():
+    few, many, long = [[30, 30], [30, 30]], [[700] * 8, [500] * 12], [[9000, 10], [12]]
+
+    def chosen(rule):
+        planner = wt.BatchPlanner(2, 2, 1, 8, in_place=rule)
+        again = pickle.loads(pickle.dumps(planner))
+        assert again.in_place == planner.in_place and again.fingerprint == planner.fingerprint
+        return [again.plan(pieces).in_place for pieces in (few, many, long)]
+
+    assert chosen("auto") == chosen(wt.InPlaceRule()) == [False, True, False]
+    assert chosen(wt.InPlaceRule(min_rows=0)) == [True, True, False]
+    assert chosen(wt.InPlaceRule(min_share=0.3)) == [False, True, True]
+    assert chosen(wt.InPlaceRule(min_share=1.0)) == [False, False, False]
+    for rule in ("never", 1, None, wt.InPlaceRule(-1), wt.InPlaceRule(min_share=1.5)):
+        with pytest.raises(waybill.InvalidArgument, match="in_place"):
+            chosen(rule)
 
 
 def test_a_rank_without_rows():

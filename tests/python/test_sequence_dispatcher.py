@@ -1,6 +1,7 @@
 """SequenceDispatcher against the simulation, on all kinds of ranks."""
 
 import gc
+import pickle
 
 import numpy as np
 import pytest
@@ -337,3 +338,30 @@ def test_outputs_that_cannot_be_written():
                 dispatcher.kv_gradient(plan, frozen, out=[out])
 
     waybill.run_threads(1, body)
+
+
+def test_windows_with_room_hold_plans_at_the_same_places(torch_way):
+    """K begins where it does with any other plan."""
+    plans = [random_plan(2, seed, "per_rank") for seed in (1, 2, 4)]
+
+    def body(world):
+        places, room = set(), 400
+        with torch_way.face.SequenceDispatcher(world, local_by_copy_engine=False) as dispatcher:
+            for plan in plans:
+                routing, rows = plan.to_routing(), rows_of(plan)[world.rank]
+                bits = random_bits(4, (rows, 3), world.rank)
+                q = torch_way.from_bits(bits, "float32")
+                parts = [(m.with_room(room), q) for m in (routing.fwd_q, routing.fwd_kv)]
+                ready = dispatcher.plan_dispatch(*parts)
+                assert ready.window_rows == [room, room]
+                dispatcher.reserve(ready)
+                views = dispatcher.dispatch(ready, q, q)
+                places.add(views[1].data_ptr() - views[0].data_ptr())
+                again = pickle.loads(pickle.dumps(parts[0][0]))
+                assert again == parts[0][0] != routing.fwd_q
+                with pytest.raises(waybill.InvalidArgument, match="with_room: rows = -1"):
+                    routing.fwd_q.with_room(-1)
+        return places
+
+    for places in torch_way.run(2, body):
+        assert len(places) == 1

@@ -27,7 +27,8 @@ struct SequencePart {
   /// Of the same plan, K and V: who may forward rows. A hop's `shard` is the entry. Null: nobody.
   const RelaySchedule* relay = nullptr;
   /// Rows for which every rank's window has room in any case, and shows: tensors behind then begin
-  /// at the same place for all plans that need no more, as CUDA graphs want. 0: what the plan needs.
+  /// at the same place for all plans that need no more, as CUDA graphs want. 0: what the plan
+  /// needs.
   std::int64_t min_window_rows = 0;
 };
 

@@ -13,7 +13,7 @@ from .._graphs import never_compile_calls as _never_compile_calls
 from . import kernels
 from ._context_parallel_fixed import Capacities, FixedPlan
 from .attention_step import AttentionStep, recomputed_attention
-from .batch_plan import BatchPlan, BatchPlanner, Piece
+from .batch_plan import BatchPlan, BatchPlanner, InPlaceRule, Piece
 from .calibrate import calibrate_attention
 from .context_parallel import ContextParallelAttention
 from .generators import (
@@ -53,6 +53,7 @@ __all__ = [
     "Capacities",
     "ContextParallelAttention",
     "FixedPlan",
+    "InPlaceRule",
     "Metadata",
     "PackedBatch",
     "Piece",

@@ -146,7 +146,8 @@ class FixedSequences:
         full = [tuple(of) + (0,) * (self._most - len(of)) for of in lens]
         for device_table, lengths in zip(self._tables, full):
             _copy(device_table, np.cumsum((0, *lengths), dtype=np.int32))
-        self.sequences = Sequences(*self._tables, self._longest, self._longest, *full)
+        cu_q, cu_k = self._tables
+        self.sequences = Sequences(cu_q, cu_k, self._longest, self._longest, full[0], full[1])
 
 
 class FixedMoves(Moves):
@@ -201,6 +202,8 @@ class FixedMoves(Moves):
 
 class FixedStep(RankStep):
     """A rank's tables for any plan within the capacities."""
+
+    _moves: FixedMoves
 
     def __init__(
         self, plan: BatchPlan, dispatcher: SequenceDispatcher, kernel: AttentionKernel,

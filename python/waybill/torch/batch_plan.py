@@ -10,21 +10,29 @@ import numpy as np
 import torch
 
 from .. import _core
-from .._arrays import IntArray, int64
+from .._arrays import IntArray, choice, int64, number, sequence
 from .._copies import Unchanging
+from .._wrong_call import shown
 from ..attention_costs import AttentionCosts, planned
 from ..errors import InvalidArgument
-from ..plans import QkvPlan
+from ..plans import MASKS, QkvPlan
 from ._tensors import dtype_name
 from .kernels import AttentionShape, Sequences
 
-__all__ = ["BatchPlan", "BatchPlanner", "Piece"]
+__all__ = ["BatchPlan", "BatchPlanner", "InPlaceRule", "Piece"]
 
 _UNNUMBERED = -(2**62)  # below it are the documents that got no number: rank * 2**32 + place
-#: With fewer rows per rank, one call of the kernel costs less than two without copies.
-_FEW_ROWS = 2048
-#: Where less of the work stays, two calls of the kernel are in each other's way (2 x H200).
-_LEAST_SHARE = 0.75
+
+
+class InPlaceRule(NamedTuple):
+    """When rows that stay are attended to in place. ``bench/python/attention_in_place.py`` says of
+    a GPU and sizes of heads which numbers lose least.
+    """
+
+    #: rows per rank: with fewer, one call of the kernel costs less than two without copies
+    min_rows: int = 2048
+    #: of the work, that stays: where it is less, two calls of the kernel are in each other's way
+    min_share: float = 0.75
 
 
 class Piece(NamedTuple):
@@ -47,8 +55,9 @@ class BatchPlanner(Unchanging):
         world_size: ranks that plan together.
         heads, kv_heads, head_dim, v_head_dim, dtype, mask, window: as of ContextParallelAttention.
         in_place: whether rows that stay are attended to where they are, beside the others, or all
-            rows travel through the window and one call of the kernel serves them. "auto" is True
-            but for batches of few rows, or where more than a quarter of the work travels.
+            rows travel through the window and one call of the kernel serves them. "auto" is
+            InPlaceRule(): True but for batches of few rows, or where more than a quarter of the
+            work travels. Another InPlaceRule draws these lines elsewhere.
         block_tokens: documents are cut at multiples of it.
         imbalance_target: largest work of a rank over the mean that is aimed at.
         latent_dim: of rows of which K and V are projected where they arrive; None: K and V travel.
@@ -70,7 +79,7 @@ class BatchPlanner(Unchanging):
         mask: str = "causal",
         window: Optional[int] = None,
         scale: Optional[float] = None,
-        in_place: Union[str, bool] = "auto",
+        in_place: Union[str, bool, InPlaceRule] = "auto",
         block_tokens: int = 128,
         imbalance_target: float = 1.01,
         costs: Optional[AttentionCosts] = None,
@@ -79,9 +88,7 @@ class BatchPlanner(Unchanging):
     ) -> None:
         self.shape = _shape(heads, kv_heads, head_dim, v_head_dim, dtype, mask, window, scale, who)
         self.world_size = _least(world_size, 1, "world_size", who)
-        if in_place not in ("auto", True, False):
-            raise InvalidArgument(f'{who}: in_place = {in_place!r}, expected "auto", True or False')
-        self.in_place = in_place if isinstance(in_place, str) else bool(in_place)
+        self.in_place = _in_place(in_place, who)
         self.costs = costs
         self.latent_dim = 0 if latent_dim is None else _least(latent_dim, 1, "latent_dim", who)
         self._given = (heads, kv_heads, head_dim, v_head_dim)
@@ -94,7 +101,8 @@ class BatchPlanner(Unchanging):
             "dtype": dtype_name(shape.dtype), "mask": mask, "window": window or 0,
             "max_tokens_per_rank": 0, "relay": False, "per_query": True,
             "block_tokens": _least(block_tokens, 1, "block_tokens", who),
-            "ranks_per_node": max(8, self.world_size), "imbalance_target": float(imbalance_target),
+            "ranks_per_node": max(8, self.world_size),
+            "imbalance_target": number(imbalance_target, f"{who}: imbalance_target"),
             "byte_weight": 0.0, "nvlink_bytes_per_second": 345e9,
             "network_bytes_per_second": 50e9, "message_seconds": 0.4e-6, "pairs_per_second": 0.0,
             "tails": True, **planned(costs, who),
@@ -108,6 +116,7 @@ class BatchPlanner(Unchanging):
         Raises InvalidArgument naming the document whose pieces do not add up, or rank and piece.
         """
         who = "BatchPlanner.plan"
+        sequence(pieces, f"{who}: pieces", "a list for each rank")
         if len(pieces) != self.world_size:
             raise InvalidArgument(
                 f"{who}: pieces of {len(pieces)} ranks, expected {self.world_size}"
@@ -166,10 +175,11 @@ class BatchPlan:
         self = cls.__new__(cls)
         self.planner, self.qkv_plan, self._pieces = planner, plan, pieces
         self.in_place, self._routing = planner.in_place is not False, None
-        if planner.in_place == "auto" and planner.world_size > 1:
+        rule = InPlaceRule() if planner.in_place == "auto" else planner.in_place
+        if isinstance(rule, InPlaceRule) and planner.world_size > 1:
             rows = sum(int(table[:, 2].sum()) for table in pieces)
-            few = rows < _FEW_ROWS * planner.world_size
-            if few or self.routing().in_place_share() < _LEAST_SHARE:
+            few = rows < rule.min_rows * planner.world_size
+            if few or self.routing().in_place_share() < rule.min_share:
                 self.in_place, self._routing = False, None
         return self
 
@@ -256,6 +266,7 @@ def piece_table(held: Any, rank: int, who: str) -> IntArray:
     if isinstance(held, np.ndarray) and held.dtype == np.int64 and held.shape[1:] == (3,):
         return held
     rows = []
+    sequence(held, f"{who}: pieces of rank {rank}", "a list of lengths and pieces")
     for i, item in enumerate(held):
         if isinstance(item, (tuple, list, np.ndarray)):
             if len(item) != 3:
@@ -290,16 +301,31 @@ def _shape(
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise InvalidArgument(f"{who}: dtype = {dtype!r}, expected one of torch, of floats")
-    if mask not in ("causal", "full"):
-        raise InvalidArgument(f'{who}: mask = {mask!r}, expected "causal" or "full"')
+    choice(mask, f"{who}: mask", *MASKS)
     if window is not None:
         window = _least(window, 1, "window", who)
         if mask == "full":
             raise InvalidArgument(f'{who}: window = {window}, expected None with mask = "full"')
-    scale = head_dim**-0.5 if scale is None else float(scale)
-    if not scale > 0:
+    scale = head_dim**-0.5 if scale is None else number(scale, f"{who}: scale")
+    if not 0 < scale < float("inf"):
         raise InvalidArgument(f"{who}: scale = {scale}, expected > 0")
     return AttentionShape(heads, kv_heads, head_dim, v_head_dim, found, mask, window, scale)
+
+
+def _in_place(value: Any, who: str) -> Union[str, bool, InPlaceRule]:
+    if isinstance(value, InPlaceRule):
+        rows = _least(value.min_rows, 0, "in_place.min_rows", who)
+        share = float(value.min_share)
+        if not 0 <= share <= 1:
+            raise InvalidArgument(f"{who}: in_place.min_share = {share}, expected 0 to 1")
+        return InPlaceRule(rows, share)
+    if isinstance(value, str) and value == "auto":
+        return value
+    if not isinstance(value, (bool, np.bool_)):
+        raise InvalidArgument(
+            f'{who}: in_place = {shown(value)}, expected "auto", True, False or an InPlaceRule'
+        )
+    return bool(value)
 
 
 def _least(value: Any, least: int, name: str, who: str) -> int:

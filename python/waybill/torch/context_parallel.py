@@ -23,7 +23,7 @@ from ._context_parallel_ops import PlanTicket, attend, ticket_of
 from ._context_parallel_step import RankStep, StepMemory
 from ._context_parallel_streams import Beside
 from ._piece_exchange import PieceExchange
-from .batch_plan import BatchPlan, BatchPlanner, RankPieces
+from .batch_plan import BatchPlan, BatchPlanner, InPlaceRule, RankPieces
 from .kernels import Kernel as _Kernel
 from .kernels import Sequences, choose_kernel
 from .sequence_dispatcher import SequenceDispatcher
@@ -81,7 +81,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         window: Optional[int] = None,
         scale: Optional[float] = None,
         kernel: _Kernel = "auto",
-        in_place: Union[str, bool] = "auto",
+        in_place: Union[str, bool, InPlaceRule] = "auto",
         block_tokens: int = 128,
         imbalance_target: float = 1.01,
         costs: Optional[AttentionCosts] = None,

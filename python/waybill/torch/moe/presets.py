@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict
+import math
+from typing import Any, Dict, Optional, Union
 
 import torch
 
+from ..._arrays import int64
 from ...errors import InvalidArgument
 from ...world import World
 
-__all__ = ["PRESETS", "preset_options", "suggested_sms"]
+__all__ = ["PRESETS", "number_of_rows", "preset_options", "suggested_sms"]
 
 PRESETS = ("training", "decoding")
 _HOST_SMS = 20  # ranks in host memory ignore it
@@ -29,6 +31,31 @@ def suggested_sms(world: World, max_tokens: int) -> int:
     return max(1, min(32, count // 4) if one_node else min(48, 3 * count // 8))
 
 
+def number_of_rows(
+    fixed_rows: Union[int, float, None], who: str, *, world_size: int, max_tokens: int, topk: int,
+    num_experts: int, rows: str, expert_alignment: int,
+) -> Optional[int]:  # fmt: skip
+    """``fixed_rows`` as a number: a float is a share of what a rank gets at worst, when all tokens
+    of all ranks choose its experts.
+    """
+    if not isinstance(fixed_rows, float):
+        if fixed_rows is None:
+            return None
+        number = int64(fixed_rows, f"{who}: fixed_rows")
+        if number < 1:
+            raise InvalidArgument(f"{who}: fixed_rows = {number}, expected >= 1")
+        return number
+    if not 0 < fixed_rows <= 1:
+        raise InvalidArgument(
+            f"{who}: fixed_rows = {fixed_rows}, expected a number of rows, or a share of the worst"
+            " case, > 0.0 and <= 1.0"
+        )
+    local = max(1, num_experts // world_size)
+    each = min(topk, local) if rows == "grouped" else 1
+    share = math.ceil(fixed_rows * world_size * max_tokens * each)
+    return max(1, share) + (local * (expert_alignment - 1) if rows == "grouped" else 0)
+
+
 def preset_options(
     name: str, world: World, *, max_tokens: int, num_experts: int, topk: int
 ) -> Dict[str, Any]:
@@ -44,6 +71,6 @@ def preset_options(
         "enable_local_combine": world.topology.ranks_per_node == ranks,
     }
     if name == "decoding":
-        options["fixed_rows"] = ranks * max_tokens * min(topk, max(1, num_experts // ranks))
+        options["fixed_rows"] = 1.0
         options["copy_out"] = False
     return options
