@@ -230,11 +230,8 @@ class ExpertClock {
     time.puts = load.runs_out;
     time.begin = signals_ + latency_;
     const double row = as_double(row_bytes_);
-    const double ids = as_double(load.tokens * config_.topk * 8);
-    time.nvlink = as_double(std::max(time.links.nvlink_in, time.links.nvlink_out)) /
-                      links_.nvlink_bytes_per_second +
-                  ids * (config_.local_world_size - 1) / links_.nvlink_bytes_per_second;
-    straight_network(time, ids * (config_.world_size - config_.local_world_size));
+    set_straight_links(time, links_.nvlink_bytes_per_second,
+                       as_double(load.tokens * config_.topk * 8));
     time.blocks =
         stored_by(costs_.num_sms, as_double(load.straight.nvlink_out + load.computed) * row);
     time.end = costs_.last_row_seconds;
@@ -246,17 +243,26 @@ class ExpertClock {
     time.links = bytes_of(load.straight, sum_bytes_, true);
     time.puts = load.runs_back;
     time.begin = signals_ + latency_ + summed(load.computed + load.received);
-    time.nvlink = as_double(std::max(time.links.nvlink_in, time.links.nvlink_out)) / pull_speed_;
-    straight_network(time, 0);
+    set_straight_links(time, pull_speed_, 0);
     const std::int64_t added = load.straight.nvlink_out + load.straight.network_out + load.kept;
     time.blocks = stored_by(costs_.num_sms, as_double((added + load.tokens) * sum_bytes_));
     return time;
   }
 
-  void straight_network(RankTime& time, double more_bytes) const {
-    if (nodes_ == 1) return;
-    const double across = as_double(std::max(time.links.network_in, time.links.network_out));
-    time.network = std::max((across + more_bytes) / links_.network_bytes_per_second,
+  /// @param more bytes to every other rank
+  void set_straight_links(RankTime& time, double nvlink_speed, double more) const {
+    const LinkBytes& links = time.links;
+    const auto near = static_cast<double>(config_.local_world_size - 1);
+    const auto far = static_cast<double>(config_.world_size - config_.local_world_size);
+    if (nodes_ == 1 || is_mapped()) {
+      time.nvlink =
+          (as_double(std::max(links.in(), links.out())) + more * (near + far)) / nvlink_speed;
+      return;
+    }
+    time.nvlink =
+        (as_double(std::max(links.nvlink_in, links.nvlink_out)) + more * near) / nvlink_speed;
+    const double across = as_double(std::max(links.network_in, links.network_out)) + more * far;
+    time.network = std::max(across / links_.network_bytes_per_second,
                             as_double(time.puts) * post_ / costs_.num_sms);
   }
 
