@@ -4,7 +4,8 @@ ExpertParallel, three ways by hand, and the experts' grouped products alone.
 
     torchrun --standalone --nproc-per-node 2 bench/python/expert_step.py
     ... --workload 4096:1.5          # TOKENS[:SKEW]; may be given several times
-    ... --profile                    # also the longest kernels and gaps of one step of each way
+    ... --profile                    # also the longest kernels and gaps of one step of each way, of
+                                     # the last workload; the process ends with it
     ... --device cpu --workload 16:1.5 --sizes 32 16 4 2 --steps 2         # a try without GPUs
 
 TOKENS are a rank's; SKEW is the rows of the fullest rank over the mean. Ways take turns in one run;
@@ -36,7 +37,7 @@ from typing import Any
 
 import torch
 from experts_by_hand import WAYS
-from step_profile import profiled
+from step_profile import leave, profiled
 from torch import distributed
 
 import waybill.torch as waybill
@@ -199,12 +200,15 @@ class Bench:
         result["moves ms"] = self._interleaved({way: moves(way) for way in ways})
         alone = result["step ms"]["alone"]
         result["step / alone"] = {way: round(result["step ms"][way] / alone, 3) for way in ways}
-        if self.options.profile:
-            calls = {way: (lambda _, step=step: step()) for way, step in steps.items()}
-            for way, lines in profiled(calls, 1, self.device).items():
-                if self.rank == 0:
-                    print(f"\n{self.tokens} tokens, skew {self.skew}: {way}", *lines, sep="\n")
+        self._steps = steps
         return result
+
+    def profile(self) -> None:
+        """Of another step of each way, by torch's profiler."""
+        calls = {way: (lambda _, step=step: step()) for way, step in self._steps.items()}
+        for way, lines in profiled(calls, 1, self.device).items():
+            if self.rank == 0:
+                print(f"\n{self.tokens} tokens, skew {self.skew}: {way}", *lines, sep="\n")
 
     def _wanted(self, way: str) -> bool:
         return not self.options.way or way in self.options.way
@@ -265,19 +269,25 @@ def main() -> int:
     ordinal = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", ordinal) if options.device == "cuda" else torch.device("cpu")
     table = []
-    for workload in options.workload or WORKLOADS:
+    workloads = options.workload or WORKLOADS
+    for workload in workloads:
         bench = Bench(options, device, workload)
         result = {"workload": workload, **bench.run()}
+        table.append(result)
+        if distributed.get_rank() == 0:
+            print(json.dumps(result), flush=True)
+        if options.profile and len(table) == len(workloads):
+            break
         bench.close()
         del bench
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        table.append(result)
-        if distributed.get_rank() == 0:
-            print(json.dumps(result), flush=True)
     if distributed.get_rank() == 0:
         show(table)
     distributed.barrier()
+    if options.profile:
+        bench.profile()
+        leave()
     distributed.destroy_process_group()
     return 0
 

@@ -181,7 +181,6 @@ class Trainer:
         }  # fmt: skip
 
     def _trace(self, step: int) -> None:
-        os.environ["TEARDOWN_CUPTI"] = "0"  # as in step_profile.py
         with torch.profiler.profile() as profile:
             self.step(step)
             if self.device.type == "cuda":
