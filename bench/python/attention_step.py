@@ -331,7 +331,7 @@ def main() -> int:
     if options.costs:
         MODULES["waybill, costs"] = {"costs": costs_of(options, device)}
     table: list[Any] = []
-    workloads = options.workload or WORKLOADS
+    workloads, last = options.workload or WORKLOADS, None
     for workload in workloads:
         bench = Bench(options, device, workload)
         result = {"workload": workload, **bench.run()}
@@ -339,6 +339,7 @@ def main() -> int:
             print(json.dumps(result), flush=True)
         table.append(result)
         if options.profile and len(table) == len(workloads):
+            last = bench
             break
         bench.close()
         del bench
@@ -348,7 +349,7 @@ def main() -> int:
         show(table)
     distributed.barrier()
     if options.profile:
-        bench.profile()
+        last.profile()
         leave()
     distributed.destroy_process_group()
     return 0

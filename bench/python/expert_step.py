@@ -269,7 +269,7 @@ def main() -> int:
     ordinal = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", ordinal) if options.device == "cuda" else torch.device("cpu")
     table = []
-    workloads = options.workload or WORKLOADS
+    workloads, last = options.workload or WORKLOADS, None
     for workload in workloads:
         bench = Bench(options, device, workload)
         result = {"workload": workload, **bench.run()}
@@ -277,6 +277,7 @@ def main() -> int:
         if distributed.get_rank() == 0:
             print(json.dumps(result), flush=True)
         if options.profile and len(table) == len(workloads):
+            last = bench
             break
         bench.close()
         del bench
@@ -286,7 +287,7 @@ def main() -> int:
         show(table)
     distributed.barrier()
     if options.profile:
-        bench.profile()
+        last.profile()
         leave()
     distributed.destroy_process_group()
     return 0

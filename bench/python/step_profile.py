@@ -42,14 +42,14 @@ def profiled(
     return {way: summary(_of_way(events, way), steps) for way in steps_of}
 
 
-def leave() -> NoReturn:
+def leave(status: int = 0) -> NoReturn:
     """Ends the process where it stands. Behind a session of the profiler a call of CUDA may crash:
     torch 2.11 with CUDA 13 did between two sessions and behind the last, on one H200 (other
     programs too: https://github.com/pytorch/kineto/pull/1169).
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 def _settle(on_gpu: bool) -> None:

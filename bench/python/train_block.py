@@ -25,6 +25,7 @@ from typing import Any, Callable
 import torch
 from attention_step import waybill_pieces
 from attention_ways import WAYS, ByHand, draw, kernel_of
+from step_profile import leave
 from torch import distributed, nn
 from torch.nn import functional
 
@@ -167,8 +168,6 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         results = [self.step(i) for i in range(self.options.warm + self.options.steps)]
-        if self.options.trace and self.way == "waybill":
-            self._trace(len(results))
         if self.module is not None:
             self.module.close()
         milliseconds = statistics.median(ms for _, ms in results[self.options.warm :])
@@ -180,9 +179,12 @@ class Trainer:
             "losses": [round(loss, 5) for loss, _ in results],
         }  # fmt: skip
 
-    def _trace(self, step: int) -> None:
+    def trace(self) -> None:
+        """A timeline of one step, the last thing that the process does."""
+        for i in range(self.options.warm):
+            self.step(i)
         with torch.profiler.profile() as profile:
-            self.step(step)
+            self.step(self.options.warm)
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
         if self.rank == 0:
@@ -216,6 +218,9 @@ def main() -> int:
             torch.cuda.empty_cache()
         distributed.barrier()
     status = show(found, options.tolerance) if distributed.get_rank() == 0 else 0
+    if options.trace:
+        Trainer("waybill", options, device).trace()
+        leave(status)
     distributed.destroy_process_group()
     return status
 
