@@ -8,7 +8,8 @@
 // With --gpu ranks have GPUs; those of several hosts reach each other over NCCL, with --nccl those
 // of several nodes on one host as well; with --nvshmem over NVSHMEM. All need -DWAYBILL_CUDA=ON.
 // --threads N says how many threads there are without a launcher, --timeout S how long a rank may
-// be late. Ends with 0 when all rows are right, else with 1.
+// be late, --rounds N how often rows go there and back. Ends with 0 when all rows are right, else
+// with 1.
 
 #include <charconv>
 #include <cstdint>
@@ -43,6 +44,7 @@ struct Options {
   bool nvshmem = false;
   bool nccl = false;
   std::int32_t threads = 4;
+  std::int64_t rounds = 1;
   double timeout_s = 30;
 
   [[nodiscard]] bool on_gpus() const { return gpu || nvshmem || nccl; }
@@ -91,6 +93,13 @@ std::int64_t check_arrived(const SparseMetadata& metadata, Rank me, const HostTe
   return num_rows;
 }
 
+void check_home(const HostTensor& rows, Rank me) {
+  for (std::int64_t row = 0; row < rows.shape()[0]; ++row) {
+    if (holds(rows, row, number_of(to_int(me), row))) continue;
+    throw InternalError(concat("row ", row, " of Q did not come home"));
+  }
+}
+
 /// One long document, which all ranks have to share, and short ones.
 QkvRouting example_routing(std::int32_t world_size) {
   std::vector<std::int64_t> lengths{rows_per_rank * world_size / 2};
@@ -106,6 +115,7 @@ QkvRouting example_routing(std::int32_t world_size) {
 
 /// What every rank does; says in one entry what it has seen.
 std::string move_and_check(World& world, const Options& options) {
+  std::string seen;
   const QkvRouting routing = example_routing(world.world_size());
   const TensorFormat format{DType::int64, hidden};
   const HostTensor rows = numbered_rows(world.rank(), rows_per_rank);
@@ -119,22 +129,24 @@ std::string move_and_check(World& world, const Options& options) {
   const PlanHandle forward = dispatcher.plan_dispatch(qkv, stream);
   const PlanHandle reverse = dispatcher.plan_dispatch(home, stream);
 
-  const auto arrived = dispatcher.dispatch(forward, std::vector{input, input}, stream);
-  dispatcher.synchronize(stream);
-  const std::int64_t q = check_arrived(routing.fwd_q, world.rank(), memory.fetch(arrived[0]));
-  const std::int64_t kv = check_arrived(routing.fwd_kv, world.rank(), memory.fetch(arrived[1]));
+  for (std::int64_t round = 0; round < options.rounds; ++round) {
+    const auto arrived = dispatcher.dispatch(forward, std::vector{input, input}, stream);
+    dispatcher.synchronize(stream);
+    const std::int64_t q = check_arrived(routing.fwd_q, world.rank(), memory.fetch(arrived[0]));
+    const std::int64_t kv = check_arrived(routing.fwd_kv, world.rank(), memory.fetch(arrived[1]));
 
-  const auto back = dispatcher.dispatch(reverse, std::vector<ConstTensorView>{arrived[0]}, stream);
-  dispatcher.synchronize(stream);
-  const HostTensor came_home = memory.fetch(back[0]);
-  for (std::int64_t row = 0; row < came_home.shape()[0]; ++row) {
-    if (holds(came_home, row, number_of(to_int(world.rank()), row))) continue;
-    throw InternalError(concat("row ", row, " of Q did not come home"));
+    const auto back =
+        dispatcher.dispatch(reverse, std::vector<ConstTensorView>{arrived[0]}, stream);
+    dispatcher.synchronize(stream);
+    const HostTensor came_home = memory.fetch(back[0]);
+    check_home(came_home, world.rank());
+    seen = concat("rank ", world.rank(), " of ", world.world_size(), ": ", q, " rows of Q and ", kv,
+                  " of K and V arrived, ", came_home.shape()[0], " of Q came home\n");
+    if (round == 0 && options.rounds > 1) std::cout << "first round: " << seen << std::flush;
   }
   world.barrier();
   dispatcher.close();
-  return concat("rank ", world.rank(), " of ", world.world_size(), ": ", q, " rows of Q and ", kv,
-                " of K and V arrived, ", came_home.shape()[0], " of Q came home\n");
+  return seen;
 }
 
 [[noreturn, maybe_unused]] void no_cuda() {
@@ -194,11 +206,13 @@ Options read_options(int argc, char** argv) {
       options.nccl = true;
     } else if (word == "--threads") {
       options.threads = number_after<std::int32_t>(word, argv[++i]);
+    } else if (word == "--rounds") {
+      options.rounds = number_after<std::int64_t>(word, argv[++i]);
     } else if (word == "--timeout") {
       options.timeout_s = number_after<double>(word, argv[++i]);
     } else {
       throw_invalid("launch: ", word,
-                    ", expected --gpu, --nccl, --nvshmem, --threads N or --timeout S");
+                    ", expected --gpu, --nccl, --nvshmem, --threads N, --rounds N or --timeout S");
     }
   }
   return options;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,10 @@ def as_numpy(value: Any, name: str) -> AnyArray:
     if isinstance(value, np.ndarray):
         return value
     if hasattr(value, "__dlpack_device__"):
-        device = value.__dlpack_device__()[0]
+        try:
+            device = value.__dlpack_device__()[0]
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:  # torch's "meta"
+            raise InvalidArgument(f"{name} cannot be seen as a numpy array: {error}") from None
         if device != _DLPACK_CPU:
             where = "a CUDA device" if device in _CUDA_DEVICES else f"DLPack device {int(device)}"
             raise InvalidArgument(
@@ -37,7 +41,7 @@ def as_numpy(value: Any, name: str) -> AnyArray:
             value = value.detach()
         try:
             return np.from_dlpack(value)
-        except (BufferError, RuntimeError, TypeError) as error:  # such as a dtype that numpy lacks
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:  # a dtype numpy lacks
             raise InvalidArgument(f"{name} cannot be seen as a numpy array: {error}") from None
     try:
         return np.asarray(value)
@@ -55,7 +59,17 @@ def index_array(value: ArrayLike, name: str) -> IntArray:
             array = array.astype(array.dtype.newbyteorder("="))
         else:
             raise InvalidArgument(f"{name} has dtype {array.dtype}, expected int64")
+    if array.dtype == np.uint64 and array.size and array.max() >= 2**63:
+        raise WrongType(f"{name} has {array.max()}, expected integers of 64 bits with a sign")
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+
+def flat_list(value: ArrayLike, name: str) -> list[int]:
+    """Integers along one axis."""
+    array = index_array(value, name)
+    if array.ndim != 1:
+        raise InvalidArgument(f"{name} has shape {list(array.shape)}, expected one axis")
+    return array.tolist()  # type: ignore[no-any-return]
 
 
 def plain_array(value: ArrayLike, name: str) -> AnyArray:
@@ -84,6 +98,8 @@ def whole_numbers(value: ArrayLike, name: str, floats: bool = False) -> IntArray
     return index_array(array, name)
 
 
+#: What it also calls some of them.
+_ALIASES = ("fp8", "fp16", "bf16", "fp32", "fp64", "bytes")
 _BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 _LIBRARY_NAMES = frozenset(
     [
@@ -144,6 +160,46 @@ def number(value: Any, name: str) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise WrongType(f"{name} = {shown(value)}, expected a number") from None
+
+
+def flag(value: Any, name: str) -> bool:
+    """True or False, also as 1 and 0: the truth of anything else, "no" too, would be a guess."""
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    try:
+        if operator.index(value) in (0, 1):
+            return bool(value)
+    except TypeError:
+        pass
+    raise WrongType(f"{name} = {shown(value)}, expected True or False")
+
+
+def choice(value: Any, name: str, *options: str) -> str:
+    """One of some words."""
+    if isinstance(value, str) and value in options:
+        return value
+    *others, last = (f'"{option}"' for option in options)
+    expected = f"expected {', '.join(others)} or {last}"
+    if isinstance(value, str):
+        raise InvalidArgument(f'{name} = "{value[:60]}", {expected}')
+    raise WrongType(f"{name} = {shown(value)}, {expected}")
+
+
+def library_dtype_of(value: Any, name: str) -> str:
+    """The library's name of a dtype that the caller named, or has of numpy or torch."""
+    text = value if isinstance(value, str) else str(getattr(value, "__name__", value))
+    found = text.removeprefix("torch.")
+    if found not in _LIBRARY_NAMES and found not in _ALIASES:
+        raise InvalidArgument(f"{name} = {shown(text)}, expected one of {sorted(_LIBRARY_NAMES)}")
+    return found
+
+
+def sequence(value: Any, name: str, expected: str) -> Any:
+    """What has a length and entries by number: not one number, a text, a set or a generator."""
+    entries = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    if not entries and (not hasattr(value, "__dlpack__") or getattr(value, "ndim", 0) == 0):
+        raise WrongType(f"{name} = {shown(value)}, expected {expected}")
+    return value
 
 
 def numbers(who: str, **values: Any) -> dict[str, float]:

@@ -6,10 +6,11 @@ from types import TracebackType
 from typing import Any, Generic, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar, Union
 
 from . import _core
-from ._arrays import int64
+from ._arrays import choice, flag, int64
 from ._copies import OfThisProcess
 from ._graphs import outside_graphs
-from ._tensor_checks import Names, numbered, refuse
+from ._tensor_checks import Names, numbered, refuse, refuse_overlap
+from ._wrong_call import shown
 from .errors import InvalidArgument
 from .sparse import relay_of, room_of, sparse_table
 from .world import World
@@ -126,6 +127,11 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         sms = int64(num_sms, f"{who}: num_sms")
         if not 0 <= sms < 2**31:
             raise InvalidArgument(f"{who}: num_sms = {sms}, expected >= 0")
+        chunk = int64(chunk_bytes, f"{who}: chunk_bytes")
+        if not 16 <= chunk <= 2**30 or chunk % 16 != 0:
+            raise InvalidArgument(
+                f"{who}: chunk_bytes = {chunk}, expected a multiple of 16, up to 2^30"
+            )
         most = _MOST_BYTES if max_window_bytes is None else max_window_bytes
         self._check_world(world)
         self.world = world
@@ -134,10 +140,10 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         self._dispatcher: Any = _core.Dispatcher(
             world._world,
             sms,
-            int64(chunk_bytes, f"{who}: chunk_bytes"),
-            bool(local_by_copy_engine),
+            chunk,
+            flag(local_by_copy_engine, f"{who}: local_by_copy_engine"),
             int64(most, f"{who}: max_window_bytes"),
-            str(relay),
+            choice(relay, f"{who}: relay", "automatic", "never", "always"),
         )
 
     @outside_graphs
@@ -164,7 +170,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         local_by_copy_engine).
         """
         who = "replace_plan"
-        self._check_plan(who, plan, plan.operation)
+        self._check_plan(who, plan, getattr(plan, "operation", ""))
         given, _ = self._parts(who, parts)
         self._dispatcher.replace_plan(plan._plan, given, self._stream())
 
@@ -223,12 +229,18 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         self._check_plan(who, plan, who)
         number = _number(of_dispatch, who)
         if out is None:
+            of_all = None if dtype is None else self._dtype(dtype, f"{who}: dtype")
             out = [
-                self._empty((rows, *fmt.row_shape), fmt.dtype if dtype is None else dtype)
+                self._empty((rows, *fmt.row_shape), fmt.dtype if of_all is None else of_all)
                 for rows, fmt in zip(plan.own_rows, plan.formats)
             ]
         elif dtype is not None:
             raise InvalidArgument(f"{who}: got out and dtype, expected one of them")
+        elif not isinstance(out, (list, tuple)) or len(out) != len(plan.formats):
+            found = f"has {len(out)}" if isinstance(out, (list, tuple)) else type(out).__name__
+            raise InvalidArgument(
+                f"{who}: out is {found}, expected a list of {len(plan.formats)}, as the plan has"
+            )
         names, out_names = numbered("gradients"), numbered("out")
         rows, kept = self._given(who, names, gradients)
         sums, kept_out = self._given(who, out_names, out, writable=True)
@@ -316,6 +328,10 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
     def _empty(self, shape: Tuple[int, ...], dtype: Any) -> _Array:
         raise NotImplementedError
 
+    def _dtype(self, value: Any, name: str) -> Any:
+        """Of a dtype of the face, or its name."""
+        raise NotImplementedError
+
     # What follows from that.
 
     def _dispatch(
@@ -345,11 +361,10 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
 
     def _parts(self, who: str, parts: Sequence[Any]) -> Tuple[list[Any], list[TensorFormat]]:
         given, formats = [], []
-        for p, part in enumerate(parts):
-            if not isinstance(part, (tuple, list)) or len(part) < 1:
+        for p, part in enumerate(parts or ((),)):
+            if not isinstance(part, (tuple, list)) or len(part) < 2:
                 raise InvalidArgument(
-                    f"{who}: parts[{p}] is a {type(part).__name__}, expected"
-                    " (metadata, tensor, ...)"
+                    f"{who}: parts[{p}] = {shown(part)}, expected (metadata, tensor, ...)"
                 )
             pairs = [self._format(v, f"{who}: parts[{p}][{t + 1}]") for t, v in enumerate(part[1:])]
             formats += [format_ for format_, _ in pairs]
@@ -370,6 +385,8 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         self, who: str, names: Names, values: Sequence[Any], writable: bool = False
     ) -> Tuple[list[Rows], list[Any]]:
         pairs = [self._rows(v, f"{who}: {names(t)}", writable) for t, v in enumerate(values)]
+        for t, (rows, _) in enumerate(pairs if writable else ()):
+            refuse_overlap(rows, f"{who}: {names(t)}")
         return [rows for rows, _ in pairs], [kept for _, kept in pairs]
 
     def _shown(self, plan: ReadyPlan, views: Sequence[Any]) -> Tuple[_Array, ...]:
@@ -381,20 +398,3 @@ def _number(of_dispatch: Any, who: str) -> int:
     if number < 0:
         raise InvalidArgument(f"{who}: of_dispatch = {number}, expected >= 0")
     return number
-
-
-def row_layout(shape: Sequence[int], strides: Sequence[int], name: str) -> Tuple[int, int, int]:
-    """(rows, elements of a row, elements from row to row) of a tensor [rows, ...] whose elements
-    of a row are adjacent; strides in elements.
-    """
-    if len(shape) == 0:
-        raise InvalidArgument(f"{name} has no axes, expected [rows, ...]")
-    hidden = 1
-    for extent, stride in zip(reversed(shape[1:]), reversed(strides[1:])):
-        if extent != 1 and stride != hidden and 0 not in shape:
-            raise InvalidArgument(
-                f"{name} has shape {list(shape)} and strides {list(strides)}, expected adjacent"
-                " elements in a row"
-            )
-        hidden *= extent
-    return shape[0], hidden, strides[0]

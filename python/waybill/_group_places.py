@@ -29,19 +29,19 @@ def place_group(
     group: Any,
     device: Any,
     ranks_per_node: Optional[int],
-    timeout_s: float,
     who: str,
-    check: Callable[[str], Any],
+    check: Callable[[str, int], float],
 ) -> Tuple[GroupExchange, str, int]:
     """Collective: how its ranks meet, the device of this one, and ranks of a node.
 
-    :param check: refuses a device that this rank cannot have, before the others wait for it
+    :param check: refuses a device, of a world of so many ranks, that this rank cannot have, and
+        what else is wrong here alone, before the others wait for it; returns seconds of waits
     """
     group = group_of(group, who)
-    exchange = GroupExchange(group, timeout_s, who)
+    exchange = GroupExchange(group, 0.0, who)  # counted on all ranks, whatever is wrong on one
     with _failures_told(exchange):
         named = device_of(group, device)
-        check(named)
+        exchange.timeout_s = check(named, exchange.world_size)
         own = Place(host_name(), _gpu_id(torch.cuda.current_device()) if named == "cuda" else "")
         everyone = exchange.all_gather(json.dumps(own).encode())
     places = [Place(*json.loads(text)) for text in everyone]

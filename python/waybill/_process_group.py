@@ -12,6 +12,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _core
+from ._wrong_call import shown
 from .errors import InvalidArgument, PeerFailed, Timeout, TransportError
 
 _LONGEST_SLEEP_S = 0.01
@@ -22,25 +23,26 @@ distributed: Any = _distributed  # not all that it documents is typed
 _worlds: dict[tuple[int, ...], int] = {}
 
 
-def group_of(group: Any, who: str) -> Any:
+def group_of(group: Any, who: str, name: str = "group") -> Any:
     """The process group itself, that of a DeviceMesh of one dimension, or of None the default one.
+    Errors call it as the caller does.
 
     Raises InvalidArgument where this process is in none.
     """
     if not distributed.is_available() or not distributed.is_initialized():
         raise InvalidArgument(
-            f"{who}: group is {group!r}, expected a process group of an initialized"
+            f"{who}: {name} is {shown(group)}, expected a process group of an initialized"
             " torch.distributed: call waybill.torch.initialize_distributed() first"
         )
     if isinstance(group, DeviceMesh):
-        group = _group_of_mesh(group, who)
+        group = _group_of_mesh(group, who, name)
     if group is None:
         return distributed.group.WORLD
     if group is distributed.GroupMember.NON_GROUP_MEMBER:
         raise InvalidArgument(f"{who}: this process is not in the group")
     if not isinstance(group, distributed.ProcessGroup):
         raise InvalidArgument(
-            f"{who}: group is a {type(group).__name__}, expected a process group of"
+            f"{who}: {name} is a {type(group).__name__}, expected a process group of"
             " torch.distributed, a DeviceMesh of one dimension, or None for the default group"
         )
     if distributed.get_rank(group) < 0:
@@ -48,12 +50,12 @@ def group_of(group: Any, who: str) -> Any:
     return group
 
 
-def _group_of_mesh(mesh: Any, who: str) -> Any:
+def _group_of_mesh(mesh: Any, who: str, name: str) -> Any:
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
         example = f'mesh["{names[-1]}"]' if names else "a slice of it"
         raise InvalidArgument(
-            f"{who}: group is a DeviceMesh of {mesh.ndim} dimensions, expected one, such as"
+            f"{who}: {name} is a DeviceMesh of {mesh.ndim} dimensions, expected one, such as"
             f" {example}"
         )
     if mesh.get_coordinate() is None:
@@ -72,7 +74,7 @@ class GroupExchange:
         group = group_of(group, who)
         self.rank = distributed.get_rank(group)
         self.world_size = distributed.get_world_size(group)
-        self._who, self._timeout_s, self._round = who, timeout_s, 0
+        self._who, self.timeout_s, self._round = who, timeout_s, 0
         # Were the group kept, it would outlive destroy_process_group and end with the interpreter,
         # whose lock gloo's threads may still wait for then: the process would abort.
         self._group = weakref.ref(group)
@@ -114,15 +116,19 @@ class GroupExchange:
         keys = [self._key(rank) for rank in range(self.world_size)]
         start, pause = time.monotonic(), 0.0005
         while not store.check(keys):
-            if store.check(["failed"]):
-                raise PeerFailed(f"{self._who}: {store.get('failed').decode(errors='replace')}")
+            self._check_failed(store)
             waited = time.monotonic() - start
-            if waited > self._timeout_s:
+            if waited > self.timeout_s:
                 raise self._missed(store, waited)
             _core.check_interrupt()
-            time.sleep(min(pause, self._timeout_s - waited + 0.0005))
+            time.sleep(min(pause, self.timeout_s - waited + 0.0005))
             pause = min(2 * pause, _LONGEST_SLEEP_S)
+        self._check_failed(store)  # what is there is left from ranks that have given up
         return store.multi_get(keys) if _gets_many(store) else [store.get(key) for key in keys]
+
+    def _check_failed(self, store: Any) -> None:
+        if store.check(["failed"]):
+            raise PeerFailed(f"{self._who}: {store.get('failed').decode(errors='replace')}")
 
     def _key(self, rank: int, number: Optional[int] = None) -> str:
         return f"{self._round if number is None else number}/{rank}"

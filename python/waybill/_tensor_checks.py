@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, NoReturn, Optional, Sequence
+from typing import Any, Callable, NoReturn, Optional, Sequence, Tuple
 
+import numpy as np
+
+from ._arrays import int64
+from ._wrong_call import shown
 from .errors import InvalidArgument
 
 #: The name of the caller's tensor at a place.
@@ -47,6 +51,8 @@ def refuse(
 
 
 def _wrong(value: Any, format_: Any, rows: int, any_dtype: bool) -> Optional[str]:
+    if not hasattr(value, "shape"):  # a list
+        value = np.asarray(value)
     shape = list(value.shape)
     row = ", ".join(str(extent) for extent in format_.row_shape)
     elements = 1
@@ -59,3 +65,40 @@ def _wrong(value: Any, format_: Any, rows: int, any_dtype: bool) -> Optional[str
     if shape[0] < rows:
         return f"has shape {shape}, expected at least {rows} rows"
     return None
+
+
+def row_layout(shape: Sequence[int], strides: Sequence[int], name: str) -> Tuple[int, int, int]:
+    """(rows, elements of a row, elements from row to row) of a tensor [rows, ...] whose elements
+    of a row are adjacent; strides in elements.
+    """
+    if len(shape) == 0:
+        raise InvalidArgument(f"{name} has no axes, expected [rows, ...]")
+    hidden = 1
+    for extent, stride in zip(reversed(shape[1:]), reversed(strides[1:])):
+        if extent != 1 and stride != hidden and 0 not in shape:
+            raise InvalidArgument(
+                f"{name} has shape {list(shape)} and strides {list(strides)}, expected adjacent"
+                " elements in a row"
+            )
+        hidden *= extent
+    return shape[0], hidden, strides[0]
+
+
+def row_shape(value: Any, name: str) -> Tuple[int, ...]:
+    """The extents of a row, as a TensorFormat has them."""
+    if not isinstance(value, (tuple, list)):  # torch.Size is one
+        raise InvalidArgument(f"{name} has row_shape {shown(value)}, expected a tuple of integers")
+    extents = tuple(int64(extent, f"{name}: row_shape[{i}]") for i, extent in enumerate(value))
+    if min(extents, default=0) < 0:
+        raise InvalidArgument(f"{name} has row_shape {extents}, expected extents >= 0")
+    return extents
+
+
+def refuse_overlap(rows: Tuple[int, str, int, int, int], name: str) -> None:
+    """Of memory to write to: where rows lie on each other, the last one would win."""
+    _, _, num_rows, hidden, stride = rows
+    if num_rows > 1 and hidden > 0 and abs(stride) < hidden:
+        raise InvalidArgument(
+            f"{name} has rows of {hidden} elements, {stride} apart, expected memory of its own for"
+            " each"
+        )

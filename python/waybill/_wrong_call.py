@@ -40,6 +40,14 @@ def _is_integer(value: Any) -> bool:
     return True
 
 
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _mismatch(value: Any, kind: str) -> Optional[str]:
     """What was expected in place of the value; None where it may fit."""
     kinds = _parts(kind, "|")
@@ -61,12 +69,14 @@ def _mismatch(value: Any, kind: str) -> Optional[str]:
         "dict": dict,
         "list": list,
     }
+    if kind == "str" and isinstance(value, str) and not _is_text(value):
+        return "a text without halves of characters"
     if kind in plain:
         return None if isinstance(value, plain[kind]) else kind
+    if kind.split("[")[0].endswith(("Sequence", "list")):
+        return None if hasattr(value, "__len__") else "a sequence"
     if "ndarray" in kind or "array" in kind:
         return None if hasattr(value, "__dlpack__") else "an array"
-    if kind.split("[")[0].endswith("Sequence"):
-        return None if hasattr(value, "__len__") else "a sequence"
     return None
 
 

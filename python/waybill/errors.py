@@ -10,6 +10,7 @@ from ._wrong_call import describe
 _CONTROLS = [*range(0x20), *range(0x7F, 0xA0), 0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F)]
 _CONTROLS += [*range(0x2066, 0x206A)]
 _PRINTABLE = {c: f"\\x{c:02x}" if c < 0x80 else f"\\u{c:04x}" for c in _CONTROLS}
+_PRINTABLE.update({half: f"\\u{half:04x}" for half in range(0xD800, 0xE000)})
 _PRINTABLE.update({0xDC00 + byte: f"\\x{byte:02x}" for byte in range(0x80, 0x100)})
 for _kept in "\n\t":
     del _PRINTABLE[ord(_kept)]

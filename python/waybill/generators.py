@@ -7,7 +7,7 @@ from typing import Any, Optional, Tuple
 import numpy as np
 
 from . import _core
-from ._arrays import ArrayLike, IntArray, as_numpy, index_array, integer
+from ._arrays import ArrayLike, IntArray, as_numpy, flag, index_array, integer
 from ._wrong_call import shown
 from .errors import InvalidArgument
 from .layouts import RawQkvDispatch, attention_layout
@@ -63,14 +63,12 @@ def create_raw_qkv_dispatch(
 
     total_seq_len is the number of rows on every rank, a multiple of max_cp_degree.
     """
+    who = "create_raw_qkv_dispatch"
+    with_lens = flag(return_mlp_no_shard_seq_lens, f"{who}: return_mlp_no_shard_seq_lens")
     raw, seq_lens, _ = _core.create_raw_qkv_dispatch(
-        world_size,
-        total_seq_len,
-        num_seqs,
-        max_cp_degree,
-        checked_seed(seed, "create_raw_qkv_dispatch"),
+        world_size, total_seq_len, num_seqs, max_cp_degree, checked_seed(seed, who)
     )
-    return RawQkvDispatch._make((*raw, (seq_lens,) if return_mlp_no_shard_seq_lens else ()))
+    return RawQkvDispatch._make((*raw, (seq_lens,) if with_lens else ()))
 
 
 def create_qkv_dispatch(
@@ -88,15 +86,12 @@ def create_qkv_dispatch(
         (fwd_q, rev_q, fwd_k, rev_k, attention layout), then the intermediates and the sequence
         lengths before sharding, each when asked for.
     """
+    who = "create_qkv_dispatch"
+    more = asked_for(who, return_intermediate, return_mlp_no_shard_seq_lens)
     raw, seq_lens, _ = _core.create_raw_qkv_dispatch(
-        world_size,
-        total_seq_len,
-        num_seqs,
-        max_cp_degree,
-        checked_seed(seed, "create_qkv_dispatch"),
+        world_size, total_seq_len, num_seqs, max_cp_degree, checked_seed(seed, who)
     )
-    extra = (seq_lens,) if return_mlp_no_shard_seq_lens else ()
-    return (*dispatch_of_raw(raw, return_intermediate), *extra)
+    return (*dispatch_of_raw(raw, more[0]), *((seq_lens,) if more[1] else ()))
 
 
 def create_qkv_dispatch_with_custom_mapping(
@@ -119,6 +114,7 @@ def create_qkv_dispatch_with_custom_mapping(
         verbose: print the plan.
     """
     who = "create_qkv_dispatch_with_custom_mapping"
+    more = asked_for(who, return_intermediate, return_mlp_no_shard_seq_lens)
     lens = index_array(seq_lens, f"{who}: seq_lens")
     fields, raw, _, _ = _core.create_qkv_dispatch_with_custom_mapping(
         world_size,
@@ -126,13 +122,12 @@ def create_qkv_dispatch_with_custom_mapping(
         index_array(cp_num, f"{who}: cp_num"),
         index_array(cp_dst, f"{who}: cp_dst"),
         index_array(seq_shard_lens, f"{who}: seq_shard_lens"),
-        return_intermediate,
+        more[0],
     )
-    if verbose:
+    if flag(verbose, f"{who}: verbose"):
         for name, value in zip(RawQkvDispatch._fields, raw):
             print(name, "=", value)
-    extra = (lens,) if return_mlp_no_shard_seq_lens else ()
-    return (*dispatch_tuple(fields, return_intermediate), *extra)
+    return (*dispatch_tuple(fields, more[0]), *((lens,) if more[1] else ()))
 
 
 def length_distributions() -> list[str]:
@@ -157,6 +152,14 @@ def dispatch_tuple(fields: Any, return_intermediate: bool) -> Tuple[Any, ...]:
     *tables, layout, q_intermediates, kv_ids = fields
     result = (*(Metadata._from_fields(t) for t in tables), attention_layout(layout, True))
     return (*result, (*q_intermediates, kv_ids)) if return_intermediate else result
+
+
+def asked_for(who: str, intermediate: Any, seq_lens: Any) -> Tuple[bool, bool]:
+    """What a plan brings beside its metadata."""
+    return (
+        flag(intermediate, f"{who}: return_intermediate"),
+        flag(seq_lens, f"{who}: return_mlp_no_shard_seq_lens"),
+    )
 
 
 def checked_seed(seed: Optional[int], who: str) -> int:

@@ -6,13 +6,13 @@ import os
 from typing import Any, NamedTuple, Optional, Sequence, Union
 
 from . import _core, _plot
-from ._arrays import IntArray, index_array, int64, numbers
+from ._arrays import IntArray, choice, flag, flat_list, int64, library_dtype_of, numbers, sequence
 from ._copies import Unchanging
 from ._files import json_text, kept
 from .attention_costs import AttentionCosts, planned
 from .errors import InvalidArgument
 from .layouts import QkvMetadata
-from .plans import QkvPlan
+from .plans import KV_LAYOUTS, MASKS, QkvPlan
 from .sparse import QkvRouting
 from .validation import Finding, validate
 
@@ -229,20 +229,17 @@ def plan(
         InvalidArgument: naming the option or document; "infeasible: rank 3 needs 71680 tokens,
             max_tokens_per_rank has 65536" where no plan within the limit is found.
     """
-    if kv_layout not in ("per_rank", "per_query"):
-        raise InvalidArgument(
-            f'plan: kv_layout = {kv_layout!r}, expected "per_rank" or "per_query"'
-        )
+    choice(kv_layout, "plan: kv_layout", *KV_LAYOUTS)
     options = {
         "world_size": _world(world_size, "plan"),
         "tokens_per_rank": int64(tokens_per_rank, "plan: tokens_per_rank"),
         "q_hidden": int64(q_hidden, "plan: q_hidden"),
         "kv_hidden": int64(kv_hidden, "plan: kv_hidden"),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": library_dtype_of(dtype, "plan: dtype"),
         "mask": _mask(mask, "plan"),
         "window": _limit(window, "window"),
         "max_tokens_per_rank": _limit(max_tokens_per_rank, "max_tokens_per_rank"),
-        "relay": bool(relay),
+        "relay": flag(relay, "plan: relay"),
         "per_query": kv_layout == "per_query",
         "block_tokens": int64(block_tokens, "plan: block_tokens"),
         "ranks_per_node": int64(ranks_per_node, "plan: ranks_per_node"),
@@ -255,15 +252,18 @@ def plan(
             message_seconds=message_seconds,
             pairs_per_second=pairs_per_second,
         ),
-        "tails": bool(tails),
+        "tails": flag(tails, "plan: tails"),
     }
     known = planned(costs, "plan")
     options.update({k: v for k, v in known.items() if not options.get(k)})
+    sequence(doc_lengths, "plan: doc_lengths", "lengths, or a list of them for each rank")
     first = doc_lengths[0] if len(doc_lengths) > 0 else 0
     if hasattr(first, "__len__") and getattr(first, "ndim", 1) > 0:  # a number of torch has a len
-        ranks = [_lengths(docs, f"plan: doc_lengths[{r}]") for r, docs in enumerate(doc_lengths)]
+        ranks = [flat_list(docs, f"plan: doc_lengths[{r}]") for r, docs in enumerate(doc_lengths)]
         return AttentionPlan._wrap(_core.plan_ranks(ranks, options))
-    return AttentionPlan._wrap(_core.plan_flat(_lengths(doc_lengths, "plan: doc_lengths"), options))
+    return AttentionPlan._wrap(
+        _core.plan_flat(flat_list(doc_lengths, "plan: doc_lengths"), options)
+    )
 
 
 def plan_documents(
@@ -279,20 +279,18 @@ def plan_documents(
     """
     return QkvPlan._wrap(
         _core.plan_documents(
-            _lengths(doc_lengths, "plan_documents: doc_lengths"),
+            flat_list(doc_lengths, "plan_documents: doc_lengths"),
             _world(world_size, "plan_documents"),
             int64(tokens_per_rank, "plan_documents: tokens_per_rank"),
             int64(shard_tokens, "plan_documents: shard_tokens"),
-            kv_layout,
+            choice(kv_layout, "plan_documents: kv_layout", *KV_LAYOUTS),
             _mask(mask, "plan_documents"),
         )
     )
 
 
 def _mask(value: Any, who: str) -> str:
-    if value not in ("causal", "full"):
-        raise InvalidArgument(f'{who}: mask = {value!r}, expected "causal" or "full"')
-    return value  # type: ignore[no-any-return]
+    return choice(value, f"{who}: mask", *MASKS)
 
 
 def _world(value: Any, who: str) -> int:
@@ -310,10 +308,3 @@ def _limit(value: Optional[int], name: str) -> int:
     if number < 1:
         raise InvalidArgument(f"plan: {name} = {number}, expected >= 1, or None for none")
     return number
-
-
-def _lengths(values: Any, name: str) -> list[int]:
-    lengths = index_array(values, name)
-    if lengths.ndim != 1:
-        raise InvalidArgument(f"{name} has shape {list(lengths.shape)}, expected one axis")
-    return lengths.tolist()

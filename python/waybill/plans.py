@@ -6,7 +6,7 @@ import os
 from typing import Any, Optional, Sequence, Union
 
 from . import _core, _html, _plot
-from ._arrays import AnyArray, IntArray, index_array, int64
+from ._arrays import AnyArray, IntArray, choice, flat_list, int64
 from ._copies import Unchanging
 from ._files import json_text, kept
 from .layouts import QkvMetadata, RawQkvDispatch, attention_layout
@@ -14,6 +14,9 @@ from .metadata import Metadata
 from .sparse import QkvRouting
 
 __all__ = ["QkvPlan"]
+
+KV_LAYOUTS = ("per_rank", "per_query")
+MASKS = ("causal", "full")
 
 
 class QkvPlan(Unchanging):
@@ -54,8 +57,12 @@ class QkvPlan(Unchanging):
             "doc_shard_offsets": doc_shard_offsets, "doc_shards": doc_shards,
             "kv_begin": [] if kv_begin is None else kv_begin,
         }  # fmt: skip
-        lists = (index_array(table, f"QkvPlan: {name}").tolist() for name, table in tables.items())
-        self._plan: _core.Plan = _core.make_plan(world_size, *lists, kv_layout, mask)
+        lists = (flat_list(table, f"QkvPlan: {name}") for name, table in tables.items())
+        self._plan: _core.Plan = _core.make_plan(
+            int64(world_size, "QkvPlan: world_size"), *lists,
+            choice(kv_layout, "QkvPlan: kv_layout", *KV_LAYOUTS),
+            choice(mask, "QkvPlan: mask", *MASKS),
+        )  # fmt: skip
 
     @classmethod
     def _wrap(cls, plan: _core.Plan) -> QkvPlan:

@@ -7,7 +7,7 @@ from typing import Any, Tuple, Union
 import numpy as np
 
 from . import _core
-from ._arrays import ArrayLike, IntArray, index_array, integer
+from ._arrays import ArrayLike, IntArray, choice, flag, index_array, integer
 from .errors import InvalidArgument
 from .layouts import AttnLayout, PackedSeqParams, attention_layout
 from .metadata import Metadata
@@ -48,14 +48,11 @@ def compute_metadata(
     Raises:
         InvalidArgument: wrong shapes or dtypes, a rank outside -1..W-1, a negative length.
     """
-    if undispatched not in ("reject", "keep"):
-        raise InvalidArgument(
-            f'compute_metadata: undispatched = {undispatched!r}, expected "reject" or "keep"'
-        )
+    choice(undispatched, "compute_metadata: undispatched", "reject", "keep")
     fwd, rev, intermediates = _core.compute_metadata(
         index_array(seq_len, "compute_metadata: seq_len"),
         index_array(global_dispatch, "compute_metadata: global_dispatch"),
-        return_intermediate,
+        flag(return_intermediate, "compute_metadata: return_intermediate"),
         undispatched == "keep",
     )
     pair = Metadata._from_fields(fwd), Metadata._from_fields(rev)
@@ -106,7 +103,7 @@ def compute_metadata_kv(
         index_array(seq_len, "compute_metadata_kv: seq_len"),
         index_array(num_seqs, "compute_metadata_kv: num_seqs"),
         dispatch,
-        return_intermediate,
+        flag(return_intermediate, "compute_metadata_kv: return_intermediate"),
     )
     pair = Metadata._from_fields(fwd), Metadata._from_fields(rev)
     return (*pair, (ids,)) if return_intermediate else pair
@@ -129,14 +126,15 @@ def compute_attn_layout_seqlens(
         shard_to_tuple: tuples of W arrays, each cut to what its rank receives.
     """
     who = "compute_attn_layout_seqlens"
+    ragged = flag(shard_to_tuple, f"{who}: shard_to_tuple")
     fields = _core.compute_attn_layout_seqlens(
         index_array(seq_shard_len, f"{who}: seq_shard_len"),
         index_array(seq_shard_cumsum, f"{who}: seq_shard_cumsum"),
         index_array(dispatch, f"{who}: dispatch"),
-        bool(prepend_zero),
-        bool(shard_to_tuple),
+        flag(prepend_zero, f"{who}: prepend_zero"),
+        ragged,
     )
-    layout = attention_layout(fields, bool(shard_to_tuple))
+    layout = attention_layout(fields, ragged)
     assert isinstance(layout, AttnLayout)
     return layout
 
@@ -174,7 +172,7 @@ def compute_e2e_metadata(
         index_array(mlp_q_dispatch, f"{who}: mlp_q_dispatch"),
         _kv_tables(who, kv_to_q_mapping, kv_to_q_rank, kv_context_size, q_to_num_kv_seq,
                    q_to_num_kv_token),
-        return_intermediate,
+        flag(return_intermediate, "compute_e2e_metadata: return_intermediate"),
     )  # fmt: skip
     *tables, layout, q_intermediates, kv_ids = fields
     metadata = tuple(Metadata._from_fields(table) for table in tables)

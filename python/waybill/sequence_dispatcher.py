@@ -7,7 +7,9 @@ from typing import Any, Tuple
 import numpy as np
 
 from ._arrays import AnyArray, as_numpy, dtype_name, library_dtype
-from ._dispatcher import Dispatcher, ReadyPlan, Rows, TensorFormat, row_layout
+from ._dispatcher import Dispatcher, ReadyPlan, Rows, TensorFormat
+from ._tensor_checks import row_layout, row_shape
+from ._wrong_call import shown
 from .errors import InvalidArgument, Unsupported
 from .world import World
 
@@ -52,17 +54,14 @@ class SequenceDispatcher(Dispatcher[AnyArray]):
 
     def _format(self, value: Any, name: str) -> Tuple[TensorFormat, str]:
         if isinstance(value, TensorFormat):
-            try:
-                dtype = np.dtype(value.dtype)
-            except TypeError as error:
-                raise InvalidArgument(f"{name} has dtype {value.dtype!r}: {error}") from None
-            row_shape = tuple(int(extent) for extent in value.row_shape)
+            dtype = self._dtype(value.dtype, f"{name}: dtype")
+            shape = row_shape(value.row_shape, name)
         else:
             array = as_numpy(value, name)
             if array.ndim == 0:
                 raise InvalidArgument(f"{name} has no axes, expected [rows, ...]")
-            dtype, row_shape = array.dtype, array.shape[1:]
-        return TensorFormat(dtype, row_shape), _library_name(np.empty(0, dtype), name)
+            dtype, shape = array.dtype, array.shape[1:]
+        return TensorFormat(dtype, shape), _library_name(np.empty(0, dtype), name)
 
     def _rows(self, value: Any, name: str, writable: bool) -> Tuple[Rows, Any]:
         array = as_numpy(value, name)
@@ -77,6 +76,14 @@ class SequenceDispatcher(Dispatcher[AnyArray]):
 
     def _empty(self, shape: Tuple[int, ...], dtype: Any) -> AnyArray:
         return np.empty(shape, dtype)
+
+    def _dtype(self, value: Any, name: str) -> Any:
+        try:
+            if value is not None:  # which is float64 to numpy
+                return np.dtype(value)
+        except (TypeError, ValueError):
+            pass
+        raise InvalidArgument(f"{name} = {shown(value)}, expected a dtype of numpy, or its name")
 
 
 def _library_name(array: AnyArray, name: str) -> str:

@@ -18,9 +18,10 @@ from ._arrays import (
     dtype_name,
     integer,
     library_dtype,
+    sequence,
 )
 from ._wrong_call import shown
-from .errors import InvalidArgument, NotThreeAxes, RankOutOfRange, ShapeMismatch
+from .errors import InvalidArgument, NotThreeAxes, RankOutOfRange, ShapeMismatch, WrongType
 from .metadata import Metadata, require_metadata
 
 __all__ = [
@@ -58,6 +59,7 @@ def orchestrate_simulate(
         RankOutOfRange: (an IndexError) a destination of W or more.
         NotThreeAxes: (an AssertionError) ``tensor`` has not three axes.
     """
+    overlap = checked_overlap(overlap, "orchestrate_simulate")
     source = as_numpy(tensor, "orchestrate_simulate: tensor")
     output = writable(output_tensor, "orchestrate_simulate: output_tensor")
     run_simulation(
@@ -79,6 +81,8 @@ def simulate_communication(
     Returns:
         W arrays (R_w, ...), R_w the total of num_recv_tokens[w].
     """
+    overlap = checked_overlap(overlap, "simulate_communication")
+    sequence(tensors, "simulate_communication: tensors", "one array for each rank")
     sources = [as_numpy(t, f"simulate_communication: tensors[{i}]") for i, t in enumerate(tensors)]
     flat = [bits_of(as_matrix(s), "simulate_communication: tensors") for s in sources]
     received = run_communication(flat, [dtype_name(s) for s in sources], metadata, overlap)
@@ -100,10 +104,14 @@ def source_rows(
         (W, m) int64: for every row of the output the row of the tensor that ends there,
         w * n + row, or -1 where none does.
     """
-    fields = require_metadata(metadata, "orchestrate_simulate")._moves()
+    overlap = checked_overlap(overlap, "source_rows")
+    fields = require_metadata(metadata, "source_rows")._moves()
     shapes = [
-        [integer(extent, f"orchestrate_simulate: an extent of {name}") for extent in shape]
-        for name, shape in (("tensor", tensor_shape), ("output", output_shape))
+        [integer(extent, f"source_rows: {name}[{i}]") for i, extent in enumerate(shape)]
+        for name, shape in (
+            ("tensor_shape", sequence(tensor_shape, "source_rows: tensor_shape", "[W, n, H]")),
+            ("output_shape", sequence(output_shape, "source_rows: output_shape", "[W, m, H]")),
+        )
     ]
     try:
         return _core.source_rows(*shapes, fields, overlap)
@@ -165,6 +173,13 @@ def test_qkv_dispatch(args: Any = None, **overrides: Any) -> None:
     )  # fmt: skip
     if findings:
         raise AssertionError("test_qkv_dispatch: " + "; ".join(text for *_, text in findings))
+
+
+def checked_overlap(value: Any, who: str) -> str:
+    """A text; which ones there are the compiled part knows."""
+    if not isinstance(value, str):
+        raise WrongType(f'{who}: overlap = {shown(value)}, expected "last_wins" or "reject"')
+    return value
 
 
 def writable(output: Any, name: str) -> AnyArray:

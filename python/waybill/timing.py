@@ -6,12 +6,12 @@ import os
 from typing import Any, Iterator, Mapping, NamedTuple, Optional, Sequence, Union
 
 from . import _core
-from ._arrays import IntArray, int64, numbers
+from ._arrays import IntArray, flag, flat_list, int64, library_dtype_of, numbers
 from ._copies import OfThisProcess
 from ._files import kept
 from .attention_costs import AttentionCosts, predicted
 from .errors import InvalidArgument
-from .planner import AttentionPlan, _lengths, _limit, _mask, _world
+from .planner import AttentionPlan, _limit, _mask, _world
 from .plans import QkvPlan
 
 __all__ = [
@@ -260,7 +260,7 @@ def predict_step(
     real = {name: value for name, value in real.items() if value is not None}
     given.update(numbers("predict_step", **real))
     if dtype is not None:
-        given["dtype"] = str(dtype).removeprefix("torch.")
+        given["dtype"] = library_dtype_of(dtype, f"{who}: dtype")
     if not isinstance(plan, (AttentionPlan, QkvPlan)):
         raise InvalidArgument(
             f"predict_step: plan is a {type(plan).__name__}, expected an AttentionPlan or a QkvPlan"
@@ -308,11 +308,11 @@ def compare(
         "tokens_per_rank": int64(tokens_per_rank, "compare: tokens_per_rank"),
         "q_hidden": int64(q_hidden, "compare: q_hidden"),
         "kv_hidden": int64(kv_hidden, "compare: kv_hidden"),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": library_dtype_of(dtype, "compare: dtype"),
         "mask": _mask(mask, "compare"),
         "window": _limit(window, "window"),
         "max_tokens_per_rank": 0,
-        "relay": bool(relay),
+        "relay": flag(relay, "compare: relay"),
         "per_query": False,
         "byte_weight": 0.0,
         "block_tokens": 128,
@@ -329,7 +329,7 @@ def compare(
             pairs_per_second=pairs_per_second,
         ),
     }
-    lengths = _lengths(doc_lengths, "compare: doc_lengths")
+    lengths = flat_list(doc_lengths, "compare: doc_lengths")
     group = 0 if degree is None else _degree(degree, "compare")
     steps = _core.compare_plans(lengths, planner, {}, group)
     return Comparison({s.name: StepPrediction._wrap(s.step, s.name, s.num_shards) for s in steps})
@@ -381,7 +381,7 @@ def _static(
 ) -> QkvPlan:
     world = _world(world_size, who)
     group = _core.static_degree(world, 8) if degree is None else _degree(degree, who)
-    lengths = _lengths(doc_lengths, f"{who}: doc_lengths")
+    lengths = flat_list(doc_lengths, f"{who}: doc_lengths")
     return QkvPlan._wrap(
         make(
             lengths,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional, TypeVar
 
 from . import _core
-from ._arrays import int64
+from ._arrays import choice, int64
 from ._copies import OfThisProcess
 from ._graphs import outside_graphs
 from ._threads import run_ranks
@@ -99,7 +99,7 @@ class World(OfThisProcess):
             for "cpu" ranks on other hosts, and without what the device needs.
         """
         who = "World.from_environment"
-        seconds = _seconds(timeout_s, who)
+        seconds = seconds_of(timeout_s, who)
         try:
             make = _process_engine(device, nvshmem, who)
         except Error as error:
@@ -159,7 +159,7 @@ class World(OfThisProcess):
                 f"{who}: all_gather is a {type(all_gather).__name__}, expected a function"
             )
         make = _process_engine(device, nvshmem, who)
-        seconds = _seconds(timeout_s, who)
+        seconds = seconds_of(timeout_s, who)
         meeting = _core.callable_meeting(rank, world_size, all_gather, tell_failure, seconds)
         return cls._wrap(make(meeting, per_node, rank % (per_node or world_size)))
 
@@ -198,10 +198,13 @@ class World(OfThisProcess):
         from ._group_places import place_group  # needs torch, which the package does not
 
         who = "World.from_process_group"
-        exchange, named, per_node = place_group(
-            group, device, ranks_per_node, _seconds(timeout_s, who), who,
-            lambda name: _process_engine(name, nvshmem, who),
-        )  # fmt: skip
+
+        def check(name: str, world_size: int) -> float:
+            _process_engine(name, nvshmem, who)
+            _per_node(ranks_per_node, world_size, who)
+            return seconds_of(timeout_s, who)
+
+        exchange, named, per_node = place_group(group, device, ranks_per_node, who, check)
         return cls._from_exchange(
             who, exchange.rank, exchange.world_size, exchange.all_gather, exchange.tell_failure,
             named, nvshmem, per_node, timeout_s,
@@ -310,11 +313,11 @@ def run_threads(
         made = _core.gpu_thread_world(meeting, rank % gpus, per_node, world_size <= gpus)
         return body(World._wrap(made))
 
-    meetings, scope = _core.thread_meetings(world_size, _seconds(timeout_s, who))
+    meetings, scope = _core.thread_meetings(world_size, seconds_of(timeout_s, who))
     return run_ranks(world_size, rank_main, scope)
 
 
-def _seconds(timeout_s: Any, who: str) -> float:
+def seconds_of(timeout_s: Any, who: str) -> float:
     """Every wait has a deadline."""
     try:
         seconds = float(timeout_s)
@@ -342,11 +345,10 @@ def _per_node(ranks_per_node: Optional[int], world_size: int, who: str) -> int:
 
 def _gpus_for(device: Any, who: str) -> int:
     """GPUs to spread the ranks over; 0 for host memory."""
-    if device == "cpu":
+    name = str(device) if type(device).__module__ == "torch" else device
+    if choice(name, f"{who}: device", "cpu", "cuda") == "cpu":
         return 0
-    if device != "cuda":
-        raise InvalidArgument(f'{who}: device = {device!r}, expected "cpu" or "cuda"')
-    return _require_gpus(device, who)
+    return _require_gpus("cuda", who)
 
 
 def _require_gpus(device: str, who: str) -> int:

@@ -59,6 +59,16 @@ CheckLine gpu_line(const GpuFacts& gpu) {
   return line;
 }
 
+/// GPUs of this machine that this process does not see.
+std::vector<CheckLine> unseen_lines(const GpuReport& report) {
+  const std::int64_t unseen = num_driver_gpus() - std::ssize(report.gpus);
+  if (report.gpus.empty() || unseen <= 0) return {};
+  return {{"other GPUs", CheckState::note, concat(unseen, " more that this process does not see"),
+           "ranks on them find out whether they can map each other's memory when they make a "
+           "world, and use pinned memory of the host where they cannot; CUDA_VISIBLE_DEVICES, or "
+           "a container without all GPUs, is the reason"}};
+}
+
 /// A row of the matrix for each GPU.
 std::vector<CheckLine> peer_lines(const GpuReport& report) {
   const std::size_t count = report.gpus.size();
@@ -135,6 +145,7 @@ std::vector<CheckLine> check_gpus(bool measure) {
   std::vector<CheckLine> lines{driver_line(report)};
   for (const GpuFacts& gpu : report.gpus) lines.push_back(gpu_line(gpu));
   std::ranges::copy(peer_lines(report), std::back_inserter(lines));
+  std::ranges::copy(unseen_lines(report), std::back_inserter(lines));
   if (!report.gpus.empty()) {
     lines.push_back(nccl_line(report));
     lines.push_back(nvshmem_line(report));

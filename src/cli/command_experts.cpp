@@ -28,7 +28,7 @@ struct ExpertsOptions {
   GroupLimit groups;
   std::uint64_t seed = 0;
   ExpertCosts costs;
-  std::string path = "waiting";
+  std::string path{to_string(ExpertCosts{}.path)};
   HardwareOptions hardware;
 };
 
@@ -162,7 +162,8 @@ void add_id_options(Command command, ExpertsOptions& o) {
                     "A token goes to experts of so many groups at most")
             .value_name("N")
             .between(1, std::int32_t{1} << 20));
-  drawn(command.option("--seed", o.seed, "Seed of the drawn ids").value_name("N"));
+  drawn(
+      command.option("--seed", o.seed, "Seed of the drawn ids").value_name("N").check(check_seed));
 }
 
 void add_call_options(Command command, ExpertsOptions& o) {

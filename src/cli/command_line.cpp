@@ -48,6 +48,22 @@ std::string left_over_text(const CLI::App& app, std::vector<std::string> left) {
                 chosen.empty() ? "" : who + " ", "--help lists them)");
 }
 
+/// What CLI11 says of a command line, with the command that it is about.
+std::string complaint(const CLI::App& app, const CLI::ParseError& error) {
+  const auto chosen = app.get_subcommands();
+  const std::string who = chosen.empty() ? "" : chosen.front()->get_name();
+  const std::string text = error.what();
+  const std::string name = text.substr(0, text.find(':'));
+  const std::string more = concat(" (waybill ", who.empty() ? "" : who + " ", "--help lists them)");
+  if (error.get_name() == "RequiredError") {
+    return concat(who.empty() ? "" : who + ": ", text, " (waybill ", who, " --help says more)");
+  }
+  if (error.get_name() != "ArgumentMismatch") return text;
+  const bool is_missing = text.find("missing") != std::string::npos;
+  return concat(
+      name, is_missing ? ": got nothing, expected a value" : ": got it twice, expected once", more);
+}
+
 // Names, value and default alone: which options exclude each other is said where it is tried, and
 // what a check is called says nothing.
 class HelpFormatter : public CLI::Formatter {
@@ -209,7 +225,7 @@ std::optional<std::string> CommandLine::parse(int argc, char** argv) {
   } catch (const CLI::ExtrasError&) {
     throw UsageError(left_over_text(*app_, app_->remaining(true)));
   } catch (const CLI::ParseError& error) {
-    throw UsageError(error.what());
+    throw UsageError(complaint(*app_, error));
   }
   return std::nullopt;
 }

@@ -1,5 +1,7 @@
 #include "job_options.h"
 
+#include <algorithm>
+
 #include "console.h"
 #include "numbers.h"
 #include "suggest.h"
@@ -32,18 +34,13 @@ std::string check_distribution(const std::string& name) {
   }
 }
 
-// Read as an unsigned number alone, -1 would wrap around.
-std::string check_seed(const std::string& text) {
-  const bool digits = !text.empty() && text.find_first_not_of("0123456789") == std::string::npos;
-  return digits ? "" : concat("got ", text, ", expected 0..2^64 - 1");
-}
-
 std::string check_dtype(const std::string& name) {
   try {
     (void)dtype_from_name(name);
     return "";
-  } catch (const InvalidArgument& error) {
-    return error.what();
+  } catch (const InvalidArgument& error) {  // names itself and its argument; those are the user's
+    const std::string text = error.what();
+    return concat("got ", name, ", ", text.substr(std::min(text.size(), text.find("expected"))));
   }
 }
 

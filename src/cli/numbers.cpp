@@ -31,6 +31,14 @@ std::function<std::string(const std::string&)> number_between(std::int64_t min, 
   };
 }
 
+std::string check_seed(const std::string& text) {
+  std::uint64_t number = 0;
+  const char* const end = text.data() + text.size();
+  const auto [rest, error] = std::from_chars(text.data(), end, number);
+  if (error == std::errc() && rest == end) return "";
+  return concat("got ", text, ", expected 0..2^64 - 1");
+}
+
 std::function<std::string(const std::string&)> real_between(double min, double max) {
   return [min, max](const std::string& text) -> std::string {
     double number = 0;

@@ -21,6 +21,10 @@ namespace waybill::cli {
 /// A check of an option: a number in the range, neither nan nor inf.
 [[nodiscard]] std::function<std::string(const std::string&)> real_between(double min, double max);
 
+/// A check of an option: a whole number of 64 bits without a sign, as it stands. Read as one alone,
+/// -1 wraps around, and what is too large becomes the largest.
+[[nodiscard]] std::string check_seed(const std::string& text);
+
 /// Speeds that make sense, in bytes per second.
 inline constexpr double least_rate = 1;
 inline constexpr double most_rate = 1e18;

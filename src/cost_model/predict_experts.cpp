@@ -116,7 +116,7 @@ class ExpertClock {
     const double copy =
         bytes / (is_mapped() ? costs_.path_bytes_per_second : links_.network_bytes_per_second);
     if (costs_.path == ExpertPath::pipelined) {
-      return as_double(puts) * post_ / (nodes_ - 1) + (is_mapped() ? copy / path_sms_ : 0);
+      return as_double(puts) * post_ / std::min(nodes_ - 1, path_sms_) + (is_mapped() ? copy / path_sms_ : 0);
     }
     const double wait = is_mapped() ? costs_.put_seconds : post_ + 2 * latency_;
     return (as_double(puts) * wait + copy) / path_sms_;

@@ -21,7 +21,7 @@ void check_view(const char* who, const char* name, const View& view, DType dtype
 }
 
 void check_positions(const EPConfig& config, const EPDispatchOptions& options,
-                     const ConstTensorView& positions) {
+                     const ConstTensorView& positions, std::int64_t own_tokens) {
   constexpr const char* who = "dispatch";
   require(options.rows == EPRows::grouped && options.expert_alignment == 1, who,
           ": full_scatter_indices are for grouped rows without padding");
@@ -30,6 +30,9 @@ void check_positions(const EPConfig& config, const EPDispatchOptions& options,
   require(positions.ndim() == 2 && positions.shape[1] == config.topk, who,
           ": full_scatter_indices has shape ", to_string(positions.shape), ", expected [tokens of ",
           "all ranks, ", config.topk, "]");
+  // The sum over ranks is known later; an empty table must not count as none till then.
+  require(positions.shape[0] >= own_tokens, who, ": full_scatter_indices has ", positions.shape[0],
+          " tokens, expected those of all ranks, and this one has ", own_tokens);
   check_view(who, "full_scatter_indices", positions, positions.dtype, positions.shape);
 }
 
@@ -61,7 +64,7 @@ void check_dispatch_input(const EPConfig& config, const EPDispatchOptions& optio
             ": exp_indices is ", input.ids.dtype, ", expected int32 or int64");
     check_view(who, "exp_indices", input.ids, input.ids.dtype, {tokens, config.topk});
     if (is_given(input.full_scatter_indices)) {
-      check_positions(config, options, input.full_scatter_indices);
+      check_positions(config, options, input.full_scatter_indices, tokens);
     }
   }
   if (is_given(input.weights)) {

@@ -31,7 +31,15 @@ TEST_F(BadInputTest, WrongUsageExitsWith2) {
   EXPECT_TRUE(fails(run("demo --payload-bytes 7"), 2, {"--payload-bytes", "7"}));
   EXPECT_TRUE(fails(run("demo --dtype float31"), 2, {"float31", "bfloat16"}));
   EXPECT_TRUE(fails(run("demo --kv-layout x"), 2, {"per_rank", "per_query"}));
-  EXPECT_TRUE(fails(run("demo --seed -1"), 2, {"--seed"}));
+  for (const std::string command : {"demo", "experts"}) {
+    for (const std::string seed : {"-1", "99999999999999999999", "1e3"})
+      EXPECT_TRUE(fails(run(command + " --seed " + seed), 2,
+                        {"--seed: got " + seed + ", expected 0..2^64 - 1"}));
+  }
+  EXPECT_TRUE(fails(run("plan --dtype foo"), 2, {"--dtype: got foo, expected one of bool, int8"}));
+  EXPECT_TRUE(fails(run("show"), 2, {"error: show: FILE is required (waybill show --help"}));
+  EXPECT_TRUE(fails(run("plan --seed 1 --seed 2"), 2, {"--seed: got it twice, expected once"}));
+  EXPECT_TRUE(fails(run("plan --lengths"), 2, {"--lengths: got nothing, expected a value"}));
   EXPECT_TRUE(fails(run("demo --gb-per-s 0"), 2, {"--gb-per-s"}));
   EXPECT_TRUE(fails(run("explain --network 1e308TB/s"), 2, {"--network", "expected a speed"}));
   EXPECT_TRUE(fails(run("demo --lengths a --corpus b"), 2, {"--corpus", "--lengths"}));

@@ -37,7 +37,7 @@ TEST_F(ExpertsCommandTest, PredictsTheCallsOfOneNodeAndOfMany) {
                                          "combine with local sums", "32 multiprocessors"}));
   EXPECT_EQ(one.out.find("low latency"), std::string::npos);
   const std::string many = "experts --ranks 64 --tokens 128 --payload float8";
-  const ProgramResult waiting = run(many);
+  const ProgramResult waiting = run(many + " --path waiting");
   EXPECT_TRUE(holds(unwrapped(waiting.out),
                     {"64 on 8 nodes", "dispatch, low latency", "waiting puts",
                      "which no network path does yet", "a message takes 3.00 us (nominal)"}));

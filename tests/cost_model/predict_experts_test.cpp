@@ -141,6 +141,7 @@ double predicted_us(const Measured& run) {
   const EPConfig config = layer(run.nodes, run.per_node, run.tokens);
   ExpertCostOptions options;
   options.costs.num_sms = run.num_sms;
+  options.costs.path = ExpertPath::waiting;  // as it was when these were measured
   if (run.nodes > 1) options.costs.path_bytes_per_second = 33e9;
   const Ids ids = uniform_ids(config, run.tokens);
   return of(predict_experts(config, {.payload = run.payload}, ids, options), run.kind).seconds *
@@ -208,7 +209,8 @@ TEST(PredictExperts, NetworkOfACardBoundsEightNodes) {
   EXPECT_GT(call.network_seconds, call.nvlink_seconds);
   EXPECT_GT(of(calls, low).links[0].network_out, call.links[0].network_out);
   // Puts that wait, and rows that wait for the rest of their node, take longer.
-  const auto waiting = predict_experts(config, {}, ids);
+  options.costs.path = ExpertPath::waiting;
+  const auto waiting = predict_experts(config, {}, ids, options);
   for (std::size_t k = 0; k < 5; ++k) EXPECT_GT(waiting[k].seconds, calls[k].seconds);
 }
 

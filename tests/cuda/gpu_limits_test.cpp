@@ -7,6 +7,7 @@
 #include <string>
 
 #include "cuda/experts/expert_launch.h"
+#include "cuda/experts/gpu_expert_executor.h"
 #include "cuda/gpu_expert_rounds.h"
 #include "cuda/gpu_step.h"
 #include "cuda/rank/device_limits.h"
@@ -73,6 +74,17 @@ TEST(GpuLimits, experts_with_99_kib_of_shared_memory) {
   const int most = cuda::max_experts_on_gpu(2) / 2 * 2;
   EXPECT_LT(most, 7000);
   test::check_random(test::config_of(2, most, 4, 60, 64), {}, 2, 4, {8});
+}
+
+/// As many blocks send as fill the links of this machine: those of another one, as measured.
+TEST(GpuLimits, faster_links_have_more_blocks_that_send) {
+  const EPConfig config = test::config_of(8, 256, 8, 4096, 7168);
+  const auto senders = [&](const LinkSpeeds& links) {
+    return cuda::num_sending_blocks(links, config, {.rows = EPRows::compact}, 64, 4096);
+  };
+  const LinkSpeeds twice{.nvlink_bytes_per_second = 700e9, .block_bytes_per_second = 45e9};
+  EXPECT_EQ(senders({}), 8);
+  EXPECT_EQ(senders(twice), 17);
 }
 
 TEST(GpuLimits, wrong_variables_are_named) {

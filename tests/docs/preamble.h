@@ -32,6 +32,7 @@
 #include "waybill/core/wait.h"
 #include "waybill/cost_model/call_overhead.h"
 #include "waybill/cost_model/compare_plans.h"
+#include "waybill/cost_model/predict_experts.h"
 #include "waybill/cost_model/predict_step.h"
 #include "waybill/cost_model/remedies.h"
 #include "waybill/experts/ep_all2all_layer.h"

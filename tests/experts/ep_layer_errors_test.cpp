@@ -68,6 +68,9 @@ TEST(EPLayerErrors, ComeBeforeAnyCommunicationAndTheCallMayBeRepeated) {
     refuses([&](auto& in) { in.weights = wide.view(); }, {"weight is bfloat16"});
     refuses([&](auto& in) { in.scales = other.view(); }, {"scales"});
     refuses([&](auto& in) { in.full_scatter_indices = other.view(); }, {"full_scatter_indices"});
+    const HostTensor none(DType::int32, {0, 2});  // not the same as not given
+    refuses([&](auto& in) { in.full_scatter_indices = none.view(); },
+            {"full_scatter_indices has 0 tokens, expected those of all ranks"});
 
     const EPDispatched got = layer.dispatch(input_of(round, rank));
     expect_dispatched(got, round, rank);

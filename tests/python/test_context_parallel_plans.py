@@ -149,7 +149,7 @@ def test_pieces_that_do_not_add_up(held, message):
         ({"head_dim": 0}, "head_dim = 0"),
         ({"v_head_dim": -1}, "v_head_dim = -1"),
         ({"dtype": torch.int32}, "dtype = torch.int32"),
-        ({"mask": "tree"}, 'mask = \'tree\', expected "causal" or "full"'),
+        ({"mask": "tree"}, 'mask = "tree", expected "causal" or "full"'),
         ({"mask": "full", "window": 4}, "window = 4, expected None"),
         ({"window": 0}, "window = 0"),
         ({"scale": -1.0}, "scale = -1.0"),

@@ -248,7 +248,7 @@ def test_distributions_and_plans():
     with pytest.raises(waybill.InvalidArgument, match="num_tokens = -1, expected 0"):
         waybill.sample_documents(waybill.length_distributions()[0], -1)
     good = [2, [0, 2, 3], [4, 2, 3], [1, 0, 1], [0, 2, 3], [0, 1, 2], None]
-    with pytest.raises(waybill.InvalidArgument, match='kv_layout = "x", expected "per_query" or'):
+    with pytest.raises(waybill.InvalidArgument, match='kv_layout = "x", expected "per_rank" or'):
         waybill.QkvPlan(*good, "x")
     with pytest.raises(waybill.InvalidArgument, match="QkvPlan: shard_len has dtype float64"):
         waybill.QkvPlan(2, [0, 2, 3], [4, 2.5, 3], *good[3:])

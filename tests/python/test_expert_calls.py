@@ -43,8 +43,8 @@ def test_bytes_are_those_of_the_simulation(per_node):
 
 def test_follows_what_it_is_told():
     config, ids = case(2)
-    usual = predict(config, ids)
-    slow = predict(config, ids, network=1e8)
+    usual = predict(config, ids, path="waiting")
+    slow = predict(config, ids, network=1e8, path="waiting")
     near = predict(config, ids, path="pipelined")
     for a, b, c in zip(usual[:5], slow, near):
         assert b.seconds > a.seconds >= c.seconds

@@ -228,6 +228,46 @@ def test_a_rank_that_cannot_have_its_device_is_told_at_once(tmp_path):
     expect_all_well(run_group(tmp_path, program, 2))
 
 
+def test_a_wrong_argument_of_one_rank_is_told_and_the_group_can_be_used_again(tmp_path):
+    """Worlds of a group are numbered: a rank that fails before the others is counted, too."""
+    program = """
+    import time
+
+    for wrong in ({"timeout_s": float("nan")}, {"ranks_per_node": 3}, {"nvshmem": True}):
+        start = time.monotonic()
+        try:
+            waybill.World.from_process_group(**(wrong if me else {"timeout_s": 60}))
+            raise AssertionError("not refused")
+        except waybill.InvalidArgument as error:
+            assert me == 1, error
+        except waybill.PeerFailed as error:
+            assert me == 0 and "rank 1 failed" in str(error), error
+        assert time.monotonic() - start < 20
+        world = waybill.World.from_process_group(timeout_s=60)
+        world.barrier()
+"""
+    expect_all_well(run_group(tmp_path, program, 2))
+
+
+def test_a_rank_that_comes_when_the_others_have_given_up(tmp_path):
+    """What they have left in the store is not taken for their presence."""
+    program = """
+    try:
+        if me == 0:
+            waybill.World.from_process_group(timeout_s=0.3)
+        else:
+            distributed.barrier()
+            BarrierAllContext()
+        raise AssertionError("not refused")
+    except waybill.Timeout as error:
+        assert me == 0 and error.peer == 1, error
+        distributed.barrier()
+    except waybill.PeerFailed as error:
+        assert me == 1 and "BarrierAllContext: rank 0 failed: " in str(error), error
+"""
+    expect_all_well(run_group(tmp_path, program, 2))
+
+
 def test_hosts_of_ranks():
     assert node_size(["a"], "w") == 1
     assert node_size(["a", "a", "b", "b"], "w") == 2
@@ -292,7 +332,7 @@ def test_without_a_launcher(tmp_path):
         initialize_distributed(device="cpu")
     with refused("MASTER_ADDR is not set", RANK="0", WORLD_SIZE="2"):
         initialize_distributed(device="cpu")
-    with refused("device = 'tpu'"):
+    with refused('device = "tpu"'):
         initialize_distributed(device="tpu")
     with refused("waybill.torch.initialize_distributed()"):
         waybill.World.from_process_group()

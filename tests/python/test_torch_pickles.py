@@ -17,6 +17,8 @@ from waybill.torch.moe import (  # noqa: E402
     BarrierAllContext,
     DispatchCombineContext,
     EPAll2AllLayer,
+    ExpertParallel,
+    SwiGLUExperts,
 )
 
 
@@ -128,6 +130,11 @@ def test_what_cannot_says_why():
         other = copy.copy(layout)  # the same tables
         assert torch.equal(other.recv_tags, layout.recv_tags)
         layer.combine(rows, other)
+        experts = ExpertParallel(
+            SwiGLUExperts(1, 8, 4), num_experts=2, topk=1, hidden=8, max_tokens=4, group=world
+        )
+        refuses(experts, "load its state_dict")
+        experts.finalize()
         config = EPConfig(4, 8, 1, 2, world.rank, 2, 2, torch.float32)
         for made in (
             DispatchCombineContext.create(config, world=world),

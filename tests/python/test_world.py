@@ -157,7 +157,7 @@ def test_worlds_are_made_by_functions():
         ({"world_size": 2, "timeout_s": 0}, "timeout_s"),
         ({"world_size": 2, "timeout_s": None}, "timeout_s = None, expected seconds"),
         ({"world_size": 2, "body": 5}, "body is a int, expected a function"),
-        ({"world_size": 2, "device": "tpu"}, 'device = \'tpu\', expected "cpu" or "cuda"'),
+        ({"world_size": 2, "device": "tpu"}, 'device = "tpu", expected "cpu" or "cuda"'),
     ],
 )
 def test_wrong_arguments(arguments, text):

@@ -8,20 +8,19 @@ from typing import Any
 import numpy as np
 
 from .. import _core
-from .._arrays import int64
+from .._arrays import int64, library_dtype_of
+from .._wrong_call import shown
 from ..errors import InvalidArgument
 
 
 def named_dtype(value: Any, name: str) -> str:
     """ "bfloat16" of a name, a numpy dtype or a torch dtype."""
-    if isinstance(value, str):
-        return value.removeprefix("torch.")
-    if type(value).__module__.split(".")[0] == "torch":
-        return str(value).removeprefix("torch.")
+    if isinstance(value, str) or type(value).__module__.split(".")[0] == "torch":
+        return library_dtype_of(value, name)
     try:
-        return np.dtype(value).name
-    except TypeError:
-        raise InvalidArgument(f"{name} = {value!r}, expected a dtype or its name") from None
+        return library_dtype_of(np.dtype(value).name, name)
+    except (TypeError, ValueError):
+        raise InvalidArgument(f"{name} = {shown(value)}, expected a dtype or its name") from None
 
 
 _SIZES = (

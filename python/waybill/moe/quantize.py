@@ -21,10 +21,10 @@ def quantize_fp8(rows: Any) -> Tuple[AnyArray, AnyArray]:
     :returns: elements [rows, hidden] (ml_dtypes.float8_e4m3fn where it is installed, else uint8
         codes), scales [rows, hidden / 128] float32
     """
-    array = np.ascontiguousarray(as_numpy(rows, "rows"))
+    array = np.ascontiguousarray(as_numpy(rows, "quantize_fp8: rows"))
     if array.dtype.name not in ("float32", "float16", "bfloat16"):
         raise InvalidArgument(
-            f"rows has dtype {array.dtype}, expected float32, float16 or bfloat16"
+            f"quantize_fp8: rows has dtype {array.dtype}, expected float32, float16 or bfloat16"
         )
     bits = array.view(np.int32 if array.dtype.itemsize == 4 else np.int16)
     elements, scales = _core.quantize_rows(bits, array.dtype.name)

@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Optional, Sequence
 import numpy as np
 
 from .. import _core
-from .._arrays import AnyArray, IntArray, int64
+from .._arrays import AnyArray, IntArray, flag, int64, sequence
 from .._copies import OfThisProcess
 from ..errors import InvalidArgument
 from . import arrays
@@ -84,9 +84,14 @@ class ExpertDispatch(OfThisProcess):
         dtype = self.config.token_dtype_name
         world = self.config.world_size
         hidden = self.config.hidden
-        outputs, native = payloads(expert_outputs, dtype, hidden, "expert_outputs", world)
-        bias_bits = [payloads(bias, dtype, hidden, "biases", world)[0] for bias in biases]
-        sums = self._compiled.combine(outputs, bias_bits, bool(local_combine), bool(weighted))
+        who = "combine"
+        outputs, native = payloads(expert_outputs, dtype, hidden, f"{who}: expert_outputs", world)
+        biases = sequence(biases, f"{who}: biases", "up to two, of an array for each rank")
+        bias_bits = [payloads(bias, dtype, hidden, f"{who}: biases", world)[0] for bias in biases]
+        sums = self._compiled.combine(
+            outputs, bias_bits, flag(local_combine, f"{who}: local_combine"),
+            flag(weighted, f"{who}: weighted"),
+        )  # fmt: skip
         return [as_float(bits, dtype, native) for bits in sums]
 
     _compiled: Any
@@ -120,38 +125,39 @@ def simulate_dispatch(
     :param payload: "plain"; "quantized": sent as float8 e4m3 with scales; "scaled": given so
     :raises InvalidArgument: naming argument and rank, before anything is moved
     """
+    who = "simulate_dispatch"
     if not isinstance(config, EPConfig):
-        raise InvalidArgument(f"config is a {type(config).__name__}, expected an EPConfig")
+        raise InvalidArgument(f"{who}: config is a {type(config).__name__}, expected an EPConfig")
     config = config._of_a_layer()
     world, hidden, topk = config.world_size, config.hidden, config.topk
     compiled = config._compiled()
-    dropped = None if dropped_id is None else int64(dropped_id, "dropped_id")
-    alignment = int64(expert_alignment, "expert_alignment")
+    dropped = None if dropped_id is None else int64(dropped_id, f"{who}: dropped_id")
+    alignment = int64(expert_alignment, f"{who}: expert_alignment")
     options = _core.ep_dispatch_options(compiled, dropped, rows, alignment, payload)
     scaled = payload == "scaled"
     token_dtype = "float8_e4m3fn" if scaled else config.token_dtype_name
     if scaled:
-        entries = per_rank(tokens, "tokens", world)
-        bits = [arrays.float8_bits(v, hidden, f"tokens[{r}]") for r, v in enumerate(entries)]
+        entries = per_rank(tokens, f"{who}: tokens", world)
+        bits = [arrays.float8_bits(v, hidden, f"{who}: tokens[{r}]") for r, v in enumerate(entries)]
         native = False
     else:
-        bits, native = payloads(tokens, token_dtype, hidden, "tokens", world)
+        bits, native = payloads(tokens, token_dtype, hidden, f"{who}: tokens", world)
     id_arrays = [
-        ids(v, topk, f"exp_indices[{r}]")
-        for r, v in enumerate(per_rank(exp_indices, "exp_indices", world))
+        ids(v, topk, f"{who}: exp_indices[{r}]")
+        for r, v in enumerate(per_rank(exp_indices, f"{who}: exp_indices", world))
     ]
     weight_bits, weights_native = (
         ([], False)
         if weights is None
-        else payloads(weights, config.weight_dtype_name, topk, "weights", world)
+        else payloads(weights, config.weight_dtype_name, topk, f"{who}: weights", world)
     )
     scale_bits = [
-        arrays.payload(v, "float32", hidden // 128, f"scales[{r}]")[0]
-        for r, v in enumerate(per_rank(scales, "scales", world) if scales is not None else [])
+        arrays.payload(v, "float32", hidden // 128, f"{who}: scales[{r}]")[0]
+        for r, v in enumerate([] if scales is None else per_rank(scales, f"{who}: scales", world))
     ]
     positions = None
     if full_scatter_indices is not None:
-        positions = ids(full_scatter_indices, topk, "full_scatter_indices")
+        positions = ids(full_scatter_indices, topk, f"{who}: full_scatter_indices")
     made = _core.simulate_expert_dispatch(
         compiled, options, bits, token_dtype, id_arrays, weight_bits, scale_bits, positions
     )

@@ -77,13 +77,14 @@ def summarize(
     :param payload: "plain"; "quantized" or "scaled": float8 e4m3 with scales
     :raises InvalidArgument: naming argument and rank
     """
+    who = "summarize"
     if not isinstance(config, EPConfig):
-        raise InvalidArgument(f"config is a {type(config).__name__}, expected an EPConfig")
+        raise InvalidArgument(f"{who}: config is a {type(config).__name__}, expected an EPConfig")
     compiled = config._compiled()
-    dropped = None if dropped_id is None else int64(dropped_id, "dropped_id")
+    dropped = None if dropped_id is None else int64(dropped_id, f"{who}: dropped_id")
     options = _core.ep_dispatch_options(compiled, dropped, "grouped", 1, payload)
-    entries = per_rank(exp_indices, "exp_indices", config.world_size)
-    arrays = [ids(v, config.topk, f"exp_indices[{r}]") for r, v in enumerate(entries)]
+    entries = per_rank(exp_indices, f"{who}: exp_indices", config.world_size)
+    arrays = [ids(v, config.topk, f"{who}: exp_indices[{r}]") for r, v in enumerate(entries)]
     self = ExpertSummary.__new__(ExpertSummary)
     self.config = config
     self._compiled = _core.summarize_experts(compiled, options, arrays)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import warnings
@@ -21,22 +22,27 @@ _INSIDE = (
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def host_array(value: Any) -> Any:
+def host_array(value: Any, name: str = "got a tensor that") -> Any:
     """A numpy array over a CPU tensor's memory, a copy of another device's; the rest as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     try:
         return value.detach().cpu().numpy()
-    except (RuntimeError, TypeError) as error:  # sparse, or of a dtype that numpy lacks
+    except (NotImplementedError, RuntimeError, TypeError) as error:  # sparse, meta, bfloat16
         raise InvalidArgument(
-            f"got a tensor of {value.dtype} ({value.layout}, {value.device}), expected one of int64"
-            f" with strides: {error}"
+            f"{name} is of {value.dtype} ({value.layout}, {value.device}), expected int64 with"
+            f" strides: {error}"
         ) from None
 
 
 def on_host(function: Callable[..., Any], *values: Any, **options: Any) -> Any:
     """Calls a function of the numpy face with the values as numpy arrays."""
-    return function(*(host_array(value) for value in values), **options)
+    try:
+        return function(*(host_array(value) for value in values), **options)
+    except InvalidArgument:
+        for name, value in zip(inspect.signature(function).parameters, values):
+            host_array(value, f"{function.__name__}: {name}")  # raises with the name of the one
+        raise
 
 
 def tensor(array: Any, device: Optional[torch.device] = None) -> Any:
@@ -79,6 +85,16 @@ def require_tensor(value: Any, name: str) -> torch.Tensor:
     if value.layout is not torch.strided:
         raise InvalidArgument(f"{name} has layout {value.layout}, expected torch.strided")
     return value
+
+
+def require_memory(value: Any, name: str) -> torch.Tensor:
+    """A tensor whose elements lie in memory as they are."""
+    found = require_tensor(value, name)
+    if found.device.type == "meta":
+        raise InvalidArgument(f"{name} lies on meta, expected a tensor with elements")
+    if found.is_neg() or found.is_conj():
+        raise InvalidArgument(f"{name} is a lazy view, expected memory: resolve it first")
+    return found
 
 
 def say_no_gradients(who: str, instead: str, *values: Any) -> None:

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from .. import _core
-from .._arrays import IntArray, int64
+from .._arrays import IntArray, choice, int64, number, sequence
 from .._copies import Unchanging
+from .._wrong_call import shown
 from ..attention_costs import AttentionCosts, planned
 from ..errors import InvalidArgument
-from ..plans import QkvPlan
+from ..plans import MASKS, QkvPlan
 from ._tensors import dtype_name
 from .kernels import AttentionShape, Sequences
 
@@ -100,7 +101,8 @@ class BatchPlanner(Unchanging):
             "dtype": dtype_name(shape.dtype), "mask": mask, "window": window or 0,
             "max_tokens_per_rank": 0, "relay": False, "per_query": True,
             "block_tokens": _least(block_tokens, 1, "block_tokens", who),
-            "ranks_per_node": max(8, self.world_size), "imbalance_target": float(imbalance_target),
+            "ranks_per_node": max(8, self.world_size),
+            "imbalance_target": number(imbalance_target, f"{who}: imbalance_target"),
             "byte_weight": 0.0, "nvlink_bytes_per_second": 345e9,
             "network_bytes_per_second": 50e9, "message_seconds": 0.4e-6, "pairs_per_second": 0.0,
             "tails": True, **planned(costs, who),
@@ -114,6 +116,7 @@ class BatchPlanner(Unchanging):
         Raises InvalidArgument naming the document whose pieces do not add up, or rank and piece.
         """
         who = "BatchPlanner.plan"
+        sequence(pieces, f"{who}: pieces", "a list for each rank")
         if len(pieces) != self.world_size:
             raise InvalidArgument(
                 f"{who}: pieces of {len(pieces)} ranks, expected {self.world_size}"
@@ -263,6 +266,7 @@ def piece_table(held: Any, rank: int, who: str) -> IntArray:
     if isinstance(held, np.ndarray) and held.dtype == np.int64 and held.shape[1:] == (3,):
         return held
     rows = []
+    sequence(held, f"{who}: pieces of rank {rank}", "a list of lengths and pieces")
     for i, item in enumerate(held):
         if isinstance(item, (tuple, list, np.ndarray)):
             if len(item) != 3:
@@ -297,14 +301,13 @@ def _shape(
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise InvalidArgument(f"{who}: dtype = {dtype!r}, expected one of torch, of floats")
-    if mask not in ("causal", "full"):
-        raise InvalidArgument(f'{who}: mask = {mask!r}, expected "causal" or "full"')
+    choice(mask, f"{who}: mask", *MASKS)
     if window is not None:
         window = _least(window, 1, "window", who)
         if mask == "full":
             raise InvalidArgument(f'{who}: window = {window}, expected None with mask = "full"')
-    scale = head_dim**-0.5 if scale is None else float(scale)
-    if not scale > 0:
+    scale = head_dim**-0.5 if scale is None else number(scale, f"{who}: scale")
+    if not 0 < scale < float("inf"):
         raise InvalidArgument(f"{who}: scale = {scale}, expected > 0")
     return AttentionShape(heads, kv_heads, head_dim, v_head_dim, found, mask, window, scale)
 
@@ -320,7 +323,7 @@ def _in_place(value: Any, who: str) -> Union[str, bool, InPlaceRule]:
         return value
     if not isinstance(value, (bool, np.bool_)):
         raise InvalidArgument(
-            f'{who}: in_place = {value!r}, expected "auto", True, False or an InPlaceRule'
+            f'{who}: in_place = {shown(value)}, expected "auto", True, False or an InPlaceRule'
         )
     return bool(value)
 

@@ -11,7 +11,7 @@ from typing import Any, Optional, Tuple
 import torch
 
 from .. import _core, generators
-from .._arrays import int64
+from .._arrays import flag, int64
 from .._graphs import outside_graphs
 from ..errors import InvalidArgument
 from ..layouts import RawQkvDispatch
@@ -46,7 +46,7 @@ def gen_seq_lens(
         if not in_range or world_size * num_seqs >= 2**31:  # an error, before anything is drawn
             generators.gen_seq_lens(world_size, num_seqs, total_len)
         uniforms = torch.rand((world_size, num_seqs))
-    draws = None if uniforms is None else host_array(uniforms)
+    draws = None if uniforms is None else host_array(uniforms, "gen_seq_lens: uniforms")
     result: torch.Tensor = tensor(
         generators.gen_seq_lens(world_size, num_seqs, total_len, seed, draws)
     )
@@ -63,8 +63,11 @@ def create_raw_qkv_dispatch(
     seed: Optional[int] = None,
 ) -> RawQkvDispatch:
     """A random plan: each sequence is cut into a power of two of shards for different ranks."""
+    asked = flag(
+        return_mlp_no_shard_seq_lens, "create_raw_qkv_dispatch: return_mlp_no_shard_seq_lens"
+    )
     raw, seq_lens = _raw(world_size, total_seq_len, num_seqs, max_cp_degree, seed)
-    extra = (seq_lens,) if return_mlp_no_shard_seq_lens else ()
+    extra = (seq_lens,) if asked else ()
     result: RawQkvDispatch = tensors(RawQkvDispatch._make((*raw, extra)))
     return result
 
@@ -80,9 +83,12 @@ def create_qkv_dispatch(
     seed: Optional[int] = None,
 ) -> Tuple[Any, ...]:
     """A random plan with all its metadata: (fwd_q, rev_q, fwd_k, rev_k, attention layout, ...)."""
+    more = generators.asked_for(
+        "create_qkv_dispatch", return_intermediate, return_mlp_no_shard_seq_lens
+    )
     raw, seq_lens = _raw(world_size, total_seq_len, num_seqs, max_cp_degree, seed)
-    result = generators.dispatch_of_raw(raw, return_intermediate)
-    extra = (tensor(seq_lens),) if return_mlp_no_shard_seq_lens else ()
+    result = generators.dispatch_of_raw(raw, more[0])
+    extra = (tensor(seq_lens),) if more[1] else ()
     return (*_with_tensors(result), *extra)
 
 

@@ -26,14 +26,14 @@ def exclusive_cumsum(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
     int64 of integers; floats keep their dtype.
     """
     value = require_tensor(tensor, "exclusive_cumsum: tensor")
-    return _like(value, index_ops.exclusive_cumsum(_array(value), dim))
+    return _like(value, index_ops.exclusive_cumsum(_array(value, "exclusive_cumsum: tensor"), dim))
 
 
 @outside_graphs
 def prepend_zero(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """One slice of zeros in front along ``dim``; the dtype is kept."""
     value = require_tensor(tensor, "prepend_zero: tensor")
-    return _like(value, index_ops.prepend_zero(_array(value), dim))
+    return _like(value, index_ops.prepend_zero(_array(value, "prepend_zero: tensor"), dim))
 
 
 prepend_zero_fn = prepend_zero
@@ -45,7 +45,8 @@ def mask_by_neg(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     ``tensor``, or int64 where that cannot hold -1.
     """
     value = require_tensor(tensor, "mask_by_neg: tensor")
-    return _like(value, index_ops.mask_by_neg(_array(value), _array(mask)))
+    given = _array(value, "mask_by_neg: tensor"), _array(mask, "mask_by_neg: mask")
+    return _like(value, index_ops.mask_by_neg(*given))
 
 
 @outside_graphs
@@ -53,9 +54,11 @@ def index_put_with_neg_padding_1d(
     tensor: torch.Tensor, src: torch.Tensor, index: torch.Tensor
 ) -> torch.Tensor:
     """A copy of ``tensor`` with ``tensor[index[i]] = src[i]``, in order; index -1 is dropped."""
-    value = require_tensor(tensor, "index_put_with_neg_padding_1d: tensor")
-    result = index_ops.index_put_with_neg_padding_1d(_array(value), _array(src), _array(index))
-    return _like(value, result)
+    who = "index_put_with_neg_padding_1d"
+    value = require_tensor(tensor, f"{who}: tensor")
+    given = (("tensor", value), ("src", src), ("index", index))
+    arrays = (_array(one, f"{who}: {name}") for name, one in given)
+    return _like(value, index_ops.index_put_with_neg_padding_1d(*arrays))
 
 
 def _has_numpy(value: Any) -> bool:
@@ -67,10 +70,10 @@ def _has_numpy(value: Any) -> bool:
     )
 
 
-def _array(value: Any) -> Any:
+def _array(value: Any, name: str) -> Any:
     if isinstance(value, torch.Tensor) and not _has_numpy(value):
         value = value.float()
-    return host_array(value)
+    return host_array(value, name)
 
 
 def _like(value: torch.Tensor, result: Any) -> torch.Tensor:

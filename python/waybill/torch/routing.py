@@ -43,7 +43,8 @@ def compute_metadata(
     """
     device = device_of(global_dispatch, seq_len)
     fwd, rev, *rest = routing.compute_metadata(
-        host_array(seq_len), host_array(global_dispatch),
+        host_array(seq_len, "compute_metadata: seq_len"),
+        host_array(global_dispatch, "compute_metadata: global_dispatch"),
         return_intermediate, undispatched=undispatched,
     )  # fmt: skip
     forward, reverse = metadata_of(fwd, device), metadata_of(rev, device)
@@ -94,9 +95,11 @@ def compute_attn_layout_seqlens(
     shard_to_tuple: bool = False,
 ) -> AttnLayout:
     """Sequence lengths of Q and of its KV context in the attention layout of every rank."""
+    who = "compute_attn_layout_seqlens"
     layout = routing.compute_attn_layout_seqlens(
-        host_array(seq_shard_len), host_array(seq_shard_cumsum),
-        host_array(dispatch), prepend_zero, shard_to_tuple,
+        host_array(seq_shard_len, f"{who}: seq_shard_len"),
+        host_array(seq_shard_cumsum, f"{who}: seq_shard_cumsum"),
+        host_array(dispatch, f"{who}: dispatch"), prepend_zero, shard_to_tuple,
     )  # fmt: skip
     result: AttnLayout = tensors(layout, device_of(dispatch))
     return result
@@ -105,7 +108,9 @@ def compute_attn_layout_seqlens(
 @outside_graphs
 def mlp_layout_packed_params(seq_lens: torch.Tensor) -> PackedSeqParams:
     """Arguments of variable-length attention in the MLP layout of one rank; seq_lens (n,) rows."""
-    params = routing.mlp_layout_packed_params(host_array(seq_lens))
+    params = routing.mlp_layout_packed_params(
+        host_array(seq_lens, "mlp_layout_packed_params: seq_lens")
+    )
     device = device_of(seq_lens)
     cu_seqlens = tensor(params.cu_seqlens_q, device)
     dtype = seq_lens.dtype if isinstance(seq_lens, torch.Tensor) else torch.int64

@@ -8,8 +8,10 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from .._arrays import library_dtype
-from .._dispatcher import Dispatcher, ReadyPlan, Rows, TensorFormat, row_layout
+from .._dispatcher import Dispatcher, ReadyPlan, Rows, TensorFormat
 from .._graphs import outside_graphs
+from .._tensor_checks import row_layout, row_shape
+from .._wrong_call import shown
 from ..errors import InvalidArgument, Unsupported
 from ..world import World
 from ._tensors import dtype_name, require_tensor, say_no_gradients
@@ -53,12 +55,8 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
 
     def _format(self, value: Any, name: str) -> Tuple[TensorFormat, str]:
         if isinstance(value, TensorFormat):
-            dtype = value.dtype
-            if isinstance(dtype, str):
-                dtype = getattr(torch, dtype.removeprefix("torch."), None)
-            if not isinstance(dtype, torch.dtype):
-                raise InvalidArgument(f"{name} has dtype {value.dtype!r}, expected one of torch")
-            format_ = TensorFormat(dtype, tuple(int(extent) for extent in value.row_shape))
+            dtype = self._dtype(value.dtype, f"{name}: dtype")
+            format_ = TensorFormat(dtype, row_shape(value.row_shape, name))
         else:
             tensor = require_tensor(value, name)
             if tensor.ndim == 0:
@@ -86,6 +84,16 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
 
     def _empty(self, shape: Tuple[int, ...], dtype: Any) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _dtype(self, value: Any, name: str) -> torch.dtype:
+        found = value
+        if isinstance(value, str):
+            found = getattr(torch, value.removeprefix("torch."), None)
+        if not isinstance(found, torch.dtype):
+            raise InvalidArgument(
+                f"{name} = {shown(value)}, expected a dtype of torch, or its name"
+            )
+        return found
 
 
 _NAMES: dict[torch.dtype, str] = {}

@@ -8,9 +8,10 @@ import torch
 
 from .. import metadata as numpy_metadata
 from .. import simulate
+from .._arrays import sequence
 from .._graphs import outside_graphs
 from ..errors import InvalidArgument, ShapeMismatch
-from ._tensors import bits_of, dtype_name, payload, require_tensor, say_no_gradients
+from ._tensors import bits_of, dtype_name, payload, require_memory, say_no_gradients
 
 __all__ = ["orchestrate_simulate", "simulate_communication", "sum_kv_copies"]
 
@@ -33,9 +34,10 @@ def orchestrate_simulate(
     device: in host memory the compiled part copies, on a GPU one gather and scatter does. As in the
     original no gradients flow through it; it warns where a tensor requires them.
     """
+    overlap = simulate.checked_overlap(overlap, _WHO)
     say_no_gradients(_WHO, _INSTEAD, tensor, output_tensor)
-    source = require_tensor(tensor, f"{_WHO}: tensor")
-    output = require_tensor(output_tensor, f"{_WHO}: output_tensor")
+    source = require_memory(tensor, f"{_WHO}: tensor")
+    output = require_memory(output_tensor, f"{_WHO}: output_tensor")
     if source.device != output.device:
         raise ShapeMismatch(
             f"{_WHO}: output_tensor lies on {output.device}, expected {source.device}, that of"
@@ -86,8 +88,10 @@ def simulate_communication(
     overlap: str = "last_wins",
 ) -> list[torch.Tensor]:
     """orchestrate_simulate for ranks with different numbers of rows; new tensors (R_w, ...)."""
+    overlap = simulate.checked_overlap(overlap, "simulate_communication")
+    sequence(tensors, "simulate_communication: tensors", "one tensor for each rank")
     given = [
-        require_tensor(t, f"simulate_communication: tensors[{i}]") for i, t in enumerate(tensors)
+        require_memory(t, f"simulate_communication: tensors[{i}]") for i, t in enumerate(tensors)
     ]
     devices = {t.device for t in given}
     if len(devices) > 1:
@@ -114,13 +118,13 @@ def sum_kv_copies(
     num_threads: int = 0,
 ) -> torch.Tensor:
     """Sums the gradients of the copies of a rank's K (or V) rows after the reverse dispatch."""
-    source = require_tensor(planes, "sum_kv_copies: planes")
+    source = require_memory(planes, "sum_kv_copies: planes")
     if source.device.type != "cpu":
         raise InvalidArgument(f"sum_kv_copies: planes lie on {source.device}, expected host memory")
     if output is None:
         rows = simulate.gradient_rows(source.shape, metadata, rank)
         output = torch.empty((rows, *source.shape[1:]), dtype=source.dtype)
-    target = require_tensor(output, "sum_kv_copies: output")
+    target = require_memory(output, "sum_kv_copies: output")
     if target.device.type != "cpu":
         raise InvalidArgument(
             f"sum_kv_copies: output lies on {target.device}, expected host memory"

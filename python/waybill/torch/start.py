@@ -9,9 +9,9 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import distributed as _distributed
 
-from .._arrays import int64
+from .._arrays import choice, int64
 from ..errors import InvalidArgument
-from ..world import num_gpus
+from ..world import num_gpus, seconds_of
 
 __all__ = ["initialize_distributed"]
 
@@ -42,10 +42,13 @@ def initialize_distributed(
         ranks than GPUs
     """
     who = "initialize_distributed"
+    if timeout_s is not None:
+        seconds_of(timeout_s, who)
     if device is None:
         device = "cuda" if torch.cuda.is_available() and num_gpus() > 0 else "cpu"
-    if device not in ("cpu", "cuda"):
-        raise InvalidArgument(f'{who}: device = {device!r}, expected "cpu" or "cuda"')
+    device = choice(
+        str(device) if isinstance(device, torch.device) else device, f"{who}: device", "cpu", "cuda"
+    )
     rank, world_size, local_rank = _launched(who)
     if device == "cuda":
         gpus = torch.cuda.device_count()
@@ -58,7 +61,7 @@ def initialize_distributed(
     if not distributed.is_initialized():
         options: dict[str, Any] = {"rank": rank, "world_size": world_size}
         if timeout_s is not None:
-            options["timeout"] = datetime.timedelta(seconds=float(timeout_s))
+            options["timeout"] = datetime.timedelta(seconds=seconds_of(timeout_s, who))
         if world_size == 1 and "MASTER_ADDR" not in os.environ:
             options["store"] = distributed.HashStore()
         elif "MASTER_ADDR" not in os.environ:
@@ -77,11 +80,12 @@ def _launched(who: str) -> Tuple[int, int, int]:
     """Rank, number of ranks, rank on the host."""
     for names in _LAUNCHERS:
         if names[0] in os.environ:
-            return (
-                _number(names[0], who),
-                _number(names[1], who),
-                _number(names[2], who) if names[2] in os.environ else 0,
-            )
+            rank, world_size = _number(names[0], who), _number(names[1], who)
+            if rank >= world_size:
+                raise InvalidArgument(
+                    f"{who}: {names[0]} = {rank} with {names[1]} = {world_size}, expected less"
+                )
+            return rank, world_size, _number(names[2], who) if names[2] in os.environ else 0
     return 0, 1, 0
 
 

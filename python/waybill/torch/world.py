@@ -9,6 +9,8 @@ import torch
 
 from .. import world
 from .._graphs import outside_graphs
+from .._wrong_call import shown
+from ..errors import InvalidArgument
 from ..world import World
 
 __all__ = ["run_threads"]
@@ -34,12 +36,14 @@ def run_threads(
     Thread ranks share torch's global generator: what they draw depends on who comes first, unless
     each has a ``torch.Generator``. Each has its own grad mode, and begins with gradients enabled.
     """
-    shared = device == "cuda" and 0 < world.num_gpus() < world_size
+    if not callable(body):
+        raise InvalidArgument(f"run_threads: body = {shown(body)}, expected a function")
+    gpus = world.num_gpus() if str(device) == "cuda" else 0
 
     def on_device(rank: World) -> _T:
         if rank.device != "cpu":
             torch.cuda.set_device(rank.device)
-        if not shared:
+        if not 0 < gpus < rank.world_size:  # each has one of its own
             return body(rank)
         own: Any = torch.cuda.Stream
         with torch.cuda.stream(own(rank.device)):

@@ -7,7 +7,7 @@ from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
 
-from ..._arrays import int64
+from ..._arrays import flag, int64
 from ..._graphs import outside_graphs
 from ...errors import InvalidArgument
 from .layout import LayerLayout
@@ -74,7 +74,7 @@ class LayerCalls(torch.nn.Module):
         memory, and between nodes over NVSHMEM or NCCL.
         """
         handle = stream_of(self.device) if stream is None else int(stream.cuda_stream)
-        self._layer.barrier(handle, bool(intra_node_only))
+        self._layer.barrier(handle, flag(intra_node_only, "ep_barrier_all: intra_node_only"))
 
     @outside_graphs
     def finalize(self) -> None:
@@ -143,10 +143,12 @@ class LayerCalls(torch.nn.Module):
             (scales, "scales"),
             (positions, "full_scatter_indices"),
         ):
-            others.append((None, None) if value is None else given(value, name, self.device))
+            others.append(
+                (None, None) if value is None else given(value, f"{who}: {name}", self.device)
+            )
         if layout is None and ids is None:
             raise InvalidArgument(f"{who}: exp_indices is None, expected [num_tokens, topk]")
-        handle = None if layout is None else checked_layout(layout, who)._handle
+        handle = None if layout is None else checked_layout(layout, f"{who}: layout_desc")._handle
         payload_dtype = self.dtype if self.payload == "plain" else torch.float8_e4m3fn
         bits, weights, scale_bits, made = self._layer.dispatch(
             tokens_given, *(view for view, _ in others), handle, stream_of(self.device),
@@ -241,9 +243,9 @@ class LayerCalls(torch.nn.Module):
         return output
 
 
-def checked_layout(layout: Any, who: str) -> Any:
+def checked_layout(layout: Any, name: str) -> Any:
     if not isinstance(layout, LayerLayout):
         raise InvalidArgument(
-            f"{who}: the descriptor is a {type(layout).__name__}, expected one that dispatch gave"
+            f"{name}: the descriptor is a {type(layout).__name__}, expected one that dispatch gave"
         )
     return layout

@@ -7,7 +7,7 @@ from typing import Any, Tuple
 import torch
 
 from ... import _core
-from ..._arrays import int64
+from ..._arrays import flag, int64
 from ..._copies import OfThisProcess
 from ..._graphs import outside_graphs
 from ...errors import InvalidArgument
@@ -40,9 +40,11 @@ class DispatchCombineContext(OfThisProcess):
         """
         who = "DispatchCombineContext"
         if not isinstance(ep_config, EPConfig):
-            raise InvalidArgument(f"{who}: ep_config is a {type(ep_config).__name__}")
+            raise InvalidArgument(
+                f"{who}: ep_config is a {type(ep_config).__name__}, expected an EPConfig"
+            )
         ep_config = ep_config._of_a_layer()
-        rank = world_of(world, ep_config.local_world_size, None, who)
+        rank = world_of(world, ep_config.local_world_size, None, who, "world")
         self = cls.__new__(cls)
         self.ep_config = ep_config
         self._context = _core.ExpertContext(
@@ -84,8 +86,10 @@ class BarrierAllContext(OfThisProcess):
 
     @outside_graphs
     def __init__(self, is_intra_node: bool = True, *, world: Any = None) -> None:
-        rank = world_of(world, None, None, "BarrierAllContext")
-        self._barrier = _core.ExpertBarrier(rank._world, bool(is_intra_node))
+        rank = world_of(world, None, None, "BarrierAllContext", "world")
+        self._barrier = _core.ExpertBarrier(
+            rank._world, flag(is_intra_node, "BarrierAllContext: is_intra_node")
+        )
 
     @outside_graphs
     def barrier_all(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Optional, Tuple
 import torch
 
 from ..._arrays import int64
+from ..._copies import OfThisProcess
 from ...errors import InvalidArgument
 from .._operations import has_operations
 from . import operations as ops
@@ -20,7 +21,7 @@ from .tensors import as_autocast, world_of
 __all__ = ["ExpertParallel"]
 
 
-class ExpertParallel(torch.nn.Module):
+class ExpertParallel(OfThisProcess, torch.nn.Module):
     """Tokens to their experts on all ranks of a group, the experts, and their weighted sums home.
 
     ``forward(tokens, scores, ids)``: [..., hidden] of tokens [..., hidden], scores and ids [...,
@@ -48,6 +49,10 @@ class ExpertParallel(torch.nn.Module):
         no chunks; None: where torch compiles and they can be. Selective checkpoints need True
     :param layer: an ``EPAll2AllLayer`` to use instead
     """
+
+    _why_not_copied = (
+        "one rank's buffers: make one on each rank, and load its state_dict, which can be"
+    )
 
     def __init__(
         self,

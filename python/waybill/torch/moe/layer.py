@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import threading
+from collections.abc import Iterator
 from typing import Any, Optional, Sequence, Tuple, Union
 
 import torch
 
 from ... import _core
-from ..._arrays import int64
+from ..._arrays import flag, int64
 from ..._copies import OfThisProcess
 from ..._graphs import outside_graphs
 from ...errors import InvalidArgument
@@ -96,12 +99,15 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
     ) -> None:
         super().__init__()
         who = "EPAll2AllLayer"
-        self.ep_config = EPConfig(
-            max_tokens, hidden, topk, num_tot_experts, rank, world_size, local_world_size,
+        dtypes = (
             torch_dtype(dtype, f"{who}: dtype"),
             torch_dtype(weight_dtype, f"{who}: weight_dtype"),
-            torch.int32,
-        )._of_a_layer()  # fmt: skip
+        )
+        with _in_words_of(who):
+            self.ep_config = EPConfig(
+                max_tokens, hidden, topk, num_tot_experts, rank, world_size, local_world_size,
+                *dtypes, torch.int32,
+            )._of_a_layer()  # fmt: skip
         self._take_sizes(self.ep_config)
         compiled = self.ep_config._compiled()
         self._options: dict[str, Any] = {
@@ -120,7 +126,7 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
             fixed_rows, who, world_size=self.world_size, max_tokens=self.max_tokens, rows=rows,
             topk=self.topk, num_experts=self.num_tot_experts, expert_alignment=expert_alignment,
         )  # fmt: skip
-        self.world = world_of(ep_group, local_world_size, device, who)
+        self.world = world_of(ep_group, local_world_size, device, who, "ep_group")
         if num_sm is None:
             num_sm = suggested_sms(self.world, self.max_tokens)
         sms = int64(num_sm, f"{who}: num_sm")
@@ -129,9 +135,11 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         self._group = group_of_layer(ep_group)
         self.device = torch.device(self.world.device)
         self.num_sm = sms
-        self.payload, self.rows, self.copy_out = payload, rows, bool(copy_out)
+        self.payload, self.rows = payload, rows
+        self.copy_out = flag(copy_out, f"{who}: copy_out")
         self.fixed_rows = fixed
-        self.enable_local_combine, self.use_aot = bool(enable_local_combine), bool(use_aot)
+        self.enable_local_combine = flag(enable_local_combine, f"{who}: enable_local_combine")
+        self.use_aot = flag(use_aot, f"{who}: use_aot")
         self._layer: Any = _core.ExpertLayer(
             self.world._world, compiled, options, sms, self.enable_local_combine,
             int64(capacity, f"{who}: capacity"), fixed or 0,
@@ -185,6 +193,7 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         :raises InvalidArgument: before any communication; Disagreement; Timeout naming the rank
         """
         require_tensor(input, "dispatch: input")
+        copy_out = None if copy_out is None else flag(copy_out, "dispatch: copy_out")
         weight = as_autocast(weight, self.ep_config.weight_dtype, self.device)
         if self.payload == "plain":
             input = as_autocast(input, self.ep_config.token_dtype, self.device)
@@ -232,7 +241,8 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
             the gradient of the sum, in float32
         :param biases: up to two, [T, hidden], added first
         """
-        layout = checked_layout(ep_a2a_layout_desc, "combine")
+        layout = checked_layout(ep_a2a_layout_desc, "combine: ep_a2a_layout_desc")
+        weighted = flag(weighted, "combine: weighted")
         require_tensor(input, "combine: input")
         dtype = self.ep_config.token_dtype
         input = as_autocast(input, dtype, self.device)
@@ -291,6 +301,17 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
             fixed_rows=self.fixed_rows, **self._options,
         )  # fmt: skip
         self._slot_layers.append(layer)
+
+
+@contextlib.contextmanager
+def _in_words_of(who: str) -> Iterator[None]:
+    """Errors of EPConfig name what the layer's caller calls its sizes."""
+    try:
+        yield
+    except InvalidArgument as error:
+        text = re.sub(r"\bnum_experts\b", "num_tot_experts", str(error))
+        text = text.replace("token_dtype", "dtype").replace("EPConfig: ", f"{who}: ")
+        raise type(error)(text) from None
 
 
 def _refuse_gradients(who: str, payload: str, *values: Any) -> None:

@@ -33,9 +33,11 @@ _shared: weakref.WeakKeyDictionary[Any, _SharedWorlds] = weakref.WeakKeyDictiona
 atexit.register(_shared.clear)
 
 
-def shared_world(group: Any, device: Any, ranks_per_node: Optional[int], who: str) -> World:
+def shared_world(
+    group: Any, device: Any, ranks_per_node: Optional[int], who: str, name: str = "group"
+) -> World:
     """The world that all layers of the group share; the first one makes it, which is collective."""
-    group = group_of(group, who)
+    group = group_of(group, who, name)
     named = device_of(group, device)
     shared = _shared.setdefault(group, _SharedWorlds())
     with shared.lock:

@@ -10,9 +10,10 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from ..._arrays import library_dtype
+from ..._wrong_call import shown as shown_value
 from ...errors import InvalidArgument
 from ...world import World
-from .._tensors import dtype_name, require_tensor
+from .._tensors import dtype_name, require_memory
 
 #: A tensor for the compiled part: address, dtype, shape.
 Given = Tuple[int, str, Tuple[int, ...]]
@@ -25,9 +26,11 @@ def _library_name(dtype: torch.dtype) -> str:
 
 def given(value: Any, name: str, device: torch.device) -> Tuple[Given, torch.Tensor]:
     """A contiguous tensor on the device, and what must live while it is used."""
-    tensor = require_tensor(value, name)
+    tensor = require_memory(value, name)
     if tensor.device != device:
         raise InvalidArgument(f"{name} lies on {tensor.device}, expected {device}")
+    if tensor.ndim == 0:  # which the compiled part would take for none
+        raise InvalidArgument(f"{name} has no axes, expected a row for each token")
     tensor = tensor.detach().contiguous()
     return (tensor.data_ptr(), _library_name(tensor.dtype), tuple(tensor.shape)), tensor
 
@@ -70,15 +73,21 @@ def stream_of(device: torch.device) -> int:
     return 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
 
 
-def world_of(group: Any, local_world_size: Optional[int], device: Any, who: str) -> World:
+def world_of(
+    group: Any, local_world_size: Optional[int], device: Any, who: str, name: str = "group"
+) -> World:
     """A World itself, or the one that layers of a process group or DeviceMesh share (None: of the
     default group); the first one makes it, which is collective.
     """
     if isinstance(group, World):
+        if device is not None and str(device) not in (group.device, group.device.split(":")[0]):
+            raise InvalidArgument(
+                f"{who}: device = {shown_value(device)}, expected {group.device}, that of the World"
+            )
         return group
     from .shared_worlds import shared_world  # not every torch has torch.distributed
 
-    return shared_world(group, device, local_world_size, who)
+    return shared_world(group, device, local_world_size, who, name)
 
 
 def group_of_layer(group: Any) -> Any:
@@ -87,4 +96,4 @@ def group_of_layer(group: Any) -> Any:
         return None
     from ..._process_group import group_of
 
-    return weakref.ref(group_of(group, "EPAll2AllLayer"))
+    return weakref.ref(group_of(group, "EPAll2AllLayer", "ep_group"))
