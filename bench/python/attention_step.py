@@ -4,8 +4,7 @@ ContextParallelAttention, three ways by hand, and attention alone.
 
     torchrun --nproc-per-node N bench/python/attention_step.py [--workload SOURCE:TOKENS:SEED ...]
     ... [--steps 50] [--device cpu --heads 4 2 16 --workload wlbllm:512:1]     # a try without GPUs
-    ... [--profile FOLDER]       # and where the time of a step of the last workload goes, a file
-                                 # for each rank; the process ends with it
+    ... [--profile FOLDER]       # and where the time of a step goes, a file for each rank
 
 SOURCE is a distribution (waybill.length_distributions), a JSON file with a list of lengths, or
 "single", one document; TOKENS are a rank's. Every step has its documents in another order;
@@ -44,7 +43,7 @@ import torch
 from attention_ways import WAYS, ByHand, draw, held_pieces, kernel_of
 from ring_attention import ring_milliseconds
 from step_clock import StepClock
-from step_profile import leave, profiled
+from step_profile import profiled
 from torch import distributed
 
 import waybill.torch as waybill
@@ -321,7 +320,7 @@ def main() -> int:
     parser.add_argument(
         "--costs", metavar="FILE", help="calibrated where there is none; a way more"
     )
-    parser.add_argument("--profile", metavar="FOLDER", help="also profile the last workload")
+    parser.add_argument("--profile", metavar="FOLDER", help="also profile a few steps")
     parser.add_argument("--no-compare", dest="compare", action="store_false")
     options = parser.parse_args()
     faulthandler.enable()
@@ -331,16 +330,14 @@ def main() -> int:
     if options.costs:
         MODULES["waybill, costs"] = {"costs": costs_of(options, device)}
     table: list[Any] = []
-    workloads, last = options.workload or WORKLOADS, None
-    for workload in workloads:
+    for workload in options.workload or WORKLOADS:
         bench = Bench(options, device, workload)
         result = {"workload": workload, **bench.run()}
         if distributed.get_rank() == 0:
             print(json.dumps(result), flush=True)
         table.append(result)
-        if options.profile and len(table) == len(workloads):
-            last = bench
-            break
+        if options.profile:
+            bench.profile()
         bench.close()
         del bench
         if device.type == "cuda":
@@ -348,9 +345,6 @@ def main() -> int:
     if distributed.get_rank() == 0:
         show(table)
     distributed.barrier()
-    if options.profile:
-        last.profile()
-        leave()
     distributed.destroy_process_group()
     return 0
 

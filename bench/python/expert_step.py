@@ -4,8 +4,7 @@ ExpertParallel, three ways by hand, and the experts' grouped products alone.
 
     torchrun --standalone --nproc-per-node 2 bench/python/expert_step.py
     ... --workload 4096:1.5          # TOKENS[:SKEW]; may be given several times
-    ... --profile                    # also the longest kernels and gaps of one step of each way, of
-                                     # the last workload; the process ends with it
+    ... --profile                    # also the longest kernels and gaps of one step of each way
     ... --device cpu --workload 16:1.5 --sizes 32 16 4 2 --steps 2         # a try without GPUs
 
 TOKENS are a rank's; SKEW is the rows of the fullest rank over the mean. Ways take turns in one run;
@@ -37,7 +36,7 @@ from typing import Any
 
 import torch
 from experts_by_hand import WAYS
-from step_profile import leave, profiled
+from step_profile import profiled
 from torch import distributed
 
 import waybill.torch as waybill
@@ -269,16 +268,14 @@ def main() -> int:
     ordinal = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", ordinal) if options.device == "cuda" else torch.device("cpu")
     table = []
-    workloads, last = options.workload or WORKLOADS, None
-    for workload in workloads:
+    for workload in options.workload or WORKLOADS:
         bench = Bench(options, device, workload)
         result = {"workload": workload, **bench.run()}
         table.append(result)
         if distributed.get_rank() == 0:
             print(json.dumps(result), flush=True)
-        if options.profile and len(table) == len(workloads):
-            last = bench
-            break
+        if options.profile:
+            bench.profile()
         bench.close()
         del bench
         if device.type == "cuda":
@@ -286,9 +283,6 @@ def main() -> int:
     if distributed.get_rank() == 0:
         show(table)
     distributed.barrier()
-    if options.profile:
-        last.profile()
-        leave()
     distributed.destroy_process_group()
     return 0
 

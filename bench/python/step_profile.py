@@ -6,26 +6,22 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _RUNTIME = ("cuda_runtime", "cuda_driver")
-_sessions: list[Any] = []  # kept until the process ends
 
 
 def profiled(
     steps_of: dict[str, Callable[[int], Any]], steps: int, device: torch.device
 ) -> dict[str, list[str]]:
     """What ``step(0)``, ``step(1)``, ... of each way spend: lines of text. All ways are seen by one
-    session of the profiler, one after another: the only one of the process, which ends with
-    ``leave``.
+    session of the profiler, one after another.
     """
-    os.environ["TEARDOWN_CUPTI"] = "0"
     on_gpu = device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
@@ -37,19 +33,8 @@ def profiled(
                 with torch.profiler.record_function(_mark(way)):
                     step(i)
                     _settle(on_gpu)
-    _sessions.append(session)
     events = _events(session)
     return {way: summary(_of_way(events, way), steps) for way in steps_of}
-
-
-def leave(status: int = 0) -> NoReturn:
-    """Ends the process where it stands. Behind a session of the profiler a call of CUDA may crash:
-    torch 2.11 with CUDA 13 did between two sessions and behind the last, on one H200 (other
-    programs too: https://github.com/pytorch/kineto/pull/1169).
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def _settle(on_gpu: bool) -> None:

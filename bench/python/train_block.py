@@ -25,7 +25,6 @@ from typing import Any, Callable
 import torch
 from attention_step import waybill_pieces
 from attention_ways import WAYS, ByHand, draw, kernel_of
-from step_profile import leave
 from torch import distributed, nn
 from torch.nn import functional
 
@@ -180,7 +179,7 @@ class Trainer:
         }  # fmt: skip
 
     def trace(self) -> None:
-        """A timeline of one step, the last thing that the process does."""
+        """A timeline of one step."""
         for i in range(self.options.warm):
             self.step(i)
         with torch.profiler.profile() as profile:
@@ -220,7 +219,6 @@ def main() -> int:
     status = show(found, options.tolerance) if distributed.get_rank() == 0 else 0
     if options.trace:
         Trainer("waybill", options, device).trace()
-        leave(status)
     distributed.destroy_process_group()
     return status
 
