@@ -329,19 +329,19 @@ def main() -> int:
     device = torch.device("cuda", ordinal) if options.device == "cuda" else torch.device("cpu")
     if options.costs:
         MODULES["waybill, costs"] = {"costs": costs_of(options, device)}
-    table = []
+    table: list[Any] = []
     for workload in options.workload or WORKLOADS:
         bench = Bench(options, device, workload)
         result = {"workload": workload, **bench.run()}
         if distributed.get_rank() == 0:
             print(json.dumps(result), flush=True)
+        table.append(result)
         if options.profile:
             bench.profile()
         bench.close()
         del bench
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        table.append(result)
     if distributed.get_rank() == 0:
         show(table)
     distributed.barrier()

@@ -199,12 +199,15 @@ class Bench:
         result["moves ms"] = self._interleaved({way: moves(way) for way in ways})
         alone = result["step ms"]["alone"]
         result["step / alone"] = {way: round(result["step ms"][way] / alone, 3) for way in ways}
-        if self.options.profile:
-            calls = {way: (lambda _, step=step: step()) for way, step in steps.items()}
-            for way, lines in profiled(calls, 1, self.device).items():
-                if self.rank == 0:
-                    print(f"\n{self.tokens} tokens, skew {self.skew}: {way}", *lines, sep="\n")
+        self._steps = steps
         return result
+
+    def profile(self) -> None:
+        """Of another step of each way, by torch's profiler."""
+        calls = {way: (lambda _, step=step: step()) for way, step in self._steps.items()}
+        for way, lines in profiled(calls, 1, self.device).items():
+            if self.rank == 0:
+                print(f"\n{self.tokens} tokens, skew {self.skew}: {way}", *lines, sep="\n")
 
     def _wanted(self, way: str) -> bool:
         return not self.options.way or way in self.options.way
@@ -268,13 +271,15 @@ def main() -> int:
     for workload in options.workload or WORKLOADS:
         bench = Bench(options, device, workload)
         result = {"workload": workload, **bench.run()}
+        table.append(result)
+        if distributed.get_rank() == 0:
+            print(json.dumps(result), flush=True)
+        if options.profile:
+            bench.profile()
         bench.close()
         del bench
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        table.append(result)
-        if distributed.get_rank() == 0:
-            print(json.dumps(result), flush=True)
     if distributed.get_rank() == 0:
         show(table)
     distributed.barrier()

@@ -14,7 +14,6 @@ import torch
 
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _RUNTIME = ("cuda_runtime", "cuda_driver")
-_sessions: list[Any] = []  # kept until the process ends: CUPTI may still write there
 
 
 def profiled(
@@ -23,9 +22,6 @@ def profiled(
     """What ``step(0)``, ``step(1)``, ... of each way spend: lines of text. All ways are seen by one
     session of the profiler, one after another.
     """
-    # Where it is set, torch ends CUPTI behind each session, and one that follows soon then crashes
-    # (https://github.com/pytorch/kineto/pull/1169).
-    os.environ["TEARDOWN_CUPTI"] = "0"
     on_gpu = device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
@@ -37,7 +33,6 @@ def profiled(
                 with torch.profiler.record_function(_mark(way)):
                     step(i)
                     _settle(on_gpu)
-    _sessions.append(session)
     events = _events(session)
     return {way: summary(_of_way(events, way), steps) for way in steps_of}
 

@@ -167,8 +167,6 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         results = [self.step(i) for i in range(self.options.warm + self.options.steps)]
-        if self.options.trace and self.way == "waybill":
-            self._trace(len(results))
         if self.module is not None:
             self.module.close()
         milliseconds = statistics.median(ms for _, ms in results[self.options.warm :])
@@ -180,10 +178,12 @@ class Trainer:
             "losses": [round(loss, 5) for loss, _ in results],
         }  # fmt: skip
 
-    def _trace(self, step: int) -> None:
-        os.environ["TEARDOWN_CUPTI"] = "0"  # as in step_profile.py
+    def trace(self) -> None:
+        """A timeline of one step."""
+        for i in range(self.options.warm):
+            self.step(i)
         with torch.profiler.profile() as profile:
-            self.step(step)
+            self.step(self.options.warm)
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
         if self.rank == 0:
@@ -217,6 +217,8 @@ def main() -> int:
             torch.cuda.empty_cache()
         distributed.barrier()
     status = show(found, options.tolerance) if distributed.get_rank() == 0 else 0
+    if options.trace:
+        Trainer("waybill", options, device).trace()
     distributed.destroy_process_group()
     return status
 

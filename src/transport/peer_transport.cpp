@@ -146,6 +146,7 @@ void PeerTransport::share(Symmetric& result, std::int64_t size_bytes, std::strin
 /// to launch its own: so nobody goes on before the memory of all is free.
 template <class Symmetric>
 void PeerTransport::give_back(Symmetric& memory) {
+  if (memory.memory.empty()) return;  // never allocated, on no rank
   run_collective("release", [&] {
     bootstrap_->barrier("release");
     free_parts(std::exchange(memory, {}).memory);

@@ -53,6 +53,15 @@ TEST(GpuProcess, experts_on_nodes_equal_the_simulation) {
                 {.rows = EPRows::compact, .payload = EPPayload::quantized}, 143);
 }
 
+TEST(GpuProcess, a_dispatcher_that_moved_nothing_can_be_closed) {
+  for (const std::int32_t world_size : {1, 2}) {
+    test::expect_no_errors(test::run_gpu_processes(world_size, make_world, [](World& world) {
+      SequenceDispatcher dispatcher(world, {});
+      dispatcher.close();
+    }));
+  }
+}
+
 TEST(GpuProcess, puts_and_signals_reach_every_peer) {
   test::expect_no_errors(test::run_gpu_processes(2, make_world, test::check_gpu_puts_and_signals));
 }

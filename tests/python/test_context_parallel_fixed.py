@@ -75,6 +75,28 @@ def test_random_batches_through_one_plan(seed):
             close(got[4:], [expected[4].float()], 1e-5)
 
 
+def test_deterministic_algorithms():
+    """Rows are put to their places in another way then: many ranges, and tables of one size."""
+    pieces = [[(d, 0, 9) for d in range(12)] + [(20, 0, 150)], [(30, 0, 20)]]
+    tensors = tensors_of(pieces, *SIZES)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        ranks = run(2, [(pieces, tensors)], in_place=True)
+
+        def body(world):
+            attend = module(world, *SIZES, in_place=True)
+            plan = attend.plan([*pieces])
+            return step(attend, plan, tensors[world.rank])
+
+        usual = wt.run_threads(2, body)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    for rank, expected in enumerate(whole(pieces, tensors)):
+        close(ranks[rank][0][:4], expected[:4])
+        close(usual[rank][:4], expected[:4])
+
+
 def test_plans_of_both_kinds_of_one_module():
     """ "auto" puts rows through the window or leaves them: the same tables take either."""
     pieces = [[[30, 10], [12]], [[700] * 8, [500] * 12], [[2500, 2000], [1700, 2400]]]

@@ -76,3 +76,89 @@ def test_a_mesh_and_ddp(tmp_path):
     print("rank", me, "of", W, "is well")
     """
     expect_all_well(run_ranks(tmp_path, start(tmp_path) + end, world_size=2))
+
+
+MODEL = f"""
+    class Model(torch.nn.Module):
+        def __init__(self, group, heads=4, kv_heads=2):
+            super().__init__()
+            self.split = [heads, kv_heads, kv_heads]
+            self.qkv = torch.nn.Linear(16, 8 * sum(self.split), dtype=torch.float64)
+            self.attend = ContextParallelAttention(group, heads, kv_heads, {OPTIONS[6:]})
+
+        def forward(self, plan, x):
+            q, k, v = self.qkv(x).unflatten(1, (-1, 8)).split(self.split, 1)
+            return self.attend(plan, q, k, v)
+
+    def parts_of(weight, heads, kv_heads, part, of):
+        \"\"\"Rows of a tensor-parallel rank's heads.\"\"\"
+        q, k, v = weight.unflatten(0, (-1, 8)).split([heads, kv_heads, kv_heads])
+        return torch.cat([t.chunk(of)[part] for t in (q, k, v)]).flatten(0, 1)
+
+    def expected(weight, bias, pieces, inputs, weights):
+        \"\"\"Gradient of the projection of all ranks' tokens, by one process.\"\"\"
+        leaves = [t.detach().clone().requires_grad_() for t in (weight, bias)]
+        qkv = [torch.nn.functional.linear(x, *leaves).unflatten(1, (-1, 8)) for x in inputs]
+        tensors = [[*one.split([4, 2, 2], 1), w] for one, w in zip(qkv, weights)]
+        found = whole(pieces, tensors)
+        grads = [torch.cat(g[1:4], 1).flatten(1) for g in found]
+        torch.autograd.backward([t.flatten(1) for t in qkv], grads)
+        return leaves[0].grad, leaves[1].grad
+
+    def batch_of(size):
+        pieces = pieces_in_order([70, 9, 33], size)
+        tensors = tensors_of(pieces, 4, 2, 8, 8)
+        inputs = [t[0][:, 0] for t in tensors_of(pieces, 1, 1, 16, 16, seed=5)]
+        return pieces, inputs, [t[3] for t in tensors]
+"""
+
+
+def test_a_model_in_shards(tmp_path):
+    """FSDP2 over the context-parallel ranks: gradients of the sum of losses, by one process."""
+    if not hasattr(pytest.importorskip("torch.distributed.fsdp"), "fully_shard"):
+        pytest.skip("a torch without fully_shard")
+    end = """
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (W,), mesh_dim_names=("cp",))
+    torch.manual_seed(0)
+    model = Model(mesh["cp"])
+    weight, bias = model.qkv.weight.detach().clone(), model.qkv.bias.detach().clone()
+    fully_shard(model.qkv, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    pieces, inputs, weights = batch_of(W)
+    plan = model.attend.plan(pieces)
+    for _ in range(2):
+        out = model(plan, inputs[me])
+        ((out * weights[me]).sum() * W).backward()
+    got = [p.grad.full_tensor() / 2 for p in (model.qkv.weight, model.qkv.bias)]
+    close(got, expected(weight, bias, pieces, inputs, weights))
+    distributed.destroy_process_group()
+    print("rank", me, "of", W, "is well")
+    """
+    expect_all_well(run_ranks(tmp_path, start(tmp_path) + MODEL + end, world_size=2))
+
+
+def test_heads_of_tensor_parallel_ranks(tmp_path):
+    """Two by two: each tensor rank has half of the heads, of all rows of its context rank."""
+    end = """
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    place, part = mesh["cp"].get_local_rank(), mesh["tp"].get_local_rank()
+    torch.manual_seed(0)
+    everything = torch.nn.Linear(16, 64, dtype=torch.float64)
+    weight, bias = everything.weight.detach(), everything.bias.detach()
+    model = Model(mesh["cp"], 2, 1)
+    with torch.no_grad():
+        model.qkv.weight.copy_(parts_of(weight, 4, 2, part, 2))
+        model.qkv.bias.copy_(parts_of(bias, 4, 2, part, 2))
+    pieces, inputs, weights = batch_of(2)
+    out = model(model.attend.plan(model.attend.gather(pieces[place])), inputs[place])
+    (out * weights[place].chunk(2, 1)[part]).sum().backward()
+    for p in model.parameters():
+        distributed.all_reduce(p.grad, group=mesh["cp"].get_group())
+    want = [parts_of(t, 4, 2, part, 2) for t in expected(weight, bias, pieces, inputs, weights)]
+    close([p.grad for p in model.qkv.parameters()], want)
+    distributed.destroy_process_group()
+    print("rank", me, "of", W, "is well")
+    """
+    expect_all_well(run_ranks(tmp_path, start(tmp_path) + MODEL + end, world_size=4))

@@ -1,6 +1,7 @@
 """The calls that programs which serve models make of deep_ep, in their order and with their
 arguments: vLLM's two backends, deepep_high_throughput and deepep_low_latency (bytes of
-VLLM_DEEPEP_BUFFER_SIZE_MB), and SGLang's DeepEPDispatcher, a BaseDispatcher, in its two modes.
+VLLM_DEEPEP_BUFFER_SIZE_MB), each a FusedMoEPrepareAndFinalize (DeepEPHTPrepareAndFinalize,
+DeepEPLLPrepareAndFinalize), and SGLang's DeepEPDispatcher, a BaseDispatcher, in its two modes.
 """
 
 import pytest

@@ -3,8 +3,12 @@
 import contextlib
 import gc
 import itertools
+import os
+import sys
+import traceback
 
 import numpy as np
+import pytest
 
 import waybill
 
@@ -48,8 +52,12 @@ class TorchWay(NumpyWay):
         self.device, self.name = device, f"torch-{device}"
 
     def run(self, world_size, body, **options):
-        with settled_garbage() if self.device != "cpu" else contextlib.nullcontext():
+        if os.environ.get(PROCESSES) == self.device:
+            return run_as_process(self, world_size, body, **options)
+        if self.device == "cpu":
             return super().run(world_size, body, **options)
+        with settled_garbage():
+            return super().run(world_size, said_at_once(body), **options)
 
     def dtype(self, name):
         return getattr(self.torch, name)
@@ -63,6 +71,49 @@ class TorchWay(NumpyWay):
             self.torch.cuda.current_stream().synchronize()
         integers = getattr(self.torch, INTEGERS[array.element_size()])
         return array.detach().contiguous().view(integers).cpu().numpy().copy()
+
+
+#: "cuda" or "cpu": this process is a rank of torchrun, and all of them run the same tests
+#: (test_gpu_shared.py). Threads that share a GPU share a driver and its queues, too.
+PROCESSES = "WAYBILL_TEST_PROCESSES"
+
+
+def run_as_process(way, world_size, body, *, ranks_per_node=None, timeout_s=3 * TIMEOUT_S):
+    """What run_threads returns, where this process is one of the ranks."""
+    torch = way.torch
+    if int(os.environ["WORLD_SIZE"]) != world_size or ranks_per_node not in (None, world_size):
+        pytest.skip(f"for {world_size} ranks")
+    if way.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+    world = way.face.World.from_process_group(device=way.device, timeout_s=timeout_s)
+    results = [None] * world_size
+    torch.distributed.all_gather_object(results, _on_host(torch, body(world)))
+    return results
+
+
+def _on_host(torch, value):
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on_host(torch, item) for item in value)
+    return value
+
+
+def said_at_once(body):
+    """A rank's error is printed where it happens: what it leaves on a lost GPU may end the process
+    before anybody else can say so.
+    """
+
+    def one_rank(world):
+        try:
+            return body(world)
+        except BaseException:
+            print(f"rank {world.rank}:", traceback.format_exc(), file=sys.__stderr__, flush=True)
+            raise
+
+    return one_rank
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from ..sparse import SparseMetadata
 from ._context_parallel_moves import WHO, Moves
 from ._context_parallel_step import RankStep
 from ._context_parallel_streams import Beside, Uploads
-from ._context_parallel_tables import HomeCall, with_gaps
+from ._context_parallel_tables import HomeCall, put_rows, with_gaps
 from .batch_plan import BatchPlan, BatchPlanner
 from .kernels import AttentionKernel, AttentionShape, Sequences
 from .sequence_dispatcher import SequenceDispatcher
@@ -116,13 +116,13 @@ class FixedRows:
         """Puts the rows of ``source`` to their places."""
         kept = target.index_select(0, self._numbers)
         rows = torch.where(self._mask(target), kept, source[: self.count])
-        target.index_copy_(0, self._numbers, rows)
+        put_rows(target, self._numbers, rows)
 
     def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Adds them to what is there, in the wider of the two dtypes, rounded once."""
         kept = target.index_select(0, self._numbers)
         sums = kept + source[: self.count].masked_fill(self._mask(target), 0)
-        target.index_copy_(0, self._numbers, sums.to(target.dtype))
+        put_rows(target, self._numbers, sums.to(target.dtype))
 
 
 class FixedSequences:

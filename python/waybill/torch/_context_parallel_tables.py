@@ -14,6 +14,16 @@ from .kernels import AttentionShape, Sequences
 _MOST_SLICES = 4  # with more ranges of rows, one operation with their numbers
 
 
+def put_rows(target: torch.Tensor, numbers: torch.Tensor, source: torch.Tensor) -> None:
+    """index_copy_ of rows whose numbers are right and differ. Under deterministic algorithms torch
+    would look at them on the host: that waits for the device, and a graph forbids it.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        torch.ops.aten._index_put_impl_(target, [numbers], source, False, True)
+    else:
+        target.index_copy_(0, numbers, source)
+
+
 class Rows:
     """Ranges of a rank's rows, which stand one after another in another tensor."""
 
@@ -33,7 +43,7 @@ class Rows:
     def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Puts the rows of ``source`` to their places."""
         if self._numbers is not None:
-            target.index_copy_(0, self._numbers, source)
+            put_rows(target, self._numbers, source)
             return
         at = 0
         for begin, rows in self.ranges:
@@ -44,7 +54,7 @@ class Rows:
         """Adds them to what is there, in the wider of the two dtypes, rounded once."""
         if self._numbers is not None:
             sums = target.index_select(0, self._numbers) + source
-            target.index_copy_(0, self._numbers, sums.to(target.dtype))
+            put_rows(target, self._numbers, sums.to(target.dtype))
             return
         at = 0
         for begin, rows in self.ranges:
