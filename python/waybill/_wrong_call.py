@@ -87,6 +87,8 @@ def shown(value: Any) -> str:
     if value is None or isinstance(value, (bool, int, float, str, np.number)):
         text = repr(value)
         return text if len(text) <= 60 else text[:60] + "..."
+    if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device"):
+        return str(value)
     return f"a {type(value).__name__}"
 
 

@@ -13,7 +13,7 @@ def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor)
     """[R, out]: each row times the matrix of its group, by ``torch._grouped_mm``; also of no rows.
 
     :param rows: [R, in], group after group; what lies behind the last group gives anything
-    :param weights: [groups, in, out]
+    :param weights: [groups, in, out]; rows of both of a multiple of 16 bytes, as torch wants
     :param offsets: [groups] int32, the end of each group
     """
     product = getattr(torch, "_grouped_mm", None)
@@ -31,7 +31,7 @@ class SwiGLUExperts(torch.nn.Module):
     """Some experts, each down(silu(gate(x)) * up(x)), as three grouped products.
 
     :param num_experts: of this rank
-    :param inner: columns between the two products
+    :param inner: columns between the two products, as hidden of a multiple of 16 bytes
     """
 
     def __init__(
