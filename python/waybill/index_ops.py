@@ -8,6 +8,7 @@ import numpy as np
 
 from . import _core
 from ._arrays import AnyArray, ArrayLike, integer, plain_array, whole_numbers
+from ._wrong_call import shown
 from .errors import InvalidArgument
 
 __all__ = [
@@ -102,7 +103,7 @@ def _axis(array: AnyArray, dim: Any, who: str) -> int:
         raise InvalidArgument(f"{who}: got a scalar, expected at least one dimension")
     if not -array.ndim <= axis < array.ndim:
         raise InvalidArgument(
-            f"{who}: dim = {axis}, expected {-array.ndim}..{array.ndim - 1} for an array of"
+            f"{who}: dim = {shown(axis)}, expected {-array.ndim}..{array.ndim - 1} for an array of"
             f" {array.ndim} dimensions"
         )
     return axis % array.ndim

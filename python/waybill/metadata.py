@@ -12,6 +12,7 @@ import numpy as np
 from . import _core, _html, _plot
 from ._arrays import IntArray, int64, integer, plain_array, whole_numbers
 from ._files import json_text, kept
+from ._wrong_call import shown
 from .errors import InvalidArgument
 
 Fields = Tuple[Any, ...]
@@ -58,7 +59,7 @@ class Metadata:
         """The lines of one rank, without those that move nothing."""
         number = integer(rank, "get_slice: rank")
         if abs(number) >= 2**31:  # the compiled part names the others
-            raise InvalidArgument(f"get_slice: rank = {number}, expected one of the world")
+            raise InvalidArgument(f"get_slice: rank = {shown(number)}, expected one of the world")
         arrays = self._arrays()
         made = list(_core.get_slice(_with_square_counts(self._fields(arrays)), number))
         for at, given in enumerate(arrays.values()):

@@ -254,6 +254,8 @@ def plan(
         ),
         "tails": flag(tails, "plan: tails"),
     }
+    if options["mask"] == "full" and options["window"]:
+        raise InvalidArgument(f'plan: window = {window}, expected None with mask = "full"')
     known = planned(costs, "plan")
     options.update({k: v for k, v in known.items() if not options.get(k)})
     sequence(doc_lengths, "plan: doc_lengths", "lengths, or a list of them for each rank")

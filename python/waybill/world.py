@@ -11,6 +11,7 @@ from ._arrays import choice, int64
 from ._copies import OfThisProcess
 from ._graphs import outside_graphs
 from ._threads import run_ranks
+from ._wrong_call import shown
 from .errors import Error, InvalidArgument, Unsupported
 from .links import LinkSpeeds
 
@@ -304,7 +305,7 @@ def run_threads(
     per_node = _per_node(ranks_per_node, world_size, who)
     gpus = _gpus_for(device, who)
     if not callable(body):
-        raise InvalidArgument(f"{who}: body is a {type(body).__name__}, expected a function")
+        raise InvalidArgument(f"{who}: body = {shown(body)}, expected a function")
 
     def rank_main(rank: int) -> _T:
         meeting = meetings[rank]
@@ -322,7 +323,7 @@ def seconds_of(timeout_s: Any, who: str) -> float:
     try:
         seconds = float(timeout_s)
     except (TypeError, ValueError, OverflowError):
-        raise InvalidArgument(f"{who}: timeout_s = {timeout_s!r}, expected seconds") from None
+        raise InvalidArgument(f"{who}: timeout_s = {shown(timeout_s)}, expected seconds") from None
     if not 0 < seconds <= _core.max_timeout_s:
         raise InvalidArgument(
             f"{who}: timeout_s = {seconds:g}, expected more than 0 and at most"
@@ -345,7 +346,7 @@ def _per_node(ranks_per_node: Optional[int], world_size: int, who: str) -> int:
 
 def _gpus_for(device: Any, who: str) -> int:
     """GPUs to spread the ranks over; 0 for host memory."""
-    name = str(device) if type(device).__module__ == "torch" else device
+    name = str(device) if type(device).__module__ == "torch" else device  # also torch.device
     if choice(name, f"{who}: device", "cpu", "cuda") == "cpu":
         return 0
     return _require_gpus("cuda", who)
@@ -367,10 +368,13 @@ def _process_engine(device: Any, nvshmem: bool, who: str) -> Callable[[Any, int,
     """What makes the world of a rank that is a process, from (meeting, ranks_per_node, local
     rank).
     """
-    name = str(device)  # also torch's
+    is_name = isinstance(device, str) or type(device).__module__ == "torch"
+    name = str(device) if is_name else shown(device)
     ordinal = _ORDINAL.fullmatch(name)
     if name != "cpu" and ordinal is None:
-        raise InvalidArgument(f'{who}: device = {device!r}, expected "cpu", "cuda" or "cuda:0"')
+        raise InvalidArgument(
+            f'{who}: device = {shown(device)}, expected "cpu", "cuda" or "cuda:0"'
+        )
     if ordinal is None:
         if nvshmem:
             raise InvalidArgument(f'{who}: nvshmem with device = "cpu", expected "cuda"')

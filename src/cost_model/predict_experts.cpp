@@ -1,6 +1,7 @@
 #include "waybill/cost_model/predict_experts.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/batch_bytes.h"
 #include "core/to_size.h"
@@ -16,9 +17,14 @@ using detail::ExpertRankLoad;
 using detail::to_size;
 
 // Kernels of a call over several nodes beyond those on one.
-constexpr int counted_kernels = 6;
-constexpr int cached_kernels = 4;
-constexpr int combine_kernels = 7;
+struct MoreKernels {
+  int counted, cached, combine;
+};
+constexpr MoreKernels more_kernels_waiting = {6, 4, 7};
+constexpr MoreKernels more_kernels_pipelined = {4, 3, 6};
+/// A pipelined combine sums what leaves in so many pieces at most, of so many tokens at least.
+constexpr std::int64_t most_sum_pieces = 4;
+constexpr std::int64_t sum_piece_tokens = 2048;
 
 double as_double(std::int64_t value) { return static_cast<double>(value); }
 
@@ -37,12 +43,15 @@ struct RankTime {
   LinkBytes links;
   std::int64_t puts = 0;
   double begin = 0;
+  double beside = 0;
   double network = 0;
   double nvlink = 0;
   double blocks = 0;
   double end = 0;
 
-  [[nodiscard]] double seconds() const { return begin + std::max({network, nvlink, blocks}) + end; }
+  [[nodiscard]] double seconds() const {
+    return begin + std::max(network, beside + std::max(nvlink, blocks)) + end;
+  }
 };
 
 class ExpertClock {
@@ -53,6 +62,7 @@ class ExpertClock {
         costs_(options.costs),
         links_(options.links),
         nodes_(config.num_nodes()),
+        more_kernels_(is_pipelined() ? more_kernels_pipelined : more_kernels_waiting),
         post_(options.step.network_post_seconds),
         latency_(nodes_ > 1 ? options.step.network_message_seconds : 0),
         pull_speed_(links_.nvlink_bytes_per_second * options.step.pull_share),
@@ -90,6 +100,7 @@ class ExpertClock {
   }
 
  private:
+  [[nodiscard]] bool is_pipelined() const { return costs_.path == ExpertPath::pipelined; }
   [[nodiscard]] bool is_mapped() const { return costs_.path_bytes_per_second > 0; }
 
   [[nodiscard]] double stored_by(int sms, double bytes) const {
@@ -115,8 +126,9 @@ class ExpertClock {
   [[nodiscard]] double posting(std::int64_t puts, double bytes) const {
     const double copy =
         bytes / (is_mapped() ? costs_.path_bytes_per_second : links_.network_bytes_per_second);
-    if (costs_.path == ExpertPath::pipelined) {
-      return as_double(puts) * post_ / std::min(nodes_ - 1, path_sms_) + (is_mapped() ? copy / path_sms_ : 0);
+    if (is_pipelined()) {
+      return as_double(puts) * post_ / std::min(nodes_ - 1, path_sms_) +
+             (is_mapped() ? copy / path_sms_ : 0);
     }
     const double wait = is_mapped() ? costs_.put_seconds : post_ + 2 * latency_;
     return (as_double(puts) * wait + copy) / path_sms_;
@@ -132,7 +144,7 @@ class ExpertClock {
     return latency_ +
            bytes / (is_mapped() ? costs_.path_bytes_per_second * path_sms_
                                 : links_.network_bytes_per_second) +
-           (counted_kernels - cached_kernels) * costs_.kernel_seconds;
+           (more_kernels_.counted - more_kernels_.cached) * costs_.kernel_seconds;
   }
 
   [[nodiscard]] RankTime dispatch(const ExpertRankLoad& load, bool grouped) const {
@@ -141,7 +153,8 @@ class ExpertClock {
     time.puts = load.puts_out;
     time.begin = signals_;
     if (grouped) {
-      time.begin +=
+      const bool goes_on = is_pipelined() && nodes_ > 1;  // rows leave while tokens are counted
+      (goes_on ? time.beside : time.begin) +=
           costs_.count_seconds +
           nodes_ * (counts_ + as_double(load.tokens) * costs_.count_token_seconds / costs_.num_sms);
     }
@@ -151,10 +164,11 @@ class ExpertClock {
         stored_by(row_sms_, as_double(load.per_node.nvlink_out + load.kept + copies) * row);
     set_links(time, links_.nvlink_bytes_per_second);
     if (nodes_ == 1) return time;
-    time.begin += latency_ + cached_kernels * costs_.kernel_seconds +
-                  2 * as_double(load.tokens) * row / costs_.copy_bytes_per_second;
+    time.begin += latency_ + more_kernels_.cached * costs_.kernel_seconds;
+    if (!is_pipelined() || !is_mapped())  // a card reads registered memory alone
+      time.begin += 2 * as_double(load.tokens) * row / costs_.copy_bytes_per_second;
     if (grouped) time.begin += ids_seconds();
-    if (costs_.path == ExpertPath::pipelined) {
+    if (is_pipelined()) {
       time.end = piece();
       return time;
     }
@@ -183,17 +197,30 @@ class ExpertClock {
         stored_by(row_sms_, as_double(pulled + load.tokens + load.per_node.network_in) * row);
     set_links(time, pull_speed_);
     if (nodes_ == 1) return time;
-    time.begin += combine_kernels * costs_.kernel_seconds;
-    // Own sums, those of other nodes and the result.
-    time.end = latency_ + summed(load.per_node.network_out + 2 * load.tokens);
-    if (costs_.path == ExpertPath::pipelined) return time;
-    const double others = as_double(sums ? load.forwarded : load.forwarded_slots) * row;
-    const double lead = std::max(
-        others / pull_speed_, stored_by(row_sms_, others + as_double(load.kept_of_others) * row));
-    time.begin += lead;
-    time.nvlink = std::max(0.0, time.nvlink - others / pull_speed_);
-    time.blocks = std::max(0.0, time.blocks - lead);
+    time.begin += more_kernels_.combine * costs_.kernel_seconds;
+    // Own sums, those of other nodes and the result; pipelined as they come.
+    (is_pipelined() ? time.beside : time.end) +=
+        summed(load.per_node.network_out + 2 * load.tokens);
+    time.end += latency_ + (is_pipelined() ? piece() : 0);
+    make_sums_first(load, sums ? load.forwarded : load.forwarded_slots, time);
     return time;
+  }
+
+  /// Sums of other nodes' tokens are made before any leaves; pipelined, a piece of them.
+  void make_sums_first(const ExpertRankLoad& load, std::int64_t pulled, RankTime& time) const {
+    std::int64_t pieces = 1;
+    if (is_pipelined()) {
+      pieces =
+          std::clamp<std::int64_t>(load.per_node.network_in / sum_piece_tokens, 1, most_sum_pieces);
+    }
+    const auto row = as_double(sum_bytes_);
+    const double link = as_double(pulled / pieces) * row / pull_speed_;
+    const double blocks =
+        stored_by(row_sms_, as_double((pulled + load.kept_of_others) / pieces) * row);
+    const double lead = std::max(link, blocks);
+    time.begin += lead;
+    time.nvlink = std::max(0.0, time.nvlink - link);
+    time.blocks = std::max(0.0, time.blocks - lead);
   }
 
   /// Rows and ids go at once, wherever their ranks are; all multiprocessors take part.
@@ -203,11 +230,8 @@ class ExpertClock {
     time.puts = load.runs_out;
     time.begin = signals_ + latency_;
     const double row = as_double(row_bytes_);
-    const double ids = as_double(load.tokens * config_.topk * 8);
-    time.nvlink = as_double(std::max(time.links.nvlink_in, time.links.nvlink_out)) /
-                      links_.nvlink_bytes_per_second +
-                  ids * (config_.local_world_size - 1) / links_.nvlink_bytes_per_second;
-    straight_network(time, ids * (config_.world_size - config_.local_world_size));
+    set_straight_links(time, links_.nvlink_bytes_per_second,
+                       as_double(load.tokens * config_.topk * 8));
     time.blocks =
         stored_by(costs_.num_sms, as_double(load.straight.nvlink_out + load.computed) * row);
     time.end = costs_.last_row_seconds;
@@ -219,17 +243,26 @@ class ExpertClock {
     time.links = bytes_of(load.straight, sum_bytes_, true);
     time.puts = load.runs_back;
     time.begin = signals_ + latency_ + summed(load.computed + load.received);
-    time.nvlink = as_double(std::max(time.links.nvlink_in, time.links.nvlink_out)) / pull_speed_;
-    straight_network(time, 0);
+    set_straight_links(time, pull_speed_, 0);
     const std::int64_t added = load.straight.nvlink_out + load.straight.network_out + load.kept;
     time.blocks = stored_by(costs_.num_sms, as_double((added + load.tokens) * sum_bytes_));
     return time;
   }
 
-  void straight_network(RankTime& time, double more_bytes) const {
-    if (nodes_ == 1) return;
-    const double across = as_double(std::max(time.links.network_in, time.links.network_out));
-    time.network = std::max((across + more_bytes) / links_.network_bytes_per_second,
+  /// @param more bytes to every other rank
+  void set_straight_links(RankTime& time, double nvlink_speed, double more) const {
+    const LinkBytes& links = time.links;
+    const auto near = static_cast<double>(config_.local_world_size - 1);
+    const auto far = static_cast<double>(config_.world_size - config_.local_world_size);
+    if (nodes_ == 1 || is_mapped()) {
+      time.nvlink =
+          (as_double(std::max(links.in(), links.out())) + more * (near + far)) / nvlink_speed;
+      return;
+    }
+    time.nvlink =
+        (as_double(std::max(links.nvlink_in, links.nvlink_out)) + more * near) / nvlink_speed;
+    const double across = as_double(std::max(links.network_in, links.network_out)) + more * far;
+    time.network = std::max(across / links_.network_bytes_per_second,
                             as_double(time.puts) * post_ / costs_.num_sms);
   }
 
@@ -237,6 +270,7 @@ class ExpertClock {
   const ExpertCosts& costs_;
   const LinkSpeeds& links_;
   std::int32_t nodes_;
+  MoreKernels more_kernels_;
   double post_;
   double latency_;
   double pull_speed_;
@@ -295,6 +329,7 @@ std::vector<ExpertCallPrediction> predict_experts(const EPConfig& config,
       if (r > 0 && time.seconds() <= call.seconds) continue;
       call.rank = static_cast<std::int32_t>(r);
       call.begin_seconds = time.begin;
+      call.beside_seconds = time.beside;
       call.network_seconds = time.network;
       call.nvlink_seconds = time.nvlink;
       call.block_seconds = time.blocks;

@@ -56,7 +56,8 @@ std::string basis(const EPConfig& config, const ExpertCostOptions& options, bool
   text += concat(". Between nodes ", to_string(options.costs.path),
                  options.costs.path == ExpertPath::waiting
                      ? " puts: a block awaits each before the next"
-                     : " puts: many are in flight, and rows are forwarded piece by piece",
+                     : " puts: many are in flight, rows are forwarded piece by piece, and rows to "
+                       "other nodes do not wait for counting and adding",
                  "; a message takes ", format_seconds(options.step.network_message_seconds),
                  " (nominal)");
   if (low_latency)

@@ -12,6 +12,12 @@ using detail::TcpPlace;
 constexpr std::string_view tcp_scheme = "tcp://";
 constexpr std::string_view file_scheme = "file://";
 
+[[noreturn]] void refuse_place(const std::string& place) {
+  throw_invalid("make_environment_bootstrap: rendezvous = \"", place,
+                "\", expected tcp://HOST:PORT, tcp://[ADDRESS]:PORT or file:///FOLDER (set "
+                "WAYBILL_RENDEZVOUS, or MASTER_ADDR and MASTER_PORT)");
+}
+
 /// "HOST:PORT"; an IPv6 address, which has colons itself, needs brackets: "[::1]:PORT".
 TcpPlace read_tcp_place(const LaunchEnvironment& environment) {
   const std::string place = environment.rendezvous.substr(tcp_scheme.size());
@@ -28,8 +34,7 @@ TcpPlace read_tcp_place(const LaunchEnvironment& environment) {
   if (in_brackets) host = host.substr(1, host.size() - 2);
   ok = ok && (in_brackets || host.find_first_of(":[]") == std::string::npos) &&
        host.find_first_of("[]") == std::string::npos;
-  require(ok, "make_environment_bootstrap: rendezvous = \"", environment.rendezvous,
-          "\", expected tcp://HOST:PORT or tcp://[ADDRESS]:PORT");
+  if (!ok) refuse_place(environment.rendezvous);
   return {host, port, environment.job};
 }
 
@@ -45,13 +50,12 @@ std::unique_ptr<Bootstrap> make_environment_bootstrap(const LaunchEnvironment& e
     const auto [host, port, job] = read_tcp_place(environment);
     return make_tcp_bootstrap(environment.rank, environment.world_size, host, port, timeout_s, job);
   }
-  if (place.starts_with(file_scheme)) {
+  // file://FOLDER would be another folder wherever a rank has been started.
+  if (place.starts_with(file_scheme) && place.substr(file_scheme.size()).starts_with('/')) {
     return make_file_bootstrap(environment.rank, environment.world_size,
                                place.substr(file_scheme.size()), timeout_s, environment.job);
   }
-  throw_invalid("make_environment_bootstrap: rendezvous = \"", place,
-                "\", expected tcp://HOST:PORT or file:///FOLDER (set WAYBILL_RENDEZVOUS, or "
-                "MASTER_ADDR and MASTER_PORT)");
+  refuse_place(place);
 }
 
 void report_failed_start(const LaunchEnvironment& environment, std::string_view reason,

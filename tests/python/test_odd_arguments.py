@@ -17,8 +17,8 @@ from waybill.torch.moe import EPAll2AllLayer  # noqa: E402
 MATRIX = np.ones((2, 3))
 ODD = [
     None, "abc", "", b"x", [], [[]], [[1], [1, 2]], {}, {"a": 1}, {1, 2}, object(), print,
-    1.5, -5, 0, 3, float("nan"), float("inf"), 2**63, 2**70, True, np.int32(3), np.array(3),
-    np.ones(0),
+    1.5, -5, 0, 3, float("nan"), float("inf"), 2**63, 2**70, 10**5000, True, np.int32(3),
+    np.array(3), np.ones(0),
     *(MATRIX.astype(kind) for kind in (bool, np.int16, np.uint8, complex, ">i8", np.longdouble)),
     MATRIX * np.nan, -MATRIX.astype(int), np.full((2, 3), 2**62), np.array([object()]),
     np.array(["a"]), np.array(["2020-01-01"], "M8[D]"), np.zeros(3, [("a", int)]),

@@ -84,7 +84,7 @@ def test_capacity_is_kept_or_refused():
         ({"world_size": 0}, "world_size = 0"),
         ({"world_size": "8"}, "plan: world_size = '8', expected an integer"),
         ({"mask": "fuller"}, 'plan: mask = "fuller", expected "causal" or "full"'),
-        ({"mask": "full", "window": 9}, "mask.window = 9, expected 0: the mask is full"),
+        ({"mask": "full", "window": 9}, 'plan: window = 9, expected None with mask = "full"'),
         ({"window": 0}, "plan: window = 0, expected >= 1, or None"),
         ({"dtype": "float12"}, "float12"),
         ({"kv_layout": "x"}, 'kv_layout = "x"'),

@@ -156,7 +156,7 @@ def test_worlds_are_made_by_functions():
         ({"world_size": 4, "ranks_per_node": 0}, "ranks_per_node = 0, expected a divisor"),
         ({"world_size": 2, "timeout_s": 0}, "timeout_s"),
         ({"world_size": 2, "timeout_s": None}, "timeout_s = None, expected seconds"),
-        ({"world_size": 2, "body": 5}, "body is a int, expected a function"),
+        ({"world_size": 2, "body": 5}, "body = 5, expected a function"),
         ({"world_size": 2, "device": "tpu"}, 'device = "tpu", expected "cpu" or "cuda"'),
     ],
 )

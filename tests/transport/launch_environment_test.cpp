@@ -144,11 +144,13 @@ TEST(LaunchEnvironment, AddressesOfIPv6StandInBrackets) {
 TEST(LaunchEnvironment, APlaceToMeetIsNeeded) {
   LaunchEnvironment environment;
   environment.world_size = 2;
-  for (const char* place : {"", "tcp://", "tcp://host", "tcp://host:x", "tcp://:5", "http://a:1",
-                            "tcp://::1:5", "tcp://[::1]", "tcp://[::1:5", "tcp://[]:5",
-                            "tcp://a]:5", "tcp://[[::1]]:5", "tcp://h:0", "tcp://h:65536"}) {
+  for (const char* place :
+       {"", "tcp://", "tcp://host", "tcp://host:x", "tcp://:5", "http://a:1", "tcp://::1:5",
+        "tcp://[::1]", "tcp://[::1:5", "tcp://[]:5", "tcp://a]:5", "tcp://[[::1]]:5", "tcp://h:0",
+        "tcp://h:65536", "file://folder", "file://"}) {
     environment.rendezvous = place;
-    EXPECT_TRUE(rejects([&] { (void)make_environment_bootstrap(environment); }, {"rendezvous"}))
+    EXPECT_TRUE(rejects([&] { (void)make_environment_bootstrap(environment); },
+                        {place, "WAYBILL_RENDEZVOUS"}))
         << place;
   }
 }

@@ -31,12 +31,15 @@ struct ExpertCallPrediction {
   std::vector<LinkBytes> links;    ///< [W] bytes of rows
   std::vector<std::int64_t> puts;  ///< [W] that a rank makes to other nodes, to carry them
   std::int32_t rank = 0;
-  double begin_seconds = 0;    ///< before rows: launches, signals of all ranks, ids, counts
-  double network_seconds = 0;  ///< rows between nodes, side by side with the next two
+  double begin_seconds = 0;  ///< before rows: launches, signals of all ranks, ids, counts
+  /// What rows to other nodes do not wait for, where they are pipelined: counting, adding sums.
+  double beside_seconds = 0;
+  double network_seconds = 0;  ///< rows between nodes
   double nvlink_seconds = 0;   ///< rows inside the node
   double block_seconds = 0;    ///< what multiprocessors store: rows, and copies where they arrive
   double end_seconds = 0;      ///< what the longest of them does not cover: forwarding, sums
-  double seconds = 0;          ///< begin, the longest of the three, and end
+  /// begin, the longer of network and beside + the longer of the other two, and end
+  double seconds = 0;
 };
 
 /// Predicts the calls of a layer for these choices: from rows and bytes of each link, counted as a

@@ -1,6 +1,9 @@
 #pragma once
 
+#include <cstdint>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "waybill/cost_model/predict_experts.h"
 #include "waybill/report/text_summary.h"

@@ -19,8 +19,11 @@ class ExpertCallPrediction:
     #: "grouped_dispatch", "cached_dispatch", "compact_combine", "summed_combine",
     #: "grouped_combine", "low_latency_dispatch" or "low_latency_combine"
     call: str
-    seconds: float  #: begin, the longest of the next three, and end
+    #: begin, the longer of network and beside + the longer of NVLink and blocks, and end
+    seconds: float
     begin_seconds: float  #: before rows: launches, signals of all ranks, ids, counts
+    #: what rows to other nodes do not wait for, where they are pipelined: counting, adding sums
+    beside_seconds: float
     network_seconds: float  #: rows between nodes
     nvlink_seconds: float  #: rows inside the node
     block_seconds: float  #: what multiprocessors store

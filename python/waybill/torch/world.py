@@ -38,7 +38,8 @@ def run_threads(
     """
     if not callable(body):
         raise InvalidArgument(f"run_threads: body = {shown(body)}, expected a function")
-    gpus = world.num_gpus() if str(device) == "cuda" else 0
+    is_name = isinstance(device, (str, torch.device))
+    gpus = world.num_gpus() if is_name and str(device) == "cuda" else 0
 
     def on_device(rank: World) -> _T:
         if rank.device != "cpu":

@@ -64,7 +64,7 @@ def torch_dtype(value: Any, name: str) -> torch.dtype:
     """torch's dtype of that name, or itself."""
     found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
     if not isinstance(found, torch.dtype):
-        raise InvalidArgument(f"{name} = {value!r}, expected a torch dtype")
+        raise InvalidArgument(f"{name} = {shown_value(value)}, expected a torch dtype")
     return found
 
 
@@ -80,7 +80,9 @@ def world_of(
     default group); the first one makes it, which is collective.
     """
     if isinstance(group, World):
-        if device is not None and str(device) not in (group.device, group.device.split(":")[0]):
+        known = (group.device, group.device.split(":")[0])
+        is_name = isinstance(device, (str, torch.device))
+        if device is not None and not (is_name and str(device) in known):
             raise InvalidArgument(
                 f"{who}: device = {shown_value(device)}, expected {group.device}, that of the World"
             )
