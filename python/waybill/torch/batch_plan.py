@@ -300,7 +300,8 @@ def _shape(
     v_head_dim = head_dim if v_head_dim is None else _least(v_head_dim, 1, "v_head_dim", who)
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise InvalidArgument(f"{who}: dtype = {shown(dtype)}, expected one of torch, of floats")
+        got = found if isinstance(found, torch.dtype) else shown(dtype)
+        raise InvalidArgument(f"{who}: dtype = {got}, expected one of torch, of floats")
     choice(mask, f"{who}: mask", *MASKS)
     if window is not None:
         window = _least(window, 1, "window", who)
