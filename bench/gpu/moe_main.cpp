@@ -323,9 +323,10 @@ MoeWorkload on_nodes(MoeWorkload workload, std::int32_t ranks_per_node) {
   return workload;
 }
 
-/// Logical nodes: what crosses a link is counted as on one node.
+/// Logical nodes: what crosses a link is counted as on one node. Two at least: where there are too
+/// few GPUs, ranks share them.
 void run_on_nodes(std::int32_t ranks_per_node) {
-  const std::int32_t world_size = num_gpus();
+  const std::int32_t world_size = std::max(2 * ranks_per_node, num_gpus());
   Table table(world_size, 30);
   for (const std::int64_t tokens : {std::int64_t{128}, std::int64_t{4096}}) {
     dispatch_lines(table, on_nodes(uniform_moe(world_size, tokens, 7168, 8, 256), ranks_per_node),

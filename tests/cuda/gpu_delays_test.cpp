@@ -125,7 +125,8 @@ AnsweredCase answered(test::ExpertCase sample, const EPDispatchOptions& options)
 
 void check(const DelayedLayer& layer) {
   const std::int32_t world_size = layer.config.world_size;
-  if (num_gpus() < world_size) GTEST_SKIP() << "needs " << world_size << " GPUs";
+  if (layer.config.is_intra_node() && num_gpus() < world_size)
+    GTEST_SKIP() << "needs " << world_size << " GPUs";
   ASSERT_EQ(layer.config.token_dtype, DType::bfloat16);
   (void)setenv("WAYBILL_TEST_DELAY_NS", layer.most_delay_ns, 1);
   Random random(77);
@@ -157,6 +158,13 @@ TEST(GpuDelays, few_tokens_pushed) { check({few(), {}, 60, "20000", true}); }
 TEST(GpuDelays, some_tokens_pushed) { check({some(), {}, 300, "20000", true}); }
 TEST(GpuDelays, some_tokens_that_land) { check({some(), {}, 100, "20000"}); }
 TEST(GpuDelays, some_tokens_that_wait) { check({some(), {}, 300, "20000"}); }
+
+/// Straight, and forwarded chunk by chunk. Ranks may share a device.
+TEST(GpuDelays, few_tokens_on_nodes) { check({test::on_nodes(few(), 1), {}, 60, "20000"}); }
+TEST(GpuDelays, some_tokens_on_nodes) { check({test::on_nodes(some(), 1), {}, 300, "20000"}); }
+TEST(GpuDelays, some_compact_tokens_on_nodes) {
+  check({test::on_nodes(some(), 1), {.rows = EPRows::compact}, 300, "100000"});
+}
 
 }  // namespace
 }  // namespace waybill

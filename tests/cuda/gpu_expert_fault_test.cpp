@@ -20,9 +20,11 @@ using test::to_size;
 constexpr std::int64_t arena_bytes = std::int64_t{64} << 20;
 
 /// Loses the device for the process, as the next one does: run them one by one.
-void a_rank_never_calls(bool in_combine, std::int32_t ranks_per_node) {
+void a_rank_never_calls(bool in_combine, std::int32_t ranks_per_node,
+                        std::int64_t max_tokens = 60) {
   constexpr std::int32_t world_size = 4;
-  const EPConfig config = test::small_config(world_size, ranks_per_node);
+  EPConfig config = test::small_config(world_size, ranks_per_node);
+  config.max_tokens = max_tokens;
   Random random(36);
   const ExpertCase sample = test::random_case(config, random);
   const ExpertDispatch dispatched = sample.dispatch();
@@ -75,6 +77,14 @@ TEST(GpuExpertFault, on_nodes_a_rank_that_never_dispatches_is_named_by_all_other
 }
 TEST(GpuExpertFault, on_nodes_a_rank_that_never_combines_is_named_by_all_others) {
   a_rank_never_calls(true, 2);
+}
+
+/// Their tokens are forwarded.
+TEST(GpuExpertFault, on_nodes_a_rank_that_never_dispatches_many_is_named_by_all_others) {
+  a_rank_never_calls(false, 2, 200);
+}
+TEST(GpuExpertFault, on_nodes_a_rank_that_never_combines_many_is_named_by_all_others) {
+  a_rank_never_calls(true, 2, 200);
 }
 
 }  // namespace

@@ -119,6 +119,11 @@ void replay_with_other_ids(const EPConfig& config) {
 
 TEST(GpuExpertGraph, replays_with_other_ids) { replay_with_other_ids(small_config(2)); }
 TEST(GpuExpertGraph, replays_with_other_ids_on_nodes) { replay_with_other_ids(small_config(4, 2)); }
+TEST(GpuExpertGraph, replays_with_other_ids_of_many_tokens_on_nodes) {
+  EPConfig config = small_config(4, 2);
+  config.max_tokens = 200;
+  replay_with_other_ids(config);
+}
 
 /// A stream of the device, and events that let others follow it.
 class SideStream {

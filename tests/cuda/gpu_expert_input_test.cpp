@@ -156,6 +156,9 @@ TEST(GpuExpertInput, an_id_of_64_bits) {
   find_a_bad_id(small_config(2), std::int64_t{1} << 40, DType::int64);
 }
 TEST(GpuExpertInput, an_id_out_of_range_on_nodes) { find_a_bad_id(small_config(4, 2), 17); }
+TEST(GpuExpertInput, an_id_out_of_range_of_many_tokens_on_nodes) {
+  find_a_bad_id(many_tokens(small_config(4, 2)), 17, DType::int64);
+}
 
 /// A case with positions, in the usual order but for what `change` does.
 ExpertCase with_positions(const ExpertCase& sample, std::int64_t tokens_less,
@@ -263,6 +266,9 @@ TEST(GpuExpertInput, too_few_rows_for_local_sums) {
 }
 TEST(GpuExpertInput, too_few_rows_to_combine_on_nodes) {
   find_too_few_rows(small_config(4, 2), From::elsewhere);
+}
+TEST(GpuExpertInput, too_few_rows_of_many_tokens_to_combine_on_nodes) {
+  find_too_few_rows(many_tokens(small_config(4, 2)), From::elsewhere);
 }
 
 /// Where processes share a device nothing ends it: what was found stays, and every call says so.

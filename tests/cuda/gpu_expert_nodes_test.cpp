@@ -4,13 +4,14 @@
 #include <gtest/gtest.h>
 
 #include "cuda/gpu_expert_rounds.h"
+#include "cuda/gpu_processes.h"
+#include "waybill/cuda/gpu_world.h"
 
 namespace waybill {
 namespace {
 
 using test::check_golden_cases;
 using test::check_random;
-using test::check_random_orders;
 using test::config_of;
 using test::on_nodes;
 
@@ -20,49 +21,75 @@ EPConfig small(std::int32_t num_nodes, std::int32_t ranks_per_node, std::int64_t
   return on_nodes(config_of(world, 3 * world, 4, max_tokens, 64), ranks_per_node);
 }
 
-TEST(GpuExpertNodes, two_nodes_of_one_rank) { check_random(small(2, 1), {}, 8, 101, {4, 1}); }
-TEST(GpuExpertNodes, two_nodes_of_two) { check_random(small(2, 2), {}, 10, 102, {4, 1, 8}); }
-TEST(GpuExpertNodes, two_nodes_of_four) { check_random(small(2, 4), {}, 8, 103, {4, 2}); }
-TEST(GpuExpertNodes, four_nodes_of_two) { check_random(small(4, 2), {}, 8, 104, {4, 1}); }
+/// The same with few tokens, which go straight to their ranks, and with more, which are forwarded.
+EPConfig with_more(EPConfig config) {
+  config.max_tokens += 128;
+  return config;
+}
+void check_both(const EPConfig& config, const EPDispatchOptions& options, int count,
+                std::uint64_t number, const std::vector<int>& sms) {
+  check_random(config, options, count, number, sms);
+  if (!testing::Test::HasFailure())
+    check_random(with_more(config), options, count, number + 1000, sms);
+}
+void check_orders_both(const EPConfig& config, std::uint64_t number) {
+  test::check_random_orders(config, number);
+  test::check_random_orders(with_more(config), number + 1000);
+}
+
+TEST(GpuExpertNodes, two_nodes_of_one_rank) { check_both(small(2, 1), {}, 8, 101, {4, 1}); }
+TEST(GpuExpertNodes, two_nodes_of_two) { check_both(small(2, 2), {}, 10, 102, {4, 1, 8}); }
+TEST(GpuExpertNodes, two_nodes_of_four) { check_both(small(2, 4), {}, 8, 103, {4, 2}); }
+TEST(GpuExpertNodes, four_nodes_of_two) { check_both(small(4, 2), {}, 8, 104, {4, 1}); }
+TEST(GpuExpertNodes, three_nodes_of_one) { check_both(small(3, 1), {}, 8, 121, {4, 1, 8}); }
 TEST(GpuExpertNodes, many_rounds) { check_random(small(2, 2, 50), {}, 100, 105, {4, 1, 8, 2}); }
 TEST(GpuExpertNodes, tokens_of_several_tiles) {
   check_random(on_nodes(config_of(4, 64, 8, 600, 128), 2), {}, 8, 106, {8, 3});
 }
+/// Sums for other nodes are made in pieces, the last one shorter.
+TEST(GpuExpertNodes, tokens_of_several_pieces) {
+  check_random(on_nodes(config_of(2, 8, 4, 2100, 64), 1), {}, 5, 122, {8, 1});
+  EPDispatchOptions compact;
+  compact.rows = EPRows::compact;
+  check_random(on_nodes(config_of(3, 9, 4, 2049, 32), 1), compact, 5, 123, {8});
+}
 TEST(GpuExpertNodes, rows_of_14_kib) {
+  check_random(on_nodes(config_of(4, 64, 8, 40, 7168, DType::bfloat16, DType::bfloat16), 2), {}, 6,
+               124, {8});
   check_random(on_nodes(config_of(4, 64, 8, 130, 7168, DType::bfloat16, DType::bfloat16), 2), {}, 6,
                107, {8});
 }
 TEST(GpuExpertNodes, rows_of_several_pieces) {
-  check_random(on_nodes(config_of(2, 8, 2, 60, 16384, DType::float32), 1), {}, 6, 108, {4});
+  check_both(on_nodes(config_of(2, 8, 2, 60, 16384, DType::float32), 1), {}, 6, 108, {4});
 }
 TEST(GpuExpertNodes, rows_that_do_not_suit_bulk_copies) {
-  check_random(on_nodes(config_of(4, 8, 3, 70, 37), 2), {}, 6, 109, {4});
-  check_random(on_nodes(config_of(2, 6, 5, 70, 101, DType::float16, DType::float16), 1), {}, 6, 110,
-               {4});
-  check_random(on_nodes(config_of(2, 6, 1, 70, 5, DType::float32), 1), {}, 6, 111, {4});
+  check_both(on_nodes(config_of(4, 8, 3, 70, 37), 2), {}, 6, 109, {4});
+  check_both(on_nodes(config_of(2, 6, 5, 70, 101, DType::float16, DType::float16), 1), {}, 6, 110,
+             {4});
+  check_both(on_nodes(config_of(2, 6, 1, 70, 5, DType::float32), 1), {}, 6, 111, {4});
 }
 TEST(GpuExpertNodes, thirty_two_choices) {
-  check_random(on_nodes(config_of(4, 64, 32, 50, 64), 2), {}, 6, 112, {8});
+  check_both(on_nodes(config_of(4, 64, 32, 50, 64), 2), {}, 6, 112, {8});
 }
 TEST(GpuExpertNodes, padded_rows) {
   EPDispatchOptions options;
   options.expert_alignment = 8;
-  check_random(small(2, 2), options, 8, 113, {4});
+  check_both(small(2, 2), options, 8, 113, {4});
 }
 TEST(GpuExpertNodes, compact_rows) {
   EPDispatchOptions options;
   options.rows = EPRows::compact;
-  check_random(small(2, 2), options, 8, 114, {4});
-  check_random(small(4, 2), options, 6, 115, {4});
+  check_both(small(2, 2), options, 8, 114, {4});
+  check_both(small(4, 2), options, 6, 115, {4});
   options.expert_alignment = 4;
-  check_random(on_nodes(config_of(4, 12, 4, 90, 40, DType::float32, DType::float16), 2), options, 6,
-               116, {4});
+  check_both(on_nodes(config_of(4, 12, 4, 90, 40, DType::float32, DType::float16), 2), options, 6,
+             116, {4});
 }
 TEST(GpuExpertNodes, quantized_payload) {
   EPDispatchOptions options;
   options.payload = EPPayload::quantized;
-  check_random(on_nodes(config_of(4, 12, 4, 60, 512), 2), options, 8, 117, {4});
-  check_random(on_nodes(config_of(2, 12, 4, 60, 384, DType::float32), 1), options, 6, 118, {4});
+  check_both(on_nodes(config_of(4, 12, 4, 60, 512), 2), options, 8, 117, {4});
+  check_both(on_nodes(config_of(2, 12, 4, 60, 384, DType::float32), 1), options, 6, 118, {4});
   options.rows = EPRows::compact;
   options.dropped_id = -1;
   Random random(119);
@@ -76,10 +103,29 @@ TEST(GpuExpertNodes, quantized_payload) {
   test::check_rounds(config, options, rounds, {4});
 }
 TEST(GpuExpertNodes, an_order_that_the_caller_chose) {
-  check_random_orders(on_nodes(config_of(4, 16, 3, 60, 64), 2), 120);
+  check_orders_both(on_nodes(config_of(4, 16, 3, 60, 64), 2), 120);
 }
 TEST(GpuExpertNodes, golden_cases_of_several_nodes) {
   EXPECT_EQ(check_golden_cases([](const EPConfig& config) { return !config.is_intra_node(); }), 18);
+}
+
+void check_processes(const EPConfig& config, const EPDispatchOptions& options,
+                     std::uint64_t number) {
+  Random random(number);
+  const auto rounds = test::random_rounds(config, options, 7, random);
+  test::expect_no_errors(test::run_gpu_processes(
+      config.world_size,
+      [&](std::shared_ptr<Bootstrap> bootstrap, int device) {
+        return make_gpu_process_world(std::move(bootstrap), device, config.local_world_size);
+      },
+      [&](World& world) {
+        test::run_rounds(world, config, options, rounds, {8, 2});
+      }));
+}
+TEST(GpuExpertNodes, processes_equal_the_simulation) {
+  check_processes(small(2, 1), {}, 125);
+  check_processes(with_more(small(2, 2)), {}, 126);
+  check_processes(with_more(small(2, 1)), {.rows = EPRows::compact}, 127);
 }
 
 }  // namespace

@@ -136,15 +136,29 @@ __device__ inline Sources learn_sources(const Rows& p, CallBegin& begin) {
   return sources;
 }
 
+/// Several nodes: tokens of one, in the order of all; the node of a token; this rank's.
+template <class Rows>
+__device__ inline std::int32_t tokens_of_node(const Rows& p) {
+  return p.shape.max_tokens / p.shape.num_nodes;
+}
+template <class Rows>
+__device__ inline std::int32_t node_of(const Rows& p, std::int32_t token) {
+  return token / tokens_of_node(p);
+}
+template <class Rows>
+__device__ inline std::int32_t own_node(const Rows& p) {
+  return p.shape.first_rank / p.shape.node_ranks;
+}
+
 /// Number `position` of the tokens that a rank sends. On several nodes its own come first, then
 /// those of the node before, as they are the first to arrive.
 template <class Rows>
 __device__ inline std::int32_t token_at(const Rows& p, std::int32_t position) {
   if (!p.spans_nodes()) return position;
   const MoeShape& s = p.shape;
-  const std::int32_t each = s.max_tokens / s.num_nodes;
+  const std::int32_t each = tokens_of_node(p);
   const std::int32_t turn = position / each;
-  const std::int32_t node = (s.first_rank / s.node_ranks + s.num_nodes - turn) % s.num_nodes;
+  const std::int32_t node = (own_node(p) + s.num_nodes - turn) % s.num_nodes;
   return node * each + position - turn * each;
 }
 

@@ -50,6 +50,7 @@ void GpuExpertCombine::run(const ExpertCall& call, const ExpertCombineInput& inp
                            const GpuExpertTables& tables, int num_sms) const {
   if (pushes(input.options)) return push(call, input, tables, num_sms);
   stage(call, input, tables);
+  if (params_.goes_straight()) return combine_straight(call, input, tables, num_sms);
   const CombineParams params = params_.combine(call, input, tables);
   if (nodes_ != nullptr) {
     combine_nodes(call, input, tables, params, num_sms);
@@ -145,29 +146,42 @@ void GpuExpertCombine::sum(const CombineParams& params, int blocks, const Expert
         call);
 }
 
-/// Sums of other nodes' tokens first, which travel while those of this node are made.
+void GpuExpertCombine::combine_straight(const ExpertCall& call, const ExpertCombineInput& input,
+                                        const GpuExpertTables& tables, int blocks) const {
+  const StraightCombineParams params = params_.straight_combine(call, input, tables);
+  const bool wide = common_word({params.row_bytes, address_of(params.output),
+                                 address_of(params.biases[0]), address_of(params.biases[1])}) == 16;
+  check(launch_straight_combine(params, config_.token_dtype, config_.weight_dtype, wide, blocks,
+                                stream_of(call)),
+        call);
+}
+
+/// Sums of other nodes' tokens first, which travel while the next ones and those of this node are
+/// made.
 void GpuExpertCombine::combine_nodes(const ExpertCall& call, const ExpertCombineInput& input,
                                      const GpuExpertTables& tables, const CombineParams& all,
                                      int sms) const {
-  const int of_path = ExpertNodes::path_sms(sms);
-  const std::int32_t own = config_.rank / config_.local_world_size;
-  const auto sum_nodes = [&](std::int32_t first, std::int32_t count, int blocks) {
+  const GpuExpertRouting& routing = tables.routing();
+  const int blocks = ExpertNodes::kernel_sms(sms);
+  const auto sum_tokens = [&](std::int64_t first, std::int64_t count) {
     if (count == 0) return;
     CombineParams part = all;
-    const std::int64_t token = first * config_.max_tokens;
-    const std::int64_t entry = token * config_.topk;
-    part.shape.num_tokens = static_cast<std::int32_t>(count * config_.max_tokens);
+    const std::int64_t entry = first * config_.topk;
+    part.shape.num_tokens = static_cast<std::int32_t>(count);
     part.addresses += entry;
     if (part.weights != nullptr) part.weights += entry * dtype_bytes(config_.weight_dtype);
-    part.output = nodes_->sums() + token * all.row_bytes;
+    part.output = nodes_->sums() + first * all.row_bytes;
     sum(part, blocks, call);
   };
-  nodes_->arrive(call, tables.routing(), sms);
-  sum_nodes(0, own, sms);
-  sum_nodes(own + 1, config_.num_nodes() - own - 1, sms);
-  nodes_->start_partial_sums(call, tables.routing(), of_path);
-  sum_nodes(own, 1, std::max(1, sms - of_path));
-  nodes_->add_partial_sums(call, input, tables.routing());
+  nodes_->begin_combine(call, routing, sms);
+  for (const SumPiece& piece : nodes_->pieces()) {
+    sum_tokens(piece.first, piece.count);
+    nodes_->finish_piece(call, piece);
+  }
+  nodes_->finish_pieces(call, routing, sms);
+  const std::int64_t own = config_.rank / config_.local_world_size;
+  sum_tokens(own * config_.max_tokens, config_.max_tokens);
+  nodes_->add_partial_sums(call, input, routing, sms);
 }
 
 }  // namespace waybill::cuda

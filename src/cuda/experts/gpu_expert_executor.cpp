@@ -60,13 +60,14 @@ class GpuExpertExecutor final : public ExpertExecutor {
         options_(options),
         memory_(memory),
         links_(transport.links()),
-        params_(transport, gpu_, share, config, options, memory),
+        params_(transport, gpu_, share, config, options, memory,
+                path != nullptr && path->maps_peers()),
         barrier_(transport, gpu_, share),
         pool_(std::make_shared<TablePool>(gpu_)) {
     const bool nodes = !config_.is_intra_node();
     if (nodes) {
-      nodes_ = std::make_unique<ExpertNodes>(transport, gpu_, *path, config_, options_, memory_,
-                                             params_);
+      nodes_ = std::make_unique<ExpertNodes>(transport, gpu_, share_, *path, config_, options_,
+                                             memory_, params_);
     }
     combine_ = std::make_unique<GpuExpertCombine>(transport, gpu_, share, config_, options_,
                                                   memory_, params_, nodes_.get());
@@ -103,7 +104,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
                                            input.ids.shape[0], last_ticket_, pool_, gpu_,
                                            table_call),
         weight_memory(input, table_call), config_.weight_dtype, table_call);
-    if (nodes_ != nullptr) nodes_->exchange_ids(call, input, tables->routing(), num_sms(call));
+    if (nodes_ != nullptr) begin_on_nodes(call, input, tables->routing(), true);
     const RouteParams params = params_.route(call, input, *tables);
     const int blocks = num_route_blocks(params.shape, call);
     // No event behind it: the rows' kernel begins early only right behind this one.
@@ -122,7 +123,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     auto tables = std::make_shared<GpuExpertTables>(
         static_cast<const GpuExpertTables&>(earlier).shared_routing(),
         weight_memory(input, table_call), config_.weight_dtype, table_call);
-    if (nodes_ != nullptr) nodes_->exchange_weights(call, input, tables->routing(), num_sms(call));
+    if (nodes_ != nullptr) begin_on_nodes(call, input, tables->routing(), false);
     const EnterParams params = params_.enter(call, input, *tables);
     const int blocks = params.weights == nullptr ? 1 : route_blocks(params.shape, num_sms(call));
     check(launch_enter(params, blocks, is_alone(), stream_of(call)), call);
@@ -142,21 +143,22 @@ class GpuExpertExecutor final : public ExpertExecutor {
     }
     params.tokens = input.tokens.data;
     params.scales = input.scales.data;
-    if (options_.payload == EPPayload::quantized) quantize(call, input, params);
-    int blocks = num_sms(call);
-    if (nodes_ != nullptr) {
-      const int of_path = ExpertNodes::path_sms(blocks);
-      nodes_->start_rows(call, input, made_tables.routing(), of_path);
-      blocks = std::max(1, blocks - of_path);
-      params.tokens = memory_.workspace.local + memory_.workspace_layout.forward_rows;
-      params.scales = options_.payload == EPPayload::plain
-                          ? nullptr
-                          : memory_.workspace.local + memory_.workspace_layout.forward_scales;
+    const int blocks = kernel_sms(call);
+    if (is_forwarded()) {
+      nodes_->start_rows(call, input, made_tables.routing(), num_sms(call), params);
+    } else if (nodes_ != nullptr && options_.payload == EPPayload::quantized) {  // they are there
+      params.tokens = nodes_->own_rows();
+      params.scales = nodes_->own_scales();
+    } else if (options_.payload == EPPayload::quantized) {
+      quantize(call, input, params_.elements(), params_.scales());
+      params.tokens = params_.elements();
+      params.scales = params_.scales();
     }
     const std::int64_t row_bytes = config_.hidden * dtype_bytes(payload_dtype(config_, options_));
     const std::int64_t scale_bytes = num_scales(config_, options_) * 4;
     const int word =
-        common_word({address_of(params.tokens), row_bytes, address_of(params.scales), scale_bytes});
+        common_word({address_of(params.tokens), row_bytes, address_of(params.scales), scale_bytes,
+                     address_of(params.own_tokens), address_of(params.own_scales)});
     const bool bulk = gpu_->has_bulk_copies() && word == 16;
     params.cuts = cut_rows(row_bytes, static_cast<std::int32_t>(scale_bytes), bulk, word);
     if (options_.rows == EPRows::compact) params.cuts.signal_less();
@@ -172,10 +174,8 @@ class GpuExpertExecutor final : public ExpertExecutor {
       params.num_senders = std::clamp(beside, 1, params.num_senders);
     }
     check(launch_rows(params, {bulk, early, blocks}, stream_of(call)), call);
-    if (nodes_ != nullptr) {
-      if (made != nullptr) nodes_->note_runs(call, *made);
-      nodes_->finish_rows(call);
-    }
+    if (nodes_ != nullptr && made != nullptr) nodes_->note_runs(call, *made);
+    if (is_forwarded()) nodes_->finish_rows(call);
     made_tables.finish(table_call);
   }
 
@@ -226,7 +226,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
   [[nodiscard]] int num_route_blocks(const MoeShape& shape, const ExpertCall& call) const {
     return params_.is_low_latency() ? low_latency_route_blocks(shape, num_sms(call))
-                                    : route_blocks(shape, num_sms(call));
+                                    : route_blocks(shape, kernel_sms(call));
   }
 
   /// Whether kernels may take their places early: early blocks take room from what a rank on the
@@ -263,14 +263,32 @@ class GpuExpertExecutor final : public ExpertExecutor {
     return std::max(1, std::min(wanted, gpu_->num_sms() / share_));
   }
 
-  /// Tokens as float8 with scales, into memory of the layer.
-  void quantize(const ExpertCall& call, const ExpertDispatchInput& input, RowsParams& params) {
+  /// Of these, those beside a network path.
+  [[nodiscard]] int kernel_sms(const ExpertCall& call) const {
+    return is_forwarded() ? ExpertNodes::kernel_sms(num_sms(call)) : num_sms(call);
+  }
+
+  /// Whether there are nodes, and tokens take their way through the rank of this one's local index.
+  [[nodiscard]] bool is_forwarded() const { return nodes_ != nullptr && !params_.goes_straight(); }
+
+  void begin_on_nodes(const ExpertCall& call, const ExpertDispatchInput& input,
+                      const GpuExpertRouting& routing, bool counts) {
+    if (options_.payload == EPPayload::quantized)
+      quantize(call, input, nodes_->own_rows(), nodes_->own_scales());
+    if (is_forwarded()) {
+      nodes_->begin_dispatch(call, input, routing, counts, num_sms(call));
+    } else if (counts || is_given(input.weights)) {  // else they synchronize with what follows
+      nodes_->begin_straight(call, input, routing, counts);
+    }
+  }
+
+  /// Tokens as float8 with scales.
+  void quantize(const ExpertCall& call, const ExpertDispatchInput& input, std::byte* elements,
+                std::byte* scales) {
     QuantizeParams q{};
     q.input = input.tokens.data;
-    params.tokens = nodes_ != nullptr ? nodes_->own_rows() : params_.elements();
-    params.scales = nodes_ != nullptr ? nodes_->own_scales() : params_.scales();
-    q.elements = reinterpret_cast<std::uint8_t*>(const_cast<std::byte*>(params.tokens));
-    q.scales = reinterpret_cast<float*>(const_cast<std::byte*>(params.scales));
+    q.elements = reinterpret_cast<std::uint8_t*>(elements);
+    q.scales = reinterpret_cast<float*>(scales);
     q.num_groups = input.tokens.shape[0] * num_scales(config_, options_);
     if (q.num_groups == 0) return;
     constexpr int blocks_a_sm = 4;  // all that it holds: memory bounds it

@@ -18,55 +18,47 @@ namespace {
 
 using waybill::detail::to_size;
 
-static_assert(static_cast<int>(ExpertSignal::entered) == 0);  // see list_puts_kernel
+std::int64_t payload_row_bytes(const EPConfig& config, const EPDispatchOptions& options) {
+  return config.hidden * dtype_bytes(payload_dtype(config, options));
+}
 
-/// Puts of one network path, at most: a row and its scales each, or whole parts.
-std::int64_t most_puts(const EPConfig& config) {
-  const std::int64_t whole = 2 + config.max_tokens * config.topk * 8 / max_put_bytes;
-  return (config.num_nodes() - 1) * (max_node_parts * config.max_tokens + whole);
+/// Of what is sent of a token.
+std::int64_t most_row_bytes(const EPConfig& config, const EPDispatchOptions& options) {
+  return std::max(payload_row_bytes(config, options),
+                  config.hidden * dtype_bytes(config.token_dtype));
 }
 
 }  // namespace
 
-ExpertNodes::ExpertNodes(Transport& transport, std::shared_ptr<GpuRank> gpu, NetworkPath& path,
-                         const EPConfig& config, const EPDispatchOptions& options,
-                         const ExpertMemory& memory, const ExpertParams& params)
+ExpertNodes::ExpertNodes(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,
+                         NetworkPath& path, const EPConfig& config,
+                         const EPDispatchOptions& options, const ExpertMemory& memory,
+                         const ExpertParams& params)
     : transport_(transport),
       gpu_(std::move(gpu)),
+      share_(share),
       path_(path),
       config_(config),
       options_(options),
       memory_(memory),
       params_(params),
-      own_node_(config.rank / config.local_world_size) {
+      by_phases_(path.needs_phases()),
+      own_node_(config.rank / config.local_world_size),
+      program_(transport, gpu_, config, most_row_bytes(config, options)) {
   cuda_check(prepare_nodes(config_.token_dtype), "loading kernels");
-  const std::int64_t steps = config_.num_nodes() - 1;
-  waybill::detail::MemoryLayout parts;
-  const std::int64_t puts = parts.take(most_puts(config_) * std::int64_t{sizeof(NetworkPut)});
-  const std::int64_t step_table = parts.take(steps * std::int64_t{sizeof(NetworkStep)});
-  const std::int64_t waits = parts.take(steps * std::int64_t{sizeof(BatchSlot)});
-  const std::int64_t signals = parts.take(steps * std::int64_t{sizeof(BatchSlot)});
-  const std::int64_t done = parts.take(steps * std::int64_t{sizeof(unsigned)});
-  const std::int64_t state = parts.take(sizeof(PathState));
-  const std::int64_t num_puts = parts.take(sizeof(std::int32_t));
-  program_memory_ = device_memory(parts.total(), gpu_->stream());
-  auto* const base = static_cast<std::byte*>(program_memory_.get());
-  program_ = {reinterpret_cast<PathState*>(base + state),
-              reinterpret_cast<std::int32_t*>(base + num_puts),
-              reinterpret_cast<NetworkStep*>(base + step_table),
-              reinterpret_cast<NetworkPut*>(base + puts),
-              reinterpret_cast<BatchSlot*>(base + waits),
-              reinterpret_cast<BatchSlot*>(base + signals)};
-  done_ = reinterpret_cast<unsigned*>(base + done);
+  if (params_.goes_straight()) {
+    cuda_check(prepare_straight(config_.token_dtype, config_.weight_dtype), "loading kernels");
+    cuda_check(prepare_route(false), "loading kernels");  // for ranks that only synchronize
+  }
 }
-
-ExpertNodes::~ExpertNodes() { transport_.defer_release({program_memory_}); }
 
 int ExpertNodes::path_sms(int num_sms) { return std::clamp(num_sms / 4, 1, 8); }
 
+int ExpertNodes::kernel_sms(int num_sms) { return std::max(1, num_sms - path_sms(num_sms)); }
+
 std::byte* ExpertNodes::own_rows() const {
-  const std::int64_t row_bytes = config_.hidden * dtype_bytes(payload_dtype(config_, options_));
-  return memory_.workspace.local + memory_.workspace_layout.forward_rows + own_slice() * row_bytes;
+  return memory_.workspace.local + memory_.workspace_layout.forward_rows +
+         own_slice() * payload_row_bytes(config_, options_);
 }
 
 std::byte* ExpertNodes::own_scales() const {
@@ -74,28 +66,36 @@ std::byte* ExpertNodes::own_scales() const {
          own_slice() * num_scales(config_, options_) * 4;
 }
 
-ListPutsParams ExpertNodes::puts(const ExpertCall& call, const GpuExpertRouting& routing,
-                                 FaultKind kind, ExpertSignal signal) const {
+/// Whoever waits for what has come whole from a node, and chunk by chunk. By phases, a rank's slot
+/// of the layer says both.
+const std::uint64_t* ExpertNodes::whole_slots(ExpertSignal signal) const {
+  if (!by_phases_) return program_.whole_slots();
+  return memory_.signals.local + static_cast<std::int64_t>(signal) * config_.world_size +
+         local_rank();
+}
+
+ChunkSlots ExpertNodes::chunk_slots(ExpertSignal signal) const {
+  constexpr std::int32_t all_tokens = 31;
+  if (by_phases_) return {whole_slots(signal), config_.local_world_size, all_tokens};
+  return program_.chunk_slots();
+}
+
+ListPutsParams ExpertNodes::list(const ExpertCall& call, const GpuExpertRouting& routing,
+                                 FaultKind kind) const {
   ListPutsParams params{};
   params.m = params_.arrive(call, kind);
   params.shape = params_.shape(routing);
   params.begins = -1;
-  params.filter = NodeFilter::all;
-  params.first_signal = static_cast<std::int32_t>(first_slot(signal));
-  params.out = program_;
+  params.filter = NodeFilter::none;
+  program_.add_to(params);
   return params;
 }
 
 /// This rank's slice of a part of the workspace, to the same slice of the others.
-void ExpertNodes::add_part(ListPutsParams& params, std::int64_t part,
-                           std::int64_t row_bytes) const {
-  if (row_bytes == 0) return;
+NodePart ExpertNodes::own_slice_of(std::int64_t part, std::int64_t row_bytes,
+                                   std::int64_t rows) const {
   const std::int64_t slice = part + own_slice() * row_bytes;
-  params.parts[params.num_parts++] = {.from = slice,
-                                      .from_node_bytes = 0,
-                                      .to = slice,
-                                      .row_bytes = row_bytes,
-                                      .total_bytes = params.shape.num_tokens * row_bytes};
+  return {slice, 0, slice, row_bytes, rows * row_bytes};
 }
 
 void ExpertNodes::copy(std::byte* to, const ConstTensorView& from, std::int64_t row_bytes,
@@ -107,49 +107,76 @@ void ExpertNodes::copy(std::byte* to, const ConstTensorView& from, std::int64_t 
       "copying to the workspace", call.operation);
 }
 
+/// All of them: those behind the last token say that there is none.
+void ExpertNodes::add_ids(const ExpertDispatchInput& input, ListPutsParams& params) const {
+  const std::int64_t row_bytes = std::int64_t{config_.topk} * 4;
+  const std::int64_t part = memory_.workspace_layout.forward_ids;
+  params.given_ids = input.ids.data;
+  params.wide_ids = input.ids.dtype == DType::int64;
+  params.dropped_id = options_.dropped(config_);
+  params.made_ids =
+      reinterpret_cast<std::int32_t*>(memory_.workspace.local + part + own_slice() * row_bytes);
+  params.whole[params.num_whole++] = own_slice_of(part, row_bytes, config_.max_tokens);
+}
+
 void ExpertNodes::add_weights(const ExpertCall& call, const ExpertDispatchInput& input,
                               ListPutsParams& params) const {
   if (!is_given(input.weights)) return;
   const std::int64_t row_bytes = config_.topk * dtype_bytes(config_.weight_dtype);
-  copy(memory_.workspace.local + memory_.workspace_layout.forward_weights + own_slice() * row_bytes,
-       input.weights, row_bytes, call);
-  add_part(params, memory_.workspace_layout.forward_weights, row_bytes);
+  const std::int64_t part = memory_.workspace_layout.forward_weights;
+  copy(memory_.workspace.local + part + own_slice() * row_bytes, input.weights, row_bytes, call);
+  params.whole[params.num_whole++] = own_slice_of(part, row_bytes, input.weights.shape[0]);
 }
 
-NetworkPhase ExpertNodes::whole_parts(const ListPutsParams& params) const {
-  WorkspacePart parts[max_node_parts];
-  for (std::int32_t i = 0; i < params.num_parts; ++i) {
-    const NodePart& part = params.parts[i];
-    const std::int64_t slice_bytes = config_.max_tokens * part.row_bytes;
-    parts[i] = {part.from, part.from_node_bytes, part.to - own_node_ * slice_bytes, slice_bytes};
-  }
-  return workspace_phase(transport_.topology(), config_.rank,
-                         std::span(parts, to_size(params.num_parts)), params.first_signal,
-                         params.begins >= 0);
+/// Where rows that are sent begin, from the workspace: in the caller's tensor, if the network path
+/// reads that, else in the workspace, to which they are copied.
+std::int64_t ExpertNodes::row_offset(const ExpertCall& call, const ConstTensorView& from,
+                                     std::byte* in_workspace, std::int64_t row_bytes) const {
+  const std::int64_t workspace = address_of(memory_.workspace.local);
+  if (options_.payload == EPPayload::quantized) return address_of(in_workspace) - workspace;
+  if (path_.maps_peers() && from.data != nullptr) return address_of(from.data) - workspace;
+  copy(in_workspace, from, row_bytes, call);
+  return address_of(in_workspace) - workspace;
+}
+
+void ExpertNodes::add_rows(const ExpertCall& call, const ExpertDispatchInput& input,
+                           const GpuExpertRouting& routing, ListPutsParams& params) const {
+  const ExpertWorkspaceLayout& layout = memory_.workspace_layout;
+  const std::int64_t row_bytes = payload_row_bytes(config_, options_);
+  const std::int64_t scale_bytes = num_scales(config_, options_) * 4;
+  params.filter = NodeFilter::tokens;
+  params.ids = routing.part(routing.fixed().ids) + own_slice() * config_.topk;
+  const std::int64_t rows = config_.max_tokens;
+  params.parts[params.num_parts] = own_slice_of(layout.forward_rows, row_bytes, rows);
+  params.parts[params.num_parts++].from = row_offset(call, input.tokens, own_rows(), row_bytes);
+  if (scale_bytes == 0) return;
+  params.parts[params.num_parts] = own_slice_of(layout.forward_scales, scale_bytes, rows);
+  params.parts[params.num_parts++].from = row_offset(call, input.scales, own_scales(), scale_bytes);
+}
+
+void ExpertNodes::add_partial_sums_to(const GpuExpertRouting& routing,
+                                      ListPutsParams& params) const {
+  const ExpertWorkspaceLayout& layout = memory_.workspace_layout;
+  const std::int64_t row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
+  const std::int64_t slice_bytes = config_.max_tokens * row_bytes;
+  params.filter = NodeFilter::partial_sums;
+  params.ids = routing.part(routing.fixed().ids);
+  params.parts[params.num_parts++] = {layout.sums, slice_bytes,
+                                      layout.partial_sums + own_node_ * slice_bytes, row_bytes,
+                                      slice_bytes};
 }
 
 void ExpertNodes::start(const ListPutsParams& params, const ExpertCall& call, int num_sms) {
   const cudaStream_t stream = stream_of(call);
-  ListPutsParams listed = params;
-  if (path_.needs_phases()) {
-    phase_ = whole_parts(params);
-    listed.num_parts = 0;
-  }
-  gpu_->check(launch_list_puts(listed, stream), "launching a kernel", call.operation);
+  gpu_->check(launch_list_puts(params, stream), "launching a kernel", call.operation);
   path_.start({.operation = call.operation,
                .kind = params.m.arrive.kind,
                .arrival = params.begins >= 0 ? PathArrival::first : PathArrival::none,
-               .tables = {.num_puts = program_.num_puts,
-                          .steps = program_.steps,
-                          .puts = program_.puts,
-                          .waits = program_.waits,
-                          .signals = program_.signals,
-                          .done = done_,
-                          .ready = nullptr},
-               .state = program_.state,
+               .tables = program_.tables(params),
+               .state = program_.state(),
                .phases = std::span(&phase_, 1),
                .window = &memory_.workspace,
-               .slots = &memory_.signals,
+               .slots = by_phases_ ? &memory_.signals : &program_.pad(),
                .first_slot = 0,
                .arrivals = &memory_.signals,
                .fingerprint = params.m.arrive.fingerprint,
@@ -158,55 +185,66 @@ void ExpertNodes::start(const ListPutsParams& params, const ExpertCall& call, in
                .stream = stream});
 }
 
-/// Joins the network path, and waits for what the other nodes have sent with theirs.
-void ExpertNodes::wait_until(const ListPutsParams& params, const ExpertCall& call, bool counts) {
-  const cudaStream_t stream = stream_of(call);
-  path_.join(stream);
+NetworkPhase ExpertNodes::phase_of(std::span<const NodePart> from, ExpertSignal signal,
+                                   bool begins) const {
+  WorkspacePart parts[max_node_parts];
+  for (std::size_t i = 0; i < from.size(); ++i) {
+    const NodePart& part = from[i];
+    const std::int64_t slice_bytes = config_.max_tokens * part.row_bytes;
+    parts[i] = {part.from, part.from_node_bytes, part.to - own_node_ * slice_bytes, slice_bytes};
+  }
+  const std::int64_t first_slot = static_cast<std::int64_t>(signal) * config_.world_size;
+  return workspace_phase(transport_.topology(), config_.rank, std::span(parts, from.size()),
+                         static_cast<std::int32_t>(first_slot), begins);
+}
+
+/// Whole slices, whose size all ranks know: one phase.
+void ExpertNodes::start_phase(const ListPutsParams& params, std::span<const NodePart> parts,
+                              ExpertSignal signal, const ExpertCall& call, int num_sms) {
+  phase_ = phase_of(parts, signal, params.begins >= 0);
+  ListPutsParams listed = params;
+  listed.filter = NodeFilter::none;
+  listed.num_whole = 0;
+  start(listed, call, num_sms);
+}
+
+WaitNodesParams ExpertNodes::wait_params(const ListPutsParams& params) const {
   WaitNodesParams wait{};
   wait.m = params.m;
   wait.shape = params.shape;
   wait.begins = params.begins;
-  wait.counts = counts;
-  if (params.num_parts > 0) wait.slots = memory_.signals.local + params.first_signal;
-  gpu_->check(launch_wait_nodes(wait, stream), "launching a kernel", call.operation);
+  wait.node_stride = by_phases_ ? config_.local_world_size : 1;
+  return wait;
 }
 
-void ExpertNodes::arrive(const ExpertCall& call, const GpuExpertRouting& routing, int num_sms) {
-  ListPutsParams params = puts(call, routing, FaultKind::moe_combine, ExpertSignal::shared);
-  params.begins = 1;
-  start(params, call, num_sms);
-  wait_until(params, call, true);
+void ExpertNodes::launch(const WaitNodesParams& params, const ExpertCall& call) const {
+  gpu_->check(launch_wait_nodes(params, stream_of(call)), "launching a kernel", call.operation);
 }
 
-void ExpertNodes::exchange_ids(const ExpertCall& call, const ExpertDispatchInput& input,
-                               const GpuExpertRouting& routing, int num_sms) {
-  ListPutsParams params = puts(call, routing, FaultKind::moe_dispatch, ExpertSignal::posted);
-  const std::int64_t row_bytes = std::int64_t{config_.topk} * 4;
-  NodeIdsParams ids{};
-  ids.shape = params.shape;
-  ids.ids = input.ids.data;
-  ids.wide_ids = input.ids.dtype == DType::int64;
-  ids.dropped_id = options_.dropped(config_);
-  ids.out = reinterpret_cast<std::int32_t*>(
-      memory_.workspace.local + memory_.workspace_layout.forward_ids + own_slice() * row_bytes);
-  ids.sink = params.m.arrive.sink;
-  ids.state = params.m.state;
-  gpu_->check(launch_node_ids(ids, num_sms, stream_of(call)), "launching a kernel", call.operation);
+void ExpertNodes::begin_dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
+                                 const GpuExpertRouting& routing, bool counts, int num_sms) {
+  ListPutsParams params = list(call, routing, FaultKind::moe_dispatch);
   params.begins = 0;
-  add_part(params, memory_.workspace_layout.forward_ids, row_bytes);
-  params.parts[0].total_bytes = config_.max_tokens * row_bytes;  // with what says: no token
+  if (counts) add_ids(input, params);
   add_weights(call, input, params);
-  start(params, call, num_sms);
-  wait_until(params, call, false);
+  if (by_phases_) {
+    start_phase(params, std::span(params.whole, to_size(std::int64_t{params.num_whole})),
+                ExpertSignal::posted, call, path_sms(num_sms));
+    path_.join(stream_of(call));
+  } else {
+    add_rows(call, input, routing, params);
+    start(params, call, path_sms(num_sms));
+  }
+  WaitNodesParams wait = wait_params(params);
+  if (params.num_whole > 0) wait.slots = whole_slots(ExpertSignal::posted);
+  launch(wait, call);
 }
 
-void ExpertNodes::exchange_weights(const ExpertCall& call, const ExpertDispatchInput& input,
-                                   const GpuExpertRouting& routing, int num_sms) {
-  ListPutsParams params = puts(call, routing, FaultKind::moe_dispatch, ExpertSignal::posted);
-  params.begins = 0;
-  add_weights(call, input, params);
-  start(params, call, num_sms);
-  wait_until(params, call, false);
+void ExpertNodes::begin_straight(const ExpertCall& call, const ExpertDispatchInput& input,
+                                 const GpuExpertRouting& routing, bool counts) const {
+  const StraightBeginParams params =
+      params_.straight_begin(call, input, routing, counts, program_.pad());
+  gpu_->check(launch_straight_begin(params, stream_of(call)), "launching a kernel", call.operation);
 }
 
 void ExpertNodes::note_runs(const ExpertCall& call, GpuExpertRouting& made) const {
@@ -218,65 +256,94 @@ void ExpertNodes::note_runs(const ExpertCall& call, GpuExpertRouting& made) cons
 }
 
 void ExpertNodes::start_rows(const ExpertCall& call, const ExpertDispatchInput& input,
-                             const GpuExpertRouting& routing, int num_sms) {
-  const std::int64_t row_bytes = config_.hidden * dtype_bytes(payload_dtype(config_, options_));
+                             const GpuExpertRouting& routing, int num_sms, RowsParams& rows) {
+  const std::int64_t row_bytes = payload_row_bytes(config_, options_);
   const std::int64_t scale_bytes = num_scales(config_, options_) * 4;
-  if (options_.payload != EPPayload::quantized) {  // else they are there
-    copy(own_rows(), input.tokens, row_bytes, call);
-    if (scale_bytes > 0) copy(own_scales(), input.scales, scale_bytes, call);
-  }
-  ListPutsParams params = puts(call, routing, FaultKind::moe_dispatch, ExpertSignal::forwarded);
-  params.filter = NodeFilter::tokens;
-  params.ids = routing.part(routing.fixed().ids) + own_slice() * config_.topk;
-  add_part(params, memory_.workspace_layout.forward_rows, row_bytes);
-  add_part(params, memory_.workspace_layout.forward_scales, scale_bytes);
-  start(params, call, num_sms);
+  rows.tokens = memory_.workspace.local + memory_.workspace_layout.forward_rows;
+  rows.scales = scale_bytes == 0
+                    ? nullptr
+                    : memory_.workspace.local + memory_.workspace_layout.forward_scales;
+  rows.own_tokens = rows.tokens;
+  rows.own_scales = rows.scales;
+  rows.forwarded = chunk_slots(ExpertSignal::forwarded);
+  const auto at_slice = [&](const ConstTensorView& own, std::int64_t bytes) {
+    return reinterpret_cast<const std::byte*>(address_of(own.data) - own_slice() * bytes);
+  };
+  const bool is_copied = options_.payload == EPPayload::quantized || !path_.maps_peers();
+  if (!is_copied && input.tokens.data != nullptr)
+    rows.own_tokens = at_slice(input.tokens, row_bytes);
+  if (!is_copied && scale_bytes > 0 && input.scales.data != nullptr)
+    rows.own_scales = at_slice(input.scales, scale_bytes);
+  if (!by_phases_) return;
+  ListPutsParams params = list(call, routing, FaultKind::moe_dispatch);
+  add_rows(call, input, routing, params);
+  start_phase(params, std::span(params.parts, to_size(std::int64_t{params.num_parts})),
+              ExpertSignal::forwarded, call, path_sms(num_sms));
 }
 
 void ExpertNodes::finish_rows(const ExpertCall& call) { path_.join(stream_of(call)); }
 
-/// What start_shares sends.
-ListPutsParams ExpertNodes::partial_sum_puts(const ExpertCall& call,
-                                             const GpuExpertRouting& routing) const {
-  const std::int64_t row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
-  const std::int64_t slice_bytes = config_.max_tokens * row_bytes;
-  const ExpertWorkspaceLayout& workspace = memory_.workspace_layout;
-  ListPutsParams params = puts(call, routing, FaultKind::moe_combine, ExpertSignal::shared);
-  params.filter = NodeFilter::partial_sums;
-  params.ids = routing.part(routing.fixed().ids);
-  params.num_parts = 1;
-  params.parts[0] = {.from = workspace.sums,
-                     .from_node_bytes = slice_bytes,
-                     .to = workspace.partial_sums + own_node_ * slice_bytes,
-                     .row_bytes = row_bytes,
-                     .total_bytes = slice_bytes};
-  return params;
+void ExpertNodes::begin_combine(const ExpertCall& call, const GpuExpertRouting& routing,
+                                int num_sms) {
+  ListPutsParams params = list(call, routing, FaultKind::moe_combine);
+  params.begins = 1;
+  WaitNodesParams wait = wait_params(params);
+  if (by_phases_) {  // nothing goes beside other kernels before the host queues it
+    start_phase(params, {}, ExpertSignal::shared, call, path_sms(num_sms));
+    path_.join(stream_of(call));
+    wait.counts = true;
+  } else {
+    add_partial_sums_to(routing, params);
+    start(params, call, path_sms(num_sms));
+    wait.of_node = true;
+  }
+  launch(wait, call);
 }
 
-void ExpertNodes::start_partial_sums(const ExpertCall& call, const GpuExpertRouting& routing,
-                                     int num_sms) {
-  start(partial_sum_puts(call, routing), call, num_sms);
+void ExpertNodes::finish_piece(const ExpertCall& call, const SumPiece& piece) {
+  if (by_phases_ || piece.count == 0) return;
+  gpu_->check(launch_raise_ready(params_.arrive(call, FaultKind::moe_combine),
+                                 program_.ready(piece), stream_of(call)),
+              "launching a kernel", call.operation);
+}
+
+void ExpertNodes::finish_pieces(const ExpertCall& call, const GpuExpertRouting& routing,
+                                int num_sms) {
+  if (!by_phases_) return;
+  ListPutsParams params = list(call, routing, FaultKind::moe_combine);
+  add_partial_sums_to(routing, params);
+  start_phase(params, std::span(params.parts, 1), ExpertSignal::shared, call, path_sms(num_sms));
 }
 
 void ExpertNodes::add_partial_sums(const ExpertCall& call, const ExpertCombineInput& input,
-                                   const GpuExpertRouting& routing) {
-  const ListPutsParams params = partial_sum_puts(call, routing);
-  const std::int64_t row_bytes = params.parts[0].row_bytes;
-  const std::int64_t slice_bytes = params.parts[0].total_bytes;
-  wait_until(params, call, false);
+                                   const GpuExpertRouting& routing, int num_sms) {
+  const std::int64_t row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
+  ListPutsParams params = list(call, routing, FaultKind::moe_combine);
+  if (by_phases_) {
+    path_.join(stream_of(call));
+  } else {
+    params.begins = 1;
+    WaitNodesParams wait = wait_params(params);
+    wait.counts = true;
+    launch(wait, call);
+  }
   AddPartialSumsParams add{};
+  add.m = params.m;
   add.shape = params.shape;
+  add.arrived = chunk_slots(ExpertSignal::shared);
   add.row_bytes = row_bytes;
-  add.ids = params.ids + own_slice() * config_.topk;
+  add.ids = routing.part(routing.fixed().ids) + own_slice() * config_.topk;
   add.partial_sums = memory_.workspace.local + memory_.workspace_layout.partial_sums;
-  add.own_share = sums() + own_node_ * slice_bytes;
+  add.own_share = sums() + own_slice() * row_bytes;
   for (std::size_t i = 0; i < input.biases.size(); ++i) add.biases[i] = input.biases[i].data;
   add.output = input.output.data;
   const bool wide = common_word({row_bytes, address_of(add.output), address_of(add.biases[0]),
                                  address_of(add.biases[1])}) == 16;
-  gpu_->check(
-      launch_add_partial_sums(add, config_.token_dtype, wide, 2 * gpu_->num_sms(), stream_of(call)),
-      "launching a kernel", call.operation);
+  // Blocks that wait must leave room for those of other ranks on the device.
+  const int blocks = share_ == 1 ? 2 * gpu_->num_sms() : kernel_sms(num_sms);
+  gpu_->check(launch_add_partial_sums(add, config_.token_dtype, wide, blocks, stream_of(call)),
+              "launching a kernel", call.operation);
+  if (!by_phases_) path_.join(stream_of(call));
 }
 
 }  // namespace waybill::cuda

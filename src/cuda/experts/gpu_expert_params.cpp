@@ -77,7 +77,7 @@ RecordWorkspace::RecordWorkspace(const EPConfig& config, const EPDispatchOptions
 
 ExpertParams::ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,
                            const EPConfig& config, const EPDispatchOptions& options,
-                           const ExpertMemory& memory)
+                           const ExpertMemory& memory, bool maps_peers)
     : transport_(transport),
       gpu_(std::move(gpu)),
       share_(share),
@@ -85,6 +85,8 @@ ExpertParams::ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, i
       options_(options),
       memory_(memory),
       low_latency_(low_latency_route_fits(shape(0, 0))),
+      straight_(maps_peers && !config.is_intra_node() &&
+                config.max_tokens <= max_low_latency_tokens),
       most_delay_ns_(most_delay_ns()),
       workspace_(config, options, low_latency_) {
   const cudaStream_t stream = gpu_->stream();
@@ -123,8 +125,8 @@ MoeArrive ExpertParams::arrive(const ExpertCall& call, FaultKind kind) const {
   m.arrive.sink = gpu_->sink(share_);
   const std::int64_t slots = static_cast<std::int64_t>(ExpertSignal::entered) * config_.world_size;
   m.arrive.own_arrivals = memory_.signals.local + slots;
-  m.arrive.first_rank = first_rank();
-  m.arrive.node_ranks = config_.local_world_size;
+  m.arrive.first_rank = straight_ ? 0 : first_rank();
+  m.arrive.node_ranks = straight_ ? config_.world_size : config_.local_world_size;
   m.arrive.arrivals = near_peers_of<std::uint64_t>(
       memory_.signals, slots * std::int64_t{sizeof(std::uint64_t)}, 0, config_.world_size);
   std::ranges::copy(pack_fingerprint(call.fingerprint), m.arrive.fingerprint.words);
@@ -159,10 +161,17 @@ MoeShape ExpertParams::shape(std::int64_t num_tokens, std::int64_t capacity_rows
   return s;
 }
 
-/// A node with all tokens that its ranks forward, as RowsParams says.
+/// A node with all tokens that its ranks forward, as RowsParams says; the world as one node, where
+/// nothing is forwarded.
 MoeShape ExpertParams::node_shape(const GpuExpertRouting& routing) const {
   MoeShape s = shape(routing);
   if (s.num_nodes == 1) return s;
+  if (straight_) {
+    s.num_nodes = 1;
+    s.node_ranks = s.world_size;
+    s.first_rank = 0;
+    return s;
+  }
   s.rank -= s.first_rank;
   s.world_size = s.node_ranks;
   s.max_tokens *= s.num_nodes;
@@ -223,6 +232,7 @@ RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInpu
   params.dst_rows = made.part(layout.dst_rows);
   params.out_weights = tables.weight_data();
   params.addresses = made.part<std::int64_t>(layout.addresses);
+  if (straight_) params.straight = made.part<std::int64_t>(layout.straight);
   params.num_input_tokens = made.part(layout.num_input_tokens);
   params.splits = made.part(layout.splits);
   params.segment_offsets = made.part(layout.segment_offsets);
@@ -239,7 +249,9 @@ EnterParams ExpertParams::enter(const ExpertCall& call, const ExpertDispatchInpu
   const GpuExpertRouting& routing = tables.routing();
   EnterParams params{};
   params.m = arrive(call, FaultKind::moe_dispatch);
-  params.shape = shape(routing);
+  // Without weights ranks only synchronize.
+  params.shape = straight_ && !is_given(input.weights) ? node_shape(routing) : shape(routing);
+  params.straight = straight_;
   params.weights = weights_of(input);
   params.weight_bytes = static_cast<std::int32_t>(dtype_bytes(config_.weight_dtype));
   params.addresses = routing.part<std::int64_t>(routing.fixed().addresses);
@@ -255,30 +267,29 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
   params.m = arrive(call, FaultKind::moe_dispatch);
   params.shape = node_shape(routing);
   const SymmetricBuffer& window = memory_.dispatch_windows[call.parity];
-  const std::int32_t ranks = config_.local_world_size;
-  params.windows = near_peers_of<std::byte>(window, memory_.window.rows, first_rank(), ranks);
+  const std::int32_t first = straight_ ? 0 : first_rank();
+  const std::int32_t ranks = straight_ ? config_.world_size : config_.local_world_size;
+  params.windows = near_peers_of<std::byte>(window, memory_.window.rows, first, ranks);
   params.own_window = window.local + memory_.window.rows;
-  params.channels = near_peers_of<std::uint64_t>(channels_, 0, first_rank(), ranks);
+  params.channels = near_peers_of<std::uint64_t>(channels_, 0, first, ranks);
   params.own_channels = channels_.local;
   if (workspace_.slot_tokens > 0) {
     params.receive_slots.tokens = static_cast<std::int32_t>(workspace_.slot_tokens);
     params.receive_slots.scales_offset =
         config_.world_size * workspace_.slot_tokens * workspace_.slot_row_bytes;
-    const std::int64_t first = workspace_.receive_slots[call.parity];
-    params.receive_slots.rows = record_parts(first);
-    params.receive_slots.own_rows = records_.local + first;
+    const std::int64_t slots = workspace_.receive_slots[call.parity];
+    params.receive_slots.rows = record_parts(slots);
+    params.receive_slots.own_rows = records_.local + slots;
     params.receive_slots.is_all = low_latency_;
     params.receive_slots.ids = input.ids.data;
     params.receive_slots.wide_ids = input.ids.dtype == DType::int64;
   }
-  params.forwarded = memory_.signals.local +
-                     static_cast<std::int64_t>(ExpertSignal::forwarded) * config_.world_size;
   params.scales_offset = memory_.window.scales - memory_.window.rows;
   params.tags = reinterpret_cast<MoeTag*>(window.local + memory_.window.tags);
   params.weights = window.local + memory_.window.weights;
   params.topk = reinterpret_cast<std::int32_t*>(window.local + memory_.window.topk);
   const FixedTables& layout = routing.fixed();
-  params.addresses = routing.part<std::int64_t>(layout.addresses);
+  params.addresses = routing.part<std::int64_t>(straight_ ? layout.straight : layout.addresses);
   params.records = routing.part(layout.records);
   if (is_given(input.weights)) {
     params.sent_weights = records_.local + workspace_.weights[call.parity];

@@ -27,8 +27,15 @@ struct InputValues {
   end_context(sink);
 }
 
-/// Looks for the first bad one of this rank's ids, of which there is one. P: RouteParams or
-/// NodeIdsParams.
+/// This rank's ids, where they are not those of RouteParams.
+struct BadIds {
+  const MoeShape& shape;
+  const void* ids;
+  bool wide_ids;
+  std::int32_t dropped_id;
+};
+
+/// Looks for the first bad one of this rank's ids, of which there is one. P: RouteParams or BadIds.
 template <class P>
 [[noreturn]] __device__ __noinline__ void report_bad_id(const P& p, const FaultSink& sink,
                                                         const MoeState* state) {

@@ -142,6 +142,9 @@ struct RouteParams {
   std::int32_t* dst_rows;
   std::byte* out_weights;   ///< of this dispatch, not of the routing
   std::int64_t* addresses;  ///< [M, K]; on several nodes [nodes, M, K]
+  /// Several nodes: [M, K], the rows of this rank's own tokens, on any rank of the world; records
+  /// then have the order of one node. Null: tokens are forwarded.
+  std::int64_t* straight;
   std::int32_t* num_input_tokens;
   std::int32_t* splits;
   std::int32_t* segment_offsets;
@@ -161,6 +164,7 @@ struct EnterParams {
   MoeShape shape;
   const std::byte* weights;  ///< [T, K], several nodes [nodes, M, K]; or null
   std::int32_t weight_bytes;
+  bool straight;  ///< see RouteParams
   const std::int64_t* addresses;
   std::byte* out_weights;             ///< of this dispatch
   NearPeers<std::byte> sent_weights;  ///< as in RouteParams
@@ -211,6 +215,13 @@ enum class Ahead : std::int32_t {
   lands,  ///< send tokens to the receive slots of their ranks, as no place is known yet
 };
 
+/// Several nodes: slots that say which rows of another node have come, a chunk of tokens each.
+struct ChunkSlots {
+  const std::uint64_t* first;  ///< of node 0
+  std::int32_t node_stride;    ///< slots
+  std::int32_t shift;          ///< a chunk has 1 << shift tokens
+};
+
 /// Receive slots: where tokens arrive before their rows are known, by source, a row per token.
 struct ReceiveSlots {
   NearPeers<std::byte> rows;   ///< [W, tokens] rows of each rank, then their scales
@@ -242,9 +253,11 @@ struct RowsParams {
   std::int64_t scales_offset;         ///< in a window, from its first row
   NearPeers<std::uint64_t> channels;  ///< of each rank: [W, max_channels], then [2, W] configs
   std::uint64_t* own_channels;
-  /// Several nodes: slot r of all ranks is raised when the tokens of rank r are here to be
-  /// forwarded.
-  const std::uint64_t* forwarded;
+  // Several nodes: this rank's own tokens, as if they lay among those of all nodes, and the slots
+  // that say which of the others are here to be forwarded.
+  const std::byte* own_tokens;
+  const std::byte* own_scales;
+  ChunkSlots forwarded;
   // The receiver's part.
   const std::int32_t* records;    ///< [W, M, record_stride]
   std::int32_t* kept_records;     ///< the same, in the tables; null when they are the source

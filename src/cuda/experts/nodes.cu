@@ -1,28 +1,15 @@
 // Ids and tables of several nodes, and the sum of what nodes send back.
 
 #include "../device/number.cuh"
-#include "input_fault.cuh"
+#include "chunk_slots.cuh"
 #include "lanes.cuh"
 #include "nodes_launch.h"
 
 namespace waybill::cuda {
 namespace {
 
-constexpr int threads = 256;
 constexpr int warps = 16;
 constexpr int tile_tokens = 256;  ///< no run crosses an edge
-
-__global__ void __launch_bounds__(threads)
-    node_ids_kernel(const __grid_constant__ NodeIdsParams p) {
-  const MoeShape& s = p.shape;
-  const std::int64_t all = std::int64_t{s.max_tokens} * s.topk;
-  bool bad = false;
-  for (std::int64_t i = std::int64_t{blockIdx.x} * threads + threadIdx.x; i < all;
-       i += std::int64_t{gridDim.x} * threads) {
-    p.out[i] = id_to_send(s, p.ids, p.wide_ids, p.dropped_id, i, bad);
-  }
-  if (bad) report_bad_id(p, p.sink, p.state);
-}
 
 /// Bits of a tile's tokens, before thread `i`.
 __device__ int bits_before(const unsigned (&words)[tile_tokens / 32], int i) {
@@ -71,13 +58,16 @@ __global__ void __launch_bounds__(tile_tokens) node_runs_kernel(NodeRunsParams p
 
 /// A stretch of 64 packs of one token a warp at a time.
 template <class Number, int Count>
-__global__ void __launch_bounds__(warps * 32) add_partial_sums_kernel(AddPartialSumsParams p) {
+__global__ void __launch_bounds__(warps * 32)
+    add_partial_sums_kernel(const __grid_constant__ AddPartialSumsParams p) {
   using Packed = Pack<Number, Count>;
   const MoeShape& s = p.shape;
   const auto packs = static_cast<std::int32_t>(p.row_bytes / static_cast<int>(sizeof(Packed)));
   const std::int32_t stretches = (packs + 63) / 64;
   const std::int64_t items = std::int64_t{s.num_tokens} * stretches;
   const std::int32_t own = s.first_rank / s.node_ranks;
+  end_if_reported(p.m.arrive.sink);
+  const std::uint64_t epoch = p.m.state->call.epoch;
   for (std::int64_t item = blockIdx.x + std::int64_t{threadIdx.x / 32} * gridDim.x; item < items;
        item += std::int64_t{gridDim.x} * warps) {
     const std::int64_t token = item / stretches;
@@ -108,6 +98,7 @@ __global__ void __launch_bounds__(warps * 32) add_partial_sums_kernel(AddPartial
       if (node == own) {
         add(p.own_share, token);
       } else {
+        wait_chunk(p.m.arrive, s, p.arrived, node, static_cast<std::int32_t>(token), epoch);
         add(p.partial_sums, std::int64_t{node} * s.max_tokens + token);
       }
     }
@@ -136,8 +127,7 @@ AddKernel add_kernel(DType dtype, bool wide) {
 
 cudaError_t prepare_nodes(DType tokens) {
   cudaFuncAttributes unused{};
-  for (const auto* kernel : {reinterpret_cast<const void*>(node_ids_kernel),
-                             reinterpret_cast<const void*>(node_runs_kernel),
+  for (const auto* kernel : {reinterpret_cast<const void*>(node_runs_kernel),
                              reinterpret_cast<const void*>(add_kernel(tokens, false)),
                              reinterpret_cast<const void*>(add_kernel(tokens, true))}) {
     if (kernel == nullptr) return cudaErrorInvalidValue;
@@ -145,11 +135,6 @@ cudaError_t prepare_nodes(DType tokens) {
     if (status != cudaSuccess) return status;
   }
   return prepare_node_paths();
-}
-
-cudaError_t launch_node_ids(const NodeIdsParams& params, int blocks, cudaStream_t stream) {
-  node_ids_kernel<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(params);
-  return cudaGetLastError();
 }
 
 cudaError_t launch_node_runs(const NodeRunsParams& params, cudaStream_t stream) {

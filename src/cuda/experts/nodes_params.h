@@ -5,38 +5,28 @@
 
 namespace waybill::cuda {
 
-/// The ids of this rank's tokens as they go to other nodes.
-struct NodeIdsParams {
-  MoeShape shape;
-  const void* ids;  ///< [T, K]
-  bool wide_ids;
-  std::int32_t dropped_id;
-  std::int32_t* out;  ///< [M, K]: num_experts when dropped, -1 where there is no token
-  FaultSink sink;
-  const MoeState* state;
-};
-
 /// One part of the workspace that goes to the ranks of this one's local index on the other nodes.
 struct NodePart {
-  std::int64_t from;             ///< byte of this rank's workspace: what node 0 gets
+  std::int64_t from;  ///< byte of this rank's workspace: what node 0 gets. Also beyond it, where
+                      ///< the network path reads any memory of the rank
   std::int64_t from_node_bytes;  ///< on to what the next node gets; 0: all get the same
   std::int64_t to;               ///< byte of the receiver's workspace
   std::int64_t row_bytes;
-  std::int64_t total_bytes;  ///< to each
+  std::int64_t total_bytes;  ///< to each, where it goes whole
 };
 inline constexpr int max_node_parts = 2;
 
-/// Which rows of the parts go to a node.
+/// Which rows go to a node.
 enum class NodeFilter : std::uint8_t {
-  all,
+  none,
   tokens,        ///< row t, if token t of `ids` [M, K] has a topk slot there
   partial_sums,  ///< row t, if token t of that node's `ids` [nodes, M, K] has a topk slot here
 };
 
-/// A network path's program, to be written: a step for each other node, from the next one on.
+/// A network path's program, to be written. For each other node, from the next one on, there is a
+/// step with what goes whole, if anything does; then, node by node, one for each chunk of tokens.
 struct PathProgram {
   PathState* state;
-  std::int32_t* num_puts;
   NetworkStep* steps;
   NetworkPut* puts;
   BatchSlot* waits;
@@ -49,11 +39,28 @@ struct ListPutsParams {
   MoeShape shape;
   std::int32_t begins;  ///< kind of the call that begins with this network path (0: dispatch, 1:
                         ///< combine); -1: it has begun, and its epoch is counted
+  // Ids as the caller has them, of this rank's tokens. Null: there are only those below.
+  const void* given_ids;  ///< [T, K]
+  bool wide_ids;
+  std::int32_t dropped_id;
+  std::int32_t* made_ids;  ///< [M, K]: num_experts when dropped, -1 where there is no token
+
   NodeFilter filter;
-  const std::int32_t* ids;
-  std::int32_t num_parts;  ///< 0: it only says that the call has begun
+  const std::int32_t* ids;  ///< where they are not given; as made ones
+  std::int32_t num_whole;
+  NodePart whole[max_node_parts];
+  std::int32_t num_parts;  ///< of rows
   NodePart parts[max_node_parts];
-  std::int32_t first_signal;  ///< slot first_signal + rank is raised at each peer
+  std::int32_t chunk_shift;  ///< a chunk has 1 << chunk_shift tokens
+  std::int32_t num_chunks;   ///< of a node
+  /// At each peer slot whole_slot + own node is raised by what goes whole, slot chunk_slot +
+  /// own node * num_chunks + c by chunk c.
+  std::int32_t whole_slot;
+  std::int32_t chunk_slot;
+  /// Rows of partial sums are made in so many pieces a node, each of so many tokens; 0: those of
+  /// nodes behind this one, then those of nodes before it. Each raises a counter of the path.
+  std::int32_t ready_pieces;
+  std::int32_t piece_tokens;
   PathProgram out;
 };
 
@@ -62,8 +69,10 @@ struct WaitNodesParams {
   MoeArrive m;
   MoeShape shape;
   std::int32_t begins;         ///< as in ListPutsParams; not -1: all ranks must have entered
+  bool of_node;                ///< and these are those of the node alone
   bool counts;                 ///< and then the call is counted
-  const std::uint64_t* slots;  ///< [W]: those that peers on other nodes raise; null: none
+  const std::uint64_t* slots;  ///< that of node 0, which its rank has raised; null: none
+  std::int32_t node_stride;    ///< on to that of the next
 };
 
 /// Runs of tokens that the ranks of this one's local index sent here, see node_send_requests.
@@ -75,7 +84,9 @@ struct NodeRunsParams {
 
 /// Sums of nodes into the result.
 struct AddPartialSumsParams {
+  MoeArrive m;
   MoeShape shape;
+  ChunkSlots arrived;
   std::int64_t row_bytes;
   const std::int32_t* ids;        ///< [M, K], of this rank's tokens
   const std::byte* partial_sums;  ///< [nodes, M] rows: what the other nodes sent

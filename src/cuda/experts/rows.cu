@@ -3,6 +3,7 @@
 #include "arrived.cuh"
 #include "early.h"
 #include "expert_launch.h"
+#include "forwarded_tokens.cuh"
 #include "receive_slots.cuh"
 
 namespace waybill::cuda {
@@ -10,19 +11,6 @@ namespace {
 
 constexpr int vector_warps = 16;
 constexpr int taker_warps = 5;  // beside ring_warps
-
-/// Several nodes: waits until the tokens of a node are here. One warp. @return the node
-template <class Rows, class Ring>
-__device__ std::int32_t wait_node(const Rows& p, const Ring& ring, std::int32_t node,
-                                  std::uint64_t epoch) {
-  const std::int32_t peer = node * p.shape.node_ranks + p.shape.rank;
-  if (lane_id() == 0 && peer != p.m.arrive.rank) {
-    wait_slot(p.m.arrive, p.forwarded + peer, epoch, peer);
-  }
-  __syncwarp();
-  ring.expect_arrived();
-  return node;
-}
 
 /// Sends the tokens channel, channel + channels, ..., each once to every rank that it goes to.
 template <class Rows, class Ring>
@@ -39,8 +27,8 @@ __device__ void send_channel(const Rows& p, Ring& ring, std::int32_t channel, st
   };
   std::int32_t in_group = 0;
   std::int32_t groups = 0;
-  bool skipped = false;    // since groups were published
-  std::int32_t here = -1;  // node whose tokens are here
+  bool skipped = false;  // since groups were published
+  ForwardedTokens forwarded(channels);
   std::int64_t next = address_of(channel);
   for (std::int32_t i = channel; i < s.num_tokens; i += channels) {
     const std::int32_t t = token_at(p, i);
@@ -48,7 +36,7 @@ __device__ void send_channel(const Rows& p, Ring& ring, std::int32_t channel, st
                        (lands || (next & 0xFFFFFFFF) < s.capacity_rows);
     const std::int64_t address = sends ? next & ~primary_row_bit : -1;
     next = address_of(i + channels);
-    const RingSource from{
+    RingSource from{
         p.tokens + std::int64_t{t} * p.cuts.row_bytes,
         p.scales == nullptr ? nullptr : p.scales + std::int64_t{t} * p.cuts.scale_bytes};
     // On several nodes many a token has nothing here, or does not exist.
@@ -56,8 +44,8 @@ __device__ void send_channel(const Rows& p, Ring& ring, std::int32_t channel, st
       skipped = true;
     } else {
       if (p.spans_nodes()) {
-        const std::int32_t node = t / (s.max_tokens / s.num_nodes);
-        if (node != here) here = wait_node(p, ring, node, begin.wait_ended());
+        forwarded.wait(p, ring, i, t, begin.wait_ended());
+        from = forwarded_source(p, t);
       }
       for (std::int32_t piece = 0; piece < p.cuts.pieces; ++piece) ring.push(from, piece, address);
     }

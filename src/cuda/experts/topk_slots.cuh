@@ -61,7 +61,9 @@ __device__ RoutePart part_of(const RouteParams& p) {
             s.num_experts,
             p.weights == nullptr ? nullptr : p.weights + entry * p.weight_bytes,
             entry,
-            (std::int64_t{local} * s.num_nodes + node) * s.max_tokens};
+            (p.straight != nullptr ? std::int64_t{node} * s.node_ranks + local
+                                   : std::int64_t{local} * s.num_nodes + node) *
+                s.max_tokens};
   }
 }
 

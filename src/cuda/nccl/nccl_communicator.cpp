@@ -20,6 +20,7 @@ using Seconds = std::chrono::duration<double>;
 constexpr const char* starting = "NCCL";
 constexpr double share_of_deadline = 0.75;
 constexpr double abort_patience_s = 5;
+constexpr int most_ctas = 8;  // as a network path has multiprocessors, at most
 
 bool is_good(NcclResult result) {
   return result == NcclResult::success || result == NcclResult::in_progress;
@@ -81,6 +82,7 @@ void NcclCommunicator::start(Bootstrap& bootstrap) {
   run_collectively(bootstrap, starting, [&] {
     NcclConfig config;
     config.blocking = 0;
+    config.max_ctas = most_ctas;
     config.comm_name = "waybill";
     const NcclResult result =
         api_->init_rank(&comm_, bootstrap.world_size(), id, to_int(rank_), &config);

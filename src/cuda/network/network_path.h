@@ -43,6 +43,10 @@ class NetworkPath {
   /// for ever.
   [[nodiscard]] virtual bool needs_phases() const { return false; }
 
+  /// Whether symmetric memory of all ranks is mapped: then a put may come from any memory of the
+  /// rank, not only from its part of the window, and kernels may reach any rank themselves.
+  [[nodiscard]] virtual bool maps_peers() const { return false; }
+
   /// Queues the network path behind what is on call.stream and beside what comes next there; waits
   /// for nothing. To be called before the kernel that it works with is launched, so that it has its
   /// place on the device. May be captured.

@@ -1,23 +1,34 @@
 #pragma once
 
 #include "../device/call_words.cuh"
+#include "path_counts.cuh"
 #include "path_params.h"
 
-// The network path's kernel for wires that a device serves itself. A Backend has, for one block:
-//   void put(const NetworkPut&)          begins or does a put; all threads
-//   void settle()                        all puts of this block have arrived; all threads
-//   void raise_slot(peer, slot, epoch)   one thread; after settle()
-//   void send_call_words(peer, words, epoch)  one thread: into the peer's slot for this rank's
-//   words,
-//                                        which the own pad holds at the same place
-//   void raise_arrival(peer, epoch)      one thread, behind a fence: slot `rank` of the peer's
-//                                        arrivals
-//   bool put_signal(const NetworkPut&, slot, epoch)   all threads: a put whose arrival raises a
-//                                        slot of its peer; false where the backend cannot
+// The network path's kernel for wires that a device serves itself. The threads of a block take puts
+// in groups, which go through them alike, each with its share: the whole block is one, or each
+// warp. A Backend has, for one thread of a group:
+//   static constexpr int groups               of a block
+//   static constexpr int group_threads        of a group
+//   int group(), int thread()                 which group, and which thread of it
+//   void sync()                               of the group
+//   bool all(bool)                            whether it is so in the whole group
+//   void expect_arrived()                     what was waited for is read next
+//   void put(const NetworkPut&)               begins or does the group's share of a put
+//   std::uint32_t begun()                     pieces of puts that the group has begun so far
+//   static constexpr std::uint32_t few        see wait_but_few(); 0: it has none
+//   void wait_but_few()                       where it has: all but the last `few` have arrived
+//   void settle()                             all puts of this group have arrived
+//   bool put_step(puts, count, slot, epoch)   a whole step of one peer, whose arrival raises a slot
+//                                             there; false where the backend cannot
+// and for one thread of the block
+//   void raise_slot(peer, slot, epoch)        behind what has arrived
+//   void send_call_words(peer, words, epoch)  into the peer's slot for this rank's words, which the
+//                                             own pad holds at the same place
+//   void raise_arrival(peer, epoch)           behind a fence: slot `rank` of the peer's arrivals
 
 namespace waybill::cuda {
 
-inline constexpr int path_threads = 512;
+inline constexpr int path_threads = 512;  ///< of a block that is one group
 
 /// A peer may be late by the deadline, and the rank's own rows then are as well: its kernel says
 /// for whom it waits, not this one.
@@ -42,14 +53,39 @@ __device__ inline void wait_rank(const PathParams& p, const std::uint64_t* flag,
              });
 }
 
+/// Waits for a counter of the rank's own, which its kernels raise.
+__device__ inline void wait_own(const PathParams& p, const std::uint64_t* flag,
+                                std::uint64_t epoch) {
+  std::uint64_t seen = 0;
+  spin_until([&] { return (seen = load_acquire(flag)) >= epoch; },
+             [&](std::uint64_t waited_ns) {
+               if (is_over(p.sink, waited_ns, own_rows_patience)) {
+                 report_and_trap(p.sink, p.kind, p.rank, p.rank, epoch, seen, waited_ns);
+               }
+               end_if_reported(p.sink);
+             });
+}
+
 template <class Backend>
 class PathWork {
  public:
-  __device__ PathWork(const PathParams& p, Backend& backend, std::uint64_t epoch)
-      : p_(p), backend_(backend), epoch_(epoch) {}
+  __device__ PathWork(const PathParams& p, Backend& backend, PathCount* memory, std::uint64_t epoch)
+      : p_(p), backend_(backend), counts_(memory), epoch_(epoch) {}
 
   __device__ void run() {
     if (p_.arrival != PathArrival::none && blockIdx.x == 0) begin();
+    if (p_.tables.num_puts == nullptr) {
+      take_steps();
+    } else {
+      take_puts();
+    }
+    settle();
+    end();
+  }
+
+ private:
+  /// Puts one after another, whatever their step.
+  __device__ void take_puts() {
     const std::int32_t num_puts = *p_.tables.num_puts;
     std::int32_t number = -1;
     NetworkStep step{};
@@ -60,54 +96,125 @@ class PathWork {
       if (next != number) {
         number = next;
         step = p_.tables.steps[number];
-        wait_epoch(step);
+        wait_step(step);
       }
       if (p_.arrival == PathArrival::first) wait_peer(p_.tables.puts[i].peer);
+      if (step.num_puts == 1 && put_step(step)) continue;
       do_put(p_.tables.puts[i], step, number);
     }
-    backend_.settle();
-    end();
   }
 
- private:
-  __device__ void wait_epoch(const NetworkStep& step) {
-    for (int w = static_cast<int>(threadIdx.x); w < step.num_waits; w += path_threads) {
-      const BatchSlot slot = p_.tables.waits[step.first_wait + w];
-      if (slot.rank == p_.world_size) {
-        FaultSink sink = p_.sink;
-        sink.timeout_ns *= own_rows_patience;
-        wait_until(p_.tables.ready + slot.slot, epoch_, p_.kind, p_.rank, p_.rank, sink);
-      } else {
-        wait_rank(p_, p_.slots + slot.slot, epoch_, slot.rank);
-      }
+  /// Whole steps, block by block; or peer by peer.
+  __device__ void take_steps() {
+    const PathTables& t = p_.tables;
+    const auto block = static_cast<std::int32_t>(blockIdx.x);
+    const auto blocks = static_cast<std::int32_t>(gridDim.x);
+    for (std::int32_t i = block; i < t.first_steps; i += blocks) take_step(i);
+    const std::int32_t stretch = t.one_block_of_peer ? t.steps_of_peer : 1;
+    for (std::int32_t first = t.first_steps + block * stretch; first < t.num_steps;
+         first += blocks * stretch) {
+      for (std::int32_t i = first; i < first + stretch; ++i) take_step(i);
     }
-    __syncthreads();
+  }
+
+  __device__ void take_step(std::int32_t number) {
+    const NetworkStep step = p_.tables.steps[number];
+    if (step.num_puts == 0) return;
+    wait_step(step);
+    if (p_.arrival == PathArrival::first) wait_peer(p_.tables.puts[step.first_put].peer);
+    if (put_step(step)) return;
+    for (std::int32_t i = 0; i < step.num_puts; ++i)
+      do_put(p_.tables.puts[step.first_put + i], step, number);
+  }
+
+  /// @return whether it is done, and signalled
+  __device__ bool put_step(const NetworkStep& step) {
+    if (step.num_signals != 1) return false;
+    const BatchSlot slot = p_.tables.signals[step.first_signal];
+    const NetworkPut* const puts = p_.tables.puts + step.first_put;
+    return slot.rank == puts->peer && backend_.put_step(puts, step.num_puts, slot.slot, epoch_);
+  }
+
+  [[nodiscard]] __device__ const std::uint64_t* flag_of(const BatchSlot& slot) const {
+    return slot.rank == p_.world_size ? p_.tables.ready + slot.slot : p_.slots + slot.slot;
+  }
+
+  /// What others may be waiting for is signalled before this group waits for them.
+  __device__ void wait_step(const NetworkStep& step) {
+    if (step.num_waits == 0) return;
+    bool is_ready = true;
+    for_waits(step, [&](const BatchSlot& slot) {
+      is_ready = is_ready && load_acquire(flag_of(slot)) >= epoch_;
+    });
+    if (!backend_.all(is_ready)) {
+      settle();
+      for_waits(step, [&](const BatchSlot& slot) {
+        if (slot.rank == p_.world_size) {
+          wait_own(p_, flag_of(slot), epoch_);
+        } else {
+          wait_rank(p_, flag_of(slot), epoch_, slot.rank);
+        }
+      });
+      backend_.sync();
+    }
+    backend_.expect_arrived();
+  }
+
+  template <class Visit>
+  __device__ void for_waits(const NetworkStep& step, Visit&& visit) const {
+    for (int w = backend_.thread(); w < step.num_waits; w += Backend::group_threads)
+      visit(p_.tables.waits[step.first_wait + w]);
   }
 
   /// Nothing is put into the window of a rank that has not come to this call.
   __device__ void wait_peer(std::int32_t peer) {
     if (peer == come_) return;
     come_ = peer;
-    if (threadIdx.x == 0) wait_rank(p_, p_.arrivals + peer, epoch_, peer);
-    __syncthreads();
+    const std::uint64_t* const flag = p_.arrivals + peer;
+    if (backend_.all(backend_.thread() != 0 || load_acquire(flag) >= epoch_)) return;
+    settle();
+    if (backend_.thread() == 0) wait_rank(p_, flag, epoch_, peer);
+    backend_.sync();
   }
 
   __device__ void do_put(const NetworkPut& put, const NetworkStep& step, std::int32_t number) {
-    if (step.num_puts == 1 && step.num_signals == 1) {
-      const BatchSlot slot = p_.tables.signals[step.first_signal];
-      if (slot.rank == put.peer && backend_.put_signal(put, slot.slot, epoch_)) return;
-    }
     backend_.put(put);
     if (step.num_signals == 0) return;
-    backend_.settle();
-    if (threadIdx.x == 0) count(step, number);
+    if (!counts_.note(number, backend_.begun())) {
+      settle();
+      (void)counts_.note(number, backend_.begun());
+    }
+    if constexpr (Backend::few > 0) count_arrived();
   }
 
-  /// A put of a step has arrived. The last one raises the signals.
-  __device__ void count(const NetworkStep& step, std::int32_t number) {
+  /// Counts what must have arrived by now.
+  __device__ void count_arrived() {
+    backend_.sync();  // behind the note
+    bool is_due = counts_.is_due(backend_.begun(), Backend::few);
+    if (is_due) backend_.wait_but_few();
+    while (is_due) {
+      count(counts_.take());
+      is_due = counts_.is_due(backend_.begun(), Backend::few);
+    }
+    backend_.sync();  // before the next one
+  }
+
+  /// All that this group has put has arrived, and is counted.
+  __device__ void settle() {
+    backend_.settle();
+    while (!counts_.is_empty()) count(counts_.take());
+    backend_.sync();  // before the next note
+  }
+
+  /// So many puts of a step have arrived, as far as they are this group's. The last one raises the
+  /// signals.
+  __device__ void count(const PathCount& arrived) {
+    if (backend_.thread() != 0) return;
+    const NetworkStep step = p_.tables.steps[arrived.step];
+    unsigned* const done = p_.tables.done + arrived.step;
+    const auto all = static_cast<unsigned>(step.num_puts * Backend::groups);
     __threadfence_system();
-    unsigned* const done = p_.tables.done + number;
-    if (atomicAdd(done, 1U) + 1 != static_cast<unsigned>(step.num_puts)) return;
+    if (atomicAdd(done, arrived.puts) + arrived.puts != all) return;
     __threadfence_system();
     *done = 0;  // for the next call
     for (int s = 0; s < step.num_signals; ++s) {
@@ -121,7 +228,8 @@ class PathWork {
   __device__ void for_other_nodes(Visit&& visit) {
     const std::int32_t others = p_.world_size - p_.ranks_per_node;
     const std::int32_t next_node = (p_.rank / p_.ranks_per_node + 1) * p_.ranks_per_node;
-    for (auto k = static_cast<std::int32_t>(threadIdx.x); k < others; k += path_threads)
+    for (auto k = static_cast<std::int32_t>(threadIdx.x); k < others;
+         k += static_cast<std::int32_t>(blockDim.x))
       visit((next_node + k) % p_.world_size);
   }
 
@@ -147,6 +255,7 @@ class PathWork {
   /// The last block says that the rank has arrived, and ends the network path.
   __device__ void end() {
     __shared__ bool last;
+    __syncthreads();  // all groups have settled
     if (threadIdx.x == 0) {
       __threadfence_system();
       last = atomicAdd(&p_.state->blocks, 1ULL) == gridDim.x - 1;
@@ -165,15 +274,18 @@ class PathWork {
 
   const PathParams& p_;
   Backend& backend_;
+  PathCounts counts_;
   const std::uint64_t epoch_;
   std::int32_t come_ = -1;  ///< the last peer that was waited for
 };
 
 template <class Backend>
 __device__ void run_path(const PathParams& p, Backend& backend) {
+  __shared__ PathCount counts[Backend::groups][PathCounts::most];
+  end_if_reported(p.sink);
   const std::uint64_t epoch = p.state->epoch + 1;
   if (epoch % 2 != p.parity) report_parity(p.sink, p.kind, p.rank, p.parity, epoch);
-  PathWork<Backend>(p, backend, epoch).run();
+  PathWork<Backend>(p, backend, counts[backend.group()], epoch).run();
 }
 
 }  // namespace waybill::cuda

@@ -25,13 +25,19 @@ enum class PathArrival : std::uint32_t {
 /// A NetworkProgram in device memory. Kernels may write it as long as the waits of a step are not
 /// over, and so put what only the device knows.
 struct PathTables {
-  const std::int32_t* num_puts;
+  const std::int32_t* num_puts;  ///< null: see below
   const NetworkStep* steps;
   const NetworkPut* puts;
   const BatchSlot* waits;
   const BatchSlot* signals;
-  unsigned* done;        ///< [steps]: puts that have arrived; 0 between calls
+  unsigned* done;        ///< [steps]: parts of puts that have arrived; 0 between calls
   std::uint64_t* ready;  ///< [num_ready]: counters of the rank's own, raised to the epoch
+  // Without num_puts blocks take whole steps, which may have no puts: first those of first_steps,
+  // then the others, steps_of_peer after each other for each peer.
+  std::int32_t num_steps;
+  std::int32_t first_steps;
+  std::int32_t steps_of_peer;
+  bool one_block_of_peer;  ///< a block has all of a peer's, as it only posts them
 };
 
 /// What every backend's kernel of a network path needs. Memory is the rank's own part.

@@ -1,45 +1,44 @@
 #include "../device/peers.cuh"
 #include "../device/word_copy.cuh"
 #include "path_kernel.cuh"
+#include "path_ring.cuh"
 #include "peer_path_kernel.h"
 
 namespace waybill::cuda {
 namespace {
 
-/// Copies, by all threads of a block.
-template <class Word>
-__device__ void copy_words(std::byte* to, const std::byte* from, std::int64_t bytes) {
+/// Copies, by `Threads` threads, of which this one is number `thread`.
+template <int Threads, class Word>
+__device__ void copy_words(std::byte* to, const std::byte* from, std::int64_t bytes, int thread) {
   constexpr int unroll = 8;
   const std::int64_t count = bytes / static_cast<std::int64_t>(sizeof(Word));
   const auto* const source = reinterpret_cast<const Word*>(from);
   auto* const target = reinterpret_cast<Word*>(to);
-  for (std::int64_t first = threadIdx.x; first < count; first += path_threads * unroll) {
+  for (std::int64_t first = thread; first < count; first += Threads * unroll) {
     Word words[unroll];
-    load_batch<path_threads>(words, source, first, count);
-    store_batch<path_threads>(target, words, first, count);
+    load_batch<Threads>(words, source, first, count);
+    store_batch<Threads>(target, words, first, count);
   }
 }
 
-class PeerBackend {
- public:
-  __device__ PeerBackend(const PathParams& p, const PeerAddresses& peers) : p_(p), peers_(peers) {}
+template <int Threads>
+__device__ void copy_bytes(std::byte* to, const std::byte* from, std::int64_t bytes, int thread) {
+  const auto bits = static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(to) |
+                                          reinterpret_cast<std::uintptr_t>(from) | bytes);
+  if (bits % 16 == 0) {
+    copy_words<Threads, uint4>(to, from, bytes, thread);
+  } else if (bits % 4 == 0) {
+    copy_words<Threads, std::uint32_t>(to, from, bytes, thread);
+  } else {
+    copy_words<Threads, std::uint8_t>(to, from, bytes, thread);
+  }
+}
 
-  __device__ void put(const NetworkPut& put) {
-    const std::byte* const from = p_.window + put.from_bytes;
-    std::byte* const to = peer_at(peers_.windows, put.peer) + put.to_bytes;
-    const auto bits = static_cast<unsigned>(put.from_bytes | put.to_bytes | put.size_bytes);
-    if (bits % 16 == 0) {
-      copy_words<uint4>(to, from, put.size_bytes);
-    } else if (bits % 4 == 0) {
-      copy_words<std::uint32_t>(to, from, put.size_bytes);
-    } else {
-      copy_words<std::uint8_t>(to, from, put.size_bytes);
-    }
-  }
-  __device__ void settle() {
-    __threadfence_system();
-    __syncthreads();
-  }
+/// What ranks tell each other, where their memory is mapped.
+class PeerSignals {
+ public:
+  __device__ PeerSignals(const PathParams& p, const PeerAddresses& peers) : p_(p), peers_(peers) {}
+
   __device__ void raise_slot(std::int32_t peer, std::int32_t slot, std::uint64_t epoch) {
     signal(peer_at(peers_.slots, peer) + slot, epoch);
   }
@@ -50,9 +49,17 @@ class PeerBackend {
   __device__ void raise_arrival(std::int32_t peer, std::uint64_t epoch) {
     store_behind_fence(peer_at(peers_.arrivals, peer) + p_.rank, epoch);
   }
-  __device__ bool put_signal(const NetworkPut& /*put*/, std::int32_t /*slot*/,
-                             std::uint64_t /*epoch*/) {
+  __device__ bool put_step(const NetworkPut* /*puts*/, std::int32_t /*count*/,
+                           std::int32_t /*slot*/, std::uint64_t /*epoch*/) {
     return false;
+  }
+
+ protected:
+  [[nodiscard]] __device__ const std::byte* source(const NetworkPut& put) const {
+    return p_.window + put.from_bytes;
+  }
+  [[nodiscard]] __device__ std::byte* target(const NetworkPut& put) const {
+    return peer_at(peers_.windows, put.peer) + put.to_bytes;
   }
 
  private:
@@ -60,23 +67,119 @@ class PeerBackend {
   const PeerAddresses& peers_;
 };
 
+/// Loads and stores of a block's threads.
+class WordBackend : public PeerSignals {
+ public:
+  static constexpr int groups = 1;
+  static constexpr int group_threads = path_threads;
+  static constexpr std::uint32_t few = 0;
+
+  using PeerSignals::PeerSignals;
+
+  [[nodiscard]] __device__ int group() const { return 0; }
+  [[nodiscard]] __device__ int thread() const { return static_cast<int>(threadIdx.x); }
+  __device__ void sync() const { __syncthreads(); }
+  [[nodiscard]] __device__ bool all(bool mine) const {
+    return __syncthreads_and(mine ? 1 : 0) != 0;
+  }
+  __device__ void expect_arrived() const {}
+  [[nodiscard]] __device__ std::uint32_t begun() const { return 0; }
+  __device__ void put(const NetworkPut& put) const {
+    copy_bytes<path_threads>(target(put), source(put), put.size_bytes, thread());
+  }
+  __device__ void settle() const {
+    __threadfence_system();
+    __syncthreads();
+  }
+};
+
+/// Bulk copies, each warp a part of each put, with a few pieces on their way at any time.
+class BulkBackend : public PeerSignals {
+ public:
+  static constexpr int groups = path_ring_warps;
+  static constexpr int group_threads = 32;
+  static constexpr std::uint32_t few = PathRing::pieces_not_arrived;
+
+  __device__ BulkBackend(const PathParams& p, const PeerAddresses& peers, PathRingMemory& memory)
+      : PeerSignals(p, peers), ring_(memory) {}
+
+  [[nodiscard]] __device__ int group() const { return static_cast<int>(threadIdx.x / 32); }
+  [[nodiscard]] __device__ int thread() const { return static_cast<int>(threadIdx.x % 32); }
+  __device__ void sync() const { __syncwarp(); }
+  [[nodiscard]] __device__ bool all(bool mine) const {
+    const bool is_so = __all_sync(0xFFFFFFFFU, mine) != 0;
+    __syncwarp();  // the first lane sees what the others have
+    return is_so;
+  }
+  __device__ void expect_arrived() const { fence_async_proxy(); }
+  [[nodiscard]] __device__ std::uint32_t begun() const { return ring_.begun(); }
+  __device__ void wait_but_few() { ring_.wait_but_few(); }
+  __device__ void settle() { ring_.wait_all(); }
+
+  __device__ void put(const NetworkPut& put) {
+    const std::byte* const from = source(put);
+    std::byte* const to = target(put);
+    const auto bits =
+        static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(to) |
+                              reinterpret_cast<std::uintptr_t>(from) | put.size_bytes);
+    const auto pieces =
+        static_cast<std::int32_t>((put.size_bytes + path_piece_bytes - 1) / path_piece_bytes);
+    // Pieces go on from warp to warp, whatever the puts.
+    for (std::int32_t i = (group() - next_ + groups) % groups; i < pieces; i += groups) {
+      const std::int64_t offset = std::int64_t{i} * path_piece_bytes;
+      const std::int64_t left = put.size_bytes - offset;
+      const std::int64_t bytes = left < path_piece_bytes ? left : path_piece_bytes;
+      if (bits % 16 == 0) {
+        ring_.push(to + offset, from + offset, static_cast<std::uint32_t>(bytes));
+      } else {
+        copy_bytes<32>(to + offset, from + offset, bytes, thread());
+        __threadfence_system();
+        __syncwarp();
+      }
+    }
+    next_ = (next_ + pieces) % groups;
+  }
+
+ private:
+  PathRing ring_;
+  std::int32_t next_ = 0;  ///< the warp that has the next piece
+};
+
 __global__ void __launch_bounds__(path_threads)
-    peer_path_kernel(const __grid_constant__ PathParams p,
+    word_path_kernel(const __grid_constant__ PathParams p,
                      const __grid_constant__ PeerAddresses peers) {
-  PeerBackend backend(p, peers);
+  WordBackend backend(p, peers);
+  run_path(p, backend);
+}
+
+__global__ void __launch_bounds__(path_ring_warps * 32, 1)
+    bulk_path_kernel(const __grid_constant__ PathParams p,
+                     const __grid_constant__ PeerAddresses peers) {
+  extern __shared__ __align__(128) std::byte shared[];
+  BulkBackend backend(p, peers, *reinterpret_cast<PathRingMemory*>(shared));
   run_path(p, backend);
 }
 
 }  // namespace
 
-cudaError_t prepare_peer_path() {
+cudaError_t prepare_peer_path(bool bulk) {
+  if (bulk) {
+    return cudaFuncSetAttribute(bulk_path_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                sizeof(PathRingMemory));
+  }
   cudaFuncAttributes unused{};
-  return cudaFuncGetAttributes(&unused, peer_path_kernel);
+  return cudaFuncGetAttributes(&unused, word_path_kernel);
 }
 
-cudaError_t launch_peer_path(const PathParams& params, const PeerAddresses& peers, int num_sms,
-                             cudaStream_t stream) {
-  peer_path_kernel<<<static_cast<unsigned>(num_sms), path_threads, 0, stream>>>(params, peers);
+cudaError_t launch_peer_path(const PathParams& params, const PeerAddresses& peers, bool bulk,
+                             int num_sms, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(num_sms);
+  if (bulk) {
+    bulk_path_kernel<<<blocks, path_ring_warps * 32, sizeof(PathRingMemory), stream>>>(params,
+                                                                                       peers);
+  } else {
+    word_path_kernel<<<blocks, path_threads, 0, stream>>>(params, peers);
+  }
   return cudaGetLastError();
 }
 

@@ -14,9 +14,11 @@ struct PeerAddresses {
   Peers<std::uint64_t> arrivals;
 };
 
-/// The network path between ranks whose memory is mapped: puts are copies.
-cudaError_t prepare_peer_path();
-cudaError_t launch_peer_path(const PathParams& params, const PeerAddresses& peers, int num_sms,
-                             cudaStream_t stream);
+/// The network path between ranks whose memory is mapped: puts are copies. @param bulk by bulk
+/// copies (sm_90 and later), which take the shared memory of a multiprocessor; else by loads and
+/// stores
+cudaError_t prepare_peer_path(bool bulk);
+cudaError_t launch_peer_path(const PathParams& params, const PeerAddresses& peers, bool bulk,
+                             int num_sms, cudaStream_t stream);
 
 }  // namespace waybill::cuda

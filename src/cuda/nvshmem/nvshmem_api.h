@@ -11,7 +11,7 @@
 namespace waybill::cuda {
 
 /// Changes with the struct below: a library of another build is refused.
-inline constexpr int nvshmem_api_version = 4;
+inline constexpr int nvshmem_api_version = 5;
 inline constexpr const char* nvshmem_api_symbol = "waybill_nvshmem_api";
 
 /// A wait for a slot that a rank on another node raises.

@@ -41,7 +41,20 @@ __global__ void connectivity_kernel(int* enforces) {
 /// rank.
 class NvshmemBackend {
  public:
+  static constexpr int groups = 1;
+  static constexpr int group_threads = path_threads;
+  static constexpr std::uint32_t few = 0;
+
   __device__ explicit NvshmemBackend(const PathParams& p) : p_(p) {}
+
+  [[nodiscard]] __device__ int group() const { return 0; }
+  [[nodiscard]] __device__ int thread() const { return static_cast<int>(threadIdx.x); }
+  __device__ void sync() const { __syncthreads(); }
+  [[nodiscard]] __device__ bool all(bool mine) const {
+    return __syncthreads_and(mine ? 1 : 0) != 0;
+  }
+  __device__ void expect_arrived() const {}
+  [[nodiscard]] __device__ std::uint32_t begun() const { return 0; }
 
   __device__ void put(const NetworkPut& put) {
     nvshmemx_putmem_nbi_block(p_.window + put.to_bytes, p_.window + put.from_bytes,
@@ -64,11 +77,21 @@ class NvshmemBackend {
   __device__ void raise_arrival(std::int32_t peer, std::uint64_t epoch) {
     nvshmemx_signal_op(p_.arrivals + p_.rank, epoch, NVSHMEM_SIGNAL_SET, peer);
   }
-  __device__ bool put_signal(const NetworkPut& put, std::int32_t slot, std::uint64_t epoch) {
-    if (put.size_bytes == 0) return false;
-    nvshmemx_putmem_signal_nbi_block(p_.window + put.to_bytes, p_.window + put.from_bytes,
-                                     static_cast<std::size_t>(put.size_bytes), p_.slots + slot,
-                                     epoch, NVSHMEM_SIGNAL_SET, put.peer);
+  /// The last put carries the signal, and is kept behind the others: nothing is waited for.
+  __device__ bool put_step(const NetworkPut* puts, std::int32_t count, std::int32_t slot,
+                           std::uint64_t epoch) {
+    const NetworkPut& last = puts[count - 1];
+    if (last.size_bytes == 0) return false;
+    for (std::int32_t i = 0; i + 1 < count; ++i) put(puts[i]);
+    if (count > 1) {
+      __threadfence_system();  // of puts that were stores
+      __syncthreads();
+      if (threadIdx.x == 0) nvshmem_fence();
+      __syncthreads();
+    }
+    nvshmemx_putmem_signal_nbi_block(p_.window + last.to_bytes, p_.window + last.from_bytes,
+                                     static_cast<std::size_t>(last.size_bytes), p_.slots + slot,
+                                     epoch, NVSHMEM_SIGNAL_SET, last.peer);
     return true;
   }
 

@@ -298,7 +298,11 @@ PathTables GpuPlan::path_tables() const {
           .waits = table<const BatchSlot>(layout_.step_waits_at),
           .signals = table<const BatchSlot>(layout_.step_signals_at),
           .done = table<unsigned>(layout_.steps_done_at),
-          .ready = table<std::uint64_t>(layout_.ready_at)};
+          .ready = table<std::uint64_t>(layout_.ready_at),
+          .num_steps = 0,
+          .first_steps = 0,
+          .steps_of_peer = 0,
+          .one_block_of_peer = false};
 }
 
 }  // namespace waybill::cuda

@@ -14,7 +14,8 @@ class NvshmemPath final : public NetworkPath {
 
   void start(const NetworkCall& call) override {
     operation_ = call.operation;
-    const PathParams params = path_params(call, *gpu_, topology_, 1);
+    PathParams params = path_params(call, *gpu_, topology_, 1);
+    params.tables.one_block_of_peer = posts(*call.window);
     const cudaStream_t side = side_.fork(call.stream, operation_);
     gpu_->check(api_.path(&params, call.num_sms, side), "launching a kernel", operation_);
   }
@@ -22,6 +23,17 @@ class NvshmemPath final : public NetworkPath {
   void join(cudaStream_t stream) override { side_.join(stream, operation_); }
 
  private:
+  /// Whether puts to other nodes go through a network card. Else they are copies, for which one
+  /// block does not suffice.
+  [[nodiscard]] bool posts(const SymmetricBuffer& window) const {
+    for (std::int32_t r = 0; r < topology_.world_size; ++r) {
+      const bool of_node =
+          r / topology_.ranks_per_node == to_int(gpu_->rank()) / topology_.ranks_per_node;
+      if (!of_node && api_.peer(window.local, r) != nullptr) return false;
+    }
+    return true;
+  }
+
   const NvshmemApi& api_;
   std::shared_ptr<GpuRank> gpu_;
   Topology topology_;

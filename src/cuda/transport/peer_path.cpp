@@ -14,8 +14,12 @@ class PeerPath final : public NetworkPath {
  public:
   PeerPath(std::shared_ptr<GpuRank> gpu, Topology topology, int share)
       : gpu_(std::move(gpu)), topology_(topology), share_(share), side_(gpu_) {
-    cuda_check(prepare_peer_path(), "loading kernels");
+    // A block takes a multiprocessor of its own then, beside one of the kernel that it works with.
+    bulk_ = gpu_->has_bulk_copies() && 2 * share <= gpu_->num_sms();
+    cuda_check(prepare_peer_path(bulk_), "loading kernels");
   }
+
+  [[nodiscard]] bool maps_peers() const override { return true; }
 
   void start(const NetworkCall& call) override {
     const PathParams params = path_params(call, *gpu_, topology_, share_);
@@ -28,7 +32,7 @@ class PeerPath final : public NetworkPath {
     }
     operation_ = call.operation;
     const cudaStream_t side = side_.fork(call.stream, call.operation);
-    gpu_->check(launch_peer_path(params, peers, call.num_sms, side), "launching a kernel",
+    gpu_->check(launch_peer_path(params, peers, bulk_, call.num_sms, side), "launching a kernel",
                 call.operation);
   }
 
@@ -39,6 +43,7 @@ class PeerPath final : public NetworkPath {
   Topology topology_;
   int share_;
   SideStream side_;
+  bool bulk_ = false;
   const char* operation_ = "";
 };
 
