@@ -217,9 +217,11 @@ TEST(PredictExperts, NetworkOfACardBoundsEightNodes) {
 TEST(PredictExperts, GrowsWithWhatCosts) {
   const EPConfig config = layer(4, 2, 64);
   const Ids ids = uniform_ids(config, 64);
-  const auto base = predict_experts(config, {}, ids);
+  ExpertCostOptions usual;
+  usual.costs.path = ExpertPath::waiting;  // nothing is hidden behind anything
+  const auto base = predict_experts(config, {}, ids, usual);
   const auto longer = [&](auto change) {
-    ExpertCostOptions options;
+    ExpertCostOptions options = usual;
     change(options);
     const auto calls = predict_experts(config, {}, ids, options);
     for (std::size_t k = 0; k < calls.size(); ++k) {
