@@ -22,7 +22,7 @@ RowCut cut_rows(std::int64_t row_bytes, std::int64_t chunk_bytes) {
 
 SegmentWriter::SegmentWriter(SequencePlan& plan, const WindowMap& windows,
                              bool separate_local_copies)
-    : plan_(plan), windows_(windows), local_apart_(separate_local_copies) {
+    : plan_(plan), windows_(windows), separates_local_(separate_local_copies) {
   plan_.wire_bytes.assign(to_size(plan.world_size), 0);
   plan_.bucket_chunks.assign(to_size(plan.world_size), 0);
 }
@@ -55,7 +55,7 @@ void SegmentWriter::add_entry(std::int64_t row, std::int64_t rows,
     add_group(row, rows, copies, false);  // a sum needs all of them, in their order; none: zeros
     return;
   }
-  while (local_apart_ && !copies.empty() && copies.back().rank == to_int(plan_.rank)) {
+  while (separates_local_ && !copies.empty() && copies.back().rank == to_int(plan_.rank)) {
     add_group(row, rows, copies.last(1), true);
     copies = copies.first(copies.size() - 1);
   }

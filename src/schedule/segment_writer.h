@@ -42,7 +42,7 @@ class SegmentWriter {
 
   SequencePlan& plan_;
   const WindowMap& windows_;
-  bool local_apart_;
+  bool separates_local_;
   std::int64_t num_formats_ = 0;
   std::int32_t first_tensor_ = 0;
   std::vector<Copy> copies_;

@@ -183,7 +183,7 @@ def test_presets():
         x, scores, ids, _ = one_process.batch(world.rank)
         with torch.no_grad():
             assert torch.equal(training(x, scores, ids), decoding(x, scores, ids))
-        with pytest.raises(waybill.InvalidArgument, match="preset = 'fast', expected"):
+        with pytest.raises(waybill.InvalidArgument, match='preset = "fast", expected'):
             module_on(world, preset="fast")
         with pytest.raises(
             waybill.InvalidArgument, match='windows = 1, expected "shared" or "own"'

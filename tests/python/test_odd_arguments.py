@@ -12,7 +12,7 @@ import waybill.moe
 
 torch = pytest.importorskip("torch")
 import waybill.torch as wt  # noqa: E402
-from waybill.torch.moe import EPAll2AllLayer  # noqa: E402
+from waybill.torch.moe import EPAll2AllLayer, ExpertParallel, SwiGLUExperts  # noqa: E402
 
 MATRIX = np.ones((2, 3))
 ODD = [
@@ -232,3 +232,45 @@ def test_switches_are_true_or_false(value):
     with pytest.raises(waybill.WrongType, match=r"plan: relay = .*, expected True or False"):
         waybill.plan(DOCUMENTS, 2, 200, relay=value)
     assert waybill.plan(DOCUMENTS, 2, 200, relay=0) == waybill.plan(DOCUMENTS, 2, 200, relay=False)
+
+
+def test_modules():
+    """Their calls; and scores that lie otherwise than the tokens are those of other tokens."""
+    routing = waybill.plan(DOCUMENTS, 1, 400).to_routing()
+
+    def body(world):
+        given = {"num_experts": 2, "topk": 1, "hidden": 8, "max_tokens": 8, "group": world}
+        experts = SwiGLUExperts(2, 8, 8)
+        for name in (*given, "gradients", "weights", "windows", "chunks", "preset", "operations"):
+            for odd in ODD:
+                refusal(
+                    lambda name=name, odd=odd: ExpertParallel(experts, **{**given, name: odd}),
+                    "_experts" if name == "num_experts" else name,
+                )
+        module = ExpertParallel(experts, **given)
+        call = {
+            "tokens": torch.ones(2, 3, 8, dtype=torch.bfloat16), "scores": torch.ones(2, 3, 1),
+            "ids": torch.zeros(2, 3, 1, dtype=torch.int64),
+        }  # fmt: skip
+        want = module(**call)
+        flat = {name: value.flatten(0, 1) for name, value in call.items() if name != "tokens"}
+        assert torch.equal(module(call["tokens"], **flat), want)
+        for name in call:
+            for odd in ODD:
+                refusal(
+                    lambda name=name, odd=odd: module(**{**call, name: odd}), "ExpertParallel: "
+                )
+        with pytest.raises(
+            waybill.InvalidArgument, match=r"scores has shape \[3, 2, 1\], expected"
+        ):
+            module(**{**call, "scores": call["scores"].transpose(0, 1)})
+        module.finalize()
+
+        rows = torch.ones(400, 8)
+        step = wt.AttentionStep(wt.SequenceDispatcher(world), routing, rows, rows)
+        for odd in ODD:
+            refusal(lambda odd=odd: step.dispatch_qkv(odd, rows), "dispatch_qkv: q")
+            refusal(lambda odd=odd: step.dispatch_qkv(rows, odd), "kv[0]")
+            refusal(lambda odd=odd: step.return_outputs(odd), "return_outputs: out")
+
+    wt.run_threads(1, body)

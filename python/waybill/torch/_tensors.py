@@ -87,6 +87,14 @@ def require_tensor(value: Any, name: str) -> torch.Tensor:
     return value
 
 
+def require_rows(value: Any, name: str) -> torch.Tensor:
+    """A tensor that has a first axis."""
+    found = require_tensor(value, name)
+    if found.ndim == 0:
+        raise InvalidArgument(f"{name} has no axes, expected [rows, ...]")
+    return found
+
+
 def require_memory(value: Any, name: str) -> torch.Tensor:
     """A tensor whose elements lie in memory as they are."""
     found = require_tensor(value, name)

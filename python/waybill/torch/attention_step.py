@@ -13,7 +13,7 @@ from .._graphs import outside_graphs
 from .._tensor_checks import of_qkv
 from ..errors import InvalidArgument
 from ..sparse import QkvRouting, RankAttention
-from ._tensors import meet_mark, require_tensor, save_mark
+from ._tensors import meet_mark, require_rows, require_tensor, save_mark
 from .kernels import Sequences
 from .sequence_dispatcher import SequenceDispatcher
 
@@ -115,7 +115,7 @@ class AttentionStep(OfThisProcess):
         ranks.
         """
         for i, tensor in enumerate((q, *kv)):
-            require_tensor(tensor, f"dispatch_qkv: {of_qkv(i)}")
+            require_rows(tensor, f"dispatch_qkv: {of_qkv(i)}")
         *there, token = _QkvDispatch.apply(self, q, *kv)
         self._token, self._needs_gradients = token, token.requires_grad
         return tuple(there)
@@ -125,7 +125,7 @@ class AttentionStep(OfThisProcess):
         """Collective: attention's output, in the rows of this rank's q, which the loss must depend
         on. Backward sends its gradient to where the output came from.
         """
-        require_tensor(out, "return_outputs: out")
+        require_rows(out, "return_outputs: out")
         token, self._token = self._token, None
         if token is None and self._needs_gradients:  # again, as of a checkpoint: on all ranks alike
             token = torch.empty(0, device=out.device, requires_grad=True)

@@ -10,7 +10,7 @@ import torch
 from .._arrays import int64
 from .._graphs import outside_graphs
 from ..errors import InvalidArgument
-from ._tensors import require_tensor
+from ._tensors import require_rows
 from .batch_plan import Piece
 
 __all__ = ["PackedBatch", "pack", "unpack"]
@@ -72,7 +72,7 @@ def pack(
     if not isinstance(documents, Iterable) or getattr(documents, "ndim", 1) == 0:
         raise InvalidArgument(f"pack: documents is a {type(documents).__name__}, expected a list")
     ignored = int64(ignored, "pack: ignored")
-    kept = [_rows(d, f"pack: documents[{i}]") for i, d in enumerate(documents)]
+    kept = [require_rows(d, f"pack: documents[{i}]") for i, d in enumerate(documents)]
     kept = [document for document in kept if len(document) > 0]
     if not kept:
         none = torch.empty(0, dtype=torch.int64)
@@ -95,7 +95,7 @@ def pack(
 @outside_graphs
 def unpack(rows: torch.Tensor, pieces: Sequence[Union[int, Piece]]) -> list[torch.Tensor]:
     """The rows of each piece, views: the inverse of pack for whatever was computed from it."""
-    _rows(rows, "unpack: rows")
+    require_rows(rows, "unpack: rows")
     if not isinstance(pieces, Sequence):
         raise InvalidArgument(f"unpack: pieces is a {type(pieces).__name__}, expected a list")
     lengths = [
@@ -110,10 +110,3 @@ def unpack(rows: torch.Tensor, pieces: Sequence[Union[int, Piece]]) -> list[torc
     if sum(lengths) != len(rows):
         raise InvalidArgument(f"unpack: {len(rows)} rows, expected {sum(lengths)}, as of pieces")
     return list(torch.split(rows, lengths))
-
-
-def _rows(value: Any, name: str) -> torch.Tensor:
-    found = require_tensor(value, name)
-    if found.ndim == 0:
-        raise InvalidArgument(f"{name} has no axes, expected [tokens, ...]")
-    return found

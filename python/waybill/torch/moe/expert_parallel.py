@@ -7,10 +7,11 @@ from typing import Any, Optional, Tuple
 
 import torch
 
-from ..._arrays import int64
+from ..._arrays import choice, flag, int64
 from ..._copies import OfThisProcess
 from ...errors import InvalidArgument
 from .._operations import has_operations
+from .._tensors import require_rows
 from . import operations as ops
 from .lanes import Lane, scaled_gradient
 from .layer import EPAll2AllLayer
@@ -82,9 +83,10 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
             ("weights", weights, ("combine", "experts")),
             ("windows", windows, ("shared", "own")),
         ):
-            if value not in choices:
-                expected = " or ".join(f'"{choice}"' for choice in choices)
-                raise InvalidArgument(f"{who}: {name} = {value!r}, expected {expected}")
+            choice(value, f"{who}: {name}", *choices)
+        num_experts = int64(num_experts, f"{who}: num_experts")
+        topk, hidden = int64(topk, f"{who}: topk"), int64(hidden, f"{who}: hidden")
+        operations = None if operations is None else flag(operations, f"{who}: operations")
         self.chunks = int64(chunks, f"{who}: chunks")
         if self.chunks < 1:
             raise InvalidArgument(f"{who}: chunks = {self.chunks}, expected >= 1")
@@ -133,6 +135,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         self, tokens: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
         """[..., hidden]: the sum of each token's experts, times their scores, and of the shared."""
+        self._check(tokens, scores, ids)
         x = tokens.reshape(-1, tokens.shape[-1])
         weights, chosen = (one.reshape(-1, one.shape[-1]) for one in (scores, ids))
         beside = None if self.shared is None else self._beside.run(self.shared, x)
@@ -145,6 +148,23 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
             self._beside.join(beside)
             sums = sums + beside
         return sums.reshape(tokens.shape)
+
+    def _check(self, tokens: Any, scores: Any, ids: Any) -> None:
+        """Rows of scores and ids that lie otherwise than those of tokens are other tokens'."""
+        hidden, topk = self.layer.hidden, self.layer.topk
+        for name, value, columns in (
+            ("tokens", tokens, hidden),
+            ("scores", scores, topk),
+            ("ids", ids, topk),
+        ):
+            require_rows(value, f"ExpertParallel: {name}")
+            rows, wanted = value.shape[:-1], tokens.shape[:-1]
+            flat = len(rows) == 1 and rows[0] == wanted.numel()
+            if value.shape[-1] != columns or not (flat or rows == wanted):
+                raise InvalidArgument(
+                    f"ExpertParallel: {name} has shape {list(value.shape)}, expected"
+                    f" {[*wanted, columns]}"
+                )
 
     def uses_operations(self) -> bool:
         """Whether a call now would be made of operations of torch.library."""

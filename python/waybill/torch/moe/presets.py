@@ -7,7 +7,7 @@ from typing import Any, Dict, Optional, Union
 
 import torch
 
-from ..._arrays import int64
+from ..._arrays import choice, int64
 from ...errors import InvalidArgument
 from ...world import World
 
@@ -63,8 +63,7 @@ def preset_options(
     before they travel. "decoding" has room for any routing, so that no host waits, and results are
     views.
     """
-    if name not in PRESETS:
-        raise InvalidArgument(f'preset = {name!r}, expected "training" or "decoding"')
+    choice(name, "ExpertParallel: preset", *PRESETS)
     ranks = world.world_size
     options: Dict[str, Any] = {
         "num_sm": suggested_sms(world, max_tokens),
