@@ -31,8 +31,8 @@ class InPlaceRule(NamedTuple):
 
     #: rows per rank: with fewer, one call of the kernel costs less than two without copies
     min_rows: int = 2048
-    #: of the work, that stays: where it is less, two calls of the kernel are in each other's way
-    min_share: float = 0.75
+    #: of the work, that stays: where it is less, there is little to gain
+    min_share: float = 0.5
 
 
 class Piece(NamedTuple):
@@ -56,7 +56,7 @@ class BatchPlanner(Unchanging):
         heads, kv_heads, head_dim, v_head_dim, dtype, mask, window: as of ContextParallelAttention.
         in_place: whether rows that stay are attended to where they are, beside the others, or all
             rows travel through the window and one call of the kernel serves them. "auto" is
-            InPlaceRule(): True but for batches of few rows, or where more than a quarter of the
+            InPlaceRule(): True but for batches of few rows, or where more than half of the
             work travels. Another InPlaceRule draws these lines elsewhere.
         block_tokens: documents are cut at multiples of it.
         imbalance_target: largest work of a rank over the mean that is aimed at.
