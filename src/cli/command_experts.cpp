@@ -201,7 +201,7 @@ void add_experts_command(Command app, Program& program) {
       "  waybill experts\n"
       "  waybill experts --skew 1 --payload float8\n"
       "  waybill experts --ranks 64 --network 400Gbit/s\n"
-      "  waybill experts --ranks 64 --groups 8 --top-groups 4 --path pipelined\n"
+      "  waybill experts --ranks 64 --groups 8 --top-groups 4\n"
       "  waybill experts --ids router.txt --experts 64");
   command.when_chosen([options, &program] {
     program.run = [options, &program] { return run_experts(*options, program); };

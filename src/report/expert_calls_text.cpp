@@ -61,7 +61,7 @@ std::string basis(const EPConfig& config, const ExpertCostOptions& options, bool
                  "; a message takes ", format_seconds(options.step.network_message_seconds),
                  " (nominal)");
   if (low_latency)
-    text += ". Low latency goes straight to the final ranks, which no network path does yet";
+    text += ". Low latency goes straight to the final ranks, which is not done over network cards";
   return text + ".";
 }
 

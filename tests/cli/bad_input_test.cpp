@@ -66,8 +66,8 @@ TEST_F(BadInputTest, InputWithoutEnd) {
     EXPECT_TRUE(fails(run(command + "/dev/zero"), 1, {"/dev/zero", "more than 1 GiB"})) << command;
   }
   // A gigabyte is read each time; all commands have one reader.
-  EXPECT_TRUE(fails(run("show -", "", " >stdout </dev/zero"), 1,
-                    {"standard input", "more than 1 GiB"}));
+  EXPECT_TRUE(
+      fails(run("show -", "", " >stdout </dev/zero"), 1, {"standard input", "more than 1 GiB"}));
 }
 
 TEST_F(BadInputTest, AnUnknownDistributionListsTheNames) {

@@ -40,7 +40,7 @@ TEST_F(ExpertsCommandTest, PredictsTheCallsOfOneNodeAndOfMany) {
   const ProgramResult waiting = run(many + " --path waiting");
   EXPECT_TRUE(holds(unwrapped(waiting.out),
                     {"64 on 8 nodes", "dispatch, low latency", "waiting puts",
-                     "which no network path does yet", "a message takes 3.00 us (nominal)"}));
+                     "not done over network cards", "a message takes 3.00 us (nominal)"}));
   const ProgramResult pipelined = run(many + " --path pipelined --sms 24");
   EXPECT_TRUE(holds(unwrapped(pipelined.out), {"24 multiprocessors", "pipelined puts"}));
   write("links.json", R"({"format": "waybill.links", "version": 1, "nvlink_bytes_per_second": 7e11,

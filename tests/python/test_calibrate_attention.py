@@ -16,14 +16,18 @@ def shape_of(**options):
 
 @pytest.mark.parametrize("options", [{}, {"window": 512}, {"mask": "full"}])
 @pytest.mark.parametrize("row, shard", [(0, 0), (150, 0), (100, 300_000)])
-def test_finds_what_was_put_in(options, row, shard):
+@pytest.mark.parametrize("call", [0, 3e-4])
+def test_finds_what_was_put_in(options, row, shard, call):
+    """What every call takes is not charged to rows and shards."""
     shape = shape_of(**options)
     cases = calibrate._cases(16384, shape.mask)
     forward = [
-        (case.pairs(shape) + row * case.rows + shard * case.shards) * 1e-12 for case in cases
+        (case.pairs(shape) + row * case.rows + shard * case.shards) * 1e-12 + call / 3.5
+        for case in cases
     ]
     costs = calibrate.fit(cases, [(t, 2.5 * t) for t in forward], shape, {})
     assert costs.pairs_per_second == pytest.approx(1e12)
+    assert costs.about["call_seconds"] == pytest.approx(call, abs=1e-9)
     assert (costs.row_pairs, costs.shard_pairs) == (row, shard)
     assert costs.backward_ratio == pytest.approx(2.5) and costs.error < 1e-6
 

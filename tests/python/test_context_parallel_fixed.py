@@ -193,3 +193,21 @@ def test_wrong_capacities_and_modules():
         return True
 
     assert wt.run_threads(2, body) == [True, True]
+
+
+def test_what_cannot_be_replaced_is_refused():
+    def body(world):
+        options = {} if world.topology.num_nodes > 1 else {"num_sms": 0}
+        attend = module(world, **options)
+        plan = attend.plan([[40], [9]])
+        with pytest.raises(waybill.Unsupported, match=r"2 nodes, expected one|copy engine cannot"):
+            attend.fixed_plan(plan, wt.Capacities.of(plan))
+        if options:
+            latent = module(world, latent_dim=4)
+            plan = latent.plan([[40], [9]])
+            with pytest.raises(waybill.Unsupported, match="latent_dim is set"):
+                latent.fixed_plan(plan, wt.Capacities.of(plan))
+        return True
+
+    for per_node in (1, 2):
+        assert wt.run_threads(2, body, ranks_per_node=per_node) == [True, True]

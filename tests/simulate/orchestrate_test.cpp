@@ -14,8 +14,8 @@ using test::dense_copy;
 using test::filled_tensor;
 using test::random_job;
 using test::random_tensor;
-using test::same_bytes;
 using test::RandomJob;
+using test::same_bytes;
 using test::simulate_plainly;
 
 Metadata table(IndexArray seq_len, IndexArray dst_rank, IndexArray dst_offset) {

@@ -10,8 +10,8 @@ namespace waybill {
 
 /// How rows of experts cross a network.
 enum class ExpertPath : std::uint8_t {
-  waiting,  ///< a put is awaited before its block posts the next; a node's rows are forwarded when
-            ///< all of them have come, and its sums leave when all are made
+  waiting,  ///< as of 22 November 2026: a put is awaited before its block posts the next; a node's
+            ///< rows are forwarded when all of them have come, its sums leave when all are made
   pipelined,  ///< many puts in flight; rows are forwarded, and sums leave, piece by piece
 };
 
@@ -21,7 +21,7 @@ enum class ExpertPath : std::uint8_t {
 /// HardwareFacts; docs/functions/predict_experts.md says from which runs).
 struct ExpertCosts {
   std::int32_t num_sms = 32;  ///< multiprocessors of the call; a quarter of them, 1 to 8, puts
-  ExpertPath path = ExpertPath::waiting;
+  ExpertPath path = ExpertPath::pipelined;
   /// Counting and placing. Measured, 4 x H200: what few tokens take, and what one multiprocessor
   /// takes for a token.
   double count_seconds = 14e-6;

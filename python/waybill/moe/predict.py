@@ -46,7 +46,7 @@ def predict(
     network: float = 50e9,
     block: float = 45e9,
     num_sms: int = 32,
-    path: str = "waiting",
+    path: str = "pipelined",
     message_seconds: float = 0.4e-6,
     phase_seconds: float = 11e-6,
     network_message_seconds: float = 3e-6,

@@ -31,8 +31,8 @@ class InPlaceRule(NamedTuple):
 
     #: rows per rank: with fewer, one call of the kernel costs less than two without copies
     min_rows: int = 2048
-    #: of the work, that stays: where it is less, two calls of the kernel are in each other's way
-    min_share: float = 0.75
+    #: of the work, that stays: where it is less, there is little to gain
+    min_share: float = 0.5
 
 
 class Piece(NamedTuple):
@@ -56,7 +56,7 @@ class BatchPlanner(Unchanging):
         heads, kv_heads, head_dim, v_head_dim, dtype, mask, window: as of ContextParallelAttention.
         in_place: whether rows that stay are attended to where they are, beside the others, or all
             rows travel through the window and one call of the kernel serves them. "auto" is
-            InPlaceRule(): True but for batches of few rows, or where more than a quarter of the
+            InPlaceRule(): True but for batches of few rows, or where more than half of the
             work travels. Another InPlaceRule draws these lines elsewhere.
         block_tokens: documents are cut at multiples of it.
         imbalance_target: largest work of a rank over the mean that is aimed at.
@@ -300,7 +300,8 @@ def _shape(
     v_head_dim = head_dim if v_head_dim is None else _least(v_head_dim, 1, "v_head_dim", who)
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise InvalidArgument(f"{who}: dtype = {shown(dtype)}, expected one of torch, of floats")
+        got = found if isinstance(found, torch.dtype) else shown(dtype)
+        raise InvalidArgument(f"{who}: dtype = {got}, expected one of torch, of floats")
     choice(mask, f"{who}: mask", *MASKS)
     if window is not None:
         window = _least(window, 1, "window", who)

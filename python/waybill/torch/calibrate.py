@@ -154,12 +154,13 @@ def fit(
     about: dict[str, Any],
 ) -> AttentionCosts:  # fmt: skip
     """Least squares of relative errors, of forward and backward together: seconds of a pair, of a
-    row and of a shard, none below 0.
+    row, of a shard and of a call, none below 0. That of a call, mostly the host's, is the same for
+    all ranks and no part of the costs; without it rows and shards would be charged with it.
     """
-    facts = np.array([[c.pairs(shape), c.rows, c.shards] for c in cases], np.float64)
+    facts = np.array([[c.pairs(shape), c.rows, c.shards, 1] for c in cases], np.float64)
     seconds = np.array([forward + backward for forward, backward in times])
     weighted = facts / seconds[:, None]
-    kept = [0, 1, 2]
+    kept = [0, 1, 2, 3]
     while True:
         values, *_ = np.linalg.lstsq(weighted[:, kept], np.ones(len(cases)), rcond=None)
         wrong = [i for i, value in zip(kept, values) if value < 0 and i > 0]
@@ -168,7 +169,7 @@ def fit(
         kept.remove(min(wrong, key=lambda i: values[kept.index(i)] * facts[:, i].mean()))
     if values[0] <= 0:
         raise InvalidArgument(f"{_WHO}: more pairs take no more time: what was timed is too small")
-    found = np.zeros(3)
+    found = np.zeros(4)
     found[kept] = values
     ratio = sum(b for _, b in times) / sum(f for f, _ in times)
     error = float(np.abs(facts @ found / seconds - 1).max())
@@ -176,5 +177,5 @@ def fit(
         pairs_per_second=float((1 + ratio) / found[0]),
         row_pairs=min(2**20, round(found[1] / found[0])),
         shard_pairs=min(2**40, round(found[2] / found[0])),
-        backward_ratio=float(ratio), error=error, about=about,
+        backward_ratio=float(ratio), error=error, about={**about, "call_seconds": float(found[3])},
     )  # fmt: skip

@@ -339,8 +339,8 @@ void ExpertNodes::add_partial_sums(const ExpertCall& call, const ExpertCombineIn
   add.output = input.output.data;
   const bool wide = common_word({row_bytes, address_of(add.output), address_of(add.biases[0]),
                                  address_of(add.biases[1])}) == 16;
-  // Blocks that wait must leave room for those of other ranks on the device.
-  const int blocks = share_ == 1 ? 2 * gpu_->num_sms() : kernel_sms(num_sms);
+  // Blocks that wait leave room for the network path, and for other ranks on the device.
+  const int blocks = share_ == 1 ? gpu_->num_sms() : kernel_sms(num_sms);
   gpu_->check(launch_add_partial_sums(add, config_.token_dtype, wide, blocks, stream_of(call)),
               "launching a kernel", call.operation);
   if (!by_phases_) path_.join(stream_of(call));
