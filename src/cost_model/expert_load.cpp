@@ -68,7 +68,7 @@ class LoadCount {
 
   void count_slot(std::int64_t token, const TopkRoute& route) {
     ExpertRankLoad& home = loads_[to_size(source_)];
-    ExpertRankLoad& hub = loads_[to_size(route.forwarder)];
+    ExpertRankLoad& forwarder = loads_[to_size(route.forwarder)];
     ExpertRankLoad& there = loads_[to_size(route.rank)];
     const bool crosses = is_other_node(route.rank);
     ++there.computed;
@@ -77,33 +77,33 @@ class LoadCount {
       for (ExpertLinkRows ExpertRankLoad::*rows :
            {&ExpertRankLoad::per_node, &ExpertRankLoad::slots}) {
         ++(home.*rows).network_out;
-        ++(hub.*rows).network_in;
+        ++(forwarder.*rows).network_in;
       }
       const auto node = to_size(route.forwarder / config_.local_world_size);
       if (to_node_[node].begins(token)) home.puts_out += parts_;
-      if (from_node_[node].begins(token)) ++hub.puts_back;
+      if (from_node_[node].begins(token)) ++forwarder.puts_back;
     }
     if (route.rank == route.forwarder) {
       ++there.kept_slots;
     } else {
-      ++hub.slots.nvlink_out;
+      ++forwarder.slots.nvlink_out;
       ++there.slots.nvlink_in;
-      if (crosses) ++hub.forwarded_slots;
+      if (crosses) ++forwarder.forwarded_slots;
     }
-    if (route.to_rank) count_row(token, route, home, hub, there);
+    if (route.to_rank) count_row(token, route, home, forwarder, there);
   }
 
   void count_row(std::int64_t token, const TopkRoute& route, ExpertRankLoad& home,
-                 ExpertRankLoad& hub, ExpertRankLoad& there) {
+                 ExpertRankLoad& forwarder, ExpertRankLoad& there) {
     const bool crosses = is_other_node(route.rank);
     ++there.received;
     if (route.rank == route.forwarder) {
       ++there.kept;
       if (crosses) ++there.kept_of_others;
     } else {
-      ++hub.per_node.nvlink_out;
+      ++forwarder.per_node.nvlink_out;
       ++there.per_node.nvlink_in;
-      if (crosses) ++hub.forwarded;
+      if (crosses) ++forwarder.forwarded;
     }
     if (route.rank == source_) return;
     ++(crosses ? home.straight.network_out : home.straight.nvlink_out);

@@ -1,12 +1,37 @@
 """Speeds of links: read, given to worlds, agreed on."""
 
+import inspect
+import pathlib
+import re
+
 import pytest
 
 import waybill
+from waybill.moe.summary import ExpertSummary
 
 TEXT = """{"format": "waybill.links", "version": 1, "device": "a GPU", "num_gpus": 2,
 "nvlink_bytes_per_second": 2e10, "network_bytes_per_second": 3e9, "block_bytes_per_second": 1e10}"""
 SLOW = waybill.LinkSpeeds(2e10, 3e9, 1e10)
+
+
+def test_all_defaults_are_those_of_the_library():
+    root = pathlib.Path(__file__).resolve().parents[2]
+    header = (root / "include/waybill/core/link_speeds.h").read_text()
+    usual = waybill.LinkSpeeds()
+    for name, value in vars(usual).items():
+        assert float(re.search(rf"\b{name} = ([\d.e]+);", header)[1]) == value
+    given = {"nvlink": usual.nvlink_bytes_per_second, "network": usual.network_bytes_per_second}
+    given.update({f"{name}_bytes_per_second": value for name, value in given.items()})
+    found = 0
+    calls = (waybill.planner.plan, waybill.compare, waybill.moe.predict)
+    for call in (*calls, *vars(ExpertSummary).values()):
+        if not inspect.isfunction(call):
+            continue
+        for name, parameter in inspect.signature(call).parameters.items():
+            if name in given and parameter.default is not inspect.Parameter.empty:
+                assert parameter.default == given[name], (call, name)
+                found += 1
+    assert found >= 6
 
 
 def test_links_are_read(tmp_path):
