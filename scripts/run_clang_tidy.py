@@ -41,7 +41,10 @@ def sources_by_flags(build):
     known = {pathlib.Path(e["file"]).resolve(): flags_of(e) for e in entries}
     any_flags = known[ROOT / "src/core/dtype.cpp"]
     groups = {}
-    for source in sorted((ROOT / "src").rglob("*.cpp")):
+    # In the order of the build, which joins them as well: names that two files give may clash.
+    all_sources = set((ROOT / "src").rglob("*.cpp"))
+    built = [source for source in known if source in all_sources]
+    for source in built + sorted(all_sources - set(built)):
         key = (source.parent, known.get(source, any_flags))
         groups.setdefault(key, []).append(source)
     return groups

@@ -52,7 +52,7 @@ std::string left_over_text(const CLI::App& app, std::vector<std::string> left) {
 std::string complaint(const CLI::App& app, const CLI::ParseError& error) {
   const auto chosen = app.get_subcommands();
   const std::string who = chosen.empty() ? "" : chosen.front()->get_name();
-  const std::string text = error.what();
+  std::string text = error.what();
   const std::string name = text.substr(0, text.find(':'));
   const std::string more = concat(" (waybill ", who.empty() ? "" : who + " ", "--help lists them)");
   if (error.get_name() == "RequiredError") {

@@ -267,7 +267,9 @@ void ExpertNodes::start_rows(const ExpertCall& call, const ExpertDispatchInput& 
   rows.own_scales = rows.scales;
   rows.forwarded = chunk_slots(ExpertSignal::forwarded);
   const auto at_slice = [&](const ConstTensorView& own, std::int64_t bytes) {
-    return reinterpret_cast<const std::byte*>(address_of(own.data) - own_slice() * bytes);
+    // Before the tensor, of which only this rank's slice is read.
+    const auto begin = address_of(own.data) - own_slice() * bytes;
+    return reinterpret_cast<const std::byte*>(begin);  // NOLINT(performance-no-int-to-ptr)
   };
   const bool is_copied = options_.payload == EPPayload::quantized || !path_.maps_peers();
   if (!is_copied && input.tokens.data != nullptr)
