@@ -21,6 +21,7 @@ in which the package is installed. Exits 1 when something does not hold.
 
 import argparse
 import ast
+import concurrent.futures
 import contextlib
 import importlib.util
 import inspect
@@ -273,43 +274,41 @@ def ways_to_run(program):
     yield " as processes", [sys.executable, *torchrun, program]
 
 
-def run_examples(missing):
-    """(problems, number run, number skipped)"""
-    problems, num_run, num_skipped = [], 0, 0
-    programs = sorted((ROOT / "examples" / "python").glob("*.py"))
-    if not programs:
-        problems.append("examples/python: no program")
+def run_program(program, how, command, missing):
+    """(problem or None, whether it was skipped)"""
+    name = program.relative_to(ROOT)
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
-    for program, (how, command) in ((p, way) for p in programs for way in ways_to_run(p)):
-        name = program.relative_to(ROOT)
-        if how and "torch" in missing:
-            num_skipped += 1
-            continue
-        begin = time.monotonic()
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                done = subprocess.run(
-                    command,
-                    cwd=folder,
-                    env=environment,
-                    timeout=LIMIT_S,
-                    capture_output=True,
-                    text=True,
-                    check=False,
-                )
-            except subprocess.TimeoutExpired:
-                problems.append(f"{name}:1: ran longer than {LIMIT_S} s{how}")
-                continue
-        if done.returncode == SKIPPED and missing:
-            num_skipped += 1
-            print(f"SKIPPED {name}: {done.stdout.strip()}")
-        elif done.returncode != 0:
-            text = f"{done.stdout}{done.stderr}"
-            problems.append(f"{name}:1: exit status {done.returncode}{how}\n{text}")
-        else:
-            num_run += 1
-            print(f"{name}{how}: {time.monotonic() - begin:.1f} s")
-    return problems, num_run, num_skipped
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            done = subprocess.run(
+                command, cwd=folder, env=environment, timeout=LIMIT_S, capture_output=True,
+                text=True, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"{name}:1: ran longer than {LIMIT_S} s{how}", False
+    if done.returncode == SKIPPED and missing:
+        print(f"SKIPPED {name}: {done.stdout.strip()}")
+        return None, True
+    if done.returncode != 0:
+        text = f"{done.stdout}{done.stderr}"
+        return f"{name}:1: exit status {done.returncode}{how}\n{text}", False
+    print(f"{name}{how}: {time.monotonic() - begin:.1f} s")
+    return None, False
+
+
+def run_examples(missing):
+    """(problems, number run, number skipped); as many at a time as there are cores, 8 at most"""
+    programs = sorted((ROOT / "examples" / "python").glob("*.py"))
+    problems = [] if programs else ["examples/python: no program"]
+    every = [(p, *way) for p in programs for way in ways_to_run(p)]
+    wanted = [run for run in every if not run[1] or "torch" not in missing]
+    with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+        ends = list(pool.map(lambda run: run_program(*run, missing), wanted))
+    problems += [problem for problem, _ in ends if problem is not None]
+    num_skipped = sum(skipped for _, skipped in ends)
+    num_run = len(wanted) - num_skipped - sum(problem is not None for problem, _ in ends)
+    return problems, num_run, num_skipped + len(every) - len(wanted)
 
 
 def check(chosen, with_examples):
