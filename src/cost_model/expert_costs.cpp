@@ -1,18 +1,11 @@
 #include "waybill/cost_model/expert_costs.h"
 
-#include <cmath>
-
+#include "check_number.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
-namespace {
 
-void check_number(const char* who, const char* field, double got, bool zero_too) {
-  require(std::isfinite(got) && (zero_too ? got >= 0 : got > 0), who, ": ", field, " = ", got,
-          ", expected a number ", zero_too ? ">= 0" : "> 0");
-}
-
-}  // namespace
+using detail::check_number;
 
 std::string_view to_string(ExpertPath path) {
   return path == ExpertPath::waiting ? "waiting" : "pipelined";

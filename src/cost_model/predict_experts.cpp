@@ -6,6 +6,7 @@
 #include "core/batch_bytes.h"
 #include "core/to_size.h"
 #include "expert_load.h"
+#include "moe/input_checks.h"
 #include "waybill/core/error.h"
 #include "waybill/cost_model/call_overhead.h"
 
@@ -283,22 +284,6 @@ class ExpertClock {
   double counts_ = 0;
 };
 
-void check_ids(const EPConfig& config, std::span<const std::vector<std::int32_t>> ids) {
-  const char* const who = "predict_experts: ";
-  require(std::ssize(ids) == config.world_size, who, "ids has ", ids.size(),
-          " entries, expected one per rank: ", config.world_size);
-  for (std::size_t r = 0; r < ids.size(); ++r) {
-    const std::int64_t size = std::ssize(ids[r]);
-    require(size % config.topk == 0 && size / config.topk <= config.max_tokens, who, "ids[", r,
-            "] has ", size, " entries, expected topk = ", config.topk, " for each of at most ",
-            config.max_tokens, " tokens");
-    const auto wrong = std::ranges::find_if(
-        ids[r], [&](std::int32_t id) { return id < 0 || id > config.num_experts; });
-    require(wrong == ids[r].end(), who, "ids[", r, "][", wrong - ids[r].begin(),
-            "] = ", wrong == ids[r].end() ? 0 : *wrong, ", expected 0..", config.num_experts);
-  }
-}
-
 }  // namespace
 
 std::string_view to_string(ExpertCallKind kind) {
@@ -315,7 +300,7 @@ std::vector<ExpertCallPrediction> predict_experts(const EPConfig& config,
   config.check("predict_experts");
   dispatch.check(config, "predict_experts");
   options.check("predict_experts");
-  check_ids(config, ids);
+  detail::check_ids("predict_experts", config, ids);
   const std::vector<ExpertRankLoad> loads = detail::count_expert_load(config, dispatch, ids);
   const ExpertClock clock(config, dispatch, options);
   std::vector<ExpertCallPrediction> calls(num_expert_calls);

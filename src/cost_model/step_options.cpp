@@ -1,18 +1,11 @@
 #include "waybill/cost_model/step_options.h"
 
-#include <cmath>
-
+#include "check_number.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
-namespace {
 
-void check_number(const char* who, const char* field, double got, bool zero_too) {
-  require(std::isfinite(got) && (zero_too ? got >= 0 : got > 0), who, ": ", field, " = ", got,
-          ", expected a number ", zero_too ? ">= 0" : "> 0");
-}
-
-}  // namespace
+using detail::check_number;
 
 StepOptions StepOptions::of(const AttentionPlan& plan) {
   StepOptions options;

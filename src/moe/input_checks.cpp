@@ -105,4 +105,21 @@ CheckedInputs check_inputs(const EPConfig& config, const EPDispatchOptions& opti
   return checked;
 }
 
+void check_ids(const char* who, const EPConfig& config,
+               std::span<const std::vector<std::int32_t>> ids) {
+  require(std::ssize(ids) == config.world_size, who, ": ids has ", ids.size(),
+          " entries, expected one per rank: ", config.world_size);
+  for (std::size_t r = 0; r < ids.size(); ++r) {
+    const std::int64_t size = std::ssize(ids[r]);
+    require(size % config.topk == 0 && size / config.topk <= config.max_tokens, who, ": ids[", r,
+            "] has ", size, " entries, expected topk = ", config.topk, " for each of at most ",
+            config.max_tokens, " tokens");
+    for (std::size_t i = 0; i < ids[r].size(); ++i) {
+      require(0 <= ids[r][i] && ids[r][i] <= config.num_experts, who, ": ids[", r, "]: token ",
+              i / to_size(config.topk), ", topk slot ", i % to_size(config.topk), " has expert ",
+              ids[r][i], ", expected 0..", config.num_experts);
+    }
+  }
+}
+
 }  // namespace waybill::detail

@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "core/to_size.h"
+#include "moe/input_checks.h"
 #include "moe/token_routes.h"
 #include "waybill/core/error.h"
 
@@ -24,23 +25,6 @@ Spread spread_of(std::span<const ExpertRankFigures> ranks, Figure figure) {
   for (const ExpertRankFigures& rank : ranks) spread.mean += static_cast<double>(rank.*figure);
   spread.mean /= static_cast<double>(ranks.size());
   return spread;
-}
-
-void check_ids(const EPConfig& config, std::span<const std::vector<std::int32_t>> ids) {
-  const char* const who = "summarize_experts: ";
-  require(std::ssize(ids) == config.world_size, who, "ids has ", ids.size(),
-          " entries, expected one per rank: ", config.world_size);
-  for (std::size_t r = 0; r < ids.size(); ++r) {
-    const std::int64_t size = std::ssize(ids[r]);
-    require(size % config.topk == 0 && size / config.topk <= config.max_tokens, who, "ids[", r,
-            "] has ", size, " entries, expected topk = ", config.topk, " for each of at most ",
-            config.max_tokens, " tokens");
-    for (std::size_t i = 0; i < ids[r].size(); ++i) {
-      require(0 <= ids[r][i] && ids[r][i] <= config.num_experts, who, "ids[", r, "]: token ",
-              i / to_size(config.topk), ", topk slot ", i % to_size(config.topk), " has expert ",
-              ids[r][i], ", expected 0..", config.num_experts);
-    }
-  }
 }
 
 void count_slot(std::int32_t source, ExpertRankFigures& to, ExpertRankFigures& own,
@@ -153,7 +137,7 @@ ExpertSummary summarize_experts(const EPConfig& config, const EPDispatchOptions&
                                 std::span<const std::vector<std::int32_t>> ids) {
   config.check("summarize_experts");
   options.check(config, "summarize_experts");
-  check_ids(config, ids);
+  detail::check_ids("summarize_experts", config, ids);
   ExpertSummary summary;
   summary.config = config;
   summary.row_bytes = config.hidden * dtype_bytes(payload_dtype(config, options)) +

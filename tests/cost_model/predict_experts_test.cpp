@@ -257,7 +257,8 @@ TEST(PredictExperts, WrongInputsAreNamed) {
   };
   refuses({{}}, {}, "ids has 1 entries, expected one per rank: 2");
   refuses({{1, 2, 3}, {}}, {}, "ids[0] has 3 entries");
-  refuses({{1, 2, 3, 4, 5, 6, 7, 257}, {}}, {}, "ids[0][7] = 257, expected 0..256");
+  refuses({{1, 2, 3, 4, 5, 6, 7, 257}, {}}, {},
+          "ids[0]: token 0, topk slot 7 has expert 257, expected 0..256");
   refuses(ids, {.links = {.network_bytes_per_second = 0}}, "network");
   refuses(ids, {.message_seconds = -1}, "message_seconds");
   refuses(ids, {.costs = {.num_sms = 0}}, "costs.num_sms = 0, expected >= 1");
