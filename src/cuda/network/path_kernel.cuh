@@ -30,6 +30,22 @@ namespace waybill::cuda {
 
 inline constexpr int path_threads = 512;  ///< of a block that is one group
 
+/// Part of a backend: the whole block is one group, which knows of its puts only when it settles.
+struct WholeBlock {
+  static constexpr int groups = 1;
+  static constexpr int group_threads = path_threads;
+  static constexpr std::uint32_t few = 0;
+
+  [[nodiscard]] __device__ int group() const { return 0; }
+  [[nodiscard]] __device__ int thread() const { return static_cast<int>(threadIdx.x); }
+  __device__ void sync() const { __syncthreads(); }
+  [[nodiscard]] __device__ bool all(bool mine) const {
+    return __syncthreads_and(mine ? 1 : 0) != 0;
+  }
+  __device__ void expect_arrived() const {}
+  [[nodiscard]] __device__ std::uint32_t begun() const { return 0; }
+};
+
 /// A peer may be late by the deadline, and the rank's own rows then are as well: its kernel says
 /// for whom it waits, not this one.
 inline constexpr std::uint64_t own_rows_patience = 4;

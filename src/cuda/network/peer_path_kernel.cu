@@ -68,22 +68,10 @@ class PeerSignals {
 };
 
 /// Loads and stores of a block's threads.
-class WordBackend : public PeerSignals {
+class WordBackend : public WholeBlock, public PeerSignals {
  public:
-  static constexpr int groups = 1;
-  static constexpr int group_threads = path_threads;
-  static constexpr std::uint32_t few = 0;
-
   using PeerSignals::PeerSignals;
 
-  [[nodiscard]] __device__ int group() const { return 0; }
-  [[nodiscard]] __device__ int thread() const { return static_cast<int>(threadIdx.x); }
-  __device__ void sync() const { __syncthreads(); }
-  [[nodiscard]] __device__ bool all(bool mine) const {
-    return __syncthreads_and(mine ? 1 : 0) != 0;
-  }
-  __device__ void expect_arrived() const {}
-  [[nodiscard]] __device__ std::uint32_t begun() const { return 0; }
   __device__ void put(const NetworkPut& put) const {
     copy_bytes<path_threads>(target(put), source(put), put.size_bytes, thread());
   }

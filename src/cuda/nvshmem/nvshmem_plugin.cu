@@ -39,22 +39,9 @@ __global__ void connectivity_kernel(int* enforces) {
 
 /// A network path's backend. What is put lies at the same place of the symmetric heap on every
 /// rank.
-class NvshmemBackend {
+class NvshmemBackend : public WholeBlock {
  public:
-  static constexpr int groups = 1;
-  static constexpr int group_threads = path_threads;
-  static constexpr std::uint32_t few = 0;
-
   __device__ explicit NvshmemBackend(const PathParams& p) : p_(p) {}
-
-  [[nodiscard]] __device__ int group() const { return 0; }
-  [[nodiscard]] __device__ int thread() const { return static_cast<int>(threadIdx.x); }
-  __device__ void sync() const { __syncthreads(); }
-  [[nodiscard]] __device__ bool all(bool mine) const {
-    return __syncthreads_and(mine ? 1 : 0) != 0;
-  }
-  __device__ void expect_arrived() const {}
-  [[nodiscard]] __device__ std::uint32_t begun() const { return 0; }
 
   __device__ void put(const NetworkPut& put) {
     nvshmemx_putmem_nbi_block(p_.window + put.to_bytes, p_.window + put.from_bytes,
