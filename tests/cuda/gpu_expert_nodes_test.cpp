@@ -4,8 +4,6 @@
 #include <gtest/gtest.h>
 
 #include "cuda/gpu_expert_rounds.h"
-#include "cuda/gpu_processes.h"
-#include "waybill/cuda/gpu_world.h"
 
 namespace waybill {
 namespace {
@@ -107,25 +105,6 @@ TEST(GpuExpertNodes, an_order_that_the_caller_chose) {
 }
 TEST(GpuExpertNodes, golden_cases_of_several_nodes) {
   EXPECT_EQ(check_golden_cases([](const EPConfig& config) { return !config.is_intra_node(); }), 18);
-}
-
-void check_processes(const EPConfig& config, const EPDispatchOptions& options,
-                     std::uint64_t number) {
-  Random random(number);
-  const auto rounds = test::random_rounds(config, options, 7, random);
-  test::expect_no_errors(test::run_gpu_processes(
-      config.world_size,
-      [&](std::shared_ptr<Bootstrap> bootstrap, int device) {
-        return make_gpu_process_world(std::move(bootstrap), device, config.local_world_size);
-      },
-      [&](World& world) {
-        test::run_rounds(world, config, options, rounds, {8, 2});
-      }));
-}
-TEST(GpuExpertNodes, processes_equal_the_simulation) {
-  check_processes(small(2, 1), {}, 125);
-  check_processes(with_more(small(2, 2)), {}, 126);
-  check_processes(with_more(small(2, 1)), {.rows = EPRows::compact}, 127);
 }
 
 }  // namespace

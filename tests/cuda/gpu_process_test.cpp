@@ -33,7 +33,7 @@ TEST(GpuProcess, four_ranks_equal_the_simulation) { check_cases(4, 8, 7); }
 
 void check_experts(const EPConfig& config, const EPDispatchOptions& options, std::uint64_t number) {
   Random random(number);
-  const auto rounds = test::random_rounds(config, options, 6, random);
+  const auto rounds = test::random_rounds(config, options, 7, random);
   test::expect_no_errors(test::run_gpu_processes(
       config.world_size,
       [&](std::shared_ptr<Bootstrap> bootstrap, int device) {
@@ -51,6 +51,14 @@ TEST(GpuProcess, experts_on_nodes_equal_the_simulation) {
   check_experts(test::on_nodes(test::config_of(2, 12, 4, 90, 256), 1), {}, 142);
   check_experts(test::on_nodes(test::config_of(4, 16, 4, 60, 512), 2),
                 {.rows = EPRows::compact, .payload = EPPayload::quantized}, 143);
+}
+
+/// Up to 128 tokens go straight to their ranks, more are forwarded.
+TEST(GpuProcess, few_and_many_tokens_on_nodes_equal_the_simulation) {
+  check_experts(test::on_nodes(test::config_of(2, 6, 4, 70, 64), 1), {}, 125);
+  check_experts(test::on_nodes(test::config_of(4, 12, 4, 198, 64), 2), {}, 126);
+  check_experts(test::on_nodes(test::config_of(2, 6, 4, 198, 64), 1), {.rows = EPRows::compact},
+                127);
 }
 
 TEST(GpuProcess, a_dispatcher_that_moved_nothing_can_be_closed) {
