@@ -7,8 +7,8 @@ from typing import Any, List, Optional, Sequence
 
 from .. import _core
 from .._arrays import IntArray, int64, numbers
-from ..errors import InvalidArgument, WrongType
-from .arrays import ids, per_rank
+from ..errors import WrongType
+from .choices import choices_of
 from .config import EPConfig
 
 
@@ -66,8 +66,6 @@ def predict(
     :raises InvalidArgument: naming argument and rank
     """
     who = "predict"
-    if not isinstance(config, EPConfig):
-        raise InvalidArgument(f"config is a {type(config).__name__}, expected an EPConfig")
     if not isinstance(path, str):
         raise WrongType(f"{who}: path is a {type(path).__name__}, expected a str")
     given = numbers(
@@ -75,11 +73,7 @@ def predict(
         phase_seconds=phase_seconds, network_message_seconds=network_message_seconds,
         network_post_seconds=network_post_seconds, path_bytes_per_second=path_bytes_per_second,
     )  # fmt: skip
-    compiled = config._compiled()
-    dropped = None if dropped_id is None else int64(dropped_id, "dropped_id")
-    options = _core.ep_dispatch_options(compiled, dropped, "grouped", 1, payload)
-    entries = per_rank(exp_indices, "exp_indices", config.world_size)
-    arrays = [ids(v, config.topk, f"exp_indices[{r}]") for r, v in enumerate(entries)]
+    compiled, options, arrays = choices_of(config, exp_indices, dropped_id, payload, who)
     sms = int64(num_sms, f"{who}: num_sms")
     calls = _core.predict_experts(compiled, options, arrays, given, sms, path)
     return [ExpertCallPrediction(**call) for call in calls]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, List, Optional, Sequence, Tuple
 
 from .. import _core
-from .._arrays import IntArray, int64, number
+from .._arrays import IntArray, number
 from .._copies import OfThisProcess
 from ..errors import InvalidArgument
-from .arrays import ids, per_rank
+from .choices import choices_of
 from .config import EPConfig
 
 
@@ -77,14 +77,7 @@ def summarize(
     :param payload: "plain"; "quantized" or "scaled": float8 e4m3 with scales
     :raises InvalidArgument: naming argument and rank
     """
-    who = "summarize"
-    if not isinstance(config, EPConfig):
-        raise InvalidArgument(f"{who}: config is a {type(config).__name__}, expected an EPConfig")
-    compiled = config._compiled()
-    dropped = None if dropped_id is None else int64(dropped_id, f"{who}: dropped_id")
-    options = _core.ep_dispatch_options(compiled, dropped, "grouped", 1, payload)
-    entries = per_rank(exp_indices, f"{who}: exp_indices", config.world_size)
-    arrays = [ids(v, config.topk, f"{who}: exp_indices[{r}]") for r, v in enumerate(entries)]
+    compiled, options, arrays = choices_of(config, exp_indices, dropped_id, payload, "summarize")
     self = ExpertSummary.__new__(ExpertSummary)
     self.config = config
     self._compiled = _core.summarize_experts(compiled, options, arrays)
