@@ -27,6 +27,13 @@ def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor)
     return product(one, weights, offs=offsets)[:0]
 
 
+def ends_within(offsets: torch.Tensor, fixed_rows: Optional[int]) -> torch.Tensor:
+    """[experts]: the ends of groups that lie in so many rows. Those of an overflow, counted, lie
+    behind, where a grouped product would read, and write, what is somebody else's.
+    """
+    return offsets[1:] if fixed_rows is None else offsets[1:].clamp(max=fixed_rows)
+
+
 class SwiGLUExperts(torch.nn.Module):
     """Some experts, each down(silu(gate(x)) * up(x)), as three grouped products.
 
