@@ -242,7 +242,9 @@ def test_bad_input():
         with pytest.raises(waybill.InvalidArgument, match="layer is a int"):
             make(layer=3)
         layer = EPAll2AllLayer(world, MOST, HIDDEN, TOPK, world.rank, EXPERTS, WORLD, WORLD)
-        with pytest.raises(waybill.InvalidArgument, match=r"expected .6, 2, 16, 'grouped', 'plain'."):
+        with pytest.raises(
+            waybill.InvalidArgument, match=r"expected .6, 2, 16, 'grouped', 'plain'."
+        ):
             make(layer=layer, topk=2)
         with pytest.raises(waybill.InvalidArgument, match="capacity are those of the layer"):
             make(layer=layer, capacity=3)

@@ -1,10 +1,12 @@
-"""What is wrong with a call of ExpertParallel or EPAll2AllLayer is said before any communication, in
-the words of the caller, with the rank; nothing is taken for something else.
+"""What is wrong with a call of ExpertParallel or EPAll2AllLayer is said before any communication,
+in the words of the caller, with the rank; nothing is taken for something else.
 """
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 import waybill
 from waybill.moe import EPConfig
@@ -52,7 +54,7 @@ WRONG_OPTIONS = [
 )
 def test_sizes_and_options(options, text):
     def body(world):
-        with pytest.raises(waybill.InvalidArgument, match="^ExpertParallel: " + text):
+        with pytest.raises(waybill.InvalidArgument, match=r"^ExpertParallel: " + text):
             module(world, **options)
         module(world)(**call())  # nothing was sent, and ranks are in step
 
@@ -84,29 +86,37 @@ def test_a_layers_own_words():
         layer = make(dtype=torch.float32)
         tokens, ids = torch.ones(3, 8), torch.zeros(3, 2, dtype=torch.int64)
         for wrong in (torch.full((3, 2), 7), ids.float(), torch.zeros(5, 2, dtype=torch.int64)):
-            with pytest.raises(waybill.InvalidArgument, match=f"^dispatch: .*, on rank {world.rank}$"):
+            with pytest.raises(
+                waybill.InvalidArgument, match=f"^dispatch: .*, on rank {world.rank}$"
+            ):
                 layer.dispatch(tokens, wrong)
         rows, _, layout = layer.dispatch(tokens, ids)
         for biases in (5, tokens, [None]):
-            with pytest.raises(waybill.InvalidArgument, match="^combine: biases is a "):
+            with pytest.raises(waybill.InvalidArgument, match=r"^combine: biases is a "):
                 layer.combine(rows, layout, biases=biases)
         assert torch.equal(layer.combine(rows, layout), 2 * tokens)
         layer.finalize()
 
     waybill.run_threads(WORLD, body, timeout_s=10.0)
-    with pytest.raises(waybill.InvalidArgument, match="^EPConfig: num_experts = 3, expected"):
+    with pytest.raises(waybill.InvalidArgument, match=r"^EPConfig: num_experts = 3, expected"):
         EPConfig(4, 8, 2, 3, 0, 2, 2)
 
 
 META = torch.ones(3, HIDDEN, device="meta")
 WRONG_CALLS = [
     (call(9), r"tokens are 9, expected at most max_tokens = 8"),
-    (call(tokens=torch.ones(3, HIDDEN).double()), r"tokens is torch.float64, expected torch.float32"),
+    (
+        call(tokens=torch.ones(3, HIDDEN).double()),
+        r"tokens is torch.float64, expected torch.float32",
+    ),
     (call(tokens=META), r"tokens lies on meta, expected cpu"),
     (call(scores=torch.ones(3, TOPK).cfloat()), r"scores is torch.complex64, expected floats"),
     (call(scores=torch.ones(3, TOPK).long()), r"scores is torch.int64, expected floats"),
     (call(ids=torch.ones(3, TOPK).short()), r"ids is torch.int16, expected int32 or int64"),
-    (call(ids=torch.full((3, TOPK), 4)), r"ids\[0, 0\] of rank \d is 4, expected 0..3, or -1 for none"),
+    (
+        call(ids=torch.full((3, TOPK), 4)),
+        r"ids\[0, 0\] of rank \d is 4, expected 0..3, or -1 for none",
+    ),
     (call(ids=torch.full((3, TOPK), -2)), r"ids\[0, 0\] of rank \d is -2, expected 0..3"),
 ]
 
@@ -128,14 +138,15 @@ def test_calls(given, text, options):
 
 @pytest.mark.parametrize("options", [{}, {"fixed_rows": 1.0, "operations": True}])
 @pytest.mark.parametrize(
-    "outputs", [lambda rows: rows[:, :8], lambda rows: rows[:1], lambda rows: rows.long(), lambda _: None]
+    "outputs",
+    [lambda rows: rows[:, :8], lambda rows: rows[:1], lambda rows: rows.long(), lambda _: None],
 )
 def test_what_experts_give(outputs, options):
     """Integers would be taken for floats."""
 
     def body(world):
         made = module(world, lambda rows, ends: outputs(rows), **options)
-        with pytest.raises(waybill.InvalidArgument, match="what the experts of rank . gave"):
+        with pytest.raises(waybill.InvalidArgument, match=r"what the experts of rank . gave"):
             made(**call())
         made.finalize()
 
@@ -149,7 +160,7 @@ def test_what_shared_experts_give(options):
     def body(world):
         for shared in (lambda x: x[:, :1], lambda x: x.sum(0), lambda x: None):
             made = module(world, shared=shared, **options)
-            with pytest.raises(waybill.InvalidArgument, match="what shared gave on rank"):
+            with pytest.raises(waybill.InvalidArgument, match=r"what shared gave on rank"):
                 made(**call())
             made.finalize()
 
@@ -172,7 +183,7 @@ def test_ends_of_an_overflow_lie_in_the_rows(operations):
         assert all(ends[-1] <= rows for rows, ends in seen), seen
         assert sums.isnan().any() and made.take_overflow() == WORLD * MOST * TOPK
         made.finalize()
-        with pytest.raises(waybill.InvalidArgument, match="the module was finalized"):
+        with pytest.raises(waybill.InvalidArgument, match=r"the module was finalized"):
             made.resize(5)
 
     waybill.run_threads(WORLD, body, timeout_s=10.0)

@@ -15,7 +15,6 @@ from ...errors import Disagreement, InvalidArgument
 from .layout import LayerLayout
 from .tensors import given, shown, stream_of
 
-
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 

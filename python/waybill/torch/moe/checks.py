@@ -91,9 +91,7 @@ def check_call(layer: EPAll2AllLayer, chunks: int, tokens: Any, scores: Any, ids
         rows, wanted = value.shape[:-1], tokens.shape[:-1]
         flat = len(rows) == 1 and rows[0] == wanted.numel()
         if value.shape[-1] != columns or not (flat or rows == wanted):
-            raise _wrong(
-                f"{name} has shape {list(value.shape)}", f"{[*wanted, columns]}", rank
-            )
+            raise _wrong(f"{name} has shape {list(value.shape)}", f"{[*wanted, columns]}", rank)
         if value.device != layer.device:
             raise _wrong(f"{name} lies on {value.device}", f"{layer.device}", rank)
     converted = tokens.is_floating_point() and is_autocast(layer.device)

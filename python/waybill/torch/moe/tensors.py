@@ -61,7 +61,9 @@ def is_autocast(device: torch.device) -> bool:
         return torch.is_autocast_cpu_enabled() if cpu else torch.is_autocast_enabled()
 
 
-def require_known_ids(ids: torch.Tensor, num_experts: int, dropped: int, name: str, rank: int) -> None:
+def require_known_ids(
+    ids: torch.Tensor, num_experts: int, dropped: int, name: str, rank: int
+) -> None:
     """That each is of an expert, or dropped. The host looks: it waits for a device."""
     wrong = ((ids < 0) | (ids >= num_experts)) & (ids != dropped)
     if not bool(wrong.any()):
