@@ -57,7 +57,9 @@ WRAPPED = """
         return gate.weight.grad, [weight.grad for weight in everything.parameters()]
 
     def clip(of_all, own, most, group=None):
-        squares = [torch.stack([g.square().sum() for g in all_of]).sum() for all_of in (of_all, own)]
+        squares = [
+            torch.stack([g.square().sum() for g in gradients]).sum() for gradients in (of_all, own)
+        ]
         distributed.all_reduce(squares[1], group=group)
         norm = (squares[0] + squares[1]).sqrt()
         for gradient in (*of_all, *own):

@@ -57,9 +57,9 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
     :param payload: "plain"; "quantized": rows travel as float8 e4m3 with scales; "scaled": given so
     :param capacity: the first buffers have max_tokens * topk * capacity rows
     :param fixed_rows: rows of the buffers, for ever; a float is a share of the worst case, in which
-        all tokens of all ranks choose this rank's experts, each different ones. Nothing waits for counts on the host,
-        results have this many rows, and ``check_overflow`` reports what did not fit; combine gives
-        NaN for its tokens
+        all tokens of all ranks choose this rank's experts, each different ones. Nothing waits for
+        counts on the host, results have this many rows, and ``check_overflow`` reports what did not
+        fit; combine gives NaN for its tokens
     :param copy_out: False: dispatch returns views of the symmetric buffer, which hold until this
         rank begins the second dispatch after
     :param device: of ranks from a process group: "cpu", "cuda" for torch's current device,
