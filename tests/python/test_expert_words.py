@@ -167,6 +167,16 @@ def test_what_shared_experts_give(options):
     waybill.run_threads(WORLD, body, timeout_s=10.0)
 
 
+def test_experts_of_all_ranks_on_each():
+    def body(world):
+        made = module(world, SwiGLUExperts(EXPERTS, HIDDEN, 16, torch.float32))
+        with pytest.raises(waybill.InvalidArgument, match=r"rows of 2 experts, expected 4: num_"):
+            made(**call())
+        made.finalize()
+
+    waybill.run_threads(WORLD, body, timeout_s=10.0)
+
+
 @pytest.mark.parametrize("operations", [False, True])
 def test_ends_of_an_overflow_lie_in_the_rows(operations):
     """A grouped product by ends behind its rows would write to what is behind them."""
