@@ -17,6 +17,8 @@ TEST_F(CalibrateTest, LinksDecideThePrediction) {
   EXPECT_TRUE(holds(run(small + "--links slow.json --nvlink 100GB/s").out,
                     {"100 GB/s NVLink", "3.00 GB/s network"}));
   EXPECT_TRUE(fails(run(small + "--links nowhere.json"), 1, {"nowhere.json"}));
+  EXPECT_TRUE(holds(run("plan --full --world-size 4 --tokens-per-rank 2048 --links slow.json").out,
+                    {"\"nvlink_bytes_per_second\": 2e+10", "\"network_bytes_per_second\": 3e+9"}));
   // What an unset variable of a script leaves is not "without".
   EXPECT_TRUE(fails(run(small + "--links ''"), 2, {"--links: got \"\", expected a file"}));
   EXPECT_TRUE(fails(run("experts --ids ''"), 2, {"--ids: got \"\", expected a file"}));
