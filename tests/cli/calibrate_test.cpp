@@ -18,7 +18,7 @@ TEST_F(CalibrateTest, LinksDecideThePrediction) {
                     {"100 GB/s NVLink", "3.00 GB/s network"}));
   EXPECT_TRUE(fails(run(small + "--links nowhere.json"), 1, {"nowhere.json"}));
   EXPECT_TRUE(holds(run("plan --full --world-size 4 --tokens-per-rank 2048 --links slow.json").out,
-                    {"\"nvlink_bytes_per_second\": 2e+10", "\"network_bytes_per_second\": 3e+9"}));
+                    {"\"nvlink_bytes_per_second\": 2e+10", "\"network_bytes_per_second\": 3e+09"}));
   // What an unset variable of a script leaves is not "without".
   EXPECT_TRUE(fails(run(small + "--links ''"), 2, {"--links: got \"\", expected a file"}));
   EXPECT_TRUE(fails(run("experts --ids ''"), 2, {"--ids: got \"\", expected a file"}));
