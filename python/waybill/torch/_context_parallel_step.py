@@ -132,7 +132,7 @@ class RankStep:
     ) -> torch.Tensor:
         at = self.at
         require_tensor(tensor, f"{WHO}: {name}")
-        if hasattr(tensor, "to_local"):
+        if type(tensor) is not torch.Tensor and hasattr(tensor, "to_local"):
             raise InvalidArgument(
                 f"{WHO}: {name} is a {type(tensor).__name__} {at}, expected this rank's part:"
                 f" {name}.to_local()"
