@@ -50,6 +50,19 @@ def rule(min_rows, min_share):
     return wt.BatchPlanner(2, 4, in_place=wt.InPlaceRule(min_rows, min_share))
 
 
+def test_sequences():
+    of = wt.kernels.Sequences.of
+    refused(of, {"q_lens": [3], "k_lens": [3]}, ("q_lens", "k_lens", "device"))
+    for q_lens, k_lens, message in (
+        ([1], [2, 3], "k_lens are 2 lengths, expected 1"),
+        ([-1], [2], r"q_lens = \[-1\], expected lengths >= 0"),
+        ([1.5], [2], r"q_lens\[0\] = 1.5"),
+        ([1, 1], [2**31 - 1, 5], "k_lens = .*, expected lengths >= 0, 2\\^31 - 1 in all"),
+    ):
+        with pytest.raises(waybill.InvalidArgument, match=message):
+            of(q_lens, k_lens)
+
+
 def test_a_plan_keeps_no_array_of_the_caller():
     np = pytest.importorskip("numpy")
     held = [np.array([[1, 0, 5]]), np.array([[1, 5, 5]])]

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple, Optional, Tuple
 import numpy as np
 import torch
 
+from ..._arrays import int64, sequence
 from ...errors import InvalidArgument, Unsupported
+from .._tensors import require_device
 
 Gradients = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -45,7 +47,14 @@ class Sequences:
     @classmethod
     def of(cls, q_lens: Sequence[int], k_lens: Sequence[int], device: Any = "cpu") -> Sequences:
         """Of lengths on the host; one copy to the device."""
-        return cls.several([(q_lens, k_lens)], device)[0]
+        who = "Sequences.of"
+        place = require_device(device, f"{who}: device") or torch.device("cpu")
+        lens = [_lengths(q_lens, f"{who}: q_lens"), _lengths(k_lens, f"{who}: k_lens")]
+        if len(lens[0]) != len(lens[1]):
+            raise InvalidArgument(
+                f"{who}: k_lens are {len(lens[1])} lengths, expected {len(lens[0])}, as q_lens"
+            )
+        return cls.several([(lens[0], lens[1])], place)[0]
 
     @classmethod
     def several(cls, lens: Sequence[Tuple[Any, Any]], device: Any = "cpu") -> list[Sequences]:
@@ -78,6 +87,14 @@ class Sequences:
 
     def __len__(self) -> int:
         return len(self.q_lens)
+
+
+def _lengths(values: Any, name: str) -> list[int]:
+    sequence(values, name, "a list of lengths")
+    lengths = [int64(value, f"{name}[{i}]") for i, value in enumerate(values)]
+    if min(lengths, default=0) < 0 or sum(lengths) >= 2**31:
+        raise InvalidArgument(f"{name} = {lengths[:8]}, expected lengths >= 0, 2^31 - 1 in all")
+    return lengths
 
 
 class AttentionKernel:
