@@ -340,7 +340,7 @@ enum class Extent { all, quick, few };
 /// `few`: no more tokens than decoding has.
 void run(Extent extent) {
   const bool quick = extent == Extent::quick;
-  const std::int32_t world_size = num_gpus();
+  const std::int32_t world_size = std::max(2, num_gpus());
   const int calls = quick ? 30 : 60;
   std::printf("%d GPUs; slowest rank's median of %d calls, from event to event\n", world_size,
               calls);
