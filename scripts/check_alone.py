@@ -8,10 +8,10 @@ compiler says and exits 1 for any error.
 Each header is read before all others once: by the source of its name, if that includes it first, or
 by a line that includes it. Public headers see no others than public ones.
 
-Most of the time would go into headers of the standard library. They are precompiled in a few sets. A
-file gets a set only if all of it is among what the file includes, directly or through headers of the
-project, before its first line of code: so its code sees what it would see without the set. So does
-the code of the headers that it includes, when they are read themselves.
+Most of the time would go into headers of the standard library. They are precompiled in a few sets.
+A file gets a set only if all of it is among what the file includes, directly or through headers of
+the project, before its first line of code: so its code sees what it would see without the set. So
+does the code of the headers that it includes, when they are read themselves.
 """
 
 import concurrent.futures
