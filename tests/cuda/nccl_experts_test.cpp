@@ -46,8 +46,8 @@ TEST(NcclExperts, quantized_rows_equal_the_simulation) {
 }
 
 /// By a routing that is there, from few tokens in large slices, some ranks with none.
-TEST(NcclExperts, known_routings_of_few_tokens_equal_the_simulation) {
-  const EPConfig config = on_nodes(config_of(4, 16, 2, 700, 512), 2);
+void check_known_routings(std::int32_t world_size, std::int32_t ranks_per_node) {
+  const EPConfig config = on_nodes(config_of(world_size, 16, 2, 700, 512), ranks_per_node);
   Random random(156);
   test::RandomCaseOptions how;
   how.tokens = 9;
@@ -58,7 +58,7 @@ TEST(NcclExperts, known_routings_of_few_tokens_equal_the_simulation) {
                                       test::random_case(config, random, how), {}, random));
   }
   test::expect_no_errors(test::run_gpu_processes(
-      config.world_size, SimulatedHosts{2},
+      config.world_size, SimulatedHosts{ranks_per_node},
       [&](World& world) {
         test::DeviceArena arena(world, test::round_arena_bytes);
         test::ExpertRig rig(world, config, {}, most_recv_rows(config, {}), 8);
@@ -82,6 +82,12 @@ TEST(NcclExperts, known_routings_of_few_tokens_equal_the_simulation) {
         world.barrier();
       },
       long_timeout_s));
+}
+TEST(NcclExperts, known_routings_of_two_nodes_of_one_equal_the_simulation) {
+  check_known_routings(2, 1);
+}
+TEST(NcclExperts, known_routings_of_two_nodes_of_two_equal_the_simulation) {
+  check_known_routings(4, 2);
 }
 
 }  // namespace
