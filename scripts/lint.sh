@@ -30,7 +30,6 @@ check sizes scripts/check_sizes.py
 check docs scripts/check_docs.py
 check "stale docs" scripts/check_stale_docs.py
 check python build/venv/bin/ruff check -q .
-check headers cmake --build "$build" --target header_checks
 check alone scripts/check_alone.py "$build"
 check clang-tidy scripts/run_clang_tidy.py "$build"
 

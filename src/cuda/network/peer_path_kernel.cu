@@ -101,7 +101,7 @@ class BulkBackend : public PeerSignals {
     __syncwarp();  // the first lane sees what the others have
     return is_so;
   }
-  __device__ void expect_arrived() const { fence_async_proxy(); }
+  __device__ void expect_arrived() const { fence_async_global(); }
   [[nodiscard]] __device__ std::uint32_t begun() const { return ring_.begun(); }
   __device__ void wait_but_few() { ring_.wait_but_few(); }
   __device__ void settle() { ring_.wait_all(); }
