@@ -202,6 +202,7 @@ case_slow() {
   make_bad_cable delay_ms=20 mbit=20
   start 2 "$program" 3 65536 20
   ended 0
+  says 3 "3 exchanges with 2 hosts"
   # Out of the east go 4 x 64 KiB to each of two ranks, three times: 12 Mbit.
   ((took > 500)) || fail "it took $took ms, the cable is not slow"
   say "a slow cable (20 ms, 20 Mbit/s): ok, all bytes right after $took ms"
@@ -211,6 +212,7 @@ case_lossy() {
   make_bad_cable delay_ms=1 loss=3
   start 2 "$program" 5 65536 30
   ended 0
+  says 3 "5 exchanges with 2 hosts"
   say "a lossy cable (3 %): ok, all bytes right after $took ms"
 }
 

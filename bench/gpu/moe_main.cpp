@@ -255,13 +255,11 @@ void dispatch_lines(Table& table, const MoeWorkload& workload, bool graph,
 struct CombineWay {
   const char* name;
   bool pulls;
-  int way;       ///< PushTuning::way
-  int quarters;  ///< of a block's warps that push first
+  bool forgoes_bulk_copies;
 
   void use(MoeRank& rank) const {
     rank.use_slabs(!pulls);
-    cuda::push_tuning().way = way;
-    cuda::push_tuning().push_warps = quarters;
+    cuda::push_tuning().forgoes_bulk_copies = forgoes_bulk_copies;
   }
 };
 
@@ -302,14 +300,8 @@ void combine_lines(Table& table, const MoeWorkload& workload, bool graph,
 void run_combines() {
   const std::int32_t world_size = std::max(2, num_gpus());
   Table table(world_size, 40);
-  const std::vector<CombineWay> ways = {{"pull", true, 0, 2},
-                                        {"push, bulk, 1/4", false, 0, 1},
-                                        {"push, bulk, 2/4", false, 0, 2},
-                                        {"push, bulk, 4/4", false, 0, 4},
-                                        {"push, long bulk, 2/4", false, 2, 2},
-                                        {"push, long bulk, 4/4", false, 2, 4},
-                                        {"push, words, 2/4", false, 1, 2},
-                                        {"push, words, 4/4", false, 1, 4}};
+  const std::vector<CombineWay> ways = {
+      {"pull", true, false}, {"push", false, false}, {"push, words", false, true}};
   combine_lines(table, uniform_moe(world_size, 1, 7168, 8, 256), true, {16}, ways);
   combine_lines(table, uniform_moe(world_size, 128, 7168, 8, 256), true, {16, 32}, ways);
   combine_lines(table, uniform_moe(world_size, 4096, 7168, 8, 256), false, {16, 32}, ways);
@@ -340,7 +332,7 @@ enum class Extent { all, quick, few };
 /// `few`: no more tokens than decoding has.
 void run(Extent extent) {
   const bool quick = extent == Extent::quick;
-  const std::int32_t world_size = num_gpus();
+  const std::int32_t world_size = std::max(2, num_gpus());
   const int calls = quick ? 30 : 60;
   std::printf("%d GPUs; slowest rank's median of %d calls, from event to event\n", world_size,
               calls);

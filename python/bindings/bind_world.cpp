@@ -13,6 +13,7 @@
 
 #include "bindings.h"
 #include "rank_world.h"
+#include "transport/settings.h"
 #include "waybill/core/error.h"
 #include "waybill/json/link_speeds_json.h"
 #include "waybill/transport/agree.h"
@@ -120,6 +121,17 @@ WorldHandle handle_of(int device, const Make& make, bool in_step = false) {
       [&] { return WorldHandle{std::make_shared<RankWorld>(make(), device, in_step)}; });
 }
 
+/// Collective: names and values that all ranks must have the same.
+void require_same(const WorldHandle& world, const std::string& who,
+                  const std::vector<std::pair<std::string, std::string>>& mine) {
+  std::vector<Setting> settings;
+  for (const auto& [name, value] : mine) settings.push_back({name, value});
+  unlocked([&] {
+    const RankWorld::Call call(*world.rank, who.c_str());
+    world.rank->world().transport().require_same(who, settings);
+  });
+}
+
 WorldHandle thread_world(Meeting& meeting, std::int32_t ranks_per_node) {
   return handle_of(-1, [&] { return make_thread_world(meeting.take(), ranks_per_node); });
 }
@@ -195,6 +207,7 @@ void bind_world(nb::module_& m) {
   world.def_prop_ro("timeout_s",
                     [](const WorldHandle& w) { return w.rank->world().transport().timeout_s(); });
   world.def_prop_ro("device", [](const WorldHandle& w) { return w.rank->device(); });
+  world.def("require_same", &require_same, "who"_a, "mine"_a);
   m.def("links_from_json", [](const std::string& text, const std::string& origin) {
     const LinkSpeeds links = links_from_json(text, origin).speeds;
     return std::tuple(links.nvlink_bytes_per_second, links.network_bytes_per_second,

@@ -155,8 +155,12 @@ def int64(value: Any, name: str) -> int:
 
 
 def number(value: Any, name: str) -> float:
-    """A float of anything that is one; the compiled part looks at nan and inf."""
+    """A float of anything that is one; the compiled part looks at nan and inf. What only reads as
+    one, or is true or false, would be a guess.
+    """
     try:
+        if isinstance(value, (str, bytes, bytearray, bool, np.bool_)):
+            raise TypeError
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise WrongType(f"{name} = {shown(value)}, expected a number") from None

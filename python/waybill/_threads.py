@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from . import _core
-from .errors import Interrupted, PeerFailed, Timeout
+from .errors import Interrupted, PeerFailed, Timeout, Unsupported
 
 _T = TypeVar("_T")
 
@@ -50,6 +50,11 @@ def run_ranks(world_size: int, rank_main: Callable[[int], _T], scope: Any) -> li
         for event in ended[:started]:
             event.wait()
         errors.clear()  # their tracebacks hold the ranks' worlds
+        if isinstance(error, RuntimeError) and started < world_size:
+            raise Unsupported(
+                f"run_threads: {error}: {started} of {world_size} ranks have one, and this host "
+                "allows no more (ulimit -u, pids.max of a container)"
+            ) from None
         raise
     if errors:
         _raise_first(errors, world_size)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Mapping, Optional, Union
 
 from ._arrays import int64, number
 from ._files import json_text, kept
+from ._wrong_call import shown
 from .errors import InvalidArgument
 
 __all__ = ["AttentionCosts"]
@@ -32,7 +33,9 @@ class AttentionCosts:
     shard_pairs: int = 0  #: what a shard of any length does
     backward_ratio: float = 2.5  #: time of backward over forward
     error: float = 0.0  #: of what was measured, the largest relative one
-    about: Optional[Mapping[str, Any]] = None  #: device, kernel, sizes, versions
+    about: Optional[Mapping[str, Any]] = field(
+        default=None, hash=False
+    )  #: device, kernel, sizes, versions
 
     def __post_init__(self) -> None:
         who = "AttentionCosts"
@@ -44,6 +47,8 @@ class AttentionCosts:
             whole = int64(getattr(self, name), f"{who}: {name}")
             if not 0 <= whole <= most:
                 raise InvalidArgument(f"{who}: {name} = {whole}, expected 0..{most}")
+        if self.about is not None and not isinstance(self.about, Mapping):
+            raise InvalidArgument(f"{who}: about = {shown(self.about)}, expected a dict or None")
 
     def seconds(self, pairs: float, rows: float, shards: float, backward: bool = False) -> float:
         """Of a call with so many (query, key) pairs, rows of queries and shards."""

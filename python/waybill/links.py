@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from . import _core
+from ._arrays import number
 from ._files import Path, json_text
+from .errors import InvalidArgument
 
 __all__ = ["LinkSpeeds", "read_links"]
+
+
+#: Bytes per second that make sense, as the compiled part's LinkSpeeds has them.
+_LEAST, _MOST = 1.0, 1e18
+
+
+def check_speed(value: Any, name: str) -> float:
+    """A speed of links that makes sense."""
+    speed = number(value, name)
+    if not _LEAST <= speed <= _MOST:
+        raise InvalidArgument(f"{name} = {speed:g}, expected 1 to 1e+18 bytes per second")
+    return speed
 
 
 @dataclass(frozen=True)
@@ -19,6 +34,10 @@ class LinkSpeeds:
     nvlink_bytes_per_second: float = 345e9  #: inside a node
     network_bytes_per_second: float = 50e9  #: between nodes
     block_bytes_per_second: float = 45e9  #: that one multiprocessor stores
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            check_speed(getattr(self, name), f"LinkSpeeds: {name}")
 
     @property
     def rates(self) -> dict[str, float]:

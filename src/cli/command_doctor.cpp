@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <memory>
+#include <sstream>
 
 #include "checkup.h"
 #include "commands.h"
@@ -44,6 +45,24 @@ std::string as_json(const std::vector<CheckLine>& lines) {
   return std::move(writer).finish();
 }
 
+/// A value beside its name, in lines as wide as the terminal.
+std::string table_line(const std::string& name, const std::string& value) {
+  const std::size_t room =
+      std::max<std::size_t>(text_width() - std::min(text_width(), name.size()), 16);
+  std::string text = name;
+  std::size_t used = 0;
+  std::istringstream words(value);
+  for (std::string word; words >> word;) {
+    if (used > 0 && used + 1 + word.size() > room) {
+      text += concat("\n", std::string(name.size(), ' '));
+      used = 0;
+    }
+    text += concat(used > 0 ? " " : "", word);
+    used += word.size() + (used > 0 ? 1 : 0);
+  }
+  return text + "\n";
+}
+
 std::string as_text(const std::vector<CheckLine>& lines) {
   std::size_t width = 0;
   for (const CheckLine& line : lines) width = std::max(width, line.name.size());
@@ -53,15 +72,15 @@ std::string as_text(const std::vector<CheckLine>& lines) {
     const char* const mark = line.state == CheckState::problem ? "! "
                              : line.state == CheckState::note  ? "- "
                                                                : "  ";
-    text +=
-        concat(mark, line.name, std::string(width - line.name.size() + 2, ' '), line.value, "\n");
+    text += table_line(concat(mark, line.name, std::string(width - line.name.size() + 2, ' ')),
+                       line.value);
     if (!line.advice.empty()) advice.push_back(concat(line.name, ": ", line.advice));
   }
   if (!advice.empty()) text += concat("\nWhat to do\n", sentence_list(advice));
-  text += has_problem(lines) ? "\nSomething here does not work (!).\n"
-                             : "\nWhat is here works; lines with - matter only where they are "
-                               "needed.\n";
-  return text;
+  return concat(text, "\n",
+                table_line("", has_problem(lines) ? "Something here does not work (!)."
+                                                  : "What is here works; lines with - matter only "
+                                                    "where they are needed."));
 }
 
 int run_doctor(const DoctorOptions& options, Program& program) {

@@ -91,6 +91,13 @@ class HelpFormatter : public CLI::Formatter {
 
 Option& Option::value_name(const std::string& name) {
   option_->type_name(name);
+  // An empty variable of a script is not "without".
+  if (name == "FILE" || name == "FOLDER") {
+    option_->check([name](const std::string& text) {
+      return text.empty() ? concat("got \"\", expected a ", name == "FILE" ? "file" : "folder")
+                          : std::string();
+    });
+  }
   return *this;
 }
 

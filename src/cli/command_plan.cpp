@@ -14,6 +14,7 @@ struct PlanOptions {
   SourceOptions source;
   PlanningOptions planning;
   RowOptions rows;
+  HardwareOptions hardware;
   std::string output;
   bool compact = false;
   bool full = false;
@@ -24,6 +25,7 @@ int run_plan(const PlanOptions& options, Program& program) {
   {
     const Progress progress(program.console, "plan");
     Documents documents = load_documents(options.source, options.planning, options.rows);
+    documents.plan.hardware = options.hardware.facts(documents.plan.hardware);
     documents.plan.relay = options.full;  // the plan alone has no room for it
     for (const std::string& remark : documents.remarks) program.console.print_remark(remark);
     const AttentionPlan plan = plan_attention(documents.lengths, documents.plan);
@@ -43,6 +45,7 @@ void add_plan_command(Command app, Program& program) {
   add_source_options(command, options->source);
   add_planning_options(command, options->planning);
   add_row_options(command, options->rows);
+  add_link_options(command, options->hardware);
   command
       .option("-o,--output", options->output, "Where to write the plan; default: standard output")
       .value_name("FILE");

@@ -5,6 +5,8 @@
 #include <optional>
 #include <string>
 
+#include "waybill/core/link_speeds.h"
+
 namespace waybill::cli {
 
 /// A whole decimal number and nothing else; none when it is something else or too large.
@@ -26,8 +28,8 @@ namespace waybill::cli {
 [[nodiscard]] std::string check_seed(const std::string& text);
 
 /// Speeds that make sense, in bytes per second.
-inline constexpr double least_rate = 1;
-inline constexpr double most_rate = 1e18;
+inline constexpr double least_rate = LinkSpeeds::least;
+inline constexpr double most_rate = LinkSpeeds::most;
 
 /// Bytes per second from "50GB/s", "400Gbit/s", "400Gbps", "345" (GB/s); units B, kB, MB, GB, TB,
 /// and bit or b in place of B; "ps" or "/s". None when it is something else, or not among

@@ -20,11 +20,12 @@ class PutCount {
   explicit PutCount(std::int64_t row_bytes)
       : step_(std::clamp<std::int64_t>(most_put_bytes / row_bytes, 1, put_tokens)) {}
 
+  /// @param first number of the source's token 0 among those of all sources
   /// @return whether the token begins a put. Tokens ascend.
-  bool begins(std::int64_t token) {
+  bool begins(std::int64_t first, std::int64_t token) {
     const std::int64_t in_window = token % put_tokens;
-    const bool begins = token != last_ + 1 || in_window % step_ == 0;
-    last_ = token;
+    const bool begins = first + token != last_ + 1 || in_window % step_ == 0;
+    last_ = first + token;
     return begins;
   }
 
@@ -40,23 +41,26 @@ class LoadCount {
         loads_(to_size(config.world_size)),
         parts_(num_scales(config, dispatch) > 0 ? 2 : 1),
         row_bytes_(config.hidden * dtype_bytes(payload_dtype(config, dispatch))),
-        sum_bytes_(config.hidden * dtype_bytes(config.token_dtype)) {}
+        sum_bytes_(config.hidden * dtype_bytes(config.token_dtype)),
+        routes_(config, 0),
+        to_node_(to_size(config.num_nodes()), PutCount(row_bytes_)),
+        from_node_(to_size(config.num_nodes()), PutCount(sum_bytes_)),
+        to_rank_(to_size(config.world_size), PutCount(row_bytes_)),
+        from_rank_(to_size(config.world_size), PutCount(sum_bytes_)) {}
 
+  /// What it keeps of a rank or node is told from that of the last source by numbers of tokens:
+  /// clearing it would take the square of the ranks.
   void count_source(std::int32_t source, std::span<const std::int32_t> ids) {
     source_ = source;
-    const auto nodes = to_size(config_.num_nodes());
-    const auto ranks = to_size(config_.world_size);
-    to_node_.assign(nodes, PutCount(row_bytes_));
-    from_node_.assign(nodes, PutCount(sum_bytes_));
-    to_rank_.assign(ranks, PutCount(row_bytes_));
-    from_rank_.assign(ranks, PutCount(sum_bytes_));
-    loads_[to_size(source)].tokens = std::ssize(ids) / config_.topk;
-    TokenRoutes routes(config_, source);
+    routes_.begin(source);
+    const std::int64_t tokens = std::ssize(ids) / config_.topk;
+    loads_[to_size(source)].tokens = tokens;
     for (std::int64_t i = 0; i < std::ssize(ids); ++i) {
       const std::int64_t token = i / config_.topk;
-      const TopkRoute route = routes.next(token, ids[to_size(i)]);
+      const TopkRoute route = routes_.next(token, ids[to_size(i)]);
       if (route.rank != config_.world_size) count_slot(token, route);
     }
+    first_ += tokens + 1;  // no run goes on
   }
 
   [[nodiscard]] std::vector<ExpertRankLoad> take() { return std::move(loads_); }
@@ -80,8 +84,8 @@ class LoadCount {
         ++(forwarder.*rows).network_in;
       }
       const auto node = to_size(route.forwarder / config_.local_world_size);
-      if (to_node_[node].begins(token)) home.puts_out += parts_;
-      if (from_node_[node].begins(token)) ++forwarder.puts_back;
+      if (to_node_[node].begins(first_, token)) home.puts_out += parts_;
+      if (from_node_[node].begins(first_, token)) ++forwarder.puts_back;
     }
     if (route.rank == route.forwarder) {
       ++there.kept_slots;
@@ -109,8 +113,8 @@ class LoadCount {
     ++(crosses ? home.straight.network_out : home.straight.nvlink_out);
     ++(crosses ? there.straight.network_in : there.straight.nvlink_in);
     if (!crosses) return;
-    if (to_rank_[to_size(route.rank)].begins(token)) home.runs_out += parts_;
-    if (from_rank_[to_size(route.rank)].begins(token)) ++there.runs_back;
+    if (to_rank_[to_size(route.rank)].begins(first_, token)) home.runs_out += parts_;
+    if (from_rank_[to_size(route.rank)].begins(first_, token)) ++there.runs_back;
   }
 
   const EPConfig& config_;
@@ -119,6 +123,8 @@ class LoadCount {
   std::int64_t row_bytes_;
   std::int64_t sum_bytes_;
   std::int32_t source_ = 0;
+  std::int64_t first_ = 0;  ///< number of the source's token 0 among those of all sources
+  TokenRoutes routes_;
   std::vector<PutCount> to_node_;    ///< [N]
   std::vector<PutCount> from_node_;  ///< [N]
   std::vector<PutCount> to_rank_;    ///< [W]

@@ -15,7 +15,8 @@ constexpr std::int64_t most_gpus = 1 << 20;
 double speed_at(const detail::JsonNode& root, std::string_view key) {
   const detail::JsonNode node = root.at(key);
   const double speed = node.real();
-  if (!(speed > 0)) node.fail("a number above 0: bytes per second");
+  if (!LinkSpeeds::makes_sense(speed))
+    node.fail(concat(LinkSpeeds::least, " to ", LinkSpeeds::most, " bytes per second"));
   return speed;
 }
 

@@ -10,6 +10,12 @@ namespace {
 
 constexpr std::int64_t growth_rows = 1024;
 
+/// Repeated experts are allowed, so all topk slots of all ranks may meet on one rank.
+std::int64_t most_grouped_rows(const EPConfig& config, const EPDispatchOptions& options) {
+  return config.world_size * config.max_tokens * config.topk +
+         config.num_experts_per_rank() * (options.expert_alignment - 1);
+}
+
 }  // namespace
 
 void EPConfig::check(const char* who) const {
@@ -45,16 +51,17 @@ void EPDispatchOptions::check(const EPConfig& config, const char* who) const {
   constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
   require(expert_alignment <= most, who, ": expert_alignment = ", expert_alignment,
           ", expected at most ", most);
-  require(most_recv_rows(config, *this) <= most, who, ": a rank could receive ",
-          most_recv_rows(config, *this), " rows, expected at most ", most,
+  // Compact rows have places in the grouped order, too.
+  const std::int64_t grouped = most_grouped_rows(config, *this);
+  require(grouped <= most, who, ": a rank could ",
+          rows == EPRows::grouped ? "receive " : "have compact rows for ", grouped,
+          rows == EPRows::grouped ? " rows" : " topk slots", ", expected at most ", most,
           ": max_tokens, topk or expert_alignment are too large");
 }
 
 std::int64_t most_recv_rows(const EPConfig& config, const EPDispatchOptions& options) {
-  // Repeated experts are allowed, so all topk slots of all ranks may meet on one rank.
-  const std::int64_t grouped = config.world_size * config.max_tokens * config.topk +
-                               config.num_experts_per_rank() * (options.expert_alignment - 1);
-  return options.rows == EPRows::grouped ? grouped : config.world_size * config.max_tokens;
+  if (options.rows == EPRows::compact) return config.world_size * config.max_tokens;
+  return most_grouped_rows(config, options);
 }
 
 std::int64_t grown_output_rows(std::int64_t rows, std::int64_t largest) {

@@ -16,14 +16,15 @@ TokenRoutes::TokenRoutes(const EPConfig& config, std::int32_t source)
 
 TopkRoute TokenRoutes::next(std::int64_t token, std::int32_t expert) {
   const std::int32_t local = config_.local_world_size;
+  last_ = first_ + token;
   TopkRoute route;
   route.rank = config_.rank_of_expert(expert);
   if (route.rank == config_.world_size) return route;
   const std::int32_t node = route.rank / local;
   route.forwarder = node * local + source_ % local;
-  route.to_rank = std::exchange(last_token_[to_size(route.rank)], token) != token;
+  route.to_rank = std::exchange(last_token_[to_size(route.rank)], last_) != last_;
   if (node != source_ / local)
-    route.to_node = std::exchange(last_token_of_node_[to_size(node)], token) != token;
+    route.to_node = std::exchange(last_token_of_node_[to_size(node)], last_) != last_;
   return route;
 }
 

@@ -30,10 +30,18 @@ class TokenRoutes {
   /// @param expert of read_expert_ids
   [[nodiscard]] TopkRoute next(std::int64_t token, std::int32_t expert);
 
+  /// The tokens of another source are next. What a constructor would clear, a number a rank, stays.
+  void begin(std::int32_t source) {
+    source_ = source;
+    first_ = last_ + 1;
+  }
+
  private:
   EPConfig config_;
   std::int32_t source_;
-  std::vector<std::int64_t> last_token_;          ///< [W] that went to a rank; -1
+  std::int64_t first_ = 0;  ///< number of the source's token 0 among those of all sources
+  std::int64_t last_ = -1;  ///< of the last token
+  std::vector<std::int64_t> last_token_;          ///< [W] number that went to a rank; -1
   std::vector<std::int64_t> last_token_of_node_;  ///< [N]
 };
 

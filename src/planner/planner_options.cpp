@@ -21,6 +21,11 @@ void check_positive(const char* who, const char* field, double got, bool zero_to
           ", expected a number ", zero_too ? ">= 0" : "> 0");
 }
 
+void check_speed(const char* who, const char* field, double got) {
+  require(LinkSpeeds::makes_sense(got), who, ": ", field, " = ", got, ", expected ",
+          LinkSpeeds::least, " to ", LinkSpeeds::most, " bytes per second");
+}
+
 }  // namespace
 
 std::string to_string(const AttentionMask& mask) {
@@ -41,8 +46,8 @@ void PlannerOptions::check(const char* who) const {
   require(std::isfinite(imbalance_target) && imbalance_target > 1, who,
           ": imbalance_target = ", imbalance_target, ", expected a number > 1");
   check_positive(who, "byte_weight", byte_weight, true);
-  check_positive(who, "hardware.nvlink_bytes_per_second", hardware.nvlink_bytes_per_second);
-  check_positive(who, "hardware.network_bytes_per_second", hardware.network_bytes_per_second);
+  check_speed(who, "hardware.nvlink_bytes_per_second", hardware.nvlink_bytes_per_second);
+  check_speed(who, "hardware.network_bytes_per_second", hardware.network_bytes_per_second);
   check_positive(who, "hardware.message_seconds", hardware.message_seconds, true);
   check_positive(who, "hardware.pairs_per_second", hardware.pairs_per_second, true);
   check_range(who, "hardware.row_pairs", hardware.row_pairs, 0, std::int64_t{1} << 20);

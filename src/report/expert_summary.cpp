@@ -4,6 +4,8 @@
 #include <cmath>
 #include <functional>
 #include <numeric>
+#include <queue>
+#include <utility>
 
 #include "core/to_size.h"
 #include "moe/input_checks.h"
@@ -35,12 +37,13 @@ void count_slot(std::int32_t source, ExpertRankFigures& to, ExpertRankFigures& o
   ++(network ? own.slot_network_out : own.slot_node_out);
 }
 
-void count_tokens(std::int32_t source, std::span<const std::int32_t> ids, ExpertSummary& summary) {
+void count_tokens(std::int32_t source, std::span<const std::int32_t> ids, TokenRoutes& routes,
+                  ExpertSummary& summary) {
   const EPConfig& config = summary.config;
   std::vector<ExpertRankFigures>& ranks = summary.ranks;
   ExpertRankFigures& own = ranks[to_size(source)];
   own.tokens = std::ssize(ids) / config.topk;
-  TokenRoutes routes(config, source);
+  routes.begin(source);
   for (std::int64_t i = 0; i < std::ssize(ids); ++i) {
     const std::int32_t expert = ids[to_size(i)];
     const TopkRoute route = routes.next(i / config.topk, expert);
@@ -112,16 +115,17 @@ ExpertWays compare_expert_ways(const ExpertSummary& summary, const LinkSpeeds& s
   };
   // Every rank gets all tokens: those of other nodes by its share of their links, the rest inside.
   const std::int32_t local = summary.config.local_world_size;
+  const std::int64_t tokens = summary.num_tokens();
   double node_rows = 0;
   double network_rows = 0;
   for (std::int32_t first = 0; first < summary.config.world_size; first += local) {
     std::int64_t of_node = 0;
-    std::int64_t least = summary.num_tokens();
+    std::int64_t least = tokens;
     for (std::int32_t r = first; r < first + local; ++r) {
       of_node += summary.ranks[to_size(r)].tokens;
       least = std::min(least, summary.ranks[to_size(r)].tokens);
     }
-    const double elsewhere = static_cast<double>(summary.num_tokens() - of_node) / local;
+    const double elsewhere = static_cast<double>(tokens - of_node) / local;
     node_rows = std::max(node_rows, static_cast<double>(of_node - least) + elsewhere * (local - 1));
     network_rows = std::max(network_rows, elsewhere);
   }
@@ -144,7 +148,9 @@ ExpertSummary summarize_experts(const EPConfig& config, const EPDispatchOptions&
                       num_scales(config, options) * dtype_bytes(DType::float32);
   summary.ranks.resize(to_size(config.world_size));
   summary.expert_entries.resize(to_size(config.num_experts));
-  for (std::int32_t r = 0; r < config.world_size; ++r) count_tokens(r, ids[to_size(r)], summary);
+  TokenRoutes routes(config, 0);
+  for (std::int32_t r = 0; r < config.world_size; ++r)
+    count_tokens(r, ids[to_size(r)], routes, summary);
   return summary;
 }
 
@@ -154,18 +160,18 @@ std::vector<std::int32_t> place_experts(const ExpertSummary& summary) {
   std::iota(order.begin(), order.end(), 0);
   std::ranges::stable_sort(order, std::ranges::greater(),
                            [&](std::int32_t e) { return summary.expert_entries[to_size(e)]; });
-  std::vector<std::int64_t> topk_slots(to_size(config.world_size));
   std::vector<std::int32_t> experts(to_size(config.world_size));
   std::vector<std::int32_t> placement(to_size(config.num_experts));
+  using Load = std::pair<std::int64_t, std::int32_t>;  // topk slots of a rank that has room
+  std::vector<Load> loads;
+  for (std::int32_t r = 0; r < config.world_size; ++r) loads.emplace_back(0, r);
+  std::priority_queue<Load, std::vector<Load>, std::greater<>> least({}, std::move(loads));
   for (const std::int32_t expert : order) {
-    std::int32_t best = -1;
-    for (std::int32_t r = 0; r < config.world_size; ++r) {
-      if (experts[to_size(r)] == config.num_experts_per_rank()) continue;
-      if (best < 0 || topk_slots[to_size(r)] < topk_slots[to_size(best)]) best = r;
-    }
-    placement[to_size(expert)] = best;
-    topk_slots[to_size(best)] += summary.expert_entries[to_size(expert)];
-    ++experts[to_size(best)];
+    const auto [topk_slots, rank] = least.top();
+    least.pop();
+    placement[to_size(expert)] = rank;
+    if (++experts[to_size(rank)] < config.num_experts_per_rank())
+      least.emplace(topk_slots + summary.expert_entries[to_size(expert)], rank);
   }
   return placement;
 }

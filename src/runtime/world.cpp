@@ -150,7 +150,10 @@ void run_ranks_as_threads(std::int32_t world_size,
       for (std::int32_t r = 0; r < world_size; ++r) threads.emplace_back(run, r);
     } catch (const std::exception& error) {  // more threads than the host allows
       scope->fail(error.what());
-      throw;
+      throw Unsupported(concat("run_ranks_as_threads: ", error.what(), ": ", threads.size(), " of ",
+                               world_size,
+                               " ranks have a thread, and this host allows no more (ulimit -u, "
+                               "pids.max of a container)"));
     }
     await_ranks(running, *scope);
   }

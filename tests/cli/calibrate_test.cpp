@@ -17,6 +17,16 @@ TEST_F(CalibrateTest, LinksDecideThePrediction) {
   EXPECT_TRUE(holds(run(small + "--links slow.json --nvlink 100GB/s").out,
                     {"100 GB/s NVLink", "3.00 GB/s network"}));
   EXPECT_TRUE(fails(run(small + "--links nowhere.json"), 1, {"nowhere.json"}));
+  EXPECT_TRUE(holds(run("plan --full --world-size 4 --tokens-per-rank 2048 --links slow.json").out,
+                    {"\"nvlink_bytes_per_second\": 2e+10", "\"network_bytes_per_second\": 3e+09"}));
+  // What an unset variable of a script leaves is not "without".
+  EXPECT_TRUE(fails(run(small + "--links ''"), 2, {"--links: got \"\", expected a file"}));
+  EXPECT_TRUE(fails(run("experts --ids ''"), 2, {"--ids: got \"\", expected a file"}));
+  EXPECT_TRUE(fails(run("calibrate -o ''"), 2, {"--output: got \"\", expected a file"}));
+  write("fast.json", R"({"format": "waybill.links", "version": 1, "nvlink_bytes_per_second": 1e308,
+      "network_bytes_per_second": 1, "block_bytes_per_second": 1})");
+  EXPECT_TRUE(fails(run(small + "--links fast.json"), 1,
+                    {"fast.json: /nvlink_bytes_per_second = 1e308, expected 1 to 1e+18"}));
 }
 
 TEST_F(CalibrateTest, NeedsGpus) {

@@ -41,6 +41,18 @@ TEST_F(DoctorTest, SmallLimitsComeWithAdvice) {
                     {"- open files", "at most 200 (ulimit -n)", "for more than about 175 ranks"}));
 }
 
+TEST_F(DoctorTest, LinesAreAsWideAsTheTerminal) {
+  // No output of a test is a terminal: COLUMNS says how wide it would be.
+  const std::string command =
+      "cd '" + folder_.string() + "' && COLUMNS=40 '" WAYBILL_CLI "' doctor >stdout 2>stderr";
+  (void)std::system(command.c_str());
+  std::istringstream lines(text_of(path("stdout")));
+  for (std::string line; std::getline(lines, line);) {
+    // A word, such as the name of this host, may be longer.
+    EXPECT_TRUE(line.size() <= 40 || line.find_last_of(' ') < 20) << line;
+  }
+}
+
 TEST_F(DoctorTest, MeasuringNeedsGpus) {
   if (WAYBILL_TEST_CUDA) GTEST_SKIP() << "built with CUDA: measured where GPUs are";
   EXPECT_TRUE(fails(run("doctor --measure"), 1, {"doctor --measure", "built without CUDA"}));

@@ -1,4 +1,6 @@
 // experts.
+#include <chrono>
+
 #include "program_runner.h"
 
 namespace waybill::test {
@@ -103,6 +105,15 @@ TEST_F(ExpertsCommandTest, NamesWhatIsWrong) {
   const ProgramResult scales = run("experts --payload float8 --hidden 100 --tokens 4");
   EXPECT_EQ(scales.exit_code, 1);
   EXPECT_TRUE(holds(scales.err, {"hidden = 100", "128"}));
+}
+
+/// In time linear in the ranks: their square would take minutes.
+TEST_F(ExpertsCommandTest, ManyRanksTakeSeconds) {
+  const auto before = std::chrono::steady_clock::now();
+  const ProgramResult result = run("experts --ranks 262144 --experts 262144 --tokens 1");
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_TRUE(holds(result.out, {"262,144 on 32,768 nodes"}));
+  EXPECT_LT(std::chrono::steady_clock::now() - before, std::chrono::seconds(60));
 }
 
 }  // namespace

@@ -259,8 +259,9 @@ TEST(PredictStep, RefusesWhatMakesNoSense) {
   EXPECT_EQ(message_of([](StepOptions& o) { o.transfer = TransferMode::relay; }),
             "predict_step: options.transfer = relay, expected direct or once_per_node: the plan "
             "has no relay schedule");
-  EXPECT_EQ(message_of([](StepOptions& o) { o.hardware.network_bytes_per_second = 0; }),
-            "predict_step: hardware.network_bytes_per_second = 0, expected a number > 0");
+  EXPECT_EQ(
+      message_of([](StepOptions& o) { o.hardware.network_bytes_per_second = 0; }),
+      "predict_step: hardware.network_bytes_per_second = 0, expected 1 to 1e+18 bytes per second");
   EXPECT_EQ(message_of([](StepOptions& o) { o.costs.phase_seconds = -1; }),
             "predict_step: costs.phase_seconds = -1, expected a number >= 0");
   EXPECT_EQ(message_of([](StepOptions& o) { o.costs.forward_chunk_bytes = -1; }),

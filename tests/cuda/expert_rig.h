@@ -103,6 +103,9 @@ class ExpertRig {
   [[nodiscard]] const EPDispatchOptions& options() const { return options_; }
   [[nodiscard]] ExpertExecutor& executor() { return *executor_; }
   void use_sms(int num_sms) { num_sms_ = num_sms; }
+  /// Calls are those of a layer whose hosts wait for counts. All ranks alike; a combine as the
+  /// dispatch that made its routing.
+  void know_counts(bool known) { knows_counts_ = known; }
   /// Combines push, where there are slabs, or pull. All ranks alike.
   void use_slabs(bool pushes) { memory_.slab_slots = pushes ? slab_slots_ : 0; }
 
@@ -133,6 +136,7 @@ class ExpertRig {
             .parity = static_cast<std::uint32_t>(number % 2),
             .num_sms = num_sms_,
             .stream = &stream,
+            .may_grow = knows_counts_,
             .sums_locally = true};
   }
 
@@ -141,6 +145,7 @@ class ExpertRig {
   EPDispatchOptions options_;
   int num_sms_;
   std::int64_t slab_slots_ = 0;
+  bool knows_counts_ = false;
   ExpertMemory memory_;
   std::unique_ptr<ExpertExecutor> executor_;
   std::uint64_t calls_ = 0;

@@ -75,13 +75,16 @@ inline void check_round(ExpertRig& rig, DeviceArena& arena, const Round& round, 
   }
 }
 
-/// All rounds on one layer of a rank.
+/// All rounds on one layer of a rank. @param knows_counts every other round, beginning with the
+/// first, is that of hosts that wait for counts
 inline void run_rounds(World& world, const EPConfig& config, const EPDispatchOptions& options,
-                       const std::vector<Round>& rounds, const std::vector<int>& sms) {
+                       const std::vector<Round>& rounds, const std::vector<int>& sms,
+                       bool knows_counts = false) {
   DeviceArena arena(world, round_arena_bytes);
   ExpertRig rig(world, config, options, most_recv_rows(config, options), sms[0]);
   for (std::size_t i = 0; i < rounds.size(); ++i) {
     rig.use_sms(sms[i % sms.size()]);
+    rig.know_counts(knows_counts && i % 2 == 0);
     check_round(rig, arena, rounds[i], i < 6);
     if (testing::Test::HasFailure()) break;
   }

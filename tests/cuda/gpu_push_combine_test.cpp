@@ -44,6 +44,13 @@ TEST(GpuPushCombine, long_rows) {
   check_random(config_of(2, 16, 4, 20, 10007), {}, 6, 59, {8});
 }
 
+/// More pieces of a token than a block holds at once; more blocks than units.
+TEST(GpuPushCombine, wide_tokens) {
+  check_random(config_of(2, 64, 32, 12, 7168, DType::float32), {}, 6, 61, {1, 3});
+  check_random(config_of(2, 32, 16, 540, 2600), {}, 6, 62, {2});
+  check_random(config_of(4, 32, 8, 3, 2048), {.rows = EPRows::compact}, 6, 63, {24});
+}
+
 /// What experts made, with NaN in rows that belong to no token, and more of them behind.
 HostTensor poisoned(const HostTensor& outputs, const IndexArray& origin) {
   const std::int64_t rows = outputs.shape()[0];
@@ -237,7 +244,6 @@ class ManyHomes {
     p.shape.topk = topk;
     p.shape.num_tokens = p.shape.max_tokens = max_tokens;
     p.shape.capacity_rows = num_rows;
-    p.push_warps = 2;
     p.slots = topk;
     p.once = p.sums = true;
     p.row_bytes = row_bytes;
@@ -280,7 +286,6 @@ TEST(GpuPushCombine, more_ranks_than_parameters_have) {
     check_many(world, cuda::PushWay::words);
     if (device_major < 9) continue;
     check_many(world, cuda::PushWay::bulk);
-    check_many(world, cuda::PushWay::long_bulk);
   }
 }
 

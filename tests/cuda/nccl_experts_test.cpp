@@ -16,13 +16,14 @@ using test::SimulatedHosts;
 
 constexpr double long_timeout_s = 40;
 
+/// Rounds with packed rows and with whole slices, in turn.
 void check(const EPConfig& config, const EPDispatchOptions& options, std::uint64_t number) {
   Random random(number);
-  const auto rounds = test::random_rounds(config, options, 7, random);
+  const auto rounds = test::random_rounds(config, options, 8, random);
   test::expect_no_errors(test::run_gpu_processes(
       config.world_size, SimulatedHosts{config.local_world_size},
       [&](World& world) {
-        test::run_rounds(world, config, options, rounds, {8, 2});
+        test::run_rounds(world, config, options, rounds, {8, 2}, true);
       },
       long_timeout_s));
 }
@@ -42,6 +43,45 @@ TEST(NcclExperts, rows_of_14_kib_equal_the_simulation) {
 TEST(NcclExperts, quantized_rows_equal_the_simulation) {
   check(on_nodes(config_of(2, 12, 4, 60, 512), 1),
         {.rows = EPRows::compact, .payload = EPPayload::quantized}, 155);
+}
+
+/// By a routing that is there, from few tokens in large slices, some ranks with none.
+TEST(NcclExperts, known_routings_of_few_tokens_equal_the_simulation) {
+  const EPConfig config = on_nodes(config_of(4, 16, 2, 700, 512), 2);
+  Random random(156);
+  test::RandomCaseOptions how;
+  how.tokens = 9;
+  std::vector<test::Round> rounds;
+  for (const std::int64_t tokens : {9, 0, 700}) {
+    how.tokens = tokens;
+    rounds.push_back(test::make_round(concat(tokens, " tokens"),
+                                      test::random_case(config, random, how), {}, random));
+  }
+  test::expect_no_errors(test::run_gpu_processes(
+      config.world_size, SimulatedHosts{2},
+      [&](World& world) {
+        test::DeviceArena arena(world, test::round_arena_bytes);
+        test::ExpertRig rig(world, config, {}, most_recv_rows(config, {}), 8);
+        const auto rank = detail::to_size(to_int(world.rank()));
+        for (const bool known : {true, false}) {
+          for (const test::Round& round : rounds) {
+            SCOPED_TRACE(concat(round.name, known ? ", packed" : ", whole"));
+            rig.know_counts(known);
+            arena.reset();
+            const Stream stream{arena.stream()};
+            const test::DeviceInput device(arena, round.sample, to_int(world.rank()));
+            const auto first = rig.dispatch(device.input, stream);
+            for (int again = 0; again < 2; ++again) {
+              const auto tables = rig.dispatch(device.input, stream, first.get());
+              test::expect_rows(rig, arena, round.expected);
+              test::expect_combine(rig, arena, *tables, round.combines.front(), round.outputs[rank],
+                                   again == 1);
+            }
+          }
+        }
+        world.barrier();
+      },
+      long_timeout_s));
 }
 
 }  // namespace

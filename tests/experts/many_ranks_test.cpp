@@ -40,7 +40,8 @@ TEST_P(ManyRanksOfExperts, round_equals_the_simulation) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Few, ManyRanksOfExperts,
-                         testing::Values(Ranks{72, 72, EPRows::grouped},
+                         testing::Values(Ranks{65, 13, EPRows::grouped},
+                                         Ranks{72, 72, EPRows::grouped},
                                          Ranks{72, 8, EPRows::compact},
                                          Ranks{128, 128, EPRows::compact}));
 #ifndef WAYBILL_TEST_SLOW

@@ -92,12 +92,22 @@ def test_what_is_refused():
             return automodel.sharder_of(attention, mesh).shard(batch)[1]
 
         tokens = torch.zeros(1, 4, dtype=torch.int64)
-        with pytest.raises(InvalidArgument, match=f"rank {rank}: input_ids is a NoneType"):
+        with pytest.raises(InvalidArgument, match=f"rank {rank}: input_ids is None"):
             shard()
         with pytest.raises(InvalidArgument, match=f"rank {rank}: input_ids have 3 x 3 tokens"):
             shard(input_ids=torch.zeros(3, 3, dtype=torch.int64))
-        with pytest.raises(InvalidArgument, match=rf"rank {rank}: position_ids are \(1, 3\)"):
+        with pytest.raises(InvalidArgument, match=rf"rank {rank}: position_ids has shape \[1, 3\]"):
             shard(input_ids=tokens, position_ids=tokens[:, :3])
+        for name, value, words in (
+            ("input_ids", [[1, 2]], "is a list"),
+            ("input_ids", tokens[:, :0], r"of shape \[1, 0\]"),
+            ("position_ids", [0, 1], "= a list"), ("position_ids", tokens.float(), "integers"),
+            ("attention_mask", tokens[:, :2], r"has shape \[1, 2\]"),
+        ):  # fmt: skip
+            with pytest.raises(InvalidArgument, match=f"rank {rank}: {name}.*{words}"):
+                shard(**{"input_ids": tokens, name: value})
+        with pytest.raises(InvalidArgument, match=f"rank {rank}: loss_mask has shape"):
+            automodel._shard(attention, {"input_ids": tokens}, tokens[:, :1], 0)
         with pytest.raises(Unsupported, match=f"rank {rank}: attention_mask hides more"):
             shard(input_ids=tokens, attention_mask=torch.tensor([[0, 1, 1, 1]]))
         mine = shard(input_ids=tokens, attention_mask=torch.tensor([[1, 1, 1, 0]]))

@@ -164,8 +164,9 @@ def test_shared_sequences(rotary):
         cuts = cuts[:WORLD] + cuts[-1:]
         begin, end = cuts[rank], cuts[rank + 1]
         mine = whole.cut(begin, end)
-        if rotary == "by row" and rank > 0:
-            with pytest.raises(InvalidArgument, match=rf"held\[0\] on rank {rank} begins at"):
+        if rotary == "by row":  # rank 0 hears of it
+            one = rank or "[123]"
+            with pytest.raises(InvalidArgument, match=rf"held\[0\] on rank {one} begins at"):
                 share_sequences(None, mine.pieces, ranks.DEVICE)
         params = share_sequences(None, mine.pieces, ranks.DEVICE, rotary=rotary)
         of_rows = embeddings(alone)
@@ -208,6 +209,21 @@ def test_what_is_refused():
             core(rows, rows, rows, None, packed_seq_params=SharedSeqParams(qkv_format="thd"))
         with pytest.raises(InvalidArgument, match=f"rotary = 'never' on rank {rank}"):
             share_sequences(None, [5], ranks.DEVICE, rotary="never")
+        for held in ("x", None, [1.5], ["x"], [(0, 0, 0)]):  # of one rank: both hear of it
+            with pytest.raises(InvalidArgument, match=r"share_sequences: .*pieces of rank 1"):
+                share_sequences(None, [5] if rank == 0 else held, ranks.DEVICE)
+        for given in (3, "x", [0, 1]):
+            with pytest.raises(InvalidArgument, match="share_sequences: ranks is"):
+                share_sequences(given, [5], ranks.DEVICE)
+        with pytest.raises(InvalidArgument, match="share_sequences: device = 'x'"):
+            share_sequences(None, [5], "x")
+        for options in ({"blok_tokens": 4}, {"window": 3}, {"costs": {}, "in_place": []}):
+            WaybillCoreAttention.options = {"kernel": "dot_product", **options}
+            with pytest.raises(
+                InvalidArgument, match=f"WaybillCoreAttention: options .*rank {rank}"
+            ):
+                shared = share_sequences(None, [5], ranks.DEVICE)
+                core_of(groups_of(1)[0])(rows, rows, rows, None, packed_seq_params=shared)
         with pytest.raises(Unsupported, match=r"window_size = \(5, 2\)"):
             core_of(groups, window_size=(5, 2))
         with pytest.raises(Unsupported, match=r"softmax_type = 'off-by-one'"):

@@ -144,6 +144,19 @@ def test_more_tokens_than_the_first_call_had():
     ranks.run(2, body)
 
 
+def test_other_numbers_of_tokens_in_the_first_call():
+    def body(rank):
+        dispatcher, _ = dispatcher_of(ours.WaybillTokenDispatcher)
+        tokens = 3 + rank
+        hidden = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16, device=ranks.DEVICE)
+        given = (one.to(ranks.DEVICE) for one in routing(rank, tokens))
+        given = dispatcher.dispatch_preprocess(hidden, *given)
+        with pytest.raises(InvalidArgument, match="first call need max_tokens, the same on all"):
+            dispatcher.token_dispatch(*given)
+
+    ranks.run(2, body)
+
+
 def test_dropped_choices():
     """A map with fewer experts for some tokens: what it has not goes nowhere."""
 
@@ -238,5 +251,13 @@ def test_what_is_not_served():
                 ours.WaybillTokenDispatcher, moe_pad_expert_input_to_capacity=True,
                 moe_expert_capacity_factor=1.0,
             )  # fmt: skip
+        dispatcher.config.moe_router_padding_for_quantization = True  # which asks for Transformer
+        with pytest.raises(Unsupported, match="moe_router_padding_for_quantization"):  # Engine
+            ours.WaybillTokenDispatcher(2, [0, 1], dispatcher.config, groups_of())
+        if ranks.DEVICE != "cpu":
+            return
+        everything = torch.ones(4, EXPERTS, dtype=torch.bool)  # an expert's padding does that
+        with pytest.raises(InvalidArgument, match=r"routing_map has \d+ experts of a token, expec"):
+            dispatcher.dispatch_preprocess(torch.ones(4, HIDDEN), everything, everything * 0.1)
 
     ranks.run(1, body)

@@ -16,7 +16,7 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.rope import ComplexRoPE
 
-from waybill import InvalidArgument, Unsupported
+from waybill import AttentionCosts, InvalidArgument, Unsupported
 from waybill.integrations.torchtitan import WaybillAttention, share_documents
 from waybill.torch import pack
 
@@ -179,6 +179,37 @@ def test_what_is_refused():
         v = torch.arange(5.0).view(1, 5, 1, 1).expand(1, 5, 2, 8)
         out = full(rows, rows, v, attention_masks=masks)
         assert out[0, :, 0, 0].tolist() == [1, 1, 1, 3.5, 3.5]
+
+    ranks.run(2, body)
+
+
+def test_one_rank_has_other_rows_or_options():
+    """All hear of it; calibrated costs are an option like others."""
+
+    def body(rank):
+        rows = torch.zeros(1, 5 + rank, 2, 8)
+        masks = create_varlen_metadata_for_document(torch.tensor([[0, 1, 2, 0, 1]]))
+        with pytest.raises(InvalidArgument, match="on rank 1 are of 5 rows, expected 6"):
+            WaybillAttention.Config().build()(rows, rows, rows, attention_masks=masks)
+        rows = rows[:, :5]
+        costs = AttentionCosts(1e12, row_pairs=300, about={"device": "H200"})
+        for options, words in (
+            ({"costs": costs}, None), ({"block_tokens": 4 + rank}, "rank 1 with block_tokens = 5"),
+            ({"window": 3}, f"options hold 'window' on rank {rank}"),
+            ({"block": 3}, f"options hold 'block' on rank {rank}"),
+        ):  # fmt: skip
+            WaybillAttention.options = options
+            attention = WaybillAttention.Config().build()
+            masks = create_varlen_metadata_for_document(torch.tensor([[0, 1, 2, 0, 1]]))
+            if words is None:
+                assert attention(rows, rows, rows, attention_masks=masks).shape == rows.shape
+                continue
+            with pytest.raises(InvalidArgument, match=words):
+                attention(rows, rows, rows, attention_masks=masks)
+        with pytest.raises(InvalidArgument, match=r"share_documents: .*pieces of rank 1"):
+            share_documents([5] if rank == 0 else [0], device=ranks.DEVICE)
+        with pytest.raises(InvalidArgument, match="share_documents: ranks is"):
+            share_documents([5], ranks=3)
 
     ranks.run(2, body)
 

@@ -131,6 +131,69 @@ def test_what_is_refused(call):
     call(InvalidArgument, r"rank 0: sliding_window = 9", sliding_window=9)
 
 
+def test_the_models_own_loss():
+    """With labels that are in their rows already, and the number of all ranks' labels."""
+
+    def body(rank):
+        model = build(llama, "waybill")
+        attention = SharedAttention(None, model.config, block_tokens=4, in_place=True)
+        whole = pack(documents(), first_document=0)
+        mine = whole.cut(41 * rank, 41 + 59 * rank)
+        batch = attention.plan(attention.gather(mine.pieces))
+        labels, count = mine.labels[None], (whole.labels >= 0).sum()
+        loss = model(
+            mine.tokens[None], position_ids=batch.position_ids(), waybill=batch, use_cache=False,
+            labels=labels, shift_labels=labels, num_items_in_batch=count,
+        ).loss  # fmt: skip
+        loss.backward()
+        for p in model.parameters():
+            torch.distributed.all_reduce(p.grad)
+        torch.distributed.all_reduce(loss.detach())
+        return float(loss), [p.grad.numpy() for p in model.parameters()]
+
+    logits, gradients = alone(llama)
+    labels = pack(documents()).labels
+    count = (labels >= 0).sum()
+    for loss, found in ranks.run(2, body):
+        assert abs(loss - float(loss_of(logits, labels) / count)) < 1e-5
+        for got, want in zip(map(torch.from_numpy, found), gradients):
+            torch.testing.assert_close(got, want / count, rtol=1e-3, atol=1e-5)
+
+
+def test_positions_of_rows_are_refused(call):
+    """What the model counts where none are given, or what another batch has."""
+    call(InvalidArgument, r"rank 0: position_ids are not those of the documents", position_ids=None)
+    other = torch.tensor([[0, 1, 2, 3, 0]])
+    call(InvalidArgument, r"rank 0: position_ids are not those", position_ids=other)
+
+
+def test_positions_that_are_equal_are_taken():
+    def body(world):
+        model = build(llama, "waybill")
+        batch = SharedAttention(world, model.config).plan([[3, 2]])
+        mine = torch.tensor([[0, 1, 2, 0, 1]])
+        for _ in range(2):
+            model(torch.zeros_like(mine), position_ids=mine, waybill=batch, use_cache=False)
+        assert batch._right() is mine
+
+    run_threads(1, body)
+
+
+def test_odd_configurations_and_plans():
+    def body(world):
+        for config in (None, 3, "llama", {}):
+            with pytest.raises(InvalidArgument, match="SharedAttention: config = "):
+                SharedAttention(world, config)
+        attention = SharedAttention(world, LlamaConfig(**SIZES))
+        for plans in (None, 3, "x", [1]):
+            with pytest.raises(InvalidArgument, match="batch: plans = "):
+                attention.batch(plans)
+        with pytest.raises(InvalidArgument, match=r"plans\[None\] = 3 on rank 0, expected a Batch"):
+            attention.batch({None: 3})
+
+    run_threads(1, body)
+
+
 def test_plans_for_all_windows():
     def body(world):
         config = MistralConfig(**SIZES, head_dim=8, sliding_window=7)

@@ -47,7 +47,9 @@ TEST(LinksJson, SaysWhatIsWrong) {
       R"({"format": "waybill.links", "version": 1, "nvlink_bytes_per_second": 1e11,
           "network_bytes_per_second": 5e10, "block_bytes_per_second": 61})";
   EXPECT_EQ(error_of(with(good, "61", "0")),
-            "links.json: /block_bytes_per_second = 0, expected a number above 0: bytes per second");
+            "links.json: /block_bytes_per_second = 0, expected 1 to 1e+18 bytes per second");
+  for (const char* const odd : {"1e-300", "5e-324", "1e19", "1e308", "-61"})
+    EXPECT_NE(error_of(with(good, "61", odd)).find("expected 1 to 1e+18"), std::string::npos);
   EXPECT_NE(error_of(with(good, "block_bytes", "black_bytes")).find("black_bytes_per_second"),
             std::string::npos);
   EXPECT_NE(error_of(with(good, "waybill.links", "waybill.plan")).find("waybill.links"),

@@ -61,6 +61,9 @@ TEST(EPDispatchOptions, NamesTheWrongOption) {
   EXPECT_TRUE(refuses({.expert_alignment = 0}, {"expert_alignment = 0"}));
   EXPECT_TRUE(refuses({.payload = EPPayload::quantized}, {"hidden = 8", "multiple of 128"}));
   EXPECT_TRUE(refuses({.expert_alignment = std::int64_t{1} << 62}, {"expert_alignment"}));
+  // Tables of compact rows hold places in the grouped order.
+  EXPECT_TRUE(refuses({.rows = EPRows::compact, .expert_alignment = std::int64_t{1} << 30},
+                      {"a rank could have compact rows for", "expert_alignment"}));
   EPConfig wide = good();
   wide.hidden = scale_group;
   wide.token_dtype = DType::float64;

@@ -1,7 +1,7 @@
 """Costs of a kernel from its times."""
 
 import pytest
-from packed import module, random_pieces, rng_of
+from packed import random_pieces, rng_of
 
 import waybill
 
@@ -64,22 +64,10 @@ def test_on_this_machine(monkeypatch):
 
 
 def test_bad_input():
-    with pytest.raises(waybill.InvalidArgument, match="rows = 8, expected >= 256"):
+    with pytest.raises(waybill.InvalidArgument, match=r"rows = 8, expected 256\.\."):
         wt.calibrate_attention(2, device="cpu", rows=8)
     with pytest.raises(waybill.Unsupported, match='kernel = "varlen" on cpu'):
         wt.calibrate_attention(2, device="cpu", kernel="varlen")
-
-
-def test_ranks_with_other_costs_are_told():
-    """Their plans would differ: gather says so, on all ranks."""
-
-    def body(world):
-        costs = waybill.AttentionCosts(1e12, row_pairs=world.rank)
-        attend = module(world, costs=costs)
-        with pytest.raises(waybill.InvalidArgument, match=r"rank [01] plans with other options"):
-            attend.gather([40, 3])
-
-    wt.run_threads(2, body)
 
 
 def test_plans_of_pieces_even_them_out():

@@ -127,7 +127,7 @@ def test_the_operation_is_what_it_says():
             attend = module(world, **options)
             ticket = attend.ticket(attend.plan(pieces))
             q, k, v = leaves_of(mine)
-            arguments = (*ticket, torch.zeros(0), q, k, v, False, True)
+            arguments = (*ticket, torch.zeros(0), q, k, v, attend._number, False, True)
             checks = ("test_schema", "test_autograd_registration", "test_faketensor")
             torch.library.opcheck(ops.attend, arguments, test_utils=checks)
 

@@ -278,4 +278,4 @@ def test_what_a_graph_cannot_replay_is_refused():
 
 def test_calibration():
     costs = wt.calibrate_attention(32, 8, rows=4096, repeats=2)
-    assert costs.pairs_per_second > 1e11 and costs.about["kernel"] == "varlen"
+    assert costs.pairs_per_second > 5e9 and costs.error < 0.5 and costs.about["kernel"] == "varlen"

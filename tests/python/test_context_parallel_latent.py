@@ -134,7 +134,7 @@ def test_bad_input():
         assert attend.latent(plan, q, rows, both, up).shape == q.shape
         for given, words in (
             ((q, rows[:, :3], both, up), r"latent rows has shape \[5, 3\], expected \[5, 4\]"),
-            ((q, rows, lambda r, w: (r[:, None], r[:, None]), up), "k has shape"),
+            ((q, rows, lambda r, w: (r[:, None], r[:, None]), up), "project returned a k of shape"),
             ((q, rows, both, 3), r"weights\[0\] is a int"),
         ):
             with pytest.raises(waybill.InvalidArgument, match=words):
@@ -150,3 +150,84 @@ def test_bad_input():
             plain.latent(plain.plan([[5]]), q, rows, both, up)
 
     wt.run_threads(1, body)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_under_autocast(in_place):
+    """Weights in float32: what came is projected as what stayed, forward and backward."""
+    pieces = pieces_in_order([120, 9, 33], 2)
+    tensors, rows = batch(pieces, 3)
+
+    def body(world):
+        attend = module(
+            world, HEADS, KV_HEADS, HEAD, V_HEAD, latent_dim=LATENT + ROPE, in_place=in_place,
+            dtype=torch.bfloat16,
+        )  # fmt: skip
+        q, latent = (
+            t[world.rank].float().requires_grad_() for t in ([t[0] for t in tensors], rows)
+        )
+        ups = [w.float().requires_grad_() for w in weights_of()]
+        with torch.autocast("cpu", torch.bfloat16):
+            out = attend.latent(attend.plan(pieces), q, latent, project, *ups)
+        (out.float() * tensors[world.rank][3]).sum().backward()
+        assert all(t.grad.dtype == torch.float32 for t in (q, latent, *ups))
+        return (out.detach(), q.grad, latent.grad), [up.grad for up in ups]
+
+    got = wt.run_threads(2, body)
+    by_rank, of_weights = expected(pieces, tensors, rows, weights_of())
+    sums = [sum(mine[1][i] for mine in got) for i in range(2)]
+    for found, want in [*((g[0], w) for g, w in zip(got, by_rank)), (sums, of_weights)]:
+        for a, b in zip(found, want):
+            assert (a.double() - b).norm() < 0.03 * b.norm()
+
+
+def test_weights_that_have_no_gradient():
+    """Numbers of rows to take, and a K that nothing of the rows goes into."""
+    pieces = pieces_in_order([120, 9, 33], 2)
+    tensors, rows = batch(pieces, 3)
+
+    def body(world):
+        attend = module(world, HEADS, KV_HEADS, HEAD, V_HEAD, latent_dim=LATENT + ROPE)
+        q, latent = tensors[world.rank][0], rows[world.rank].clone().requires_grad_()
+        ups = [w.clone().requires_grad_() for w in weights_of()]
+        order = torch.arange(KV_HEADS * V_HEAD)
+
+        def fixed_k(rows, up_k, up_v, order):
+            k, v = project(rows, up_k, up_v[:, order])
+            return k.detach(), v
+
+        out = attend.latent(attend.plan(pieces), q, latent, fixed_k, *ups, order)
+        (out * tensors[world.rank][3]).sum().backward()
+        return ups[0].grad, ups[1].grad
+
+    of_k, of_v = zip(*wt.run_threads(2, body))
+    _, want = expected(pieces, tensors, rows, weights_of())
+    close([sum(of_v)], want[1:], 1e-9)
+    assert all(g is None or not g.any() for g in of_k)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda k, v: k, "project returned a Tensor on rank [01], expected k and v"),
+        (lambda k, v: (k, v, v), "project returned 3 results"),
+        (lambda k, v: (k, None), "project returned a v that is None"),
+        (lambda k, v: (k[:5], v), r"project returned a k of shape \[5, 2, 8\]"),
+        (lambda k, v: (k, v.float()), "project returned a v of torch.float32"),
+    ],
+)
+def test_projections_of_another_form(change, message):
+    pieces = pieces_in_order([120, 9, 33], 2)
+    tensors, rows = batch(pieces, 3)
+
+    def body(world):
+        attend = module(world, HEADS, KV_HEADS, HEAD, V_HEAD, latent_dim=LATENT + ROPE)
+        with pytest.raises(waybill.InvalidArgument, match=message):
+            attend.latent(
+                attend.plan(pieces), tensors[world.rank][0], rows[world.rank],
+                lambda *given: change(*project(*given)), *weights_of(),
+            )  # fmt: skip
+        with pytest.raises(waybill.InvalidArgument, match="project = 3, expected a function"):
+            attend.latent(attend.plan(pieces), tensors[world.rank][0], rows[world.rank], 3)
+
+    wt.run_threads(2, body)

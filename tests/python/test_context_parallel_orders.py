@@ -129,3 +129,66 @@ def test_autocast_casts_to_the_modules_dtype():
     wide = [[t.double() for t in mine] for mine in tensors]
     for rank, got in enumerate(wt.run_threads(2, body)):
         close(got, whole(pieces, wide)[rank][:4], 0.06)
+
+
+@pytest.mark.parametrize("way", ["plan", "ticket", "fixed"])
+def test_backward_twice(way):
+    """Of one forward: what it kept is there, and is not written to."""
+    pieces = pieces_in_order([70, 9, 33], 2)
+    tensors = tensors_of(pieces, 2, 1, 8, 8)
+
+    def body(world):
+        attend, mine = module(world), tensors[world.rank]
+        plan, rows = attend.plan(pieces), len(mine[0])
+        given, inputs = plan, leaves_of(mine)
+        rows_of = list(inputs)
+        if way == "ticket":
+            given = attend.ticket(plan)
+        elif way == "fixed":
+            given = attend.fixed_plan(plan, wt.Capacities.of(plan))
+            rows_of = [given.padded(t) for t in inputs]
+        out = attend(given, *rows_of)[:rows]
+        loss = (out * mine[3]).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return out.detach(), *(t.grad / 2 for t in inputs)
+
+    for got, expected in zip(wt.run_threads(2, body), whole(pieces, tensors)):
+        close(got, expected[:4])
+
+
+@pytest.mark.parametrize("way", ["plan", "ticket"])
+def test_there_are_no_second_derivatives(way):
+    """A penalty of gradients would lose its part silently: the loss is linear in the output."""
+    pieces = pieces_in_order([70, 9, 33], 2)
+    tensors = tensors_of(pieces, 2, 1, 8, 8)
+    message = "first derivatives alone|no autograd formula"
+
+    def body(world):
+        attend, mine = module(world), tensors[world.rank]
+        plan = attend.plan(pieces)
+        q, k, v = leaves_of(mine)
+        out = attend(plan if way == "plan" else attend.ticket(plan), q, k, v)
+        loss = (out * mine[3]).sum()
+        (of_q,) = torch.autograd.grad(loss, q, create_graph=True)
+        with pytest.raises((NotImplementedError, RuntimeError), match=message):
+            (loss + of_q.square().sum()).backward()
+
+    wt.run_threads(2, body)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_lazily_negated_rows(in_place):
+    """What travels is read as bytes, which such a view has with the other sign."""
+    pieces = pieces_in_order([150, 13], 2)
+    tensors = tensors_of(pieces, 2, 1, 8, 8)
+
+    def body(world):
+        attend = module(world, in_place=in_place)
+        q, k, v = leaves_of(tensors[world.rank])
+        out = attend(attend.plan(pieces), *(torch._neg_view(-t) for t in (q, k, v)))
+        (out * tensors[world.rank][3]).sum().backward()
+        return out.detach(), q.grad, k.grad, v.grad
+
+    for got, expected in zip(wt.run_threads(2, body), whole(pieces, tensors)):
+        close(got, expected[:4])

@@ -162,3 +162,74 @@ def test_heads_of_tensor_parallel_ranks(tmp_path):
     print("rank", me, "of", W, "is well")
     """
     expect_all_well(run_ranks(tmp_path, start(tmp_path) + MODEL + end, world_size=4))
+
+
+def test_a_rank_that_has_run_out_of_documents(tmp_path):
+    """It packs none, and its weights have the gradients that DDP adds; a DTensor is refused."""
+    end = """
+    from torch.distributed.tensor import Replicate, distribute_tensor
+    from waybill import InvalidArgument
+    from waybill.torch import pack
+
+    torch.manual_seed(0)
+    model = Model(None)
+    embed = torch.nn.Embedding(40, 16, dtype=torch.float64)
+    out = torch.nn.Linear(32, 40, dtype=torch.float64)
+    wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.ModuleList([model, embed, out]))
+    wrapped.module.forward = lambda plan, tokens: out(model(plan, embed(tokens)).flatten(1))
+    documents = [[torch.arange(33), torch.arange(9)], []]
+    for mine in (documents[me], documents[1 - me], []):
+        batch = pack(mine)
+        plan = model.attend.plan(model.attend.gather(batch.pieces))
+        logits = wrapped(plan, batch.tokens)
+        loss = torch.nn.functional.cross_entropy(logits, batch.labels, reduction="sum")
+        loss.backward()
+        total = loss.detach().clone()
+        distributed.all_reduce(total)
+        assert total > 0 or not any(plan.home_tokens)
+    everything = [torch.zeros_like(embed.weight.grad) for _ in range(W)]
+    distributed.all_gather(everything, embed.weight.grad)
+    assert torch.equal(everything[0], everything[1]) and everything[0].any()
+
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (W,))
+    plan = model.attend.plan([[5], [5]])
+    q, k, v = (torch.ones(5, n, 8, dtype=torch.float64) for n in (4, 2, 2))
+    try:
+        model.attend(plan, distribute_tensor(q, mesh, [Replicate()]), k, v)
+    except InvalidArgument as error:
+        assert f"q is a DTensor on rank {me}, expected" in str(error), error
+    else:
+        raise AssertionError("taken")
+    distributed.destroy_process_group()
+    print("rank", me, "of", W, "is well")
+    """
+    expect_all_well(run_ranks(tmp_path, start(tmp_path) + MODEL + end, world_size=2))
+
+
+def test_one_rank_finds_arguments_wrong(tmp_path):
+    """Long before the deadline, which is 100 s here."""
+    end = """
+    import time
+    from waybill import Error
+
+    began = time.monotonic()
+    for given in ({"heads": 4 if me == 0 else 0}, {"scale": 0.5 + me}):
+        try:
+            ContextParallelAttention(None, **{"heads": 4, **given}, dtype="float64", timeout_s=100)
+        except Error as error:
+            assert "rank 1" in str(error) or "heads = 0" in str(error), error
+        else:
+            raise AssertionError("taken")
+    attend = ContextParallelAttention(None, OPTIONS)
+    try:
+        attend.gather([5] if me == 0 else ["x"])
+    except Error as error:
+        assert "pieces of rank 1" in str(error), error
+    else:
+        raise AssertionError("taken")
+    steps(attend, 3)
+    assert time.monotonic() - began < 50
+    distributed.destroy_process_group()
+    print("rank", me, "of", W, "is well")
+    """.replace("OPTIONS", OPTIONS)
+    expect_all_well(run_ranks(tmp_path, start(tmp_path) + end, world_size=2))

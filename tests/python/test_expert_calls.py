@@ -64,7 +64,7 @@ def test_wrong_arguments_are_named():
         ({"block": -1}, "block"),
         ({"num_sms": 0}, "num_sms = 0"),
         ({"path": "fast"}, 'path = "fast"'),
-        ({"path": 3}, "path is a int"),
+        ({"path": 3}, "path = 3"),
         ({"payload": "half"}, "payload"),
         ({"network_post_seconds": -1}, "network_post_seconds"),
     ]:

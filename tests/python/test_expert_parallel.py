@@ -230,19 +230,21 @@ def test_grouped_mm_of_no_rows():
 
 def test_bad_input():
     def body(world):
-        def make(experts=None, **options):
+        def make(experts=lambda rows, ends: rows, **options):
             return ExpertParallel(experts, group=world, **{**SIZES, **options})
 
         with pytest.raises(waybill.InvalidArgument, match='expected "mean" or "sum"'):
             make(gradients="total")
         with pytest.raises(waybill.InvalidArgument, match="chunks = 0, expected"):
             make(chunks=0)
-        with pytest.raises(waybill.InvalidArgument, match="expected at most 2 chunks of 5"):
+        with pytest.raises(waybill.InvalidArgument, match="at most max_tokens = 10, 2 chunks of 5"):
             make(chunks=2, dtype=torch.float32)(*(torch.cat([one] * 3) for one in batch(0)[:3]))
         with pytest.raises(waybill.InvalidArgument, match="layer is a int"):
             make(layer=3)
         layer = EPAll2AllLayer(world, MOST, HIDDEN, TOPK, world.rank, EXPERTS, WORLD, WORLD)
-        with pytest.raises(waybill.InvalidArgument, match=r"expected .6, 2, 16, 'grouped'."):
+        with pytest.raises(
+            waybill.InvalidArgument, match=r"expected .6, 2, 16, 'grouped', 'plain'."
+        ):
             make(layer=layer, topk=2)
         with pytest.raises(waybill.InvalidArgument, match="capacity are those of the layer"):
             make(layer=layer, capacity=3)

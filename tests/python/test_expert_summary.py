@@ -64,7 +64,7 @@ def test_wrong_arguments_are_named():
         summarize(config, [np.full((1, 3), 9)] * 4)
     with pytest.raises(waybill.InvalidArgument, match="EPConfig"):
         summarize(None, ids)
-    with pytest.raises(waybill.InvalidArgument, match="expected a number > 0"):
+    with pytest.raises(waybill.InvalidArgument, match="expected 1 to 1e"):
         summarize(config, ids).limit_seconds(nvlink=0)
     with pytest.raises(waybill.InvalidArgument, match="summarize"):
         waybill.moe.ExpertSummary()

@@ -61,5 +61,5 @@ def test_worlds_agree_on_links():
 
     with pytest.raises(waybill.InvalidArgument, match="expected the same on all ranks"):
         waybill.run_threads(2, differ)
-    with pytest.raises(waybill.InvalidArgument, match="above 0"):
+    with pytest.raises(waybill.InvalidArgument, match="expected 1 to 1e"):
         waybill.run_threads(1, lambda world: world.use_links(waybill.LinkSpeeds(0)))

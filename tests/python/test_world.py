@@ -199,3 +199,16 @@ def test_many_worlds_leave_no_threads_and_no_memory():
 def test_results_are_by_rank():
     got = waybill.run_threads(4, lambda world: np.full(2, world.rank))
     assert [array.tolist() for array in got] == [[0, 0], [1, 1], [2, 2], [3, 3]]
+
+
+def test_more_threads_than_the_host_allows_are_an_error_of_ours(monkeypatch):
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "rank 3":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(waybill.Unsupported, match="3 of 5 ranks have one"):
+        waybill.run_threads(5, lambda world: world.barrier())

@@ -1,9 +1,11 @@
 // Worlds of more ranks than 64, as threads: a step of each, and what they meet for.
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <atomic>
 
+#include "support/run_processes.h"
 #include "support/sanitizers.h"
 #include "support/sequence_step.h"
 #include "waybill/runtime/world.h"
@@ -97,6 +99,26 @@ TEST_P(ManyRanks, the_one_that_is_missing_is_named) {
     EXPECT_STREQ(error.what(), "gave up");
   }
 }
+
+#ifndef WAYBILL_TEST_SLOW
+/// In a process of its own, which is limited.
+TEST(ManyRanks, more_threads_than_the_host_allows_are_an_error_of_ours) {
+  test::expect_no_errors(test::run_processes(1, [](std::int32_t) {
+    rlimit limit{};
+    limit.rlim_cur = limit.rlim_max = rlim_t{2} << 30;  // stacks have 8 MiB each
+    require(setrlimit(RLIMIT_AS, &limit) == 0, "setrlimit");
+    try {
+      run_ranks_as_threads(
+          5000, [](const std::shared_ptr<Bootstrap>& bootstrap) { bootstrap->barrier("barrier"); });
+    } catch (const Unsupported& error) {
+      const std::string text = error.what();
+      require(text.find(" of 5000 ranks have a thread") != text.npos, text);
+      return;
+    }
+    throw InternalError("expected an error");
+  }));
+}
+#endif
 
 #ifdef WAYBILL_TEST_SLOW
 INSTANTIATE_TEST_SUITE_P(Worlds, ManyRanks, testing::Values(72, 128));

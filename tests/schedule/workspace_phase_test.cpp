@@ -41,11 +41,16 @@ void carry_out(Workspaces& workspaces, const std::vector<NetworkPhase>& phases) 
   }
 }
 
+/// One row a slice.
+NodeRows one_row(const Topology& topology, std::int32_t rank) {
+  return whole_slices(topology.num_nodes(), rank / topology.ranks_per_node, 1);
+}
+
 std::vector<NetworkPhase> phases_of(const Topology& topology, std::span<const WorkspacePart> parts,
                                     bool meets) {
   std::vector<NetworkPhase> phases;
   for (std::int32_t r = 0; r < topology.world_size; ++r)
-    phases.push_back(workspace_phase(topology, r, parts, first_slot, meets));
+    phases.push_back(workspace_phase(topology, r, parts, one_row(topology, r), first_slot, meets));
   return phases;
 }
 
@@ -70,9 +75,10 @@ TEST(WorkspacePhase, slices_of_the_own_node_come_to_all_others) {
       for (std::int32_t r = 0; r < topology.world_size; ++r) {
         const std::int32_t node = r / topology.ranks_per_node;
         const WorkspacePart parts[] = {
-            {.from_bytes = 256 + node * 40, .to_bytes = 256, .size_bytes = 40},
-            {.from_bytes = 1024 + node * 7, .to_bytes = 1024, .size_bytes = 7}};
-        phases.push_back(workspace_phase(topology, r, parts, first_slot, meets));
+            {.from_bytes = 256 + node * 40, .to_bytes = 256, .to_node_bytes = 40, .row_bytes = 40},
+            {.from_bytes = 1024 + node * 7, .to_bytes = 1024, .to_node_bytes = 7, .row_bytes = 7}};
+        phases.push_back(
+            workspace_phase(topology, r, parts, one_row(topology, r), first_slot, meets));
       }
       carry_out(workspaces, phases);
       for (std::int32_t r = 0; r < topology.world_size; ++r) {
@@ -94,8 +100,11 @@ TEST(WorkspacePhase, each_node_gets_a_slice_of_its_own) {
   for (const Topology& topology : topologies) {
     const auto before = numbered(topology.world_size);
     auto workspaces = before;
-    const WorkspacePart part{
-        .from_bytes = 2048, .from_node_bytes = 24, .to_bytes = 512, .size_bytes = 24};
+    const WorkspacePart part{.from_bytes = 2048,
+                             .from_node_bytes = 24,
+                             .to_bytes = 512,
+                             .to_node_bytes = 24,
+                             .row_bytes = 24};
     carry_out(workspaces, phases_of(topology, std::span(&part, 1), false));
     for (std::int32_t r = 0; r < topology.world_size; ++r) {
       const std::int64_t own = r / topology.ranks_per_node;
@@ -114,7 +123,7 @@ TEST(WorkspacePhase, each_node_gets_a_slice_of_its_own) {
 
 TEST(WorkspacePhase, a_meeting_hears_of_all_ranks_of_other_nodes_once) {
   for (const Topology& topology : topologies) {
-    const WorkspacePart part{.size_bytes = 8};
+    const WorkspacePart part{.row_bytes = 8};
     for (const std::size_t num_parts : {std::size_t{0}, std::size_t{1}}) {
       const auto phases = phases_of(topology, std::span(&part, num_parts), true);
       for (std::int32_t r = 0; r < topology.world_size; ++r) {
@@ -142,8 +151,9 @@ TEST(WorkspacePhase, a_meeting_hears_of_all_ranks_of_other_nodes_once) {
 }
 
 TEST(WorkspacePhase, one_node_has_nothing_to_send) {
-  const WorkspacePart part{.size_bytes = 8};
-  const NetworkPhase phase = workspace_phase({4, 4}, 1, std::span(&part, 1), first_slot, true);
+  const WorkspacePart part{.row_bytes = 8};
+  const NetworkPhase phase =
+      workspace_phase({4, 4}, 1, std::span(&part, 1), whole_slices(1, 0, 1), first_slot, true);
   EXPECT_TRUE(phase.sent.empty() && phase.received.empty() && phase.slots.empty() &&
               phase.arrived.empty());
 }

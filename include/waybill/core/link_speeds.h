@@ -15,7 +15,14 @@ struct LinkSpeeds {
   /// fill the links.
   double block_bytes_per_second = 45e9;
 
-  /// @throws InvalidArgument unless all are finite and more than 0; `who` begins the text
+  /// Speeds that make sense: what is computed from others may be no number.
+  static constexpr double least = 1;
+  static constexpr double most = 1e18;
+  [[nodiscard]] static constexpr bool makes_sense(double speed) {
+    return least <= speed && speed <= most;
+  }
+
+  /// @throws InvalidArgument unless all make sense; `who` begins the text
   void check(const char* who) const;
 
   friend bool operator==(const LinkSpeeds&, const LinkSpeeds&) = default;

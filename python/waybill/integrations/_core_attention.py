@@ -12,8 +12,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from ..errors import InvalidArgument, Unsupported
-from ..torch.batch_plan import Piece, RankPieces
+from .._wrong_call import shown
+from ..errors import Error, InvalidArgument, Unsupported
+from ..torch.batch_plan import Piece, RankPieces, piece_table
 from ._shared_attention import Pieces, SharedRanks, pieces_of
 
 __all__ = ["SharedSeqParams", "WaybillCoreAttention", "share_sequences"]
@@ -44,28 +45,38 @@ def share_sequences(
             is right for documents that begin on this rank alone. "by row": the model is given
             embeddings of all rows, ``embeddings[positions]``, or has none.
     """
-    shared = SharedRanks.of(ranks, device)
-    if rotary not in ("by sequence", "by row"):
-        raise InvalidArgument(
-            f"share_sequences: rotary = {rotary!r} on rank {shared.rank}, expected"
-            ' "by sequence" or "by row"'
-        )
-    lengths = []
-    for i, piece in enumerate(held):
-        _, offset, length = piece if isinstance(piece, tuple) else (0, 0, piece)
-        if offset and rotary == "by sequence":
-            raise InvalidArgument(
-                f"share_sequences: held[{i}] on rank {shared.rank} begins at {offset}, expected 0:"
-                " rotary embeddings, which come before core attention, begin at 0 with each"
-                ' sequence; say rotary="by row" and give them by row'
-            )
-        lengths.append(int(length))
+    who = "share_sequences"
+    shared = SharedRanks.of(ranks, device, who)
+    wrong: Optional[Error] = None
+    lengths: List[int] = []
+    try:
+        lengths = _lengths_of(held, shared.rank, rotary, who)
+    except Error as error:
+        wrong = error
+    pieces = shared.gather(held, who, wrong)
     ends = torch.tensor([0, *lengths]).cumsum(0).to(device or shared.world.device, torch.int32)
     longest = max(lengths, default=0)
     return SharedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest,
-        max_seqlen_kv=longest, pieces=shared.gather(held), ranks=shared,
+        max_seqlen_kv=longest, pieces=pieces, ranks=shared,
     )  # fmt: skip
+
+
+def _lengths_of(held: RankPieces, rank: int, rotary: str, who: str) -> List[int]:
+    """Of pieces whose positions are those of the rotary embeddings."""
+    if rotary not in ("by sequence", "by row"):
+        raise InvalidArgument(
+            f'{who}: rotary = {shown(rotary)} on rank {rank}, expected "by sequence" or "by row"'
+        )
+    table = piece_table(held, rank, who)
+    for i, (_, offset, _) in enumerate(table.tolist()):
+        if offset and rotary == "by sequence":
+            raise InvalidArgument(
+                f"{who}: held[{i}] on rank {rank} begins at {offset}, expected 0:"
+                " rotary embeddings, which come before core attention, begin at 0 with each"
+                ' sequence; say rotary="by row" and give them by row'
+            )
+    return [int(length) for length in table[:, 2]]
 
 
 class WaybillCoreAttention(MegatronModule):
@@ -137,8 +148,8 @@ class WaybillCoreAttention(MegatronModule):
         ranks, pieces = self._pieces(params, query.device)
         mask = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         attention = ranks.attention(
-            query, key, value, mask="causal" if mask in _CAUSAL else "full", window=self.window,
-            scale=self.softmax_scale, **self.options,
+            query, key, value, _WHO, self.options, mask="causal" if mask in _CAUSAL else "full",
+            window=self.window, scale=self.softmax_scale,
         )  # fmt: skip
         return attention(pieces.plan_of(attention), query, key, value).flatten(1)
 
@@ -160,7 +171,7 @@ class WaybillCoreAttention(MegatronModule):
             return params.ranks, params.pieces
         if group is None:
             raise InvalidArgument(f"{_WHO}: pg_collection has no cp, expected a process group")
-        ranks = SharedRanks.of(group, device)
+        ranks = SharedRanks.of(group, device, _WHO)
         padded = params.cu_seqlens_q_padded
         ends = params.cu_seqlens_q if padded is None else padded
         return ranks, pieces_of(ends, ranks, lambda: _zigzag(params, ends, ranks))

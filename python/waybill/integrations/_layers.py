@@ -48,8 +48,17 @@ def shared_layer(
     if max_tokens is not None and tokens > max_tokens:
         raise InvalidArgument(f"{who}: {tokens} tokens, expected at most max_tokens = {max_tokens}")
     world = world_of(group, None, None if rows.is_cuda else "cpu", who)
-    layer = layers[key] = EPAll2AllLayer(
-        world, max(max_tokens or tokens, 1), rows.shape[1], topk, world.rank, num_experts,
-        world.topology.ranks_per_node, world.world_size, rows.dtype, torch.float32, dropped_id=-1,
-    )  # fmt: skip
+    try:
+        layer = layers[key] = EPAll2AllLayer(
+            world, max(max_tokens or tokens, 1), rows.shape[1], topk, world.rank, num_experts,
+            world.topology.ranks_per_node, world.world_size, rows.dtype, torch.float32,
+            dropped_id=-1,
+        )  # fmt: skip
+    except InvalidArgument as error:
+        if max_tokens is None:
+            error.args = (
+                f"{who}: ranks that have other numbers of tokens in the first call need max_tokens,"
+                f" the same on all, said before it: {error}",
+            )
+        raise
     return layer

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, Dict, List, Optional, Tuple
+from typing import Any, ClassVar, Dict, List, Mapping, Optional, Tuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .._process_group import group_of
+from ..errors import Error, InvalidArgument
 from ..torch import BatchPlan, ContextParallelAttention, World
 from ..torch._piece_exchange import PieceExchange
+from ..torch._tensors import require_device
 from ..torch.batch_plan import RankPieces
 from ..torch.moe.tensors import world_of
 
@@ -55,15 +59,15 @@ class SharedRanks:
         self._modules: Dict[Any, ContextParallelAttention] = {}
 
     @classmethod
-    def of(cls, ranks: Any, device: Any) -> SharedRanks:
+    def of(cls, ranks: Any, device: Any, who: str) -> SharedRanks:
         """Of a process group, a DeviceMesh of one dimension, or None for the default group;
         collective the first time, which says where rows are.
         """
-        group = ranks.get_group() if hasattr(ranks, "get_group") else ranks
-        group = torch.distributed.group.WORLD if group is None else group
+        group = group_of(ranks, who, "ranks")
+        place = require_device(device, f"{who}: device")
         found = cls._known.get(group)
         if found is None:
-            found = cls._known[group] = cls(group, device)
+            found = cls._known[group] = cls(group, place)
         return found
 
     @property
@@ -74,18 +78,33 @@ class SharedRanks:
     def world_size(self) -> int:
         return int(self.world.world_size)
 
-    def gather(self, held: RankPieces) -> Pieces:
-        """Collective, tiny: what all ranks hold."""
+    def gather(self, held: RankPieces, who: str, wrong: Optional[Error] = None) -> Pieces:
+        """Collective, tiny: what all ranks hold; what one has ``wrong`` is raised on all."""
         if self._exchange is None:
             self._exchange = PieceExchange(self.world)
-        return Pieces(self._exchange.gather(held))
+        return Pieces(self._exchange.gather(held, who, wrong))
 
     def attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
-    ) -> ContextParallelAttention:
-        """Of heads, sizes and dtype of these rows; made if there is none, which is collective."""
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, who: str,
+        options: Mapping[str, Any], **given: Any,
+    ) -> ContextParallelAttention:  # fmt: skip
+        """Of heads, sizes and dtype of these rows; made if there is none, which is collective.
+
+        :param options: more of ContextParallelAttention, by the user
+        """
+        wrong = [name for name in options if name in given or name not in _OPTIONS]
+        if wrong:
+            raise InvalidArgument(
+                f"{who}: options hold {wrong[0]!r} on rank {self.rank}, expected some of"
+                f" {[name for name in _OPTIONS if name not in given]}"
+            )
+        options = {**given, **options}
         shape = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
         key = (shape, q.dtype, tuple(sorted(options.items())))
+        try:
+            hash(key)
+        except TypeError as error:
+            raise InvalidArgument(f"{who}: options on rank {self.rank}: {error}") from None
         found = self._modules.get(key)
         if found is None:
             found = self._modules[key] = ContextParallelAttention(
@@ -93,6 +112,14 @@ class SharedRanks:
             )
         return found
 
+
+# Of rows, all but what they say themselves.
+_OPTIONS = [
+    name
+    for name, parameter in inspect.signature(ContextParallelAttention).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+    and name not in ("dtype", "latent_dim", "device", "timeout_s")
+]
 
 _of_tensors: Any = WeakTensorKeyDictionary()
 

@@ -40,8 +40,9 @@ def share_documents(held: RankPieces, ranks: Any = None, device: Any = None) -> 
         ranks: a process group or a DeviceMesh of one dimension; WaybillAttention.ranks by default.
         device: of the model; None is that of the group's backend.
     """
-    shared = SharedRanks.of(WaybillAttention.ranks if ranks is None else ranks, device)
-    return SharedDocuments(shared.gather(held), shared)
+    who = "share_documents"
+    shared = SharedRanks.of(WaybillAttention.ranks if ranks is None else ranks, device, who)
+    return SharedDocuments(shared.gather(held, who), shared)
 
 
 class WaybillAttention(VarlenAttention):
@@ -98,10 +99,10 @@ class WaybillAttention(VarlenAttention):
         if isinstance(attention_masks, SharedDocuments):
             ranks, pieces = attention_masks.ranks, attention_masks.pieces
         else:
-            ranks = SharedRanks.of(self.ranks, q.device)
+            ranks = SharedRanks.of(self.ranks, q.device, _WHO)
             pieces = _whole_documents(attention_masks, len(q), ranks)
         attention = ranks.attention(
-            q, k, v, kernel=self.kernel, scale=scale, **self.mask, **self.options
+            q, k, v, _WHO, self.options, kernel=self.kernel, scale=scale, **self.mask
         )
         plan = pieces.plan_of(attention)
         shape = (*q_BLNH.shape[:3], v_BLNH.shape[-1])
@@ -123,11 +124,12 @@ def _whole_documents(masks: Any, rows: int, ranks: SharedRanks) -> Pieces:
 
     def make() -> Pieces:
         lengths = masks.cu_seq_q.diff().tolist()
+        wrong: Optional[InvalidArgument] = None
         if sum(lengths) != rows:
-            raise InvalidArgument(
+            wrong = InvalidArgument(
                 f"{_WHO}: attention_masks on rank {ranks.rank} are of {sum(lengths)} rows, expected"
                 f" {rows}: positions begin at 0 on each rank, or come with share_documents"
             )
-        return ranks.gather([length for length in lengths if length])
+        return ranks.gather([length for length in lengths if length], _WHO, wrong)
 
     return pieces_of(masks.cu_seq_q, ranks, make)

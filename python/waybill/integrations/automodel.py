@@ -11,7 +11,7 @@ For the versions in docs/integrations/README.md; importing this needs both packa
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import torch
 from nemo_automodel.components.distributed.context_parallel.sharder import (
@@ -19,6 +19,7 @@ from nemo_automodel.components.distributed.context_parallel.sharder import (
     ShardLayout,
 )
 
+from .._wrong_call import shown
 from ..errors import InvalidArgument, Unsupported
 from ..torch.batch_plan import Piece
 from .transformers import SharedAttention
@@ -70,9 +71,11 @@ def _shard(
     attention: SharedAttention, batch: Dict[str, Any], loss_mask: Any, padding_token_id: int
 ) -> Tuple[Any, Dict[str, Any], ShardLayout]:
     who = f"{_WHO}: rank {attention.rank}"
+    if not isinstance(batch, Mapping):
+        raise InvalidArgument(f"{who}: batch = {shown(batch)}, expected a dict of tensors")
     tokens = batch.get("input_ids")
-    if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2:
-        got = f"a {type(tokens).__name__}" if tokens is None else f"of {tokens.dim()} dimensions"
+    if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 or tokens.numel() == 0:
+        got = f"of shape {list(tokens.shape)}" if hasattr(tokens, "shape") else shown(tokens)
         raise InvalidArgument(f"{who}: input_ids is {got}, expected a tensor [batch, sequence]")
     entries, length = tokens.shape
     rows, ranks = tokens.numel(), attention.world_size
@@ -82,14 +85,17 @@ def _shard(
             f"{who}: input_ids have {entries} x {length} tokens, expected a multiple of the"
             f" {ranks} ranks, or one entry, which is padded"
         )
+    for name, value in (
+        ("attention_mask", batch.get("attention_mask")), ("loss_mask", loss_mask),
+        ("position_ids", batch.get("position_ids")),
+    ):  # fmt: skip
+        _check_like(f"{who}: {name}", value, tokens)
     _check_mask(who, batch.get("attention_mask"))
     positions = batch.get("position_ids")
     if positions is None:
         positions = torch.arange(length, device=tokens.device).expand(entries, length)
-    elif positions.shape != tokens.shape:
-        raise InvalidArgument(
-            f"{who}: position_ids are {tuple(positions.shape)}, expected {tuple(tokens.shape)}"
-        )
+    elif positions.is_floating_point():
+        raise InvalidArgument(f"{who}: position_ids are {positions.dtype}, expected integers")
     share = padded // ranks
     begin = attention.rank * share
     kept = {**batch, "position_ids": positions}
@@ -125,6 +131,18 @@ def _cuts(ends: List[int], share: int, ranks: int) -> List[List[Piece]]:
             held[at // share].append(Piece(document, at - begin, stop - at))
             at = stop
     return held
+
+
+def _check_like(name: str, value: Any, tokens: torch.Tensor) -> None:
+    """Of the batch's first two axes, or of four axes, which masks may have."""
+    if value is None or (isinstance(value, torch.Tensor) and value.dim() == 4):
+        return
+    if not isinstance(value, torch.Tensor):
+        raise InvalidArgument(f"{name} = {shown(value)}, expected a tensor {list(tokens.shape)}")
+    if value.shape != tokens.shape:
+        raise InvalidArgument(
+            f"{name} has shape {list(value.shape)}, expected {list(tokens.shape)}"
+        )
 
 
 def _check_mask(who: str, mask: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
-from ..errors import Unsupported
+from ..errors import InvalidArgument, Unsupported
 from ._core_attention import SharedSeqParams, WaybillCoreAttention, share_sequences
 from ._layers import shared_layer
 
@@ -50,6 +50,11 @@ class WaybillTokenDispatcher(MoETokenDispatcher):
                 "WaybillTokenDispatcher: moe_pad_expert_input_to_capacity, expected False: rows of"
                 " an expert are not padded"
             )
+        if getattr(config, "moe_router_padding_for_quantization", False):
+            raise Unsupported(
+                "WaybillTokenDispatcher: moe_router_padding_for_quantization, expected False: rows"
+                " of an expert are not padded"
+            )
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
         self.router_topk = config.moe_router_topk
@@ -67,6 +72,8 @@ class WaybillTokenDispatcher(MoETokenDispatcher):
         """(tokens [T, hidden], probabilities of the topk slots [T, topk]); notes the topk slots."""
         self.hidden_shape = tokens.shape
         rows = tokens.reshape(-1, self.hidden_shape[-1])
+        if rows.device.type == "cpu":
+            _check_map(routing_map, self.router_topk, rows.shape[0])
         # Experts that the map has not, as they were dropped, come last, with a probability of 0.
         chosen = torch.where(routing_map, probs, torch.zeros_like(probs))
         order = torch.where(routing_map, probs, -1.0)
@@ -119,6 +126,21 @@ class WaybillTokenDispatcher(MoETokenDispatcher):
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """As the tokens came."""
         return hidden_states.view(self.hidden_shape)
+
+
+def _check_map(routing_map: torch.Tensor, topk: int, num_tokens: int) -> None:
+    """Choices beyond the topk slots would go nowhere. The host looks: it waits for a device."""
+    if routing_map.shape[0] != num_tokens:
+        raise InvalidArgument(
+            f"WaybillTokenDispatcher: routing_map of {routing_map.shape[0]} tokens, expected"
+            f" {num_tokens}"
+        )
+    most = int(routing_map.sum(dim=1).max()) if num_tokens > 0 else 0
+    if most > topk:
+        raise InvalidArgument(
+            f"WaybillTokenDispatcher: routing_map has {most} experts of a token, expected at most"
+            f" moe_router_topk = {topk}"
+        )
 
 
 _before: List[Any] = []

@@ -10,12 +10,14 @@ For the version in docs/integrations/README.md; importing this needs transformer
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from .._wrong_call import shown
 from ..errors import InvalidArgument, Unsupported
 from ..torch import BatchPlan, BatchPlanner, ContextParallelAttention
 from ..torch.batch_plan import RankPieces
@@ -53,6 +55,10 @@ class SharedAttention:
     """
 
     def __init__(self, ranks: Any, config: Any, **options: Any) -> None:
+        if not hasattr(config, "get_text_config"):
+            raise InvalidArgument(
+                f"SharedAttention: config = {shown(config)}, expected that of a model"
+            )
         config = config.get_text_config()
         heads = config.num_attention_heads
         given: Dict[str, Any] = {
@@ -85,6 +91,17 @@ class SharedAttention:
 
     def batch(self, plans: Mapping[Optional[int], BatchPlan]) -> PlannedBatch:
         """Of plans that were made elsewhere, one for each of ``planners``."""
+        if not isinstance(plans, Mapping):
+            raise InvalidArgument(
+                f"SharedAttention.batch: plans = {shown(plans)} on rank {self.rank}, expected a"
+                " dict of plans by window"
+            )
+        for window, plan in plans.items():
+            if not isinstance(plan, BatchPlan):
+                raise InvalidArgument(
+                    f"SharedAttention.batch: plans[{window}] = {shown(plan)} on rank {self.rank},"
+                    " expected a BatchPlan, as of planners"
+                )
         missing = [window for window in self.modules if window not in plans]
         if missing:
             raise InvalidArgument(
@@ -107,10 +124,29 @@ class PlannedBatch:
     ) -> None:
         self.attention, self.plans = attention, dict(plans)
         self.first = next(iter(self.plans.values()))
+        self._positions: Optional[torch.Tensor] = None
+        self._right: Any = lambda: None  # the tensor that was found right, weakly
 
     def position_ids(self) -> torch.Tensor:
         """[1, rows]: positions in the documents, for the model's rotary embeddings."""
-        return self.first.positions(self.attention.rank, self.attention.device)[None]
+        if self._positions is None:
+            first = self.first.positions(self.attention.rank, self.attention.device)
+            self._positions = first[None]
+        return self._positions
+
+    def check_positions(self, given: Any, who: str) -> None:
+        """Once for a tensor: the model counts rows where none are given."""
+        mine = self.position_ids()
+        if given is mine or given is self._right() or not isinstance(given, torch.Tensor):
+            return
+        if given.shape != mine.shape:
+            return  # of several axes: not rows of documents
+        if not torch.equal(given.to(mine.device), mine):
+            raise InvalidArgument(
+                f"{who}: position_ids are not those of the documents, expected"
+                " position_ids=batch.position_ids()"
+            )
+        self._right = weakref.ref(given)
 
     def __deepcopy__(self, memo: Any) -> PlannedBatch:
         """Data of one batch: shared."""
@@ -149,6 +185,7 @@ def attention_forward(
             f"{who}: sliding_window = {sliding_window}, expected one of {list(shared.modules)}, as"
             " of the config that SharedAttention was made of"
         )
+    waybill.check_positions(options.get("position_ids"), who)
     attention = shared.modules[sliding_window]
     scale = attention.planner.shape.scale
     if scaling is not None and abs(scaling - scale) > 1e-6 * scale:

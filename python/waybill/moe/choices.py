@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, List, Optional, Sequence, Tuple
 
 from .. import _core
-from .._arrays import AnyArray, int64
+from .._arrays import AnyArray, choice, int64
 from ..errors import InvalidArgument
 from .arrays import ids, per_rank
 from .config import EPConfig
@@ -22,6 +22,11 @@ def choices_of(
         raise InvalidArgument(f"{who}: config is a {type(config).__name__}, expected an EPConfig")
     compiled = config._compiled()
     dropped = None if dropped_id is None else int64(dropped_id, f"{who}: dropped_id")
+    choice(payload, f"{who}: payload", "plain", "quantized", "scaled")
+    if dropped not in (None, -1, config.num_experts):
+        raise InvalidArgument(
+            f"{who}: dropped_id = {dropped}, expected -1 or num_experts = {config.num_experts}"
+        )
     options = _core.ep_dispatch_options(compiled, dropped, "grouped", 1, payload)
     entries = per_rank(exp_indices, f"{who}: exp_indices", config.world_size)
     arrays = [ids(v, config.topk, f"{who}: exp_indices[{r}]") for r, v in enumerate(entries)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,47 @@ _SIZES = (
     "world_size",
     "local_world_size",
 )
+_MOST, _MOST_SLOTS, _MOST_RANKS = 2**31 - 1, 32, 2**20
+_SUMMED = ("bfloat16", "float16", "float32", "float64", "bf16", "fp16", "fp32", "fp64")
+
+
+def check_fields(given: Mapping[str, Any], who: str, called: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of an EPConfig, with sizes as plain integers.
+
+    :param called: what the caller calls a field, where that is another name
+    :raises InvalidArgument: in the caller's words
+    """
+    names = {field: f"{who}: {called.get(field, field)}" for field in given}
+    checked = dict(given)
+    for field in _SIZES:
+        checked[field] = int64(given[field], names[field])
+    world = checked["world_size"]
+    ranges = (
+        ("max_tokens", 1, _MOST), ("hidden", 1, _MOST), ("topk", 1, _MOST_SLOTS),
+        ("world_size", 1, _MOST_RANKS), ("rank", 0, world - 1),
+    )  # fmt: skip
+    for field, first, last in ranges:
+        if not first <= checked[field] <= last:
+            expected = f"expected {first}..{last}"
+            raise InvalidArgument(f"{names[field]} = {checked[field]}, {expected}")
+    local, experts = checked["local_world_size"], checked["num_experts"]
+    if local < 1 or world % local != 0:
+        expected = f"expected a divisor of {called.get('world_size', 'world_size')} = {world}"
+        raise InvalidArgument(f"{names['local_world_size']} = {local}, {expected}")
+    if not 1 <= experts <= _MOST or experts % world != 0:
+        expected = f"expected a multiple of {called.get('world_size', 'world_size')} = {world}"
+        raise InvalidArgument(f"{names['num_experts']} = {experts}, {expected}")
+    for field, expected in (
+        ("token_dtype", "bfloat16, float16, float32 or float64"),
+        ("weight_dtype", "float32, float16, bfloat16 or float64"),
+    ):
+        found = named_dtype(given[field], names[field])
+        if found not in _SUMMED:
+            raise InvalidArgument(f"{names[field]} = {found}, expected {expected}")
+    offset = named_dtype(given["offset_dtype"], names["offset_dtype"])
+    if offset != "int32":
+        raise InvalidArgument(f"{names['offset_dtype']} = {offset}, expected int32")
+    return checked
 
 
 @dataclass(unsafe_hash=True)
@@ -54,10 +96,8 @@ class EPConfig:
     offset_dtype: Any = "int32"  #: Triton-distributed's field; tables are int32, nothing else
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
-            value = int64(getattr(self, name), f"EPConfig: {name}")
+        for name, value in self._checked().items():
             setattr(self, name, value)
-        self._compiled()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_in_use" in self.__dict__:
@@ -66,6 +106,14 @@ class EPConfig:
                 " another from dataclasses.replace(config, ...)"
             )
         object.__setattr__(self, name, value)
+
+    @classmethod
+    def _of_words(cls, who: str, called: Mapping[str, str], *given: Any) -> EPConfig:
+        """Of all fields in their order, for a caller who calls some of them otherwise; it cannot be
+        changed.
+        """
+        check_fields(dict(zip((field.name for field in fields(cls)), given)), who, called)
+        return cls(*given)._of_a_layer()
 
     def _of_a_layer(self) -> EPConfig:
         """A copy that cannot be changed any more, checked."""
@@ -98,9 +146,11 @@ class EPConfig:
         """Name of weight_dtype, however it was given."""
         return named_dtype(self.weight_dtype, "EPConfig: weight_dtype")
 
+    def _checked(self) -> dict[str, Any]:
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return check_fields(given, "EPConfig", {})
+
     def _compiled(self) -> Any:
-        sizes = [getattr(self, name) for name in _SIZES]
-        offset = named_dtype(self.offset_dtype, "EPConfig: offset_dtype")
-        if offset != "int32":
-            raise InvalidArgument(f"EPConfig: offset_dtype = {offset}, expected int32")
+        checked = self._checked()  # it may have been changed
+        sizes = [checked[name] for name in _SIZES]
         return _core.ep_config(sizes, self.token_dtype_name, self.weight_dtype_name)

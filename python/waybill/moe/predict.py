@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from typing import Any, List, Optional, Sequence
 
 from .. import _core
-from .._arrays import IntArray, int64, numbers
-from ..errors import WrongType
+from .._arrays import IntArray, choice, int64, numbers
+from ..errors import InvalidArgument
+from ..links import check_speed
 from .choices import choices_of
 from .config import EPConfig
+
+#: Seconds, or bytes per second: what is computed from more may be no number.
+_MOST_COST = 1e18
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,13 +70,19 @@ def predict(
     :raises InvalidArgument: naming argument and rank
     """
     who = "predict"
-    if not isinstance(path, str):
-        raise WrongType(f"{who}: path is a {type(path).__name__}, expected a str")
-    given = numbers(
-        who, nvlink=nvlink, network=network, block=block, message_seconds=message_seconds,
-        phase_seconds=phase_seconds, network_message_seconds=network_message_seconds,
+    choice(path, f"{who}: path", "waiting", "pipelined")
+    speeds = {"nvlink": nvlink, "network": network, "block": block}
+    given = {name: check_speed(speed, f"{who}: {name}") for name, speed in speeds.items()}
+    costs = numbers(
+        who, message_seconds=message_seconds, phase_seconds=phase_seconds,
+        network_message_seconds=network_message_seconds,
         network_post_seconds=network_post_seconds, path_bytes_per_second=path_bytes_per_second,
     )  # fmt: skip
+    for name, cost in costs.items():
+        least = 1 if name == "path_bytes_per_second" else 0
+        if not (cost == 0 or least <= cost <= _MOST_COST):
+            raise InvalidArgument(f"{who}: {name} = {cost:g}, expected 0 to {_MOST_COST:g}")
+    given.update(costs)
     compiled, options, arrays = choices_of(config, exp_indices, dropped_id, payload, who)
     sms = int64(num_sms, f"{who}: num_sms")
     calls = _core.predict_experts(compiled, options, arrays, given, sms, path)

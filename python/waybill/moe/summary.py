@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, List, Optional, Sequence, Tuple
 
 from .. import _core
-from .._arrays import IntArray, number
+from .._arrays import IntArray
 from .._copies import OfThisProcess
 from ..errors import InvalidArgument
+from ..links import check_speed
 from .choices import choices_of
 from .config import EPConfig
 
@@ -60,7 +61,10 @@ class ExpertSummary(OfThisProcess):
 
 
 def _speeds(nvlink: Any, network: Any) -> Tuple[float, float]:
-    return number(nvlink, "ExpertSummary: nvlink"), number(network, "ExpertSummary: network")
+    return (
+        check_speed(nvlink, "ExpertSummary: nvlink"),
+        check_speed(network, "ExpertSummary: network"),
+    )
 
 
 def summarize(

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, Tuple
 import numpy as np
 import torch
 
-from .._arrays import int64
+from .._arrays import int64, number
+from .._wrong_call import shown
 from ..errors import InvalidArgument
 from ..routing import compute_metadata
 from ..sparse import SparseMetadata
@@ -16,6 +17,7 @@ from ._context_parallel_moves import WHO, Moves
 from ._context_parallel_step import RankStep
 from ._context_parallel_streams import Beside, Uploads
 from ._context_parallel_tables import HomeCall, put_rows, with_gaps
+from ._tensors import require_rows
 from .batch_plan import BatchPlan, BatchPlanner
 from .kernels import AttentionKernel, AttentionShape, Sequences
 from .sequence_dispatcher import SequenceDispatcher
@@ -40,11 +42,19 @@ class Capacities(NamedTuple):
         """What these plans need, the largest of each."""
         if not plans:
             raise InvalidArgument("Capacities.of: got no plans, expected one or more")
+        for i, plan in enumerate(plans):
+            if not isinstance(plan, BatchPlan):
+                raise InvalidArgument(
+                    f"Capacities.of: plans[{i}] = {shown(plan)}, expected a BatchPlan"
+                )
         return cls(*(max(needs) for needs in zip(*(_needs(plan) for plan in plans))))
 
     def scaled(self, factor: float) -> Capacities:
         """With room for as many times as much, rounded up."""
-        return type(self)(*(int(np.ceil(number * factor)) for number in self))
+        times = number(factor, "Capacities.scaled: factor")
+        if not 0 < times < 2**31:
+            raise InvalidArgument(f"Capacities.scaled: factor = {times}, expected > 0")
+        return type(self)(*(int(np.ceil(room * times)) for room in self))
 
 
 def _needs(plan: BatchPlan) -> Capacities:
@@ -83,9 +93,9 @@ def checked_capacities(capacities: Any, who: str) -> Capacities:
             " Capacities.of(plan, ...)"
         )
     numbers = [int64(n, f"{who}: {name}") for n, name in zip(capacities, Capacities._fields)]
-    for name, number in zip(Capacities._fields, numbers):
-        if not 1 <= number < 2**31:
-            raise InvalidArgument(f"{who}: {name} = {number}, expected 1..2^31 - 1")
+    for name, room in zip(Capacities._fields, numbers):
+        if not 1 <= room < 2**31:
+            raise InvalidArgument(f"{who}: {name} = {room}, expected 1..2^31 - 1")
     return Capacities(*numbers)
 
 
@@ -209,7 +219,7 @@ class FixedStep(RankStep):
         self, plan: BatchPlan, dispatcher: SequenceDispatcher, kernel: AttentionKernel,
         beside: Beside, capacities: Capacities,
     ) -> None:  # fmt: skip
-        _check_fits(plan, capacities)
+        check_fits(plan, capacities)
         self._begin(plan.planner, dispatcher, kernel, beside, capacities)
         fits, device = capacities, self.device
         self._home = FixedSequences(fits.max_rows, fits.max_rows, fits, device)
@@ -225,13 +235,14 @@ class FixedStep(RankStep):
         self.shape, self.latent_dim = planner.shape, 0
         self.device = torch.device(dispatcher.world.device)
         self.rows, self.capacities = capacities.max_rows, capacities
+        self.at = f"on rank {dispatcher.world.rank}"
         self.uploads = Uploads(self.device, None)  # on the stream of the calls
         self.q_rows: Any = FixedRows(self.rows, capacities.max_q_rows, self.device)
         self.kv_rows: Any = FixedRows(self.rows, self.rows, self.device)
         self.moves = True  # in some plan, perhaps: also one rank sends itself rows
 
     def replace(self, plan: BatchPlan) -> None:
-        _check_fits(plan, self.capacities)
+        check_fits(plan, self.capacities)
         rank, routing = self.dispatcher.world.rank, plan.routing()
         home, came, q_rows, kv_rows = routing.rank(rank)
         self._home.replace(home.reshape(-1, 4))
@@ -278,6 +289,7 @@ class FixedPlan:
 
     def padded(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy with zeros behind its rows, up to max_rows."""
+        require_rows(tensor, "FixedPlan.padded: tensor")
         missing = self.capacities.max_rows - tensor.shape[0]
         if missing < 0:
             raise InvalidArgument(
@@ -290,7 +302,7 @@ class FixedPlan:
         return f"FixedPlan({self.plan}, {self.capacities})"
 
 
-def _check_fits(plan: BatchPlan, capacities: Capacities) -> None:
+def check_fits(plan: BatchPlan, capacities: Capacities) -> None:
     needs = _needs(plan)
     for name, got, most in zip(Capacities._fields, needs, capacities):
         if got > most:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from .._graphs import outside_graphs
-from ._context_parallel_latent import Latent, Project
+from ._context_parallel_latent import Latent, Projector
 from ._context_parallel_step import RankStep, Saved
+from ._first_order import first_order
 
 
 class Attention(torch.autograd.Function):
@@ -31,7 +32,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     @outside_graphs
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
         q, k, v, out, *saved = ctx.saved_tensors  # first: a checkpoint makes its calls here
         needs = ctx.needs_input_grad
@@ -49,7 +50,7 @@ class LatentAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, step: RankStep, keep: bool, want_lse: bool, project: Project, q: torch.Tensor,
+        ctx: Any, step: RankStep, keep: bool, want_lse: bool, project: Projector, q: torch.Tensor,
         k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, *weights: torch.Tensor,
     ) -> Any:  # fmt: skip
         latent = Latent(rows, project, weights)
@@ -63,7 +64,7 @@ class LatentAttention(torch.autograd.Function):
 
     @staticmethod
     @outside_graphs
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
         q, k, v, out, *rest = ctx.saved_tensors
         saved, (rows, *weights) = Saved(*rest[:6]), rest[6:]

@@ -57,8 +57,19 @@ def ticket_of(step: RankStep, kept: OrderedDict[int, RankStep]) -> PlanTicket:
     return PlanTicket(torch.tensor([number]), sizes[0], sizes[1])
 
 
-def _step_of(number: torch.Tensor) -> RankStep:
+def _step_of(number: torch.Tensor, owner: int = 0) -> RankStep:
+    """:param owner: the number of the module that is called; 0: it was looked at before"""
+    if number.numel() != 1:
+        raise InvalidArgument(
+            f"ContextParallelAttention: the ticket's number has shape {list(number.shape)},"
+            " expected that of ticket(plan)"
+        )
     step = _steps.get(int(number))
+    if step is not None and owner not in (0, step.owner):
+        raise InvalidArgument(
+            f"ContextParallelAttention: ticket {int(number)} is of another module {step.at},"
+            " expected that of this module's ticket(plan)"
+        )
     if step is None:
         raise InvalidArgument(
             f"ContextParallelAttention: ticket {int(number)} is of no plan, or {_KEPT} others were"
@@ -70,7 +81,7 @@ def _step_of(number: torch.Tensor) -> RankStep:
 @operation(
     "context_parallel_attention",
     "(Tensor number, Tensor q_rows, Tensor kv_rows, Tensor token, Tensor q, Tensor k,"
-    " Tensor v, bool needs_lse, bool want_lse) -> (" + ", ".join(["Tensor"] * 10) + ")",
+    " Tensor v, int owner, bool needs_lse, bool want_lse) -> (" + ", ".join(["Tensor"] * 10) + ")",
 )
 def attend(
     number: torch.Tensor,
@@ -80,11 +91,12 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    owner: int,
     needs_lse: bool,
     want_lse: bool,
 ) -> Tuple[torch.Tensor, ...]:
     """(output, token, log-sum-exp or nothing, number of the dispatch, what backward needs)."""
-    step = _step_of(number)
+    step = _step_of(number, owner)
     q, k, v = step.checked(q, k, v, lambda: False)
     with torch.autocast(step.device.type, enabled=False):
         out, lse, saved, dispatch = step.forward(q, k, v, True, want_lse)
@@ -95,7 +107,7 @@ def attend(
 @attend.register_fake
 def _(
     number: Any, q_rows: Any, kv_rows: Any, token: Any, q: Any, k: Any, v: Any,
-    needs_lse: bool, want_lse: bool,
+    owner: int, needs_lse: bool, want_lse: bool,
 ) -> Tuple[torch.Tensor, ...]:  # fmt: skip
     rows, heads, v_dim = q.shape[0], q.shape[1], v.shape[2]
     came_q = torch.sym_max(q_rows.shape[0] - _Q_SPARE, _LEAST)
@@ -201,7 +213,7 @@ def _backward(ctx: Any, *grads: Any) -> Any:
         number, dispatch, grad, q, k, v, out, saved, needs[4], needs[5] or needs[6]
     )
     given = (g if n else None for g, n in zip(found, needs[4:7]))
-    return (None, None, None, token if needs[3] else None, *given, None, None)
+    return (None, None, None, token if needs[3] else None, *given, None, None, None)
 
 
 attend.register_autograd(_backward, setup_context=_setup_context)

@@ -7,8 +7,10 @@ from typing import NamedTuple, Optional, Tuple
 
 import torch
 
-from ..errors import InvalidArgument
-from ._context_parallel_latent import Latent, Project
+from .._wrong_call import shown
+from ..errors import InvalidArgument, TransportError
+from ._autocast import Autocast
+from ._context_parallel_latent import Latent, Project, Projector
 from ._context_parallel_moves import WHO, Moves
 from ._context_parallel_streams import Beside, Uploads
 from ._context_parallel_tables import Rows, calls_of
@@ -16,6 +18,7 @@ from ._ranges import named
 from ._tensors import require_tensor
 from .batch_plan import BatchPlan
 from .kernels import AttentionKernel
+from .kernels._checks import attention, gradients
 from .sequence_dispatcher import SequenceDispatcher
 
 
@@ -45,6 +48,7 @@ class RankStep:
 
     #: How many plans were there before: only tables of one size get others.
     generation = 0
+    owner = 0  #: the number of the module to which it belongs
 
     def __init__(
         self, plan: BatchPlan, dispatcher: SequenceDispatcher, kernel: AttentionKernel,
@@ -64,6 +68,7 @@ class RankStep:
                 in_place, dispatched, self.rows, kernel.takes_gaps, self.device
             )
             self.q_rows, self.kv_rows = Rows(q_rows, self.device), Rows(kv_rows, self.device)
+        self.at = f"on rank {rank}"  #: as errors say it
         self.uploads.keep((table, *self.q_rows.tables, *self.kv_rows.tables))
         #: Whether any rank dispatches anything: else there is nothing collective.
         self.moves = bool(len(routing.fwd_q.dst_rank))
@@ -94,6 +99,8 @@ class RankStep:
             raise InvalidArgument(
                 f"{WHO}: got k and v, expected latent(...): latent_dim = {self.latent_dim}"
             )
+        if self.dispatcher._closed:
+            raise TransportError(f"{WHO}: the module was closed {self.at}")
         shape, kv_rows = self.shape, self.rows if self.home or not latent else 0
         kv = (kv_rows, shape.kv_heads)
         return [
@@ -105,21 +112,31 @@ class RankStep:
     def checked_latent(
         self, rows: torch.Tensor, project: Project, weights: Sequence[torch.Tensor],
         casts: Callable[[], bool],
-    ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        """(latent rows, K and V of those that stay)."""
+    ) -> Tuple[torch.Tensor, Projector, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """(latent rows, how they are projected, K and V of those that stay)."""
         if not self.latent_dim:
             raise InvalidArgument(f"{WHO}: got latent rows, expected k and v: latent_dim is None")
         rows = self._checked("latent rows", rows, (self.rows, self.latent_dim), casts)
         for i, weight in enumerate(weights):
             require_tensor(weight, f"{WHO}: weights[{i}]")
-        k, v = project(rows if self.home else rows[:0], *weights)
-        return rows, k, v
+        if not callable(project):
+            raise InvalidArgument(f"{WHO}: project = {shown(project)}, expected a function")
+        autocast = Autocast.now(self.device.type)
+        projector = Projector(project, self.shape, casts(), autocast, self.at)
+        mine = rows if self.home else rows[:0]
+        k, v = projector.fitting(project(mine, *weights), mine.shape[0])
+        return rows, projector, k, v
 
     def _checked(
         self, name: str, tensor: torch.Tensor, expected: Tuple[int, ...], casts: Callable[[], bool]
     ) -> torch.Tensor:
-        at = f"on rank {self.dispatcher.world.rank}"
+        at = self.at
         require_tensor(tensor, f"{WHO}: {name}")
+        if type(tensor) is not torch.Tensor and hasattr(tensor, "to_local"):
+            raise InvalidArgument(
+                f"{WHO}: {name} is a {type(tensor).__name__} {at}, expected this rank's part:"
+                f" {name}.to_local()"
+            )
         if tensor.device != self.device:
             raise InvalidArgument(
                 f"{WHO}: {name} lies on {tensor.device}, expected {self.device} {at}"
@@ -214,10 +231,13 @@ class RankStep:
             out = q.new_empty(0, shape.heads, shape.v_head_dim)
             lse = q.new_empty(shape.heads, 0, dtype=torch.float32)
         else:
-            out, found = self.kernel.forward(q, kv[0], kv[1], self.arrived, shape, want_lse)
+            out, found = attention(
+                self.kernel, q, kv[0], kv[1], self.arrived, shape, want_lse, self.at
+            )
             out = out.contiguous()
             lse = q.new_empty(0, dtype=torch.float32) if found is None else found
-        return Saved(lse.new_empty(0), q, k, v, out, lse), lse
+        kept = lse if self.kernel.needs_lse else lse.new_empty(0)
+        return Saved(lse.new_empty(0), q, k, v, out, kept), lse
 
     def _send_back(
         self, out: torch.Tensor, lse: torch.Tensor, want_lse: bool
@@ -247,14 +267,18 @@ class RankStep:
         """Output and log-sum-exp [heads, rows]; rows that were dispatched have none yet."""
         shape = self.shape
         if self._is_whole:
-            out, lse = self.kernel.forward(q, k, v, self.home[0].sequences, shape, want_lse)
+            out, lse = attention(
+                self.kernel, q, k, v, self.home[0].sequences, shape, want_lse, self.at
+            )
             out = out.contiguous()
             return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
         out = q.new_empty(self.rows, shape.heads, shape.v_head_dim)
         lses = q.new_empty(shape.heads, self.rows, dtype=torch.float32)
         for call in self.home:
             q_, k_, v_ = q[call.q], k[call.kv], v[call.kv]
-            out[call.q], lse = self.kernel.forward(q_, k_, v_, call.sequences, shape, want_lse)
+            out[call.q], lse = attention(
+                self.kernel, q_, k_, v_, call.sequences, shape, want_lse, self.at
+            )
             if lse is not None:
                 lses[:, call.q] = lse
         return out, lses
@@ -269,7 +293,7 @@ class RankStep:
         """
         grad = grad.contiguous()
         sums: Tuple[torch.Tensor, ...] = ()
-        of_weights: Tuple[torch.Tensor, ...] = ()
+        of_weights: Tuple[Optional[torch.Tensor], ...] = ()
         self.beside.fork(self.uploads)
         if self.moves:
             with self.beside.run(), named("dispatch of gradients", self.device):
@@ -297,18 +321,28 @@ class RankStep:
 
     def _gradients_there(
         self, grad: torch.Tensor, saved: Saved, latent: Optional[Latent]
-    ) -> Tuple[Tuple[torch.Tensor, ...], Tuple[torch.Tensor, ...]]:
+    ) -> Tuple[Tuple[torch.Tensor, ...], Tuple[Optional[torch.Tensor], ...]]:
         """(of q, k and v, or of q and the latent rows; of weights)."""
         weights = () if latent is None else latent.weights
         if self.arrived is None:
             kv = (saved.k, saved.v) if latent is None else (saved.k,)
-            return (saved.q, *kv), tuple(torch.zeros_like(weight) for weight in weights)
+            zeros = (torch.zeros_like(w) if w.is_floating_point() else None for w in weights)
+            return (saved.q, *kv), tuple(zeros)
         again = None if latent is None else latent.again(saved.k)
         k, v = (saved.k, saved.v) if again is None else again.kv
-        found: Tuple[torch.Tensor, ...] = self.kernel.backward(
-            grad, saved.q, k, v, saved.out, saved.lse, self.arrived, self.shape
+        found: Tuple[torch.Tensor, ...] = gradients(
+            self.kernel,
+            grad,
+            saved.q,
+            k,
+            v,
+            saved.out,
+            saved.lse,
+            self.arrived,
+            self.shape,
+            self.at,
         )
-        of_weights: Tuple[torch.Tensor, ...] = ()
+        of_weights: Tuple[Optional[torch.Tensor], ...] = ()
         if again is not None:
             of_rows, *rest = again.gradients(found[1], found[2])
             found, of_weights = (found[0], of_rows), tuple(rest)
@@ -321,19 +355,21 @@ class RankStep:
         kept = lse if self.kernel.needs_lse else None
         if self._is_whole:
             sequences = self.home[0].sequences
-            return self.kernel.backward(grad, q, k, v, out, kept, sequences, self.shape)
+            return gradients(self.kernel, grad, q, k, v, out, kept, sequences, self.shape, self.at)
         dq, dk, dv = torch.empty_like(q), self._begun(k), self._begun(v)
         for call in self.home:
             lse_ = None if kept is None else kept[:, call.q].contiguous()
-            dq[call.q], dk[call.kv], dv[call.kv] = self.kernel.backward(
-                grad[call.q], q[call.q], k[call.kv], v[call.kv], out[call.q], lse_,
-                call.sequences, self.shape,
+            dq[call.q], dk[call.kv], dv[call.kv] = gradients(
+                self.kernel, grad[call.q], q[call.q], k[call.kv], v[call.kv], out[call.q], lse_,
+                call.sequences, self.shape, self.at,
             )  # fmt: skip
         return dq, dk, dv
 
 
 def adjacent_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Slices of a common projection go as they are; rows must have adjacent elements."""
+    """Slices of a common projection go as they are; rows must have adjacent elements, in memory."""
+    if tensor.is_neg():
+        return tensor.resolve_neg().contiguous()
     size = 1
     for extent, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:])):
         if stride != size and extent != 1:

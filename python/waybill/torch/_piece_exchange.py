@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 import torch
 
+from .._agreement import agree
 from .._arrays import IntArray
 from .._dispatcher import ReadyPlan
 from .._graphs import outside_graphs
-from ..errors import InvalidArgument
+from ..errors import Error
 from ..routing import compute_metadata
 from ..world import World
 from ._context_parallel_tables import on_device
-from .batch_plan import RankPieces, piece_table
+from .batch_plan import RankPieces, check_table, piece_table
 from .sequence_dispatcher import SequenceDispatcher
 
 _WHO = "ContextParallelAttention.gather"
@@ -34,27 +35,29 @@ class PieceExchange:
         self._ready: Any = None
 
     @outside_graphs
-    def gather(self, held: RankPieces, fingerprint: int = 0) -> list[IntArray]:
-        """``fingerprint``: of the planner, which must be the same everywhere."""
-        table = piece_table(held, self._world.rank, _WHO)
+    def gather(
+        self, held: RankPieces, who: str = _WHO, wrong: Optional[Error] = None
+    ) -> list[IntArray]:
+        """What is wrong with a rank's pieces, or else with its arguments, is raised on all."""
+        table: IntArray = np.zeros((0, 3), np.int64)
+        try:
+            table = piece_table(held, self._world.rank, who)
+            check_table(table, self._world.rank, who)
+        except Error as error:
+            wrong = wrong or error
         while True:
-            everyone = self._send(table, fingerprint)
-            others = [rank for rank, message in enumerate(everyone) if message[0, 1] != fingerprint]
-            if others:
-                raise InvalidArgument(
-                    f"{_WHO}: rank {others[0]} plans with other options than rank"
-                    f" {self._world.rank}, expected the same on all: sizes, in_place, block_tokens,"
-                    " imbalance_target and costs"
-                )
+            everyone = self._send(table, wrong is not None)
+            if any(message[0, 1] for message in everyone):
+                agree(self._world, who, {}, wrong)
             most = max(int(message[0, 0]) for message in everyone)
             if most < self._rows:
                 return [message[1 : 1 + int(message[0, 0])].copy() for message in everyone]
             self._rows = 2 * most  # the same on all ranks
             self._ready = None
 
-    def _send(self, table: IntArray, fingerprint: int) -> IntArray:
+    def _send(self, table: IntArray, is_wrong: bool) -> IntArray:
         message = np.zeros((self._rows, 3), np.int64)
-        message[0, :2] = len(table), fingerprint
+        message[0, :2] = len(table), is_wrong
         shown = table[: self._rows - 1]
         message[1 : 1 + len(shown)] = shown
         rows = on_device(torch.from_numpy(message), self._device)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from .._arrays import AnyArray, as_numpy
+from .._wrong_call import shown
 from ..errors import InvalidArgument, Unsupported
 
 _INSIDE = (
@@ -73,6 +74,23 @@ def device_of(*values: Any) -> Optional[torch.device]:
     return None
 
 
+def require_device(value: Any, name: str) -> Optional[torch.device]:
+    """A device of torch, by its name or number; None stays None."""
+    if value is None or isinstance(value, torch.device):
+        found = value
+    else:
+        try:
+            if isinstance(value, bool) or not isinstance(value, (str, int)):
+                raise TypeError(f"of {type(value).__name__}")
+            found = torch.device(value)
+        except (RuntimeError, TypeError, ValueError):
+            expected = 'a device, such as "cuda:0"'
+            raise InvalidArgument(f"{name} = {shown(value)}, expected {expected}") from None
+    if found is not None and found.type == "cuda" and not torch.cuda.is_available():
+        raise Unsupported(f"{name} = {found}, and torch sees no GPU")
+    return found
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """ "bfloat16" of torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
@@ -82,6 +100,8 @@ def require_tensor(value: Any, name: str) -> torch.Tensor:
     """Payloads are tensors: anything else would be copied without the caller noticing."""
     if not isinstance(value, torch.Tensor):
         raise InvalidArgument(f"{name} is a {type(value).__name__}, expected a torch.Tensor")
+    if value.is_nested:
+        raise InvalidArgument(f"{name} is a nested tensor, expected rows of one shape")
     if value.layout is not torch.strided:
         raise InvalidArgument(f"{name} has layout {value.layout}, expected torch.strided")
     return value

@@ -13,6 +13,7 @@ from .._graphs import outside_graphs
 from .._tensor_checks import of_qkv
 from ..errors import InvalidArgument
 from ..sparse import QkvRouting, RankAttention
+from ._first_order import first_order
 from ._tensors import meet_mark, require_rows, require_tensor, save_mark
 from .kernels import Sequences
 from .sequence_dispatcher import SequenceDispatcher
@@ -191,7 +192,7 @@ class _QkvDispatch(torch.autograd.Function):
 
     @staticmethod
     @outside_graphs
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, *gradients: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
         meet_mark(ctx)
         step, (q_rows, *kv_rows) = ctx.step, ctx.rows
@@ -221,7 +222,7 @@ class _OutputReturn(torch.autograd.Function):
 
     @staticmethod
     @outside_graphs
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
         meet_mark(ctx)
         step = ctx.step
@@ -275,7 +276,7 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     @outside_graphs
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
         needed = ctx.needs_input_grad[3:]
         leaves = [t.detach().requires_grad_(n) for t, n in zip(ctx.saved_tensors, needed)]

@@ -16,7 +16,7 @@ from .._wrong_call import shown
 from ..attention_costs import AttentionCosts, planned
 from ..errors import InvalidArgument
 from ..plans import MASKS, QkvPlan
-from ._tensors import dtype_name
+from ._tensors import dtype_name, require_device
 from .kernels import AttentionShape, Sequences
 
 __all__ = ["BatchPlan", "BatchPlanner", "InPlaceRule", "Piece"]
@@ -123,14 +123,27 @@ class BatchPlanner(Unchanging):
             )
         tables = [piece_table(held, rank, who) for rank, held in enumerate(pieces)]
         flat = np.concatenate(tables).ravel().tolist() if tables else []
-        plan = _core.plan_pieces([len(table) for table in tables], flat, self._options)
+        try:
+            plan = _core.plan_pieces([len(table) for table in tables], flat, self._options)
+        except InvalidArgument as error:
+            raise type(error)(str(error).replace("plan_pieces", who, 1)) from None
         return BatchPlan._make(self, tables, QkvPlan._wrap(plan))
+
+    def facts(self) -> dict[str, Any]:
+        """All that plans and results depend on, by the names of arguments: planners of which one is
+        another make other plans.
+        """
+        options = self._options
+        own = ("block_tokens", "imbalance_target", "row_pairs", "shard_pairs", "pairs_per_second")
+        return {
+            **self.shape._asdict(), "latent_dim": self.latent_dim or None,
+            "in_place": self.in_place, **{name: options[name] for name in own},
+        }  # fmt: skip
 
     @property
     def fingerprint(self) -> int:
-        """A number of all that plans depend on: planners with another make other plans."""
-        facts = (self.shape, self.in_place, self.latent_dim, sorted(self._options.items()))
-        return zlib.crc32(repr(facts).encode())
+        """The same as one number."""
+        return zlib.crc32(repr((self.world_size, self.facts())).encode())
 
     def __reduce__(self) -> Tuple[Any, ...]:
         shape, options = self.shape, self._options
@@ -208,12 +221,13 @@ class BatchPlan:
         lengths = table[:, 2]
         first = np.cumsum(lengths) - lengths
         positions = np.arange(int(lengths.sum())) + np.repeat(table[:, 1] - first, lengths)
-        return torch.from_numpy(positions).to(device)
+        return _moved(torch.from_numpy(positions), device, "positions")
 
     def documents(self, rank: int, device: Any = None) -> torch.Tensor:
         """(rows,): the document of each row of a rank."""
         table = self._table(rank, "documents")
-        return torch.from_numpy(np.repeat(table[:, 0], table[:, 2])).to(device)
+        documents = torch.from_numpy(np.repeat(table[:, 0], table[:, 2]))
+        return _moved(documents, device, "documents")
 
     def last_rows(self, rank: int, device: Any = None) -> torch.Tensor:
         """(rows,) bool: rows whose token is the last of its document: they have no label."""
@@ -227,14 +241,15 @@ class BatchPlan:
         for document, offset, length in table.tolist():
             row += length
             last[row - 1] = ends[document] == offset + length
-        return torch.from_numpy(last).to(device)
+        return _moved(torch.from_numpy(last), device, "last_rows")
 
     def home_sequences(self, rank: int, device: Any = "cpu") -> Sequences:
         """The pieces of a rank as sequences, for what looks at neighbouring rows alone (such as a
         convolution). Not what attention needs: documents may lie on several ranks.
         """
         lengths = self._table(rank, "home_sequences")[:, 2].tolist()
-        return Sequences.of(lengths, lengths, device)
+        place = require_device(device, "BatchPlan.home_sequences: device")
+        return Sequences.of(lengths, lengths, place or "cpu")
 
     def routing(self) -> Any:
         """The compiled part's routing, made when it is first asked for."""
@@ -264,11 +279,15 @@ class BatchPlan:
 def piece_table(held: Any, rank: int, who: str) -> IntArray:
     """(n, 3): document, offset, length. Whole documents get negative numbers of the rank's."""
     if isinstance(held, np.ndarray) and held.dtype == np.int64 and held.shape[1:] == (3,):
-        return held
+        for i in np.flatnonzero((held[:, 0] < 0) & (held[:, 0] >= _UNNUMBERED)).tolist():
+            raise InvalidArgument(
+                f"{who}: pieces of rank {rank}: [{i}] has document {held[i, 0]}, expected >= 0"
+            )
+        return held.copy()
     rows = []
     sequence(held, f"{who}: pieces of rank {rank}", "a list of lengths and pieces")
     for i, item in enumerate(held):
-        if isinstance(item, (tuple, list, np.ndarray)):
+        if isinstance(item, (tuple, list)) or getattr(item, "ndim", 0) > 0:
             if len(item) != 3:
                 raise InvalidArgument(
                     f"{who}: pieces of rank {rank}: [{i}] has {len(item)} numbers, expected"
@@ -286,6 +305,20 @@ def piece_table(held: Any, rank: int, who: str) -> IntArray:
     return np.array(rows, np.int64).reshape(-1, 3)
 
 
+def check_table(table: IntArray, rank: int, who: str) -> None:
+    """Lengths and offsets of pieces; whether they make documents is seen when all are there."""
+    for column, name, least in ((1, "offset", 0), (2, "length", 1)):
+        for i in np.flatnonzero(table[:, column] < least).tolist():
+            raise InvalidArgument(
+                f"{who}: pieces of rank {rank}: [{i}] has {name} {table[i, column]}, expected >="
+                f" {least}"
+            )
+
+
+def _moved(tensor: torch.Tensor, device: Any, who: str) -> torch.Tensor:
+    return tensor.to(require_device(device, f"BatchPlan.{who}: device"))
+
+
 def _shape(
     heads: Any, kv_heads: Any, head_dim: Any, v_head_dim: Any, dtype: Any, mask: Any, window: Any,
     scale: Any, who: str,
@@ -299,9 +332,11 @@ def _shape(
     head_dim = _least(head_dim, 1, "head_dim", who)
     v_head_dim = head_dim if v_head_dim is None else _least(v_head_dim, 1, "v_head_dim", who)
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
         got = found if isinstance(found, torch.dtype) else shown(dtype)
-        raise InvalidArgument(f"{who}: dtype = {got}, expected one of torch, of floats")
+        raise InvalidArgument(
+            f"{who}: dtype = {got}, expected one of torch, of floats of 16 bits or more"
+        )
     choice(mask, f"{who}: mask", *MASKS)
     if window is not None:
         window = _least(window, 1, "window", who)
@@ -316,7 +351,7 @@ def _shape(
 def _in_place(value: Any, who: str) -> Union[str, bool, InPlaceRule]:
     if isinstance(value, InPlaceRule):
         rows = _least(value.min_rows, 0, "in_place.min_rows", who)
-        share = float(value.min_share)
+        share = number(value.min_share, f"{who}: in_place.min_share")
         if not 0 <= share <= 1:
             raise InvalidArgument(f"{who}: in_place.min_share = {share}, expected 0 to 1")
         return InPlaceRule(rows, share)

@@ -10,13 +10,15 @@ from typing import Any, NamedTuple, Optional, Tuple, Union
 import numpy as np
 import torch
 
+from .._arrays import int64
 from .._graphs import outside_graphs
 from ..attention_costs import AttentionCosts
 from ..errors import InvalidArgument
-from ._tensors import dtype_name
+from ._tensors import dtype_name, require_device
 from .batch_plan import BatchPlanner
 from .kernels import AttentionKernel, AttentionShape, Sequences, choose_kernel
 from .kernels import Kernel as _Kernel
+from .kernels._checks import attention, gradients
 
 __all__ = ["calibrate_attention"]
 
@@ -69,16 +71,21 @@ def calibrate_attention(
         rows: of queries in a call: enough that the device is full.
         repeats: the median of so many is taken.
     """
-    device = torch.device(device)
+    place = require_device(device, f"{_WHO}: device")
+    if place is None:
+        raise InvalidArgument(f"{_WHO}: device = None, expected a device")
+    device = place
+    rows, repeats = int64(rows, f"{_WHO}: rows"), int64(repeats, f"{_WHO}: repeats")
     planner = BatchPlanner(
         1, heads, kv_heads, head_dim, v_head_dim, dtype=dtype, mask=mask, window=window, who=_WHO
     )
     shape = planner.shape
     found = choose_kernel(kernel, device, _WHO)
     found.check(shape, device, _WHO)
+    found.check_training(device, _WHO)
     for name, value, least in (("rows", rows, 256), ("repeats", repeats, 1)):
-        if value < least:
-            raise InvalidArgument(f"{_WHO}: {name} = {value}, expected >= {least}")
+        if not least <= value <= 2**24:
+            raise InvalidArgument(f"{_WHO}: {name} = {value}, expected {least}..2^24")
     cases = _cases(rows, mask)
     times = [_timed(case, found, shape, device, repeats) for case in cases]
     about: dict[str, Any] = {
@@ -121,8 +128,9 @@ def _timed(
     q = random(case.rows, shape.heads, shape.head_dim)
     k, v = (random(keys, shape.kv_heads, n) for n in (shape.head_dim, shape.v_head_dim))
     grad = random(case.rows, shape.heads, shape.v_head_dim)
-    out, lse = kernel.forward(q, k, v, sequences, shape, False)
-    kernel.backward(grad, q, k, v, out, lse, sequences, shape)
+    at = f"on {device}"
+    out, lse = attention(kernel, q, k, v, sequences, shape, False, at)
+    gradients(kernel, grad, q, k, v, out, lse, sequences, shape, at)
     forward = [
         _seconds(lambda: kernel.forward(q, k, v, sequences, shape, False), device)
         for _ in range(repeats)

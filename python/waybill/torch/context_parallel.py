@@ -2,36 +2,48 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Optional, Tuple, Union
 
 import torch
 from torch import nn
 
+from .._agreement import agree
+from .._arrays import flag, int64
 from .._copies import OfThisProcess
 from .._graphs import outside_graphs
 from ..attention_costs import AttentionCosts
-from ..errors import InvalidArgument, Unsupported
+from ..errors import Error, InvalidArgument, Unsupported
 from ..world import World
-from ._context_parallel_fixed import Capacities, FixedPlan, FixedStep, checked_capacities
+from ._autocast import casts_to, without_autocast
+from ._context_parallel_fixed import (
+    Capacities,
+    FixedPlan,
+    FixedStep,
+    check_fits,
+    checked_capacities,
+)
 from ._context_parallel_function import Attention, LatentAttention
 from ._context_parallel_latent import Project
 from ._context_parallel_ops import PlanTicket, attend, ticket_of
 from ._context_parallel_step import RankStep, StepMemory
 from ._context_parallel_streams import Beside
 from ._piece_exchange import PieceExchange
+from ._tensors import require_tensor
 from .batch_plan import BatchPlan, BatchPlanner, InPlaceRule, RankPieces
 from .kernels import Kernel as _Kernel
 from .kernels import Sequences, choose_kernel
+from .moe.tensors import world_of
 from .sequence_dispatcher import SequenceDispatcher
 
 __all__ = ["ContextParallelAttention"]
 
 _WHO = "ContextParallelAttention"
-_NOTHING = nullcontext()
+_numbers = itertools.count(1)  # of modules
 
 
 class ContextParallelAttention(OfThisProcess, nn.Module):
@@ -92,27 +104,44 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__()
-        if not isinstance(ranks, World):
+        if isinstance(ranks, World):
+            ranks = world_of(ranks, None, device, _WHO)
+        else:
             ranks = World.from_process_group(ranks, device=device, timeout_s=timeout_s)
         self.world: World = ranks
-        self.planner = BatchPlanner(
-            ranks.world_size, heads, kv_heads, head_dim, v_head_dim, dtype=dtype, mask=mask,
-            window=window, scale=scale, in_place=in_place, block_tokens=block_tokens,
-            imbalance_target=imbalance_target, costs=costs, latent_dim=latent_dim,
-            who=_WHO,
-        )  # fmt: skip
         self.device = torch.device(ranks.device)
-        self.kernel = choose_kernel(kernel, self.device, _WHO)
-        self.kernel.check(self.planner.shape, self.device, _WHO)
+        planner = functools.partial(
+            BatchPlanner, ranks.world_size, heads, kv_heads, head_dim, v_head_dim, dtype=dtype,
+            mask=mask, window=window, scale=scale, in_place=in_place, block_tokens=block_tokens,
+            imbalance_target=imbalance_target, costs=costs, latent_dim=latent_dim, who=_WHO,
+        )  # fmt: skip
+        self._choose(planner, kernel, overlap, num_sms)
         self._dispatcher = SequenceDispatcher(ranks, num_sms=num_sms, relay="never")
-        self._beside = Beside(self.device, overlap)
+        self._beside = Beside(self.device, bool(overlap))
         # What compiled programs read.
         self._dtype, self._kind = self.planner.shape.dtype, self.device.type
+        self._number = next(_numbers)
         self._needs_lse = self.kernel.needs_lse
         self._fixed_dispatcher: Optional[SequenceDispatcher] = None
         self._exchange: Optional[PieceExchange] = None
         self._steps: weakref.WeakKeyDictionary[BatchPlan, RankStep] = weakref.WeakKeyDictionary()
         self._tickets: OrderedDict[int, RankStep] = OrderedDict()
+
+    def _choose(self, planner: Any, kernel: _Kernel, overlap: Any, num_sms: Any) -> None:
+        """The planner and the kernel; the same planner on all ranks, which hear what is wrong."""
+        facts: dict[str, Any] = {}
+        wrong: Optional[Error] = None
+        try:
+            self.planner: BatchPlanner = planner()
+            self.kernel = choose_kernel(kernel, self.device, _WHO)
+            self.kernel.check(self.planner.shape, self.device, _WHO)
+            flag(overlap, f"{_WHO}: overlap")
+            if not 0 <= int64(num_sms, f"{_WHO}: num_sms") < 2**31:
+                raise InvalidArgument(f"{_WHO}: num_sms = {num_sms}, expected >= 0")
+            facts = self.planner.facts()
+        except Error as error:
+            wrong = error
+        agree(self.world, _WHO, facts, wrong)
 
     def gather(self, held: RankPieces) -> list[Any]:
         """Collective, tiny: what all ranks hold, from what this one does, in the order of its rows.
@@ -123,7 +152,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         """
         if self._exchange is None:
             self._exchange = PieceExchange(self.world)
-        return self._exchange.gather(held, self.planner.fingerprint)
+        return self._exchange.gather(held)
 
     def plan(self, pieces: Sequence[Any]) -> BatchPlan:
         """The plan of what the ranks hold; as ``self.planner.plan``, which can be pickled and needs
@@ -146,8 +175,25 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         captured in a CUDA graph replays the plan that is there.
         """
         who = f"{_WHO}.fixed_plan"
-        fits = checked_capacities(capacities, who)
-        self._check_planner(plan)
+        wrong: Optional[Error] = None
+        try:
+            fits = checked_capacities(capacities, who)
+            self._check_planner(plan)
+            self._check_fixed(who)
+            check_fits(plan, fits)
+        except Error as error:
+            wrong = error
+        agree(self.world, who, {} if wrong else fits._asdict(), wrong)
+        if self._fixed_dispatcher is None:
+            # What copy engines do is in a graph for ever.
+            self._fixed_dispatcher = SequenceDispatcher(
+                self.world, num_sms=self._dispatcher.num_sms, relay="never",
+                local_by_copy_engine=False,
+            )  # fmt: skip
+        step = FixedStep(plan, self._fixed_dispatcher, self.kernel, self._beside, fits)
+        return FixedPlan(self, step, plan)
+
+    def _check_fixed(self, who: str) -> None:
         if self.planner.latent_dim:
             raise Unsupported(f"{who}: latent_dim is set, for which there are none")
         if self.world.topology.num_nodes > 1:
@@ -162,14 +208,6 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             raise Unsupported(
                 f"{who}: num_sms = 0, expected 1 or more: copies by copy engine cannot be replaced"
             )
-        if self._fixed_dispatcher is None:
-            # What copy engines do is in a graph for ever.
-            self._fixed_dispatcher = SequenceDispatcher(
-                self.world, num_sms=self._dispatcher.num_sms, relay="never",
-                local_by_copy_engine=False,
-            )  # fmt: skip
-        step = FixedStep(plan, self._fixed_dispatcher, self.kernel, self._beside, fits)
-        return FixedPlan(self, step, plan)
 
     def _check_planner(self, plan: Any) -> None:
         if not isinstance(plan, BatchPlan):
@@ -197,6 +235,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         if step is None:
             self._check_planner(plan)
             step = self._steps[plan] = RankStep(plan, self._dispatcher, self.kernel, self._beside)
+            step.owner = self._number
         return step
 
     def varlen(
@@ -248,6 +287,8 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             token: with a ticket, of an earlier call: this one comes after it, also in a graph and
                 backward, where neither needs the other's results. Returned too, last.
         """
+        if not isinstance(return_lse, bool):
+            return_lse = flag(return_lse, f"{_WHO}: return_lse")
         if isinstance(plan, PlanTicket):
             return self._one_operation(plan, q, k, v, return_lse, token)
         if token is not None:
@@ -258,12 +299,30 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         self, ticket: PlanTicket, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         return_lse: bool, token: Optional[torch.Tensor],
     ) -> Any:  # fmt: skip
+        for name, tensor in (("q", q), ("k", k), ("v", v), ("token", token)):
+            if name != "token" or tensor is not None:
+                self._check_tensor(tensor, name)
+        self._keeps(q, k, v)
         if self._casts():
             q, k, v = (t.to(self._dtype) for t in (q, k, v))
         given = q.new_empty(0, dtype=torch.float32) if token is None else token
-        out, after, lse, *_ = attend(*ticket, given, q, k, v, self._needs_lse, return_lse)
+        out, after, lse, *_ = attend(
+            *ticket, given, q, k, v, self._number, self._needs_lse, return_lse
+        )
         results = (out, *((lse,) if return_lse else ()), *(() if token is None else (after,)))
         return results[0] if len(results) == 1 else results
+
+    def _check_tensor(self, tensor: Any, name: str) -> None:
+        """Of what a compiled program may look at, and the operation would call by other names."""
+        require_tensor(tensor, f"{_WHO}: {name}")
+        if name == "token":
+            if tensor.dtype != torch.float32 or tensor.numel() != 0 or tensor.ndim != 1:
+                raise InvalidArgument(
+                    f"{_WHO}: token is {tensor.dtype} {list(tensor.shape)}, expected"
+                    " torch.zeros(0), or what a call returned"
+                )
+        elif tensor.device.type != self._kind:
+            raise InvalidArgument(f"{_WHO}: {name} lies on {tensor.device}, expected {self.device}")
 
     @outside_graphs
     def _outside_graphs(
@@ -272,8 +331,8 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
     ) -> Any:  # fmt: skip
         step = self._step(plan)
         q, k, v = step.checked(q, k, v, self._casts)
-        keep = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-        with self._no_autocast():
+        keep = self._keeps(q, k, v)
+        with without_autocast(self._kind):
             out, lse = Attention.apply(step, keep, return_lse, q, k, v)
         return (out, lse) if return_lse else out
 
@@ -289,15 +348,17 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             rows: [rows, latent_dim].
             project: ``project(rows, *weights)`` returns k and v of any number of rows. It is
                 computed again in backward, and must depend on nothing else that needs gradients.
-            weights: tensors; each gets one gradient, of all rows that this rank projected.
+            weights: tensors; each gets one gradient, of all rows that this rank projected. Under
+                autocast the function computes under the same everywhere.
         """
+        return_lse = flag(return_lse, f"{_WHO}: return_lse")
         step = self._step(plan)
-        rows, k, v = step.checked_latent(rows, project, weights, self._casts)
+        rows, projector, k, v = step.checked_latent(rows, project, weights, self._casts)
         q, k, v = step.checked(q, k, v, self._casts, latent=True)
-        keep = torch.is_grad_enabled() and any(t.requires_grad for t in (q, rows, *weights))
-        with self._no_autocast():
+        keep = self._keeps(q, rows, *weights)
+        with without_autocast(self._kind):
             out, lse = LatentAttention.apply(
-                step, keep, return_lse, project, q, k, v, rows, *weights
+                step, keep, return_lse, projector, q, k, v, rows, *weights
             )
         return (out, lse) if return_lse else out
 
@@ -316,19 +377,13 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         """A model that is copied shares it: it has no parameters."""
         return self
 
-    def _no_autocast(self) -> AbstractContextManager[Any]:
-        """Tensors are of the module's dtype by then."""
-        known = hasattr(torch, "get_autocast_dtype")  # since torch 2.4
-        if known and not torch.is_autocast_enabled(self._kind):
-            return _NOTHING
-        return torch.autocast(self._kind, enabled=False)
+    def _keeps(self, *inputs: torch.Tensor) -> bool:
+        """Whether a backward pass may come, which the kernel must have."""
+        keep = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+        if keep:
+            self.kernel.check_training(self.device, _WHO)
+        return keep
 
     def _casts(self) -> bool:
         """Whether autocast is on, to the module's dtype."""
-        if not hasattr(torch, "get_autocast_dtype"):  # before torch 2.4
-            old: Any = torch
-            if self._kind == "cuda":
-                return old.is_autocast_enabled() and old.get_autocast_gpu_dtype() == self._dtype
-            return old.is_autocast_cpu_enabled() and old.get_autocast_cpu_dtype() == self._dtype
-        kind = self._kind
-        return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == self._dtype
+        return casts_to(self._kind, self._dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from .._arrays import int64
 from .._graphs import outside_graphs
 from ..errors import InvalidArgument
-from ._tensors import require_rows
+from ._tensors import require_device, require_rows
 from .batch_plan import Piece
 
 __all__ = ["PackedBatch", "pack", "unpack"]
@@ -20,7 +20,8 @@ class PackedBatch(NamedTuple):
     """Rows of some documents, or of a part of them."""
 
     tokens: torch.Tensor  #: (rows, ...)
-    labels: torch.Tensor  #: (rows, ...): the next token of the same document; its last has none
+    #: (rows, ...): the next token of the same document; its last has none. int64 of integers
+    labels: torch.Tensor
     positions: torch.Tensor  #: (rows,): in the document, for rotary embeddings
     pieces: list[Union[int, Piece]]  #: for ContextParallelAttention.gather
 
@@ -51,7 +52,8 @@ class PackedBatch(NamedTuple):
 
     def to(self, device: Any) -> PackedBatch:
         """The same with its tensors on a device."""
-        tokens, labels, positions = (t.to(device) for t in self[:3])
+        place = require_device(device, "PackedBatch.to: device")
+        tokens, labels, positions = (t.to(place) for t in self[:3])
         return PackedBatch(tokens, labels, positions, self.pieces)
 
 
@@ -69,16 +71,20 @@ def pack(
             the same number for a document on all of them. Without, they stay whole.
         ignored: the label of a document's last token; cross_entropy's ignore_index.
     """
-    if not isinstance(documents, Iterable) or getattr(documents, "ndim", 1) == 0:
+    is_list = isinstance(documents, Iterable) and not isinstance(documents, (Mapping, str, bytes))
+    if not is_list or getattr(documents, "ndim", 1) == 0:
         raise InvalidArgument(f"pack: documents is a {type(documents).__name__}, expected a list")
     ignored = int64(ignored, "pack: ignored")
     kept = [require_rows(d, f"pack: documents[{i}]") for i, d in enumerate(documents)]
+    _check_alike(kept)
     kept = [document for document in kept if len(document) > 0]
     if not kept:
         none = torch.empty(0, dtype=torch.int64)
         return PackedBatch(none, none.clone(), none.clone(), [])
     tokens = torch.cat(kept)
-    labels = torch.empty_like(tokens)
+    # Tokens of few bits, or without a sign, have no number for "ignored".
+    floats = tokens.is_floating_point() or tokens.is_complex()
+    labels = torch.empty_like(tokens, dtype=None if floats else torch.int64)
     labels[:-1] = tokens[1:]
     ends = torch.tensor([len(document) for document in kept]).cumsum(0)
     labels[ends.to(tokens.device) - 1] = ignored
@@ -90,6 +96,20 @@ def pack(
             raise InvalidArgument(f"pack: first_document = {first}, expected >= 0")
         pieces = [Piece(first + i, 0, len(document)) for i, document in enumerate(kept)]
     return PackedBatch(tokens, labels, positions, pieces)
+
+
+def _check_alike(documents: list[torch.Tensor]) -> None:
+    """One dtype, device and shape of rows: else numbers would change, or torch would say less."""
+    for i, document in enumerate(documents):
+        for name, got, expected in (
+            ("dtype", document.dtype, documents[0].dtype),
+            ("device", document.device, documents[0].device),
+            ("rows of shape", list(document.shape[1:]), list(documents[0].shape[1:])),
+        ):
+            if got != expected:
+                raise InvalidArgument(
+                    f"pack: documents[{i}] has {name} {got}, expected {expected}, as documents[0]"
+                )
 
 
 @outside_graphs

@@ -20,11 +20,20 @@ __device__ inline void barrier_init(std::uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)));
 }
 
-/// Makes barriers known to the copy engine, and orders what this thread wrote before what the
-/// engine does next.
-__device__ inline void fence_async_proxy() {
+/// Makes barriers that this thread has initialized known to the copy engine. The threads that use
+/// them synchronize behind it.
+__device__ inline void fence_barrier_init() {
 #ifdef WAYBILL_HAS_BULK
-  asm volatile("fence.proxy.async;" ::: "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+/// What this thread has written to global memory, and what others have that it was told of, comes
+/// before what the engine does there next. Not of shared memory: a fence of both is one that also
+/// waits for the thread's stores to arrive on the device.
+__device__ inline void fence_async_global() {
+#ifdef WAYBILL_HAS_BULK
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 #endif
 }
 
@@ -49,6 +58,23 @@ __device__ inline void barrier_wait(std::uint64_t* barrier, std::uint32_t phase)
       "r"(phase)
       : "memory");
 #endif
+}
+
+/// Whether that phase has ended. It may take a moment to say no.
+__device__ inline bool barrier_has_ended(std::uint64_t* barrier, std::uint32_t phase) {
+  std::uint32_t done = 1;
+#ifdef WAYBILL_HAS_BULK
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(phase)
+      : "memory");
+#endif
+  return done != 0;
 }
 
 __device__ inline void bulk_load(void* shared, const void* global, std::uint32_t bytes,
@@ -76,12 +102,14 @@ __device__ inline void bulk_commit() {
 #endif
 }
 
-/// Waits until all groups of this thread but the last one have left shared memory.
-__device__ inline void bulk_wait_read_but_one() {
+/// Waits until all groups of this thread but the last `Groups` have left shared memory.
+template <int Groups>
+__device__ inline void bulk_wait_read_but() {
 #ifdef WAYBILL_HAS_BULK
-  asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Groups) : "memory");
 #endif
 }
+__device__ inline void bulk_wait_read_but_one() { bulk_wait_read_but<1>(); }
 
 /// Waits until the stores of all groups of this thread but the last `Groups` have arrived.
 template <int Groups>

@@ -167,8 +167,9 @@ class BulkSum {
         last_bytes_(static_cast<int>(p.row_bytes - std::int64_t{steps_.pieces - 1} * piece_bytes)) {
     if (lane_id() == 0) {
       for (int s = 0; s < bulk_stages; ++s) barrier_init(&loaded_[s]);
+      fence_barrier_init();
     }
-    fence_async_proxy();
+    fence_async_global();  // what the ranks wrote before they came here
     __syncwarp();
   }
 

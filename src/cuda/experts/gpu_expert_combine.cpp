@@ -39,9 +39,8 @@ void GpuExpertCombine::prepare() const {
     cuda_check(prepare_combine(config_.token_dtype, config_.weight_dtype, bulk), "loading kernels");
   }
   if (memory_.slab_slots == 0) return;
-  for (const PushWay way : {PushWay::elements, PushWay::words, PushWay::bulk, PushWay::long_bulk}) {
-    const bool bulk = way == PushWay::bulk || way == PushWay::long_bulk;
-    if (bulk && !gpu_->has_bulk_copies()) continue;
+  for (const PushWay way : {PushWay::elements, PushWay::words, PushWay::bulk}) {
+    if (way == PushWay::bulk && !gpu_->has_bulk_copies()) continue;
     cuda_check(prepare_push_combine(config_.token_dtype, way), "loading kernels");
   }
 }
@@ -73,7 +72,6 @@ PushParams GpuExpertCombine::push_params(const ExpertCall& call, const ExpertCom
   PushParams params{};
   params.m = sum.m;
   params.shape = sum.shape;
-  params.push_warps = push_tuning().push_warps;
   params.once = is_once(input.options);
   params.slots = static_cast<std::int32_t>(slab_slots(config_, params.once));
   params.by_rank = params.once && config_.world_size < config_.topk;
@@ -104,10 +102,8 @@ void GpuExpertCombine::push(const ExpertCall& call, const ExpertCombineInput& in
   const bool wide =
       common_word({address_of(params.input), params.row_bytes, address_of(sums.output),
                    address_of(sums.rows[0]), address_of(sums.rows[1])}) == 16;
-  const bool bulk = wide && gpu_->has_bulk_copies() && push_tuning().way != 1;
-  const PushWay way = bulk   ? (push_tuning().way == 2 ? PushWay::long_bulk : PushWay::bulk)
-                      : wide ? PushWay::words
-                             : PushWay::elements;
+  const bool bulk = wide && gpu_->has_bulk_copies() && !push_tuning().forgoes_bulk_copies;
+  const PushWay way = bulk ? PushWay::bulk : wide ? PushWay::words : PushWay::elements;
   check(launch_push_combine(params, config_.token_dtype, way, blocks, is_alone(), stream_of(call)),
         call);
 }

@@ -16,8 +16,7 @@ namespace waybill::cuda {
 
 /// What benches and tests vary, the same on all ranks.
 struct PushTuning {
-  std::atomic<int> push_warps{2};  ///< quarters of a block's
-  std::atomic<int> way{0};         ///< 1: no bulk copies
+  std::atomic<bool> forgoes_bulk_copies{false};
 };
 PushTuning& push_tuning();
 

@@ -105,6 +105,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
                                            table_call),
         weight_memory(input, table_call), config_.weight_dtype, table_call);
     if (nodes_ != nullptr) begin_on_nodes(call, input, tables->routing(), true);
+    if (is_forwarded()) nodes_->count_rows(call, *tables->being_made());
     const RouteParams params = params_.route(call, input, *tables);
     const int blocks = num_route_blocks(params.shape, call);
     // No event behind it: the rows' kernel begins early only right behind this one.

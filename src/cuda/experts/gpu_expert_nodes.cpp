@@ -46,6 +46,9 @@ ExpertNodes::ExpertNodes(Transport& transport, std::shared_ptr<GpuRank> gpu, int
       own_node_(config.rank / config.local_world_size),
       program_(transport, gpu_, config, most_row_bytes(config, options)) {
   cuda_check(prepare_nodes(config_.token_dtype), "loading kernels");
+  if (by_phases_) {
+    slices_ = std::make_unique<NodeSlices>(gpu_, share_, config_, options_, memory_, params_);
+  }
   if (params_.goes_straight()) {
     cuda_check(prepare_straight(config_.token_dtype, config_.weight_dtype), "loading kernels");
     cuda_check(prepare_route(false), "loading kernels");  // for ranks that only synchronize
@@ -166,7 +169,8 @@ void ExpertNodes::add_partial_sums_to(const GpuExpertRouting& routing,
                                       slice_bytes};
 }
 
-void ExpertNodes::start(const ListPutsParams& params, const ExpertCall& call, int num_sms) {
+void ExpertNodes::start(const ListPutsParams& params, const ExpertCall& call, int num_sms,
+                        std::function<void(cudaStream_t)> unpack) {
   const cudaStream_t stream = stream_of(call);
   gpu_->check(launch_list_puts(params, stream), "launching a kernel", call.operation);
   path_.start({.operation = call.operation,
@@ -175,6 +179,7 @@ void ExpertNodes::start(const ListPutsParams& params, const ExpertCall& call, in
                .tables = program_.tables(params),
                .state = program_.state(),
                .phases = std::span(&phase_, 1),
+               .unpack = std::move(unpack),
                .window = &memory_.workspace,
                .slots = by_phases_ ? &memory_.signals : &program_.pad(),
                .first_slot = 0,
@@ -185,27 +190,28 @@ void ExpertNodes::start(const ListPutsParams& params, const ExpertCall& call, in
                .stream = stream});
 }
 
-NetworkPhase ExpertNodes::phase_of(std::span<const NodePart> from, ExpertSignal signal,
-                                   bool begins) const {
-  WorkspacePart parts[max_node_parts];
-  for (std::size_t i = 0; i < from.size(); ++i) {
-    const NodePart& part = from[i];
+/// Whole slices, whose size all ranks know.
+NodeSlices::Phase ExpertNodes::whole(std::span<const NodePart> from) const {
+  NodeSlices::Phase phase{.rows = whole_slices(config_.num_nodes(), own_node_, config_.max_tokens),
+                          .parts = {},
+                          .unpack = {}};
+  for (const NodePart& part : from) {
     const std::int64_t slice_bytes = config_.max_tokens * part.row_bytes;
-    parts[i] = {part.from, part.from_node_bytes, part.to - own_node_ * slice_bytes, slice_bytes};
+    phase.parts.push_back({part.from, part.from_node_bytes, part.to - own_node_ * slice_bytes,
+                           slice_bytes, part.row_bytes});
   }
-  const std::int64_t first_slot = static_cast<std::int64_t>(signal) * config_.world_size;
-  return workspace_phase(transport_.topology(), config_.rank, std::span(parts, from.size()),
-                         static_cast<std::int32_t>(first_slot), begins);
+  return phase;
 }
 
-/// Whole slices, whose size all ranks know: one phase.
-void ExpertNodes::start_phase(const ListPutsParams& params, std::span<const NodePart> parts,
+void ExpertNodes::start_phase(const ListPutsParams& params, const NodeSlices::Phase& phase,
                               ExpertSignal signal, const ExpertCall& call, int num_sms) {
-  phase_ = phase_of(parts, signal, params.begins >= 0);
+  const std::int64_t first_slot = static_cast<std::int64_t>(signal) * config_.world_size;
+  phase_ = workspace_phase(transport_.topology(), config_.rank, phase.parts, phase.rows,
+                           static_cast<std::int32_t>(first_slot), params.begins >= 0);
   ListPutsParams listed = params;
   listed.filter = NodeFilter::none;
   listed.num_whole = 0;
-  start(listed, call, num_sms);
+  start(listed, call, num_sms, phase.unpack);
 }
 
 WaitNodesParams ExpertNodes::wait_params(const ListPutsParams& params) const {
@@ -228,7 +234,7 @@ void ExpertNodes::begin_dispatch(const ExpertCall& call, const ExpertDispatchInp
   if (counts) add_ids(input, params);
   add_weights(call, input, params);
   if (by_phases_) {
-    start_phase(params, std::span(params.whole, to_size(std::int64_t{params.num_whole})),
+    start_phase(params, whole(std::span(params.whole, to_size(std::int64_t{params.num_whole}))),
                 ExpertSignal::posted, call, path_sms(num_sms));
     path_.join(stream_of(call));
   } else {
@@ -245,6 +251,10 @@ void ExpertNodes::begin_straight(const ExpertCall& call, const ExpertDispatchInp
   const StraightBeginParams params =
       params_.straight_begin(call, input, routing, counts, program_.pad());
   gpu_->check(launch_straight_begin(params, stream_of(call)), "launching a kernel", call.operation);
+}
+
+void ExpertNodes::count_rows(const ExpertCall& call, GpuExpertRouting& made) const {
+  if (by_phases_ && NodeSlices::are_known(call)) slices_->count(call, made);
 }
 
 void ExpertNodes::note_runs(const ExpertCall& call, GpuExpertRouting& made) const {
@@ -279,8 +289,12 @@ void ExpertNodes::start_rows(const ExpertCall& call, const ExpertDispatchInput& 
   if (!by_phases_) return;
   ListPutsParams params = list(call, routing, FaultKind::moe_dispatch);
   add_rows(call, input, routing, params);
-  start_phase(params, std::span(params.parts, to_size(std::int64_t{params.num_parts})),
-              ExpertSignal::forwarded, call, path_sms(num_sms));
+  const int sms = path_sms(num_sms);
+  const bool packs = NodeSlices::are_known(call) && slices_->fit();
+  start_phase(params,
+              packs ? slices_->pack_tokens(call, routing, sms)
+                    : whole(std::span(params.parts, to_size(std::int64_t{params.num_parts}))),
+              ExpertSignal::forwarded, call, sms);
 }
 
 void ExpertNodes::finish_rows(const ExpertCall& call) { path_.join(stream_of(call)); }
@@ -291,7 +305,7 @@ void ExpertNodes::begin_combine(const ExpertCall& call, const GpuExpertRouting& 
   params.begins = 1;
   WaitNodesParams wait = wait_params(params);
   if (by_phases_) {  // nothing goes beside other kernels before the host queues it
-    start_phase(params, {}, ExpertSignal::shared, call, path_sms(num_sms));
+    start_phase(params, whole({}), ExpertSignal::shared, call, path_sms(num_sms));
     path_.join(stream_of(call));
     wait.counts = true;
   } else {
@@ -314,7 +328,11 @@ void ExpertNodes::finish_pieces(const ExpertCall& call, const GpuExpertRouting& 
   if (!by_phases_) return;
   ListPutsParams params = list(call, routing, FaultKind::moe_combine);
   add_partial_sums_to(routing, params);
-  start_phase(params, std::span(params.parts, 1), ExpertSignal::shared, call, path_sms(num_sms));
+  const int sms = path_sms(num_sms);
+  start_phase(params,
+              NodeSlices::are_known(call) ? slices_->pack_sums(call, routing, sms)
+                                          : whole(std::span(params.parts, 1)),
+              ExpertSignal::shared, call, sms);
 }
 
 void ExpertNodes::add_partial_sums(const ExpertCall& call, const ExpertCombineInput& input,

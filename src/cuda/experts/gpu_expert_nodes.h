@@ -10,6 +10,7 @@
 #include "experts/expert_executor.h"
 #include "gpu_expert_params.h"
 #include "gpu_expert_tables.h"
+#include "node_slices.h"
 #include "transport/transport.h"
 
 namespace waybill::cuda {
@@ -17,8 +18,8 @@ namespace waybill::cuda {
 /// What a layer on several nodes does beside the work of one node: a token goes once to each other
 /// node, to the rank of this one's local index, which then does with it as with its own; sums come
 /// back the same way. One network path, started as a call begins, carries all that the call sends,
-/// chunk by chunk; where the host must say what is sent, there is one for each step of the call,
-/// and whole slices go.
+/// chunk by chunk; where the host must say what is sent, there is one for each step of the call:
+/// with the rows that a node needs, if hosts know the counts, else with whole slices.
 class ExpertNodes {
  public:
   /// Of so many multiprocessors, those for a network path that a kernel of the node runs beside.
@@ -42,6 +43,9 @@ class ExpertNodes {
   /// The same where tokens go straight to their ranks.
   void begin_straight(const ExpertCall& call, const ExpertDispatchInput& input,
                       const GpuExpertRouting& routing, bool counts) const;
+
+  /// Ahead of the route, once a dispatch that counts has begun.
+  void count_rows(const ExpertCall& call, GpuExpertRouting& made) const;
 
   /// The table of runs, from that of the ids.
   void note_runs(const ExpertCall& call, GpuExpertRouting& made) const;
@@ -92,11 +96,11 @@ class ExpertNodes {
                                       std::int64_t rows) const;
   [[nodiscard]] std::int64_t row_offset(const ExpertCall& call, const ConstTensorView& from,
                                         std::byte* in_workspace, std::int64_t row_bytes) const;
-  void start(const ListPutsParams& params, const ExpertCall& call, int num_sms);
-  void start_phase(const ListPutsParams& params, std::span<const NodePart> parts,
+  void start(const ListPutsParams& params, const ExpertCall& call, int num_sms,
+             std::function<void(cudaStream_t)> unpack = {});
+  void start_phase(const ListPutsParams& params, const NodeSlices::Phase& phase,
                    ExpertSignal signal, const ExpertCall& call, int num_sms);
-  [[nodiscard]] NetworkPhase phase_of(std::span<const NodePart> parts, ExpertSignal signal,
-                                      bool begins) const;
+  [[nodiscard]] NodeSlices::Phase whole(std::span<const NodePart> parts) const;
   [[nodiscard]] WaitNodesParams wait_params(const ListPutsParams& params) const;
   void launch(const WaitNodesParams& params, const ExpertCall& call) const;
   [[nodiscard]] ChunkSlots chunk_slots(ExpertSignal signal) const;
@@ -117,7 +121,9 @@ class ExpertNodes {
   const bool by_phases_;  ///< the host must say what is sent
   const std::int32_t own_node_;
   ChunkProgram program_;
-  NetworkPhase phase_;  ///< instead, where the host must say what is sent
+  // Instead, where the host must say what is sent:
+  std::unique_ptr<NodeSlices> slices_;
+  NetworkPhase phase_;
 };
 
 }  // namespace waybill::cuda

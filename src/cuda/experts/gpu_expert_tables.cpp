@@ -8,6 +8,7 @@
 #include "core/to_size.h"
 #include "moe_params.h"
 #include "runtime/executor.h"
+#include "waybill/core/error.h"
 
 namespace waybill::cuda {
 namespace {
@@ -45,6 +46,8 @@ FixedTables::FixedTables(const EPConfig& config, const EPDispatchOptions& option
   expert_counts = parts.take(per_rank, int_bytes);
   expert_offsets = parts.take(per_rank + 1, int_bytes);
   num_recv_rows = parts.take(world + 1, int_bytes);  // and the most of them
+  node_tokens = parts.take(nodes > 1 ? 2 * nodes * config.max_tokens : 0, int_bytes);
+  node_counts = parts.take(nodes > 1 ? 2 * nodes : 0, int_bytes);
   total = parts.total();
 }
 
@@ -142,8 +145,8 @@ std::span<const std::int32_t> GpuExpertRouting::wait_counts() const {
   const HostCount* const counts = memory_.counts();
   // The kernel has the deadline; what it reports ends the stream.
   const auto have_come = [&] {
-    for (std::int32_t r = 0; r < config_.world_size; ++r) {
-      if (counts[r] >> ticket_shift != ticket_) return false;
+    for (std::int32_t i = 0; i < num_counts(); ++i) {
+      if (counts[i] >> ticket_shift != ticket_) return false;
     }
     return true;
   };
@@ -167,8 +170,21 @@ std::span<const std::int32_t> GpuExpertRouting::wait_counts() const {
   for (std::size_t r = 0; r < num_recv_rows_.size(); ++r) {
     num_recv_rows_[r] = static_cast<std::int32_t>(counts[r]);
   }
+  const std::int32_t nodes = counts_nodes_ ? config_.num_nodes() : 0;
+  for (std::int32_t n = 0; n < nodes; ++n) {
+    node_rows_.sent.push_back(static_cast<std::int32_t>(counts[config_.world_size + n]));
+    node_rows_.received.push_back(
+        static_cast<std::int32_t>(counts[config_.world_size + nodes + n]));
+  }
   has_waited_ = true;
   return num_recv_rows_;
+}
+
+const NodeRows& GpuExpertRouting::wait_node_rows() const {
+  if (!counts_nodes_)
+    throw InternalError("experts: this routing's rows between nodes were not counted");
+  (void)wait_counts();
+  return node_rows_;
 }
 
 GpuExpertTables::GpuExpertTables(std::shared_ptr<GpuExpertRouting> made, TableMemory weights,

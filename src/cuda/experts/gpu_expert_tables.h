@@ -14,6 +14,7 @@
 #include "../rank/gpu_rank.h"
 #include "experts/expert_executor.h"
 #include "moe_params.h"
+#include "schedule/node_rows.h"
 #include "table_pool.h"
 
 namespace waybill::cuda {
@@ -26,6 +27,7 @@ struct FixedTables {
   std::int64_t ids, dst_rows, addresses, straight, records, grouped_to_compact, send_reqs;
   std::int64_t num_input_tokens, splits, segment_offsets, expert_counts, expert_offsets;
   std::int64_t num_recv_rows;
+  std::int64_t node_tokens, node_counts;  ///< see NodeRowsParams
   std::int64_t total;
 };
 
@@ -58,6 +60,10 @@ class GpuExpertRouting final : public ExpertRouting {
   }
   void note_use(const Stream& stream) const override;
   [[nodiscard]] bool has_waited() const noexcept { return has_waited_; }
+  /// Ahead of the route: rows to and from each node are counted, too.
+  void expect_node_rows() noexcept { counts_nodes_ = true; }
+  /// These. Waits as wait_counts().
+  [[nodiscard]] const NodeRows& wait_node_rows() const;
   /// The shape of ids and weights, as ExpertTableViews says.
   [[nodiscard]] Shape shape_by_id() const;
 
@@ -83,6 +89,7 @@ class GpuExpertRouting final : public ExpertRouting {
   [[nodiscard]] const FixedTables& fixed() const noexcept { return fixed_; }
   [[nodiscard]] const RowTables& rows() const noexcept { return rows_; }
   [[nodiscard]] HostCount* counts() { return memory_.counts(); }
+  [[nodiscard]] HostCount* node_counts() { return memory_.counts() + config_.world_size; }
   [[nodiscard]] std::int64_t num_tokens() const noexcept { return num_tokens_; }
   [[nodiscard]] std::uint64_t ticket() const noexcept { return ticket_; }
 
@@ -90,6 +97,9 @@ class GpuExpertRouting final : public ExpertRouting {
   void note_use(const TableCall& call) const;
 
  private:
+  [[nodiscard]] std::int32_t num_counts() const {
+    return config_.world_size + (counts_nodes_ ? 2 * config_.num_nodes() : 0);
+  }
   [[nodiscard]] const TableMemory& row_memory() const {
     return grown_.is_there() ? grown_ : memory_;
   }
@@ -106,7 +116,9 @@ class GpuExpertRouting final : public ExpertRouting {
   TableMemory memory_;
   TableMemory grown_;  ///< of the row tables, where windows have grown between
   mutable std::mutex mutex_;
+  bool counts_nodes_ = false;
   mutable std::vector<std::int32_t> num_recv_rows_;  ///< written once
+  mutable NodeRows node_rows_;                       ///< likewise
   mutable std::atomic<bool> has_waited_ = false;     ///< they are there
 };
 

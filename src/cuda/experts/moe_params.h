@@ -79,7 +79,8 @@ inline constexpr std::int64_t lost_address =
     (std::int64_t{max_gpu_ranks} << address_dst_shift) + primary_row_bit;
 
 /// What the device writes into pinned host memory when the counts of a dispatch are known, [W]:
-/// received rows of each rank, with the ticket of the route above them.
+/// received rows of each rank, with the ticket of the route above them. Where the host must say
+/// what crosses between nodes, behind them rows to and from each node (NodeRowsParams).
 using HostCount = volatile std::uint64_t;
 inline constexpr int ticket_shift = 32;
 

@@ -10,8 +10,7 @@
 namespace waybill::cuda {
 namespace {
 
-using ShortPieces = WalkShape<12, 8, 2048>;
-using LongPieces = WalkShape<8, 6, 4096>;
+using Pieces = WalkShape<12, 8, 2048>;
 using NoPieces = WalkShape<16, 1, 0>;
 
 /// One weight as float32.
@@ -132,91 +131,137 @@ __device__ void push_unit(const PushParams& p, Walk& walk, const Units& u, std::
   if (lane_id() == 0) signal(peer_at(p.flags, home) + unit.flag(p, u, p.shape.rank), epoch);
 }
 
-/// All units that this rank has something of, those of the first tokens of all ranks first.
-template <class Walk>
-__device__ void push(const PushParams& p, Walk& walk, const Units& u, std::uint64_t epoch) {
-  const std::int32_t world = p.shape.world_size;
-  const std::int64_t end = min(p.shape.capacity_rows, p.num_rows);
-  const std::int32_t step = p.push_warps * static_cast<std::int32_t>(gridDim.x);
-  const std::int32_t all = u.groups * world * u.cut.parts;
-  for (auto i = static_cast<std::int32_t>(blockIdx.x + threadIdx.x / 32 * gridDim.x); i < all;
-       i += step) {
-    const std::int32_t of_group = i / u.cut.parts;
+/// The units that a warp pushes, those of the first tokens of all ranks first.
+class PushTurns {
+ public:
+  __device__ PushTurns(const PushParams& p, const Units& u)
+      : all_(u.groups * p.shape.world_size * u.cut.parts),
+        step_(static_cast<std::int32_t>(blockDim.x / 32 * gridDim.x)),
+        next_(static_cast<std::int32_t>(blockIdx.x + threadIdx.x / 32 * gridDim.x)) {}
+
+  [[nodiscard]] __device__ bool is_over() const { return next_ >= all_; }
+
+  /// What this rank has of the next one. All lanes.
+  template <class Walk>
+  __device__ void push_next(const PushParams& p, Walk& walk, const Units& u, std::uint64_t epoch) {
+    const std::int32_t world = p.shape.world_size;
+    const std::int32_t of_group = next_ / u.cut.parts;
+    const std::int32_t part = next_ - of_group * u.cut.parts;
     const std::int32_t group = of_group / world;
     const std::int32_t k = of_group - group * world + 1;  // this rank's own tokens last
+    next_ += step_;
     const std::int32_t home = rank_behind(p.shape, k == world ? 0 : k);
-    if (home == p.shape.rank && !p.sums) continue;  // it reads the rows themselves
-    push_unit(p, walk, u, home, {group, i - of_group * u.cut.parts}, end, epoch);
+    if (home == p.shape.rank && !p.sums) return;  // it reads the rows themselves
+    push_unit(p, walk, u, home, {group, part}, min(p.shape.capacity_rows, p.num_rows), epoch);
   }
+
+ private:
+  std::int32_t all_;
+  std::int32_t step_;
+  std::int32_t next_;
+};
+
+/// A topk slot of one of this rank's tokens: what the sum takes, and when.
+struct SumSlot {
+  const std::byte* from;      ///< null: nothing
+  const std::uint64_t* flag;  ///< null: it is there
+  std::int32_t rank;
+  float weight;
+  bool active;  ///< there is such a token
+};
+
+/// Of this lane, in the batch of a unit's tokens that begins with `first`.
+__device__ SumSlot read_slot(const PushParams& p, const Units& u, Unit unit, std::int32_t first) {
+  const MoeShape& s = p.shape;
+  const std::int32_t t = unit.group * u.cut.group + first + u.mine;
+  const std::int32_t tokens = min(s.num_tokens, (unit.group + 1) * u.cut.group);
+  SumSlot slot{nullptr, nullptr, 0, 0, u.mine < u.together && t < tokens};
+  const std::int64_t i = std::int64_t{t} * s.topk + u.k;
+  const std::int64_t address = slot.active ? p.addresses[i] : -1;
+  const std::int64_t row = address & 0xFFFFFFFF;
+  const bool lost = address >= 0 && row >= s.capacity_rows;
+  if (address < 0 || !(lost || !p.once || (address & primary_row_bit) != 0)) return slot;
+  slot.rank = static_cast<std::int32_t>(address >> address_dst_shift & 0xFFFF);
+  if (p.weights != nullptr) slot.weight = weight_at(p.weights, p.weight_dtype, i);
+  const bool is_own = slot.rank == s.rank && !p.sums;
+  if (lost || (is_own && row >= p.num_rows)) {
+    slot.from = p.lost_row;
+  } else if (is_own) {
+    slot.from = p.input + row * p.row_bytes;
+  } else {
+    slot.from = p.own_slab + slab_offset(p, t, p.by_rank ? slot.rank : u.k);
+    slot.flag = p.own_flags + unit.flag(p, u, slot.rank);
+  }
+  return slot;
 }
 
-/// What a lane adds to the sum of token t of this rank, when it has come. @return lanes that add
-__device__ unsigned rows_to_sum(const PushParams& p, const Units& u, Unit unit, std::int32_t t,
-                                std::int32_t tokens, std::uint64_t epoch, WalkRows& rows) {
-  const MoeShape& s = p.shape;
-  const unsigned of_token = lanes_of_token(s.topk, u.k);
-  rows = {nullptr, nullptr, 0, of_token};
-  const bool active = u.mine < u.together && t < tokens;
-  const std::int64_t i = std::int64_t{t} * s.topk + u.k;
-  std::int64_t address = active ? p.addresses[i] : -1;
-  const bool lost = address >= 0 && (address & 0xFFFFFFFF) >= s.capacity_rows;
-  const bool counts = address >= 0 && (lost || !p.once || (address & primary_row_bit) != 0);
-  const auto rank = static_cast<std::int32_t>(address >> address_dst_shift & 0xFFFF);
-  if (active) rows.to = p.biases.output + t * p.row_bytes;
-  if (counts) {
-    const std::int64_t row = address & 0xFFFFFFFF;
-    if (p.weights != nullptr) rows.weight = weight_at(p.weights, p.weight_dtype, i);
-    if (lost || (rank == s.rank && !p.sums && row >= p.num_rows)) {
-      rows.from = p.lost_row;
-    } else if (rank == s.rank && !p.sums) {
-      rows.from = p.input + row * p.row_bytes;
-    } else {
-      rows.from = p.own_slab + slab_offset(p, t, p.by_rank ? rank : u.k);
-      wait_slot(p.m.arrive, p.own_flags + unit.flag(p, u, rank), epoch, rank);
-    }
-  }
+/// What a lane adds to the sum of its token, when it has come. @return lanes that add
+__device__ unsigned rows_to_sum(const PushParams& p, const Units& u, Unit unit, std::int32_t first,
+                                std::uint64_t epoch, WalkRows& rows) {
+  const SumSlot slot = read_slot(p, u, unit, first);
+  const unsigned of_token = lanes_of_token(p.shape.topk, u.k);
+  rows = {slot.from, nullptr, slot.weight, of_token};
+  const std::int32_t t = unit.group * u.cut.group + first + u.mine;
+  if (slot.active) rows.to = p.biases.output + t * p.row_bytes;
+  if (slot.flag != nullptr) wait_slot(p.m.arrive, slot.flag, epoch, slot.rank);
   __syncwarp();  // what one lane was told of others read
   end_if_reported(p.m.arrive.sink);
-  const unsigned here = __ballot_sync(all_lanes, counts);
-  const bool has_none = active && u.k == 0 && (here & of_token) == 0;  // sums are zeros
+  const unsigned here = __ballot_sync(all_lanes, slot.from != nullptr);
+  const bool has_none = slot.active && u.k == 0 && (here & of_token) == 0;  // sums are zeros
   return here | __ballot_sync(all_lanes, has_none);
 }
 
-template <class Walk>
-__device__ void sum_unit(const PushParams& p, Walk& walk, const Units& u, Unit unit,
-                         std::uint64_t epoch) {
-  for (std::int32_t i = 0; i < u.cut.group; i += u.together) {
-    const std::int32_t t = unit.group * u.cut.group + i + u.mine;
-    const std::int32_t most = min(p.shape.num_tokens, (unit.group + 1) * u.cut.group);
-    WalkRows rows;
-    const unsigned here = rows_to_sum(p, u, unit, t, most, epoch, rows);
-    walk.expect_arrived();
-    if (p.weights != nullptr) {
-      walk.template sum<true, false>(rows, here, unit.begin(u), unit.end(p, u), &p.biases);
-    } else {
-      walk.template sum<false, false>(rows, here, unit.begin(u), unit.end(p, u), &p.biases);
-    }
-  }
-}
+/// The units that a warp sums: one each, then in their order, whoever comes first.
+class SumTurns {
+ public:
+  __device__ SumTurns(const PushParams& p, const Units& u)
+      : all_(static_cast<std::uint32_t>((p.shape.num_tokens + u.cut.group - 1) / u.cut.group *
+                                        u.cut.parts)),
+        unit_(blockIdx.x + threadIdx.x / 32 * gridDim.x),
+        next_(is_over() ? 0 : claim(p)) {}
 
-/// Sums units in their order, whoever comes first: warps that push join when they are done.
-template <class Walk>
-__device__ void sum(const PushParams& p, Walk& walk, const Units& u, std::uint64_t epoch) {
-  const auto claim = [&] {
-    std::uint32_t unit = 0;
-    if (lane_id() == 0) unit = atomicAdd(&p.m.state->next_sum, 1U);
-    return unit;
-  };
-  const std::int32_t groups = (p.shape.num_tokens + u.cut.group - 1) / u.cut.group;
-  const auto all = static_cast<std::uint32_t>(groups * u.cut.parts);
-  std::uint32_t unit = __shfl_sync(all_lanes, claim(), 0);
-  while (unit < all) {
-    const std::uint32_t next = claim();
-    const auto group = static_cast<std::int32_t>(unit) / u.cut.parts;
-    const std::int32_t part = static_cast<std::int32_t>(unit) - group * u.cut.parts;
-    sum_unit(p, walk, u, {group, part}, epoch);
-    unit = __shfl_sync(all_lanes, next, 0);
+  [[nodiscard]] __device__ bool is_over() const { return unit_ >= all_; }
+
+  /// When the next one has come. All lanes.
+  template <class Walk>
+  __device__ void sum_next(const PushParams& p, Walk& walk, const Units& u, std::uint64_t epoch) {
+    const Unit unit = at(u);
+    for (std::int32_t i = 0; i < u.cut.group; i += u.together) {
+      WalkRows rows;
+      const unsigned here = rows_to_sum(p, u, unit, i, epoch, rows);
+      walk.expect_arrived();
+      if (p.weights != nullptr) {
+        walk.template sum<true, false>(rows, here, unit.begin(u), unit.end(p, u), &p.biases);
+      } else {
+        walk.template sum<false, false>(rows, here, unit.begin(u), unit.end(p, u), &p.biases);
+      }
+    }
+    unit_ = __shfl_sync(all_lanes, next_, 0);
+    if (!is_over()) next_ = claim(p);
   }
+
+ private:
+  [[nodiscard]] __device__ Unit at(const Units& u) const {
+    const auto group = static_cast<std::int32_t>(unit_) / u.cut.parts;
+    return {group, static_cast<std::int32_t>(unit_) - group * u.cut.parts};
+  }
+  static __device__ std::uint32_t claim(const PushParams& p) {
+    const unsigned warps = blockDim.x / 32 * gridDim.x;
+    return lane_id() == 0 ? warps + atomicAdd(&p.m.state->next_sum, 1U) : 0;
+  }
+
+  std::uint32_t all_;
+  std::uint32_t unit_;
+  std::uint32_t next_;  ///< lane 0
+};
+
+/// A warp's part of a call. All pushes first: to look for what has come between them takes longer
+/// than it saves (docs/performance/gpu_moe.md).
+template <class Walk>
+__device__ void push_and_sum(const PushParams& p, Walk&& walk, const Units& u,
+                             std::uint64_t epoch) {
+  for (PushTurns pushed(p, u); !pushed.is_over();) pushed.push_next(p, walk, u, epoch);
+  for (SumTurns summed(p, u); !summed.is_over();) summed.sum_next(p, walk, u, epoch);
 }
 
 /// No rank waits for others before it pushes: slabs take turns, and who is in combine n has seen
@@ -245,14 +290,11 @@ __global__ void __launch_bounds__(Shape::warps * 32, 1)
   __syncwarp();
   end_if_reported(p.m.arrive.sink);
   linger_block(p.m);
-  const auto run = [&](auto&& walk) {
-    if (warp < p.push_warps) push(p, walk, units, epoch);
-    sum(p, walk, units, epoch);
-  };
   if constexpr (Shape::bytes > 0) {
-    run(BulkWalk<Number, Shape>(shared + warp * Shape::bytes, states[warp]));
+    push_and_sum(p, BulkWalk<Number, Shape>(shared + warp * Shape::bytes, states[warp]), units,
+                 epoch);
   } else {
-    run(VectorWalk<Number, Count>());
+    push_and_sum(p, VectorWalk<Number, Count>(), units, epoch);
   }
   if (compares) {
     wait_arrivals(p.m.arrive, epoch);
@@ -271,9 +313,7 @@ Kernel kernel_for(DType tokens, PushWay way) {
     constexpr int most = 16 / static_cast<int>(sizeof(typename Number::Stored));
     switch (way) {
       case PushWay::bulk:
-        return push_combine_kernel<Number, most, ShortPieces>;
-      case PushWay::long_bulk:
-        return push_combine_kernel<Number, most, LongPieces>;
+        return push_combine_kernel<Number, most, Pieces>;
       case PushWay::words:
         return push_combine_kernel<Number, most, NoPieces>;
       default:
@@ -289,8 +329,7 @@ struct BlockSize {
 template <class Shape>
 constexpr BlockSize block_of = {Shape::warps, Shape::warps* Shape::bytes};
 BlockSize block_size(PushWay way) {
-  if (way == PushWay::bulk) return block_of<ShortPieces>;
-  return way == PushWay::long_bulk ? block_of<LongPieces> : block_of<NoPieces>;
+  return way == PushWay::bulk ? block_of<Pieces> : block_of<NoPieces>;
 }
 
 }  // namespace
@@ -308,10 +347,8 @@ cudaError_t launch_push_combine(const PushParams& params, DType tokens, PushWay 
   const Kernel kernel = kernel_for(tokens, way);
   if (kernel == nullptr) return cudaErrorInvalidValue;
   const BlockSize block = block_size(way);
-  PushParams of_blocks = params;
-  of_blocks.push_warps = std::clamp(params.push_warps * block.warps / 4, 1, block.warps);
   return launch_kernel(kernel, static_cast<unsigned>(blocks), block.warps * 32,
-                       static_cast<std::size_t>(block.shared_bytes), early, stream, of_blocks);
+                       static_cast<std::size_t>(block.shared_bytes), early, stream, params);
 }
 
 }  // namespace waybill::cuda

@@ -55,20 +55,18 @@ struct PushBiases {
 
 /// How a rank moves rows of a combine that pushes; each as it can.
 enum class PushWay : std::int32_t {
-  bulk,       ///< bulk copies, sm_90 and later: rows are multiples of 16 bytes at such addresses
-  long_bulk,  ///< the same with longer pieces, by fewer warps
-  words,      ///< words of 16 bytes: the same of rows
-  elements,   ///< any
+  bulk,      ///< bulk copies, sm_90 and later: rows are multiples of 16 bytes at such addresses
+  words,     ///< words of 16 bytes: the same of rows
+  elements,  ///< any
 };
 
 struct PushParams {
   MoeArrive m;
   MoeShape shape;
-  std::int32_t push_warps;  ///< of a block, that push before they sum
-  std::int32_t slots;       ///< rows of a token in a slab
-  bool once;                ///< one row of a token from each rank
-  bool by_rank;             ///< that row's place: the rank; else its first topk slot there
-  bool sums;                ///< a rank's rows of a token become one before they travel
+  std::int32_t slots;  ///< rows of a token in a slab
+  bool once;           ///< one row of a token from each rank
+  bool by_rank;        ///< that row's place: the rank; else its first topk slot there
+  bool sums;           ///< a rank's rows of a token become one before they travel
   DType weight_dtype;
   std::int64_t row_bytes;
   // What this rank pushes.

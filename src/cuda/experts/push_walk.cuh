@@ -259,18 +259,18 @@ class BulkWalk {
   __device__ BulkWalk(std::byte* slots, WalkState<Shape>& state) : slots_(slots), state_(state) {
     if (lane_id() == 0) {
       for (int s = 0; s < Shape::slots; ++s) barrier_init(&state_.barriers[s]);
+      fence_barrier_init();
     }
-    fence_async_proxy();
     __syncwarp();
   }
 
   /// Rows that were written before this warp was told so are read next.
-  __device__ void expect_arrived() const { fence_async_proxy(); }
+  __device__ void expect_arrived() const { fence_async_global(); }
 
   /// Before others are told. One warp.
   __device__ void wait_stores() const {
     if (lane_id() == 0) bulk_wait_all();
-    fence_async_proxy();
+    fence_async_global();
   }
 
   template <bool Weighted, bool MayCopy>

@@ -102,7 +102,9 @@ TableMemory TablePool::take(std::int64_t size_bytes, bool with_counts, const Tab
     TableBlock& made = memory.block_.emplace_back();
     made.device = plain_device_memory(size_bytes, gpu_->device());
     if (with_counts) {
-      const std::int64_t bytes = gpu_->topology().world_size * std::int64_t{sizeof(HostCount)};
+      // Of each rank, and to and from each node.
+      const std::int64_t bytes =
+          std::int64_t{3} * gpu_->topology().world_size * std::int64_t{sizeof(HostCount)};
       made.counts = pinned_memory(bytes);
       std::memset(made.counts.get(), 0, to_size(bytes));
     }

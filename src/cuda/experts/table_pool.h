@@ -56,7 +56,7 @@ struct TableBlock {
   ~TableBlock();
 
   std::shared_ptr<void> device;
-  std::shared_ptr<void> counts;  ///< pinned, [W] HostCount, where asked for
+  std::shared_ptr<void> counts;  ///< pinned, [3 W] HostCount, where asked for
   std::int64_t size_bytes = 0;
   cudaStream_t taken_on = nullptr;  ///< it waits for all old uses
   std::mutex mutex;                 ///< of what follows

@@ -40,13 +40,14 @@ class TmaRing {
         lands_(Rows::lands) {
     if (lane_ == 0) {
       for (int s = 0; s < p.cuts.stages; ++s) barrier_init(&barriers_[s]);
+      fence_barrier_init();
     }
-    fence_async_proxy();
+    fence_async_global();
     __syncwarp();
   }
 
   /// Rows that were written before this warp was told so are read next.
-  __device__ void expect_arrived() const { fence_async_proxy(); }
+  __device__ void expect_arrived() const { fence_async_global(); }
 
   /// What is pushed from now on goes to windows. @pre all that was pushed has arrived
   __device__ void leave_receive_slots() { lands_ = false; }
@@ -79,7 +80,7 @@ class TmaRing {
   /// arrived. @pre that many pushes
   __device__ void wait_earlier() const {
     bulk_wait_but<3>();
-    fence_async_proxy();
+    fence_async_global();
     __syncwarp();
   }
 
@@ -87,7 +88,7 @@ class TmaRing {
   __device__ void wait_all() {
     while (in_flight_ > 0) finish_oldest();
     bulk_wait_all();
-    fence_async_proxy();
+    fence_async_global();
     __syncwarp();
   }
 

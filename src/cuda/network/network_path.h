@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <functional>
 #include <span>
 
 #include "path_params.h"
@@ -20,6 +21,9 @@ struct NetworkCall {
   PathState* state = nullptr;
   /// What the tables say, for a network path that needs phases; they stay until it is joined.
   std::span<const NetworkPhase> phases;
+  /// There, if it is given: queues what is to be done with what a phase has brought before its
+  /// slots are raised.
+  std::function<void(cudaStream_t)> unpack = {};
   const SymmetricBuffer* window = nullptr;  ///< puts go from the own part into the same of peers
   const SignalPad* slots = nullptr;         ///< slot k of the tables is counter first_slot + k
   std::int64_t first_slot = 0;

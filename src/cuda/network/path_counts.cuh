@@ -7,7 +7,7 @@ namespace waybill::cuda {
 /// Puts of one step that are on their way.
 struct PathCount {
   std::int32_t step;
-  unsigned puts;
+  unsigned puts;        ///< or PathCounts::is_whole_step
   std::uint32_t begun;  ///< pieces that the group had begun behind them
 };
 
@@ -17,21 +17,23 @@ struct PathCount {
 class PathCounts {
  public:
   static constexpr unsigned most = 16;
+  static constexpr unsigned is_whole_step = 0;  ///< of which no other group has put
 
   /// @param memory shared, of the group: [most]
   __device__ explicit PathCounts(PathCount* memory) : memory_(memory) {}
 
   [[nodiscard]] __device__ bool is_empty() const { return first_ == behind_; }
 
-  /// One more put of a step. @return false: there is no room
-  __device__ bool note(std::int32_t step, std::uint32_t begun) {
+  /// More puts of a step. @return false: there is no room
+  __device__ bool note(std::int32_t step, unsigned puts, std::uint32_t begun) {
     if (is_empty() || step != step_) {
       if (behind_ - first_ == most) return false;
       step_ = step;
       puts_ = 0;
       ++behind_;
     }
-    memory_[(behind_ - 1) % most] = {step, ++puts_, begun};  // all threads write the same
+    puts_ += puts;
+    memory_[(behind_ - 1) % most] = {step, puts_, begun};  // all threads write the same
     return true;
   }
 

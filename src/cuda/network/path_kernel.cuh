@@ -14,8 +14,10 @@
 //   bool all(bool)                            whether it is so in the whole group
 //   void expect_arrived()                     what was waited for is read next
 //   void put(const NetworkPut&)               begins or does the group's share of a put
+//   void put_alone(const NetworkPut&)         the same of a put that no other group has a share of
 //   std::uint32_t begun()                     pieces of puts that the group has begun so far
 //   static constexpr std::uint32_t few        see wait_but_few(); 0: it has none
+//   static constexpr std::int64_t few_bytes   of as many pieces; where it has some
 //   void wait_but_few()                       where it has: all but the last `few` have arrived
 //   void settle()                             all puts of this group have arrived
 //   bool put_step(puts, count, slot, epoch)   a whole step of one peer, whose arrival raises a slot
@@ -120,16 +122,19 @@ class PathWork {
     }
   }
 
-  /// Whole steps, block by block; or peer by peer.
+  /// Whole steps: the first ones are shared by the groups of a block, the others have one group
+  /// each; or a block all of a peer.
   __device__ void take_steps() {
     const PathTables& t = p_.tables;
     const auto block = static_cast<std::int32_t>(blockIdx.x);
     const auto blocks = static_cast<std::int32_t>(gridDim.x);
     for (std::int32_t i = block; i < t.first_steps; i += blocks) take_step(i);
     const std::int32_t stretch = t.one_block_of_peer ? t.steps_of_peer : 1;
-    for (std::int32_t first = t.first_steps + block * stretch; first < t.num_steps;
-         first += blocks * stretch) {
-      for (std::int32_t i = first; i < first + stretch; ++i) take_step(i);
+    const std::int32_t worker = backend_.group() * blocks + block;
+    const std::int32_t workers = Backend::groups * blocks;
+    for (std::int32_t first = t.first_steps + worker * stretch; first < t.num_steps;
+         first += workers * stretch) {
+      for (std::int32_t i = first; i < first + stretch; ++i) take_alone(i);
     }
   }
 
@@ -141,6 +146,32 @@ class PathWork {
     if (put_step(step)) return;
     for (std::int32_t i = 0; i < step.num_puts; ++i)
       do_put(p_.tables.puts[step.first_put + i], step, number);
+  }
+
+  __device__ void take_alone(std::int32_t number) {
+    const NetworkStep step = p_.tables.steps[number];
+    if (step.num_puts == 0) return;
+    wait_step(step);
+    if (p_.arrival == PathArrival::first) wait_peer(p_.tables.puts[step.first_put].peer);
+    if (put_step(step)) return;
+    for (std::int32_t i = 0; i < step.num_puts; ++i) put_alone(p_.tables.puts[step.first_put + i]);
+    note(number, PathCounts::is_whole_step);
+  }
+
+  /// What was put before it is counted on the way.
+  __device__ void put_alone(const NetworkPut& put) {
+    if constexpr (Backend::few == 0) {
+      backend_.put_alone(put);
+    } else {
+      NetworkPut part = put;
+      for (std::int64_t left = put.size_bytes; left > 0; left -= Backend::few_bytes) {
+        part.size_bytes = left < Backend::few_bytes ? left : Backend::few_bytes;
+        backend_.put_alone(part);
+        count_arrived();
+        part.from_bytes += part.size_bytes;
+        part.to_bytes += part.size_bytes;
+      }
+    }
   }
 
   /// @return whether it is done, and signalled
@@ -195,10 +226,13 @@ class PathWork {
 
   __device__ void do_put(const NetworkPut& put, const NetworkStep& step, std::int32_t number) {
     backend_.put(put);
-    if (step.num_signals == 0) return;
-    if (!counts_.note(number, backend_.begun())) {
+    if (step.num_signals > 0) note(number, 1);
+  }
+
+  __device__ void note(std::int32_t number, unsigned puts) {
+    if (!counts_.note(number, puts, backend_.begun())) {
       settle();
-      (void)counts_.note(number, backend_.begun());
+      (void)counts_.note(number, puts, backend_.begun());
     }
     if constexpr (Backend::few > 0) count_arrived();
   }
@@ -227,12 +261,14 @@ class PathWork {
   __device__ void count(const PathCount& arrived) {
     if (backend_.thread() != 0) return;
     const NetworkStep step = p_.tables.steps[arrived.step];
-    unsigned* const done = p_.tables.done + arrived.step;
-    const auto all = static_cast<unsigned>(step.num_puts * Backend::groups);
     __threadfence_system();
-    if (atomicAdd(done, arrived.puts) + arrived.puts != all) return;
-    __threadfence_system();
-    *done = 0;  // for the next call
+    if (arrived.puts != PathCounts::is_whole_step) {
+      unsigned* const done = p_.tables.done + arrived.step;
+      const auto all = static_cast<unsigned>(step.num_puts * Backend::groups);
+      if (atomicAdd(done, arrived.puts) + arrived.puts != all) return;
+      __threadfence_system();
+      *done = 0;  // for the next call
+    }
     for (int s = 0; s < step.num_signals; ++s) {
       const BatchSlot slot = p_.tables.signals[step.first_signal + s];
       backend_.raise_slot(slot.rank, slot.slot, epoch_);

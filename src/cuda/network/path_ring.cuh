@@ -30,8 +30,9 @@ class PathRing {
       : memory_(memory), warp_(static_cast<int>(threadIdx.x / 32)), copies_(threadIdx.x % 32 == 0) {
     if (copies_) {
       for (int s = 0; s < path_ring_stages; ++s) barrier_init(&memory_.loaded[warp_][s]);
+      fence_barrier_init();
     }
-    fence_async_proxy();
+    fence_async_global();
     __syncwarp();
   }
 
@@ -56,7 +57,7 @@ class PathRing {
   __device__ void wait_but_few() const {
     if (copies_) {
       bulk_wait_but<3>();
-      fence_async_proxy();
+      fence_async_global();
     }
     __syncwarp();
   }
@@ -65,7 +66,7 @@ class PathRing {
     while (in_flight_ > 0) store_oldest();
     if (copies_) {
       bulk_wait_all();
-      fence_async_proxy();
+      fence_async_global();
     }
     __syncwarp();
   }

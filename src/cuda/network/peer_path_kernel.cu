@@ -75,18 +75,20 @@ class WordBackend : public WholeBlock, public PeerSignals {
   __device__ void put(const NetworkPut& put) const {
     copy_bytes<path_threads>(target(put), source(put), put.size_bytes, thread());
   }
+  __device__ void put_alone(const NetworkPut& all) const { put(all); }
   __device__ void settle() const {
     __threadfence_system();
     __syncthreads();
   }
 };
 
-/// Bulk copies, each warp a part of each put, with a few pieces on their way at any time.
+/// Bulk copies by each warp for itself, with a few pieces on their way at any time.
 class BulkBackend : public PeerSignals {
  public:
   static constexpr int groups = path_ring_warps;
   static constexpr int group_threads = 32;
   static constexpr std::uint32_t few = PathRing::pieces_not_arrived;
+  static constexpr std::int64_t few_bytes = std::int64_t{few} * path_piece_bytes;
 
   __device__ BulkBackend(const PathParams& p, const PeerAddresses& peers, PathRingMemory& memory)
       : PeerSignals(p, peers), ring_(memory) {}
@@ -99,12 +101,20 @@ class BulkBackend : public PeerSignals {
     __syncwarp();  // the first lane sees what the others have
     return is_so;
   }
-  __device__ void expect_arrived() const { fence_async_proxy(); }
+  __device__ void expect_arrived() const { fence_async_global(); }
   [[nodiscard]] __device__ std::uint32_t begun() const { return ring_.begun(); }
   __device__ void wait_but_few() { ring_.wait_but_few(); }
   __device__ void settle() { ring_.wait_all(); }
 
+  /// Pieces go on from warp to warp, whatever the puts.
   __device__ void put(const NetworkPut& put) {
+    next_ = (next_ + copy(put, (group() - next_ + groups) % groups, groups)) % groups;
+  }
+  __device__ void put_alone(const NetworkPut& put) { (void)copy(put, 0, 1); }
+
+ private:
+  /// Pieces first, first + step, ... @return how many there are
+  __device__ std::int32_t copy(const NetworkPut& put, std::int32_t first, std::int32_t step) {
     const std::byte* const from = source(put);
     std::byte* const to = target(put);
     const auto bits =
@@ -112,8 +122,7 @@ class BulkBackend : public PeerSignals {
                               reinterpret_cast<std::uintptr_t>(from) | put.size_bytes);
     const auto pieces =
         static_cast<std::int32_t>((put.size_bytes + path_piece_bytes - 1) / path_piece_bytes);
-    // Pieces go on from warp to warp, whatever the puts.
-    for (std::int32_t i = (group() - next_ + groups) % groups; i < pieces; i += groups) {
+    for (std::int32_t i = first; i < pieces; i += step) {
       const std::int64_t offset = std::int64_t{i} * path_piece_bytes;
       const std::int64_t left = put.size_bytes - offset;
       const std::int64_t bytes = left < path_piece_bytes ? left : path_piece_bytes;
@@ -125,10 +134,9 @@ class BulkBackend : public PeerSignals {
         __syncwarp();
       }
     }
-    next_ = (next_ + pieces) % groups;
+    return pieces;
   }
 
- private:
   PathRing ring_;
   std::int32_t next_ = 0;  ///< the warp that has the next piece
 };

@@ -47,6 +47,7 @@ class NvshmemBackend : public WholeBlock {
     nvshmemx_putmem_nbi_block(p_.window + put.to_bytes, p_.window + put.from_bytes,
                               static_cast<std::size_t>(put.size_bytes), put.peer);
   }
+  __device__ void put_alone(const NetworkPut& all) { put(all); }
   __device__ void settle() {
     __threadfence_system();  // of puts that were stores
     __syncthreads();

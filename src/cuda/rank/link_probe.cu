@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(warps * 32, 1) copy_bulk(Pairs p, std::int64_t
   if (threadIdx.x % 32 != 0) return;
   char* const stage = shared + warp * stages * chunk_bytes;
   for (int s = 0; s < stages; ++s) cuda::barrier_init(&barriers[warp][s]);
-  cuda::fence_async_proxy();
+  cuda::fence_barrier_init();
   const std::int64_t total = bytes / chunk_bytes * (p.num_gpus - 1);
   const std::int64_t step = std::int64_t{gridDim.x} * warps;
   const std::int64_t first = blockIdx.x + std::int64_t{warp} * gridDim.x;

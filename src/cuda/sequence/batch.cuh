@@ -16,7 +16,7 @@ __device__ inline bool is_ready(const SequenceParams& p, const WorkBatch& batch,
   }
   if (__all_sync(0xFFFFFFFFU, ready) == 0) return false;
   __syncwarp();
-  fence_async_proxy();
+  fence_async_global();
   return true;
 }
 
@@ -36,7 +36,7 @@ __device__ inline void wait_batch(const SequenceParams& p, const WorkBatch& batc
   }
   __syncwarp();
   end_if_reported(p.arrive.sink);
-  fence_async_proxy();
+  fence_async_global();
 }
 
 /// One lane: `chunks` more of a batch are where they belong, all their writes complete. The last

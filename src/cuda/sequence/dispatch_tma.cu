@@ -227,7 +227,8 @@ class WarpWork {
         arrived_(p, epoch) {
     if (lane_ == 0) {
       for (int s = 0; s < stages; ++s) barrier_init(&loaded_[s]);
-      fence_async_proxy();
+      fence_barrier_init();
+      fence_async_global();
     }
     __syncwarp();
   }
@@ -260,7 +261,7 @@ class WarpWork {
       if (lane_ == 0) arrived_.flush();
     }
     if (lane_ == 0) bulk_wait_all();
-    fence_async_proxy();
+    fence_async_global();
   }
 
  private:

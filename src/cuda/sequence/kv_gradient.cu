@@ -51,8 +51,9 @@ class BulkSummer {
         arrived_(p, epoch) {
     if (lane_ == 0) {
       for (int s = 0; s < stages; ++s) barrier_init(&loaded_[s]);
+      fence_barrier_init();
     }
-    fence_async_proxy();  // what the ranks wrote before they came here, and the barriers
+    fence_async_global();  // what the ranks wrote before they came here
     __syncwarp();
     const auto warp = static_cast<int>(threadIdx.x / 32);
     here_ = {blockIdx.x + std::int64_t{warp} * gridDim.x,
@@ -87,7 +88,7 @@ class BulkSummer {
     }
     if (Batched && lane_ == 0) arrived_.flush();
     if (copies && lane_ == 0) bulk_wait_all();
-    fence_async_proxy();
+    fence_async_global();
   }
 
  private:

@@ -55,6 +55,7 @@ class NcclPath final : public NetworkPath {
         put_words_first(received, heard, [](std::int32_t peer) { return peer; });
       }
       communicator_->exchange(sent, received, stream_, call_.operation);
+      if (call_.unpack) call_.unpack(stream_);
       queue_raises(params, phase, &phase == &call_.phases.back());
     }
     side_.join(stream, call_.operation);

@@ -6,15 +6,16 @@ from typing import Any, List, NoReturn, Optional, Tuple, Union
 
 import torch
 
-from ..._arrays import int64
+from ..._arrays import flag, int64
 from ..._graphs import outside_graphs
 from ...errors import InvalidArgument, Unsupported
 from ...torch.moe.tensors import world_of
+from .arguments import biases_of, check_table, weights_shape
 from .config import Config, ll_bytes
 from .events import EventHandle, EventOverlap, Queue
 from .handles import DispatchHandle
 from .intranode import Intranode, Received
-from .layers import Layers, check_table
+from .layers import Layers
 from .layout import checked_ids, counts_of, first_wrong
 from .low_latency import LowLatency, refuse_masks
 from .low_latency_calls import LowLatencyCalls
@@ -56,15 +57,15 @@ class Buffer(LowLatencyCalls):
         del num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric
         if group is None or comm is not None:
             raise Unsupported("Buffer: comm (MPI) is not served, expected a process group in group")
-        if enable_shrink:
+        if flag(enable_shrink, "Buffer: enable_shrink"):
             refuse_masks("Buffer: enable_shrink = True")
         world = world_of(group, None, None, "Buffer")
         self.group = group
         self.rank, self.group_size = world.rank, world.world_size
         self.num_nvl_bytes = _bytes(num_nvl_bytes, "Buffer: num_nvl_bytes")
         self.num_rdma_bytes = _bytes(num_rdma_bytes, "Buffer: num_rdma_bytes")
-        self.low_latency_mode = bool(low_latency_mode)
-        self.explicitly_destroy = bool(explicitly_destroy)
+        self.low_latency_mode = flag(low_latency_mode, "Buffer: low_latency_mode")
+        self.explicitly_destroy = flag(explicitly_destroy, "Buffer: explicitly_destroy")
         self.enable_shrink = False
         self._layers: Optional[Layers] = Layers(world, "Buffer")
         self._queue = Queue(torch.device(world.device), "Buffer")
@@ -146,7 +147,7 @@ class Buffer(LowLatencyCalls):
                 f"{who}: num_experts = {experts} on rank {self.rank}, expected a multiple of"
                 f" {self.group_size} ranks"
             )
-        ids = checked_ids(topk_idx, who, self.rank)
+        ids = checked_ids(topk_idx, who, self.rank, self._queue.device)
         if self._queue.device.type == "cpu":
             first_wrong(ids, experts, who, self.rank)
         (tokens, choices, inside), event = self._queue.run(
@@ -180,10 +181,10 @@ class Buffer(LowLatencyCalls):
 
         :param x: [tokens, hidden] bfloat16, or (float8_e4m3fn, scales [tokens, hidden / 128])
         :param expert_alignment: the counts in the list are rounded up to a multiple
-        :param num_worst_tokens: rows of the results; the host waits for nothing, the list is
-            empty, and what lies behind the rows that came has ids -1
+        :param num_worst_tokens: rows of the results, the same on all ranks; the host waits for
+            nothing, the list is empty, and what lies behind the rows that came has ids -1
         """
-        del num_tokens_per_rank, num_tokens_per_rdma_rank
+        del num_tokens_per_rdma_rank
         who = "Buffer.dispatch"
         self._alive(who)
         rows, scales = self._many.checked(x, who)
@@ -195,6 +196,10 @@ class Buffer(LowLatencyCalls):
                 previous_event, async_finish, allocate_on_comm_stream,
             )  # fmt: skip
             return _pair(out, out_scales), None, None, None, None, event
+        if num_tokens_per_rank is not None:
+            name, shape = f"{who}: num_tokens_per_rank", (self.group_size,)
+            kinds = (torch.int32, torch.int64)
+            check_table(num_tokens_per_rank, name, shape, kinds, self.rank, self._queue.device)
         alignment, worst = self._check_room(rows, expert_alignment, num_worst_tokens)
         route = self._many.route(
             rows.shape[0], is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, who
@@ -262,16 +267,14 @@ class Buffer(LowLatencyCalls):
         self._check_handle(handle, who)
         kinds = (torch.bfloat16,)
         hidden = next(key.hidden for key in handle.layouts if key.kind != "floats")
-        check_table(x, f"{who}: x", (handle.rows_out, hidden), kinds, self.rank)
-        biases = [bias] if isinstance(bias, torch.Tensor) else list(bias or ())
-        if len(biases) > 2:
-            raise InvalidArgument(f"{who}: bias has {len(biases)} tensors, expected at most two")
+        place = (self.rank, self._queue.device)
+        check_table(x, f"{who}: x", (handle.rows_out, hidden), kinds, *place)
+        biases = biases_of(bias, who, self.rank)
         for one in biases:
-            check_table(one, f"{who}: bias", (handle.ids.shape[0], hidden), kinds, self.rank)
+            check_table(one, f"{who}: bias", (handle.ids.shape[0], hidden), kinds, *place)
         if topk_weights is not None:
-            topk = topk_weights.shape[-1]
-            shape, kinds = (handle.rows_out, topk), (torch.float32,)
-            check_table(topk_weights, f"{who}: topk_weights", shape, kinds, self.rank)
+            shape, kinds = weights_shape(topk_weights, handle.rows_out), (torch.float32,)
+            check_table(topk_weights, f"{who}: topk_weights", shape, kinds, *place)
         sms = self._sms(config)
         (sums, weights), event = self._queue.run(
             lambda: self._many.combine(x, handle, topk_weights, biases, sms),

@@ -51,10 +51,13 @@ class Config:
         num_max_rdma_chunked_recv_tokens: int = 256,
     ) -> None:
         self.num_sms = _positive(num_sms, "Config: num_sms")
-        self.num_max_nvl_chunked_send_tokens = num_max_nvl_chunked_send_tokens
-        self.num_max_nvl_chunked_recv_tokens = num_max_nvl_chunked_recv_tokens
-        self.num_max_rdma_chunked_send_tokens = num_max_rdma_chunked_send_tokens
-        self.num_max_rdma_chunked_recv_tokens = num_max_rdma_chunked_recv_tokens
+        for name, value in (
+            ("num_max_nvl_chunked_send_tokens", num_max_nvl_chunked_send_tokens),
+            ("num_max_nvl_chunked_recv_tokens", num_max_nvl_chunked_recv_tokens),
+            ("num_max_rdma_chunked_send_tokens", num_max_rdma_chunked_send_tokens),
+            ("num_max_rdma_chunked_recv_tokens", num_max_rdma_chunked_recv_tokens),
+        ):
+            setattr(self, name, int64(value, f"Config: {name}"))
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Bytes for ``max_tokens()`` tokens of each rank, if all of them come to one rank."""
@@ -73,9 +76,11 @@ def rows_that_fit(num_bytes: int, hidden: int) -> int:
     return min(num_bytes // (_WINDOWS * 2 * hidden), 2**31 - 1)
 
 
-def ll_bytes(num_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
+def ll_bytes(
+    num_tokens: int, hidden: int, num_ranks: int, num_experts: int,
+    who: str = "get_low_latency_rdma_size_hint",
+) -> int:  # fmt: skip
     """Bytes of low-latency calls, where a token may go to each expert of a rank."""
-    who = "get_low_latency_rdma_size_hint"
     tokens = _positive(num_tokens, f"{who}: num_max_dispatch_tokens_per_rank")
     ranks = _positive(num_ranks, f"{who}: num_ranks")
     experts = _positive(num_experts, f"{who}: num_experts")

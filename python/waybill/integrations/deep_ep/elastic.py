@@ -6,16 +6,17 @@ from typing import Any, Dict, List, NoReturn, Optional, Tuple, Union
 
 import torch
 
-from ..._arrays import int64
+from ..._arrays import flag, int64
 from ..._copies import OfThisProcess
 from ..._graphs import outside_graphs
 from ...errors import InvalidArgument, Unsupported
 from ...torch.moe.tensors import world_of
+from .arguments import biases_of, check_stats, check_table, payload_of
 from .buffer import Buffer
 from .config import elastic_bytes
 from .elastic_rows import Compact, EPHandle, Expanded, Got, Order
-from .events import EventHandle, EventOverlap, Queue
-from .layers import Layers, payload_of
+from .events import EventHandle, EventOverlap, Queue, handle_of
+from .layers import Layers
 from .layout import checked_ids, first_wrong
 
 __all__ = ["EPHandle", "ElasticBuffer"]
@@ -64,7 +65,7 @@ class ElasticBuffer(OfThisProcess):
         del num_topk, use_fp8_dispatch, deterministic, prefer_overlap_with_compute, sl_idx
         del num_allocated_qps, num_cpu_timeout_secs, num_gpu_timeout_secs
         who = "ElasticBuffer"
-        if num_cpu_bytes != 0:
+        if int64(num_cpu_bytes, f"{who}: num_cpu_bytes") != 0:
             raise Unsupported(f"{who}: num_cpu_bytes = {num_cpu_bytes}, expected 0")
         world = world_of(group, None, None, who)
         self.group = group
@@ -72,15 +73,21 @@ class ElasticBuffer(OfThisProcess):
         self.num_scaleout_ranks, self.scaleout_rank_idx = 1, 0
         self.num_scaleup_ranks, self.scaleup_rank_idx = world.world_size, world.rank
         self.num_rdma_ranks, self.num_nvlink_ranks = 1, world.world_size
-        self.num_max_tokens_per_rank = int64(num_max_tokens_per_rank, f"{who}: num_max_tokens")
-        self.allow_hybrid_mode = bool(allow_hybrid_mode)
-        self.allow_multiple_reduction = bool(allow_multiple_reduction)
-        self.explicitly_destroy = bool(explicitly_destroy)
+        self.num_max_tokens_per_rank = int64(
+            num_max_tokens_per_rank, f"{who}: num_max_tokens_per_rank"
+        )
+        self.allow_hybrid_mode = flag(allow_hybrid_mode, f"{who}: allow_hybrid_mode")
+        self.allow_multiple_reduction = flag(
+            allow_multiple_reduction, f"{who}: allow_multiple_reduction"
+        )
+        self.explicitly_destroy = flag(explicitly_destroy, f"{who}: explicitly_destroy")
         self.num_allocated_qps = 0
         if num_bytes is None:
             sizes = (self.num_max_tokens_per_rank, int64(hidden, f"{who}: hidden"))
             num_bytes = elastic_bytes(world.world_size, *sizes)
         self.num_bytes = int64(num_bytes, f"{who}: num_bytes")
+        if self.num_bytes < 0:
+            raise InvalidArgument(f"{who}: num_bytes = {self.num_bytes}, expected >= 0")
         self._world = world
         self._layers: Optional[Layers] = Layers(world, who)
         self._queue = Queue(torch.device(world.device), who)
@@ -112,8 +119,13 @@ class ElasticBuffer(OfThisProcess):
         as many more as a token has topk slots.
         """
         del num_topk, use_fp8_dispatch, allow_hybrid_mode, allow_multiple_reduction
-        ranks = group.world_size if hasattr(group, "world_size") else group.size()
-        return elastic_bytes(ranks, num_max_tokens_per_rank, hidden)
+        size = getattr(group, "world_size", None) or getattr(group, "size", None)
+        if size is None:
+            raise InvalidArgument(
+                f"ElasticBuffer.get_buffer_size_hint: group is a {type(group).__name__}, expected a"
+                " process group, a DeviceMesh or a World"
+            )
+        return elastic_bytes(size() if callable(size) else size, num_max_tokens_per_rank, hidden)
 
     @staticmethod
     @outside_graphs
@@ -188,25 +200,32 @@ class ElasticBuffer(OfThisProcess):
         del num_qps, allocate_on_comm_stream, do_zero_padding, use_tma_aligned_col_major_sf
         who = "ElasticBuffer.dispatch"
         self._alive(who)
-        rows, scales = payload_of(x, who, self.rank_idx)
-        self._wait(previous_event_before_epilogue)
+        device = self._queue.device
+        rows, scales = payload_of(x, who, self.rank_idx, device)
+        waits = flag(async_with_compute_stream, f"{who}: async_with_compute_stream")
+        if do_cpu_sync is not None:
+            do_cpu_sync = flag(do_cpu_sync, f"{who}: do_cpu_sync")
         stats = cumulative_local_expert_recv_stats
         if handle is not None:
             self._check_handle(handle, rows, topk_idx, do_cpu_sync)
+            self._check_weights(topk_weights, handle.topk_idx.shape, who)
+            handle.part.check(rows, handle.topk_idx, who)
+            self._wait(previous_event_before_epilogue, who)
             got, event = self._queue.run(
                 lambda: handle.part.again(rows, scales, handle, topk_weights),
-                [rows, scales, topk_weights], Got.tensors, previous_event,
-                async_with_compute_stream,
+                [rows, scales, topk_weights], Got.tensors, previous_event, waits,
             )  # fmt: skip
             return got.rows(), got.ids, got.weights, handle, event
         order = self._order(num_experts, num_max_tokens_per_rank, expert_alignment, do_expand, who)
         ids = self._check_ids(rows, topk_idx, topk_weights, order, who)
         part = self._part(order)
         part.check(rows, ids, who)
-        if do_handle_copy:
+        check_stats(stats, order.num_experts // self.num_ranks, who, self.rank_idx, device)
+        if flag(do_handle_copy, f"{who}: do_handle_copy"):
             ids = ids.clone()
-        sms = num_sms or Buffer.num_sms
-        exact = do_cpu_sync is None or bool(do_cpu_sync)
+        sms = int64(num_sms, f"{who}: num_sms") or Buffer.num_sms
+        exact = do_cpu_sync is None or do_cpu_sync
+        self._wait(previous_event_before_epilogue, who)
 
         def body() -> Got:
             made: Got = part.dispatch(rows, scales, ids, topk_weights, exact, sms)
@@ -215,9 +234,7 @@ class ElasticBuffer(OfThisProcess):
             return made
 
         given: List[Any] = [rows, scales, ids, topk_weights, stats]
-        got, event = self._queue.run(
-            body, given, Got.tensors, previous_event, async_with_compute_stream
-        )
+        got, event = self._queue.run(body, given, Got.tensors, previous_event, waits)
         return got.rows(), got.ids, got.weights, got.handle, event
 
     @outside_graphs
@@ -244,12 +261,13 @@ class ElasticBuffer(OfThisProcess):
         who = "ElasticBuffer.combine"
         self._alive(who)
         self._own(handle, who)
-        biases = [bias] if isinstance(bias, torch.Tensor) else list(bias or ())
+        biases = biases_of(bias, who, self.rank_idx)
         handle.part.check_combine(x, handle, topk_weights, biases, who)
-        self._wait(previous_event_before_epilogue)
+        waits = flag(async_with_compute_stream, f"{who}: async_with_compute_stream")
+        self._wait(previous_event_before_epilogue, who)
         (sums, weights), event = self._queue.run(
             lambda: handle.part.combine(x, handle, topk_weights, biases),
-            [x, topk_weights, *biases], list, previous_event, async_with_compute_stream,
+            [x, topk_weights, *biases], list, previous_event, waits,
         )  # fmt: skip
         return sums, weights, event
 
@@ -268,7 +286,7 @@ class ElasticBuffer(OfThisProcess):
         if max_tokens is None:
             max_tokens = self.num_max_tokens_per_rank
         order = Order(
-            bool(do_expand),
+            flag(do_expand, f"{who}: do_expand"),
             int64(0 if num_experts is None else num_experts, f"{who}: num_experts"),
             int64(max_tokens, f"{who}: num_max_tokens_per_rank"),
             int64(1 if alignment is None else alignment, f"{who}: expert_alignment"),
@@ -295,16 +313,19 @@ class ElasticBuffer(OfThisProcess):
     def _check_ids(
         self, rows: torch.Tensor, topk_idx: Any, topk_weights: Any, order: Order, who: str
     ) -> torch.Tensor:
-        ids = checked_ids(topk_idx, who, self.rank_idx)
-        for name, table in (("topk_idx", ids), ("topk_weights", topk_weights)):
-            if table is not None and tuple(table.shape) != (rows.shape[0], ids.shape[1]):
-                raise InvalidArgument(
-                    f"{who}: {name} of rank {self.rank_idx} is {tuple(table.shape)}, expected"
-                    f" {(rows.shape[0], ids.shape[1])}"
-                )
-        if self._queue.device.type == "cpu":
+        device = self._queue.device
+        ids = checked_ids(topk_idx, who, self.rank_idx, device)
+        shape = (rows.shape[0], ids.shape[1])
+        check_table(ids, f"{who}: topk_idx", shape, (ids.dtype,), self.rank_idx, device)
+        self._check_weights(topk_weights, shape, who)
+        if device.type == "cpu":
             first_wrong(ids, order.num_experts, who, self.rank_idx)
         return ids
+
+    def _check_weights(self, weights: Any, shape: Tuple[int, ...], who: str) -> None:
+        if weights is not None:
+            name, kinds = f"{who}: topk_weights", (torch.float32,)
+            check_table(weights, name, tuple(shape), kinds, self.rank_idx, self._queue.device)
 
     def _check_handle(self, handle: Any, rows: torch.Tensor, topk_idx: Any, sync: Any) -> None:
         who = "ElasticBuffer.dispatch"
@@ -326,9 +347,10 @@ class ElasticBuffer(OfThisProcess):
                 " that dispatch of this buffer gave"
             )
 
-    def _wait(self, event: Optional[EventHandle]) -> None:
-        if event is not None:
-            event.stream_wait(self._queue.stream)
+    def _wait(self, event: Optional[EventHandle], who: str) -> None:
+        handle = handle_of(event, f"{who}: previous_event_before_epilogue")
+        if handle is not None:
+            handle.stream_wait(self._queue.stream)
 
     def _alive(self, who: str) -> None:
         if self._layers is None:

@@ -10,10 +10,11 @@ from ..._copies import OfThisProcess
 from ..._graphs import outside_graphs
 from ...errors import InvalidArgument, Unsupported
 from ...world import World
+from .arguments import check_table
 from .handles import DispatchHandle
 from .intranode import Intranode, Route
-from .layers import LayerKey, Layers, check_table
-from .layout import counts_of
+from .layers import LayerKey, Layers
+from .layout import counts_of, too_many
 
 __all__ = ["Compact", "EPHandle", "Expanded", "Got", "Order"]
 
@@ -189,11 +190,11 @@ class Compact:
         self, x: Any, handle: EPHandle, weights: Any, biases: Sequence[Any], who: str
     ) -> None:
         """All arguments of a combine."""
-        _check_rows(x, handle, biases, self._rows.rank, who)
+        place = (self._rows.rank, self._rows.device)
+        _check_rows(x, handle, biases, *place, who)
         if weights is not None:
             shape = (handle.rows_out, handle.topk_idx.shape[1])
-            kinds = (torch.float32,)
-            check_table(weights, f"{who}: topk_weights", shape, kinds, self._rows.rank)
+            check_table(weights, f"{who}: topk_weights", shape, (torch.float32,), *place)
 
     def combine(
         self, x: torch.Tensor, handle: EPHandle, weights: Any, biases: Sequence[torch.Tensor]
@@ -239,6 +240,7 @@ class Expanded:
     def __init__(self, world: World, layers: Layers, num_bytes: int, order: Order) -> None:
         self.order = order
         self.rank, self._ranks = world.rank, world.world_size
+        self._device = torch.device(world.device)
         self._layers = layers
         del num_bytes  # they count a row for each token
 
@@ -252,12 +254,13 @@ class Expanded:
 
     def check(self, x: torch.Tensor, ids: torch.Tensor, who: str) -> None:
         """That the windows have room."""
-        del ids
         if x.shape[0] > self.order.max_tokens:
             raise InvalidArgument(
                 f"{who}: x of rank {self.rank} has {x.shape[0]} tokens, expected at most"
                 f" num_max_tokens_per_rank = {self.order.max_tokens}"
             )
+        if self._device.type == "cpu":
+            too_many(ids, self.order.num_experts, self.order.max_tokens, who, self.rank)
 
     def dispatch(
         self, x: torch.Tensor, scales: Optional[torch.Tensor], ids: torch.Tensor,
@@ -299,7 +302,8 @@ class Expanded:
         """All arguments of a combine."""
         if weights is not None:
             raise Unsupported(f"{who}: topk_weights of expanded rows, expected None")
-        _check_rows(x, handle, biases, self.rank, who, handle.inner[0].hidden)
+        place = (self.rank, self._device)
+        _check_rows(x, handle, biases, *place, who, handle.inner[0].hidden)
 
     def combine(
         self, x: torch.Tensor, handle: EPHandle, weights: Any, biases: Sequence[torch.Tensor]
@@ -338,15 +342,12 @@ class Expanded:
 
 
 def _check_rows(
-    x: Any, handle: EPHandle, biases: Sequence[Any], rank: int, who: str,
+    x: Any, handle: EPHandle, biases: Sequence[Any], rank: int, device: torch.device, who: str,
     hidden: Optional[int] = None,
-) -> int:  # fmt: skip
+) -> None:  # fmt: skip
     if hidden is None:
         hidden = next(key.hidden for key in handle.inner[0].layouts if key.kind != "floats")
     kinds = (torch.bfloat16,)
-    check_table(x, f"{who}: x", (handle.rows_out, hidden), kinds, rank)
-    if len(biases) > 2:
-        raise InvalidArgument(f"{who}: bias has {len(biases)} tensors, expected at most two")
+    check_table(x, f"{who}: x", (handle.rows_out, hidden), kinds, rank, device)
     for one in biases:
-        check_table(one, f"{who}: bias", (handle.topk_idx.shape[0], hidden), kinds, rank)
-    return hidden
+        check_table(one, f"{who}: bias", (handle.topk_idx.shape[0], hidden), kinds, rank, device)

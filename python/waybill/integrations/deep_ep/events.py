@@ -7,9 +7,10 @@ from typing import Any, Optional, Tuple, TypeVar, Union
 
 import torch
 
+from ..._arrays import flag
 from ...errors import InvalidArgument
 
-__all__ = ["EventHandle", "EventOverlap", "Queue"]
+__all__ = ["EventHandle", "EventOverlap", "Queue", "handle_of"]
 
 _T = TypeVar("_T")
 
@@ -140,6 +141,10 @@ class Queue:
         :param given: tensors that body reads
         :param tensors_of: those of its result that the caller gets
         """
+        async_finish = flag(async_finish, f"{self._who}: async_finish")
+        allocate_on_comm_stream = flag(
+            allocate_on_comm_stream, f"{self._who}: allocate_on_comm_stream"
+        )
         before = self._checked(previous_event, async_finish, allocate_on_comm_stream)
         stream = self.stream
         if stream is None:
@@ -167,13 +172,7 @@ class Queue:
     def _checked(
         self, previous_event: Any, async_finish: bool, allocate_on_comm_stream: bool
     ) -> Optional[EventHandle]:
-        is_handle = isinstance(previous_event, EventHandle)
-        event = previous_event if is_handle else getattr(previous_event, "event", None)
-        if event is not None and not isinstance(event, EventHandle):
-            raise InvalidArgument(
-                f"{self._who}: previous_event holds a {type(event).__name__}, expected the event of"
-                " Buffer.capture() or of a call"
-            )
+        event = handle_of(previous_event, f"{self._who}: previous_event")
         if event is not None and self.device.type == "cuda" and event.device != self.device:
             raise InvalidArgument(
                 f"{self._who}: previous_event is of {event.device or 'host memory'}, expected one"
@@ -185,3 +184,15 @@ class Queue:
                 f" and {'an' if event is not None else 'no'} previous_event, expected both"
             )
         return event
+
+
+def handle_of(event: Any, name: str) -> Optional[EventHandle]:
+    """The handle of what a caller gives to be waited for, if there is one."""
+    handle = event.event if isinstance(event, EventOverlap) else event
+    if handle is None or isinstance(handle, EventHandle):
+        return handle
+    place = "holds" if isinstance(event, EventOverlap) else "is"
+    raise InvalidArgument(
+        f"{name} {place} a {type(handle).__name__}, expected the event of Buffer.capture() or of a"
+        " call, or None"
+    )

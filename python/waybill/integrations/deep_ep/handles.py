@@ -96,6 +96,7 @@ class LowLatencyHandle(_Handle):
         self.layout, self.key = layout, key
         self.slots = slots  #: [rows of the layer]: place among [experts * slots], or behind them
         self.buffer: Optional[torch.Tensor] = None  #: get_next_low_latency_combine_buffer
+        self.ids: Optional[torch.Tensor] = None  #: in host memory, where combine compares them
         self.num_local = key.num_experts // owner.num_ranks
         self.num_slots = key.max_tokens * owner.num_ranks
         super().__init__(owner)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
-from ...errors import InvalidArgument
+from ..._wrong_call import shown
+from ...errors import Disagreement, InvalidArgument
 from ...world import World
+from .arguments import check_table, payload_of
 from .config import rows_that_fit
 from .handles import DispatchHandle
-from .layers import LayerKey, Layers, check_table, payload_of
+from .layers import LayerKey, Layers
 from .layout import checked_ids, first_wrong
 
 __all__ = ["Intranode", "Received"]
@@ -40,6 +43,15 @@ class Route(NamedTuple):
     topk_weights: Optional[torch.Tensor]
     ranks: Optional[torch.Tensor] = None  #: [tokens, ranks] in the order of sums, -1; None: 0..
 
+    def said(self, num_worst_tokens: Optional[int]) -> str:
+        """What all ranks must say alike, as what arrives is read by it."""
+        topk = None if self.topk_idx is None else self.topk_idx.shape[1]
+        worst = "" if num_worst_tokens is None else f", num_worst_tokens = {num_worst_tokens}"
+        return (
+            f"num_experts = {self.num_tokens_per_expert.numel()}, num_topk = {topk}, topk_weights ="
+            f" {'given' if self.topk_weights is not None else None}{worst}"
+        )
+
 
 class Intranode:
     """The part of a buffer whose windows ``num_nvl_bytes`` counts."""
@@ -58,7 +70,7 @@ class Intranode:
 
     def checked(self, x: Any, who: str) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
         """Rows and scales that the windows hold."""
-        rows, scales = payload_of(x, who, self.rank)
+        rows, scales = payload_of(x, who, self.rank, self.device)
         self.check_room(rows, who)
         return rows, scales
 
@@ -78,15 +90,19 @@ class Intranode:
         topk_weights: Any, who: str,
     ) -> Route:  # fmt: skip
         """The arguments of a dispatch that has no handle."""
-        rank = self.rank
+        rank, device, counts = self.rank, self.device, (torch.int32, torch.int64)
         shape = (num_tokens, self.num_ranks)
-        check_table(is_token_in_rank, f"{who}: is_token_in_rank", shape, (torch.bool,), rank)
-        if not isinstance(num_tokens_per_expert, torch.Tensor):
+        check_table(
+            is_token_in_rank, f"{who}: is_token_in_rank", shape, (torch.bool,), rank, device
+        )
+        if not isinstance(num_tokens_per_expert, torch.Tensor) or num_tokens_per_expert.ndim != 1:
             raise InvalidArgument(
-                f"{who}: num_tokens_per_expert of rank {rank} is {num_tokens_per_expert!r},"
+                f"{who}: num_tokens_per_expert of rank {rank} is {shown(num_tokens_per_expert)},"
                 " expected that of get_dispatch_layout"
             )
         experts = num_tokens_per_expert.numel()
+        name = f"{who}: num_tokens_per_expert"
+        check_table(num_tokens_per_expert, name, (experts,), counts, rank, device)
         if experts == 0 or experts % self.num_ranks != 0:
             raise InvalidArgument(
                 f"{who}: num_tokens_per_expert of rank {rank} has {experts} entries, expected a"
@@ -95,12 +111,12 @@ class Intranode:
         if topk_idx is None and topk_weights is not None:
             raise InvalidArgument(f"{who}: topk_weights of rank {rank} without topk_idx")
         if topk_idx is not None:
-            ids = checked_ids(topk_idx, who, rank)
+            ids = checked_ids(topk_idx, who, rank, device)
             shape = (num_tokens, ids.shape[1])
-            check_table(ids, f"{who}: topk_idx", shape, (ids.dtype,), rank)
+            check_table(ids, f"{who}: topk_idx", shape, (ids.dtype,), rank, device)
             if topk_weights is not None:
                 kinds = (torch.float32,)
-                check_table(topk_weights, f"{who}: topk_weights", shape, kinds, rank)
+                check_table(topk_weights, f"{who}: topk_weights", shape, kinds, rank, device)
             if self.device.type == "cpu":
                 first_wrong(ids, experts, who, rank)
         return Route(is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
@@ -114,8 +130,9 @@ class Intranode:
         if ids is None:
             ranks = torch.arange(self.num_ranks, dtype=torch.int32, device=self.device)
             ids = torch.where(route.is_token_in_rank, ranks, -1)
-        handle = DispatchHandle(self, route.is_token_in_rank, ids, None)
-        rows, recv_scales = self._send(x, scales, handle, num_sms)
+        handle = DispatchHandle(self, route.is_token_in_rank.clone(), ids, None)
+        agreed = route.said(None if self._limit is not None else num_worst_tokens)
+        rows, recv_scales = self._send(x, scales, handle, num_sms, agreed)
         choices = self._send_choices(route, handle, num_sms)
         layout = handle.layout()
         experts = route.num_tokens_per_expert.numel()
@@ -173,13 +190,24 @@ class Intranode:
         return sums, layer.combine(wide, handle.layouts[floats])[:, :topk].contiguous()
 
     def _send(
-        self, x: torch.Tensor, scales: Optional[torch.Tensor], handle: DispatchHandle, num_sms: int
-    ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-        """Views of what arrived; room for all tokens of all ranks."""
+        self, x: torch.Tensor, scales: Optional[torch.Tensor], handle: DispatchHandle, num_sms: int,
+        agreed: str = "",
+    ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:  # fmt: skip
+        """Views of what arrived; room for all tokens of all ranks. ``agreed`` is the same on all of
+        them, which they compare with the call.
+        """
         kind = "plain" if scales is None else "scaled"
         key = self._layers.of_ranks(kind, x.shape[1], self.max_tokens(x.shape[1]))
         layer, layout = self._layers.get(key, num_sms), handle.layouts.get(key)
-        rows, _, made = layer.dispatch(x, handle.ids, scales=scales, layout_desc=layout)
+        origin = zlib.crc32(agreed.encode())
+        try:
+            rows, _, made = layer._dispatch(
+                x, handle.ids, None, None, scales, layout, origin=origin
+            )
+        except Disagreement as error:
+            if agreed:
+                error.args = (f"Buffer.dispatch: rank {self.rank} has {agreed}: {error}",)
+            raise
         handle.layouts.setdefault(key, made)
         return rows, made.recv_scales
 

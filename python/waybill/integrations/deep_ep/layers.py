@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, NamedTuple, Optional, Tuple
+from typing import Dict, NamedTuple
 
 import torch
 
@@ -42,6 +42,7 @@ class Layers:
                 f"{who}: the group has {world.world_size} ranks, expected at most {_MOST_RANKS}"
             )
         self.world = world
+        self._who = who
         self._made: Dict[LayerKey, EPAll2AllLayer] = {}
 
     def of_ranks(self, kind: str, hidden: int, max_tokens: int) -> LayerKey:
@@ -53,58 +54,29 @@ class Layers:
         """The layer, which is made if it is not there; ``num_sms`` count then."""
         layer = self._made.get(key)
         if layer is None:
-            world = self.world
-            dtype = torch.float32 if key.kind == "floats" else torch.bfloat16
-            layer = self._made[key] = EPAll2AllLayer(
+            layer = self._made[key] = self._make(key, num_sms)
+        return layer
+
+    def _make(self, key: LayerKey, num_sms: int) -> EPAll2AllLayer:
+        world = self.world
+        dtype = torch.float32 if key.kind == "floats" else torch.bfloat16
+        try:
+            return EPAll2AllLayer(
                 world, key.max_tokens, key.hidden, key.topk, world.rank, key.num_experts,
                 world.world_size, world.world_size, dtype, torch.float32, num_sms, dropped_id=-1,
                 expert_alignment=key.alignment,
                 payload="plain" if key.kind == "floats" else key.kind, fixed_rows=key.fixed_rows,
                 copy_out=False,
             )  # fmt: skip
-        return layer
+        except InvalidArgument as error:
+            error.args = (
+                f"{self._who}: no windows for this call, in which ranks must have the same bytes,"
+                f" hidden, num_topk, num_experts, most tokens and kind of payload: {error}",
+            )
+            raise
 
     def finalize(self) -> None:
         """Collective: gives the symmetric memory of all of them back."""
         for layer in self._made.values():
             layer.finalize()
         self._made.clear()
-
-
-def payload_of(x: Any, who: str, rank: int) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-    """Rows, and their scales where they are float8."""
-    x, scales = x if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
-    place = f"{who}: x of rank {rank}"
-    if not isinstance(x, torch.Tensor) or x.ndim != 2:
-        shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-        raise InvalidArgument(f"{place} is {shape}, expected a tensor [num_tokens, hidden]")
-    expected = torch.bfloat16 if scales is None else torch.float8_e4m3fn
-    if x.dtype != expected:
-        scaled = "without" if scales is None else "with"
-        raise InvalidArgument(f"{place} has dtype {x.dtype}, expected {expected} {scaled} scales")
-    if scales is not None:
-        shape = (x.shape[0], x.shape[1] // 128)
-        if x.shape[1] % 128 != 0:
-            raise InvalidArgument(f"{place} has {x.shape[1]} columns, expected a multiple of 128")
-        if not isinstance(scales, torch.Tensor) or scales.dtype != torch.float32:
-            got = getattr(scales, "dtype", type(scales).__name__)
-            raise InvalidArgument(f"{place}: scales are {got}, expected torch.float32")
-        if tuple(scales.shape) != shape:
-            raise InvalidArgument(f"{place}: scales {tuple(scales.shape)}, expected {shape}")
-    return x, scales
-
-
-def check_table(
-    value: Any, name: str, shape: Tuple[int, ...], dtypes: Tuple[torch.dtype, ...], rank: int
-) -> torch.Tensor:
-    """A tensor of that shape and one of the dtypes."""
-    if not isinstance(value, torch.Tensor):
-        raise InvalidArgument(
-            f"{name} of rank {rank} is a {type(value).__name__}, expected a tensor {shape}"
-        )
-    if tuple(value.shape) != shape or value.dtype not in dtypes:
-        raise InvalidArgument(
-            f"{name} of rank {rank} is {tuple(value.shape)} of {value.dtype}, expected {shape} of"
-            f" {' or '.join(map(str, dtypes))}"
-        )
-    return value

@@ -8,11 +8,12 @@ import torch
 
 from ...errors import InvalidArgument, Unsupported
 from ...world import World
+from .arguments import check_table
 from .config import ll_bytes
 from .float8 import packed_exponents, rows_as_float8
 from .handles import LowLatencyHandle
-from .layers import LayerKey, Layers, check_table, payload_of
-from .layout import checked_ids, first_wrong
+from .layers import LayerKey, Layers
+from .layout import checked_ids, first_wrong, too_many
 
 __all__ = ["Arrived", "Format", "LowLatency"]
 
@@ -54,9 +55,11 @@ class LowLatency:
         self, x: Any, topk_idx: Any, num_max_tokens: int, num_experts: int, form: Format, who: str
     ) -> LayerKey:
         """The layer for these arguments, all of which are looked at."""
-        rank = self.rank
-        rows, _ = payload_of(x, who, rank)
-        needed = ll_bytes(num_max_tokens, rows.shape[1], self.num_ranks, num_experts)
+        rank, device = self.rank, self.device
+        columns = x.shape[1:] if isinstance(x, torch.Tensor) and x.ndim == 2 else ("hidden",)
+        tokens = "num_tokens" if columns == ("hidden",) else x.shape[0]
+        rows = check_table(x, f"{who}: x", (tokens, *columns), (torch.bfloat16,), rank, device)
+        needed = ll_bytes(num_max_tokens, rows.shape[1], self.num_ranks, num_experts, who)
         if rows.shape[0] > num_max_tokens:
             raise InvalidArgument(
                 f"{who}: x of rank {rank} has {rows.shape[0]} tokens, expected at most"
@@ -79,10 +82,12 @@ class LowLatency:
                 f"{who}: use_ue8m0 = True with use_fp8 = {form.use_fp8}, round_scale ="
                 f" {form.round_scale}, expected both"
             )
-        ids = checked_ids(topk_idx, who, rank)
-        check_table(ids, f"{who}: topk_idx", (rows.shape[0], ids.shape[1]), (ids.dtype,), rank)
-        if self.device.type == "cpu":
+        ids = checked_ids(topk_idx, who, rank, device)
+        shape = (rows.shape[0], ids.shape[1])
+        check_table(ids, f"{who}: topk_idx", shape, (ids.dtype,), rank, device)
+        if device.type == "cpu":
             first_wrong(ids, num_experts, who, rank)
+            too_many(ids, num_experts, num_max_tokens, who, rank)
         per_token = min(ids.shape[1], num_experts // self.num_ranks)
         return LayerKey(
             form.kind(), rows.shape[1], num_max_tokens, num_experts, ids.shape[1],
@@ -101,6 +106,8 @@ class LowLatency:
         arrived, _, layout = layer.dispatch(rows, topk_idx, later, scales=scales)
         slots = self._slots(layout, key, arrived.shape[0])
         handle = LowLatencyHandle(self, layout, slots, key)
+        if self.device.type == "cpu":
+            handle.ids = topk_idx.clone()
         out = _spread(arrived, handle)
         recv_scales = None
         if form.use_fp8:
@@ -160,23 +167,27 @@ class LowLatency:
         who: str,
     ) -> None:  # fmt: skip
         """All arguments of a combine."""
-        rank, handle = self.rank, self.own_handle(handle, who)
+        handle, place = self.own_handle(handle, who), (self.rank, self.device)
         hidden, bf16 = handle.key.hidden, (torch.bfloat16,)
         shape = (handle.num_local, handle.num_slots, hidden)
         if not zero_copy:
-            check_table(x, f"{who}: x", shape, bf16, rank)
+            check_table(x, f"{who}: x", shape, bf16, *place)
         elif handle.buffer is None:
             raise InvalidArgument(
-                f"{who}: zero_copy = True on rank {rank}, but nobody asked for"
+                f"{who}: zero_copy = True on rank {self.rank}, but nobody asked for"
                 " get_next_low_latency_combine_buffer(handle)"
             )
         tokens = handle.layout.num_dispatch_token_cur_rank
         choices = (tokens, handle.key.topk)
         ids = (torch.int64, torch.int32)
-        check_table(topk_idx, f"{who}: topk_idx", choices, ids, rank)
-        check_table(topk_weights, f"{who}: topk_weights", choices, (torch.float32,), rank)
+        check_table(topk_idx, f"{who}: topk_idx", choices, ids, *place)
+        check_table(topk_weights, f"{who}: topk_weights", choices, (torch.float32,), *place)
+        if handle.ids is not None and not torch.equal(handle.ids, topk_idx.to(handle.ids.dtype)):
+            raise InvalidArgument(
+                f"{who}: topk_idx of rank {self.rank} is another than in the dispatch of the handle"
+            )
         if out is not None:
-            check_table(out, f"{who}: out", (tokens, hidden), bf16, rank)
+            check_table(out, f"{who}: out", (tokens, hidden), bf16, *place)
 
 
 def _spread(rows: torch.Tensor, handle: LowLatencyHandle) -> torch.Tensor:

@@ -7,10 +7,11 @@ from typing import Any, NoReturn, Optional, Tuple, Union
 
 import torch
 
-from ..._arrays import int64
+from ..._arrays import flag, int64
 from ..._copies import OfThisProcess
 from ..._graphs import outside_graphs
 from ...errors import InvalidArgument
+from .arguments import check_stats
 from .config import Config
 from .events import EventOverlap, Queue
 from .handles import LowLatencyHandle
@@ -61,11 +62,15 @@ class LowLatencyCalls(OfThisProcess):
         who = "Buffer.low_latency_dispatch"
         self._alive(who)
         refuse_waits(dispatch_wait_recv_cost_stats, "dispatch_wait_recv_cost_stats", who)
-        form = Format(bool(use_fp8), bool(round_scale), bool(use_ue8m0))
+        form = Format(
+            flag(use_fp8, f"{who}: use_fp8"), flag(round_scale, f"{who}: round_scale"),
+            flag(use_ue8m0, f"{who}: use_ue8m0"),
+        )  # fmt: skip
         most = int64(num_max_dispatch_tokens_per_rank, f"{who}: num_max_dispatch_tokens_per_rank")
         experts = int64(num_experts, f"{who}: num_experts")
         key = self._few.checked(x, topk_idx, most, experts, form, who)
-        stats = cumulative_local_expert_recv_stats
+        stats, device = cumulative_local_expert_recv_stats, self._queue.device
+        check_stats(stats, experts // self._few.num_ranks, who, self.rank, device)
 
         def body() -> Arrived:
             got = self._few.dispatch(x, topk_idx, key, form, self.num_sms)
@@ -108,7 +113,8 @@ class LowLatencyCalls(OfThisProcess):
         who = "Buffer.low_latency_combine"
         self._alive(who)
         refuse_waits(combine_wait_recv_cost_stats, "combine_wait_recv_cost_stats", who)
-        self._few.check_combine(x, topk_idx, topk_weights, handle, bool(zero_copy), out, who)
+        zero_copy = flag(zero_copy, f"{who}: zero_copy")
+        self._few.check_combine(x, topk_idx, topk_weights, handle, zero_copy, out, who)
         rows = None if zero_copy else x
         sums, event, hook = self._run(
             lambda: self._few.combine(rows, topk_weights, handle, out, self.num_sms),
@@ -147,12 +153,14 @@ class LowLatencyCalls(OfThisProcess):
     def _run(
         self, body: Any, given: Any, tensors_of: Any, async_finish: bool, with_hook: bool, who: str
     ) -> Tuple[Any, EventOverlap, _Hook]:
+        async_finish = flag(async_finish, f"{who}: async_finish")
+        with_hook = flag(with_hook, f"{who}: return_recv_hook")
         if async_finish and with_hook:
             raise InvalidArgument(
                 f"{who}: async_finish and return_recv_hook on rank {self.rank}, expected one of"
                 " them"
             )
-        wait = bool(async_finish or with_hook)
+        wait = async_finish or with_hook
         got, event = self._queue.run(body, given, tensors_of, None, wait)
         if with_hook:
             return got, EventOverlap(), event.current_stream_wait
@@ -163,4 +171,11 @@ class LowLatencyCalls(OfThisProcess):
             raise InvalidArgument(f"{who}: the buffer of rank {self.rank} was destroyed")
 
     def _sms(self, config: Optional[Config]) -> int:
-        return self.num_sms if config is None else config.num_sms
+        if config is None:
+            return self.num_sms
+        if not isinstance(config, Config):
+            raise InvalidArgument(
+                f"Buffer: config of rank {self.rank} is a {type(config).__name__}, expected a"
+                " Config"
+            )
+        return config.num_sms

@@ -54,6 +54,10 @@ def choose_kernel(kernel: Kernel, device: torch.device, who: str) -> AttentionKe
             return _BY_NAME[name]()
         names = ", ".join(f'"{known}"' for known in ("auto", *_BY_NAME))
         raise InvalidArgument(f"{who}: kernel = {kernel!r}, expected one of {names}")
+    if isinstance(kernel, type):
+        raise InvalidArgument(
+            f"{who}: kernel is the class {kernel.__name__}, expected an object: {kernel.__name__}()"
+        )
     if callable(kernel):
         return FunctionKernel(kernel)
     raise InvalidArgument(

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple, Optional, Tuple
 import numpy as np
 import torch
 
-from ...errors import Unsupported
+from ..._arrays import int64, sequence
+from ...errors import InvalidArgument, Unsupported
+from .._tensors import require_device
 
 Gradients = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -45,7 +47,14 @@ class Sequences:
     @classmethod
     def of(cls, q_lens: Sequence[int], k_lens: Sequence[int], device: Any = "cpu") -> Sequences:
         """Of lengths on the host; one copy to the device."""
-        return cls.several([(q_lens, k_lens)], device)[0]
+        who = "Sequences.of"
+        place = require_device(device, f"{who}: device") or torch.device("cpu")
+        lens = [_lengths(q_lens, f"{who}: q_lens"), _lengths(k_lens, f"{who}: k_lens")]
+        if len(lens[0]) != len(lens[1]):
+            raise InvalidArgument(
+                f"{who}: k_lens are {len(lens[1])} lengths, expected {len(lens[0])}, as q_lens"
+            )
+        return cls.several([(lens[0], lens[1])], place)[0]
 
     @classmethod
     def several(cls, lens: Sequence[Tuple[Any, Any]], device: Any = "cpu") -> list[Sequences]:
@@ -80,6 +89,14 @@ class Sequences:
         return len(self.q_lens)
 
 
+def _lengths(values: Any, name: str) -> list[int]:
+    sequence(values, name, "a list of lengths")
+    lengths = [int64(value, f"{name}[{i}]") for i, value in enumerate(values)]
+    if min(lengths, default=0) < 0 or sum(lengths) >= 2**31:
+        raise InvalidArgument(f"{name} = {lengths[:8]}, expected lengths >= 0, 2^31 - 1 in all")
+    return lengths
+
+
 class AttentionKernel:
     """Attention of packed sequences: q [rows, heads, head_dim], k and v [rows, kv_heads, ...].
 
@@ -99,12 +116,18 @@ class AttentionKernel:
     def check(self, shape: AttentionShape, device: torch.device, who: str) -> None:
         """Raises Unsupported, naming the argument, for what this kernel does not take."""
 
+    def check_training(self, device: torch.device, who: str) -> None:
+        """The same before a forward pass whose gradients are wanted."""
+
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences,
         shape: AttentionShape, want_lse: bool,
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:  # fmt: skip
         """(out [rows, heads, v_head_dim], log-sum-exp [heads, rows] float32 where it is wanted)."""
-        raise NotImplementedError
+        raise Unsupported(
+            f"ContextParallelAttention: kernel {self!r} has no forward, expected a subclass of"
+            " AttentionKernel that has one"
+        )
 
     def backward(
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -114,7 +137,13 @@ class AttentionKernel:
         with _known_to_autograd(), torch.enable_grad():
             leaves = [t.detach().requires_grad_() for t in (q, k, v)]
             again, _ = self.forward(leaves[0], leaves[1], leaves[2], sequences, shape, False)
-            if not again.requires_grad:  # no query has a key
+            if not again.requires_grad:
+                if any(q_len and k_len for q_len, k_len in zip(sequences.q_lens, sequences.k_lens)):
+                    raise Unsupported(
+                        f"ContextParallelAttention: kernel {self!r}: autograd does not know how its"
+                        " output depends on q, k and v, expected operations that it knows, or an"
+                        " AttentionKernel with a backward of its own"
+                    )
                 return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
             grad = grad.contiguous()
             found = torch.autograd.grad(again, leaves, grad, materialize_grads=True)
@@ -139,6 +168,11 @@ class FunctionKernel(AttentionKernel):
         shape: AttentionShape, want_lse: bool,
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:  # fmt: skip
         result = self.function(q, k, v, sequences, shape)
+        if isinstance(result, tuple) and len(result) != 2:
+            raise InvalidArgument(
+                f"ContextParallelAttention: kernel {self!r} returned {len(result)} results,"
+                " expected the output, or (output, log-sum-exp)"
+            )
         out, lse = result if isinstance(result, tuple) else (result, None)
         if want_lse and lse is None:
             raise Unsupported(

@@ -33,6 +33,13 @@ class FlexKernel(AttentionKernel):
                 f'{who}: head_dim = {shape.head_dim}, kernel "flex" takes powers of two'
             )
 
+    def check_training(self, device: torch.device, who: str) -> None:
+        if device.type == "cpu":
+            raise Unsupported(
+                f'{who}: got q, k or v that require gradients, kernel "flex" has none on the CPU:'
+                ' take "dot_product"'
+            )
+
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences,
         shape: AttentionShape, want_lse: bool,

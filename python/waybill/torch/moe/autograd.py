@@ -8,6 +8,7 @@ from typing import Any, Optional, Tuple
 import torch
 
 from ..._graphs import outside_graphs
+from .._first_order import first_order
 from .._tensors import meet_mark, save_mark
 
 _Gradients = Tuple[Optional[torch.Tensor], ...]
@@ -47,7 +48,7 @@ class Dispatch(torch.autograd.Function):
 
     @staticmethod
     @outside_graphs
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, rows: Any, weights: Any, _token: Any) -> _Gradients:
         meet_mark(ctx)
         layer, tokens_gradient, weight_gradient = ctx.layer, None, None
@@ -101,7 +102,7 @@ class Combine(torch.autograd.Function):
 
     @staticmethod
     @outside_graphs
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, sums: torch.Tensor) -> _Gradients:
         _, kept, weights = ctx.saved_tensors  # what a checkpoint computes again comes before calls
         rows, of_weights = None, None

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from typing import Any, List, Optional, Sequence, Tuple
+from collections.abc import Callable
+from typing import Any, List, Optional, Sequence, Tuple, TypeVar, cast
 
 import torch
 
 from ..._arrays import flag, int64
 from ..._graphs import outside_graphs
-from ...errors import InvalidArgument
+from ...errors import Disagreement, InvalidArgument
 from .layout import LayerLayout
 from .tensors import given, shown, stream_of
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def names_rank(call: _Call) -> _Call:
+    """What is wrong with this rank's arguments says which rank that is."""
+
+    @functools.wraps(call)
+    def named(self: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return call(self, *args, **options)
+        except Disagreement:  # names the ranks
+            raise
+        except InvalidArgument as error:
+            error.args = (f"{error}, on rank {self.rank}",)
+            raise
+
+    return cast(_Call, named)
 
 
 class LayerCalls(torch.nn.Module):

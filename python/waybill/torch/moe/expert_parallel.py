@@ -11,8 +11,16 @@ from ..._arrays import choice, flag, int64
 from ..._copies import OfThisProcess
 from ...errors import InvalidArgument
 from .._operations import has_operations
-from .._tensors import require_rows
 from . import operations as ops
+from .checks import (
+    check_call,
+    check_layer,
+    check_options,
+    check_outputs,
+    check_shared,
+    require_call,
+)
+from .grouped import ends_within
 from .lanes import Lane, scaled_gradient
 from .layer import EPAll2AllLayer
 from .presets import preset_options
@@ -84,15 +92,21 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
             ("windows", windows, ("shared", "own")),
         ):
             choice(value, f"{who}: {name}", *choices)
+        require_call(experts, "experts")
+        if shared is not None:
+            require_call(shared, "shared")
         num_experts = int64(num_experts, f"{who}: num_experts")
         topk, hidden = int64(topk, f"{who}: topk"), int64(hidden, f"{who}: hidden")
         operations = None if operations is None else flag(operations, f"{who}: operations")
         self.chunks = int64(chunks, f"{who}: chunks")
         if self.chunks < 1:
             raise InvalidArgument(f"{who}: chunks = {self.chunks}, expected >= 1")
-        max_tokens = -(-int64(max_tokens, f"{who}: max_tokens") // self.chunks)
+        max_tokens = int64(max_tokens, f"{who}: max_tokens")
+        if max_tokens > 0:
+            max_tokens = -(-max_tokens // self.chunks)
         if layer is None:
             world = world_of(group, None, device, who)
+            check_options(world, num_experts, topk, hidden, max_tokens, dtype, layer_options)
             sizes = {"max_tokens": max_tokens, "num_experts": num_experts, "topk": topk}
             options = {"dropped_id": -1, **preset_options(preset, world, **sizes), **layer_options}
 
@@ -106,7 +120,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
             key = (hidden, dtype, sorted(sizes.items()), sorted(options.items()))
             box = shared_box(world, key, make) if windows == "shared" else LayerBox(make)
         else:
-            _check_layer(layer, num_experts, topk, hidden, max_tokens, layer_options)
+            check_layer(layer, num_experts, topk, hidden, max_tokens, layer_options)
             box = LayerBox(None, layer)
         box.users += 1
         self._boxes, self._released = (box,), False  # no submodule: others may have it, too
@@ -135,10 +149,12 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         self, tokens: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
         """[..., hidden]: the sum of each token's experts, times their scores, and of the shared."""
-        self._check(tokens, scores, ids)
+        check_call(self.layer, self.chunks, tokens, scores, ids)
         x = tokens.reshape(-1, tokens.shape[-1])
         weights, chosen = (one.reshape(-1, one.shape[-1]) for one in (scores, ids))
         beside = None if self.shared is None else self._beside.run(self.shared, x)
+        if self.shared is not None:
+            check_shared(beside, x, self.layer.rank)
         # What is between here and home has the gradients of the mean.
         ranks = self.layer.world_size if self.gradients == "mean" else 1
         x = scaled_gradient(x, ranks)
@@ -148,23 +164,6 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
             self._beside.join(beside)
             sums = sums + beside
         return sums.reshape(tokens.shape)
-
-    def _check(self, tokens: Any, scores: Any, ids: Any) -> None:
-        """Rows of scores and ids that lie otherwise than those of tokens are other tokens'."""
-        hidden, topk = self.layer.hidden, self.layer.topk
-        for name, value, columns in (
-            ("tokens", tokens, hidden),
-            ("scores", scores, topk),
-            ("ids", ids, topk),
-        ):
-            require_rows(value, f"ExpertParallel: {name}")
-            rows, wanted = value.shape[:-1], tokens.shape[:-1]
-            flat = len(rows) == 1 and rows[0] == wanted.numel()
-            if value.shape[-1] != columns or not (flat or rows == wanted):
-                raise InvalidArgument(
-                    f"ExpertParallel: {name} has shape {list(value.shape)}, expected"
-                    f" {[*wanted, columns]}"
-                )
 
     def uses_operations(self) -> bool:
         """Whether a call now would be made of operations of torch.library."""
@@ -185,6 +184,8 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         """Collective: the layer, of all modules that share it, gets so many rows. No forward may
         wait for its backward.
         """
+        if self._released:
+            raise InvalidArgument("ExpertParallel.resize: the module was finalized")
         self._boxes[0].resize(int64(fixed_rows, "ExpertParallel.resize: fixed_rows"))
 
     def finalize(self) -> None:
@@ -208,11 +209,6 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
             return self._by_operations(x, weights, chosen)
         if self.chunks == 1:
             return self._combine(*self._computed(*self._dispatch(x, chosen, weights)))
-        if x.shape[0] > self.chunks * self.layer.max_tokens:
-            raise InvalidArgument(
-                f"ExpertParallel: {x.shape[0]} tokens on rank {self.layer.rank}, expected at most"
-                f" {self.chunks} chunks of {self.layer.max_tokens}"
-            )
         parts = list(zip(*(self._parts(one) for one in (x, chosen, weights))))
         lane, sums = self._moving, []
         arrived = lane.run(self._dispatch, *parts[0])
@@ -232,6 +228,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         needs = [recorded and one.requires_grad for one in (x, weights)]
         rows, row_weights, ends, ticket = ops.dispatch(number, x, chosen, weights, *needs)
         outputs = self.experts(rows, ends, *([row_weights] if inside else []))
+        check_outputs(outputs, rows, self.layer.rank)
         will = any(needs) or (recorded and outputs.requires_grad)
         sums: torch.Tensor = ops.combine(
             number,
@@ -255,31 +252,9 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
 
     def _computed(self, rows: torch.Tensor, row_weights: torch.Tensor, layout: Any) -> Any:
         """What the experts make of rows, and the descriptor."""
-        given = (rows, layout.recv_expert_offsets[1:])
+        given = (rows, ends_within(layout.recv_expert_offsets, self.layer.fixed_rows))
         outputs = self.experts(*given, *([row_weights] if self.weights == "experts" else []))
-        if outputs.shape != rows.shape:
-            raise InvalidArgument(
-                f"ExpertParallel: the experts of rank {self.layer.rank} gave"
-                f" {tuple(outputs.shape)}, expected {tuple(rows.shape)}, a row for each"
-            )
-        return outputs.to(self.layer.dtype), layout
+        return check_outputs(outputs, rows, self.layer.rank).to(self.layer.dtype), layout
 
     def _combine(self, outputs: torch.Tensor, layout: Any) -> torch.Tensor:
         return self.layer.combine(outputs, layout, weighted=self.weights == "combine")
-
-
-def _check_layer(
-    layer: Any, num_experts: int, topk: int, hidden: int, max_tokens: int, more: Any
-) -> None:
-    who = "ExpertParallel: layer"
-    if not isinstance(layer, EPAll2AllLayer):
-        raise InvalidArgument(f"{who} is a {type(layer).__name__}, expected an EPAll2AllLayer")
-    got = (layer.num_tot_experts, layer.topk, layer.hidden, layer.rows)
-    wanted = (num_experts, topk, hidden, "grouped")
-    if got != wanted or layer.max_tokens < max_tokens:
-        raise InvalidArgument(
-            f"{who} has (experts, topk, hidden, rows) = {got} and max_tokens = {layer.max_tokens},"
-            f" expected {wanted} and at least {max_tokens}"
-        )
-    if more:
-        raise InvalidArgument(f"{who} is given: {', '.join(sorted(more))} are those of the layer")

@@ -6,7 +6,7 @@ from typing import Any, Optional
 
 import torch
 
-from ...errors import Unsupported
+from ...errors import InvalidArgument, Unsupported
 
 
 def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -25,6 +25,13 @@ def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor)
         return product(rows, weights, offs=offsets)
     one = torch.nn.functional.pad(rows, (0, 0, 0, 1))  # its gradients need a row
     return product(one, weights, offs=offsets)[:0]
+
+
+def ends_within(offsets: torch.Tensor, fixed_rows: Optional[int]) -> torch.Tensor:
+    """[experts]: the ends of groups that lie in so many rows. Those of an overflow, counted, lie
+    behind, where a grouped product would read, and write, what is somebody else's.
+    """
+    return offsets[1:] if fixed_rows is None else offsets[1:].clamp(max=fixed_rows)
 
 
 class SwiGLUExperts(torch.nn.Module):
@@ -51,6 +58,11 @@ class SwiGLUExperts(torch.nn.Module):
         """[R, hidden] of rows [R, hidden], expert after expert; offsets are their ends. In the
         dtype of the rows. Weights [R] multiply between the products, where columns are few.
         """
+        if offsets.shape[0] != self.gate.shape[0]:
+            raise InvalidArgument(
+                f"SwiGLUExperts: rows of {offsets.shape[0]} experts, expected"
+                f" {self.gate.shape[0]}: num_experts are those of this rank"
+            )
         gate, up, down = (weight.to(rows.dtype) for weight in (self.gate, self.up, self.down))
         gated = torch.nn.functional.silu(grouped_mm(rows, gate, offsets))
         inner = gated * grouped_mm(rows, up, offsets)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
 import threading
-from collections.abc import Iterator
 from typing import Any, Optional, Sequence, Tuple, Union
 
 import torch
 
 from ... import _core
-from ..._arrays import flag, int64
+from ..._arrays import choice, flag, int64
 from ..._copies import OfThisProcess
 from ..._graphs import outside_graphs
 from ...errors import InvalidArgument
 from ...moe import EPAllToAllLayoutDesc, EPConfig
 from .._tensors import require_tensor
 from .autograd import Combine, Dispatch
-from .calls import LayerCalls, checked_layout
+from .calls import LayerCalls, checked_layout, names_rank
 from .presets import number_of_rows, suggested_sms
 from .tensors import (
     as_autocast,
@@ -60,9 +57,9 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
     :param payload: "plain"; "quantized": rows travel as float8 e4m3 with scales; "scaled": given so
     :param capacity: the first buffers have max_tokens * topk * capacity rows
     :param fixed_rows: rows of the buffers, for ever; a float is a share of the worst case, in which
-        all tokens of all ranks choose this rank's experts. Nothing waits for counts on the host,
-        results have this many rows, and ``check_overflow`` reports what did not fit; combine gives
-        NaN for its tokens
+        all tokens of all ranks choose this rank's experts, each different ones. Nothing waits for
+        counts on the host, results have this many rows, and ``check_overflow`` reports what did not
+        fit; combine gives NaN for its tokens
     :param copy_out: False: dispatch returns views of the symmetric buffer, which hold until this
         rank begins the second dispatch after
     :param device: of ranks from a process group: "cpu", "cuda" for torch's current device,
@@ -103,25 +100,16 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
             torch_dtype(dtype, f"{who}: dtype"),
             torch_dtype(weight_dtype, f"{who}: weight_dtype"),
         )
-        with _in_words_of(who):
-            self.ep_config = EPConfig(
-                max_tokens, hidden, topk, num_tot_experts, rank, world_size, local_world_size,
-                *dtypes, torch.int32,
-            )._of_a_layer()  # fmt: skip
+        self.ep_config = EPConfig._of_words(
+            who, {"num_experts": "num_tot_experts", "token_dtype": "dtype"}, max_tokens, hidden,
+            topk, num_tot_experts, rank, world_size, local_world_size, *dtypes, torch.int32,
+        )  # fmt: skip
         self._take_sizes(self.ep_config)
         compiled = self.ep_config._compiled()
-        self._options: dict[str, Any] = {
-            "dropped_id": dropped_id,
-            "rows": rows,
-            "expert_alignment": expert_alignment,
-        }
-        options = _core.ep_dispatch_options(
-            compiled,
-            None if dropped_id is None else int64(dropped_id, f"{who}: dropped_id"),
-            rows,
-            int64(expert_alignment, f"{who}: expert_alignment"),
-            payload,
+        self._options = _checked_options(
+            self.ep_config, who, dropped_id, rows, expert_alignment, payload
         )
+        options = _core.ep_dispatch_options(compiled, *self._options.values(), payload)
         fixed = number_of_rows(
             fixed_rows, who, world_size=self.world_size, max_tokens=self.max_tokens, rows=rows,
             topk=self.topk, num_experts=self.num_tot_experts, expert_alignment=expert_alignment,
@@ -138,6 +126,8 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         self.payload, self.rows = payload, rows
         self.copy_out = flag(copy_out, f"{who}: copy_out")
         self.fixed_rows = fixed
+        given_id = self._options["dropped_id"]
+        self.dropped_id: int = self.num_tot_experts if given_id is None else given_id
         self.enable_local_combine = flag(enable_local_combine, f"{who}: enable_local_combine")
         self.use_aot = flag(use_aot, f"{who}: use_aot")
         self._layer: Any = _core.ExpertLayer(
@@ -167,6 +157,7 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         return self.world if self._group is None else self._group()
 
     @outside_graphs
+    @names_rank
     def dispatch(
         self,
         input: torch.Tensor,
@@ -221,6 +212,7 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         return received, layout._weights, layout
 
     @outside_graphs
+    @names_rank
     def combine(
         self,
         input: torch.Tensor,
@@ -246,7 +238,7 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         require_tensor(input, "combine: input")
         dtype = self.ep_config.token_dtype
         input = as_autocast(input, dtype, self.device)
-        biases = [as_autocast(bias, dtype, self.device) for bias in biases]
+        biases = [as_autocast(bias, dtype, self.device) for bias in _checked_biases(biases)]
         recorded = torch.is_grad_enabled()
         if self.payload != "plain":
             _refuse_gradients("combine", self.payload, input, *biases)
@@ -303,15 +295,33 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         self._slot_layers.append(layer)
 
 
-@contextlib.contextmanager
-def _in_words_of(who: str) -> Iterator[None]:
-    """Errors of EPConfig name what the layer's caller calls its sizes."""
-    try:
-        yield
-    except InvalidArgument as error:
-        text = re.sub(r"\bnum_experts\b", "num_tot_experts", str(error))
-        text = text.replace("token_dtype", "dtype").replace("EPConfig: ", f"{who}: ")
-        raise type(error)(text) from None
+def _checked_options(
+    config: EPConfig, who: str, dropped_id: Any, rows: Any, expert_alignment: Any, payload: Any
+) -> dict[str, Any]:
+    """Those that the layer of the weights' gradients has, too."""
+    dropped = None if dropped_id is None else int64(dropped_id, f"{who}: dropped_id")
+    if dropped not in (None, -1, config.num_experts):
+        raise InvalidArgument(
+            f"{who}: dropped_id = {dropped}, expected -1 or num_tot_experts = {config.num_experts}"
+        )
+    choice(payload, f"{who}: payload", "plain", "quantized", "scaled")
+    if payload == "quantized" and config.token_dtype == torch.float64:
+        raise InvalidArgument(
+            f"{who}: dtype = float64, expected bfloat16, float16 or float32 for a quantized payload"
+        )
+    return {
+        "dropped_id": dropped,
+        "rows": choice(rows, f"{who}: rows", "grouped", "compact"),
+        "expert_alignment": int64(expert_alignment, f"{who}: expert_alignment"),
+    }
+
+
+def _checked_biases(biases: Any) -> Sequence[torch.Tensor]:
+    if not isinstance(biases, (list, tuple)):  # rows of a tensor would be taken for biases
+        raise InvalidArgument(
+            f"combine: biases is a {type(biases).__name__}, expected a list of tensors"
+        )
+    return [require_tensor(bias, "combine: biases") for bias in biases]
 
 
 def _refuse_gradients(who: str, payload: str, *values: Any) -> None:

@@ -18,6 +18,7 @@ import torch
 from ...errors import InvalidArgument
 from .._operations import operation
 from .autograd import weights_home
+from .grouped import ends_within
 from .layout import LayerLayout
 
 _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -72,7 +73,7 @@ def dispatch(
         row_weights = row_weights.clone()
     if weights_need:
         moving._need_slot_layer()
-    ends = layout.recv_expert_offsets[1:].clone()
+    ends = ends_within(layout.recv_expert_offsets, moving.fixed_rows)
     return rows, row_weights, ends, _ticket_of(layout)
 
 

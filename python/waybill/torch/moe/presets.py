@@ -8,7 +8,7 @@ from typing import Any, Dict, Optional, Union
 import torch
 
 from ..._arrays import choice, int64
-from ...errors import InvalidArgument
+from ...errors import InvalidArgument, WrongType
 from ...world import World
 
 __all__ = ["PRESETS", "number_of_rows", "preset_options", "suggested_sms"]
@@ -36,11 +36,13 @@ def number_of_rows(
     num_experts: int, rows: str, expert_alignment: int,
 ) -> Optional[int]:  # fmt: skip
     """``fixed_rows`` as a number: a float is a share of what a rank gets at worst, when all tokens
-    of all ranks choose its experts.
+    of all ranks choose its experts, each as many different ones as there are.
     """
     if not isinstance(fixed_rows, float):
         if fixed_rows is None:
             return None
+        if isinstance(fixed_rows, bool):  # which would be one row
+            raise WrongType(f"{who}: fixed_rows = {fixed_rows}, expected a number of rows")
         number = int64(fixed_rows, f"{who}: fixed_rows")
         if number < 1:
             raise InvalidArgument(f"{who}: fixed_rows = {number}, expected >= 1")
@@ -60,8 +62,8 @@ def preset_options(
     name: str, world: World, *, max_tokens: int, num_experts: int, topk: int
 ) -> Dict[str, Any]:
     """Keyword arguments of ``EPAll2AllLayer``. On one node rows of a token are summed on each rank
-    before they travel. "decoding" has room for any routing, so that no host waits, and results are
-    views.
+    before they travel. "decoding" has room for any routing in which a token chooses different
+    experts, so that no host waits, and results are views.
     """
     choice(name, "ExpertParallel: preset", *PRESETS)
     ranks = world.world_size

@@ -49,15 +49,30 @@ def as_autocast(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
     if getattr(value, "dtype", dtype) == dtype:
         return value
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.to(dtype) if is_float and _is_autocast(device) else value
+    return value.to(dtype) if is_float and is_autocast(device) else value
 
 
-def _is_autocast(device: torch.device) -> bool:
+def is_autocast(device: torch.device) -> bool:
+    """Whether torch's autocast is on there."""
     try:
         return torch.is_autocast_enabled(device.type)
     except TypeError:  # before torch 2.4
         cpu = device.type == "cpu"
         return torch.is_autocast_cpu_enabled() if cpu else torch.is_autocast_enabled()
+
+
+def require_known_ids(
+    ids: torch.Tensor, num_experts: int, dropped: int, name: str, rank: int
+) -> None:
+    """That each is of an expert, or dropped. The host looks: it waits for a device."""
+    wrong = ((ids < 0) | (ids >= num_experts)) & (ids != dropped)
+    if not bool(wrong.any()):
+        return
+    place = [int(axis) for axis in wrong.nonzero()[0]]
+    raise InvalidArgument(
+        f"{name}{place} of rank {rank} is {int(ids[tuple(place)])}, expected 0..{num_experts - 1},"
+        f" or {dropped} for none"
+    )
 
 
 def torch_dtype(value: Any, name: str) -> torch.dtype:

@@ -1,0 +1,141 @@
+"""What is given to ExpertParallel, looked at before any communication, in its caller's words."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Dict
+
+import torch
+
+from ..._wrong_call import shown
+from ...errors import InvalidArgument, WrongType
+from ...moe.config import check_fields
+from ...world import World
+from .._tensors import require_rows, require_tensor
+from .layer import EPAll2AllLayer
+from .tensors import is_autocast, require_known_ids, torch_dtype
+
+__all__ = [
+    "check_call",
+    "check_layer",
+    "check_options",
+    "check_outputs",
+    "check_shared",
+    "require_call",
+]
+
+_WHO = "ExpertParallel"
+_FIRST_OPTION = 9  # of the layer's arguments: those before it are the module's
+
+
+def check_options(
+    world: World, num_experts: int, topk: int, hidden: int, max_tokens: int, dtype: Any,
+    options: Dict[str, Any],
+) -> None:  # fmt: skip
+    """What a layer would be made with."""
+    weight_dtype = options.get("weight_dtype", torch.float32)
+    check_fields(
+        {
+            "max_tokens": max_tokens, "hidden": hidden, "topk": topk, "num_experts": num_experts,
+            "rank": world.rank, "world_size": world.world_size,
+            "local_world_size": world.topology.ranks_per_node,
+            "token_dtype": torch_dtype(dtype, f"{_WHO}: dtype"),
+            "weight_dtype": torch_dtype(weight_dtype, f"{_WHO}: weight_dtype"),
+            "offset_dtype": torch.int32,
+        },
+        _WHO,
+        {"token_dtype": "dtype", "world_size": "ranks"},
+    )  # fmt: skip
+    for name, value in (("rows", "grouped"), ("payload", "plain")):
+        if options.get(name, value) != value:
+            raise InvalidArgument(
+                f'{_WHO}: {name} = {shown(options[name])}, expected "{value}": experts get rows of'
+                " their own, which are those of the tokens"
+            )
+    known = list(inspect.signature(EPAll2AllLayer).parameters)[_FIRST_OPTION:]
+    for name in options:
+        if name not in known:
+            raise WrongType(
+                f"{_WHO}: there is no argument {name}, expected one of {', '.join(sorted(known))}"
+            )
+
+
+def check_layer(
+    layer: Any, num_experts: int, topk: int, hidden: int, max_tokens: int, more: Any
+) -> None:
+    """One that was given."""
+    who = f"{_WHO}: layer"
+    if not isinstance(layer, EPAll2AllLayer):
+        raise InvalidArgument(f"{who} is a {type(layer).__name__}, expected an EPAll2AllLayer")
+    got = (layer.num_tot_experts, layer.topk, layer.hidden, layer.rows, layer.payload)
+    wanted = (num_experts, topk, hidden, "grouped", "plain")
+    if got != wanted or layer.max_tokens < max_tokens:
+        raise InvalidArgument(
+            f"{who} has (experts, topk, hidden, rows, payload) = {got} and max_tokens ="
+            f" {layer.max_tokens}, expected {wanted} and at least {max_tokens}"
+        )
+    if more:
+        raise InvalidArgument(f"{who} is given: {', '.join(sorted(more))} are those of the layer")
+
+
+def check_call(layer: EPAll2AllLayer, chunks: int, tokens: Any, scores: Any, ids: Any) -> None:
+    """Rows of scores and ids that lie otherwise than those of tokens are other tokens'."""
+    hidden, topk, rank = layer.hidden, layer.topk, layer.rank
+    for name, value, columns in (
+        ("tokens", tokens, hidden),
+        ("scores", scores, topk),
+        ("ids", ids, topk),
+    ):
+        require_rows(value, f"{_WHO}: {name}")
+        rows, wanted = value.shape[:-1], tokens.shape[:-1]
+        flat = len(rows) == 1 and rows[0] == wanted.numel()
+        if value.shape[-1] != columns or not (flat or rows == wanted):
+            raise _wrong(f"{name} has shape {list(value.shape)}", f"{[*wanted, columns]}", rank)
+        if value.device != layer.device:
+            raise _wrong(f"{name} lies on {value.device}", f"{layer.device}", rank)
+    converted = tokens.is_floating_point() and is_autocast(layer.device)
+    if tokens.dtype != layer.dtype and not converted:
+        raise _wrong(f"tokens is {tokens.dtype}", f"{layer.dtype}, or autocast", rank)
+    if not scores.is_floating_point():
+        raise _wrong(f"scores is {scores.dtype}", "floats", rank)
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise _wrong(f"ids is {ids.dtype}", "int32 or int64", rank)
+    count, most = tokens.shape[:-1].numel(), chunks * layer.max_tokens
+    if count > most:
+        parts = "" if chunks == 1 else f", {chunks} chunks of {layer.max_tokens}"
+        raise _wrong(f"tokens are {count}", f"at most max_tokens = {most}{parts}", rank)
+    if layer.device.type == "cpu" and not torch.compiler.is_compiling():
+        require_known_ids(ids, layer.num_tot_experts, layer.dropped_id, f"{_WHO}: ids", rank)
+
+
+def _wrong(got: str, expected: str, rank: int) -> InvalidArgument:
+    return InvalidArgument(f"{_WHO}: {got}, expected {expected}, on rank {rank}")
+
+
+def check_outputs(outputs: Any, rows: torch.Tensor, rank: int) -> torch.Tensor:
+    """What the experts made of rows."""
+    name = f"{_WHO}: what the experts of rank {rank} gave"
+    require_tensor(outputs, name)
+    if outputs.shape != rows.shape or not outputs.is_floating_point():
+        raise InvalidArgument(
+            f"{name} is {tuple(outputs.shape)} of {outputs.dtype}, expected {tuple(rows.shape)} of"
+            " floats, a row for each"
+        )
+    return outputs  # type: ignore[no-any-return]
+
+
+def check_shared(outputs: Any, tokens: torch.Tensor, rank: int) -> None:
+    """What the shared experts made of tokens: another shape would be spread over them."""
+    name = f"{_WHO}: what shared gave on rank {rank}"
+    require_tensor(outputs, name)
+    if outputs.shape != tokens.shape:
+        raise InvalidArgument(
+            f"{name} is {tuple(outputs.shape)}, expected {tuple(tokens.shape)}, a row for each"
+        )
+
+
+def require_call(value: Callable[..., Any], name: str) -> None:
+    """A module or function."""
+    if not callable(value):
+        raise WrongType(f"{_WHO}: {name} = {shown(value)}, expected a module or function")
