@@ -187,7 +187,7 @@ TEST(TcpBootstrap, ARankThatIsKilledIsNamedByAllOthers) {
 TEST(TcpBootstrap, ARankThatNeverConnectsIsNamed) {
   const std::uint16_t port = free_port();
   const auto results = run_ranks(2, [&](std::int32_t rank) {
-    const auto bootstrap = make_tcp_bootstrap(rank, 3, "127.0.0.1", port, 0.3);
+    const auto bootstrap = make_tcp_bootstrap(rank, 3, "127.0.0.1", port, 2);
     bootstrap->barrier("never");
   });
   EXPECT_EQ(timeout_of(results[0]).peer, 2);
