@@ -134,14 +134,13 @@ function(waybill_add_module name)
   endif()
   target_link_libraries(${target} PUBLIC ${module_DEPENDS})
   set_target_properties(
-    ${target} PROPERTIES EXPORT_NAME ${name} POSITION_INDEPENDENT_CODE ON
-                         VERIFY_INTERFACE_HEADER_SETS ON)
+    ${target} PROPERTIES EXPORT_NAME ${name} POSITION_INDEPENDENT_CODE ON)
   install(TARGETS ${target} EXPORT waybill FILE_SET HEADERS)
   set_property(GLOBAL APPEND PROPERTY WAYBILL_MODULES ${name})
 endfunction()
 
-# To be called after the last module: waybill::waybill (all modules), the target `header_checks`
-# (compiles each public header alone) and the package files for find_package(waybill).
+# To be called after the last module: waybill::waybill (all modules) and the package files for
+# find_package(waybill).
 function(waybill_finish_library)
   get_property(modules GLOBAL PROPERTY WAYBILL_MODULES)
   add_library(waybill_all INTERFACE)
@@ -149,7 +148,7 @@ function(waybill_finish_library)
   foreach(module IN LISTS modules)
     target_link_libraries(waybill_all INTERFACE waybill::${module})
   endforeach()
-  set_target_properties(waybill_all PROPERTIES EXPORT_NAME waybill VERIFY_INTERFACE_HEADER_SETS ON)
+  set_target_properties(waybill_all PROPERTIES EXPORT_NAME waybill)
   set(include_dir ${PROJECT_SOURCE_DIR}/include)
   target_sources(
     waybill_all
@@ -160,10 +159,6 @@ function(waybill_finish_library)
   if(NOT version_line MATCHES "\"${PROJECT_VERSION}\"")
     message(FATAL_ERROR "include/waybill/version.h is not of version ${PROJECT_VERSION}")
   endif()
-
-  # CMake makes all_verify_interface_header_sets when it generates, after all directories.
-  add_custom_target(header_checks)
-  add_dependencies(header_checks all_verify_interface_header_sets)
 
   set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/waybill)
   install(TARGETS waybill_all EXPORT waybill FILE_SET HEADERS)
