@@ -46,7 +46,7 @@ CASES = [
     (lambda: waybill.predict_step(PLAN, pull_share="x"), "predict_step: pull_share = 'x', expect"),
     (
         lambda: waybill.moe.summarize(config(), [[[0]]], payload=3),
-        "ep_dispatch_options: payload = 3, expected str",
+        "summarize: payload = 3, expected",
     ),
 ]
 
