@@ -7,7 +7,8 @@ import stat
 from typing import Any, Tuple, Union
 
 from . import _core
-from .errors import InvalidArgument, IoError, printable
+from ._wrong_call import shown
+from .errors import InvalidArgument, IoError, WrongType, printable
 
 Path = Union[str, os.PathLike[str]]
 
@@ -48,6 +49,12 @@ def _read(path: Path, who: str) -> str:
 def kept(text: str, path: Union[Path, None]) -> str:
     """The text itself, also written to ``path`` when there is one."""
     if path is not None:
-        with open(path, "w", encoding="utf-8") as file:
+        if not isinstance(path, (str, os.PathLike)):  # a number would be a file that is open
+            raise WrongType(f"to_json: path = {shown(path)}, expected a path or None")
+        try:
+            file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed below
+        except ValueError as error:  # a zero in the name, or half a character
+            raise InvalidArgument(f"to_json: path = {path!r}, expected a path: {error}") from None
+        with file:
             file.write(text)
     return text

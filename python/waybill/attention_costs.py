@@ -59,7 +59,12 @@ class AttentionCosts:
         """The text of format ``waybill.attention_costs``; also written to ``path`` when given."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         values["about"] = None if self.about is None else dict(self.about)
-        return kept(json.dumps({"format": _FORMAT, "version": 1, **values}, indent=2) + "\n", path)
+        try:
+            given = {"format": _FORMAT, "version": 1, **values}
+            text = json.dumps(given, indent=2, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"AttentionCosts.to_json: about holds no JSON: {error}") from None
+        return kept(text + "\n", path)
 
     @classmethod
     def from_json(cls, text: Union[str, os.PathLike[str]]) -> AttentionCosts:

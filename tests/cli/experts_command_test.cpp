@@ -112,7 +112,7 @@ TEST_F(ExpertsCommandTest, ManyRanksTakeSeconds) {
   const auto before = std::chrono::steady_clock::now();
   const ProgramResult result = run("experts --ranks 262144 --experts 262144 --tokens 1");
   EXPECT_EQ(result.exit_code, 0);
-  EXPECT_TRUE(holds(result.out, {"262,144 on 32,768 nodes"}));
+  EXPECT_TRUE(holds(result.out, {"262144 on 32,768 nodes"}));
   EXPECT_LT(std::chrono::steady_clock::now() - before, std::chrono::seconds(60));
 }
 

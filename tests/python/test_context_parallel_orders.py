@@ -192,3 +192,28 @@ def test_lazily_negated_rows(in_place):
 
     for got, expected in zip(wt.run_threads(2, body), whole(pieces, tensors)):
         close(got, expected[:4])
+
+
+@pytest.mark.parametrize("way", ["plan", "ticket", "fixed"])
+def test_backward_under_autocast(way):
+    """What is computed again there has the dtype that forward had."""
+    pieces = pieces_in_order([70, 9, 33], 2)
+    tensors = tensors_of(pieces, 2, 1, 8, 8, dtype=torch.float32)
+
+    def body(world):
+        attend, mine = module(world, dtype=torch.float32), tensors[world.rank]
+        plan, inputs = attend.plan(pieces), leaves_of(mine)
+        given, rows_of = plan, inputs
+        if way == "ticket":
+            given = attend.ticket(plan)
+        elif way == "fixed":
+            given = attend.fixed_plan(plan, wt.Capacities.of(plan))
+            rows_of = [given.padded(t) for t in inputs]
+        with torch.autocast("cpu", torch.bfloat16):
+            out = attend(given, *rows_of)[: len(mine[0])]
+            (out * mine[3]).sum().backward()
+        return [t.double() for t in (out.detach(), *(t.grad for t in inputs))]
+
+    wide = [[t.double() for t in mine] for mine in tensors]
+    for got, expected in zip(wt.run_threads(2, body), whole(pieces, wide)):
+        close(got, expected[:4], 1e-5)

@@ -210,6 +210,26 @@ def test_an_expert_chosen_twice_by_too_many_tokens():
     waybill.run_threads(WORLD, body, timeout_s=10.0)
 
 
+def test_a_layout_of_other_ids():
+    """What it leaves out would not arrive, and nobody would know."""
+
+    def body(world):
+        buffer = new(world)
+        arguments = given(world, buffer)
+        stale = arguments["is_token_in_rank"].flip(0)
+        text = (
+            rf"is_token_in_rank\[0, 0\] of rank {world.rank} is False, expected True, as topk_idx"
+        )
+        with pytest.raises(waybill.InvalidArgument, match=text):
+            buffer.dispatch(**{**arguments, "is_token_in_rank": stale & False})
+        with pytest.raises(waybill.InvalidArgument, match=r"it is of another get_dispatch_layout"):
+            buffer.dispatch(**{**arguments, "is_token_in_rank": stale})
+        everywhere = stale | True  # more ranks than needed are the caller's choice
+        assert len(buffer.dispatch(**{**arguments, "is_token_in_rank": everywhere})[0]) == 2 * COUNT
+
+    waybill.run_threads(WORLD, body, timeout_s=10.0)
+
+
 def test_what_a_handle_remembers():
     """The caller's tensors may change; a combine with other ids than the dispatch's is refused."""
 

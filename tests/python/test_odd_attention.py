@@ -92,6 +92,19 @@ def test_calibration_and_costs():
     assert hash(costs) == hash(waybill.AttentionCosts(1e12)) != hash(waybill.AttentionCosts(1e9))
 
 
+def test_files_of_costs(tmp_path):
+    """A number in place of a path is no file: 1 would be the output of the program."""
+    costs, path = waybill.AttentionCosts(1e12, row_pairs=3), tmp_path / "costs.json"
+    for odd in (0, 1, 5, True, [1], b"x", "\0", "\ud800"):
+        with pytest.raises(waybill.InvalidArgument, match="to_json: path = "):
+            costs.to_json(odd)
+    costs.to_json(path)
+    assert waybill.AttentionCosts.from_json(path) == costs
+    for about in ({"a": torch.ones(2)}, {"a": float("nan")}, {(1, 2): 3}):
+        with pytest.raises(waybill.InvalidArgument, match="about holds no JSON"):
+            waybill.AttentionCosts(1e12, about=about).to_json()
+
+
 def test_modules():
     names = [
         name

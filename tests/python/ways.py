@@ -83,11 +83,13 @@ def run_as_process(way, world_size, body, *, ranks_per_node=None, timeout_s=3 * 
     torch = way.torch
     if int(os.environ["WORLD_SIZE"]) != world_size or ranks_per_node not in (None, world_size):
         pytest.skip(f"for {world_size} ranks")
-    if way.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    device = way.device
+    if device == "cuda":  # named: ranks may share it
+        device = f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"
+        torch.cuda.set_device(device)
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
-    world = way.face.World.from_process_group(device=way.device, timeout_s=timeout_s)
+    world = way.face.World.from_process_group(device=device, timeout_s=timeout_s)
     results = [None] * world_size
     torch.distributed.all_gather_object(results, _on_host(torch, body(world)))
     return results

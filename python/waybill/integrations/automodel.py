@@ -75,7 +75,8 @@ def _shard(
         raise InvalidArgument(f"{who}: batch = {shown(batch)}, expected a dict of tensors")
     tokens = batch.get("input_ids")
     if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 or tokens.numel() == 0:
-        got = f"of shape {list(tokens.shape)}" if hasattr(tokens, "shape") else shown(tokens)
+        shape = getattr(tokens, "shape", None)
+        got = shown(tokens) if shape is None else f"of shape {list(shape)}"
         raise InvalidArgument(f"{who}: input_ids is {got}, expected a tensor [batch, sequence]")
     entries, length = tokens.shape
     rows, ranks = tokens.numel(), attention.world_size

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .._graphs import outside_graphs
+from ._autocast import without_autocast
 from ._context_parallel_latent import Latent, Projector
 from ._context_parallel_step import RankStep, Saved
 from ._first_order import first_order
@@ -37,9 +38,10 @@ class Attention(torch.autograd.Function):
         q, k, v, out, *saved = ctx.saved_tensors  # first: a checkpoint makes its calls here
         needs = ctx.needs_input_grad
         ctx.step.check_generation(ctx.generation)
-        found = ctx.step.backward(
-            grad, q, k, v, out, Saved(*saved), ctx.number, (needs[3], needs[4] or needs[5])
-        )
+        with without_autocast(grad.device.type):  # as forward was
+            found = ctx.step.backward(
+                grad, q, k, v, out, Saved(*saved), ctx.number, (needs[3], needs[4] or needs[5])
+            )
         return (None, None, None, *(t if n else None for t, n in zip(found, needs[3:])))
 
 
@@ -70,8 +72,9 @@ class LatentAttention(torch.autograd.Function):
         saved, (rows, *weights) = Saved(*rest[:6]), rest[6:]
         needs = ctx.needs_input_grad[4:]
         latent = Latent(rows, ctx.project, tuple(weights))
-        found = ctx.step.backward(
-            grad, q, k, v, out, saved, ctx.number, (needs[0], any(needs[1:])), latent
-        )
+        with without_autocast(grad.device.type):
+            found = ctx.step.backward(
+                grad, q, k, v, out, saved, ctx.number, (needs[0], any(needs[1:])), latent
+            )
         found += (None,) * (len(needs) - len(found))
         return (None, None, None, None, *(t if n else None for t, n in zip(found, needs)))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Tuple
 import torch
 
 from ..errors import InvalidArgument, Unsupported
+from ._autocast import without_autocast
 from ._context_parallel_step import RankStep, Saved
 from ._operations import has_operations, operation
 
@@ -98,7 +99,7 @@ def attend(
     """(output, token, log-sum-exp or nothing, number of the dispatch, what backward needs)."""
     step = _step_of(number, owner)
     q, k, v = step.checked(q, k, v, lambda: False)
-    with torch.autocast(step.device.type, enabled=False):
+    with without_autocast(step.device.type):
         out, lse, saved, dispatch = step.forward(q, k, v, True, want_lse)
     lse = q.new_empty(0, dtype=torch.float32) if lse is None else lse
     return (out, token.new_empty(0), lse, torch.tensor([dispatch]), *_kept(step, saved))
@@ -183,9 +184,10 @@ def attend_backward(
 ) -> Tuple[torch.Tensor, ...]:
     step = _step_of(number)
     q, k, v = step.checked(q, k, v, lambda: False)
-    found = step.backward(
-        grad, q, k, v, out, _as_saved(step, saved), int(dispatch), (needs_q, needs_kv)
-    )  # fmt: skip
+    with without_autocast(step.device.type):  # as forward was
+        found = step.backward(
+            grad, q, k, v, out, _as_saved(step, saved), int(dispatch), (needs_q, needs_kv)
+        )
     given = (torch.empty_like(t) if g is None else g for g, t in zip(found, (q, k, v)))
     return tuple(t.contiguous() for t in given)
 

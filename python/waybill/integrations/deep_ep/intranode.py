@@ -14,7 +14,7 @@ from .arguments import check_table, payload_of
 from .config import rows_that_fit
 from .handles import DispatchHandle
 from .layers import LayerKey, Layers
-from .layout import checked_ids, first_wrong
+from .layout import checked_ids, counts_of, first_wrong
 
 __all__ = ["Intranode", "Received"]
 
@@ -119,7 +119,21 @@ class Intranode:
                 check_table(topk_weights, f"{who}: topk_weights", shape, kinds, rank, device)
             if self.device.type == "cpu":
                 first_wrong(ids, experts, who, rank)
+                self._check_layout(ids, is_token_in_rank, experts, who)
         return Route(is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
+
+    def _check_layout(
+        self, ids: torch.Tensor, is_token_in_rank: torch.Tensor, experts: int, who: str
+    ) -> None:
+        """Choices on ranks that their token does not go to would be lost. The host looks."""
+        _, _, needed = counts_of(ids, experts, self.num_ranks)
+        lost = needed & ~is_token_in_rank
+        if bool(lost.any()):
+            token, there = (int(place) for place in lost.nonzero()[0])
+            raise InvalidArgument(
+                f"{who}: is_token_in_rank[{token}, {there}] of rank {self.rank} is False, expected"
+                " True, as topk_idx has an expert there: it is of another get_dispatch_layout"
+            )
 
     def dispatch(
         self, x: torch.Tensor, scales: Optional[torch.Tensor], route: Route, alignment: int,
