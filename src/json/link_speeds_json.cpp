@@ -1,8 +1,10 @@
 #include "waybill/json/link_speeds_json.h"
 
+#include <string_view>
 #include <utility>
 
 #include "node.h"
+#include "waybill/core/text_part.h"
 #include "waybill/json/file.h"
 #include "writer.h"
 
