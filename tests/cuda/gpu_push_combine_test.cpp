@@ -103,6 +103,7 @@ void run_burst(World& world, const Burst& burst, std::int32_t late) {
   const auto r = to_size(rig.config().rank);
   const Stream stream{arena.stream()};
   const DeviceInput device(arena, burst.sample, rig.config().rank);
+  world.barrier();  // nothing is uploaded behind a kernel that waits for a rank on the same GPU
   const auto tables = rig.dispatch(device.input, stream);
   std::vector<ConstTensorView> inputs;
   std::vector<TensorView> sums;
