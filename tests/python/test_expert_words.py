@@ -213,3 +213,22 @@ def test_a_choice_made_twice_is_beyond_the_worst_case():
         made.finalize()
 
     waybill.run_threads(WORLD, body, timeout_s=10.0)
+
+
+@pytest.mark.parametrize(
+    "differs",
+    [{"gradients": "sum"}, {"weights": "experts"}, {"windows": "own"}, {"chunks": 2}, {"topk": 1}],
+    ids=lambda differs: next(iter(differs)),
+)
+def test_what_ranks_have_otherwise_is_told(differs):
+    """Also where modules share a layer that is there: nothing else would compare it."""
+    name = next(iter(differs))
+
+    def body(world):
+        there = module(world)
+        with pytest.raises(waybill.InvalidArgument, match=rf"^ExpertParallel: .*{name}"):
+            module(world, **(differs if world.rank == 1 else {}))
+        there(**call())
+        there.finalize()
+
+    waybill.torch.run_threads(WORLD, body, timeout_s=20)

@@ -7,6 +7,7 @@ from typing import Any, Optional, Tuple
 
 import torch
 
+from ..._agreement import agree
 from ..._arrays import choice, flag, int64
 from ..._copies import OfThisProcess
 from ...errors import InvalidArgument
@@ -101,7 +102,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         self.chunks = int64(chunks, f"{who}: chunks")
         if self.chunks < 1:
             raise InvalidArgument(f"{who}: chunks = {self.chunks}, expected >= 1")
-        max_tokens = int64(max_tokens, f"{who}: max_tokens")
+        given = max_tokens = int64(max_tokens, f"{who}: max_tokens")
         if max_tokens > 0:
             max_tokens = -(-max_tokens // self.chunks)
         if layer is None:
@@ -109,6 +110,11 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
             check_options(world, num_experts, topk, hidden, max_tokens, dtype, layer_options)
             sizes = {"max_tokens": max_tokens, "num_experts": num_experts, "topk": topk}
             options = {"dropped_id": -1, **preset_options(preset, world, **sizes), **layer_options}
+            agree(world, who, {
+                "chunks": self.chunks, **sizes, "max_tokens": given, "hidden": hidden,
+                "dtype": str(dtype).removeprefix("torch."), "gradients": gradients,
+                "weights": weights, "windows": windows, "preset": preset,
+            })  # fmt: skip
 
             def make(**changed: Any) -> EPAll2AllLayer:
                 return EPAll2AllLayer(
