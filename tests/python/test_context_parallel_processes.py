@@ -4,6 +4,7 @@ import pathlib
 
 import pytest
 from test_process_worlds import expect_all_well, run_ranks
+from wrapping import needs_fully_shard
 
 pytest.importorskip("torch")
 
@@ -115,8 +116,7 @@ MODEL = f"""
 
 def test_a_model_in_shards(tmp_path):
     """FSDP2 over the context-parallel ranks: gradients of the sum of losses, by one process."""
-    if not hasattr(pytest.importorskip("torch.distributed.fsdp"), "fully_shard"):
-        pytest.skip("a torch without fully_shard")
+    needs_fully_shard()
     end = """
     from torch.distributed.fsdp import fully_shard
 

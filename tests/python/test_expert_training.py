@@ -1,10 +1,9 @@
 """ExpertParallel in training: shared memory, presets, room that was too small, wrappers."""
 
-import pathlib
 import types
 
 import pytest
-from test_process_worlds import expect_all_well, run_ranks
+from wrapping import run_wrapped
 
 torch = pytest.importorskip("torch")
 
@@ -331,10 +330,4 @@ WRAPPED = """
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
 def test_replicated_experts(tmp_path, wrapper):
     """Two by two ranks and two microbatches, against one process."""
-    if wrapper == "fsdp":
-        fsdp = pytest.importorskip("torch.distributed.fsdp")
-        if not hasattr(fsdp, "fully_shard"):
-            pytest.skip("a torch without fully_shard")
-    program = WRAPPED.replace("{folder}", str(tmp_path)).replace("{wrapper}", wrapper)
-    program = program.replace("{tests}", str(pathlib.Path(__file__).parent))
-    expect_all_well(run_ranks(tmp_path, program, world_size=4))
+    run_wrapped(tmp_path, WRAPPED, wrapper, world_size=4)

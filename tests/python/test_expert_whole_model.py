@@ -2,14 +2,12 @@
 gradients, as docs/moe.md says, against one process.
 """
 
-import pathlib
-
 import pytest
 
 pytest.importorskip("torch")
 
 import torch
-from test_process_worlds import expect_all_well, run_ranks
+from wrapping import run_wrapped
 
 if not hasattr(torch, "_grouped_mm"):
     pytest.skip("this torch has no _grouped_mm", allow_module_level=True)
@@ -102,10 +100,4 @@ WRAPPED = """
 @pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
 def test_gradients_and_their_norm(tmp_path, wrapper):
-    if wrapper == "fsdp":
-        fsdp = pytest.importorskip("torch.distributed.fsdp")
-        if not hasattr(fsdp, "fully_shard"):
-            pytest.skip("a torch without fully_shard")
-    program = WRAPPED.replace("{folder}", str(tmp_path)).replace("{wrapper}", wrapper)
-    program = program.replace("{tests}", str(pathlib.Path(__file__).parent))
-    expect_all_well(run_ranks(tmp_path, program, world_size=2))
+    run_wrapped(tmp_path, WRAPPED, wrapper, world_size=2)

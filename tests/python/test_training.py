@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from wrapping import needs_fully_shard
 
 pytest.importorskip("torch")
 
@@ -35,9 +36,7 @@ def test_threads():
 )
 def test_processes(ranks, options):
     if "fsdp" in options:
-        fsdp = pytest.importorskip("torch.distributed.fsdp")
-        if not hasattr(fsdp, "fully_shard"):
-            pytest.skip("a torch without fully_shard")
+        needs_fully_shard()
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     shown = run(*launcher, PROGRAM, *STEPS, *options)
     assert f"{ranks} ranks as processes on cpu" in shown
