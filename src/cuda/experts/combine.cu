@@ -9,12 +9,15 @@
 namespace waybill::cuda {
 namespace {
 
-constexpr int bulk_warps = 6;
-constexpr int bulk_stages = 2;
-constexpr int slots = 8;  ///< rows of a token that a stage holds
+/// A warp's work on a piece is a chain of waits, so many warps that hold few rows sum more than few
+/// that hold many.
+constexpr int most_warps = 16;
+/// Where no block has more than a piece, its rows come at once.
+constexpr int few_warps = 6;
+constexpr int stages = 2;
+constexpr int ring_rows = 96;  ///< that a block holds, in the stages of all its warps
 constexpr int piece_bytes = 2048;
 constexpr int words_a_lane = piece_bytes / widest_word / 32;
-constexpr int element_warps = 16;
 
 /// One weight as float32.
 template <class Weight>
@@ -109,8 +112,8 @@ struct Sums {
 };
 
 struct BulkMemory {
-  alignas(128) std::byte stage[bulk_warps][bulk_stages][slots][piece_bytes];
-  std::uint64_t loaded[bulk_warps][bulk_stages];
+  alignas(128) std::byte ring[ring_rows][piece_bytes];
+  std::uint64_t loaded[most_warps][stages];
 };
 
 /// A piece of a token's sum.
@@ -144,12 +147,12 @@ struct PieceSteps {
   }
 };
 
-/// Rows of a piece that fill one stage: those of its lanes from number 8 * batch on.
+/// Rows of a piece that fill one stage.
 struct Turn {
   Piece at;
   const std::byte* row;  ///< of each lane
   float weight;
-  unsigned left;  ///< lanes of this batch and the later ones
+  unsigned left;  ///< lanes of these rows and of those that are loaded later
   bool is_first;
 };
 
@@ -161,12 +164,13 @@ class BulkSum {
   __device__ BulkSum(const CombineParams& p, const Windows& windows, BulkMemory& memory)
       : p_(p),
         windows_(windows),
-        stage_(memory.stage[threadIdx.x / 32]),
+        slots_(static_cast<int>(ring_rows / stages * 32 / blockDim.x)),
+        ring_(memory.ring[threadIdx.x / 32 * slots_ * stages]),
         loaded_(memory.loaded[threadIdx.x / 32]),
-        steps_(p, bulk_warps),
+        steps_(p, static_cast<int>(blockDim.x / 32)),
         last_bytes_(static_cast<int>(p.row_bytes - std::int64_t{steps_.pieces - 1} * piece_bytes)) {
     if (lane_id() == 0) {
-      for (int s = 0; s < bulk_stages; ++s) barrier_init(&loaded_[s]);
+      for (int s = 0; s < stages; ++s) barrier_init(&loaded_[s]);
       fence_barrier_init();
     }
     fence_async_global();  // what the ranks wrote before they came here
@@ -181,20 +185,24 @@ class BulkSum {
     if (ahead.at.token < p_.shape.num_tokens) ask(ahead, 0);
     for (unsigned turn = 0; ahead.at.token < p_.shape.num_tokens; ++turn) {
       const Turn here = ahead;
-      const bool is_last = __popc(here.left) <= slots;
+      const bool is_last = __popc(here.left) <= slots_;
       if (is_last) {
         ahead = begin_piece();
       } else {
-        for (int i = 0; i < slots; ++i) ahead.left &= ahead.left - 1;
+        for (int i = 0; i < slots_; ++i) ahead.left &= ahead.left - 1;
         ahead.is_first = false;
       }
-      if (ahead.at.token < p_.shape.num_tokens) ask(ahead, (turn + 1) % bulk_stages);
+      if (ahead.at.token < p_.shape.num_tokens) ask(ahead, (turn + 1) % stages);
       add<Weighted>(here, turn, is_last);
       __syncwarp();  // all lanes have read the stage before it is filled again
     }
   }
 
  private:
+  [[nodiscard]] __device__ std::byte* place(unsigned stage, int slot) const {
+    return ring_ + (static_cast<int>(stage) * slots_ + slot) * piece_bytes;
+  }
+
   [[nodiscard]] __device__ int bytes_of(const Piece& at) const {
     return at.piece + 1 < steps_.pieces ? piece_bytes : last_bytes_;
   }
@@ -213,13 +221,12 @@ class BulkSum {
     const auto bytes = static_cast<std::uint32_t>(bytes_of(turn.at));
     const auto count = static_cast<std::uint32_t>(__popc(turn.left));
     if (lane_id() == 0) {
-      barrier_expect(&loaded_[stage], bytes * (count < slots ? count : slots));
+      barrier_expect(&loaded_[stage], bytes * min(count, static_cast<unsigned>(slots_)));
     }
     __syncwarp();
     const int slot = __popc(turn.left & ((1U << lane_id()) - 1));
-    if ((turn.left >> lane_id() & 1U) != 0 && slot < slots) {
-      bulk_load(stage_[stage][slot], turn.row + turn.at.piece * piece_bytes, bytes,
-                &loaded_[stage]);
+    if ((turn.left >> lane_id() & 1U) != 0 && slot < slots_) {
+      bulk_load(place(stage, slot), turn.row + turn.at.piece * piece_bytes, bytes, &loaded_[stage]);
     }
   }
 
@@ -233,8 +240,8 @@ class BulkSum {
         if (bias != nullptr) sums_.template add<false, false>(bias + offset, bytes, 0);
       }
     }
-    const unsigned stage = number % bulk_stages;
-    barrier_wait(&loaded_[stage], number / bulk_stages % 2);
+    const unsigned stage = number % stages;
+    barrier_wait(&loaded_[stage], number / stages % 2);
     if (bytes == piece_bytes) {
       add_rows<Weighted, true>(turn, stage, bytes);
     } else {
@@ -246,18 +253,19 @@ class BulkSum {
   template <bool Weighted, bool Full>
   __device__ void add_rows(const Turn& turn, unsigned stage, int bytes) {
     unsigned left = turn.left;
-    for (int slot = 0; slot < slots && left != 0; ++slot, left &= left - 1) {
+    for (int slot = 0; slot < slots_ && left != 0; ++slot, left &= left - 1) {
       float weight = 0;
       if (Weighted) {
         weight = __shfl_sync(all_lanes, turn.weight, __ffs(static_cast<int>(left)) - 1);
       }
-      sums_.template add<Weighted, Full>(stage_[stage][slot], bytes, weight);
+      sums_.template add<Weighted, Full>(place(stage, slot), bytes, weight);
     }
   }
 
   const CombineParams& p_;
   const Windows& windows_;
-  std::byte (*const stage_)[slots][piece_bytes];
+  const int slots_;  ///< rows that a stage holds
+  std::byte* const ring_;
   std::uint64_t* const loaded_;
   const PieceSteps steps_;
   const int last_bytes_;
@@ -274,7 +282,7 @@ __device__ void sum_elements(const CombineParams& p, const Windows& windows) {
   constexpr int unroll = 4;
   const std::int64_t elements = p.row_bytes / size;
   const std::int64_t pieces = (elements + 32 * unroll - 1) / (32 * unroll);
-  const std::int64_t step = std::int64_t{gridDim.x} * element_warps;
+  const std::int64_t step = std::int64_t{gridDim.x} * most_warps;
   const bool weighted = p.weights != nullptr;
   for (std::int64_t item = blockIdx.x + std::int64_t{threadIdx.x / 32} * gridDim.x;
        item < p.shape.num_tokens * pieces; item += step) {
@@ -311,7 +319,7 @@ __device__ void sum_elements(const CombineParams& p, const Windows& windows) {
 }
 
 template <class Number, class Weight, bool Bulk>
-__global__ void __launch_bounds__((Bulk ? bulk_warps : element_warps) * 32, 1)
+__global__ void __launch_bounds__(most_warps * 32, 1)
     combine_kernel(const __grid_constant__ CombineParams p) {
   extern __shared__ __align__(128) std::byte shared[];
   std::uint64_t epoch = 0;
@@ -365,9 +373,11 @@ cudaError_t launch_combine(const CombineParams& params, DType tokens, DType weig
                            int blocks, bool early, cudaStream_t stream) {
   const Kernel kernel = kernel_for(tokens, weights, bulk);
   if (kernel == nullptr) return cudaErrorInvalidValue;
-  return launch_kernel(kernel, static_cast<unsigned>(blocks),
-                       (bulk ? bulk_warps : element_warps) * 32, bulk ? sizeof(BulkMemory) : 0,
-                       early, stream, params);
+  const std::int64_t pieces =
+      params.shape.num_tokens * ((params.row_bytes + piece_bytes - 1) / piece_bytes);
+  const int warps = bulk && pieces <= blocks ? few_warps : most_warps;
+  return launch_kernel(kernel, static_cast<unsigned>(blocks), warps * 32,
+                       bulk ? sizeof(BulkMemory) : 0, early, stream, params);
 }
 
 }  // namespace waybill::cuda

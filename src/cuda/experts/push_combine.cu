@@ -10,7 +10,7 @@
 namespace waybill::cuda {
 namespace {
 
-using Pieces = WalkShape<12, 8, 2048>;
+using Pieces = WalkShape<16, 6, 2048>;
 using NoPieces = WalkShape<16, 1, 0>;
 
 /// One weight as float32.
