@@ -385,8 +385,8 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         self, who: str, names: Names, values: Sequence[Any], writable: bool = False
     ) -> Tuple[list[Rows], list[Any]]:
         pairs = [self._rows(v, f"{who}: {names(t)}", writable) for t, v in enumerate(values)]
-        for t, (rows, _) in enumerate(pairs if writable else ()):
-            refuse_overlap(rows, f"{who}: {names(t)}")
+        if writable:
+            refuse_overlap([rows for rows, _ in pairs], lambda t: f"{who}: {names(t)}")
         return [rows for rows, _ in pairs], [kept for _, kept in pairs]
 
     def _shown(self, plan: ReadyPlan, views: Sequence[Any]) -> Tuple[_Array, ...]:

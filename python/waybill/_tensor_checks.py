@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Callable, NoReturn, Optional, Sequence, Tuple
 
 import numpy as np
@@ -94,11 +95,33 @@ def row_shape(value: Any, name: str) -> Tuple[int, ...]:
     return extents
 
 
-def refuse_overlap(rows: Tuple[int, str, int, int, int], name: str) -> None:
+def refuse_overlap(outputs: Sequence[Tuple[int, str, int, int, int]], names: Names) -> None:
     """Of memory to write to: where rows lie on each other, the last one would win."""
-    _, _, num_rows, hidden, stride = rows
-    if num_rows > 1 and hidden > 0 and abs(stride) < hidden:
-        raise InvalidArgument(
-            f"{name} has rows of {hidden} elements, {stride} apart, expected memory of its own for"
-            " each"
-        )
+    blocks = []
+    for t, (address, dtype, num_rows, hidden, stride) in enumerate(outputs):
+        if num_rows > 1 and hidden > 0 and abs(stride) < hidden:
+            raise InvalidArgument(
+                f"{names(t)} has rows of {hidden} elements, {stride} apart, expected memory of its"
+                " own for each"
+            )
+        if num_rows > 0 and hidden > 0:
+            size = int("".join(filter(str.isdecimal, dtype.partition("_")[0])) or 8) // 8
+            first = address + min(0, stride * (num_rows - 1)) * size
+            blocks.append((first, num_rows, hidden * size, abs(stride) * size, t))
+    for one, other in itertools.combinations(sorted(blocks), 2):
+        if _meet(one[:4], other[:4]):
+            t, u = sorted((one[4], other[4]))
+            raise InvalidArgument(f"{names(u)} shares memory with {names(t)}, expected its own")
+
+
+def _meet(one: Tuple[int, int, int, int], other: Tuple[int, int, int, int]) -> bool:
+    """Whether rows (first byte, number, bytes, bytes from one to the next) lie on each other; the
+    other begins behind the one. Rows between each other at two distances count as such, too.
+    """
+    (begin, rows, size, step), (there, others, width, distance) = one, other
+    if there >= begin + (rows - 1) * step + size:
+        return False
+    if rows == 1 or (others > 1 and distance != step):
+        return True
+    place = (there - begin) % step
+    return place < size or place + width > step

@@ -340,6 +340,29 @@ def test_outputs_that_cannot_be_written():
     waybill.run_threads(1, body)
 
 
+def test_outputs_that_share_memory():
+    """Of one of two sums nothing would be left. What lies between another's rows is its own."""
+    plan = random_plan(1, 2, "per_rank")
+    routing, count = plan.to_routing(), rows_of(plan)[0]
+    gradients = [
+        np.full((routing.fwd_kv.num_total_recv_tokens[0], 2), n, np.float32) for n in (1, 2)
+    ]
+    wide, long = (np.zeros(shape, np.float32) for shape in ((count, 4), (2 * count, 2)))
+    one = wide[:, :2]
+
+    def body(world):
+        dispatcher = waybill.SequenceDispatcher(world)
+        plan = dispatcher.plan_kv_gradient((routing.fwd_kv, *gradients))
+        for own in (one, wide[:, 2:]), (wide[:, 2:], one), (long[1::2], long[::2]):
+            dk, dv = dispatcher.kv_gradient(plan, *gradients, out=own)
+            assert dk.any() and (dv == 2 * dk).all()
+        for shared in (one, one), (wide[:, 1:3], one), (long[1:], long[:-1]), (long[::2], long):
+            with pytest.raises(waybill.InvalidArgument, match=r"out\[1\] shares memory with .*0"):
+                dispatcher.kv_gradient(plan, *gradients, out=shared)
+
+    waybill.run_threads(1, body)
+
+
 def test_windows_with_room_hold_plans_at_the_same_places(torch_way):
     """K begins where it does with any other plan."""
     plans = [random_plan(2, seed, "per_rank") for seed in (1, 2, 4)]

@@ -213,6 +213,31 @@ def test_views_last_until_the_second_dispatch_after():
     run_threads(WORLD, body)
 
 
+@pytest.mark.parametrize("payload", ["plain", "quantized"])
+def test_a_call_that_copies_copies_all(payload):
+    """Rows, weights and scales stay as they are, though the layer itself gives views."""
+    hidden = 128
+
+    def body(world):
+        layer = EPAll2AllLayer(
+            world, MAX, hidden, TOPK, world.rank, EXPERTS, WORLD, WORLD, copy_out=False,
+            payload=payload,
+        )  # fmt: skip
+        ids, kept = torch.zeros(2, TOPK, dtype=torch.int64), []
+        for step in range(1, 5):
+            tokens = torch.full((2, hidden), float(step), dtype=torch.bfloat16)
+            weights = torch.full((2, TOPK), float(step))
+            found = layer.dispatch(tokens, ids, weights, copy_out=True)
+            scales = found[2].recv_scales
+            kept.append([found[0].float(), found[1], *([] if scales is None else [scales])])
+        for step, found in enumerate(kept, 1):
+            assert bool((found[1] == step).all())
+            assert all(bool((one == kept[0][2] * step).all()) for one in found[2:])
+        layer.finalize()
+
+    run_threads(WORLD, body)
+
+
 @pytest.mark.parametrize("rows", ["grouped", "compact"])
 def test_gradients_of_weights_with_room_for_more_rows(rows):
     """Results have fixed_rows rows, tables those that have come; on GPUs it may be otherwise."""

@@ -86,8 +86,8 @@ class EPHandle(OfThisProcess):
     @outside_graphs
     def recv_src_metadata(self) -> torch.Tensor:
         """[tokens that came, 2 + topk] int32, by source rank and token: source rank *
-        num_max_tokens_per_rank + token, the first row of the token, and of expanded rows the row of
-        each topk slot, -1 where there is none.
+        num_max_tokens_per_rank + token, the row of the token's first topk slot here, and of
+        expanded rows the row of each topk slot, -1 where there is none.
         """
         if self._metadata is None:
             self._metadata = self._source()

@@ -138,11 +138,12 @@ class LayerCalls(torch.nn.Module):
                 needs_gradients, weights_need_gradients, origin,
             )  # fmt: skip
             lends = torch.is_grad_enabled() or needs_gradients or weights_need_gradients
-            if self.copy_out if copy_out is None else copy_out:
+            copies = self.copy_out if copy_out is None else copy_out
+            if copies:
                 rows = self._copied(rows, made)
             elif lends:
                 self._lent.append((made._handle.number, rows.detach(), False))
-            if self.copy_out:
+            if copies or self.copy_out:  # they are small: a layer that copies does so in any call
                 weights, scales = (None if v is None else v.clone() for v in (weights, scales))
             elif lends and weights is not None:
                 self._lent.append((made._handle.number, weights.detach(), True))

@@ -69,8 +69,6 @@ def dispatch(
     rows, row_weights, layout = moving._dispatch(
         x, ids, weights, None, None, None, x_needs, weights_need, copy_out=True
     )
-    if not moving.copy_out:
-        row_weights = row_weights.clone()
     if weights_need:
         moving._need_slot_layer()
     ends = ends_within(layout.recv_expert_offsets, moving.fixed_rows)
