@@ -6,12 +6,13 @@ from types import TracebackType
 from typing import Any, Generic, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar, Union
 
 from . import _core
+from ._agreement import agree
 from ._arrays import choice, flag, int64
 from ._copies import OfThisProcess
 from ._graphs import outside_graphs
 from ._tensor_checks import Names, numbered, refuse, refuse_overlap
 from ._wrong_call import shown
-from .errors import InvalidArgument
+from .errors import Error, InvalidArgument
 from .sparse import relay_of, room_of, sparse_table
 from .world import World
 
@@ -124,6 +125,25 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
             raise InvalidArgument(
                 f"{who}: world is a {type(world).__name__}, expected a waybill.World"
             )
+        try:
+            given = self._checked(
+                who, num_sms, chunk_bytes, local_by_copy_engine, max_window_bytes, relay
+            )
+            self._check_world(world)
+        except Error as error:
+            agree(world, who, {}, error)  # the others are told where they compare what they have
+            raise
+        self.world = world
+        self.num_sms: int = given[0]
+        self._closed = False
+        self._dispatcher: Any = _core.Dispatcher(world._world, *given)
+
+    @staticmethod
+    def _checked(
+        who: str, num_sms: Any, chunk_bytes: Any, local_by_copy_engine: Any, max_window_bytes: Any,
+        relay: Any,
+    ) -> Tuple[Any, ...]:  # fmt: skip
+        """The options, as the compiled part takes them."""
         sms = int64(num_sms, f"{who}: num_sms")
         if not 0 <= sms < 2**31:
             raise InvalidArgument(f"{who}: num_sms = {sms}, expected >= 0")
@@ -133,12 +153,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
                 f"{who}: chunk_bytes = {chunk}, expected a multiple of 16, up to 2^30"
             )
         most = _MOST_BYTES if max_window_bytes is None else max_window_bytes
-        self._check_world(world)
-        self.world = world
-        self.num_sms = sms
-        self._closed = False
-        self._dispatcher: Any = _core.Dispatcher(
-            world._world,
+        return (
             sms,
             chunk,
             flag(local_by_copy_engine, f"{who}: local_by_copy_engine"),

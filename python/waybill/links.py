@@ -8,7 +8,8 @@ from typing import Any
 from . import _core
 from ._arrays import number
 from ._files import Path, json_text
-from .errors import InvalidArgument
+from ._wrong_call import shown
+from .errors import InvalidArgument, WrongType
 
 __all__ = ["LinkSpeeds", "read_links"]
 
@@ -34,10 +35,14 @@ class LinkSpeeds:
     nvlink_bytes_per_second: float = 345e9  #: inside a node
     network_bytes_per_second: float = 50e9  #: between nodes
     block_bytes_per_second: float = 45e9  #: that one multiprocessor stores
+    device: str = ""  #: name of the GPUs that they were measured on; worlds of others say so
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
+        for name in ("nvlink", "network", "block"):
+            name = f"{name}_bytes_per_second"
             check_speed(getattr(self, name), f"LinkSpeeds: {name}")
+        if not isinstance(self.device, str):
+            raise WrongType(f"LinkSpeeds: device = {shown(self.device)}, expected a name of GPUs")
 
     @property
     def rates(self) -> dict[str, float]:

@@ -122,6 +122,7 @@ GpuRank::GpuRank(Rank rank, Topology topology, int device, double timeout_s)
   use();
   cudaDeviceProp properties{};
   cuda_check(cudaGetDeviceProperties(&properties, device), "reading device properties");
+  device_name_ = properties.name;
   num_sms_ = properties.multiProcessorCount;
   has_bulk_copies_ = read_device_limits(device).bulk_copies;
   cuda_check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
