@@ -177,9 +177,7 @@ def test_ranks_that_say_other_things(mine, theirs, text):
 
 def test_ranks_with_other_windows():
     def body(world):
-        with pytest.raises(
-            waybill.InvalidArgument, match="^Buffer: rank 0 with num_nvl_bytes = 524288, the others"
-        ):
+        with pytest.raises(waybill.InvalidArgument, match=r"^Buffer: rank . with num_nvl_bytes = "):
             Buffer(world, 2**20 if world.rank else 2**19, 2**20)
         buffer = Buffer(world, 2**20, 2**20)
         most = MOST + world.rank
