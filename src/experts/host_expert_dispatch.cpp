@@ -42,6 +42,11 @@ std::shared_ptr<HostExpertTables> HostExpertDispatch::route(const ExpertCall& ca
   routing->positions = read_positions(input.full_scatter_indices);
   if (!routing->positions.empty()) clear_tags(call);
   const auto counts = count_topk_slots(config_, ids);
+  for (std::int32_t e = 0; call.max_per_expert > 0 && e < config_.num_experts; ++e) {
+    require(counts[to_size(e)] <= call.max_per_expert, call.operation, ": exp_indices of rank ",
+            config_.rank, " hold expert ", e, " more than max_per_expert = ", call.max_per_expert,
+            " times");
+  }
   tell_counts(call, counts);
   round_.enter(call);
   routing->rows = share_rows(memory_.workspace.memory.front(), call.epoch,

@@ -2,6 +2,9 @@
 communication, or a result; and ranks that do not say the same.
 """
 
+import subprocess
+import sys
+
 import pytest
 
 pytest.importorskip("torch")
@@ -206,6 +209,35 @@ def test_an_expert_chosen_twice_by_too_many_tokens():
         assert torch.equal(sums, 2 * x[: MOST // 2])
 
     waybill.run_threads(WORLD, body, timeout_s=10.0)
+
+
+ON_A_GPU = """
+import torch, waybill
+from waybill.integrations.deep_ep import Buffer
+
+def body(world):
+    buffer = Buffer(world, 2**20, 2**20, low_latency_mode=True)
+    x = torch.ones(6, 128, dtype=torch.bfloat16, device=world.device)
+    ids = torch.ones(6, 2, dtype=torch.int64, device=world.device)
+    for count in (3, 6):  # as many rows as there are places for, and too many
+        mine = ids[:count]
+        got = buffer.low_latency_dispatch(x[:count], mine, 6, 4, use_fp8=False)
+        weights = torch.ones(count, 2, device=world.device)
+        sums, _, _ = buffer.low_latency_combine(got[0], mine, weights, got[2])
+        print(count, sums.float().mean().item(), flush=True)
+
+waybill.run_threads(1, body, device="cuda")
+"""
+
+
+@pytest.mark.skipif(waybill.num_gpus() == 0, reason="needs a GPU")
+def test_an_expert_chosen_twice_by_too_many_tokens_on_a_gpu():
+    """The device finds it, and is lost."""
+    ran = subprocess.run(
+        [sys.executable, "-c", ON_A_GPU], capture_output=True, text=True, timeout=120
+    )
+    assert ran.stdout == "3 2.0\n" and ran.returncode != 0, ran
+    assert "hold expert 1 more than max_per_expert = 6 times" in ran.stderr, ran.stderr
 
 
 def test_a_layout_of_other_ids():

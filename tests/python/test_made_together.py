@@ -85,7 +85,7 @@ def test_modules(wrong):
         {"num_sm": 0}, {"enable_local_combine": "no"}, {"dropped_id": 1}, {"rows": "any"},
         {"expert_alignment": 0}, {"expert_alignment": 2**31}, {"payload": 1}, {"capacity": 0},
         {"capacity": 2**40}, {"fixed_rows": 0}, {"fixed_rows": 1.5}, {"copy_out": 2},
-        {"device": "cuda"},
+        {"device": "cuda"}, {"max_per_expert": 0}, {"max_per_expert": 1.5},
     ],
     ids=str,
 )  # fmt: skip

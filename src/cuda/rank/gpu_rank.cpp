@@ -100,6 +100,9 @@ std::string describe_input(const FaultRecord& record) {
       return concat(call, "full_scatter_indices put token ", value(1), ", topk slot ", value(2),
                     " of rank ", value(3), " into row ", value(0), " of rank ", record.rank,
                     ", where another topk slot is; expected a row for each");
+    case FaultKind::expert_times:
+      return concat(call, "exp_indices of rank ", record.rank, " hold expert ", value(0),
+                    " more than max_per_expert = ", value(1), " times");
     default:
       return concat(call, "input of rank ", record.rank, " has ", value(0),
                     " rows, expected at least ", value(1), ", as the dispatch gave");

@@ -63,6 +63,9 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         fit; combine gives NaN for its tokens
     :param copy_out: False: dispatch returns views of the symmetric buffer, which hold until this
         rank begins the second dispatch after
+    :param max_per_expert: topk slots of one expert that a rank may have in a dispatch, None: any
+        number. More, of tokens that choose an expert twice, are an InvalidArgument: in host memory
+        before any communication, on GPUs the device reports it
     :param device: of ranks from a process group: "cpu", "cuda" for torch's current device,
         "cuda:1"; None is "cuda" where the group's backend is NCCL, else "cpu"
     """
@@ -93,15 +96,17 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         capacity: int = 2,
         fixed_rows: Union[int, float, None] = None,
         copy_out: bool = True,
+        max_per_expert: Optional[int] = None,
         device: Any = None,
     ) -> None:
         super().__init__()
         who = "EPAll2AllLayer"
         fixed: Optional[int] = None
+        most = 0
 
         def check() -> dict[str, Any]:
             """All arguments but those of the world, which the compiled part compares."""
-            nonlocal fixed
+            nonlocal fixed, most
             dtypes = (
                 torch_dtype(dtype, f"{who}: dtype"),
                 torch_dtype(weight_dtype, f"{who}: weight_dtype"),
@@ -125,6 +130,9 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
             self.enable_local_combine = flag(enable_local_combine, f"{who}: enable_local_combine")
             self.use_aot = flag(use_aot, f"{who}: use_aot")
             int64(capacity, f"{who}: capacity")
+            most = 0 if max_per_expert is None else int64(max_per_expert, f"{who}: max_per_expert")
+            if most < 1 and max_per_expert is not None:
+                raise InvalidArgument(f"{who}: max_per_expert = {most}, expected >= 1")
             return {}
 
         self.world = agreed_world(
@@ -141,7 +149,7 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         options = _core.ep_dispatch_options(compiled, *self._options.values(), payload)
         self._layer: Any = _core.ExpertLayer(
             self.world._world, compiled, options, self.num_sm, self.enable_local_combine,
-            int64(capacity, f"{who}: capacity"), fixed or 0,
+            int64(capacity, f"{who}: capacity"), fixed or 0, most,
         )  # fmt: skip
         self._lock = threading.RLock()
         self._lent = []
