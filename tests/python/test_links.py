@@ -42,6 +42,20 @@ def test_links_are_read(tmp_path):
         waybill.read_links(TEXT.replace("1e10", "-1"))
 
 
+@pytest.mark.parametrize("speed", [float("nan"), 0, -1, 1e19])
+@pytest.mark.parametrize("name", ["nvlink_bytes_per_second", "network_bytes_per_second"])
+def test_speeds_that_make_no_sense(speed, name):
+    """An error in the words of the call."""
+    plan = waybill.plan([300, 200], 2)
+    for who, call in (
+        ("plan", lambda **given: waybill.plan([300, 200], 2, **given)),
+        ("compare", lambda **given: waybill.compare([300, 200], 2, **given)),
+        ("predict_step", lambda **given: waybill.predict_step(plan, **given)),
+    ):
+        with pytest.raises(waybill.InvalidArgument, match=f"^{who}: {name} = "):
+            call(**{name: speed})
+
+
 def test_devices_have_names():
     for odd in (None, 3, ["NVIDIA H200"]):
         with pytest.raises(waybill.WrongType, match="LinkSpeeds: device = "):
