@@ -209,14 +209,15 @@ void bind_world(nb::module_& m) {
   world.def_prop_ro("device", [](const WorldHandle& w) { return w.rank->device(); });
   world.def("require_same", &require_same, "who"_a, "mine"_a);
   m.def("links_from_json", [](const std::string& text, const std::string& origin) {
-    const LinkSpeeds links = links_from_json(text, origin).speeds;
+    const auto [links, device, num_gpus] = links_from_json(text, origin);
     return std::tuple(links.nvlink_bytes_per_second, links.network_bytes_per_second,
-                      links.block_bytes_per_second);
+                      links.block_bytes_per_second, device);
   });
-  world.def("use_links", [](const WorldHandle& w, double nvlink, double network, double block) {
+  world.def("use_links", [](const WorldHandle& w, double nvlink, double network, double block,
+                            const std::string& measured_on) {
     unlocked([&] {
       const RankWorld::Call call(*w.rank, "World.use_links");
-      w.rank->world().use_links({nvlink, network, block});
+      w.rank->world().use_links({nvlink, network, block}, measured_on);
     });
   });
   world.def("barrier", [](const WorldHandle& w) {

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Optional
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Optional
 
-from .errors import Error, InvalidArgument
-from .world import World
+from .errors import InvalidArgument
 
-__all__ = ["agree"]
+if TYPE_CHECKING:
+    from .world import World
+
+__all__ = ["agree", "agree_on", "agreed_world"]
 
 
-def agree(world: World, who: str, facts: Mapping[str, Any], wrong: Optional[Error] = None) -> None:
+def agree(
+    world: World, who: str, facts: Mapping[str, Any], wrong: Optional[Exception] = None
+) -> None:
     """Collective, on the host. Raises on all ranks where ranks have other facts, naming a rank and
     the fact, or where one has found something ``wrong``, which it passes: nobody waits for it.
     """
@@ -24,3 +28,34 @@ def agree(world: World, who: str, facts: Mapping[str, Any], wrong: Optional[Erro
             raise
     if wrong is not None:
         raise wrong
+
+
+def agree_on(world: World, who: str, check: Callable[[], Mapping[str, Any]]) -> None:
+    """The same of what ``check`` returns, or of what it raises."""
+    facts: Mapping[str, Any] = {}
+    wrong: Optional[Exception] = None
+    try:
+        facts = check()
+    except Exception as error:
+        wrong = error
+    agree(world, who, facts, wrong)
+
+
+def agreed_world(
+    make: Callable[[], World], who: str, check: Callable[[], Mapping[str, Any]]
+) -> World:
+    """A world whose ranks agree. Wrong arguments come before why there is no world."""
+    facts: Mapping[str, Any] = {}
+    wrong: Optional[Exception] = None
+    try:
+        facts = check()
+    except Exception as error:
+        wrong = error
+    try:
+        world = make()
+    except Exception:
+        if wrong is not None:
+            raise wrong from None
+        raise
+    agree(world, who, facts, wrong)
+    return world

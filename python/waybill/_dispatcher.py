@@ -6,12 +6,14 @@ from types import TracebackType
 from typing import Any, Generic, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar, Union
 
 from . import _core
-from ._arrays import choice, flag, int64
+from ._agreement import agree
+from ._arrays import int64
 from ._copies import OfThisProcess
+from ._dispatcher_options import checked_options
 from ._graphs import outside_graphs
 from ._tensor_checks import Names, numbered, refuse, refuse_overlap
 from ._wrong_call import shown
-from .errors import InvalidArgument
+from .errors import Error, InvalidArgument
 from .sparse import relay_of, room_of, sparse_table
 from .world import World
 
@@ -20,7 +22,6 @@ _D = TypeVar("_D", bound="Dispatcher[Any]")
 
 #: Rows for the compiled part: address, dtype, rows, elements of a row, elements from row to row.
 Rows = Tuple[int, str, int, int, int]
-_MOST_BYTES = 2**63 - 1
 
 
 class TensorFormat(NamedTuple):
@@ -124,27 +125,18 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
             raise InvalidArgument(
                 f"{who}: world is a {type(world).__name__}, expected a waybill.World"
             )
-        sms = int64(num_sms, f"{who}: num_sms")
-        if not 0 <= sms < 2**31:
-            raise InvalidArgument(f"{who}: num_sms = {sms}, expected >= 0")
-        chunk = int64(chunk_bytes, f"{who}: chunk_bytes")
-        if not 16 <= chunk <= 2**30 or chunk % 16 != 0:
-            raise InvalidArgument(
-                f"{who}: chunk_bytes = {chunk}, expected a multiple of 16, up to 2^30"
+        try:
+            given = checked_options(
+                who, num_sms, chunk_bytes, local_by_copy_engine, max_window_bytes, relay
             )
-        most = _MOST_BYTES if max_window_bytes is None else max_window_bytes
-        self._check_world(world)
+            self._check_world(world)
+        except Error as error:
+            agree(world, who, {}, error)  # the others are told where they compare what they have
+            raise
         self.world = world
-        self.num_sms = sms
+        self.num_sms: int = given[0]
         self._closed = False
-        self._dispatcher: Any = _core.Dispatcher(
-            world._world,
-            sms,
-            chunk,
-            flag(local_by_copy_engine, f"{who}: local_by_copy_engine"),
-            int64(most, f"{who}: max_window_bytes"),
-            choice(relay, f"{who}: relay", "automatic", "never", "always"),
-        )
+        self._dispatcher: Any = _core.Dispatcher(world._world, *given)
 
     @outside_graphs
     def plan_dispatch(self, *parts: Sequence[Any]) -> ReadyPlan:

@@ -8,7 +8,8 @@ from typing import Any
 from . import _core
 from ._arrays import number
 from ._files import Path, json_text
-from .errors import InvalidArgument
+from ._wrong_call import shown
+from .errors import InvalidArgument, WrongType
 
 __all__ = ["LinkSpeeds", "read_links"]
 
@@ -25,6 +26,15 @@ def check_speed(value: Any, name: str) -> float:
     return speed
 
 
+def check_speeds(
+    who: str, nvlink: Any, network: Any, may_be_none: bool = False
+) -> dict[str, float]:
+    """Both, as the arguments that calls have; one that may be None, and is, is left out."""
+    given = {"nvlink_bytes_per_second": nvlink, "network_bytes_per_second": network}
+    left = {k: v for k, v in given.items() if not (may_be_none and v is None)}
+    return {k: check_speed(v, f"{who}: {k}") for k, v in left.items()}
+
+
 @dataclass(frozen=True)
 class LinkSpeeds:
     """Bytes per second of a rank, one direction. The defaults are those of 8 x H200, with which all
@@ -34,10 +44,14 @@ class LinkSpeeds:
     nvlink_bytes_per_second: float = 345e9  #: inside a node
     network_bytes_per_second: float = 50e9  #: between nodes
     block_bytes_per_second: float = 45e9  #: that one multiprocessor stores
+    device: str = ""  #: name of the GPUs that they were measured on; worlds of others say so
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
+        for name in ("nvlink", "network", "block"):
+            name = f"{name}_bytes_per_second"
             check_speed(getattr(self, name), f"LinkSpeeds: {name}")
+        if not isinstance(self.device, str):
+            raise WrongType(f"LinkSpeeds: device = {shown(self.device)}, expected a name of GPUs")
 
     @property
     def rates(self) -> dict[str, float]:

@@ -12,6 +12,7 @@ from ._files import json_text, kept
 from .attention_costs import AttentionCosts, planned
 from .errors import InvalidArgument
 from .layouts import QkvMetadata
+from .links import check_speeds
 from .plans import KV_LAYOUTS, MASKS, QkvPlan
 from .sparse import QkvRouting
 from .validation import Finding, validate
@@ -247,11 +248,10 @@ def plan(
             "plan",
             imbalance_target=imbalance_target,
             byte_weight=byte_weight,
-            nvlink_bytes_per_second=nvlink_bytes_per_second,
-            network_bytes_per_second=network_bytes_per_second,
             message_seconds=message_seconds,
             pairs_per_second=pairs_per_second,
         ),
+        **check_speeds("plan", nvlink_bytes_per_second, network_bytes_per_second),
         "tails": flag(tails, "plan: tails"),
     }
     if options["mask"] == "full" and options["window"]:

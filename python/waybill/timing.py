@@ -11,6 +11,7 @@ from ._copies import OfThisProcess
 from ._files import kept
 from .attention_costs import AttentionCosts, predicted
 from .errors import InvalidArgument
+from .links import check_speeds
 from .planner import AttentionPlan, _limit, _mask, _world
 from .plans import QkvPlan
 
@@ -250,8 +251,6 @@ def predict_step(
     whole["ranks_per_node"] = ranks_per_node
     given.update({k: int64(v, f"{who}: {k}") for k, v in whole.items() if v is not None})
     real = {
-        "nvlink_bytes_per_second": nvlink_bytes_per_second,
-        "network_bytes_per_second": network_bytes_per_second,
         "message_seconds": message_seconds,
         "pairs_per_second": pairs_per_second,
     }
@@ -259,6 +258,7 @@ def predict_step(
         given.update(predicted(costs, forward_flops_per_second))
     real = {name: value for name, value in real.items() if value is not None}
     given.update(numbers("predict_step", **real))
+    given.update(check_speeds(who, nvlink_bytes_per_second, network_bytes_per_second, True))
     if dtype is not None:
         given["dtype"] = library_dtype_of(dtype, f"{who}: dtype")
     if not isinstance(plan, (AttentionPlan, QkvPlan)):
@@ -323,11 +323,10 @@ def compare(
         **numbers(
             "compare",
             imbalance_target=imbalance_target,
-            nvlink_bytes_per_second=nvlink_bytes_per_second,
-            network_bytes_per_second=network_bytes_per_second,
             message_seconds=message_seconds,
             pairs_per_second=pairs_per_second,
         ),
+        **check_speeds("compare", nvlink_bytes_per_second, network_bytes_per_second),
     }
     lengths = flat_list(doc_lengths, "compare: doc_lengths")
     group = 0 if degree is None else _degree(degree, "compare")

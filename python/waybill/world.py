@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional, TypeVar
 
 from . import _core
+from ._agreement import agree
 from ._arrays import choice, int64
 from ._copies import OfThisProcess
 from ._graphs import outside_graphs
@@ -246,14 +247,16 @@ class World(OfThisProcess):
     def use_links(self, links: LinkSpeeds) -> None:
         """How fast this machine's links are (``read_links``), for dispatchers and layers that are
         made from now on. Collective: all ranks give the same, otherwise all get InvalidArgument.
+        One line on stderr says so where they were measured on other GPUs than this world's.
         """
         if not isinstance(links, LinkSpeeds):
-            kind = type(links).__name__
-            raise InvalidArgument(f"World.use_links: links is a {kind}, expected LinkSpeeds")
+            kind, who = type(links).__name__, "World.use_links"
+            agree(self, who, {}, InvalidArgument(f"{who}: links is a {kind}, expected LinkSpeeds"))
         self._world.use_links(
             float(links.nvlink_bytes_per_second),
             float(links.network_bytes_per_second),
             float(links.block_bytes_per_second),
+            links.device,
         )
 
     def __repr__(self) -> str:

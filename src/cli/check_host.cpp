@@ -5,12 +5,14 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <memory>
 #include <thread>
 
 #include "checkup.h"
 #include "core/printable.h"
 #include "report/format.h"
+#include "transport/peer_memory.h"
 #include "waybill/core/error.h"
 
 namespace waybill::cli {
@@ -64,6 +66,20 @@ CheckLine check_shared_memory(std::int64_t num_cores) {
   const auto block = static_cast<std::int64_t>(facts.f_frsize);
   return shared_memory_line(static_cast<std::int64_t>(facts.f_blocks) * block,
                             static_cast<std::int64_t>(facts.f_bavail) * block, num_cores);
+}
+
+/// WAYBILL_PEER_ACCESS, if it is set, as worlds on GPUs read it.
+void check_peer_access_wish(std::vector<CheckLine>& lines) {
+  constexpr const char* name = "WAYBILL_PEER_ACCESS";
+  const char* const text = std::getenv(name);
+  if (text == nullptr || *text == '\0') return;
+  CheckLine& line = lines.emplace_back(CheckLine{name, CheckState::good, printable_line(text)});
+  try {
+    (void)peer_access_wish(text);
+  } catch (const Error& error) {
+    line.state = CheckState::problem;
+    line.advice = error.what();
+  }
 }
 
 }  // namespace
@@ -145,6 +161,7 @@ std::vector<CheckLine> check_host() {
   std::array<char, 256> name{};
   (void)gethostname(name.data(), name.size() - 1);
   lines.push_back(host_name_line(name.data(), addresses_of(name.data())));
+  check_peer_access_wish(lines);
   return lines;
 }
 

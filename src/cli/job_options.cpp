@@ -187,7 +187,7 @@ void add_simulation_options(Command command, SimulationOptions& options) {
 
 LinkSpeeds HardwareOptions::speeds() const {
   LinkSpeeds speeds;
-  if (!links.empty()) speeds = read_links(links).speeds;
+  if (!links.empty()) speeds = links_from_json(read_input(links), input_name(links)).speeds;
   if (!nvlink.empty()) speeds.nvlink_bytes_per_second = parse_rate(nvlink).value();
   if (!network.empty()) speeds.network_bytes_per_second = parse_rate(network).value();
   return speeds;
@@ -207,8 +207,8 @@ void add_link_options(Command command, HardwareOptions& options) {
   const std::string group = "Hardware";
   command
       .option("--links", options.links,
-              "Speeds of a machine's links, as waybill calibrate has written them; --nvlink and "
-              "--network come before")
+              "Speeds of a machine's links, as waybill calibrate has written them, - is standard "
+              "input; --nvlink and --network come before")
       .value_name("FILE")
       .group(group);
   command

@@ -46,22 +46,25 @@ DispatchCombineContext DispatchCombineContext::make(const World& world, const EP
                                                     const char* who, std::span<const Setting> more,
                                                     const std::function<std::int64_t()>& num_rows,
                                                     std::int64_t slots) {
-  config.check(who);
-  options.check(config, who);
-  require(config.world_size == world.world_size(), who, ": world_size = ", config.world_size,
-          ", expected ", world.world_size(), ", as the world has");
-  require(config.local_world_size == world.topology().ranks_per_node, who,
-          ": local_world_size = ", config.local_world_size, ", expected ",
-          world.topology().ranks_per_node, ", as the world has");
-  require(config.rank == to_int(world.rank()), who, ": rank = ", config.rank, ", expected ",
-          world.rank(), ", as in the world");
-  detail::check_dtypes_of_engine(world, config, who);
-  const std::int64_t rows = num_rows();
-  require(1 <= rows && rows <= std::numeric_limits<std::int32_t>::max(), who, ": rows = ", rows,
-          ", expected 1..", std::numeric_limits<std::int32_t>::max());
-  std::vector<Setting> mine = detail::layer_settings(config, options);
-  mine.insert(mine.end(), more.begin(), more.end());
-  world.transport().require_same(who, mine);
+  std::int64_t rows = 0;
+  agree_on_settings(world.transport(), who, [&] {
+    config.check(who);
+    options.check(config, who);
+    require(config.world_size == world.world_size(), who, ": world_size = ", config.world_size,
+            ", expected ", world.world_size(), ", as the world has");
+    require(config.local_world_size == world.topology().ranks_per_node, who,
+            ": local_world_size = ", config.local_world_size, ", expected ",
+            world.topology().ranks_per_node, ", as the world has");
+    require(config.rank == to_int(world.rank()), who, ": rank = ", config.rank, ", expected ",
+            world.rank(), ", as in the world");
+    detail::check_dtypes_of_engine(world, config, who);
+    rows = num_rows();
+    require(1 <= rows && rows <= std::numeric_limits<std::int32_t>::max(), who, ": rows = ", rows,
+            ", expected 1..", std::numeric_limits<std::int32_t>::max());
+    std::vector<Setting> mine = detail::layer_settings(config, options);
+    mine.insert(mine.end(), more.begin(), more.end());
+    return mine;
+  });
   DispatchCombineContext context(world, config, options);
   Transport& transport = world.transport();
   ExpertMemory& memory = *context.memory_;

@@ -73,7 +73,8 @@ struct ExpertCall {
   int num_sms = 0;
   const Stream* stream = nullptr;
   CallFingerprint fingerprint = {};  ///< what this rank means by it; ranks compare theirs
-  bool may_grow = false;      ///< windows may: the host has waited for the counts of its dispatches
+  bool may_grow = false;  ///< windows may: the host has waited for the counts of its dispatches
+  std::int64_t max_per_expert = 0;  ///< of dispatches: see EPLayerOptions
   bool sums_locally = false;  ///< of dispatches: weighted sums may be local, see EPCombineOptions
 };
 

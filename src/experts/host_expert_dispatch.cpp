@@ -42,10 +42,14 @@ std::shared_ptr<HostExpertTables> HostExpertDispatch::route(const ExpertCall& ca
   routing->positions = read_positions(input.full_scatter_indices);
   if (!routing->positions.empty()) clear_tags(call);
   const auto counts = count_topk_slots(config_, ids);
+  for (std::int32_t e = 0; call.max_per_expert > 0 && e < config_.num_experts; ++e) {
+    require(counts[to_size(e)] <= call.max_per_expert, call.operation, ": exp_indices of rank ",
+            config_.rank, " hold expert ", e, " more than max_per_expert = ", call.max_per_expert,
+            " times");
+  }
   tell_counts(call, counts);
   round_.enter(call);
-  const auto first_of_node = to_size(routing->own_node()) * to_size(config_.local_world_size);
-  routing->rows = share_rows(memory_.workspace.memory[first_of_node], call.epoch,
+  routing->rows = share_rows(memory_.workspace.memory.front(), call.epoch,
                              [&] { return locate_rows(config_, options_, told_counts(call)); });
   routing->required_rows = static_cast<std::int32_t>(routing->rows->largest_recv_rows);
   routing->dst_rows.assign(to_size(slice(config_.num_nodes()) * config_.topk), -1);
@@ -62,27 +66,24 @@ std::shared_ptr<HostExpertTables> HostExpertDispatch::route(const ExpertCall& ca
   return tables;
 }
 
-/// Ranks of this node read them here, those of other nodes have them written into their workspace.
+/// The others read them here, also those of other nodes: copies for them would be W^2 num_counts
+/// integers in all, 8.6 GB of 1024 ranks with an expert each.
 void HostExpertDispatch::tell_counts(const ExpertCall& call, std::span<const std::int32_t> counts) {
   const auto size_bytes = static_cast<std::int64_t>(counts.size_bytes());
-  const std::int64_t place =
-      memory_.workspace_layout.counts[call.parity] + config_.rank * size_bytes;
-  for (std::int32_t r = 0; r < config_.world_size; ++r) {
-    if (r != config_.rank && memory_.workspace.peers[to_size(r)] != nullptr) continue;
-    round_.post(r, place, counts.data(), size_bytes);
-  }
+  round_.post(config_.rank, memory_.workspace_layout.counts[call.parity], counts.data(),
+              size_bytes);
 }
 
 /// They stay as they are until all ranks have entered the next dispatch, and so left this one.
 std::vector<std::span<const std::int32_t>> HostExpertDispatch::told_counts(
     const ExpertCall& call) const {
   std::vector<std::span<const std::int32_t>> counts;
-  const std::int64_t count = num_counts(config_);
   for (std::int32_t r = 0; r < config_.world_size; ++r) {
-    const std::byte* const part = memory_.workspace.peers[to_size(r)];
-    const std::byte* const table = (part != nullptr ? part : memory_.workspace.local) +
-                                   memory_.workspace_layout.counts[call.parity];
-    counts.emplace_back(reinterpret_cast<const std::int32_t*>(table) + r * count, to_size(count));
+    const auto* const part =
+        static_cast<const std::byte*>(memory_.workspace.memory[to_size(r)].get());
+    counts.emplace_back(
+        reinterpret_cast<const std::int32_t*>(part + memory_.workspace_layout.counts[call.parity]),
+        to_size(num_counts(config_)));
   }
   return counts;
 }

@@ -28,10 +28,13 @@ DispatchCombineContext LayerState::make_context(const World& world, const EPConf
   const Setting mine[] = {{"enable_local_combine", options.enable_local_combine ? "true" : "false"},
                           {"push_combine", options.push_combine ? "true" : "false"},
                           {"fixed_rows", concat(options.fixed_rows)},
+                          {"max_per_expert", concat(options.max_per_expert)},
                           {"capacity", concat(options.capacity_factor)}};
   const auto num_rows = [&] {
     require(options.num_sms >= 1, who, ": num_sms = ", options.num_sms, ", expected >= 1");
     require(options.fixed_rows >= 0, who, ": fixed_rows = ", options.fixed_rows, ", expected >= 0");
+    require(options.max_per_expert >= 0, who, ": max_per_expert = ", options.max_per_expert,
+            ", expected >= 0");
     if (options.fixed_rows > 0) return options.fixed_rows;
     return DispatchCombineContext::rows_of(config, options.capacity_factor, who);
   };
@@ -66,6 +69,7 @@ ExpertCall LayerState::next_call(const char* operation, std::uint64_t number, co
           .stream = &stream,
           .fingerprint = fingerprint,
           .may_grow = options_.fixed_rows == 0,
+          .max_per_expert = options_.max_per_expert,
           .sums_locally = options_.enable_local_combine};
 }
 

@@ -80,15 +80,17 @@ DispatcherState::DispatcherState(const World& world, const SequenceDispatcherOpt
       options_(with_links(options, world)),
       compile_(options_of_plans(options_, world)) {
   options_.plan.relay = compile_.relay;
-  require(options.num_sms >= 0, "SequenceDispatcher: num_sms = ", options.num_sms,
-          ", expected >= 0");
-  const std::int32_t nodes = world.topology().num_nodes();
-  require(options.num_sms > 0 || nodes == 1 || !world.executor().expands_plans(),
-          "SequenceDispatcher: num_sms = 0 on ", nodes,
-          " nodes, expected at least 1: copy engines wait for nobody");
-  require(options.max_window_bytes >= 0,
-          "SequenceDispatcher: max_window_bytes = ", options.max_window_bytes, ", expected >= 0");
-  world.transport().require_same("SequenceDispatcher", common_settings(options_));
+  agree_on_settings(world.transport(), "SequenceDispatcher", [&] {
+    require(options.num_sms >= 0, "SequenceDispatcher: num_sms = ", options.num_sms,
+            ", expected >= 0");
+    const std::int32_t nodes = world.topology().num_nodes();
+    require(options.num_sms > 0 || nodes == 1 || !world.executor().expands_plans(),
+            "SequenceDispatcher: num_sms = 0 on ", nodes,
+            " nodes, expected at least 1: copy engines wait for nobody");
+    require(options.max_window_bytes >= 0,
+            "SequenceDispatcher: max_window_bytes = ", options.max_window_bytes, ", expected >= 0");
+    return common_settings(options_);
+  });
   const std::int32_t ranks = world.world_size();
   arrivals_ = world.transport().allocate_signals(
       with_fingerprints(num_arrival_signals(ranks), ranks), "arrivals");

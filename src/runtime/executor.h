@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 
 #include "runtime/fingerprint.h"
 #include "schedule/sequence_plan.h"
@@ -70,6 +71,9 @@ class Executor {
 
   /// Whether it wants SequencePlan::phases besides, to receive what others send.
   [[nodiscard]] virtual bool is_two_sided() const { return false; }
+
+  /// Of the GPU whose links rows take; empty in host memory.
+  [[nodiscard]] virtual std::string device_name() const { return {}; }
 
   /// Keeps the tables of a plan.
   [[nodiscard]] virtual std::unique_ptr<UploadedPlan> upload(const SequencePlan& plan,

@@ -1,12 +1,14 @@
 #include "waybill/runtime/world.h"
 
 #include <atomic>
+#include <cstdio>
 #include <exception>
 #include <limits>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "core/printable.h"
 #include "core/to_size.h"
 #include "runtime/executor.h"
 #include "transport/transport.h"
@@ -36,14 +38,24 @@ Executor& World::executor() const noexcept { return *engine_->executor; }
 std::uint64_t World::next_object() const noexcept { return ++engine_->num_objects; }
 const LinkSpeeds& World::links() const noexcept { return engine_->transport->links(); }
 
-void World::use_links(const LinkSpeeds& links) const {
+void World::use_links(const LinkSpeeds& links, std::string_view measured_on) const {
   constexpr const char* who = "World::use_links";
-  links.check(who);
-  const Setting settings[] = {{"nvlink_bytes_per_second", concat(links.nvlink_bytes_per_second)},
-                              {"network_bytes_per_second", concat(links.network_bytes_per_second)},
-                              {"block_bytes_per_second", concat(links.block_bytes_per_second)}};
-  engine_->transport->require_same(who, settings);
+  agree_on_settings(*engine_->transport, who, [&]() -> std::vector<Setting> {
+    links.check(who);
+    return {{"nvlink_bytes_per_second", concat(links.nvlink_bytes_per_second)},
+            {"network_bytes_per_second", concat(links.network_bytes_per_second)},
+            {"block_bytes_per_second", concat(links.block_bytes_per_second)}};
+  });
   engine_->transport->set_links(links);
+  const std::string device = engine_->executor->device_name();
+  const bool speaks = to_int(topology().local_rank(rank())) == 0;
+  if (!speaks || measured_on.empty() || device.empty() || measured_on == device) return;
+  const std::string line =
+      concat("waybill: ", who, ": these speeds were measured on ", printable_line(measured_on),
+             ", but rank ", rank(), " has ", device,
+             "; rows arrive all the same, perhaps by a slower way: waybill calibrate measures the "
+             "links of this machine\n");
+  (void)std::fputs(line.c_str(), stderr);
 }
 
 void World::barrier() const { engine_->transport->barrier("World::barrier"); }

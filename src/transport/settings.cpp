@@ -2,10 +2,13 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <exception>
+#include <iterator>
 #include <map>
 #include <vector>
 
 #include "peer_text.h"
+#include "transport/transport.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
@@ -75,6 +78,27 @@ void require_same(Bootstrap& bootstrap, std::string_view who, std::span<const Se
                                  mine[s].name, " = ", detail::peer_text(*other), ", the others ",
                                  detail::peer_text(usual), ", expected the same on all ranks"));
   }
+}
+
+void agree_on_settings(Transport& transport, std::string_view who,
+                       const std::function<std::vector<Setting>()>& check) {
+  std::vector<Setting> mine = {{"arguments", "right"}};
+  std::exception_ptr wrong;
+  try {
+    std::ranges::copy(check(), std::back_inserter(mine));
+  } catch (const std::exception& error) {
+    wrong = std::current_exception();
+    const std::string text = error.what();
+    const std::string prefix = concat(who, ": ");
+    const std::size_t skipped = text.starts_with(prefix) ? prefix.size() : 0;
+    mine = {{"arguments", concat("wrong (", text.substr(skipped), ")")}};
+  }
+  try {
+    transport.require_same(who, mine);
+  } catch (const InvalidArgument&) {
+    if (wrong == nullptr) throw;
+  }
+  if (wrong != nullptr) std::rethrow_exception(wrong);
 }
 
 }  // namespace waybill

@@ -16,6 +16,9 @@ TEST_F(CalibrateTest, LinksDecideThePrediction) {
       holds(run(small + "--links slow.json").out, {"20.0 GB/s NVLink", "3.00 GB/s network"}));
   EXPECT_TRUE(holds(run(small + "--links slow.json --nvlink 100GB/s").out,
                     {"100 GB/s NVLink", "3.00 GB/s network"}));
+  EXPECT_TRUE(
+      holds(run(small + "--links -", text_of(path("slow.json"))).out, {"20.0 GB/s NVLink"}));
+  EXPECT_TRUE(fails(run(small + "--links -"), 1, {"standard input: line 1"}));
   EXPECT_TRUE(fails(run(small + "--links nowhere.json"), 1, {"nowhere.json"}));
   EXPECT_TRUE(holds(run("plan --full --world-size 4 --tokens-per-rank 2048 --links slow.json").out,
                     {"\"nvlink_bytes_per_second\": 2e+10", "\"network_bytes_per_second\": 3e+09"}));

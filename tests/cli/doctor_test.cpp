@@ -26,6 +26,18 @@ TEST_F(DoctorTest, JsonHasEveryLine) {
                          R"({"name": "cores", "state": "good", "value": ")"}));
 }
 
+TEST_F(DoctorTest, AWrongWishForPeerAccessIsNamed) {
+  const auto said = [&](const std::string& value) {
+    const std::string command = "cd '" + folder_.string() + "' && WAYBILL_PEER_ACCESS=" + value +
+                                " '" WAYBILL_CLI "' doctor >stdout 2>stderr";
+    (void)std::system(command.c_str());
+    return text_of(path("stdout"));
+  };
+  EXPECT_TRUE(holds(said("nope"), {"! WAYBILL_PEER_ACCESS", "expected none", "does not work (!)"}));
+  EXPECT_TRUE(holds(said("none"), {"  WAYBILL_PEER_ACCESS", "none\n"}));
+  EXPECT_EQ(said("").find("WAYBILL_PEER_ACCESS"), std::string::npos);
+}
+
 TEST_F(DoctorTest, TorchThatIsMissingIsANote) {
   const ProgramResult doctor = run("doctor --python 3.12.1");
   EXPECT_TRUE(holds(doctor.out, {"- torch", "not installed", "waybill.torch needs it"}));

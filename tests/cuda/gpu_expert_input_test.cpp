@@ -32,11 +32,13 @@ EPConfig many_tokens(EPConfig config) {
 /// One rank's layer of fixed rows, after a good step: calls 1 and 2.
 class Step {
  public:
-  Step(World& world, EPConfig config, const ExpertCase& sample, bool local_combine = false)
+  Step(World& world, EPConfig config, const ExpertCase& sample, bool local_combine = false,
+       std::int64_t max_per_expert = 0)
       : arena_(world, arena_bytes) {
     config.rank = to_int(world.rank());
     EPLayerOptions options{.num_sms = 4, .fixed_rows = most_recv_rows(config, {})};
     options.enable_local_combine = local_combine;
+    options.max_per_expert = max_per_expert;
     layer_ = std::make_unique<EPAll2AllLayer>(world, config, options);
     input_ = DeviceInput(arena_, sample, config.rank).input;
     made_ = layer_->dispatch(input_, stream());
@@ -158,6 +160,40 @@ TEST(GpuExpertInput, an_id_of_64_bits) {
 TEST(GpuExpertInput, an_id_out_of_range_on_nodes) { find_a_bad_id(small_config(4, 2), 17); }
 TEST(GpuExpertInput, an_id_out_of_range_of_many_tokens_on_nodes) {
   find_a_bad_id(many_tokens(small_config(4, 2)), 17, DType::int64);
+}
+
+/// Rank 1 has expert 3 once too often, of tokens that choose it twice; rank 0 as often as it may.
+void find_an_expert_too_often(const EPConfig& config, std::int64_t tokens, std::int64_t most) {
+  ExpertCase good = good_case(config, DType::int32, tokens);
+  const auto choose = [&](ExpertCase& made, std::size_t rank, std::int64_t times) {
+    std::int32_t i = 0;
+    for (std::int32_t& id : made.ids[rank].as<std::int32_t>()) {
+      id = i < times ? 3 : 4 + i % (config.num_experts - 4);
+      ++i;
+    }
+  };
+  for (std::size_t r = 0; r < to_size(config.world_size); ++r) choose(good, r, most);
+  ExpertCase bad = good;
+  choose(bad, 1, most + 1);
+  expect_found(
+      config,
+      [&](World& world) {
+        Step step(world, config, good, false, most);
+        step.dispatch(bad);
+        step.expect_end();
+      },
+      concat("dispatch 3: exp_indices of rank 1 hold expert 3 more than max_per_expert = ", most,
+             " times"));
+}
+
+TEST(GpuExpertInput, an_expert_too_often_of_few_tokens) {
+  find_an_expert_too_often(small_config(2), 20, 30);
+}
+TEST(GpuExpertInput, an_expert_too_often_of_many_tokens) {
+  find_an_expert_too_often(many_tokens(small_config(2)), 300, 500);
+}
+TEST(GpuExpertInput, an_expert_too_often_on_nodes) {
+  find_an_expert_too_often(small_config(4, 2), 20, 30);
 }
 
 /// A case with positions, in the usual order but for what `change` does.

@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "experts/expert_rounds.h"
 #include "support/expect_error.h"
 #include "support/run_ranks.h"
@@ -34,6 +36,7 @@ TEST(EPLayerErrors, RefuseWhatDoesNotFitTheWorld) {
     refuses([](EPConfig&, EPLayerOptions& o) { o.num_sms = 0; }, {"num_sms = 0"});
     refuses([](EPConfig&, EPLayerOptions& o) { o.capacity_factor = 0; }, {"capacity = 0"});
     refuses([](EPConfig&, EPLayerOptions& o) { o.fixed_rows = -1; }, {"fixed_rows = -1"});
+    refuses([](EPConfig&, EPLayerOptions& o) { o.max_per_expert = -1; }, {"max_per_expert = -1"});
     refuses([](EPConfig&, EPLayerOptions& o) { o.dispatch.dropped_id = 7; }, {"dropped_id = 7"});
     EPAll2AllLayer layer(world, at_rank(good(), world));  // nothing above has told anybody
     layer.finalize();
@@ -42,7 +45,8 @@ TEST(EPLayerErrors, RefuseWhatDoesNotFitTheWorld) {
 
 TEST(EPLayerErrors, ComeBeforeAnyCommunicationAndTheCallMayBeRepeated) {
   Random random(41);
-  const EPLayerOptions options;
+  const EPLayerOptions options{.max_per_expert =
+                                   9};  // that a token chooses an expert twice is no error
   const auto round = make_round(random_case(good(), random, {.tokens = 5}), options, random);
   run_thread_world(2, [&](World& world) {
     const auto rank = static_cast<std::size_t>(to_int(world.rank()));
@@ -63,6 +67,11 @@ TEST(EPLayerErrors, ComeBeforeAnyCommunicationAndTheCallMayBeRepeated) {
     refuses([&](auto& in) { in.tokens.strides = {1, 5}; }, {"input has strides", "contiguous"});
     refuses([&](auto& in) { in.tokens.data = nullptr; }, {"input is null"});
     refuses([&](auto& in) { in.ids = ids.view(); }, {"exp_indices[1][1] = 5", "0..3"});
+    HostTensor often(DType::int32, {5, 2});
+    std::ranges::fill(often.as<std::int32_t>(), 3);
+    refuses(
+        [&](auto& in) { in.ids = often.view(); },
+        {"dispatch: exp_indices of rank ", " hold expert 3 more than max_per_expert = 9 times"});
     refuses([&](auto& in) { in.ids.shape = {4, 2}; }, {"exp_indices has shape [4, 2]"});
     refuses([&](auto& in) { in.ids = other.view(); }, {"exp_indices is float32"});
     refuses([&](auto& in) { in.weights = wide.view(); }, {"weight is bfloat16"});

@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <fstream>
+#include <string>
+
 #include "experts/expert_rounds.h"
 #include "support/sanitizers.h"
 
@@ -21,8 +24,7 @@ void PrintTo(const Ranks& ranks, std::ostream* out) {
 
 class ManyRanksOfExperts : public testing::TestWithParam<Ranks> {};
 
-TEST_P(ManyRanksOfExperts, round_equals_the_simulation) {
-  const Ranks& ranks = GetParam();
+void run_round(const Ranks& ranks) {
   EPConfig config;
   config.max_tokens = 3;
   config.hidden = 4;
@@ -39,6 +41,8 @@ TEST_P(ManyRanksOfExperts, round_equals_the_simulation) {
   run_rounds(config, options, rounds);
 }
 
+TEST_P(ManyRanksOfExperts, round_equals_the_simulation) { run_round(GetParam()); }
+
 INSTANTIATE_TEST_SUITE_P(Few, ManyRanksOfExperts,
                          testing::Values(Ranks{65, 13, EPRows::grouped},
                                          Ranks{72, 72, EPRows::grouped},
@@ -49,6 +53,26 @@ INSTANTIATE_TEST_SUITE_P(Many, ManyRanksOfExperts,
                          testing::Values(Ranks{256, 256, EPRows::grouped},
                                          Ranks{256, 8, EPRows::compact},
                                          Ranks{1024, 1024, EPRows::grouped}));
+
+/// The most memory that this process has had since the last call, in bytes.
+std::int64_t take_peak_bytes() {
+  std::ifstream status("/proc/self/status");
+  std::string word;
+  std::int64_t kilobytes = -1;
+  while (status >> word) {
+    if (word == "VmHWM:") status >> kilobytes;
+  }
+  std::ofstream("/proc/self/clear_refs") << 5 << std::flush;
+  return kilobytes * 1024;
+}
+
+TEST(ManyRanksOfExperts, many_nodes_fit_into_a_gigabyte) {
+  (void)take_peak_bytes();
+  run_round({1024, 8, EPRows::compact});
+  const std::int64_t peak = take_peak_bytes();
+  EXPECT_GT(peak, 0);
+  EXPECT_LT(peak, 1'000'000'000);
+}
 #endif
 
 }  // namespace

@@ -92,6 +92,7 @@ def test_bad_input_comes_before_communication(torch_way):
             mine = everyone(device=torch_way.device)[rank]
             given = {"topk_idx": mine.ids, "topk_weights": mine.weights}
             buffer.dispatch(mine.x, **given, **layout_of(buffer, mine))
+            Buffer(buffer._layers.world, BYTES)
         ranks = everyone(8, device=torch_way.device)
         got = buffer.dispatch(ranks[rank].x, **layout_of(buffer, ranks[rank]))[0]
         assert torch.equal(got, arrivals(ranks, rank))

@@ -2,6 +2,9 @@
 communication, or a result; and ranks that do not say the same.
 """
 
+import subprocess
+import sys
+
 import pytest
 
 pytest.importorskip("torch")
@@ -177,11 +180,9 @@ def test_ranks_that_say_other_things(mine, theirs, text):
 
 def test_ranks_with_other_windows():
     def body(world):
-        buffer = Buffer(world, 2**20 if world.rank else 2**19, 2**20)
-        with pytest.raises(
-            waybill.InvalidArgument, match=r"^Buffer: .*ranks must have the same byt"
-        ):
-            buffer.dispatch(**given(world, buffer))
+        with pytest.raises(waybill.InvalidArgument, match=r"^Buffer: rank . with num_nvl_bytes = "):
+            Buffer(world, 2**20 if world.rank else 2**19, 2**20)
+        buffer = Buffer(world, 2**20, 2**20)
         most = MOST + world.rank
         with pytest.raises(waybill.InvalidArgument, match=r"^Buffer: .*most tokens"):
             buffer.low_latency_dispatch(rows(world), choices(), most, EXPERTS)
@@ -208,6 +209,35 @@ def test_an_expert_chosen_twice_by_too_many_tokens():
         assert torch.equal(sums, 2 * x[: MOST // 2])
 
     waybill.run_threads(WORLD, body, timeout_s=10.0)
+
+
+ON_A_GPU = """
+import torch, waybill
+from waybill.integrations.deep_ep import Buffer
+
+def body(world):
+    buffer = Buffer(world, 2**20, 2**20, low_latency_mode=True)
+    x = torch.ones(6, 128, dtype=torch.bfloat16, device=world.device)
+    ids = torch.ones(6, 2, dtype=torch.int64, device=world.device)
+    for count in (3, 6):  # as many rows as there are places for, and too many
+        mine = ids[:count]
+        got = buffer.low_latency_dispatch(x[:count], mine, 6, 4, use_fp8=False)
+        weights = torch.ones(count, 2, device=world.device)
+        sums, _, _ = buffer.low_latency_combine(got[0], mine, weights, got[2])
+        print(count, sums.float().mean().item(), flush=True)
+
+waybill.run_threads(1, body, device="cuda")
+"""
+
+
+@pytest.mark.skipif(waybill.num_gpus() == 0, reason="needs a GPU")
+def test_an_expert_chosen_twice_by_too_many_tokens_on_a_gpu():
+    """The device finds it, and is lost."""
+    ran = subprocess.run(
+        [sys.executable, "-c", ON_A_GPU], capture_output=True, text=True, timeout=120
+    )
+    assert ran.stdout == "3 2.0\n" and ran.returncode != 0, ran
+    assert "hold expert 1 more than max_per_expert = 6 times" in ran.stderr, ran.stderr
 
 
 def test_a_layout_of_other_ids():

@@ -34,6 +34,9 @@ struct EPLayerOptions {
   /// have this many rows, and what does not fit is left out: overflow() reports it, and the sums of
   /// its tokens are NaN.
   std::int64_t fixed_rows = 0;
+  /// Topk slots of one expert that a rank may have in a dispatch, 0: any number. More are an error:
+  /// in host memory before anything moves, on GPUs by the device.
+  std::int64_t max_per_expert = 0;
   /// One node: ranks send expert outputs to their tokens' homes, instead of these fetching them. It
   /// takes memory for max_tokens * topk rows twice (min(topk, world_size) with sums or compact
   /// rows). All ranks alike; what comes of it is the same.

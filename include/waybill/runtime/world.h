@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string_view>
 
 #include "waybill/core/link_speeds.h"
 #include "waybill/core/topology.h"
@@ -39,8 +40,10 @@ class World {
 
   /// Collective: how fast this machine's links are (waybill calibrate). For dispatchers and layers
   /// that are made from now on; a dispatcher with speeds of its own keeps those.
+  /// @param measured_on LinkMeasurement::device. Where rows move between other GPUs, the first rank
+  ///   of each node says so in one line on stderr; empty, or ranks in host memory: nothing is said
   /// @throws InvalidArgument on all ranks unless they give the same speeds; Timeout
-  void use_links(const LinkSpeeds& links) const;
+  void use_links(const LinkSpeeds& links, std::string_view measured_on = {}) const;
   [[nodiscard]] const LinkSpeeds& links() const noexcept;
 
  private:

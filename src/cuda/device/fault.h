@@ -21,7 +21,8 @@ enum class FaultKind : std::uint32_t {
   scatter_size,
   scatter_position,
   scatter_twice,
-  combine_rows
+  combine_rows,
+  expert_times
 };
 
 inline constexpr int fault_words = 4;

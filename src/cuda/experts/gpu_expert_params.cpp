@@ -206,6 +206,8 @@ RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInpu
   const std::int64_t most = std::numeric_limits<std::int32_t>::max();
   params.fitting_rows =
       static_cast<std::int32_t>(call.may_grow ? most : std::min(most, memory_.capacity_rows));
+  params.max_per_expert = static_cast<std::int32_t>(
+      call.max_per_expert == 0 ? most : std::min(most, call.max_per_expert));
   params.weights = weights_of(input);
   params.takes_weights = is_given(input.weights);
   if (!config_.is_intra_node()) {

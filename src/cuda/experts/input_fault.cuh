@@ -50,6 +50,13 @@ template <class P>
                {{id, i / s.topk, i % s.topk, s.num_experts, p.dropped_id}});
 }
 
+/// More topk slots of an expert than this rank may have.
+[[noreturn]] __device__ __noinline__ inline void report_many_of_expert(const RouteParams& p,
+                                                                       std::int32_t expert) {
+  report_input(p.m.arrive.sink, FaultKind::expert_times, FaultKind::moe_dispatch, p.shape.rank,
+               p.m.state->call.epoch + 1, {{expert, p.max_per_expert}});
+}
+
 /// full_scatter_indices that are not those of all ranks' tokens.
 [[noreturn]] __device__ __noinline__ inline void report_scatter_size(const RouteParams& p,
                                                                      std::int32_t tokens) {

@@ -124,7 +124,8 @@ struct RouteParams {
   /// Rows of windows that do not grow before the rows come: others get no record, and what is sent
   /// for them is sent to the next one of the token on the rank.
   std::int32_t fitting_rows;
-  const std::byte* weights;  ///< [T, K] or null
+  std::int32_t max_per_expert;  ///< topk slots of an expert that a rank may have
+  const std::byte* weights;     ///< [T, K] or null
   std::int32_t weight_bytes;
   bool takes_weights;  ///< from all ranks; where this one has no tokens, too
   /// Of the ranks of the node: what they receive, in parts.

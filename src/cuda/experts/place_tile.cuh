@@ -176,10 +176,13 @@ __device__ inline std::int32_t first_row(const MoeShape& s, const Scratch& scrat
 }
 
 /// Where each tile of the part has the first row of each expert, from what the tiles have of it.
+/// Reports an expert that this rank has too often: with the earlier blocks' topk slots, one block
+/// finds it.
 /// @param earlier(e): topk slots of the part's earlier blocks
 template <class Earlier>
-__device__ void set_cursors(const MoeShape& s, const Scratch& scratch, int tile_warps,
-                            Earlier&& earlier) {
+__device__ void set_cursors(const RouteParams& p, const RoutePart& part, const Scratch& scratch,
+                            int tile_warps, Earlier&& earlier) {
+  const MoeShape& s = p.shape;
   const std::int32_t n = num_counts(s);
   for (auto e = static_cast<std::int32_t>(threadIdx.x); e < n; e += route_threads) {
     std::int32_t own[route_warps];
@@ -187,11 +190,15 @@ __device__ void set_cursors(const MoeShape& s, const Scratch& scratch, int tile_
     for (int w = 0; w < route_warps; ++w) {
       own[w] = w < tile_warps ? scratch.cursors[w * n + e] : 0;
     }
-    std::int32_t row = first_row(s, scratch, e) + earlier(e);
+    const std::int32_t first = first_row(s, scratch, e);
+    std::int32_t row = first + earlier(e);
 #pragma unroll
     for (int w = 0; w < route_warps; ++w) {
       if (w < tile_warps) scratch.cursors[w * n + e] = row;
       row += own[w];
+    }
+    if (row - first > p.max_per_expert && e < s.num_experts && part.source == s.rank) {
+      report_many_of_expert(p, e);
     }
   }
   __syncthreads();
@@ -203,7 +210,7 @@ template <Span S, class Earlier>
 __device__ void place_block(const RouteParams& p, const RoutePart& part, const Scratch& scratch,
                             int tile_warps, bool overflows, Earlier&& earlier) {
   const MoeShape& s = p.shape;
-  set_cursors(s, scratch, tile_warps, earlier);
+  set_cursors(p, part, scratch, tile_warps, earlier);
   const auto warp = static_cast<int>(threadIdx.x / 32);
   if (warp >= tile_warps) return;
   place_tile<S>(p, part, tile_of(s, part, warp, tile_warps), scratch,

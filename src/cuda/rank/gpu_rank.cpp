@@ -100,6 +100,9 @@ std::string describe_input(const FaultRecord& record) {
       return concat(call, "full_scatter_indices put token ", value(1), ", topk slot ", value(2),
                     " of rank ", value(3), " into row ", value(0), " of rank ", record.rank,
                     ", where another topk slot is; expected a row for each");
+    case FaultKind::expert_times:
+      return concat(call, "exp_indices of rank ", record.rank, " hold expert ", value(0),
+                    " more than max_per_expert = ", value(1), " times");
     default:
       return concat(call, "input of rank ", record.rank, " has ", value(0),
                     " rows, expected at least ", value(1), ", as the dispatch gave");
@@ -122,6 +125,7 @@ GpuRank::GpuRank(Rank rank, Topology topology, int device, double timeout_s)
   use();
   cudaDeviceProp properties{};
   cuda_check(cudaGetDeviceProperties(&properties, device), "reading device properties");
+  device_name_ = properties.name;
   num_sms_ = properties.multiProcessorCount;
   has_bulk_copies_ = read_device_limits(device).bulk_copies;
   cuda_check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -26,6 +27,8 @@ class GpuRank {
   [[nodiscard]] Rank rank() const noexcept { return rank_; }
   [[nodiscard]] const Topology& topology() const noexcept { return topology_; }
   [[nodiscard]] int device() const noexcept { return device_; }
+  /// As the driver calls it: "NVIDIA H200".
+  [[nodiscard]] const std::string& device_name() const noexcept { return device_name_; }
   [[nodiscard]] int num_sms() const noexcept { return num_sms_; }
   [[nodiscard]] bool has_bulk_copies() const noexcept { return has_bulk_copies_; }
   void forgo_bulk_copies() noexcept { has_bulk_copies_ = false; }
@@ -78,6 +81,7 @@ class GpuRank {
   Topology topology_;
   int device_;
   int num_sms_ = 0;
+  std::string device_name_;
   bool has_bulk_copies_ = false;
   double timeout_s_;
   bool traps_ = true;

@@ -47,6 +47,8 @@ class GpuExecutor final : public Executor, public ExpertExecutorFactory {
     return path_ != nullptr && path_->needs_phases();
   }
 
+  [[nodiscard]] std::string device_name() const override { return gpu_->device_name(); }
+
   std::unique_ptr<UploadedPlan> upload(const SequencePlan& plan, Stream stream) override {
     gpu_->use();
     auto uploaded = std::make_unique<GpuPlan>(pool_, gpu_, plan);

@@ -6,6 +6,7 @@ from typing import Any, List, NoReturn, Optional, Tuple, Union
 
 import torch
 
+from ..._agreement import agreed_world
 from ..._arrays import flag, int64
 from ..._graphs import outside_graphs
 from ...errors import InvalidArgument, Unsupported
@@ -28,7 +29,7 @@ _Event = Optional[EventOverlap]
 
 class Buffer(LowLatencyCalls):
     """Takes tokens to the ranks of their experts and back, by the calls of DeepEP's class of this
-    name. All calls but ``get_dispatch_layout`` are collective.
+    name. All calls but ``get_dispatch_layout`` are collective, and so is making one.
 
     Rows come by source rank, then token. Symmetric memory is taken by the first call of each kind.
 
@@ -55,17 +56,27 @@ class Buffer(LowLatencyCalls):
         use_fabric: bool = False,
     ) -> None:
         del num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric
-        if group is None or comm is not None:
-            raise Unsupported("Buffer: comm (MPI) is not served, expected a process group in group")
-        if flag(enable_shrink, "Buffer: enable_shrink"):
-            refuse_masks("Buffer: enable_shrink = True")
-        world = world_of(group, None, None, "Buffer")
         self.group = group
+
+        def check() -> dict[str, Any]:
+            if group is None or comm is not None:
+                raise Unsupported(
+                    "Buffer: comm (MPI) is not served, expected a process group in group"
+                )
+            if flag(enable_shrink, "Buffer: enable_shrink"):
+                refuse_masks("Buffer: enable_shrink = True")
+            self.num_nvl_bytes = _bytes(num_nvl_bytes, "Buffer: num_nvl_bytes")
+            self.num_rdma_bytes = _bytes(num_rdma_bytes, "Buffer: num_rdma_bytes")
+            self.low_latency_mode = flag(low_latency_mode, "Buffer: low_latency_mode")
+            self.explicitly_destroy = flag(explicitly_destroy, "Buffer: explicitly_destroy")
+            return {
+                "num_nvl_bytes": self.num_nvl_bytes, "num_rdma_bytes": self.num_rdma_bytes,
+                "low_latency_mode": self.low_latency_mode,
+                "explicitly_destroy": self.explicitly_destroy,
+            }  # fmt: skip
+
+        world = agreed_world(lambda: world_of(group, None, None, "Buffer"), "Buffer", check)
         self.rank, self.group_size = world.rank, world.world_size
-        self.num_nvl_bytes = _bytes(num_nvl_bytes, "Buffer: num_nvl_bytes")
-        self.num_rdma_bytes = _bytes(num_rdma_bytes, "Buffer: num_rdma_bytes")
-        self.low_latency_mode = flag(low_latency_mode, "Buffer: low_latency_mode")
-        self.explicitly_destroy = flag(explicitly_destroy, "Buffer: explicitly_destroy")
         self.enable_shrink = False
         self._layers: Optional[Layers] = Layers(world, "Buffer")
         self._queue = Queue(torch.device(world.device), "Buffer")

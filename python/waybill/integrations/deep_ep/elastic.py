@@ -6,11 +6,13 @@ from typing import Any, Dict, List, NoReturn, Optional, Tuple, Union
 
 import torch
 
+from ..._agreement import agree_on
 from ..._arrays import flag, int64
 from ..._copies import OfThisProcess
 from ..._graphs import outside_graphs
 from ...errors import InvalidArgument, Unsupported
 from ...torch.moe.tensors import world_of
+from ...world import World
 from .arguments import biases_of, check_stats, check_table, payload_of
 from .buffer import Buffer
 from .config import elastic_bytes
@@ -65,29 +67,39 @@ class ElasticBuffer(OfThisProcess):
         del num_topk, use_fp8_dispatch, deterministic, prefer_overlap_with_compute, sl_idx
         del num_allocated_qps, num_cpu_timeout_secs, num_gpu_timeout_secs
         who = "ElasticBuffer"
-        if int64(num_cpu_bytes, f"{who}: num_cpu_bytes") != 0:
-            raise Unsupported(f"{who}: num_cpu_bytes = {num_cpu_bytes}, expected 0")
-        world = world_of(group, None, None, who)
         self.group = group
+
+        def check(world: World) -> dict[str, Any]:
+            if int64(num_cpu_bytes, f"{who}: num_cpu_bytes") != 0:
+                raise Unsupported(f"{who}: num_cpu_bytes = {num_cpu_bytes}, expected 0")
+            self.num_max_tokens_per_rank = int64(
+                num_max_tokens_per_rank, f"{who}: num_max_tokens_per_rank"
+            )
+            self.allow_hybrid_mode = flag(allow_hybrid_mode, f"{who}: allow_hybrid_mode")
+            self.allow_multiple_reduction = flag(
+                allow_multiple_reduction, f"{who}: allow_multiple_reduction"
+            )
+            self.explicitly_destroy = flag(explicitly_destroy, f"{who}: explicitly_destroy")
+            if num_bytes is None:
+                sizes = (self.num_max_tokens_per_rank, int64(hidden, f"{who}: hidden"))
+                self.num_bytes = elastic_bytes(world.world_size, *sizes)
+            else:
+                self.num_bytes = int64(num_bytes, f"{who}: num_bytes")
+            if self.num_bytes < 0:
+                raise InvalidArgument(f"{who}: num_bytes = {self.num_bytes}, expected >= 0")
+            return {
+                "num_bytes": self.num_bytes,
+                "num_max_tokens_per_rank": self.num_max_tokens_per_rank,
+                "explicitly_destroy": self.explicitly_destroy,
+            }
+
+        world = world_of(group, None, None, who)
+        agree_on(world, who, lambda: check(world))
         self.rank_idx, self.num_ranks = world.rank, world.world_size
         self.num_scaleout_ranks, self.scaleout_rank_idx = 1, 0
         self.num_scaleup_ranks, self.scaleup_rank_idx = world.world_size, world.rank
         self.num_rdma_ranks, self.num_nvlink_ranks = 1, world.world_size
-        self.num_max_tokens_per_rank = int64(
-            num_max_tokens_per_rank, f"{who}: num_max_tokens_per_rank"
-        )
-        self.allow_hybrid_mode = flag(allow_hybrid_mode, f"{who}: allow_hybrid_mode")
-        self.allow_multiple_reduction = flag(
-            allow_multiple_reduction, f"{who}: allow_multiple_reduction"
-        )
-        self.explicitly_destroy = flag(explicitly_destroy, f"{who}: explicitly_destroy")
         self.num_allocated_qps = 0
-        if num_bytes is None:
-            sizes = (self.num_max_tokens_per_rank, int64(hidden, f"{who}: hidden"))
-            num_bytes = elastic_bytes(world.world_size, *sizes)
-        self.num_bytes = int64(num_bytes, f"{who}: num_bytes")
-        if self.num_bytes < 0:
-            raise InvalidArgument(f"{who}: num_bytes = {self.num_bytes}, expected >= 0")
         self._world = world
         self._layers: Optional[Layers] = Layers(world, who)
         self._queue = Queue(torch.device(world.device), who)

@@ -249,8 +249,9 @@ class Expanded:
         local = order.num_experts // self._ranks
         rows = self._ranks * order.max_tokens * min(topk, local) + local * (order.alignment - 1)
         return LayerKey(
-            kind, hidden, order.max_tokens, order.num_experts, topk, rows, order.alignment
-        )
+            kind, hidden, order.max_tokens, order.num_experts, topk, rows, order.alignment,
+            max_per_expert=order.max_tokens,
+        )  # fmt: skip
 
     def check(self, x: torch.Tensor, ids: torch.Tensor, who: str) -> None:
         """That the windows have room."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, NamedTuple
+from typing import Dict, NamedTuple, Optional
 
 import torch
 
@@ -25,6 +25,7 @@ class LayerKey(NamedTuple):
     topk: int
     fixed_rows: int
     alignment: int = 1  #: rows of an expert are padded to a multiple
+    max_per_expert: Optional[int] = None  #: topk slots of an expert that a rank may have
 
 
 class Layers:
@@ -66,7 +67,7 @@ class Layers:
                 world.world_size, world.world_size, dtype, torch.float32, num_sms, dropped_id=-1,
                 expert_alignment=key.alignment,
                 payload="plain" if key.kind == "floats" else key.kind, fixed_rows=key.fixed_rows,
-                copy_out=False,
+                copy_out=False, max_per_expert=key.max_per_expert,
             )  # fmt: skip
         except InvalidArgument as error:
             error.args = (

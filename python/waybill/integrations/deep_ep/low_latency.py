@@ -91,7 +91,7 @@ class LowLatency:
         per_token = min(ids.shape[1], num_experts // self.num_ranks)
         return LayerKey(
             form.kind(), rows.shape[1], num_max_tokens, num_experts, ids.shape[1],
-            self.num_ranks * num_max_tokens * per_token,
+            self.num_ranks * num_max_tokens * per_token, max_per_expert=num_max_tokens,
         )  # fmt: skip
 
     def dispatch(

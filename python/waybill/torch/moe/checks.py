@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any, Dict
 
 import torch
 
+from ..._arrays import choice
 from ..._wrong_call import shown
 from ...errors import InvalidArgument, WrongType
 from ...moe.config import check_fields
@@ -18,11 +18,12 @@ from .tensors import is_autocast, require_known_ids, torch_dtype
 
 __all__ = [
     "check_call",
+    "check_choices",
     "check_layer",
     "check_options",
     "check_outputs",
     "check_shared",
-    "require_call",
+    "require_layer",
 ]
 
 _WHO = "ExpertParallel"
@@ -61,13 +62,31 @@ def check_options(
             )
 
 
+def check_choices(experts: Any, shared: Any, *, gradients: str, weights: str, windows: str) -> None:
+    """Functions, and arguments that are one of few words."""
+    for name, value, choices in (
+        ("gradients", gradients, ("mean", "sum")),
+        ("weights", weights, ("combine", "experts")),
+        ("windows", windows, ("shared", "own")),
+    ):
+        choice(value, f"{_WHO}: {name}", *choices)
+    for name, value in (("experts", experts), ("shared", shared)):
+        if not callable(value) and not (name == "shared" and value is None):
+            raise WrongType(f"{_WHO}: {name} = {shown(value)}, expected a module or function")
+
+
+def require_layer(layer: Any) -> None:
+    """One that has a world, on which the others can be told."""
+    if not isinstance(layer, EPAll2AllLayer):
+        kind = type(layer).__name__
+        raise InvalidArgument(f"{_WHO}: layer is a {kind}, expected an EPAll2AllLayer")
+
+
 def check_layer(
     layer: Any, num_experts: int, topk: int, hidden: int, max_tokens: int, more: Any
 ) -> None:
     """One that was given."""
     who = f"{_WHO}: layer"
-    if not isinstance(layer, EPAll2AllLayer):
-        raise InvalidArgument(f"{who} is a {type(layer).__name__}, expected an EPAll2AllLayer")
     got = (layer.num_tot_experts, layer.topk, layer.hidden, layer.rows, layer.payload)
     wanted = (num_experts, topk, hidden, "grouped", "plain")
     if got != wanted or layer.max_tokens < max_tokens:
@@ -133,9 +152,3 @@ def check_shared(outputs: Any, tokens: torch.Tensor, rank: int) -> None:
         raise InvalidArgument(
             f"{name} is {tuple(outputs.shape)}, expected {tuple(tokens.shape)}, a row for each"
         )
-
-
-def require_call(value: Callable[..., Any], name: str) -> None:
-    """A module or function."""
-    if not callable(value):
-        raise WrongType(f"{_WHO}: {name} = {shown(value)}, expected a module or function")

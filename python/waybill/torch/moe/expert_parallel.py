@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 
-from ..._agreement import agree
-from ..._arrays import choice, flag, int64
+from ..._agreement import agree_on
+from ..._arrays import flag, int64
 from ..._copies import OfThisProcess
 from ...errors import InvalidArgument
 from .._operations import has_operations
 from . import operations as ops
 from .checks import (
     check_call,
+    check_choices,
     check_layer,
     check_options,
     check_outputs,
     check_shared,
-    require_call,
+    require_layer,
 )
 from .grouped import ends_within
 from .lanes import Lane, scaled_gradient
@@ -87,34 +88,47 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
     ) -> None:
         super().__init__()
         who = "ExpertParallel"
-        for name, value, choices in (
-            ("gradients", gradients, ("mean", "sum")),
-            ("weights", weights, ("combine", "experts")),
-            ("windows", windows, ("shared", "own")),
-        ):
-            choice(value, f"{who}: {name}", *choices)
-        require_call(experts, "experts")
-        if shared is not None:
-            require_call(shared, "shared")
-        num_experts = int64(num_experts, f"{who}: num_experts")
-        topk, hidden = int64(topk, f"{who}: topk"), int64(hidden, f"{who}: hidden")
-        operations = None if operations is None else flag(operations, f"{who}: operations")
-        self.chunks = int64(chunks, f"{who}: chunks")
-        if self.chunks < 1:
-            raise InvalidArgument(f"{who}: chunks = {self.chunks}, expected >= 1")
-        given = max_tokens = int64(max_tokens, f"{who}: max_tokens")
-        if max_tokens > 0:
-            max_tokens = -(-max_tokens // self.chunks)
-        if layer is None:
-            world = world_of(group, None, device, who)
-            check_options(world, num_experts, topk, hidden, max_tokens, dtype, layer_options)
+        if layer is not None:
+            require_layer(layer)
+        world = world_of(group, None, device, who) if layer is None else layer.world
+        options: Dict[str, Any] = {}
+
+        def check() -> Dict[str, Any]:
+            nonlocal num_experts, topk, hidden, max_tokens, chunks, operations
+            check_choices(experts, shared, gradients=gradients, weights=weights, windows=windows)
+            num_experts = int64(num_experts, f"{who}: num_experts")
+            topk, hidden = int64(topk, f"{who}: topk"), int64(hidden, f"{who}: hidden")
+            operations = None if operations is None else flag(operations, f"{who}: operations")
+            chunks = int64(chunks, f"{who}: chunks")
+            if chunks < 1:
+                raise InvalidArgument(f"{who}: chunks = {chunks}, expected >= 1")
+            given = max_tokens = int64(max_tokens, f"{who}: max_tokens")
+            if max_tokens > 0:
+                max_tokens = -(-max_tokens // chunks)
             sizes = {"max_tokens": max_tokens, "num_experts": num_experts, "topk": topk}
-            options = {"dropped_id": -1, **preset_options(preset, world, **sizes), **layer_options}
-            agree(world, who, {
-                "chunks": self.chunks, **sizes, "max_tokens": given, "hidden": hidden,
-                "dtype": str(dtype).removeprefix("torch."), "gradients": gradients,
-                "weights": weights, "windows": windows, "preset": preset,
-            })  # fmt: skip
+            if layer is None:
+                check_options(world, num_experts, topk, hidden, max_tokens, dtype, layer_options)
+                options.update(dropped_id=-1, **preset_options(preset, world, **sizes))
+                options.update(layer_options)
+                fixed_rows = options.get("fixed_rows")
+            else:
+                check_layer(layer, num_experts, topk, hidden, max_tokens, layer_options)
+                fixed_rows = layer.fixed_rows
+            if operations and (fixed_rows is None or chunks > 1):
+                raise InvalidArgument(
+                    f"{who}: operations = True with fixed_rows = {fixed_rows} and chunks ="
+                    f" {chunks}, expected fixed_rows and one chunk"
+                )
+            return {
+                "layer": "made" if layer is None else "given", "chunks": chunks, **sizes,
+                "max_tokens": given, "hidden": hidden, "gradients": gradients, "weights": weights,
+                "windows": windows, "preset": preset if layer is None else "",
+                "dtype": str(dtype).removeprefix("torch.") if layer is None else "",
+            }  # fmt: skip
+
+        agree_on(world, who, check)
+        self.chunks = chunks
+        if layer is None:
 
             def make(**changed: Any) -> EPAll2AllLayer:
                 return EPAll2AllLayer(
@@ -123,24 +137,15 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
                     **{**options, **changed},
                 )  # fmt: skip
 
-            key = (hidden, dtype, sorted(sizes.items()), sorted(options.items()))
+            key = (max_tokens, hidden, topk, num_experts, dtype, sorted(options.items()))
             box = shared_box(world, key, make) if windows == "shared" else LayerBox(make)
         else:
-            check_layer(layer, num_experts, topk, hidden, max_tokens, layer_options)
             box = LayerBox(None, layer)
         box.users += 1
         self._boxes, self._released = (box,), False  # no submodule: others may have it, too
         self.experts, self.shared = experts, shared
         self.gradients, self.weights, self.windows = gradients, weights, windows
         self.operations = operations
-        fixed_rows = self.layer.fixed_rows
-        if operations and (fixed_rows is None or self.chunks > 1):
-            if layer is None:
-                box.release()
-            raise InvalidArgument(
-                f"{who}: operations = True with fixed_rows = {fixed_rows} and chunks ="
-                f" {self.chunks}, expected fixed_rows and one chunk"
-            )
         self._beside = Lane()
         self._moving = Lane()
 
@@ -192,7 +197,16 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         """
         if self._released:
             raise InvalidArgument("ExpertParallel.resize: the module was finalized")
-        self._boxes[0].resize(int64(fixed_rows, "ExpertParallel.resize: fixed_rows"))
+        who, number = "ExpertParallel.resize", 0
+
+        def check() -> Dict[str, Any]:
+            nonlocal number
+            number = int64(fixed_rows, f"{who}: fixed_rows")
+            self._boxes[0].check_resize(number)
+            return {"fixed_rows": number}
+
+        agree_on(self.layer.world, who, check)
+        self._boxes[0].resize(number)
 
     def finalize(self) -> None:
         """Collective: gives the layer's symmetric memory back, if no other module shares it; that

@@ -8,6 +8,7 @@ from typing import Any, Optional, Sequence, Tuple, Union
 import torch
 
 from ... import _core
+from ..._agreement import agreed_world
 from ..._arrays import choice, flag, int64
 from ..._copies import OfThisProcess
 from ..._graphs import outside_graphs
@@ -62,6 +63,9 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         fit; combine gives NaN for its tokens
     :param copy_out: False: dispatch returns views of the symmetric buffer, which hold until this
         rank begins the second dispatch after
+    :param max_per_expert: topk slots of one expert that a rank may have in a dispatch, None: any
+        number. More, of tokens that choose an expert twice, are an InvalidArgument: in host memory
+        before any communication, on GPUs the device reports it
     :param device: of ranks from a process group: "cpu", "cuda" for torch's current device,
         "cuda:1"; None is "cuda" where the group's backend is NCCL, else "cpu"
     """
@@ -92,47 +96,60 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         capacity: int = 2,
         fixed_rows: Union[int, float, None] = None,
         copy_out: bool = True,
+        max_per_expert: Optional[int] = None,
         device: Any = None,
     ) -> None:
         super().__init__()
         who = "EPAll2AllLayer"
-        dtypes = (
-            torch_dtype(dtype, f"{who}: dtype"),
-            torch_dtype(weight_dtype, f"{who}: weight_dtype"),
+        fixed: Optional[int] = None
+        most = 0
+
+        def check() -> dict[str, Any]:
+            """All arguments but those of the world, which the compiled part compares."""
+            nonlocal fixed, most
+            dtypes = (
+                torch_dtype(dtype, f"{who}: dtype"),
+                torch_dtype(weight_dtype, f"{who}: weight_dtype"),
+            )
+            self.ep_config = EPConfig._of_words(
+                who, {"num_experts": "num_tot_experts", "token_dtype": "dtype"}, max_tokens, hidden,
+                topk, num_tot_experts, rank, world_size, local_world_size, *dtypes, torch.int32,
+            )  # fmt: skip
+            self._take_sizes(self.ep_config)
+            self._options = _checked_options(
+                self.ep_config, who, dropped_id, rows, expert_alignment, payload
+            )
+            fixed = number_of_rows(
+                fixed_rows, who, world_size=self.world_size, max_tokens=self.max_tokens, rows=rows,
+                topk=self.topk, num_experts=self.num_tot_experts, expert_alignment=expert_alignment,
+            )  # fmt: skip
+            self.num_sm = 1 if num_sm is None else int64(num_sm, f"{who}: num_sm")
+            if not 1 <= self.num_sm < 2**31:
+                raise InvalidArgument(f"{who}: num_sm = {self.num_sm}, expected >= 1")
+            self.copy_out = flag(copy_out, f"{who}: copy_out")
+            self.enable_local_combine = flag(enable_local_combine, f"{who}: enable_local_combine")
+            self.use_aot = flag(use_aot, f"{who}: use_aot")
+            int64(capacity, f"{who}: capacity")
+            most = 0 if max_per_expert is None else int64(max_per_expert, f"{who}: max_per_expert")
+            if most < 1 and max_per_expert is not None:
+                raise InvalidArgument(f"{who}: max_per_expert = {most}, expected >= 1")
+            return {}
+
+        self.world = agreed_world(
+            lambda: world_of(ep_group, local_world_size, device, who, "ep_group"), who, check
         )
-        self.ep_config = EPConfig._of_words(
-            who, {"num_experts": "num_tot_experts", "token_dtype": "dtype"}, max_tokens, hidden,
-            topk, num_tot_experts, rank, world_size, local_world_size, *dtypes, torch.int32,
-        )  # fmt: skip
-        self._take_sizes(self.ep_config)
-        compiled = self.ep_config._compiled()
-        self._options = _checked_options(
-            self.ep_config, who, dropped_id, rows, expert_alignment, payload
-        )
-        options = _core.ep_dispatch_options(compiled, *self._options.values(), payload)
-        fixed = number_of_rows(
-            fixed_rows, who, world_size=self.world_size, max_tokens=self.max_tokens, rows=rows,
-            topk=self.topk, num_experts=self.num_tot_experts, expert_alignment=expert_alignment,
-        )  # fmt: skip
-        self.world = world_of(ep_group, local_world_size, device, who, "ep_group")
         if num_sm is None:
-            num_sm = suggested_sms(self.world, self.max_tokens)
-        sms = int64(num_sm, f"{who}: num_sm")
-        if not 1 <= sms < 2**31:
-            raise InvalidArgument(f"{who}: num_sm = {sms}, expected >= 1")
+            self.num_sm = suggested_sms(self.world, self.max_tokens)
         self._group = group_of_layer(ep_group)
         self.device = torch.device(self.world.device)
-        self.num_sm = sms
-        self.payload, self.rows = payload, rows
-        self.copy_out = flag(copy_out, f"{who}: copy_out")
-        self.fixed_rows = fixed
+        self.payload, self.rows, self.fixed_rows = payload, rows, fixed
         given_id = self._options["dropped_id"]
         self.dropped_id: int = self.num_tot_experts if given_id is None else given_id
-        self.enable_local_combine = flag(enable_local_combine, f"{who}: enable_local_combine")
-        self.use_aot = flag(use_aot, f"{who}: use_aot")
+        compiled = self.ep_config._compiled()
+        options = _core.ep_dispatch_options(compiled, *self._options.values(), payload)
         self._layer: Any = _core.ExpertLayer(
-            self.world._world, compiled, options, sms, self.enable_local_combine,
-            int64(capacity, f"{who}: capacity"), fixed or 0,
+            self.world._world, compiled, options, self.num_sm, self.enable_local_combine,
+            int64(capacity, f"{who}: capacity"), fixed or 0, most,
         )  # fmt: skip
         self._lock = threading.RLock()
         self._lent = []

@@ -25,8 +25,8 @@ class LayerBox:
         self._boxes: Optional[Dict[Any, LayerBox]] = None
         self._key: Any = None
 
-    def resize(self, fixed_rows: int) -> None:
-        """Collective: another layer in its place. Nothing of the old one is in flight."""
+    def check_resize(self, fixed_rows: int) -> None:
+        """Whether it can be made anew with so many rows."""
         if self._make is None:
             raise InvalidArgument(
                 "ExpertParallel.resize: the layer was given, expected one that the module made"
@@ -35,7 +35,10 @@ class LayerBox:
             raise InvalidArgument(
                 f"ExpertParallel.resize: fixed_rows = {fixed_rows}, expected >= 1"
             )
-        assert self.layer is not None
+
+    def resize(self, fixed_rows: int) -> None:
+        """Collective: another layer in its place. Nothing of the old one is in flight."""
+        assert self.layer is not None and self._make is not None
         self.layer.finalize()
         self.layer = self._make(fixed_rows=fixed_rows)
 

@@ -9,6 +9,7 @@ from typing import Any, Optional, Tuple
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from ..._agreement import agree
 from ..._arrays import library_dtype
 from ..._wrong_call import shown as shown_value
 from ...errors import InvalidArgument
@@ -98,9 +99,9 @@ def world_of(
         known = (group.device, group.device.split(":")[0])
         is_name = isinstance(device, (str, torch.device))
         if device is not None and not (is_name and str(device) in known):
-            raise InvalidArgument(
-                f"{who}: device = {shown_value(device)}, expected {group.device}, that of the World"
-            )
+            got = shown_value(device)
+            wrong = f"{who}: device = {got}, expected {group.device}, that of the World"
+            agree(group, who, {}, InvalidArgument(wrong))  # the others compare what they make
         return group
     from .shared_worlds import shared_world  # not every torch has torch.distributed
 
