@@ -4,9 +4,9 @@
 #include "path_counts.cuh"
 #include "path_params.h"
 
-// The network path's kernel for wires that a device serves itself. The threads of a block take puts
-// in groups, which go through them alike, each with its share: the whole block is one, or each
-// warp. A Backend has, for one thread of a group:
+// The network path's kernel for network backends that a device serves itself. The threads of a
+// block take puts in groups, which go through them alike, each with its share: the whole block is
+// one, or each warp. A Backend has, for one thread of a group:
 //   static constexpr int groups               of a block
 //   static constexpr int group_threads        of a group
 //   int group(), int thread()                 which group, and which thread of it
