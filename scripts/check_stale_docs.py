@@ -37,8 +37,8 @@ OTHERS = {
     "CCACHE_BASEDIR", "CCACHE_DISABLE", "RUSAGE_CHILDREN", "snake_case", "PascalCase", "num_x",
     "x_idx", "x_offset", "x_bytes", "a2a_ctx", "intra_node_barrier_ctx", "max_m",
 }  # fmt: skip
-#: Parts of names that stand for any: OPERATION_test, bind_ROOM.
-ANY_NAME = re.compile(r"OPERATION|ROOM|MODULE|^x_test$")
+#: Parts of names that stand for any: OPERATION_test, bind_MODULE.
+ANY_NAME = re.compile(r"OPERATION|MODULE|^x_test$")
 #: Their figures are settings and limits of the code, not measurements.
 SETTINGS = {"docs/functions/waits.md", "docs/functions/explain.md"}
 FIGURE = re.compile(

@@ -21,16 +21,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 SINGLE = "misc-unused-alias-decls,misc-unused-using-decls"
 DECLARES = re.compile(r"^\s*(using [\w:]+::\w+;|namespace \w+ = )", re.MULTILINE)
 AT_ONCE = 10
-# Their names for themselves are those of files beside them. Builds do not join the module cuda.
-NOT_JOINED = [
-    ROOT / "src/cuda" / file
-    for file in (
-        "experts/gpu_expert_executor.cpp",
-        "sequence/gpu_executor.cpp",
-        "transport/gpu_thread_transport.cpp",
-        "transport/nvshmem_transport.cpp",
-    )
-]
 # What a file calls a local may be a constant of another; scripts/check_alone.py sees real ones.
 JOINED = ["--checks=-bugprone-suspicious-include", "--extra-arg=-Wno-shadow"]
 
@@ -66,17 +56,14 @@ def runs(build):
     number = 0
     for (_, flags), sources in sources_by_flags(build).items():
         behind = ["--", *flags, f"-I{ROOT / 'src'}", "-Wno-unknown-warning-option"]
-        together = [source for source in sources if source not in NOT_JOINED]
-        for first in range(0, len(together), AT_ONCE):
+        for first in range(0, len(sources), AT_ONCE):
             joined = folder / f"joined_{number}.cpp"
             number += 1
-            group = together[first : first + AT_ONCE]
+            group = sources[first : first + AT_ONCE]
             joined.write_text("".join(f'#include "{source}"\n' for source in group))
             yield [*JOINED, str(joined), *behind]
         for source in sources:
-            if source in NOT_JOINED:
-                yield [str(source), *behind]
-            elif DECLARES.search(source.read_text()):
+            if DECLARES.search(source.read_text()):
                 yield [f"--checks=-*,{SINGLE}", str(source), *behind]
 
 

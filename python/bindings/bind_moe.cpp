@@ -1,18 +1,21 @@
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "arrays.h"
 #include "bindings.h"
+#include "moe/given_config.h"
 #include "moe/option_names.h"
 #include "waybill/core/error.h"
 #include "waybill/moe/quantize.h"
@@ -24,42 +27,33 @@ using namespace nb::literals;
 
 namespace {
 
-std::int32_t narrow(std::int64_t value, const char* name) {
-  constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
-  require(-most <= value && value <= most, "EPConfig: ", name, " = ", value,
-          ", expected a number of 32 bits");
-  return static_cast<std::int32_t>(value);
-}
-
 EPConfig config_from(const std::vector<std::int64_t>& sizes, std::string_view token_dtype,
-                     std::string_view weight_dtype) {
+                     std::string_view weight_dtype, const std::string& who,
+                     const FieldNames& called) {
   require(sizes.size() == 7, "EPConfig: got ", sizes.size(), " sizes, expected 7");
-  EPConfig config;
-  config.max_tokens = sizes[0];
-  config.hidden = sizes[1];
-  config.topk = narrow(sizes[2], "topk");
-  config.num_experts = narrow(sizes[3], "num_experts");
-  config.rank = narrow(sizes[4], "rank");
-  config.world_size = narrow(sizes[5], "world_size");
-  config.local_world_size = narrow(sizes[6], "local_world_size");
-  config.token_dtype = dtype_from_name(token_dtype);
-  config.weight_dtype = dtype_from_name(weight_dtype);
-  config.check("EPConfig");
-  return config;
+  return detail::checked_config({.max_tokens = sizes[0],
+                                 .hidden = sizes[1],
+                                 .topk = sizes[2],
+                                 .num_experts = sizes[3],
+                                 .rank = sizes[4],
+                                 .world_size = sizes[5],
+                                 .local_world_size = sizes[6],
+                                 .token_dtype = dtype_from_name(token_dtype),
+                                 .weight_dtype = dtype_from_name(weight_dtype)},
+                                who.c_str(), called);
 }
 
 EPDispatchOptions options_from(const EPConfig& config, std::optional<std::int64_t> dropped_id,
                                std::string_view rows, std::int64_t expert_alignment,
-                               std::string_view payload) {
-  EPDispatchOptions options;
-  if (dropped_id) {
-    require(*dropped_id == -1 || *dropped_id == config.num_experts, "dropped_id = ", *dropped_id,
-            ", expected -1 or num_experts = ", config.num_experts);
-    options.dropped_id = static_cast<std::int32_t>(*dropped_id);
-  }
-  options.rows = detail::option_of<EPRows>(detail::row_names, rows, "rows");
-  options.expert_alignment = expert_alignment;
-  options.payload = detail::option_of<EPPayload>(detail::payload_names, payload, "payload");
+                               std::string_view payload, const std::string& who,
+                               const FieldNames& called) {
+  const EPDispatchOptions options = {
+      .dropped_id = detail::checked_dropped_id(dropped_id, config, who.c_str(), called),
+      .rows = detail::option_of<EPRows>(detail::row_names, rows, (who + ": rows").c_str()),
+      .expert_alignment = expert_alignment,
+      .payload = detail::option_of<EPPayload>(detail::payload_names, payload,
+                                              (who + ": payload").c_str())};
+  options.check(config, who.c_str(), called);
   return options;
 }
 
@@ -185,9 +179,10 @@ void bind_moe(nb::module_& m) {
   nb::class_<EPDispatchOptions>(m, "EPDispatchOptions");
   nb::class_<ExpertDispatch>(m, "ExpertDispatch")
       .def("combine", combine_py, "outputs"_a, "biases"_a, "local_combine"_a, "weighted"_a);
-  m.def("ep_config", config_from, "sizes"_a, "token_dtype"_a, "weight_dtype"_a);
+  m.def("ep_config", config_from, "sizes"_a, "token_dtype"_a, "weight_dtype"_a, "who"_a,
+        "called"_a);
   m.def("ep_dispatch_options", options_from, "config"_a, "dropped_id"_a.none(), "rows"_a,
-        "expert_alignment"_a, "payload"_a);
+        "expert_alignment"_a, "payload"_a, "who"_a, "called"_a);
   m.def("simulate_expert_dispatch", dispatch_py, "config"_a, "options"_a, "tokens"_a,
         "token_dtype"_a, "ids"_a, "weights"_a, "scales"_a, "positions"_a.none());
   m.def("grown_output_rows", grown_output_rows, "rows"_a, "largest"_a);

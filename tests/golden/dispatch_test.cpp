@@ -7,7 +7,7 @@
 namespace waybill::golden {
 namespace {
 
-/// The original reports one shard and a stray zero for a rank that receives nothing (R3), so its
+/// DistCA reports one shard and a stray zero for a rank that receives nothing (R3), so its
 /// layout is not recorded there. What is right follows from the dispatch alone.
 void expect_empty_ranks_are_empty(const AttnLayout& layout, const IndexArray& dispatch) {
   const IndexArray no_rows({1}, std::vector<std::int64_t>{0});

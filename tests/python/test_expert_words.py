@@ -73,6 +73,8 @@ def test_a_layers_own_words():
             ({"num_tot_experts": 3}, "num_tot_experts = 3, expected a multiple of world_size = 2"),
             ({"dtype": torch.int8}, "dtype = int8, expected bfloat16"),
             ({"dropped_id": 9}, "dropped_id = 9, expected -1 or num_tot_experts = 4"),
+            ({"expert_alignment": 0}, "expert_alignment = 0, expected >= 1"),
+            ({"payload": "quantized"}, "hidden = 8, expected a multiple of 128"),
             ({"payload": "x"}, 'payload = "x", expected "plain"'),
             ({"rows": 3}, 'rows = 3, expected "grouped"'),
             (

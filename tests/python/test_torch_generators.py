@@ -1,6 +1,6 @@
 """The torch generators draw from torch's generator as DistCA does: same seed, same plan.
 
-The original's draws are written out here in plain torch.
+DistCA's draws are written out here in plain torch.
 """
 
 import math

@@ -123,7 +123,7 @@ TEST(ComputeMetadataKvModel, WorldsUpTo64) {
   }
 }
 
-// The original reads its query table at -(S + 1) for unused copies, out of bounds for one rank.
+// DistCA reads its query table at -(S + 1) for unused copies, out of bounds for one rank.
 TEST(ComputeMetadataKv, OneRankWithUnusedCopies) {
   KvMapping mapping;
   mapping.kv_to_q_mapping = IndexArray(Shape{1, 1, 2, 2}, {0, 0, -1, -1});

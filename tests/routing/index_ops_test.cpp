@@ -130,7 +130,7 @@ TEST(MaskByNeg, DocumentedExample) {
 }
 
 TEST(MaskByNeg, AnyNonzeroMaskIsTrue) {
-  // The original computes t * bool(mask) + mask - 1, which is t + 1 for a mask of 2.
+  // DistCA computes t * bool(mask) + mask - 1, which is t + 1 for a mask of 2.
   EXPECT_EQ(mask_by_neg(IndexArray::vector({7, 8, 9, 0}), IndexArray::vector({2, 0, -5, 1})),
             IndexArray::vector({7, -1, 9, 0}));
 }

@@ -36,7 +36,7 @@ DispatchMetadata with_copies() {
       IndexArray::cube({{{0, 1}, {-1, -1}, {1, -1}}, {{-1, 0}, {-1, -1}, {0, 1}}}));
 }
 
-// The original takes the first num_seqs entries, here lengths 6 and 0: the shard of 9 is lost.
+// DistCA takes the first num_seqs entries, here lengths 6 and 0: the shard of 9 is lost.
 TEST(MetadataSlice, InteriorPaddingLosesNoShard) {
   Metadata expected;
   expected.dst_rank = IndexArray::vector({0, 2});

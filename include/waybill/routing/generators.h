@@ -13,7 +13,7 @@ namespace waybill {
 /// Random sequence lengths: [W, n] int32, every row sums to total_len exactly.
 /// With u uniform in [0, 1): share = (u + 0.25/n) / row sum, length = round-half-even(share *
 /// total), the last takes the rest. Lengths below `min_len` (but at most total_len / n) are then
-/// filled up with rows of the longest. (The original returns 0 and negative lengths there.)
+/// filled up with rows of the longest. (DistCA returns 0 and negative lengths there.)
 /// @throws InvalidArgument unless world_size >= 1, num_seqs >= 1, 0 <= total_len < 2^31,
 ///   min_len >= 0.
 [[nodiscard]] IndexArray gen_seq_lens(std::int64_t world_size, std::int64_t num_seqs,

@@ -23,11 +23,7 @@ def choices_of(
     compiled = config._compiled()
     dropped = None if dropped_id is None else int64(dropped_id, f"{who}: dropped_id")
     choice(payload, f"{who}: payload", "plain", "quantized", "scaled")
-    if dropped not in (None, -1, config.num_experts):
-        raise InvalidArgument(
-            f"{who}: dropped_id = {dropped}, expected -1 or num_experts = {config.num_experts}"
-        )
-    options = _core.ep_dispatch_options(compiled, dropped, "grouped", 1, payload)
+    options = _core.ep_dispatch_options(compiled, dropped, "grouped", 1, payload, who, {})
     entries = per_rank(exp_indices, f"{who}: exp_indices", config.world_size)
     arrays = [ids(v, config.topk, f"{who}: exp_indices[{r}]") for r, v in enumerate(entries)]
     return compiled, options, arrays

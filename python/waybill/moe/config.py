@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from copy import copy
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ def named_dtype(value: Any, name: str) -> str:
         raise InvalidArgument(f"{name} = {shown(value)}, expected a dtype or its name") from None
 
 
-_SIZES = (
+_SIZES = (  # in the order that the compiled part takes them in
     "max_tokens",
     "hidden",
     "topk",
@@ -33,47 +34,6 @@ _SIZES = (
     "world_size",
     "local_world_size",
 )
-_MOST, _MOST_SLOTS, _MOST_RANKS = 2**31 - 1, 32, 2**20
-_SUMMED = ("bfloat16", "float16", "float32", "float64", "bf16", "fp16", "fp32", "fp64")
-
-
-def check_fields(given: Mapping[str, Any], who: str, called: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of an EPConfig, with sizes as plain integers.
-
-    :param called: what the caller calls a field, where that is another name
-    :raises InvalidArgument: in the caller's words
-    """
-    names = {field: f"{who}: {called.get(field, field)}" for field in given}
-    checked = dict(given)
-    for field in _SIZES:
-        checked[field] = int64(given[field], names[field])
-    world = checked["world_size"]
-    ranges = (
-        ("max_tokens", 1, _MOST), ("hidden", 1, _MOST), ("topk", 1, _MOST_SLOTS),
-        ("world_size", 1, _MOST_RANKS), ("rank", 0, world - 1),
-    )  # fmt: skip
-    for field, first, last in ranges:
-        if not first <= checked[field] <= last:
-            expected = f"expected {first}..{last}"
-            raise InvalidArgument(f"{names[field]} = {checked[field]}, {expected}")
-    local, experts = checked["local_world_size"], checked["num_experts"]
-    if local < 1 or world % local != 0:
-        expected = f"expected a divisor of {called.get('world_size', 'world_size')} = {world}"
-        raise InvalidArgument(f"{names['local_world_size']} = {local}, {expected}")
-    if not 1 <= experts <= _MOST or experts % world != 0:
-        expected = f"expected a multiple of {called.get('world_size', 'world_size')} = {world}"
-        raise InvalidArgument(f"{names['num_experts']} = {experts}, {expected}")
-    for field, expected in (
-        ("token_dtype", "bfloat16, float16, float32 or float64"),
-        ("weight_dtype", "float32, float16, bfloat16 or float64"),
-    ):
-        found = named_dtype(given[field], names[field])
-        if found not in _SUMMED:
-            raise InvalidArgument(f"{names[field]} = {found}, expected {expected}")
-    offset = named_dtype(given["offset_dtype"], names["offset_dtype"])
-    if offset != "int32":
-        raise InvalidArgument(f"{names['offset_dtype']} = {offset}, expected int32")
-    return checked
 
 
 @dataclass(unsafe_hash=True)
@@ -96,8 +56,8 @@ class EPConfig:
     offset_dtype: Any = "int32"  #: Triton-distributed's field; tables are int32, nothing else
 
     def __post_init__(self) -> None:
-        for name, value in self._checked().items():
-            setattr(self, name, value)
+        sizes, _ = self._checked("EPConfig", {})
+        self.__dict__.update(sizes)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_in_use" in self.__dict__:
@@ -108,18 +68,18 @@ class EPConfig:
         object.__setattr__(self, name, value)
 
     @classmethod
-    def _of_words(cls, who: str, called: Mapping[str, str], *given: Any) -> EPConfig:
-        """Of all fields in their order, for a caller who calls some of them otherwise; it cannot be
-        changed.
-        """
-        check_fields(dict(zip((field.name for field in fields(cls)), given)), who, called)
-        return cls(*given)._of_a_layer()
+    def _of_words(cls, who: str, called: Mapping[str, str], *given: Any) -> tuple[EPConfig, Any]:
+        """Of all fields in their order; what a caller gets who calls some of them otherwise."""
+        config = cls.__new__(cls)
+        config.__dict__.update(zip((field.name for field in fields(cls)), given))
+        return config._in_use_by(who, called)
 
-    def _of_a_layer(self) -> EPConfig:
-        """A copy that cannot be changed any more, checked."""
-        copy = replace(self)
-        copy.__dict__["_in_use"] = True
-        return copy
+    def _in_use_by(self, who: str, called: Mapping[str, str]) -> tuple[EPConfig, Any]:
+        """A copy that cannot be changed any more, and the compiled one."""
+        config = copy(self)
+        sizes, compiled = self._checked(who, called)
+        config.__dict__.update(sizes, _in_use=True)
+        return config, compiled
 
     @property
     def num_experts_per_rank(self) -> int:
@@ -146,11 +106,23 @@ class EPConfig:
         """Name of weight_dtype, however it was given."""
         return named_dtype(self.weight_dtype, "EPConfig: weight_dtype")
 
-    def _checked(self) -> dict[str, Any]:
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return check_fields(given, "EPConfig", {})
-
     def _compiled(self) -> Any:
-        checked = self._checked()  # it may have been changed
-        sizes = [checked[name] for name in _SIZES]
-        return _core.ep_config(sizes, self.token_dtype_name, self.weight_dtype_name)
+        return self._checked("EPConfig", {})[1]  # it may have been changed
+
+    def _checked(self, who: str, called: Mapping[str, str]) -> tuple[dict[str, int], Any]:
+        """Its sizes as plain integers, and the compiled one, which looks at their ranges.
+
+        :param called: what the caller calls a field, where that is another name
+        :raises InvalidArgument: in the caller's words
+        """
+        names = {
+            field.name: f"{who}: {called.get(field.name, field.name)}" for field in fields(self)
+        }
+        sizes = {field: int64(getattr(self, field), names[field]) for field in _SIZES}
+        token, weight, offset = (
+            named_dtype(getattr(self, field), names[field])
+            for field in ("token_dtype", "weight_dtype", "offset_dtype")
+        )
+        if offset != "int32":
+            raise InvalidArgument(f"{names['offset_dtype']} = {offset}, expected int32")
+        return sizes, _core.ep_config([*sizes.values()], token, weight, who, dict(called))

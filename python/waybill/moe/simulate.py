@@ -128,12 +128,11 @@ def simulate_dispatch(
     who = "simulate_dispatch"
     if not isinstance(config, EPConfig):
         raise InvalidArgument(f"{who}: config is a {type(config).__name__}, expected an EPConfig")
-    config = config._of_a_layer()
+    config, compiled = config._in_use_by("EPConfig", {})
     world, hidden, topk = config.world_size, config.hidden, config.topk
-    compiled = config._compiled()
     dropped = None if dropped_id is None else int64(dropped_id, f"{who}: dropped_id")
     alignment = int64(expert_alignment, f"{who}: expert_alignment")
-    options = _core.ep_dispatch_options(compiled, dropped, rows, alignment, payload)
+    options = _core.ep_dispatch_options(compiled, dropped, rows, alignment, payload, who, {})
     scaled = payload == "scaled"
     token_dtype = "float8_e4m3fn" if scaled else config.token_dtype_name
     if scaled:

@@ -13,10 +13,6 @@ namespace {
 
 constexpr const char* operation = "ep_barrier_all";
 
-cudaStream_t stream_of(const ExpertBarrier& call) {
-  return static_cast<cudaStream_t>(call.stream.handle);
-}
-
 }  // namespace
 
 GpuExpertBarrier::GpuExpertBarrier(Transport& transport, std::shared_ptr<GpuRank> gpu, int share)
@@ -42,18 +38,18 @@ void GpuExpertBarrier::run(const ExpertBarrier& call) {
   }
   params.peers = peers_of<std::uint64_t>(call.signals->table,
                                          call.first_slot * std::int64_t{sizeof(std::uint64_t)});
-  gpu_->check(launch_barrier(params, stream_of(call)), "launching a kernel", operation);
+  gpu_->check(launch_barrier(params, stream_of(call.stream)), "launching a kernel", operation);
 }
 
 /// Where nodes reach each other over a network.
 void GpuExpertBarrier::run_on_host(const ExpertBarrier& call) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  gpu_->check(cudaStreamIsCapturing(stream_of(call), &status), "asking a stream", operation);
+  gpu_->check(cudaStreamIsCapturing(stream_of(call.stream), &status), "asking a stream", operation);
   if (status != cudaStreamCaptureStatusNone) {
     throw Unsupported(concat(operation, ": the host waits for ranks of other nodes, which a graph ",
                              "cannot hold: expected intra_node_only = true, or no capture"));
   }
-  gpu_->wait_for(stream_of(call), "waiting for a stream", operation);
+  gpu_->wait_for(stream_of(call.stream), "waiting for a stream", operation);
   transport_.barrier(operation);
 }
 

@@ -18,8 +18,6 @@ void begin(const GpuRank& gpu) {
   gpu.throw_fault();
 }
 
-cudaStream_t stream_of(const Stream& stream) { return static_cast<cudaStream_t>(stream.handle); }
-
 }  // namespace
 
 void weigh_gradients(const GpuRank& gpu, const EPConfig& config, const ExpertGradientInput& input,

@@ -33,7 +33,7 @@ struct RecordWorkspace {
 [[nodiscard]] std::int64_t address_of(const void* pointer);
 
 [[nodiscard]] inline cudaStream_t stream_of(const ExpertCall& call) {
-  return call.stream == nullptr ? nullptr : static_cast<cudaStream_t>(call.stream->handle);
+  return call.stream == nullptr ? nullptr : stream_of(*call.stream);
 }
 
 /// What kernels of one layer work with: memory beyond the layer's own, and the parameters that

@@ -92,7 +92,7 @@ void GpuExpertRouting::note_use(const TableCall& call) const {
 
 void GpuExpertRouting::note_use(const Stream& stream) const {
   const OnDevice on(gpu_->device());  // the null stream is that of the thread's device
-  note_use(table_call(*gpu_, static_cast<cudaStream_t>(stream.handle)));
+  note_use(table_call(*gpu_, stream_of(stream)));
 }
 
 Shape GpuExpertRouting::shape_by_id() const {

@@ -4,9 +4,9 @@
 #include "path_counts.cuh"
 #include "path_params.h"
 
-// The network path's kernel for wires that a device serves itself. The threads of a block take puts
-// in groups, which go through them alike, each with its share: the whole block is one, or each
-// warp. A Backend has, for one thread of a group:
+// The network path's kernel for network backends that a device serves itself. The threads of a
+// block take puts in groups, which go through them alike, each with its share: the whole block is
+// one, or each warp. A Backend has, for one thread of a group:
 //   static constexpr int groups               of a block
 //   static constexpr int group_threads        of a group
 //   int group(), int thread()                 which group, and which thread of it
@@ -138,24 +138,29 @@ class PathWork {
     }
   }
 
+  /// All groups of a block share the step's puts.
   __device__ void take_step(std::int32_t number) {
-    const NetworkStep step = p_.tables.steps[number];
-    if (step.num_puts == 0) return;
-    wait_step(step);
-    if (p_.arrival == PathArrival::first) wait_peer(p_.tables.puts[step.first_put].peer);
-    if (put_step(step)) return;
+    NetworkStep step;
+    if (is_done(number, step)) return;
     for (std::int32_t i = 0; i < step.num_puts; ++i)
       do_put(p_.tables.puts[step.first_put + i], step, number);
   }
 
   __device__ void take_alone(std::int32_t number) {
-    const NetworkStep step = p_.tables.steps[number];
-    if (step.num_puts == 0) return;
-    wait_step(step);
-    if (p_.arrival == PathArrival::first) wait_peer(p_.tables.puts[step.first_put].peer);
-    if (put_step(step)) return;
+    NetworkStep step;
+    if (is_done(number, step)) return;
     for (std::int32_t i = 0; i < step.num_puts; ++i) put_alone(p_.tables.puts[step.first_put + i]);
     note(number, PathCounts::is_whole_step);
+  }
+
+  /// Reads a step and waits until it may begin.
+  /// @return whether it has no puts, or the backend has taken it whole
+  [[nodiscard]] __device__ bool is_done(std::int32_t number, NetworkStep& step) {
+    step = p_.tables.steps[number];
+    if (step.num_puts == 0) return true;
+    wait_step(step);
+    if (p_.arrival == PathArrival::first) wait_peer(p_.tables.puts[step.first_put].peer);
+    return put_step(step);
   }
 
   /// What was put before it is counted on the way.

@@ -12,8 +12,13 @@
 #include "../device/fault.h"
 #include "waybill/core/topology.h"
 #include "waybill/core/wait.h"
+#include "waybill/runtime/stream.h"
 
 namespace waybill::cuda {
+
+[[nodiscard]] inline cudaStream_t stream_of(const Stream& stream) {
+  return static_cast<cudaStream_t>(stream.handle);
+}
 
 /// What the transport and the executor of one rank share: its device, and where the kernels report
 /// a wait that came to its end.

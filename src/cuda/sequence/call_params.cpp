@@ -12,7 +12,7 @@ constexpr std::int64_t bulk_alignment_bytes = 16;
 
 bool is_bulk_multiple(std::int64_t bytes) { return bytes % bulk_alignment_bytes == 0; }
 
-bool suits_bulk(const ConstTensorView& view, std::int64_t row_bytes) {
+bool rows_suit_bulk(const ConstTensorView& view, std::int64_t row_bytes) {
   if (view.shape[0] == 0) return true;
   const auto address = static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(view.data));
   return is_bulk_multiple(address) && is_bulk_multiple(row_bytes) &&
@@ -84,8 +84,9 @@ bool suits_bulk(const SequenceCall& call) {
     // Who has no rows of its own may forward some.
     const bool forwards = !call.plan->batches.empty();
     const bool good =
-        sends ? suits_bulk(call.inputs[t], row_bytes) && (!forwards || is_bulk_multiple(row_bytes))
-              : suits_bulk(call.outputs[t], row_bytes) && is_bulk_multiple(row_bytes);
+        sends ? rows_suit_bulk(call.inputs[t], row_bytes) &&
+                    (!forwards || is_bulk_multiple(row_bytes))
+              : rows_suit_bulk(call.outputs[t], row_bytes) && is_bulk_multiple(row_bytes);
     if (!good) return false;
   }
   return true;

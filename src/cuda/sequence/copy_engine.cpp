@@ -67,7 +67,7 @@ void CopyEngine::begin(const SequenceCall& call) {
   for (Queue& queue : queues_) queue.used = false;
   batches_.resize(to_size(call.plan->world_size));
   for (Batch& batch : batches_) batch.clear(call.inputs.size());
-  auto* const stream = static_cast<cudaStream_t>(call.stream.handle);
+  const cudaStream_t stream = stream_of(call.stream);
   gpu_->check(cudaEventRecord(begun_, stream), "recording an event", "dispatch");
 }
 
@@ -184,8 +184,8 @@ void CopyEngine::queue(const Batch& batch, cudaStream_t stream, bool capturing) 
 
 void CopyEngine::queue_batches(const SequenceCall& call) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  gpu_->check(cudaStreamIsCapturing(static_cast<cudaStream_t>(call.stream.handle), &status),
-              "asking about a capture", "dispatch");
+  gpu_->check(cudaStreamIsCapturing(stream_of(call.stream), &status), "asking about a capture",
+              "dispatch");
   const bool capturing = status != cudaStreamCaptureStatusNone;
   const std::size_t me = to_size(to_int(call.plan->rank));
   queue_links(me, capturing);
@@ -241,7 +241,7 @@ void CopyEngine::return_local(const SequenceCall& call, int num_sms) {
 }
 
 void CopyEngine::join(const SequenceCall& call) {
-  auto* const stream = static_cast<cudaStream_t>(call.stream.handle);
+  const cudaStream_t stream = stream_of(call.stream);
   for (const Queue& queue : queues_) {
     if (!queue.used) continue;
     gpu_->check(cudaStreamWaitEvent(stream, queue.done, 0), "ordering streams", "dispatch");

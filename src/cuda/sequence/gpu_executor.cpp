@@ -17,8 +17,6 @@ namespace {
 
 using waybill::detail::to_size;
 
-cudaStream_t stream_of(Stream stream) { return static_cast<cudaStream_t>(stream.handle); }
-
 class GpuExecutor final : public Executor, public ExpertExecutorFactory {
  public:
   GpuExecutor(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,

@@ -24,7 +24,7 @@ namespace {
 
 using waybill::detail::to_size;
 
-constexpr const char* who = "make_gpu_process_world";
+constexpr const char* process_world = "make_gpu_process_world";
 
 /// What a rank says about the block that it has made.
 struct SharedBlockInfo {
@@ -57,11 +57,11 @@ class GpuProcessTransport final : public GpuTransport {
                       NetworkBackend backend)
       : GpuTransport(std::move(bootstrap), ranks_per_node, gpu, 1) {
     const Setting settings[] = {{"wire", name_of(backend)}};
-    require_same(who, settings);
-    require_own_processes(places, who);
-    require_nodes_on_hosts(places, topology().ranks_per_node, who);
+    require_same(process_world, settings);
+    require_own_processes(places, process_world);
+    require_nodes_on_hosts(places, topology().ranks_per_node, process_world);
     const bool by_nccl = choose_backend(backend, places, topology()) == NetworkBackend::nccl;
-    if (!by_nccl) require_one_host(this->bootstrap(), who);
+    if (!by_nccl) require_one_host(this->bootstrap(), process_world);
     first_mapped_ = by_nccl ? to_int(rank()) - to_int(topology().local_rank(rank())) : 0;
     num_mapped_ = by_nccl ? topology().ranks_per_node : topology().world_size;
     choose_memory(places, by_nccl);
@@ -89,16 +89,16 @@ class GpuProcessTransport final : public GpuTransport {
  private:
   void choose_memory(const std::vector<GpuPlace>& places, bool by_nccl) {
     std::string trouble;
-    run_collectively(bootstrap(), who, [&] {
+    run_collectively(bootstrap(), process_world, [&] {
       trouble = missing_peer_access(
           std::span(places).subspan(to_size(first_mapped_), to_size(num_mapped_)), first_mapped_,
           gpu().device());
     });
     const std::string not_mapped =
-        try_to_map(bootstrap(), who, places, first_mapped_, num_mapped_, gpu());
+        try_to_map(bootstrap(), process_world, places, first_mapped_, num_mapped_, gpu());
     if (trouble.empty()) trouble = not_mapped;
     use_peer_memory(agree_on_peer_memory(
-        bootstrap(), who, peer_access_wish(std::getenv("WAYBILL_PEER_ACCESS")), trouble,
+        bootstrap(), process_world, peer_access_wish(std::getenv("WAYBILL_PEER_ACCESS")), trouble,
         by_nccl ? "NCCL connects the nodes, and sends from memory of devices" : ""));
     if (peer_memory() == PeerMemory::host) share_host_memory();
   }
@@ -110,7 +110,7 @@ class GpuProcessTransport final : public GpuTransport {
       (void)shared_->make(bootstrap(), 1, "memory of the host");
     } catch (const TransportError& error) {
       throw Unsupported(
-          concat(who,
+          concat(process_world,
                  ": GPUs without access to each other's memory, and the ranks share none of the "
                  "host's: ",
                  error.what(),

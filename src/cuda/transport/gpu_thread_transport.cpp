@@ -13,7 +13,7 @@
 namespace waybill::cuda {
 namespace {
 
-constexpr const char* who = "make_gpu_thread_world";
+constexpr const char* thread_world = "make_gpu_thread_world";
 
 bool can_access(int device, int peer) {
   int can = 1;
@@ -52,8 +52,9 @@ class GpuThreadTransport final : public GpuTransport {
       trouble = concat("device ", mine, " cannot reach the memory of device ", peer);
       break;
     }
-    use_peer_memory(agree_on_peer_memory(
-        this->bootstrap(), who, peer_access_wish(std::getenv("WAYBILL_PEER_ACCESS")), trouble));
+    use_peer_memory(agree_on_peer_memory(this->bootstrap(), thread_world,
+                                         peer_access_wish(std::getenv("WAYBILL_PEER_ACCESS")),
+                                         trouble));
     if (peer_memory() == PeerMemory::host) return;
     for (const int peer : peers) enable_peer_access(mine, peer);
   }

@@ -17,7 +17,7 @@ namespace {
 
 using waybill::detail::to_size;
 
-constexpr const char* who = "make_nvshmem_world";
+constexpr const char* nvshmem_world = "make_nvshmem_world";
 constexpr std::int64_t staging_bytes = std::int64_t{8} << 20;
 
 /// On one host NVSHMEM needs no network: without these it looks for cards and for an interface.
@@ -41,16 +41,16 @@ void check_same_rank(const ProcessRank& first, const ProcessRank& now) {
   if (first.rank == now.rank && first.world_size == now.world_size && first.device == now.device) {
     return;
   }
-  throw Unsupported(concat(who, ": this process is rank ", now.rank, " of ", now.world_size,
-                           " on device ", now.device, ", but it made an NVSHMEM world as rank ",
-                           first.rank, " of ", first.world_size, " on device ", first.device,
-                           "; expected the same, as NVSHMEM starts once a process"));
+  throw Unsupported(concat(
+      nvshmem_world, ": this process is rank ", now.rank, " of ", now.world_size, " on device ",
+      now.device, ", but it made an NVSHMEM world as rank ", first.rank, " of ", first.world_size,
+      " on device ", first.device, "; expected the same, as NVSHMEM starts once a process"));
 }
 
 void start(Bootstrap& bootstrap, int device) {
   static ProcessRank first;
   const ProcessRank now{true, to_int(bootstrap.rank()), bootstrap.world_size(), device};
-  run_collectively(bootstrap, who, [&] {
+  run_collectively(bootstrap, nvshmem_world, [&] {
     (void)nvshmem_api();
     if (first.initialized) check_same_rank(first, now);
   });
@@ -58,7 +58,7 @@ void start(Bootstrap& bootstrap, int device) {
   const NvshmemApi& api = nvshmem_api();
   set_defaults(on_one_host(bootstrap));
   Bootstrap::Bytes id(api.unique_id_bytes);
-  run_collectively(bootstrap, who, [&] {
+  run_collectively(bootstrap, nvshmem_world, [&] {
     if (now.rank != 0) return;
     const int status = api.make_unique_id(id.data());
     if (status != 0) {
@@ -67,8 +67,8 @@ void start(Bootstrap& bootstrap, int device) {
                                   "on which ranks meet)"));
     }
   });
-  id = bootstrap.all_gather(id, who).front();
-  run_collectively(bootstrap, who, [&] {
+  id = bootstrap.all_gather(id, nvshmem_world).front();
+  run_collectively(bootstrap, nvshmem_world, [&] {
     const int status = api.initialize(now.rank, now.world_size, id.data());
     if (status != 0) {
       throw TransportError(concat("NVSHMEM ", api.nvshmem_version, " did not start: status ",
@@ -82,7 +82,7 @@ void start(Bootstrap& bootstrap, int device) {
 /// seen with it.
 void require_consistent_rows(Bootstrap& bootstrap) {
   const NvshmemApi& api = nvshmem_api();
-  run_collectively(bootstrap, who, [&] {
+  run_collectively(bootstrap, nvshmem_world, [&] {
     const int enforces = api.enforces_consistency();
     if (enforces == 0) return;
     if (enforces < 0) {
@@ -104,7 +104,7 @@ class NvshmemTransport final : public GpuTransport {
   NvshmemTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
                    std::shared_ptr<GpuRank> gpu, const std::vector<GpuPlace>& addresses)
       : GpuTransport(std::move(bootstrap), ranks_per_node, std::move(gpu), 1) {
-    require_own_processes(addresses, who);
+    require_own_processes(addresses, nvshmem_world);
     this->gpu().use();
     start(this->bootstrap(), this->gpu().device());
     api_ = &nvshmem_api();

@@ -10,7 +10,7 @@ import torch
 from ..._arrays import choice
 from ..._wrong_call import shown
 from ...errors import InvalidArgument, WrongType
-from ...moe.config import check_fields
+from ...moe.config import EPConfig
 from ...world import World
 from .._tensors import require_rows, require_tensor
 from .layer import EPAll2AllLayer
@@ -36,17 +36,11 @@ def check_options(
 ) -> None:  # fmt: skip
     """What a layer would be made with."""
     weight_dtype = options.get("weight_dtype", torch.float32)
-    check_fields(
-        {
-            "max_tokens": max_tokens, "hidden": hidden, "topk": topk, "num_experts": num_experts,
-            "rank": world.rank, "world_size": world.world_size,
-            "local_world_size": world.topology.ranks_per_node,
-            "token_dtype": torch_dtype(dtype, f"{_WHO}: dtype"),
-            "weight_dtype": torch_dtype(weight_dtype, f"{_WHO}: weight_dtype"),
-            "offset_dtype": torch.int32,
-        },
-        _WHO,
-        {"token_dtype": "dtype", "world_size": "ranks"},
+    EPConfig._of_words(
+        _WHO, {"token_dtype": "dtype", "world_size": "ranks"}, max_tokens, hidden, topk,
+        num_experts, world.rank, world.world_size, world.topology.ranks_per_node,
+        torch_dtype(dtype, f"{_WHO}: dtype"), torch_dtype(weight_dtype, f"{_WHO}: weight_dtype"),
+        torch.int32,
     )  # fmt: skip
     for name, value in (("rows", "grouped"), ("payload", "plain")):
         if options.get(name, value) != value:

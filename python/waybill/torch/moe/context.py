@@ -43,12 +43,12 @@ class DispatchCombineContext(OfThisProcess):
             raise InvalidArgument(
                 f"{who}: ep_config is a {type(ep_config).__name__}, expected an EPConfig"
             )
-        ep_config = ep_config._of_a_layer()
+        ep_config, compiled = ep_config._in_use_by("EPConfig", {})
         rank = world_of(world, ep_config.local_world_size, None, who, "world")
         self = cls.__new__(cls)
         self.ep_config = ep_config
         self._context = _core.ExpertContext(
-            rank._world, ep_config._compiled(), int64(capacity, f"{who}: capacity")
+            rank._world, compiled, int64(capacity, f"{who}: capacity")
         )
         self.reallocate_dispatch_output_buf(0)
         return self

@@ -102,22 +102,33 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         super().__init__()
         who = "EPAll2AllLayer"
         fixed: Optional[int] = None
+        compiled: Any = None
+        options: Any = None
         most = 0
 
         def check() -> dict[str, Any]:
             """All arguments but those of the world, which the compiled part compares."""
-            nonlocal fixed, most
+            nonlocal fixed, most, compiled, options
             dtypes = (
                 torch_dtype(dtype, f"{who}: dtype"),
                 torch_dtype(weight_dtype, f"{who}: weight_dtype"),
             )
-            self.ep_config = EPConfig._of_words(
-                who, {"num_experts": "num_tot_experts", "token_dtype": "dtype"}, max_tokens, hidden,
-                topk, num_tot_experts, rank, world_size, local_world_size, *dtypes, torch.int32,
+            called = {"num_experts": "num_tot_experts", "token_dtype": "dtype"}
+            self.ep_config, compiled = EPConfig._of_words(
+                who, called, max_tokens, hidden, topk, num_tot_experts, rank, world_size,
+                local_world_size, *dtypes, torch.int32,
             )  # fmt: skip
             self._take_sizes(self.ep_config)
-            self._options = _checked_options(
-                self.ep_config, who, dropped_id, rows, expert_alignment, payload
+            self._options = {
+                "dropped_id": (
+                    None if dropped_id is None else int64(dropped_id, f"{who}: dropped_id")
+                ),
+                "rows": choice(rows, f"{who}: rows", "grouped", "compact"),
+                "expert_alignment": int64(expert_alignment, f"{who}: expert_alignment"),
+            }  # those that the layer of the weights' gradients has, too
+            choice(payload, f"{who}: payload", "plain", "quantized", "scaled")
+            options = _core.ep_dispatch_options(
+                compiled, *self._options.values(), payload, who, called
             )
             fixed = number_of_rows(
                 fixed_rows, who, world_size=self.world_size, max_tokens=self.max_tokens, rows=rows,
@@ -145,8 +156,6 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         self.payload, self.rows, self.fixed_rows = payload, rows, fixed
         given_id = self._options["dropped_id"]
         self.dropped_id: int = self.num_tot_experts if given_id is None else given_id
-        compiled = self.ep_config._compiled()
-        options = _core.ep_dispatch_options(compiled, *self._options.values(), payload)
         self._layer: Any = _core.ExpertLayer(
             self.world._world, compiled, options, self.num_sm, self.enable_local_combine,
             int64(capacity, f"{who}: capacity"), fixed or 0, most,
@@ -310,27 +319,6 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
             fixed_rows=self.fixed_rows, **self._options,
         )  # fmt: skip
         self._slot_layers.append(layer)
-
-
-def _checked_options(
-    config: EPConfig, who: str, dropped_id: Any, rows: Any, expert_alignment: Any, payload: Any
-) -> dict[str, Any]:
-    """Those that the layer of the weights' gradients has, too."""
-    dropped = None if dropped_id is None else int64(dropped_id, f"{who}: dropped_id")
-    if dropped not in (None, -1, config.num_experts):
-        raise InvalidArgument(
-            f"{who}: dropped_id = {dropped}, expected -1 or num_tot_experts = {config.num_experts}"
-        )
-    choice(payload, f"{who}: payload", "plain", "quantized", "scaled")
-    if payload == "quantized" and config.token_dtype == torch.float64:
-        raise InvalidArgument(
-            f"{who}: dtype = float64, expected bfloat16, float16 or float32 for a quantized payload"
-        )
-    return {
-        "dropped_id": dropped,
-        "rows": choice(rows, f"{who}: rows", "grouped", "compact"),
-        "expert_alignment": int64(expert_alignment, f"{who}: expert_alignment"),
-    }
 
 
 def _checked_biases(biases: Any) -> Sequence[torch.Tensor]:
