@@ -21,6 +21,7 @@ from .._wrong_call import shown
 from ..errors import InvalidArgument, Unsupported
 from ..torch import BatchPlan, BatchPlanner, ContextParallelAttention
 from ..torch.batch_plan import RankPieces
+from ._transformers_loss import guard_losses
 
 __all__ = ["PlannedBatch", "SharedAttention", "attention_forward", "no_mask", "windows_of"]
 
@@ -59,7 +60,7 @@ class SharedAttention:
             raise InvalidArgument(
                 f"SharedAttention: config = {shown(config)}, expected that of a model"
             )
-        config = config.get_text_config()
+        self._config = config = config.get_text_config()
         heads = config.num_attention_heads
         given: Dict[str, Any] = {
             "heads": heads,
@@ -108,6 +109,14 @@ class SharedAttention:
                 f"SharedAttention.batch: plans on rank {self.rank} have none for window"
                 f" {missing[0]}, expected one for each of {list(self.modules)}"
             )
+        found = getattr(self._config, "_attn_implementation", None)
+        if found != "waybill":
+            raise InvalidArgument(
+                f"SharedAttention.batch: the attention of config on rank {self.rank} is {found!r},"
+                " expected that of model.config behind model.set_attn_implementation('waybill'),"
+                " which takes models with an attention interface: another attention would not"
+                " notice the plans"
+            )
         return PlannedBatch(self, plans)
 
     def close(self) -> None:
@@ -125,18 +134,30 @@ class PlannedBatch:
         self.attention, self.plans = attention, dict(plans)
         self.first = next(iter(self.plans.values()))
         self._positions: Optional[torch.Tensor] = None
+        self._asked = False  # for its positions, by the user
         self._right: Any = lambda: None  # the tensor that was found right, weakly
 
     def position_ids(self) -> torch.Tensor:
         """[1, rows]: positions in the documents, for the model's rotary embeddings."""
+        self._asked = True
+        return self._of_documents()
+
+    def _of_documents(self) -> torch.Tensor:
         if self._positions is None:
             first = self.first.positions(self.attention.rank, self.attention.device)
             self._positions = first[None]
         return self._positions
 
     def check_positions(self, given: Any, who: str) -> None:
-        """Once for a tensor: the model counts rows where none are given."""
-        mine = self.position_ids()
+        """Once for a tensor: the model counts rows where none are given. Those that do not reach
+        attention cannot be looked at; then the batch must have been asked for its own.
+        """
+        if given is None and not self._asked:
+            raise InvalidArgument(
+                f"{who}: position_ids did not reach attention, expected"
+                " position_ids=batch.position_ids()"
+            )
+        mine = self._of_documents()
         if given is mine or given is self._right() or not isinstance(given, torch.Tensor):
             return
         if given.shape != mine.shape:
@@ -225,3 +246,4 @@ def no_mask(*args: Any, attention_mask: Optional[torch.Tensor] = None, **options
 
 AttentionInterface.register("waybill", attention_forward)
 AttentionMaskInterface.register("waybill", no_mask)
+guard_losses("waybill")
