@@ -175,6 +175,52 @@ def test_the_models_own_loss():
             torch.testing.assert_close(got, want / count, rtol=1e-3, atol=1e-5)
 
 
+def microbatch(replica, number):
+    """Unequally many documents and tokens."""
+    draws = torch.Generator().manual_seed(10 * replica + number)
+    lengths = [[19, 4, 1], [3, 9], [30], [8, 6, 2, 5]][2 * number + replica]
+    return pack(
+        [torch.randint(VOCABULARY, (n,), generator=draws) for n in lengths], first_document=0
+    )
+
+
+def test_a_mesh_with_ddp_and_accumulation():
+    """2 replicas of 2 ranks; the clipped gradients and their norm are those of one process."""
+
+    def body(rank):
+        mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        model = torch.nn.parallel.DistributedDataParallel(build(llama, "waybill"))
+        attention = SharedAttention(mesh["cp"], model.module.config, block_tokens=4, in_place=True)
+        wholes = [microbatch(rank // 2, number) for number in range(2)]
+        at = [(0, 10, len(whole.tokens)) for whole in wholes]
+        parts = [w.cut(a[rank % 2], a[rank % 2 + 1]) for w, a in zip(wholes, at)]
+        count = torch.tensor(sum(int((part.labels >= 0).sum()) for part in parts))
+        torch.distributed.all_reduce(count)
+        for part in parts:
+            batch = attention.plan(attention.gather(part.pieces))
+            labels = part.labels[None]
+            loss = model(
+                part.tokens[None], position_ids=batch.position_ids(), waybill=batch,
+                labels=labels, shift_labels=labels, num_items_in_batch=count, use_cache=False,
+            ).loss  # fmt: skip
+            (loss * 4).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        return float(norm), [p.grad.numpy() for p in model.parameters()]
+
+    model = build(llama, "eager")
+    wholes = [microbatch(replica, number) for replica in range(2) for number in range(2)]
+    count = sum(int((whole.labels >= 0).sum()) for whole in wholes)
+    for whole in wholes:
+        for document in whole.tokens.split([piece.length for piece in whole.pieces]):
+            logits = model(document[None], use_cache=False).logits[0]
+            (loss_of(logits[:-1], document[1:]) / count).backward()
+    want = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    for norm, gradients in ranks.run(WORLD, body):
+        assert abs(norm - want) < 1e-4 * want
+        for got, weight in zip(map(torch.from_numpy, gradients), model.parameters()):
+            torch.testing.assert_close(got, weight.grad, rtol=1e-3, atol=1e-5)
+
+
 ROWS = torch.zeros(1, 5, dtype=torch.int64)
 
 
@@ -292,7 +338,7 @@ def test_models_with_another_attention(kind):
         attention = SharedAttention(world, model.config)
         if kind is bloom:  # has none that can be set; transformers warns
             model.set_attn_implementation("waybill")
-        with pytest.raises(InvalidArgument, match="on rank 0 is '(sdpa|eager)', expected"):
+        with pytest.raises(InvalidArgument, match=r"on rank 0 is '(sdpa|eager)', expected"):
             attention.plan([[3, 2]])
 
     run_threads(1, body)

@@ -1,4 +1,4 @@
-"""The loss that a model of transformers computes itself, of packed rows that lie on several ranks."""
+"""The loss that a model of transformers computes itself, where its rows lie on several ranks."""
 
 from __future__ import annotations
 

@@ -18,15 +18,17 @@ __all__ = ["SharedDocuments", "WaybillAttention", "share_documents"]
 _WHO = "WaybillAttention"
 
 
-@dataclass(frozen=True)
+@dataclass
 class SharedDocuments:
     """A batch whose documents lie across ranks: the model's ``attention_masks``."""
 
     pieces: Pieces
     ranks: SharedRanks
+    _asked: bool = False  # for positions; attention, which comes after rotary embeddings, sees none
 
     def positions(self) -> torch.Tensor:
         """[1, rows]: in the documents, for the model's rotary embeddings."""
+        self._asked = True
         held = self.pieces.pieces[self.ranks.rank].tolist()
         rows = [torch.arange(offset, offset + length) for _, offset, length in held]
         return torch.cat([torch.arange(0), *rows]).to(self.ranks.world.device)[None]
@@ -98,6 +100,12 @@ class WaybillAttention(VarlenAttention):
             q, k, v = (t.to(torch.bfloat16) for t in (q, k, v))
         if isinstance(attention_masks, SharedDocuments):
             ranks, pieces = attention_masks.ranks, attention_masks.pieces
+            if not attention_masks._asked:
+                raise InvalidArgument(
+                    f"{_WHO}: attention_masks on rank {ranks.rank} were not asked for positions,"
+                    " expected positions=masks.positions() in the model's call: without them rotary"
+                    " embeddings count this rank's rows"
+                )
         else:
             ranks = SharedRanks.of(self.ranks, q.device, _WHO)
             pieces = _whole_documents(attention_masks, len(q), ranks)
