@@ -12,8 +12,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from .._graphs import outside_graphs
+from .._said_by import said_by
 from .._wrong_call import shown
 from ..errors import Error, InvalidArgument, Unsupported
+from ..torch import ContextParallelAttention
 from ..torch.batch_plan import Piece, RankPieces, piece_table
 from ._shared_attention import Pieces, SharedRanks, pieces_of
 
@@ -172,7 +175,7 @@ class WaybillCoreAttention(MegatronModule):
             query, key, value, _WHO, self.options, mask="causal" if mask in _CAUSAL else "full",
             window=self.window, scale=self.softmax_scale,
         )  # fmt: skip
-        return attention(pieces.plan_of(attention), query, key, value).flatten(1)
+        return _attend(attention, pieces.plan_of(attention), query, key, value).flatten(1)
 
     def _pieces(self, params: PackedSeqParams, device: torch.device) -> Any:
         """(ranks, what they hold)"""
@@ -196,6 +199,13 @@ class WaybillCoreAttention(MegatronModule):
         padded = params.cu_seqlens_q_padded
         ends = params.cu_seqlens_q if padded is None else padded
         return ranks, pieces_of(ends, ranks, lambda: _zigzag(params, ends, ranks))
+
+
+@outside_graphs
+@said_by(_WHO)
+def _attend(attention: ContextParallelAttention, *given: Any) -> torch.Tensor:
+    out: torch.Tensor = attention(*given)
+    return out
 
 
 def _check_unpadded(params: PackedSeqParams, rank: int) -> None:

@@ -9,6 +9,7 @@ import torch
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 
 from .._graphs import outside_graphs
+from .._said_by import said_by
 from ..errors import InvalidArgument, Unsupported
 from ..torch.batch_plan import RankPieces
 from ._shared_attention import Pieces, SharedRanks, pieces_of
@@ -114,9 +115,10 @@ class WaybillAttention(VarlenAttention):
         )
         plan = pieces.plan_of(attention)
         shape = (*q_BLNH.shape[:3], v_BLNH.shape[-1])
-        if out_transform is None:
-            return attention(plan, q, k, v).view(shape).to(q_BLNH.dtype)
-        out, lse = attention(plan, q, k, v, return_lse=True)
+        with said_by(_WHO):
+            if out_transform is None:
+                return attention(plan, q, k, v).view(shape).to(q_BLNH.dtype)
+            out, lse = attention(plan, q, k, v, return_lse=True)
         # A gradient through the log-sum-exp would be lost.
         if torch.is_grad_enabled() and out.requires_grad:
             raise Unsupported(f"{_WHO}: out_transform on rank {ranks.rank}, expected None to train")

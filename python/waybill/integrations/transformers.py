@@ -17,10 +17,13 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from .._graphs import outside_graphs
+from .._said_by import said_by
 from .._wrong_call import shown
 from ..errors import InvalidArgument, Unsupported
 from ..torch import BatchPlan, BatchPlanner, ContextParallelAttention
 from ..torch.batch_plan import RankPieces
+from ..torch.kernels import AttentionShape
 from ._transformers_loss import guard_losses
 
 __all__ = ["PlannedBatch", "SharedAttention", "attention_forward", "no_mask", "windows_of"]
@@ -71,7 +74,8 @@ class SharedAttention:
         given.update(options)
         self.modules: Dict[Optional[int], ContextParallelAttention] = {}
         for window in windows_of(config):
-            self.modules[window] = ContextParallelAttention(ranks, window=window, **given)
+            with said_by("SharedAttention"):
+                self.modules[window] = ContextParallelAttention(ranks, window=window, **given)
             ranks = self.modules[window].world
         self._first = next(iter(self.modules.values()))
         world = self._first.world
@@ -84,11 +88,14 @@ class SharedAttention:
 
     def gather(self, held: RankPieces) -> List[Any]:
         """Collective: as of ContextParallelAttention."""
-        return self._first.gather(held)
+        with said_by("SharedAttention.gather"):
+            return self._first.gather(held)
 
     def plan(self, pieces: Sequence[Any]) -> PlannedBatch:
         """The plans of a batch, the same on all ranks."""
-        return self.batch({window: p.plan(pieces) for window, p in self.planners.items()})
+        with said_by("SharedAttention.plan"):
+            plans = {window: p.plan(pieces) for window, p in self.planners.items()}
+        return self.batch(plans)
 
     def batch(self, plans: Mapping[Optional[int], BatchPlan]) -> PlannedBatch:
         """Of plans that were made elsewhere, one for each of ``planners``."""
@@ -208,6 +215,7 @@ def attention_forward(
         )
     waybill.check_positions(options.get("position_ids"), who)
     attention = shared.modules[sliding_window]
+    _check_heads(who, attention.planner.shape, query, key, value)
     scale = attention.planner.shape.scale
     if scaling is not None and abs(scaling - scale) > 1e-6 * scale:
         raise InvalidArgument(
@@ -215,7 +223,30 @@ def attention_forward(
         )
     # Views: rows were in front before the model swapped them with heads.
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    return attention(waybill.plans[sliding_window], q, k, v)[None], None
+    return _attend(attention, waybill.plans[sliding_window], q, k, v)[None], None
+
+
+@outside_graphs
+@said_by(_WHO)
+def _attend(attention: ContextParallelAttention, *given: Any) -> torch.Tensor:
+    out: torch.Tensor = attention(*given)
+    return out
+
+
+def _check_heads(who: str, shape: AttentionShape, *tensors: torch.Tensor) -> None:
+    """By the names that the caller knows: of the interface, and of SharedAttention's options."""
+    expected = (
+        ("query", "heads", shape.heads, "head_dim", shape.head_dim),
+        ("key", "kv_heads", shape.kv_heads, "head_dim", shape.head_dim),
+        ("value", "kv_heads", shape.kv_heads, "v_head_dim", shape.v_head_dim),
+    )
+    for tensor, (name, heads_name, heads, size_name, size) in zip(tensors, expected):
+        if (tensor.shape[1], tensor.shape[3]) != (heads, size):
+            raise InvalidArgument(
+                f"{who}: {name} {tuple(tensor.shape)}, expected {heads} heads of {size}: say"
+                f" SharedAttention(..., {heads_name}={tensor.shape[1]},"
+                f" {size_name}={tensor.shape[3]})"
+            )
 
 
 def _refuse(
