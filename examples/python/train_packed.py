@@ -3,24 +3,23 @@
     python examples/python/train_packed.py                                  # one process
     torchrun --nproc-per-node 2 examples/python/train_packed.py [--gpus]    # ranks on CPU or GPUs
 
-Pack, gather, plan, and one module in place of attention. Needs torch: without it, it says so and
-ends with status 77, which test runners show as skipped.
+Pack, gather, plan, and one module in place of attention. Without torch it ends with status 77.
 """
 
+import argparse
 import sys
 
 try:
     import torch
     import torch.distributed as dist
     from torch import nn
-    from torch.nn import functional as F
 except ImportError:
     print("torch is not installed: nothing was run")
     sys.exit(77)
 
 import waybill.torch as waybill
 
-VOCABULARY, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 4, 2, 16, 2
+VOCABULARY, HEADS, KV_HEADS, HEAD_DIM, LAYERS, STEPS = 32, 4, 2, 16, 2, 25
 HIDDEN = HEADS * HEAD_DIM
 
 
@@ -61,7 +60,7 @@ class Block(nn.Module):
         q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
         heads = self.attention(plan, rotate(q, positions), rotate(k, positions), v)
         x = x + self.out(heads.flatten(1))
-        return x + self.down(F.silu(self.up(self.norms[1](x))))
+        return x + self.down(nn.functional.silu(self.up(self.norms[1](x))))
 
 
 class Model(nn.Module):
@@ -78,37 +77,39 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def train(device):
+def train(device, rank):
     attention = waybill.ContextParallelAttention(
         None, HEADS, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, block_tokens=16, device=device
     )  # all layers share it; None is the default group, or give a process group or mesh["cp"]
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(Model(attention).to(device))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    dataset = Documents(dist.get_rank(), steps=25)
-    for documents in torch.utils.data.DataLoader(dataset, batch_size=None):
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for documents in torch.utils.data.DataLoader(Documents(rank, STEPS), batch_size=None):
         batch = waybill.pack(documents).to(device)
         plan = attention.plan(attention.gather(batch.pieces))  # the same on all ranks
         labels = (batch.labels >= 0).sum()
         dist.all_reduce(labels)
         with torch.autocast(device, torch.bfloat16):
             logits = model(plan, batch.tokens, batch.positions)
-        loss = F.cross_entropy(logits.float(), batch.labels, reduction="sum") / labels
+        loss = nn.functional.cross_entropy(logits.float(), batch.labels, reduction="sum") / labels
         (loss * dist.get_world_size()).backward()  # DDP takes the mean, where the sum is wanted
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())
-        dist.all_reduce(losses[-1])
+        total = loss.detach()
+        dist.all_reduce(total)
+        losses.append(float(total))
+        if rank == 0 and len(losses) % 5 == 0:
+            print(f"step {len(losses):3}: loss {losses[-1]:.3f}", flush=True)
     return losses
 
 
 def main():
-    device = "cuda" if "--gpus" in sys.argv else "cpu"
-    waybill.initialize_distributed(device=device)  # init_process_group, by torchrun's "RANK" etc.
-    losses = train(device)
-    if dist.get_rank() == 0:
-        print(f"loss of the first step {losses[0]:.3f}, of the last {losses[-1]:.3f}")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gpus", action="store_true", help="a GPU for each rank")
+    options = parser.parse_args()
+    device = "cuda" if options.gpus else "cpu"
+    rank, _ = waybill.initialize_distributed(device=device)  # by torchrun's "RANK" etc.
+    losses = train(device, rank)
     dist.destroy_process_group()
     if not losses[-1] < 0.5 * losses[0]:
         sys.exit("the loss did not fall")

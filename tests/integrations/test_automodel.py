@@ -110,6 +110,13 @@ def test_what_is_refused():
             automodel._shard(attention, {"input_ids": tokens}, tokens[:, :1], 0)
         with pytest.raises(Unsupported, match=f"rank {rank}: attention_mask hides more"):
             shard(input_ids=tokens, attention_mask=torch.tensor([[0, 1, 1, 1]]))
+        numbers = torch.tensor([[1, 1, 2, 0]])  # of packed documents
+        with pytest.raises(InvalidArgument, match=f"rank {rank}: attention_mask numbers documents"):
+            shard(input_ids=tokens, attention_mask=numbers)
+        positions = torch.tensor([[0, 1, 0, 1]])
+        shard(input_ids=tokens, attention_mask=numbers, position_ids=positions)
+        with pytest.raises(InvalidArgument, match=f"rank {rank}: seq_lens without position_ids"):
+            shard(input_ids=tokens, seq_lens=torch.tensor([[2, 2]]))
         mine = shard(input_ids=tokens, attention_mask=torch.tensor([[1, 1, 1, 0]]))
         assert mine["position_ids"].tolist() == [[2 * rank, 2 * rank + 1]]
         assert "attention_mask" not in mine

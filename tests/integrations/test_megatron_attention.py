@@ -13,6 +13,7 @@ import ranks
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -53,7 +54,7 @@ def config_of(cp_size, **options):
     return TransformerConfig(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=HEADS, num_query_groups=2,
         use_cpu_initialization=True, add_bias_linear=False, attention_dropout=0.0,
-        context_parallel_size=cp_size, bf16=False, params_dtype=torch.float32,
+        hidden_dropout=0.0, context_parallel_size=cp_size, bf16=False, params_dtype=torch.float32,
         masked_softmax_fusion=False, apply_rope_fusion=False, **options,
     )  # fmt: skip
 
@@ -178,6 +179,73 @@ def test_shared_sequences(rotary):
     parallel(WORLD, body)
 
 
+def gpt_of(core):
+    """A whole model, of groups of one rank each; the same weights on all ranks."""
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = core
+    model = GPTModel(
+        config_of(1), spec, vocab_size=32, max_sequence_length=64, position_embedding_type="rope"
+    )
+    draws = torch.Generator().manual_seed(4)
+    for weight in model.parameters():
+        weight.data.copy_(torch.randn(weight.shape, generator=draws) / 6)
+    return model
+
+
+def documents_of(rank, microbatch):
+    """Unequally many, of unequal lengths."""
+    draws = torch.Generator().manual_seed(10 * rank + microbatch)
+    lengths = [[23, 4], [3, 9, 2], [17], [1, 5]][2 * microbatch + rank]
+    return [torch.randint(32, (n,), generator=draws) for n in lengths]
+
+
+@pytest.mark.skipif(ranks.DEVICE != "cpu", reason="rows in host memory")
+def test_a_whole_model_with_accumulated_microbatches():
+    """Its own positions and losses of tokens; the sum over labels, divided by all ranks' labels."""
+
+    def body(rank):
+        model, gradients = gpt_of(WaybillCoreAttention), []
+        parts = [pack(documents_of(rank, i)) for i in range(2)]
+        count = torch.tensor(sum(int((part.labels >= 0).sum()) for part in parts))
+        torch.distributed.all_reduce(count)
+        for part in parts:
+            params = share_sequences(None, part.pieces, ranks.DEVICE)
+            losses = model(
+                part.tokens[None], part.positions[None], None, packed_seq_params=params,
+                labels=part.labels.clamp(min=0)[None], loss_mask=part.labels[None] >= 0,
+            )  # fmt: skip
+            (losses.flatten()[part.labels >= 0].sum() / count).backward()
+        for weight in model.parameters():
+            torch.distributed.all_reduce(weight.grad)
+            gradients.append(weight.grad)
+        model = gpt_of(DotProductAttention)
+        for document in (d for i in range(2) for r in range(2) for d in documents_of(r, i)):
+            rows = torch.arange(len(document))
+            hidden_keys = (rows[:, None] < rows)[None, None]
+            logits = model(document[None], rows[None], hidden_keys)[0]
+            loss = torch.nn.functional.cross_entropy(logits[:-1], document[1:], reduction="sum")
+            (loss / count).backward()
+        for got, weight in zip(gradients, model.parameters()):
+            torch.testing.assert_close(got, weight.grad, rtol=1e-3, atol=1e-5)
+
+    parallel(2, body)
+
+
+@pytest.mark.skipif(ranks.DEVICE != "cpu", reason="rows in host memory")
+def test_models_that_rotate_pieces_from_zero():
+    """A GPTModel makes its embeddings of the longest sequence: wrong for pieces."""
+
+    def body(rank):
+        tokens = torch.zeros(1, 5, dtype=torch.int64)
+        params = share_sequences(None, [(0, 5 * rank, 5)], ranks.DEVICE, rotary="by row")
+        with pytest.raises(InvalidArgument, match=r'rotary = "by row" in a model that makes its'):
+            gpt_of(WaybillCoreAttention)(
+                tokens, 5 * rank + torch.arange(5)[None], None, packed_seq_params=params
+            )
+
+    parallel(2, body)
+
+
 def core_of(groups, **options):
     return WaybillCoreAttention(
         config_of(1, **options), 1, AttnMaskType.causal, "self", pg_collection=groups
@@ -202,6 +270,16 @@ def test_what_is_refused():
             core(rows, rows, rows, None, packed_seq_params=params)
         with pytest.raises(Unsupported, match="got an attention_bias"):
             core(rows, rows, rows, None, packed_seq_params=params, attention_bias=rows)
+        padded = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=torch.tensor([0, 5]), cu_seqlens_kv=torch.tensor([0, 5]),
+            cu_seqlens_q_padded=torch.tensor([0, 8]), cu_seqlens_kv_padded=torch.tensor([0, 8]),
+        )  # fmt: skip
+        with pytest.raises(Unsupported, match=f"cu_seqlens_q_padded on rank {rank} differ"):
+            core(
+                rows[:4], rows[:4], rows[:4], None, packed_seq_params=padded,
+                attn_mask_type=AttnMaskType.padding,
+            )  # fmt: skip
+        core(rows[:4], rows[:4], rows[:4], None, packed_seq_params=padded)
         params = share_sequences(None, [5], ranks.DEVICE)
         with pytest.raises(Unsupported, match=rf"context_parallel_size = 2 on rank {rank}"):
             core(rows, rows, rows, None, packed_seq_params=params)

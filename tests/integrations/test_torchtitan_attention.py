@@ -183,6 +183,21 @@ def test_what_is_refused():
     ranks.run(2, body)
 
 
+def test_documents_across_ranks_want_positions():
+    """Rotary embeddings would count rows."""
+
+    def body(rank):
+        attention = WaybillAttention.Config().build()
+        rows = torch.zeros(1, 5, 2, 8)
+        masks = share_documents([(0, 5 * rank, 5)], device="cpu")
+        with pytest.raises(InvalidArgument, match=rf"rank {rank} .*positions=masks\.positions\(\)"):
+            attention(rows, rows, rows, attention_masks=masks)
+        assert masks.positions()[0, 0] == 5 * rank
+        assert attention(rows, rows, rows, attention_masks=masks).shape == rows.shape
+
+    ranks.run(2, body)
+
+
 def test_one_rank_has_other_rows_or_options():
     """All hear of it; calibrated costs are an option like others."""
 

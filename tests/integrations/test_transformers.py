@@ -3,7 +3,18 @@
 import pytest
 import ranks
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForTokenClassification,
+    MistralConfig,
+    MistralForCausalLM,
+)
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from waybill import InvalidArgument, Unsupported
 from waybill.integrations.transformers import SharedAttention, windows_of
@@ -24,6 +35,10 @@ def llama():
 def mistral():
     """A window that is shorter than documents."""
     return MistralForCausalLM(MistralConfig(**SIZES, head_dim=8, sliding_window=7))
+
+
+def bloom():
+    return BloomForCausalLM(BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4))
 
 
 def build(kind, implementation):
@@ -160,6 +175,126 @@ def test_the_models_own_loss():
             torch.testing.assert_close(got, want / count, rtol=1e-3, atol=1e-5)
 
 
+def microbatch(replica, number):
+    """Unequally many documents and tokens."""
+    draws = torch.Generator().manual_seed(10 * replica + number)
+    lengths = [[19, 4, 1], [3, 9], [30], [8, 6, 2, 5]][2 * number + replica]
+    return pack(
+        [torch.randint(VOCABULARY, (n,), generator=draws) for n in lengths], first_document=0
+    )
+
+
+def test_a_mesh_with_ddp_and_accumulation():
+    """2 replicas of 2 ranks; the clipped gradients and their norm are those of one process."""
+
+    def body(rank):
+        mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        model = torch.nn.parallel.DistributedDataParallel(build(llama, "waybill"))
+        attention = SharedAttention(mesh["cp"], model.module.config, block_tokens=4, in_place=True)
+        wholes = [microbatch(rank // 2, number) for number in range(2)]
+        at = [(0, 10, len(whole.tokens)) for whole in wholes]
+        parts = [w.cut(a[rank % 2], a[rank % 2 + 1]) for w, a in zip(wholes, at)]
+        count = torch.tensor(sum(int((part.labels >= 0).sum()) for part in parts))
+        torch.distributed.all_reduce(count)
+        for part in parts:
+            batch = attention.plan(attention.gather(part.pieces))
+            labels = part.labels[None]
+            loss = model(
+                part.tokens[None], position_ids=batch.position_ids(), waybill=batch,
+                labels=labels, shift_labels=labels, num_items_in_batch=count, use_cache=False,
+            ).loss  # fmt: skip
+            (loss * 4).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        return float(norm), [p.grad.numpy() for p in model.parameters()]
+
+    model = build(llama, "eager")
+    wholes = [microbatch(replica, number) for replica in range(2) for number in range(2)]
+    count = sum(int((whole.labels >= 0).sum()) for whole in wholes)
+    for whole in wholes:
+        for document in whole.tokens.split([piece.length for piece in whole.pieces]):
+            logits = model(document[None], use_cache=False).logits[0]
+            (loss_of(logits[:-1], document[1:]) / count).backward()
+    want = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    for norm, gradients in ranks.run(WORLD, body):
+        assert abs(norm - want) < 1e-4 * want
+        for got, weight in zip(map(torch.from_numpy, gradients), model.parameters()):
+            torch.testing.assert_close(got, weight.grad, rtol=1e-3, atol=1e-5)
+
+
+ROWS = torch.zeros(1, 5, dtype=torch.int64)
+
+
+def test_labels_that_the_model_would_shift_are_refused(call):
+    """They would be shifted over the ends of documents and of ranks."""
+    expected = r"LlamaForCausalLM: labels without shift_labels, expected shift_labels="
+    call(InvalidArgument, expected, labels=ROWS)
+    call(InvalidArgument, expected, labels=ROWS, num_items_in_batch=3)
+
+
+def test_a_loss_of_one_ranks_labels_is_refused():
+    """Its mean is not the mean over the labels of all."""
+
+    def body(rank):
+        model = build(llama, "waybill")
+        batch = SharedAttention(None, model.config).plan([[3, 2], [5]])
+        given = {"position_ids": batch.position_ids(), "waybill": batch, "use_cache": False}
+        with pytest.raises(InvalidArgument, match="num_items_in_batch is None on one of 2 ranks"):
+            model(ROWS, labels=ROWS, shift_labels=ROWS, **given)
+
+    ranks.run(2, body)
+
+
+def test_losses_of_other_kinds_are_refused():
+    """They are given neither shift_labels nor the number of labels."""
+
+    def body(world):
+        torch.manual_seed(3)
+        model = LlamaForTokenClassification(LlamaConfig(**SIZES))
+        model.set_attn_implementation("waybill")
+        batch = SharedAttention(world, model.config).plan([[3, 2]])
+        given = {"position_ids": batch.position_ids(), "waybill": batch, "use_cache": False}
+        with pytest.raises(InvalidArgument, match="num_items_in_batch is None"):
+            model(ROWS, labels=ROWS, **given)
+
+    run_threads(1, body)
+
+
+def test_losses_of_other_models_stay():
+    """Of another attention, and those that the user sets."""
+    model = build(llama, "eager")
+    assert model.loss_function is ForCausalLMLoss
+    model(ROWS, labels=ROWS).loss.backward()
+    model.set_attn_implementation("waybill")
+    assert model.loss_function is not ForCausalLMLoss
+
+    def mine(logits, labels, **given):
+        return logits.sum() * given["waybill"].first.world_size
+
+    model.loss_function = mine
+    assert model.loss_function is mine
+    model.loss_function = ForCausalLMLoss
+    assert model.loss_function is not ForCausalLMLoss
+
+
+def test_models_that_hide_their_positions():
+    """What does not reach attention cannot be looked at: those of the batch must have been asked
+    for.
+    """
+
+    def body(world):
+        sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 1, "n_head": 4}
+        dropped = {f"{name}_pdrop": 0.0 for name in ("attn", "embd", "resid")}
+        model = GPTBigCodeForCausalLM(GPTBigCodeConfig(**sizes, **dropped))
+        model.set_attn_implementation("waybill")
+        attention = SharedAttention(world, model.config, kv_heads=1)
+        with pytest.raises(InvalidArgument, match="rank 0: position_ids did not reach attention"):
+            model(ROWS, waybill=attention.plan([[3, 2]]), use_cache=False)
+        batch = attention.plan([[3, 2]])
+        model(ROWS, waybill=batch, use_cache=False, position_ids=batch.position_ids())
+
+    run_threads(1, body)
+
+
 def test_positions_of_rows_are_refused(call):
     """What the model counts where none are given, or what another batch has."""
     call(InvalidArgument, r"rank 0: position_ids are not those of the documents", position_ids=None)
@@ -190,6 +325,21 @@ def test_odd_configurations_and_plans():
                 attention.batch(plans)
         with pytest.raises(InvalidArgument, match=r"plans\[None\] = 3 on rank 0, expected a Batch"):
             attention.batch({None: 3})
+
+    run_threads(1, body)
+
+
+@pytest.mark.parametrize("kind", [llama, bloom])
+def test_models_with_another_attention(kind):
+    """They would ignore the plan: rows would see those of their own rank alone."""
+
+    def body(world):
+        model = kind()
+        attention = SharedAttention(world, model.config)
+        if kind is bloom:  # has none that can be set; transformers warns
+            model.set_attn_implementation("waybill")
+        with pytest.raises(InvalidArgument, match=r"on rank 0 is '(sdpa|eager)', expected"):
+            attention.plan([[3, 2]])
 
     run_threads(1, body)
 

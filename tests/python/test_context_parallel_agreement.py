@@ -73,7 +73,7 @@ def test_wrong_pieces_of_one_rank(held):
 
     errors = errors_of(body)
     assert all("ContextParallelAttention.gather: " in text for _, text in errors)
-    assert "rank 1 with arguments = wrong (pieces of rank 1" in errors[0][1]
+    assert "rank 1 with arguments = wrong (held: pieces of rank 1" in errors[0][1]
     assert "pieces of rank 1" in errors[1][1]
 
 

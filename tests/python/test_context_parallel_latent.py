@@ -133,7 +133,7 @@ def test_bad_input():
 
         assert attend.latent(plan, q, rows, both, up).shape == q.shape
         for given, words in (
-            ((q, rows[:, :3], both, up), r"latent rows has shape \[5, 3\], expected \[5, 4\]"),
+            ((q, rows[:, :3], both, up), r"rows has shape \[5, 3\], expected \[5, 4\]"),
             ((q, rows, lambda r, w: (r[:, None], r[:, None]), up), "project returned a k of shape"),
             ((q, rows, both, 3), r"weights\[0\] is a int"),
         ):

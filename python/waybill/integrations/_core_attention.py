@@ -12,8 +12,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from .._graphs import outside_graphs
+from .._said_by import said_by
 from .._wrong_call import shown
 from ..errors import Error, InvalidArgument, Unsupported
+from ..torch import ContextParallelAttention
 from ..torch.batch_plan import Piece, RankPieces, piece_table
 from ._shared_attention import Pieces, SharedRanks, pieces_of
 
@@ -29,6 +32,24 @@ class SharedSeqParams(PackedSeqParams):
 
     pieces: Optional[Pieces] = None
     ranks: Optional[SharedRanks] = None
+
+
+class RowSeqParams(SharedSeqParams):
+    """With ``rotary="by row"``: a model that makes its rotary embeddings itself, of the longest
+    sequence, is told that these would begin at 0 with each piece.
+    """
+
+    @property
+    def max_seqlen_q(self) -> int:  # type: ignore[override]
+        raise InvalidArgument(
+            'share_sequences: rotary = "by row" in a model that makes its own rotary embeddings,'
+            " which begin at 0 with each piece, expected rotary_pos_emb = embeddings[positions] in"
+            ' the call of its layers, or position_embedding_type="none"'
+        )
+
+    @max_seqlen_q.setter
+    def max_seqlen_q(self, value: Optional[int]) -> None:
+        del value
 
 
 def share_sequences(
@@ -56,7 +77,8 @@ def share_sequences(
     pieces = shared.gather(held, who, wrong)
     ends = torch.tensor([0, *lengths]).cumsum(0).to(device or shared.world.device, torch.int32)
     longest = max(lengths, default=0)
-    return SharedSeqParams(
+    kind = SharedSeqParams if rotary == "by sequence" else RowSeqParams
+    return kind(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest,
         max_seqlen_kv=longest, pieces=pieces, ranks=shared,
     )  # fmt: skip
@@ -147,11 +169,13 @@ class WaybillCoreAttention(MegatronModule):
             raise Unsupported(f"{_WHO}: got an attention_bias, expected None")
         ranks, pieces = self._pieces(params, query.device)
         mask = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        if mask not in _CAUSAL:
+            _check_unpadded(params, ranks.rank)
         attention = ranks.attention(
             query, key, value, _WHO, self.options, mask="causal" if mask in _CAUSAL else "full",
             window=self.window, scale=self.softmax_scale,
         )  # fmt: skip
-        return attention(pieces.plan_of(attention), query, key, value).flatten(1)
+        return _attend(attention, pieces.plan_of(attention), query, key, value).flatten(1)
 
     def _pieces(self, params: PackedSeqParams, device: torch.device) -> Any:
         """(ranks, what they hold)"""
@@ -175,6 +199,23 @@ class WaybillCoreAttention(MegatronModule):
         padded = params.cu_seqlens_q_padded
         ends = params.cu_seqlens_q if padded is None else padded
         return ranks, pieces_of(ends, ranks, lambda: _zigzag(params, ends, ranks))
+
+
+@outside_graphs
+@said_by(_WHO)
+def _attend(attention: ContextParallelAttention, *given: Any) -> torch.Tensor:
+    out: torch.Tensor = attention(*given)
+    return out
+
+
+def _check_unpadded(params: PackedSeqParams, rank: int) -> None:
+    """Causal rows look at no padding, which is behind them."""
+    padded, ends = params.cu_seqlens_q_padded, params.cu_seqlens_q
+    if padded is not None and padded is not ends and not torch.equal(padded, ends):
+        raise Unsupported(
+            f"{_WHO}: cu_seqlens_q_padded on rank {rank} differ from cu_seqlens_q, expected equal"
+            " where attention is not causal: rows would look at padding"
+        )
 
 
 def _zigzag(params: PackedSeqParams, ends: torch.Tensor, ranks: SharedRanks) -> Pieces:

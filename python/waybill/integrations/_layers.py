@@ -7,6 +7,7 @@ from typing import Any, Dict, Optional, Tuple
 
 import torch
 
+from .._said_by import said_by
 from ..errors import InvalidArgument
 from ..torch.moe import EPAll2AllLayer
 from ..torch.moe.tensors import world_of
@@ -49,11 +50,12 @@ def shared_layer(
         raise InvalidArgument(f"{who}: {tokens} tokens, expected at most max_tokens = {max_tokens}")
     world = world_of(group, None, None if rows.is_cuda else "cpu", who)
     try:
-        layer = layers[key] = EPAll2AllLayer(
-            world, max(max_tokens or tokens, 1), rows.shape[1], topk, world.rank, num_experts,
-            world.topology.ranks_per_node, world.world_size, rows.dtype, torch.float32,
-            dropped_id=-1,
-        )  # fmt: skip
+        with said_by(who):
+            layer = layers[key] = EPAll2AllLayer(
+                world, max(max_tokens or tokens, 1), rows.shape[1], topk, world.rank, num_experts,
+                world.topology.ranks_per_node, world.world_size, rows.dtype, torch.float32,
+                dropped_id=-1,
+            )  # fmt: skip
     except InvalidArgument as error:
         if max_tokens is None:
             error.args = (

@@ -11,6 +11,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._process_group import group_of
+from .._said_by import said_by
 from ..errors import Error, InvalidArgument
 from ..torch import BatchPlan, ContextParallelAttention, World
 from ..torch._piece_exchange import PieceExchange
@@ -107,9 +108,10 @@ class SharedRanks:
             raise InvalidArgument(f"{who}: options on rank {self.rank}: {error}") from None
         found = self._modules.get(key)
         if found is None:
-            found = self._modules[key] = ContextParallelAttention(
-                self.world, *shape, dtype=q.dtype, **options
-            )
+            with said_by(who):
+                found = self._modules[key] = ContextParallelAttention(
+                    self.world, *shape, dtype=q.dtype, **options
+                )
         return found
 
 

@@ -9,6 +9,7 @@ import torch
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 
 from .._graphs import outside_graphs
+from .._said_by import said_by
 from ..errors import InvalidArgument, Unsupported
 from ..torch.batch_plan import RankPieces
 from ._shared_attention import Pieces, SharedRanks, pieces_of
@@ -18,15 +19,17 @@ __all__ = ["SharedDocuments", "WaybillAttention", "share_documents"]
 _WHO = "WaybillAttention"
 
 
-@dataclass(frozen=True)
+@dataclass
 class SharedDocuments:
     """A batch whose documents lie across ranks: the model's ``attention_masks``."""
 
     pieces: Pieces
     ranks: SharedRanks
+    _asked: bool = False  # for positions; attention, which comes after rotary embeddings, sees none
 
     def positions(self) -> torch.Tensor:
         """[1, rows]: in the documents, for the model's rotary embeddings."""
+        self._asked = True
         held = self.pieces.pieces[self.ranks.rank].tolist()
         rows = [torch.arange(offset, offset + length) for _, offset, length in held]
         return torch.cat([torch.arange(0), *rows]).to(self.ranks.world.device)[None]
@@ -98,6 +101,12 @@ class WaybillAttention(VarlenAttention):
             q, k, v = (t.to(torch.bfloat16) for t in (q, k, v))
         if isinstance(attention_masks, SharedDocuments):
             ranks, pieces = attention_masks.ranks, attention_masks.pieces
+            if not attention_masks._asked:
+                raise InvalidArgument(
+                    f"{_WHO}: attention_masks on rank {ranks.rank} were not asked for positions,"
+                    " expected positions=masks.positions() in the model's call: without them rotary"
+                    " embeddings count this rank's rows"
+                )
         else:
             ranks = SharedRanks.of(self.ranks, q.device, _WHO)
             pieces = _whole_documents(attention_masks, len(q), ranks)
@@ -106,9 +115,10 @@ class WaybillAttention(VarlenAttention):
         )
         plan = pieces.plan_of(attention)
         shape = (*q_BLNH.shape[:3], v_BLNH.shape[-1])
-        if out_transform is None:
-            return attention(plan, q, k, v).view(shape).to(q_BLNH.dtype)
-        out, lse = attention(plan, q, k, v, return_lse=True)
+        with said_by(_WHO):
+            if out_transform is None:
+                return attention(plan, q, k, v).view(shape).to(q_BLNH.dtype)
+            out, lse = attention(plan, q, k, v, return_lse=True)
         # A gradient through the log-sum-exp would be lost.
         if torch.is_grad_enabled() and out.requires_grad:
             raise Unsupported(f"{_WHO}: out_transform on rank {ranks.rank}, expected None to train")

@@ -29,6 +29,8 @@ __all__ = ["install", "sharder_of"]
 _WHO = "sharder_of"
 # What keys that are sharded are padded with, where a rank's rows would not be equally many.
 _PADDING = {"labels": -100, "position_ids": 0}
+# How batches say where packed documents lie; here position_ids do.
+_LENGTHS = ("seq_lens", "seq_lens_padded", "cu_seqlens")
 
 
 def install(model: Any, attention: SharedAttention) -> None:
@@ -91,12 +93,18 @@ def _shard(
         ("position_ids", batch.get("position_ids")),
     ):  # fmt: skip
         _check_like(f"{who}: {name}", value, tokens)
-    _check_mask(who, batch.get("attention_mask"))
     positions = batch.get("position_ids")
     if positions is None:
+        for name in _LENGTHS:
+            if batch.get(name) is not None:
+                raise InvalidArgument(
+                    f"{who}: {name} without position_ids, expected position_ids that begin at 0"
+                    " with each document"
+                )
         positions = torch.arange(length, device=tokens.device).expand(entries, length)
     elif positions.is_floating_point():
         raise InvalidArgument(f"{who}: position_ids are {positions.dtype}, expected integers")
+    _check_mask(who, batch.get("attention_mask"), positions)
     share = padded // ranks
     begin = attention.rank * share
     kept = {**batch, "position_ids": positions}
@@ -146,8 +154,10 @@ def _check_like(name: str, value: Any, tokens: torch.Tensor) -> None:
         )
 
 
-def _check_mask(who: str, mask: Any) -> None:
-    """Tokens at the end of an entry may be hidden: nothing looks back from them."""
+def _check_mask(who: str, mask: Any, positions: torch.Tensor) -> None:
+    """Tokens at the end of an entry may be hidden: nothing looks back from them. Masks of packed
+    documents number these.
+    """
     if mask is None:
         return
     seen = mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
@@ -155,4 +165,10 @@ def _check_mask(who: str, mask: Any) -> None:
         raise Unsupported(
             f"{who}: attention_mask hides more than the ends of entries, expected padding there or"
             " none"
+        )
+    begins = (mask[:, 1:] != mask[:, :-1]) & seen[:, 1:]
+    if bool((begins & (positions[:, 1:] != 0)).any()):
+        raise InvalidArgument(
+            f"{who}: attention_mask numbers documents that begin where position_ids are not 0,"
+            " expected 0 where a document begins"
         )

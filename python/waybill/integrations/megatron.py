@@ -12,6 +12,8 @@ import torch
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
+from .._graphs import outside_graphs
+from .._said_by import said_by
 from ..errors import InvalidArgument, Unsupported
 from ._core_attention import SharedSeqParams, WaybillCoreAttention, share_sequences
 from ._layers import shared_layer
@@ -94,6 +96,8 @@ class WaybillTokenDispatcher(MoETokenDispatcher):
         spread = at * local + (ids % local)[..., None]
         return torch.where(ids[..., None] < 0, -1, spread).flatten(1)
 
+    @outside_graphs
+    @said_by("WaybillTokenDispatcher")
     def token_dispatch(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -119,6 +123,8 @@ class WaybillTokenDispatcher(MoETokenDispatcher):
         """Nothing: rows are in order."""
         return hidden_states
 
+    @outside_graphs
+    @said_by("WaybillTokenDispatcher")
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Collective: the sums of each token's rows, in float32, rounded once."""
         return self._layer.combine(hidden_states, self._layout)

@@ -20,6 +20,8 @@ from torchtitan.models.common.token_dispatcher import (
     LocalTokenDispatcher,
 )
 
+from .._graphs import outside_graphs
+from .._said_by import said_by
 from ..torch.moe import EPAllToAllLayoutDesc
 from ._layers import shared_layer
 from ._varlen_attention import SharedDocuments, WaybillAttention, share_documents
@@ -59,6 +61,8 @@ class WaybillTokenDispatcher(BaseEPTokenDispatcher):
         super().__init__(config)
         self.num_max_tokens_per_rank = config.num_max_tokens_per_rank
 
+    @outside_graphs
+    @said_by("WaybillTokenDispatcher")
     def dispatch(
         self,
         x_TD: torch.Tensor,
@@ -83,6 +87,8 @@ class WaybillTokenDispatcher(BaseEPTokenDispatcher):
         counts_e = layout.recv_expert_counts.to(num_local_tokens_per_expert_E.dtype)
         return rows_RD, counts_e, DispatchMetadata(layout, scores_R, layer)
 
+    @outside_graphs
+    @said_by("WaybillTokenDispatcher")
     def combine(
         self, routed_output_RD: torch.Tensor, metadata: Any, x_TD: torch.Tensor
     ) -> torch.Tensor:

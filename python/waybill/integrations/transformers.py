@@ -17,10 +17,14 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from .._graphs import outside_graphs
+from .._said_by import said_by
 from .._wrong_call import shown
 from ..errors import InvalidArgument, Unsupported
 from ..torch import BatchPlan, BatchPlanner, ContextParallelAttention
 from ..torch.batch_plan import RankPieces
+from ..torch.kernels import AttentionShape
+from ._transformers_loss import guard_losses
 
 __all__ = ["PlannedBatch", "SharedAttention", "attention_forward", "no_mask", "windows_of"]
 
@@ -59,7 +63,7 @@ class SharedAttention:
             raise InvalidArgument(
                 f"SharedAttention: config = {shown(config)}, expected that of a model"
             )
-        config = config.get_text_config()
+        self._config = config = config.get_text_config()
         heads = config.num_attention_heads
         given: Dict[str, Any] = {
             "heads": heads,
@@ -70,7 +74,8 @@ class SharedAttention:
         given.update(options)
         self.modules: Dict[Optional[int], ContextParallelAttention] = {}
         for window in windows_of(config):
-            self.modules[window] = ContextParallelAttention(ranks, window=window, **given)
+            with said_by("SharedAttention"):
+                self.modules[window] = ContextParallelAttention(ranks, window=window, **given)
             ranks = self.modules[window].world
         self._first = next(iter(self.modules.values()))
         world = self._first.world
@@ -83,11 +88,14 @@ class SharedAttention:
 
     def gather(self, held: RankPieces) -> List[Any]:
         """Collective: as of ContextParallelAttention."""
-        return self._first.gather(held)
+        with said_by("SharedAttention.gather"):
+            return self._first.gather(held)
 
     def plan(self, pieces: Sequence[Any]) -> PlannedBatch:
         """The plans of a batch, the same on all ranks."""
-        return self.batch({window: p.plan(pieces) for window, p in self.planners.items()})
+        with said_by("SharedAttention.plan"):
+            plans = {window: p.plan(pieces) for window, p in self.planners.items()}
+        return self.batch(plans)
 
     def batch(self, plans: Mapping[Optional[int], BatchPlan]) -> PlannedBatch:
         """Of plans that were made elsewhere, one for each of ``planners``."""
@@ -108,6 +116,14 @@ class SharedAttention:
                 f"SharedAttention.batch: plans on rank {self.rank} have none for window"
                 f" {missing[0]}, expected one for each of {list(self.modules)}"
             )
+        found = getattr(self._config, "_attn_implementation", None)
+        if found != "waybill":
+            raise InvalidArgument(
+                f"SharedAttention.batch: the attention of config on rank {self.rank} is {found!r},"
+                " expected that of model.config behind model.set_attn_implementation('waybill'),"
+                " which takes models with an attention interface: another attention would not"
+                " notice the plans"
+            )
         return PlannedBatch(self, plans)
 
     def close(self) -> None:
@@ -125,18 +141,30 @@ class PlannedBatch:
         self.attention, self.plans = attention, dict(plans)
         self.first = next(iter(self.plans.values()))
         self._positions: Optional[torch.Tensor] = None
+        self._asked = False  # for its positions, by the user
         self._right: Any = lambda: None  # the tensor that was found right, weakly
 
     def position_ids(self) -> torch.Tensor:
         """[1, rows]: positions in the documents, for the model's rotary embeddings."""
+        self._asked = True
+        return self._of_documents()
+
+    def _of_documents(self) -> torch.Tensor:
         if self._positions is None:
             first = self.first.positions(self.attention.rank, self.attention.device)
             self._positions = first[None]
         return self._positions
 
     def check_positions(self, given: Any, who: str) -> None:
-        """Once for a tensor: the model counts rows where none are given."""
-        mine = self.position_ids()
+        """Once for a tensor: the model counts rows where none are given. Those that do not reach
+        attention cannot be looked at; then the batch must have been asked for its own.
+        """
+        if given is None and not self._asked:
+            raise InvalidArgument(
+                f"{who}: position_ids did not reach attention, expected"
+                " position_ids=batch.position_ids()"
+            )
+        mine = self._of_documents()
         if given is mine or given is self._right() or not isinstance(given, torch.Tensor):
             return
         if given.shape != mine.shape:
@@ -187,6 +215,7 @@ def attention_forward(
         )
     waybill.check_positions(options.get("position_ids"), who)
     attention = shared.modules[sliding_window]
+    _check_heads(who, attention.planner.shape, query, key, value)
     scale = attention.planner.shape.scale
     if scaling is not None and abs(scaling - scale) > 1e-6 * scale:
         raise InvalidArgument(
@@ -194,7 +223,30 @@ def attention_forward(
         )
     # Views: rows were in front before the model swapped them with heads.
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    return attention(waybill.plans[sliding_window], q, k, v)[None], None
+    return _attend(attention, waybill.plans[sliding_window], q, k, v)[None], None
+
+
+@outside_graphs
+@said_by(_WHO)
+def _attend(attention: ContextParallelAttention, *given: Any) -> torch.Tensor:
+    out: torch.Tensor = attention(*given)
+    return out
+
+
+def _check_heads(who: str, shape: AttentionShape, *tensors: torch.Tensor) -> None:
+    """By the names that the caller knows: of the interface, and of SharedAttention's options."""
+    expected = (
+        ("query", "heads", shape.heads, "head_dim", shape.head_dim),
+        ("key", "kv_heads", shape.kv_heads, "head_dim", shape.head_dim),
+        ("value", "kv_heads", shape.kv_heads, "v_head_dim", shape.v_head_dim),
+    )
+    for tensor, (name, heads_name, heads, size_name, size) in zip(tensors, expected):
+        if (tensor.shape[1], tensor.shape[3]) != (heads, size):
+            raise InvalidArgument(
+                f"{who}: {name} {tuple(tensor.shape)}, expected {heads} heads of {size}: say"
+                f" SharedAttention(..., {heads_name}={tensor.shape[1]},"
+                f" {size_name}={tensor.shape[3]})"
+            )
 
 
 def _refuse(
@@ -225,3 +277,4 @@ def no_mask(*args: Any, attention_mask: Optional[torch.Tensor] = None, **options
 
 AttentionInterface.register("waybill", attention_forward)
 AttentionMaskInterface.register("waybill", no_mask)
+guard_losses("waybill")

@@ -7,6 +7,7 @@ from typing import NamedTuple, Optional, Tuple
 
 import torch
 
+from .._said_by import said_by
 from .._wrong_call import shown
 from ..errors import InvalidArgument, TransportError
 from ._autocast import Autocast
@@ -20,6 +21,10 @@ from .batch_plan import BatchPlan
 from .kernels import AttentionKernel
 from .kernels._checks import attention, gradients
 from .sequence_dispatcher import SequenceDispatcher
+
+# What ranks must have in common, as errors say it.
+ORDER = "calls are for the same plans in the same order"
+GRADIENTS = f"{ORDER}, and q, as well as k or v, require gradients on all ranks or on none"
 
 
 class Saved(NamedTuple):
@@ -82,8 +87,15 @@ class RankStep:
                 " one FixedPlan for each microbatch in flight"
             )
 
+    def check_open(self) -> None:
+        """Backward of a call that was made before the module was closed comes too late."""
+        if self.dispatcher._closed:
+            raise TransportError(f"{WHO}: the module was closed {self.at}")
+
+    @said_by(f"{WHO}.prepare", ORDER)
     def prepare(self) -> None:
         """Makes what calls would make."""
+        self.check_open()
         if self.moves:
             with self.beside.only():
                 self._moves.prepare(self.uploads.run())
@@ -99,8 +111,7 @@ class RankStep:
             raise InvalidArgument(
                 f"{WHO}: got k and v, expected latent(...): latent_dim = {self.latent_dim}"
             )
-        if self.dispatcher._closed:
-            raise TransportError(f"{WHO}: the module was closed {self.at}")
+        self.check_open()
         shape, kv_rows = self.shape, self.rows if self.home or not latent else 0
         kv = (kv_rows, shape.kv_heads)
         return [
@@ -116,7 +127,7 @@ class RankStep:
         """(latent rows, how they are projected, K and V of those that stay)."""
         if not self.latent_dim:
             raise InvalidArgument(f"{WHO}: got latent rows, expected k and v: latent_dim is None")
-        rows = self._checked("latent rows", rows, (self.rows, self.latent_dim), casts)
+        rows = self._checked("rows", rows, (self.rows, self.latent_dim), casts)
         for i, weight in enumerate(weights):
             require_tensor(weight, f"{WHO}: weights[{i}]")
         if not callable(project):
@@ -175,6 +186,7 @@ class RankStep:
         sums = self.kv_rows.count * max(4, size) * (kv_row + v_row)
         return StepMemory(came + self.rows * lse, gradients + (sums if self.moves else 0), 0)
 
+    @said_by(f"{WHO}: forward", ORDER)
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool, want_lse: bool,
         latent: Optional[Latent] = None,
@@ -283,6 +295,7 @@ class RankStep:
                 lses[:, call.q] = lse
         return out, lses
 
+    @said_by(f"{WHO}: backward", GRADIENTS)
     def backward(
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         out: torch.Tensor, saved: Saved, number: int, needs: Tuple[bool, bool],
@@ -291,6 +304,7 @@ class RankStep:
         """Gradients of q, k and v; then of latent rows and weights. ``needs``: of q, and of k or v;
         the same on all ranks.
         """
+        self.check_open()
         grad = grad.contiguous()
         sums: Tuple[torch.Tensor, ...] = ()
         of_weights: Tuple[Optional[torch.Tensor], ...] = ()

@@ -11,6 +11,7 @@ from .._agreement import agree
 from .._arrays import IntArray
 from .._dispatcher import ReadyPlan
 from .._graphs import outside_graphs
+from .._said_by import said_by
 from ..errors import Error
 from ..routing import compute_metadata
 from ..world import World
@@ -41,12 +42,13 @@ class PieceExchange:
         """What is wrong with a rank's pieces, or else with its arguments, is raised on all."""
         table: IntArray = np.zeros((0, 3), np.int64)
         try:
-            table = piece_table(held, self._world.rank, who)
-            check_table(table, self._world.rank, who)
+            table = piece_table(held, self._world.rank, f"{who}: held")
+            check_table(table, self._world.rank, f"{who}: held")
         except Error as error:
             wrong = wrong or error
         while True:
-            everyone = self._send(table, wrong is not None)
+            with said_by(who):
+                everyone = self._send(table, wrong is not None)
             if any(message[0, 1] for message in everyone):
                 agree(self._world, who, {}, wrong)
             most = max(int(message[0, 0]) for message in everyone)

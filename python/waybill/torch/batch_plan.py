@@ -65,7 +65,16 @@ class BatchPlanner(Unchanging):
             the same on all ranks.
     """
 
-    __slots__ = ("_given", "_options", "costs", "in_place", "latent_dim", "shape", "world_size")
+    __slots__ = (
+        "_called",
+        "_given",
+        "_options",
+        "costs",
+        "in_place",
+        "latent_dim",
+        "shape",
+        "world_size",
+    )
 
     def __init__(
         self,
@@ -86,6 +95,7 @@ class BatchPlanner(Unchanging):
         latent_dim: Optional[int] = None,
         who: str = "BatchPlanner",
     ) -> None:
+        self._called = f"{who}.plan"
         self.shape = _shape(heads, kv_heads, head_dim, v_head_dim, dtype, mask, window, scale, who)
         self.world_size = _least(world_size, 1, "world_size", who)
         self.in_place = _in_place(in_place, who)
@@ -115,7 +125,7 @@ class BatchPlanner(Unchanging):
 
         Raises InvalidArgument naming the document whose pieces do not add up, or rank and piece.
         """
-        who = "BatchPlanner.plan"
+        who = self._called
         sequence(pieces, f"{who}: pieces", "a list for each rank")
         if len(pieces) != self.world_size:
             raise InvalidArgument(
@@ -155,6 +165,7 @@ class BatchPlanner(Unchanging):
                 "latent_dim": self.latent_dim or None,
                 "block_tokens": options["block_tokens"],
                 "imbalance_target": options["imbalance_target"],
+                "who": self._called.removesuffix(".plan"),
             },
         )  # fmt: skip
 

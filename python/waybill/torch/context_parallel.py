@@ -16,8 +16,9 @@ from .._agreement import agree
 from .._arrays import flag, int64
 from .._copies import OfThisProcess
 from .._graphs import outside_graphs
+from .._said_by import said_by
 from ..attention_costs import AttentionCosts
-from ..errors import Error, InvalidArgument, Unsupported
+from ..errors import Error, InvalidArgument, TransportError, Unsupported
 from ..world import World
 from ._autocast import casts_to, without_autocast
 from ._context_parallel_fixed import (
@@ -150,8 +151,10 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             held: lengths of documents that lie on this rank whole, or ``Piece(document, offset,
                 length)`` of documents that lie across ranks.
         """
+        self._check_open()
         if self._exchange is None:
-            self._exchange = PieceExchange(self.world)
+            with said_by(f"{_WHO}.gather"):
+                self._exchange = PieceExchange(self.world)
         return self._exchange.gather(held)
 
     def plan(self, pieces: Sequence[Any]) -> BatchPlan:
@@ -177,6 +180,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         who = f"{_WHO}.fixed_plan"
         wrong: Optional[Error] = None
         try:
+            self._check_open()
             fits = checked_capacities(capacities, who)
             self._check_planner(plan)
             self._check_fixed(who)
@@ -184,13 +188,14 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         except Error as error:
             wrong = error
         agree(self.world, who, {} if wrong else fits._asdict(), wrong)
-        if self._fixed_dispatcher is None:
-            # What copy engines do is in a graph for ever.
-            self._fixed_dispatcher = SequenceDispatcher(
-                self.world, num_sms=self._dispatcher.num_sms, relay="never",
-                local_by_copy_engine=False,
-            )  # fmt: skip
-        step = FixedStep(plan, self._fixed_dispatcher, self.kernel, self._beside, fits)
+        with said_by(who):
+            if self._fixed_dispatcher is None:
+                # What copy engines do is in a graph for ever.
+                self._fixed_dispatcher = SequenceDispatcher(
+                    self.world, num_sms=self._dispatcher.num_sms, relay="never",
+                    local_by_copy_engine=False,
+                )  # fmt: skip
+            step = FixedStep(plan, self._fixed_dispatcher, self.kernel, self._beside, fits)
         return FixedPlan(self, step, plan)
 
     def _check_fixed(self, who: str) -> None:
@@ -208,6 +213,10 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             raise Unsupported(
                 f"{who}: num_sms = 0, expected 1 or more: copies by copy engine cannot be replaced"
             )
+
+    def _check_open(self) -> None:
+        if self._dispatcher._closed:
+            raise TransportError(f"{_WHO}: the module was closed on rank {self.world.rank}")
 
     def _check_planner(self, plan: Any) -> None:
         if not isinstance(plan, BatchPlan):
@@ -362,6 +371,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             )
         return (out, lse) if return_lse else out
 
+    @said_by(f"{_WHO}.close")
     def close(self) -> None:
         """Collective: gives the windows back. Without it their memory goes with the world."""
         self._dispatcher.close()

@@ -8,6 +8,7 @@ from typing import Any, Optional, Tuple
 import torch
 
 from ..._graphs import outside_graphs
+from ..._said_by import said_by
 from .._first_order import first_order
 from .._tensors import meet_mark, save_mark
 
@@ -52,10 +53,11 @@ class Dispatch(torch.autograd.Function):
     def backward(ctx: Any, rows: Any, weights: Any, _token: Any) -> _Gradients:
         meet_mark(ctx)
         layer, tokens_gradient, weight_gradient = ctx.layer, None, None
-        if ctx.needs_input_grad[1]:
-            tokens_gradient = layer._combine(rows, ctx.layout, False, ())
-        if ctx.needs_input_grad[2]:
-            weight_gradient = weights_home(layer, ctx.layout, weights).to(ctx.weight_dtype)
+        with said_by("backward of EPAll2AllLayer.dispatch"):
+            if ctx.needs_input_grad[1]:
+                tokens_gradient = layer._combine(rows, ctx.layout, False, ())
+            if ctx.needs_input_grad[2]:
+                weight_gradient = weights_home(layer, ctx.layout, weights).to(ctx.weight_dtype)
         return None, tokens_gradient, weight_gradient, None, None, None, None, None
 
 
@@ -108,9 +110,10 @@ class Combine(torch.autograd.Function):
         rows, of_weights = None, None
         # Also where this rank's rows need none, perhaps as it has none: others wait for the call.
         if ctx.needs:
-            rows, of_weights = ctx.layer._rows_gradients(
-                sums, ctx.layout, weights, kept, ctx.needs_input_grad[4]
-            )
+            with said_by("backward of EPAll2AllLayer.combine"):
+                rows, of_weights = ctx.layer._rows_gradients(
+                    sums, ctx.layout, weights, kept, ctx.needs_input_grad[4]
+                )
         if of_weights is not None:
             of_weights = of_weights.to(weights.dtype)
         token = sums.new_zeros(0, dtype=torch.float32) if ctx.has_token else None

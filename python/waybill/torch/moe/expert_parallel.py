@@ -10,7 +10,9 @@ import torch
 from ..._agreement import agree_on
 from ..._arrays import flag, int64
 from ..._copies import OfThisProcess
-from ...errors import InvalidArgument
+from ..._graphs import outside_graphs
+from ..._said_by import said_by
+from ...errors import InvalidArgument, TransportError
 from .._operations import has_operations
 from . import operations as ops
 from .checks import (
@@ -131,11 +133,12 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         if layer is None:
 
             def make(**changed: Any) -> EPAll2AllLayer:
-                return EPAll2AllLayer(
-                    world, max_tokens, hidden, topk, world.rank, num_experts,
-                    world.topology.ranks_per_node, world.world_size, dtype,
-                    **{**options, **changed},
-                )  # fmt: skip
+                with said_by(who):
+                    return EPAll2AllLayer(
+                        world, max_tokens, hidden, topk, world.rank, num_experts,
+                        world.topology.ranks_per_node, world.world_size, dtype,
+                        **{**options, **changed},
+                    )  # fmt: skip
 
             key = (max_tokens, hidden, topk, num_experts, dtype, sorted(options.items()))
             box = shared_box(world, key, make) if windows == "shared" else LayerBox(make)
@@ -160,6 +163,8 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         self, tokens: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
         """[..., hidden]: the sum of each token's experts, times their scores, and of the shared."""
+        if self._released:
+            raise TransportError("ExpertParallel: the module was finalized")
         check_call(self.layer, self.chunks, tokens, scores, ids)
         x = tokens.reshape(-1, tokens.shape[-1])
         weights, chosen = (one.reshape(-1, one.shape[-1]) for one in (scores, ids))
@@ -265,10 +270,12 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         size = self.layer.max_tokens
         return tuple(value[n * size : (n + 1) * size] for n in range(self.chunks))
 
+    @outside_graphs
     def _dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Any:
         """Rows are copied if they must live longer than the window is theirs."""
         kept = torch.is_grad_enabled() and (self.windows == "shared" or self.chunks > 1)
-        return self.layer.dispatch(x, ids, weights, copy_out=self.layer.copy_out and kept)
+        with said_by("ExpertParallel: forward"):
+            return self.layer.dispatch(x, ids, weights, copy_out=self.layer.copy_out and kept)
 
     def _computed(self, rows: torch.Tensor, row_weights: torch.Tensor, layout: Any) -> Any:
         """What the experts make of rows, and the descriptor."""
@@ -276,5 +283,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         outputs = self.experts(*given, *([row_weights] if self.weights == "experts" else []))
         return check_outputs(outputs, rows, self.layer.rank).to(self.layer.dtype), layout
 
+    @outside_graphs
     def _combine(self, outputs: torch.Tensor, layout: Any) -> torch.Tensor:
-        return self.layer.combine(outputs, layout, weighted=self.weights == "combine")
+        with said_by("ExpertParallel: forward"):
+            return self.layer.combine(outputs, layout, weighted=self.weights == "combine")

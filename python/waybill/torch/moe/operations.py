@@ -15,6 +15,7 @@ from typing import Any, Dict, Optional, Tuple
 import numpy as np
 import torch
 
+from ..._said_by import said_by
 from ...errors import InvalidArgument
 from .._operations import operation
 from .autograd import weights_home
@@ -60,6 +61,7 @@ def _layout_of(ticket: torch.Tensor) -> LayerLayout:
     "(int layer, Tensor x, Tensor ids, Tensor weights, bool x_needs, bool weights_need)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
+@said_by("ExpertParallel: forward")
 def dispatch(
     layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
     x_needs: bool, weights_need: bool,
@@ -92,6 +94,7 @@ def _(
     "experts_dispatch_backward",
     "(int layer, Tensor ticket, Tensor ids, Tensor? rows, Tensor? weights) -> (Tensor, Tensor)",
 )
+@said_by("ExpertParallel: backward")
 def dispatch_backward(
     layer: int, ticket: torch.Tensor, ids: torch.Tensor, rows: Optional[torch.Tensor],
     weights: Optional[torch.Tensor],
@@ -144,6 +147,7 @@ dispatch.register_autograd(_dispatch_gradients, setup_context=_keep_dispatch)
     "(int layer, Tensor ticket, Tensor rows, Tensor? weights, SymInt num_tokens, bool needs)"
     " -> Tensor",
 )
+@said_by("ExpertParallel: forward")
 def combine(
     layer: int, ticket: torch.Tensor, rows: torch.Tensor, weights: Optional[torch.Tensor],
     num_tokens: int, needs: bool,
@@ -168,6 +172,7 @@ def _(
     "(int layer, Tensor ticket, Tensor gradient, Tensor? rows, Tensor? weights, bool needs_rows)"
     " -> (Tensor, Tensor)",
 )
+@said_by("ExpertParallel: backward")
 def combine_backward(
     layer: int, ticket: torch.Tensor, gradient: torch.Tensor, rows: Optional[torch.Tensor],
     weights: Optional[torch.Tensor], needs_rows: bool,
