@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional, Protocol, TypeVar
 
 from .errors import InvalidArgument
-
-if TYPE_CHECKING:
-    from .world import World
 
 __all__ = ["agree", "agree_on", "agreed_world"]
 
 
+class Ranks(Protocol):
+    """A World, which uses this file itself."""
+
+    _world: Any
+
+
+World = TypeVar("World", bound=Ranks)
+
+
 def agree(
-    world: World, who: str, facts: Mapping[str, Any], wrong: Optional[Exception] = None
+    world: Ranks, who: str, facts: Mapping[str, Any], wrong: Optional[Exception] = None
 ) -> None:
     """Collective, on the host. Raises on all ranks where ranks have other facts, naming a rank and
     the fact, or where one has found something ``wrong``, which it passes: nobody waits for it.
@@ -30,7 +36,7 @@ def agree(
         raise wrong
 
 
-def agree_on(world: World, who: str, check: Callable[[], Mapping[str, Any]]) -> None:
+def agree_on(world: Ranks, who: str, check: Callable[[], Mapping[str, Any]]) -> None:
     """The same of what ``check`` returns, or of what it raises."""
     facts: Mapping[str, Any] = {}
     wrong: Optional[Exception] = None

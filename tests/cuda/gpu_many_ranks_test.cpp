@@ -155,6 +155,7 @@ class Counting {
     params_.ids = blocks.upload(ids_[to_size(config.rank)]);
     params_.dropped_id = config.num_experts;
     params_.fitting_rows = std::numeric_limits<std::int32_t>::max();
+    params_.max_per_expert = std::numeric_limits<std::int32_t>::max();
     params_.weight_bytes = 4;
     place_parts(words, world * max_tokens * (topk + 1));
     params_.tile_counts = blocks.take<std::int32_t>(4 * n);

@@ -105,6 +105,7 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         compiled: Any = None
         options: Any = None
         most = 0
+        self._options: dict[str, Any]
 
         def check() -> dict[str, Any]:
             """All arguments but those of the world, which the compiled part compares."""
