@@ -12,7 +12,7 @@ from ._files import json_text, kept
 from .attention_costs import AttentionCosts, planned
 from .errors import InvalidArgument
 from .layouts import QkvMetadata
-from .links import check_speeds
+from .links import LinkSpeeds, check_speeds
 from .plans import KV_LAYOUTS, MASKS, QkvPlan
 from .sparse import QkvRouting
 from .validation import Finding, validate
@@ -198,8 +198,8 @@ def plan(
     byte_weight: float = 0.0,
     block_tokens: int = 128,
     ranks_per_node: int = 8,
-    nvlink_bytes_per_second: float = 345e9,
-    network_bytes_per_second: float = 50e9,
+    nvlink_bytes_per_second: float = LinkSpeeds.nvlink_bytes_per_second,
+    network_bytes_per_second: float = LinkSpeeds.network_bytes_per_second,
     message_seconds: float = 0.4e-6,
     pairs_per_second: float = 0.0,
     costs: Optional[AttentionCosts] = None,

@@ -11,7 +11,7 @@ from ._copies import OfThisProcess
 from ._files import kept
 from .attention_costs import AttentionCosts, predicted
 from .errors import InvalidArgument
-from .links import check_speeds
+from .links import LinkSpeeds, check_speeds
 from .planner import AttentionPlan, _limit, _mask, _world
 from .plans import QkvPlan
 
@@ -289,8 +289,8 @@ def compare(
     degree: Optional[int] = None,
     imbalance_target: float = 1.01,
     ranks_per_node: int = 8,
-    nvlink_bytes_per_second: float = 345e9,
-    network_bytes_per_second: float = 50e9,
+    nvlink_bytes_per_second: float = LinkSpeeds.nvlink_bytes_per_second,
+    network_bytes_per_second: float = LinkSpeeds.network_bytes_per_second,
     message_seconds: float = 0.4e-6,
     pairs_per_second: float = 0.0,
 ) -> Comparison:

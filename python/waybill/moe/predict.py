@@ -8,7 +8,7 @@ from typing import Any, List, Optional, Sequence
 from .. import _core
 from .._arrays import IntArray, choice, int64, numbers
 from ..errors import InvalidArgument
-from ..links import check_speed
+from ..links import LinkSpeeds, check_speed
 from .choices import choices_of
 from .config import EPConfig
 
@@ -46,9 +46,9 @@ def predict(
     *,
     dropped_id: Optional[int] = None,
     payload: str = "plain",
-    nvlink: float = 345e9,
-    network: float = 50e9,
-    block: float = 45e9,
+    nvlink: float = LinkSpeeds.nvlink_bytes_per_second,
+    network: float = LinkSpeeds.network_bytes_per_second,
+    block: float = LinkSpeeds.block_bytes_per_second,
     num_sms: int = 32,
     path: str = "pipelined",
     message_seconds: float = 0.4e-6,

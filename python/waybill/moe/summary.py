@@ -8,7 +8,7 @@ from .. import _core
 from .._arrays import IntArray
 from .._copies import OfThisProcess
 from ..errors import InvalidArgument
-from ..links import check_speed
+from ..links import LinkSpeeds, check_speed
 from .choices import choices_of
 from .config import EPConfig
 
@@ -36,7 +36,12 @@ class ExpertSummary(OfThisProcess):
     def __init__(self) -> None:
         raise InvalidArgument("ExpertSummary: got a constructor call, expected summarize")
 
-    def limit_seconds(self, *, nvlink: float = 345e9, network: float = 50e9) -> float:
+    def limit_seconds(
+        self,
+        *,
+        nvlink: float = LinkSpeeds.nvlink_bytes_per_second,
+        network: float = LinkSpeeds.network_bytes_per_second,
+    ) -> float:
         """The time of the rank and link that need longest: no dispatch can be faster."""
         return self._compiled.limit_seconds(*_speeds(nvlink, network))
 
@@ -46,11 +51,21 @@ class ExpertSummary(OfThisProcess):
         """
         return self._compiled.placement()
 
-    def explain(self, *, nvlink: float = 345e9, network: float = 50e9) -> List[str]:
+    def explain(
+        self,
+        *,
+        nvlink: float = LinkSpeeds.nvlink_bytes_per_second,
+        network: float = LinkSpeeds.network_bytes_per_second,
+    ) -> List[str]:
         """What the figures mean, a sentence each."""
         return self._compiled.explain(*_speeds(nvlink, network))
 
-    def text(self, *, nvlink: float = 345e9, network: float = 50e9) -> str:
+    def text(
+        self,
+        *,
+        nvlink: float = LinkSpeeds.nvlink_bytes_per_second,
+        network: float = LinkSpeeds.network_bytes_per_second,
+    ) -> str:
         """Figures, a line per rank with bars, and ``explain()``, 80 columns wide."""
         return self._compiled.text(*_speeds(nvlink, network))
 

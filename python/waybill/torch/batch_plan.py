@@ -15,6 +15,7 @@ from .._copies import Unchanging
 from .._wrong_call import shown
 from ..attention_costs import AttentionCosts, planned
 from ..errors import InvalidArgument
+from ..links import LinkSpeeds
 from ..plans import MASKS, QkvPlan
 from ._tensors import dtype_name, require_device
 from .kernels import AttentionShape, Sequences
@@ -113,9 +114,8 @@ class BatchPlanner(Unchanging):
             "block_tokens": _least(block_tokens, 1, "block_tokens", who),
             "ranks_per_node": max(8, self.world_size),
             "imbalance_target": number(imbalance_target, f"{who}: imbalance_target"),
-            "byte_weight": 0.0, "nvlink_bytes_per_second": 345e9,
-            "network_bytes_per_second": 50e9, "message_seconds": 0.4e-6, "pairs_per_second": 0.0,
-            "tails": True, **planned(costs, who),
+            "byte_weight": 0.0, "message_seconds": 0.4e-6, "pairs_per_second": 0.0,
+            "tails": True, **LinkSpeeds().rates, **planned(costs, who),
         }  # fmt: skip
 
     def plan(self, pieces: Sequence[Any]) -> BatchPlan:
