@@ -69,7 +69,7 @@ RelayUse relay_from(std::string_view name) {
 }
 
 void bind_ready_plan(nb::module_& m) {
-  nb::class_<RankPlan> plan(m, "ReadyPlan");
+  nb::class_<RankPlan> plan(m, "PlanHandle");
   plan.def_prop_ro("own_rows", [](const RankPlan& p) { return p.facts().own_rows; });
   plan.def_prop_ro("window_rows", [](const RankPlan& p) { return p.facts().window_rows; });
   plan.def_prop_ro("window_bytes", [](const RankPlan& p) { return p.facts().window_bytes; });

@@ -1,6 +1,6 @@
 """The names that both faces have as they are: ``waybill`` for numpy and ``waybill.torch``."""
 
-from ._dispatcher import ReadyPlan, TensorFormat
+from ._dispatcher import PlanHandle, TensorFormat
 from ._threads import end_waits
 from .attention_costs import AttentionCosts
 from .errors import (
@@ -41,6 +41,8 @@ from .timing import (
 from .validation import Finding, validate
 from .world import Topology, World, cuda_version, num_gpus
 
+ReadyPlan = PlanHandle  # its name in version 0.1
+
 __all__ = [
     "AttentionCosts",
     "AttentionPlan",
@@ -59,6 +61,7 @@ __all__ = [
     "PackedSeqParams",
     "PeerFailed",
     "PhasePrediction",
+    "PlanHandle",
     "QkvMetadata",
     "QkvPlan",
     "QkvRouting",

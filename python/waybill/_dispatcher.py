@@ -39,7 +39,7 @@ class TensorFormat(NamedTuple):
         return elements
 
 
-class ReadyPlan(OfThisProcess):
+class PlanHandle(OfThisProcess):
     """One rank's work for one operation, compiled, with its tables where the work is done.
 
     Made by plan_dispatch and plan_kv_gradient of the dispatcher to which it belongs; used any
@@ -58,11 +58,11 @@ class ReadyPlan(OfThisProcess):
 
     def __init__(self) -> None:
         raise InvalidArgument(
-            "ReadyPlan: got a constructor call, expected SequenceDispatcher.plan_dispatch(...)"
+            "PlanHandle: got a constructor call, expected SequenceDispatcher.plan_dispatch(...)"
         )
 
     @classmethod
-    def _make(cls, dispatcher: Any, plan: Any, gradient: bool, formats: Any) -> ReadyPlan:
+    def _make(cls, dispatcher: Any, plan: Any, gradient: bool, formats: Any) -> PlanHandle:
         self = cls.__new__(cls)
         self._dispatcher, self._plan = dispatcher, plan
         self.operation = "kv_gradient" if gradient else "dispatch"
@@ -98,7 +98,7 @@ class ReadyPlan(OfThisProcess):
 
     def __repr__(self) -> str:
         return (
-            f"ReadyPlan({self.operation}, {self.way}, tensors={len(self.formats)},"
+            f"PlanHandle({self.operation}, {self.way}, tensors={len(self.formats)},"
             f" own_rows={self.own_rows}, window_rows={self.window_rows},"
             f" window_bytes={self.window_bytes})"
         )
@@ -139,7 +139,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         self._dispatcher: Any = _core.Dispatcher(world._world, *given)
 
     @outside_graphs
-    def plan_dispatch(self, *parts: Sequence[Any]) -> ReadyPlan:
+    def plan_dispatch(self, *parts: Sequence[Any]) -> PlanHandle:
         """Compiles and uploads this rank's part of a dispatch. Not collective.
 
         Each part is (metadata, tensor, ...): which way these tensors go, as SparseMetadata or
@@ -148,12 +148,12 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         return self._plan("plan_dispatch", False, parts)
 
     @outside_graphs
-    def plan_kv_gradient(self, *parts: Sequence[Any]) -> ReadyPlan:
+    def plan_kv_gradient(self, *parts: Sequence[Any]) -> PlanHandle:
         """The same for kv_gradient; parts hold the forward metadata of K and V."""
         return self._plan("plan_kv_gradient", True, parts)
 
     @outside_graphs
-    def replace_plan(self, plan: ReadyPlan, *parts: Sequence[Any]) -> None:
+    def replace_plan(self, plan: PlanHandle, *parts: Sequence[Any]) -> None:
         """Puts another plan of the same operation and formats into the memory of ``plan``: a graph
         that was captured with it replays the new one.
 
@@ -167,17 +167,17 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         self._dispatcher.replace_plan(plan._plan, given, self._stream())
 
     @outside_graphs
-    def reserve(self, *plans: Union[ReadyPlan, int]) -> None:
+    def reserve(self, *plans: Union[PlanHandle, int]) -> None:
         """Collective: makes the windows large enough for these plans, or numbers of bytes."""
         sizes = [
-            p.window_bytes if isinstance(p, ReadyPlan) else int64(p, "reserve: bytes")
+            p.window_bytes if isinstance(p, PlanHandle) else int64(p, "reserve: bytes")
             for p in plans
         ]
-        slots = [p._plan.num_slots for p in plans if isinstance(p, ReadyPlan)]
+        slots = [p._plan.num_slots for p in plans if isinstance(p, PlanHandle)]
         self._dispatcher.reserve(max(sizes, default=0), max(slots, default=0), self._stream())
 
     @outside_graphs
-    def dispatch(self, plan: ReadyPlan, *tensors: Any, of_dispatch: int = 0) -> Tuple[_Array, ...]:
+    def dispatch(self, plan: PlanHandle, *tensors: Any, of_dispatch: int = 0) -> Tuple[_Array, ...]:
         """Collective: sends the rows of the tensors to where the plan says.
 
         Args:
@@ -202,7 +202,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
     @outside_graphs
     def kv_gradient(
         self,
-        plan: ReadyPlan,
+        plan: PlanHandle,
         *gradients: Any,
         out: Optional[Sequence[Any]] = None,
         dtype: Any = None,
@@ -246,7 +246,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         return tuple(out)
 
     @outside_graphs
-    def gradient_inputs(self, plan: ReadyPlan) -> Tuple[_Array, ...]:
+    def gradient_inputs(self, plan: PlanHandle) -> Tuple[_Array, ...]:
         """Where the next kv_gradient would copy its gradients: who writes them there, and passes
         these views, saves the copy. Valid for the next call. Collective when the windows must grow.
         """
@@ -327,13 +327,13 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
     # What follows from that.
 
     def _dispatch(
-        self, who: str, names: Names, plan: ReadyPlan, tensors: Sequence[Any], of_dispatch: int
+        self, who: str, names: Names, plan: PlanHandle, tensors: Sequence[Any], of_dispatch: int
     ) -> Tuple[_Array, ...]:
         """dispatch, whose errors name the function that was called, and its arguments."""
         return self._shown(plan, self._send(who, names, plan, tensors, of_dispatch))
 
     def _send(
-        self, who: str, names: Names, plan: ReadyPlan, tensors: Sequence[Any], of_dispatch: int
+        self, who: str, names: Names, plan: PlanHandle, tensors: Sequence[Any], of_dispatch: int
     ) -> Sequence[Any]:
         """The same, for _shown: who has other work to queue does so before it makes views."""
         self._check_plan(who, plan, "dispatch")
@@ -346,10 +346,10 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         del kept
         return views
 
-    def _plan(self, who: str, gradient: bool, parts: Sequence[Any]) -> ReadyPlan:
+    def _plan(self, who: str, gradient: bool, parts: Sequence[Any]) -> PlanHandle:
         given, formats = self._parts(who, parts)
         plan = self._dispatcher.plan(gradient, given, self._stream())
-        return ReadyPlan._make(self, plan, gradient, formats)
+        return PlanHandle._make(self, plan, gradient, formats)
 
     def _parts(self, who: str, parts: Sequence[Any]) -> Tuple[list[Any], list[TensorFormat]]:
         given, formats = [], []
@@ -366,8 +366,8 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         return given, formats
 
     def _check_plan(self, who: str, plan: Any, operation: str) -> None:
-        if not isinstance(plan, ReadyPlan):
-            raise InvalidArgument(f"{who}: plan is a {type(plan).__name__}, expected a ReadyPlan")
+        if not isinstance(plan, PlanHandle):
+            raise InvalidArgument(f"{who}: plan is a {type(plan).__name__}, expected a PlanHandle")
         if plan._dispatcher is not self:
             raise InvalidArgument(f"{who}: the plan belongs to another dispatcher")
         if plan.operation != operation:
@@ -381,7 +381,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
             refuse_overlap([rows for rows, _ in pairs], lambda t: f"{who}: {names(t)}")
         return [rows for rows, _ in pairs], [kept for _, kept in pairs]
 
-    def _shown(self, plan: ReadyPlan, views: Sequence[Any]) -> Tuple[_Array, ...]:
+    def _shown(self, plan: PlanHandle, views: Sequence[Any]) -> Tuple[_Array, ...]:
         return tuple(self._show(bits, format_) for bits, format_ in zip(views, plan.formats))
 
 

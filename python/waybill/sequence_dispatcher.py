@@ -7,13 +7,13 @@ from typing import Any, Tuple
 import numpy as np
 
 from ._arrays import AnyArray, as_numpy, dtype_name, library_dtype
-from ._dispatcher import Dispatcher, ReadyPlan, Rows, TensorFormat
+from ._dispatcher import Dispatcher, PlanHandle, Rows, TensorFormat
 from ._tensor_checks import row_layout, row_shape
 from ._wrong_call import shown
 from .errors import InvalidArgument, Unsupported
 from .world import World
 
-__all__ = ["ReadyPlan", "SequenceDispatcher", "TensorFormat"]
+__all__ = ["PlanHandle", "SequenceDispatcher", "TensorFormat"]
 
 
 class SequenceDispatcher(Dispatcher[AnyArray]):
@@ -39,7 +39,7 @@ class SequenceDispatcher(Dispatcher[AnyArray]):
         max_window_bytes: larger plans are refused; the same on all ranks.
         relay: with the routing of an AttentionPlan that has a relay schedule, whether receivers
             forward K and V to each other: "automatic" where the links then allow clearly less time,
-            "never" or "always". Ranks on GPUs may send all rows directly; ReadyPlan.way says so.
+            "never" or "always". Ranks on GPUs may send all rows directly; PlanHandle.way says so.
     """
 
     def _check_world(self, world: World) -> None:

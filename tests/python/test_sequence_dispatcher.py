@@ -252,7 +252,7 @@ def test_wrong_arguments_move_nothing(way):
             (lambda: dispatcher.dispatch(ready, 5), r"dispatch: tensors\[0\]"),
             (lambda: other.dispatch(ready, good), "belongs to another dispatcher"),
             (lambda: dispatcher.kv_gradient(ready, good), "the plan is for dispatch"),
-            (lambda: dispatcher.dispatch("plan", good), "plan is a str, expected a ReadyPlan"),
+            (lambda: dispatcher.dispatch("plan", good), "plan is a str, expected a PlanHandle"),
             (lambda: dispatcher.plan_dispatch(routing.fwd_q), "expected .metadata, tensor, ..."),
             (lambda: dispatcher.plan_dispatch((plan, good)), "expected SparseMetadata"),
             (lambda: dispatcher.reserve(-1), "window_bytes = -1"),
@@ -260,7 +260,8 @@ def test_wrong_arguments_move_nothing(way):
             (lambda: way.face.SequenceDispatcher(world, num_sms=-1), "num_sms = -1"),
             (lambda: way.face.SequenceDispatcher(world, chunk_bytes=7).plan_dispatch(part), "7"),
             (lambda: way.face.SequenceDispatcher(world, relay="no"), 'relay = "no"'),
-            (lambda: way.face.ReadyPlan(), "got a constructor call"),
+            (lambda: way.face.PlanHandle(), "PlanHandle: got a constructor call"),
+            (lambda: way.face.ReadyPlan(), "PlanHandle: got a constructor call"),
         ]
         for call, text in cases:
             with pytest.raises(waybill.InvalidArgument, match=text):

@@ -8,7 +8,7 @@ from typing import Any, Tuple
 
 import torch
 
-from .._dispatcher import ReadyPlan, TensorFormat
+from .._dispatcher import PlanHandle, TensorFormat
 from ..sparse import SparseMetadata
 from ._context_parallel_tables import formats_of
 from .kernels import AttentionShape
@@ -35,7 +35,7 @@ class Moves:
         if latent_dim:
             self._kv = [TensorFormat(shape.dtype, (latent_dim,))]
         self._lse = TensorFormat(torch.float32, (shape.heads,))
-        self._plans: dict[str, ReadyPlan] = {}
+        self._plans: dict[str, PlanHandle] = {}
 
     def there(
         self, q: torch.Tensor, *kv: torch.Tensor
@@ -89,25 +89,25 @@ class Moves:
         self._dispatcher.reserve(*(self._find(name) for name in _BACKWARD))
 
     def _call(
-        self, plan: ReadyPlan, tensors: Sequence[torch.Tensor], of_dispatch: int = 0
+        self, plan: PlanHandle, tensors: Sequence[torch.Tensor], of_dispatch: int = 0
     ) -> Tuple[torch.Tensor, ...]:
         return self._dispatcher._dispatch(WHO, _name, plan, tensors, of_dispatch)
 
     def _send(
-        self, plan: ReadyPlan, tensors: Sequence[torch.Tensor], of_dispatch: int = 0
+        self, plan: PlanHandle, tensors: Sequence[torch.Tensor], of_dispatch: int = 0
     ) -> Callable[[], Tuple[torch.Tensor, ...]]:
         """Views are made when they are asked for, behind what else is to be queued."""
         views = self._dispatcher._send(WHO, _name, plan, tensors, of_dispatch)
         return lambda: self._dispatcher._shown(plan, views)
 
-    def _plan(self, name: str) -> ReadyPlan:
+    def _plan(self, name: str) -> PlanHandle:
         ready = self._plans.get(name)
         if ready is None:
             ready = self._find(name)
             self._dispatcher.reserve(ready)
         return ready
 
-    def _find(self, name: str) -> ReadyPlan:
+    def _find(self, name: str) -> PlanHandle:
         """Made once. (functools.cached_property of Python 3.11 has one lock for all objects, which
         ranks that are threads would wait for each other with.)
         """
@@ -116,12 +116,12 @@ class Moves:
             ready = self._plans[name] = self._make(name)
         return ready
 
-    def _make(self, name: str) -> ReadyPlan:
+    def _make(self, name: str) -> PlanHandle:
         if name == "dq" and self._q == self._out:
             return self._find("out")
         return self._plan_of(name, self._parts(name))
 
-    def _plan_of(self, name: str, parts: Sequence[Tuple[Any, ...]]) -> ReadyPlan:
+    def _plan_of(self, name: str, parts: Sequence[Tuple[Any, ...]]) -> PlanHandle:
         if name == "sums":
             return self._dispatcher.plan_kv_gradient(*parts)
         return self._dispatcher.plan_dispatch(*parts)

@@ -9,7 +9,7 @@ import torch
 
 from .._agreement import agree
 from .._arrays import IntArray
-from .._dispatcher import ReadyPlan
+from .._dispatcher import PlanHandle
 from .._graphs import outside_graphs
 from .._said_by import said_by
 from ..errors import Error
@@ -70,7 +70,7 @@ class PieceExchange:
         everyone: IntArray = all_rows.cpu().numpy().copy()
         return everyone.reshape(self._world.world_size, self._rows, 3)
 
-    def _plan(self, rows: torch.Tensor) -> ReadyPlan:
+    def _plan(self, rows: torch.Tensor) -> PlanHandle:
         if self._ready is None:
             size = self._world.world_size
             to_all = np.tile(np.arange(size), (size, 1, 1))

@@ -8,7 +8,7 @@ from typing import Any, Optional, Tuple
 import torch
 
 from .._copies import OfThisProcess
-from .._dispatcher import ReadyPlan
+from .._dispatcher import PlanHandle
 from .._graphs import outside_graphs
 from .._tensor_checks import of_qkv
 from ..errors import InvalidArgument
@@ -161,14 +161,14 @@ class AttentionStep(OfThisProcess):
             [(routing.fwd_q, self._out)],
         )
 
-    def _plans(self) -> Tuple[ReadyPlan, ...]:
+    def _plans(self) -> Tuple[PlanHandle, ...]:
         return (
             self._forward, self._q_gradient, self._kv_gradient, self._output,
             self._output_gradient,
         )  # fmt: skip
 
     def _moved(
-        self, plan: ReadyPlan, tensor: torch.Tensor, rows: int, of_dispatch: int = 0
+        self, plan: PlanHandle, tensor: torch.Tensor, rows: int, of_dispatch: int = 0
     ) -> torch.Tensor:
         """A copy of what arrives, with zeros below where the caller has more rows."""
         (view,) = self.dispatcher._dispatch(

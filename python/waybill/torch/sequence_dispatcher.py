@@ -8,7 +8,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from .._arrays import library_dtype
-from .._dispatcher import Dispatcher, ReadyPlan, Rows, TensorFormat
+from .._dispatcher import Dispatcher, PlanHandle, Rows, TensorFormat
 from .._graphs import outside_graphs
 from .._tensor_checks import row_layout, row_shape
 from .._wrong_call import shown
@@ -40,7 +40,7 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
 
     @outside_graphs
     def dispatch(
-        self, plan: ReadyPlan, *tensors: Any, of_dispatch: int = 0
+        self, plan: PlanHandle, *tensors: Any, of_dispatch: int = 0
     ) -> Tuple[torch.Tensor, ...]:
         say_no_gradients("dispatch", _INSTEAD, *tensors)
         return super().dispatch(plan, *tensors, of_dispatch=of_dispatch)
