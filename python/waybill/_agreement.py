@@ -38,13 +38,7 @@ def agree(
 
 def agree_on(world: Ranks, who: str, check: Callable[[], Mapping[str, Any]]) -> None:
     """The same of what ``check`` returns, or of what it raises."""
-    facts: Mapping[str, Any] = {}
-    wrong: Optional[Exception] = None
-    try:
-        facts = check()
-    except Exception as error:
-        wrong = error
-    agree(world, who, facts, wrong)
+    agreed_world(lambda: world, who, check)
 
 
 def agreed_world(
