@@ -30,9 +30,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import faulthandler
 import functools
-import json
 import os
 import random
 import statistics
@@ -42,6 +40,7 @@ from typing import Any, Callable
 import torch
 from attention_ways import WAYS, ByHand, draw, held_pieces, kernel_of
 from ring_attention import ring_milliseconds
+from step_bench import join, run_workloads
 from step_clock import StepClock
 from step_profile import profiled
 from torch import distributed
@@ -323,29 +322,15 @@ def main() -> int:
     parser.add_argument("--profile", metavar="FOLDER", help="also profile a few steps")
     parser.add_argument("--no-compare", dest="compare", action="store_false")
     options = parser.parse_args()
-    faulthandler.enable()
-    waybill.initialize_distributed(device=options.device)
-    ordinal = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", ordinal) if options.device == "cuda" else torch.device("cpu")
+    device = join(options.device)
     if options.costs:
         MODULES["waybill, costs"] = {"costs": costs_of(options, device)}
-    table: list[Any] = []
-    for workload in options.workload or WORKLOADS:
-        bench = Bench(options, device, workload)
-        result = {"workload": workload, **bench.run()}
-        if distributed.get_rank() == 0:
-            print(json.dumps(result), flush=True)
-        table.append(result)
-        if options.profile:
-            bench.profile()
-        bench.close()
-        del bench
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    if distributed.get_rank() == 0:
-        show(table)
-    distributed.barrier()
-    distributed.destroy_process_group()
+    run_workloads(
+        functools.partial(Bench, options, device),
+        options.workload or WORKLOADS,
+        bool(options.profile),
+        show,
+    )
     return 0
 
 

@@ -25,9 +25,7 @@ steps, ms: of a step, and of forward alone, without gradients, with experts that
 from __future__ import annotations
 
 import argparse
-import faulthandler
-import json
-import os
+import functools
 import statistics
 import sys
 import time
@@ -36,10 +34,10 @@ from typing import Any
 
 import torch
 from experts_by_hand import WAYS
+from step_bench import join, run_workloads
 from step_profile import profiled
 from torch import distributed
 
-import waybill.torch as waybill
 from waybill.torch.moe import ExpertParallel, grouped_mm
 
 MODULES: dict[str, dict[str, Any]] = {
@@ -263,27 +261,13 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
-    faulthandler.enable()
-    waybill.initialize_distributed(device=options.device)
-    ordinal = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", ordinal) if options.device == "cuda" else torch.device("cpu")
-    table = []
-    for workload in options.workload or WORKLOADS:
-        bench = Bench(options, device, workload)
-        result = {"workload": workload, **bench.run()}
-        table.append(result)
-        if distributed.get_rank() == 0:
-            print(json.dumps(result), flush=True)
-        if options.profile:
-            bench.profile()
-        bench.close()
-        del bench
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    if distributed.get_rank() == 0:
-        show(table)
-    distributed.barrier()
-    distributed.destroy_process_group()
+    device = join(options.device)
+    run_workloads(
+        functools.partial(Bench, options, device),
+        options.workload or WORKLOADS,
+        bool(options.profile),
+        show,
+    )
     return 0
 
 

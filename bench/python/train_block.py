@@ -14,7 +14,6 @@ the whole batch on rank 0, whose losses the others must equal within the kernel'
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import json
 import os
 import statistics
@@ -25,6 +24,7 @@ from typing import Any, Callable
 import torch
 from attention_step import waybill_pieces
 from attention_ways import WAYS, ByHand, draw, kernel_of
+from step_bench import join
 from torch import distributed, nn
 from torch.nn import functional
 
@@ -205,10 +205,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--trace", metavar="FOLDER")
     options = parser.parse_args()
-    faulthandler.enable()
-    waybill.initialize_distributed(device=options.device)
-    ordinal = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", ordinal) if options.device == "cuda" else torch.device("cpu")
+    device = join(options.device)
     found = []
     for way in ("one rank", "waybill", "waybill, one call", *WAYS):
         if way != "one rank" or distributed.get_rank() == 0:

@@ -208,6 +208,10 @@ void bind_world(nb::module_& m) {
                     [](const WorldHandle& w) { return w.rank->world().transport().timeout_s(); });
   world.def_prop_ro("device", [](const WorldHandle& w) { return w.rank->device(); });
   world.def("require_same", &require_same, "who"_a, "mine"_a);
+  constexpr LinkSpeeds usual;
+  m.attr("default_links") = nb::make_tuple(
+      usual.nvlink_bytes_per_second, usual.network_bytes_per_second, usual.block_bytes_per_second);
+  m.attr("link_speed_range") = nb::make_tuple(LinkSpeeds::least, LinkSpeeds::most);
   m.def("links_from_json", [](const std::string& text, const std::string& origin) {
     const auto [links, device, num_gpus] = links_from_json(text, origin);
     return std::tuple(links.nvlink_bytes_per_second, links.network_bytes_per_second,

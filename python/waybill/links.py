@@ -14,15 +14,18 @@ from .errors import InvalidArgument, WrongType
 __all__ = ["LinkSpeeds", "read_links"]
 
 
-#: Bytes per second that make sense, as the compiled part's LinkSpeeds has them.
-_LEAST, _MOST = 1.0, 1e18
+#: Bytes per second that make sense, and the usual ones.
+_LEAST, _MOST = _core.link_speed_range
+_NVLINK, _NETWORK, _BLOCK = _core.default_links
 
 
 def check_speed(value: Any, name: str) -> float:
     """A speed of links that makes sense."""
     speed = number(value, name)
     if not _LEAST <= speed <= _MOST:
-        raise InvalidArgument(f"{name} = {speed:g}, expected 1 to 1e+18 bytes per second")
+        raise InvalidArgument(
+            f"{name} = {speed:g}, expected {_LEAST:g} to {_MOST:g} bytes per second"
+        )
     return speed
 
 
@@ -41,9 +44,9 @@ class LinkSpeeds:
     plans, predictions and worlds begin.
     """
 
-    nvlink_bytes_per_second: float = 345e9  #: inside a node
-    network_bytes_per_second: float = 50e9  #: between nodes
-    block_bytes_per_second: float = 45e9  #: that one multiprocessor stores
+    nvlink_bytes_per_second: float = _NVLINK  #: inside a node
+    network_bytes_per_second: float = _NETWORK  #: between nodes
+    block_bytes_per_second: float = _BLOCK  #: that one multiprocessor stores
     device: str = ""  #: name of the GPUs that they were measured on; worlds of others say so
 
     def __post_init__(self) -> None:
