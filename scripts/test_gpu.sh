@@ -14,6 +14,9 @@
 # The data of the tests are looked for above the programs, then in this folder; WAYBILL_TEST_DATA
 # names the folder tests where they lie elsewhere.
 #
+# With WAYBILL_TEST_DELAYS=SEED streams come late, at random (tests/cuda/late_streams.cu): another
+# seed, other delays.
+#
 # Tests of worlds over NVSHMEM are there when the programs were built with -DWAYBILL_NVSHMEM=ON.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
