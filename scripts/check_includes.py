@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Holds the #include lines to the table of modules, and the files to the lists in CMake.
+"""Holds the #include lines to the table of modules, and the files to the lists in CMake; the three
+headers for users have all public ones.
 
 Prints one line for each offence and exits 1 when there is one.
 """
@@ -82,6 +83,9 @@ FOLDERS = {
         "self_test",
     )
 }
+
+# What programs include: all other public headers come with them.
+FOR_USERS = ("waybill/plan.h", "waybill/sequence.h", "waybill/experts.h")
 
 SUFFIXES = (".h", ".cpp", ".cuh", ".cu")
 
@@ -172,8 +176,23 @@ def check_lists(module):
                 yield f"{path.relative_to(ROOT)}:1: not named in src/{module}/CMakeLists.txt"
 
 
+def check_for_users():
+    """Every public header comes with one of the headers for users."""
+    folder = ROOT / "include"
+    reached, left = set(), list(FOR_USERS)
+    while left:
+        name = left.pop()
+        if name not in reached and (folder / name).is_file():
+            reached.add(name)
+            text = (folder / name).read_text(encoding="utf-8")
+            left += [included for kind, included in INCLUDE.findall(text) if kind == '"']
+    for path in sorted(folder.rglob("*.h")):
+        if path.relative_to(folder).as_posix() not in reached:
+            yield f"{path.relative_to(ROOT)}:1: comes with none of {', '.join(FOR_USERS)}"
+
+
 def main():
-    problems = []
+    problems = [*check_for_users()]
     num_files = 0
     for folder in ("include", "src", "python", "tests", "bench", "examples"):
         for path in sorted((ROOT / folder).rglob("*")):

@@ -215,14 +215,21 @@ def check_signatures(block, missing):
 
 
 def exported_names(*file):
-    """__all__ as a module of the package begins it, read from its source: torch need not be there;
-    what is in both faces stands in _common.py.
+    """__all__ of a module of the package with what it takes from modules beside it, read from their
+    sources: torch need not be there; what is in both faces stands in _common.py.
     """
     package = pathlib.Path(importlib.util.find_spec("waybill").origin).parent
+    names = []
     for statement in ast.parse(package.joinpath(*file).read_text(encoding="utf-8")).body:
-        if isinstance(statement, ast.Assign) and statement.targets[0].id == "__all__":
-            return ast.literal_eval(statement.value)
-    raise SystemExit(f"{'/'.join(file)}: no __all__")
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
+            names += ast.literal_eval(statement.value)
+        elif isinstance(statement, ast.AugAssign) and ast.unparse(statement.target) == "__all__":
+            module = ast.unparse(statement.value).removesuffix(".__all__")
+            if package.joinpath(*file[:-1], f"{module}.py").is_file():
+                names += exported_names(*file[:-1], f"{module}.py")
+    if not names:
+        raise SystemExit(f"{'/'.join(file)}: no __all__")
+    return names
 
 
 def check_faces(missing):

@@ -4,6 +4,7 @@
 - sentences about what does not exist yet, or is to be done: what is written is what there is
 - names in `code`, and functions in blocks that do not run, that no source, script or test has
 - figures of speed without a link, in their paragraph, to docs/performance or docs/decisions
+- files in `code` that are not there
 - excerpts (```python excerpt FILE) that are not in their file
 - pictures that are not there
 """
@@ -24,6 +25,8 @@ STALE = re.compile(
 )
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 WORD = re.compile(r"[A-Za-z_]\w*")
+#: A file of the project, also as others include it; not of tests, which other projects have, too.
+FILE = re.compile(r"(?<![\w/.])(?:include|src|python|scripts|cmake|bench|docs|waybill)/[\w/]+\.\w+")
 #: Functions, members and types in a block of code.
 USED = re.compile(r"(?<=\.)[A-Za-z_]\w*|\b[A-Za-z_]\w*(?=\()|\b[A-Z]\w*[a-z]\w*")
 SOURCES = ("include", "src", "python", "scripts", "tests", "examples", "cmake", "bench", "data")
@@ -93,6 +96,14 @@ def is_gone(word, words):
     return len(word) > 3 and inside and not known
 
 
+def gone_files(code):
+    """Files that a piece of code names and that are not there."""
+    for file in FILE.findall(code):
+        bases = (ROOT, ROOT / "include", ROOT / "python")
+        if not ANY_NAME.search(file) and not any((base / file).is_file() for base in bases):
+            yield file
+
+
 def paragraphs(prose):
     """Lists of (number, line) with neither a blank line nor code between."""
     found = [[]]
@@ -157,9 +168,12 @@ def check_page(page, words):
         if stale:
             yield f'{place}: "{stale.group()}": pages say what there is'
         ours = own_part(page, line, of_others)
-        for word in (word for code in CODE.findall(ours) for word in WORD.findall(code)):
-            if is_gone(word, words):
-                yield f"{place}: `{word}` is in no source, script or test"
+        for code in CODE.findall(ours):
+            for word in WORD.findall(code):
+                if is_gone(word, words):
+                    yield f"{place}: `{word}` is in no source, script or test"
+            for file in gone_files(code):
+                yield f"{place}: there is no file {file}"
         for target in PICTURE.findall(line):
             if not (page.parent / target).is_file():
                 yield f"{place}: there is no picture {target}"

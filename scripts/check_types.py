@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Finds types of one full name that are defined in two files.
+"""Finds types of one name that are defined twice in one program.
 
-In one program they are one type to the linker: of the functions made for both, such as a vector's,
-it keeps one, whatever the sizes. No compiler sees it. Prints one line for each offence and exits 1
-when there is one.
+In one namespace they are one type to the linker: of the functions made for both, such as a
+vector's, it keeps one, whatever the sizes. In two namespaces they mislead readers, and code in the
+inner one may use the wrong one. No compiler sees either. Prints one line for each offence and exits
+1 when there is one.
 """
 
 import functools
@@ -14,6 +15,12 @@ from collections import defaultdict
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SUFFIXES = (".h", ".cpp", ".cuh", ".cu")
+
+# How host and device store the same dtype, under the same names on purpose.
+TWINS = {
+    name: {f"waybill::{side}::{name}" for side in ("detail", "cuda")}
+    for name in ("BFloat16", "Float16", "Float32", "Float64")
+}
 
 # Comments and literals, which may hold braces and names.
 NOISE = re.compile(
@@ -67,6 +74,21 @@ def types_in(folder):
     return found
 
 
+def offences(program, places):
+    """{name: text} of a program's types. @param places {full name: where it is defined}"""
+    found, full_names = {}, defaultdict(set)
+    for full, (first, *others) in places.items():
+        full_names[full.rpartition("::")[2]].add(full)
+        if others:
+            found[full] = f"{first}: {full} is also {', '.join(others)} ({program})"
+    for name, full in full_names.items():
+        if len(full) > 1 and full != TWINS.get(name):
+            first, *others = sorted(full)
+            also = ", ".join(f"{other} in {places[other][0]}" for other in others)
+            found[name] = f"{places[first][0]}: {first} is also {also} ({program})"
+    return found
+
+
 def main():
     problems, names = {}, set()
     for program, folders in programs():
@@ -75,10 +97,7 @@ def main():
             for name, place in types_in(folder):
                 places[name].append(place)
         names.update(places)
-        for name, (first, *others) in places.items():
-            if others:
-                text = f"{first}: {name} is also {', '.join(others)} ({program})"
-                problems.setdefault(name, text)
+        problems = offences(program, places) | problems
     print("\n".join(problems.values()) or f"types: {len(names)} names, each defined once")
     return 1 if problems else 0
 

@@ -179,6 +179,8 @@ void bind_moe(nb::module_& m) {
   nb::class_<EPDispatchOptions>(m, "EPDispatchOptions");
   nb::class_<ExpertDispatch>(m, "ExpertDispatch")
       .def("combine", combine_py, "outputs"_a, "biases"_a, "local_combine"_a, "weighted"_a);
+  m.attr("ep_row_names") = tuple_of(detail::row_names);
+  m.attr("ep_payload_names") = tuple_of(detail::payload_names);
   m.def("ep_config", config_from, "sizes"_a, "token_dtype"_a, "weight_dtype"_a, "who"_a,
         "called"_a);
   m.def("ep_dispatch_options", options_from, "config"_a, "dropped_id"_a.none(), "rows"_a,

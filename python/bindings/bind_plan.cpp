@@ -26,12 +26,6 @@ using namespace nb::literals;
 
 namespace {
 
-KvLayout layout_from_name(std::string_view name) {
-  require(name == "per_query" || name == "per_rank", "QkvPlan: kv_layout = \"", name,
-          "\", expected \"per_query\" or \"per_rank\"");
-  return name == "per_query" ? KvLayout::per_query : KvLayout::per_rank;
-}
-
 template <class Element>
 void add_table(nb::class_<QkvPlan>& plan, const char* name, std::vector<Element> QkvPlan::*table) {
   plan.def_prop_ro(name, [table](nb::handle self) {
@@ -92,7 +86,7 @@ QkvPlan make_plan(std::int32_t world_size, std::vector<std::int64_t> rank_shard_
                   std::vector<std::int32_t> kv_begin, std::string_view kv_layout,
                   std::string_view mask) {
   QkvPlan plan{world_size,
-               layout_from_name(kv_layout),
+               kv_layout_from_name("QkvPlan", kv_layout),
                std::move(rank_shard_offsets),
                std::move(shard_len),
                std::move(q_dst),
@@ -146,7 +140,7 @@ void bind_plan(nb::module_& m) {
                              std::int64_t tokens_per_rank, std::int64_t shard_tokens,
                              std::string_view kv_layout, std::string_view mask) {
     const DocumentPlanOptions options{world_size, tokens_per_rank, shard_tokens,
-                                      layout_from_name(kv_layout),
+                                      kv_layout_from_name("plan_documents", kv_layout),
                                       mask_from_name("plan_documents", mask)};
     return unlocked([&] { return plan_documents(lengths, options); });
   });

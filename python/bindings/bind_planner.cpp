@@ -39,7 +39,7 @@ PlannerOptions planner_options_from(const nb::dict& given) {
                    dtype_from_name(nb::cast<std::string>(given["dtype"]))};
   options.mask = {.window = integer("window"),
                   .kind = mask_from_name("plan", nb::cast<std::string>(given["mask"]))};
-  options.kv_layout = nb::cast<bool>(given["per_query"]) ? KvLayout::per_query : KvLayout::per_rank;
+  options.kv_layout = kv_layout_from_name("plan", nb::cast<std::string>(given["kv_layout"]));
   options.imbalance_target = number("imbalance_target");
   options.byte_weight = number("byte_weight");
   options.max_tokens_per_rank = integer("max_tokens_per_rank");

@@ -2,6 +2,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <string_view>
 #include <utility>
 
 #include "interrupts.h"
@@ -13,6 +14,14 @@ template <class Work>
 auto unlocked(Work&& work) {
   const InterpreterUnlocked without_lock;
   return std::forward<Work>(work)();
+}
+
+/// Names, for Python's checks of arguments.
+template <class Names>
+nanobind::tuple tuple_of(const Names& names) {
+  nanobind::list list;
+  for (const std::string_view name : names) list.append(nanobind::str(name.data(), name.size()));
+  return nanobind::tuple(list);
 }
 
 void bind_errors(nanobind::module_& m);

@@ -1,6 +1,7 @@
 #include <nanobind/nanobind.h>
 
 #include "bindings.h"
+#include "core/dtype_names.h"
 #include "waybill/json/file.h"
 
 NB_MODULE(_core, m) {
@@ -13,6 +14,8 @@ NB_MODULE(_core, m) {
 #else
   m.attr("cuda_version") = nanobind::none();
 #endif
+  m.attr("dtype_names") = waybill::python::tuple_of(waybill::detail::dtype_names());
+  m.attr("short_dtype_names") = waybill::python::tuple_of(waybill::detail::short_dtype_names());
   m.attr("max_file_bytes") = waybill::max_file_bytes;
   m.attr("max_stream_bytes") = waybill::max_stream_bytes;
   waybill::python::bind_errors(m);

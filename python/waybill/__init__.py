@@ -4,61 +4,21 @@ Arrays in, numpy arrays out; ``waybill.torch`` has the same functions for torch 
 lengths and counts are tokens (rows), never bytes.
 """
 
-from . import _common
+from . import _common, generators, index_ops, routing, simulate
 from . import moe as moe
 from ._common import *  # noqa: F403
 from ._core import version as __version__
-from .generators import (
-    create_qkv_dispatch,
-    create_qkv_dispatch_with_custom_mapping,
-    create_raw_qkv_dispatch,
-    gen_seq_lens,
-    length_distributions,
-    sample_documents,
-)
-from .index_ops import (
-    exclusive_cumsum,
-    index_put_with_neg_padding_1d,
-    mask_by_neg,
-    prepend_zero,
-    prepend_zero_fn,
-)
+from .generators import *  # noqa: F403
+from .index_ops import *  # noqa: F403
 from .metadata import Metadata
-from .routing import (
-    compute_attn_layout_seqlens,
-    compute_e2e_metadata,
-    compute_metadata,
-    compute_metadata_kv,
-    mlp_layout_packed_params,
-)
+from .routing import *  # noqa: F403
 from .sequence_dispatcher import SequenceDispatcher
-from .simulate import orchestrate_simulate, simulate_communication, source_rows, sum_kv_copies
+from .simulate import *  # noqa: F403
 from .world import run_threads
 
-__all__ = [
-    "Metadata",
-    "SequenceDispatcher",
-    "__version__",
-    "compute_attn_layout_seqlens",
-    "compute_e2e_metadata",
-    "compute_metadata",
-    "compute_metadata_kv",
-    "create_qkv_dispatch",
-    "create_qkv_dispatch_with_custom_mapping",
-    "create_raw_qkv_dispatch",
-    "exclusive_cumsum",
-    "gen_seq_lens",
-    "index_put_with_neg_padding_1d",
-    "length_distributions",
-    "mask_by_neg",
-    "mlp_layout_packed_params",
-    "orchestrate_simulate",
-    "prepend_zero",
-    "prepend_zero_fn",
-    "run_threads",
-    "sample_documents",
-    "simulate_communication",
-    "source_rows",
-    "sum_kv_copies",
-]
+__all__ = ["Metadata", "SequenceDispatcher", "__version__", "run_threads"]
 __all__ += _common.__all__
+__all__ += generators.__all__
+__all__ += index_ops.__all__
+__all__ += routing.__all__
+__all__ += simulate.__all__

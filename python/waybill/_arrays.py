@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from . import _core
 from ._wrong_call import shown
 from .errors import InvalidArgument, Unsupported, WrongType
 
@@ -19,6 +20,9 @@ IntArray = npt.NDArray[Any]
 AnyArray = npt.NDArray[Any]
 
 _KNOWN = frozenset(np.dtype(name) for name in ("int64", "int32", "uint32", "uint64", "bool"))
+#: The library's names of dtypes, and what it also calls some of them.
+_LIBRARY_NAMES = frozenset(_core.dtype_names)
+_ALIASES = frozenset(_core.short_dtype_names)
 _DLPACK_CPU = 1
 _CUDA_DEVICES = (2, 13)
 
@@ -98,27 +102,7 @@ def whole_numbers(value: ArrayLike, name: str, floats: bool = False) -> IntArray
     return index_array(array, name)
 
 
-#: What it also calls some of them.
-_ALIASES = ("fp8", "fp16", "bf16", "fp32", "fp64", "bytes")
 _BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
-_LIBRARY_NAMES = frozenset(
-    [
-        "bool",
-        "int8",
-        "uint8",
-        "int16",
-        "int32",
-        "uint32",
-        "int64",
-        "uint64",
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "float16",
-        "bfloat16",
-        "float32",
-        "float64",
-    ]
-)
 
 
 def bits_of(array: AnyArray, name: str) -> AnyArray:

@@ -241,7 +241,7 @@ def plan(
         "window": _limit(window, "window"),
         "max_tokens_per_rank": _limit(max_tokens_per_rank, "max_tokens_per_rank"),
         "relay": flag(relay, "plan: relay"),
-        "per_query": kv_layout == "per_query",
+        "kv_layout": kv_layout,
         "block_tokens": int64(block_tokens, "plan: block_tokens"),
         "ranks_per_node": int64(ranks_per_node, "plan: ranks_per_node"),
         **numbers(

@@ -313,7 +313,7 @@ def compare(
         "window": _limit(window, "window"),
         "max_tokens_per_rank": 0,
         "relay": flag(relay, "compare: relay"),
-        "per_query": False,
+        "kv_layout": "per_rank",
         "byte_weight": 0.0,
         "block_tokens": 128,
         "row_pairs": 0,

@@ -59,7 +59,7 @@ bool is_loopback(const std::string& address) {
 CheckLine check_shared_memory(std::int64_t num_cores) {
   struct statvfs facts {};
   if (statvfs(shared_folder, &facts) != 0 || access(shared_folder, W_OK) != 0) {
-    return {"shared memory", CheckState::problem, concat(shared_folder, " cannot be written"),
+    return {"shared memory", Diagnosis::problem, concat(shared_folder, " cannot be written"),
             "mount a tmpfs there (containers: --shm-size or --ipc=host): worlds of processes in "
             "host memory need it"};
   }
@@ -73,11 +73,11 @@ void check_peer_access_wish(std::vector<CheckLine>& lines) {
   constexpr const char* name = "WAYBILL_PEER_ACCESS";
   const char* const text = std::getenv(name);
   if (text == nullptr || *text == '\0') return;
-  CheckLine& line = lines.emplace_back(CheckLine{name, CheckState::good, printable_line(text)});
+  CheckLine& line = lines.emplace_back(CheckLine{name, Diagnosis::good, printable_line(text)});
   try {
     (void)peer_access_wish(text);
   } catch (const Error& error) {
-    line.state = CheckState::problem;
+    line.state = Diagnosis::problem;
     line.advice = error.what();
   }
 }
@@ -87,10 +87,10 @@ void check_peer_access_wish(std::vector<CheckLine>& lines) {
 CheckLine shared_memory_line(std::int64_t size_bytes, std::int64_t free_bytes,
                              std::int64_t num_cores) {
   CheckLine line{
-      "shared memory", CheckState::good,
+      "shared memory", Diagnosis::good,
       concat(shared_folder, ": ", format_bytes(free_bytes), " free of ", format_bytes(size_bytes))};
   if (free_bytes >= least_shared_bytes) return line;
-  line.state = CheckState::note;
+  line.state = Diagnosis::note;
   line.advice =
       concat("worlds of processes in host memory keep the windows of all ranks there (", num_cores,
              " cores here); make it larger: docker run --shm-size=16g, or --ipc=host, or mount -o "
@@ -100,9 +100,9 @@ CheckLine shared_memory_line(std::int64_t size_bytes, std::int64_t free_bytes,
 }
 
 CheckLine host_name_line(const std::string& name, const std::vector<std::string>& addresses) {
-  CheckLine line{"host name", CheckState::good, printable_line(name)};
+  CheckLine line{"host name", Diagnosis::good, printable_line(name)};
   if (addresses.empty()) {
-    line.state = CheckState::note;
+    line.state = Diagnosis::note;
     line.value += ", which resolves to no address";
     line.advice =
         "other hosts cannot meet here by this name: give them an address in MASTER_ADDR "
@@ -111,7 +111,7 @@ CheckLine host_name_line(const std::string& name, const std::vector<std::string>
   }
   line.value += concat(" -> ", addresses.front());
   if (!std::ranges::all_of(addresses, is_loopback)) return line;
-  line.state = CheckState::note;
+  line.state = Diagnosis::note;
   line.value += " (loopback)";
   line.advice =
       "rank 0 of this name then listens on all addresses; other hosts need an address "
@@ -122,10 +122,10 @@ CheckLine host_name_line(const std::string& name, const std::vector<std::string>
 
 CheckLine descriptor_line(std::optional<std::int64_t> limit, std::optional<std::int64_t> most) {
   CheckLine line{
-      "open files", CheckState::good,
+      "open files", Diagnosis::good,
       concat("at most ", text_of(limit), " (ulimit -n), can be raised to ", text_of(most))};
   if (!limit || *limit > least_descriptors) return line;
-  line.state = CheckState::note;
+  line.state = Diagnosis::note;
   line.advice = concat(
       "rank 0 of a rendezvous over TCP needs one a rank, processes that share "
       "memory one a rank each: for more than about ",
@@ -135,11 +135,11 @@ CheckLine descriptor_line(std::optional<std::int64_t> limit, std::optional<std::
 
 CheckLine memlock_line(std::optional<std::int64_t> limit_bytes) {
   CheckLine line{
-      "locked memory", CheckState::good,
+      "locked memory", Diagnosis::good,
       limit_bytes ? concat("at most ", format_bytes(*limit_bytes), " (ulimit -l)") : "unlimited"};
   constexpr std::int64_t enough = std::int64_t{1} << 30;
   if (!limit_bytes || *limit_bytes >= enough) return line;
-  line.state = CheckState::note;
+  line.state = Diagnosis::note;
   line.advice =
       "RDMA (NVSHMEM, NCCL over InfiniBand) locks memory: ulimit -l unlimited, in "
       "containers --ulimit memlock=-1";
@@ -149,7 +149,7 @@ CheckLine memlock_line(std::optional<std::int64_t> limit_bytes) {
 std::vector<CheckLine> check_host() {
   const auto cores = static_cast<std::int64_t>(std::thread::hardware_concurrency());
   std::vector<CheckLine> lines;
-  lines.push_back({"cores", CheckState::good, std::to_string(cores)});
+  lines.push_back({"cores", Diagnosis::good, std::to_string(cores)});
   lines.push_back(check_shared_memory(cores));
   rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) == 0) {
@@ -167,12 +167,12 @@ std::vector<CheckLine> check_host() {
 
 std::vector<CheckLine> check_python(const PythonFacts& facts) {
   if (facts.python.empty()) return {};
-  std::vector<CheckLine> lines{{"Python", CheckState::good, printable_line(facts.python)}};
+  std::vector<CheckLine> lines{{"Python", Diagnosis::good, printable_line(facts.python)}};
   if (facts.torch.empty()) {
-    lines.push_back({"torch", CheckState::note, "not installed",
+    lines.push_back({"torch", Diagnosis::note, "not installed",
                      "waybill.torch needs it; for GPUs a build for CUDA 13: pip install torch"});
   } else {
-    lines.push_back({"torch", CheckState::good, printable_line(facts.torch)});
+    lines.push_back({"torch", Diagnosis::good, printable_line(facts.torch)});
   }
   return lines;
 }

@@ -7,7 +7,7 @@
 
 namespace waybill::cli {
 
-enum class CheckState : std::uint8_t {
+enum class Diagnosis : std::uint8_t {
   good,
   note,     ///< something that is missing, or small: worlds that need it say so
   problem,  ///< something that is there and does not work
@@ -16,7 +16,7 @@ enum class CheckState : std::uint8_t {
 /// One line of `waybill doctor`.
 struct CheckLine {
   std::string name;
-  CheckState state = CheckState::good;
+  Diagnosis state = Diagnosis::good;
   std::string value;
   std::string advice = {};  ///< what to do; empty: nothing
 };

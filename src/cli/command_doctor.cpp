@@ -17,14 +17,14 @@ struct DoctorOptions {
   PythonFacts python;
 };
 
-const char* name_of(CheckState state) {
-  if (state == CheckState::good) return "good";
-  return state == CheckState::note ? "note" : "problem";
+const char* name_of(Diagnosis state) {
+  if (state == Diagnosis::good) return "good";
+  return state == Diagnosis::note ? "note" : "problem";
 }
 
 bool has_problem(const std::vector<CheckLine>& lines) {
   return std::ranges::any_of(
-      lines, [](const CheckLine& line) { return line.state == CheckState::problem; });
+      lines, [](const CheckLine& line) { return line.state == Diagnosis::problem; });
 }
 
 std::string as_json(const std::vector<CheckLine>& lines) {
@@ -69,9 +69,9 @@ std::string as_text(const std::vector<CheckLine>& lines) {
   std::string text = concat("waybill ", WAYBILL_VERSION, " on this host\n");
   std::vector<std::string> advice;
   for (const CheckLine& line : lines) {
-    const char* const mark = line.state == CheckState::problem ? "! "
-                             : line.state == CheckState::note  ? "- "
-                                                               : "  ";
+    const char* const mark = line.state == Diagnosis::problem ? "! "
+                             : line.state == Diagnosis::note  ? "- "
+                                                              : "  ";
     text += table_line(concat(mark, line.name, std::string(width - line.name.size() + 2, ' ')),
                        line.value);
     if (!line.advice.empty()) advice.push_back(concat(line.name, ": ", line.advice));

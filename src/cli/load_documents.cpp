@@ -131,8 +131,7 @@ Documents load_documents(const SourceOptions& source, const PlanningOptions& pla
   documents.plan.imbalance_target = planning.imbalance;
   documents.plan.hardware.ranks_per_node = planning.ranks_per_node;
   if (rows.gb_per_s > 0) documents.plan.hardware.nvlink_bytes_per_second = rows.gb_per_s * 1e9;
-  documents.plan.kv_layout =
-      planning.kv_layout == "per_query" ? KvLayout::per_query : KvLayout::per_rank;
+  documents.plan.kv_layout = kv_layout_from_name("--kv-layout", planning.kv_layout);
   if (!source.lengths_path.empty()) read(source.lengths_path, documents);
   if (!source.corpus_path.empty()) count(source.corpus_path, documents);
   documents.plan.tokens_per_rank = decide_tokens_per_rank(source, planning, documents.lengths);

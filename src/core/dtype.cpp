@@ -4,6 +4,7 @@
 #include <ostream>
 #include <string>
 
+#include "dtype_names.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
@@ -64,6 +65,18 @@ DType dtype_from_name(std::string_view name) {
     known += concat(", ", short_name);
   }
   throw_invalid("dtype_from_name: name = \"", name, "\", expected one of ", known);
+}
+
+std::vector<std::string_view> detail::dtype_names() {
+  std::vector<std::string_view> names;
+  for (const Entry& entry : entries) names.push_back(entry.name);
+  return names;
+}
+
+std::vector<std::string_view> detail::short_dtype_names() {
+  std::vector<std::string_view> names;
+  for (const auto& [name, dtype] : short_names) names.push_back(name);
+  return names;
 }
 
 std::ostream& operator<<(std::ostream& out, DType dtype) { return out << dtype_name(dtype); }

@@ -77,6 +77,12 @@ std::string_view to_string(KvLayout layout) {
   return layout == KvLayout::per_query ? "per_query" : "per_rank";
 }
 
+KvLayout kv_layout_from_name(const char* who, std::string_view name) {
+  require(name == "per_rank" || name == "per_query", who, ": kv_layout = \"", name,
+          "\", expected \"per_rank\" or \"per_query\"");
+  return name == "per_query" ? KvLayout::per_query : KvLayout::per_rank;
+}
+
 std::string_view to_string(MaskKind mask) { return mask == MaskKind::full ? "full" : "causal"; }
 
 MaskKind mask_from_name(const char* who, std::string_view name) {

@@ -35,7 +35,7 @@ void reorder(std::vector<RowMove>& moves, std::vector<std::size_t>& groups,
 
 }  // namespace
 
-void BatchTables::begin(BatchKind kind) {
+void BatchAppender::begin(BatchKind kind) {
   batch_ = {.kind = kind,
             .first_segment = static_cast<std::int32_t>(plan_.segments.size()),
             .first_wait = static_cast<std::int32_t>(plan_.waits.size()),
@@ -44,7 +44,7 @@ void BatchTables::begin(BatchKind kind) {
             .first_chunk = plan_.num_chunks};
 }
 
-void BatchTables::add(RowSegment segment, std::span<const std::uint64_t> addresses) {
+void BatchAppender::add(RowSegment segment, std::span<const std::uint64_t> addresses) {
   const RowCut& cut = plan_.cuts[to_size(segment.tensor)];
   segment.bucket = static_cast<std::int32_t>(plan_.batches.size());
   segment.first_chunk = static_cast<std::int32_t>(plan_.num_chunks);
@@ -58,12 +58,12 @@ void BatchTables::add(RowSegment segment, std::span<const std::uint64_t> address
   plan_.num_addresses += chunks * std::ssize(addresses);
 }
 
-bool BatchTables::is_empty() const {
+bool BatchAppender::is_empty() const {
   return std::ssize(plan_.segments) == batch_.first_segment &&
          std::ssize(plan_.signals) == batch_.first_signal;
 }
 
-void BatchTables::end() {
+void BatchAppender::end() {
   if (is_empty()) return;
   batch_.num_segments = static_cast<std::int32_t>(plan_.segments.size()) - batch_.first_segment;
   batch_.num_waits = static_cast<std::int32_t>(plan_.waits.size()) - batch_.first_wait;
@@ -74,7 +74,7 @@ void BatchTables::end() {
 }
 
 BatchWriter::BatchWriter(SequencePlan& plan, const WindowMap& windows)
-    : plan_(plan), windows_(windows), tables_(plan) {
+    : plan_(plan), windows_(windows), appender_(plan) {
   plan_.wire_bytes.assign(to_size(plan.world_size), 0);
 }
 
@@ -89,7 +89,7 @@ std::uint64_t BatchWriter::address(std::int32_t tensor, std::int32_t rank, std::
 void BatchWriter::add(std::int32_t tensor, std::int64_t row, std::int64_t rows,
                       std::span<const std::uint64_t> addresses) {
   if (plan_.cuts[to_size(tensor)].row_bytes == 0 || rows == 0) return;
-  tables_.add({.row = row, .rows = rows, .tensor = tensor}, addresses);
+  appender_.add({.row = row, .rows = rows, .tensor = tensor}, addresses);
 }
 
 void BatchWriter::add(std::span<const RowMove> moves) {

@@ -20,9 +20,9 @@ struct RowMove {
 };
 
 /// The batches of a plan and their segments, appended one after another.
-class BatchTables {
+class BatchAppender {
  public:
-  explicit BatchTables(SequencePlan& plan) : plan_(plan) {}
+  explicit BatchAppender(SequencePlan& plan) : plan_(plan) {}
 
   void begin(BatchKind kind);
 
@@ -48,7 +48,7 @@ class BatchWriter {
  public:
   BatchWriter(SequencePlan& plan, const WindowMap& windows);
 
-  void begin(BatchKind kind) { tables_.begin(kind); }
+  void begin(BatchKind kind) { appender_.begin(kind); }
   void wait(BatchSlot slot) { plan_.waits.push_back(slot); }
   void signal(BatchSlot slot) { plan_.signals.push_back(slot); }
 
@@ -60,7 +60,7 @@ class BatchWriter {
   void add(std::span<const RowMove> moves);
 
   /// Ends the batch; one without segments and signals leaves nothing.
-  void end() { tables_.end(); }
+  void end() { appender_.end(); }
 
   /// @throws InvalidArgument for 2^31 chunks or addresses
   void finish() const;
@@ -71,7 +71,7 @@ class BatchWriter {
  private:
   SequencePlan& plan_;
   const WindowMap& windows_;
-  BatchTables tables_;
+  BatchAppender appender_;
   std::vector<std::uint64_t> addresses_;
 };
 

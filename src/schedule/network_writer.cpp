@@ -32,7 +32,7 @@ class NetworkSplitter {
         batches_(std::exchange(plan.batches, {})),
         waits_(std::exchange(plan.waits, {})),
         signals_(std::exchange(plan.signals, {})),
-        tables_(plan),
+        appender_(plan),
         last_put_(to_size(plan.world_size)) {
     plan.num_chunks = 0;
     plan.num_addresses = 0;
@@ -120,7 +120,7 @@ class NetworkSplitter {
       put_from_window();
     } else {
       for (const std::int32_t s : chosen_)
-        tables_.add(segments_[to_size(s)], addresses_of(segments_[to_size(s)]));
+        appender_.add(segments_[to_size(s)], addresses_of(segments_[to_size(s)]));
     }
     for (std::int32_t s = from.first_signal; s < from.first_signal + from.num_signals; ++s) {
       const BatchSlot& slot = signals_[to_size(s)];
@@ -131,7 +131,7 @@ class NetworkSplitter {
   }
 
   void begin(BatchKind kind) {
-    tables_.begin(kind);
+    appender_.begin(kind);
     const NetworkProgram& network = plan_.network;
     step_ = {.first_wait = static_cast<std::int32_t>(network.waits.size()),
              .first_put = static_cast<std::int32_t>(network.puts.size()),
@@ -165,7 +165,7 @@ class NetworkSplitter {
         near_.push_back(static_cast<std::uint64_t>(to_int(plan_.rank)) << address_rank_shift |
                         static_cast<std::uint64_t>(where->second));
       }
-      if (!near_.empty()) tables_.add(segments_[to_size(s)], near_);
+      if (!near_.empty()) appender_.add(segments_[to_size(s)], near_);
     }
   }
 
@@ -175,7 +175,7 @@ class NetworkSplitter {
       put_far(segment, plan_.window_offsets[to_size(segment.tensor)] +
                            segment.row * plan_.cuts[to_size(segment.tensor)].row_bytes);
       keep_near(segment);
-      if (!near_.empty()) tables_.add(segment, near_);
+      if (!near_.empty()) appender_.add(segment, near_);
     }
   }
 
@@ -230,7 +230,7 @@ class NetworkSplitter {
     if (from.kind != BatchKind::send) {
       for (std::int32_t w = from.first_wait; w < from.first_wait + from.num_waits; ++w)
         network.waits.push_back(waits_[to_size(w)]);
-    } else if (tables_.has_chunks()) {
+    } else if (appender_.has_chunks()) {
       const BatchSlot ready{plan_.world_size, network.num_ready++};
       plan_.signals.push_back(ready);
       network.waits.push_back(ready);
@@ -240,10 +240,10 @@ class NetworkSplitter {
   }
 
   void end_batch(const WorkBatch& from) {
-    if (tables_.is_empty()) return;
+    if (appender_.is_empty()) return;
     for (std::int32_t w = from.first_wait; w < from.first_wait + from.num_waits; ++w)
       plan_.waits.push_back(waits_[to_size(w)]);
-    tables_.end();
+    appender_.end();
   }
 
   SequencePlan& plan_;
@@ -260,7 +260,7 @@ class NetworkSplitter {
   // What is being written.
   std::vector<std::int32_t> chosen_;  ///< segments
   std::vector<std::uint64_t> near_;   ///< addresses of a segment
-  BatchTables tables_;
+  BatchAppender appender_;
   NetworkStep step_;
   std::vector<std::int32_t> last_put_;  ///< [W] of the step; -1: none
 };

@@ -62,6 +62,18 @@ def test_names(check):
     assert problem == "docs/page.md:3: recvRows is in no source, script or test"
 
 
+def test_files(check, tmp_path):
+    (tmp_path / "include" / "waybill").mkdir(parents=True)
+    (tmp_path / "include" / "waybill" / "b.h").touch()
+    assert (
+        check("See `src/a.cpp`, `waybill/b.h`, `include/waybill/b.h`, `other/src/c.cpp`.\n") == []
+    )
+    assert check("Name it `src/MODULE/OPERATION.cpp`.\n") == []
+    for file in ("src/b.cpp", "waybill/a.h"):
+        (problem,) = check(f"See\n`{file}`.\n")
+        assert problem == f"docs/page.md:2: there is no file {file}"
+
+
 @pytest.mark.parametrize(
     "figure", ["takes 27 us", "1,5 ms", "at 339 GB/s", "94 %", "2 times faster"]
 )

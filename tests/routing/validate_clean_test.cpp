@@ -11,8 +11,6 @@
 namespace waybill {
 namespace {
 
-using testing::random_plan;
-
 std::string text(const std::vector<Finding>& findings) {
   std::string lines;
   for (const Finding& finding : findings) lines += to_string(finding) + "\n";
@@ -25,7 +23,7 @@ TEST_P(ValidateClean, RandomPlansSparse) {
   for (std::uint64_t seed = 0; seed < 50; ++seed) {
     SCOPED_TRACE(concat("block ", GetParam(), ", seed ", seed));
     Random random(1000 * static_cast<std::uint64_t>(GetParam()) + seed);
-    const QkvPlan plan = random_plan(random);
+    const QkvPlan plan = test::draw_plan(random);
     EXPECT_EQ(text(validate(plan)), "");
     const QkvRouting routing = compute_qkv_routing(plan);
     EXPECT_EQ(text(validate(plan, routing)), "");
@@ -38,7 +36,7 @@ TEST_P(ValidateClean, RandomPlansDense) {
   for (std::uint64_t seed = 0; seed < 50; ++seed) {
     SCOPED_TRACE(concat("block ", GetParam(), ", seed ", seed));
     Random random(1000 * static_cast<std::uint64_t>(GetParam()) + seed);
-    const QkvPlan plan = random_plan(random);
+    const QkvPlan plan = test::draw_plan(random);
     E2eMetadata dense = to_dense(compute_qkv_routing(plan));
     EXPECT_EQ(text(validate(plan, dense)), "");
     EXPECT_EQ(text(validate(dense.fwd_kv, dense.rev_kv)), "");
@@ -79,10 +77,10 @@ TEST(Validate, CopiesThatGoAnywhereAreClean) {
       bool sent = false;
       for (std::int64_t k = 0; k < copies; ++k) {
         const std::int64_t rank = random.below(world + 1) - 1;  // -1 anywhere among the copies
-        dst.i64()[testing::to_size(i * copies + k)] = rank;
+        dst.i64()[detail::to_size(i * copies + k)] = rank;
         sent |= rank >= 0;
       }
-      len.i64()[testing::to_size(i)] = sent ? random.below(5) : 0;
+      len.i64()[detail::to_size(i)] = sent ? random.below(5) : 0;
     }
     const DispatchMetadata made = compute_metadata(len, dst);
     EXPECT_EQ(text(validate(made.fwd, made.rev)), "");

@@ -11,7 +11,7 @@
 #include "waybill/core/error.h"
 #include "waybill/routing/validate.h"
 
-namespace waybill::testing {
+namespace waybill::test {
 
 /// A finding that a damage must cause: one of these kinds, at this place. -1: any.
 struct Symptom {
@@ -126,4 +126,4 @@ struct CopyPlace {
 [[nodiscard]] std::vector<Damage> kv_damages();
 [[nodiscard]] std::vector<Damage> dense_damages();
 
-}  // namespace waybill::testing
+}  // namespace waybill::test

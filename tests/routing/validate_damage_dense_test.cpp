@@ -2,7 +2,7 @@
 
 // Damage to the dense form. Run by validate_damage_test.cpp.
 
-namespace waybill::testing {
+namespace waybill::test {
 namespace {
 
 using enum FindingKind;
@@ -283,4 +283,4 @@ std::vector<Damage> dense_damages() {
   return list;
 }
 
-}  // namespace waybill::testing
+}  // namespace waybill::test

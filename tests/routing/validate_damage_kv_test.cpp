@@ -6,7 +6,7 @@
 // Damage that leaves forward, reverse and counts in full agreement with each other, so that only
 // the plan tells that it is wrong. Run by validate_damage_test.cpp.
 
-namespace waybill::testing {
+namespace waybill::test {
 namespace {
 
 using enum FindingKind;
@@ -259,4 +259,4 @@ std::vector<Damage> kv_damages() {
           {"q_order_swapped", Form::sparse, queries_swap}};
 }
 
-}  // namespace waybill::testing
+}  // namespace waybill::test

@@ -2,7 +2,7 @@
 
 // Damage to the plan itself. Run by validate_damage_test.cpp.
 
-namespace waybill::testing {
+namespace waybill::test {
 namespace {
 
 using enum FindingKind;
@@ -153,4 +153,4 @@ std::vector<Damage> plan_damages() {
   };
 }
 
-}  // namespace waybill::testing
+}  // namespace waybill::test

@@ -2,7 +2,7 @@
 
 // Damage to one entry of the sparse form. Run by validate_damage_test.cpp.
 
-namespace waybill::testing {
+namespace waybill::test {
 namespace {
 
 using enum FindingKind;
@@ -360,4 +360,4 @@ std::vector<Damage> sparse_damages() {
   return list;
 }
 
-}  // namespace waybill::testing
+}  // namespace waybill::test

@@ -6,7 +6,7 @@
 
 #include <set>
 
-namespace waybill::testing {
+namespace waybill::test {
 namespace {
 
 constexpr int plans_each = 60;
@@ -20,10 +20,10 @@ std::vector<Damage> all_damages() {
 }
 
 Patient draw_patient(Random& random) {
-  RandomPlanOptions options{.max_world_size = 12};
+  DrawnPlanOptions options{.max_world_size = 12};
   options.empty_shards = random.below(2) == 0;
   Patient patient;
-  patient.plan = random_plan(random, options);
+  patient.plan = draw_plan(random, options);
   patient.routing = compute_qkv_routing(patient.plan);
   patient.dense = to_dense(patient.routing);
   patient.options.max_findings = 100000;
@@ -97,4 +97,4 @@ TEST(Validate, StopsAtMaxFindings) {
 }
 
 }  // namespace
-}  // namespace waybill::testing
+}  // namespace waybill::test

@@ -6,7 +6,7 @@
 #include "waybill/core/error.h"
 #include "waybill/routing/validate.h"
 
-namespace waybill::testing {
+namespace waybill::test {
 namespace {
 
 constexpr std::int64_t extremes[] = {INT64_MIN, INT32_MIN,     -2,       -1, 0, 1, 2, 1 << 20,
@@ -42,7 +42,7 @@ TEST(ValidateHostile, EveryChangedValueIsNoticed) {
   for (std::uint64_t seed = 0; seed < 60; ++seed) {
     Random random(seed);
     const QkvPlan plan =
-        random_plan(random, {.max_world_size = 8, .max_shards = 14, .empty_shards = false});
+        draw_plan(random, {.max_world_size = 8, .max_shards = 14, .empty_shards = false});
     QkvRouting routing = compute_qkv_routing(plan);
     for_each_array(routing, [&](const char* name, auto& array) {
       using Value = typename std::remove_reference_t<decltype(array)>::value_type;
@@ -90,7 +90,7 @@ void ravage(Array& array, Random& random) {
 TEST(ValidateHostile, ReturnsForAnySparseRouting) {
   for (std::uint64_t seed = 0; seed < 400; ++seed) {
     Random random(seed);
-    QkvPlan plan = random_plan(random, {.max_world_size = 8, .max_shards = 20});
+    QkvPlan plan = draw_plan(random, {.max_world_size = 8, .max_shards = 20});
     QkvRouting routing = compute_qkv_routing(plan);
     const std::int64_t one_in = 1 + random.below(30);
     for_each_array(routing, [&](const char*, auto& array) {
@@ -185,7 +185,7 @@ void ravage(Metadata& m, Random& random) {
 TEST(ValidateHostile, ReturnsForAnyDenseMetadata) {
   for (std::uint64_t seed = 0; seed < 400; ++seed) {
     Random random(seed);
-    const QkvPlan plan = random_plan(random, {.max_world_size = 6, .max_shards = 20});
+    const QkvPlan plan = draw_plan(random, {.max_world_size = 6, .max_shards = 20});
     E2eMetadata dense = to_dense(compute_qkv_routing(plan));
     for (Metadata* table : {&dense.fwd_q, &dense.rev_q, &dense.fwd_kv, &dense.rev_kv}) {
       for (std::int64_t n = random.below(3); n > 0; --n) ravage(*table, random);
@@ -218,4 +218,4 @@ TEST(ValidateHostile, ReturnsForNothingAtAll) {
 }
 
 }  // namespace
-}  // namespace waybill::testing
+}  // namespace waybill::test

@@ -9,18 +9,18 @@
 #include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/qkv_routing.h"
 
-namespace waybill::testing {
+namespace waybill::test {
 
 using detail::to_size;
 
-struct RandomPlanOptions {
+struct DrawnPlanOptions {
   std::int32_t max_world_size = 64;
   std::int64_t max_shards = 60;
   bool empty_shards = true;  ///< some shards have no rows
 };
 
 /// Homes by rank; some ranks hold nothing. Lengths are 0 or 2..20.
-inline void draw_shards(QkvPlan& plan, const RandomPlanOptions& options, Random& random) {
+inline void draw_shards(QkvPlan& plan, const DrawnPlanOptions& options, Random& random) {
   const std::int64_t num_shards = random.below(options.max_shards + 1);
   std::vector<std::int64_t> counts(to_size(plan.world_size));
   const std::int64_t homes = 1 + random.below(plan.world_size);
@@ -67,7 +67,7 @@ inline void draw_windows(QkvPlan& plan, Random& random) {
 }
 
 /// Documents across ranks, empty ranks and shards, windows or a full mask or neither, both layouts.
-[[nodiscard]] inline QkvPlan random_plan(Random& random, const RandomPlanOptions& options = {}) {
+[[nodiscard]] inline QkvPlan draw_plan(Random& random, const DrawnPlanOptions& options = {}) {
   QkvPlan plan;
   plan.world_size = static_cast<std::int32_t>(
       1 + random.below(random.below(3) == 0 ? options.max_world_size
@@ -80,4 +80,4 @@ inline void draw_windows(QkvPlan& plan, Random& random) {
   return plan;
 }
 
-}  // namespace waybill::testing
+}  // namespace waybill::test

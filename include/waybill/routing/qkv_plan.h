@@ -16,6 +16,9 @@ enum class KvLayout : std::uint8_t {
 
 [[nodiscard]] std::string_view to_string(KvLayout layout);
 
+/// The inverse. @throws InvalidArgument "who: kv_layout = ..., expected ..."
+[[nodiscard]] KvLayout kv_layout_from_name(const char* who, std::string_view name);
+
 /// Which keys of its document a query attends to.
 enum class MaskKind : std::uint8_t {
   causal,  ///< itself and those before it

@@ -22,7 +22,7 @@ def choices_of(
         raise InvalidArgument(f"{who}: config is a {type(config).__name__}, expected an EPConfig")
     compiled = config._compiled()
     dropped = None if dropped_id is None else int64(dropped_id, f"{who}: dropped_id")
-    choice(payload, f"{who}: payload", "plain", "quantized", "scaled")
+    choice(payload, f"{who}: payload", *_core.ep_payload_names)
     options = _core.ep_dispatch_options(compiled, dropped, "grouped", 1, payload, who, {})
     entries = per_rank(exp_indices, f"{who}: exp_indices", config.world_size)
     arrays = [ids(v, config.topk, f"{who}: exp_indices[{r}]") for r, v in enumerate(entries)]

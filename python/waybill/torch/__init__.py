@@ -10,78 +10,52 @@ import torch as _torch
 from .. import _common
 from .._common import *  # noqa: F403
 from .._graphs import never_compile_calls as _never_compile_calls
-from . import kernels
+from . import (
+    attention_step,
+    batch_plan,
+    calibrate,
+    context_parallel,
+    generators,
+    index_ops,
+    kernels,
+    packing,
+    routing,
+    simulate,
+    start,
+)
 from ._context_parallel_fixed import Capacities, FixedPlan
-from .attention_step import AttentionStep, recomputed_attention
-from .batch_plan import BatchPlan, BatchPlanner, InPlaceRule, Piece
-from .calibrate import calibrate_attention
-from .context_parallel import ContextParallelAttention
-from .generators import (
-    create_qkv_dispatch,
-    create_qkv_dispatch_with_custom_mapping,
-    create_raw_qkv_dispatch,
-    gen_seq_lens,
-)
-from .index_ops import (
-    exclusive_cumsum,
-    index_put_with_neg_padding_1d,
-    mask_by_neg,
-    prepend_zero,
-    prepend_zero_fn,
-)
+from .attention_step import *  # noqa: F403
+from .batch_plan import *  # noqa: F403
+from .calibrate import *  # noqa: F403
+from .context_parallel import *  # noqa: F403
+from .generators import *  # noqa: F403
+from .index_ops import *  # noqa: F403
 from .metadata import Metadata
-from .packing import PackedBatch, pack, unpack
-from .routing import (
-    compute_attn_layout_seqlens,
-    compute_e2e_metadata,
-    compute_metadata,
-    compute_metadata_kv,
-    mlp_layout_packed_params,
-    plan_metadata,
-)
+from .packing import *  # noqa: F403
+from .routing import *  # noqa: F403
 from .sequence_dispatcher import SequenceDispatcher
-from .simulate import orchestrate_simulate, simulate_communication, sum_kv_copies
-from .start import initialize_distributed
+from .simulate import *  # noqa: F403
+from .start import *  # noqa: F403
 from .world import run_threads
 
 _never_compile_calls(_torch)
 
 __all__ = [
-    "AttentionStep",
-    "BatchPlan",
-    "BatchPlanner",
     "Capacities",
-    "ContextParallelAttention",
     "FixedPlan",
-    "InPlaceRule",
     "Metadata",
-    "PackedBatch",
-    "Piece",
     "SequenceDispatcher",
-    "calibrate_attention",
-    "compute_attn_layout_seqlens",
-    "compute_e2e_metadata",
-    "compute_metadata",
-    "compute_metadata_kv",
-    "create_qkv_dispatch",
-    "create_qkv_dispatch_with_custom_mapping",
-    "create_raw_qkv_dispatch",
-    "exclusive_cumsum",
-    "gen_seq_lens",
-    "index_put_with_neg_padding_1d",
-    "initialize_distributed",
     "kernels",
-    "mask_by_neg",
-    "mlp_layout_packed_params",
-    "orchestrate_simulate",
-    "pack",
-    "plan_metadata",
-    "prepend_zero",
-    "prepend_zero_fn",
-    "recomputed_attention",
     "run_threads",
-    "simulate_communication",
-    "sum_kv_copies",
-    "unpack",
 ]
 __all__ += _common.__all__
+__all__ += attention_step.__all__
+__all__ += batch_plan.__all__
+__all__ += calibrate.__all__
+__all__ += context_parallel.__all__
+__all__ += generators.__all__
+__all__ += index_ops.__all__
+__all__ += packing.__all__
+__all__ += routing.__all__
+__all__ += simulate.__all__
+__all__ += start.__all__

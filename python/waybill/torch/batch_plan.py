@@ -110,7 +110,7 @@ class BatchPlanner(Unchanging):
             "q_hidden": shape.heads * (shape.head_dim + shape.v_head_dim) // 2,
             "kv_hidden": max(1, (self.latent_dim or kv_row) // 2),
             "dtype": dtype_name(shape.dtype), "mask": mask, "window": window or 0,
-            "max_tokens_per_rank": 0, "relay": False, "per_query": True,
+            "max_tokens_per_rank": 0, "relay": False, "kv_layout": "per_query",
             "block_tokens": _least(block_tokens, 1, "block_tokens", who),
             "ranks_per_node": max(8, self.world_size),
             "imbalance_target": number(imbalance_target, f"{who}: imbalance_target"),

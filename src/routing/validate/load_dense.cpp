@@ -6,7 +6,8 @@
 namespace waybill::validation {
 namespace {
 
-bool check_shapes(const Metadata& m, const char* name, Direction direction, Findings& findings) {
+bool check_shapes(const Metadata& m, const char* name, TableDirection direction,
+                  Findings& findings) {
   if (m.seq_len.ndim() != 2) {
     findings.add(FindingKind::shape, name, "seq_len", {}, to_string(m.seq_len.shape()),
                  "[W, S]; the slice of one rank cannot be checked alone");
@@ -19,7 +20,7 @@ bool check_shapes(const Metadata& m, const char* name, Direction direction, Find
     return false;
   }
   Shape entries = m.seq_len.shape();
-  if (m.has_copies() && direction == Direction::forward) entries.push_back(m.dst_rank.dim(-1));
+  if (m.has_copies() && direction == TableDirection::forward) entries.push_back(m.dst_rank.dim(-1));
   bool ok = check_shape(name, "dst_rank", m.dst_rank, entries, findings);
   ok &= check_shape(name, "dst_offset", m.dst_offset, entries, findings);
   if (m.world_size && *m.world_size != world) {
@@ -139,7 +140,7 @@ class DenseLoader {
 
 }  // namespace
 
-std::optional<SendTable> load(const Metadata& m, const char* name, Direction direction,
+std::optional<SendTable> load(const Metadata& m, const char* name, TableDirection direction,
                               Findings& findings) {
   if (!check_shapes(m, name, direction, findings)) return std::nullopt;
   check_dtypes(m, name, findings);
@@ -147,7 +148,7 @@ std::optional<SendTable> load(const Metadata& m, const char* name, Direction dir
   table.name = name;
   table.world_size = static_cast<std::int32_t>(m.seq_len.dim(0));
   table.one_copy = !m.has_copies();
-  table.reverse = direction == Direction::reverse;
+  table.reverse = direction == TableDirection::reverse;
   if (!DenseLoader(m, table, findings).run(m.seq_len.dim(1))) return std::nullopt;
   if (!sum_lengths(table, findings)) return std::nullopt;
   return table;

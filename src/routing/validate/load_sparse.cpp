@@ -104,7 +104,7 @@ bool copies_fit(const SendTable& table) {
 
 }  // namespace
 
-std::optional<SendTable> load(const SparseMetadata& m, const char* name, Direction direction,
+std::optional<SendTable> load(const SparseMetadata& m, const char* name, TableDirection direction,
                               Findings& findings) {
   if (!check_sizes(m, name, findings)) return std::nullopt;
   SendTable table;
@@ -115,7 +115,7 @@ std::optional<SendTable> load(const SparseMetadata& m, const char* name, Directi
   table.dst_rank = m.dst_rank;
   table.dst_row = m.dst_offset;
   table.one_copy = m.copy_offsets.empty();
-  table.reverse = direction == Direction::reverse;
+  table.reverse = direction == TableDirection::reverse;
   table.entries.resize(m.seq_len.size());
   for (std::int32_t r = 0; r < m.world_size; ++r) {
     const std::int64_t first = m.rank_offsets[to_size(r)];

@@ -26,7 +26,7 @@ struct Entry {
   std::int32_t shard;  ///< place among the entries of its rank
 };
 
-enum class Direction { forward, reverse };
+enum class TableDirection { forward, reverse };
 
 /// One direction of one tensor, dense or sparse, in the one form that the checks know. Loading
 /// proves what they rely on: sizes agree, ranks are in the world, lengths and offsets are in
@@ -74,9 +74,9 @@ struct SendTable {
 /// Checks sizes, padding and ranges. Nothing when it is not safe to go on; the findings say why.
 /// The table borrows from `metadata`.
 [[nodiscard]] std::optional<SendTable> load(const SparseMetadata& metadata, const char* name,
-                                            Direction direction, Findings& findings);
+                                            TableDirection direction, Findings& findings);
 [[nodiscard]] std::optional<SendTable> load(const Metadata& metadata, const char* name,
-                                            Direction direction, Findings& findings);
+                                            TableDirection direction, Findings& findings);
 
 /// Fills begin and rank_rows from the lengths, which are >= 0. False: some sum is too large, which
 /// is a finding.

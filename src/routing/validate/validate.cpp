@@ -42,8 +42,8 @@ void check_pair_masks(const Metadata& fwd, const Metadata& rev, const SendTable&
 template <class Table>
 std::optional<Checked> check_pair(const Table& fwd, const Table& rev, const char* fwd_name,
                                   const char* rev_name, Findings& findings) {
-  std::optional<SendTable> forward = load(fwd, fwd_name, Direction::forward, findings);
-  const std::optional<SendTable> reverse = load(rev, rev_name, Direction::reverse, findings);
+  std::optional<SendTable> forward = load(fwd, fwd_name, TableDirection::forward, findings);
+  const std::optional<SendTable> reverse = load(rev, rev_name, TableDirection::reverse, findings);
   if (reverse) check_table_counts(rev, fwd, *reverse, received_rows(*reverse), nullptr, findings);
   if (!forward) return std::nullopt;
   Arrivals arrivals = sort_arrivals(*forward);
@@ -106,8 +106,8 @@ std::vector<Finding> validate(const QkvPlan& plan, const ValidateOptions& option
 std::vector<Finding> validate(const Metadata& metadata, const ValidateOptions& options) {
   Findings findings(options.max_findings);
   const bool planes = metadata.seq_recv_mask.has_value();
-  const auto table =
-      load(metadata, "metadata", planes ? Direction::reverse : Direction::forward, findings);
+  const auto table = load(metadata, "metadata",
+                          planes ? TableDirection::reverse : TableDirection::forward, findings);
   if (!table) return std::move(findings).take();
   Arrivals arrivals = sort_arrivals(*table);
   if (planes) {

@@ -124,10 +124,10 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
                 "dropped_id": (
                     None if dropped_id is None else int64(dropped_id, f"{who}: dropped_id")
                 ),
-                "rows": choice(rows, f"{who}: rows", "grouped", "compact"),
+                "rows": choice(rows, f"{who}: rows", *_core.ep_row_names),
                 "expert_alignment": int64(expert_alignment, f"{who}: expert_alignment"),
             }  # those that the layer of the weights' gradients has, too
-            choice(payload, f"{who}: payload", "plain", "quantized", "scaled")
+            choice(payload, f"{who}: payload", *_core.ep_payload_names)
             options = _core.ep_dispatch_options(
                 compiled, *self._options.values(), payload, who, called
             )
