@@ -93,9 +93,7 @@ void* MoeRank::memory(std::int64_t bytes) {
   return part;
 }
 
-std::int64_t MoeRank::row_bytes() const {
-  return config_.hidden * dtype_bytes(payload_dtype(config_, options_));
-}
+std::int64_t MoeRank::row_bytes() const { return payload_row_bytes(config_, options_); }
 
 ExpertCall MoeRank::next_call(const char* operation, std::uint64_t number) {
   return {operation, &memory_,   ++calls_, static_cast<std::uint32_t>(number % 2),

@@ -40,7 +40,7 @@ class LoadCount {
       : config_(config),
         loads_(to_size(config.world_size)),
         parts_(num_scales(config, dispatch) > 0 ? 2 : 1),
-        row_bytes_(config.hidden * dtype_bytes(payload_dtype(config, dispatch))),
+        row_bytes_(payload_row_bytes(config, dispatch)),
         sum_bytes_(config.hidden * dtype_bytes(config.token_dtype)),
         routes_(config, 0),
         to_node_(to_size(config.num_nodes()), PutCount(row_bytes_)),

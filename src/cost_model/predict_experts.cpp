@@ -67,8 +67,7 @@ class ExpertClock {
         post_(options.step.network_post_seconds),
         latency_(nodes_ > 1 ? options.step.network_message_seconds : 0),
         pull_speed_(links_.nvlink_bytes_per_second * options.step.pull_share),
-        row_bytes_(config.hidden * dtype_bytes(payload_dtype(config, dispatch)) +
-                   num_scales(config, dispatch) * 4),
+        row_bytes_(payload_row_bytes(config, dispatch) + scale_row_bytes(config, dispatch)),
         sum_bytes_(config.hidden * dtype_bytes(config.token_dtype)),
         path_sms_(nodes_ > 1 ? std::clamp(costs_.num_sms / 4, 1, 8) : 0),
         row_sms_(std::max(1, costs_.num_sms - path_sms_)) {

@@ -7,11 +7,6 @@ namespace waybill {
 namespace {
 
 constexpr std::int64_t int_bytes = sizeof(std::int32_t);
-constexpr std::int64_t scale_bytes = sizeof(float);
-
-std::int64_t payload_row_bytes(const EPConfig& config, const EPDispatchOptions& options) {
-  return config.hidden * dtype_bytes(payload_dtype(config, options));
-}
 
 }  // namespace
 
@@ -23,7 +18,7 @@ ExpertWindowLayout expert_window_layout(const EPConfig& config, const EPDispatch
   ExpertWindowLayout layout;
   layout.rows = parts.take(capacity_rows * payload_row_bytes(config, options));
   layout.tags = parts.take(capacity_rows * static_cast<std::int64_t>(sizeof(RowTag)));
-  layout.scales = parts.take(capacity_rows * num_scales(config, options) * scale_bytes);
+  layout.scales = parts.take(capacity_rows * scale_row_bytes(config, options));
   layout.weights = parts.take(capacity_rows * weights * dtype_bytes(config.weight_dtype));
   layout.topk = parts.take(compact ? capacity_rows * config.topk * int_bytes : 0);
   layout.total = parts.total();
@@ -41,7 +36,7 @@ ExpertWorkspaceLayout expert_workspace_layout(const EPConfig& config,
   const std::int64_t nodes = config.is_intra_node() ? 0 : config.num_nodes();
   const std::int64_t tokens = nodes * config.max_tokens;
   layout.forward_rows = parts.take(tokens * payload_row_bytes(config, options));
-  layout.forward_scales = parts.take(tokens * num_scales(config, options) * scale_bytes);
+  layout.forward_scales = parts.take(tokens * scale_row_bytes(config, options));
   layout.forward_weights = parts.take(tokens * config.topk * dtype_bytes(config.weight_dtype));
   layout.forward_ids = parts.take(tokens * config.topk * int_bytes);
   layout.partial_sums = parts.take(tokens * config.hidden * dtype_bytes(config.token_dtype));

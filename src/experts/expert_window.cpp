@@ -10,8 +10,8 @@ namespace waybill::detail {
 
 ExpertWindow::ExpertWindow(const EPConfig& config, const EPDispatchOptions& options,
                            const ExpertMemory& memory, std::byte* base)
-    : row_bytes_(config.hidden * dtype_bytes(payload_dtype(config, options))),
-      scale_bytes_(num_scales(config, options) * static_cast<std::int64_t>(sizeof(float))),
+    : row_bytes_(payload_row_bytes(config, options)),
+      scale_bytes_(scale_row_bytes(config, options)),
       weight_bytes_(dtype_bytes(config.weight_dtype)),
       weights_per_row_(options.rows == EPRows::compact ? config.topk : 1),
       topk_per_row_(options.rows == EPRows::compact ? config.topk : 0),

@@ -121,7 +121,7 @@ ExpertDispatch simulate_expert_dispatch(const EPConfig& config, const ExpertInpu
   allocate_outputs(dispatch);
 
   Payload payload;
-  payload.row.resize(to_size(config.hidden * dtype_bytes(payload_dtype(config, options))));
+  payload.row.resize(to_size(payload_row_bytes(config, options)));
   payload.scales.resize(to_size(num_scales(config, options)));
   for (std::size_t src = 0; src < to_size(config.world_size); ++src) {
     for (std::int64_t token = 0; token < inputs.tokens[src].shape[0]; ++token) {

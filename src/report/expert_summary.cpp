@@ -144,8 +144,7 @@ ExpertSummary summarize_experts(const EPConfig& config, const EPDispatchOptions&
   detail::check_ids("summarize_experts", config, ids);
   ExpertSummary summary;
   summary.config = config;
-  summary.row_bytes = config.hidden * dtype_bytes(payload_dtype(config, options)) +
-                      num_scales(config, options) * dtype_bytes(DType::float32);
+  summary.row_bytes = payload_row_bytes(config, options) + scale_row_bytes(config, options);
   summary.ranks.resize(to_size(config.world_size));
   summary.expert_entries.resize(to_size(config.num_experts));
   TokenRoutes routes(config, 0);

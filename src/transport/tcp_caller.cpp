@@ -1,13 +1,10 @@
 #include "tcp_caller.h"
 
 #include <algorithm>
-#include <chrono>
-#include <thread>
 
 #include "hmac.h"
 #include "peer_text.h"
 #include "waybill/core/error.h"
-#include "waybill/core/wait.h"
 
 namespace waybill::detail {
 namespace {
@@ -15,15 +12,6 @@ namespace {
 constexpr double answer_patience_s = 10.0;  // then it calls again
 constexpr double shortest_pause_s = 0.01;
 constexpr double longest_pause_s = 0.1;
-
-/// Sleeps, but not past an interrupt. No polling: what ends the pause is time alone.
-void pause_for(double seconds, const Deadline& deadline) {
-  const Deadline end(std::min(seconds, deadline.left_s()));
-  while (!end.passed()) {
-    check_interrupt();
-    std::this_thread::sleep_for(std::chrono::duration<double>(std::min(0.02, end.left_s())));
-  }
-}
 
 /// Fills the bytes; false: it hung up, or the deadline has passed.
 bool receive_all(const Socket& from, std::span<std::byte> bytes, const Deadline& deadline) {

@@ -142,6 +142,14 @@ double Deadline::left_s() const {
   return std::max(0.0, std::chrono::duration<double>(end_ - Clock::now()).count());
 }
 
+void pause_for(double seconds, const Deadline& deadline) {
+  const Deadline end(std::min(seconds, deadline.left_s()));
+  while (!end.passed()) {
+    check_interrupt();
+    std::this_thread::sleep_for(std::chrono::duration<double>(std::min(0.02, end.left_s())));
+  }
+}
+
 void Socket::close() noexcept {
   if (descriptor_ >= 0) (void)::close(std::exchange(descriptor_, -1));
 }
@@ -163,8 +171,7 @@ Socket Socket::listen(const std::string& host, std::uint16_t port, const Deadlin
           concat("tcp bootstrap: cannot listen on ", host, ":", port, ": ", errno_text(error),
                  error == EADDRINUSE ? "; expected a port that no other job uses" : ""));
     }
-    check_interrupt();
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    pause_for(0.02, patience);
   }
 }
 

@@ -28,6 +28,9 @@ class Deadline {
   Clock::time_point end_;
 };
 
+/// Sleeps, but not past an interrupt or the deadline. No polling: what ends it is time alone.
+void pause_for(double seconds, const Deadline& deadline);
+
 /// How an attempt to move bytes ended.
 enum class IoStatus : std::uint8_t { complete, would_block, closed };
 

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "cuda/captured.h"
+#include "cuda/stalled_rank.h"
 #include "support/run_ranks.h"
 #include "support/sequence_expected.h"
 #include "waybill/cuda/gpu_world.h"
@@ -18,29 +19,8 @@ using test::to_size;
 using Views = std::vector<ConstTensorView>;
 
 void a_rank_never_calls(int num_sms) {
-  constexpr std::int32_t world_size = 4;
-  const auto sample = test::sequence_cases(world_size, 1).back();
-  const Expected expected(sample);
-  auto bootstraps = make_thread_bootstraps(world_size, 2.0);
-  const auto results = test::run_ranks(world_size, [&](std::int32_t rank) {
-    const auto r = to_size(rank);
-    World world = make_gpu_thread_world(std::move(bootstraps[r]), rank % num_gpus());
-    DeviceArena arena(world, std::int64_t{16} << 20);
-    const Stream stream{arena.stream()};
-    SequenceDispatcher dispatcher(world, {.num_sms = num_sms});
-    dispatcher.reserve(std::int64_t{1} << 20, stream);
-    const auto plan = dispatcher.plan_dispatch(test::forward_parts(sample), stream);
-    const Views inputs{arena.upload(expected.q[r]), arena.upload(expected.k[r]),
-                       arena.upload(expected.v[r])};
-    for (int call = 1; call <= 3; ++call) {
-      if (call == 3 && rank == 1) {
-        std::this_thread::sleep_for(std::chrono::seconds(4));
-        return;
-      }
-      (void)dispatcher.dispatch(plan, inputs, stream);
-    }
-    dispatcher.synchronize(stream);
-  });
+  const auto sample = test::sequence_cases(4, 1).back();
+  const auto results = test::stall_at_the_third_call(sample, num_sms, 0);
   int named = 0;
   for (const std::int32_t r : {0, 2, 3}) {
     const std::string& text = results[to_size(r)].text;

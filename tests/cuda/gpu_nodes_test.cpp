@@ -1,5 +1,5 @@
-// Several logical nodes on the GPUs of one host: between them goes nothing but what the network leg
-// puts.
+// Several logical nodes on the GPUs of one host: between them goes nothing but what the network
+// path puts.
 
 #include "cuda/gpu_nodes.h"
 
@@ -8,8 +8,8 @@
 #include <algorithm>
 
 #include "cuda/gpu_processes.h"
+#include "cuda/stalled_rank.h"
 #include "support/expect_error.h"
-#include "support/run_ranks.h"
 #include "support/transport_checks.h"
 #include "waybill/cuda/gpu_world.h"
 
@@ -157,27 +157,7 @@ TEST(GpuNodes, copy_engines_are_refused) {
 /// for those, too, may name them.
 TEST(GpuNodes, a_rank_that_never_calls_is_named) {
   const auto sample = test::sequence_cases(4, 0).at(3);
-  const test::Expected expected(sample);
-  auto bootstraps = make_thread_bootstraps(4, 2.0);
-  const auto results = test::run_ranks(4, [&](std::int32_t rank) {
-    const auto r = to_size(rank);
-    World world = make_gpu_thread_world(std::move(bootstraps[r]), rank % num_gpus(), 2);
-    DeviceArena arena(world, std::int64_t{16} << 20);
-    const Stream stream{arena.stream()};
-    SequenceDispatcher dispatcher(world, {.num_sms = 4});
-    dispatcher.reserve(std::int64_t{1} << 20, stream);
-    const auto plan = dispatcher.plan_dispatch(test::forward_parts(sample), stream);
-    const Views inputs{arena.upload(expected.q[r]), arena.upload(expected.k[r]),
-                       arena.upload(expected.v[r])};
-    for (int call = 1; call <= 3; ++call) {
-      if (call == 3 && rank == 1) {
-        std::this_thread::sleep_for(std::chrono::seconds(4));
-        return;
-      }
-      (void)dispatcher.dispatch(plan, inputs, stream);
-    }
-    dispatcher.synchronize(stream);
-  });
+  const auto results = test::stall_at_the_third_call(sample, 4, 2);
   int named = 0;
   for (const std::int32_t r : {0, 2, 3}) {
     const std::string& text = results[to_size(r)].text;

@@ -59,56 +59,59 @@ def errors_of(make, wrong):
     return wt.run_threads(2, body, timeout_s=TIMEOUT_S)
 
 
+def case_name(value):
+    return getattr(value, "__name__", str(value))
+
+
+WRONG_FOR_MODULES = [
+    {"gradients": "max"}, {"weights": None}, {"windows": 3}, {"experts": 5}, {"shared": "x"},
+    {"topk": 0}, {"topk": "2"}, {"hidden": -1}, {"max_tokens": 0}, {"chunks": 0},
+    {"dtype": "nothing"}, {"preset": "fast"}, {"operations": True}, {"fixed_row": 3},
+    {"rows": "compact"}, {"fixed_rows": 0}, {"num_sm": 0}, {"capacity": 0},
+    {"expert_alignment": -1}, {"device": "cuda"},
+]  # fmt: skip
+WRONG_FOR_LAYERS = [
+    {"max_tokens": 0}, {"hidden": "8"}, {"topk": 99}, {"rank": 0}, {"num_tot_experts": 3},
+    {"local_world_size": 1}, {"world_size": 4}, {"dtype": "nothing"}, {"weight_dtype": 2},
+    {"num_sm": 0}, {"enable_local_combine": "no"}, {"dropped_id": 1}, {"rows": "any"},
+    {"expert_alignment": 0}, {"expert_alignment": 2**31}, {"payload": 1}, {"capacity": 0},
+    {"capacity": 2**40}, {"fixed_rows": 0}, {"fixed_rows": 1.5}, {"copy_out": 2},
+    {"device": "cuda"}, {"max_per_expert": 0}, {"max_per_expert": 1.5},
+]  # fmt: skip
+WRONG_FOR_BUFFERS = [
+    {"num_nvl_bytes": -1}, {"num_rdma_bytes": "x"}, {"low_latency_mode": 3},
+    {"enable_shrink": True}, {"comm": 1}, {"explicitly_destroy": "yes"},
+]  # fmt: skip
+WRONG_FOR_DISPATCHERS = [
+    {"num_sms": -1}, {"chunk_bytes": 17}, {"local_by_copy_engine": 3},
+    {"max_window_bytes": -1}, {"max_window_bytes": "x"}, {"relay": "perhaps"},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"gradients": "max"}, {"weights": None}, {"windows": 3}, {"experts": 5}, {"shared": "x"},
-        {"topk": 0}, {"topk": "2"}, {"hidden": -1}, {"max_tokens": 0}, {"chunks": 0},
-        {"dtype": "nothing"}, {"preset": "fast"}, {"operations": True}, {"fixed_row": 3},
-        {"rows": "compact"}, {"fixed_rows": 0}, {"num_sm": 0}, {"capacity": 0},
-        {"expert_alignment": -1}, {"device": "cuda"},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_modules(wrong):
-    said = errors_of(module_on, wrong)
+    "make, wrong",
+    [(module_on, wrong) for wrong in WRONG_FOR_MODULES]
+    + [(layer_on, wrong) for wrong in WRONG_FOR_LAYERS],
+    ids=case_name,
+)
+def test_modules_and_layers(make, wrong):
+    said = errors_of(make, wrong)
     (name,) = wrong
     assert "rank 1" in said[0] and name in said[0], said
     assert "rank 1 with" not in said[1] and name in said[1], said
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"max_tokens": 0}, {"hidden": "8"}, {"topk": 99}, {"rank": 0}, {"num_tot_experts": 3},
-        {"local_world_size": 1}, {"world_size": 4}, {"dtype": "nothing"}, {"weight_dtype": 2},
-        {"num_sm": 0}, {"enable_local_combine": "no"}, {"dropped_id": 1}, {"rows": "any"},
-        {"expert_alignment": 0}, {"expert_alignment": 2**31}, {"payload": 1}, {"capacity": 0},
-        {"capacity": 2**40}, {"fixed_rows": 0}, {"fixed_rows": 1.5}, {"copy_out": 2},
-        {"device": "cuda"}, {"max_per_expert": 0}, {"max_per_expert": 1.5},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_layers(wrong):
-    said = errors_of(layer_on, wrong)
+    "make, who, wrong",
+    [(buffer_on, "Buffer", wrong) for wrong in WRONG_FOR_BUFFERS]
+    + [(dispatcher_on, "SequenceDispatcher", wrong) for wrong in WRONG_FOR_DISPATCHERS],
+    ids=case_name,
+)
+def test_buffers_and_dispatchers(make, who, wrong):
+    said = errors_of(make, wrong)
     (name,) = wrong
-    assert "rank 1" in said[0] and name in said[0], said
-    assert "rank 1 with" not in said[1] and name in said[1], said
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"num_nvl_bytes": -1}, {"num_rdma_bytes": "x"}, {"low_latency_mode": 3},
-        {"enable_shrink": True}, {"comm": 1}, {"explicitly_destroy": "yes"},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_buffers(wrong):
-    said = errors_of(buffer_on, wrong)
-    (name,) = wrong
-    assert "Buffer: rank 1 with arguments = wrong" in said[0] and name in said[0], said
-    assert said[1].startswith(f"Buffer: {name}"), said
+    assert f"{who}: rank 1 with arguments = wrong" in said[0] and name in said[0], said
+    assert said[1].startswith(f"{who}: {name}"), said
 
 
 @pytest.mark.parametrize("wrong", [{"num_cpu_bytes": 1}, {"num_bytes": -1}, {"hidden": "x"}])
@@ -117,21 +120,6 @@ def test_elastic_buffers(wrong):
         wrong = {**wrong, "num_bytes": None}
     said = errors_of(elastic_on, wrong)
     assert "ElasticBuffer: rank 1 with arguments = wrong" in said[0], said
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"num_sms": -1}, {"chunk_bytes": 17}, {"local_by_copy_engine": 3},
-        {"max_window_bytes": -1}, {"max_window_bytes": "x"}, {"relay": "perhaps"},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_dispatchers(wrong):
-    said = errors_of(dispatcher_on, wrong)
-    (name,) = wrong
-    assert "SequenceDispatcher: rank 1 with arguments = wrong" in said[0] and name in said[0], said
-    assert said[1].startswith(f"SequenceDispatcher: {name}"), said
 
 
 def test_links():

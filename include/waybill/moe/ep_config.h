@@ -93,10 +93,21 @@ struct EPDispatchOptions {
   return options.payload == EPPayload::plain ? config.token_dtype : DType::float8_e4m3fn;
 }
 
+/// Bytes of such a row, without scales.
+[[nodiscard]] inline std::int64_t payload_row_bytes(const EPConfig& config,
+                                                    const EPDispatchOptions& options) {
+  return config.hidden * dtype_bytes(payload_dtype(config, options));
+}
+
 /// Scales of a row: 0 without.
 [[nodiscard]] inline std::int64_t num_scales(const EPConfig& config,
                                              const EPDispatchOptions& options) {
   return options.payload == EPPayload::plain ? 0 : config.hidden / scale_group;
+}
+
+[[nodiscard]] inline std::int64_t scale_row_bytes(const EPConfig& config,
+                                                  const EPDispatchOptions& options) {
+  return num_scales(config, options) * dtype_bytes(DType::float32);
 }
 
 /// The most rows that a rank can get, padding among them.

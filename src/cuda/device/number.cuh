@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -46,6 +47,12 @@ struct Float16 {
   __device__ static Sum load(Stored value) { return __half2float(__ushort_as_half(value)); }
   __device__ static Stored round(Sum value) { return __half_as_ushort(__float2half_rn(value)); }
 };
+
+/// The number with index `i` of those that lie there.
+template <class Number>
+__device__ inline typename Number::Sum number_at(const std::byte* numbers, std::int64_t i) {
+  return Number::load(reinterpret_cast<const typename Number::Stored*>(numbers)[i]);
+}
 
 /// Numbers that are loaded and stored together.
 template <class Number, int Count>

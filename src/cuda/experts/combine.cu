@@ -19,12 +19,6 @@ constexpr int ring_rows = 96;  ///< that a block holds, in the stages of all its
 constexpr int piece_bytes = 2048;
 constexpr int words_a_lane = piece_bytes / widest_word / 32;
 
-/// One weight as float32.
-template <class Weight>
-__device__ float weight_of(const std::byte* weights, std::int64_t i) {
-  return Weight::load(reinterpret_cast<const typename Weight::Stored*>(weights)[i]);
-}
-
 /// Where the rows of one token lie; a lane a topk slot.
 struct TokenRows {
   std::int64_t address;
@@ -38,7 +32,7 @@ __device__ TokenRows read_token(const CombineParams& p, std::int32_t token) {
   if (lane_id() < p.shape.topk && token < p.shape.num_tokens) {
     const std::int64_t i = std::int64_t{token} * p.shape.topk + lane_id();
     rows.address = p.addresses[i];
-    if (p.weights != nullptr) rows.weight = weight_of<Weight>(p.weights, i);
+    if (p.weights != nullptr) rows.weight = number_at<Weight>(p.weights, i);
   }
   return rows;
 }

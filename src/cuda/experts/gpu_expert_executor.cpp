@@ -155,8 +155,8 @@ class GpuExpertExecutor final : public ExpertExecutor {
       params.tokens = params_.elements();
       params.scales = params_.scales();
     }
-    const std::int64_t row_bytes = config_.hidden * dtype_bytes(payload_dtype(config_, options_));
-    const std::int64_t scale_bytes = num_scales(config_, options_) * 4;
+    const std::int64_t row_bytes = payload_row_bytes(config_, options_);
+    const std::int64_t scale_bytes = scale_row_bytes(config_, options_);
     const int word =
         common_word({address_of(params.tokens), row_bytes, address_of(params.scales), scale_bytes,
                      address_of(params.own_tokens), address_of(params.own_scales)});

@@ -18,10 +18,6 @@ namespace {
 
 using waybill::detail::to_size;
 
-std::int64_t payload_row_bytes(const EPConfig& config, const EPDispatchOptions& options) {
-  return config.hidden * dtype_bytes(payload_dtype(config, options));
-}
-
 /// Of what is sent of a token.
 std::int64_t most_row_bytes(const EPConfig& config, const EPDispatchOptions& options) {
   return std::max(payload_row_bytes(config, options),
@@ -66,7 +62,7 @@ std::byte* ExpertNodes::own_rows() const {
 
 std::byte* ExpertNodes::own_scales() const {
   return memory_.workspace.local + memory_.workspace_layout.forward_scales +
-         own_slice() * num_scales(config_, options_) * 4;
+         own_slice() * scale_row_bytes(config_, options_);
 }
 
 /// Whoever waits for what has come whole from a node, and chunk by chunk. By phases, a rank's slot
@@ -146,7 +142,7 @@ void ExpertNodes::add_rows(const ExpertCall& call, const ExpertDispatchInput& in
                            const GpuExpertRouting& routing, ListPutsParams& params) const {
   const ExpertWorkspaceLayout& layout = memory_.workspace_layout;
   const std::int64_t row_bytes = payload_row_bytes(config_, options_);
-  const std::int64_t scale_bytes = num_scales(config_, options_) * 4;
+  const std::int64_t scale_bytes = scale_row_bytes(config_, options_);
   params.filter = NodeFilter::tokens;
   params.ids = routing.part(routing.fixed().ids) + own_slice() * config_.topk;
   const std::int64_t rows = config_.max_tokens;
@@ -268,7 +264,7 @@ void ExpertNodes::note_runs(const ExpertCall& call, GpuExpertRouting& made) cons
 void ExpertNodes::start_rows(const ExpertCall& call, const ExpertDispatchInput& input,
                              const GpuExpertRouting& routing, int num_sms, RowsParams& rows) {
   const std::int64_t row_bytes = payload_row_bytes(config_, options_);
-  const std::int64_t scale_bytes = num_scales(config_, options_) * 4;
+  const std::int64_t scale_bytes = scale_row_bytes(config_, options_);
   rows.tokens = memory_.workspace.local + memory_.workspace_layout.forward_rows;
   rows.scales = scale_bytes == 0
                     ? nullptr

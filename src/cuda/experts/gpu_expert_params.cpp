@@ -64,8 +64,8 @@ RecordWorkspace::RecordWorkspace(const EPConfig& config, const EPDispatchOptions
   }
   for (std::int64_t& part : gathered)
     part = parts.take(low_latency ? tokens * config.topk * 16 : 0);
-  slot_row_bytes = config.hidden * dtype_bytes(payload_dtype(config, options));
-  const std::int64_t scale_bytes = num_scales(config, options) * 4;
+  slot_row_bytes = payload_row_bytes(config, options);
+  const std::int64_t scale_bytes = scale_row_bytes(config, options);
   // A quantized payload takes a kernel between.
   const bool lands = options.payload != EPPayload::quantized;
   slot_tokens = lands ? tokens_that_land(config, slot_row_bytes, scale_bytes) : 0;
@@ -102,7 +102,7 @@ ExpertParams::ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, i
   std::memset(faults_.get(), 0, sizeof(MoeHostFaults));
   if (options.payload == EPPayload::quantized && config.is_intra_node()) {
     elements_ = device_memory(config.max_tokens * config.hidden, stream);
-    scales_ = device_memory(config.max_tokens * num_scales(config, options) * 4, stream);
+    scales_ = device_memory(config.max_tokens * scale_row_bytes(config, options), stream);
   }
   const std::int64_t world = config.world_size;
   records_ = transport_.allocate(workspace_.total, "expert records");

@@ -18,8 +18,8 @@ NodeSlices::NodeSlices(std::shared_ptr<GpuRank> gpu, int share, const EPConfig& 
       memory_(memory),
       params_(params),
       sum_bytes_(config.hidden * dtype_bytes(config.token_dtype)),
-      token_bytes_(config.hidden * dtype_bytes(payload_dtype(config, options))),
-      scale_bytes_(num_scales(config, options) * 4) {
+      token_bytes_(payload_row_bytes(config, options)),
+      scale_bytes_(scale_row_bytes(config, options)) {
   cuda_check(prepare_node_rows(), "loading kernels");
 }
 

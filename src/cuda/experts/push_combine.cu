@@ -13,15 +13,15 @@ namespace {
 using Pieces = WalkShape<16, 6, 2048>;
 using NoPieces = WalkShape<16, 1, 0>;
 
-/// One weight as float32.
+/// One weight, of whatever dtype: the kernels are not made for each.
 __device__ float weight_at(const std::byte* weights, DType dtype, std::int64_t i) {
   switch (dtype) {
     case DType::bfloat16:
-      return BFloat16::load(reinterpret_cast<const std::uint16_t*>(weights)[i]);
+      return number_at<BFloat16>(weights, i);
     case DType::float16:
-      return Float16::load(reinterpret_cast<const std::uint16_t*>(weights)[i]);
+      return number_at<Float16>(weights, i);
     default:
-      return reinterpret_cast<const float*>(weights)[i];
+      return number_at<Float32>(weights, i);
   }
 }
 

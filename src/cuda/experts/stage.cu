@@ -140,9 +140,7 @@ __global__ void __launch_bounds__(warps * 32, 2)
     if (!weighted && (here & (here - 1)) == 0 && p.input == p.window) continue;
     float weight = 0;
     if constexpr (weighted) {
-      if (row >= 0) {
-        weight = Weight::load(reinterpret_cast<const typename Weight::Stored*>(p.weights)[row]);
-      }
+      if (row >= 0) weight = number_at<Weight>(p.weights, row);
     }
     for (std::int32_t piece = part; piece < pieces; piece += split) {
       sum_piece<Number, Count, weighted>(p, row, weight, here, piece * piece_packs + lane_id());

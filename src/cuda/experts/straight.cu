@@ -66,9 +66,7 @@ __device__ Slot read_slot(const StraightCombineParams& p, std::int64_t token) {
   const std::int32_t id = p.ids[i];
   const std::int64_t address = p.addresses[i];
   if (0 <= id && id < s.num_experts) slot.node = id / (s.experts_per_rank * s.node_ranks);
-  if (p.weights != nullptr) {
-    slot.weight = Weight::load(reinterpret_cast<const typename Weight::Stored*>(p.weights)[i]);
-  }
+  if (p.weights != nullptr) slot.weight = number_at<Weight>(p.weights, i);
   if (address < 0) return slot;
   const std::int64_t row = address & 0xFFFFFFFF;
   const bool is_lost = row >= s.capacity_rows;  // NaN stands for it

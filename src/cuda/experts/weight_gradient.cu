@@ -68,10 +68,7 @@ __global__ void __launch_bounds__(warps * 32, 2)
        row += std::int64_t{gridDim.x} * warps) {
     const std::byte* const from = p.gradients + row * row_bytes;
     const bool writes = p.row_gradients != nullptr;
-    float weight = 0;
-    if (writes) {
-      weight = Weight::load(reinterpret_cast<const typename Weight::Stored*>(p.weights)[row]);
-    }
+    const float weight = writes ? number_at<Weight>(p.weights, row) : 0;
     float sums[lane_elements] = {};
     for (std::int64_t i = lane_id() * lane_elements; i < p.hidden; i += step) {
       Elements<Number, Wide> gradient{};

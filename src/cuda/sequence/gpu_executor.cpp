@@ -77,28 +77,21 @@ class GpuExecutor final : public Executor, public ExpertExecutorFactory {
     const bool bulk = gpu_->has_bulk_copies() && suits_bulk(call) &&
                       call.plan->chunk_bytes <= max_bulk_chunk_bytes;
     // The copy engine moves what stays here, so that the multiprocessors have the links alone.
-    const bool apart = !call.plan->local_segments.empty();
-    if (apart) copy_engine_.send_local(call);
+    if (has_local_copies(call)) copy_engine_.send_local(call);
     start_path(call, FaultKind::dispatch, PathArrival::last);
     const auto launch = bulk ? launch_dispatch_tma : launch_dispatch_vector;
     const bool batched = plan_of(call).batched();
     gpu_->check(launch(params, batched, num_sms(call), stream_of(call.stream)),
                 "launching a kernel", call.operation);
-    join_path(call);
-    if (apart) {
-      copy_engine_.join(call);
-      plan_of(call).note_copies(capture(call.stream) != 0);
-    }
-    plan_of(call).note_use(stream_of(call.stream));
+    finish(call);
   }
 
   void kv_gradient(const SequenceCall& call) override {
     begin(call);
     SequenceParams params = sequence_params(call, *gpu_, FaultKind::kv_gradient, share_);
     plan_of(call).point(params);
-    const bool apart = !call.plan->local_segments.empty();
     stage(call);  // first: the engine that copies would do it last, and other ranks wait for it
-    if (apart) copy_engine_.return_local(call, num_sms(call));
+    if (has_local_copies(call)) copy_engine_.return_local(call, num_sms(call));
     const bool any = !call.plan->tensors.empty();
     const DType from = any ? call.plan->tensors[0].dtype : DType::float32;
     const DType to = any ? call.outputs[0].dtype : DType::float32;
@@ -110,12 +103,7 @@ class GpuExecutor final : public Executor, public ExpertExecutorFactory {
     start_path(call, FaultKind::kv_gradient, PathArrival::first);
     gpu_->check(launch_kv_gradient(params, kernel, num_sms(call), stream_of(call.stream)),
                 "launching a kernel", call.operation);
-    join_path(call);
-    if (apart) {
-      copy_engine_.join(call);
-      plan_of(call).note_copies(capture(call.stream) != 0);
-    }
-    plan_of(call).note_use(stream_of(call.stream));
+    finish(call);
   }
 
   std::unique_ptr<ExpertExecutor> make_expert_executor(const EPConfig& config,
@@ -164,6 +152,11 @@ class GpuExecutor final : public Executor, public ExpertExecutorFactory {
   }
 
   [[nodiscard]] bool has_nodes() const { return transport_.topology().num_nodes() > 1; }
+
+  /// Rows that stay here, which the copy engine moves.
+  [[nodiscard]] static bool has_local_copies(const SequenceCall& call) {
+    return !call.plan->local_segments.empty();
+  }
 
   void begin(const SequenceCall& call) const {
     gpu_->use();
@@ -220,6 +213,16 @@ class GpuExecutor final : public Executor, public ExpertExecutorFactory {
     if (path_ == nullptr) return;
     path_->join(stream_of(call.stream));
     if (path_->needs_phases()) plan_of(call).note_copies(capture(call.stream) != 0);
+  }
+
+  /// Waits on the stream for what runs beside the kernel.
+  void finish(const SequenceCall& call) {
+    join_path(call);
+    if (has_local_copies(call)) {
+      copy_engine_.join(call);
+      plan_of(call).note_copies(capture(call.stream) != 0);
+    }
+    plan_of(call).note_use(stream_of(call.stream));
   }
 
   /// Gradients into this rank's window, where sums read them.
