@@ -13,8 +13,6 @@ from .generators import (
     create_qkv_dispatch_with_custom_mapping,
     create_raw_qkv_dispatch,
     gen_seq_lens,
-    length_distributions,
-    sample_documents,
 )
 from .index_ops import (
     exclusive_cumsum,
@@ -49,14 +47,12 @@ __all__ = [
     "exclusive_cumsum",
     "gen_seq_lens",
     "index_put_with_neg_padding_1d",
-    "length_distributions",
     "mask_by_neg",
     "mlp_layout_packed_params",
     "orchestrate_simulate",
     "prepend_zero",
     "prepend_zero_fn",
     "run_threads",
-    "sample_documents",
     "simulate_communication",
     "source_rows",
     "sum_kv_copies",

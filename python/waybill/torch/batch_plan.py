@@ -346,7 +346,7 @@ def _shape(
     if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
         got = found if isinstance(found, torch.dtype) else shown(dtype)
         raise InvalidArgument(
-            f"{who}: dtype = {got}, expected one of torch, of floats of 16 bits or more"
+            f"{who}: dtype = {got}, expected a torch float dtype of 16 bits or more"
         )
     choice(mask, f"{who}: mask", *MASKS)
     if window is not None:
