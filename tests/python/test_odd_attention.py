@@ -119,7 +119,9 @@ def test_modules():
             with pytest.raises(waybill.InvalidArgument, match="kernel is the class"):
                 wt.ContextParallelAttention(**{**given, "kernel": kernel})
         for dtype in (torch.float8_e4m3fn, "float8_e5m2"):
-            with pytest.raises(waybill.InvalidArgument, match="a torch float dtype of 16 bits or more"):
+            with pytest.raises(
+                waybill.InvalidArgument, match="a torch float dtype of 16 bits or more"
+            ):
                 wt.ContextParallelAttention(**{**given, "dtype": dtype})
 
     wt.run_threads(1, body)
