@@ -2,7 +2,8 @@
 # Runs the GPU tests on this machine: scripts/test_gpu.sh [OPTION...] [FOLDER_WITH_PROGRAMS]
 # Without a folder it builds them first (CUDA 13, GoogleTest and the other libraries of the tests).
 #
-#   --sanitize[=TOOL]  also under compute-sanitizer: memcheck and racecheck, or the one named
+#   --sanitize[=TOOL]  also under compute-sanitizer: memcheck, racecheck and synccheck, or the one
+#                      named
 #   --only-sanitize    nothing else
 #   --filter PATTERN   only the tests that a GoogleTest filter fits, such as 'GpuProcess.*'
 #
@@ -13,6 +14,9 @@
 # The data of the tests are looked for above the programs, then in this folder; WAYBILL_TEST_DATA
 # names the folder tests where they lie elsewhere.
 #
+# With WAYBILL_TEST_DELAYS=SEED streams come late, at random (tests/cuda/late_streams.cu): another
+# seed, other delays.
+#
 # Tests of worlds over NVSHMEM are there when the programs were built with -DWAYBILL_NVSHMEM=ON.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -22,10 +26,10 @@ plain=yes
 filter='*'
 while [[ ${1:-} == --* ]]; do
   case $1 in
-    --sanitize) tools=(memcheck racecheck) ;;
+    --sanitize) tools=(memcheck racecheck synccheck) ;;
     --sanitize=*) tools=("${1#*=}") ;;
     --only-sanitize)
-      ((${#tools[@]} > 0)) || tools=(memcheck racecheck)
+      ((${#tools[@]} > 0)) || tools=(memcheck racecheck synccheck)
       plain=no
       ;;
     --filter)
@@ -112,7 +116,10 @@ if ((${#tools[@]} > 0)); then
     sanitized "$tool" GpuRelay.two_ranks_equal_the_simulation GpuExpert.two_ranks \
       GpuExpertNodes.two_nodes_of_one_rank GpuLocalGradient.two_ranks_equal_the_simulation \
       GpuSequence.two_ranks_equal_the_simulation
-    CUDA_VISIBLE_DEVICES=0 sanitized "$tool" GpuProcess.two_ranks_equal_the_simulation
+    CUDA_VISIBLE_DEVICES=0 sanitized "$tool" GpuProcess.two_ranks_equal_the_simulation \
+      GpuProcess.experts_equal_the_simulation \
+      GpuProcess.few_and_many_tokens_on_nodes_equal_the_simulation GpuExpert.one_rank \
+      GpuManyRanks.are_summed GpuManyRanks.are_sent_rows
     sanitized "$tool" GpuLocalGradient.a_graph_replays_it_and_keeps_its_plan \
       GpuEpLayer.two_ranks_grow GpuExpert.padded_rows GpuExpert.quantized_payload \
       GpuEpLayer.compact_rows GpuSequence.one_rank_equals_the_simulation

@@ -20,6 +20,7 @@ from .errors import (
     Unsupported,
     WrongType,
 )
+from .generators import length_distributions, sample_documents
 from .layouts import AttnLayout, PackedSeqParams, QkvMetadata, RankKvLayout, RawQkvDispatch
 from .links import LinkSpeeds, read_links
 from .planner import AttentionPlan, RelayHop, plan, plan_documents
@@ -87,12 +88,14 @@ __all__ = [
     "cuda_version",
     "end_waits",
     "explain",
+    "length_distributions",
     "num_gpus",
     "per_document_plan",
     "plan",
     "plan_documents",
     "predict_step",
     "read_links",
+    "sample_documents",
     "test_qkv_dispatch",
     "validate",
     "zigzag_plan",

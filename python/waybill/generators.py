@@ -18,8 +18,6 @@ __all__ = [
     "create_qkv_dispatch_with_custom_mapping",
     "create_raw_qkv_dispatch",
     "gen_seq_lens",
-    "length_distributions",
-    "sample_documents",
 ]
 
 

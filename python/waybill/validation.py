@@ -43,7 +43,8 @@ def validate(
         tables: one of: a QkvPlan or AttentionPlan; one Metadata; forward and reverse Metadata; the
             four metadata of Q and KV, as create_qkv_dispatch returns them, where each pair is
             checked (an attention layout may follow and is not looked at: only a plan says what
-            belongs in it); a plan and the QkvMetadata of its to_metadata(), where everything is.
+            belongs in it); a QkvPlan or AttentionPlan and the QkvMetadata of its to_metadata(),
+            where everything is.
         q_capacity, kv_capacity: most rows of a rank's buffer; None is any number.
         max_findings: stop after so many.
     """
@@ -58,18 +59,19 @@ def validate(
 def _findings(tables: Any, options: Any) -> Any:
     kinds = [type(table) for table in tables]
     metadata = [table for table in tables if isinstance(table, Metadata)]
-    if len(tables) == 1 and hasattr(kinds[0], "_validate"):  # an AttentionPlan
-        return tables[0]._validate(options[2])
     if len(tables) == 1 and isinstance(tables[0], QkvPlan):
         return _core.validate_plan(tables[0]._plan, options)
+    if len(tables) == 1 and _is_plan(tables[0]):
+        return tables[0]._validate(options[2])
     if len(tables) == 1 and len(metadata) == 1:
         return _core.validate_metadata(metadata[0]._fields(), options)
     if len(tables) == 2 and len(metadata) == 2:
         return _core.validate_pair(metadata[0]._fields(), metadata[1]._fields(), options)
-    if len(tables) == 2 and isinstance(tables[0], QkvPlan) and _is_qkv_metadata(tables[1]):
+    if len(tables) == 2 and _is_plan(tables[0]) and _is_qkv_metadata(tables[1]):
+        plan = tables[0] if isinstance(tables[0], QkvPlan) else tables[0].to_qkv_plan()
         *four, layout = tables[1]
         return _core.validate_all(
-            tables[0]._plan, *(table._fields() for table in four),
+            plan._plan, *(table._fields() for table in four),
             _layout_arrays(layout, four[0]._host), options,
         )  # fmt: skip
     if len(tables) in (4, 5) and len(metadata) == 4:
@@ -94,6 +96,11 @@ def _layout_arrays(layout: Any, host: Any) -> Any:
         array(max_kv), array(num_recv), [array(value) for value in kv_begin],
         [array(value) for value in kv_len],
     )  # fmt: skip
+
+
+def _is_plan(value: Any) -> bool:
+    """A QkvPlan, or an AttentionPlan, whose module imports this one."""
+    return isinstance(value, QkvPlan) or hasattr(type(value), "_validate")
 
 
 def _is_qkv_metadata(value: Any) -> bool:

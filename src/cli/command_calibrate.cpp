@@ -1,4 +1,5 @@
 #include <memory>
+#include <string>
 
 #include "commands.h"
 #include "core/printable.h"
@@ -35,6 +36,7 @@ LinkMeasurement measure(const LinkSpeeds& /*known*/) {
 #endif
 
 int run_calibrate(const CalibrateOptions& options, Program& program) {
+  check_output(options.out);
   LinkSpeeds known;
   if (!options.network.empty()) {
     known.network_bytes_per_second = parse_rate(options.network).value();
@@ -44,7 +46,13 @@ int run_calibrate(const CalibrateOptions& options, Program& program) {
     const Progress progress(program.console, "measuring links");
     links = measure(known);
   }
-  write_output(program.console, options.out, to_json(links));
+  const std::string text = to_json(links);
+  try {
+    write_output(program.console, options.out, text);
+  } catch (const IoError&) {
+    program.console.print(text);  // it took too long to be lost
+    throw;
+  }
   return exit_good;
 }
 

@@ -44,6 +44,7 @@ std::vector<std::string> comparison_sentences(const std::vector<NamedStep>& step
 
 int run_compare(const CompareCommand& options, Program& program) {
   Console& console = program.console;
+  check_outputs(options.output);
   std::vector<NamedStep> steps;
   Documents documents;
   {

@@ -38,6 +38,8 @@ std::string accounted_text(const MainJob& job, const RowOptions& rows) {
 
 int run_demo(const DemoOptions& options, Program& program) {
   Console& console = program.console;
+  check_outputs({.trace = options.step.trace, .html = options.no_html ? "" : options.html});
+  if (!options.plan_out.empty()) require_writable(options.plan_out);
   MainJobOptions job_options = options.job;
   job_options.simulate = !options.no_simulate;
   if (options.gpus) {

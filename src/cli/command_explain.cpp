@@ -27,6 +27,7 @@ void choose_transfer(const std::string& name, StepJob& job) {
 
 int run_explain(const ExplainOptions& options, Command command, Program& program) {
   Console& console = program.console;
+  check_outputs(options.output);
   const auto is_given = [&](const std::string& name) { return command.is_given(name); };
   StepJob job = options.input.empty() ? step_job_of_documents(options.source, options.planning,
                                                               options.rows, options.hardware)

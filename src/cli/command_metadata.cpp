@@ -65,6 +65,7 @@ void add_metadata_command(Command app, Program& program) {
       "  waybill metadata plan.json --table fwd_kv --rank 3 --normalize");
   command.when_chosen([options, &program] {
     program.run = [options, &program] {
+      check_output(options->output);
       std::string text;
       {
         const Progress progress(program.console, "metadata");

@@ -21,6 +21,7 @@ struct PlanOptions {
 };
 
 int run_plan(const PlanOptions& options, Program& program) {
+  check_output(options.output);
   std::string text;
   {
     const Progress progress(program.console, "plan");

@@ -41,6 +41,7 @@ std::string phases_text(const DispatchCheck& check) {
 
 int run_prediction(const SimulateOptions& options, Program& program) {
   Console& console = program.console;
+  check_outputs(options.output);
   StepJob job;
   std::vector<NamedStep> steps;
   std::vector<Remedy> remedies;

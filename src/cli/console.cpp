@@ -124,6 +124,10 @@ std::string input_name(const std::string& path) {
   return path == "-" ? "standard input" : printable_line(path);
 }
 
+void check_output(const std::string& path) {
+  if (!path.empty() && path != "-") require_writable(path);
+}
+
 void write_output(Console& console, const std::string& path, std::string_view text) {
   if (path.empty() || path == "-") {
     console.print(text);

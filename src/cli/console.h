@@ -82,6 +82,9 @@ class Progress {
 /// What messages call that file; a terminal can show it.
 [[nodiscard]] std::string input_name(const std::string& path);
 
+/// Before work whose result write_output is to write. @throws IoError
+void check_output(const std::string& path);
+
 /// Replaces the file, or prints for "-" and "". @throws IoError, with the old file still there.
 void write_output(Console& console, const std::string& path, std::string_view text);
 

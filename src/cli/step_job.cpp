@@ -100,6 +100,12 @@ std::string sentence_list(const std::vector<std::string>& sentences) {
   return text;
 }
 
+void check_outputs(const StepOutputOptions& output) {
+  for (const std::string& path : {output.html, output.trace}) {
+    if (!path.empty()) require_writable(path);
+  }
+}
+
 void write_trace(const StepOutputOptions& output, const std::vector<NamedStep>& steps,
                  Console& console) {
   if (output.trace.empty()) return;

@@ -42,6 +42,9 @@ struct StepJob {
 /// Sentences as an indented list, wrapped at 80 columns.
 [[nodiscard]] std::string sentence_list(const std::vector<std::string>& sentences);
 
+/// Before work whose results go to these files. @throws IoError
+void check_outputs(const StepOutputOptions& output);
+
 /// Writes the trace where one is asked for, and says so.
 void write_trace(const StepOutputOptions& output, const std::vector<NamedStep>& steps,
                  Console& console);

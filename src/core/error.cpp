@@ -18,7 +18,10 @@ std::string describe(const TimeoutInfo& missed) {
     text << " (node " << missed.peer_node << ", local_rank " << missed.peer_local << ")";
   }
   text << "; last seen " << missed.seen;
-  if (missed.in_call) text << "; ranks may be in different calls";
+  if (missed.in_call) {
+    text << "; ranks may be in different calls, or rank " << missed.peer
+         << " caught an error of this one";
+  }
   return text.str();
 }
 

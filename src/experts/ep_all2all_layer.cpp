@@ -1,22 +1,33 @@
 #include "waybill/experts/ep_all2all_layer.h"
 
 #include <cstdlib>
-#include <string_view>
+#include <string>
 
+#include "expert_checks.h"
 #include "layer_state.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
 
-bool pushes_combines_by_default() {
-  static const bool pushes = [] {
-    const char* const way = std::getenv("WAYBILL_COMBINE");
-    const std::string_view text = way == nullptr || *way == 0 ? "pull" : way;
-    require(text == "push" || text == "pull", "WAYBILL_COMBINE = \"", text,
-            "\", expected push or pull");
-    return text == "push";
+namespace {
+
+/// What WAYBILL_COMBINE was when somebody first asked.
+const std::string& combine_of_environment() {
+  static const std::string way = [] {
+    const char* const text = std::getenv("WAYBILL_COMBINE");
+    return text == nullptr || *text == 0 ? "pull" : text;
   }();
-  return pushes;
+  return way;
+}
+
+}  // namespace
+
+bool pushes_combines_by_default() { return combine_of_environment() == "push"; }
+
+void detail::check_combine_of_environment(const char* who) {
+  const std::string& way = combine_of_environment();
+  require(way == "push" || way == "pull", who, ": WAYBILL_COMBINE = \"", way,
+          "\", expected push or pull");
 }
 
 EPAll2AllLayer::EPAll2AllLayer(const World& world, const EPConfig& config,

@@ -4,6 +4,9 @@
 
 namespace waybill::detail {
 
+/// @throws InvalidArgument unless WAYBILL_COMBINE is push, pull or nothing
+void check_combine_of_environment(const char* who);
+
 /// Engines of GPUs have no sums in float64.
 /// @throws Unsupported
 void check_dtypes_of_engine(const World& world, const EPConfig& config, const char* who);

@@ -31,6 +31,7 @@ DispatchCombineContext LayerState::make_context(const World& world, const EPConf
                           {"max_per_expert", concat(options.max_per_expert)},
                           {"capacity", concat(options.capacity_factor)}};
   const auto num_rows = [&] {
+    check_combine_of_environment(who);
     require(options.num_sms >= 1, who, ": num_sms = ", options.num_sms, ", expected >= 1");
     require(options.fixed_rows >= 0, who, ": fixed_rows = ", options.fixed_rows, ", expected >= 0");
     require(options.max_per_expert >= 0, who, ": max_per_expert = ", options.max_per_expert,

@@ -73,6 +73,20 @@ File create_beside(const fs::path& target, fs::path& created) {
   fail(target.string(), "cannot create a file beside it", errno);
 }
 
+/// What write_file does not replace but write to: a device, a pipe.
+bool is_written_in_place(const fs::file_status& status) {
+  return fs::exists(status) && !fs::is_regular_file(status);
+}
+
+/// What a link stands for, or will.
+fs::path replaced_file(const fs::path& path, const fs::file_status& status) {
+  if (!fs::exists(status)) return path;
+  std::error_code error;
+  fs::path target = fs::canonical(path, error);
+  if (error) fail(path.string(), "cannot find what it links to", error.value());
+  return target;
+}
+
 }  // namespace
 
 std::string read_file(const fs::path& path) {
@@ -83,18 +97,31 @@ std::string read_file(const fs::path& path) {
 
 std::string read_standard_input() { return read_all(stdin, "standard input"); }
 
+void require_writable(const fs::path& path) {
+  std::error_code ignored;
+  const fs::file_status status = fs::status(path, ignored);
+  if (is_written_in_place(status)) {
+    const int reason = fs::is_directory(status)            ? EISDIR
+                       : ::access(path.c_str(), W_OK) == 0 ? 0
+                                                           : errno;
+    if (reason != 0) fail(path.string(), "cannot open for writing", reason);
+    return;
+  }
+  fs::path created;
+  (void)create_beside(replaced_file(path, status), created);
+  fs::remove(created, ignored);
+}
+
 void write_file(const fs::path& path, std::string_view text) {
   std::error_code ignored;
   const fs::file_status status = fs::status(path, ignored);  // follows links
-  if (fs::exists(status) && !fs::is_regular_file(status)) {
+  if (is_written_in_place(status)) {
     File file{std::fopen(path.c_str(), "wb")};
     if (!file) fail(path.string(), "cannot open for writing", errno);
     if (!write_all(std::move(file), text, false)) fail(path.string(), "cannot write", errno);
     return;
   }
-  std::error_code error;
-  const fs::path target = fs::exists(status) ? fs::canonical(path, error) : path;
-  if (error) fail(path.string(), "cannot find what it links to", error.value());
+  const fs::path target = replaced_file(path, status);
   fs::path created;
   if (!write_all(create_beside(target, created), text, true)) {
     const int reason = errno;
@@ -102,6 +129,7 @@ void write_file(const fs::path& path, std::string_view text) {
     fail(path.string(), "cannot write", reason);
   }
   if (fs::exists(status)) fs::permissions(created, status.permissions(), ignored);
+  std::error_code error;
   fs::rename(created, target, error);
   if (error) {
     fs::remove(created, ignored);

@@ -179,6 +179,21 @@ TEST_F(BadInputTest, AFailureLeavesOldFilesAlone) {
                     {"no/such"}));
 }
 
+TEST_F(BadInputTest, AResultThatCannotBeWrittenIsAnErrorBeforeTheWork) {
+  ASSERT_EQ(run("plan --world-size 2 --tokens-per-rank 512 -o plan.json").exit_code, 0);
+  for (const std::string command :
+       {"calibrate -o", "plan --tokens-per-rank 1 -o", "metadata nothing.json -o",
+        "explain nothing.json --html", "explain nothing.json --trace", "simulate --ranks 2 --html",
+        "simulate --ranks 2 --trace", "compare --world-size 2 --trace", "demo --world-size 2 -o",
+        "demo --world-size 2 --html", "demo --world-size 2 --no-html --trace"}) {
+    SCOPED_TRACE(command);
+    const ProgramResult result = run(command + " no/such/file");
+    EXPECT_TRUE(fails(result, 1, {"no/such/file", "No such file or directory"}));
+    EXPECT_EQ(result.out, "");
+    EXPECT_TRUE(fails(run(command + " ."), 1, {".: cannot open for writing"}));
+  }
+}
+
 TEST_F(BadInputTest, AFullDiskIsAnError) {
   if (!std::filesystem::exists("/dev/full")) GTEST_SKIP() << "no /dev/full here";
   EXPECT_TRUE(fails(run("plan --world-size 2", "", " >/dev/full"), 1, {"standard output"}));

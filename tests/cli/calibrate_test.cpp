@@ -39,5 +39,13 @@ TEST_F(CalibrateTest, NeedsGpus) {
   EXPECT_TRUE(fails(run("calibrate --network fast"), 2, {"--network"}));
 }
 
+/// The device is there to write to, and full when the links have been measured.
+TEST_F(CalibrateTest, KeepsWhatWasMeasured) {
+  if (run("calibrate").exit_code != 0) GTEST_SKIP() << "needs GPUs, and a build for them";
+  const ProgramResult result = run("calibrate -o /dev/full");
+  EXPECT_TRUE(fails(result, 1, {"/dev/full: cannot write"}));
+  EXPECT_TRUE(holds(result.out, {"\"format\": \"waybill.links\"", "nvlink_bytes_per_second"}));
+}
+
 }  // namespace
 }  // namespace waybill::test

@@ -35,7 +35,7 @@ struct GpuRanks {
 std::vector<std::string> ends_of_threads(const GpuRanks& ranks, const Calls& calls) {
   const test::MeetingFolder folder;
   const auto file = [&](std::int32_t rank) { return concat(folder.path(), "/end", rank); };
-  (void)test::run_processes(1, [&](std::int32_t) {
+  const test::ProcessEnd child = test::run_processes(1, [&](std::int32_t) {
     const DocumentRoutings documents(ranks.world_size);
     const auto results = test::run_with_bootstrap(
         ranks.world_size, deadline_s, [&](std::shared_ptr<Bootstrap> bootstrap) {
@@ -51,7 +51,9 @@ std::vector<std::string> ends_of_threads(const GpuRanks& ranks, const Calls& cal
         std::ofstream(file(static_cast<std::int32_t>(r)), std::ios::app)
             << "; and then: " << results[r].text;
     }
-  });
+  })[0];
+  EXPECT_EQ(child.signal, 0) << child.text;
+  EXPECT_EQ(child.text, "");
   std::vector<std::string> texts;
   for (std::int32_t r = 0; r < ranks.world_size; ++r) {
     std::ifstream in(file(r));

@@ -124,6 +124,21 @@ TEST(GpuNoPeerAccess, one_rank_refuses_for_all) {
   }
 }
 
+TEST(GpuNoPeerAccess, a_wrong_wish_of_one_rank_is_told_to_all) {
+  const auto ends = test::run_gpu_processes(
+      2,
+      [](std::shared_ptr<Bootstrap> bootstrap, int device) {
+        if (bootstrap->rank() == Rank{1}) (void)setenv("WAYBILL_PEER_ACCESS", "maybe", 1);
+        return process_world(std::move(bootstrap), device);
+      },
+      [](World&) {});
+  for (const test::ProcessEnd& end : ends) {
+    EXPECT_NE(end.text.find("WAYBILL_PEER_ACCESS = \"maybe\", expected none or required"),
+              std::string::npos)
+        << end.text;
+  }
+}
+
 /// With two GPUs and more each process sees another one alone; on one GPU all see that.
 TEST(GpuNoPeerAccess, processes_with_a_visible_gpu_each) {
   const int gpus = test::num_gpus_seen_by_a_child();

@@ -94,6 +94,26 @@ TEST(files, a_failed_write_leaves_the_old_file_and_no_other) {
   EXPECT_EQ(folder.num_files(), 1U);
 }
 
+TEST(files, what_can_be_written_is_known_before) {
+  const TemporaryFolder folder;
+  write_file(folder / "f", "old");
+  require_writable(folder / "f");
+  require_writable(folder / "new");
+  require_writable("/dev/null");
+  fs::create_symlink(folder / "f", folder / "link");
+  require_writable(folder / "link");
+  EXPECT_EQ(read_file(folder / "f"), "old");
+  EXPECT_EQ(folder.num_files(), 2U);
+  fs::create_directory(folder / "d");
+  for (const char* name : {"none/f", "d"}) {
+    const auto ask = [&] {
+      require_writable(folder / name);
+      return 0;
+    };
+    expect_parts(error_of(ask), {(folder / name).string()});
+  }
+}
+
 TEST(files, a_failing_device_is_an_error) {
   if (!fs::exists("/dev/full")) GTEST_SKIP() << "no /dev/full here";
   EXPECT_THROW(write_file("/dev/full", "x"), IoError);

@@ -1,8 +1,10 @@
 """Settings of all Python tests."""
 
+import os
 import shutil
 import signal
 
+import delays
 import pytest
 from faces import NumpyFace, torch_face
 from hypothesis import HealthCheck, settings
@@ -19,6 +21,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("waybill")
+
+if os.environ.get(delays.SEED):
+    delays.install()
 
 # A shell starts what runs in its background with SIGINT ignored, which processes inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,6 +9,7 @@ from ways import rows_of
 import waybill
 
 torch = pytest.importorskip("torch")
+wt = pytest.importorskip("waybill.torch")
 
 LENGTHS = [70, 10, 3, 17, 44, 1, 1, 30]
 HEADS, KV_HEADS, HEAD = 4, 2, 8
@@ -331,3 +332,25 @@ def test_wrong_arguments():
             step.dispatch_qkv(q.to("meta"), q)
 
     waybill.torch.run_threads(1, body)
+
+
+def test_pairs_that_are_interleaved():
+    """The second dispatch is differentiated with the first output, and then again."""
+    plan = plan_for(2, "per_rank")
+    parts = [split(t, plan) for t in tensors()]
+
+    def body(world):
+        with wt.SequenceDispatcher(world) as dispatcher:
+            qkv = [leaves(world, parts) for _ in range(2)]
+            step = wt.AttentionStep(dispatcher, plan.to_routing(), *qkv[0])
+            there = [step.dispatch_qkv(*one) for one in qkv]
+            first, second = (step.return_outputs(attend(step, *one)) for one in there)
+            first.sum().backward()
+            with pytest.raises(waybill.InvalidArgument, match=r"dispatch_qkv: .* in pairs, or"):
+                second.sum().backward()
+            third = step.return_outputs(attend(step, *step.dispatch_qkv(*qkv[0])))
+            third.sum().backward()
+            with pytest.raises(waybill.InvalidArgument, match=r"return_outputs: .* retain_graph"):
+                third.sum().backward()
+
+    wt.run_threads(2, body)

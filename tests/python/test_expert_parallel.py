@@ -53,7 +53,7 @@ def alone(batches):
     for x, scores, ids, gradient in batches:
         x, scores = x.clone().requires_grad_(), scores.clone().requires_grad_()
         out = shared_expert(x)
-        for k in range(TOPK):
+        for k in range(ids.shape[1]):
             here = ids[:, k].clamp(min=0)
             gate, up, down = (weight[here] for weight in experts.parameters())
             inside = torch.nn.functional.silu(torch.einsum("th,thi->ti", x, gate))
@@ -101,6 +101,35 @@ def test_as_one_process(torch_way, gradients, fixed_rows, tokens, chunks):
         layer.finalize()
 
     torch_way.run(WORLD, body)
+
+
+@pytest.mark.parametrize("fixed_rows", [None, WORLD * MOST * 9])
+def test_more_slots_than_experts(fixed_rows):
+    """Choices may be dropped, and be the same twice."""
+    slots, batches = 9, []
+    assert slots > EXPERTS
+    for rank in range(WORLD):
+        draws = torch.Generator().manual_seed(70 + rank)
+        x, _, _, gradient = batch(rank)
+        ids = torch.randint(-1, EXPERTS, (len(x), slots), generator=draws)
+        batches.append((x, torch.rand(ids.shape, generator=draws), ids, gradient))
+    outputs, inputs, _ = alone(batches)
+
+    def body(world):
+        layer = ExpertParallel(
+            own_experts(world.rank, "cpu"), group=world, dtype=torch.float32, shared=shared_expert,
+            fixed_rows=fixed_rows, **{**SIZES, "topk": slots},
+        )  # fmt: skip
+        x, scores, ids, gradient = batches[world.rank]
+        x, scores = (one.clone().requires_grad_() for one in (x, scores))
+        out = layer(x, scores, ids)
+        out.backward(gradient)
+        expect_close(out, outputs[world.rank])
+        expect_close(x.grad, inputs[world.rank][0])
+        expect_close(scores.grad, inputs[world.rank][1])
+        layer.finalize()
+
+    waybill.run_threads(WORLD, body)
 
 
 @pytest.mark.parametrize("chunks", [1, 3])

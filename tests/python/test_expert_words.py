@@ -44,6 +44,10 @@ WRONG_OPTIONS = [
     ({"payload": "quantized", "hidden": 128}, r"payload = 'quantized', expected \"plain\""),
     ({"rank": 0}, r"there is no argument rank, expected one of"),
     ({"capacty": 3}, r"there is no argument capacty, expected one of .*capacity"),
+    (
+        {"experts": SwiGLUExperts(EXPERTS, HIDDEN, 8)},
+        r"experts has 4 experts, expected 2 on rank [01]: num_experts = 4 over 2 ranks",
+    ),
     ({"experts": 5}, r"experts = 5, expected a module or function"),
     ({"shared": torch.ones(2)}, r"shared = .*expected a module or function"),
 ]
@@ -171,7 +175,8 @@ def test_what_shared_experts_give(options):
 
 def test_experts_of_all_ranks_on_each():
     def body(world):
-        made = module(world, SwiGLUExperts(EXPERTS, HIDDEN, 16, torch.float32))
+        experts = SwiGLUExperts(EXPERTS, HIDDEN, 16, torch.float32)
+        made = module(world, lambda rows, ends: experts(rows, ends))  # does not say how many
         with pytest.raises(waybill.InvalidArgument, match=r"rows of 2 experts, expected 4: num_"):
             made(**call())
         made.finalize()

@@ -109,17 +109,19 @@ def test_modules():
     names = [
         name
         for name in inspect.signature(wt.ContextParallelAttention).parameters
-        if name not in ("ranks", "timeout_s")
+        if name not in ("group", "timeout_s")
     ]
 
     def body(world):
-        given = {"ranks": world, "heads": 2, "kv_heads": 1, "head_dim": 8, "dtype": torch.float32}
+        given = {"group": world, "heads": 2, "kv_heads": 1, "head_dim": 8, "dtype": torch.float32}
         assert refused(wt.ContextParallelAttention, given, names) > 100
         for kernel in (wt.kernels.FlexKernel, int):
             with pytest.raises(waybill.InvalidArgument, match="kernel is the class"):
                 wt.ContextParallelAttention(**{**given, "kernel": kernel})
         for dtype in (torch.float8_e4m3fn, "float8_e5m2"):
-            with pytest.raises(waybill.InvalidArgument, match="floats of 16 bits or more"):
+            with pytest.raises(
+                waybill.InvalidArgument, match="a torch float dtype of 16 bits or more"
+            ):
                 wt.ContextParallelAttention(**{**given, "dtype": dtype})
 
     wt.run_threads(1, body)

@@ -22,7 +22,10 @@ def test_a_plan_is_right_and_balanced(relay, kv_layout):
     plan = made.to_qkv_plan()
     assert plan.kv_layout == kv_layout and plan.world_size == 8
     metadata = made.to_metadata()
-    assert waybill.validate(plan, metadata) == []
+    assert waybill.validate(plan, metadata) == [] == waybill.validate(made, metadata)
+    metadata.fwd_q.dst_offset[0, 0] += 1
+    assert waybill.validate(made, metadata) == waybill.validate(plan, metadata) != []
+    metadata.fwd_q.dst_offset[0, 0] -= 1
     assert made.attention_tokens.tolist() == metadata.fwd_q.num_recv_tokens[:, -1].tolist()
     assert made.kv_tokens.tolist() == metadata.fwd_kv.num_recv_tokens[:, -1].tolist()
 

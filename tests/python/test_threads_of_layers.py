@@ -189,4 +189,4 @@ def test_opposite_orders_on_one_thread_end_at_the_deadline(calls):
 
     for rank, (text, seconds) in enumerate(run_threads(WORLD, body, timeout_s=0.6)):
         assert f": rank {rank} waited 0.6" in text and f" from rank {1 - rank} " in text
-        assert text.endswith("ranks may be in different calls") and seconds < 8
+        assert "; ranks may be in different calls, or rank" in text and seconds < 8

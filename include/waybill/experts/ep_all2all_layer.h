@@ -20,7 +20,7 @@ class LayerState;
 }
 
 /// EPLayerOptions::push_combine where nothing else is said: the environment variable
-/// WAYBILL_COMBINE is `push`. @throws InvalidArgument if it is neither that nor `pull`
+/// WAYBILL_COMBINE is `push`. If it is neither that nor `pull`, ranks refuse to make a layer.
 [[nodiscard]] bool pushes_combines_by_default();
 
 struct EPLayerOptions {

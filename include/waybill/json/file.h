@@ -20,6 +20,10 @@ inline constexpr std::int64_t max_stream_bytes = std::int64_t{1} << 30;
 /// @throws IoError naming the system's reason, or the limit.
 [[nodiscard]] std::string read_standard_input();
 
+/// Before work whose result write_file is to write: nothing changes.
+/// @throws IoError as write_file would where the file cannot be made or written to
+void require_writable(const std::filesystem::path& path);
+
 /// Replaces the file by `text`, whole or not at all, also when the machine stops meanwhile: writes
 /// a new file beside it and renames that when it is on the disk. A link is followed; something that
 /// is not a regular file (a device, a pipe) is written in place.

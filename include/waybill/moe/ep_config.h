@@ -26,7 +26,7 @@ using FieldNames = std::map<std::string, std::string, std::less<>>;
 struct EPConfig {
   std::int64_t max_tokens = 0;   ///< most tokens a rank may dispatch
   std::int64_t hidden = 0;       ///< elements of a token
-  std::int32_t topk = 0;         ///< topk slots of a token
+  std::int32_t topk = 0;         ///< topk slots of a token, also more than num_experts
   std::int32_t num_experts = 0;  ///< of all ranks together; expert e lives on rank e / per rank
   std::int32_t rank = 0;
   std::int32_t world_size = 1;

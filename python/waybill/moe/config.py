@@ -46,7 +46,7 @@ class EPConfig:
 
     max_tokens: int  #: most tokens a rank may dispatch
     hidden: int  #: elements of a token
-    topk: int  #: topk slots of a token, at most 32
+    topk: int  #: topk slots of a token, at most 32, also more than num_experts
     num_experts: int  #: of all ranks together, a multiple of world_size
     rank: int
     world_size: int

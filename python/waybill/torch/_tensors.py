@@ -164,9 +164,17 @@ def save_mark(ctx: Any, like: torch.Tensor) -> None:
     ctx.save_for_backward(like.new_empty(0))
 
 
-def meet_mark(ctx: Any) -> None:
-    """Before the calls of a backward: what a checkpoint computes again comes before them."""
-    _ = ctx.saved_tensors
+def meet_mark(ctx: Any, again: str = "") -> None:
+    """Before the calls of a backward: what a checkpoint computes again comes before them.
+
+    :param again: what is said of a second backward, instead of torch's words
+    """
+    try:
+        _ = ctx.saved_tensors
+    except RuntimeError as error:
+        if again and "backward through the graph a second time" in str(error):
+            raise InvalidArgument(again) from error
+        raise
 
 
 def payload(value: torch.Tensor, name: str) -> Tuple[AnyArray, str]:

@@ -22,14 +22,21 @@ __all__ = ["AttentionStep", "recomputed_attention"]
 
 Attend = Callable[..., torch.Tensor]
 
+_AGAIN = (
+    "{}: its backward was called before: either the loss was, without retain_graph=True, or two"
+    " dispatch_qkv came before their return_outputs, which belongs to the last one: call them in"
+    " pairs, or make an AttentionStep for each batch in flight"
+)
+
 
 class AttentionStep(OfThisProcess):
     """One rank's plans of one routing: Q, K and V out, attention's output home, and the ways back
     of their gradients.
 
-    ``dispatch_qkv``, then attention on what came, then ``return_outputs``; autograd knows both. All
-    ranks make the same calls, forward and backward. A rank that receives no rows is no exception:
-    its backward calls happen although its attention computes nothing.
+    ``dispatch_qkv``, then attention on what came, then ``return_outputs``; autograd knows both. The
+    two come in pairs: a batch whose outputs are returned after another's dispatch needs a step of
+    its own. All ranks make the same calls, forward and backward. A rank that receives no rows is no
+    exception: its backward calls happen although its attention computes nothing.
 
     Results are tensors of their own, since autograd keeps them: one copy on the device each.
     Windows are reserved here, which all ranks wait for, never in a backward pass.
@@ -194,7 +201,7 @@ class _QkvDispatch(torch.autograd.Function):
     @outside_graphs
     @first_order
     def backward(ctx: Any, *gradients: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
-        meet_mark(ctx)
+        meet_mark(ctx, _AGAIN.format("dispatch_qkv"))
         step, (q_rows, *kv_rows) = ctx.step, ctx.rows
         q, *kv = gradients[:-1]
         dq: Optional[torch.Tensor] = None
@@ -224,7 +231,7 @@ class _OutputReturn(torch.autograd.Function):
     @outside_graphs
     @first_order
     def backward(ctx: Any, gradient: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
-        meet_mark(ctx)
+        meet_mark(ctx, _AGAIN.format("return_outputs"))
         step = ctx.step
         there = step._moved(step._output_gradient, gradient, ctx.rows, ctx.number)
         token = there.new_zeros(0, dtype=torch.float32) if ctx.needs_input_grad[2] else None

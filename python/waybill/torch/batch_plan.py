@@ -218,6 +218,11 @@ class BatchPlan:
         return self.qkv_plan.work
 
     @property
+    def imbalance(self) -> float:
+        """Largest work of a rank over the mean."""
+        return self.qkv_plan.imbalance
+
+    @property
     def home_tokens(self) -> list[int]:
         """(W,): rows that each rank holds."""
         return [int(table[:, 2].sum()) for table in self._pieces]
@@ -282,7 +287,7 @@ class BatchPlan:
     def __repr__(self) -> str:
         return (
             f"BatchPlan(world_size={self.world_size}, rows={sum(self.home_tokens)},"
-            f" documents={self.qkv_plan.num_documents}, imbalance={self.qkv_plan.imbalance:.4f},"
+            f" documents={self.qkv_plan.num_documents}, imbalance={self.imbalance:.4f},"
             f" in_place={self.in_place})"
         )
 
@@ -346,7 +351,7 @@ def _shape(
     if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
         got = found if isinstance(found, torch.dtype) else shown(dtype)
         raise InvalidArgument(
-            f"{who}: dtype = {got}, expected one of torch, of floats of 16 bits or more"
+            f"{who}: dtype = {got}, expected a torch float dtype of 16 bits or more"
         )
     choice(mask, f"{who}: mask", *MASKS)
     if window is not None:

@@ -62,7 +62,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
     batches may be in use at once.
 
     Args:
-        ranks: a World, a process group, a DeviceMesh of one dimension (``mesh["cp"]``), or None for
+        group: a World, a process group, a DeviceMesh of one dimension (``mesh["cp"]``), or None for
             the default group.
         heads, kv_heads: of queries; of keys and values, a divisor of it (all by default). Of this
             rank, where heads are split among tensor-parallel ranks.
@@ -83,7 +83,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
     @outside_graphs
     def __init__(
         self,
-        ranks: Any,
+        group: Any,
         heads: int,
         kv_heads: Optional[int] = None,
         head_dim: int = 128,
@@ -105,19 +105,18 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__()
-        if isinstance(ranks, World):
-            ranks = world_of(ranks, None, device, _WHO)
+        if isinstance(group, World):
+            self.world: World = world_of(group, None, device, _WHO)
         else:
-            ranks = World.from_process_group(ranks, device=device, timeout_s=timeout_s)
-        self.world: World = ranks
-        self.device = torch.device(ranks.device)
+            self.world = World.from_process_group(group, device=device, timeout_s=timeout_s)
+        self.device = torch.device(self.world.device)
         planner = functools.partial(
-            BatchPlanner, ranks.world_size, heads, kv_heads, head_dim, v_head_dim, dtype=dtype,
+            BatchPlanner, self.world.world_size, heads, kv_heads, head_dim, v_head_dim, dtype=dtype,
             mask=mask, window=window, scale=scale, in_place=in_place, block_tokens=block_tokens,
             imbalance_target=imbalance_target, costs=costs, latent_dim=latent_dim, who=_WHO,
         )  # fmt: skip
         self._choose(planner, kernel, overlap, num_sms)
-        self._dispatcher = SequenceDispatcher(ranks, num_sms=num_sms, relay="never")
+        self._dispatcher = SequenceDispatcher(self.world, num_sms=num_sms, relay="never")
         self._beside = Beside(self.device, bool(overlap))
         # What compiled programs read.
         self._dtype, self._kind = self.planner.shape.dtype, self.device.type

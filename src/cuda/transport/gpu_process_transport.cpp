@@ -88,8 +88,10 @@ class GpuProcessTransport final : public GpuTransport {
 
  private:
   void choose_memory(const std::vector<GpuPlace>& places, bool by_nccl) {
+    PeerAccessWish wish{};
     std::string trouble;
     run_collectively(bootstrap(), process_world, [&] {
+      wish = peer_access_wish(std::getenv("WAYBILL_PEER_ACCESS"));
       trouble = missing_peer_access(
           std::span(places).subspan(to_size(first_mapped_), to_size(num_mapped_)), first_mapped_,
           gpu().device());
@@ -98,7 +100,7 @@ class GpuProcessTransport final : public GpuTransport {
         try_to_map(bootstrap(), process_world, places, first_mapped_, num_mapped_, gpu());
     if (trouble.empty()) trouble = not_mapped;
     use_peer_memory(agree_on_peer_memory(
-        bootstrap(), process_world, peer_access_wish(std::getenv("WAYBILL_PEER_ACCESS")), trouble,
+        bootstrap(), process_world, wish, trouble,
         by_nccl ? "NCCL connects the nodes, and sends from memory of devices" : ""));
     if (peer_memory() == PeerMemory::host) share_host_memory();
   }

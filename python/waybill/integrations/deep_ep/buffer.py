@@ -13,7 +13,7 @@ from ...errors import InvalidArgument, Unsupported
 from ...torch.moe.tensors import world_of
 from .arguments import biases_of, check_table, weights_shape
 from .config import Config, ll_bytes
-from .events import EventHandle, EventOverlap, Queue
+from .events import EventHandle, EventOverlap
 from .handles import DispatchHandle
 from .intranode import Intranode, Received
 from .layers import Layers
@@ -79,7 +79,7 @@ class Buffer(LowLatencyCalls):
         self.rank, self.group_size = world.rank, world.world_size
         self.enable_shrink = False
         self._layers: Optional[Layers] = Layers(world, "Buffer")
-        self._queue = Queue(torch.device(world.device), "Buffer")
+        self._queue = self._layers.queue
         self._many = Intranode(world, self._layers, self.num_nvl_bytes)
         self._few = LowLatency(world, self._layers, self.num_rdma_bytes)
 

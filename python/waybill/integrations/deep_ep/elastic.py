@@ -17,7 +17,7 @@ from .arguments import biases_of, check_stats, check_table, payload_of
 from .buffer import Buffer
 from .config import elastic_bytes
 from .elastic_rows import Compact, EPHandle, Expanded, Got, Order
-from .events import EventHandle, EventOverlap, Queue, handle_of
+from .events import EventHandle, EventOverlap, handle_of
 from .layers import Layers
 from .layout import checked_ids, first_wrong
 
@@ -102,7 +102,7 @@ class ElasticBuffer(OfThisProcess):
         self.num_allocated_qps = 0
         self._world = world
         self._layers: Optional[Layers] = Layers(world, who)
-        self._queue = Queue(torch.device(world.device), who)
+        self._queue = self._layers.queue
         self._parts: Dict[Order, Any] = {}
 
     @outside_graphs
@@ -225,7 +225,7 @@ class ElasticBuffer(OfThisProcess):
             self._wait(previous_event_before_epilogue, who)
             got, event = self._queue.run(
                 lambda: handle.part.again(rows, scales, handle, topk_weights),
-                [rows, scales, topk_weights], Got.tensors, previous_event, waits,
+                [rows, scales, topk_weights, handle.topk_idx], Got.tensors, previous_event, waits,
             )  # fmt: skip
             return got.rows(), got.ids, got.weights, handle, event
         order = self._order(num_experts, num_max_tokens_per_rank, expert_alignment, do_expand, who)
@@ -233,14 +233,14 @@ class ElasticBuffer(OfThisProcess):
         part = self._part(order)
         part.check(rows, ids, who)
         check_stats(stats, order.num_experts // self.num_ranks, who, self.rank_idx, device)
-        if flag(do_handle_copy, f"{who}: do_handle_copy"):
-            ids = ids.clone()
+        copies = flag(do_handle_copy, f"{who}: do_handle_copy")
         sms = int64(num_sms, f"{who}: num_sms") or Buffer.num_sms
         exact = do_cpu_sync is None or do_cpu_sync
         self._wait(previous_event_before_epilogue, who)
 
         def body() -> Got:
-            made: Got = part.dispatch(rows, scales, ids, topk_weights, exact, sms)
+            kept = ids.clone() if copies else ids
+            made: Got = part.dispatch(rows, scales, kept, topk_weights, exact, sms)
             if stats is not None:
                 stats.add_(made.handle.num_unaligned_recv_tokens_per_expert.to(stats.dtype))
             return made

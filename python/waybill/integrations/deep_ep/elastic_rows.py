@@ -7,11 +7,11 @@ from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union
 import torch
 
 from ..._copies import OfThisProcess
-from ..._graphs import outside_graphs
 from ...errors import InvalidArgument, Unsupported
 from ...world import World
 from .arguments import check_table
-from .handles import DispatchHandle
+from .events import Queue
+from .handles import DispatchHandle, reads_handle
 from .intranode import Intranode, Route
 from .layers import LayerKey, Layers
 from .layout import counts_of, too_many
@@ -46,6 +46,12 @@ class EPHandle(OfThisProcess):
         self._metadata: Optional[torch.Tensor] = None
 
     @property
+    def queue(self) -> Queue:
+        """Of its buffer."""
+        queue: Queue = self.part.queue
+        return queue
+
+    @property
     def num_recv_tokens(self) -> int:
         """Tokens that came; of results of the worst case, their rows."""
         if not self.num_recv_tokens_per_expert_list:
@@ -58,21 +64,21 @@ class EPHandle(OfThisProcess):
         return self.rows_out if self.do_expand else 0
 
     @property
-    @outside_graphs
+    @reads_handle
     def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
         """[ranks] int32: tokens that came from ranks 0..i."""
         counts: torch.Tensor = self.part.tokens_from(self)
         return counts.cumsum(0, dtype=torch.int32)
 
     @property
-    @outside_graphs
+    @reads_handle
     def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
         """[local experts] int32: topk slots of each expert."""
         counts: torch.Tensor = self.part.choices_of(self)
         return counts
 
     @property
-    @outside_graphs
+    @reads_handle
     def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
         """[local experts] int32: the end of each expert's rows. Compact: of counts rounded up;
         expanded: without the padding behind its own.
@@ -83,7 +89,7 @@ class EPHandle(OfThisProcess):
         return ends - aligned + counts if self.do_expand else ends
 
     @property
-    @outside_graphs
+    @reads_handle
     def recv_src_metadata(self) -> torch.Tensor:
         """[tokens that came, 2 + topk] int32, by source rank and token: source rank *
         num_max_tokens_per_rank + token, the row of the token's first topk slot here, and of
@@ -98,7 +104,7 @@ class EPHandle(OfThisProcess):
         self._metadata = value
 
     @property
-    @outside_graphs
+    @reads_handle
     def dst_buffer_slot_idx(self) -> torch.Tensor:
         """[tokens, ...] int32: the row of each token, or topk slot, where it went; -1."""
         tokens = self.topk_idx.shape[0]
@@ -149,7 +155,7 @@ class Compact:
 
     def __init__(self, world: World, layers: Layers, num_bytes: int, order: Order) -> None:
         self.order = order
-        self._ranks = world.world_size
+        self._ranks, self.queue = world.world_size, layers.queue
         self._rows = Intranode(world, layers, num_bytes, order.max_tokens)
 
     def check(self, x: torch.Tensor, ids: torch.Tensor, who: str) -> None:
@@ -241,7 +247,7 @@ class Expanded:
         self.order = order
         self.rank, self._ranks = world.rank, world.world_size
         self._device = torch.device(world.device)
-        self._layers = layers
+        self._layers, self.queue = layers, layers.queue
         del num_bytes  # they count a row for each token
 
     def _key(self, kind: str, hidden: int, topk: int) -> LayerKey:

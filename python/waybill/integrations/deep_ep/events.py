@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Optional, Tuple, TypeVar, Union
+from typing import Any, Dict, Optional, Tuple, TypeVar, Union
 
 import torch
 
@@ -118,6 +118,7 @@ class Queue:
         self.device = device
         self._who = who
         self._stream: Any = None
+        self._reads: Dict[Any, EventHandle] = {}  #: by the stream that has them
 
     @property
     def stream(self) -> Any:
@@ -126,6 +127,16 @@ class Queue:
             cuda: Any = torch.cuda
             self._stream = cuda.Stream(self.device)
         return self._stream
+
+    def note_reads(self) -> None:
+        """The current stream has read memory of the buffer's stream, which may now be used again:
+        the next call begins behind that, also one whose ``previous_event`` is older.
+        """
+        if self._stream is None:
+            return
+        current = torch.cuda.current_stream(self.device)
+        if current != self._stream:
+            self._reads[current] = EventHandle.on(current)
 
     def run(
         self,
@@ -138,6 +149,8 @@ class Queue:
     ) -> Tuple[_T, EventOverlap]:
         """What body returns, and the event behind it (an empty one unless async_finish).
 
+        :param body: all work on the device that the call needs: what runs before it, on the
+            caller's stream, comes too late for a ``previous_event``
         :param given: tensors that body reads
         :param tensors_of: those of its result that the caller gets
         """
@@ -156,6 +169,9 @@ class Queue:
             stream.wait_stream(current)
         else:
             before.stream_wait(stream)
+        reads, self._reads = self._reads, {}
+        for event in reads.values():
+            event.stream_wait(stream)
         with torch.cuda.stream(stream):
             result = body()
         for tensor in tensors_of(result):

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Dict, Optional, Tuple
+from typing import Any, ClassVar, Dict, Optional, Tuple, TypeVar
 
 import torch
 
 from ..._copies import OfThisProcess
 from ..._graphs import outside_graphs
+from .events import Queue
 from .layers import LayerKey
 
-__all__ = ["DispatchHandle", "LowLatencyHandle"]
+__all__ = ["DispatchHandle", "LowLatencyHandle", "reads_handle"]
+
+_T = TypeVar("_T")
+
+
+def reads_handle(function: Callable[..., _T]) -> Callable[..., _T]:
+    """Of a handle: the function reads, on the caller's stream, memory that the buffer's stream may
+    use again once the handle is gone.
+    """
+
+    @functools.wraps(function)
+    def read(self: Any, *args: Any) -> _T:
+        value = function(self, *args)
+        self.queue.note_reads()
+        return value
+
+    return outside_graphs(read)
 
 
 class _Handle(OfThisProcess, Sequence[Any]):
@@ -31,7 +49,13 @@ class _Handle(OfThisProcess, Sequence[Any]):
     def __len__(self) -> int:
         return len(self._makers)
 
-    @outside_graphs
+    @property
+    def queue(self) -> Queue:
+        """Of its buffer."""
+        queue: Queue = self._owner.queue
+        return queue
+
+    @reads_handle
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))

@@ -62,6 +62,7 @@ class Intranode:
         self.rank, self.num_ranks = world.rank, world.world_size
         self.device = torch.device(world.device)
         self._layers, self._bytes, self._limit = layers, num_nvl_bytes, limit
+        self.queue = layers.queue
 
     def max_tokens(self, hidden: int) -> int:
         """Tokens that a rank may dispatch: as many from each rank fit into the windows."""

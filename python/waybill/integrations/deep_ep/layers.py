@@ -9,6 +9,7 @@ import torch
 from ...errors import InvalidArgument, Unsupported
 from ...torch.moe import EPAll2AllLayer
 from ...world import World
+from .events import Queue
 
 __all__ = ["LayerKey", "Layers"]
 
@@ -43,6 +44,7 @@ class Layers:
                 f"{who}: the group has {world.world_size} ranks, expected at most {_MOST_RANKS}"
             )
         self.world = world
+        self.queue = Queue(torch.device(world.device), who)
         self._who = who
         self._made: Dict[LayerKey, EPAll2AllLayer] = {}
 

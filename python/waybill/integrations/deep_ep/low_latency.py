@@ -50,6 +50,7 @@ class LowLatency:
         self.rank, self.num_ranks = world.rank, world.world_size
         self.device = torch.device(world.device)
         self._layers, self._bytes = layers, num_rdma_bytes
+        self.queue = layers.queue
 
     def checked(
         self, x: Any, topk_idx: Any, num_max_tokens: int, num_experts: int, form: Format, who: str

@@ -13,12 +13,14 @@ from ...errors import InvalidArgument, WrongType
 from ...moe.config import EPConfig
 from ...world import World
 from .._tensors import require_rows, require_tensor
+from .grouped import SwiGLUExperts
 from .layer import EPAll2AllLayer
 from .tensors import is_autocast, require_known_ids, torch_dtype
 
 __all__ = [
     "check_call",
     "check_choices",
+    "check_experts",
     "check_layer",
     "check_options",
     "check_outputs",
@@ -54,6 +56,16 @@ def check_options(
             raise WrongType(
                 f"{_WHO}: there is no argument {name}, expected one of {', '.join(sorted(known))}"
             )
+
+
+def check_experts(experts: Any, num_experts: int, world: World) -> None:
+    """Those of a rank, where they say how many they are."""
+    wanted = num_experts // world.world_size
+    if isinstance(experts, SwiGLUExperts) and len(experts.gate) != wanted:
+        raise InvalidArgument(
+            f"{_WHO}: experts has {len(experts.gate)} experts, expected {wanted} on rank"
+            f" {world.rank}: num_experts = {num_experts} over {world.world_size} ranks"
+        )
 
 
 def check_choices(experts: Any, shared: Any, *, gradients: str, weights: str, windows: str) -> None:

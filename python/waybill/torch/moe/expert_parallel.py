@@ -18,6 +18,7 @@ from . import operations as ops
 from .checks import (
     check_call,
     check_choices,
+    check_experts,
     check_layer,
     check_options,
     check_outputs,
@@ -116,6 +117,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
             else:
                 check_layer(layer, num_experts, topk, hidden, max_tokens, layer_options)
                 fixed_rows = layer.fixed_rows
+            check_experts(experts, num_experts, world)
             if operations and (fixed_rows is None or chunks > 1):
                 raise InvalidArgument(
                     f"{who}: operations = True with fixed_rows = {fixed_rows} and chunks ="

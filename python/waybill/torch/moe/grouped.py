@@ -35,10 +35,15 @@ def ends_within(offsets: torch.Tensor, fixed_rows: Optional[int]) -> torch.Tenso
 
 
 class SwiGLUExperts(torch.nn.Module):
-    """Some experts, each down(silu(gate(x)) * up(x)), as three grouped products.
+    """A rank's experts, each down(silu(gate(x)) * up(x)), as three grouped GEMMs.
 
-    :param num_experts: of this rank
-    :param inner: columns between the two products, as hidden of a multiple of 16 bytes
+    Parameters ``gate`` and ``up`` [num_experts, hidden, inner] and ``down`` [num_experts, inner,
+    hidden], drawn from a normal distribution of deviation 1 / sqrt(rows of the matrix).
+
+    :param num_experts: experts of this rank: ExpertParallel's num_experts / ranks
+    :param hidden: elements of a token; a multiple of 16 bytes
+    :param inner: elements between the products; a multiple of 16 bytes
+    :param dtype: of the parameters, torch's default if None; products are in that of the tokens
     """
 
     def __init__(
@@ -51,6 +56,10 @@ class SwiGLUExperts(torch.nn.Module):
         self.down = torch.nn.Parameter(torch.empty(num_experts, inner, hidden, **made))
         for weight in self.parameters():
             torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+
+    def extra_repr(self) -> str:
+        experts, hidden, inner = self.gate.shape
+        return f"num_experts={experts}, hidden={hidden}, inner={inner}, dtype={self.gate.dtype}"
 
     def forward(
         self, rows: torch.Tensor, offsets: torch.Tensor, weights: Optional[torch.Tensor] = None
