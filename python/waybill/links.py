@@ -58,7 +58,9 @@ class LinkSpeeds:
 
     @property
     def rates(self) -> dict[str, float]:
-        """Keywords for ``plan`` and ``predict_step``: ``plan(lengths, 8, **links.rates)``."""
+        """Keywords for ``plan``, ``compare``, ``predict_step`` and ``waybill.moe.predict``:
+        ``plan(lengths, 8, **links.rates)``.
+        """
         return {
             "nvlink_bytes_per_second": self.nvlink_bytes_per_second,
             "network_bytes_per_second": self.network_bytes_per_second,

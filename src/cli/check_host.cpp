@@ -121,9 +121,9 @@ CheckLine host_name_line(const std::string& name, const std::vector<std::string>
 }
 
 CheckLine descriptor_line(std::optional<std::int64_t> limit, std::optional<std::int64_t> most) {
-  CheckLine line{
-      "open files", Diagnosis::good,
-      concat("at most ", text_of(limit), " (ulimit -n), can be raised to ", text_of(most))};
+  CheckLine line{"open files", Diagnosis::good,
+                 concat("at most ", text_of(limit), " (ulimit -n)",
+                        limit == most ? "" : concat(", can be raised to ", text_of(most)))};
   if (!limit || *limit > least_descriptors) return line;
   line.state = Diagnosis::note;
   line.advice = concat(

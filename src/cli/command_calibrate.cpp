@@ -62,20 +62,21 @@ void add_calibrate_command(Command app, Program& program) {
   auto options = std::make_shared<CalibrateOptions>();
   Command command = app.add_command(
       "calibrate",
-      "Measures the links of this machine's GPUs, on which nothing else should run, and writes "
-      "them as JSON for --links, World::use_links and waybill.read_links. Without it speeds are "
-      "those of 8 x H200.");
+      "Measures the links of this machine's GPUs and writes their speeds as JSON, for --links, "
+      "World::use_links and waybill.read_links. Nothing else should run on the GPUs meanwhile. "
+      "Without such a file, the speeds of 8 x H200 are used.");
   command.option("-o,--output", options->out, "Where to write; -: standard output")
       .value_name("FILE")
       .show_default();
   command
-      .option("--network", options->network,
-              "What a rank's network card gives each way, such as 400Gbit/s: it is not measured")
+      .option(
+          "--network", options->network,
+          "Speed of a rank's network card each way, such as 400Gbit/s; it is written, not measured")
       .value_name("RATE")
       .check(check_rate);
   command.footer(
-      "Give all ranks the same file: plans of other speeds may be other plans, and ranks "
-      "compare.\n\n"
+      "Give all ranks the same file: other speeds may lead to another plan, and ranks compare "
+      "their plans.\n\n"
       "Examples:\n"
       "  waybill calibrate -o links.json\n"
       "  waybill explain --links links.json --world-size 64");

@@ -83,8 +83,8 @@ void add_demo_command(Command app, Program& program) {
   auto options = std::make_shared<DemoOptions>();
   Command command = app.add_command(
       "demo",
-      "The whole way: document lengths -> plan -> metadata -> validation -> dispatch there and "
-      "back with every byte checked -> summary and HTML report. Needs no arguments.");
+      "Everything in one run: document lengths -> plan -> metadata -> validation -> dispatch and "
+      "return with every byte checked -> summary and HTML report. Needs no arguments.");
   add_source_options(command, options->job.source);
   add_planning_options(command, options->job.planning);
   add_row_options(command, options->job.rows);

@@ -77,10 +77,11 @@ std::string as_text(const std::vector<CheckLine>& lines) {
     if (!line.advice.empty()) advice.push_back(concat(line.name, ": ", line.advice));
   }
   if (!advice.empty()) text += concat("\nWhat to do\n", sentence_list(advice));
-  return concat(text, "\n",
-                table_line("", has_problem(lines) ? "Something here does not work (!)."
-                                                  : "What is here works; lines with - matter only "
-                                                    "where they are needed."));
+  return concat(
+      text, "\n",
+      table_line("", has_problem(lines) ? "Something here does not work (!)."
+                                        : "Everything that was found works; a line with - "
+                                          "matters only if you need it."));
 }
 
 int run_doctor(const DoctorOptions& options, Program& program) {
@@ -100,17 +101,22 @@ void add_doctor_command(Command app, Program& program) {
   auto options = std::make_shared<DoctorOptions>();
   Command command = app.add_command(
       "doctor",
-      "What this machine has for worlds of ranks, and what to do about what is missing: GPUs, peer "
-      "access, NCCL, NVSHMEM, shared memory, limits, how its name resolves.");
+      "Checks what ranks need on this machine, and says what to do about what is missing: GPUs, "
+      "peer access, NCCL, NVSHMEM, shared memory, limits, how the host name resolves.");
   command.flag("--json", options->json, "Print JSON");
-  command.flag("--measure", options->measure,
-               "Also measure links and memory of the GPUs: a few seconds, on idle GPUs");
-  command.option("--python", options->python.python, "Python's version, from python -m waybill")
+  command.flag(
+      "--measure", options->measure,
+      "Also measure the links and memory of the GPUs, which must be idle; takes a few seconds");
+  command
+      .option("--python", options->python.python,
+              "Version of Python to show; python -m waybill passes it")
       .value_name("TEXT");
-  command.option("--torch", options->python.torch, "torch's version, from python -m waybill")
+  command
+      .option("--torch", options->python.torch,
+              "Version of torch to show; python -m waybill passes it")
       .value_name("TEXT");
   command.footer(
-      "Exit: 0 what is here works, 1 something that is here does not.\n\n"
+      "Exit: 0 everything that was found works, 1 something that was found does not.\n\n"
       "Examples:\n"
       "  waybill doctor\n"
       "  python -m waybill doctor       with the versions of Python and torch\n"

@@ -114,7 +114,7 @@ void add_layer_options(Command command, ExpertsOptions& o) {
   number("--ranks-per-node", o.ranks_per_node, 1, max_world_size,
          "Ranks per node, joined by NVLink; nodes are joined by a network");
   number("--experts", o.experts, 1, std::int32_t{1} << 20,
-         "Number of experts; each rank has the same share");
+         "Number of experts, a multiple of --ranks");
   number("--hidden", o.hidden, 1, std::int64_t{1} << 24, "Elements of a token");
   command.option("--dtype", o.dtype, "Type of the elements")
       .value_name("NAME")
@@ -134,9 +134,10 @@ void add_id_options(Command command, ExpertsOptions& o) {
   const std::string group = "Choices";
   const Option file =
       command
-          .option("--ids", o.ids_path,
-                  "Text with one token per line: its experts, -1 for a dropped topk slot. The "
-                  "ranks get equal parts, in order; - is standard input")
+          .option(
+              "--ids", o.ids_path,
+              "Text file with a line for each token: the ids of its experts, -1 for a dropped topk "
+              "slot. Ranks get equal parts, in order. - is standard input")
           .value_name("FILE")
           .group(group);
   const auto drawn = [&](Option option) { option.show_default().group(group).excludes(file); };
@@ -154,12 +155,12 @@ void add_id_options(Command command, ExpertsOptions& o) {
             .check(real_between(0, 10)));
   drawn(command
             .option("--groups", o.groups.num_groups,
-                    "Consecutive experts form so many groups, such as one a node")
+                    "Number of groups of consecutive experts, such as one per node")
             .value_name("N")
             .between(1, std::int32_t{1} << 20));
   drawn(command
             .option("--top-groups", o.groups.top_groups,
-                    "A token goes to experts of so many groups at most")
+                    "Most groups that the experts of a token may be in")
             .value_name("N")
             .between(1, std::int32_t{1} << 20));
   drawn(
@@ -168,14 +169,14 @@ void add_id_options(Command command, ExpertsOptions& o) {
 
 void add_call_options(Command command, ExpertsOptions& o) {
   const std::string group = "Calls";
-  command.option("--sms", o.costs.num_sms, "Multiprocessors of a call")
+  command.option("--sms", o.costs.num_sms, "Multiprocessors (SMs) that a call uses")
       .value_name("N")
       .between(1, 1024)
       .show_default()
       .group(group);
   command
       .option("--path", o.path,
-              "How puts cross the network: waiting, each for the one before, or pipelined")
+              "Puts over the network: waiting, each for the one before; pipelined, many in flight")
       .value_name("NAME")
       .one_of({"waiting", "pipelined"})
       .show_default()
@@ -188,10 +189,9 @@ void add_experts_command(Command app, Program& program) {
   auto options = std::make_shared<ExpertsOptions>();
   Command command = app.add_command(
       "experts",
-      "Says what a mixture of experts sends where: rows and bytes of each rank, what limits "
-      "dispatch "
-      "and combine, how even the experts' work is, what another placement would give, and what "
-      "each call would take. Nothing is run.");
+      "Analyses the traffic of a mixture of experts: rows and bytes of each rank, what limits "
+      "dispatch and combine, how even the experts' work is, whether another placement would help, "
+      "and how long each call would take. Nothing is run.");
   add_layer_options(command, *options);
   add_id_options(command, *options);
   add_call_options(command, *options);

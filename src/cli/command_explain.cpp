@@ -64,10 +64,9 @@ void add_explain_command(Command app, Program& program) {
       "it slow, and what would help. Nothing is run.");
   const Option file = command
                           .option("FILE", options->input,
-                                  "Plan or dispatch JSON, - is standard input; a plan of `plan "
-                                  "--full` brings row sizes, nodes, window and relay with it, "
-                                  "unless they are given. Without FILE documents are "
-                                  "planned")
+                                  "Plan or dispatch JSON; - is standard input. A file of `plan "
+                                  "--full` also sets row sizes, nodes, window and relay, unless "
+                                  "options do. Without FILE, documents are planned")
                           .value_name("");
   add_source_options(command, options->source);
   add_planning_options(command, options->planning);

@@ -66,8 +66,9 @@ void add_source_options(Command command, SourceOptions& options) {
                        .value_name("FILE")
                        .group(group);
   command
-      .option("--corpus", options.corpus_path,
-              "Count the tokens of all text files below a folder; the rule is below")
+      .option(
+          "--corpus", options.corpus_path,
+          "Count the tokens of all text files in a folder and its subfolders, by the rule below")
       .value_name("DIR")
       .group(group)
       .excludes(distribution)
@@ -171,9 +172,10 @@ void add_row_options(Command command, RowOptions& options) {
 void add_simulation_options(Command command, SimulationOptions& options) {
   const std::string group = "Byte-checked run";
   command
-      .option("--payload-bytes", options.payload_bytes,
-              "Bytes of a simulated row of Q, and of K and V together; auto: up to 256, less "
-              "for large plans")
+      .option(
+          "--payload-bytes", options.payload_bytes,
+          "Bytes of a simulated row (of Q; of K and V together); auto: up to 256, fewer for large "
+          "plans")
       .value_name("N|auto")
       .check(number_or_auto(8, 1 << 24))
       .show_default()
@@ -207,8 +209,8 @@ void add_link_options(Command command, HardwareOptions& options) {
   const std::string group = "Hardware";
   command
       .option("--links", options.links,
-              "Speeds of a machine's links, as waybill calibrate has written them, - is standard "
-              "input; --nvlink and --network come before")
+              "Link speeds from a file that waybill calibrate has written; - is standard input. "
+              "--nvlink and --network override it")
       .value_name("FILE")
       .group(group);
   command
@@ -230,9 +232,10 @@ void add_link_options(Command command, HardwareOptions& options) {
 void add_hardware_options(Command command, HardwareOptions& options) {
   add_link_options(command, options);
   command
-      .option("--pairs-per-s", options.pairs_per_second,
-              "(query, key) pairs per second of a rank, forward; default: 600e12 operations per "
-              "second, 4 for each pair and element of a row of Q")
+      .option(
+          "--pairs-per-s", options.pairs_per_second,
+          "Attention speed of a rank, forward, in (query, key) pairs per second; default: 600e12 "
+          "operations per second, with 4 operations for each pair and element of a row of Q")
       .value_name("X")
       .check(real_between(1, 1e30))
       .group("Hardware");

@@ -48,7 +48,7 @@ void add_commands(Command app, Program& program) {
   add_calibrate_command(app, program);
   app.footer(
       "Examples:\n"
-      "  waybill demo                                   the whole way, nothing else needed\n"
+      "  waybill demo                                   everything in one run; needs nothing\n"
       "  waybill plan --full -o plan.json               documents -> plan\n"
       "  waybill metadata plan.json -o dispatch.json    plan -> metadata\n"
       "  waybill validate dispatch.json                 what could be wrong with it?\n"

@@ -92,7 +92,7 @@ std::string sentence_list(const std::vector<std::string>& sentences) {
         text += line + "\n";
         line = "   ";
       }
-      line += " " + sentence.substr(begin, end - begin);
+      line.append(1, ' ').append(sentence, begin, end - begin);
       begin = end + 1;
     }
     text += line + "\n";

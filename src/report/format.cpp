@@ -22,7 +22,7 @@ std::string format_count(std::int64_t count) {
   const std::size_t first = count < 0 ? 1 : 0;
   for (std::size_t place = text.size(); place > first + 3;) {
     place -= 3;
-    text.insert(place, ",");
+    text.insert(place, 1, ',');
   }
   return text;
 }

@@ -52,7 +52,17 @@ def test_follows_what_it_is_told():
         assert b.network_seconds >= max(a.network_out.max(), a.network_in.max()) / 1e8
     float8 = predict(config, ids, payload="scaled")
     assert np.array_equal(float8[0].network_out * 512, usual[0].network_out * (256 + 8))
-    told = predict(config, ids, nvlink=1e9, network=1e9, block=1e9)
+    slow_links = {f"{name}_bytes_per_second": 1e9 for name in ("nvlink", "network", "block")}
+    told = predict(config, ids, **slow_links)
+    for earlier in ("nvlink", "network", "block"):  # names of before
+        name = f"{earlier}_bytes_per_second"
+        given = {**slow_links, earlier: slow_links[name]}
+        with pytest.raises(waybill.InvalidArgument, match=f"predict: got {earlier} and {name}"):
+            predict(config, ids, **given)
+        del given[name]
+        assert [one.seconds for one in predict(config, ids, **given)] == [
+            one.seconds for one in told
+        ]
     assert told[0].seconds > usual[0].seconds
 
 

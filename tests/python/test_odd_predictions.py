@@ -22,13 +22,15 @@ NO_COSTS = [math.nan, math.inf, -1e-9, 1e300, 10**400, "1e-6", None, True, []]
 @pytest.mark.parametrize("speed", NO_SPEEDS, ids=repr)
 @pytest.mark.parametrize("name", ["nvlink", "network", "block"])
 def test_speeds_make_sense(name, speed):
-    with pytest.raises(waybill.InvalidArgument, match=f"^predict: {name} = "):
-        predict(CONFIG, IDS, **{name: speed})
+    with pytest.raises(waybill.InvalidArgument, match=f"^predict: {name}_bytes_per_second = "):
+        predict(CONFIG, IDS, **{f"{name}_bytes_per_second": speed})
     with pytest.raises(waybill.InvalidArgument, match=f"LinkSpeeds: {name}_bytes"):
         waybill.LinkSpeeds(**{f"{name}_bytes_per_second": speed})
     if name != "block":
-        with pytest.raises(waybill.InvalidArgument, match=f"ExpertSummary: {name} = "):
-            summarize(CONFIG, IDS).limit_seconds(**{name: speed})
+        with pytest.raises(
+            waybill.InvalidArgument, match=f"ExpertSummary: {name}_bytes_per_second = "
+        ):
+            summarize(CONFIG, IDS).limit_seconds(**{f"{name}_bytes_per_second": speed})
         with pytest.raises(waybill.InvalidArgument, match=f"{name}_bytes_per_second = "):
             waybill.plan([300, 80], 2, 200, **{f"{name}_bytes_per_second": speed})
 

@@ -7,6 +7,7 @@ from typing import Any, List, Optional, Sequence
 
 from .. import _core
 from .._arrays import IntArray, choice, int64, numbers
+from .._renamed import renamed
 from ..errors import InvalidArgument
 from ..links import LinkSpeeds, check_speed
 from .choices import choices_of
@@ -40,15 +41,20 @@ class ExpertCallPrediction:
     puts: IntArray  #: [W] to other nodes, that carry them
 
 
+@renamed(
+    nvlink="nvlink_bytes_per_second",
+    network="network_bytes_per_second",
+    block="block_bytes_per_second",
+)
 def predict(
     config: EPConfig,
     exp_indices: Sequence[Any],
     *,
     dropped_id: Optional[int] = None,
     payload: str = "plain",
-    nvlink: float = LinkSpeeds.nvlink_bytes_per_second,
-    network: float = LinkSpeeds.network_bytes_per_second,
-    block: float = LinkSpeeds.block_bytes_per_second,
+    nvlink_bytes_per_second: float = LinkSpeeds.nvlink_bytes_per_second,
+    network_bytes_per_second: float = LinkSpeeds.network_bytes_per_second,
+    block_bytes_per_second: float = LinkSpeeds.block_bytes_per_second,
     num_sms: int = 32,
     path: str = "pipelined",
     message_seconds: float = 0.4e-6,
@@ -62,8 +68,10 @@ def predict(
     :param exp_indices: [T, topk] a rank, int32 or int64
     :param dropped_id: the id of a topk slot that goes nowhere: num_experts, or -1
     :param payload: "plain"; "quantized" or "scaled": float8 e4m3 with scales
-    :param nvlink: bytes per second of a rank inside its node, each way; network: between nodes;
-        block: that one multiprocessor stores
+    :param nvlink_bytes_per_second: of a rank inside its node, each way
+    :param network_bytes_per_second: of a rank between nodes, each way
+    :param block_bytes_per_second: that one multiprocessor stores
+    :param num_sms: multiprocessors that a call uses
     :param path: "waiting": a put is awaited before its block posts the next; "pipelined"
     :param path_bytes_per_second: above 0: nodes are parts of one host, and a block copies at this
         speed what goes to another one
@@ -71,8 +79,15 @@ def predict(
     """
     who = "predict"
     choice(path, f"{who}: path", "waiting", "pipelined")
-    speeds = {"nvlink": nvlink, "network": network, "block": block}
-    given = {name: check_speed(speed, f"{who}: {name}") for name, speed in speeds.items()}
+    speeds = {
+        "nvlink": nvlink_bytes_per_second,
+        "network": network_bytes_per_second,
+        "block": block_bytes_per_second,
+    }
+    given = {
+        name: check_speed(speed, f"{who}: {name}_bytes_per_second")
+        for name, speed in speeds.items()
+    }
     costs = numbers(
         who, message_seconds=message_seconds, phase_seconds=phase_seconds,
         network_message_seconds=network_message_seconds,

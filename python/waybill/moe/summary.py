@@ -7,10 +7,13 @@ from typing import Any, List, Optional, Sequence, Tuple
 from .. import _core
 from .._arrays import IntArray
 from .._copies import OfThisProcess
+from .._renamed import renamed
 from ..errors import InvalidArgument
 from ..links import LinkSpeeds, check_speed
 from .choices import choices_of
 from .config import EPConfig
+
+_old_names = renamed(nvlink="nvlink_bytes_per_second", network="network_bytes_per_second")
 
 
 class ExpertSummary(OfThisProcess):
@@ -36,14 +39,17 @@ class ExpertSummary(OfThisProcess):
     def __init__(self) -> None:
         raise InvalidArgument("ExpertSummary: got a constructor call, expected summarize")
 
+    @_old_names
     def limit_seconds(
         self,
         *,
-        nvlink: float = LinkSpeeds.nvlink_bytes_per_second,
-        network: float = LinkSpeeds.network_bytes_per_second,
+        nvlink_bytes_per_second: float = LinkSpeeds.nvlink_bytes_per_second,
+        network_bytes_per_second: float = LinkSpeeds.network_bytes_per_second,
     ) -> float:
         """The time of the rank and link that need longest: no dispatch can be faster."""
-        return self._compiled.limit_seconds(*_speeds(nvlink, network))
+        return self._compiled.limit_seconds(
+            *_speeds(nvlink_bytes_per_second, network_bytes_per_second)
+        )
 
     def placement(self) -> IntArray:
         """[E] The rank for each expert, as many on each, that makes the busiest rank's work little
@@ -51,23 +57,25 @@ class ExpertSummary(OfThisProcess):
         """
         return self._compiled.placement()
 
+    @_old_names
     def explain(
         self,
         *,
-        nvlink: float = LinkSpeeds.nvlink_bytes_per_second,
-        network: float = LinkSpeeds.network_bytes_per_second,
+        nvlink_bytes_per_second: float = LinkSpeeds.nvlink_bytes_per_second,
+        network_bytes_per_second: float = LinkSpeeds.network_bytes_per_second,
     ) -> List[str]:
         """What the figures mean, a sentence each."""
-        return self._compiled.explain(*_speeds(nvlink, network))
+        return self._compiled.explain(*_speeds(nvlink_bytes_per_second, network_bytes_per_second))
 
+    @_old_names
     def text(
         self,
         *,
-        nvlink: float = LinkSpeeds.nvlink_bytes_per_second,
-        network: float = LinkSpeeds.network_bytes_per_second,
+        nvlink_bytes_per_second: float = LinkSpeeds.nvlink_bytes_per_second,
+        network_bytes_per_second: float = LinkSpeeds.network_bytes_per_second,
     ) -> str:
         """Figures, a line per rank with bars, and ``explain()``, 80 columns wide."""
-        return self._compiled.text(*_speeds(nvlink, network))
+        return self._compiled.text(*_speeds(nvlink_bytes_per_second, network_bytes_per_second))
 
     def __str__(self) -> str:
         return self.text()
@@ -77,8 +85,8 @@ class ExpertSummary(OfThisProcess):
 
 def _speeds(nvlink: Any, network: Any) -> Tuple[float, float]:
     return (
-        check_speed(nvlink, "ExpertSummary: nvlink"),
-        check_speed(network, "ExpertSummary: network"),
+        check_speed(nvlink, "ExpertSummary: nvlink_bytes_per_second"),
+        check_speed(network, "ExpertSummary: network_bytes_per_second"),
     )
 
 
