@@ -5,10 +5,13 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -26,38 +29,47 @@ using namespace nb::literals;
 
 namespace {
 
+/// A table of a dispatch, by the name that Triton-distributed gave it, where it did.
+struct NamedTable {
+  std::string_view name;
+  ConstTensorView ExpertTableViews::*view;
+};
+
+constexpr NamedTable named_tables[] = {
+    {"num_input_tokens_per_rank", &ExpertTableViews::num_input_tokens},
+    {"send_reqs_recv_tensor", &ExpertTableViews::send_reqs},
+    {"topk_indices_tensor", &ExpertTableViews::ids},
+    {"token_dst_scatter_idx", &ExpertTableViews::dst_rows},
+    {"skipped_token_mapping_indices", &ExpertTableViews::primary_rows},
+    {"skipped_token_topk_mapping_indices", &ExpertTableViews::topk_slot_rows},
+    {"recv_expert_counts", &ExpertTableViews::expert_counts},
+    {"recv_expert_offsets", &ExpertTableViews::expert_offsets},
+    {"recv_topk_indices", &ExpertTableViews::recv_topk},
+    {"compact_to_grouped", &ExpertTableViews::compact_to_grouped},
+    {"grouped_to_compact", &ExpertTableViews::grouped_to_compact},
+    {"recv_tags", &ExpertTableViews::recv_tags},
+    {"num_recv_tokens_per_rank", &ExpertTableViews::num_recv_rows},
+    {"required_rows", &ExpertTableViews::required_rows},
+    {"splits", &ExpertTableViews::splits},
+    {"weights", &ExpertTableViews::weights},
+};
+
 /// What Python's descriptor holds.
 struct LayoutHandle {
   std::shared_ptr<RankWorld> rank;
   std::shared_ptr<EPLayout> layout;
 
-  [[nodiscard]] nb::dict tables(std::uintptr_t stream) const {
+  std::shared_ptr<UsedLayout> used = nullptr;  ///< since the first table was asked for
+
+  [[nodiscard]] nb::object table(const std::string& name, std::uintptr_t stream) {
+    const auto* const found = std::ranges::find(named_tables, name, &NamedTable::name);
+    if (found == std::end(named_tables)) throw nb::key_error(name.c_str());
     const ExpertTableViews views = [&] {
       const RankWorld::Call call(*rank, "EPLayout.tables");
       return layout->tables();
     }();
-    nb::dict result;
-    const auto used = std::make_shared<UsedLayout>(layout, stream_from(stream));
-    const auto add = [&](const char* name, const ConstTensorView& view) {
-      result[name] = array_over(view, rank, {rank, used, {}});
-    };
-    add("num_input_tokens_per_rank", views.num_input_tokens);
-    add("send_reqs_recv_tensor", views.send_reqs);
-    add("topk_indices_tensor", views.ids);
-    add("token_dst_scatter_idx", views.dst_rows);
-    add("skipped_token_mapping_indices", views.primary_rows);
-    add("skipped_token_topk_mapping_indices", views.topk_slot_rows);
-    add("recv_expert_counts", views.expert_counts);
-    add("recv_expert_offsets", views.expert_offsets);
-    add("recv_topk_indices", views.recv_topk);
-    add("compact_to_grouped", views.compact_to_grouped);
-    add("grouped_to_compact", views.grouped_to_compact);
-    add("recv_tags", views.recv_tags);
-    add("num_recv_tokens_per_rank", views.num_recv_rows);
-    add("required_rows", views.required_rows);
-    add("splits", views.splits);
-    add("weights", views.weights);
-    return result;
+    if (used == nullptr) used = std::make_shared<UsedLayout>(layout, stream_from(stream));
+    return array_over(views.*found->view, rank, {rank, used, {}});
   }
 };
 
@@ -242,7 +254,7 @@ void bind_moe_layer(nb::module_& m) {
                return h.layout->num_recv_rows();
              });
            })
-      .def("tables", &LayoutHandle::tables);
+      .def("table", &LayoutHandle::table);
   nb::class_<RankLayer>(m, "ExpertLayer")
       .def("__init__",
            [](RankLayer* self, const WorldHandle& world, const EPConfig& config,

@@ -11,7 +11,7 @@ from ._arrays import int64
 from ._copies import OfThisProcess
 from ._dispatcher_options import checked_options
 from ._graphs import outside_graphs
-from ._tensor_checks import Names, numbered, refuse, refuse_overlap
+from ._tensor_checks import Names, named, numbered, refuse, refuse_overlap
 from ._wrong_call import shown
 from .errors import Error, InvalidArgument
 from .sparse import relay_of, room_of, sparse_table
@@ -220,30 +220,34 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         who = "kv_gradient"
         self._check_plan(who, plan, who)
         number = _number(of_dispatch, who)
-        if out is None:
+        results = out
+        if results is None:
             of_all = None if dtype is None else self._dtype(dtype, f"{who}: dtype")
-            out = [
+            results = [
                 self._empty((rows, *fmt.row_shape), fmt.dtype if of_all is None else of_all)
                 for rows, fmt in zip(plan.own_rows, plan.formats)
             ]
         elif dtype is not None:
             raise InvalidArgument(f"{who}: got out and dtype, expected one of them")
-        elif not isinstance(out, (list, tuple)) or len(out) != len(plan.formats):
-            found = f"has {len(out)}" if isinstance(out, (list, tuple)) else type(out).__name__
+        elif not isinstance(results, (list, tuple)) or len(results) != len(plan.formats):
+            counted = isinstance(results, (list, tuple))
+            found = f"has {len(results)}" if counted else type(results).__name__
             raise InvalidArgument(
                 f"{who}: out is {found}, expected a list of {len(plan.formats)}, as the plan has"
             )
         names, out_names = numbered("gradients"), numbered("out")
         rows, kept = self._given(who, names, gradients)
-        sums, kept_out = self._given(who, out_names, out, writable=True)
+        sums, kept_out = self._given(who, out_names, results, writable=True)
+        if out is not None:
+            refuse_overlap(sums, lambda t: named(who, out_names, t))
         try:
             self._dispatcher.kv_gradient(plan._plan, rows, sums, self._stream(), number)
         except InvalidArgument as error:
             if "outputs" in str(error):
-                refuse(who, error, out_names, out, plan.formats, plan.own_rows, any_dtype=True)
+                refuse(who, error, out_names, results, plan.formats, plan.own_rows, any_dtype=True)
             refuse(who, error, names, gradients, plan.formats, plan.window_rows)
         del kept, kept_out
-        return tuple(out)
+        return tuple(results)
 
     @outside_graphs
     def gradient_inputs(self, plan: PlanHandle) -> Tuple[_Array, ...]:
@@ -376,9 +380,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
     def _given(
         self, who: str, names: Names, values: Sequence[Any], writable: bool = False
     ) -> Tuple[list[Rows], list[Any]]:
-        pairs = [self._rows(v, f"{who}: {names(t)}", writable) for t, v in enumerate(values)]
-        if writable:
-            refuse_overlap([rows for rows, _ in pairs], lambda t: f"{who}: {names(t)}")
+        pairs = [self._rows(v, named(who, names, t), writable) for t, v in enumerate(values)]
         return [rows for rows, _ in pairs], [kept for _, kept in pairs]
 
     def _shown(self, plan: PlanHandle, views: Sequence[Any]) -> Tuple[_Array, ...]:

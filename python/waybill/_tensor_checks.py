@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any, Callable, NoReturn, Optional, Sequence, Tuple
 
@@ -15,9 +16,16 @@ from .errors import InvalidArgument
 Names = Callable[[int], str]
 
 
+@functools.cache
 def numbered(name: str) -> Names:
     """Of tensors that come as one sequence."""
     return lambda t: f"{name}[{t}]"
+
+
+@functools.lru_cache(maxsize=256)
+def named(who: str, names: Names, t: int) -> str:
+    """That name in a call's errors; calls are made again and again, mostly without one."""
+    return f"{who}: {names(t)}"
 
 
 def of_qkv(t: int) -> str:

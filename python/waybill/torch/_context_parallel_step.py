@@ -196,7 +196,7 @@ class RankStep:
         are those that stay, and the latent ones travel.
         """
         sent = (q, k, v) if latent is None else (q, latent.rows)
-        number, there = 0, self._nothing(q)
+        number, there = 0, None
         back: Tuple[torch.Tensor, ...] = ()
         lse: Optional[torch.Tensor]
         views: Callable[[], Tuple[torch.Tensor, ...]] = tuple
@@ -225,11 +225,10 @@ class RankStep:
             if self.moves:
                 self.q_rows.write(lse, back[1])
         kept = home_lse if self.kernel.needs_lse else home_lse.new_empty(0)
+        if there is None:
+            none = q.new_empty(0)
+            return out, lse, Saved(kept, none, none, none, none, kept.new_empty(0)), number
         return out, lse, there._replace(home_lse=kept), number
-
-    def _nothing(self, like: torch.Tensor) -> Saved:
-        none, lse = like.new_empty(0), like.new_empty(0, dtype=torch.float32)
-        return Saved(lse, none, none, none, none, lse)
 
     def _attend_there(
         self, views: Sequence[torch.Tensor], keep: bool, want_lse: bool, latent: Optional[Latent]
@@ -249,7 +248,7 @@ class RankStep:
             out = out.contiguous()
             lse = q.new_empty(0, dtype=torch.float32) if found is None else found
         kept = lse if self.kernel.needs_lse else lse.new_empty(0)
-        return Saved(lse.new_empty(0), q, k, v, out, kept), lse
+        return Saved(kept, q, k, v, out, kept), lse  # that of rows at home comes later
 
     def _send_back(
         self, out: torch.Tensor, lse: torch.Tensor, want_lse: bool

@@ -11,6 +11,7 @@ from typing import Any, Optional, Tuple
 
 import numpy as np
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from .._arrays import AnyArray, as_numpy
 from .._wrong_call import shown
@@ -118,11 +119,23 @@ def require_rows(value: Any, name: str) -> torch.Tensor:
 def require_memory(value: Any, name: str) -> torch.Tensor:
     """A tensor whose elements lie in memory as they are."""
     found = require_tensor(value, name)
-    if found.device.type == "meta":
+    if found.is_meta:
         raise InvalidArgument(f"{name} lies on meta, expected a tensor with elements")
     if found.is_neg() or found.is_conj():
         raise InvalidArgument(f"{name} is a lazy view, expected memory: resolve it first")
     return found
+
+
+def shown_memory(bits: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over memory of the library, as an array or, on a device, a capsule."""
+    # Of an array torch would ask for its device and stream first.
+    capsule = bits.__dlpack__() if hasattr(bits, "__dlpack__") else bits
+    return from_dlpack(capsule).view(dtype)
+
+
+def stream_of(device: torch.device) -> int:
+    """torch's current stream of a GPU; 0 for host memory."""
+    return 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
 
 
 def say_no_gradients(who: str, instead: str, *values: Any) -> None:

@@ -179,7 +179,7 @@ class AttentionStep(OfThisProcess):
     ) -> torch.Tensor:
         """A copy of what arrives, with zeros below where the caller has more rows."""
         (view,) = self.dispatcher._dispatch(
-            "return_outputs", lambda _: "out", plan, (_adjacent(tensor),), of_dispatch
+            "return_outputs", _of_out, plan, (_adjacent(tensor),), of_dispatch
         )
         return _padded(view, rows) if rows > view.shape[0] else view.clone()
 
@@ -295,8 +295,14 @@ class _Recomputed(torch.autograd.Function):
         return (None, None, None, *(next(found) if n else None for n in needed))
 
 
+def _of_out(_: int) -> str:
+    return "out"
+
+
 def _adjacent(tensor: torch.Tensor) -> torch.Tensor:
     """Gradients come with any strides, also 0 along a row."""
+    if tensor.is_contiguous():
+        return tensor
     if tensor.ndim > 0 and tensor.shape[0] > 0 and tensor[0].is_contiguous():
         return tensor
     return tensor.contiguous()

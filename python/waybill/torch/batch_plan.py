@@ -301,24 +301,27 @@ def piece_table(held: Any, rank: int, who: str) -> IntArray:
             )
         return held.copy()
     rows = []
-    sequence(held, f"{who}: pieces of rank {rank}", "a list of lengths and pieces")
+    of_rank = f"{who}: pieces of rank {rank}"
+    sequence(held, of_rank, "a list of lengths and pieces")
     for i, item in enumerate(held):
         if isinstance(item, (tuple, list)) or getattr(item, "ndim", 0) > 0:
             if len(item) != 3:
                 raise InvalidArgument(
-                    f"{who}: pieces of rank {rank}: [{i}] has {len(item)} numbers, expected"
-                    " (document, offset, length)"
+                    f"{of_rank}: [{i}] has {len(item)} numbers, expected (document, offset, length)"
                 )
-            row = [int64(n, f"{who}: pieces of rank {rank}: [{i}]") for n in item]
+            row = [n if _is_plain(n) else int64(n, f"{of_rank}: [{i}]") for n in item]
             if row[0] < 0 and row[0] >= _UNNUMBERED:
-                raise InvalidArgument(
-                    f"{who}: pieces of rank {rank}: [{i}] has document {row[0]}, expected >= 0"
-                )
+                raise InvalidArgument(f"{of_rank}: [{i}] has document {row[0]}, expected >= 0")
             rows.append(row)
         else:
-            length = int64(item, f"{who}: pieces of rank {rank}: [{i}]")
+            length = item if _is_plain(item) else int64(item, f"{of_rank}: [{i}]")
             rows.append([_UNNUMBERED - (rank * 2**32 + i) - 1, 0, length])
     return np.array(rows, np.int64).reshape(-1, 3)
+
+
+def _is_plain(value: Any) -> bool:
+    """An int of 64 bits, as most are: only another needs a name, in case that it is wrong."""
+    return type(value) is int and -(2**63) <= value < 2**63
 
 
 def check_table(table: IntArray, rank: int, who: str) -> None:

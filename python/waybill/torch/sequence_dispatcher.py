@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Tuple
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from .._arrays import library_dtype
 from .._dispatcher import Dispatcher, PlanHandle, Rows, TensorFormat
@@ -14,7 +13,7 @@ from .._tensor_checks import row_layout, row_shape
 from .._wrong_call import shown
 from ..errors import InvalidArgument, Unsupported
 from ..world import World
-from ._tensors import dtype_name, require_tensor, say_no_gradients
+from ._tensors import dtype_name, require_tensor, say_no_gradients, shown_memory, stream_of
 
 __all__ = ["SequenceDispatcher"]
 
@@ -49,9 +48,7 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
         self._device = torch.device(world.device)
 
     def _stream(self) -> int:
-        if self._device.type == "cpu":
-            return 0
-        return torch.cuda.current_stream(self._device).cuda_stream
+        return stream_of(self._device)
 
     def _format(self, value: Any, name: str) -> Tuple[TensorFormat, str]:
         if isinstance(value, TensorFormat):
@@ -73,11 +70,15 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
         library_name = _library_name(tensor.dtype, name)
         if tensor.is_neg() or tensor.is_conj():
             raise InvalidArgument(f"{name} is a lazy view, expected memory: resolve it first")
-        rows, hidden, stride = row_layout(tensor.shape, tensor.stride(), name)
-        return (tensor.data_ptr(), library_name, rows, hidden, stride), tensor
+        rows = tensor.shape[0] if tensor.ndim > 0 else 0
+        if rows > 0 and tensor.is_contiguous():
+            layout = (rows, tensor.numel() // rows, tensor.stride(0))
+        else:
+            layout = row_layout(tensor.shape, tensor.stride(), name)
+        return (tensor.data_ptr(), library_name, *layout), tensor
 
     def _show(self, bits: Any, format_: TensorFormat) -> torch.Tensor:
-        tensor = from_dlpack(bits).view(format_.dtype)
+        tensor = shown_memory(bits, format_.dtype)
         if len(format_.row_shape) == 1:
             return tensor
         return tensor.reshape(tensor.shape[0], *format_.row_shape)

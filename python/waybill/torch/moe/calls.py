@@ -12,8 +12,9 @@ import torch
 from ..._arrays import flag, int64
 from ..._graphs import outside_graphs
 from ...errors import Disagreement, InvalidArgument
+from .._tensors import stream_of
 from .layout import LayerLayout
-from .tensors import given, shown, stream_of
+from .tensors import given, shown
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
@@ -189,6 +190,8 @@ class LayerCalls(torch.nn.Module):
 
     def _end_loans(self, number: int, brings_weights: bool) -> None:
         """What dispatch ``number`` overwrites: autograd then refuses a backward that needs it."""
+        if not self._lent:
+            return
         kept = []
         for since, view, is_weights in self._lent:
             if since + 2 > number or (is_weights and not brings_weights):

@@ -106,31 +106,31 @@ def check_layer(
 
 def check_call(layer: EPAll2AllLayer, chunks: int, tokens: Any, scores: Any, ids: Any) -> None:
     """Rows of scores and ids that lie otherwise than those of tokens are other tokens'."""
-    hidden, topk, rank = layer.hidden, layer.topk, layer.rank
+    hidden, topk, rank, device = layer.hidden, layer.topk, layer.rank, layer.device
+    wanted = require_rows(tokens, f"{_WHO}: tokens").shape[:-1]
+    count = wanted.numel()
     for name, value, columns in (
         ("tokens", tokens, hidden),
         ("scores", scores, topk),
         ("ids", ids, topk),
     ):
         require_rows(value, f"{_WHO}: {name}")
-        rows, wanted = value.shape[:-1], tokens.shape[:-1]
-        flat = len(rows) == 1 and rows[0] == wanted.numel()
-        if value.shape[-1] != columns or not (flat or rows == wanted):
+        *rows, last = value.shape
+        if last != columns or not (rows == [count] or rows == list(wanted)):
             raise _wrong(f"{name} has shape {list(value.shape)}", f"{[*wanted, columns]}", rank)
-        if value.device != layer.device:
-            raise _wrong(f"{name} lies on {value.device}", f"{layer.device}", rank)
-    converted = tokens.is_floating_point() and is_autocast(layer.device)
-    if tokens.dtype != layer.dtype and not converted:
+        if value.device != device:
+            raise _wrong(f"{name} lies on {value.device}", f"{device}", rank)
+    if tokens.dtype != layer.dtype and not (tokens.is_floating_point() and is_autocast(device)):
         raise _wrong(f"tokens is {tokens.dtype}", f"{layer.dtype}, or autocast", rank)
     if not scores.is_floating_point():
         raise _wrong(f"scores is {scores.dtype}", "floats", rank)
     if ids.dtype not in (torch.int32, torch.int64):
         raise _wrong(f"ids is {ids.dtype}", "int32 or int64", rank)
-    count, most = tokens.shape[:-1].numel(), chunks * layer.max_tokens
+    most = chunks * layer.max_tokens
     if count > most:
         parts = "" if chunks == 1 else f", {chunks} chunks of {layer.max_tokens}"
         raise _wrong(f"tokens are {count}", f"at most max_tokens = {most}{parts}", rank)
-    if layer.device.type == "cpu" and not torch.compiler.is_compiling():
+    if device.type == "cpu" and not torch.compiler.is_compiling():
         require_known_ids(ids, layer.num_tot_experts, layer.dropped_id, f"{_WHO}: ids", rank)
 
 

@@ -30,7 +30,7 @@ from .lanes import Lane, scaled_gradient
 from .layer import EPAll2AllLayer
 from .presets import preset_options
 from .shared_layers import LayerBox, shared_box
-from .tensors import as_autocast, world_of
+from .tensors import as_autocast, flat_rows, world_of
 
 __all__ = ["ExpertParallel"]
 
@@ -168,8 +168,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         if self._released:
             raise TransportError("ExpertParallel: the module was finalized")
         check_call(self.layer, self.chunks, tokens, scores, ids)
-        x = tokens.reshape(-1, tokens.shape[-1])
-        weights, chosen = (one.reshape(-1, one.shape[-1]) for one in (scores, ids))
+        x, weights, chosen = (flat_rows(one) for one in (tokens, scores, ids))
         beside = None if self.shared is None else self._beside.run(self.shared, x)
         if self.shared is not None:
             check_shared(beside, x, self.layer.rank)
@@ -181,7 +180,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         if beside is not None:
             self._beside.join(beside)
             sums = sums + beside
-        return sums.reshape(tokens.shape)
+        return sums if tokens.ndim == 2 else sums.reshape(tokens.shape)
 
     def uses_operations(self) -> bool:
         """Whether a call now would be made of operations of torch.library."""

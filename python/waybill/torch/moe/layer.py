@@ -14,14 +14,13 @@ from ..._copies import OfThisProcess
 from ..._graphs import outside_graphs
 from ...errors import InvalidArgument
 from ...moe import EPAllToAllLayoutDesc, EPConfig
-from .._tensors import require_tensor
+from .._tensors import require_tensor, stream_of
 from .autograd import Combine, Dispatch
 from .calls import LayerCalls, checked_layout, names_rank
 from .presets import number_of_rows, suggested_sms
 from .tensors import (
     as_autocast,
     group_of_layer,
-    stream_of,
     torch_dtype,
     world_of,
 )

@@ -9,7 +9,8 @@ import torch
 from ..._copies import OfThisProcess
 from ..._graphs import outside_graphs
 from ...moe import EPAllToAllLayoutDesc
-from .tensors import shown, stream_of
+from .._tensors import stream_of
+from .tensors import shown
 
 _L = TypeVar("_L", bound="LayerLayout")
 _ONE_NODE = ("skipped_token_mapping_indices", "skipped_token_topk_mapping_indices")
@@ -41,7 +42,6 @@ class LayerLayout(OfThisProcess, EPAllToAllLayoutDesc):
         self._handle = handle
         self._device = device
         self._one_node, self._grouped = one_node, grouped
-        self._arrays: Dict[str, Any] = {}
         self._tensors: Dict[str, Optional[torch.Tensor]] = {}
         self._token: Optional[torch.Tensor] = None
         self._weights: Optional[torch.Tensor] = None  #: of the rows, as the dispatch gave them
@@ -75,9 +75,7 @@ class LayerLayout(OfThisProcess, EPAllToAllLayoutDesc):
             return None
         if maps and not (self._one_node and self._grouped):
             return None
-        if not self._arrays:
-            self._arrays = self._handle.tables(stream_of(self._device))
-        table = shown(self._arrays[name], torch.int32)
+        table = shown(self._handle.table(name, stream_of(self._device)), torch.int32)
         return table.to(torch.int64) if maps and table is not None else table
 
 

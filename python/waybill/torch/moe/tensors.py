@@ -7,14 +7,13 @@ import weakref
 from typing import Any, Optional, Tuple
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from ..._agreement import agree
 from ..._arrays import library_dtype
 from ..._wrong_call import shown as shown_value
 from ...errors import InvalidArgument
 from ...world import World
-from .._tensors import dtype_name, require_memory
+from .._tensors import dtype_name, require_memory, shown_memory
 
 #: A tensor for the compiled part: address, dtype, shape.
 Given = Tuple[int, str, Tuple[int, ...]]
@@ -32,17 +31,19 @@ def given(value: Any, name: str, device: torch.device) -> Tuple[Given, torch.Ten
         raise InvalidArgument(f"{name} lies on {tensor.device}, expected {device}")
     if tensor.ndim == 0:  # which the compiled part would take for none
         raise InvalidArgument(f"{name} has no axes, expected a row for each token")
-    tensor = tensor.detach().contiguous()
+    if type(tensor) is not torch.Tensor or not tensor.is_contiguous():
+        tensor = tensor.detach().contiguous()
     return (tensor.data_ptr(), _library_name(tensor.dtype), tuple(tensor.shape)), tensor
 
 
 def shown(bits: Any, dtype: torch.dtype) -> Optional[torch.Tensor]:
     """A tensor over memory of the layer; None stays None."""
-    if bits is None:
-        return None
-    # Device memory comes as a capsule. Of an array torch would ask for its device and stream first.
-    capsule = bits.__dlpack__() if hasattr(bits, "__dlpack__") else bits
-    return from_dlpack(capsule).view(dtype)
+    return None if bits is None else shown_memory(bits, dtype)
+
+
+def flat_rows(value: torch.Tensor) -> torch.Tensor:
+    """[rows, ...] of any number of axes before the last."""
+    return value if value.ndim == 2 else value.reshape(-1, value.shape[-1])
 
 
 def as_autocast(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
@@ -66,6 +67,10 @@ def require_known_ids(
     ids: torch.Tensor, num_experts: int, dropped: int, name: str, rank: int
 ) -> None:
     """That each is of an expert, or dropped. The host looks: it waits for a device."""
+    if dropped in (-1, num_experts) and ids.numel() > 0:  # one range: one look at all of them
+        least, most = (int(number) for number in torch.aminmax(ids))
+        if min(dropped, 0) <= least and most <= max(dropped, num_experts - 1):
+            return
     wrong = ((ids < 0) | (ids >= num_experts)) & (ids != dropped)
     if not bool(wrong.any()):
         return
@@ -82,11 +87,6 @@ def torch_dtype(value: Any, name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise InvalidArgument(f"{name} = {shown_value(value)}, expected a torch dtype")
     return found
-
-
-def stream_of(device: torch.device) -> int:
-    """torch's current stream of a GPU; 0 for host memory."""
-    return 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
 
 
 def world_of(
