@@ -17,6 +17,8 @@ FOREIGN = re.compile(
     r"nanobind|std::|bad_alloc|incompatible function|basic_string|vector::|core dumped|"
     r"index out of range|NoneType|object has no attribute|Traceback|assert",
 )
+# Of an object that an earlier error has ended, or that this rank has closed.
+ENDED = re.compile(r"^[^:]*(: [a-z_]*)?: ((the|it) )?(\w+ )?(is unusable|was closed|was finalized)")
 SLACK_S = 4.0  # a loaded machine's
 
 
@@ -71,28 +73,26 @@ def before_anything(error):
     """Whether the call was refused before other ranks could hear of it."""
     refused = isinstance(error, (waybill.InvalidArgument, waybill.Unsupported))
     if refused and not isinstance(error, waybill.Disagreement):
-        return True
-    text = str(error)
-    return "unusable after" in text or "was closed" in text or "was finalized" in text
+        return "full_scatter_indices" not in str(error)  # found with the counts of all ranks
+    return type(error) is waybill.TransportError and ENDED.search(str(error)) is not None
 
 
-def judge(ranks, reference, names=None):
+def judge(ranks, reference):
     """Complaints about what all ranks wrote down.
 
     :param reference: (the Saids of all ranks of one call) -> for each rank a list of arrays, or
         None for what is not compared
-    :param names: (a Disagreement's text, the Saids) -> None or a complaint
     """
     complaints = [c for rank in ranks for c in rank.complaints]
     for key in {k: None for rank in ranks for k in rank.calls}:
         lists = [rank.calls.get(key, []) for rank in ranks]
         for number in range(max(map(len, lists))):
             saids = [calls[number] if number < len(calls) else None for calls in lists]
-            complaints += judge_call(f"{key} call {number + 1}", saids, reference, names)
+            complaints += judge_call(f"{key} call {number + 1}", saids, reference)
     return complaints
 
 
-def judge_call(where, saids, reference, names):
+def judge_call(where, saids, reference):
     present = [said for said in saids if said is not None]
     agreed = len(present) == len(saids) and all(s.meaning == saids[0].meaning for s in saids)
     complaints = []
@@ -100,11 +100,8 @@ def judge_call(where, saids, reference, names):
     for said in present:
         if said.error is not None:
             if isinstance(said.error, waybill.Disagreement):
-                if agreed:
-                    complaints.append(f"{where}: agreed, but {said.error}")
-                elif names is not None:
-                    complaint = names(str(said.error), saids)
-                    complaints += [f"{where}: {complaint}"] if complaint else []
+                complaint = wrong_names(str(said.error), saids)
+                complaints += [f"{where}: {complaint}"] if complaint else []
             continue
         if not agreed:
             meant = [s and (s.operation, s.meaning) for s in saids]
@@ -118,6 +115,19 @@ def judge_call(where, saids, reference, names):
         if complaint:
             complaints.append(f"{where}: rank {said.rank}: {said.operation}: {complaint}")
     return complaints
+
+
+def wrong_names(text, saids):
+    """A Disagreement in a call names two ranks that did mean something else by it."""
+    if "ranks disagree in call " not in text:  # in an exchange, which other calls share
+        return None
+    named = list(dict.fromkeys(int(r) for r in re.findall(r"rank (\d+)", text)))
+    if len(named) != 2:
+        return f"names the ranks {named}: {text}"
+    one, other = (saids[r] for r in named)
+    if one is not None and other is not None and one.meaning == other.meaning:
+        return f"ranks {named} did mean the same: {text}"
+    return None
 
 
 def differs(results, wanted):

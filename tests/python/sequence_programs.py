@@ -486,4 +486,4 @@ if __name__ == "__main__":
             for error in errors:
                 print("    ", *error)
         for complaint in complaints:
-            print("  COMPLAINT", str(complaint)[:1500], flush=True)
+            print("  COMPLAINT", seed, str(complaint)[:1500], flush=True)
