@@ -171,7 +171,8 @@ class Runner:
             before = len(self.says.errors)
             with torch.set_grad_enabled(not op.get("no_grad", False)):
                 getattr(self, op["do"].removeprefix("raise") or "fail")(op)
-            if len(self.says.errors) > before and not self.goes_on:
+            # A backward pass is several calls, of which some were made.
+            if len(self.says.errors) > before and (not self.goes_on or op["do"] == "backward"):
                 break
 
     def fail(self, op):
@@ -257,7 +258,7 @@ class Runner:
         weights = held.w if op["has_weights"] else None
         held.has_weights = weights is not None
         positions = None
-        if op.get("positions"):
+        if op.get("positions"):  # refused by this rank for some layers, else by all
             positions = torch.arange(s["world"] * s["most"] * s["topk"]).reshape(-1, s["topk"])
         held.needs = (
             recorded and op["needs"][0],
@@ -298,7 +299,7 @@ class Runner:
             each = torch.where(live, there + first + 1, 0).to(s["dtype"])
             if own is not None:
                 each = torch.where(live, each * own[: held.count], 0)
-            scale = torch.cat([each.sum(1, keepdim=True), scale[held.count :] if not own is not None else scale[held.count :]])
+            scale = torch.cat([each.sum(1, keepdim=True), scale[held.count :]])
         else:
             ends = held.layout.recv_expert_offsets.tolist()
             for e in range(s["local"]):
