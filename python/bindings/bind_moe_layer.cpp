@@ -260,8 +260,7 @@ void bind_moe_layer(nb::module_& m) {
            })
       .def("dispatch", &RankLayer::dispatch, "tokens"_a, "ids"_a.none(), "weights"_a.none(),
            "scales"_a.none(), "positions"_a.none(), "layout"_a.none(), "stream"_a,
-           "needs_gradients"_a, "weights_need_gradients"_a, "of_backward"_a,
-           "origin"_a)
+           "needs_gradients"_a, "weights_need_gradients"_a, "of_backward"_a, "origin"_a)
       .def("combine", &RankLayer::combine)
       .def("weigh_gradients", &RankLayer::weigh_gradients, "gradients"_a, "weights"_a.none(),
            "rows"_a.none(), "layout"_a, "row_gradients"_a.none(), "weight_gradients"_a.none(),

@@ -81,7 +81,7 @@ inline constexpr std::int64_t num_expert_signals = 5;
 
 /// The symmetric memory of a layer. Windows alternate; the workspace and the signals stay.
 struct ExpertMemory {
-  std::string name;  ///< " of layer 3": no other object's memory is taken for this
+  std::string name;                ///< " of layer 3": no other object's memory is taken for this
   std::int64_t capacity_rows = 0;  ///< rows of each window
   ExpertWindowLayout window;
   ExpertWorkspaceLayout workspace_layout;

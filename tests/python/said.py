@@ -19,7 +19,7 @@ FOREIGN = re.compile(
 )
 # Of an object that an earlier error has ended, or that this rank has closed.
 ENDED = re.compile(r": the (dispatcher|layer) (is unusable|was closed|was finalized)")
-SLACK_S = 4.0  # a loaded machine's
+SLACK_S = 8.0  # a loaded machine's
 
 
 class Said:

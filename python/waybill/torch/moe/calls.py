@@ -215,9 +215,7 @@ class LayerCalls(torch.nn.Module):
         ``rows`` are given.
         """
         with self._lock:
-            view, _, _, _ = self._arrive(
-                gradient, None, None, None, None, layout, of_backward=True
-            )
+            view, _, _, _ = self._arrive(gradient, None, None, None, None, layout, of_backward=True)
             if weights is None:
                 return self._copied(view, layout), None
             to_rows = torch.empty_like(view) if needs_rows else None
