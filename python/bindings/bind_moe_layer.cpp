@@ -86,7 +86,7 @@ class RankLayer {
                      const OptionalTensor& weights, const OptionalTensor& scales,
                      const OptionalTensor& positions, const LayoutHandle* layout,
                      std::uintptr_t stream, bool needs_gradients, bool weights_need_gradients,
-                     std::uint32_t origin) {
+                     bool of_backward, std::uint32_t origin) {
     ExpertDispatchInput input;
     input.tokens = view_from<ConstTensorView>(tokens);
     input.ids = view_or_none(ids);
@@ -95,6 +95,7 @@ class RankLayer {
     input.full_scatter_indices = view_or_none(positions);
     input.needs_gradients = needs_gradients;
     input.weights_need_gradients = weights_need_gradients;
+    input.of_backward = of_backward;
     input.origin = origin;
     std::vector<std::shared_ptr<void>> memory;  // taken before another thread can free it
     EPDispatched got = unlocked([&] {
@@ -116,7 +117,7 @@ class RankLayer {
 
   void combine(const TensorArg& rows, const LayoutHandle& layout, const TensorArg& output,
                bool weighted, const std::vector<TensorArg>& biases, std::uintptr_t stream,
-               bool needs_gradients, bool of_companion) {
+               bool needs_gradients, bool of_backward, bool of_companion) {
     std::vector<ConstTensorView> bias_views;
     for (const TensorArg& bias : biases) bias_views.push_back(view_from<ConstTensorView>(bias));
     const ExpertCombineInput input{.rows = view_from<ConstTensorView>(rows),
@@ -124,6 +125,7 @@ class RankLayer {
                                    .biases = bias_views,
                                    .output = view_from<TensorView>(output),
                                    .needs_gradients = needs_gradients,
+                                   .of_backward = of_backward,
                                    .of_companion = of_companion};
     unlocked([&] {
       const RankWorld::Call call(*rank_, "combine", &turn_);
@@ -270,7 +272,7 @@ void bind_moe_layer(nb::module_& m) {
            })
       .def("dispatch", &RankLayer::dispatch, "tokens"_a, "ids"_a.none(), "weights"_a.none(),
            "scales"_a.none(), "positions"_a.none(), "layout"_a.none(), "stream"_a,
-           "needs_gradients"_a, "weights_need_gradients"_a, "origin"_a)
+           "needs_gradients"_a, "weights_need_gradients"_a, "of_backward"_a, "origin"_a)
       .def("combine", &RankLayer::combine)
       .def("weigh_gradients", &RankLayer::weigh_gradients, "gradients"_a, "weights"_a.none(),
            "rows"_a.none(), "layout"_a, "row_gradients"_a.none(), "weight_gradients"_a.none(),

@@ -68,13 +68,14 @@ DispatchCombineContext DispatchCombineContext::make(const World& world, const EP
   DispatchCombineContext context(world, config, options);
   Transport& transport = world.transport();
   ExpertMemory& memory = *context.memory_;
+  memory.name = concat(" of layer ", world.next_object());
   memory.workspace_layout = expert_workspace_layout(config, options);
-  memory.workspace = transport.allocate(memory.workspace_layout.total, "workspace of experts");
+  memory.workspace = transport.allocate(memory.workspace_layout.total, "workspace" + memory.name);
   context.allocate_windows(rows);
   context.allocate_slabs(slots);
   memory.signals = transport.allocate_signals(
       with_fingerprints(num_layer_signals(config.world_size), config.world_size),
-      "signals of experts");
+      "signals" + memory.name);
   return context;
 }
 
@@ -122,10 +123,10 @@ void DispatchCombineContext::allocate_windows(std::int64_t rows) {
   const std::int64_t combine_bytes = rows * config_.hidden * dtype_bytes(config_.token_dtype);
   SymmetricBuffer grown[4];
   for (SymmetricBuffer& window : std::span(grown).first(2)) {
-    window = transport.allocate(layout.total, "dispatch window");
+    window = transport.allocate(layout.total, "dispatch window" + memory.name);
   }
   for (SymmetricBuffer& window : std::span(grown).last(2)) {
-    window = transport.allocate(combine_bytes, "combine window");
+    window = transport.allocate(combine_bytes, "combine window" + memory.name);
   }
   for (std::size_t i = 0; i < 2; ++i) {
     for (auto [place, fresh] : {std::pair{&memory.dispatch_windows[i], &grown[i]},
@@ -145,7 +146,7 @@ void DispatchCombineContext::allocate_slabs(std::int64_t slots) {
   const std::int64_t rows = config_.max_tokens * slots;
   for (SymmetricBuffer& slab : memory_->receive_slabs) {
     slab = world_.transport().allocate(rows * config_.hidden * dtype_bytes(config_.token_dtype),
-                                       "receive slab");
+                                       "receive slab" + memory_->name);
   }
 }
 

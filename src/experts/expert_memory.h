@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "runtime/executor.h"
@@ -80,6 +81,7 @@ inline constexpr std::int64_t num_expert_signals = 5;
 
 /// The symmetric memory of a layer. Windows alternate; the workspace and the signals stay.
 struct ExpertMemory {
+  std::string name;                ///< " of layer 3": no other object's memory is taken for this
   std::int64_t capacity_rows = 0;  ///< rows of each window
   ExpertWindowLayout window;
   ExpertWorkspaceLayout workspace_layout;

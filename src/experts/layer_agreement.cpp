@@ -22,7 +22,8 @@ std::uint8_t flags_of(const ExpertDispatchInput& input, bool counts) {
   return flags_of({{CallFlag::weights, is_given(input.weights)},
                    {CallFlag::scatter_indices, counts && is_given(input.full_scatter_indices)},
                    {CallFlag::needs_gradients, input.needs_gradients},
-                   {CallFlag::weights_need_gradients, input.weights_need_gradients}});
+                   {CallFlag::weights_need_gradients, input.weights_need_gradients},
+                   {CallFlag::backward, input.of_backward}});
 }
 
 }  // namespace
@@ -85,7 +86,8 @@ CallFingerprint combine_fingerprint(CallFingerprint layer, const ExpertCombineIn
   layer.call = CollectiveCall::combine;
   layer.flags = flags_of({{CallFlag::weighted, input.options.weighted},
                           {CallFlag::local_combine, input.options.local_combine},
-                          {CallFlag::needs_gradients, input.needs_gradients}});
+                          {CallFlag::needs_gradients, input.needs_gradients},
+                          {CallFlag::backward, input.of_backward}});
   layer.origin = number;
   return layer;
 }

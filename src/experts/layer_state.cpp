@@ -49,7 +49,6 @@ LayerState::LayerState(const World& world, const EPConfig& config, const EPLayer
       config_(config),
       options_(options),
       id_(next_id()),
-      object_(world.next_object()),
       context_(make_context(world, config, options)),
       meetings_(std::make_unique<LayerMeetings>(world.transport(), config)),
       executor_(make_expert_executor(world, config_, options_.dispatch, context_.memory())) {}
@@ -92,23 +91,8 @@ void LayerState::grow_for(const ExpertTables& tables, const Stream& stream) {
   const std::int64_t rows =
       grown_output_rows(context_.capacity_rows(), *std::ranges::max_element(counts));
   if (rows == context_.capacity_rows()) return;
-  require_same_layer();
   world_.executor().synchronize(stream);
   (void)context_.reallocate_dispatch_output_buf(rows);
-}
-
-/// Memory of two layers that grow at a time, called by several threads in another order on some
-/// ranks, would be mapped as that of one.
-void LayerState::require_same_layer() {
-  const Setting layer[] = {{"the layer that grows", concat(object_)}};
-  try {
-    world_.transport().require_same("dispatch", layer);
-  } catch (const InvalidArgument& differs) {
-    throw Disagreement(
-        concat(differs.what(),
-               "; windows of several layers must grow in the same order on all ranks: "
-               "set fixed_rows or a larger capacity if threads call them at the same time"));
-  }
 }
 
 EPDispatched LayerState::finish_dispatch(const ExpertCall& call, const ExpertDispatchInput& input,

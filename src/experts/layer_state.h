@@ -49,7 +49,6 @@ class LayerState {
   [[nodiscard]] bool may_take_second_place(const Stream& stream) const;
   EPDispatched finish_dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
                                std::shared_ptr<ExpertTables> begun, std::uint32_t routing);
-  void require_same_layer();
   void grow_for(const ExpertTables& tables, const Stream& stream);
   [[nodiscard]] bool goes_alike(const EPLayout& layout) const;
   void check_rows(const ExpertCombineInput& input, const EPLayout& layout) const;
@@ -59,7 +58,6 @@ class LayerState {
   EPConfig config_;
   EPLayerOptions options_;
   std::uint64_t id_;
-  std::uint64_t object_;  ///< World::next_object()
   DispatchCombineContext context_;
   std::unique_ptr<LayerMeetings> meetings_;
   std::unique_ptr<ExpertExecutor> executor_;

@@ -91,11 +91,12 @@ DispatcherState::DispatcherState(const World& world, const SequenceDispatcherOpt
             "SequenceDispatcher: max_window_bytes = ", options.max_window_bytes, ", expected >= 0");
     return common_settings(options_);
   });
+  name_ = concat(" of dispatcher ", world.next_object());
   const std::int32_t ranks = world.world_size();
   arrivals_ = world.transport().allocate_signals(
-      with_fingerprints(num_arrival_signals(ranks), ranks), "arrivals");
+      with_fingerprints(num_arrival_signals(ranks), ranks), "arrivals" + name_);
   slots_ = world.transport().allocate_signals(pad_size(world.world_size(), least_batch_slots),
-                                              "slots of batches");
+                                              "slots of batches" + name_);
 }
 
 DispatcherState::~DispatcherState() {
@@ -198,14 +199,14 @@ void DispatcherState::grow_for(const char* who, std::int64_t window_bytes, std::
   if (windows) {
     const std::int64_t size = grown_size(window_bytes, options_.max_window_bytes);
     for (SymmetricBuffer& window : windows_) {
-      SymmetricBuffer larger = world_.transport().allocate(size, "window");
+      SymmetricBuffer larger = world_.transport().allocate(size, "window" + name_);
       if (window.local != nullptr) retired_.push_back(std::move(window));
       window = std::move(larger);
     }
   }
   if (counters > slots_.count) {
     old_slots_.push_back(std::move(slots_));
-    slots_ = world_.transport().allocate_signals(counters, "slots of batches");
+    slots_ = world_.transport().allocate_signals(counters, "slots of batches" + name_);
   }
   retired_epoch_ = epoch_;
 }

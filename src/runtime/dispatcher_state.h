@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "runtime/abort_state.h"
@@ -57,6 +58,7 @@ class DispatcherState {
   World world_;
   SequenceDispatcherOptions options_;
   CompileOptions compile_;
+  std::string name_;  ///< " of dispatcher 2", for its memory: no other object's is taken for it
   SymmetricBuffer windows_[2];
   std::vector<SymmetricBuffer> retired_;  ///< outgrown, perhaps holding the last output
   std::uint64_t retired_epoch_ = 0;       ///< of the last call when they were

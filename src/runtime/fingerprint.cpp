@@ -59,13 +59,16 @@ const char* name_of(CallFlag flag) {
       return "needs_gradients";
     case CallFlag::weights_need_gradients:
       return "weights_need_gradients";
+    case CallFlag::backward:
+      return "backward";
   }
   return "a flag";
 }
 
 constexpr CallFlag all_flags[] = {CallFlag::weights,         CallFlag::scatter_indices,
                                   CallFlag::weighted,        CallFlag::local_combine,
-                                  CallFlag::needs_gradients, CallFlag::weights_need_gradients};
+                                  CallFlag::needs_gradients, CallFlag::weights_need_gradients,
+                                  CallFlag::backward};
 
 /// The first flag that differs.
 std::string describe_flags(std::uint8_t mine, Rank me, std::uint8_t theirs, Rank peer) {

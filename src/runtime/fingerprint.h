@@ -30,6 +30,7 @@ enum class CallFlag : std::uint8_t {
   local_combine = 8,            ///< combine sums on the experts' rank first
   needs_gradients = 16,         ///< the caller will run the backward calls
   weights_need_gradients = 32,  ///< those of the weights, too
+  backward = 64,                ///< the call is part of a backward pass
 };
 
 /// What a rank believes of one collective call; ranks compare it where they meet. What ranks may

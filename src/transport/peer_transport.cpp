@@ -81,6 +81,7 @@ void PeerTransport::note_timeout() noexcept {
 SymmetricBuffer PeerTransport::allocate(std::int64_t size_bytes, std::string_view name) {
   require(size_bytes >= 0, "allocate: size_bytes = ", size_bytes, ", expected >= 0");
   SymmetricBuffer buffer;
+  buffer.name = name;
   buffer.size_bytes = size_bytes;
   share(buffer, size_bytes, name);
   return buffer;
@@ -89,6 +90,7 @@ SymmetricBuffer PeerTransport::allocate(std::int64_t size_bytes, std::string_vie
 SignalPad PeerTransport::allocate_signals(std::int64_t count, std::string_view name) {
   require(count >= 0, "allocate_signals: count = ", count, ", expected >= 0");
   SignalPad pad;
+  pad.name = name;
   pad.count = count;
   share(pad, count * static_cast<std::int64_t>(sizeof(std::uint64_t)), name);
   return pad;
@@ -147,10 +149,11 @@ void PeerTransport::share(Symmetric& result, std::int64_t size_bytes, std::strin
 template <class Symmetric>
 void PeerTransport::give_back(Symmetric& memory) {
   if (memory.memory.empty()) return;  // never allocated, on no rank
-  run_collective("release", [&] {
-    bootstrap_->barrier("release");
+  const std::string operation = concat("release(", memory.name, ")");
+  run_collective(operation, [&] {
+    bootstrap_->barrier(operation);
     free_parts(std::exchange(memory, {}).memory);
-    bootstrap_->barrier("release");
+    bootstrap_->barrier(operation);
   });
 }
 

@@ -22,7 +22,7 @@
 namespace waybill::detail {
 
 /// Of the handshake. The first 16 bytes of hello and answer are the same in all versions.
-inline constexpr std::uint32_t protocol_version = 2;
+inline constexpr std::uint32_t protocol_version = 3;
 inline constexpr std::size_t hello_bytes = 256;
 inline constexpr std::size_t answer_bytes = 512;
 inline constexpr std::size_t proof_bytes = 64;

@@ -1,5 +1,7 @@
 """Ranks that do not mean the same call are told so; none gets a wrong result."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -92,6 +94,47 @@ def test_what_differs_is_named_by_all(world_size, ranks_per_node, calls, named):
             step.dispatch(step.plan(routing_of(world_size)))
 
     waybill.run_threads(world_size, body, timeout_s=10, ranks_per_node=ranks_per_node)
+
+
+def reserved_in_turn(world):
+    dispatchers = [waybill.SequenceDispatcher(world) for _ in range(2)]
+    for dispatcher in reversed(dispatchers) if world.rank == 1 else dispatchers:
+        dispatcher.reserve(1 << 16)
+
+
+def a_barrier_against_windows(world):
+    dispatcher = waybill.SequenceDispatcher(world)
+    world.barrier() if world.rank == 1 else dispatcher.reserve(1 << 16)
+
+
+def closed_in_turn(world):
+    dispatchers = [waybill.SequenceDispatcher(world) for _ in range(2)]
+    for dispatcher in reversed(dispatchers) if world.rank == 1 else dispatchers:
+        dispatcher.close()
+
+
+@pytest.mark.parametrize(
+    "calls, named",
+    [
+        (reserved_in_turn, "window of dispatcher [12].*window of dispatcher [12]"),
+        (a_barrier_against_windows, "World::barrier"),
+        (closed_in_turn, "release.*of dispatcher"),
+    ],
+)
+def test_what_is_made_in_another_order_is_not_taken_for_the_other(calls, named):
+    """Else rows of one dispatcher arrive in windows of another, and a barrier ends without all."""
+
+    def body(world):
+        with pytest.raises(waybill.Disagreement) as caught:
+            calls(world)
+        world.barrier()  # all have been told, and go on together
+        return str(caught.value)
+
+    for rank, text in enumerate(waybill.run_threads(3, body, timeout_s=10)):
+        assert re.search(r"ranks disagree in exchange \d+: rank ", text), text
+        assert f"rank {rank} calls " in text and "same order on all ranks" in text
+        assert re.search(named, text), text
+        assert "rank 1 " in text
 
 
 def test_wrong_numbers_move_nothing():

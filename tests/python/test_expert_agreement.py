@@ -116,6 +116,21 @@ def backward_passes_of_weights(step):
         loss.backward()
 
 
+def dispatch_against_backward(step):
+    """By the routing whose combine the others differentiate: rows would be their gradients."""
+    rows, _, layout = step.dispatch(needing(step.tokens))
+    sums = step.combine((rows, None, layout))
+    step.dispatch(step.tokens, layout_desc=layout) if step.odd else sums.sum().backward()
+
+
+def combine_against_backward(step):
+    rows, _, layout = step.dispatch(needing(step.tokens))
+    if not step.odd:
+        return rows.sum().backward()
+    with torch.no_grad():
+        step.combine((rows, None, layout))
+
+
 CASES = {
     weights_on_some: ": weights = ",
     known_routing_on_some: "dispatch with the layout of an earlier one",
@@ -129,6 +144,8 @@ CASES = {
     two_backward_passes: "belongs to dispatch ",
     backward_passes_of_dispatches: "belongs to dispatch ",
     backward_passes_of_weights: "belongs to dispatch ",
+    dispatch_against_backward: ": backward = ",
+    combine_against_backward: ": backward = ",
 }
 
 

@@ -108,6 +108,26 @@ TEST_P(BootstrapTest, EveryRankGetsWhatAllGave) {
   }
 }
 
+TEST_P(BootstrapTest, RanksThatMeanOtherExchangesAreToldSo) {
+  Maker maker(GetParam(), 3, 20);
+  expect_no_errors(run_ranks(3, [&](std::int32_t rank) {
+    const auto bootstrap = maker.make(rank);
+    const std::string mine = rank == 1 ? "window of dispatcher 2" : "window of dispatcher 1";
+    try {
+      (void)all_gather_value(*bootstrap, rank, mine);
+      ADD_FAILURE() << "rank " << rank << " was given what another exchange is for";
+    } catch (const Disagreement& error) {
+      const std::string text = error.what();
+      EXPECT_TRUE(text.starts_with(mine + ": ranks disagree in exchange 1: rank ")) << text;
+      EXPECT_NE(text.find(rank == 1 ? "rank 0 window of dispatcher 1" : "rank 1 window of"),
+                std::string::npos)
+          << text;
+    }
+    ASSERT_EQ(all_gather_value(*bootstrap, rank, "end").size(), 3U);  // all were told alike
+    bootstrap->barrier("end");
+  }));
+}
+
 TEST_P(BootstrapTest, MoreThanAFewKilobytes) {
   Maker maker(GetParam(), 3, 20);
   expect_no_errors(run_ranks(3, [&](std::int32_t rank) {

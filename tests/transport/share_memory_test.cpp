@@ -39,9 +39,11 @@ class StallingBootstrap final : public Bootstrap {
 
 TEST(ShareMemory, ARankThatHasGivenUpLeavesNothingToRead) {
   std::atomic<bool> gave_up = false;
+  const std::atomic<bool> at_once = true;
   auto bootstraps = make_thread_bootstraps(2, 0.3);
   const auto results = test::run_ranks(2, [&](std::int32_t rank) {
-    Bootstrap& own = *bootstraps[static_cast<std::size_t>(rank)];
+    StallingBootstrap own(*bootstraps[static_cast<std::size_t>(rank)],
+                          rank == 0 ? at_once : gave_up);
     if (rank == 0) {
       try {
         (void)share_memory(own, std::make_shared<int>(1), 4, "test");
@@ -51,8 +53,7 @@ TEST(ShareMemory, ARankThatHasGivenUpLeavesNothingToRead) {
         throw;
       }
     } else {
-      StallingBootstrap stalling(own, gave_up);
-      (void)share_memory(stalling, std::make_shared<int>(2), 4, "test");
+      (void)share_memory(own, std::make_shared<int>(2), 4, "test");
     }
   });
   EXPECT_EQ(test::timeout_of(results[0]).peer, 1);

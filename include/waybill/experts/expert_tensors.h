@@ -14,7 +14,7 @@ namespace waybill {
 
 /// What a rank dispatches. Contiguous views of the world's memory. All ranks give weights, or none;
 /// ranks compare what does not depend on their tokens: whether weights and full_scatter_indices are
-/// given, and the last three.
+/// given, and the last four.
 struct ExpertDispatchInput {
   ConstTensorView tokens;   ///< [T, hidden]
   ConstTensorView ids;      ///< [T, K], int32 or int64, unchecked where the host cannot read them
@@ -24,6 +24,7 @@ struct ExpertDispatchInput {
   /// The caller will run the call's backward, a combine, if it runs that of the others of the step.
   bool needs_gradients = false;
   bool weights_need_gradients = false;  ///< the same of what brings the weights' gradients home
+  bool of_backward = false;             ///< the call is part of a backward pass
   /// EPLayout::number() of a dispatch for which this one works, perhaps of another layer; 0: none.
   /// Not looked at when the routing is known.
   std::uint32_t origin = 0;
@@ -35,6 +36,7 @@ struct ExpertCombineInput {
   std::span<const ConstTensorView> biases;  ///< up to two, [T, hidden]
   TensorView output;                        ///< [T, hidden]
   bool needs_gradients = false;  ///< the caller will run its backward, a dispatch; ranks compare it
+  bool of_backward = false;      ///< the call is part of a backward pass; ranks compare it
   /// The layout may be of another layer of this world, which differs in hidden, dtypes and payload
   /// alone: rows go to the same tokens. Windows grow here, too.
   bool of_companion = false;

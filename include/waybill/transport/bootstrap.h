@@ -36,8 +36,9 @@ class Bootstrap {
   [[nodiscard]] double timeout_s() const noexcept { return timeout_s_; }
 
   /// Collective: every rank gives some bytes (also none, also of different length) and gets those
-  /// of all ranks, by rank. `operation` names the reason in errors.
-  /// @throws Timeout naming a rank that did not call within timeout_s; PeerFailed naming one that
+  /// of all ranks, by rank. `operation` names the reason in errors, and ranks compare it.
+  /// @throws Disagreement on all ranks when they do not name the same operation; the object stays
+  ///   usable. Timeout naming a rank that did not call within timeout_s; PeerFailed naming one that
   ///   gave up; TransportError when the connection broke; Interrupted, which the others are told.
   ///   Afterwards the object is unusable, and says so.
   [[nodiscard]] std::vector<Bytes> all_gather(std::span<const std::byte> mine,
@@ -70,6 +71,7 @@ class Bootstrap {
   Rank rank_;
   std::int32_t world_size_;
   double timeout_s_;
+  std::uint64_t num_exchanges_ = 0;
   std::string end_;  ///< why the object is unusable
 };
 

@@ -55,7 +55,7 @@ class Dispatch(torch.autograd.Function):
         layer, tokens_gradient, weight_gradient = ctx.layer, None, None
         with said_by("backward of EPAll2AllLayer.dispatch"):
             if ctx.needs_input_grad[1]:
-                tokens_gradient = layer._combine(rows, ctx.layout, False, ())
+                tokens_gradient = layer._combine(rows, ctx.layout, False, (), of_backward=True)
             if ctx.needs_input_grad[2]:
                 weight_gradient = weights_home(layer, ctx.layout, weights).to(ctx.weight_dtype)
         return None, tokens_gradient, weight_gradient, None, None, None, None, None
@@ -79,7 +79,9 @@ def weights_home(of: Any, brought: Any, gradient: torch.Tensor) -> torch.Tensor:
     else:
         slots = torch.arange(topk, dtype=torch.int32, device=layer.device)
         rows = torch.where(table == slots, gradient[:, None], zero)
-    home: torch.Tensor = layer._combine(rows, brought, False, (), of_companion=True)
+    home: torch.Tensor = layer._combine(
+        rows, brought, False, (), of_backward=True, of_companion=True
+    )
     return home
 
 

@@ -154,6 +154,7 @@ class LayerCalls(torch.nn.Module):
     def _arrive(
         self, tokens: Any, ids: Any, weight: Any, positions: Any, scales: Any, layout: Any,
         needs_gradients: bool = False, weights_need_gradients: bool = False, origin: int = 0,
+        of_backward: bool = False,
     ) -> Tuple[Any, Any, Any, LayerLayout]:  # fmt: skip
         """(rows, weights, scales, descriptor): views of the window."""
         who = "dispatch"
@@ -174,7 +175,7 @@ class LayerCalls(torch.nn.Module):
         payload_dtype = self.dtype if self.payload == "plain" else torch.float8_e4m3fn
         bits, weights, scale_bits, made = self._layer.dispatch(
             tokens_given, *(view for view, _ in others), handle, stream_of(self.device),
-            needs_gradients, weights_need_gradients, origin,
+            needs_gradients, weights_need_gradients, of_backward, origin,
         )  # fmt: skip
         del kept
         self._end_loans(made.number, weight is not None)
@@ -217,7 +218,7 @@ class LayerCalls(torch.nn.Module):
         ``rows`` are given.
         """
         with self._lock:
-            view, _, _, _ = self._arrive(gradient, None, None, None, None, layout)
+            view, _, _, _ = self._arrive(gradient, None, None, None, None, layout, of_backward=True)
             if weights is None:
                 return self._copied(view, layout), None
             to_rows = torch.empty_like(view) if needs_rows else None
@@ -247,7 +248,7 @@ class LayerCalls(torch.nn.Module):
 
     def _combine(
         self, rows: Any, layout: Any, weighted: bool, biases: Sequence[Any],
-        needs_gradients: bool = False, of_companion: bool = False,
+        needs_gradients: bool = False, of_backward: bool = False, of_companion: bool = False,
     ) -> Any:  # fmt: skip
         rows_given, kept = given(rows, "combine: input", self.device)
         bias_given = [given(bias, "combine: biases", self.device) for bias in biases]
@@ -261,7 +262,7 @@ class LayerCalls(torch.nn.Module):
         self._layer.combine(
             rows_given, layout._handle, output_given, bool(weighted),
             [view for view, _ in bias_given], stream_of(self.device), needs_gradients,
-            of_companion,
+            of_backward, of_companion,
         )  # fmt: skip
         del kept
         return output

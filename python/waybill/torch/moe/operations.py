@@ -102,7 +102,9 @@ def dispatch_backward(
     """Gradients of tokens and of their weights; of what needs none, a tensor without elements."""
     moving, layout = _layer_of(layer), _layout_of(ticket)
     nothing = torch.empty(0, device=ids.device)
-    x = nothing if rows is None else moving._combine(rows, layout, False, ())
+    x = nothing
+    if rows is not None:
+        x = moving._combine(rows, layout, False, (), of_backward=True)
     home = nothing
     if weights is not None:
         home = weights_home(moving, layout, weights).to(weights.dtype)
