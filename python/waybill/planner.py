@@ -208,27 +208,34 @@ def plan(
     """Decides which rank attends to which queries, so that the work is even and few bytes move.
 
     Args:
-        doc_lengths: tokens, each >= 1. Flat: packed in order into the ranks, a document may lie
-            across ranks. One list a rank: its documents, or none.
+        doc_lengths: tokens, each >= 1. A flat list is packed in order into the ranks, so a document
+            may lie on several. A list of lists has the documents of each rank.
+        world_size: ranks.
         tokens_per_rank: rows of a rank in the MLP layout; 0 lets flat documents fill all ranks
             evenly and lists have any length.
         q_hidden, kv_hidden: elements of a row of Q; of K, and of V.
-        dtype: of Q, K and V, by name.
-        mask: "causal": a query meets the keys before it and itself, with ``window`` only that many
-            of them; "full": all of its document, for attention that is not causal.
+        dtype: of Q, K and V: a name such as "bfloat16", or a dtype of numpy or torch.
+        mask: "causal": a query attends to itself and the keys before it; "full": to its document.
+        window: with "causal", the number of keys that a query attends to, its own included.
         max_tokens_per_rank: rows of Q, and rows of KV, that a rank's buffers hold: a hard limit.
         relay: receivers may forward KV to each other.
-        imbalance_target: largest work over mean work that is aimed at.
-        byte_weight: above 0, looser targets are tried and the plan with the least largest work /
-            pairs_per_second + byte_weight * limit_seconds() is taken.
+        kv_layout: "per_rank": a rank stores each KV row that it needs once; "per_query": once for
+            each query shard.
+        imbalance_target: the planner's target for largest work over mean work.
+        byte_weight: above 0, looser targets are tried too, and the plan with the least (largest
+            work / pairs_per_second + byte_weight * limit_seconds()) is taken.
         block_tokens: documents are cut at multiples of it where balance allows.
-        costs: what the kernel takes beside pairs, as measured: evened out with them, and
-            pairs_per_second where that is not given.
+        ranks_per_node: consecutive ranks joined by NVLink; the last node may have fewer.
+        nvlink_bytes_per_second, network_bytes_per_second: of a rank, each way.
+        message_seconds: cost of each peer beside its bytes.
+        pairs_per_second: (query, key) pairs a rank attends to, forward; 0: not known.
+        costs: what the kernel takes for rows and shards beside pairs, as measured; plans make the
+            sum even. Also gives pairs_per_second unless that is set.
         tails: a rank gives away ends of documents, never their middle: fewer shards, more bytes.
 
     Raises:
-        InvalidArgument: naming the option or document; "infeasible: rank 3 needs 71680 tokens,
-            max_tokens_per_rank has 65536" where no plan within the limit is found.
+        InvalidArgument: names the option or document; "infeasible: rank 3 needs 71680 tokens,
+            max_tokens_per_rank has 65536" if no plan within the limit is found.
     """
     choice(kv_layout, "plan: kv_layout", *KV_LAYOUTS)
     options = {

@@ -299,7 +299,7 @@ def compare(
 
     Args:
         doc_lengths: tokens, packed in order into the ranks.
-        mask: "causal", or "full".
+        mask, q_hidden, ranks_per_node and the others that are not below: as of ``plan``.
         degree: ranks of a static context-parallel group, a divisor of world_size; None: the largest
             within a node.
     """

@@ -64,18 +64,20 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
     Args:
         group: a World, a process group, a DeviceMesh of one dimension (``mesh["cp"]``), or None for
             the default group.
-        heads, kv_heads: of queries; of keys and values, a divisor of it (all by default). Of this
-            rank, where heads are split among tensor-parallel ranks.
-        head_dim, v_head_dim: of queries and keys; of values and the output (the same by default).
-        dtype: of q, k and v. Under autocast to it they are cast.
+        heads, kv_heads: number of query heads; of heads of K and V, a divisor of it (by default as
+            many). With tensor parallelism, those of this rank.
+        head_dim, v_head_dim: elements of a head of Q and K; of V and the output (by default the
+            same).
+        dtype: of q, k and v. Under autocast to this dtype, other floats are cast.
         mask, window: "causal" or "full"; with a window only the last ``window`` keys, the query's
             own included.
         scale: of scores; head_dim ** -0.5 by default.
         kernel: "auto", a name, an AttentionKernel, or a function; see ``waybill.torch.kernels``.
         in_place, block_tokens, imbalance_target, costs, latent_dim: as of BatchPlanner.
-        overlap: on GPUs, what travels does so on a second stream.
+        overlap: on GPUs, rows that travel are moved and attended to on a second stream.
         num_sms: multiprocessors that a dispatch may use.
-        device, timeout_s: of a World that is made of a group.
+        device, timeout_s: of the World, if one is made from a group: as of
+            ``World.from_process_group``.
     """
 
     _why_not_copied = "windows that other ranks write to: make one on each rank"

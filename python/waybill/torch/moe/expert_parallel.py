@@ -36,31 +36,37 @@ __all__ = ["ExpertParallel"]
 
 
 class ExpertParallel(OfThisProcess, torch.nn.Module):
-    """Tokens to their experts on all ranks of a group, the experts, and their weighted sums home.
+    """Dispatch, a rank's experts, and the weighted combine, as one module.
 
-    ``forward(tokens, scores, ids)``: [..., hidden] of tokens [..., hidden], scores and ids [...,
-    topk]; a topk slot of id -1 goes nowhere. Collective, as its backward is.
+    ``forward(tokens, scores, ids)``: tokens [..., hidden], scores and ids [..., topk]; returns
+    [..., hidden]. A topk slot of id -1 is dropped. Forward and backward are collective.
 
-    :param experts: this rank's: a module or function of (rows [R, hidden], ends [experts] int32),
-        rows grouped by expert, that gives [R, hidden]; num_experts / ranks of them
+    :param experts: of this rank, num_experts / ranks of them: a module or function of (rows
+        [R, hidden] grouped by expert, ends [experts] int32) that returns [R, hidden]
+    :param num_experts: experts of all ranks, a multiple of their number
+    :param topk: experts of a token, 1 to 32
+    :param hidden: elements of a token
+    :param max_tokens: most tokens of a rank in a call
+    :param dtype: of tokens; under autocast floats of any dtype are converted to it
     :param group: a process group, None for the default one, a DeviceMesh of one dimension, or a
         ``waybill.World``
-    :param shared: experts that each token has, a module or function of [T, hidden]; on a GPU it
+    :param device: of ranks from a process group, as of ``EPAll2AllLayer``
+    :param shared: experts that each token has: a module or function of [T, hidden]; on a GPU it
         runs beside the dispatch, on a stream of its own
-    :param gradients: "mean": those of the experts are of the mean of the ranks' losses, as those of
-        what all ranks have are behind DDP or FSDP; "sum": of their sum
-    :param weights: who multiplies by the scores: "combine"; or "experts", who then get them as a
-        third argument, [R], and need no rows of theirs to be kept for the scores' gradients
-    :param windows: "shared": modules of the same sizes have one layer and its memory, and rows are
-        copied out of it; "own": rows stay in a window of this module's alone until the backward
-        is over, before which it is not called again
-    :param chunks: parts of the tokens that go one after another, so that the experts of one work
-        while the next is on its way: on GPUs the calls of the layer have a stream of their own.
-        Windows are smaller by this factor, and ``fixed_rows`` are those of a chunk
-    :param preset: "training" or "decoding": what the layer is made with but for ``layer_options``,
-        arguments of ``EPAll2AllLayer``
+    :param gradients: of the experts: "mean": of the mean of the ranks' losses, as DDP and FSDP give
+        them for replicated parameters; "sum": of their sum
+    :param weights: who multiplies by the scores: "combine", or "experts", which then get them as a
+        third argument [R], so that no rows are kept for the scores' gradients
+    :param windows: "shared": modules of the same sizes share a layer and its memory, and rows are
+        copied out of it; "own": rows stay in this module's own window until its backward is over,
+        before which it must not be called again
+    :param chunks: parts into which the tokens are cut, so that the experts work on one part while
+        the next is on its way, on GPUs on a stream of its own. Windows are smaller by this factor;
+        ``fixed_rows`` are those of a chunk
+    :param preset: "training" or "decoding": defaults of ``layer_options``, which are arguments of
+        ``EPAll2AllLayer``
     :param operations: whether calls are operations of torch.library, which needs ``fixed_rows`` and
-        no chunks; None: where torch compiles and they can be. Selective checkpoints need True
+        no chunks; None: if torch compiles and they can be. Selective checkpoints need True
     :param layer: an ``EPAll2AllLayer`` to use instead
     """
 
@@ -190,9 +196,9 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         return one and has_operations() and torch.compiler.is_compiling()
 
     def take_overflow(self) -> int:
-        """Waits for the current stream. Rows that ``fixed_rows`` should have been since the last
-        call of this, the same on all ranks; 0: all did fit. Gradients of a step with an overflow
-        are no numbers: ``resize``, and take the step again.
+        """The number of rows that ``fixed_rows`` should have been since the last call of this, the
+        same on all ranks; 0: all did fit. Waits for the current stream. Gradients of a step with
+        an overflow are NaN: ``resize``, and repeat the step.
         """
         self.layer.await_calls()
         return self.layer.take_overflow()

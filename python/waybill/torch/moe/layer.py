@@ -45,7 +45,13 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
     :param ep_group: a ``waybill.World``, a process group of torch.distributed (None: the default
         one) or a DeviceMesh of one dimension; all ranks of it are the layer's. Layers of a group
         share a World
-    :param rank, local_world_size, world_size: those of the group
+    :param max_tokens: most tokens that a rank gives to a dispatch
+    :param hidden: elements of a token
+    :param topk: experts of a token, 1 to 32
+    :param rank, world_size: those of the group; local_world_size: ranks of a node
+    :param num_tot_experts: experts of all ranks, a multiple of world_size
+    :param dtype, weight_dtype: of tokens and of weights: bfloat16, float16 or float32; float64 with
+        ranks in host memory
     :param num_sm: multiprocessors that a call may use; ranks in host memory ignore it. None: what
         suits device, topology and max_tokens
     :param enable_local_combine: one node: a rank's rows of a token are summed there, rounded,
