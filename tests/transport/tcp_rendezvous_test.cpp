@@ -151,7 +151,7 @@ TEST(TcpRendezvous, AnotherReleaseGetsTheReason) {
     hello[8] = std::byte{77};
     const RawCaller stranger(port);
     stranger.say(hello.data(), 16);  // its hello may be of another size
-    EXPECT_TRUE(holds(stranger.hear(4), "version of the rendezvous = 77, expected 2"));
+    EXPECT_TRUE(holds(stranger.hear(4), "version of the rendezvous = 77, expected 3"));
   });
   EXPECT_TRUE(holds(log, "version of the rendezvous = 77"));
 }
