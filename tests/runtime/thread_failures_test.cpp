@@ -57,7 +57,9 @@ TEST(ThreadFailures, ABarrierIsReleased) {
 TEST(ThreadFailures, AWaitForASignalIsReleased) {
   expect_released([](World& world) {
     std::uint64_t never = 0;
-    SignalPad pad{.count = 1, .local = &never, .peers = {}, .memory = {}};
+    SignalPad pad;
+    pad.count = 1;
+    pad.local = &never;
     (void)world.transport().wait({&pad, 0}, 1, Rank{1}, "unload");
   });
 }
