@@ -174,7 +174,10 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         if self._released:
             raise TransportError("ExpertParallel: the module was finalized")
         check_call(self.layer, self.chunks, tokens, scores, ids)
-        x, weights, chosen = (flat_rows(one) for one in (tokens, scores, ids))
+        # A view also where there is nothing to flatten: shared experts have a stream of their own,
+        # and autograd gathers a leaf's gradients on the stream that used the leaf first.
+        x = tokens.reshape(-1, tokens.shape[-1])
+        weights, chosen = flat_rows(scores), flat_rows(ids)
         beside = None if self.shared is None else self._beside.run(self.shared, x)
         if self.shared is not None:
             check_shared(beside, x, self.layer.rank)
