@@ -11,6 +11,7 @@ from ._agreement import agree
 from ._arrays import choice, int64
 from ._copies import OfThisProcess
 from ._graphs import outside_graphs
+from ._said_by import said_by
 from ._threads import run_ranks
 from ._wrong_call import shown
 from .errors import Error, InvalidArgument, Unsupported
@@ -250,8 +251,9 @@ class World(OfThisProcess):
         One line on stderr says so where they were measured on other GPUs than this world's.
         """
         if not isinstance(links, LinkSpeeds):
-            kind, who = type(links).__name__, "World.use_links"
-            agree(self, who, {}, InvalidArgument(f"{who}: links is a {kind}, expected LinkSpeeds"))
+            wrong = InvalidArgument(f"links is a {type(links).__name__}, expected LinkSpeeds")
+            with said_by("World.use_links"):
+                agree(self, "World::use_links", {}, wrong)  # what the others compare is called so
         self._world.use_links(
             float(links.nvlink_bytes_per_second),
             float(links.network_bytes_per_second),
