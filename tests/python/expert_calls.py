@@ -7,12 +7,11 @@ exact in any order.
 
 import copy
 import random
-import sys
 
 import numpy as np
 import torch
 from expert_differences import diverge, random_program, random_sizes
-from said import Rank, judge
+from said import Rank, judge, run_cases
 
 from waybill.torch import run_threads
 from waybill.torch.moe import EPAll2AllLayer
@@ -349,14 +348,4 @@ def run_case(seed, timeout_s=1.0):
 
 
 if __name__ == "__main__":
-    first, count = int(sys.argv[1]), int(sys.argv[2])
-    for seed in range(first, first + count):
-        print(f"seed {seed}", end="\r", file=sys.stderr, flush=True)
-        what, complaints, errors = run_case(seed)
-        kinds = sorted({kind for _, kind, _ in errors})
-        print(seed, what, kinds, flush=True)
-        if len(sys.argv) > 3:
-            for error in errors:
-                print("    ", *error)
-        for complaint in complaints:
-            print("  COMPLAINT", seed, str(complaint)[:1500], flush=True)
+    run_cases(run_case)

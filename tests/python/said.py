@@ -8,6 +8,7 @@ what they gave. Anything else must be an error of the library, in its own words,
 """
 
 import re
+import sys
 import time
 
 import waybill
@@ -146,3 +147,18 @@ def differs(results, wanted):
         if got.tobytes() != want.tobytes():
             return f"result {i} has other bits: {got.ravel()[:8]}, expected {want.ravel()[:8]}"
     return None
+
+
+def run_cases(run_case):
+    """A program: FIRST COUNT [anything, for all errors], the seeds and how many."""
+    first, count = int(sys.argv[1]), int(sys.argv[2])
+    for seed in range(first, first + count):
+        print(f"seed {seed}", end="\r", file=sys.stderr, flush=True)
+        what, complaints, errors = run_case(seed)
+        kinds = sorted({kind for _, kind, _ in errors})
+        print(seed, what, kinds, flush=True)
+        if len(sys.argv) > 3:
+            for error in errors:
+                print("    ", *error)
+        for complaint in complaints:
+            print("  COMPLAINT", seed, str(complaint)[:1500], flush=True)

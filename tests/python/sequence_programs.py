@@ -5,10 +5,9 @@
 
 import copy
 import random
-import sys
 
 import numpy as np
-from said import Rank, judge
+from said import Rank, judge, run_cases
 from sequence_differences import PLANS, diverge, own_options, part_of, random_program
 from ways import simulated, simulated_sums
 
@@ -254,14 +253,4 @@ def run_case(seed, timeout_s=1.0, kind=None):
 
 
 if __name__ == "__main__":
-    first, count = int(sys.argv[1]), int(sys.argv[2])
-    for seed in range(first, first + count):
-        print(f"seed {seed}", end="\r", file=sys.stderr, flush=True)
-        what, complaints, errors = run_case(seed)
-        kinds = sorted({kind for _, kind, _ in errors})
-        print(seed, what, kinds, flush=True)
-        if len(sys.argv) > 3:
-            for error in errors:
-                print("    ", *error)
-        for complaint in complaints:
-            print("  COMPLAINT", seed, str(complaint)[:1500], flush=True)
+    run_cases(run_case)
