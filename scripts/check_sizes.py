@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Holds files of code to 400 lines. (Functions: 60 lines, by clang-tidy.)"""
+"""Holds files of code to 700 lines. (Functions: 60 lines, by clang-tidy.)"""
 
 import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-MAX_LINES = 400
+MAX_LINES = 700
 FOLDERS = ("include", "src", "python", "tests", "bench", "examples", "scripts", "cmake")
 SUFFIXES = (".h", ".cpp", ".cuh", ".cu", ".py", ".sh", ".cmake")
 
