@@ -27,6 +27,7 @@ check shell shellcheck .ci/run scripts/*.sh
 check includes scripts/check_includes.py
 check types scripts/check_types.py
 check sizes scripts/check_sizes.py
+check "bulk fences" scripts/check_bulk_fences.py
 check docs scripts/check_docs.py
 check "stale docs" scripts/check_stale_docs.py
 check python build/venv/bin/ruff check -q .

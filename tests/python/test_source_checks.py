@@ -170,3 +170,46 @@ def test_includes(project, capsys, monkeypatch, path, text, said):
     assert status({path: text}) == 1
     (problem,) = capsys.readouterr().out.splitlines()[1:]
     assert problem.startswith(f"{path}:") and said in problem
+
+
+LANES = "bulk_load_to_read(stage, row, bytes, barrier);\nsum(stage);\n"
+COPIES = "bulk_load_to_copy(stage, row, bytes, barrier);\nbulk_store(to, stage, bytes);\n"
+BULK = {"src/cuda/experts/sums.cu": LANES + "release_stage();\n", "src/cuda/ring.cuh": COPIES}
+
+
+@pytest.mark.parametrize(
+    "path, text, words",
+    [
+        ("src/cuda/experts/sums.cu", LANES, "release_stage() is missing"),
+        ("src/cuda/experts/sums.cu", LANES + "// release_stage();\n", "release_stage() is missing"),
+        ("src/cuda/ring.cuh", COPIES.split(";")[0] + ";\nsum(stage);\n", "without bulk_store()"),
+        ("src/cuda/b.cu", 'asm volatile("fence.proxy.async;");', "fence.proxy stands in"),
+        ("src/cuda/b.cu", 'asm volatile(\n"cp.async.bulk.commit_group;");', "cp.async.bulk stands"),
+    ],
+)
+def test_bulk_fences(project, path, text, words):
+    script = project("check_bulk_fences", BULK)
+    assert script.check_sources()[0] == []
+    project("check_bulk_fences", {path: text})
+    offences, _ = project("check_bulk_fences", {path: text}).check_sources()
+    assert len(offences) == 1 and path in offences[0] and words in offences[0]
+
+
+SASS = """
+arch = sm_100
+        Function : _ZN7waybill4cuda40_GLOBAL__N__0a_14combine_kernelI8BFloat16EEvNS0_13CombineParamsE
+        /*0000*/                   UBLKCP.S.G [UR4], [UR8], UR6 ;  /* 0x000 */
+        /*0010*/                   MEMBAR.ALL.CTA ;
+        /*0020*/              @!P0 FENCE.VIEW.ASYNC.S ;
+        Function : _ZN7waybill4cuda11rows_kernelEv
+        /*0000*/                   UBLKCP.S.G [UR4], [UR8], UR6 ;
+"""
+
+
+def test_bulk_fences_in_machine_code(project):
+    script = project("check_bulk_fences", {})
+    assert script.machine_code_offences(SASS) == ([], 1)
+    apart = SASS.replace("              @!P0 FENCE", "                   NOP ;\n        /*0028*/ FENCE")
+    for text in (SASS.replace("FENCE.VIEW.ASYNC.S", "FENCE.VIEW.ASYNC.G"), apart):
+        offences, looked_at = script.machine_code_offences(text)
+        assert looked_at == 1 and "14combine_kernel" in offences[0] and "sm_100" in offences[0]

@@ -188,7 +188,7 @@ class BulkSum {
       }
       if (ahead.at.token < p_.shape.num_tokens) ask(ahead, (turn + 1) % stages);
       add<Weighted>(here, turn, is_last);
-      __syncwarp();  // all lanes have read the stage before it is filled again
+      release_stage();
     }
   }
 
@@ -220,7 +220,8 @@ class BulkSum {
     __syncwarp();
     const int slot = __popc(turn.left & ((1U << lane_id()) - 1));
     if ((turn.left >> lane_id() & 1U) != 0 && slot < slots_) {
-      bulk_load(place(stage, slot), turn.row + turn.at.piece * piece_bytes, bytes, &loaded_[stage]);
+      bulk_load_to_read(place(stage, slot), turn.row + turn.at.piece * piece_bytes, bytes,
+                        &loaded_[stage]);
     }
   }
 

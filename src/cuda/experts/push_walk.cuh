@@ -316,7 +316,8 @@ class BulkWalk {
       if (from != nullptr) {
         std::uint64_t* const barrier = &state_.barriers[newest_];
         barrier_expect(barrier, bytes);
-        bulk_load(slots_ + newest_ * Shape::piece_bytes, from + ahead.offset, bytes, barrier);
+        bulk_load_to_read(slots_ + newest_ * Shape::piece_bytes, from + ahead.offset, bytes,
+                          barrier);
       }
     }
     newest_ = next(newest_);
@@ -339,7 +340,7 @@ class BulkWalk {
       if (item.is(WalkItem::last)) sums.write(item.to, item.bytes());
     }
     if (MayCopy && lane_id() == 0) bulk_commit();
-    __syncwarp();  // all lanes have read the slot before it is filled again
+    release_stage();
     oldest_ = next(oldest_);
   }
 

@@ -65,11 +65,11 @@ class TmaRing {
       const bool scales = from.scales != nullptr && piece == 0;
       const auto scale_bytes = static_cast<std::uint32_t>(scales ? c.scale_bytes : 0);
       barrier_expect(&barriers_[newest_], bytes + scale_bytes);
-      bulk_load(stage + sizeof(RingStage), from.row + std::int64_t{piece} * c.piece_bytes, bytes,
-                &barriers_[newest_]);
+      bulk_load_to_copy(stage + sizeof(RingStage), from.row + std::int64_t{piece} * c.piece_bytes,
+                        bytes, &barriers_[newest_]);
       if (scales) {
-        bulk_load(stage + sizeof(RingStage) + c.piece_bytes, from.scales, scale_bytes,
-                  &barriers_[newest_]);
+        bulk_load_to_copy(stage + sizeof(RingStage) + c.piece_bytes, from.scales, scale_bytes,
+                          &barriers_[newest_]);
       }
     }
     newest_ = newest_ + 1 == c.stages ? 0 : newest_ + 1;
