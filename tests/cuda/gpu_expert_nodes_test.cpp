@@ -103,6 +103,26 @@ TEST(GpuExpertNodes, quantized_payload) {
 TEST(GpuExpertNodes, an_order_that_the_caller_chose) {
   check_orders_both(on_nodes(config_of(4, 16, 3, 60, 64), 2), 120);
 }
+/// Each rank in turn, with few tokens and with many. A rank without tokens has no tensors, and ids
+/// that its peers read all the same.
+TEST(GpuExpertNodes, a_rank_without_tokens) {
+  Random random(125);
+  for (const auto& [nodes, ranks] : {std::pair{2, 1}, {2, 2}, {4, 1}}) {
+    for (const std::int64_t max_tokens : {1, 128, 129, 300}) {
+      const EPConfig config = small(nodes, ranks, max_tokens);
+      std::vector<test::Round> rounds;
+      for (std::int32_t rank = 0; rank < config.world_size; ++rank) {
+        auto sample = test::random_case(config, random, {.drop = 0});
+        test::empty_rank(sample, rank);
+        rounds.push_back(
+            test::make_round(concat("rank ", rank, " without"), std::move(sample), {}, random));
+      }
+      SCOPED_TRACE(concat(nodes, " x ", ranks, ", ", max_tokens, " tokens"));
+      test::check_rounds(config, {}, rounds, {4});
+      if (testing::Test::HasFailure()) return;
+    }
+  }
+}
 TEST(GpuExpertNodes, golden_cases_of_several_nodes) {
   EXPECT_EQ(check_golden_cases([](const EPConfig& config) { return !config.is_intra_node(); }), 18);
 }

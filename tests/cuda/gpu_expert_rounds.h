@@ -33,6 +33,25 @@ inline Round make_round(std::string name, ExpertCase sample, const EPDispatchOpt
   return round;
 }
 
+/// Takes a rank's tokens away.
+inline void empty_rank(ExpertCase& sample, std::int32_t rank) {
+  const auto r = to_size(rank);
+  const auto none = [](HostTensor& tensor) {
+    tensor = HostTensor(tensor.dtype(), {0, tensor.shape()[1]});
+  };
+  none(sample.tokens[r]);
+  none(sample.ids[r]);
+  if (!sample.weights.empty()) none(sample.weights[r]);
+  if (!sample.scales.empty()) none(sample.scales[r]);
+}
+
+/// In every third round one rank, each in turn, has no tokens; in round 7 only one rank has some.
+inline void empty_ranks(ExpertCase& sample, int round) {
+  const std::int32_t world = sample.config.world_size;
+  if (round % 3 == 1) empty_rank(sample, round / 3 % world);
+  for (std::int32_t r = 1; r < world && round == 7; ++r) empty_rank(sample, (1 + r) % world);
+}
+
 inline std::vector<Round> random_rounds(const EPConfig& config, const EPDispatchOptions& options,
                                         int count, Random& random) {
   std::vector<Round> rounds;
@@ -44,8 +63,10 @@ inline std::vector<Round> random_rounds(const EPConfig& config, const EPDispatch
     how.id_dtype = i % 2 == 0 ? DType::int32 : DType::int64;
     if (i == 4) how.tokens = 0;
     if (i == 5) how.tokens = config.max_tokens;
-    rounds.push_back(
-        make_round(concat("round ", i), random_case(config, random, how), options, random));
+    if (i == 9) how.tokens = 1;
+    ExpertCase sample = random_case(config, random, how);
+    empty_ranks(sample, i);
+    rounds.push_back(make_round(concat("round ", i), std::move(sample), options, random));
   }
   return rounds;
 }

@@ -34,10 +34,12 @@ __device__ bool goes(const ListPutsParams& p, std::int32_t node, std::int32_t to
   bool bad = false;
   for (std::int32_t k = 0; k < s.topk; ++k) {
     const std::int64_t i = (slice + token) * s.topk + k;
-    const std::int32_t id = p.given_ids != nullptr
-                                ? id_to_send(s, p.given_ids, p.wide_ids, p.dropped_id, i, bad)
-                            : p.ids != nullptr ? p.ids[i]
-                                               : -1;
+    std::int32_t id = -1;
+    if (p.made_ids != nullptr) {
+      id = id_to_send(s, p.given_ids, p.wide_ids, p.dropped_id, i, bad);
+    } else if (p.ids != nullptr) {
+      id = p.ids[i];
+    }
     if (writes_ids) p.made_ids[i] = id;
     result |= id >= 0 && id / (s.experts_per_rank * s.node_ranks) == wanted;
   }

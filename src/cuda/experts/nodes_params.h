@@ -39,14 +39,15 @@ struct ListPutsParams {
   MoeShape shape;
   std::int32_t begins;  ///< kind of the call that begins with this network path (0: dispatch, 1:
                         ///< combine); -1: it has begun, and its epoch is counted
-  // Ids as the caller has them, of this rank's tokens. Null: there are only those below.
-  const void* given_ids;  ///< [T, K]
+  // A dispatch that counts makes the ids of this rank's tokens from those of the caller.
+  const void* given_ids;  ///< [T, K], read only where made_ids is set; null if T is 0
   bool wide_ids;
   std::int32_t dropped_id;
-  std::int32_t* made_ids;  ///< [M, K]: num_experts when dropped, -1 where there is no token
+  std::int32_t* made_ids;  ///< [M, K]: num_experts when dropped, -1 where there is no token. Null:
+                           ///< the call does not count
 
   NodeFilter filter;
-  const std::int32_t* ids;  ///< where they are not given; as made ones
+  const std::int32_t* ids;  ///< as made ones; read where made_ids is null
   std::int32_t num_whole;
   NodePart whole[max_node_parts];
   std::int32_t num_parts;  ///< of rows
