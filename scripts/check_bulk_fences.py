@@ -12,6 +12,7 @@ that loads in bulk has that fence in its machine code, for sm_90 and later.
 Prints one line per offence and exits 1 if there is one; 3 if there is no cuobjdump.
 """
 
+import itertools
 import pathlib
 import re
 import shutil
@@ -82,7 +83,7 @@ def kernels(sass):
 def has_fence(instructions):
     return any(
         first.startswith(FENCE[0]) and second.startswith(FENCE[1])
-        for first, second in zip(instructions, instructions[1:])
+        for first, second in itertools.pairwise(instructions)
     )
 
 
