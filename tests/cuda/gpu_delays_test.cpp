@@ -159,7 +159,7 @@ TEST(GpuDelays, some_tokens_pushed) { check({some(), {}, 300, "20000", true}); }
 TEST(GpuDelays, some_tokens_that_land) { check({some(), {}, 100, "20000"}); }
 TEST(GpuDelays, some_tokens_that_wait) { check({some(), {}, 300, "20000"}); }
 
-/// Straight, and forwarded chunk by chunk. Ranks may share a device.
+/// Tokens are forwarded chunk by chunk. Ranks may share a device.
 TEST(GpuDelays, few_tokens_on_nodes) { check({test::on_nodes(few(), 1), {}, 60, "20000"}); }
 TEST(GpuDelays, some_tokens_on_nodes) { check({test::on_nodes(some(), 1), {}, 300, "20000"}); }
 TEST(GpuDelays, some_compact_tokens_on_nodes) {

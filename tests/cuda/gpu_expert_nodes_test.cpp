@@ -19,7 +19,7 @@ EPConfig small(std::int32_t num_nodes, std::int32_t ranks_per_node, std::int64_t
   return on_nodes(config_of(world, 3 * world, 4, max_tokens, 64), ranks_per_node);
 }
 
-/// The same with few tokens, which go straight to their ranks, and with more, which are forwarded.
+/// The same with more tokens than a low-latency layer of one node has.
 EPConfig with_more(EPConfig config) {
   config.max_tokens += 128;
   return config;

@@ -49,7 +49,6 @@ void GpuExpertCombine::run(const ExpertCall& call, const ExpertCombineInput& inp
                            const GpuExpertTables& tables, int num_sms) const {
   if (pushes(input.options)) return push(call, input, tables, num_sms);
   stage(call, input, tables);
-  if (params_.goes_straight()) return combine_straight(call, input, tables, num_sms);
   const CombineParams params = params_.combine(call, input, tables);
   if (nodes_ != nullptr) {
     combine_nodes(call, input, tables, params, num_sms);
@@ -139,16 +138,6 @@ void GpuExpertCombine::sum(const CombineParams& params, int blocks, const Expert
                                  address_of(params.biases[0]), address_of(params.biases[1])}) == 16;
   check(launch_combine(params, config_.token_dtype, config_.weight_dtype, bulk, blocks, is_alone(),
                        stream_of(call)),
-        call);
-}
-
-void GpuExpertCombine::combine_straight(const ExpertCall& call, const ExpertCombineInput& input,
-                                        const GpuExpertTables& tables, int blocks) const {
-  const StraightCombineParams params = params_.straight_combine(call, input, tables);
-  const bool wide = common_word({params.row_bytes, address_of(params.output),
-                                 address_of(params.biases[0]), address_of(params.biases[1])}) == 16;
-  check(launch_straight_combine(params, config_.token_dtype, config_.weight_dtype, wide, blocks,
-                                stream_of(call)),
         call);
 }
 

@@ -49,8 +49,6 @@ class GpuExpertCombine {
   void sum(const CombineParams& params, int blocks, const ExpertCall& call) const;
   void combine_nodes(const ExpertCall& call, const ExpertCombineInput& input,
                      const GpuExpertTables& tables, const CombineParams& all, int sms) const;
-  void combine_straight(const ExpertCall& call, const ExpertCombineInput& input,
-                        const GpuExpertTables& tables, int blocks) const;
   void check(cudaError_t status, const ExpertCall& call) const {
     gpu_->check(status, "launching a kernel", call.operation);
   }

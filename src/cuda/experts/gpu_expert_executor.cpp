@@ -60,8 +60,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
         options_(options),
         memory_(memory),
         links_(transport.links()),
-        params_(transport, gpu_, share, config, options, memory,
-                path != nullptr && path->maps_peers()),
+        params_(transport, gpu_, share, config, options, memory),
         barrier_(transport, gpu_, share),
         pool_(std::make_shared<TablePool>(gpu_)) {
     const bool nodes = !config_.is_intra_node();
@@ -105,7 +104,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
                                            table_call),
         weight_memory(input, table_call), config_.weight_dtype, table_call);
     if (nodes_ != nullptr) begin_on_nodes(call, input, tables->routing(), true);
-    if (is_forwarded()) nodes_->count_rows(call, *tables->being_made());
+    if (nodes_ != nullptr) nodes_->count_rows(call, *tables->being_made());
     const RouteParams params = params_.route(call, input, *tables);
     const int blocks = num_route_blocks(params.shape, call);
     // No event behind it: the rows' kernel begins early only right behind this one.
@@ -145,11 +144,8 @@ class GpuExpertExecutor final : public ExpertExecutor {
     params.tokens = input.tokens.data;
     params.scales = input.scales.data;
     const int blocks = kernel_sms(call);
-    if (is_forwarded()) {
+    if (nodes_ != nullptr) {
       nodes_->start_rows(call, input, made_tables.routing(), num_sms(call), params);
-    } else if (nodes_ != nullptr && options_.payload == EPPayload::quantized) {  // they are there
-      params.tokens = nodes_->own_rows();
-      params.scales = nodes_->own_scales();
     } else if (options_.payload == EPPayload::quantized) {
       quantize(call, input, params_.elements(), params_.scales());
       params.tokens = params_.elements();
@@ -176,7 +172,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     }
     check(launch_rows(params, {bulk, early, blocks}, stream_of(call)), call);
     if (nodes_ != nullptr && made != nullptr) nodes_->note_runs(call, *made);
-    if (is_forwarded()) nodes_->finish_rows(call);
+    if (nodes_ != nullptr) nodes_->finish_rows(call);
     made_tables.finish(table_call);
   }
 
@@ -266,21 +262,14 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
   /// Of these, those beside a network path.
   [[nodiscard]] int kernel_sms(const ExpertCall& call) const {
-    return is_forwarded() ? ExpertNodes::kernel_sms(num_sms(call)) : num_sms(call);
+    return nodes_ != nullptr ? ExpertNodes::kernel_sms(num_sms(call)) : num_sms(call);
   }
-
-  /// Whether there are nodes, and tokens take their way through the rank of this one's local index.
-  [[nodiscard]] bool is_forwarded() const { return nodes_ != nullptr && !params_.goes_straight(); }
 
   void begin_on_nodes(const ExpertCall& call, const ExpertDispatchInput& input,
                       const GpuExpertRouting& routing, bool counts) {
     if (options_.payload == EPPayload::quantized)
       quantize(call, input, nodes_->own_rows(), nodes_->own_scales());
-    if (is_forwarded()) {
-      nodes_->begin_dispatch(call, input, routing, counts, num_sms(call));
-    } else if (counts || is_given(input.weights)) {  // else they synchronize with what follows
-      nodes_->begin_straight(call, input, routing, counts);
-    }
+    nodes_->begin_dispatch(call, input, routing, counts, num_sms(call));
   }
 
   /// Tokens as float8 with scales.

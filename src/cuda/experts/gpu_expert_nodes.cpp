@@ -45,10 +45,6 @@ ExpertNodes::ExpertNodes(Transport& transport, std::shared_ptr<GpuRank> gpu, int
   if (by_phases_) {
     slices_ = std::make_unique<NodeSlices>(gpu_, share_, config_, options_, memory_, params_);
   }
-  if (params_.goes_straight()) {
-    cuda_check(prepare_straight(config_.token_dtype, config_.weight_dtype), "loading kernels");
-    cuda_check(prepare_route(false), "loading kernels");  // for ranks that only synchronize
-  }
 }
 
 int ExpertNodes::path_sms(int num_sms) { return std::clamp(num_sms / 4, 1, 8); }
@@ -240,13 +236,6 @@ void ExpertNodes::begin_dispatch(const ExpertCall& call, const ExpertDispatchInp
   WaitNodesParams wait = wait_params(params);
   if (params.num_whole > 0) wait.slots = whole_slots(ExpertSignal::posted);
   launch(wait, call);
-}
-
-void ExpertNodes::begin_straight(const ExpertCall& call, const ExpertDispatchInput& input,
-                                 const GpuExpertRouting& routing, bool counts) const {
-  const StraightBeginParams params =
-      params_.straight_begin(call, input, routing, counts, program_.pad());
-  gpu_->check(launch_straight_begin(params, stream_of(call)), "launching a kernel", call.operation);
 }
 
 void ExpertNodes::count_rows(const ExpertCall& call, GpuExpertRouting& made) const {

@@ -40,10 +40,6 @@ class ExpertNodes {
   void begin_dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
                       const GpuExpertRouting& routing, bool counts, int num_sms);
 
-  /// The same where tokens go straight to their ranks.
-  void begin_straight(const ExpertCall& call, const ExpertDispatchInput& input,
-                      const GpuExpertRouting& routing, bool counts) const;
-
   /// Ahead of the route, once a dispatch that counts has begun.
   void count_rows(const ExpertCall& call, GpuExpertRouting& made) const;
 

@@ -77,7 +77,7 @@ RecordWorkspace::RecordWorkspace(const EPConfig& config, const EPDispatchOptions
 
 ExpertParams::ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,
                            const EPConfig& config, const EPDispatchOptions& options,
-                           const ExpertMemory& memory, bool maps_peers)
+                           const ExpertMemory& memory)
     : transport_(transport),
       gpu_(std::move(gpu)),
       share_(share),
@@ -85,8 +85,6 @@ ExpertParams::ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, i
       options_(options),
       memory_(memory),
       low_latency_(low_latency_route_fits(shape(0, 0))),
-      straight_(maps_peers && !config.is_intra_node() &&
-                config.max_tokens <= max_low_latency_tokens),
       most_delay_ns_(most_delay_ns()),
       workspace_(config, options, low_latency_) {
   const cudaStream_t stream = gpu_->stream();
@@ -125,8 +123,8 @@ MoeArrive ExpertParams::arrive(const ExpertCall& call, FaultKind kind) const {
   m.arrive.sink = gpu_->sink(share_);
   const std::int64_t slots = static_cast<std::int64_t>(ExpertSignal::entered) * config_.world_size;
   m.arrive.own_arrivals = memory_.signals.local + slots;
-  m.arrive.first_rank = straight_ ? 0 : first_rank();
-  m.arrive.node_ranks = straight_ ? config_.world_size : config_.local_world_size;
+  m.arrive.first_rank = first_rank();
+  m.arrive.node_ranks = config_.local_world_size;
   m.arrive.arrivals = near_peers_of<std::uint64_t>(
       memory_.signals, slots * std::int64_t{sizeof(std::uint64_t)}, 0, config_.world_size);
   std::ranges::copy(pack_fingerprint(call.fingerprint), m.arrive.fingerprint.words);
@@ -161,17 +159,10 @@ MoeShape ExpertParams::shape(std::int64_t num_tokens, std::int64_t capacity_rows
   return s;
 }
 
-/// A node with all tokens that its ranks forward, as RowsParams says; the world as one node, where
-/// nothing is forwarded.
+/// A node with all tokens that its ranks forward, as RowsParams says.
 MoeShape ExpertParams::node_shape(const GpuExpertRouting& routing) const {
   MoeShape s = shape(routing);
   if (s.num_nodes == 1) return s;
-  if (straight_) {
-    s.num_nodes = 1;
-    s.node_ranks = s.world_size;
-    s.first_rank = 0;
-    return s;
-  }
   s.rank -= s.first_rank;
   s.world_size = s.node_ranks;
   s.max_tokens *= s.num_nodes;
@@ -234,7 +225,6 @@ RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInpu
   params.dst_rows = made.part(layout.dst_rows);
   params.out_weights = tables.weight_data();
   params.addresses = made.part<std::int64_t>(layout.addresses);
-  if (straight_) params.straight = made.part<std::int64_t>(layout.straight);
   params.num_input_tokens = made.part(layout.num_input_tokens);
   params.splits = made.part(layout.splits);
   params.segment_offsets = made.part(layout.segment_offsets);
@@ -251,9 +241,7 @@ EnterParams ExpertParams::enter(const ExpertCall& call, const ExpertDispatchInpu
   const GpuExpertRouting& routing = tables.routing();
   EnterParams params{};
   params.m = arrive(call, FaultKind::moe_dispatch);
-  // Without weights ranks only synchronize.
-  params.shape = straight_ && !is_given(input.weights) ? node_shape(routing) : shape(routing);
-  params.straight = straight_;
+  params.shape = shape(routing);
   params.weights = weights_of(input);
   params.weight_bytes = static_cast<std::int32_t>(dtype_bytes(config_.weight_dtype));
   params.addresses = routing.part<std::int64_t>(routing.fixed().addresses);
@@ -269,8 +257,8 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
   params.m = arrive(call, FaultKind::moe_dispatch);
   params.shape = node_shape(routing);
   const SymmetricBuffer& window = memory_.dispatch_windows[call.parity];
-  const std::int32_t first = straight_ ? 0 : first_rank();
-  const std::int32_t ranks = straight_ ? config_.world_size : config_.local_world_size;
+  const std::int32_t first = first_rank();
+  const std::int32_t ranks = config_.local_world_size;
   params.windows = near_peers_of<std::byte>(window, memory_.window.rows, first, ranks);
   params.own_window = window.local + memory_.window.rows;
   params.channels = near_peers_of<std::uint64_t>(channels_, 0, first, ranks);
@@ -291,7 +279,7 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
   params.weights = window.local + memory_.window.weights;
   params.topk = reinterpret_cast<std::int32_t*>(window.local + memory_.window.topk);
   const FixedTables& layout = routing.fixed();
-  params.addresses = routing.part<std::int64_t>(straight_ ? layout.straight : layout.addresses);
+  params.addresses = routing.part<std::int64_t>(layout.addresses);
   params.records = routing.part(layout.records);
   if (is_given(input.weights)) {
     params.sent_weights = records_.local + workspace_.weights[call.parity];

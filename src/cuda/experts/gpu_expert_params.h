@@ -8,7 +8,6 @@
 #include "experts/expert_executor.h"
 #include "gpu_expert_tables.h"
 #include "moe_params.h"
-#include "straight_launch.h"
 #include "transport/transport.h"
 
 namespace waybill::cuda {
@@ -41,8 +40,8 @@ struct RecordWorkspace {
 class ExpertParams {
  public:
   ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,
-               const EPConfig& config, const EPDispatchOptions& options, const ExpertMemory& memory,
-               bool maps_peers);
+               const EPConfig& config, const EPDispatchOptions& options,
+               const ExpertMemory& memory);
   ExpertParams(const ExpertParams&) = delete;
   ExpertParams& operator=(const ExpertParams&) = delete;
   /// Nothing is freed while other ranks may still use it.
@@ -78,17 +77,6 @@ class ExpertParams {
   /// Whether the layer's tokens are few; the same on all ranks.
   [[nodiscard]] bool is_low_latency() const { return low_latency_; }
 
-  /// Whether tokens go straight to the ranks of their experts, on several nodes; the same on all
-  /// ranks. Then ranks synchronize as on one node.
-  [[nodiscard]] bool goes_straight() const { return straight_; }
-  [[nodiscard]] StraightBeginParams straight_begin(const ExpertCall& call,
-                                                   const ExpertDispatchInput& input,
-                                                   const GpuExpertRouting& routing, bool counts,
-                                                   const SignalPad& posted) const;
-  [[nodiscard]] StraightCombineParams straight_combine(const ExpertCall& call,
-                                                       const ExpertCombineInput& input,
-                                                       const GpuExpertTables& tables) const;
-
   /// Room for float8 elements and scales of this rank's tokens; null unless the payload is
   /// quantised here; on several nodes it goes to the workspace.
   [[nodiscard]] std::byte* elements() const { return static_cast<std::byte*>(elements_.get()); }
@@ -111,7 +99,6 @@ class ExpertParams {
   EPDispatchOptions options_;
   const ExpertMemory& memory_;
   bool low_latency_;
-  bool straight_;
   std::uint32_t most_delay_ns_;  ///< MoeArrive's
   RecordWorkspace workspace_;
   SymmetricBuffer records_;

@@ -35,8 +35,6 @@ FixedTables::FixedTables(const EPConfig& config, const EPDispatchOptions& option
   ids = parts.take(topk_slots, int_bytes);
   dst_rows = parts.take(topk_slots, int_bytes);
   addresses = parts.take(topk_slots, 8);
-  const bool may_go_straight = nodes > 1 && config.max_tokens <= max_low_latency_tokens;
-  straight = parts.take(may_go_straight ? config.max_tokens * config.topk : 0, 8);
   records = parts.take(world * config.max_tokens * (config.topk + (is_compact ? 1 : 0)), int_bytes);
   grouped_to_compact = parts.take(is_compact ? most_grouped_rows(config, options) : 0, int_bytes);
   send_reqs = parts.take(nodes > 1 ? nodes * 2 * config.max_tokens : 0, int_bytes);

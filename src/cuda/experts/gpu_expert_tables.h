@@ -24,7 +24,7 @@ namespace waybill::cuda {
 struct FixedTables {
   FixedTables(const EPConfig& config, const EPDispatchOptions& options);
 
-  std::int64_t ids, dst_rows, addresses, straight, records, grouped_to_compact, send_reqs;
+  std::int64_t ids, dst_rows, addresses, records, grouped_to_compact, send_reqs;
   std::int64_t num_input_tokens, splits, segment_offsets, expert_counts, expert_offsets;
   std::int64_t num_recv_rows;
   std::int64_t node_tokens, node_counts;  ///< see NodeRowsParams

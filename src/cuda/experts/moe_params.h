@@ -144,9 +144,6 @@ struct RouteParams {
   std::int32_t* dst_rows;
   std::byte* out_weights;   ///< of this dispatch, not of the routing
   std::int64_t* addresses;  ///< [M, K]; on several nodes [nodes, M, K]
-  /// Several nodes: [M, K], the rows of this rank's own tokens, on any rank of the world; records
-  /// then have the order of one node. Null: tokens are forwarded.
-  std::int64_t* straight;
   std::int32_t* num_input_tokens;
   std::int32_t* splits;
   std::int32_t* segment_offsets;
@@ -166,7 +163,6 @@ struct EnterParams {
   MoeShape shape;
   const std::byte* weights;  ///< [T, K], several nodes [nodes, M, K]; or null
   std::int32_t weight_bytes;
-  bool straight;  ///< see RouteParams
   const std::int64_t* addresses;
   std::byte* out_weights;             ///< of this dispatch
   NearPeers<std::byte> sent_weights;  ///< as in RouteParams

@@ -150,13 +150,6 @@ __device__ void place_tile(const RouteParams& p, const RoutePart& part, Tile til
     p.addresses[i] =
         here ? (std::int64_t{local_dst} << address_dst_shift) + sent + (first ? primary_row_bit : 0)
              : -1;
-    if constexpr (nodes) {
-      if (p.straight != nullptr && part.source == s.rank) {
-        p.straight[of_part] =
-            live ? (std::int64_t{c.dst} << address_dst_shift) + sent + (first ? primary_row_bit : 0)
-                 : -1;
-      }
-    }
     if (part.weights != nullptr) {
       copy_weight(p.out_weights, part.weights, i, of_part, p.weight_bytes);
       if (S != Span::world && here) {

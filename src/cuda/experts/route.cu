@@ -59,12 +59,7 @@ __global__ void __launch_bounds__(enter_threads)
       const std::int64_t address = p.addresses[i];
       if (address < 0) continue;
       const auto rank = static_cast<std::int32_t>(address >> address_dst_shift & 0xFFFF);
-      std::int64_t to = first_slot + i;
-      if (Nodes && p.straight) {
-        const std::int64_t of_source = std::int64_t{s.max_tokens} * s.topk;
-        to = (i / of_source * s.node_ranks + s.rank - s.first_rank) * of_source + i % of_source;
-      }
-      copy_weight(peer_at(p.sent_weights, rank), p.weights, to, i, p.weight_bytes);
+      copy_weight(peer_at(p.sent_weights, rank), p.weights, first_slot + i, i, p.weight_bytes);
     }
   }
   if (comes_last(p.m.state)) end_moe_call(p.m, 0, epoch);

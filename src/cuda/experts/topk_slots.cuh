@@ -61,9 +61,7 @@ __device__ RoutePart part_of(const RouteParams& p) {
             s.num_experts,
             p.weights == nullptr ? nullptr : p.weights + entry * p.weight_bytes,
             entry,
-            (p.straight != nullptr ? std::int64_t{node} * s.node_ranks + local
-                                   : std::int64_t{local} * s.num_nodes + node) *
-                s.max_tokens};
+            (std::int64_t{local} * s.num_nodes + node) * s.max_tokens};
   }
 }
 
