@@ -30,7 +30,7 @@ def module_on(world, ranks, **options):
         weight.data.copy_(torch.randn(weight.shape, generator=draws) / 4)
     return ExpertParallel(
         experts, group=world, dtype=torch.float32, num_experts=EXPERTS, topk=TOPK, hidden=HIDDEN,
-        max_tokens=MOST, **{"fixed_rows": ranks * MOST * TOPK, **options},
+        max_tokens=MOST, gradients="mean", **{"fixed_rows": ranks * MOST * TOPK, **options},
     )  # fmt: skip
 
 

@@ -20,7 +20,8 @@ from waybill.torch.moe import EPAll2AllLayer, ExpertParallel, presets  # noqa: E
 def module_on(world, experts=None, **options):
     if experts is None:
         experts = one_process.own_experts(world.rank, world.device)
-    return ExpertParallel(experts, group=world, dtype=torch.float32, **{**SIZES, **options})
+    given = {**SIZES, "dtype": torch.float32, "gradients": "mean", **options}
+    return ExpertParallel(experts, group=world, **given)
 
 
 def step(module, rank, seed=0):
@@ -158,7 +159,8 @@ def test_autocast(operations):
     def body(world):
         module = ExpertParallel(
             one_process.own_experts(world.rank, world.device).to(torch.bfloat16), group=world,
-            dtype=torch.bfloat16, fixed_rows=WORLD * MOST * TOPK, operations=operations, **SIZES,
+            dtype=torch.bfloat16, fixed_rows=WORLD * MOST * TOPK, operations=operations,
+            gradients="mean", **SIZES,
         )  # fmt: skip
         x, scores, ids, gradient = one_process.batch(world.rank)
         x = x.requires_grad_()
@@ -303,7 +305,7 @@ WRAPPED = """
     own = one_process.own_experts(place, "cpu")
     module = ExpertParallel(
         wrapped(own), group=mesh["experts"], dtype=torch.float32, shared=one_process.shared_expert,
-        **one_process.SIZES,
+        gradients="mean", **one_process.SIZES,
     )
     # Two microbatches: gradients are means over the four ranks' losses, and add up.
     for micro in range(2):

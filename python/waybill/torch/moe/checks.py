@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Dict
+from typing import Any, Dict, Optional
 
 import torch
 
@@ -68,10 +68,20 @@ def check_experts(experts: Any, num_experts: int, world: World) -> None:
         )
 
 
-def check_choices(experts: Any, shared: Any, *, gradients: str, weights: str, windows: str) -> None:
+def check_choices(
+    experts: Any, shared: Any, *, gradients: Optional[str], weights: str, windows: str
+) -> None:
     """Functions, and arguments that are one of few words."""
+    if gradients is None:
+        raise InvalidArgument(
+            f'{_WHO}: gradients = None, expected "sum" or "mean", as the gradients of the other'
+            ' parameters: "sum" gives the experts those of the sum of the ranks\' losses, for'
+            " programs that add gradients over the ranks (as beside ContextParallelAttention);"
+            ' "mean" divides that by the number of ranks, for programs that average them (DDP,'
+            " FSDP)"
+        )
     for name, value, choices in (
-        ("gradients", gradients, ("mean", "sum")),
+        ("gradients", gradients, ("sum", "mean")),
         ("weights", weights, ("combine", "experts")),
         ("windows", windows, ("shared", "own")),
     ):

@@ -53,8 +53,10 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
     :param device: of ranks from a process group, as of ``EPAll2AllLayer``
     :param shared: experts that each token has: a module or function of [T, hidden]; on a GPU it
         runs beside the dispatch, on a stream of its own
-    :param gradients: of the experts: "mean": of the mean of the ranks' losses, as DDP and FSDP give
-        them for replicated parameters; "sum": of their sum
+    :param gradients: of the experts, to be given: "sum": of the sum of the ranks' losses, where the
+        gradients of the other parameters are added over the ranks, as those of
+        ``ContextParallelAttention`` are; "mean": of the mean of the ranks' losses, where they are
+        averaged, as DDP and FSDP do
     :param weights: who multiplies by the scores: "combine", or "experts", which then get them as a
         third argument [R], so that no rows are kept for the scores' gradients
     :param windows: "shared": modules of the same sizes share a layer and its memory, and rows are
@@ -85,7 +87,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         group: Any = None,
         dtype: Any = torch.bfloat16,
         shared: Optional[Callable[[torch.Tensor], torch.Tensor]] = None,
-        gradients: str = "mean",
+        gradients: Optional[str] = None,
         weights: str = "combine",
         windows: str = "shared",
         chunks: int = 1,
