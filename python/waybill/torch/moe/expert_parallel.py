@@ -15,6 +15,7 @@ from ..._said_by import said_by
 from ...errors import InvalidArgument, TransportError
 from .._operations import has_operations
 from . import operations as ops
+from .autograd import tied_to_parameters
 from .checks import (
     check_call,
     check_choices,
@@ -261,17 +262,13 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         recorded = torch.is_grad_enabled()
         x = as_autocast(x, self.layer.dtype, self.layer.device)
         needs = [recorded and one.requires_grad for one in (x, weights)]
-        rows, row_weights, ends, ticket = ops.dispatch(number, x, chosen, weights, *needs)
+        rows, row_weights, ends, ticket, token = ops.dispatch(number, x, chosen, weights, *needs)
         outputs = self.experts(rows, ends, *([row_weights] if inside else []))
         check_outputs(outputs, rows, self.layer.rank)
+        outputs = tied_to_parameters(outputs.to(rows.dtype), self.experts, rows, row_weights)
         will = any(needs) or (recorded and outputs.requires_grad)
         sums: torch.Tensor = ops.combine(
-            number,
-            ticket,
-            outputs.to(rows.dtype),
-            None if inside else row_weights,
-            x.shape[0],
-            will,
+            number, ticket, token, outputs, None if inside else row_weights, x.shape[0], will
         )
         return sums
 
@@ -291,7 +288,14 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         """What the experts make of rows, and the descriptor."""
         given = (rows, ends_within(layout.recv_expert_offsets, self.layer.fixed_rows))
         outputs = self.experts(*given, *([row_weights] if self.weights == "experts" else []))
-        return check_outputs(outputs, rows, self.layer.rank).to(self.layer.dtype), layout
+        outputs = check_outputs(outputs, rows, self.layer.rank).to(self.layer.dtype)
+        return self._tied(outputs, rows, row_weights), layout
+
+    @outside_graphs
+    def _tied(
+        self, outputs: torch.Tensor, rows: torch.Tensor, row_weights: torch.Tensor
+    ) -> torch.Tensor:
+        return tied_to_parameters(outputs, self.experts, rows, row_weights)
 
     @outside_graphs
     def _combine(self, outputs: torch.Tensor, layout: Any) -> torch.Tensor:
