@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 
@@ -15,7 +15,7 @@ from ...world import World
 from .._tensors import require_rows, require_tensor
 from .grouped import SwiGLUExperts
 from .layer import EPAll2AllLayer
-from .tensors import is_autocast, require_known_ids, torch_dtype
+from .tensors import holds, is_autocast, require_known_ids, torch_dtype
 
 __all__ = [
     "check_call",
@@ -29,20 +29,22 @@ __all__ = [
 ]
 
 _WHO = "ExpertParallel"
-_FIRST_OPTION = 9  # of the layer's arguments: those before it are the module's
+_FIRST_OPTION = "num_sm"  # of the layer's arguments: those before it are the module's
 
 
 def check_options(
     world: World, num_experts: int, topk: int, hidden: int, max_tokens: int, dtype: Any,
-    options: Dict[str, Any],
-) -> None:  # fmt: skip
-    """What a layer would be made with."""
-    weight_dtype = options.get("weight_dtype", torch.float32)
+    weight_dtype: Any, options: Dict[str, Any],
+) -> Tuple[torch.dtype, torch.dtype]:  # fmt: skip
+    """Those that a layer would be made with; returns its dtypes."""
+    dtype = torch_dtype(torch.bfloat16 if dtype is None else dtype, f"{_WHO}: dtype")
+    weight_dtype = torch_dtype(
+        torch.float32 if weight_dtype is None else weight_dtype, f"{_WHO}: weight_dtype"
+    )
     EPConfig._of_words(
         _WHO, {"token_dtype": "dtype", "world_size": "ranks"}, max_tokens, hidden, topk,
         num_experts, world.rank, world.world_size, world.topology.ranks_per_node,
-        torch_dtype(dtype, f"{_WHO}: dtype"), torch_dtype(weight_dtype, f"{_WHO}: weight_dtype"),
-        torch.int32,
+        dtype, weight_dtype, torch.int32,
     )  # fmt: skip
     for name, value in (("rows", "grouped"), ("payload", "plain")):
         if options.get(name, value) != value:
@@ -50,12 +52,14 @@ def check_options(
                 f'{_WHO}: {name} = {shown(options[name])}, expected "{value}": experts get rows of'
                 " their own, which are those of the tokens"
             )
-    known = list(inspect.signature(EPAll2AllLayer).parameters)[_FIRST_OPTION:]
+    parameters = list(inspect.signature(EPAll2AllLayer).parameters)
+    known = parameters[parameters.index(_FIRST_OPTION) :]
     for name in options:
         if name not in known:
             raise WrongType(
                 f"{_WHO}: there is no argument {name}, expected one of {', '.join(sorted(known))}"
             )
+    return dtype, weight_dtype
 
 
 def check_experts(experts: Any, num_experts: int, world: World) -> None:
@@ -99,9 +103,12 @@ def require_layer(layer: Any) -> None:
 
 
 def check_layer(
-    layer: Any, num_experts: int, topk: int, hidden: int, max_tokens: int, more: Any
+    layer: Any, num_experts: int, topk: int, hidden: int, max_tokens: int, more: Dict[str, Any]
 ) -> None:
-    """One that was given."""
+    """One that was given.
+
+    :param more: arguments that are the layer's; None: not given
+    """
     who = f"{_WHO}: layer"
     got = (layer.num_tot_experts, layer.topk, layer.hidden, layer.rows, layer.payload)
     wanted = (num_experts, topk, hidden, "grouped", "plain")
@@ -110,8 +117,35 @@ def check_layer(
             f"{who} has (experts, topk, hidden, rows, payload) = {got} and max_tokens ="
             f" {layer.max_tokens}, expected {wanted} and at least {max_tokens}"
         )
-    if more:
-        raise InvalidArgument(f"{who} is given: {', '.join(sorted(more))} are those of the layer")
+    for name, own in (
+        ("group", layer.ep_group),
+        ("device", layer.world.device),
+        ("dtype", layer.dtype),
+        ("weight_dtype", layer.weight_dtype),
+    ):
+        value = more.pop(name)
+        if value is not None and not _is_of(layer, name, value):
+            raise InvalidArgument(
+                f"{_WHO}: {name} = {shown(value)}, expected {shown(own)}, that of the layer"
+            )
+    rest = sorted(name for name, value in more.items() if name != "preset" or value is not None)
+    if rest:
+        raise InvalidArgument(f"{who} is given: {', '.join(rest)} are those of the layer")
+
+
+def _is_of(layer: EPAll2AllLayer, name: str, value: Any) -> bool:
+    """Whether the value of an argument is what a layer has."""
+    if name == "group":
+        if isinstance(value, World):
+            return value is layer.world
+        from ..._process_group import group_of  # not every torch has torch.distributed
+
+        return group_of(value, _WHO, name) is layer.ep_group
+    if name == "device":
+        device = layer.world.device
+        is_name = isinstance(value, (str, torch.device))
+        return is_name and str(value) in (device, device.split(":")[0])
+    return torch_dtype(value, f"{_WHO}: {name}") == getattr(layer, name)
 
 
 def check_call(layer: EPAll2AllLayer, chunks: int, tokens: Any, scores: Any, ids: Any) -> None:
@@ -134,6 +168,10 @@ def check_call(layer: EPAll2AllLayer, chunks: int, tokens: Any, scores: Any, ids
         raise _wrong(f"tokens is {tokens.dtype}", f"{layer.dtype}, or autocast", rank)
     if not scores.is_floating_point():
         raise _wrong(f"scores is {scores.dtype}", "floats", rank)
+    of_weights = layer.weight_dtype
+    if not holds(of_weights, scores.dtype) and not is_autocast(device):
+        wanted_dtype = f"{of_weights}, which is weight_dtype, or fewer digits; or autocast"
+        raise _wrong(f"scores is {scores.dtype}", wanted_dtype, rank)
     if ids.dtype not in (torch.int32, torch.int64):
         raise _wrong(f"ids is {ids.dtype}", "int32 or int64", rank)
     most = chunks * layer.max_tokens
@@ -157,6 +195,8 @@ def check_outputs(outputs: Any, rows: torch.Tensor, rank: int) -> torch.Tensor:
             f"{name} is {tuple(outputs.shape)} of {outputs.dtype}, expected {tuple(rows.shape)} of"
             " floats, a row for each"
         )
+    if outputs.dtype != rows.dtype and not is_autocast(rows.device):
+        raise InvalidArgument(f"{name} is {outputs.dtype}, expected {rows.dtype}, or autocast")
     return outputs  # type: ignore[no-any-return]
 
 
@@ -168,3 +208,5 @@ def check_shared(outputs: Any, tokens: torch.Tensor, rank: int) -> None:
         raise InvalidArgument(
             f"{name} is {tuple(outputs.shape)}, expected {tuple(tokens.shape)}, a row for each"
         )
+    if outputs.dtype != tokens.dtype and not is_autocast(tokens.device):
+        raise InvalidArgument(f"{name} is {outputs.dtype}, expected {tokens.dtype}, or autocast")

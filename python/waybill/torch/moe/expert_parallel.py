@@ -15,6 +15,7 @@ from ..._said_by import said_by
 from ...errors import InvalidArgument, TransportError
 from .._operations import has_operations
 from . import operations as ops
+from .autograd import tied_to_parameters
 from .checks import (
     check_call,
     check_choices,
@@ -28,7 +29,7 @@ from .checks import (
 from .grouped import ends_within
 from .lanes import Lane, scaled_gradient
 from .layer import EPAll2AllLayer
-from .presets import preset_options
+from .presets import PRESETS, preset_options
 from .shared_layers import LayerBox, shared_box
 from .tensors import as_autocast, flat_rows, world_of
 
@@ -47,7 +48,9 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
     :param topk: experts of a token, 1 to 32
     :param hidden: elements of a token
     :param max_tokens: most tokens of a rank in a call
-    :param dtype: of tokens; under autocast floats of any dtype are converted to it
+    :param dtype: of tokens, None: bfloat16; under autocast floats of any dtype are converted to it
+    :param weight_dtype: of scores, None: float32; scores of fewer digits are converted, of more
+        refused, but under autocast
     :param group: a process group, None for the default one, a DeviceMesh of one dimension, or a
         ``waybill.World``
     :param device: of ranks from a process group, as of ``EPAll2AllLayer``
@@ -65,11 +68,11 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
     :param chunks: parts into which the tokens are cut, so that the experts work on one part while
         the next is on its way, on GPUs on a stream of its own. Windows are smaller by this factor;
         ``fixed_rows`` are those of a chunk
-    :param preset: "training" or "decoding": defaults of ``layer_options``, which are arguments of
-        ``EPAll2AllLayer``
+    :param preset: "training" or "decoding", None: "training": defaults of ``layer_options``, which
+        are arguments of ``EPAll2AllLayer``
     :param operations: whether calls are operations of torch.library, which needs ``fixed_rows`` and
         no chunks; None: if torch compiles and they can be. Selective checkpoints need True
-    :param layer: an ``EPAll2AllLayer`` to use instead
+    :param layer: an ``EPAll2AllLayer`` to use instead, with its world, dtypes and options
     """
 
     _why_not_copied = (
@@ -85,13 +88,14 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         hidden: int,
         max_tokens: int,
         group: Any = None,
-        dtype: Any = torch.bfloat16,
+        dtype: Any = None,
+        weight_dtype: Any = None,
         shared: Optional[Callable[[torch.Tensor], torch.Tensor]] = None,
         gradients: Optional[str] = None,
         weights: str = "combine",
         windows: str = "shared",
         chunks: int = 1,
-        preset: str = "training",
+        preset: Optional[str] = None,
         operations: Optional[bool] = None,
         layer: Optional[EPAll2AllLayer] = None,
         device: Any = None,
@@ -105,7 +109,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         options: Dict[str, Any] = {}
 
         def check() -> Dict[str, Any]:
-            nonlocal num_experts, topk, hidden, max_tokens, chunks, operations
+            nonlocal num_experts, topk, hidden, max_tokens, chunks, operations, dtype
             check_choices(experts, shared, gradients=gradients, weights=weights, windows=windows)
             num_experts = int64(num_experts, f"{who}: num_experts")
             topk, hidden = int64(topk, f"{who}: topk"), int64(hidden, f"{who}: hidden")
@@ -118,12 +122,18 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
                 max_tokens = -(-max_tokens // chunks)
             sizes = {"max_tokens": max_tokens, "num_experts": num_experts, "topk": topk}
             if layer is None:
-                check_options(world, num_experts, topk, hidden, max_tokens, dtype, layer_options)
+                dtype, of_weights = check_options(
+                    world, num_experts, topk, hidden, max_tokens, dtype, weight_dtype, layer_options
+                )
                 options.update(dropped_id=-1, **preset_options(preset, world, **sizes))
-                options.update(layer_options)
+                options.update(layer_options, weight_dtype=of_weights)
                 fixed_rows = options.get("fixed_rows")
             else:
-                check_layer(layer, num_experts, topk, hidden, max_tokens, layer_options)
+                given_more = {
+                    "group": group, "device": device, "dtype": dtype, "weight_dtype": weight_dtype,
+                    "preset": preset, **layer_options,
+                }  # fmt: skip
+                check_layer(layer, num_experts, topk, hidden, max_tokens, given_more)
                 fixed_rows = layer.fixed_rows
             check_experts(experts, num_experts, world)
             if operations and (fixed_rows is None or chunks > 1):
@@ -134,7 +144,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
             return {
                 "layer": "made" if layer is None else "given", "chunks": chunks, **sizes,
                 "max_tokens": given, "hidden": hidden, "gradients": gradients, "weights": weights,
-                "windows": windows, "preset": preset if layer is None else "",
+                "windows": windows, "preset": (preset or PRESETS[0]) if layer is None else "",
                 "dtype": str(dtype).removeprefix("torch.") if layer is None else "",
             }  # fmt: skip
 
@@ -263,17 +273,13 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         recorded = torch.is_grad_enabled()
         x = as_autocast(x, self.layer.dtype, self.layer.device)
         needs = [recorded and one.requires_grad for one in (x, weights)]
-        rows, row_weights, ends, ticket = ops.dispatch(number, x, chosen, weights, *needs)
+        rows, row_weights, ends, ticket, token = ops.dispatch(number, x, chosen, weights, *needs)
         outputs = self.experts(rows, ends, *([row_weights] if inside else []))
         check_outputs(outputs, rows, self.layer.rank)
+        outputs = tied_to_parameters(outputs.to(rows.dtype), self.experts, rows, row_weights)
         will = any(needs) or (recorded and outputs.requires_grad)
         sums: torch.Tensor = ops.combine(
-            number,
-            ticket,
-            outputs.to(rows.dtype),
-            None if inside else row_weights,
-            x.shape[0],
-            will,
+            number, ticket, token, outputs, None if inside else row_weights, x.shape[0], will
         )
         return sums
 
@@ -293,7 +299,14 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         """What the experts make of rows, and the descriptor."""
         given = (rows, ends_within(layout.recv_expert_offsets, self.layer.fixed_rows))
         outputs = self.experts(*given, *([row_weights] if self.weights == "experts" else []))
-        return check_outputs(outputs, rows, self.layer.rank).to(self.layer.dtype), layout
+        outputs = check_outputs(outputs, rows, self.layer.rank).to(self.layer.dtype)
+        return self._tied(outputs, rows, row_weights), layout
+
+    @outside_graphs
+    def _tied(
+        self, outputs: torch.Tensor, rows: torch.Tensor, row_weights: torch.Tensor
+    ) -> torch.Tensor:
+        return tied_to_parameters(outputs, self.experts, rows, row_weights)
 
     @outside_graphs
     def _combine(self, outputs: torch.Tensor, layout: Any) -> torch.Tensor:

@@ -59,13 +59,13 @@ def number_of_rows(
 
 
 def preset_options(
-    name: str, world: World, *, max_tokens: int, num_experts: int, topk: int
+    name: Optional[str], world: World, *, max_tokens: int, num_experts: int, topk: int
 ) -> Dict[str, Any]:
     """Keyword arguments of ``EPAll2AllLayer``. On one node rows of a token are summed on each rank
     before they travel. "decoding" has room for any routing in which a token chooses different
     experts, so that no host waits, and results are views.
     """
-    choice(name, "ExpertParallel: preset", *PRESETS)
+    name = PRESETS[0] if name is None else choice(name, "ExpertParallel: preset", *PRESETS)
     ranks = world.world_size
     options: Dict[str, Any] = {
         "num_sm": suggested_sms(world, max_tokens),

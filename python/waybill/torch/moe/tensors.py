@@ -63,6 +63,16 @@ def is_autocast(device: torch.device) -> bool:
         return torch.is_autocast_cpu_enabled() if cpu else torch.is_autocast_enabled()
 
 
+def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether all values of the other are values of dtype."""
+    if dtype == other:
+        return True
+    try:
+        return torch.promote_types(dtype, other) == dtype
+    except RuntimeError:  # float8
+        return False
+
+
 def require_known_ids(
     ids: torch.Tensor, num_experts: int, dropped: int, name: str, rank: int
 ) -> None:
