@@ -44,7 +44,8 @@ int run_explain(const ExplainOptions& options, Command command, Program& program
   if (options.rank >= 0) {
     console.print(rank_table(step, options.rank));
   } else {
-    console.print(phase_table(step));
+    console.print(phase_table(step) +
+                  "\nPhases: what the last rank waited for, one after another\n");
     console.print("\n" + sentence_list(explain_step(step, step_remedies(predictor, step))));
   }
   const std::vector<NamedStep> steps = {
