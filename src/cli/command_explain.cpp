@@ -73,7 +73,7 @@ void add_explain_command(Command app, Program& program) {
   add_planning_options(command, options->planning);
   for (Option option : command.options_of({"Documents"})) option.excludes(file);
   for (const char* name :
-       {"--world-size", "--tokens-per-rank", "--imbalance", "--max-tokens", "--kv-layout"})
+       {"--world-size", "--tokens-per-rank", "--cut", "--imbalance", "--max-tokens", "--kv-layout"})
     command.option_named(name).excludes(file);
   add_row_options(command, options->rows);
   add_hardware_options(command, options->hardware);
