@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "cuda/captured.h"
+#include "cuda/experts/gpu_expert_tables.h"
 #include "cuda/gpu_expert_rounds.h"
 #include "support/sequence_expected.h"
 #include "waybill/experts/ep_all2all_layer.h"
@@ -278,6 +279,23 @@ TEST(GpuLayouts, leave_their_memory_to_work_that_was_noted) {
         test::cuda_ok(cudaStreamDestroy(late));
       },
       test::options_of(config));
+}
+
+/// Its memory is shared out without a GPU. Compact rows have places in the grouped order: 18 of
+/// topk slots, and up to 3 of padding for each of 128 experts.
+TEST(GpuTables, HaveRoomForTheGroupedOrderAndNoMore) {
+  EPConfig config = small_config(2);
+  config.max_tokens = 9;
+  config.topk = 1;
+  config.num_experts = 256;
+  const EPDispatchOptions options{.rows = EPRows::compact, .expert_alignment = 4};
+  EPDispatchOptions grouped = options;
+  grouped.rows = EPRows::grouped;
+  const std::int64_t most = most_recv_rows(config, grouped);
+  ASSERT_EQ(most, 18 + 128 * 3);
+  const cuda::FixedTables tables(config, options);
+  const std::int64_t bytes = most * 4;
+  EXPECT_EQ(tables.send_reqs - tables.grouped_to_compact, (bytes + 255) / 256 * 256);
 }
 
 }  // namespace

@@ -217,5 +217,27 @@ TEST(SimulateExpertDispatch, CrossingsFollowTheTwoStages) {
   }
 }
 
+/// All tokens go to the two experts of rank 0: 9 rows each, which alignment 4 makes 12. One row
+/// less of an expert is padded as far, one row more to 12, too: no other counts need more rows.
+TEST(SimulateExpertDispatch, ARankCanGetAsManyRowsAsMostRecvRowsSays) {
+  const EPConfig config = config_of(2, 2, 2, 1);
+  ExpertCase one;
+  one.config = config;
+  for (std::int32_t r = 0; r < 2; ++r) {
+    one.tokens.emplace_back(config.token_dtype, Shape{config.max_tokens, config.hidden});
+    HostTensor& ids = one.ids.emplace_back(DType::int32, Shape{config.max_tokens, 1});
+    std::ranges::fill(ids.as<std::int32_t>(), r);
+  }
+  EPDispatchOptions options{.expert_alignment = 4};
+  EXPECT_EQ(one.dispatch(options).recv_tokens[0].shape()[0], 24);
+  EXPECT_EQ(most_recv_rows(config, options), 24);
+  options.rows = EPRows::compact;
+  const ExpertDispatch compact = one.dispatch(options);
+  EXPECT_EQ(compact.recv_tokens[0].shape()[0], 18);
+  EXPECT_EQ(most_recv_rows(config, options), 18);
+  ASSERT_TRUE(compact.layout[0].grouped_to_compact.has_value());
+  EXPECT_EQ(compact.layout[0].grouped_to_compact->shape()[0], 24);  // with places of padding
+}
+
 }  // namespace
 }  // namespace waybill::test

@@ -18,9 +18,10 @@ using waybill::detail::to_size;
 
 constexpr std::int64_t int_bytes = sizeof(std::int32_t);
 
-std::int64_t most_grouped_rows(const EPConfig& config, const EPDispatchOptions& options) {
-  return config.world_size * config.max_tokens * config.topk +
-         config.num_experts_per_rank() * options.expert_alignment;
+/// Compact rows have places in the grouped order, too.
+std::int64_t most_grouped_rows(const EPConfig& config, EPDispatchOptions options) {
+  options.rows = EPRows::grouped;
+  return most_recv_rows(config, options);
 }
 
 }  // namespace
