@@ -28,8 +28,6 @@ static_assert(std::atomic<bool>::is_always_lock_free);  // a signal handler sets
 thread_local const EnteredWaitScope* innermost = nullptr;
 thread_local const PollingWait* innermost_wait = nullptr;
 thread_local WaitTurn* innermost_turn = nullptr;
-/// When a wait of this thread last asked whether it is to end, or its first one began.
-thread_local std::optional<std::chrono::steady_clock::time_point> last_asked;
 
 /// The handler is gone when it is called: the next signal does what it did before.
 void note_sigint(int /*signal*/) { got_sigint = true; }
@@ -68,18 +66,12 @@ double PollingWait::waited_s() const {
 }
 
 bool PollingWait::pause() {
-  const Clock::time_point now = Clock::now();
-  const double waited = std::chrono::duration<double>(now - start_).count();
+  const double waited = waited_s();
   if (waited > timeout_s_) return false;
-  if (!last_asked) last_asked = start_;
   if (waited >= next_check_s_) {
     if (options_.check) options_.check();  // first: it knows more about what was waited for
+    check_interrupt();
     next_check_s_ = waited + check_every_s - longest_sleep_s;
-    last_asked = now;
-    check_interrupt();
-  } else if (std::chrono::duration<double>(now - *last_asked).count() >= check_every_s) {
-    last_asked = now;  // many short waits, none of which lasts until its own check
-    check_interrupt();
   }
   if (options_.gives_turn && innermost_turn != nullptr) innermost_turn->let_others();
   if (waited < options_.yields_s) {

@@ -70,22 +70,6 @@ TEST(PollingWait, AFailedScopeEndsIt) {
   check_interrupt();  // the scope was left
 }
 
-/// None of them lasts as long as a wait that asks by itself.
-TEST(PollingWait, ShortWaitsOneAfterAnotherEndWithTheScope) {
-  const auto scope = std::make_shared<FailureScope>();
-  const EnteredWaitScope entered(scope);
-  const auto short_waits = [](double seconds) {
-    for (const auto start = Clock::now(); seconds_since(start) < seconds;) {
-      PollingWait wait(10);
-      while (wait.waited_s() < 1e-3 && wait.pause()) {
-      }
-    }
-  };
-  short_waits(0.05);
-  scope->interrupt("interrupted: KeyboardInterrupt");
-  EXPECT_THROW(short_waits(1.0), Interrupted);
-}
-
 TEST(PollingWait, AllScopesOfTheThreadAreAsked) {
   const auto outer = std::make_shared<FailureScope>();
   const auto inner = std::make_shared<FailureScope>();
