@@ -17,6 +17,7 @@ import torch
 
 from ..._said_by import said_by
 from ...errors import InvalidArgument
+from .._first_order import first_order
 from .._operations import operation
 from .autograd import weights_home
 from .grouped import ends_within
@@ -136,6 +137,7 @@ def _keep_dispatch(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.mark_non_differentiable(*nothing)
 
 
+@first_order
 def _dispatch_gradients(ctx: Any, rows: Any, weights: Any, *_: Any) -> Any:
     ids, ticket = ctx.saved_tensors
     x, home = dispatch_backward(
@@ -214,6 +216,7 @@ def _keep_combine(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(ticket, token, rows if ctx.weights_need else None, weights)
 
 
+@first_order
 def _combine_gradients(ctx: Any, gradient: torch.Tensor) -> Any:
     ticket, token, rows, weights = ctx.saved_tensors
     needs_rows = ctx.needs_input_grad[3]
