@@ -277,6 +277,29 @@ def test_too_little_room_is_seen_by_all_and_the_step_is_taken_again():
     waybill.run_threads(WORLD, body)
 
 
+@pytest.mark.parametrize("operations", [False, True])
+@pytest.mark.parametrize("needs", [["x"], ["x", "scores"], []], ids=str)
+def test_backward_after_resize_says_so(operations, needs):
+    """The forward's rows went with the layer that brought them."""
+
+    def body(world):
+        module = module_on(world, fixed_rows=WORLD * MOST * TOPK, operations=operations)
+        x, scores, ids, _ = one_process.batch(world.rank)
+        for name, tensor in (("x", x), ("scores", scores)):
+            tensor.requires_grad_(name in needs)
+        loss = module(x, scores, ids).sum()
+        module.resize(WORLD * MOST * TOPK + 1)
+        with pytest.raises(
+            waybill.InvalidArgument, match="the layer was resized since its forward"
+        ):
+            loss.backward()
+        module(x, scores, ids).sum().backward()
+        assert module.experts.gate.grad is not None
+        module.finalize()
+
+    waybill.run_threads(WORLD, body)
+
+
 WRAPPED = """
     import sys
 

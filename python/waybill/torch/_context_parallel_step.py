@@ -16,7 +16,7 @@ from ._context_parallel_moves import WHO, Moves
 from ._context_parallel_streams import Beside, Uploads
 from ._context_parallel_tables import Rows, calls_of
 from ._ranges import named
-from ._tensors import require_tensor
+from ._tensors import require_moved
 from .batch_plan import BatchPlan
 from .kernels import AttentionKernel
 from .kernels._checks import attention, gradients
@@ -129,7 +129,7 @@ class RankStep:
             raise InvalidArgument(f"{WHO}: got latent rows, expected k and v: latent_dim is None")
         rows = self._checked("rows", rows, (self.rows, self.latent_dim), casts)
         for i, weight in enumerate(weights):
-            require_tensor(weight, f"{WHO}: weights[{i}]")
+            require_moved(weight, f"{WHO}: weights[{i}]")
         if not callable(project):
             raise InvalidArgument(f"{WHO}: project = {shown(project)}, expected a function")
         autocast = Autocast.now(self.device.type)
@@ -142,7 +142,7 @@ class RankStep:
         self, name: str, tensor: torch.Tensor, expected: Tuple[int, ...], casts: Callable[[], bool]
     ) -> torch.Tensor:
         at = self.at
-        require_tensor(tensor, f"{WHO}: {name}")
+        require_moved(tensor, f"{WHO}: {name}")
         if type(tensor) is not torch.Tensor and hasattr(tensor, "to_local"):
             raise InvalidArgument(
                 f"{WHO}: {name} is a {type(tensor).__name__} {at}, expected this rank's part:"

@@ -34,7 +34,7 @@ from ._context_parallel_ops import PlanTicket, attend, ticket_of
 from ._context_parallel_step import RankStep, StepMemory
 from ._context_parallel_streams import Beside
 from ._piece_exchange import PieceExchange
-from ._tensors import require_tensor
+from ._tensors import require_moved
 from .batch_plan import BatchPlan, BatchPlanner, InPlaceRule, RankPieces
 from .kernels import Kernel as _Kernel
 from .kernels import Sequences, choose_kernel
@@ -324,7 +324,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
 
     def _check_tensor(self, tensor: Any, name: str) -> None:
         """Of what a compiled program may look at, and the operation would call by other names."""
-        require_tensor(tensor, f"{_WHO}: {name}")
+        require_moved(tensor, f"{_WHO}: {name}")
         if name == "token":
             if tensor.dtype != torch.float32 or tensor.numel() != 0 or tensor.ndim != 1:
                 raise InvalidArgument(

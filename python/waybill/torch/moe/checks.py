@@ -12,7 +12,7 @@ from ..._wrong_call import shown
 from ...errors import InvalidArgument, WrongType
 from ...moe.config import EPConfig
 from ...world import World
-from .._tensors import require_rows, require_tensor
+from .._tensors import require_moved, require_rows, require_tensor
 from .grouped import SwiGLUExperts
 from .layer import EPAll2AllLayer
 from .tensors import holds, is_autocast, require_known_ids, torch_dtype
@@ -158,7 +158,7 @@ def check_call(layer: EPAll2AllLayer, chunks: int, tokens: Any, scores: Any, ids
         ("scores", scores, topk),
         ("ids", ids, topk),
     ):
-        require_rows(value, f"{_WHO}: {name}")
+        require_moved(require_rows(value, f"{_WHO}: {name}"), f"{_WHO}: {name}")
         *rows, last = value.shape
         if last != columns or not (rows == [count] or rows == list(wanted)):
             raise _wrong(f"{name} has shape {list(value.shape)}", f"{[*wanted, columns]}", rank)
@@ -189,7 +189,7 @@ def _wrong(got: str, expected: str, rank: int) -> InvalidArgument:
 def check_outputs(outputs: Any, rows: torch.Tensor, rank: int) -> torch.Tensor:
     """What the experts made of rows."""
     name = f"{_WHO}: what the experts of rank {rank} gave"
-    require_tensor(outputs, name)
+    require_moved(outputs, name)
     if outputs.shape != rows.shape or not outputs.is_floating_point():
         raise InvalidArgument(
             f"{name} is {tuple(outputs.shape)} of {outputs.dtype}, expected {tuple(rows.shape)} of"

@@ -14,7 +14,7 @@ from ..._copies import OfThisProcess
 from ..._graphs import outside_graphs
 from ...errors import InvalidArgument
 from ...moe import EPAllToAllLayoutDesc, EPConfig
-from .._tensors import require_tensor, stream_of
+from .._tensors import require_moved, stream_of
 from .autograd import Combine, Dispatch
 from .calls import LayerCalls, checked_layout, names_rank
 from .presets import number_of_rows, suggested_sms
@@ -215,7 +215,9 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         :param copy_out: of this call, instead of the layer's
         :raises InvalidArgument: before any communication; Disagreement; Timeout naming the rank
         """
-        require_tensor(input, "dispatch: input")
+        require_moved(input, "dispatch: input")
+        if weight is not None:
+            require_moved(weight, "dispatch: weight")
         copy_out = None if copy_out is None else flag(copy_out, "dispatch: copy_out")
         weight = as_autocast(weight, self.ep_config.weight_dtype, self.device)
         if self.payload == "plain":
@@ -267,7 +269,7 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         """
         layout = checked_layout(ep_a2a_layout_desc, "combine: ep_a2a_layout_desc")
         weighted = flag(weighted, "combine: weighted")
-        require_tensor(input, "combine: input")
+        require_moved(input, "combine: input")
         dtype = self.ep_config.token_dtype
         input = as_autocast(input, dtype, self.device)
         biases = [as_autocast(bias, dtype, self.device) for bias in _checked_biases(biases)]
@@ -332,7 +334,7 @@ def _checked_biases(biases: Any) -> Sequence[torch.Tensor]:
         raise InvalidArgument(
             f"combine: biases is a {type(biases).__name__}, expected a list of tensors"
         )
-    return [require_tensor(bias, "combine: biases") for bias in biases]
+    return [require_moved(bias, "combine: biases") for bias in biases]
 
 
 def _refuse_gradients(who: str, payload: str, *values: Any) -> None:

@@ -17,13 +17,14 @@ import torch
 
 from ..._said_by import said_by
 from ...errors import InvalidArgument
+from .._first_order import first_order
 from .._operations import operation
 from .autograd import weights_home
 from .grouped import ends_within
 from .layout import LayerLayout
 
 _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_layouts: Dict[int, LayerLayout] = {}
+_dispatches: Dict[int, Tuple[Any, LayerLayout]] = {}  #: the layer that made them, and what
 _numbers = itertools.count(1)
 
 
@@ -41,19 +42,21 @@ def _layer_of(number: int) -> Any:
     return box.layer
 
 
-def _ticket_of(layout: LayerLayout) -> torch.Tensor:
+def _ticket_of(moving: Any, layout: LayerLayout) -> torch.Tensor:
     number = next(_numbers)
     memory = np.array([number])
-    _layouts[number] = layout
-    weakref.finalize(memory, _layouts.pop, number, None)
+    _dispatches[number] = moving, layout
+    weakref.finalize(memory, _dispatches.pop, number, None)
     return torch.from_numpy(memory)  # its storage keeps the array
 
 
-def _layout_of(ticket: torch.Tensor) -> LayerLayout:
-    layout = _layouts.get(int(ticket))
-    if layout is None:
+def _dispatch_of(ticket: torch.Tensor) -> Tuple[Any, LayerLayout]:
+    """The layer that made it, and its descriptor."""
+    found = _dispatches.get(int(ticket))
+    if found is None:
         raise InvalidArgument(f"experts: ticket {int(ticket)} is of no dispatch, or was copied")
-    return layout
+    found[0].check_not_replaced()
+    return found
 
 
 @operation(
@@ -76,7 +79,7 @@ def dispatch(
     if weights_need:
         moving._need_slot_layer()
     ends = ends_within(layout.recv_expert_offsets, moving.fixed_rows)
-    return rows, row_weights, ends, _ticket_of(layout), row_weights.new_empty(0)
+    return rows, row_weights, ends, _ticket_of(moving, layout), row_weights.new_empty(0)
 
 
 @dispatch.register_fake
@@ -103,7 +106,7 @@ def dispatch_backward(
     weights: Optional[torch.Tensor],
 ) -> Tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of tokens and of their weights; of what needs none, a tensor without elements."""
-    moving, layout = _layer_of(layer), _layout_of(ticket)
+    moving, layout = _dispatch_of(ticket)
     nothing = torch.empty(0, device=ids.device)
     x = nothing
     if rows is not None:
@@ -136,6 +139,7 @@ def _keep_dispatch(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.mark_non_differentiable(*nothing)
 
 
+@first_order
 def _dispatch_gradients(ctx: Any, rows: Any, weights: Any, *_: Any) -> Any:
     ids, ticket = ctx.saved_tensors
     x, home = dispatch_backward(
@@ -159,7 +163,7 @@ def combine(
     weights: Optional[torch.Tensor], num_tokens: int, needs: bool,
 ) -> torch.Tensor:  # fmt: skip
     """Sums [num_tokens, hidden], with the dispatch's weights if some are given."""
-    moving, layout = _layer_of(layer), _layout_of(ticket)
+    moving, layout = _dispatch_of(ticket)
     sums: torch.Tensor = moving._combine(
         rows, layout, weights is not None, (), needs_gradients=needs
     )
@@ -184,7 +188,7 @@ def combine_backward(
     weights: Optional[torch.Tensor], needs_rows: bool,
 ) -> Tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of rows, and of weights if rows are given; else a tensor without elements."""
-    moving, layout = _layer_of(layer), _layout_of(ticket)
+    moving, layout = _dispatch_of(ticket)
     of_rows, of_weights = moving._rows_gradients(gradient, layout, weights, rows, needs_rows)
     nothing = torch.empty(0, device=gradient.device)
     of_rows = nothing if of_rows is None else of_rows
@@ -214,6 +218,7 @@ def _keep_combine(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(ticket, token, rows if ctx.weights_need else None, weights)
 
 
+@first_order
 def _combine_gradients(ctx: Any, gradient: torch.Tensor) -> Any:
     ticket, token, rows, weights = ctx.saved_tensors
     needs_rows = ctx.needs_input_grad[3]
