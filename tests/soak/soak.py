@@ -291,8 +291,8 @@ def growth(times, values):
     return max(statistics.median(slopes) * (times[-1] - times[0]), from_half_to_half)
 
 
-def verdict(noted):
-    """Sentences about what grew; none is good."""
+def verdict(noted, allow_mib=0.0):
+    """Sentences about what grew; none is good. Memory may grow by allow_mib in any case."""
     last = noted[-1][0]
     watched = [(at, found) for at, found in noted if at >= last / 3]
     wrong = []
@@ -302,6 +302,7 @@ def verdict(noted):
         values = [found[name] for _, found in watched]
         grown = growth([at for at, _ in watched], values)
         allowed = max(share * statistics.median(values), least)
+        allowed = max(allowed, allow_mib * MIB) if unit == MIB else allowed
         if grown > allowed:
             wrong.append(
                 f"{name} grew by {grown / unit:.1f} after the first third, more than"
@@ -335,6 +336,10 @@ def parsed(arguments):
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--processes", action="store_true", help="ranks are processes")
     parser.add_argument("--world-seconds", type=float, default=10.0, help="life of a world")
+    parser.add_argument(
+        "--allow-mib", type=float, default=0.0,
+        help="memory may grow by so much; a run of seconds is all warm-up",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -354,7 +359,7 @@ def soak(options):
         print("soak: nothing was noted")
         return 1
     print(table(noted))
-    wrong = verdict(noted)
+    wrong = verdict(noted, options.allow_mib)
     for sentence in wrong:
         print(f"soak: {sentence}")
     kinds = "processes" if options.processes else "threads"
