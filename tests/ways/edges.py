@@ -400,4 +400,6 @@ def sequence_case(edge: str, world: int, per_node: int) -> SequenceCase:
     if edge == "one_rank":
         world = per_node = 1
     hidden = (37, 5) if edge == "odd_rows" else (64, 16)
-    return SequenceCase(world, per_node, hidden, tuple(SEQUENCE_EDGES[edge].make(_Documents(world))))
+    return SequenceCase(
+        world, per_node, hidden, tuple(SEQUENCE_EDGES[edge].make(_Documents(world)))
+    )

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from device import Way, settle, tensor_of, to_host
 from edges import EXPERT_EDGES, ExpertCase, ExpertRound, ExpertSizes, expert_case
 from judge import Arrays, ExpertCall, ExpertJudge, differences
 
@@ -15,74 +16,19 @@ from waybill.integrations.deep_ep import Buffer
 from waybill.torch.moe import EPAll2AllLayer
 
 FEW, MANY = 128, 200  #: tokens of a rank: up to 128 other kernels do the work
-ONE_NODE = ((3, 3),)
 NODES = ((2, 1), (4, 2), (4, 1))  #: (ranks, ranks per node)
-DTYPES = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float32: torch.int32}
-
-
-def settle(device: Any) -> None:
-    """Waits for this rank's stream: nothing may be copied to pageable memory after a kernel that
-    waits for a rank on the same GPU.
-    """
-    if torch.device(device).type == "cuda":
-        torch.cuda.current_stream().synchronize()
-
-
-def tensor_of(
-    array: np.ndarray, device: Any, dtype: torch.dtype | None = None, how: Any = None
-) -> torch.Tensor:
-    """A tensor of an array, in the memory that a round or a batch asks for."""
-    plain = torch.from_numpy(np.ascontiguousarray(array))
-    if dtype is not None:
-        plain = plain.to(dtype) if plain.is_floating_point() else plain.view(dtype)
-    if how is None:
-        return plain.to(device)
-    if len(plain) == 0 and how.slices:
-        return torch.zeros(2, *plain.shape[1:], dtype=plain.dtype, device=device)[:0]
-    if how.odd_address:
-        flat = torch.empty(plain.numel() + 1, dtype=plain.dtype, device=device)
-        flat[1:] = plain.reshape(-1).to(device)
-        return flat[1:].view(plain.shape)
-    return plain.to(device)
-
-
-def to_host(tensor: torch.Tensor) -> np.ndarray:
-    """Integers of the tensor's bits; whole numbers as they are."""
-    kind = DTYPES.get(tensor.dtype)
-    tensor = tensor.detach().contiguous()
-    return (tensor if kind is None else tensor.view(kind)).cpu().numpy().copy()
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to move rows, and which ranks can go it."""
+class ExpertWay(Way):
+    """A way of experts."""
 
-    name: str
-    title: str
-    family = "experts"
-    edges = EXPERT_EDGES
-    ranks: str = "threads"  #: or "processes"
-    backend: str = "mapped"  #: between nodes: "mapped", "nccl" or "nvshmem"
-    devices: tuple[str, ...] = ("cpu", "cuda")
-    environment: dict[str, str] = field(default_factory=dict)
-    topologies: tuple[tuple[int, int], ...] = ONE_NODE
-
-    @property
-    def over_nodes(self) -> bool:
-        """Whether rows travel between nodes."""
-        return any(per_node < world for world, per_node in self.topologies)
-
-    def excluded(self, edge: str, device: str) -> str | None:
-        """Why the edge means nothing here."""
-        if device not in self.devices:
-            return "on GPUs alone"
-        if edge == "one_rank" and self.over_nodes:
-            return "several nodes have several ranks"
-        return None
+    family: str = "experts"
+    edges: dict[str, Any] = field(default_factory=lambda: EXPERT_EDGES)
 
 
 @dataclass(frozen=True)
-class LayerWay(Way):
+class LayerWay(ExpertWay):
     """EPAll2AllLayer: a dispatch and its combine, in each round."""
 
     max_tokens: int = MANY
@@ -280,7 +226,7 @@ def _on_host(found: dict[str, Any], num_rows: int | None) -> Arrays:
 
 
 @dataclass(frozen=True)
-class DeepEpWay(Way):
+class DeepEpWay(ExpertWay):
     """deep_ep.Buffer: dispatch and combine of many tokens, with weights home."""
 
     max_tokens: int = 40
@@ -298,14 +244,18 @@ class DeepEpWay(Way):
         buffer = Buffer(world, num_bytes, explicitly_destroy=True)
         calls = [_ToRanks(case, number) for number in range(len(case.rounds))]
         given = [_Given(call.choices, world) for call in calls]
-        outputs = [tensor_of(c.call.outputs(world.rank), world.device, torch.bfloat16) for c in calls]
+        outputs = [
+            tensor_of(c.call.outputs(world.rank), world.device, torch.bfloat16) for c in calls
+        ]
         settle(world.device)
         world.barrier()
         made = [[self._call(buffer, s, one, rows)] for one, rows in zip(given, outputs)]
         buffer.destroy()
         return made
 
-    def _call(self, buffer: Any, sizes: ExpertSizes, given: _Given, outputs: torch.Tensor) -> Arrays:
+    def _call(
+        self, buffer: Any, sizes: ExpertSizes, given: _Given, outputs: torch.Tensor
+    ) -> Arrays:
         tokens, _, experts, inside, _ = buffer.get_dispatch_layout(given.ids, sizes.experts)
         rows, ids, weights, counts, handle, _ = buffer.dispatch(
             given.x, topk_idx=given.ids, topk_weights=given.weights, num_tokens_per_rank=tokens,
@@ -362,7 +312,7 @@ class _ToRanks:
 
 
 @dataclass(frozen=True)
-class LowLatencyWay(Way):
+class LowLatencyWay(ExpertWay):
     """deep_ep.Buffer: the low-latency calls."""
 
     max_tokens: int = 40

@@ -5,6 +5,7 @@ Arrays are compared bit for bit. 16-bit tensors are int16 here, float8 ones uint
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -100,9 +101,7 @@ class ExpertCall:
 
     def outputs(self, rank: int) -> np.ndarray:
         """[R, hidden] float32: what the experts of a rank make of the rows that it must get."""
-        return bfloat16_numbers(
-            self._draws(rank, 3), (self.num_rows(rank), self.case.sizes.hidden)
-        )
+        return bfloat16_numbers(self._draws(rank, 3), (self.num_rows(rank), self.case.sizes.hidden))
 
     def bias(self, rank: int, number: int) -> np.ndarray:
         """[T, hidden] float32."""
@@ -213,10 +212,13 @@ class ExpertJudge:
 class SequenceJudge:
     """A batch, where its shards go, and what the simulation says of it."""
 
-    def __init__(self, case: SequenceCase, number: int, kv_layout: str = "per_rank") -> None:
+    def __init__(
+        self, case: SequenceCase, number: int, kv_layout: str = "per_rank", planned: bool = False
+    ) -> None:
         self.case, self.number = case, number
         self.batch: Batch = case.batches[number]
-        self.plan = _plan_of(self.batch, case.world, kv_layout)
+        make = _planned if planned else _plan_of
+        self.plan = make(self.batch, case.world, kv_layout)
 
     @cached_property
     def metadata(self) -> Any:
@@ -232,7 +234,7 @@ class SequenceJudge:
         """[rows, hidden] whole float32 numbers of q, k or v: of which sums are exact."""
         rng = np.random.default_rng((self.case.seed, self.number, rank, ord(which)))
         hidden = self.case.hidden[0 if which == "q" else 1]
-        return rng.integers(-8, 9, (self.batch.rows[rank], hidden)).astype(np.float32)
+        return rng.integers(-8, 9, (self.rows[rank], hidden)).astype(np.float32)
 
     def received(self, which: str) -> list[np.ndarray]:
         """What each rank gets of q, k or v."""
@@ -242,7 +244,7 @@ class SequenceJudge:
 
     def sums(self, which: str) -> list[np.ndarray]:
         """The gradients of each rank's rows of k or v, if each copy's gradient is the copy."""
-        gradients, rows = self.received(which), self.batch.rows
+        gradients, rows = self.received(which), self.rows
         copies = self.metadata.rev_kv.seq_recv_mask.shape[2]
         world, hidden = len(gradients), gradients[0].shape[1]
         given = np.zeros((world, max(map(len, gradients)), hidden), np.float32)
@@ -257,10 +259,20 @@ class SequenceJudge:
             for r in range(world)
         ]
 
+    @cached_property
+    def tables(self) -> Any:
+        """The plan as plain tables."""
+        return self.plan.to_qkv_plan() if hasattr(self.plan, "to_qkv_plan") else self.plan
+
+    @cached_property
+    def rows(self) -> list[int]:
+        """Rows that each rank has."""
+        ends, lengths = self.tables.rank_shard_offsets, np.asarray(self.tables.shard_len)
+        return [int(lengths[a:b].sum()) for a, b in itertools.pairwise(ends)]
+
     def counted(self) -> list[int]:
         """Rows of Q that each rank must get: counted, not simulated."""
-        plan = self.plan.to_qkv_plan() if hasattr(self.plan, "to_qkv_plan") else self.plan
-        lengths, places = np.asarray(plan.shard_len), np.asarray(plan.q_dst)
+        lengths, places = np.asarray(self.tables.shard_len), np.asarray(self.tables.q_dst)
         return [int(lengths[places == rank].sum()) for rank in range(self.case.world)]
 
 
@@ -280,3 +292,14 @@ def _plan_of(batch: Batch, world: int, kv_layout: str) -> Any:
         world, offsets, lengths, places, ends, [s for d in in_order for s in d],
         kv_layout=kv_layout,
     )  # fmt: skip
+
+
+def _planned(batch: Batch, world: int, kv_layout: str) -> Any:
+    """The planner's, which has a relay schedule. A document of several ranks is cut evenly."""
+    documents = {document for held in batch.shards for document, _ in held}
+    if len(documents) == 1 and sum(count > 0 for count in batch.rows) > 1:
+        total = sum(batch.rows)
+        most = -(-total // world)
+        return waybill.plan([total], world, most, kv_layout=kv_layout, block_tokens=4)
+    lengths = [[length for _, length in held] for held in batch.shards]
+    return waybill.plan(lengths, world, 0, kv_layout=kv_layout, block_tokens=4)
