@@ -1,0 +1,305 @@
+"""The judge: what a call must deliver, by the simulation on the CPU, and by counting.
+
+Arrays are compared bit for bit. 16-bit tensors are int16 here, float8 ones uint8.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from edges import Batch, ExpertCase, SequenceCase
+
+import waybill
+from waybill.moe import EPConfig, ExpertDispatch, simulate_dispatch
+
+Arrays = dict[str, np.ndarray]
+
+
+def bfloat16_numbers(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Normal numbers that bfloat16 holds, as float32."""
+    numbers = rng.standard_normal(shape).astype(np.float32)
+    return (numbers.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def bfloat16_bits(numbers: np.ndarray) -> np.ndarray:
+    """Of float32 numbers that bfloat16 holds."""
+    high = np.ascontiguousarray(numbers, np.float32).view(np.uint32) >> np.uint32(16)
+    return high.astype(np.uint16).view(np.int16)
+
+
+def differences(got: Arrays, wanted: Arrays, prefix: str) -> list[str]:
+    """One line for each array that is not as wanted."""
+    lines = []
+    for name, want in wanted.items():
+        have = got.get(name)
+        if have is None:
+            lines.append(f"{prefix}: no {name}")
+        elif have.shape != want.shape:
+            lines.append(f"{prefix}: {name} has shape {list(have.shape)}, want {list(want.shape)}")
+        elif have.tobytes() != np.ascontiguousarray(want, have.dtype).tobytes():
+            wrong = have != np.ascontiguousarray(want, have.dtype)
+            first = np.argwhere(wrong)[0].tolist() if wrong.any() else []
+            lines.append(
+                f"{prefix}: {int(wrong.sum())} of {want.size} elements of {name} differ,"
+                f" the first at {first}: {have[tuple(first)]}, want {want[tuple(first)]}"
+            )
+    return lines
+
+
+# ---- Experts ----
+
+
+@dataclass(frozen=True)
+class ExpertCall:
+    """What all ranks give to one dispatch and its combine, and what must come of them."""
+
+    case: ExpertCase
+    number: int  #: of the round
+    variant: int = 0  #: other numbers by the same routing
+    rows: str = "grouped"
+    alignment: int = 1
+    payload: str = "plain"
+    has_weights: bool = True
+    weighted: bool = False
+    num_biases: int = 0
+    local_combine: bool = False
+    own_order: bool = False  #: full_scatter_indices, in no canonical order
+
+    def _draws(self, rank: int, kind: int) -> np.random.Generator:
+        return np.random.default_rng((self.case.seed, self.number, self.variant, rank, kind))
+
+    @property
+    def counts(self) -> list[int]:
+        """Tokens of each rank."""
+        return self.case.rounds[self.number].counts
+
+    @property
+    def ids(self) -> tuple[np.ndarray, ...]:
+        """[T, topk] of each rank."""
+        return self.case.rounds[self.number].ids
+
+    def tokens(self, rank: int) -> np.ndarray:
+        """[T, hidden] float32; codes of float8 if they are scaled already."""
+        shape = self.counts[rank], self.case.sizes.hidden
+        draws = self._draws(rank, 0)
+        if self.payload != "scaled":
+            return bfloat16_numbers(draws, shape)
+        signs = draws.integers(0, 2, shape).astype(np.uint8) << 7
+        return signs | draws.integers(0, 0x7F, shape).astype(np.uint8)
+
+    def scales(self, rank: int) -> np.ndarray:
+        """[T, hidden / 128] float32."""
+        return self._draws(rank, 1).random((self.counts[rank], self.case.sizes.hidden // 128), "f4")
+
+    def weights(self, rank: int) -> np.ndarray:
+        """[T, topk] float32."""
+        return self._draws(rank, 2).random((self.counts[rank], self.case.sizes.topk), "f4")
+
+    def outputs(self, rank: int) -> np.ndarray:
+        """[R, hidden] float32: what the experts of a rank make of the rows that it must get."""
+        return bfloat16_numbers(self._draws(rank, 3), (self.num_rows(rank), self.case.sizes.hidden))
+
+    def bias(self, rank: int, number: int) -> np.ndarray:
+        """[T, hidden] float32."""
+        return bfloat16_numbers(
+            self._draws(rank, 4 + number), (self.counts[rank], self.case.sizes.hidden)
+        )
+
+    def positions(self) -> np.ndarray:
+        """[sum of T, topk]: the slots of an expert in a random order, dropped ones last."""
+        ids = np.concatenate([slots.reshape(-1) for slots in self.ids])
+        ids = np.where(ids < 0, self.case.sizes.experts, ids)
+        order = np.lexsort((self._draws(0, 9).random(ids.size), ids))
+        places = np.empty(ids.size, np.int64)
+        places[order] = np.arange(ids.size)
+        return places.reshape(-1, self.case.sizes.topk)
+
+    def counted(self) -> np.ndarray:
+        """[W, P] topk slots of each local expert: counted, not simulated."""
+        sizes = self.case.sizes
+        ids = np.concatenate([slots.reshape(-1) for slots in self.ids])
+        counts = np.bincount(ids[ids >= 0], minlength=sizes.experts)
+        return counts.reshape(sizes.world, sizes.local)
+
+    def num_rows(self, rank: int) -> int:
+        """Rows that a rank must get: counted, not simulated."""
+        if self.rows == "grouped":
+            return int((-(-self.counted()[rank] // self.alignment) * self.alignment).sum())
+        first = rank * self.case.sizes.local
+        here = [(ids >= first) & (ids < first + self.case.sizes.local) for ids in self.ids]
+        return int(sum(slots.any(1).sum() for slots in here))
+
+
+class ExpertJudge:
+    """What the simulation says of one call."""
+
+    def __init__(self, call: ExpertCall) -> None:
+        self.call, sizes = call, call.case.sizes
+        self.ranks = range(sizes.world)
+        self.config = EPConfig(
+            sizes.max_tokens, sizes.hidden, sizes.topk, sizes.experts, 0, sizes.world,
+            sizes.per_node, "bfloat16", "float32",
+        )  # fmt: skip
+
+    @cached_property
+    def there(self) -> ExpertDispatch:
+        """The dispatch of all ranks."""
+        call, ranks = self.call, self.ranks
+        return simulate_dispatch(
+            self.config, [call.tokens(r) for r in ranks], list(call.ids),
+            [call.weights(r) for r in ranks] if call.has_weights else None,
+            call.positions() if call.own_order else None,
+            scales=[call.scales(r) for r in ranks] if call.payload == "scaled" else None,
+            dropped_id=-1, rows=call.rows, expert_alignment=call.alignment, payload=call.payload,
+        )  # fmt: skip
+
+    @cached_property
+    def sums(self) -> list[np.ndarray]:
+        """The combine of all ranks."""
+        call = self.call
+        return self.there.combine(
+            [call.outputs(r) for r in self.ranks], call.local_combine, weighted=call.weighted,
+            biases=[[call.bias(r, b) for r in self.ranks] for b in range(call.num_biases)],
+        )  # fmt: skip
+
+    def wanted(self, rank: int) -> Arrays:
+        """All that this rank must have."""
+        call, there = self.call, self.there
+        counts = call.counted()[rank]
+        arrays = {
+            "num_rows": np.array([call.num_rows(r) for r in self.ranks]),
+            "num_tokens": np.array(call.counts),
+            "expert_counts": counts,
+            "rows": self._rows(rank),
+            "sums": bfloat16_bits(self.sums[rank]),
+        }
+        if call.rows == "grouped":
+            padded = -(-counts // call.alignment) * call.alignment
+            arrays["expert_offsets"] = np.concatenate([[0], np.cumsum(padded)])
+        if there.recv_weights is not None:
+            arrays["weights"] = there.recv_weights[rank].view(np.int32)
+        if there.recv_scales is not None:
+            arrays["scales"] = there.recv_scales[rank].view(np.int32)
+        return arrays
+
+    def _rows(self, rank: int) -> np.ndarray:
+        rows = self.there.recv_tokens[rank]
+        if self.call.payload == "plain":
+            return bfloat16_bits(rows)
+        return np.ascontiguousarray(rows).view(np.uint8)
+
+    def complaints(self, results: list[Arrays], prefix: str) -> list[str]:
+        """What is wrong with the results of all ranks."""
+        lines = []
+        for rank in self.ranks:
+            simulated = len(self.there.recv_tokens[rank])
+            if simulated != self.call.num_rows(rank):
+                lines.append(
+                    f"{prefix}, rank {rank}: the simulation has {simulated} rows, and"
+                    f" {self.call.num_rows(rank)} were counted"
+                )
+            lines += differences(results[rank], self.wanted(rank), f"{prefix}, rank {rank}")
+        return lines
+
+
+# ---- Sequences ----
+
+
+class SequenceJudge:
+    """A batch, where its shards go, and what the simulation says of it."""
+
+    def __init__(
+        self, case: SequenceCase, number: int, kv_layout: str = "per_rank", planned: bool = False
+    ) -> None:
+        self.case, self.number = case, number
+        self.batch: Batch = case.batches[number]
+        make = _planned if planned else _plan_of
+        self.plan = make(self.batch, case.world, kv_layout)
+
+    @cached_property
+    def metadata(self) -> Any:
+        """Dense tables of the plan."""
+        return self.plan.to_metadata()
+
+    @cached_property
+    def routing(self) -> Any:
+        """The plan's four tables, as a dispatcher takes them."""
+        return self.plan.to_routing()
+
+    def given(self, rank: int, which: str) -> np.ndarray:
+        """[rows, hidden] whole float32 numbers of q, k or v: of which sums are exact."""
+        rng = np.random.default_rng((self.case.seed, self.number, rank, ord(which)))
+        hidden = self.case.hidden[0 if which == "q" else 1]
+        return rng.integers(-8, 9, (self.rows[rank], hidden)).astype(np.float32)
+
+    def received(self, which: str) -> list[np.ndarray]:
+        """What each rank gets of q, k or v."""
+        table = self.metadata.fwd_q if which == "q" else self.metadata.fwd_kv
+        given = [self.given(rank, which) for rank in range(self.case.world)]
+        return [np.asarray(rows) for rows in waybill.simulate_communication(given, table)]
+
+    def sums(self, which: str) -> list[np.ndarray]:
+        """The gradients of each rank's rows of k or v, if each copy's gradient is the copy."""
+        gradients, rows = self.received(which), self.rows
+        copies = self.metadata.rev_kv.seq_recv_mask.shape[2]
+        world, hidden = len(gradients), gradients[0].shape[1]
+        given = np.zeros((world, max(map(len, gradients)), hidden), np.float32)
+        for rank, gradient in enumerate(gradients):
+            given[rank, : len(gradient)] = gradient
+        planes = np.zeros((world, copies * max(rows), hidden), np.float32)
+        waybill.orchestrate_simulate(given, planes, self.metadata.rev_kv)
+        return [
+            np.asarray(
+                waybill.sum_kv_copies(planes[r, : copies * rows[r]], self.metadata.rev_kv, r)
+            )
+            for r in range(world)
+        ]
+
+    @cached_property
+    def tables(self) -> Any:
+        """The plan as plain tables."""
+        return self.plan.to_qkv_plan() if hasattr(self.plan, "to_qkv_plan") else self.plan
+
+    @cached_property
+    def rows(self) -> list[int]:
+        """Rows that each rank has."""
+        ends, lengths = self.tables.rank_shard_offsets, np.asarray(self.tables.shard_len)
+        return [int(lengths[a:b].sum()) for a, b in itertools.pairwise(ends)]
+
+    def counted(self) -> list[int]:
+        """Rows of Q that each rank must get: counted, not simulated."""
+        lengths, places = np.asarray(self.tables.shard_len), np.asarray(self.tables.q_dst)
+        return [int(lengths[places == rank].sum()) for rank in range(self.case.world)]
+
+
+def _plan_of(batch: Batch, world: int, kv_layout: str) -> Any:
+    """Shard s of rank r goes to rank r + s + 1: every rank sends to others and keeps some."""
+    offsets, lengths, places = [0], [], []
+    documents: dict[int, list[int]] = {}
+    for rank, held in enumerate(batch.shards):
+        for s, (document, length) in enumerate(held):
+            documents.setdefault(document, []).append(len(lengths))
+            lengths.append(length)
+            places.append((rank + s + 1) % world)
+        offsets.append(len(lengths))
+    in_order = [documents[d] for d in sorted(documents)]
+    ends = np.concatenate([[0], np.cumsum([len(d) for d in in_order])]).astype(int)
+    return waybill.QkvPlan(
+        world, offsets, lengths, places, ends, [s for d in in_order for s in d],
+        kv_layout=kv_layout,
+    )  # fmt: skip
+
+
+def _planned(batch: Batch, world: int, kv_layout: str) -> Any:
+    """The planner's, which has a relay schedule. A document of several ranks is cut evenly."""
+    documents = {document for held in batch.shards for document, _ in held}
+    if len(documents) == 1 and sum(count > 0 for count in batch.rows) > 1:
+        total = sum(batch.rows)
+        most = -(-total // world)
+        return waybill.plan([total], world, most, kv_layout=kv_layout, block_tokens=4)
+    lengths = [[length for _, length in held] for held in batch.shards]
+    return waybill.plan(lengths, world, 0, kv_layout=kv_layout, block_tokens=4)

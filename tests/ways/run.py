@@ -1,0 +1,251 @@
+"""Runs every way with every edge and says which cells are right; ``--write`` updates the table.
+
+    python tests/ways/run.py [--device cpu|cuda] [--only PATTERN] [--write docs/ways_and_edges.md]
+
+Ranks on GPUs share those that are there. Each way has a process of its own there, as a fault takes
+the GPU from its process; after a cell with an error a new process goes on with the next edge.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import pathlib
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import Any
+
+CELL_LIMIT_S = 75.0  #: then the process is ended
+START_LIMIT_S = 120.0  #: for importing torch, and for a GPU
+Cell = tuple[str, str]
+Results = dict[Cell, tuple[str, str]]
+
+
+class Worker:
+    """A process that runs cells one after another, and says what came of each."""
+
+    def __init__(self, device: str, kind: str) -> None:
+        self.device, self.kind = device, kind
+        self.errors = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", kind, "--device", device],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
+        )  # fmt: skip
+        self.lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line)
+        self.lines.put(None)
+
+    def say(self, cell: Cell) -> None:
+        """Asks for one cell."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(cell) + "\n")
+            self.process.stdin.flush()
+        except OSError:
+            pass  # the answer says that it has ended
+
+    def hear(self, limit_s: float) -> dict[str, Any] | None:
+        """The next answer; None if the process ended or is silent."""
+        try:
+            line = self.lines.get(timeout=limit_s)
+        except queue.Empty:
+            return None
+        return None if line is None else json.loads(line)
+
+    def last_words(self) -> str:
+        """How it ended, and the end of what it printed."""
+        status = self.process.poll()
+        how = "said nothing until its deadline" if status is None else f"ended with {status}"
+        self.errors.seek(0)
+        lines = [line.strip() for line in self.errors.read().splitlines() if line.strip()]
+        return f"the process {how}: {' | '.join(lines[-3:])}"[:600]
+
+    def end(self) -> None:
+        """Ends the process."""
+        self.process.kill()
+        self.process.wait()
+        self.errors.close()
+
+
+class Run:
+    """All cells of some ways on one kind of ranks."""
+
+    def __init__(self, device: str, limit_s: float) -> None:
+        self.device = device
+        self.until = time.monotonic() + limit_s
+        self.results: Results = {}
+        self.lock = threading.Lock()
+        self.begun = time.monotonic()
+
+    def groups(self, groups: list[list[Cell]], kinds: list[str]) -> None:
+        """Group after group; the process of the next one starts meanwhile."""
+        spare = Worker(self.device, kinds[0]) if groups else None
+        for i, cells in enumerate(groups):
+            worker, spare = spare, None
+            if i + 1 < len(groups):
+                spare = Worker(self.device, kinds[i + 1])
+            self._group(cells, worker, kinds[i])
+        if spare is not None:
+            spare.end()
+
+    def _group(self, cells: list[Cell], worker: Worker | None, kind: str) -> None:
+        begun = time.monotonic()
+        if worker is not None and not self._starts(worker):
+            words = worker.last_words()
+            worker.end()
+            self._keep(cells, "wrong", f"did not start: {words}")
+            return
+        for i, cell in enumerate(cells):
+            if time.monotonic() > self.until:
+                self._keep(cells[i:], "not run", "the run had no time left")
+                break
+            if worker is None:
+                worker = Worker(self.device, kind)
+                self._starts(worker)
+            worker.say(cell)
+            answer = worker.hear(CELL_LIMIT_S)
+            if answer is None:
+                self._keep([cell], "wrong", worker.last_words())
+            else:
+                self._keep([cell], answer["result"], answer["words"])
+            if answer is None or not answer["usable"]:
+                worker.end()
+                worker = None
+        if worker is not None:
+            worker.end()
+        self._print(cells, time.monotonic() - begun)
+
+    def _starts(self, worker: Worker) -> bool:
+        return worker.hear(START_LIMIT_S) is not None
+
+    def _keep(self, cells: list[Cell], result: str, words: str) -> None:
+        with self.lock:
+            for cell in cells:
+                self.results[cell] = result, words
+
+    def _print(self, cells: list[Cell], seconds: float) -> None:
+        marks = {"right": ".", "refused": "r", "wrong": "X", "not run": "-"}
+        for way in dict.fromkeys(way for way, _ in cells):
+            line = "".join(marks[self.results[c][0]] for c in cells if c[0] == way)
+            at = time.monotonic() - self.begun
+            print(f"{at:6.1f} s  {line:18} {way} ({seconds:.1f} s)", flush=True)
+
+
+def serve(device: str, kind: str) -> None:
+    """The process of a worker: cells come on stdin, answers go out where stdout was."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import torch
+
+    torch.set_num_threads(1)
+    from ranks import WAYS, Outcome, Processes, Threads, run_cell
+
+    ranks: Any = (Processes if kind == "processes" else Threads)(device)
+
+    def answer(**said: Any) -> None:
+        out.write(json.dumps(said) + "\n")
+        out.flush()
+
+    answer(result="ready")
+    for line in sys.stdin:
+        name, edge = json.loads(line)
+        way = WAYS[name]
+        os.environ.update(way.environment)
+        try:
+            outcome = run_cell(ranks, way, edge)
+        except Exception as error:  # of the judge
+            outcome = Outcome("wrong", f"judge: {type(error).__name__}: {error}", True)
+        for variable in way.environment:
+            del os.environ[variable]
+        usable = ranks.is_usable(outcome)
+        answer(result=outcome.result, words=outcome.words[:600], usable=usable)
+    ranks.close()
+    os._exit(0)
+
+
+def cells_of(ways: list[Any], device: str) -> list[Cell]:
+    """Those that mean something on these ranks."""
+    return [
+        (way.name, edge) for way in ways for edge in way.edges if way.excluded(edge, device) is None
+    ]
+
+
+def run_all(device: str, only: str, limit_s: float) -> Results:
+    """The results of all cells of the ways whose name fits the pattern."""
+    from ranks import WAYS
+
+    ways = [w for w in WAYS.values() if fnmatch.fnmatch(w.name, only) and device in w.devices]
+    run = Run(device, limit_s)
+    if device == "cuda":
+        ways.sort(key=lambda way: way.ranks == "processes")
+        kept = [way for way in ways if cells_of([way], device)]
+        run.groups([cells_of([way], device) for way in kept], [way.ranks for way in kept])
+        return run.results
+    threads = [way for way in ways if way.ranks == "threads"]
+    processes = [way for way in ways if way.ranks == "processes"]
+    parts = [(threads[0::2], "threads"), (threads[1::2], "threads"), (processes, "processes")]
+    busy = []
+    for part, kind in parts:
+        if not part:
+            continue
+        one = threading.Thread(target=run.groups, args=([cells_of(part, device)], [kind]))
+        one.start()
+        busy.append(one)
+    for one in busy:
+        one.join()
+    return run.results
+
+
+def summary(results: Results) -> int:
+    """Prints every cell that is not right; the number of wrong ones."""
+    for (way, edge), (result, words) in sorted(results.items(), key=lambda item: item[1][0]):
+        if result != "right":
+            print(f"{result.upper()}  {way} : {edge}\n    {words}")
+    counts = {kind: 0 for kind in ("right", "refused", "wrong", "not run")}
+    for result, _ in results.values():
+        counts[result] += 1
+    print("ways and edges: " + ", ".join(f"{n} {kind}" for kind, n in counts.items()), flush=True)
+    return counts["wrong"]
+
+
+def main() -> int:
+    """The program."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--only", default="*", help="pattern of the ways' names")
+    parser.add_argument("--write", type=pathlib.Path, help="the page; its numbers lie beside it")
+    parser.add_argument("--page", type=pathlib.Path, help="writes the page again, runs nothing")
+    parser.add_argument("--limit-s", type=float, default=480.0)
+    parser.add_argument("--worker", choices=("threads", "processes"), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if given.worker:
+        serve(given.device, given.worker)
+        return 0
+    import table
+
+    if given.page:
+        table.write_page(given.page)
+        return 0
+    results = run_all(given.device, given.only, given.limit_s)
+    wrong = summary(results)
+    if given.write:
+        table.update(given.write, given.device, results)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""The table of the last runs: numbers in JSON, and the page that is made of them."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import pathlib
+import platform
+from typing import Any
+
+from ranks import WAYS
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+COLUMNS = {"cpu": "CPU", "gpu": "One GPU, which ranks share", "gpus": "Several GPUs"}
+NEEDS = {"gpu": "needs a GPU", "gpus": "needs 2 GPUs"}
+CODE = {
+    "experts": ("src/cuda", "src/experts", "src/moe"),
+    "sequences": ("src/cuda", "src/runtime", "src/schedule"),
+}
+TITLES = {"experts": "Experts", "sequences": "Sequences"}
+SYMBOLS = {"right": "✓", "refused": "r", "wrong": "✗", "not run": "·"}
+
+
+def code_hash(family: str) -> str:
+    """Of the files that do a family's work: paths and content."""
+    digest = hashlib.sha256()
+    for folder in CODE[family]:
+        for path in sorted(p for p in (ROOT / folder).rglob("*") if p.is_file()):
+            digest.update(f"{path.relative_to(ROOT).as_posix()}\0".encode())
+            digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def machine(device: str) -> str:
+    """In words."""
+    if device == "cpu":
+        return f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}"
+    import torch
+
+    count = torch.cuda.device_count()
+    name = torch.cuda.get_device_name(0)
+    return f"{count} x {name}, CUDA {torch.version.cuda}, torch {torch.__version__}"
+
+
+def column_of(device: str) -> str:
+    """The column that a run on these ranks fills."""
+    if device == "cpu":
+        return "cpu"
+    import torch
+
+    return "gpus" if torch.cuda.device_count() > 1 else "gpu"
+
+
+def read(page: pathlib.Path) -> dict[str, Any]:
+    """What is known: {"runs": {column: {family: run}}, "cells": {column: {way: {edge: cell}}}}."""
+    path = page.with_suffix(".json")
+    known = json.loads(path.read_text("utf-8")) if path.exists() else {"runs": {}, "cells": {}}
+    for column in COLUMNS:
+        known["runs"].setdefault(column, {})
+        known["cells"].setdefault(column, {})
+    return known
+
+
+def update(page: pathlib.Path, device: str, results: dict[Any, tuple[str, str]]) -> None:
+    """Puts the results of a run into their column, and writes both files."""
+    known, column = read(page), column_of(device)
+    cells = known["cells"][column]
+    for name in [name for name in cells if name not in WAYS]:
+        del cells[name]
+    for (way, edge), (result, words) in results.items():
+        cells.setdefault(way, {})[edge] = [result, words] if words else [result]
+    for name, of_way in cells.items():
+        for edge in [edge for edge in of_way if edge not in WAYS[name].edges]:
+            del of_way[edge]
+    today = datetime.datetime.now(datetime.timezone.utc).date()
+    for family in {WAYS[way].family for way, _ in results}:
+        known["runs"][column][family] = {
+            "date": today.isoformat(), "machine": machine(device), "code": code_hash(family),
+        }  # fmt: skip
+    known["cells"][column] = {
+        name: {edge: cells[name][edge] for edge in way.edges if edge in cells[name]}
+        for name, way in WAYS.items()
+        if name in cells
+    }
+    text = json.dumps(known, ensure_ascii=False, indent=1)
+    page.with_suffix(".json").write_text(text + "\n", "utf-8")
+    write_page(page)
+
+
+def cell_of(known: dict[str, Any], column: str, way: str, edge: str) -> tuple[str, str]:
+    """(result, words); "none" means that the edge means nothing here."""
+    excluded = WAYS[way].excluded(edge, "cpu" if column == "cpu" else "cuda")
+    if excluded:
+        return "none", excluded
+    found = known["cells"][column].get(way, {}).get(edge)
+    if found is None:
+        return "not run", NEEDS.get(column, "no entry")
+    return found[0], found[1] if len(found) > 1 else ""
+
+
+def stale(known: dict[str, Any], column: str, family: str) -> bool:
+    """Whether a column is of other code than that which is here."""
+    run = known["runs"][column].get(family)
+    return run is not None and run["code"] != code_hash(family)
+
+
+class _Notes:
+    """Words below a table, numbered in the order in which cells need them."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def mark(self, result: str, words: str) -> str:
+        """What stands in a cell."""
+        if result == "right":
+            return SYMBOLS["right"]
+        number = self.numbers.setdefault(words, len(self.numbers) + 1)
+        return f"{SYMBOLS.get(result, '–')}{number}"
+
+    def lines(self) -> list[str]:
+        """One for each number."""
+        return [f"- {n}: {_plain(words)}" for words, n in self.numbers.items()]
+
+
+def _plain(words: str) -> str:
+    """As Markdown shows it, on one line."""
+    return "`" + " ".join(words.replace("`", "'").split()) + "`"
+
+
+def _table(known: dict[str, Any], column: str, family: str) -> list[str]:
+    ways = [way for way in WAYS.values() if way.family == family]
+    edges = list(ways[0].edges)
+    run = known["runs"][column].get(family)
+    lines = [f"### {TITLES[family]}: {COLUMNS[column]}", ""]
+    if run is None:
+        lines += [f"Not run: {NEEDS.get(column, '')}.", ""]
+        return lines
+    said = f"Run on {run['date']}, {run['machine']}, code {run['code']}"
+    if stale(known, column, family):
+        said = f"**Stale**: the code is another one now. {said}"
+    lines += [f"{said}.", ""]
+    lines.append("| way | " + " | ".join(str(n + 1) for n in range(len(edges))) + " |")
+    lines.append("|---|" + "---|" * len(edges))
+    notes = _Notes()
+    for way in ways:
+        cells = [cell_of(known, column, way.name, edge) for edge in edges]
+        if all(result == "none" for result, _ in cells):
+            continue
+        marks = [notes.mark(result, words) for result, words in cells]
+        lines.append(f"| {way.title} | " + " | ".join(marks) + " |")
+    lines += ["", *notes.lines(), ""] if notes.numbers else [""]
+    return lines
+
+
+HEAD = """# Ways and edges
+
+Each *way* to move rows, seen with each *edge*: every cell is the product on the ranks of a world, with the [simulation](functions/simulate_expert_dispatch.md) as judge, bit for bit, and a count of rows beside it. `tests/ways` has both lists; a new way or edge is a line there, and
+`python tests/ways/run.py --device cpu --write docs/ways_and_edges.md` fills the column of CPU ranks (`cuda`: that of the GPUs that are there). The tests run all cells of CPU ranks and compare them with this page.
+
+| sign | |
+|---|---|
+| ✓ | right |
+| r | refused, on all ranks, in the words of the note |
+| ✗ | wrong, as the note says |
+| · | not run: the note says what is missing |
+| – | means nothing here: the note says why |
+
+Rows: the ways. Columns: the edges, by number. *Stale* is a column of other code: the hash is that of `src/cuda`, `src/experts` and `src/moe` for experts, `src/cuda`, `src/runtime` and `src/schedule` for sequences.
+"""
+
+
+def page_of(known: dict[str, Any]) -> str:
+    """The page."""
+    lines = [HEAD]
+    for family, title in TITLES.items():
+        edges = next(way for way in WAYS.values() if way.family == family).edges
+        lines += [f"## {title}", "", "| | edge |", "|---|---|"]
+        lines += [f"| {n + 1} | {edge.title} |" for n, edge in enumerate(edges.values())]
+        lines.append("")
+        for column in COLUMNS:
+            lines += _table(known, column, family)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def write_page(page: pathlib.Path) -> None:
+    """Makes the page of the numbers beside it."""
+    page.write_text(page_of(read(page)), "utf-8")
