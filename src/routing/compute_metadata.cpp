@@ -203,6 +203,12 @@ DispatchIntermediates intermediates(const Job& job) {
 
 DispatchMetadata compute_metadata(IndexArray seq_len, IndexArray global_dispatch,
                                   bool return_intermediate, Undispatched undispatched) {
+  if (seq_len.dtype() != DType::int64) {
+    seq_len = detail::to_int64(in_compute_metadata, "seq_len", seq_len);
+  }
+  if (global_dispatch.dtype() != DType::int64) {
+    global_dispatch = detail::to_int64(in_compute_metadata, "global_dispatch", global_dispatch);
+  }
   const Job job = open_job(seq_len, global_dispatch, undispatched);
   DispatchMetadata result;
   result.fwd = forward_metadata(job, seq_len, global_dispatch);
