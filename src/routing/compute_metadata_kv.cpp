@@ -278,9 +278,10 @@ void fill_reverse(const KvJob& job, const Groups& groups, const std::vector<std:
 }
 
 IndexArray used_copies(const KvJob& job, const Shape& shape) {
-  IndexArray mask(shape);
-  for (std::size_t at = 0; at < job.place.size(); ++at) mask.i64()[at] = job.used(at) ? 1 : 0;
-  return mask.to(DType::boolean);
+  IndexArray mask(shape, DType::boolean);
+  auto* const used = static_cast<std::uint8_t*>(mask.data());
+  for (std::size_t at = 0; at < job.place.size(); ++at) used[at] = job.used(at) ? 1 : 0;
+  return mask;
 }
 
 /// The inverse of `slots`: a copy's place in [W, R].

@@ -112,6 +112,9 @@ enum class Counts {
 
 struct RandomCaseOptions {
   Draw draw = Draw::any;
+  /// Without: any number of tokens, and the ids of Draw::any are Draw::repeats. For tests of a
+  /// single case, which might be drawn without a row.
+  bool edges = true;
   double drop = 0.1;
   DType id_dtype = DType::int32;
   /// Tokens of each rank. -1: any number, and for every second case one of Counts. With a number
@@ -125,8 +128,9 @@ inline std::vector<std::int64_t> random_counts(const EPConfig& config, Random& r
   const auto world = detail::to_size(config.world_size);
   if (options.tokens >= 0) return std::vector<std::int64_t>(world, options.tokens);
   const auto edges = static_cast<std::int64_t>(Counts::any_number);
-  const auto how =
-      random.below(2) == 0 ? Counts::any_number : static_cast<Counts>(random.below(edges));
+  const auto how = !options.edges || random.below(2) == 0
+                       ? Counts::any_number
+                       : static_cast<Counts>(random.below(edges));
   const auto chosen = detail::to_size(random.below(config.world_size));
   std::vector<std::int64_t> counts;
   for (std::size_t r = 0; r < world; ++r) {
@@ -164,7 +168,7 @@ class IdDraws {
       : config_(config), random_(random), drop_(options.drop), draw_(options.draw) {
     const auto edges = static_cast<std::int64_t>(Draw::any);
     if (draw_ == Draw::any) {
-      const bool edge = options.tokens < 0 && random.below(2) == 0;
+      const bool edge = options.edges && options.tokens < 0 && random.below(2) == 0;
       draw_ = edge ? static_cast<Draw>(random.below(edges)) : Draw::repeats;
     }
     if (draw_ == Draw::distinct && config.topk > config.num_experts) draw_ = Draw::repeats;

@@ -129,7 +129,7 @@ def test_no_tables(face):
     forward, _ = tables(face)
     for name in ("dst_rank", "dst_offset", "seq_len"):
         other = changed(face, forward, **{name: None})
-        for needs in (other.to_json, lambda: face.module.validate(other)):
+        for needs in (other.to_json, lambda other=other: face.module.validate(other)):
             with pytest.raises(waybill.InvalidArgument, match=f"Metadata: {name} is missing"):
                 needs()
 

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+import waybill
+
 LENS = np.array([[3, 2], [4, 0]])
 DISPATCH = np.array([[[1, 0], [0, -1]], [[0, 1], [-1, -1]]])
 
@@ -96,3 +98,48 @@ def test_what_is_odd_is_named_and_shown(face):
     assert "18446744073709551615" in str(changed(forward, dst_offset=face.array(huge)))
     far = np.where(DISPATCH == 0, -2, DISPATCH)
     assert "rank -2 at 0" in str(changed(forward, dst_rank=face.array(far)))
+
+
+def texts_of(thing):
+    html = thing._repr_html_() if hasattr(thing, "_repr_html_") else ""
+    return [str(thing), repr(thing), f"{thing}", html]
+
+
+def test_a_finding_of_anything():
+    for text in (None, 7, NoText, "a text"):
+        found = waybill.Finding("shape", "fwd", "dst_rank", -1, -1, -1, None, object(), text)
+        assert str(found) == str(text)
+
+
+def test_plans_of_nothing(face):
+    for lengths in ([], [[], []], [1], [[1], []]):
+        plan = face.module.plan(lengths, 2, 0, block_tokens=4)
+        routing = plan.to_routing()
+        metadata = plan.to_metadata()
+        for thing in (plan, plan.to_qkv_plan(), routing, routing.fwd_kv, metadata, *metadata):
+            assert all(isinstance(text, str) for text in texts_of(thing))
+
+
+def test_worlds_dispatchers_and_layers_after_their_end():
+    torch = pytest.importorskip("torch")
+    import waybill.torch as wt
+    from waybill.torch.moe import EPAll2AllLayer
+
+    kept = []
+
+    def body(world):
+        routing = waybill.plan([10, 20], 2, 15).to_routing()
+        dispatcher = wt.SequenceDispatcher(world)
+        rows = torch.zeros(15, 4)
+        plan = dispatcher.plan_dispatch((routing.fwd_q, rows))
+        layer = EPAll2AllLayer(world, 4, 8, 2, world.rank, 4, 2, 2, torch.float32, torch.float32)
+        ids = torch.zeros(3, 2, dtype=torch.int64)
+        layout = layer.dispatch(torch.zeros(3, 8), ids)[2]
+        dispatcher.close()
+        layer.finalize()
+        kept.extend((world, dispatcher, plan, layer, layout))
+
+    wt.run_threads(2, body)
+    assert len(kept) == 10
+    for thing in kept:
+        assert all(isinstance(text, str) for text in texts_of(thing)), type(thing)

@@ -47,11 +47,15 @@ def compute_metadata(
         host_array(global_dispatch, "compute_metadata: global_dispatch"),
         return_intermediate, undispatched=undispatched,
     )  # fmt: skip
+    copies = rev.recv_seq_lens is not None
+    if _is_int64(seq_len):
+        fwd.seq_len = rev.recv_seq_lens = None
+    if _is_int64(global_dispatch):
+        fwd.dst_rank = None
     forward, reverse = metadata_of(fwd, device), metadata_of(rev, device)
     if _is_int64(seq_len):
         forward.seq_len = seq_len
-        if reverse.recv_seq_lens is not None:
-            reverse.recv_seq_lens = seq_len
+        reverse.recv_seq_lens = seq_len if copies else None
     if _is_int64(global_dispatch):
         forward.dst_rank = global_dispatch
     return (forward, reverse, *tensors(tuple(rest), device))
