@@ -11,6 +11,7 @@ import torch
 
 from ..._arrays import flag, int64
 from ..._graphs import outside_graphs
+from ..._unwinding import Unwinding
 from ...errors import Disagreement, InvalidArgument
 from .._tensors import stream_of
 from .layout import LayerLayout
@@ -40,6 +41,7 @@ class LayerCalls(torch.nn.Module):
 
     _layer: Any
     _lock: threading.RLock
+    _unwinding: Unwinding
     ep_config: Any
     device: torch.device
     dtype: torch.dtype
@@ -99,7 +101,11 @@ class LayerCalls(torch.nn.Module):
 
     @outside_graphs
     def finalize(self) -> None:
-        """Collective: gives all symmetric memory back. Twice does nothing."""
+        """Collective: gives all symmetric memory back. Twice does nothing. When an error of this
+        rank is in flight, nobody is waited for, and the memory goes with the world.
+        """
+        if self._unwinding:
+            return
         for layer in self._slot_layers:
             layer.finalize()
         self._lent.clear()
