@@ -242,7 +242,7 @@ void bind_world(nb::module_& m) {
             [](const WorldHandle& w, const std::string& who) { w.rank->check_ended(who.c_str()); });
   world.def("barrier", [](const WorldHandle& w) {
     unlocked([&] {
-      const RankWorld::Call call(*w.rank, "World.barrier");
+      const RankWorld::Call call(*w.rank, "World::barrier");  // as it says itself
       w.rank->world().barrier();
     });
   });
