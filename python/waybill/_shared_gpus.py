@@ -36,7 +36,8 @@ def separate_queues(num_gpus: int, who: str) -> None:
         warnings.warn(
             f"{who}: ranks share a GPU, and CUDA began in this process without"
             f" {' and '.join(late)}: a kernel's first use, or a copy, may wait for"
-            " another rank's call until its deadline; set that in the environment before the program starts",
+            " another rank's call until its deadline; set that in the environment before the"
+            " program starts",
             RuntimeWarning,
             stacklevel=5,
         )

@@ -13,7 +13,7 @@ from ..._arrays import flag, int64
 from ..._graphs import outside_graphs
 from ..._unwinding import Unwinding
 from ...errors import Disagreement, InvalidArgument
-from .._tensors import stream_of
+from .._tensors import stream_given, stream_of
 from .layout import LayerLayout
 from .tensors import given, shown
 
@@ -85,8 +85,7 @@ class LayerCalls(torch.nn.Module):
         what they have met, with the number of the call: what only the device could check, and as
         ``check_overflow``. Calls of ranks in host memory are done when they return.
         """
-        handle = stream_of(self.device) if stream is None else int(stream.cuda_stream)
-        self._layer.synchronize(handle)
+        self._layer.synchronize(stream_given(stream, self.device, "synchronize: stream"))
 
     @outside_graphs
     def ep_barrier_all(self, stream: Any = None, intra_node_only: bool = False) -> None:
@@ -96,7 +95,7 @@ class LayerCalls(torch.nn.Module):
         On GPUs it is queued, the host goes on, and it may be captured. The host waits in host
         memory, and between nodes over NVSHMEM or NCCL.
         """
-        handle = stream_of(self.device) if stream is None else int(stream.cuda_stream)
+        handle = stream_given(stream, self.device, "ep_barrier_all: stream")
         self._layer.barrier(handle, flag(intra_node_only, "ep_barrier_all: intra_node_only"))
 
     @outside_graphs
