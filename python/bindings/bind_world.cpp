@@ -154,6 +154,15 @@ constexpr bool has_cuda = true;
 
 int count_gpus() { return num_gpus(); }
 
+/// (rank, device, ranks of this process on it, text) of each.
+nb::list faults() {
+  nb::list list;
+  for (const DeviceFault& fault : device_faults()) {
+    list.append(nb::make_tuple(fault.rank, fault.device, fault.num_ranks, fault.text));
+  }
+  return list;
+}
+
 /// @param in_step no two ranks share a GPU. Where they do, one thread of autograd runs the backward
 ///   calls of both, and could not meet itself.
 WorldHandle gpu_thread_world(Meeting& meeting, int device, std::int32_t ranks_per_node,
@@ -182,6 +191,8 @@ constexpr bool has_cuda = false;
 
 int count_gpus() { return 0; }
 
+nb::list faults() { return {}; }
+
 WorldHandle no_gpu_world(Meeting& /*meeting*/, int /*device*/, std::int32_t /*ranks_per_node*/) {
   throw Unsupported("World: this installation was built without CUDA");
 }
@@ -199,6 +210,7 @@ constexpr auto nvshmem_world = no_gpu_world;
 void bind_world(nb::module_& m) {
   m.attr("has_cuda") = has_cuda;
   m.def("num_gpus", [] { return unlocked(count_gpus); });
+  m.def("device_faults", faults);
   m.def("host_id", &host_id);
   nb::class_<Meeting>(m, "Meeting");
   m.def("thread_meetings", &thread_meetings, "world_size"_a, "timeout_s"_a);

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from . import _core
+from ._device_faults import explain
 from .errors import Interrupted, PeerFailed, Timeout, Unsupported
 
 _T = TypeVar("_T")
@@ -29,6 +30,7 @@ def run_ranks(world_size: int, rank_main: Callable[[int], _T], scope: Any) -> li
         try:
             results[rank] = rank_main(rank)
         except BaseException as error:  # raised again below
+            explain(error)
             errors[rank] = error
             scope.fail(f"rank {rank} failed: {type(error).__name__}: {error}")
         finally:

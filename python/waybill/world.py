@@ -10,6 +10,7 @@ from . import _core
 from ._agreement import agree
 from ._arrays import choice, int64
 from ._copies import OfThisProcess
+from ._device_faults import explain_at_exit
 from ._graphs import outside_graphs
 from ._said_by import said_by
 from ._shared_gpus import load_eagerly, separate_queues
@@ -395,6 +396,7 @@ def _process_engine(device: Any, nvshmem: bool, who: str) -> Callable[[Any, int,
     engine = _core.nvshmem_world if nvshmem else _core.gpu_process_world
 
     def make(meeting: Any, per_node: int, local_rank: int) -> Any:
+        explain_at_exit()
         return engine(meeting, local_rank % gpus if chosen is None else int(chosen), per_node)
 
     return make
