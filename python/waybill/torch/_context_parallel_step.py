@@ -88,7 +88,10 @@ class RankStep:
             )
 
     def check_open(self) -> None:
-        """Backward of a call that was made before the module was closed comes too late."""
+        """Backward of a call that was made before the module was closed comes too late. Where no
+        rows travel, no other call looks whether the user or another rank has ended the program.
+        """
+        self.dispatcher.world._world.check_ended(WHO)
         if self.dispatcher._closed:
             raise TransportError(f"{WHO}: the module was closed {self.at}")
 

@@ -148,6 +148,16 @@ def stream_of(device: torch.device) -> int:
     return 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
 
 
+def stream_given(stream: Any, device: torch.device, name: str) -> int:
+    """The same of a stream that the caller gave; None is the current one."""
+    if stream is None:
+        return stream_of(device)
+    handle = getattr(stream, "cuda_stream", None)
+    if not isinstance(handle, int):
+        raise InvalidArgument(f"{name} = {shown(stream)}, expected a torch.cuda.Stream or None")
+    return handle
+
+
 def say_no_gradients(who: str, instead: str, *values: Any) -> None:
     """A warning where a caller may expect gradients of a call that carries none."""
     if torch.is_grad_enabled() and any(

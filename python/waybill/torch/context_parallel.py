@@ -374,7 +374,9 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
 
     @said_by(f"{_WHO}.close")
     def close(self) -> None:
-        """Collective: gives the windows back. Without it their memory goes with the world."""
+        """Collective: gives the windows back. Without it their memory goes with the world; so it
+        does when an error of this rank is in flight, and nobody is waited for.
+        """
         self._dispatcher.close()
         if self._fixed_dispatcher is not None:
             self._fixed_dispatcher.close()

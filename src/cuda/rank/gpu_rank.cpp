@@ -202,6 +202,21 @@ bool GpuRank::has_fault() const noexcept {
   return static_cast<const FaultRecord*>(record_.get())->kind != FaultKind::none;
 }
 
+std::vector<DeviceFault> reported_faults() {
+  const std::lock_guard lock(registry().mutex);
+  const auto& entries = registry().entries;
+  std::vector<DeviceFault> faults;
+  for (const Registry::Entry& entry : entries) {
+    if (entry.record->kind == FaultKind::none) continue;
+    const auto sharing = std::ranges::count(entries, entry.device, &Registry::Entry::device);
+    faults.push_back({.rank = entry.rank,
+                      .device = entry.device,
+                      .num_ranks = static_cast<std::int32_t>(sharing),
+                      .text = describe(*entry.record)});
+  }
+  return faults;
+}
+
 void GpuRank::throw_fault() const {
   const auto& record = *static_cast<const FaultRecord*>(record_.get());
   if (record.kind == FaultKind::none) return;

@@ -237,7 +237,8 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
 
     def finalize(self) -> None:
         """Collective: gives the layer's symmetric memory back, if no other module shares it; that
-        of a given ``layer`` in any case. Twice does nothing.
+        of a given ``layer`` in any case. Twice does nothing. When an error of this rank is in
+        flight, nobody is waited for, and the memory goes with the world.
         """
         if not self._released:
             self._released = True

@@ -12,6 +12,7 @@ from ..._agreement import agreed_world
 from ..._arrays import choice, flag, int64
 from ..._copies import OfThisProcess
 from ..._graphs import outside_graphs
+from ..._unwinding import Unwinding
 from ...errors import InvalidArgument
 from ...moe import EPAllToAllLayoutDesc, EPConfig
 from .._tensors import require_moved, stream_of
@@ -167,6 +168,7 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
             int64(capacity, f"{who}: capacity"), fixed or 0, most,
         )  # fmt: skip
         self._lock = threading.RLock()
+        self._unwinding = Unwinding()
         self._lent = []
         self._slot_layers: list[EPAll2AllLayer] = []  # one at most; no submodule: a part of this
 
