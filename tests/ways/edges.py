@@ -1,7 +1,7 @@
 """The edges: batches with something that ordinary ones do not have, as plain data.
 
-Each edge has a name, a title for the table and a function that makes its batches. All ranks, and the
-judge, make the same ones from the same numbers.
+Each edge has a name, a title for the table and a function that makes its batches. All ranks and the
+judge make the same ones from the same numbers.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Worker:
     """A process that runs cells one after another, and says what came of each."""
 
     def __init__(self, device: str, way: Any) -> None:
-        self.errors = tempfile.TemporaryFile("w+")
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--worker", way.ranks, "--device", device],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,

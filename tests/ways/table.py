@@ -19,8 +19,9 @@ CODE = {
     "experts": ("src/cuda", "src/experts", "src/moe"),
     "sequences": ("src/cuda", "src/runtime", "src/schedule"),
 }
+STALE = "**Stale**: the code is another one now. "
 TITLES = {"experts": "Experts", "sequences": "Sequences"}
-SYMBOLS = {"right": "✓", "refused": "r", "wrong": "✗", "not run": "·"}
+SYMBOLS = {"right": "✓", "refused": "r", "wrong": "✗", "not run": "·", "none": "n"}
 
 
 def code_hash(family: str) -> str:
@@ -110,21 +111,24 @@ class _Notes:
     """Words below a table, numbered in the order in which cells need them."""
 
     def __init__(self) -> None:
-        self.numbers: dict[str, int] = {}
+        self.numbers: dict[tuple[str, str], int] = {}
 
     def mark(self, result: str, words: str) -> str:
         """What stands in a cell."""
         if result == "right":
             return SYMBOLS["right"]
-        number = self.numbers.setdefault(words, len(self.numbers) + 1)
-        return f"{SYMBOLS.get(result, '–')}{number}"
+        number = self.numbers.setdefault((result, words), len(self.numbers) + 1)
+        return f"{SYMBOLS[result]}{number}"
 
     def lines(self) -> list[str]:
-        """One for each number."""
-        return [f"- {n}: {_plain(words)}" for words, n in self.numbers.items()]
+        """One for each number. An error's words are quoted."""
+        return [
+            f"- {SYMBOLS[result]}{number}: " + (words if result == "none" else _quoted(words))
+            for (result, words), number in self.numbers.items()
+        ]
 
 
-def _plain(words: str) -> str:
+def _quoted(words: str) -> str:
     """As Markdown shows it, on one line."""
     return "`" + " ".join(words.replace("`", "'").split()) + "`"
 
@@ -138,8 +142,8 @@ def _table(known: dict[str, Any], column: str, family: str) -> list[str]:
         lines += [f"Not run: {NEEDS.get(column, '')}.", ""]
         return lines
     said = f"Run on {run['date']}, {run['machine']}, code {run['code']}"
-    if stale(known, column, family):
-        said = f"**Stale**: the code is another one now. {said}"
+    if column != "cpu" and stale(known, column, family):
+        said = f"{STALE}{said}"
     lines += [f"{said}.", ""]
     lines.append("| way | " + " | ".join(str(n + 1) for n in range(len(edges))) + " |")
     lines.append("|---|" + "---|" * len(edges))
@@ -156,18 +160,25 @@ def _table(known: dict[str, Any], column: str, family: str) -> list[str]:
 
 HEAD = """# Ways and edges
 
-Each *way* to move rows, seen with each *edge*: every cell is the product on the ranks of a world, with the [simulation](functions/simulate_expert_dispatch.md) as judge, bit for bit, and a count of rows beside it. `tests/ways` has both lists; a new way or edge is a line there, and
-`python tests/ways/run.py --device cpu --write docs/ways_and_edges.md` fills the column of CPU ranks (`cuda`: that of the GPUs that are there). The tests run all cells of CPU ranks and compare them with this page.
+Each *way* to move rows is run with each *edge*. A cell is the product on the ranks of a world; the
+[simulation](functions/simulate_expert_dispatch.md) is its judge, bit for bit, and rows are counted
+beside it. `tests/ways` has both lists: a new way or edge is an entry there. Then
+`python tests/ways/run.py --device cpu --write docs/ways_and_edges.md` fills the column of CPU
+ranks, and with `cuda` that of the GPUs that are there; both keep the other columns. The Python
+tests run all cells of CPU ranks and compare them with this page.
 
 | sign | |
 |---|---|
 | ✓ | right |
-| r | refused, on all ranks, in the words of the note |
+| r | refused on all ranks, in the words of the note |
 | ✗ | wrong, as the note says |
 | · | not run: the note says what is missing |
-| – | means nothing here: the note says why |
+| n | not applicable, for the reason in the note |
 
-Rows: the ways. Columns: the edges, by number. *Stale* is a column of other code: the hash is that of `src/cuda`, `src/experts` and `src/moe` for experts, `src/cuda`, `src/runtime` and `src/schedule` for sequences.
+A column of GPUs is *stale* when its code is another one than today's. The hash of the code is that
+of `src/cuda`, `src/experts` and `src/moe` for experts, and that of `src/cuda`, `src/runtime` and
+`src/schedule` for sequences. Ways "over several nodes" have logical nodes of one host, with 2 x 1,
+2 x 2 and 4 x 1 ranks; where a title says NCCL, each node says that it is a host of its own.
 """
 
 
