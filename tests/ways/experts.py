@@ -16,6 +16,12 @@ from waybill.integrations.deep_ep import Buffer
 from waybill.torch.moe import EPAll2AllLayer
 
 FEW, MANY = 128, 200  #: tokens of a rank: up to 128 other kernels do the work
+TABLES = {
+    "expert_counts": "recv_expert_counts",
+    "expert_offsets": "recv_expert_offsets",
+    "num_rows": "num_recv_tokens_per_rank",
+    "num_tokens": "num_input_tokens_per_rank",
+}
 NODES = ((2, 1), (4, 2), (4, 1))  #: (ranks, ranks per node)
 
 
@@ -210,14 +216,15 @@ def _call(layer: EPAll2AllLayer, given: _Given, layout: Any, views: bool) -> dic
     return {
         "rows": rows, "weights": weights, "layout": layout, "sums": sums,
         "scales": scales.clone() if views and scales is not None else scales,
-        "expert_counts": layout.recv_expert_counts, "expert_offsets": layout.recv_expert_offsets,
-        "num_rows": layout.num_recv_tokens_per_rank,
-        "num_tokens": layout.num_input_tokens_per_rank,
     }  # fmt: skip
 
 
 def _on_host(found: dict[str, Any], num_rows: int | None) -> Arrays:
-    """Arrays of what came; of fixed rows the first ``num_rows``, as the others hold anything."""
+    """Arrays of what came, and the tables of the layout, which are not asked for while a graph is
+    captured; of fixed rows the first ``num_rows``, as the others hold anything.
+    """
+    if "layout" in found:
+        found = {**found, **{name: getattr(found["layout"], of) for name, of in TABLES.items()}}
     arrays = {n: to_host(value) for n, value in found.items() if isinstance(value, torch.Tensor)}
     for name in ("rows", "weights", "scales"):
         if name in arrays and num_rows is not None:
