@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 CELL_LIMIT_S = 75.0  #: then the process is ended
@@ -84,8 +85,10 @@ class Worker:
 class Run:
     """All cells of some ways on one kind of ranks."""
 
-    def __init__(self, device: str, ways: dict[str, Any], limit_s: float) -> None:
-        self.device, self.ways = device, ways
+    def __init__(
+        self, device: str, ways: dict[str, Any], limit_s: float, keep: Callable[[Results], None]
+    ) -> None:
+        self.device, self.ways, self.keep = device, ways, keep
         self.until = time.monotonic() + limit_s
         self.results: Results = {}
         self.lock = threading.Lock()
@@ -116,7 +119,7 @@ class Run:
         while left:
             cell = left.pop(0)
             if time.monotonic() > self.until:
-                self._keep([cell, *left], "not run", "the run had no time left")
+                self._keep([cell, *left], "no time", "the run had no time left")
                 break
             if worker is None:
                 worker = self._worker(cells)
@@ -139,6 +142,8 @@ class Run:
         if worker is not None:
             worker.end()
         self._print(cells, time.monotonic() - begun)
+        with self.lock:
+            self.keep(self.results)
 
     def _starts(self, worker: Worker) -> bool:
         return worker.hear(START_LIMIT_S) is not None
@@ -149,7 +154,7 @@ class Run:
                 self.results[cell] = result, words
 
     def _print(self, cells: list[Cell], seconds: float) -> None:
-        marks = {"right": ".", "refused": "r", "wrong": "X", "not run": "-"}
+        marks = {"right": ".", "refused": "r", "wrong": "X", "not run": "-", "no time": "t"}
         for way in dict.fromkeys(way for way, _ in cells):
             line = "".join(marks[self.results[c][0]] for c in cells if c[0] == way)
             at = time.monotonic() - self.begun
@@ -192,13 +197,15 @@ def cells_of(ways: list[Any], device: str) -> list[Cell]:
     ]
 
 
-def run_all(device: str, only: str, limit_s: float) -> Results:
-    """The results of all cells of the ways whose name fits the pattern."""
+def run_all(device: str, only: str, limit_s: float, keep: Callable[[Results], None]) -> Results:
+    """The results of all cells of the ways whose name fits the pattern; ``keep`` gets them as they
+    come.
+    """
     from ranks import WAYS
 
     ways = [w for w in WAYS.values() if fnmatch.fnmatch(w.name, only) and device in w.devices]
-    run = Run(device, WAYS, limit_s)
-    of_each = 4 if device == "cuda" else 24
+    run = Run(device, WAYS, limit_s, keep)
+    of_each = 8 if device == "cuda" else 24
     groups = [cells_of(group, device) for group in groups_of(ways, of_each)]
     # On CPUs two processes at a time; on GPUs one way has the device for itself.
     parts = [groups] if device == "cuda" else [groups[0::2], groups[1::2]]
@@ -226,7 +233,7 @@ def summary(results: Results) -> int:
     for (way, edge), (result, words) in sorted(results.items(), key=lambda item: item[1][0]):
         if result != "right":
             print(f"{result.upper()}  {way} : {edge}\n    {words}")
-    counts = dict.fromkeys(("right", "refused", "wrong", "not run"), 0)
+    counts = dict.fromkeys(("right", "refused", "wrong", "not run", "no time"), 0)
     for result, _ in results.values():
         counts[result] += 1
     print("ways and edges: " + ", ".join(f"{n} {kind}" for kind, n in counts.items()), flush=True)
@@ -254,10 +261,12 @@ def main() -> int:
     if given.page:
         table.write_page(given.page)
         return 0
-    results = run_all(given.device, given.only, given.limit_s)
-    wrong = summary(results)
-    if given.write:
-        table.update(given.write, given.device, results)
+
+    def keep(results: Results) -> None:
+        if given.write:
+            table.update(given.write, given.device, results)
+
+    wrong = summary(run_all(given.device, given.only, given.limit_s, keep))
     return 1 if wrong else 0
 
 

@@ -65,25 +65,27 @@ def read(page: pathlib.Path) -> dict[str, Any]:
 
 
 def update(page: pathlib.Path, device: str, results: dict[Any, tuple[str, str]]) -> None:
-    """Puts the results of a run into their column, and writes both files."""
+    """Puts the results of a run into their column, and writes both files. What the column had of
+    other code goes.
+    """
     known, column = read(page), column_of(device)
     cells = known["cells"][column]
-    for name in [name for name in cells if name not in WAYS]:
-        del cells[name]
-    for (way, edge), (result, words) in results.items():
-        cells.setdefault(way, {})[edge] = [result, words] if words else [result]
-    for name, of_way in cells.items():
-        for edge in [edge for edge in of_way if edge not in WAYS[name].edges]:
-            del of_way[edge]
     today = datetime.datetime.now(datetime.timezone.utc).date()
     for family in {WAYS[way].family for way, _ in results}:
+        if stale(known, column, family):
+            others = {name for name, way in WAYS.items() if way.family != family}
+            cells = {name: of_way for name, of_way in cells.items() if name in others}
         known["runs"][column][family] = {
             "date": today.isoformat(), "machine": machine(device), "code": code_hash(family),
         }  # fmt: skip
+    for (way, edge), (result, words) in results.items():
+        cells.setdefault(way, {})[edge] = [result, words] if words else [result]
+        if result == "no time":
+            del cells[way][edge]
     known["cells"][column] = {
         name: {edge: cells[name][edge] for edge in way.edges if edge in cells[name]}
         for name, way in WAYS.items()
-        if name in cells
+        if cells.get(name)
     }
     text = json.dumps(known, ensure_ascii=False, indent=1)
     page.with_suffix(".json").write_text(text + "\n", "utf-8")
@@ -97,7 +99,8 @@ def cell_of(known: dict[str, Any], column: str, way: str, edge: str) -> tuple[st
         return "none", excluded
     found = known["cells"][column].get(way, {}).get(edge)
     if found is None:
-        return "not run", NEEDS.get(column, "no entry")
+        run = known["runs"][column].get(WAYS[way].family)
+        return "not run", "not in the last run" if run else NEEDS.get(column, "not in a run yet")
     return found[0], found[1] if len(found) > 1 else ""
 
 
