@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+import attention
+import deep_ep_ways
 import sequences
 import torch
 from device import Way
@@ -22,7 +24,12 @@ import experts
 import waybill
 import waybill.torch as wt
 
-WAYS: dict[str, Way] = {**experts.WAYS, **sequences.WAYS}
+WAYS: dict[str, Way] = {
+    **experts.WAYS,
+    **deep_ep_ways.WAYS,
+    **sequences.WAYS,
+    **attention.WAYS,
+}
 REFUSALS = (waybill.InvalidArgument, waybill.Unsupported)
 Failure = tuple[str, str]  #: the error's type and its words
 
