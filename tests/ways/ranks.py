@@ -182,6 +182,7 @@ def _serve(pipe: Connection, rank: int, device: str, folder: str) -> None:
     torch.set_num_threads(1)
     torch.autograd.set_multithreading_enabled(False)
     worlds: dict[Any, Any] = {}
+    meetings = 0
     while True:
         try:
             name, edge, index = pipe.recv()
@@ -192,8 +193,10 @@ def _serve(pipe: Connection, rank: int, device: str, folder: str) -> None:
             case = list(way.cases(edge))[index]
             key = (*size_of(case), way.backend)
             if key not in worlds:
+                meetings += 1  # a folder serves one
+                place = pathlib.Path(folder) / f"{key[0]}_{key[1]}_{key[2]}_{meetings}"
                 try:
-                    worlds[key] = _join(rank, *key, device, folder)
+                    worlds[key] = _join(rank, *key, device, place)
                 except waybill.Unsupported as error:
                     pipe.send((("not run", str(error)), None))
                     continue
@@ -203,9 +206,10 @@ def _serve(pipe: Connection, rank: int, device: str, folder: str) -> None:
     os._exit(0)
 
 
-def _join(rank: int, world: int, per_node: int, backend: str, device: str, folder: str) -> Any:
+def _join(
+    rank: int, world: int, per_node: int, backend: str, device: str, place: pathlib.Path
+) -> Any:
     """The world of this rank, which meets the others in a folder."""
-    place = pathlib.Path(folder) / f"{world}_{per_node}_{backend}"
     node = rank // per_node
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank % per_node),

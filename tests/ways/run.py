@@ -33,12 +33,12 @@ Results = dict[Cell, tuple[str, str]]
 class Worker:
     """A process that runs cells one after another, and says what came of each."""
 
-    def __init__(self, device: str, way: Any) -> None:
+    def __init__(self, device: str, way: Any, folder: str) -> None:
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--worker", way.ranks, "--device", device],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
-            start_new_session=True, env={**os.environ, **way.environment},
+            start_new_session=True, env={**os.environ, **way.environment, "TMPDIR": folder},
         )  # fmt: skip
         self.lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -68,6 +68,8 @@ class Worker:
 
     def last_words(self) -> str:
         """How it ended, and the end of what it printed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=0.5)
         status = self.process.poll()
         how = "said nothing until its deadline" if status is None else f"ended with {status}"
         self.errors.seek(0)
@@ -89,6 +91,7 @@ class Run:
         self, device: str, ways: dict[str, Any], limit_s: float, keep: Callable[[Results], None]
     ) -> None:
         self.device, self.ways, self.keep = device, ways, keep
+        self.folder = tempfile.TemporaryDirectory(prefix="ways-")
         self.until = time.monotonic() + limit_s
         self.results: Results = {}
         self.lock = threading.Lock()
@@ -106,7 +109,7 @@ class Run:
             spare.end()
 
     def _worker(self, cells: list[Cell]) -> Worker:
-        return Worker(self.device, self.ways[cells[0][0]])
+        return Worker(self.device, self.ways[cells[0][0]], self.folder.name)
 
     def _group(self, cells: list[Cell], worker: Worker | None) -> None:
         begun = time.monotonic()
