@@ -1,6 +1,7 @@
 """Every way with every edge on CPU ranks, and the page that says what was right where."""
 
 import dataclasses
+import inspect
 import os
 import pathlib
 import subprocess
@@ -151,3 +152,46 @@ def test_edges_are_what_their_titles_say():
     assert all((ids[:, :1] == ids).all() for ids in made["repeated"].rounds[0].ids)
     assert made["odd_rows"].sizes.hidden * 2 % 16
     assert made["one_each"].sizes.local == 1 and made["one_rank"].sizes.world == 1
+
+
+#: The arguments of calls that move rows, by the way that has each; "all" have it, or "none" moves
+#: other rows by it. A new argument is a new way, or is named here.
+ARGUMENTS = {
+    "EPAll2AllLayer": {
+        "all": "ep_group max_tokens hidden topk rank num_tot_experts local_world_size world_size"
+        " dtype weight_dtype num_sm dropped_id capacity",
+        "none": "use_aot max_per_expert device",
+        "node_local": "enable_local_combine", "node_compact": "rows",
+        "node_padded": "expert_alignment", "node_scaled": "payload", "node_fixed": "fixed_rows",
+        "node_views": "copy_out",
+    },
+    "EPAll2AllLayer.dispatch": {
+        "all": "self input exp_indices weight", "none": "copy_out",
+        "node_positions": "full_scatter_indices", "node_scaled": "scales",
+        "node_known": "layout_desc",
+    },
+    "EPAll2AllLayer.combine": {
+        "all": "self input ep_a2a_layout_desc", "node_weighted": "weighted biases",
+    },
+    "SequenceDispatcher": {
+        "all": "world chunk_bytes", "none": "max_window_bytes",
+        "sequence_copy_engines": "num_sms local_by_copy_engine", "sequence_relay": "relay",
+    },
+    "SequenceDispatcher.dispatch": {"all": "self plan tensors", "none": "of_dispatch"},
+    "SequenceDispatcher.kv_gradient": {
+        "all": "self plan gradients", "none": "of_dispatch out dtype",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", ARGUMENTS)
+def test_every_argument_of_a_call_has_a_way(call):
+    import waybill.torch
+    import waybill.torch.moe
+
+    name, _, method = call.partition(".")
+    owner = getattr(waybill.torch.moe, name, None) or getattr(waybill.torch, name)
+    found = set(inspect.signature(getattr(owner, method) if method else owner).parameters)
+    named = [argument for arguments in ARGUMENTS[call].values() for argument in arguments.split()]
+    assert found == set(named) and len(named) == len(found)
+    assert set(ARGUMENTS[call]) - {"all", "none"} <= set(WAYS)

@@ -322,9 +322,9 @@ def _layer_ways() -> Iterator[Way]:
     few = {"max_tokens": FEW}
     for name, (title, options) in {**kinds, **of_one_node}.items():
         yield LayerWay(f"node_{name}", f"one node, {title}", **options)
-    for name in ("counting", "known", "fixed", "graph", "quantized", "weighted"):
-        title, options = kinds[name]
-        yield LayerWay(f"node_few_{name}", f"one node, few tokens, {title}", **few, **options)
+    for name, (title, options) in {**kinds, **of_one_node}.items():
+        if name != "views":  # what is copied out does not depend on the number of tokens
+            yield LayerWay(f"node_few_{name}", f"one node, few tokens, {title}", **few, **options)
     yield GradientWay("node_gradient", "one node, gradients")
     yield GradientWay("nodes_gradient", "several nodes, mapped, gradients", topologies=((4, 2),))
     for most in (1, 128, 129, 300):
@@ -334,7 +334,7 @@ def _layer_ways() -> Iterator[Way]:
         if name != "counting":
             title = f"several nodes, mapped, {title}"
             yield LayerWay(f"nodes_{name}", title, topologies=((4, 2),), **options)
-    for name in ("known", "fixed", "graph", "compact", "quantized", "weighted"):
+    for name in ("known", "fixed", "graph"):
         title, options = kinds[name]
         title = f"several nodes, mapped, few tokens, {title}"
         yield LayerWay(f"nodes_few_{name}", title, topologies=((4, 2),), **few, **options)
