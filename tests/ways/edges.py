@@ -1,13 +1,13 @@
 """The edges: batches with something that ordinary ones do not have, as plain data.
 
-Each edge has a name, a title for the table and a function that makes its batches. All ranks, and the
-judge, make the same ones from the same numbers.
+Each edge has a name, a title for the table and a function that makes its batches. All ranks and the
+judge make the same ones from the same numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -271,7 +271,6 @@ class SequenceCase:
     hidden: tuple[int, int]  #: elements of a row of Q; of K, and of V
     batches: tuple[Batch, ...]
     seed: int = 1
-    extra: dict[str, int] = field(default_factory=dict)
 
 
 class _Documents:
@@ -371,7 +370,12 @@ def _s_many_documents(draw: _Documents) -> list[Batch]:
         lengths = [0, 0, 1, 0, 0, 0] * (3 + rank)
         shards.append(tuple((document + i, length) for i, length in enumerate(lengths)))
         document += len(lengths)
-    return [Batch(tuple(shards)), draw.packed(draw.usual_rows(), longest=2)]
+    return [Batch(tuple(shards)), draw.usual()]
+
+
+def _s_short_documents(draw: _Documents) -> list[Batch]:
+    """As many documents as rows."""
+    return [draw.packed(draw.usual_rows(), longest=2), draw.usual()]
 
 
 SEQUENCE_EDGES = {
@@ -390,6 +394,7 @@ SEQUENCE_EDGES = {
         Edge("sizes", "sizes that grow and shrink from call to call", _s_sizes),
         Edge("empty_documents", "empty documents", _s_empty_documents),
         Edge("one_document", "one document of everything", _s_one_document),
+        Edge("short_documents", "documents of one token each", _s_short_documents),
         Edge("many_documents", "more documents than rows", _s_many_documents),
     )
 }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,15 @@ from device import Way, settle, tensor_of, to_host
 from edges import EXPERT_EDGES, ExpertCase, ExpertRound, ExpertSizes, expert_case
 from judge import Arrays, ExpertCall, ExpertJudge, differences
 
-from waybill.integrations.deep_ep import Buffer
 from waybill.torch.moe import EPAll2AllLayer
 
 FEW, MANY = 128, 200  #: tokens of a rank: up to 128 other kernels do the work
+TABLES = {
+    "expert_counts": "recv_expert_counts",
+    "expert_offsets": "recv_expert_offsets",
+    "num_rows": "num_recv_tokens_per_rank",
+    "num_tokens": "num_input_tokens_per_rank",
+}
 NODES = ((2, 1), (4, 2), (4, 1))  #: (ranks, ranks per node)
 
 
@@ -92,7 +97,7 @@ class LayerWay(ExpertWay):
     def rank(self, world: Any, case: ExpertCase) -> list[list[Arrays]]:
         """What this rank gets in each call of each round."""
         layer = self.layer_on(world, case)
-        given = [[_Given(call, world) for call in calls] for calls in self.calls(case)]
+        given = [[Given(call, world) for call in calls] for calls in self.calls(case)]
         settle(world.device)
         world.barrier()
         stream = torch.cuda.Stream() if self.graph else None
@@ -106,21 +111,21 @@ class LayerWay(ExpertWay):
         layer.finalize()
         return made
 
-    def _round(self, layer: EPAll2AllLayer, given: list[_Given]) -> list[Arrays]:
+    def _round(self, layer: EPAll2AllLayer, given: list[Given]) -> list[Arrays]:
         results, layout = [], None
         for one in given:
             found = _call(layer, one, layout if self.known else None, self.views)
             layout = layout or found["layout"]
             results.append(found)
         settle(layer.device)
-        return [_on_host(found, self._come(one, layer)) for found, one in zip(results, given)]
+        return [on_host(found, self._come(one, layer)) for found, one in zip(results, given)]
 
-    def _come(self, given: _Given, layer: EPAll2AllLayer) -> int | None:
+    def _come(self, given: Given, layer: EPAll2AllLayer) -> int | None:
         """Rows that mean something, if that is not all of them."""
         return given.call.num_rows(layer.rank) if self.fixed or self.graph else None
 
     def _replay(
-        self, world: Any, layer: EPAll2AllLayer, given: list[_Given], stream: Any
+        self, world: Any, layer: EPAll2AllLayer, given: list[Given], stream: Any
     ) -> list[Arrays]:
         """The round captured, and replayed with the numbers of each call."""
         first, results = given[0], []
@@ -138,7 +143,7 @@ class LayerWay(ExpertWay):
             first.take(one)
             graph.replay()
             settle(layer.device)
-            results.append(_on_host(found, self._come(one, layer)))
+            results.append(on_host(found, self._come(one, layer)))
         world.barrier()
         del graph
         return results
@@ -155,7 +160,7 @@ class LayerWay(ExpertWay):
         return lines
 
 
-class _Given:
+class Given:
     """The tensors that a rank gives to one call."""
 
     def __init__(self, call: ExpertCall, world: Any) -> None:
@@ -173,7 +178,7 @@ class _Given:
         self.positions = positions_of(call, world)
         self.outputs = tensor_of(call.outputs(rank), device, bfloat16)
 
-    def take(self, other: _Given) -> None:
+    def take(self, other: Given) -> None:
         """The numbers of another call by the same routing, in the same memory."""
         for name in ("x", "weights", "scales", "outputs"):
             mine, new = getattr(self, name), getattr(other, name)
@@ -190,7 +195,7 @@ def positions_of(call: ExpertCall, world: Any) -> torch.Tensor | None:
     return torch.from_numpy(call.positions()).to(world.device)
 
 
-def _call(layer: EPAll2AllLayer, given: _Given, layout: Any, views: bool) -> dict[str, Any]:
+def _call(layer: EPAll2AllLayer, given: Given, layout: Any, views: bool) -> dict[str, Any]:
     """A dispatch, and a combine of the outputs that belong to the rows that must come."""
     rows, weights, layout = layer.dispatch(
         given.x, given.ids, given.weights, None if layout is not None else given.positions,
@@ -210,14 +215,15 @@ def _call(layer: EPAll2AllLayer, given: _Given, layout: Any, views: bool) -> dic
     return {
         "rows": rows, "weights": weights, "layout": layout, "sums": sums,
         "scales": scales.clone() if views and scales is not None else scales,
-        "expert_counts": layout.recv_expert_counts, "expert_offsets": layout.recv_expert_offsets,
-        "num_rows": layout.num_recv_tokens_per_rank,
-        "num_tokens": layout.num_input_tokens_per_rank,
     }  # fmt: skip
 
 
-def _on_host(found: dict[str, Any], num_rows: int | None) -> Arrays:
-    """Arrays of what came; of fixed rows the first ``num_rows``, as the others hold anything."""
+def on_host(found: dict[str, Any], num_rows: int | None) -> Arrays:
+    """Arrays of what came, and the tables of the layout, which are not asked for while a graph is
+    captured; of fixed rows the first ``num_rows``, as the others hold anything.
+    """
+    if "layout" in found:
+        found = {**found, **{name: getattr(found["layout"], of) for name, of in TABLES.items()}}
     arrays = {n: to_host(value) for n, value in found.items() if isinstance(value, torch.Tensor)}
     for name in ("rows", "weights", "scales"):
         if name in arrays and num_rows is not None:
@@ -226,170 +232,67 @@ def _on_host(found: dict[str, Any], num_rows: int | None) -> Arrays:
 
 
 @dataclass(frozen=True)
-class DeepEpWay(ExpertWay):
-    """deep_ep.Buffer: dispatch and combine of many tokens, with weights home."""
+class GradientWay(ExpertWay):
+    """Dispatch, experts, combine, and back: of whole numbers, whose sums are exact."""
 
-    max_tokens: int = 40
-    again: bool = False  #: dispatches by the handle of the first
+    max_tokens: int = MANY
 
     def cases(self, edge: str) -> Iterator[ExpertCase]:
-        """One for each number of ranks."""
+        """One for each number of ranks and nodes."""
         for world, per_node in self.topologies:
             yield expert_case(edge, ExpertSizes(world, per_node, self.max_tokens, 64, 2, 3 * world))
 
-    def rank(self, world: Any, case: ExpertCase) -> list[list[Arrays]]:
+    def given(self, case: ExpertCase, number: int, rank: int) -> tuple[np.ndarray, ...]:
+        """Tokens, weights and the gradient of the sums."""
+        s, draws = case.sizes, np.random.default_rng((case.seed, number, rank, 21))
+        count = case.rounds[number].counts[rank]
+        x, gradient = (draws.integers(-3, 4, (count, s.hidden)).astype("f4") for _ in range(2))
+        return x, draws.integers(1, 5, (count, s.topk)).astype("f4"), gradient
+
+    def rank(self, world: Any, case: ExpertCase) -> list[Arrays]:
         """What this rank gets in each round."""
-        s = case.sizes
-        num_bytes = 4 * s.world * s.max_tokens * s.hidden * 2
-        buffer = Buffer(world, num_bytes, explicitly_destroy=True)
-        calls = [_ToRanks(case, number) for number in range(len(case.rounds))]
-        given = [_Given(call.choices, world) for call in calls]
-        outputs = [
-            tensor_of(c.call.outputs(world.rank), world.device, torch.bfloat16) for c in calls
-        ]
-        settle(world.device)
+        s, device = case.sizes, world.device
+        layer = EPAll2AllLayer(
+            world, s.max_tokens, s.hidden, s.topk, world.rank, s.experts, s.per_node, s.world,
+            torch.float32, num_sm=4, dropped_id=-1, capacity=1,
+        )  # fmt: skip
+        given = []
+        for number, how in enumerate(case.rounds):
+            arrays = self.given(case, number, world.rank)
+            tensors = [tensor_of(array, device, None, how) for array in arrays]
+            given.append((*tensors, tensor_of(how.ids[world.rank], device, None, how)))
+        settle(device)
         world.barrier()
-        made = [[self._call(buffer, s, one, rows)] for one, rows in zip(given, outputs)]
-        buffer.destroy()
+        made = []
+        for x, weights, gradient, ids in given:
+            x.requires_grad_()
+            weights.requires_grad_()
+            rows, of_rows, layout = layer.dispatch(x, ids, weights)
+            sums = layer.combine(rows * of_rows[:, None], layout)
+            sums.backward(gradient)
+            settle(device)
+            made.append({
+                "sums": to_host(sums), "of_x": to_host(x.grad), "of_weights": to_host(weights.grad)
+            })  # fmt: skip
+        layer.finalize()
         return made
 
-    def _call(
-        self, buffer: Any, sizes: ExpertSizes, given: _Given, outputs: torch.Tensor
-    ) -> Arrays:
-        tokens, _, experts, inside, _ = buffer.get_dispatch_layout(given.ids, sizes.experts)
-        rows, ids, weights, counts, handle, _ = buffer.dispatch(
-            given.x, topk_idx=given.ids, topk_weights=given.weights, num_tokens_per_rank=tokens,
-            num_tokens_per_expert=experts, is_token_in_rank=inside,
-        )  # fmt: skip
-        if self.again:
-            rows = buffer.dispatch(given.x, handle=handle)[0]
-        fitting = torch.zeros_like(rows)
-        fits = min(len(rows), len(outputs))
-        fitting[:fits] = outputs[:fits]
-        sums, home, _ = buffer.combine(fitting, handle, topk_weights=weights)
-        settle(given.x.device)
-        found = {"rows": rows, "ids": ids, "weights": weights, "sums": sums, "home": home}
-        return {**_on_host(found, None), "counts": np.array(counts)}
-
-    def complaints(self, case: ExpertCase, results: list[list[list[Arrays]]]) -> list[str]:
-        """What the judge says of the results of all ranks."""
+    def complaints(self, case: ExpertCase, results: list[list[Arrays]]) -> list[str]:
+        """Against sums in plain numbers. A zero has no sign here."""
         lines = []
-        for number in range(len(case.rounds)):
-            call = _ToRanks(case, number)
-            for rank, of_rank in enumerate(results):
-                prefix = f"tokens {call.call.counts}, rank {rank}"
-                lines += differences(of_rank[number][0], call.wanted(rank), prefix)
-        return lines
-
-
-class _ToRanks:
-    """A round of deep_ep's: its tokens go to ranks, as to experts of a simulation."""
-
-    def __init__(self, case: ExpertCase, number: int) -> None:
-        s, ids = case.sizes, case.rounds[number].ids
-        self.choices = ExpertCall(case, number, rows="compact")
-        goes = [[(of // s.local == r) & (of >= 0) for r in range(s.world)] for of in ids]
-        places = tuple(
-            np.stack([np.where(slot.any(1), r, -1) for r, slot in enumerate(of)], 1) for of in goes
-        )
-        rounds = (*[ExpertRound(())] * number, ExpertRound(places))
-        to_ranks = ExpertCase(replace(s, topk=s.world, experts=s.world), rounds, case.seed)
-        self.call = ExpertCall(to_ranks, number)
-        self.judge = ExpertJudge(self.call)
-        self.of_choices = ExpertJudge(self.choices)
-
-    def wanted(self, rank: int) -> Arrays:
-        """Rows by source rank and token, sums by rank."""
-        choices = self.of_choices.there
-        ids = choices.layout[rank].recv_topk_indices
-        weights = np.where(ids >= 0, choices.recv_weights[rank], np.float32(0))
-        home = np.where(self.choices.ids[rank] >= 0, self.choices.weights(rank), np.float32(0))
-        both = self.judge.wanted(rank)
-        return {
-            "rows": both["rows"], "sums": both["sums"], "ids": ids, "weights": weights.view("i4"),
-            "home": home.view("i4"), "counts": self.choices.counted()[rank],
-        }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class LowLatencyWay(ExpertWay):
-    """deep_ep.Buffer: the low-latency calls."""
-
-    max_tokens: int = 40
-    float8: bool = False
-
-    def cases(self, edge: str) -> Iterator[ExpertCase]:
-        """One for each number of ranks."""
-        for world, per_node in self.topologies:
-            sizes = ExpertSizes(world, per_node, self.max_tokens, 512, 2, 3 * world)
-            yield expert_case(edge, sizes)
-
-    def excluded(self, edge: str, device: str) -> str | None:
-        """Rows of low-latency calls."""
-        if edge == "odd_rows":
-            return "rows of these calls are multiples of 128 elements"
-        return super().excluded(edge, device)
-
-    def calls(self, case: ExpertCase) -> list[ExpertCall]:
-        """One in each round."""
-        payload = "quantized" if self.float8 else "plain"
-        return [
-            ExpertCall(case, number, payload=payload, weighted=True)
-            for number in range(len(case.rounds))
-        ]
-
-    def rank(self, world: Any, case: ExpertCase) -> list[list[Arrays]]:
-        """What this rank gets in each round."""
-        s = case.sizes
-        size = Buffer.get_low_latency_rdma_size_hint(s.max_tokens, s.hidden, s.world, s.experts)
-        buffer = Buffer(
-            world, num_rdma_bytes=size, low_latency_mode=True, num_qps_per_rank=s.local,
-            explicitly_destroy=True,
-        )  # fmt: skip
-        given = [_Given(call, world) for call in self.calls(case)]
-        settle(world.device)
-        world.barrier()
-        made = [[self._call(buffer, s, one)] for one in given]
-        buffer.destroy()
-        return made
-
-    def _call(self, buffer: Any, s: ExpertSizes, given: _Given) -> Arrays:
-        got, counts, handle, _, _ = buffer.low_latency_dispatch(
-            given.x, given.ids, s.max_tokens, s.experts, use_fp8=self.float8
-        )
-        rows, scales = got if self.float8 else (got, None)
-        settle(given.x.device)
-        ends = np.concatenate([[0], np.cumsum(counts.cpu().numpy())])
-        outputs = torch.full(
-            (s.local, s.world * s.max_tokens, s.hidden), float("nan"), dtype=torch.bfloat16,
-            device=given.x.device,
-        )  # fmt: skip
-        for e in range(s.local):
-            part = given.outputs[ends[e] : ends[e + 1]]
-            outputs[e, : len(part)] = part
-        sums = buffer.low_latency_combine(outputs, given.ids, given.weights, handle)[0]
-        settle(given.x.device)
-        lengths = np.diff(ends)
-        found = {
-            "rows": torch.cat([rows[e, :n] for e, n in enumerate(lengths)]),
-            "expert_counts": counts,
-            "sums": sums,
-        }
-        if scales is not None:
-            found["scales"] = torch.cat([scales[e, :n] for e, n in enumerate(lengths)])
-        return _on_host(found, None)
-
-    def complaints(self, case: ExpertCase, results: list[list[list[Arrays]]]) -> list[str]:
-        """What the judge says of the results of all ranks."""
-        names = ("rows", "expert_counts", "sums", *(("scales",) if self.float8 else ()))
-        lines = []
-        for number, call in enumerate(self.calls(case)):
-            judge = ExpertJudge(call)
-            for rank, of_rank in enumerate(results):
-                wanted = judge.wanted(rank)
-                wanted = {name: wanted[name] for name in names}
-                prefix = f"tokens {call.counts}, rank {rank}"
-                lines += differences(of_rank[number][0], wanted, prefix)
+        for number, round_ in enumerate(case.rounds):
+            for rank, ids in enumerate(round_.ids):
+                x, weights, gradient = self.given(case, number, rank)
+                live = (ids >= 0).astype("f4")
+                total = (weights * live).sum(1, keepdims=True)
+                dots = (x * gradient).sum(1, keepdims=True) * live
+                wanted = {"sums": x * total, "of_x": gradient * total, "of_weights": dots}
+                prefix = f"tokens {round_.counts}, rank {rank}"
+                got = {
+                    name: array.view("f4") + 0.0 for name, array in results[rank][number].items()
+                }
+                wanted = {name: array + np.float32(0) for name, array in wanted.items()}
+                lines += differences(got, wanted, prefix)
         return lines
 
 
@@ -419,9 +322,11 @@ def _layer_ways() -> Iterator[Way]:
     few = {"max_tokens": FEW}
     for name, (title, options) in {**kinds, **of_one_node}.items():
         yield LayerWay(f"node_{name}", f"one node, {title}", **options)
-    for name in ("counting", "known", "fixed", "graph", "quantized", "weighted"):
-        title, options = kinds[name]
-        yield LayerWay(f"node_few_{name}", f"one node, few tokens, {title}", **few, **options)
+    for name, (title, options) in {**kinds, **of_one_node}.items():
+        if name != "views":  # what is copied out does not depend on the number of tokens
+            yield LayerWay(f"node_few_{name}", f"one node, few tokens, {title}", **few, **options)
+    yield GradientWay("node_gradient", "one node, gradients")
+    yield GradientWay("nodes_gradient", "several nodes, mapped, gradients", topologies=((4, 2),))
     for most in (1, 128, 129, 300):
         title = f"several nodes, mapped, max_tokens {most}"
         yield LayerWay(f"nodes_{most}", title, max_tokens=most, topologies=NODES)
@@ -429,7 +334,7 @@ def _layer_ways() -> Iterator[Way]:
         if name != "counting":
             title = f"several nodes, mapped, {title}"
             yield LayerWay(f"nodes_{name}", title, topologies=((4, 2),), **options)
-    for name in ("known", "fixed", "graph", "compact", "quantized", "weighted"):
+    for name in ("known", "fixed", "graph"):
         title, options = kinds[name]
         title = f"several nodes, mapped, few tokens, {title}"
         yield LayerWay(f"nodes_few_{name}", title, topologies=((4, 2),), **few, **options)
@@ -462,11 +367,4 @@ def _process_ways() -> Iterator[Way]:
         )  # fmt: skip
 
 
-def _deep_ep_ways() -> Iterator[Way]:
-    yield DeepEpWay("deep_ep", "deep_ep, dispatch and combine")
-    yield DeepEpWay("deep_ep_handle", "deep_ep, by a handle", again=True)
-    yield LowLatencyWay("deep_ep_low_latency", "deep_ep, low latency")
-    yield LowLatencyWay("deep_ep_low_latency_float8", "deep_ep, low latency, float8", float8=True)
-
-
-WAYS = {way.name: way for way in (*_layer_ways(), *_process_ways(), *_deep_ep_ways())}
+WAYS = {way.name: way for way in (*_layer_ways(), *_process_ways())}

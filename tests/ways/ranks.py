@@ -8,21 +8,28 @@ import multiprocessing
 import os
 import pathlib
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-import experts
+import attention
+import deep_ep_ways
 import sequences
 import torch
 from device import Way
 
+import experts
 import waybill
 import waybill.torch as wt
 
-WAYS: dict[str, Way] = {**experts.WAYS, **sequences.WAYS}
-MOST_PROCESSES = 4
+WAYS: dict[str, Way] = {
+    **experts.WAYS,
+    **deep_ep_ways.WAYS,
+    **sequences.WAYS,
+    **attention.WAYS,
+}
 REFUSALS = (waybill.InvalidArgument, waybill.Unsupported)
 Failure = tuple[str, str]  #: the error's type and its words
 
@@ -114,36 +121,40 @@ def size_of(case: Any) -> tuple[int, int]:
 
 
 class Processes:
-    """Ranks as processes, forked before anything touches a GPU. Worlds are kept for all cells."""
+    """Ranks as processes, forked before anything touches a GPU: others for each number of ranks and
+    nodes, as NCCL keeps the name of its host. Worlds are kept for all cells.
+    """
 
     def __init__(self, device: str) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="ways-")
-        self.pipes: list[Connection] = []
+        self.pipes: dict[tuple[int, int], list[Connection]] = {}
+        self.processes: dict[tuple[int, int], list[Any]] = {}
         context = multiprocessing.get_context("fork")
-        self.processes = []
-        for rank in range(MOST_PROCESSES):
-            mine, theirs = context.Pipe()
-            one = context.Process(
-                target=_serve, args=(theirs, rank, device, self.folder.name), daemon=True
-            )
-            one.start()
-            self.pipes.append(mine)
-            self.processes.append(one)
+        for size in sorted(_process_sizes()):
+            for rank in range(size[0]):
+                mine, theirs = context.Pipe()
+                one = context.Process(
+                    target=_serve, args=(theirs, rank, device, self.folder.name), daemon=True
+                )
+                one.start()
+                self.pipes.setdefault(size, []).append(mine)
+                self.processes.setdefault(size, []).append(one)
 
     def run(self, way: Way, edge: str, index: int) -> tuple[list[Any], list[Failure | None]]:
         """(result of each rank, error of each rank)."""
-        world, _ = size_of(list(way.cases(edge))[index])
+        size = size_of(list(way.cases(edge))[index])
         results: list[Any] = []
-        errors: list[Failure | None] = [None] * world
-        for pipe in self.pipes[:world]:
+        errors: list[Failure | None] = [None] * size[0]
+        until = time.monotonic() + 2.5 * timeout_s("processes")
+        for pipe in self.pipes[size]:
             pipe.send((way.name, edge, index))
-        for rank, pipe in enumerate(self.pipes[:world]):
+        for rank, pipe in enumerate(self.pipes[size]):
             try:
-                if not pipe.poll(2 * timeout_s("processes")):
+                if not pipe.poll(max(0.0, until - time.monotonic())):
                     raise EOFError("said nothing")
                 errors[rank], result = pipe.recv()
             except (EOFError, OSError) as error:
-                status = self.processes[rank].exitcode
+                status = self.processes[size][rank].exitcode
                 errors[rank] = "lost", f"the process of rank {rank} ended ({status}): {error}"
                 continue
             results.append(result)
@@ -155,10 +166,15 @@ class Processes:
 
     def close(self) -> None:
         """Ends the processes of this object."""
-        for one in self.processes:
+        for one in (one for ranks in self.processes.values() for one in ranks):
             one.kill()
             one.join()
         self.folder.cleanup()
+
+
+def _process_sizes() -> set[tuple[int, int]]:
+    ways = [way for way in WAYS.values() if way.ranks == "processes"]
+    return {size_of(case) for way in ways for edge in way.edges for case in way.cases(edge)}
 
 
 def _serve(pipe: Connection, rank: int, device: str, folder: str) -> None:
@@ -166,6 +182,7 @@ def _serve(pipe: Connection, rank: int, device: str, folder: str) -> None:
     torch.set_num_threads(1)
     torch.autograd.set_multithreading_enabled(False)
     worlds: dict[Any, Any] = {}
+    meetings = 0
     while True:
         try:
             name, edge, index = pipe.recv()
@@ -176,8 +193,10 @@ def _serve(pipe: Connection, rank: int, device: str, folder: str) -> None:
             case = list(way.cases(edge))[index]
             key = (*size_of(case), way.backend)
             if key not in worlds:
+                meetings += 1  # a folder serves one
+                place = pathlib.Path(folder) / f"{key[0]}_{key[1]}_{key[2]}_{meetings}"
                 try:
-                    worlds[key] = _join(rank, *key, device, folder)
+                    worlds[key] = _join(rank, *key, device, place)
                 except waybill.Unsupported as error:
                     pipe.send((("not run", str(error)), None))
                     continue
@@ -187,9 +206,10 @@ def _serve(pipe: Connection, rank: int, device: str, folder: str) -> None:
     os._exit(0)
 
 
-def _join(rank: int, world: int, per_node: int, backend: str, device: str, folder: str) -> Any:
+def _join(
+    rank: int, world: int, per_node: int, backend: str, device: str, place: pathlib.Path
+) -> Any:
     """The world of this rank, which meets the others in a folder."""
-    place = pathlib.Path(folder) / f"{world}_{per_node}_{backend}"
     node = rank // per_node
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank % per_node),

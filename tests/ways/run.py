@@ -2,23 +2,26 @@
 
     python tests/ways/run.py [--device cpu|cuda] [--only PATTERN] [--write docs/ways_and_edges.md]
 
-Ranks on GPUs share those that are there. Each way has a process of its own there, as a fault takes
-the GPU from its process; after a cell with an error a new process goes on with the next edge.
+Ranks on GPUs share those that are there. A few ways have a process of their own there; after a cell
+with an error, which may take the GPU from its process, a new one goes on with the next edge.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import json
 import os
 import pathlib
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 CELL_LIMIT_S = 75.0  #: then the process is ended
@@ -30,12 +33,12 @@ Results = dict[Cell, tuple[str, str]]
 class Worker:
     """A process that runs cells one after another, and says what came of each."""
 
-    def __init__(self, device: str, kind: str) -> None:
-        self.device, self.kind = device, kind
-        self.errors = tempfile.TemporaryFile("w+")
+    def __init__(self, device: str, way: Any, folder: str) -> None:
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", kind, "--device", device],
+            [sys.executable, __file__, "--worker", way.ranks, "--device", device],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
+            start_new_session=True, env={**os.environ, **way.environment, "TMPDIR": folder},
         )  # fmt: skip
         self.lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -65,6 +68,8 @@ class Worker:
 
     def last_words(self) -> str:
         """How it ended, and the end of what it printed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=0.5)
         status = self.process.poll()
         how = "said nothing until its deadline" if status is None else f"ended with {status}"
         self.errors.seek(0)
@@ -72,8 +77,9 @@ class Worker:
         return f"the process {how}: {' | '.join(lines[-3:])}"[:600]
 
     def end(self) -> None:
-        """Ends the process."""
-        self.process.kill()
+        """Ends the process, and the ranks that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.errors.close()
 
@@ -81,50 +87,66 @@ class Worker:
 class Run:
     """All cells of some ways on one kind of ranks."""
 
-    def __init__(self, device: str, limit_s: float) -> None:
-        self.device = device
+    def __init__(
+        self, device: str, ways: dict[str, Any], limit_s: float, keep: Callable[[Results], None]
+    ) -> None:
+        self.device, self.ways, self.keep = device, ways, keep
+        self.folder = tempfile.TemporaryDirectory(prefix="ways-")
         self.until = time.monotonic() + limit_s
         self.results: Results = {}
         self.lock = threading.Lock()
         self.begun = time.monotonic()
 
-    def groups(self, groups: list[list[Cell]], kinds: list[str]) -> None:
+    def groups(self, groups: list[list[Cell]]) -> None:
         """Group after group; the process of the next one starts meanwhile."""
-        spare = Worker(self.device, kinds[0]) if groups else None
+        spare = self._worker(groups[0]) if groups else None
         for i, cells in enumerate(groups):
             worker, spare = spare, None
             if i + 1 < len(groups):
-                spare = Worker(self.device, kinds[i + 1])
-            self._group(cells, worker, kinds[i])
+                spare = self._worker(groups[i + 1])
+            self._group(cells, worker)
         if spare is not None:
             spare.end()
 
-    def _group(self, cells: list[Cell], worker: Worker | None, kind: str) -> None:
+    def _worker(self, cells: list[Cell]) -> Worker:
+        return Worker(self.device, self.ways[cells[0][0]], self.folder.name)
+
+    def _group(self, cells: list[Cell], worker: Worker | None) -> None:
         begun = time.monotonic()
         if worker is not None and not self._starts(worker):
             words = worker.last_words()
             worker.end()
             self._keep(cells, "wrong", f"did not start: {words}")
             return
-        for i, cell in enumerate(cells):
+        left, failures = list(cells), 0
+        while left:
+            cell = left.pop(0)
             if time.monotonic() > self.until:
-                self._keep(cells[i:], "not run", "the run had no time left")
+                self._keep([cell, *left], "no time", "the run had no time left")
                 break
             if worker is None:
-                worker = Worker(self.device, kind)
+                worker = self._worker(cells)
                 self._starts(worker)
             worker.say(cell)
             answer = worker.hear(CELL_LIMIT_S)
             if answer is None:
-                self._keep([cell], "wrong", worker.last_words())
-            else:
-                self._keep([cell], answer["result"], answer["words"])
-            if answer is None or not answer["usable"]:
+                answer = {"result": "wrong", "words": worker.last_words(), "usable": False}
+            self._keep([cell], answer["result"], answer["words"])
+            if not answer["usable"]:
                 worker.end()
                 worker = None
+            failures = failures + 1 if answer["result"] == "wrong" and worker is None else 0
+            if failures == 3 or answer["result"] == "not run":
+                rest = [other for other in left if other[0] == cell[0]]
+                left = left[len(rest) :]
+                words = answer["words"] if failures == 0 else "three edges in a row had failed"
+                self._keep(rest, "not run", words)
+                failures = 0
         if worker is not None:
             worker.end()
         self._print(cells, time.monotonic() - begun)
+        with self.lock:
+            self.keep(self.results)
 
     def _starts(self, worker: Worker) -> bool:
         return worker.hear(START_LIMIT_S) is not None
@@ -135,7 +157,7 @@ class Run:
                 self.results[cell] = result, words
 
     def _print(self, cells: list[Cell], seconds: float) -> None:
-        marks = {"right": ".", "refused": "r", "wrong": "X", "not run": "-"}
+        marks = {"right": ".", "refused": "r", "wrong": "X", "not run": "-", "no time": "t"}
         for way in dict.fromkeys(way for way, _ in cells):
             line = "".join(marks[self.results[c][0]] for c in cells if c[0] == way)
             at = time.monotonic() - self.begun
@@ -161,13 +183,10 @@ def serve(device: str, kind: str) -> None:
     for line in sys.stdin:
         name, edge = json.loads(line)
         way = WAYS[name]
-        os.environ.update(way.environment)
         try:
             outcome = run_cell(ranks, way, edge)
         except Exception as error:  # of the judge
             outcome = Outcome("wrong", f"judge: {type(error).__name__}: {error}", True)
-        for variable in way.environment:
-            del os.environ[variable]
         usable = ranks.is_usable(outcome)
         answer(result=outcome.result, words=outcome.words[:600], usable=usable)
     ranks.close()
@@ -181,30 +200,35 @@ def cells_of(ways: list[Any], device: str) -> list[Cell]:
     ]
 
 
-def run_all(device: str, only: str, limit_s: float) -> Results:
-    """The results of all cells of the ways whose name fits the pattern."""
+def run_all(device: str, only: str, limit_s: float, keep: Callable[[Results], None]) -> Results:
+    """The results of all cells of the ways whose name fits the pattern; ``keep`` gets them as they
+    come.
+    """
     from ranks import WAYS
 
     ways = [w for w in WAYS.values() if fnmatch.fnmatch(w.name, only) and device in w.devices]
-    run = Run(device, limit_s)
-    if device == "cuda":
-        ways.sort(key=lambda way: way.ranks == "processes")
-        kept = [way for way in ways if cells_of([way], device)]
-        run.groups([cells_of([way], device) for way in kept], [way.ranks for way in kept])
-        return run.results
-    threads = [way for way in ways if way.ranks == "threads"]
-    processes = [way for way in ways if way.ranks == "processes"]
-    parts = [(threads[0::2], "threads"), (threads[1::2], "threads"), (processes, "processes")]
-    busy = []
-    for part, kind in parts:
-        if not part:
-            continue
-        one = threading.Thread(target=run.groups, args=([cells_of(part, device)], [kind]))
+    run = Run(device, WAYS, limit_s, keep)
+    of_each = 8 if device == "cuda" else 24
+    groups = [cells_of(group, device) for group in groups_of(ways, of_each)]
+    # On CPUs two processes at a time; on GPUs one way has the device for itself.
+    parts = [groups] if device == "cuda" else [groups[0::2], groups[1::2]]
+    busy = [threading.Thread(target=run.groups, args=(part,)) for part in parts]
+    for one in busy:
         one.start()
-        busy.append(one)
     for one in busy:
         one.join()
     return run.results
+
+
+def groups_of(ways: list[Any], of_each: int) -> list[list[Any]]:
+    """Ways that share a process as long as all is right: as many as start while others run."""
+    alike: dict[Any, list[Any]] = {}
+    for way in sorted(ways, key=lambda way: way.ranks == "processes"):
+        key = way.ranks, way.backend, tuple(way.environment.items())
+        alike.setdefault(key, []).append(way)
+    return [
+        group[i : i + of_each] for group in alike.values() for i in range(0, len(group), of_each)
+    ]
 
 
 def summary(results: Results) -> int:
@@ -212,7 +236,7 @@ def summary(results: Results) -> int:
     for (way, edge), (result, words) in sorted(results.items(), key=lambda item: item[1][0]):
         if result != "right":
             print(f"{result.upper()}  {way} : {edge}\n    {words}")
-    counts = {kind: 0 for kind in ("right", "refused", "wrong", "not run")}
+    counts = dict.fromkeys(("right", "refused", "wrong", "not run", "no time"), 0)
     for result, _ in results.values():
         counts[result] += 1
     print("ways and edges: " + ", ".join(f"{n} {kind}" for kind, n in counts.items()), flush=True)
@@ -240,10 +264,12 @@ def main() -> int:
     if given.page:
         table.write_page(given.page)
         return 0
-    results = run_all(given.device, given.only, given.limit_s)
-    wrong = summary(results)
-    if given.write:
-        table.update(given.write, given.device, results)
+
+    def keep(results: Results) -> None:
+        if given.write:
+            table.update(given.write, given.device, results)
+
+    wrong = summary(run_all(given.device, given.only, given.limit_s, keep))
     return 1 if wrong else 0
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from device import Way, settle, tensor_of, to_host
-from edges import SEQUENCE_EDGES, SequenceCase, sequence_case
+from edges import SEQUENCE_EDGES, Batch, SequenceCase, sequence_case
 from judge import Arrays, SequenceJudge, differences
 
 import waybill.torch as wt
@@ -67,6 +67,13 @@ class SequenceWay(Way):
             ]
             for judge in judges
         ]
+        gradients = [
+            [
+                tensor_of(judge.received(which)[world.rank], world.device, None, judge.batch)
+                for which in "kv"
+            ]
+            for judge in judges
+        ]
         dispatcher = wt.SequenceDispatcher(
             world, num_sms=self.num_sms, relay=self.relay, chunk_bytes=512,
             local_by_copy_engine=self.num_sms == 0,
@@ -74,19 +81,21 @@ class SequenceWay(Way):
         settle(world.device)
         world.barrier()
         run = self._replaced if self.replaced else self._planned
-        made = run(world, dispatcher, judges, given)
+        made = run(world, dispatcher, judges, given, gradients)
         dispatcher.close()
         return made
 
-    def _planned(self, world: Any, dispatcher: Any, judges: Any, given: Any) -> list[Arrays]:
+    def _planned(
+        self, world: Any, dispatcher: Any, judges: Any, given: Any, gradients: Any
+    ) -> list[Arrays]:
         """A plan for each batch."""
         made = []
-        for judge, tensors in zip(judges, given):
+        for judge, tensors, of_rows in zip(judges, given, gradients):
             found: dict[str, Any] = {}
             if "dispatch" in self.parts:
                 found |= self._dispatch(dispatcher, judge.routing, tensors)
             if "gradient" in self.parts:
-                found |= self._gradient(world, dispatcher, judge, tensors)
+                found |= self._gradient(dispatcher, judge.routing, of_rows)
             settle(world.device)
             made.append({name: to_host(tensor) for name, tensor in found.items()})
         return made
@@ -101,28 +110,26 @@ class SequenceWay(Way):
         (home,) = dispatcher.dispatch(back, q if self.in_place else found["q"])
         return {**found, "home": home.clone(), "relayed": torch.tensor([there.way == "relay"])}
 
-    def _gradient(self, world: Any, dispatcher: Any, judge: Any, tensors: Any) -> dict[str, Any]:
-        plan = dispatcher.plan_kv_gradient((judge.routing.fwd_kv, *tensors[1:]))
-        gradients = [
-            tensor_of(judge.received(which)[world.rank], world.device, None, judge.batch)
-            for which in "kv"
-        ]
-        settle(world.device)
+    def _gradient(self, dispatcher: Any, routing: Any, gradients: Any) -> dict[str, Any]:
+        plan = dispatcher.plan_kv_gradient((routing.fwd_kv, *gradients))
         if self.in_place:
-            for place, gradient in zip(dispatcher.gradient_inputs(plan), gradients):
+            places = dispatcher.gradient_inputs(plan)
+            for place, gradient in zip(places, gradients):
                 place[...] = gradient
-            gradients = dispatcher.gradient_inputs(plan)
+            gradients = places
         dk, dv = dispatcher.kv_gradient(plan, *gradients)
         return {"dk": dk, "dv": dv}
 
-    def _replaced(self, world: Any, dispatcher: Any, judges: Any, given: Any) -> list[Arrays]:
-        """One plan with room for all batches, made of the one with the most chunks."""
+    def _replaced(
+        self, world: Any, dispatcher: Any, judges: Any, given: Any, _: Any
+    ) -> list[Arrays]:
+        """One plan with room for all batches."""
+        largest = self._largest(judges)
         rooms = [
-            max(max(len(rows) for rows in judge.received(which)) for judge in judges)
+            max(len(rows) for judge in (*judges, largest) for rows in judge.received(which))
             for which in "qk"
         ]
-        most = max(range(len(judges)), key=lambda n: sum(judges[n].rows))
-        rows = max(max(judge.rows) for judge in judges)
+        rows = max(count for judge in (*judges, largest) for count in judge.rows)
         wide = [torch.zeros(rows, t.shape[1], device=world.device) for t in given[0]]
 
         def parts(judge: Any) -> list[Any]:
@@ -130,7 +137,7 @@ class SequenceWay(Way):
             kv = judge.routing.fwd_kv.with_room(rooms[1])
             return [(q, wide[0]), (kv, *wide[1:])]
 
-        plan = dispatcher.plan_dispatch(*parts(judges[most]))
+        plan = dispatcher.plan_dispatch(*parts(largest))
         dispatcher.reserve(plan)
         replay = self._captured(world, dispatcher, plan, wide) if self.graph else None
         made = []
@@ -146,6 +153,15 @@ class SequenceWay(Way):
             })  # fmt: skip
         del replay
         return made
+
+    def _largest(self, judges: Any) -> SequenceJudge:
+        """A made-up batch: one document of as many shards, as long and on each rank, as any has."""
+        case = judges[0].case
+        held = [shards for judge in judges for shards in judge.batch.shards]
+        number = max(map(len, held))
+        longest = max((length for shards in held for _, length in shards), default=1)
+        batch = Batch(tuple(((0, longest),) * number for _ in range(case.world)))
+        return SequenceJudge(replace(case, batches=(batch,)), 0, self.kv_layout)
 
     def _captured(self, world: Any, dispatcher: Any, plan: Any, wide: Any) -> Any:
         """A graph of two dispatches, whose views of the second it returns."""

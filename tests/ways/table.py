@@ -19,8 +19,9 @@ CODE = {
     "experts": ("src/cuda", "src/experts", "src/moe"),
     "sequences": ("src/cuda", "src/runtime", "src/schedule"),
 }
+STALE = "**Stale**: the code is another one now. "
 TITLES = {"experts": "Experts", "sequences": "Sequences"}
-SYMBOLS = {"right": "✓", "refused": "r", "wrong": "✗", "not run": "·"}
+SYMBOLS = {"right": "✓", "refused": "r", "wrong": "✗", "not run": "·", "none": "n"}
 
 
 def code_hash(family: str) -> str:
@@ -64,25 +65,27 @@ def read(page: pathlib.Path) -> dict[str, Any]:
 
 
 def update(page: pathlib.Path, device: str, results: dict[Any, tuple[str, str]]) -> None:
-    """Puts the results of a run into their column, and writes both files."""
+    """Puts the results of a run into their column, and writes both files. What the column had of
+    other code goes.
+    """
     known, column = read(page), column_of(device)
     cells = known["cells"][column]
-    for name in [name for name in cells if name not in WAYS]:
-        del cells[name]
-    for (way, edge), (result, words) in results.items():
-        cells.setdefault(way, {})[edge] = [result, words] if words else [result]
-    for name, of_way in cells.items():
-        for edge in [edge for edge in of_way if edge not in WAYS[name].edges]:
-            del of_way[edge]
     today = datetime.datetime.now(datetime.timezone.utc).date()
     for family in {WAYS[way].family for way, _ in results}:
+        if stale(known, column, family):
+            others = {name for name, way in WAYS.items() if way.family != family}
+            cells = {name: of_way for name, of_way in cells.items() if name in others}
         known["runs"][column][family] = {
             "date": today.isoformat(), "machine": machine(device), "code": code_hash(family),
         }  # fmt: skip
+    for (way, edge), (result, words) in results.items():
+        cells.setdefault(way, {})[edge] = [result, words] if words else [result]
+        if result == "no time":
+            del cells[way][edge]
     known["cells"][column] = {
         name: {edge: cells[name][edge] for edge in way.edges if edge in cells[name]}
         for name, way in WAYS.items()
-        if name in cells
+        if cells.get(name)
     }
     text = json.dumps(known, ensure_ascii=False, indent=1)
     page.with_suffix(".json").write_text(text + "\n", "utf-8")
@@ -96,7 +99,8 @@ def cell_of(known: dict[str, Any], column: str, way: str, edge: str) -> tuple[st
         return "none", excluded
     found = known["cells"][column].get(way, {}).get(edge)
     if found is None:
-        return "not run", NEEDS.get(column, "no entry")
+        run = known["runs"][column].get(WAYS[way].family)
+        return "not run", "not in the last run" if run else NEEDS.get(column, "not in a run yet")
     return found[0], found[1] if len(found) > 1 else ""
 
 
@@ -110,21 +114,24 @@ class _Notes:
     """Words below a table, numbered in the order in which cells need them."""
 
     def __init__(self) -> None:
-        self.numbers: dict[str, int] = {}
+        self.numbers: dict[tuple[str, str], int] = {}
 
     def mark(self, result: str, words: str) -> str:
         """What stands in a cell."""
         if result == "right":
             return SYMBOLS["right"]
-        number = self.numbers.setdefault(words, len(self.numbers) + 1)
-        return f"{SYMBOLS.get(result, '–')}{number}"
+        number = self.numbers.setdefault((result, words), len(self.numbers) + 1)
+        return f"{SYMBOLS[result]}{number}"
 
     def lines(self) -> list[str]:
-        """One for each number."""
-        return [f"- {n}: {_plain(words)}" for words, n in self.numbers.items()]
+        """One for each number. An error's words are quoted."""
+        return [
+            f"- {SYMBOLS[result]}{number}: " + (words if result == "none" else _quoted(words))
+            for (result, words), number in self.numbers.items()
+        ]
 
 
-def _plain(words: str) -> str:
+def _quoted(words: str) -> str:
     """As Markdown shows it, on one line."""
     return "`" + " ".join(words.replace("`", "'").split()) + "`"
 
@@ -138,8 +145,8 @@ def _table(known: dict[str, Any], column: str, family: str) -> list[str]:
         lines += [f"Not run: {NEEDS.get(column, '')}.", ""]
         return lines
     said = f"Run on {run['date']}, {run['machine']}, code {run['code']}"
-    if stale(known, column, family):
-        said = f"**Stale**: the code is another one now. {said}"
+    if column != "cpu" and stale(known, column, family):
+        said = f"{STALE}{said}"
     lines += [f"{said}.", ""]
     lines.append("| way | " + " | ".join(str(n + 1) for n in range(len(edges))) + " |")
     lines.append("|---|" + "---|" * len(edges))
@@ -156,18 +163,25 @@ def _table(known: dict[str, Any], column: str, family: str) -> list[str]:
 
 HEAD = """# Ways and edges
 
-Each *way* to move rows, seen with each *edge*: every cell is the product on the ranks of a world, with the [simulation](functions/simulate_expert_dispatch.md) as judge, bit for bit, and a count of rows beside it. `tests/ways` has both lists; a new way or edge is a line there, and
-`python tests/ways/run.py --device cpu --write docs/ways_and_edges.md` fills the column of CPU ranks (`cuda`: that of the GPUs that are there). The tests run all cells of CPU ranks and compare them with this page.
+Each *way* to move rows is run with each *edge*. A cell is the product on the ranks of a world; the
+[simulation](functions/simulate_expert_dispatch.md) is its judge, bit for bit, and rows are counted
+beside it. `tests/ways` has both lists: a new way or edge is an entry there. Then
+`python tests/ways/run.py --device cpu --write docs/ways_and_edges.md` fills the column of CPU
+ranks, and with `cuda` that of the GPUs that are there; both keep the other columns. The Python
+tests run all cells of CPU ranks and compare them with this page.
 
 | sign | |
 |---|---|
 | ✓ | right |
-| r | refused, on all ranks, in the words of the note |
+| r | refused on all ranks, in the words of the note |
 | ✗ | wrong, as the note says |
 | · | not run: the note says what is missing |
-| – | means nothing here: the note says why |
+| n | not applicable, for the reason in the note |
 
-Rows: the ways. Columns: the edges, by number. *Stale* is a column of other code: the hash is that of `src/cuda`, `src/experts` and `src/moe` for experts, `src/cuda`, `src/runtime` and `src/schedule` for sequences.
+A column of GPUs is *stale* when its code is another one than today's. The hash of the code is that
+of `src/cuda`, `src/experts` and `src/moe` for experts, and that of `src/cuda`, `src/runtime` and
+`src/schedule` for sequences. Ways "over several nodes" have logical nodes of one host, with 2 x 1,
+2 x 2 and 4 x 1 ranks; where a title says NCCL, each node says that it is a host of its own.
 """
 
 
