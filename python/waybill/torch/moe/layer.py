@@ -214,8 +214,8 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         :param input: [T, hidden], T at most max_tokens, also 0
         :param exp_indices: [T, topk], int32 or int64
         :param weight: [T, topk]: each travels with its topk slot; of compact rows [R, topk] arrive
-        :param full_scatter_indices: [sum of T over all ranks, topk], the same on all ranks:
-            positions in the outputs of all ranks, one after another
+        :param full_scatter_indices: [sum of T over all ranks, topk], the same on all ranks, not
+            those of this rank alone: positions in the outputs of all ranks, one after another
         :param scales: of a "scaled" payload: [T, hidden / 128] float32; what arrives is
             ``layout_desc.recv_scales``
         :param layout_desc: of an earlier dispatch of the same ``exp_indices``, on all ranks:
