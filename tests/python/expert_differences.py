@@ -67,6 +67,8 @@ def random_sizes(rng):
         "dropped_id": rng.choice((None, -1)),
         "copy_out": rng.random() < 0.7,
     }
+    if options["fixed_rows"] is not None:
+        options["capacity"] = None
     return {
         "world": world, "per_node": per_node, "local": local, "experts": world * local,
         "topk": topk, "hidden": rng.choice((1, 7, 16)), "most": most,

@@ -182,7 +182,7 @@ def test_ranks_with_other_windows():
     def body(world):
         with pytest.raises(waybill.InvalidArgument, match=r"^Buffer: rank . with num_nvl_bytes = "):
             Buffer(world, 2**20 if world.rank else 2**19, 2**20)
-        buffer = Buffer(world, 2**20, 2**20)
+        buffer = Buffer(world, 2**20, 2**20, low_latency_mode=True)
         most = MOST + world.rank
         with pytest.raises(waybill.InvalidArgument, match=r"^Buffer: .*most tokens"):
             buffer.low_latency_dispatch(rows(world), choices(), most, EXPERTS)

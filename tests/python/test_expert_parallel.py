@@ -268,7 +268,7 @@ def test_bad_input():
             make(gradients="total")
         with pytest.raises(waybill.InvalidArgument, match="chunks = 0, expected"):
             make(chunks=0)
-        with pytest.raises(waybill.InvalidArgument, match="at most max_tokens = 10, 2 chunks of 5"):
+        with pytest.raises(waybill.InvalidArgument, match="at most max_tokens = 9, in 2 chunks"):
             make(chunks=2, dtype=torch.float32)(*(torch.cat([one] * 3) for one in batch(0)[:3]))
         with pytest.raises(waybill.InvalidArgument, match="layer is a int"):
             make(layer=3)

@@ -183,6 +183,8 @@ def test_random_programs(seed):
         "copy_out": rng.random() < 0.6, "capacity": rng.choice((1, 2)),
         "enable_local_combine": rng.random() < 0.4,
     }  # fmt: skip
+    if options["fixed_rows"] is not None:
+        del options["capacity"]
     ranks = run_threads(
         sizes.world, lambda world: run_program(world, sizes, steps, order, options),
         ranks_per_node=sizes.per_node,

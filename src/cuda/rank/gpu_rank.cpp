@@ -90,7 +90,7 @@ std::string describe_input(const FaultRecord& record) {
                     value(4), " (dropped)");
     case FaultKind::scatter_size:
       return concat(call, "full_scatter_indices of rank ", record.rank, " has ", value(0),
-                    " tokens, expected ", value(1), ": those of all ranks");
+                    " tokens, expected ", value(1), ": those of all ranks, one rank after another");
     case FaultKind::scatter_position:
       return concat(call, "full_scatter_indices of rank ", record.rank, " hold position ", value(0),
                     " at token ", value(1), ", topk slot ", value(2), " of rank ", value(3),

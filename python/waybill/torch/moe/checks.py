@@ -22,6 +22,7 @@ __all__ = [
     "check_choices",
     "check_experts",
     "check_layer",
+    "check_operations",
     "check_options",
     "check_outputs",
     "check_shared",
@@ -60,6 +61,21 @@ def check_options(
                 f"{_WHO}: there is no argument {name}, expected one of {', '.join(sorted(known))}"
             )
     return dtype, weight_dtype
+
+
+def check_operations(fixed_rows: Any, chunks: int, windows: str, options: Dict[str, Any]) -> None:
+    """What operations of torch.library need, which give copies of sizes that are known before."""
+    if fixed_rows is None or chunks > 1:
+        raise InvalidArgument(
+            f"{_WHO}: operations = True with fixed_rows = {fixed_rows} and chunks = {chunks},"
+            " expected fixed_rows and one chunk"
+        )
+    if windows == "own" or options.get("copy_out") is False:
+        given = 'windows = "own"' if windows == "own" else "copy_out = False"
+        raise InvalidArgument(
+            f"{_WHO}: {given} with operations = True, whose rows are always copies, expected"
+            ' windows = "shared" and copy_out = True'
+        )
 
 
 def check_experts(experts: Any, num_experts: int, world: World) -> None:
@@ -148,7 +164,9 @@ def _is_of(layer: EPAll2AllLayer, name: str, value: Any) -> bool:
     return torch_dtype(value, f"{_WHO}: {name}") == getattr(layer, name)
 
 
-def check_call(layer: EPAll2AllLayer, chunks: int, tokens: Any, scores: Any, ids: Any) -> None:
+def check_call(
+    layer: EPAll2AllLayer, most: int, chunks: int, tokens: Any, scores: Any, ids: Any
+) -> None:
     """Rows of scores and ids that lie otherwise than those of tokens are other tokens'."""
     hidden, topk, rank, device = layer.hidden, layer.topk, layer.rank, layer.device
     wanted = require_rows(tokens, f"{_WHO}: tokens").shape[:-1]
@@ -174,9 +192,8 @@ def check_call(layer: EPAll2AllLayer, chunks: int, tokens: Any, scores: Any, ids
         raise _wrong(f"scores is {scores.dtype}", wanted_dtype, rank)
     if ids.dtype not in (torch.int32, torch.int64):
         raise _wrong(f"ids is {ids.dtype}", "int32 or int64", rank)
-    most = chunks * layer.max_tokens
     if count > most:
-        parts = "" if chunks == 1 else f", {chunks} chunks of {layer.max_tokens}"
+        parts = "" if chunks == 1 else f", in {chunks} chunks"
         raise _wrong(f"tokens are {count}", f"at most max_tokens = {most}{parts}", rank)
     if device.type == "cpu" and not torch.compiler.is_compiling():
         require_known_ids(ids, layer.num_tot_experts, layer.dropped_id, f"{_WHO}: ids", rank)

@@ -21,6 +21,7 @@ from .checks import (
     check_choices,
     check_experts,
     check_layer,
+    check_operations,
     check_options,
     check_outputs,
     check_shared,
@@ -64,7 +65,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         third argument [R], so that no rows are kept for the scores' gradients
     :param windows: "shared": modules of the same sizes share a layer and its memory, and rows are
         copied out of it; "own": rows stay in this module's own window until its backward is over,
-        before which it must not be called again
+        before which it must not be called again. (Programs of torch.compile copy them.)
     :param chunks: parts into which the tokens are cut, so that the experts work on one part while
         the next is on its way, on GPUs on a stream of its own. Windows are smaller by this factor;
         ``fixed_rows`` are those of a chunk
@@ -107,9 +108,10 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
             require_layer(layer)
         world = world_of(group, None, device, who) if layer is None else layer.world
         options: Dict[str, Any] = {}
+        most = 0
 
         def check() -> Dict[str, Any]:
-            nonlocal num_experts, topk, hidden, max_tokens, chunks, operations, dtype
+            nonlocal num_experts, topk, hidden, max_tokens, most, chunks, operations, dtype
             check_choices(experts, shared, gradients=gradients, weights=weights, windows=windows)
             num_experts = int64(num_experts, f"{who}: num_experts")
             topk, hidden = int64(topk, f"{who}: topk"), int64(hidden, f"{who}: hidden")
@@ -117,7 +119,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
             chunks = int64(chunks, f"{who}: chunks")
             if chunks < 1:
                 raise InvalidArgument(f"{who}: chunks = {chunks}, expected >= 1")
-            given = max_tokens = int64(max_tokens, f"{who}: max_tokens")
+            most = max_tokens = int64(max_tokens, f"{who}: max_tokens")
             if max_tokens > 0:
                 max_tokens = -(-max_tokens // chunks)
             sizes = {"max_tokens": max_tokens, "num_experts": num_experts, "topk": topk}
@@ -136,20 +138,17 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
                 check_layer(layer, num_experts, topk, hidden, max_tokens, given_more)
                 fixed_rows = layer.fixed_rows
             check_experts(experts, num_experts, world)
-            if operations and (fixed_rows is None or chunks > 1):
-                raise InvalidArgument(
-                    f"{who}: operations = True with fixed_rows = {fixed_rows} and chunks ="
-                    f" {chunks}, expected fixed_rows and one chunk"
-                )
+            if operations:
+                check_operations(fixed_rows, chunks, windows, layer_options)
             return {
                 "layer": "made" if layer is None else "given", "chunks": chunks, **sizes,
-                "max_tokens": given, "hidden": hidden, "gradients": gradients, "weights": weights,
+                "max_tokens": most, "hidden": hidden, "gradients": gradients, "weights": weights,
                 "windows": windows, "preset": (preset or PRESETS[0]) if layer is None else "",
                 "dtype": str(dtype).removeprefix("torch.") if layer is None else "",
             }  # fmt: skip
 
         agree_on(world, who, check)
-        self.chunks = chunks
+        self.max_tokens, self.chunks = most, chunks
         if layer is None:
 
             def make(**changed: Any) -> EPAll2AllLayer:
@@ -185,7 +184,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         """[..., hidden]: the sum of each token's experts, times their scores, and of the shared."""
         if self._released:
             raise TransportError("ExpertParallel: the module was finalized")
-        check_call(self.layer, self.chunks, tokens, scores, ids)
+        check_call(self.layer, self.max_tokens, self.chunks, tokens, scores, ids)
         # A view also where there is nothing to flatten: shared experts have a stream of their own,
         # and autograd gathers a leaf's gradients on the stream that used the leaf first.
         x = tokens.reshape(-1, tokens.shape[-1])
@@ -286,7 +285,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
 
     def _parts(self, value: torch.Tensor) -> Tuple[torch.Tensor, ...]:
         """One for each chunk, the last ones perhaps without tokens."""
-        size = self.layer.max_tokens
+        size = -(-self.max_tokens // self.chunks)
         return tuple(value[n * size : (n + 1) * size] for n in range(self.chunks))
 
     @outside_graphs

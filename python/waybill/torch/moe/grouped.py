@@ -6,8 +6,10 @@ from typing import Any, Optional
 
 import torch
 
+from ..._arrays import int64
 from ...errors import InvalidArgument, Unsupported
-from .tensors import holds, is_autocast
+from .._tensors import require_device
+from .tensors import holds, is_autocast, torch_dtype
 
 
 def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -47,6 +49,13 @@ def ends_within(offsets: torch.Tensor, fixed_rows: Optional[int]) -> torch.Tenso
     return offsets[1:] if fixed_rows is None else offsets[1:].clamp(max=fixed_rows)
 
 
+def _positive(value: Any, name: str) -> int:
+    number = int64(value, name)
+    if number < 1:
+        raise InvalidArgument(f"{name} = {number}, expected >= 1")
+    return number
+
+
 class SwiGLUExperts(torch.nn.Module):
     """A rank's experts, each down(silu(gate(x)) * up(x)), as three grouped GEMMs.
 
@@ -64,7 +73,14 @@ class SwiGLUExperts(torch.nn.Module):
         self, num_experts: int, hidden: int, inner: int, dtype: Any = None, device: Any = None
     ) -> None:
         super().__init__()
-        made = {"dtype": dtype, "device": device}
+        who = "SwiGLUExperts"
+        num_experts = _positive(num_experts, f"{who}: num_experts")
+        hidden, inner = _positive(hidden, f"{who}: hidden"), _positive(inner, f"{who}: inner")
+        if dtype is not None:
+            dtype = torch_dtype(dtype, f"{who}: dtype")
+            if not dtype.is_floating_point:
+                raise InvalidArgument(f"{who}: dtype = {dtype}, expected floats")
+        made = {"dtype": dtype, "device": require_device(device, f"{who}: device")}
         self.gate = torch.nn.Parameter(torch.empty(num_experts, hidden, inner, **made))
         self.up = torch.nn.Parameter(torch.empty(num_experts, hidden, inner, **made))
         self.down = torch.nn.Parameter(torch.empty(num_experts, inner, hidden, **made))

@@ -56,13 +56,15 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
     :param num_sm: multiprocessors that a call may use; ranks in host memory ignore it. None: what
         suits device, topology and max_tokens
     :param enable_local_combine: one node: a rank's rows of a token are summed there, rounded,
-        before they travel
+        before they travel. Compact rows are such sums, and between nodes a node's sums travel, in
+        any case
     :param use_aot: accepted; kernels are always compiled ahead of time
     :param dropped_id: the id of a topk slot that goes nowhere: num_tot_experts, or -1
     :param rows: "grouped", a row per topk slot; "compact", a row per token and rank
     :param expert_alignment: rows of each local expert padded to a multiple, with zeros
     :param payload: "plain"; "quantized": rows travel as float8 e4m3 with scales; "scaled": given so
-    :param capacity: the first buffers have max_tokens * topk * capacity rows
+    :param capacity: the first buffers have max_tokens * topk * capacity rows, None: 2; without
+        ``fixed_rows``, which says how many
     :param fixed_rows: rows of the buffers, for ever; a float is a share of the worst case, in which
         all tokens of all ranks choose this rank's experts, each different ones. Nothing waits for
         counts on the host, results have this many rows, and ``check_overflow`` reports what did not
@@ -99,7 +101,7 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         rows: str = "grouped",
         expert_alignment: int = 1,
         payload: str = "plain",
-        capacity: int = 2,
+        capacity: Optional[int] = None,
         fixed_rows: Union[int, float, None] = None,
         copy_out: bool = True,
         max_per_expert: Optional[int] = None,
@@ -110,12 +112,12 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         fixed: Optional[int] = None
         compiled: Any = None
         options: Any = None
-        most = 0
+        most, factor = 0, 2
         self._options: dict[str, Any]
 
         def check() -> dict[str, Any]:
             """All arguments but those of the world, which the compiled part compares."""
-            nonlocal fixed, most, compiled, options
+            nonlocal fixed, most, factor, compiled, options
             dtypes = (
                 torch_dtype(dtype, f"{who}: dtype"),
                 torch_dtype(weight_dtype, f"{who}: weight_dtype"),
@@ -147,7 +149,13 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
             self.copy_out = flag(copy_out, f"{who}: copy_out")
             self.enable_local_combine = flag(enable_local_combine, f"{who}: enable_local_combine")
             self.use_aot = flag(use_aot, f"{who}: use_aot")
-            int64(capacity, f"{who}: capacity")
+            if capacity is not None:
+                factor = int64(capacity, f"{who}: capacity")
+                if fixed is not None:
+                    raise InvalidArgument(
+                        f"{who}: capacity = {factor}, expected none: fixed_rows = {fixed} says how"
+                        " many rows the buffers have"
+                    )
             most = 0 if max_per_expert is None else int64(max_per_expert, f"{who}: max_per_expert")
             if most < 1 and max_per_expert is not None:
                 raise InvalidArgument(f"{who}: max_per_expert = {most}, expected >= 1")
@@ -165,7 +173,7 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         self.dropped_id: int = self.num_tot_experts if given_id is None else given_id
         self._layer: Any = _core.ExpertLayer(
             self.world._world, compiled, options, self.num_sm, self.enable_local_combine,
-            int64(capacity, f"{who}: capacity"), fixed or 0, most,
+            factor, fixed or 0, most,
         )  # fmt: skip
         self._lock = threading.RLock()
         self._unwinding = Unwinding()
@@ -208,8 +216,8 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         :param input: [T, hidden], T at most max_tokens, also 0
         :param exp_indices: [T, topk], int32 or int64
         :param weight: [T, topk]: each travels with its topk slot; of compact rows [R, topk] arrive
-        :param full_scatter_indices: [sum of T over all ranks, topk], the same on all ranks:
-            positions in the outputs of all ranks, one after another
+        :param full_scatter_indices: [sum of T over all ranks, topk], the same on all ranks, not
+            those of this rank alone: positions in the outputs of all ranks, one after another
         :param scales: of a "scaled" payload: [T, hidden / 128] float32; what arrives is
             ``layout_desc.recv_scales``
         :param layout_desc: of an earlier dispatch of the same ``exp_indices``, on all ranks:
