@@ -87,6 +87,9 @@ DispatcherState::DispatcherState(const World& world, const SequenceDispatcherOpt
     require(options.num_sms > 0 || nodes == 1 || !world.executor().expands_plans(),
             "SequenceDispatcher: num_sms = 0 on ", nodes,
             " nodes, expected at least 1: copy engines wait for nobody");
+    require(options.plan.relay != RelayUse::always || compile_.relay == RelayUse::always,
+            "SequenceDispatcher: relay = always with num_sms = ", options.num_sms,
+            ", expected at least 1: copy engines forward nothing");
     require(options.max_window_bytes >= 0,
             "SequenceDispatcher: max_window_bytes = ", options.max_window_bytes, ", expected >= 0");
     return common_settings(options_);
