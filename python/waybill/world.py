@@ -108,7 +108,8 @@ class World(OfThisProcess):
         except Error as error:
             _core.report_failed_start(str(error), min(seconds, _FAREWELL_S))
             raise
-        meeting, per_node, local_rank = _core.environment_meeting(seconds)
+        with said_by(who):
+            meeting, per_node, local_rank = _core.environment_meeting(seconds)
         return cls._wrap(make(meeting, per_node, local_rank))
 
     @classmethod

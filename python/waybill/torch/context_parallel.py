@@ -283,7 +283,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         plan: Union[BatchPlan, FixedPlan, PlanTicket],
         q: torch.Tensor,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: Optional[torch.Tensor] = None,
         return_lse: bool = False,
         token: Optional[torch.Tensor] = None,
     ) -> Any:
@@ -299,6 +299,11 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             token: with a ticket, of an earlier call: this one comes after it, also in a graph and
                 backward, where neither needs the other's results. Returned too, last.
         """
+        if v is None:
+            raise InvalidArgument(
+                f"{_WHO}: got {type(plan).__name__}, q, k and no v, expected (plan, q, k, v), with"
+                " the plan of plan(pieces)"
+            )
         if not isinstance(return_lse, bool):
             return_lse = flag(return_lse, f"{_WHO}: return_lse")
         if isinstance(plan, PlanTicket):
