@@ -40,7 +40,10 @@ def first_difference(world: World, pieces: Sequence[IntArray], facts: dict[str, 
         ]
     else:
         says = [
-            (f"the documents of rank {rank}", f"{len(table)} with hash {zlib.crc32(table.tobytes()):x}")
+            (
+                f"the documents of rank {rank}",
+                f"{len(table)} with hash {zlib.crc32(table.tobytes()):x}",
+            )
             for rank, table in enumerate(pieces)
         ]
     try:
