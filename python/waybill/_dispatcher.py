@@ -376,7 +376,11 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
 
     def _check_plan(self, who: str, plan: Any, operation: str) -> None:
         if not isinstance(plan, PlanHandle):
-            raise InvalidArgument(f"{who}: plan is a {type(plan).__name__}, expected a PlanHandle")
+            made_by = "plan_kv_gradient" if operation == "kv_gradient" else "plan_dispatch"
+            raise InvalidArgument(
+                f"{who}: plan is a {type(plan).__name__}, expected a PlanHandle, as of"
+                f" {made_by}(...): {who}(plan, ...)"
+            )
         if plan._dispatcher is not self:
             raise InvalidArgument(f"{who}: the plan belongs to another dispatcher")
         if plan.operation != operation:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Optional, TypeVar
 
 from . import _core
 from ._agreement import agree
-from ._arrays import choice, int64
+from ._arrays import choice, flag, int64
 from ._copies import OfThisProcess
 from ._device_faults import explain_at_exit
 from ._graphs import outside_graphs
@@ -110,7 +110,8 @@ class World(OfThisProcess):
         except Error as error:
             _core.report_failed_start(str(error), min(seconds, _FAREWELL_S))
             raise
-        meeting, per_node, local_rank = _core.environment_meeting(seconds)
+        with said_by(who):
+            meeting, per_node, local_rank = _core.environment_meeting(seconds)
         return cls._wrap(make(meeting, per_node, local_rank))
 
     @classmethod
@@ -200,9 +201,22 @@ class World(OfThisProcess):
             InvalidArgument on all ranks where two would lie on one GPU, or hosts have unequal
             numbers of them; and as from_all_gather.
         """
-        from ._group_places import place_group  # needs torch, which the package does not
+        return cls._of_group(
+            "World.from_process_group", group, device, nvshmem, ranks_per_node, timeout_s
+        )
 
-        who = "World.from_process_group"
+    @classmethod
+    def _of_group(
+        cls,
+        who: str,
+        group: Any,
+        device: Any,
+        nvshmem: bool,
+        ranks_per_node: Optional[int],
+        timeout_s: float,
+    ) -> World:
+        """from_process_group, whose errors begin with ``who``."""
+        from ._group_places import place_group  # needs torch, which the package does not
 
         def check(name: str, world_size: int) -> float:
             _process_engine(name, nvshmem, who)
@@ -383,6 +397,7 @@ def _process_engine(device: Any, nvshmem: bool, who: str) -> Callable[[Any, int,
     is_name = isinstance(device, str) or type(device).__module__ == "torch"
     name = str(device) if is_name else shown(device)
     ordinal = _ORDINAL.fullmatch(name)
+    nvshmem = flag(nvshmem, f"{who}: nvshmem")
     if name != "cpu" and ordinal is None:
         raise InvalidArgument(
             f'{who}: device = {shown(device)}, expected "cpu", "cuda" or "cuda:0"'

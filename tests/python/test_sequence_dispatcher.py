@@ -300,18 +300,6 @@ def test_wrong_arguments_move_nothing(way):
     assert way.run(1, body) == [True]
 
 
-def test_plans_of_another_world_size_are_refused():
-    routing = random_plan(3, 2, "per_rank").to_routing()
-
-    def body(world):
-        dispatcher = waybill.SequenceDispatcher(world)
-        with pytest.raises(waybill.InvalidArgument, match=r"rank 0 of 3, expected rank 0 of 1"):
-            plan = dispatcher.plan_dispatch((routing.fwd_q, TensorFormat("float32", (2,))))
-            dispatcher.dispatch(plan, np.zeros((500, 2), np.float32))
-
-    waybill.run_threads(1, body)
-
-
 def test_a_rank_that_never_calls_is_named_by_the_others():
     routing = random_plan(3, 2, "per_rank").to_routing()
     q = [np.zeros((500, 2), np.float32)] * 3

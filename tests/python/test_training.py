@@ -2,6 +2,7 @@
 loop of train_moe.py, which has attention and experts, against one process.
 """
 
+import ast
 import os
 import pathlib
 import subprocess
@@ -44,6 +45,50 @@ def test_processes(ranks, options):
     shown = run(*launcher, PROGRAM, *STEPS, *options)
     assert f"{ranks} ranks as processes on cpu" in shown
     assert "all gradients, as of one process" in shown
+
+
+ROOT = PROGRAM.parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+from check_python_docs import blocks_of  # noqa: E402
+from extract_doc_examples import pages  # noqa: E402
+
+
+def programs_with_threads():
+    """(name, source) of the blocks of pages, and of the examples, whose ranks may be threads."""
+    for page in pages():
+        for block in blocks_of(page) if page.is_file() else ():
+            if block.info == ["python"]:
+                yield block.place(), block.text
+    for example in sorted(PROGRAM.parent.glob("*.py")):
+        yield example.name, example.read_text(encoding="utf-8")
+
+
+def draws_in_ranks(source):
+    """Lines in functions of a rank's world that draw parameters, or seed, from torch's generator,
+    which threads share: each rank would get others.
+    """
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        if "world" not in [argument.arg for argument in function.args.args]:
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func)
+                if name == "torch.manual_seed" or name.endswith((".Linear", ".Embedding")):
+                    yield node.lineno, name
+
+
+def test_no_page_builds_a_model_in_ranks_that_are_threads():
+    found = [
+        f"{name}, line {line}: {call}"
+        for name, source in programs_with_threads()
+        if "run_threads" in source
+        for line, call in draws_in_ranks(source)
+    ]
+    assert not found, found
+    seeded = "def rank_main(world):\n    torch.manual_seed(0)\n    return nn.Linear(2, 2)\n"
+    assert [line for line, _ in draws_in_ranks(seeded)] == [2, 3]
 
 
 BOTH = """
