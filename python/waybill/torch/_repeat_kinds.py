@@ -52,6 +52,7 @@ class Kind(NamedTuple):
 
     name: str
     prepare: Callable[[Sizes], Make]
+    graphs: bool = True  #: whether a CUDA graph can hold its calls
 
 
 class _Layer(NamedTuple):
@@ -61,6 +62,7 @@ class _Layer(NamedTuple):
     payload: str = "plain"
     few: bool = False
     known: bool = False  #: dispatches by the routing of an earlier one
+    fixed: bool = True  #: has fixed_rows; else the host waits for the counts of each dispatch
     local_combine: bool = False
     weighted: bool = False
 
@@ -138,7 +140,8 @@ class _Experts:
         self.layer = EPAll2AllLayer(
             world, config.max_tokens, config.hidden, _TOPK, rank, config.num_experts,
             sizes.ranks, sizes.ranks, rows=layer.rows, payload=layer.payload,
-            enable_local_combine=layer.local_combine, fixed_rows=max(most, 1), copy_out=False,
+            enable_local_combine=layer.local_combine, copy_out=False,
+            fixed_rows=max(most, 1) if layer.fixed else None,
         )  # fmt: skip
         self._quantized = layer.payload == "quantized"
 
@@ -260,6 +263,7 @@ def _sequences(gradient: bool) -> Callable[[Sizes], Make]:
 
 KINDS = [
     Kind("dispatch, counting", _dispatches(_Layer())),
+    Kind("dispatch, counts on the host", _dispatches(_Layer(fixed=False)), graphs=False),
     Kind("dispatch, known routing", _dispatches(_Layer(known=True))),
     Kind("dispatch, compact rows", _dispatches(_Layer(rows="compact"))),
     Kind("dispatch, few tokens", _dispatches(_Layer(few=True))),
