@@ -188,9 +188,9 @@ def note(device, steps):
 def soak_threads(options, noted):
     """Worlds of threads one after another; notes go to the list, with their time."""
     device = options.device
-    begin = time.monotonic()
     ranks = [Rank(rank, options, device) for rank in range(options.ranks)]
-    while time.monotonic() - begin < 60 * options.minutes:
+    begin = time.monotonic()
+    while not noted or time.monotonic() - begin < 60 * options.minutes:
         until = time.monotonic() + options.world_seconds
         gc.collect()
         gc.disable()  # memory of a GPU is given back when no other rank has work there
@@ -217,8 +217,13 @@ def soak_process(options):
         mine.train(world, time.monotonic() + options.world_seconds)
         world.barrier()
         del world
+        gc.collect()
+        if device != "cpu":
+            torch.cuda.empty_cache()
+        # The launcher answers when it has heard all ranks.
+        print("ready", flush=True)
+        sys.stdin.readline()
         print(json.dumps(note(options.device, mine.steps)), flush=True)
-        # The launcher answers when it has the notes of all ranks.
         if sys.stdin.readline() != "go on\n":
             return
 
@@ -255,9 +260,18 @@ def soak_processes(options, noted):
 
 
 def _gather_notes(options, processes, noted):
+    def heard():
+        return [process.stdout.readline() for process in processes]
+
+    def say(text):
+        for process in processes:
+            process.stdin.write(text + "\n")
+            process.stdin.flush()
+
     begin = None
-    while True:
-        lines = [process.stdout.readline() for process in processes]
+    while all(heard()):  # what the device has is noted when no rank has anything
+        say("note")
+        lines = heard()
         if not all(lines):
             return
         if begin is None:  # the first world is over: what it took to start does not count
@@ -270,9 +284,7 @@ def _gather_notes(options, processes, noted):
         now = time.monotonic() - begin
         noted.append((now, total))
         over = now >= 60 * options.minutes
-        for process in processes:
-            process.stdin.write("end\n" if over else "go on\n")
-            process.stdin.flush()
+        say("end" if over else "go on")
         if over:
             return
 
