@@ -31,6 +31,16 @@ thread_local WaitTurn* innermost_turn = nullptr;
 /// When a wait of this thread last asked whether it is to end, or its first one began.
 thread_local std::optional<std::chrono::steady_clock::time_point> last_asked;
 
+/// Of waits that are too short to ask by themselves: whether the user wants the program to stop. A
+/// peer's failure they may leave to the wait that misses the peer: what the peer has said before it
+/// failed tells more.
+void check_user_interrupt() {
+  try {
+    check_interrupt();
+  } catch (const PeerFailed&) {
+  }
+}
+
 /// The handler is gone when it is called: the next signal does what it did before.
 void note_sigint(int /*signal*/) { got_sigint = true; }
 
@@ -79,7 +89,7 @@ bool PollingWait::pause() {
     check_interrupt();
   } else if (std::chrono::duration<double>(now - *last_asked).count() >= check_every_s) {
     last_asked = now;  // many short waits, none of which lasts until its own check
-    check_interrupt();
+    check_user_interrupt();
   }
   if (options_.gives_turn && innermost_turn != nullptr) innermost_turn->let_others();
   if (waited < options_.yields_s) {

@@ -71,19 +71,29 @@ TEST(PollingWait, AFailedScopeEndsIt) {
 }
 
 /// None of them lasts as long as a wait that asks by itself.
-TEST(PollingWait, ShortWaitsOneAfterAnotherEndWithTheScope) {
+void wait_shortly_again_and_again(double seconds) {
+  for (const auto start = Clock::now(); seconds_since(start) < seconds;) {
+    PollingWait wait(10);
+    while (wait.waited_s() < 1e-3 && wait.pause()) {
+    }
+  }
+}
+
+TEST(PollingWait, ShortWaitsOneAfterAnotherEndOnAnInterrupt) {
   const auto scope = std::make_shared<FailureScope>();
   const EnteredWaitScope entered(scope);
-  const auto short_waits = [](double seconds) {
-    for (const auto start = Clock::now(); seconds_since(start) < seconds;) {
-      PollingWait wait(10);
-      while (wait.waited_s() < 1e-3 && wait.pause()) {
-      }
-    }
-  };
-  short_waits(0.05);
+  wait_shortly_again_and_again(0.05);
   scope->interrupt("interrupted: KeyboardInterrupt");
-  EXPECT_THROW(short_waits(1.0), Interrupted);
+  EXPECT_THROW(wait_shortly_again_and_again(1.0), Interrupted);
+}
+
+/// What a peer said before it failed is to be read, if it is there.
+TEST(PollingWait, ShortWaitsDoNotMissAFailedPeer) {
+  const auto scope = std::make_shared<FailureScope>();
+  const EnteredWaitScope entered(scope);
+  scope->fail("rank 1 failed: no luck");
+  EXPECT_NO_THROW(wait_shortly_again_and_again(0.1));
+  EXPECT_LT(wait_for_end<PeerFailed>(), 1.0);
 }
 
 TEST(PollingWait, AllScopesOfTheThreadAreAsked) {
