@@ -1,13 +1,15 @@
 """A soak: a small model is trained on documents of random sizes, and nothing may grow.
 
     python tests/soak/soak.py --minutes 30 --ranks 2
-    python tests/soak/soak.py --minutes 10 --ranks 2 --device cuda [--processes]
+    python tests/soak/soak.py --minutes 10 --ranks 2 --device cuda --processes
 
-Ranks are threads, or with --processes processes. A step is ContextParallelAttention and
-ExpertParallel, forward and backward. The documents of a rank grow and shrink; now and then ranks
-have none. Layers are made and closed every 5 to 25 steps with other options, worlds every
---world-seconds. Between two worlds, when no rank has anything, memory, descriptors, threads, shared
-memory files and GPU memory are noted.
+Ranks are threads, or with --processes processes. Ranks that share a GPU are processes: a thread for
+which torch allocates would wait for the kernels of the others, which wait for it.
+
+A step is ContextParallelAttention and ExpertParallel, forward and backward. The documents of a rank
+grow and shrink; now and then ranks have none. Layers are made and closed every 5 to 25 steps with
+other options, worlds every --world-seconds. Between two worlds, when no rank has anything, memory,
+descriptors, threads, shared memory files and GPU memory are noted.
 
 The verdict looks at what was noted after the first third of the time. The growth of a figure is the
 larger of two, both of which a quarter of the notes as outliers does not change: the median of the
@@ -355,6 +357,9 @@ def parsed(arguments):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    gpus = torch.cuda.device_count() if options.device == "cuda" else options.ranks
+    if options.ranks > gpus and not options.processes and not options.as_rank:
+        parser.error(f"--ranks {options.ranks} on {gpus} GPUs needs --processes")
     options.given = [one for one in arguments if one != "--as-rank"]
     return options
 
@@ -384,7 +389,6 @@ def soak(options):
 
 
 def main(arguments):
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # ranks may share a GPU
     options = parsed(arguments)
     if options.as_rank:
         torch.set_num_threads(1)

@@ -18,7 +18,7 @@ import torch
 from .._selftest.parts import TIMEOUT_S
 from ..errors import InvalidArgument, Unsupported
 from ..world import World, num_gpus
-from ._repeat_kinds import INPUTS, KINDS, Calls, Kind, Sizes
+from ._repeat_kinds import INPUTS, KINDS, Calls, Kind, Sizes, settle
 from .world import run_threads
 
 _BATCH = 96  #: calls of a graph, and between two looks of the host: a multiple of INPUTS, even
@@ -135,12 +135,17 @@ class _Rank:
         self._may_capture = in_graphs and world.device != "cpu"
         self._done = self._in_graphs = self._bad_calls = 0
         self._first: Optional[Difference] = None
+        calls.synchronize()
+        settle(world)
         self._inputs = [tensor.clone() for tensor in calls.inputs]
         self._compared = _Compared(calls.wanted, world.device)
-        # What compares is loaded now: on a GPU that happens while nobody waits there.
+        # What compares is loaded now, and torch's cache gets what calls return: on a GPU that
+        # happens while nobody waits there.
         for number in range(INPUTS):
             self._compared.add(0, number, self._compared.references[number])
-        self._settle()
+        kept = [torch.empty_like(t) for _ in range(4) for t in self._compared.references[0]]
+        del kept
+        settle(self._world)
 
     def run(self) -> Found:
         """All calls: the first ones against the simulation, some eager, the rest in graphs."""
@@ -156,12 +161,6 @@ class _Rank:
                 raise AssertionError(f"rank {self._world.rank}: a call changed its input")
         return Found(self._done, self._in_graphs, self._bad_calls, self._first)
 
-    def _settle(self) -> None:
-        """Returns when all ranks have nothing queued."""
-        if self._world.device != "cpu":
-            torch.cuda.current_stream().synchronize()
-        self._world.barrier()
-
     def _take_references(self) -> None:
         """Calls each input once; what comes must be what the simulation says."""
         for number in range(min(INPUTS, self._total)):
@@ -175,7 +174,7 @@ class _Rank:
                         " differs from the simulation"
                     )
             self._done += 1
-        self._settle()
+        settle(self._world)
 
     def _eager(self, until: int) -> None:
         while self._done < until:
@@ -188,7 +187,7 @@ class _Rank:
 
     def _graphs(self, graphs: int) -> None:
         first = self._done % INPUTS
-        self._settle()
+        settle(self._world)
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         if stream == torch.cuda.default_stream():  # of a rank alone on its GPU: cannot be captured
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -203,7 +202,7 @@ class _Rank:
             self._compared.begin()
             graph.replay()
             self._look(_BATCH, first, True)
-        self._settle()
+        settle(self._world)
         del graph
         self._world.barrier()
 

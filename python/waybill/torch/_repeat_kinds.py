@@ -127,6 +127,15 @@ def _on(world: World, array: Any, dtype: Optional[torch.dtype] = None) -> torch.
     return (tensor if dtype is None else tensor.to(dtype)).to(world.device)
 
 
+def settle(world: World) -> None:
+    """Returns when all ranks have nothing queued. On a GPU that ranks share nothing is uploaded,
+    and no kernel loaded, while one of them waits there for another.
+    """
+    if world.device != "cpu":
+        torch.cuda.current_stream().synchronize()
+    world.barrier()
+
+
 class _Experts:
     """A layer on one rank, with its inputs there."""
 
@@ -167,6 +176,7 @@ def _dispatches(layer: _Layer) -> Callable[[Sizes], Make]:
 
         def make(world: World) -> Calls:
             experts = _Experts(world, layer, sizes, batches)
+            settle(world)
             known = [experts.dispatch(n)[0] if layer.known else None for n in range(INPUTS)]
             return Calls(
                 lambda number: experts.dispatch(number, known[number])[1], names,
@@ -189,6 +199,7 @@ def _combines(layer: _Layer) -> Callable[[Sizes], Make]:
             experts = _Experts(world, layer, sizes, batches)
             rank = world.rank
             answers = [_on(world, batch.answers[rank], torch.bfloat16) for batch in batches]
+            settle(world)
             layouts = [experts.dispatch(number)[0] for number in range(INPUTS)]
 
             def call(number: int) -> List[torch.Tensor]:
