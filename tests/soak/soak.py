@@ -1,13 +1,15 @@
 """A soak: a small model is trained on documents of random sizes, and nothing may grow.
 
     python tests/soak/soak.py --minutes 30 --ranks 2
-    python tests/soak/soak.py --minutes 10 --ranks 2 --device cuda [--processes]
+    python tests/soak/soak.py --minutes 10 --ranks 2 --device cuda --processes
 
-Ranks are threads, or with --processes processes. A step is ContextParallelAttention and
-ExpertParallel, forward and backward. The documents of a rank grow and shrink; now and then ranks
-have none. Layers are made and closed every 5 to 25 steps with other options, worlds every
---world-seconds. Between two worlds, when no rank has anything, memory, descriptors, threads, shared
-memory files and GPU memory are noted.
+Ranks are threads, or with --processes processes. Ranks that share a GPU are processes: a thread for
+which torch allocates would wait for the kernels of the others, which wait for it.
+
+A step is ContextParallelAttention and ExpertParallel, forward and backward. The documents of a rank
+grow and shrink; now and then ranks have none. Layers are made and closed every 5 to 25 steps with
+other options, worlds every --world-seconds. Between two worlds, when no rank has anything, memory,
+descriptors, threads, shared memory files and GPU memory are noted.
 
 The verdict looks at what was noted after the first third of the time. The growth of a figure is the
 larger of two, both of which a quarter of the notes as outliers does not change: the median of the
@@ -188,9 +190,9 @@ def note(device, steps):
 def soak_threads(options, noted):
     """Worlds of threads one after another; notes go to the list, with their time."""
     device = options.device
-    begin = time.monotonic()
     ranks = [Rank(rank, options, device) for rank in range(options.ranks)]
-    while time.monotonic() - begin < 60 * options.minutes:
+    begin = time.monotonic()
+    while not noted or time.monotonic() - begin < 60 * options.minutes:
         until = time.monotonic() + options.world_seconds
         gc.collect()
         gc.disable()  # memory of a GPU is given back when no other rank has work there
@@ -217,8 +219,13 @@ def soak_process(options):
         mine.train(world, time.monotonic() + options.world_seconds)
         world.barrier()
         del world
+        gc.collect()
+        if device != "cpu":
+            torch.cuda.empty_cache()
+        # The launcher answers when it has heard all ranks.
+        print("ready", flush=True)
+        sys.stdin.readline()
         print(json.dumps(note(options.device, mine.steps)), flush=True)
-        # The launcher answers when it has the notes of all ranks.
         if sys.stdin.readline() != "go on\n":
             return
 
@@ -255,9 +262,18 @@ def soak_processes(options, noted):
 
 
 def _gather_notes(options, processes, noted):
+    def heard():
+        return [process.stdout.readline() for process in processes]
+
+    def say(text):
+        for process in processes:
+            process.stdin.write(text + "\n")
+            process.stdin.flush()
+
     begin = None
-    while True:
-        lines = [process.stdout.readline() for process in processes]
+    while all(heard()):  # what the device has is noted when no rank has anything
+        say("note")
+        lines = heard()
         if not all(lines):
             return
         if begin is None:  # the first world is over: what it took to start does not count
@@ -270,9 +286,7 @@ def _gather_notes(options, processes, noted):
         now = time.monotonic() - begin
         noted.append((now, total))
         over = now >= 60 * options.minutes
-        for process in processes:
-            process.stdin.write("end\n" if over else "go on\n")
-            process.stdin.flush()
+        say("end" if over else "go on")
         if over:
             return
 
@@ -343,6 +357,9 @@ def parsed(arguments):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    gpus = torch.cuda.device_count() if options.device == "cuda" else options.ranks
+    if options.ranks > gpus and not options.processes and not options.as_rank:
+        parser.error(f"--ranks {options.ranks} on {gpus} GPUs needs --processes")
     options.given = [one for one in arguments if one != "--as-rank"]
     return options
 
@@ -372,7 +389,6 @@ def soak(options):
 
 
 def main(arguments):
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # ranks may share a GPU
     options = parsed(arguments)
     if options.as_rank:
         torch.set_num_threads(1)

@@ -34,8 +34,9 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"--{stray[0]} needs --repeat")
     if repeats and importlib.util.find_spec("torch") is None:
         parser.error("--repeat needs torch, which is not installed")
-    # Before CUDA starts: ranks that share a GPU have streams that must not queue in one line.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    if repeats:  # before CUDA starts: what a rank queues or loads must not wait for another rank
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     print(describe(), flush=True)
     try:
         return (

@@ -18,12 +18,13 @@ import torch
 from .._selftest.parts import TIMEOUT_S
 from ..errors import InvalidArgument, Unsupported
 from ..world import World, num_gpus
-from ._repeat_kinds import INPUTS, KINDS, Calls, Kind, Make, Sizes
+from ._repeat_kinds import INPUTS, KINDS, Calls, Kind, Sizes, settle
 from .world import run_threads
 
 _BATCH = 96  #: calls of a graph, and between two looks of the host: a multiple of INPUTS, even
 _EAGER_SHARE = 10  #: on GPUs one call of so many is not in a graph
 _SAY_EVERY_S = 5.0
+_NOT_COMPARED = 2
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -75,16 +76,22 @@ class _Compared:
         most = [max(len(words[o]) for words in self._words) for o in outputs]
         self._unequal = [torch.zeros(n, dtype=torch.bool, device=device) for n in most]
         shape = (len(most), _BATCH, 1)
+        #: 0: the same, 1: it differs, _NOT_COMPARED
         self._differs = torch.zeros(shape, dtype=torch.uint8, device=device)
         self._index = torch.zeros(shape, dtype=torch.int64, device=device)
         self._got = [
             torch.zeros(_BATCH, 1, dtype=self._words[0][o].dtype, device=device) for o in outputs
         ]
 
+    def begin(self) -> None:
+        """Before a batch: a verdict that stays as it is now was not given."""
+        self._differs.fill_(_NOT_COMPARED)
+
     def add(self, slot: int, number: int, results: Sequence[torch.Tensor]) -> None:
         """Queues the comparison of one call. Nothing waits for it."""
         for o, (want, result) in enumerate(zip(self._words[number], results)):
             if len(want) == 0:
+                self._differs[o, slot].zero_()
                 continue
             words = _words(result)
             unequal = self._unequal[o][: len(want)]
@@ -98,6 +105,8 @@ class _Compared:
     def differing(self, slots: int) -> List[Tuple[int, int]]:
         """(slot, output) of what differed in a batch whose calls are done."""
         verdicts = self._differs[:, :slots, 0].cpu()
+        if (verdicts == _NOT_COMPARED).any():
+            raise AssertionError("a call was not made: its result was not compared")
         return sorted((int(slot), int(o)) for o, slot in verdicts.nonzero().tolist())
 
     def describe(self, slot: int, output: int, number: int) -> Tuple[int, int, str, str]:
@@ -118,38 +127,39 @@ class _Compared:
 class _Rank:
     """Repeats one kind on one rank."""
 
-    def __init__(self, world: World, calls: Calls, total: int, progress: Any) -> None:
+    def __init__(
+        self, world: World, calls: Calls, total: int, progress: Any, in_graphs: bool
+    ) -> None:
         self._world, self._calls, self._total = world, calls, total
         self._progress = progress
+        self._may_capture = in_graphs and world.device != "cpu"
         self._done = self._in_graphs = self._bad_calls = 0
         self._first: Optional[Difference] = None
+        calls.synchronize()
+        settle(world)
         self._inputs = [tensor.clone() for tensor in calls.inputs]
         self._compared = _Compared(calls.wanted, world.device)
-        # What compares is loaded now: on a GPU that happens while nobody waits there.
+        # What compares is loaded now, and torch's cache gets what calls return: on a GPU that
+        # happens while nobody waits there.
         for number in range(INPUTS):
             self._compared.add(0, number, self._compared.references[number])
-        self._settle()
+        kept = [torch.empty_like(t) for _ in range(4) for t in self._compared.references[0]]
+        del kept
+        settle(self._world)
 
     def run(self) -> Found:
         """All calls: the first ones against the simulation, some eager, the rest in graphs."""
         self._take_references()
-        on_gpu = self._world.device != "cpu"
-        eager = max(self._total // _EAGER_SHARE, 2 * INPUTS) if on_gpu else self._total
-        self._eager(min(eager, self._total))
-        graphs = (self._total - self._done) // _BATCH
-        if graphs > 0:
-            self._graphs(graphs)
+        if self._may_capture:
+            self._eager(min(max(self._total // _EAGER_SHARE, 2 * INPUTS), self._total))
+            graphs = (self._total - self._done) // _BATCH
+            if graphs > 0:
+                self._graphs(graphs)
         self._eager(self._total)
         for before, now in zip(self._inputs, self._calls.inputs):
             if not torch.equal(before, now):
                 raise AssertionError(f"rank {self._world.rank}: a call changed its input")
         return Found(self._done, self._in_graphs, self._bad_calls, self._first)
-
-    def _settle(self) -> None:
-        """Returns when all ranks have nothing queued."""
-        if self._world.device != "cpu":
-            torch.cuda.current_stream().synchronize()
-        self._world.barrier()
 
     def _take_references(self) -> None:
         """Calls each input once; what comes must be what the simulation says."""
@@ -164,11 +174,12 @@ class _Rank:
                         " differs from the simulation"
                     )
             self._done += 1
-        self._settle()
+        settle(self._world)
 
     def _eager(self, until: int) -> None:
         while self._done < until:
             slots = min(_BATCH, until - self._done)
+            self._compared.begin()
             for slot in range(slots):
                 number = (self._done + slot) % INPUTS
                 self._compared.add(slot, number, self._calls.call(number))
@@ -176,7 +187,7 @@ class _Rank:
 
     def _graphs(self, graphs: int) -> None:
         first = self._done % INPUTS
-        self._settle()
+        settle(self._world)
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         if stream == torch.cuda.default_stream():  # of a rank alone on its GPU: cannot be captured
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -188,9 +199,10 @@ class _Rank:
             graph.capture_end()
         self._world.barrier()
         for _ in range(graphs):
+            self._compared.begin()
             graph.replay()
             self._look(_BATCH, first, True)
-        self._settle()
+        settle(self._world)
         del graph
         self._world.barrier()
 
@@ -211,13 +223,16 @@ class _Rank:
             self._progress(self._done)
 
 
-def repeat_kind(make: Make, total: int, sizes: Sizes, device: str, progress: Any) -> List[Found]:
+def repeat_kind(kind: Kind, total: int, sizes: Sizes, device: str, progress: Any) -> List[Found]:
     """Repeats one kind on ranks that are threads; what each rank saw."""
+    if device == "cuda" and not kind.graphs:
+        total = max(total // _EAGER_SHARE, INPUTS)  # as many as the others have outside of graphs
+    make = kind.prepare(sizes)
 
     def body(world: World) -> Found:
         with torch.no_grad():
             calls = make(world)
-            found = _Rank(world, calls, total, progress).run()
+            found = _Rank(world, calls, total, progress, kind.graphs).run()
             calls.close()
             return found
 
@@ -294,7 +309,7 @@ def run(
         print(f"{i:2}/{len(kinds)}  {kind.name:{width}}  ", end="", flush=True)
         start = time.monotonic()
         try:
-            found = repeat_kind(kind.prepare(sizes), total, sizes, device, _Progress(total))
+            found = repeat_kind(kind, total, sizes, device, _Progress(total))
             same, text = _verdict(found)
         except Exception as error:  # the other kinds are still worth a look
             same, text = False, f"{type(error).__name__}: {error}".splitlines()[0]

@@ -52,6 +52,7 @@ class Kind(NamedTuple):
 
     name: str
     prepare: Callable[[Sizes], Make]
+    graphs: bool = True  #: whether a CUDA graph can hold its calls
 
 
 class _Layer(NamedTuple):
@@ -61,6 +62,7 @@ class _Layer(NamedTuple):
     payload: str = "plain"
     few: bool = False
     known: bool = False  #: dispatches by the routing of an earlier one
+    fixed: bool = True  #: has fixed_rows; else the host waits for the counts of each dispatch
     local_combine: bool = False
     weighted: bool = False
 
@@ -125,6 +127,15 @@ def _on(world: World, array: Any, dtype: Optional[torch.dtype] = None) -> torch.
     return (tensor if dtype is None else tensor.to(dtype)).to(world.device)
 
 
+def settle(world: World) -> None:
+    """Returns when all ranks have nothing queued. On a GPU that ranks share nothing is uploaded,
+    and no kernel loaded, while one of them waits there for another.
+    """
+    if world.device != "cpu":
+        torch.cuda.current_stream().synchronize()
+    world.barrier()
+
+
 class _Experts:
     """A layer on one rank, with its inputs there."""
 
@@ -138,7 +149,8 @@ class _Experts:
         self.layer = EPAll2AllLayer(
             world, config.max_tokens, config.hidden, _TOPK, rank, config.num_experts,
             sizes.ranks, sizes.ranks, rows=layer.rows, payload=layer.payload,
-            enable_local_combine=layer.local_combine, fixed_rows=max(most, 1), copy_out=False,
+            enable_local_combine=layer.local_combine, copy_out=False,
+            fixed_rows=max(most, 1) if layer.fixed else None,
         )  # fmt: skip
         self._quantized = layer.payload == "quantized"
 
@@ -164,6 +176,7 @@ def _dispatches(layer: _Layer) -> Callable[[Sizes], Make]:
 
         def make(world: World) -> Calls:
             experts = _Experts(world, layer, sizes, batches)
+            settle(world)
             known = [experts.dispatch(n)[0] if layer.known else None for n in range(INPUTS)]
             return Calls(
                 lambda number: experts.dispatch(number, known[number])[1], names,
@@ -186,6 +199,7 @@ def _combines(layer: _Layer) -> Callable[[Sizes], Make]:
             experts = _Experts(world, layer, sizes, batches)
             rank = world.rank
             answers = [_on(world, batch.answers[rank], torch.bfloat16) for batch in batches]
+            settle(world)
             layouts = [experts.dispatch(number)[0] for number in range(INPUTS)]
 
             def call(number: int) -> List[torch.Tensor]:
@@ -260,6 +274,7 @@ def _sequences(gradient: bool) -> Callable[[Sizes], Make]:
 
 KINDS = [
     Kind("dispatch, counting", _dispatches(_Layer())),
+    Kind("dispatch, counts on the host", _dispatches(_Layer(fixed=False)), graphs=False),
     Kind("dispatch, known routing", _dispatches(_Layer(known=True))),
     Kind("dispatch, compact rows", _dispatches(_Layer(rows="compact"))),
     Kind("dispatch, few tokens", _dispatches(_Layer(few=True))),
