@@ -4,6 +4,7 @@ import importlib
 import json
 import pathlib
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -36,7 +37,7 @@ RIGHT = {
     "src/cuda/device/number.cuh": NUMBER % "cuda",
     # Of a file alone, of a function, declared, and in a comment.
     "src/moe/a.cpp": "namespace waybill {\nnamespace {\nstruct EPConfig {};\n}\n}\n",
-    "src/moe/b.cpp": "namespace waybill {\nstruct Holder {\n  struct EPConfig {};\n};\n}\n",
+    "src/moe/b.cpp": '#include "core/a.h"\nint max_rows;  // rows of a call, per lane\n',
     "src/moe/c.h": "namespace waybill::detail {\nstruct EPConfig;\n// struct EPConfig {\n}\n",
     "tests/moe/moe_test.cpp": "namespace waybill::test {\nstruct Case {};\n}\n",
     "tests/core/core_test.cpp": "namespace waybill::test {\nstruct Case {\n  int other;\n};\n}\n",
@@ -170,3 +171,113 @@ def test_includes(project, capsys, monkeypatch, path, text, said):
     assert status({path: text}) == 1
     (problem,) = capsys.readouterr().out.splitlines()[1:]
     assert problem.startswith(f"{path}:") and said in problem
+
+
+def function_of(lines):
+    return 'def f(\n    a,\n):\n    """Says\n\n    what."""\n' + "    a += 1\n" * lines
+
+
+@pytest.mark.parametrize(
+    "path, right, wrong, said",
+    [
+        ("src/a.h", "\n" * 700, "\n" * 701, "src/a.h:1: 701 lines"),
+        ("python/a.py", function_of(60), function_of(61), "python/a.py:1: f: 61 lines"),
+        (
+            "tests/a.py",
+            "class A:\n    def f(self):\n" + "        self.a()\n" * 60,
+            "class A:\n    def f(self):\n" + "        self.a()\n" * 61,
+            "tests/a.py:2: A.f: 61 lines",
+        ),
+    ],
+)
+def test_sizes(project, capsys, path, right, wrong, said):
+    assert project("check_sizes", {path: right}).main() == 0, capsys.readouterr().out
+    assert project("check_sizes", {path: wrong}).main() == 1
+    assert said in capsys.readouterr().out
+
+
+LIMITED = {
+    "src/core/a.h": "#pragma once\nstruct A {};\ninline int a() { return to_size(1); }\n",
+    "src/core/a.cpp": '#include "a.h"\n',
+    "src/moe/b.cpp": '#include "core/a.h"\nint max_rows;  // rows of a call, per lane\n',
+    "src/moe/c.cpp": '#include "../core/a.h"\nconst char* c = "// What most_rows meet()";\n',
+    "python/waybill/__init__.py": '"""Routes tokens."""\n\nfrom waybill import _plan\n',
+    "python/waybill/_plan.py": "class Plan:\n    pass\n",
+    "python/waybill/torch/__init__.py": "import numpy\n",
+}
+
+
+@pytest.mark.parametrize(
+    "path, added, said",
+    [
+        ("src/core/d.cpp", "", "src/core: files: 3, at most 2"),
+        ("src/core/a.cpp", "\n" * 60, "src/core: lines: 64, at most 50"),
+        ("src/core/a.cpp", "namespace { enum class B { c }; }\n", "src/core: types: 2"),
+        ("src/moe/own.h", "#pragma once\n", "src/moe: one_user: 1, at most 0"),
+        ("src/moe/b.cpp", "int b = to_size(2);\n", "src/moe: to_size: 1, at most 0"),
+        ("src/moe/b.cpp", "int most_rows;\n", "src/moe: most_least: 1, at most 0"),
+        ("src/moe/b.cpp", "class TcpGreeter;\n", "src/moe: dialect: 1, at most 0"),
+        ("src/moe/b.cpp", "int words_a_lane;\n", "src/moe: dialect: 1, at most 0"),
+        ("src/moe/b.cpp", "int d;  ///< 8 elements a lane\n", "src/moe: comments: 1"),
+        ("src/moe/b.cpp", "// The rows\n// behind it.\n", "src/moe: comments: 1"),
+        ("src/moe/b.cpp", "\n/// Of what is sent of a token.\n", "src/moe: comments: 1"),
+        ("src/core/a.cpp", '#include "moe/own.h"\n', "src/core: to src/moe: 1, at most 0"),
+        ("src/schedule/e.cpp", "", "src/schedule: files: 1, at most 0"),
+        ("python/waybill/_plan.py", "\n\nclass Other:\n    pass\n", "waybill: types: 2"),
+        ("python/waybill/_plan.py", 'T = """Who may know."""\n', "python/waybill: comments: 1"),
+        ("python/waybill/_plan.py", "from . import torch\n", "to python/waybill/torch"),
+        ("python/waybill/torch/__init__.py", "from .. import _plan\n", "to python/waybill: 1"),
+        ("python/waybill/_plan.py", "from waybill._core import A\n", "to python/bindings"),
+        ("python/waybill/_plan.py", "most_tokens = 'loans'\n", "waybill: most_least: 1"),
+    ],
+)
+def test_limits(project, capsys, path, added, said):
+    others = {} if path == "src/moe/own.h" else {"src/moe/own.h": "#pragma once\n"}
+    script = project("check_limits", {**LIMITED, "scripts/x": "", **others})
+    assert script.main(["--update"]) == 0, capsys.readouterr().out
+    own = {"src/moe/c.cpp": LIMITED["src/moe/c.cpp"] + '#include "own.h"\n'} if not others else {}
+    text = LIMITED.get(path, others.get(path, "")) + added
+    script = project("check_limits", {**own, path: text})
+    assert script.main([]) == 1
+    out = capsys.readouterr().out
+    assert said in out, out
+
+
+def committed(folder):
+    """Commits all files of a folder."""
+    git = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "add", "-A"], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "a"], check=True)
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git")
+def test_a_limit_is_raised_with_a_reason_only(project, capsys, tmp_path):
+    script = project("check_limits", {**LIMITED, "scripts/x": ""})
+    limits = tmp_path / "scripts/limits.json"
+    two = "class Plan:\n    pass\n\n\nclass Other:\n    pass\n"
+    assert script.main(["--update"]) == 0
+    committed(tmp_path)
+
+    # Neither --update nor an editor raises it.
+    project("check_limits", {"python/waybill/_plan.py": two})
+    assert script.main(["--update"]) == 1
+    written = json.loads(limits.read_text())
+    assert written["rooms"]["python/waybill"]["types"] == 1
+    written["rooms"]["python/waybill"]["types"] = 2
+    limits.write_text(json.dumps(written))
+    capsys.readouterr()
+    assert script.main([]) == 1
+    assert "types: raised from 1 to 2 without a reason" in capsys.readouterr().out
+    committed(tmp_path)
+    assert script.main([]) == 1, "not even in a commit"
+
+    assert script.main(["--update", "--reason", "a second plan"]) == 0, capsys.readouterr().out
+    reasons = json.loads(limits.read_text())["reasons"]
+    assert reasons == {"python/waybill types": {"to": 2, "reason": "a second plan"}}
+    committed(tmp_path)
+
+    # With the type the limit goes, and a later rise has to be reasoned anew.
+    project("check_limits", {"python/waybill/_plan.py": LIMITED["python/waybill/_plan.py"]})
+    assert script.main(["--update"]) == 0
+    assert json.loads(limits.read_text())["rooms"]["python/waybill"]["types"] == 1
