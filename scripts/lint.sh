@@ -28,6 +28,7 @@ check includes scripts/check_includes.py
 check types scripts/check_types.py
 check sizes scripts/check_sizes.py
 check limits scripts/check_limits.py
+check contract scripts/contract.py
 check docs scripts/check_docs.py
 check "stale docs" scripts/check_stale_docs.py
 check python build/venv/bin/ruff check -q .

@@ -281,3 +281,93 @@ def test_a_limit_is_raised_with_a_reason_only(project, capsys, tmp_path):
     project("check_limits", {"python/waybill/_plan.py": LIMITED["python/waybill/_plan.py"]})
     assert script.main(["--update"]) == 0
     assert json.loads(limits.read_text())["rooms"]["python/waybill"]["types"] == 1
+
+
+USED = {
+    "python/waybill/__init__.py": "from . import _common\nfrom ._common import *\n"
+    "from ._core import version as __version__\n\n__all__ = ['__version__']\n"
+    "__all__ += _common.__all__\n",
+    "python/waybill/_common.py": "from .plans import Plan, Way, plan\n"
+    "\nOldPlan = Plan\n\n__all__ = ['OldPlan', 'Plan', 'Way', 'plan']\n",
+    "python/waybill/plans.py": "from dataclasses import dataclass\n"
+    "\n\nclass _Base:\n    def ranks(self, of: int = 0) -> int:\n        return of\n"
+    "\n\nclass Plan(_Base):\n    def __init__(self, rows: int) -> None:\n        self.rows = rows\n"
+    "\n    def _inner(self) -> None:\n        pass\n"
+    "\n\n@dataclass\nclass Way:\n    hops: int\n    rows: int = 0\n"
+    "\n\ndef plan(rows: int, *, relay: bool = True) -> Plan:\n    return Plan(rows)\n",
+    "include/waybill/moe/config.h": "#pragma once\nnamespace waybill {\n"
+    "struct Config {\n  int hidden = 0;  ///< elements\n  Options options = {1, 2};\n"
+    "  int rows() const { return hidden; }\n};\n"
+    "class Layer {\n public:\n  explicit Layer(const Config& config = {});\n"
+    " private:\n  int state_ = 0;\n};\n"
+    "enum class Rows : int { grouped, compact };\n"
+    "[[nodiscard]] inline int rows_of(const Config& config,\n                   int rank = 0) {\n"
+    "  return config.hidden;\n}\nnamespace detail {\nint hidden();\n}\n}\n",
+}
+PLANS, CONFIG_H = "python/waybill/plans.py", "include/waybill/moe/config.h"
+
+
+@pytest.mark.parametrize(
+    "path, old, new, said",
+    [
+        (PLANS, "relay: bool = True", "relay: bool = False", "+waybill.plan(rows: int, *, relay"),
+        (PLANS, "of: int = 0", "of: int", "-waybill.Plan.ranks(self, of: int=0) -> int"),
+        (PLANS, "self.rows = rows", "self.number = rows", "-waybill.Plan.rows: attribute"),
+        (PLANS, "hops: int\n    rows: int = 0", "rows: int\n    hops: int = 0", "fields rows"),
+        ("python/waybill/_common.py", "['OldPlan', ", "[", "-waybill.OldPlan = "),
+        (CONFIG_H, "rank = 0", "rank = 1", "+waybill: int rows_of(const Config& config, int rank"),
+        (CONFIG_H, "= {1, 2}", "= {1, 3}", "-waybill::Config: Options options = {1, 2}"),
+        (CONFIG_H, "config = {}", "config", "-waybill::Layer: explicit Layer(const Config& conf"),
+        (CONFIG_H, "grouped, compact", "compact, grouped", "enum class Rows : int { compact, g"),
+        (CONFIG_H, " rows() const", " rows()", "-waybill::Config: int rows() const"),
+    ],
+)
+def test_contract(project, capsys, path, old, new, said):
+    assert old in USED[path]
+    assert project("contract", USED).main(["--write"]) == 0, capsys.readouterr().out
+    script = project("contract", {path: USED[path].replace(old, new)})
+    assert script.main([]) == 1
+    assert said in capsys.readouterr().out
+    assert script.main(["--write"]) == 0
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {
+            PLANS: "from ._moved import Plan, Way, plan\n",
+            "python/waybill/_moved.py": USED[PLANS],
+        },
+        {PLANS: USED[PLANS].replace("_inner", "_within").replace("_Base", "_Root")},
+        {CONFIG_H: USED[CONFIG_H].replace("state_", "number_").replace("///< elements", "")},
+        {CONFIG_H: "#pragma once\n", "include/waybill/core/config.h": USED[CONFIG_H]},
+        {
+            CONFIG_H: USED[CONFIG_H].replace("enum class Rows : int { grouped, compact };\n", ""),
+            "include/waybill/core/rows.h": "namespace waybill {\n"
+            "enum class Rows : int { grouped, compact };\n}\n",
+        },
+        {CONFIG_H: USED[CONFIG_H].replace("int hidden();", "int width();")},
+    ],
+    ids=["moved", "private", "private in C++", "moved in C++", "moved alone", "detail"],
+)
+def test_the_contract_is_of_what_users_see(project, capsys, changed):
+    assert project("contract", USED).main(["--write"]) == 0
+    script = project("contract", changed)
+    assert script.main([]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "path, text",
+    [
+        (
+            "python/waybill/_old.py",
+            'import warnings\nwarnings.warn("use plan%s", DeprecationWarning, 2)\n',
+        ),
+        ("include/waybill/core/old.h", '#pragma once\n[[deprecated("use plan%s")]] int old();\n'),
+    ],
+)
+def test_a_deprecation_names_a_version(project, capsys, path, text):
+    script = project("contract", {**USED, path: text % "; goes in 0.3"})
+    assert script.main(["--write"]) == 0, capsys.readouterr().out
+    assert project("contract", {path: text % "; goes soon"}).main(["--write"]) == 1
+    assert f"{path}:2: a deprecation says" in capsys.readouterr().out
