@@ -14,24 +14,8 @@ import pytest
 SCRIPTS = pathlib.Path(__file__).resolve().parent.parent.parent / "scripts"
 
 
-@pytest.fixture
-def instrument(monkeypatch, tmp_path):
-    """instrument(name of a script, {path: text}): the script, over a project of these files."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-
-    def load(name, files=()):
-        script = importlib.import_module(name)
-        monkeypatch.setattr(script, "ROOT", tmp_path, raising=False)
-        for path, text in dict(files).items():
-            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / path).write_text(text, encoding="utf-8")
-        return script
-
-    return load
-
-
-def test_the_files_that_kernels_include(instrument):
-    script = instrument(
+def test_the_files_that_kernels_include(project):
+    script = project(
         "trace_call",
         {
             "src/cuda/experts/rows.cu": '#include "../device/signal.cuh"\n#include <vector>\n',
@@ -51,9 +35,9 @@ def test_the_files_that_kernels_include(instrument):
         script.closure(["src/cuda/experts/gone.cu"])
 
 
-def test_the_functions_of_a_call(instrument, tmp_path, monkeypatch):
+def test_the_functions_of_a_call(project, tmp_path, monkeypatch):
     package = tmp_path / "package"
-    script = instrument(
+    script = project(
         "trace_call",
         {
             "package/a.py": "from b import inner\nimport os.path\n\n\ndef outer():\n"
@@ -72,8 +56,8 @@ COUNTED = "int f(int a) {\n  if (a > 1) {\n    return 1;\n  }\n  return 2;\n}\n"
 
 
 @pytest.mark.skipif(not (shutil.which("g++") and shutil.which("gcov")), reason="no g++ or gcov")
-def test_the_lines_that_ran(instrument, tmp_path, monkeypatch):
-    script = instrument(
+def test_the_lines_that_ran(project, tmp_path, monkeypatch):
+    script = project(
         "trace_call",
         {
             "src/a.cpp": f"{COUNTED}int g() {{ return 3; }}\nint main() {{ return f(1) - 2; }}\n",
@@ -105,9 +89,9 @@ def test_the_way_of_each_call(call, files):
     assert text.startswith(f"{call}: ") and all(file in text for file in files), text
 
 
-def test_the_share_of_lines_that_tests_run(instrument, tmp_path, capsys):
+def test_the_share_of_lines_that_tests_run(project, tmp_path, capsys):
     python = {"executed_lines": [1, 2, 4], "missing_lines": [6]}
-    script = instrument(
+    script = project(
         "coverage_table",
         {
             "python/waybill/moe/a.py": "",
@@ -194,8 +178,8 @@ def bench_programs(folder, moe):
     return str(folder)
 
 
-def test_figures_of_bench_programs(instrument):
-    script = instrument("bench_ab")
+def test_figures_of_bench_programs(project):
+    script = project("bench_ab")
     moe, sequence = script.parse_moe(moe_output()), script.parse_sequence(sequence_output())
     cached = ("4096 x 7168, top-8 of 256", "dispatch bf16, compact, cached", 16)
     assert (moe[(*cached, "us")], moe[(*cached, "graph us")]) == (497.3, 248.7)
@@ -214,12 +198,12 @@ def test_figures_of_bench_programs(instrument):
     "old, new, direction",
     [(100, 103, 1), (100, 101.9, 0), (10, 10.4, 0), (10, 10.6, 1), (100, 97, -1)],
 )
-def test_what_is_slower(instrument, old, new, direction):
-    assert instrument("bench_ab").direction(old, new) == direction
+def test_what_is_slower(project, old, new, direction):
+    assert project("bench_ab").direction(old, new) == direction
 
 
-def test_a_slower_program_is_found(instrument, tmp_path, capsys):
-    script = instrument("bench_ab")
+def test_a_slower_program_is_found(project, tmp_path, capsys):
+    script = project("bench_ab")
     for name, scale in (("fast", 1.0), ("slow", 1.05)):
         (tmp_path / f"{name}.txt").write_text(moe_output(scale))
     old = bench_programs(tmp_path / "old", f"cat {tmp_path}/fast.txt")
@@ -252,3 +236,53 @@ def test_the_script_takes_folders_of_programs(tmp_path):
     assert done.returncode == 1 and done.stdout.count("SLOWER") == 2, done.stdout
     done = subprocess.run([*compare, old, tmp_path], capture_output=True, text=True)
     assert done.returncode == 2 and "holds neither bench programs nor a tree" in done.stderr
+
+
+SASS = """
+Fatbin elf code:
+================
+arch = sm_90a
+
+	code for sm_90a
+		Function : _ZN4cuda43_GLOBAL__N__d1508cbe_10_barrier_cu_121fe73514barrier_kernelENS0_1PE
+	.headerflags	@"EF_CUDA_SM90"
+        /*0000*/                   LDC R1, c[0x0][0x28] ;       /* 0x00000a00ff017b82 */
+                                                                /* 0x000ff00000000800 */
+        /*0010*/               @P0 STL [R1], R4 ;               /* 0x00008800ff047b82 */
+                                                                /* 0x000e220000000a00 */
+        /*0020*/                   NOP ;                        /* 0x0000000000007918 */
+                                                                /* 0x000fe20000000000 */
+"""
+USAGE = """
+arch = sm_90a
+Resource usage:
+ Common:
+  GLOBAL:0
+ Function _ZN4cuda43_GLOBAL__N__d1508cbe_10_barrier_cu_121fe73514barrier_kernelENS0_1PE:
+  REG:42 STACK:8 SHARED:64 LOCAL:0 CONSTANT[0]:624 TEXTURE:0 SURFACE:0 SAMPLER:0
+"""
+
+
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        ("d1508cbe_10_barrier_cu_121fe735", "a1508cbe_10_barriar_cu_021fe735", None),
+        ("0x000ff00000000800", "0x000ff00000000801", "text "),
+        ("STL [R1], R4", "MOV R1, R4", "spills 1 -> 0"),
+        ("REG:42", "REG:43", "registers 42 -> 43"),
+        ("SHARED:64", "SHARED:80", "shared 64 -> 80"),
+        ("barrier_kernel", "berrier_kernel", "gone"),
+        ("NOP ", "EXIT", "instructions 2 -> 3"),
+    ],
+)
+def test_another_machine_code(project, old, new, said):
+    script = project("check_machine_code")
+    table = script.table_of(script.kernels_in(SASS, USAGE))
+    ((name, entry),) = table["sm_90a"].items()
+    assert name == "_ZN4cuda12_GLOBAL__N_114barrier_kernelENS0_1PE"
+    text = entry.pop("text")
+    assert entry == {"instructions": 2, "registers": 42, "shared": 64, "spills": 1}
+    entry["text"] = text
+    other = script.table_of(script.kernels_in(SASS.replace(old, new), USAGE.replace(old, new)))
+    found = [*script.differences(table, other)]
+    assert found == [] if said is None else any(said in line for line in found), found

@@ -1,33 +1,11 @@
 """The scripts that check sources find a fault put before them, and nothing in what is right."""
 
-import importlib
 import json
-import pathlib
 import shutil
 import subprocess
 import sys
 
 import pytest
-
-SCRIPTS = pathlib.Path(__file__).resolve().parent.parent.parent / "scripts"
-
-
-@pytest.fixture
-def project(monkeypatch, tmp_path):
-    """project(name of a script, {path: text}): the script, over a project of these files."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-
-    def load(name, files):
-        sys.modules.pop(name, None)
-        script = importlib.import_module(name)
-        monkeypatch.setattr(script, "ROOT", tmp_path)
-        for path, text in files.items():
-            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / path).write_text(text, encoding="utf-8")
-        return script
-
-    return load
-
 
 CONFIG = "#pragma once\nnamespace waybill {\nstruct EPConfig {\n  int topk;\n};\n}\n"
 NUMBER = "#pragma once\nnamespace waybill::%s {\nstruct Float32 {};\n}\n"
