@@ -173,6 +173,19 @@ def change_format(rng, spec):
     return operation, name, tuple(tuple(part) for part in parts)
 
 
+def change_spec(rng, spec, kind, world_size):
+    """A handle's spec with one difference."""
+    if kind == "plan":
+        return (spec[0], neighbour(rng, spec[1]), spec[2])
+    if kind == "other_plan":
+        return random_spec(rng, world_size)
+    if kind == "format":
+        return change_format(rng, spec)
+    if spec[0] == "dispatch":
+        return ("kv_gradient", spec[1], (("fwd_kv", None, (("float32", 4),)),))
+    return ("dispatch", *spec[1:])
+
+
 def diverge(rng, program, world_size):
     """One difference; its name."""
     ops, handles = program["ops"], program["handles"]
@@ -196,17 +209,7 @@ def diverge(rng, program, world_size):
         ops[i : i + 2] = reversed(ops[i : i + 2])
     elif kind in ("plan", "other_plan", "format", "operation"):
         h = op.get("handle", 0)
-        spec = handles[d][h]
-        if kind == "plan":
-            spec = (spec[0], neighbour(rng, spec[1]), spec[2])
-        elif kind == "other_plan":
-            spec = random_spec(rng, world_size)
-        elif kind == "format":
-            spec = change_format(rng, spec)
-        elif spec[0] == "dispatch":
-            spec = ("kv_gradient", spec[1], (("fwd_kv", None, (("float32", 4),)),))
-        else:
-            spec = ("dispatch", *spec[1:])
+        spec = change_spec(rng, handles[d][h], kind, world_size)
         if rng.random() < 0.5:
             handles[d][h] = spec
         else:  # from here on
