@@ -170,6 +170,17 @@ def test_the_sizes_beside_a_given_layer():
     wt.run_threads(1, body)
 
 
+def test_a_resize_of_a_layer_that_grew():
+    def body(world):
+        module = module_on(world, capacity=3)
+        assert module.layer.output_rows == 3 * MOST * TOPK
+        module.resize(2 * MOST)
+        assert module.layer.output_rows == module.layer.fixed_rows == 2 * MOST
+        assert call(module, MOST).shape == (MOST, HIDDEN)
+
+    wt.run_threads(1, body)
+
+
 def test_a_device_and_a_group_that_are_the_layers():
     def body(world):
         layer = layer_on(world, dropped_id=-1)

@@ -242,7 +242,14 @@ def test_a_choice_made_twice_is_beyond_the_worst_case():
 
 @pytest.mark.parametrize(
     "differs",
-    [{"gradients": "mean"}, {"weights": "experts"}, {"windows": "own"}, {"chunks": 2}, {"topk": 1}],
+    [
+        {"gradients": "mean"},
+        {"weights": "experts"},
+        {"windows": "own"},
+        {"chunks": 2},
+        {"topk": 1},
+        {"weight_dtype": torch.bfloat16},
+    ],
     ids=lambda differs: next(iter(differs)),
 )
 def test_what_ranks_have_otherwise_is_told(differs):

@@ -56,7 +56,7 @@ class Dispatch(torch.autograd.Function):
         meet_mark(ctx)
         layer, tokens_gradient, weight_gradient = ctx.layer, None, None
         with said_by("backward of EPAll2AllLayer.dispatch"):
-            layer.check_not_replaced()
+            layer._check_not_replaced()
             if ctx.needs_input_grad[1]:
                 tokens_gradient = layer._combine(rows, ctx.layout, False, (), of_backward=True)
             if ctx.needs_input_grad[2]:
@@ -116,7 +116,7 @@ class Combine(torch.autograd.Function):
         # Also where this rank's rows need none, perhaps as it has none: others wait for the call.
         if ctx.needs:
             with said_by("backward of EPAll2AllLayer.combine", _ALIKE):
-                ctx.layer.check_not_replaced()
+                ctx.layer._check_not_replaced()
                 rows, of_weights = ctx.layer._rows_gradients(
                     sums, ctx.layout, weights, kept, ctx.needs_input_grad[4]
                 )

@@ -54,11 +54,11 @@ class LayerCalls(torch.nn.Module):
     _slot_layers: List[Any]
     #: Views of windows that autograd may keep: (number of the dispatch, view, whether of weights)
     _lent: List[Tuple[int, torch.Tensor, bool]]
-    replaced = False  #: whether ``ExpertParallel.resize`` has made another in its place
+    _replaced = False  #: whether ``ExpertParallel.resize`` has made another in its place
 
-    def check_not_replaced(self) -> None:
+    def _check_not_replaced(self) -> None:
         """Before a backward: the rows of its forward went with the layer."""
-        if self.replaced:
+        if self._replaced:
             raise InvalidArgument(
                 "the layer was resized since its forward, expected no backward outstanding at a"
                 " resize: repeat the step"

@@ -145,6 +145,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
                 "max_tokens": most, "hidden": hidden, "gradients": gradients, "weights": weights,
                 "windows": windows, "preset": (preset or PRESETS[0]) if layer is None else "",
                 "dtype": str(dtype).removeprefix("torch.") if layer is None else "",
+                "weight_dtype": str(options.get("weight_dtype", "")).removeprefix("torch."),
             }  # fmt: skip
 
         agree_on(world, who, check)
@@ -152,6 +153,8 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         if layer is None:
 
             def make(**changed: Any) -> EPAll2AllLayer:
+                if changed:  # capacity was that of buffers that grow
+                    options.pop("capacity", None)
                 with said_by(who):
                     return EPAll2AllLayer(
                         world, max_tokens, hidden, topk, world.rank, num_experts,

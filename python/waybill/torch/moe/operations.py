@@ -55,7 +55,7 @@ def _dispatch_of(ticket: torch.Tensor) -> Tuple[Any, LayerLayout]:
     found = _dispatches.get(int(ticket))
     if found is None:
         raise InvalidArgument(f"experts: ticket {int(ticket)} is of no dispatch, or was copied")
-    found[0].check_not_replaced()
+    found[0]._check_not_replaced()
     return found
 
 
