@@ -31,7 +31,10 @@ def test_a_few_seconds(how):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     head, _, *rows, last = done.stdout.splitlines()
-    assert head == "| minute | steps | memory, MiB | descriptors | threads | shared memory files |"
+    assert head == (
+        "| minute | steps | memory, MiB | heap in use, MiB | descriptors | threads | shared memory"
+        " files |"
+    )
     assert rows[0].startswith("| 1 | ") and rows[0].endswith(" | 0 |")
     kind = "processes" if "--processes" in how else "threads"
     assert last.startswith("soak: passed: ") and f" ranks ({kind}, cpu) in 0." in last
@@ -67,7 +70,7 @@ def test_memory_that_stays_is_noticed(soak, monkeypatch, capsys):
     )
     shown = capsys.readouterr().out
     assert status == 1, shown
-    assert "soak: memory grew by " in shown
+    assert "soak: memory grew by " in shown and "soak: heap in use grew by " in shown
 
 
 def notes(values, name="memory"):
@@ -87,6 +90,7 @@ def test_the_verdict_looks_after_the_first_third_and_past_outliers(soak):
     assert soak.verdict(notes(leaking), allow_mib=40) == []
     (sentence,) = soak.verdict(notes(leaking), allow_mib=20)
     assert sentence.startswith("memory grew by 2") or sentence.startswith("memory grew by 3")
+    assert soak.verdict(notes([200 * mib + i * mib // 50 for i in range(180)], "heap in use")) != []
     assert soak.verdict(notes([7] * 120 + [8] * 60, "threads")) != []
     assert soak.verdict(notes([7] * 170 + [8] * 10, "threads")) == []
 

@@ -15,14 +15,16 @@ The verdict looks at what was noted after the first third of the time. The growt
 larger of two, both of which a quarter of the notes as outliers does not change: the median of the
 slopes between all pairs of notes (Theil and Sen) times the time between first and last, which sees
 what grows all the time; and the median of the second half less that of the first, which sees what
-grew once. More than the figure's allowance fails: of memory 2 % or 8 MiB (GPU memory: 32 MiB),
-whichever is more; of what is counted nothing, that is half a piece. A Markdown table of the
-minutes' medians is printed in any case.
+grew once. More than the figure's allowance fails: of resident memory 2 % or 8 MiB, whichever is
+more, as it has the holes that freed blocks of random sizes leave; of the heap in use, what malloc
+has given and not got back, 1 MiB; of GPU memory 2 % or 32 MiB; of what is counted nothing, that is
+half a piece. A Markdown table of the minutes' medians is printed in any case.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import itertools
 import json
@@ -45,6 +47,7 @@ HEADS, KV_HEADS, TOPK, EXPERTS_PER_RANK = 4, 2, 2, 4
 MIB = 1 << 20
 FIGURES = {  # name: (unit of the table, allowed growth as a share, and at least)
     "memory": (MIB, 0.02, 8 * MIB),
+    "heap in use": (MIB, 0.0, MIB),
     "descriptors": (1, 0.0, 0.5),
     "threads": (1, 0.0, 0.5),
     "shared memory files": (1, 0.0, 0.5),
@@ -164,6 +167,28 @@ class Rank:
         return model.step(attention, experts, plan, x)
 
 
+class Mallinfo(ctypes.Structure):
+    """glibc's mallinfo2, of all arenas."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+            "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+def heap_in_use():
+    """Bytes that malloc has given and not got back; None where the C library does not say."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return None
+    mallinfo.restype = Mallinfo
+    found = mallinfo()
+    return found.uordblks + found.hblkhd
+
+
 def note(device, steps):
     """What this process has now, when none of its ranks has anything."""
     gc.collect()
@@ -179,6 +204,9 @@ def note(device, steps):
         "shared memory files": len(mapped) + len(left),
         "steps": steps,
     }
+    heap = heap_in_use()
+    if heap is not None:
+        found["heap in use"] = heap
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
