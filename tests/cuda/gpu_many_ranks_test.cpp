@@ -8,7 +8,7 @@
 #include <cstring>
 #include <limits>
 
-#include "cuda/experts/expert_launch.h"
+#include "cuda/experts/launch.h"
 #include "cuda/one_of_many.h"
 #include "cuda/sequence/sequence_launch.h"
 #include "schedule/sequence_plan.h"

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "expert_arrive.cuh"
+#include "call.cuh"
 
 namespace waybill::cuda {
 

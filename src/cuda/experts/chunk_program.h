@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "../rank/gpu_rank.h"
-#include "nodes_params.h"
+#include "nodes/params.h"
 #include "transport/transport.h"
 #include "waybill/moe/ep_config.h"
 

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "expert_arrive.cuh"
-#include "moe_params.h"
+#include "call.cuh"
+#include "params.h"
 
 // Rows of other nodes come chunk by chunk.
 

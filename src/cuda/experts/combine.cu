@@ -1,10 +1,10 @@
 #include "../device/bulk.cuh"
 #include "../device/number.cuh"
 #include "../device/peers.cuh"
+#include "call.cuh"
 #include "early.h"
-#include "expert_arrive.cuh"
-#include "expert_launch.h"
 #include "lanes.cuh"
+#include "launch.h"
 
 namespace waybill::cuda {
 namespace {

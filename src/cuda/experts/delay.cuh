@@ -1,7 +1,7 @@
 #pragma once
 
 #include "../device/signal.cuh"
-#include "moe_params.h"
+#include "params.h"
 
 // For tests: kernels linger where a call must not depend on who is faster, each time for another
 // while. Elsewhere that is a branch on a kernel's parameter.

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "expert_arrive.cuh"
+#include "call.cuh"
 
 // What ranks send each other in words of 8 bytes, each with the number of the call in it: whoever
 // sees that has the rest, and no signal has to follow.

@@ -1,8 +1,8 @@
 #include "gpu_expert_gradient.h"
 
-#include "expert_launch.h"
-#include "gpu_expert_params.h"
-#include "gpu_expert_tables.h"
+#include "call_params.h"
+#include "launch.h"
+#include "tables.h"
 #include "weight_gradient.h"
 
 namespace waybill::cuda {

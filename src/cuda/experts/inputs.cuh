@@ -1,6 +1,6 @@
 #pragma once
 
-#include "moe_params.h"
+#include "params.h"
 
 // What callers give in one of two widths: ids and positions, weights.
 

@@ -2,7 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "moe_params.h"
+#include "params.h"
 
 namespace waybill::cuda {
 

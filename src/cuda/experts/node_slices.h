@@ -6,11 +6,11 @@
 #include <vector>
 
 #include "../rank/gpu_rank.h"
+#include "call_params.h"
 #include "experts/expert_executor.h"
-#include "gpu_expert_params.h"
-#include "gpu_expert_tables.h"
 #include "node_rows_launch.h"
 #include "schedule/workspace_phase.h"
+#include "tables.h"
 
 namespace waybill::cuda {
 

@@ -2,7 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "nodes_params.h"
+#include "nodes/params.h"
 #include "waybill/core/dtype.h"
 
 namespace waybill::cuda {

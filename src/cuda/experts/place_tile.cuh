@@ -1,7 +1,7 @@
 #pragma once
 
 #include "../rank/device_limits.h"
-#include "expert_rows.cuh"
+#include "placement.cuh"
 
 // Rows of topk slots, from where each expert's rows begin.
 

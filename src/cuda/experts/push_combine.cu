@@ -1,10 +1,10 @@
 #include <algorithm>
 
 #include "../device/peers.cuh"
+#include "call.cuh"
 #include "early.h"
-#include "expert_arrive.cuh"
-#include "expert_launch.h"
 #include "input_fault.cuh"
+#include "launch.h"
 #include "push_walk.cuh"
 
 namespace waybill::cuda {

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "moe_params.h"
+#include "params.h"
 #include "waybill/core/dtype.h"
 
 namespace waybill::cuda {

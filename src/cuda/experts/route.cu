@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "early.h"
-#include "expert_launch.h"
+#include "launch.h"
 #include "place_tile.cuh"
 
 namespace waybill::cuda {

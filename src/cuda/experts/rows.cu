@@ -2,8 +2,8 @@
 
 #include "arrived.cuh"
 #include "early.h"
-#include "expert_launch.h"
 #include "forwarded_tokens.cuh"
+#include "launch.h"
 #include "receive_slots.cuh"
 
 namespace waybill::cuda {

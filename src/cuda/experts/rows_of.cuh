@@ -1,6 +1,6 @@
 #pragma once
 
-#include "moe_params.h"
+#include "params.h"
 
 namespace waybill::cuda {
 

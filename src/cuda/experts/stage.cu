@@ -5,9 +5,9 @@
 
 #include "../device/number.cuh"
 #include "../device/word_copy.cuh"
-#include "expert_launch.h"
 #include "input_fault.cuh"
 #include "lanes.cuh"
+#include "launch.h"
 
 namespace waybill::cuda {
 namespace {

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "../rank/gpu_rank.h"
-#include "moe_params.h"
+#include "params.h"
 
 namespace waybill::cuda {
 

@@ -5,11 +5,11 @@
 #include <memory>
 
 #include "../rank/gpu_rank.h"
+#include "call_params.h"
 #include "experts/expert_executor.h"
-#include "gpu_expert_nodes.h"
-#include "gpu_expert_params.h"
-#include "gpu_expert_tables.h"
+#include "nodes/nodes.h"
 #include "push_params.h"
+#include "tables.h"
 #include "transport/transport.h"
 
 namespace waybill::cuda {

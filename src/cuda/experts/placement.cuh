@@ -1,6 +1,6 @@
 #pragma once
 
-#include "topk_slots.cuh"
+#include "slots.cuh"
 
 // Where each rank keeps the rows of each expert, from the counts of all.
 

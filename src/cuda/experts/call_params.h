@@ -6,8 +6,8 @@
 
 #include "../rank/gpu_rank.h"
 #include "experts/expert_executor.h"
-#include "gpu_expert_tables.h"
-#include "moe_params.h"
+#include "params.h"
+#include "tables.h"
 #include "transport/transport.h"
 
 namespace waybill::cuda {

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "../network/path_params.h"
-#include "moe_params.h"
+#include "../../network/path_params.h"
+#include "../params.h"
 
 namespace waybill::cuda {
 

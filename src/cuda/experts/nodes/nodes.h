@@ -4,13 +4,13 @@
 #include <span>
 #include <vector>
 
-#include "../network/network_path.h"
-#include "../rank/gpu_rank.h"
-#include "chunk_program.h"
+#include "../../network/network_path.h"
+#include "../../rank/gpu_rank.h"
+#include "../call_params.h"
+#include "../chunk_program.h"
+#include "../node_slices.h"
+#include "../tables.h"
 #include "experts/expert_executor.h"
-#include "gpu_expert_params.h"
-#include "gpu_expert_tables.h"
-#include "node_slices.h"
 #include "transport/transport.h"
 
 namespace waybill::cuda {

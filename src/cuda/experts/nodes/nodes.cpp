@@ -1,14 +1,14 @@
-#include "gpu_expert_nodes.h"
+#include "nodes.h"
 
 #include <algorithm>
 #include <span>
 #include <utility>
 
-#include "../rank/cuda_check.h"
+#include "../../rank/cuda_check.h"
+#include "../launch.h"
+#include "../nodes_launch.h"
 #include "core/memory_layout.h"
 #include "core/to_size.h"
-#include "expert_launch.h"
-#include "nodes_launch.h"
 #include "runtime/executor.h"
 #include "schedule/workspace_phase.h"
 #include "waybill/core/error.h"

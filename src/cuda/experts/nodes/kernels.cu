@@ -2,10 +2,10 @@
 
 #include <algorithm>
 
-#include "expert_arrive.cuh"
-#include "input_fault.cuh"
-#include "lanes.cuh"
-#include "nodes_launch.h"
+#include "../call.cuh"
+#include "../input_fault.cuh"
+#include "../lanes.cuh"
+#include "../nodes_launch.h"
 
 namespace waybill::cuda {
 namespace {

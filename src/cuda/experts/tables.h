@@ -13,7 +13,7 @@
 
 #include "../rank/gpu_rank.h"
 #include "experts/expert_executor.h"
-#include "moe_params.h"
+#include "params.h"
 #include "schedule/node_rows.h"
 #include "table_pool.h"
 

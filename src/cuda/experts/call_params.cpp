@@ -1,4 +1,4 @@
-#include "gpu_expert_params.h"
+#include "call_params.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -10,7 +10,7 @@
 #include "../rank/cuda_check.h"
 #include "core/memory_layout.h"
 #include "core/to_size.h"
-#include "expert_launch.h"
+#include "launch.h"
 #include "runtime/executor.h"
 #include "waybill/moe/expert_routing.h"
 

@@ -1,4 +1,4 @@
-#include "gpu_expert_tables.h"
+#include "tables.h"
 
 #include <algorithm>
 #include <limits>
@@ -6,7 +6,7 @@
 
 #include "core/memory_layout.h"
 #include "core/to_size.h"
-#include "moe_params.h"
+#include "params.h"
 #include "runtime/executor.h"
 #include "waybill/core/error.h"
 

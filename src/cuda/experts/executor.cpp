@@ -1,18 +1,18 @@
-#include "gpu_expert_executor.h"
+#include "executor.h"
 
 #include <algorithm>
 #include <cmath>
 #include <utility>
 
 #include "../rank/cuda_check.h"
-#include "expert_launch.h"
+#include "call_params.h"
+#include "combine_calls.h"
 #include "gpu_expert_barrier.h"
-#include "gpu_expert_combine.h"
 #include "gpu_expert_gradient.h"
-#include "gpu_expert_nodes.h"
-#include "gpu_expert_params.h"
-#include "gpu_expert_tables.h"
+#include "launch.h"
+#include "nodes/nodes.h"
 #include "runtime/executor.h"
+#include "tables.h"
 #include "waybill/core/error.h"
 #include "weight_gradient.h"
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "moe_params.h"
+#include "params.h"
 #include "push_params.h"
 #include "waybill/core/dtype.h"
 

@@ -1,10 +1,10 @@
-#include "gpu_expert_combine.h"
+#include "combine_calls.h"
 
 #include <algorithm>
 #include <utility>
 
 #include "../rank/cuda_check.h"
-#include "expert_launch.h"
+#include "launch.h"
 
 namespace waybill::cuda {
 PushTuning& push_tuning() {
