@@ -1,6 +1,6 @@
 #include "../device/peers.cuh"
 #include "../device/signal.cuh"
-#include "barrier_launch.h"
+#include "launch.h"
 
 namespace waybill::cuda {
 namespace {

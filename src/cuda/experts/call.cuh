@@ -1,10 +1,213 @@
 #pragma once
 
+#include <cstdint>
+
 #include "../device/arrive_and_wait.cuh"
-#include "delay.cuh"
+#include "../device/signal.cuh"
 #include "params.h"
 
 namespace waybill::cuda {
+// Lanes of a warp.
+
+inline constexpr unsigned all_lanes = 0xFFFFFFFFU;
+
+__device__ inline int lane_id() { return static_cast<int>(threadIdx.x % 32); }
+
+/// Whether this lane is the first of some.
+__device__ inline bool is_first(unsigned lanes) {
+  return lane_id() == __ffs(static_cast<int>(lanes)) - 1;
+}
+
+/// Lanes with topk slots of the same token as this one, where lanes hold topk slots in order.
+/// @param k this lane's topk slot of it
+__device__ inline unsigned lanes_of_token(std::int32_t topk, std::int32_t k) {
+  const unsigned of_first = topk == 32 ? all_lanes : (1U << topk) - 1;
+  return of_first << (lane_id() - k);
+}
+
+/// Bits of the numbers 0..most.
+__device__ inline int bits_of(std::int32_t most) { return 32 - __clz(most); }
+
+/// Lanes with the same value of so many bits, ballot by ballot: __match_any_sync takes one value
+/// after the other, an order of magnitude longer where they differ.
+__device__ inline unsigned lanes_with(std::int32_t value, int bits) {
+  unsigned same = all_lanes;
+#pragma unroll 4
+  for (int b = 0; b < bits; ++b) {
+    const bool is_set = (value >> b & 1) != 0;
+    const unsigned set = __ballot_sync(all_lanes, is_set);
+    same &= is_set ? set : ~set;
+  }
+  return same;
+}
+
+// What callers give in one of two widths: ids and positions, weights.
+
+__device__ inline std::int64_t index_at(const void* indices, bool wide, std::int64_t i) {
+  return wide ? static_cast<const std::int64_t*>(indices)[i]
+              : static_cast<const std::int32_t*>(indices)[i];
+}
+
+/// What other ranks are sent about topk slot i of this one: the expert, num_experts when dropped,
+/// -1 where there is no token. @param bad becomes true for an id that is neither an expert nor the
+/// dropped one
+__device__ inline std::int32_t id_to_send(const MoeShape& s, const void* ids, bool wide,
+                                          std::int32_t dropped_id, std::int64_t i, bool& bad) {
+  if (i >= std::int64_t{s.num_tokens} * s.topk) return -1;
+  const std::int64_t id = index_at(ids, wide, i);
+  const bool in_range = 0 <= id && id < s.num_experts;
+  bad |= !in_range && id != dropped_id;
+  return in_range ? static_cast<std::int32_t>(id) : s.num_experts;
+}
+
+/// The bits of a weight of 4 or 2 bytes, which another rank may have stored while the kernel runs.
+__device__ inline std::uint32_t load_weight(const std::byte* weights, std::int64_t i, int bytes) {
+  return bytes == 4 ? __ldcg(reinterpret_cast<const std::uint32_t*>(weights) + i)
+                    : __ldcg(reinterpret_cast<const std::uint16_t*>(weights) + i);
+}
+
+__device__ inline void store_weight(std::byte* weights, std::int64_t i, int bytes,
+                                    std::uint32_t bits) {
+  if (bytes == 4) {
+    reinterpret_cast<std::uint32_t*>(weights)[i] = bits;
+  } else {
+    reinterpret_cast<std::uint16_t*>(weights)[i] = static_cast<std::uint16_t>(bits);
+  }
+}
+
+__device__ inline void copy_weight(std::byte* to, const std::byte* from, std::int64_t to_idx,
+                                   std::int64_t from_idx, int bytes) {
+  store_weight(to, to_idx, bytes, load_weight(from, from_idx, bytes));
+}
+
+// What only the device can see of the caller's tensors, found wrong: reported by the call that has
+// met it, and the context ends, so that nothing takes what is wrong for a result. Functions of
+// their own with few arguments: the kernels have no registers to spare.
+
+/// What a report says besides, by kind; see describe_input() of gpu_rank.cpp.
+struct InputValues {
+  std::int64_t of[2 * fault_words];
+};
+
+[[noreturn]] __device__ inline void report_input(const FaultSink& sink, FaultKind kind,
+                                                 FaultKind call, std::int32_t rank,
+                                                 std::uint64_t epoch, const InputValues& values) {
+  if (atomicCAS(sink.claimed, 0ULL, 1ULL) == 0ULL) {
+    for (int w = 0; w < fault_words; ++w) {
+      sink.record->mine[w] = static_cast<std::uint64_t>(values.of[w]);
+      sink.record->theirs[w] = static_cast<std::uint64_t>(values.of[fault_words + w]);
+    }
+    write_record(sink, kind, rank, rank, epoch, epoch, 0, call);
+  }
+  end_context(sink);
+}
+
+/// This rank's ids, where they are not those of RouteParams.
+struct BadIds {
+  const MoeShape& shape;
+  const void* ids;
+  bool wide_ids;
+  std::int32_t dropped_id;
+};
+
+/// Looks for the first bad one of this rank's ids, of which there is one. P: RouteParams or BadIds.
+template <class P>
+[[noreturn]] __device__ __noinline__ void report_bad_id(const P& p, const FaultSink& sink,
+                                                        const MoeState* state) {
+  const MoeShape& s = p.shape;
+  std::int64_t i = 0;
+  std::int64_t id = 0;
+  for (; i < std::int64_t{s.num_tokens} * s.topk; ++i) {
+    id = index_at(p.ids, p.wide_ids, i);
+    if ((id < 0 || id >= s.num_experts) && id != p.dropped_id) break;
+  }
+  report_input(sink, FaultKind::expert_id, FaultKind::moe_dispatch, s.rank, state->call.epoch + 1,
+               {{id, i / s.topk, i % s.topk, s.num_experts, p.dropped_id}});
+}
+
+/// More topk slots of an expert than this rank may have.
+[[noreturn]] __device__ __noinline__ inline void report_many_of_expert(const RouteParams& p,
+                                                                       std::int32_t expert) {
+  report_input(p.m.arrive.sink, FaultKind::expert_times, FaultKind::moe_dispatch, p.shape.rank,
+               p.m.state->call.epoch + 1, {{expert, p.max_per_expert}});
+}
+
+/// full_scatter_indices that are not those of all ranks' tokens.
+[[noreturn]] __device__ __noinline__ inline void report_scatter_size(const RouteParams& p,
+                                                                     std::int32_t tokens) {
+  report_input(p.m.arrive.sink, FaultKind::scatter_size, FaultKind::moe_dispatch, p.shape.rank,
+               p.m.state->call.epoch + 1, {{p.scatter_tokens, tokens}});
+}
+
+/// A position that is not among the rows of its expert's rank.
+[[noreturn]] __device__ __noinline__ inline void report_position(
+    const RouteParams& p, std::int64_t position, std::int32_t source, std::int32_t topk_slot,
+    std::int32_t first, std::int32_t rows, std::int32_t dst) {
+  const std::int32_t topk = p.shape.topk;
+  report_input(p.m.arrive.sink, FaultKind::scatter_position, FaultKind::moe_dispatch, p.shape.rank,
+               p.m.state->call.epoch + 1,
+               {{position, topk_slot / topk, topk_slot % topk, source, first,
+                 std::int64_t{first} + rows - 1, dst}});
+}
+
+/// A topk slot that wants a row where another one is.
+[[noreturn]] __device__ __noinline__ inline void report_row_twice(const RowsParams& p,
+                                                                  std::int32_t row,
+                                                                  const MoeTag& tag) {
+  report_input(p.m.arrive.sink, FaultKind::scatter_twice, FaultKind::moe_dispatch, p.m.arrive.rank,
+               p.m.state->call.epoch, {{row, tag.token, tag.topk_slot, tag.source_rank}});
+}
+
+/// Fewer rows to combine than have arrived.
+[[noreturn]] __device__ __noinline__ inline void report_few_rows(const FaultSink& sink,
+                                                                 const MoeState* state,
+                                                                 std::int32_t rank,
+                                                                 std::int64_t num_rows,
+                                                                 std::int64_t arrived) {
+  report_input(sink, FaultKind::combine_rows, FaultKind::moe_combine, rank, state->call.epoch + 1,
+               {{num_rows, arrived}});
+}
+
+// For tests: kernels linger where a call must not depend on who is faster, each time for another
+// while. Elsewhere that is a branch on a kernel's parameter.
+
+enum class DelayPoint : std::uint32_t {
+  rank,    ///< all blocks of a rank, as a call begins
+  begun,   ///< the word that says that a call has begun
+  placed,  ///< the words that say that tokens are placed
+  block,   ///< a block that sends, receives or sums rows
+};
+
+/// Each bit depends on all bits of x.
+__device__ inline std::uint32_t mixed(std::uint32_t x) {
+  x = (x ^ x >> 16) * 0x7FEB352DU;
+  x = (x ^ x >> 15) * 0x846CA68BU;
+  return x ^ x >> 16;
+}
+
+/// Every other time up to `most_delay_ns`.
+__device__ __noinline__ inline void linger_at(const MoeArrive& m, DelayPoint point,
+                                              std::uint64_t what) {
+  const auto place =
+      static_cast<std::uint32_t>(m.arrive.rank) * 4 + static_cast<std::uint32_t>(point);
+  const std::uint32_t drawn = mixed(mixed(place + 1) + static_cast<std::uint32_t>(what));
+  if ((drawn & 1U) == 0) return;
+  const std::uint64_t ns = std::uint64_t{drawn >> 1U} * m.most_delay_ns >> 31U;
+  const std::uint64_t start = now_ns();
+  while (now_ns() - start < ns) __nanosleep(200);
+}
+
+/// @param what is the same for threads that linger together
+__device__ inline void linger(const MoeArrive& m, DelayPoint point, std::uint64_t what) {
+  if (m.most_delay_ns != 0) linger_at(m, point, what);
+}
+
+/// The blocks of a rank each for themselves.
+__device__ inline void linger_block(const MoeArrive& m) {
+  if (m.most_delay_ns != 0) {
+    linger_at(m, DelayPoint::block, (now_ns() >> 14U) * gridDim.x + blockIdx.x);
+  }
+}
 
 /// Whether the last call of this kind had the parity that the next one has.
 __device__ inline bool is_off_parity(const MoeArrive& m, int kind, std::uint32_t next) {
@@ -214,6 +417,73 @@ class CallComparison {
  private:
   std::uint64_t epoch_;
   CallWords theirs_;
+};
+
+/// The kernel ahead on the stream, with which the call began. With receive slots it says what
+/// senders and receivers need of it before it ends, in words that are waited for: that it has given
+/// its place away says nothing of what it has written (docs/decisions/begin_words.md). A thread
+/// each.
+class CallBegin {
+ public:
+  template <class Rows>
+  __device__ explicit CallBegin(const Rows& p)
+      : state_(p.m.state),
+        arrive_(p.m.arrive),
+        has_begin_words_(Rows::lands && p.receive_slots.is_all) {}
+
+  /// Waits until it has ended. @return the epoch of the call
+  __device__ std::uint64_t wait_ended() {
+    if (!has_ended_) {
+      wait_earlier_kernel();
+      end_if_reported(arrive_.sink);
+      has_ended_ = true;
+      epoch_ = __ldcg(&state_->call.epoch);
+    }
+    return epoch_;
+  }
+
+  [[nodiscard]] __device__ bool has_begin_words() const { return has_begin_words_; }
+
+  /// The epoch of the call. Where it is told, waits for the word alone: the last dispatch has left
+  /// 0 there.
+  __device__ std::uint64_t epoch() {
+    if (!has_begin_words_) return wait_ended();
+    if (epoch_ == 0) epoch_ = wait_begin(arrive_, &state_->begun, 1);
+    return epoch_;
+  }
+
+  /// Where it is told: waits until the tokens of source r are placed.
+  __device__ void wait_placed(std::int32_t r) {
+    if (has_begin_words_) (void)wait_begin(arrive_, placed_slot(state_, r), epoch());
+  }
+
+ private:
+  static __device__ std::uint64_t wait_begin(const ArriveParams& arrive, const std::uint64_t* at,
+                                             std::uint64_t least) {
+    std::uint64_t seen = 0;
+    spin_until(
+        [&] {
+          asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(at) : "memory");
+          return seen >= least;
+        },
+        [&](std::uint64_t waited_ns) { look_up(arrive, least, seen, waited_ns); });
+    return seen;
+  }
+
+  /// The kernel ahead has a deadline of its own, and knows who is late.
+  static __device__ __noinline__ void look_up(const ArriveParams& arrive, std::uint64_t least,
+                                              std::uint64_t seen, std::uint64_t waited_ns) {
+    if (is_over(arrive.sink, waited_ns, 2)) {
+      report_and_trap(arrive.sink, arrive.kind, arrive.rank, arrive.rank, least, seen, waited_ns);
+    }
+    end_if_reported(arrive.sink);
+  }
+
+  MoeState* const state_;
+  const ArriveParams& arrive_;
+  const bool has_begin_words_;
+  bool has_ended_ = false;
+  std::uint64_t epoch_ = 0;
 };
 
 }  // namespace waybill::cuda

@@ -2,8 +2,6 @@
 #include "../device/number.cuh"
 #include "../device/peers.cuh"
 #include "call.cuh"
-#include "early.h"
-#include "lanes.cuh"
 #include "launch.h"
 
 namespace waybill::cuda {

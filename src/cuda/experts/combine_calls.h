@@ -8,7 +8,7 @@
 #include "call_params.h"
 #include "experts/expert_executor.h"
 #include "nodes/nodes.h"
-#include "push_params.h"
+#include "params.h"
 #include "tables.h"
 #include "transport/transport.h"
 

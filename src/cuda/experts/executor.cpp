@@ -14,7 +14,6 @@
 #include "runtime/executor.h"
 #include "tables.h"
 #include "waybill/core/error.h"
-#include "weight_gradient.h"
 
 namespace waybill::cuda {
 namespace {

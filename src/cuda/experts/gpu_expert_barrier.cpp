@@ -3,8 +3,8 @@
 #include <utility>
 
 #include "../rank/cuda_check.h"
-#include "barrier_launch.h"
 #include "core/to_size.h"
+#include "launch.h"
 #include "waybill/core/error.h"
 
 namespace waybill::cuda {

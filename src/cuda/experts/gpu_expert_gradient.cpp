@@ -3,7 +3,6 @@
 #include "call_params.h"
 #include "launch.h"
 #include "tables.h"
-#include "weight_gradient.h"
 
 namespace waybill::cuda {
 namespace {

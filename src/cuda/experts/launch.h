@@ -2,13 +2,30 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "params.h"
-#include "push_params.h"
 #include "waybill/core/dtype.h"
 
 namespace waybill::cuda {
+/// Launches a kernel. @param early it may take its place on the device while the one ahead on the
+/// stream ends; before it reads anything it awaits that one (wait_earlier_kernel)
+template <class... Params, class... Args>
+cudaError_t launch_kernel(void (*kernel)(Params...), dim3 grid, int threads, std::size_t shared,
+                          bool early, cudaStream_t stream, const Args&... args) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = static_cast<unsigned>(threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, args...);
+}
 
 // Each prepare_ loads kernels into the context of the current device, so that no launch has to wait
 // for a device on which another rank's kernel waits for this one's. Blocks of kernels that
@@ -94,5 +111,16 @@ cudaError_t launch_sum_rows(const StageParams& params, DType dtype, DType weight
 /// float8_e4m3fn elements with a float32 scale a group of 128, see quantize_row().
 cudaError_t launch_quantize(const QuantizeParams& params, DType dtype, int blocks,
                             cudaStream_t stream);
+
+/// Loads the kernel into the context of the current device.
+cudaError_t prepare_barrier();
+
+cudaError_t launch_barrier(const BarrierParams& params, cudaStream_t stream);
+
+cudaError_t prepare_weight_gradient(DType tokens, DType weights);
+
+/// @param wide rows in multiples of 8 elements, all addresses of 16 bytes
+cudaError_t launch_weight_gradient(const WeightGradientParams& params, DType tokens, DType weights,
+                                   bool wide, int blocks, cudaStream_t stream);
 
 }  // namespace waybill::cuda

@@ -1,7 +1,7 @@
 // Which rows cross between nodes, and copies of them to the front of a slice and back.
 
 #include "../device/word_copy.cuh"
-#include "lanes.cuh"
+#include "call.cuh"
 #include "node_rows_launch.h"
 
 namespace waybill::cuda {

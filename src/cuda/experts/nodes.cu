@@ -1,8 +1,8 @@
 // Ids and tables of several nodes, and the sum of what nodes send back.
 
 #include "../device/number.cuh"
+#include "call.cuh"
 #include "chunk_slots.cuh"
-#include "lanes.cuh"
 #include "nodes_launch.h"
 
 namespace waybill::cuda {

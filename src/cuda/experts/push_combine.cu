@@ -2,8 +2,6 @@
 
 #include "../device/peers.cuh"
 #include "call.cuh"
-#include "early.h"
-#include "input_fault.cuh"
 #include "launch.h"
 #include "push_walk.cuh"
 

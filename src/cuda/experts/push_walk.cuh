@@ -5,8 +5,8 @@
 
 #include "../device/bulk.cuh"
 #include "../device/number.cuh"
-#include "lanes.cuh"
-#include "push_params.h"
+#include "call.cuh"
+#include "params.h"
 
 // Sums of rows by one warp, with loads of several rows and pieces under way together.
 

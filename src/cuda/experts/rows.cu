@@ -1,13 +1,197 @@
 #include <type_traits>
 
-#include "arrived.cuh"
-#include "early.h"
-#include "forwarded_tokens.cuh"
+#include "call.cuh"
+#include "channels.cuh"
+#include "chunk_slots.cuh"
 #include "launch.h"
-#include "receive_slots.cuh"
+#include "tma_ring.cuh"
 
 namespace waybill::cuda {
 namespace {
+
+// Few tokens are sent before their places are known: to the receive slot of each rank that they go
+// to, from where the receiver copies them when the places have come.
+
+/// The receive slot of token t of this rank on the ranks that its ids name; a lane a topk slot, of
+/// which the first of a rank has the place. One warp.
+__device__ inline std::int64_t slot_address(const RowsParams& p, std::int32_t t) {
+  const MoeShape& s = p.shape;
+  std::int32_t dst = -1;
+  if (lane_id() < s.topk) {
+    const std::int64_t i = std::int64_t{t} * s.topk + lane_id();
+    const std::int64_t id = index_at(p.receive_slots.ids, p.receive_slots.wide_ids, i);
+    if (0 <= id && id < s.num_experts) dst = static_cast<std::int32_t>(id) / s.experts_per_rank;
+  }
+  const unsigned same = lanes_with(dst, bits_of(s.world_size)) & __ballot_sync(all_lanes, dst >= 0);
+  if (dst < 0 || !is_first(same)) return -1;
+  return (std::int64_t{dst} << address_dst_shift) + s.rank * p.receive_slots.tokens + t +
+         primary_row_bit;
+}
+
+/// A token that has landed on this rank.
+__device__ inline RingSource row_in_slot(const RowsParams& p, std::int32_t source, std::int32_t t) {
+  const std::byte* const rows = p.receive_slots.own_rows;
+  const std::int64_t row = std::int64_t{source} * p.receive_slots.tokens + t;
+  return {rows + row * p.cuts.row_bytes,
+          p.cuts.scale_bytes == 0
+              ? nullptr
+              : rows + p.receive_slots.scales_offset + row * p.cuts.scale_bytes};
+}
+
+// Several nodes: tokens that a rank sends for others, as they come.
+
+/// Which tokens of a channel are here.
+class ForwardedTokens {
+ public:
+  __device__ explicit ForwardedTokens(std::int32_t channels) : channels_(channels) {}
+
+  /// Waits for token t, at `position`. It asks for the channel's next ones in the same time: a lane
+  /// each. One warp.
+  template <class Rows, class Ring>
+  __device__ void wait(const Rows& p, const Ring& ring, std::int32_t position, std::int32_t t,
+                       std::uint64_t epoch) {
+    const std::int32_t ahead = (position - first_) / channels_;
+    if (first_ >= 0 && ahead < 32 && (here_ >> ahead & 1U) != 0) return;
+    first_ = position;
+    const std::int32_t mine = position + lane_id() * channels_;
+    here_ = __ballot_sync(all_lanes, mine < p.shape.num_tokens && is_here(p, mine, epoch));
+    const std::int32_t node = node_of(p, t);
+    if ((here_ & 1U) == 0 && lane_id() == 0) {
+      wait_slot(p.m.arrive, slot_of_token(p.forwarded, node, t - node * tokens_of_node(p)), epoch,
+                node * p.shape.node_ranks + p.shape.rank);
+    }
+    here_ |= 1U;
+    __syncwarp();
+    ring.expect_arrived();
+  }
+
+ private:
+  template <class Rows>
+  static __device__ bool is_here(const Rows& p, std::int32_t position, std::uint64_t epoch) {
+    const std::int32_t t = token_at(p, position);
+    const std::int32_t node = node_of(p, t);
+    if (node == own_node(p)) return true;
+    return load_acquire(slot_of_token(p.forwarded, node, t - node * tokens_of_node(p))) >= epoch;
+  }
+
+  const std::int32_t channels_;
+  std::int32_t first_ = -1;  ///< position of what bit 0 is about
+  unsigned here_ = 0;
+};
+
+/// Where a token lies.
+template <class Rows>
+__device__ inline RingSource forwarded_source(const Rows& p, std::int32_t t) {
+  const bool own = node_of(p, t) == own_node(p);
+  const std::byte* const rows = own ? p.own_tokens : p.tokens;
+  const std::byte* const scales = own ? p.own_scales : p.scales;
+  return {rows + std::int64_t{t} * p.cuts.row_bytes,
+          scales == nullptr ? nullptr : scales + std::int64_t{t} * p.cuts.scale_bytes};
+}
+
+// What window and tables say of the rows of a token that has arrived.
+
+/// The weight of one topk slot, from where its sender left it.
+__device__ inline void take_weight(const RowsParams& p, std::int64_t to, std::int64_t from) {
+  const std::uint32_t bits = load_weight(p.sent_weights, from, p.weight_bytes);
+  store_weight(p.weights, to, p.weight_bytes, bits);
+  if (p.kept_weights != nullptr) store_weight(p.kept_weights, to, p.weight_bytes, bits);
+}
+
+/// The local expert whose rows, in the grouped order, row `row` is among.
+__device__ inline std::int32_t expert_of(const RowsParams& p, std::int32_t row) {
+  std::int32_t low = 0;
+  std::int32_t high = p.shape.experts_per_rank;  // offsets[low] <= row < offsets[high]
+  while (high - low > 1) {
+    const std::int32_t middle = (low + high) / 2;
+    if (p.expert_offsets[middle] <= row) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+/// One topk slot of a token that has arrived, or may have none here; a lane each.
+struct Arrived {
+  std::int32_t source;
+  std::int32_t token;
+  std::int32_t topk_slot;
+  std::int32_t row;          ///< grouped row, or place in the grouped order; -1: not here
+  unsigned here;             ///< lanes of this token's topk slots that are here
+  std::int32_t primary_row;  ///< the first of their places
+};
+
+__device__ inline bool leads(const Arrived& a) { return a.row >= 0 && is_first(a.here); }
+
+template <class Rows>
+__device__ inline MoeTag tag_of(const Rows& p, const Arrived& a, std::int32_t primary_row) {
+  const MoeShape& s = p.shape;
+  if (!p.spans_nodes()) return {a.source, a.token, a.topk_slot, primary_row};
+  const std::int32_t tokens = s.max_tokens / s.num_nodes;
+  return {a.token / tokens * s.node_ranks + a.source, a.token % tokens, a.topk_slot, primary_row};
+}
+
+/// What tables and window say of grouped rows.
+template <class Rows>
+__device__ inline void note_grouped(const Rows& p, const Arrived& a) {
+  const MoeShape& s = p.shape;
+  const bool fits = a.row >= 0 && a.row < s.capacity_rows;
+  if (fits) {
+    const MoeTag tag = tag_of(p, a, a.primary_row);
+    p.tags[a.row] = tag;
+    if (p.sent_weights != nullptr) {
+      take_weight(p, a.row,
+                  (std::int64_t{a.source} * s.max_tokens + a.token) * s.topk + a.topk_slot);
+    }
+    if (p.fills()) {
+      p.kept_tags[a.row] = tag;
+      if (!p.claims()) {
+        p.primary_rows[a.row] = a.primary_row;
+      } else if (atomicCAS(p.primary_rows + a.row, -1, a.primary_row) != -1) {
+        report_row_twice(p, a.row, tag);
+      }
+    }
+  }
+  if (!p.fills()) return;
+  const bool primary_row = leads(a);
+  for (std::int32_t k = 0; k < s.topk; ++k) {
+    const std::int32_t other = __shfl_sync(all_lanes, a.row, (lane_id() - a.topk_slot + k) & 31);
+    if (fits) p.topk_slot_rows[std::int64_t{a.row} * s.topk + k] = primary_row ? other : -1;
+  }
+}
+
+/// What tables and window say of compact rows; `row` is that of the token.
+template <class Rows>
+__device__ inline void note_compact(const Rows& p, const Arrived& a, std::int32_t row) {
+  const MoeShape& s = p.shape;
+  if (a.here == 0 || row >= s.capacity_rows) return;
+  if (leads(a)) {
+    const MoeTag tag = tag_of(p, a, row);
+    p.tags[row] = tag;
+    if (p.fills()) p.kept_tags[row] = tag;
+  }
+  const std::int64_t at = std::int64_t{row} * s.topk + a.topk_slot;
+  std::int32_t expert = -1;
+  if (!p.fills()) {
+    expert = p.known_topk[at];
+  } else if (a.row >= 0) {
+    expert = expert_of(p, a.row);
+  }
+  p.topk[at] = expert;
+  if (p.sent_weights != nullptr) {
+    if (a.row >= 0) {
+      take_weight(p, at, (std::int64_t{a.source} * s.max_tokens + a.token) * s.topk + a.topk_slot);
+    } else {
+      store_weight(p.weights, at, p.weight_bytes, 0);
+    }
+  }
+  if (!p.fills()) return;
+  p.kept_topk[at] = expert;
+  p.compact_to_grouped[at] = a.row;
+  if (a.row >= 0) p.grouped_to_compact[a.row] = row;
+}
 
 constexpr int vector_warps = 16;
 constexpr int taker_warps = 5;  // beside ring_warps

@@ -5,8 +5,7 @@
 
 #include "../device/number.cuh"
 #include "../device/word_copy.cuh"
-#include "input_fault.cuh"
-#include "lanes.cuh"
+#include "call.cuh"
 #include "launch.h"
 
 namespace waybill::cuda {

@@ -3,7 +3,7 @@
 #include "../device/bulk.cuh"
 #include "../device/peers.cuh"
 #include "../device/word_copy.cuh"
-#include "call_begin.cuh"
+#include "call.cuh"
 
 namespace waybill::cuda {
 

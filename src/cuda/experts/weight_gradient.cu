@@ -2,9 +2,9 @@
 // pass over both.
 
 #include "../device/number.cuh"
-#include "lanes.cuh"
+#include "call.cuh"
+#include "launch.h"
 #include "waybill/experts/gradient_sums.h"
-#include "weight_gradient.h"
 
 namespace waybill::cuda {
 namespace {

@@ -3,8 +3,6 @@
 #include <algorithm>
 
 #include "../call.cuh"
-#include "../input_fault.cuh"
-#include "../lanes.cuh"
 #include "../nodes_launch.h"
 
 namespace waybill::cuda {
