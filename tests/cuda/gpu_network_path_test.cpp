@@ -8,8 +8,7 @@
 #include <vector>
 
 #include "cuda/device/call_words.h"
-#include "cuda/experts/chunk_tokens.h"
-#include "cuda/experts/nodes_launch.h"
+#include "cuda/experts/nodes/params.h"
 #include "cuda/network/peer_path_kernel.h"
 #include "cuda/one_of_many.h"
 #include "waybill/core/random.h"

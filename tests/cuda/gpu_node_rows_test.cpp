@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "cuda/experts/node_rows_launch.h"
+#include "cuda/experts/nodes/params.h"
 #include "cuda/one_of_many.h"
 #include "schedule/node_rows.h"
 #include "waybill/core/random.h"

@@ -2,21 +2,137 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
+#include <memory>
 #include <utility>
 
 #include "../rank/cuda_check.h"
+#include "../rank/gpu_rank.h"
 #include "call_params.h"
 #include "combine_calls.h"
-#include "gpu_expert_barrier.h"
-#include "gpu_expert_gradient.h"
+#include "core/to_size.h"
+#include "experts/expert_executor.h"
 #include "launch.h"
 #include "nodes/nodes.h"
 #include "runtime/executor.h"
 #include "tables.h"
+#include "transport/transport.h"
 #include "waybill/core/error.h"
 
 namespace waybill::cuda {
 namespace {
+
+/// The barriers of a layer on a rank of a GPU world.
+class GpuExpertBarrier {
+ public:
+  /// @param share ranks on this device
+  GpuExpertBarrier(Transport& transport, std::shared_ptr<GpuRank> gpu, int share);
+  GpuExpertBarrier(const GpuExpertBarrier&) = delete;
+  GpuExpertBarrier& operator=(const GpuExpertBarrier&) = delete;
+  ~GpuExpertBarrier();
+
+  void run(const ExpertBarrier& call);
+
+ private:
+  void run_on_host(const ExpertBarrier& call);
+
+  Transport& transport_;
+  std::shared_ptr<GpuRank> gpu_;
+  int share_;
+  std::shared_ptr<void> epochs_;  ///< [2] on the device: of the node's barriers and the world's
+};
+
+constexpr const char* operation = "ep_barrier_all";
+
+GpuExpertBarrier::GpuExpertBarrier(Transport& transport, std::shared_ptr<GpuRank> gpu, int share)
+    : transport_(transport), gpu_(std::move(gpu)), share_(share) {
+  cuda_check(prepare_barrier(), "loading kernels");
+  epochs_ = device_memory(2 * sizeof(std::uint64_t), gpu_->stream());
+}
+
+GpuExpertBarrier::~GpuExpertBarrier() { transport_.defer_release({epochs_}); }
+
+void GpuExpertBarrier::run(const ExpertBarrier& call) {
+  BarrierParams params{};
+  params.rank = to_int(transport_.rank());
+  params.first = call.first;
+  params.count = call.count;
+  params.epoch = static_cast<std::uint64_t*>(epochs_.get()) + (call.first_slot > 0 ? 1 : 0);
+  params.sink = gpu_->sink(share_);
+  params.own = call.signals->local + call.first_slot;
+  for (std::int32_t i = 0; i < call.count; ++i) {
+    // Also of ranks on another logical node, where their memory is mapped.
+    const auto& pad = call.signals->memory[waybill::detail::to_size(call.first + i)];
+    if (pad == nullptr) return run_on_host(call);
+  }
+  params.peers = peers_of<std::uint64_t>(call.signals->table,
+                                         call.first_slot * std::int64_t{sizeof(std::uint64_t)});
+  gpu_->check(launch_barrier(params, stream_of(call.stream)), "launching a kernel", operation);
+}
+
+/// Where nodes reach each other over a network.
+void GpuExpertBarrier::run_on_host(const ExpertBarrier& call) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  gpu_->check(cudaStreamIsCapturing(stream_of(call.stream), &status), "asking a stream", operation);
+  if (status != cudaStreamCaptureStatusNone) {
+    throw Unsupported(concat(operation, ": the host waits for ranks of other nodes, which a graph ",
+                             "cannot hold: expected intra_node_only = true, or no capture"));
+  }
+  gpu_->wait_for(stream_of(call.stream), "waiting for a stream", operation);
+  transport_.barrier(operation);
+}
+
+const std::int32_t* num_recv_rows(const EPConfig& config, const GpuExpertTables& tables) {
+  const GpuExpertRouting& routing = tables.routing();
+  return routing.part(routing.fixed().num_recv_rows) + config.rank;
+}
+
+void begin(const GpuRank& gpu) {
+  gpu.use();
+  gpu.throw_fault();
+}
+
+void weigh_gradients(const GpuRank& gpu, const EPConfig& config, const ExpertGradientInput& input,
+                     const ExpertTables& tables, const Stream& stream) {
+  begin(gpu);
+  const auto& made = static_cast<const GpuExpertTables&>(tables);
+  if (input.gradients.shape[0] == 0) return;
+  const WeightGradientParams params{
+      .gradients = input.gradients.data,
+      .weights = input.weights.data,
+      .rows = input.rows.data,
+      .row_gradients = input.row_gradients.data,
+      .weight_gradients = reinterpret_cast<float*>(input.weight_gradients.data),
+      .hidden = config.hidden,
+      .num_rows = input.gradients.shape[0],
+      .num_recv_rows = num_recv_rows(config, made)};
+  const bool wide =
+      config.hidden % 8 == 0 && common_word({address_of(params.gradients), address_of(params.rows),
+                                             address_of(params.row_gradients)}) == 16;
+  gpu.check(launch_weight_gradient(params, config.token_dtype, config.weight_dtype, wide,
+                                   2 * gpu.num_sms(), stream_of(stream)),
+            "launching a kernel", "weigh_gradients");
+  made.note_use(table_call(gpu, stream_of(stream)), false);
+}
+
+void copy_rows(const GpuRank& gpu, const EPConfig& config, const ConstTensorView& from,
+               const TensorView& to, const ExpertTables& tables, const Stream& stream) {
+  begin(gpu);
+  const auto& made = static_cast<const GpuExpertTables&>(tables);
+  if (from.shape[0] == 0) return;
+  StageParams params{};
+  params.shape.capacity_rows = from.shape[0];  // no row is missing, so nothing is reported
+  params.input = from.data;
+  params.num_rows = from.shape[0];
+  params.window = to.data;
+  params.row_bytes = config.hidden * dtype_bytes(from.dtype);
+  params.num_recv_rows = num_recv_rows(config, made);
+  const int word =
+      common_word({address_of(params.input), address_of(params.window), params.row_bytes});
+  gpu.check(launch_copy_rows(params, word, 2 * gpu.num_sms(), stream_of(stream)),
+            "launching a kernel", "copy_rows");
+  made.note_use(table_call(gpu, stream_of(stream)), false);
+}
 
 constexpr int default_sms = 16;
 

@@ -222,6 +222,13 @@ struct ChunkSlots {
   std::int32_t shift;          ///< a chunk has 1 << shift tokens
 };
 
+/// The slot of the chunk of a node's token.
+__host__ __device__ inline const std::uint64_t* slot_of_token(const ChunkSlots& slots,
+                                                              std::int32_t node,
+                                                              std::int32_t token) {
+  return slots.first + std::int64_t{node} * slots.node_stride + (token >> slots.shift);
+}
+
 /// Receive slots: where tokens arrive before their rows are known, by source, a row per token.
 struct ReceiveSlots {
   NearPeers<std::byte> rows;   ///< [W, tokens] rows of each rank, then their scales

@@ -2,7 +2,6 @@
 
 #include "call.cuh"
 #include "channels.cuh"
-#include "chunk_slots.cuh"
 #include "launch.h"
 #include "tma_ring.cuh"
 

@@ -1,11 +1,15 @@
-// What crosses between nodes in a call of experts, as a program for the network path.
-
 #include <algorithm>
 
+#include "../../device/number.cuh"
+#include "../../device/word_copy.cuh"
 #include "../call.cuh"
-#include "../nodes_launch.h"
+#include "../params.h"
+#include "params.h"
 
 namespace waybill::cuda {
+
+// What crosses between nodes in a call of experts, as a program for the network path.
+
 namespace {
 
 constexpr int list_warps = 8;
@@ -217,6 +221,271 @@ cudaError_t launch_raise_ready(const MoeArrive& arrive, std::uint64_t* ready, cu
 
 cudaError_t launch_wait_nodes(const WaitNodesParams& params, cudaStream_t stream) {
   wait_nodes_kernel<<<1, 32, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+// Which rows cross between nodes, and copies of them to the front of a slice and back.
+
+namespace {
+
+constexpr int list_threads = 1024;
+constexpr int move_warps = 8;
+
+__device__ bool has_slot_on(const MoeShape& s, const std::int32_t* ids, std::int32_t node) {
+  bool result = false;
+  for (std::int32_t k = 0; k < s.topk; ++k)
+    result |= ids[k] >= 0 && ids[k] / (s.experts_per_rank * s.node_ranks) == node;
+  return result;
+}
+
+/// A block a direction and node, a thread a token at a time.
+__global__ void __launch_bounds__(list_threads)
+    node_rows_kernel(const __grid_constant__ NodeRowsParams p) {
+  __shared__ std::int32_t of_warps[list_threads / 32];
+  const MoeShape& s = p.shape;
+  const auto i = static_cast<std::int32_t>(threadIdx.x);
+  const auto node = static_cast<std::int32_t>(blockIdx.y);
+  const bool comes = blockIdx.x == 1;
+  const std::int32_t own = s.first_rank / s.node_ranks;
+  const std::int32_t slice = comes ? node : own;
+  const std::int32_t wanted = comes ? own : node;
+  const std::int64_t which = std::int64_t{blockIdx.x} * s.num_nodes + node;
+  std::int32_t* const tokens = p.tokens + which * s.max_tokens;
+  std::int32_t count = 0;
+  for (std::int32_t first = 0; first < s.max_tokens && node != own; first += list_threads) {
+    const std::int32_t token = first + i;
+    const bool goes =
+        token < s.max_tokens &&
+        has_slot_on(s, p.ids + (std::int64_t{slice} * s.max_tokens + token) * s.topk, wanted);
+    const unsigned lanes = __ballot_sync(all_lanes, goes);
+    if (lane_id() == 0) of_warps[i / 32] = __popc(lanes);
+    __syncthreads();
+    std::int32_t before = count;
+    for (int w = 0; w < list_threads / 32; ++w) {
+      if (w < i / 32) before += of_warps[w];
+      count += of_warps[w];
+    }
+    if (goes) tokens[before + __popc(lanes & ((1U << lane_id()) - 1))] = token;
+    __syncthreads();
+  }
+  if (i != 0) return;
+  p.counts[which] = count;
+  p.host[which] = p.ticket << ticket_shift | static_cast<std::uint32_t>(count);
+}
+
+/// A warp a row at a time.
+template <class Word>
+__global__ void __launch_bounds__(move_warps * 32)
+    move_node_rows_kernel(const __grid_constant__ MoveNodeRowsParams p) {
+  constexpr int batch = 4;
+  const auto words = static_cast<std::int32_t>(p.row_bytes / static_cast<int>(sizeof(Word)));
+  const auto warp = static_cast<std::int32_t>(blockIdx.x * move_warps + threadIdx.x / 32);
+  const auto warps = static_cast<std::int32_t>(gridDim.x) * move_warps;
+  for (std::int32_t node = 0; node < p.shape.num_nodes; ++node) {
+    const std::int32_t* const tokens = p.tokens + std::int64_t{node} * p.shape.max_tokens;
+    const std::int32_t count = p.counts[node];
+    for (std::int32_t i = warp; i < count; i += warps) {
+      const std::int64_t token = tokens[i];
+      const auto* const from = reinterpret_cast<const Word*>(p.from + node * p.from_node_bytes +
+                                                             (p.packs ? token : i) * p.row_bytes);
+      auto* const to = reinterpret_cast<Word*>(p.to + node * p.to_node_bytes +
+                                               (p.packs ? i : token) * p.row_bytes);
+      for (std::int32_t w = lane_id(); w < words; w += 32 * batch) {
+        Word some[batch];
+        load_batch<32>(some, from, w, words);
+        store_batch<32>(to, some, w, words);
+      }
+    }
+  }
+}
+
+using MoveKernel = void (*)(MoveNodeRowsParams);
+
+MoveKernel move_kernel(int word_bytes) {
+  return for_word(word_bytes,
+                  []<class Word>(Word) -> MoveKernel { return move_node_rows_kernel<Word>; });
+}
+
+}  // namespace
+
+cudaError_t prepare_node_rows() {
+  cudaFuncAttributes unused{};
+  for (const int word : {16, 8, 4, 2, 1}) {
+    const cudaError_t status =
+        cudaFuncGetAttributes(&unused, reinterpret_cast<const void*>(move_kernel(word)));
+    if (status != cudaSuccess) return status;
+  }
+  return cudaFuncGetAttributes(&unused, reinterpret_cast<const void*>(node_rows_kernel));
+}
+
+cudaError_t launch_node_rows(const NodeRowsParams& params, cudaStream_t stream) {
+  const dim3 grid(2, static_cast<unsigned>(params.shape.num_nodes));
+  node_rows_kernel<<<grid, list_threads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_move_node_rows(const MoveNodeRowsParams& params, int word_bytes, int blocks,
+                                  cudaStream_t stream) {
+  move_kernel(word_bytes)<<<static_cast<unsigned>(blocks), move_warps * 32, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+// Ids and tables of several nodes, and the sum of what nodes send back.
+
+namespace {
+
+constexpr int warps = 16;
+constexpr int tile_tokens = 256;  ///< no run crosses an edge
+
+/// Bits of a tile's tokens, before thread `i`.
+__device__ int bits_before(const unsigned (&words)[tile_tokens / 32], int i) {
+  int count = __popc(words[i / 32] & ((1U << (i % 32)) - 1));
+  for (int w = 0; w < i / 32; ++w) count += __popc(words[w]);
+  return count;
+}
+
+/// A block a tile of one node's tokens, a thread a token.
+__global__ void __launch_bounds__(tile_tokens) node_runs_kernel(NodeRunsParams p) {
+  __shared__ unsigned going[tile_tokens / 32];
+  __shared__ unsigned starting[tile_tokens / 32];
+  __shared__ unsigned ending[tile_tokens / 32];
+  const MoeShape& s = p.shape;
+  const auto node = static_cast<std::int32_t>(blockIdx.y);
+  const std::int32_t own = s.first_rank / s.node_ranks;
+  const auto i = static_cast<int>(threadIdx.x);
+  const auto first = static_cast<std::int32_t>(blockIdx.x) * tile_tokens;
+  const std::int32_t token = first + i;
+  const std::int64_t from_node = std::int64_t{node} * s.max_tokens;
+  std::int32_t* const starts = p.runs + 2 * from_node;
+  std::int32_t* const ends = starts + s.max_tokens;
+  bool goes = false;
+  if (token < s.max_tokens) {
+    starts[token] = -1;
+    ends[token] = -1;
+    const std::int32_t* const ids = p.ids + (from_node + token) * s.topk;
+    for (std::int32_t k = 0; k < s.topk && node != own; ++k) {
+      goes |= ids[k] >= 0 && ids[k] / (s.experts_per_rank * s.node_ranks) == own;
+    }
+  }
+  const auto note = [&](unsigned* words, bool bit) {
+    const unsigned bits = __ballot_sync(all_lanes, bit);
+    if (lane_id() == 0) words[i / 32] = bits;
+    __syncthreads();
+  };
+  const auto goes_at = [&](int at) { return (going[at / 32] >> (at % 32) & 1U) != 0; };
+  note(going, goes);
+  const bool starts_here = goes && (i == 0 || !goes_at(i - 1));
+  const bool ends_here = goes && (i == tile_tokens - 1 || !goes_at(i + 1));
+  note(starting, starts_here);
+  note(ending, ends_here);
+  if (starts_here) starts[first + bits_before(starting, i)] = token;
+  if (ends_here) ends[first + bits_before(ending, i)] = token + 1;
+}
+
+/// Waits until a node's token is here. One warp, all lanes with the same one.
+/// @param s of the world
+__device__ void wait_chunk(const ArriveParams& arrive, const MoeShape& s, const ChunkSlots& slots,
+                           std::int32_t node, std::int32_t token, std::uint64_t epoch) {
+  if (threadIdx.x % 32 == 0) {
+    const std::int32_t peer = node * s.node_ranks + s.rank - s.first_rank;
+    wait_slot(arrive, slot_of_token(slots, node, token), epoch, peer);
+  }
+  __syncwarp();
+}
+
+/// A stretch of 64 packs of one token a warp at a time.
+template <class Number, int Count>
+__global__ void __launch_bounds__(warps * 32)
+    add_partial_sums_kernel(const __grid_constant__ AddPartialSumsParams p) {
+  using Packed = Pack<Number, Count>;
+  const MoeShape& s = p.shape;
+  const auto packs = static_cast<std::int32_t>(p.row_bytes / static_cast<int>(sizeof(Packed)));
+  const std::int32_t stretches = (packs + 63) / 64;
+  const std::int64_t items = std::int64_t{s.num_tokens} * stretches;
+  const std::int32_t own = s.first_rank / s.node_ranks;
+  end_if_reported(p.m.arrive.sink);
+  const std::uint64_t epoch = p.m.state->call.epoch;
+  for (std::int64_t item = blockIdx.x + std::int64_t{threadIdx.x / 32} * gridDim.x; item < items;
+       item += std::int64_t{gridDim.x} * warps) {
+    const std::int64_t token = item / stretches;
+    const auto first = static_cast<std::int32_t>(item % stretches) * 64 + lane_id();
+    std::int32_t goes_to = -1;
+    if (lane_id() < s.topk) {
+      const std::int32_t id = p.ids[token * s.topk + lane_id()];
+      if (0 <= id && id < s.num_experts) goes_to = id / (s.experts_per_rank * s.node_ranks);
+    }
+    float sums[2][Count] = {};
+    const auto add = [&](const std::byte* rows, std::int64_t row) {
+      const auto* const from = reinterpret_cast<const Packed*>(rows + row * p.row_bytes);
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        if (first + u * 32 >= packs) continue;
+        const Packed packed = from[first + u * 32];
+#pragma unroll
+        for (int e = 0; e < Count; ++e) {
+          sums[u][e] = __fadd_rn(sums[u][e], Number::load(packed.values[e]));
+        }
+      }
+    };
+    for (const std::byte* bias : p.biases) {
+      if (bias != nullptr) add(bias, token);
+    }
+    for (std::int32_t node = 0; node < s.num_nodes; ++node) {
+      if (!__any_sync(all_lanes, goes_to == node)) continue;
+      if (node == own) {
+        add(p.own_share, token);
+      } else {
+        wait_chunk(p.m.arrive, s, p.arrived, node, static_cast<std::int32_t>(token), epoch);
+        add(p.partial_sums, std::int64_t{node} * s.max_tokens + token);
+      }
+    }
+    auto* const to = reinterpret_cast<Packed*>(p.output + token * p.row_bytes);
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      if (first + u * 32 >= packs) continue;
+      Packed packed;
+#pragma unroll
+      for (int e = 0; e < Count; ++e) packed.values[e] = Number::round(sums[u][e]);
+      to[first + u * 32] = packed;
+    }
+  }
+}
+
+using AddKernel = void (*)(AddPartialSumsParams);
+
+AddKernel add_kernel(DType dtype, bool wide) {
+  return for_number(dtype, [&]<class Number>(Number) -> AddKernel {
+    constexpr int most = 16 / static_cast<int>(sizeof(typename Number::Stored));
+    return wide ? add_partial_sums_kernel<Number, most> : add_partial_sums_kernel<Number, 1>;
+  });
+}
+
+}  // namespace
+
+cudaError_t prepare_nodes(DType tokens) {
+  cudaFuncAttributes unused{};
+  for (const auto* kernel : {reinterpret_cast<const void*>(node_runs_kernel),
+                             reinterpret_cast<const void*>(add_kernel(tokens, false)),
+                             reinterpret_cast<const void*>(add_kernel(tokens, true))}) {
+    if (kernel == nullptr) return cudaErrorInvalidValue;
+    const cudaError_t status = cudaFuncGetAttributes(&unused, kernel);
+    if (status != cudaSuccess) return status;
+  }
+  return prepare_node_paths();
+}
+
+cudaError_t launch_node_runs(const NodeRunsParams& params, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>((params.shape.max_tokens + tile_tokens - 1) / tile_tokens),
+                  static_cast<unsigned>(params.shape.num_nodes));
+  node_runs_kernel<<<grid, tile_tokens, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_add_partial_sums(const AddPartialSumsParams& params, DType dtype, bool wide,
+                                    int blocks, cudaStream_t stream) {
+  const AddKernel kernel = add_kernel(dtype, wide);
+  if (kernel == nullptr) return cudaErrorInvalidValue;
+  kernel<<<static_cast<unsigned>(blocks), warps * 32, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

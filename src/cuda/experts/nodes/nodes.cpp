@@ -6,14 +6,237 @@
 
 #include "../../rank/cuda_check.h"
 #include "../launch.h"
-#include "../nodes_launch.h"
 #include "core/memory_layout.h"
 #include "core/to_size.h"
+#include "params.h"
 #include "runtime/executor.h"
 #include "schedule/workspace_phase.h"
 #include "waybill/core/error.h"
 
 namespace waybill::cuda {
+namespace {
+
+/// Sums of as many tokens are made in pieces, which travel while the next ones are made.
+constexpr std::int64_t tokens_in_pieces = 2048;
+constexpr std::int32_t pieces_of_node = 4;
+
+/// Puts to one other node of what goes whole, at most.
+std::int64_t most_whole_puts(const EPConfig& config) {
+  return max_node_parts * (1 + config.max_tokens * config.topk * 8 / max_put_bytes);
+}
+
+}  // namespace
+
+ChunkProgram::ChunkProgram(Transport& transport, std::shared_ptr<GpuRank> gpu,
+                           const EPConfig& config, std::int64_t most_row_bytes)
+    : transport_(transport),
+      gpu_(std::move(gpu)),
+      config_(config),
+      chunk_shift_(chunk_shift(most_row_bytes, config.max_tokens)),
+      num_chunks_(static_cast<std::int32_t>(num_chunks(config.max_tokens, chunk_shift_))) {
+  if (config_.max_tokens >= tokens_in_pieces) {
+    ready_pieces_ = pieces_of_node;
+    const std::int64_t each = (config_.max_tokens + pieces_of_node - 1) / pieces_of_node;
+    const std::int64_t chunk = std::int64_t{1} << chunk_shift_;
+    piece_tokens_ = (each + chunk - 1) / chunk * chunk;
+  }
+  const std::int64_t steps = others() * (1 + num_chunks_);
+  const std::int64_t row_puts = (std::int64_t{num_chunks_} << chunk_shift_) * max_node_parts;
+  const std::int64_t puts = others() * (most_whole_puts(config_) + row_puts);
+  waybill::detail::MemoryLayout parts;
+  const std::int64_t put_table = parts.take(puts * std::int64_t{sizeof(NetworkPut)});
+  const std::int64_t step_table = parts.take(steps * std::int64_t{sizeof(NetworkStep)});
+  const std::int64_t waits = parts.take(steps * std::int64_t{sizeof(BatchSlot)});
+  const std::int64_t signals = parts.take(steps * std::int64_t{sizeof(BatchSlot)});
+  const std::int64_t done = parts.take(steps * std::int64_t{sizeof(unsigned)});
+  const std::int64_t state = parts.take(sizeof(PathState));
+  const std::int64_t ready =
+      parts.take((2 + others() * ready_pieces_) * std::int64_t{sizeof(std::uint64_t)});
+  memory_ = device_memory(parts.total(), gpu_->stream());
+  auto* const base = static_cast<std::byte*>(memory_.get());
+  program_ = {
+      reinterpret_cast<PathState*>(base + state), reinterpret_cast<NetworkStep*>(base + step_table),
+      reinterpret_cast<NetworkPut*>(base + put_table), reinterpret_cast<BatchSlot*>(base + waits),
+      reinterpret_cast<BatchSlot*>(base + signals)};
+  done_ = reinterpret_cast<unsigned*>(base + done);
+  ready_ = reinterpret_cast<std::uint64_t*>(base + ready);
+  pad_ = transport.allocate_signals(std::int64_t{config_.num_nodes()} * (1 + num_chunks_),
+                                    "expert chunks");
+}
+
+ChunkProgram::~ChunkProgram() {
+  transport_.defer_release(std::move(pad_.memory));
+  transport_.defer_release({memory_});
+}
+
+void ChunkProgram::add_to(ListPutsParams& params) const {
+  params.chunk_shift = chunk_shift_;
+  params.num_chunks = num_chunks_;
+  params.whole_slot = 0;
+  params.chunk_slot = config_.num_nodes();
+  params.ready_pieces = ready_pieces_;
+  params.piece_tokens = static_cast<std::int32_t>(piece_tokens_);
+  params.out = program_;
+}
+
+PathTables ChunkProgram::tables(const ListPutsParams& params) const {
+  const std::int64_t whole_steps = params.num_whole > 0 ? others() : 0;
+  const std::int64_t row_steps = params.filter != NodeFilter::none ? others() * num_chunks_ : 0;
+  return {.num_puts = nullptr,
+          .steps = program_.steps,
+          .puts = program_.puts,
+          .waits = program_.waits,
+          .signals = program_.signals,
+          .done = done_,
+          .ready = ready_,
+          .num_steps = static_cast<std::int32_t>(whole_steps + row_steps),
+          .first_steps = static_cast<std::int32_t>(whole_steps),
+          .steps_of_peer = num_chunks_,
+          .one_block_of_peer = false};
+}
+
+std::vector<SumPiece> ChunkProgram::pieces() const {
+  std::vector<SumPiece> pieces;
+  const std::int64_t tokens = config_.max_tokens;
+  const std::int64_t nodes = config_.num_nodes();
+  const std::int64_t own = config_.rank / config_.local_world_size;
+  if (ready_pieces_ == 0) {
+    pieces.push_back({(own + 1) * tokens, (nodes - own - 1) * tokens, 0});
+    pieces.push_back({0, own * tokens, 1});
+    return pieces;
+  }
+  for (std::int32_t k = 0; k < others(); ++k) {
+    const std::int64_t node = (own + 1 + k) % nodes;
+    for (std::int32_t i = 0; i < ready_pieces_; ++i) {
+      const std::int64_t first = std::min(i * piece_tokens_, tokens);
+      const std::int64_t end = std::min(first + piece_tokens_, tokens);
+      pieces.push_back({node * tokens + first, end - first, k * ready_pieces_ + i});
+    }
+  }
+  return pieces;
+}
+
+NodeSlices::NodeSlices(std::shared_ptr<GpuRank> gpu, int share, const EPConfig& config,
+                       const EPDispatchOptions& options, const ExpertMemory& memory,
+                       const ExpertParams& params)
+    : gpu_(std::move(gpu)),
+      share_(share),
+      config_(config),
+      options_(options),
+      memory_(memory),
+      params_(params),
+      sum_bytes_(config.hidden * dtype_bytes(config.token_dtype)),
+      token_bytes_(payload_row_bytes(config, options)),
+      scale_bytes_(scale_row_bytes(config, options)) {
+  cuda_check(prepare_node_rows(), "loading kernels");
+}
+
+bool NodeSlices::fit() const { return token_bytes_ + scale_bytes_ <= sum_bytes_; }
+
+void NodeSlices::count(const ExpertCall& call, GpuExpertRouting& made) const {
+  made.expect_node_rows();
+  NodeRowsParams params{};
+  params.shape = params_.shape(made);
+  params.ids = reinterpret_cast<const std::int32_t*>(memory_.workspace.local +
+                                                     memory_.workspace_layout.forward_ids);
+  params.tokens = made.part(made.fixed().node_tokens);
+  params.counts = made.part(made.fixed().node_counts);
+  params.host = made.node_counts();
+  params.ticket = made.ticket();
+  gpu_->check(launch_node_rows(params, stream_of(call)), "launching a kernel", call.operation);
+}
+
+MoveNodeRowsParams NodeSlices::rows_of(const GpuExpertRouting& routing, Way way) const {
+  const std::int64_t nodes = way == Way::there ? 0 : config_.num_nodes();
+  MoveNodeRowsParams params{};
+  params.shape = params_.shape(routing);
+  params.tokens = routing.part(routing.fixed().node_tokens) + nodes * config_.max_tokens;
+  params.counts = routing.part(routing.fixed().node_counts) + nodes;
+  return params;
+}
+
+/// Nothing runs beside them.
+int NodeSlices::pack_blocks() const { return std::max(1, 2 * gpu_->num_sms() / share_); }
+
+void NodeSlices::move(const MoveNodeRowsParams& params, int blocks, cudaStream_t stream,
+                      const char* operation) const {
+  const int word = common_word({address_of(params.from), params.from_node_bytes,
+                                address_of(params.to), params.to_node_bytes, params.row_bytes});
+  gpu_->check(launch_move_node_rows(params, word, blocks, stream), "launching a kernel", operation);
+}
+
+/// From the own slice into the sums to send, and from the sums of other nodes to where rows wait to
+/// be forwarded.
+NodeSlices::Phase NodeSlices::pack_tokens(const ExpertCall& call, const GpuExpertRouting& routing,
+                                          int path_sms) const {
+  const ExpertWorkspaceLayout& layout = memory_.workspace_layout;
+  std::byte* const base = memory_.workspace.local;
+  const std::int64_t slice = config_.max_tokens * sum_bytes_;
+  const std::int64_t own_slice =
+      std::int64_t{config_.rank / config_.local_world_size} * config_.max_tokens;
+  const int blocks = pack_blocks();
+  Phase phase{.rows = routing.wait_node_rows(), .parts = {}, .unpack = {}};
+  std::vector<MoveNodeRowsParams> unpacks;
+  const auto add = [&](std::int64_t part, std::int64_t row_bytes, std::int64_t staged) {
+    MoveNodeRowsParams pack = rows_of(routing, Way::there);
+    pack.packs = true;
+    pack.from = base + part + own_slice * row_bytes;
+    pack.to = base + layout.sums + staged;
+    pack.to_node_bytes = slice;
+    pack.row_bytes = row_bytes;
+    move(pack, blocks, stream_of(call), call.operation);
+    MoveNodeRowsParams unpack = rows_of(routing, Way::back);
+    unpack.from = base + layout.partial_sums + staged;
+    unpack.from_node_bytes = slice;
+    unpack.to = base + part;
+    unpack.to_node_bytes = config_.max_tokens * row_bytes;
+    unpack.row_bytes = row_bytes;
+    unpacks.push_back(unpack);
+    phase.parts.push_back({.from_bytes = layout.sums + staged,
+                           .from_node_bytes = slice,
+                           .to_bytes = layout.partial_sums + staged,
+                           .to_node_bytes = slice,
+                           .row_bytes = row_bytes});
+  };
+  add(layout.forward_rows, token_bytes_, 0);
+  if (scale_bytes_ > 0) add(layout.forward_scales, scale_bytes_, config_.max_tokens * token_bytes_);
+  phase.unpack = [this, unpacks, path_sms, operation = call.operation](cudaStream_t stream) {
+    for (const MoveNodeRowsParams& unpack : unpacks) move(unpack, path_sms, stream, operation);
+  };
+  return phase;
+}
+
+/// From the sums for other nodes into where those of other nodes will be, and from there when they
+/// have been sent.
+NodeSlices::Phase NodeSlices::pack_sums(const ExpertCall& call, const GpuExpertRouting& routing,
+                                        int path_sms) const {
+  const ExpertWorkspaceLayout& layout = memory_.workspace_layout;
+  std::byte* const base = memory_.workspace.local;
+  const std::int64_t slice = config_.max_tokens * sum_bytes_;
+  const auto between = [&](Way way, std::int64_t from, std::int64_t to) {
+    MoveNodeRowsParams params = rows_of(routing, way);
+    params.packs = way == Way::back;
+    params.from = base + from;
+    params.from_node_bytes = slice;
+    params.to = base + to;
+    params.to_node_bytes = slice;
+    params.row_bytes = sum_bytes_;
+    return params;
+  };
+  move(between(Way::back, layout.sums, layout.partial_sums), pack_blocks(), stream_of(call),
+       call.operation);
+  const MoveNodeRowsParams unpack = between(Way::there, layout.sums, layout.partial_sums);
+  return {.rows = returned_rows(routing.wait_node_rows()),
+          .parts = {{.from_bytes = layout.partial_sums,
+                     .from_node_bytes = slice,
+                     .to_bytes = layout.sums,
+                     .to_node_bytes = slice,
+                     .row_bytes = sum_bytes_}},
+          .unpack = [this, unpack, path_sms, operation = call.operation](cudaStream_t stream) {
+            move(unpack, path_sms, stream, operation);
+          }};
+}
+
 namespace {
 
 using waybill::detail::to_size;

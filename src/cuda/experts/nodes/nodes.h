@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -7,13 +9,116 @@
 #include "../../network/network_path.h"
 #include "../../rank/gpu_rank.h"
 #include "../call_params.h"
-#include "../chunk_program.h"
-#include "../node_slices.h"
 #include "../tables.h"
 #include "experts/expert_executor.h"
+#include "params.h"
+#include "schedule/workspace_phase.h"
 #include "transport/transport.h"
+#include "waybill/moe/ep_config.h"
 
 namespace waybill::cuda {
+/// A stretch of the tokens whose sums a rank makes for other nodes, as the network path waits for
+/// it.
+struct SumPiece {
+  std::int64_t first;  ///< token of [nodes, M]
+  std::int64_t count;
+  std::int32_t ready;  ///< counter that is raised behind it
+};
+
+/// Room for the network program of a call, which the device writes, chunk of tokens by chunk; and
+/// the slots that others raise when chunks have come.
+class ChunkProgram {
+ public:
+  /// Collective. @param most_row_bytes of what is sent of a token
+  ChunkProgram(Transport& transport, std::shared_ptr<GpuRank> gpu, const EPConfig& config,
+               std::int64_t most_row_bytes);
+  ChunkProgram(const ChunkProgram&) = delete;
+  ChunkProgram& operator=(const ChunkProgram&) = delete;
+  ~ChunkProgram();
+
+  /// What the kernel that writes it is to know of it.
+  void add_to(ListPutsParams& params) const;
+  /// Of what the parameters list.
+  [[nodiscard]] PathTables tables(const ListPutsParams& params) const;
+  [[nodiscard]] PathState* state() const { return program_.state; }
+
+  [[nodiscard]] const SignalPad& pad() const { return pad_; }
+  [[nodiscard]] const std::uint64_t* whole_slots() const { return pad_.local; }
+  [[nodiscard]] ChunkSlots chunk_slots() const {
+    return {pad_.local + config_.num_nodes(), num_chunks_, chunk_shift_};
+  }
+
+  /// What is to be summed for other nodes, in the order in which it is sent.
+  [[nodiscard]] std::vector<SumPiece> pieces() const;
+  [[nodiscard]] std::uint64_t* ready(const SumPiece& piece) const { return ready_ + piece.ready; }
+
+ private:
+  [[nodiscard]] std::int64_t others() const { return config_.num_nodes() - 1; }
+
+  Transport& transport_;
+  std::shared_ptr<GpuRank> gpu_;
+  EPConfig config_;
+  std::int32_t chunk_shift_;
+  std::int32_t num_chunks_;        ///< of a node
+  std::int32_t ready_pieces_ = 0;  ///< of a node; 0: see ListPutsParams
+  std::int64_t piece_tokens_ = 0;
+  SignalPad pad_;  ///< [nodes] of what goes whole, then [nodes, num_chunks]
+  std::shared_ptr<void> memory_;
+  PathProgram program_{};
+  unsigned* done_ = nullptr;        ///< of the network path: puts of a step that have arrived
+  std::uint64_t* ready_ = nullptr;  ///< partial sums that are made
+};
+
+/// Rows of one phase between nodes, where the host must say what is sent (NCCL), and knows how many
+/// rows each node needs: they are packed, sent, and unpacked. No memory of its own: in a dispatch
+/// the arrays of sums are free, in a combine the sender's is once it is packed.
+class NodeSlices {
+ public:
+  /// What a phase is to be.
+  struct Phase {
+    NodeRows rows;
+    std::vector<WorkspacePart> parts;
+    std::function<void(cudaStream_t)> unpack;
+  };
+
+  NodeSlices(std::shared_ptr<GpuRank> gpu, int share, const EPConfig& config,
+             const EPDispatchOptions& options, const ExpertMemory& memory,
+             const ExpertParams& params);
+
+  /// Whether hosts know the counts: all of them have waited for those of a layer whose windows
+  /// grow. The same on all ranks.
+  [[nodiscard]] static bool are_known(const ExpertCall& call) { return call.may_grow; }
+  /// Whether the rows of a dispatch find room while they are packed.
+  [[nodiscard]] bool fit() const;
+
+  /// Ahead of the route, when all ids are there.
+  void count(const ExpertCall& call, GpuExpertRouting& made) const;
+
+  /// Packs this rank's slice of tokens and scales, as they lie in the workspace.
+  [[nodiscard]] Phase pack_tokens(const ExpertCall& call, const GpuExpertRouting& routing,
+                                  int path_sms) const;
+  /// Packs the sums for other nodes.
+  [[nodiscard]] Phase pack_sums(const ExpertCall& call, const GpuExpertRouting& routing,
+                                int path_sms) const;
+
+ private:
+  enum class Way : std::uint8_t { there, back };  ///< which rows: see NodeRowsParams
+
+  [[nodiscard]] MoveNodeRowsParams rows_of(const GpuExpertRouting& routing, Way way) const;
+  [[nodiscard]] int pack_blocks() const;
+  void move(const MoveNodeRowsParams& params, int blocks, cudaStream_t stream,
+            const char* operation) const;
+
+  std::shared_ptr<GpuRank> gpu_;
+  int share_;
+  EPConfig config_;
+  EPDispatchOptions options_;
+  const ExpertMemory& memory_;
+  const ExpertParams& params_;
+  std::int64_t sum_bytes_;    ///< of a row
+  std::int64_t token_bytes_;  ///< that travel
+  std::int64_t scale_bytes_;  ///< with it
+};
 
 /// What a layer on several nodes does beside the work of one node: a token goes once to each other
 /// node, to the rank of this one's local index, which then does with it as with its own; sums come

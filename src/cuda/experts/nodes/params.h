@@ -1,9 +1,33 @@
 #pragma once
 
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
 #include "../../network/path_params.h"
 #include "../params.h"
+#include "schedule/network_program.h"
+#include "waybill/core/dtype.h"
 
 namespace waybill::cuda {
+/// What goes to another node is signalled chunk by chunk: 1 << shift tokens each, at most 32, of at
+/// most 128 KiB where one has no more; of few tokens fewer, so that all blocks of a network
+/// path have some.
+[[nodiscard]] constexpr std::int32_t chunk_shift(std::int64_t row_bytes, std::int64_t max_tokens) {
+  constexpr std::int32_t most = 5;
+  constexpr std::int64_t most_bytes = max_put_bytes / 2;
+  constexpr std::int64_t chunks_of_few = 32;
+  std::int32_t shift = 0;
+  while (shift < most && (row_bytes << (shift + 1)) <= most_bytes &&
+         (chunks_of_few << (shift + 1)) <= max_tokens) {
+    ++shift;
+  }
+  return shift;
+}
+
+[[nodiscard]] constexpr std::int64_t num_chunks(std::int64_t max_tokens, std::int32_t shift) {
+  return (max_tokens + (std::int64_t{1} << shift) - 1) >> shift;
+}
 
 /// One part of the workspace that goes to the ranks of this one's local index on the other nodes.
 struct NodePart {
@@ -95,5 +119,63 @@ struct AddPartialSumsParams {
   const std::byte* biases[2];
   std::byte* output;
 };
+
+// Rows that cross between nodes where the host must say how many (NCCL): those that a node needs,
+// packed at the front of a slice. See schedule/node_rows.h.
+
+/// Of the tokens that a rank forwards: which of its own go to each node ([0, n]), and which of node
+/// n's come here ([1, n]).
+struct NodeRowsParams {
+  MoeShape shape;
+  const std::int32_t* ids;  ///< [nodes, M, K]
+  std::int32_t* tokens;     ///< [2, nodes, M]: in order
+  std::int32_t* counts;     ///< [2, nodes]
+  HostCount* host;          ///< the same, with the ticket
+  std::uint64_t ticket;
+};
+
+/// Packs rows, or unpacks them.
+struct MoveNodeRowsParams {
+  MoeShape shape;
+  const std::int32_t* tokens;  ///< [nodes, M]: row i of a packed slice is row tokens[i]
+  const std::int32_t* counts;  ///< [nodes]
+  bool packs;
+  const std::byte* from;         ///< of node 0
+  std::int64_t from_node_bytes;  ///< on to those of the next
+  std::byte* to;
+  std::int64_t to_node_bytes;
+  std::int64_t row_bytes;
+};
+
+cudaError_t prepare_node_rows();
+cudaError_t launch_node_rows(const NodeRowsParams& params, cudaStream_t stream);
+/// @param word_bytes common_word of all that it reads and writes
+cudaError_t launch_move_node_rows(const MoveNodeRowsParams& params, int word_bytes, int blocks,
+                                  cudaStream_t stream);
+
+// What a layer over several nodes does beside the kernels of one node. See launch.h.
+
+/// What launch_list_puts and launch_wait_nodes need.
+cudaError_t prepare_node_paths();
+
+/// All of it.
+cudaError_t prepare_nodes(DType tokens);
+
+/// Writes a network path's program, and ids as other nodes read them. Where the call begins it
+/// signals that to the ranks of the node.
+cudaError_t launch_list_puts(const ListPutsParams& params, cudaStream_t stream);
+
+/// Raises a counter of the network path of the call that is being made: what was queued before is
+/// there.
+cudaError_t launch_raise_ready(const MoeArrive& arrive, std::uint64_t* ready, cudaStream_t stream);
+
+cudaError_t launch_wait_nodes(const WaitNodesParams& params, cudaStream_t stream);
+
+cudaError_t launch_node_runs(const NodeRunsParams& params, cudaStream_t stream);
+
+/// Biases, then the sums of nodes in their order, in float32, rounded once; waits for those of
+/// other nodes as they come. @param wide 16-byte words
+cudaError_t launch_add_partial_sums(const AddPartialSumsParams& params, DType dtype, bool wide,
+                                    int blocks, cudaStream_t stream);
 
 }  // namespace waybill::cuda
