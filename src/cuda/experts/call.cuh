@@ -153,7 +153,7 @@ template <class P>
 /// A topk slot that wants a row where another one is.
 [[noreturn]] __device__ __noinline__ inline void report_row_twice(const RowsParams& p,
                                                                   std::int32_t row,
-                                                                  const MoeTag& tag) {
+                                                                  const RowTag& tag) {
   report_input(p.m.arrive.sink, FaultKind::scatter_twice, FaultKind::moe_dispatch, p.m.arrive.rank,
                p.m.state->call.epoch, {{row, tag.token, tag.topk_slot, tag.source_rank}});
 }

@@ -275,7 +275,7 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
     params.receive_slots.wide_ids = input.ids.dtype == DType::int64;
   }
   params.scales_offset = memory_.window.scales - memory_.window.rows;
-  params.tags = reinterpret_cast<MoeTag*>(window.local + memory_.window.tags);
+  params.tags = reinterpret_cast<RowTag*>(window.local + memory_.window.tags);
   params.weights = window.local + memory_.window.weights;
   params.topk = reinterpret_cast<std::int32_t*>(window.local + memory_.window.topk);
   const FixedTables& layout = routing.fixed();
@@ -303,7 +303,7 @@ void ExpertParams::fill_tables(const ExpertCall& call, GpuExpertRouting& made,
   params.records =
       reinterpret_cast<const std::int32_t*>(records_.local + workspace_.records[call.parity]);
   params.kept_records = made.part(made.fixed().records);
-  params.kept_tags = made.row_part<MoeTag>(rows.tags);
+  params.kept_tags = made.row_part<RowTag>(rows.tags);
   params.primary_rows = made.row_part(rows.primary_rows);
   params.topk_slot_rows = made.row_part(rows.topk_slot_rows);
   params.compact_to_grouped = made.row_part(rows.compact_to_grouped);

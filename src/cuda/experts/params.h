@@ -8,6 +8,7 @@
 #include "../device/arrive_params.h"
 #include "../device/fault.h"
 #include "../device/peers.h"
+#include "experts/row_tag.h"
 #include "waybill/core/dtype.h"
 
 namespace waybill::cuda {
@@ -200,14 +201,6 @@ __host__ __device__ constexpr std::uint64_t channel_config(std::uint64_t epoch, 
 }
 inline constexpr int channel_epoch_shift = 20;
 
-/// RowTag of the runtime.
-struct alignas(16) MoeTag {
-  std::int32_t source_rank;
-  std::int32_t token;
-  std::int32_t topk_slot;
-  std::int32_t primary_row;
-};
-
 /// What senders do before the kernel ahead of theirs on the stream has ended.
 enum class Ahead : std::int32_t {
   nothing,
@@ -276,13 +269,13 @@ struct RowsParams {
   const std::int32_t* expert_offsets;
   const std::int32_t* most_recv_rows;  ///< of all ranks
   MoeHostFaults* faults;
-  MoeTag* tags;  ///< of the window, as the next two
+  RowTag* tags;  ///< of the window, as the next two
   std::byte* weights;
   std::int32_t* topk;
   const std::int32_t* known_topk;  ///< what kept_topk holds, once it is filled
   bool fills_tables;               ///< these; else they are null
   bool claims_rows;  ///< primary_rows are -1 at first: a row that is taken twice is reported
-  MoeTag* kept_tags;
+  RowTag* kept_tags;
   std::int32_t* primary_rows;
   std::int32_t* topk_slot_rows;
   std::int32_t* compact_to_grouped;

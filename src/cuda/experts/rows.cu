@@ -125,7 +125,7 @@ struct Arrived {
 __device__ inline bool leads(const Arrived& a) { return a.row >= 0 && is_first(a.here); }
 
 template <class Rows>
-__device__ inline MoeTag tag_of(const Rows& p, const Arrived& a, std::int32_t primary_row) {
+__device__ inline RowTag tag_of(const Rows& p, const Arrived& a, std::int32_t primary_row) {
   const MoeShape& s = p.shape;
   if (!p.spans_nodes()) return {a.source, a.token, a.topk_slot, primary_row};
   const std::int32_t tokens = s.max_tokens / s.num_nodes;
@@ -138,7 +138,7 @@ __device__ inline void note_grouped(const Rows& p, const Arrived& a) {
   const MoeShape& s = p.shape;
   const bool fits = a.row >= 0 && a.row < s.capacity_rows;
   if (fits) {
-    const MoeTag tag = tag_of(p, a, a.primary_row);
+    const RowTag tag = tag_of(p, a, a.primary_row);
     p.tags[a.row] = tag;
     if (p.sent_weights != nullptr) {
       take_weight(p, a.row,
@@ -167,7 +167,7 @@ __device__ inline void note_compact(const Rows& p, const Arrived& a, std::int32_
   const MoeShape& s = p.shape;
   if (a.here == 0 || row >= s.capacity_rows) return;
   if (leads(a)) {
-    const MoeTag tag = tag_of(p, a, row);
+    const RowTag tag = tag_of(p, a, row);
     p.tags[row] = tag;
     if (p.fills()) p.kept_tags[row] = tag;
   }

@@ -137,11 +137,17 @@ namespace {
 using waybill::detail::MemoryLayout;
 using waybill::detail::to_size;
 
-constexpr std::int64_t int_bytes = sizeof(std::int32_t);
-
 std::int64_t most_grouped_rows(const EPConfig& config, const EPDispatchOptions& options) {
   return config.world_size * config.max_tokens * config.topk +
          config.num_experts_per_rank() * options.expert_alignment;
+}
+
+/// Gives a table the next bytes of a memory.
+DeviceTable take_table(MemoryLayout& parts, const Shape& shape,
+                       std::int64_t element_bytes = sizeof(std::int32_t)) {
+  std::int64_t count = 1;
+  for (const std::int64_t extent : shape) count *= extent;
+  return {parts.take(count, element_bytes), shape};
 }
 
 }  // namespace
@@ -150,37 +156,39 @@ FixedTables::FixedTables(const EPConfig& config, const EPDispatchOptions& option
   const bool is_compact = options.rows == EPRows::compact;
   const std::int64_t world = config.world_size;
   const std::int64_t nodes = config.num_nodes();
-  const std::int64_t topk_slots = nodes * config.max_tokens * config.topk;
+  const std::int64_t crossed = nodes > 1 ? nodes : 0;  // nodes of the tables for several nodes
   const std::int64_t per_rank = config.num_experts_per_rank();
+  const Shape by_slot = {nodes, config.max_tokens, config.topk};
   MemoryLayout parts;
-  ids = parts.take(topk_slots, int_bytes);
-  dst_rows = parts.take(topk_slots, int_bytes);
-  addresses = parts.take(topk_slots, 8);
-  records = parts.take(world * config.max_tokens * (config.topk + (is_compact ? 1 : 0)), int_bytes);
-  grouped_to_compact = parts.take(is_compact ? most_grouped_rows(config, options) : 0, int_bytes);
-  send_reqs = parts.take(nodes > 1 ? nodes * 2 * config.max_tokens : 0, int_bytes);
-  num_input_tokens = parts.take(world, int_bytes);
-  splits = parts.take(world * (config.num_experts + 1), int_bytes);
-  segment_offsets = parts.take(world * config.num_experts, int_bytes);
-  expert_counts = parts.take(per_rank, int_bytes);
-  expert_offsets = parts.take(per_rank + 1, int_bytes);
-  num_recv_rows = parts.take(world + 1, int_bytes);  // and the most of them
-  node_tokens = parts.take(nodes > 1 ? 2 * nodes * config.max_tokens : 0, int_bytes);
-  node_counts = parts.take(nodes > 1 ? 2 * nodes : 0, int_bytes);
-  total = parts.total();
+  ids = take_table(parts, by_slot);
+  dst_rows = take_table(parts, by_slot);
+  addresses = take_table(parts, by_slot, sizeof(std::int64_t));
+  records = take_table(parts, {world, config.max_tokens, config.topk + (is_compact ? 1 : 0)});
+  grouped_to_compact = take_table(parts, {is_compact ? most_grouped_rows(config, options) : 0});
+  send_reqs = take_table(parts, {crossed, 2, config.max_tokens});
+  num_input_tokens = take_table(parts, {world});
+  splits = take_table(parts, {world, config.num_experts + 1});
+  segment_offsets = take_table(parts, {world, per_rank, world});
+  expert_counts = take_table(parts, {per_rank});
+  expert_offsets = take_table(parts, {per_rank + 1});
+  num_recv_rows = take_table(parts, {world + 1});
+  node_tokens = take_table(parts, {2, crossed, config.max_tokens});
+  node_counts = take_table(parts, {2, crossed});
+  total_bytes = parts.total();
 }
 
 RowTables::RowTables(const EPConfig& config, const EPDispatchOptions& options,
-                     std::int64_t most_rows, std::int64_t first)
-    : capacity_rows(most_rows) {
-  const bool is_compact = options.rows == EPRows::compact;
-  MemoryLayout parts(first);
-  tags = parts.take(capacity_rows, sizeof(MoeTag));
-  primary_rows = parts.take(is_compact ? 0 : capacity_rows, int_bytes);
-  topk_slot_rows = parts.take(is_compact ? 0 : capacity_rows * config.topk, int_bytes);
-  compact_to_grouped = parts.take(is_compact ? capacity_rows * config.topk : 0, int_bytes);
-  topk = parts.take(is_compact ? capacity_rows * config.topk : 0, int_bytes);
-  total = parts.total();
+                     std::int64_t max_rows, std::int64_t first_byte)
+    : capacity_rows(max_rows) {
+  const std::int64_t compact = options.rows == EPRows::compact ? capacity_rows : 0;
+  const std::int64_t grouped = capacity_rows - compact;
+  MemoryLayout parts(first_byte);
+  tags = take_table(parts, {capacity_rows, 4});
+  primary_rows = take_table(parts, {grouped});
+  topk_slot_rows = take_table(parts, {grouped, config.topk});
+  compact_to_grouped = take_table(parts, {compact, config.topk});
+  topk = take_table(parts, {compact, config.topk});
+  total_bytes = parts.total();
 }
 
 GpuExpertRouting::GpuExpertRouting(const EPConfig& config, const EPDispatchOptions& options,
@@ -190,18 +198,18 @@ GpuExpertRouting::GpuExpertRouting(const EPConfig& config, const EPDispatchOptio
     : config_(config),
       options_(options),
       fixed_(config, options),
-      rows_(config, options, capacity_rows, fixed_.total),
+      rows_(config, options, capacity_rows, fixed_.total_bytes),
       num_tokens_(num_tokens),
       ticket_(ticket),
       pool_(std::move(pool)),
       gpu_(std::move(gpu)),
       stream_(call.stream),
-      memory_(pool_->take(rows_.total, true, call)) {}
+      memory_(pool_->take(rows_.total_bytes, true, call)) {}
 
 void GpuExpertRouting::fit(std::int64_t capacity_rows, const TableCall& call) {
   if (capacity_rows <= rows_.capacity_rows) return;
   rows_ = RowTables(config_, options_, capacity_rows, 0);
-  grown_ = pool_->take(rows_.total, false, call);
+  grown_ = pool_->take(rows_.total_bytes, false, call);
 }
 
 void GpuExpertRouting::note_use(const TableCall& call) const {
@@ -220,41 +228,39 @@ Shape GpuExpertRouting::shape_by_id() const {
 }
 
 ExpertTableViews GpuExpertRouting::views() const {
-  const bool compact = options_.rows == EPRows::compact;
-  const std::int64_t world = config_.world_size;
-  const std::int64_t per_rank = config_.num_experts_per_rank();
-  const std::int64_t topk = config_.topk;
   std::int64_t rows = rows_.capacity_rows;
   if (has_waited()) {
     rows = std::min<std::int64_t>(rows, wait_counts()[to_size(std::int64_t{config_.rank})]);
   }
-  const auto view = [&](std::int64_t offset, Shape shape) {
-    return ConstTensorView(part(offset), DType::int32, shape);
+  const auto view = [&](const DeviceTable& table) {
+    return ConstTensorView(part(table), DType::int32, table.shape);
   };
-  const auto row_view = [&](std::int64_t offset, Shape shape) {
-    return ConstTensorView(row_part(offset), DType::int32, shape);
+  const auto row_view = [&](const DeviceTable& table) {
+    Shape shape = table.shape;
+    shape[0] = rows;
+    return ConstTensorView(row_part(table), DType::int32, shape);
   };
   ExpertTableViews views;
-  const std::int64_t nodes = config_.num_nodes();
-  views.ids = view(fixed_.ids, shape_by_id());
-  views.dst_rows = view(fixed_.dst_rows, {nodes, config_.max_tokens, topk});
-  if (nodes > 1) views.send_reqs = view(fixed_.send_reqs, {nodes, 2, config_.max_tokens});
-  views.num_input_tokens = view(fixed_.num_input_tokens, {world});
-  views.splits = view(fixed_.splits, {world, config_.num_experts + 1});
-  views.segment_offsets = view(fixed_.segment_offsets, {world, per_rank, world});
-  views.expert_counts = view(fixed_.expert_counts, {per_rank});
-  views.expert_offsets = view(fixed_.expert_offsets, {per_rank + 1});
-  views.num_recv_rows = view(fixed_.num_recv_rows, {world});
-  views.required_rows = {views.num_recv_rows.data + world * 4, DType::int32, {1}};
-  views.recv_tags = row_view(rows_.tags, {rows, 4});
-  if (compact) {
-    views.compact_to_grouped = row_view(rows_.compact_to_grouped, {rows, topk});
-    views.grouped_to_compact =
-        view(fixed_.grouped_to_compact, {most_grouped_rows(config_, options_)});
-    views.recv_topk = row_view(rows_.topk, {rows, topk});
+  const std::int64_t world = config_.world_size;
+  views.ids = {part(fixed_.ids), DType::int32, shape_by_id()};
+  views.dst_rows = view(fixed_.dst_rows);
+  if (config_.num_nodes() > 1) views.send_reqs = view(fixed_.send_reqs);
+  views.num_input_tokens = view(fixed_.num_input_tokens);
+  views.splits = view(fixed_.splits);
+  views.segment_offsets = view(fixed_.segment_offsets);
+  views.expert_counts = view(fixed_.expert_counts);
+  views.expert_offsets = view(fixed_.expert_offsets);
+  const std::int32_t* const recv_rows = part(fixed_.num_recv_rows);
+  views.num_recv_rows = {recv_rows, DType::int32, {world}};
+  views.required_rows = {recv_rows + world, DType::int32, {1}};
+  views.recv_tags = row_view(rows_.tags);
+  if (options_.rows == EPRows::compact) {
+    views.compact_to_grouped = row_view(rows_.compact_to_grouped);
+    views.grouped_to_compact = view(fixed_.grouped_to_compact);
+    views.recv_topk = row_view(rows_.topk);
   } else {
-    views.primary_rows = row_view(rows_.primary_rows, {rows});
-    views.topk_slot_rows = row_view(rows_.topk_slot_rows, {rows, topk});
+    views.primary_rows = row_view(rows_.primary_rows);
+    views.topk_slot_rows = row_view(rows_.topk_slot_rows);
   }
   return views;
 }

@@ -17,6 +17,7 @@
 #include "experts/expert_executor.h"
 #include "params.h"
 #include "schedule/node_rows.h"
+#include "waybill/core/shape.h"
 
 namespace waybill::cuda {
 /// Makes a device the current one of the thread, which may be any.
@@ -131,26 +132,36 @@ class TablePool : public std::enable_shared_from_this<TablePool> {
   std::list<TableBlock> staying_;
 };
 
-/// Byte offsets of a routing's tables in its memory: those whose size is known ahead, then those
-/// that have an entry a received row.
+/// One table of a routing: where it begins in the routing's memory, and its shape. Its elements are
+/// int32 unless its declaration says otherwise.
+struct DeviceTable {
+  std::int64_t offset = 0;
+  Shape shape;
+};
+
+/// The tables whose sizes are known before any row arrives.
 struct FixedTables {
   FixedTables(const EPConfig& config, const EPDispatchOptions& options);
 
-  std::int64_t ids, dst_rows, addresses, records, grouped_to_compact, send_reqs;
-  std::int64_t num_input_tokens, splits, segment_offsets, expert_counts, expert_offsets;
-  std::int64_t num_recv_rows;
-  std::int64_t node_tokens, node_counts;  ///< see NodeRowsParams
-  std::int64_t total;
+  DeviceTable ids, dst_rows;
+  DeviceTable addresses;  ///< int64
+  DeviceTable records, grouped_to_compact, send_reqs;
+  DeviceTable num_input_tokens, splits, segment_offsets, expert_counts, expert_offsets;
+  DeviceTable num_recv_rows;             ///< [W + 1]: of each rank, then the maximum
+  DeviceTable node_tokens, node_counts;  ///< see NodeRowsParams
+  std::int64_t total_bytes;
 };
 
+/// The tables with one entry per received row.
 struct RowTables {
-  /// @param first where they begin in the memory
+  /// @param first_byte where they begin in their memory
   RowTables(const EPConfig& config, const EPDispatchOptions& options, std::int64_t capacity_rows,
-            std::int64_t first);
+            std::int64_t first_byte);
 
-  std::int64_t capacity_rows;  ///< rows
-  std::int64_t tags, primary_rows, topk_slot_rows, compact_to_grouped, topk;
-  std::int64_t total;  ///< with what lies ahead
+  std::int64_t capacity_rows;
+  DeviceTable tags;  ///< [capacity_rows, 4]: RowTag
+  DeviceTable primary_rows, topk_slot_rows, compact_to_grouped, topk;
+  std::int64_t total_bytes;  ///< includes the bytes before the first table
 };
 
 /// The routing of a dispatch on a GPU. What its dispatch has not written it can write, as long as
@@ -183,20 +194,20 @@ class GpuExpertRouting final : public ExpertRouting {
   void fit(std::int64_t capacity_rows, const TableCall& call);
 
   template <class T = std::int32_t>
-  [[nodiscard]] const T* part(std::int64_t offset) const {
-    return reinterpret_cast<const T*>(memory_.data() + offset);
+  [[nodiscard]] const T* part(const DeviceTable& table) const {
+    return reinterpret_cast<const T*>(memory_.data() + table.offset);
   }
   template <class T = std::int32_t>
-  [[nodiscard]] T* part(std::int64_t offset) {
-    return reinterpret_cast<T*>(memory_.data() + offset);
+  [[nodiscard]] T* part(const DeviceTable& table) {
+    return reinterpret_cast<T*>(memory_.data() + table.offset);
   }
   template <class T = std::int32_t>
-  [[nodiscard]] const T* row_part(std::int64_t offset) const {
-    return reinterpret_cast<const T*>(row_memory().data() + offset);
+  [[nodiscard]] const T* row_part(const DeviceTable& table) const {
+    return reinterpret_cast<const T*>(row_memory().data() + table.offset);
   }
   template <class T = std::int32_t>
-  [[nodiscard]] T* row_part(std::int64_t offset) {
-    return reinterpret_cast<T*>(row_memory().data() + offset);
+  [[nodiscard]] T* row_part(const DeviceTable& table) {
+    return reinterpret_cast<T*>(row_memory().data() + table.offset);
   }
   [[nodiscard]] const FixedTables& fixed() const noexcept { return fixed_; }
   [[nodiscard]] const RowTables& rows() const noexcept { return rows_; }
