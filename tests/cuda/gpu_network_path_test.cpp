@@ -279,7 +279,7 @@ class Lists {
     params_.out = {device.take<cuda::PathState>(1), device.take<NetworkStep>(steps),
                    device.take<NetworkPut>(puts_), device.take<BatchSlot>(steps),
                    device.take<BatchSlot>(steps)};
-    test::cuda_ok(cuda::prepare_node_paths());
+    test::cuda_ok(cuda::prepare_nodes(DType::float32));
     test::cuda_ok(cuda::launch_list_puts(params_, nullptr));
     ASSERT_TRUE(one_.finish());
     steps_ = DeviceBlocks::download(params_.out.steps, steps);

@@ -25,10 +25,7 @@ __global__ void __launch_bounds__(32) barrier_kernel(const __grid_constant__ Bar
 
 }  // namespace
 
-cudaError_t prepare_barrier() {
-  cudaFuncAttributes unused{};
-  return cudaFuncGetAttributes(&unused, reinterpret_cast<const void*>(barrier_kernel));
-}
+cudaError_t prepare_barrier() { return load_kernels(barrier_kernel); }
 
 cudaError_t launch_barrier(const BarrierParams& params, cudaStream_t stream) {
   barrier_kernel<<<1, 32, 0, stream>>>(params);

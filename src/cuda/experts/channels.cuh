@@ -162,10 +162,6 @@ template <class Rows>
 __device__ inline std::int32_t node_of(const Rows& p, std::int32_t token) {
   return token / tokens_of_node(p);
 }
-template <class Rows>
-__device__ inline std::int32_t own_node(const Rows& p) {
-  return p.shape.first_rank / p.shape.node_ranks;
-}
 
 /// Number `position` of the tokens that a rank sends. On several nodes its own come first, then
 /// those of the node before, as they are the first to arrive.
@@ -175,7 +171,7 @@ __device__ inline std::int32_t token_at(const Rows& p, std::int32_t position) {
   const MoeShape& s = p.shape;
   const std::int32_t each = tokens_of_node(p);
   const std::int32_t turn = position / each;
-  const std::int32_t node = (own_node(p) + s.num_nodes - turn) % s.num_nodes;
+  const std::int32_t node = (own_node(p.shape) + s.num_nodes - turn) % s.num_nodes;
   return node * each + position - turn * each;
 }
 

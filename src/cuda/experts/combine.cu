@@ -353,11 +353,8 @@ Kernel kernel_for(DType tokens, DType weights, bool bulk) {
 
 cudaError_t prepare_combine(DType tokens, DType weights, bool bulk) {
   const Kernel kernel = kernel_for(tokens, weights, bulk);
-  if (kernel == nullptr) return cudaErrorInvalidValue;
-  if (!bulk) {
-    cudaFuncAttributes unused{};
-    return cudaFuncGetAttributes(&unused, reinterpret_cast<const void*>(kernel));
-  }
+  const cudaError_t status = load_kernels(kernel);
+  if (status != cudaSuccess || !bulk) return status;
   return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                               cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(BulkMemory));
 }

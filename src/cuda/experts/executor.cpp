@@ -22,118 +22,9 @@
 namespace waybill::cuda {
 namespace {
 
-/// The barriers of a layer on a rank of a GPU world.
-class GpuExpertBarrier {
- public:
-  /// @param share ranks on this device
-  GpuExpertBarrier(Transport& transport, std::shared_ptr<GpuRank> gpu, int share);
-  GpuExpertBarrier(const GpuExpertBarrier&) = delete;
-  GpuExpertBarrier& operator=(const GpuExpertBarrier&) = delete;
-  ~GpuExpertBarrier();
+using waybill::detail::to_size;
 
-  void run(const ExpertBarrier& call);
-
- private:
-  void run_on_host(const ExpertBarrier& call);
-
-  Transport& transport_;
-  std::shared_ptr<GpuRank> gpu_;
-  int share_;
-  std::shared_ptr<void> epochs_;  ///< [2] on the device: of the node's barriers and the world's
-};
-
-constexpr const char* operation = "ep_barrier_all";
-
-GpuExpertBarrier::GpuExpertBarrier(Transport& transport, std::shared_ptr<GpuRank> gpu, int share)
-    : transport_(transport), gpu_(std::move(gpu)), share_(share) {
-  cuda_check(prepare_barrier(), "loading kernels");
-  epochs_ = device_memory(2 * sizeof(std::uint64_t), gpu_->stream());
-}
-
-GpuExpertBarrier::~GpuExpertBarrier() { transport_.defer_release({epochs_}); }
-
-void GpuExpertBarrier::run(const ExpertBarrier& call) {
-  BarrierParams params{};
-  params.rank = to_int(transport_.rank());
-  params.first = call.first;
-  params.count = call.count;
-  params.epoch = static_cast<std::uint64_t*>(epochs_.get()) + (call.first_slot > 0 ? 1 : 0);
-  params.sink = gpu_->sink(share_);
-  params.own = call.signals->local + call.first_slot;
-  for (std::int32_t i = 0; i < call.count; ++i) {
-    // Also of ranks on another logical node, where their memory is mapped.
-    const auto& pad = call.signals->memory[waybill::detail::to_size(call.first + i)];
-    if (pad == nullptr) return run_on_host(call);
-  }
-  params.peers = peers_of<std::uint64_t>(call.signals->table,
-                                         call.first_slot * std::int64_t{sizeof(std::uint64_t)});
-  gpu_->check(launch_barrier(params, stream_of(call.stream)), "launching a kernel", operation);
-}
-
-/// Where nodes reach each other over a network.
-void GpuExpertBarrier::run_on_host(const ExpertBarrier& call) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  gpu_->check(cudaStreamIsCapturing(stream_of(call.stream), &status), "asking a stream", operation);
-  if (status != cudaStreamCaptureStatusNone) {
-    throw Unsupported(concat(operation, ": the host waits for ranks of other nodes, which a graph ",
-                             "cannot hold: expected intra_node_only = true, or no capture"));
-  }
-  gpu_->wait_for(stream_of(call.stream), "waiting for a stream", operation);
-  transport_.barrier(operation);
-}
-
-const std::int32_t* num_recv_rows(const EPConfig& config, const GpuExpertTables& tables) {
-  const GpuExpertRouting& routing = tables.routing();
-  return routing.part(routing.fixed().num_recv_rows) + config.rank;
-}
-
-void begin(const GpuRank& gpu) {
-  gpu.use();
-  gpu.throw_fault();
-}
-
-void weigh_gradients(const GpuRank& gpu, const EPConfig& config, const ExpertGradientInput& input,
-                     const ExpertTables& tables, const Stream& stream) {
-  begin(gpu);
-  const auto& made = static_cast<const GpuExpertTables&>(tables);
-  if (input.gradients.shape[0] == 0) return;
-  const WeightGradientParams params{
-      .gradients = input.gradients.data,
-      .weights = input.weights.data,
-      .rows = input.rows.data,
-      .row_gradients = input.row_gradients.data,
-      .weight_gradients = reinterpret_cast<float*>(input.weight_gradients.data),
-      .hidden = config.hidden,
-      .num_rows = input.gradients.shape[0],
-      .num_recv_rows = num_recv_rows(config, made)};
-  const bool wide =
-      config.hidden % 8 == 0 && common_word({address_of(params.gradients), address_of(params.rows),
-                                             address_of(params.row_gradients)}) == 16;
-  gpu.check(launch_weight_gradient(params, config.token_dtype, config.weight_dtype, wide,
-                                   2 * gpu.num_sms(), stream_of(stream)),
-            "launching a kernel", "weigh_gradients");
-  made.note_use(table_call(gpu, stream_of(stream)), false);
-}
-
-void copy_rows(const GpuRank& gpu, const EPConfig& config, const ConstTensorView& from,
-               const TensorView& to, const ExpertTables& tables, const Stream& stream) {
-  begin(gpu);
-  const auto& made = static_cast<const GpuExpertTables&>(tables);
-  if (from.shape[0] == 0) return;
-  StageParams params{};
-  params.shape.capacity_rows = from.shape[0];  // no row is missing, so nothing is reported
-  params.input = from.data;
-  params.num_rows = from.shape[0];
-  params.window = to.data;
-  params.row_bytes = config.hidden * dtype_bytes(from.dtype);
-  params.num_recv_rows = num_recv_rows(config, made);
-  const int word =
-      common_word({address_of(params.input), address_of(params.window), params.row_bytes});
-  gpu.check(launch_copy_rows(params, word, 2 * gpu.num_sms(), stream_of(stream)),
-            "launching a kernel", "copy_rows");
-  made.note_use(table_call(gpu, stream_of(stream)), false);
-}
-
+constexpr const char* barrier_operation = "ep_barrier_all";
 constexpr int default_sms = 16;
 
 void check_supported(const Transport& transport, const NetworkPath* path, const EPConfig& config) {
@@ -176,7 +67,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
         memory_(memory),
         links_(transport.links()),
         params_(transport, gpu_, share, config, options, memory),
-        barrier_(transport, gpu_, share),
+        barrier_epochs_(device_memory(2 * sizeof(std::uint64_t), gpu_->stream())),
         pool_(std::make_shared<TablePool>(gpu_)) {
     const bool nodes = !config_.is_intra_node();
     if (nodes) {
@@ -185,6 +76,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     }
     combine_ = std::make_unique<GpuExpertCombine>(transport, gpu_, share, config_, options_,
                                                   memory_, params_, nodes_.get());
+    cuda_check(prepare_barrier(), "loading kernels");
     cuda_check(prepare_route(nodes), "loading kernels");
     if (params_.is_low_latency()) cuda_check(prepare_low_latency_route(), "loading kernels");
     cuda_check(prepare_stage(config_.token_dtype, config_.weight_dtype), "loading kernels");
@@ -197,7 +89,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
   }
   GpuExpertExecutor(const GpuExpertExecutor&) = delete;
   GpuExpertExecutor& operator=(const GpuExpertExecutor&) = delete;
-  ~GpuExpertExecutor() override { transport_.defer_release({pool_}); }
+  ~GpuExpertExecutor() override { transport_.defer_release({pool_, barrier_epochs_}); }
 
   void realign(const ExpertCall& call, ExpertParities next) override {
     if (nodes_ != nullptr) return;
@@ -301,17 +193,64 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
   void weigh_gradients(const ExpertGradientInput& input, const ExpertTables& tables,
                        const Stream& stream) override {
-    cuda::weigh_gradients(*gpu_, config_, input, tables, stream);
+    begin();
+    const auto& made_tables = static_cast<const GpuExpertTables&>(tables);
+    if (input.gradients.shape[0] == 0) return;
+    const WeightGradientParams params{
+        .gradients = input.gradients.data,
+        .weights = input.weights.data,
+        .rows = input.rows.data,
+        .row_gradients = input.row_gradients.data,
+        .weight_gradients = reinterpret_cast<float*>(input.weight_gradients.data),
+        .hidden = config_.hidden,
+        .num_rows = input.gradients.shape[0],
+        .num_recv_rows = num_recv_rows(made_tables)};
+    const bool wide = config_.hidden % 8 == 0 &&
+                      common_word({address_of(params.gradients), address_of(params.rows),
+                                   address_of(params.row_gradients)}) == 16;
+    gpu_->check(launch_weight_gradient(params, config_.token_dtype, config_.weight_dtype, wide,
+                                       2 * gpu_->num_sms(), stream_of(stream)),
+                "launching a kernel", "weigh_gradients");
+    made_tables.note_use(table_call(*gpu_, stream_of(stream)), false);
   }
 
   void copy_rows(const ConstTensorView& from, const TensorView& to, const ExpertTables& tables,
                  const Stream& stream) override {
-    cuda::copy_rows(*gpu_, config_, from, to, tables, stream);
+    begin();
+    const auto& made_tables = static_cast<const GpuExpertTables&>(tables);
+    if (from.shape[0] == 0) return;
+    StageParams params{};
+    params.shape.capacity_rows = from.shape[0];  // no row is missing, so nothing is reported
+    params.input = from.data;
+    params.num_rows = from.shape[0];
+    params.window = to.data;
+    params.row_bytes = config_.hidden * dtype_bytes(from.dtype);
+    params.num_recv_rows = num_recv_rows(made_tables);
+    const int word =
+        common_word({address_of(params.input), address_of(params.window), params.row_bytes});
+    gpu_->check(launch_copy_rows(params, word, 2 * gpu_->num_sms(), stream_of(stream)),
+                "launching a kernel", "copy_rows");
+    made_tables.note_use(table_call(*gpu_, stream_of(stream)), false);
   }
 
   void barrier(const ExpertBarrier& call) override {
     begin();
-    barrier_.run(call);
+    for (std::int32_t i = 0; i < call.count; ++i) {
+      // Ranks of another logical node count, too, if their memory is mapped.
+      if (call.signals->memory[to_size(call.first + i)] == nullptr) return barrier_on_host(call);
+    }
+    BarrierParams params{};
+    params.rank = config_.rank;
+    params.first = call.first;
+    params.count = call.count;
+    params.epoch =
+        static_cast<std::uint64_t*>(barrier_epochs_.get()) + (call.first_slot > 0 ? 1 : 0);
+    params.sink = gpu_->sink(share_);
+    params.own = call.signals->local + call.first_slot;
+    params.peers = peers_of<std::uint64_t>(call.signals->table,
+                                           call.first_slot * std::int64_t{sizeof(std::uint64_t)});
+    gpu_->check(launch_barrier(params, stream_of(call.stream)), "launching a kernel",
+                barrier_operation);
   }
 
   ExpertOverflow take_overflow() override {
@@ -326,6 +265,26 @@ class GpuExpertExecutor final : public ExpertExecutor {
   void begin() const {
     gpu_->use();
     gpu_->throw_fault();
+  }
+
+  /// The host waits in place of a kernel, as the nodes reach each other over a network.
+  void barrier_on_host(const ExpertBarrier& call) const {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    gpu_->check(cudaStreamIsCapturing(stream_of(call.stream), &status), "asking a stream",
+                barrier_operation);
+    if (status != cudaStreamCaptureStatusNone) {
+      throw Unsupported(concat(barrier_operation, ": the host waits for ranks of other nodes, ",
+                               "which a graph cannot hold: expected intra_node_only = true, or no ",
+                               "capture"));
+    }
+    gpu_->wait_for(stream_of(call.stream), "waiting for a stream", barrier_operation);
+    transport_.barrier(barrier_operation);
+  }
+
+  /// The number of rows that this rank has received, on the device.
+  [[nodiscard]] const std::int32_t* num_recv_rows(const GpuExpertTables& tables) const {
+    const GpuExpertRouting& routing = tables.routing();
+    return routing.part(routing.fixed().num_recv_rows) + config_.rank;
   }
 
   /// A host that has waited for counts launches rows when all places are known.
@@ -418,8 +377,8 @@ class GpuExpertExecutor final : public ExpertExecutor {
   const ExpertMemory& memory_;
   const LinkSpeeds links_;  ///< when the layer was made
   ExpertParams params_;
-  GpuExpertBarrier barrier_;
-  std::unique_ptr<ExpertNodes> nodes_;  ///< null on one node
+  std::shared_ptr<void> barrier_epochs_;  ///< [2] on the device: for the node, for the world
+  std::unique_ptr<ExpertNodes> nodes_;    ///< null on one node
   std::unique_ptr<GpuExpertCombine> combine_;
   std::shared_ptr<TablePool> pool_;
   std::uint64_t last_ticket_ = 0;

@@ -27,6 +27,18 @@ cudaError_t launch_kernel(void (*kernel)(Params...), dim3 grid, int threads, std
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
+/// Loads kernels into the context of the current device. @return cudaErrorInvalidValue for a null
+template <class... Kernels>
+cudaError_t load_kernels(Kernels... kernels) {
+  cudaFuncAttributes unused{};
+  for (const void* kernel : {reinterpret_cast<const void*>(kernels)...}) {
+    if (kernel == nullptr) return cudaErrorInvalidValue;
+    const cudaError_t status = cudaFuncGetAttributes(&unused, kernel);
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
 // Each prepare_ loads kernels into the context of the current device, so that no launch has to wait
 // for a device on which another rank's kernel waits for this one's. Blocks of kernels that
 // synchronize must fit on the device together.

@@ -65,6 +65,11 @@ __host__ __device__ constexpr std::int32_t rank_behind(const MoeShape& s, std::i
   return r < s.world_size ? r : r - s.world_size;
 }
 
+/// This rank's node.
+__host__ __device__ constexpr std::int32_t own_node(const MoeShape& s) {
+  return s.first_rank / s.node_ranks;
+}
+
 /// int32 that the sender of a token sends to each rank of its node: the row of each topk slot
 /// there, -1 if it is elsewhere; with compact rows these are places in the grouped order, and the
 /// compact row follows.

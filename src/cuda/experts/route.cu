@@ -101,12 +101,8 @@ namespace {
 
 template <bool Nodes>
 cudaError_t prepare_route_for() {
-  cudaFuncAttributes unused{};
-  for (const void* kernel : {reinterpret_cast<const void*>(enter_kernel<Nodes>),
-                             reinterpret_cast<const void*>(realign_moe_kernel)}) {
-    const cudaError_t status = cudaFuncGetAttributes(&unused, kernel);
-    if (status != cudaSuccess) return status;
-  }
+  const cudaError_t status = load_kernels(enter_kernel<Nodes>, realign_moe_kernel);
+  if (status != cudaSuccess) return status;
   constexpr Span span = Nodes ? Span::nodes : Span::rank;
   return allow_route_memory(route_kernel<span>);
 }

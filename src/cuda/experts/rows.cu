@@ -69,7 +69,7 @@ class ForwardedTokens {
   static __device__ bool is_here(const Rows& p, std::int32_t position, std::uint64_t epoch) {
     const std::int32_t t = token_at(p, position);
     const std::int32_t node = node_of(p, t);
-    if (node == own_node(p)) return true;
+    if (node == own_node(p.shape)) return true;
     return load_acquire(slot_of_token(p.forwarded, node, t - node * tokens_of_node(p))) >= epoch;
   }
 
@@ -81,7 +81,7 @@ class ForwardedTokens {
 /// Where a token lies.
 template <class Rows>
 __device__ inline RingSource forwarded_source(const Rows& p, std::int32_t t) {
-  const bool own = node_of(p, t) == own_node(p);
+  const bool own = node_of(p, t) == own_node(p.shape);
   const std::byte* const rows = own ? p.own_tokens : p.tokens;
   const std::byte* const scales = own ? p.own_scales : p.scales;
   return {rows + std::int64_t{t} * p.cuts.row_bytes,
@@ -529,10 +529,7 @@ RowCuts cut_rows(std::int64_t row_bytes, std::int32_t scale_bytes, bool bulk, in
 }
 
 cudaError_t prepare_rows(bool bulk) {
-  if (!bulk) {
-    cudaFuncAttributes unused{};
-    return cudaFuncGetAttributes(&unused, vector_kernel);
-  }
+  if (!bulk) return load_kernels(vector_kernel);
   for (const Ahead ahead : {Ahead::nothing, Ahead::loads, Ahead::lands}) {
     const cudaError_t status = for_ahead(ahead, [](auto constant) {
       return cudaFuncSetAttribute(bulk_kernel<constant()>,

@@ -221,30 +221,21 @@ QuantizeKernel quantize_kernel_of(DType dtype, bool wide) {
   });
 }
 
-cudaError_t load(const void* kernel) {
-  cudaFuncAttributes unused{};
-  return kernel == nullptr ? cudaErrorInvalidValue : cudaFuncGetAttributes(&unused, kernel);
-}
-
 }  // namespace
 
 cudaError_t prepare_stage(DType dtype, DType weights) {
-  if (const cudaError_t status = load(reinterpret_cast<const void*>(check_rows_kernel));
-      status != cudaSuccess) {
+  if (const cudaError_t status = load_kernels(check_rows_kernel); status != cudaSuccess) {
     return status;
   }
   for (const int word : {16, 8, 4, 2, 1}) {
-    const cudaError_t status = load(reinterpret_cast<const void*>(copy_kernel(word)));
+    const cudaError_t status = load_kernels(copy_kernel(word));
     if (status != cudaSuccess) return status;
   }
   for (const bool wide : {false, true}) {
-    for (const void* kernel :
-         {reinterpret_cast<const void*>(sum_kernel(dtype, weights, false, wide)),
-          reinterpret_cast<const void*>(sum_kernel(dtype, weights, true, wide)),
-          reinterpret_cast<const void*>(quantize_kernel_of(dtype, wide))}) {
-      const cudaError_t status = load(kernel);
-      if (status != cudaSuccess) return status;
-    }
+    const cudaError_t status =
+        load_kernels(sum_kernel(dtype, weights, false, wide),
+                     sum_kernel(dtype, weights, true, wide), quantize_kernel_of(dtype, wide));
+    if (status != cudaSuccess) return status;
   }
   return cudaSuccess;
 }

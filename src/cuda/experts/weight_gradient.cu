@@ -104,15 +104,7 @@ WeightGradientKernel kernel_of(DType tokens, DType weights, bool wide) {
 }  // namespace
 
 cudaError_t prepare_weight_gradient(DType tokens, DType weights) {
-  for (const bool wide : {false, true}) {
-    const WeightGradientKernel kernel = kernel_of(tokens, weights, wide);
-    cudaFuncAttributes unused{};
-    if (kernel == nullptr) return cudaErrorInvalidValue;
-    const cudaError_t status =
-        cudaFuncGetAttributes(&unused, reinterpret_cast<const void*>(kernel));
-    if (status != cudaSuccess) return status;
-  }
-  return cudaSuccess;
+  return load_kernels(kernel_of(tokens, weights, false), kernel_of(tokens, weights, true));
 }
 
 cudaError_t launch_weight_gradient(const WeightGradientParams& params, DType tokens, DType weights,

@@ -3,7 +3,7 @@
 #include "../../device/number.cuh"
 #include "../../device/word_copy.cuh"
 #include "../call.cuh"
-#include "../params.h"
+#include "../launch.h"
 #include "params.h"
 
 namespace waybill::cuda {
@@ -14,7 +14,6 @@ namespace {
 
 constexpr int list_warps = 8;
 
-__device__ std::int32_t own_node(const MoeShape& s) { return s.first_rank / s.node_ranks; }
 __device__ std::int32_t peer_on(const MoeShape& s, std::int32_t node) {
   return node * s.node_ranks + s.rank - s.first_rank;
 }
@@ -192,17 +191,6 @@ __global__ void __launch_bounds__(32) wait_nodes_kernel(const __grid_constant__ 
 
 }  // namespace
 
-cudaError_t prepare_node_paths() {
-  cudaFuncAttributes unused{};
-  for (const auto* kernel : {reinterpret_cast<const void*>(list_puts_kernel),
-                             reinterpret_cast<const void*>(raise_ready_kernel),
-                             reinterpret_cast<const void*>(wait_nodes_kernel)}) {
-    const cudaError_t status = cudaFuncGetAttributes(&unused, kernel);
-    if (status != cudaSuccess) return status;
-  }
-  return cudaSuccess;
-}
-
 cudaError_t launch_list_puts(const ListPutsParams& params, cudaStream_t stream) {
   constexpr std::int32_t most_blocks = 128;
   const MoeShape& s = params.shape;
@@ -246,7 +234,7 @@ __global__ void __launch_bounds__(list_threads)
   const auto i = static_cast<std::int32_t>(threadIdx.x);
   const auto node = static_cast<std::int32_t>(blockIdx.y);
   const bool comes = blockIdx.x == 1;
-  const std::int32_t own = s.first_rank / s.node_ranks;
+  const std::int32_t own = own_node(s);
   const std::int32_t slice = comes ? node : own;
   const std::int32_t wanted = comes ? own : node;
   const std::int64_t which = std::int64_t{blockIdx.x} * s.num_nodes + node;
@@ -308,16 +296,6 @@ MoveKernel move_kernel(int word_bytes) {
 
 }  // namespace
 
-cudaError_t prepare_node_rows() {
-  cudaFuncAttributes unused{};
-  for (const int word : {16, 8, 4, 2, 1}) {
-    const cudaError_t status =
-        cudaFuncGetAttributes(&unused, reinterpret_cast<const void*>(move_kernel(word)));
-    if (status != cudaSuccess) return status;
-  }
-  return cudaFuncGetAttributes(&unused, reinterpret_cast<const void*>(node_rows_kernel));
-}
-
 cudaError_t launch_node_rows(const NodeRowsParams& params, cudaStream_t stream) {
   const dim3 grid(2, static_cast<unsigned>(params.shape.num_nodes));
   node_rows_kernel<<<grid, list_threads, 0, stream>>>(params);
@@ -351,7 +329,7 @@ __global__ void __launch_bounds__(tile_tokens) node_runs_kernel(NodeRunsParams p
   __shared__ unsigned ending[tile_tokens / 32];
   const MoeShape& s = p.shape;
   const auto node = static_cast<std::int32_t>(blockIdx.y);
-  const std::int32_t own = s.first_rank / s.node_ranks;
+  const std::int32_t own = own_node(s);
   const auto i = static_cast<int>(threadIdx.x);
   const auto first = static_cast<std::int32_t>(blockIdx.x) * tile_tokens;
   const std::int32_t token = first + i;
@@ -402,7 +380,7 @@ __global__ void __launch_bounds__(warps * 32)
   const auto packs = static_cast<std::int32_t>(p.row_bytes / static_cast<int>(sizeof(Packed)));
   const std::int32_t stretches = (packs + 63) / 64;
   const std::int64_t items = std::int64_t{s.num_tokens} * stretches;
-  const std::int32_t own = s.first_rank / s.node_ranks;
+  const std::int32_t own = own_node(s);
   end_if_reported(p.m.arrive.sink);
   const std::uint64_t epoch = p.m.state->call.epoch;
   for (std::int64_t item = blockIdx.x + std::int64_t{threadIdx.x / 32} * gridDim.x; item < items;
@@ -463,15 +441,12 @@ AddKernel add_kernel(DType dtype, bool wide) {
 }  // namespace
 
 cudaError_t prepare_nodes(DType tokens) {
-  cudaFuncAttributes unused{};
-  for (const auto* kernel : {reinterpret_cast<const void*>(node_runs_kernel),
-                             reinterpret_cast<const void*>(add_kernel(tokens, false)),
-                             reinterpret_cast<const void*>(add_kernel(tokens, true))}) {
-    if (kernel == nullptr) return cudaErrorInvalidValue;
-    const cudaError_t status = cudaFuncGetAttributes(&unused, kernel);
+  for (const int word : {16, 8, 4, 2, 1}) {
+    const cudaError_t status = load_kernels(move_kernel(word));
     if (status != cudaSuccess) return status;
   }
-  return prepare_node_paths();
+  return load_kernels(list_puts_kernel, raise_ready_kernel, wait_nodes_kernel, node_rows_kernel,
+                      node_runs_kernel, add_kernel(tokens, false), add_kernel(tokens, true));
 }
 
 cudaError_t launch_node_runs(const NodeRunsParams& params, cudaStream_t stream) {

@@ -127,9 +127,7 @@ NodeSlices::NodeSlices(std::shared_ptr<GpuRank> gpu, int share, const EPConfig& 
       params_(params),
       sum_bytes_(config.hidden * dtype_bytes(config.token_dtype)),
       token_bytes_(payload_row_bytes(config, options)),
-      scale_bytes_(scale_row_bytes(config, options)) {
-  cuda_check(prepare_node_rows(), "loading kernels");
-}
+      scale_bytes_(scale_row_bytes(config, options)) {}
 
 bool NodeSlices::fit() const { return token_bytes_ + scale_bytes_ <= sum_bytes_; }
 

@@ -147,7 +147,6 @@ struct MoveNodeRowsParams {
   std::int64_t row_bytes;
 };
 
-cudaError_t prepare_node_rows();
 cudaError_t launch_node_rows(const NodeRowsParams& params, cudaStream_t stream);
 /// @param word_bytes common_word of all that it reads and writes
 cudaError_t launch_move_node_rows(const MoveNodeRowsParams& params, int word_bytes, int blocks,
@@ -155,10 +154,7 @@ cudaError_t launch_move_node_rows(const MoveNodeRowsParams& params, int word_byt
 
 // What a layer over several nodes does beside the kernels of one node. See launch.h.
 
-/// What launch_list_puts and launch_wait_nodes need.
-cudaError_t prepare_node_paths();
-
-/// All of it.
+/// Loads the kernels of this file.
 cudaError_t prepare_nodes(DType tokens);
 
 /// Writes a network path's program, and ids as other nodes read them. Where the call begins it
