@@ -181,7 +181,7 @@ class Counting {
     params_.own_counts = reinterpret_cast<std::uint64_t*>(own);
     params_.own_records = reinterpret_cast<std::int32_t*>(own + counts_bytes);
     DeviceBlocks::write(params_.own_counts, counts);
-    params_.told = many_.peers(own, others);
+    params_.peers = many_.peers(own, others);
     params_.records = counts_bytes;
   }
 
@@ -324,7 +324,7 @@ void check_rows(std::int32_t world_size, bool bulk) {
   params.channels = many.peers(params.own_channels, others);
   params.records = blocks.take<std::int32_t>(world_size * max_tokens * topk);
   params.num_input_tokens = blocks.take<std::int32_t>(world_size);
-  params.most_recv_rows = blocks.take<std::int32_t>(1);
+  params.max_recv_rows = blocks.take<std::int32_t>(1);
   params.faults = blocks.pinned<cuda::MoeHostFaults>(1);
   params.fills_tables = true;  // of nothing: no row arrives here
   test::cuda_ok(cuda::prepare_rows(bulk));

@@ -233,7 +233,7 @@ class ManyHomes {
     slabs_ = blocks.take<float>(world_size * slab_floats);
     float* const own_slab = slabs_ + many_.rank() * slab_floats;
     DeviceBlocks::write(own_slab, arrived_);
-    const std::int64_t num_flags = cuda::most_push_units(max_tokens, topk) * world_size;
+    const std::int64_t num_flags = cuda::max_push_units(max_tokens, topk) * world_size;
     auto* const flags =
         blocks.upload(std::vector<std::uint64_t>(to_size(num_flags), OneOfMany::epoch));
     cuda::PushParams& p = params_;

@@ -26,7 +26,7 @@ __device__ inline unsigned lanes_of_token(std::int32_t topk, std::int32_t k) {
 }
 
 /// Bits of the numbers 0..most.
-__device__ inline int bits_of(std::int32_t most) { return 32 - __clz(most); }
+__device__ inline int bits_of(std::int32_t max_value) { return 32 - __clz(max_value); }
 
 /// Lanes with the same value of so many bits, ballot by ballot: __match_any_sync takes one value
 /// after the other, an order of magnitude longer where they differ.
@@ -185,26 +185,26 @@ __device__ inline std::uint32_t mixed(std::uint32_t x) {
   return x ^ x >> 16;
 }
 
-/// Every other time up to `most_delay_ns`.
+/// Every other time up to `max_delay_ns`.
 __device__ __noinline__ inline void linger_at(const MoeArrive& m, DelayPoint point,
                                               std::uint64_t what) {
   const auto place =
       static_cast<std::uint32_t>(m.arrive.rank) * 4 + static_cast<std::uint32_t>(point);
   const std::uint32_t drawn = mixed(mixed(place + 1) + static_cast<std::uint32_t>(what));
   if ((drawn & 1U) == 0) return;
-  const std::uint64_t ns = std::uint64_t{drawn >> 1U} * m.most_delay_ns >> 31U;
+  const std::uint64_t ns = std::uint64_t{drawn >> 1U} * m.max_delay_ns >> 31U;
   const std::uint64_t start = now_ns();
   while (now_ns() - start < ns) __nanosleep(200);
 }
 
 /// @param what is the same for threads that linger together
 __device__ inline void linger(const MoeArrive& m, DelayPoint point, std::uint64_t what) {
-  if (m.most_delay_ns != 0) linger_at(m, point, what);
+  if (m.max_delay_ns != 0) linger_at(m, point, what);
 }
 
 /// The blocks of a rank each for themselves.
 __device__ inline void linger_block(const MoeArrive& m) {
-  if (m.most_delay_ns != 0) {
+  if (m.max_delay_ns != 0) {
     linger_at(m, DelayPoint::block, (now_ns() >> 14U) * gridDim.x + blockIdx.x);
   }
 }
@@ -237,7 +237,7 @@ __device__ inline unsigned num_blocks() { return gridDim.x * gridDim.y; }
 __device__ inline unsigned block_idx() { return blockIdx.y * gridDim.x + blockIdx.x; }
 
 /// True in thread 0 of the block that comes last: all others have done their part.
-__device__ inline bool comes_last(MoeState* state) {
+__device__ inline bool is_last_block(MoeState* state) {
   __syncthreads();
   if (threadIdx.x != 0) return false;
   if (num_blocks() == 1) return true;
@@ -288,12 +288,12 @@ __device__ inline void store_released(std::uint64_t* at, std::uint64_t value) {
 /// orders no memory, so who does not wait for this kernel's end waits for the word. All threads,
 /// behind wait_earlier_kernel(): the first that gives the place away speaks for its block.
 __device__ inline void let_next_begin(const MoeArrive& m, std::uint64_t epoch) {
-  const bool tells = block_idx() == 0 && threadIdx.x == 0;
-  if (tells && m.most_delay_ns == 0) store_released(&m.state->begun, epoch);
+  const bool is_sender = block_idx() == 0 && threadIdx.x == 0;
+  if (is_sender && m.max_delay_ns == 0) store_released(&m.state->begun, epoch);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
-  if (tells && m.most_delay_ns != 0) {
+  if (is_sender && m.max_delay_ns != 0) {
     linger(m, DelayPoint::begun, epoch);
     store_released(&m.state->begun, epoch);
   }
@@ -316,9 +316,9 @@ __device__ inline bool means_another_call(const ArriveParams& p, std::uint64_t e
 
 /// For waits for a peer: it reports if that means another call, as such a one may never come, or
 /// if the wait is over.
-__device__ __noinline__ inline void look_up_from_wait(const ArriveParams& p, std::uint64_t epoch,
-                                                      std::int32_t peer, std::uint64_t seen,
-                                                      std::uint64_t waited_ns) {
+__device__ __noinline__ inline void check_while_waiting(const ArriveParams& p, std::uint64_t epoch,
+                                                        std::int32_t peer, std::uint64_t seen,
+                                                        std::uint64_t waited_ns) {
   if (means_another_call(p, epoch, peer) || is_over(p.sink, waited_ns)) {
     report_missed(p, epoch, peer, seen, waited_ns);
   }
@@ -332,7 +332,7 @@ __device__ inline std::uint64_t wait_epoch(const ArriveParams& p, const std::uin
   std::uint64_t seen = 0;
   spin_until([&] { return (seen = load_acquire(slot)) >= wanted; },
              [&](std::uint64_t waited_ns) {
-               look_up_from_wait(p, wanted >> epoch_shift, peer, seen >> epoch_shift, waited_ns);
+               check_while_waiting(p, wanted >> epoch_shift, peer, seen >> epoch_shift, waited_ns);
              });
   return seen;
 }
@@ -396,13 +396,13 @@ class CallComparison {
       if (!sends_call_words(p, peer)) continue;
       if (k != first) theirs_ = load_words(call_words_at(p, epoch_, peer));
       std::uint64_t differs = difference(mine, theirs_, epoch_);
-      const auto is_told = [&] { return differs == 0 || is_disagreement(differs); };
-      if (!is_told()) {
+      const auto is_known = [&] { return differs == 0 || is_disagreement(differs); };
+      if (!is_known()) {
         spin_until(
             [&] {
               theirs_ = load_words(call_words_at(p, epoch_, peer));
               differs = difference(mine, theirs_, epoch_);
-              return is_told();
+              return is_known();
             },
             [&](std::uint64_t waited_ns) {
               if (is_over(p.sink, waited_ns)) {
@@ -429,7 +429,7 @@ class CallBegin {
   __device__ explicit CallBegin(const Rows& p)
       : state_(p.m.state),
         arrive_(p.m.arrive),
-        has_begin_words_(Rows::lands && p.receive_slots.is_all) {}
+        has_begin_words_(Rows::to_slots && p.receive_slots.is_all) {}
 
   /// Waits until it has ended. @return the epoch of the call
   __device__ std::uint64_t wait_ended() {
@@ -459,22 +459,23 @@ class CallBegin {
 
  private:
   static __device__ std::uint64_t wait_begin(const ArriveParams& arrive, const std::uint64_t* at,
-                                             std::uint64_t least) {
+                                             std::uint64_t wanted) {
     std::uint64_t seen = 0;
     spin_until(
         [&] {
           asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(at) : "memory");
-          return seen >= least;
+          return seen >= wanted;
         },
-        [&](std::uint64_t waited_ns) { look_up(arrive, least, seen, waited_ns); });
+        [&](std::uint64_t waited_ns) { check_while_waiting(arrive, wanted, seen, waited_ns); });
     return seen;
   }
 
   /// The kernel ahead has a deadline of its own, and knows who is late.
-  static __device__ __noinline__ void look_up(const ArriveParams& arrive, std::uint64_t least,
-                                              std::uint64_t seen, std::uint64_t waited_ns) {
+  static __device__ __noinline__ void check_while_waiting(const ArriveParams& arrive,
+                                                          std::uint64_t wanted, std::uint64_t seen,
+                                                          std::uint64_t waited_ns) {
     if (is_over(arrive.sink, waited_ns, 2)) {
-      report_and_trap(arrive.sink, arrive.kind, arrive.rank, arrive.rank, least, seen, waited_ns);
+      report_and_trap(arrive.sink, arrive.kind, arrive.rank, arrive.rank, wanted, seen, waited_ns);
     }
     end_if_reported(arrive.sink);
   }

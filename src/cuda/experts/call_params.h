@@ -99,7 +99,7 @@ class ExpertParams {
   EPDispatchOptions options_;
   const ExpertMemory& memory_;
   bool low_latency_;
-  std::uint32_t most_delay_ns_;  ///< MoeArrive's
+  std::uint32_t max_delay_ns_;  ///< MoeArrive's
   RecordWorkspace workspace_;
   SymmetricBuffer records_;
   SignalPad channels_;

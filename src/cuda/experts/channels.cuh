@@ -7,15 +7,15 @@
 namespace waybill::cuda {
 /// Parameters of a kernel that moves rows, with what is known of the call when it is compiled: of
 /// few tokens each instruction runs once, and code of other calls between them would be fetched,
-/// too. Who sends ahead is alone on its device, on one node (GpuExpertExecutor::ahead_of).
-template <Ahead known>
+/// too. Who sends ahead is alone on its device, on one node (GpuExpertExecutor::early_work_of).
+template <EarlyWork known>
 struct RowsOf : RowsParams {
-  static constexpr bool waits = known == Ahead::nothing;
-  static constexpr bool loads = known == Ahead::loads;
-  static constexpr bool lands = known == Ahead::lands;
+  static constexpr bool waits = known == EarlyWork::nothing;
+  static constexpr bool loads = known == EarlyWork::loads;
+  static constexpr bool to_slots = known == EarlyWork::to_slots;
 
   [[nodiscard]] __device__ bool spans_nodes() const { return waits && shape.num_nodes > 1; }
-  [[nodiscard]] __device__ bool fills() const { return lands || (waits && fills_tables); }
+  [[nodiscard]] __device__ bool fills() const { return to_slots || (waits && fills_tables); }
   /// Whether ranks have synchronized, and are to compare what they mean by the call here: of a
   /// routing that is known, on one node.
   [[nodiscard]] __device__ bool compares() const {
@@ -43,7 +43,7 @@ template <class Visit>
 __device__ inline void for_channels(const RowsParams& p, Visit&& visit) {
 #pragma unroll 1  // a lane has one rank, where they are few
   for (std::int32_t k = lane_id(); k < p.shape.world_size; k += 32) {
-    visit(peer_at(p.channels, rank_behind(p.shape, k)));
+    visit(peer_at(p.channels, rank_after(p.shape, k)));
   }
 }
 
@@ -62,7 +62,7 @@ template <class Rows>
 __device__ inline void send_configs(const Rows& p, std::int32_t num_channels, std::uint64_t epoch) {
   for_channels(p, [&](std::uint64_t* channels) {
     signal(config_slot(p, channels, p.shape.rank),
-           channel_config(epoch, num_channels, p.cuts.group, Rows::lands));
+           channel_config(epoch, num_channels, p.cuts.group, Rows::to_slots));
   });
 }
 
@@ -72,7 +72,7 @@ struct Source {
   std::int32_t channels;
   std::int32_t group;  ///< tokens of a channel that are published together
   std::int32_t tokens;
-  bool lands;  ///< they are in the receive slot
+  bool in_slots;  ///< they are in the receive slot
 
   /// Groups of all channels.
   [[nodiscard]] __device__ std::int32_t units() const {
@@ -83,10 +83,11 @@ struct Source {
 
 /// @param told what the rank says of it. @pre its tokens are placed
 template <class Rows>
-__device__ inline Source source_told(const Rows& p, std::int32_t r, std::uint64_t told) {
-  return {r, static_cast<std::int32_t>(told >> 8 & 0x7FFF), static_cast<std::int32_t>(told & 0xFF),
+__device__ inline Source source_from(const Rows& p, std::int32_t r, std::uint64_t config) {
+  return {r, static_cast<std::int32_t>(config >> 8 & 0x7FFF),
+          static_cast<std::int32_t>(config & 0xFF),
           p.spans_nodes() ? p.shape.max_tokens : __ldcg(p.num_input_tokens + r),
-          (told & channel_lands_bit) != 0};
+          (config & channel_in_slots_bit) != 0};
 }
 
 /// Ranks of the node of which a warp keeps how their rows come: lane i has ranks i and i + 32. What
@@ -98,9 +99,9 @@ struct Sources {
   std::int32_t channels[2];
   std::int32_t group[2];
   std::int32_t tokens[2];
-  std::int32_t lands[2];
-  bool some_land;
-  std::int32_t most_units;  ///< groups of all channels of a rank, at most
+  std::int32_t in_slots[2];
+  bool some_in_slots;
+  std::int32_t max_units;  ///< groups of all channels of a rank, at most
 };
 
 /// What rank r has said of how it sends, when it has.
@@ -115,13 +116,13 @@ __device__ inline std::uint64_t wait_config(const RowsParams& p, std::uint64_t e
 template <class Rows>
 __device__ __noinline__ std::int32_t learn_far_sources(const Rows& p, std::uint64_t epoch) {
   std::int32_t units = 0;
-  std::int32_t lands = 0;
+  std::int32_t in_slots = 0;
   for (std::int32_t r = kept_sources + lane_id(); r < p.shape.world_size; r += 32) {
-    const Source source = source_told(p, r, wait_config(p, epoch, r));
+    const Source source = source_from(p, r, wait_config(p, epoch, r));
     units = max(units, source.units());
-    lands |= source.lands ? 1 : 0;
+    in_slots |= source.in_slots ? 1 : 0;
   }
-  return 2 * units + lands;
+  return 2 * units + in_slots;
 }
 
 /// Waits until all ranks have said how they send, and their tokens are placed. One warp.
@@ -140,16 +141,17 @@ __device__ inline Sources learn_sources(const Rows& p, CallBegin& begin) {
   for (int half = 0; half < 2; ++half) {
     const std::int32_t r = half * 32 + lane_id();
     if (r >= s.world_size) continue;
-    const Source source = source_told(p, r, wait_config(p, epoch, r));
+    const Source source = source_from(p, r, wait_config(p, epoch, r));
     sources.channels[half] = source.channels;
     sources.group[half] = source.group;
     sources.tokens[half] = source.tokens;
-    sources.lands[half] = source.lands ? 1 : 0;
+    sources.in_slots[half] = source.in_slots ? 1 : 0;
     units = max(units, source.units());
   }
   const std::int32_t far = s.world_size > kept_sources ? learn_far_sources(p, epoch) : 0;
-  sources.most_units = __reduce_max_sync(all_lanes, max(units, far / 2));
-  sources.some_land = __any_sync(all_lanes, sources.lands[0] + sources.lands[1] + far % 2) != 0;
+  sources.max_units = __reduce_max_sync(all_lanes, max(units, far / 2));
+  sources.some_in_slots =
+      __any_sync(all_lanes, sources.in_slots[0] + sources.in_slots[1] + far % 2) != 0;
   return sources;
 }
 
@@ -170,21 +172,21 @@ __device__ inline std::int32_t token_at(const Rows& p, std::int32_t position) {
   if (!p.spans_nodes()) return position;
   const MoeShape& s = p.shape;
   const std::int32_t each = tokens_of_node(p);
-  const std::int32_t turn = position / each;
-  const std::int32_t node = (own_node(p.shape) + s.num_nodes - turn) % s.num_nodes;
-  return node * each + position - turn * each;
+  const std::int32_t node_idx = position / each;
+  const std::int32_t node = (own_node(p.shape) + s.num_nodes - node_idx) % s.num_nodes;
+  return node * each + position - node_idx * each;
 }
 
 /// All lanes, with the same rank.
 template <class Rows>
 __device__ inline Source source_of(const Rows& p, const Sources& all, std::int32_t rank) {
   if (rank >= kept_sources) {
-    return source_told(p, rank, load_acquire(config_slot(p, p.own_channels, rank)));
+    return source_from(p, rank, load_acquire(config_slot(p, p.own_channels, rank)));
   }
   const auto of = [&](const std::int32_t(&values)[2]) {
     return __shfl_sync(all_lanes, rank < 32 ? values[0] : values[1], rank % 32);
   };
-  return {rank, of(all.channels), of(all.group), of(all.tokens), of(all.lands) != 0};
+  return {rank, of(all.channels), of(all.group), of(all.tokens), of(all.in_slots) != 0};
 }
 
 }  // namespace waybill::cuda

@@ -9,9 +9,9 @@ namespace {
 
 /// A warp's work on a piece is a chain of waits, so many warps that hold few rows sum more than few
 /// that hold many.
-constexpr int most_warps = 16;
+constexpr int max_warps = 16;
 /// Where no block has more than a piece, its rows come at once.
-constexpr int few_warps = 6;
+constexpr int single_piece_warps = 6;
 constexpr int stages = 2;
 constexpr int ring_rows = 96;  ///< that a block holds, in the stages of all its warps
 constexpr int piece_bytes = 2048;
@@ -105,7 +105,7 @@ struct Sums {
 
 struct BulkMemory {
   alignas(128) std::byte ring[ring_rows][piece_bytes];
-  std::uint64_t loaded[most_warps][stages];
+  std::uint64_t loaded[max_warps][stages];
 };
 
 /// A piece of a token's sum.
@@ -140,7 +140,7 @@ struct PieceSteps {
 };
 
 /// Rows of a piece that fill one stage.
-struct Turn {
+struct Batch {
   Piece at;
   const std::byte* row;  ///< of each lane
   float weight;
@@ -173,19 +173,19 @@ class BulkSum {
   __device__ void run() {
     coming_ = steps_.first();
     coming_rows_ = read_token<Weight>(p_, coming_.token);
-    Turn ahead = begin_piece();
-    if (ahead.at.token < p_.shape.num_tokens) ask(ahead, 0);
-    for (unsigned turn = 0; ahead.at.token < p_.shape.num_tokens; ++turn) {
-      const Turn here = ahead;
+    Batch next = begin_piece();
+    if (next.at.token < p_.shape.num_tokens) ask(next, 0);
+    for (unsigned number = 0; next.at.token < p_.shape.num_tokens; ++number) {
+      const Batch here = next;
       const bool is_last = __popc(here.left) <= slots_;
       if (is_last) {
-        ahead = begin_piece();
+        next = begin_piece();
       } else {
-        for (int i = 0; i < slots_; ++i) ahead.left &= ahead.left - 1;
-        ahead.is_first = false;
+        for (int i = 0; i < slots_; ++i) next.left &= next.left - 1;
+        next.is_first = false;
       }
-      if (ahead.at.token < p_.shape.num_tokens) ask(ahead, (turn + 1) % stages);
-      add<Weighted>(here, turn, is_last);
+      if (next.at.token < p_.shape.num_tokens) ask(next, (number + 1) % stages);
+      add<Weighted>(here, number, is_last);
       release_stage();
     }
   }
@@ -200,34 +200,34 @@ class BulkSum {
   }
 
   /// The piece whose places have come; asks for those of the next.
-  __device__ Turn begin_piece() {
+  __device__ Batch begin_piece() {
     const unsigned summed = lanes_summed(p_, coming_rows_);
     const std::byte* const row = row_at(p_, windows_, coming_rows_.address);
-    const Turn turn{coming_, row, coming_rows_.weight, summed, true};
+    const Batch batch{coming_, row, coming_rows_.weight, summed, true};
     steps_.advance(coming_);
     coming_rows_ = read_token<Weight>(p_, coming_.token);
-    return turn;
+    return batch;
   }
 
-  __device__ void ask(const Turn& turn, unsigned stage) {
-    const auto bytes = static_cast<std::uint32_t>(bytes_of(turn.at));
-    const auto count = static_cast<std::uint32_t>(__popc(turn.left));
+  __device__ void ask(const Batch& batch, unsigned stage) {
+    const auto bytes = static_cast<std::uint32_t>(bytes_of(batch.at));
+    const auto count = static_cast<std::uint32_t>(__popc(batch.left));
     if (lane_id() == 0) {
       barrier_expect(&loaded_[stage], bytes * min(count, static_cast<unsigned>(slots_)));
     }
     __syncwarp();
-    const int slot = __popc(turn.left & ((1U << lane_id()) - 1));
-    if ((turn.left >> lane_id() & 1U) != 0 && slot < slots_) {
-      bulk_load_to_read(place(stage, slot), turn.row + turn.at.piece * piece_bytes, bytes,
+    const int slot = __popc(batch.left & ((1U << lane_id()) - 1));
+    if ((batch.left >> lane_id() & 1U) != 0 && slot < slots_) {
+      bulk_load_to_read(place(stage, slot), batch.row + batch.at.piece * piece_bytes, bytes,
                         &loaded_[stage]);
     }
   }
 
   template <bool Weighted>
-  __device__ void add(const Turn& turn, unsigned number, bool is_last) {
-    const int bytes = bytes_of(turn.at);
-    const std::int64_t offset = turn.at.token * p_.row_bytes + turn.at.piece * piece_bytes;
-    if (turn.is_first) {
+  __device__ void add(const Batch& batch, unsigned number, bool is_last) {
+    const int bytes = bytes_of(batch.at);
+    const std::int64_t offset = batch.at.token * p_.row_bytes + batch.at.piece * piece_bytes;
+    if (batch.is_first) {
       sums_.clear();
       for (const std::byte* bias : p_.biases) {
         if (bias != nullptr) sums_.template add<false, false>(bias + offset, bytes, 0);
@@ -236,20 +236,20 @@ class BulkSum {
     const unsigned stage = number % stages;
     barrier_wait(&loaded_[stage], number / stages % 2);
     if (bytes == piece_bytes) {
-      add_rows<Weighted, true>(turn, stage, bytes);
+      add_rows<Weighted, true>(batch, stage, bytes);
     } else {
-      add_rows<Weighted, false>(turn, stage, bytes);
+      add_rows<Weighted, false>(batch, stage, bytes);
     }
     if (is_last) sums_.write(p_.output + offset, bytes);
   }
 
   template <bool Weighted, bool Full>
-  __device__ void add_rows(const Turn& turn, unsigned stage, int bytes) {
-    unsigned left = turn.left;
+  __device__ void add_rows(const Batch& batch, unsigned stage, int bytes) {
+    unsigned left = batch.left;
     for (int slot = 0; slot < slots_ && left != 0; ++slot, left &= left - 1) {
       float weight = 0;
       if (Weighted) {
-        weight = __shfl_sync(all_lanes, turn.weight, __ffs(static_cast<int>(left)) - 1);
+        weight = __shfl_sync(all_lanes, batch.weight, __ffs(static_cast<int>(left)) - 1);
       }
       sums_.template add<Weighted, Full>(place(stage, slot), bytes, weight);
     }
@@ -275,7 +275,7 @@ __device__ void sum_elements(const CombineParams& p, const Windows& windows) {
   constexpr int unroll = 4;
   const std::int64_t elements = p.row_bytes / size;
   const std::int64_t pieces = (elements + 32 * unroll - 1) / (32 * unroll);
-  const std::int64_t step = std::int64_t{gridDim.x} * most_warps;
+  const std::int64_t step = std::int64_t{gridDim.x} * max_warps;
   const bool weighted = p.weights != nullptr;
   for (std::int64_t item = blockIdx.x + std::int64_t{threadIdx.x / 32} * gridDim.x;
        item < p.shape.num_tokens * pieces; item += step) {
@@ -312,7 +312,7 @@ __device__ void sum_elements(const CombineParams& p, const Windows& windows) {
 }
 
 template <class Number, class Weight, bool Bulk>
-__global__ void __launch_bounds__(most_warps * 32, 1)
+__global__ void __launch_bounds__(max_warps * 32, 1)
     combine_kernel(const __grid_constant__ CombineParams p) {
   extern __shared__ __align__(128) std::byte shared[];
   std::uint64_t epoch = 0;
@@ -336,7 +336,7 @@ __global__ void __launch_bounds__(most_warps * 32, 1)
     sum_elements<Number, Weight>(p, windows);
   }
   if (compares) comparison.settle(p.m.arrive);
-  if (!p.in_call && comes_last(p.m.state)) end_moe_call(p.m, 1, epoch);
+  if (!p.in_call && is_last_block(p.m.state)) end_moe_call(p.m, 1, epoch);
 }
 
 using Kernel = void (*)(CombineParams);
@@ -365,7 +365,7 @@ cudaError_t launch_combine(const CombineParams& params, DType tokens, DType weig
   if (kernel == nullptr) return cudaErrorInvalidValue;
   const std::int64_t pieces =
       params.shape.num_tokens * ((params.row_bytes + piece_bytes - 1) / piece_bytes);
-  const int warps = bulk && pieces <= blocks ? few_warps : most_warps;
+  const int warps = bulk && pieces <= blocks ? single_piece_warps : max_warps;
   return launch_kernel(kernel, static_cast<unsigned>(blocks), warps * 32,
                        bulk ? sizeof(BulkMemory) : 0, early, stream, params);
 }

@@ -26,7 +26,7 @@ GpuExpertCombine::GpuExpertCombine(Transport& transport, std::shared_ptr<GpuRank
       nodes_(nodes) {
   prepare();  // may throw: nothing is to be given back yet
   if (memory.slab_slots > 0) {
-    const std::int64_t units = most_push_units(config.max_tokens, config.topk);
+    const std::int64_t units = max_push_units(config.max_tokens, config.topk);
     flags_ = transport.allocate_signals(units * config.world_size, "combine flags");
   }
 }

@@ -171,11 +171,11 @@ class GpuExpertExecutor final : public ExpertExecutor {
     if (made != nullptr && is_given(input.full_scatter_indices)) claim_rows(call, *made, params);
     const bool early =
         is_alone() && options_.payload != EPPayload::quantized && !params.claims_rows;
-    if (bulk && early) params.ahead = ahead_of(made_tables, params);
-    if (params.ahead == Ahead::lands) {
+    if (bulk && early) params.early_work = early_work_of(made_tables, params);
+    if (params.early_work == EarlyWork::to_slots) {
       // Blocks that find no room beside those that count begin when these have ended.
-      const int beside = gpu_->num_sms() - num_route_blocks(params.shape, call);
-      params.num_senders = std::clamp(beside, 1, params.num_senders);
+      const int free_sms = gpu_->num_sms() - num_route_blocks(params.shape, call);
+      params.num_senders = std::clamp(free_sms, 1, params.num_senders);
     }
     check(launch_rows(params, {bulk, early, blocks}, stream_of(call)), call);
     if (nodes_ != nullptr && made != nullptr) nodes_->note_runs(call, *made);
@@ -288,11 +288,11 @@ class GpuExpertExecutor final : public ExpertExecutor {
   }
 
   /// A host that has waited for counts launches rows when all places are known.
-  static Ahead ahead_of(const GpuExpertTables& tables, const RowsParams& params) {
-    if (tables.being_made() == nullptr) return Ahead::loads;
+  static EarlyWork early_work_of(const GpuExpertTables& tables, const RowsParams& params) {
+    if (tables.being_made() == nullptr) return EarlyWork::loads;
     const bool fits =
         params.receive_slots.tokens > 0 && params.shape.num_tokens <= params.receive_slots.tokens;
-    return fits && !tables.routing().has_waited() ? Ahead::lands : Ahead::nothing;
+    return fits && !tables.routing().has_waited() ? EarlyWork::to_slots : EarlyWork::nothing;
   }
 
   [[nodiscard]] int num_route_blocks(const MoeShape& shape, const ExpertCall& call) const {
@@ -394,11 +394,11 @@ int num_sending_blocks(const LinkSpeeds& links, const EPConfig& config,
   const double world = config.world_size;
   const double sent = world * (1 - std::pow(1 - 1 / world, config.topk));
   const double all = options.rows == EPRows::compact ? sent : config.topk;
-  auto most = static_cast<int>(std::lround(blocks * sent / all));
+  auto senders = static_cast<int>(std::lround(blocks * sent / all));
   if (world > 1) {
-    most = static_cast<int>(std::min<double>(most, fill_links * world / (world - 1)));
+    senders = static_cast<int>(std::min<double>(senders, fill_links * world / (world - 1)));
   }
-  return std::clamp(most, 1, blocks);
+  return std::clamp(senders, 1, blocks);
 }
 
 std::unique_ptr<ExpertExecutor> make_gpu_expert_executor(Transport& transport,

@@ -60,7 +60,7 @@ __host__ __device__ constexpr std::int32_t num_counts(const MoeShape& s) {
 }
 
 /// The rank that is k behind this one. @pre 0 <= k < world_size
-__host__ __device__ constexpr std::int32_t rank_behind(const MoeShape& s, std::int32_t k) {
+__host__ __device__ constexpr std::int32_t rank_after(const MoeShape& s, std::int32_t k) {
   const std::int32_t r = s.rank + k;
   return r < s.world_size ? r : r - s.world_size;
 }
@@ -108,8 +108,8 @@ inline constexpr int overflow_epoch_shift = 32;
 struct MoeArrive {
   ArriveParams arrive;  ///< slots: `entered`; its state is MoeState::call
   MoeState* state;
-  std::uint32_t parity;         ///< parity of this dispatch or combine
-  std::uint32_t most_delay_ns;  ///< for tests, see delay.cuh; else 0
+  std::uint32_t parity;        ///< parity of this dispatch or combine
+  std::uint32_t max_delay_ns;  ///< for tests, see delay.cuh; else 0
 };
 
 /// The parities of the next dispatch and of the next combine.
@@ -137,7 +137,7 @@ struct RouteParams {
   std::int32_t weight_bytes;
   bool takes_weights;  ///< from all ranks; where this one has no tokens, too
   /// Of the ranks of the node: what they receive, in parts.
-  NearPeers<std::byte> told;
+  NearPeers<std::byte> peers;
   std::int64_t counts;        ///< bytes from there: [W, num_counts]
   std::int64_t records;       ///< [W, M, record_stride]; several nodes [node_ranks, nodes, M, ..]
   std::int64_t sent_weights;  ///< [W, M, K], in the same order
@@ -198,19 +198,19 @@ struct RowCuts {
 /// How the rows of a source come in a call: by so many channels (a channel: the tokens of one
 /// warp), so many tokens at a time; to the receive slot, or to their places.
 inline constexpr int channel_config_shift = 24;
-inline constexpr std::uint64_t channel_lands_bit = std::uint64_t{1} << 23;
+inline constexpr std::uint64_t channel_in_slots_bit = std::uint64_t{1} << 23;
 __host__ __device__ constexpr std::uint64_t channel_config(std::uint64_t epoch, int channels,
-                                                           int group, bool lands) {
-  return epoch << channel_config_shift | (lands ? channel_lands_bit : 0) |
+                                                           int group, bool in_slots) {
+  return epoch << channel_config_shift | (in_slots ? channel_in_slots_bit : 0) |
          static_cast<std::uint64_t>(channels) << 8 | static_cast<std::uint64_t>(group);
 }
 inline constexpr int channel_epoch_shift = 20;
 
 /// What senders do before the kernel ahead of theirs on the stream has ended.
-enum class Ahead : std::int32_t {
+enum class EarlyWork : std::int32_t {
   nothing,
-  loads,  ///< read their first tokens, whose places are known
-  lands,  ///< send tokens to the receive slots of their ranks, as no place is known yet
+  loads,     ///< read their first tokens, whose places are known
+  to_slots,  ///< send tokens to the receive slots of their ranks, as no place is known yet
 };
 
 /// Several nodes: slots that say which rows of another node have come, a chunk of tokens each.
@@ -248,7 +248,7 @@ struct RowsParams {
   MoeShape shape;
   RowCuts cuts;
   std::int32_t num_senders;  ///< blocks that send before they receive
-  Ahead ahead;
+  EarlyWork early_work;
   ReceiveSlots receive_slots;
   const std::byte* tokens;  ///< [T] rows
   const std::byte* scales;  ///< [T, scale_bytes] or null
@@ -272,7 +272,7 @@ struct RowsParams {
   const std::int32_t* num_input_tokens;
   const std::int32_t* expert_counts;
   const std::int32_t* expert_offsets;
-  const std::int32_t* most_recv_rows;  ///< of all ranks
+  const std::int32_t* max_recv_rows;  ///< of all ranks
   MoeHostFaults* faults;
   RowTag* tags;  ///< of the window, as the next two
   std::byte* weights;
@@ -338,22 +338,22 @@ struct PushUnits {
   std::int32_t part_bytes;  ///< but for the last
 };
 
-inline constexpr std::int32_t few_pushed_tokens = 512;
-inline constexpr std::int32_t most_push_parts = 8;
-inline constexpr std::int32_t most_push_group = 4;
+inline constexpr std::int32_t max_split_tokens = 512;
+inline constexpr std::int32_t max_push_parts = 8;
+inline constexpr std::int32_t max_push_group = 4;
 
-/// All ranks say the same. @param most_tokens of the rank that has the most
-__host__ __device__ constexpr PushUnits push_units(std::int32_t most_tokens, std::int32_t topk,
+/// All ranks say the same. @param busiest_tokens of the rank that has the most
+__host__ __device__ constexpr PushUnits push_units(std::int32_t busiest_tokens, std::int32_t topk,
                                                    std::int64_t row_bytes) {
   constexpr std::int32_t piece_bytes = 2048;
   PushUnits units{1, 1, static_cast<std::int32_t>(row_bytes)};
-  if (most_tokens > few_pushed_tokens) {
+  if (busiest_tokens > max_split_tokens) {
     const std::int32_t together = 32 / topk;
-    units.group = together < most_push_group ? together : most_push_group;
+    units.group = together < max_push_group ? together : max_push_group;
     return units;
   }
   const auto pieces = static_cast<std::int32_t>((row_bytes + piece_bytes - 1) / piece_bytes);
-  units.parts = pieces < most_push_parts ? pieces : most_push_parts;
+  units.parts = pieces < max_push_parts ? pieces : max_push_parts;
   units.part_bytes =
       static_cast<std::int32_t>((row_bytes + units.parts - 1) / units.parts + 15) / 16 * 16;
   units.parts = static_cast<std::int32_t>((row_bytes + units.part_bytes - 1) / units.part_bytes);
@@ -361,11 +361,11 @@ __host__ __device__ constexpr PushUnits push_units(std::int32_t most_tokens, std
 }
 
 /// Units of a rank's tokens, at most: each has a flag of each rank.
-constexpr std::int64_t most_push_units(std::int64_t max_tokens, std::int32_t topk) {
-  const std::int64_t few = (max_tokens < few_pushed_tokens ? max_tokens : few_pushed_tokens);
-  const std::int32_t group = push_units(few_pushed_tokens + 1, topk, 1).group;
-  const std::int64_t many = (max_tokens + group - 1) / group;
-  return few * most_push_parts > many ? few * most_push_parts : many;
+constexpr std::int64_t max_push_units(std::int64_t max_tokens, std::int32_t topk) {
+  const std::int64_t split = max_tokens < max_split_tokens ? max_tokens : max_split_tokens;
+  const std::int32_t group = push_units(max_split_tokens + 1, topk, 1).group;
+  const std::int64_t grouped = (max_tokens + group - 1) / group;
+  return split * max_push_parts > grouped ? split * max_push_parts : grouped;
 }
 
 /// What the sums of tokens begin with.

@@ -182,11 +182,11 @@ __device__ void write_tables(const RouteParams& p, const Scratch& scratch) {
     p.num_recv_rows[r] = scratch.totals[r].recv_rows;
   }
   if (thread / 32 != 1) return;
-  std::int32_t most = 0;
+  std::int32_t max_rows = 0;
   for (std::int32_t r = thread % 32; r < s.world_size; r += 32)
-    most = max(most, scratch.totals[r].recv_rows);
-  most = __reduce_max_sync(all_lanes, most);
-  if (thread == 32) p.num_recv_rows[s.world_size] = most;
+    max_rows = max(max_rows, scratch.totals[r].recv_rows);
+  max_rows = __reduce_max_sync(all_lanes, max_rows);
+  if (thread == 32) p.num_recv_rows[s.world_size] = max_rows;
 }
 
 /// One warp writes to the host how many rows come.
@@ -220,17 +220,17 @@ __device__ inline void locate_positions(const RouteParams& p, const Scratch& scr
 // Rows of topk slots, from where each expert's rows begin.
 
 /// Of a block's shared memory on the current device, at most what sm_80 has.
-inline int most_route_bytes() {
-  constexpr int most = 156 * 1024;
+inline int max_route_bytes() {
+  constexpr int limit = 156 * 1024;
   constexpr int of_kernels = 4096;  // what these have besides
   const int room = shared_bytes_of_block() - of_kernels;
-  return room < most ? room : most;
+  return room < limit ? room : limit;
 }
 
 template <class Kernel>
 cudaError_t allow_route_memory(Kernel kernel) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              most_route_bytes());
+                              max_route_bytes());
 }
 
 /// Words of shared memory of what a block knows of ranks.
@@ -244,7 +244,7 @@ inline int table_words(const MoeShape& s) {
 /// that are needed besides
 inline int tile_warps_of(const MoeShape& s, int kept = 0) {
   const int room =
-      most_route_bytes() / 4 - table_words(s) - 2 * s.num_experts - num_counts(s) - kept;
+      max_route_bytes() / 4 - table_words(s) - 2 * s.num_experts - num_counts(s) - kept;
   const int fit = room / num_counts(s);
   return fit < route_warps ? fit : route_warps;
 }
@@ -263,14 +263,14 @@ __device__ inline Scratch scratch_in(std::int32_t* shared, const MoeShape& s, in
   auto* const bases = reinterpret_cast<std::byte**>(shared);
   auto* const totals = reinterpret_cast<RankTotals*>(bases + s.node_ranks);
   auto* const cursors = reinterpret_cast<std::int32_t*>(totals + s.world_size);
-  std::int32_t* const behind = cursors + tile_warps * n;
+  std::int32_t* const after_cursors = cursors + tile_warps * n;
   return {bases,
           totals,
           cursors,
-          behind,
-          behind + s.num_experts,
-          behind + 2 * s.num_experts,
-          keeps_counts ? behind + 2 * s.num_experts + n : nullptr};
+          after_cursors,
+          after_cursors + s.num_experts,
+          after_cursors + 2 * s.num_experts,
+          keeps_counts ? after_cursors + 2 * s.num_experts + n : nullptr};
 }
 
 /// What a warp sends to all ranks of the node about its round's tokens; or this one, which has the

@@ -44,12 +44,13 @@ __device__ std::int32_t tokens_of_lane(const PushParams& p) {
 }
 
 __device__ Units units_of(const PushParams& p, std::int32_t tokens) {
-  std::int32_t most = tokens;
+  std::int32_t busiest_tokens = tokens;
   for (std::int32_t r = 32 + lane_id(); r < p.shape.world_size; r += 32)
-    most = max(most, p.num_input_tokens[r]);
-  most = __reduce_max_sync(all_lanes, most);
-  Units u{push_units(most, p.shape.topk, p.row_bytes), 0, 32 / p.shape.topk, 0, 0, tokens};
-  u.groups = (most + u.cut.group - 1) / u.cut.group;
+    busiest_tokens = max(busiest_tokens, p.num_input_tokens[r]);
+  busiest_tokens = __reduce_max_sync(all_lanes, busiest_tokens);
+  Units u{
+      push_units(busiest_tokens, p.shape.topk, p.row_bytes), 0, 32 / p.shape.topk, 0, 0, tokens};
+  u.groups = (busiest_tokens + u.cut.group - 1) / u.cut.group;
   u.mine = lane_id() / p.shape.topk;
   u.k = lane_id() - u.mine * p.shape.topk;
   return u;
@@ -91,14 +92,14 @@ __device__ unsigned rows_to_push(const PushParams& p, const Units& u, std::int32
   if (row >= end) row = -1;
   const unsigned of_token = lanes_of_token(s.topk, u.k);
   unsigned here = __ballot_sync(all_lanes, row >= 0);
-  const bool leads = row >= 0 && is_first(here & of_token);
-  if (s.compact != 0) here = __ballot_sync(all_lanes, leads);
+  const bool is_primary = row >= 0 && is_first(here & of_token);
+  if (s.compact != 0) here = __ballot_sync(all_lanes, is_primary);
   if (row < 0) return here;
   rows.from = p.input + row * p.row_bytes;
-  rows.mates = p.sums ? of_token : 1U << lane_id();
+  rows.token_lanes = p.sums ? of_token : 1U << lane_id();
   if (p.sums && p.received_weights != nullptr)
     rows.weight = weight_at(p.received_weights, p.weight_dtype, row);
-  if (!p.once || leads) {
+  if (!p.once || is_primary) {
     rows.to = peer_at(p.slabs, home) + slab_offset(p, t, p.by_rank ? s.rank : u.k);
   }
   return here;
@@ -112,9 +113,9 @@ __device__ void push_unit(const PushParams& p, Walk& walk, const Units& u, std::
   bool has_some = false;
   for (std::int32_t i = 0; i < u.cut.group; i += u.together) {
     const std::int32_t t = unit.group * u.cut.group + i + u.mine;
-    const std::int32_t most = min(tokens, (unit.group + 1) * u.cut.group);
+    const std::int32_t unit_end = min(tokens, (unit.group + 1) * u.cut.group);
     WalkRows rows;
-    const unsigned here = rows_to_push(p, u, home, t, most, end, rows);
+    const unsigned here = rows_to_push(p, u, home, t, unit_end, end, rows);
     if (here == 0) continue;
     has_some = true;
     if (p.sums && p.received_weights != nullptr) {
@@ -130,9 +131,9 @@ __device__ void push_unit(const PushParams& p, Walk& walk, const Units& u, std::
 }
 
 /// The units that a warp pushes, those of the first tokens of all ranks first.
-class PushTurns {
+class UnitsToPush {
  public:
-  __device__ PushTurns(const PushParams& p, const Units& u)
+  __device__ UnitsToPush(const PushParams& p, const Units& u)
       : all_(u.groups * p.shape.world_size * u.cut.parts),
         step_(static_cast<std::int32_t>(blockDim.x / 32 * gridDim.x)),
         next_(static_cast<std::int32_t>(blockIdx.x + threadIdx.x / 32 * gridDim.x)) {}
@@ -148,7 +149,7 @@ class PushTurns {
     const std::int32_t group = of_group / world;
     const std::int32_t k = of_group - group * world + 1;  // this rank's own tokens last
     next_ += step_;
-    const std::int32_t home = rank_behind(p.shape, k == world ? 0 : k);
+    const std::int32_t home = rank_after(p.shape, k == world ? 0 : k);
     if (home == p.shape.rank && !p.sums) return;  // it reads the rows themselves
     push_unit(p, walk, u, home, {group, part}, min(p.shape.capacity_rows, p.num_rows), epoch);
   }
@@ -210,9 +211,9 @@ __device__ unsigned rows_to_sum(const PushParams& p, const Units& u, Unit unit, 
 }
 
 /// The units that a warp sums: one each, then in their order, whoever comes first.
-class SumTurns {
+class UnitsToSum {
  public:
-  __device__ SumTurns(const PushParams& p, const Units& u)
+  __device__ UnitsToSum(const PushParams& p, const Units& u)
       : all_(static_cast<std::uint32_t>((p.shape.num_tokens + u.cut.group - 1) / u.cut.group *
                                         u.cut.parts)),
         unit_(blockIdx.x + threadIdx.x / 32 * gridDim.x),
@@ -258,8 +259,8 @@ class SumTurns {
 template <class Walk>
 __device__ void push_and_sum(const PushParams& p, Walk&& walk, const Units& u,
                              std::uint64_t epoch) {
-  for (PushTurns pushed(p, u); !pushed.is_over();) pushed.push_next(p, walk, u, epoch);
-  for (SumTurns summed(p, u); !summed.is_over();) summed.sum_next(p, walk, u, epoch);
+  for (UnitsToPush pushed(p, u); !pushed.is_over();) pushed.push_next(p, walk, u, epoch);
+  for (UnitsToSum summed(p, u); !summed.is_over();) summed.sum_next(p, walk, u, epoch);
 }
 
 /// No rank waits for others before it pushes: slabs take turns, and who is in combine n has seen
@@ -298,7 +299,7 @@ __global__ void __launch_bounds__(Shape::warps * 32, 1)
     wait_arrivals(p.m.arrive, epoch);
     CallComparison(p.m.arrive, epoch, true).settle(p.m.arrive);
   }
-  if (comes_last(p.m.state)) {
+  if (is_last_block(p.m.state)) {
     p.m.state->next_sum = 0;
     end_moe_call(p.m, 1, epoch);
   }
@@ -308,12 +309,12 @@ using Kernel = void (*)(PushParams);
 
 Kernel kernel_for(DType tokens, PushWay way) {
   return for_number(tokens, [&]<class Number>(Number) -> Kernel {
-    constexpr int most = 16 / static_cast<int>(sizeof(typename Number::Stored));
+    constexpr int wide_count = 16 / static_cast<int>(sizeof(typename Number::Stored));
     switch (way) {
       case PushWay::bulk:
-        return push_combine_kernel<Number, most, Pieces>;
+        return push_combine_kernel<Number, wide_count, Pieces>;
       case PushWay::words:
-        return push_combine_kernel<Number, most, NoPieces>;
+        return push_combine_kernel<Number, wide_count, NoPieces>;
       default:
         return push_combine_kernel<Number, 1, NoPieces>;
     }

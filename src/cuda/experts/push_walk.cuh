@@ -17,7 +17,7 @@ struct WalkRows {
   const std::byte* from;  ///< null: zeros
   std::byte* to;          ///< of the first lane of a token
   float weight;
-  unsigned mates;  ///< lanes that a token's rows may be in
+  unsigned token_lanes;  ///< lanes that a token's rows may be in
 };
 
 /// A row's piece after the other: rows of a token and piece, pieces of a token, tokens.
@@ -48,7 +48,7 @@ class RowWalk {
  private:
   __device__ void begin_token(const WalkRows& rows) {
     const int first = lanes_ == 0 ? 0 : __ffs(static_cast<int>(lanes_)) - 1;
-    token_ = lanes_ & __shfl_sync(all_lanes, rows.mates, first);
+    token_ = lanes_ & __shfl_sync(all_lanes, rows.token_lanes, first);
     left_ = token_;
   }
 
@@ -180,15 +180,15 @@ class VectorWalk {
   __device__ void sum(const WalkRows& rows, unsigned here, int begin, int end,
                       const PushBiases* biases) {
     if (here == 0) return;
-    RowWalk ahead(rows, here, begin, end, Words::bytes);
-    RowWalk at = ahead;
+    RowWalk loading(rows, here, begin, end, Words::bytes);
+    RowWalk at = loading;
     Words under_way[depth];
     PieceSum<Number, Count, words> sums;
     const auto ask = [&](Words& into) {
-      if (ahead.is_over()) return;
-      const std::byte* const from = pointer_of(rows.from, ahead.lane());
-      into.load(from == nullptr ? nullptr : from + ahead.offset, end - ahead.offset);
-      ahead.advance(rows);
+      if (loading.is_over()) return;
+      const std::byte* const from = pointer_of(rows.from, loading.lane());
+      into.load(from == nullptr ? nullptr : from + loading.offset, end - loading.offset);
+      loading.advance(rows);
     };
     const auto use = [&](const Words& row) {
       std::byte* const to = pointer_of(rows.to, at.first_lane()) + at.offset;
@@ -276,13 +276,13 @@ class BulkWalk {
   template <bool Weighted, bool MayCopy>
   __device__ void sum(const WalkRows& rows, unsigned here, int begin, int end,
                       const PushBiases* biases) {
-    RowWalk ahead(rows, here, begin, end, Shape::piece_bytes);
+    RowWalk loading(rows, here, begin, end, Shape::piece_bytes);
     PieceSum<Number, count, words> sums;
     int under_way = 0;
     while (true) {
-      for (; under_way < Shape::slots - 1 && !ahead.is_over(); ++under_way) {
-        ask<Weighted>(rows, ahead, end, MayCopy);
-        ahead.advance(rows);
+      for (; under_way < Shape::slots - 1 && !loading.is_over(); ++under_way) {
+        ask<Weighted>(rows, loading, end, MayCopy);
+        loading.advance(rows);
       }
       if (under_way == 0) return;
       __syncwarp();
@@ -302,21 +302,21 @@ class BulkWalk {
 
   /// Fills the slot behind those under way. What was stored from it went out before the last store.
   template <bool Weighted>
-  __device__ void ask(const WalkRows& rows, const RowWalk& ahead, int end, bool may_copy) {
-    const std::byte* const from = pointer_of(rows.from, ahead.lane());
-    std::byte* const to = pointer_of(rows.to, ahead.first_lane());
-    const float weight = Weighted ? __shfl_sync(all_lanes, rows.weight, ahead.lane()) : 0;
+  __device__ void ask(const WalkRows& rows, const RowWalk& loading, int end, bool may_copy) {
+    const std::byte* const from = pointer_of(rows.from, loading.lane());
+    std::byte* const to = pointer_of(rows.to, loading.first_lane());
+    const float weight = Weighted ? __shfl_sync(all_lanes, rows.weight, loading.lane()) : 0;
     if (lane_id() == 0) {
-      const auto bytes = static_cast<unsigned>(min(end - ahead.offset, Shape::piece_bytes));
-      state_.items[newest_] = {to + ahead.offset, weight,
-                               bytes | (ahead.is_first() ? WalkItem::first : 0U) |
-                                   (ahead.is_last() ? WalkItem::last : 0U) |
+      const auto bytes = static_cast<unsigned>(min(end - loading.offset, Shape::piece_bytes));
+      state_.items[newest_] = {to + loading.offset, weight,
+                               bytes | (loading.is_first() ? WalkItem::first : 0U) |
+                                   (loading.is_last() ? WalkItem::last : 0U) |
                                    (from != nullptr ? WalkItem::is_there : 0U)};
       if (may_copy) bulk_wait_read_but_one();
       if (from != nullptr) {
         std::uint64_t* const barrier = &state_.barriers[newest_];
         barrier_expect(barrier, bytes);
-        bulk_load_to_read(slots_ + newest_ * Shape::piece_bytes, from + ahead.offset, bytes,
+        bulk_load_to_read(slots_ + newest_ * Shape::piece_bytes, from + loading.offset, bytes,
                           barrier);
       }
     }

@@ -31,13 +31,13 @@ __global__ void __launch_bounds__(route_threads, 1)
   const bool overflows = locate_experts(p, part, scratch);
   if (p.scatter != nullptr) locate_positions(p, scratch);
   place_block<S>(p, part, scratch, tile_warps, overflows,
-                 [&](std::int32_t e) { return scratch.shares[e]; });
+                 [&](std::int32_t e) { return scratch.block_counts[e]; });
   CallComparison comparison(p.m.arrive, epoch, compares);
   write_receiver_tables(p, scratch);
   if (compares) comparison.settle(p.m.arrive);
   write_tables<S>(p, scratch);
   if (block_idx() == 0 && threadIdx.x < 32) report_to_host(p, scratch);
-  if (comes_last(p.m.state)) end_moe_call(p.m, 0, epoch);
+  if (is_last_block(p.m.state)) end_moe_call(p.m, 0, epoch);
 }
 
 template <bool Nodes>
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(enter_threads)
       copy_weight(peer_at(p.sent_weights, rank), p.weights, first_slot + i, i, p.weight_bytes);
     }
   }
-  if (comes_last(p.m.state)) end_moe_call(p.m, 0, epoch);
+  if (is_last_block(p.m.state)) end_moe_call(p.m, 0, epoch);
 }
 
 /// An empty call, if the last dispatch or combine had the parity of the next one.
@@ -85,16 +85,16 @@ int max_experts_on_gpu(int world_size) {
   MoeShape shape{};
   shape.world_size = world_size;
   shape.node_ranks = world_size;
-  return (most_route_bytes() / 4 - table_words(shape) - 2 * (1 + world_size)) / 4;
+  return (max_route_bytes() / 4 - table_words(shape) - 2 * (1 + world_size)) / 4;
 }
 
 int route_blocks(const MoeShape& shape, int num_sms) {
   constexpr std::int64_t slots_per_block = 1024;
   const bool nodes = shape.num_nodes > 1;
   const std::int64_t tokens = nodes ? shape.max_tokens : shape.num_tokens;
-  const std::int64_t most = nodes ? num_sms / shape.num_nodes : num_sms;
+  const std::int64_t max_blocks = nodes ? num_sms / shape.num_nodes : num_sms;
   const std::int64_t wanted = (tokens * shape.topk + slots_per_block - 1) / slots_per_block;
-  return static_cast<int>(std::max<std::int64_t>(1, std::min(wanted, most)));
+  return static_cast<int>(std::max<std::int64_t>(1, std::min(wanted, max_blocks)));
 }
 
 namespace {
@@ -115,7 +115,7 @@ cudaError_t prepare_route(bool nodes) {
 
 cudaError_t launch_route(const RouteParams& params, int blocks, cudaStream_t stream) {
   const int tile_warps = tile_warps_of(params.shape);
-  const bool keeps_counts = scratch_words(params.shape, tile_warps, true) <= most_route_bytes() / 4;
+  const bool keeps_counts = scratch_words(params.shape, tile_warps, true) <= max_route_bytes() / 4;
   const std::int64_t words = scratch_words(params.shape, tile_warps, keeps_counts);
   const bool nodes = params.shape.num_nodes > 1;
   const auto kernel = nodes ? route_kernel<Span::nodes> : route_kernel<Span::rank>;
@@ -159,7 +159,7 @@ __device__ void send_ids(const RouteParams& p, std::uint64_t epoch) {
   for (auto k = static_cast<std::int32_t>(block_idx()); k < s.world_size;
        k += static_cast<std::int32_t>(num_blocks())) {
     auto* const gathered =
-        reinterpret_cast<std::uint64_t*>(peer_at(p.told, rank_behind(s, k)) + p.gathered);
+        reinterpret_cast<std::uint64_t*>(peer_at(p.peers, rank_after(s, k)) + p.gathered);
     bool bad = false;
     for (auto i = static_cast<std::int32_t>(threadIdx.x); i < all; i += route_threads) {
       const std::int32_t id = id_to_send(s, p.ids, p.wide_ids, p.dropped_id, i, bad);
@@ -313,7 +313,7 @@ __global__ void __launch_bounds__(route_threads, 1)
   write_tables<Span::world>(p, scratch);
   if (block_idx() == 0 && threadIdx.x < 32) report_to_host(p, scratch);
   if (compares) id.settle(p.m.arrive);
-  if (comes_last(p.m.state)) end_moe_call(p.m, 0, epoch);
+  if (is_last_block(p.m.state)) end_moe_call(p.m, 0, epoch);
 }
 
 std::int64_t num_topk_slots(const MoeShape& s) {

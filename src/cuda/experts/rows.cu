@@ -49,8 +49,8 @@ class ForwardedTokens {
   template <class Rows, class Ring>
   __device__ void wait(const Rows& p, const Ring& ring, std::int32_t position, std::int32_t t,
                        std::uint64_t epoch) {
-    const std::int32_t ahead = (position - first_) / channels_;
-    if (first_ >= 0 && ahead < 32 && (here_ >> ahead & 1U) != 0) return;
+    const std::int32_t idx = (position - first_) / channels_;
+    if (first_ >= 0 && idx < 32 && (here_ >> idx & 1U) != 0) return;
     first_ = position;
     const std::int32_t mine = position + lane_id() * channels_;
     here_ = __ballot_sync(all_lanes, mine < p.shape.num_tokens && is_here(p, mine, epoch));
@@ -122,7 +122,7 @@ struct Arrived {
   std::int32_t primary_row;  ///< the first of their places
 };
 
-__device__ inline bool leads(const Arrived& a) { return a.row >= 0 && is_first(a.here); }
+__device__ inline bool is_primary(const Arrived& a) { return a.row >= 0 && is_first(a.here); }
 
 template <class Rows>
 __device__ inline RowTag tag_of(const Rows& p, const Arrived& a, std::int32_t primary_row) {
@@ -154,7 +154,7 @@ __device__ inline void note_grouped(const Rows& p, const Arrived& a) {
     }
   }
   if (!p.fills()) return;
-  const bool primary_row = leads(a);
+  const bool primary_row = is_primary(a);
   for (std::int32_t k = 0; k < s.topk; ++k) {
     const std::int32_t other = __shfl_sync(all_lanes, a.row, (lane_id() - a.topk_slot + k) & 31);
     if (fits) p.topk_slot_rows[std::int64_t{a.row} * s.topk + k] = primary_row ? other : -1;
@@ -166,7 +166,7 @@ template <class Rows>
 __device__ inline void note_compact(const Rows& p, const Arrived& a, std::int32_t row) {
   const MoeShape& s = p.shape;
   if (a.here == 0 || row >= s.capacity_rows) return;
-  if (leads(a)) {
+  if (is_primary(a)) {
     const RowTag tag = tag_of(p, a, row);
     p.tags[row] = tag;
     if (p.fills()) p.kept_tags[row] = tag;
@@ -193,17 +193,17 @@ __device__ inline void note_compact(const Rows& p, const Arrived& a, std::int32_
 }
 
 constexpr int vector_warps = 16;
-constexpr int taker_warps = 5;  // beside ring_warps
+constexpr int table_warps = 5;  // beside ring_warps
 
 /// Sends the tokens channel, channel + channels, ..., each once to every rank that it goes to.
 template <class Rows, class Ring>
 __device__ void send_channel(const Rows& p, Ring& ring, std::int32_t channel, std::int32_t channels,
                              CallBegin& begin) {
   const MoeShape& s = p.shape;
-  const bool lands = Rows::lands;
+  const bool to_slots = Rows::to_slots;
   const auto address_of = [&](std::int32_t position) -> std::int64_t {
     if (position >= s.num_tokens) return -1;
-    if (lands) return slot_address(p, position);
+    if (to_slots) return slot_address(p, position);
     return lane_id() < s.topk
                ? p.addresses[std::int64_t{token_at(p, position)} * s.topk + lane_id()]
                : -1;
@@ -216,7 +216,7 @@ __device__ void send_channel(const Rows& p, Ring& ring, std::int32_t channel, st
   for (std::int32_t i = channel; i < s.num_tokens; i += channels) {
     const std::int32_t t = token_at(p, i);
     const bool sends = next >= 0 && (next & primary_row_bit) != 0 &&
-                       (lands || (next & 0xFFFFFFFF) < s.capacity_rows);
+                       (to_slots || (next & 0xFFFFFFFF) < s.capacity_rows);
     const std::int64_t address = sends ? next & ~primary_row_bit : -1;
     next = address_of(i + channels);
     RingSource from{
@@ -252,16 +252,16 @@ __device__ void send_channel(const Rows& p, Ring& ring, std::int32_t channel, st
 /// Copies the tokens of the round to the rows where they are not yet: from the receive slot to all,
 /// from a token's first row to its further ones. @param row of the token, where rows are compact
 template <class Rows, class Ring>
-__device__ void copy_rows(const Rows& p, Ring& ring, const Arrived& a, bool landed,
+__device__ void copy_rows(const Rows& p, Ring& ring, const Arrived& a, bool in_slots,
                           std::int32_t row) {
   const MoeShape& s = p.shape;
   const bool compact = s.compact != 0;
   const std::int64_t address = compact ? row : a.row;
   bool copies = a.row >= 0 && address < s.capacity_rows;
   if (compact) {
-    copies = copies && landed && leads(a);
-  } else if (!landed) {
-    copies = copies && !leads(a) && a.primary_row < s.capacity_rows;
+    copies = copies && in_slots && is_primary(a);
+  } else if (!in_slots) {
+    copies = copies && !is_primary(a) && a.primary_row < s.capacity_rows;
   }
   const std::int64_t to = (std::int64_t{s.rank} << address_dst_shift) + address;
   const std::byte* const window = p.own_window;
@@ -275,7 +275,7 @@ __device__ void copy_rows(const Rows& p, Ring& ring, const Arrived& a, bool land
                            p.cuts.scale_bytes == 0
                                ? nullptr
                                : window + p.scales_offset + primary_row * p.cuts.scale_bytes};
-    const RingSource from = landed ? row_in_slot(p, a.source, token) : first;
+    const RingSource from = in_slots ? row_in_slot(p, a.source, token) : first;
     const bool mine = copies && (of_token >> lane_id() & 1U) != 0;
     for (std::int32_t piece = 0; piece < p.cuts.pieces; ++piece) {
       ring.push(from, piece, mine ? to : -1);
@@ -304,7 +304,7 @@ __device__ void take_round(const Rows& p, Ring& ring, const Source& source, std:
   a.here = __ballot_sync(all_lanes, a.row >= 0) & lanes_of_token(s.topk, k);
   const int first = a.here == 0 ? lane_id() : __ffs(static_cast<int>(a.here)) - 1;
   a.primary_row = __shfl_sync(all_lanes, a.row, first);
-  if constexpr (Ring::copies) copy_rows(p, ring, a, source.lands, row);
+  if constexpr (Ring::copies) copy_rows(p, ring, a, source.in_slots, row);
   if (s.compact == 0) {
     note_grouped(p, a);
   } else if (active) {
@@ -390,7 +390,7 @@ __device__ void clear_padding(const Rows& p, int warps) {
 template <class Rows, class Ring>
 __device__ void receive(const Rows& p, Ring& ring, CallBegin& begin) {
   const auto world = static_cast<std::uint32_t>(p.shape.world_size);
-  const bool spreads = Rows::lands;
+  const bool spreads = Rows::to_slots;
   const std::uint32_t given = spreads ? gridDim.x * ring_warps : 0;  // to warps, see above
   const auto claim = [&] {
     std::uint32_t unit = 0;
@@ -406,10 +406,10 @@ __device__ void receive(const Rows& p, Ring& ring, CallBegin& begin) {
   }
   const Sources sources = learn_sources(p, begin);
   if constexpr (!Ring::copies) {
-    if (sources.some_land) return;
+    if (sources.some_in_slots) return;
     unit = claim();
   }
-  const std::uint32_t total = static_cast<std::uint32_t>(sources.most_units) * world;
+  const std::uint32_t total = static_cast<std::uint32_t>(sources.max_units) * world;
   unit = __shfl_sync(all_lanes, unit, 0);
   while (unit < total) {
     const std::uint32_t next = claim();
@@ -430,31 +430,31 @@ struct NoRing {
 
 /// All ranks report the same.
 __device__ void report_overflow(const RowsParams& p, std::uint64_t epoch) {
-  const std::int32_t rows = __ldcg(p.most_recv_rows);
+  const std::int32_t rows = __ldcg(p.max_recv_rows);
   if (rows <= p.shape.capacity_rows || rows <= static_cast<std::int32_t>(p.faults->overflow))
     return;
   p.faults->overflow = epoch << overflow_epoch_shift | static_cast<std::uint32_t>(rows);
 }
 
-/// A block has `Movers` warps that send and copy rows. `Takers` more fill the tables of compact
-/// rows, which are not copied, while the others send.
-template <Ahead ahead, class Ring, int Movers, int Takers>
-__global__ void __launch_bounds__((Movers + Takers) * 32, 1)
-    rows_kernel(const __grid_constant__ RowsOf<ahead> p) {
+/// A block has `MoverWarps` warps that send and copy rows. `TableWarps` more fill the tables of
+/// compact rows, which are not copied, while the others send.
+template <EarlyWork early_work, class Ring, int MoverWarps, int TableWarps>
+__global__ void __launch_bounds__((MoverWarps + TableWarps) * 32, 1)
+    rows_kernel(const __grid_constant__ RowsOf<early_work> p) {
   extern __shared__ __align__(128) std::byte shared[];
-  __shared__ std::uint64_t barriers[Movers][max_ring_stages];
+  __shared__ std::uint64_t barriers[MoverWarps][max_ring_stages];
   const auto warp = static_cast<int>(threadIdx.x / 32);
   const auto block = static_cast<std::int32_t>(blockIdx.x);
   CallBegin begin(p);  // with an earlier kernel
   linger_block(p.m);
-  const std::int32_t most = min(p.num_senders * Movers, max_channels);
-  const std::int32_t channels = max(1, min(most, p.shape.num_tokens));
+  const std::int32_t max_sending = min(p.num_senders * MoverWarps, max_channels);
+  const std::int32_t channels = max(1, min(max_sending, p.shape.num_tokens));
   // Who sends ahead must not wait here: only bulk copies do, and there a taker is the last.
-  if (ahead == Ahead::nothing) (void)begin.wait_ended();
-  if (block == 0 && warp == Movers + Takers - 1) {
+  if (early_work == EarlyWork::nothing) (void)begin.wait_ended();
+  if (block == 0 && warp == MoverWarps + TableWarps - 1) {
     send_configs(p, channels, begin.epoch());
   }
-  if (warp < Movers) {
+  if (warp < MoverWarps) {
     Ring ring(p, begin, shared + warp * p.cuts.stages * p.cuts.stage_bytes, barriers[warp]);
     // Neighbouring tokens go to different blocks.
     const std::int32_t channel = warp * p.num_senders + block;
@@ -468,11 +468,11 @@ __global__ void __launch_bounds__((Movers + Takers) * 32, 1)
   }
   const std::uint64_t epoch = begin.wait_ended();
   if (p.compares() && block == static_cast<std::int32_t>(gridDim.x) - 1 &&
-      warp == Movers + Takers - 1) {
+      warp == MoverWarps + TableWarps - 1) {
     CallComparison(p.m.arrive, epoch, true).settle(p.m.arrive);
   }
-  clear_padding(p, Movers + Takers);
-  if (comes_last(p.m.state)) {
+  clear_padding(p, MoverWarps + TableWarps);
+  if (is_last_block(p.m.state)) {
     report_overflow(p, epoch);
     p.m.state->call.blocks = 0;
     p.m.state->next_unit = 0;
@@ -480,30 +480,30 @@ __global__ void __launch_bounds__((Movers + Takers) * 32, 1)
   }
 }
 
-template <Ahead ahead>
-constexpr auto bulk_kernel = rows_kernel<ahead, TmaRing, ring_warps, taker_warps>;
-constexpr auto vector_kernel = rows_kernel<Ahead::nothing, VectorRing, vector_warps, 0>;
+template <EarlyWork early_work>
+constexpr auto bulk_kernel = rows_kernel<early_work, TmaRing, ring_warps, table_warps>;
+constexpr auto vector_kernel = rows_kernel<EarlyWork::nothing, VectorRing, vector_warps, 0>;
 
 /// Calls with the constant of that value.
 template <class Call>
-cudaError_t for_ahead(Ahead ahead, Call&& call) {
-  switch (ahead) {
-    case Ahead::loads:
-      return call(std::integral_constant<Ahead, Ahead::loads>{});
-    case Ahead::lands:
-      return call(std::integral_constant<Ahead, Ahead::lands>{});
+cudaError_t for_early_work(EarlyWork early_work, Call&& call) {
+  switch (early_work) {
+    case EarlyWork::loads:
+      return call(std::integral_constant<EarlyWork, EarlyWork::loads>{});
+    case EarlyWork::to_slots:
+      return call(std::integral_constant<EarlyWork, EarlyWork::to_slots>{});
     default:
-      return call(std::integral_constant<Ahead, Ahead::nothing>{});
+      return call(std::integral_constant<EarlyWork, EarlyWork::nothing>{});
   }
 }
 
-constexpr int most_shared_bytes = 227 * 1024 - 6 * 1024;
+constexpr int max_shared_bytes = 227 * 1024 - 6 * 1024;
 
 }  // namespace
 
 RowCuts cut_rows(std::int64_t row_bytes, std::int32_t scale_bytes, bool bulk, int word_bytes) {
-  constexpr int room = most_shared_bytes / ring_warps;
-  constexpr std::int64_t most_piece = 14336;
+  constexpr int room = max_shared_bytes / ring_warps;
+  constexpr std::int64_t max_piece = 14336;
   RowCuts cuts{};
   cuts.row_bytes = row_bytes;
   cuts.scale_bytes = scale_bytes;
@@ -514,7 +514,7 @@ RowCuts cut_rows(std::int64_t row_bytes, std::int32_t scale_bytes, bool bulk, in
   cuts.group = 4;
   if (!bulk) return cuts;
   const std::int64_t fits = std::int64_t{room} / 2 - 256 - scale_bytes - 128;
-  const std::int64_t piece = fits < most_piece ? fits / 128 * 128 : most_piece;
+  const std::int64_t piece = fits < max_piece ? fits / 128 * 128 : max_piece;
   cuts.pieces = static_cast<std::int32_t>((row_bytes + piece - 1) / piece);
   cuts.piece_bytes =
       static_cast<std::int32_t>((row_bytes + cuts.pieces - 1) / cuts.pieces + 15) / 16 * 16;
@@ -530,10 +530,10 @@ RowCuts cut_rows(std::int64_t row_bytes, std::int32_t scale_bytes, bool bulk, in
 
 cudaError_t prepare_rows(bool bulk) {
   if (!bulk) return load_kernels(vector_kernel);
-  for (const Ahead ahead : {Ahead::nothing, Ahead::loads, Ahead::lands}) {
-    const cudaError_t status = for_ahead(ahead, [](auto constant) {
+  for (const EarlyWork early_work : {EarlyWork::nothing, EarlyWork::loads, EarlyWork::to_slots}) {
+    const cudaError_t status = for_early_work(early_work, [](auto constant) {
       return cudaFuncSetAttribute(bulk_kernel<constant()>,
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared_bytes);
+                                  cudaFuncAttributeMaxDynamicSharedMemorySize, max_shared_bytes);
     });
     if (status != cudaSuccess) return status;
   }
@@ -544,13 +544,13 @@ cudaError_t launch_rows(const RowsParams& params, const RowsLaunch& how, cudaStr
   const auto blocks = static_cast<unsigned>(how.blocks);
   if (!how.bulk) {
     return launch_kernel(vector_kernel, blocks, vector_warps * 32, 0, false, stream,
-                         RowsOf<Ahead::nothing>{params});
+                         RowsOf<EarlyWork::nothing>{params});
   }
   const auto shared =
       static_cast<std::size_t>(ring_warps * params.cuts.stages * params.cuts.stage_bytes);
-  return for_ahead(params.ahead, [&](auto ahead) {
-    return launch_kernel(bulk_kernel<ahead()>, blocks, (ring_warps + taker_warps) * 32, shared,
-                         how.early, stream, RowsOf<ahead()>{params});
+  return for_early_work(params.early_work, [&](auto work) {
+    return launch_kernel(bulk_kernel<work()>, blocks, (ring_warps + table_warps) * 32, shared,
+                         how.early, stream, RowsOf<work()>{params});
   });
 }
 

@@ -31,7 +31,7 @@ __device__ inline std::int32_t wait_flagged(const RouteParams& p, std::int32_t r
   std::uint64_t word = 0;
   spin_until([&] { return is_flagged(word = load_word(at), epoch); },
              [&](std::uint64_t waited_ns) {
-               look_up_from_wait(p.m.arrive, epoch, r, word >> count_epoch_shift, waited_ns);
+               check_while_waiting(p.m.arrive, epoch, r, word >> count_epoch_shift, waited_ns);
              });
   return static_cast<std::int32_t>(word);
 }
@@ -110,13 +110,13 @@ struct RankTotals {
 
 /// Shared memory of a block.
 struct Scratch {
-  std::byte** bases;      ///< [node_ranks]: where ranks of the node have what they are sent
-  RankTotals* totals;     ///< [W]
-  std::int32_t* cursors;  ///< [tile_warps, num_counts]
-  std::int32_t* starts;   ///< [E]: topk slots of an expert, then its first row
-  std::int32_t* before;   ///< [E]: topk slots of lower ranks
-  std::int32_t* shares;   ///< [num_counts]: of this block, then of the blocks before it
-  std::int32_t* counts;   ///< [W, num_counts]: of all ranks; null where there is no room
+  std::byte** bases;           ///< [node_ranks]: where ranks of the node have what they are sent
+  RankTotals* totals;          ///< [W]
+  std::int32_t* cursors;       ///< [tile_warps, num_counts]
+  std::int32_t* starts;        ///< [E]: topk slots of an expert, then its first row
+  std::int32_t* before;        ///< [E]: topk slots of lower ranks
+  std::int32_t* block_counts;  ///< [num_counts]: of this block, then of the blocks before it
+  std::int32_t* counts;        ///< [W, num_counts]: of all ranks; null where there is no room
 };
 
 /// Where a rank of this node has a part of that. @pre the block has filled the table
@@ -197,7 +197,7 @@ __device__ void count_block(const RouteParams& p, const RoutePart& part, const S
   const auto warp = static_cast<int>(threadIdx.x / 32);
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < p.shape.node_ranks; i += route_threads) {
-    scratch.bases[i] = peer_at(p.told, i);
+    scratch.bases[i] = peer_at(p.peers, i);
   }
   clear_counts(scratch.cursors, tile_warps * n);
   __syncthreads();
@@ -212,7 +212,7 @@ __device__ void count_block(const RouteParams& p, const RoutePart& part, const S
     std::int32_t sum = 0;
 #pragma unroll 4
     for (int w = 0; w < tile_warps; ++w) sum += scratch.cursors[w * n + e];
-    scratch.shares[e] = sum;
+    scratch.block_counts[e] = sum;
     if (gridDim.x > 1) p.tile_counts[std::int64_t{block_idx()} * n + e] = sum;
   }
 }
@@ -228,7 +228,7 @@ __device__ inline void send_counts(const RouteParams& p, const RoutePart& part,
     std::int32_t earlier = 0;
     std::int32_t sum = 0;
     if (gridDim.x == 1) {
-      sum = scratch.shares[e];
+      sum = scratch.block_counts[e];
     } else {
 #pragma unroll 8
       for (unsigned b = 0; b < gridDim.x; ++b) {
@@ -237,7 +237,7 @@ __device__ inline void send_counts(const RouteParams& p, const RoutePart& part,
         sum += own;
       }
     }
-    scratch.shares[e] = earlier;
+    scratch.block_counts[e] = earlier;
     if (static_cast<unsigned>(e) % gridDim.x != blockIdx.x) continue;
     for (std::int32_t i = 0; i < p.shape.node_ranks; ++i) {
       const std::int32_t r = node_rank(p.shape, i);

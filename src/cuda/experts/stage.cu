@@ -153,8 +153,8 @@ using StageKernel = void (*)(StageParams);
 template <class Weight>
 StageKernel sum_kernel(DType dtype, bool wide) {
   return for_number(dtype, [&]<class Number>(Number) -> StageKernel {
-    constexpr int most = 16 / static_cast<int>(sizeof(typename Number::Stored));
-    return wide ? sum_rows_kernel<Number, most, Weight> : sum_rows_kernel<Number, 1, Weight>;
+    constexpr int wide_count = 16 / static_cast<int>(sizeof(typename Number::Stored));
+    return wide ? sum_rows_kernel<Number, wide_count, Weight> : sum_rows_kernel<Number, 1, Weight>;
   });
 }
 
@@ -190,17 +190,17 @@ __global__ void __launch_bounds__(warps * 32) quantize_kernel(QuantizeParams p) 
        g += num_warps() * 2) {
     const bool is_group = g < p.num_groups;
     float x[8] = {};
-    unsigned most = 0;  // bits of |x|: their order is that of the numbers, NaN above all
+    unsigned max_bits = 0;  // bits of |x|: their order is that of the numbers, NaN above all
     if (is_group) {
       load_eight<Number, Wide>(p.input, g * 128 + lane * 8, x);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) most = max(most, __float_as_uint(x[e]) & 0x7FFFFFFFU);
+      for (int e = 0; e < 8; ++e) max_bits = max(max_bits, __float_as_uint(x[e]) & 0x7FFFFFFFU);
     }
     for (int step = 8; step > 0; step /= 2) {
-      most = max(most, __shfl_xor_sync(all_lanes, most, step, 16));
+      max_bits = max(max_bits, __shfl_xor_sync(all_lanes, max_bits, step, 16));
     }
     if (!is_group) continue;
-    const float scale = __fmul_rn(__uint_as_float(most), 1.0F / 448.0F);
+    const float scale = __fmul_rn(__uint_as_float(max_bits), 1.0F / 448.0F);
     std::uint64_t bytes = 0;
 #pragma unroll
     for (int e = 0; e < 8; ++e) {

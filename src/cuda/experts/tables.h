@@ -183,7 +183,7 @@ class GpuExpertRouting final : public ExpertRouting {
   }
   void note_use(const Stream& stream) const override;
   [[nodiscard]] bool has_waited() const noexcept { return has_waited_; }
-  /// Ahead of the route: rows to and from each node are counted, too.
+  /// EarlyWork of the route: rows to and from each node are counted, too.
   void expect_node_rows() noexcept { counts_nodes_ = true; }
   /// These. Waits as wait_counts().
   [[nodiscard]] const NodeRows& wait_node_rows() const;

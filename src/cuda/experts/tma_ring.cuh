@@ -37,7 +37,7 @@ class TmaRing {
         barriers_(barriers),
         lane_(static_cast<int>(threadIdx.x % 32)),
         holds_(Rows::loads),
-        lands_(Rows::lands) {
+        to_slots_(Rows::to_slots) {
     if (lane_ == 0) {
       for (int s = 0; s < p.cuts.stages; ++s) barrier_init(&barriers_[s]);
       fence_barrier_init();
@@ -50,7 +50,7 @@ class TmaRing {
   __device__ void expect_arrived() const { fence_async_global(); }
 
   /// What is pushed from now on goes to windows. @pre all that was pushed has arrived
-  __device__ void leave_receive_slots() { lands_ = false; }
+  __device__ void leave_receive_slots() { to_slots_ = false; }
 
   __device__ void push(const RingSource& from, std::int32_t piece, std::int64_t address) {
     const RowCuts& c = p_.cuts;
@@ -113,11 +113,11 @@ class TmaRing {
       const auto piece = static_cast<std::int32_t>(address >> 49);
       const std::int64_t row = address & 0xFFFFFFFF;
       const auto dst = static_cast<std::int32_t>(address >> address_dst_shift & 0xFFFF);
-      std::byte* const window = peer_at(lands_ ? p_.receive_slots.rows : p_.windows, dst);
+      std::byte* const window = peer_at(to_slots_ ? p_.receive_slots.rows : p_.windows, dst);
       bulk_store(window + row * c.row_bytes + std::int64_t{piece} * c.piece_bytes,
                  stage + sizeof(RingStage), bytes_of(piece));
       if (c.scale_bytes != 0 && piece == 0) {
-        bulk_store(window + (lands_ ? p_.receive_slots.scales_offset : p_.scales_offset) +
+        bulk_store(window + (to_slots_ ? p_.receive_slots.scales_offset : p_.scales_offset) +
                        row * c.scale_bytes,
                    stage + sizeof(RingStage) + c.piece_bytes,
                    static_cast<std::uint32_t>(c.scale_bytes));
@@ -135,7 +135,7 @@ class TmaRing {
   std::uint64_t* const barriers_;
   const int lane_;
   bool holds_;
-  bool lands_;
+  bool to_slots_;
   int in_flight_ = 0;
   int oldest_ = 0;
   int newest_ = 0;

@@ -192,11 +192,11 @@ __global__ void __launch_bounds__(32) wait_nodes_kernel(const __grid_constant__ 
 }  // namespace
 
 cudaError_t launch_list_puts(const ListPutsParams& params, cudaStream_t stream) {
-  constexpr std::int32_t most_blocks = 128;
+  constexpr std::int32_t max_blocks = 128;
   const MoeShape& s = params.shape;
   const bool lists = params.filter != NodeFilter::none || params.made_ids != nullptr;
   const std::int32_t stretches = lists ? (s.num_nodes - 1) * ((s.max_tokens + 31) / 32) : 1;
-  const std::int32_t blocks = std::min(most_blocks, (stretches + list_warps - 1) / list_warps);
+  const std::int32_t blocks = std::min(max_blocks, (stretches + list_warps - 1) / list_warps);
   list_puts_kernel<<<static_cast<unsigned>(std::max(1, blocks)), list_warps * 32, 0, stream>>>(
       params);
   return cudaGetLastError();
@@ -411,7 +411,7 @@ __global__ void __launch_bounds__(warps * 32)
     for (std::int32_t node = 0; node < s.num_nodes; ++node) {
       if (!__any_sync(all_lanes, goes_to == node)) continue;
       if (node == own) {
-        add(p.own_share, token);
+        add(p.own_sums, token);
       } else {
         wait_chunk(p.m.arrive, s, p.arrived, node, static_cast<std::int32_t>(token), epoch);
         add(p.partial_sums, std::int64_t{node} * s.max_tokens + token);
@@ -433,8 +433,8 @@ using AddKernel = void (*)(AddPartialSumsParams);
 
 AddKernel add_kernel(DType dtype, bool wide) {
   return for_number(dtype, [&]<class Number>(Number) -> AddKernel {
-    constexpr int most = 16 / static_cast<int>(sizeof(typename Number::Stored));
-    return wide ? add_partial_sums_kernel<Number, most> : add_partial_sums_kernel<Number, 1>;
+    constexpr int wide_count = 16 / static_cast<int>(sizeof(typename Number::Stored));
+    return wide ? add_partial_sums_kernel<Number, wide_count> : add_partial_sums_kernel<Number, 1>;
   });
 }
 

@@ -21,18 +21,18 @@ constexpr std::int64_t tokens_in_pieces = 2048;
 constexpr std::int32_t pieces_of_node = 4;
 
 /// Puts to one other node of what goes whole, at most.
-std::int64_t most_whole_puts(const EPConfig& config) {
+std::int64_t max_whole_puts(const EPConfig& config) {
   return max_node_parts * (1 + config.max_tokens * config.topk * 8 / max_put_bytes);
 }
 
 }  // namespace
 
 ChunkProgram::ChunkProgram(Transport& transport, std::shared_ptr<GpuRank> gpu,
-                           const EPConfig& config, std::int64_t most_row_bytes)
+                           const EPConfig& config, std::int64_t max_row_bytes)
     : transport_(transport),
       gpu_(std::move(gpu)),
       config_(config),
-      chunk_shift_(chunk_shift(most_row_bytes, config.max_tokens)),
+      chunk_shift_(chunk_shift(max_row_bytes, config.max_tokens)),
       num_chunks_(static_cast<std::int32_t>(num_chunks(config.max_tokens, chunk_shift_))) {
   if (config_.max_tokens >= tokens_in_pieces) {
     ready_pieces_ = pieces_of_node;
@@ -42,7 +42,7 @@ ChunkProgram::ChunkProgram(Transport& transport, std::shared_ptr<GpuRank> gpu,
   }
   const std::int64_t steps = others() * (1 + num_chunks_);
   const std::int64_t row_puts = (std::int64_t{num_chunks_} << chunk_shift_) * max_node_parts;
-  const std::int64_t puts = others() * (most_whole_puts(config_) + row_puts);
+  const std::int64_t puts = others() * (max_whole_puts(config_) + row_puts);
   waybill::detail::MemoryLayout parts;
   const std::int64_t put_table = parts.take(puts * std::int64_t{sizeof(NetworkPut)});
   const std::int64_t step_table = parts.take(steps * std::int64_t{sizeof(NetworkStep)});
@@ -240,7 +240,7 @@ namespace {
 using waybill::detail::to_size;
 
 /// Of what is sent of a token.
-std::int64_t most_row_bytes(const EPConfig& config, const EPDispatchOptions& options) {
+std::int64_t max_row_bytes(const EPConfig& config, const EPDispatchOptions& options) {
   return std::max(payload_row_bytes(config, options),
                   config.hidden * dtype_bytes(config.token_dtype));
 }
@@ -261,7 +261,7 @@ ExpertNodes::ExpertNodes(Transport& transport, std::shared_ptr<GpuRank> gpu, int
       params_(params),
       by_phases_(path.needs_phases()),
       own_node_(config.rank / config.local_world_size),
-      program_(transport, gpu_, config, most_row_bytes(config, options)) {
+      program_(transport, gpu_, config, max_row_bytes(config, options)) {
   cuda_check(prepare_nodes(config_.token_dtype), "loading kernels");
   if (by_phases_) {
     slices_ = std::make_unique<NodeSlices>(gpu_, share_, config_, options_, memory_, params_);
@@ -560,7 +560,7 @@ void ExpertNodes::add_partial_sums(const ExpertCall& call, const ExpertCombineIn
   add.row_bytes = row_bytes;
   add.ids = routing.part(routing.fixed().ids) + own_slice() * config_.topk;
   add.partial_sums = memory_.workspace.local + memory_.workspace_layout.partial_sums;
-  add.own_share = sums() + own_slice() * row_bytes;
+  add.own_sums = sums() + own_slice() * row_bytes;
   for (std::size_t i = 0; i < input.biases.size(); ++i) add.biases[i] = input.biases[i].data;
   add.output = input.output.data;
   const bool wide = common_word({row_bytes, address_of(add.output), address_of(add.biases[0]),

@@ -29,9 +29,9 @@ struct SumPiece {
 /// the slots that others raise when chunks have come.
 class ChunkProgram {
  public:
-  /// Collective. @param most_row_bytes of what is sent of a token
+  /// Collective. @param max_row_bytes of what is sent of a token
   ChunkProgram(Transport& transport, std::shared_ptr<GpuRank> gpu, const EPConfig& config,
-               std::int64_t most_row_bytes);
+               std::int64_t max_row_bytes);
   ChunkProgram(const ChunkProgram&) = delete;
   ChunkProgram& operator=(const ChunkProgram&) = delete;
   ~ChunkProgram();
@@ -91,7 +91,7 @@ class NodeSlices {
   /// Whether the rows of a dispatch find room while they are packed.
   [[nodiscard]] bool fit() const;
 
-  /// Ahead of the route, when all ids are there.
+  /// EarlyWork of the route, when all ids are there.
   void count(const ExpertCall& call, GpuExpertRouting& made) const;
 
   /// Packs this rank's slice of tokens and scales, as they lie in the workspace.
@@ -145,13 +145,13 @@ class ExpertNodes {
   void begin_dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
                       const GpuExpertRouting& routing, bool counts, int num_sms);
 
-  /// Ahead of the route, once a dispatch that counts has begun.
+  /// EarlyWork of the route, once a dispatch that counts has begun.
   void count_rows(const ExpertCall& call, GpuExpertRouting& made) const;
 
   /// The table of runs, from that of the ids.
   void note_runs(const ExpertCall& call, GpuExpertRouting& made) const;
 
-  /// Ahead of the kernel of the node: begins to exchange rows, where they do not come by
+  /// EarlyWork of the kernel of the node: begins to exchange rows, where they do not come by
   /// themselves, and says where it finds them.
   void start_rows(const ExpertCall& call, const ExpertDispatchInput& input,
                   const GpuExpertRouting& routing, int num_sms, RowsParams& rows);

@@ -14,12 +14,12 @@ namespace waybill::cuda {
 /// most 128 KiB where one has no more; of few tokens fewer, so that all blocks of a network
 /// path have some.
 [[nodiscard]] constexpr std::int32_t chunk_shift(std::int64_t row_bytes, std::int64_t max_tokens) {
-  constexpr std::int32_t most = 5;
-  constexpr std::int64_t most_bytes = max_put_bytes / 2;
-  constexpr std::int64_t chunks_of_few = 32;
+  constexpr std::int32_t max_shift = 5;
+  constexpr std::int64_t max_bytes = max_put_bytes / 2;
+  constexpr std::int64_t min_chunks = 32;
   std::int32_t shift = 0;
-  while (shift < most && (row_bytes << (shift + 1)) <= most_bytes &&
-         (chunks_of_few << (shift + 1)) <= max_tokens) {
+  while (shift < max_shift && (row_bytes << (shift + 1)) <= max_bytes &&
+         (min_chunks << (shift + 1)) <= max_tokens) {
     ++shift;
   }
   return shift;
@@ -115,7 +115,7 @@ struct AddPartialSumsParams {
   std::int64_t row_bytes;
   const std::int32_t* ids;        ///< [M, K], of this rank's tokens
   const std::byte* partial_sums;  ///< [nodes, M] rows: what the other nodes sent
-  const std::byte* own_share;     ///< [M] rows
+  const std::byte* own_sums;      ///< [M] rows
   const std::byte* biases[2];
   std::byte* output;
 };
