@@ -5,7 +5,7 @@
 namespace waybill::cuda {
 namespace {
 
-/// One warp. The epoch is counted here, so that a graph may replay it.
+/// One warp. The kernel counts the epoch, so that a graph may replay it.
 __global__ void __launch_bounds__(32) barrier_kernel(const __grid_constant__ BarrierParams p) {
   const std::uint64_t epoch = *p.epoch + 1;
   __syncwarp();

@@ -7,29 +7,31 @@
 #include "params.h"
 
 namespace waybill::cuda {
-// Lanes of a warp.
+
+// The lanes of a warp.
 
 inline constexpr unsigned all_lanes = 0xFFFFFFFFU;
 
 __device__ inline int lane_id() { return static_cast<int>(threadIdx.x % 32); }
 
-/// Whether this lane is the first of some.
+/// Whether this lane is the lowest one of a set.
 __device__ inline bool is_first(unsigned lanes) {
   return lane_id() == __ffs(static_cast<int>(lanes)) - 1;
 }
 
-/// Lanes with topk slots of the same token as this one, where lanes hold topk slots in order.
-/// @param k this lane's topk slot of it
+/// The lanes that hold topk slots of the same token as this lane. Lanes hold topk slots in order.
+/// @param k this lane's topk slot of the token
 __device__ inline unsigned lanes_of_token(std::int32_t topk, std::int32_t k) {
   const unsigned of_first = topk == 32 ? all_lanes : (1U << topk) - 1;
   return of_first << (lane_id() - k);
 }
 
-/// Bits of the numbers 0..most.
+/// Bits that the numbers 0..max_value take.
 __device__ inline int bits_of(std::int32_t max_value) { return 32 - __clz(max_value); }
 
-/// Lanes with the same value of so many bits, ballot by ballot: __match_any_sync takes one value
-/// after the other, an order of magnitude longer where they differ.
+/// The lanes whose values are equal to this lane's in the lowest `bits` bits. It takes one ballot
+/// per bit; __match_any_sync takes one step per distinct value, which is ten times slower when they
+/// all differ.
 __device__ inline unsigned lanes_with(std::int32_t value, int bits) {
   unsigned same = all_lanes;
 #pragma unroll 4
@@ -41,16 +43,16 @@ __device__ inline unsigned lanes_with(std::int32_t value, int bits) {
   return same;
 }
 
-// What callers give in one of two widths: ids and positions, weights.
+// Callers give ids, positions and weights in one of two widths.
 
 __device__ inline std::int64_t index_at(const void* indices, bool wide, std::int64_t i) {
   return wide ? static_cast<const std::int64_t*>(indices)[i]
               : static_cast<const std::int32_t*>(indices)[i];
 }
 
-/// What other ranks are sent about topk slot i of this one: the expert, num_experts when dropped,
-/// -1 where there is no token. @param bad becomes true for an id that is neither an expert nor the
-/// dropped one
+/// The id that this rank sends for its topk slot i: the expert, num_experts if the slot was
+/// dropped, -1 if there is no such token.
+/// @param bad becomes true if the id is neither an expert nor the dropped id
 __device__ inline std::int32_t id_to_send(const MoeShape& s, const void* ids, bool wide,
                                           std::int32_t dropped_id, std::int64_t i, bool& bad) {
   if (i >= std::int64_t{s.num_tokens} * s.topk) return -1;
@@ -60,7 +62,7 @@ __device__ inline std::int32_t id_to_send(const MoeShape& s, const void* ids, bo
   return in_range ? static_cast<std::int32_t>(id) : s.num_experts;
 }
 
-/// The bits of a weight of 4 or 2 bytes, which another rank may have stored while the kernel runs.
+/// The bits of a weight of 4 or 2 bytes. Another rank may have stored it while this kernel ran.
 __device__ inline std::uint32_t load_weight(const std::byte* weights, std::int64_t i, int bytes) {
   return bytes == 4 ? __ldcg(reinterpret_cast<const std::uint32_t*>(weights) + i)
                     : __ldcg(reinterpret_cast<const std::uint16_t*>(weights) + i);
@@ -80,11 +82,11 @@ __device__ inline void copy_weight(std::byte* to, const std::byte* from, std::in
   store_weight(to, to_idx, bytes, load_weight(from, from_idx, bytes));
 }
 
-// What only the device can see of the caller's tensors, found wrong: reported by the call that has
-// met it, and the context ends, so that nothing takes what is wrong for a result. Functions of
-// their own with few arguments: the kernels have no registers to spare.
+// Some mistakes in the caller's tensors can be seen by the device only. The call that finds one
+// reports it and ends the context, so that nobody takes wrong data for a result. These functions
+// are not inlined and have few arguments, because the kernels have no registers to spare.
 
-/// What a report says besides, by kind; see describe_input() of gpu_rank.cpp.
+/// Values that a report carries, by kind; see describe_input() in gpu_rank.cpp.
 struct InputValues {
   std::int64_t of[2 * fault_words];
 };
@@ -102,7 +104,7 @@ struct InputValues {
   end_context(sink);
 }
 
-/// This rank's ids, where they are not those of RouteParams.
+/// This rank's ids, for kernels without RouteParams.
 struct BadIds {
   const MoeShape& shape;
   const void* ids;
@@ -110,7 +112,7 @@ struct BadIds {
   std::int32_t dropped_id;
 };
 
-/// Looks for the first bad one of this rank's ids, of which there is one. P: RouteParams or BadIds.
+/// Finds this rank's first bad id, which must exist, and reports it. P is RouteParams or BadIds.
 template <class P>
 [[noreturn]] __device__ __noinline__ void report_bad_id(const P& p, const FaultSink& sink,
                                                         const MoeState* state) {
@@ -125,21 +127,21 @@ template <class P>
                {{id, i / s.topk, i % s.topk, s.num_experts, p.dropped_id}});
 }
 
-/// More topk slots of an expert than this rank may have.
+/// Reports that this rank has more topk slots of an expert than it may have.
 [[noreturn]] __device__ __noinline__ inline void report_many_of_expert(const RouteParams& p,
                                                                        std::int32_t expert) {
   report_input(p.m.arrive.sink, FaultKind::expert_times, FaultKind::moe_dispatch, p.shape.rank,
                p.m.state->call.epoch + 1, {{expert, p.max_per_expert}});
 }
 
-/// full_scatter_indices that are not those of all ranks' tokens.
+/// Reports that full_scatter_indices do not cover the tokens of all ranks exactly.
 [[noreturn]] __device__ __noinline__ inline void report_scatter_size(const RouteParams& p,
                                                                      std::int32_t tokens) {
   report_input(p.m.arrive.sink, FaultKind::scatter_size, FaultKind::moe_dispatch, p.shape.rank,
                p.m.state->call.epoch + 1, {{p.scatter_tokens, tokens}});
 }
 
-/// A position that is not among the rows of its expert's rank.
+/// Reports a position outside the rows of the rank that has the expert.
 [[noreturn]] __device__ __noinline__ inline void report_position(
     const RouteParams& p, std::int64_t position, std::int32_t source, std::int32_t topk_slot,
     std::int32_t first, std::int32_t rows, std::int32_t dst) {
@@ -150,7 +152,7 @@ template <class P>
                  std::int64_t{first} + rows - 1, dst}});
 }
 
-/// A topk slot that wants a row where another one is.
+/// Reports a topk slot whose row is already taken by another one.
 [[noreturn]] __device__ __noinline__ inline void report_row_twice(const RowsParams& p,
                                                                   std::int32_t row,
                                                                   const RowTag& tag) {
@@ -158,7 +160,7 @@ template <class P>
                p.m.state->call.epoch, {{row, tag.token, tag.topk_slot, tag.source_rank}});
 }
 
-/// Fewer rows to combine than have arrived.
+/// Reports that a combine got fewer rows than have arrived.
 [[noreturn]] __device__ __noinline__ inline void report_few_rows(const FaultSink& sink,
                                                                  const MoeState* state,
                                                                  std::int32_t rank,
@@ -168,24 +170,24 @@ template <class P>
                {{num_rows, arrived}});
 }
 
-// For tests: kernels linger where a call must not depend on who is faster, each time for another
-// while. Elsewhere that is a branch on a kernel's parameter.
+// Delays for tests: kernels wait for a random time at points where the result must not depend on
+// which rank or block is faster. Outside tests each point costs one branch on a parameter.
 
 enum class DelayPoint : std::uint32_t {
-  rank,    ///< all blocks of a rank, as a call begins
-  begun,   ///< the word that says that a call has begun
-  placed,  ///< the words that say that tokens are placed
+  rank,    ///< all blocks of a rank, when a call begins
+  begun,   ///< before the word that says that a call has begun
+  placed,  ///< before the words that say that tokens are placed
   block,   ///< a block that sends, receives or sums rows
 };
 
-/// Each bit depends on all bits of x.
+/// Mixes bits: each result bit depends on all bits of x.
 __device__ inline std::uint32_t mixed(std::uint32_t x) {
   x = (x ^ x >> 16) * 0x7FEB352DU;
   x = (x ^ x >> 15) * 0x846CA68BU;
   return x ^ x >> 16;
 }
 
-/// Every other time up to `max_delay_ns`.
+/// Waits for up to `max_delay_ns` in half of the cases, else not at all.
 __device__ __noinline__ inline void linger_at(const MoeArrive& m, DelayPoint point,
                                               std::uint64_t what) {
   const auto place =
@@ -197,12 +199,13 @@ __device__ __noinline__ inline void linger_at(const MoeArrive& m, DelayPoint poi
   while (now_ns() - start < ns) __nanosleep(200);
 }
 
-/// @param what is the same for threads that linger together
+/// Delays the calling threads.
+/// @param what the same number for all threads that wait together
 __device__ inline void linger(const MoeArrive& m, DelayPoint point, std::uint64_t what) {
   if (m.max_delay_ns != 0) linger_at(m, point, what);
 }
 
-/// The blocks of a rank each for themselves.
+/// Delays each block for a time of its own.
 __device__ inline void linger_block(const MoeArrive& m) {
   if (m.max_delay_ns != 0) {
     linger_at(m, DelayPoint::block, (now_ns() >> 14U) * gridDim.x + blockIdx.x);
@@ -214,11 +217,12 @@ __device__ inline bool is_off_parity(const MoeArrive& m, int kind, std::uint32_t
   return m.state->last_parity[kind] == next + 1;
 }
 
-/// The epoch of a call that begins with this kernel. Every block asks once.
+/// Begins a call with this kernel. Each block calls it once.
+/// @return the epoch of the call
 __device__ inline std::uint64_t begin_moe_call(const MoeArrive& m, int kind) {
   end_if_reported(m.arrive.sink);
   const std::uint64_t epoch = m.state->call.epoch + 1;
-  const bool is_off = is_off_parity(m, kind, m.parity);  // asked for with the epoch
+  const bool is_off = is_off_parity(m, kind, m.parity);  // loaded together with the epoch
   linger(m, DelayPoint::rank, epoch);
   if (is_off) {
     report_parity(m.arrive.sink, m.arrive.kind, m.arrive.rank, m.parity, epoch);
@@ -226,7 +230,7 @@ __device__ inline std::uint64_t begin_moe_call(const MoeArrive& m, int kind) {
   return epoch;
 }
 
-/// One thread of the last block.
+/// Ends a call. One thread of the last block calls it.
 __device__ inline void end_moe_call(const MoeArrive& m, int kind, std::uint64_t epoch) {
   m.state->last_parity[kind] = m.parity + 1;
   m.state->arrived_blocks = 0;
@@ -236,7 +240,7 @@ __device__ inline void end_moe_call(const MoeArrive& m, int kind, std::uint64_t 
 __device__ inline unsigned num_blocks() { return gridDim.x * gridDim.y; }
 __device__ inline unsigned block_idx() { return blockIdx.y * gridDim.x + blockIdx.x; }
 
-/// True in thread 0 of the block that comes last: all others have done their part.
+/// True in thread 0 of the block that ends last, when all other blocks have done their work.
 __device__ inline bool is_last_block(MoeState* state) {
   __syncthreads();
   if (threadIdx.x != 0) return false;
@@ -245,7 +249,8 @@ __device__ inline bool is_last_block(MoeState* state) {
   return atomicAdd(&state->call.blocks, 1ULL) == num_blocks() - 1;
 }
 
-/// All blocks of the kernel wait for each other; once a kernel. They see what each had written.
+/// Makes all blocks of the kernel wait for each other, once per kernel. After it each block sees
+/// what the others had written.
 __device__ inline void wait_blocks(const MoeArrive& m) {
   const unsigned blocks = num_blocks();
   if (blocks == 1) return;
@@ -273,20 +278,23 @@ __device__ inline void wait_blocks(const MoeArrive& m) {
   __syncthreads();
 }
 
-/// For other kernels of this device. What was written before is seen with it only behind a fence.
+/// Stores a word for other kernels on this device. Earlier writes are visible with it only if a
+/// fence precedes it.
 __device__ inline void store_relaxed(std::uint64_t* at, std::uint64_t value) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
 
-/// The same with what this thread has written and seen before. Pairs with CallBegin.
+/// Stores a word together with everything that this thread has written and seen. Pairs with the
+/// loads of CallBegin.
 __device__ inline void store_released(std::uint64_t* at, std::uint64_t value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
 
-/// Lets the kernel behind this one on the stream take its place on the device, if it was launched
-/// to do so, and sends it the epoch of the call. Its start alone says nothing: griddepcontrol
-/// orders no memory, so who does not wait for this kernel's end waits for the word. All threads,
-/// behind wait_earlier_kernel(): the first that gives the place away speaks for its block.
+/// Lets the next kernel on the stream take its place on the device, if it was launched early, and
+/// sends it the epoch of the call. The start of that kernel alone proves nothing, because
+/// griddepcontrol orders no memory: a kernel that does not wait for this one's end waits for the
+/// word. All threads call it, after wait_earlier_kernel(); the first thread that releases the place
+/// speaks for its block.
 __device__ inline void let_next_begin(const MoeArrive& m, std::uint64_t epoch) {
   const bool is_sender = block_idx() == 0 && threadIdx.x == 0;
   if (is_sender && m.max_delay_ns == 0) store_released(&m.state->begun, epoch);
@@ -299,23 +307,22 @@ __device__ inline void let_next_begin(const MoeArrive& m, std::uint64_t epoch) {
   }
 }
 
-/// Waits until the kernel before this one on the stream has ended, where this one was launched
-/// early.
+/// Waits until the previous kernel on the stream has ended, if this one was launched early.
 __device__ inline void wait_earlier_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-/// Whether a rank has said that it means another call.
+/// Whether a rank has announced a different call.
 __device__ inline bool means_another_call(const ArriveParams& p, std::uint64_t epoch,
                                           std::int32_t peer) {
   return means_otherwise(load_call_words(p.fingerprint), load_words(call_words_at(p, epoch, peer)),
                          epoch);
 }
 
-/// For waits for a peer: it reports if that means another call, as such a one may never come, or
-/// if the wait is over.
+/// Runs now and then while a kernel waits for a peer. It reports if the peer has announced a
+/// different call, as what is waited for may then never come, or if the deadline has passed.
 __device__ __noinline__ inline void check_while_waiting(const ArriveParams& p, std::uint64_t epoch,
                                                         std::int32_t peer, std::uint64_t seen,
                                                         std::uint64_t waited_ns) {
@@ -324,8 +331,8 @@ __device__ __noinline__ inline void check_while_waiting(const ArriveParams& p, s
   }
 }
 
-/// Waits for a slot that counts in steps below an epoch; reports speak of epochs.
-/// @return what it came to
+/// Waits for a slot that counts smaller steps within an epoch. Reports speak of epochs.
+/// @return the value that the slot has reached
 __device__ inline std::uint64_t wait_epoch(const ArriveParams& p, const std::uint64_t* slot,
                                            std::uint64_t wanted, int epoch_shift,
                                            std::int32_t peer) {
@@ -337,14 +344,14 @@ __device__ inline std::uint64_t wait_epoch(const ArriveParams& p, const std::uin
   return seen;
 }
 
-/// The same for one that counts epochs.
+/// Waits for a slot that counts epochs.
 __device__ inline void wait_slot(const ArriveParams& p, const std::uint64_t* slot,
                                  std::uint64_t epoch, std::int32_t peer) {
   (void)wait_epoch(p, slot, epoch, 0, peer);
 }
 
-/// Waits until all other ranks have come to `epoch`. What they mean by the call is left to
-/// CallComparison. One warp; its lanes see what the ranks wrote.
+/// Waits until all other ranks have come to `epoch`. CallComparison checks what they mean by the
+/// call. One warp; all its lanes see what the ranks wrote before.
 __device__ inline void wait_arrivals(const ArriveParams& p, std::uint64_t epoch) {
 #pragma unroll 1
   for (std::int32_t k = 1 + static_cast<std::int32_t>(threadIdx.x % 32); k < p.world_size;
@@ -355,13 +362,13 @@ __device__ inline void wait_arrivals(const ArriveParams& p, std::uint64_t epoch)
   __syncwarp();
 }
 
-/// The warp that sends and compares what a call means: not one of those with the most to do.
+/// Whether this is the warp that sends and compares call words. It is one with little other work.
 __device__ inline bool compares_calls() {
   return block_idx() == 0 && threadIdx.x / 32 == blockDim.x / 32 - 1;
 }
 
-/// All ranks have come to the call. What this one means by it goes out behind its arrival, so that
-/// nobody waits for that; CallComparison looks at it. All threads.
+/// Announces this call and waits until all ranks have come to it. The call words go out after the
+/// arrival, so that nobody waits for them; CallComparison checks them. All threads.
 __device__ inline void arrive_and_wait(const ArriveParams& p, std::uint64_t epoch) {
   if (threadIdx.x < 32) {
     if (blockIdx.x == 0) {
@@ -373,11 +380,12 @@ __device__ inline void arrive_and_wait(const ArriveParams& p, std::uint64_t epoc
   __syncthreads();
 }
 
-/// What the ranks of the node mean by a call: asked for early, looked at late,
-/// so that nobody waits for it. A lane a rank; one warp.
+/// Checks that the ranks of the node mean the same call. The words are loaded early and checked
+/// late, so that nobody waits for them. One warp; each lane checks some ranks.
 class CallComparison {
  public:
-  /// Asks, if this warp compares. Words may still be on their way: settle() asks again.
+  /// Loads the words, if this warp compares. They may not have arrived yet; settle() then loads
+  /// them again.
   __device__ CallComparison(const ArriveParams& p, std::uint64_t epoch, bool compares)
       : epoch_(epoch), theirs_{} {
     const std::int32_t first = 1 + static_cast<std::int32_t>(threadIdx.x % 32);
@@ -386,7 +394,7 @@ class CallComparison {
     }
   }
 
-  /// Ends the kernel if one of them means another call.
+  /// Ends the kernel if a rank means a different call.
   __device__ void settle(const ArriveParams& p) {
     const CallWords mine = load_call_words(p.fingerprint);
     const std::int32_t first = 1 + static_cast<std::int32_t>(threadIdx.x % 32);
@@ -419,10 +427,10 @@ class CallComparison {
   CallWords theirs_;
 };
 
-/// The kernel ahead on the stream, with which the call began. With receive slots it says what
-/// senders and receivers need of it before it ends, in words that are waited for: that it has given
-/// its place away says nothing of what it has written (docs/decisions/begin_words.md). A thread
-/// each.
+/// The previous kernel on the stream, with which the call began. With receive slots it announces
+/// its results in words, before it ends. A kernel must wait for these words: that the previous
+/// kernel has released its place says nothing about what it has written
+/// (docs/decisions/begin_words.md). Each thread has its own.
 class CallBegin {
  public:
   template <class Rows>
@@ -431,7 +439,8 @@ class CallBegin {
         arrive_(p.m.arrive),
         has_begin_words_(Rows::to_slots && p.receive_slots.is_all) {}
 
-  /// Waits until it has ended. @return the epoch of the call
+  /// Waits until the kernel has ended.
+  /// @return the epoch of the call
   __device__ std::uint64_t wait_ended() {
     if (!has_ended_) {
       wait_earlier_kernel();
@@ -444,15 +453,15 @@ class CallBegin {
 
   [[nodiscard]] __device__ bool has_begin_words() const { return has_begin_words_; }
 
-  /// The epoch of the call. Where it is told, waits for the word alone: the last dispatch has left
-  /// 0 there.
+  /// The epoch of the call. With words it waits for the word alone, which the last dispatch has
+  /// left at 0.
   __device__ std::uint64_t epoch() {
     if (!has_begin_words_) return wait_ended();
     if (epoch_ == 0) epoch_ = wait_begin(arrive_, &state_->begun, 1);
     return epoch_;
   }
 
-  /// Where it is told: waits until the tokens of source r are placed.
+  /// With words it waits until the tokens of source r are placed.
   __device__ void wait_placed(std::int32_t r) {
     if (has_begin_words_) (void)wait_begin(arrive_, placed_slot(state_, r), epoch());
   }
@@ -470,7 +479,8 @@ class CallBegin {
     return seen;
   }
 
-  /// The kernel ahead has a deadline of its own, and knows who is late.
+  /// Waits twice as long as the previous kernel, which has a deadline of its own and knows which
+  /// rank is late.
   static __device__ __noinline__ void check_while_waiting(const ArriveParams& arrive,
                                                           std::uint64_t wanted, std::uint64_t seen,
                                                           std::uint64_t waited_ns) {

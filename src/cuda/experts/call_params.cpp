@@ -19,8 +19,8 @@ namespace {
 
 using waybill::detail::to_size;
 
-/// Tokens of a source for which there is a receive slot: they take their way while they are
-/// counted. Bounded, as each rank has room for those of all.
+/// Number of receive slots per source. They let tokens travel while they are counted. The number is
+/// limited, because each rank has slots for the tokens of all ranks.
 std::int64_t num_slot_tokens(const EPConfig& config, std::int64_t row_bytes,
                              std::int64_t scale_bytes) {
   constexpr std::int64_t max_bytes = std::int64_t{64} << 20;
@@ -30,7 +30,7 @@ std::int64_t num_slot_tokens(const EPConfig& config, std::int64_t row_bytes,
                    max_bytes / (config.world_size * (row_bytes + scale_bytes))});
 }
 
-/// What only tests set.
+/// Reads the delay that only tests set.
 std::uint32_t max_delay_ns() {
   constexpr std::uint64_t max_ns = 1'000'000'000;
   const char* const text = std::getenv("WAYBILL_TEST_DELAY_NS");
@@ -66,7 +66,7 @@ RecordWorkspace::RecordWorkspace(const EPConfig& config, const EPDispatchOptions
     part = parts.take(low_latency ? tokens * config.topk * 16 : 0);
   slot_row_bytes = payload_row_bytes(config, options);
   const std::int64_t scale_bytes = scale_row_bytes(config, options);
-  // A quantized payload takes a kernel between.
+  // Quantisation is a kernel between the route and the rows.
   const bool uses_slots = options.payload != EPPayload::quantized;
   slot_tokens = uses_slots ? num_slot_tokens(config, slot_row_bytes, scale_bytes) : 0;
   for (std::int64_t& part : receive_slots) {
@@ -131,7 +131,7 @@ MoeArrive ExpertParams::arrive(const ExpertCall& call, FaultKind kind) const {
   m.arrive.fingerprint.first_slot = static_cast<std::int32_t>(
       first_fingerprint_slot(num_layer_signals(config_.world_size)) - slots);
   m.arrive.fingerprint.crosses_nodes =
-      !config_.is_intra_node();  // with the network path that begins a call
+      !config_.is_intra_node();  // the network path that begins a call carries the words
   m.parity = call.parity;
   m.max_delay_ns = max_delay_ns_;
   return m;
@@ -159,7 +159,7 @@ MoeShape ExpertParams::shape(std::int64_t num_tokens, std::int64_t capacity_rows
   return s;
 }
 
-/// A node with all tokens that its ranks forward, as RowsParams says.
+/// The shape of one node whose ranks own all tokens that they forward, for RowsParams.
 MoeShape ExpertParams::node_shape(const GpuExpertRouting& routing) const {
   MoeShape s = shape(routing);
   if (s.num_nodes == 1) return s;
@@ -170,14 +170,14 @@ MoeShape ExpertParams::node_shape(const GpuExpertRouting& routing) const {
   return s;
 }
 
-/// The weights of all tokens that this rank places; null without.
+/// The weights of all tokens that this rank places; null without weights.
 const std::byte* ExpertParams::weights_of(const ExpertDispatchInput& input) const {
   const bool forwarded = is_given(input.weights) && !config_.is_intra_node();
   return forwarded ? memory_.workspace.local + memory_.workspace_layout.forward_weights
                    : input.weights.data;
 }
 
-/// Of the ranks of the node, in the memory of counts and records.
+/// The symmetric memory of the node's ranks, from a byte on.
 NearPeers<std::byte> ExpertParams::record_parts(std::int64_t offset) const {
   return near_peers_of<std::byte>(records_, offset, first_rank(), config_.local_world_size);
 }
@@ -295,7 +295,7 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
   return params;
 }
 
-/// What the first dispatch by a routing writes.
+/// Sets the tables that the first dispatch of a routing writes.
 void ExpertParams::fill_tables(const ExpertCall& call, GpuExpertRouting& made,
                                RowsParams& params) const {
   const RowTables& rows = made.rows();

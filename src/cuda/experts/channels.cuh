@@ -5,9 +5,11 @@
 #include "params.h"
 
 namespace waybill::cuda {
-/// Parameters of a kernel that moves rows, with what is known of the call when it is compiled: of
-/// few tokens each instruction runs once, and code of other calls between them would be fetched,
-/// too. Who sends ahead is alone on its device, on one node (GpuExpertExecutor::early_work_of).
+
+/// Parameters of a kernel that moves rows, together with what is known of the call at compile time.
+/// With few tokens each instruction runs once, and the code of other kinds of calls would have to
+/// be fetched, too. A sender with early work is alone on its device and on one node
+/// (GpuExpertExecutor::early_work_of).
 template <EarlyWork known>
 struct RowsOf : RowsParams {
   static constexpr bool waits = known == EarlyWork::nothing;
@@ -16,17 +18,17 @@ struct RowsOf : RowsParams {
 
   [[nodiscard]] __device__ bool spans_nodes() const { return waits && shape.num_nodes > 1; }
   [[nodiscard]] __device__ bool fills() const { return to_slots || (waits && fills_tables); }
-  /// Whether ranks have synchronized, and are to compare what they mean by the call here: of a
-  /// routing that is known, on one node.
+  /// Whether this kernel compares call words: the ranks have synchronized, the routing is an
+  /// earlier one, and there is one node.
   [[nodiscard]] __device__ bool compares() const {
     return loads || (waits && !fills_tables && shape.num_nodes == 1);
   }
   [[nodiscard]] __device__ bool claims() const { return waits && claims_rows; }
 };
 
-// How ranks signal each other which of their rows have arrived.
+// Channels: ranks signal each other which of their rows have arrived.
 
-/// Where the source raises what it has sent, among a rank's channels.
+/// The counter of a source's channel, in the memory of a receiver.
 __device__ inline std::uint64_t* channel_slot(std::uint64_t* channels, std::int32_t source,
                                               std::int32_t channel) {
   return channels + std::int64_t{source} * max_channels + channel;
@@ -38,17 +40,17 @@ __device__ inline std::uint64_t* config_slot(const RowsParams& p, std::uint64_t*
   return channels + first + std::int64_t{p.m.parity} * p.shape.world_size + source;
 }
 
-/// Calls for all ranks of the node, from this one on, with their channels. One warp.
+/// Visits the channels of all ranks of the node, from this rank on. One warp.
 template <class Visit>
 __device__ inline void for_channels(const RowsParams& p, Visit&& visit) {
-#pragma unroll 1  // a lane has one rank, where they are few
+#pragma unroll 1  // each lane has one rank if ranks are few
   for (std::int32_t k = lane_id(); k < p.shape.world_size; k += 32) {
     visit(peer_at(p.channels, rank_after(p.shape, k)));
   }
 }
 
-/// Tells all ranks that the tokens of the first `groups` groups of a channel have arrived. One
-/// warp; its stores are complete.
+/// Signals all ranks that the first `groups` groups of a channel have arrived. One warp, whose
+/// stores are complete.
 __device__ inline void signal_groups(const RowsParams& p, std::int32_t channel, std::uint64_t epoch,
                                      std::int32_t groups) {
   for_channels(p, [&](std::uint64_t* channels) {
@@ -57,7 +59,7 @@ __device__ inline void signal_groups(const RowsParams& p, std::int32_t channel, 
   });
 }
 
-/// Tells all ranks how this one sends. One warp.
+/// Signals all ranks how this one sends. One warp.
 template <class Rows>
 __device__ inline void send_configs(const Rows& p, std::int32_t num_channels, std::uint64_t epoch) {
   for_channels(p, [&](std::uint64_t* channels) {
@@ -66,22 +68,23 @@ __device__ inline void send_configs(const Rows& p, std::int32_t num_channels, st
   });
 }
 
-/// How the rows of one rank come.
+/// How the rows of one rank arrive.
 struct Source {
   std::int32_t rank;
   std::int32_t channels;
-  std::int32_t group;  ///< tokens of a channel that are published together
+  std::int32_t group;  ///< tokens of a channel that are signalled together
   std::int32_t tokens;
-  bool in_slots;  ///< they are in the receive slot
+  bool in_slots;  ///< the tokens are in receive slots
 
-  /// Groups of all channels.
+  /// Number of groups in all channels.
   [[nodiscard]] __device__ std::int32_t units() const {
     const std::int32_t each = (tokens + channels - 1) / channels;
     return (each + group - 1) / group * channels;
   }
 };
 
-/// @param told what the rank says of it. @pre its tokens are placed
+/// Reads how the rows of rank r arrive. @pre its tokens are placed
+/// @param config the word of send_configs()
 template <class Rows>
 __device__ inline Source source_from(const Rows& p, std::int32_t r, std::uint64_t config) {
   return {r, static_cast<std::int32_t>(config >> 8 & 0x7FFF),
@@ -90,29 +93,31 @@ __device__ inline Source source_from(const Rows& p, std::int32_t r, std::uint64_
           (config & channel_in_slots_bit) != 0};
 }
 
-/// Ranks of the node of which a warp keeps how their rows come: lane i has ranks i and i + 32. What
-/// further ones have said is read when it is needed.
+/// Ranks of the node whose `Source` a warp keeps in registers: lane i has ranks i and i + 32. Those
+/// of further ranks are read again when they are needed.
 inline constexpr std::int32_t kept_sources = 64;
 
-/// How the rows of each rank come.
+/// How the rows of each rank arrive.
 struct Sources {
   std::int32_t channels[2];
   std::int32_t group[2];
   std::int32_t tokens[2];
   std::int32_t in_slots[2];
   bool some_in_slots;
-  std::int32_t max_units;  ///< groups of all channels of a rank, at most
+  std::int32_t max_units;  ///< the number of groups of the rank that has most
 };
 
-/// What rank r has said of how it sends, when it has.
+/// Waits for the config of rank r.
 __device__ inline std::uint64_t wait_config(const RowsParams& p, std::uint64_t epoch,
                                             std::int32_t r) {
   return wait_epoch(p.m.arrive, config_slot(p, p.own_channels, r), epoch << channel_config_shift,
                     channel_config_shift, p.shape.first_rank + r);
 }
 
-/// The part of learn_sources() of ranks that are not kept. A function of its own, as few have any.
-/// @return twice the most units of one, and 1 more if some use receive slots
+/// Does learn_sources() for ranks that a warp does not keep. It is not inlined, as few worlds have
+/// such ranks.
+/// @return twice the largest number of groups of such a rank, plus 1 if one of them uses receive
+///   slots
 template <class Rows>
 __device__ __noinline__ std::int32_t learn_far_sources(const Rows& p, std::uint64_t epoch) {
   std::int32_t units = 0;
@@ -125,16 +130,16 @@ __device__ __noinline__ std::int32_t learn_far_sources(const Rows& p, std::uint6
   return 2 * units + in_slots;
 }
 
-/// Waits until all ranks have said how they send, and their tokens are placed. One warp.
+/// Waits until all ranks have announced how they send, and their tokens are placed. One warp.
 template <class Rows>
 __device__ inline Sources learn_sources(const Rows& p, CallBegin& begin) {
   const MoeShape& s = p.shape;
   const std::uint64_t epoch = begin.epoch();
-  // Few tokens: it comes before the tokens are placed, and would take a time of its own behind
-  // that.
+  // In low-latency calls the configs arrive before the tokens are placed. Waiting for them later
+  // would cost extra time.
   if (lane_id() < s.world_size && begin.has_begin_words()) (void)wait_config(p, epoch, lane_id());
   for (std::int32_t r = lane_id(); r < s.world_size; r += 32) begin.wait_placed(r);
-  __syncwarp();  // what is signalled of one source may be written with another
+  __syncwarp();  // later loads depend on waits of other lanes
   Sources sources{};
   std::int32_t units = 0;
 #pragma unroll
@@ -155,7 +160,7 @@ __device__ inline Sources learn_sources(const Rows& p, CallBegin& begin) {
   return sources;
 }
 
-/// Several nodes: tokens of one, in the order of all; the node of a token; this rank's.
+/// Several nodes: tokens per node in the common order, and the node of a token.
 template <class Rows>
 __device__ inline std::int32_t tokens_of_node(const Rows& p) {
   return p.shape.max_tokens / p.shape.num_nodes;
@@ -165,8 +170,8 @@ __device__ inline std::int32_t node_of(const Rows& p, std::int32_t token) {
   return token / tokens_of_node(p);
 }
 
-/// Number `position` of the tokens that a rank sends. On several nodes its own come first, then
-/// those of the node before, as they are the first to arrive.
+/// The token at `position` in the order of sending. With several nodes a rank's own tokens come
+/// first, then those of the node before it, and so on, because they arrive in this order.
 template <class Rows>
 __device__ inline std::int32_t token_at(const Rows& p, std::int32_t position) {
   if (!p.spans_nodes()) return position;
@@ -177,7 +182,7 @@ __device__ inline std::int32_t token_at(const Rows& p, std::int32_t position) {
   return node * each + position - node_idx * each;
 }
 
-/// All lanes, with the same rank.
+/// How the rows of a rank arrive. All lanes ask for the same rank.
 template <class Rows>
 __device__ inline Source source_of(const Rows& p, const Sources& all, std::int32_t rank) {
   if (rank >= kept_sources) {

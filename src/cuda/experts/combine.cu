@@ -7,23 +7,24 @@
 namespace waybill::cuda {
 namespace {
 
-/// A warp's work on a piece is a chain of waits, so many warps that hold few rows sum more than few
-/// that hold many.
+/// A warp that works on a piece mostly waits. Many warps with few rows each are therefore faster
+/// than few warps with many rows.
 constexpr int max_warps = 16;
-/// Where no block has more than a piece, its rows come at once.
+/// If no block has more than one piece, all rows of it are loaded at once.
 constexpr int single_piece_warps = 6;
 constexpr int stages = 2;
-constexpr int ring_rows = 96;  ///< that a block holds, in the stages of all its warps
+constexpr int ring_rows = 96;  ///< rows that a block holds in the stages of all its warps
 constexpr int piece_bytes = 2048;
-constexpr int words_a_lane = piece_bytes / widest_word / 32;
+constexpr int words_per_lane = piece_bytes / widest_word / 32;
 
-/// Where the rows of one token lie; a lane a topk slot.
+/// Where the rows of one token lie. Each lane has one topk slot.
 struct TokenRows {
   std::int64_t address;
   float weight;
 };
 
-/// Loaded, but not waited for. A row that did not fit is told apart when they are used.
+/// Loads the addresses and weights of a token, without waiting for them. lanes_summed() later finds
+/// rows that did not fit.
 template <class Weight>
 __device__ TokenRows read_token(const CombineParams& p, std::int32_t token) {
   TokenRows rows{-1, 0};
@@ -35,7 +36,7 @@ __device__ TokenRows read_token(const CombineParams& p, std::int32_t token) {
   return rows;
 }
 
-/// Lanes whose row is part of the sum. A row that did not fit was lost: NaN stands for it.
+/// The lanes whose row is part of the sum. A row that did not fit was lost, and NaN stands for it.
 __device__ unsigned lanes_summed(const CombineParams& p, TokenRows& rows) {
   if (rows.address >= 0 && (rows.address & 0xFFFFFFFF) >= p.shape.capacity_rows)
     rows.address = lost_address;
@@ -46,7 +47,8 @@ __device__ unsigned lanes_summed(const CombineParams& p, TokenRows& rows) {
 
 using Windows = WarpPeers<const std::byte>;
 
-/// All lanes, each its own row. @param address as lanes_summed() leaves it; below 0: of no use
+/// The address of each lane's own row. All lanes call it.
+/// @param address as lanes_summed() leaves it; if it is negative, the result is not used
 __device__ const std::byte* row_at(const CombineParams& p, const Windows& windows,
                                    std::int64_t address) {
   const bool is_there = address >= 0 && address != lost_address;
@@ -55,31 +57,32 @@ __device__ const std::byte* row_at(const CombineParams& p, const Windows& window
   return (is_there ? window : p.lost_row) + (address & 0xFFFFFFFF) * p.row_bytes;
 }
 
-/// Each product and each sum is rounded.
+/// Adds a value to a sum. Each product and each sum is rounded.
 template <class Number, bool Weighted>
 __device__ float sum_with(float sum, typename Number::Stored value, float weight) {
   const float x = Number::load(value);
   return __fadd_rn(sum, Weighted ? __fmul_rn(weight, x) : x);
 }
 
-/// One lane's share of a piece: words lane, lane + 32, ...
+/// One lane's part of a piece: words lane, lane + 32, ...
 template <class Number>
 struct Sums {
-  float sums[words_a_lane][WidePack<Number>::count];
+  float sums[words_per_lane][WidePack<Number>::count];
 
   __device__ void clear() {
 #pragma unroll
-    for (int w = 0; w < words_a_lane; ++w) {
+    for (int w = 0; w < words_per_lane; ++w) {
 #pragma unroll
       for (int e = 0; e < WidePack<Number>::count; ++e) sums[w][e] = 0;
     }
   }
 
-  /// @tparam Full a whole piece, not the last of a row
+  /// Adds a row.
+  /// @tparam Full the piece is a whole one, not the last of a row
   template <bool Weighted, bool Full>
   __device__ void add(const std::byte* from, int bytes, float weight) {
 #pragma unroll
-    for (int w = 0; w < words_a_lane; ++w) {
+    for (int w = 0; w < words_per_lane; ++w) {
       const int offset = (w * 32 + lane_id()) * widest_word;
       if (!Full && offset >= bytes) continue;
       const auto in = *reinterpret_cast<const WidePack<Number>*>(from + offset);
@@ -92,7 +95,7 @@ struct Sums {
 
   __device__ void write(std::byte* to, int bytes) const {
 #pragma unroll
-    for (int w = 0; w < words_a_lane; ++w) {
+    for (int w = 0; w < words_per_lane; ++w) {
       const int offset = (w * 32 + lane_id()) * widest_word;
       if (offset >= bytes) continue;
       WidePack<Number> out;
@@ -108,16 +111,16 @@ struct BulkMemory {
   std::uint64_t loaded[max_warps][stages];
 };
 
-/// A piece of a token's sum.
+/// A piece of the sum of a token.
 struct Piece {
   std::int32_t token;
   std::int32_t piece;
 };
 
-/// The pieces of one warp, in turn, without divisions on the way.
+/// Steps through the pieces of one warp without divisions.
 struct PieceSteps {
-  std::int32_t pieces;  ///< of a row
-  std::int32_t tokens;  ///< that a step goes on, and pieces beyond them
+  std::int32_t pieces;  ///< pieces per row
+  std::int32_t tokens;  ///< tokens per step, and pieces in addition
   std::int32_t beyond;
 
   __device__ PieceSteps(const CombineParams& p, int warps)
@@ -142,14 +145,14 @@ struct PieceSteps {
 /// Rows of a piece that fill one stage.
 struct Batch {
   Piece at;
-  const std::byte* row;  ///< of each lane
+  const std::byte* row;  ///< each lane's row
   float weight;
   unsigned left;  ///< lanes of these rows and of those that are loaded later
   bool is_first;
 };
 
-/// Pulls the rows of tokens, piece by piece, through shared memory: rows of the next piece are on
-/// their way, and places of the one after it.
+/// Pulls the rows of tokens through shared memory, piece by piece. While it sums a piece, the rows
+/// of the next piece and the addresses of the one after that are in flight.
 template <class Number, class Weight>
 class BulkSum {
  public:
@@ -165,7 +168,7 @@ class BulkSum {
       for (int s = 0; s < stages; ++s) barrier_init(&loaded_[s]);
       fence_barrier_init();
     }
-    fence_async_global();  // what the ranks wrote before they came here
+    fence_async_global();  // orders what the ranks wrote before they came here
     __syncwarp();
   }
 
@@ -199,7 +202,7 @@ class BulkSum {
     return at.piece + 1 < steps_.pieces ? piece_bytes : last_bytes_;
   }
 
-  /// The piece whose places have come; asks for those of the next.
+  /// Begins the piece whose addresses have arrived, and loads the addresses of the next one.
   __device__ Batch begin_piece() {
     const unsigned summed = lanes_summed(p_, coming_rows_);
     const std::byte* const row = row_at(p_, windows_, coming_rows_.address);
@@ -257,7 +260,7 @@ class BulkSum {
 
   const CombineParams& p_;
   const Windows& windows_;
-  const int slots_;  ///< rows that a stage holds
+  const int slots_;  ///< rows per stage
   std::byte* const ring_;
   std::uint64_t* const loaded_;
   const PieceSteps steps_;
@@ -267,7 +270,8 @@ class BulkSum {
   Sums<Number> sums_;
 };
 
-/// Without bulk copies, or for addresses that do not suit them.
+/// Sums with loads of the lanes: for devices without bulk copies, and for addresses and sizes that
+/// bulk copies cannot take.
 template <class Number, class Weight>
 __device__ void sum_elements(const CombineParams& p, const Windows& windows) {
   using Stored = typename Number::Stored;
@@ -323,7 +327,7 @@ __global__ void __launch_bounds__(max_warps * 32, 1)
     arrive_and_wait(p.m.arrive, epoch);
   }
   const bool compares = !p.in_call && compares_calls();
-  CallComparison comparison(p.m.arrive, epoch, compares);  // looked at when the rows are summed
+  CallComparison comparison(p.m.arrive, epoch, compares);  // checked after the sums
   linger_block(p.m);
   if constexpr (Bulk) {
     BulkSum<Number, Weight> sum(p, windows, *reinterpret_cast<BulkMemory*>(shared));

@@ -114,7 +114,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     if (nodes_ != nullptr) nodes_->count_rows(call, *tables->being_made());
     const RouteParams params = params_.route(call, input, *tables);
     const int blocks = num_route_blocks(params.shape, call);
-    // No event behind it: the rows' kernel begins early only right behind this one.
+    // No event may be recorded after it: the rows' kernel begins early only if it follows directly.
     if (params_.is_low_latency()) {
       check(launch_low_latency_route(params, blocks, is_alone(), stream_of(call)), call);
     } else {
@@ -173,7 +173,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
         is_alone() && options_.payload != EPPayload::quantized && !params.claims_rows;
     if (bulk && early) params.early_work = early_work_of(made_tables, params);
     if (params.early_work == EarlyWork::to_slots) {
-      // Blocks that find no room beside those that count begin when these have ended.
+      // A block that found no free SM could begin only after the route has ended.
       const int free_sms = gpu_->num_sms() - num_route_blocks(params.shape, call);
       params.num_senders = std::clamp(free_sms, 1, params.num_senders);
     }
@@ -267,7 +267,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     gpu_->throw_fault();
   }
 
-  /// The host waits in place of a kernel, as the nodes reach each other over a network.
+  /// Lets the host wait instead of a kernel, for nodes that reach each other over a network only.
   void barrier_on_host(const ExpertBarrier& call) const {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     gpu_->check(cudaStreamIsCapturing(stream_of(call.stream), &status), "asking a stream",
@@ -287,7 +287,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     return routing.part(routing.fixed().num_recv_rows) + config_.rank;
   }
 
-  /// A host that has waited for counts launches rows when all places are known.
+  /// If the host has waited for the counts, all addresses are known when it launches the rows.
   static EarlyWork early_work_of(const GpuExpertTables& tables, const RowsParams& params) {
     if (tables.being_made() == nullptr) return EarlyWork::loads;
     const bool fits =
@@ -300,8 +300,9 @@ class GpuExpertExecutor final : public ExpertExecutor {
                                     : route_blocks(shape, kernel_sms(call));
   }
 
-  /// Whether kernels may take their places early: early blocks take room from what a rank on the
-  /// same device must finish first. On several nodes other kernels come between.
+  /// Whether kernels may take their places early. With several ranks on the device early blocks
+  /// would take the places that another rank needs to proceed. With several nodes other kernels
+  /// come between.
   [[nodiscard]] bool is_alone() const { return share_ == 1 && nodes_ == nullptr; }
 
   void check(cudaError_t status, const ExpertCall& call) const {
@@ -312,7 +313,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     return table_call(*gpu_, stream_of(call));
   }
 
-  /// Room for the weights that a dispatch carries, if it does.
+  /// Memory for the weights of a dispatch, if it carries any.
   [[nodiscard]] TableMemory weight_memory(const ExpertDispatchInput& input,
                                           const TableCall& call) const {
     if (!is_given(input.weights)) return {};
@@ -320,21 +321,22 @@ class GpuExpertExecutor final : public ExpertExecutor {
     return pool_->take(topk_slots * dtype_bytes(config_.weight_dtype), false, call);
   }
 
-  /// Room for the weights of received rows, which outlive the window's. @return null without
-  /// weights
+  /// Memory for the weights of received rows, which outlive those in the window.
+  /// @return null without weights
   [[nodiscard]] std::byte* keep_weights(GpuExpertTables& tables, const TableCall& call) const {
     if (!tables.has_weights()) return nullptr;
     const std::int64_t rows = tables.routing().rows().capacity_rows;
     return tables.keep_weights(pool_->take(rows * dtype_bytes(config_.weight_dtype), false, call));
   }
 
-  /// Ranks on one device must fit on it together, as they wait for each other.
+  /// Blocks of a kernel. Ranks that share a device wait for each other, so their blocks must fit on
+  /// it together.
   [[nodiscard]] int num_sms(const ExpertCall& call) const {
     const int wanted = call.num_sms > 0 ? call.num_sms : default_sms;
     return std::max(1, std::min(wanted, gpu_->num_sms() / share_));
   }
 
-  /// Of these, those beside a network path.
+  /// Those of them that are not needed for a network path.
   [[nodiscard]] int kernel_sms(const ExpertCall& call) const {
     return nodes_ != nullptr ? ExpertNodes::kernel_sms(num_sms(call)) : num_sms(call);
   }
@@ -346,7 +348,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     nodes_->begin_dispatch(call, input, routing, counts, num_sms(call));
   }
 
-  /// Tokens as float8 with scales.
+  /// Converts tokens to float8 with scales.
   void quantize(const ExpertCall& call, const ExpertDispatchInput& input, std::byte* elements,
                 std::byte* scales) {
     QuantizeParams q{};
@@ -355,12 +357,12 @@ class GpuExpertExecutor final : public ExpertExecutor {
     q.scales = reinterpret_cast<float*>(scales);
     q.num_groups = input.tokens.shape[0] * num_scales(config_, options_);
     if (q.num_groups == 0) return;
-    constexpr int blocks_a_sm = 4;  // all that it holds: memory bounds it
-    check(launch_quantize(q, config_.token_dtype, blocks_a_sm * gpu_->num_sms(), stream_of(call)),
+    constexpr int blocks_per_sm = 4;  // as many as an SM holds, because memory bounds the kernel
+    check(launch_quantize(q, config_.token_dtype, blocks_per_sm * gpu_->num_sms(), stream_of(call)),
           call);
   }
 
-  /// Lets receivers see a row that is taken twice.
+  /// Lets receivers see that a row is taken twice.
   void claim_rows(const ExpertCall& call, GpuExpertRouting& made, RowsParams& params) const {
     params.claims_rows = true;
     gpu_->check(
@@ -375,7 +377,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
   EPConfig config_;
   EPDispatchOptions options_;
   const ExpertMemory& memory_;
-  const LinkSpeeds links_;  ///< when the layer was made
+  const LinkSpeeds links_;  ///< as they were when the layer was made
   ExpertParams params_;
   std::shared_ptr<void> barrier_epochs_;  ///< [2] on the device: for the node, for the world
   std::unique_ptr<ExpertNodes> nodes_;    ///< null on one node
@@ -389,7 +391,8 @@ class GpuExpertExecutor final : public ExpertExecutor {
 int num_sending_blocks(const LinkSpeeds& links, const EPConfig& config,
                        const EPDispatchOptions& options, int blocks, std::int64_t num_tokens) {
   const double fill_links = links.nvlink_bytes_per_second / links.block_bytes_per_second;
-  // A few tokens a warp: nobody has to wait for a warp that sends, so all do both.
+  // With few tokens per warp no receiver waits long for a warp that still sends, so all warps do
+  // both.
   if (blocks == 1 || num_tokens <= std::int64_t{2} * ring_warps * blocks) return blocks;
   const double world = config.world_size;
   const double sent = world * (1 - std::pow(1 - 1 / world, config.topk));

@@ -12,23 +12,24 @@
 #include "waybill/core/dtype.h"
 
 namespace waybill::cuda {
-inline constexpr int max_channels = 1024;           ///< warps of a rank that send rows
-inline constexpr int ring_warps = 7;                ///< of a block, that move rows
-inline constexpr int max_low_latency_tokens = 128;  ///< of a rank: what a call does for few tokens
 
-/// Counters of one layer on its rank's device.
+inline constexpr int max_channels = 1024;           ///< warps of one rank that send rows
+inline constexpr int ring_warps = 7;                ///< warps of one block that move rows
+inline constexpr int max_low_latency_tokens = 128;  ///< limit of a rank's tokens in low latency
+
+/// Counters of one layer, in the memory of its rank's device.
 struct MoeState {
   CallState call;
-  std::uint32_t
-      last_parity[2];       ///< 1 + parity of the last dispatch and combine; 0 before the first
-  std::uint32_t next_unit;  ///< of the running dispatch: the next piece of arrived rows
-  std::uint32_t arrived_blocks;  ///< of the running kernel, that have come to its middle
-  std::uint32_t next_sum;        ///< of the running combine: the next unit that is summed
-  std::uint64_t begun;           ///< epoch of the dispatch that runs; 0 from its end on
+  std::uint32_t last_parity[2];  ///< 1 + parity of the last dispatch and of the last combine; 0
+                                 ///< before the first
+  std::uint32_t next_unit;  ///< the next unit of arrived rows that the running dispatch hands out
+  std::uint32_t arrived_blocks;  ///< blocks of the running kernel that have reached wait_blocks()
+  std::uint32_t next_sum;        ///< the next unit that the running combine hands out
+  std::uint64_t begun;           ///< epoch of the running dispatch; 0 when none runs
 };
 
-/// Few tokens: by source, the epoch of the last call that has placed its tokens, and written what
-/// receivers read of it. Behind the state.
+/// After the state there is one word per source rank. A low-latency route raises it to its epoch
+/// when it has placed the source's tokens and written everything that receivers read about them.
 inline constexpr std::int64_t moe_state_bytes(std::int32_t world_size) {
   return std::int64_t{sizeof(MoeState)} + world_size * std::int64_t{sizeof(std::uint64_t)};
 }
@@ -36,80 +37,81 @@ __host__ __device__ inline std::uint64_t* placed_slot(MoeState* state, std::int3
   return reinterpret_cast<std::uint64_t*>(state + 1) + source;
 }
 
-/// What one rank of a layer is.
+/// The shape of a layer as one rank sees it.
 struct MoeShape {
   std::int32_t rank;
   std::int32_t world_size;
   std::int32_t num_experts;
   std::int32_t experts_per_rank;
   std::int32_t topk;
-  std::int32_t num_tokens;  ///< of this rank in this call
+  std::int32_t num_tokens;  ///< this rank's tokens in this call
   std::int32_t max_tokens;
-  std::int32_t compact;  ///< rows: one a token, not one a topk slot
+  std::int32_t compact;  ///< 1: one row per token and rank; 0: one row per topk slot
   std::int32_t alignment;
   std::int32_t num_nodes;
-  std::int32_t node_ranks;     ///< ranks of a node
-  std::int32_t first_rank;     ///< of this rank's node
-  std::int64_t capacity_rows;  ///< rows of a window
+  std::int32_t node_ranks;     ///< ranks per node
+  std::int32_t first_rank;     ///< the first rank of this rank's node
+  std::int64_t capacity_rows;  ///< rows that a window holds
 };
 
-/// What a rank sends the others before rows can be placed: topk slots of each expert, dropped ones,
-/// tokens with a topk slot on each rank.
+/// Number of counts that a rank sends to each other rank before rows can be placed: topk slots per
+/// expert, dropped topk slots, and tokens per destination rank.
 __host__ __device__ constexpr std::int32_t num_counts(const MoeShape& s) {
   return s.num_experts + 1 + s.world_size;
 }
 
-/// The rank that is k behind this one. @pre 0 <= k < world_size
+/// The rank that comes k places after this one, in a ring. @pre 0 <= k < world_size
 __host__ __device__ constexpr std::int32_t rank_after(const MoeShape& s, std::int32_t k) {
   const std::int32_t r = s.rank + k;
   return r < s.world_size ? r : r - s.world_size;
 }
 
-/// This rank's node.
+/// The index of this rank's node.
 __host__ __device__ constexpr std::int32_t own_node(const MoeShape& s) {
   return s.first_rank / s.node_ranks;
 }
 
-/// int32 that the sender of a token sends to each rank of its node: the row of each topk slot
-/// there, -1 if it is elsewhere; with compact rows these are places in the grouped order, and the
-/// compact row follows.
+/// Number of int32 in a record. The sender of a token writes one record to each rank of the node:
+/// the row of each topk slot on that rank, or -1 if the slot goes elsewhere. With compact rows the
+/// record holds positions in the grouped order, followed by the token's compact row.
 __host__ __device__ constexpr std::int32_t record_stride(const MoeShape& s) {
   return s.topk + s.compact;
 }
 
-// A topk slot's place: row in the lower half, rank in the node above it. Negative: dropped, or on
-// another node.
+// The remote address of a topk slot: its row in the lower half, its rank within the node above
+// that. It is negative if the slot was dropped or goes to another node.
 inline constexpr int address_dst_shift = 32;
-/// Of the first topk slot of a token on a rank.
+/// Set in the address of a token's first topk slot on each rank.
 inline constexpr std::int64_t primary_row_bit = std::int64_t{1} << 48;
-/// Of a row that did not fit.
+/// Stands for the address of a row that did not fit into its window.
 inline constexpr std::int64_t lost_address =
     (std::int64_t{max_gpu_ranks} << address_dst_shift) + primary_row_bit;
 
-/// What the device writes into pinned host memory when the counts of a dispatch are known, [W]:
-/// received rows of each rank, with the ticket of the route above them. Where the host must say
-/// what crosses between nodes, behind them rows to and from each node (NodeRowsParams).
+/// A word that the device writes to pinned host memory when a dispatch knows its counts: [W]
+/// received rows of each rank, with the ticket of the route in the upper half. If the host must
+/// know what crosses between nodes, the rows to each node and from each node follow
+/// (NodeRowsParams).
 using HostCount = volatile std::uint64_t;
 inline constexpr int ticket_shift = 32;
 
-/// A count on its way, with the lower half of the call's epoch above it: whoever sees the epoch has
-/// the count.
+/// A count travels with the lower half of the call's epoch in its upper half: a reader that sees
+/// the epoch has the count.
 inline constexpr int count_epoch_shift = 32;
 
-/// What the device reports of windows that were too small, in pinned host memory.
+/// The device reports here, in pinned host memory, that windows were too small.
 struct MoeHostFaults {
-  /// Received rows of the rank that should have had the most, where more than fit, with the lower
-  /// half of the call's epoch above; 0: all did fit.
+  /// 0 if all rows fit. Else the number of rows that the busiest rank should have received, with
+  /// the lower half of the call's epoch in the upper half.
   volatile std::uint64_t overflow;
 };
 inline constexpr int overflow_epoch_shift = 32;
 
-/// A part of a call's parameters: how ranks synchronize.
+/// The part of a call's parameters that says how ranks synchronize.
 struct MoeArrive {
-  ArriveParams arrive;  ///< slots: `entered`; its state is MoeState::call
+  ArriveParams arrive;  ///< its slots are ExpertSignal::entered, its state is MoeState::call
   MoeState* state;
   std::uint32_t parity;        ///< parity of this dispatch or combine
-  std::uint32_t max_delay_ns;  ///< for tests, see delay.cuh; else 0
+  std::uint32_t max_delay_ns;  ///< upper limit of the delays that tests ask for; 0 outside tests
 };
 
 /// The parities of the next dispatch and of the next combine.
@@ -117,86 +119,88 @@ struct MoeParities {
   std::uint32_t of[2];
 };
 
-/// Counting, exchange of counts, placing. On several nodes of the tokens of the ranks with this
-/// rank's local index, one a node, which are all forwarded by this rank: then [T, K] below is
-/// [nodes, M, K], ids are int32, and -1 where there is no token.
+/// Parameters of a route: count, exchange counts, place. T, M and K are this rank's tokens,
+/// max_tokens and topk; W is the number of ranks. With several nodes this rank routes the tokens
+/// that it forwards: those of the ranks with its local index, one rank per node. Then the ids are
+/// int32 [nodes, M, K], with -1 where there is no token, and the weights are [nodes, M, K], too.
 struct RouteParams {
   MoeArrive m;
   MoeShape shape;
   const void* ids;  ///< [T, K]
-  bool wide_ids;    ///< int64
+  bool wide_ids;    ///< the ids are int64
   std::int32_t dropped_id;
-  const void* scatter;  ///< [sum of T, K] or null
+  const void* scatter;  ///< [sum of all ranks' T, K] or null
   bool wide_scatter;
-  std::int64_t scatter_tokens;  ///< that it has
-  /// Rows of windows that do not grow before the rows come: others get no record, and what is sent
-  /// for them is sent to the next one of the token on the rank.
+  std::int64_t scatter_tokens;  ///< tokens that the scatter indices cover
+  /// Rows that fit into windows which cannot grow before the rows arrive. A topk slot whose row
+  /// does not fit gets no record; the token is then sent to its next row on that rank.
   std::int32_t fitting_rows;
-  std::int32_t max_per_expert;  ///< topk slots of an expert that a rank may have
+  std::int32_t max_per_expert;  ///< topk slots that one rank may have for one expert
   const std::byte* weights;     ///< [T, K] or null
   std::int32_t weight_bytes;
-  bool takes_weights;  ///< from all ranks; where this one has no tokens, too
-  /// Of the ranks of the node: what they receive, in parts.
+  bool takes_weights;  ///< ranks send weights in this call, even if this rank has no tokens
+  /// Memory of the node's ranks, in which the next four members are byte offsets.
   NearPeers<std::byte> peers;
-  std::int64_t counts;        ///< bytes from there: [W, num_counts]
-  std::int64_t records;       ///< [W, M, record_stride]; several nodes [node_ranks, nodes, M, ..]
-  std::int64_t sent_weights;  ///< [W, M, K], in the same order
-  std::int64_t gathered;  ///< low latency: [W, M, K] ids, then their weights; sent as counts are
+  std::int64_t counts;        ///< [W, num_counts]
+  std::int64_t records;       ///< [W, M, record_stride]; several nodes: [node_ranks, nodes, M,
+                              ///< record_stride]
+  std::int64_t sent_weights;  ///< [W, M, K], ordered as the records
+  std::int64_t gathered;      ///< low latency: [W, M, K] ids, then their weights, as flagged words
   std::uint64_t* own_counts;
   std::int32_t* own_records;
   std::byte* own_sent_weights;
   std::uint64_t* own_gathered;
-  std::int32_t* tile_counts;  ///< scratch: [blocks, num_counts]
-  // What the tables hold; see ExpertTableViews.
+  std::int32_t* tile_counts;  ///< scratch, [blocks, num_counts]
+  // The tables that the route fills; see ExpertTableViews.
   std::int32_t* out_ids;
   std::int32_t* dst_rows;
-  std::byte* out_weights;   ///< of this dispatch, not of the routing
-  std::int64_t* addresses;  ///< [M, K]; on several nodes [nodes, M, K]
+  std::byte* out_weights;   ///< belongs to this dispatch, not to the routing
+  std::int64_t* addresses;  ///< [M, K]; several nodes: [nodes, M, K]
   std::int32_t* num_input_tokens;
   std::int32_t* splits;
   std::int32_t* segment_offsets;
   std::int32_t* expert_counts;
   std::int32_t* expert_offsets;
-  std::int32_t* num_recv_rows;  ///< [W], then the most of them
+  std::int32_t* num_recv_rows;  ///< [W], then their maximum
   HostCount* host;
   std::uint64_t ticket;
 };
 static_assert(sizeof(RouteParams) <= 2048);
 
-/// A dispatch by a routing that is there: synchronizes with the others, sends its own weights. On
-/// several nodes the others have entered, and the weights are those of all tokens that are
-/// forwarded here.
+/// Parameters of a dispatch with an earlier routing: ranks synchronize and send their weights. With
+/// several nodes the ranks have synchronized before, and the weights are those of all tokens that
+/// this rank forwards.
 struct EnterParams {
   MoeArrive m;
   MoeShape shape;
-  const std::byte* weights;  ///< [T, K], several nodes [nodes, M, K]; or null
+  const std::byte* weights;  ///< [T, K]; several nodes: [nodes, M, K]; or null
   std::int32_t weight_bytes;
   const std::int64_t* addresses;
-  std::byte* out_weights;             ///< of this dispatch
+  std::byte* out_weights;             ///< belongs to this dispatch
   NearPeers<std::byte> sent_weights;  ///< as in RouteParams
 };
 static_assert(sizeof(EnterParams) <= 2048);
 
-/// Cuts of rows into what passes through shared memory.
+/// How rows are cut into pieces that pass through shared memory.
 struct RowCuts {
   std::int64_t row_bytes;
-  std::int32_t scale_bytes;  ///< of a row; 0 without
-  std::int32_t piece_bytes;  ///< of a row that are on the way together
+  std::int32_t scale_bytes;  ///< scale bytes of one row; 0 without scales
+  std::int32_t piece_bytes;  ///< bytes of a row that are loaded at once
   std::int32_t pieces;
-  std::int32_t stages;       ///< pieces that a warp has on the way
-  std::int32_t stage_bytes;  ///< shared memory of one
-  std::int32_t group;        ///< tokens of a channel that are signalled together
-  std::int32_t word_bytes;   ///< common alignment, where threads copy
+  std::int32_t stages;       ///< pieces that one warp may have in flight
+  std::int32_t stage_bytes;  ///< shared memory of one piece in flight
+  std::int32_t group;        ///< tokens of a channel that one signal announces
+  std::int32_t word_bytes;   ///< alignment that all rows share, for copies by threads
 
-  /// For receivers that do not copy rows, and can wait for a few more: telling costs senders of
-  /// short rows a fifth of their time.
+  /// Signals larger groups, for receivers that do not copy rows and so can wait a little longer.
+  /// Small groups of short rows cost the senders a fifth of their time.
   void signal_less() {
     if (row_bytes <= 8192 && group < 16) group = 16;
   }
 };
 
-/// How the rows of a source come in a call: by so many channels (a channel: the tokens of one
-/// warp), so many tokens at a time; to the receive slot, or to their places.
+/// A sender announces how its rows arrive in a call: in how many channels (the tokens of one warp
+/// are a channel), how many tokens per signal, and whether in receive slots or in their final rows.
 inline constexpr int channel_config_shift = 24;
 inline constexpr std::uint64_t channel_in_slots_bit = std::uint64_t{1} << 23;
 __host__ __device__ constexpr std::uint64_t channel_config(std::uint64_t epoch, int channels,
@@ -206,43 +210,44 @@ __host__ __device__ constexpr std::uint64_t channel_config(std::uint64_t epoch, 
 }
 inline constexpr int channel_epoch_shift = 20;
 
-/// What senders do before the kernel ahead of theirs on the stream has ended.
+/// Work that senders may do before the previous kernel on the stream has ended.
 enum class EarlyWork : std::int32_t {
   nothing,
-  loads,     ///< read their first tokens, whose places are known
-  to_slots,  ///< send tokens to the receive slots of their ranks, as no place is known yet
+  loads,     ///< read their first tokens, whose addresses are known
+  to_slots,  ///< send tokens to receive slots, as their addresses are not known yet
 };
 
-/// Several nodes: slots that say which rows of another node have come, a chunk of tokens each.
+/// Several nodes: slots that are raised when a chunk of another node's rows has arrived.
 struct ChunkSlots {
-  const std::uint64_t* first;  ///< of node 0
-  std::int32_t node_stride;    ///< slots
+  const std::uint64_t* first;  ///< the first slot of node 0
+  std::int32_t node_stride;    ///< slots per node
   std::int32_t shift;          ///< a chunk has 1 << shift tokens
 };
 
-/// The slot of the chunk of a node's token.
+/// The slot of the chunk that holds this token of this node.
 __host__ __device__ inline const std::uint64_t* slot_of_token(const ChunkSlots& slots,
                                                               std::int32_t node,
                                                               std::int32_t token) {
   return slots.first + std::int64_t{node} * slots.node_stride + (token >> slots.shift);
 }
 
-/// Receive slots: where tokens arrive before their rows are known, by source, a row per token.
+/// Receive slots: tokens arrive here before their rows are known. There is one row per source rank
+/// and token.
 struct ReceiveSlots {
-  NearPeers<std::byte> rows;   ///< [W, tokens] rows of each rank, then their scales
-  const std::byte* own_rows;   ///< those of this one
-  std::int64_t scales_offset;  ///< from its first row
-  std::int32_t tokens;         ///< of a source, at most; 0: there is none
-  /// Receivers need nothing else of this rank: groups are signalled before the kernel ahead has
-  /// ended.
+  NearPeers<std::byte> rows;   ///< [W, tokens] rows in the memory of each rank, then their scales
+  const std::byte* own_rows;   ///< the receive slots of this rank
+  std::int64_t scales_offset;  ///< byte offset of the scales from the first row
+  std::int32_t tokens;         ///< receive slots per source rank; 0: the layer has none
+  /// Receivers need nothing else from this rank, so it signals groups before the previous kernel
+  /// has ended.
   bool is_all;
-  const void* ids;  ///< [T, K] of this rank's tokens
-  bool wide_ids;    ///< int64
+  const void* ids;  ///< [T, K], this rank's ids
+  bool wide_ids;    ///< the ids are int64
 };
 
-/// Rows to their places, and what receivers make of them. On several nodes the shape is that of a
-/// node, as if it had all tokens that its ranks forward: W is the ranks of a node, M and T are
-/// nodes times the most tokens of a rank.
+/// Parameters of the kernel that sends rows to their addresses and takes those that arrive. With
+/// several nodes the shape is that of one node whose ranks own all tokens that they forward: W is
+/// node_ranks, and both M and T are the number of nodes times max_tokens.
 struct RowsParams {
   MoeArrive m;
   MoeShape shape;
@@ -254,32 +259,35 @@ struct RowsParams {
   const std::byte* scales;  ///< [T, scale_bytes] or null
   const std::int64_t* addresses;
   NearPeers<std::byte> windows;       ///< first row of each rank's window
-  std::byte* own_window;              ///< this one's
-  std::int64_t scales_offset;         ///< in a window, from its first row
-  NearPeers<std::uint64_t> channels;  ///< of each rank: [W, max_channels], then [2, W] configs
+  std::byte* own_window;              ///< first row of this rank's window
+  std::int64_t scales_offset;         ///< byte offset of the scales from a window's first row
+  NearPeers<std::uint64_t> channels;  ///< of each rank: [W, max_channels] counters, then [2, W]
+                                      ///< configs
   std::uint64_t* own_channels;
-  // Several nodes: this rank's own tokens, as if they lay among those of all nodes, and the slots
-  // that say which of the others are here to be forwarded.
+  // Several nodes: this rank's own tokens, addressed as if they lay among those of all nodes, and
+  // the slots that say which tokens of other nodes have arrived and can be forwarded.
   const std::byte* own_tokens;
   const std::byte* own_scales;
   ChunkSlots forwarded;
   // The receiver's part.
-  const std::int32_t* records;    ///< [W, M, record_stride]
-  std::int32_t* kept_records;     ///< the same, in the tables; null when they are the source
+  const std::int32_t* records;  ///< [W, M, record_stride]
+  std::int32_t* kept_records;   ///< copy of the records in the tables; null if `records` already is
+                                ///< that copy
   const std::byte* sent_weights;  ///< [W, M, K] or null
   std::int32_t weight_bytes;
-  std::byte* kept_weights;  ///< the window's, in the tables; null: not wanted
+  std::byte* kept_weights;  ///< copy of the window's weights in the tables; null if nobody needs it
   const std::int32_t* num_input_tokens;
   const std::int32_t* expert_counts;
   const std::int32_t* expert_offsets;
-  const std::int32_t* max_recv_rows;  ///< of all ranks
+  const std::int32_t* max_recv_rows;  ///< maximum over all ranks
   MoeHostFaults* faults;
-  RowTag* tags;  ///< of the window, as the next two
+  RowTag* tags;  ///< tags, weights and topk are parts of the window
   std::byte* weights;
   std::int32_t* topk;
-  const std::int32_t* known_topk;  ///< what kept_topk holds, once it is filled
-  bool fills_tables;               ///< these; else they are null
-  bool claims_rows;  ///< primary_rows are -1 at first: a row that is taken twice is reported
+  const std::int32_t* known_topk;  ///< content of kept_topk after the first dispatch
+  bool fills_tables;               ///< the tables below are written; else they are null
+  bool claims_rows;  ///< primary_rows are -1 at first, so that a row which is taken twice can be
+                     ///< reported
   RowTag* kept_tags;
   std::int32_t* primary_rows;
   std::int32_t* topk_slot_rows;
@@ -293,56 +301,58 @@ struct CombineParams {
   MoeArrive m;
   MoeShape shape;
   const std::int64_t* addresses;
-  Peers<const std::byte> windows;  ///< of the ranks of the node
-  const std::byte* lost_row;       ///< NaN, see lost_address
-  std::int32_t primary_only;       ///< one row a rank
-  bool in_call;                    ///< ranks have synchronized, and the call is counted
+  Peers<const std::byte> windows;  ///< windows of the node's ranks
+  const std::byte* lost_row;       ///< a row of NaN, see lost_address
+  std::int32_t primary_only;       ///< 1: sum one row per rank, its primary row
+  bool in_call;  ///< the ranks have synchronized, and the call is counted elsewhere
   std::int64_t row_bytes;
   const std::byte* biases[2];
   const std::byte* weights;  ///< [T, K] or null
   std::byte* output;
 };
 static_assert(sizeof(CombineParams) <= 2048);
-static_assert(max_gpu_ranks <= 0xFFFF);  // a place's rank has 16 bits
+static_assert(max_gpu_ranks <= 0xFFFF);  // an address has 16 bits for the rank
 
-/// Expert outputs into the combine window, on their own rank.
+/// Parameters of kernels that bring expert outputs into this rank's combine window.
 struct StageParams {
   MoeShape shape;
   FaultSink sink;
   const MoeState* state;
   const std::byte* input;
-  std::int64_t num_rows;  ///< of the input
+  std::int64_t num_rows;  ///< rows of the input
   std::byte* window;      ///< may be the input
   std::int64_t row_bytes;
-  const std::int32_t* num_recv_rows;  ///< of this rank
-  const std::int32_t* records;        ///< [W, M, K]: sums of a token's rows; null: copies rows
-  const std::byte* weights;           ///< of received rows, for weighted sums; or null
+  const std::int32_t* num_recv_rows;  ///< rows that this rank has received
+  const std::int32_t* records;  ///< [W, M, K] to sum the rows of each token; null to copy rows
+  const std::byte* weights;     ///< weights of received rows, for weighted sums; or null
   const std::int32_t* num_input_tokens;
 };
 
-/// float8 with scales, ahead of the rows' way.
+/// Parameters of the conversion to float8 with scales, which precedes the dispatch.
 struct QuantizeParams {
   const std::byte* input;  ///< [rows, groups * 128]
   std::uint8_t* elements;
   float* scales;            ///< [rows, groups]
-  std::int64_t num_groups;  ///< of all rows
+  std::int64_t num_groups;  ///< groups of all rows
 };
 
-// A combine that pushes: ranks send what their experts made of a token to a slab at the token's
-// home, which has a row of fixed place for each. docs/decisions/push_combine.md
+// The combine that pushes: each rank sends what its experts made of a token to a slab on the
+// token's home rank, which has a fixed row for each contribution. docs/decisions/push_combine.md
 
-/// What is pushed, signalled and summed together: some neighbouring tokens, a part of their rows.
+/// A unit is pushed, signalled and summed as a whole. It has some neighbouring tokens, and of their
+/// rows one part.
 struct PushUnits {
-  std::int32_t group;       ///< tokens
-  std::int32_t parts;       ///< of a row
-  std::int32_t part_bytes;  ///< but for the last
+  std::int32_t group;       ///< tokens per unit
+  std::int32_t parts;       ///< parts per row
+  std::int32_t part_bytes;  ///< bytes per part; the last one may be shorter
 };
 
 inline constexpr std::int32_t max_split_tokens = 512;
 inline constexpr std::int32_t max_push_parts = 8;
 inline constexpr std::int32_t max_push_group = 4;
 
-/// All ranks say the same. @param busiest_tokens of the rank that has the most
+/// Cuts a call into units, alike on all ranks. @param busiest_tokens tokens of the rank that has
+/// most of them
 __host__ __device__ constexpr PushUnits push_units(std::int32_t busiest_tokens, std::int32_t topk,
                                                    std::int64_t row_bytes) {
   constexpr std::int32_t piece_bytes = 2048;
@@ -360,7 +370,7 @@ __host__ __device__ constexpr PushUnits push_units(std::int32_t busiest_tokens, 
   return units;
 }
 
-/// Units of a rank's tokens, at most: each has a flag of each rank.
+/// Upper limit of units for the tokens of one rank. Each unit has one flag per source rank.
 constexpr std::int64_t max_push_units(std::int64_t max_tokens, std::int32_t topk) {
   const std::int64_t split = max_tokens < max_split_tokens ? max_tokens : max_split_tokens;
   const std::int32_t group = push_units(max_split_tokens + 1, topk, 1).group;
@@ -368,60 +378,63 @@ constexpr std::int64_t max_push_units(std::int64_t max_tokens, std::int32_t topk
   return split * max_push_parts > grouped ? split * max_push_parts : grouped;
 }
 
-/// What the sums of tokens begin with.
+/// The rows that sums start from, and the output.
 struct PushBiases {
-  const std::byte* rows[2];  ///< as the output; or null
+  const std::byte* rows[2];  ///< [T] rows like the output; or null
   std::byte* output;
 };
 
-/// How a rank moves rows of a combine that pushes; each as it can.
+/// How a rank moves the rows of a combine that pushes. Ranks choose independently.
 enum class PushWay : std::int32_t {
-  bulk,      ///< bulk copies, sm_90 and later: rows are multiples of 16 bytes at such addresses
-  words,     ///< words of 16 bytes: the same of rows
-  elements,  ///< any
+  bulk,      ///< bulk copies (sm_90 and later); rows have multiples of 16 bytes and start at such
+             ///< addresses
+  words,     ///< words of 16 bytes; the same holds for the rows
+  elements,  ///< single elements; any rows
 };
 
 struct PushParams {
   MoeArrive m;
   MoeShape shape;
-  std::int32_t slots;  ///< rows of a token in a slab
-  bool once;           ///< one row of a token from each rank
-  bool by_rank;        ///< that row's place: the rank; else its first topk slot there
-  bool sums;           ///< a rank's rows of a token become one before they travel
+  std::int32_t slots;  ///< rows per token in a slab
+  bool once;           ///< each rank sends one row per token
+  bool by_rank;  ///< that row lies at the rank's index; else at the index of the token's first topk
+                 ///< slot there
+  bool sums;     ///< a rank sums its rows of a token before it sends them
   DType weight_dtype;
   std::int64_t row_bytes;
-  // What this rank pushes.
+  // The pushing part.
   const std::byte* input;
-  std::int64_t num_rows;              ///< of the input
-  const std::int32_t* num_recv_rows;  ///< of this rank
+  std::int64_t num_rows;              ///< rows of the input
+  const std::int32_t* num_recv_rows;  ///< rows that this rank has received
   const std::int32_t* records;        ///< [W, M, record_stride]
   const std::int32_t* num_input_tokens;
-  const std::byte* received_weights;  ///< of the input's rows, for weighted sums here; or null
-  NearPeers<std::byte> slabs;         ///< [M, slots] rows of each rank
+  const std::byte* received_weights;  ///< weights of the input's rows, for sums on this rank; or
+                                      ///< null
+  NearPeers<std::byte> slabs;         ///< of each rank: [M, slots] rows
   NearPeers<std::uint64_t> flags;     ///< of each rank: [units, W], raised to the epoch
-  // What it sums.
+  // The summing part.
   const std::byte* own_slab;
   const std::uint64_t* own_flags;
   const std::int64_t* addresses;
-  const std::byte* lost_row;  ///< NaN, see lost_address
+  const std::byte* lost_row;  ///< a row of NaN, see lost_address
   const std::byte* weights;   ///< [T, K] or null
   PushBiases biases;
 };
 static_assert(sizeof(PushParams) <= 4096);
 
-/// Ranks [first, first + count) wait for each other. Slot r of a rank's signals is raised by rank
-/// r of the world.
+/// Parameters of a barrier between ranks [first, first + count). Rank r raises slot r in the
+/// signals of each other rank.
 struct BarrierParams {
   std::int32_t rank;
   std::int32_t first;
   std::int32_t count;
-  std::uint64_t* epoch;  ///< of the last one that has ended, on this device
+  std::uint64_t* epoch;  ///< number of barriers that have ended, on this device
   FaultSink sink;
   std::uint64_t* own;          ///< this rank's slots
-  Peers<std::uint64_t> peers;  ///< those of each rank
+  Peers<std::uint64_t> peers;  ///< slots of each rank
 };
 
-/// What ExpertGradientInput says; null: not given.
+/// Parameters of the gradients of a weighted combine, as in ExpertGradientInput; null: not given.
 struct WeightGradientParams {
   const std::byte* gradients;  ///< [num_rows, hidden]
   const std::byte* weights;    ///< [num_rows]
@@ -430,7 +443,7 @@ struct WeightGradientParams {
   float* weight_gradients;
   std::int64_t hidden;
   std::int64_t num_rows;
-  const std::int32_t* num_recv_rows;  ///< that have arrived
+  const std::int32_t* num_recv_rows;  ///< rows that have arrived
 };
 
 }  // namespace waybill::cuda

@@ -4,16 +4,18 @@
 #include "slots.cuh"
 
 namespace waybill::cuda {
-// Where each rank keeps the rows of each expert, from the counts of all.
 
-/// A count of rank r, when it has come; `word` was seen first.
+// The counts of all ranks say where each rank keeps the rows of each expert.
+
+/// Waits for a count of rank r.
+/// @param word an earlier value of the flagged word
 __device__ inline std::int32_t wait_count(const RouteParams& p, std::int32_t r, std::int32_t e,
                                           std::uint64_t word, std::uint64_t epoch) {
   if (is_flagged(word, epoch)) return static_cast<std::int32_t>(word);
   return wait_flagged(p, r, p.own_counts + std::int64_t{r} * num_counts(p.shape) + e, epoch);
 }
 
-/// A count that has come.
+/// A count that has arrived.
 __device__ inline std::int32_t count_at(const RouteParams& p, const Scratch& scratch,
                                         std::int32_t r, std::int32_t e) {
   const std::int64_t i = std::int64_t{r} * num_counts(p.shape) + e;
@@ -21,7 +23,7 @@ __device__ inline std::int32_t count_at(const RouteParams& p, const Scratch& scr
                                    : static_cast<std::int32_t>(load_word(p.own_counts + i));
 }
 
-/// Topk slots of one expert: of all ranks, and of lower ones.
+/// Stores the topk slots of one expert: the sum over all ranks, and over lower ranks.
 __device__ inline void note_sums(const RouteParams& p, const Scratch& scratch, std::int32_t e,
                                  std::int32_t sum, std::int32_t lower) {
   const MoeShape& s = p.shape;
@@ -32,9 +34,9 @@ __device__ inline void note_sums(const RouteParams& p, const Scratch& scratch, s
   if (block_idx() == 0 && 0 <= local && local < s.experts_per_rank) p.expert_counts[local] = sum;
 }
 
-/// Adds up the counts that ranks have of each expert. Those of several ranks are asked for
-/// together.
-/// @param ask(r, e), take(r, e, what was asked for): a count of rank r
+/// Sums the counts that ranks have of each expert. It loads counts of several ranks at once.
+/// @param ask(r, e) starts to load a count of rank r
+/// @param take(r, e, asked) returns the count
 template <int Together, class Ask, class Take>
 __device__ void add_counts(const RouteParams& p, const RoutePart& part, const Scratch& scratch,
                            Ask&& ask, Take&& take) {
@@ -62,7 +64,7 @@ __device__ void add_counts(const RouteParams& p, const RoutePart& part, const Sc
   }
 }
 
-/// Waits for the counts of all ranks, and adds up those of each expert.
+/// Waits for the counts of all ranks, and sums those of each expert.
 __device__ inline void take_counts(const RouteParams& p, const RoutePart& part,
                                    const Scratch& scratch, std::uint64_t epoch) {
   const std::int32_t n = num_counts(p.shape);
@@ -78,8 +80,9 @@ __device__ inline void take_counts(const RouteParams& p, const RoutePart& part,
       });
 }
 
-/// First row of each expert, on its rank; rows of each rank. All blocks do the same.
-/// @return whether a rank gets more rows than fit
+/// Computes the first row of each expert on its rank, and the number of rows of each rank. All
+/// blocks compute the same.
+/// @return whether some rank gets more rows than fit
 __device__ inline bool locate_experts(const RouteParams& p, const RoutePart& part,
                                       const Scratch& scratch) {
   const MoeShape& s = p.shape;
@@ -89,7 +92,7 @@ __device__ inline bool locate_experts(const RouteParams& p, const RoutePart& par
   const auto padded = [&](std::int32_t rows) {
     return s.alignment == 1 ? rows : (rows + s.alignment - 1) / s.alignment * s.alignment;
   };
-  const std::int32_t each = (s.experts_per_rank + 31) / 32;  // experts of a lane
+  const std::int32_t each = (s.experts_per_rank + 31) / 32;  // experts per lane
   for (std::int32_t d = thread / 32; d < s.world_size; d += route_warps) {
     std::int32_t* const starts = scratch.starts + d * s.experts_per_rank;
     const std::int32_t begin = min(lane * each, s.experts_per_rank);
@@ -111,7 +114,7 @@ __device__ inline bool locate_experts(const RouteParams& p, const RoutePart& par
   }
   __syncthreads();
   bool overflows = false;
-#pragma unroll 1  // one iteration for as many ranks as a block has threads
+#pragma unroll 1  // there is one iteration unless there are more ranks than threads
   for (std::int32_t d = thread; d < s.world_size; d += route_threads) {
     RankTotals& totals = scratch.totals[d];
     std::int32_t sum = 0;
@@ -125,7 +128,7 @@ __device__ inline bool locate_experts(const RouteParams& p, const RoutePart& par
   return __syncthreads_or(overflows ? 1 : 0) != 0;
 }
 
-/// Tokens of rank r, by a warp.
+/// Number of tokens of rank r. One warp.
 __device__ inline std::int32_t tokens_of(const RouteParams& p, const Scratch& scratch,
                                          std::int32_t r) {
   const MoeShape& s = p.shape;
@@ -137,7 +140,8 @@ __device__ inline std::int32_t tokens_of(const RouteParams& p, const Scratch& sc
   return __reduce_add_sync(all_lanes, sum) / s.topk;
 }
 
-/// What receivers read, spread over the blocks; by their last warps, which have the least to do.
+/// Writes what receivers read. The work is spread over the blocks, and their last warps do it, as
+/// these have the fewest tokens to place.
 __device__ inline void write_receiver_tables(const RouteParams& p, const Scratch& scratch) {
   const MoeShape& s = p.shape;
   const auto thread = route_threads - 1 - static_cast<std::int32_t>(threadIdx.x);
@@ -154,7 +158,7 @@ __device__ inline void write_receiver_tables(const RouteParams& p, const Scratch
   if (thread == 0) p.expert_offsets[s.experts_per_rank] = scratch.totals[s.rank].grouped_rows;
 }
 
-/// The other tables, which all ranks know alike.
+/// Writes the other tables. All ranks know the same values.
 template <Span S>
 __device__ void write_tables(const RouteParams& p, const Scratch& scratch) {
   const MoeShape& s = p.shape;
@@ -171,7 +175,7 @@ __device__ void write_tables(const RouteParams& p, const Scratch& scratch) {
       row += count_at(p, scratch, r, e);
     }
   }
-  if constexpr (S != Span::nodes) {  // no token is there
+  if constexpr (S != Span::nodes) {  // entries without a token
     for (std::int32_t i = s.num_tokens * s.topk + first; i < s.max_tokens * s.topk; i += step) {
       p.dst_rows[i] = -1;
     }
@@ -189,7 +193,7 @@ __device__ void write_tables(const RouteParams& p, const Scratch& scratch) {
   if (thread == 32) p.num_recv_rows[s.world_size] = max_rows;
 }
 
-/// One warp writes to the host how many rows come.
+/// Writes the number of received rows for the host. One warp.
 __device__ inline void report_to_host(const RouteParams& p, const Scratch& scratch) {
   for (auto r = static_cast<std::int32_t>(threadIdx.x % 32); r < p.shape.world_size; r += 32) {
     const auto rows = static_cast<std::uint32_t>(scratch.totals[r].recv_rows);
@@ -197,7 +201,7 @@ __device__ inline void report_to_host(const RouteParams& p, const Scratch& scrat
   }
 }
 
-/// For scatter indices: what lower ranks have.
+/// Sums the tokens and rows of lower ranks, for scatter indices.
 __device__ inline void locate_positions(const RouteParams& p, const Scratch& scratch) {
   const MoeShape& s = p.shape;
   if (threadIdx.x < 32) {
@@ -217,12 +221,12 @@ __device__ inline void locate_positions(const RouteParams& p, const Scratch& scr
   __syncthreads();
 }
 
-// Rows of topk slots, from where each expert's rows begin.
+// Each topk slot gets its row, from the first row of its expert on.
 
-/// Of a block's shared memory on the current device, at most what sm_80 has.
+/// Shared memory that a route may use on the current device. It is at most what sm_80 offers.
 inline int max_route_bytes() {
   constexpr int limit = 156 * 1024;
-  constexpr int of_kernels = 4096;  // what these have besides
+  constexpr int of_kernels = 4096;  // the kernels' static shared memory
   const int room = shared_bytes_of_block() - of_kernels;
   return room < limit ? room : limit;
 }
@@ -233,15 +237,15 @@ cudaError_t allow_route_memory(Kernel kernel) {
                               max_route_bytes());
 }
 
-/// Words of shared memory of what a block knows of ranks.
+/// Words of shared memory for the tables of ranks.
 inline int table_words(const MoeShape& s) {
   constexpr auto word = static_cast<int>(sizeof(std::int32_t));
   return s.node_ranks * static_cast<int>(sizeof(std::byte*)) / word +
          s.world_size * static_cast<int>(sizeof(RankTotals)) / word;
 }
 
-/// Warps of a block that have a tile each: as many as have room for their counts. @param kept words
-/// that are needed besides
+/// Warps of a block that count and place a tile each: as many as have space for their counts.
+/// @param kept words that are needed for other things
 inline int tile_warps_of(const MoeShape& s, int kept = 0) {
   const int room =
       max_route_bytes() / 4 - table_words(s) - 2 * s.num_experts - num_counts(s) - kept;
@@ -249,13 +253,15 @@ inline int tile_warps_of(const MoeShape& s, int kept = 0) {
   return fit < route_warps ? fit : route_warps;
 }
 
-/// Words of shared memory that `Scratch` takes. @param keeps_counts those of all ranks, too
+/// Words of shared memory that `Scratch` takes.
+/// @param keeps_counts includes the counts of all ranks
 inline std::int64_t scratch_words(const MoeShape& s, int tile_warps, bool keeps_counts) {
   const std::int64_t counts = num_counts(s);
   return table_words(s) + (tile_warps + 1) * counts + 2 * s.num_experts +
          (keeps_counts ? s.world_size * counts : 0);
 }
 
+/// Lays out `Scratch`.
 /// @param shared aligned to 8 bytes
 __device__ inline Scratch scratch_in(std::int32_t* shared, const MoeShape& s, int tile_warps,
                                      bool keeps_counts) {
@@ -273,8 +279,8 @@ __device__ inline Scratch scratch_in(std::int32_t* shared, const MoeShape& s, in
           keeps_counts ? after_cursors + 2 * s.num_experts + n : nullptr};
 }
 
-/// What a warp sends to all ranks of the node about its round's tokens; or this one, which has the
-/// ids of all.
+/// Sends the records of a round's tokens to all ranks of the node. If this rank has the ids of all
+/// ranks, it writes only its own records.
 template <Span S>
 __device__ void send_records(const RouteParams& p, const RoutePart& part, const Scratch& scratch,
                              const TopkSlot& c, std::int32_t row, std::int32_t compact_row,
@@ -298,7 +304,7 @@ __device__ void send_records(const RouteParams& p, const RoutePart& part, const 
   }
 }
 
-/// The row of a topk slot where the caller wants it.
+/// The row that the caller's scatter indices give to a topk slot.
 __device__ __noinline__ inline std::int32_t scattered_row(const RouteParams& p,
                                                           const RoutePart& part, const TopkSlot& c,
                                                           const RankTotals* totals) {
@@ -315,8 +321,9 @@ __device__ __noinline__ inline std::int32_t scattered_row(const RouteParams& p,
   return static_cast<std::int32_t>(position - first);
 }
 
-/// Gives each topk slot of the tile its row: behind the lower ranks', the earlier tiles' and the
-/// earlier topk slots' of the same expert. @param overflows rows may not fit
+/// Gives each topk slot of the tile a row. Rows of an expert are in the order of source rank, tile
+/// and topk slot.
+/// @param overflows some rows may not fit
 template <Span S>
 __device__ void place_tile(const RouteParams& p, const RoutePart& part, Tile tile,
                            const Scratch& scratch, std::int32_t* cursors, bool overflows) {
@@ -334,7 +341,7 @@ __device__ void place_tile(const RouteParams& p, const RoutePart& part, Tile til
     const unsigned same_dst = lanes_with(c.dst, rank_bits);
     unsigned on_rank = same_dst & lanes_of_token(s.topk, c.k);
     bool fits = true;
-    if (overflows && s.compact == 0) {  // the same in all lanes
+    if (overflows && s.compact == 0) {  // uniform over the warp
       fits = row < p.fitting_rows;
       on_rank &= __ballot_sync(all_lanes, fits);
     }
@@ -348,7 +355,7 @@ __device__ void place_tile(const RouteParams& p, const RoutePart& part, Tile til
     if (live && is_first(same)) cursors[c.expert] += __popc(same);
     if (first && is_first(firsts)) compact[c.dst] += __popc(firsts);
     __syncwarp();
-    if (!c.active) continue;  // no lane of the warp is waited for below
+    if (!c.active) continue;  // no later instruction needs all lanes
     const std::int64_t of_part = std::int64_t{c.token} * s.topk + c.k;
     const std::int64_t i = part.entry + of_part;
     const std::int32_t sent = s.compact != 0 ? (live ? compact_row : -1) : row;
@@ -372,18 +379,17 @@ __device__ void place_tile(const RouteParams& p, const RoutePart& part, Tile til
   }
 }
 
-/// First row of expert e for the part's topk slots, or beyond the experts first compact row on a
-/// rank.
+/// First row of expert e for the part's topk slots. From num_experts + 1 on, e selects a rank, and
+/// the result is the first compact row on it.
 __device__ inline std::int32_t first_row(const MoeShape& s, const Scratch& scratch,
                                          std::int32_t e) {
   if (e < s.num_experts) return scratch.starts[e] + scratch.before[e];
   return e > s.num_experts ? scratch.totals[e - s.num_experts - 1].compact_base : 0;
 }
 
-/// Where each tile of the part has the first row of each expert, from what the tiles have of it.
-/// Reports an expert that this rank has too often: with the earlier blocks' topk slots, one block
-/// finds it.
-/// @param earlier(e): topk slots of the part's earlier blocks
+/// Replaces each tile's counts by the first row that it has of each expert. Reports if this rank
+/// has too many topk slots of an expert; exactly one block finds that.
+/// @param earlier(e) topk slots in the part's earlier blocks
 template <class Earlier>
 __device__ void set_cursors(const RouteParams& p, const RoutePart& part, const Scratch& scratch,
                             int tile_warps, Earlier&& earlier) {
@@ -409,8 +415,8 @@ __device__ void set_cursors(const RouteParams& p, const RoutePart& part, const S
   __syncthreads();
 }
 
-/// Places the part's topk slots. @pre cursors hold what each tile has of each expert
-/// @param earlier as above
+/// Places the part's topk slots. @pre cursors hold the counts of each tile
+/// @param earlier as for set_cursors()
 template <Span S, class Earlier>
 __device__ void place_block(const RouteParams& p, const RoutePart& part, const Scratch& scratch,
                             int tile_warps, bool overflows, Earlier&& earlier) {

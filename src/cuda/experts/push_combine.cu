@@ -11,7 +11,7 @@ namespace {
 using Pieces = WalkShape<16, 6, 2048>;
 using NoPieces = WalkShape<16, 1, 0>;
 
-/// One weight, of whatever dtype: the kernels are not made for each.
+/// Reads one weight of any dtype. The kernels are not compiled for each dtype of weights.
 __device__ float weight_at(const std::byte* weights, DType dtype, std::int64_t i) {
   switch (dtype) {
     case DType::bfloat16:
@@ -23,22 +23,22 @@ __device__ float weight_at(const std::byte* weights, DType dtype, std::int64_t i
   }
 }
 
-/// What all warps of a call know of its units.
+/// How a call is cut into units, as each lane sees it.
 struct Units {
   PushUnits cut;
-  std::int32_t groups;    ///< of the rank that has the most tokens
-  std::int32_t together;  ///< tokens whose topk slots a warp has in its lanes
-  std::int32_t mine;      ///< which of them a lane has
-  std::int32_t k;         ///< and which topk slot
-  std::int32_t tokens;    ///< of the rank of this lane's number
+  std::int32_t groups;    ///< groups of the rank that has most tokens
+  std::int32_t together;  ///< tokens that a warp handles at once, with one lane per topk slot
+  std::int32_t mine;      ///< index of this lane's token among them
+  std::int32_t k;         ///< this lane's topk slot of the token
+  std::int32_t tokens;    ///< tokens of the rank whose number is the lane's
 
-  /// All lanes, with the same rank.
+  /// Tokens of a rank. All lanes ask for the same rank.
   [[nodiscard]] __device__ std::int32_t tokens_of(const PushParams& p, std::int32_t rank) const {
     return rank < 32 ? __shfl_sync(all_lanes, tokens, rank) : p.num_input_tokens[rank];
   }
 };
 
-/// Asked for early. @return Units::tokens
+/// Loads Units::tokens early.
 __device__ std::int32_t tokens_of_lane(const PushParams& p) {
   return lane_id() < p.shape.world_size ? p.num_input_tokens[lane_id()] : 0;
 }
@@ -71,13 +71,14 @@ struct Unit {
   }
 };
 
-/// Where a row of a token lies in a slab.
+/// Byte offset of a token's row in a slab.
 __device__ std::int64_t slab_offset(const PushParams& p, std::int32_t token, std::int32_t slot) {
   return (std::int64_t{token} * p.slots + slot) * p.row_bytes;
 }
 
-/// What a lane pushes of token t of rank `home`: the row of its topk slot, or of compact rows that
-/// of the token. @return lanes with something
+/// Finds what each lane pushes of token t of rank `home`: the row of its topk slot or, with compact
+/// rows, the token's row.
+/// @return lanes that have a row
 __device__ unsigned rows_to_push(const PushParams& p, const Units& u, std::int32_t home,
                                  std::int32_t t, std::int32_t tokens, std::int64_t end,
                                  WalkRows& rows) {
@@ -105,7 +106,7 @@ __device__ unsigned rows_to_push(const PushParams& p, const Units& u, std::int32
   return here;
 }
 
-/// Pushes what this rank has of a unit of a rank's tokens, and tells that rank.
+/// Pushes this rank's rows of one unit of rank `home`, and signals that rank.
 template <class Walk>
 __device__ void push_unit(const PushParams& p, Walk& walk, const Units& u, std::int32_t home,
                           Unit unit, std::int64_t end, std::uint64_t epoch) {
@@ -126,11 +127,11 @@ __device__ void push_unit(const PushParams& p, Walk& walk, const Units& u, std::
   }
   if (!has_some) return;
   walk.wait_stores();
-  __syncwarp();  // all lanes' stores go out before the flag
+  __syncwarp();  // all lanes' stores precede the flag
   if (lane_id() == 0) signal(peer_at(p.flags, home) + unit.flag(p, u, p.shape.rank), epoch);
 }
 
-/// The units that a warp pushes, those of the first tokens of all ranks first.
+/// The units that a warp pushes. They begin with the first tokens of all ranks.
 class UnitsToPush {
  public:
   __device__ UnitsToPush(const PushParams& p, const Units& u)
@@ -140,17 +141,17 @@ class UnitsToPush {
 
   [[nodiscard]] __device__ bool is_over() const { return next_ >= all_; }
 
-  /// What this rank has of the next one. All lanes.
+  /// Pushes the next unit. All lanes.
   template <class Walk>
   __device__ void push_next(const PushParams& p, Walk& walk, const Units& u, std::uint64_t epoch) {
     const std::int32_t world = p.shape.world_size;
     const std::int32_t of_group = next_ / u.cut.parts;
     const std::int32_t part = next_ - of_group * u.cut.parts;
     const std::int32_t group = of_group / world;
-    const std::int32_t k = of_group - group * world + 1;  // this rank's own tokens last
+    const std::int32_t k = of_group - group * world + 1;  // this rank's own tokens come last
     next_ += step_;
     const std::int32_t home = rank_after(p.shape, k == world ? 0 : k);
-    if (home == p.shape.rank && !p.sums) return;  // it reads the rows themselves
+    if (home == p.shape.rank && !p.sums) return;  // its sums read these rows where they are
     push_unit(p, walk, u, home, {group, part}, min(p.shape.capacity_rows, p.num_rows), epoch);
   }
 
@@ -160,16 +161,16 @@ class UnitsToPush {
   std::int32_t next_;
 };
 
-/// A topk slot of one of this rank's tokens: what the sum takes, and when.
+/// One topk slot of this rank's tokens: which row the sum takes, and when it may.
 struct SumSlot {
-  const std::byte* from;      ///< null: nothing
-  const std::uint64_t* flag;  ///< null: it is there
+  const std::byte* from;      ///< null: no row
+  const std::uint64_t* flag;  ///< null: the row needs no wait
   std::int32_t rank;
   float weight;
-  bool active;  ///< there is such a token
+  bool active;  ///< the token exists
 };
 
-/// Of this lane, in the batch of a unit's tokens that begins with `first`.
+/// Reads this lane's topk slot of the unit's tokens from `first` on.
 __device__ SumSlot read_slot(const PushParams& p, const Units& u, Unit unit, std::int32_t first) {
   const MoeShape& s = p.shape;
   const std::int32_t t = unit.group * u.cut.group + first + u.mine;
@@ -194,7 +195,8 @@ __device__ SumSlot read_slot(const PushParams& p, const Units& u, Unit unit, std
   return slot;
 }
 
-/// What a lane adds to the sum of its token, when it has come. @return lanes that add
+/// Waits for the rows that the lanes add to the sums of their tokens.
+/// @return lanes that add a row
 __device__ unsigned rows_to_sum(const PushParams& p, const Units& u, Unit unit, std::int32_t first,
                                 std::uint64_t epoch, WalkRows& rows) {
   const SumSlot slot = read_slot(p, u, unit, first);
@@ -203,14 +205,15 @@ __device__ unsigned rows_to_sum(const PushParams& p, const Units& u, Unit unit, 
   const std::int32_t t = unit.group * u.cut.group + first + u.mine;
   if (slot.active) rows.to = p.biases.output + t * p.row_bytes;
   if (slot.flag != nullptr) wait_slot(p.m.arrive, slot.flag, epoch, slot.rank);
-  __syncwarp();  // what one lane was told of others read
+  __syncwarp();  // after it all lanes may read what one lane has waited for
   end_if_reported(p.m.arrive.sink);
   const unsigned here = __ballot_sync(all_lanes, slot.from != nullptr);
-  const bool has_none = slot.active && u.k == 0 && (here & of_token) == 0;  // sums are zeros
+  // the sum of such a token is zeros
+  const bool has_none = slot.active && u.k == 0 && (here & of_token) == 0;
   return here | __ballot_sync(all_lanes, has_none);
 }
 
-/// The units that a warp sums: one each, then in their order, whoever comes first.
+/// The units that a warp sums: first one that is fixed, then the next one that no warp has taken.
 class UnitsToSum {
  public:
   __device__ UnitsToSum(const PushParams& p, const Units& u)
@@ -221,7 +224,7 @@ class UnitsToSum {
 
   [[nodiscard]] __device__ bool is_over() const { return unit_ >= all_; }
 
-  /// When the next one has come. All lanes.
+  /// Waits for the next unit and sums it. All lanes.
   template <class Walk>
   __device__ void sum_next(const PushParams& p, Walk& walk, const Units& u, std::uint64_t epoch) {
     const Unit unit = at(u);
@@ -251,11 +254,11 @@ class UnitsToSum {
 
   std::uint32_t all_;
   std::uint32_t unit_;
-  std::uint32_t next_;  ///< lane 0
+  std::uint32_t next_;  ///< valid in lane 0
 };
 
-/// A warp's part of a call. All pushes first: to look for what has come between them takes longer
-/// than it saves (docs/performance/gpu_moe.md).
+/// Does a warp's part of a call: first all pushes, then sums. Looking for arrived units between
+/// pushes costs more time than it saves (docs/performance/gpu_moe.md).
 template <class Walk>
 __device__ void push_and_sum(const PushParams& p, Walk&& walk, const Units& u,
                              std::uint64_t epoch) {
@@ -263,8 +266,8 @@ __device__ void push_and_sum(const PushParams& p, Walk&& walk, const Units& u,
   for (UnitsToSum summed(p, u); !summed.is_over();) summed.sum_next(p, walk, u, epoch);
 }
 
-/// No rank waits for others before it pushes: slabs take turns, and who is in combine n has seen
-/// all ranks come to the one before it, so that the slab of n - 2 has been read.
+/// Pushes and sums. No rank waits before it pushes, because two slabs alternate: a rank in combine
+/// n has seen all ranks come to combine n - 1, so they have read the slab of combine n - 2.
 template <class Number, int Count, class Shape>
 __global__ void __launch_bounds__(Shape::warps * 32, 1)
     push_combine_kernel(const __grid_constant__ PushParams p) {

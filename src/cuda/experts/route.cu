@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(enter_threads)
   wait_earlier_kernel();
   const std::uint64_t epoch = begin_moe_call(p.m, 0);
   let_next_begin(p.m, epoch);
-  if (!Nodes) arrive_and_wait(p.m.arrive, epoch);  // the kernel behind compares
+  if (!Nodes) arrive_and_wait(p.m.arrive, epoch);  // the kernel that follows compares call words
   if (p.weights != nullptr) {
     const std::int64_t tokens = std::int64_t{s.num_nodes} * s.max_tokens;
     const std::int64_t first_slot = (s.rank - s.first_rank) * tokens * s.topk;
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(enter_threads)
   if (is_last_block(p.m.state)) end_moe_call(p.m, 0, epoch);
 }
 
-/// An empty call, if the last dispatch or combine had the parity of the next one.
+/// Makes an empty call if the last dispatch or combine had the parity of the next one.
 __global__ void __launch_bounds__(32)
     realign_moe_kernel(const __grid_constant__ MoeArrive m, MoeParities next) {
   bool off = false;
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(32)
 
 }  // namespace
 
-/// With one warp that has a tile, on one node.
+/// This holds for one node and one warp that counts.
 int max_experts_on_gpu(int world_size) {
   MoeShape shape{};
   shape.world_size = world_size;
@@ -136,22 +136,22 @@ cudaError_t launch_enter(const EnterParams& params, int blocks, bool early, cuda
                        params);
 }
 
-// Low latency, counting and placing: every rank gets the ids of all, and needs nothing else of
-// them.
+// The low-latency route: each rank sends its ids to all ranks, which then count and place the
+// tokens of all ranks by themselves.
 
 namespace {
 
-/// Ids that are on their way to a thread together.
+/// Ids that a thread loads at once.
 constexpr int ids_together = 8;
 
-/// Where the weights of topk slots are sent, behind the ids of all.
+/// The words for weights of topk slots, which follow the ids of all ranks.
 __device__ std::uint64_t* weight_words(const RouteParams& p, std::uint64_t* gathered) {
   const MoeShape& s = p.shape;
   return gathered + std::int64_t{s.world_size} * s.max_tokens * s.topk;
 }
 
-/// Sends other ranks this one's ids and weights, those of the block's iterations. -1 where there is
-/// no token.
+/// Sends this rank's ids and weights to the ranks that this block serves. The id is -1 where there
+/// is no token.
 __device__ void send_ids(const RouteParams& p, std::uint64_t epoch) {
   const MoeShape& s = p.shape;
   const std::int32_t all = s.max_tokens * s.topk;
@@ -174,7 +174,7 @@ __device__ void send_ids(const RouteParams& p, std::uint64_t epoch) {
   }
 }
 
-/// The ids of all ranks, when they have come: -1 where there is no token.
+/// Waits for the ids of all ranks. The id is -1 where there is no token.
 __device__ void take_ids(const RouteParams& p, std::int32_t* ids, std::uint64_t epoch) {
   constexpr std::int32_t missing = -2;
   const MoeShape& s = p.shape;
@@ -211,7 +211,7 @@ __device__ RoutePart part_of_source(const RouteParams& p, const std::int32_t* id
           0,      token};
 }
 
-/// The weights of a source, to where receivers look for them.
+/// Writes the weights of a source to where receivers look for them.
 __device__ void take_weights(const RouteParams& p, const std::int32_t* ids, std::int32_t source,
                              std::uint64_t epoch) {
   const MoeShape& s = p.shape;
@@ -225,7 +225,7 @@ __device__ void take_weights(const RouteParams& p, const std::int32_t* ids, std:
   }
 }
 
-/// Counts of each rank but the part's.
+/// Counts the topk slots of each rank except the part's source.
 __device__ void count_ranks(const RouteParams& p, const RoutePart& part, const std::int32_t* ids,
                             std::int32_t* counts) {
   const MoeShape& s = p.shape;
@@ -238,7 +238,7 @@ __device__ void count_ranks(const RouteParams& p, const RoutePart& part, const s
   }
 }
 
-/// Topk slots of each expert. @pre ranks are counted
+/// Sums the topk slots of each expert. @pre all ranks are counted
 __device__ void add_ranks(const RouteParams& p, const RoutePart& part, const Scratch& scratch) {
   const std::int32_t n = num_counts(p.shape);
   add_counts<4>(
@@ -246,7 +246,7 @@ __device__ void add_ranks(const RouteParams& p, const RoutePart& part, const Scr
       [](std::int32_t /*r*/, std::int32_t /*e*/, std::int32_t own) { return own; });
 }
 
-/// Tells receivers that this block's sources are placed.
+/// Signals receivers that the sources of this block are placed.
 __device__ void signal_placed(const RouteParams& p, std::uint64_t epoch) {
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -258,7 +258,7 @@ __device__ void signal_placed(const RouteParams& p, std::uint64_t epoch) {
   }
 }
 
-/// Blocks share the sources, and know nothing of each other.
+/// Each block places some of the sources, and does not depend on the others.
 __global__ void __launch_bounds__(route_threads, 1)
     low_latency_route_kernel(const __grid_constant__ RouteParams p, int tile_warps) {
   extern __shared__ __align__(16) std::int32_t shared[];
@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(route_threads, 1)
   if (compares) {
     send_call_words(p.m.arrive, epoch, load_call_words(p.m.arrive.fingerprint));
   }
-  clear_counts(scratch.counts, s.world_size * n);  // while ids are on their way
+  clear_counts(scratch.counts, s.world_size * n);  // the ids are in flight meanwhile
   clear_counts(scratch.cursors, tile_warps * n);
   take_ids(p, ids, epoch);
   __syncthreads();
@@ -320,7 +320,7 @@ std::int64_t num_topk_slots(const MoeShape& s) {
   return std::int64_t{s.world_size} * s.max_tokens * s.topk;
 }
 
-/// Those that have room beside the counts and ids of all ranks.
+/// Warps that have space in shared memory besides the counts and ids of all ranks.
 int low_latency_tile_warps(const MoeShape& s) {
   return tile_warps_of(s, static_cast<int>(s.world_size * num_counts(s) + num_topk_slots(s)));
 }

@@ -8,11 +8,11 @@
 namespace waybill::cuda {
 namespace {
 
-// Few tokens are sent before their places are known: to the receive slot of each rank that they go
-// to, from where the receiver copies them when the places have come.
+// Receive slots: few tokens are sent before their rows are known, to slots on their destination
+// ranks. The receiver copies them to their rows when these are known.
 
-/// The receive slot of token t of this rank on the ranks that its ids name; a lane a topk slot, of
-/// which the first of a rank has the place. One warp.
+/// The address of token t's receive slot on each rank that its ids name. Each lane has one topk
+/// slot; the first one of each rank gets the address. One warp.
 __device__ inline std::int64_t slot_address(const RowsParams& p, std::int32_t t) {
   const MoeShape& s = p.shape;
   std::int32_t dst = -1;
@@ -27,7 +27,7 @@ __device__ inline std::int64_t slot_address(const RowsParams& p, std::int32_t t)
          primary_row_bit;
 }
 
-/// A token that has landed on this rank.
+/// A token of a source in the receive slots of this rank.
 __device__ inline RingSource row_in_slot(const RowsParams& p, std::int32_t source, std::int32_t t) {
   const std::byte* const rows = p.receive_slots.own_rows;
   const std::int64_t row = std::int64_t{source} * p.receive_slots.tokens + t;
@@ -37,15 +37,15 @@ __device__ inline RingSource row_in_slot(const RowsParams& p, std::int32_t sourc
               : rows + p.receive_slots.scales_offset + row * p.cuts.scale_bytes};
 }
 
-// Several nodes: tokens that a rank sends for others, as they come.
+// Several nodes: a rank forwards tokens of other nodes as they arrive.
 
-/// Which tokens of a channel are here.
+/// Knows which tokens of a channel have arrived.
 class ForwardedTokens {
  public:
   __device__ explicit ForwardedTokens(std::int32_t channels) : channels_(channels) {}
 
-  /// Waits for token t, at `position`. It asks for the channel's next ones in the same time: a lane
-  /// each. One warp.
+  /// Waits for token t, at `position`. At the same time each lane looks whether one of the
+  /// channel's next tokens has arrived. One warp.
   template <class Rows, class Ring>
   __device__ void wait(const Rows& p, const Ring& ring, std::int32_t position, std::int32_t t,
                        std::uint64_t epoch) {
@@ -74,11 +74,11 @@ class ForwardedTokens {
   }
 
   const std::int32_t channels_;
-  std::int32_t first_ = -1;  ///< position of what bit 0 is about
+  std::int32_t first_ = -1;  ///< position of the token that bit 0 of here_ is about
   unsigned here_ = 0;
 };
 
-/// Where a token lies.
+/// The place from which this rank sends a token.
 template <class Rows>
 __device__ inline RingSource forwarded_source(const Rows& p, std::int32_t t) {
   const bool own = node_of(p, t) == own_node(p.shape);
@@ -88,16 +88,16 @@ __device__ inline RingSource forwarded_source(const Rows& p, std::int32_t t) {
           scales == nullptr ? nullptr : scales + std::int64_t{t} * p.cuts.scale_bytes};
 }
 
-// What window and tables say of the rows of a token that has arrived.
+// The receiver writes its tables and its window for the rows of an arrived token.
 
-/// The weight of one topk slot, from where its sender left it.
+/// Copies the weight of one topk slot from where its sender left it.
 __device__ inline void take_weight(const RowsParams& p, std::int64_t to, std::int64_t from) {
   const std::uint32_t bits = load_weight(p.sent_weights, from, p.weight_bytes);
   store_weight(p.weights, to, p.weight_bytes, bits);
   if (p.kept_weights != nullptr) store_weight(p.kept_weights, to, p.weight_bytes, bits);
 }
 
-/// The local expert whose rows, in the grouped order, row `row` is among.
+/// The local expert that has a row of the grouped order.
 __device__ inline std::int32_t expert_of(const RowsParams& p, std::int32_t row) {
   std::int32_t low = 0;
   std::int32_t high = p.shape.experts_per_rank;  // offsets[low] <= row < offsets[high]
@@ -112,14 +112,14 @@ __device__ inline std::int32_t expert_of(const RowsParams& p, std::int32_t row) 
   return low;
 }
 
-/// One topk slot of a token that has arrived, or may have none here; a lane each.
+/// One topk slot of an arrived token, which may have no row here. Each lane has one.
 struct Arrived {
   std::int32_t source;
   std::int32_t token;
   std::int32_t topk_slot;
-  std::int32_t row;          ///< grouped row, or place in the grouped order; -1: not here
-  unsigned here;             ///< lanes of this token's topk slots that are here
-  std::int32_t primary_row;  ///< the first of their places
+  std::int32_t row;          ///< grouped row, or position in the grouped order; -1: none here
+  unsigned here;             ///< lanes of this token's topk slots that have a row here
+  std::int32_t primary_row;  ///< the first of these rows
 };
 
 __device__ inline bool is_primary(const Arrived& a) { return a.row >= 0 && is_first(a.here); }
@@ -132,7 +132,7 @@ __device__ inline RowTag tag_of(const Rows& p, const Arrived& a, std::int32_t pr
   return {a.token / tokens * s.node_ranks + a.source, a.token % tokens, a.topk_slot, primary_row};
 }
 
-/// What tables and window say of grouped rows.
+/// Writes tables and window for grouped rows.
 template <class Rows>
 __device__ inline void note_grouped(const Rows& p, const Arrived& a) {
   const MoeShape& s = p.shape;
@@ -161,7 +161,8 @@ __device__ inline void note_grouped(const Rows& p, const Arrived& a) {
   }
 }
 
-/// What tables and window say of compact rows; `row` is that of the token.
+/// Writes tables and window for compact rows.
+/// @param row the token's row
 template <class Rows>
 __device__ inline void note_compact(const Rows& p, const Arrived& a, std::int32_t row) {
   const MoeShape& s = p.shape;
@@ -193,9 +194,9 @@ __device__ inline void note_compact(const Rows& p, const Arrived& a, std::int32_
 }
 
 constexpr int vector_warps = 16;
-constexpr int table_warps = 5;  // beside ring_warps
+constexpr int table_warps = 5;  // in addition to ring_warps
 
-/// Sends the tokens channel, channel + channels, ..., each once to every rank that it goes to.
+/// Sends tokens channel, channel + channels, ..., each once to every destination rank.
 template <class Rows, class Ring>
 __device__ void send_channel(const Rows& p, Ring& ring, std::int32_t channel, std::int32_t channels,
                              CallBegin& begin) {
@@ -210,7 +211,7 @@ __device__ void send_channel(const Rows& p, Ring& ring, std::int32_t channel, st
   };
   std::int32_t in_group = 0;
   std::int32_t groups = 0;
-  bool skipped = false;  // since groups were published
+  bool skipped = false;  // since the last signal
   ForwardedTokens forwarded(channels);
   std::int64_t next = address_of(channel);
   for (std::int32_t i = channel; i < s.num_tokens; i += channels) {
@@ -222,7 +223,7 @@ __device__ void send_channel(const Rows& p, Ring& ring, std::int32_t channel, st
     RingSource from{
         p.tokens + std::int64_t{t} * p.cuts.row_bytes,
         p.scales == nullptr ? nullptr : p.scales + std::int64_t{t} * p.cuts.scale_bytes};
-    // On several nodes many a token has nothing here, or does not exist.
+    // With several nodes many tokens have no row here or do not exist.
     if (p.spans_nodes() && __ballot_sync(all_lanes, address >= 0) == 0) {
       skipped = true;
     } else {
@@ -235,7 +236,7 @@ __device__ void send_channel(const Rows& p, Ring& ring, std::int32_t channel, st
     if (++in_group < p.cuts.group) continue;
     in_group = 0;
     ++groups;
-    if (skipped) {  // too few pushes for what wait_earlier says
+    if (skipped) {  // wait_earlier() needs more pushes
       ring.wait_all();
       signal_groups(p, channel, begin.epoch(), groups);
       skipped = false;
@@ -249,8 +250,9 @@ __device__ void send_channel(const Rows& p, Ring& ring, std::int32_t channel, st
   signal_groups(p, channel, begin.epoch(), groups + (in_group > 0 ? 1 : 0));
 }
 
-/// Copies the tokens of the round to the rows where they are not yet: from the receive slot to all,
-/// from a token's first row to its further ones. @param row of the token, where rows are compact
+/// Copies the round's tokens to the rows that do not have them yet: from a receive slot to all
+/// rows, or from a token's first row to its other rows.
+/// @param row the token's row, if rows are compact
 template <class Rows, class Ring>
 __device__ void copy_rows(const Rows& p, Ring& ring, const Arrived& a, bool in_slots,
                           std::int32_t row) {
@@ -284,7 +286,7 @@ __device__ void copy_rows(const Rows& p, Ring& ring, const Arrived& a, bool in_s
   }
 }
 
-/// Takes some tokens of a group: a lane a topk slot.
+/// Takes some tokens of a group. Each lane has one topk slot.
 template <class Rows, class Ring>
 __device__ void take_round(const Rows& p, Ring& ring, const Source& source, std::int32_t token,
                            bool active) {
@@ -312,7 +314,7 @@ __device__ void take_round(const Rows& p, Ring& ring, const Source& source, std:
   }
 }
 
-/// Takes a group of a channel of `source`, once it has arrived.
+/// Waits for a group of a channel of `source`, and takes it.
 template <class Rows, class Ring>
 __device__ void take_unit(const Rows& p, Ring& ring, const Source& source, std::int32_t unit,
                           std::uint64_t epoch) {
@@ -350,7 +352,8 @@ __device__ void clear_bytes(std::byte* at, std::int64_t bytes, int word_bytes) {
   }
 }
 
-/// Rows between the experts' are zeros, and come from nowhere. A warp each.
+/// Clears the padding rows after each expert's rows. They come from no token. Each warp clears
+/// some.
 template <class Rows>
 __device__ void clear_padding(const Rows& p, int warps) {
   const MoeShape& s = p.shape;
@@ -384,14 +387,15 @@ __device__ void clear_padding(const Rows& p, int warps) {
   }
 }
 
-/// Takes arrived rows piece by piece, whoever comes first: so senders help when they are done. Of
-/// few tokens each warp has a first piece of its own, from block to block and the warps first that
-/// send last: whoever comes first would take them all with a few blocks.
+/// Takes groups of arrived rows. Any warp takes the next group, so senders help when they are done.
+/// In low-latency calls each warp has a first group of its own, spread over the blocks and
+/// beginning with the warps that send last; otherwise a few blocks would take all groups.
 template <class Rows, class Ring>
 __device__ void receive(const Rows& p, Ring& ring, CallBegin& begin) {
   const auto world = static_cast<std::uint32_t>(p.shape.world_size);
   const bool spreads = Rows::to_slots;
-  const std::uint32_t given = spreads ? gridDim.x * ring_warps : 0;  // to warps, see above
+  // groups that belong to warps, see above
+  const std::uint32_t given = spreads ? gridDim.x * ring_warps : 0;
   const auto claim = [&] {
     std::uint32_t unit = 0;
     if (lane_id() == 0) unit = given + atomicAdd(&p.m.state->next_unit, 1U);
@@ -402,7 +406,7 @@ __device__ void receive(const Rows& p, Ring& ring, CallBegin& begin) {
   if (Ring::copies && spreads) {
     unit = (ring_warps - 1 - threadIdx.x / 32) * gridDim.x + blockIdx.x;
   } else if (Ring::copies) {
-    unit = claim();  // on its way while others are waited for
+    unit = claim();  // the atomic runs during the waits below
   }
   const Sources sources = learn_sources(p, begin);
   if constexpr (!Ring::copies) {
@@ -421,14 +425,14 @@ __device__ void receive(const Rows& p, Ring& ring, CallBegin& begin) {
   ring.wait_all();
 }
 
-/// For warps that only fill tables.
+/// Stands for the ring in warps that only fill tables.
 struct NoRing {
   static constexpr bool copies = false;
   __device__ void expect_arrived() const {}
   __device__ void wait_all() const {}
 };
 
-/// All ranks report the same.
+/// Reports windows that were too small. All ranks report the same.
 __device__ void report_overflow(const RowsParams& p, std::uint64_t epoch) {
   const std::int32_t rows = __ldcg(p.max_recv_rows);
   if (rows <= p.shape.capacity_rows || rows <= static_cast<std::int32_t>(p.faults->overflow))
@@ -436,8 +440,8 @@ __device__ void report_overflow(const RowsParams& p, std::uint64_t epoch) {
   p.faults->overflow = epoch << overflow_epoch_shift | static_cast<std::uint32_t>(rows);
 }
 
-/// A block has `MoverWarps` warps that send and copy rows. `TableWarps` more fill the tables of
-/// compact rows, which are not copied, while the others send.
+/// Moves rows. A block has `MoverWarps` warps that send and copy rows. `TableWarps` more warps fill
+/// the tables of compact rows meanwhile, as these are not copied.
 template <EarlyWork early_work, class Ring, int MoverWarps, int TableWarps>
 __global__ void __launch_bounds__((MoverWarps + TableWarps) * 32, 1)
     rows_kernel(const __grid_constant__ RowsOf<early_work> p) {
@@ -445,11 +449,12 @@ __global__ void __launch_bounds__((MoverWarps + TableWarps) * 32, 1)
   __shared__ std::uint64_t barriers[MoverWarps][max_ring_stages];
   const auto warp = static_cast<int>(threadIdx.x / 32);
   const auto block = static_cast<std::int32_t>(blockIdx.x);
-  CallBegin begin(p);  // with an earlier kernel
+  CallBegin begin(p);  // begun by an earlier kernel
   linger_block(p.m);
   const std::int32_t max_sending = min(p.num_senders * MoverWarps, max_channels);
   const std::int32_t channels = max(1, min(max_sending, p.shape.num_tokens));
-  // Who sends ahead must not wait here: only bulk copies do, and there a taker is the last.
+  // Senders with early work must not wait here. They use bulk copies, and then the last warp of a
+  // block only fills tables.
   if (early_work == EarlyWork::nothing) (void)begin.wait_ended();
   if (block == 0 && warp == MoverWarps + TableWarps - 1) {
     send_configs(p, channels, begin.epoch());
@@ -484,7 +489,7 @@ template <EarlyWork early_work>
 constexpr auto bulk_kernel = rows_kernel<early_work, TmaRing, ring_warps, table_warps>;
 constexpr auto vector_kernel = rows_kernel<EarlyWork::nothing, VectorRing, vector_warps, 0>;
 
-/// Calls with the constant of that value.
+/// Calls with the value as a constant.
 template <class Call>
 cudaError_t for_early_work(EarlyWork early_work, Call&& call) {
   switch (early_work) {

@@ -1,5 +1,4 @@
-// What happens to rows on their own rank before they travel: staging, sums of a token's rows,
-// quantisation.
+// Work on rows on their own rank before they travel: staging, sums of a token's rows, quantisation.
 
 #include <type_traits>
 
@@ -17,7 +16,8 @@ constexpr int unroll = 4;
 __device__ std::int64_t warp_id() { return std::int64_t{blockIdx.x} * warps + threadIdx.x / 32; }
 __device__ std::int64_t num_warps() { return std::int64_t{gridDim.x} * warps; }
 
-/// Rows that have arrived, of which the input has each. @return their number
+/// Checks that the input has all rows that have arrived.
+/// @return the number of these rows
 __device__ std::int64_t checked_rows(const StageParams& p) {
   const std::int64_t rows = min(std::int64_t{*p.num_recv_rows}, p.shape.capacity_rows);
   if (p.num_rows < rows) report_few_rows(p.sink, p.state, p.shape.rank, p.num_rows, rows);
@@ -26,7 +26,7 @@ __device__ std::int64_t checked_rows(const StageParams& p) {
 
 __global__ void check_rows_kernel(const __grid_constant__ StageParams p) { (void)checked_rows(p); }
 
-/// Expert outputs as they are.
+/// Copies expert outputs.
 template <class Word>
 __global__ void __launch_bounds__(warps * 32)
     copy_rows_kernel(const __grid_constant__ StageParams p) {
@@ -42,11 +42,11 @@ __global__ void __launch_bounds__(warps * 32)
   }
 }
 
-constexpr int sum_packs = 2;    // of a lane, at once
-constexpr int sum_addends = 2;  // loads under way together
+constexpr int sum_packs = 2;    // packs that a lane sums at once
+constexpr int sum_addends = 2;  // rows in flight together
 
-/// Lane `lane_id()`'s part of a piece of the rows of a token that are here, `row` and `weight` of
-/// each lane, summed into the first of them.
+/// Sums one lane's part of a piece of a token's rows into the first of these rows. Each lane passes
+/// its own `row` and `weight`.
 template <class Number, int Count, bool Weighted>
 __device__ void sum_piece(const StageParams& p, std::int32_t row, float weight, unsigned here,
                           int first) {
@@ -85,7 +85,7 @@ __device__ void sum_piece(const StageParams& p, std::int32_t row, float weight, 
       }
     }
   }
-  const bool one = !Weighted && (here & (here - 1)) == 0;  // keeps its bits
+  const bool one = !Weighted && (here & (here - 1)) == 0;  // a token's only row keeps its bits
   auto* const to = reinterpret_cast<Packed*>(p.window + primary_row * p.row_bytes);
 #pragma unroll
   for (int u = 0; u < sum_packs; ++u) {
@@ -98,7 +98,7 @@ __device__ void sum_piece(const StageParams& p, std::int32_t row, float weight, 
   }
 }
 
-/// Tokens whose rows may be here, from all ranks. One warp.
+/// Upper limit of the tokens that have rows here, from all ranks. One warp.
 __device__ std::int32_t count_tokens(const StageParams& p) {
   std::int32_t count = 0;
   for (std::int32_t r = lane_id(); r < p.shape.world_size; r += 32) count += p.num_input_tokens[r];
@@ -106,8 +106,9 @@ __device__ std::int32_t count_tokens(const StageParams& p) {
   return count;
 }
 
-/// A warp takes a token's rows; where there are few tokens several warps take pieces of each.
-/// @tparam Weight of the rows; void: none
+/// Each warp sums the rows of one token at a time. If there are few tokens, several warps take
+/// pieces of each.
+/// @tparam Weight dtype of the rows' weights; void: none
 template <class Number, int Count, class Weight>
 __global__ void __launch_bounds__(warps * 32, 2)
     sum_rows_kernel(const __grid_constant__ StageParams p) {
@@ -124,7 +125,8 @@ __global__ void __launch_bounds__(warps * 32, 2)
   if (warp_id() == 0) (void)checked_rows(p);
   const std::int64_t end = min(s.capacity_rows, p.num_rows);
   if (team >= teams) return;
-  // Neighbouring warps take tokens of different sources, which differ in number.
+  // Neighbouring warps take tokens of different sources, because sources differ in their number of
+  // tokens.
   for (std::int32_t i = team; i < s.world_size * s.max_tokens; i += teams) {
     const std::int32_t source = i % s.world_size;
     const std::int32_t token = i / s.world_size;
@@ -168,7 +170,7 @@ StageKernel copy_kernel(int word_bytes) {
                   []<class Word>(Word) -> StageKernel { return copy_rows_kernel<Word>; });
 }
 
-/// Eight elements, in words of 16 bytes where they are aligned so.
+/// Loads eight elements, in words of 16 bytes if they are aligned to that.
 template <class Number, bool Wide>
 __device__ void load_eight(const std::byte* input, std::int64_t at, float* x) {
   constexpr int count = Wide ? 16 / static_cast<int>(sizeof(typename Number::Stored)) : 1;
@@ -182,7 +184,7 @@ __device__ void load_eight(const std::byte* input, std::int64_t at, float* x) {
   }
 }
 
-/// A group of 128 elements by half a warp: 8 elements a lane.
+/// Quantises groups of 128 elements. Half a warp takes one group, 8 elements per lane.
 template <class Number, bool Wide>
 __global__ void __launch_bounds__(warps * 32) quantize_kernel(QuantizeParams p) {
   const int lane = lane_id() % 16;
@@ -190,7 +192,7 @@ __global__ void __launch_bounds__(warps * 32) quantize_kernel(QuantizeParams p) 
        g += num_warps() * 2) {
     const bool is_group = g < p.num_groups;
     float x[8] = {};
-    unsigned max_bits = 0;  // bits of |x|: their order is that of the numbers, NaN above all
+    unsigned max_bits = 0;  // bits of |x|, which order like the numbers, with NaN above all
     if (is_group) {
       load_eight<Number, Wide>(p.input, g * 128 + lane * 8, x);
 #pragma unroll

@@ -17,7 +17,7 @@ namespace {
 
 using waybill::detail::to_size;
 
-/// Lets the thread allocate while a stream of it is being captured.
+/// Lets the thread allocate while one of its streams is being captured.
 class RelaxedCapture {
  public:
   RelaxedCapture() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -107,7 +107,7 @@ TableMemory TablePool::take(std::int64_t size_bytes, bool with_counts, const Tab
     TableBlock& made = memory.block_.emplace_back();
     made.device = plain_device_memory(size_bytes, gpu_->device());
     if (with_counts) {
-      // Of each rank, and to and from each node.
+      // One word per rank, and one to and one from each node.
       const std::int64_t bytes =
           std::int64_t{3} * gpu_->topology().world_size * std::int64_t{sizeof(HostCount)};
       made.counts = pinned_memory(bytes);
@@ -156,7 +156,7 @@ FixedTables::FixedTables(const EPConfig& config, const EPDispatchOptions& option
   const bool is_compact = options.rows == EPRows::compact;
   const std::int64_t world = config.world_size;
   const std::int64_t nodes = config.num_nodes();
-  const std::int64_t crossed = nodes > 1 ? nodes : 0;  // nodes of the tables for several nodes
+  const std::int64_t crossed = nodes > 1 ? nodes : 0;  // 0 if there is one node
   const std::int64_t per_rank = config.num_experts_per_rank();
   const Shape by_slot = {nodes, config.max_tokens, config.topk};
   MemoryLayout parts;
@@ -218,7 +218,7 @@ void GpuExpertRouting::note_use(const TableCall& call) const {
 }
 
 void GpuExpertRouting::note_use(const Stream& stream) const {
-  const OnDevice on(gpu_->device());  // the null stream is that of the thread's device
+  const OnDevice on(gpu_->device());  // the null stream belongs to the thread's device
   note_use(table_call(*gpu_, stream_of(stream)));
 }
 
@@ -268,7 +268,7 @@ ExpertTableViews GpuExpertRouting::views() const {
 std::span<const std::int32_t> GpuExpertRouting::wait_counts() const {
   if (has_waited_) return num_recv_rows_;
   const HostCount* const counts = memory_.counts();
-  // The kernel has the deadline; what it reports ends the stream.
+  // The kernel has a deadline. If it reports an error, the stream fails.
   const auto have_come = [&] {
     for (std::int32_t i = 0; i < num_counts(); ++i) {
       if (counts[i] >> ticket_shift != ticket_) return false;
@@ -327,8 +327,8 @@ GpuExpertTables::GpuExpertTables(std::shared_ptr<const GpuExpertRouting> known, 
       weight_dtype_(weight_dtype),
       begun_(call) {}
 
-/// A dispatch that was given up between its halves: work of the first may still be under way. An
-/// event that a recording takes says nothing of that work: then nobody gets the memory again.
+/// If a dispatch was given up between its halves, work of the first half may still run. An event
+/// that a recording takes does not cover this work; then the memory never gets another owner.
 GpuExpertTables::~GpuExpertTables() {
   if (!begun_) return;
   try {
@@ -341,7 +341,7 @@ GpuExpertTables::~GpuExpertTables() {
       last.capture = capture;
     }
     note_use(last, true);
-  } catch (...) {  // the device is lost: nobody will use the memory again
+  } catch (...) {  // the device is lost, and nobody will use the memory again
   }
 }
 

@@ -20,7 +20,8 @@
 #include "waybill/core/shape.h"
 
 namespace waybill::cuda {
-/// Makes a device the current one of the thread, which may be any.
+
+/// Makes a device current in the calling thread, for a while.
 class OnDevice {
  public:
   explicit OnDevice(int device) : device_(device) {
@@ -38,21 +39,21 @@ class OnDevice {
   int before_ = 0;
 };
 
-/// The work of a call: its stream, and the recording (a CUDA graph) that it goes to; 0: none.
+/// The stream of a call, and the CUDA graph that records the call; 0: none.
 struct TableCall {
   cudaStream_t stream = nullptr;
   std::uint64_t capture = 0;
 };
 
-/// @throws CudaError, or what the rank's kernels have reported
+/// @throws CudaError, or the error that the rank's kernels have reported
 [[nodiscard]] TableCall table_call(const GpuRank& gpu, cudaStream_t stream);
 
-/// A block of device memory, and who still works with it.
+/// A block of device memory, and the streams that still work with it.
 struct TableBlock {
   struct Use {
     cudaStream_t stream;
-    cudaEvent_t event;  ///< behind the last work with it on that stream
-    bool is_old;        ///< of an earlier owner
+    cudaEvent_t event;  ///< recorded after the last work on that stream
+    bool is_old;        ///< an earlier owner's use
   };
 
   TableBlock() = default;
@@ -61,22 +62,22 @@ struct TableBlock {
   ~TableBlock();
 
   std::shared_ptr<void> device;
-  std::shared_ptr<void> counts;  ///< pinned, [3 W] HostCount, where asked for
+  std::shared_ptr<void> counts;  ///< pinned, [3 W] HostCount; null unless asked for
   std::int64_t size_bytes = 0;
-  cudaStream_t taken_on = nullptr;  ///< it waits for all old uses
-  std::mutex mutex;                 ///< of what follows
+  cudaStream_t taken_on = nullptr;  ///< this stream waits for all old uses
+  std::mutex mutex;                 ///< guards the members below
   std::vector<Use> uses;
   std::vector<cudaEvent_t> idle_events;
-  /// Recording for which it was taken: its graph may write the block at any time.
+  /// The recording that took the block: its graph may write the block at any time.
   std::uint64_t capture = 0;
-  /// A graph reads what something else has written: what the block holds must stay.
+  /// A graph reads what other work has written, so the block must keep its content.
   bool stays = false;
 };
 
 class TablePool;
 
-/// Memory of one dispatch's tables, or of a part of them. The pool gets it back when this dies, on
-/// whatever thread: nothing is asked of a stream then, as the caller may have destroyed it.
+/// Memory of one dispatch's tables, or of a part of them. The destructor gives it back to the pool,
+/// on any thread. It does not use a stream, as the caller may have destroyed it.
 class TableMemory {
  public:
   TableMemory() = default;
@@ -95,8 +96,9 @@ class TableMemory {
     return static_cast<HostCount*>(block_.front().counts.get());
   }
 
-  /// Behind work with the memory on a stream: who gets it next waits for that. Nobody gets it any
-  /// more once a graph uses it for which it was not taken. From any thread.
+  /// Must be called after work with the memory is queued: the next owner waits for that work. If a
+  /// graph uses memory that was not taken for it, the memory never gets another owner. Any thread
+  /// may call it.
   void note_use(const TableCall& call) const;
 
  private:
@@ -107,12 +109,12 @@ class TableMemory {
   }
 
   std::shared_ptr<TablePool> pool_;
-  mutable std::list<TableBlock> block_;  ///< one or none; its node goes to and fro
+  mutable std::list<TableBlock> block_;  ///< one or none; its node moves between here and the pool
 };
 
-/// Keeps memory of tables that are gone for the next ones: freeing would wait for the device. What
-/// was taken for a recording serves other recordings alone, whose graphs write before they read.
-/// Threads may give back while one takes.
+/// Keeps the memory of dead tables for the next ones, because freeing it would wait for the device.
+/// Memory that was taken for a recording serves only other recordings, whose graphs write before
+/// they read. One thread may take while others give back.
 class TablePool : public std::enable_shared_from_this<TablePool> {
  public:
   explicit TablePool(std::shared_ptr<GpuRank> gpu) : gpu_(std::move(gpu)) {}
@@ -164,13 +166,13 @@ struct RowTables {
   std::int64_t total_bytes;  ///< includes the bytes before the first table
 };
 
-/// The routing of a dispatch on a GPU. What its dispatch has not written it can write, as long as
-/// that holds it alone: others have it const.
+/// The routing of a dispatch on a GPU. The dispatch that makes it may write to it until others use
+/// it; they have it const.
 class GpuExpertRouting final : public ExpertRouting {
  public:
-  /// @param capacity received rows that there is room for; fit() may change it
-  /// @param num_tokens of this rank
-  /// @param ticket of the route that fills the tables
+  /// @param capacity_rows received rows that the tables can hold; fit() may raise it
+  /// @param num_tokens this rank's tokens
+  /// @param ticket number of the route that fills the tables
   GpuExpertRouting(const EPConfig& config, const EPDispatchOptions& options,
                    std::int64_t capacity_rows, std::int64_t num_tokens, std::uint64_t ticket,
                    std::shared_ptr<TablePool> pool, std::shared_ptr<GpuRank> gpu,
@@ -183,14 +185,15 @@ class GpuExpertRouting final : public ExpertRouting {
   }
   void note_use(const Stream& stream) const override;
   [[nodiscard]] bool has_waited() const noexcept { return has_waited_; }
-  /// EarlyWork of the route: rows to and from each node are counted, too.
+  /// Must be called before the route, which then counts the rows to and from each node, too.
   void expect_node_rows() noexcept { counts_nodes_ = true; }
-  /// These. Waits as wait_counts().
+  /// The rows between nodes. It waits like wait_counts().
   [[nodiscard]] const NodeRows& wait_node_rows() const;
   /// The shape of ids and weights, as ExpertTableViews says.
   [[nodiscard]] Shape shape_by_id() const;
 
-  /// Before rows come: room for `capacity` of them, if windows have grown meanwhile.
+  /// Makes the row tables hold `capacity_rows` rows, if windows have grown. Call it before rows
+  /// arrive.
   void fit(std::int64_t capacity_rows, const TableCall& call);
 
   template <class T = std::int32_t>
@@ -216,7 +219,7 @@ class GpuExpertRouting final : public ExpertRouting {
   [[nodiscard]] std::int64_t num_tokens() const noexcept { return num_tokens_; }
   [[nodiscard]] std::uint64_t ticket() const noexcept { return ticket_; }
 
-  /// Behind work that uses the tables.
+  /// Must be called after work that uses the tables is queued.
   void note_use(const TableCall& call) const;
 
  private:
@@ -235,23 +238,24 @@ class GpuExpertRouting final : public ExpertRouting {
   std::uint64_t ticket_;
   std::shared_ptr<TablePool> pool_;
   std::shared_ptr<GpuRank> gpu_;
-  cudaStream_t stream_;  ///< of the route
+  cudaStream_t stream_;  ///< the stream of the route
   TableMemory memory_;
-  TableMemory grown_;  ///< of the row tables, where windows have grown between
+  TableMemory grown_;  ///< the row tables, if windows have grown meanwhile
   mutable std::mutex mutex_;
   bool counts_nodes_ = false;
   mutable std::vector<std::int32_t> num_recv_rows_;  ///< written once
-  mutable NodeRows node_rows_;                       ///< likewise
-  mutable std::atomic<bool> has_waited_ = false;     ///< they are there
+  mutable NodeRows node_rows_;                       ///< written once
+  mutable std::atomic<bool> has_waited_ = false;     ///< the two above are valid
 };
 
 /// One dispatch on a GPU.
 class GpuExpertTables final : public ExpertTables {
  public:
-  /// Of a dispatch that makes its routing. @param weights not there: it carries none
+  /// A dispatch that makes its routing.
+  /// @param weights empty if it carries none
   GpuExpertTables(std::shared_ptr<GpuExpertRouting> made, TableMemory weights, DType weight_dtype,
                   const TableCall& call);
-  /// Of one by a routing that is there.
+  /// A dispatch with an earlier routing.
   GpuExpertTables(std::shared_ptr<const GpuExpertRouting> known, TableMemory weights,
                   DType weight_dtype, const TableCall& call);
   ~GpuExpertTables() override;
@@ -262,9 +266,9 @@ class GpuExpertTables final : public ExpertTables {
   }
   [[nodiscard]] ConstTensorView weights() const override;
 
-  /// Null where the routing is that of an earlier dispatch, and once this one is done.
+  /// Null if the routing is that of an earlier dispatch, or this dispatch is finished.
   [[nodiscard]] GpuExpertRouting* being_made() const { return being_made_.get(); }
-  /// The dispatch is queued on the stream.
+  /// Must be called when the dispatch is queued on the stream.
   void finish(const TableCall& call);
 
   [[nodiscard]] bool has_weights() const noexcept { return weights_.is_there(); }
@@ -274,7 +278,8 @@ class GpuExpertTables final : public ExpertTables {
   }
   [[nodiscard]] std::byte* weight_data() { return has_weights() ? weights_.data() : nullptr; }
 
-  /// For those of received rows, as the window has them. @return where they go
+  /// Takes memory for the weights of received rows.
+  /// @return where the dispatch writes them
   [[nodiscard]] std::byte* keep_weights(TableMemory received) {
     received_ = std::move(received);
     return received_.data();
@@ -283,7 +288,7 @@ class GpuExpertTables final : public ExpertTables {
     return received_.is_there() ? received_.data() : nullptr;
   }
 
-  /// Behind work that uses the routing, and the weights if it did.
+  /// Must be called after work that uses the routing, or also the weights, is queued.
   void note_use(const TableCall& call, bool with_weights) const;
 
  private:
@@ -292,7 +297,7 @@ class GpuExpertTables final : public ExpertTables {
   TableMemory weights_;
   TableMemory received_;
   DType weight_dtype_;
-  std::optional<TableCall> begun_;  ///< until the dispatch is queued
+  std::optional<TableCall> begun_;  ///< set until the dispatch is queued
 };
 
 }  // namespace waybill::cuda

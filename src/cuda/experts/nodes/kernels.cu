@@ -8,7 +8,7 @@
 
 namespace waybill::cuda {
 
-// What crosses between nodes in a call of experts, as a program for the network path.
+// The program of a network path: what a call of experts sends to other nodes.
 
 namespace {
 
@@ -17,13 +17,13 @@ constexpr int list_warps = 8;
 __device__ std::int32_t peer_on(const MoeShape& s, std::int32_t node) {
   return node * s.node_ranks + s.rank - s.first_rank;
 }
-/// Other node `k` of those from the next one on.
+/// The node that comes k + 1 places after this one, in a ring.
 __device__ std::int32_t other_node(const MoeShape& s, std::int32_t k) {
   return (own_node(s) + 1 + k) % s.num_nodes;
 }
 
-/// Whether token `token` has a topk slot on the node that is asked for. @param writes_ids the ids
-/// as other nodes read them, too
+/// Whether a token has a topk slot on the wanted node.
+/// @param writes_ids writes the ids as other nodes read them
 __device__ bool goes(const ListPutsParams& p, std::int32_t node, std::int32_t token,
                      bool writes_ids) {
   const MoeShape& s = p.shape;
@@ -59,7 +59,8 @@ __device__ NetworkPut put_of(const NodePart& part, std::int32_t node, std::int64
   return put;
 }
 
-/// Puts to one other node of what goes whole: one at least, whose arrival is signalled.
+/// Number of puts that carry whole parts to one other node. There is at least one, because its
+/// arrival is signalled.
 __device__ std::int32_t whole_puts(const ListPutsParams& p) {
   std::int32_t puts = 0;
   for (std::int32_t i = 0; i < p.num_whole; ++i) {
@@ -68,7 +69,7 @@ __device__ std::int32_t whole_puts(const ListPutsParams& p) {
   return puts == 0 ? 1 : puts;
 }
 
-/// The step of other node k with what goes whole. One thread.
+/// Writes the step with the whole parts for other node k. One thread.
 __device__ void list_whole(const ListPutsParams& p, std::int32_t k) {
   const std::int32_t node = other_node(p.shape, k);
   const std::int32_t peer = peer_on(p.shape, node);
@@ -92,13 +93,13 @@ __device__ void list_whole(const ListPutsParams& p, std::int32_t k) {
   p.out.signals[k] = {peer, p.whole_slot + own_node(p.shape)};
 }
 
-/// The counter that says that partial sums of a token are made.
+/// The counter that says that the partial sum of a token is made.
 __device__ std::int32_t ready_of(const ListPutsParams& p, std::int32_t k, std::int32_t token) {
   if (p.ready_pieces > 0) return k * p.ready_pieces + token / p.piece_tokens;
   return other_node(p.shape, k) > own_node(p.shape) ? 0 : 1;
 }
 
-/// The steps of 32 tokens of other node k. One warp.
+/// Writes the steps with 32 tokens for other node k. One warp.
 __device__ void list_chunks(const ListPutsParams& p, std::int32_t k, std::int32_t first) {
   const MoeShape& s = p.shape;
   const std::int32_t node = other_node(s, k);
@@ -106,7 +107,7 @@ __device__ void list_chunks(const ListPutsParams& p, std::int32_t k, std::int32_
   const bool going = goes(p, node, first + lane_id(), p.made_ids != nullptr && k == 0);
   const unsigned tokens = __ballot_sync(all_lanes, going);
   if (p.filter == NodeFilter::none) return;
-  // Runs of tokens become puts; none goes on into the next chunk.
+  // Each run of tokens becomes a put, and ends with its chunk.
   const int in_chunk = lane_id() & ((1 << p.chunk_shift) - 1);
   const unsigned edges = __ballot_sync(all_lanes, in_chunk == 0);
   const unsigned starts = tokens & (~(tokens << 1U) | edges);
@@ -127,9 +128,9 @@ __device__ void list_chunks(const ListPutsParams& p, std::int32_t k, std::int32_
     p.out.signals[step] = {peer, p.chunk_slot + own_node(s) * p.num_chunks + chunk};
   }
   if ((starts >> lane_id() & 1U) == 0) return;
-  // Up to the next token that begins a put or does not go.
-  const unsigned behind = lane_id() == 31 ? 0 : (starts | ~tokens) >> (lane_id() + 1);
-  const int length = behind == 0 ? 32 - lane_id() : __ffs(static_cast<int>(behind));
+  // Length of the put: up to the next token that begins a put or does not go.
+  const unsigned rest = lane_id() == 31 ? 0 : (starts | ~tokens) >> (lane_id() + 1);
+  const int length = rest == 0 ? 32 - lane_id() : __ffs(static_cast<int>(rest));
   const int nth = __popc(starts & of_chunk & ((1U << lane_id()) - 1));
   for (std::int32_t i = 0; i < p.num_parts; ++i) {
     const std::int64_t row_bytes = p.parts[i].row_bytes;
@@ -140,11 +141,13 @@ __device__ void list_chunks(const ListPutsParams& p, std::int32_t k, std::int32_
   }
 }
 
-/// The first block says that the call begins.
+/// Announces the call. Only the first block calls it.
 __device__ void begin_path(const ListPutsParams& p) {
   const std::uint64_t epoch = p.begins >= 0 ? begin_moe_call(p.m, p.begins) : p.m.state->call.epoch;
   if (p.begins >= 0 && threadIdx.x < 32) signal_to_all(p.m.arrive, epoch);
-  if (threadIdx.x == 0) p.out.state->epoch = epoch - 1;  // network paths have the numbers of calls
+  if (threadIdx.x == 0)
+    p.out.state->epoch = epoch - 1;  // the path counts up to the number of the
+                                     // call
 }
 
 __global__ void __launch_bounds__(list_warps * 32)
@@ -212,7 +215,8 @@ cudaError_t launch_wait_nodes(const WaitNodesParams& params, cudaStream_t stream
   return cudaGetLastError();
 }
 
-// Which rows cross between nodes, and copies of them to the front of a slice and back.
+// Lists of rows that cross between nodes, and copies of these rows to the front of a slice and
+// back.
 
 namespace {
 
@@ -226,7 +230,7 @@ __device__ bool has_slot_on(const MoeShape& s, const std::int32_t* ids, std::int
   return result;
 }
 
-/// A block a direction and node, a thread a token at a time.
+/// Lists tokens. Each block takes one direction and node, and each thread one token at a time.
 __global__ void __launch_bounds__(list_threads)
     node_rows_kernel(const __grid_constant__ NodeRowsParams p) {
   __shared__ std::int32_t of_warps[list_threads / 32];
@@ -261,7 +265,7 @@ __global__ void __launch_bounds__(list_threads)
   p.host[which] = p.ticket << ticket_shift | static_cast<std::uint32_t>(count);
 }
 
-/// A warp a row at a time.
+/// Each warp moves one row at a time.
 template <class Word>
 __global__ void __launch_bounds__(move_warps * 32)
     move_node_rows_kernel(const __grid_constant__ MoveNodeRowsParams p) {
@@ -308,21 +312,21 @@ cudaError_t launch_move_node_rows(const MoveNodeRowsParams& params, int word_byt
   return cudaGetLastError();
 }
 
-// Ids and tables of several nodes, and the sum of what nodes send back.
+// Tables of several nodes, and the sum of their partial sums.
 
 namespace {
 
 constexpr int warps = 16;
-constexpr int tile_tokens = 256;  ///< no run crosses an edge
+constexpr int tile_tokens = 256;  ///< runs end at its edges
 
-/// Bits of a tile's tokens, before thread `i`.
+/// Number of set bits before bit `i` of a tile.
 __device__ int bits_before(const unsigned (&words)[tile_tokens / 32], int i) {
   int count = __popc(words[i / 32] & ((1U << (i % 32)) - 1));
   for (int w = 0; w < i / 32; ++w) count += __popc(words[w]);
   return count;
 }
 
-/// A block a tile of one node's tokens, a thread a token.
+/// Each block takes one tile of one node's tokens, and each thread one token.
 __global__ void __launch_bounds__(tile_tokens) node_runs_kernel(NodeRunsParams p) {
   __shared__ unsigned going[tile_tokens / 32];
   __shared__ unsigned starting[tile_tokens / 32];
@@ -360,8 +364,8 @@ __global__ void __launch_bounds__(tile_tokens) node_runs_kernel(NodeRunsParams p
   if (ends_here) ends[first + bits_before(ending, i)] = token + 1;
 }
 
-/// Waits until a node's token is here. One warp, all lanes with the same one.
-/// @param s of the world
+/// Waits until a node's token has arrived. One warp, whose lanes ask for the same token.
+/// @param s shape of the world
 __device__ void wait_chunk(const ArriveParams& arrive, const MoeShape& s, const ChunkSlots& slots,
                            std::int32_t node, std::int32_t token, std::uint64_t epoch) {
   if (threadIdx.x % 32 == 0) {
@@ -371,7 +375,7 @@ __device__ void wait_chunk(const ArriveParams& arrive, const MoeShape& s, const 
   __syncwarp();
 }
 
-/// A stretch of 64 packs of one token a warp at a time.
+/// Each warp takes 64 packs of one token at a time.
 template <class Number, int Count>
 __global__ void __launch_bounds__(warps * 32)
     add_partial_sums_kernel(const __grid_constant__ AddPartialSumsParams p) {

@@ -16,11 +16,12 @@
 namespace waybill::cuda {
 namespace {
 
-/// Sums of as many tokens are made in pieces, which travel while the next ones are made.
+/// With at least so many tokens sums are made in pieces. Each piece travels while the next one is
+/// made.
 constexpr std::int64_t tokens_in_pieces = 2048;
 constexpr std::int32_t pieces_of_node = 4;
 
-/// Puts to one other node of what goes whole, at most.
+/// Upper limit of puts that carry whole parts to one other node.
 std::int64_t max_whole_puts(const EPConfig& config) {
   return max_node_parts * (1 + config.max_tokens * config.topk * 8 / max_put_bytes);
 }
@@ -153,7 +154,7 @@ MoveNodeRowsParams NodeSlices::rows_of(const GpuExpertRouting& routing, Way way)
   return params;
 }
 
-/// Nothing runs beside them.
+/// No other kernel runs meanwhile.
 int NodeSlices::pack_blocks() const { return std::max(1, 2 * gpu_->num_sms() / share_); }
 
 void NodeSlices::move(const MoveNodeRowsParams& params, int blocks, cudaStream_t stream,
@@ -163,8 +164,8 @@ void NodeSlices::move(const MoveNodeRowsParams& params, int blocks, cudaStream_t
   gpu_->check(launch_move_node_rows(params, word, blocks, stream), "launching a kernel", operation);
 }
 
-/// From the own slice into the sums to send, and from the sums of other nodes to where rows wait to
-/// be forwarded.
+/// Packs from this rank's slice into the array of sums, and unpacks from the array of partial sums
+/// to where rows are forwarded.
 NodeSlices::Phase NodeSlices::pack_tokens(const ExpertCall& call, const GpuExpertRouting& routing,
                                           int path_sms) const {
   const ExpertWorkspaceLayout& layout = memory_.workspace_layout;
@@ -204,8 +205,9 @@ NodeSlices::Phase NodeSlices::pack_tokens(const ExpertCall& call, const GpuExper
   return phase;
 }
 
-/// From the sums for other nodes into where those of other nodes will be, and from there when they
-/// have been sent.
+/// Packs the sums into the array of partial sums, where nothing has arrived yet, and sends them
+/// from there to the receivers' arrays of sums. When they have been sent, what has arrived is
+/// unpacked into the array of partial sums.
 NodeSlices::Phase NodeSlices::pack_sums(const ExpertCall& call, const GpuExpertRouting& routing,
                                         int path_sms) const {
   const ExpertWorkspaceLayout& layout = memory_.workspace_layout;
@@ -239,7 +241,7 @@ namespace {
 
 using waybill::detail::to_size;
 
-/// Of what is sent of a token.
+/// The largest row of a token that is sent.
 std::int64_t max_row_bytes(const EPConfig& config, const EPDispatchOptions& options) {
   return std::max(payload_row_bytes(config, options),
                   config.hidden * dtype_bytes(config.token_dtype));
@@ -282,8 +284,8 @@ std::byte* ExpertNodes::own_scales() const {
          own_slice() * scale_row_bytes(config_, options_);
 }
 
-/// Whoever waits for what has come whole from a node, and chunk by chunk. By phases, a rank's slot
-/// of the layer says both.
+/// The slots that say that whole parts of a node have arrived. With phases one slot of the layer
+/// per rank says that, and also that all chunks have arrived.
 const std::uint64_t* ExpertNodes::whole_slots(ExpertSignal signal) const {
   if (!by_phases_) return program_.whole_slots();
   return memory_.signals.local + static_cast<std::int64_t>(signal) * config_.world_size +
@@ -307,7 +309,7 @@ ListPutsParams ExpertNodes::list(const ExpertCall& call, const GpuExpertRouting&
   return params;
 }
 
-/// This rank's slice of a part of the workspace, to the same slice of the others.
+/// This rank's slice of a part of the workspace, which goes to the same slice of other ranks.
 NodePart ExpertNodes::own_slice_of(std::int64_t part, std::int64_t row_bytes,
                                    std::int64_t rows) const {
   const std::int64_t slice = part + own_slice() * row_bytes;
@@ -323,7 +325,7 @@ void ExpertNodes::copy(std::byte* to, const ConstTensorView& from, std::int64_t 
       "copying to the workspace", call.operation);
 }
 
-/// All of them: those behind the last token say that there is none.
+/// Sends max_tokens ids. Those after the last token say that there is none.
 void ExpertNodes::add_ids(const ExpertDispatchInput& input, ListPutsParams& params) const {
   const std::int64_t row_bytes = std::int64_t{config_.topk} * 4;
   const std::int64_t part = memory_.workspace_layout.forward_ids;
@@ -344,8 +346,8 @@ void ExpertNodes::add_weights(const ExpertCall& call, const ExpertDispatchInput&
   params.whole[params.num_whole++] = own_slice_of(part, row_bytes, input.weights.shape[0]);
 }
 
-/// Where rows that are sent begin, from the workspace: in the caller's tensor, if the network path
-/// reads that, else in the workspace, to which they are copied.
+/// Offset of the rows to send from the workspace. They stay in the caller's tensor if the network
+/// path can read it; else they are copied to the workspace.
 std::int64_t ExpertNodes::row_offset(const ExpertCall& call, const ConstTensorView& from,
                                      std::byte* in_workspace, std::int64_t row_bytes) const {
   const std::int64_t workspace = address_of(memory_.workspace.local);
@@ -403,7 +405,7 @@ void ExpertNodes::start(const ListPutsParams& params, const ExpertCall& call, in
                .stream = stream});
 }
 
-/// Whole slices, whose size all ranks know.
+/// A phase of whole slices, whose size all ranks know.
 NodeSlices::Phase ExpertNodes::whole(std::span<const NodePart> from) const {
   NodeSlices::Phase phase{.rows = whole_slices(config_.num_nodes(), own_node_, config_.max_tokens),
                           .parts = {},
@@ -483,7 +485,7 @@ void ExpertNodes::start_rows(const ExpertCall& call, const ExpertDispatchInput& 
   rows.own_scales = rows.scales;
   rows.forwarded = chunk_slots(ExpertSignal::forwarded);
   const auto at_slice = [&](const ConstTensorView& own, std::int64_t bytes) {
-    // Before the tensor, of which only this rank's slice is read.
+    // An address before the tensor. Only this rank's slice is read, and that is the tensor.
     const auto begin = address_of(own.data) - own_slice() * bytes;
     return reinterpret_cast<const std::byte*>(begin);  // NOLINT(performance-no-int-to-ptr)
   };
@@ -510,7 +512,7 @@ void ExpertNodes::begin_combine(const ExpertCall& call, const GpuExpertRouting& 
   ListPutsParams params = list(call, routing, FaultKind::moe_combine);
   params.begins = 1;
   WaitNodesParams wait = wait_params(params);
-  if (by_phases_) {  // nothing goes beside other kernels before the host queues it
+  if (by_phases_) {  // no path runs with other kernels before the host queues it
     start_phase(params, whole({}), ExpertSignal::shared, call, path_sms(num_sms));
     path_.join(stream_of(call));
     wait.counts = true;
@@ -565,7 +567,7 @@ void ExpertNodes::add_partial_sums(const ExpertCall& call, const ExpertCombineIn
   add.output = input.output.data;
   const bool wide = common_word({row_bytes, address_of(add.output), address_of(add.biases[0]),
                                  address_of(add.biases[1])}) == 16;
-  // Blocks that wait leave room for the network path, and for other ranks on the device.
+  // Blocks that wait must leave SMs for the network path and for other ranks on the device.
   const int blocks = share_ == 1 ? gpu_->num_sms() : kernel_sms(num_sms);
   gpu_->check(launch_add_partial_sums(add, config_.token_dtype, wide, blocks, stream_of(call)),
               "launching a kernel", call.operation);

@@ -17,28 +17,29 @@
 #include "waybill/moe/ep_config.h"
 
 namespace waybill::cuda {
-/// A stretch of the tokens whose sums a rank makes for other nodes, as the network path waits for
-/// it.
+
+/// A range of the tokens whose sums a rank makes for other nodes. The network path waits for each.
 struct SumPiece {
-  std::int64_t first;  ///< token of [nodes, M]
+  std::int64_t first;  ///< index in [nodes, M]
   std::int64_t count;
-  std::int32_t ready;  ///< counter that is raised behind it
+  std::int32_t ready;  ///< index of the counter that is raised when the sums are made
 };
 
-/// Room for the network program of a call, which the device writes, chunk of tokens by chunk; and
-/// the slots that others raise when chunks have come.
+/// Memory for the network program of a call, which the device writes chunk by chunk, and the slots
+/// that other ranks raise when their chunks have arrived.
 class ChunkProgram {
  public:
-  /// Collective. @param max_row_bytes of what is sent of a token
+  /// Collective.
+  /// @param max_row_bytes the largest row that is sent
   ChunkProgram(Transport& transport, std::shared_ptr<GpuRank> gpu, const EPConfig& config,
                std::int64_t max_row_bytes);
   ChunkProgram(const ChunkProgram&) = delete;
   ChunkProgram& operator=(const ChunkProgram&) = delete;
   ~ChunkProgram();
 
-  /// What the kernel that writes it is to know of it.
+  /// Gives the kernel that writes the program its memory and sizes.
   void add_to(ListPutsParams& params) const;
-  /// Of what the parameters list.
+  /// The tables of the program that the parameters describe.
   [[nodiscard]] PathTables tables(const ListPutsParams& params) const;
   [[nodiscard]] PathState* state() const { return program_.state; }
 
@@ -48,7 +49,7 @@ class ChunkProgram {
     return {pad_.local + config_.num_nodes(), num_chunks_, chunk_shift_};
   }
 
-  /// What is to be summed for other nodes, in the order in which it is sent.
+  /// Which sums are made for other nodes, in the order of sending.
   [[nodiscard]] std::vector<SumPiece> pieces() const;
   [[nodiscard]] std::uint64_t* ready(const SumPiece& piece) const { return ready_ + piece.ready; }
 
@@ -59,22 +60,23 @@ class ChunkProgram {
   std::shared_ptr<GpuRank> gpu_;
   EPConfig config_;
   std::int32_t chunk_shift_;
-  std::int32_t num_chunks_;        ///< of a node
-  std::int32_t ready_pieces_ = 0;  ///< of a node; 0: see ListPutsParams
+  std::int32_t num_chunks_;        ///< chunks per node
+  std::int32_t ready_pieces_ = 0;  ///< pieces per node; 0: see ListPutsParams
   std::int64_t piece_tokens_ = 0;
-  SignalPad pad_;  ///< [nodes] of what goes whole, then [nodes, num_chunks]
+  SignalPad pad_;  ///< [nodes] for whole parts, then [nodes, num_chunks]
   std::shared_ptr<void> memory_;
   PathProgram program_{};
-  unsigned* done_ = nullptr;        ///< of the network path: puts of a step that have arrived
-  std::uint64_t* ready_ = nullptr;  ///< partial sums that are made
+  unsigned* done_ = nullptr;        ///< used by the network path: puts of a step that have arrived
+  std::uint64_t* ready_ = nullptr;  ///< counters of partial sums that are made
 };
 
-/// Rows of one phase between nodes, where the host must say what is sent (NCCL), and knows how many
-/// rows each node needs: they are packed, sent, and unpacked. No memory of its own: in a dispatch
-/// the arrays of sums are free, in a combine the sender's is once it is packed.
+/// Rows between nodes if the host must know what is sent (NCCL) and knows how many rows each node
+/// needs: rows are packed, sent and unpacked. It needs no memory of its own: during a dispatch the
+/// arrays of sums are free, and during a combine the sender's array is free when its sums are
+/// packed.
 class NodeSlices {
  public:
-  /// What a phase is to be.
+  /// The rows and parts that one phase sends.
   struct Phase {
     NodeRows rows;
     std::vector<WorkspacePart> parts;
@@ -85,16 +87,16 @@ class NodeSlices {
              const EPDispatchOptions& options, const ExpertMemory& memory,
              const ExpertParams& params);
 
-  /// Whether hosts know the counts: all of them have waited for those of a layer whose windows
-  /// grow. The same on all ranks.
+  /// Whether hosts know the counts. They do if windows may grow, because then each host has waited
+  /// for them. All ranks get the same answer.
   [[nodiscard]] static bool are_known(const ExpertCall& call) { return call.may_grow; }
-  /// Whether the rows of a dispatch find room while they are packed.
+  /// Whether packed rows of a dispatch fit into the arrays of sums.
   [[nodiscard]] bool fit() const;
 
-  /// EarlyWork of the route, when all ids are there.
+  /// Counts the rows. Call it before the route, when all ids have arrived.
   void count(const ExpertCall& call, GpuExpertRouting& made) const;
 
-  /// Packs this rank's slice of tokens and scales, as they lie in the workspace.
+  /// Packs this rank's slice of tokens and scales from the workspace.
   [[nodiscard]] Phase pack_tokens(const ExpertCall& call, const GpuExpertRouting& routing,
                                   int path_sms) const;
   /// Packs the sums for other nodes.
@@ -102,7 +104,7 @@ class NodeSlices {
                                 int path_sms) const;
 
  private:
-  enum class Way : std::uint8_t { there, back };  ///< which rows: see NodeRowsParams
+  enum class Way : std::uint8_t { there, back };  ///< which rows, see NodeRowsParams
 
   [[nodiscard]] MoveNodeRowsParams rows_of(const GpuExpertRouting& routing, Way way) const;
   [[nodiscard]] int pack_blocks() const;
@@ -115,21 +117,21 @@ class NodeSlices {
   EPDispatchOptions options_;
   const ExpertMemory& memory_;
   const ExpertParams& params_;
-  std::int64_t sum_bytes_;    ///< of a row
-  std::int64_t token_bytes_;  ///< that travel
-  std::int64_t scale_bytes_;  ///< with it
+  std::int64_t sum_bytes_;    ///< bytes of a row of sums
+  std::int64_t token_bytes_;  ///< bytes of a row that travels
+  std::int64_t scale_bytes_;  ///< bytes of its scales
 };
 
-/// What a layer on several nodes does beside the work of one node: a token goes once to each other
-/// node, to the rank of this one's local index, which then does with it as with its own; sums come
-/// back the same way. One network path, started as a call begins, carries all that the call sends,
-/// chunk by chunk; where the host must say what is sent, there is one for each step of the call:
-/// with the rows that a node needs, if hosts know the counts, else with whole slices.
+/// The part of a layer that several nodes add. A token goes once to each other node, to the rank
+/// with this rank's local index, which then treats it like its own tokens. Sums return the same
+/// way. Usually one network path, started when a call begins, carries everything in chunks. If the
+/// host must know what is sent, each step of the call has its own path. It carries the rows that a
+/// node needs if hosts know the counts, and whole slices otherwise.
 class ExpertNodes {
  public:
-  /// Of so many multiprocessors, those for a network path that a kernel of the node runs beside.
+  /// Of so many SMs, those for a network path that runs during other kernels.
   [[nodiscard]] static int path_sms(int num_sms);
-  /// The others.
+  /// The other SMs.
   [[nodiscard]] static int kernel_sms(int num_sms);
 
   ExpertNodes(Transport& transport, std::shared_ptr<GpuRank> gpu, int share, NetworkPath& path,
@@ -139,28 +141,28 @@ class ExpertNodes {
   ExpertNodes& operator=(const ExpertNodes&) = delete;
   ~ExpertNodes() = default;
 
-  /// Begins a dispatch: synchronizes with all ranks, and exchanges weights where there are any, and
-  /// ids if it counts (else the routing is there). Rows follow by themselves, where the device says
-  /// what is sent. Rows that were quantised are in place.
+  /// Begins a dispatch: synchronizes with all ranks, exchanges weights if there are any, and
+  /// exchanges ids if the dispatch counts. Rows follow without another call if the device decides
+  /// what is sent. Quantised rows must be in place.
   void begin_dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
                       const GpuExpertRouting& routing, bool counts, int num_sms);
 
-  /// EarlyWork of the route, once a dispatch that counts has begun.
+  /// Counts rows between nodes. Call it after the begin of a dispatch that counts, before the
+  /// route.
   void count_rows(const ExpertCall& call, GpuExpertRouting& made) const;
 
-  /// The table of runs, from that of the ids.
+  /// Makes the table of runs from the table of ids.
   void note_runs(const ExpertCall& call, GpuExpertRouting& made) const;
 
-  /// EarlyWork of the kernel of the node: begins to exchange rows, where they do not come by
-  /// themselves, and says where it finds them.
+  /// Begins to exchange rows if that needs another call, and sets where the kernel of the node
+  /// finds them. Call it before that kernel.
   void start_rows(const ExpertCall& call, const ExpertDispatchInput& input,
                   const GpuExpertRouting& routing, int num_sms, RowsParams& rows);
 
-  /// Behind that kernel, which other kernels may then follow.
+  /// Call it after that kernel. Other kernels may follow.
   void finish_rows(const ExpertCall& call);
 
-  /// Begins a combine: expert outputs of the ranks of the node are in the combine windows behind
-  /// it.
+  /// Begins a combine. After it the expert outputs of the node's ranks are in the combine windows.
   void begin_combine(const ExpertCall& call, const GpuExpertRouting& routing, int num_sms);
 
   /// Where the combine of a node's ranks leaves sums: [nodes, M] rows, by home node.
@@ -168,19 +170,18 @@ class ExpertNodes {
     return memory_.workspace.local + memory_.workspace_layout.sums;
   }
 
-  /// What is to be summed for other nodes, in the order in which it is sent. Behind each:
-  /// finish_piece().
+  /// Which sums are made for other nodes, in the order of sending. Call finish_piece() after each.
   [[nodiscard]] std::vector<SumPiece> pieces() const { return program_.pieces(); }
   void finish_piece(const ExpertCall& call, const SumPiece& piece);
 
-  /// Behind all pieces, ahead of this node's own sums.
+  /// Call it after all pieces and before the sums of this node.
   void finish_pieces(const ExpertCall& call, const GpuExpertRouting& routing, int num_sms);
 
-  /// Adds this node's sums and those that come.
+  /// Adds the sums of this node and of the other nodes.
   void add_partial_sums(const ExpertCall& call, const ExpertCombineInput& input,
                         const GpuExpertRouting& routing, int num_sms);
 
-  /// This rank's part of the workspace: where its payload and scales lie.
+  /// Where this rank's rows and scales lie in the workspace.
   [[nodiscard]] std::byte* own_rows() const;
   [[nodiscard]] std::byte* own_scales() const;
 
@@ -219,10 +220,10 @@ class ExpertNodes {
   EPDispatchOptions options_;
   const ExpertMemory& memory_;
   const ExpertParams& params_;
-  const bool by_phases_;  ///< the host must say what is sent
+  const bool by_phases_;  ///< the host must know what is sent
   const std::int32_t own_node_;
   ChunkProgram program_;
-  // Instead, where the host must say what is sent:
+  // Used only if the host must know what is sent.
   std::unique_ptr<NodeSlices> slices_;
   NetworkPhase phase_;
 };

@@ -10,9 +10,10 @@
 #include "waybill/core/dtype.h"
 
 namespace waybill::cuda {
-/// What goes to another node is signalled chunk by chunk: 1 << shift tokens each, at most 32, of at
-/// most 128 KiB where one has no more; of few tokens fewer, so that all blocks of a network
-/// path have some.
+
+/// Rows for another node are signalled in chunks of 1 << shift tokens. A chunk has at most 32
+/// tokens and, unless one token is larger, at most 128 KiB. With few tokens chunks are smaller, so
+/// that all blocks of a network path have work.
 [[nodiscard]] constexpr std::int32_t chunk_shift(std::int64_t row_bytes, std::int64_t max_tokens) {
   constexpr std::int32_t max_shift = 5;
   constexpr std::int64_t max_bytes = max_put_bytes / 2;
@@ -29,26 +30,29 @@ namespace waybill::cuda {
   return (max_tokens + (std::int64_t{1} << shift) - 1) >> shift;
 }
 
-/// One part of the workspace that goes to the ranks of this one's local index on the other nodes.
+/// One part of the workspace, which goes to the ranks with this rank's local index on the other
+/// nodes.
 struct NodePart {
-  std::int64_t from;  ///< byte of this rank's workspace: what node 0 gets. Also beyond it, where
-                      ///< the network path reads any memory of the rank
-  std::int64_t from_node_bytes;  ///< on to what the next node gets; 0: all get the same
-  std::int64_t to;               ///< byte of the receiver's workspace
+  std::int64_t from;  ///< first byte for node 0, in this rank's workspace. If the network path can
+                      ///< read all memory of the rank, it may also lie outside
+  std::int64_t from_node_bytes;  ///< distance to the bytes for the next node; 0: all nodes get the
+                                 ///< same
+  std::int64_t to;               ///< first byte in the receiver's workspace
   std::int64_t row_bytes;
-  std::int64_t total_bytes;  ///< to each, where it goes whole
+  std::int64_t total_bytes;  ///< bytes for each node, if the part goes whole
 };
 inline constexpr int max_node_parts = 2;
 
 /// Which rows go to a node.
 enum class NodeFilter : std::uint8_t {
   none,
-  tokens,        ///< row t, if token t of `ids` [M, K] has a topk slot there
-  partial_sums,  ///< row t, if token t of that node's `ids` [nodes, M, K] has a topk slot here
+  tokens,        ///< row t goes if token t of `ids` [M, K] has a topk slot there
+  partial_sums,  ///< row t goes if token t of that node's `ids` [nodes, M, K] has a topk slot here
 };
 
-/// A network path's program, to be written. For each other node, from the next one on, there is a
-/// step with what goes whole, if anything does; then, node by node, one for each chunk of tokens.
+/// Memory for the program of a network path. For each other node, in the order of a ring after this
+/// one, the program has a step with the whole parts, if there are any. Then it has a step per node
+/// and chunk of tokens.
 struct PathProgram {
   PathState* state;
   NetworkStep* steps;
@@ -57,120 +61,125 @@ struct PathProgram {
   BatchSlot* signals;
 };
 
-/// What this rank puts on other nodes in one network path of a call.
+/// Parameters of the kernel that writes the program: everything that this rank sends to other nodes
+/// in one network path of a call.
 struct ListPutsParams {
   MoeArrive m;
   MoeShape shape;
-  std::int32_t begins;  ///< kind of the call that begins with this network path (0: dispatch, 1:
-                        ///< combine); -1: it has begun, and its epoch is counted
-  // A dispatch that counts makes the ids of this rank's tokens from those of the caller.
-  const void* given_ids;  ///< [T, K], read only where made_ids is set; null if T is 0
+  std::int32_t begins;  ///< the call that begins with this network path (0: a dispatch, 1: a
+                        ///< combine); -1: it has begun before, and its epoch is counted
+  // If a dispatch counts, the kernel makes the ids of this rank's tokens from the caller's ids.
+  const void* given_ids;  ///< [T, K], read only if made_ids is set; null if T is 0
   bool wide_ids;
   std::int32_t dropped_id;
-  std::int32_t* made_ids;  ///< [M, K]: num_experts when dropped, -1 where there is no token. Null:
-                           ///< the call does not count
+  std::int32_t* made_ids;  ///< [M, K]: num_experts if dropped, -1 if there is no token. Null: the
+                           ///< call does not count
 
   NodeFilter filter;
-  const std::int32_t* ids;  ///< as made ones; read where made_ids is null
+  const std::int32_t* ids;  ///< like made_ids; read if made_ids is null
   std::int32_t num_whole;
   NodePart whole[max_node_parts];
-  std::int32_t num_parts;  ///< of rows
+  std::int32_t num_parts;  ///< parts whose rows are filtered
   NodePart parts[max_node_parts];
   std::int32_t chunk_shift;  ///< a chunk has 1 << chunk_shift tokens
-  std::int32_t num_chunks;   ///< of a node
-  /// At each peer slot whole_slot + own node is raised by what goes whole, slot chunk_slot +
-  /// own node * num_chunks + c by chunk c.
+  std::int32_t num_chunks;   ///< chunks per node
+  /// Slots at each receiver: whole parts raise slot whole_slot + own node, and chunk c raises slot
+  /// chunk_slot + own node * num_chunks + c.
   std::int32_t whole_slot;
   std::int32_t chunk_slot;
-  /// Rows of partial sums are made in so many pieces a node, each of so many tokens; 0: those of
-  /// nodes behind this one, then those of nodes before it. Each raises a counter of the path.
+  /// Partial sums are made in so many pieces per node, each of piece_tokens tokens. Each piece
+  /// raises a counter of the path. 0: there are two pieces, one for the nodes after this one and
+  /// one for those before it.
   std::int32_t ready_pieces;
   std::int32_t piece_tokens;
   PathProgram out;
 };
 
-/// A wait for other ranks, between kernels.
+/// Parameters of a kernel that waits for other ranks, between other kernels.
 struct WaitNodesParams {
   MoeArrive m;
   MoeShape shape;
-  std::int32_t begins;         ///< as in ListPutsParams; not -1: all ranks must have entered
-  bool of_node;                ///< and these are those of the node alone
-  bool counts;                 ///< and then the call is counted
-  const std::uint64_t* slots;  ///< that of node 0, which its rank has raised; null: none
-  std::int32_t node_stride;    ///< on to that of the next
+  std::int32_t begins;  ///< as in ListPutsParams; unless it is -1, all ranks must have entered the
+                        ///< call
+  bool of_node;         ///< only ranks of this node must have entered
+  bool counts;          ///< the kernel then counts the call
+  const std::uint64_t* slots;  ///< the slot of node 0, which its rank raises; null: none
+  std::int32_t node_stride;    ///< slots from one node to the next
 };
 
-/// Runs of tokens that the ranks of this one's local index sent here, see node_send_requests.
+/// Parameters of the kernel that finds runs of tokens which other nodes sent here, see
+/// node_send_requests.
 struct NodeRunsParams {
   MoeShape shape;
   const std::int32_t* ids;  ///< [nodes, M, K]
   std::int32_t* runs;       ///< [nodes, 2, M]
 };
 
-/// Sums of nodes into the result.
+/// Parameters of the kernel that adds the sums of all nodes.
 struct AddPartialSumsParams {
   MoeArrive m;
   MoeShape shape;
   ChunkSlots arrived;
   std::int64_t row_bytes;
-  const std::int32_t* ids;        ///< [M, K], of this rank's tokens
-  const std::byte* partial_sums;  ///< [nodes, M] rows: what the other nodes sent
-  const std::byte* own_sums;      ///< [M] rows
+  const std::int32_t* ids;        ///< [M, K], ids of this rank's tokens
+  const std::byte* partial_sums;  ///< [nodes, M] rows from the other nodes
+  const std::byte* own_sums;      ///< [M] rows of this node
   const std::byte* biases[2];
   std::byte* output;
 };
 
-// Rows that cross between nodes where the host must say how many (NCCL): those that a node needs,
-// packed at the front of a slice. See schedule/node_rows.h.
+// Rows between nodes if the host must know their number (NCCL): rows that a node needs are packed
+// at the front of a slice. See schedule/node_rows.h.
 
-/// Of the tokens that a rank forwards: which of its own go to each node ([0, n]), and which of node
-/// n's come here ([1, n]).
+/// Lists which tokens of this rank go to each node ([0, n]), and which tokens of node n come here
+/// ([1, n]).
 struct NodeRowsParams {
   MoeShape shape;
   const std::int32_t* ids;  ///< [nodes, M, K]
-  std::int32_t* tokens;     ///< [2, nodes, M]: in order
+  std::int32_t* tokens;     ///< [2, nodes, M], in ascending order
   std::int32_t* counts;     ///< [2, nodes]
-  HostCount* host;          ///< the same, with the ticket
+  HostCount* host;          ///< the counts again, with the ticket
   std::uint64_t ticket;
 };
 
-/// Packs rows, or unpacks them.
+/// Parameters of the kernel that packs or unpacks rows.
 struct MoveNodeRowsParams {
   MoeShape shape;
   const std::int32_t* tokens;  ///< [nodes, M]: row i of a packed slice is row tokens[i]
   const std::int32_t* counts;  ///< [nodes]
   bool packs;
-  const std::byte* from;         ///< of node 0
-  std::int64_t from_node_bytes;  ///< on to those of the next
+  const std::byte* from;         ///< rows of node 0
+  std::int64_t from_node_bytes;  ///< distance to the rows of the next node
   std::byte* to;
   std::int64_t to_node_bytes;
   std::int64_t row_bytes;
 };
 
 cudaError_t launch_node_rows(const NodeRowsParams& params, cudaStream_t stream);
-/// @param word_bytes common_word of all that it reads and writes
+/// @param word_bytes common_word() of all that it reads and writes
 cudaError_t launch_move_node_rows(const MoveNodeRowsParams& params, int word_bytes, int blocks,
                                   cudaStream_t stream);
 
-// What a layer over several nodes does beside the kernels of one node. See launch.h.
+// Launches of the kernels that a layer over several nodes adds to those of launch.h.
 
-/// Loads the kernels of this file.
+/// Loads these kernels.
 cudaError_t prepare_nodes(DType tokens);
 
-/// Writes a network path's program, and ids as other nodes read them. Where the call begins it
-/// signals that to the ranks of the node.
+/// Writes the program of a network path, and the ids as other nodes read them. If the call begins
+/// here, it also signals that to the ranks of the node.
 cudaError_t launch_list_puts(const ListPutsParams& params, cudaStream_t stream);
 
-/// Raises a counter of the network path of the call that is being made: what was queued before is
-/// there.
+/// Raises a counter of the current call's network path. Everything that was queued before is then
+/// complete.
 cudaError_t launch_raise_ready(const MoeArrive& arrive, std::uint64_t* ready, cudaStream_t stream);
 
 cudaError_t launch_wait_nodes(const WaitNodesParams& params, cudaStream_t stream);
 
 cudaError_t launch_node_runs(const NodeRunsParams& params, cudaStream_t stream);
 
-/// Biases, then the sums of nodes in their order, in float32, rounded once; waits for those of
-/// other nodes as they come. @param wide 16-byte words
+/// Sums the biases and then the sums of all nodes, in float32, in the order of nodes, rounded once.
+/// It waits for the sums of other nodes as it needs them.
+/// @param wide words of 16 bytes
 cudaError_t launch_add_partial_sums(const AddPartialSumsParams& params, DType dtype, bool wide,
                                     int blocks, cudaStream_t stream);
 
