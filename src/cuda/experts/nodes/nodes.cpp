@@ -145,8 +145,8 @@ void NodeSlices::count(const ExpertCall& call, GpuExpertRouting& made) const {
   gpu_->check(launch_node_rows(params, stream_of(call)), "launching a kernel", call.operation);
 }
 
-MoveNodeRowsParams NodeSlices::rows_of(const GpuExpertRouting& routing, Way way) const {
-  const std::int64_t nodes = way == Way::there ? 0 : config_.num_nodes();
+MoveNodeRowsParams NodeSlices::rows_of(const GpuExpertRouting& routing, Direction direction) const {
+  const std::int64_t nodes = direction == Direction::to_nodes ? 0 : config_.num_nodes();
   MoveNodeRowsParams params{};
   params.shape = params_.shape(routing);
   params.tokens = routing.part(routing.fixed().node_tokens) + nodes * config_.max_tokens;
@@ -177,14 +177,14 @@ NodeSlices::Phase NodeSlices::pack_tokens(const ExpertCall& call, const GpuExper
   Phase phase{.rows = routing.wait_node_rows(), .parts = {}, .unpack = {}};
   std::vector<MoveNodeRowsParams> unpacks;
   const auto add = [&](std::int64_t part, std::int64_t row_bytes, std::int64_t staged) {
-    MoveNodeRowsParams pack = rows_of(routing, Way::there);
+    MoveNodeRowsParams pack = rows_of(routing, Direction::to_nodes);
     pack.packs = true;
     pack.from = base + part + own_slice * row_bytes;
     pack.to = base + layout.sums + staged;
     pack.to_node_bytes = slice;
     pack.row_bytes = row_bytes;
     move(pack, blocks, stream_of(call), call.operation);
-    MoveNodeRowsParams unpack = rows_of(routing, Way::back);
+    MoveNodeRowsParams unpack = rows_of(routing, Direction::from_nodes);
     unpack.from = base + layout.partial_sums + staged;
     unpack.from_node_bytes = slice;
     unpack.to = base + part;
@@ -213,9 +213,9 @@ NodeSlices::Phase NodeSlices::pack_sums(const ExpertCall& call, const GpuExpertR
   const ExpertWorkspaceLayout& layout = memory_.workspace_layout;
   std::byte* const base = memory_.workspace.local;
   const std::int64_t slice = config_.max_tokens * sum_bytes_;
-  const auto between = [&](Way way, std::int64_t from, std::int64_t to) {
-    MoveNodeRowsParams params = rows_of(routing, way);
-    params.packs = way == Way::back;
+  const auto between = [&](Direction direction, std::int64_t from, std::int64_t to) {
+    MoveNodeRowsParams params = rows_of(routing, direction);
+    params.packs = direction == Direction::from_nodes;
     params.from = base + from;
     params.from_node_bytes = slice;
     params.to = base + to;
@@ -223,9 +223,9 @@ NodeSlices::Phase NodeSlices::pack_sums(const ExpertCall& call, const GpuExpertR
     params.row_bytes = sum_bytes_;
     return params;
   };
-  move(between(Way::back, layout.sums, layout.partial_sums), pack_blocks(), stream_of(call),
-       call.operation);
-  const MoveNodeRowsParams unpack = between(Way::there, layout.sums, layout.partial_sums);
+  move(between(Direction::from_nodes, layout.sums, layout.partial_sums), pack_blocks(),
+       stream_of(call), call.operation);
+  const MoveNodeRowsParams unpack = between(Direction::to_nodes, layout.sums, layout.partial_sums);
   return {.rows = returned_rows(routing.wait_node_rows()),
           .parts = {{.from_bytes = layout.partial_sums,
                      .from_node_bytes = slice,

@@ -104,9 +104,10 @@ class NodeSlices {
                                 int path_sms) const;
 
  private:
-  enum class Way : std::uint8_t { there, back };  ///< which rows, see NodeRowsParams
+  enum class Direction : std::uint8_t { to_nodes, from_nodes };  ///< which rows, see NodeRowsParams
 
-  [[nodiscard]] MoveNodeRowsParams rows_of(const GpuExpertRouting& routing, Way way) const;
+  [[nodiscard]] MoveNodeRowsParams rows_of(const GpuExpertRouting& routing,
+                                           Direction direction) const;
   [[nodiscard]] int pack_blocks() const;
   void move(const MoveNodeRowsParams& params, int blocks, cudaStream_t stream,
             const char* operation) const;
