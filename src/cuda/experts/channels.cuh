@@ -170,8 +170,8 @@ __device__ inline std::int32_t node_of(const Rows& p, std::int32_t token) {
   return token / tokens_of_node(p);
 }
 
-/// The token at `position` in the order of sending. With several nodes a rank's own tokens come
-/// first, then those of the node before it, and so on, because they arrive in this order.
+/// The token at `position` in the order of sending. On several nodes, own tokens come first, then
+/// those of the node before, and so on, because they arrive in this order.
 template <class Rows>
 __device__ inline std::int32_t token_at(const Rows& p, std::int32_t position) {
   if (!p.spans_nodes()) return position;

@@ -261,7 +261,7 @@ struct RowsParams {
   NearPeers<std::byte> windows;       ///< first row of each rank's window
   std::byte* own_window;              ///< first row of this rank's window
   std::int64_t scales_offset;         ///< byte offset of the scales from a window's first row
-  NearPeers<std::uint64_t> channels;  ///< of each rank: [W, max_channels] counters, then [2, W]
+  NearPeers<std::uint64_t> channels;  ///< each rank's [W, max_channels] counters, then [2, W]
                                       ///< configs
   std::uint64_t* own_channels;
   // Several nodes: this rank's own tokens, addressed as if they lay among those of all nodes, and
@@ -410,8 +410,8 @@ struct PushParams {
   const std::int32_t* num_input_tokens;
   const std::byte* received_weights;  ///< weights of the input's rows, for sums on this rank; or
                                       ///< null
-  NearPeers<std::byte> slabs;         ///< of each rank: [M, slots] rows
-  NearPeers<std::uint64_t> flags;     ///< of each rank: [units, W], raised to the epoch
+  NearPeers<std::byte> slabs;         ///< each rank's [M, slots] rows
+  NearPeers<std::uint64_t> flags;     ///< each rank's [units, W] flags, raised to the epoch
   // The summing part.
   const std::byte* own_slab;
   const std::uint64_t* own_flags;

@@ -130,7 +130,7 @@ class NodeSlices {
 /// node needs if hosts know the counts, and whole slices otherwise.
 class ExpertNodes {
  public:
-  /// Of so many SMs, those for a network path that runs during other kernels.
+  /// The SMs, among `num_sms`, for a network path that runs during other kernels.
   [[nodiscard]] static int path_sms(int num_sms);
   /// The other SMs.
   [[nodiscard]] static int kernel_sms(int num_sms);
