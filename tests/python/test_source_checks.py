@@ -118,6 +118,8 @@ INCLUDES = {
     "src/cuda/device/signal.cuh": '#pragma once\n#include "fault.h"\n',
     "src/cuda/device/fault.h": "#pragma once\n",
     "src/cuda/experts/rows.cu": '#include "../device/signal.cuh"\n',
+    "src/cuda/experts/params.h": "#pragma once\n",
+    "src/cuda/experts/nodes/nodes.cu": '#include "../../device/fault.h"\n#include "../params.h"\n',
     "src/cuda/CMakeLists.txt": "",
 }
 
@@ -132,6 +134,13 @@ INCLUDES = {
         ("src/core/to_size.h", "\n", "no #pragma once"),
         ("src/core/other.cpp", "\n", "not named in src/core/CMakeLists.txt"),
         ("src/cuda/device/fault.h", '#pragma once\n#include "../experts/a.h"\n', "may not"),
+        (
+            "src/cuda/experts/nodes/nodes.cu",
+            '#include "../../sequence/a.h"\n',
+            "not include sequence",
+        ),
+        ("src/cuda/experts/nodes/nodes.cu", '#include "../../../moe/a.h"\n', "may not include"),
+        ("src/cuda/experts/nodes/nodes.cu", '#include "../a.h"\n', "does not exist"),
         ("include/waybill/core/dtype.h", '#pragma once\n#include "core/to_size.h"\n', "public"),
         ("include/waybill/core/dtype.h", "#pragma once\n#include <CLI/CLI.hpp>\n", "belongs to"),
         ("include/waybill/moe/alone.h", "#pragma once\n", "comes with none of waybill/plan.h"),

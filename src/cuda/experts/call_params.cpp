@@ -1,4 +1,4 @@
-#include "gpu_expert_params.h"
+#include "call_params.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -10,7 +10,7 @@
 #include "../rank/cuda_check.h"
 #include "core/memory_layout.h"
 #include "core/to_size.h"
-#include "expert_launch.h"
+#include "launch.h"
 #include "runtime/executor.h"
 #include "waybill/moe/expert_routing.h"
 
@@ -19,24 +19,24 @@ namespace {
 
 using waybill::detail::to_size;
 
-/// Tokens of a source for which there is a receive slot: they take their way while they are
-/// counted. Bounded, as each rank has room for those of all.
-std::int64_t tokens_that_land(const EPConfig& config, std::int64_t row_bytes,
-                              std::int64_t scale_bytes) {
-  constexpr std::int64_t most_bytes = std::int64_t{64} << 20;
+/// Number of receive slots per source. They let tokens travel while they are counted. The number is
+/// limited, because each rank has slots for the tokens of all ranks.
+std::int64_t num_slot_tokens(const EPConfig& config, std::int64_t row_bytes,
+                             std::int64_t scale_bytes) {
+  constexpr std::int64_t max_bytes = std::int64_t{64} << 20;
   const bool bulk = row_bytes % 16 == 0 && scale_bytes % 16 == 0;
   if (!bulk || !config.is_intra_node() || config.world_size == 1) return 0;
   return std::min({std::int64_t{max_low_latency_tokens}, config.max_tokens,
-                   most_bytes / (config.world_size * (row_bytes + scale_bytes))});
+                   max_bytes / (config.world_size * (row_bytes + scale_bytes))});
 }
 
-/// What only tests set.
-std::uint32_t most_delay_ns() {
-  constexpr std::uint64_t most = 1'000'000'000;
+/// Reads the delay that only tests set.
+std::uint32_t max_delay_ns() {
+  constexpr std::uint64_t max_ns = 1'000'000'000;
   const char* const text = std::getenv("WAYBILL_TEST_DELAY_NS");
   if (text == nullptr) return 0;
   return static_cast<std::uint32_t>(
-      std::min<std::uint64_t>(std::strtoull(text, nullptr, 10), most));
+      std::min<std::uint64_t>(std::strtoull(text, nullptr, 10), max_ns));
 }
 
 }  // namespace
@@ -66,9 +66,9 @@ RecordWorkspace::RecordWorkspace(const EPConfig& config, const EPDispatchOptions
     part = parts.take(low_latency ? tokens * config.topk * 16 : 0);
   slot_row_bytes = payload_row_bytes(config, options);
   const std::int64_t scale_bytes = scale_row_bytes(config, options);
-  // A quantized payload takes a kernel between.
-  const bool lands = options.payload != EPPayload::quantized;
-  slot_tokens = lands ? tokens_that_land(config, slot_row_bytes, scale_bytes) : 0;
+  // Quantisation is a kernel between the route and the rows.
+  const bool uses_slots = options.payload != EPPayload::quantized;
+  slot_tokens = uses_slots ? num_slot_tokens(config, slot_row_bytes, scale_bytes) : 0;
   for (std::int64_t& part : receive_slots) {
     part = parts.take(config.world_size * slot_tokens * (slot_row_bytes + scale_bytes));
   }
@@ -85,7 +85,7 @@ ExpertParams::ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, i
       options_(options),
       memory_(memory),
       low_latency_(low_latency_route_fits(shape(0, 0))),
-      most_delay_ns_(most_delay_ns()),
+      max_delay_ns_(max_delay_ns()),
       workspace_(config, options, low_latency_) {
   const cudaStream_t stream = gpu_->stream();
   state_ = device_memory(moe_state_bytes(config.world_size), stream);
@@ -131,9 +131,9 @@ MoeArrive ExpertParams::arrive(const ExpertCall& call, FaultKind kind) const {
   m.arrive.fingerprint.first_slot = static_cast<std::int32_t>(
       first_fingerprint_slot(num_layer_signals(config_.world_size)) - slots);
   m.arrive.fingerprint.crosses_nodes =
-      !config_.is_intra_node();  // with the network path that begins a call
+      !config_.is_intra_node();  // the network path that begins a call carries the words
   m.parity = call.parity;
-  m.most_delay_ns = most_delay_ns_;
+  m.max_delay_ns = max_delay_ns_;
   return m;
 }
 
@@ -159,7 +159,7 @@ MoeShape ExpertParams::shape(std::int64_t num_tokens, std::int64_t capacity_rows
   return s;
 }
 
-/// A node with all tokens that its ranks forward, as RowsParams says.
+/// The shape of one node whose ranks own all tokens that they forward, for RowsParams.
 MoeShape ExpertParams::node_shape(const GpuExpertRouting& routing) const {
   MoeShape s = shape(routing);
   if (s.num_nodes == 1) return s;
@@ -170,14 +170,14 @@ MoeShape ExpertParams::node_shape(const GpuExpertRouting& routing) const {
   return s;
 }
 
-/// The weights of all tokens that this rank places; null without.
+/// The weights of all tokens that this rank places; null without weights.
 const std::byte* ExpertParams::weights_of(const ExpertDispatchInput& input) const {
   const bool forwarded = is_given(input.weights) && !config_.is_intra_node();
   return forwarded ? memory_.workspace.local + memory_.workspace_layout.forward_weights
                    : input.weights.data;
 }
 
-/// Of the ranks of the node, in the memory of counts and records.
+/// The symmetric memory of the node's ranks, from a byte on.
 NearPeers<std::byte> ExpertParams::record_parts(std::int64_t offset) const {
   return near_peers_of<std::byte>(records_, offset, first_rank(), config_.local_world_size);
 }
@@ -194,11 +194,11 @@ RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInpu
   params.scatter = input.full_scatter_indices.data;
   params.wide_scatter = input.full_scatter_indices.dtype == DType::int64;
   if (params.scatter != nullptr) params.scatter_tokens = input.full_scatter_indices.shape[0];
-  const std::int64_t most = std::numeric_limits<std::int32_t>::max();
-  params.fitting_rows =
-      static_cast<std::int32_t>(call.may_grow ? most : std::min(most, memory_.capacity_rows));
+  const std::int64_t no_limit = std::numeric_limits<std::int32_t>::max();
+  params.fitting_rows = static_cast<std::int32_t>(
+      call.may_grow ? no_limit : std::min(no_limit, memory_.capacity_rows));
   params.max_per_expert = static_cast<std::int32_t>(
-      call.max_per_expert == 0 ? most : std::min(most, call.max_per_expert));
+      call.max_per_expert == 0 ? no_limit : std::min(no_limit, call.max_per_expert));
   params.weights = weights_of(input);
   params.takes_weights = is_given(input.weights);
   if (!config_.is_intra_node()) {
@@ -210,7 +210,7 @@ RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInpu
   const std::int64_t records = workspace_.records[call.parity];
   const std::int64_t weights = workspace_.weights[call.parity];
   const std::int64_t gathered = workspace_.gathered[call.parity];
-  params.told = record_parts(0);
+  params.peers = record_parts(0);
   params.counts = counts;
   params.records = records;
   params.sent_weights = weights;
@@ -275,7 +275,7 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
     params.receive_slots.wide_ids = input.ids.dtype == DType::int64;
   }
   params.scales_offset = memory_.window.scales - memory_.window.rows;
-  params.tags = reinterpret_cast<MoeTag*>(window.local + memory_.window.tags);
+  params.tags = reinterpret_cast<RowTag*>(window.local + memory_.window.tags);
   params.weights = window.local + memory_.window.weights;
   params.topk = reinterpret_cast<std::int32_t*>(window.local + memory_.window.topk);
   const FixedTables& layout = routing.fixed();
@@ -288,14 +288,14 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
   params.num_input_tokens = routing.part(layout.num_input_tokens);
   params.expert_counts = routing.part(layout.expert_counts);
   params.expert_offsets = routing.part(layout.expert_offsets);
-  params.most_recv_rows = routing.part(layout.num_recv_rows) + config_.world_size;
+  params.max_recv_rows = routing.part(layout.num_recv_rows) + config_.world_size;
   params.faults = faults();
   params.known_topk = routing.row_part(routing.rows().topk);
   if (tables.being_made() != nullptr) fill_tables(call, *tables.being_made(), params);
   return params;
 }
 
-/// What the first dispatch by a routing writes.
+/// Sets the tables that the first dispatch of a routing writes.
 void ExpertParams::fill_tables(const ExpertCall& call, GpuExpertRouting& made,
                                RowsParams& params) const {
   const RowTables& rows = made.rows();
@@ -303,7 +303,7 @@ void ExpertParams::fill_tables(const ExpertCall& call, GpuExpertRouting& made,
   params.records =
       reinterpret_cast<const std::int32_t*>(records_.local + workspace_.records[call.parity]);
   params.kept_records = made.part(made.fixed().records);
-  params.kept_tags = made.row_part<MoeTag>(rows.tags);
+  params.kept_tags = made.row_part<RowTag>(rows.tags);
   params.primary_rows = made.row_part(rows.primary_rows);
   params.topk_slot_rows = made.row_part(rows.topk_slot_rows);
   params.compact_to_grouped = made.row_part(rows.compact_to_grouped);

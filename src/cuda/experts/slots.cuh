@@ -1,48 +1,78 @@
 #pragma once
 
 #include "../device/peers.cuh"
-#include "flagged_words.cuh"
-#include "input_fault.cuh"
-#include "lanes.cuh"
-
-// Reading and counting the topk slots of a rank's tokens.
+#include "call.cuh"
 
 namespace waybill::cuda {
+
+// Flagged words: ranks send each other words of 8 bytes that contain the number of the call. A
+// reader that sees this number has the value, too, and no signal has to follow.
+
+__device__ inline void store_flagged(std::uint64_t* at, std::int32_t value, std::uint64_t epoch) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at),
+               "l"(epoch << count_epoch_shift |
+                   static_cast<std::uint64_t>(static_cast<std::uint32_t>(value)))
+               : "memory");
+}
+
+__device__ inline std::uint64_t load_word(const std::uint64_t* at) {
+  std::uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+  return value;
+}
+
+__device__ inline bool is_flagged(std::uint64_t word, std::uint64_t epoch) {
+  return word >> count_epoch_shift == static_cast<std::uint32_t>(epoch);
+}
+
+/// Waits for a flagged word of rank r. A rank that means a different call never sends it, so the
+/// wait checks that now and then.
+__device__ inline std::int32_t wait_flagged(const RouteParams& p, std::int32_t r,
+                                            const std::uint64_t* at, std::uint64_t epoch) {
+  std::uint64_t word = 0;
+  spin_until([&] { return is_flagged(word = load_word(at), epoch); },
+             [&](std::uint64_t waited_ns) {
+               check_while_waiting(p.m.arrive, epoch, r, word >> count_epoch_shift, waited_ns);
+             });
+  return static_cast<std::int32_t>(word);
+}
+
+// Reading and counting the topk slots of tokens.
 
 inline constexpr int route_threads = 512;
 inline constexpr int route_warps = route_threads / 32;
 
-/// One topk slot of a round; lanes hold them in order of token and topk slot.
+/// One topk slot in a round of a warp. Lanes hold them in order of token and topk slot.
 struct TopkSlot {
   bool active;
   std::int32_t token;
   std::int32_t k;
-  std::int32_t expert;  ///< num_experts when dropped
-  std::int32_t dst;     ///< world_size when dropped
-  bool bad;             ///< id out of range
-  bool absent;          ///< of other ranks: there is no such token
+  std::int32_t expert;  ///< num_experts if dropped
+  std::int32_t dst;     ///< world_size if dropped
+  bool bad;             ///< the id is out of range
+  bool absent;          ///< a token that its rank does not have
 };
 
-/// Tokens that this rank places, all of one source.
+/// Tokens that this rank places. They all have one source rank.
 struct RoutePart {
-  std::int32_t source;  ///< the rank that has them
+  std::int32_t source;  ///< the rank that has the tokens
   std::int32_t num_tokens;
   const void* ids;  ///< [num_tokens, K]
   bool wide_ids;
   std::int32_t dropped_id;
   const std::byte* weights;  ///< [num_tokens, K] or null
-  std::int64_t entry;        ///< of the first topk slot in the tables
-  std::int64_t record;       ///< of the first token in the records
+  std::int64_t entry;        ///< index of the first topk slot in the tables
+  std::int64_t record;       ///< index of the first token in the records
 };
 
-/// Whose tokens a rank places.
+/// Which tokens a rank places.
 enum class Span {
   rank,   ///< its own
-  nodes,  ///< those that it forwards: blocks with the same y have the source of node y
+  nodes,  ///< those that it forwards; the blocks with index y take the source on node y
   world,  ///< those of all ranks, whose ids are here
 };
 
-/// The part of this block.
+/// The part that this block places.
 template <Span S>
 __device__ RoutePart part_of(const RouteParams& p) {
   static_assert(S != Span::world);
@@ -65,32 +95,33 @@ __device__ RoutePart part_of(const RouteParams& p) {
   }
 }
 
-/// Rank i of this node, beginning with this rank.
+/// The rank that comes i places after this one on its node, in a ring.
 __device__ inline std::int32_t node_rank(const MoeShape& s, std::int32_t i) {
   return s.first_rank + (s.rank - s.first_rank + i) % s.node_ranks;
 }
 
-/// Of a rank, as a block finds it.
+/// Sums for one rank, as each block computes them.
 struct RankTotals {
   std::int32_t recv_rows;
   std::int32_t grouped_rows;
-  std::int32_t compact_base;  ///< first compact row of the part's tokens
-  std::int32_t first_row;     ///< with scatter indices: rows of lower ranks
-  std::int32_t first_token;   ///< with scatter indices: tokens of lower ranks
+  std::int32_t compact_base;  ///< the first compact row of the part's tokens
+  std::int32_t first_row;     ///< for scatter indices: rows of lower ranks
+  std::int32_t first_token;   ///< for scatter indices: tokens of lower ranks
 };
 
 /// Shared memory of a block.
 struct Scratch {
-  std::byte** bases;      ///< [node_ranks]: where ranks of the node have what they are sent
+  std::byte** bases;      ///< [node_ranks]: where each rank of the node receives counts and records
   RankTotals* totals;     ///< [W]
   std::int32_t* cursors;  ///< [tile_warps, num_counts]
-  std::int32_t* starts;   ///< [E]: topk slots of an expert, then its first row
+  std::int32_t* starts;   ///< [E]: topk slots of each expert, later its first row
   std::int32_t* before;   ///< [E]: topk slots of lower ranks
-  std::int32_t* shares;   ///< [num_counts]: of this block, then of the blocks before it
-  std::int32_t* counts;   ///< [W, num_counts]: of all ranks; null where there is no room
+  std::int32_t* block_counts;  ///< [num_counts]: counts of this block, later those of the blocks
+                               ///< before it
+  std::int32_t* counts;        ///< [W, num_counts]: counts of all ranks; null if they do not fit
 };
 
-/// Where a rank of this node has a part of that. @pre the block has filled the table
+/// Address of a part in that memory of a rank of this node. @pre the block has filled the table
 template <class T>
 __device__ T* part_at(const MoeShape& s, const Scratch& scratch, std::int64_t part,
                       std::int32_t rank) {
@@ -102,7 +133,7 @@ struct Tile {
   std::int32_t end;
 };
 
-/// Tokens of warp `warp` of this block: a stretch of the part's, of whole rounds.
+/// Tokens of warp `warp` of this block: a range of the part that consists of whole rounds.
 __device__ inline Tile tile_of(const MoeShape& s, const RoutePart& part, int warp, int tile_warps) {
   const auto tiles = gridDim.x * static_cast<unsigned>(tile_warps);
   const auto together = 32U / static_cast<unsigned>(s.topk);
@@ -128,7 +159,7 @@ __device__ TopkSlot read_topk_slot(const MoeShape& s, const RoutePart& part, std
     const std::int64_t id = index_at(part.ids, part.wide_ids, i);
     const bool in_range = 0 <= id && id < s.num_experts;
     if (in_range) c.expert = static_cast<std::int32_t>(id);
-    if constexpr (S != Span::rank) {  // the sender has looked for bad ones
+    if constexpr (S != Span::rank) {  // the sender has checked its ids
       c.absent = id < 0;
     } else {
       c.bad = !in_range && id != part.dropped_id;
@@ -138,8 +169,8 @@ __device__ TopkSlot read_topk_slot(const MoeShape& s, const RoutePart& part, std
   return c;
 }
 
-/// Calls add(number) for each count that a tile's topk slots raise by one: of the expert, and of
-/// compact rows for each token of each rank. One warp.
+/// Calls add(number) for each count that a tile's topk slots raise by one: the count of the expert
+/// and, with compact rows, one count per token and destination rank. One warp.
 /// @return whether an id was out of range
 template <Span S, class Add>
 __device__ bool count_tile(const MoeShape& s, const RoutePart& part, Tile tile, Add&& add) {
@@ -160,7 +191,7 @@ __device__ inline void clear_counts(std::int32_t* counts, std::int32_t num) {
   for (auto i = static_cast<std::int32_t>(threadIdx.x); i < num; i += route_threads) counts[i] = 0;
 }
 
-/// Counts of the block's tiles, and of the block.
+/// Counts the topk slots of each tile of the block, and of the whole block.
 template <Span S>
 __device__ void count_block(const RouteParams& p, const RoutePart& part, const Scratch& scratch,
                             int tile_warps) {
@@ -168,7 +199,7 @@ __device__ void count_block(const RouteParams& p, const RoutePart& part, const S
   const auto warp = static_cast<int>(threadIdx.x / 32);
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < p.shape.node_ranks; i += route_threads) {
-    scratch.bases[i] = peer_at(p.told, i);
+    scratch.bases[i] = peer_at(p.peers, i);
   }
   clear_counts(scratch.cursors, tile_warps * n);
   __syncthreads();
@@ -183,13 +214,13 @@ __device__ void count_block(const RouteParams& p, const RoutePart& part, const S
     std::int32_t sum = 0;
 #pragma unroll 4
     for (int w = 0; w < tile_warps; ++w) sum += scratch.cursors[w * n + e];
-    scratch.shares[e] = sum;
+    scratch.block_counts[e] = sum;
     if (gridDim.x > 1) p.tile_counts[std::int64_t{block_idx()} * n + e] = sum;
   }
 }
 
-/// Learns what the blocks before have of this part, and sends all ranks of the node this block's
-/// share of the counts.
+/// Sums the counts of the part's earlier blocks, and sends this block's portion of the total counts
+/// to all ranks of the node.
 __device__ inline void send_counts(const RouteParams& p, const RoutePart& part,
                                    const Scratch& scratch, std::uint64_t epoch) {
   const std::int32_t n = num_counts(p.shape);
@@ -199,7 +230,7 @@ __device__ inline void send_counts(const RouteParams& p, const RoutePart& part,
     std::int32_t earlier = 0;
     std::int32_t sum = 0;
     if (gridDim.x == 1) {
-      sum = scratch.shares[e];
+      sum = scratch.block_counts[e];
     } else {
 #pragma unroll 8
       for (unsigned b = 0; b < gridDim.x; ++b) {
@@ -208,7 +239,7 @@ __device__ inline void send_counts(const RouteParams& p, const RoutePart& part,
         sum += own;
       }
     }
-    scratch.shares[e] = earlier;
+    scratch.block_counts[e] = earlier;
     if (static_cast<unsigned>(e) % gridDim.x != blockIdx.x) continue;
     for (std::int32_t i = 0; i < p.shape.node_ranks; ++i) {
       const std::int32_t r = node_rank(p.shape, i);

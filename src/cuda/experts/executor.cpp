@@ -1,24 +1,30 @@
-#include "gpu_expert_executor.h"
+#include "executor.h"
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
+#include <memory>
 #include <utility>
 
 #include "../rank/cuda_check.h"
-#include "expert_launch.h"
-#include "gpu_expert_barrier.h"
-#include "gpu_expert_combine.h"
-#include "gpu_expert_gradient.h"
-#include "gpu_expert_nodes.h"
-#include "gpu_expert_params.h"
-#include "gpu_expert_tables.h"
+#include "../rank/gpu_rank.h"
+#include "call_params.h"
+#include "combine_calls.h"
+#include "core/to_size.h"
+#include "experts/expert_executor.h"
+#include "launch.h"
+#include "nodes/nodes.h"
 #include "runtime/executor.h"
+#include "tables.h"
+#include "transport/transport.h"
 #include "waybill/core/error.h"
-#include "weight_gradient.h"
 
 namespace waybill::cuda {
 namespace {
 
+using waybill::detail::to_size;
+
+constexpr const char* barrier_operation = "ep_barrier_all";
 constexpr int default_sms = 16;
 
 void check_supported(const Transport& transport, const NetworkPath* path, const EPConfig& config) {
@@ -61,7 +67,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
         memory_(memory),
         links_(transport.links()),
         params_(transport, gpu_, share, config, options, memory),
-        barrier_(transport, gpu_, share),
+        barrier_epochs_(device_memory(2 * sizeof(std::uint64_t), gpu_->stream())),
         pool_(std::make_shared<TablePool>(gpu_)) {
     const bool nodes = !config_.is_intra_node();
     if (nodes) {
@@ -70,6 +76,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     }
     combine_ = std::make_unique<GpuExpertCombine>(transport, gpu_, share, config_, options_,
                                                   memory_, params_, nodes_.get());
+    cuda_check(prepare_barrier(), "loading kernels");
     cuda_check(prepare_route(nodes), "loading kernels");
     if (params_.is_low_latency()) cuda_check(prepare_low_latency_route(), "loading kernels");
     cuda_check(prepare_stage(config_.token_dtype, config_.weight_dtype), "loading kernels");
@@ -82,7 +89,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
   }
   GpuExpertExecutor(const GpuExpertExecutor&) = delete;
   GpuExpertExecutor& operator=(const GpuExpertExecutor&) = delete;
-  ~GpuExpertExecutor() override { transport_.defer_release({pool_}); }
+  ~GpuExpertExecutor() override { transport_.defer_release({pool_, barrier_epochs_}); }
 
   void realign(const ExpertCall& call, ExpertParities next) override {
     if (nodes_ != nullptr) return;
@@ -107,7 +114,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     if (nodes_ != nullptr) nodes_->count_rows(call, *tables->being_made());
     const RouteParams params = params_.route(call, input, *tables);
     const int blocks = num_route_blocks(params.shape, call);
-    // No event behind it: the rows' kernel begins early only right behind this one.
+    // No event may be recorded after it: the rows' kernel begins early only if it follows directly.
     if (params_.is_low_latency()) {
       check(launch_low_latency_route(params, blocks, is_alone(), stream_of(call)), call);
     } else {
@@ -164,11 +171,11 @@ class GpuExpertExecutor final : public ExpertExecutor {
     if (made != nullptr && is_given(input.full_scatter_indices)) claim_rows(call, *made, params);
     const bool early =
         is_alone() && options_.payload != EPPayload::quantized && !params.claims_rows;
-    if (bulk && early) params.ahead = ahead_of(made_tables, params);
-    if (params.ahead == Ahead::lands) {
-      // Blocks that find no room beside those that count begin when these have ended.
-      const int beside = gpu_->num_sms() - num_route_blocks(params.shape, call);
-      params.num_senders = std::clamp(beside, 1, params.num_senders);
+    if (bulk && early) params.early_work = early_work_of(made_tables, params);
+    if (params.early_work == EarlyWork::to_slots) {
+      // A block that found no free SM could begin only after the route has ended.
+      const int free_sms = gpu_->num_sms() - num_route_blocks(params.shape, call);
+      params.num_senders = std::clamp(free_sms, 1, params.num_senders);
     }
     check(launch_rows(params, {bulk, early, blocks}, stream_of(call)), call);
     if (nodes_ != nullptr && made != nullptr) nodes_->note_runs(call, *made);
@@ -186,17 +193,64 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
   void weigh_gradients(const ExpertGradientInput& input, const ExpertTables& tables,
                        const Stream& stream) override {
-    cuda::weigh_gradients(*gpu_, config_, input, tables, stream);
+    begin();
+    const auto& made_tables = static_cast<const GpuExpertTables&>(tables);
+    if (input.gradients.shape[0] == 0) return;
+    const WeightGradientParams params{
+        .gradients = input.gradients.data,
+        .weights = input.weights.data,
+        .rows = input.rows.data,
+        .row_gradients = input.row_gradients.data,
+        .weight_gradients = reinterpret_cast<float*>(input.weight_gradients.data),
+        .hidden = config_.hidden,
+        .num_rows = input.gradients.shape[0],
+        .num_recv_rows = num_recv_rows(made_tables)};
+    const bool wide = config_.hidden % 8 == 0 &&
+                      common_word({address_of(params.gradients), address_of(params.rows),
+                                   address_of(params.row_gradients)}) == 16;
+    gpu_->check(launch_weight_gradient(params, config_.token_dtype, config_.weight_dtype, wide,
+                                       2 * gpu_->num_sms(), stream_of(stream)),
+                "launching a kernel", "weigh_gradients");
+    made_tables.note_use(table_call(*gpu_, stream_of(stream)), false);
   }
 
   void copy_rows(const ConstTensorView& from, const TensorView& to, const ExpertTables& tables,
                  const Stream& stream) override {
-    cuda::copy_rows(*gpu_, config_, from, to, tables, stream);
+    begin();
+    const auto& made_tables = static_cast<const GpuExpertTables&>(tables);
+    if (from.shape[0] == 0) return;
+    StageParams params{};
+    params.shape.capacity_rows = from.shape[0];  // no row is missing, so nothing is reported
+    params.input = from.data;
+    params.num_rows = from.shape[0];
+    params.window = to.data;
+    params.row_bytes = config_.hidden * dtype_bytes(from.dtype);
+    params.num_recv_rows = num_recv_rows(made_tables);
+    const int word =
+        common_word({address_of(params.input), address_of(params.window), params.row_bytes});
+    gpu_->check(launch_copy_rows(params, word, 2 * gpu_->num_sms(), stream_of(stream)),
+                "launching a kernel", "copy_rows");
+    made_tables.note_use(table_call(*gpu_, stream_of(stream)), false);
   }
 
   void barrier(const ExpertBarrier& call) override {
     begin();
-    barrier_.run(call);
+    for (std::int32_t i = 0; i < call.count; ++i) {
+      // Ranks of another logical node count, too, if their memory is mapped.
+      if (call.signals->memory[to_size(call.first + i)] == nullptr) return barrier_on_host(call);
+    }
+    BarrierParams params{};
+    params.rank = config_.rank;
+    params.first = call.first;
+    params.count = call.count;
+    params.epoch =
+        static_cast<std::uint64_t*>(barrier_epochs_.get()) + (call.first_slot > 0 ? 1 : 0);
+    params.sink = gpu_->sink(share_);
+    params.own = call.signals->local + call.first_slot;
+    params.peers = peers_of<std::uint64_t>(call.signals->table,
+                                           call.first_slot * std::int64_t{sizeof(std::uint64_t)});
+    gpu_->check(launch_barrier(params, stream_of(call.stream)), "launching a kernel",
+                barrier_operation);
   }
 
   ExpertOverflow take_overflow() override {
@@ -213,12 +267,32 @@ class GpuExpertExecutor final : public ExpertExecutor {
     gpu_->throw_fault();
   }
 
-  /// A host that has waited for counts launches rows when all places are known.
-  static Ahead ahead_of(const GpuExpertTables& tables, const RowsParams& params) {
-    if (tables.being_made() == nullptr) return Ahead::loads;
+  /// Lets the host wait instead of a kernel, for nodes that reach each other over a network only.
+  void barrier_on_host(const ExpertBarrier& call) const {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    gpu_->check(cudaStreamIsCapturing(stream_of(call.stream), &status), "asking a stream",
+                barrier_operation);
+    if (status != cudaStreamCaptureStatusNone) {
+      throw Unsupported(concat(barrier_operation, ": the host waits for ranks of other nodes, ",
+                               "which a graph cannot hold: expected intra_node_only = true, or no ",
+                               "capture"));
+    }
+    gpu_->wait_for(stream_of(call.stream), "waiting for a stream", barrier_operation);
+    transport_.barrier(barrier_operation);
+  }
+
+  /// The number of rows that this rank has received, on the device.
+  [[nodiscard]] const std::int32_t* num_recv_rows(const GpuExpertTables& tables) const {
+    const GpuExpertRouting& routing = tables.routing();
+    return routing.part(routing.fixed().num_recv_rows) + config_.rank;
+  }
+
+  /// If the host has waited for the counts, all addresses are known when it launches the rows.
+  static EarlyWork early_work_of(const GpuExpertTables& tables, const RowsParams& params) {
+    if (tables.being_made() == nullptr) return EarlyWork::loads;
     const bool fits =
         params.receive_slots.tokens > 0 && params.shape.num_tokens <= params.receive_slots.tokens;
-    return fits && !tables.routing().has_waited() ? Ahead::lands : Ahead::nothing;
+    return fits && !tables.routing().has_waited() ? EarlyWork::to_slots : EarlyWork::nothing;
   }
 
   [[nodiscard]] int num_route_blocks(const MoeShape& shape, const ExpertCall& call) const {
@@ -226,8 +300,9 @@ class GpuExpertExecutor final : public ExpertExecutor {
                                     : route_blocks(shape, kernel_sms(call));
   }
 
-  /// Whether kernels may take their places early: early blocks take room from what a rank on the
-  /// same device must finish first. On several nodes other kernels come between.
+  /// Whether kernels may take their places early. With several ranks on the device early blocks
+  /// would take the places that another rank needs to proceed. With several nodes other kernels
+  /// come between.
   [[nodiscard]] bool is_alone() const { return share_ == 1 && nodes_ == nullptr; }
 
   void check(cudaError_t status, const ExpertCall& call) const {
@@ -238,7 +313,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     return table_call(*gpu_, stream_of(call));
   }
 
-  /// Room for the weights that a dispatch carries, if it does.
+  /// Memory for the weights of a dispatch, if it carries any.
   [[nodiscard]] TableMemory weight_memory(const ExpertDispatchInput& input,
                                           const TableCall& call) const {
     if (!is_given(input.weights)) return {};
@@ -246,21 +321,22 @@ class GpuExpertExecutor final : public ExpertExecutor {
     return pool_->take(topk_slots * dtype_bytes(config_.weight_dtype), false, call);
   }
 
-  /// Room for the weights of received rows, which outlive the window's. @return null without
-  /// weights
+  /// Memory for the weights of received rows, which outlive those in the window.
+  /// @return null without weights
   [[nodiscard]] std::byte* keep_weights(GpuExpertTables& tables, const TableCall& call) const {
     if (!tables.has_weights()) return nullptr;
     const std::int64_t rows = tables.routing().rows().capacity_rows;
     return tables.keep_weights(pool_->take(rows * dtype_bytes(config_.weight_dtype), false, call));
   }
 
-  /// Ranks on one device must fit on it together, as they wait for each other.
+  /// Blocks of a kernel. Ranks that share a device wait for each other, so their blocks must fit on
+  /// it together.
   [[nodiscard]] int num_sms(const ExpertCall& call) const {
     const int wanted = call.num_sms > 0 ? call.num_sms : default_sms;
     return std::max(1, std::min(wanted, gpu_->num_sms() / share_));
   }
 
-  /// Of these, those beside a network path.
+  /// Those of them that are not needed for a network path.
   [[nodiscard]] int kernel_sms(const ExpertCall& call) const {
     return nodes_ != nullptr ? ExpertNodes::kernel_sms(num_sms(call)) : num_sms(call);
   }
@@ -272,7 +348,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     nodes_->begin_dispatch(call, input, routing, counts, num_sms(call));
   }
 
-  /// Tokens as float8 with scales.
+  /// Converts tokens to float8 with scales.
   void quantize(const ExpertCall& call, const ExpertDispatchInput& input, std::byte* elements,
                 std::byte* scales) {
     QuantizeParams q{};
@@ -281,12 +357,12 @@ class GpuExpertExecutor final : public ExpertExecutor {
     q.scales = reinterpret_cast<float*>(scales);
     q.num_groups = input.tokens.shape[0] * num_scales(config_, options_);
     if (q.num_groups == 0) return;
-    constexpr int blocks_a_sm = 4;  // all that it holds: memory bounds it
-    check(launch_quantize(q, config_.token_dtype, blocks_a_sm * gpu_->num_sms(), stream_of(call)),
+    constexpr int blocks_per_sm = 4;  // as many as an SM holds, because memory bounds the kernel
+    check(launch_quantize(q, config_.token_dtype, blocks_per_sm * gpu_->num_sms(), stream_of(call)),
           call);
   }
 
-  /// Lets receivers see a row that is taken twice.
+  /// Lets receivers see that a row is taken twice.
   void claim_rows(const ExpertCall& call, GpuExpertRouting& made, RowsParams& params) const {
     params.claims_rows = true;
     gpu_->check(
@@ -301,10 +377,10 @@ class GpuExpertExecutor final : public ExpertExecutor {
   EPConfig config_;
   EPDispatchOptions options_;
   const ExpertMemory& memory_;
-  const LinkSpeeds links_;  ///< when the layer was made
+  const LinkSpeeds links_;  ///< as they were when the layer was made
   ExpertParams params_;
-  GpuExpertBarrier barrier_;
-  std::unique_ptr<ExpertNodes> nodes_;  ///< null on one node
+  std::shared_ptr<void> barrier_epochs_;  ///< [2] on the device: for the node, for the world
+  std::unique_ptr<ExpertNodes> nodes_;    ///< null on one node
   std::unique_ptr<GpuExpertCombine> combine_;
   std::shared_ptr<TablePool> pool_;
   std::uint64_t last_ticket_ = 0;
@@ -315,16 +391,17 @@ class GpuExpertExecutor final : public ExpertExecutor {
 int num_sending_blocks(const LinkSpeeds& links, const EPConfig& config,
                        const EPDispatchOptions& options, int blocks, std::int64_t num_tokens) {
   const double fill_links = links.nvlink_bytes_per_second / links.block_bytes_per_second;
-  // A few tokens a warp: nobody has to wait for a warp that sends, so all do both.
+  // With few tokens per warp no receiver waits long for a warp that still sends, so all warps do
+  // both.
   if (blocks == 1 || num_tokens <= std::int64_t{2} * ring_warps * blocks) return blocks;
   const double world = config.world_size;
   const double sent = world * (1 - std::pow(1 - 1 / world, config.topk));
   const double all = options.rows == EPRows::compact ? sent : config.topk;
-  auto most = static_cast<int>(std::lround(blocks * sent / all));
+  auto senders = static_cast<int>(std::lround(blocks * sent / all));
   if (world > 1) {
-    most = static_cast<int>(std::min<double>(most, fill_links * world / (world - 1)));
+    senders = static_cast<int>(std::min<double>(senders, fill_links * world / (world - 1)));
   }
-  return std::clamp(most, 1, blocks);
+  return std::clamp(senders, 1, blocks);
 }
 
 std::unique_ptr<ExpertExecutor> make_gpu_expert_executor(Transport& transport,

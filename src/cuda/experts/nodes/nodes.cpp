@@ -1,14 +1,14 @@
-#include "gpu_expert_nodes.h"
+#include "nodes.h"
 
 #include <algorithm>
 #include <span>
 #include <utility>
 
-#include "../rank/cuda_check.h"
+#include "../../rank/cuda_check.h"
+#include "../launch.h"
 #include "core/memory_layout.h"
 #include "core/to_size.h"
-#include "expert_launch.h"
-#include "nodes_launch.h"
+#include "params.h"
 #include "runtime/executor.h"
 #include "schedule/workspace_phase.h"
 #include "waybill/core/error.h"
@@ -16,10 +16,233 @@
 namespace waybill::cuda {
 namespace {
 
+/// With at least so many tokens sums are made in pieces. Each piece travels while the next one is
+/// made.
+constexpr std::int64_t tokens_in_pieces = 2048;
+constexpr std::int32_t pieces_of_node = 4;
+
+/// Upper limit of puts that carry whole parts to one other node.
+std::int64_t max_whole_puts(const EPConfig& config) {
+  return max_node_parts * (1 + config.max_tokens * config.topk * 8 / max_put_bytes);
+}
+
+}  // namespace
+
+ChunkProgram::ChunkProgram(Transport& transport, std::shared_ptr<GpuRank> gpu,
+                           const EPConfig& config, std::int64_t max_row_bytes)
+    : transport_(transport),
+      gpu_(std::move(gpu)),
+      config_(config),
+      chunk_shift_(chunk_shift(max_row_bytes, config.max_tokens)),
+      num_chunks_(static_cast<std::int32_t>(num_chunks(config.max_tokens, chunk_shift_))) {
+  if (config_.max_tokens >= tokens_in_pieces) {
+    ready_pieces_ = pieces_of_node;
+    const std::int64_t each = (config_.max_tokens + pieces_of_node - 1) / pieces_of_node;
+    const std::int64_t chunk = std::int64_t{1} << chunk_shift_;
+    piece_tokens_ = (each + chunk - 1) / chunk * chunk;
+  }
+  const std::int64_t steps = others() * (1 + num_chunks_);
+  const std::int64_t row_puts = (std::int64_t{num_chunks_} << chunk_shift_) * max_node_parts;
+  const std::int64_t puts = others() * (max_whole_puts(config_) + row_puts);
+  waybill::detail::MemoryLayout parts;
+  const std::int64_t put_table = parts.take(puts * std::int64_t{sizeof(NetworkPut)});
+  const std::int64_t step_table = parts.take(steps * std::int64_t{sizeof(NetworkStep)});
+  const std::int64_t waits = parts.take(steps * std::int64_t{sizeof(BatchSlot)});
+  const std::int64_t signals = parts.take(steps * std::int64_t{sizeof(BatchSlot)});
+  const std::int64_t done = parts.take(steps * std::int64_t{sizeof(unsigned)});
+  const std::int64_t state = parts.take(sizeof(PathState));
+  const std::int64_t ready =
+      parts.take((2 + others() * ready_pieces_) * std::int64_t{sizeof(std::uint64_t)});
+  memory_ = device_memory(parts.total(), gpu_->stream());
+  auto* const base = static_cast<std::byte*>(memory_.get());
+  program_ = {
+      reinterpret_cast<PathState*>(base + state), reinterpret_cast<NetworkStep*>(base + step_table),
+      reinterpret_cast<NetworkPut*>(base + put_table), reinterpret_cast<BatchSlot*>(base + waits),
+      reinterpret_cast<BatchSlot*>(base + signals)};
+  done_ = reinterpret_cast<unsigned*>(base + done);
+  ready_ = reinterpret_cast<std::uint64_t*>(base + ready);
+  pad_ = transport.allocate_signals(std::int64_t{config_.num_nodes()} * (1 + num_chunks_),
+                                    "expert chunks");
+}
+
+ChunkProgram::~ChunkProgram() {
+  transport_.defer_release(std::move(pad_.memory));
+  transport_.defer_release({memory_});
+}
+
+void ChunkProgram::add_to(ListPutsParams& params) const {
+  params.chunk_shift = chunk_shift_;
+  params.num_chunks = num_chunks_;
+  params.whole_slot = 0;
+  params.chunk_slot = config_.num_nodes();
+  params.ready_pieces = ready_pieces_;
+  params.piece_tokens = static_cast<std::int32_t>(piece_tokens_);
+  params.out = program_;
+}
+
+PathTables ChunkProgram::tables(const ListPutsParams& params) const {
+  const std::int64_t whole_steps = params.num_whole > 0 ? others() : 0;
+  const std::int64_t row_steps = params.filter != NodeFilter::none ? others() * num_chunks_ : 0;
+  return {.num_puts = nullptr,
+          .steps = program_.steps,
+          .puts = program_.puts,
+          .waits = program_.waits,
+          .signals = program_.signals,
+          .done = done_,
+          .ready = ready_,
+          .num_steps = static_cast<std::int32_t>(whole_steps + row_steps),
+          .first_steps = static_cast<std::int32_t>(whole_steps),
+          .steps_of_peer = num_chunks_,
+          .one_block_of_peer = false};
+}
+
+std::vector<SumPiece> ChunkProgram::pieces() const {
+  std::vector<SumPiece> pieces;
+  const std::int64_t tokens = config_.max_tokens;
+  const std::int64_t nodes = config_.num_nodes();
+  const std::int64_t own = config_.rank / config_.local_world_size;
+  if (ready_pieces_ == 0) {
+    pieces.push_back({(own + 1) * tokens, (nodes - own - 1) * tokens, 0});
+    pieces.push_back({0, own * tokens, 1});
+    return pieces;
+  }
+  for (std::int32_t k = 0; k < others(); ++k) {
+    const std::int64_t node = (own + 1 + k) % nodes;
+    for (std::int32_t i = 0; i < ready_pieces_; ++i) {
+      const std::int64_t first = std::min(i * piece_tokens_, tokens);
+      const std::int64_t end = std::min(first + piece_tokens_, tokens);
+      pieces.push_back({node * tokens + first, end - first, k * ready_pieces_ + i});
+    }
+  }
+  return pieces;
+}
+
+NodeSlices::NodeSlices(std::shared_ptr<GpuRank> gpu, int share, const EPConfig& config,
+                       const EPDispatchOptions& options, const ExpertMemory& memory,
+                       const ExpertParams& params)
+    : gpu_(std::move(gpu)),
+      share_(share),
+      config_(config),
+      options_(options),
+      memory_(memory),
+      params_(params),
+      sum_bytes_(config.hidden * dtype_bytes(config.token_dtype)),
+      token_bytes_(payload_row_bytes(config, options)),
+      scale_bytes_(scale_row_bytes(config, options)) {}
+
+bool NodeSlices::fit() const { return token_bytes_ + scale_bytes_ <= sum_bytes_; }
+
+void NodeSlices::count(const ExpertCall& call, GpuExpertRouting& made) const {
+  made.expect_node_rows();
+  NodeRowsParams params{};
+  params.shape = params_.shape(made);
+  params.ids = reinterpret_cast<const std::int32_t*>(memory_.workspace.local +
+                                                     memory_.workspace_layout.forward_ids);
+  params.tokens = made.part(made.fixed().node_tokens);
+  params.counts = made.part(made.fixed().node_counts);
+  params.host = made.node_counts();
+  params.ticket = made.ticket();
+  gpu_->check(launch_node_rows(params, stream_of(call)), "launching a kernel", call.operation);
+}
+
+MoveNodeRowsParams NodeSlices::rows_of(const GpuExpertRouting& routing, Direction direction) const {
+  const std::int64_t nodes = direction == Direction::to_nodes ? 0 : config_.num_nodes();
+  MoveNodeRowsParams params{};
+  params.shape = params_.shape(routing);
+  params.tokens = routing.part(routing.fixed().node_tokens) + nodes * config_.max_tokens;
+  params.counts = routing.part(routing.fixed().node_counts) + nodes;
+  return params;
+}
+
+/// No other kernel runs meanwhile.
+int NodeSlices::pack_blocks() const { return std::max(1, 2 * gpu_->num_sms() / share_); }
+
+void NodeSlices::move(const MoveNodeRowsParams& params, int blocks, cudaStream_t stream,
+                      const char* operation) const {
+  const int word = common_word({address_of(params.from), params.from_node_bytes,
+                                address_of(params.to), params.to_node_bytes, params.row_bytes});
+  gpu_->check(launch_move_node_rows(params, word, blocks, stream), "launching a kernel", operation);
+}
+
+/// Packs from this rank's slice into the array of sums, and unpacks from the array of partial sums
+/// to where rows are forwarded.
+NodeSlices::Phase NodeSlices::pack_tokens(const ExpertCall& call, const GpuExpertRouting& routing,
+                                          int path_sms) const {
+  const ExpertWorkspaceLayout& layout = memory_.workspace_layout;
+  std::byte* const base = memory_.workspace.local;
+  const std::int64_t slice = config_.max_tokens * sum_bytes_;
+  const std::int64_t own_slice =
+      std::int64_t{config_.rank / config_.local_world_size} * config_.max_tokens;
+  const int blocks = pack_blocks();
+  Phase phase{.rows = routing.wait_node_rows(), .parts = {}, .unpack = {}};
+  std::vector<MoveNodeRowsParams> unpacks;
+  const auto add = [&](std::int64_t part, std::int64_t row_bytes, std::int64_t staged) {
+    MoveNodeRowsParams pack = rows_of(routing, Direction::to_nodes);
+    pack.packs = true;
+    pack.from = base + part + own_slice * row_bytes;
+    pack.to = base + layout.sums + staged;
+    pack.to_node_bytes = slice;
+    pack.row_bytes = row_bytes;
+    move(pack, blocks, stream_of(call), call.operation);
+    MoveNodeRowsParams unpack = rows_of(routing, Direction::from_nodes);
+    unpack.from = base + layout.partial_sums + staged;
+    unpack.from_node_bytes = slice;
+    unpack.to = base + part;
+    unpack.to_node_bytes = config_.max_tokens * row_bytes;
+    unpack.row_bytes = row_bytes;
+    unpacks.push_back(unpack);
+    phase.parts.push_back({.from_bytes = layout.sums + staged,
+                           .from_node_bytes = slice,
+                           .to_bytes = layout.partial_sums + staged,
+                           .to_node_bytes = slice,
+                           .row_bytes = row_bytes});
+  };
+  add(layout.forward_rows, token_bytes_, 0);
+  if (scale_bytes_ > 0) add(layout.forward_scales, scale_bytes_, config_.max_tokens * token_bytes_);
+  phase.unpack = [this, unpacks, path_sms, operation = call.operation](cudaStream_t stream) {
+    for (const MoveNodeRowsParams& unpack : unpacks) move(unpack, path_sms, stream, operation);
+  };
+  return phase;
+}
+
+/// Packs the sums into the array of partial sums, where nothing has arrived yet, and sends them
+/// from there to the receivers' arrays of sums. When they have been sent, what has arrived is
+/// unpacked into the array of partial sums.
+NodeSlices::Phase NodeSlices::pack_sums(const ExpertCall& call, const GpuExpertRouting& routing,
+                                        int path_sms) const {
+  const ExpertWorkspaceLayout& layout = memory_.workspace_layout;
+  std::byte* const base = memory_.workspace.local;
+  const std::int64_t slice = config_.max_tokens * sum_bytes_;
+  const auto between = [&](Direction direction, std::int64_t from, std::int64_t to) {
+    MoveNodeRowsParams params = rows_of(routing, direction);
+    params.packs = direction == Direction::from_nodes;
+    params.from = base + from;
+    params.from_node_bytes = slice;
+    params.to = base + to;
+    params.to_node_bytes = slice;
+    params.row_bytes = sum_bytes_;
+    return params;
+  };
+  move(between(Direction::from_nodes, layout.sums, layout.partial_sums), pack_blocks(),
+       stream_of(call), call.operation);
+  const MoveNodeRowsParams unpack = between(Direction::to_nodes, layout.sums, layout.partial_sums);
+  return {.rows = returned_rows(routing.wait_node_rows()),
+          .parts = {{.from_bytes = layout.partial_sums,
+                     .from_node_bytes = slice,
+                     .to_bytes = layout.sums,
+                     .to_node_bytes = slice,
+                     .row_bytes = sum_bytes_}},
+          .unpack = [this, unpack, path_sms, operation = call.operation](cudaStream_t stream) {
+            move(unpack, path_sms, stream, operation);
+          }};
+}
+
+namespace {
+
 using waybill::detail::to_size;
 
-/// Of what is sent of a token.
-std::int64_t most_row_bytes(const EPConfig& config, const EPDispatchOptions& options) {
+/// The largest row of a token that is sent.
+std::int64_t max_row_bytes(const EPConfig& config, const EPDispatchOptions& options) {
   return std::max(payload_row_bytes(config, options),
                   config.hidden * dtype_bytes(config.token_dtype));
 }
@@ -40,7 +263,7 @@ ExpertNodes::ExpertNodes(Transport& transport, std::shared_ptr<GpuRank> gpu, int
       params_(params),
       by_phases_(path.needs_phases()),
       own_node_(config.rank / config.local_world_size),
-      program_(transport, gpu_, config, most_row_bytes(config, options)) {
+      program_(transport, gpu_, config, max_row_bytes(config, options)) {
   cuda_check(prepare_nodes(config_.token_dtype), "loading kernels");
   if (by_phases_) {
     slices_ = std::make_unique<NodeSlices>(gpu_, share_, config_, options_, memory_, params_);
@@ -61,8 +284,8 @@ std::byte* ExpertNodes::own_scales() const {
          own_slice() * scale_row_bytes(config_, options_);
 }
 
-/// Whoever waits for what has come whole from a node, and chunk by chunk. By phases, a rank's slot
-/// of the layer says both.
+/// The slots that say that whole parts of a node have arrived. With phases one slot of the layer
+/// per rank says that, and also that all chunks have arrived.
 const std::uint64_t* ExpertNodes::whole_slots(ExpertSignal signal) const {
   if (!by_phases_) return program_.whole_slots();
   return memory_.signals.local + static_cast<std::int64_t>(signal) * config_.world_size +
@@ -86,7 +309,7 @@ ListPutsParams ExpertNodes::list(const ExpertCall& call, const GpuExpertRouting&
   return params;
 }
 
-/// This rank's slice of a part of the workspace, to the same slice of the others.
+/// This rank's slice of a part of the workspace, which goes to the same slice of other ranks.
 NodePart ExpertNodes::own_slice_of(std::int64_t part, std::int64_t row_bytes,
                                    std::int64_t rows) const {
   const std::int64_t slice = part + own_slice() * row_bytes;
@@ -102,7 +325,7 @@ void ExpertNodes::copy(std::byte* to, const ConstTensorView& from, std::int64_t 
       "copying to the workspace", call.operation);
 }
 
-/// All of them: those behind the last token say that there is none.
+/// Sends max_tokens ids. Those after the last token say that there is none.
 void ExpertNodes::add_ids(const ExpertDispatchInput& input, ListPutsParams& params) const {
   const std::int64_t row_bytes = std::int64_t{config_.topk} * 4;
   const std::int64_t part = memory_.workspace_layout.forward_ids;
@@ -123,8 +346,8 @@ void ExpertNodes::add_weights(const ExpertCall& call, const ExpertDispatchInput&
   params.whole[params.num_whole++] = own_slice_of(part, row_bytes, input.weights.shape[0]);
 }
 
-/// Where rows that are sent begin, from the workspace: in the caller's tensor, if the network path
-/// reads that, else in the workspace, to which they are copied.
+/// Offset of the rows to send from the workspace. They stay in the caller's tensor if the network
+/// path can read it; else they are copied to the workspace.
 std::int64_t ExpertNodes::row_offset(const ExpertCall& call, const ConstTensorView& from,
                                      std::byte* in_workspace, std::int64_t row_bytes) const {
   const std::int64_t workspace = address_of(memory_.workspace.local);
@@ -182,7 +405,7 @@ void ExpertNodes::start(const ListPutsParams& params, const ExpertCall& call, in
                .stream = stream});
 }
 
-/// Whole slices, whose size all ranks know.
+/// A phase of whole slices, whose size all ranks know.
 NodeSlices::Phase ExpertNodes::whole(std::span<const NodePart> from) const {
   NodeSlices::Phase phase{.rows = whole_slices(config_.num_nodes(), own_node_, config_.max_tokens),
                           .parts = {},
@@ -262,7 +485,7 @@ void ExpertNodes::start_rows(const ExpertCall& call, const ExpertDispatchInput& 
   rows.own_scales = rows.scales;
   rows.forwarded = chunk_slots(ExpertSignal::forwarded);
   const auto at_slice = [&](const ConstTensorView& own, std::int64_t bytes) {
-    // Before the tensor, of which only this rank's slice is read.
+    // An address before the tensor. Only this rank's slice is read, and that is the tensor.
     const auto begin = address_of(own.data) - own_slice() * bytes;
     return reinterpret_cast<const std::byte*>(begin);  // NOLINT(performance-no-int-to-ptr)
   };
@@ -289,7 +512,7 @@ void ExpertNodes::begin_combine(const ExpertCall& call, const GpuExpertRouting& 
   ListPutsParams params = list(call, routing, FaultKind::moe_combine);
   params.begins = 1;
   WaitNodesParams wait = wait_params(params);
-  if (by_phases_) {  // nothing goes beside other kernels before the host queues it
+  if (by_phases_) {  // no path runs with other kernels before the host queues it
     start_phase(params, whole({}), ExpertSignal::shared, call, path_sms(num_sms));
     path_.join(stream_of(call));
     wait.counts = true;
@@ -339,12 +562,12 @@ void ExpertNodes::add_partial_sums(const ExpertCall& call, const ExpertCombineIn
   add.row_bytes = row_bytes;
   add.ids = routing.part(routing.fixed().ids) + own_slice() * config_.topk;
   add.partial_sums = memory_.workspace.local + memory_.workspace_layout.partial_sums;
-  add.own_share = sums() + own_slice() * row_bytes;
+  add.own_sums = sums() + own_slice() * row_bytes;
   for (std::size_t i = 0; i < input.biases.size(); ++i) add.biases[i] = input.biases[i].data;
   add.output = input.output.data;
   const bool wide = common_word({row_bytes, address_of(add.output), address_of(add.biases[0]),
                                  address_of(add.biases[1])}) == 16;
-  // Blocks that wait leave room for the network path, and for other ranks on the device.
+  // Blocks that wait must leave SMs for the network path and for other ranks on the device.
   const int blocks = share_ == 1 ? gpu_->num_sms() : kernel_sms(num_sms);
   gpu_->check(launch_add_partial_sums(add, config_.token_dtype, wide, blocks, stream_of(call)),
               "launching a kernel", call.operation);

@@ -9,17 +9,19 @@
 
 namespace waybill::cuda {
 
-/// One layer of experts on a rank of a GPU world. Collective. @param share ranks on this device
-/// @param path what crosses between nodes goes with it; null: nothing carries rows there
-/// @throws Unsupported for ranks of a node that do not reach each other by load and store, for
-///   several nodes without a network path or other ones than the world's, and for more experts than
-///   shared memory counts
+/// Makes one layer of experts on a rank of a GPU world. Collective.
+/// @param share ranks on this device
+/// @param path carries what crosses between nodes; null: the world has no such path
+/// @throws Unsupported if ranks of a node do not reach each other by load and store; if the layer
+///   has several nodes, but no network path or other nodes than the world; if shared memory cannot
+///   count so many experts
 [[nodiscard]] std::unique_ptr<ExpertExecutor> make_gpu_expert_executor(
     Transport& transport, std::shared_ptr<GpuRank> gpu, int share, NetworkPath* path,
     const EPConfig& config, const EPDispatchOptions& options, const ExpertMemory& memory);
 
-/// Blocks of a dispatch that send before they receive: as many as the links take, and a share of
-/// `blocks` like that of rows that are sent among all; in low-latency calls all blocks send.
+/// Number of blocks of a dispatch that send before they receive. They are limited by the links, and
+/// their fraction of all blocks is that of sent rows among all rows. In low-latency calls all
+/// blocks send.
 [[nodiscard]] int num_sending_blocks(const LinkSpeeds& links, const EPConfig& config,
                                      const EPDispatchOptions& options, int blocks,
                                      std::int64_t num_tokens);

@@ -5,22 +5,22 @@
 #include <memory>
 
 #include "../rank/gpu_rank.h"
+#include "call_params.h"
 #include "experts/expert_executor.h"
-#include "gpu_expert_nodes.h"
-#include "gpu_expert_params.h"
-#include "gpu_expert_tables.h"
-#include "push_params.h"
+#include "nodes/nodes.h"
+#include "params.h"
+#include "tables.h"
 #include "transport/transport.h"
 
 namespace waybill::cuda {
 
-/// What benches and tests vary, the same on all ranks.
+/// Settings that benches and tests vary, alike on all ranks.
 struct PushTuning {
   std::atomic<bool> forgoes_bulk_copies{false};
 };
 PushTuning& push_tuning();
 
-/// The combines of a layer: on one node ranks push, where there are slabs; else they pull.
+/// The combines of a layer. On one node ranks push if the layer has slabs; otherwise they pull.
 /// Collective to make.
 class GpuExpertCombine {
  public:
@@ -30,10 +30,11 @@ class GpuExpertCombine {
                    const ExpertMemory& memory, const ExpertParams& params, ExpertNodes* nodes);
   GpuExpertCombine(const GpuExpertCombine&) = delete;
   GpuExpertCombine& operator=(const GpuExpertCombine&) = delete;
-  /// Nothing is freed while other ranks may still use it.
+  /// Frees nothing while other ranks may still use it.
   ~GpuExpertCombine();
 
-  /// Queues one. @param num_sms blocks that communicate
+  /// Queues a combine.
+  /// @param num_sms blocks that communicate
   void run(const ExpertCall& call, const ExpertCombineInput& input, const GpuExpertTables& tables,
            int num_sms) const;
 
@@ -56,7 +57,7 @@ class GpuExpertCombine {
   [[nodiscard]] bool sums_locally(const EPCombineOptions& options) const {
     return options.local_combine && nodes_ == nullptr && options_.rows == EPRows::grouped;
   }
-  /// Whether a rank's rows of a token are one.
+  /// Whether each rank contributes one row per token.
   [[nodiscard]] bool is_once(const EPCombineOptions& options) const {
     return options.local_combine || options_.rows == EPRows::compact;
   }

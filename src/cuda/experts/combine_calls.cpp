@@ -1,10 +1,10 @@
-#include "gpu_expert_combine.h"
+#include "combine_calls.h"
 
 #include <algorithm>
 #include <utility>
 
 #include "../rank/cuda_check.h"
-#include "expert_launch.h"
+#include "launch.h"
 
 namespace waybill::cuda {
 PushTuning& push_tuning() {
@@ -24,9 +24,9 @@ GpuExpertCombine::GpuExpertCombine(Transport& transport, std::shared_ptr<GpuRank
       memory_(memory),
       params_(params),
       nodes_(nodes) {
-  prepare();  // may throw: nothing is to be given back yet
+  prepare();  // it may throw, and no symmetric memory is allocated yet
   if (memory.slab_slots > 0) {
-    const std::int64_t units = most_push_units(config.max_tokens, config.topk);
+    const std::int64_t units = max_push_units(config.max_tokens, config.topk);
     flags_ = transport.allocate_signals(units * config.world_size, "combine flags");
   }
 }
@@ -57,7 +57,7 @@ void GpuExpertCombine::run(const ExpertCall& call, const ExpertCombineInput& inp
   }
 }
 
-/// What all ranks have and say alike.
+/// Whether this combine pushes. All ranks get the same answer.
 bool GpuExpertCombine::pushes(const EPCombineOptions& options) const {
   return memory_.slab_slots >= slab_slots(config_, is_once(options));
 }
@@ -107,13 +107,13 @@ void GpuExpertCombine::push(const ExpertCall& call, const ExpertCombineInput& in
         call);
 }
 
-/// Expert outputs to where the other ranks pull them. The whole device does it: it is bound by
-/// its memory, and waits for nobody.
+/// Brings expert outputs to where other ranks pull them. All SMs work on it, because memory bounds
+/// it and it waits for nobody.
 void GpuExpertCombine::stage(const ExpertCall& call, const ExpertCombineInput& input,
                              const GpuExpertTables& tables) const {
   StageParams params = params_.stage(call, input, tables);
   if (params.num_rows == 0 || params.input == params.window) {
-    // With other rows than those that arrived: how many these are the device knows.
+    // The caller passes fewer rows than fit. Only the device knows whether more have arrived.
     const bool has_all = params.num_rows >= params.shape.capacity_rows;
     if (!call.may_grow && !has_all) check(launch_check_rows(params, stream_of(call)), call);
   }
@@ -141,8 +141,8 @@ void GpuExpertCombine::sum(const CombineParams& params, int blocks, const Expert
         call);
 }
 
-/// Sums of other nodes' tokens first, which travel while the next ones and those of this node are
-/// made.
+/// Sums the tokens of other nodes first. Their sums travel while the next ones and those of this
+/// node are made.
 void GpuExpertCombine::combine_nodes(const ExpertCall& call, const ExpertCombineInput& input,
                                      const GpuExpertTables& tables, const CombineParams& all,
                                      int sms) const {
