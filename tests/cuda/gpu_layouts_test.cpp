@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "cuda/captured.h"
-#include "cuda/experts/gpu_expert_tables.h"
+#include "cuda/experts/tables.h"
 #include "cuda/gpu_expert_rounds.h"
 #include "support/sequence_expected.h"
 #include "waybill/experts/ep_all2all_layer.h"
