@@ -151,19 +151,8 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         agree_on(world, who, check)
         self.max_tokens, self.chunks = most, chunks
         if layer is None:
-
-            def make(**changed: Any) -> EPAll2AllLayer:
-                if changed:  # capacity was that of buffers that grow
-                    options.pop("capacity", None)
-                with said_by(who):
-                    return EPAll2AllLayer(
-                        world, max_tokens, hidden, topk, world.rank, num_experts,
-                        world.topology.ranks_per_node, world.world_size, dtype,
-                        **{**options, **changed},
-                    )  # fmt: skip
-
-            key = (max_tokens, hidden, topk, num_experts, dtype, sorted(options.items()))
-            box = shared_box(world, key, make) if windows == "shared" else LayerBox(make)
+            sizes = (max_tokens, hidden, topk, num_experts)
+            box = _box_of(world, sizes, dtype, options, windows == "shared")
         else:
             box = LayerBox(None, layer)
         box.users += 1
@@ -315,3 +304,25 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
     def _combine(self, outputs: torch.Tensor, layout: Any) -> torch.Tensor:
         with said_by("ExpertParallel: forward"):
             return self.layer.combine(outputs, layout, weighted=self.weights == "combine")
+
+
+def _box_of(
+    world: Any, sizes: Tuple[int, int, int, int], dtype: Any, options: Dict[str, Any], shares: bool
+) -> LayerBox:
+    """A layer of its own, or the one that modules of these sizes share.
+
+    :param sizes: (max_tokens, hidden, topk, num_experts)
+    """
+    max_tokens, hidden, topk, num_experts = sizes
+
+    def make(**changed: Any) -> EPAll2AllLayer:
+        if changed:  # capacity was that of buffers that grow
+            options.pop("capacity", None)
+        with said_by("ExpertParallel"):
+            return EPAll2AllLayer(
+                world, max_tokens, hidden, topk, world.rank, num_experts,
+                world.topology.ranks_per_node, world.world_size, dtype, **{**options, **changed},
+            )  # fmt: skip
+
+    key = (*sizes, dtype, sorted(options.items()))
+    return shared_box(world, key, make) if shares else LayerBox(make)

@@ -18,7 +18,7 @@ from ...moe import EPAllToAllLayoutDesc, EPConfig
 from .._tensors import require_moved, stream_of
 from .autograd import Combine, Dispatch
 from .calls import LayerCalls, checked_layout, names_rank
-from .presets import number_of_rows, suggested_sms
+from .presets import number_of_rows, room_of, suggested_sms
 from .tensors import (
     as_autocast,
     group_of_layer,
@@ -113,22 +113,19 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         compiled: Any = None
         options: Any = None
         most, factor = 0, 2
-        self._options: dict[str, Any]
 
         def check() -> dict[str, Any]:
             """All arguments but those of the world, which the compiled part compares."""
             nonlocal fixed, most, factor, compiled, options
-            dtypes = (
-                torch_dtype(dtype, f"{who}: dtype"),
-                torch_dtype(weight_dtype, f"{who}: weight_dtype"),
-            )
+            given = {"dtype": dtype, "weight_dtype": weight_dtype}
+            dtypes = [torch_dtype(one, f"{who}: {name}") for name, one in given.items()]
             called = {"num_experts": "num_tot_experts", "token_dtype": "dtype"}
             self.ep_config, compiled = EPConfig._of_words(
                 who, called, max_tokens, hidden, topk, num_tot_experts, rank, world_size,
                 local_world_size, *dtypes, torch.int32,
             )  # fmt: skip
             self._take_sizes(self.ep_config)
-            self._options = {
+            self._options: dict[str, Any] = {
                 "dropped_id": (
                     None if dropped_id is None else int64(dropped_id, f"{who}: dropped_id")
                 ),
@@ -149,16 +146,7 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
             self.copy_out = flag(copy_out, f"{who}: copy_out")
             self.enable_local_combine = flag(enable_local_combine, f"{who}: enable_local_combine")
             self.use_aot = flag(use_aot, f"{who}: use_aot")
-            if capacity is not None:
-                factor = int64(capacity, f"{who}: capacity")
-                if fixed is not None:
-                    raise InvalidArgument(
-                        f"{who}: capacity = {factor}, expected none: fixed_rows = {fixed} says how"
-                        " many rows the buffers have"
-                    )
-            most = 0 if max_per_expert is None else int64(max_per_expert, f"{who}: max_per_expert")
-            if most < 1 and max_per_expert is not None:
-                raise InvalidArgument(f"{who}: max_per_expert = {most}, expected >= 1")
+            factor, most = room_of(capacity, fixed, max_per_expert, who)
             return {}
 
         self.world = agreed_world(
