@@ -449,7 +449,7 @@ void ExpertNodes::begin_dispatch(const ExpertCall& call, const ExpertDispatchInp
   if (counts) add_ids(input, params);
   add_weights(call, input, params);
   if (by_phases_) {
-    start_phase(params, whole(std::span(params.whole, to_size(std::int64_t{params.num_whole}))),
+    start_phase(params, whole(std::span(params.whole, params.whole + params.num_whole)),
                 ExpertSignal::posted, call, path_sms(num_sms));
     path_.join(stream_of(call));
   } else {
@@ -501,7 +501,7 @@ void ExpertNodes::start_rows(const ExpertCall& call, const ExpertDispatchInput& 
   const bool packs = NodeSlices::are_known(call) && slices_->fit();
   start_phase(params,
               packs ? slices_->pack_tokens(call, routing, sms)
-                    : whole(std::span(params.parts, to_size(std::int64_t{params.num_parts}))),
+                    : whole(std::span(params.parts, params.parts + params.num_parts)),
               ExpertSignal::forwarded, call, sms);
 }
 
