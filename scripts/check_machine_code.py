@@ -188,7 +188,9 @@ def main(arguments=None):
     if made_by != version and not given.write:
         sys.exit(f"machine code: the table is of nvcc {made_by}, here is {version}")
     new = read_objects(given.objects or build(given.jobs))
-    changed = [*differences(old, new)]
+    changed = [*differences(old, new)] if old else []
+    if not old and not given.write:
+        sys.exit(f"machine code: no table {TABLE}; --write makes it")
     count = sum(map(len, new.values()))
     print("\n".join(changed) or f"machine code: {count} kernels as in the table")
     if given.write:

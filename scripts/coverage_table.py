@@ -33,11 +33,13 @@ def counted_lines(folder, notes_of=None):
     for path in counters if notes_of else ():
         path.with_suffix(".gcno").symlink_to(notes_of(path))
     for first in range(0, len(counters), BATCH):
-        text = subprocess.run(
+        done = subprocess.run(
             ["gcov", "--json-format", "--stdout", *map(str, counters[first : first + BATCH])],
-            capture_output=True, text=True, check=True, cwd=folder,
-        ).stdout  # fmt: skip
-        for part in text.splitlines():
+            capture_output=True, text=True, cwd=folder,
+        )  # fmt: skip
+        if done.returncode != 0:  # such as counters of an earlier build
+            print(f"coverage: {done.stderr.strip()}", file=sys.stderr)
+        for part in done.stdout.splitlines():
             for file in json.loads(part)["files"]:
                 path = pathlib.Path(file["file"])
                 if not path.is_relative_to(ROOT):
