@@ -297,7 +297,7 @@ TEST(GpuTables, HaveRoomForTheGroupedOrderAndNoMore) {
   ASSERT_EQ(most, 18 + 128 * 3);
   const cuda::FixedTables tables(config, options);
   const std::int64_t bytes = most * 4;
-  EXPECT_EQ(tables.send_reqs - tables.grouped_to_compact, (bytes + 255) / 256 * 256);
+  EXPECT_EQ(tables.send_reqs.offset - tables.grouped_to_compact.offset, (bytes + 255) / 256 * 256);
 }
 
 }  // namespace

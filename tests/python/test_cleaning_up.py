@@ -36,7 +36,7 @@ def layer(world):
 def experts(world):
     made = ExpertParallel(
         SwiGLUExperts(2, HIDDEN, HIDDEN, torch.float32), group=world, dtype=torch.float32,
-        num_experts=4, topk=2, hidden=HIDDEN, max_tokens=MOST,
+        num_experts=4, topk=2, hidden=HIDDEN, max_tokens=MOST, gradients="sum",
     )  # fmt: skip
     return made, made.finalize
 
