@@ -93,22 +93,33 @@ def random_plan(
 
 
 def time_copies(world: int, shards: int, calls: int) -> None:
-    """numpy and torch, tables with and without a copy axis: medians, and the time of the CPU."""
+    """numpy and torch in turns of 20 calls, tables with and without a copy axis: medians, and those
+    of the CPU's time.
+    """
     print(f"{'table':>14} {'second copies':>14} {'numpy':>20} {'torch':>20}")
     for copies, used in ((0, 0), (1, 0), (2, 0), (2, 100)):
         lens, dispatch = random_plan(world, shards, 1, copies, used)
+        tables = (lens.numpy(), dispatch.numpy())
+        faces = (
+            lambda: numpy_face.compute_metadata(*tables),  # noqa: B023
+            lambda: waybill.compute_metadata(lens, dispatch),  # noqa: B023
+        )
+        times: tuple[list[Any], ...] = ([], [])
+        for _ in range(-(-calls // 20)):
+            for face, spent in zip(faces, times):
+                spent += [both_seconds_of(face) for _ in range(20)]
         row = f"{list(dispatch.shape)!s:>14} {f'{used} %' if copies > 1 else '':>14}"
-        for face, tables in (
-            (numpy_face, (lens.numpy(), dispatch.numpy())),
-            (waybill, (lens, dispatch)),
-        ):
-            call = lambda: face.compute_metadata(*tables)  # noqa: B023
-            call()
-            used_cpu = time.process_time()
-            seconds = statistics.median(seconds_of(call) for _ in range(calls))
-            used_cpu = (time.process_time() - used_cpu) / calls
-            row += f" {seconds * 1e6:8.1f} us ({used_cpu * 1e6:5.1f})"
+        for spent in times:
+            elapsed, cpu = (statistics.median(column) * 1e6 for column in zip(*spent))
+            row += f" {elapsed:8.1f} us ({cpu:5.1f})"
         print(row)
+
+
+def both_seconds_of(call: Callable[[], Any]) -> tuple[float, float]:
+    """What passed, and what the CPU worked for this thread."""
+    begin, cpu = time.perf_counter(), time.thread_time()
+    call()
+    return time.perf_counter() - begin, time.thread_time() - cpu
 
 
 def seconds_of(call: Callable[[], Any]) -> float:

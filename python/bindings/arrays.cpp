@@ -66,9 +66,10 @@ Shape shape_of(const auto& array) {
   return shape;
 }
 
-/// A numpy array of `shape` over the memory of `kept`, which moves to the heap.
-template <class Kept>
-nb::object keep_and_view(Kept&& kept, nb::dlpack::dtype dtype, const Shape& shape,
+/// An array of `shape` over the memory of `kept`, which moves to the heap; without a Framework it
+/// is a DLPack capsule.
+template <class... Framework, class Kept>
+nb::object keep_and_show(Kept&& kept, nb::dlpack::dtype dtype, const Shape& shape,
                          auto&& first_byte) {
   auto held = std::make_unique<std::remove_cvref_t<Kept>>(std::forward<Kept>(kept));
   void* const data = first_byte(*held);
@@ -77,9 +78,16 @@ nb::object keep_and_view(Kept&& kept, nb::dlpack::dtype dtype, const Shape& shap
   });
   held.release();  // NOLINT(bugprone-unused-return-value): the capsule has it
   const std::vector<std::size_t> extents(shape.begin(), shape.end());
-  nb::object array =
-      nb::cast(nb::ndarray<nb::numpy>(data, extents.size(), extents.data(), owner, nullptr, dtype));
-  return with_usual_dtype(std::move(array), dtype);
+  return nb::cast(
+      nb::ndarray<Framework...>(data, extents.size(), extents.data(), owner, nullptr, dtype));
+}
+
+/// The same as a numpy array.
+template <class Kept>
+nb::object keep_and_view(Kept&& kept, nb::dlpack::dtype dtype, const Shape& shape,
+                         auto&& first_byte) {
+  return with_usual_dtype(
+      keep_and_show<nb::numpy>(std::forward<Kept>(kept), dtype, shape, first_byte), dtype);
 }
 
 template <class Element>
@@ -114,6 +122,12 @@ nb::object numpy_array(IndexArray&& array) {
   const nb::dlpack::dtype dtype = dlpack_dtype(array.dtype());
   const Shape shape = array.shape();
   return keep_and_view(std::move(array), dtype, shape, [](IndexArray& a) { return a.data(); });
+}
+
+nb::object dlpack_capsule(IndexArray&& array) {
+  const nb::dlpack::dtype dtype = dlpack_dtype(array.dtype());
+  const Shape shape = array.shape();
+  return keep_and_show(std::move(array), dtype, shape, [](IndexArray& a) { return a.data(); });
 }
 
 nb::object numpy_array(std::vector<std::int64_t>&& values) {

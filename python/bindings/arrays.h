@@ -32,6 +32,9 @@ using OutputArg = nb::ndarray<nb::device::cpu>;
 [[nodiscard]] nb::object numpy_array(IndexArray&& array);
 [[nodiscard]] nb::object numpy_array(std::vector<std::int64_t>&& values);
 
+/// The same as a DLPack capsule, of which torch makes a tensor in one step.
+[[nodiscard]] nb::object dlpack_capsule(IndexArray&& array);
+
 [[nodiscard]] nb::object numpy_or_none(std::optional<IndexArray>&& array);
 
 /// The same for a payload; elements are integers of the dtype's size.

@@ -22,15 +22,21 @@ KvMapping mapping_from(const nb::tuple& arrays, const char* who) {
   return {field(0), field(1), field(2), field(3), field(4)};
 }
 
+/// With callers_seq_len and callers_dispatch the face puts the argument itself into the result.
 nb::tuple compute_metadata_py(const ArrayArg& seq_len, const ArrayArg& dispatch, bool intermediate,
-                              bool keep_undispatched) {
+                              bool keep_undispatched, bool capsules, bool callers_seq_len,
+                              bool callers_dispatch) {
   IndexArray lens = index_array(seq_len, "compute_metadata: seq_len");
   IndexArray dst = index_array(dispatch, "compute_metadata: global_dispatch");
   DispatchMetadata result = unlocked([&] {
     return compute_metadata(std::move(lens), std::move(dst), intermediate,
                             keep_undispatched ? Undispatched::keep : Undispatched::reject);
   });
-  return nb::make_tuple(fields_of(std::move(result.fwd)), fields_of(std::move(result.rev)),
+  if (callers_seq_len) result.rev.recv_seq_lens.reset();
+  return nb::make_tuple(fields_of(std::move(result.fwd), {.capsules = capsules,
+                                                          .callers_dst_rank = callers_dispatch,
+                                                          .callers_seq_len = callers_seq_len}),
+                        fields_of(std::move(result.rev), {.capsules = capsules}),
                         intermediate_tuple(std::move(result.intermediates)));
 }
 
@@ -69,7 +75,8 @@ nb::tuple compute_e2e_py(const ArrayArg& seq_len, const ArrayArg& num_seqs,
 
 void bind_routing(nb::module_& m) {
   m.def("compute_metadata", compute_metadata_py, "seq_len"_a, "global_dispatch"_a,
-        "return_intermediate"_a, "keep_undispatched"_a);
+        "return_intermediate"_a, "keep_undispatched"_a, "capsules"_a, "callers_seq_len"_a,
+        "callers_dispatch"_a);
   m.def("compute_metadata_kv", compute_metadata_kv_py, "tables"_a, "seq_len"_a, "num_seqs"_a,
         "q_dispatch"_a, "return_intermediate"_a);
   m.def("compute_attn_layout_seqlens", compute_attn_layout_py, "seq_shard_len"_a,

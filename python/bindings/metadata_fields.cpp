@@ -27,6 +27,15 @@ std::vector<std::int64_t> totals_field(nb::handle value) {
   return totals;
 }
 
+nb::object int_list(const std::vector<std::int64_t>& values) {
+  nb::object list = nb::steal(PyList_New(std::ssize(values)));
+  if (!list) throw nb::python_error();
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    PyList_SetItem(list.ptr(), static_cast<Py_ssize_t>(i), PyLong_FromLongLong(values[i]));
+  }
+  return list;
+}
+
 }  // namespace
 
 Metadata metadata_from(const Fields& fields) {
@@ -45,25 +54,28 @@ Metadata metadata_from(const Fields& fields) {
   return result;
 }
 
-Fields fields_of(Metadata&& metadata) {
+Fields fields_of(Metadata&& metadata, FieldsForm form) {
   nb::object totals = nb::none();
   if (metadata.is_slice() && metadata.num_total_recv_tokens.size() == 1) {
     totals = nb::int_(metadata.num_total_recv_tokens[0]);
   } else if (!metadata.num_total_recv_tokens.empty()) {
-    nb::list list;
-    for (const std::int64_t total : metadata.num_total_recv_tokens) list.append(total);
-    totals = std::move(list);
+    totals = int_list(metadata.num_total_recv_tokens);
   }
   nb::object world = nb::none();
   if (metadata.world_size) world = nb::int_(*metadata.world_size);
-  nb::object counts = nb::none();
-  if (metadata.has_counts()) counts = numpy_array(std::move(metadata.num_recv_tokens));
+  const auto unless = [&](bool missing, IndexArray& array) {
+    if (missing) return nb::object(nb::none());
+    return form.capsules ? dlpack_capsule(std::move(array)) : numpy_array(std::move(array));
+  };
+  const auto shown = [&](std::optional<IndexArray>& array) {
+    return array ? unless(false, *array) : nb::none();
+  };
+  const bool has_counts = metadata.has_counts();
   return nb::make_tuple(
-      numpy_array(std::move(metadata.dst_rank)), numpy_array(std::move(metadata.dst_offset)),
-      numpy_array(std::move(metadata.seq_len)), counts,
-      numpy_or_none(std::move(metadata.seq_recv_mask)),
-      numpy_or_none(std::move(metadata.recv_seq_lens)), numpy_or_none(std::move(metadata.num_seqs)),
-      world, metadata.normalized, totals);
+      unless(form.callers_dst_rank, metadata.dst_rank), unless(false, metadata.dst_offset),
+      unless(form.callers_seq_len, metadata.seq_len), unless(!has_counts, metadata.num_recv_tokens),
+      shown(metadata.seq_recv_mask), shown(metadata.recv_seq_lens), shown(metadata.num_seqs), world,
+      metadata.normalized, totals);
 }
 
 nb::list finding_tuples(const std::vector<Finding>& findings) {

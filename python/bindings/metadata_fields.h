@@ -16,7 +16,14 @@ using Fields = nb::tuple;
 /// @throws InvalidArgument naming the field.
 [[nodiscard]] Metadata metadata_from(const Fields& fields);
 
-[[nodiscard]] Fields fields_of(Metadata&& metadata);
+/// How a face takes the fields.
+struct FieldsForm {
+  bool capsules = false;          ///< DLPack capsules instead of numpy arrays
+  bool callers_dst_rank = false;  ///< None stands there: the caller has it
+  bool callers_seq_len = false;
+};
+
+[[nodiscard]] Fields fields_of(Metadata&& metadata, FieldsForm form = {});
 
 /// (kind, table, field, rank, shard, copy, got, expected, text) of each.
 [[nodiscard]] nb::list finding_tuples(const std::vector<Finding>& findings);

@@ -20,6 +20,7 @@ IntArray = npt.NDArray[Any]
 AnyArray = npt.NDArray[Any]
 
 _KNOWN = frozenset(np.dtype(name) for name in ("int64", "int32", "uint32", "uint64", "bool"))
+_INT64 = np.dtype(np.int64)
 #: The library's names of dtypes, and what it also calls some of them.
 _LIBRARY_NAMES = frozenset(_core.dtype_names)
 _ALIASES = frozenset(_core.short_dtype_names)
@@ -87,6 +88,8 @@ def plain_array(value: ArrayLike, name: str) -> AnyArray:
 
 def whole_numbers(value: ArrayLike, name: str, floats: bool = False) -> IntArray:
     """As index_array, of any dtype of integers, and of whole floats where these are welcome."""
+    if type(value) is np.ndarray and value.dtype is _INT64 and value.flags.c_contiguous:
+        return value  # most are, and there is nothing to look at
     array = plain_array(value, name)
     if array.dtype.kind in "iu" and array.dtype.itemsize < 4:
         array = array.astype(np.int64)

@@ -10,7 +10,7 @@ from . import _core
 from ._arrays import ArrayLike, IntArray, choice, flag, integer, whole_numbers
 from .errors import InvalidArgument
 from .layouts import AttnLayout, PackedSeqParams, attention_layout
-from .metadata import Metadata
+from .metadata import Fields, Metadata
 
 __all__ = [
     "compute_attn_layout_seqlens",
@@ -48,15 +48,36 @@ def compute_metadata(
     Raises:
         InvalidArgument: wrong shapes or dtypes, a rank outside -1..W-1, a negative length.
     """
+    fwd, rev, intermediates = _fields_of_both(
+        seq_len, global_dispatch, return_intermediate, undispatched
+    )
+    pair = Metadata._from_fields(fwd), Metadata._from_fields(rev)
+    return (*pair, intermediates) if return_intermediate else pair
+
+
+def _fields_of_both(
+    seq_len: ArrayLike,
+    global_dispatch: ArrayLike,
+    return_intermediate: bool,
+    undispatched: str,
+    capsules: bool = False,
+    callers_seq_len: bool = False,
+    callers_dispatch: bool = False,
+) -> Tuple[Fields, Fields, Any]:
+    """compute_metadata for any face: with arrays or DLPack capsules. A face that puts the caller's
+    own table into the result gets None there: for dst_rank, or for seq_len and recv_seq_lens.
+    """
     choice(undispatched, "compute_metadata: undispatched", "reject", "keep")
-    fwd, rev, intermediates = _core.compute_metadata(
+    result: Tuple[Fields, Fields, Any] = _core.compute_metadata(
         whole_numbers(seq_len, "compute_metadata: seq_len"),
         whole_numbers(global_dispatch, "compute_metadata: global_dispatch"),
         flag(return_intermediate, "compute_metadata: return_intermediate"),
         undispatched == "keep",
+        capsules,
+        callers_seq_len,
+        callers_dispatch,
     )
-    pair = Metadata._from_fields(fwd), Metadata._from_fields(rev)
-    return (*pair, intermediates) if return_intermediate else pair
+    return result
 
 
 def compute_metadata_kv(

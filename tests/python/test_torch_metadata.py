@@ -28,6 +28,40 @@ def test_forward_metadata_holds_the_callers_tensors():
     assert fwd.seq_len is lens and fwd.dst_rank is dispatch and rev.recv_seq_lens is lens
 
 
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize(
+    "given",
+    [
+        torch.tensor,
+        lambda table: torch.tensor(table, dtype=torch.int32),
+        lambda table: torch.tensor(table, dtype=torch.int8),
+        lambda table: torch.tensor(table).repeat_interleave(2, 1)[:, ::2],
+        np.array,
+        list,
+    ],
+    ids=["int64", "int32", "int8", "strided", "numpy", "list"],
+)
+def test_results_are_those_of_numpy_for_every_kind_of_table(given, copies):
+    dispatch = DISPATCH if copies else [[1, 0], [1, 1]]
+    want = waybill.compute_metadata(np.array(LENS), np.array(dispatch), True)
+    lens, ranks = given(LENS), given(dispatch)
+    *got, intermediates = wt.compute_metadata(lens, ranks, True)
+    assert [metadata.numpy() for metadata in got] == list(want[:2])
+    for metadata, numpys in zip(got, want):
+        assert type(metadata.num_total_recv_tokens) is list
+        for name in METADATA_FIELDS:
+            value, expected = getattr(metadata, name), getattr(numpys, name)
+            if isinstance(expected, np.ndarray):
+                assert isinstance(value, torch.Tensor), name
+                assert (value.numpy().dtype, value.shape) == (expected.dtype, expected.shape), name
+                assert value.tolist() == expected.tolist(), name
+    assert [t.tolist() for t in intermediates] == [a.tolist() for a in want[2]]
+    if not isinstance(lens, torch.Tensor):
+        got[0].seq_len += 1
+        got[0].dst_rank += 1
+        assert np.array_equal(lens, LENS) and np.array_equal(ranks, dispatch)
+
+
 def test_results_are_int64_and_masks_bool():
     for metadata in both():
         assert type(metadata) is wt.Metadata and metadata.device.type == "cpu"

@@ -30,6 +30,8 @@ def host_array(value: Any, name: str = "got a tensor that") -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     try:
+        if value.is_cpu and not value.requires_grad:
+            return value.numpy()
         return value.detach().cpu().numpy()
     except (NotImplementedError, RuntimeError, TypeError) as error:  # sparse, meta, bfloat16
         raise InvalidArgument(

@@ -7,6 +7,7 @@ from typing import Any, Optional, Tuple, Type, TypeVar
 
 import numpy as np
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from .. import metadata as numpy_metadata
 from .._graphs import outside_graphs
@@ -94,3 +95,9 @@ def metadata_of(
 ) -> Metadata:
     """A function's result, whose fields are arrays already, on the device of its inputs."""
     return Metadata._from_fields(tuple(vars(metadata).values()))._placed(device)
+
+
+def metadata_over(fields: Tuple[Any, ...], device: Optional[torch.device]) -> Metadata:
+    """The same of fields whose seven tables are DLPack capsules, or None."""
+    tables: list[Any] = [None if table is None else from_dlpack(table) for table in fields[:7]]
+    return Metadata(*tables, *fields[7:])._placed(device)

@@ -16,7 +16,7 @@ from ..layouts import AttnLayout, PackedSeqParams, QkvMetadata
 from ..planner import AttentionPlan
 from ..plans import QkvPlan
 from ._tensors import device_of, host_array, on_host, tensor, tensors
-from .metadata import metadata_of
+from .metadata import metadata_of, metadata_over
 
 __all__ = [
     "compute_attn_layout_seqlens",
@@ -42,23 +42,22 @@ def compute_metadata(
     very tensors where they are int64.
     """
     device = device_of(global_dispatch, seq_len)
-    fwd, rev, *rest = routing.compute_metadata(
+    own_lens, own_dispatch = _is_int64(seq_len), _is_int64(global_dispatch)
+    fwd, rev, intermediates = routing._fields_of_both(
         host_array(seq_len, "compute_metadata: seq_len"),
         host_array(global_dispatch, "compute_metadata: global_dispatch"),
-        return_intermediate, undispatched=undispatched,
+        return_intermediate, undispatched, True, own_lens, own_dispatch,
     )  # fmt: skip
-    copies = rev.recv_seq_lens is not None
-    if _is_int64(seq_len):
-        fwd.seq_len = rev.recv_seq_lens = None
-    if _is_int64(global_dispatch):
-        fwd.dst_rank = None
-    forward, reverse = metadata_of(fwd, device), metadata_of(rev, device)
-    if _is_int64(seq_len):
+    forward, reverse = metadata_over(fwd, device), metadata_over(rev, device)
+    if own_lens:
         forward.seq_len = seq_len
-        reverse.recv_seq_lens = seq_len if copies else None
-    if _is_int64(global_dispatch):
+        if reverse.seq_recv_mask is not None:
+            reverse.recv_seq_lens = seq_len
+    if own_dispatch:
         forward.dst_rank = global_dispatch
-    return (forward, reverse, *tensors(tuple(rest), device))
+    if return_intermediate:
+        return forward, reverse, tensors(intermediates, device)
+    return forward, reverse
 
 
 @outside_graphs
