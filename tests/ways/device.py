@@ -26,10 +26,12 @@ def tensor_of(
     plain = torch.from_numpy(np.ascontiguousarray(array))
     if dtype is not None:
         plain = plain.to(dtype) if plain.is_floating_point() else plain.view(dtype)
+    if plain.numel() == 0:
+        if how is not None and how.slices:  # of memory that is there
+            return torch.zeros(2, *plain.shape[1:], dtype=plain.dtype, device=device)[:0]
+        return torch.empty(plain.shape, dtype=plain.dtype, device=device)  # without memory
     if how is None:
         return plain.to(device)
-    if len(plain) == 0 and how.slices:
-        return torch.zeros(2, *plain.shape[1:], dtype=plain.dtype, device=device)[:0]
     if how.odd_address:
         flat = torch.empty(plain.numel() + 1, dtype=plain.dtype, device=device)
         flat[1:] = plain.reshape(-1).to(device)
